@@ -15,7 +15,7 @@ from megatron.arguments.presets import PAPER_TOKENS_PER_STEP, PRESETS
 from megatron.arguments.sources import build_config
 from megatron.config.settings import GROUPS, SETTINGS
 from megatron.layers.parameters import num_parameters
-from megatron.training.loggers.base import CONSOLE_PREFIX, EVALUATION_METRICS, METRICS, Metric
+from megatron.training.loggers.base import CONSOLE_PREFIX, DILOCO_METRICS, EVALUATION_METRICS, METRICS, Metric
 
 ROOT = Path(__file__).resolve().parents[1]
 FLAGS = ROOT / "docs" / "flags.md"
@@ -124,6 +124,8 @@ def operations_page(text: str) -> str:
     lines += _metrics(METRICS)
     lines += ["\nAt every evaluation, to the same three places; for test data, `test` replaces `validation`:\n"]
     lines += _metrics(EVALUATION_METRICS)
+    lines += ["\nAfter every round of [DiLoCo](slow_networks.md#diloco):\n"]
+    lines += _metrics(DILOCO_METRICS)
     lines += ["\nThe timers:\n", "| timer | level | what happens in it |", "|---|---|---|"]
     lines += [_row(f"`{name}`", phase.level, phase.meaning) for name, phase in PHASES.items()]
     return before + BEGIN + "\n" + "\n".join(lines) + "\n\n" + END + after

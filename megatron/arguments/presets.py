@@ -97,12 +97,14 @@ PAPER_TOKENS_PER_STEP = MappingProxyType(
 def preset_batch_notes(name: str | None, config: RunConfig, world_size: int) -> Iterator[str]:
     """Yield a note if a preset's learning rate is used with less than half or more than twice its paper's batch."""
     paper, training = PAPER_TOKENS_PER_STEP.get(name or ""), config.training
-    if paper is None or name is None or config.optimizer.lr != PRESETS[name]["lr"]:
+    scaled = config.optimizer.lr_scaling != "none"
+    if scaled or paper is None or name is None or config.optimizer.lr != PRESETS[name]["lr"]:
         return
     tokens = full_global_batch_size(training, config.parallel.data_parallel_size(world_size)) * training.seq_length
     if not paper / 2 <= tokens <= 2 * paper:
         samples = 16 * max(1, round(paper / training.seq_length / 16))
         yield (
             f"TOKENS PER STEP: {tokens:,} here, {paper:,} in the paper that the learning rate "
-            f"{config.optimizer.lr:g} of --preset {name} comes from; set --global-batch-size {samples} or another --lr"
+            f"{config.optimizer.lr:g} of --preset {name} comes from; set --global-batch-size {samples}, another --lr, "
+            f"or --lr-scaling sqrt --lr-base-batch-size {samples}"
         )

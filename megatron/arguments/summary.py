@@ -11,6 +11,7 @@ from megatron.config.batch import (
     final_iteration,
     full_global_batch_size,
     get_num_microbatches,
+    lr_scale,
     padding_samples,
 )
 from megatron.config.model import ModelConfig
@@ -32,7 +33,7 @@ from megatron.planner.memory import STATE_KINDS, checkpoint_bytes, max_peak_byte
 
 
 def summary(config: RunConfig, world_size: int, iteration: int = 0, consumed_samples: int = 0) -> str:
-    """Return at most thirteen lines, from ranks and pipeline to precision and checkpoints.
+    """Return at most fourteen lines, from ranks and pipeline to precision and checkpoints.
 
     Args:
         config: resolved or not.
@@ -53,6 +54,7 @@ def summary(config: RunConfig, world_size: int, iteration: int = 0, consumed_sam
         "ramp": _ramp(config, world_size),
         "length": _length(config, world_size, iteration, consumed_samples),
         "optimizer": _optimizer(config, world_size),
+        "diloco": _diloco(config),
         "precision": _precision(config),
         "saves": _saves(config),
     }
@@ -204,9 +206,15 @@ def _optimizer(config: RunConfig, world_size: int) -> str:
     optimizer, parallel = config.optimizer, config.parallel
     shards = parallel.weight_replicas(world_size) // parallel.num_distributed_optimizer_instances
     sharing = f", ZeRO-{parallel.zero_stage} over {counted(shards, 'rank')}" if parallel.zero_stage else ""
-    row = f"{optimizer.optimizer}{sharing}, learning rate {optimizer.lr:g} {optimizer.lr_decay_style}"
+    dp = parallel.data_parallel_size(world_size)
+    scale = lr_scale(config, dp)
+    rate = f"{optimizer.lr:g}"
+    if optimizer.lr_scaling != "none":
+        batches = f"batch {full_global_batch_size(config.training, dp):,} over {optimizer.lr_base_batch_size:,}"
+        rate += f" x {scale:g} ({optimizer.lr_scaling}, {batches}) = {optimizer.lr * scale:g}"
+    row = f"{optimizer.optimizer}{sharing}, learning rate {rate} {optimizer.lr_decay_style}"
     if optimizer.lr_decay_style != "constant":
-        row += f" to {optimizer.min_lr:g}"
+        row += f" to {optimizer.min_lr * scale:g}"
     if optimizer.lr_warmup_fraction:
         row += f", warm-up {100 * optimizer.lr_warmup_fraction:.3g}% of the decay"
     elif optimizer.lr_warmup_samples:
@@ -214,6 +222,22 @@ def _optimizer(config: RunConfig, world_size: int) -> str:
     elif optimizer.lr_warmup_iters:
         row += f", warm-up {optimizer.lr_warmup_iters:,} steps"
     return f"{row}, clip {optimizer.clip_grad:g}"
+
+
+def _diloco(config: RunConfig) -> str:
+    options = config.diloco
+    if options.diloco_sync_interval is None:
+        return ""
+    fragments = options.diloco_fragments
+    every = f"every {counted(options.diloco_sync_interval, 'step')}"
+    if fragments > 1:
+        steps = counted(options.diloco_sync_interval // fragments, "step")
+        every += f", one of {fragments} fragments every {steps}"
+    if options.diloco_delay:
+        every += f", exchanged during {counted(options.diloco_delay, 'step')}, mix {options.diloco_mix:g}"
+    rounded = " as int8" if options.diloco_int8 else ""
+    update = f"outer SGD {options.diloco_outer_lr:g}, Nesterov momentum {options.diloco_outer_momentum:g}"
+    return f"{counted(options.diloco_replicas, 'replica')}, synchronised{rounded} {every}; {update}"
 
 
 def _precision(config: RunConfig) -> str:

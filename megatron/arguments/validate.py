@@ -16,7 +16,16 @@ from os.path import exists, isdir  # unlike pathlib's they do not raise for a ve
 from pathlib import Path
 from typing import Any, NoReturn
 
-from megatron.arguments.checks import checkpoint, context_parallel, data, fp8, model, training
+from megatron.arguments.checks import (
+    checkpoint,
+    context_parallel,
+    data,
+    diloco,
+    fp8,
+    grad_compression,
+    model,
+    training,
+)
 from megatron.arguments.checks.checkpoint import holds_checkpoints
 from megatron.checkpoint.location import parse_location
 from megatron.config.batch import final_iteration, get_num_microbatches
@@ -200,6 +209,7 @@ GRAPH_CHECKS = (
     check_graph_attention,
     check_tp_overlap,
     model.check_graph_experts,
+    grad_compression.check_graph_compression,
 )
 """Checks of ``--cuda-graph step`` on a GPU."""
 
@@ -382,12 +392,14 @@ Check = Callable[[RunConfig, int], Iterator[Problem]]
 
 def _checks() -> list[Check]:
     """Return the functions named ``check_...`` of the modules of checks, in order."""
-    modules = (model, context_parallel, training, fp8, data, checkpoint, sys.modules[__name__])
+    own = sys.modules[__name__]
+    modules = (model, context_parallel, grad_compression, training, diloco, fp8, data, checkpoint, own)
     return [f for each in modules for name, f in vars(each).items() if name.startswith("check_")]
 
 
 NOTES = (
     training.batch_notes,
+    training.learning_rate_notes,
     data.data_notes,
     checkpoint.checkpoint_notes,
     profiling_notes,
@@ -397,7 +409,9 @@ NOTES = (
     model.expert_notes,
     model.sharding_notes,
     context_parallel.context_parallel_notes,
+    grad_compression.grad_compression_notes,
     fp8.fp8_notes,
+    diloco.diloco_notes,
 )
 """Functions of a configuration without problems and the number of ranks; they yield notes of one line."""
 

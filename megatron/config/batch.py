@@ -131,6 +131,19 @@ def _end(config: TrainingConfig, data_parallel_size: int, iteration: int, consum
     return iteration, consumed
 
 
+def lr_scale(config: RunConfig, data_parallel_size: int) -> float:
+    """Return the factor of ``--lr-scaling`` on peak and minimum learning rates; 1 without it.
+
+    It is ``k`` = full global batch / ``--lr-base-batch-size`` (linear: Goyal et al. 2017, arXiv 1706.02677), or its
+    square root (Krizhevsky 2014, arXiv 1404.5997; for Adam, Malladi et al. 2022, arXiv 2205.10330). It is constant
+    during a batch ramp.
+    """
+    scaling, base = config.optimizer.lr_scaling, config.optimizer.lr_base_batch_size
+    if scaling == "none" or base is None:  # checks refuse a rule without its base
+        return 1.0
+    return (full_global_batch_size(config.training, data_parallel_size) / base) ** (1.0 if scaling == "linear" else 0.5)
+
+
 class ScheduleLengths(NamedTuple):
     """Lengths of the learning-rate schedule, in samples from the start of the run."""
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import lcm
+from math import ceil, lcm
 
 from megatron.config.option import Need, option
 
@@ -18,6 +18,56 @@ TP_OVERLAP_METHODS = ("pipelined", "symmetric_memory")
 
 CP_COMM_TYPES = ("p2p", "all_gather", "a2a", "a2a+p2p")
 """Communication of context-parallel attention; :mod:`megatron.distributed.context_parallel` has them."""
+
+
+@dataclass(frozen=True)
+class GradCompression:
+    """Method of ``grad_compression``; :mod:`megatron.optimizer.grad_compression` has them."""
+
+    # powersgd, topk or int8
+    method: str
+    # powersgd: rank of the approximation
+    rank: int = 0
+    # topk: share of the elements that are sent
+    ratio: float = 0.0
+
+    @classmethod
+    def parse(cls, text: str) -> GradCompression | None:
+        """Read ``none``, ``powersgd:RANK``, ``topk:RATIO`` or ``int8``; None for ``none``.
+
+        Raises:
+            ValueError: for another text.
+        """
+        method, colon, number = text.partition(":")
+        try:
+            if not colon and method in ("none", "int8"):
+                return None if method == "none" else cls(method)
+            if method == "powersgd" and int(number) >= 1:
+                return cls(method, rank=int(number))
+            if method == "topk" and 0.0 < float(number) < 1.0:
+                return cls(method, ratio=float(number))
+        except ValueError:
+            pass
+        raise ValueError(
+            f"{text!r} is not none, powersgd:RANK with a rank of at least 1, topk:RATIO with a ratio between 0 and 1, "
+            "or int8"
+        )
+
+    @property
+    def has_errors(self) -> bool:
+        """True for error feedback: what is not sent is kept for the next step."""
+        return self.method != "int8"
+
+    def kept(self, elements: int) -> int:
+        """Return the number of elements that topk sends of so many."""
+        return ceil(self.ratio * elements)
+
+
+def _grad_compression(text: str) -> str:
+    """Check the method; it is kept as text."""
+    GradCompression.parse(text)
+    return text
+
 
 CONTEXT_PARALLEL = Need(lambda c: c.parallel.context_parallel_size > 1, "CP above 1")
 ZERO_3 = Need("data_parallel_sharding_strategy=optim_grads_params")
@@ -97,6 +147,10 @@ class ParallelConfig:
     """Elements per gradient bucket. Default: 40 million, or 1 million times DP x CP if that is more."""
     grad_reduce_in_bf16: bool = option(False, role="free")
     """Send gradients between data-parallel ranks as bf16. They are summed in fp32."""
+    grad_compression: str = option("none", role="free", parse=_grad_compression)
+    """Compress the gradients that data-parallel ranks send: powersgd:RANK (low-rank factors) or topk:RATIO (the largest
+    elements), both with error feedback and for the all-reduce between optimizer instances or without ZeRO, or int8
+    (stochastically rounded, also for the reduce-scatter of ZeRO). Default: none."""
     use_distributed_optimizer: bool = option(False, role="free")
     """Shard main params and moments over data-parallel ranks (ZeRO-1), unless a sharding strategy is set."""
     data_parallel_sharding_strategy: str | None = option(None, role="free", choices=tuple(ZERO_STAGES))
@@ -140,6 +194,11 @@ class ParallelConfig:
     def optimizer_instances(self) -> int | None:
         """Copies of the sharded state; None if nothing is sharded."""
         return self.num_distributed_optimizer_instances if self.zero_stage else None
+
+    @property
+    def compression(self) -> GradCompression | None:
+        """Compression of gradients; None for none."""
+        return GradCompression.parse(self.grad_compression)
 
     @property
     def cp_head_ranks(self) -> int:

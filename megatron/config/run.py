@@ -39,6 +39,7 @@ DENSE_MLP = Need(
 )
 EVALUATION = Need(lambda c: c.training.eval_iters > 0, "--eval-iters above 0")
 TRAINING_STEPS = Need(lambda c: not c.training.skip_train, "training steps (--skip-train takes none)")
+LR_SCALING = Need("lr_scaling=linear|sqrt")
 LR_DECAY = Need(lambda c: c.optimizer.lr_decay_style != "constant", "a learning rate that decays")
 WSD = Need("lr_decay_style=WSD")
 WARMUP = Need(
@@ -77,6 +78,7 @@ WANDB = Need("wandb_project")
 TIMERS = Need(lambda c: c.logging.timing_log_level > 0, "--timing-log-level above 0")
 PROFILE = Need(lambda c: c.profiling.requested, "--profile, --profile-memory or --profile-pipeline")
 RUN_DIR = Need("run_dir")
+DILOCO = Need("diloco_sync_interval")
 
 
 @dataclass(frozen=True)
@@ -260,6 +262,13 @@ class TrainingConfig:
         needs=Need("recompute_granularity=selective"),
     )
     """selective: modules to recompute."""
+    cpu_offloading_num_layers: int = option(0, role="free", at_least=0)
+    """Offload what the first blocks of every stage keep for backward to host memory. Recomputed groups of blocks, whose
+    inputs are offloaded, count by their first block."""
+    min_offloaded_tensor_size: int = option(
+        1024 * 1024, role="free", at_least=1, needs=Need(lambda c: c.training.cpu_offloading_num_layers > 0, "offload")
+    )
+    """Elements of the smallest tensor that activation offload moves."""
     objective: str = option("next_token", role="schedule", choices=("next_token",), kind="objective")
     """Loss that training minimises: next_token (cross-entropy, and z_loss_coeff), or the name of a plugin."""
     cross_entropy_chunk_size: int | None = option(None, role="free", at_least=1)
@@ -313,6 +322,11 @@ class OptimizerConfig:
     """Peak learning rate."""
     min_lr: float = option(0.0, role="schedule", at_least=0, needs=LR_DECAY)
     """Learning rate at the end of the decay."""
+    lr_scaling: str = option("none", role="schedule", choices=("none", "linear", "sqrt"))
+    """Multiply lr, min_lr and their decoupled forms by the full global batch / lr_base_batch_size (linear, for sgd), or
+    by its square root (sqrt, for adam). Not lr_warmup_init."""
+    lr_base_batch_size: int | None = option(None, role="schedule", at_least=1, at_most=MAX_BATCH, needs=LR_SCALING)
+    """Global batch, in samples, for which lr was chosen."""
     lr_decay_style: str = option(
         "linear", role="schedule", choices=("constant", "linear", "cosine", "inverse-square-root", "WSD")
     )
@@ -383,6 +397,14 @@ class OptimizerConfig:
     """Data type of adam's and lion's first moment."""
     exp_avg_sq_dtype: str = option("fp32", role="free", choices=("fp32", "bf16"), needs=SECOND_MOMENT)
     """Data type of adam's second moment."""
+    optimizer_cpu_offload: bool = option(False, role="free")
+    """Keep main params, moments and averages in host memory, and update them on the CPU. Muon's matrices stay on the
+    device."""
+    optimizer_offload_fraction: float = option(
+        1.0, role="free", at_least=0, at_most=1, needs=Need("optimizer_cpu_offload")
+    )
+    """Fraction of each rank's shards to offload; whole parameters, those first whose gradients backward completes
+    first."""
     decoupled_lr: float | None = option(None, role="schedule", at_least=0)
     """Peak learning rate of the embeddings and the output layer. Default: lr."""
     decoupled_min_lr: float | None = option(None, role="schedule", at_least=0, needs=Need("decoupled_lr"))
@@ -398,6 +420,39 @@ class OptimizerConfig:
     """Skip an update whose loss or gradient norm is this many standard deviations above the mean of spike_window."""
     spike_window: int = option(128, role="schedule", at_least=2, needs=Need("skip_spikes"))
     """Previous steps over which skip_spikes computes mean and standard deviation."""
+
+
+@dataclass(frozen=True)
+class DilocoConfig:
+    """Replicas on slow networks that train apart and average their weights from time to time (DiLoCo)."""
+
+    diloco_sync_interval: int | None = option(None, role="schedule", at_least=1)
+    """Steps between two synchronisations of a weight with the other replicas (H in arXiv 2311.08105)."""
+    diloco_server: str | None = option(None, role="start", needs=DILOCO)
+    """HOST:PORT of tools/diloco_server.py, the same for all replicas."""
+    diloco_replicas: int = option(2, role="schedule", at_least=1, needs=DILOCO)
+    """Replicas that the samples are divided among, and that a start waits for, up to diloco_timeout."""
+    diloco_replica: int | None = option(None, role="start", at_least=0, needs=DILOCO)
+    """Index of this replica, from 0. Default: that of its checkpoint, or the first one without a living replica."""
+    diloco_outer_lr: float = option(0.7, role="schedule", above=0, needs=DILOCO)
+    """Learning rate of the outer SGD."""
+    diloco_outer_momentum: float = option(0.9, role="schedule", at_least=0, below=1, needs=DILOCO)
+    """Nesterov momentum of the outer SGD."""
+    diloco_fragments: int = option(1, role="schedule", at_least=1, needs=DILOCO)
+    """Parts of the model that are synchronised in turn, one every diloco_sync_interval / diloco_fragments steps."""
+    diloco_delay: int = option(0, role="schedule", at_least=0, needs=DILOCO)
+    """Steps taken while a synchronisation is in progress (arXiv 2501.18512)."""
+    diloco_mix: float = option(0.0, role="schedule", at_least=0, below=1, needs=DILOCO)
+    """Share of a replica's own weights in those after a synchronisation; the rest are the outer weights."""
+    diloco_int8: bool = option(False, role="schedule", needs=DILOCO)
+    """Send outer gradients as int8 with stochastic rounding, except weights that several ranks of a replica hold."""
+    diloco_timeout: float = option(60.0, role="start", above=0, needs=DILOCO)
+    """Seconds without a heartbeat after which a replica counts as dead."""
+
+    @property
+    def streams(self) -> int:
+        """Streams that the training samples are dealt to."""
+        return 1 if self.diloco_sync_interval is None else self.diloco_replicas
 
 
 TOKENIZER_TYPES = (
@@ -535,6 +590,7 @@ class RunConfig:
     training: TrainingConfig = field(default_factory=TrainingConfig)
     compute: ComputeConfig = field(default_factory=ComputeConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    diloco: DilocoConfig = field(default_factory=DilocoConfig)
     data: DataConfig = field(default_factory=DataConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     logging: LoggingConfig = field(default_factory=LoggingConfig)

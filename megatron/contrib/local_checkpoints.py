@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any, Self, TypeVar
@@ -66,6 +67,7 @@ from megatron.distributed.comm import Channel, Group, Pending
 from megatron.distributed.launch import gather_results, run_on_rank0
 from megatron.training.callbacks.base import Callback
 from megatron.training.checkpointer import checkpoint_bytes, local_tensors, run_state, tensors_to_load, tensors_to_save
+from megatron.training.compression_state import compression_to_load
 from megatron.training.resume_source import (
     ResumeSource,
     applies_to_own_checkpoints,
@@ -291,7 +293,8 @@ class NodeCheckpoints:
             return None
         checkpoint, *others = self.usable[path]  # of one step, those of another save that some nodes still have
         try:
-            return self.fetch(checkpoint, tensors_to_load(trainer, local_tensors(trainer)))
+            wanted = tensors_to_load(trainer, local_tensors(trainer))
+            return self.fetch(checkpoint, wanted, partial(compression_to_load, trainer))
         except (OSError, StorageError, DamagedCheckpointError) as error:
             if others:
                 self.usable[path] = others
@@ -307,7 +310,12 @@ class NodeCheckpoints:
 
     # ---- Loading
 
-    def fetch(self, checkpoint: LocalCheckpoint, tensors: Mapping[str, GlobalTensor]) -> tuple[Manifest, list[str]]:
+    def fetch(
+        self,
+        checkpoint: LocalCheckpoint,
+        tensors: Mapping[str, GlobalTensor],
+        more: Callable[[Manifest], Mapping[str, GlobalTensor]] = lambda manifest: {},
+    ) -> tuple[Manifest, list[str]]:
         """Copy to this node's folder all files of a checkpoint that its ranks need and it lacks.
 
         Every copy that is used is first verified by its checksums.
@@ -315,6 +323,7 @@ class NodeCheckpoints:
         Args:
             checkpoint: to load.
             tensors: with the parts that this rank will fill; tensors that the checkpoint lacks are ignored.
+            more: returns further tensors, which depend on the checkpoint.
 
         Returns:
             The manifest, of whose files this node may have only some, and notes on damaged copies.
@@ -331,7 +340,8 @@ class NodeCheckpoints:
         if marker_content(content, inside).decode() != checkpoint.mark:
             raise DamagedCheckpointError(f"{path} on node {holder} has changed")
         manifest = parse_manifest(final, content, inside)
-        wanted = comm.all_gather_objects(sorted(files_needed(manifest, tensors)), self.group)
+        needed = files_needed(manifest, {**tensors, **more(manifest)})
+        wanted = comm.all_gather_objects(sorted(needed), self.group)
         needs = {n: frozenset().union(*(wanted[rank] for rank in self.ranks(n))) for n in range(self.count)}
         chosen, bad = self._choose_verified(checkpoint, manifest, needs)
         notes = [f"node {node}: {text}: another copy is used" for (node, _), text in sorted(bad.items())]

@@ -181,6 +181,8 @@ class DataSource:
     vocab_size: int  # size of the model's vocabulary; larger ids are errors
     masks: MaskBuilder = field(default_factory=MaskBuilder)
     padded: bool = False  # whether a global batch may leave micro-batches partly filled
+    # index and number of the streams that training samples are dealt to in turn: one for each replica of DiLoCo
+    stream: tuple[int, int] = (0, 1)
     notes: tuple[str, ...] = ()  # warnings for the user, a sentence each
 
     def summary(self) -> list[str]:
@@ -209,12 +211,22 @@ class DataSource:
         return {name: dataset.fingerprint for name, dataset in self.datasets.items()}
 
     def digest(self, split: str, first: int, stop: int) -> int:
-        """Return a 64-bit digest of the samples at places ``first .. stop - 1`` and of what they are made from.
+        """Return a 64-bit digest of samples ``first .. stop - 1`` of the stream and of what they are made from.
 
         It is a sum modulo 2**64 over the places: digests of parts add up to that of the whole.
         """
         starts = range(first, stop, DIGEST_BLOCK)
-        return self.digest_places(split, (range(at, min(at + DIGEST_BLOCK, stop)) for at in starts))
+        blocks = (range(at, min(at + DIGEST_BLOCK, stop)) for at in starts)
+        return self.digest_places(split, (self.stream_places(split, block) for block in blocks))
+
+    def stream_places(self, split: str, samples: range) -> range:
+        """Return the places of consecutive samples of this replica's stream: sample i of stream k of n is at n i + k.
+
+        Together, the streams of n replicas read the batches of one run with n times the batch size.
+        """
+        index, count = self.stream if split == "train" else (0, 1)
+        # the last place before the end is the stream's own, also of an empty range: padding repeats it
+        return range(samples.start * count + index, (samples.stop - 1) * count + index + 1, count)
 
     def digest_places(self, split: str, groups: Iterable[range]) -> int:
         """Return the `sample_digest` of all places in ``groups``, such as those returned by `rank_places`."""
@@ -233,8 +245,11 @@ class DataSource:
         Evaluation counts ``consumed_samples`` from 0 each time, so that all evaluations of a run read the same samples
         and their losses can be compared (Megatron-LM advances through the validation data).
         """
-        self._dataset(split, range(consumed_samples, consumed_samples + global_batch))
-        return rank_micro_batches(consumed_samples, global_batch, self.micro_batch_size, dp_rank, dp_size, self.padded)
+        self._dataset(split, self.stream_places(split, range(consumed_samples, consumed_samples + global_batch)))
+        batches = rank_micro_batches(
+            consumed_samples, global_batch, self.micro_batch_size, dp_rank, dp_size, self.padded
+        )
+        return [self.stream_places(split, batch) for batch in batches]
 
     def micro_batch(
         self,
@@ -338,10 +353,15 @@ def split_sample_counts(
     dp_size: int,
     begin: tuple[int, int] = (0, 0),
     splits: Sequence[str] | None = None,
+    streams: int = 1,
 ) -> dict[str, int]:
     """Return the samples read by split name: of ``splits``, or of all that the run has data for and needs."""
     evaluation = training.eval_iters * full_global_batch_size(training, dp_size)  # every evaluation reads the same
-    used = {"train": final_consumed_samples(training, dp_size, *begin), "valid": evaluation, "test": evaluation}
+    used = {
+        "train": streams * final_consumed_samples(training, dp_size, *begin),
+        "valid": evaluation,
+        "test": evaluation,
+    }
     requested = requested_samples(training, dp_size, begin)
     if splits is None:
         has = SPLITS if data.mock_data else tuple(data_sources(data))
@@ -360,6 +380,7 @@ def build_data(
     segments: Mapping[str, Sequence[int]] | None = None,
     begin: tuple[int, int] = (0, 0),
     prefix: int = 0,
+    stream: tuple[int, int] = (0, 1),
 ) -> DataSource:
     """Build the splits of a run that need samples (none for evaluation when ``eval_iters`` is 0).
 
@@ -372,6 +393,7 @@ def build_data(
         segments: `DataSource.segments` of the run being resumed. Entries of splits that are not built are passed on.
         begin: steps taken and samples consumed before.
         prefix: of the model's attention, see `MaskBuilder`.
+        stream: of training samples, see `DataSource`.
 
     Raises:
         DataError: when files are damaged, a needed split has no data, or the tokenizer does not fit the options.
@@ -381,7 +403,7 @@ def build_data(
     known = find_tokenizer_info(data, vocab_size)
     check_vocab_size(known, vocab_size)
     masks = build_masks(data, known, vocab_size, prefix)
-    used = split_sample_counts(data, training, dp_size, begin, splits)
+    used = split_sample_counts(data, training, dp_size, begin, splits, stream[1])
     cache = None if data.data_cache_path is None else IndexCache(data.data_cache_path, TABLE_CHECKS)
     build_notes: list[str] = []
     if data.mock_data:
@@ -390,6 +412,7 @@ def build_data(
         builders, build_notes = file_segment_builders(data, used, training, cache)
     used = {name: count for name, count in used.items() if name in builders}
     requested = requested_samples(training, dp_size, begin)
+    requested["train"] *= stream[1]
     datasets: dict[str, Dataset] = {}
     all_segments = {name: tuple(counts) for name, counts in (segments or {}).items()}
     extended = []
@@ -421,6 +444,7 @@ def build_data(
         vocab_size=vocab_size,
         masks=masks,
         padded=training.pad_global_batch,
+        stream=stream,
         notes=tuple(note for note in notes if note),
     )
 

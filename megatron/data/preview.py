@@ -51,8 +51,9 @@ def preview_data(config: RunConfig, world_size: int, iteration: int = 0, consume
         return []
     dp = config.parallel.data_parallel_size(world_size)
     begin = iteration, consumed_samples
-    tokens = final_consumed_samples(config.training, dp, *begin) * config.training.seq_length
-    read = split_sample_counts(config.data, config.training, dp, begin)
+    streams = config.diloco.streams
+    tokens = streams * final_consumed_samples(config.training, dp, *begin) * config.training.seq_length
+    read = split_sample_counts(config.data, config.training, dp, begin, streams=streams)
     sources = data_sources(config.data)
     rows = list(_rows(sources, tokens))
     prefix = config.model.attention_prefix

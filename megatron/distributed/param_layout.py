@@ -167,6 +167,65 @@ def _intersect(piece: ShardPiece, run: Box) -> ShardPiece:
     return replace(piece, local_box=Box(start, size), global_box=Box(place, size))
 
 
+@dataclass(frozen=True)
+class MatrixBlock:
+    """Matrices of a parameter, or whole rows of one, in a rank's part of a bucket, to compress their gradient."""
+
+    name: str
+    # First element in the parameter's flattened local tensor, and in the part.
+    first: int
+    place: int
+    # ``count`` adjacent matrices ``[rows, columns]``.
+    count: int
+    rows: int
+    columns: int
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        return self.count * self.rows * self.columns
+
+
+def matrix_blocks(
+    packing: Packing, specs: Mapping[str, ShardSpec], part: int, parts: int, rank: int = 0
+) -> list[MatrixBlock]:
+    """Return the matrices in part ``part`` of ``parts`` of a bucket, ascending.
+
+    Vectors, rows that are cut and parameters of which several tensor-parallel ranks hold a piece are left out.
+
+    Args:
+        packing: of the bucket.
+        specs: of its parameters.
+        part: index of the part.
+        parts: number of parts.
+        rank: leave out matrices whose factors of this rank are not smaller; 0 for none.
+
+    """
+    blocks = []
+    for name, spec in specs.items():
+        share = packing.shard_in_part(name, prod(spec.local_shape), part, parts)
+        if share is None or len(spec.shape) == 1 or any(len(piece.tp_ranks) > 1 for piece in spec.pieces):
+            continue
+        columns, height = spec.local_view[-1], prod(spec.local_view[spec.matrices : -1])
+        row, stop = -(-share.start // columns), share.stop // columns
+        place = packing.offsets[name] - part * (packing.size // parts)
+        while row < stop:
+            count = (stop - row) // height if row % height == 0 else 0
+            rows = height if count else min(stop, round_up(row + 1, height)) - row
+            if rank * (rows + columns) < rows * columns:
+                first = row * columns
+                blocks.append(MatrixBlock(name, first, place + first, max(count, 1), rows, columns))
+            row += max(count, 1) * rows
+    return sorted(blocks, key=lambda block: block.place)
+
+
+def segments_outside(blocks: Sequence[MatrixBlock], length: int) -> list[tuple[int, int]]:
+    """Return the ranges of a part of ``length`` elements that are in none of its blocks, ascending."""
+    starts = [0, *(block.place + block.numel for block in blocks)]
+    stops = [*(block.place for block in blocks), length]
+    return [(start, stop) for start, stop in zip(starts, stops) if start < stop]
+
+
 MIN_PART_RATIO = 2
 """Minimum ratio of a rank's part of an uncut bucket to its largest parameter. Larger buckets have less padding."""
 

@@ -22,6 +22,7 @@ from megatron.kernels.attention_mask import AttentionMask, Ranges
 from megatron.kernels.fp8 import WeightCasts
 from megatron.kernels.registry import Kernels
 from megatron.kernels.rotary import RotaryCosSin
+from megatron.layers.activation_offload import ActivationOffload
 from megatron.layers.kv_cache import KVCache
 from megatron.layers.parameters import Sharding, Specs
 
@@ -55,6 +56,8 @@ class BuildContext:
     # Global indices of the blocks whose linears are in FP8, and their quantised weights.
     fp8_layers: frozenset[int] = frozenset()
     weight_casts: WeightCasts = field(default_factory=WeightCasts)
+    # Shared by all chunks; None keeps activations on the device.
+    offload: ActivationOffload | None = None
     # The parameters declared, and those built so far, by global name.
     specs: Specs = field(default_factory=dict)
     params: dict[str, nn.Parameter] = field(default_factory=dict)

@@ -27,7 +27,8 @@ def recompute_producer(
     """Return ``consumer(producer(x))``; with ``drop``, the tensor between them is recomputed in backward.
 
     Checkpointing the producer alone would save nothing, because the consumer keeps the producer's output as its own
-    input. So wherever the consumer saves that tensor, a closure that recomputes it from ``x`` is saved instead.
+    input. So wherever the consumer saves that tensor, a closure that recomputes it from ``x`` is saved instead. Hooks
+    around this call, such as those of activation offload, get the other tensors that the consumer saves.
     """
     if not (drop and torch.is_grad_enabled()):
         return consumer(producer(x))
@@ -35,14 +36,21 @@ def recompute_producer(
     address, shape = between.data_ptr(), between.shape
     recomputed = _RecomputedTensor(producer, x)
 
-    def pack(t: Tensor) -> Tensor | _RecomputedTensor:
-        return recomputed if t.data_ptr() == address and t.shape == shape else t
+    keep, take = torch._C._autograd._top_saved_tensors_default_hooks(False) or (_identity, _identity)
 
-    def unpack(saved: Tensor | _RecomputedTensor) -> Tensor:
-        return saved.compute() if isinstance(saved, _RecomputedTensor) else saved
+    def pack(t: Tensor) -> Any:
+        return recomputed if t.data_ptr() == address and t.shape == shape else keep(t)
+
+    def unpack(saved: Any) -> Tensor:
+        tensor: Tensor = saved.compute() if isinstance(saved, _RecomputedTensor) else take(saved)
+        return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
         return consumer(between)
+
+
+def _identity(saved: T) -> T:
+    return saved
 
 
 class _RecomputedTensor:

@@ -16,6 +16,7 @@ from megatron.distributed.micro_batch import MicroBatch
 from megatron.kernels.attention_mask import AttentionMask
 from megatron.kernels.rotary import RotaryEmbedding
 from megatron.layers import parameters
+from megatron.layers.activation_offload import BlockContext, no_offload
 from megatron.layers.context import BuildContext, ForwardContext
 from megatron.layers.embedding import Embedding
 from megatron.layers.kv_cache import KVCache
@@ -189,10 +190,15 @@ class GPTChunk(nn.Module):
         """Return the hidden state after the blocks, and the sum of the router losses (None without experts)."""
         blocks = list(self.layers.values())
 
-        def run(x: Tensor, losses: Tensor | None, start: int, stop: int) -> tuple[Residual, Tensor | None]:
+        saving = self._offload(ctx)
+
+        def run(
+            x: Tensor, losses: Tensor | None, start: int, stop: int, saving: BlockContext = no_offload
+        ) -> tuple[Residual, Tensor | None]:
             residual = Residual(x)
-            for block in blocks[start:stop]:
-                residual, added = block(residual, ctx)
+            for number in range(start, stop):
+                with saving(number):
+                    residual, added = blocks[number](residual, ctx)
                 losses = added if losses is None else losses + added
             return residual, losses
 
@@ -203,8 +209,16 @@ class GPTChunk(nn.Module):
         losses, done = None, 0
         while self.training and done < self.recompute.blocks:
             stop = min(done + self.recompute.group, self.recompute.blocks)
-            (x_SBH, losses), done = recompute(run_summed, x_SBH, losses, done, stop), stop
-        return run(x_SBH, losses, done, len(blocks))
+            with saving(done):
+                (x_SBH, losses), done = recompute(run_summed, x_SBH, losses, done, stop), stop
+        return run(x_SBH, losses, done, len(blocks), saving)
+
+    def _offload(self, ctx: ForwardContext) -> BlockContext:
+        """Return the contexts in which blocks run, so that what they keep for backward is offloaded."""
+        if self.context.offload is None or not torch.is_grad_enabled():
+            return no_offload
+        tables = () if ctx.rotary is None else (ctx.rotary.cos, ctx.rotary.sin)
+        return self.context.offload.blocks(tables)
 
 
 def build_gpt(config: ModelConfig, training: TrainingConfig, context: BuildContext) -> GPTChunk:

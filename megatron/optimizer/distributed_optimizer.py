@@ -33,7 +33,9 @@ from megatron.optimizer.low_precision_state import LowPrecisionRule, build_rule
 from megatron.optimizer.lr_scheduler import Rates
 from megatron.optimizer.main_params import MainParams
 from megatron.optimizer.muon import GatherShards, Muon
-from megatron.optimizer.param_groups import ParamGroup, param_groups
+from megatron.optimizer.offload import OptimizerOffload
+from megatron.optimizer.outer_optimizer import OuterOptimizer
+from megatron.optimizer.param_groups import ParamGroup, offloaded_params, param_groups
 from megatron.optimizer.parameter_store import ParameterStore
 from megatron.optimizer.rules import AdamW, UpdateRule, update_observed
 
@@ -144,23 +146,34 @@ class DistributedOptimizer:
         self.buckets, self.config, self.weights = buckets, config, weights
         self.partial_grads = PartialGradReducer(specs, buckets, mesh)
         self.norm = GradNorm(specs, buckets, mesh)
+        # Shards that the host updates; None without.
+        self.offload: OptimizerOffload | None = None
+        in_order = [name for bucket in buckets.buckets for name in bucket.specs if name in buckets.shards]
+        on_host = offloaded_params({name: buckets.shards[name].numel for name in in_order}, specs, config)
+        # Weights and gradients of this rank's shards by name, in the memory where they are updated. A gradient on the
+        # host is that of the last update.
+        shards, self.grads = self.weights.shards, buckets.grads
+        if on_host:
+            self.offload = OptimizerOffload(on_host, specs, buckets, shards)
+            shards, self.grads = shards | self.offload.weights, self.grads | self.offload.grads
         # This rank's shards by name: of the local stored shape if a shard is the whole parameter, else flat. For fp32
-        # and fp64 models the weights themselves.
-        self.main_params = MainParams(self.weights.shards, config.store_param_remainders)
+        # and fp64 models the weights themselves, or their copies on the host.
+        self.main_params = MainParams(shards, config.store_param_remainders)
         # The order of groups, and so of Muon's collectives, is the same on all ranks.
         self.groups: list[tuple[ParamGroup, UpdateRule]] = []
-        for group in param_groups(specs, config):
+        for group in param_groups(specs, config, on_host):
             names = tuple(name for name in group.names if name in buckets.shards)
             divided = group.rule == "muon" and buckets.zero_stage == 3
             if names or divided:
                 gather = partial(buckets.gather_shards, names=group.names) if divided else None
                 group = replace(group, names=names)
-                self.groups.append((group, self._rule(group, specs, mesh, seed, kernel, gather)))
+                of_group = adam if group.offloaded else kernel  # others may need a GPU
+                self.groups.append((group, self._rule(group, specs, mesh, seed, of_group, gather)))
         # Gradients to unscale and clip, by group; None where the rule itself does both. A scale in fp32 is not exact
         # enough for gradients in fp64.
         self._scaled: list[list[Tensor] | None] = []
         for group, _ in self.groups:
-            grads = [buckets.grads[name] for name in group.names]
+            grads = [self.grads[name] for name in group.names]
             in_rule = group.rule == "adam" and all(grad.dtype == torch.float32 for grad in grads)
             self._scaled.append(None if in_rule else flat_runs(grads))
         # Called as ``(name, start, before, after)`` for every block of elements that an update changes, from the flat
@@ -168,6 +181,8 @@ class DistributedOptimizer:
         self.observe_update: Callable[[str, int, Tensor, Tensor], None] | None = None
         # Exponential moving average of the main parameters, by name; empty without ``ema_decay``.
         self.ema = {n: m.clone() for n, m in self.main_params.items()} if config.ema_decay is not None else {}
+        # None without DiLoCo.
+        self.outer: OuterOptimizer | None = None
         # None without ``skip_spikes``.
         self.spikes = SpikeGuard.from_config(config, buckets.buckets[0].shard.device)
 
@@ -192,6 +207,8 @@ class DistributedOptimizer:
             self.buckets.finish()
         with clock("layernorm-grads-all-reduce"):
             self.partial_grads.reduce()
+        if self.offload is not None:
+            self.offload.fetch_late()
 
     @torch.no_grad()
     def update(
@@ -240,29 +257,54 @@ class DistributedOptimizer:
 
         """
         written: set[str] = set()
+        offload, on_host = self.offload, False
+        if offload is not None:
+            offload.start_scalars(rates, skip, factor)
         for (group, rule), scaled in zip(self.groups, self._scaled):
-            rate = rates.decoupled_lr if group.decoupled else rates.lr
-            if rate is None:
-                raise ValueError("decoupled_lr is configured: pass Rates with a decoupled_lr")
-            grads = [self.buckets.grads[name] for name in group.names]
-            update: Callable[..., None] = rule.update
-            options: dict[str, Any] = {}
-            if scaled is None:
-                options["grad_scale"] = (1.0 / factor).float()
-            elif scaled:
-                torch._foreach_mul_(scaled, factor.to(scaled[0].dtype))
-            if self.observe_update is not None:
-                options["observe"] = partial(self._observe, group.names)
-                if not isinstance(rule, Muon | LowPrecisionRule):
-                    update = partial(update_observed, rule)
-            elif isinstance(rule, AdamW):
-                options["weights"] = [self.weights.shards[name] for name in group.names]
-                written.update(group.names)
-            update(grads, rate * group.lr_factor, rates.weight_decay * group.weight_decay_factor, skip, **options)
+            if offload is not None and group.offloaded and not on_host:
+                rates, skip, factor = offload.wait_scalars(rates, skip, factor)
+                on_host = True
+            written.update(self._update_group(group, rule, scaled, rates, skip, factor))
+        return written
+
+    def _update_group(
+        self,
+        group: ParamGroup,
+        rule: UpdateRule,
+        scaled: list[Tensor] | None,
+        rates: Rates,
+        skip: Tensor,
+        factor: Tensor,
+    ) -> Collection[str]:
+        """Update a group with scalars in its memory; return the names of weights that are already rounded."""
+        rate = rates.decoupled_lr if group.decoupled else rates.lr
+        if rate is None:
+            raise ValueError("decoupled_lr is configured: pass Rates with a decoupled_lr")
+        grads = [self.grads[name] for name in group.names]
+        update: Callable[..., None] = rule.update
+        options: dict[str, Any] = {}
+        written: Collection[str] = ()
+        if scaled is None:
+            options["grad_scale"] = (1.0 / factor).float()
+        elif scaled:
+            torch._foreach_mul_(scaled, factor.to(scaled[0].dtype))
+        if self.observe_update is not None:
+            options["observe"] = partial(self._observe, group.names)
+            if not isinstance(rule, Muon | LowPrecisionRule):
+                update = partial(update_observed, rule)
+        elif isinstance(rule, AdamW):
+            options["weights"] = [self.main_params.weights[name] for name in group.names]
+            written = group.names
+        update(grads, rate * group.lr_factor, rates.weight_decay * group.weight_decay_factor, skip, **options)
         if self.config.ema_decay is not None:
             weight = (1.0 - self.config.ema_decay) * (1.0 - skip.double())
-            for name, average in self.ema.items():
+            for name in group.names:
+                average = self.ema[name]
                 average.lerp_(self.main_params[name], weight.to(average.dtype))
+        if self.offload is not None and group.offloaded:
+            self.main_params.round(() if written else group.names)
+            self.offload.upload(group.names)
+            return group.names
         return written
 
     def _observe(self, names: Sequence[str], index: int, start: int, before: Tensor, after: Tensor) -> None:
@@ -289,6 +331,8 @@ class DistributedOptimizer:
     def _swap_with_average(self) -> None:
         """Swap main parameters and average, one tensor at a time to save memory."""
         self.weights.wait()
+        if self.offload is not None:
+            self.offload.synchronize()
         for name, average in self.ema.items():
             current = self.main_params[name].clone()
             self.main_params.set({name: average})
@@ -297,8 +341,14 @@ class DistributedOptimizer:
 
     @torch.no_grad()
     def write_weights(self, written: Collection[str] = ()) -> None:
-        """Round the main parameters to the weights not yet ``written``, and gather the weights on all ranks."""
+        """Round the main parameters to the weights not yet ``written`` (and, if offloaded, copied to the device).
+
+        Then gather the weights on all ranks.
+        """
         self.main_params.write_weights(written)
+        if self.offload is not None:
+            self.offload.upload([name for name in self.offload.weights if name not in written])
+            self.offload.wait()
         self.weights.start_gather()
 
     def state(self) -> dict[str, dict[str, Tensor]]:
@@ -310,8 +360,14 @@ class DistributedOptimizer:
         return found
 
     def extra_state(self) -> dict[str, dict[str, Tensor]]:
-        """Return the optimizer state of checkpoints, without main parameters, by kind and name: moments and ``ema``."""
-        return self.state() | ({"ema": self.ema} if self.ema else {})
+        """Return the optimizer state of checkpoints, without main parameters, by kind and name.
+
+        Moments, ``ema``, and the outer state of DiLoCo after the exchange in progress.
+        """
+        if self.outer is not None:
+            self.outer.settle()
+        outer = {} if self.outer is None else self.outer.kinds()
+        return self.state() | ({"ema": self.ema} if self.ema else {}) | outer
 
     def steps_applied(self) -> int:
         """Return the number of updates that were not skipped. Synchronises host and device.

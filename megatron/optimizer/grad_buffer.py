@@ -4,7 +4,8 @@ A bucket holds the main gradients (at least fp32) of parameters of one dtype and
 which backward is expected to compute them. The reduction has two steps: a reduce-scatter over the ranks that shard the
 optimizer state (``shards``), which leaves each rank the part that it updates, and an all-reduce of that part over the
 ranks that hold the same shard (``copies``). Without ZeRO there is only the all-reduce. Gradients are communicated in
-fp32, or in bf16: then each addend is rounded once, and the sum is computed in fp32.
+fp32, or in bf16: then each addend is rounded once, and the sum is computed in fp32. They can be compressed, too
+(:mod:`megatron.optimizer.grad_compression`).
 """
 
 from __future__ import annotations
@@ -29,9 +30,11 @@ from megatron.distributed.param_layout import (
     BucketKey,
     Packing,
     ParamShard,
+    matrix_blocks,
     plan_buckets,
 )
 from megatron.distributed.sharding import ShardSpec
+from megatron.optimizer.grad_compression import Compressor, ErrorFeedback, Int8Compressor, build_compressor
 
 
 @dataclass
@@ -87,6 +90,20 @@ class BucketLayout:
     device: torch.device
     # Dtype in which gradients are communicated.
     comm_dtype: torch.dtype
+    # Of what is communicated; None for none.
+    compressor: Compressor | None = None
+
+    def start_reduce_scatter(self, x: Tensor) -> ReduceHandle:
+        """Start summing a whole bucket over ``shards``; the result is this rank's part."""
+        if isinstance(self.compressor, Int8Compressor) and self.shards.size > 1:
+            return ReduceHandle(*self.compressor.start_reduce_scatter(x, self.shards))
+        return start_grad_reduce_scatter(x, self.shards, self.comm_dtype)
+
+    def start_all_reduce(self, part: Tensor) -> ReduceHandle:
+        """Start summing this rank's part over ``copies``."""
+        if self.compressor is not None and self.copies.size > 1:
+            return ReduceHandle(*self.compressor.start_all_reduce(part, self.copies))
+        return start_grad_all_reduce(part, self.copies, self.comm_dtype)
 
     def zeros(self, elements: int) -> Tensor:
         """Allocate a flat buffer of zeros."""
@@ -137,6 +154,14 @@ class Bucket(ABC):
         """Record a contribution; ``complete`` if it is the bucket's last of the step."""
 
     @abstractmethod
+    def wait_early(self) -> bool:
+        """Wait for a reduction of the step's last micro-batch that is in flight, if there is one.
+
+        Returns:
+            True if :attr:`shard` now has the sum over all ranks.
+        """
+
+    @abstractmethod
     def finish_scatter(self) -> None:
         """Finish the reduction over ``shards``, and start the all-reduce over ``copies``."""
 
@@ -175,13 +200,21 @@ class GradBucket(Bucket):
         if complete and overlap and self.layout.shards.size * self.layout.copies.size > 1:
             self._start()
 
+    def wait_early(self) -> bool:
+        """Wait for the reduction in flight."""
+        self.wait()
+        if self.layout.shards.size * self.layout.copies.size == 1:
+            self.complete()  # nothing to reduce
+            return True
+        return self._started and 1 in (self.layout.shards.size, self.layout.copies.size)
+
     def finish_scatter(self) -> None:
         """Finish the reduce-scatter over ``shards``, and start the all-reduce over ``copies``."""
         if not self._started:
             self._start()
         if self.layout.shards.size > 1:
             self.wait()
-            self._sum = start_grad_all_reduce(self.shard, self.layout.copies, self.layout.comm_dtype)
+            self._sum = self.layout.start_all_reduce(self.shard)
 
     def finish(self) -> None:
         """Finish the reduction, after :meth:`finish_scatter`."""
@@ -197,9 +230,9 @@ class GradBucket(Bucket):
         self._started = True
         self.complete()
         if self.layout.shards.size > 1:
-            self._sum = start_grad_reduce_scatter(self._buffer, self.layout.shards, self.layout.comm_dtype)
+            self._sum = self.layout.start_reduce_scatter(self._buffer)
         else:
-            self._sum = start_grad_all_reduce(self.shard, self.layout.copies, self.layout.comm_dtype)
+            self._sum = self.layout.start_all_reduce(self.shard)
 
 
 class BufferPool:
@@ -216,7 +249,7 @@ class BufferPool:
 
     def reduce(self, buffer: Tensor, layout: BucketLayout, own: Tensor, first: bool) -> None:
         """Start the reduce-scatter of a buffer, whose result will be added to ``own``, or overwrite it if ``first``."""
-        total = start_grad_reduce_scatter(buffer, layout.shards, layout.comm_dtype)
+        total = layout.start_reduce_scatter(buffer)
         self._in_flight.append((total, buffer, own, first))
 
     def wait(self, left: int) -> None:
@@ -225,6 +258,10 @@ class BufferPool:
             total, buffer, own, first = self._in_flight.popleft()
             own.copy_(total.wait()) if first else own.add_(total.wait())
             self._free[buffer.numel(), buffer.dtype].append(buffer)
+
+    def reduces(self, own: Tensor) -> bool:
+        """Return True if a reduction into ``own`` is in flight."""
+        return any(target is own for _, _, target, _ in self._in_flight)
 
     def discard(self) -> None:
         """Forget all buffers and reductions."""
@@ -289,10 +326,14 @@ class ShardedBucket(Bucket):
         self._buffer, self._reduced = None, True
         self._pool.wait(in_flight)
 
+    def wait_early(self) -> bool:
+        """Return True if no reduction is left; later ones usually have waited for this bucket's."""
+        return self.layout.copies.size == 1 and not self._pool.reduces(self.shard)
+
     def finish_scatter(self) -> None:
         """Finish the reduce-scatters over ``shards``, and start the all-reduce over ``copies``."""
         self._pool.wait(0)
-        self._last = start_grad_all_reduce(self.shard, self.layout.copies, self.layout.comm_dtype)
+        self._last = self.layout.start_all_reduce(self.shard)
 
     def finish(self) -> None:
         """Finish the reduction, after :meth:`finish_scatter`."""
@@ -312,6 +353,7 @@ class GradBuffer:
         device: torch.device,
         config: ParallelConfig,
         uncut: Collection[str] = (),
+        seed: int = 0,
     ) -> None:
         """Allocate the buckets and bind the accumulator to them.
 
@@ -323,6 +365,7 @@ class GradBuffer:
             device: of the buffers.
             config: bucket size, ZeRO stage, communication dtype and overlap.
             uncut: parameters that are not divided between ranks, except in ZeRO-3.
+            seed: of the run; keys the random numbers of gradient compression.
 
         """
         self.specs, self.zero_stage = specs, config.zero_stage
@@ -334,7 +377,14 @@ class GradBuffer:
         self._missing: dict[str, int] = {}  # contributions, by parameter
         self._unfinished: dict[int, int] = {}  # parameters that miss contributions, by id of the bucket
         self._reducing = True
-        self._reduces_in_bf16, self._bf16_in_flight = config.grad_reduce_in_bf16, deque[GradBucket]()
+        compression = config.compression
+        # Reductions in bf16 or int8 copy the gradients.
+        self._copies_gradients = config.grad_reduce_in_bf16 or config.grad_compression == "int8"
+        # Called once per step and bucket, as soon as :attr:`Bucket.shard` has its sum. With it, or with reductions that
+        # copy the gradients, only the newest few reductions are left in flight during backward.
+        self.on_reduced: Callable[[Bucket], None] | None = None
+        self._in_flight = deque[Bucket]()
+        self._reported: set[int] = set()  # ids of buckets for which ``on_reduced`` was called
         pool = BufferPool()
         keys = {
             name: BucketKey.of(name, spec, str(dtypes[name]), name in uncut, config.zero_stage)
@@ -349,8 +399,13 @@ class GradBuffer:
             shards, copies = mesh.optimizer_shard_group(*axes), mesh.optimizer_replica_group(*axes)
             dtype = torch.promote_types(dtypes[names[0]], torch.float32)
             comm_dtype = torch.bfloat16 if config.grad_reduce_in_bf16 else dtype
-            layout = BucketLayout(shape.packing, shards, copies, dtype, device, comm_dtype)
             bucket_specs = {name: specs[name] for name in names}
+            compressor = None
+            if compression is not None and (copies.size > 1 or not compression.has_errors):
+                blocks = matrix_blocks(shape.packing, bucket_specs, shards.rank, shards.size, compression.rank)
+                part = torch.empty(shape.packing.size // shards.size, dtype=dtype, device=device)
+                compressor = build_compressor(compression, blocks, part, seed, len(self.buckets))
+            layout = BucketLayout(shape.packing, shards, copies, dtype, device, comm_dtype, compressor)
             bucket: Bucket
             if config.zero_stage >= 2 and shards.size > 1:
                 bucket = ShardedBucket(layout, bucket_specs, grad_accumulator.flush, pool)
@@ -442,14 +497,32 @@ class GradBuffer:
         bucket.complete()
         return found
 
-    def start_step(self, microbatches: int) -> None:
-        """Forget the gradients of the previous step and expect this many micro-batches."""
+    def start_step(self, microbatches: int, step: int = 0) -> None:
+        """Forget the gradients of the previous step and expect this many micro-batches.
+
+        ``step``, the number of steps taken before, keys the rounding of compressed gradients.
+        """
         self._grad_accumulator.discard_pending()
         self._missing = {name: microbatches * spec.contributions for name, spec in self.specs.items()}
         self._unfinished = {id(bucket): len(bucket.specs) for bucket in self.buckets}
-        self._bf16_in_flight.clear()
+        self._in_flight.clear()
+        self._reported.clear()
         for bucket in self.buckets:
             bucket.start_step()
+            if bucket.layout.compressor is not None:
+                bucket.layout.compressor.start_step(step)
+
+    def error_feedback(self) -> dict[str, ErrorFeedback]:
+        """Return what keeps the errors of compressed gradients, by parameter of which this rank has a shard."""
+        found = {name: self._bucket_of[name].layout.compressor for name in self.shards}
+        return {name: compressor for name, compressor in found.items() if isinstance(compressor, ErrorFeedback)}
+
+    @torch.no_grad()
+    def commit_errors(self, skipped: Tensor) -> None:
+        """Keep the errors of compressed gradients after an update; see :meth:`ErrorFeedback.commit`."""
+        for bucket in self.buckets:
+            if isinstance(bucket.layout.compressor, ErrorFeedback):
+                bucket.layout.compressor.commit(skipped)
 
     def discard(self) -> None:
         """Forget the reductions of a step that was captured, and so never ran."""
@@ -472,11 +545,17 @@ class GradBuffer:
         if self._reducing:
             complete = self._unfinished[id(bucket)] == 0
             bucket.contributed(name, complete, self.overlap)
-            if self._reduces_in_bf16 and complete and isinstance(bucket, GradBucket):
-                # Reductions in bf16 copy the gradients, so only a few may be in flight.
-                self._bf16_in_flight.append(bucket)
-                if len(self._bf16_in_flight) > MAX_REDUCTIONS_IN_FLIGHT:
-                    self._bf16_in_flight.popleft().wait()
+            if complete and (self._copies_gradients or self.on_reduced is not None):
+                self._in_flight.append(bucket)
+                if len(self._in_flight) > MAX_REDUCTIONS_IN_FLIGHT:
+                    oldest = self._in_flight.popleft()
+                    if oldest.wait_early() and self.overlap:
+                        self._report(oldest)
+
+    def _report(self, bucket: Bucket) -> None:
+        if self.on_reduced is not None and id(bucket) not in self._reported:
+            self._reported.add(id(bucket))
+            self.on_reduced(bucket)
 
     def finish(self) -> None:
         """Wait until the gradients of this rank's shards are summed over all data-parallel ranks.
@@ -491,16 +570,18 @@ class GradBuffer:
                     f"the gradient of {name} misses {missing} contributions: ShardSpec.contributions differs from the "
                     "number of times that its layer's backward adds to it"
                 )
-        while self._bf16_in_flight:
-            self._bf16_in_flight.popleft().wait()
+        while self._in_flight:
+            self._in_flight.popleft().wait_early()
         scattered: deque[Bucket] = deque()
         for bucket in self.buckets:
             bucket.finish_scatter()
             scattered.append(bucket)
-            if self._reduces_in_bf16 and len(scattered) > MAX_REDUCTIONS_IN_FLIGHT:
+            if self._copies_gradients and len(scattered) > MAX_REDUCTIONS_IN_FLIGHT:
                 scattered.popleft().finish()
         for bucket in scattered:
             bucket.finish()
+        for bucket in self.buckets:
+            self._report(bucket)
 
 
 def param_view(buffer: Tensor, packing: Packing, name: str, spec: ShardSpec) -> Tensor:

@@ -59,16 +59,19 @@ class LearningRateSchedule:
     decoupled: tuple[float, float] | None = None
 
     @classmethod
-    def from_config(cls, config: OptimizerConfig, lengths: ScheduleLengths) -> LearningRateSchedule:
-        """Return the schedule of a run."""
+    def from_config(cls, config: OptimizerConfig, lengths: ScheduleLengths, scale: float = 1.0) -> LearningRateSchedule:
+        """Return the schedule of a run; ``scale`` is :func:`megatron.config.batch.lr_scale`.
+
+        The warm-up begins at the unscaled ``lr_warmup_init``, as in Goyal et al. 2017 (arXiv 1706.02677).
+        """
         start, end = config.start_weight_decay, config.end_weight_decay
         decoupled = None
         if config.decoupled_lr is not None:
             floor = config.decoupled_min_lr
-            decoupled = config.decoupled_lr, config.min_lr if floor is None else floor
+            decoupled = config.decoupled_lr * scale, (config.min_lr if floor is None else floor) * scale
         return cls(
-            peak=config.lr,
-            floor=config.min_lr,
+            peak=config.lr * scale,
+            floor=config.min_lr * scale,
             style=config.lr_decay_style,
             warmup=lengths.warmup,
             warmup_init=config.lr_warmup_init,

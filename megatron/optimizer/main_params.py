@@ -94,6 +94,12 @@ class MainParams(Mapping[str, Tensor]):
                 self._plain[name].copy_(value)
 
     @torch.no_grad()
+    def round(self, names: Collection[str]) -> None:
+        """Round the main parameters of ``names`` to their weights."""
+        pairs = ((self.weights[name], self._plain[name]) for name in names if name not in self.remainders)
+        round_to((weight, main) for weight, main in pairs if weight.dtype != main.dtype)
+
+    @torch.no_grad()
     def write_weights(self, written: Collection[str] = ()) -> None:
         """Round main parameters to the weights, except those already ``written``, and those with remainders."""
         done = set(written)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from megatron.config.run import OptimizerConfig, matching_factor, parse_factor
@@ -25,19 +25,48 @@ class ParamGroup:
     lr_factor: float
     # By default 0 for biases and other vectors, 1 for matrices.
     weight_decay_factor: float
+    # Updated by the host, in its memory.
+    offloaded: bool = False
 
 
-def param_groups(specs: Mapping[str, ShardSpec], config: OptimizerConfig) -> list[ParamGroup]:
-    """Group all parameters by rule, learning rate and weight decay."""
+def param_groups(
+    specs: Mapping[str, ShardSpec], config: OptimizerConfig, offloaded: Collection[str] = ()
+) -> list[ParamGroup]:
+    """Group all parameters by rule, learning rate and weight decay; those ``offloaded`` are in the last groups."""
     lr_factors = [parse_factor(text) for text in config.lr_factors]
     weight_decay_factors = [parse_factor(text) for text in config.weight_decay_factors]
-    groups: dict[tuple[str, bool, float, float], list[str]] = {}
+    groups: dict[tuple[str, bool, float, float, bool], list[str]] = {}
     for name, spec in specs.items():
         decoupled = config.decoupled_lr is not None and name in DECOUPLED_LR_PARAMS
         decay = matching_factor(name, weight_decay_factors, 1.0 if spec.decays else 0.0)
-        key = rule_of(name, spec, config), decoupled, matching_factor(name, lr_factors, 1.0), decay
+        lr_factor = matching_factor(name, lr_factors, 1.0)
+        key = rule_of(name, spec, config), decoupled, lr_factor, decay, name in offloaded
         groups.setdefault(key, []).append(name)
-    return [ParamGroup(tuple(names), *key) for key, names in groups.items()]
+    found = [ParamGroup(tuple(names), *key) for key, names in groups.items()]
+    return sorted(found, key=lambda group: group.offloaded)
+
+
+def offloaded_params(elements: Mapping[str, int], specs: Mapping[str, ShardSpec], config: OptimizerConfig) -> set[str]:
+    """Return the parameters whose shards the host updates.
+
+    They are taken in the order in which backward completes gradients, so that most copies overlap with it; one that
+    would exceed the fraction is left out. Muon's matrices stay on the device, which multiplies them.
+
+    Args:
+        elements: of this rank's shard of each parameter, in that order.
+        specs: by name.
+        config: of the optimizer.
+    """
+    if not config.optimizer_cpu_offload:
+        return set()
+    movable = {name: count for name, count in elements.items() if rule_of(name, specs[name], config) != "muon"}
+    left = config.optimizer_offload_fraction * sum(movable.values())
+    chosen = set()
+    for name, count in movable.items():
+        if count <= left:
+            chosen.add(name)
+            left -= count
+    return chosen
 
 
 def is_muon_param(name: str, spec: ShardSpec) -> bool:

@@ -206,7 +206,8 @@ class ShardedParameterStore(ParameterStore):
         for index, block in enumerate(blocks):
             block.register_forward_pre_hook(partial(self._before_forward, blocks, index))
             block.register_forward_hook(partial(self._after_forward, blocks, index))
-        self._kept_for_backward |= {blocks[-1], *self._prefetched(reversed(blocks[:-1]))}
+        before_last = (block for block in self._prefetched(reversed(blocks[:-1])) if not isinstance(block, Embedding))
+        self._kept_for_backward |= {blocks[-1], *before_last}
 
     @contextmanager
     def gathered(self, blocks: Iterable[nn.Module]) -> Iterator[None]:
@@ -264,17 +265,19 @@ class ShardedParameterStore(ParameterStore):
     ) -> None:
         differentiates = torch.is_grad_enabled()
         if differentiates and not isinstance(block, Embedding):
-            passed = {id(x) for x in _differentiable(inputs)}  # a norm returns its input, too
-            for y in (y for y in _differentiable(outputs) if id(y) not in passed):
-                y.register_hook(partial(self._before_backward, blocks, index))
-        kept = differentiates and block in self._kept_for_backward
-        if self._reshards and not kept and self._backward is not block:
+            passed_on = {id(x) for x in tree_leaves(inputs)}
+            for y in _differentiable(outputs):
+                if id(y) not in passed_on:
+                    y.register_hook(partial(self._before_backward, blocks, index))
+        # Backward follows the forward of the last blocks, and recomputation.
+        backward_follows = differentiates and (block in self._kept_for_backward or self._backward is not None)
+        if self._reshards and not backward_follows:
             self._free_block(block)
 
     def _before_backward(self, blocks: Sequence[nn.Module], index: int, gradient: Tensor) -> None:
         if self._backward is blocks[index]:
             return
-        if self._reshards and self._backward is not None:  # its backward is done; free it before more is gathered
+        if self._reshards and self._backward is not None:  # its input's hook runs only after this one
             self._free_block(self._backward)
         self._backward = blocks[index]
         self._start(blocks[index])
@@ -293,9 +296,10 @@ class ShardedParameterStore(ParameterStore):
         """Yield those of the next blocks that are gathered while another one computes; norms do not count."""
         left = self._config.param_gather_prefetch
         for block in blocks:
-            if left == 0:
-                return
-            left -= not isinstance(block, Norm)
+            if not isinstance(block, Norm):
+                if left == 0:
+                    return
+                left -= 1
             yield block
 
     def _free_block(self, block: nn.Module) -> None:

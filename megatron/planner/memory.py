@@ -14,18 +14,26 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from math import prod
+from math import ceil, prod
 
 from megatron.config.batch import get_num_microbatches
 from megatron.config.model import ModelConfig
-from megatron.config.parallel import ParallelConfig
+from megatron.config.parallel import GradCompression, ParallelConfig
 from megatron.config.run import RunConfig, state_kinds
 from megatron.distributed.layout import AXES_IN_USE, REDUCTION_GROUPS, Layout
-from megatron.distributed.param_layout import MAX_REDUCTIONS_IN_FLIGHT, BucketKey, BucketShape, plan_buckets
+from megatron.distributed.param_layout import (
+    ALIGNMENT,
+    MAX_REDUCTIONS_IN_FLIGHT,
+    BucketKey,
+    BucketShape,
+    MatrixBlock,
+    matrix_blocks,
+    plan_buckets,
+)
 from megatron.distributed.sharding import EXPERT_REDUCE_AXES
 from megatron.layers.parameters import Sharding, Specs, gpt
 from megatron.optimizer.param_groups import rule_of
-from megatron.pipeline.actions import WEIGHT
+from megatron.pipeline.actions import BACKWARD, FORWARD, INPUT, WEIGHT
 from megatron.pipeline.communication import channels
 from megatron.pipeline.partition import StageLayers
 from megatron.pipeline.plan import build_program, stage_layers, stage_placement, virtual_stages
@@ -52,9 +60,10 @@ def rank_parameters(model: ModelConfig, parallel: ParallelConfig, pp_rank: int) 
 REMAINDER_BYTES = 2
 """Bytes of a main param stored as the remainder of its bf16 weight."""
 
-STATE_KINDS = ("weights", "gradients", "main params", "moments", "average", "buffers")
-"""Kinds of persistent state. Masters are the main params, average is the EMA. Buffers are rotary frequencies, the
-window of the spike filter, and global row indices of parameters with low-precision state."""
+STATE_KINDS = ("weights", "gradients", "main params", "moments", "average", "compression", "outer", "buffers")
+"""Kinds of persistent state. Masters are the main params, average is the EMA, compression the errors of compressed
+gradients and PowerSGD's factors, outer DiLoCo's outer weights and momentum. Buffers are rotary frequencies, the window
+of the spike filter, and global row indices of parameters with low-precision state."""
 
 
 def max_state_bytes(config: RunConfig, world_size: int) -> dict[str, int]:
@@ -105,7 +114,8 @@ def rank_state_bytes(config: RunConfig, world_size: int, rank: int) -> dict[str,
 
 def checkpoint_bytes(config: RunConfig) -> int:
     """Return the bytes of a checkpoint's tensors; they do not depend on the layout."""
-    weights = main_param_bytes(config) * (2 if config.optimizer.ema_decay is not None else 1)
+    copies = 1 + (config.optimizer.ema_decay is not None) + 2 * (config.diloco.diloco_sync_interval is not None)
+    weights = main_param_bytes(config) * copies
     whole = gpt(config.model).items()
     return sum(spec.numel * (weights + _moments(rule_of(n, spec, config.optimizer), config)[0]) for n, spec in whole)
 
@@ -184,6 +194,12 @@ class _StageState:
             size, part = bucket.packing.size, bucket.packing.size // bucket.shards
             common["weights"] += (part if parallel.zero_stage == 3 else size) * weight_bytes
             common["gradients"] += (part if parallel.zero_stage >= 2 else size) * wide
+            compression = parallel.compression
+            if compression is not None and compression.has_errors and bucket.copies > 1:
+                common["compression"] += part * wide
+                for shard, parts in enumerate(sharded[bucket.key.axes == EXPERT_REDUCE_AXES]):
+                    columns = sum(b.count * b.columns for b in _blocks(bucket, specs, compression, shard))
+                    parts["compression"] += columns * compression.rank * wide
             for name, shard, elements in _shares(bucket):
                 spec = specs[name]
                 moment_bytes, rounded = _moments(rule_of(name, spec, optimizer), config)
@@ -191,6 +207,7 @@ class _StageState:
                 state["main params"] += elements * main_bytes
                 state["moments"] += elements * moment_bytes
                 state["average"] += elements * wide * (optimizer.ema_decay is not None)
+                state["outer"] += 2 * elements * wide * (config.diloco.diloco_sync_interval is not None)
                 state["buffers"] += spec.local_shape[0] * INDEX_BYTES * (remainders or rounded)
         return cls(common, sharded)
 
@@ -208,6 +225,12 @@ def _shares(bucket: BucketShape) -> Iterator[tuple[str, int, int]]:
         stop = start + numel
         for shard in range(start // length, (stop - 1) // length + 1):
             yield name, shard, min((shard + 1) * length, stop) - max(shard * length, start)
+
+
+def _blocks(bucket: BucketShape, specs: Specs, compression: GradCompression, shard: int) -> list[MatrixBlock]:
+    """Return the matrices that are compressed in a shard of a bucket."""
+    own = {name: specs[name] for name in bucket.sizes}
+    return matrix_blocks(bucket.packing, own, shard, bucket.shards, compression.rank)
 
 
 def gathered_weight_bytes(config: RunConfig, layout: Layout, pp_rank: int) -> int:
@@ -231,15 +254,18 @@ def gathered_weight_bytes(config: RunConfig, layout: Layout, pp_rank: int) -> in
 
     if not parallel.reshards_after_forward:
         return whole(sizes)
-    stages = [stage_blocks(stage) for stage in stages_by_rank(config.model, parallel)[pp_rank]]
-    count, embedding = parallel.param_gather_prefetch, {"embedding"}  # whose backward does not read its weights
-    in_flight = {block for blocks in stages for block in kept_for_backward(blocks, count)}
-    peaks = [set[str]()]
-    for blocks in stages:
+    count, training, peaks, in_flight = parallel.param_gather_prefetch, config.training, [set[str]()], set[str]()
+    full = training.recompute_granularity == "full" and training.recompute_method != "block"
+    group = (training.recompute_num_layers or 1) if full else 1  # blocks that are recomputed, and so kept, together
+    for stage in stages_by_rank(config.model, parallel)[pp_rank]:
+        blocks = stage_blocks(stage)
         kept = kept_for_backward(blocks, count)
+        in_flight |= kept
         for index, block in enumerate(blocks):
             peaks.append({block} | prefetched(blocks[index + 1 :], count) | kept & {*blocks[:index]})
-            peaks.append(({block} | prefetched(blocks[:index][::-1], count)) - embedding)
+            first = index - (index - stage.first) % group if index - stage.first < stage.count else index
+            backward = {*blocks[first : index + 1]} | prefetched(blocks[:index][::-1], count)
+            peaks.append(backward - {"embedding"})  # whose backward does not read its weights
     pipelined = in_flight if parallel.pipeline_model_parallel_size > 1 else set()
     return max(whole(blocks | pipelined) for blocks in peaks)
 
@@ -254,16 +280,17 @@ def prefetched(blocks: Sequence[str], count: int) -> set[str]:
     """Return those of the next blocks that ZeRO-3 gathers while another one computes; norms do not count."""
     found = set[str]()
     for block in blocks:
-        if count == 0:
-            break
-        count -= block != "final_layernorm"
+        if block != "final_layernorm":
+            if count == 0:
+                break
+            count -= 1
         found.add(block)
     return found
 
 
 def kept_for_backward(blocks: Sequence[str], count: int) -> set[str]:
     """Return the blocks of a stage whose weights ZeRO-3 keeps from forward to backward."""
-    return {blocks[-1]} | prefetched(blocks[:-1][::-1], count)
+    return {blocks[-1]} | prefetched(blocks[:-1][::-1], count) - {"embedding"}
 
 
 def fp8_weight_bytes(config: RunConfig) -> int:
@@ -291,7 +318,8 @@ def reduction_buffer_bytes(config: RunConfig, world_size: int) -> int:
     """Return an upper bound for the bytes of gradient reduction in flight on the rank with the most.
 
     On GPUs a reduce-scatter writes into the rank's own shard (gloo, on CPUs, needs a second buffer of that size). A
-    reduction in bf16 needs a send and a receive buffer of the bucket's size, for every concurrent reduction. In ZeRO-2
+    reduction in bf16 or int8 needs a send and a receive buffer of the bucket's size, for every concurrent reduction.
+    Error feedback keeps the next errors of all buckets until the update is known to be taken. In ZeRO-2
     a full bucket exists only from the first gradient of a micro-batch until its reduction; buckets of equal size reuse
     buffers.
     """
@@ -299,16 +327,37 @@ def reduction_buffer_bytes(config: RunConfig, world_size: int) -> int:
     return max(_reduction_buffers(config, layout, pp) for pp in range(layout.sizes["pp"]))
 
 
+QUANTIZING_BYTES = 20
+"""Bytes per element of what quantising a bucket to int8 needs besides the message: fp32 values and random bits."""
+
+
+def _message_bytes(compression: GradCompression, elements: int, wide: int) -> int:
+    """Return the bytes of indices and values that a rank sends of so many elements of matrices; 0 without topk."""
+    return compression.kept(elements) * (4 + wide)
+
+
 def _reduction_buffers(config: RunConfig, layout: Layout, pp: int) -> int:
     wide = main_param_bytes(config)
-    bf16_buffers = 2 * DTYPE_BYTES["bf16"] if config.parallel.grad_reduce_in_bf16 else 0
+    compression = config.parallel.compression
+    copied = 2 * DTYPE_BYTES["bf16"] if config.parallel.grad_reduce_in_bf16 else 0.0
+    if config.parallel.grad_compression == "int8":
+        copied = 2 * INT8_BYTES
     reduced = [bucket for bucket in bucket_shapes(config, layout, pp) if bucket.shards * bucket.copies > 1]
     streamed = [bucket for bucket in reduced if config.parallel.zero_stage >= 2 and bucket.shards > 1]
     others = [bucket for bucket in reduced if bucket not in streamed]
     total = 0
     for buckets in (streamed, others):
         sizes = sorted(bucket.packing.size for bucket in buckets)
-        total += sum(sizes[-MAX_REDUCTIONS_IN_FLIGHT - 1 :]) * bf16_buffers
+        total += ceil(sum(sizes[-MAX_REDUCTIONS_IN_FLIGHT - 1 :]) * copied)
+    if compression is not None and reduced:
+        parts = [bucket.packing.size // bucket.shards for bucket in reduced]
+        if compression.has_errors:
+            gathered = sum(
+                bucket.copies * _message_bytes(compression, part, wide) for bucket, part in zip(reduced, parts)
+            )
+            total += (sum(parts) + 2 * max(parts)) * wide + gathered
+        else:
+            total += max(bucket.packing.size for bucket in reduced) * QUANTIZING_BYTES
     # In layer order, only one bucket per key collects gradients at a time, and only one block.
     in_layer_order = _finishes_in_layer_order(config, layout, pp)
     for size in {bucket.packing.size for bucket in streamed}:
@@ -376,7 +425,36 @@ def _finishes_in_layer_order(config: RunConfig, layout: Layout, pp: int) -> bool
     return all(action.kind != WEIGHT for action in program.ranks[pp])
 
 
-def data_parallel_traffic(config: RunConfig, world_size: int, pp_rank: int = 0) -> dict[str, float]:
+def _weight_gathers(config: RunConfig, layout: Layout, pp: int) -> Counter[tuple[str, bool]]:
+    """Return how many times a step of ZeRO-3 gathers the buckets of each ``(block, tied)``, if it frees their weights.
+
+    A block is gathered for forward and for backward, the embedding for forward only, and what is kept from forward to
+    the next backward (:func:`kept_for_backward`) once.
+    """
+    model, parallel, found = config.model, config.parallel, Counter[tuple[str, bool]]()
+    names = {"embedding": {("embedding", False), ("embedding", True)}}
+    if not model.untie_embeddings_and_output_weights:
+        names["output_layer"] = {("embedding", True)}
+    stages = [stage_blocks(stage) for stage in stage_layers(model, parallel)]
+    whole: set[tuple[str, bool]] = set()
+    program = build_program(parallel, get_num_microbatches(config.training, layout.sizes["dp"]))
+    for action in program.only((FORWARD, BACKWARD, INPUT)).ranks[pp]:
+        blocks, forward = stages[action.stage], action.kind == FORWARD
+        kept = kept_for_backward(blocks, parallel.param_gather_prefetch) if forward else set[str]()
+        for block in blocks if forward else reversed(blocks):
+            if block == "embedding" and not forward:
+                continue
+            buckets = names.get(block, {(block, False)})
+            found.update(buckets - whole)
+            whole = whole | buckets if block in kept else whole - buckets
+    return found
+
+
+INT8_BYTES = 1 + 4 / ALIGNMENT
+"""Bytes per element of gradients in int8, their scales included."""
+
+
+def data_parallel_traffic(config: RunConfig, world_size: int, rank: int = 0) -> dict[str, float]:
     """Return the bytes that a rank sends in a step of the full batch, by operation, with ring algorithms.
 
     For a bucket of B bytes sharded over n ranks, with c copies, and m micro-batches:
@@ -387,26 +465,46 @@ def data_parallel_traffic(config: RunConfig, world_size: int, pp_rank: int = 0) 
     ZeRO-0                              2 B (c - 1) / c
     ZeRO-1  B (n - 1) / n               2 (B / n) (c - 1) / c    W (n - 1) / n
     ZeRO-2  m B (n - 1) / n             2 (B / n) (c - 1) / c    W (n - 1) / n
+    ZeRO-3  m B (n - 1) / n             2 (B / n) (c - 1) / c    g W (n - 1) / n
     ======  ==========================  =======================  ===================
 
-    W is the size of the bucket's weights in bytes. With gradient reduction in bf16, B counts two bytes per element, a
-    reduce-scatter is an all-to-all, and an all-reduce is an all-to-all plus an all-gather. ZeRO-2 sends less when the
-    schedule delays weight gradients over several micro-batches.
+    W is the size of the bucket's weights in bytes, g their number of gathers (:func:`_weight_gathers`). With gradient
+    reduction in bf16, B counts two bytes per element, a reduce-scatter is an all-to-all, and an all-reduce is an
+    all-to-all plus an all-gather. ZeRO-2 and 3 send less when the schedule delays weight gradients over several
+    micro-batches.
+
+    int8 is the same with 1.0625 bytes. The other compressions replace an all-reduce of F elements of matrices and V
+    others by an all-reduce of V and of PowerSGD's factors, ``(m + n) RANK`` of an ``[m, n]`` matrix, or by one of V and
+    an all-gather in which each rank sends the indices (int32) and values of ``RATIO F`` elements ``c - 1`` times.
     """
     layout = Layout.from_config(config.parallel, world_size)
     sent: dict[str, float] = defaultdict(float)
-    in_bf16 = config.parallel.grad_reduce_in_bf16
-    grad_bytes = DTYPE_BYTES["bf16"] if in_bf16 else main_param_bytes(config)
+    parallel, wide, compression = config.parallel, main_param_bytes(config), config.parallel.compression
+    pp_rank, *places = _place(parallel, layout, rank)
+    specs = rank_parameters(config.model, parallel, pp_rank)
+    rounded = INT8_BYTES if parallel.grad_compression == "int8" else None
+    if parallel.grad_reduce_in_bf16:
+        rounded = DTYPE_BYTES["bf16"]
     weight_bytes = DTYPE_BYTES[config.precision.params_dtype]
-    reductions = get_num_microbatches(config.training, layout.sizes["dp"]) if config.parallel.zero_stage >= 2 else 1
+    reductions = get_num_microbatches(config.training, layout.sizes["dp"]) if parallel.zero_stage >= 2 else 1
+    gathers = _weight_gathers(config, layout, pp_rank) if parallel.reshards_after_forward else None
     for bucket in bucket_shapes(config, layout, pp_rank):
         size, shard = bucket.packing.size, bucket.packing.size // bucket.shards
         over_shards, over_copies = ((n - 1) / n for n in (bucket.shards, bucket.copies))
-        sent["all-to-all" if in_bf16 else "reduce-scatter"] += reductions * size * grad_bytes * over_shards
-        if in_bf16:
-            sent["all-to-all"] += shard * grad_bytes * over_copies
-            sent["all-gather"] += shard * grad_bytes * over_copies
-        else:
-            sent["all-reduce"] += 2 * shard * grad_bytes * over_copies
-        sent["all-gather"] += size * weight_bytes * over_shards
+        times = 1 if gathers is None else gathers[bucket.key.block, bucket.key.tied]
+        sent["all-gather"] += times * size * weight_bytes * over_shards
+        if rounded is not None:
+            sent["all-to-all"] += (reductions * size * over_shards + shard * over_copies) * rounded
+            sent["all-gather"] += shard * rounded * over_copies
+            continue
+        sent["reduce-scatter"] += reductions * size * wide * over_shards
+        summed = shard
+        if compression is not None and bucket.copies > 1:
+            place = places[bucket.key.axes == EXPERT_REDUCE_AXES]
+            blocks = _blocks(bucket, specs, compression, place)
+            elements = sum(block.numel for block in blocks)
+            factors = sum(block.count * (block.rows + block.columns) for block in blocks) * compression.rank
+            summed = shard - elements + factors
+            sent["all-gather"] += _message_bytes(compression, elements, wide) * (bucket.copies - 1)
+        sent["all-reduce"] += 2 * summed * wide * over_copies
     return {operation: count for operation, count in sent.items() if count}

@@ -37,11 +37,13 @@ from megatron.kernels.compile import set_matmul_precision
 from megatron.kernels.fp8 import Float8Recipe
 from megatron.kernels.linear import TORCH_LINEAR
 from megatron.kernels.registry import Kernels, select_kernels
+from megatron.layers.activation_offload import ActivationOffload
 from megatron.layers.context import DTYPES, BuildContext
 from megatron.model.gpt import build_chunks
 from megatron.optimizer.distributed_optimizer import DistributedOptimizer
 from megatron.optimizer.grad_buffer import GradBuffer
 from megatron.optimizer.loss_scaler import LossScaler
+from megatron.optimizer.outer_optimizer import OuterOptimizer
 from megatron.optimizer.param_groups import rule_of
 from megatron.optimizer.parameter_store import ParameterStore, ShardedParameterStore
 from megatron.pipeline.actions import PipelineSchedule
@@ -182,6 +184,7 @@ def build_trainer(
         draw_initial_values=fresh,
         allocate=False,
         kernels=kernels,
+        offload=ActivationOffload.from_config(training, device),
         fp8_layers=frozenset(n for n in range(model.num_layers) if precision.layer_in_fp8(n, model.num_layers)),
     )
     layers = stage_layers(model, parallel)
@@ -193,16 +196,18 @@ def build_trainer(
     with clock("optimizer"):
         dtypes = {name: param.dtype for name, param in params.items()}
         uncut = {name for name, spec in specs.items() if rule_of(name, spec, config.optimizer) == "muon"}
-        buckets = GradBuffer(specs, dtypes, mesh, grad_accumulator, device, parallel, uncut)
+        buckets = GradBuffer(specs, dtypes, mesh, grad_accumulator, device, parallel, uncut, training.seed)
         store = ShardedParameterStore if parallel.zero_stage == 3 else ParameterStore
         weights = store(params, buckets, mesh, parallel, context.initialize)
         optimizer = DistributedOptimizer(weights, specs, buckets, mesh, config.optimizer, training.seed, kernels.adam)
+        if config.diloco.diloco_sync_interval is not None:
+            optimizer.outer = OuterOptimizer(optimizer.main_params, config.diloco)
+    if context.offload is not None:
+        context.offload.leave_out(buffer.whole for buffer in weights.buffers)
     for chunk in chunks.values():
         weights.gather_before_use(chunk.parts)
     buffer = partial(allocate_hidden_state, config, dtype, device)
     pipeline = Pipeline(chunks, mesh.placement, pp_rank, mesh.channels, buffer, grad_accumulator)
-    scaler = LossScaler.from_config(config.precision, device)
-    timers = Timers(config.logging.timing_log_level, device)
     trainer = Trainer(
         config,
         mesh,
@@ -213,8 +218,8 @@ def build_trainer(
         params,
         buckets,
         optimizer,
-        scaler,
-        timers,
+        LossScaler.from_config(config.precision, device),
+        Timers(config.logging.timing_log_level, device),
         cp,
         notes=tuple(notes),
         weight_casts=context.weight_casts,

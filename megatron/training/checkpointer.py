@@ -64,7 +64,9 @@ from megatron.distributed.comm import Group
 from megatron.distributed.launch import is_peer_lost, run_on_rank0
 from megatron.distributed.param_layout import ShardBox, shard_boxes
 from megatron.optimizer.main_params import accum_dtype
+from megatron.optimizer.outer_optimizer import GRAD as OUTER_GRAD
 from megatron.training.callbacks.base import Callback
+from megatron.training.compression_state import compression_to_save, load_compression
 from megatron.training.loggers.run_logger import RunLogger
 from megatron.training.metrics import MetricsWindow
 from megatron.training.resume_source import (
@@ -507,7 +509,7 @@ def tensors_to_save(trainer: Trainer) -> dict[str, GlobalTensor]:
             boxes = shard_boxes(spec, share, spec.owned)
             parts = tuple(TensorPart(box.piece.global_box, partial(_elements, whole, mine, box)) for box in boxes)
             entries[name] = GlobalTensor(spec.shape, spec.view, dtype, parts)
-    return entries
+    return entries | compression_to_save(trainer)
 
 
 def checkpoint_bytes(trainer: Trainer) -> int:
@@ -553,6 +555,7 @@ def run_state(trainer: Trainer) -> dict[str, Any]:
         "optimizer": {"steps": trainer.optimizer.steps_applied()},
         "loss_scaler": trainer.scaler.state_dict(),
         "spikes": {} if spikes is None else spikes.state_dict(),
+        "outer": {} if trainer.optimizer.outer is None else trainer.optimizer.outer.state_dict(),
         "goodput": trainer.goodput.state_dict(),
         "run_id": trainer.run_id,
         "data": {
@@ -560,6 +563,7 @@ def run_state(trainer: Trainer) -> dict[str, Any]:
             "stretches": {split: list(counts) for split, counts in trainer.data.segments.items()},
             "fingerprints": dict(trainer.data.fingerprints),
             "digest": f"{consumed_digest(trainer):016x}",
+            "stream": list(trainer.data.stream),
         },
         "written_by": {"layout": dict(trainer.mesh.layout.sizes), "torch": torch.__version__},
     }
@@ -611,19 +615,29 @@ def restore_run(trainer: Trainer, manifest: Manifest, batches_since: Position) -
 
 
 def _read_tensors(trainer: Trainer, manifest: Manifest) -> list[str]:
-    """Read weights, moments and averages; return a note if the checkpoint has no averages."""
+    """Read weights and all state that the checkpoint has of what this run keeps; return notes on what it lacks."""
     optimizer = trainer.optimizer
-    wanted = local_tensors(trainer)
-    averaged = any(name.startswith(EMA_PREFIX) for name in manifest.tensors)
-    if not averaged:
-        wanted = {name: tensor for name, tensor in wanted.items() if not name.startswith(EMA_PREFIX)}
+    averaged, outer = (any(n.startswith(prefix) for n in manifest.tensors) for prefix in (EMA_PREFIX, OUTER_PREFIX))
+    if optimizer.outer is not None and outer:
+        grads = {parameter_name(name) for name in manifest.tensors if name.startswith(f"optim.{OUTER_GRAD}.")}
+        optimizer.outer.expect_grads(grads)
+        optimizer.outer.load_state_dict(manifest.state["outer"])
+    lacking = (*([] if averaged else [EMA_PREFIX]), *([] if outer else [OUTER_PREFIX]))
+    wanted = {name: tensor for name, tensor in local_tensors(trainer).items() if not name.startswith(lacking)}
     load_sharded(manifest, tensors_to_load(trainer, wanted), trainer.mesh.world)
     optimizer.main_params.set({name: wanted[name] for name in optimizer.main_params})
+    notes = load_compression(trainer, manifest)
     if averaged or not optimizer.ema:
         optimizer.write_weights()
-        return []
-    optimizer.after_load()
-    return ["the checkpoint has no average of the weights: it starts from the weights"]
+    else:
+        optimizer.after_load()
+        notes.append("the checkpoint has no average of the weights: it starts from the weights")
+    if optimizer.outer is not None and not outer:
+        optimizer.outer.reset()
+        notes.append("the checkpoint has no outer weights: DiLoCo starts from the weights")
+    elif optimizer.outer is None and outer:
+        notes.append("the checkpoint is a DiLoCo replica's: it goes on from this replica's weights, on its own")
+    return notes
 
 
 def restore_weights(trainer: Trainer, source: Manifest | WeightSource) -> None:
@@ -641,6 +655,8 @@ def restore_weights(trainer: Trainer, source: Manifest | WeightSource) -> None:
         fill_weights(trainer.specs, main_params, source, trainer.buckets.shards)
     trainer.optimizer.main_params.set(main_params)
     trainer.optimizer.after_load()
+    if trainer.optimizer.outer is not None:
+        trainer.optimizer.outer.reset()
 
 
 def _check_data(trainer: Trainer, saved: Mapping[str, Any], own: bool) -> list[str]:
@@ -651,7 +667,8 @@ def _check_data(trainer: Trainer, saved: Mapping[str, Any], own: bool) -> list[s
     """
     fingerprints = trainer.data.fingerprints
     changed = [s for s, fingerprint in fingerprints.items() if saved["fingerprints"].get(s, fingerprint) != fingerprint]
-    if f"{trainer.start_digest:016x}" != saved["digest"] and "train" not in changed:
+    stream, now = tuple(saved.get("stream", (0, 1))), trainer.data.stream
+    if stream == now and f"{trainer.start_digest:016x}" != saved["digest"] and "train" not in changed:
         changed = ["train", *changed]
     data = f"{' and '.join(map(split_label, changed))} data"
     if "train" in changed:
@@ -661,10 +678,20 @@ def _check_data(trainer: Trainer, saved: Mapping[str, Any], own: bool) -> list[s
         raise UserError(
             [Problem("E815", sentence, (*same, *resume_mode_fixes(Role.DATA, trainer.config.checkpoint, own)))]
         )
+    notes = []
+    if stream != now:
+        then, new = (f"stream {index} of {count}" for index, count in (stream, now))
+        notes.append(f"the samples go on in {new}, where the checkpoint's were in {then}: some may be read twice")
     if not changed:
-        return []
-    return [f"the {data} are not those of the checkpoint: losses on them cannot be compared with those before it"]
+        return notes
+    return [
+        *notes,
+        f"the {data} are not those of the checkpoint: losses on them cannot be compared with those before it",
+    ]
 
+
+OUTER_PREFIX = "optim.outer_"
+"""Prefix of the names of DiLoCo's outer state in a checkpoint."""
 
 TOKENIZER_JSON = TOKENIZER_PREFIX + "tokenizer.json"
 

@@ -50,6 +50,7 @@ from megatron.distributed.launch import (
     register_failure,
     write_error_file,
 )
+from megatron.distributed.replicas import ReplicaError
 from megatron.pipeline.runtime import Pipeline
 from megatron.training.loggers.run_folder import JsonLinesLogger
 
@@ -65,7 +66,15 @@ class StartRefusedError(Exception):
     """The flags or files do not allow a start; raised from a ``UserError`` or ``DataError``, with its text."""
 
 
-EXPECTED_ERRORS = (StartRefusedError, UserError, DataError, CheckpointError, NonFiniteError, MissingRanksError)
+EXPECTED_ERRORS = (
+    StartRefusedError,
+    UserError,
+    DataError,
+    CheckpointError,
+    NonFiniteError,
+    MissingRanksError,
+    ReplicaError,
+)
 """Errors whose text is complete; others are printed with their traceback."""
 
 LOST_CONTACT = (
@@ -147,7 +156,7 @@ KIND_OF_CLASS: tuple[tuple[type[BaseException] | tuple[type[BaseException], ...]
     (DataError, DATA),
     (CheckpointError, DISK),
     ((MemoryError, torch.OutOfMemoryError), MEMORY),
-    ((ConnectionError, TimeoutError), CONTACT),
+    ((ConnectionError, TimeoutError, ReplicaError), CONTACT),
     (OSError, DISK),
 )
 KIND_OF_TEXT = (

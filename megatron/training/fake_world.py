@@ -28,7 +28,7 @@ from megatron.planner.memory import rank_state_bytes
 from megatron.training.build import build_trainer
 from megatron.training.trainer import Trainer
 
-STATE_PARTS = ("weights", "gradients", "main params", "moments", "average")
+STATE_PARTS = ("weights", "gradients", "main params", "moments", "average", "outer")
 """The parts of :data:`megatron.planner.memory.STATE_KINDS` that are counted."""
 
 OTHER_RANKS = "the rest of its pipeline"
@@ -167,6 +167,9 @@ def built_state_bytes(trainer: Trainer) -> dict[str, int]:
         "main params": [remainders[name] if name in remainders else main_params[name] for name in main_params],
         "moments": [tensor for of_kind in optimizer.state().values() for tensor in of_kind.values()],
         "average": optimizer.ema.values(),
+        "outer": []
+        if optimizer.outer is None
+        else [x for kind in optimizer.outer.kinds().values() for x in kind.values()],
     }
     counted: set[int] = set()
     sizes = {}

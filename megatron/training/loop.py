@@ -404,7 +404,7 @@ class StopRequest:
         ``STOP_FILE_FOUND`` if any rank sees the file. With several GPUs, and not ``now``, it is that of the previous
         call. Give ``now`` alike on all ranks.
         """
-        requests = [self._local_code(), *(NO_REQUEST if self.profiles is None else self.profiles.take())]
+        requests = [self.local_code(), *(NO_REQUEST if self.profiles is None else self.profiles.take())]
         if self.world.size > 1:  # a single rank needs no tensor
             sent = torch.tensor(requests, pin_memory=self.device.type == "cuda").to(self.device, non_blocking=True)
             self._unread.append(HostCopy(comm.all_reduce(sent, self.world, op="max")))
@@ -414,7 +414,8 @@ class StopRequest:
         self.profile_request = ProfileRequest(*profiles)
         return code
 
-    def _local_code(self) -> int:
+    def local_code(self) -> int:
+        """Return the stop code of this rank."""
         if self._signal:
             return 128 + self._signal
         if self._deadline is not None and time.monotonic() >= self._deadline:

@@ -26,6 +26,7 @@ from megatron.training.build import build_trainer, choose_device, join_distribut
 from megatron.training.callbacks.profiler import ProfileRequestListener
 from megatron.training.checkpointer import Checkpointer, OtherCheckpoints, choose_resume_source, hold_save_folder
 from megatron.training.cuda_graphs import StepRunner
+from megatron.training.diloco import Diloco
 from megatron.training.environment import set_variables
 from megatron.training.failure_report import PeerWatchdog, StartRefusedError, report_failure
 from megatron.training.loggers.console import print_warning
@@ -33,7 +34,7 @@ from megatron.training.loggers.run_folder import METRICS_FILE, data_summary, rea
 from megatron.training.loggers.run_logger import RunLogger
 from megatron.training.loop import StopRequest, build_callbacks, train
 from megatron.training.metrics import Goodput
-from megatron.training.resume_source import read_only_options
+from megatron.training.resume_source import read_only_options, stream_of
 from megatron.training.startup import JOB_FACTS, StartFacts, StartupTimer, start_facts, start_phrase
 
 
@@ -119,10 +120,16 @@ def build_and_train(
         trainer.startup = startup
         stop.world = trainer.mesh.world
         run_step = StepRunner(trainer)
+        diloco = None
+        if trainer.optimizer.outer is not None and not config.training.skip_train:
+            diloco = Diloco(trainer, run_on_rank0(lambda: stream_of(source), world))
         checkpointer = Checkpointer(trainer, lease, others)
         with startup("checkpoint"):
             held = () if lease is None else lease.notes
             notes = [*notes, *held, *trainer.notes, *run_step.notes, *checkpointer.load(source)]
+        if diloco is not None and trainer.iteration < trainer.total_steps:
+            with startup("joining"):
+                notes += diloco.join(lambda: bool(stop.local_code()))
         facts = start_facts(os.environ, None if lease is None else lease.epoch)
         previous = None if run_dir is None or not source.fresh else Path(run_dir) / METRICS_FILE
         trainer.run_id = run_on_rank0(
@@ -145,7 +152,8 @@ def build_and_train(
     with log, PeerWatchdog(world, trainer.pipeline if config.parallel.pipeline_model_parallel_size > 1 else None):
         for text in (*notes, "\n".join([summary(config, world.size, **position), *trainer.data.summary()])):
             log.note(text)
-        return train(trainer, run_step, log, stop, build_callbacks(trainer, log, stop, others), checkpointer)
+        callbacks = [*([] if diloco is None else [diloco]), *build_callbacks(trainer, log, stop, others)]
+        return train(trainer, run_step, log, stop, callbacks, checkpointer)
 
 
 @contextmanager

@@ -38,6 +38,7 @@ STATE: Mapping[Any, Any] = {
     "batches_since": {"iteration": int, "consumed_samples": int},
     "optimizer": {"steps": int},
     "loss_scaler": {"scale": float, "good_steps": int, "lives": float},
+    "outer": {"rounds": int, "iteration": int, "consumed_samples": int},
     "spikes": {"losses": [float], "grad_norms": [float]},
     "goodput": {"first_start": float, "productive_seconds": float, "starts": int},
     "data": {"stretches": {str: [int]}, "fingerprints": {str: str}, "digest": str},
@@ -253,6 +254,16 @@ def position_of(manifest: Manifest, name: str = "") -> Position:
     """Return the position of a checkpoint, or the one stored in its state under ``name``."""
     position = manifest.state.get(name, manifest.state) if name else manifest.state
     return position.get("iteration", 0), position.get("consumed_samples", 0)
+
+
+def stream_of(source: ResumeSource) -> int | None:
+    """Return the stream of samples that a run resumes, if it is one of several."""
+    if not source.paths or source.mode == "weights-only":
+        return None
+    with suppress(DamagedCheckpointError):
+        index, count = Manifest.open(source.paths[0]).state["data"].get("stream", (0, 1))
+        return int(index) if count > 1 else None
+    return None
 
 
 def compare_with_checkpoint(

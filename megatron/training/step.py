@@ -38,7 +38,7 @@ def train_step(
     """
     scale = trainer.scaler.scale.clone()  # the scaler updates its own in place
     tokens = count_tokens(trainer, batches)
-    trainer.buckets.start_step(len(batches))
+    trainer.buckets.start_step(len(batches), trainer.iteration)
     loss_grad = scale / tokens.clamp(min=1.0)
     if trainer.halted is not None:  # gradients are not finite then, and so every rank skips the update
         loss_grad = loss_grad.where(trainer.halted == 0, torch.nan)
@@ -54,6 +54,7 @@ def train_step(
             outcome = trainer.optimizer.update(rates, scale, loss, trainer.timers)
         else:
             outcome = update(rates, scale, loss)
+    trainer.buckets.commit_errors(outcome.skipped)
     if trainer.halted is not None:
         trainer.halted.copy_(trainer.scaler.incurable(outcome.nonfinite, scale))
     trainer.scaler.update(outcome.nonfinite)  # a skipped spike is not an overflow

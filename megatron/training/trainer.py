@@ -18,7 +18,13 @@ import torch
 from torch import Tensor, nn
 
 from megatron.arguments.checks.training import schedule_problems
-from megatron.config.batch import final_iteration, full_global_batch_size, global_batch_size_at, schedule_lengths
+from megatron.config.batch import (
+    final_iteration,
+    full_global_batch_size,
+    global_batch_size_at,
+    lr_scale,
+    schedule_lengths,
+)
 from megatron.config.errors import UserError
 from megatron.config.run import RunConfig
 from megatron.config.text import listed, listed_ranks
@@ -94,6 +100,7 @@ class Trainer:
     digest_read: int = 0  # of the samples that this rank has read since
     digest: tuple[int, int] = (0, 0)  # number of samples and digest of the last :meth:`samples_digest`
     prefetched: Prefetched | None = None
+    stream: int = 0  # of training samples, among those of the replicas
     run_id: str = ""  # the same through all starts of the run
     weight_casts: WeightCasts = field(default_factory=WeightCasts)
     notes: tuple[str, ...] = ()  # on kernels and overlap; the start of the run logs them
@@ -160,17 +167,31 @@ class Trainer:
         problems = list(schedule_problems(config, dp, batches_since))
         if problems:
             raise UserError(problems)
-        self.schedule = LearningRateSchedule.from_config(config.optimizer, schedule_lengths(config, dp, *batches_since))
+        lengths = schedule_lengths(config, dp, *batches_since)
+        self.schedule = LearningRateSchedule.from_config(config.optimizer, lengths, lr_scale(config, dp))
         with self.startup("data"):
             vocab = config.model.vocab
             prefix = config.model.attention_prefix
             self.data = build_data(
-                config.data, config.training, vocab, dp, segments=segments, begin=begin, prefix=prefix
+                config.data,
+                config.training,
+                vocab,
+                dp,
+                segments=segments,
+                begin=begin,
+                prefix=prefix,
+                stream=(self.stream, config.diloco.streams),
             )
             check_same_data(self.data, self.mesh.world)
             self.start_digest = self.data.digest("train", 0, consumed_samples)
         self.digest = consumed_samples, self.start_digest
         self.digest_read = 0
+
+    def use_stream(self, index: int) -> None:
+        """Read the training samples of a stream, before the first step."""
+        self.stream = index
+        if hasattr(self, "data"):  # of a run that starts from scratch
+            self.data = replace(self.data, stream=(index, self.config.diloco.streams))
 
     @property
     def objective(self) -> Objective:

@@ -167,7 +167,7 @@ def run(rank: int, size: int, case: Case, how: str) -> tuple[list[float], list[d
                     part._forward_pre_hooks.clear()
         for step in range(case.steps):
             numbers.append(train_step(trainer, batches_of(trainer, case, step), RATES).loss.item())
-            pending |= bool(trainer.optimizer.weights._pending)
+            pending |= any(buffer.pending for buffer in trainer.optimizer.weights.buffers)
             saved.append(noted(trainer))
             if step == 1:
                 health.check_weight_copies(trainer)

@@ -81,6 +81,10 @@ CASES = {
     "lion": Case(1, f"{LLAMA} --optimizer lion"),
     "sgd": Case(1, f"{LLAMA} --optimizer sgd"),
     "low-precision moments": Case(1, f"{LLAMA} --exp-avg-dtype bf16 --exp-avg-sq-dtype bf16 --store-param-remainders"),
+    "optimizer offload": Case(1, f"{LLAMA} --optimizer-cpu-offload --ema-decay 0.9", waits=1),
+    "optimizer offload, part, lion": Case(
+        2, f"{LLAMA} {ZERO1} --optimizer lion --optimizer-cpu-offload --optimizer-offload-fraction 0.5", waits=1
+    ),
     "average": Case(1, f"{LLAMA} --ema-decay 0.99 --eval-iters 2 --eval-interval 3"),
     "documents": Case(1, f"{LLAMA} {DOCUMENTS}"),
     "window": Case(1, f"{LLAMA} --window-size 32"),

@@ -89,7 +89,7 @@ def trace_step(trainer: Trainer, metrics: StepMetrics) -> RankTrace:
             pieces[name] = trace_pieces(spec, trainer.buckets.shards[name], tensor, first)
         return pieces
 
-    grads, weights = trace(trainer.buckets.grads), trace(trainer.optimizer.main_params)
+    grads, weights = trace(trainer.optimizer.grads), trace(trainer.optimizer.main_params)
     return RankTrace(metrics.loss.item(), metrics.grad_norm.item(), grads, weights)
 
 

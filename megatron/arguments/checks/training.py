@@ -15,6 +15,7 @@ from megatron.config.batch import (
     final_iteration,
     full_global_batch_size,
     global_batch_size_at,
+    lr_scale,
     planned_samples,
     schedule_lengths,
 )
@@ -135,19 +136,35 @@ def check_recomputation(config: RunConfig, world_size: int) -> Iterator[Problem]
 
 
 def check_learning_rates(config: RunConfig, world_size: int) -> Iterator[Problem]:
-    """Check that no other learning rate exceeds the peak."""
+    """Check that no other learning rate exceeds the peak, and that a scaling rule has its base."""
     optimizer = config.optimizer
+    ranks = config.parallel.data_parallel_size(world_size)
+    if optimizer.lr_scaling != "none" and optimizer.lr_base_batch_size is None:
+        fixes = (f"--lr-base-batch-size {full_global_batch_size(config.training, ranks)}", "drop --lr-scaling")
+        yield Problem("E409", f"--lr-scaling {optimizer.lr_scaling} needs the batch that --lr was chosen for", fixes)
+    scale = lr_scale(config, ranks)
     pairs = [("lr", "min_lr"), ("lr", "lr_warmup_init")]
     if optimizer.decoupled_lr is not None:
         floor = "min_lr" if optimizer.decoupled_min_lr is None else "decoupled_min_lr"
         pairs += [("decoupled_lr", floor), ("decoupled_lr", "lr_warmup_init")]
     for peak, name in pairs:
+        factor = scale if name == "lr_warmup_init" else 1.0  # minimum and peak are both scaled
         highest = getattr(optimizer, peak)
         rate = getattr(optimizer, name)
-        if rate > highest:
+        if rate > highest * factor:
             lower = "decoupled_min_lr" if (peak, name) == ("decoupled_lr", "min_lr") else name
-            fixes = (f"{flag(lower)} {highest / 10:g}", f"{flag(peak)} {rate * 10:g}")
-            yield Problem("E401", f"{flag(name)} {rate:g} is above {flag(peak)} {highest:g}", fixes)
+            fixes = (f"{flag(lower)} {highest * factor / 10:g}", f"{flag(peak)} {rate * 10 / factor:g}")
+            scaled = "" if factor == 1 else f" x {factor:g}"
+            yield Problem("E401", f"{flag(name)} {rate:g} is above {flag(peak)} {highest:g}{scaled}", fixes)
+
+
+def learning_rate_notes(config: RunConfig, world_size: int) -> Iterator[str]:
+    """Yield a note about a rate raised by linear scaling that the run starts with."""
+    ranks = config.parallel.data_parallel_size(world_size)
+    scale = lr_scale(config, ranks)
+    if config.optimizer.lr_scaling == "linear" and scale > 1 and schedule_lengths(config, ranks).warmup == 0:
+        rule = "large batches need a warm-up (arXiv 1706.02677), such as --lr-warmup-fraction 0.01"
+        yield f"--lr-scaling linear: the first step has {scale:g} times --lr; {rule}"
 
 
 def check_factors(config: RunConfig, world_size: int) -> Iterator[Problem]:

@@ -129,7 +129,7 @@ class HealthReport(Callback):
         world = trainer.mesh.world
         for name in self._counted:
             row = self.sums[self.rows[layer_name(name)]]
-            for gradient in self._boxes(name, 0, trainer.buckets.grads[name]):
+            for gradient in self._boxes(name, 0, trainer.optimizer.grads[name]):
                 row[GRADIENT] += square_sum(gradient)
                 row[ZEROS] += gradient.numel() - torch.count_nonzero(gradient)
                 row[ELEMENTS] += gradient.numel()

@@ -218,6 +218,17 @@ METRICS = {
 the phases of ``distributed.timing.PHASES``. Metrics that do not apply, such as communication on one rank, are left out.
 """
 
+DILOCO_METRICS = {
+    "diloco-round": Metric("", "rounds so far"),
+    "diloco-members": Metric("replicas", "that took part"),
+    "diloco-attempts": Metric("", "exchanges until one was committed; above 1 after the loss of a member"),
+    "diloco-seconds": Metric("seconds", "from the arrival of this replica to the end of the exchange"),
+    "diloco-blocked-seconds": Metric("seconds", "of these in which no step was taken"),
+    "diloco-sent-bytes": Metric("bytes", "sent by rank 0"),
+    "diloco-outer-grad-norm": Metric("", "norm of the averaged progress"),
+}
+"""Metrics of a round of DiLoCo."""
+
 EVALUATION_METRICS = {
     "lm loss validation": Metric("nats per token", "mean over `--eval-iters` batches"),
     "lm loss validation ppl": Metric("", "exp of the loss"),

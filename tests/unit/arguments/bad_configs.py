@@ -290,6 +290,8 @@ CASES = (
     Case("--weight-decay-incr-style cosine --start-weight-decay 0.1"),
     Case("--fp16 --initial-loss-scale 1 --min-loss-scale 2"),
     Case("--lr 1e-3 --decoupled-lr 1e-5 --min-lr 1e-4"),
+    Case("--lr-scaling linear --global-batch-size 8"),
+    Case("--lr 1e-4 --lr-scaling sqrt --lr-base-batch-size 4 --lr-warmup-iters 10 --lr-warmup-init 6e-5"),
     Case("--lr 1e-3 --decoupled-lr 1e-5 --decoupled-min-lr 1e-4"),
     Case("--lr-factors 'layers.2.*=0.5' --weight-decay-factors 'nobody*=2' '*.bias=1'"),
     Case("--lr-factors embedding --weight-decay-factors '*.bias=-1' 'x=fast'"),

@@ -223,6 +223,14 @@ def test_samples_that_fill_no_step_are_noted_and_not_counted() -> None:
     assert notes(f"{flags} 960") == ""
 
 
+def test_linear_scaling_without_a_warm_up_is_noted() -> None:
+    flags = "--global-batch-size 64 --lr-base-batch-size 16 --lr-scaling"
+    assert "the first step has 4 times --lr" in notes(f"{flags} linear")
+    assert notes(f"{flags} linear --lr-warmup-iters 2") == notes(f"{flags} sqrt") == ""
+    assert notes("--global-batch-size 8 --lr-base-batch-size 16 --lr-scaling linear") == "", "the rate falls"
+    assert "--lr-base-batch-size has no effect" in notes("--lr-base-batch-size 16")
+
+
 def test_cuda_graphs_of_documents_and_of_health_reports() -> None:
     for name in ("auto", *KERNEL_CANDIDATES["attention"]):
         assert "E910" in codes(f"--cuda-graph step --reset-attention-mask --kernels compiled attention={name}")

@@ -76,8 +76,8 @@ def test_a_batch_far_from_that_of_the_paper_is_noted() -> None:
 
     (note,) = noted("--preset gpt2-124m")
     assert note.startswith("TOKENS PER STEP: 1,024 here, 500,000 in the paper that the learning rate 0.0006 of ")
-    assert "set --global-batch-size 496 or" in note
-    for enough in ("--global-batch-size 496", "--lr 1e-4"):
+    assert "set --global-batch-size 496, " in note
+    for enough in ("--global-batch-size 496", "--lr 1e-4", "--lr-scaling sqrt --lr-base-batch-size 496"):
         assert noted(f"--preset gpt2-124m {enough}") == []
     assert noted("--preset tiny-llama --vocab-size 257") == []
     assert {*PAPER_TOKENS_PER_STEP} == {name for name in PRESETS if not name.startswith("tiny")}

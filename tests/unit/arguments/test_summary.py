@@ -39,6 +39,9 @@ def test_every_row() -> None:
     assert printed["optimizer"] == "adam, learning rate 0.001 cosine to 0.0001, warm-up 5% of the decay, clip 1"
     assert printed["precision"] == "bf16, main parameters and gradients fp32"
     assert "ramp" not in printed
+    scaled = "--lr 6e-4 --min-lr 6e-5 --lr-scaling linear --lr-base-batch-size 256 --global-batch-size 1024"
+    rate = "adam, learning rate 0.0006 x 4 (linear, batch 1,024 over 256) = 0.0024 cosine to 0.00024,"
+    assert rows(f"--preset tiny-llama {scaled}")["optimizer"].startswith(rate)
     zero = rows("--preset tiny-llama --use-distributed-optimizer --num-distributed-optimizer-instances 2", ranks=8)
     assert zero["optimizer"].startswith("adam, ZeRO-1 over 4 ranks,")
     lengths = summary(run("--train-iters 1000 --global-batch-size 8 --seq-length 10").config, 1, 500, 2000)

@@ -10,7 +10,7 @@ import transformers.optimization as hf
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron.config.batch import schedule_lengths
+from megatron.config.batch import lr_scale, schedule_lengths
 from megatron.config.run import OptimizerConfig, RunConfig, TrainingConfig
 from megatron.optimizer.lr_scheduler import LearningRateSchedule
 
@@ -75,6 +75,24 @@ def test_the_decoupled_rate_is_that_of_a_run_with_its_peak_and_floor(style: str,
         assert rates.decoupled_lr == alone.learning_rate(samples)
         assert rates.lr == plain.learning_rate(samples)
         assert plain.rates(samples).decoupled_lr is None
+
+
+@pytest.mark.parametrize(("rule", "factor"), [("none", 1.0), ("linear", 4.0), ("sqrt", 2.0)])
+@pytest.mark.parametrize("style", STYLES)
+def test_scaled_rates_are_those_of_a_run_with_scaled_options(style: str, rule: str, factor: float) -> None:
+    options = {"lr_decay_style": style, "lr_wsd_decay_samples": 400, "lr_warmup_init": 0.02, "lr_warmup_samples": 100}
+    rates = {"lr": 0.75, "min_lr": 0.125, "decoupled_lr": 0.5, "decoupled_min_lr": 0.0625}
+    training = TrainingConfig(train_samples=1000, global_batch_size=64, rampup_batch_size=(16, 16, 300))
+    base = None if rule == "none" else 16
+    config = RunConfig(
+        optimizer=OptimizerConfig(lr_scaling=rule, lr_base_batch_size=base, **rates, **options), training=training
+    )
+    lengths, scale = schedule_lengths(config, 1), lr_scale(config, 1)
+    scaled = LearningRateSchedule.from_config(config.optimizer, lengths, scale)
+    by_hand = OptimizerConfig(**{name: rate * factor for name, rate in rates.items()}, **options)
+    assert scaled == LearningRateSchedule.from_config(by_hand, lengths)
+    assert scaled.learning_rate(0) == 0.02, "the warm-up begins where it did"
+    assert scaled.learning_rate(100) == 0.75 * factor, "the batch is 32 there, but the full one counts"
 
 
 def hf_rates(make: Callable[..., Any], steps: int, **options: Any) -> list[float]:

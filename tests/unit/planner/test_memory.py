@@ -84,6 +84,7 @@ def allocated(trainer: Trainer) -> dict[str, int]:
         "main params": masters,
         "moments": moments,
         "average": optimizer.ema.values(),
+        "outer": [] if optimizer.outer is None else tensors_of(vars(optimizer.outer) | {"main_params": None}, set()),
     }
     found = {}
     for part, tensors in parts.items():
@@ -98,6 +99,7 @@ OPTIMIZERS = [
     "adam --exp-avg-dtype bf16 --exp-avg-sq-dtype bf16 --ema-decay 0.99 --position-embedding-type rope",
     "lion --exp-avg-dtype bf16 --lr-factors *.bias=2 --skip-spikes 6",
     "sgd --ema-decay 0.9",
+    "adam --diloco-sync-interval 4 --diloco-fragments 2 --diloco-server localhost:1",
 ]
 
 
@@ -192,6 +194,8 @@ GATHERS = (
     "--param-gather-prefetch 3 --num-layers 3 --optimizer muon",
     "--no-reshard-after-forward",
     "--recompute-granularity full",
+    "--recompute-granularity full --recompute-num-layers 4 --param-gather-prefetch 2",
+    "--num-layers 1 --param-gather-prefetch 2",
     f"{EXPERTS} --expert-model-parallel-size 2",
     "--pipeline-model-parallel-size 2 --reshard-after-forward --param-gather-prefetch 2",
     "--pipeline-model-parallel-size 2 --reshard-after-forward --num-virtual-stages-per-pipeline-rank 2",

@@ -524,6 +524,17 @@ def test_after_a_change_of_batch_size_the_schedule_continues(tmp_path: Path) -> 
     assert rates(another)[2:] == pytest.approx([2e-2 * (144 - n) / (144 - 12) for n in range(48, 144, 16)])
 
 
+def test_a_scaled_rate_follows_the_batch_of_a_resumed_run(tmp_path: Path) -> None:
+    """Refused exactly; allowed with a new schedule, which scales the rate from the first resumed step on."""
+    scaled = "--lr-decay-style constant --train-iters 8 --lr-scaling sqrt --lr-base-batch-size 4"
+    start(run_of(tmp_path, scaled), before_step(7, kill))
+    larger = f"{scaled} --global-batch-size 16 --micro-batch-size 16"
+    assert "E825" in go_on(tmp_path, larger).err
+    moved = go_on(tmp_path, f"{larger} --resume-mode new-schedule")
+    assert (moved.status, "--global-batch-size: checkpoint 4 -> now 16" in moved.out) == (0, True)
+    assert rates(tmp_path)[-2:] == pytest.approx([2 * 1e-2] * 2)
+
+
 def test_a_schedule_is_checked_from_where_the_run_resumes(tmp_path: Path) -> None:
     """20 samples of warm-up are over; 12 steps of the new batch would not be as many."""
     flags = "--train-iters 12 --lr-warmup-samples 20 --micro-batch-size 1 --global-batch-size {}"

@@ -1,0 +1,267 @@
+"""Seconds to equal loss of data parallelism over a slow link (Linux, as root, with iproute2).
+
+    python -m benchmarks.slow_links
+
+Two replicas of a small Llama train on the quickstart's corpus, each on a core and in a network namespace of its own.
+The namespaces are joined by a pair of virtual interfaces whose rate `tc` limits on both ends. The first run, plain data
+parallelism at the lowest rate, takes a fixed number of steps. Its last validation loss is the target: every other run
+stops once it has reached it. Evaluations do not count as time. Namespaces and interfaces are made for each run and
+removed after it, also on Ctrl-C; no interface of the machine is touched.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import subprocess
+import sys
+import sysconfig
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from benchmarks.record import RESULTS, conditions, keep, machine
+
+ROOT = Path(__file__).parents[1]
+STEPS, MOST, INTERVAL = 80, 3, 5
+"""Steps of the first run; the most steps of another one, in multiples of these; steps between evaluations."""
+
+MODEL = (
+    "--preset tiny-llama --hidden-size 256 --num-layers 6 --num-attention-heads 4 --num-query-groups 4 "
+    "--ffn-hidden-size 688 --device cpu --micro-batch-size 2 --global-batch-size 4"
+)
+PARAMETERS = num_parameters(
+    parse([*MODEL.split(), "--vocab-size", "4096", "--mock-data", "--train-iters", "1"]).config.model
+)
+SCHEDULE = (
+    f"--lr-decay-style constant --lr-warmup-fraction 0.03 --log-interval {INTERVAL} --eval-interval {INTERVAL} "
+    f"--eval-iters 2 --train-iters {MOST * STEPS}"
+)
+PREFERRED = "200mbit"
+"""The rate at which methods are compared; the first of :data:`CASES`."""
+
+
+class Case(NamedTuple):
+    """A method and the rate of its link, in the words of ``tc``; None does not limit it."""
+
+    method: str
+    flags: str
+    rate: str | None = PREFERRED
+
+
+PLAIN = "plain data parallelism"
+CASES = (
+    Case(PLAIN, ""),
+    Case("gradients as bf16", "--grad-reduce-in-bf16"),
+    Case(PLAIN, "", "1gbit"),
+    Case(PLAIN, "", None),
+)
+"""The first one sets the target."""
+
+
+@contextmanager
+def namespaces(rate: str | None) -> Iterator[tuple[str, str]]:
+    """Make two network namespaces joined by a link, and remove them; yields their names.
+
+    Each holds ``veth`` with the address 10.0.0.1 or 10.0.0.2. Removing a namespace removes its interfaces.
+
+    Args:
+        rate: of each direction, in the words of ``tc``; None does not limit it.
+    """
+    names = f"slow-links-{os.getpid()}-a", f"slow-links-{os.getpid()}-b"
+    with ExitStack() as stack:
+        for name in names:
+            stack.callback(subprocess.run, ["ip", "netns", "del", name], stderr=subprocess.DEVNULL)
+            _run("ip netns add", name)
+        _run(f"ip -n {names[0]} link add veth type veth peer name veth netns", names[1])
+        for number, name in enumerate(names, 1):
+            _run(f"ip -n {name} address add 10.0.0.{number}/24 dev veth")
+            if rate is not None:
+                _run(f"tc -n {name} qdisc add dev veth root tbf rate {rate} burst 64kb latency 50ms")
+            for interface in ("lo", "veth"):  # of the namespace
+                _run(f"ip -n {name} link set {interface} up")
+        yield names
+
+
+def _run(command: str, *words: str) -> str:
+    """Return the output of a command that must succeed."""
+    return subprocess.run([*command.split(), *words], check=True, capture_output=True, text=True).stdout
+
+
+def sent(namespace: str) -> int:
+    """Return the bytes that have left a namespace, with the headers of the network."""
+    (link,) = json.loads(_run(f"ip -n {namespace} -j -s link show veth"))
+    return int(link["stats64"]["tx"]["bytes"])
+
+
+def run(case: Case, corpus: Path, folder: Path, target: float | None) -> dict[str, Any]:
+    """Train until the validation loss is ``target``, or for :data:`STEPS` steps; return the figures of the run.
+
+    Raises:
+        RuntimeError: when a rank fails.
+    """
+    stop, metrics = folder / "stop", folder / "run" / "metrics.jsonl"
+    files = f"--data-path {corpus} --split 90,10,0 --run-dir {folder / 'run'} --stop-file {stop}"
+    command = [sys.executable, str(ROOT / "pretrain_gpt.py"), *f"{MODEL} {SCHEDULE} {case.flags} {files}".split()]
+    processes = list[subprocess.Popen[bytes]]()
+    with namespaces(case.rate) as names, ExitStack() as stack:
+        for rank, name in enumerate(names):
+            place = {"RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "10.0.0.1"}
+            place |= {"MASTER_PORT": "29500", "GLOO_SOCKET_IFNAME": "veth", "OMP_NUM_THREADS": "1"}
+            log = stack.enter_context((folder / f"rank{rank}.log").open("wb"))
+            entered = ["ip", "netns", "exec", name, "taskset", "-c", str(rank), *command]
+            process = subprocess.Popen(entered, cwd=ROOT, env=os.environ | place, stdout=log, stderr=log)
+            stack.callback(process.wait)
+            stack.callback(process.kill)  # before waiting: callbacks run backwards
+            processes.append(process)
+        while any(process.poll() is None for process in processes):
+            time.sleep(0.5)
+            if any(process.poll() for process in processes):
+                break
+            if metrics.exists() and not stop.exists() and _is_done(curve(metrics), target):
+                stop.touch()
+        on_link = sent(names[0])
+    if any(process.wait() for process in processes):
+        raise RuntimeError(f"{case}: {(folder / 'rank0.log').read_text()[-3000:]}")
+    points = curve(metrics)
+    steps = points[-1][0]
+    return {
+        "method": case.method,
+        "flags": case.flags,
+        "rate": case.rate,
+        "curve": points,
+        "sent": counted(metrics) if steps else {},
+        "on link": on_link / steps,
+    }
+
+
+def _is_done(points: Sequence[tuple[int, float, float]], target: float | None) -> bool:
+    """Return True if a run has taken :data:`STEPS` steps, or reached the target if there is one."""
+    if not points:
+        return False
+    return points[-1][0] >= STEPS if target is None else points[-1][2] <= target
+
+
+def curve(metrics: Path) -> list[tuple[int, float, float]]:
+    """Return steps, seconds of these steps and validation loss of every evaluation."""
+    points, steps, seconds = list[tuple[int, float, float]](), 0, 0.0
+    for line in metrics.read_text().splitlines():
+        row = json.loads(line)
+        if "iteration-time" in row:
+            seconds += row["iteration-time"] * (row["iteration"] - steps)
+            steps = row["iteration"]
+        elif "lm loss validation" in row:
+            points.append((row["iteration"], seconds, row["lm loss validation"]))
+    return points
+
+
+def counted(metrics: Path) -> dict[str, float]:
+    """Return the mean bytes that a rank sends in a step as the run has logged them."""
+    rows = [row for row in map(json.loads, metrics.read_text().splitlines()) if "iteration-time" in row]
+    names = {name for row in rows for name in row if name.startswith("sent-bytes-")}
+    return {name: sum(row.get(name, 0) for row in rows) / len(rows) for name in sorted(names)}
+
+
+def reached(points: Sequence[Sequence[float]], target: float) -> tuple[float, float] | None:
+    """Return steps and seconds at which a curve reaches the target, between evaluations by linear interpolation."""
+    for (step, second, loss), (next_step, next_second, next_loss) in zip(points, points[1:]):
+        if next_loss <= target:
+            part = (loss - target) / (loss - next_loss)
+            return step + part * (next_step - step), second + part * (next_second - second)
+    return None
+
+
+def page(result: Mapping[str, Any]) -> str:
+    """Return the page of results."""
+    rows, target = result["rows"], result["target"]
+    _, first = reached(rows[0]["curve"], target) or (0, 0.0)
+    text = ["# Seconds to equal loss on slow links", ""]
+    text += ["| link | method | steps | seconds a step | seconds | plain at 200 Mbit/s / this | sent, MB a step |"]
+    text += ["|---|---|--:|--:|--:|--:|--:|"]
+    for row in rows:
+        found = reached(row["curve"], target)
+        steps, seconds = row["curve"][-1][:2]
+        cells = [row["rate"] or "not limited", row["method"] + (f" `{row['flags']}`" if row["flags"] else "")]
+        if found is None:
+            lowest = min(loss for *_, loss in row["curve"])
+            cells += [f"{steps}: {lowest:.2f} only", f"{seconds / steps:.2f}", f"({seconds:.0f})", ""]
+        else:
+            cells += [f"{found[0]:.0f}", f"{found[1] / found[0]:.2f}", f"{found[1]:.0f}", f"{first / found[1]:.2f}"]
+        counts = sum(row["sent"].values()) / 1e6
+        text.append("| " + " | ".join([*cells, f"{counts:.2f} ({row['on link'] / 1e6:.2f})"]) + " |")
+    text += [
+        "",
+        f"Until the validation loss is {target:.2f}, that of plain data parallelism after {STEPS} steps. Two replicas "
+        f"of {PARAMETERS:,} fp32 parameters, 512 tokens each a step, one core each, gloo over TCP, one run each. MB "
+        "are 10^6 bytes of rank 0, as the run counts them, and in brackets as they left its network interface, with "
+        "the start and evaluations. Seconds are those of the steps. `python -m benchmarks.slow_links`. "
+        f"{conditions(result)}",
+        "",
+        "![validation loss over seconds](slow_links.png)",
+    ]
+    return "\n".join(text)
+
+
+def draw(result: Mapping[str, Any], file: Path) -> None:
+    """Draw the loss over the seconds."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, 4.5), layout="constrained")
+    axes = figure.subplots()
+    for row in result["rows"]:
+        _, seconds, losses = zip(*row["curve"])
+        style = "-" if row["rate"] == PREFERRED else "--"
+        axes.plot(seconds, losses, style, label=f"{row['method']}, {row['rate'] or 'not limited'}")
+    axes.axhline(result["target"], color="grey", linewidth=0.8)
+    axes.set(xlabel="seconds of training", ylabel="validation loss", xscale="log")
+    axes.legend(fontsize="small")
+    axes.grid(alpha=0.3)
+    figure.savefig(file, dpi=120)
+
+
+def make_corpus(folder: Path) -> Path:
+    """Write the quickstart's corpus, Python's standard library, as token files; return their prefix."""
+    text = ["--input", sysconfig.get_path("stdlib"), "--suffix", ".py"]
+    text += ["--exclude", "test", "tests", "site-packages", "dist-packages"]
+    tokenizer = ["--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", str(folder / "tokenizer")]
+    train = ["tools/train_tokenizer.py", *text, "--vocab-size", "4096", "--output", str(folder / "tokenizer")]
+    write = ["tools/preprocess_data.py", *text, *tokenizer, "--append-eod", "--output-prefix", str(folder / "corpus")]
+    for command in (train, write):
+        subprocess.run([sys.executable, *command], cwd=ROOT, check=True, stdout=sys.stderr)
+    return folder / "corpus_text_document"
+
+
+def main(argv: Sequence[str]) -> int:
+    """Measure, print, and write if asked to."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--corpus", type=Path, help="prefix of token files (default: the quickstart's, made anew)")
+    parser.add_argument("--write", action="store_true", help="keep the result under benchmarks/results")
+    args = parser.parse_args(argv)
+    if os.geteuid():
+        parser.error("network namespaces need root")
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that namespaces are removed
+    load, rows, target = os.getloadavg()[0], list[dict[str, Any]](), None
+    with tempfile.TemporaryDirectory() as name:
+        corpus = args.corpus.resolve() if args.corpus else make_corpus(Path(name))
+        for number, case in enumerate(CASES):
+            folder = Path(name, str(number))
+            folder.mkdir()
+            rows.append(run(case, corpus, folder, target))
+            target = target or rows[0]["curve"][-1][2]
+            steps, seconds, loss = rows[-1]["curve"][-1]
+            print(f"{case.rate} {case.method}: {steps} steps, {seconds:.0f} s, loss {loss:.3f}", file=sys.stderr)
+    result = {"rows": rows, "target": target, "load": round(load, 1)} | machine("torch")
+    print(page(result))
+    if args.write:
+        keep("slow_links", result, page(result))
+        draw(result, RESULTS / "slow_links.png")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

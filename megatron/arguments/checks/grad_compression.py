@@ -1,0 +1,63 @@
+"""Checks of gradient compression, and a note on what it sends."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from megatron.config.errors import Problem
+from megatron.config.run import RunConfig
+from megatron.config.text import divisors, format_bytes
+from megatron.planner.memory import data_parallel_traffic
+
+UNCOMPRESSED = "--grad-compression none"
+
+
+def check_grad_compression(config: RunConfig, world_size: int) -> Iterator[Problem]:
+    """Reject other lossy reductions, error feedback without an all-reduce, and errors whose unit changes."""
+    parallel, compression = config.parallel, config.parallel.compression
+    if compression is None:
+        return
+    name = f"--grad-compression {parallel.grad_compression}"
+    if parallel.grad_reduce_in_bf16:
+        sentence = f"{name} and --grad-reduce-in-bf16 are two ways to send gradients"
+        yield Problem("E216", sentence, ("--no-grad-reduce-in-bf16", UNCOMPRESSED))
+    if not compression.has_errors:
+        return
+    replicas = parallel.weight_replicas(world_size)
+    if parallel.optimizer_instances == 1 and replicas > 1:
+        sentence = (
+            f"{name} compresses the all-reduce between optimizer instances, but there is one instance: its {replicas} "
+            "ranks reduce by a reduce-scatter"
+        )
+        count = divisors(replicas)[1]
+        without = "--data-parallel-sharding-strategy no_shard"
+        instances = f"--num-distributed-optimizer-instances {count}"
+        yield Problem("E216", sentence, (instances, without, "--grad-compression int8"))
+    if config.precision.params_dtype == "fp16" and config.precision.loss_scale is None:
+        sentence = f"{name} keeps errors in units of scaled gradients, and the dynamic loss scale of fp16 changes them"
+        yield Problem("E216", sentence, ("--bf16", "--grad-compression int8"))
+
+
+def check_graph_compression(config: RunConfig, world_size: int) -> Iterator[Problem]:
+    """Reject capturing steps with compressed gradients: keys of the rounding are made by the host, errors move."""
+    if config.compute.cuda_graph == "step" and config.parallel.compression is not None:
+        sentence = f"--cuda-graph step cannot capture --grad-compression {config.parallel.grad_compression}"
+        yield Problem("E918", sentence, ("--cuda-graph optimizer", UNCOMPRESSED))
+
+
+def grad_compression_notes(config: RunConfig, world_size: int) -> Iterator[str]:
+    """Yield a note with the bytes that compressed gradients take, weights of ZeRO included."""
+    parallel = config.parallel
+    if parallel.compression is None:
+        return
+    name = f"--grad-compression {parallel.grad_compression}"
+    if parallel.weight_replicas(world_size) == 1:
+        yield f"{name} has no effect: there is one data-parallel rank"
+    elif config.model.vocab_size is not None:
+        plain = replace(config, parallel=replace(parallel, grad_compression="none"))
+        sent, before = (sum(data_parallel_traffic(each, world_size).values()) for each in (config, plain))
+        yield (
+            f"{name}: gradients are approximated, so the numbers depend on the layout; in a step a rank sends "
+            f"{format_bytes(sent)} to other replicas instead of {format_bytes(before)} ({before / sent:.1f} times less)"
+        )

@@ -1,0 +1,347 @@
+"""Replicas of a DiLoCo run: how they find each other, agree on the members of an exchange, and survive each other.
+
+A replica is a run of its own, with its own torch.distributed world. Replicas share nothing but a key-value store, which
+``tools/diloco_server.py`` hosts, so none of them is special. Rank r of a replica exchanges tensors with the ranks r of
+the others, in a group outside of its world.
+
+Exchanges are attempts with consecutive numbers. In an attempt,
+
+1. every replica arrives; once all that are alive have, the first to notice fixes the members (an atomic compare-and-set
+   in the store, so that all read the same list);
+2. the ranks of the members exchange tensors, and vote;
+3. if all ranks of all members have voted, the attempt is committed; if an exchange fails, or a member dies before that,
+   it is aborted. Which of the two happens first is decided by a second compare-and-set.
+
+Nothing may be changed before a commit. After an abort the survivors make the next attempt. A replica that starts
+arrives at the next attempt whose members are not fixed.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+
+from megatron.config.errors import Problem, UserError
+from megatron.distributed.comm import CommMeter, Group
+
+POLL_SECONDS = 0.02
+"""Pause between two looks at the store while waiting."""
+
+BEATS_PER_TIMEOUT = 6
+"""Heartbeats in the time after which a replica without one counts as dead."""
+
+AXES = "replica"
+"""Name under which bytes are counted."""
+
+
+class ReplicaError(RuntimeError):
+    """This replica cannot go on with the others: the server is gone, or they went on without it."""
+
+
+def serve(host: str, port: int) -> tuple[distributed_c10d.Store, int]:
+    """Host the store of a run; return it, to be kept, and its port.
+
+    Args:
+        host: address to listen on.
+        port: 0 picks one.
+
+    Raises:
+        OSError: if the address cannot be used.
+    """
+    import socket
+
+    listener = socket.create_server((host, port), backlog=1024)
+    port = listener.getsockname()[1]
+    store = dist.TCPStore(  # type: ignore[attr-defined]
+        host, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
+    )
+    return store, port
+
+
+def connect(server: str, timeout: float) -> distributed_c10d.Store:
+    """Return a client of the store at ``HOST:PORT``.
+
+    Raises:
+        UserError: if there is none within ``timeout`` seconds.
+    """
+    host, _, port = server.rpartition(":")
+    try:
+        store: distributed_c10d.Store = dist.TCPStore(  # type: ignore[attr-defined]
+            host, int(port), is_master=False, wait_for_workers=False, timeout=timedelta(seconds=timeout)
+        )
+    except (RuntimeError, OSError) as error:
+        sentence = f"no DiLoCo server answers at {server}: {str(error).splitlines()[0]}"
+        raise UserError([Problem("E954", sentence, (f"python tools/diloco_server.py --port {port}",))]) from error
+    return store
+
+
+@dataclass(frozen=True)
+class Member:
+    """A replica in an attempt, as it arrived."""
+
+    # Position among the streams of samples, and order in the group.
+    index: int
+    # Of this start of the replica.
+    id: str
+    # What it passed to :meth:`Replicas.agree`.
+    facts: Mapping[str, Any] = field(compare=False)
+
+
+class Replicas:
+    """This rank of a replica among the replicas of the run.
+
+    The replica's first rank (``leader``) claims an index, sends heartbeats and arrives for the replica. All ranks vote.
+    """
+
+    def __init__(
+        self,
+        store: distributed_c10d.Store,
+        rank: int,
+        ranks: int,
+        count: int,
+        timeout: float,
+        poll: float = POLL_SECONDS,
+    ) -> None:
+        """Take part as rank ``rank`` of a replica of ``ranks``.
+
+        Args:
+            store: shared by all replicas.
+            rank: of this process in its replica.
+            ranks: of each replica.
+            count: indices that replicas can have.
+            timeout: seconds without a heartbeat after which a replica is dead; also of a transfer of one chunk.
+            poll: seconds between two looks at the store.
+        """
+        self.rank, self.ranks, self.count, self.timeout, self.poll = rank, ranks, count, timeout, poll
+        self.leader = rank == 0
+        self.index, self.id = -1, ""
+        self.meter = CommMeter()
+        # Number of the next attempt.
+        self.attempt = 0
+        self._store = store
+        self._group: tuple[tuple[Member, ...], Group] | None = None
+        self._beats: dict[str, tuple[str, float]] = {}  # last heartbeat of a replica, and when it was new here
+        self._stopped = threading.Event()
+
+    # ---- The store
+
+    def _ask(self, method: str, *arguments: object) -> Any:
+        """Call a method of the store.
+
+        Raises:
+            ReplicaError: if the server does not answer.
+        """
+        try:
+            return getattr(self._store, method)(*arguments)
+        except RuntimeError as error:
+            raise ReplicaError(
+                "the DiLoCo server is gone: start it and all replicas again, which resume from their checkpoints "
+                f"({str(error).splitlines()[0]})"
+            ) from error
+
+    def _read(self, key: str) -> str:
+        """Return a value; empty if there is none."""
+        return self._ask("get", key).decode() if self._ask("check", [key]) else ""
+
+    def _replace(self, key: str, before: str, after: str) -> bool:
+        """Set a value that is ``before`` (empty for none); return False if it is another."""
+        found: bytes = self._ask("compare_set", key, before, after)
+        return found.decode() == after
+
+    # ---- Being alive
+
+    def claim(self, wanted: int | None, required: bool, options: Mapping[str, Any]) -> int:
+        """Claim an index, and start the heartbeat; for the leader.
+
+        Args:
+            wanted: index to try first.
+            required: accept no other.
+            options: what must be the same in all replicas, JSON.
+
+        Raises:
+            UserError: if the options differ from those of the first replica, or no index is free.
+        """
+        mine = json.dumps(options, sort_keys=True)
+        if not self._replace("options", "", mine):
+            first = json.loads(self._read("options"))
+            names = [name for name in {*first, *options} if first.get(name) != options.get(name)]
+            if names:
+                shown = "; ".join(f"{n}: {first.get(n)} there, {options.get(n)} here" for n in sorted(names))
+                raise UserError([Problem("E955", f"the replicas of this run have other options: {shown}")])
+        self.id = secrets.token_hex(8)
+        self._ask("set", f"beat/{self.id}", "0")
+        began = time.monotonic()
+        while (waited := time.monotonic() - began) < 2 * self.timeout:
+            only = wanted is not None and (required or waited < 1.5 * self.timeout)  # until its last holder is dead
+            for index in [wanted] if only and wanted is not None else range(self.count):
+                holder = self._read(f"holder/{index}")
+                if (not holder or not self._is_alive(holder)) and self._replace(f"holder/{index}", holder, self.id):
+                    self.index = index
+                    threading.Thread(target=self._beat, name="heartbeat", daemon=True).start()
+                    return index
+            time.sleep(self.poll)
+        which = f"replica {wanted} is alive" if required else f"all {self.count} replicas are alive"
+        fixes = ("drop --diloco-replica",) if required else (f"--diloco-replicas {self.count + 1} in all of them",)
+        raise UserError([Problem("E956", f"this replica has no place: {which}", fixes)])
+
+    def leave(self) -> None:
+        """Free the index, so that nobody waits for this replica."""
+        self._stopped.set()
+        self.close_group()
+        if self.leader and self.index >= 0:
+            with suppress(ReplicaError):
+                self._replace(f"holder/{self.index}", self.id, "")
+
+    def _beat(self) -> None:
+        number = 0
+        while not self._stopped.wait(self.timeout / BEATS_PER_TIMEOUT):
+            number += 1
+            try:
+                self._ask("set", f"beat/{self.id}", str(number))
+            except ReplicaError:  # the next request of the main thread reports it
+                return
+
+    def _is_alive(self, holder: str) -> bool:
+        """Return False for a replica whose heartbeat has not changed for ``timeout``, as watched from here.
+
+        Clocks of machines are not compared. A replica that is watched for the first time counts as alive.
+        """
+        beat, now = self._read(f"beat/{holder}"), time.monotonic()
+        known = self._beats.get(holder)
+        if known is None or known[0] != beat:
+            self._beats[holder] = beat, now
+            return True
+        return now - known[1] < self.timeout
+
+    # ---- An attempt
+
+    def agree(self, facts: Mapping[str, Any], stopped: Callable[[], bool] = lambda: False) -> list[Member]:
+        """Arrive at the next attempt, and return its members once they are fixed, by index.
+
+        Args:
+            facts: JSON that the members learn. ``starting`` is true for a replica that has not taken a step since its
+                start: it waits for one that has, or for all others that start.
+            stopped: polled by a leader that starts; True gives up, with an empty list on all ranks.
+
+        Raises:
+            ReplicaError: if the server is gone, or the others went on without this replica.
+        """
+        starting = bool(facts["starting"])
+        if starting:
+            self._ask("set", f"ready/{self.id}", "1")
+            self.attempt = max(self.attempt, int(self._read("latest") or -1) + 1)
+        while True:
+            members = self._attend(facts, stopped)
+            if members is None or any(member.id == self.id for member in members):
+                return members or []
+            if not starting:
+                raise ReplicaError(
+                    f"the other replicas went on without this one, which did not answer for {self.timeout:g} seconds: "
+                    "start it again, and it joins them at the next synchronisation"
+                )
+            self.attempt += 1
+
+    def _attend(self, facts: Mapping[str, Any], stopped: Callable[[], bool]) -> list[Member] | None:
+        key, began = f"{self.attempt}/members", time.monotonic()
+        if self.leader:
+            self._ask("set", f"{self.attempt}/arrived/{self.id}", json.dumps(dict(facts)))
+        while not self._ask("check", [key]):
+            if facts["starting"] and self._ask("check", [f"stopped/{self.id}"]):
+                return None
+            if self.leader:
+                if facts["starting"] and stopped():
+                    self._ask("set", f"stopped/{self.id}", "1")
+                if (found := self._arrived(began)) is not None and self._replace(key, "", json.dumps(found)):
+                    self._ask("set", "latest", str(self.attempt))
+            time.sleep(self.poll)
+        return [Member(*member) for member in json.loads(self._read(key))]
+
+    def _arrived(self, began: float) -> list[list[Any]] | None:
+        """Return the replicas at this attempt as JSON; None while others are expected."""
+        found: list[list[Any]] = []
+        missing = []
+        for index in range(self.count):
+            holder = self._read(f"holder/{index}")
+            arrived = self._read(f"{self.attempt}/arrived/{holder}") if holder else ""
+            if arrived:
+                found.append([index, holder, json.loads(arrived)])
+            elif holder and self._is_alive(holder):
+                missing.append(holder)
+        all_start = all(facts["starting"] for _, _, facts in found)
+        if any(all_start or self._read(f"ready/{holder}") for holder in missing):
+            return None
+        if all_start and len(found) < self.count and time.monotonic() < began + self.timeout:
+            return None
+        return found
+
+    def vote(self, members: Sequence[Member]) -> None:
+        """Vote for the attempt: this rank has all that it needs."""
+        if self._ask("add", f"{self.attempt}/votes", 1) == len(members) * self.ranks:
+            self._replace(f"{self.attempt}/decision", "", "commit")
+
+    def abort(self) -> None:
+        """Abort the attempt, unless it is committed."""
+        self._replace(f"{self.attempt}/decision", "", "abort")
+
+    def decide(self, members: Sequence[Member]) -> bool:
+        """Wait for the decision, and return True if the attempt is committed. The next attempt follows."""
+        key = f"{self.attempt}/decision"
+        while not self._ask("check", [key]):
+            if self.leader and not all(self._is_alive(member.id) for member in members if member.id != self.id):
+                self.abort()
+            time.sleep(self.poll)
+        committed = self._read(key) == "commit"
+        if not committed:
+            self.close_group()
+        self.attempt += 1
+        return committed
+
+    # ---- The group
+
+    def group(self, members: Sequence[Member]) -> Group:
+        """Return the group of this rank and the same rank of the other members; collective over them.
+
+        It is kept while the members stay the same and all attempts are committed.
+
+        Raises:
+            RuntimeError: if not all members come within ``timeout``.
+        """
+        if self._group is not None and self._group[0] == tuple(members):
+            return self._group[1]
+        self.close_group()
+        mine = [member.id for member in members].index(self.id)
+        if len(members) == 1:
+            return Group(axes=AXES, meter=self.meter)
+        prefix = distributed_c10d.PrefixStore(f"{self.attempt}/group/{self.rank}", self._store)
+        size = len(members)
+        gloo = dist.ProcessGroup.BackendType.GLOO
+        handle = dist.ProcessGroup(prefix, mine, size)
+        backend = dist.ProcessGroupGloo(prefix, mine, size, timedelta(seconds=self.timeout))
+        handle._set_default_backend(gloo)
+        handle._register_backend(torch.device("cpu"), gloo, backend)
+        # as new_group registers those of the world, for get_backend and the ranks of a source
+        distributed_c10d._world.pg_map[handle] = "gloo", prefix
+        distributed_c10d._world.pg_group_ranks[handle] = {rank: rank for rank in range(size)}
+        group = Group(tuple(range(size)), mine, handle, AXES, self.meter)
+        self._group = tuple(members), group
+        return group
+
+    def close_group(self) -> None:
+        """Close the connections, so that members that still wait for this one fail at once."""
+        group, self._group = self._group, None
+        if group is not None and group[1].handle is not None:
+            handle = group[1].handle
+            distributed_c10d._world.pg_map.pop(handle, None)
+            distributed_c10d._world.pg_group_ranks.pop(handle, None)
+            handle.abort()

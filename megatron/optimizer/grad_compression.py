@@ -1,0 +1,309 @@
+"""Compression of gradient sums over data-parallel ranks, for networks on which sending them takes most of a step.
+
+int8: every block of :data:`INT8_BLOCK` elements is sent as integers and one fp32 scale, stochastically rounded, so a
+sum is exact in the mean and needs no state. An all-reduce is an all-to-all of quantised addends, a sum in fp32 in rank
+order, and an all-gather of the quantised sum.
+
+PowerSGD and top-k send part of ``delta = gradient + error``, and ``error = delta - sent`` is the rest, kept by each
+rank for the next step (error feedback, arXiv 1901.09847). Both compress the matrices that one tensor-parallel rank
+holds (:class:`MatrixBlock`); other elements, few, are sent as they are. Copies of a parameter on tensor-parallel ranks
+must stay equal, and these ranks would choose differently.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from megatron.config.parallel import GradCompression
+from megatron.distributed import comm
+from megatron.distributed.comm import Group, Pending
+from megatron.distributed.param_layout import ALIGNMENT, MatrixBlock, round_up, segments_outside
+from megatron.distributed.random import stable_hash
+from megatron.kernels.dropout import mix, random_bits
+
+INT8_BLOCK = ALIGNMENT
+"""Elements with one scale. Parameters start at multiples of it in a bucket, so no block mixes two of them: copies of a
+parameter on tensor-parallel ranks are quantised alike."""
+
+ROUNDING = stable_hash("int8 rounding")
+
+Reduction = tuple[Pending, Callable[[Tensor], Tensor]]
+"""Communication in flight, and a function that computes the flat sum from its result."""
+
+
+def quantize(x: Tensor, key: Tensor, source: int) -> Tensor:
+    """Round blocks stochastically to int8 multiples of 1/127 of their largest magnitude; exact in the mean.
+
+    The bits are a function of (key, source, position). Where a block is not finite, all of its result is not.
+
+    Args:
+        x: ``[rows, n]``, finished by :func:`dequantize`; ``INT8_BLOCK`` divides n.
+        key: 0-d int64, a hash of what is sent and when.
+        source: number of the sender; equal positions of other senders get other bits.
+
+    Returns:
+        uint8 ``[rows, n + 4 n / INT8_BLOCK]``: the integers of a row, then its fp32 scales.
+
+    """
+    blocks = x.reshape(-1, INT8_BLOCK).float()
+    scale = blocks.abs().amax(1, keepdim=True) / 127.0
+    inverse = scale.reciprocal().where(scale >= torch.finfo(torch.float32).tiny, 0.0)
+    numbers = torch.arange(len(blocks), device=x.device) + (source << 32)
+    bits = random_bits(ROUNDING, mix(mix(key) ^ (key >> 32)), numbers, torch.arange(INT8_BLOCK, device=x.device))
+    chance = (bits & 0xFFFFFF).float() * 2.0**-24
+    rounded = (blocks * inverse + chance).floor_().clamp_(-127.0, 127.0).to(torch.int8)
+    return torch.cat([part.view(torch.uint8).view(len(x), -1) for part in (rounded, scale)], dim=1)
+
+
+def dequantize(message: Tensor) -> Tensor:
+    """Return the fp32 values ``[n]`` of one row of :func:`quantize`."""
+    values, scales = message.split([n := message.numel() * INT8_BLOCK // (INT8_BLOCK + 4), message.numel() - n])
+    scale = scales.clone().view(torch.float32)  # a row may start at any byte
+    return (values.view(torch.int8).view(-1, INT8_BLOCK) * scale.unsqueeze(1)).flatten()
+
+
+def start_int8_reduce_scatter(x: Tensor, group: Group, key: Tensor) -> Reduction:
+    """Start summing ``x`` ``[n]`` over the group; the result is this rank's part, fp32 ``[n / size]``.
+
+    ``INT8_BLOCK * size`` divides n; see :func:`int8_all_reduce`.
+    """
+
+    def finish(received: Tensor) -> Tensor:
+        total, *others = received.view(group.size, -1)
+        total = dequantize(total)
+        for other in others:  # one after the other: all at once would be as large as x in fp32
+            total += dequantize(other)
+        return total
+
+    return comm.start_all_to_all(quantize(x.view(group.size, -1), key, group.rank).flatten(), group), finish
+
+
+def start_int8_all_reduce(x: Tensor, group: Group, key: Tensor) -> Reduction:
+    """Start :func:`int8_all_reduce`; ``INT8_BLOCK * size`` divides the length of ``x``."""
+    pending, finish_part = start_int8_reduce_scatter(x, group, key)
+
+    def finish(received: Tensor) -> Tensor:
+        own = quantize(finish_part(received).unsqueeze(0), key, group.size + group.rank)
+        return torch.cat([dequantize(part) for part in comm.all_gather(own, group)])
+
+    return pending, finish
+
+
+def int8_all_reduce(x: Tensor, group: Group, key: Tensor) -> Tensor:
+    """Return the sum of ``x`` over the group, sent in 1.0625 bytes per element; exact in the mean.
+
+    Every addend and every sum is rounded once, by less than 1/127 of the largest magnitude in its block. All ranks get
+    the same bits. In a group of one, ``x`` is returned.
+
+    Args:
+        x: flat; any length, the same on all ranks.
+        group: ranks to sum over.
+        key: 0-d int64 on the device of ``x``, equal on all ranks; keys the rounding, so pass another one each time.
+
+    Returns:
+        fp32, as long as ``x``.
+
+    """
+    if group.size == 1:
+        return x
+    padded = torch.nn.functional.pad(x, (0, round_up(len(x), INT8_BLOCK * group.size) - len(x)))
+    pending, finish = start_int8_all_reduce(padded, group, key)
+    return finish(pending.wait())[: len(x)]
+
+
+class Int8Compressor:
+    """Sums in int8; every reduction of a run has a key of its own."""
+
+    def __init__(self, *identity: object) -> None:
+        """Key the rounding by ``identity``, equal on ranks with copies of a parameter."""
+        self._identity = identity
+        self._step, self._reductions = 0, 0
+
+    def start_step(self, step: int) -> None:
+        """Begin a step; ``step`` is the number of those taken before."""
+        self._step, self._reductions = step, 0
+
+    def start_reduce_scatter(self, x: Tensor, group: Group) -> Reduction:
+        """Start :func:`start_int8_reduce_scatter`."""
+        return start_int8_reduce_scatter(x, group, self._next_key(x.device))
+
+    def start_all_reduce(self, x: Tensor, group: Group) -> Reduction:
+        """Start :func:`int8_all_reduce`."""
+        return start_int8_all_reduce(x, group, self._next_key(x.device))
+
+    def _next_key(self, device: torch.device) -> Tensor:
+        self._reductions += 1
+        key = stable_hash(*self._identity, self._step, self._reductions)
+        return torch.full((), key, dtype=torch.int64, device=device)  # a kernel: no copy from the host
+
+
+class ErrorFeedback(ABC):
+    """Sums of a bucket's part with feedback of what is not sent.
+
+    :meth:`start_all_reduce` computes the next error, and :meth:`commit` keeps it unless the step is skipped: what a
+    skipped step has sent is lost, and its gradients must not return.
+    """
+
+    def __init__(self, blocks: Sequence[MatrixBlock], part: Tensor) -> None:
+        """Allocate the state.
+
+        Args:
+            blocks: compressed ranges of the part, ascending.
+            part: flat, as long and of the dtype as what will be summed.
+
+        """
+        self.blocks = list(blocks)
+        # Not sent yet, in the layout of the part. Outside the blocks it is 0, except after loading another layout.
+        self.error = torch.zeros_like(part)
+        self._outside = segments_outside(self.blocks, len(part))
+        self._next_error: Tensor | None = None
+
+    def start_step(self, step: int) -> None:
+        """Begin a step: forget what an aborted one has left."""
+        self._next_error = None
+
+    @abstractmethod
+    def start_all_reduce(self, x: Tensor, group: Group) -> Reduction:
+        """Start summing ``x`` over the group, in place."""
+
+    def commit(self, skipped: Tensor) -> None:
+        """Keep the state after a step, unless the scalar ``skipped`` is not 0; without synchronisation."""
+        if self._next_error is not None:
+            torch.where(skipped == 0, self._next_error, self.error, out=self.error)
+            self._next_error = None
+
+    def _cut_outside(self, delta: Tensor) -> Tensor:
+        """Return the elements outside the blocks, which are sent as they are, and so have no error."""
+        parts = [delta[start:stop] for start, stop in self._outside]
+        found = torch.cat(parts) if parts else delta.new_empty(0)
+        if parts:
+            torch._foreach_zero_(parts)
+        return found
+
+    def _paste_outside(self, values: Tensor, x: Tensor) -> None:
+        """Write sums of what :meth:`_cut_outside` has returned."""
+        parts = [x[start:stop] for start, stop in self._outside]
+        if parts:
+            torch._foreach_copy_(parts, list(values.split([len(part) for part in parts])))
+
+
+class TopK(ErrorFeedback):
+    """Sums of the elements of largest magnitude of each rank: indices and values are gathered, added in rank order."""
+
+    def __init__(self, blocks: Sequence[MatrixBlock], part: Tensor, compression: GradCompression) -> None:
+        super().__init__(blocks, part)
+        self._count = compression.kept(sum(block.numel for block in blocks))
+
+    def start_all_reduce(self, x: Tensor, group: Group) -> Reduction:
+        """Start summing ``x`` over the group, in place."""
+        delta, count = x + self.error, self._count
+        outside = self._cut_outside(delta)
+        rest = comm.start_all_reduce(outside, group) if len(outside) else Pending(outside)
+        magnitude = delta.abs()
+        for start, stop in self._outside:
+            magnitude[start:stop] = -1.0
+        chosen = magnitude.topk(count, sorted=False).indices
+        message = torch.cat([chosen.to(torch.int32), delta[chosen].view(torch.int32)])
+        self._next_error = delta.index_fill_(0, chosen, 0.0)
+        pending = comm.start_all_gather(message, group) if count else Pending(message)
+
+        def finish(messages: Tensor) -> Tensor:
+            x.zero_()
+            for sent in messages.split(len(message) or 1):  # atomic additions of all at once would differ between ranks
+                where, values = sent[:count].long(), sent[count:].clone().view(x.dtype)
+                x.index_copy_(0, where, x[where] + values)
+            self._paste_outside(rest.wait(), x)
+            return x
+
+        return pending, finish
+
+
+class PowerSGD(ErrorFeedback):
+    """Sums of rank-r approximations (arXiv 1905.13727, algorithm 1), one power iteration per step with a warm start.
+
+    For a matrix D of a rank: ``P = sum D Q``, ``P <- orthonormal basis of P``, ``sum = P (sum D^T P)^T``; the error is
+    ``D - P P^T D``, and ``sum D^T P`` is the next Q.
+    """
+
+    def __init__(
+        self, blocks: Sequence[MatrixBlock], part: Tensor, compression: GradCompression, *identity: object
+    ) -> None:
+        super().__init__(blocks, part)
+        self.rank = compression.rank
+        # By block, [matrices, columns, rank]; views of one tensor.
+        self.warm_starts = self._by_block(part.new_empty(sum(b.count * b.columns for b in blocks) * self.rank), False)
+        for block, q in zip(self.blocks, self.warm_starts):
+            key = stable_hash(*identity, "powersgd", block.name, block.first)
+            q.copy_(torch.randn(q.shape, generator=torch.Generator().manual_seed(key)))
+        self._next_q: Tensor | None = None
+
+    def start_step(self, step: int) -> None:
+        """Begin a step: forget what an aborted one has left."""
+        super().start_step(step)
+        self._next_q = None
+
+    def start_all_reduce(self, x: Tensor, group: Group) -> Reduction:
+        """Start summing ``x`` over the group, in place."""
+        delta = x + self.error
+        outside = self._cut_outside(delta)
+        sides = [torch.bmm(d, q) for d, q in zip(self._matrices(delta), self.warm_starts)]
+        message = torch.cat([outside, *(side.flatten() for side in sides)])
+        self._next_error = delta
+
+        def finish(sums: Tensor) -> Tensor:
+            self._paste_outside(sums[: len(outside)], x)
+            bases = [torch.linalg.qr(side)[0] for side in self._by_block(sums[len(outside) :], True)]
+            own = [torch.bmm(d.mT, p) for d, p in zip(self._matrices(delta), bases)]
+            if own:
+                self._next_q = comm.all_reduce(torch.cat([q.flatten() for q in own]), group)
+                summed = self._by_block(self._next_q, False)
+                for d, p, mine, q, out in zip(self._matrices(delta), bases, own, summed, self._matrices(x)):
+                    out.copy_(torch.bmm(p, q.mT))
+                    d.baddbmm_(p, mine.mT, alpha=-1.0)
+            return x
+
+        return comm.start_all_reduce(message, group), finish
+
+    def commit(self, skipped: Tensor) -> None:
+        """Keep the state after a step, unless the scalar ``skipped`` is not 0; without synchronisation."""
+        super().commit(skipped)
+        if self._next_q is not None:
+            for q, found in zip(self.warm_starts, self._by_block(self._next_q, False)):
+                torch.where(skipped == 0, found, q, out=q)
+            self._next_q = None
+
+    def _matrices(self, part: Tensor) -> list[Tensor]:
+        """Return views of the blocks in a tensor with the layout of the part, ``[matrices, rows, columns]``."""
+        return [part[b.place : b.place + b.numel].view(b.count, b.rows, b.columns) for b in self.blocks]
+
+    def _by_block(self, flat: Tensor, left: bool) -> list[Tensor]:
+        """Split a flat tensor into the factors of all blocks, ``[matrices, rows (left) or columns, rank]``."""
+        shapes = [(b.count, b.rows if left else b.columns, self.rank) for b in self.blocks]
+        parts = flat.split([count * side * rank for count, side, rank in shapes])
+        return [part.view(shape) for part, shape in zip(parts, shapes)]
+
+
+Compressor = Int8Compressor | TopK | PowerSGD
+
+
+def build_compressor(
+    compression: GradCompression, blocks: Sequence[MatrixBlock], part: Tensor, *identity: object
+) -> Compressor:
+    """Create the compressor of a bucket's part.
+
+    Args:
+        compression: method.
+        blocks: compressed ranges of the part.
+        part: flat, as long and of the dtype of the part; its values are not used.
+        identity: seed of the run and number of the bucket.
+
+    """
+    if compression.method == "int8":
+        return Int8Compressor(*identity)
+    if compression.method == "topk":
+        return TopK(blocks, part, compression)
+    return PowerSGD(blocks, part, compression, *identity)

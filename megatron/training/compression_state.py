@@ -1,0 +1,168 @@
+"""State of gradient compression in checkpoints: errors, which differ between replicas, and PowerSGD's factors.
+
+``optim.grad_error_{i}.{parameter}`` is what replica ``i`` has not sent yet: a global tensor in the view of the
+parameter, like its moments. A tied weight on two pipeline stages has twice as many, those of the last stage at the end.
+With as many replicas as before, each loads its own; otherwise all start with an equal share of the sum, so that what
+was not sent is neither lost nor counted twice. ``optim.powersgd_q_{i}.{parameter}@{box}`` is the factor of matrices
+that a rank holds as a whole (``i`` is 1 on the last stage of a tied weight, else 0). A rank that holds other boxes, or
+another rank of approximation, starts with random factors again.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megatron.checkpoint.format import Manifest
+from megatron.checkpoint.load import load_sharded
+from megatron.checkpoint.tensor_file import GlobalTensor, TensorPart
+from megatron.distributed import comm
+from megatron.distributed.param_layout import ParamShard, shard_boxes
+from megatron.distributed.sharding import Box
+from megatron.optimizer.grad_compression import PowerSGD
+from megatron.training.trainer import Trainer
+
+ERROR_NAME = re.compile(r"optim\.grad_error_(\d+)\.(.*)")
+FACTOR_PREFIX = "optim.powersgd_q_"
+
+
+@dataclass(frozen=True)
+class ReplicaErrors:
+    """What this rank has not sent yet of a parameter's gradient."""
+
+    # Index of the replica, and number of all.
+    source: int
+    sources: int
+    # In the layout of the rank's shard.
+    error: Tensor
+
+    def as_parts(self, trainer: Trainer, name: str, error: Tensor, loading: bool) -> GlobalTensor:
+        """Return the boxes that this rank saves or loads of ``error``.
+
+        A box that several tensor-parallel ranks hold is saved by the first. Where their gradients are summed, it is
+        also the only one to load it.
+        """
+        spec = trainer.specs[name]
+        pieces = [p for p in spec.pieces if p.tp_ranks[0] == spec.tp_rank or (loading and not p.partial)]
+        boxes = shard_boxes(spec, trainer.buckets.shards[name], pieces)
+        parts = tuple(TensorPart(box.piece.global_box, box.view_in(error)) for box in boxes)
+        return GlobalTensor(spec.shape, spec.view, error.dtype, parts)
+
+
+def replica_errors(trainer: Trainer) -> dict[str, ReplicaErrors]:
+    """Return the errors of this rank by parameter."""
+    found = {}
+    for name, feedback in trainer.buckets.error_feedback().items():
+        spec = trainer.specs[name]
+        copies = trainer.mesh.optimizer_replica_group(*spec.reduce_axes)
+        stages = trainer.mesh.embedding_group.size if spec.tied else 1
+        source = copies.rank + copies.size * spec.counted_elsewhere
+        error = trainer.buckets.shard_view(feedback.error, name)
+        found[name] = ReplicaErrors(source, copies.size * stages, error)
+    return found
+
+
+def _factors(trainer: Trainer) -> dict[str, Tensor]:
+    """Return PowerSGD's factors by their names, ``[matrices, columns, rank]``; the same on ranks of all replicas."""
+    found = {}
+    for feedback in dict.fromkeys(trainer.buckets.error_feedback().values()):
+        if not isinstance(feedback, PowerSGD):
+            continue
+        for block, q in zip(feedback.blocks, feedback.warm_starts):
+            spec = trainer.specs[block.name]
+            boxes = shard_boxes(spec, ParamShard(block.first, block.first + block.numel))
+            if boxes:  # none if all rows are padding of the vocabulary
+                start = ",".join(map(str, boxes[0].piece.global_box.start))
+                box = f"{start}+{block.count}x{block.rows}x{block.columns}"
+                found[f"{FACTOR_PREFIX}{int(spec.counted_elsewhere)}.{block.name}@{box}"] = q
+    return found
+
+
+def _whole(x: Tensor, write: bool = True) -> GlobalTensor:
+    shape = tuple(x.shape)
+    return GlobalTensor(shape, shape, x.dtype, (TensorPart(Box((0,) * len(shape), shape), x),) if write else ())
+
+
+def compression_to_save(trainer: Trainer) -> dict[str, GlobalTensor]:
+    """Return the parts of errors and factors that this rank writes."""
+    tensors = {
+        f"optim.grad_error_{own.source}.{name}": own.as_parts(trainer, name, own.error, loading=False)
+        for name, own in replica_errors(trainer).items()
+    }
+    for name, q in _factors(trainer).items():
+        group = trainer.mesh.optimizer_replica_group(*trainer.specs[_parameter(name)].reduce_axes)
+        tensors[name] = _whole(q, write=group.rank == 0)
+    return tensors
+
+
+def _parameter(factor: str) -> str:
+    return factor.removeprefix(FACTOR_PREFIX).partition(".")[2].rpartition("@")[0]
+
+
+def _saved_sources(manifest: Manifest) -> dict[str, list[int]]:
+    """Return the replicas of whose errors a checkpoint has those of a parameter, ascending."""
+    found = defaultdict[str, list[int]](list)
+    for match in filter(None, map(ERROR_NAME.fullmatch, manifest.tensors)):
+        found[match[2]].append(int(match[1]))
+    return {name: sorted(sources) for name, sources in found.items()}
+
+
+def compression_to_load(trainer: Trainer, manifest: Manifest) -> dict[str, GlobalTensor]:
+    """Return the boxes of errors and factors that this rank reads of a checkpoint."""
+    saved = _saved_sources(manifest)
+    wanted = {name: _whole(q) for name, q in _factors(trainer).items() if _fits(manifest, name, q)}
+    for name, own in replica_errors(trainer).items():
+        keeps = len(saved.get(name, [])) == own.sources
+        for source in [own.source] if keeps else saved.get(name, []):
+            wanted[f"optim.grad_error_{source}.{name}"] = own.as_parts(trainer, name, own.error, loading=True)
+    return wanted
+
+
+def load_compression(trainer: Trainer, manifest: Manifest) -> list[str]:
+    """Load errors and factors by the rule of this module; return notes. Collective.
+
+    Raises:
+        DamagedCheckpointError: on every rank, if the checkpoint's checksums do not match.
+    """
+    saved, compression = _saved_sources(manifest), trainer.config.parallel.compression
+    if compression is None or not compression.has_errors:
+        return ["the checkpoint's errors of compressed gradients are not used"] if saved else []
+    errors, factors = replica_errors(trainer), _factors(trainer)
+    found = compression_to_load(trainer, manifest)
+    merged = {name: own for name, own in errors.items() if len(saved.get(name, [])) != own.sources}
+    load_sharded(manifest, {n: t for n, t in found.items() if _error_of(n) not in merged}, trainer.mesh.world)
+    for place in range(max(map(len, saved.values()), default=0)):  # as often on every rank
+        added, tensors = {}, {}
+        for name, own in merged.items():
+            if place < len(saved.get(name, [])):
+                added[name] = torch.zeros_like(own.error)
+                tensor = f"optim.grad_error_{saved[name][place]}.{name}"
+                tensors[tensor] = own.as_parts(trainer, name, added[name], loading=True)
+        load_sharded(manifest, tensors, trainer.mesh.world)
+        for name, part in added.items():
+            merged[name].error.add_(part)
+    for own in merged.values():
+        own.error.div_(own.sources)
+    facts = [bool(merged), any(name not in found for name in factors)]
+    split, lost = (any(rank[i] for rank in comm.all_gather_objects(facts, trainer.mesh.world)) for i in range(2))
+    notes = []
+    if not saved:
+        notes.append("the checkpoint has no errors of compressed gradients: they start at zero")
+    elif split:
+        notes.append("errors of compressed gradients are added up and divided equally: the replicas are not as many")
+    if lost:
+        notes.append("PowerSGD starts with random factors where the checkpoint has none for this layout and rank")
+    return notes
+
+
+def _error_of(tensor: str) -> str:
+    match = ERROR_NAME.fullmatch(tensor)
+    return match[2] if match else ""
+
+
+def _fits(manifest: Manifest, name: str, q: Tensor) -> bool:
+    return name in manifest.tensors and manifest.tensors[name].shape == tuple(q.shape)

@@ -1,0 +1,364 @@
+"""DiLoCo (arXiv 2311.08105, 2501.18512): replicas that train apart, and exchange their progress every H steps.
+
+:class:`Diloco` is called after every step. When a fragment of the model is due, a thread agrees with the other replicas
+on who takes part, averages the outer gradients, and repeats this without members that have died, while up to
+``diloco_delay`` steps are taken. Then all members apply the same outer update.
+
+A replica that starts makes such an exchange before its first step, with nothing to contribute, and receives the outer
+state if others are further. There is no other way into a run: a replica that was killed or cut off starts again.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron.checkpoint.save import run_in_background
+from megatron.config.option import Role
+from megatron.config.run import RunConfig
+from megatron.config.settings import SETTINGS
+from megatron.config.text import listed
+from megatron.distributed import comm
+from megatron.distributed.comm import Group
+from megatron.distributed.launch import is_peer_lost, run_on_rank0
+from megatron.distributed.replicas import Member, ReplicaError, Replicas, connect
+from megatron.optimizer.grad_compression import int8_all_reduce
+from megatron.optimizer.outer_optimizer import OuterOptimizer
+from megatron.training.callbacks.base import Callback
+from megatron.training.metrics import StepMetrics
+from megatron.training.trainer import Trainer
+
+CHUNK_BYTES = 1 << 26
+"""Bytes exchanged at a time: a long transfer consists of short ones, each of which may time out."""
+
+
+@dataclass(frozen=True)
+class Round:
+    """A committed exchange."""
+
+    members: list[Member]
+    # Whose outer gradients were averaged; none if all members were starting.
+    names: list[str]
+    average: Tensor
+    # Seconds from the arrival to the commit, attempts, and bytes sent by this rank.
+    seconds: float
+    attempts: int
+    bytes: float
+
+
+class Diloco(Callback):
+    """Synchronises this replica with the others."""
+
+    pauses = False
+
+    def __init__(self, trainer: Trainer, wanted: int | None = None, store: Any = None) -> None:
+        """Claim an index, which selects the samples of this replica; collective over its ranks.
+
+        Args:
+            trainer: just built; its checkpoint is not loaded yet.
+            wanted: index in the checkpoint to be loaded.
+            store: of all replicas; None connects to ``diloco_server``.
+
+        Raises:
+            UserError: if no server answers, the other replicas have other options, or no index is free.
+        """
+        super().__init__(trainer)
+        self.options, self.world = trainer.config.diloco, trainer.mesh.world
+        if trainer.optimizer.outer is None:
+            raise ValueError("the trainer was built without diloco_sync_interval")
+        self.outer: OuterOptimizer = trainer.optimizer.outer
+        self.outer.settle = self.finish
+        options, timeout = self.options, self.options.diloco_timeout
+        store = store or connect(str(options.diloco_server), timeout)
+        replicas = Replicas(store, self.world.rank, self.world.size, options.diloco_replicas, timeout)
+        required = options.diloco_replica is not None
+        wanted = options.diloco_replica if required else wanted
+        claim = partial(replicas.claim, wanted, required, shared_options(trainer.config, self.world.size))
+        place: list[Any] = run_on_rank0(lambda: [claim(), replicas.id], self.world)
+        replicas.index, replicas.id = place
+        trainer.use_stream(replicas.index)
+        self.replicas = replicas
+        self._together: list[int] = []  # indices of the members of the last exchange
+        self._exchange: Future[Round] | None = None  # in progress
+        self._measured: dict[str, float] = {}  # of the last exchange
+        # Parameters that several ranks of a replica hold, at different places: all must get the same bits.
+        self._shared = {
+            name
+            for name, spec in trainer.specs.items()
+            if spec.tied or any(len(piece.tp_ranks) > 1 for piece in spec.pieces)
+        }
+
+    # ---- In the training loop
+
+    def on_step_end(self, metrics: StepMetrics) -> None:
+        """Merge a round whose delay is over, and begin the one that is due."""
+        trainer, options = self.trainer, self.options
+        iteration, last = trainer.iteration, trainer.iteration == trainer.total_steps
+        if (self._exchange is not None or self.outer.grads) and (last or iteration >= self._merge_at):
+            self._merge(options.diloco_mix)
+        if not last and iteration % (int(options.diloco_sync_interval or 1) // options.diloco_fragments):
+            return
+        trainer.optimizer.weights.wait()
+        self._began = iteration, trainer.consumed_samples
+        facts = {"starting": False, "rounds": self.outer.rounds, "position": [*self._began], "whole": last}
+        delta = self.outer.gradients(self._names(facts))
+        ready = None
+        if delta.is_cuda:  # untested on GPUs
+            delta, on_device = torch.empty(delta.shape, dtype=delta.dtype, pin_memory=True), delta
+            delta.copy_(on_device, non_blocking=True)
+            ready = torch.cuda.Event()
+            ready.record()
+        self._exchange = run_in_background(partial(self._synchronise, facts, delta, ready), "DiLoCo exchange")
+        if last or options.diloco_delay == 0:
+            self._merge(0.0 if last else options.diloco_mix)
+
+    def on_stop(self, error: BaseException | None) -> None:
+        """Free the index."""
+        self.replicas.leave()
+
+    @property
+    def _merge_at(self) -> int:
+        began, _ = self.outer.position if self._exchange is None else self._began
+        return began + self.options.diloco_delay
+
+    def finish(self) -> None:
+        """Wait for the exchange in progress, if any, and keep its result."""
+        exchange, self._exchange = self._exchange, None
+        if exchange is None:
+            return
+        began = time.monotonic()
+        done = exchange.result()
+        self._keep(done)
+        self.outer.position = self._began
+        blocked = time.monotonic() - began
+        together = [member.index for member in done.members]
+        for indices, what in ((set(together) - {*self._together}, "joined"), ({*self._together} - {*together}, "left")):
+            if indices and self._together:
+                self.log.note(f"DiLoCo round {self.outer.rounds}: replica {listed(sorted(indices))} {what}")
+        self._together = together
+        self._measured = {
+            "diloco-members": len(together),
+            "diloco-attempts": done.attempts,
+            "diloco-seconds": done.seconds,
+            "diloco-blocked-seconds": blocked,
+            "diloco-sent-bytes": done.bytes,
+        }
+
+    def _keep(self, done: Round) -> None:
+        """Keep averaged gradients for the merge."""
+        self.outer.receive(done.names, done.average)
+        self.outer.rounds += 1
+
+    def _merge(self, mix: float) -> None:
+        self.finish()
+        norm = self._outer_gradient_norm()
+        self.trainer.optimizer.weights.wait()
+        self.outer.step(mix)
+        self.trainer.optimizer.write_weights()
+        self.log.log({"diloco-round": self.outer.rounds, **self._measured, "diloco-outer-grad-norm": norm})
+        self._measured = {}
+
+    def _outer_gradient_norm(self) -> float:
+        """Return the norm of the averaged outer gradients of all ranks; collective over them. Waits for the device."""
+        trainer, total = self.trainer, torch.zeros((), dtype=torch.float64)
+        for name, share in trainer.buckets.counted_shards().items():
+            if name in self.outer.grads:
+                start = trainer.buckets.shards[name].start
+                mine = self.outer.grads[name].view(-1)[share.start - start : share.stop - start]
+                total += mine.double().square().sum().cpu()
+        return float(comm.all_reduce(total.to(trainer.device), self.world).sqrt())
+
+    # ---- Starting
+
+    def join(self, stopped: Callable[[], bool] = lambda: False) -> list[str]:
+        """Take the place of this replica in the run; collective over its ranks. Call when the checkpoint is loaded.
+
+        Returns when all replicas that start are there, or, if others are training, after their next synchronisation.
+
+        Args:
+            stopped: polled by the first rank meanwhile; True gives up.
+
+        Returns:
+            Notes.
+
+        Raises:
+            ReplicaError: if the server is gone, or the replica with the outer weights died while it sent them.
+        """
+        trainer, outer = self.trainer, self.outer
+        if outer.rounds == 0:
+            outer.position = trainer.iteration, trainer.consumed_samples
+        digest = torch.tensor([_digest(outer)], device=trainer.device)
+        facts = {
+            "starting": True,
+            "rounds": outer.rounds,
+            "position": [*outer.position],
+            "whole": False,
+            "pending": bool(outer.grads),
+            "digest": int(comm.all_reduce(digest, self.world).item()),
+        }
+        done = self._synchronise(facts, torch.zeros(0), None, stopped)
+        if not done.members:
+            return ["gave up joining the other replicas"]
+        self._together = [member.index for member in done.members]
+        notes = [
+            f"DiLoCo replica {self.replicas.index} of {self.options.diloco_replicas}; "
+            f"{len(self._together)} together: {listed(self._together)}"
+        ]
+        source = source_of(done.members)
+        if not self._is_behind(source, self.replicas.index, facts):
+            return notes
+        outer.rounds, outer.position = source.facts["rounds"], tuple(source.facts["position"])
+        trainer.optimizer.main_params.set(outer.params)
+        trainer.optimizer.after_load()
+        trainer.start_at(*outer.position, trainer.data.segments, trainer.batches_since)
+        notes.append(f"received the outer weights of step {trainer.iteration} from replica {source.index}")
+        if done.names or not source.facts["starting"]:
+            self._keep(done)
+            if source.facts["whole"] or self.options.diloco_delay == 0:
+                outer.step(0.0)
+                trainer.optimizer.after_load()
+        return notes
+
+    @staticmethod
+    def _is_behind(source: Member, index: int, facts: Mapping[str, Any]) -> bool:
+        """Return True if a starting replica with ``facts`` receives the outer state of ``source``."""
+        if not facts["starting"] or source.index == index:
+            return False
+        return any(facts[name] != source.facts.get(name) for name in ("rounds", "digest"))
+
+    # ---- The exchange, in a thread
+
+    def _synchronise(
+        self,
+        facts: dict[str, Any],
+        delta: Tensor,
+        ready: torch.cuda.Event | None,
+        stopped: Callable[[], bool] = lambda: False,
+    ) -> Round:
+        """Exchange until an attempt is committed; without members if ``stopped``."""
+        began, attempts, replicas = time.monotonic(), 0, self.replicas
+        replicas.meter.pop_bytes_sent()
+        if ready is not None:
+            ready.synchronize()
+        while True:
+            attempts += 1
+            members = replicas.agree(facts, stopped)
+            if not members:
+                return Round([], [], delta, 0.0, attempts, 0.0)
+            try:
+                names, average = self._communicate(members, facts, delta)
+            except ReplicaError:
+                raise
+            except RuntimeError as error:  # a member died, or does not answer
+                replicas.abort()
+                if not is_peer_lost(error):
+                    raise
+            else:
+                replicas.vote(members)
+            if replicas.decide(members):
+                sent = sum(replicas.meter.pop_bytes_sent().values())
+                return Round(members, names, average, time.monotonic() - began, attempts, sent)
+
+    def _communicate(self, members: Sequence[Member], facts: dict[str, Any], delta: Tensor) -> tuple[list[str], Tensor]:
+        """Return averaged outer gradients and their names, after a replica that is behind has received the rest."""
+        source, group = source_of(members), self.replicas.group(members)
+        behind = [self._is_behind(source, member.index, member.facts) for member in members]
+        if any(behind):
+            sender = members.index(source)
+            if behind[group.rank]:
+                facts["rounds"] = -1  # until an attempt is committed, it has neither its own state nor another's
+                pending = source.facts.get("pending", False)
+                self.outer.expect_grads(self.outer.fragment(source.facts["rounds"] - 1) if pending else ())
+            self._send_state(group, sender)
+        if source.facts["starting"]:
+            return [], delta
+        names = self._names(source.facts)
+        if facts["starting"]:
+            delta = self.outer.gradients(names).cpu().zero_()
+        count = sum(not member.facts["starting"] for member in members)
+        exact = sum(self.outer.params[name].numel() for name in names if name in self._shared)
+        if not self.options.diloco_int8:
+            exact = len(delta)
+        rounded, kept = delta.split([len(delta) - exact, exact])
+        key = source.facts["rounds"] << 20
+        total = torch.cat([self._sum(rounded, group, key), self._sum(kept, group, None)])
+        return names, total.div_(count)
+
+    def _names(self, facts: Mapping[str, Any]) -> list[str]:
+        """Return the parameters of a round; those that several ranks hold come last."""
+        names = [*self.outer.params] if facts["whole"] else self.outer.fragment(facts["rounds"])
+        return sorted(names, key=lambda name: name in self._shared)
+
+    def _sum(self, x: Tensor, group: Group, key: int | None) -> Tensor:
+        """Return the sum over members, in their order; rounded to int8 with a ``key``.
+
+        An element's bits do not depend on its place, because the ranks that share a parameter have it at other places.
+        """
+        total = torch.empty_like(x)
+        for number, (chunk, out) in enumerate(zip(*(y.split(CHUNK_BYTES // x.itemsize) for y in (x, total)))):
+            if group.size == 1 or not len(chunk):
+                out.copy_(chunk)
+            elif key is not None:
+                out.copy_(int8_all_reduce(chunk, group, torch.tensor(key + number)))
+            else:
+                padded = torch.nn.functional.pad(chunk, (0, -len(chunk) % group.size))
+                parts = comm.start_all_to_all(padded, group).wait().view(group.size, -1)
+                mine = parts[0].clone()
+                for part in parts[1:]:
+                    mine += part
+                out.copy_(comm.all_gather(mine, group)[: len(chunk)])
+        return total
+
+    def _send_state(self, group: Group, sender: int) -> None:
+        """Copy the outer state of one member to all. Those that are not behind receive what they have."""
+        for tensors in self.outer.kinds().values():
+            for name in sorted(tensors):
+                host = tensors[name].cpu().view(-1)
+                for chunk in host.split(CHUNK_BYTES // host.itemsize):
+                    comm.start_broadcast(chunk, group, sender).wait()
+                tensors[name].view(-1).copy_(host)
+
+
+def source_of(members: Sequence[Member]) -> Member:
+    """Return the member whose outer state all others have or receive.
+
+    Raises:
+        ReplicaError: if no member has a state.
+    """
+    best = max(members, key=lambda member: (not member.facts["starting"], member.facts["rounds"]))
+    if best.facts["rounds"] < 0:
+        raise ReplicaError(
+            "the replica with the outer weights died while it sent them: start again, from the checkpoints"
+        )
+    return best
+
+
+def _digest(outer: OuterOptimizer) -> int:
+    """Return a hash of the state of this rank."""
+    digest = hashlib.blake2b(digest_size=6)
+    for kind, tensors in outer.kinds().items():
+        for name in sorted(tensors):
+            digest.update(f"{kind} {name}".encode())
+            digest.update(tensors[name].cpu().contiguous().view(torch.uint8).numpy().tobytes())
+    return int.from_bytes(digest.digest(), "little")
+
+
+def shared_options(config: RunConfig, world_size: int) -> dict[str, Any]:
+    """Return the options that must be the same in all replicas, as JSON: the model, its layout, and its training."""
+    own = {"device", "distributed_backend", "distributed_timeout_minutes", "data_path", "train_data_path"}
+    own |= {"valid_data_path", "test_data_path", "data_args_path", "per_split_data_args_path"}
+    found: dict[str, Any] = {"ranks": world_size}
+    for name, setting in SETTINGS.items():
+        same = setting.option.role not in (Role.START, Role.FREE) or setting.group == "parallel"
+        if same and name not in own:
+            value = setting.value_in(config)
+            found[name] = list(value) if isinstance(value, tuple) else value
+    return found | {"params_dtype": config.precision.params_dtype}
