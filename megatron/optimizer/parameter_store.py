@@ -206,7 +206,8 @@ class ShardedParameterStore(ParameterStore):
         for index, block in enumerate(blocks):
             block.register_forward_pre_hook(partial(self._before_forward, blocks, index))
             block.register_forward_hook(partial(self._after_forward, blocks, index))
-        self._kept_for_backward |= {blocks[-1], *self._prefetched(reversed(blocks[:-1]))}
+        before_last = (block for block in self._prefetched(reversed(blocks[:-1])) if not isinstance(block, Embedding))
+        self._kept_for_backward |= {blocks[-1], *before_last}
 
     @contextmanager
     def gathered(self, blocks: Iterable[nn.Module]) -> Iterator[None]:
@@ -294,9 +295,10 @@ class ShardedParameterStore(ParameterStore):
         """Yield those of the next blocks that are gathered while another one computes; norms do not count."""
         left = self._config.param_gather_prefetch
         for block in blocks:
-            if left == 0:
-                return
-            left -= not isinstance(block, Norm)
+            if not isinstance(block, Norm):
+                if left == 0:
+                    return
+                left -= 1
             yield block
 
     def _free_block(self, block: nn.Module) -> None:

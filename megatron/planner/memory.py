@@ -305,15 +305,18 @@ def gathered_weight_bytes(config: RunConfig, layout: Layout, pp_rank: int) -> in
 
     if not parallel.reshards_after_forward:
         return whole(buckets)
-    stages = [stage_blocks(stage) for stage in stages_by_rank(config.model, parallel)[pp_rank]]
-    count, embedding = parallel.param_gather_prefetch, {"embedding"}  # whose backward does not read its weights
-    in_flight = {block for blocks in stages for block in kept_for_backward(blocks, count)}
-    peaks = [set[str]()]
-    for blocks in stages:
+    count, training, peaks, in_flight = parallel.param_gather_prefetch, config.training, [set[str]()], set[str]()
+    full = training.recompute_granularity == "full" and training.recompute_method != "block"
+    group = (training.recompute_num_layers or 1) if full else 1  # blocks that are recomputed, and so kept, together
+    for stage in stages_by_rank(config.model, parallel)[pp_rank]:
+        blocks = stage_blocks(stage)
         kept = kept_for_backward(blocks, count)
+        in_flight |= kept
         for index, block in enumerate(blocks):
             peaks.append({block} | prefetched(blocks[index + 1 :], count) | kept & {*blocks[:index]})
-            peaks.append(({block} | prefetched(blocks[:index][::-1], count)) - embedding)
+            first = index - (index - stage.first) % group if index - stage.first < stage.count else index
+            backward = {*blocks[first : index + 1]} | prefetched(blocks[:index][::-1], count)
+            peaks.append(backward - {"embedding"})  # whose backward does not read its weights
     pipelined = in_flight if parallel.pipeline_model_parallel_size > 1 else set()
     return max(whole(blocks | pipelined) for blocks in peaks)
 
@@ -337,16 +340,17 @@ def prefetched(blocks: Sequence[str], count: int) -> set[str]:
     """Return those of the next blocks that ZeRO-3 gathers while another one computes; norms do not count."""
     found = set[str]()
     for block in blocks:
-        if count == 0:
-            break
-        count -= block != "final_layernorm"
+        if block != "final_layernorm":
+            if count == 0:
+                break
+            count -= 1
         found.add(block)
     return found
 
 
 def kept_for_backward(blocks: Sequence[str], count: int) -> set[str]:
     """Return the blocks of a stage whose weights ZeRO-3 keeps from forward to backward."""
-    return {blocks[-1]} | prefetched(blocks[:-1][::-1], count)
+    return {blocks[-1]} | prefetched(blocks[:-1][::-1], count) - {"embedding"}
 
 
 def fp8_weight_bytes(config: RunConfig) -> int:

@@ -267,6 +267,8 @@ GATHERS = (
     "--param-gather-prefetch 3 --num-layers 3 --optimizer muon",
     "--no-reshard-after-forward",
     "--recompute-granularity full",
+    "--recompute-granularity full --recompute-num-layers 4 --param-gather-prefetch 2",
+    "--num-layers 1 --param-gather-prefetch 2",
     f"{EXPERTS} --expert-model-parallel-size 2",
     "--pipeline-model-parallel-size 2 --reshard-after-forward --param-gather-prefetch 2",
     "--pipeline-model-parallel-size 2 --reshard-after-forward --num-virtual-stages-per-pipeline-rank 2",
