@@ -57,7 +57,7 @@ def summary(config: RunConfig, world_size: int, iteration: int = 0, consumed_sam
         "optimizer": _optimizer(config, world_size),
         "diloco": _diloco(config),
         "precision": _precision(config),
-        "saves": _saves(config),
+        "saves": _saves(config, world_size),
     }
     return "\n".join(f"{name:<11}{row}" for name, row in rows.items() if row)
 
@@ -258,11 +258,11 @@ def _precision(config: RunConfig) -> str:
     return row
 
 
-def _saves(config: RunConfig) -> str:
+def _saves(config: RunConfig, world_size: int) -> str:
     checkpoint = config.checkpoint
     if checkpoint.save is None:
         return "none: --save is not set"
-    size = f"{format_bytes(checkpoint_bytes(config))} each, " if config.model.vocab_size is not None else ""
+    size = f"{format_bytes(checkpoint_bytes(config, world_size))} each, " if config.model.vocab_size is not None else ""
     interval = f"every {counted(checkpoint.save_interval, 'step')} and " if checkpoint.save_interval else ""
     row = f"{interval}at the end, {size}to {checkpoint.save}"
     if checkpoint.keep_last is not None:

@@ -26,6 +26,7 @@ from megatron.distributed import comm
 from megatron.distributed.comm import Group, Pending
 from megatron.distributed.mesh import Mesh
 from megatron.layers.embedding import Embedding
+from megatron.layers.norm import Norm
 from megatron.optimizer.grad_buffer import GradBuffer, param_view
 
 Initialize = Callable[[str, Tensor], None]
@@ -168,8 +169,9 @@ class ShardedParameterStore(ParameterStore):
     """Holds this rank's parts of the weights, and whole buffers only around their use (ZeRO-3).
 
     While a block runs forward or backward, the weights of the next ones are gathered (``param_gather_prefetch``
-    blocks). They are freed after forward, and gathered again for backward, unless ``reshard_after_forward`` is off:
-    then they are kept until :meth:`release` at the end of the step. Parameters of a freed buffer read as NaN.
+    blocks; a norm between blocks goes with the next one). They are freed after forward, and gathered again for
+    backward, except those of the last blocks, which backward would gather first. If ``reshard_after_forward`` is off,
+    all are kept until :meth:`release` at the end of the step. Parameters of a freed buffer read as NaN.
 
     The storage of a buffer is freed and allocated again, so the parameters and what autograd has saved of them are
     valid views of it in backward.
@@ -180,6 +182,7 @@ class ShardedParameterStore(ParameterStore):
         super().__init__(*arguments, **options)
         self._reshards = self._config.reshards_after_forward
         self._backward: nn.Module | None = None  # the block whose backward runs
+        self._kept_for_backward: set[nn.Module] = set()  # not freed after a forward that backward follows
 
     def _adopt(self, buffer: WeightBuffer) -> None:
         if buffer.group.size > 1:
@@ -203,6 +206,8 @@ class ShardedParameterStore(ParameterStore):
         for index, block in enumerate(blocks):
             block.register_forward_pre_hook(partial(self._before_forward, blocks, index))
             block.register_forward_hook(partial(self._after_forward, blocks, index))
+        before_last = (block for block in self._prefetched(reversed(blocks[:-1])) if not isinstance(block, Embedding))
+        self._kept_for_backward |= {blocks[-1], *before_last}
 
     @contextmanager
     def gathered(self, blocks: Iterable[nn.Module]) -> Iterator[None]:
@@ -248,7 +253,7 @@ class ShardedParameterStore(ParameterStore):
         last = len(blocks) - 1
         if self._backward in blocks:  # recomputation: the weights of later blocks have had their use
             last = blocks.index(self._backward)
-        for following in blocks[index + 1 : min(index + self._config.param_gather_prefetch, last) + 1]:
+        for following in self._prefetched(blocks[index + 1 : last + 1]):
             self._start(following)
         super().gather(block)
         if torch.is_grad_enabled():
@@ -260,18 +265,22 @@ class ShardedParameterStore(ParameterStore):
     ) -> None:
         differentiates = torch.is_grad_enabled()
         if differentiates and not isinstance(block, Embedding):
-            for y in _differentiable(outputs):
+            passed = {id(x) for x in _differentiable(inputs)}  # a norm returns its input, too
+            for y in (y for y in _differentiable(outputs) if id(y) not in passed):
                 y.register_hook(partial(self._before_backward, blocks, index))
-        backward_follows = differentiates and index == len(blocks) - 1
-        if self._reshards and not backward_follows and self._backward is not block:
+        # Backward follows recomputation.
+        kept = differentiates and (block in self._kept_for_backward or self._backward is not None)
+        if self._reshards and not kept:
             self._free_block(block)
 
     def _before_backward(self, blocks: Sequence[nn.Module], index: int, gradient: Tensor) -> None:
         if self._backward is blocks[index]:
             return
+        if self._reshards and self._backward is not None:  # its backward is done; free it before more is gathered
+            self._free_block(self._backward)
         self._backward = blocks[index]
         self._start(blocks[index])
-        for following in reversed(blocks[max(0, index - self._config.param_gather_prefetch) : index]):
+        for following in self._prefetched(reversed(blocks[:index])):
             if not isinstance(following, Embedding):
                 self._start(following)
         super().gather(blocks[index])
@@ -281,6 +290,16 @@ class ShardedParameterStore(ParameterStore):
             self._backward = None
         if self._reshards:
             self._free_block(block)
+
+    def _prefetched(self, blocks: Iterable[nn.Module]) -> Iterator[nn.Module]:
+        """Yield those of the next blocks that are gathered while another one computes; norms do not count."""
+        left = self._config.param_gather_prefetch
+        for block in blocks:
+            if not isinstance(block, Norm):
+                if left == 0:
+                    return
+                left -= 1
+            yield block
 
     def _free_block(self, block: nn.Module) -> None:
         for buffer in self._buffers(block):

@@ -12,8 +12,8 @@ distribute the layers, and ``UserError`` when the number of ranks does not fit t
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from math import ceil, prod
 
 from megatron.config.batch import get_num_microbatches
@@ -33,7 +33,7 @@ from megatron.distributed.param_layout import (
 from megatron.distributed.sharding import EXPERT_REDUCE_AXES
 from megatron.layers.parameters import Sharding, Specs, gpt
 from megatron.optimizer.param_groups import offloaded_params, rule_of
-from megatron.pipeline.actions import WEIGHT
+from megatron.pipeline.actions import BACKWARD, FORWARD, INPUT, WEIGHT
 from megatron.pipeline.communication import channels
 from megatron.pipeline.partition import StageLayers
 from megatron.pipeline.plan import build_program, stage_layers, stage_placement, virtual_stages
@@ -88,7 +88,8 @@ def _state_by_stage(config: RunConfig, world_size: int, host: bool = False) -> l
 def max_peak_bytes(config: RunConfig, world_size: int) -> dict[str, int]:
     """Return the bytes at the peak of a step on the rank with the most.
 
-    By :data:`STATE_KINDS`, ``reduction`` (:func:`reduction_buffer_bytes`), ``activations`` that micro-batches in flight
+    By :data:`STATE_KINDS`, ``gathered weights`` (:func:`gathered_weight_bytes`), ``reduction``
+    (:func:`reduction_buffer_bytes`), ``activations`` that micro-batches in flight
     keep, ``delayed gradients`` (operands of weight gradients that a schedule delays), ``temporary`` tensors (logits or
     those of a block's backward), ``FP8 weights`` (:func:`fp8_weight_bytes`), and an estimate for NCCL.
     """
@@ -96,10 +97,11 @@ def max_peak_bytes(config: RunConfig, world_size: int) -> dict[str, int]:
     activations = peak_activations(config, layout.sizes["dp"])
     fp8 = fp8_weight_bytes(config) if config.precision.fp8_format is not None else 0
     others = {"FP8 weights": fp8, "NCCL estimate": communicator_bytes(config, world_size)}
-    peaks = [
-        state | {"reduction": _reduction_buffers(config, layout, pp)} | activations[pp] | others
-        for pp, state in enumerate(_state_by_stage(config, world_size))
-    ]
+    peaks = []
+    for pp, state in enumerate(_state_by_stage(config, world_size)):
+        gathered = {"gathered weights": gathered_weight_bytes(config, layout, pp)}
+        reduction = {"reduction": _reduction_buffers(config, layout, pp)}
+        peaks.append(state | gathered | reduction | activations[pp] | others)
     return max(peaks, key=lambda peak: sum(peak.values()))
 
 
@@ -129,12 +131,32 @@ def max_host_bytes(config: RunConfig, world_size: int) -> dict[str, int]:
     return max(found, key=lambda parts: sum(parts.values()))
 
 
-def checkpoint_bytes(config: RunConfig) -> int:
-    """Return the bytes of a checkpoint's tensors; they do not depend on the layout."""
+def checkpoint_bytes(config: RunConfig, world_size: int = 1) -> int:
+    """Return the bytes of a checkpoint's tensors; they depend on the layout by the state of compressed gradients only.
+
+    PowerSGD's factors of rows that only pad the vocabulary are counted, though they are not saved.
+    """
     copies = 1 + (config.optimizer.ema_decay is not None) + 2 * (config.diloco.diloco_sync_interval is not None)
     weights = main_param_bytes(config) * copies
     whole = gpt(config.model).items()
-    return sum(spec.numel * (weights + _moments(rule_of(n, spec, config.optimizer), config)[0]) for n, spec in whole)
+    size = sum(spec.numel * (weights + _moments(rule_of(n, spec, config.optimizer), config)[0]) for n, spec in whole)
+    compression, parallel = config.parallel.compression, config.parallel
+    if compression is None or not compression.has_errors:
+        return size
+    layout, wide = Layout.from_config(parallel, world_size), main_param_bytes(config)
+    for spec in dict(whole).values():
+        copies = _shards(parallel, layout, spec.expert)[1]
+        stages = min(2, layout.sizes["pp"]) if spec.tied else 1
+        size += spec.numel * wide * (copies * stages if copies > 1 else 0)
+    for pp in range(layout.sizes["pp"]):
+        specs = rank_parameters(config.model, parallel, pp)
+        for bucket in bucket_shapes(config, layout, pp):
+            expert = bucket.key.axes == EXPERT_REDUCE_AXES
+            ranks = layout.sizes["ep"] * layout.sizes["etp"] if expert else layout.sizes["tp"]
+            for shard in range(bucket.shards if bucket.copies > 1 else 0):
+                columns = sum(b.count * b.columns for b in _blocks(bucket, specs, compression, shard))
+                size += columns * compression.rank * wide * ranks
+    return size
 
 
 def main_param_bytes(config: RunConfig) -> int:
@@ -264,22 +286,91 @@ def _blocks(bucket: BucketShape, specs: Specs, compression: GradCompression, sha
     return matrix_blocks(bucket.packing, own, shard, bucket.shards, compression.rank)
 
 
+def gathered_weight_bytes(config: RunConfig, layout: Layout, pp_rank: int) -> int:
+    """Return the most bytes of whole weights that ZeRO-3 has at a time on a pipeline rank, beside the rank's part.
+
+    With resharding these are a block and the prefetched ones, and what is kept for the backward that follows
+    (:class:`megatron.optimizer.parameter_store.ShardedParameterStore`). Otherwise all weights are whole at the end of
+    forward. Buckets that one rank holds alone are not gathered.
+    """
+    parallel, width = config.parallel, DTYPE_BYTES[config.precision.params_dtype]
+    if parallel.zero_stage < 3:
+        return 0
+    buckets = _buckets_by_block(config, layout, pp_rank)
+
+    def whole(blocks: Iterable[str]) -> int:
+        """Return the bytes of these blocks, of which two may share a tied weight."""
+        shared = {number: bucket for block in blocks for number, bucket in buckets[block].items()}
+        return sum(bucket.packing.size * width for bucket in shared.values() if bucket.shards > 1)
+
+    if not parallel.reshards_after_forward:
+        return whole(buckets)
+    count, training, peaks, in_flight = parallel.param_gather_prefetch, config.training, [set[str]()], set[str]()
+    full = training.recompute_granularity == "full" and training.recompute_method != "block"
+    group = (training.recompute_num_layers or 1) if full else 1  # blocks that are recomputed, and so kept, together
+    for stage in stages_by_rank(config.model, parallel)[pp_rank]:
+        blocks = stage_blocks(stage)
+        kept = kept_for_backward(blocks, count)
+        in_flight |= kept
+        for index, block in enumerate(blocks):
+            peaks.append({block} | prefetched(blocks[index + 1 :], count) | kept & {*blocks[:index]})
+            first = index - (index - stage.first) % group if index - stage.first < stage.count else index
+            backward = {*blocks[first : index + 1]} | prefetched(blocks[:index][::-1], count)
+            peaks.append(backward - {"embedding"})  # whose backward does not read its weights
+    pipelined = in_flight if parallel.pipeline_model_parallel_size > 1 else set()
+    return max(whole(blocks | pipelined) for blocks in peaks)
+
+
+def _buckets_by_block(config: RunConfig, layout: Layout, pp_rank: int) -> dict[str, dict[int, BucketShape]]:
+    """Return the buckets of ZeRO-3 by block and number; a tied weight is that of two blocks."""
+    found: dict[str, dict[int, BucketShape]] = defaultdict(dict)
+    for number, bucket in enumerate(bucket_shapes(config, layout, pp_rank)):
+        for block in {bucket.key.block, "output_layer" if bucket.key.tied else bucket.key.block}:
+            found[block][number] = bucket
+    return found
+
+
+def stage_blocks(stage: StageLayers) -> list[str]:
+    """Return the names of the blocks of a stage, in the order of forward."""
+    layers = [f"layers.{layer}" for layer in stage.layers]
+    return ["embedding"] * stage.first + layers + ["final_layernorm", "output_layer"] * stage.last
+
+
+def prefetched(blocks: Sequence[str], count: int) -> set[str]:
+    """Return those of the next blocks that ZeRO-3 gathers while another one computes; norms do not count."""
+    found = set[str]()
+    for block in blocks:
+        if block != "final_layernorm":
+            if count == 0:
+                break
+            count -= 1
+        found.add(block)
+    return found
+
+
+def kept_for_backward(blocks: Sequence[str], count: int) -> set[str]:
+    """Return the blocks of a stage whose weights ZeRO-3 keeps from forward to backward."""
+    return {blocks[-1]} | prefetched(blocks[:-1][::-1], count) - {"embedding"}
+
+
 def fp8_weight_bytes(config: RunConfig) -> int:
-    """Return the bytes of quantised weights on the rank with the most: they are kept in both layouts within a step."""
+    """Return the bytes of quantised weights on the rank with the most: they are kept in both layouts within a step.
+
+    ZeRO-3 with resharding quantises a weight at every use, and keeps none.
+    """
     model, precision = config.model, config.precision
     by_stage = []
     for pp in range(config.parallel.pipeline_model_parallel_size):
         specs = rank_parameters(model, config.parallel, pp).items()
         blocks = [(name.split("."), spec) for name, spec in specs if name.startswith("layers.")]
-        by_stage.append(
-            sum(
-                2 * prod(spec.local_shape)
-                for (_, layer, *_, module, kind), spec in blocks
-                if module.startswith("linear_")
-                and kind == "weight"
-                and precision.layer_in_fp8(int(layer), model.num_layers)
-            )
-        )
+        sizes = [
+            prod(spec.local_shape)
+            for (_, layer, *_, module, kind), spec in blocks
+            if module.startswith("linear_")
+            and kind == "weight"
+            and precision.layer_in_fp8(int(layer), model.num_layers)
+        ]
+        by_stage.append(max(sizes, default=0) if config.parallel.reshards_after_forward else 2 * sum(sizes))
     return max(by_stage)
 
 
@@ -327,10 +418,10 @@ def _reduction_buffers(config: RunConfig, layout: Layout, pp: int) -> int:
             total += (sum(parts) + 2 * max(parts)) * wide + gathered
         else:
             total += max(bucket.packing.size for bucket in reduced) * QUANTIZING_BYTES
-    # In layer order, only one bucket per key collects gradients at a time.
+    # In layer order, only one bucket per key collects gradients at a time, and only one block.
     in_layer_order = _finishes_in_layer_order(config, layout, pp)
     for size in {bucket.packing.size for bucket in streamed}:
-        keys = [bucket.key for bucket in streamed if bucket.packing.size == size]
+        keys = [replace(bucket.key, block="") for bucket in streamed if bucket.packing.size == size]
         total += size * (len(set(keys) if in_layer_order else keys) + MAX_REDUCTIONS_IN_FLIGHT) * wide
     return total
 
@@ -394,6 +485,26 @@ def _finishes_in_layer_order(config: RunConfig, layout: Layout, pp: int) -> bool
     return all(action.kind != WEIGHT for action in program.ranks[pp])
 
 
+def _weight_gathers(config: RunConfig, layout: Layout, pp_rank: int) -> Counter[int]:
+    """Return how many times a step of ZeRO-3 with resharding gathers each bucket, by its number.
+
+    A block is gathered for forward and for backward, the embedding for forward only. What a stage ends with is kept
+    from forward to backward (:func:`kept_for_backward`).
+    """
+    model, parallel, found, held = config.model, config.parallel, Counter[int](), set[int]()
+    of_block = _buckets_by_block(config, layout, pp_rank)
+    stages = [stage_blocks(stage) for stage in stage_layers(model, parallel)]
+    program = build_program(parallel, get_num_microbatches(config.training, layout.sizes["dp"]))
+    for action in program.only((FORWARD, BACKWARD, INPUT)).ranks[pp_rank]:
+        blocks, forward = stages[action.stage], action.kind == FORWARD
+        kept = kept_for_backward(blocks, parallel.param_gather_prefetch) if forward else set[str]()
+        for block in blocks if forward else reversed(blocks):
+            if forward or block != "embedding":
+                found.update(number for number in of_block[block] if number not in held)
+                held = held | {*of_block[block]} if block in kept else held - {*of_block[block]}
+    return found
+
+
 INT8_BYTES = 1 + 4 / ALIGNMENT
 """Bytes per element of gradients in int8, their scales included."""
 
@@ -409,11 +520,13 @@ def data_parallel_traffic(config: RunConfig, world_size: int, rank: int = 0) -> 
     ZeRO-0                              2 B (c - 1) / c
     ZeRO-1  B (n - 1) / n               2 (B / n) (c - 1) / c    W (n - 1) / n
     ZeRO-2  m B (n - 1) / n             2 (B / n) (c - 1) / c    W (n - 1) / n
+    ZeRO-3  m B (n - 1) / n             2 (B / n) (c - 1) / c    g W (n - 1) / n
     ======  ==========================  =======================  ===================
 
-    W is the size of the bucket's weights in bytes. With gradient reduction in bf16, B counts two bytes per element, a
-    reduce-scatter is an all-to-all, and an all-reduce is an all-to-all plus an all-gather. ZeRO-2 sends less when the
-    schedule delays weight gradients over several micro-batches.
+    W is the size of the bucket's weights in bytes, g their number of gathers (:func:`_weight_gathers`). With gradient
+    reduction in bf16, B counts two bytes per element, a reduce-scatter is an all-to-all, and an all-reduce is an
+    all-to-all plus an all-gather. ZeRO-2 and 3 send less when the schedule delays weight gradients over several
+    micro-batches.
 
     int8 is the same with 1.0625 bytes. The other compressions replace an all-reduce of F elements of matrices and V
     others by an all-reduce of V and of PowerSGD's factors, ``(m + n) RANK`` of an ``[m, n]`` matrix, or by one of V and
@@ -429,10 +542,12 @@ def data_parallel_traffic(config: RunConfig, world_size: int, rank: int = 0) -> 
         rounded = DTYPE_BYTES["bf16"]
     weight_bytes = DTYPE_BYTES[config.precision.params_dtype]
     reductions = get_num_microbatches(config.training, layout.sizes["dp"]) if parallel.zero_stage >= 2 else 1
-    for bucket in bucket_shapes(config, layout, pp_rank):
+    gathers = _weight_gathers(config, layout, pp_rank) if parallel.reshards_after_forward else None
+    for number, bucket in enumerate(bucket_shapes(config, layout, pp_rank)):
         size, shard = bucket.packing.size, bucket.packing.size // bucket.shards
         over_shards, over_copies = ((n - 1) / n for n in (bucket.shards, bucket.copies))
-        sent["all-gather"] += size * weight_bytes * over_shards
+        times = 1 if gathers is None else gathers[number]
+        sent["all-gather"] += times * size * weight_bytes * over_shards
         if rounded is not None:
             sent["all-to-all"] += (reductions * size * over_shards + shard * over_copies) * rounded
             sent["all-gather"] += shard * rounded * over_copies

@@ -319,6 +319,9 @@ ZERO2 = replace(
     ),
     training=TrainingConfig(micro_batch_size=1),
 )
+ZERO3 = replace(
+    ZERO2, parallel=ParallelConfig(ddp_bucket_size=4000, data_parallel_sharding_strategy="optim_grads_params")
+)
 HSDP = replace(ZERO1, parallel=replace(ZERO1.parallel, num_distributed_optimizer_instances=2), dp=4, samples=8)
 BF16_WIRE = replace(DP2, parallel=replace(DP2.parallel, grad_reduce_in_bf16=True), optimizer=OptimizerConfig("sgd"))
 
@@ -376,6 +379,8 @@ DETECTORS: dict[str, Detector] = {
     "pp2-tp2": training(PP2_TP2),
     "zero1": training(ZERO1),
     "zero2": training(ZERO2),
+    "zero3": training(ZERO3),
+    "zero3-muon": training(replace(ZERO3, optimizer=OptimizerConfig("muon", adam_eps=1e-5))),
     "hsdp": training(HSDP),
     "bf16-wire": Detector(2, run_case, (BF16_WIRE,), partial(nearly_like_one_process, BF16_WIRE)),
     "route": Detector(2, plan_a_route, (), lambda ranks: list(ranks) == PLANNED),

@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from megatron.distributed.comm import Group
 from megatron.distributed.param_layout import BucketKey, ParamShard
 from megatron.layers import moe
+from megatron.layers.loss import OutputLayer
 from megatron.optimizer import distributed_optimizer, grad_buffer
 from megatron.optimizer.grad_buffer import Bucket, BufferPool, GradBucket, GradBuffer, ReduceHandle, ShardedBucket
-from megatron.optimizer.parameter_store import ParameterStore
+from megatron.optimizer.parameter_store import ParameterStore, ShardedParameterStore, WeightBuffer
 
 
 def shard_off_by_one() -> AbstractContextManager[Any]:
@@ -125,3 +127,106 @@ def shards_of_the_last_step_added_to() -> AbstractContextManager[Any]:
         original(self, buffer, layout, own, first=False)
 
     return patch.object(BufferPool, "reduce", reduce)
+
+
+def gradients_reduced_twice() -> AbstractContextManager[Any]:
+    """What a bucket's micro-batch sums up to is added twice to the shard."""
+    original = BufferPool.reduce
+
+    def reduce(self: BufferPool, buffer: Tensor, layout: Any, own: Tensor, first: bool) -> None:
+        again = buffer.clone()
+        original(self, buffer, layout, own, first)
+        original(self, again, layout, own, first=False)
+
+    return patch.object(BufferPool, "reduce", reduce)
+
+
+# ---- of weights that are gathered around their use
+
+
+def _gathering(gather: Callable[[WeightBuffer, Tensor], None]) -> AbstractContextManager[Any]:
+    """Gather the matrices of one block by another function, of the buffer and its part at the beginning."""
+    original = ShardedParameterStore.__init__
+
+    def init(self: ShardedParameterStore, params: Any, buckets: GradBuffer, *rest: Any) -> None:
+        original(self, params, buckets, *rest)
+        for bucket, buffer in zip(buckets.buckets, self.buffers):
+            if "layers.1.mlp.linear_fc1.weight" in bucket.specs:
+                buffer.start_gather = partial(gather, buffer, buffer.part.clone())  # type: ignore[method-assign]
+
+    return patch.object(ShardedParameterStore, "__init__", init)
+
+
+def weights_of_the_last_step_gathered() -> AbstractContextManager[Any]:
+    """A block computes with the weights before the update."""
+
+    def gather(buffer: WeightBuffer, old: Tensor) -> None:
+        new, buffer.part = buffer.part, old
+        WeightBuffer.start_gather(buffer)
+        buffer.part = new
+
+    return _gathering(gather)
+
+
+def weights_of_the_next_rank_gathered() -> AbstractContextManager[Any]:
+    """The parts of a block's weights are in the order of ranks that begins with the second."""
+
+    def gather(buffer: WeightBuffer, _: Tensor) -> None:
+        WeightBuffer.start_gather(buffer)
+        buffer.wait()
+        buffer.whole.copy_(buffer.whole.view(buffer.group.size, -1).roll(1, 0).flatten())
+
+    return _gathering(gather)
+
+
+def weights_not_gathered_for_backward() -> AbstractContextManager[Any]:
+    """Backward of a block finds memory in place of its weights."""
+    original = ShardedParameterStore._before_backward
+
+    def gather(buffer: WeightBuffer) -> None:
+        buffer.is_whole = True
+        buffer.whole.zero_()
+
+    def before_backward(self: ShardedParameterStore, *arguments: Any) -> None:
+        with patch.object(WeightBuffer, "start_gather", gather):
+            original(self, *arguments)
+
+    return patch.object(ShardedParameterStore, "_before_backward", before_backward)
+
+
+def weights_freed_before_the_end_of_backward() -> AbstractContextManager[Any]:
+    """The memory of a block's weights has another use before the gradient of its input is computed."""
+    original = ShardedParameterStore._before_backward
+
+    def before_backward(self: ShardedParameterStore, blocks: Sequence[nn.Module], index: int, dy: Tensor) -> None:
+        original(self, blocks, index, dy)
+        for buffer in self._buffers(blocks[index]):
+            buffer.whole.zero_()
+
+    return patch.object(ShardedParameterStore, "_before_backward", before_backward)
+
+
+def prefetched_weights_overwritten() -> AbstractContextManager[Any]:
+    """What is gathered while a block computes is lost before its use."""
+    original = ShardedParameterStore._before_forward
+
+    def before_forward(
+        self: ShardedParameterStore, blocks: Sequence[nn.Module], index: int, block: nn.Module, inputs: Any
+    ) -> None:
+        original(self, blocks, index, block, inputs)
+        for following in blocks[index + 1 : index + 2]:
+            for buffer in self._buffers(following):
+                buffer.wait()
+                buffer.whole.zero_()
+
+    return patch.object(ShardedParameterStore, "_before_forward", before_forward)
+
+
+def tied_weight_not_gathered_for_the_output() -> AbstractContextManager[Any]:
+    """The output layer has no weights of its own, and so gathers none."""
+    original = ShardedParameterStore._buffers
+
+    def buffers(self: ShardedParameterStore, block: nn.Module) -> list[WeightBuffer]:
+        return [] if isinstance(block, OutputLayer) else original(self, block)
+
+    return patch.object(ShardedParameterStore, "_buffers", buffers)

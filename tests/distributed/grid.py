@@ -112,14 +112,19 @@ EXPERTS: dict[str, dict[str, Any]] = {
     },
 }
 
+_STAGE_3: dict[str, Any] = {"data_parallel_sharding_strategy": "optim_grads_params"}
 ZERO: dict[str, dict[str, Any]] = {
     "0": {},
     "1": {"use_distributed_optimizer": True},
     "2": {"data_parallel_sharding_strategy": "optim_grads"},
     "1 twice": {"data_parallel_sharding_strategy": "optim", "num_distributed_optimizer_instances": 2},
     "2 twice": {"data_parallel_sharding_strategy": "optim_grads", "num_distributed_optimizer_instances": 2},
+    "3": _STAGE_3,
+    "3 kept": _STAGE_3 | {"reshard_after_forward": False, "param_gather_prefetch": 0},
+    "3 freed": _STAGE_3 | {"reshard_after_forward": True, "param_gather_prefetch": 2},
+    "3 twice": _STAGE_3 | {"num_distributed_optimizer_instances": 2},
 }
-"""The stage, and the instances of the optimizer where there are two."""
+"""The stage, the instances of the optimizer where there are two, and when weights are freed and gathered."""
 
 GROUPS: dict[str, dict[str, Any]] = {
     "two": {},
@@ -143,7 +148,7 @@ FACTORS: dict[str, tuple[Any, ...]] = {
     "dp": (1, 2, 3, 4),
     "cp": (1, 2, 4, 3),
     "cp_type": CP_COMM_TYPES,
-    "zero": ("0", "1", "2", "2 twice"),  # "1 twice" is in the product
+    "zero": ("0", "1", "2", "2 twice", "3 kept", "3 freed", "3 twice"),  # the others are in the product
     "gather": (False, True),
     "experts": tuple(EXPERTS),
     "ep": (1, 2),
@@ -260,7 +265,8 @@ def sharings() -> tuple[Choice, ...]:
         mixed = c["experts"] != "none" and c["tp"] in ("1", "2sp", "4sp") and c["biases"] != "all" and rest == 0
         halved = replicas % 2 == 0 and (alone or copies % 2 == 0)
         cut = replicas > 1 and (halved or not c["zero"].endswith("twice"))
-        if (alone or mixed) and (cut if c["zero"] != "0" else not c["gather"]):
+        overlaps = c["zero"][0] in "12" or not c["gather"]  # ZeRO-0 has nothing to gather, ZeRO-3 always overlaps
+        if (alone or mixed) and overlaps and (cut or c["zero"] == "0"):
             found.append(c)
     return tuple(found)
 

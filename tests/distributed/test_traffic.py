@@ -55,11 +55,18 @@ def ring(count: float, ranks: int) -> float:
 
 
 ZERO = "--data-parallel-sharding-strategy"
-STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads --num-distributed-optimizer-instances 2")
+TWICE = "--num-distributed-optimizer-instances 2"
+STRATEGIES = (
+    *("no_shard", "optim", "optim_grads", f"optim_grads {TWICE}"),
+    *("optim_grads_params", f"optim_grads_params {TWICE} --no-reshard-after-forward"),
+)
+FULL = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 2"
 REPLICAS = (
     *(f"{ZERO} {strategy} --global-batch-size 12" for strategy in STRATEGIES),
     *(f"{ZERO} {strategy} --global-batch-size 8 --bf16 --grad-reduce-in-bf16" for strategy in STRATEGIES),
     f"{ZERO} optim --overlap-param-gather --no-overlap-grad-reduce --global-batch-size 4 --bf16 --optimizer muon",
+    f"{ZERO} optim_grads_params --global-batch-size 12 --untie-embeddings-and-output-weights {FULL}",
+    f"{ZERO} optim_grads_params --global-batch-size 8 --param-gather-prefetch 2 {TWICE}",
 )
 
 
@@ -79,9 +86,34 @@ def test_the_formulas_are_those_of_textbooks() -> None:
     whole = ring(4 * num_parameters(config.model), 4)
     expected = {"no_shard": {ALL_REDUCE: 2 * whole}, "optim": {REDUCE_SCATTER: whole, ALL_GATHER: whole}}
     expected["optim_grads"] = {REDUCE_SCATTER: 3 * whole, ALL_GATHER: whole}
+    # All weights twice: for forward and backward, the tied one for the embedding and the output layer. With prefetching
+    # the last blocks are kept between these.
+    expected["optim_grads_params --param-gather-prefetch 0"] = {REDUCE_SCATTER: 3 * whole, ALL_GATHER: 3 * 2 * whole}
     for strategy, formula in expected.items():
         printed = data_parallel_traffic(config_of(f"{ZERO} {strategy} --global-batch-size 12", 4), 4)
         assert printed == pytest.approx(formula, rel=0.03), strategy  # what alignment adds
+
+
+STAGES = (
+    "--pipeline-model-parallel-size 2 --reshard-after-forward --pipeline-schedule zb-h1",
+    "--pipeline-model-parallel-size 2 --pipeline-schedule 1f1b",
+    "--pipeline-model-parallel-size 2 --reshard-after-forward --pipeline-schedule zb-v --num-layers 4",
+    "--pipeline-model-parallel-size 2 --reshard-after-forward --pipeline-schedule interleaved --num-layers 4 "
+    "--num-layers-per-virtual-pipeline-stage 1 --untie-embeddings-and-output-weights",
+)
+
+
+def test_stages_gather_weights_as_often_as_the_formula_says(pool: Pool) -> None:
+    """Delayed weight gradients are reduced later, so only the gathers are compared."""
+    every = tuple(f"{ZERO} optim_grads_params --global-batch-size 8 {flags}" for flags in STAGES)
+    found = pool.run(4, step, every, timeout=240.0)
+    for number, flags in enumerate(every):
+        for rank, sent in enumerate(found):
+            formula = data_parallel_traffic(config_of(flags, 4), 4, rank)
+            assert of_axes(sent[number], "dp")[ALL_GATHER] == pytest.approx(formula[ALL_GATHER], rel=1e-12), (
+                flags,
+                rank,
+            )
 
 
 def test_stages_send_activations_down_and_their_gradients_up(pool: Pool) -> None:
@@ -116,7 +148,7 @@ def test_tokens_travel_to_their_experts_and_back(pool: Pool) -> None:
         f"--num-experts {experts} --moe-router-topk {experts} --expert-model-parallel-size 2 --moe-ffn-hidden-size 16 "
         f"--global-batch-size 4 {ZERO}"
     )
-    every = tuple(f"{flags} {strategy}" for strategy in ("no_shard", "optim", "optim_grads"))
+    every = tuple(f"{flags} {strategy}" for strategy in ("no_shard", "optim", "optim_grads", "optim_grads_params"))
     found = pool.run(4, step, every, timeout=240.0)
     rows = LENGTH * held  # of each rank, for the experts that the other one has
     ways = 4 * rows * HIDDEN * 4  # there and back, and the gradients of both

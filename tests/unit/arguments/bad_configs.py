@@ -109,6 +109,16 @@ CASES = (
     Case("--use-distributed-optimizer --data-parallel-sharding-strategy no_shard", ranks=2),
     Case("--num-distributed-optimizer-instances 2 --overlap-param-gather", ranks=2),
     Case("--use-distributed-optimizer --num-distributed-optimizer-instances 3", ranks=4),
+    # compressed gradients
+    Case("--grad-compression powersgd"),
+    Case("--grad-compression topk:1.5"),
+    Case("--grad-compression powersgd:4 --grad-reduce-in-bf16", ranks=2),
+    Case("--grad-compression int8 --grad-reduce-in-bf16", ranks=2),
+    Case("--grad-compression topk:0.01 --use-distributed-optimizer", ranks=9),
+    Case("--grad-compression powersgd:4 --use-distributed-optimizer"),
+    Case("--grad-compression powersgd:4 --fp16", ranks=2),
+    Case("--grad-compression int8 --fp16", ranks=2),
+    Case("--grad-compression int8 --cuda-graph step --device cuda --micro-batch-size 1", ranks=2),
     Case("--use-distributed-optimizer --overlap-param-gather --cuda-graph optimizer --device cuda", ranks=2),
     Case("--local-save-interval 10 --moe-layer-freq 2 --moe-router-score-function sigmoid --num-experts 4"),
     Case("--dataloader-type cyclic"),
@@ -411,6 +421,15 @@ CASES = (
     Case("--cuda-graph step --pipeline-model-parallel-size 2 --hidden-dropout 0 --attention-dropout 0", ranks=2),
     Case("--tp-comm-overlap --tp-comm-overlap-method symmetric_memory --device cpu", ranks=2),
     Case("--tp-comm-overlap-method symmetric_memory --cuda-graph step --device cuda", ranks=2),
+    # DiLoCo
+    Case("--diloco-sync-interval 10"),
+    Case("--diloco-sync-interval 10 --diloco-server 29400"),
+    Case("--diloco-sync-interval 9 --diloco-fragments 2 --diloco-server h:29400"),
+    Case("--diloco-sync-interval 9 --diloco-fragments 3 --diloco-server h:29400"),
+    Case("--diloco-sync-interval 10 --diloco-fragments 2 --diloco-delay 6 --diloco-server h:29400"),
+    Case("--diloco-sync-interval 10 --diloco-replica 2 --diloco-server h:29400"),
+    Case("--diloco-sync-interval 10 --diloco-delay 1 --diloco-server h:29400 --async-save --save runs/a"),
+    Case("--diloco-sync-interval 10 --diloco-server h:29400 --local-save /tmp/n --local-save-interval 5 --save runs/a"),
     Case("--cuda-graph step --reset-attention-mask --eod-id 0 --kernels auto norm=torch"),
     Case(
         "--cuda-graph step --context-parallel-size 2 --attention-pattern local:64,chunked:64 --hidden-dropout 0 "

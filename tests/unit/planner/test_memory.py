@@ -17,11 +17,14 @@ from megatron.distributed.launch import fake_process_group
 from megatron.distributed.layout import Layout
 from megatron.distributed.mesh import CHANNEL_USES
 from megatron.optimizer import grad_buffer
+from megatron.optimizer.grad_compression import PowerSGD
 from megatron.optimizer.lr_scheduler import Rates
+from megatron.optimizer.parameter_store import WeightBuffer
 from megatron.planner.memory import (
     checkpoint_bytes,
     communicator_bytes,
     communicators,
+    gathered_weight_bytes,
     max_rank_parameters,
     max_state_bytes,
     rank_host_bytes,
@@ -69,6 +72,13 @@ def tensors_of(thing: Any, seen: set[int]) -> Iterator[Tensor]:
         yield from tensors_of(getattr(thing, "__dict__", {}), seen)
 
 
+def compression_of(trainer: Trainer) -> Iterator[Tensor]:
+    """Errors and factors of compressed gradients."""
+    for feedback in trainer.buckets.error_feedback().values():
+        yield feedback.error
+        yield from feedback.warm_starts if isinstance(feedback, PowerSGD) else ()
+
+
 def allocated(trainer: Trainer) -> dict[str, int]:
     """Bytes of a trainer's memory by part: every piece of it that can be reached from the trainer is in one."""
     optimizer, everything = trainer.optimizer, storages(tensors_of(vars(trainer) | {"data": None}, set()))
@@ -78,11 +88,12 @@ def allocated(trainer: Trainer) -> dict[str, int]:
         optimizer.main_params[name] if name not in remainders else remainders[name] for name in optimizer.main_params
     )
     parts: dict[str, Iterable[Tensor]] = {
-        "weights": (p.detach() for p in trainer.params.values()),
+        "weights": (buffer.part for buffer in optimizer.weights.buffers),
         "gradients": (bucket.shard for bucket in trainer.buckets.buckets),
         "main params": masters,
         "moments": moments,
         "average": optimizer.ema.values(),
+        "compression": compression_of(trainer),
         "outer": [] if optimizer.outer is None else tensors_of(vars(optimizer.outer) | {"main_params": None}, set()),
     }
     found = {}
@@ -132,18 +143,26 @@ STAGES = (
     "optim_grads",
     "optim --num-distributed-optimizer-instances 2",
     "optim_grads --num-distributed-optimizer-instances 2 --overlap-param-gather",
+    "optim_grads_params",
+    "optim_grads_params --num-distributed-optimizer-instances 2 --no-reshard-after-forward",
 )
 SMALL = "--ddp-bucket-size 3000 --global-batch-size 4 --data-parallel-sharding-strategy"
 CUT = (
     *(f"{SMALL} {stage} --bf16 --optimizer adam --exp-avg-dtype bf16" for stage in STAGES),
-    *(f"{SMALL} {stage} --optimizer muon {EXPERTS} --ema-decay 0.9" for stage in STAGES[1::3]),
+    *(f"{SMALL} {stage} --optimizer muon {EXPERTS} --ema-decay 0.9" for stage in (STAGES[1], *STAGES[4:])),
     *(
         f"{SMALL} {stage} --bf16 --store-param-remainders {EXPERTS} --expert-model-parallel-size 2 --sequence-parallel "
         "--tensor-model-parallel-size 2 --expert-tensor-parallel-size 1 --position-embedding-type rope"
-        for stage in STAGES[1:3]
+        for stage in (*STAGES[1:3], STAGES[5])
     ),
     f"{SMALL} optim --pipeline-model-parallel-size 2 --optimizer lion --num-virtual-stages-per-pipeline-rank 1",
     f"{SMALL} optim_grads --pipeline-model-parallel-size 2 --optimizer sgd --params-dtype fp64",
+    f"{SMALL} optim_grads_params --pipeline-model-parallel-size 2 --optimizer sgd --params-dtype fp64",
+    f"{SMALL} no_shard --bf16 --grad-compression powersgd:2",
+    f"{SMALL} no_shard --grad-compression int8",
+    f"{SMALL} {STAGES[3]} --grad-compression powersgd:3 {EXPERTS} --expert-model-parallel-size 2",
+    f"{SMALL} {STAGES[4]} --grad-compression topk:0.1 --optimizer muon",
+    f"{SMALL} no_shard --grad-compression powersgd:2 --tensor-model-parallel-size 2",
 )
 
 
@@ -229,15 +248,56 @@ def lent(rank: int, world_size: int, flags: str) -> tuple[int, int]:
     return sum(made), sum(p.numel() * 4 for p in trainer.params.values())
 
 
+@pytest.mark.parametrize("stage", [2, 3])
 @pytest.mark.parametrize("more", ["", "--pipeline-model-parallel-size 2 --pipeline-schedule zb-h1", EXPERTS])
-def test_whole_buckets_of_zero_2_are_no_more_than_is_foretold(pool: Pool, more: str) -> None:
+def test_whole_buckets_of_gradients_are_no_more_than_is_foretold(pool: Pool, more: str, stage: int) -> None:
     ranks = 2 if not more.startswith("--pipe") else 4
-    flags = f"{SMALL} optim_grads --global-batch-size 8 --num-layers 8 {more}"
+    flags = f"{SMALL} {STAGES[2 * stage - 2 + (stage > 2)]} --global-batch-size 8 --num-layers 8 {more}"
     bound = reduction_buffer_bytes(config_of(flags, ranks), ranks)
     for made, gradients in pool.run(ranks, lent, flags, timeout=240.0):
         assert 0 < made <= bound
         if not more:
-            assert bound < gradients, "ZeRO-2 has to need less than the gradients"
+            assert bound < gradients, "sharding has to need less than the gradients"
+
+
+GATHERS = (
+    "",
+    "--param-gather-prefetch 0",
+    "--param-gather-prefetch 2 --untie-embeddings-and-output-weights --bf16",
+    "--param-gather-prefetch 3 --num-layers 3 --optimizer muon",
+    "--no-reshard-after-forward",
+    "--recompute-granularity full",
+    "--recompute-granularity full --recompute-num-layers 4 --param-gather-prefetch 2",
+    "--num-layers 1 --param-gather-prefetch 2",
+    f"{EXPERTS} --expert-model-parallel-size 2",
+    "--pipeline-model-parallel-size 2 --reshard-after-forward --param-gather-prefetch 2",
+    "--pipeline-model-parallel-size 2 --reshard-after-forward --num-virtual-stages-per-pipeline-rank 2",
+    "--pipeline-model-parallel-size 2",
+    "--num-distributed-optimizer-instances 2 --untie-embeddings-and-output-weights",
+)
+
+
+@pytest.mark.parametrize("more", GATHERS)
+def test_whole_weights_of_zero_3_are_those_foretold(more: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = config_of(f"{SMALL} optim_grads_params --global-batch-size 8 --num-layers 6 {more}", 4)
+    layout = Layout.from_config(config.parallel, 4)
+    start, buffers, held = WeightBuffer.start_gather, list[WeightBuffer](), list[int]()
+
+    def measure(buffer: WeightBuffer) -> None:
+        start(buffer)
+        held.append(sum(storages(each.whole for each in buffers).values()))
+
+    monkeypatch.setattr(WeightBuffer, "start_gather", measure)
+    for pp, rank in enumerate(layout.group_of(0, ("pp",))):
+        held.clear()
+        with fake_process_group(rank, 4):
+            trainer = build_trainer(config, rank, 4, device=torch.device("cpu"))
+            buffers[:] = [buffer for buffer in trainer.optimizer.weights.buffers if buffer.group.size > 1]
+            trainer.start_at(0, 0)
+            train_step(trainer, trainer.next_batches(), Rates(1e-3, 0.0))
+        assert not storages(each.whole for each in buffers), "all are free after a step"
+        foretold = gathered_weight_bytes(config, layout, pp)
+        assert max(held) == foretold or (pp > 0 and max(held) < foretold), "micro-batches in flight are those of rank 0"
 
 
 @pytest.mark.parametrize(
