@@ -95,6 +95,8 @@ CONTEXT = {
     "recompute_num": "--recompute-granularity full",
     "recompute_modules": "--recompute-granularity selective",
     "eval": "--eval-iters 1 --eval-interval 2",
+    "min_offloaded": "--cpu-offloading-num-layers 2",
+    "optimizer_offload": "--optimizer-cpu-offload",
 }
 """What makes options whose names start so do anything."""
 
@@ -175,6 +177,9 @@ CHANGED = {
     "recompute_modules": "mlp core_attn",
     "cross_entropy_chunk_size": "5",
     "mlp_chunk_size": "3",
+    "cpu_offloading_num_layers": "1 --min-offloaded-tensor-size 9",
+    "min_offloaded_tensor_size": "9",
+    "optimizer_offload_fraction": "0.5",
     "eval_interval": "3",
     "eval_iters": "2",
     "log_interval": "7",
