@@ -48,6 +48,8 @@ LOADED = (
     (1, f"{ZERO} no_shard"),
     (2, f"--pipeline-model-parallel-size 2 {ZERO} no_shard"),
     (3, f"{ZERO} optim_grads"),
+    (4, f"{ZERO} optim_grads_params"),
+    (4, f"--tensor-model-parallel-size 2 {ZERO} optim_grads_params"),
     (4, f"--tensor-model-parallel-size 4 --sequence-parallel {ZERO} no_shard"),
 )
 """Of those that load."""
@@ -84,8 +86,8 @@ def save(rank: int, world_size: int, layers: int, flags: str, folder: str) -> in
 def load(rank: int, world_size: int, layers: int, flags: str, folder: str) -> tuple[int, int, int, float]:
     """Load it; returns the sum of its bits, bytes held before, the peak above them, and seconds."""
     trainer = build_trainer(config_of(layers, world_size, flags), rank, world_size, fresh=False)
-    buckets = trainer.buckets.buckets
-    touch([*local_tensors(trainer).values(), *trainer.params.values(), *(bucket.shard for bucket in buckets)])
+    weights = [b.whole if b.is_whole else b.part for b in trainer.optimizer.weights.buffers]
+    touch([*local_tensors(trainer).values(), *weights, *(bucket.shard for bucket in trainer.buckets.buckets)])
     gc.collect()
     before, started = anonymous(), time.perf_counter()
     peak = peak_while(lambda: restore_run(trainer, Manifest.open(Path(folder) / "iter_0000000"), (0, 0)))

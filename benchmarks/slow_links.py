@@ -6,7 +6,8 @@ Two replicas of a small Llama train on the quickstart's corpus, each on a core a
 The namespaces are joined by a pair of virtual interfaces whose rate `tc` limits on both ends. The first run, plain data
 parallelism at the lowest rate, takes a fixed number of steps. Its last validation loss is the target: every other run
 stops once it has reached it. Evaluations do not count as time. Namespaces and interfaces are made for each run and
-removed after it, also on Ctrl-C; no interface of the machine is touched.
+removed after it, also on Ctrl-C; no interface of the machine is touched. With DiLoCo, each replica is a run of its own,
+evaluated right after it has synchronised.
 """
 
 from __future__ import annotations
@@ -26,6 +27,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from benchmarks.record import RESULTS, conditions, keep, machine
+from megatron.arguments.cli import parse
+from megatron.layers.parameters import num_parameters
 
 ROOT = Path(__file__).parents[1]
 STEPS, MOST, INTERVAL = 80, 3, 5
@@ -33,15 +36,15 @@ STEPS, MOST, INTERVAL = 80, 3, 5
 
 MODEL = (
     "--preset tiny-llama --hidden-size 256 --num-layers 6 --num-attention-heads 4 --num-query-groups 4 "
-    "--ffn-hidden-size 688 --device cpu --micro-batch-size 2 --global-batch-size 4"
-)
-PARAMETERS = num_parameters(
-    parse([*MODEL.split(), "--vocab-size", "4096", "--mock-data", "--train-iters", "1"]).config.model
+    "--ffn-hidden-size 688 --device cpu --micro-batch-size 2"
 )
 SCHEDULE = (
-    f"--lr-decay-style constant --lr-warmup-fraction 0.03 --log-interval {INTERVAL} --eval-interval {INTERVAL} "
-    f"--eval-iters 2 --train-iters {MOST * STEPS}"
+    f"--lr-decay-style constant --lr-warmup-fraction 0.03 --log-interval {INTERVAL} --train-iters {MOST * STEPS} "
+    "--split 90,10,0"
 )
+TOGETHER = f"--global-batch-size 4 --eval-interval {INTERVAL} --eval-iters 2"
+ALONE = f"--global-batch-size 2 --eval-interval {2 * INTERVAL} --eval-iters 4 --diloco-server 10.0.0.1:29400"
+"""Options of two ranks of one run, and of two replicas; both evaluate on 8 samples."""
 PREFERRED = "200mbit"
 """The rate at which methods are compared; the first of :data:`CASES`."""
 
@@ -53,11 +56,21 @@ class Case(NamedTuple):
     flags: str
     rate: str | None = PREFERRED
 
+    @property
+    def is_diloco(self) -> bool:
+        """True if each replica is a run of its own."""
+        return "--diloco" in self.flags
+
 
 PLAIN = "plain data parallelism"
 CASES = (
     Case(PLAIN, ""),
     Case("gradients as bf16", "--grad-reduce-in-bf16"),
+    Case("int8", "--grad-compression int8"),
+    Case("PowerSGD", "--grad-compression powersgd:4"),
+    Case("top-k", "--grad-compression topk:0.01"),
+    Case("DiLoCo", f"--diloco-sync-interval {2 * INTERVAL}"),
+    Case("DiLoCo, int8", f"--diloco-sync-interval {2 * INTERVAL} --diloco-int8"),
     Case(PLAIN, "", "1gbit"),
     Case(PLAIN, "", None),
 )
@@ -103,41 +116,51 @@ def run(case: Case, corpus: Path, folder: Path, target: float | None) -> dict[st
     """Train until the validation loss is ``target``, or for :data:`STEPS` steps; return the figures of the run.
 
     Raises:
-        RuntimeError: when a rank fails.
+        RuntimeError: when a process fails.
     """
-    stop, metrics = folder / "stop", folder / "run" / "metrics.jsonl"
-    files = f"--data-path {corpus} --split 90,10,0 --run-dir {folder / 'run'} --stop-file {stop}"
-    command = [sys.executable, str(ROOT / "pretrain_gpt.py"), *f"{MODEL} {SCHEDULE} {case.flags} {files}".split()]
-    processes = list[subprocess.Popen[bytes]]()
+    stop, metrics = folder / "stop", folder / "0" / "metrics.jsonl"
+    ranks, server = list[subprocess.Popen[bytes]](), list[subprocess.Popen[bytes]]()
     with namespaces(case.rate) as names, ExitStack() as stack:
-        for rank, name in enumerate(names):
-            place = {"RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "10.0.0.1"}
-            place |= {"MASTER_PORT": "29500", "GLOO_SOCKET_IFNAME": "veth", "OMP_NUM_THREADS": "1"}
-            log = stack.enter_context((folder / f"rank{rank}.log").open("wb"))
-            entered = ["ip", "netns", "exec", name, "taskset", "-c", str(rank), *command]
-            process = subprocess.Popen(entered, cwd=ROOT, env=os.environ | place, stdout=log, stderr=log)
+
+        def start(number: int, script: str, flags: str, **variables: str) -> subprocess.Popen[bytes]:
+            log = stack.enter_context((folder / f"{Path(script).stem}{number}.log").open("wb"))
+            entered = ["ip", "netns", "exec", names[number], "taskset", "-c", str(number), sys.executable]
+            places = os.environ | {"GLOO_SOCKET_IFNAME": "veth", "OMP_NUM_THREADS": "1"} | variables
+            command = [*entered, str(ROOT / script), *flags.split()]
+            process = subprocess.Popen(command, cwd=ROOT, env=places, stdout=log, stderr=log)
             stack.callback(process.wait)
             stack.callback(process.kill)  # before waiting: callbacks run backwards
-            processes.append(process)
-        while any(process.poll() is None for process in processes):
+            return process
+
+        if case.is_diloco:
+            server.append(start(0, "tools/diloco_server.py", "--host 10.0.0.1 --port 29400"))
+        for rank in range(2):
+            flags = f"{MODEL} {SCHEDULE} {case.flags} --data-path {corpus} --stop-file {stop} --run-dir {folder}/{rank}"
+            if case.is_diloco:
+                place = {"RANK": "0", "WORLD_SIZE": "1"}
+                flags += f" {ALONE} --diloco-replica {rank}"
+            else:
+                place = {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500"}
+                flags += f" {TOGETHER}"
+            ranks.append(start(rank, "pretrain_gpt.py", flags, LOCAL_RANK="0", **place))
+        while any(process.poll() is None for process in ranks):
             time.sleep(0.5)
-            if any(process.poll() for process in processes):
-                break
+            if any(process.poll() for process in ranks):
+                raise RuntimeError(f"{case}: {(folder / 'pretrain_gpt0.log').read_text()[-3000:]}")
             if metrics.exists() and not stop.exists() and _is_done(curve(metrics), target):
                 stop.touch()
         on_link = sent(names[0])
-    if any(process.wait() for process in processes):
-        raise RuntimeError(f"{case}: {(folder / 'rank0.log').read_text()[-3000:]}")
     points = curve(metrics)
-    steps = points[-1][0]
-    return {
-        "method": case.method,
-        "flags": case.flags,
-        "rate": case.rate,
-        "curve": points,
-        "sent": counted(metrics) if steps else {},
-        "on link": on_link / steps,
-    }
+    rows = [json.loads(line) for line in metrics.read_text().splitlines()]
+    counted, last = 0.0, 0
+    for row in rows:
+        counted += row.get("diloco-sent-bytes", 0)
+        if "iteration-time" in row:  # means since the last such row
+            means = sum(value for name, value in row.items() if name.startswith("sent-bytes-"))
+            counted += means * (row["iteration"] - last)
+            last = row["iteration"]
+    figures = {"curve": points, "sent": counted / last, "on link": on_link / last}
+    return {"method": case.method, "flags": case.flags, "rate": case.rate} | figures
 
 
 def _is_done(points: Sequence[tuple[int, float, float]], target: float | None) -> bool:
@@ -158,13 +181,6 @@ def curve(metrics: Path) -> list[tuple[int, float, float]]:
         elif "lm loss validation" in row:
             points.append((row["iteration"], seconds, row["lm loss validation"]))
     return points
-
-
-def counted(metrics: Path) -> dict[str, float]:
-    """Return the mean bytes that a rank sends in a step as the run has logged them."""
-    rows = [row for row in map(json.loads, metrics.read_text().splitlines()) if "iteration-time" in row]
-    names = {name for row in rows for name in row if name.startswith("sent-bytes-")}
-    return {name: sum(row.get(name, 0) for row in rows) / len(rows) for name in sorted(names)}
 
 
 def reached(points: Sequence[Sequence[float]], target: float) -> tuple[float, float] | None:
@@ -192,15 +208,15 @@ def page(result: Mapping[str, Any]) -> str:
             cells += [f"{steps}: {lowest:.2f} only", f"{seconds / steps:.2f}", f"({seconds:.0f})", ""]
         else:
             cells += [f"{found[0]:.0f}", f"{found[1] / found[0]:.2f}", f"{found[1]:.0f}", f"{first / found[1]:.2f}"]
-        counts = sum(row["sent"].values()) / 1e6
-        text.append("| " + " | ".join([*cells, f"{counts:.2f} ({row['on link'] / 1e6:.2f})"]) + " |")
+        text.append("| " + " | ".join([*cells, f"{row['sent'] / 1e6:.2f} ({row['on link'] / 1e6:.2f})"]) + " |")
+    model = parse([*MODEL.split(), *["--vocab-size", "4096", "--mock-data", "--train-iters", "1"]], {}).config.model
     text += [
         "",
-        f"Until the validation loss is {target:.2f}, that of plain data parallelism after {STEPS} steps. Two replicas "
-        f"of {PARAMETERS:,} fp32 parameters, 512 tokens each a step, one core each, gloo over TCP, one run each. MB "
-        "are 10^6 bytes of rank 0, as the run counts them, and in brackets as they left its network interface, with "
-        "the start and evaluations. Seconds are those of the steps. `python -m benchmarks.slow_links`. "
-        f"{conditions(result)}",
+        f"Until the validation loss is {target:.2f}, that of plain data parallelism after {STEPS} steps; between "
+        f"evaluations, interpolated. Two replicas of {num_parameters(model):,} fp32 parameters, 512 tokens each a "
+        "step, one core each, gloo over TCP, one run each. Seconds are those of the steps. MB are 10^6 bytes of the "
+        "first rank, as the run counts them, and in brackets as they left its network interface, start and evaluations "
+        f"included. `python -m benchmarks.slow_links`. {conditions(result)}",
         "",
         "![validation loss over seconds](slow_links.png)",
     ]

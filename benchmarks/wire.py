@@ -2,8 +2,10 @@
 
     python -m benchmarks.wire
 
-Four replicas of a small Llama train a step with every way of sharding. The bytes counted by their collectives must
-equal the formulas of `megatron/planner/memory.py`. The same formulas are shown for Llama-2 7B, which is not run.
+Four replicas of a small Llama train a step with every way of sharding and of sending gradients. The bytes counted by
+their collectives must equal the formulas of `megatron/planner/memory.py`. The same formulas are shown for Llama-2 7B,
+which is not run. ZeRO-3 is also run beside PyTorch's FSDP2 (`fully_shard`) on the Llama of `transformers`: bytes of all
+collectives of both, and the peak of the memory of all tensors from the start to the end of the step.
 """
 
 from __future__ import annotations
@@ -11,8 +13,17 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from itertools import product
 from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.distributed._tools.mem_tracker import MemTracker
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from benchmarks.ranks import run_ranks
 from benchmarks.record import keep, versions
@@ -20,6 +31,8 @@ from megatron.arguments.cli import parse
 from megatron.config.batch import get_num_microbatches
 from megatron.config.parallel import ZERO_STAGES
 from megatron.config.run import RunConfig
+from megatron.convert.huggingface.config import build_config_json
+from megatron.layers.parameters import num_parameters
 from megatron.optimizer.lr_scheduler import Rates
 from megatron.planner.memory import data_parallel_traffic
 from megatron.training.build import build_trainer
@@ -33,18 +46,32 @@ SCALARS = 2 * 8
 """Bytes of the tokens of a step and of their loss, which replicas add up; they are taken out of what is counted."""
 
 
+WIDE = SMALL + " --hidden-size 512 --num-layers 8 --num-attention-heads 8 --ffn-hidden-size 1376"
+"""Of the comparison with FSDP2: weights take much more memory than activations."""
+
+WIRES = {
+    "fp32": "",
+    "bf16": "--grad-reduce-in-bf16",
+    "int8": "--grad-compression int8",
+    "PowerSGD, rank 4": "--grad-compression powersgd:4",
+    "top 1%": "--grad-compression topk:0.01",
+}
+"""How gradients are sent; the last two replace an all-reduce, so they need ZeRO-0 here."""
+
+
 class Way(NamedTuple):
-    """A ZeRO stage, the micro-batches of a step, and whether gradients are sent as bf16."""
+    """A ZeRO stage, the micro-batches of a step, and how gradients are sent."""
 
     strategy: str
     batches: int
-    rounded: bool
+    wire: str = "fp32"
+    more: str = ""
 
     @property
     def flags(self) -> str:
         """Flags of a run."""
-        rounded = "--grad-reduce-in-bf16" if self.rounded else ""
-        return f"--data-parallel-sharding-strategy {self.strategy} --global-batch-size {RANKS * self.batches} {rounded}"
+        strategy = f"--data-parallel-sharding-strategy {self.strategy} {self.more}"
+        return f"{strategy} --global-batch-size {RANKS * self.batches} {WIRES[self.wire]}"
 
 
 def config_of(model: str, way: Way) -> RunConfig:
@@ -82,13 +109,94 @@ def check(way: Way, ranks: Sequence[dict[str, float]]) -> dict[str, Any]:
     return {
         "stage": ZERO_STAGES[way.strategy],
         "micro-batches": get_num_microbatches(large.training, RANKS),
-        "wire": "bf16" if way.rounded else "fp32",
+        "wire": way.wire,
         "small": formula,
         "large": data_parallel_traffic(large, RANKS),
     }
 
 
-def page(rows: Sequence[dict[str, Any]]) -> str:
+class Collectives(TorchDispatchMode):
+    """Count the bytes that a ring sends of this rank's collectives in PyTorch code."""
+
+    def __init__(self, ranks: int) -> None:
+        """Count over groups of so many ranks."""
+        super().__init__()
+        self.share, self.sent = (ranks - 1) / ranks, dict[str, float]()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Count the larger of what a rank passes in and what it gets."""
+        if func.namespace == "c10d":
+            name = func.__name__.partition(".")[0].strip("_")
+            largest = max(sum(x.nbytes for x in tree_leaves(arg) if isinstance(x, Tensor)) for arg in args)
+            passes = 2 if name.startswith("allreduce") else 1
+            self.sent[name] = self.sent.get(name, 0.0) + passes * self.share * largest
+        return func(*args, **(kwargs or {}))
+
+
+def run_ours(rank: int, world_size: int, way: Way) -> tuple[float, int | None]:
+    """Return the bytes that a rank sends in a step of ZeRO-3, and the peak memory of its tensors (see `peak`)."""
+    with tracker(way) as memory:
+        trainer = build_trainer(config_of(WIDE, way), rank, world_size)
+        batches = trainer.next_batches()
+        trainer.mesh.meter.pop_bytes_sent()
+        train_step(trainer, batches, Rates(1e-3, 0.0))
+    return sum(trainer.mesh.meter.pop_bytes_sent().values()), peak(memory)
+
+
+def run_fsdp(rank: int, world_size: int, way: Way, reshard: bool) -> tuple[float, int | None]:
+    """Return the same of FSDP2 with AdamW: bf16 weights in the model, fp32 reductions and state."""
+    from transformers import AutoConfig, AutoModelForCausalLM  # takes seconds
+
+    config = config_of(WIDE, way)
+    values = build_config_json(config.model) | {"use_cache": False}
+    described = AutoConfig.for_model(**{name: value for name, value in values.items() if name != "torch_dtype"})
+    mesh = init_device_mesh("cpu", (world_size,))
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    with tracker(way) as memory:
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(described, dtype=torch.float32)
+        for block in model.model.layers:
+            fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
+        fully_shard(model, mesh=mesh, mp_policy=policy)
+        model.to_empty(device="cpu")
+        with torch.no_grad():
+            for tensor in (*model.parameters(), *model.buffers()):
+                tensor.fill_(0.01)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        ids = torch.randint(config.model.vocab, (1, config.training.seq_length + 1))
+        with Collectives(world_size) as collectives:
+            for _ in range(way.batches):
+                given = {"input_ids": ids[:, :-1], "labels": ids[:, 1:], "shift_labels": ids[:, 1:]}
+                (model(**given).loss / way.batches).backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+    return sum(collectives.sent.values()), peak(memory)
+
+
+def tracker(way: Way) -> AbstractContextManager[MemTracker | None]:
+    """Return torch's memory tracker, which covers one micro-batch only."""
+    return MemTracker() if way.batches == 1 else nullcontext()
+
+
+def peak(memory: MemTracker | None) -> int | None:
+    """Return the peak bytes of all tensors; None without a tracker."""
+    return memory and max(parts["Total"] for parts in memory.get_tracker_snapshot("peak").values())
+
+
+def compare() -> list[dict[str, Any]]:
+    """Return a row for each way of resharding: bytes sent and peak memory, the most of any rank."""
+    rows = []
+    for batches, reshard in product(MICROBATCHES, (True, False)):
+        more = "--reshard-after-forward" if reshard else "--no-reshard-after-forward"
+        way = Way("optim_grads_params", batches, more=more)
+        ours, theirs = run_ranks(RANKS, run_ours, way), run_ranks(RANKS, run_fsdp, way, reshard)
+        figures = [None if None in values else max(values) for values in (*zip(*ours), *zip(*theirs))]
+        names = "sent", "peak", "FSDP2 sent", "FSDP2 peak"
+        rows.append({"micro-batches": batches, "reshards": reshard} | dict(zip(names, figures)))
+    return rows
+
+
+def page(rows: Sequence[dict[str, Any]], beside: Sequence[dict[str, Any]]) -> str:
     """Return the page of results."""
     text = ["# Bytes that a rank sends in a step, 4 replicas, bf16 weights", ""]
     text += ["| ZeRO | micro-batches | gradients travel as | counted = formula, a small Llama | Llama-2 7B, formula |"]
@@ -101,6 +209,24 @@ def page(rows: Sequence[dict[str, Any]]) -> str:
         "As a ring sends them (`megatron/distributed/comm.py`); every rank sends as much; MB are 2^20 bytes, GB 2^30. "
         "Counted on real ranks over gloo, whose own algorithms may send more; all counts were equal to the formula to "
         "the byte.",
+        "",
+        "## ZeRO-3 beside FSDP2",
+        "",
+        "| micro-batches | weights after forward | sent, MB: ours | FSDP2 | peak memory, MB: ours | FSDP2 |",
+        "|--:|---|--:|--:|--:|--:|",
+    ]
+    for row in beside:
+        shown = [row[name] for name in ("sent", "FSDP2 sent", "peak", "FSDP2 peak")]
+        cells = ["" if figure is None else f"{figure / 2**20:,.1f}" for figure in shown]
+        kept = "freed" if row["reshards"] else "kept"
+        text.append("| " + " | ".join([str(row["micro-batches"]), kept, *cells]) + " |")
+    model = config_of(WIDE, Way("optim_grads_params", 1)).model
+    text += [
+        "",
+        f"A Llama of {num_parameters(model):,} parameters, {RANKS} ranks, sequences of 32 tokens, bf16 weights, fp32 "
+        "gradients and state; ours and that of `transformers` with `fully_shard` on each block and on the model. Bytes "
+        "of all collectives as rings send them. The peak of a rank's tensors (torch's `MemTracker`), from the start of "
+        "the process to the end of the first step; PyTorch's own buffers of gloo do not count.",
     ]
     return "\n".join(text)
 
@@ -116,12 +242,14 @@ def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--write", action="store_true", help="keep the result under benchmarks/results")
     args = parser.parse_args(argv)
-    ways = [Way(*way) for way in product(ZERO_STAGES, MICROBATCHES, (False, True))]
+    ways = [Way(*way) for way in product(ZERO_STAGES, MICROBATCHES, ("fp32", "bf16", "int8"))]
+    ways += [Way("no_shard", 1, wire) for wire in ("PowerSGD, rank 4", "top 1%")]
     by_rank = run_ranks(RANKS, count_all, ways)
     rows = [check(way, ranks) for way, ranks in zip(ways, zip(*by_rank))]
-    print(page(rows))
+    beside = compare()
+    print(page(rows, beside))
     if args.write:
-        keep("wire", {"rows": rows} | versions("torch"), page(rows))
+        keep("wire", {"rows": rows, "beside": beside} | versions("torch", "transformers"), page(rows, beside))
     return 0
 
 

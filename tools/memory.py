@@ -21,7 +21,7 @@ from megatron.config.run import RunConfig
 from megatron.config.text import echo
 from megatron.convert.huggingface.config import read_model_values
 from megatron.layers.parameters import num_parameters
-from megatron.planner.memory import STATE_KINDS, max_peak_bytes
+from megatron.planner.memory import STATE_KINDS, max_host_bytes, max_peak_bytes
 
 REQUIRED_FLAGS = {
     ("--mock-data",): ("--data-path", "--data-args-path", "--train-data-path", "--per-split-data-args-path"),
@@ -80,6 +80,9 @@ def memory_table(config: RunConfig, world_size: int) -> Iterator[str]:
     yield ""
     yield from (line for part, line in shown.items() if part not in STATE_KINDS)
     yield row("peak of a step", gibibytes(sum(parts.values()) for parts in peaks))
+    host = [sum(max_host_bytes(stage, world_size).values()) for stage in stages]
+    if any(host):
+        yield row("host memory", gibibytes(host))
     if p.weight_replicas(world_size) == 1:
         yield f"there is nothing to share with DP 1: more ranks are --world-size {2 * world_size}"
 

@@ -29,7 +29,7 @@ from megatron.pipeline.plan import (
     stage_layers,
     virtual_stages,
 )
-from megatron.planner.memory import STATE_KINDS, checkpoint_bytes, max_peak_bytes, max_rank_parameters
+from megatron.planner.memory import STATE_KINDS, checkpoint_bytes, max_host_bytes, max_peak_bytes, max_rank_parameters
 
 
 def summary(config: RunConfig, world_size: int, iteration: int = 0, consumed_samples: int = 0) -> str:
@@ -41,7 +41,7 @@ def summary(config: RunConfig, world_size: int, iteration: int = 0, consumed_sam
         iteration: steps taken before, possibly with other batch sizes.
         consumed_samples: samples used before.
     """
-    memory, peak = _memory(config, world_size)
+    memory, peak, host = _memory(config, world_size)
     rows = {
         "ranks": _ranks(config, world_size),
         "pipeline": _pipeline(config, world_size),
@@ -50,13 +50,14 @@ def summary(config: RunConfig, world_size: int, iteration: int = 0, consumed_sam
         "parameters": _parameters(config),
         "memory": memory,
         "peak": peak,
+        "host": host,
         "batch": _batch(config, world_size),
         "ramp": _ramp(config, world_size),
         "length": _length(config, world_size, iteration, consumed_samples),
         "optimizer": _optimizer(config, world_size),
         "diloco": _diloco(config),
         "precision": _precision(config),
-        "saves": _saves(config),
+        "saves": _saves(config, world_size),
     }
     return "\n".join(f"{name:<11}{row}" for name, row in rows.items() if row)
 
@@ -144,17 +145,21 @@ def _parameters(config: RunConfig) -> str:
     return f"{num_parameters(model):,} ({active}{held:,} on {_holder(config)}){padding}"
 
 
-def _memory(config: RunConfig, world_size: int) -> tuple[str, str]:
-    """Return the state of the rank that needs most, and what a step adds at its peak."""
+def _memory(config: RunConfig, world_size: int) -> tuple[str, str, str]:
+    """Return the state of the rank that needs most, what a step adds at its peak, and what is offloaded."""
     if config.model.vocab_size is None:
-        return "", ""
+        return "", "", ""
     parts = max_peak_bytes(config, world_size)
     shown = {name: f"{name} {format_bytes(held)}" for name, held in parts.items() if held >= 2**10}
     kept = ", ".join(text for name, text in shown.items() if name in STATE_KINDS)
     added = ", ".join(text for name, text in shown.items() if name not in STATE_KINDS)
     state = format_bytes(sum(parts[name] for name in STATE_KINDS))
     holder = "the fullest rank" if config.parallel.zero_stage else _holder(config)
-    return f"{state} on {holder}: {kept}", f"{format_bytes(sum(parts.values()))} in a step: {added} are added"
+    moved = max_host_bytes(config, world_size)
+    offloaded = ", ".join(f"{name} {format_bytes(held)}" for name, held in moved.items() if held)
+    host = f"{format_bytes(sum(moved.values()))} of host memory for {holder}: {offloaded}" if offloaded else ""
+    peak = f"{format_bytes(sum(parts.values()))} in a step: {added} are added"
+    return f"{state} on {holder}: {kept}", peak, host
 
 
 def _holder(config: RunConfig) -> str:
@@ -255,11 +260,11 @@ def _precision(config: RunConfig) -> str:
     return row
 
 
-def _saves(config: RunConfig) -> str:
+def _saves(config: RunConfig, world_size: int) -> str:
     checkpoint = config.checkpoint
     if checkpoint.save is None:
         return "none: --save is not set"
-    size = f"{format_bytes(checkpoint_bytes(config))} each, " if config.model.vocab_size is not None else ""
+    size = f"{format_bytes(checkpoint_bytes(config, world_size))} each, " if config.model.vocab_size is not None else ""
     interval = f"every {counted(checkpoint.save_interval, 'step')} and " if checkpoint.save_interval else ""
     row = f"{interval}at the end, {size}to {checkpoint.save}"
     if checkpoint.keep_last is not None:

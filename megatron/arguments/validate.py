@@ -24,6 +24,7 @@ from megatron.arguments.checks import (
     fp8,
     grad_compression,
     model,
+    offload,
     training,
 )
 from megatron.arguments.checks.checkpoint import holds_checkpoints
@@ -216,6 +217,7 @@ GRAPH_CHECKS = (
     check_tp_overlap,
     model.check_graph_experts,
     grad_compression.check_graph_compression,
+    offload.check_graph_offload,
 )
 """Checks of ``--cuda-graph step`` on a GPU."""
 
@@ -399,7 +401,7 @@ Check = Callable[[RunConfig, int], Iterator[Problem]]
 def _checks() -> list[Check]:
     """Return the functions named ``check_...`` of the modules of checks, in order."""
     own = sys.modules[__name__]
-    modules = (model, context_parallel, grad_compression, training, diloco, fp8, data, checkpoint, own)
+    modules = (model, context_parallel, grad_compression, training, diloco, offload, fp8, data, checkpoint, own)
     return [f for each in modules for name, f in vars(each).items() if name.startswith("check_")]
 
 

@@ -265,19 +265,18 @@ class ShardedParameterStore(ParameterStore):
     ) -> None:
         differentiates = torch.is_grad_enabled()
         if differentiates and not isinstance(block, Embedding):
-            passed_on = {id(x) for x in tree_leaves(inputs)}
-            for y in _differentiable(outputs):
-                if id(y) not in passed_on:
-                    y.register_hook(partial(self._before_backward, blocks, index))
-        # Backward follows the forward of the last blocks, and recomputation.
-        backward_follows = differentiates and (block in self._kept_for_backward or self._backward is not None)
-        if self._reshards and not backward_follows:
+            passed = {id(x) for x in _differentiable(inputs)}  # a norm returns its input, too
+            for y in (y for y in _differentiable(outputs) if id(y) not in passed):
+                y.register_hook(partial(self._before_backward, blocks, index))
+        # Backward follows recomputation.
+        kept = differentiates and (block in self._kept_for_backward or self._backward is not None)
+        if self._reshards and not kept:
             self._free_block(block)
 
     def _before_backward(self, blocks: Sequence[nn.Module], index: int, gradient: Tensor) -> None:
         if self._backward is blocks[index]:
             return
-        if self._reshards and self._backward is not None:  # its input's hook runs only after this one
+        if self._reshards and self._backward is not None:  # its backward is done; free it before more is gathered
             self._free_block(self._backward)
         self._backward = blocks[index]
         self._start(blocks[index])

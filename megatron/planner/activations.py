@@ -270,23 +270,32 @@ class StageMemory:
     # Most memory beside these in F, and in B or I.
     forward: int
     backward: int
+    # Kept on the host from F to B or I, instead of the device.
+    host: int
 
     @classmethod
     def of(cls, config: RunConfig, stage: StageLayers) -> StageMemory:
         """Return that of a stage."""
         shape = ActivationShape.of(config)
-        blocks, forward, backward = _blocks(config, shape, stage.count) if stage.count else (0, 0, 0)
+        blocks, forward, backward, host = _blocks(config, shape, stage.count) if stage.count else (0, 0, 0, 0)
         kept = blocks + (_embedding(shape) if stage.first else 0)
         if shape.model.rotary_dim:  # cosines and sines
             rows = shape.tokens if shape.own_positions else shape.tokens // shape.samples
             kept += 2 * rows * shape.model.rotary_dim * shape.width
         loss, loss_forward = _loss(shape) if stage.last else (0, 0)
         wgrad = stage.count * _wgrad_operands(shape)
-        return cls(kept, loss, wgrad, max(loss_forward, forward - loss), backward)
+        return cls(kept, loss, wgrad, max(loss_forward, forward - loss), backward, host)
 
 
-def _blocks(config: RunConfig, shape: ActivationShape, count: int) -> tuple[int, int, int]:
-    """Return what ``count`` blocks keep, and the most beside it in the forward and in the backward of a block."""
+BLOCKS_IN_TRANSIT = 2
+"""Most offloaded blocks whose activations are on the device at a time."""
+
+
+def _blocks(config: RunConfig, shape: ActivationShape, count: int) -> tuple[int, int, int, int]:
+    """Return what ``count`` blocks keep, and the most beside it in the forward and in the backward of a block.
+
+    The last number is what they keep on the host.
+    """
     training, halves = config.training, block_tensors(shape)
     attention, mlp = (sum(t.size for t in half) for half in halves)
     kept_attention, kept_mlp = (
@@ -300,20 +309,32 @@ def _blocks(config: RunConfig, shape: ActivationShape, count: int) -> tuple[int,
     )
     backward = max(attention - kept_attention + core_backward - kept_mlp, mlp - kept_mlp + _mlp_backward(shape))
     block = kept_attention + kept_mlp
+    kept = [t for half in halves for t in half if not shape.recomputed & {*t.recomputed_by}]
+    moved = sum(t.size for t in kept if t.elements >= training.min_offloaded_tensor_size)
+    offloaded = min(training.cpu_offloading_num_layers, count)
     if training.recompute_granularity != "full":
-        return count * block, forward, backward
+        transit = min(offloaded, BLOCKS_IN_TRANSIT) * moved
+        return count * block - offloaded * moved, forward + transit, backward + transit, offloaded * moved
     if training.recompute_method == "block":
         done = min(training.recompute_num_layers or count, count)
         groups, rest = [1] * done, count - done
     else:
         size = training.recompute_num_layers or 1
         groups, rest = [min(size, count - start) for start in range(0, count, size)], 0
-    held = len(groups) * shape.residual + rest * block
+    is_moved = shape.residual // shape.width >= training.min_offloaded_tensor_size
+    inputs = [is_moved and sum(groups[:number]) < offloaded for number in range(len(groups))]
+    moved_blocks = max(0, offloaded - (count - rest))
+    host = sum(inputs) * shape.residual + moved_blocks * moved
+    held = len(groups) * shape.residual + rest * block - host
+    transit = sum(sorted([shape.residual] * sum(inputs) + [moved] * moved_blocks)[-BLOCKS_IN_TRANSIT:])
     # When a group is recomputed, those after it are freed; its input is the first residual sum of its blocks.
-    peaks = [number * shape.residual + group * block + max(forward, backward) for number, group in enumerate(groups)]
+    peaks = [
+        inputs[:number].count(False) * shape.residual + group * block + max(forward, backward)
+        for number, group in enumerate(groups)
+    ]
     if not rest:  # the attention of the last block is gone when its MLP is computed
         forward = max(attention + core_forward, mlp + 2 * shape.residual)
-    return held, forward, max([backward + held * (rest > 0), *peaks]) - held
+    return held, forward + transit, max([backward + held * (rest > 0), *peaks]) - held + transit, host
 
 
 def _embedding(shape: ActivationShape) -> int:
@@ -415,6 +436,8 @@ class ActionMemory(NamedTuple):
     temporary: int
     # Kept after the action.
     after: int
+    # Kept on the host for B or I of all micro-batches in flight.
+    host: int
 
 
 def activation_memory(config: RunConfig, dp: int) -> list[list[ActionMemory]]:
@@ -431,23 +454,24 @@ def activation_memory(config: RunConfig, dp: int) -> list[list[ActionMemory]]:
     messages = 2 * ActivationShape.of(config).residual if len(program.ranks) > 1 else 0
     ranks = []
     for actions in program.ranks:
-        kept, wgrad, memory = 0, 0, []
+        kept, wgrad, host, memory = 0, 0, 0, []
         for action in (action for action in actions if action.kind in COMPUTE_KINDS):
             stage = stages[action.stage]
             if action.kind == FORWARD:
                 kept += stage.kept + stage.kept_loss
-                memory.append(ActionMemory(action, kept, wgrad, stage.forward + messages, kept + wgrad))
+                host += stage.host
+                memory.append(ActionMemory(action, kept, wgrad, stage.forward + messages, kept + wgrad, host))
                 continue
             if action.kind == WEIGHT:
                 after = wgrad - stage.wgrad
-                memory.append(ActionMemory(action, kept, wgrad, 0, kept + after))
+                memory.append(ActionMemory(action, kept, wgrad, 0, kept + after, host))
                 wgrad = after
                 continue
             kept -= stage.kept_loss
             after = wgrad + (stage.wgrad if action.kind == INPUT else 0)
             temporary = max(stage.backward, after - wgrad - stage.kept) + messages
-            memory.append(ActionMemory(action, kept, wgrad, temporary, kept - stage.kept + after))
-            kept, wgrad = kept - stage.kept, after
+            memory.append(ActionMemory(action, kept, wgrad, temporary, kept - stage.kept + after, host))
+            kept, wgrad, host = kept - stage.kept, after, host - stage.host
         ranks.append(memory)
     return ranks
 
@@ -456,3 +480,10 @@ def peak_activations(config: RunConfig, dp: int) -> list[dict[str, int]]:
     """Return the bytes at the peak of every pipeline rank; arguments as for :func:`activation_memory`."""
     peaks = (max(memory, key=lambda at: at.kept + at.wgrad + at.temporary) for memory in activation_memory(config, dp))
     return [{"activations": at.kept, "delayed gradients": at.wgrad, "temporary": at.temporary} for at in peaks]
+
+
+def peak_host_activations(config: RunConfig, dp: int) -> list[int]:
+    """Return the most bytes of activations on the host by pipeline rank; arguments: :func:`activation_memory`."""
+    if not config.training.cpu_offloading_num_layers:
+        return [0] * config.parallel.pipeline_model_parallel_size
+    return [max(at.host for at in memory) for memory in activation_memory(config, dp)]

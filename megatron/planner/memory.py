@@ -32,12 +32,12 @@ from megatron.distributed.param_layout import (
 )
 from megatron.distributed.sharding import EXPERT_REDUCE_AXES
 from megatron.layers.parameters import Sharding, Specs, gpt
-from megatron.optimizer.param_groups import rule_of
+from megatron.optimizer.param_groups import offloaded_params, rule_of
 from megatron.pipeline.actions import BACKWARD, FORWARD, INPUT, WEIGHT
 from megatron.pipeline.communication import channels
 from megatron.pipeline.partition import StageLayers
 from megatron.pipeline.plan import build_program, stage_layers, stage_placement, virtual_stages
-from megatron.planner.activations import DTYPE_BYTES, INDEX_BYTES, peak_activations
+from megatron.planner.activations import DTYPE_BYTES, INDEX_BYTES, peak_activations, peak_host_activations
 
 
 def stages_by_rank(model: ModelConfig, parallel: ParallelConfig) -> list[list[StageLayers]]:
@@ -74,14 +74,14 @@ def max_state_bytes(config: RunConfig, world_size: int) -> dict[str, int]:
     return max(_state_by_stage(config, world_size), key=lambda state: sum(state.values()))
 
 
-def _state_by_stage(config: RunConfig, world_size: int) -> list[dict[str, int]]:
-    """Return the bytes on the fullest rank of every pipeline rank."""
+def _state_by_stage(config: RunConfig, world_size: int, host: bool = False) -> list[dict[str, int]]:
+    """Return the bytes on the fullest rank of every pipeline rank, on its device or on the ``host``."""
     layout = Layout.from_config(config.parallel, world_size)
     places = dict.fromkeys(_place(config.parallel, layout, rank) for rank in range(world_size))
     stages = [_StageState.of(config, layout, pp) for pp in range(layout.sizes["pp"])]
     states: list[list[dict[str, int]]] = [[] for _ in stages]
     for pp, dense, expert in places:
-        states[pp].append(stages[pp].at(dense, expert))
+        states[pp].append(stages[pp].at(dense, expert)[host])
     return [max(of_stage, key=lambda state: sum(state.values())) for of_stage in states]
 
 
@@ -109,15 +109,54 @@ def rank_state_bytes(config: RunConfig, world_size: int, rank: int) -> dict[str,
     """Return the bytes on one rank, by :data:`STATE_KINDS`."""
     layout = Layout.from_config(config.parallel, world_size)
     pp, dense, expert = _place(config.parallel, layout, rank)
-    return _StageState.of(config, layout, pp).at(dense, expert)
+    return _StageState.of(config, layout, pp).at(dense, expert)[0]
 
 
-def checkpoint_bytes(config: RunConfig) -> int:
-    """Return the bytes of a checkpoint's tensors; they do not depend on the layout."""
+def rank_host_bytes(config: RunConfig, world_size: int, rank: int) -> dict[str, int]:
+    """Return the bytes that one rank offloads to the host.
+
+    By :data:`STATE_KINDS`, of which ``weights`` and ``gradients`` are buffers for copies, and ``activations``.
+    """
+    layout = Layout.from_config(config.parallel, world_size)
+    pp, dense, expert = _place(config.parallel, layout, rank)
+    activations = peak_host_activations(config, layout.sizes["dp"])[pp]
+    return _StageState.of(config, layout, pp).at(dense, expert)[1] | {"activations": activations}
+
+
+def max_host_bytes(config: RunConfig, world_size: int) -> dict[str, int]:
+    """Return the bytes offloaded to the host on the rank with the most; see :func:`rank_host_bytes`."""
+    activations = peak_host_activations(config, Layout.from_config(config.parallel, world_size).sizes["dp"])
+    states = _state_by_stage(config, world_size, host=True)
+    found = [state | {"activations": kept} for state, kept in zip(states, activations)]
+    return max(found, key=lambda parts: sum(parts.values()))
+
+
+def checkpoint_bytes(config: RunConfig, world_size: int = 1) -> int:
+    """Return the bytes of a checkpoint's tensors; they depend on the layout by the state of compressed gradients only.
+
+    PowerSGD's factors of rows that only pad the vocabulary are counted, though they are not saved.
+    """
     copies = 1 + (config.optimizer.ema_decay is not None) + 2 * (config.diloco.diloco_sync_interval is not None)
     weights = main_param_bytes(config) * copies
     whole = gpt(config.model).items()
-    return sum(spec.numel * (weights + _moments(rule_of(n, spec, config.optimizer), config)[0]) for n, spec in whole)
+    size = sum(spec.numel * (weights + _moments(rule_of(n, spec, config.optimizer), config)[0]) for n, spec in whole)
+    compression, parallel = config.parallel.compression, config.parallel
+    if compression is None or not compression.has_errors:
+        return size
+    layout, wide = Layout.from_config(parallel, world_size), main_param_bytes(config)
+    for spec in dict(whole).values():
+        copies = _shards(parallel, layout, spec.expert)[1]
+        stages = min(2, layout.sizes["pp"]) if spec.tied else 1
+        size += spec.numel * wide * (copies * stages if copies > 1 else 0)
+    for pp in range(layout.sizes["pp"]):
+        specs = rank_parameters(config.model, parallel, pp)
+        for bucket in bucket_shapes(config, layout, pp):
+            expert = bucket.key.axes == EXPERT_REDUCE_AXES
+            ranks = layout.sizes["ep"] * layout.sizes["etp"] if expert else layout.sizes["tp"]
+            for shard in range(bucket.shards if bucket.copies > 1 else 0):
+                columns = sum(b.count * b.columns for b in _blocks(bucket, specs, compression, shard))
+                size += columns * compression.rank * wide * ranks
+    return size
 
 
 def main_param_bytes(config: RunConfig) -> int:
@@ -172,10 +211,14 @@ def bucket_shapes(config: RunConfig, layout: Layout, pp_rank: int) -> Iterator[B
 class _StageState:
     """State of the ranks of one pipeline rank, in bytes by :data:`STATE_KINDS`."""
 
+    config: RunConfig
+    specs: Specs
     # The same on all ranks.
     common: Counter[str]
-    # By shard of dense (False) and of expert (True) buckets.
+    # By shard of dense (False) and of expert (True) buckets: what belongs to no single parameter.
     sharded: dict[bool, list[Counter[str]]]
+    # By the same: number of the bucket, parameter, elements of its shard, and the bytes of its state.
+    shares: dict[bool, list[list[tuple[int, str, int, Counter[str]]]]]
 
     @classmethod
     def of(cls, config: RunConfig, layout: Layout, pp: int) -> _StageState:
@@ -190,7 +233,9 @@ class _StageState:
             common["buffers"] += 3 * INDEX_BYTES * optimizer.spike_window
         counts = {expert: _shards(parallel, layout, expert)[0] for expert in (False, True)}
         sharded = {expert: [Counter[str]() for _ in range(count)] for expert, count in counts.items()}
-        for bucket in bucket_shapes(config, layout, pp):
+        shares: dict[bool, list[list[tuple[int, str, int, Counter[str]]]]]
+        shares = {expert: [[] for _ in range(count)] for expert, count in counts.items()}
+        for number, bucket in enumerate(bucket_shapes(config, layout, pp)):
             size, part = bucket.packing.size, bucket.packing.size // bucket.shards
             common["weights"] += (part if parallel.zero_stage == 3 else size) * weight_bytes
             common["gradients"] += (part if parallel.zero_stage >= 2 else size) * wide
@@ -203,18 +248,26 @@ class _StageState:
             for name, shard, elements in _shares(bucket):
                 spec = specs[name]
                 moment_bytes, rounded = _moments(rule_of(name, spec, optimizer), config)
-                state = sharded[spec.expert][shard]
-                state["main params"] += elements * main_bytes
-                state["moments"] += elements * moment_bytes
-                state["average"] += elements * wide * (optimizer.ema_decay is not None)
-                state["outer"] += 2 * elements * wide * (config.diloco.diloco_sync_interval is not None)
-                state["buffers"] += spec.local_shape[0] * INDEX_BYTES * (remainders or rounded)
-        return cls(common, sharded)
+                state = Counter[str]()
+                state["main params"] = elements * main_bytes
+                state["moments"] = elements * moment_bytes
+                state["average"] = elements * wide * (optimizer.ema_decay is not None)
+                state["outer"] = 2 * elements * wide * (config.diloco.diloco_sync_interval is not None)
+                state["buffers"] = spec.local_shape[0] * INDEX_BYTES * (remainders or rounded)
+                shares[spec.expert][shard].append((number, name, elements, state))
+        return cls(config, specs, common, sharded, shares)
 
-    def at(self, dense: int, expert: int) -> dict[str, int]:
-        """Return the bytes of a rank with these shards."""
-        parts = self.common, self.sharded[False][dense], self.sharded[True][expert]
-        return {kind: sum(part[kind] for part in parts) for kind in STATE_KINDS}
+    def at(self, dense: int, expert: int) -> tuple[dict[str, int], dict[str, int]]:
+        """Return the bytes of a rank with these shards, on its device and on the host."""
+        shares = sorted([*self.shares[False][dense], *self.shares[True][expert]], key=lambda share: share[0])
+        moved = offloaded_params({name: n for _, name, n, _ in shares}, self.specs, self.config.optimizer)
+        device, host = self.common + self.sharded[False][dense] + self.sharded[True][expert], Counter[str]()
+        for _, name, elements, state in shares:
+            (host if name in moved else device).update(state)
+            if name in moved:
+                host["weights"] += elements * DTYPE_BYTES[self.config.precision.params_dtype]
+                host["gradients"] += elements * main_param_bytes(self.config)
+        return {kind: device[kind] for kind in STATE_KINDS}, {kind: host[kind] for kind in STATE_KINDS}
 
 
 def _shares(bucket: BucketShape) -> Iterator[tuple[str, int, int]]:
@@ -243,17 +296,15 @@ def gathered_weight_bytes(config: RunConfig, layout: Layout, pp_rank: int) -> in
     parallel, width = config.parallel, DTYPE_BYTES[config.precision.params_dtype]
     if parallel.zero_stage < 3:
         return 0
-    sizes: dict[str, Counter[int]] = defaultdict(Counter)  # bytes by block and by number of the bucket
-    for number, bucket in enumerate(bucket_shapes(config, layout, pp_rank)):
-        for block in {bucket.key.block, "output_layer" if bucket.key.tied else bucket.key.block}:
-            sizes[block][number] = bucket.packing.size * width if bucket.shards > 1 else 0
+    buckets = _buckets_by_block(config, layout, pp_rank)
 
     def whole(blocks: Iterable[str]) -> int:
         """Return the bytes of these blocks, of which two may share a tied weight."""
-        return sum({number: size for block in blocks for number, size in sizes[block].items()}.values())
+        shared = {number: bucket for block in blocks for number, bucket in buckets[block].items()}
+        return sum(bucket.packing.size * width for bucket in shared.values() if bucket.shards > 1)
 
     if not parallel.reshards_after_forward:
-        return whole(sizes)
+        return whole(buckets)
     count, training, peaks, in_flight = parallel.param_gather_prefetch, config.training, [set[str]()], set[str]()
     full = training.recompute_granularity == "full" and training.recompute_method != "block"
     group = (training.recompute_num_layers or 1) if full else 1  # blocks that are recomputed, and so kept, together
@@ -268,6 +319,15 @@ def gathered_weight_bytes(config: RunConfig, layout: Layout, pp_rank: int) -> in
             peaks.append(backward - {"embedding"})  # whose backward does not read its weights
     pipelined = in_flight if parallel.pipeline_model_parallel_size > 1 else set()
     return max(whole(blocks | pipelined) for blocks in peaks)
+
+
+def _buckets_by_block(config: RunConfig, layout: Layout, pp_rank: int) -> dict[str, dict[int, BucketShape]]:
+    """Return the buckets of ZeRO-3 by block and number; a tied weight is that of two blocks."""
+    found: dict[str, dict[int, BucketShape]] = defaultdict(dict)
+    for number, bucket in enumerate(bucket_shapes(config, layout, pp_rank)):
+        for block in {bucket.key.block, "output_layer" if bucket.key.tied else bucket.key.block}:
+            found[block][number] = bucket
+    return found
 
 
 def stage_blocks(stage: StageLayers) -> list[str]:
@@ -425,28 +485,23 @@ def _finishes_in_layer_order(config: RunConfig, layout: Layout, pp: int) -> bool
     return all(action.kind != WEIGHT for action in program.ranks[pp])
 
 
-def _weight_gathers(config: RunConfig, layout: Layout, pp: int) -> Counter[tuple[str, bool]]:
-    """Return how many times a step of ZeRO-3 gathers the buckets of each ``(block, tied)``, if it frees their weights.
+def _weight_gathers(config: RunConfig, layout: Layout, pp_rank: int) -> Counter[int]:
+    """Return how many times a step of ZeRO-3 with resharding gathers each bucket, by its number.
 
-    A block is gathered for forward and for backward, the embedding for forward only, and what is kept from forward to
-    the next backward (:func:`kept_for_backward`) once.
+    A block is gathered for forward and for backward, the embedding for forward only. What a stage ends with is kept
+    from forward to backward (:func:`kept_for_backward`).
     """
-    model, parallel, found = config.model, config.parallel, Counter[tuple[str, bool]]()
-    names = {"embedding": {("embedding", False), ("embedding", True)}}
-    if not model.untie_embeddings_and_output_weights:
-        names["output_layer"] = {("embedding", True)}
+    model, parallel, found, held = config.model, config.parallel, Counter[int](), set[int]()
+    of_block = _buckets_by_block(config, layout, pp_rank)
     stages = [stage_blocks(stage) for stage in stage_layers(model, parallel)]
-    whole: set[tuple[str, bool]] = set()
     program = build_program(parallel, get_num_microbatches(config.training, layout.sizes["dp"]))
-    for action in program.only((FORWARD, BACKWARD, INPUT)).ranks[pp]:
+    for action in program.only((FORWARD, BACKWARD, INPUT)).ranks[pp_rank]:
         blocks, forward = stages[action.stage], action.kind == FORWARD
         kept = kept_for_backward(blocks, parallel.param_gather_prefetch) if forward else set[str]()
         for block in blocks if forward else reversed(blocks):
-            if block == "embedding" and not forward:
-                continue
-            buckets = names.get(block, {(block, False)})
-            found.update(buckets - whole)
-            whole = whole | buckets if block in kept else whole - buckets
+            if forward or block != "embedding":
+                found.update(number for number in of_block[block] if number not in held)
+                held = held | {*of_block[block]} if block in kept else held - {*of_block[block]}
     return found
 
 
@@ -488,10 +543,10 @@ def data_parallel_traffic(config: RunConfig, world_size: int, rank: int = 0) -> 
     weight_bytes = DTYPE_BYTES[config.precision.params_dtype]
     reductions = get_num_microbatches(config.training, layout.sizes["dp"]) if parallel.zero_stage >= 2 else 1
     gathers = _weight_gathers(config, layout, pp_rank) if parallel.reshards_after_forward else None
-    for bucket in bucket_shapes(config, layout, pp_rank):
+    for number, bucket in enumerate(bucket_shapes(config, layout, pp_rank)):
         size, shard = bucket.packing.size, bucket.packing.size // bucket.shards
         over_shards, over_copies = ((n - 1) / n for n in (bucket.shards, bucket.copies))
-        times = 1 if gathers is None else gathers[bucket.key.block, bucket.key.tied]
+        times = 1 if gathers is None else gathers[number]
         sent["all-gather"] += times * size * weight_bytes * over_shards
         if rounded is not None:
             sent["all-to-all"] += (reductions * size * over_shards + shard * over_copies) * rounded

@@ -96,6 +96,26 @@ def choose_device(name: str) -> torch.device:
     return device
 
 
+def choose_kernels(config: RunConfig, mesh: Mesh, device: torch.device) -> tuple[Kernels, list[str]]:
+    """Return the kernels of the run, and notes on them. Collective.
+
+    Raises:
+        UserError: if a requested kernel is not available, or ranks chose different ones.
+    """
+    compute, parallel, precision = config.compute, config.parallel, config.precision
+    if device.type == "cuda":
+        set_matmul_precision(compute.reduced_precision_reduction)
+    dtype, unfused = DTYPES[precision.params_dtype], config.model.attention_dropout > 0.0
+    fp8 = None
+    if precision.fp8_format is not None:
+        fp8 = Float8Recipe(precision.fp8_format, precision.fp8_recipe, precision.fp8_wgrad)
+    whole = parallel.context_parallel_size == 1 or parallel.cp_comm_type == "a2a"  # others attend in tiles
+    patterns = {config.model.pattern(i) for i in range(config.model.num_layers)} if whole else set()
+    kernels, notes = select_kernels(compute.kernels, device, dtype, compute.deterministic, unfused, fp8, patterns)
+    check_same_kernels(notes[0], mesh.world)
+    return kernels, notes
+
+
 def choose_tp_overlap(
     config: RunConfig, kernels: Kernels, mesh: Mesh, device: torch.device
 ) -> tuple[TPComm | None, list[str]]:
@@ -150,24 +170,13 @@ def build_trainer(
         DataError: if the data of a fresh run cannot be opened.
     """
     device = device or choose_device(config.training.device)
-    model, parallel, training = config.model, config.parallel, config.training
+    model, parallel, precision, training = config.model, config.parallel, config.precision, config.training
     with clock("groups"):
         mesh = _mesh(config, rank, world_size)
-    dtype = DTYPES[config.precision.params_dtype]
+    dtype = DTYPES[precision.params_dtype]
     with clock("kernels"):
-        compute, unfused = config.compute, config.model.attention_dropout > 0.0
-        if device.type == "cuda":
-            set_matmul_precision(compute.reduced_precision_reduction)
-        precision = config.precision
-        fp8 = None
-        if precision.fp8_format is not None:
-            fp8 = Float8Recipe(precision.fp8_format, precision.fp8_recipe, precision.fp8_wgrad)
-        whole = parallel.context_parallel_size == 1 or parallel.cp_comm_type == "a2a"  # others attend in tiles
-        patterns = {config.model.pattern(i) for i in range(config.model.num_layers)} if whole else set()
-        kernels, notes = select_kernels(compute.kernels, device, dtype, compute.deterministic, unfused, fp8, patterns)
-        check_same_kernels(notes[0], mesh.world)
+        kernels, notes = choose_kernels(config, mesh, device)
         tp_overlap, overlap_notes = choose_tp_overlap(config, kernels, mesh, device)
-        notes += overlap_notes
     grad_accumulator = GradAccumulator(kernels.linear.weight_gradient, queue_vectors=device.type == "cuda")
     cp = None
     if parallel.context_parallel_size > 1:
@@ -221,7 +230,7 @@ def build_trainer(
         LossScaler.from_config(config.precision, device),
         Timers(config.logging.timing_log_level, device),
         cp,
-        notes=tuple(notes),
+        notes=(*notes, *overlap_notes),
         weight_casts=context.weight_casts,
     )
     if fresh:

@@ -63,6 +63,7 @@ from megatron.distributed import comm
 from megatron.distributed.comm import Group
 from megatron.distributed.launch import is_peer_lost, run_on_rank0
 from megatron.distributed.param_layout import ShardBox, shard_boxes
+from megatron.distributed.replicas import ReplicaError
 from megatron.optimizer.main_params import accum_dtype
 from megatron.optimizer.outer_optimizer import GRAD as OUTER_GRAD
 from megatron.training.callbacks.base import Callback
@@ -265,6 +266,8 @@ class Checkpointer:
     def saving(self, log: RunLogger, on_save: Callable[[Location], None]) -> Iterator[None]:
         """Save inside this context; collective. After a failure wait ``GRACE_SECONDS`` for a save in progress.
 
+        If the other replicas of DiLoCo are lost, this one is whole, and the step is saved.
+
         Args:
             log: reports saves.
             on_save: called on every rank with the path of each checkpoint that was written.
@@ -275,8 +278,10 @@ class Checkpointer:
             self._group = self.trainer.mesh.background_group()
         try:
             yield
-        except Exception:
+        except Exception as error:
             try:
+                if isinstance(error, ReplicaError) and self.options.save is not None:
+                    self.save(needed=True)
                 self.wait(at_most=GRACE_SECONDS)
             except Exception as other:
                 log.warning(f"the save in progress failed, too: {other}")

@@ -93,7 +93,8 @@ class Diloco(Callback):
         self._shared = {
             name
             for name, spec in trainer.specs.items()
-            if spec.tied or any(len(piece.tp_ranks) > 1 for piece in spec.pieces)
+            if (spec.tied and trainer.mesh.embedding_group.size > 1)
+            or any(len(piece.tp_ranks) > 1 for piece in spec.pieces)
         }
 
     # ---- In the training loop
@@ -130,7 +131,12 @@ class Diloco(Callback):
         return began + self.options.diloco_delay
 
     def finish(self) -> None:
-        """Wait for the exchange in progress, if any, and keep its result."""
+        """Wait for the exchange in progress, if any, and keep its result.
+
+        Raises:
+            ReplicaError: if the server is gone, or the others went on without this replica. The next round of the
+                fragment then covers the steps of this one, too.
+        """
         exchange, self._exchange = self._exchange, None
         if exchange is None:
             return

@@ -2,21 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from random import Random
 from typing import Any
+from unittest.mock import patch
 
 import torch.distributed as dist
 from torch import Tensor
 
 from megatron.config.run import RunConfig
+from megatron.distributed.replicas import Replicas
 from megatron.training.build import build_trainer
-from megatron.training.diloco import Diloco
+from megatron.training.diloco import Diloco, Round
 from megatron.training.step import train_step
 from megatron.training.trainer import Trainer
-from tests.runs import tiny_run
+from tests.runs import Told, start, tiny_run
 
 FP64 = "--params-dtype fp64 --clip-grad 0"
 
@@ -37,9 +45,9 @@ class QuietLog:
         self.metrics.append(metrics)
 
 
-def replica_config(flags: str = "", replicas: int = 2, world_size: int = 1) -> RunConfig:
-    """A replica whose rounds are of a second at most, if nobody answers."""
-    own = f"--diloco-server 127.0.0.1:1 --diloco-replicas {replicas} --diloco-timeout 3"
+def replica_config(flags: str = "", replicas: int = 2, world_size: int = 1, timeout: float = 20) -> RunConfig:
+    """A replica that gives up on others after ``timeout`` seconds."""
+    own = f"--diloco-server 127.0.0.1:1 --diloco-replicas {replicas} --diloco-timeout {timeout}"
     return tiny_run(Path("unused"), f"{own} {flags}", world_size)
 
 
@@ -83,6 +91,11 @@ class Replica:
             self.diloco.on_step_end(metrics)
             self.history.append(weights(trainer))
 
+    def close(self) -> None:
+        """Let its connections be closed, as those of a dead process are."""
+        if hasattr(self, "diloco"):
+            self.diloco.replicas.close_group()
+
     def run(self) -> None:
         """From start to end."""
         self.start()
@@ -94,6 +107,115 @@ def together(acts: Sequence[Callable[[], Any]]) -> list[Any]:
     """Call all at once, and return what they return; raise the first error."""
     with ThreadPoolExecutor(len(acts)) as pool:
         return [future.result() for future in [pool.submit(act) for act in acts]]
+
+
+LOST_CONNECTIONS = 0.1
+"""Share of sums of which one member gets nothing, although all others do."""
+
+
+class Killed(SystemExit):
+    """Ends a thread as ``kill -9`` ends a process."""
+
+
+class Mortality:
+    """Kills replicas at a request to the store or in the middle of an exchange, and records what the others make of it.
+
+    Attributes:
+        left: by the identity of a replica's store, how many requests it has left.
+        exchanges: by the same, how many sums over the members; one is of a part of a round.
+        gradients: of a round, by the index of the replica.
+        rounds: by round, what every replica took from it: indices of members that contributed, and their average.
+    """
+
+    def __init__(self, seed: int) -> None:
+        self.left: dict[int, int] = {}
+        self.exchanges: dict[int, int] = {}
+        self.random = Random(seed)
+        self.gradients: dict[int, dict[int, Tensor]] = {}
+        self.rounds: dict[int, list[tuple[tuple[int, ...], Tensor]]] = {}
+
+    @contextmanager
+    def observing(self) -> Iterator[None]:
+        """Within it, replicas die and are recorded."""
+        ask, keep, synchronise, add_up = Replicas._ask, Diloco._keep, Diloco._synchronise, Diloco._sum
+        lock = threading.Lock()
+
+        def dying(replicas: Replicas, method: str, *arguments: object) -> Any:
+            with lock:
+                left = self.left.get(id(replicas._store), 1 << 30)
+                self.left[id(replicas._store)] = left - 1
+            if left <= 0:
+                raise Killed
+            return ask(replicas, method, *arguments)
+
+        def leaving(diloco: Diloco, *arguments: Any) -> Tensor:
+            store = id(diloco.replicas._store)
+            with lock:
+                left = self.exchanges.get(store, 1 << 30)
+                self.exchanges[store] = left - 1
+            if left <= 0:
+                self.left[store] = 0  # its heartbeat ends, too
+                diloco.replicas.close_group()
+                raise Killed
+            total = add_up(diloco, *arguments)
+            if self.random.random() < LOST_CONNECTIONS:
+                raise RuntimeError("gloo/transport/tcp: connection reset by the test")
+            return total
+
+        def keeping(diloco: Diloco, done: Round) -> None:
+            keep(diloco, done)
+            indices = tuple(member.index for member in done.members if not member.facts["starting"])
+            with lock:
+                self.rounds.setdefault(diloco.outer.rounds, []).append((indices, done.average.clone()))
+
+        def contributing(diloco: Diloco, facts: dict[str, Any], delta: Tensor, *rest: Any) -> Round:
+            if not facts["starting"]:
+                with lock:
+                    of_round = self.gradients.setdefault(facts["rounds"] + 1, {})
+                    of_round[diloco.replicas.index] = delta.clone()
+            return synchronise(diloco, facts, delta, *rest)
+
+        with (
+            patch.object(Replicas, "_ask", dying),
+            patch.object(Diloco, "_keep", keeping),
+            patch.object(Diloco, "_sum", leaving),
+            patch.object(Diloco, "_synchronise", contributing),
+        ):
+            yield
+
+
+def run_rank(
+    rank: int,
+    world_size: int,
+    config: RunConfig,
+    kills_before: int | None = None,
+    process: int | None = None,
+    pause: float = 0.0,
+) -> Told:
+    """One rank of a replica that is a run of its own.
+
+    Args:
+        rank: of the replica.
+        world_size: ranks of the replica.
+        config: of the replica.
+        kills_before: a step before which it kills a process.
+        process: this one; itself for None.
+        pause: seconds before every step.
+    """
+
+    def strike(trainer: Trainer) -> None:
+        time.sleep(pause)
+        if trainer.iteration + 1 == kills_before:
+            with suppress(ProcessLookupError):  # another replica was first
+                os.kill(process or os.getpid(), signal.SIGKILL)
+
+    original = Trainer.next_batches
+
+    def next_batches(trainer: Trainer) -> Any:
+        strike(trainer)
+        return original(trainer)
+
+    return start(config, patch.object(Trainer, "next_batches", next_batches), rank, world_size)
 
 
 def run_replicas(flags: str, replicas: int = 2) -> list[Replica]:

@@ -2,24 +2,42 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+import time
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
+from megatron.checkpoint.format import Manifest
+from megatron.config.errors import UserError
+from megatron.config.run import RunConfig
+from megatron.distributed.replicas import ReplicaError, serve
 from megatron.training.build import build_trainer
 from tests.distributed.diloco_runs import (
     FP64,
+    Killed,
+    Mortality,
+    Replica,
     largest_difference,
     replica_config,
+    run_rank,
     run_replicas,
     take_step,
+    together,
     weights,
 )
-from tests.runs import tiny_run
+from tests.distributed.pool import Pool
+from tests.runs import Told, checkpoint, differences, saved_steps, tiny_run
 
 
 def test_a_round_every_step_is_data_parallelism() -> None:
@@ -108,3 +126,208 @@ def test_replicas_follow_the_papers(case: str) -> None:
     first, *others = (replica.history[-1] for replica in replicas)
     for other in others:
         assert all(torch.equal(first[name], other[name]) for name in first)
+
+
+def test_who_joins_receives_outer_weights_and_position() -> None:
+    flags = f"{FP64} --train-iters 12 --diloco-sync-interval 3"
+    store = dist.HashStore()
+    first, second, third = (Replica(replica_config(flags, 3, timeout=1.0), store, index) for index in range(3))
+    together([first.start, second.start])  # the third is waited for, and then not any more
+    together([partial(each.train, 5) for each in (first, second)])
+    assert not any("joined" in note for note in first.log.notes)
+    joining = ThreadPoolExecutor(1).submit(third.start)
+    while not (hasattr(third, "diloco") and store.check([f"ready/{third.diloco.replicas.id}"])):
+        time.sleep(0.01)
+    together([partial(each.train, 6) for each in (first, second)])
+    notes = joining.result()
+    assert any("received the outer weights of step 6" in note for note in notes)
+    assert (third.trainer.iteration, third.trainer.consumed_samples) == (6, 24)
+    assert all(torch.equal(a, b) for a, b in zip(weights(first.trainer).values(), weights(third.trainer).values()))
+    assert [n for n in first.log.notes if "replica 2 joined" in n]
+    together([each.train for each in (first, second, third)])
+    for other in (second, third):
+        assert all(torch.equal(a, b) for a, b in zip(first.history[-1].values(), other.history[-1].values()))
+        assert all(torch.equal(a, b) for a, b in zip(*(r.diloco.outer.momentum.values() for r in (first, other))))
+
+
+def test_streams_divide_the_samples_and_no_two_replicas_read_one() -> None:
+    flags = "--diloco-sync-interval 1 --pad-global-batch --micro-batch-size 3 --train-iters 4"
+    read = []
+    for index in range(3):
+        trainer = build_trainer(replica_config(flags, 3), 0, 1)
+        trainer.use_stream(index)
+        mine = []
+        for _ in range(4):
+            places = trainer.data.rank_places("train", trainer.consumed_samples, 4, 0, 1)
+            for batch, of_batch in zip(trainer.next_batches(), places):
+                assert batch.sample_ids.tolist()[: len(of_batch)] == [*of_batch]
+                assert batch.loss_mask[len(of_batch) :].sum() == 0
+                mine += of_batch
+            trainer.consumed_samples += 4
+        read.append(mine)
+        digest = trainer.data.digest_places("train", [range(index, 48, 3)])
+        assert trainer.digest_read % 2**64 == trainer.samples_digest() == digest
+    assert sorted(place for mine in read for place in mine) == [*range(48)]
+
+
+def test_int8_averages_have_the_same_bits_everywhere_and_are_near() -> None:
+    flags = "--train-iters 4 --diloco-sync-interval 2"
+    exact, rounded = run_replicas(flags), run_replicas(f"{flags} --diloco-int8")
+    for a, b in zip(rounded[0].history[-1].values(), rounded[1].history[-1].values()):
+        assert torch.equal(a, b)
+    differences = [
+        (a - b).abs().max().item() for a, b in zip(exact[0].history[1].values(), rounded[0].history[1].values())
+    ]
+    steps = [(a - b).abs().max().item() for a, b in zip(exact[0].history[1].values(), exact[0].history[0].values())]
+    assert 0 < max(differences) < 0.1 * max(steps)
+    sent = [replica.log.metrics[0]["diloco-sent-bytes"] for replica in (exact[0], rounded[0])]
+    assert sent[1] < 0.3 * sent[0]
+
+
+def test_a_replica_that_others_gave_up_ends_and_one_index_is_of_one_replica() -> None:
+    flags = f"{FP64} --train-iters 6 --diloco-sync-interval 2"
+    store = dist.HashStore()
+    first, second = (Replica(replica_config(flags, timeout=0.8), store, index) for index in range(2))
+    together([first.start, second.start])
+    with pytest.raises(UserError, match="E956"):
+        Replica(replica_config(f"{flags} --diloco-replica 1", timeout=0.8), store).start()
+    with pytest.raises(UserError, match=r"E955.*diloco_outer_lr: 0.7 there, 0.5 here"):
+        Replica(replica_config(f"{flags} --diloco-outer-lr 0.5", timeout=0.8), store).start()
+    second.diloco.replicas._stopped.set()  # suspended: no heartbeat
+    first.train(2)
+    assert first.log.metrics[0]["diloco-members"] == 1
+    with pytest.raises(ReplicaError, match="went on without this one"):
+        second.train(2)
+
+
+def live_and_die(
+    config: RunConfig, base: Any, index: int, mortality: Mortality, lives: list[tuple[int, int]]
+) -> Replica:
+    """One replica after the other with the same index: each makes so many requests and sums, and the last lives on."""
+    for requests, sums in [*lives, (1 << 30, 1 << 30)]:
+        replica = Replica(config, dist.PrefixStore("run", base), index)
+        mortality.left[id(replica.store)], mortality.exchanges[id(replica.store)] = requests, sums
+        try:
+            replica.run()
+            break
+        except Killed:
+            replica.close()
+    return replica
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 30))])
+def test_whoever_dies_at_any_moment_every_round_is_the_mean_of_its_members(seed: int) -> None:
+    random = np.random.default_rng(seed)
+    options = random.choice(["", "--diloco-fragments 2", "--diloco-fragments 2 --diloco-delay 1 --diloco-mix 0.5"])
+    flags = f"{FP64} --train-iters 16 --diloco-sync-interval 2 {options}"
+    config, base, mortality = replica_config(flags, 3, timeout=0.7), dist.HashStore(), Mortality(seed)
+    lives = [[(int(random.integers(20, 400)), int(random.integers(1, 16))) for _ in range(i)] for i in range(3)]
+    with mortality.observing():
+        acts = [partial(live_and_die, config, base, index, mortality, lives[index]) for index in range(3)]
+        replicas = together(acts)
+    check_rounds(mortality)
+    finished = [weights(replica.trainer) for replica in replicas if replica.trainer.iteration == 16]
+    assert len(finished) == 3
+    for other in finished[1:]:
+        assert all(torch.equal(finished[0][name], other[name]) for name in other)
+
+
+def check_rounds(mortality: Mortality) -> None:
+    """All replicas took the same from a round: the mean of the progress of those that were in it."""
+    assert sorted(mortality.rounds) == [*range(1, max(mortality.rounds) + 1)]
+    for number, taken in mortality.rounds.items():
+        members, average = taken[0]
+        for others, theirs in taken[1:]:
+            assert members == others, number
+            assert torch.equal(average, theirs), number
+        mean = sum(mortality.gradients[number][index] for index in members) / len(members)
+        assert torch.allclose(average, torch.as_tensor(mean), rtol=0, atol=1e-13), number
+
+
+@pytest.fixture(scope="module")
+def pools() -> Iterator[list[Pool]]:
+    """Processes for three replicas."""
+    with Pool(2) as first, Pool(2) as second, Pool(2) as third:
+        yield [first, second, third]
+
+
+@pytest.fixture
+def server() -> Iterator[str]:
+    store, port = serve("127.0.0.1", 0)
+    yield f"--diloco-server 127.0.0.1:{port}"
+    del store
+
+
+def run_of(folder: Path, flags: str, world_size: int = 2) -> RunConfig:
+    """A replica of 8 steps with rounds at steps 2, 4, 6 and 8, merged a step later."""
+    rounds = "--diloco-sync-interval 4 --diloco-fragments 2 --diloco-delay 1 --diloco-mix 0.5 --diloco-timeout 20"
+    return tiny_run(folder, f"--save {folder}/saved --train-iters 8 {rounds} {flags}", world_size)
+
+
+LAYOUTS = {
+    "tp2-sp, int8": "--tensor-model-parallel-size 2 --sequence-parallel --diloco-int8",
+    "dp2, zero-1, bf16": "--bf16 --use-distributed-optimizer --store-param-remainders",
+    "pp2": "--pipeline-model-parallel-size 2",
+}
+
+
+@pytest.mark.parametrize(
+    "layout", [name if "tp2" in name else pytest.param(name, marks=pytest.mark.slow) for name in LAYOUTS]
+)
+def test_a_stopped_set_of_replicas_ends_as_if_nothing_had_happened(
+    pools: list[Pool], server: str, tmp_path: Path, layout: str
+) -> None:
+    def all_of(name: str, flags: str = "") -> list[Told]:
+        configs = [run_of(tmp_path / f"{name}{index}", f"{LAYOUTS[layout]} {server} {flags}") for index in range(2)]
+        acts = [partial(pool.run, 2, run_rank, each, check_collectives=False) for pool, each in zip(pools, configs)]
+        return [told for tolds in together(acts) for told in tolds]
+
+    assert [told.status for told in all_of("whole")] == [0] * 4
+    for _ in range(2):  # a round is in progress after step 4, and nothing is after step 8
+        assert [told.status for told in all_of("parts", "--exit-interval 4")] == [0] * 4
+    middle = Manifest.open(tmp_path / "parts0/saved/iter_0000004")
+    assert any(name.startswith("optim.outer_grad.") for name in middle.tensors)
+    ends = {name: by_stream(tmp_path.glob(f"{name}*/saved/iter_0000008")) for name in ("whole", "parts")}
+    assert sorted(ends["whole"]) == sorted(ends["parts"]) == [0, 1]
+    for index, end in ends["whole"].items():
+        assert differences(end, ends["parts"][index]) == []
+    first, second = (checkpoint(end)[0] for end in ends["whole"].values())
+    assert all(torch.equal(first[name], second[name]) for name in first if not name.startswith("optim.exp"))
+
+
+def by_stream(paths: Iterable[Path]) -> dict[int, Path]:
+    """Checkpoints of replicas by the stream of samples that they read."""
+    return {Manifest.open(path).state["data"]["stream"][0]: path for path in paths}
+
+
+def test_a_lost_server_ends_replicas_with_a_checkpoint_from_which_they_go_on(pools: list[Pool], tmp_path: Path) -> None:
+    def start_server() -> tuple[subprocess.Popen[str], str]:
+        tool = [sys.executable, "tools/diloco_server.py", "--port", "0"]
+        process = subprocess.Popen(tool, stdout=subprocess.PIPE, text=True)
+        assert process.stdout is not None
+        return process, f"--diloco-server {process.stdout.readline().split()[-1]}"
+
+    def all_of(server: str, *changes: Any) -> list[Told]:
+        flags = f"--save {tmp_path}/NAME/saved --train-iters 8 --diloco-sync-interval 2 --diloco-timeout 20 {server}"
+        configs = [tiny_run(tmp_path / name, flags.replace("NAME", name)) for name in "ab"]
+        acts = [partial(pool.run, 1, run_rank, each, *changes) for pool, each in zip(pools, configs)]
+        return [told for tolds in together(acts) for told in tolds]
+
+    process, server = start_server()
+    try:
+        for told in all_of(server, 4, process.pid, 0.3):
+            assert told.status == 1
+            assert "the DiLoCo server is gone" in told.err
+        assert [saved_steps(tmp_path / name / "saved") for name in "ab"] == [[4], [4]]
+    finally:
+        process.kill()
+        process.wait()
+    process, server = start_server()
+    try:
+        assert [told.status for told in all_of(server)] == [0, 0]
+    finally:
+        process.terminate()
+    assert process.wait() == 0
+    a, b = (checkpoint(tmp_path / name / "saved/iter_0000008")[0] for name in "ab")
+    assert all(torch.equal(a[name], b[name]) for name in a if not name.startswith("optim.exp"))

@@ -52,7 +52,7 @@ LAZY = (
 )
 """Packages of the extras, which a run goes without where they are missing."""
 
-COMMUNICATORS = tuple(f"megatron.distributed.{part}" for part in ("comm", "mesh", "launch"))
+COMMUNICATORS = tuple(f"megatron.distributed.{part}" for part in ("comm", "mesh", "launch", "replicas"))
 """The modules that may touch torch.distributed: every communication is found, and mutated, there."""
 
 STORAGE = {"megatron.contrib.dcp_reader": "torch.distributed.checkpoint"}

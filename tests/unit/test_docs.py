@@ -26,9 +26,11 @@ NAMES = [
     "flags",
     "formats",
     "long_context",
+    "slow_networks",
     "operations",
     "performance",
     "pipelines",
+    "slow_networks",
     "slurm",
 ]
 FENCE = re.compile(r"^```[^\n]*\n(.*?)^```", re.MULTILINE | re.DOTALL)

@@ -14,7 +14,7 @@ NO_DILOCO = "drop --diloco-sync-interval"
 def check_diloco_server(config: RunConfig, world_size: int) -> Iterator[Problem]:
     """Check that there is a server to meet at, and that its address can be read."""
     options, fix = config.diloco, "--diloco-server 127.0.0.1:29400"
-    if options.diloco_sync_interval is None or config.training.skip_train:
+    if not options.diloco_sync_interval or config.training.skip_train:
         return
     if options.diloco_server is None:
         sentence = "--diloco-sync-interval needs the --diloco-server at which replicas meet (tools/diloco_server.py)"
@@ -29,7 +29,7 @@ def check_diloco_rounds(config: RunConfig, world_size: int) -> Iterator[Problem]
     """Check that rounds are equally far apart, synchronise something each, and do not overlap."""
     options, layers = config.diloco, config.model.num_layers
     interval, fragments = options.diloco_sync_interval, options.diloco_fragments
-    if interval is None:
+    if not interval:
         return
     if fragments > layers:
         sentence = f"--diloco-fragments {fragments}: a fragment has at least one of the model's {layers} layers"
@@ -47,7 +47,7 @@ def check_diloco_replica(config: RunConfig, world_size: int) -> Iterator[Problem
     """Check that the replica is one of those that the samples are divided among."""
     options = config.diloco
     index, count = options.diloco_replica, options.diloco_replicas
-    if options.diloco_sync_interval is not None and index is not None and index >= count:
+    if options.diloco_sync_interval and index is not None and index >= count:
         sentence = f"--diloco-replica {index}: the {count} replicas have the indices 0 to {count - 1}"
         yield Problem("E952", sentence, (f"--diloco-replica {count - 1}", f"--diloco-replicas {index + 1}"))
 
@@ -55,7 +55,7 @@ def check_diloco_replica(config: RunConfig, world_size: int) -> Iterator[Problem
 def check_diloco_saves(config: RunConfig, world_size: int) -> Iterator[Problem]:
     """Reject checkpoints that do not hold the outer state."""
     options, checkpoint = config.diloco, config.checkpoint
-    if options.diloco_sync_interval is None:
+    if not options.diloco_sync_interval:
         return
     if checkpoint.async_save and options.diloco_delay:
         sentence = "--async-save does not support --diloco-delay: its buffer has no room for averages to be merged"
@@ -68,8 +68,8 @@ def check_diloco_saves(config: RunConfig, world_size: int) -> Iterator[Problem]:
 def diloco_notes(config: RunConfig, world_size: int) -> Iterator[str]:
     """Yield a note if the steps during an exchange are lost."""
     options = config.diloco
-    if options.diloco_sync_interval is not None and options.diloco_delay and not options.diloco_mix:
+    if options.diloco_sync_interval and options.diloco_delay and not options.diloco_mix:
         yield (
             f"--diloco-delay {options.diloco_delay} without --diloco-mix: rounds undo the steps of their exchange; "
-            "arXiv 2501.18512 uses --diloco-mix 0.5"
+            "--diloco-mix 0.5 keeps half of them"
         )

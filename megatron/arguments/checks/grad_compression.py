@@ -34,8 +34,8 @@ def check_grad_compression(config: RunConfig, world_size: int) -> Iterator[Probl
         without = "--data-parallel-sharding-strategy no_shard"
         instances = f"--num-distributed-optimizer-instances {count}"
         yield Problem("E216", sentence, (instances, without, "--grad-compression int8"))
-    if config.precision.params_dtype == "fp16" and config.precision.loss_scale is None:
-        sentence = f"{name} keeps errors in units of scaled gradients, and the dynamic loss scale of fp16 changes them"
+    if config.precision.params_dtype == "fp16":
+        sentence = f"{name} keeps errors of gradients, and the loss scale of fp16 changes their unit"
         yield Problem("E216", sentence, ("--bf16", "--grad-compression int8"))
 
 
@@ -56,8 +56,12 @@ def grad_compression_notes(config: RunConfig, world_size: int) -> Iterator[str]:
         yield f"{name} has no effect: there is one data-parallel rank"
     elif config.model.vocab_size is not None:
         plain = replace(config, parallel=replace(parallel, grad_compression="none"))
-        sent, before = (sum(data_parallel_traffic(each, world_size).values()) for each in (config, plain))
+        traffic, uncompressed = (data_parallel_traffic(each, world_size) for each in (config, plain))
+        sent, before, where = sum(traffic.values()), sum(uncompressed.values()), "other replicas"
+        if parallel.zero_stage and parallel.compression.has_errors:  # all that is saved
+            where, shared = "other instances", before - uncompressed["all-reduce"]
+            sent, before = sent - shared, before - shared
         yield (
             f"{name}: gradients are approximated, so the numbers depend on the layout; in a step a rank sends "
-            f"{format_bytes(sent)} to other replicas instead of {format_bytes(before)} ({before / sent:.1f} times less)"
+            f"{format_bytes(sent)} to {where} instead of {format_bytes(before)} ({before / sent:.1f} times less)"
         )

@@ -53,6 +53,11 @@ CASES = (
     Case("--save memory://user:LEAK@host/run --data-path=https://me:LE@AK@host/corpus"),
     Case("--set checkpoint.save=s3://KEY:LE/AK@bucket/run --wandb-notes 'for hf_LEAKabcdefghijklmnopqrstuvwxyz0123'"),
     Case("--config tests/golden/credentials.yaml --unknown-flag s3://KEY:LEAK@bucket"),
+    # offload
+    Case("--cuda-graph optimizer --optimizer-cpu-offload --device cuda"),
+    Case("--cuda-graph step --cpu-offloading-num-layers 2 --device cuda"),
+    Case("--optimizer-cpu-offload --diloco-sync-interval 4 --diloco-server localhost:1"),
+    Case("--optimizer-offload-fraction 1.5 --optimizer-cpu-offload --cpu-offloading-num-layers 3"),
     # spelling
     Case("--hiden-size 256"),
     Case("--num-atention-heads 6 --no-sequence-paralel"),
@@ -104,6 +109,16 @@ CASES = (
     Case("--use-distributed-optimizer --data-parallel-sharding-strategy no_shard", ranks=2),
     Case("--num-distributed-optimizer-instances 2 --overlap-param-gather", ranks=2),
     Case("--use-distributed-optimizer --num-distributed-optimizer-instances 3", ranks=4),
+    # compressed gradients
+    Case("--grad-compression powersgd"),
+    Case("--grad-compression topk:1.5"),
+    Case("--grad-compression powersgd:4 --grad-reduce-in-bf16", ranks=2),
+    Case("--grad-compression int8 --grad-reduce-in-bf16", ranks=2),
+    Case("--grad-compression topk:0.01 --use-distributed-optimizer", ranks=9),
+    Case("--grad-compression powersgd:4 --use-distributed-optimizer"),
+    Case("--grad-compression powersgd:4 --fp16", ranks=2),
+    Case("--grad-compression int8 --fp16", ranks=2),
+    Case("--grad-compression int8 --cuda-graph step --device cuda --micro-batch-size 1", ranks=2),
     Case("--use-distributed-optimizer --overlap-param-gather --cuda-graph optimizer --device cuda", ranks=2),
     Case("--local-save-interval 10 --moe-layer-freq 2 --moe-router-score-function sigmoid --num-experts 4"),
     Case("--dataloader-type cyclic"),
@@ -406,6 +421,15 @@ CASES = (
     Case("--cuda-graph step --pipeline-model-parallel-size 2 --hidden-dropout 0 --attention-dropout 0", ranks=2),
     Case("--tp-comm-overlap --tp-comm-overlap-method symmetric_memory --device cpu", ranks=2),
     Case("--tp-comm-overlap-method symmetric_memory --cuda-graph step --device cuda", ranks=2),
+    # DiLoCo
+    Case("--diloco-sync-interval 10"),
+    Case("--diloco-sync-interval 10 --diloco-server 29400"),
+    Case("--diloco-sync-interval 9 --diloco-fragments 2 --diloco-server h:29400"),
+    Case("--diloco-sync-interval 9 --diloco-fragments 3 --diloco-server h:29400"),
+    Case("--diloco-sync-interval 10 --diloco-fragments 2 --diloco-delay 6 --diloco-server h:29400"),
+    Case("--diloco-sync-interval 10 --diloco-replica 2 --diloco-server h:29400"),
+    Case("--diloco-sync-interval 10 --diloco-delay 1 --diloco-server h:29400 --async-save --save runs/a"),
+    Case("--diloco-sync-interval 10 --diloco-server h:29400 --local-save /tmp/n --local-save-interval 5 --save runs/a"),
     Case("--cuda-graph step --reset-attention-mask --eod-id 0 --kernels auto norm=torch"),
     Case(
         "--cuda-graph step --context-parallel-size 2 --attention-pattern local:64,chunked:64 --hidden-dropout 0 "

@@ -403,6 +403,17 @@ def test_notes_on_matrices_that_are_not_sharded() -> None:
     )
 
 
+def test_notes_on_compressed_gradients() -> None:
+    """Of matrices int8 sends 17 bytes for 64, and PowerSGD a few vectors."""
+    assert "--grad-compression int8 has no effect: there is one data-parallel rank" in notes("--grad-compression int8")
+    assert re.search(r"to other replicas instead of .* \(3\.8 times less\)", notes("--grad-compression int8", 4))
+    instances = "--use-distributed-optimizer --num-distributed-optimizer-instances 2"
+    told = notes(f"--grad-compression powersgd:1 {instances}", 4)
+    less = re.search(r"to other instances instead of .* \(([\d.]+) times less\)", told)
+    assert less is not None
+    assert float(less[1]) > 10
+
+
 def test_notes_on_sharded_gradients_and_instances() -> None:
     """Three micro-batches, all in fp32: three reduce-scatters and a gather, where ZeRO-1 has one of each."""
     flags = "--num-layers 8 --hidden-size 256 --data-parallel-sharding-strategy optim_grads --global-batch-size"

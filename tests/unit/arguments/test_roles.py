@@ -189,12 +189,15 @@ LEFT_OUT = {
         account_for_embedding_in_pipeline_split account_for_loss_in_pipeline_split
         expert_model_parallel_size expert_tensor_parallel_size
         use_distributed_optimizer data_parallel_sharding_strategy num_distributed_optimizer_instances
-        overlap_param_gather reshard_after_forward param_gather_prefetch grad_reduce_in_bf16
+        overlap_param_gather reshard_after_forward param_gather_prefetch grad_reduce_in_bf16 grad_compression
         tp_comm_overlap_method distributed_backend distributed_timeout_minutes device""",
     "rounding may change": """
         params_dtype exp_avg_dtype exp_avg_sq_dtype store_param_remainders kernels
         fp8_format fp8_recipe fp8_wgrad first_last_layers_bf16 num_layers_at_start_in_bf16 num_layers_at_end_in_bf16
         loss_scale initial_loss_scale min_loss_scale loss_scale_window hysteresis""",
+    "they need other replicas, as tests/distributed/test_diloco.py has": """
+        diloco_sync_interval diloco_replicas diloco_outer_lr diloco_outer_momentum diloco_fragments diloco_delay
+        diloco_mix diloco_int8""",
     "they need a GPU": "cuda_graph reduced_precision_reduction",
     "they need files": """
         data_path train_data_path valid_data_path test_data_path data_args_path per_split_data_args_path split mock_data

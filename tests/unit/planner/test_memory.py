@@ -17,6 +17,7 @@ from megatron.distributed.launch import fake_process_group
 from megatron.distributed.layout import Layout
 from megatron.distributed.mesh import CHANNEL_USES
 from megatron.optimizer import grad_buffer
+from megatron.optimizer.grad_compression import PowerSGD
 from megatron.optimizer.lr_scheduler import Rates
 from megatron.optimizer.parameter_store import WeightBuffer
 from megatron.planner.memory import (
@@ -26,6 +27,7 @@ from megatron.planner.memory import (
     gathered_weight_bytes,
     max_rank_parameters,
     max_state_bytes,
+    rank_host_bytes,
     rank_state_bytes,
     reduction_buffer_bytes,
 )
@@ -70,6 +72,13 @@ def tensors_of(thing: Any, seen: set[int]) -> Iterator[Tensor]:
         yield from tensors_of(getattr(thing, "__dict__", {}), seen)
 
 
+def compression_of(trainer: Trainer) -> Iterator[Tensor]:
+    """Errors and factors of compressed gradients."""
+    for feedback in trainer.buckets.error_feedback().values():
+        yield feedback.error
+        yield from feedback.warm_starts if isinstance(feedback, PowerSGD) else ()
+
+
 def allocated(trainer: Trainer) -> dict[str, int]:
     """Bytes of a trainer's memory by part: every piece of it that can be reached from the trainer is in one."""
     optimizer, everything = trainer.optimizer, storages(tensors_of(vars(trainer) | {"data": None}, set()))
@@ -84,6 +93,7 @@ def allocated(trainer: Trainer) -> dict[str, int]:
         "main params": masters,
         "moments": moments,
         "average": optimizer.ema.values(),
+        "compression": compression_of(trainer),
         "outer": [] if optimizer.outer is None else tensors_of(vars(optimizer.outer) | {"main_params": None}, set()),
     }
     found = {}
@@ -148,6 +158,11 @@ CUT = (
     f"{SMALL} optim --pipeline-model-parallel-size 2 --optimizer lion --num-virtual-stages-per-pipeline-rank 1",
     f"{SMALL} optim_grads --pipeline-model-parallel-size 2 --optimizer sgd --params-dtype fp64",
     f"{SMALL} optim_grads_params --pipeline-model-parallel-size 2 --optimizer sgd --params-dtype fp64",
+    f"{SMALL} no_shard --bf16 --grad-compression powersgd:2",
+    f"{SMALL} no_shard --grad-compression int8",
+    f"{SMALL} {STAGES[3]} --grad-compression powersgd:3 {EXPERTS} --expert-model-parallel-size 2",
+    f"{SMALL} {STAGES[4]} --grad-compression topk:0.1 --optimizer muon",
+    f"{SMALL} no_shard --grad-compression powersgd:2 --tensor-model-parallel-size 2",
 )
 
 
@@ -158,6 +173,64 @@ def test_so_they_are_on_every_rank_whatever_is_cut(pool: Pool) -> None:
         foretold = [rank_state_bytes(config, 4, rank) for rank in range(4)]
         assert [rank[number] for rank in found] == foretold, flags
         assert max(foretold, key=lambda parts: sum(parts.values())) == max_state_bytes(config, 4), flags
+
+
+def allocated_in_two(trainer: Trainer) -> tuple[dict[str, int], dict[str, int]]:
+    """Bytes of a trainer's memory by part, on the device and on the host."""
+    optimizer, offload = trainer.optimizer, trainer.optimizer.offload
+    assert offload is not None
+    offload._scalars = torch.zeros(())  # scalars are left out
+    remainders, on_host = optimizer.main_params.remainders, offload.weights.keys()
+    everything = storages(tensors_of(vars(trainer) | {"data": None}, set()))
+
+    def parts(names: Iterable[str], weights: Iterable[Tensor], gradients: Iterable[Tensor]) -> dict[str, int]:
+        named = [*names]
+        main = [remainders[name] if name in remainders else optimizer.main_params[name] for name in named]
+        tensors: dict[str, Iterable[Tensor]] = {
+            "weights": weights,
+            "gradients": gradients,
+            "main params": main,
+            "moments": [kind[name] for kind in optimizer.state().values() for name in named if name in kind],
+            "average": [optimizer.ema[name] for name in named if name in optimizer.ema],
+        }
+        return {part: sum(everything.pop(at, 0) for at in storages(of_part)) for part, of_part in tensors.items()}
+
+    host = parts(on_host, offload.weights.values(), offload.grads.values())
+    host["buffers"] = sum(
+        everything.pop(at)
+        for group, rule in optimizer.groups
+        if group.offloaded
+        for at in storages(place.rows for place in getattr(rule, "_places", ()))
+    )
+    weights = [each for buffer in optimizer.weights.buffers for each in (buffer.whole, buffer.part)]
+    left = [name for name in optimizer.main_params if name not in on_host]
+    device = parts(left, weights, (bucket.shard for bucket in trainer.buckets.buckets))
+    return device | {"buffers": sum(everything.values())}, host
+
+
+OFFLOADED = (
+    f"{SMALL} no_shard --optimizer-cpu-offload",
+    f"{SMALL} optim --bf16 --optimizer-cpu-offload --ema-decay 0.9 --exp-avg-dtype bf16",
+    f"{SMALL} optim_grads --bf16 --optimizer-cpu-offload --optimizer-offload-fraction 0.4",
+    f"{SMALL} optim_grads_params --bf16 --optimizer-cpu-offload --optimizer-offload-fraction 0.7",
+    f"{SMALL} optim --bf16 --optimizer-cpu-offload --store-param-remainders --optimizer lion",
+    f"{SMALL} optim --optimizer-cpu-offload --optimizer muon --optimizer-offload-fraction 0.5",
+    f"{SMALL} optim {EXPERTS} --expert-model-parallel-size 2 --optimizer-cpu-offload --optimizer-offload-fraction 0.5",
+)
+
+
+def offloaded_state(rank: int, world_size: int, flags: str) -> tuple[dict[str, int], dict[str, int]]:
+    return allocated_in_two(build_trainer(config_of(flags, world_size), rank, world_size))
+
+
+@pytest.mark.parametrize("flags", OFFLOADED)
+def test_offloaded_state_is_on_the_host(pool: Pool, flags: str) -> None:
+    config = config_of(flags, 2)
+    nothing = dict.fromkeys(("compression", "outer"), 0)
+    for rank, (device, host) in enumerate(pool.run(2, offloaded_state, flags)):
+        assert device | nothing == rank_state_bytes(config, 2, rank)
+        assert host | nothing | {"activations": 0} == rank_host_bytes(config, 2, rank)
+        assert sum(host.values()) > 0
 
 
 def lent(rank: int, world_size: int, flags: str) -> tuple[int, int]:
