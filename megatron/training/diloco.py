@@ -86,7 +86,7 @@ class Diloco(Callback):
         replicas.index, replicas.id = place
         trainer.use_stream(replicas.index)
         self.replicas = replicas
-        self._together: list[int] = []  # indices of the members of the last exchange
+        self._together: list[Member] = []  # in the last exchange
         self._exchange: Future[Round] | None = None  # in progress
         self._measured: dict[str, float] = {}  # of the last exchange
         # Parameters that several ranks of a replica hold, at different places: all must get the same bits.
@@ -145,13 +145,13 @@ class Diloco(Callback):
         self._keep(done)
         self.outer.position = self._began
         blocked = time.monotonic() - began
-        together = [member.index for member in done.members]
-        for indices, what in ((set(together) - {*self._together}, "joined"), ({*self._together} - {*together}, "left")):
-            if indices and self._together:
-                self.log.note(f"DiLoCo round {self.outer.rounds}: replica {listed(sorted(indices))} {what}")
-        self._together = together
+        before, self._together = set(self._together), done.members
+        for members, what in ((before.difference(done.members), "left"), ({*done.members} - before, "joined")):
+            if members:
+                indices = listed(sorted(member.index for member in members))
+                self.log.note(f"DiLoCo round {self.outer.rounds}: replica {indices} {what}")
         self._measured = {
-            "diloco-members": len(together),
+            "diloco-members": len(done.members),
             "diloco-attempts": done.attempts,
             "diloco-seconds": done.seconds,
             "diloco-blocked-seconds": blocked,
@@ -213,10 +213,10 @@ class Diloco(Callback):
         done = self._synchronise(facts, torch.zeros(0), None, stopped)
         if not done.members:
             return ["gave up joining the other replicas"]
-        self._together = [member.index for member in done.members]
+        self._together = done.members
+        indices = listed([member.index for member in done.members])
         notes = [
-            f"DiLoCo replica {self.replicas.index} of {self.options.diloco_replicas}; "
-            f"{len(self._together)} together: {listed(self._together)}"
+            f"DiLoCo replica {self.replicas.index} of {self.options.diloco_replicas}; together: replicas {indices}"
         ]
         source = source_of(done.members)
         if not self._is_behind(source, self.replicas.index, facts):
