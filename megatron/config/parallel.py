@@ -166,6 +166,9 @@ class ParallelConfig:
     the end of the step. Default: on with one pipeline rank, off with several."""
     param_gather_prefetch: int = option(1, role="free", at_least=0, needs=ZERO_3)
     """ZeRO-3: blocks whose weights are gathered while another one computes."""
+    param_cpu_offload: bool = option(False, role="free", needs=ZERO_3)
+    """ZeRO-3: keep each rank's shards of the weights in host memory, and copy them to the device for every gather.
+    Needs optimizer_cpu_offload."""
 
     def bucket_size(self, data_parallel_ranks: int) -> int:
         """Return the elements per gradient bucket; by default they grow with the ranks that a bucket is cut for."""
@@ -189,6 +192,11 @@ class ParallelConfig:
         return self.zero_stage == 3 and (
             one_stage if self.reshard_after_forward is None else self.reshard_after_forward
         )
+
+    @property
+    def offloads_weights(self) -> bool:
+        """True if the shards of the weights are in host memory."""
+        return self.zero_stage == 3 and self.param_cpu_offload
 
     @property
     def optimizer_instances(self) -> int | None:

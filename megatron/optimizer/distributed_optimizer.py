@@ -154,7 +154,7 @@ class DistributedOptimizer:
         # host is that of the last update.
         shards, self.grads = self.weights.shards, buckets.grads
         if on_host:
-            self.offload = OptimizerOffload(on_host, specs, buckets, shards)
+            self.offload = OptimizerOffload(on_host, specs, buckets, shards, weights.on_host)
             shards, self.grads = shards | self.offload.weights, self.grads | self.offload.grads
         # This rank's shards by name: of the local stored shape if a shard is the whole parameter, else flat. For fp32
         # and fp64 models the weights themselves, or their copies on the host.

@@ -33,7 +33,12 @@ class OptimizerOffload:
     """Host copies of the gradients and weights that the CPU updates, and the copies between host and device."""
 
     def __init__(
-        self, names: Collection[str], specs: Mapping[str, ShardSpec], buckets: GradBuffer, shards: Mapping[str, Tensor]
+        self,
+        names: Collection[str],
+        specs: Mapping[str, ShardSpec],
+        buckets: GradBuffer,
+        shards: Mapping[str, Tensor],
+        shards_on_host: bool = False,
     ) -> None:
         """Allocate the host memory and copy the weights there.
 
@@ -41,15 +46,16 @@ class OptimizerOffload:
             names: of the parameters to offload.
             specs: by name.
             buckets: of the gradients; :attr:`GradBuffer.on_reduced` is set.
-            shards: this rank's shards of the weights on the device, by name.
+            shards: this rank's shards of the weights, by name.
+            shards_on_host: they are in host memory, so they are updated in place and not copied.
 
         """
         self.device = buckets.buckets[0].shard.device
         self._copies = CopyStream(self.device)
-        self._shards = {name: shards[name] for name in names}
+        self._shards = {} if shards_on_host else {name: shards[name] for name in names}
         # By name, shaped like the shards.
         self.grads: dict[str, Tensor] = {}
-        self.weights: dict[str, Tensor] = {}
+        self.weights = {name: shards[name] for name in names} if shards_on_host else {}
         # Gradients by id of their bucket; under 0 those that are summed once more after the reduction.
         self._grads: dict[int, Copies] = defaultdict(list)
         for bucket in buckets.buckets:
@@ -57,7 +63,7 @@ class OptimizerOffload:
             late = [name for name in mine if specs[name].tied or any(p.partial for p in specs[name].pieces)]
             for key, some in ((0, late), (id(bucket), [name for name in mine if name not in late])):
                 self._grads[key] += _mirror({name: buckets.grads[name] for name in some}, self.grads)
-            for shard, weight in _mirror({name: self._shards[name] for name in mine}, self.weights):
+            for shard, weight in _mirror({n: self._shards[n] for n in mine if n in self._shards}, self.weights):
                 weight.copy_(shard)
         buckets.on_reduced = lambda bucket: self._fetch(self._grads.get(id(bucket), []))
         self._scalars = host_buffer(4, torch.float64, self.device)
@@ -92,7 +98,7 @@ class OptimizerOffload:
     def upload(self, names: Sequence[str]) -> None:
         """Start copying weights to the device."""
         with self._copies.ordered():
-            for name in names:
+            for name in (name for name in names if name in self._shards):
                 self._shards[name].copy_(self.weights[name], non_blocking=True)
 
     def wait(self) -> None:
@@ -100,7 +106,9 @@ class OptimizerOffload:
         self._copies.wait()
 
     def synchronize(self) -> None:
-        """Let the host wait for the copies, before it changes :attr:`weights`."""
+        """Let the host wait for all copies, those of the parameter store too, before it changes :attr:`weights`."""
+        with self._copies.ordered():  # the current stream has waited for those
+            pass
         self._copies.synchronize()
 
 

@@ -12,7 +12,7 @@ each buffer, and an all-gather gives the part to the ranks that share the bucket
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -24,6 +24,7 @@ from torch.utils._pytree import tree_leaves
 from megatron.config.parallel import ParallelConfig
 from megatron.distributed import comm
 from megatron.distributed.comm import Group, Pending
+from megatron.distributed.host_memory import CopyStream, host_buffer
 from megatron.distributed.mesh import Mesh
 from megatron.layers.embedding import Embedding
 from megatron.layers.norm import Norm
@@ -46,20 +47,32 @@ class WeightBuffer:
     # Parameters, their places in ``whole``, and what they are while its memory is free: NaN.
     views: list[tuple[nn.Parameter, Tensor, Tensor]] = field(default_factory=list)
     pending: Pending | None = None  # the all-gather in flight
+    # If ``part`` is in host memory: its place in ``whole``, the stream of copies there, and an event after the last.
+    place: Tensor | None = None
+    copies: CopyStream | None = None
+    copied: torch.cuda.Event | None = None
     is_whole: bool = True  # or will be once ``pending`` is complete
     pinned: bool = False  # not to be freed
 
     def start_gather(self) -> None:
         """Start to gather the parts of all ranks."""
         self.is_whole = True
-        if self.group.size > 1:
-            self.pending = comm.start_all_gather(self.part, self.group, self.whole)
+        part = self.part
+        with nullcontext() if self.copies is None else self.copies.ordered():
+            if self.place is not None:
+                part = self.place.copy_(self.part, non_blocking=True)
+            if self.group.size > 1:  # after the copy, on its stream
+                self.pending = comm.start_all_gather(part, self.group, self.whole)
+        self.copied = None if self.copies is None else self.copies.mark()
 
     def wait(self) -> None:
         """Wait for the all-gather in flight, if there is one."""
         if self.pending is not None:
             self.pending.wait()
             self.pending = None
+        if self.copies is not None and self.copied is not None:
+            self.copies.wait(self.copied)
+            self.copied = None
 
 
 class ParameterStore:
@@ -114,6 +127,11 @@ class ParameterStore:
             self.buffers.append(buffer)
             self.shards |= {name: buckets.shard_view(buffer.part, name) for name in names if name in buckets.shards}
         self.shards = {name: self.shards[name] for name in buckets.shards}
+
+    @property
+    def on_host(self) -> bool:
+        """True if :attr:`shards` are in host memory."""
+        return self._config.offloads_weights
 
     def _adopt(self, buffer: WeightBuffer) -> None:
         """Take over a buffer that holds its initial values."""
@@ -179,13 +197,20 @@ class ShardedParameterStore(ParameterStore):
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         """Move the parameters' parts into the buffers; see :class:`ParameterStore`."""
+        self._copies: CopyStream | None = None  # of parts in host memory (``param_cpu_offload``)
         super().__init__(*arguments, **options)
         self._reshards = self._config.reshards_after_forward
         self._backward: nn.Module | None = None  # the block whose backward runs
         self._kept_for_backward: set[nn.Module] = set()  # not freed after a forward that backward follows
 
     def _adopt(self, buffer: WeightBuffer) -> None:
-        if buffer.group.size > 1:
+        if self._config.offloads_weights:
+            if self._copies is None:
+                self._copies = CopyStream(buffer.part.device)
+            host = host_buffer(buffer.part.numel(), buffer.part.dtype, buffer.part.device)
+            buffer.place, buffer.part, buffer.copies = buffer.part, host.copy_(buffer.part), self._copies
+            self._free(buffer)
+        elif buffer.group.size > 1:
             buffer.part = buffer.part.clone()
             self._free(buffer)
 
@@ -238,7 +263,7 @@ class ShardedParameterStore(ParameterStore):
                 buffer.start_gather()
 
     def _free(self, buffer: WeightBuffer) -> None:
-        if buffer.group.size == 1 or buffer.pinned or not buffer.is_whole:
+        if (buffer.group.size == 1 and buffer.place is None) or buffer.pinned or not buffer.is_whole:
             return
         buffer.wait()
         buffer.is_whole = False

@@ -262,10 +262,13 @@ class _StageState:
         shares = sorted([*self.shares[False][dense], *self.shares[True][expert]], key=lambda share: share[0])
         moved = offloaded_params({name: n for _, name, n, _ in shares}, self.specs, self.config.optimizer)
         device, host = self.common + self.sharded[False][dense] + self.sharded[True][expert], Counter[str]()
+        in_host = self.config.parallel.offloads_weights
+        if in_host:  # not copies, and with the padding of buckets
+            host["weights"] = device.pop("weights")
         for _, name, elements, state in shares:
             (host if name in moved else device).update(state)
             if name in moved:
-                host["weights"] += elements * DTYPE_BYTES[self.config.precision.params_dtype]
+                host["weights"] += elements * DTYPE_BYTES[self.config.precision.params_dtype] * (not in_host)
                 host["gradients"] += elements * main_param_bytes(self.config)
         return {kind: device[kind] for kind in STATE_KINDS}, {kind: host[kind] for kind in STATE_KINDS}
 

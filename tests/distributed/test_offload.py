@@ -75,6 +75,8 @@ CASES = {
     "zero 2, no overlap": ("sgd", sharded("optim_grads", overlap_grad_reduce=False), 1.0, FP32),
     "zero 2, remainders": ("remainders", sharded("optim_grads"), 0.4, BF16),
     "zero 3": ("adam", sharded("optim_grads_params"), 0.4, BF16),
+    "zero 3, weights": ("adam", sharded("optim_grads_params", param_cpu_offload=True), 1.0, BF16),
+    "zero 3, fp32 weights": ("lion", sharded("optim_grads_params", param_cpu_offload=True), 1.0, FP32),
     "zero 3, muon": ("muon", sharded("optim_grads_params"), 1.0, FP32),
     "partial gradients": (
         "adam",

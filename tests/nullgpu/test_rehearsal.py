@@ -96,6 +96,12 @@ CASES = {
     "optimizer offload, part, lion": Case(
         2, f"{LLAMA} {ZERO1} --optimizer lion --optimizer-cpu-offload --optimizer-offload-fraction 0.5", waits=1
     ),
+    "weights on the host": Case(
+        2,
+        f"{LLAMA} --data-parallel-sharding-strategy optim_grads_params --param-cpu-offload --optimizer-cpu-offload",
+        waits=1,
+        copied={"H2D": 0.5},
+    ),
     "activation offload": Case(1, f"{LLAMA} {OFFLOAD} 3", copied={"D2H": 0.9, "H2D": 0.9}, between=True),
     "activation offload, all, recomputation": Case(1, f"{LLAMA} {OFFLOAD} 4 --recompute-granularity full"),
     "activation offload, pipeline zb-h1": Case(

@@ -28,6 +28,19 @@ def check_offload_diloco(config: RunConfig, world_size: int) -> Iterator[Problem
         yield Problem("E941", sentence, (NO_OPTIMIZER_OFFLOAD, "drop --diloco-sync-interval"))
 
 
+def check_offloaded_weights(config: RunConfig, world_size: int) -> Iterator[Problem]:
+    """Check that weights in host memory are all updated there."""
+    optimizer = config.optimizer
+    if not config.parallel.offloads_weights:
+        return
+    dropped = "drop --param-cpu-offload"
+    if optimizer.optimizer == "muon":
+        yield Problem("E943", "--param-cpu-offload: muon updates matrices on the device", (dropped,))
+    elif not optimizer.optimizer_cpu_offload or optimizer.optimizer_offload_fraction < 1.0:
+        sentence = "--param-cpu-offload needs --optimizer-cpu-offload of all parameters"
+        yield Problem("E943", sentence, ("--optimizer-cpu-offload --optimizer-offload-fraction 1", dropped))
+
+
 def check_offloaded_layers(config: RunConfig, world_size: int) -> Iterator[Problem]:
     """Check that there are as many blocks as are to be offloaded."""
     count, layers = config.training.cpu_offloading_num_layers, config.model.num_layers

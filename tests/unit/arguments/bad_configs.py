@@ -58,6 +58,12 @@ CASES = (
     Case("--cuda-graph step --cpu-offloading-num-layers 2 --device cuda"),
     Case("--optimizer-cpu-offload --diloco-sync-interval 4 --diloco-server localhost:1"),
     Case("--optimizer-offload-fraction 1.5 --optimizer-cpu-offload --cpu-offloading-num-layers 3"),
+    Case("--data-parallel-sharding-strategy optim_grads_params --param-cpu-offload --optimizer muon", 2),
+    Case(
+        "--data-parallel-sharding-strategy optim_grads_params --param-cpu-offload --optimizer-cpu-offload "
+        "--optimizer-offload-fraction 0.5",
+        2,
+    ),
     # spelling
     Case("--hiden-size 256"),
     Case("--num-atention-heads 6 --no-sequence-paralel"),

@@ -213,6 +213,7 @@ OFFLOADED = (
     f"{SMALL} optim --bf16 --optimizer-cpu-offload --ema-decay 0.9 --exp-avg-dtype bf16",
     f"{SMALL} optim_grads --bf16 --optimizer-cpu-offload --optimizer-offload-fraction 0.4",
     f"{SMALL} optim_grads_params --bf16 --optimizer-cpu-offload --optimizer-offload-fraction 0.7",
+    f"{SMALL} optim_grads_params --bf16 --optimizer-cpu-offload --param-cpu-offload",
     f"{SMALL} optim --bf16 --optimizer-cpu-offload --store-param-remainders --optimizer lion",
     f"{SMALL} optim --optimizer-cpu-offload --optimizer muon --optimizer-offload-fraction 0.5",
     f"{SMALL} optim {EXPERTS} --expert-model-parallel-size 2 --optimizer-cpu-offload --optimizer-offload-fraction 0.5",
