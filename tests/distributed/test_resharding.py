@@ -160,13 +160,12 @@ def anonymous_bytes() -> int:
 
 @pytest.mark.parametrize("start", ["fresh", "hf"])
 def test_no_rank_of_zero_3_ever_holds_the_whole_model(pool: Pool, tmp_path: Path, start: str) -> None:
-    """Besides what it keeps, weights and gradients of a quarter of the model, a rank holds some matrices."""
+    """Besides what it keeps (a quarter of weights, gradients and momentum), a rank holds some matrices."""
     case = Case(WIDE, ParallelConfig(**ZERO["3"]), PrecisionConfig(), optimizer=OptimizerConfig("sgd"), dp=4)
     config = resolve(case.config(), 4)
     size = 4 * num_parameters(WIDE)
     assert size > 200 * 2**20
     folder = write_folder(tmp_path / "hf", WIDE, random_weights(WIDE)) if start == "hf" else None
     kept = sum(rank_state_bytes(config, 4, 0).values())
-    assert kept == pytest.approx(0.5 * size, rel=0.01)
     for peak in pool.run(4, memory_of_start, config, folder, timeout=120.0, check_collectives=False):
-        assert kept <= peak < kept + 0.25 * size
+        assert 0.9 * kept < peak < kept + 0.15 * size
