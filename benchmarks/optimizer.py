@@ -6,7 +6,8 @@ The parameters are those of GPT-2 of width 768 in fp32. Every rank of ZeRO-1 upd
 its time is taken as many times as there are ranks: what all would need one after the other. Nothing is sent; that is
 counted by `benchmarks.wire`. `update` finds the norm, clips, moves the weights and publishes them; torch's side is
 `clip_grad_norm_` and `AdamW(fused=True).step()`. The update rule alone is reported too. Contestants alternate, start
-from the same weights and gradients, and must reach the same weights.
+from the same weights and gradients, and must reach the same weights. `offloaded` is one rank with
+`--optimizer-cpu-offload`: on a CPU, the same update with copies of gradients and weights.
 """
 
 from __future__ import annotations
@@ -43,6 +44,7 @@ LAYERS, RANKS, ROUNDS = 6, (1, 2, 4, 8), 7
 """What results are kept for."""
 
 WHOLE, RULE = "update", "rule alone"
+OFFLOADED = "1, offloaded"
 Contestant = Mapping[str, Callable[[], object]]
 """What is timed, by :data:`WHOLE` and :data:`RULE`."""
 
@@ -76,7 +78,9 @@ def values_of(specs: Mapping[str, ShardSpec], seed: int, scale: float) -> dict[s
     return {name: torch.randn(spec.local_shape, generator=generator).mul_(scale) for name, spec in specs.items()}
 
 
-def ours(config: RunConfig, specs: Mapping[str, ShardSpec], ranks: int) -> tuple[DistributedOptimizer, Contestant]:
+def ours(
+    config: RunConfig, specs: Mapping[str, ShardSpec], ranks: int, offload: bool = False
+) -> tuple[DistributedOptimizer, Contestant]:
     """One of ``ranks`` replicas."""
     mesh = cast("Mesh", OneOf(ranks))
     params = {name: nn.Parameter(value) for name, value in values_of(specs, 0, 0.02).items()}
@@ -84,11 +88,21 @@ def ours(config: RunConfig, specs: Mapping[str, ShardSpec], ranks: int) -> tuple
     dtypes = {name: p.dtype for name, p in params.items()}
     buckets = GradBuffer(specs, dtypes, mesh, GradAccumulator(), torch.device("cpu"), parallel)
     weights = ParameterStore(params, buckets, mesh, parallel)
-    optimizer = DistributedOptimizer(weights, specs, buckets, mesh, config.optimizer)
+    optimizer = DistributedOptimizer(
+        weights, specs, buckets, mesh, replace(config.optimizer, optimizer_cpu_offload=offload)
+    )
     for name, gradient in values_of(specs, 1, GRADIENT).items():
         buckets.target(name).copy_(gradient)
     one, go = torch.ones(()), torch.zeros(())
-    return optimizer, {WHOLE: lambda: optimizer.update(RATES, one), RULE: lambda: optimizer._update(RATES, go, one)}
+
+    def update() -> None:
+        if buckets.on_reduced is not None and optimizer.offload is not None:  # gradients are copied to the host
+            for bucket in buckets.buckets:
+                buckets.on_reduced(bucket)
+            optimizer.offload.fetch_late()
+        optimizer.update(RATES, one)
+
+    return optimizer, {WHOLE: update, RULE: lambda: optimizer._update(RATES, go, one)}
 
 
 def theirs(config: RunConfig, specs: Mapping[str, ShardSpec]) -> tuple[dict[str, nn.Parameter], Contestant]:
@@ -126,18 +140,19 @@ def measure(config: RunConfig, ranks: Sequence[int], rounds: int) -> dict[str, d
     """Ratios of every round by what is timed, and by the number of ranks: all our ranks' seconds over torch's."""
     specs = gpt(config.model)
     params, torchs = theirs(config, specs)
-    sides = {n: ours(config, specs, n) for n in ranks}
-    ratios: dict[str, dict[str, list[float]]] = {what: {str(n): [] for n in ranks} for what in (WHOLE, RULE)}
+    sides = {str(n): (n, *ours(config, specs, n)) for n in ranks}
+    sides[OFFLOADED] = 1, *ours(config, specs, 1, offload=True)
+    ratios: dict[str, dict[str, list[float]]] = {what: {name: [] for name in sides} for what in (WHOLE, RULE)}
     for what in (WHOLE, RULE):
         torchs[what]()
-        for optimizer, contestant in sides.values():
+        for _, optimizer, contestant in sides.values():
             contestant[what]()
             if what == WHOLE:
                 check(optimizer, params)
         for _ in range(rounds):
-            for n, (_, contestant) in sides.items():
+            for name, (n, _, contestant) in sides.items():
                 reference = seconds(torchs[what])
-                ratios[what][str(n)].append(n * seconds(contestant[what]) / reference)
+                ratios[what][name].append(n * seconds(contestant[what]) / reference)
     return ratios
 
 
@@ -152,9 +167,9 @@ def page(result: Mapping[str, Any]) -> str:
     """Return the page of results."""
     text = ["# AdamW cut by ZeRO-1 beside torch's fused AdamW on the whole model, CPU, one thread", ""]
     text += ["| ranks | update of all ranks / clip_grad_norm_ and step | rule alone / step |", "|--:|---|---|"]
-    for n in result["ranks"]:
-        cells = (result["ratios"][what][str(n)] for what in (WHOLE, RULE))
-        text.append(f"| {n} | " + " | ".join(f"{m:.2f} ({low:.2f}-{high:.2f})" for m, low, high in cells) + " |")
+    for name in result["ratios"][WHOLE]:
+        cells = (result["ratios"][what][name] for what in (WHOLE, RULE))
+        text.append(f"| {name} | " + " | ".join(f"{m:.2f} ({low:.2f}-{high:.2f})" for m, low, high in cells) + " |")
     text += [
         "",
         f"One rank's seconds x ranks; {result['parameters']:,} parameters of GPT-2's shapes in fp32, median and range "

@@ -43,6 +43,7 @@ from megatron.config.errors import Problem
 from megatron.config.text import format_bytes
 from megatron.distributed import comm
 from megatron.distributed.comm import Group
+from megatron.distributed.host_memory import page_lock
 from megatron.distributed.launch import call_safely, is_peer_lost, raise_first_error, run_on_rank0
 from megatron.distributed.param_layout import round_up
 from megatron.distributed.sharding import Box
@@ -302,9 +303,8 @@ class HostCopyBuffer:
         """
         size = sum(_padded_bytes(part, tensor.dtype) for tensor in tensors.values() for part in tensor.parts)
         self._memory = torch.empty(size, dtype=torch.uint8).fill_(0)
-        if pinned and size:  # torch rounds its own pinned allocations up to a power of two
-            locked = torch.cuda.cudart().cudaHostRegister(self._memory.data_ptr(), size, 0)
-            torch.cuda.check_error(int(locked))
+        if pinned and size:
+            page_lock(self._memory)
 
     @property
     def bytes(self) -> int:

@@ -9,8 +9,8 @@ import os
 import re
 import shlex
 import socket
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
@@ -49,6 +49,8 @@ class Case:
     streams: int = 0
     # Part of the collectives on their own streams that computation must hide.
     hidden: float = 0.0
+    # By direction (D2H, H2D), the part of the copies on side streams that computation must hide.
+    copied: Mapping[str, float] = field(default_factory=dict)
     dtype: str = "bf16"
     # The host does not wait between steps either, without log lines.
     between: bool = False
@@ -63,6 +65,8 @@ ZERO3 = "--data-parallel-sharding-strategy optim_grads_params --overlap-grad-red
 CP = "--context-parallel-size"
 DOCUMENTS = "--reset-attention-mask --reset-position-ids --eod-mask-loss"
 PATTERNS = "--attention-pattern local:32+first:2,chunked:48,dilated:8:3,prefix:16"
+
+OFFLOAD = "--min-offloaded-tensor-size 1000 --cpu-offloading-num-layers"
 
 CASES = {
     "gpt": Case(1, ""),
@@ -82,9 +86,20 @@ CASES = {
     "lion": Case(1, f"{LLAMA} --optimizer lion"),
     "sgd": Case(1, f"{LLAMA} --optimizer sgd"),
     "low-precision moments": Case(1, f"{LLAMA} --exp-avg-dtype bf16 --exp-avg-sq-dtype bf16 --store-param-remainders"),
-    "optimizer offload": Case(1, f"{LLAMA} --optimizer-cpu-offload --ema-decay 0.9", waits=1),
+    # the host waits once, for the gradients and the clip factor
+    "optimizer offload": Case(
+        1,
+        f"{LLAMA} --optimizer-cpu-offload --ema-decay 0.9 --ddp-bucket-size 50000",
+        waits=1,
+        copied={"D2H": 0.5},
+    ),
     "optimizer offload, part, lion": Case(
         2, f"{LLAMA} {ZERO1} --optimizer lion --optimizer-cpu-offload --optimizer-offload-fraction 0.5", waits=1
+    ),
+    "activation offload": Case(1, f"{LLAMA} {OFFLOAD} 3", copied={"D2H": 0.9, "H2D": 0.9}, between=True),
+    "activation offload, all, recomputation": Case(1, f"{LLAMA} {OFFLOAD} 4 --recompute-granularity full"),
+    "activation offload, pipeline zb-h1": Case(
+        2, f"{LLAMA} {OFFLOAD} 2 --pipeline-model-parallel-size 2 --pipeline-schedule zb-h1"
     ),
     "average": Case(1, f"{LLAMA} --ema-decay 0.99 --eval-iters 2 --eval-interval 3"),
     "documents": Case(1, f"{LLAMA} {DOCUMENTS}"),
@@ -187,6 +202,11 @@ def problems(case: Case, traces: list[Trace], warm_up: int = 5) -> list[str]:
         hidden = [launches for _, launches in checks.hidden_work(steps[-1])]
         if sum(map(bool, hidden)) < case.hidden * len(hidden) or (case.hidden and not hidden):
             mine.append(f"{sum(map(bool, hidden))} of {len(hidden)} collectives are hidden behind computation")
+        copies = checks.hidden_copies(steps[-1]) if case.copied else {}
+        for direction, part in case.copied.items():
+            some, total = copies.get(direction, (0, 0))
+            if total == 0 or some < part * total:
+                mine.append(f"{direction}: {some} of {total} copies are hidden behind computation")
         found += [f"rank {rank}: {problem}" for problem in mine]
     return found
 

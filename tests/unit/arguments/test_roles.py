@@ -95,6 +95,8 @@ CONTEXT = {
     "recompute_num": "--recompute-granularity full",
     "recompute_modules": "--recompute-granularity selective",
     "eval": "--eval-iters 1 --eval-interval 2",
+    "min_offloaded": "--cpu-offloading-num-layers 1",
+    "optimizer_offload": "--optimizer-cpu-offload",
 }
 """What makes options whose names start so do anything."""
 
@@ -172,6 +174,9 @@ CHANGED = {
     "recompute_granularity": "full",
     "recompute_method": "block",
     "recompute_num_layers": "2",
+    "cpu_offloading_num_layers": "1",
+    "min_offloaded_tensor_size": "1",
+    "optimizer_offload_fraction": "0.5",
     "recompute_modules": "mlp core_attn",
     "cross_entropy_chunk_size": "5",
     "mlp_chunk_size": "3",

@@ -79,22 +79,22 @@ def test_views_of_one_memory_are_copied_once_and_small_or_shared_memory_is_not()
     weight = torch.randn(100, 30, requires_grad=True)
     offload.leave_out([weight])
     x = torch.randn(90, 100, requires_grad=True)
-    table, small = torch.randn(90, 30), torch.randn(10, 30, requires_grad=True)
+    z, table, small = (torch.randn(rows, 30, requires_grad=rows < 100) for rows in (90, 100, 10))
     block = offload.blocks([table])(0)
     with block:
         y = (x @ weight).exp()  # keeps x and weight, and y
         q, k = y[:, :20], y[:, 20:]
-        total = (q[:, :10] * k).sum() + (y * table).sum() + (small.exp()).sum()  # keeps views of y, and y again
-    assert offload.pool.size == x.nbytes + y.nbytes
+        total = (q[:, :10] * k).sum() + (y * table[:90]).sum() + small.exp().sum()  # views of y, and y again
+        total = total + (z[40:] ** 2).sum()  # keeps a part of z
+    assert offload.pool.size == x.nbytes + y.nbytes + z[40:].nbytes
     total.backward()
-    grads = [t.grad for t in (x, weight, small)]
-    for t in (x, weight, small):
+    leaves = x, weight, small, z
+    grads = [t.grad for t in leaves]
+    for t in leaves:
         t.grad = None
     y = (x @ weight).exp()
-    ((y[:, :10] * y[:, 20:]).sum() + (y * table).sum() + small.exp().sum()).backward()
-    assert all(
-        a is not None and b is not None and torch.equal(a, b) for a, b in zip(grads, [x.grad, weight.grad, small.grad])
-    )
+    ((y[:, :10] * y[:, 20:]).sum() + (y * table[:90]).sum() + small.exp().sum() + (z[40:] ** 2).sum()).backward()
+    assert all(a is not None and b is not None and torch.equal(a, b) for a, b in zip(grads, [t.grad for t in leaves]))
 
 
 def test_device_memory_is_free_once_the_block_after_next_begins() -> None:
