@@ -49,7 +49,6 @@ CASES = {
     "TP 2": (2, f"{SMALL} --tensor-model-parallel-size 2 --sequence-parallel"),
     "TP 2, remainders": (2, f"{SMALL} --tensor-model-parallel-size 2 --sequence-parallel --store-param-remainders"),
     "ZeRO-1": (2, f"{SMALL} --use-distributed-optimizer"),
-    "ZeRO-2": (2, f"{SMALL} --data-parallel-sharding-strategy optim_grads"),
     "ZeRO-3": (2, f"{SMALL} {ZERO3}"),
     "ZeRO-3, kept": (2, f"{SMALL} {ZERO3} --no-reshard-after-forward"),
     "ZeRO-3, prefetch 2": (2, f"{SMALL} {ZERO3} --param-gather-prefetch 2"),
