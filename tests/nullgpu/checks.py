@@ -47,25 +47,25 @@ def pageable_copies(step: Trace) -> list[str]:
 def hidden_copies(step: Trace) -> dict[str, tuple[int, int]]:
     """Count the copies on side streams, by direction: those that a matrix product follows, and all.
 
-    The product has to follow before another stream waits for an event after the copy.
+    The product has to follow before a compute stream waits for an event after the copy.
     """
     computing, counts = compute_streams(step), dict[str, tuple[int, int]]()
     for index, copy in enumerate(step):
         if copy.kind != "memcpy" or copy.stream in computing:
             continue
         hidden, total = counts.get(copy.name[:3], (0, 0))
-        counts[copy.name[:3]] = hidden + _is_hidden(copy, step[index + 1 :]), total + 1
+        counts[copy.name[:3]] = hidden + _is_hidden(copy, step[index + 1 :], computing), total + 1
     return counts
 
 
-def _is_hidden(copy: Event, after: Sequence[Event]) -> bool:
+def _is_hidden(copy: Event, after: Sequence[Event], computing: set[int]) -> bool:
     marks: set[int] = set()
     for event in after:
         if event.name == "eventRecord" and event.stream == copy.stream:
             marks.add(event.a)
         elif event.kind == "gemm":
             return True
-        elif event.kind == "wait" and event.a in marks and event.stream != copy.stream:
+        elif event.kind == "wait" and event.a in marks and event.stream in computing:
             return False
     return False
 

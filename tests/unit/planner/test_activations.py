@@ -19,7 +19,12 @@ from megatron.config.parallel import CP_COMM_TYPES
 from megatron.config.run import RunConfig
 from megatron.distributed.micro_batch import MicroBatch
 from megatron.pipeline.actions import Action
-from megatron.planner.activations import ActivationShape, activation_memory, peak_activations
+from megatron.planner.activations import (
+    ActivationShape,
+    activation_memory,
+    peak_activations,
+    peak_host_activations,
+)
 from megatron.training.build import build_trainer
 from tests.distributed.pool import Pool
 
@@ -200,3 +205,41 @@ def test_context_parallel_ranks_keep_their_part(pool: Pool, ranks: int) -> None:
         for kept, _ in (of_rank[number] for of_rank in found):
             assert kept[0] == pytest.approx(forward.after, rel=0.02), each
         assert max(of_rank[number][1] for of_rank in found) == pytest.approx(sum(foretold.values()), rel=0.1), each
+
+
+OFFLOADED = (
+    LLAMA,
+    f"{LLAMA} --bf16 --recompute-granularity selective",
+    f"--num-layers 4 {LLAMA} --recompute-granularity full --recompute-method block --recompute-num-layers 1",
+    f"--num-layers 4 {LLAMA} --recompute-granularity full --recompute-num-layers 3",
+    "--pipeline-model-parallel-size 2 --num-layers 4",
+    "--pipeline-model-parallel-size 2 --num-layers 4 --pipeline-schedule zb-v",
+)
+
+
+def host_pools(rank: int, ranks: int, flags: tuple[str, ...]) -> list[int]:
+    """Return the bytes of host buffers after a step, for each run."""
+    sizes = []
+    for each in flags:
+        trainer = build_trainer(config_of(each, ranks), rank, ranks)
+        trainer.start_at(0, 0)
+        batches = trainer.next_batches()
+        trainer.buckets.start_step(len(batches))
+        trainer.compute(batches, torch.ones(()))
+        offload = next(iter(trainer.chunks.values())).context.offload
+        sizes.append(0 if offload is None else offload.pool.size)
+    return sizes
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_host_memory_is_what_is_offloaded(pool: Pool, ranks: int) -> None:
+    some = [each for each in OFFLOADED if ("pipeline" in each) == (ranks == 2)]
+    flags = tuple(
+        f"{each} --global-batch-size 8 --cpu-offloading-num-layers 2 --min-offloaded-tensor-size 2000" for each in some
+    )
+    found = pool.run(ranks, host_pools, flags, timeout=240.0)
+    for number, each in enumerate(flags):
+        foretold = peak_host_activations(config_of(each, ranks), 1)
+        for rank, size in enumerate(foretold):
+            assert found[rank][number] == pytest.approx(size, rel=0.02), each
+            assert size > 0
