@@ -518,6 +518,12 @@ class GradBuffer:
         found = {name: self._bucket_of[name].layout.compressor for name in self.shards}
         return {name: compressor for name, compressor in found.items() if isinstance(compressor, ErrorFeedback)}
 
+    def reset_errors(self) -> None:
+        """Forget the errors of compressed gradients."""
+        for bucket in self.buckets:
+            if isinstance(bucket.layout.compressor, ErrorFeedback):
+                bucket.layout.compressor.reset()
+
     @torch.no_grad()
     def commit_errors(self, skipped: Tensor) -> None:
         """Keep the errors of compressed gradients after an update; see :meth:`ErrorFeedback.commit`."""

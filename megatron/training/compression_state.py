@@ -131,8 +131,7 @@ def load_compression(trainer: Trainer, manifest: Manifest) -> list[str]:
     saved, compression = _saved_sources(manifest), trainer.config.parallel.compression
     if compression is None or not compression.has_errors:
         return ["the checkpoint's errors of compressed gradients are not used"] if saved else []
-    for feedback in dict.fromkeys(trainer.buckets.error_feedback().values()):
-        feedback.reset()  # a checkpoint that turned out to be damaged may have been loaded in part
+    trainer.buckets.reset_errors()  # a checkpoint that turned out to be damaged may have been loaded in part
     errors, factors = replica_errors(trainer), _factors(trainer)
     found = compression_to_load(trainer, manifest)
     merged = {name: own for name, own in errors.items() if len(saved.get(name, [])) != own.sources}
