@@ -125,6 +125,8 @@ def rank_host_bytes(config: RunConfig, world_size: int, rank: int) -> dict[str, 
 
 def max_host_bytes(config: RunConfig, world_size: int) -> dict[str, int]:
     """Return the bytes offloaded to the host on the rank with the most; see :func:`rank_host_bytes`."""
+    if not (config.optimizer.optimizer_cpu_offload or config.training.cpu_offloading_num_layers):
+        return dict.fromkeys((*STATE_KINDS, "activations"), 0)
     activations = peak_host_activations(config, Layout.from_config(config.parallel, world_size).sizes["dp"])
     states = _state_by_stage(config, world_size, host=True)
     found = [state | {"activations": kept} for state, kept in zip(states, activations)]
