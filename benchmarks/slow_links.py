@@ -39,8 +39,7 @@ MODEL = (
     "--ffn-hidden-size 688 --device cpu --micro-batch-size 2"
 )
 SCHEDULE = (
-    f"--lr-decay-style constant --lr-warmup-fraction 0.03 --log-interval {INTERVAL} --train-iters {MOST * STEPS} "
-    "--split 90,10,0"
+    f"--lr-decay-style constant --lr-warmup-fraction 0.03 --log-interval 1 --train-iters {MOST * STEPS} --split 90,10,0"
 )
 TOGETHER = f"--global-batch-size 4 --eval-interval {INTERVAL} --eval-iters 2"
 ALONE = f"--global-batch-size 2 --eval-interval {2 * INTERVAL} --eval-iters 4 --diloco-server 10.0.0.1:29400"
@@ -119,7 +118,7 @@ def run(case: Case, corpus: Path, folder: Path, target: float | None) -> dict[st
         RuntimeError: when a process fails.
     """
     stop, metrics = folder / "stop", folder / "0" / "metrics.jsonl"
-    ranks, server = list[subprocess.Popen[bytes]](), list[subprocess.Popen[bytes]]()
+    ranks = list[subprocess.Popen[bytes]]()
     with namespaces(case.rate) as names, ExitStack() as stack:
 
         def start(number: int, script: str, flags: str, **variables: str) -> subprocess.Popen[bytes]:
@@ -133,7 +132,7 @@ def run(case: Case, corpus: Path, folder: Path, target: float | None) -> dict[st
             return process
 
         if case.is_diloco:
-            server.append(start(0, "tools/diloco_server.py", "--host 10.0.0.1 --port 29400"))
+            start(0, "tools/diloco_server.py", "--host 10.0.0.1 --port 29400")
         for rank in range(2):
             flags = f"{MODEL} {SCHEDULE} {case.flags} --data-path {corpus} --stop-file {stop} --run-dir {folder}/{rank}"
             if case.is_diloco:
@@ -152,13 +151,10 @@ def run(case: Case, corpus: Path, folder: Path, target: float | None) -> dict[st
         on_link = sent(names[0])
     points = curve(metrics)
     rows = [json.loads(line) for line in metrics.read_text().splitlines()]
-    counted, last = 0.0, 0
-    for row in rows:
-        counted += row.get("diloco-sent-bytes", 0)
-        if "iteration-time" in row:  # means since the last such row
-            means = sum(value for name, value in row.items() if name.startswith("sent-bytes-"))
-            counted += means * (row["iteration"] - last)
-            last = row["iteration"]
+    steps = [row for row in rows if "iteration-time" in row]
+    counted = sum(row.get("diloco-sent-bytes", 0) for row in rows)
+    counted += sum(value for row in steps for name, value in row.items() if name.startswith("sent-bytes-"))
+    last = len(steps)
     figures = {"curve": points, "sent": counted / last, "on link": on_link / last}
     return {"method": case.method, "flags": case.flags, "rate": case.rate} | figures
 
@@ -171,14 +167,13 @@ def _is_done(points: Sequence[tuple[int, float, float]], target: float | None) -
 
 
 def curve(metrics: Path) -> list[tuple[int, float, float]]:
-    """Return steps, seconds of these steps and validation loss of every evaluation."""
-    points, steps, seconds = list[tuple[int, float, float]](), 0, 0.0
-    for line in metrics.read_text().splitlines():
-        row = json.loads(line)
-        if "iteration-time" in row:
-            seconds += row["iteration-time"] * (row["iteration"] - steps)
-            steps = row["iteration"]
-        elif "lm loss validation" in row:
+    """Return steps, seconds of these steps after the first, and validation loss of every evaluation."""
+    points, seconds = list[tuple[int, float, float]](), 0.0
+    whole_lines, _, _ = metrics.read_text().rpartition("\n")
+    for row in map(json.loads, whole_lines.splitlines()):
+        if row.get("iteration", 1) > 1:  # the first step includes part of the start
+            seconds += row.get("iteration-time", 0.0)
+        if "lm loss validation" in row:
             points.append((row["iteration"], seconds, row["lm loss validation"]))
     return points
 
@@ -205,18 +200,23 @@ def page(result: Mapping[str, Any]) -> str:
         cells = [row["rate"] or "not limited", row["method"] + (f" `{row['flags']}`" if row["flags"] else "")]
         if found is None:
             lowest = min(loss for *_, loss in row["curve"])
-            cells += [f"{steps}: {lowest:.2f} only", f"{seconds / steps:.2f}", f"({seconds:.0f})", ""]
+            cells += [f"{steps}: {lowest:.2f} only", f"{seconds / (steps - 1):.2f}", f"({seconds:.0f})", ""]
         else:
-            cells += [f"{found[0]:.0f}", f"{found[1] / found[0]:.2f}", f"{found[1]:.0f}", f"{first / found[1]:.2f}"]
+            cells += [
+                f"{found[0]:.0f}",
+                f"{found[1] / (found[0] - 1):.2f}",
+                f"{found[1]:.0f}",
+                f"{first / found[1]:.2f}",
+            ]
         text.append("| " + " | ".join([*cells, f"{row['sent'] / 1e6:.2f} ({row['on link'] / 1e6:.2f})"]) + " |")
     model = parse([*MODEL.split(), *["--vocab-size", "4096", "--mock-data", "--train-iters", "1"]], {}).config.model
     text += [
         "",
         f"Until the validation loss is {target:.2f}, that of plain data parallelism after {STEPS} steps; between "
         f"evaluations, interpolated. Two replicas of {num_parameters(model):,} fp32 parameters, 512 tokens each a "
-        "step, one core each, gloo over TCP, one run each. Seconds are those of the steps. MB are 10^6 bytes of the "
-        "first rank, as the run counts them, and in brackets as they left its network interface, start and evaluations "
-        f"included. `python -m benchmarks.slow_links`. {conditions(result)}",
+        "step, one core each, gloo over TCP, one run each. Seconds are those of the steps after the first. MB are "
+        "10^6 bytes of the first rank, as the run counts them, and in brackets as they left its network interface, "
+        f"start and evaluations included. `python -m benchmarks.slow_links`. {conditions(result)}",
         "",
         "![validation loss over seconds](slow_links.png)",
     ]

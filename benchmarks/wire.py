@@ -58,6 +58,8 @@ WIRES = {
 }
 """How gradients are sent; the last two replace an all-reduce, so they need ZeRO-0 here."""
 
+RESHARD, KEEP = "--reshard-after-forward", "--no-reshard-after-forward"
+
 
 class Way(NamedTuple):
     """A ZeRO stage, the micro-batches of a step, and how gradients are sent."""
@@ -89,11 +91,6 @@ def count(rank: int, world_size: int, way: Way) -> dict[str, float]:
     found = {operation: count for (axes, operation), count in meter.pop_bytes_sent().items() if axes == "dp"}
     found["all-reduce"] -= 2 * SCALARS * (RANKS - 1) / RANKS
     return {operation: count for operation, count in found.items() if count}
-
-
-def count_all(rank: int, world_size: int, ways: Sequence[Way]) -> list[dict[str, float]]:
-    """Return the bytes sent by this rank, for each way of sharding."""
-    return [count(rank, world_size, way) for way in ways]
 
 
 def check(way: Way, ranks: Sequence[dict[str, float]]) -> dict[str, Any]:
@@ -143,7 +140,7 @@ def run_ours(rank: int, world_size: int, way: Way) -> tuple[float, int | None]:
     return sum(trainer.mesh.meter.pop_bytes_sent().values()), peak(memory)
 
 
-def run_fsdp(rank: int, world_size: int, way: Way, reshard: bool) -> tuple[float, int | None]:
+def run_fsdp(rank: int, world_size: int, way: Way) -> tuple[float, int | None]:
     """Return the same of FSDP2 with AdamW: bf16 weights in the model, fp32 reductions and state."""
     from transformers import AutoConfig, AutoModelForCausalLM  # takes seconds
 
@@ -156,7 +153,7 @@ def run_fsdp(rank: int, world_size: int, way: Way, reshard: bool) -> tuple[float
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(described, dtype=torch.float32)
         for block in model.model.layers:
-            fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
+            fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=way.more == RESHARD)
         fully_shard(model, mesh=mesh, mp_policy=policy)
         model.to_empty(device="cpu")
         with torch.no_grad():
@@ -183,17 +180,10 @@ def peak(memory: MemTracker | None) -> int | None:
     return memory and max(parts["Total"] for parts in memory.get_tracker_snapshot("peak").values())
 
 
-def compare() -> list[dict[str, Any]]:
-    """Return a row for each way of resharding: bytes sent and peak memory, the most of any rank."""
-    rows = []
-    for batches, reshard in product(MICROBATCHES, (True, False)):
-        more = "--reshard-after-forward" if reshard else "--no-reshard-after-forward"
-        way = Way("optim_grads_params", batches, more=more)
-        ours, theirs = run_ranks(RANKS, run_ours, way), run_ranks(RANKS, run_fsdp, way, reshard)
-        figures = [None if None in values else max(values) for values in (*zip(*ours), *zip(*theirs))]
-        names = "sent", "peak", "FSDP2 sent", "FSDP2 peak"
-        rows.append({"micro-batches": batches, "reshards": reshard} | dict(zip(names, figures)))
-    return rows
+def run_all(rank: int, world_size: int, ways: Sequence[Way], beside: Sequence[Way]) -> tuple[list[Any], list[Any]]:
+    """Return the bytes sent by this rank for each way of sharding, and figures of ZeRO-3 and of FSDP2."""
+    counts = [count(rank, world_size, way) for way in ways]
+    return counts, [(*run_ours(rank, world_size, way), *run_fsdp(rank, world_size, way)) for way in beside]
 
 
 def page(rows: Sequence[dict[str, Any]], beside: Sequence[dict[str, Any]]) -> str:
@@ -244,9 +234,14 @@ def main(argv: Sequence[str]) -> int:
     args = parser.parse_args(argv)
     ways = [Way(*way) for way in product(ZERO_STAGES, MICROBATCHES, ("fp32", "bf16", "int8"))]
     ways += [Way("no_shard", 1, wire) for wire in ("PowerSGD, rank 4", "top 1%")]
-    by_rank = run_ranks(RANKS, count_all, ways)
-    rows = [check(way, ranks) for way, ranks in zip(ways, zip(*by_rank))]
-    beside = compare()
+    sharded = [Way("optim_grads_params", *way) for way in product(MICROBATCHES, ("fp32",), (RESHARD, KEEP))]
+    counts, figures = zip(*run_ranks(RANKS, run_all, ways, sharded))
+    rows = [check(way, ranks) for way, ranks in zip(ways, zip(*counts))]
+    beside = []
+    for way, ranks in zip(sharded, zip(*figures)):
+        most = [None if None in of_ranks else max(of_ranks) for of_ranks in zip(*ranks)]
+        named = dict(zip(("sent", "peak", "FSDP2 sent", "FSDP2 peak"), most))
+        beside.append({"micro-batches": way.batches, "reshards": way.more == RESHARD} | named)
     print(page(rows, beside))
     if args.write:
         keep("wire", {"rows": rows, "beside": beside} | versions("torch", "transformers"), page(rows, beside))

@@ -211,6 +211,8 @@ def _optimizer(config: RunConfig, world_size: int) -> str:
     optimizer, parallel = config.optimizer, config.parallel
     shards = parallel.weight_replicas(world_size) // parallel.num_distributed_optimizer_instances
     sharing = f", ZeRO-{parallel.zero_stage} over {counted(shards, 'rank')}" if parallel.zero_stage else ""
+    if parallel.zero_stage == 3:
+        sharing += f" (weights {'freed after forward' if parallel.reshards_after_forward else 'kept within a step'})"
     dp = parallel.data_parallel_size(world_size)
     scale = lr_scale(config, dp)
     rate = f"{optimizer.lr:g}"

@@ -149,9 +149,15 @@ def check_graph_backend(config: RunConfig, world_size: int) -> Iterator[Problem]
 
 
 def check_graph_gather(config: RunConfig, world_size: int) -> Iterator[Problem]:
-    """Reject all-gathers of weights that one step starts and the next one waits for: a graph ends with its step."""
+    """Reject all-gathers of weights that one step starts and the next one waits for: a graph ends with its step.
+
+    ZeRO-3 gathers within the step, in memory that it frees and allocates again.
+    """
     mode, parallel = config.compute.cuda_graph, config.parallel
-    if mode in CAPTURES and parallel.overlap_param_gather and parallel.zero_stage:
+    if mode == "step" and parallel.zero_stage == 3:
+        sentence = "--cuda-graph step cannot capture optim_grads_params, which frees and allocates weights (ZeRO-3)"
+        yield Problem("E913", sentence, OPTIMIZER_ONLY)
+    if mode in CAPTURES and parallel.overlap_param_gather and parallel.zero_stage in (1, 2):
         sentence = f"--cuda-graph {mode} cannot capture --overlap-param-gather, which ends in the next step"
         yield Problem("E913", sentence, ("--no-overlap-param-gather", NO_CUDA_GRAPH))
 

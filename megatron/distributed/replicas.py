@@ -165,13 +165,15 @@ class Replicas:
         """Claim an index, and start the heartbeat; for the leader.
 
         Args:
-            wanted: index to try first.
+            wanted: index to try first; without ``required`` ignored if there are fewer.
             required: accept no other.
             options: what must be the same in all replicas, JSON.
 
         Raises:
             UserError: if the options differ from those of the first replica, or no index is free.
         """
+        if wanted is not None and not required and wanted >= self.count:
+            wanted = None
         mine = json.dumps(options, sort_keys=True)
         if not self._replace("options", "", mine):
             first = json.loads(self._read("options"))

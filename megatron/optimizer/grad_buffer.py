@@ -155,7 +155,7 @@ class Bucket(ABC):
 
     @abstractmethod
     def wait_early(self) -> bool:
-        """Wait for a reduction of the step's last micro-batch that is in flight, if there is one.
+        """Wait for the reduction in flight, if it belongs to this bucket alone.
 
         Returns:
             True if :attr:`shard` now has the sum over all ranks.
@@ -442,8 +442,9 @@ class GradBuffer:
     def counted_shards(self) -> dict[str, ParamShard]:
         """Return the shards that this rank counts in norms and checkpoints: every element is counted by one rank.
 
-        They do not depend on the ZeRO stage, so the order of summation does not either. The exception is Muon: its
-        undivided parameters lie elsewhere in a bucket that is sharded, so ZeRO-0 and ZeRO-1 agree up to rounding.
+        They are the same for ZeRO-0 and 1, so the order of summation is, too. The exception is Muon: its undivided
+        parameters lie elsewhere in a bucket that is sharded. ZeRO-2 and 3 have other buckets. There, norms agree up to
+        rounding.
         """
         return self._shards(over_copies=True)
 
@@ -516,6 +517,12 @@ class GradBuffer:
         """Return what keeps the errors of compressed gradients, by parameter of which this rank has a shard."""
         found = {name: self._bucket_of[name].layout.compressor for name in self.shards}
         return {name: compressor for name, compressor in found.items() if isinstance(compressor, ErrorFeedback)}
+
+    def reset_errors(self) -> None:
+        """Forget the errors of compressed gradients."""
+        for bucket in self.buckets:
+            if isinstance(bucket.layout.compressor, ErrorFeedback):
+                bucket.layout.compressor.reset()
 
     @torch.no_grad()
     def commit_errors(self, skipped: Tensor) -> None:

@@ -170,6 +170,10 @@ class ErrorFeedback(ABC):
     def start_all_reduce(self, x: Tensor, group: Group) -> Reduction:
         """Start summing ``x`` over the group, in place."""
 
+    def reset(self) -> None:
+        """Forget all errors."""
+        self.error.zero_()
+
     def commit(self, skipped: Tensor) -> None:
         """Keep the state after a step, unless the scalar ``skipped`` is not 0; without synchronisation."""
         if self._next_error is not None:
@@ -203,10 +207,7 @@ class TopK(ErrorFeedback):
         delta, count = x + self.error, self._count
         outside = self._cut_outside(delta)
         rest = comm.start_all_reduce(outside, group) if len(outside) else Pending(outside)
-        magnitude = delta.abs()
-        for start, stop in self._outside:
-            magnitude[start:stop] = -1.0
-        chosen = magnitude.topk(count, sorted=False).indices
+        chosen = delta.abs().topk(count, sorted=False).indices  # outside the blocks only where all others are 0
         message = torch.cat([chosen.to(torch.int32), delta[chosen].view(torch.int32)])
         self._next_error = delta.index_fill_(0, chosen, 0.0)
         pending = comm.start_all_gather(message, group) if count else Pending(message)
@@ -236,10 +237,16 @@ class PowerSGD(ErrorFeedback):
         self.rank = compression.rank
         # By block, [matrices, columns, rank]; views of one tensor.
         self.warm_starts = self._by_block(part.new_empty(sum(b.count * b.columns for b in blocks) * self.rank), False)
-        for block, q in zip(self.blocks, self.warm_starts):
-            key = stable_hash(*identity, "powersgd", block.name, block.first)
-            q.copy_(torch.randn(q.shape, generator=torch.Generator().manual_seed(key)))
+        self._identity = identity
+        self.reset()
         self._next_q: Tensor | None = None
+
+    def reset(self) -> None:
+        """Forget all errors, and draw the first factors again."""
+        super().reset()
+        for block, q in zip(self.blocks, self.warm_starts):
+            key = stable_hash(*self._identity, "powersgd", block.name, block.first)
+            q.copy_(torch.randn(q.shape, generator=torch.Generator().manual_seed(key)))
 
     def start_step(self, step: int) -> None:
         """Begin a step: forget what an aborted one has left."""

@@ -45,8 +45,9 @@ class OuterOptimizer:
         self.main_params, self.config = main_params, config
         self.params = {name: value.detach().clone() for name, value in main_params.items()}
         self.momentum = {name: torch.zeros_like(value) for name, value in self.params.items()}
-        # Averaged outer gradients that are not applied yet.
+        # Averaged outer gradients that are not applied yet; a rank may have none of a pending round.
         self.grads: dict[str, Tensor] = {}
+        self.pending = False
         # Rounds whose gradients are averaged.
         self.rounds = 0
         # Steps and samples when the last of them began.
@@ -57,7 +58,7 @@ class OuterOptimizer:
     @torch.no_grad()
     def reset(self) -> None:
         """Start again from the main parameters, which were loaded."""
-        self.grads, self.rounds = {}, 0
+        self.grads, self.rounds, self.pending = {}, 0, False
         for name, value in self.main_params.items():
             self.params[name].copy_(value)
             self.momentum[name].zero_()
@@ -77,6 +78,7 @@ class OuterOptimizer:
         """Keep averaged gradients, laid out as by :meth:`gradients`, for :meth:`step`."""
         parts = average.split([self.params[name].numel() for name in names])
         self.grads = {name: part.view_as(self.params[name]) for name, part in zip(names, parts)}
+        self.pending = True
 
     @torch.no_grad()
     def step(self, mix: float) -> None:
@@ -94,7 +96,7 @@ class OuterOptimizer:
             value.sub_(change, alpha=self.config.diloco_outer_lr)
             merged[name] = value.lerp(self.main_params[name], mix) if mix else value
         self.main_params.set(merged)
-        self.grads = {}
+        self.grads, self.pending = {}, False
 
     def kinds(self) -> dict[str, dict[str, Tensor]]:
         """Return the state of checkpoints by kind and name."""
@@ -107,8 +109,10 @@ class OuterOptimizer:
     def state_dict(self) -> dict[str, Any]:
         """Return the progress as plain numbers."""
         iteration, consumed_samples = self.position
-        return {"rounds": self.rounds, "iteration": iteration, "consumed_samples": consumed_samples}
+        progress = {"rounds": self.rounds, "pending": self.pending}
+        return progress | {"iteration": iteration, "consumed_samples": consumed_samples}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore what :meth:`state_dict` has returned."""
-        self.rounds, self.position = state["rounds"], (state["iteration"], state["consumed_samples"])
+        self.rounds, self.pending = state["rounds"], state["pending"]
+        self.position = state["iteration"], state["consumed_samples"]

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import ceil, prod
 
 from megatron.config.batch import get_num_microbatches
@@ -423,12 +423,37 @@ def _reduction_buffers(config: RunConfig, layout: Layout, pp: int) -> int:
             total += (sum(parts) + 2 * max(parts)) * wide + gathered
         else:
             total += max(bucket.packing.size for bucket in reduced) * QUANTIZING_BYTES
-    # In layer order, only one bucket per key collects gradients at a time, and only one block.
+    # In layer order, only one bucket per key collects gradients at a time.
     in_layer_order = _finishes_in_layer_order(config, layout, pp)
+    if in_layer_order and config.parallel.zero_stage == 3:
+        return total + _buffers_by_block(streamed) * wide
     for size in {bucket.packing.size for bucket in streamed}:
-        keys = [replace(bucket.key, block="") for bucket in streamed if bucket.packing.size == size]
+        keys = [bucket.key for bucket in streamed if bucket.packing.size == size]
         total += size * (len(set(keys) if in_layer_order else keys) + MAX_REDUCTIONS_IN_FLIGHT) * wide
     return total
+
+
+def _buffers_by_block(buckets: Sequence[BucketShape]) -> int:
+    """Return the elements of the buffers in a pool that the buckets of one block after the other use.
+
+    When a block collects gradients, the buckets in flight are among the last ones of the blocks before it, those of the
+    previous micro-batch included. Buffers are used again for buckets of the same size only.
+    """
+    blocks: dict[str, Counter[int]] = defaultdict(Counter)  # number of buckets by size
+    # A tied weight collects from the loss on, while its gradient of the previous micro-batch is in flight.
+    tied = 2 * sum(bucket.packing.size for bucket in buckets if bucket.key.tied)
+    for bucket in buckets:
+        if not bucket.key.tied:
+            blocks[bucket.key.block][bucket.packing.size] += 1
+    sizes, most = list(blocks.values()), Counter[int]()
+    for index, own in enumerate(sizes):
+        in_flight = Counter[int]()
+        for earlier in (*sizes[:index][::-1], *sizes[index:][::-1]):
+            if in_flight.total() < MAX_REDUCTIONS_IN_FLIGHT:
+                in_flight += earlier
+        at_most = Counter({size: min(count, MAX_REDUCTIONS_IN_FLIGHT) for size, count in in_flight.items()})
+        most |= at_most + own
+    return tied + sum(size * count for size, count in most.items())
 
 
 NCCL_CHANNELS = 16

@@ -20,7 +20,6 @@ from torch import Tensor
 from megatron.checkpoint.format import Manifest
 from megatron.checkpoint.load import load_sharded
 from megatron.checkpoint.tensor_file import GlobalTensor, TensorPart
-from megatron.distributed import comm
 from megatron.distributed.param_layout import ParamShard, shard_boxes
 from megatron.distributed.sharding import Box
 from megatron.optimizer.grad_compression import PowerSGD
@@ -131,6 +130,7 @@ def load_compression(trainer: Trainer, manifest: Manifest) -> list[str]:
     saved, compression = _saved_sources(manifest), trainer.config.parallel.compression
     if compression is None or not compression.has_errors:
         return ["the checkpoint's errors of compressed gradients are not used"] if saved else []
+    trainer.buckets.reset_errors()  # a checkpoint that turned out to be damaged may have been loaded in part
     errors, factors = replica_errors(trainer), _factors(trainer)
     found = compression_to_load(trainer, manifest)
     merged = {name: own for name, own in errors.items() if len(saved.get(name, [])) != own.sources}
@@ -147,14 +147,12 @@ def load_compression(trainer: Trainer, manifest: Manifest) -> list[str]:
             merged[name].error.add_(part)
     for own in merged.values():
         own.error.div_(own.sources)
-    facts = [bool(merged), any(name not in found for name in factors)]
-    split, lost = (any(rank[i] for rank in comm.all_gather_objects(facts, trainer.mesh.world)) for i in range(2))
-    notes = []
+    notes = []  # of this rank's part
     if not saved:
         notes.append("the checkpoint has no errors of compressed gradients: they start at zero")
-    elif split:
+    elif merged:
         notes.append("errors of compressed gradients are added up and divided equally: the replicas are not as many")
-    if lost:
+    if any(name not in found for name in factors):
         notes.append("PowerSGD starts with random factors where the checkpoint has none for this layout and rank")
     return notes
 

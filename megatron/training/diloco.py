@@ -86,7 +86,7 @@ class Diloco(Callback):
         replicas.index, replicas.id = place
         trainer.use_stream(replicas.index)
         self.replicas = replicas
-        self._together: list[int] = []  # indices of the members of the last exchange
+        self._together: list[Member] = []  # in the last exchange
         self._exchange: Future[Round] | None = None  # in progress
         self._measured: dict[str, float] = {}  # of the last exchange
         # Parameters that several ranks of a replica hold, at different places: all must get the same bits.
@@ -103,7 +103,7 @@ class Diloco(Callback):
         """Merge a round whose delay is over, and begin the one that is due."""
         trainer, options = self.trainer, self.options
         iteration, last = trainer.iteration, trainer.iteration == trainer.total_steps
-        if (self._exchange is not None or self.outer.grads) and (last or iteration >= self._merge_at):
+        if (self._exchange is not None or self.outer.pending) and (last or iteration >= self._merge_at):
             self._merge(options.diloco_mix)
         if not last and iteration % (int(options.diloco_sync_interval or 1) // options.diloco_fragments):
             return
@@ -140,18 +140,24 @@ class Diloco(Callback):
         exchange, self._exchange = self._exchange, None
         if exchange is None:
             return
-        began = time.monotonic()
-        done = exchange.result()
+        began, lost = time.monotonic(), None
+        try:
+            done = exchange.result()
+        except ReplicaError as error:
+            lost = error
+        anywhere = torch.tensor(float(lost is not None), device=self.trainer.device)
+        if comm.all_reduce(anywhere, self.world, "max").item():  # all ranks of this replica end alike
+            raise lost or ReplicaError("another rank of this replica has lost the other replicas: start it again")
         self._keep(done)
         self.outer.position = self._began
         blocked = time.monotonic() - began
-        together = [member.index for member in done.members]
-        for indices, what in ((set(together) - {*self._together}, "joined"), ({*self._together} - {*together}, "left")):
-            if indices and self._together:
-                self.log.note(f"DiLoCo round {self.outer.rounds}: replica {listed(sorted(indices))} {what}")
-        self._together = together
+        before, self._together = set(self._together), done.members
+        for members, what in ((before.difference(done.members), "left"), ({*done.members} - before, "joined")):
+            if members:
+                indices = listed(sorted(member.index for member in members))
+                self.log.note(f"DiLoCo round {self.outer.rounds}: replica {indices} {what}")
         self._measured = {
-            "diloco-members": len(together),
+            "diloco-members": len(done.members),
             "diloco-attempts": done.attempts,
             "diloco-seconds": done.seconds,
             "diloco-blocked-seconds": blocked,
@@ -207,21 +213,22 @@ class Diloco(Callback):
             "rounds": outer.rounds,
             "position": [*outer.position],
             "whole": False,
-            "pending": bool(outer.grads),
+            "pending": outer.pending,
             "digest": int(comm.all_reduce(digest, self.world).item()),
         }
         done = self._synchronise(facts, torch.zeros(0), None, stopped)
         if not done.members:
             return ["gave up joining the other replicas"]
-        self._together = [member.index for member in done.members]
+        self._together = done.members
+        indices = listed([member.index for member in done.members])
         notes = [
-            f"DiLoCo replica {self.replicas.index} of {self.options.diloco_replicas}; "
-            f"{len(self._together)} together: {listed(self._together)}"
+            f"DiLoCo replica {self.replicas.index} of {self.options.diloco_replicas}; together: replicas {indices}"
         ]
         source = source_of(done.members)
         if not self._is_behind(source, self.replicas.index, facts):
             return notes
         outer.rounds, outer.position = source.facts["rounds"], tuple(source.facts["position"])
+        outer.pending = source.facts.get("pending", False)
         trainer.optimizer.main_params.set(outer.params)
         trainer.optimizer.after_load()
         trainer.start_at(*outer.position, trainer.data.segments, trainer.batches_since)
@@ -339,7 +346,11 @@ def source_of(members: Sequence[Member]) -> Member:
     Raises:
         ReplicaError: if no member has a state.
     """
-    best = max(members, key=lambda member: (not member.facts["starting"], member.facts["rounds"]))
+
+    def progress(member: Member) -> tuple[bool, int, list[int]]:
+        return not member.facts["starting"], member.facts["rounds"], member.facts["position"]
+
+    best = max(members, key=progress)
     if best.facts["rounds"] < 0:
         raise ReplicaError(
             "the replica with the outer weights died while it sent them: start again, from the checkpoints"

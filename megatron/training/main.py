@@ -124,12 +124,17 @@ def build_and_train(
         if trainer.optimizer.outer is not None and not config.training.skip_train:
             diloco = Diloco(trainer, run_on_rank0(lambda: stream_of(source), world))
         checkpointer = Checkpointer(trainer, lease, others)
-        with startup("checkpoint"):
-            held = () if lease is None else lease.notes
-            notes = [*notes, *held, *trainer.notes, *run_step.notes, *checkpointer.load(source)]
-        if diloco is not None and trainer.iteration < trainer.total_steps:
-            with startup("joining"):
-                notes += diloco.join(lambda: bool(stop.local_code()))
+        try:
+            with startup("checkpoint"):
+                held = () if lease is None else lease.notes
+                notes = [*notes, *held, *trainer.notes, *run_step.notes, *checkpointer.load(source)]
+            if diloco is not None and trainer.iteration < trainer.total_steps:
+                with startup("joining"):
+                    notes += diloco.join(lambda: bool(stop.local_code()))
+        except BaseException:
+            if diloco is not None:
+                diloco.replicas.leave()  # the others need not wait for it
+            raise
         facts = start_facts(os.environ, None if lease is None else lease.epoch)
         previous = None if run_dir is None or not source.fresh else Path(run_dir) / METRICS_FILE
         trainer.run_id = run_on_rank0(

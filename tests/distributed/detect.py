@@ -14,16 +14,18 @@ import torch
 import torch.nn.functional as F
 
 from megatron.config.errors import UserError
-from megatron.config.parallel import ParallelConfig
+from megatron.config.parallel import GradCompression, ParallelConfig
 from megatron.config.run import CheckpointConfig, DataConfig, OptimizerConfig, TrainingConfig
 from megatron.data.errors import DataError
 from megatron.data.loader import MaskBuilder, build_data
 from megatron.distributed.grad_accumulator import GradAccumulator
-from megatron.distributed.launch import run_on_rank0
+from megatron.distributed.launch import run_on_rank0, world_group
 from megatron.distributed.layout import Layout
 from megatron.distributed.mesh import Mesh
+from megatron.distributed.param_layout import MatrixBlock
 from megatron.layers.loss import VocabularyShard, linear_cross_entropy
 from megatron.layers.moe import DispatchPlan
+from megatron.optimizer.grad_compression import build_compressor
 from megatron.pipeline.actions import COMPUTE_KINDS
 from megatron.pipeline.plan import build_program
 from megatron.pipeline.recorder import record_timeline
@@ -54,6 +56,32 @@ class Detector:
     function: Callable[..., Any]
     args: tuple[Any, ...]
     right: Callable[[Sequence[Any]], bool]
+
+
+def compressed_sums(rank: int, world_size: int) -> list[torch.Tensor]:
+    """Sums in int8, and of methods that lose nothing here: all elements but the smallest, and the full rank."""
+    group, blocks = world_group(rank, world_size), [MatrixBlock("layers.0.weight", 0, 0, 1, 8, 8)]
+    found = []
+    for method in ("int8", "topk:0.98", "powersgd:8"):
+        x = addend(rank)
+        compression = GradCompression.parse(method)
+        if compression is None:
+            raise ValueError(method)
+        pending, finish = build_compressor(compression, blocks, x, 1, 2).start_all_reduce(x, group)
+        found.append(finish(pending.wait()).double())
+    return found
+
+
+def addend(rank: int) -> torch.Tensor:
+    x = torch.randn(128, generator=torch.Generator().manual_seed(rank))
+    x[5] = 0.0
+    return x
+
+
+def _are_sums(ranks: Sequence[list[torch.Tensor]]) -> bool:
+    total = torch.stack([addend(rank).double() for rank in range(len(ranks))]).sum(0)
+    bounds = (0.1, 1e-5, 1e-4)
+    return all((x - total).abs().max() < bound for found in ranks for x, bound in zip(found, bounds))
 
 
 def trains_like_one_process(case: Case, ranks: Sequence[list[RankTrace]]) -> bool:
@@ -382,6 +410,7 @@ DETECTORS: dict[str, Detector] = {
     "zero3": training(ZERO3),
     "zero3-muon": training(replace(ZERO3, optimizer=OptimizerConfig("muon", adam_eps=1e-5))),
     "hsdp": training(HSDP),
+    "compression": Detector(2, compressed_sums, (), _are_sums),
     "bf16-wire": Detector(2, run_case, (BF16_WIRE,), partial(nearly_like_one_process, BF16_WIRE)),
     "route": Detector(2, plan_a_route, (), lambda ranks: list(ranks) == PLANNED),
     "fp8-tp2": training(FP8_TP2),

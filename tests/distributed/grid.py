@@ -148,7 +148,7 @@ FACTORS: dict[str, tuple[Any, ...]] = {
     "dp": (1, 2, 3, 4),
     "cp": (1, 2, 4, 3),
     "cp_type": CP_COMM_TYPES,
-    "zero": ("0", "1", "2", "2 twice", "3 kept", "3 freed", "3 twice"),  # the others are in the product
+    "zero": ("0", "1", "2", "3 kept", "3 freed", "3 twice"),  # the others are in the product
     "gather": (False, True),
     "experts": tuple(EXPERTS),
     "ep": (1, 2),

@@ -104,7 +104,8 @@ def _draw_side(chance: random.Random, run: Choice, ranks: int, fixed: Choice) ->
     """A layout of the run on so many ranks, and other ways to compute it; None if there is none."""
 
     def fitting(choices: tuple[Choice, ...], wanted: Choice) -> Choice | None:
-        found = [c for c in choices if all(c[name] == wanted[name] for name in c.keys() & wanted.keys())]
+        names = choices[0].keys() & wanted.keys()
+        found = [c for c in choices if all(c[name] == wanted[name] for name in names)]
         found = [c for c in found if "pp" not in c or ranks_of(c) == ranks]
         return chance.choice(found) if found else None
 

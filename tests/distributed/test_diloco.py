@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import subprocess
 import sys
 import time
@@ -36,8 +37,8 @@ from tests.distributed.diloco_runs import (
     together,
     weights,
 )
-from tests.distributed.pool import Pool
-from tests.runs import Told, checkpoint, differences, saved_steps, tiny_run
+from tests.distributed.pool import Pool, RankError
+from tests.runs import Told, checkpoint, column, differences, records, saved_steps, tiny_run
 
 
 def test_a_round_every_step_is_data_parallelism() -> None:
@@ -331,3 +332,60 @@ def test_a_lost_server_ends_replicas_with_a_checkpoint_from_which_they_go_on(poo
     assert process.wait() == 0
     a, b = (checkpoint(tmp_path / name / "saved/iter_0000008")[0] for name in "ab")
     assert all(torch.equal(a[name], b[name]) for name in a if not name.startswith("optim.exp"))
+
+
+def test_diloco_is_turned_on_and_off_at_a_checkpoint(pools: list[Pool], server: str, tmp_path: Path) -> None:
+    def run(flags: str) -> Told:
+        schedule = "--lr-decay-style constant --resume-mode new-schedule"
+        (told,) = pools[0].run(1, run_rank, tiny_run(tmp_path / "run", f"--save {tmp_path}/saved {schedule} {flags}"))
+        return told
+
+    own = f"--diloco-sync-interval 2 --diloco-replicas 1 --diloco-timeout 5 {server}"
+    assert run("--train-iters 3").status == 0
+    assert "the checkpoint has no outer weights: DiLoCo starts from the weights" in run(f"--train-iters 7 {own}").out
+    tensors, state = checkpoint(tmp_path / "saved/iter_0000007")
+    assert state["outer"] == {"rounds": 3, "iteration": 7, "consumed_samples": 28}
+    assert all(torch.equal(tensors[f"optim.outer_param.{n}"], tensors[n]) for n in tensors if "optim." not in n)
+    assert "goes on from this replica's weights, on its own" in run("--train-iters 9").out
+    assert saved_steps(tmp_path / "saved") == [3, 7, 9]
+
+
+@pytest.mark.slow
+def test_the_loss_of_a_run_in_which_a_replica_dies_and_another_joins(
+    pools: list[Pool], server: str, tmp_path: Path
+) -> None:
+    """The killed one starts again from nothing; a third comes late."""
+
+    def run(name: str, pool: Pool, flags: str, *strike: Any) -> float:
+        folder = tmp_path / name
+        options = "--diloco-sync-interval 10 --diloco-timeout 3 --lr-decay-style constant --train-iters 80"
+        evaluation = "--eval-iters 8 --eval-interval 80"
+        pool.run(1, run_rank, tiny_run(folder, f"{options} {evaluation} {flags}"), *strike, timeout=300)
+        return float(column(folder, "lm loss validation", "lm loss validation")[-1])
+
+    def with_deaths() -> float:
+        flags = f"--diloco-replicas 3 {server}"
+
+        def killed_and_again() -> float:
+            with pytest.raises(RankError, match="SIGKILL"):
+                run("killed", pools[1], flags, 37, None, 0.02)
+            return run("again", pools[1], flags, None, None, 0.02)
+
+        def late() -> float:
+            time.sleep(2)
+            return run("late", pools[2], flags, None, None, 0.02)
+
+        losses = together([partial(run, "first", pools[0], flags, None, None, 0.02), killed_and_again, late])
+        assert losses == [losses[0]] * 3  # all end with the outer weights
+        notes = [record["text"] for record in records(tmp_path / "first", "text")]
+        assert any("replica 1 left" in note for note in notes)
+        assert sum("joined" in note for note in notes) >= 1
+        return losses[0]
+
+    store, port = serve("127.0.0.1", 0)
+    flags = f"--diloco-replicas 3 --diloco-server 127.0.0.1:{port}"
+    calm = together([partial(run, f"calm {index}", pool, flags) for index, pool in enumerate(pools)])[0]
+    del store
+    disturbed = with_deaths()
+    print(f"loss after 80 steps, from {math.log(31):.2f}: {disturbed:.4f}; undisturbed {calm:.4f}")
+    assert abs(disturbed - calm) < 0.1

@@ -466,8 +466,14 @@ def save_and_go_on(rank: int, size: int, config: RunConfig) -> tuple[list[float]
     return advance(trainer, 3), {n: own.error for n, own in replica_errors(trainer).items()}
 
 
-def load_and_go_on(rank: int, size: int, config: RunConfig) -> tuple[list[float], dict[str, Tensor], list[str]]:
-    """Losses and errors after it, and the notes; a checkpoint is written at once."""
+Loaded = tuple[list[float], dict[str, Tensor], list[str], Tensor, bool]
+
+
+def load_and_go_on(rank: int, size: int, config: RunConfig) -> Loaded:
+    """Losses and errors after it, notes; errors of positions as loaded, and whether TP ranks add up their gradients.
+
+    A checkpoint is written at once.
+    """
     source = choose_resume_source(config.checkpoint, world_group(rank, size))
     trainer = build_trainer(config, rank, size, fresh=source.fresh)
     notes = Checkpointer(trainer).load(source)
@@ -476,8 +482,11 @@ def load_and_go_on(rank: int, size: int, config: RunConfig) -> tuple[list[float]
     padding = 2 * 16 * 4  # factors of rows that only pad the vocabulary, counted but not saved
     assert checkpoint_bytes(config, size) - saved.bytes in (0, padding)
     trainer.iteration -= 1
+    name = "embedding.position_embeddings.weight"
+    loaded = {n: own.error.clone() for n, own in replica_errors(trainer).items()}.get(name, torch.zeros(()))
+    added = name in trainer.specs and any(piece.partial for piece in trainer.specs[name].pieces)
     losses = advance(trainer, 3)
-    return losses, {n: own.error for n, own in replica_errors(trainer).items()}, notes
+    return losses, {n: own.error for n, own in replica_errors(trainer).items()}, notes, loaded, added
 
 
 COMPRESSED = {
@@ -487,6 +496,7 @@ COMPRESSED = {
         "--ddp-bucket-size 3000"
     ),
     "pipeline": "--grad-compression topk:0.05 --pipeline-model-parallel-size 2",
+    "tied factors": "--grad-compression powersgd:2 --pipeline-model-parallel-size 2",
     "int8": "--grad-compression int8 --use-distributed-optimizer",
 }
 
@@ -496,7 +506,7 @@ def test_a_run_goes_on_to_the_bit(pool: Pool, tmp_path: Path, name: str) -> None
     config = run_of(tmp_path, COMPRESSED[name], 4)
     whole = pool.run(4, save_and_go_on, config)
     again = pool.run(4, load_and_go_on, config)
-    for (losses, errors), (losses_again, errors_again, notes) in zip(whole, again):
+    for (losses, errors), (losses_again, errors_again, notes, *_) in zip(whole, again):
         assert losses == losses_again
         assert all(torch.equal(error, errors_again[n]) for n, error in errors.items())
         assert not [note for note in notes if "errors" in note or "PowerSGD" in note]
@@ -537,7 +547,13 @@ def test_another_layout_keeps_the_sum_of_errors(pool: Pool, tmp_path: Path, name
     for n, total in saved.items():
         assert torch.allclose(kept[n], total, rtol=1e-5, atol=1e-8), n
     assert (count == new_count) == (name in ("TP", "TP, SP"))
-    notes = [note for _, _, notes in found for note in notes if "added up" in note]
+    if name in ("TP", "TP, SP"):
+        assert all(added == (name == "TP, SP") for *_, added in found)
+        total = torch.stack([positions for *_, positions, _ in found]).sum(0).flatten()
+        copies = 1 if name == "TP, SP" else 2
+        assert torch.allclose(total.double(), copies * saved["embedding.position_embeddings.weight"].flatten())
+        assert total.abs().sum() > 0
+    notes = [note for _, _, notes, *_ in found for note in notes if "added up" in note]
     assert bool(notes) == (name not in ("TP", "TP, SP"))
 
 

@@ -53,7 +53,8 @@ FLOOR_FP32 = 1e-3
 ZERO_BY_MATHEMATICS = "k_layernorm.bias"
 """Without rotary positions it shifts all scores of a query alike: what is left of its gradient is rounding."""
 
-MATRIX = covering(FACTORS, valid)
+# In this order of values the greedy search finds fewest cases.
+MATRIX = covering(FACTORS | {"zero": ("3 freed", "3 kept", "0", "3 twice", "1", "2")}, valid)
 
 TP2_SP = ParallelConfig(tensor_model_parallel_size=2, sequence_parallel=True)
 TP4 = ParallelConfig(tensor_model_parallel_size=4, ddp_bucket_size=4000)
@@ -152,7 +153,7 @@ def test_a_large_parameter_in_fp32(pool: Pool) -> None:
 
 
 def test_the_matrix_is_small_and_covers_every_pair_that_can_occur() -> None:
-    assert len(MATRIX) <= 67
+    assert len(MATRIX) <= 68
     assert all(valid(choice) and set(choice) == set(FACTORS) for choice in MATRIX)
     covered = set().union(*map(pairs_of, MATRIX))
     together = pairs_that_fit()
@@ -296,7 +297,8 @@ def test_the_product_crosses_what_is_cut_with_how_experts_are_dealt_out() -> Non
         if zero == "0" or (dp > 1 and (dp % 2 == 0 or not zero.endswith("twice")))
     }
     mixed = {(c["zero"], c["ep"], c["etp"]) for c in crossed if c["experts"] != "none"}
-    small = {(zero, 4, etp) for zero in ("1 twice", "2 twice") for etp in (None, 2)}  # eight ranks hold them once
+    twice = [zero for zero in ZERO if zero.endswith("twice")]
+    small = {(zero, 4, etp) for zero in twice for etp in (None, 2)}  # eight ranks hold them once
     assert mixed == {*itertools.product(ZERO, (1, 2, 4), (None, 1, 2))} - small
 
 

@@ -5,6 +5,8 @@ What is cut differs: by TP, PP, EP, ZeRO and its copies, Muon's whole matrices, 
 
 from __future__ import annotations
 
+import gc
+import threading
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,7 +15,14 @@ import torch
 
 from megatron.arguments.sources import resolve
 from megatron.checkpoint.format import Manifest
-from megatron.config.run import CheckpointConfig
+from megatron.config.parallel import ParallelConfig
+from megatron.config.run import CheckpointConfig, OptimizerConfig, PrecisionConfig, RunConfig
+from megatron.layers.parameters import num_parameters
+from megatron.planner.memory import rank_state_bytes
+from megatron.training.build import build_trainer
+from megatron.training.checkpointer import Checkpointer
+from megatron.training.resume_source import ResumeSource
+from tests.distributed.drive import Case
 from tests.distributed.grid import FACTORS, ZERO
 from tests.distributed.pool import Pool
 from tests.distributed.resharding import (
@@ -27,19 +36,21 @@ from tests.distributed.resharding import (
 )
 from tests.distributed.resume import BEFORE, gathered, load_and_go_on, save_and_go_on, save_at_once
 from tests.runs import checkpoint
+from tests.unit.convert.folders import llama, random_weights, write_folder
 
 PLAIN = {"experts": "none", "optimizer": "adam"}
+LION = {"optimizer": "lion", "experts": "none", "biases": "no", "qk_norm": False}
 PAIRS = [
-    draw(0, (2, 3), before={"zero": "1"}),
-    draw(1, (8, 6), PLAIN, {"zero": "2"}, {"zero": "1"}),
-    draw(2, (4, 4), {"experts": "two of four"}, {"pp": 4, "zero": "0"}, {"ep": 2, "zero": "1"}),
-    draw(3, (4, 2), PLAIN | {"kv_heads": 2}, {"tp": "4"}, {"zero": "0", "dp": 2}),
+    draw(10, (2, 3), before={"zero": "3 freed"}),
+    draw(21, (8, 6), PLAIN, {"zero": "2"}, {"zero": "1"}),
+    draw(42, (4, 4), {"experts": "two of four"}, {"pp": 4, "zero": "0"}, {"ep": 2, "zero": "3 kept"}),
+    draw(3, (4, 2), PLAIN | {"kv_heads": 2, "biases": "all"}, {"tp": "4"}, {"zero": "0", "dp": 2}),
     draw(4, (4, 1), PLAIN | {"moments": "bf16"}, {"zero": "2 twice"}),
-    draw(5, (4, 3), {"experts": "none"}, {"pp": 2, "schedule": "interleaved", "zero": "1"}, {"zero": "2"}),
-    draw(6, (4, 4), {"experts": "none", "optimizer": "muon"}, {"tp": "1", "zero": "1"}, {"pp": 2, "tp": "2sp"}),
-    draw(7, (3, 4), PLAIN | {"moments": "bf16"}, {"zero": "1"}, {"schedule": "zb-v", "zero": "1"}, ema=0.9),
-    draw(8, (3, 4), PLAIN | {"moments": "fp32"}, {"zero": "1"}, {"tp": "2", "zero": "2"}, half=True),
-    draw(9, (6, 4), {"optimizer": "lion"}, {"pp": 1}, {"zero": "1"}),
+    draw(25, (4, 3), PLAIN, {"pp": 2, "zero": "1"}, {"zero": "2"}),
+    draw(6, (4, 4), {"experts": "none", "optimizer": "muon"}, {"tp": "1", "zero": "3 twice"}, {"pp": 2, "tp": "2sp"}),
+    draw(47, (3, 4), PLAIN | {"moments": "bf16"}, {"zero": "1"}, {"schedule": "zb-v", "zero": "3 freed"}, ema=0.9),
+    draw(8, (3, 4), PLAIN | {"moments": "fp32"}, {"zero": "3 kept"}, {"tp": "2", "zero": "2"}, half=True),
+    draw(29, (6, 4), LION, {"pp": 1}, {"zero": "1"}),
 ]
 
 
@@ -72,8 +83,8 @@ def check_file(path: Path, told: set[int], expected: int) -> None:
 def test_the_pairs_are_of_all_kinds() -> None:
     sides = [choice for pair in PAIRS for choice in pair.choices]
     assert {c["tp"][0] for c in sides} == {"1", "2", "4"}
-    for switch in ("pp", "zero"):
-        assert {c[switch] for c in sides} == set(FACTORS[switch]), switch
+    assert {c["pp"] for c in sides} == set(FACTORS["pp"])
+    assert {c["zero"] for c in sides} == set(ZERO) - {"1 twice", "3"}
     assert {c["ep"] for c in sides} >= {1, 2}
     for switch in ("kv_heads", "untied", "vocab", "biases", "moments", "qk_norm"):
         assert {c[switch] for c in sides} == set(FACTORS[switch]), switch
@@ -114,3 +125,47 @@ def test_the_ranks_share_the_writing_evenly(pool: Pool, tmp_path: Path, case: st
     files = bytes_of_files(Manifest.open(tmp_path / "iter_0000000"))
     assert len(files) == 4
     assert max(files.values()) <= 1.1 * min(files.values()), files
+
+
+WIDE = llama(num_layers=8, hidden_size=768, ffn_hidden_size=2048, num_attention_heads=12, num_query_groups=12)
+"""Weights of 227 MB in fp32."""
+
+
+def memory_of_start(rank: int, world_size: int, config: RunConfig, hf: Path | None) -> int:
+    """Growth of this rank's anonymous memory until the weights are there, at its peak."""
+    build_trainer(replace(config, model=llama()), rank, world_size)  # loads libraries
+    gc.collect()
+    before, peak, stop = anonymous_bytes(), 0, threading.Event()
+
+    def watch() -> None:
+        nonlocal peak
+        while not stop.wait(0.001):
+            peak = max(peak, anonymous_bytes())
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    trainer = build_trainer(config, rank, world_size, fresh=hf is None)
+    if hf is not None:
+        Checkpointer(trainer).load(ResumeSource(hf=hf))
+    stop.set()
+    watcher.join()
+    return max(peak, anonymous_bytes()) - before
+
+
+def anonymous_bytes() -> int:
+    """Memory of this process that is not that of files."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("RssAnon"))
+
+
+@pytest.mark.parametrize("start", ["fresh", "hf"])
+def test_no_rank_of_zero_3_ever_holds_the_whole_model(pool: Pool, tmp_path: Path, start: str) -> None:
+    """Besides what it keeps (a quarter of weights, gradients and momentum), a rank holds some matrices."""
+    case = Case(WIDE, ParallelConfig(**ZERO["3"]), PrecisionConfig(), optimizer=OptimizerConfig("sgd"), dp=4)
+    config = resolve(case.config(), 4)
+    size = 4 * num_parameters(WIDE)
+    assert size > 200 * 2**20
+    folder = write_folder(tmp_path / "hf", WIDE, random_weights(WIDE)) if start == "hf" else None
+    kept = sum(rank_state_bytes(config, 4, 0).values())
+    for peak in pool.run(4, memory_of_start, config, folder, timeout=120.0, check_collectives=False):
+        assert 0.9 * kept < peak < kept + 0.15 * size

@@ -30,6 +30,7 @@ SMALL = (
     "--untie-embeddings-and-output-weights --hidden-dropout 0 --attention-dropout 0 --micro-batch-size 4 "
     "--global-batch-size 16"
 )
+ZERO3 = "--data-parallel-sharding-strategy optim_grads_params"
 PP = f"{SMALL} --pipeline-model-parallel-size 2"
 COMMON = "--mock-data --bf16 --train-iters 9 --eval-iters 0 --clip-grad 1 --device cuda --cuda-graph none"
 CASES = {
@@ -48,6 +49,11 @@ CASES = {
     "TP 2": (2, f"{SMALL} --tensor-model-parallel-size 2 --sequence-parallel"),
     "TP 2, remainders": (2, f"{SMALL} --tensor-model-parallel-size 2 --sequence-parallel --store-param-remainders"),
     "ZeRO-1": (2, f"{SMALL} --use-distributed-optimizer"),
+    "ZeRO-3": (2, f"{SMALL} {ZERO3}"),
+    "ZeRO-3, kept": (2, f"{SMALL} {ZERO3} --no-reshard-after-forward"),
+    "ZeRO-3, prefetch 2": (2, f"{SMALL} {ZERO3} --param-gather-prefetch 2"),
+    "ZeRO-3, full recomputation": (2, f"{SMALL} {ZERO3} --recompute-granularity full --recompute-num-layers 2"),
+    "ZeRO-3, FP8": (2, f"{SMALL} {ZERO3} --fp8-format hybrid"),
     "PP 2": (2, PP),
     "PP 2, interleaved": (2, f"{PP} --num-virtual-stages-per-pipeline-rank 2"),
     "PP 2, zb-h1": (2, f"{PP} --pipeline-schedule zb-h1"),
@@ -90,7 +96,7 @@ def measure(argv: list[str]) -> tuple[int, int]:
     from megatron.distributed.layout import Layout
     from megatron.optimizer.lr_scheduler import Rates
     from megatron.planner.activations import peak_activations
-    from megatron.planner.memory import rank_state_bytes
+    from megatron.planner.memory import max_peak_bytes, rank_state_bytes
     from megatron.training.build import build_trainer
     from megatron.training.step import train_step
 
@@ -110,7 +116,9 @@ def measure(argv: list[str]) -> tuple[int, int]:
         torch.cuda.synchronize()
     layout = Layout.from_config(config.parallel, ranks)
     activations = peak_activations(config, layout.sizes["dp"])[layout.coordinate(rank)["pp"]]
-    foretold = sum(rank_state_bytes(config, ranks, rank).values()) + sum(activations.values())
+    parts = max_peak_bytes(config, ranks)
+    during = [parts[kind] for kind in ("gathered weights", "reduction", "FP8 weights")]
+    foretold = sum((*rank_state_bytes(config, ranks, rank).values(), *activations.values(), *during))
     peak = torch.cuda.max_memory_allocated()
     if ranks > 1:
         dist.barrier(dist.new_group(backend="gloo"))  # the first rank keeps the store

@@ -60,6 +60,7 @@ MOE = f"{LLAMA} --num-experts 4 --moe-router-topk 2"
 FP8 = "--fp8-format hybrid --ffn-hidden-size 256"
 TP = "--tensor-model-parallel-size 2 --sequence-parallel"
 ZERO1 = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"
+ZERO3 = "--data-parallel-sharding-strategy optim_grads_params --overlap-grad-reduce"
 
 CP = "--context-parallel-size"
 DOCUMENTS = "--reset-attention-mask --reset-position-ids --eod-mask-loss"
@@ -121,6 +122,18 @@ CASES = {
     "ZeRO-1": Case(2, f"{LLAMA} {ZERO1}", hidden=0.5),
     "ZeRO-2": Case(2, f"{LLAMA} {ZERO1} --data-parallel-sharding-strategy optim_grads", hidden=0.5),
     "optimizer instances": Case(4, f"{LLAMA} {ZERO1} --num-distributed-optimizer-instances 2"),
+    # all but the gather of the embedding, with which a micro-batch begins
+    "ZeRO-3": Case(2, f"{LLAMA} {ZERO3}", hidden=0.95, between=True),
+    "ZeRO-3, kept": Case(2, f"{LLAMA} {ZERO3} --no-reshard-after-forward", hidden=0.95),
+    "ZeRO-3, prefetch 2": Case(4, f"{LLAMA} {ZERO3} --param-gather-prefetch 2", hidden=0.95),
+    "ZeRO-3, recomputation": Case(2, f"{LLAMA} {ZERO3} --recompute-granularity full --recompute-num-layers 2"),
+    "ZeRO-3, instances": Case(4, f"{LLAMA} {ZERO3} --num-distributed-optimizer-instances 2"),
+    "ZeRO-3, muon": Case(2, f"{LLAMA} {ZERO3} --optimizer muon"),
+    "ZeRO-3, FP8": Case(2, f"{LLAMA} {ZERO3} {FP8}"),
+    "ZeRO-3, graph of the optimizer": Case(2, f"{LLAMA} {ZERO3} --cuda-graph optimizer"),
+    "ZeRO-3, tensor-parallel": Case(4, f"{LLAMA} {ZERO3} {TP}"),
+    "ZeRO-3, experts": Case(4, f"{MOE} --expert-model-parallel-size 2 {ZERO3}", waits=64),
+    "ZeRO-3, pipeline": Case(4, f"{LLAMA} {ZERO3} --pipeline-model-parallel-size 2 --reshard-after-forward"),
     "graph over data-parallel": Case(2, f"{LLAMA} --cuda-graph step"),
     "tensor-parallel": Case(2, f"{LLAMA} {TP}"),
     "overlap by parts": Case(2, f"{LLAMA} {TP} --tp-comm-overlap --tp-comm-overlap-method pipelined", hidden=0.5),

@@ -26,6 +26,7 @@ NAMES = [
     "flags",
     "formats",
     "long_context",
+    "memory",
     "slow_networks",
     "operations",
     "performance",

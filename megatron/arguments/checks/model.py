@@ -489,9 +489,11 @@ def sharding_notes(config: RunConfig, world_size: int) -> Iterator[str]:
     if config.parallel.zero_stage and replicas == config.parallel.num_distributed_optimizer_instances:
         axes = _replica_axes(config.parallel)
         yield f"{SHARDED} shards nothing here: each of {replicas} instances has one rank ({axes} {replicas})"
-    if config.parallel.zero_stage == 2 and config.model.vocab_size is not None:
-        yield from _zero2_traffic_note(config, world_size)
-    if config.optimizer.optimizer != "muon" or not config.parallel.zero_stage:
+    if config.parallel.zero_stage >= 2 and config.model.vocab_size is not None:
+        yield from _traffic_note(config, world_size)
+    if config.parallel.zero_stage == 3 and config.parallel.overlap_param_gather:
+        yield "--overlap-param-gather has no effect with optim_grads_params, which always overlaps (ZeRO-3)"
+    if config.optimizer.optimizer != "muon" or config.parallel.zero_stage not in (1, 2):
         return
     if config.parallel.zero_stage == 2:
         yield (
@@ -505,15 +507,25 @@ def sharding_notes(config: RunConfig, world_size: int) -> Iterator[str]:
         )
 
 
-def _zero2_traffic_note(config: RunConfig, world_size: int) -> Iterator[str]:
-    """Yield a note if reducing every micro-batch separately sends more bytes."""
-    count = get_num_microbatches(config.training, config.parallel.data_parallel_size(world_size))
-    once = replace(config, parallel=replace(config.parallel, data_parallel_sharding_strategy="optim"))
-    ours, theirs = (sum(data_parallel_traffic(c, world_size).values()) for c in (config, once))
-    if ours > theirs:
+def _traffic_note(config: RunConfig, world_size: int) -> Iterator[str]:
+    """Yield a note if communicating for every micro-batch separately sends more bytes."""
+    parallel = config.parallel
+    count = get_num_microbatches(config.training, parallel.data_parallel_size(world_size))
+    others = {"optim": replace(parallel, data_parallel_sharding_strategy="optim")}
+    if parallel.reshards_after_forward:
+        others = {"--no-reshard-after-forward": replace(parallel, reshard_after_forward=False), **others}
+    ours, *theirs = (
+        sum(data_parallel_traffic(replace(config, parallel=p), world_size).values())
+        for p in (parallel, *others.values())
+    )
+    if count > 1 and ours > theirs[-1]:
+        what = "is reduced separately"
+        if parallel.reshards_after_forward:
+            what = "gathers the weights twice and is reduced separately"
+        compared = " and ".join(f"with {name} {format_bytes(sent)}" for name, sent in zip(others, theirs))
         yield (
-            f"optim_grads: each of {count} micro-batches is reduced separately, so a rank sends "
-            f"{format_bytes(ours)} in a step; with optim {format_bytes(theirs)}"
+            f"{parallel.data_parallel_sharding_strategy}: each of {count} micro-batches {what}, so a rank sends "
+            f"{format_bytes(ours)} in a step; {compared}"
         )
 
 

@@ -126,6 +126,11 @@ CASES = (
     Case("--grad-compression int8 --fp16", ranks=2),
     Case("--grad-compression int8 --cuda-graph step --device cuda --micro-batch-size 1", ranks=2),
     Case("--use-distributed-optimizer --overlap-param-gather --cuda-graph optimizer --device cuda", ranks=2),
+    Case(
+        "--data-parallel-sharding-strategy optim_grads_params --cuda-graph step "
+        "--hidden-dropout 0 --attention-dropout 0",
+        ranks=2,
+    ),
     Case("--local-save-interval 10 --moe-layer-freq 2 --moe-router-score-function sigmoid --num-experts 4"),
     Case("--dataloader-type cyclic"),
     Case("--reset-position-ids --eod-mask-loss --train-data-path a b"),

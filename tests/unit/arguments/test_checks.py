@@ -234,6 +234,8 @@ def test_linear_scaling_without_a_warm_up_is_noted() -> None:
 def test_cuda_graphs_of_documents_and_of_health_reports() -> None:
     for name in ("auto", *KERNEL_CANDIDATES["attention"]):
         assert "E910" in codes(f"--cuda-graph step --reset-attention-mask --kernels compiled attention={name}")
+    zero_3 = "--data-parallel-sharding-strategy optim_grads_params --overlap-param-gather"
+    assert [codes(f"--cuda-graph {mode} {zero_3}", 2).count("E913") for mode in ("step", "optimizer")] == [1, 0]
     flags = "--cuda-graph step --hidden-dropout 0 --attention-dropout 0 --run-dir runs/a --log-health-interval"
     assert "--cuda-graph step has no effect" in notes(f"{flags} 1")
     assert "--cuda-graph step has no effect" not in notes(f"{flags} 2")
@@ -261,6 +263,7 @@ def test_an_unreadable_value_hides_no_other_problem_of_cuda_graphs(flags: str, e
         ("--micro-batch-size 65 --global-batch-size 65 --tensor-model-parallel-size 2", 2, "step", ""),
         ("--use-distributed-optimizer", 2, "step", ""),
         ("--use-distributed-optimizer --overlap-param-gather", 2, "none", "--overlap-param-gather"),
+        ("--data-parallel-sharding-strategy optim_grads_params", 2, "none", "ZeRO-3"),
         ("--hidden-dropout 0.1", 1, "none", "dropout"),
         ("--pipeline-model-parallel-size 2", 2, "none", "pipeline"),
         ("--num-experts 4 --disable-bias-linear", 1, "none", "experts"),
@@ -419,6 +422,12 @@ def test_notes_on_sharded_gradients_and_instances() -> None:
     ours, theirs = (float(number) for number in re.findall(r"([\d.]+) MiB", told))
     assert ours / theirs == pytest.approx((3 + 1) / 2, rel=1e-3)
     assert notes(f"{flags} 4", 4) == ""
+    told = notes(f"{flags.replace('optim_grads', 'optim_grads_params')} 12 --overlap-param-gather", 4)
+    ours, kept, theirs = (float(number) for number in re.findall(r"([\d.]+) MiB", told))
+    assert kept / theirs == pytest.approx((3 + 1) / 2, rel=1e-3), "three reduce-scatters and a gather"
+    assert ours / theirs == pytest.approx((3 + 3 * 2) / 2, rel=0.1), "where a block is not kept, two gathers each"
+    assert "--overlap-param-gather has no effect" in told
+    assert notes(f"{MUON} --data-parallel-sharding-strategy optim_grads_params", 16) == "", "no matrix is whole"
     sharded = "--use-distributed-optimizer --num-distributed-optimizer-instances"
     for ranks, instances in ((1, 1), (4, 1), (4, 2), (4, 4)):
         assert ("shards nothing" in notes(f"{sharded} {instances}", ranks)) is (ranks == instances)

@@ -92,7 +92,7 @@ def test_no_fix_of_300_misspellings_changes_the_type_or_sense_of_a_flag() -> Non
         setting = dice.choice([*SETTINGS.values()])
         flag = dice.choice([name for name, each in SPELLINGS.items() if each is setting])
         typed = misspelt(flag, dice)
-        if typed in known:
+        if typed in known or foreign_flags().find(typed) is not None:
             continue
         value = "" if kind(flag)[0] is None else setting.choices[0] if setting.choices else values[setting.scalar]
         found = next(p for p in problems(f"{typed} {value}") if p.sentence.startswith(typed))
