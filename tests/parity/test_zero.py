@@ -229,4 +229,4 @@ def test_sends_no_more_than_fsdp2(pool: Pool, micro_batches: int) -> None:
         case, samples=2 * micro_batches, model=replace(case.model, hidden_size=64, ffn_hidden_size=192, vocab_size=128)
     )
     for ours, theirs in pool.run(2, bytes_beside, case, timeout=60.0, check_collectives=False):
-        assert 0.9 * theirs < ours <= theirs
+        assert 0.8 * theirs < ours <= theirs, "we keep the last blocks for backward"

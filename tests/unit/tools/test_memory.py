@@ -22,28 +22,28 @@ def printed(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
 
 
 def rows(text: str) -> dict[str, list[float]]:
-    cells = re.findall(r"^(\w[\w -]*?)  +(?:1/)?([\d.,]+) +(?:1/)?([\d.,]+) +(?:1/)?([\d.,]+)$", text, re.MULTILINE)
-    return {name: [float(n.replace(",", "")) for n in numbers] for name, *numbers in cells}
+    cells = re.findall(r"^(\w[\w -]*?) ((?: +(?:1/)?[\d.,]+){4})$", text, re.MULTILINE)
+    return {name: [float(n.replace(",", "").removeprefix("1/")) for n in row.split()] for name, row in cells}
 
 
 def test_zero_saves_what_its_paper_says_where_alignment_is_nothing(capsys: pytest.CaptureFixture[str]) -> None:
     found = rows(printed(capsys, "--preset", "llama2-7b", "--bf16", "--world-size", "4"))
     gb, ranks = ELEMENTS / 2**30, 4
     expected = {
-        "weights": [2 * gb] * 3,
-        "gradients": [4 * gb, 4 * gb, 4 * gb / ranks],
-        "main params": [4 * gb, 4 * gb / ranks, 4 * gb / ranks],
-        "moments": [8 * gb, 8 * gb / ranks, 8 * gb / ranks],
-        "sum": [18 * gb, (6 + 12 / ranks) * gb, (2 + 16 / ranks) * gb],
-        "of ZeRO-0": [1, 18 / 9, 18 / 6],
+        "weights": [*[2 * gb] * 3, 2 * gb / ranks],
+        "gradients": [*[4 * gb] * 2, *[4 * gb / ranks] * 2],
+        "main params": [4 * gb, *[4 * gb / ranks] * 3],
+        "moments": [8 * gb, *[8 * gb / ranks] * 3],
+        "sum": [18 * gb, (6 + 12 / ranks) * gb, (2 + 16 / ranks) * gb, 18 * gb / ranks],
+        "of ZeRO-0": [1, 18 / 9, 18 / 6, ranks],
     }
     assert {name: found[name] for name in expected} == {
         name: pytest.approx(numbers, abs=0.006, rel=1e-3) for name, numbers in expected.items()
     }
     assert [*found][-1] == "peak of a step"
-    added = (found[name] for name in ("reduction", "activations", "temporary", "NCCL estimate"))
+    added = (found[n] for n in ("gathered weights", "reduction", "activations", "temporary", "NCCL estimate"))
     assert found["peak of a step"] == pytest.approx([sum(n) for n in zip(found["sum"], *added)], abs=0.03)
-    assert len(ZERO_STAGES) == 3
+    assert len(ZERO_STAGES) == 4
 
 
 def test_the_flags_of_a_run_count(capsys: pytest.CaptureFixture[str]) -> None:

@@ -271,7 +271,7 @@ def test_a_step_whose_capture_fails_is_taken_eagerly(
     [
         ("no_shard", lambda t: t.optimizer, "reduce_gradients"),
         ("optim", lambda t: t.optimizer, "reduce_gradients"),
-        ("optim", lambda t: t.optimizer.weights, "_wait_for"),
+        ("optim", lambda t: t.optimizer.weights, "wait"),
         ("optim_grads", lambda t: t.optimizer, "reduce_gradients"),
     ],
 )
