@@ -21,9 +21,12 @@ from torch import Tensor
 
 from megatron.checkpoint.format import Manifest
 from megatron.config.errors import UserError
-from megatron.config.run import RunConfig
-from megatron.distributed.replicas import ReplicaError, serve
+from megatron.config.run import DilocoConfig, RunConfig
+from megatron.distributed.replicas import Member, ReplicaError, Replicas, serve
+from megatron.optimizer.main_params import MainParams
+from megatron.optimizer.outer_optimizer import OuterOptimizer
 from megatron.training.build import build_trainer
+from megatron.training.diloco import source_of
 from tests.distributed.diloco_runs import (
     FP64,
     Killed,
@@ -199,6 +202,37 @@ def test_a_replica_that_others_gave_up_ends_and_one_index_is_of_one_replica() ->
     assert first.log.metrics[0]["diloco-members"] == 1
     with pytest.raises(ReplicaError, match="went on without this one"):
         second.train(2)
+
+
+def test_the_furthest_of_those_that_start_is_what_others_receive() -> None:
+    def member(index: int, starting: bool, rounds: int, iteration: int) -> Member:
+        return Member(
+            index, str(index), {"starting": starting, "rounds": rounds, "position": [iteration, 4 * iteration]}
+        )
+
+    assert source_of([member(0, True, 0, 0), member(1, True, 0, 100)]).index == 1
+    assert source_of([member(0, True, 3, 100), member(1, True, 4, 90)]).index == 1
+    assert source_of([member(0, False, 3, 100), member(1, True, 4, 120)]).index == 0
+
+
+def test_an_index_beyond_the_replicas_of_a_resumed_run_is_replaced() -> None:
+    replicas = Replicas(dist.HashStore(), 0, 1, 2, timeout=0.5)
+    assert replicas.claim(2, False, {}) == 0
+    replicas.leave()
+
+
+def test_a_round_is_pending_on_ranks_without_a_part_of_it() -> None:
+    """Ranks take part in the collectives of its merge, also after a resume."""
+    main_params = MainParams({"layers.0.w": torch.ones(3)}, as_remainders=False)
+    outer = OuterOptimizer(main_params, DilocoConfig(diloco_sync_interval=2, diloco_fragments=2))
+    outer.receive([], torch.zeros(0))
+    resumed = OuterOptimizer(main_params, outer.config)
+    resumed.load_state_dict(outer.state_dict())
+    assert resumed.pending
+    assert not resumed.grads
+    resumed.step(0.0)
+    assert not resumed.pending
+    assert torch.equal(main_params["layers.0.w"], torch.ones(3))
 
 
 def live_and_die(

@@ -24,7 +24,7 @@ from megatron.distributed.grad_accumulator import GradAccumulator
 from megatron.distributed.launch import world_group
 from megatron.distributed.layout import Layout
 from megatron.distributed.mesh import Mesh
-from megatron.distributed.param_layout import matrix_blocks, pack
+from megatron.distributed.param_layout import MatrixBlock, matrix_blocks, pack
 from megatron.kernels.dropout import mix, random_bits
 from megatron.optimizer.grad_buffer import GradBuffer
 from megatron.optimizer.grad_compression import (
@@ -404,6 +404,16 @@ def test_error_feedback_reaches_the_optimum(pool: Pool, method: str) -> None:
 
 def test_int8_stays_near_the_optimum(pool: Pool) -> None:
     assert pool.run(3, descend, "int8", True)[0] < 0.02
+
+
+def test_a_reset_forgets_errors_and_draws_the_first_factors() -> None:
+    part, blocks = torch.randn(64), [MatrixBlock("layers.0.w", 0, 0, 1, 8, 8)]
+    fresh, used = (PowerSGD(blocks, part, GradCompression("powersgd", rank=2), 1, 2) for _ in range(2))
+    for x in (used.error, *used.warm_starts):
+        x.fill_(3.0)
+    used.reset()
+    assert not used.error.any()
+    assert all(map(torch.equal, used.warm_starts, fresh.warm_starts))
 
 
 # ---- Whole runs
