@@ -187,6 +187,11 @@ def reached(points: Sequence[Sequence[float]], target: float) -> tuple[float, fl
     return None
 
 
+def link(rate: str | None) -> str:
+    """Return the rate of a link in words."""
+    return "not limited" if rate is None else rate.replace("mbit", " Mbit/s").replace("gbit", " Gbit/s")
+
+
 def page(result: Mapping[str, Any]) -> str:
     """Return the page of results."""
     rows, target = result["rows"], result["target"]
@@ -197,7 +202,7 @@ def page(result: Mapping[str, Any]) -> str:
     for row in rows:
         found = reached(row["curve"], target)
         steps, seconds = row["curve"][-1][:2]
-        cells = [row["rate"] or "not limited", row["method"] + (f" `{row['flags']}`" if row["flags"] else "")]
+        cells = [link(row["rate"]), row["method"] + (f" `{row['flags']}`" if row["flags"] else "")]
         if found is None:
             lowest = min(loss for *_, loss in row["curve"])
             cells += [f"{steps}: {lowest:.2f} only", f"{seconds / (steps - 1):.2f}", f"({seconds:.0f})", ""]
@@ -232,9 +237,9 @@ def draw(result: Mapping[str, Any], file: Path) -> None:
     for row in result["rows"]:
         _, seconds, losses = zip(*row["curve"])
         style = "-" if row["rate"] == PREFERRED else "--"
-        axes.plot(seconds, losses, style, label=f"{row['method']}, {row['rate'] or 'not limited'}")
+        axes.plot(seconds, losses, style, label=f"{row['method']}, {link(row['rate'])}")
     axes.axhline(result["target"], color="grey", linewidth=0.8)
-    axes.set(xlabel="seconds of training", ylabel="validation loss", xscale="log")
+    axes.set(xlabel="seconds of training", ylabel="validation loss")
     axes.legend(fontsize="small")
     axes.grid(alpha=0.3)
     figure.savefig(file, dpi=120)
@@ -267,7 +272,7 @@ def main(argv: Sequence[str]) -> int:
         for number, case in enumerate(CASES):
             folder = Path(name, str(number))
             folder.mkdir()
-            rows.append(run(case, corpus, folder, target))
+            rows.append({"load": os.getloadavg()[0]} | run(case, corpus, folder, target))
             target = target or rows[0]["curve"][-1][2]
             steps, seconds, loss = rows[-1]["curve"][-1]
             print(f"{case.rate} {case.method}: {steps} steps, {seconds:.0f} s, loss {loss:.3f}", file=sys.stderr)
