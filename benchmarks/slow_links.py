@@ -260,7 +260,7 @@ def make_corpus(folder: Path) -> Path:
 def main(argv: Sequence[str]) -> int:
     """Measure, print, and write if asked to."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--corpus", type=Path, help="prefix of token files (default: the quickstart's, made anew)")
+    parser.add_argument("--corpus", type=Path, help="prefix of token files (default: the quickstart's)")
     parser.add_argument("--write", action="store_true", help="keep the result under benchmarks/results")
     args = parser.parse_args(argv)
     if os.geteuid():

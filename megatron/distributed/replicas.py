@@ -46,7 +46,7 @@ AXES = "replica"
 
 
 class ReplicaError(RuntimeError):
-    """This replica cannot go on with the others: the server is gone, or they went on without it."""
+    """This replica cannot continue: the server is gone, or the other replicas continued without it."""
 
 
 def serve(host: str, port: int) -> tuple[distributed_c10d.Store, int]:
@@ -198,7 +198,7 @@ class Replicas:
         raise UserError([Problem("E956", f"this replica has no place: {which}", fixes)])
 
     def leave(self) -> None:
-        """Free the index, so that nobody waits for this replica."""
+        """Release the index, so that the other replicas do not wait for this one."""
         self._stopped.set()
         self.close_group()
         if self.leader and self.index >= 0:

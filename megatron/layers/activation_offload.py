@@ -1,4 +1,4 @@
-"""Activation offload: what the first blocks of a chunk keep for backward waits in host memory.
+"""Activation offload: tensors that the first blocks of a chunk save for backward are kept in host memory.
 
 Hooks on autograd's saved tensors collect the memory that a block keeps. After its forward a side stream copies it to
 the host. The device's memory is freed when the block after next begins: by then the copy has had a block's time. In
@@ -85,7 +85,7 @@ class _Saved:
 
 @dataclass
 class SavedBlock:
-    """What one block keeps of one micro-batch."""
+    """Tensors that one block saves for the backward of one micro-batch."""
 
     offload: ActivationOffload
     # The block before it in the chunk.

@@ -641,7 +641,7 @@ def _read_tensors(trainer: Trainer, manifest: Manifest) -> list[str]:
         optimizer.outer.reset()
         notes.append("the checkpoint has no outer weights: DiLoCo starts from the weights")
     elif optimizer.outer is None and outer:
-        notes.append("the checkpoint is a DiLoCo replica's: it goes on from this replica's weights, on its own")
+        notes.append("the checkpoint is a DiLoCo replica's: it continues from this replica's weights, alone")
     return notes
 
 
@@ -686,7 +686,7 @@ def _check_data(trainer: Trainer, saved: Mapping[str, Any], own: bool) -> list[s
     notes = []
     if stream != now:
         then, new = (f"stream {index} of {count}" for index, count in (stream, now))
-        notes.append(f"the samples go on in {new}, where the checkpoint's were in {then}: some may be read twice")
+        notes.append(f"samples are now read from {new}, the checkpoint read {then}: some may be read twice")
     if not changed:
         return notes
     return [

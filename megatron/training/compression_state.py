@@ -31,7 +31,7 @@ FACTOR_PREFIX = "optim.powersgd_q_"
 
 @dataclass(frozen=True)
 class ReplicaErrors:
-    """What this rank has not sent yet of a parameter's gradient."""
+    """Error feedback of one parameter on this rank: the part of its gradient that is not sent yet."""
 
     # Index of the replica, and number of all.
     source: int

@@ -31,7 +31,7 @@ FP64 = "--params-dtype fp64 --clip-grad 0"
 
 @dataclass
 class QuietLog:
-    """What a replica logs."""
+    """Collects the notes and metrics of a replica."""
 
     notes: list[str] = field(default_factory=list)
     metrics: list[dict[str, Any]] = field(default_factory=list)
@@ -136,7 +136,7 @@ class Mortality:
 
     @contextmanager
     def observing(self) -> Iterator[None]:
-        """Within it, replicas die and are recorded."""
+        """Kill replicas inside the context, and record their rounds."""
         ask, keep, synchronise, add_up = Replicas._ask, Diloco._keep, Diloco._synchronise, Diloco._sum
         lock = threading.Lock()
 

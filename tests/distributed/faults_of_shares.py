@@ -130,7 +130,7 @@ def shards_of_the_last_step_added_to() -> AbstractContextManager[Any]:
 
 
 def gradients_reduced_twice() -> AbstractContextManager[Any]:
-    """What a bucket's micro-batch sums up to is added twice to the shard."""
+    """The reduced gradient of a micro-batch is added to the shard twice."""
     original = BufferPool.reduce
 
     def reduce(self: BufferPool, buffer: Tensor, layout: Any, own: Tensor, first: bool) -> None:
@@ -207,7 +207,7 @@ def weights_freed_before_the_end_of_backward() -> AbstractContextManager[Any]:
 
 
 def prefetched_weights_overwritten() -> AbstractContextManager[Any]:
-    """What is gathered while a block computes is lost before its use."""
+    """Prefetched weights are overwritten before their block uses them."""
     original = ShardedParameterStore._before_forward
 
     def before_forward(

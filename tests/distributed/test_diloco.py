@@ -380,7 +380,7 @@ def test_diloco_is_turned_on_and_off_at_a_checkpoint(pools: list[Pool], server: 
     tensors, state = checkpoint(tmp_path / "saved/iter_0000007")
     assert state["outer"] == {"rounds": 3, "pending": False, "iteration": 7, "consumed_samples": 28}
     assert all(torch.equal(tensors[f"optim.outer_param.{n}"], tensors[n]) for n in tensors if "optim." not in n)
-    assert "goes on from this replica's weights, on its own" in run("--train-iters 9").out
+    assert "continues from this replica's weights, alone" in run("--train-iters 9").out
     assert saved_steps(tmp_path / "saved") == [3, 7, 9]
 
 

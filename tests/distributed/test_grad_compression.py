@@ -124,7 +124,7 @@ def test_int8_is_exact_in_the_mean() -> None:
 
 @pytest.mark.parametrize("spoilt", [float("nan"), float("inf"), -float("inf")])
 def test_int8_passes_on_what_is_not_finite(spoilt: float) -> None:
-    """So that every rank skips the step; other blocks are as they were."""
+    """Non-finite values stay non-finite, so that every rank skips the step; other blocks are unchanged."""
     x = torch.randn(1, 4 * INT8_BLOCK)
     plain = dequantize(quantize(x, torch.tensor(1), 0)[0])
     x[0, INT8_BLOCK + 3] = spoilt
@@ -139,7 +139,7 @@ def test_int8_passes_on_what_is_not_finite(spoilt: float) -> None:
 
 @dataclass(frozen=True)
 class Cut:
-    """How ranks cut buckets."""
+    """Sharding of the buckets."""
 
     strategy: str = "no_shard"
     instances: int = 1
@@ -149,7 +149,7 @@ class Cut:
 
 @dataclass(frozen=True)
 class Held:
-    """What a rank has after a step: of every parameter the first element of its shard, sums and errors."""
+    """A rank's state after a step, by parameter: index of the shard's first element, sums and errors."""
 
     first: dict[str, int]
     sums: dict[str, Tensor]
@@ -396,7 +396,7 @@ def world_gather(x: Tensor, group: Group) -> list[Tensor]:
 
 @pytest.mark.parametrize("method", ["powersgd:2", "topk:0.1"])
 def test_error_feedback_reaches_the_optimum(pool: Pool, method: str) -> None:
-    """And without it the same method stops elsewhere."""
+    """Without error feedback the same method stops far from the optimum."""
     found = pool.run(3, descend, method, True)
     assert found[0] == found[1] == found[2] < 0.005
     assert pool.run(3, descend, method, False)[0] > 10 * found[0]
@@ -443,7 +443,7 @@ def test_copies_of_the_weights_stay_equal(pool: Pool, name: str, method: str) ->
 
 
 def skip_a_step(rank: int, size: int, method: str, how: str) -> bool:
-    """Whether errors changed in a step that was skipped."""
+    """Return True if a skipped step changed the errors."""
     run = replace(case(size, grad_compression=method), precision=PrecisionConfig(params_dtype="fp32"))
     trainer = build_trainer(run.config(), rank, size)
     trainer.halted = torch.zeros(())
@@ -523,7 +523,7 @@ def test_a_run_goes_on_to_the_bit(pool: Pool, tmp_path: Path, name: str) -> None
 
 
 def sum_of_errors(path: Path) -> tuple[dict[str, Tensor], int]:
-    """What all replicas of a checkpoint have not sent, by parameter, and number of tensors of errors."""
+    """Return the sum of the errors of all replicas in a checkpoint by parameter, and the number of error tensors."""
     manifest, found, count = Manifest.open(path), defaultdict[str, list[Tensor]](list), 0
     for name in manifest.tensors:
         if name.startswith("optim.grad_error_"):

@@ -34,7 +34,7 @@ def sharded(strategy: str, **changes: Any) -> ParallelConfig:
 
 
 def steps_of(rank: int, size: int, case: Case) -> tuple[list[tuple[dict[str, Tensor], dict[str, Tensor]]], int, int]:
-    """What is saved and the gradients after every step, bytes of offloaded state, and of offloaded activations."""
+    """Saved tensors and gradients after every step, and bytes of offloaded state and activations."""
     trainer = build_trainer(case.config(), rank, size)
     found = []
     for step in range(case.steps):

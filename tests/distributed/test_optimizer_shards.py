@@ -45,7 +45,7 @@ Sums = dict[str, tuple[int, int, Tensor]]
 
 @dataclass(frozen=True)
 class Cut:
-    """How ranks cut buckets."""
+    """Sharding of the buckets."""
 
     strategy: str
     instances: int = 1

@@ -184,7 +184,7 @@ def test_gradients_that_travel_as_bf16(pool: Pool, parallel: dict[str, Any]) -> 
 
 @dataclass
 class Watched:
-    """What a rank has seen of the weights of ZeRO-3."""
+    """Observations of the weights of ZeRO-3 on one rank."""
 
     # Bytes of whole buffers between steps.
     between: set[int] = field(default_factory=set)

@@ -206,7 +206,7 @@ class BytesSent(TorchDispatchMode):
 
 
 def bytes_beside(rank: int, world_size: int, case: Case) -> tuple[float, float]:
-    """What this rank sends in all-gathers and reduce-scatters of a step: ours, and that of FSDP2."""
+    """Return the bytes that this rank sends in all-gathers and reduce-scatters of a step: ours, and those of FSDP2."""
     trainer = build_trainer(case.config(), rank, world_size)
     plain = Plain(case.model, trainer.specs["embedding.word_embeddings.weight"].local_shape[0]).double()
     model, batches = sharded(plain, 1), batches_of(trainer, case, 0)

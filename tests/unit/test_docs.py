@@ -31,7 +31,6 @@ NAMES = [
     "operations",
     "performance",
     "pipelines",
-    "slow_networks",
     "slurm",
 ]
 FENCE = re.compile(r"^```[^\n]*\n(.*?)^```", re.MULTILINE | re.DOTALL)
