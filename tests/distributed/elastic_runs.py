@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import signal
 import sys
 import time
-import traceback
 from collections.abc import Callable
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, field
@@ -21,6 +21,7 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from megatron.training import main
 from megatron.training.trainer import Trainer
 from tests.distributed.crash_runs import EARLY
+from tests.distributed.pool import PRELOAD
 from tests.processes import free_port
 from tests.runs import steps, tiny_run
 
@@ -107,45 +108,42 @@ def rank(folder: Path, flags: str, plans: tuple[Plan, ...]) -> None:
         os._exit(status)
 
 
+def run_agent(config: LaunchConfig, log: Path, *arguments: Any) -> None:
+    """Run an agent and its ranks in this process group; their output goes to ``log``."""
+    os.setpgid(0, 0)
+    out = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    for stream in (1, 2):
+        os.dup2(out, stream)
+    sys.stdout, sys.stderr = (os.fdopen(stream, "w", buffering=1) for stream in (1, 2))  # not those of the server
+    os.environ |= OWN_STORE
+    elastic_launch(config, rank)(*arguments)
+
+
 class Agent:
-    """An agent of torchrun's in a process of its own, forked off this one, as its ranks are off it."""
+    """An agent of torchrun's in a process of its own, from which its ranks are forked.
+
+    It comes from the server of :mod:`tests.distributed.pool`: a fork of this process would inherit gloo's groups
+    without their threads, and hang when it destroys them.
+    """
 
     def __init__(self, config: LaunchConfig, log: Path, *arguments: Any) -> None:
-        """Start it; what it and its ranks say goes to ``log``, and ``arguments`` to :func:`rank`."""
-        self.status: int | None = None
-        self.pid = os.fork()
-        if self.pid:
-            return
-        status = 1
-        try:
-            os.setpgid(0, 0)
-            out = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-            for stream in (1, 2):
-                os.dup2(out, stream)
-            sys.stdout, sys.stderr = (os.fdopen(stream, "w", buffering=1) for stream in (1, 2))  # not a test's own
-            os.environ |= OWN_STORE
-            elastic_launch(config, rank)(*arguments)
-            status = 0
-        except Exception:
-            traceback.print_exc()
-        finally:
-            sys.stdout.flush()
-            sys.stderr.flush()
-            os._exit(status)
+        """Start it; the output goes to ``log``, and ``arguments`` to :func:`rank`."""
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(PRELOAD)
+        self.process = context.Process(target=run_agent, args=(config, log, *arguments))
+        self.process.start()
 
     def ended(self) -> int | None:
         """Its exit status, negative for a signal; None while it is there."""
-        if self.status is None:
-            pid, status = os.waitpid(self.pid, os.WNOHANG)
-            self.status = os.waitstatus_to_exitcode(status) if pid else None
-        return self.status
+        return self.process.exitcode
 
     def end(self) -> None:
         """Kill it and all of its ranks."""
+        assert self.process.pid is not None
         with suppress(ProcessLookupError):
-            os.killpg(self.pid, signal.SIGKILL)
-        if self.status is None:
-            os.waitpid(self.pid, 0)
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.kill()  # it may have no group yet
+        self.process.join()
 
 
 @dataclass
