@@ -66,7 +66,7 @@ from megatron.distributed import comm
 from megatron.distributed.comm import Channel, Group, Pending
 from megatron.distributed.launch import gather_results, run_on_rank0
 from megatron.training.callbacks.base import Callback
-from megatron.training.checkpointer import checkpoint_bytes, local_tensors, run_state, tensors_to_load, tensors_to_save
+from megatron.training.checkpointer import bytes_to_save, local_tensors, run_state, tensors_to_load, tensors_to_save
 from megatron.training.compression_state import compression_to_load
 from megatron.training.resume_source import (
     ResumeSource,
@@ -674,6 +674,6 @@ class LocalSave(Callback):
         extras = CheckpointExtras(run_state(trainer), config, trainer.files)
         path = self._nodes.save(trainer.iteration, tensors_to_save(trainer), extras)
         warning = self._nodes.delete_others(trainer.iteration)
-        self.log.checkpoint(path, checkpoint_bytes(trainer), time.monotonic() - started)
+        self.log.checkpoint(path, bytes_to_save(trainer), time.monotonic() - started)
         if warning:
             self.log.warning(warning)

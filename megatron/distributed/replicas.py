@@ -26,7 +26,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -34,6 +34,8 @@ from torch.distributed import distributed_c10d
 
 from megatron.config.errors import Problem, UserError
 from megatron.distributed.comm import CommMeter, Group
+
+T = TypeVar("T")
 
 POLL_SECONDS = 0.02
 """Pause between two looks at the store while waiting."""
@@ -136,14 +138,14 @@ class Replicas:
 
     # ---- The store
 
-    def _ask(self, method: str, *arguments: object) -> Any:
-        """Call a method of the store.
+    def _ask(self, request: Callable[..., T], *arguments: object) -> T:
+        """Make a request to the store.
 
         Raises:
             ReplicaError: if the server does not answer.
         """
         try:
-            return getattr(self._store, method)(*arguments)
+            return request(*arguments)
         except RuntimeError as error:
             raise ReplicaError(
                 "the DiLoCo server is gone: start it and all replicas again, which resume from their checkpoints "
@@ -152,11 +154,11 @@ class Replicas:
 
     def _read(self, key: str) -> str:
         """Return a value; empty if there is none."""
-        return self._ask("get", key).decode() if self._ask("check", [key]) else ""
+        return self._ask(self._store.get, key).decode() if self._ask(self._store.check, [key]) else ""
 
     def _replace(self, key: str, before: str, after: str) -> bool:
         """Set a value that is ``before`` (empty for none); return False if it is another."""
-        found: bytes = self._ask("compare_set", key, before, after)
+        found: bytes = self._ask(self._store.compare_set, key, before, after)
         return found.decode() == after
 
     # ---- Being alive
@@ -182,7 +184,7 @@ class Replicas:
                 shown = "; ".join(f"{n}: {first.get(n)} there, {options.get(n)} here" for n in sorted(names))
                 raise UserError([Problem("E955", f"the replicas of this run have other options: {shown}")])
         self.id = secrets.token_hex(8)
-        self._ask("set", f"beat/{self.id}", "0")
+        self._ask(self._store.set, f"beat/{self.id}", "0")
         began = time.monotonic()
         while (waited := time.monotonic() - began) < 2 * self.timeout:
             only = wanted is not None and (required or waited < 1.5 * self.timeout)  # until its last holder is dead
@@ -210,7 +212,7 @@ class Replicas:
         while not self._stopped.wait(self.timeout / BEATS_PER_TIMEOUT):
             number += 1
             try:
-                self._ask("set", f"beat/{self.id}", str(number))
+                self._ask(self._store.set, f"beat/{self.id}", str(number))
             except ReplicaError:  # the next request of the main thread reports it
                 return
 
@@ -241,7 +243,7 @@ class Replicas:
         """
         starting = bool(facts["starting"])
         if starting:
-            self._ask("set", f"ready/{self.id}", "1")
+            self._ask(self._store.set, f"ready/{self.id}", "1")
             self.attempt = max(self.attempt, int(self._read("latest") or -1) + 1)
         while True:
             members = self._attend(facts, stopped)
@@ -257,15 +259,15 @@ class Replicas:
     def _attend(self, facts: Mapping[str, Any], stopped: Callable[[], bool]) -> list[Member] | None:
         key, began = f"{self.attempt}/members", time.monotonic()
         if self.leader:
-            self._ask("set", f"{self.attempt}/arrived/{self.id}", json.dumps(dict(facts)))
-        while not self._ask("check", [key]):
-            if facts["starting"] and self._ask("check", [f"stopped/{self.id}"]):
+            self._ask(self._store.set, f"{self.attempt}/arrived/{self.id}", json.dumps(dict(facts)))
+        while not self._ask(self._store.check, [key]):
+            if facts["starting"] and self._ask(self._store.check, [f"stopped/{self.id}"]):
                 return None
             if self.leader:
                 if facts["starting"] and stopped():
-                    self._ask("set", f"stopped/{self.id}", "1")
+                    self._ask(self._store.set, f"stopped/{self.id}", "1")
                 if (found := self._arrived(began)) is not None and self._replace(key, "", json.dumps(found)):
-                    self._ask("set", "latest", str(self.attempt))
+                    self._ask(self._store.set, "latest", str(self.attempt))
             time.sleep(self.poll)
         return [Member(*member) for member in json.loads(self._read(key))]
 
@@ -289,7 +291,7 @@ class Replicas:
 
     def vote(self, members: Sequence[Member]) -> None:
         """Vote for the attempt: this rank has all that it needs."""
-        if self._ask("add", f"{self.attempt}/votes", 1) == len(members) * self.ranks:
+        if self._ask(self._store.add, f"{self.attempt}/votes", 1) == len(members) * self.ranks:
             self._replace(f"{self.attempt}/decision", "", "commit")
 
     def abort(self) -> None:
@@ -299,7 +301,7 @@ class Replicas:
     def decide(self, members: Sequence[Member]) -> bool:
         """Wait for the decision, and return True if the attempt is committed. The next attempt follows."""
         key = f"{self.attempt}/decision"
-        while not self._ask("check", [key]):
+        while not self._ask(self._store.check, [key]):
             if self.leader and not all(self._is_alive(member.id) for member in members if member.id != self.id):
                 self.abort()
             time.sleep(self.poll)

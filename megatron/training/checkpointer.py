@@ -224,7 +224,7 @@ class Checkpointer:
         elif not source.fresh:
             notes = self._load_newest(source, notes, own_files)
         if self.options.save is not None and trainer.iteration < trainer.total_steps:
-            run_on_rank0(partial(self._check_disk_space, checkpoint_bytes(trainer)), self.world)
+            run_on_rank0(partial(self._check_disk_space, bytes_to_save(trainer)), self.world)
         return notes
 
     def _load_newest(self, source: ResumeSource, notes: list[str], own_files: SmallFiles) -> list[str]:
@@ -345,7 +345,7 @@ class Checkpointer:
 
     def _contents(self) -> CheckpointContents:
         started, trainer = time.monotonic(), self.trainer
-        tensors, size = tensors_to_save(trainer), checkpoint_bytes(trainer)
+        tensors, size = tensors_to_save(trainer), bytes_to_save(trainer)
         return CheckpointContents(trainer.iteration, tensors, size, run_state(trainer), started)
 
     def _write(self, contents: CheckpointContents, group: Group, blocking: float | None = None) -> SavedCheckpoint:
@@ -517,7 +517,7 @@ def tensors_to_save(trainer: Trainer) -> dict[str, GlobalTensor]:
     return entries | compression_to_save(trainer)
 
 
-def checkpoint_bytes(trainer: Trainer) -> int:
+def bytes_to_save(trainer: Trainer) -> int:
     """Return the bytes of all tensors of a checkpoint; collective."""
     return sum(comm.all_gather_objects(local_bytes(tensors_to_save(trainer)), trainer.mesh.world))
 

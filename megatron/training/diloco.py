@@ -86,7 +86,7 @@ class Diloco(Callback):
         replicas.index, replicas.id = place
         trainer.use_stream(replicas.index)
         self.replicas = replicas
-        self._together: list[Member] = []  # in the last exchange
+        self._members: list[Member] = []  # in the last exchange
         self._exchange: Future[Round] | None = None  # in progress
         self._measured: dict[str, float] = {}  # of the last exchange
         # Parameters that several ranks of a replica hold, at different places: all must get the same bits.
@@ -151,7 +151,7 @@ class Diloco(Callback):
         self._keep(done)
         self.outer.position = self._began
         blocked = time.monotonic() - began
-        before, self._together = set(self._together), done.members
+        before, self._members = set(self._members), done.members
         for members, what in ((before.difference(done.members), "left"), ({*done.members} - before, "joined")):
             if members:
                 indices = listed(sorted(member.index for member in members))
@@ -219,7 +219,7 @@ class Diloco(Callback):
         done = self._synchronise(facts, torch.zeros(0), None, stopped)
         if not done.members:
             return ["gave up joining the other replicas"]
-        self._together = done.members
+        self._members = done.members
         indices = listed([member.index for member in done.members])
         notes = [
             f"DiLoCo replica {self.replicas.index} of {self.options.diloco_replicas}; together: replicas {indices}"
@@ -285,12 +285,11 @@ class Diloco(Callback):
         source, group = source_of(members), self.replicas.group(members)
         behind = [self._is_behind(source, member.index, member.facts) for member in members]
         if any(behind):
-            sender = members.index(source)
             if behind[group.rank]:
                 facts["rounds"] = -1  # until an attempt is committed, it has neither its own state nor another's
                 pending = source.facts.get("pending", False)
                 self.outer.expect_grads(self.outer.fragment(source.facts["rounds"] - 1) if pending else ())
-            self._send_state(group, sender)
+            self._send_state(group, members.index(source), behind)
         if source.facts["starting"]:
             return [], delta
         names = self._names(source.facts)
@@ -330,14 +329,21 @@ class Diloco(Callback):
                 out.copy_(comm.all_gather(mine, group)[: len(chunk)])
         return total
 
-    def _send_state(self, group: Group, sender: int) -> None:
-        """Copy the outer state of one member to all. Those that are not behind receive what they have."""
+    def _send_state(self, group: Group, source: int, behind: Sequence[bool]) -> None:
+        """Copy the outer state of one member to those that are behind."""
+        if group.rank != source and not behind[group.rank]:
+            return
         for tensors in self.outer.kinds().values():
             for name in sorted(tensors):
                 host = tensors[name].cpu().view(-1)
                 for chunk in host.split(CHUNK_BYTES // host.itemsize):
-                    comm.start_broadcast(chunk, group, sender).wait()
-                tensors[name].view(-1).copy_(host)
+                    if group.rank == source:
+                        targets = [(chunk, rank) for rank, is_behind in enumerate(behind) if is_behind]
+                        comm.start_exchange(targets, [], chunk, group).wait()
+                    else:
+                        comm.start_exchange([], [(chunk, source)], chunk, group).wait()
+                if behind[group.rank]:
+                    tensors[name].view(-1).copy_(host)
 
 
 def source_of(members: Sequence[Member]) -> Member:

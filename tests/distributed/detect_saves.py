@@ -31,7 +31,7 @@ from megatron.training.build import build_trainer
 from megatron.training.checkpointer import (
     CheckpointContents,
     Checkpointer,
-    checkpoint_bytes,
+    bytes_to_save,
     run_state,
     tensors_to_save,
 )
@@ -85,7 +85,7 @@ def sizes_of_a_save(rank: int, world_size: int, case: Case) -> list[int]:
         save = LocalSave(trainer, tier, 1)
         save.log = log
         save._save()
-    return [checkpoint_bytes(trainer), *printed]
+    return [bytes_to_save(trainer), *printed]
 
 
 def exchange_files(rank: int, world_size: int) -> bool:

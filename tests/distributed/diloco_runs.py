@@ -140,13 +140,13 @@ class Mortality:
         ask, keep, synchronise, add_up = Replicas._ask, Diloco._keep, Diloco._synchronise, Diloco._sum
         lock = threading.Lock()
 
-        def dying(replicas: Replicas, method: str, *arguments: object) -> Any:
+        def dying(replicas: Replicas, request: Callable[..., Any], *arguments: object) -> Any:
             with lock:
                 left = self.left.get(id(replicas._store), 1 << 30)
                 self.left[id(replicas._store)] = left - 1
             if left <= 0:
                 raise Killed
-            return ask(replicas, method, *arguments)
+            return ask(replicas, request, *arguments)
 
         def leaving(diloco: Diloco, *arguments: Any) -> Tensor:
             store = id(diloco.replicas._store)

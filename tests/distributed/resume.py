@@ -20,7 +20,7 @@ from megatron.distributed.launch import world_group
 from megatron.training.build import build_trainer
 from megatron.training.checkpointer import (
     Checkpointer,
-    checkpoint_bytes,
+    bytes_to_save,
     choose_resume_source,
     consumed_digest,
     local_tensors,
@@ -92,7 +92,7 @@ def go_on(trainer: Trainer) -> Leg:
     moments = {name: pieces for name, pieces in tensors.items() if name.startswith("optim.")}
     state = RankTrace(0.0, 0.0, moments, weights)
     losses = advance(trainer, trainer.total_steps - trainer.iteration)
-    return Leg(state, losses, consumed_digest(trainer), checkpoint_bytes(trainer))
+    return Leg(state, losses, consumed_digest(trainer), bytes_to_save(trainer))
 
 
 def _pieces(trainer: Trainer, parameter: str, share: Tensor) -> list[TracedPiece]:

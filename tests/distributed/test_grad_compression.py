@@ -376,7 +376,7 @@ def descend(rank: int, size: int, method: str, feedback: bool) -> float:
     scales, targets = (torch.stack(world_gather(each, world)) for each in (scale, target))
     optimum = (scales * targets).sum(0) / scales.sum(0)
     w = torch.zeros(rows * columns, dtype=torch.float64)
-    for number in range(600):
+    for number in range(150):
         compressor.start_step(number)
         x.zero_()
         x[: len(w)] = scale * (w - target)
@@ -386,7 +386,7 @@ def descend(rank: int, size: int, method: str, feedback: bool) -> float:
             compressor.commit(torch.zeros(()))
             if not feedback:
                 compressor.error.zero_()
-        w -= 0.03 * 0.993**number * total[: len(w)]  # errors are as large as a step
+        w -= 0.12 * 0.972**number * total[: len(w)]  # errors are as large as a step
     return float((w - optimum).norm() / optimum.norm())
 
 
@@ -394,16 +394,16 @@ def world_gather(x: Tensor, group: Group) -> list[Tensor]:
     return list(comm.all_gather(x, group).chunk(group.size))
 
 
-@pytest.mark.parametrize("method", ["powersgd:2", "topk:0.1"])
+@pytest.mark.parametrize("method", ["powersgd:2", "topk:0.2"])
 def test_error_feedback_reaches_the_optimum(pool: Pool, method: str) -> None:
     """Without error feedback the same method stops far from the optimum."""
     found = pool.run(3, descend, method, True)
-    assert found[0] == found[1] == found[2] < 0.005
+    assert found[0] == found[1] == found[2] < 0.01
     assert pool.run(3, descend, method, False)[0] > 10 * found[0]
 
 
 def test_int8_stays_near_the_optimum(pool: Pool) -> None:
-    assert pool.run(3, descend, "int8", True)[0] < 0.02
+    assert pool.run(3, descend, "int8", True)[0] < 0.005
 
 
 def test_a_reset_forgets_errors_and_draws_the_first_factors() -> None:
@@ -429,7 +429,13 @@ LAYOUTS: dict[str, tuple[int, Any, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize(("name", "method"), [*product(LAYOUTS, (*METHODS, "int8"))])
+WAYS = list(product(LAYOUTS, (*METHODS, "int8")))
+
+
+@pytest.mark.parametrize(
+    ("name", "method"),
+    [pytest.param(*way, marks=() if number % 4 == 0 else pytest.mark.slow) for number, way in enumerate(WAYS)],
+)
 def test_copies_of_the_weights_stay_equal(pool: Pool, name: str, method: str) -> None:
     """On replicas, tensor-parallel ranks and stages, with losses near those of plain gradients."""
     dp, model, parallel = LAYOUTS[name]
@@ -543,7 +549,14 @@ CHANGES = {
 }
 
 
-@pytest.mark.parametrize(("name", "method"), [*((n, "topk:0.05") for n in CHANGES), ("fewer", "powersgd:2")])
+CHANGED = [
+    *((name, "topk:0.05") for name in ("fewer", "instances", "TP, SP", "more stages")),
+    *(pytest.param(name, "topk:0.05", marks=pytest.mark.slow) for name in ("more", "TP", "stages")),
+    ("fewer", "powersgd:2"),
+]
+
+
+@pytest.mark.parametrize(("name", "method"), CHANGED)
 def test_another_layout_keeps_the_sum_of_errors(pool: Pool, tmp_path: Path, name: str, method: str) -> None:
     """Positions are learned: with TP their gradient is not compressed, and their error is sent at once."""
     before, ranks, after, others = CHANGES[name]

@@ -89,7 +89,7 @@ def verdict(pool: Pool, detector: Detector, *job: Any) -> str:
 
 
 MUTANTS = [
-    pytest.param(call, how, marks=pytest.mark.slow if how == "doubled" else (), id=f"{call}-{how}")
+    pytest.param(call, how, marks=pytest.mark.slow if how in ("doubled", "scaled") else (), id=f"{call}-{how}")
     for call in CALLS
     for how in mutations(call.site.op)
 ]

@@ -272,7 +272,7 @@ def test_muon_moves_whole_matrices_however_they_are_cut(pool: Pool, name: str) -
 def sizes(rank: int, size: int, case: Case) -> tuple[int, int]:
     """Bytes of the tensors of a checkpoint: all that ranks write, and the formula."""
     config = case.config()
-    return checkpointer.checkpoint_bytes(build_trainer(config, rank, size)), checkpoint_bytes(config)
+    return checkpointer.bytes_to_save(build_trainer(config, rank, size)), checkpoint_bytes(config)
 
 
 LEAN = OptimizerConfig(store_param_remainders=True, exp_avg_dtype="bf16", ema_decay=0.9)
