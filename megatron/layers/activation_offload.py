@@ -56,7 +56,7 @@ class HostPool:
         self.size += size
         return host_buffer(size, torch.uint8, self._device)
 
-    def give_back(self, buffer: Tensor) -> None:
+    def put(self, buffer: Tensor) -> None:
         """Let others use a buffer. All copies use one stream, so those in flight are done before."""
         self._free.append(buffer)
 
@@ -162,7 +162,7 @@ class ActivationOffload:
                 return nullcontext()
             previous = SavedBlock(self, previous)
             # the block after the last one only starts the copies back
-            return self._saving(previous, stays) if number < self.num_blocks else _announcing(previous)
+            return self._saving(previous, stays) if number < self.num_blocks else _prefetching(previous)
 
         return context
 
@@ -208,7 +208,7 @@ class ActivationOffload:
             for memory in ranges:
                 if memory.device is not None:
                     buffer = self.pool.take(memory.device.nbytes)
-                    weakref.finalize(memory, self.pool.give_back, buffer)
+                    weakref.finalize(memory, self.pool.put, buffer)
                     memory.host = buffer[: memory.device.nbytes].view(memory.dtype)
                     memory.host.copy_(memory.device, non_blocking=True)
                     copied.append((weakref.ref(memory), memory.device))
@@ -217,7 +217,7 @@ class ActivationOffload:
 
 
 @contextmanager
-def _announcing(block: SavedBlock) -> Iterator[None]:
+def _prefetching(block: SavedBlock) -> Iterator[None]:
     """Start the copies of the block before as soon as backward takes the first saved tensor of this one."""
 
     def unpack(saved: Tensor) -> Tensor:

@@ -113,12 +113,12 @@ def _saved_sources(manifest: Manifest) -> dict[str, list[int]]:
 def compression_to_load(trainer: Trainer, manifest: Manifest) -> dict[str, GlobalTensor]:
     """Return the boxes of errors and factors that this rank reads of a checkpoint."""
     saved = _saved_sources(manifest)
-    wanted = {name: _whole(q) for name, q in _factors(trainer).items() if _fits(manifest, name, q)}
+    found = {name: _whole(q) for name, q in _factors(trainer).items() if _fits(manifest, name, q)}
     for name, own in replica_errors(trainer).items():
         keeps = len(saved.get(name, [])) == own.sources
         for source in [own.source] if keeps else saved.get(name, []):
-            wanted[f"optim.grad_error_{source}.{name}"] = own.as_parts(trainer, name, own.error, loading=True)
-    return wanted
+            found[f"optim.grad_error_{source}.{name}"] = own.as_parts(trainer, name, own.error, loading=True)
+    return found
 
 
 def load_compression(trainer: Trainer, manifest: Manifest) -> list[str]:
