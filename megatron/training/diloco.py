@@ -330,19 +330,17 @@ class Diloco(Callback):
         return total
 
     def _send_state(self, group: Group, source: int, behind: Sequence[bool]) -> None:
-        """Copy the outer state of one member to those that are behind."""
-        if group.rank != source and not behind[group.rank]:
-            return
+        """Copy the outer state of one member to those that are behind; all wait for each chunk, so nobody times out."""
+        targets = [rank for rank, is_behind in enumerate(behind) if is_behind]
         for tensors in self.outer.kinds().values():
             for name in sorted(tensors):
                 host = tensors[name].cpu().view(-1)
                 for chunk in host.split(CHUNK_BYTES // host.itemsize):
-                    if group.rank == source:
-                        targets = [(chunk, rank) for rank, is_behind in enumerate(behind) if is_behind]
-                        comm.start_exchange(targets, [], chunk, group).wait()
-                    else:
-                        comm.start_exchange([], [(chunk, source)], chunk, group).wait()
-                if behind[group.rank]:
+                    sent = [(chunk, rank) for rank in targets] if group.rank == source else []
+                    received = [(chunk, source)] if group.rank in targets else []
+                    comm.start_exchange(sent, received, chunk, group).wait()
+                    comm.all_reduce(torch.zeros(1), group)
+                if group.rank in targets:
                     tensors[name].view(-1).copy_(host)
 
 

@@ -88,6 +88,7 @@ def draw(
         ema: decay of an average of the weights.
     """
     chance = random.Random(seed)
+    offloaded = random.Random(f"offload {seed}").choices((0.0, 0.6, 1.0), k=2)
     while True:
         run = {n: chance.choice(FACTORS[n]) for n in MODEL} | {"documents": "one", "masked": False, **model}
         sizes = ranks or [chance.randint(1, MAX_RANKS) for _ in range(2)]
@@ -95,7 +96,7 @@ def draw(
         first, second = sides
         if first is None or second is None:
             continue
-        configs = [_config_of(choice, half, ema) for choice in (first, second)]
+        configs = [_config_of(choice, half, ema, share) for choice, share in zip((first, second), offloaded)]
         if not any(find_problems(config, ranks_of(choice)) for config, choice in zip(configs, (first, second))):
             return Reshard((first, second), *configs)
 
@@ -118,13 +119,17 @@ def _draw_side(chance: random.Random, run: Choice, ranks: int, fixed: Choice) ->
     return wanted if valid(wanted) else None
 
 
-def _config_of(choice: Choice, half: bool, ema: float | None) -> RunConfig:
-    """The run of a choice, on generated samples."""
+def _config_of(choice: Choice, half: bool, ema: float | None, offloaded: float) -> RunConfig:
+    """The run of a choice, on generated samples, with a share of the optimizer's state in host memory."""
     config = case_of(choice).config()
+    weights_too = offloaded == 1.0 and config.parallel.zero_stage == 3 and config.optimizer.optimizer != "muon"
     training = replace(config.training, global_batch_size=choice["samples"], train_iters=BEFORE + AFTER)
     optimizer = replace(config.optimizer, lr=1e-2, lr_warmup_iters=1, ema_decay=ema, store_param_remainders=half)
+    if offloaded:
+        optimizer = replace(optimizer, optimizer_cpu_offload=True, optimizer_offload_fraction=offloaded)
+    parallel = replace(config.parallel, param_cpu_offload=weights_too)
     precision = replace(config.precision, params_dtype="bf16") if half else config.precision
-    config = replace(config, training=training, optimizer=optimizer, precision=precision)
+    config = replace(config, parallel=parallel, training=training, optimizer=optimizer, precision=precision)
     return resolve(config, ranks_of(choice))
 
 

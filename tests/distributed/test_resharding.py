@@ -83,6 +83,7 @@ def check_file(path: Path, told: set[int], expected: int) -> None:
 
 def test_the_pairs_are_of_all_kinds() -> None:
     sides = [choice for pair in PAIRS for choice in pair.choices]
+    configs = [config for pair in PAIRS for config in (pair.before, pair.after)]
     assert {c["tp"][0] for c in sides} == {"1", "2", "4"}
     assert {c["pp"] for c in sides} == set(FACTORS["pp"])
     assert {c["zero"] for c in sides} == set(ZERO) - {"1 twice", "3"}
@@ -92,6 +93,9 @@ def test_the_pairs_are_of_all_kinds() -> None:
     assert any(int(c["tp"][0]) > c["kv_heads"] for c in sides)
     assert {c["optimizer"] for c in sides} >= {"adam", "muon", "lion"}
     assert any(pair.before.optimizer.store_param_remainders for pair in PAIRS)
+    shares = [c.optimizer.optimizer_cpu_offload * c.optimizer.optimizer_offload_fraction for c in configs]
+    assert {*shares} == {0.0, 0.6, 1.0}
+    assert any(config.parallel.offloads_weights for config in configs)
 
 
 LONG = pytest.mark.slow
@@ -162,7 +166,9 @@ def anonymous_bytes() -> int:
 
 @pytest.mark.parametrize("start", ["fresh", "hf"])
 def test_no_rank_of_zero_3_ever_holds_the_whole_model(pool: Pool, tmp_path: Path, start: str) -> None:
-    """Besides what it keeps (half of weights, gradients and momentum), a rank holds some matrices."""
+    """Besides what it keeps (half of weights, gradients and momentum), a rank holds some
+    matrices; the other half of the weights would be 0.5 of ``size``.
+    """
     case = Case(WIDE, ParallelConfig(**ZERO["3"]), PrecisionConfig(), optimizer=OptimizerConfig("sgd"), dp=2)
     config = resolve(case.config(), 2)
     size = 4 * num_parameters(WIDE)
@@ -170,4 +176,4 @@ def test_no_rank_of_zero_3_ever_holds_the_whole_model(pool: Pool, tmp_path: Path
     folder = write_folder(tmp_path / "hf", WIDE, random_weights(WIDE)) if start == "hf" else None
     kept = sum(rank_state_bytes(config, 2, 0).values())
     for peak in pool.run(2, memory_of_start, config, folder, timeout=120.0, check_collectives=False):
-        assert 0.9 * kept < peak < kept + 0.15 * size
+        assert 0.9 * kept < peak < kept + 0.3 * size
