@@ -4,8 +4,11 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 port=${DILOCO_PORT:-29400} out=${OUT:-runs/diloco}
-python tools/diloco_server.py --port "$port" &
+export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} # the replicas share the cores
+exec {server_output}< <(exec python tools/diloco_server.py --port "$port")
 server=$!
+read -r line <&"$server_output" || exit 1 # the server has printed why it ended
+echo "$line"
 trap 'kill $server' EXIT
 replica() {
     python pretrain_gpt.py --preset tiny-gpt2 --mock-data --vocab-size 256 --seq-length 64 --device cpu \

@@ -74,7 +74,8 @@ def _ranks(config: RunConfig, world_size: int) -> str:
     cp, groups = parallel.context_parallel_size, parallel.hierarchical_context_parallel_sizes
     hierarchy = f" {' x '.join(map(str, groups))}" if parallel.cp_comm_type == "a2a+p2p" else ""
     context = f"CP {cp} ({parallel.cp_comm_type}{hierarchy}) x " if cp > 1 else ""
-    row = f"{world_size} = {pipeline}DP {dp} (copies of the model) x {context}TP {tp} ({sharing})"
+    held = "copies of the model" if parallel.zero_stage < 3 else "shards of the model"
+    row = f"{world_size} = {pipeline}DP {dp} ({held}) x {context}TP {tp} ({sharing})"
     if config.model.num_experts is not None:
         ep = parallel.expert_model_parallel_size
         copies = world_size // (pp * ep * parallel.expert_tp)

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import json
 import secrets
+import socket
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -61,8 +62,6 @@ def serve(host: str, port: int) -> tuple[distributed_c10d.Store, int]:
     Raises:
         OSError: if the address cannot be used.
     """
-    import socket
-
     listener = socket.create_server((host, port), backlog=1024)
     port = listener.getsockname()[1]
     store = dist.TCPStore(  # type: ignore[attr-defined]
@@ -75,16 +74,19 @@ def connect(server: str, timeout: float) -> distributed_c10d.Store:
     """Return a client of the store at ``HOST:PORT``.
 
     Raises:
-        UserError: if there is none within ``timeout`` seconds.
+        UserError: if the name is unknown, or there is none within ``timeout`` seconds.
     """
     host, _, port = server.rpartition(":")
     try:
+        socket.getaddrinfo(host, port)
         store: distributed_c10d.Store = dist.TCPStore(  # type: ignore[attr-defined]
             host, int(port), is_master=False, wait_for_workers=False, timeout=timedelta(seconds=timeout)
         )
     except (RuntimeError, OSError) as error:
         sentence = f"no DiLoCo server answers at {server}: {str(error).splitlines()[0]}"
-        raise UserError([Problem("E954", sentence, (f"python tools/diloco_server.py --port {port}",))]) from error
+        start = f"python tools/diloco_server.py --port {port}"
+        local = host in ("127.0.0.1", "localhost")
+        raise UserError([Problem("E954", sentence, (start if local else f"{start} --host {host}",))]) from error
     return store
 
 
@@ -182,7 +184,8 @@ class Replicas:
             names = [name for name in {*first, *options} if first.get(name) != options.get(name)]
             if names:
                 shown = "; ".join(f"{n}: {first.get(n)} there, {options.get(n)} here" for n in sorted(names))
-                raise UserError([Problem("E955", f"the replicas of this run have other options: {shown}")])
+                sentence = f"the server belongs to a run with other options: {shown}"
+                raise UserError([Problem("E955", sentence, ("python tools/diloco_server.py --port PORT",))])
         self.id = secrets.token_hex(8)
         self._ask(self._store.set, f"beat/{self.id}", "0")
         began = time.monotonic()

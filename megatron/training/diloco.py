@@ -220,10 +220,9 @@ class Diloco(Callback):
         if not done.members:
             return ["gave up joining the other replicas"]
         self._members = done.members
-        indices = listed([member.index for member in done.members])
-        notes = [
-            f"DiLoCo replica {self.replicas.index} of {self.options.diloco_replicas}; together: replicas {indices}"
-        ]
+        others = [member.index for member in done.members if member.index != self.replicas.index]
+        peers = f"with replica {listed(others)}" if others else "alone"
+        notes = [f"DiLoCo replica {self.replicas.index} of {self.options.diloco_replicas}, {peers}"]
         source = source_of(done.members)
         if not self._is_behind(source, self.replicas.index, facts):
             return notes

@@ -1,6 +1,6 @@
 """The full product of the factors that decide how a model is cut: ``python -m tests.distributed.product``.
 
-Takes three hours on two cores, ``--every 7`` half an hour. Four products: of layouts, every schedule on all grids of up
+Takes four hours on two cores, ``--every 7`` half an hour. Four products: of layouts, every schedule on all grids of up
 to eight ranks; of what replicas cut among themselves and of how experts are dealt out; of models, on few of these; and
 of context parallelism with masks. Writes what it found, row by row, to ``tests/golden/layout_product.txt``.
 """
