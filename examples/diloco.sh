@@ -7,7 +7,7 @@ port=${DILOCO_PORT:-29400} out=${OUT:-runs/diloco}
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} # the replicas share the cores
 exec {server_output}< <(exec python tools/diloco_server.py --port "$port")
 server=$!
-read -r line <&"$server_output" || exit 1 # the server has printed why it ended
+read -r line <&"$server_output" || exit 1 # its address; if it has ended, it has printed why
 echo "$line"
 trap 'kill $server' EXIT
 replica() {

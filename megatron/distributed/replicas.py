@@ -78,7 +78,7 @@ def connect(server: str, timeout: float) -> distributed_c10d.Store:
     """
     host, _, port = server.rpartition(":")
     try:
-        socket.getaddrinfo(host, port)
+        socket.getaddrinfo(host, port)  # TCPStore would try an unknown name until the timeout
         store: distributed_c10d.Store = dist.TCPStore(  # type: ignore[attr-defined]
             host, int(port), is_master=False, wait_for_workers=False, timeout=timedelta(seconds=timeout)
         )

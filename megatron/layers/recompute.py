@@ -37,7 +37,10 @@ def recompute_producer(
     recomputed = _RecomputedTensor(producer, x)
 
     # The innermost hooks, which these replace; torch reads them so, too (torch/_functorch).
-    keep, take = torch._C._autograd._top_saved_tensors_default_hooks(False) or (lambda saved: saved,) * 2
+    keep, take = torch._C._autograd._top_saved_tensors_default_hooks(False) or (
+        lambda saved: saved,
+        lambda saved: saved,
+    )
 
     def pack(t: Tensor) -> Any:
         return recomputed if t.data_ptr() == address and t.shape == shape else keep(t)

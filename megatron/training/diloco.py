@@ -25,7 +25,7 @@ from megatron.checkpoint.save import run_in_background
 from megatron.config.option import Role
 from megatron.config.run import RunConfig
 from megatron.config.settings import SETTINGS
-from megatron.config.text import listed
+from megatron.config.text import echo, listed
 from megatron.distributed import comm
 from megatron.distributed.comm import Group
 from megatron.distributed.launch import is_peer_lost, run_on_rank0
@@ -216,6 +216,9 @@ class Diloco(Callback):
             "pending": outer.pending,
             "digest": int(comm.all_reduce(digest, self.world).item()),
         }
+        if self.world.rank == 0:
+            wait = f"{self.options.diloco_timeout:g} seconds for replicas that start"
+            echo(f"DiLoCo replica {self.replicas.index}: waiting for the next synchronisation, or up to {wait}")
         done = self._synchronise(facts, torch.zeros(0), None, stopped)
         if not done.members:
             return ["gave up joining the other replicas"]
@@ -329,7 +332,10 @@ class Diloco(Callback):
         return total
 
     def _send_state(self, group: Group, source: int, behind: Sequence[bool]) -> None:
-        """Copy the outer state of one member to those that are behind; all wait for each chunk, so nobody times out."""
+        """Copy the outer state of one member to those that are behind.
+
+        All members wait after each chunk: a wait for the whole state could exceed the timeout.
+        """
         targets = [rank for rank, is_behind in enumerate(behind) if is_behind]
         for tensors in self.outer.kinds().values():
             for name in sorted(tensors):

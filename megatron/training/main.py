@@ -17,7 +17,6 @@ from megatron.arguments.summary import summary
 from megatron.checkpoint.lease import Lease
 from megatron.config.errors import UserError
 from megatron.config.run import RunConfig
-from megatron.config.text import echo
 from megatron.convert.huggingface.config import model_folder
 from megatron.convert.huggingface.weights import HuggingFaceWeights
 from megatron.data.errors import DataError
@@ -131,9 +130,6 @@ def build_and_train(
                 notes = [*notes, *held, *trainer.notes, *run_step.notes, *checkpointer.load(source)]
             if diloco is not None and trainer.iteration < trainer.total_steps:
                 with startup("joining"):
-                    if world.rank == 0:
-                        seconds = f"{config.diloco.diloco_timeout:g} seconds"
-                        echo(f"waiting up to {seconds} for DiLoCo replicas at {config.diloco.diloco_server}")
                     notes += diloco.join(lambda: bool(stop.local_code()))
         except BaseException:
             if diloco is not None:

@@ -394,11 +394,11 @@ def world_gather(x: Tensor, group: Group) -> list[Tensor]:
     return list(comm.all_gather(x, group).chunk(group.size))
 
 
-@pytest.mark.parametrize("method", ["powersgd:2", "topk:0.2"])
+@pytest.mark.parametrize("method", ["powersgd:2", "topk:0.3"])
 def test_error_feedback_reaches_the_optimum(pool: Pool, method: str) -> None:
     """Without error feedback the same method stops far from the optimum."""
     found = pool.run(3, descend, method, True)
-    assert found[0] == found[1] == found[2] < 0.01
+    assert found[0] == found[1] == found[2] < 0.005
     assert pool.run(3, descend, method, False)[0] > 10 * found[0]
 
 
@@ -430,6 +430,7 @@ LAYOUTS: dict[str, tuple[int, Any, dict[str, Any]]] = {
 
 
 WAYS = list(product(LAYOUTS, (*METHODS, "int8")))
+"""Every fourth is in the short form: six layouts, and each method twice."""
 
 
 @pytest.mark.parametrize(
@@ -549,14 +550,14 @@ CHANGES = {
 }
 
 
-CHANGED = [
-    *((name, "topk:0.05") for name in ("fewer", "instances", "TP, SP", "more stages")),
-    *(pytest.param(name, "topk:0.05", marks=pytest.mark.slow) for name in ("more", "TP", "stages")),
-    ("fewer", "powersgd:2"),
-]
+SLOW_CHANGES = "more", "TP", "stages"
 
 
-@pytest.mark.parametrize(("name", "method"), CHANGED)
+@pytest.mark.parametrize(
+    ("name", "method"),
+    [pytest.param(name, "topk:0.05", marks=pytest.mark.slow if name in SLOW_CHANGES else ()) for name in CHANGES]
+    + [("fewer", "powersgd:2")],
+)
 def test_another_layout_keeps_the_sum_of_errors(pool: Pool, tmp_path: Path, name: str, method: str) -> None:
     """Positions are learned: with TP their gradient is not compressed, and their error is sent at once."""
     before, ranks, after, others = CHANGES[name]

@@ -45,7 +45,7 @@ def step(model: ModelConfig, plan: str, offload: ActivationOffload | None) -> tu
 )
 def test_changes_no_bit_and_returns_its_buffers(model: str, plan: str) -> None:
     expected, _ = step(MODELS[model], plan, None)
-    for blocks in (1, LAYERS):
+    for blocks in (1, 3, LAYERS):
         offload = ActivationOffload(CPU, blocks, 64)
         found, held = step(MODELS[model], plan, offload)
         assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
