@@ -253,7 +253,8 @@ def test_bf16_is_near_fp64() -> None:
     for kind in (*ALL, "activation-rms", "attention-logit"):
         values = {name: value for name, value in exact.items() if name.startswith(f"health/{kind}/layers.")}
         # the gradient of a key bias is 0 but for rounding: an element may be exactly 0
-        assert {name: rounded[name] for name in values} == pytest.approx(values, rel=0.1, abs=5e-4)
+        absolute = 5e-4 if kind == "zeros-share" else None
+        assert {name: rounded[name] for name in values} == pytest.approx(values, rel=0.1, abs=absolute)
 
 
 def every_copy() -> AbstractContextManager[Any]:
