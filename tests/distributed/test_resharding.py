@@ -5,6 +5,7 @@ What is cut differs: by TP, PP, EP, ZeRO and its copies, Muon's whole matrices, 
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import threading
 from dataclasses import replace
@@ -139,6 +140,7 @@ def memory_of_start(rank: int, world_size: int, config: RunConfig, hf: Path | No
     """Growth of this rank's anonymous memory until the weights are there, at its peak."""
     build_trainer(replace(config, model=llama()), rank, world_size)  # loads libraries
     gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)  # so that new tensors do not reuse memory of earlier ones
     before, peak, stop = anonymous_bytes(), 0, threading.Event()
 
     def watch() -> None:
@@ -164,12 +166,14 @@ def anonymous_bytes() -> int:
 
 @pytest.mark.parametrize("start", ["fresh", "hf"])
 def test_no_rank_of_zero_3_ever_holds_the_whole_model(pool: Pool, tmp_path: Path, start: str) -> None:
-    """Besides what it keeps (a quarter of weights, gradients and momentum), a rank holds some matrices."""
-    case = Case(WIDE, ParallelConfig(**ZERO["3"]), PrecisionConfig(), optimizer=OptimizerConfig("sgd"), dp=4)
-    config = resolve(case.config(), 4)
+    """Besides what it keeps (half of weights, gradients and momentum), a rank holds some
+    matrices; the other half of the weights would be 0.5 of ``size``.
+    """
+    case = Case(WIDE, ParallelConfig(**ZERO["3"]), PrecisionConfig(), optimizer=OptimizerConfig("sgd"), dp=2)
+    config = resolve(case.config(), 2)
     size = 4 * num_parameters(WIDE)
     assert size > 200 * 2**20
     folder = write_folder(tmp_path / "hf", WIDE, random_weights(WIDE)) if start == "hf" else None
-    kept = sum(rank_state_bytes(config, 4, 0).values())
-    for peak in pool.run(4, memory_of_start, config, folder, timeout=120.0, check_collectives=False):
-        assert 0.9 * kept < peak < kept + 0.15 * size
+    kept = sum(rank_state_bytes(config, 2, 0).values())
+    for peak in pool.run(2, memory_of_start, config, folder, timeout=120.0, check_collectives=False):
+        assert 0.9 * kept < peak < kept + 0.3 * size
