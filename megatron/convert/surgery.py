@@ -1,0 +1,279 @@
+"""Changes of a trained model between two runs, computed box by box.
+
+Each change is a `WeightSource` over another one: a box of its tensors is computed from boxes of the tensors below. So
+changes combine, and memory holds one block at a time whatever the size of the model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from functools import cache
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from megatron.arguments.sources import resolve, to_dict
+from megatron.checkpoint.errors import CheckpointError
+from megatron.checkpoint.folder import CheckpointFolder
+from megatron.checkpoint.format import split_box
+from megatron.checkpoint.save import save_sharded
+from megatron.checkpoint.tensor_file import GlobalTensor, TensorPart
+from megatron.config.attention_pattern import format_layers, split_layers
+from megatron.config.model import ModelConfig
+from megatron.config.option import Role
+from megatron.config.run import PrecisionConfig, RunConfig
+from megatron.config.settings import SETTINGS
+from megatron.config.text import listed
+from megatron.convert.huggingface.config import check_model_config
+from megatron.convert.huggingface.weights import BLOCK_ELEMENTS
+from megatron.convert.saved_model import SavedModel, saved_tokenizer_files
+from megatron.distributed.comm import Group
+from megatron.distributed.random import initialize
+from megatron.distributed.sharding import Box, ShardSpec
+from megatron.layers.context import DTYPES
+from megatron.layers.parameters import gpt
+
+VOCABULARY = ("embedding.word_embeddings.weight", "output_layer.weight")
+"""Tensors with a row per token."""
+
+
+class Model(Protocol):
+    """Weights with their architecture."""
+
+    model: ModelConfig
+    specs: Mapping[str, ShardSpec]  # of all weights, by global name
+
+    def read(self, name: str, view: tuple[int, ...], box: Box) -> Tensor:
+        """Return the elements of ``box`` of a tensor."""
+
+
+class AveragedModels:
+    """The mean of several models of one architecture, as in model soups (arXiv 2203.05482)."""
+
+    def __init__(self, models: Sequence[SavedModel]) -> None:
+        """Take the mean of ``models``.
+
+        Raises:
+            CheckpointError: when their architectures differ.
+        """
+        self._models = models
+        self.model, self.specs = models[0].model, models[0].specs
+        expected = _architecture(self.model)
+        for other in models[1:]:
+            found = _architecture(other.model)
+            if found != expected:
+                which = [
+                    f"{name} {found[name]} and {expected[name]}" for name in found if found[name] != expected[name]
+                ]
+                pair = f"{other.manifest.path} and {models[0].manifest.path}"
+                raise CheckpointError(f"{pair} are different models: {listed(which)}")
+
+    def read(self, name: str, view: tuple[int, ...], box: Box) -> Tensor:
+        """Return the mean, computed in fp64."""
+        total = torch.zeros(box.size, dtype=torch.float64)
+        for model in self._models:
+            total += model.read(name, view, box)
+        return total / len(self._models)
+
+
+def _architecture(model: ModelConfig) -> dict[str, Any]:
+    """Return the options that determine what a model computes."""
+    whole = resolve(RunConfig(model=model), 1).model
+    names = [f.name for f in fields(ModelConfig) if SETTINGS[f.name].option.role in (Role.SHAPE, Role.FUNCTION)]
+    return {name: getattr(whole, name) for name in names}
+
+
+class WithoutLayers:
+    """A model without some of its blocks; the others move up."""
+
+    def __init__(self, source: Model, dropped: Collection[int]) -> None:
+        """Drop the blocks with the indices ``dropped``.
+
+        Raises:
+            CheckpointError: when there is no such block, or none is left.
+        """
+        layers = source.model.num_layers
+        if unknown := sorted({*dropped} - {*range(layers)}):
+            raise CheckpointError(f"the model has no layers {listed(unknown)}: it has {layers}, numbered from 0")
+        self._source, self._kept = source, [layer for layer in range(layers) if layer not in dropped]
+        if not self._kept:
+            raise CheckpointError(f"all {layers} layers would be dropped")
+        pattern = source.model.attention_pattern
+        if pattern is not None:
+            texts = split_layers(pattern)
+            pattern = format_layers([texts[layer % len(texts)] for layer in self._kept])
+        self.model = replace(source.model, num_layers=len(self._kept), attention_pattern=pattern)
+        self.specs = gpt(self.model)
+
+    def read(self, name: str, view: tuple[int, ...], box: Box) -> Tensor:
+        """Read a tensor of a block under its former number."""
+        if name.startswith("layers."):
+            _, number, rest = name.split(".", 2)
+            name = f"layers.{self._kept[int(number)]}.{rest}"
+        return self._source.read(name, view, box)
+
+
+class WithVocabulary:
+    """A model with more or fewer tokens; the rows of new tokens are the mean of all rows."""
+
+    def __init__(self, source: Model, entries: int) -> None:
+        self._source, self._old = source, source.model.vocab
+        self.model = replace(source.model, vocab_size=entries)
+        self.specs = gpt(self.model)
+        self._mean_row = cache(self._compute_mean_row)
+
+    def read(self, name: str, view: tuple[int, ...], box: Box) -> Tensor:
+        """Return rows of old tokens unchanged."""
+        if name not in VOCABULARY:
+            return self._source.read(name, view, box)
+        (first, column), (rows, columns) = box.start, box.size
+        kept = max(0, min(first + rows, self._old) - first)
+        new = self._mean_row(name)[column : column + columns].expand(rows - kept, columns)
+        if not kept:
+            return new
+        old = self._source.read(name, (self._old, view[1]), Box(box.start, (kept, columns)))
+        return torch.cat((old.to(new.dtype), new)) if len(new) else old
+
+    def _compute_mean_row(self, name: str) -> Tensor:
+        """Return the mean of all rows, ``[hidden]``, in fp32 from sums in fp64."""
+        view = (self._old, self.model.hidden_size)
+        total = torch.zeros(view[1], dtype=torch.float64)
+        for block in split_box(Box((0, 0), view), BLOCK_ELEMENTS):
+            columns = slice(block.start[1], block.start[1] + block.size[1])
+            total[columns] += self._source.read(name, view, block).sum(0, dtype=torch.float64)
+        return (total / self._old).float()
+
+
+class WithExperts:
+    """A dense model whose MLPs become experts (sparse upcycling, arXiv 2212.05055).
+
+    Every expert is a copy of the MLP, and routers are random. The weights of a token's experts sum to 1, so the model
+    computes what it did before.
+    """
+
+    def __init__(self, source: Model, experts: int, topk: int, seed: int) -> None:
+        """Turn every MLP into ``experts`` experts, of which a token uses ``topk``.
+
+        Raises:
+            CheckpointError: when the numbers do not fit, the model has experts already, or its MLPs have parameters
+                that experts lack.
+        """
+        if source.model.num_experts is not None:
+            raise CheckpointError(f"the model has {source.model.num_experts} experts already")
+        if not 1 <= topk <= experts or experts < 2:
+            raise CheckpointError(f"{topk} of {experts} experts per token", "--num-experts 8 --moe-router-topk 2")
+        self._source, self._seed = source, seed
+        self.model = replace(
+            source.model,
+            num_experts=experts,
+            moe_router_topk=topk,
+            moe_ffn_hidden_size=source.model.ffn,
+            moe_router_pre_softmax=False,
+        )
+        self.specs = gpt(self.model)
+        self._router = cache(self._draw_router)
+        if unused := source.specs.keys() - {_without_experts(name) for name in self.specs}:
+            raise CheckpointError(f"experts have no counterpart for {listed(sorted(unused))}")
+
+    def read(self, name: str, view: tuple[int, ...], box: Box) -> Tensor:
+        """Return the MLP for every expert."""
+        if name not in self._source.specs and _without_experts(name) not in self._source.specs:
+            return self._router(name)[box.slices]
+        if name in self._source.specs:
+            return self._source.read(name, view, box)
+        mlp = self._source.read(_without_experts(name), view[1:], Box(box.start[1:], box.size[1:]))
+        return mlp.expand(box.size)
+
+    def _draw_router(self, name: str) -> Tensor:
+        values = torch.empty(self.specs[name].shape)
+        initialize(values, self.specs[name], name, self._seed)
+        return values
+
+
+def _without_experts(name: str) -> str:
+    return name.replace(".mlp.experts.", ".mlp.")
+
+
+@dataclass(frozen=True)
+class Changes:
+    """Changes of a model, in the order in which they are made."""
+
+    average: Sequence[SavedModel] = ()  # further models of the mean
+    drop_layers: Collection[int] = ()
+    vocab_size: int | None = None
+    num_experts: int | None = None
+    moe_router_topk: int = 2
+    seed: int = 1234  # of the routers
+
+    def apply(self, model: SavedModel) -> Model:
+        """Return the changed model.
+
+        Raises:
+            CheckpointError: when a change does not apply to the model.
+            UserError: when the options of the changed model contradict each other.
+        """
+        changed: Model = AveragedModels([model, *self.average]) if self.average else model
+        if self.drop_layers:
+            changed = WithoutLayers(changed, self.drop_layers)
+        if self.vocab_size is not None:
+            changed = WithVocabulary(changed, self.vocab_size)
+        if self.num_experts is not None:
+            changed = WithExperts(changed, self.num_experts, self.moe_router_topk, self.seed)
+        check_model_config(model.manifest.path, changed.model)
+        return changed
+
+
+def change_checkpoint(
+    saved: SavedModel, changes: Changes, save: Path, report: Callable[[str, int, int], None], dtype: str | None = None
+) -> tuple[Path, ModelConfig]:
+    """Write a changed model as a checkpoint of step 0, with the tokenizer files of the first model.
+
+    Args:
+        saved: the model to change.
+        changes: what to change.
+        save: a ``--save`` folder without checkpoints.
+        report: called with the name of the last tensor, the elements done, and their total.
+        dtype: ``fp32``, ``bf16`` or ``fp16``: of the stored weights, and in which a run from them computes. None stores
+            fp32, to be computed with as before.
+
+    Returns:
+        The checkpoint and its model.
+
+    Raises:
+        CheckpointError, UserError: when a change does not apply, or the folder holds checkpoints.
+        DamagedCheckpointError: when a checksum does not match.
+        StorageError: when writing fails.
+    """
+    folder = CheckpointFolder(save)
+    if folder.named():
+        raise CheckpointError(f"{save} holds checkpoints already", "--save A_NEW_FOLDER")
+    changed = changes.apply(saved)
+    stored, total, done = DTYPES[dtype or "fp32"], sum(spec.numel for spec in changed.specs.values()), 0
+
+    def part(name: str, spec: ShardSpec, box: Box) -> TensorPart:
+        def read() -> Tensor:
+            nonlocal done
+            exact = changed.read(name, spec.view, box)
+            values = exact.to(stored)
+            if stored == torch.float16 and not values.isfinite().all() and exact.isfinite().all():
+                raise CheckpointError(f"{name} has values too large for fp16", "--cast bf16")
+            done += box.numel
+            report(name, done, total)
+            return values
+
+        return TensorPart(box, read)
+
+    tensors = {}
+    for name, spec in changed.specs.items():
+        whole = Box((0,) * len(spec.view), spec.view)
+        parts = tuple(part(name, spec, block) for block in split_box(whole, BLOCK_ELEMENTS))
+        tensors[name] = GlobalTensor(spec.shape, spec.view, stored, parts)
+    precision = PrecisionConfig(params_dtype=dtype or saved.precision)
+    config = to_dict(resolve(RunConfig(model=changed.model, precision=precision), 1))
+    state: dict[str, Any] = {"iteration": 0, "consumed_samples": 0}
+    path = folder.path(0)
+    save_sharded(path, tensors, state, config, Group(), dict(saved_tokenizer_files(saved.manifest)))
+    return Path(str(path)), changed.model
