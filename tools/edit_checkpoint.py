@@ -1,4 +1,4 @@
-"""Change the model in a checkpoint: average, drop layers, resize the vocabulary, turn MLPs into experts, cast.
+"""Average models, drop layers, resize the vocabulary, turn MLPs into experts, or cast weights.
 
     python tools/edit_checkpoint.py --load runs/a/checkpoints --average runs/b/checkpoints --save mean
     python tools/edit_checkpoint.py --load runs/a/checkpoints --drop-layers 20-27 --resize-vocab 50432 --save small

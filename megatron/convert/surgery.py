@@ -43,8 +43,13 @@ VOCABULARY = ("embedding.word_embeddings.weight", "output_layer.weight")
 class Model(Protocol):
     """Weights with their architecture."""
 
-    model: ModelConfig
-    specs: Mapping[str, ShardSpec]  # of all weights, by global name
+    @property
+    def model(self) -> ModelConfig:
+        """The architecture, with the vocabulary size."""
+
+    @property
+    def specs(self) -> Mapping[str, ShardSpec]:
+        """Specs of all weights, by global name."""
 
     def read(self, name: str, view: tuple[int, ...], box: Box) -> Tensor:
         """Return the elements of ``box`` of a tensor."""
