@@ -151,7 +151,7 @@ class HuggingFaceWeights:
             CheckpointError: naming the tensors that are missing, unused, or of another shape or dtype.
             DamagedCheckpointError: when a file cannot be read.
         """
-        self.folder = folder
+        self.folder, self.model = folder, model
         kind = read_model_type(read_config(folder), str(folder / CONFIG_FILE))
         self._files = open_weights(folder)
         experts = model.num_experts or 1
