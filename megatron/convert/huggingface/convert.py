@@ -75,6 +75,7 @@ from megatron.convert.huggingface.weights import (
     WEIGHTS_INDEX_FILE,
     HuggingFaceWeights,
     TensorMapping,
+    contiguous,
     map_tensors,
     read_in_blocks,
 )
@@ -275,8 +276,8 @@ def _global_tensor(source: HuggingFaceWeights, name: str, dtype: torch.dtype, pr
 
 
 def round_to(dtype: torch.dtype, exact: Tensor, name: str) -> Tensor:
-    """Return a tensor in a data type; raise CheckpointError if values overflow it."""
-    rounded = exact.to(dtype)
+    """Return a tensor in a data type, contiguous; raise CheckpointError if values overflow it."""
+    rounded = contiguous(exact, dtype)
     if dtype == torch.float16 and not torch.isfinite(rounded).all() and torch.isfinite(exact).all():
         seen = f"{name} has values above {torch.finfo(dtype).max:g}, too large for fp16"
         raise CheckpointError(seen, "--dtype bf16")
