@@ -11,7 +11,6 @@ import os
 import re
 import signal
 import sys
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -23,6 +22,7 @@ if __name__ == "__main__":  # until main has a handler of its own; the imports b
 
 from megatron.config.files import add_links_flag
 from megatron.config.text import echo
+from megatron.data.progress import ByteProgress
 from megatron.layers.parameters import num_parameters
 from tools.lib.locations import location_argument
 
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from megatron.convert.huggingface.convert import ConversionResult
 
 UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
-EXPORT_OPTIONS = ("ckpt_step", "dtype", "max_shard_size", "tokenizer", "ema")
+EXPORT_OPTIONS = ("ckpt_step", "max_shard_size", "tokenizer", "ema")
 """Options that apply only to --save-hf."""
 
 
@@ -40,6 +40,13 @@ def parse_size(text: str) -> int:
     if match is None or float(match[1]) == 0:
         raise argparse.ArgumentTypeError(f"{text!r} is not a size such as 5GB or 200MB")
     return int(float(match[1]) * UNITS[match[2] or "B"])
+
+
+def parse_count(text: str) -> int:
+    """Parse a number of at least 1."""
+    if not text.isdecimal() or not int(text):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of at least 1")
+    return int(text)
 
 
 def parse_output_folder(text: str) -> Path:
@@ -54,7 +61,8 @@ def build_parser() -> argparse.ArgumentParser:
     """Return the command-line parser."""
     parser = argparse.ArgumentParser(
         description="Turn a Hugging Face model into a checkpoint, or a checkpoint into a Hugging Face model.",
-        epilog="One CPU process, tensor by tensor. The result is not kept if transformers computes other values.",
+        epilog="One CPU process, tensor by tensor. If it is killed, the same command continues. The result is not kept "
+        "if transformers computes other values.",
         allow_abbrev=False,
     )
     source = parser.add_mutually_exclusive_group(required=True)
@@ -69,10 +77,13 @@ def build_parser() -> argparse.ArgumentParser:
         "--save-hf", type=parse_output_folder, metavar="DIR", help="folder to write; must not exist, or be empty"
     )
     parser.add_argument("--ckpt-step", type=int, metavar="N", help="which checkpoint of --load (the newest valid one)")
-    parser.add_argument("--dtype", choices=("fp32", "bf16", "fp16"), help="dtype of the weights (that of the run)")
+    parser.add_argument(
+        "--dtype", choices=("fp32", "bf16", "fp16"), help="dtype of the weights written (that of the run; fp32)"
+    )
     parser.add_argument("--max-shard-size", type=parse_size, metavar="SIZE", help="size of a weights file (5GB)")
     parser.add_argument("--tokenizer", type=Path, metavar="DIR", help="tokenizer files, instead of the checkpoint's")
     parser.add_argument("--ema", action="store_true", default=None, help="write the weight average of --ema-decay")
+    parser.add_argument("--workers", type=parse_count, default=1, metavar="N", help="files to write at a time (1)")
     parser.add_argument("--no-check", action="store_true", help="skip the comparison with transformers")
     add_links_flag(parser)
     parser.add_argument("--plugin", nargs="+", default=(), metavar="MODULE", help="modules with further model families")
@@ -108,6 +119,8 @@ def main(argv: Sequence[str]) -> int:
     except KeyboardInterrupt:
         echo("convert_checkpoint: stopped; nothing was written", file=sys.stderr)
         return 130
+    if done.kept:
+        echo(f"continued: {done.kept} files of an interrupted conversion were complete")
     echo(f"wrote {done.path}: {num_parameters(done.model):,} parameters")
     if done.differences:
         logits, worst = done.differences[-1], max(done.differences, key=lambda difference: difference.relative)
@@ -127,12 +140,12 @@ def convert(args: argparse.Namespace) -> ConversionResult:
     from megatron.convert.huggingface.convert import convert_from_huggingface, convert_to_huggingface
     from megatron.convert.saved_model import open_checkpoint
 
-    report, checked = PercentPrinter(), not args.no_check
+    report, checked = ProgressPrinter(), not args.no_check
     source = args.tokenizer if args.load_hf is None else model_folder(args.load_hf)
     if source is not None and not args.follow_links:
         refuse_outside_links(source)
     if args.load_hf is not None:
-        return convert_from_huggingface(source, args.save, report, checked)
+        return convert_from_huggingface(source, args.save, report, checked, args.dtype, args.workers)
     manifest, notes = open_checkpoint(args.load, args.ckpt_step)
     for note in notes:
         echo(f"convert_checkpoint: {note}", file=sys.stderr)
@@ -145,23 +158,24 @@ def convert(args: argparse.Namespace) -> ConversionResult:
         tokenizer=args.tokenizer,
         average=bool(args.ema),
         checked=checked,
+        workers=args.workers,
     )
 
 
-class PercentPrinter:
-    """Print progress in steps of 10 %, once a conversion takes more than a few seconds."""
-
-    SILENT_SECONDS = 5.0
+class ProgressPrinter:
+    """Print the bytes written, the rate and the time left, once a conversion takes more than a few seconds."""
 
     def __init__(self) -> None:
-        self._tenths, self._started = 0, time.monotonic()
+        self._line: ByteProgress | None = None
+        self._done = 0
 
     def __call__(self, name: str, done: int, total: int) -> None:
-        """Report ``done`` of ``total`` bytes, the last of them in file ``name``."""
-        if 10 * done // total > self._tenths:
-            self._tenths = 10 * done // total
-            if time.monotonic() - self._started > self.SILENT_SECONDS:
-                echo(f"{10 * self._tenths}% {name}", file=sys.stderr)
+        """Report ``done`` of ``total`` bytes, the last of them in tensor ``name``."""
+        self._line = self._line or ByteProgress(sys.stderr, total)
+        self._line.add(done - self._done)
+        self._done = done
+        if done == total:
+            self._line.close()
 
 
 if __name__ == "__main__":

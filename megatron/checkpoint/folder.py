@@ -8,7 +8,7 @@ The folder of a run is on a shared disk or in an object store; those of ``--loca
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -122,6 +122,7 @@ class CheckpointFolder:
         keep_every: int | None = None,
         newest: int | None = None,
         lease: Lease | None = None,
+        held: Collection[int] = (),
     ) -> list[Location]:
         """Delete old checkpoints and leftovers; must not run during a save.
 
@@ -130,6 +131,7 @@ class CheckpointFolder:
             keep_every: iterations that are a multiple of it are kept permanently.
             newest: the iteration just saved. Later ones, which the run skipped as invalid, are kept and not counted.
             lease: lease on the folder. Without one, staging folders are not touched.
+            held: iterations that are in use and kept for now.
 
         Returns:
             The deleted checkpoints. Damaged ones newer than the kept ones are not deleted, for inspection.
@@ -157,7 +159,7 @@ class CheckpointFolder:
                 with suppress(CheckpointError):
                     Manifest.open(path)
                     kept += 1
-            elif is_complete(path) and not (keep_every and iteration % keep_every == 0):
+            elif is_complete(path) and iteration not in held and not (keep_every and iteration % keep_every == 0):
                 self._remove(path, lease)
                 deleted.append(path)
         return deleted

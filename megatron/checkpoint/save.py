@@ -204,9 +204,14 @@ def storage_error(error: OSError, final: Location, rank: int, local: bool = Fals
     return StorageError(f"{where}; no {what} was written", *fixes)
 
 
+def rank_file_name(rank: int) -> str:
+    """Return the name of the file that a rank writes."""
+    return f"tensors_{rank:05d}.safetensors"
+
+
 def write_rank_file(folder: Location, rank: int, tensors: Mapping[str, GlobalTensor]) -> RankFile:
     """Write the parts of a rank to its file, chunk by chunk; each part is computed when it is written, then freed."""
-    name = f"tensors_{rank:05d}.safetensors"
+    name = rank_file_name(rank)
     kinds = {key: (tensor.shape, tensor.view, DTYPE_NAMES[tensor.dtype]) for key, tensor in tensors.items()}
     parts, entries = list[tuple[str, TensorPart, list[Box]]](), list[TensorEntry]()
     for key, tensor in tensors.items():

@@ -558,6 +558,9 @@ class CheckpointConfig:
     """keep_last: never delete checkpoints of steps that are a multiple of this."""
     async_save: bool = option(False, role="start", needs=(SAVE, TRAINING_STEPS))
     """Write checkpoints in the background, from a copy in host memory."""
+    save_hf_interval: int | None = option(None, role="start", at_least=1, needs=(SAVE, TRAINING_STEPS))
+    """Steps between checkpoints that are exported to Hugging Face, to the folder hf in save, while training goes on. A
+    multiple of save_interval."""
     local_save: str | None = option(None, role="start", needs=TRAINING_STEPS)
     """Folder on each node's disk or memory for checkpoints between those in save; {node} is the node number."""
     local_save_interval: int | None = option(None, role="start", at_least=1, needs=(LOCAL_SAVE, TRAINING_STEPS))

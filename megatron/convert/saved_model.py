@@ -6,6 +6,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from threading import local
 
 from torch import Tensor
 
@@ -92,7 +93,7 @@ class SavedModel:
         self.model = replace(config.model, vocab_size=vocab_size)
         check_model_config(manifest.path, self.model)
         self.specs = gpt(self.model)
-        self._reader = CheckpointReader(manifest)
+        self._readers = local()  # one for each thread
         self._prefix = EMA_PREFIX if average else ""
         self._check_tensors()
 
@@ -104,9 +105,12 @@ class SavedModel:
             DamagedCheckpointError: when a checksum does not match.
         """
         stored = self._prefix + name
-        if view != self._reader.view(stored):
-            raise ValueError(f"{stored} is viewed {list(self._reader.view(stored))}, not {list(view)}")
-        return self._reader.read(stored, box)
+        if not hasattr(self._readers, "reader"):
+            self._readers.reader = CheckpointReader(self.manifest)
+        reader: CheckpointReader = self._readers.reader
+        if view != reader.view(stored):
+            raise ValueError(f"{stored} is viewed {list(reader.view(stored))}, not {list(view)}")
+        return reader.read(stored, box)
 
     def _check_tensors(self) -> None:
         """Check names and shapes. Optimizer state other than the average is ignored."""

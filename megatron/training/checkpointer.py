@@ -367,7 +367,8 @@ class Checkpointer:
         if group.rank == 0:
             try:
                 Manifest.open(path)
-                folder.retain(options.keep_last, options.keep_every, newest=contents.iteration, lease=self.lease)
+                kept = options.keep_last, options.keep_every, contents.iteration
+                folder.retain(*kept, lease=self.lease, held=trainer.held_checkpoints)
             except SupersededError:
                 raise
             except (CheckpointError, OSError) as error:

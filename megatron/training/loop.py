@@ -28,6 +28,7 @@ from megatron.distributed.comm import Group
 from megatron.distributed.micro_batch import MicroBatch
 from megatron.optimizer.lr_scheduler import Rates
 from megatron.training.callbacks.base import Callback, CallbackList
+from megatron.training.callbacks.export import HuggingFaceExport
 from megatron.training.callbacks.health import HealthReport, ReplicaCheck, explain_nonfinite
 from megatron.training.callbacks.profiler import NO_REQUEST, ProfileRequest, ProfileRequestListener, StepProfiler
 from megatron.training.checkpointer import Checkpointer, OtherCheckpoints
@@ -317,6 +318,9 @@ def build_callbacks(
         from megatron.contrib.sample_prompts import SamplePrompts  # optional
 
         callbacks.append(SamplePrompts(trainer, Path(logging.sample_prompts)))
+    checkpoint = trainer.config.checkpoint
+    if checkpoint.save_hf_interval is not None:
+        callbacks.append(HuggingFaceExport(trainer, Path(str(checkpoint.save)), checkpoint.save_hf_interval))
     if others is not None:
         callbacks += others.callbacks(trainer)
     return callbacks

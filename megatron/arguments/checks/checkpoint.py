@@ -134,6 +134,26 @@ def check_local_folder(config: RunConfig, world_size: int) -> Iterator[Problem]:
         yield Problem("E804", sentence, (f"--local-save {local.replace(name, '{node}')}",))
 
 
+def check_export(config: RunConfig, world_size: int) -> Iterator[Problem]:
+    """Check that ``--save-hf-interval`` exports checkpoints that are saved, from a folder on a disk."""
+    checkpoint = config.checkpoint
+    interval, every = checkpoint.save_hf_interval, checkpoint.save_interval
+    if interval is None or checkpoint.save is None:
+        return
+    if every is None:
+        sentence = "--save-hf-interval needs --save-interval, because it exports checkpoints"
+        yield Problem("E805", sentence, (f"--save-interval {interval}", "drop --save-hf-interval"))
+    elif interval % every:
+        sentence = f"--save-hf-interval {interval} is not a multiple of --save-interval {every}"
+        yield Problem("E805", sentence, (f"--save-hf-interval {(interval // every + 1) * every}",))
+    if not isinstance(parse_location(checkpoint.save), Path):
+        sentence = (
+            f"--save-hf-interval writes to a folder on a disk, and --save {checkpoint.save} is in an object store"
+        )
+        later = f"drop --save-hf-interval, and later tools/convert_checkpoint.py --load {checkpoint.save} --save-hf DIR"
+        yield Problem("E805", sentence, (later,))
+
+
 def check_resume(config: RunConfig, world_size: int) -> Iterator[Problem]:
     """Check that ``--resume-mode`` and ``--ckpt-step`` fit ``--load``."""
     checkpoint = config.checkpoint

@@ -122,7 +122,9 @@ class ModelOutputs:
     angles: Tensor | None  # rotary frequencies and magnitude; None without rotary embedding
 
 
-def check_model(folder: Path, config: Path, model: ModelConfig, source: WeightSource) -> list[OutputDifference]:
+def check_model(
+    folder: Path, config: Path, model: ModelConfig, source: WeightSource, rounded: torch.dtype = torch.float32
+) -> list[OutputDifference]:
     """Compare transformers' model of a Hugging Face folder with ours.
 
     Args:
@@ -130,6 +132,7 @@ def check_model(folder: Path, config: Path, model: ModelConfig, source: WeightSo
         config: config.json of transformers' model.
         model: architecture of our model.
         source: our weights.
+        rounded: data type to which the weights of the folder are rounded.
 
     Returns:
         Differences of the rotary frequencies, of the hidden states after each block, and of the logits.
@@ -140,7 +143,7 @@ def check_model(folder: Path, config: Path, model: ModelConfig, source: WeightSo
         DamagedCheckpointError: when a file cannot be read.
     """
     tokens_BS, positions_BS = sample_inputs(model)
-    theirs = run_transformers(folder, config, tokens_BS, positions_BS)
+    theirs = run_transformers(folder, config, tokens_BS, positions_BS, rounded)
     ours = run_own_model(model, source, tokens_BS, positions_BS)
     found = []
     if ours.angles is not None and theirs.angles is not None:
@@ -230,8 +233,10 @@ def run_own_model(model: ModelConfig, source: WeightSource, tokens_BS: Tensor, p
 
 
 @torch.no_grad()
-def run_transformers(folder: Path, config: Path, tokens_BS: Tensor, positions_BS: Tensor) -> ModelOutputs:
-    """Run transformers' model on the files of ``folder``, in fp32."""
+def run_transformers(
+    folder: Path, config: Path, tokens_BS: Tensor, positions_BS: Tensor, rounded: torch.dtype = torch.float32
+) -> ModelOutputs:
+    """Run transformers' model on the files of ``folder``, with weights rounded to a data type, in fp32."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     settings = AutoConfig.from_pretrained(config)
@@ -246,7 +251,7 @@ def run_transformers(folder: Path, config: Path, tokens_BS: Tensor, positions_BS
             angles = _angles(rotary.inv_freq, rotary.attention_scaling)
             break
     tied = dict(model._tied_weights_keys) if settings.tie_word_embeddings else {}
-    weights = _TransformersWeights(folder, f"{model.base_model_prefix}.")
+    weights = _TransformersWeights(folder, f"{model.base_model_prefix}.", rounded)
     LazyWeightLoader(model, weights.load, tied)
     layers = next(module for module in model.modules() if isinstance(module, nn.ModuleList))
     blocks = _OutputRecorder(list(layers), lambda out: out[0] if isinstance(out, tuple) else out)
@@ -267,8 +272,8 @@ EXPERT_MATRICES = {"gate_up_proj": (("gate_proj", "up_proj"), ("w1", "w3")), "do
 class _TransformersWeights:
     """Tensors of a folder by transformers' names, in fp32; records which are used."""
 
-    def __init__(self, folder: Path, prefix: str) -> None:
-        self._folder, self._prefix = folder, prefix
+    def __init__(self, folder: Path, prefix: str, rounded: torch.dtype) -> None:
+        self._folder, self._prefix, self._rounded = folder, prefix, rounded
         self._files = open_weights(folder)
         self._used: set[str] = set()
 
@@ -281,7 +286,7 @@ class _TransformersWeights:
                 return torch.stack(experts)
             raise MismatchError(f"{self._folder} lacks {name}, which transformers needs")
         self._used.add(key)
-        return self._files[key].tensor(key).to(torch.float32)
+        return self._files[key].tensor(key).to(self._rounded).to(torch.float32)
 
     def _key(self, name: str) -> str | None:
         """Return the key of a tensor in the files, with or without prefix, or as Mixtral names it; None if absent."""

@@ -1,7 +1,8 @@
 """Conversion of checkpoints from and to Hugging Face, tensor by tensor.
 
-Nothing is published before the check against `transformers`: a checkpoint is written under a name that is not taken for
-one, a Hugging Face folder under a name ending in ``.tmp`` and without a config.json.
+Nothing is published before the check against `transformers`: a checkpoint is written to a staging folder whose name is
+not that of one, and its marker last; a Hugging Face folder to one whose name ends in ``.tmp``, without a config.json.
+A conversion that is killed leaves its staging folder, in which the next one continues (:class:`StagingFolder`).
 """
 
 from __future__ import annotations
@@ -10,23 +11,51 @@ import json
 import shlex
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import CancelledError
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from math import prod
 from pathlib import Path
+from threading import Event, Lock
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from megatron.arguments.sources import resolve, to_dict
-from megatron.checkpoint.durable_files import durable_rename, make_folder, sync_folder, write_file
+from megatron.checkpoint.durable_files import (
+    checksum,
+    durable_rename,
+    make_folder,
+    publish_file,
+    sync_folder,
+    write_file,
+)
 from megatron.checkpoint.errors import CheckpointError, StorageError
 from megatron.checkpoint.folder import CheckpointFolder
-from megatron.checkpoint.format import Manifest, split_box
+from megatron.checkpoint.format import (
+    MANIFEST,
+    MARKER,
+    Manifest,
+    TensorChunk,
+    encode_manifest,
+    marker_content,
+    parse_manifest,
+    split_box,
+    whole_box,
+)
 from megatron.checkpoint.location import local_path
-from megatron.checkpoint.publish import delete_checkpoint
-from megatron.checkpoint.save import save_sharded
+from megatron.checkpoint.publish import ATTEMPT_PREFIX, delete_checkpoint
+from megatron.checkpoint.save import (
+    CheckpointExtras,
+    RankFile,
+    build_manifest,
+    rank_file_name,
+    storage_errors,
+    write_rank_file,
+    write_small_files,
+)
 from megatron.checkpoint.tensor_file import GlobalTensor, TensorEntry, TensorFileWriter, TensorPart
 from megatron.config.files import parse_json
 from megatron.config.model import ModelConfig
@@ -46,6 +75,7 @@ from megatron.convert.huggingface.weights import (
     WEIGHTS_INDEX_FILE,
     HuggingFaceWeights,
     TensorMapping,
+    contiguous,
     map_tensors,
     read_in_blocks,
 )
@@ -57,17 +87,23 @@ from megatron.convert.saved_model import (
     find_tokenizer_files,
     saved_tokenizer_files,
 )
+from megatron.convert.staging import JOURNAL, StagingFolder
 from megatron.data.errors import DataError
 from megatron.data.tokenizers.huggingface import TOKENIZER_JSON, find_eod_id, find_special_token
-from megatron.distributed.comm import Group
-from megatron.distributed.sharding import Box, ShardSpec
+from megatron.distributed.sharding import Box
 from megatron.layers.context import DTYPES
 
 ProgressCallback = Callable[[str, int, int], None]
-"""Progress callback: (name of the last tensor, elements done, total elements)."""
+"""Progress callback: (name of the last tensor, bytes written, bytes to write)."""
 
 PENDING_CONFIG_FILE = "config.json.unfinished"
 """Name of config.json until the folder is complete."""
+
+FILE_BYTES = 2 << 30
+"""Maximum size of a tensor file of an imported checkpoint, unless a single tensor is larger."""
+
+ATTEMPT = f"{ATTEMPT_PREFIX}import"
+"""Folder of the files in an imported checkpoint."""
 
 
 @dataclass(frozen=True)
@@ -77,24 +113,35 @@ class ConversionResult:
     path: Path  # what was written
     model: ModelConfig
     differences: Sequence[OutputDifference]  # to transformers; empty without a check
+    kept: int = 0  # files that an interrupted conversion had completed
 
 
 class _Progress:
-    """Counts converted elements and reports them."""
+    """Counts written bytes and reports them; threads report one at a time."""
 
     def __init__(self, report: ProgressCallback, total: int) -> None:
         self._report, self._total, self._done = report, total, 0
+        self._lock, self.stop = Lock(), Event()
 
-    def add(self, name: str, elements: int) -> None:
-        self._done += elements
-        self._report(name, self._done, self._total)
+    def add(self, name: str, size: int) -> None:
+        """Count ``size`` bytes of a tensor; raise CancelledError once ``stop`` is set."""
+        with self._lock:
+            if self.stop.is_set():
+                raise CancelledError
+            self._done += size
+            self._report(name, self._done, self._total)
 
 
 # ---- From Hugging Face ----
 
 
 def convert_from_huggingface(
-    folder: Path, save: Path, report: ProgressCallback, checked: bool = True
+    folder: Path,
+    save: Path,
+    report: ProgressCallback,
+    checked: bool = True,
+    dtype: str | None = None,
+    workers: int = 1,
 ) -> ConversionResult:
     """Convert a Hugging Face folder to a checkpoint of step 0.
 
@@ -103,6 +150,8 @@ def convert_from_huggingface(
         save: a ``--save`` folder without checkpoints.
         report: progress callback.
         checked: compare with `transformers` before publishing the checkpoint.
+        dtype: ``fp32``, ``bf16`` or ``fp16``, of the stored weights; None for fp32.
+        workers: files to write at the same time, each in a thread.
 
     Raises:
         UserError, CheckpointError: when the model cannot be converted, or the check fails.
@@ -110,63 +159,129 @@ def convert_from_huggingface(
     checkpoints = CheckpointFolder(save)
     if checkpoints.named():
         raise CheckpointError(f"{save} holds checkpoints already", "--save A_NEW_FOLDER")
-    path = local_path(checkpoints.path(0))
-    unchecked = path.with_name(f"{path.name}.unchecked")  # not recognised as a checkpoint
-    import_huggingface(folder, unchecked, report)
-    try:
-        saved = SavedModel(Manifest.open(unchecked))
-        differences = check_model(folder, folder / CONFIG_FILE, saved.model, saved) if checked else ()
-    except BaseException:
-        delete_checkpoint(unchecked)
-        raise
-    try:
-        durable_rename(unchecked, path)
-    except OSError as error:
-        raise StorageError(f"{path}: {error.strerror or error}; nothing was written", "--save A_NEW_FOLDER") from error
-    return ConversionResult(path, saved.model, differences)
+    stored = DTYPES[dtype or "fp32"]
+
+    def check(saved: SavedModel) -> Sequence[OutputDifference]:
+        return check_model(folder, folder / CONFIG_FILE, saved.model, saved, stored) if checked else ()
+
+    return import_huggingface(folder, local_path(checkpoints.path(0)), report, dtype, workers, check)
 
 
-def import_huggingface(folder: Path, path: Path, report: ProgressCallback) -> None:
-    """Write the weights of a Hugging Face folder as a checkpoint of step 0, one block at a time, without a check.
+def import_huggingface(
+    folder: Path,
+    path: Path,
+    report: ProgressCallback,
+    dtype: str | None = None,
+    workers: int = 1,
+    check: Callable[[SavedModel], Sequence[OutputDifference]] = lambda saved: (),
+) -> ConversionResult:
+    """Write the weights of a Hugging Face folder as a checkpoint of step 0, one block at a time.
 
     Args:
         folder: folder with config.json and safetensors files.
-        path: folder of the new checkpoint.
+        path: folder of the new checkpoint, which must not exist.
         report: progress callback.
+        dtype: as of :func:`convert_from_huggingface`.
+        workers: as of :func:`convert_from_huggingface`.
+        check: called before the checkpoint is published; its errors prevent that.
 
     Raises:
         UserError: when config.json has unsupported options.
         CheckpointError: when tensors are missing, unused or of another shape.
         StorageError: when writing fails.
     """
-    model = read_model_config(folder)
-    source = HuggingFaceWeights(folder, model)
-    precision = PrecisionConfig(params_dtype=next(name for name, dtype in DTYPES.items() if dtype == source.dtype))
-    config = resolve(RunConfig(model=model, precision=precision), 1)
-    progress = _Progress(report, sum(spec.numel for spec in source.specs.values()))
-    tensors = {name: _global_tensor(source, name, spec, progress) for name, spec in source.specs.items()}
+    source = HuggingFaceWeights(folder, read_model_config(folder))
+    stored = DTYPES[dtype or "fp32"]
+    sizes = {name: spec.numel * stored.itemsize for name, spec in source.specs.items()}
+    names = [*sizes]
+    groups = [names[group] for group in split_into_shards([*sizes.values()], FILE_BYTES)]
+    staged = path.with_name(f"{path.name}.unchecked")  # not recognised as a checkpoint
+    identity = {"groups": groups, "dtype": str(stored), "files": _file_versions(folder)}
+    with storage_errors(path, 0, None):
+        make_folder(path.parent, private=True)
+        staging = StagingFolder(staged / ATTEMPT, identity)
+    try:
+        with staging, storage_errors(path, 0, None):
+            kept = len(staging.complete)
+            progress = _Progress(
+                report,
+                sum(sizes[n] for i, g in enumerate(groups) if rank_file_name(i) not in staging.complete for n in g),
+            )
+            files = {
+                rank_file_name(i): partial(
+                    write_rank_file,
+                    staging.folder,
+                    i,
+                    {name: _global_tensor(source, name, stored, progress) for name in group},
+                )
+                for i, group in enumerate(groups)
+            }
+            ranks = staging.write(files, workers, progress.stop)
+            extra = _imported_extras(folder, source, dtype)
+            manifest = build_manifest(ranks, write_small_files(staging.folder, extra.files), extra)
+            write_file(staging.folder / MANIFEST, manifest)
+            sync_folder(staging.folder)
+            saved = SavedModel(parse_manifest(staged, manifest, ATTEMPT))
+            differences = check(saved)
+            staging.close_journal()
+            publish_file(staged / MARKER, marker_content(manifest, ATTEMPT))
+            _publish(staged, path)
+    except BaseException:
+        delete_checkpoint(staged)
+        raise
+    return ConversionResult(path, saved.model, differences, kept)
+
+
+def _publish(staged: Path, path: Path) -> None:
+    try:
+        durable_rename(staged, path)
+    except OSError as error:
+        raise StorageError(f"{path}: {error.strerror or error}; nothing was written", "--save A_NEW_FOLDER") from error
+
+
+def _file_versions(folder: Path) -> dict[str, list[int]]:
+    """Return size and times of last change of the files that determine the weights, by name."""
+    paths = [path for path in folder.iterdir() if path.suffix == ".safetensors" or path.name == CONFIG_FILE]
+    found = {path.name: path.stat() for path in sorted(paths)}
+    return {name: [stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns] for name, stat in found.items()}
+
+
+def _imported_extras(folder: Path, source: HuggingFaceWeights, dtype: str | None) -> CheckpointExtras:
+    """Return the content of an imported checkpoint besides tensors."""
+    precision = dtype or next(name for name, known in DTYPES.items() if known == source.dtype)
+    config = resolve(RunConfig(model=source.model, precision=PrecisionConfig(params_dtype=precision)), 1)
     settings = read_config(folder)
     special_ids = {name: settings[name] for name in SPECIAL_TOKEN_IDS if settings.get(name) is not None}
     files: dict[str, Path | bytes] = {
         GENERATION_CONFIG_FILE: json.dumps(special_ids).encode(),
         **find_tokenizer_files(folder),
     }
-    save_sharded(path, tensors, {"iteration": 0, "consumed_samples": 0}, to_dict(config), Group(), files)
+    return CheckpointExtras({"iteration": 0, "consumed_samples": 0}, to_dict(config), files)
 
 
-def _global_tensor(source: HuggingFaceWeights, name: str, spec: ShardSpec, progress: _Progress) -> GlobalTensor:
+def _global_tensor(source: HuggingFaceWeights, name: str, dtype: torch.dtype, progress: _Progress) -> GlobalTensor:
     """Return a tensor whose parts are read only when they are written, so that one part at a time is in memory."""
+    spec = source.specs[name]
 
     def part(box: Box) -> TensorPart:
         def read() -> Tensor:
-            values = source.read(name, spec.view, box).to(torch.float32)
-            progress.add(name, box.numel)
+            values = round_to(dtype, source.read(name, spec.view, box), name)
+            progress.add(name, box.numel * dtype.itemsize)
             return values
 
         return TensorPart(box, read)
 
     parts = tuple(part(block) for box in source.boxes(name) for block in split_box(box, BLOCK_ELEMENTS))
-    return GlobalTensor(spec.shape, spec.view, torch.float32, parts)
+    return GlobalTensor(spec.shape, spec.view, dtype, parts)
+
+
+def round_to(dtype: torch.dtype, exact: Tensor, name: str) -> Tensor:
+    """Return a tensor in a data type, contiguous; raise CheckpointError if values overflow it."""
+    rounded = contiguous(exact, dtype)
+    if dtype == torch.float16 and not torch.isfinite(rounded).all() and torch.isfinite(exact).all():
+        seen = f"{name} has values above {torch.finfo(dtype).max:g}, too large for fp16"
+        raise CheckpointError(seen, "--dtype bf16")
+    return rounded
 
 
 # ---- To Hugging Face ----
@@ -182,6 +297,7 @@ def convert_to_huggingface(
     tokenizer: Path | None = None,
     average: bool = False,
     checked: bool = True,
+    workers: int = 1,
 ) -> ConversionResult:
     """Convert a checkpoint to a Hugging Face folder. All that can be checked is checked before anything is written.
 
@@ -194,6 +310,7 @@ def convert_to_huggingface(
         tokenizer: folder with tokenizer files; None for those in the checkpoint.
         average: write the moving average of the weights.
         checked: compare weights and tokenizer with `transformers` before publishing the folder.
+        workers: files to write at the same time, each in a thread.
 
     Raises:
         UserError: when no Hugging Face model computes the same.
@@ -217,25 +334,32 @@ def convert_to_huggingface(
     if checked:
         files = check_tokenizer(files, config)
 
-    pending_config = building / PENDING_CONFIG_FILE
+    shards = _plan_shards(saved, mappings, source.dtype, shard_bytes)
+    identity = {
+        "manifest": checksum(encode_manifest(manifest.tensors, manifest.files, manifest.state, manifest.config)),
+        "shards": checksum(repr((shards, source.dtype, average)).encode()),
+    }
+    with _disk_errors_as_storage_errors(building):
+        staging = StagingFolder(building, identity)
     try:
-        with _disk_errors_as_storage_errors(building):
-            if building.exists():
-                shutil.rmtree(building)
-            make_folder(building)
-            write_file(pending_config, _json(config))
-            _write_weights(building, source, [m for found in mappings.values() for m in found], shard_bytes, report)
-            for name, content in files.items():
-                write_file(building / name, content)
-            sync_folder(building)
-        differences = check_model(building, pending_config, saved.model, source) if checked else ()
-        with _disk_errors_as_storage_errors(building):
-            durable_rename(pending_config, building / CONFIG_FILE)
-            durable_rename(building, folder)  # replaces an empty folder
+        with staging:
+            kept = len(staging.complete)
+            pending_config = building / PENDING_CONFIG_FILE
+            with _disk_errors_as_storage_errors(building):
+                write_file(pending_config, _json(config))
+                _write_weights(staging, source, shards, workers, report)
+                for name, content in files.items():
+                    write_file(building / name, content)
+                sync_folder(building)
+            differences = check_model(building, pending_config, saved.model, source) if checked else ()
+            with _disk_errors_as_storage_errors(building):
+                staging.close_journal()
+                durable_rename(pending_config, building / CONFIG_FILE)
+                durable_rename(building, folder)  # replaces an empty folder
     except BaseException:
         shutil.rmtree(building, ignore_errors=True)
         raise
-    return ConversionResult(folder, saved.model, differences)
+    return ConversionResult(folder, saved.model, differences, kept)
 
 
 class RoundedWeights:
@@ -246,13 +370,7 @@ class RoundedWeights:
 
     def read(self, name: str, view: tuple[int, ...], box: Box) -> Tensor:
         """Return the elements of ``box`` of a tensor."""
-        exact = self._saved.read(name, view, box)
-        rounded = exact.to(self.dtype)
-        if self.dtype == torch.float16 and not torch.isfinite(rounded).all() and torch.isfinite(exact).all():
-            raise CheckpointError(
-                f"{name} has values above {torch.finfo(self.dtype).max:g}, too large for fp16", "--dtype bf16"
-            )
-        return rounded
+        return round_to(self.dtype, self._saved.read(name, view, box), name)
 
 
 @contextmanager
@@ -264,28 +382,52 @@ def _disk_errors_as_storage_errors(building: Path) -> Iterator[None]:
         raise StorageError(f"{seen}; nothing was exported", "--save-hf A_FOLDER_ELSEWHERE") from error
 
 
+Shards = dict[str, list[TensorMapping]]
+"""Tensors of each weights file, by its name."""
+
+
+def _plan_shards(
+    saved: SavedModel, mappings: Mapping[str, Sequence[TensorMapping]], dtype: torch.dtype, shard_bytes: int
+) -> Shards:
+    """Return the weights files of an export."""
+    tensors = [mapping for name in saved.specs for mapping in mappings[name]]
+    groups = split_into_shards([prod(tensor.shape) * dtype.itemsize for tensor in tensors], shard_bytes)
+    if len(groups) == 1:
+        return {WEIGHTS_FILE: tensors}
+    count = len(groups)
+    return {f"model-{i:05d}-of-{count:05d}.safetensors": tensors[group] for i, group in enumerate(groups, 1)}
+
+
 def _write_weights(
-    folder: Path, source: RoundedWeights, tensors: list[TensorMapping], shard_bytes: int, report: ProgressCallback
+    staging: StagingFolder, source: RoundedWeights, shards: Shards, workers: int, report: ProgressCallback
 ) -> None:
-    """Write the weights files, and their index if there are several."""
-    sizes = [prod(tensor.shape) * source.dtype.itemsize for tensor in tensors]
-    progress = _Progress(report, sum(prod(tensor.shape) for tensor in tensors))
-    shards = split_into_shards(sizes, shard_bytes)
-    weight_map: dict[str, str] = {}
-    for number, shard in enumerate(shards, 1):
-        file_name = WEIGHTS_FILE if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-        held = tensors[shard]
-        entries: list[TensorEntry] = [(tensor.name, source.dtype, tensor.shape) for tensor in held]
-        with TensorFileWriter(folder / file_name, entries, {"format": "pt"}) as file:
-            for tensor in held:
-                view = source.specs[tensor.ours].view
-                ours = read_in_blocks(source, tensor.ours, view, tensor.box, source.dtype)
-                file.write(tensor.name, tensor.restore(ours))
-                progress.add(tensor.name, prod(tensor.shape))
-        weight_map |= {tensor.name: file_name for tensor in held}
+    """Write the weights files that are not complete, and their index if there are several."""
+    size = source.dtype.itemsize
+    sizes = {name: sum(prod(tensor.shape) * size for tensor in tensors) for name, tensors in shards.items()}
+    progress = _Progress(report, sum(sizes[name] for name in shards if name not in staging.complete))
+    files = {
+        name: partial(_write_shard, staging.folder / name, tensors, source, progress)
+        for name, tensors in shards.items()
+    }
+    staging.write(files, workers, progress.stop)
     if len(shards) > 1:
-        index = {"metadata": {"total_size": sum(sizes)}, "weight_map": weight_map}
-        write_file(folder / WEIGHTS_INDEX_FILE, _json(index))
+        weight_map = {tensor.name: name for name, tensors in shards.items() for tensor in tensors}
+        index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": weight_map}
+        write_file(staging.folder / WEIGHTS_INDEX_FILE, _json(index))
+
+
+def _write_shard(path: Path, tensors: Sequence[TensorMapping], source: RoundedWeights, progress: _Progress) -> RankFile:
+    """Write a weights file; return its size and checksums."""
+    entries: list[TensorEntry] = [(tensor.name, source.dtype, tensor.shape) for tensor in tensors]
+    chunks = []
+    with TensorFileWriter(path, entries, {"format": "pt"}) as file:
+        for tensor in tensors:
+            view = source.specs[tensor.ours].view
+            ours = read_in_blocks(source, tensor.ours, view, tensor.box, source.dtype)
+            written = file.write(tensor.name, tensor.restore(ours))
+            chunks.append((tensor.name, TensorChunk(whole_box(tensor.shape), path.name, *written)))
+            progress.add(tensor.name, written[1])
+    return RankFile({}, chunks, {path.name: file.record})
 
 
 def split_into_shards(sizes: Sequence[int], limit: int) -> list[slice]:
@@ -313,7 +455,7 @@ def _check_target(folder: Path) -> None:
 
 def _check_leftover(building: Path, folder: Path) -> None:
     """Raise CheckpointError if the temporary folder exists and is not an unfinished conversion."""
-    if not building.exists() or (building / PENDING_CONFIG_FILE).exists():
+    if not building.exists() or any((building / name).exists() for name in (PENDING_CONFIG_FILE, JOURNAL)):
         return
     if building.is_dir() and not any(building.iterdir()):
         return

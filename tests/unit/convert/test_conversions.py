@@ -6,8 +6,11 @@ import errno
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
+import sys
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -26,6 +29,7 @@ from megatron.checkpoint.errors import CheckpointError, DamagedCheckpointError, 
 from megatron.checkpoint.folder import CheckpointFolder
 from megatron.checkpoint.format import Manifest, whole_box
 from megatron.config.errors import UserError
+from megatron.convert.huggingface import convert
 from megatron.convert.huggingface.check import SAMPLE_TEXTS, TOLERANCE, MismatchError
 from megatron.convert.huggingface.convert import (
     PENDING_CONFIG_FILE,
@@ -37,6 +41,7 @@ from megatron.convert.huggingface.convert import (
 )
 from megatron.convert.huggingface.families import MODEL_FAMILIES
 from megatron.convert.saved_model import SavedModel, open_checkpoint
+from megatron.convert.staging import JOURNAL
 from megatron.data.tokenizers.huggingface import (
     END_OF_DOCUMENT,
     HuggingFaceTokenizer,
@@ -73,11 +78,19 @@ def export(
     report: ProgressCallback = ignore,
     tokenizer: Path | None = None,
     checked: bool = False,
+    workers: int = 1,
 ) -> Path:
     """Export without the check, unless asked for."""
     name = next(name for name, known in DTYPES.items() if known == dtype)
     convert_to_huggingface(
-        manifest, folder, report, dtype=name, shard_bytes=shard_bytes, tokenizer=tokenizer, checked=checked
+        manifest,
+        folder,
+        report,
+        dtype=name,
+        shard_bytes=shard_bytes,
+        tokenizer=tokenizer,
+        checked=checked,
+        workers=workers,
     )
     return folder
 
@@ -239,7 +252,7 @@ def test_only_what_a_killed_export_left_is_replaced(saved: Manifest, tmp_path: P
     assert (tmp_path / "other.tmp" / "thesis.tex").exists()
 
 
-def killed_at(number: int, convert: Callable[[ProgressCallback], object]) -> None:
+def killed_at(number: int, run: Callable[[ProgressCallback], object]) -> None:
     """Run a conversion in a child that kills itself when ``number`` tensors are reported."""
     child = os.fork()
     if child == 0:
@@ -252,7 +265,7 @@ def killed_at(number: int, convert: Callable[[ProgressCallback], object]) -> Non
                 os.kill(os.getpid(), signal.SIGKILL)
 
         try:
-            convert(report)
+            run(report)
         finally:
             os._exit(1)
     _, status = os.waitpid(child, 0)
@@ -272,6 +285,156 @@ def test_a_kill_leaves_nothing_that_looks_complete(number: int, saved: Manifest,
     assert CheckpointFolder(save).candidates() == []
     convert_from_huggingface(out, save, ignore, checked=False)
     assert [path.name for path in save.iterdir()] == ["iter_0000000"]
+
+
+def inodes(folder: Path) -> dict[str, tuple[int, int]]:
+    """Number and time of the last change: numbers of deleted files are used again."""
+    return {path.name: (path.stat().st_ino, path.stat().st_mtime_ns) for path in folder.glob("*.safetensors")}
+
+
+def test_a_killed_export_continues(saved: Manifest, tmp_path: Path) -> None:
+    """Only complete files are kept, from the same source with the same options."""
+    whole = weights_of(export(saved, tmp_path / "whole"))
+    out, staging = tmp_path / "out", tmp_path / "out.tmp"
+
+    def kill() -> dict[str, tuple[int, int]]:
+        shutil.rmtree(out, ignore_errors=True)
+        killed_at(10, lambda report: export(saved, out, report=report, shard_bytes=10_000))
+        return inodes(staging)
+
+    def kept(**changes: Any) -> set[str]:
+        export(saved, out, **{"shard_bytes": 10_000} | changes)
+        expected = {name: value.to(changes.get("dtype", torch.float32)) for name, value in whole.items()}
+        assert all(torch.equal(value, expected[name]) for name, value in weights_of(out).items())
+        return {name for name, inode in inodes(out).items() if before.get(name) == inode}
+
+    before = kill()
+    *complete, _ = sorted(before)
+    assert len(complete) > 2
+    assert kept() == {*complete}
+    assert not (out / JOURNAL).exists()
+    before = kill()
+    with (staging / complete[0]).open("r+b") as file:  # one flipped byte, in the last tensor
+        file.seek(-1, os.SEEK_END)
+        last = file.read(1)
+        file.seek(-1, os.SEEK_END)
+        file.write(bytes([last[0] ^ 1]))
+    os.truncate(staging / complete[1], 500)
+    (staging / "stranger").write_text("x")
+    assert kept() == {*complete[2:]}
+    assert not (out / "stranger").exists()
+    before = kill()
+    assert kept(dtype=torch.bfloat16) == set()
+    before = kill()
+    assert kept(shard_bytes=20_000) == set()
+    before = kill()
+    other = write_checkpoint(tmp_path / "iter_0000007", llama(), files=FILES, std=0.3)
+    export(other, out, shard_bytes=10_000)
+    assert inodes(out).items().isdisjoint(before.items()), "of another checkpoint"
+
+
+def test_a_killed_import_continues(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(convert, "FILE_BYTES", 10_000)
+    model = llama()
+    weights = random_weights(model)
+    folder = write_folder(tmp_path / "hf", model, weights)
+    save = tmp_path / "save"
+
+    def kill() -> dict[str, tuple[int, int]]:
+        shutil.rmtree(save, ignore_errors=True)
+        killed_at(10, lambda report: convert_from_huggingface(folder, save, report, checked=False))
+        assert CheckpointFolder(save).named() == []
+        return inodes(save / "iter_0000000.unchecked" / convert.ATTEMPT)
+
+    before = kill()
+    *complete, _ = sorted(before)
+    assert len(complete) > 2
+    done = convert_from_huggingface(folder, save, ignore)
+    after = inodes(done.path / convert.ATTEMPT)
+    assert {name for name, inode in after.items() if before.get(name) == inode} == {*complete}
+    assert done.kept == len(complete)
+    assert not list(save.rglob(JOURNAL))
+    assert all(
+        torch.equal(value, weights[name])
+        for name, value in weights_of(export(Manifest.open(done.path), tmp_path / "back")).items()
+    )
+    before = kill()
+    write_folder(tmp_path / "new", model, random_weights(model, seed=1))
+    (tmp_path / "new" / "model.safetensors").rename(folder / "model.safetensors")  # of the same size
+    assert convert_from_huggingface(folder, save, ignore).kept == 0
+    kill()
+    assert convert_from_huggingface(folder, save, ignore, dtype="bf16", checked=False).kept == 0
+
+
+def test_a_killed_program_continues(tmp_path: Path, saved: Manifest) -> None:
+    """SIGKILL to the program itself, as soon as two of its files are complete."""
+    sizes = {"hidden_size": 256, "ffn_hidden_size": 256, "kv_channels": None, "num_layers": 8}
+    source = write_checkpoint(tmp_path / "iter_0000007", llama(**sizes)).path
+    flags = ["--load", str(source), "--save-hf", str(tmp_path / "out"), "--max-shard-size", "100KB", "--no-check"]
+    command = [sys.executable, "tools/convert_checkpoint.py", *flags]
+    journal, deadline = tmp_path / "out.tmp" / JOURNAL, time.monotonic() + 60
+    with subprocess.Popen(command) as process:
+        while not journal.exists() or journal.read_bytes().count(b"\n") < 3:
+            assert process.poll() is None
+            assert time.monotonic() < deadline
+            time.sleep(0.002)
+        process.kill()
+    assert process.returncode == -signal.SIGKILL
+    assert not (tmp_path / "out").exists()
+    done = subprocess.run([*command, "--workers", "2"], check=True, capture_output=True, text=True)
+    assert re.match(r"continued: \d+ files of an interrupted conversion were complete\n", done.stdout)
+    whole = weights_of(export(Manifest.open(source), tmp_path / "whole"))
+    assert all(torch.equal(whole[name], value) for name, value in weights_of(tmp_path / "out").items())
+
+
+def test_two_conversions_do_not_write_to_one_folder(saved: Manifest, tmp_path: Path) -> None:
+    def export_again(name: str, done: int, total: int) -> None:
+        export(saved, tmp_path / "out")
+
+    with pytest.raises(CheckpointError, match=rf"out\.tmp is being written by process {os.getpid()} of .*; wait"):
+        export(saved, tmp_path / "out", report=export_again)
+
+
+def test_side_by_side(saved: Manifest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Files of several threads are those of one; an error in one of them ends the others and leaves nothing."""
+    one = export(saved, tmp_path / "one", shard_bytes=10_000)
+    two = export(saved, tmp_path / "two", shard_bytes=10_000, workers=3)
+    assert {p.name: p.read_bytes() for p in one.iterdir()} == {p.name: p.read_bytes() for p in two.iterdir()}
+    monkeypatch.setattr(convert, "FILE_BYTES", 10_000)
+    done = convert_from_huggingface(two, tmp_path / "save", ignore, workers=3)
+    assert len(list((done.path / convert.ATTEMPT).glob("*.safetensors"))) > 3
+
+    def fail(name: str, done: int, total: int) -> None:
+        if done > total // 2:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    with pytest.raises(StorageError, match="No space left on device; nothing was exported"):
+        export(saved, tmp_path / "hf", shard_bytes=10_000, workers=3, report=fail)
+    with pytest.raises(StorageError, match="the disk is full"):
+        convert_from_huggingface(one, tmp_path / "full", fail, workers=3)
+    assert {path.name for path in tmp_path.iterdir()} == {"one", "two", "save", "full"}
+    assert list((tmp_path / "full").iterdir()) == []
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+def test_weights_are_stored_in_the_data_type_that_is_asked_for(dtype: str, tmp_path: Path) -> None:
+    """And compared with transformers on rounded weights."""
+    weights = random_weights(llama())
+    folder = write_folder(tmp_path / "hf", llama(), weights)
+    done = convert_from_huggingface(folder, tmp_path / "save", ignore, dtype=dtype)
+    assert done.differences
+    manifest = Manifest.open(done.path)
+    assert {record.dtype for record in manifest.tensors.values()} == {dtype.upper()[:-2].replace("FP", "F") + "16"}
+    convert_to_huggingface(manifest, tmp_path / "back", ignore, shard_bytes=10**9)
+    back = weights_of(tmp_path / "back")
+    assert all(torch.equal(back[name], value.to(DTYPES[dtype])) for name, value in weights.items())
+    weights["model.norm.weight"][0] = 1e5
+    if dtype == "fp16":
+        folder = write_folder(tmp_path / "large", llama(), weights)
+        with pytest.raises(
+            CheckpointError, match=r"final_layernorm\.weight has values above 65504, too large for fp16"
+        ):
+            convert_from_huggingface(folder, tmp_path / "other", ignore, dtype=dtype)
 
 
 def test_config_has_another_name_until_the_end(saved: Manifest, tmp_path: Path) -> None:

@@ -39,7 +39,7 @@ def test_an_import_holds_the_weights_and_their_format(dtype: torch.dtype, tmp_pa
         box = whole_box(spec.view)
         assert torch.equal(saved.read(name, spec.view, box), source.read(name, spec.view, box).float()), name
     assert {name for name, _, _ in seen} == set(source.specs)
-    assert seen[-1][1] == seen[-1][2] == num_parameters(model)
+    assert seen[-1][1] == seen[-1][2] == 4 * num_parameters(model)
     config = from_dict(saved.manifest.config)
     assert not compare_configs(saved.manifest.config, config, "weights-only").problems, "a run may start from it"
     assert compare_configs(saved.manifest.config, RunConfig(model=tiny()), "weights-only").problems

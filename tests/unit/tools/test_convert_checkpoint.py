@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import argparse
+import re
+import sys
 from pathlib import Path
 
 import pytest
@@ -8,9 +10,10 @@ import pytest
 from megatron.contrib.object_store import RemotePath
 from megatron.convert.huggingface.check import OutputDifference
 from megatron.convert.huggingface.convert import ConversionResult
+from megatron.data import progress
 from megatron.layers.parameters import num_parameters
 from tests.unit.convert.folders import llama, random_weights, write_checkpoint, write_folder
-from tools.convert_checkpoint import PercentPrinter, main, parse_size
+from tools.convert_checkpoint import ProgressPrinter, main, parse_size
 
 
 def test_there_and_back(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -103,7 +106,7 @@ def test_errors_are_sentences(tmp_path: Path, capsys: pytest.CaptureFixture[str]
         (["--load-hf", "a"], "one of the arguments --save --save-hf is required"),
         (["--load-hf", "a", "--save-hf", "b"], "--load-hf goes with --save"),
         (["--load", "a", "--save", "b"], "--load with --save-hf"),
-        (["--load-hf", "a", "--save", "b", "--dtype", "bf16"], "--dtype: only with --save-hf"),
+        (["--load-hf", "a", "--save", "b", "--workers", "0"], "'0' is not a number of at least 1"),
         (["--load-hf", "a", "--save", "b", "--ckpt-step", "3"], "--ckpt-step: only with --save-hf"),
         (["--load-hf", "a", "--save", "b", "--ema"], "--ema: only with --save-hf"),
         (["--load", "a", "--save-hf", "b", "--max-shard-size", "5XB"], "'5XB' is not a size such as 5GB"),
@@ -123,11 +126,16 @@ def test_sizes() -> None:
             parse_size(text)
 
 
-def test_tenths_of_what_takes_long_are_told_once(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("terminal", [False, True])
+def test_bytes_rate_and_time_left_are_shown(
+    terminal: bool, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(PercentPrinter, "SILENT_SECONDS", 0.0)
-    percent = PercentPrinter()
-    for done in (1, 5, 15, 16, 99, 100):
-        percent("x", done, 100)
-    assert capsys.readouterr().err == "10% x\n90% x\n100% x\n"
+    monkeypatch.setattr(progress, "TERMINAL_INTERVAL", 1e-9)
+    monkeypatch.setattr(progress, "FILE_INTERVAL", 1e-9)
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: terminal, raising=False)
+    show = ProgressPrinter()
+    for done in (1, 5, 9):
+        show("x", done << 20, 10 << 20)
+    written = capsys.readouterr().err
+    assert re.search(r"5\.00M of 10\.0M, +\S+B/s, \d\d:\d\d left", written)
+    assert written.count("\n") == (0 if terminal else 3)

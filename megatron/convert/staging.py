@@ -1,0 +1,128 @@
+"""Staging folder of a conversion, in which a conversion that was killed continues.
+
+A journal in it names the source and the options, and then every complete file with its size and its checksums. A line
+is written after its file is on disk. The next conversion of the same source with the same options keeps the files that
+still match their lines, and writes the others.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import suppress
+from pathlib import Path
+from threading import Event
+from types import TracebackType
+from typing import Any, Self
+
+from megatron.checkpoint.durable_files import LockState, lock_holder, make_folder, sync_file, sync_folder, try_lock
+from megatron.checkpoint.errors import CheckpointError, DamagedCheckpointError
+from megatron.checkpoint.format import Manifest
+from megatron.checkpoint.load import CheckpointReader
+from megatron.checkpoint.save import RankFile
+
+JOURNAL = "conversion.jsonl"
+
+
+class StagingFolder:
+    """Files of a conversion that is not published. Use as a context manager: it is locked until the block ends."""
+
+    complete: dict[str, RankFile]  # chunks and checksums of each complete file, by its name
+
+    def __init__(self, folder: Path, source: Mapping[str, Any]) -> None:
+        """Open the folder, or create it, and delete everything that is not a complete file from the same source.
+
+        Args:
+            folder: of this conversion.
+            source: all that the files depend on, as JSON.
+
+        Raises:
+            CheckpointError: if another process converts into the same folder.
+        """
+        self.folder = folder
+        make_folder(folder)
+        self._journal = (folder / JOURNAL).open("a+b")
+        if try_lock(self._journal) is LockState.HELD:
+            holder = lock_holder(folder / JOURNAL)
+            self._journal.close()
+            raise CheckpointError(f"{folder} is being written by {holder or 'another process'}; wait until it ends")
+        head = json.dumps(source, sort_keys=True).encode()
+        self._journal.seek(0)
+        first, *lines = self._journal.read().split(b"\n")
+        read = [self._parse(line) for line in lines[:-1]] if first == head else []  # the last line may be incomplete
+        self.complete = {name: file for file in read if file is not None for name in file.files}
+        for path in folder.iterdir():
+            if path.is_dir():
+                shutil.rmtree(path)
+            elif path.name not in (*self.complete, JOURNAL):
+                path.unlink()
+        self._journal.truncate(0)
+        self._journal.write(head + b"\n")
+        for file in self.complete.values():
+            self._append(file)
+
+    def _parse(self, line: bytes) -> RankFile | None:
+        """Return the file that a line of the journal describes, or None if it is not there as described."""
+        with suppress(ValueError, KeyError, TypeError, AttributeError, DamagedCheckpointError):
+            file = RankFile.from_json(json.loads(line))
+            manifest = Manifest(self.folder, 0, {}, file.files, {}, {})
+            manifest.check_files()
+            reader = CheckpointReader(manifest)
+            for name in file.files:
+                reader.verify_head(name)
+            for tensor, chunk in file.chunks:
+                reader.verify(tensor, chunk)
+            return file
+        return None
+
+    def _append(self, file: RankFile) -> None:
+        self._journal.write(json.dumps(file.to_json()).encode() + b"\n")
+        sync_file(self._journal)
+
+    def write(self, files: Mapping[str, Callable[[], RankFile]], workers: int, stop: Event) -> list[RankFile]:
+        """Write the files that are not complete; return all, in the order of ``files``.
+
+        Args:
+            files: functions that each write the file of that name, called in up to ``workers`` threads.
+            workers: files to write at the same time.
+            stop: set after an error, to stop the other threads.
+        """
+
+        def run(name: str) -> RankFile:
+            return files[name]()
+
+        def finish(file: RankFile) -> None:
+            sync_folder(self.folder)
+            self.complete |= dict.fromkeys(file.files, file)
+            self._append(file)
+
+        missing = [name for name in files if name not in self.complete]
+        if workers == 1:
+            for name in missing:
+                finish(run(name))
+        else:
+            with ThreadPoolExecutor(workers) as pool:
+                try:
+                    for future in as_completed([pool.submit(run, name) for name in missing]):
+                        finish(future.result())
+                except BaseException:
+                    stop.set()
+                    pool.shutdown(wait=False, cancel_futures=True)
+                    raise
+        return [self.complete[name] for name in files]
+
+    def close_journal(self) -> None:
+        """Remove the journal: the folder is complete."""
+        os.unlink(self.folder / JOURNAL)
+        sync_folder(self.folder)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._journal.close()

@@ -1,0 +1,164 @@
+"""Export checkpoints to Hugging Face while training goes on (``--save-hf-interval``).
+
+Rank 0 starts ``tools/convert_checkpoint.py`` on a checkpoint that it has saved, in a process of low priority without a
+GPU, one at a time. Retention keeps the checkpoint until the process ends. A failed export is a warning.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections import deque
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from megatron.checkpoint.folder import CheckpointFolder
+from megatron.checkpoint.location import Location
+from megatron.checkpoint.publish import is_complete
+from megatron.distributed.launch import run_on_rank0
+from megatron.training.callbacks.base import Callback
+from megatron.training.resume_source import step_of
+from megatron.training.trainer import Trainer
+
+FOLDER = "hf"
+"""Folder of the exported models in the ``--save`` folder; they have the names of the checkpoints."""
+
+LOWEST_PRIORITY = 19
+
+WAIT_SECONDS = 30.0
+"""Seconds between messages of rank 0 to the other ranks while all wait for the last export."""
+
+
+@dataclass(frozen=True)
+class Export:
+    """An export in progress."""
+
+    step: int
+    target: Path
+    process: subprocess.Popen[bytes]
+    started: float
+
+
+class HuggingFaceExport(Callback):
+    """Export every checkpoint whose step is a multiple of the interval."""
+
+    pauses = False
+
+    def __init__(self, trainer: Trainer, save: Path, every: int) -> None:
+        """Export from ``save`` to the folder ``hf`` in it, ``every`` so many steps."""
+        super().__init__(trainer)
+        self._save, self._every = save.absolute(), every
+        self._queue: deque[int] = deque()  # steps of the checkpoints to export next
+        self._running: Export | None = None
+
+    def on_train_start(self) -> None:
+        """Continue what an earlier start of the run has left: the newest export, and those that were interrupted."""
+        if self.trainer.mesh.world.rank != 0:
+            return
+        steps = [step for step, path in CheckpointFolder(self._save).named() if is_complete(path)]
+        due = [step for step in steps if step % self._every == 0 and 0 < step <= self.trainer.iteration]
+        newest = [step for step in due[:1] if not self._target(step).exists()]
+        for step in sorted({*newest, *(step for step in due if self._staging(step).exists())}):
+            self._add(step)
+
+    def on_save(self, path: Location) -> None:
+        """Export the checkpoint, after those that wait already."""
+        if self.trainer.mesh.world.rank == 0 and step_of(path) % self._every == 0:
+            self._add(step_of(path))
+
+    def on_iteration_end(self) -> None:
+        """Report an export that has ended, and start the next one."""
+        self._poll()
+
+    def on_stop(self, error: BaseException | None) -> None:
+        """Wait for all exports after the last step; collective. If steps are left, the next start continues."""
+        if error is None and self.trainer.iteration >= self.trainer.total_steps:
+            while run_on_rank0(self._wait, self.trainer.mesh.world):
+                pass
+        elif self._running is not None:
+            self._running.process.terminate()
+            self._running.process.wait()
+            if error is None:
+                self.log.note(f"the export of step {self._running.step} is interrupted; the next start continues it")
+
+    def _wait(self) -> bool:
+        """Wait a while for the exports; return True if there are more."""
+        self._poll()
+        if self._running is None:
+            return False
+        waiting = f"; {len(self._queue)} more wait" if self._queue else ""
+        seconds = time.monotonic() - self._running.started
+        if seconds > WAIT_SECONDS:
+            self.log.note(f"waiting for the export of step {self._running.step}: {seconds:.0f}s so far{waiting}")
+        with suppress(subprocess.TimeoutExpired):
+            self._running.process.wait(WAIT_SECONDS)
+        return True
+
+    def _target(self, step: int) -> Path:
+        return self._save / FOLDER / f"iter_{step:07d}"
+
+    def _staging(self, step: int) -> Path:
+        target = self._target(step)
+        return target.with_name(f"{target.name}.tmp")
+
+    def _log_file(self, step: int) -> Path:
+        """Return the file for what the converter prints; it is kept if the export fails."""
+        return self._target(step).with_suffix(".log")
+
+    def _add(self, step: int) -> None:
+        self.trainer.held_checkpoints.add(step)
+        self._queue.append(step)
+        self._poll()
+
+    def _poll(self) -> None:
+        """Report an export that has ended, and start the next one; only rank 0 has any."""
+        if self._running is not None and self._running.process.poll() is not None:
+            ended, self._running = self._running, None
+            self.trainer.held_checkpoints.discard(ended.step)
+            self._report(ended)
+        while self._running is None and self._queue:
+            step = self._queue.popleft()
+            try:
+                self._running = self._start(step)
+            except OSError as error:
+                self.trainer.held_checkpoints.discard(step)
+                self.log.warning(f"step {step} is not exported: {error}")
+
+    def _start(self, step: int) -> Export:
+        source, target = CheckpointFolder(self._save).path(step), self._target(step)
+        target.parent.mkdir(exist_ok=True)
+        flags = ["--load", str(source), "--save-hf", str(target)]
+        if plugins := self.trainer.config.compute.plugin:
+            flags += ["--plugin", *plugins]
+        package = str(Path(__file__).resolve().parents[3])
+        paths = os.pathsep.join([package, *filter(None, [os.environ.get("PYTHONPATH")])])
+        environment = os.environ | {"PYTHONPATH": paths, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+        command = [sys.executable, "-m", "megatron", "convert", *flags]
+        with self._log_file(step).open("wb") as output:
+            # in a session of its own: Ctrl-C in a terminal stops the run, which ends the export
+            process = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                env=environment,
+                start_new_session=True,
+            )
+        with suppress(OSError):  # it has ended
+            os.setpriority(os.PRIO_PROCESS, process.pid, LOWEST_PRIORITY)
+        return Export(step, target, process, time.monotonic())
+
+    def _report(self, ended: Export) -> None:
+        log = self._log_file(ended.step)
+        if ended.process.returncode == 0:
+            log.unlink(missing_ok=True)
+            self.log.note(f"exported {ended.target} in {time.monotonic() - ended.started:.0f}s")
+            return
+        lines = log.read_text(errors="replace").strip().splitlines() if log.exists() else []
+        messages = [i for i, line in enumerate(lines) if line.startswith("convert_checkpoint: ")]
+        reason = "\n".join(lines[messages[-1] :] if messages else lines[-1:]).removeprefix("convert_checkpoint: ")
+        reason = reason or f"the converter ended with status {ended.process.returncode}"
+        self.log.warning(f"step {ended.step} is not exported: {reason}")
