@@ -457,13 +457,13 @@ def _add_tensor(
         if stacked:
             inner, numel = Box(start[1:], extent[1:]), prod(extent[1:])
             for at in range(extent[0]):
-                parts = [(box, at * numel + begin) for box, begin in _view_parts(inner, whole, spec.view)]
+                parts = [(box, at * numel + begin) for box, begin in view_parts(inner, whole, spec.view)]
                 table.add(prefix + names[start[0] + at], key, tensor, parts)
         else:
-            table.add(prefix + names[0], key, tensor, _view_parts(Box(start, extent), whole, spec.view))
+            table.add(prefix + names[0], key, tensor, view_parts(Box(start, extent), whole, spec.view))
 
 
-def _view_parts(box: Box, shape: tuple[int, ...], view: tuple[int, ...]) -> Iterator[tuple[Box, int]]:
+def view_parts(box: Box, shape: tuple[int, ...], view: tuple[int, ...]) -> Iterator[tuple[Box, int]]:
     """Yield the boxes of the view that make up a box of ``shape``, each with the index of its first element in ``box``.
 
     Each is contiguous in the box. Rows beyond ``shape``, the padding of a vocabulary, are left out.

@@ -11,9 +11,12 @@ from megatron.arguments.sources import LENGTH_OPTIONS, Values, build_config, to_
 from megatron.config.errors import Problem, UserError
 from megatron.config.model import ModelConfig
 from megatron.config.option import Role
+from megatron.config.run import RunConfig
 from megatron.config.settings import SETTINGS
 from megatron.contrib.megatron_lm.pickles import Record
 from megatron.convert.huggingface.config import check_model_config
+
+MOMENT_DTYPES = ("exp_avg_dtype", "exp_avg_sq_dtype")
 
 Arguments = Mapping[str, Any]
 """Attributes of the run's ``args``."""
@@ -72,6 +75,8 @@ def model_arguments(args: Arguments) -> dict[str, Any]:
         found["position_embedding_type"] = "none"
     if not args.get("group_query_attention"):
         found["num_query_groups"] = None
+    if args.get("add_bias_linear"):
+        found.pop("add_qkv_bias", None)  # it has one anyway
     window = args.get("window_size")
     if window is not None:
         found["window_size"] = ",".join(map(str, window))
@@ -160,6 +165,9 @@ def _run_values(args: Arguments) -> Values:
                 values[name] = _convert(name, args[name])
     for names in LENGTH_OPTIONS:  # Megatron-LM fills in the others with 0
         values |= dict.fromkeys((name for name in names if not values.get(name)), None)
+    for unit in ("iters", "samples"):  # filled in with the length of the run
+        if values.get(f"lr_decay_{unit}") == values.get(f"train_{unit}"):
+            values[f"lr_decay_{unit}"] = None
     if values.get("weight_decay_incr_style", "constant") == "constant":
         values |= {"start_weight_decay": None, "end_weight_decay": None}
     if values.get("expert_tensor_parallel_size") == values.get("tensor_model_parallel_size"):
@@ -170,3 +178,64 @@ def _run_values(args: Arguments) -> Values:
 def _different_defaults() -> list[str]:
     """Return flags whose default differs for a reason that does not concern the run."""
     return [flag for flag in foreign_flags().different_defaults if flag not in ("--num-query-groups",)]
+
+
+def write_arguments(config: RunConfig, state: Mapping[str, Any], padded_vocab_size: int) -> dict[str, Any]:
+    """Return the attributes of ``args`` for a run of ours.
+
+    Args:
+        config: of the run; an option that is not set has the value that it implies.
+        state: of the checkpoint.
+        padded_vocab_size: rows of the embedding.
+    """
+    model = config.model
+    args: dict[str, Any] = {}
+    for name, setting in SETTINGS.items():
+        value = setting.value_in(config)
+        if setting.option.role is not Role.START and name not in ("activation", "params_dtype", *MOMENT_DTYPES):
+            args[name] = list(value) if isinstance(value, tuple) else value
+    activation, positions = model.activation, model.position_embedding_type
+    fused = activation == "gelu_tanh" and model.add_bias_linear
+    return args | {
+        "num_query_groups": model.kv_groups,
+        "group_query_attention": model.kv_groups != model.num_attention_heads,
+        "kv_channels": model.head_dim,
+        "ffn_hidden_size": model.ffn,
+        "moe_ffn_hidden_size": model.expert_ffn if model.num_experts else None,
+        "add_qkv_bias": model.qkv_bias,
+        "max_position_embeddings": model.max_position_embeddings or config.training.seq_length,
+        "layernorm_epsilon": model.norm_epsilon,
+        "swiglu": activation == "swiglu",
+        "squared_relu": activation == "relu2",
+        "openai_gelu": activation == "gelu_tanh" and not fused,
+        "bias_gelu_fusion": fused,
+        "window_size": None if model.window_size is None else (model.window_size - 1, 0),
+        "add_position_embedding": positions == "learned_absolute",
+        "use_rotary_position_embeddings": positions == "rope",
+        "padded_vocab_size": padded_vocab_size,
+        "bf16": config.precision.params_dtype == "bf16",
+        "fp16": config.precision.params_dtype == "fp16",
+        "iteration": state.get("iteration", 0),
+        "consumed_train_samples": state.get("consumed_samples", 0),
+        "skipped_train_samples": 0,
+        "consumed_valid_samples": 0,
+        "ckpt_format": "torch_dist",
+        "use_distributed_optimizer": True,
+        "dist_ckpt_optim_fully_reshardable": True,
+        "no_save_rng": True,
+        "no_save_optim": None if "optimizer" in state else True,
+        "tensor_model_parallel_size": 1,
+        "pipeline_model_parallel_size": 1,
+        "context_parallel_size": 1,
+        "expert_model_parallel_size": 1,
+        "expert_tensor_parallel_size": 1,
+        "virtual_pipeline_model_parallel_size": None,
+        "data_parallel_size": 1,
+        "world_size": 1,
+    }
+
+
+def unwritable_options(model: ModelConfig) -> list[str]:
+    """Return options of a model that Megatron-LM does not have."""
+    lacking = ["attention_pattern"] if model.attention_pattern is not None else []
+    return lacking + (["z_loss_coeff"] if model.z_loss_coeff else [])
