@@ -69,7 +69,9 @@ def build_parser() -> argparse.ArgumentParser:
     megatron = "folder of Megatron-LM's checkpoints, or one checkpoint in it; torch and torch_dist, of any layout"
     source.add_argument("--load-megatron", type=Path, metavar="DIR", help=megatron)
     target = parser.add_mutually_exclusive_group(required=True)
-    kept = "folder for a checkpoint: from Hugging Face of step 0 and weights only, from Megatron-LM with the run's state"
+    kept = (
+        "folder for a checkpoint: from Hugging Face of step 0 and weights only, from Megatron-LM with the run's state"
+    )
     target.add_argument("--save", type=parse_output_folder, metavar="CKPT", help=kept)
     to_megatron = "folder to write, in Megatron-LM's format torch_dist; must not exist, or be empty"
     target.add_argument("--save-megatron", type=parse_output_folder, metavar="DIR", help=to_megatron)
@@ -99,7 +101,9 @@ def main(argv: Sequence[str]) -> int:
     if target not in SOURCES[source]:
         parser.error("--load-hf goes with --save, --load-megatron with --save or --save-hf, --load with the others")
     given = [name for name in EXPORT_OPTIONS if getattr(args, name) is not None]
-    unused = [f"--{n.replace('_', '-')}" for n in given if target != "save_hf" and (n != "ckpt_step" or source == "load_hf")]
+    unused = [
+        f"--{n.replace('_', '-')}" for n in given if target != "save_hf" and (n != "ckpt_step" or source == "load_hf")
+    ]
     if unused:
         parser.error(f"{', '.join(unused)}: only with --save-hf")
 

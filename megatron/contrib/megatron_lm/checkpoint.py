@@ -39,6 +39,7 @@ from megatron.checkpoint.format import (
     to_dims,
     whole_box,
 )
+from megatron.config.errors import UserError
 from megatron.config.model import ModelConfig
 from megatron.contrib.megatron_lm.flags import Arguments, read_arguments
 from megatron.contrib.megatron_lm.names import Place, find_place
@@ -117,7 +118,9 @@ class _Table:
             spec, chunks = self.specs[parameter_of(name)], tuple(found.chunks.values())
             problem = partition_problem(spec.view, [chunk.box for chunk in chunks])
             if problem:
-                raise DamagedCheckpointError(f"{self.path} does not hold all of {', '.join(sorted(found.sources))}: {problem}")
+                raise DamagedCheckpointError(
+                    f"{self.path} does not hold all of {', '.join(sorted(found.sources))}: {problem}"
+                )
             records[name] = TensorRecord(found.dtype, spec.shape, spec.view, chunks)
         return records
 
@@ -140,6 +143,8 @@ def read_checkpoint(path: Path) -> Manifest:
         else:
             args, config, table, state = _read_ranks(path)
         tensors = table.records()
+    except UserError:
+        raise
     except (KeyError, TypeError, ValueError, AttributeError, IndexError, RecursionError) as error:
         raise DamagedCheckpointError(f"{path} is not a checkpoint of Megatron-LM, or is damaged: {error!r}") from error
     names = {chunk.file for record in tensors.values() for chunk in record.chunks}
@@ -158,7 +163,10 @@ def _run_state(args: Arguments, state: Mapping[str, Any], tensors: Mapping[str, 
         "iteration": iteration,
         "consumed_samples": consumed,
         "batches_since": {"iteration": 0, "consumed_samples": 0},
-        "written_by": {"layout": {axis: size for axis, size in layout.items() if axis != "ep"}, "program": "Megatron-LM"},
+        "written_by": {
+            "layout": {axis: size for axis, size in layout.items() if axis != "ep"},
+            "program": "Megatron-LM",
+        },
     }
     if not moments:
         why = state.get("why") or "it was saved without its optimizer state (--no-save-optim)"
@@ -183,7 +191,9 @@ class _RankFile:
 
     def chunks(self) -> list[tuple[int, Mapping[str, Any]]]:
         """Return the tensors of its model chunks, with their numbers."""
-        names = ["model"] if "model" in self.content else sorted(k for k in self.content if re.fullmatch(r"model\d+", k))
+        names = (
+            ["model"] if "model" in self.content else sorted(k for k in self.content if re.fullmatch(r"model\d+", k))
+        )
         if not names:
             raise DamagedCheckpointError(f"{self.path} holds no model")
         return [(int(name.removeprefix("model") or 0), self.content[name]) for name in sorted(names, key=len)]
@@ -342,7 +352,9 @@ def _read_optimizer(
         if "grad_scaler" in part:
             found.state["scaler"] = _loss_scaler(part["grad_scaler"])
     if found.moments and len(found.moments) != len(parameters):
-        raise DamagedCheckpointError(f"{file.path}: the optimizer has {len(found.moments)} of {len(parameters)} parameters")
+        raise DamagedCheckpointError(
+            f"{file.path}: the optimizer has {len(found.moments)} of {len(parameters)} parameters"
+        )
     return found
 
 
@@ -451,7 +463,9 @@ def _add_tensor(
         file, first, length = stored[key, start]
         tensor = read_torch_file(_file(table.path, file), first, length)
         if not isinstance(tensor, StoredTensor) or tensor.shape != extent:
-            raise DamagedCheckpointError(f"{table.path / file}: {key} {format_box(Box(start, extent))} has another shape")
+            raise DamagedCheckpointError(
+                f"{table.path / file}: {key} {format_box(Box(start, extent))} has another shape"
+            )
         if entry.state["properties"].state[0] != tensor.dtype:
             raise DamagedCheckpointError(f"{table.path / file}: {key} is {tensor.dtype}, unlike in {METADATA}")
         if stacked:

@@ -27,7 +27,14 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
             *("multi_latent_attention", "qk_l2_norm", "attention_output_gate", "use_mup", "quick_geglu"),
             *("apply_residual_connection_post_layernorm", "apply_layernorm_1p", "layernorm_zero_centered_gamma"),
             *("moe_shared_expert_gate", "moe_router_enable_expert_bias", "moe_apply_probs_on_input", "is_hybrid_model"),
-            *("hyper_connections", "enable_hyper_connections", "use_legacy_models", "geglu", "reglu", "moe_use_upcycling"),
+            *(
+                "hyper_connections",
+                "enable_hyper_connections",
+                "use_legacy_models",
+                "geglu",
+                "reglu",
+                "moe_use_upcycling",
+            ),
         ),
         (False, None),
     ),
@@ -59,13 +66,13 @@ def model_arguments(args: Arguments) -> dict[str, Any]:
     """Return the fields of `ModelConfig` that the arguments of a run determine, except the vocabulary size.
 
     Raises:
-        UserError: naming the arguments that change what the model computes, and have no counterpart here.
+        ValueError: naming the arguments that change what the model computes, and have no counterpart here.
     """
     refused = [f"{name} {_text(args[name])}" for name, usual in NEUTRAL.items() if args.get(name) not in (*usual, None)]
     if not _every_layer(args.get("moe_layer_freq")):
         refused.append(f"moe_layer_freq {_text(args['moe_layer_freq'])}")
     if refused:
-        raise _unsupported(f"{', '.join(refused)}: the model here has no such option")
+        raise ValueError(f"{', '.join(refused)}: the model here has no such option")
     found = {name: args[name] for name in SETTINGS if SETTINGS[name].group == "model" and args.get(name) is not None}
     found["norm_epsilon"] = args.get("layernorm_epsilon", args.get("norm_epsilon"))
     found["activation"] = _activation(args)
@@ -99,10 +106,6 @@ def _activation(args: Arguments) -> str:
     return "gelu_tanh" if fused or args.get("openai_gelu") else "gelu"
 
 
-def _unsupported(sentence: str) -> UserError:
-    return UserError([Problem("E854", sentence)])
-
-
 def _text(value: Any) -> str:
     return value.name if isinstance(value, Record) else f"{value!r:.60}"
 
@@ -119,22 +122,23 @@ def read_arguments(args: Arguments, where: object) -> tuple[ModelConfig, dict[st
     """
     try:
         given = model_arguments(args)
-        missing = [n for n in ("num_layers", "hidden_size", "num_attention_heads", "padded_vocab_size") if n not in args]
+        missing = [
+            n for n in ("num_layers", "hidden_size", "num_attention_heads", "padded_vocab_size") if n not in args
+        ]
         if missing:
-            raise _unsupported(f"args has no {', '.join(missing)}")
+            raise ValueError(f"args has no {', '.join(missing)}")
         model = {name: _convert(name, value) for name, value in given.items()}
         padded = _convert("vocab_size", args["padded_vocab_size"])
         vocab = _convert("vocab_size", args.get("vocab_size"))
         if not isinstance(padded, int) or not 1 <= (vocab or padded) <= padded:
-            raise _unsupported(f"vocab_size {vocab} and padded_vocab_size {padded} contradict each other")
+            raise ValueError(f"vocab_size {vocab} and padded_vocab_size {padded} contradict each other")
         model |= {"vocab_size": vocab or padded}
         config = build_config({**_run_values(args), **model})
         check_model_config(where, config.model)
-    except ValueError as error:
-        raise _unsupported(f"{where}: {error}") from error
-    except UserError as error:
-        found = [problem.sentence.removeprefix(f"{where}: ") for problem in error.problems]
-        raise _unsupported(f"{where}: {'; '.join(found)}") from error
+    except ValueError as error:  # UserError is one
+        found = [str(problem.sentence) for problem in getattr(error, "problems", ())] or [str(error)]
+        sentence = "; ".join(text.removeprefix(f"{where}: ") for text in found)
+        raise UserError([Problem("E854", f"{where}: {sentence}")]) from error
     return config.model, to_dict(config)
 
 
@@ -144,7 +148,10 @@ def _convert(name: str, value: Any) -> Any:
     items = value if isinstance(value, list | tuple) else [value]
     if setting.choices and value is not None:
         items = apply_foreign_values(setting.flag, [_dtype(str(item)) for item in items])
-    converted = setting.convert(list(items) if setting.many or len(items) > 1 else items[0])
+    try:
+        converted = setting.convert(list(items) if setting.many or len(items) > 1 else items[0])
+    except ValueError as error:
+        raise ValueError(f"{name}: {error}") from error
     if not setting.allows(converted):
         raise ValueError(f"{name} is {_text(value)}, which is out of range")
     return converted

@@ -47,7 +47,7 @@ DTYPES = {
 """Names of types in torch, and in lower case in those of its storages -> in safetensors."""
 
 RECORDS = re.compile(
-    r"argparse\.Namespace|signal\.\w+|pathlib\.\w+|io\.BytesIO|datetime\.\w+|(collections\.)?OrderedDict"
+    r"argparse\.Namespace|signal\.\w+|pathlib\.\w+|_?io\.BytesIO|datetime\.\w+|(collections\.)?OrderedDict"
     r"|megatron\.(core|training|legacy)\.[\w.]+|transformer_engine\.[\w.]+"
     r"|torch\.distributed\.checkpoint\.(metadata|filesystem|planner|storage)\.\w+"
     r"|torch\.(device|Tensor|nn\.parameter\.Parameter|serialization\._get_layout)|torch\.storage\.\w+Storage"

@@ -11,6 +11,7 @@ import json
 import re
 import shlex
 import shutil
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
@@ -86,7 +87,9 @@ def save_megatron_lm(manifest: Manifest, folder: Path, report: ProgressCallback)
     with _removed_on_error(path if existed else folder):
         path.mkdir(parents=True)
         writer = dcp.FileSystemWriter(path, thread_count=1, sync_files=True)
-        dcp.save({}, storage_writer=writer, planner=plan, no_dist=True)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # that there is one process
+            dcp.save({}, storage_writer=writer, planner=plan, no_dist=True)
         write_file(path / "metadata.json", json.dumps(METADATA_JSON).encode())
         sync_folder(path)
         write_file(folder / MEGATRON_LM_NEWEST, str(iteration).encode())
@@ -127,7 +130,9 @@ def _removed_on_error(folder: Path) -> Iterator[None]:
     except OSError as error:
         shutil.rmtree(folder, ignore_errors=True)
         seen = f"{error.filename or folder}: {error.strerror or error}"
-        raise StorageError(f"{seen}; nothing was written", f"--save-megatron {shlex.quote(str(folder))}-elsewhere") from error
+        raise StorageError(
+            f"{seen}; nothing was written", f"--save-megatron {shlex.quote(str(folder))}-elsewhere"
+        ) from error
     except BaseException as error:
         shutil.rmtree(folder, ignore_errors=True)
         cause = getattr(error, "failures", {}).get(0)  # dcp wraps the errors of a rank
@@ -161,7 +166,9 @@ class _Plan(dcp.DefaultSavePlanner):
             self._add_tensor(key, "", names, saved.specs[names[0]], params_dtype, rows)
             for kind in self.kinds:
                 prefix = "" if kind == "param" else f"optim.{kind}."
-                self._add_tensor(f"optimizer.state.{kind}.{key}", prefix, names, saved.specs[names[0]], torch.float32, rows)
+                self._add_tensor(
+                    f"optimizer.state.{kind}.{key}", prefix, names, saved.specs[names[0]], torch.float32, rows
+                )
             if WITH_EXTRA_STATE.fullmatch(key):
                 module = key.removesuffix("weight")
                 for layer in range(model.num_layers):
