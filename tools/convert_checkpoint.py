@@ -1,7 +1,9 @@
-"""Convert checkpoints from and to Hugging Face.
+"""Convert checkpoints from and to Hugging Face and Megatron-LM.
 
 ``python tools/convert_checkpoint.py --load-hf HF_FOLDER --save CHECKPOINTS``
 ``python tools/convert_checkpoint.py --load CHECKPOINTS --save-hf HF_FOLDER``
+``python tools/convert_checkpoint.py --load-megatron MEGATRON_FOLDER --save CHECKPOINTS`` (or ``--save-hf``)
+``python tools/convert_checkpoint.py --load CHECKPOINTS --save-megatron MEGATRON_FOLDER``
 """
 
 from __future__ import annotations
@@ -30,8 +32,13 @@ if TYPE_CHECKING:
     from megatron.convert.huggingface.convert import ConversionResult
 
 UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
-EXPORT_OPTIONS = ("ckpt_step", "max_shard_size", "tokenizer", "ema")
+SOURCES = {"load_hf": ("save",), "load_megatron": ("save", "save_hf"), "load": ("save_hf", "save_megatron")}
+"""Sources, and the targets that they can be converted to."""
+TARGETS = ("save", "save_hf", "save_megatron")
+EXPORT_OPTIONS = ("max_shard_size", "tokenizer", "ema")
 """Options that apply only to --save-hf."""
+HUGGING_FACE_OPTIONS = ("dtype", "workers")
+"""Options that do not apply between checkpoints and Megatron-LM."""
 
 
 def parse_size(text: str) -> int:
@@ -60,19 +67,24 @@ def parse_output_folder(text: str) -> Path:
 def build_parser() -> argparse.ArgumentParser:
     """Return the command-line parser."""
     parser = argparse.ArgumentParser(
-        description="Turn a Hugging Face model into a checkpoint, or a checkpoint into a Hugging Face model.",
-        epilog="One CPU process, tensor by tensor. If it is killed, the same command continues. The result is not kept "
-        "if transformers computes other values.",
+        description="Turn a Hugging Face model or Megatron-LM's checkpoint into a checkpoint, or a checkpoint into one.",
+        epilog="One CPU process, tensor by tensor. If a conversion from or to Hugging Face is killed, the same command "
+        "continues. The result is not kept if transformers computes other values.",
         allow_abbrev=False,
     )
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("--load-hf", type=Path, metavar="DIR", help="folder, or ORG/NAME on the hub")
     checkpoints = "--save folder of a run, or one checkpoint in it; s3://BUCKET/RUN"
     source.add_argument("--load", type=location_argument, metavar="CKPT", help=checkpoints)
+    megatron = "folder of Megatron-LM's checkpoints, or one checkpoint in it; torch and torch_dist, of any layout"
+    source.add_argument("--load-megatron", type=Path, metavar="DIR", help=megatron)
     target = parser.add_mutually_exclusive_group(required=True)
-    target.add_argument(
-        "--save", type=parse_output_folder, metavar="CKPT", help="folder for a checkpoint of step 0, weights only"
+    kept = (
+        "folder for a checkpoint: from Hugging Face of step 0 and weights only, from Megatron-LM with the run's state"
     )
+    target.add_argument("--save", type=parse_output_folder, metavar="CKPT", help=kept)
+    to_megatron = "folder to write, in Megatron-LM's format torch_dist; must not exist, or be empty"
+    target.add_argument("--save-megatron", type=parse_output_folder, metavar="DIR", help=to_megatron)
     target.add_argument(
         "--save-hf", type=parse_output_folder, metavar="DIR", help="folder to write; must not exist, or be empty"
     )
@@ -83,7 +95,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--max-shard-size", type=parse_size, metavar="SIZE", help="size of a weights file (5GB)")
     parser.add_argument("--tokenizer", type=Path, metavar="DIR", help="tokenizer files, instead of the checkpoint's")
     parser.add_argument("--ema", action="store_true", default=None, help="write the weight average of --ema-decay")
-    parser.add_argument("--workers", type=parse_count, default=1, metavar="N", help="files to write at a time (1)")
+    parser.add_argument("--workers", type=parse_count, metavar="N", help="files to write at a time (1)")
     parser.add_argument("--no-check", action="store_true", help="skip the comparison with transformers")
     add_links_flag(parser)
     parser.add_argument("--plugin", nargs="+", default=(), metavar="MODULE", help="modules with further model families")
@@ -98,11 +110,15 @@ def main(argv: Sequence[str]) -> int:
     """
     parser = build_parser()
     args = parser.parse_args(argv)
-    if (args.load_hf is None) == (args.save_hf is None):
-        parser.error("--load-hf goes with --save, and --load with --save-hf")
-    unused = [f"--{name.replace('_', '-')}" for name in EXPORT_OPTIONS if getattr(args, name) is not None]
-    if args.load_hf is not None and unused:
-        parser.error(f"{', '.join(unused)}: only with --save-hf")
+    source, target = (next(n for n in names if getattr(args, n) is not None) for names in (SOURCES, TARGETS))
+    if target not in SOURCES[source]:
+        parser.error("--load-hf goes with --save, --load-megatron with --save or --save-hf, --load with the others")
+    unused = [("--save-hf", name) for name in EXPORT_OPTIONS if target != "save_hf"]
+    unused += [("Hugging Face", name) for name in HUGGING_FACE_OPTIONS if "hf" not in source + target]
+    unused += [("--load and --load-megatron", "ckpt_step")] if source == "load_hf" else []
+    for only, name in unused:
+        if getattr(args, name) is not None:
+            parser.error(f"--{name.replace('_', '-')}: only with {only}")
 
     from megatron.checkpoint.errors import CheckpointError
     from megatron.config.errors import UserError
@@ -112,6 +128,10 @@ def main(argv: Sequence[str]) -> int:
     signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         load_plugins(args.plugin)
+        args.load = args.load or args.load_megatron
+        if source != "load_hf" and target != "save_hf":
+            echo(convert_megatron(args))
+            return 0
         done = convert(args)
     except (CheckpointError, UserError, OSError) as error:
         echo(f"convert_checkpoint: {error}", file=sys.stderr)
@@ -145,7 +165,7 @@ def convert(args: argparse.Namespace) -> ConversionResult:
     if source is not None and not args.follow_links:
         refuse_outside_links(source)
     if args.load_hf is not None:
-        return convert_from_huggingface(source, args.save, report, checked, args.dtype, args.workers)
+        return convert_from_huggingface(source, args.save, report, checked, args.dtype, args.workers or 1)
     manifest, notes = open_checkpoint(args.load, args.ckpt_step)
     for note in notes:
         echo(f"convert_checkpoint: {note}", file=sys.stderr)
@@ -158,8 +178,24 @@ def convert(args: argparse.Namespace) -> ConversionResult:
         tokenizer=args.tokenizer,
         average=bool(args.ema),
         checked=checked,
-        workers=args.workers,
+        workers=args.workers or 1,
     )
+
+
+def convert_megatron(args: argparse.Namespace) -> str:
+    """Run a conversion from or to Megatron-LM; return what was written."""
+    from megatron.contrib.megatron_lm.save import import_megatron_lm, save_megatron_lm
+    from megatron.convert.saved_model import open_checkpoint
+
+    manifest, notes = open_checkpoint(args.load, args.ckpt_step)
+    for note in notes:
+        echo(f"convert_checkpoint: {note}", file=sys.stderr)
+    report = ProgressPrinter()
+    if args.save is not None:
+        path, what = import_megatron_lm(manifest, args.save, report)
+    else:
+        path, what = save_megatron_lm(manifest, args.save_megatron, report)
+    return f"wrote {path}: {what}"
 
 
 class ProgressPrinter:

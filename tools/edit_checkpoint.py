@@ -23,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # if this checkout
 
 from megatron.config.text import counted, echo
 from megatron.layers.parameters import num_parameters
-from tools.convert_checkpoint import PercentPrinter, parse_output_folder
+from tools.convert_checkpoint import ProgressPrinter, parse_output_folder
 from tools.lib.locations import location_argument
 
 
@@ -98,7 +98,7 @@ def main(argv: Sequence[str]) -> int:
         changes = Changes(
             others, args.drop_layers, args.resize_vocab, args.num_experts, args.moe_router_topk or 2, args.seed or 1234
         )
-        path, model = change_checkpoint(first, changes, args.save, PercentPrinter(), args.cast)
+        path, model = change_checkpoint(first, changes, args.save, ProgressPrinter(), args.cast)
     except (CheckpointError, UserError, OSError) as error:
         echo(f"edit_checkpoint: {error}", file=sys.stderr)
         return 1

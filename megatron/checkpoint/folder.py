@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron.checkpoint.errors import CheckpointError, DamagedCheckpointError, strip_folder
-from megatron.checkpoint.format import MANIFEST, MARKER, Manifest
+from megatron.checkpoint.format import MANIFEST, MARKER, Manifest, is_megatron_lm
 from megatron.checkpoint.lease import Lease
 from megatron.checkpoint.location import Location
 from megatron.checkpoint.publish import (
@@ -53,7 +53,8 @@ class CheckpointFolder:
     @property
     def is_checkpoint(self) -> bool:
         """True if the folder is itself a checkpoint, valid or damaged."""
-        return any((self.folder / name).exists() for name in (MARKER, MANIFEST)) or has_attempts(self.folder)
+        ours = any((self.folder / name).exists() for name in (MARKER, MANIFEST)) or has_attempts(self.folder)
+        return ours or is_megatron_lm(self.folder)
 
     def named(self) -> list[tuple[int, Location]]:
         """Return iteration and path of all folders named like checkpoints, newest first, without opening them."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -162,12 +163,12 @@ def boxes_in_shape(box: Box, shape: View, view: View) -> Iterator[tuple[Box, Box
     groups = match_view_dims(shape, view)
     if groups is None:
         raise ValueError(f"{list(view)} is not a view of {list(shape)}")
-    for runs in product(*(list(_runs(box.start[g], box.size[g], view[g])) for g in groups)):
+    for runs in product(*(list(contiguous_runs(box.start[g], box.size[g], view[g])) for g in groups)):
         inner = Box(sum((r[0].start for r in runs), ()), sum((r[0].size for r in runs), ()))
         yield inner, Box(tuple(r[1] for r in runs), tuple(r[0].numel for r in runs))
 
 
-def _runs(start: View, size: View, view: View) -> Iterator[tuple[Box, int]]:
+def contiguous_runs(start: View, size: View, view: View) -> Iterator[tuple[Box, int]]:
     """Yield the contiguous runs of elements in a box, each with the row-major index of its first element."""
     strides = row_major_strides(view)
     inner = len(view) - 1
@@ -208,7 +209,7 @@ class TensorChunk:
     file: str  # name inside the checkpoint
     offset: int  # first byte, from the start of the file
     bytes: int
-    xxh3: str  # checksum of those bytes
+    xxh3: str  # checksum of those bytes; empty in files of another program, which has none
 
 
 @dataclass(frozen=True)
@@ -370,8 +371,32 @@ def _read(folder: Location, name: str) -> bytes:
         raise read_error(path, error) from error
 
 
+MEGATRON_LM_NEWEST = "latest_checkpointed_iteration.txt"
+"""The file that marks a folder of Megatron-LM's checkpoints, with the iteration of the newest."""
+
+MEGATRON_LM_RANK = re.compile(r"mp_rank_(\d{2,})(?:_(\d{3,}))?(?:_(\d{3,}))?")
+"""The folder of a rank in a checkpoint of Megatron-LM."""
+
+
+def is_megatron_lm(path: Location) -> bool:
+    """Return True if a folder is one checkpoint of Megatron-LM."""
+    if not isinstance(path, Path) or not path.is_dir() or (path / MARKER).exists():
+        return False
+    if (path / "metadata.json").is_file() and (path / ".metadata").is_file():
+        return True
+    return any(MEGATRON_LM_RANK.fullmatch(each.name) for each in path.iterdir())
+
+
 def read_manifest(path: Location) -> tuple[bytes, str]:
-    """Return a manifest's content, verified against the marker, and the folder of the files; as `Manifest.read`."""
+    """Return a manifest's content, verified against the marker, and the folder of the files; as `Manifest.read`.
+
+    A checkpoint of Megatron-LM has none: its manifest is made from its files.
+    """
+    if isinstance(path, Path) and is_megatron_lm(path):
+        from megatron.contrib.megatron_lm.checkpoint import read_checkpoint
+
+        made = read_checkpoint(path)
+        return encode_manifest(made.tensors, made.files, made.state, made.config), made.inside
     mark = _read(path, MARKER)
     inside = marker_folder(mark)
     content = _read(path / inside if inside else path, MANIFEST)

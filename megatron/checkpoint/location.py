@@ -13,6 +13,7 @@ from urllib.parse import unquote
 
 from megatron.config.errors import UserError, credential_problem
 from megatron.config.privacy import redact
+from megatron.config.run import MEGATRON_PREFIX
 
 if TYPE_CHECKING:
     from megatron.contrib.object_store import RemotePath
@@ -24,13 +25,14 @@ URI = re.compile(r"([a-zA-Z][a-zA-Z0-9+.-]+)://(.*)", re.DOTALL)
 
 
 def parse_location(text: str | Location) -> Location:
-    """Parse the value of an option: a path, or a URI such as ``s3://bucket/run``.
+    """Parse the value of an option: a path, with or without ``megatron:``, or a URI such as ``s3://bucket/run``.
 
     Raises:
         UserError: if the URI holds credentials.
     """
     if not isinstance(text, str):
         return text
+    text = text.removeprefix(MEGATRON_PREFIX)
     match = URI.fullmatch(text)
     if match is None:
         return Path(text)

@@ -41,8 +41,18 @@ from pathlib import Path, PurePosixPath
 
 from megatron.checkpoint.durable_files import durable_rename, make_folder, publish_file, sync_folder, write_file
 from megatron.checkpoint.errors import CheckpointError, StorageError
-from megatron.checkpoint.format import FORMAT, MANIFEST, MARKER, Manifest, marker_content, marker_folder, parse_manifest
+from megatron.checkpoint.format import (
+    FORMAT,
+    MANIFEST,
+    MARKER,
+    MEGATRON_LM_NEWEST,
+    Manifest,
+    marker_content,
+    marker_folder,
+    parse_manifest,
+)
 from megatron.checkpoint.location import Location, local_path
+from megatron.config.files import read_small
 
 CHECKPOINT_NAME = re.compile(r"iter_(\d+)")
 """Names of checkpoints, with their iteration."""
@@ -74,7 +84,22 @@ def find_checkpoints(folder: Location) -> list[tuple[int, Location]]:
     """Return iteration and path of all folders named like checkpoints, newest first, without opening them."""
     paths = _folders(folder)
     found = [(int(match[1]), path) for path in paths if (match := CHECKPOINT_NAME.fullmatch(path.name))]
+    newest = _megatron_lm_newest(folder)
+    if newest == "release":
+        return [(0, folder / newest)]
+    if newest.isdecimal():  # written last: a later one may not be complete
+        found = [(step, path) for step, path in found if step <= int(newest)]
     return sorted(found, key=lambda item: item[0], reverse=True)
+
+
+def _megatron_lm_newest(folder: Location) -> str:
+    """Return the iteration, or ``release``, that is recorded in a folder of Megatron-LM; empty for other folders."""
+    if not isinstance(folder, Path):
+        return ""
+    try:
+        return read_small(folder / MEGATRON_LM_NEWEST, 100).decode(errors="replace").strip()
+    except OSError:
+        return ""
 
 
 def _folders(folder: Location) -> list[Location]:

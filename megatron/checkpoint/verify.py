@@ -27,6 +27,8 @@ def list_damage(manifest: Manifest) -> Iterator[str]:
         except DamagedCheckpointError as error:
             yield str(error)
     for file, chunks in chunks_by_file(manifest).items():
+        if chunks and not any(chunk.xxh3 for _, chunk in chunks):
+            continue  # of another program, without checksums
         end = manifest.files[file].head
         for start, size in [*((chunk.offset, chunk.bytes) for _, chunk in chunks), (manifest.files[file].bytes, 0)]:
             if end != start:

@@ -674,7 +674,8 @@ def _check_data(trainer: Trainer, saved: Mapping[str, Any], own: bool) -> list[s
     fingerprints = trainer.data.fingerprints
     changed = [s for s, fingerprint in fingerprints.items() if saved["fingerprints"].get(s, fingerprint) != fingerprint]
     stream, now = tuple(saved.get("stream", (0, 1))), trainer.data.stream
-    if stream == now and f"{trainer.start_digest:016x}" != saved["digest"] and "train" not in changed:
+    recorded = bool(saved["digest"])  # Megatron-LM records no samples
+    if recorded and stream == now and f"{trainer.start_digest:016x}" != saved["digest"] and "train" not in changed:
         changed = ["train", *changed]
     data = f"{' and '.join(map(split_label, changed))} data"
     if "train" in changed:
@@ -684,7 +685,7 @@ def _check_data(trainer: Trainer, saved: Mapping[str, Any], own: bool) -> list[s
         raise UserError(
             [Problem("E815", sentence, (*same, *resume_mode_fixes(Role.DATA, trainer.config.checkpoint, own)))]
         )
-    notes = []
+    notes = [] if recorded else ["the checkpoint does not record its samples: the data must be those of its run"]
     if stream != now:
         then, new = (f"stream {index} of {count}" for index, count in (stream, now))
         notes.append(f"samples are now read from {new}, the checkpoint read {then}: some may be read twice")

@@ -19,7 +19,7 @@ from megatron.arguments.checks.training import schedule_problems
 from megatron.arguments.compatibility import compare_configs, stored_tensors_problem
 from megatron.checkpoint.errors import DamagedCheckpointError, NewerVersionError, UnreachableError, strip_folder
 from megatron.checkpoint.folder import CheckpointFolder, is_local_checkpoint
-from megatron.checkpoint.format import Manifest
+from megatron.checkpoint.format import Manifest, is_megatron_lm
 from megatron.checkpoint.location import Location, parse_location
 from megatron.checkpoint.publish import CHECKPOINT_NAME, is_complete, is_interrupted
 from megatron.config.errors import Problem, UserError
@@ -121,7 +121,7 @@ def _find(options: CheckpointConfig) -> ResumeSource:
     if absent and step is None and options.resume_mode != "weights-only":
         return ResumeSource(notes=(*notes, f"starts from scratch: --load {folder} does not exist or is empty"))
     found = CheckpointFolder(folder).named()
-    if is_complete(folder):  # one checkpoint under another name
+    if is_complete(folder) or is_megatron_lm(folder):  # one checkpoint under another name
         iteration = step or 0  # for the error, if it is unreadable
         with suppress(DamagedCheckpointError):
             iteration, _ = position_of(Manifest.open(folder))
@@ -289,7 +289,8 @@ def compare_with_checkpoint(
     if mode != "weights-only" and "optimizer" not in manifest.state:
         save = config.checkpoint.save
         folders = f"--load {save} --save {save}-new " if own and save is not None else ""
-        sentence = f"{manifest.path} holds weights, but not the state of a run"
+        why = manifest.state.get("no_optimizer")  # of Megatron-LM
+        sentence = f"{manifest.path} holds weights, but not the state of a run{f': {why}' if why else ''}"
         raise UserError([Problem("E814", sentence, (f"{folders}--resume-mode weights-only",))])
     batches_since = position_of(manifest, "batches_since")
     changes = compare_configs(manifest.config, config, mode, begin=batches_since, own=own)

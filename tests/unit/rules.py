@@ -55,14 +55,17 @@ LAZY = (
 COMMUNICATORS = tuple(f"megatron.distributed.{part}" for part in ("comm", "mesh", "launch", "replicas"))
 """The modules that may touch torch.distributed: every communication is found, and mutated, there."""
 
-STORAGE = {"megatron.contrib.dcp_reader": "torch.distributed.checkpoint"}
+STORAGE = {
+    "megatron.contrib.dcp_reader": "torch.distributed.checkpoint",
+    "megatron.contrib.megatron_lm.save": "torch.distributed.checkpoint",
+}
 """What else of torch.distributed a module may use: a library that brings its own communication."""
 
 PICKLES = ("pickle", "dill", "cloudpickle", "joblib", "shelve", "marshal")
 """Packages whose files and messages run code when they are read."""
 
-PIPES = {"megatron.data.preprocess.encode": "pickle"}
-"""Modules that may use one of them, for pipes to child processes of their own."""
+PIPES = {"megatron.data.preprocess.encode": "pickle", "megatron.contrib.megatron_lm.pickles": "pickle"}
+"""Modules that may use one of them: for pipes to child processes of their own, and to read without executing."""
 
 OBJECT_COLLECTIVES = (
     *("all_gather_object", "gather_object", "broadcast_object_list", "scatter_object_list"),

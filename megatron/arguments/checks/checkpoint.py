@@ -9,17 +9,15 @@ from os.path import exists, isdir, isfile  # unlike pathlib's they do not raise 
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from megatron.checkpoint.format import MEGATRON_LM_NEWEST, is_megatron_lm
 from megatron.checkpoint.location import Location, parse_location
 from megatron.config.errors import Problem
 from megatron.config.files import FOLLOW_LINKS, describe_outside_links
-from megatron.config.run import HUGGING_FACE_PREFIX, RunConfig
+from megatron.config.run import HUGGING_FACE_PREFIX, MEGATRON_PREFIX, RunConfig
 from megatron.config.text import did_you_mean
 
 if TYPE_CHECKING:
     from megatron.contrib.object_store import RemotePath
-
-MEGATRON_LM = "latest_checkpointed_iteration.txt"
-"""The file that marks a checkpoint folder of Megatron-LM."""
 
 
 def check_load_folder(config: RunConfig, world_size: int) -> Iterator[Problem]:
@@ -28,7 +26,7 @@ def check_load_folder(config: RunConfig, world_size: int) -> Iterator[Problem]:
     The folder need not exist yet: a run without a checkpoint starts from scratch.
     """
     load, save = config.checkpoint.load, config.checkpoint.save
-    if load in ("", HUGGING_FACE_PREFIX):
+    if load in ("", HUGGING_FACE_PREFIX, MEGATRON_PREFIX):
         yield Problem("E801", f"--load '{load}' has no folder name", ("drop --load",))
         return
     if load is None or load.startswith(HUGGING_FACE_PREFIX) or _same_folder(config) or holds_checkpoints(save):
@@ -39,9 +37,12 @@ def check_load_folder(config: RunConfig, world_size: int) -> Iterator[Problem]:
     elif not isdir(folder) and (close := did_you_mean(folder.name, _folders_beside(folder))):
         sentence = f"--load {folder}: the folder does not exist; did you mean {folder.parent / close}?"
         yield Problem("E801", sentence, (f"--load {folder.parent / close}", "drop --load"))
-    elif isfile(folder / MEGATRON_LM):
-        sentence = f"--load {folder} holds checkpoints of Megatron-LM, which cannot be loaded"
-        yield Problem("E801", sentence, ("convert them to the Hugging Face format and --load hf:DIR",))
+    elif load.startswith(MEGATRON_PREFIX):
+        if not isfile(folder / MEGATRON_LM_NEWEST) and not is_megatron_lm(folder):
+            yield Problem("E801", f"{folder} is neither a folder of Megatron-LM's checkpoints nor one of them")
+    elif isfile(folder / MEGATRON_LM_NEWEST) or is_megatron_lm(folder):
+        sentence = f"--load {folder} holds checkpoints of Megatron-LM"
+        yield Problem("E801", sentence, (f"--load {MEGATRON_PREFIX}{folder}",))
     elif isfile(folder / "config.json"):
         fixes = (f"--load {HUGGING_FACE_PREFIX}{folder}",)
         yield Problem("E801", f"--load {folder} is a Hugging Face model, not a folder of checkpoints", fixes)
@@ -90,7 +91,7 @@ def check_save_folder(config: RunConfig, world_size: int) -> Iterator[Problem]:
     elif _step(folder) is not None:
         sentence = f"--save {folder} is one checkpoint; give the folder that contains it"
         yield Problem("E802", sentence, (f"--save {folder.parent}",))
-    elif isfile(folder / MEGATRON_LM):
+    elif isfile(folder / MEGATRON_LM_NEWEST):
         yield Problem("E802", f"--save {folder} holds checkpoints of Megatron-LM", (f"--save {folder}-new",))
 
 
@@ -183,6 +184,8 @@ def holds_checkpoints(folder: str | None) -> bool:
     path = parse_location(folder)
     try:
         if isinstance(path, Path):
+            if isfile(path / MEGATRON_LM_NEWEST) or is_megatron_lm(path):
+                return True
             return isdir(path) and any(_step(each) is not None for each in (path, *path.iterdir()))
         return any(_step(each) is not None for each in (path, *path.folders()))
     except OSError:

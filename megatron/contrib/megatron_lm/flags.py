@@ -1,0 +1,248 @@
+"""The arguments of a Megatron-LM run as values of our options, and back."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import suppress
+from typing import Any
+
+from megatron.arguments.megatron_flags import apply_foreign_values, foreign_flags
+from megatron.arguments.sources import LENGTH_OPTIONS, Values, build_config, to_dict
+from megatron.config.errors import Problem, UserError
+from megatron.config.model import ModelConfig
+from megatron.config.option import Role
+from megatron.config.run import RunConfig
+from megatron.config.settings import SETTINGS
+from megatron.contrib.megatron_lm.pickles import Record
+from megatron.convert.huggingface.config import check_model_config
+
+MOMENT_DTYPES = ("exp_avg_dtype", "exp_avg_sq_dtype")
+
+Arguments = Mapping[str, Any]
+"""Attributes of the run's ``args``."""
+
+NEUTRAL: Mapping[str, tuple[Any, ...]] = {
+    **dict.fromkeys(
+        (
+            *("multi_latent_attention", "qk_l2_norm", "attention_output_gate", "use_mup", "quick_geglu"),
+            *("apply_residual_connection_post_layernorm", "apply_layernorm_1p", "layernorm_zero_centered_gamma"),
+            *("moe_shared_expert_gate", "moe_router_enable_expert_bias", "moe_apply_probs_on_input", "is_hybrid_model"),
+            *(
+                "hyper_connections",
+                "enable_hyper_connections",
+                "use_legacy_models",
+                "geglu",
+                "reglu",
+                "moe_use_upcycling",
+            ),
+        ),
+        (False, None),
+    ),
+    **dict.fromkeys(
+        (
+            *("experimental_attention_variant", "activation_func_clamp_value", "mtp_num_layers", "moe_latent_size"),
+            *("moe_router_num_groups", "moe_router_group_topk", "moe_router_topk_scaling_factor"),
+            *("moe_input_jitter_eps", "moe_expert_capacity_factor", "moe_router_force_biased", "linear_attention_freq"),
+            *("heterogeneous_layers_config_path", "heterogeneous_layers_config_encoded_json", "spec"),
+            *("hybrid_layer_pattern", "hybrid_override_pattern", "no_rope_freq", "window_attn_skip_freq"),
+            *("rotary_seq_len_interpolation_factor", "moe_expert_rank_capacity_factor", "moe_mlp_glu_interleave_size"),
+            *("moe_shared_expert_glu_interleave_size", "mrope_section"),
+        ),
+        (None, 0),
+    ),
+    "glu_linear_offset": (0.0,),
+    "softmax_type": ("vanilla",),
+    "moe_router_score_function": ("softmax",),
+    "mscale": (1.0, None),
+    "mscale_all_dim": (0.0, None),
+}
+"""Arguments that change what a model computes, and the values that change nothing."""
+
+NOT_COMPARED = ("data_parallel_sharding_strategy", "recompute_modules", "vocab_size", "make_vocab_size_divisible_by")
+"""Options of the same name as an argument that is unused in most runs, or has another meaning."""
+
+
+def model_arguments(args: Arguments) -> dict[str, Any]:
+    """Return the fields of `ModelConfig` that the arguments of a run determine, except the vocabulary size.
+
+    Raises:
+        ValueError: naming the arguments that change what the model computes, and have no counterpart here.
+    """
+    refused = [f"{name} {_text(args[name])}" for name, usual in NEUTRAL.items() if args.get(name) not in (*usual, None)]
+    if not _every_layer(args.get("moe_layer_freq")):
+        refused.append(f"moe_layer_freq {_text(args['moe_layer_freq'])}")
+    if refused:
+        raise ValueError(f"{', '.join(refused)}: the model here has no such option")
+    found = {name: args[name] for name in SETTINGS if SETTINGS[name].group == "model" and args.get(name) is not None}
+    found["norm_epsilon"] = args.get("layernorm_epsilon", args.get("norm_epsilon"))
+    found["activation"] = _activation(args)
+    if args.get("use_rotary_position_embeddings"):
+        found["position_embedding_type"] = "rope"
+    elif args.get("add_position_embedding") is False and found.get("position_embedding_type") == "learned_absolute":
+        found["position_embedding_type"] = "none"
+    if not args.get("group_query_attention"):
+        found["num_query_groups"] = None
+    if args.get("add_bias_linear"):
+        found.pop("add_qkv_bias", None)  # it has one anyway
+    window = args.get("window_size")
+    if window is not None:
+        found["window_size"] = ",".join(map(str, window))
+    if args.get("num_experts") is None:
+        found = {name: value for name, value in found.items() if not name.startswith("moe_")}
+    return {name: value for name, value in found.items() if value is not None and name not in NOT_COMPARED}
+
+
+def _every_layer(freq: Any) -> bool:
+    """Return True if ``moe_layer_freq`` selects all layers."""
+    return set(freq) == {1} if isinstance(freq, list | tuple) and freq else freq in (None, 1, [], ())
+
+
+def _activation(args: Arguments) -> str:
+    if args.get("swiglu"):
+        return "swiglu"
+    if args.get("squared_relu"):
+        return "relu2"
+    fused = args.get("bias_gelu_fusion") and args.get("add_bias_linear", True)
+    return "gelu_tanh" if fused or args.get("openai_gelu") else "gelu"
+
+
+def _text(value: Any) -> str:
+    return value.name if isinstance(value, Record) else f"{value!r:.60}"
+
+
+def read_arguments(args: Arguments, where: object) -> tuple[ModelConfig, dict[str, dict[str, Any]]]:
+    """Return the model of a run, and its configuration by group, as in a checkpoint of ours.
+
+    Args:
+        args: of the run.
+        where: file of the arguments, for errors.
+
+    Raises:
+        UserError: if the arguments do not describe a model of ours.
+    """
+    try:
+        given = model_arguments(args)
+        missing = [
+            n for n in ("num_layers", "hidden_size", "num_attention_heads", "padded_vocab_size") if n not in args
+        ]
+        if missing:
+            raise ValueError(f"args has no {', '.join(missing)}")
+        model = {name: _convert(name, value) for name, value in given.items()}
+        padded = _convert("vocab_size", args["padded_vocab_size"])
+        vocab = _convert("vocab_size", args.get("vocab_size"))
+        if not isinstance(padded, int) or not 1 <= (vocab or padded) <= padded:
+            raise ValueError(f"vocab_size {vocab} and padded_vocab_size {padded} contradict each other")
+        model |= {"vocab_size": vocab or padded}
+        config = build_config({**_run_values(args), **model})
+        check_model_config(where, config.model)
+    except ValueError as error:  # UserError is one
+        found = [str(problem.sentence) for problem in getattr(error, "problems", ())] or [str(error)]
+        sentence = "; ".join(text.removeprefix(f"{where}: ") for text in found)
+        raise UserError([Problem("E854", f"{where}: {sentence}")]) from error
+    return config.model, to_dict(config)
+
+
+def _convert(name: str, value: Any) -> Any:
+    """Return an argument as a value of the option ``name``; ValueError if it is none."""
+    setting = SETTINGS[name]
+    items = value if isinstance(value, list | tuple) else [value]
+    if setting.choices and value is not None:
+        items = apply_foreign_values(setting.flag, [_dtype(str(item)) for item in items])
+    try:
+        converted = setting.convert(list(items) if setting.many or len(items) > 1 else items[0])
+    except ValueError as error:
+        raise ValueError(f"{name}: {error}") from error
+    if not setting.allows(converted):
+        raise ValueError(f"{name} is {_text(value)}, which is out of range")
+    return converted
+
+
+def _dtype(name: str) -> str:
+    return {"F32": "fp32", "BF16": "bf16", "F16": "fp16", "F64": "fp64"}.get(name, name)
+
+
+def _run_values(args: Arguments) -> Values:
+    """Return the other options of a run that its arguments have in common with ours."""
+    defaults = {SETTINGS[flag.removeprefix("--").replace("-", "_")].name for flag in _different_defaults()}
+    values: Values = {}
+    for name, setting in SETTINGS.items():
+        skipped = setting.group == "model" or setting.option.role is Role.START or name in (*NOT_COMPARED, *defaults)
+        if not skipped and args.get(name) is not None:
+            with suppress(ValueError):  # what cannot be read counts as the default, and is compared as such
+                values[name] = _convert(name, args[name])
+    for names in LENGTH_OPTIONS:  # Megatron-LM fills in the others with 0
+        values |= dict.fromkeys((name for name in names if not values.get(name)), None)
+    for unit in ("iters", "samples"):  # filled in with the length of the run
+        if values.get(f"lr_decay_{unit}") == values.get(f"train_{unit}"):
+            values[f"lr_decay_{unit}"] = None
+    if values.get("weight_decay_incr_style", "constant") == "constant":
+        values |= {"start_weight_decay": None, "end_weight_decay": None}
+    if values.get("expert_tensor_parallel_size") == values.get("tensor_model_parallel_size"):
+        values["expert_tensor_parallel_size"] = None
+    return {name: value for name, value in values.items() if value is not None}
+
+
+def _different_defaults() -> list[str]:
+    """Return flags whose default differs for a reason that does not concern the run."""
+    return [flag for flag in foreign_flags().different_defaults if flag not in ("--num-query-groups",)]
+
+
+def write_arguments(config: RunConfig, state: Mapping[str, Any], padded_vocab_size: int) -> dict[str, Any]:
+    """Return the attributes of ``args`` for a run of ours.
+
+    Args:
+        config: of the run; an option that is not set has the value that it implies.
+        state: of the checkpoint.
+        padded_vocab_size: rows of the embedding.
+    """
+    model = config.model
+    args: dict[str, Any] = {}
+    for name, setting in SETTINGS.items():
+        value = setting.value_in(config)
+        if setting.option.role is not Role.START and name not in ("activation", "params_dtype", *MOMENT_DTYPES):
+            args[name] = list(value) if isinstance(value, tuple) else value
+    activation, positions = model.activation, model.position_embedding_type
+    fused = activation == "gelu_tanh" and model.add_bias_linear
+    return args | {
+        "num_query_groups": model.kv_groups,
+        "group_query_attention": model.kv_groups != model.num_attention_heads,
+        "kv_channels": model.head_dim,
+        "ffn_hidden_size": model.ffn,
+        "moe_ffn_hidden_size": model.expert_ffn if model.num_experts else None,
+        "add_qkv_bias": model.qkv_bias,
+        "max_position_embeddings": model.max_position_embeddings or config.training.seq_length,
+        "layernorm_epsilon": model.norm_epsilon,
+        "swiglu": activation == "swiglu",
+        "squared_relu": activation == "relu2",
+        "openai_gelu": activation == "gelu_tanh" and not fused,
+        "bias_gelu_fusion": fused,
+        "window_size": None if model.window_size is None else (model.window_size - 1, 0),
+        "add_position_embedding": positions == "learned_absolute",
+        "use_rotary_position_embeddings": positions == "rope",
+        "padded_vocab_size": padded_vocab_size,
+        "bf16": config.precision.params_dtype == "bf16",
+        "fp16": config.precision.params_dtype == "fp16",
+        "iteration": state.get("iteration", 0),
+        "consumed_train_samples": state.get("consumed_samples", 0),
+        "skipped_train_samples": 0,
+        "consumed_valid_samples": 0,
+        "ckpt_format": "torch_dist",
+        "use_distributed_optimizer": True,
+        "dist_ckpt_optim_fully_reshardable": True,
+        "no_save_rng": True,
+        "no_save_optim": None if "optimizer" in state else True,
+        "tensor_model_parallel_size": 1,
+        "pipeline_model_parallel_size": 1,
+        "context_parallel_size": 1,
+        "expert_model_parallel_size": 1,
+        "expert_tensor_parallel_size": 1,
+        "virtual_pipeline_model_parallel_size": None,
+        "data_parallel_size": 1,
+        "world_size": 1,
+    }
+
+
+def unwritable_options(model: ModelConfig) -> list[str]:
+    """Return options of a model that Megatron-LM does not have."""
+    lacking = ["attention_pattern"] if model.attention_pattern is not None else []
+    return lacking + (["z_loss_coeff"] if model.z_loss_coeff else [])

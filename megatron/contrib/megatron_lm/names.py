@@ -1,0 +1,64 @@
+"""The names of tensors in Megatron-LM's checkpoints, and ours."""
+
+from __future__ import annotations
+
+import re
+from typing import NamedTuple
+
+NAMES = (
+    ("layers.{i}.input_layernorm.", "decoder.layers.{i}.self_attention.linear_qkv.layer_norm_"),
+    ("layers.{i}.input_layernorm.", "decoder.layers.{i}.input_layernorm."),
+    ("layers.{i}.pre_mlp_layernorm.", "decoder.layers.{i}.mlp.linear_fc1.layer_norm_"),
+    ("layers.{i}.pre_mlp_layernorm.", "decoder.layers.{i}.pre_mlp_layernorm."),
+    ("layers.{i}.mlp.experts.", "decoder.layers.{i}.mlp.experts.experts."),
+    ("layers.{i}.mlp.experts.", "decoder.layers.{i}.mlp.experts.local_experts.{e}."),
+    ("layers.{i}.", "decoder.layers.{i}."),
+    ("final_layernorm.", "decoder.final_layernorm."),
+    ("", ""),
+)
+"""Beginnings of our names and of theirs. ``{i}`` is the layer, which torch_dist leaves out, and ``{e}`` the expert of the
+rank. The first row whose beginning of their name fits applies. In files of experts with grouped matrix products, the
+expert follows at the end, as in ``weight3``."""
+
+
+class Place(NamedTuple):
+    """What one of their tensors is of ours."""
+
+    name: str  # ours; the layer is a placeholder {i} if their name has none
+    layer: int | None  # in their name: of the pipeline stage, or None
+    expert: int | None  # of the rank; None for tensors that are no single expert's
+
+
+_PATTERNS = tuple(
+    (ours, re.compile(re.escape(theirs).replace(r"\.\{i\}", r"(?:\.(?P<i>\d+))?").replace(r"\{e\}", r"(?P<e>\d+)")))
+    for ours, theirs in NAMES
+)
+
+
+def find_place(theirs: str) -> Place:
+    """Return what the tensor called ``theirs`` is of ours, whether or not we have one of that name."""
+    for ours, pattern in _PATTERNS:
+        match = pattern.match(theirs)
+        if match:
+            break
+    found = match.groupdict() if match else {}
+    rest = theirs[match.end() :] if match else theirs
+    expert, numbered = found.get("e"), re.fullmatch(r"(linear_fc[12]\.\w+?)(\d+)", rest.removeprefix("mlp.experts."))
+    if numbered and expert is None and rest.startswith("mlp.experts."):
+        rest, expert = f"mlp.experts.{numbered[1]}", numbered[2]
+    layer = found.get("i")
+    return Place(ours + rest, None if layer is None else int(layer), None if expert is None else int(expert))
+
+
+def their_name(ours: str, experts: bool) -> str:
+    """Return the name in torch_dist of a tensor of ours, without layer.
+
+    Args:
+        ours: our name, with ``{i}`` for the layer.
+        experts: the model has experts in place of the MLP, so the norm before it is a module of its own.
+    """
+    rows = (row for row in NAMES if ours.startswith(row[0]) and "{e}" not in row[1])
+    if experts and ours.startswith("layers.{i}.pre_mlp_layernorm."):
+        rows = (row for row in rows if "linear_fc1" not in row[1])
+    beginning, theirs = next(rows)
+    return (theirs + ours.removeprefix(beginning)).replace(".{i}", "")

@@ -1,0 +1,297 @@
+"""Write a checkpoint of ours as one of Megatron-LM: ``torch_dist``, with a fully reshardable optimizer state.
+
+torch.distributed.checkpoint writes the files, and reads one part of a tensor at a time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import io
+import json
+import re
+import shlex
+import shutil
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from itertools import product
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.planner import (
+    SavePlan,
+    TensorWriteData,
+    WriteItem,
+    WriteItemType,
+)
+
+from megatron.arguments.sources import from_dict, resolve
+from megatron.checkpoint.durable_files import sync_folder, write_file
+from megatron.checkpoint.errors import CheckpointError, StorageError
+from megatron.checkpoint.folder import CheckpointFolder
+from megatron.checkpoint.format import MEGATRON_LM_NEWEST, Manifest, split_box
+from megatron.checkpoint.load import CheckpointReader
+from megatron.checkpoint.location import local_path
+from megatron.checkpoint.save import save_sharded
+from megatron.checkpoint.tensor_file import GlobalTensor, TensorPart
+from megatron.config.batch import lr_scale, schedule_lengths
+from megatron.config.run import RunConfig
+from megatron.contrib.megatron_lm.checkpoint import BLOCK_ELEMENTS, MOMENTS, view_parts
+from megatron.contrib.megatron_lm.flags import unwritable_options, write_arguments
+from megatron.contrib.megatron_lm.names import their_name
+from megatron.convert.huggingface.convert import ProgressCallback
+from megatron.convert.saved_model import SavedModel
+from megatron.distributed.comm import Group
+from megatron.distributed.sharding import Box, ShardSpec, padded_vocab_size
+from megatron.layers.context import DTYPES
+from megatron.layers.parameters import WORD_EMBEDDINGS
+from megatron.optimizer.lr_scheduler import LearningRateSchedule
+
+METADATA_JSON = {"sharded_backend": "torch_dist", "sharded_backend_version": 1}
+WITH_EXTRA_STATE = re.compile(r"decoder\.layers\.(self_attention\.linear_(proj|qkv)|mlp\.linear_fc[12])\.weight")
+"""Modules that keep an object of their own for each layer, which is empty without FP8."""
+
+
+def save_megatron_lm(manifest: Manifest, folder: Path, report: ProgressCallback) -> tuple[Path, str]:
+    """Write a checkpoint into a new folder of Megatron-LM's checkpoints.
+
+    Args:
+        manifest: of the checkpoint.
+        folder: must not exist, or be empty.
+        report: progress callback.
+
+    Returns:
+        The folder of the checkpoint, and what it holds.
+
+    Raises:
+        CheckpointError: if the folder is not empty, or Megatron-LM does not compute the model.
+        DamagedCheckpointError: if a checksum of the checkpoint does not match.
+        StorageError: if writing fails. Nothing is left behind.
+    """
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise CheckpointError(f"{folder} exists and is not empty", "--save-megatron A_NEW_FOLDER")
+    saved = SavedModel(manifest)
+    if lacking := unwritable_options(saved.model):
+        raise CheckpointError(f"Megatron-LM has no counterpart of {', '.join(lacking)}", "--save-hf DIR")
+    config = resolve(from_dict({g: v for g, v in manifest.config.items() if g != "checkpoint"}), 1)
+    iteration = int(manifest.state.get("iteration", 0))
+    path = folder / f"iter_{iteration:07d}"
+    plan = _Plan(saved, config, report)
+    existed = folder.exists()
+    with _removed_on_error(path if existed else folder):
+        path.mkdir(parents=True)
+        writer = dcp.FileSystemWriter(path, thread_count=1, sync_files=True)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # that there is one process
+            dcp.save({}, storage_writer=writer, planner=plan, no_dist=True)
+        write_file(path / "metadata.json", json.dumps(METADATA_JSON).encode())
+        sync_folder(path)
+        write_file(folder / MEGATRON_LM_NEWEST, str(iteration).encode())
+        sync_folder(folder)
+    return path, "weights and optimizer state" if plan.kinds else f"weights alone: {plan.why}"
+
+
+def import_megatron_lm(manifest: Manifest, save: Path, report: ProgressCallback) -> tuple[Path, str]:
+    """Write a checkpoint of Megatron-LM as one of ours, with the run's state; arguments and result as above."""
+    checkpoints = CheckpointFolder(save)
+    if checkpoints.named():
+        raise CheckpointError(f"{save} holds checkpoints already", "--save A_NEW_FOLDER")
+    reader, total = CheckpointReader(manifest), sum(prod(record.shape) for record in manifest.tensors.values())
+    done = 0
+
+    def read(name: str, box: Box) -> Tensor:
+        nonlocal done
+        done += box.numel
+        report(name, done, total)
+        values = reader.read(name, box)
+        return values.float() if values.dtype in (torch.bfloat16, torch.float16) else values
+
+    tensors = {}
+    for name, record in manifest.tensors.items():
+        parts = tuple(TensorPart(chunk.box, partial(read, name, chunk.box)) for chunk in record.chunks)
+        dtype = torch.float64 if record.dtype == "F64" else torch.float32
+        tensors[name] = GlobalTensor(record.shape, record.view, dtype, parts)
+    path = local_path(checkpoints.path(manifest.state["iteration"]))
+    save_sharded(path, tensors, manifest.state, manifest.config, Group())
+    return path, "weights and optimizer state" if "optimizer" in manifest.state else "weights alone"
+
+
+@contextmanager
+def _removed_on_error(folder: Path) -> Iterator[None]:
+    """Delete a folder if writing into it fails."""
+    try:
+        yield
+    except OSError as error:
+        shutil.rmtree(folder, ignore_errors=True)
+        seen = f"{error.filename or folder}: {error.strerror or error}"
+        raise StorageError(
+            f"{seen}; nothing was written", f"--save-megatron {shlex.quote(str(folder))}-elsewhere"
+        ) from error
+    except BaseException as error:
+        shutil.rmtree(folder, ignore_errors=True)
+        cause = getattr(error, "failures", {}).get(0)  # dcp wraps the errors of a rank
+        if cause is not None and isinstance(cause[0], CheckpointError):
+            raise cause[0] from error
+        raise
+
+
+class _Plan(dcp.DefaultSavePlanner):
+    """All that is written; tensors are read when they are."""
+
+    def __init__(self, saved: SavedModel, config: RunConfig, report: ProgressCallback) -> None:
+        super().__init__(flatten_state_dict=False)
+        self._reader, self._report = CheckpointReader(saved.manifest), report
+        self._read: dict[tuple[str, torch.Size | None], Callable[[], Any]] = {}
+        self._items: list[WriteItem] = []
+        self._done = 0
+        state, model = saved.manifest.state, saved.model
+        self.kinds, self.why = self._moments(saved)
+        vocabulary = padded_vocab_size(model.vocab, model.make_vocab_size_divisible_by, 1)
+        args = write_arguments(config, {k: v for k, v in state.items() if self.kinds or k != "optimizer"}, vocabulary)
+        params_dtype = DTYPES[config.precision.params_dtype]
+        args |= {"params_dtype": params_dtype, "exp_avg_dtype": torch.float32, "exp_avg_sq_dtype": torch.float32}
+        self._add_object("common_state/shard_0_1", [_common_state(config, state, args, bool(self.kinds))])
+        layers: dict[str, list[str]] = {}  # our names by name without layer
+        for name in saved.specs:
+            layers.setdefault(re.sub(r"^layers\.\d+\.", "layers.{i}.", name), []).append(name)
+        for pattern, names in layers.items():
+            key = their_name(pattern, model.num_experts is not None)
+            rows = vocabulary if pattern in (WORD_EMBEDDINGS, "output_layer.weight") else None
+            self._add_tensor(key, "", names, saved.specs[names[0]], params_dtype, rows)
+            for kind in self.kinds:
+                prefix = "" if kind == "param" else f"optim.{kind}."
+                self._add_tensor(
+                    f"optimizer.state.{kind}.{key}", prefix, names, saved.specs[names[0]], torch.float32, rows
+                )
+            if WITH_EXTRA_STATE.fullmatch(key):
+                module = key.removesuffix("weight")
+                for layer in range(model.num_layers):
+                    self._add_object(f"{module}_extra_state/shard_{layer}_{model.num_layers}", [None])
+        self._total = sum(prod(i.tensor_data.chunk.sizes) for i in self._items if i.tensor_data is not None)
+
+    def _moments(self, saved: SavedModel) -> tuple[tuple[str, ...], str]:
+        """Return the kinds of optimizer state to write, or why there are none."""
+        stored = {name.split(".")[1] for name in self._reader.names if name.startswith("optim.")}
+        if "optimizer" not in saved.manifest.state or not set(MOMENTS) <= stored:
+            return (), "the checkpoint has no state of Adam"
+        if saved.model.num_experts is not None:
+            return (), "the optimizer state of experts is not written"
+        return ("param", *MOMENTS), ""
+
+    def _add_object(self, key: str, content: Any) -> None:
+        self._items.append(WriteItem(MetadataIndex(key), WriteItemType.BYTE_IO))
+        self._read[key, None] = partial(_pickled, content)
+
+    def _add_tensor(
+        self, key: str, prefix: str, names: list[str], spec: ShardSpec, dtype: torch.dtype, rows: int | None
+    ) -> None:
+        """Add a tensor: a stack of ours if they are of layers, with ``rows`` rows if it is padded."""
+        view = spec.view
+        shape = (view[0], prod(view[1:-1]), view[-1]) if spec.expert else spec.shape
+        stacked = names[0].startswith("layers.")
+        padded = shape if rows is None else (rows, *shape[1:])
+        size = torch.Size((len(names), *padded) if stacked else padded)
+        matrices = [range(n) for n in padded[:-2]] if len(padded) > 2 else []  # experts are written one by one
+        for layer, name in enumerate(names):
+            for at in product(*matrices):
+                inner = Box((*at, *(0 for _ in padded[len(at) :])), (*(1 for _ in at), *padded[len(at) :]))
+                for box in split_box(inner, BLOCK_ELEMENTS):
+                    start, extent = ((layer, *box.start), (1, *box.size)) if stacked else (box.start, box.size)
+                    offset, sizes = torch.Size(start), torch.Size(extent)
+                    data = TensorWriteData(ChunkStorageMetadata(offset, sizes), TensorProperties(dtype), size)
+                    self._items.append(WriteItem(MetadataIndex(key, offset), WriteItemType.SHARD, tensor_data=data))
+                    self._read[key, offset] = partial(self._part, prefix + name, box, shape, view, sizes, dtype)
+
+    def _part(
+        self, name: str, box: Box, shape: tuple[int, ...], view: tuple[int, ...], sizes: torch.Size, dtype: torch.dtype
+    ) -> Tensor:
+        """Return a part of a tensor; padding is 0."""
+        flat = torch.zeros(box.numel, dtype=dtype)
+        for part, first in view_parts(box, shape, view):
+            flat[first : first + part.numel] = self._reader.read(name, part).reshape(-1).to(dtype)
+        self._done += box.numel
+        self._report(name, self._done, self._total)
+        return flat.view(sizes)
+
+    def create_local_plan(self) -> SavePlan:
+        """Return the list of what is written."""
+        return SavePlan(self._items)
+
+    def resolve_data(self, write_item: WriteItem) -> Tensor | io.BytesIO:
+        """Return the content of an item."""
+        found: Tensor | io.BytesIO = self._read[write_item.index.fqn, write_item.index.offset]()
+        return found
+
+
+def _pickled(content: Any) -> io.BytesIO:
+    stream = io.BytesIO()
+    torch.save(content, stream)
+    return stream
+
+
+def _common_state(config: RunConfig, state: Mapping[str, Any], args: dict[str, Any], optimizer: bool) -> dict[str, Any]:
+    """Return what all ranks have in common."""
+    namespace = argparse.Namespace()
+    vars(namespace).update(args)
+    common: dict[str, Any] = {"args": namespace, "checkpoint_version": 3.0, "iteration": state.get("iteration", 0)}
+    if not optimizer:
+        return common
+    begin = state.get("batches_since", {})
+    lengths = schedule_lengths(config, 1, begin.get("iteration", 0), begin.get("consumed_samples", 0))
+    schedule = LearningRateSchedule.from_config(config.optimizer, lengths, lr_scale(config, 1))
+    consumed = state["consumed_samples"]
+    rates, steps = schedule.rates(consumed), state["optimizer"]["steps"]
+    options = config.optimizer
+    shared = {
+        "is_expert_parallel": False,
+        "default_config": True,
+        "lr_mult": 1.0,
+        "is_decoupled_lr": False,
+        "max_lr": schedule.peak,
+        "min_lr": schedule.floor,
+        "lr": rates.lr,
+        "betas": (options.adam_beta1, options.adam_beta2),
+        "eps": options.adam_eps,
+        "step": steps,
+    }
+    decay = {"wd_mult": 1.0, "weight_decay": rates.weight_decay}, {"wd_mult": 0.0, "weight_decay": 0.0}
+    scaler = state.get("loss_scaler") or {}
+    scale = {}
+    if scaler:
+        scale["grad_scaler"] = {
+            "scale": torch.tensor([scaler["scale"]]),
+            "growth_tracker": scaler["good_steps"],
+            "hysteresis_tracker": int(scaler["lives"]),
+        }
+    groups = [shared | each for each in decay]
+    common["optimizer"] = {
+        "optimizer": {"param_groups": groups},
+        "param_state_sharding_type": "fully_reshardable",
+        **scale,
+    }
+    common["opt_param_scheduler"] = {
+        "max_lr": schedule.peak,
+        "lr_warmup_steps": int(schedule.warmup),
+        "num_steps": consumed,
+        "lr_decay_style": schedule.style,
+        "lr_decay_steps": int(schedule.decay),
+        "min_lr": schedule.floor,
+        "start_wd": schedule.weight_decay_start,
+        "end_wd": schedule.weight_decay_end,
+        "wd_incr_style": schedule.weight_decay_style,
+        "wd_incr_steps": schedule.total,
+    }
+    common["content_metadata"] = {
+        "distrib_optim_sharding_type": "fully_reshardable",
+        "distrib_optim_fully_reshardable_mem_efficient": False,
+        "singleton_local_shards": False,
+        "chained_optim_avoid_prefix": True,
+    }
+    common["num_floating_point_operations_so_far"] = 0.0
+    return common

@@ -1,0 +1,238 @@
+"""Megatron-LM's checkpoints for tests: those it has written, and others in its formats, written here.
+
+`write_ranks` and `write_torch_dist` cut and name tensors as docs of the formats describe, one statement for each kind
+of tensor; they share nothing with the reader.
+"""
+
+from __future__ import annotations
+
+import argparse
+import tarfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from safetensors.torch import load_file
+from torch import Tensor
+
+from megatron.config.model import ModelConfig
+from megatron.layers.parameters import gpt
+
+ARCHIVE = Path(__file__).parents[2] / "golden" / "megatron_ckpt.tar.xz"
+"""Checkpoints that Megatron-LM core 0.20.0 has written, with their tensors and logits."""
+
+VOCABULARY = 300
+
+
+def unpack(folder: Path) -> Path:
+    """Unpack the archive, once."""
+    if not (folder / "gpt2").exists():
+        with tarfile.open(ARCHIVE) as archive:
+            archive.extractall(folder, filter="data")
+    return folder
+
+
+def expected(folder: Path, kind: str) -> dict[str, Tensor]:
+    """All parameters in fp32, by our names."""
+    found = {}
+    for theirs, tensor in load_file(folder / kind / "expected.safetensors").items():
+        name = theirs.removeprefix("decoder.").replace("self_attention.linear_qkv.layer_norm_", "input_layernorm.")
+        name = name.replace("mlp.linear_fc1.layer_norm_", "pre_mlp_layernorm.")
+        vocabulary = name in ("embedding.word_embeddings.weight", "output_layer.weight")
+        found[name] = tensor[:VOCABULARY] if vocabulary else tensor
+    return found
+
+
+def random_tensors(model: ModelConfig, seed: int = 0) -> dict[str, Tensor]:
+    """Random values of every parameter, in the stored shapes of ours."""
+    generator = torch.Generator().manual_seed(seed)
+    return {name: torch.randn(spec.shape, generator=generator) for name, spec in gpt(model).items()}
+
+
+def run_arguments(model: ModelConfig, padded: int, **more: Any) -> argparse.Namespace:
+    """The ``args`` of a run of a gated model, as Megatron-LM names them."""
+    sizes = ("num_layers", "hidden_size", "num_attention_heads", "kv_channels", "untie_embeddings_and_output_weights")
+    experts = ("num_experts", "moe_router_topk", "moe_ffn_hidden_size", "moe_shared_expert_intermediate_size")
+    args = {name: getattr(model, name) for name in (*sizes, *experts, "vocab_size", "normalization", "qk_layernorm")}
+    args |= {
+        "group_query_attention": model.num_query_groups is not None,
+        "num_query_groups": model.num_query_groups or 1,
+        "ffn_hidden_size": model.ffn,
+        "padded_vocab_size": padded,
+        "layernorm_epsilon": model.norm_epsilon,
+        "swiglu": True,
+        "add_bias_linear": False,
+        "bias_gelu_fusion": False,
+        "position_embedding_type": "rope",
+        "max_position_embeddings": model.max_position_embeddings,
+        "hidden_dropout": 0.0,
+        "attention_dropout": 0.0,
+        "params_dtype": torch.float32,
+        "consumed_train_samples": 28,
+        **more,
+    }
+    return argparse.Namespace(**args)
+
+
+def padded_rows(tensor: Tensor, rows: int) -> Tensor:
+    """A vocabulary with padding that nothing may read."""
+    return torch.cat([tensor, torch.full((rows - len(tensor), tensor.shape[1]), torch.nan)])
+
+
+def gate_and_up(tensor: Tensor, rank: int, size: int) -> Tensor:
+    """A rank's rows of a gated projection ``[gate; up]``: its part of both."""
+    return torch.cat([half.chunk(size)[rank] for half in tensor.chunk(2)])
+
+
+def rank_tensors(
+    model: ModelConfig, ours: Mapping[str, Tensor], layers: range, at: Mapping[str, int], padded: int, grouped: bool
+) -> dict[str, Any]:
+    """The tensors of one model chunk of one rank.
+
+    Args:
+        model: of the run.
+        ours: all tensors.
+        layers: of the chunk.
+        at: ``tp``, ``ep`` and their sizes ``TP``, ``EP``.
+        padded: rows of the vocabulary.
+        grouped: experts with grouped matrix products, and the names of Transformer Engine.
+    """
+    t, tp = at["tp"], at["TP"]
+    found: dict[str, Any] = {}
+    if layers.start == 0:
+        found["embedding.word_embeddings.weight"] = padded_rows(ours["embedding.word_embeddings.weight"], padded).chunk(
+            tp
+        )[t]
+    for number, layer in enumerate(layers):
+        mine, theirs = f"layers.{layer}.", f"decoder.layers.{number}."
+        qkv, fc1 = theirs + "self_attention.linear_qkv.", theirs + "mlp.linear_fc1."
+        found[f"{qkv}layer_norm_weight" if grouped else theirs + "input_layernorm.weight"] = ours[
+            mine + "input_layernorm.weight"
+        ]
+        found[qkv + "weight"] = ours[mine + "self_attention.linear_qkv.weight"].chunk(tp)[t]
+        found[qkv + "_extra_state"] = None
+        found[theirs + "self_attention.linear_proj.weight"] = ours[mine + "self_attention.linear_proj.weight"].chunk(
+            tp, 1
+        )[t]
+        for norm in ("q_layernorm", "k_layernorm") if model.qk_layernorm else ():
+            found[f"{theirs}self_attention.{norm}.weight"] = ours[f"{mine}self_attention.{norm}.weight"]
+        fused = grouped and model.num_experts is None
+        norm = f"{fc1}layer_norm_weight" if fused else theirs + "pre_mlp_layernorm.weight"
+        found[norm] = ours[mine + "pre_mlp_layernorm.weight"]
+        if model.num_experts is None:
+            found[fc1 + "weight"] = gate_and_up(ours[mine + "mlp.linear_fc1.weight"], t, tp)
+            found[theirs + "mlp.linear_fc2.weight"] = ours[mine + "mlp.linear_fc2.weight"].chunk(tp, 1)[t]
+            continue
+        found[theirs + "mlp.router.weight"] = ours[mine + "mlp.router.weight"]
+        local = model.num_experts // at["EP"]
+        for e in range(local):
+            for fc in ("linear_fc1", "linear_fc2"):
+                every = ours[f"{mine}mlp.experts.{fc}.weight"].chunk(model.num_experts)[at["ep"] * local + e]
+                part = gate_and_up(every, t, tp) if fc == "linear_fc1" else every.chunk(tp, 1)[t]
+                key = f"{fc}.weight{e}" if grouped else f"local_experts.{e}.{fc}.weight"
+                found[f"{theirs}mlp.experts.{key}"] = part
+        shared = "mlp.shared_experts."
+        found[theirs + shared + "linear_fc1.weight"] = gate_and_up(ours[mine + shared + "linear_fc1.weight"], t, tp)
+        found[theirs + shared + "linear_fc2.weight"] = ours[mine + shared + "linear_fc2.weight"].chunk(tp, 1)[t]
+    if layers.stop == model.num_layers:
+        found["decoder.final_layernorm.weight"] = ours["final_layernorm.weight"]
+        head = "embedding.word_embeddings.weight"
+        if model.untie_embeddings_and_output_weights:
+            head = "output_layer.weight"
+        if model.untie_embeddings_and_output_weights or layers.start:
+            found["output_layer.weight"] = padded_rows(ours[head], padded).chunk(tp)[t]
+    return {key: value.clone() if isinstance(value, Tensor) else value for key, value in found.items()}
+
+
+def moments_of(tensor: Tensor) -> dict[str, Tensor]:
+    """Moments that follow from a parameter."""
+    return {"exp_avg": tensor * 2**-7, "exp_avg_sq": tensor * tensor * 2**-10}
+
+
+def rank_optimizer(tensors: Mapping[str, Tensor]) -> list[dict[str, Any]]:
+    """The state of Adam in fp32: dense parameters and experts have optimizers of their own, and 1-D ones no decay."""
+    found = []
+    for expert in (False, True):
+        state: dict[int, Any] = {}
+        groups = []
+        for decays in (True, False):
+            keys = [k for k, x in tensors.items() if (x.dim() > 1) == decays and ("mlp.experts." in k) == expert]
+            first = len(state)
+            state |= {first + n: moments_of(tensors[key]) for n, key in enumerate(keys)}
+            group = {"wd_mult": float(decays), "is_expert_parallel": expert, "step": 7}
+            groups += [group | {"params": [*range(first, len(state))]}] if keys else []
+        found += [{"state": state, "param_groups": groups}] if groups else []
+    return found
+
+
+def write_ranks(
+    folder: Path,
+    model: ModelConfig,
+    ours: Mapping[str, Tensor],
+    *,
+    tp: int = 1,
+    pp: int = 1,
+    chunks: int = 1,
+    ep: int = 1,
+    grouped: bool = False,
+    optimizer: bool = False,
+) -> Path:
+    """Write a checkpoint of step 7 in the format ``torch``; ``chunks`` are those of each pipeline rank."""
+    padded = -(-model.vocab // (16 * tp)) * 16 * tp
+    sizes = {"tensor_model_parallel_size": tp, "pipeline_model_parallel_size": pp, "expert_model_parallel_size": ep}
+    args = run_arguments(model, padded, expert_tensor_parallel_size=tp, **sizes)
+    count = model.num_layers // (pp * chunks)
+    for t in range(tp):
+        for p in range(pp):
+            for e in range(ep):
+                name = f"mp_rank_{t:02d}" + (f"_{p:03d}" if pp > 1 else "") + (f"_{e:03d}" if ep > 1 else "")
+                content: dict[str, Any] = {"args": args, "checkpoint_version": 3.0, "iteration": 7}
+                at, every = {"tp": t, "TP": tp, "ep": e, "EP": ep}, {}
+                for v in range(chunks):
+                    first = (v * pp + p) * count
+                    part = rank_tensors(model, ours, range(first, first + count), at, padded, grouped)
+                    content["model" if chunks == 1 else f"model{v}"] = part
+                    every |= {f"{v}.{key}": x for key, x in part.items() if isinstance(x, Tensor)}
+                if optimizer:
+                    saved = rank_optimizer(every)
+                    content["optimizer"] = saved[0] if len(saved) == 1 else saved
+                path = folder / "iter_0000007" / name
+                path.mkdir(parents=True)
+                torch.save(content, path / "model_optim_rng.pt")
+    (folder / "latest_checkpointed_iteration.txt").write_text("7")
+    return folder
+
+
+def write_torch_dist(folder: Path, model: ModelConfig, ours: Mapping[str, Tensor]) -> Path:
+    """Write a checkpoint of step 7 of a model with experts in the format ``torch_dist``, with the state of Adam."""
+    layers, experts, padded = range(model.num_layers), model.num_experts or 0, model.vocab + 20
+    stack = {
+        "self_attention.linear_qkv.layer_norm_weight": "input_layernorm.weight",
+        "pre_mlp_layernorm.weight": "pre_mlp_layernorm.weight",
+        **{f"self_attention.{n}.weight": f"self_attention.{n}.weight" for n in ("linear_qkv", "linear_proj")},
+        **{f"self_attention.{n}.weight": f"self_attention.{n}.weight" for n in ("q_layernorm", "k_layernorm")},
+        "mlp.router.weight": "mlp.router.weight",
+        **{f"mlp.shared_experts.{n}.weight": f"mlp.shared_experts.{n}.weight" for n in ("linear_fc1", "linear_fc2")},
+    }
+    found = {
+        f"decoder.layers.{key}": torch.stack([ours[f"layers.{i}.{n}"] for i in layers]) for key, n in stack.items()
+    }
+    for fc in ("linear_fc1", "linear_fc2"):
+        each = [torch.stack(ours[f"layers.{i}.mlp.experts.{fc}.weight"].chunk(experts)) for i in layers]
+        found[f"decoder.layers.mlp.experts.experts.{fc}.weight"] = torch.stack(each)
+    found["embedding.word_embeddings.weight"] = padded_rows(ours["embedding.word_embeddings.weight"], padded)
+    found["output_layer.weight"] = padded_rows(ours["output_layer.weight"], padded)
+    found["decoder.final_layernorm.weight"] = ours["final_layernorm.weight"]
+    every: dict[str, Any] = dict(found)
+    for key, tensor in found.items():
+        for kind, value in {"param": tensor, **moments_of(tensor)}.items():
+            every[f"optimizer.state.{kind}.{key}"] = value
+    args = run_arguments(model, padded)
+    every["common_state/shard_0_1"] = [{"args": args, "iteration": 7, "optimizer": {"param_groups": [{"step": 7}]}}]
+    path = folder / "iter_0000007"
+    dcp.save(every, checkpoint_id=path, no_dist=True, planner=dcp.DefaultSavePlanner(flatten_state_dict=False))
+    (path / "metadata.json").write_text('{"sharded_backend": "torch_dist", "sharded_backend_version": 1}')
+    (folder / "latest_checkpointed_iteration.txt").write_text("7")
+    return folder

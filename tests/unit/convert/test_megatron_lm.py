@@ -1,0 +1,452 @@
+"""Megatron-LM's checkpoints are read to the bit in every format and layout, and nothing in them is executed."""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import functools
+import io
+import os
+import pickle
+import random
+import shutil
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from safetensors.torch import load_file
+from torch import Tensor
+
+from megatron.checkpoint.errors import CheckpointError, DamagedCheckpointError
+from megatron.checkpoint.format import Manifest
+from megatron.checkpoint.load import CheckpointReader
+from megatron.config.errors import UserError
+from megatron.config.model import ModelConfig
+from megatron.contrib.megatron_lm.pickles import read_pickle_file, read_torch_file
+from megatron.convert.huggingface.check import run_own_model
+from megatron.convert.huggingface.convert import RoundedWeights
+from megatron.convert.saved_model import SavedModel, open_checkpoint
+from tests.runs import checkpoint
+from tests.unit.convert.megatron_lm import (
+    expected,
+    moments_of,
+    random_tensors,
+    run_arguments,
+    unpack,
+    write_ranks,
+    write_torch_dist,
+)
+from tools.convert_checkpoint import main as convert
+
+LAYOUTS = ("torch_dist_tp2", "legacy_tp1", "legacy_tp2_pp2", "legacy_tp1_te_names")
+WITH_OPTIMIZER = ("gpt2_torch_dist_tp2", "gpt2_legacy_tp1", "llama_torch_dist_tp2")
+DENSE = ModelConfig(
+    num_layers=8,
+    hidden_size=16,
+    ffn_hidden_size=24,
+    num_attention_heads=4,
+    num_query_groups=2,
+    kv_channels=4,
+    vocab_size=37,
+    position_embedding_type="rope",
+    max_position_embeddings=32,
+    normalization="RMSNorm",
+    activation="swiglu",
+    add_bias_linear=False,
+    hidden_dropout=0.0,
+    attention_dropout=0.0,
+)
+EXPERTS = ModelConfig(
+    **vars(DENSE)
+    | {
+        "num_layers": 2,
+        "num_experts": 4,
+        "moe_ffn_hidden_size": 12,
+        "moe_shared_expert_intermediate_size": 20,
+        "qk_layernorm": True,
+        "untie_embeddings_and_output_weights": True,
+    }
+)
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The checkpoints that Megatron-LM has written."""
+    return unpack(tmp_path_factory.mktemp("megatron"))
+
+
+def newest(folder: Path) -> Path:
+    """The only checkpoint in a folder."""
+    (path,) = folder.glob("iter_*")
+    return path
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("kind", ["gpt2", "llama"])
+def test_every_layout_holds_the_tensors_that_were_written(written: Path, kind: str, layout: str) -> None:
+    tensors, state = checkpoint(newest(written / f"{kind}_{layout}"))
+    masters = f"{kind}_{layout}" in WITH_OPTIMIZER
+    wanted = expected(written, kind)
+    if masters:
+        moments = {name: moments_of(tensor) for name, tensor in wanted.items()}
+        wanted |= {f"optim.{moment}.{n}": x for n, found in moments.items() for moment, x in found.items()}
+    elif kind == "gpt2":
+        wanted = {name: tensor.bfloat16() for name, tensor in wanted.items()}
+    assert tensors.keys() == wanted.keys()
+    for name, tensor in tensors.items():
+        assert tensor.dtype == wanted[name].dtype and torch.equal(tensor, wanted[name].view(tensor.shape)), name
+    assert (state["iteration"], state["consumed_samples"]) == (5, 20)
+    assert state.get("optimizer") == ({"steps": 5} if masters else None)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("kind", ["gpt2", "llama"])
+def test_the_model_computes_the_logits_of_megatron_lm(written: Path, kind: str, layout: str) -> None:
+    manifest, _ = open_checkpoint(written / f"{kind}_{layout}")
+    saved = SavedModel(manifest)
+    source = RoundedWeights(saved, {"gpt2": torch.bfloat16, "llama": torch.float32}[kind])
+    wanted = load_file(written / kind / "logits.safetensors")
+    tokens = wanted["tokens"]
+    logits = run_own_model(saved.model, source, tokens, torch.arange(tokens.shape[1]).expand_as(tokens)).logits
+    assert (logits - wanted["logits"]).abs().max() < 5e-6
+
+
+def check_tensors(folder: Path, ours: dict[str, Tensor], moments: bool) -> None:
+    """A folder holds these tensors, and the moments that follow from them."""
+    tensors, state = checkpoint(newest(folder))
+    wanted = dict(ours)
+    for name, tensor in ours.items() if moments else ():
+        wanted |= {f"optim.{kind}.{name}": value for kind, value in moments_of(tensor).items()}
+    assert tensors.keys() == wanted.keys()
+    assert all(torch.equal(tensor, wanted[name].view(tensor.shape)) for name, tensor in tensors.items())
+    assert (state["iteration"], state["consumed_samples"]) == (7, 28)
+    assert state.get("optimizer") == ({"steps": 7} if moments else None)
+
+
+@pytest.mark.parametrize(
+    ("model", "layout"),
+    [
+        (DENSE, {"tp": 2, "pp": 2, "chunks": 2, "optimizer": True}),
+        (DENSE, {"pp": 4, "grouped": True}),
+        (EXPERTS, {"tp": 2, "ep": 2, "optimizer": True}),
+        (EXPERTS, {"ep": 4, "pp": 2, "grouped": True, "optimizer": True}),
+    ],
+)
+def test_interleaved_stages_and_experts_are_put_together(tmp_path: Path, model: ModelConfig, layout: Any) -> None:
+    ours = random_tensors(model)
+    check_tensors(write_ranks(tmp_path, model, ours, **layout), ours, "optimizer" in layout)
+
+
+def test_stacked_experts_are_taken_apart(tmp_path: Path) -> None:
+    ours = random_tensors(EXPERTS)
+    check_tensors(write_torch_dist(tmp_path, EXPERTS, ours), ours, True)
+
+
+# ---- What is not read ----
+
+
+class Call:
+    """Calls a function when it is unpickled."""
+
+    def __init__(self, function: Any, *args: Any) -> None:
+        self.function, self.args = function, args
+
+    def __reduce__(self) -> Any:
+        return self.function, self.args
+
+
+class Build(Call):
+    """Calls a function, and changes what it returns."""
+
+    def __init__(self, function: Any, args: Any, state: Any) -> None:
+        super().__init__(function, *args)
+        self.state = state
+
+    def __reduce__(self) -> Any:
+        return self.function, self.args, self.state
+
+
+def gadgets(mark: Path) -> dict[str, Any]:
+    """Objects that would write a file; by the name that refuses them."""
+    command = f"touch {mark}"
+    return {
+        "posix.system": Call(os.system, command),
+        "builtins.eval": Call(eval, f"open({str(mark)!r}, 'w')"),
+        "builtins.exec": Call(argparse.Namespace, Call(exec, f"open({str(mark)!r}, 'w')")),
+        "functools.partial": Call(functools.partial, os.system, command),
+        "torch.serialization.load": Call(torch.load, str(mark)),
+        "operator.methodcaller": Build(argparse.Namespace, (), {"f": __import__("operator").methodcaller("x")}),
+        "collections.defaultdict": collections.defaultdict(list, {1: Call(os.system, command)}),
+        "io.open": Call(open, str(mark), "w"),
+    }
+
+
+@pytest.mark.parametrize("name", list(gadgets(Path("mark"))))
+@pytest.mark.parametrize("nested", [False, True])
+def test_a_pickle_that_names_anything_else_is_refused_and_executes_nothing(
+    tmp_path: Path, name: str, nested: bool
+) -> None:
+    mark, hostile = tmp_path / "mark", gadgets(tmp_path / "mark")[name]
+    folder = write_ranks(tmp_path / "run", DENSE, random_tensors(DENSE), tp=2)
+    file = newest(folder) / "mp_rank_01" / "model_optim_rng.pt"
+    content = torch.load(file, weights_only=False)
+    content["rng_state"] = [{"a": [hostile]}] if nested else hostile
+    torch.save(content, file)
+    names = name.replace("builtins", "(builtins|__builtin__)")
+    with pytest.raises(DamagedCheckpointError, match=f"model_optim_rng.pt names {names}, which is not read"):
+        Manifest.open(newest(folder))
+    assert not mark.exists()
+
+
+def test_pickles_change_nothing_outside_of_their_file(tmp_path: Path) -> None:
+    """Substitutes may be called and changed by a pickle: this has no effect on the next file."""
+    empty = {name: argparse.Namespace for name in ("items", "__init__", "__class__")}
+    stream = io.BytesIO()
+    pickle.Pickler(stream, 2).dump(Build(collections.OrderedDict, (), (None, empty)))
+    changes = b"cargparse\nNamespace\n(dS'x'\nI1\nsb.", b"cargparse\nNamespace\n(N(dS'__init__'\nI1\nstb.", b"P1\n."
+    for number, content in enumerate((stream.getvalue(), *changes)):
+        file = tmp_path / str(number)
+        file.write_bytes(content)
+        with suppress(DamagedCheckpointError):
+            read_pickle_file(file)
+    assert collections.OrderedDict(a=1).items()
+    assert argparse.Namespace(a=1).a == 1 and not hasattr(argparse.Namespace, "x")
+    bytes_of_another = io.BytesIO()
+    pickle.dump(Call(os.system, f"touch {tmp_path}/mark"), bytes_of_another)
+    torch.save({"_extra_state": bytes_of_another}, tmp_path / "nested.pt")
+    read_torch_file(tmp_path / "nested.pt")  # stays bytes
+    assert not (tmp_path / "mark").exists()
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        ({"multi_latent_attention": True}, "multi_latent_attention True: the model here has no such option"),
+        ({"moe_layer_freq": [0, 1]}, "moe_layer_freq [0, 1]"),
+        ({"position_embedding_type": "relative"}, "position_embedding_type"),
+        ({"normalization": "L1"}, "normalization"),
+        ({"num_layers": 10**9}, "num_layers"),
+        ({"padded_vocab_size": 3}, "vocab_size 37 and padded_vocab_size 3 contradict"),
+        ({"num_attention_heads": 3}, "num_attention_heads|num_query_groups|heads"),
+    ],
+)
+def test_arguments_that_there_are_none_of_here_are_refused_by_name(tmp_path: Path, change: Any, sentence: str) -> None:
+    folder = write_ranks(tmp_path, DENSE, random_tensors(DENSE))
+    file = newest(folder) / "mp_rank_00" / "model_optim_rng.pt"
+    content = torch.load(file, weights_only=False)
+    vars(content["args"]).update(change)
+    torch.save(content, file)
+    with pytest.raises(UserError, match=sentence.replace("[", r"\[").replace("]", r"\]")) as error:
+        Manifest.open(newest(folder))
+    assert [problem.code for problem in error.value.problems] == ["E854"]
+
+
+def change_content(file: Path, change: Any) -> None:
+    """Change what a rank has saved."""
+    content = torch.load(file, weights_only=False)
+    change(content)
+    torch.save(content, file)
+
+
+QKV = "decoder.layers.0.self_attention.linear_qkv.weight"
+DAMAGE: dict[str, tuple[Any, str]] = {
+    "a rank is missing": (
+        lambda path: shutil.rmtree(path / "mp_rank_01_001"),
+        "lacks mp_rank_01_001, of TP 2 and PP 2",
+    ),
+    "a file is missing": (
+        lambda path: (path / "mp_rank_01_001/model_optim_rng.pt").unlink(),
+        "mp_rank_01_001/model_optim_rng.pt cannot be read",
+    ),
+    "a file is cut": (
+        lambda path: os.truncate(path / "mp_rank_01_001/model_optim_rng.pt", 9000),
+        "model_optim_rng.pt is truncated",
+    ),
+    "a tensor is missing": (
+        lambda path: change_content(path / "mp_rank_01_000/model_optim_rng.pt", lambda c: c["model0"].pop(QKV)),
+        rf"does not hold all of {QKV}: element \[1, 0, 0, 0\] is not covered",
+    ),
+    "a tensor is too many": (
+        lambda path: change_content(
+            path / "mp_rank_01_000/model_optim_rng.pt", lambda c: c["model0"].update(x=torch.ones(1))
+        ),
+        "holds tensors that the model of its args does not have: x",
+    ),
+    "a tensor has another shape": (
+        lambda path: change_content(
+            path / "mp_rank_01_000/model_optim_rng.pt", lambda c: c["model0"].update({QKV: torch.ones(4, 16)})
+        ),
+        rf"another shape than in its args: {QKV} \[4, 16\] instead of \[16, 16\] in .*mp_rank_01_000",
+    ),
+    "a tensor has gaps": (
+        lambda path: change_content(
+            path / "mp_rank_01_000/model_optim_rng.pt", lambda c: c["model0"].update({QKV: torch.ones(16, 16).T})
+        ),
+        f"{QKV} is not stored in row-major order",
+    ),
+    "args deny the layers": (
+        lambda path: change_content(
+            path / "mp_rank_00_000/model_optim_rng.pt", lambda c: vars(c["args"]).update(num_layers=4)
+        ),
+        "holds tensors that the model of its args does not have",
+    ),
+    "args deny the ranks": (
+        lambda path: change_content(
+            path / "mp_rank_00_000/model_optim_rng.pt", lambda c: vars(c["args"]).update(tensor_model_parallel_size=1)
+        ),
+        "holds more ranks than TP 1 and PP 2 of its args",
+    ),
+}
+
+
+@pytest.mark.parametrize("damage", list(DAMAGE))
+def test_damage_is_named_by_file_and_tensor(tmp_path: Path, damage: str) -> None:
+    folder = write_ranks(tmp_path, DENSE, random_tensors(DENSE), tp=2, pp=2, chunks=2)
+    change, sentence = DAMAGE[damage]
+    change(newest(folder))
+    with pytest.raises(DamagedCheckpointError, match=sentence):
+        Manifest.open(newest(folder))
+
+
+@pytest.mark.parametrize("layout", ["torch_dist_tp2", "legacy_tp1"])
+def test_no_damage_ends_in_anything_but_a_sentence(written: Path, tmp_path: Path, layout: str) -> None:
+    source = newest(written / f"gpt2_{layout}")
+    wanted, _ = checkpoint(source)
+    numbers = random.Random(3)
+    read = 0
+    for case in range(36):
+        path = shutil.copytree(source, tmp_path / str(case))
+        file = numbers.choice([*path.rglob("*.pt"), *path.rglob(".metadata"), *path.rglob("*.distcp")])
+        content = bytearray(file.read_bytes())
+        if case % 3 == 0:
+            del content[numbers.randrange(len(content)) :]
+        else:
+            head = len(content) if case % 3 == 1 else min(len(content), 60000)  # where most of the pickles are
+            for _ in range(numbers.choice([1, 8])):
+                content[numbers.randrange(head)] = numbers.randrange(256)
+        file.write_bytes(content)
+        try:
+            tensors, _ = checkpoint(path)
+        except (CheckpointError, UserError) as error:
+            assert str(error)
+        else:
+            read += 1
+            assert tensors.keys() == wanted.keys()
+        shutil.rmtree(path)
+    assert read < 33
+
+
+# ---- Conversion ----
+
+
+def entries(path: Path) -> dict[str, Any]:
+    """Sizes and types of the entries of a distributed checkpoint by key; a type for objects; without those of ranks."""
+    found = {}
+    for key, entry in read_pickle_file(path / ".metadata").state["state_dict_metadata"].items():
+        if not key.startswith(("rng_state", "rerun_state_machine_state")):
+            state = entry.state or {}
+            found[key] = (state["size"], state["properties"].state[0]) if "size" in state else entry.name
+    return found
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "llama"])
+def test_a_checkpoint_comes_back_as_megatron_lm_has_written_it(written: Path, tmp_path: Path, kind: str) -> None:
+    source, own, back = written / f"{kind}_torch_dist_tp2", tmp_path / "own", tmp_path / "back"
+    assert convert(["--load-megatron", str(source), "--save", str(own)]) == 0
+    assert convert(["--load", str(own), "--save-megatron", str(back)]) == 0
+    (theirs, _), (ours, _), (again, state) = (checkpoint(newest(folder)) for folder in (source, own, back))
+    assert theirs.keys() == ours.keys() == again.keys()
+    for name, tensor in theirs.items():
+        assert torch.equal(tensor, ours[name]) and torch.equal(tensor, again[name]), name
+    assert (state["iteration"], state["consumed_samples"], state["optimizer"]) == (5, 20, {"steps": 5})
+    written_entries, wanted = entries(newest(back)), entries(newest(source))
+    padded = {key: tuple(384 if n == 512 else n for n in size) for key, (size, _) in sizes(wanted).items()}
+    assert sizes(written_entries).keys() == padded.keys()
+    assert {key: size for key, (size, _) in sizes(written_entries).items()} == padded
+    assert {key: kind for key, (_, kind) in sizes(written_entries).items()} == {
+        k: v for k, (_, v) in sizes(wanted).items()
+    }
+    assert written_entries.keys() == wanted.keys()
+    assert (back / "latest_checkpointed_iteration.txt").read_text() == "5"
+    key = "optimizer.state.exp_avg.decoder.layers.mlp.linear_fc1.weight"
+    plain = {key: torch.empty(wanted[key][0])}
+    dcp.load(plain, checkpoint_id=newest(back), no_dist=True)
+    names = [f"optim.exp_avg.layers.{i}.mlp.linear_fc1.weight" for i in range(len(plain[key]))]
+    assert torch.equal(plain[key], torch.stack([theirs[name] for name in names]))
+
+
+def sizes(found: dict[str, Any]) -> dict[str, Any]:
+    """Those that are tensors."""
+    return {key: entry for key, entry in found.items() if isinstance(entry, tuple)}
+
+
+def test_the_common_state_is_that_of_megatron_lm(written: Path, tmp_path: Path) -> None:
+    source, own, back = written / "gpt2_torch_dist_tp2", tmp_path / "own", tmp_path / "back"
+    assert convert(["--load-megatron", str(source), "--save", str(own)]) == 0
+    assert convert(["--load", str(own), "--save-megatron", str(back)]) == 0
+    theirs, ours = (common_state(newest(folder)) for folder in (source, back))
+    for name in ("iteration", "checkpoint_version", "opt_param_scheduler", "content_metadata"):
+        assert ours[name] == theirs[name], name
+    for group, wanted in zip(*(c["optimizer"]["optimizer"]["param_groups"] for c in (ours, theirs)), strict=True):
+        assert group == {name: pytest.approx(wanted[name]) for name in group}
+    same = set(ours["args"]) & set(theirs["args"])
+    layout = {"tensor_model_parallel_size", "world_size", "padded_vocab_size", "distributed_backend"}
+    shape = (
+        *("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups", "kv_channels"),
+        *("max_position_embeddings", "layernorm_epsilon", "normalization", "swiglu", "add_bias_linear", "add_qkv_bias"),
+        *("untie_embeddings_and_output_weights", "position_embedding_type", "vocab_size", "params_dtype", "seed"),
+        *("bias_gelu_fusion", "openai_gelu", "squared_relu", "group_query_attention", "consumed_train_samples", "lr"),
+    )
+    assert set(shape) <= same | {"squared_relu"}
+    assert {n: ours["args"][n] for n in shape if n in same - layout} == {
+        n: theirs["args"][n] for n in shape if n in same - layout
+    }
+
+
+def common_state(path: Path) -> dict[str, Any]:
+    """What all ranks have in common."""
+    metadata = read_pickle_file(path / ".metadata").state["storage_data"]
+    (place,) = (p.state for i, p in metadata.items() if i.state["fqn"] == "common_state/shard_0_1")
+    (found,) = read_torch_file(path / place["relative_path"], place["offset"], place["length"])
+    return dict(found)
+
+
+def test_experts_are_written_as_weights(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    ours = random_tensors(EXPERTS)
+    folder = write_torch_dist(tmp_path / "theirs", EXPERTS, ours)
+    assert convert(["--load", str(folder), "--save-megatron", str(tmp_path / "back")]) == 0
+    assert "weights alone: the optimizer state of experts is not written" in capsys.readouterr().out
+    check_tensors(tmp_path / "back", ours, False)
+
+
+def test_a_megatron_lm_checkpoint_becomes_a_hugging_face_model(written: Path, tmp_path: Path, capsys: Any) -> None:
+    source = written / "llama_legacy_tp2_pp2"
+    assert convert(["--load-megatron", str(source), "--save-hf", str(tmp_path / "hf")]) == 0
+    assert "transformers computes the same" in capsys.readouterr().out
+
+
+def test_a_failed_conversion_leaves_nothing(written: Path, tmp_path: Path, monkeypatch: Any) -> None:
+    reads = iter(range(1000))
+
+    def fail(reader: CheckpointReader, name: str, box: Any = None) -> Tensor:
+        if next(reads) > 20:
+            raise DamagedCheckpointError(f"{name} has flipped bytes")
+        return original(reader, name, box)
+
+    original = CheckpointReader.read
+    monkeypatch.setattr(CheckpointReader, "read", fail)
+    source = written / "llama_torch_dist_tp2"
+    assert convert(["--load", str(source), "--save-megatron", str(tmp_path / "back")]) == 1
+    assert not (tmp_path / "back").exists()
+
+
+def test_a_vocabulary_of_unknown_size_keeps_its_padding(tmp_path: Path) -> None:
+    model = ModelConfig(**vars(EXPERTS) | {"vocab_size": 37})
+    ours = random_tensors(model)
+    folder = write_torch_dist(tmp_path, model, ours)
+    manifest = Manifest.open(newest(folder))
+    assert manifest.tensors["output_layer.weight"].shape == (37, 16)
+    assert run_arguments(model, 57).vocab_size == 37
