@@ -18,7 +18,7 @@ from megatron.config.model import ModelConfig
 from megatron.config.privacy import redact
 from megatron.config.run import RunConfig
 from megatron.config.settings import SETTINGS
-from megatron.config.text import package_version, printable
+from megatron.config.text import counted, package_version, printable
 from megatron.layers.parameters import num_parameters
 
 CARD_FILE = "README.md"
@@ -66,7 +66,8 @@ def _training(manifest: Manifest) -> Iterator[tuple[str, str]]:
     steps, samples = state.get("iteration"), state.get("consumed_samples")
     config = readable_config(manifest.config)
     written_by = _mapping(state.get("written_by"))
-    ranks = prod(_mapping(written_by.get("layout")).get(axis, 1) for axis in ("pp", "dp", "cp", "tp"))
+    layout = _mapping(written_by.get("layout"))
+    ranks = prod(size for axis in ("pp", "dp", "cp", "tp") if isinstance(size := layout.get(axis), int))
     if isinstance(steps, int) and isinstance(samples, int):
         tokens = samples * config.training.seq_length
         yield "trained for", f"{steps:,} steps, {samples:,} samples, {tokens:,} tokens"
@@ -81,7 +82,7 @@ def _training(manifest: Manifest) -> Iterator[tuple[str, str]]:
     yield "optimizer options", _optimizer_options(config)
     yield from _data(config, _mapping(_mapping(state.get("data")).get("fingerprints")))
     versions = [str(written_by["version"])] if "version" in written_by else []
-    yield "trained with", ", ".join([*versions, f"torch {written_by.get('torch')}", f"{ranks} ranks"])
+    yield "trained with", ", ".join([*versions, f"torch {written_by.get('torch')}", counted(ranks, "rank")])
 
 
 def _mapping(value: object) -> Mapping[str, Any]:

@@ -557,10 +557,9 @@ def test_tokenizer_of_another_folder(saved: Manifest, tmp_path: Path) -> None:
 def test_length_of_texts(length: int | None, written: int, tmp_path: Path) -> None:
     """transformers writes 1e30 for no limit; and files that are no JSON of a tokenizer travel as they are."""
     other = {"chat_template.jinja": b"{{ x }}", "spiece.model": b"\x00\xff", "added_tokens.json": b"{}"}
-    settings = json.dumps(SETTINGS | ({} if length is None else {"model_max_length": length})).encode()
-    files = in_checkpoint(
-        {**other, "tokenizer.json": json.dumps(TOKENIZER).encode(), "tokenizer_config.json": settings}
-    )
+    settings = SETTINGS | ({} if length is None else {"model_max_length": length})
+    given = {"tokenizer.json": TOKENIZER, "tokenizer_config.json": settings}
+    files = in_checkpoint(other | {name: json.dumps(content).encode() for name, content in given.items()})
     folder = export(write_checkpoint(tmp_path / "iter_0000007", llama(), files=files), tmp_path / "hf")
     found = json.loads((folder / "tokenizer_config.json").read_text())
     assert found == SETTINGS | {"model_max_length": written}
@@ -579,7 +578,7 @@ def card_of(folder: Path) -> dict[str, str]:
     assert not empty
     assert yaml.safe_load(front) == {"library_name": "transformers", "pipeline_tag": "text-generation"}
     rows = [line.strip("| ").split(" | ", 1) for line in text.splitlines() if line.startswith("| ")]
-    return {name: value for name, value in rows[1:]}
+    return dict(rows[1:])
 
 
 def test_the_card_of_a_run(tmp_path: Path) -> None:
@@ -597,7 +596,7 @@ def test_the_card_of_a_run(tmp_path: Path) -> None:
     assert "adam_beta2 0.95" in card["optimizer options"].split(", ")
     assert "lion" not in card["optimizer options"]
     assert card["data, train"] == f"generated tokens, fingerprint {manifest.state['data']['fingerprints']['train']}"
-    assert card["trained with"] == f"{package_version()}, torch {torch.__version__}, 1 ranks"
+    assert card["trained with"] == f"{package_version()}, torch {torch.__version__}, 1 rank"
     data = {"mock_data": False, "train_data_path": ["0.3", "/home/me/a|b_document", "0.7", "/secret/wiki"]}
     manifest.config["data"] |= data | {"valid_data_path": ["/secret/x"]}
     card = card_of(export(manifest, tmp_path / "named"))
@@ -605,7 +604,7 @@ def test_the_card_of_a_run(tmp_path: Path) -> None:
     text = (tmp_path / "named" / "README.md").read_text()
     assert not any(folder in text for folder in ("/home", "/secret", str(tmp_path)))
     manifest.config["optimizer"] |= {"lr": "high", "unknown": 3}
-    manifest.state |= {"losses": {"train": "low"}, "written_by": 7}
+    manifest.state.update(losses={"train": "low"}, written_by={"layout": {"dp": "many"}})
     assert "last loss, train" not in card_of(export(manifest, tmp_path / "odd")), "what cannot be read is left out"
 
 
