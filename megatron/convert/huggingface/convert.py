@@ -256,11 +256,22 @@ def _imported_extras(folder: Path, source: HuggingFaceWeights, dtype: str | None
     config = resolve(RunConfig(model=source.model, precision=PrecisionConfig(params_dtype=precision)), 1)
     settings = read_config(folder)
     special_ids = {name: settings[name] for name in SPECIAL_TOKEN_IDS if settings.get(name) is not None}
-    files: dict[str, Path | bytes] = {
-        GENERATION_CONFIG_FILE: json.dumps(special_ids).encode(),
-        **find_tokenizer_files(folder),
-    }
+    carried = find_tokenizer_files(folder)
+    for path in carried.values():
+        if path.suffix == ".json":
+            _check_json(path)
+    files: dict[str, Path | bytes] = {GENERATION_CONFIG_FILE: json.dumps(special_ids).encode(), **carried}
     return CheckpointExtras({"iteration": 0, "consumed_samples": 0}, to_dict(config), files)
+
+
+def _check_json(path: Path) -> None:
+    """Raise CheckpointError unless a file holds a JSON object."""
+    try:
+        content = parse_json(path.read_bytes())
+    except ValueError as error:
+        raise CheckpointError(f"{path} is no JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise CheckpointError(f"{path} holds {type(content).__name__}, not an object")
 
 
 def _global_tensor(source: HuggingFaceWeights, name: str, dtype: torch.dtype, progress: _Progress) -> GlobalTensor:
