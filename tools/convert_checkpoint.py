@@ -124,6 +124,7 @@ def main(argv: Sequence[str]) -> int:
     from megatron.config.errors import UserError
     from megatron.config.plugins import load_plugins
     from megatron.convert.huggingface.check import uncovered_by_check
+    from megatron.convert.model_card import CARD_FILE, OTHER_CARD_FILE
 
     signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
@@ -142,6 +143,8 @@ def main(argv: Sequence[str]) -> int:
     if done.kept:
         echo(f"continued: {done.kept} files of an interrupted conversion were complete")
     echo(f"wrote {done.path}: {num_parameters(done.model):,} parameters")
+    if (done.path / OTHER_CARD_FILE).exists():
+        echo(f"{CARD_FILE} is that of --tokenizer; how the model was trained is in {OTHER_CARD_FILE}")
     if done.differences:
         logits, worst = done.differences[-1], max(done.differences, key=lambda difference: difference.relative)
         more = f"; at worst {worst}" if worst.relative > logits.relative else ""

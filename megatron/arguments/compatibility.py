@@ -92,8 +92,7 @@ def compare_configs(
         name: name of ``saved`` in messages.
     """
     entries, unknown = _known_and_unknown(saved)
-    found = from_mapping(entries, name).values
-    readable = {field: value for field, value in found.items() if SETTINGS[field].allows(value)}
+    readable = _readable(entries, name)
     unreadable = {field: value for field, value in entries.items() if field not in readable}
     then = build_config(readable)
     then = resolve(then, then.parallel.model_ranks)
@@ -206,6 +205,15 @@ def _schedule(config: RunConfig, begin: tuple[int, int]) -> tuple[float | None, 
         final if optimizer.lr_decay_style == "WSD" else None,
         total if optimizer.weight_decay_incr_style != "constant" else None,
     )
+
+
+def readable_config(saved: Mapping[str, Any]) -> RunConfig:
+    """Return a checkpoint's configuration; what this version cannot read has its default."""
+    return build_config(_readable(_known_and_unknown(saved)[0], "checkpoint"))
+
+
+def _readable(entries: Values, name: str) -> Values:
+    return {f: value for f, value in from_mapping(entries, name).values.items() if SETTINGS[f].allows(value)}
 
 
 def _known_and_unknown(saved: Mapping[str, Any]) -> tuple[Values, list[str]]:

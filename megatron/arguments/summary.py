@@ -51,15 +51,22 @@ def summary(config: RunConfig, world_size: int, iteration: int = 0, consumed_sam
         "memory": memory,
         "peak": peak,
         "host": host,
-        "batch": _batch(config, world_size),
-        "ramp": _ramp(config, world_size),
-        "length": _length(config, world_size, iteration, consumed_samples),
-        "optimizer": _optimizer(config, world_size),
-        "diloco": _diloco(config),
-        "precision": _precision(config),
+        **training_rows(config, world_size, iteration, consumed_samples),
         "saves": _saves(config, world_size),
     }
     return "\n".join(f"{name:<11}{row}" for name, row in rows.items() if row)
+
+
+def training_rows(config: RunConfig, world_size: int, *begin: int) -> dict[str, str]:
+    """Return the rows on batches, optimizer and precision, by name; ``begin``: steps and samples before."""
+    return {
+        "batch": _batch(config, world_size),
+        "ramp": _ramp(config, world_size),
+        "length": _length(config, world_size, *begin),
+        "optimizer": _optimizer(config, world_size),
+        "diloco": _diloco(config),
+        "precision": _precision(config),
+    }
 
 
 def _ranks(config: RunConfig, world_size: int) -> str:

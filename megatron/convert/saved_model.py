@@ -33,10 +33,13 @@ TOKENIZER_FILES = (
     "added_tokens.json",
     "vocab.json",
     "merges.txt",
-    "tokenizer.model",
     "chat_template.jinja",
 )
-"""Tokenizer files of a Hugging Face folder; a checkpoint stores them under ``TOKENIZER_PREFIX``."""
+"""Tokenizer files of a Hugging Face folder, and those ending in ``MODEL_SUFFIX``. A checkpoint stores them under
+``TOKENIZER_PREFIX``."""
+
+MODEL_SUFFIX = ".model"
+"""Suffix of the models of sentencepiece and tiktoken."""
 
 GENERATION_CONFIG_FILE = "generation_config.json"
 
@@ -143,8 +146,9 @@ def find_tokenizer_files(folder: Path) -> dict[str, Path]:
     Raises:
         CheckpointError: when one is not small.
     """
+    models = (path.name for path in sorted(folder.glob(f"*{MODEL_SUFFIX}")))
     files = {
-        **{TOKENIZER_PREFIX + name: folder / name for name in TOKENIZER_FILES},
+        **{TOKENIZER_PREFIX + name: folder / name for name in (*TOKENIZER_FILES, *models)},
         GENERATION_CONFIG_FILE: folder / GENERATION_CONFIG_FILE,
     }
     found = {name: path for name, path in files.items() if path.is_file()}
@@ -159,8 +163,13 @@ def saved_tokenizer_files(manifest: Manifest) -> dict[str, bytes]:
     Raises:
         DamagedCheckpointError: when one is missing or changed.
     """
-    known = (*(TOKENIZER_PREFIX + name for name in TOKENIZER_FILES), GENERATION_CONFIG_FILE)
-    return {name: manifest.read_file(name) for name in known if name in manifest.files}
+    names = {name: name.removeprefix(TOKENIZER_PREFIX) for name in manifest.files if name.startswith(TOKENIZER_PREFIX)}
+    known = {
+        stored
+        for stored, name in names.items()
+        if name in TOKENIZER_FILES or (name.endswith(MODEL_SUFFIX) and "/" not in name)
+    }
+    return {name: manifest.read_file(name) for name in manifest.files if name in known | {GENERATION_CONFIG_FILE}}
 
 
 def by_huggingface_names(carried: Mapping[str, Path | bytes]) -> dict[str, bytes]:

@@ -10,6 +10,7 @@ checkpoint that a start loads.
 from __future__ import annotations
 
 import json
+import math
 import os
 import time
 from base64 import b64decode, b64encode
@@ -47,6 +48,7 @@ from megatron.config.files import parse_json
 from megatron.config.launch import JobStart
 from megatron.config.option import Role
 from megatron.config.run import CheckpointConfig
+from megatron.config.text import package_version
 from megatron.convert.huggingface.config import SPECIAL_TOKEN_IDS, model_folder
 from megatron.convert.huggingface.weights import HuggingFaceWeights, WeightSource, fill_weights
 from megatron.convert.saved_model import (
@@ -558,6 +560,7 @@ def run_state(trainer: Trainer) -> dict[str, Any]:
         "consumed_samples": trainer.consumed_samples,
         "batches_since": {"iteration": iteration, "consumed_samples": consumed_samples},
         "evaluated": dict(trainer.evaluated),
+        "losses": {split: loss for split, loss in trainer.losses.items() if math.isfinite(loss)},
         "optimizer": {"steps": trainer.optimizer.steps_applied()},
         "loss_scaler": trainer.scaler.state_dict(),
         "spikes": {} if spikes is None else spikes.state_dict(),
@@ -571,7 +574,11 @@ def run_state(trainer: Trainer) -> dict[str, Any]:
             "digest": f"{consumed_digest(trainer):016x}",
             "stream": list(trainer.data.stream),
         },
-        "written_by": {"layout": dict(trainer.mesh.layout.sizes), "torch": torch.__version__},
+        "written_by": {
+            "layout": dict(trainer.mesh.layout.sizes),
+            "torch": torch.__version__,
+            "version": package_version(),
+        },
     }
 
 
@@ -605,6 +612,7 @@ def restore_run(trainer: Trainer, manifest: Manifest, batches_since: Position) -
     trainer.start_at(*position_of(manifest), saved["data"]["stretches"], batches_since)
     evaluated = saved.get("evaluated", {})
     trainer.evaluated = dict(evaluated) if isinstance(evaluated, Mapping) else {"valid": evaluated}  # old checkpoints
+    trainer.losses = dict(saved.get("losses", {}))
     own = is_own_checkpoint(manifest.path, trainer.config.checkpoint)
     notes = _check_data(trainer, saved["data"], own)
     notes += _read_tensors(trainer, manifest)

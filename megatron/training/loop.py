@@ -139,6 +139,7 @@ def take_steps(
         if leave or is_due(log_interval, iteration):
             record = read(samples_digest=f"{trainer.samples_digest():016x}")
             log.train(record)
+            trainer.losses["train"] = record["lm loss"]
             callbacks.on_log(window, record)
         if last or not stop_code:  # a run that has to stop does not evaluate first
             for split in evaluations_due(trainer):
@@ -297,6 +298,7 @@ def evaluate_and_log(trainer: Trainer, split: str, log: RunLogger, callbacks: Ca
         with trainer.optimizer.averaged():
             average_loss = evaluate(trainer, split).item()
     trainer.evaluated[split] = trainer.iteration
+    trainer.losses[split] = loss
     evaluated = evaluation_metrics(split, loss, average_loss)
     log.log(evaluated)
     callbacks.on_evaluate(evaluated)

@@ -36,6 +36,7 @@ STATE: Mapping[Any, Any] = {
     "iteration": int,
     "consumed_samples": int,
     "batches_since": {"iteration": int, "consumed_samples": int},
+    "losses": {str: float},
     "optimizer": {"steps": int},
     "loss_scaler": {"scale": float, "good_steps": int, "lives": float},
     "outer": {"rounds": int, "iteration": int, "consumed_samples": int},

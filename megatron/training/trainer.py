@@ -96,6 +96,7 @@ class Trainer:
     consumed_samples: int = 0
     batches_since: tuple[int, int] = (0, 0)  # steps and samples at which the current batch size options took effect
     evaluated: dict[str, int] = field(default_factory=dict)  # by split: steps taken before the last evaluation on it
+    losses: dict[str, float] = field(default_factory=dict)  # last ones by split; of train, those of the last log line
     held_checkpoints: set[int] = field(default_factory=set)  # steps of checkpoints that are in use and not deleted
     start_digest: int = 0  # of the samples consumed before this start
     digest_read: int = 0  # of the samples that this rank has read since

@@ -254,5 +254,6 @@ def build_config_json(model: ModelConfig, dtype: str = "float32", special: JsonO
         **{name: allowed[0] for name, allowed in family.fixed.items()},
         TIE_KEY: not model.untie_embeddings_and_output_weights,
         **{name: (special or {}).get(name) for name in SPECIAL_TOKEN_IDS},
-        "torch_dtype": dtype,
+        "dtype": dtype,  # transformers 5 and vLLM
+        "torch_dtype": dtype,  # earlier ones
     }

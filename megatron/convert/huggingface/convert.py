@@ -79,6 +79,7 @@ from megatron.convert.huggingface.weights import (
     map_tensors,
     read_in_blocks,
 )
+from megatron.convert.model_card import CARD_FILE, OTHER_CARD_FILE, model_card
 from megatron.convert.saved_model import (
     GENERATION_CONFIG_FILE,
     TOKENIZER_PREFIX,
@@ -89,7 +90,7 @@ from megatron.convert.saved_model import (
 )
 from megatron.convert.staging import JOURNAL, StagingFolder
 from megatron.data.errors import DataError
-from megatron.data.tokenizers.huggingface import TOKENIZER_JSON, find_eod_id, find_special_token
+from megatron.data.tokenizers.huggingface import TOKENIZER_CONFIG, TOKENIZER_JSON, find_eod_id, find_special_token
 from megatron.distributed.sharding import Box
 from megatron.layers.context import DTYPES
 
@@ -98,6 +99,9 @@ ProgressCallback = Callable[[str, int, int], None]
 
 PENDING_CONFIG_FILE = "config.json.unfinished"
 """Name of config.json until the folder is complete."""
+
+NO_LENGTH = 1e20
+"""Values of ``model_max_length`` from here on stand for no limit in transformers."""
 
 FILE_BYTES = 2 << 30
 """Maximum size of a tensor file of an imported checkpoint, unless a single tensor is larger."""
@@ -252,11 +256,22 @@ def _imported_extras(folder: Path, source: HuggingFaceWeights, dtype: str | None
     config = resolve(RunConfig(model=source.model, precision=PrecisionConfig(params_dtype=precision)), 1)
     settings = read_config(folder)
     special_ids = {name: settings[name] for name in SPECIAL_TOKEN_IDS if settings.get(name) is not None}
-    files: dict[str, Path | bytes] = {
-        GENERATION_CONFIG_FILE: json.dumps(special_ids).encode(),
-        **find_tokenizer_files(folder),
-    }
+    carried = find_tokenizer_files(folder)
+    for path in carried.values():
+        if path.suffix == ".json":
+            _check_json(path)
+    files: dict[str, Path | bytes] = {GENERATION_CONFIG_FILE: json.dumps(special_ids).encode(), **carried}
     return CheckpointExtras({"iteration": 0, "consumed_samples": 0}, to_dict(config), files)
+
+
+def _check_json(path: Path) -> None:
+    """Raise CheckpointError unless a file holds a JSON object."""
+    try:
+        content = parse_json(path.read_bytes())
+    except ValueError as error:
+        raise CheckpointError(f"{path} is no JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise CheckpointError(f"{path} holds {type(content).__name__}, not an object")
 
 
 def _global_tensor(source: HuggingFaceWeights, name: str, dtype: torch.dtype, progress: _Progress) -> GlobalTensor:
@@ -330,6 +345,9 @@ def convert_to_huggingface(
     special = special_token_ids(files, saved.model.vocab)
     config = build_config_json(saved.model, str(source.dtype).removeprefix("torch."), special)
     files[GENERATION_CONFIG_FILE] = _generation_config(files, special)
+    files |= _tokenizer_config(files, saved.model)
+    card = model_card(manifest, saved.model, config["architectures"][0], config["dtype"])
+    files[OTHER_CARD_FILE if CARD_FILE in files else CARD_FILE] = card
     mappings = map_tensors(model_type_for(saved.model), saved.specs)
     if checked:
         files = check_tokenizer(files, config)
@@ -477,7 +495,8 @@ def _small_files(saved: SavedModel, tokenizer: Path | None) -> dict[str, bytes]:
     found = find_tokenizer_files(tokenizer)
     if not any(name.startswith(TOKENIZER_PREFIX) for name in found):
         raise CheckpointError(f"{tokenizer} holds no tokenizer.json or other file of a tokenizer", "--tokenizer FOLDER")
-    return by_huggingface_names(found)
+    card = {CARD_FILE: tokenizer / CARD_FILE} if (tokenizer / CARD_FILE).is_file() else {}
+    return by_huggingface_names({**found, **card})
 
 
 def special_token_ids(files: Mapping[str, bytes], entries: int) -> dict[str, int | list[int] | None]:
@@ -508,6 +527,17 @@ def _generation_config(files: Mapping[str, bytes], special: Mapping[str, int | l
     wanted = settings | {name: value for name, value in special.items() if value is not None}
     unchanged = GENERATION_CONFIG_FILE in files and wanted == settings
     return files[GENERATION_CONFIG_FILE] if unchanged else _json(wanted)
+
+
+def _tokenizer_config(files: Mapping[str, bytes], model: ModelConfig) -> dict[str, bytes]:
+    """Return a tokenizer_config.json with the number of positions as ``model_max_length`` if it has no length."""
+    if not any(name in files for name in (TOKENIZER_JSON, TOKENIZER_CONFIG)):
+        return {}
+    settings = _json_object(files, TOKENIZER_CONFIG)
+    length = settings.get("model_max_length")
+    if isinstance(length, int | float) and 0 < length < NO_LENGTH:
+        return {}
+    return {TOKENIZER_CONFIG: _json(settings | {"model_max_length": model.max_position_embeddings})}
 
 
 def _vocabulary(files: Mapping[str, bytes]) -> dict[str, int]:

@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 import tokenizers
 import torch
+import yaml
 from safetensors import safe_open
 from safetensors.torch import load_file
 from tokenizers import models, trainers
@@ -29,6 +30,7 @@ from megatron.checkpoint.errors import CheckpointError, DamagedCheckpointError, 
 from megatron.checkpoint.folder import CheckpointFolder
 from megatron.checkpoint.format import Manifest, whole_box
 from megatron.config.errors import UserError
+from megatron.config.text import package_version
 from megatron.convert.huggingface import convert
 from megatron.convert.huggingface.check import SAMPLE_TEXTS, TOLERANCE, MismatchError
 from megatron.convert.huggingface.convert import (
@@ -52,9 +54,12 @@ from megatron.data.tokenizers.huggingface import (
 )
 from megatron.inference.text import TextCodec
 from megatron.layers.context import DTYPES
+from megatron.layers.parameters import num_parameters
 from tests.parity.families import from_gpt2, from_llama
+from tests.runs import records, start, tiny_run
 from tests.solo import Allocations, tiny
 from tests.unit.convert.folders import ignore, llama, random_weights, write_checkpoint, write_folder
+from tools.convert_checkpoint import main
 
 MODELS = {"gpt2": tiny(), "llama": llama()}
 TOKENIZER = {"model": {"vocab": {"a": 0, "b": 1}}, "added_tokens": [{"id": 2, "content": "<|endoftext|>"}]}
@@ -172,12 +177,15 @@ def test_a_mistake_in_the_table_publishes_nothing(tmp_path: Path, monkeypatch: p
 def test_files_of_a_folder(saved: Manifest, tmp_path: Path) -> None:
     folder = export(saved, tmp_path / "hf", torch.bfloat16)
     names = {"tokenizer.json", "tokenizer_config.json", "config.json", "generation_config.json", "model.safetensors"}
+    names |= {"README.md"}
     assert {path.name for path in folder.iterdir()} == names
     config = json.loads((folder / "config.json").read_text())
     assert (config["bos_token_id"], config["eos_token_id"], config["pad_token_id"]) == (1, 2, None)
-    assert config["torch_dtype"] == "bfloat16"
+    assert config["dtype"] == config["torch_dtype"] == "bfloat16"
     assert json.loads((folder / "generation_config.json").read_text()) == {"bos_token_id": 1, "eos_token_id": 2}
     assert (folder / "tokenizer.json").read_bytes() == FILES["tokenizer/tokenizer.json"]
+    positions = {"model_max_length": llama().max_position_embeddings}
+    assert json.loads((folder / "tokenizer_config.json").read_text()) == SETTINGS | positions
     with safe_open(folder / "model.safetensors", "pt") as file:
         assert file.metadata() == {"format": "pt"}
     assert list(tmp_path.iterdir()) == [folder], "nothing is left beside it"
@@ -528,7 +536,8 @@ def test_the_tokenizer_class_is_one_that_reads_the_same_ids(named: str | None, t
     ours, theirs = HuggingFaceTokenizer(tmp_path / "out"), AutoTokenizer.from_pretrained(tmp_path / "out")
     assert all(theirs(text)["input_ids"] == list(ours.encode(text)) for text in SAMPLE_TEXTS)
     written = json.loads((tmp_path / "out" / "tokenizer_config.json").read_text())
-    assert written == settings | {"tokenizer_class": "PreTrainedTokenizerFast"}
+    made = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": qwen3.max_position_embeddings}
+    assert written == settings | made
 
 
 def test_tokenizer_of_another_folder(saved: Manifest, tmp_path: Path) -> None:
@@ -540,7 +549,73 @@ def test_tokenizer_of_another_folder(saved: Manifest, tmp_path: Path) -> None:
     (other / "special_tokens_map.json").write_text(json.dumps({"eos_token": "</s>"}))
     export(saved, tmp_path / "hf", tokenizer=other)
     assert json.loads((tmp_path / "hf" / "config.json").read_text())["eos_token_id"] == 1
-    assert not (tmp_path / "hf" / "tokenizer_config.json").exists(), "the checkpoint's own is left out"
+    settings = json.loads((tmp_path / "hf" / "tokenizer_config.json").read_text())
+    assert settings == {"model_max_length": llama().max_position_embeddings}, "the checkpoint's own is left out"
+
+
+@pytest.mark.parametrize(("length", "written"), [(None, 16), (int(1e30), 16), (0, 16), (12, 12), (4096, 4096)])
+def test_length_of_texts(length: int | None, written: int, tmp_path: Path) -> None:
+    """transformers writes 1e30 for no limit; and files that are no JSON of a tokenizer travel as they are."""
+    other = {"chat_template.jinja": b"{{ x }}", "spiece.model": b"\x00\xff", "added_tokens.json": b"{}"}
+    settings = SETTINGS | ({} if length is None else {"model_max_length": length})
+    given = {"tokenizer.json": TOKENIZER, "tokenizer_config.json": settings}
+    files = in_checkpoint(other | {name: json.dumps(content).encode() for name, content in given.items()})
+    folder = export(write_checkpoint(tmp_path / "iter_0000007", llama(), files=files), tmp_path / "hf")
+    found = json.loads((folder / "tokenizer_config.json").read_text())
+    assert found == SETTINGS | {"model_max_length": written}
+    assert {name: (folder / name).read_bytes() for name in other} == other
+    convert_from_huggingface(folder, tmp_path / "save", ignore, checked=False)
+    again = export(open_checkpoint(tmp_path / "save")[0], tmp_path / "again")
+    assert {name: (again / name).read_bytes() for name in other} == other
+
+
+# --- model cards ---
+
+
+def card_of(folder: Path) -> dict[str, str]:
+    """The rows of the table, below the front matter."""
+    empty, front, text = (folder / "README.md").read_text().split("---\n", 2)
+    assert not empty
+    assert yaml.safe_load(front) == {"library_name": "transformers", "pipeline_tag": "text-generation"}
+    rows = [line.strip("| ").split(" | ", 1) for line in text.splitlines() if line.startswith("| ")]
+    return dict(rows[1:])
+
+
+def test_the_card_of_a_run(tmp_path: Path) -> None:
+    flags = f"--save {tmp_path}/saved --eval-iters 1 --lr-decay-style cosine --adam-beta2 0.95 --global-batch-size 4"
+    assert start(tiny_run(tmp_path, flags)).status == 0
+    manifest = open_checkpoint(tmp_path / "saved")[0]
+    card = card_of(export(manifest, tmp_path / "hf"))
+    assert card["architecture"].startswith("GPT2LMHeadModel: 2 layers, hidden 16, ")
+    assert card["parameters"] == f"{num_parameters(SavedModel(manifest).model):,}, in float32"
+    assert card["trained for"] == "6 steps, 24 samples, 192 tokens"
+    assert card["last loss, train"] == f"{records(tmp_path)[-1]['lm loss']:.4f}"
+    (evaluated,) = records(tmp_path, "lm loss validation")
+    assert card["last loss, valid"] == f"{evaluated['lm loss validation']:.4f}"
+    assert card["optimizer"].startswith("adam, learning rate 0.01 cosine to 0")
+    assert "adam_beta2 0.95" in card["optimizer options"].split(", ")
+    assert "lion" not in card["optimizer options"]
+    assert card["data, train"] == f"generated tokens, fingerprint {manifest.state['data']['fingerprints']['train']}"
+    assert card["trained with"] == f"{package_version()}, torch {torch.__version__}, 1 rank"
+    data = {"mock_data": False, "train_data_path": ["0.3", "/home/me/a|b_document", "0.7", "/secret/wiki"]}
+    manifest.config["data"] |= data | {"valid_data_path": ["/secret/x"]}
+    card = card_of(export(manifest, tmp_path / "named"))
+    assert card["data, train"].startswith(r"0.3 a\|b_document, 0.7 wiki, fingerprint ")
+    text = (tmp_path / "named" / "README.md").read_text()
+    assert not any(folder in text for folder in ("/home", "/secret", str(tmp_path)))
+    manifest.config["optimizer"] |= {"lr": "high", "unknown": 3}
+    manifest.state.update(losses={"train": "low"}, written_by={"layout": {"dp": "many"}})
+    assert "last loss, train" not in card_of(export(manifest, tmp_path / "odd")), "what cannot be read is left out"
+
+
+def test_a_card_of_the_tokenizer_is_kept(saved: Manifest, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    export(saved, tmp_path / "tokenizer")
+    (tmp_path / "tokenizer" / "README.md").write_text("theirs")
+    flags = ["--save-hf", f"{tmp_path}/hf", "--tokenizer", f"{tmp_path}/tokenizer", "--no-check"]
+    assert main(["--load", str(saved.path), *flags]) == 0
+    assert (tmp_path / "hf" / "README.md").read_text() == "theirs"
+    assert "| architecture | LlamaForCausalLM: 2 layers" in (tmp_path / "hf" / "TRAINING.md").read_text()
+    assert "README.md is that of --tokenizer; how the model was trained is in TRAINING.md" in capsys.readouterr().out
 
 
 def test_special_ids(tmp_path: Path) -> None:

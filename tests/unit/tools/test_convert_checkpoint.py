@@ -1,18 +1,28 @@
 from __future__ import annotations
 
 import argparse
+import json
+import os
 import re
+import shutil
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
 
+from megatron.checkpoint.format import Manifest
 from megatron.contrib.object_store import RemotePath
 from megatron.convert.huggingface.check import OutputDifference
 from megatron.convert.huggingface.convert import ConversionResult
 from megatron.data import progress
 from megatron.layers.parameters import num_parameters
 from tests.unit.convert.folders import llama, random_weights, write_checkpoint, write_folder
+from tests.unit.convert.test_saved_model import rewritten
 from tools.convert_checkpoint import ProgressPrinter, main, parse_size
 
 
@@ -97,6 +107,166 @@ def test_errors_are_sentences(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert not (tmp_path / "save").exists()
     assert main(["--plugin", "no_such_module", "--load", "a", "--save-hf", "b"]) == 1
     assert "E914" in capsys.readouterr().err
+
+
+def changed_json(path: Path, **changes: Any) -> None:
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+def changed_tensors(path: Path, change: Callable[[dict[str, Tensor]], object]) -> None:
+    tensors = load_file(path)
+    change(tensors)
+    save_file(tensors, path, {"format": "pt"})
+
+
+def flipped(path: Path, at: int) -> None:
+    content = bytearray(path.read_bytes())
+    content[at] ^= 1
+    path.write_bytes(content)
+
+
+NORM, HEAD = "model.norm.weight", "lm_head.weight"
+SHARDS = [f"model-0000{i}-of-00002.safetensors" for i in (1, 2)]
+INDEX = "model.safetensors.index.json"
+BROKEN_MODELS: dict[str, tuple[Callable[[Path], object], str]] = {
+    "shard cut in a tensor": (lambda f: os.truncate(f / SHARDS[1], 4000), SHARDS[1]),
+    "shard cut in its header": (lambda f: os.truncate(f / SHARDS[0], 100), SHARDS[0]),
+    "shard empty": (lambda f: os.truncate(f / SHARDS[0], 0), SHARDS[0]),
+    "shard too long": (lambda f: (f / SHARDS[0]).open("ab").write(b"more"), SHARDS[0]),
+    "shard missing": (lambda f: (f / SHARDS[1]).unlink(), SHARDS[1]),
+    "shard with another shape": (
+        lambda f: changed_tensors(f / SHARDS[0], lambda t: t.update({NORM: torch.zeros(5)})),
+        rf"{NORM} \[5\] instead of \[32\]",
+    ),
+    "shard with an integer type": (
+        lambda f: changed_tensors(f / SHARDS[0], lambda t: t.update({NORM: torch.zeros(32, dtype=torch.int64)})),
+        rf"unsupported data type: {NORM} torch.int64",
+    ),
+    "shard without a tensor": (
+        lambda f: changed_tensors(f / SHARDS[0], lambda t: t.pop(NORM)),
+        rf"{INDEX} .* do not match: {NORM} in {SHARDS[0]}",
+    ),
+    "shard with a tensor more": (
+        lambda f: changed_tensors(f / SHARDS[0], lambda t: t.update(extra=torch.zeros(5))),
+        "tensors that the model does not have: extra",
+    ),
+    "shard with a value that is not finite": (
+        lambda f: changed_tensors(f / SHARDS[0], lambda t: t[NORM].fill_(torch.nan)),
+        f"NaN or infinite: {NORM}",
+    ),
+    "index cut": (lambda f: os.truncate(f / INDEX, 50), INDEX),
+    "index of another model": (lambda f: changed_json(f / INDEX, weight_map={NORM: "../x"}), "outside its folder"),
+    "index with another file": (
+        lambda f: changed_json(
+            f / INDEX, weight_map={**json.loads((f / INDEX).read_text())["weight_map"], NORM: SHARDS[0]}
+        ),
+        f"{NORM} in {SHARDS[0]}",
+    ),
+    "config cut": (lambda f: os.truncate(f / "config.json", 20), "config.json"),
+    "config empty": (lambda f: (f / "config.json").write_text("[]"), "config.json"),
+    "config with more layers": (lambda f: changed_json(f / "config.json", num_hidden_layers=3), r"layers\.2\."),
+    "config with less layers": (lambda f: changed_json(f / "config.json", num_hidden_layers=1), r"layers\.1\."),
+    "config with a larger vocabulary": (lambda f: changed_json(f / "config.json", vocab_size=102), HEAD),
+    "config of another type": (lambda f: changed_json(f / "config.json", model_type="gpt2"), "config.json"),
+    "config with another function": (lambda f: changed_json(f / "config.json", hidden_act="relu"), "hidden_act"),
+    "generation cut": (lambda f: (f / "generation_config.json").write_text("{"), r"generation_config\.json is no JSON"),
+    "generation no object": (lambda f: (f / "generation_config.json").write_text("3"), r"holds int, not an object"),
+    "tokenizer cut": (lambda f: (f / "tokenizer.json").write_text('{"model'), r"tokenizer\.json is no JSON"),
+    "tokenizer settings cut": (
+        lambda f: (f / "tokenizer_config.json").write_text("{"),
+        r"tokenizer_config\.json is no",
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def sharded(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model in two shards, with files of a tokenizer."""
+    folder = tmp_path_factory.mktemp("m") / "hf"
+    write_folder(folder, llama(), random_weights(llama()), shards=2)
+    vocabulary = {"model": {"type": "BPE", "vocab": {"a": 0, "b": 1}, "merges": []}, "added_tokens": []}
+    for name, content in {"tokenizer": vocabulary, "tokenizer_config": {}, "generation_config": {}}.items():
+        (folder / f"{name}.json").write_text(json.dumps(content))
+    return folder
+
+
+@pytest.mark.parametrize("name", BROKEN_MODELS)
+def test_a_broken_model_is_refused_by_name_and_leaves_nothing(
+    name: str, sharded: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copytree(sharded, tmp_path / "hf")
+    damage, named = BROKEN_MODELS[name]
+    damage(tmp_path / "hf")
+    assert main(["--load-hf", f"{tmp_path}/hf", "--save", f"{tmp_path}/save"]) == 1
+    assert_refused(capsys.readouterr().err, named)
+    assert not [*(tmp_path / "save").glob("*")]
+
+
+def assert_refused(err: str, named: str) -> None:
+    """One sentence, perhaps with a fix, that names what is wrong."""
+    other = ("  fix: ", "convert_checkpoint: from ", "1 problem; ")
+    (sentence,) = [line for line in err.splitlines() if not line.startswith(other)]
+    assert re.match(rf"convert_checkpoint: .*{named}", sentence), sentence
+
+
+TENSORS, WORDS = "tensors_00000.safetensors", "embedding.word_embeddings.weight"
+
+
+def twice(chunks: list[Any]) -> None:
+    chunks += chunks
+
+
+def tensor_start(save: Path, name: str) -> int:
+    return Manifest.open(save / "iter_0000000").tensors[name].chunks[0].offset
+
+
+BROKEN_CHECKPOINTS: dict[str, tuple[Callable[[Path], object], str]] = {
+    "tensors cut": (lambda s: os.truncate(next(s.rglob(TENSORS)), 4000), rf"{TENSORS} is truncated"),
+    "tensors missing": (lambda s: next(s.rglob(TENSORS)).unlink(), rf"{TENSORS} is missing"),
+    "tensors too long": (lambda s: next(s.rglob(TENSORS)).open("ab").write(b"x"), rf"{TENSORS} is too long"),
+    "header flipped": (lambda s: flipped(next(s.rglob(TENSORS)), 20), rf"{TENSORS} has flipped bytes \(header\)"),
+    "tensor flipped": (
+        lambda s: flipped(next(s.rglob(TENSORS)), tensor_start(s, WORDS)),
+        rf"{TENSORS} has flipped bytes \(tensor {WORDS}\)",
+    ),
+    "manifest cut": (
+        lambda s: os.truncate(next(s.rglob("manifest.json")), 90),
+        "COMPLETE does not match manifest.json",
+    ),
+    "marker missing": (lambda s: next(s.rglob("COMPLETE")).unlink(), "has no COMPLETE"),
+    "tokenizer flipped": (lambda s: flipped(next(s.rglob("tokenizer.json")), 4), r"tokenizer\.json has flipped bytes"),
+    "more layers": (
+        lambda s: rewritten(s / "iter_0000000", lambda c: c["config"]["model"].update(num_layers=3)),
+        r"lacks: layers\.2\.",
+    ),
+    "another shape": (
+        lambda s: rewritten(s / "iter_0000000", lambda c: c["tensors"][WORDS].update(shape=[32, 101])),
+        "iter_0000000",
+    ),
+    "overlapping chunks": (
+        lambda s: rewritten(
+            s / "iter_0000000", lambda c: c["tensors"][WORDS]["chunks"].append(c["tensors"][WORDS]["chunks"][0])
+        ),
+        f"chunks of {WORDS} are not a partition",
+    ),
+    "a tensor less": (
+        lambda s: rewritten(s / "iter_0000000", lambda c: c["tensors"].pop(WORDS)),
+        rf"lacks: {WORDS}",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BROKEN_CHECKPOINTS)
+def test_a_broken_checkpoint_is_refused_by_name_and_leaves_nothing(
+    name: str, sharded: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    damage, named = BROKEN_CHECKPOINTS[name]
+    assert main(["--load-hf", str(sharded), "--save", f"{tmp_path}/save", "--no-check"]) == 0
+    damage(tmp_path / "save")
+    capsys.readouterr()
+    assert main(["--load", f"{tmp_path}/save", "--save-hf", f"{tmp_path}/out", "--no-check"]) == 1
+    assert_refused(capsys.readouterr().err.replace("\n  iter_", " iter_"), named)
+    assert [path.name for path in tmp_path.iterdir()] == ["save"]
 
 
 @pytest.mark.parametrize(

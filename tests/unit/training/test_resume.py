@@ -242,7 +242,7 @@ def test_other_evaluation_data_are_noted_and_training_resumes_unchanged(tmp_path
     assert (printed.status, printed.err) == (0, "")
     sentence = "the validation and test data are not those of the checkpoint: losses on them cannot be compared with"
     assert printed.out.count(sentence) == 1
-    assert differences(*(tmp_path / run / "saved/iter_0000006" for run in ("parts", "whole"))) == ["data"]
+    assert differences(*(tmp_path / run / "saved/iter_0000006" for run in ("parts", "whole"))) == ["data", "losses"]
     again = go_on(tmp_path / "parts", after)
     assert (again.status, sentence in again.out) == (0, False), "the last checkpoint knows the files of now"
 

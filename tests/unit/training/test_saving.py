@@ -20,10 +20,12 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 from megatron.checkpoint.errors import CheckpointError, DamagedCheckpointError
 from megatron.checkpoint.format import Manifest
 from megatron.checkpoint.lease import acquire_lease
+from megatron.checkpoint.load import CheckpointReader
 from megatron.config.errors import Problem, UserError
 from megatron.config.run import RunConfig
 from megatron.distributed.comm import Group
@@ -385,3 +387,43 @@ def test_a_folder_that_cannot_be_made_is_found_before_the_first_step(tmp_path: P
     printed = start(tiny_run(tmp_path, "--save /proc/nope"))
     assert (printed.status, printed.samples) == (1, {})
     assert "no checkpoint can be written to /proc/nope" in printed.err
+
+
+# ---- Exports to Hugging Face
+
+
+EXPORTS = "--save {0}/saved --save-interval 1 --save-hf-interval 3 --keep-last 1"
+
+
+def warnings_of(folder: Path) -> list[str]:
+    return [record["text"] for record in records(folder, "text") if record["event"] == "warning"]
+
+
+@pytest.mark.slow
+def test_checkpoints_are_exported_beside_training_and_the_last_is_waited_for(tmp_path: Path) -> None:
+    """A start that ends early leaves an export, which the next start continues; retention keeps its checkpoint."""
+    assert start(run_of(tmp_path, f"{EXPORTS} --exit-interval 4")).status == 0
+    notes = [record["text"] for record in records(tmp_path, "text")]
+    assert "the export of step 3 is interrupted; the next start continues it" in notes
+    exported = tmp_path / "saved" / "hf"
+    assert not (exported / "iter_0000003").exists()
+    assert saved_steps(tmp_path / "saved") == [3, 4]
+    assert start(run_of(tmp_path, EXPORTS)).status == 0
+    assert {path.name for path in exported.iterdir()} == {"iter_0000003", "iter_0000006"}
+    assert saved_steps(tmp_path / "saved") == [3, 6], "4 and 5 are deleted, 3 was in use when 6 was saved"
+    assert warnings_of(tmp_path) == []
+    model, info = AutoModelForCausalLM.from_pretrained(exported / "iter_0000006", output_loading_info=True)
+    assert not any(info.values())
+    saved = CheckpointReader(Manifest.open(tmp_path / "saved" / "iter_0000006"))
+    assert torch.equal(model.transformer.wte.weight, saved.read("embedding.word_embeddings.weight"))
+    assert json.loads((tmp_path / FINISHED_FILE).read_text())["iteration"] == 6
+
+
+def test_a_failed_export_is_a_warning(tmp_path: Path) -> None:
+    (tmp_path / "saved" / "hf" / "iter_0000006").mkdir(parents=True)
+    (tmp_path / "saved" / "hf" / "iter_0000006" / "README.md").write_text("x")
+    assert start(run_of(tmp_path, EXPORTS.replace("interval 3", "interval 6"))).status == 0
+    (warning,) = warnings_of(tmp_path)
+    reason = f"{tmp_path}/saved/hf/iter_0000006 exists and is not empty\n  fix: --save-hf A_NEW_FOLDER"
+    assert warning == f"step 6 is not exported: {reason}"
+    assert (tmp_path / "saved" / "hf" / "iter_0000006.log").exists()

@@ -1,0 +1,116 @@
+"""Model card of an exported checkpoint: how it was trained, from the checkpoint alone, without private paths."""
+
+from __future__ import annotations
+
+import importlib.metadata
+from collections.abc import Iterator, Mapping
+from math import prod
+from typing import Any
+
+from megatron.arguments.compatibility import readable_config
+from megatron.arguments.sources import resolve
+from megatron.arguments.summary import training_rows
+from megatron.arguments.validate import is_met
+from megatron.checkpoint.format import Manifest
+from megatron.config.data_paths import data_sources, unique_names
+from megatron.config.errors import UserError
+from megatron.config.model import ModelConfig
+from megatron.config.privacy import redact
+from megatron.config.run import RunConfig
+from megatron.config.settings import SETTINGS
+from megatron.config.text import counted, package_version, printable
+from megatron.layers.parameters import num_parameters
+
+CARD_FILE = "README.md"
+OTHER_CARD_FILE = "TRAINING.md"
+"""Name of the card beside another one, which came with the tokenizer."""
+
+
+def model_card(manifest: Manifest, model: ModelConfig, architecture: str, dtype: str) -> bytes:
+    """Return the card of a model.
+
+    Args:
+        manifest: of its checkpoint.
+        model: with the size of its vocabulary.
+        architecture: class of transformers.
+        dtype: data type of the weights.
+    """
+    rows = {
+        "architecture": f"{architecture}: {_shape(model)}",
+        "parameters": f"{num_parameters(model):,}, in {dtype}",
+        "vocabulary": f"{model.vocab_size:,}",
+        "positions": f"{model.max_position_embeddings:,}",
+    }
+    if "optimizer" in manifest.state:  # otherwise there are weights alone
+        rows |= dict(_training(manifest))
+    versions = f"{package_version()}, transformers {importlib.metadata.version('transformers')}"
+    rows["exported with"] = versions
+    lines = [f"| {name} | {_cell(text)} |" for name, text in rows.items() if text]
+    head = ["---", "library_name: transformers", "pipeline_tag: text-generation", "---", "", f"# {architecture}", ""]
+    return "\n".join([*head, "| | |", "|---|---|", *lines, ""]).encode()
+
+
+def _cell(text: str) -> str:
+    return redact(printable(text)).replace("\n", " ").replace("|", r"\|")
+
+
+def _shape(model: ModelConfig) -> str:
+    experts = f", {model.moe_router_topk} of {model.num_experts} experts" if model.num_experts else ""
+    heads = f"{model.num_attention_heads} heads on {model.kv_groups} key/value heads"
+    return f"{model.num_layers} layers, hidden {model.hidden_size}, {heads}, MLP {model.ffn}{experts}"
+
+
+def _training(manifest: Manifest) -> Iterator[tuple[str, str]]:
+    """Yield the rows of a run that was trained here."""
+    state = manifest.state
+    steps, samples = state.get("iteration"), state.get("consumed_samples")
+    config = readable_config(manifest.config)
+    written_by = _mapping(state.get("written_by"))
+    layout = _mapping(written_by.get("layout"))
+    ranks = prod(size for axis in ("pp", "dp", "cp", "tp") if isinstance(size := layout.get(axis), int))
+    if isinstance(steps, int) and isinstance(samples, int):
+        tokens = samples * config.training.seq_length
+        yield "trained for", f"{steps:,} steps, {samples:,} samples, {tokens:,} tokens"
+    for split, loss in _mapping(state.get("losses")).items():
+        yield f"last loss, {split}", f"{loss:.4f}" if isinstance(loss, float) else ""
+    try:
+        config = resolve(config, ranks)
+        rows = training_rows(config, ranks)
+    except (UserError, ValueError, ArithmeticError):  # options that contradict each other
+        rows = {}
+    yield from ((name, rows[name]) for name in ("batch", "ramp", "optimizer", "diloco", "precision") if name in rows)
+    yield "optimizer options", _optimizer_options(config)
+    yield from _data(config, _mapping(_mapping(state.get("data")).get("fingerprints")))
+    versions = [str(written_by["version"])] if "version" in written_by else []
+    yield "trained with", ", ".join([*versions, f"torch {written_by.get('torch')}", counted(ranks, "rank")])
+
+
+def _mapping(value: object) -> Mapping[str, Any]:
+    return value if isinstance(value, Mapping) else {}
+
+
+def _optimizer_options(config: RunConfig) -> str:
+    """Return the options of the optimizer and its schedules that have an effect."""
+    used = (s for s in SETTINGS.values() if s.group == "optimizer" and all(is_met(n, config) for n in s.option.needs))
+    values = ((setting, setting.value_in(config)) for setting in used)
+    return ", ".join(f"{setting.name} {setting.show(value)}" for setting, value in values if value not in (None, ()))
+
+
+def _data(config: RunConfig, fingerprints: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yield the names of the datasets of each split, without their folders, and fingerprints."""
+    try:
+        sources = data_sources(config.data)
+    except (UserError, OSError):  # the file that lists them is gone
+        sources = {}
+    for split in {**sources, **fingerprints}:
+        parts = []
+        if split in sources:
+            blend = sources[split].blend
+            names = unique_names(blend.prefixes)
+            weights = blend.weights or ()
+            parts = [f"{w:g} {name}" for w, name in zip(weights, names, strict=True)] if weights else [*names]
+        elif config.data.mock_data:
+            parts = ["generated tokens"]
+        if split in fingerprints:
+            parts.append(f"fingerprint {fingerprints[split]}")
+        yield f"data, {split}", ", ".join(parts)
