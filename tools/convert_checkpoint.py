@@ -58,7 +58,7 @@ def parse_output_folder(text: str) -> Path:
 def build_parser() -> argparse.ArgumentParser:
     """Return the command-line parser."""
     parser = argparse.ArgumentParser(
-        description="Turn a Hugging Face model or Megatron-LM's checkpoint into a checkpoint, or a checkpoint into one.",
+        description="Turn a model of Hugging Face, or a checkpoint of Megatron-LM, into a checkpoint, or back.",
         epilog="One CPU process, tensor by tensor. The result is not kept if transformers computes other values.",
         allow_abbrev=False,
     )

@@ -59,9 +59,9 @@ OPTIMIZER = re.compile(r"(?:chained_\d+\.)?optimizer\.state\.(param|fp32_param|e
 """Keys of the optimizer's tensors in torch_dist: what they hold, and the key of the parameter."""
 
 UNREAD_OPTIMIZER = {
-    "distrib_optim.pt": "its optimizer state is in distrib_optim.pt, in the order of that run's buffers, which is not read",
-    "optimizer.distributed.": "its optimizer state depends on the layout (saved without "
-    "--dist-ckpt-optim-fully-reshardable), and is not read",
+    "distrib_optim.pt": "its optimizer state is in distrib_optim.pt, in the order of that run's buffers, and not read",
+    "optimizer.distributed.": "its optimizer state is in the order of that run's buffers, and not read; save it there "
+    "with --dist-ckpt-optim-fully-reshardable",
 }
 
 
@@ -134,7 +134,7 @@ def read_checkpoint(path: Path) -> Manifest:
     """Return the manifest of a checkpoint of Megatron-LM.
 
     Raises:
-        DamagedCheckpointError: if files are missing, damaged, or do not hold the model that the run's ``args`` describe.
+        DamagedCheckpointError: if files are missing, damaged, or do not hold the model that ``args`` describe.
         UserError: if ``args`` have options that change what the model computes, and that there are none of here.
     """
     try:
@@ -296,7 +296,7 @@ def _add_rank(
 
 
 def _local_parts(spec: ShardSpec, expert: int | None) -> tuple[tuple[int, ...], list[tuple[Box, int]]]:
-    """Return the shape of a rank's tensor, or of its ``expert``, and its parts: boxes of our view, with first elements."""
+    """Return the shape of a rank's tensor, or of its ``expert``, and its parts, as `_Table.add` takes them."""
     view, pieces = spec.local_view, [(piece.local_box, piece.global_box) for piece in spec.pieces]
     shape = spec.local_shape
     if expert is not None:
