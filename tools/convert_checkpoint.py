@@ -99,7 +99,9 @@ def main(argv: Sequence[str]) -> int:
     args = parser.parse_args(argv)
     source, target = (next(n for n in names if getattr(args, n) is not None) for names in (SOURCES, TARGETS))
     if target not in SOURCES[source]:
-        parser.error("--load-hf goes with --save, --load-megatron with --save or --save-hf, --load with the others")
+        parser.error(
+            "--load-hf goes with --save, --load with --save-hf or --save-megatron, --load-megatron with the first two"
+        )
     given = [name for name in EXPORT_OPTIONS if getattr(args, name) is not None]
     unused = [
         f"--{n.replace('_', '-')}" for n in given if target != "save_hf" and (n != "ckpt_step" or source == "load_hf")

@@ -208,7 +208,9 @@ def write_ranks(
     return folder
 
 
-def write_torch_dist(folder: Path, model: ModelConfig, ours: Mapping[str, Tensor]) -> Path:
+def write_torch_dist(
+    folder: Path, model: ModelConfig, ours: Mapping[str, Tensor], fully_reshardable: bool = True
+) -> Path:
     """Write a checkpoint of step 7 of a model with experts in the format ``torch_dist``, with the state of Adam."""
     layers, experts, padded = range(model.num_layers), model.num_experts or 0, model.vocab + 20
     stack = {
@@ -229,7 +231,10 @@ def write_torch_dist(folder: Path, model: ModelConfig, ours: Mapping[str, Tensor
     found["output_layer.weight"] = padded_rows(ours["output_layer.weight"], padded)
     found["decoder.final_layernorm.weight"] = ours["final_layernorm.weight"]
     every: dict[str, Any] = dict(found)
-    for key, tensor in found.items():
+    if not fully_reshardable:
+        buffer = "optimizer.distributed.dp_group_idx_0.gbuf_idx_0.dtype_(torch.float32, torch.float32).bucket_idx_0"
+        every |= {f"{buffer}.{kind}": torch.ones(64) for kind in ("param", "exp_avg", "exp_avg_sq")}
+    for key, tensor in found.items() if fully_reshardable else ():
         for kind, value in {"param": tensor, **moments_of(tensor)}.items():
             every[f"optimizer.state.{kind}.{key}"] = value
     args = run_arguments(model, padded)

@@ -99,10 +99,12 @@ def test_errors_are_sentences(tmp_path: Path, capsys: pytest.CaptureFixture[str]
 @pytest.mark.parametrize(
     ("argv", "said"),
     [
-        ([], "one of the arguments --load-hf --load is required"),
-        (["--load-hf", "a"], "one of the arguments --save --save-hf is required"),
+        ([], "one of the arguments --load-hf --load --load-megatron is required"),
+        (["--load-hf", "a"], "one of the arguments --save --save-megatron --save-hf is required"),
         (["--load-hf", "a", "--save-hf", "b"], "--load-hf goes with --save"),
         (["--load", "a", "--save", "b"], "--load with --save-hf"),
+        (["--load-megatron", "a", "--save-megatron", "b"], "--load-megatron with the first two"),
+        (["--load-megatron", "a", "--save", "b", "--dtype", "bf16"], "--dtype: only with --save-hf"),
         (["--load-hf", "a", "--save", "b", "--dtype", "bf16"], "--dtype: only with --save-hf"),
         (["--load-hf", "a", "--save", "b", "--ckpt-step", "3"], "--ckpt-step: only with --save-hf"),
         (["--load-hf", "a", "--save", "b", "--ema"], "--ema: only with --save-hf"),
