@@ -13,6 +13,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from itertools import product
 from math import prod
 from pathlib import Path
@@ -116,7 +117,7 @@ class _Table:
             raise DamagedCheckpointError(f"{self.path} {describe_findings(findings)}")
         records = {}
         for name, found in self.found.items():
-            spec, chunks = self.specs[parameter_of(name)], tuple(found.chunks.values())
+            spec, chunks = self.specs[re.sub(r"^optim\.\w+\.", "", name)], tuple(found.chunks.values())
             problem = partition_problem(spec.view, [chunk.box for chunk in chunks])
             if problem:
                 theirs = ", ".join(sorted(found.sources))
@@ -158,11 +159,6 @@ class _Content:
         return records
 
 
-def parameter_of(name: str) -> str:
-    """Return the parameter that a tensor belongs to: ``X`` for ``optim.exp_avg.X``."""
-    return name.split(".", 2)[2] if name.startswith("optim.") else name
-
-
 def read_checkpoint(path: Path) -> Manifest:
     """Return the manifest of a checkpoint of Megatron-LM.
 
@@ -170,6 +166,16 @@ def read_checkpoint(path: Path) -> Manifest:
         DamagedCheckpointError: if files are missing, damaged, or do not hold the model that ``args`` describe.
         UserError: if ``args`` have options that change what the model computes, and that there are none of here.
     """
+    try:
+        files = [(file, file.stat()) for file in sorted(path.rglob("*"))]
+        return _read_unchanged(path, tuple((str(file), stat.st_size, stat.st_mtime_ns) for file, stat in files))
+    except OSError as error:
+        raise DamagedCheckpointError(f"{error.filename or path} cannot be read: {error.strerror or error}") from error
+
+
+@lru_cache(maxsize=1)  # a start opens the same checkpoint several times
+def _read_unchanged(path: Path, files: tuple[tuple[str, int, int], ...]) -> Manifest:
+    """Return the manifest of a checkpoint, which ``files`` identify."""
     try:
         content = _read_torch_dist(path) if (path / METADATA).is_file() else _read_ranks(path)
         tensors = content.tensors()
@@ -179,8 +185,9 @@ def read_checkpoint(path: Path) -> Manifest:
     except (KeyError, TypeError, ValueError, AttributeError, IndexError, RecursionError) as error:
         raise DamagedCheckpointError(f"{path} is not a checkpoint of Megatron-LM, or is damaged: {error!r}") from error
     names = {chunk.file for record in tensors.values() for chunk in record.chunks}
-    files = {name: FileRecord((path / name).stat().st_size, 0, checksum(b"")) for name in sorted(names)}
-    return Manifest(path, 1, tensors, files, state, content.config)
+    sizes = {Path(file).relative_to(path).as_posix(): size for file, size, _ in files}
+    records = {name: FileRecord(sizes[name], 0, checksum(b"")) for name in sorted(names)}
+    return Manifest(path, 1, tensors, records, state, content.config)
 
 
 def _run_state(content: _Content, moments: bool) -> JSON:
