@@ -67,7 +67,7 @@ def parse_output_folder(text: str) -> Path:
 def build_parser() -> argparse.ArgumentParser:
     """Return the command-line parser."""
     parser = argparse.ArgumentParser(
-        description="Turn a Hugging Face model or Megatron-LM's checkpoint into a checkpoint, or a checkpoint into one.",
+        description="Turn a model of Hugging Face, or a checkpoint of Megatron-LM, into a checkpoint, or back.",
         epilog="One CPU process, tensor by tensor. If a conversion from or to Hugging Face is killed, the same command "
         "continues. The result is not kept if transformers computes other values.",
         allow_abbrev=False,
@@ -112,7 +112,9 @@ def main(argv: Sequence[str]) -> int:
     args = parser.parse_args(argv)
     source, target = (next(n for n in names if getattr(args, n) is not None) for names in (SOURCES, TARGETS))
     if target not in SOURCES[source]:
-        parser.error("--load-hf goes with --save, --load-megatron with --save or --save-hf, --load with the others")
+        parser.error(
+            "--load-hf goes with --save, --load with --save-hf or --save-megatron, --load-megatron with the first two"
+        )
     unused = [("--save-hf", name) for name in EXPORT_OPTIONS if target != "save_hf"]
     unused += [("Hugging Face", name) for name in HUGGING_FACE_OPTIONS if "hf" not in source + target]
     unused += [("--load and --load-megatron", "ckpt_step")] if source == "load_hf" else []

@@ -11,7 +11,8 @@ it are not redirected. Read a script of others before you run it here.
 
 Prints what becomes of each flag: `same`, `mapped`, `not needed`, or `missing` where it asks for something that
 pretrain_gpt.py does not have; then the command line. Exit status: 0 if that line has nothing missing and would start, 1
-if not, 2 for input that cannot be read. Files that the command line names are not looked for.
+if not, 2 for input that cannot be read. If the folder of `--load` exists, rows `differs` compare the flags with those
+stored in Megatron-LM's checkpoint. Other files that the command line names are not looked for.
 """
 
 from __future__ import annotations
@@ -31,11 +32,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from megatron.arguments.cli import parse, parse_flags
+from megatron.arguments.cli import ParsedArguments, parse, parse_flags
+from megatron.arguments.compatibility import compare_configs
 from megatron.arguments.megatron_flags import apply_foreign_flags, apply_foreign_values, foreign_flags, ignore_reason
+from megatron.checkpoint.format import MEGATRON_LM_NEWEST, is_megatron_lm
 from megatron.config.errors import Problem, UserError
 from megatron.config.files import parse_yaml, read_small
+from megatron.config.run import MEGATRON_PREFIX, CheckpointConfig
 from megatron.config.text import echo
+from megatron.training.resume_source import stored_config
 
 LAUNCHERS = "torchrun srun mpirun mpiexec deepspeed python python3 python2 singularity apptainer docker enroot numactl"
 HARMLESS = "awk basename cat cut date dirname expr grep head hostname id printf pwd readlink realpath sed seq sort"
@@ -235,6 +240,32 @@ def _flattened(tree: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, 
             yield path, value
 
 
+def start_point(folder: str) -> str:
+    """Return the value of ``--load`` for a folder: with a prefix if Megatron-LM's checkpoints are in it."""
+    path = Path(folder)
+    return MEGATRON_PREFIX + folder if (path / MEGATRON_LM_NEWEST).is_file() or is_megatron_lm(path) else folder
+
+
+def with_start_point(flags: Sequence[str]) -> list[str]:
+    """Return flags with the value of ``--load`` that counts here."""
+    return [start_point(word) if before == "--load" else word for before, word in zip(["", *flags], flags)]
+
+
+def stored_by_megatron_lm(options: CheckpointConfig) -> Mapping[str, Any] | None:
+    """Return the configuration in the checkpoint of Megatron-LM that a run starts from; None without one."""
+    return stored_config(options) if (options.load or "").startswith(MEGATRON_PREFIX) else None
+
+
+def compare_with_stored(parsed: ParsedArguments) -> tuple[list[tuple[str, str, str]], list[Problem]]:
+    """Return rows of what differs from the arguments in Megatron-LM's checkpoint, and the changes that are refused."""
+    stored = stored_by_megatron_lm(parsed.config.checkpoint)
+    if stored is None:
+        return [], []
+    changes = compare_configs(stored, parsed.config, parsed.config.checkpoint.resume_mode)
+    rows = [(flag, "differs", text) for flag, _, text in (line.partition(": ") for line in changes.lines)]
+    return rows, list(changes.problems)
+
+
 def translate(run: Run, problems: Sequence[Problem]) -> tuple[list[tuple[str, str, str]], list[str], Sequence[Problem]]:
     """Return what becomes of each setting (the setting, the verdict, an explanation), and the flags for here.
 
@@ -264,6 +295,7 @@ def translate(run: Run, problems: Sequence[Problem]) -> tuple[list[tuple[str, st
     for given in command_line.given:
         old = [given.spelling, *given.words]
         words = apply_foreign_values(given.spelling, given.words) if given.setting.choices else list(given.words)
+        words = with_start_point([given.spelling, *words])[1:]
         new = [given.spelling, *words]
         if given.spelling == "--num-query-groups" and "--group-query-attention" not in run.flags:
             add(old, "not needed", "Megatron-LM ignores it without --group-query-attention", ())
@@ -312,14 +344,17 @@ def main(argv: Sequence[str]) -> int:
     world_size = args.world_size or run.world_size
     notes: Sequence[str] = ()
     problems: Sequence[Problem] = ()
+    different: list[tuple[str, str, str]] = []
+    ranks = ["--world-size", str(world_size)] if world_size else []
     try:
-        notes = parse(
-            [*run.flags, "--check-config", *(["--world-size", str(world_size)] if world_size else [])], {}
-        ).notes
+        parsed = parse([*with_start_point(run.flags), "--check-config", *ranks], {}, stored_by_megatron_lm)
+        notes = parsed.notes
+        different, problems = compare_with_stored(parsed)
     except UserError as error:
         notes = error.notes
         problems = [problem for problem in error.problems if problem.code not in FILES_ARE_ELSEWHERE]
     rows, flags, problems = translate(run, problems)
+    rows += different
     width = min(60, max(len(setting) for setting, _, _ in rows))
     for setting, verdict, text in rows:
         echo(f"{setting:{width}}  {verdict:10}  {text}".rstrip())

@@ -23,6 +23,7 @@ from megatron.checkpoint.folder import CheckpointFolder
 from megatron.checkpoint.format import MARKER, Manifest
 from megatron.checkpoint.location import Location
 from megatron.checkpoint.publish import is_complete
+from megatron.config.errors import UserError
 from megatron.config.text import echo, format_bytes
 from tools.lib.locations import location_argument
 
@@ -82,7 +83,9 @@ def verify_one(path: Location) -> int:
     if problems:
         echo("\n  ".join([f"{path}: damaged", *problems]))
         return DIFFERENT
-    echo(f"{path}: {format_bytes(manifest.total_bytes)} in {len(manifest.files)} files, as they were written")
+    checked = any(chunk.xxh3 for record in manifest.tensors.values() for chunk in record.chunks)
+    how = "as they were written" if checked else "complete, without checksums"
+    echo(f"{path}: {format_bytes(manifest.total_bytes)} in {len(manifest.files)} files, {how}")
     return EQUAL
 
 
@@ -243,7 +246,7 @@ def main(argv: Sequence[str]) -> int:
     arguments = build_parser().parse_args(argv)
     try:
         return int(arguments.run(arguments))
-    except (CheckpointError, OSError) as error:
+    except (CheckpointError, UserError, OSError) as error:
         echo(f"inspect_checkpoint: {error}", file=sys.stderr)
         return UNREADABLE
 

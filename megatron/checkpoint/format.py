@@ -13,6 +13,7 @@ import re
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from importlib import import_module
 from itertools import accumulate, product
 from math import prod
 from operator import mul
@@ -374,17 +375,21 @@ def _read(folder: Location, name: str) -> bytes:
 MEGATRON_LM_NEWEST = "latest_checkpointed_iteration.txt"
 """The file that marks a folder of Megatron-LM's checkpoints, with the iteration of the newest."""
 
+MEGATRON_LM_READER = "megatron.contrib.megatron_lm.checkpoint"
+"""The module that makes a manifest of such a checkpoint. It builds on this one, so it is found by its name."""
+
 MEGATRON_LM_RANK = re.compile(r"mp_rank_(\d{2,})(?:_(\d{3,}))?(?:_(\d{3,}))?")
 """The folder of a rank in a checkpoint of Megatron-LM."""
 
 
 def is_megatron_lm(path: Location) -> bool:
     """Return True if a folder is one checkpoint of Megatron-LM."""
-    if not isinstance(path, Path) or not path.is_dir() or (path / MARKER).exists():
+    try:
+        names = {*os.listdir(path)} if isinstance(path, Path) else set()
+    except OSError:  # reported when its marker is read
         return False
-    if (path / "metadata.json").is_file() and (path / ".metadata").is_file():
-        return True
-    return any(MEGATRON_LM_RANK.fullmatch(each.name) for each in path.iterdir())
+    found = {"metadata.json", ".metadata"} <= names or any(map(MEGATRON_LM_RANK.fullmatch, names))
+    return found and MARKER not in names
 
 
 def read_manifest(path: Location) -> tuple[bytes, str]:
@@ -393,9 +398,7 @@ def read_manifest(path: Location) -> tuple[bytes, str]:
     A checkpoint of Megatron-LM has none: its manifest is made from its files.
     """
     if isinstance(path, Path) and is_megatron_lm(path):
-        from megatron.contrib.megatron_lm.checkpoint import read_checkpoint
-
-        made = read_checkpoint(path)
+        made: Manifest = import_module(MEGATRON_LM_READER).read_checkpoint(path)
         return encode_manifest(made.tensors, made.files, made.state, made.config), made.inside
     mark = _read(path, MARKER)
     inside = marker_folder(mark)

@@ -570,8 +570,8 @@ class CheckpointConfig:
     """Steps between checkpoints in local_save."""
     load: str | None = option(None, role="start")
     """Start point when the save folder holds no checkpoint: a checkpoint or a folder of checkpoints, saved in any
-    layout; megatron:DIR for those of Megatron-LM; or hf:DIR or hf:ORG/NAME (on the hub) for the weights and architecture
-    of a Hugging Face model."""
+    layout, or megatron:DIR for those of Megatron-LM; hf:DIR or hf:ORG/NAME (on the hub) for the weights and
+    architecture of a Hugging Face model."""
     ckpt_step: int | None = option(None, role="start", at_least=0, needs=START_POINT)
     """Step of the checkpoint to load. Default: the newest valid one."""
     exit_on_missing_checkpoint: bool = option(False, role="start", needs=START_POINT)

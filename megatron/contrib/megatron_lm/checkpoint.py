@@ -13,10 +13,11 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from itertools import product
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from megatron.checkpoint.durable_files import checksum
 from megatron.checkpoint.errors import DamagedCheckpointError, describe_findings
@@ -40,9 +41,10 @@ from megatron.checkpoint.format import (
     whole_box,
 )
 from megatron.config.errors import UserError
+from megatron.config.files import open_regular
 from megatron.config.model import ModelConfig
 from megatron.contrib.megatron_lm.flags import Arguments, read_arguments
-from megatron.contrib.megatron_lm.names import Place, find_place
+from megatron.contrib.megatron_lm.names import find_place
 from megatron.contrib.megatron_lm.pickles import Record, StoredTensor, read_pickle_file, read_torch_file
 from megatron.distributed.sharding import Box, DenseSharding, ExpertSharding, ShardSpec
 from megatron.layers.parameters import WORD_EMBEDDINGS, Sharding, gpt
@@ -52,6 +54,7 @@ METADATA, COMMON_FILE = ".metadata", "common.pt"
 COMMON_STATE = "common_state/"
 OUTPUT_LAYER = "output_layer.weight"
 MOMENTS = ("exp_avg", "exp_avg_sq")
+COMPARED_BYTES = 1 << 20
 BLOCK_ELEMENTS = 16 << 20
 """Elements of a chunk, at most: one is in memory at a time."""
 
@@ -59,9 +62,9 @@ OPTIMIZER = re.compile(r"(?:chained_\d+\.)?optimizer\.state\.(param|fp32_param|e
 """Keys of the optimizer's tensors in torch_dist: what they hold, and the key of the parameter."""
 
 UNREAD_OPTIMIZER = {
-    "distrib_optim.pt": "its optimizer state is in distrib_optim.pt, in the order of that run's buffers, which is not read",
-    "optimizer.distributed.": "its optimizer state depends on the layout (saved without "
-    "--dist-ckpt-optim-fully-reshardable), and is not read",
+    "distrib_optim.pt": "its optimizer state is in distrib_optim.pt, in the order of that run's buffers, and not read",
+    "optimizer.distributed.": "its optimizer state is in the order of that run's buffers, and not read; save it there "
+    "with --dist-ckpt-optim-fully-reshardable",
 }
 
 
@@ -81,8 +84,8 @@ class _Table:
     path: Path
     specs: Mapping[str, ShardSpec]  # of the whole model
     found: dict[str, _Found] = field(default_factory=dict)
-    unknown: set[str] = field(default_factory=set)
-    shapes: set[str] = field(default_factory=set)
+    unknown: set[str] = field(default_factory=set)  # their names
+    shapes: set[str] = field(default_factory=set)  # their names, with what they are and should be
 
     def add(self, name: str, theirs: str, tensor: StoredTensor, parts: Iterable[tuple[Box, int]]) -> None:
         """Add the parts of a stored tensor: boxes of our view, each with its first element in the stored one."""
@@ -99,15 +102,14 @@ class _Table:
                 found.chunks.setdefault(block, TensorChunk(block, file, offset, block.numel * item, ""))
                 offset += block.numel * item
 
-    def records(self) -> dict[str, TensorRecord]:
-        """Return the tensors.
+    def records(self, prefixes: Sequence[str] = ("",)) -> dict[str, TensorRecord]:
+        """Return the tensors, of which there must be one for every parameter and each of ``prefixes``.
 
         Raises:
             DamagedCheckpointError: naming those that are unknown, of another shape, missing or incomplete.
         """
-        weights = self.found.keys() & self.specs.keys()
         findings = {
-            "lacks": self.specs.keys() - weights,
+            "lacks": {prefix + name for prefix in prefixes for name in self.specs} - self.found.keys(),
             "holds tensors that the model of its args does not have": self.unknown,
             "holds tensors of another shape than in its args": self.shapes,
         }
@@ -115,65 +117,101 @@ class _Table:
             raise DamagedCheckpointError(f"{self.path} {describe_findings(findings)}")
         records = {}
         for name, found in self.found.items():
-            spec, chunks = self.specs[parameter_of(name)], tuple(found.chunks.values())
+            spec, chunks = self.specs[re.sub(r"^optim\.\w+\.", "", name)], tuple(found.chunks.values())
             problem = partition_problem(spec.view, [chunk.box for chunk in chunks])
             if problem:
-                raise DamagedCheckpointError(
-                    f"{self.path} does not hold all of {', '.join(sorted(found.sources))}: {problem}"
-                )
+                theirs = ", ".join(sorted(found.sources))
+                raise DamagedCheckpointError(f"{self.path} does not hold all of {theirs}: {problem}")
             records[name] = TensorRecord(found.dtype, spec.shape, spec.view, chunks)
         return records
 
 
-def parameter_of(name: str) -> str:
-    """Return the parameter that a tensor belongs to: ``X`` for ``optim.exp_avg.X``."""
-    return name.split(".", 2)[2] if name.startswith("optim.") else name
+@dataclass
+class _Content:
+    """What the files of a checkpoint hold."""
+
+    path: Path
+    args: Arguments
+    model: ModelConfig = field(init=False)
+    config: JSON = field(init=False)
+    weights: _Table = field(init=False)
+    optimizer: _Table = field(init=False)  # main params by the names of the weights, and moments
+    iteration: Any = 0
+    state: JSON = field(default_factory=dict)  # of the optimizer: "steps", "scaler"
+    unread: str = ""  # why the state of the optimizer cannot be read
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.args, dict):
+            raise DamagedCheckpointError(f"{self.path} has no args of the run")
+        self.model, self.config = read_arguments(self.args, self.path)
+        specs = gpt(self.model)
+        self.weights, self.optimizer = _Table(self.path, specs), _Table(self.path, specs)
+
+    def tensors(self) -> dict[str, TensorRecord]:
+        """Return all tensors; without those of the optimizer if they are incomplete, which `unread` explains."""
+        records = self.weights.records()
+        if self.optimizer.found and not self.unread:
+            masters = [""] if not self.optimizer.specs.keys().isdisjoint(self.optimizer.found) else []
+            try:
+                return records | self.optimizer.records([*masters, *(f"optim.{kind}." for kind in MOMENTS)])
+            except DamagedCheckpointError as error:
+                self.unread = f"its optimizer state is not read: {error}"
+        return records
 
 
 def read_checkpoint(path: Path) -> Manifest:
     """Return the manifest of a checkpoint of Megatron-LM.
 
     Raises:
-        DamagedCheckpointError: if files are missing, damaged, or do not hold the model that the run's ``args`` describe.
+        DamagedCheckpointError: if files are missing, damaged, or do not hold the model that ``args`` describe.
         UserError: if ``args`` have options that change what the model computes, and that there are none of here.
     """
     try:
-        if (path / METADATA).is_file():
-            args, config, table, state = _read_torch_dist(path)
-        else:
-            args, config, table, state = _read_ranks(path)
-        tensors = table.records()
+        files = [(file, file.stat()) for file in sorted(path.rglob("*"))]
+        return _read_unchanged(path, tuple((str(file), stat.st_size, stat.st_mtime_ns) for file, stat in files))
+    except OSError as error:
+        raise DamagedCheckpointError(f"{error.filename or path} cannot be read: {error.strerror or error}") from error
+
+
+@lru_cache(maxsize=1)  # a start opens the same checkpoint several times
+def _read_unchanged(path: Path, files: tuple[tuple[str, int, int], ...]) -> Manifest:
+    """Return the manifest of a checkpoint, which ``files`` identify."""
+    try:
+        content = _read_torch_dist(path) if (path / METADATA).is_file() else _read_ranks(path)
+        tensors = content.tensors()
+        state = _run_state(content, "optim.exp_avg." + WORD_EMBEDDINGS in tensors)
     except UserError:
         raise
     except (KeyError, TypeError, ValueError, AttributeError, IndexError, RecursionError) as error:
         raise DamagedCheckpointError(f"{path} is not a checkpoint of Megatron-LM, or is damaged: {error!r}") from error
     names = {chunk.file for record in tensors.values() for chunk in record.chunks}
-    files = {name: FileRecord((path / name).stat().st_size, 0, checksum(b"")) for name in sorted(names)}
-    return Manifest(path, 1, tensors, files, _run_state(args, state, tensors), config)
+    sizes = {Path(file).relative_to(path).as_posix(): size for file, size, _ in files}
+    records = {name: FileRecord(sizes[name], 0, checksum(b"")) for name in sorted(names)}
+    return Manifest(path, 1, tensors, records, state, content.config)
 
 
-def _run_state(args: Arguments, state: Mapping[str, Any], tensors: Mapping[str, TensorRecord]) -> JSON:
-    """Return the state of the run; without that of an optimizer if the checkpoint holds none that can be read."""
-    iteration, consumed = to_dims((state.get("iteration", 0), args.get("consumed_train_samples", 0)))
-    moments = [name for name in tensors if name.startswith("optim.")]
-    sizes = {"tp": "tensor_model", "pp": "pipeline_model", "cp": "context", "ep": "expert_model"}
-    layout = {axis: int(args.get(f"{name}_parallel_size") or 1) for axis, name in sizes.items()}
-    layout["dp"] = int(args.get("data_parallel_size") or 1)
+def _run_state(content: _Content, moments: bool) -> JSON:
+    """Return the state of the run; without that of an optimizer if there are no ``moments``."""
+    args = content.args
+    iteration, consumed = to_dims((content.iteration, args.get("consumed_train_samples", 0)))
+    sizes = {
+        "tp": "tensor_model_parallel",
+        "pp": "pipeline_model_parallel",
+        "cp": "context_parallel",
+        "dp": "data_parallel",
+    }
     found: JSON = {
         "iteration": iteration,
         "consumed_samples": consumed,
         "batches_since": {"iteration": 0, "consumed_samples": 0},
-        "written_by": {
-            "layout": {axis: size for axis, size in layout.items() if axis != "ep"},
-            "program": "Megatron-LM",
-        },
+        "written_by": {"layout": {axis: int(args.get(f"{name}_size") or 1) for axis, name in sizes.items()}},
     }
     if not moments:
-        why = state.get("why") or "it was saved without its optimizer state (--no-save-optim)"
+        why = content.unread or "it was saved without its optimizer state (--no-save-optim)"
         return found | {"no_optimizer": why}
-    scaler, optimizer = state.get("scaler") or {}, {"steps": state.get("steps", iteration)}
-    data = {"stretches": {}, "fingerprints": {}, "digest": "", "stream": [0, 1]}
-    return found | {"optimizer": optimizer, "loss_scaler": scaler, "data": data}
+    found["optimizer"] = {"steps": content.state.get("steps", iteration)}
+    found["loss_scaler"] = content.state.get("scaler", {})
+    return found | {"data": {"stretches": {}, "fingerprints": {}, "digest": "", "stream": [0, 1]}}
 
 
 # ---- torch: a file for each rank ----
@@ -199,17 +237,17 @@ class _RankFile:
         return [(int(name.removeprefix("model") or 0), self.content[name]) for name in sorted(names, key=len)]
 
 
-def _read_ranks(path: Path) -> tuple[Arguments, JSON, _Table, Mapping[str, Any]]:
+def _read_ranks(path: Path) -> _Content:
     """Read the files of all ranks."""
     folders = sorted(each for each in path.iterdir() if MEGATRON_LM_RANK.fullmatch(each.name))
     if not folders:
         raise DamagedCheckpointError(f"{path} holds neither {METADATA} nor mp_rank_00")
     first = read_torch_file(folders[0] / RANK_FILE)
-    args = first["args"]
-    if not isinstance(args, dict):
-        raise DamagedCheckpointError(f"{folders[0] / RANK_FILE} has no args of the run")
-    model, config = read_arguments(args, folders[0] / RANK_FILE)
-    axes = [axis for axis in ("pipeline", "expert") if (args.get(f"{axis}_model_parallel_size") or 1) > 1]
+    if first.get("checkpoint_version", 3.0) != 3.0:
+        seen = f"{folders[0] / RANK_FILE} has checkpoint_version {first['checkpoint_version']}"
+        raise DamagedCheckpointError(f"{seen}, with another order of queries, keys and values; only 3.0 is read")
+    content = _Content(path, first["args"], iteration=first.get("iteration", 0))
+    axes = [axis for axis in ("pipeline", "expert") if (content.args.get(f"{axis}_model_parallel_size") or 1) > 1]
     files = []
     for folder in folders:
         match = MEGATRON_LM_RANK.fullmatch(folder.name)
@@ -217,17 +255,16 @@ def _read_ranks(path: Path) -> tuple[Arguments, JSON, _Table, Mapping[str, Any]]
         if len(numbers) != 1 + len(axes):
             raise DamagedCheckpointError(f"{folder} does not fit the args: TP{''.join(f', {axis}' for axis in axes)}")
         at = dict(zip(axes, numbers[1:]))
-        content = first if folder == folders[0] else read_torch_file(folder / RANK_FILE)
-        files.append(_RankFile(folder / RANK_FILE, numbers[0], at.get("pipeline", 0), at.get("expert", 0), content))
-    _check_ranks(path, args, files)
-    table = _Table(path, gpt(model))
-    state: dict[str, Any] = {"iteration": first.get("iteration", 0)}
+        saved = first if folder == folders[0] else read_torch_file(folder / RANK_FILE)
+        files.append(_RankFile(folder / RANK_FILE, numbers[0], at.get("pipeline", 0), at.get("expert", 0), saved))
+    _check_ranks(path, content.args, files)
     if any((folder / "distrib_optim.pt").exists() for folder in folders):
-        state["why"] = UNREAD_OPTIMIZER["distrib_optim.pt"]
+        content.unread = UNREAD_OPTIMIZER["distrib_optim.pt"]
     starts = _first_layers(files)
     for file in files:
-        state |= _add_rank(table, file, args, model, starts)
-    return args, config, table, state
+        _add_rank(content, file, starts)
+    _check_tied_output(content, files)
+    return content
 
 
 def _check_ranks(path: Path, args: Arguments, files: Sequence[_RankFile]) -> None:
@@ -256,18 +293,15 @@ def _first_layers(files: Sequence[_RankFile]) -> dict[tuple[int, int], int]:
     return starts
 
 
-def _add_rank(
-    table: _Table, file: _RankFile, args: Arguments, model: ModelConfig, starts: Mapping[tuple[int, int], int]
-) -> JSON:
-    """Add the tensors of one rank; return what its file has of the run's state."""
+def _add_rank(content: _Content, file: _RankFile, starts: Mapping[tuple[int, int], int]) -> None:
+    """Add the tensors of one rank."""
+    args, model = content.args, content.model
     tp, ep = (int(args.get(f"{axis}_model_parallel_size") or 1) for axis in ("tensor", "expert"))
     etp = int(args.get("expert_tensor_parallel_size") or tp)
     padded = replace(model, make_vocab_size_divisible_by=args["padded_vocab_size"] // tp)
     experts = ExpertSharding(file.ep, ep, file.tp % etp, etp)
     specs = gpt(padded, Sharding(DenseSharding(file.tp, tp), experts))
-    tied_copy = not model.untie_embeddings_and_output_weights
-    parameters: list[tuple[str, str, ShardSpec, Place]] = []  # their names and ours, in the order of the optimizer
-    weights = {}
+    parameters: list[_Parameter] = []  # in the order of the optimizer
     for number, tensors in file.chunks():
         for theirs, tensor in tensors.items():
             if not isinstance(tensor, StoredTensor) or theirs.endswith("._extra_state"):
@@ -275,28 +309,61 @@ def _add_rank(
             place = find_place(theirs)
             layer = None if place.layer is None else place.layer + starts[number, file.pp]
             name = place.name.replace("{i}", str(layer))
-            if name == OUTPUT_LAYER and tied_copy and (file.pp or number):
+            if name == OUTPUT_LAYER and not model.untie_embeddings_and_output_weights and (file.pp or number):
                 name = WORD_EMBEDDINGS
-            if name not in specs:
-                table.unknown.add(theirs)
-                continue
-            parameters.append((theirs, name, specs[name], place))
-            weights[len(parameters) - 1] = tensor
-    optimizer = _read_optimizer(file, parameters, table)
-    for number, (theirs, name, spec, place) in enumerate(parameters):
-        shape, parts = _local_parts(spec, place.expert)
-        tensors = {name: optimizer.masters.get(number, weights[number])}
-        tensors |= {f"optim.{kind}.{name}": tensor for kind, tensor in optimizer.moments.get(number, {}).items()}
-        for ours, tensor in tensors.items():
-            if tensor.shape != shape:
-                table.shapes.add(f"{theirs} {list(tensor.shape)} instead of {list(shape)} in {file.path}")
-                continue
-            table.add(ours, theirs, tensor, parts)
-    return optimizer.state
+            if name in specs:
+                parameters.append(_Parameter(theirs, name, specs[name], place.expert, tensor))
+            else:
+                content.weights.unknown.add(theirs)
+    for parameter in parameters:
+        _add_shard(content.weights, parameter, parameter.name, parameter.tensor)
+    try:
+        content.state |= _add_optimizer(content.optimizer, file, parameters)
+    except (DamagedCheckpointError, KeyError, IndexError, TypeError) as error:
+        content.unread = f"its optimizer state is not read: {error}"
+
+
+def _check_tied_output(content: _Content, files: Sequence[_RankFile]) -> None:
+    """Raise DamagedCheckpointError if the last stage's copy of tied embeddings is not one, as its first bytes show."""
+    if content.model.untie_embeddings_and_output_weights:
+        return
+    both: dict[tuple[int, str], bytes] = {}
+    for file in files:
+        for name, tensor in (item for _, tensors in file.chunks() for item in tensors.items()):
+            if name in (WORD_EMBEDDINGS, OUTPUT_LAYER) and isinstance(tensor, StoredTensor):
+                with open_regular(tensor.path) as stored:
+                    stored.seek(tensor.offset)
+                    both[file.tp, name] = stored.read(
+                        min(COMPARED_BYTES, prod(tensor.shape) * ITEM_BYTES[tensor.dtype])
+                    )
+    for (tp, name), start in both.items():
+        if start != both.get((tp, WORD_EMBEDDINGS)):
+            raise DamagedCheckpointError(
+                f"{content.path} ties the output layer to the embedding in args, but {name} differs"
+            )
+
+
+class _Parameter(NamedTuple):
+    """A parameter in the file of a rank."""
+
+    theirs: str
+    name: str  # ours
+    spec: ShardSpec  # of the rank
+    expert: int | None  # of the rank
+    tensor: StoredTensor
+
+
+def _add_shard(table: _Table, parameter: _Parameter, name: str, tensor: StoredTensor) -> None:
+    """Add a rank's shard of a parameter, or of state of the same shape."""
+    shape, parts = _local_parts(parameter.spec, parameter.expert)
+    if tensor.shape == shape:
+        table.add(name, parameter.theirs, tensor, parts)
+    else:
+        table.shapes.add(f"{parameter.theirs} {list(tensor.shape)} instead of {list(shape)} in {tensor.path}")
 
 
 def _local_parts(spec: ShardSpec, expert: int | None) -> tuple[tuple[int, ...], list[tuple[Box, int]]]:
-    """Return the shape of a rank's tensor, or of its ``expert``, and its parts: boxes of our view, with first elements."""
+    """Return the shape of a rank's tensor, or of its ``expert``, and its parts, as `_Table.add` takes them."""
     view, pieces = spec.local_view, [(piece.local_box, piece.global_box) for piece in spec.pieces]
     shape = spec.local_shape
     if expert is not None:
@@ -316,46 +383,34 @@ def _local_parts(spec: ShardSpec, expert: int | None) -> tuple[tuple[int, ...], 
     return shape, parts
 
 
-@dataclass
-class _Optimizer:
-    """What a rank's file has of the optimizer, by number of the parameter."""
+def _add_optimizer(table: _Table, file: _RankFile, parameters: Sequence[_Parameter]) -> JSON:
+    """Add main params and moments of a rank; return steps and loss scale.
 
-    masters: dict[int, StoredTensor] = field(default_factory=dict)
-    moments: dict[int, dict[str, StoredTensor]] = field(default_factory=dict)
-    state: JSON = field(default_factory=dict)
-
-
-def _read_optimizer(
-    file: _RankFile, parameters: Sequence[tuple[str, str, ShardSpec, Place]], table: _Table
-) -> _Optimizer:
-    """Return main params and moments; groups hold the parameters in the order of the model."""
-    found = _Optimizer()
-    saved = file.content.get("optimizer")
+    An optimizer has groups, with weight decay and without, that hold the parameters in the order of the model. Experts
+    have an optimizer of their own.
+    """
+    state: JSON = {}
+    saved, count = file.content.get("optimizer"), 0
     for part in saved if isinstance(saved, list) else [saved] if isinstance(saved, dict) else []:
-        inner = part.get("optimizer", part)
-        if not inner.get("state"):
-            continue
-        masters = part.get("fp32_from_fp16_params")
-        for number, group in enumerate(inner["param_groups"]):
-            members = [n for n, (_, _, spec, _) in enumerate(parameters) if _in_group(spec, group)]
+        inner, masters = part.get("optimizer", part), part.get("fp32_from_fp16_params")
+        for number, group in enumerate(inner["param_groups"] if inner.get("state") else ()):
+            members = [each for each in parameters if _in_group(each.spec, group)]
             if len(members) != len(group["params"]):
-                raise DamagedCheckpointError(
-                    f"{file.path}: optimizer group {number} has {len(group['params'])} parameters, not the "
-                    f"{len(members)} that its weight decay selects"
-                )
+                held = f"{len(group['params'])} parameters, not the {len(members)} that its weight decay selects"
+                raise DamagedCheckpointError(f"{file.path}: group {number} of the optimizer has {held}")
             for at, (member, key) in enumerate(zip(members, group["params"])):
-                state = inner["state"][key]
-                found.moments[member] = {kind: state[kind] for kind in MOMENTS}
+                kept = inner["state"][key]
+                for kind in MOMENTS:
+                    _add_shard(table, member, f"optim.{kind}.{member.name}", kept[kind])
                 if masters is not None:
-                    found.masters[member] = masters[number][at]
-                found.state["steps"] = _number(state.get("step", group.get("step", file.content.get("iteration", 0))))
+                    _add_shard(table, member, member.name, masters[number][at])
+                state["steps"] = _number(kept.get("step", group.get("step", file.content.get("iteration", 0))))
+            count += len(members)
         if "grad_scaler" in part:
-            found.state["scaler"] = _loss_scaler(part["grad_scaler"])
-    if found.moments and len(found.moments) != len(parameters):
-        raise DamagedCheckpointError(
-            f"{file.path}: the optimizer has {len(found.moments)} of {len(parameters)} parameters"
-        )
-    return found
+            state["scaler"] = _loss_scaler(part["grad_scaler"])
+    if count not in (0, len(parameters)):
+        raise DamagedCheckpointError(f"{file.path}: the optimizer has {count} of {len(parameters)} parameters")
+    return state
 
 
 def _in_group(spec: ShardSpec, group: Mapping[str, Any]) -> bool:
@@ -379,43 +434,42 @@ def _number(value: Any) -> int:
 
 # ---- torch_dist: boxes of global tensors ----
 
+_Places = dict[tuple[str, tuple[int, ...] | None], tuple[str, int, int]]
+"""File, first byte and length of each stored box, by key and first element; None for objects."""
 
-def _read_torch_dist(path: Path) -> tuple[Arguments, JSON, _Table, Mapping[str, Any]]:
+
+def _read_torch_dist(path: Path) -> _Content:
     """Read the table of a distributed checkpoint."""
     metadata = read_pickle_file(path / METADATA)
     entries, places = (metadata.state[name] for name in ("state_dict_metadata", "storage_data"))
-    stored = {}  # file, first byte and length by key and offset
+    stored: _Places = {}
     for index, info in places.items():
         where = info.state["relative_path"], *to_dims((info.state["offset"], info.state["length"]))
         offset = index.state.get("offset")
         stored[index.state["fqn"], None if offset is None else tuple(offset)] = where
     common = _common_state(path, stored)
-    args = common["args"]
-    if not isinstance(args, dict):
-        raise DamagedCheckpointError(f"{path} has no args of the run")
-    model, config = read_arguments(args, path)
-    table = _Table(path, gpt(model))
+    content = _Content(path, common["args"], iteration=common.get("iteration", 0))
     optimizer = common.get("optimizer") or {}
     parts = optimizer if isinstance(optimizer, list) else [optimizer]
     groups = [group for part in parts for group in (part.get("optimizer") or part).get("param_groups", ())]
-    state: JSON = {"iteration": common.get("iteration", 0)}
-    state["steps"] = next((_number(g["step"]) for g in groups if g.get("step") is not None), state["iteration"])
-    state["scaler"] = next((_loss_scaler(part["grad_scaler"]) for part in parts if "grad_scaler" in part), {})
-    masters = {m[2] for key in entries if (m := OPTIMIZER.fullmatch(key)) and m[1].endswith("param")}
+    steps = next((group["step"] for group in groups if group.get("step") is not None), content.iteration)
+    content.state["steps"] = _number(steps)
+    content.state["scaler"] = next((_loss_scaler(part["grad_scaler"]) for part in parts if "grad_scaler" in part), {})
     for key, entry in entries.items():
+        match = OPTIMIZER.fullmatch(key)
         if "size" not in (entry.state or {}):
             continue
-        match = OPTIMIZER.fullmatch(key)
-        if key.startswith("optimizer.distributed."):
-            state["why"] = UNREAD_OPTIMIZER["optimizer.distributed."]
-        elif match or key not in masters:
-            kind, parameter = (match[1], match[2]) if match else ("param", key)
-            prefix = f"optim.{kind}." if kind in MOMENTS else ""
-            _add_tensor(table, model, key, parameter, prefix, entry, stored)
-    return args, config, table, state
+        if match:
+            prefix = f"optim.{match[1]}." if match[1] in MOMENTS else ""
+            _add_tensor(content.optimizer, key, match[2], prefix, entry, stored)
+        elif key.startswith(("optimizer.", "chained_")):
+            content.unread = UNREAD_OPTIMIZER["optimizer.distributed."]
+        else:
+            _add_tensor(content.weights, key, key, "", entry, stored)
+    return content
 
 
-def _common_state(path: Path, stored: Mapping[Any, tuple[str, int, int]]) -> Mapping[str, Any]:
+def _common_state(path: Path, stored: _Places) -> Mapping[str, Any]:
     """Return what all ranks have in common: an object of its own, or a file in older checkpoints."""
     for (key, _), (file, start, length) in stored.items():
         if key.startswith(COMMON_STATE):
@@ -434,24 +488,15 @@ def _file(path: Path, name: str) -> Path:
     return path / name
 
 
-def _add_tensor(
-    table: _Table,
-    model: ModelConfig,
-    key: str,
-    parameter: str,
-    prefix: str,
-    entry: Record,
-    stored: Mapping[Any, tuple[str, int, int]],
-) -> None:
+def _add_tensor(table: _Table, key: str, parameter: str, prefix: str, entry: Record, stored: _Places) -> None:
     """Add a global tensor, box by box."""
     place = find_place(parameter)
     size = to_dims(entry.state["size"])
     stacked = "{i}" in place.name and place.layer is None
     layers = size[0] if stacked else 1
     names = [place.name.replace("{i}", str(i if stacked else place.layer)) for i in range(layers)]
-    unknown = [name for name in names if name not in table.specs]
-    if unknown or (stacked and layers != model.num_layers):
-        table.unknown.add(key if unknown else f"{key} of {layers} layers")
+    if not set(names) <= table.specs.keys():
+        table.unknown.add(f"{key} of {layers} layers" if names[0] in table.specs else key)
         return
     spec, shape = table.specs[names[0]], size[1:] if stacked else size
     whole = spec.view[:1] + shape[1:] if parameter in (WORD_EMBEDDINGS, OUTPUT_LAYER) and shape else shape

@@ -16,9 +16,9 @@ NAMES = (
     ("final_layernorm.", "decoder.final_layernorm."),
     ("", ""),
 )
-"""Beginnings of our names and of theirs. ``{i}`` is the layer, which torch_dist leaves out, and ``{e}`` the expert of the
-rank. The first row whose beginning of their name fits applies. In files of experts with grouped matrix products, the
-expert follows at the end, as in ``weight3``."""
+"""Beginnings of our names and of theirs. ``{i}`` is the layer, which torch_dist leaves out, and ``{e}`` the expert of
+the rank. The first row whose beginning of their name fits applies. Grouped experts are numbered at the end of their
+name, as in ``weight3``."""
 
 
 class Place(NamedTuple):
@@ -37,12 +37,8 @@ _PATTERNS = tuple(
 
 def find_place(theirs: str) -> Place:
     """Return what the tensor called ``theirs`` is of ours, whether or not we have one of that name."""
-    for ours, pattern in _PATTERNS:
-        match = pattern.match(theirs)
-        if match:
-            break
-    found = match.groupdict() if match else {}
-    rest = theirs[match.end() :] if match else theirs
+    ours, match = next((row, match) for row, pattern in _PATTERNS if (match := pattern.match(theirs)))
+    found, rest = match.groupdict(), theirs[match.end() :]
     expert, numbered = found.get("e"), re.fullmatch(r"(linear_fc[12]\.\w+?)(\d+)", rest.removeprefix("mlp.experts."))
     if numbered and expert is None and rest.startswith("mlp.experts."):
         rest, expert = f"mlp.experts.{numbered[1]}", numbered[2]

@@ -47,11 +47,11 @@ DTYPES = {
 """Names of types in torch, and in lower case in those of its storages -> in safetensors."""
 
 RECORDS = re.compile(
-    r"argparse\.Namespace|signal\.\w+|pathlib\.\w+|_?io\.BytesIO|datetime\.\w+|(collections\.)?OrderedDict"
+    r"argparse\.Namespace|types\.SimpleNamespace|signal\.\w+|pathlib\.\w+|_?io\.BytesIO|datetime\.\w+|(collections\.)?OrderedDict"
     r"|megatron\.(core|training|legacy)\.[\w.]+|transformer_engine\.[\w.]+"
     r"|torch\.distributed\.checkpoint\.(metadata|filesystem|planner|storage)\.\w+"
     r"|torch\.(device|Tensor|nn\.parameter\.Parameter|serialization\._get_layout)|torch\.storage\.\w+Storage"
-    r"|numpy\.(ndarray|dtype|(_?core\.)(multiarray|numeric)\.\w+)|numpy\._core\.\w+\.\w+|numpy\.random\.[\w.]+"
+    r"|numpy\.(ndarray|dtype|dtypes\.\w+|_?core\.(multiarray|numeric)\.\w+|random\.[\w.]+)"
 )
 """Classes, and functions that return them, of which only the arguments and the state are kept."""
 

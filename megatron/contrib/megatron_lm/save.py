@@ -21,15 +21,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed.checkpoint as dcp
 from torch import Tensor
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
-from torch.distributed.checkpoint.planner import (
-    SavePlan,
-    TensorWriteData,
-    WriteItem,
-    WriteItemType,
-)
+from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint.state_dict_saver import save
 
 from megatron.arguments.sources import from_dict, resolve
 from megatron.checkpoint.durable_files import sync_folder, write_file
@@ -86,10 +83,10 @@ def save_megatron_lm(manifest: Manifest, folder: Path, report: ProgressCallback)
     existed = folder.exists()
     with _removed_on_error(path if existed else folder):
         path.mkdir(parents=True)
-        writer = dcp.FileSystemWriter(path, thread_count=1, sync_files=True)
+        writer = FileSystemWriter(path, thread_count=1, sync_files=True)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # that there is one process
-            dcp.save({}, storage_writer=writer, planner=plan, no_dist=True)
+            save({}, storage_writer=writer, planner=plan, no_dist=True)
         write_file(path / "metadata.json", json.dumps(METADATA_JSON).encode())
         sync_folder(path)
         write_file(folder / MEGATRON_LM_NEWEST, str(iteration).encode())
@@ -97,11 +94,11 @@ def save_megatron_lm(manifest: Manifest, folder: Path, report: ProgressCallback)
     return path, "weights and optimizer state" if plan.kinds else f"weights alone: {plan.why}"
 
 
-def import_megatron_lm(manifest: Manifest, save: Path, report: ProgressCallback) -> tuple[Path, str]:
+def import_megatron_lm(manifest: Manifest, folder: Path, report: ProgressCallback) -> tuple[Path, str]:
     """Write a checkpoint of Megatron-LM as one of ours, with the run's state; arguments and result as above."""
-    checkpoints = CheckpointFolder(save)
+    checkpoints = CheckpointFolder(folder)
     if checkpoints.named():
-        raise CheckpointError(f"{save} holds checkpoints already", "--save A_NEW_FOLDER")
+        raise CheckpointError(f"{folder} holds checkpoints already", "--save A_NEW_FOLDER")
     reader, total = CheckpointReader(manifest), sum(prod(record.shape) for record in manifest.tensors.values())
     done = 0
 
@@ -135,13 +132,13 @@ def _removed_on_error(folder: Path) -> Iterator[None]:
         ) from error
     except BaseException as error:
         shutil.rmtree(folder, ignore_errors=True)
-        cause = getattr(error, "failures", {}).get(0)  # dcp wraps the errors of a rank
+        cause = getattr(error, "failures", {}).get(0)  # save wraps the errors of a rank
         if cause is not None and isinstance(cause[0], CheckpointError):
             raise cause[0] from error
         raise
 
 
-class _Plan(dcp.DefaultSavePlanner):
+class _Plan(DefaultSavePlanner):
     """All that is written; tensors are read when they are."""
 
     def __init__(self, saved: SavedModel, config: RunConfig, report: ProgressCallback) -> None:

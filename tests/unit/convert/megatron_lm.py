@@ -7,6 +7,8 @@ of tensor; they share nothing with the reader.
 from __future__ import annotations
 
 import argparse
+import math
+import shutil
 import tarfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -18,6 +20,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from megatron.config.model import ModelConfig
+from megatron.contrib.megatron_lm.pickles import StoredTensor, read_torch_file
 from megatron.layers.parameters import gpt
 
 ARCHIVE = Path(__file__).parents[2] / "golden" / "megatron_ckpt.tar.xz"
@@ -205,7 +208,9 @@ def write_ranks(
     return folder
 
 
-def write_torch_dist(folder: Path, model: ModelConfig, ours: Mapping[str, Tensor]) -> Path:
+def write_torch_dist(
+    folder: Path, model: ModelConfig, ours: Mapping[str, Tensor], fully_reshardable: bool = True
+) -> Path:
     """Write a checkpoint of step 7 of a model with experts in the format ``torch_dist``, with the state of Adam."""
     layers, experts, padded = range(model.num_layers), model.num_experts or 0, model.vocab + 20
     stack = {
@@ -226,7 +231,10 @@ def write_torch_dist(folder: Path, model: ModelConfig, ours: Mapping[str, Tensor
     found["output_layer.weight"] = padded_rows(ours["output_layer.weight"], padded)
     found["decoder.final_layernorm.weight"] = ours["final_layernorm.weight"]
     every: dict[str, Any] = dict(found)
-    for key, tensor in found.items():
+    if not fully_reshardable:
+        buffer = "optimizer.distributed.dp_group_idx_0.gbuf_idx_0.dtype_(torch.float32, torch.float32).bucket_idx_0"
+        every |= {f"{buffer}.{kind}": torch.ones(64) for kind in ("param", "exp_avg", "exp_avg_sq")}
+    for key, tensor in found.items() if fully_reshardable else ():
         for kind, value in {"param": tensor, **moments_of(tensor)}.items():
             every[f"optimizer.state.{kind}.{key}"] = value
     args = run_arguments(model, padded)
@@ -235,4 +243,23 @@ def write_torch_dist(folder: Path, model: ModelConfig, ours: Mapping[str, Tensor
     dcp.save(every, checkpoint_id=path, no_dist=True, planner=dcp.DefaultSavePlanner(flatten_state_dict=False))
     (path / "metadata.json").write_text('{"sharded_backend": "torch_dist", "sharded_backend_version": 1}')
     (folder / "latest_checkpointed_iteration.txt").write_text("7")
+    return folder
+
+
+def change_arguments(source: Path, folder: Path, **changes: Any) -> Path:
+    """Copy a folder of one rank that Megatron-LM has written, with other ``args``; Megatron-LM is not needed."""
+    shutil.copytree(source, folder)
+    (file,) = folder.glob("iter_*/mp_rank_00/model_optim_rng.pt")
+    content = read_torch_file(file)
+    tensors = {}
+    for name, tensor in content["model"].items():
+        if isinstance(tensor, StoredTensor):
+            numel, dtype = math.prod(tensor.shape), {"F32": torch.float32, "BF16": torch.bfloat16}[tensor.dtype]
+            tensors[name] = torch.from_file(str(file), size=file.stat().st_size, dtype=torch.uint8)[
+                tensor.offset : tensor.offset + numel * dtype.itemsize
+            ].clone()
+            tensors[name] = tensors[name].view(dtype).view(tensor.shape)
+    plain = {name: value for name, value in content["args"].items() if isinstance(value, int | float | str | None)}
+    args = argparse.Namespace(**plain | {"params_dtype": torch.float32} | changes)
+    torch.save({"args": args, "iteration": content["iteration"], "model": tensors}, file)
     return folder

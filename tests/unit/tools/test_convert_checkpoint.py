@@ -272,12 +272,14 @@ def test_a_broken_checkpoint_is_refused_by_name_and_leaves_nothing(
 @pytest.mark.parametrize(
     ("argv", "said"),
     [
-        ([], "one of the arguments --load-hf --load is required"),
-        (["--load-hf", "a"], "one of the arguments --save --save-hf is required"),
+        ([], "one of the arguments --load-hf --load --load-megatron is required"),
+        (["--load-hf", "a"], "one of the arguments --save --save-megatron --save-hf is required"),
         (["--load-hf", "a", "--save-hf", "b"], "--load-hf goes with --save"),
         (["--load", "a", "--save", "b"], "--load with --save-hf"),
         (["--load-hf", "a", "--save", "b", "--workers", "0"], "'0' is not a number of at least 1"),
-        (["--load-hf", "a", "--save", "b", "--ckpt-step", "3"], "--ckpt-step: only with --save-hf"),
+        (["--load-megatron", "a", "--save-megatron", "b"], "--load-megatron with the first two"),
+        (["--load-megatron", "a", "--save", "b", "--dtype", "bf16"], "--dtype: only with Hugging Face"),
+        (["--load-hf", "a", "--save", "b", "--ckpt-step", "3"], "--ckpt-step: only with --load and --load-megatron"),
         (["--load-hf", "a", "--save", "b", "--ema"], "--ema: only with --save-hf"),
         (["--load", "a", "--save-hf", "b", "--max-shard-size", "5XB"], "'5XB' is not a size such as 5GB"),
     ],

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from megatron.arguments.cli import parse
+from tests.unit.convert.megatron_lm import unpack
 from tools import from_megatron
 
 MODEL = "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 128 --max-position-embeddings 128"
@@ -168,3 +169,29 @@ def test_another_yaml_file_is_refused(tmp_path: Path, capsys: pytest.CaptureFixt
     file.write_text("services: {web: {image: nginx, ports: 80}}\n")
     assert from_megatron.main([str(file)]) == 2
     assert "neither" in capsys.readouterr().err
+
+
+OF_CHECKPOINT = (
+    "--seq-length 32 --vocab-size 300 --micro-batch-size 2 --global-batch-size 4 --train-iters 20 --lr 1e-3 "
+    "--min-lr 1e-4 --lr-decay-style cosine --lr-warmup-iters 2 --weight-decay 0.1 --adam-beta2 0.95 --mock-data "
+    "--hidden-dropout 0 --attention-dropout 0"
+)
+"""Flags of the run that wrote the checkpoint, without those of its model."""
+
+
+def test_a_folder_of_megatron_lm_gets_a_prefix_and_its_arguments_are_compared(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = unpack(tmp_path) / "llama_torch_dist_tp2"
+    of_checkpoint = OF_CHECKPOINT.split()
+    assert from_megatron.main(["--", *of_checkpoint, "--load", str(folder)]) == 0
+    rows, flags = translated(capsys.readouterr().out)
+    assert flags[-2:] == ["--load", f"megatron:{folder}"]
+    assert rows["--tensor-model-parallel-size"] == "differs     checkpoint 2 -> now 1"
+    other = [word.replace("1e-3", "2e-3") for word in of_checkpoint]
+    assert from_megatron.main(["--", *other, "--load", str(folder)]) == 1
+    output = capsys.readouterr().out
+    assert "checkpoint 0.001 -> now 0.002" in output
+    assert "E825" in output
+    assert from_megatron.main(["--", *MODEL.split(), *RUN.split(), "--load", str(tmp_path / "absent")]) == 0
+    assert translated(capsys.readouterr().out)[1][-2:] == ["--load", str(tmp_path / "absent")]
