@@ -47,6 +47,10 @@ _RESOLVED = {
 """Fields of `ModelConfig` whose value may be implied by others -> the property with the value that applies."""
 
 
+_RARE = ("attention_pattern", "softmax_scale", "attn_logit_softcapping", "final_logit_softcapping")
+"""Options that only families whose rows or constants name them can express."""
+
+
 def resolved(model: ModelConfig, name: str) -> Any:
     """Return the value of a field that applies to a model."""
     return getattr(model, _RESOLVED.get(name, name))
@@ -127,9 +131,8 @@ class ModelFamily:
         """Return the options of a model that the family cannot express."""
         lacking = [name for name, value in self.always.items() if resolved(model, name) != value]
         lacking += [name for row in self.keys for name, can in row.can.items() if not can(model)]
-        if model.attention_pattern is not None and not any("attention_pattern" in row.can for row in self.keys):
-            lacking.append("attention_pattern")
-        return lacking
+        covered = {*self.always, *(name for row in self.keys for name in (getattr(row, "ours", None), *row.can))}
+        return lacking + [name for name in _RARE if getattr(model, name) is not None and name not in covered]
 
 
 def read_number(key: ConfigKey, config: JsonObject) -> Any:
