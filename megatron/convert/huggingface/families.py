@@ -47,7 +47,13 @@ _RESOLVED = {
 """Fields of `ModelConfig` whose value may be implied by others -> the property with the value that applies."""
 
 
-_RARE = ("attention_pattern", "softmax_scale", "attn_logit_softcapping", "final_logit_softcapping")
+_RARE = (
+    "attention_pattern",
+    "softmax_scale",
+    "attn_logit_softcapping",
+    "softmax_type",
+    "final_logit_softcapping",
+)
 """Options that only families whose rows or constants name them can express."""
 
 
@@ -132,7 +138,8 @@ class ModelFamily:
         lacking = [name for name, value in self.always.items() if resolved(model, name) != value]
         lacking += [name for row in self.keys for name, can in row.can.items() if not can(model)]
         covered = {*self.always, *(name for row in self.keys for name in (getattr(row, "ours", None), *row.can))}
-        return lacking + [name for name in _RARE if getattr(model, name) is not None and name not in covered]
+        rare = (name for name in _RARE if getattr(model, name) != getattr(ModelConfig, name))
+        return lacking + [name for name in rare if name not in covered]
 
 
 def read_number(key: ConfigKey, config: JsonObject) -> Any:
