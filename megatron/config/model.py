@@ -43,39 +43,36 @@ def _attention_pattern(text: str) -> str:
     return text
 
 
+def _layer_list(node: ast.expr) -> list[int]:
+    """Evaluate sums and multiples of lists of 0 and 1; ValueError for other expressions."""
+    match node:
+        case ast.List(elts=items) if all(isinstance(item, ast.Constant) and item.value in (0, 1) for item in items):
+            return [int(ast.literal_eval(item)) for item in items]
+        case ast.BinOp(left=left, op=ast.Add(), right=right):
+            return _layer_list(left) + _layer_list(right)
+        case ast.BinOp(left=left, op=ast.Mult(), right=ast.Constant(value=int(times))):
+            items = _layer_list(left)
+            if len(items) * times <= MAX_LAYERS:
+                return items * times
+    raise ValueError
+
+
 @cache
-def _no_rope_layers(text: str) -> int | tuple[int, ...]:
-    """Parse Megatron-LM's ``N``, for every N-th layer, or ``([0]*3+[1]*1)*9``, a list with 1 for layers without RoPE.
+def _no_rope_layers(text: str) -> tuple[int, ...]:
+    """Parse ``N``, for every N-th layer, or ``([0]*3+[1]*1)*9``; return 1 for layers without RoPE, to be repeated.
 
     Raises:
         ValueError: for anything else.
     """
-
-    def value(node: ast.expr) -> int | list[int]:
-        match node:
-            case ast.Constant(value=int(number)) if not isinstance(number, bool):
-                return number
-            case ast.List(elts=items):
-                found = [value(item) for item in items]
-                if all(item in (0, 1) for item in found):
-                    return [int(item == 1) for item in found]
-            case ast.BinOp(left=left, op=op, right=right):
-                a, b = value(left), value(right)
-                if isinstance(op, ast.Add) and isinstance(a, list) and isinstance(b, list):
-                    return a + b
-                if isinstance(op, ast.Mult) and isinstance(a, list) != isinstance(b, list):
-                    items, times = (a, b) if isinstance(a, list) else (b, a)
-                    if isinstance(items, list) and isinstance(times, int) and len(items) * times <= MAX_LAYERS:
-                        return items * times
-        raise ValueError
-
+    if text.isdecimal() and 0 < int(text) <= MAX_LAYERS:
+        return (0,) * (int(text) - 1) + (1,)
     try:
-        parsed = value(ast.parse(text.strip(), mode="eval").body)
+        layers = _layer_list(ast.parse(text.strip(), mode="eval").body)
     except (SyntaxError, ValueError, RecursionError, MemoryError):
-        parsed = 0
-    if parsed == 0 or parsed == [] or (isinstance(parsed, int) and parsed > MAX_LAYERS):
+        layers = []
+    if not layers:
         raise ValueError(f"{text!r} is neither a number of layers nor a list of 0 and 1, such as ([0]*3+[1]*1)*9")
-    return parsed if isinstance(parsed, int) else tuple(parsed)
+    return tuple(layers)
 
 
 def _no_rope_freq(text: str) -> str:
@@ -142,8 +139,8 @@ class ModelConfig:
     rotary_seq_len_interpolation_factor: float = option(1.0, role="function", at_least=1, needs=ROPE)
     """Divide positions by this factor (linear interpolation)."""
     no_rope_freq: str | None = option(None, role="function", parse=_no_rope_freq, needs=ROTARY)
-    """Layers without rotary embedding: every N-th, or a list with 1 for them and 0 for the others, one per layer.
-    Example: '([0]*3+[1]*1)*9'."""
+    """Layers without rotary embedding: every N-th, or a list with 1 for them and 0 for the others, repeated over the
+    layers. Example: '[0]*3+[1]'."""
     use_rope_scaling: bool = option(False, role="function", needs=ROPE)
     """Apply Llama-3's scaling of the rotary frequencies."""
     rope_scaling_factor: float = option(8.0, role="function", at_least=1, needs=ROPE_SCALING)
@@ -293,7 +290,7 @@ class ModelConfig:
             return None
         if self.no_rope_freq is not None:
             layers = _no_rope_layers(self.no_rope_freq)
-            if (layer + 1) % layers == 0 if isinstance(layers, int) else layers[layer % len(layers)]:
+            if layers[layer % len(layers)]:
                 return None
         local = self.rotary_base_local is not None and self.pattern(layer).window is not None
         return "local" if local else "global"

@@ -68,9 +68,7 @@ class CoreAttention(nn.Module):
 class SelfAttention(nn.Module):
     """QKV projection, core attention and output projection: ``[S(/tp), B, H] -> [S(/tp), B, H]``."""
 
-    def __init__(
-        self, config: ModelConfig, context: BuildContext, layer: int, recompute_core: bool
-    ) -> None:
+    def __init__(self, config: ModelConfig, context: BuildContext, layer: int, recompute_core: bool) -> None:
         super().__init__()
         self.kernels, self.tp, self.rotary = context.kernels, context.tp, config.rotary_kind(layer)
         self.name, self.recompute_core = context.name("core_attention"), recompute_core

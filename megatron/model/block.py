@@ -24,7 +24,9 @@ T = TypeVar("T")
 class Block(nn.Module):
     """``x + drop(attention(norm(x)))``, then ``x + drop(mlp(norm(x)))``, on ``[S(/tp), B, H]``.
 
-    A norm is before attention and MLP, after them, or both. In a parallel block both take the same ``x``. Takes and returns the hidden state as a :class:`Residual`, whose sum the next norm takes. Also returns the router's
+    A norm is before attention and MLP, after them, or both. In a parallel block both take the same ``x``.
+
+    Takes and returns the hidden state as a :class:`Residual`, whose sum the next norm takes. Also returns the router's
     losses, ``[2]``, or None in a block without experts.
     """
 

@@ -238,13 +238,15 @@ def run_transformers(folder: Path, config: Path, tokens_BS: Tensor, positions_BS
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(settings, attn_implementation="sdpa", dtype=torch.float32).eval()
     angles = {}
-    for module in model.modules():  # buffers are computed, not stored: fill those that are needed
-        for name in module._non_persistent_buffers_set:
+    for module in model.modules():  # these buffers are computed, not stored
+        buffers = module._non_persistent_buffers_set
+        for name in buffers:
             setattr(module, name, torch.empty_like(getattr(module, name), device="cpu"))
+        if buffers:
             model._init_weights(module)
-            if name.endswith("inv_freq") and "original" not in name:
-                magnitude = getattr(module, name.replace("inv_freq", "attention_scaling"))
-                angles["local" if name.startswith("sliding") else "global"] = getattr(module, name), magnitude
+        for name in (name for name in buffers if name.endswith("inv_freq") and "original" not in name):
+            magnitude = getattr(module, name.replace("inv_freq", "attention_scaling"))
+            angles["local" if name.startswith("sliding") else "global"] = getattr(module, name), magnitude
     tied = dict(model._tied_weights_keys) if settings.tie_word_embeddings else {}
     weights = _TransformersWeights(folder, f"{model.base_model_prefix}.")
     LazyWeightLoader(model, weights.load, tied)
@@ -260,6 +262,8 @@ IGNORED_BUFFERS = (r"rotary_emb\.inv_freq", r"attn\.masked_bias")
 """Buffers that old versions of transformers stored with the weights."""
 
 
+RENAMED = {".mlp.": ".block_sparse_moe.", "lm_head.": "embed_out."}
+"""Parts of names in transformers 5 -> in the files: Mixtral's experts and GPT-NeoX's output layer."""
 EXPERT_MATRICES = {"gate_up_proj": (("gate_proj", "up_proj"), ("w1", "w3")), "down_proj": (("down_proj",), ("w2",))}
 """Stacked expert parameters of transformers 5 -> names of each expert's matrices in the files: Qwen's and Mixtral's."""
 
@@ -284,9 +288,9 @@ class _TransformersWeights:
         return self._files[key].tensor(key).to(torch.float32)
 
     def _key(self, name: str) -> str | None:
-        """Return the key of a tensor in the files, with or without prefix, or as Mixtral names it; None if absent."""
+        """Return the key of a tensor in the files, with or without prefix, or by an old name; None if absent."""
         without = name.removeprefix(self._prefix)
-        names = (name, without, *(n.replace(".mlp.", ".block_sparse_moe.") for n in (name, without)))
+        names = (name, without, *(n.replace(a, b) for a, b in RENAMED.items() for n in (name, without)))
         return next((key for key in names if key in self._files), None)
 
     def _experts(self, mlp: str, spellings: Sequence[tuple[str, ...]]) -> list[Tensor]:
