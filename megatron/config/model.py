@@ -169,6 +169,13 @@ class ModelConfig:
     prefix:TOKENS, or the name of a plugin's pattern. A part +first:TOKENS keeps the first tokens visible, *N repeats.
     Example: 'local:4096*5,global'."""
 
+    softmax_scale: float | None = option(None, role="function", above=0, example=0.0625)
+    """Factor on the products of queries and keys. Default: 1/sqrt(kv_channels)."""
+    attn_logit_softcapping: float | None = option(None, role="function", above=0, example=50)
+    """Cap the scores of attention smoothly, before the mask: cap x tanh(score / cap), as Gemma 2."""
+    final_logit_softcapping: float | None = option(None, role="function", above=0, example=30)
+    """Cap the logits of the output layer in the same way."""
+
     normalization: str = option("LayerNorm", role="shape", choices=("LayerNorm", "RMSNorm"))
     """Normalization layer."""
     layernorm_placement: str = option("pre", role="shape", choices=("pre", "post", "sandwich"))

@@ -19,7 +19,7 @@ from megatron.distributed import mappings
 from megatron.distributed.random import stable_hash
 from megatron.kernels.attention_mask import FULL, AttentionMask
 from megatron.kernels.bias import with_bias_gradient
-from megatron.kernels.block_attention import AttentionDropout, block_attention
+from megatron.kernels.block_attention import PLAIN_SCORES, AttentionDropout, AttentionScores, block_attention
 from megatron.kernels.qkv import HeadNorms
 from megatron.layers.context import BuildContext, ForwardContext
 from megatron.layers.linear import ColumnParallelLinear, RowParallelLinear
@@ -28,7 +28,7 @@ from megatron.layers.recompute import recompute
 
 
 class CoreAttention(nn.Module):
-    """``softmax(q kᵀ / √D) v`` of this rank's heads.
+    """``softmax(scores(q kᵀ)) v`` of this rank's heads; scores are scaled and capped.
 
     Maps ``[S, B, N, D], [T, B, G, D], [T, B, G, D] -> [S, B, N D]``. It has no parameters.
     Query heads ``i N/G`` to ``(i+1) N/G`` attend to key/value head ``i``. Context-parallel ranks hold parts of the
@@ -49,6 +49,7 @@ class CoreAttention(nn.Module):
         self.kernels, self.cp, self.pattern = context.kernels, context.cp, pattern
         self.site, self.dropout = context.name("attention_dropout"), config.attention_dropout
         self.first_head = context.tp.rank * groups * queries
+        self.scores = AttentionScores(config.softmax_scale, config.attn_logit_softcapping)
 
     def forward(self, q_SBND: Tensor, k_SBGD: Tensor, v_SBGD: Tensor, ctx: ForwardContext) -> Tensor:
         """Attend within each sample, where the mask permits."""
@@ -57,11 +58,11 @@ class CoreAttention(nn.Module):
             key = stable_hash(ctx.seed, ctx.batch.step, self.site)
             dropout = AttentionDropout(self.dropout, key, ctx.batch.sample_ids, self.first_head, ctx.batch.length)
         if self.cp is not None and ctx.batch.seq_length is not None:
-            y_SBND = self.cp.attention(q_SBND, k_SBGD, v_SBGD, mask, dropout, kernel)
+            y_SBND = self.cp.attention(q_SBND, k_SBGD, v_SBGD, mask, dropout, kernel, self.scores)
         elif dropout is not None:
-            y_SBND = block_attention(q_SBND, k_SBGD, v_SBGD, mask, dropout)
+            y_SBND = block_attention(q_SBND, k_SBGD, v_SBGD, mask, dropout, scores=self.scores)
         else:
-            y_SBND = kernel(q_SBND, k_SBGD, v_SBGD, mask)
+            y_SBND = kernel(q_SBND, k_SBGD, v_SBGD, mask, self.scores)
         return y_SBND.flatten(2)
 
 
@@ -125,8 +126,10 @@ LOGITS_PER_TILE = 1 << 25
 
 
 @torch.no_grad()
-def largest_logit(q_SBND: Tensor, k_TBGD: Tensor, mask: AttentionMask) -> Tensor:
-    """Return the largest ``q k / sqrt(D)`` over all pairs that the mask permits, 0-d, in at least fp32.
+def largest_logit(
+    q_SBND: Tensor, k_TBGD: Tensor, mask: AttentionMask, scores: AttentionScores = PLAIN_SCORES
+) -> Tensor:
+    """Return the largest score over all pairs that the mask permits, 0-d, in at least fp32.
 
     Works tile by tile, so the S x T matrix is never stored.
 
@@ -134,6 +137,7 @@ def largest_logit(q_SBND: Tensor, k_TBGD: Tensor, mask: AttentionMask) -> Tensor
         q_SBND: queries.
         k_TBGD: keys; query heads ``i N/G`` to ``(i+1) N/G`` attend to key head ``i``.
         mask: of these queries and keys.
+        scores: how products of queries and keys become scores.
     """
     _, b, n, d = q_SBND.shape
     dtype = torch.promote_types(q_SBND.dtype, torch.float32)
@@ -148,4 +152,5 @@ def largest_logit(q_SBND: Tensor, k_TBGD: Tensor, mask: AttentionMask) -> Tensor
             hidden_B11ST = ~mask.dense(tile.samples, tile.queries, tile.keys).unsqueeze(1)
             logits_BGXST.masked_fill_(hidden_B11ST, -torch.inf)
         largest = torch.maximum(largest, logits_BGXST.amax())
-    return largest * d**-0.5
+    largest *= scores.factor(d)
+    return largest if scores.softcap is None else scores.softcap * (largest / scores.softcap).tanh()

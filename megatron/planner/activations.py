@@ -99,11 +99,14 @@ class ActivationShape:
         rows, chunk = tokens // row_ranks, training.mlp_chunk_size
         width, on_gpu = DTYPE_BYTES[config.precision.params_dtype], training.device != "cpu"
         plain = ("torch",) if on_gpu else ("torch", "auto")
-        eager = {op for op, choice in kernel_choices(config.compute.kernels).items() if choice.name in plain}
+        kernels = kernel_choices(config.compute.kernels)
+        eager = {op for op, choice in kernels.items() if choice.name in plain}
         selective = training.recompute_granularity == "selective"
         ring, documents = cp // parallel.cp_head_ranks, config.data.reset_attention_mask
         patterns = {model.pattern(layer) for layer in range(model.num_layers)}
         covered = all(p.only_window and ("attention" not in eager or (p == CAUSAL and not documents)) for p in patterns)
+        if model.attn_logit_softcapping is not None:
+            covered &= on_gpu and width == 2 and kernels["attention"].name in ("auto", "flash_attn", "flex")
         return cls(
             model=model,
             samples=samples,
@@ -402,7 +405,8 @@ def _core_attention(shape: ActivationShape) -> tuple[int, int]:
     # The runs of consecutive queries; the largest tile that is not fused, or the mask of a tile; and what a tile gives.
     length, runs = shape.tokens * shape.head_ranks // shape.samples, 2 if shape.ring > 1 else 1
     heads = shape.samples * shape.model.num_attention_heads // (shape.tp * shape.head_ranks)
-    unfused = shape.model.attention_dropout > 0 or (shape.on_gpu and width == wide)
+    capped = shape.model.attn_logit_softcapping is not None
+    unfused = capped or shape.model.attention_dropout > 0 or (shape.on_gpu and width == wide)
     side = min(UNFUSED_TILE if unfused else FUSED_TILE, length // runs)
     score = max(UNFUSED_TENSORS * wide, 3 * INDEX_BYTES) if unfused else UNFUSED_TENSORS * wide * shape.on_gpu
     tile = side**2 * max(heads * score, (INDEX_BYTES + 5 * MASK_BYTES) * shape.masked)
@@ -420,7 +424,8 @@ def _loss(shape: ActivationShape) -> tuple[int, int]:
     copied = shape.wide if "cross_entropy" in shape.eager and shape.width < shape.wide else 0
     default = loss_chunk_tokens(shape.tokens, rows * (copied or shape.width), shape.on_gpu)
     chunk = min(shape.tokens, shape.loss_chunk or default)
-    logits = chunk * (rows * (shape.width + copied) + hidden)
+    uncapped = shape.width if model.final_logit_softcapping is not None else 0
+    logits = chunk * (rows * (shape.width + copied + uncapped) + hidden)
     wgrad = rows * model.hidden_size * shape.wide if shape.keeps_loss_wgrad else 0
     return norm + shape.tokens * hidden + wgrad, shape.residual + shape.gathered + logits
 

@@ -81,6 +81,9 @@ PATTERNS: dict[str, dict[str, Any]] = {
 }
 """Of layers in turn; each is at least once in a model."""
 
+CAPPED = {"softmax_scale": 0.5, "attn_logit_softcapping": 1.5, "final_logit_softcapping": 2.0}
+"""Logits of attention and of the output layer, with a z-loss; without one they are plain."""
+
 MOMENTS: dict[str, dict[str, Any]] = {
     "fp32": {},
     "bf16": {"exp_avg_dtype": "bf16", "exp_avg_sq_dtype": "bf16"},
@@ -305,6 +308,7 @@ def case_of(choice: Choice) -> Case:
         activation=c["activation"],
         z_loss_coeff=c["z_loss"],
         **PATTERNS[c["pattern"]],
+        **(CAPPED if c["z_loss"] else {}),
         **POSITIONS[c["positions"]],
         **ROTARY[c["rotary"]],
         **BIASES[c["biases"]],

@@ -236,7 +236,7 @@ def run_transformers(folder: Path, config: Path, tokens_BS: Tensor, positions_BS
     settings = AutoConfig.from_pretrained(config)
     settings._experts_implementation = "eager"  # the others require widths that are multiples of 16 bytes
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(settings, attn_implementation="sdpa", dtype=torch.float32).eval()
+        model = AutoModelForCausalLM.from_config(settings, attn_implementation="eager", dtype=torch.float32).eval()
     angles = {}
     for module in model.modules():  # these buffers are computed, not stored
         buffers = module._non_persistent_buffers_set

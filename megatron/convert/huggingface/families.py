@@ -38,6 +38,8 @@ from megatron.convert.huggingface.keys import (
     read_rope,
     rope,
     rope_of_kinds,
+    softcaps,
+    softmax_scale,
     write_layer_types,
     write_rope,
 )
@@ -493,12 +495,13 @@ _GEMMA_KEYS = (
         read=lambda c: {"embedding_multiplier": math.sqrt(read_number(ConfigKey("", "hidden_size", 2304), c))},
         can={"embedding_multiplier": _scaled_embedding},
     ),
+    softmax_scale("query_pre_attn_scalar", 256, -0.5),
     KeyGroup(can=_DIVIDES_HIDDEN),
 )
 _GEMMA2 = replace(
     _LLAMA,
     architecture="Gemma2ForCausalLM",
-    keys=(*_GEMMA_KEYS, rope(), layer_types(2)),
+    keys=(*_GEMMA_KEYS, softcaps(50.0, 30.0), rope(), layer_types(2)),
     fixed={"attention_bias": (False,), "use_bidirectional_attention": (None, False)},
     always={
         **_NO_BIAS,
@@ -527,6 +530,7 @@ _GEMMA3 = replace(
     architecture="Gemma3ForCausalLM",
     keys=(
         *with_defaults(*_GEMMA_KEYS, vocab_size=262208, max_position_embeddings=131072),
+        softcaps(None, None),
         rope_of_kinds(1e6, 1e4, "rope_local_base_freq"),
         replace(
             layer_types(6),
@@ -639,6 +643,19 @@ _SMOLLM3 = replace(
     tied_by_default=True,
 )
 
+_GRANITE = replace(
+    _LLAMA,
+    architecture="GraniteForCausalLM",
+    keys=(
+        *_without("head_dim"),
+        rope(),
+        softmax_scale("attention_multiplier", 1.0, 1),
+        *(ConfigKey(name, name, 1.0) for name in ("embedding_multiplier", "residual_multiplier", "logits_scaling")),
+        _LLAMA.keys[-1],
+        KeyGroup(can=_HEADS_SPLIT_HIDDEN),
+    ),
+)
+
 _STARCODER2 = replace(
     _LLAMA,
     architecture="Starcoder2ForCausalLM",
@@ -694,6 +711,7 @@ MODEL_FAMILIES: dict[str, ModelFamily] = {
     "phi3": _PHI3,
     "smollm3": _SMOLLM3,
     "starcoder2": _STARCODER2,
+    "granite": _GRANITE,
 }
 """Built-in families by transformers' ``model_type``."""
 

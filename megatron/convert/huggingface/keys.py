@@ -54,6 +54,9 @@ def resolved(model: ModelConfig, name: str) -> Any:
 
 SWITCHES = (
     "attention_pattern",
+    "softmax_scale",
+    "attn_logit_softcapping",
+    "final_logit_softcapping",
     "layernorm_placement",
     "apply_layernorm_1p",
     "parallel_attention",
@@ -397,7 +400,42 @@ def layer_types(period: int) -> KeyGroup:
     )
 
 
-# ---- Activations, norms and dropout ----
+# ---- Attention scores, activations and dropout ----
+
+
+def softmax_scale(key: str, default: float, power: float) -> KeyGroup:
+    """Return the key of the factor of attention scores, ``value ** power``; whole numbers if the power is negative."""
+
+    def head_dim(config: JsonObject) -> int:
+        return int(config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"])
+
+    def read(config: JsonObject) -> FieldValues:
+        value = read_number(ConfigKey("softmax_scale", key, default), config)
+        if value <= 0:
+            raise UnsupportedConfigError(f"{key} is {value}, not above 0")
+        usual = head_dim(config) ** (-0.5 / power)
+        return {"softmax_scale": None if value == usual else value**power}
+
+    def exported(model: ModelConfig) -> float:
+        value = (model.softmax_scale or model.head_dim**-0.5) ** (1 / power)
+        return value if power == 1 else round(value)
+
+    def can(model: ModelConfig) -> bool:
+        return model.softmax_scale is None or math.isclose(exported(model) ** power, model.softmax_scale, rel_tol=1e-12)
+
+    return KeyGroup((key,), read, lambda m: {key: exported(m)}, {"softmax_scale": can})
+
+
+def softcaps(attention: float | None, logits: float | None) -> KeyGroup:
+    """Return the keys of capped attention scores and capped logits, which are null for none, and their defaults."""
+    defaults = {"attn_logit_softcapping": attention, "final_logit_softcapping": logits}
+
+    def read(config: JsonObject) -> FieldValues:
+        return {n: read_number(ConfigKey(n, n, 0.0, optional=True), defaults | config) for n in defaults}
+
+    can = dict.fromkeys(defaults, lambda model: True)
+    return KeyGroup(tuple(defaults), read, lambda m: {name: getattr(m, name) for name in defaults}, can)
+
 
 GELUS = {"gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "gelu": "gelu", "relu2": "relu2"}
 """transformers' names of activations that are not gated."""

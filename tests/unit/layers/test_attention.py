@@ -18,6 +18,7 @@ from megatron.config.model import ModelConfig
 from megatron.distributed.grad_accumulator import GradAccumulator
 from megatron.distributed.micro_batch import MicroBatch
 from megatron.kernels.attention_mask import AttentionMask
+from megatron.kernels.block_attention import AttentionScores
 from megatron.kernels.rotary import RotaryEmbedding, rotate
 from megatron.layers import attention as attention_module
 from megatron.layers import parameters
@@ -178,6 +179,16 @@ def test_how_far_a_token_is_seen(window: int | None, reach: int) -> None:
 
 
 S, B, G, X, D = 11, 2, 2, 3, 4
+
+
+def test_the_largest_logit_is_scaled_and_capped() -> None:
+    q, k = operands(0)
+    plain, mask = largest_logit(q, k, mask_of("global", S, None)), mask_of("global", S, None)
+    for scale, softcap in ((0.5, None), (None, 1.5), (0.5, 1.5)):
+        expected = plain * D**0.5 * (D**-0.5 if scale is None else scale)
+        if softcap is not None:
+            expected = softcap * (expected / softcap).tanh()
+        torch.testing.assert_close(largest_logit(q, k, mask, AttentionScores(scale, softcap)), expected)
 
 
 def by_loops_of_logit(q: Tensor, k: Tensor, pattern: str, documents: Tensor | None) -> float:
