@@ -604,10 +604,9 @@ def _read_smollm3_layers(config: JsonObject) -> FieldValues:
 
 def _write_smollm3_layers(model: ModelConfig) -> FieldValues:
     rotated = [int(model.rotary_kind(layer) is not None) for layer in range(model.num_layers)]
-    interval = rotated.index(0) + 1 if 0 in rotated else 4
     windows = write_layer_types(model, always=True)
-    names = {"no_rope_layers": rotated, "no_rope_layer_interval": interval}
-    return names | {"use_sliding_window": windows["sliding_window"] is not None} | windows
+    used = windows["sliding_window"] is not None
+    return {"no_rope_layers": rotated, "use_sliding_window": used} | windows
 
 
 _SMOLLM3 = replace(

@@ -392,10 +392,15 @@ HAS_LAYER_TYPES: Capabilities = {"attention_pattern": _layers_have_one_window}
 
 def layer_types(period: int) -> KeyGroup:
     """Return the keys of windows in all layers but every ``period``-th, or those that ``layer_types`` names."""
+
+    def write(model: ModelConfig) -> FieldValues:
+        keys = write_layer_types(model, always=True)
+        return keys | {"sliding_window": keys["sliding_window"] or WINDOW.default}  # required even if no layer has one
+
     return KeyGroup(
         ("sliding_window", "layer_types"),
         lambda c: read_layer_types(c, read_number(WINDOW, c), lambda layer: (layer + 1) % period != 0),
-        lambda m: write_layer_types(m, always=True),
+        write,
         HAS_LAYER_TYPES,
     )
 
@@ -418,7 +423,7 @@ def softmax_scale(key: str, default: float, power: float) -> KeyGroup:
 
     def exported(model: ModelConfig) -> float:
         value = (model.softmax_scale or model.head_dim**-0.5) ** (1 / power)
-        return value if power == 1 else round(value)
+        return value if power == 1 else max(1, round(value))
 
     def can(model: ModelConfig) -> bool:
         return model.softmax_scale is None or math.isclose(exported(model) ** power, model.softmax_scale, rel_tol=1e-12)
