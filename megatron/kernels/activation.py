@@ -17,18 +17,24 @@ ActivationKernel = Callable[[Tensor, Tensor | None, str], Tensor]
 """``activation(x, bias, name) -> y``, ``name`` one of :data:`ACTIVATIONS`; on ``bias`` see ``kernels/bias.py``."""
 
 
-def _swiglu(x: Tensor) -> Tensor:
+def _gated(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     gate, up = x.chunk(2, dim=-1)
-    return F.silu(gate) * up
+    return function(gate) * up
 
 
+_gelu_tanh = partial(F.gelu, approximate="tanh")
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu": F.gelu,
-    "gelu_tanh": partial(F.gelu, approximate="tanh"),
-    "swiglu": _swiglu,
+    "gelu_tanh": _gelu_tanh,
+    "swiglu": partial(_gated, F.silu),
+    "geglu": partial(_gated, F.gelu),
+    "geglu_tanh": partial(_gated, _gelu_tanh),
     "relu2": lambda x: F.relu(x).square(),
 }
 """Functions by the choices of ``--activation``; gated ones take ``[..., 2 * ffn/tp]``, gate first."""
+
+TRITON_ACTIVATIONS = ("gelu", "gelu_tanh", "swiglu", "relu2")
+"""Those that the Triton kernel computes."""
 
 
 def activation(x: Tensor, bias: Tensor | None, name: str) -> Tensor:
@@ -48,7 +54,9 @@ def _checks() -> Sequence[KernelCheck]:
 
 ACTIVATION = Operation(
     {
-        "triton": Candidate(triton_region("activation"), triton_missing),
+        "triton": Candidate(
+            triton_region("activation"), triton_missing, covers=lambda x, bias, name: name in TRITON_ACTIVATIONS
+        ),
         "compiled": Candidate(compiled(activation), compiler_missing),
         "torch": Candidate(lambda: activation),
     },

@@ -16,8 +16,10 @@ from torch import Tensor, nn
 
 from megatron.config.attention_pattern import AttentionPattern
 from megatron.config.model import ModelConfig
+from megatron.distributed import mappings
 from megatron.distributed.random import stable_hash
 from megatron.kernels.attention_mask import FULL, AttentionMask
+from megatron.kernels.bias import with_bias_gradient
 from megatron.kernels.block_attention import PLAIN_SCORES, AttentionDropout, AttentionScores, block_attention
 from megatron.kernels.qkv import HeadNorms
 from megatron.layers.context import BuildContext, ForwardContext
@@ -74,11 +76,9 @@ class CoreAttention(nn.Module):
 class SelfAttention(nn.Module):
     """QKV projection, core attention and output projection: ``[S(/tp), B, H] -> [S(/tp), B, H]``."""
 
-    def __init__(
-        self, config: ModelConfig, context: BuildContext, pattern: AttentionPattern, recompute_core: bool
-    ) -> None:
+    def __init__(self, config: ModelConfig, context: BuildContext, layer: int, recompute_core: bool) -> None:
         super().__init__()
-        self.kernels = context.kernels
+        self.kernels, self.tp, self.rotary = context.kernels, context.tp, config.rotary_kind(layer)
         self.name, self.recompute_core = context.name("core_attention"), recompute_core
         self.linear_qkv = ColumnParallelLinear(context.submodule("linear_qkv"))
         self.linear_proj = RowParallelLinear(context.submodule("linear_proj"))
@@ -88,17 +88,19 @@ class SelfAttention(nn.Module):
             self.q_layernorm = Norm(config, context.submodule("q_layernorm"))
             self.k_layernorm = Norm(config, context.submodule("k_layernorm"))
         groups, rows = context.spec("linear_qkv.weight").local_view[:2]
-        self.heads = groups, config.head_dim
-        self.core_attention = CoreAttention(config, context, pattern, groups, rows - 2)
+        self.heads, self.norm_all = (groups, config.head_dim), config.qk_layernorm_scope == "all"
+        self.core_attention = CoreAttention(config, context, config.pattern(layer), groups, rows - 2)
 
     def forward(self, x_SBH: Tensor, ctx: ForwardContext) -> Tensor:
         """Attend within each sample."""
         norms, q, k = None, self.q_layernorm, self.k_layernorm
-        if q is not None and k is not None:
-            norms = HeadNorms(q.weight, q.bias, k.weight, k.bias, q.eps)
-        q_SBND, k_SBGD, v_SBGD = self.kernels.split_qkv(
-            self.linear_qkv(x_SBH), self.linear_qkv.bias, self.heads, norms, ctx.rotary
-        )
+        qkv_SBO, bias = self.linear_qkv(x_SBH), self.linear_qkv.bias
+        if q is not None and k is not None and self.norm_all:
+            qkv_SBO, bias = self._normalize_all_heads(with_bias_gradient(qkv_SBO, bias), q, k), None
+        elif q is not None and k is not None:
+            norms = HeadNorms(q.scale, q.bias, k.scale, k.bias, q.eps)
+        rotary = None if self.rotary is None else ctx.rotary[self.rotary]
+        q_SBND, k_SBGD, v_SBGD = self.kernels.split_qkv(qkv_SBO, bias, self.heads, norms, rotary)
         if ctx.cache is not None:
             k_SBGD, v_SBGD = ctx.cache.extend(self.name, k_SBGD, v_SBGD)
         if self.recompute_core:
@@ -106,6 +108,24 @@ class SelfAttention(nn.Module):
         else:
             y_SBH = self.core_attention(q_SBND, k_SBGD, v_SBGD, ctx)
         return self.linear_proj(y_SBH)
+
+    def _normalize_all_heads(self, qkv_SBO: Tensor, q_norm: Norm, k_norm: Norm) -> Tensor:
+        """Divide the queries of a token by their RMS over all heads of all TP ranks, and its keys likewise.
+
+        Ranks that share key/value heads all count them, in the sum and in the number of its terms.
+        """
+        groups, d = self.heads
+        dtype = torch.promote_types(qkv_SBO.dtype, torch.float32)
+        qkv_SBGXD = qkv_SBO.unflatten(2, (groups, -1, d)).to(dtype)
+        q, k, v = qkv_SBGXD.split((qkv_SBGXD.shape[3] - 2, 1, 1), dim=3)
+        sums_2SB = torch.stack([x.square().sum((2, 3, 4)) for x in (q, k)])
+        # Each rank uses the sums for its own heads, so their gradient is partial, too.
+        sums_2SB = mappings.copy_to_region(mappings.reduce_from_region(sums_2SB, self.tp), self.tp)
+        normed = []
+        for x, norm, sum_SB in zip((q, k), (q_norm, k_norm), sums_2SB):
+            mean_SB = sum_SB / (self.tp.size * x[0, 0].numel())
+            normed.append(x * (mean_SB + norm.eps).rsqrt()[..., None, None, None] * norm.scale.view(groups, -1, d))
+        return torch.cat((*normed, v), dim=3).to(qkv_SBO.dtype).flatten(2)
 
 
 LOGITS_PER_TILE = 1 << 25

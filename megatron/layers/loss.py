@@ -65,6 +65,7 @@ class OutputLayer(nn.Module):
         self.shares_gradient = self.name in context.params and context.mesh.layout.sizes["pp"] > 1
         self.weight = owner.parameter("weight")
         self.sequence_parallel, self.entries = context.sequence_parallel, spec.shape[0]
+        self.scaling = config.logits_scaling
         first, held = context.tp.rank * spec.local_view[0], sum(piece.global_box.size[0] for piece in spec.pieces)
         self.vocabulary = VocabularyShard(
             first,
@@ -93,7 +94,7 @@ class OutputLayer(nn.Module):
 
         """
         gather = mappings.gather_rows if self.sequence_parallel else mappings.copy_to_region
-        x_TH = gather(x_SBH, self.vocabulary.group).flatten(0, 1)
+        x_TH = gather(self._scaled(x_SBH), self.vocabulary.group).flatten(0, 1)
         labels_T, mask_T = labels_BS.t().flatten(), mask_BS.t().flatten()
         early = is_objective and not self.shares_gradient
         loss_grad = self.vocabulary.grad_accumulator.loss_grad if early else None
@@ -109,11 +110,15 @@ class OutputLayer(nn.Module):
         if self.sequence_parallel:
             raise ValueError("logits are for inference, which runs without sequence parallelism")
         dtype = torch.promote_types(x_SBH.dtype, torch.float32)
-        local_SBV = self.vocabulary.kernels.linear.forward(x_SBH, self.weight, None).to(dtype)
+        local_SBV = self.vocabulary.kernels.linear.forward(self._scaled(x_SBH), self.weight, None).to(dtype)
         if (softcap := self.vocabulary.softcap) is not None:
             local_SBV.div_(softcap).tanh_().mul_(softcap)
         parts_PSBV = mappings.gather_rows(local_SBV.unsqueeze(0), self.vocabulary.group)
         return parts_PSBV.movedim(0, 2).flatten(2)[..., : self.entries]
+
+    def _scaled(self, x_SBH: Tensor) -> Tensor:
+        """Divide the hidden states instead of the logits, which are larger."""
+        return x_SBH if self.scaling == 1.0 else x_SBH / self.scaling
 
 
 def linear_cross_entropy(

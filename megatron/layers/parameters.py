@@ -102,17 +102,22 @@ def block_sizes(config: ModelConfig, active: bool = False) -> dict[str, int]:
 
 def block(config: ModelConfig, sharding: Sharding = UNSHARDED) -> Specs:
     """Declare a transformer block."""
+    of_hidden, none = _hidden_norm(config, sharding), Specs()
+    before = none if config.layernorm_placement == "post" else of_hidden
+    after = none if config.layernorm_placement == "pre" else of_hidden
     return _under(
-        input_layernorm=_hidden_norm(config, sharding),
+        input_layernorm=before,
         self_attention=self_attention(config, sharding),
-        pre_mlp_layernorm=_hidden_norm(config, sharding),
+        post_self_attn_layernorm=after,
+        pre_mlp_layernorm=before,
         mlp=mlp(config, sharding, config.ffn) if config.num_experts is None else mixture_of_experts(config, sharding),
+        post_mlp_layernorm=after,
     )
 
 
 def norm(config: ModelConfig, sharding: Sharding, width: int, partial: bool) -> Specs:
     """Declare a norm; ``partial`` if each TP rank normalises only a part, so that gradients are summed over TP."""
-    specs = {"weight": sharding.dense.replicate((width,), Init(value=1.0), partial)}
+    specs = {"weight": sharding.dense.replicate((width,), _norm_init(config), partial)}
     if config.normalization == "LayerNorm":
         specs["bias"] = sharding.dense.replicate((width,), Init(), partial)
     return specs
@@ -125,7 +130,10 @@ def self_attention(config: ModelConfig, sharding: Sharding) -> Specs:
     bias = sharding.dense.qkv(*heads, (d,), Init()) if config.qkv_bias else None
     output = _output_projection(config, sharding, config.num_attention_heads * d)
     specs = _under(linear_qkv=_linear(weight, bias), linear_proj=output)
-    if config.qk_layernorm:  # each rank computes its own heads only, so these gradients are always partial
+    if config.qk_layernorm and config.qk_layernorm_scope == "all":
+        q, k = sharding.dense.heads(config.num_attention_heads, heads[0], d, _norm_init(config))
+        specs |= _under(q_layernorm={"weight": q}, k_layernorm={"weight": k})
+    elif config.qk_layernorm:  # each rank computes its own heads only, so these gradients are always partial
         of_head = norm(config, sharding, d, partial=True)
         specs |= _under(q_layernorm=of_head, k_layernorm=of_head)
     if config.softmax_type == "learnable":
@@ -158,6 +166,10 @@ def mixture_of_experts(config: ModelConfig, sharding: Sharding) -> Specs:
     if config.moe_shared_expert_intermediate_size:
         specs |= _under(shared_experts=mlp(config, sharding, config.moe_shared_expert_intermediate_size))
     return specs
+
+
+def _norm_init(config: ModelConfig) -> Init:
+    return Init(value=0.0 if config.apply_layernorm_1p else 1.0)
 
 
 def _hidden_norm(config: ModelConfig, sharding: Sharding) -> Specs:

@@ -12,6 +12,7 @@ import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import groupby
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -268,21 +269,25 @@ def _write_weights(
     folder: Path, source: RoundedWeights, tensors: list[TensorMapping], shard_bytes: int, report: ProgressCallback
 ) -> None:
     """Write the weights files, and their index if there are several."""
-    sizes = [prod(tensor.shape) * source.dtype.itemsize for tensor in tensors]
-    progress = _Progress(report, sum(prod(tensor.shape) for tensor in tensors))
+    stored = [list(parts) for _, parts in groupby(tensors, lambda tensor: tensor.name)]  # some join several parts
+    sizes = [prod(parts[0].stored) * source.dtype.itemsize for parts in stored]
+    progress = _Progress(report, sum(prod(parts[0].stored) for parts in stored))
     shards = split_into_shards(sizes, shard_bytes)
     weight_map: dict[str, str] = {}
     for number, shard in enumerate(shards, 1):
         file_name = WEIGHTS_FILE if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-        held = tensors[shard]
-        entries: list[TensorEntry] = [(tensor.name, source.dtype, tensor.shape) for tensor in held]
+        held = stored[shard]
+        entries: list[TensorEntry] = [(parts[0].name, source.dtype, parts[0].stored) for parts in held]
         with TensorFileWriter(folder / file_name, entries, {"format": "pt"}) as file:
-            for tensor in held:
-                view = source.specs[tensor.ours].view
-                ours = read_in_blocks(source, tensor.ours, view, tensor.box, source.dtype)
-                file.write(tensor.name, tensor.restore(ours))
-                progress.add(tensor.name, prod(tensor.shape))
-        weight_map |= {tensor.name: file_name for tensor in held}
+            for first, *more in held:
+                view = source.specs[first.ours].view
+                restored = [
+                    part.restore(read_in_blocks(source, part.ours, view, part.box, source.dtype))
+                    for part in (first, *more)
+                ]
+                file.write(first.name, torch.cat(restored, first.joined) if more else restored[0])
+                progress.add(first.name, prod(first.stored))
+        weight_map |= {parts[0].name: file_name for parts in held}
     if len(shards) > 1:
         index = {"metadata": {"total_size": sum(sizes)}, "weight_map": weight_map}
         write_file(folder / WEIGHTS_INDEX_FILE, _json(index))

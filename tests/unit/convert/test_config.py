@@ -32,7 +32,8 @@ from megatron.convert.huggingface.config import (
     read_model_config,
 )
 from megatron.convert.huggingface.convert import convert_from_huggingface, convert_to_huggingface
-from megatron.convert.huggingface.families import MODEL_FAMILIES, ConfigKey, ModelFamily, model_families
+from megatron.convert.huggingface.families import MODEL_FAMILIES, model_families
+from megatron.convert.huggingface.keys import ConfigKey, ModelFamily
 from megatron.convert.saved_model import open_checkpoint
 from megatron.layers.parameters import num_parameters
 from tests.unit.convert.folders import ignore, llama, random_weights, write_folder
@@ -251,7 +252,7 @@ YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 
         (GPT2 | {"n_embd": "768"}, "n_embd is '768'"),
         (LLAMA3 | {"hidden_act": "gelu"}, 'hidden_act "gelu" is not supported, only "silu" or "swish"'),
         (LLAMA3 | {"attention_bias": True}, "attention_bias True with mlp_bias False"),
-        (LLAMA3 | {"rope_scaling": {"rope_type": "linear", "factor": 2.0}}, "rope_type 'linear'"),
+        (LLAMA3 | {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "rope_type 'dynamic'"),
         (LLAMA3 | {"rope_scaling": YARN | {"attention_factor": 1.5}}, "attention_factor 1.5"),
         (LLAMA3 | {"rope_scaling": YARN | {"mscale": 0.7, "mscale_all_dim": 1.0}}, "mscale"),
         (LLAMA3 | {"rope_scaling": YARN | {"factor": None}}, "factor is None, not a number of at least 1"),
@@ -294,7 +295,7 @@ def test_everything_wrong_is_told_at_once() -> None:
     ("changes", "said"),
     [
         ({"rotary_interleaved": True}, "rotary_interleaved True"),
-        ({"rotary_percent": 0.5}, "rotary_percent 0.5"),
+        ({"rotary_percent": 0.5, "qk_layernorm": True}, "rotary_percent 0.5"),
         ({"activation": "relu2"}, "activation relu2"),
         ({"normalization": "LayerNorm"}, "normalization LayerNorm"),
         ({"qk_layernorm": True, "add_bias_linear": True}, "llama has no qk_layernorm True"),

@@ -68,14 +68,14 @@ def test_mask(pattern: str, documents: Tensor | None) -> None:
 def attention(config: ModelConfig) -> SelfAttention:
     context = BuildContext(one_rank_mesh(), GradAccumulator(), torch.float64)
     context = context.declare(parameters.self_attention(config, context.sharding))
-    return SelfAttention(config, context, config.pattern(0), False)
+    return SelfAttention(config, context, 0, False)
 
 
 def scene_of(config: ModelConfig, documents: Tensor | None) -> ForwardContext:
     batch = random_batch(config, length=LENGTH, documents=documents)
     masks = {config.pattern(0): mask_of(config.attention_pattern or "global", LENGTH, documents)}
-    rotary = RotaryEmbedding(config, torch.float64, torch.device("cpu")) if config.rotary_dim else None
-    return ForwardContext(batch, masks, rotary(LENGTH, None) if rotary else None, training=True)
+    angles = {"global": rotary(config)(LENGTH, None)} if config.rotary_dim else {}
+    return ForwardContext(batch, masks, angles, training=True)
 
 
 def by_loops(
@@ -93,9 +93,8 @@ def by_loops(
         q, k, v = (qkv[..., r : r + d] for r in rows)
         if layer.q_layernorm is not None and layer.k_layernorm is not None:
             (_, q), (_, k) = layer.q_layernorm(Residual(q)), layer.k_layernorm(Residual(k))
-        if scene.rotary is not None:
-            rotary = scene.rotary
-            q, k = (rotate(t.unsqueeze(2), rotary.cos, rotary.sin, rotary.interleaved).squeeze(2) for t in (q, k))
+        for found in scene.rotary.values():
+            q, k = (rotate(t.unsqueeze(2), found.cos, found.sin, found.interleaved).squeeze(2) for t in (q, k))
         for b in range(2):
             for s in range(LENGTH):
                 keys = [j for j in range(LENGTH) if visible(s, j, b, c.attention_pattern or "global", documents)]
@@ -284,7 +283,7 @@ ROPE = {"position_embedding_type": "rope", "kv_channels": HEAD_DIM, "rotary_base
 
 
 def rotary(config: ModelConfig, dtype: torch.dtype = torch.float64) -> RotaryEmbedding:
-    return RotaryEmbedding(config, dtype, torch.device("cpu"))
+    return RotaryEmbedding(config, "global", dtype, torch.device("cpu"))
 
 
 def as_complex(x: Tensor, interleaved: bool) -> Tensor:
