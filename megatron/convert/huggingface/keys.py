@@ -67,6 +67,8 @@ SWITCHES = (
     "embedding_multiplier",
     "residual_multiplier",
     "logits_scaling",
+    "activation_func_clamp_value",
+    "glu_linear_offset",
 )
 """Fields of `ModelConfig` with their default in all families that do not name them."""
 
