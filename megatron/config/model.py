@@ -162,6 +162,8 @@ class ModelConfig:
     """YaRN: channels with more rotations than this are unchanged."""
     yarn_beta_slow: float = option(1.0, role="function", above=0, needs=YARN)
     """YaRN: channels with fewer rotations than this are interpolated."""
+    yarn_correction_range_round_to_int: bool = option(True, role="function", needs=YARN)
+    """YaRN: round the first and the last channel between them to whole ones."""
     window_size: int | None = option(None, role="function", at_least=1, at_most=MAX_SIZE, parse=_window)
     """Sliding window: a token attends to itself and the window_size - 1 tokens before it. Megatron-LM's form L,0 means
     L+1, and -1 no limit."""

@@ -275,6 +275,15 @@ def expert_weights(module: str, gate: str, up: str, down: str) -> WeightRows:
     }
 
 
+_STACKED: WeightRows = {
+    "layers.{i}.mlp.router": ("e h", {"model.layers.{i}.mlp.gate": "e, h"}),
+    "layers.{i}.mlp.experts.linear_fc1.weight": ("e p f h", {"model.layers.{i}.mlp.experts.gate_up_proj": "e, p f, h"}),
+    "layers.{i}.mlp.experts.linear_fc2.weight": ("e h f", {"model.layers.{i}.mlp.experts.down_proj": "e, h, f"}),
+}
+_EXPERT_WIDTH = KeyGroup((), lambda c: {"moe_ffn_hidden_size": None}, lambda m: {"intermediate_size": m.expert_ffn})
+"""The width of the experts, where it has no key of its own."""
+
+
 _MIXTRAL = replace(
     _LLAMA,
     architecture="MixtralForCausalLM",
@@ -290,8 +299,7 @@ _MIXTRAL = replace(
         rope(theta=1e6),
         ConfigKey("window_size", "sliding_window", None),
         ConfigKey("num_experts", "num_local_experts", 8, can=_HAS_EXPERTS),
-        # the width of the experts, which has no key of its own
-        KeyGroup((), lambda c: {"moe_ffn_hidden_size": None}, lambda m: {"intermediate_size": m.expert_ffn}),
+        _EXPERT_WIDTH,
         _BALANCING_LOSS,
     ),
     fixed={**_LLAMA.fixed, "router_jitter_noise": (0.0,)},
@@ -303,6 +311,7 @@ _MIXTRAL = replace(
         "moe_router_pre_softmax": False,
     },
     weights={**_LLAMA.weights, **expert_weights("model.layers.{i}.block_sparse_moe", "w1", "w3", "w2")},
+    stacked=_STACKED,
 )
 
 
@@ -359,6 +368,77 @@ _QWEN3_MOE = replace(
     },
     always={**_SWIGLU, **_NO_BIAS, "qk_layernorm": True, "moe_shared_expert_intermediate_size": None},
     weights={**_LLAMA.weights, **expert_weights("model.layers.{i}.mlp", "gate_proj", "up_proj", "down_proj")},
+    stacked=_STACKED,
+)
+
+_GPT_OSS_DEFAULTS: JsonObject = {
+    "sliding_window": 128,
+    "rope_theta": 150000.0,
+    "rope_scaling": {
+        "rope_type": "yarn",
+        "factor": 32.0,
+        "original_max_position_embeddings": 4096,
+        "truncate": False,
+    },
+}
+
+
+def _read_gpt_oss_rope(config: JsonObject) -> FieldValues:
+    given = {name for name in ("rope_parameters", "rope_scaling") if config.get(name)}
+    return read_rope({**_GPT_OSS_DEFAULTS, **({"rope_scaling": None} if given else {}), **config})
+
+
+_GPT_OSS = replace(
+    _LLAMA,
+    architecture="GptOssForCausalLM",
+    keys=(
+        *with_defaults(
+            *_SHARED_KEYS,
+            num_hidden_layers=36,
+            hidden_size=2880,
+            intermediate_size=2880,
+            num_attention_heads=64,
+            num_key_value_heads=8,
+            head_dim=64,
+            vocab_size=201088,
+            max_position_embeddings=131072,
+            rms_norm_eps=1e-5,
+        ),
+        ConfigKey("moe_router_topk", "num_experts_per_tok", 4),
+        ConfigKey("num_experts", "num_local_experts", 128, can=_HAS_EXPERTS),
+        _EXPERT_WIDTH,
+        replace(rope(), read=_read_gpt_oss_rope),
+        replace(layer_types(2), read=lambda c: layer_types(2).read(_GPT_OSS_DEFAULTS | c)),
+        _BALANCING_LOSS,
+        KeyGroup(("experts_per_token", "initial_context_length")),  # published, but not used by transformers
+    ),
+    fixed={**_LLAMA.fixed, "attention_bias": (True,), "swiglu_limit": (7.0,)},
+    always={
+        "normalization": "RMSNorm",
+        "activation": "quick_geglu",
+        "activation_func_clamp_value": 7.0,
+        "glu_linear_offset": 1.0,
+        "softmax_type": "learnable",
+        "add_bias_linear": True,
+        "qk_layernorm": False,
+        "moe_shared_expert_intermediate_size": None,
+        "moe_router_pre_softmax": False,
+    },
+    weights={
+        **_LLAMA.weights,
+        "layers.{i}.self_attention.core_attention.softmax_offset": ("n", {"model.layers.{i}.self_attn.sinks": "n"}),
+        "layers.{i}.mlp.router": ("e h", {"model.layers.{i}.mlp.router": "e, h"}),
+        "layers.{i}.mlp.experts.linear_fc1.weight": (
+            "e p f h",
+            {"model.layers.{i}.mlp.experts.gate_up_proj": "e, h, f p"},
+        ),
+        "layers.{i}.mlp.experts.linear_fc1.bias": (
+            "e p f",
+            {"model.layers.{i}.mlp.experts.gate_up_proj_bias": "e, f p"},
+        ),
+        "layers.{i}.mlp.experts.linear_fc2.weight": ("e h f", {"model.layers.{i}.mlp.experts.down_proj": "e, f, h"}),
+        "layers.{i}.mlp.experts.linear_fc2.bias": ("e h", {"model.layers.{i}.mlp.experts.down_proj_bias": "e, h"}),
+    },
 )
 
 # ---- GPT-NeoX ----
@@ -701,6 +781,7 @@ MODEL_FAMILIES: dict[str, ModelFamily] = {
     "qwen3": _QWEN3,
     "mixtral": _MIXTRAL,
     "qwen3_moe": _QWEN3_MOE,
+    "gpt_oss": _GPT_OSS,
     "ministral": _MINISTRAL,
     "gpt_neox": _NEOX,
     "olmo2": _OLMO2,

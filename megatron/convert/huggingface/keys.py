@@ -139,6 +139,8 @@ class ModelFamily:
     weights: WeightRows
     # of all names in the files except the head's; missing in files of a model without head
     prefix: str
+    # rows of experts that newer versions of transformers may store as one tensor for all, in place of those in weights
+    stacked: WeightRows = field(default_factory=dict)
     # patterns of names, without the prefix, that are not weights
     buffers: tuple[str, ...] = ()
     # transformers' default of tie_word_embeddings
@@ -204,7 +206,8 @@ _YARN = (
 _LINEAR = (ConfigKey("rotary_seq_len_interpolation_factor", "factor", 1.0),)
 _SCALINGS: dict[str, tuple[ConfigKey, ...]] = {"default": (), "linear": _LINEAR, "llama3": _LLAMA3, "yarn": _YARN}
 _YARN_BETAS = {"beta_fast": 32.0, "beta_slow": 1.0}  # transformers uses these in place of 0 and null
-_YARN_FIXED = {"attention_factor", "mscale", "mscale_all_dim", "truncate"}  # supported with one value only
+_YARN_FIXED = {"attention_factor", "mscale", "mscale_all_dim"}  # supported with one value only
+_TRUNCATE = "truncate"
 _THETA = ConfigKey("rotary_base", "rope_theta", 10000.0)
 ROPE_KEYS = (
     "rope_parameters",
@@ -237,7 +240,7 @@ def read_rope(config: JsonObject, partial: bool = False) -> FieldValues:
     if missing:
         raise UnsupportedConfigError(f"rope_type {kind!r} lacks {', '.join(missing)}")
     known = {*ROPE_KEYS, "rope_type", "type", *(key.theirs for key in _SCALINGS[kind])}
-    unknown = sorted(rope.keys() - known - (_YARN_FIXED if kind == "yarn" else set()))
+    unknown = sorted(rope.keys() - known - ({*_YARN_FIXED, _TRUNCATE} if kind == "yarn" else set()))
     if unknown:
         raise UnsupportedConfigError(f"rope_type {kind!r} with {', '.join(unknown)} is not supported")
     return {
@@ -246,6 +249,7 @@ def read_rope(config: JsonObject, partial: bool = False) -> FieldValues:
         "use_rope_scaling": kind == "llama3",
         **({"rotary_percent": float(fraction)} if partial else {}),
         **{key.ours: read_number(key, rope) for key in _SCALINGS[kind]},
+        **({"yarn_correction_range_round_to_int": read_bool(rope, _TRUNCATE, True)} if kind == "yarn" else {}),
     }
 
 
@@ -274,8 +278,6 @@ def _check_yarn(rope: JsonObject) -> None:
         )
     if rope.get("mscale") and rope.get("mscale_all_dim"):
         raise UnsupportedConfigError("yarn's mscale and mscale_all_dim are not supported")
-    if rope.get("truncate", True) is not True:
-        raise UnsupportedConfigError("yarn with truncate false is not supported")
 
 
 def write_rope(model: ModelConfig) -> FieldValues:
@@ -288,6 +290,8 @@ def _scaling(model: ModelConfig) -> JsonObject | None:
     kind = "llama3" if model.use_rope_scaling else kind
     kind = "yarn" if model.position_embedding_type == "yarn" else kind
     scaling = {key.theirs: getattr(model, key.ours) for key in _SCALINGS[kind]}
+    if kind == "yarn" and not model.yarn_correction_range_round_to_int:
+        scaling[_TRUNCATE] = False
     return {"rope_type": kind, **scaling} if scaling else None
 
 
