@@ -58,7 +58,7 @@ def _layer_list(node: ast.expr) -> list[int]:
 
 
 @cache
-def _no_rope_layers(text: str) -> tuple[int, ...]:
+def no_rope_layers(text: str) -> tuple[int, ...]:
     """Parse ``N``, for every N-th layer, or ``([0]*3+[1]*1)*9``; return 1 for layers without RoPE, to be repeated.
 
     Raises:
@@ -77,7 +77,7 @@ def _no_rope_layers(text: str) -> tuple[int, ...]:
 
 def _no_rope_freq(text: str) -> str:
     """Check which layers have no rotary embedding; they are kept as text."""
-    _no_rope_layers(text)
+    no_rope_layers(text)
     return text
 
 
@@ -296,7 +296,7 @@ class ModelConfig:
         if not self.rotary_dim:
             return None
         if self.no_rope_freq is not None:
-            layers = _no_rope_layers(self.no_rope_freq)
+            layers = no_rope_layers(self.no_rope_freq)
             if layers[layer % len(layers)]:
                 return None
         local = self.rotary_base_local is not None and self.pattern(layer).window is not None
