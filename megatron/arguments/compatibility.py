@@ -58,6 +58,7 @@ CHANGE_ERRORS = {
 SAME_SHAPES = {
     "position_embedding_type": (("rope", "yarn", "none"),),
     "activation": (GATED_ACTIVATIONS, ("gelu", "gelu_tanh", "relu2")),
+    "softmax_type": (("vanilla", "off-by-one"),),
 }
 """Values of a SHAPE field with the same tensor shapes: a change between them is one of FUNCTION."""
 

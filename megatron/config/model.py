@@ -51,9 +51,9 @@ def _layer_list(node: ast.expr) -> list[int]:
         case ast.BinOp(left=left, op=ast.Add(), right=right):
             return _layer_list(left) + _layer_list(right)
         case ast.BinOp(left=left, op=ast.Mult(), right=ast.Constant(value=int(times))):
-            items = _layer_list(left)
-            if len(items) * times <= MAX_LAYERS:
-                return items * times
+            layers = _layer_list(left)
+            if len(layers) * times <= MAX_LAYERS:
+                return layers * times
     raise ValueError
 
 
@@ -173,6 +173,9 @@ class ModelConfig:
     """Factor on the products of queries and keys. Default: 1/sqrt(kv_channels)."""
     attn_logit_softcapping: float | None = option(None, role="function", above=0, example=50)
     """Cap the scores of attention smoothly, before the mask: cap x tanh(score / cap), as Gemma 2."""
+    softmax_type: str = option("vanilla", role="shape", choices=("vanilla", "learnable", "off-by-one"))
+    """Sink of attention: another score of each head that the softmax sums, without a value. learnable is a parameter of
+    each head (GPT-OSS), off-by-one is 0, vanilla is none."""
     final_logit_softcapping: float | None = option(None, role="function", above=0, example=30)
     """Cap the logits of the output layer in the same way."""
 

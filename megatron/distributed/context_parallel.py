@@ -103,6 +103,8 @@ class ContextParallel:
             q_SBND, k_SBGD, v_SBGD = self._gather_rows((q_SBND, k_SBGD, v_SBGD)).split((*sizes, sizes[1]), 2)
             if dropout is not None:
                 dropout = replace(dropout, first_head=dropout.first_head + self.heads.rank * sizes[0])
+            if scores.sink is not None:
+                scores = replace(scores, sink=scores.sink.split(sizes[0])[self.heads.rank])
         if self.ring.size > 1:
             chunks = chunks_of(length, self.ring.size, self.ring.rank)
             mask = mask.part(chunks, chunks)

@@ -118,7 +118,11 @@ def _flash_covers(
     mask: AttentionMask,
     scores: AttentionScores = PLAIN_SCORES,
 ) -> bool:
-    shape_fits = q_SBND.shape[3] <= 256 and (mask.queries_end_keys if mask.documents is None else mask.aligned)
+    shape_fits = (
+        q_SBND.shape[3] <= 256
+        and scores.sink is None
+        and (mask.queries_end_keys if mask.documents is None else mask.aligned)
+    )
     return shape_fits and mask.pattern.only_window
 
 
@@ -178,7 +182,7 @@ def _varlen_covers(
     mask: AttentionMask,
     scores: AttentionScores = PLAIN_SCORES,
 ) -> bool:
-    shape_fits = q_SBND.shape[3] % 8 == 0 and _flash_covers(q_SBND, k_TBGD, v_TBGD, mask)
+    shape_fits = q_SBND.shape[3] % 8 == 0 and _flash_covers(q_SBND, k_TBGD, v_TBGD, mask, scores)
     return shape_fits and scores.plain and _can_use(can_use_flash_attention, q_SBND)
 
 
@@ -206,7 +210,7 @@ def _flex_covers(
     In inference lengths are whole blocks, as they are in evaluation: each length of generation would be compiled. Very
     long sequences are left to bands, because the tables of blocks grow with the square of the length.
     """
-    shape_fits = 16 <= q_SBND.shape[3] <= 256 and k_TBGD.shape[0] <= FLEX_LONGEST
+    shape_fits = 16 <= q_SBND.shape[3] <= 256 and k_TBGD.shape[0] <= FLEX_LONGEST and scores.sink is None
     shape_fits = shape_fits and (torch.is_grad_enabled() or q_SBND.shape[0] % FLEX_BLOCK == 0)
     needed = not mask.pattern.only_window or scores.softcap is not None
     return shape_fits and needed and (mask.aligned or mask.queries_end_keys)

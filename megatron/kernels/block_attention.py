@@ -13,7 +13,7 @@ head, D channels of a head.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
@@ -34,12 +34,14 @@ UNFUSED_BLOCK = 1024
 
 @dataclass(frozen=True)
 class AttentionScores:
-    """How products of queries and keys become scores."""
+    """How products of queries and keys become scores, and what else the softmax sums."""
 
     # Factor on the products; None for 1 / sqrt(D).
     scale: float | None = None
     # Scores are ``softcap * tanh(scale * q k / softcap)`` (Gemma 2, arXiv 2408.00118).
     softcap: float | None = None
+    # [N]: the score of one more key per query head, whose value is zero (attention sink, arXiv 2309.17453).
+    sink: Tensor | None = None
 
     def factor(self, channels: int) -> float:
         """Return the factor on the products of heads of ``channels`` channels."""
@@ -48,7 +50,7 @@ class AttentionScores:
     @property
     def plain(self) -> bool:
         """True if all kernels compute them."""
-        return self.softcap is None
+        return self.softcap is None and self.sink is None
 
 
 PLAIN_SCORES = AttentionScores()
@@ -132,10 +134,11 @@ def block_attention(
         mask: of these queries and keys.
         dropout: of attention weights.
         key_values: brings further keys and values.
-        scores: how products of queries and keys become scores.
+        scores: how products of queries and keys become scores, and the sink.
 
     """
-    y: Tensor = _BlockAttention.apply(q_SBND, k_SBGD, v_SBGD, mask, dropout, key_values, scores)
+    inputs = q_SBND, k_SBGD, v_SBGD, scores.sink
+    y: Tensor = _BlockAttention.apply(*inputs, mask, dropout, key_values, replace(scores, sink=None))
     return y
 
 
@@ -146,6 +149,7 @@ class _BlockAttention(torch.autograd.Function):
         q_SBND: Tensor,
         k_SBGD: Tensor,
         v_SBGD: Tensor,
+        sink_N: Tensor | None,
         mask: AttentionMask,
         dropout: AttentionDropout | None,
         key_values: KeyValues,
@@ -163,15 +167,23 @@ class _BlockAttention(torch.autograd.Function):
                 _merge(y_BNSD[tile.samples, :, tile.queries], lse_BNS[tile.samples, :, tile.queries], *new)
 
         key_values.forward(k_SBGD, v_SBGD, mask, attend)
+        if sink_N is not None:  # it adds to the sums of exponentials only
+            whole_BNS = torch.logaddexp(lse_BNS, sink_N.to(dtype).unsqueeze(-1))
+            y_BNSD *= (lse_BNS - whole_BNS).exp_().unsqueeze(-1)
+            lse_BNS = whole_BNS
         y_SBND = y_SBND.to(q_SBND.dtype)
-        ctx.save_for_backward(q_SBND, k_SBGD, v_SBGD, y_SBND, lse_BNS)
+        ctx.save_for_backward(q_SBND, k_SBGD, v_SBGD, sink_N, y_SBND, lse_BNS)
         ctx.mask, ctx.dropout, ctx.key_values, ctx.scores = mask, dropout, key_values, scores
         return y_SBND
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy_SBND: Tensor) -> tuple[Tensor | None, ...]:
-        q_SBND, k_SBGD, v_SBGD, y_SBND, lse_BNS = ctx.saved_tensors
+        q_SBND, k_SBGD, v_SBGD, sink_N, y_SBND, lse_BNS = ctx.saved_tensors
+        dsink_N = None
+        if sink_N is not None:  # P (dP - sum(dy y)) of a key whose value is zero
+            mean_BNS = dy_SBND.to(lse_BNS.dtype).mul(y_SBND).sum(-1).permute(1, 2, 0)
+            dsink_N = -(sink_N.unsqueeze(-1) - lse_BNS).exp_().mul_(mean_BNS).sum((0, 2))
         dq_SBND = lse_BNS.new_zeros(q_SBND.shape)
         dq_BNSD = dq_SBND.permute(1, 2, 0, 3)
 
@@ -189,7 +201,7 @@ class _BlockAttention(torch.autograd.Function):
             return dk_TBGD.to(k_TBGD.dtype), dv_TBGD.to(v_TBGD.dtype)
 
         dk_SBGD, dv_SBGD = ctx.key_values.backward(k_SBGD, v_SBGD, ctx.mask, differentiate)
-        return dq_SBND.to(q_SBND.dtype), dk_SBGD, dv_SBGD, None, None, None, None
+        return dq_SBND.to(q_SBND.dtype), dk_SBGD, dv_SBGD, dsink_N, None, None, None, None
 
 
 def _tiles(

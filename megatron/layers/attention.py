@@ -8,6 +8,7 @@ query heads, X query heads per key/value head plus its key and value, D channels
 
 from __future__ import annotations
 
+from dataclasses import replace
 from math import isqrt
 
 import torch
@@ -30,7 +31,7 @@ from megatron.layers.recompute import recompute
 class CoreAttention(nn.Module):
     """``softmax(scores(q kᵀ)) v`` of this rank's heads; scores are scaled and capped.
 
-    Maps ``[S, B, N, D], [T, B, G, D], [T, B, G, D] -> [S, B, N D]``. It has no parameters.
+    Maps ``[S, B, N, D], [T, B, G, D], [T, B, G, D] -> [S, B, N D]``. Its only parameter is that of learnable sinks.
     Query heads ``i N/G`` to ``(i+1) N/G`` attend to key/value head ``i``. Context-parallel ranks hold parts of the
     sequence, and exchange what their queries see.
 
@@ -50,19 +51,25 @@ class CoreAttention(nn.Module):
         self.site, self.dropout = context.name("attention_dropout"), config.attention_dropout
         self.first_head = context.tp.rank * groups * queries
         self.scores = AttentionScores(config.softmax_scale, config.attn_logit_softcapping)
+        self.softmax_type, self.softmax_offset = config.softmax_type, None
+        if config.softmax_type == "learnable":
+            self.softmax_offset = context.submodule("core_attention").parameter("softmax_offset", autograd=True)
 
     def forward(self, q_SBND: Tensor, k_SBGD: Tensor, v_SBGD: Tensor, ctx: ForwardContext) -> Tensor:
         """Attend within each sample, where the mask permits."""
-        mask, kernel, dropout = ctx.masks[self.pattern], self.kernels.attention, None
+        mask, kernel, dropout, scores = ctx.masks[self.pattern], self.kernels.attention, None, self.scores
+        if self.softmax_type != "vanilla":
+            zeros = q_SBND.new_zeros(q_SBND.shape[2])
+            scores = replace(scores, sink=zeros if self.softmax_offset is None else self.softmax_offset)
         if ctx.training and self.dropout > 0.0:
             key = stable_hash(ctx.seed, ctx.batch.step, self.site)
             dropout = AttentionDropout(self.dropout, key, ctx.batch.sample_ids, self.first_head, ctx.batch.length)
         if self.cp is not None and ctx.batch.seq_length is not None:
-            y_SBND = self.cp.attention(q_SBND, k_SBGD, v_SBGD, mask, dropout, kernel, self.scores)
+            y_SBND = self.cp.attention(q_SBND, k_SBGD, v_SBGD, mask, dropout, kernel, scores)
         elif dropout is not None:
-            y_SBND = block_attention(q_SBND, k_SBGD, v_SBGD, mask, dropout, scores=self.scores)
+            y_SBND = block_attention(q_SBND, k_SBGD, v_SBGD, mask, dropout, scores=scores)
         else:
-            y_SBND = kernel(q_SBND, k_SBGD, v_SBGD, mask, self.scores)
+            y_SBND = kernel(q_SBND, k_SBGD, v_SBGD, mask, scores)
         return y_SBND.flatten(2)
 
 

@@ -124,7 +124,7 @@ def norm(config: ModelConfig, sharding: Sharding, width: int, partial: bool) -> 
 
 
 def self_attention(config: ModelConfig, sharding: Sharding) -> Specs:
-    """Declare the QKV projection, the output projection, and the norms of queries and keys."""
+    """Declare the QKV projection, the output projection, the norms of queries and keys, and the sinks of the heads."""
     heads, d = (config.kv_groups, config.heads_per_group), config.head_dim
     weight = sharding.dense.qkv(*heads, (d, config.hidden_size), Init(config.init_method_std))
     bias = sharding.dense.qkv(*heads, (d,), Init()) if config.qkv_bias else None
@@ -136,6 +136,9 @@ def self_attention(config: ModelConfig, sharding: Sharding) -> Specs:
     elif config.qk_layernorm:  # each rank computes its own heads only, so these gradients are always partial
         of_head = norm(config, sharding, d, partial=True)
         specs |= _under(q_layernorm=of_head, k_layernorm=of_head)
+    if config.softmax_type == "learnable":
+        offset = sharding.dense.split((config.num_attention_heads,), 0, Init(config.init_method_std))
+        specs["core_attention.softmax_offset"] = offset
     return specs
 
 

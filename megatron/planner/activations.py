@@ -116,7 +116,7 @@ class ActivationShape:
             ring=ring,
             head_ranks=parallel.cp_head_ranks,
             gathers_keys=parallel.cp_comm_type == "all_gather",
-            tiled=ring > 1 or model.attention_dropout > 0 or not covered,
+            tiled=ring > 1 or model.attention_dropout > 0 or model.softmax_type != "vanilla" or not covered,
             masked=documents or patterns != {CAUSAL},
             own_positions=cp > 1 or config.data.reset_position_ids,
             expert_rows=rows * model.moe_router_topk * parallel.expert_tp,

@@ -368,7 +368,13 @@ MUON_TP2 = replace(TP2, optimizer=OptimizerConfig("muon", adam_eps=1e-5))
 
 CP3 = replace(
     TP2,
-    model=replace(_SHARED_KV, attention_pattern="local:9+first:2,global", attention_dropout=0.0, num_query_groups=2),
+    model=replace(
+        _SHARED_KV,
+        attention_pattern="local:9+first:2,global",
+        attention_dropout=0.0,
+        num_query_groups=2,
+        softmax_type="learnable",
+    ),
     parallel=ParallelConfig(context_parallel_size=3),
     documents=MaskBuilder(5, reset_attention=True),
 )

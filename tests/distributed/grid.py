@@ -180,7 +180,7 @@ FACTORS: dict[str, tuple[Any, ...]] = {
     "layers": (2, 3, 5, 8),  # on 1, 2, 4 or 8 stages
     "untied": (False, True),
     "kv_heads": (4, 2, 1),  # MHA, GQA and MQA; fewer than TP 4 in both of the latter
-    "kv_channels": (None, 12),
+    "kv_channels": (None, 12),  # the latter with sinks
     "vocab": (128, 101, 13),  # even, odd, and so small that a rank of TP 4 holds nothing
     "norm": choices("normalization"),
     "qk_norm": tuple(QK_NORM),
@@ -319,6 +319,7 @@ def case_of(choice: Choice) -> Case:
         num_layers=c["layers"],
         num_query_groups=c["kv_heads"],
         kv_channels=c["kv_channels"],
+        softmax_type="learnable" if c["kv_channels"] else "vanilla",
         vocab_size=c["vocab"],
         untie_embeddings_and_output_weights=c["untied"],
         normalization=c["norm"],

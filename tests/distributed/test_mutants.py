@@ -176,6 +176,7 @@ FAULTS: dict[str, tuple[str, Callable[[], AbstractContextManager[Any]]]] = {
     "a tile counted twice": ("cp3", faults_of_contexts.tile_counted_twice),
     "a tile counted twice, weights dropped": ("cp4", faults_of_contexts.tile_counted_twice),
     "results of keys averaged": ("cp3", faults_of_contexts.results_averaged),
+    "sinks of every rank": ("cp3", faults_of_contexts.sinks_of_every_rank),
     "chunks of the next rank": ("cp3", faults_of_contexts.chunks_of_the_next_rank),
     "halves swapped": ("cp3", faults_of_contexts.halves_swapped),
     "gradients of keys not returned": ("cp3", faults_of_contexts.gradients_not_returned),

@@ -56,6 +56,7 @@ SWITCHES = (
     "attention_pattern",
     "softmax_scale",
     "attn_logit_softcapping",
+    "softmax_type",
     "final_logit_softcapping",
     "layernorm_placement",
     "apply_layernorm_1p",

@@ -124,6 +124,7 @@ CHANGED = {
     "window_size": "3",
     "attention_pattern": "chunked:3",
     "softmax_scale": "0.5",
+    "softmax_type": "off-by-one",
     "attn_logit_softcapping": "0.5",
     "final_logit_softcapping": "0.5",
     "norm_epsilon": "0.1",
