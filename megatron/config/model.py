@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cache
 
@@ -305,10 +306,9 @@ class ModelConfig:
         local = self.rotary_base_local is not None and self.pattern(layer).window is not None
         return "local" if local else "global"
 
-    @property
-    def rotary_kinds(self) -> set[str]:
-        """The rotary embeddings of all layers."""
-        return {kind for layer in range(self.num_layers) if (kind := self.rotary_kind(layer)) is not None}
+    def rotary_kinds(self, layers: Iterable[int]) -> list[str]:
+        """Return the different rotary embeddings of some layers."""
+        return [*dict.fromkeys(kind for layer in layers if (kind := self.rotary_kind(layer)) is not None)]
 
     @property
     def rotary_dim(self) -> int:
