@@ -10,7 +10,7 @@ from functools import cache
 from megatron.config.attention_pattern import AttentionPattern, parse_layers
 from megatron.config.option import Need, option
 
-GATED_ACTIVATIONS = ("swiglu", "geglu", "geglu_tanh")
+GATED_ACTIVATIONS = ("swiglu", "geglu", "geglu_tanh", "quick_geglu")
 """Activations whose first projection has a second half, the gate."""
 
 
@@ -20,6 +20,7 @@ ROPE_SCALING = Need("use_rope_scaling")
 YARN = Need("position_embedding_type=yarn")
 QK_NORM = Need("qk_layernorm")
 EXPERTS = Need("num_experts")
+GATED = Need(f"activation={'|'.join(GATED_ACTIVATIONS)}", "a gated activation")
 
 MAX_LAYERS, MAX_SIZE = 10_000, 10**9
 """Limits of the sizes of a model, which bound memory and time before anything is built."""
@@ -162,6 +163,8 @@ class ModelConfig:
     """YaRN: channels with more rotations than this are unchanged."""
     yarn_beta_slow: float = option(1.0, role="function", above=0, needs=YARN)
     """YaRN: channels with fewer rotations than this are interpolated."""
+    yarn_correction_range_round_to_int: bool = option(True, role="function", needs=YARN)
+    """YaRN: round the first and the last channel between them to whole ones."""
     window_size: int | None = option(None, role="function", at_least=1, at_most=MAX_SIZE, parse=_window)
     """Sliding window: a token attends to itself and the window_size - 1 tokens before it. Megatron-LM's form L,0 means
     L+1, and -1 no limit."""
@@ -198,13 +201,23 @@ class ModelConfig:
     activation: str = option(
         "gelu_tanh",
         role="shape",
-        choices=("gelu", "gelu_tanh", "swiglu", "geglu", "geglu_tanh", "relu2"),
-        aliases={"--swiglu": "swiglu", "--squared-relu": "relu2", "--openai-gelu": "gelu_tanh"},
+        choices=("gelu", "gelu_tanh", "swiglu", "geglu", "geglu_tanh", "quick_geglu", "relu2"),
+        aliases={
+            "--swiglu": "swiglu",
+            "--quick-geglu": "quick_geglu",
+            "--squared-relu": "relu2",
+            "--openai-gelu": "gelu_tanh",
+        },
     )
     """Activation of the MLP. gelu_tanh is what Megatron-LM's fused bias-gelu computes; swiglu and geglu are gated by
-    SiLU and GELU."""
+    SiLU and GELU, quick_geglu by x sigmoid(1.702 x)."""
+    activation_func_clamp_value: float | None = option(None, role="function", above=0, needs=GATED, example=7)
+    """Limit the gate of a gated activation to at most this value before its function, and the other half to this
+    distance from 0."""
+    glu_linear_offset: float = option(0.0, role="function", needs=GATED)
+    """Add this to the half of a gated activation that is not the gate, after its limits."""
     add_bias_linear: bool = option(True, role="shape", aliases={"--disable-bias-linear": False})
-    """Use biases in all linear layers."""
+    """Use biases in all linear layers, those of experts and routers included."""
     add_qkv_bias: bool = option(False, role="shape")
     """Use a bias in the QKV projection even without add_bias_linear."""
     hidden_dropout: float = option(0.1, role="schedule", at_least=0, below=1)
@@ -270,6 +283,11 @@ class ModelConfig:
     def gated(self) -> bool:
         """True if the MLP's first projection includes a gate."""
         return self.activation in GATED_ACTIVATIONS
+
+    @property
+    def activation_options(self) -> tuple[str, float | None, float]:
+        """Name, limit and offset of the MLP's activation: the arguments of its kernel after the tensors."""
+        return self.activation, self.activation_func_clamp_value, self.glu_linear_offset
 
     @property
     def ffn(self) -> int:

@@ -223,6 +223,10 @@ class ExpertSharding:
             shape, view, local, (piece,), self.tp_rank, init, reduce_axes=EXPERT_REDUCE_AXES, matrices=len(view) - 2
         )
 
+    def split_bias(self, view: tuple[int, ...], init: Init) -> ShardSpec:
+        """Shard the biases ``[experts, ..., out]`` over EP, and their last dimension over expert-TP; see `split`."""
+        return replace(self.split(view, len(view) - 1, init), shape=(prod(view),), matrices=0)
+
 
 def padded_vocab_size(entries: int, divisible_by: int, tp: int) -> int:
     """Return ``entries`` rounded up to a multiple of ``divisible_by`` x TP."""

@@ -71,8 +71,10 @@ def _yarn(config: ModelConfig, frequencies: Tensor) -> Tensor:
     def channel(rotations: float) -> float:
         return dim * math.log(original / (rotations * 2 * math.pi)) / (2 * math.log(config.rotary_base))
 
-    low = max(math.floor(channel(config.yarn_beta_fast)), 0)
-    high = min(math.ceil(channel(config.yarn_beta_slow)), dim - 1)
+    low, high = channel(config.yarn_beta_fast), channel(config.yarn_beta_slow)
+    if config.yarn_correction_range_round_to_int:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, dim - 1)
     ramp = ((torch.arange(dim // 2, dtype=torch.float64) - low) / max(high - low, 1e-3)).clamp(0, 1)
     return frequencies * ((1 - ramp) + ramp / config.rotary_scaling_factor)
 

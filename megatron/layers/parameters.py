@@ -159,10 +159,13 @@ def mixture_of_experts(config: ModelConfig, sharding: Sharding) -> Specs:
     view = (experts, 2, ffn, h) if config.gated else (experts, ffn, h)
     fc1 = sharding.expert.split(view, len(view) - 2, init)
     fc2 = sharding.expert.split((experts, h, ffn), 2, Init(_output_std(config)))
-    specs = _under(
-        router={"weight": sharding.dense.replicate((experts, h), init, partial=sharding.sequence_parallel)},
-        experts={"linear_fc1.weight": fc1, "linear_fc2.weight": fc2},
-    )
+    weight = sharding.dense.replicate((experts, h), init, partial=sharding.sequence_parallel)
+    biases: list[ShardSpec | None] = [None] * 3
+    if config.add_bias_linear:  # fc2's is sharded over its outputs, which ranks of expert-TP sum
+        router = sharding.dense.replicate((experts,), Init(), partial=sharding.sequence_parallel)
+        biases = [router, *(sharding.expert.split_bias(shape, Init()) for shape in (view[:-1], (experts, h)))]
+    linears = _under(linear_fc1=_linear(fc1, biases[1]), linear_fc2=_linear(fc2, biases[2]))
+    specs = _under(router=_linear(weight, biases[0]), experts=linears)
     if config.moe_shared_expert_intermediate_size:
         specs |= _under(shared_experts=mlp(config, sharding, config.moe_shared_expert_intermediate_size))
     return specs

@@ -256,7 +256,9 @@ def _mlp_half(shape: ActivationShape) -> Iterator[KeptTensor]:
         again = (CHUNKS,) if shape.mlp_chunk and name != "experts" else ("mlp",)
         yield KeptTensor(f"{name}: output of fc1", (1 + model.gated) * rows * ffn, width, again)
         if model.gated and "activation" in shape.eager:
-            yield KeptTensor(f"{name}: function of the gate", rows * ffn, width, ("activation", *again))
+            _, limit, offset = model.activation_options  # the limited halves, the offset one, and the sigmoid
+            tensors = 1 + (model.activation == "quick_geglu") + (limit is not None) + (limit is not None or offset != 0)
+            yield KeptTensor(f"{name}: parts of the gated product", tensors * rows * ffn, width, ("activation", *again))
         yield KeptTensor(f"{name}: activation", rows * ffn, width, ("activation", *again), CHUNKS not in again)
 
 

@@ -66,6 +66,12 @@ RECOMPUTE: dict[str, dict[str, Any]] = {
     "block 1": {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 1},
 }
 
+ACTIVATIONS: dict[str, dict[str, Any]] = {
+    **{name: {"activation": name} for name in ("gelu_tanh", "relu2", "swiglu")},
+    "clamped": {"activation": "quick_geglu", "activation_func_clamp_value": 0.2, "glu_linear_offset": 1.0},
+}
+"""Some of each kind; all are computed element by element."""
+
 BIASES: dict[str, dict[str, Any]] = {
     "all": {},
     "qkv": {"add_bias_linear": False, "add_qkv_bias": True},
@@ -186,7 +192,7 @@ FACTORS: dict[str, tuple[Any, ...]] = {
     "qk_norm": tuple(QK_NORM),
     "block": tuple(BLOCKS),
     "biases": tuple(BIASES),
-    "activation": choices("activation"),
+    "activation": tuple(ACTIVATIONS),
     "pattern": tuple(PATTERNS),
     "documents": tuple(DOCUMENTS),
     "masked": (True, False),
@@ -283,7 +289,7 @@ def sharings() -> tuple[Choice, ...]:
         tp, replicas = int(c["tp"][0]), c["dp"] * c["cp"]
         copies, rest = divmod(tp * replicas, c["ep"] * (c["etp"] or tp))  # of every expert
         alone = c["experts"] == "none" and c["ep"] == 1 and c["etp"] is None
-        mixed = c["experts"] != "none" and c["tp"] in ("1", "2sp", "4sp") and c["biases"] != "all" and rest == 0
+        mixed = c["experts"] != "none" and c["tp"] in ("1", "2sp", "4sp") and rest == 0
         halved = replicas % 2 == 0 and (alone or copies % 2 == 0)
         cut = replicas > 1 and (halved or not c["zero"].endswith("twice"))
         overlaps = c["zero"][0] in "12" or not c["gather"]  # ZeRO-0 has nothing to gather, ZeRO-3 always overlaps
@@ -323,7 +329,6 @@ def case_of(choice: Choice) -> Case:
         vocab_size=c["vocab"],
         untie_embeddings_and_output_weights=c["untied"],
         normalization=c["norm"],
-        activation=c["activation"],
         z_loss_coeff=c["z_loss"],
         **PATTERNS[c["pattern"]],
         **(CAPPED if c["z_loss"] else {}),
@@ -331,6 +336,7 @@ def case_of(choice: Choice) -> Case:
         **ROTARY[c["rotary"]],
         **QK_NORM[c["qk_norm"]],
         **BLOCKS[c["block"]],
+        **ACTIVATIONS[c["activation"]],
         **BIASES[c["biases"]],
         **DROPOUT[c["dropout"]],
         **EXPERTS[c["experts"]],

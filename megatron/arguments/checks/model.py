@@ -297,6 +297,10 @@ def check_expert_layout(config: RunConfig, world_size: int) -> Iterator[Problem]
     if model.expert_ffn % tp:
         sentence = f"experts of width {model.expert_ffn} do not divide over TP {tp}"
         yield Problem("E213", sentence, multiples_as_fixes("--moe-ffn-hidden-size", model.expert_ffn, tp))
+    if model.add_bias_linear and model.hidden_size % tp:
+        sentence = f"biases of experts of hidden size {model.hidden_size} do not divide over TP {tp}"
+        fixes = (*multiples_as_fixes("--hidden-size", model.hidden_size, tp), "--disable-bias-linear")
+        yield Problem("E213", sentence, fixes)
     if world_size % parallel.model_ranks == 0 and ranks % (ep * tp):
         sentence = f"EP {ep} x expert TP {tp} does not divide the {ranks} ranks of a pipeline stage"
         yield Problem("E213", sentence, smaller)
@@ -310,9 +314,6 @@ def check_expert_options(config: RunConfig, world_size: int) -> Iterator[Problem
     if model.moe_router_topk > model.num_experts:
         sentence = f"--moe-router-topk {model.moe_router_topk} exceeds the {model.num_experts} experts"
         yield Problem("E214", sentence, (f"--moe-router-topk {model.num_experts}",))
-    if model.add_bias_linear:
-        fixes = ("--disable-bias-linear", "--disable-bias-linear --add-qkv-bias")
-        yield Problem("E214", "experts do not support biases", fixes)
     if parallel.tensor_model_parallel_size > 1 and not parallel.sequence_parallel:
         sentence = f"experts with TP {parallel.tensor_model_parallel_size} need sequence parallelism"
         yield Problem("E214", sentence, ("--sequence-parallel", "--tensor-model-parallel-size 1"))

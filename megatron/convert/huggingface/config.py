@@ -69,6 +69,12 @@ _NOT_HERE: Mapping[str, tuple[Any, ...]] = {
 }
 """Keys of all model types with the only supported values."""
 
+_DEQUANTIZE = (
+    'python -c "from transformers import AutoModelForCausalLM as M, Mxfp4Config as C; '
+    "M.from_pretrained('FOLDER', quantization_config=C(dequantize=True), dtype='bfloat16').save_pretrained('OTHER')\""
+)
+"""Command that stores the weights of a model in MXFP4, such as the published GPT-OSS, in bf16."""
+
 
 MODEL_FILES = ("*.json", "model*.safetensors", "tokenizer*", "*.txt", "*.jinja")
 """Files of a model on the hub that are downloaded."""
@@ -201,7 +207,10 @@ def _unsupported(config: JsonObject, family: ModelFamily) -> Iterator[tuple[str,
     fixed = {**_NOT_HERE, **family.fixed}
     known = {name for row in family.keys for name in row.names} | {*fixed, TIE_KEY} | _NOTES | _GENERATION
     for name, value in config.items():
-        if name in fixed and value not in fixed[name]:
+        if name == "quantization_config" and isinstance(value, dict):
+            method = value.get("quant_method")
+            yield f"weights quantised with {method} are not supported", (_DEQUANTIZE,) if method == "mxfp4" else ()
+        elif name in fixed and value not in fixed[name]:
             yield f"{name} {json.dumps(value)} is not supported, only {' or '.join(map(json.dumps, fixed[name]))}", ()
         elif name not in known:
             fix = f"remove {name} from config.json if the model computes the same without it"

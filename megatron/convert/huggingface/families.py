@@ -11,7 +11,6 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from megatron.config.attention_pattern import MAX_LAYERS
 from megatron.config.model import ModelConfig
 from megatron.config.plugins import registered
 from megatron.convert.huggingface.keys import (
@@ -34,6 +33,7 @@ from megatron.convert.huggingface.keys import (
     layer_types,
     read_bool,
     read_layer_types,
+    read_no_rope_layers,
     read_number,
     read_rope,
     rope,
@@ -41,6 +41,7 @@ from megatron.convert.huggingface.keys import (
     softcaps,
     softmax_scale,
     write_layer_types,
+    write_no_rope_layers,
     write_rope,
 )
 
@@ -275,6 +276,15 @@ def expert_weights(module: str, gate: str, up: str, down: str) -> WeightRows:
     }
 
 
+_STACKED: WeightRows = {
+    "layers.{i}.mlp.router": ("e h", {"model.layers.{i}.mlp.gate": "e, h"}),
+    "layers.{i}.mlp.experts.linear_fc1.weight": ("e p f h", {"model.layers.{i}.mlp.experts.gate_up_proj": "e, p f, h"}),
+    "layers.{i}.mlp.experts.linear_fc2.weight": ("e h f", {"model.layers.{i}.mlp.experts.down_proj": "e, h, f"}),
+}
+_EXPERT_WIDTH = KeyGroup((), lambda c: {"moe_ffn_hidden_size": None}, lambda m: {"intermediate_size": m.expert_ffn})
+"""The width of the experts, where it has no key of its own."""
+
+
 _MIXTRAL = replace(
     _LLAMA,
     architecture="MixtralForCausalLM",
@@ -290,8 +300,7 @@ _MIXTRAL = replace(
         rope(theta=1e6),
         ConfigKey("window_size", "sliding_window", None),
         ConfigKey("num_experts", "num_local_experts", 8, can=_HAS_EXPERTS),
-        # the width of the experts, which has no key of its own
-        KeyGroup((), lambda c: {"moe_ffn_hidden_size": None}, lambda m: {"intermediate_size": m.expert_ffn}),
+        _EXPERT_WIDTH,
         _BALANCING_LOSS,
     ),
     fixed={**_LLAMA.fixed, "router_jitter_noise": (0.0,)},
@@ -303,6 +312,7 @@ _MIXTRAL = replace(
         "moe_router_pre_softmax": False,
     },
     weights={**_LLAMA.weights, **expert_weights("model.layers.{i}.block_sparse_moe", "w1", "w3", "w2")},
+    stacked=_STACKED,
 )
 
 
@@ -359,6 +369,77 @@ _QWEN3_MOE = replace(
     },
     always={**_SWIGLU, **_NO_BIAS, "qk_layernorm": True, "moe_shared_expert_intermediate_size": None},
     weights={**_LLAMA.weights, **expert_weights("model.layers.{i}.mlp", "gate_proj", "up_proj", "down_proj")},
+    stacked=_STACKED,
+)
+
+_GPT_OSS_DEFAULTS: JsonObject = {
+    "sliding_window": 128,
+    "rope_theta": 150000.0,
+    "rope_scaling": {
+        "rope_type": "yarn",
+        "factor": 32.0,
+        "original_max_position_embeddings": 4096,
+        "truncate": False,
+    },
+}
+
+
+def _read_gpt_oss_rope(config: JsonObject) -> FieldValues:
+    given = {name for name in ("rope_parameters", "rope_scaling") if config.get(name)}
+    return read_rope({**_GPT_OSS_DEFAULTS, **({"rope_scaling": None} if given else {}), **config})
+
+
+_GPT_OSS = replace(
+    _LLAMA,
+    architecture="GptOssForCausalLM",
+    keys=(
+        *with_defaults(
+            *_SHARED_KEYS,
+            num_hidden_layers=36,
+            hidden_size=2880,
+            intermediate_size=2880,
+            num_attention_heads=64,
+            num_key_value_heads=8,
+            head_dim=64,
+            vocab_size=201088,
+            max_position_embeddings=131072,
+            rms_norm_eps=1e-5,
+        ),
+        ConfigKey("moe_router_topk", "num_experts_per_tok", 4),
+        ConfigKey("num_experts", "num_local_experts", 128, can=_HAS_EXPERTS),
+        _EXPERT_WIDTH,
+        replace(rope(), read=_read_gpt_oss_rope),
+        replace(layer_types(2), read=lambda c: layer_types(2).read(_GPT_OSS_DEFAULTS | c)),
+        _BALANCING_LOSS,
+        KeyGroup(("experts_per_token", "initial_context_length")),  # published, but not used by transformers
+    ),
+    fixed={**_LLAMA.fixed, "attention_bias": (True,), "swiglu_limit": (7.0,)},
+    always={
+        "normalization": "RMSNorm",
+        "activation": "quick_geglu",
+        "activation_func_clamp_value": 7.0,
+        "glu_linear_offset": 1.0,
+        "softmax_type": "learnable",
+        "add_bias_linear": True,
+        "qk_layernorm": False,
+        "moe_shared_expert_intermediate_size": None,
+        "moe_router_pre_softmax": False,
+    },
+    weights={
+        **_LLAMA.weights,
+        "layers.{i}.self_attention.core_attention.softmax_offset": ("n", {"model.layers.{i}.self_attn.sinks": "n"}),
+        "layers.{i}.mlp.router": ("e h", {"model.layers.{i}.mlp.router": "e, h"}),
+        "layers.{i}.mlp.experts.linear_fc1.weight": (
+            "e p f h",
+            {"model.layers.{i}.mlp.experts.gate_up_proj": "e, h, f p"},
+        ),
+        "layers.{i}.mlp.experts.linear_fc1.bias": (
+            "e p f",
+            {"model.layers.{i}.mlp.experts.gate_up_proj_bias": "e, f p"},
+        ),
+        "layers.{i}.mlp.experts.linear_fc2.weight": ("e h f", {"model.layers.{i}.mlp.experts.down_proj": "e, f, h"}),
+        "layers.{i}.mlp.experts.linear_fc2.bias": ("e h", {"model.layers.{i}.mlp.experts.down_proj_bias": "e, h"}),
+    },
 )
 
 # ---- GPT-NeoX ----
@@ -584,31 +665,6 @@ _PHI3 = replace(
 )
 
 
-def _read_smollm3_layers(config: JsonObject) -> FieldValues:
-    """Read which layers have rotary embeddings, and which have a window: by default those without."""
-    layers = min(read_number(ConfigKey("", "num_hidden_layers", 36), config), MAX_LAYERS)
-    rotated, interval = config.get("no_rope_layers"), config.get("no_rope_layer_interval", 4)
-    if rotated is None:
-        if isinstance(interval, bool) or not isinstance(interval, int) or interval < 1:
-            raise UnsupportedConfigError(f"no_rope_layer_interval is {interval!r}, not a whole number above 0")
-        rotated = [int((layer + 1) % interval != 0) for layer in range(layers)]
-    if not isinstance(rotated, list) or len(rotated) < layers or any(each not in (0, 1) for each in rotated):
-        raise UnsupportedConfigError(f"no_rope_layers {rotated} are not {layers} times 0 or 1")
-    without = [int(not each) for each in rotated[:layers]]
-    period = without.index(1) + 1 if 1 in without else 0
-    regular = period and without == [int((layer + 1) % period == 0) for layer in range(layers)]
-    frequency = (str(period) if regular else str(without)) if period else None
-    window = read_number(WINDOW, config) if read_bool(config, "use_sliding_window", False) else None
-    return {"no_rope_freq": frequency} | read_layer_types(config, window, lambda layer: bool(without[layer]))
-
-
-def _write_smollm3_layers(model: ModelConfig) -> FieldValues:
-    rotated = [int(model.rotary_kind(layer) is not None) for layer in range(model.num_layers)]
-    windows = write_layer_types(model, always=True)
-    used = windows["sliding_window"] is not None
-    return {"no_rope_layers": rotated, "use_sliding_window": used} | windows
-
-
 _SMOLLM3 = replace(
     _LLAMA,
     architecture="SmolLM3ForCausalLM",
@@ -632,8 +688,8 @@ _SMOLLM3 = replace(
                 "no_rope_layers",
                 "no_rope_layer_interval",
             ),
-            _read_smollm3_layers,
-            _write_smollm3_layers,
+            read_no_rope_layers,
+            write_no_rope_layers,
             {**HAS_LAYER_TYPES, **_HEADS_SPLIT_HIDDEN, "no_rope_freq": lambda m: True},
         ),
         _LLAMA.keys[-1],
@@ -701,6 +757,7 @@ MODEL_FAMILIES: dict[str, ModelFamily] = {
     "qwen3": _QWEN3,
     "mixtral": _MIXTRAL,
     "qwen3_moe": _QWEN3_MOE,
+    "gpt_oss": _GPT_OSS,
     "ministral": _MINISTRAL,
     "gpt_neox": _NEOX,
     "olmo2": _OLMO2,

@@ -67,6 +67,8 @@ SWITCHES = (
     "embedding_multiplier",
     "residual_multiplier",
     "logits_scaling",
+    "activation_func_clamp_value",
+    "glu_linear_offset",
 )
 """Fields of `ModelConfig` with their default in all families that do not name them."""
 
@@ -137,6 +139,8 @@ class ModelFamily:
     weights: WeightRows
     # of all names in the files except the head's; missing in files of a model without head
     prefix: str
+    # rows of experts that newer versions of transformers may store as one tensor for all, in place of those in weights
+    stacked: WeightRows = field(default_factory=dict)
     # patterns of names, without the prefix, that are not weights
     buffers: tuple[str, ...] = ()
     # transformers' default of tie_word_embeddings
@@ -202,7 +206,8 @@ _YARN = (
 _LINEAR = (ConfigKey("rotary_seq_len_interpolation_factor", "factor", 1.0),)
 _SCALINGS: dict[str, tuple[ConfigKey, ...]] = {"default": (), "linear": _LINEAR, "llama3": _LLAMA3, "yarn": _YARN}
 _YARN_BETAS = {"beta_fast": 32.0, "beta_slow": 1.0}  # transformers uses these in place of 0 and null
-_YARN_FIXED = {"attention_factor", "mscale", "mscale_all_dim", "truncate"}  # supported with one value only
+_YARN_FIXED = {"attention_factor", "mscale", "mscale_all_dim"}  # supported with one value only
+_TRUNCATE = "truncate"
 _THETA = ConfigKey("rotary_base", "rope_theta", 10000.0)
 ROPE_KEYS = (
     "rope_parameters",
@@ -235,7 +240,7 @@ def read_rope(config: JsonObject, partial: bool = False) -> FieldValues:
     if missing:
         raise UnsupportedConfigError(f"rope_type {kind!r} lacks {', '.join(missing)}")
     known = {*ROPE_KEYS, "rope_type", "type", *(key.theirs for key in _SCALINGS[kind])}
-    unknown = sorted(rope.keys() - known - (_YARN_FIXED if kind == "yarn" else set()))
+    unknown = sorted(rope.keys() - known - ({*_YARN_FIXED, _TRUNCATE} if kind == "yarn" else set()))
     if unknown:
         raise UnsupportedConfigError(f"rope_type {kind!r} with {', '.join(unknown)} is not supported")
     return {
@@ -244,6 +249,7 @@ def read_rope(config: JsonObject, partial: bool = False) -> FieldValues:
         "use_rope_scaling": kind == "llama3",
         **({"rotary_percent": float(fraction)} if partial else {}),
         **{key.ours: read_number(key, rope) for key in _SCALINGS[kind]},
+        **({"yarn_correction_range_round_to_int": read_bool(rope, _TRUNCATE, True)} if kind == "yarn" else {}),
     }
 
 
@@ -272,8 +278,6 @@ def _check_yarn(rope: JsonObject) -> None:
         )
     if rope.get("mscale") and rope.get("mscale_all_dim"):
         raise UnsupportedConfigError("yarn's mscale and mscale_all_dim are not supported")
-    if rope.get("truncate", True) is not True:
-        raise UnsupportedConfigError("yarn with truncate false is not supported")
 
 
 def write_rope(model: ModelConfig) -> FieldValues:
@@ -286,6 +290,8 @@ def _scaling(model: ModelConfig) -> JsonObject | None:
     kind = "llama3" if model.use_rope_scaling else kind
     kind = "yarn" if model.position_embedding_type == "yarn" else kind
     scaling = {key.theirs: getattr(model, key.ours) for key in _SCALINGS[kind]}
+    if kind == "yarn" and not model.yarn_correction_range_round_to_int:
+        scaling[_TRUNCATE] = False
     return {"rope_type": kind, **scaling} if scaling else None
 
 
@@ -404,6 +410,32 @@ def layer_types(period: int) -> KeyGroup:
         write,
         HAS_LAYER_TYPES,
     )
+
+
+def read_no_rope_layers(config: JsonObject) -> FieldValues:
+    """Read which layers have rotary embeddings, and which have a window: by default those without."""
+    layers = min(read_number(ConfigKey("", "num_hidden_layers", 36), config), MAX_LAYERS)
+    rotated, interval = config.get("no_rope_layers"), config.get("no_rope_layer_interval", 4)
+    if rotated is None:
+        if isinstance(interval, bool) or not isinstance(interval, int) or interval < 1:
+            raise UnsupportedConfigError(f"no_rope_layer_interval is {interval!r}, not a whole number above 0")
+        rotated = [int((layer + 1) % interval != 0) for layer in range(layers)]
+    if not isinstance(rotated, list) or len(rotated) < layers or any(each not in (0, 1) for each in rotated):
+        raise UnsupportedConfigError(f"no_rope_layers {rotated} are not {layers} times 0 or 1")
+    without = [int(not each) for each in rotated[:layers]]
+    period = without.index(1) + 1 if 1 in without else 0
+    regular = period and without == [int((layer + 1) % period == 0) for layer in range(layers)]
+    frequency = (str(period) if regular else str(without)) if period else None
+    window = read_number(WINDOW, config) if read_bool(config, "use_sliding_window", False) else None
+    return {"no_rope_freq": frequency} | read_layer_types(config, window, lambda layer: bool(without[layer]))
+
+
+def write_no_rope_layers(model: ModelConfig) -> FieldValues:
+    """Return which layers have rotary embeddings, and which a window."""
+    rotated = [int(model.rotary_kind(layer) is not None) for layer in range(model.num_layers)]
+    windows = write_layer_types(model, always=True)
+    used = windows["sliding_window"] is not None
+    return {"no_rope_layers": rotated, "use_sliding_window": used} | windows
 
 
 # ---- Attention scores, activations and dropout ----

@@ -71,17 +71,21 @@ class TensorMapping:
         return ours.permute(self.order).reshape(self.shape)
 
 
-def map_tensors(kind: str, specs: Mapping[str, ShardSpec]) -> dict[str, tuple[TensorMapping, ...]]:
+def map_tensors(
+    kind: str, specs: Mapping[str, ShardSpec], stacked: bool = False
+) -> dict[str, tuple[TensorMapping, ...]]:
     """Return the Hugging Face tensors of which each of our tensors consists.
 
     Args:
         kind: key of `model_families`.
         specs: specs of our tensors; only their shapes matter.
+        stacked: the experts of a layer are stored as one tensor, if the family may do so.
 
     Raises:
         KeyError: naming our tensors that the family lacks.
     """
-    rows = model_families()[kind].weights
+    family = model_families()[kind]
+    rows = {**family.weights, **(family.stacked if stacked else {})}
     found: dict[str, tuple[TensorMapping, ...]] = {}
     missing = []
     for name, spec in specs.items():
@@ -171,7 +175,8 @@ class HuggingFaceWeights:
         self.folder = folder
         kind = read_model_type(read_config(folder), str(folder / CONFIG_FILE))
         self._files = open_weights(folder)
-        experts = model.num_experts or 1
+        stacked = any(re.search(r"\.experts\.\D", key) for key in self._files)
+        experts = 1 if stacked else model.num_experts or 1
         if len(self._files) < model.num_layers * experts:
             described = f"{model.num_layers:,} layers" + (f" of {experts:,} experts" if experts > 1 else "")
             raise CheckpointError(
@@ -179,7 +184,7 @@ class HuggingFaceWeights:
             )
         self.specs = gpt(model)  # of all tensors, by our names
         try:
-            mappings = map_tensors(kind, self.specs)
+            mappings = map_tensors(kind, self.specs, stacked)
         except KeyError as error:
             raise CheckpointError(f"{folder} is a {kind}, which has nothing for {error.args[0]}") from error
         family = model_families()[kind]
