@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cache
 
@@ -52,14 +53,14 @@ def _layer_list(node: ast.expr) -> list[int]:
         case ast.BinOp(left=left, op=ast.Add(), right=right):
             return _layer_list(left) + _layer_list(right)
         case ast.BinOp(left=left, op=ast.Mult(), right=ast.Constant(value=int(times))):
-            items = _layer_list(left)
-            if len(items) * times <= MAX_LAYERS:
-                return items * times
+            layers = _layer_list(left)
+            if len(layers) * times <= MAX_LAYERS:
+                return layers * times
     raise ValueError
 
 
 @cache
-def _no_rope_layers(text: str) -> tuple[int, ...]:
+def no_rope_layers(text: str) -> tuple[int, ...]:
     """Parse ``N``, for every N-th layer, or ``([0]*3+[1]*1)*9``; return 1 for layers without RoPE, to be repeated.
 
     Raises:
@@ -78,7 +79,7 @@ def _no_rope_layers(text: str) -> tuple[int, ...]:
 
 def _no_rope_freq(text: str) -> str:
     """Check which layers have no rotary embedding; they are kept as text."""
-    _no_rope_layers(text)
+    no_rope_layers(text)
     return text
 
 
@@ -317,16 +318,15 @@ class ModelConfig:
         if not self.rotary_dim:
             return None
         if self.no_rope_freq is not None:
-            layers = _no_rope_layers(self.no_rope_freq)
+            layers = no_rope_layers(self.no_rope_freq)
             if layers[layer % len(layers)]:
                 return None
         local = self.rotary_base_local is not None and self.pattern(layer).window is not None
         return "local" if local else "global"
 
-    @property
-    def rotary_kinds(self) -> set[str]:
-        """The rotary embeddings of all layers."""
-        return {kind for layer in range(self.num_layers) if (kind := self.rotary_kind(layer)) is not None}
+    def rotary_kinds(self, layers: Iterable[int]) -> list[str]:
+        """Return the different rotary embeddings of some layers."""
+        return [*dict.fromkeys(kind for layer in layers if (kind := self.rotary_kind(layer)) is not None)]
 
     @property
     def rotary_dim(self) -> int:

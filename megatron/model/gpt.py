@@ -111,8 +111,10 @@ class GPTChunk(nn.Module):
             )
         # Only the last chunk computes the loss, but all need the weights of micro-batches in it.
         self.objective = make_objective(training.objective, config)
-        kinds = dict.fromkeys(kind for i in stage.layers if (kind := config.rotary_kind(i)) is not None)
-        self.rotary = {kind: RotaryEmbedding(config, kind, context.dtype, context.device) for kind in kinds}
+        self.rotary = {
+            kind: RotaryEmbedding(config, kind, context.dtype, context.device)
+            for kind in config.rotary_kinds(stage.layers)
+        }
 
     @property
     def parts(self) -> list[nn.Module]:

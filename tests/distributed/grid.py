@@ -36,6 +36,21 @@ ROTATING = {kind for kind, values in POSITIONS.items() if replace(MODEL, **value
 ROTARY: dict[str, dict[str, Any]] = {
     "plain": {},
     "partial interleaved": {"rotary_percent": 0.5, "rotary_interleaved": True},
+    "of kinds": {"rotary_base_local": 30.0, "no_rope_freq": "[0,0,1]"},
+}
+
+QK_NORM: dict[str, dict[str, Any]] = {
+    "no": {},
+    "head": {"qk_layernorm": True},
+    "all": {"qk_layernorm": True, "qk_layernorm_scope": "all"},
+}
+
+_ONE_PLUS: dict[str, Any] = {"apply_layernorm_1p": True}
+BLOCKS: dict[str, dict[str, Any]] = {
+    "pre": {},
+    "parallel": {"parallel_attention": True, "residual_multiplier": 0.7},
+    "post": {"layernorm_placement": "post", "logits_scaling": 1.5} | _ONE_PLUS,
+    "sandwich": {"layernorm_placement": "sandwich", "embedding_multiplier": 2.0} | _ONE_PLUS,
 }
 
 
@@ -174,7 +189,8 @@ FACTORS: dict[str, tuple[Any, ...]] = {
     "kv_channels": (None, 12),  # the latter with sinks
     "vocab": (128, 101, 13),  # even, odd, and so small that a rank of TP 4 holds nothing
     "norm": choices("normalization"),
-    "qk_norm": (False, True),
+    "qk_norm": tuple(QK_NORM),
+    "block": tuple(BLOCKS),
     "biases": tuple(BIASES),
     "activation": tuple(ACTIVATIONS),
     "pattern": tuple(PATTERNS),
@@ -211,6 +227,8 @@ def valid(choice: Choice) -> bool:
     if not frozenset.intersection(*(_grids(fitting, _known(choice, names)) for fitting, names in rules)):
         return False
     if choice.get("optimizer") == "lion" and _has_key_bias(choice):
+        return False
+    if choice.get("qk_norm") == "all" and choice.get("norm", "RMSNorm") != "RMSNorm":
         return False
     return choice.get("positions", "rope") in ROTATING or choice.get("rotary", "plain") == "plain"
 
@@ -295,7 +313,7 @@ def contexts() -> tuple[Choice, ...]:
 
 def _has_key_bias(choice: Choice) -> bool:
     """Whether keys have one: its gradient may be rounding alone, of which Lion would take the sign for a direction."""
-    normed = choice.get("qk_norm", False) and choice.get("norm", "RMSNorm") == "LayerNorm"
+    normed = choice.get("qk_norm", "no") != "no" and choice.get("norm", "RMSNorm") == "LayerNorm"
     return normed or choice.get("biases", "no") != "no"
 
 
@@ -311,12 +329,13 @@ def case_of(choice: Choice) -> Case:
         vocab_size=c["vocab"],
         untie_embeddings_and_output_weights=c["untied"],
         normalization=c["norm"],
-        qk_layernorm=c["qk_norm"],
         z_loss_coeff=c["z_loss"],
         **PATTERNS[c["pattern"]],
         **(CAPPED if c["z_loss"] else {}),
         **POSITIONS[c["positions"]],
         **ROTARY[c["rotary"]],
+        **QK_NORM[c["qk_norm"]],
+        **BLOCKS[c["block"]],
         **ACTIVATIONS[c["activation"]],
         **BIASES[c["biases"]],
         **DROPOUT[c["dropout"]],

@@ -419,6 +419,32 @@ def layer_types(period: int) -> KeyGroup:
     )
 
 
+def read_no_rope_layers(config: JsonObject) -> FieldValues:
+    """Read which layers have rotary embeddings, and which have a window: by default those without."""
+    layers = min(read_number(ConfigKey("", "num_hidden_layers", 36), config), MAX_LAYERS)
+    rotated, interval = config.get("no_rope_layers"), config.get("no_rope_layer_interval", 4)
+    if rotated is None:
+        if isinstance(interval, bool) or not isinstance(interval, int) or interval < 1:
+            raise UnsupportedConfigError(f"no_rope_layer_interval is {interval!r}, not a whole number above 0")
+        rotated = [int((layer + 1) % interval != 0) for layer in range(layers)]
+    if not isinstance(rotated, list) or len(rotated) < layers or any(each not in (0, 1) for each in rotated):
+        raise UnsupportedConfigError(f"no_rope_layers {rotated} are not {layers} times 0 or 1")
+    without = [int(not each) for each in rotated[:layers]]
+    period = without.index(1) + 1 if 1 in without else 0
+    regular = period and without == [int((layer + 1) % period == 0) for layer in range(layers)]
+    frequency = (str(period) if regular else str(without)) if period else None
+    window = read_number(WINDOW, config) if read_bool(config, "use_sliding_window", False) else None
+    return {"no_rope_freq": frequency} | read_layer_types(config, window, lambda layer: bool(without[layer]))
+
+
+def write_no_rope_layers(model: ModelConfig) -> FieldValues:
+    """Return which layers have rotary embeddings, and which a window."""
+    rotated = [int(model.rotary_kind(layer) is not None) for layer in range(model.num_layers)]
+    windows = write_layer_types(model, always=True)
+    used = windows["sliding_window"] is not None
+    return {"no_rope_layers": rotated, "use_sliding_window": used} | windows
+
+
 # ---- Attention scores, activations and dropout ----
 
 

@@ -102,7 +102,7 @@ def map_tensors(
         sizes = dict(zip(names, spec.view))
         # a bias lacks the last axis, its weight's inputs
         lacking = names[-1] if parameter == "bias" and len(names) == len(sizes) + 1 else None
-        mappings = []
+        mappings: list[TensorMapping] = []
         for pattern, their_axes in theirs.items():
             their = (pattern.replace("{i}", layer[1]) if layer else pattern) + suffix
             for expert in range(sizes["e"]) if "{e}" in their else (0,):

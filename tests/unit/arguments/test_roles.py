@@ -40,6 +40,7 @@ OTHER_VALUES: dict[str, Any] = {
     "vocab_size": 110,
     "yarn_original_max_position_embeddings": 8,
     "attention_pattern": "local:4,global",
+    "no_rope_freq": "2",
 }
 
 
@@ -74,6 +75,8 @@ SCALED = f"{ROPE} --use-rope-scaling --rope-original-max-position 16"
 YARN = "--position-embedding-type yarn --rotary-base 10 --yarn-original-max-position-embeddings 16 --yarn-beta-fast 2"
 CONTEXT = {
     "rotary_scaling": YARN,
+    "rotary_base_local": f"{ROPE} --window-size 3",
+    "no_rope": ROPE,
     "rotary": ROPE,
     "use_rope": ROPE,
     "rope": SCALED,
@@ -105,6 +108,12 @@ CONTEXT = {
 CHANGED = {
     "rotary_base": "100",
     "rotary_percent": "0.5",
+    "rotary_base_local": "5",
+    "rotary_seq_len_interpolation_factor": "2",
+    "no_rope_freq": "2",
+    "embedding_multiplier": "2",
+    "residual_multiplier": "2",
+    "logits_scaling": "2",
     "use_rope_scaling": "--rope-original-max-position 16",
     "rope_scaling_factor": "2",
     "rope_original_max_position": "4",
@@ -114,7 +123,6 @@ CHANGED = {
     "yarn_original_max_position_embeddings": "2",
     "yarn_beta_fast": "1.2",
     "yarn_beta_slow": "0.5",
-    "yarn_correction_range_round_to_int": "false",
     "window_size": "3",
     "attention_pattern": "chunked:3",
     "activation_func_clamp_value": "0.01",
