@@ -25,6 +25,7 @@ from megatron.checkpoint.errors import describe_findings
 from megatron.config.batch import schedule_lengths
 from megatron.config.data_paths import DEFAULT_SPLIT, split_shares
 from megatron.config.errors import Problem
+from megatron.config.model import GATED_ACTIVATIONS
 from megatron.config.option import Role
 from megatron.config.run import DOCUMENT_BOUNDARY_OPTIONS, CheckpointConfig, RunConfig
 from megatron.config.settings import SETTINGS
@@ -55,8 +56,9 @@ CHANGE_ERRORS = {
 """Error codes and messages of changes that are not allowed."""
 
 SAME_SHAPES = {
-    "position_embedding_type": ("rope", "yarn", "none"),
-    "activation": ("gelu", "gelu_tanh", "relu2"),
+    "position_embedding_type": (("rope", "yarn", "none"),),
+    "activation": (GATED_ACTIVATIONS, ("gelu", "gelu_tanh", "relu2")),
+    "softmax_type": (("vanilla", "off-by-one"),),
 }
 """Values of a SHAPE field with the same tensor shapes: a change between them is one of FUNCTION."""
 
@@ -166,8 +168,9 @@ def role_of(name: str, before: Values, after: Values) -> Role:
         return Role.FREE  # ends of documents are not used
     if name.startswith("moe_") and before["num_experts"] is after["num_experts"] is None:
         return Role.FREE  # there are no experts
-    alike = SAME_SHAPES.get(name, ())
-    if before[name] in alike and after[name] in alike:
+    if name == "qk_layernorm_scope" and before["qk_layernorm"] is after["qk_layernorm"] is False:
+        return Role.FREE  # there are no such norms
+    if any(before[name] in alike and after[name] in alike for alike in SAME_SHAPES.get(name, ())):
         return Role.FUNCTION
     return SETTINGS[name].option.role
 

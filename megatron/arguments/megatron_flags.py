@@ -238,9 +238,6 @@ def implied_default_problems(spellings: Collection[str], config: RunConfig) -> I
     if "--no-load-optim" in spellings and load != save and holds_checkpoints(load) and not holds_checkpoints(save):
         sentence = f"--no-load-optim: a run starts from {load} with its optimizer state"
         yield Problem("E004", sentence, ("--resume-mode weights-only", "drop --no-load-optim"))
-    if "--apply-layernorm-1p" in spellings and config.optimizer.weight_decay_factors:
-        sentence = "--apply-layernorm-1p: weight decay would pull norm weights to 0 here, and to 1 in Megatron-LM"
-        yield Problem("E004", sentence, ("drop --apply-layernorm-1p",))
     keep = next((flag for flag in KEEP_SCHEDULE_FLAGS if flag in spellings), None)
     if keep and config.checkpoint.resume_mode == "new-schedule":
         sentence = f"{keep} keeps the checkpoint's schedule, but --resume-mode new-schedule replaces it"

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import ast
+from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cache
 
 from megatron.config.attention_pattern import AttentionPattern, parse_layers
 from megatron.config.option import Need, option
 
-GATED_ACTIVATIONS = ("swiglu",)
+GATED_ACTIVATIONS = ("swiglu", "geglu", "geglu_tanh", "quick_geglu")
 """Activations whose first projection has a second half, the gate."""
 
 
@@ -15,7 +18,9 @@ ROTARY = Need("position_embedding_type=rope|yarn", "rotary positions")
 ROPE = Need("position_embedding_type=rope")
 ROPE_SCALING = Need("use_rope_scaling")
 YARN = Need("position_embedding_type=yarn")
+QK_NORM = Need("qk_layernorm")
 EXPERTS = Need("num_experts")
+GATED = Need(f"activation={'|'.join(GATED_ACTIVATIONS)}", "a gated activation")
 
 MAX_LAYERS, MAX_SIZE = 10_000, 10**9
 """Limits of the sizes of a model, which bound memory and time before anything is built."""
@@ -40,6 +45,44 @@ def _attention_pattern(text: str) -> str:
     return text
 
 
+def _layer_list(node: ast.expr) -> list[int]:
+    """Evaluate sums and multiples of lists of 0 and 1; ValueError for other expressions."""
+    match node:
+        case ast.List(elts=items) if all(isinstance(item, ast.Constant) and item.value in (0, 1) for item in items):
+            return [int(ast.literal_eval(item)) for item in items]
+        case ast.BinOp(left=left, op=ast.Add(), right=right):
+            return _layer_list(left) + _layer_list(right)
+        case ast.BinOp(left=left, op=ast.Mult(), right=ast.Constant(value=int(times))):
+            layers = _layer_list(left)
+            if len(layers) * times <= MAX_LAYERS:
+                return layers * times
+    raise ValueError
+
+
+@cache
+def no_rope_layers(text: str) -> tuple[int, ...]:
+    """Parse ``N``, for every N-th layer, or ``([0]*3+[1]*1)*9``; return 1 for layers without RoPE, to be repeated.
+
+    Raises:
+        ValueError: for anything else.
+    """
+    if text.isdecimal() and 0 < int(text) <= MAX_LAYERS:
+        return (0,) * (int(text) - 1) + (1,)
+    try:
+        layers = _layer_list(ast.parse(text.strip(), mode="eval").body)
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        layers = []
+    if not layers:
+        raise ValueError(f"{text!r} is neither a number of layers nor a list of 0 and 1, such as ([0]*3+[1]*1)*9")
+    return tuple(layers)
+
+
+def _no_rope_freq(text: str) -> str:
+    """Check which layers have no rotary embedding; they are kept as text."""
+    no_rope_layers(text)
+    return text
+
+
 @dataclass(frozen=True)
 class ModelConfig:
     """Decoder-only transformer.
@@ -57,7 +100,7 @@ class ModelConfig:
     hidden_size: int = option(128, role="shape", at_least=1, at_most=MAX_SIZE)
     """Width of the residual stream."""
     ffn_hidden_size: int | None = option(None, role="shape", at_least=1, at_most=MAX_SIZE)
-    """Hidden width of the MLP. Default: 4 x hidden_size; with swiglu 2/3 of that, rounded down to a multiple of 64."""
+    """Hidden width of the MLP. Default: 4 x hidden_size; gated 2/3 of that, rounded down to a multiple of 64."""
     num_attention_heads: int = option(4, role="shape", at_least=1, at_most=MAX_SIZE)
     """Number of query heads."""
     num_query_groups: int | None = option(None, role="shape", at_least=1, at_most=MAX_SIZE)
@@ -70,6 +113,12 @@ class ModelConfig:
     """Pad the embedding rows to a multiple of this x TP. The model never sees the padding."""
     untie_embeddings_and_output_weights: bool = option(False, role="shape")
     """Give the output layer a weight of its own."""
+    embedding_multiplier: float = option(1.0, role="function", above=0)
+    """Multiply the word embeddings by this, rounded to the data type of the parameters."""
+    residual_multiplier: float = option(1.0, role="function", above=0)
+    """Multiply what each residual branch adds."""
+    logits_scaling: float = option(1.0, role="function", above=0)
+    """Divide the logits by this."""
 
     position_embedding_type: str = option(
         "learned_absolute",
@@ -86,6 +135,14 @@ class ModelConfig:
     """Fraction of a head's channels that are rotated."""
     rotary_interleaved: bool = option(False, role="function", needs=ROTARY)
     """Rotate channel pairs (0,1), (2,3), ... instead of (i, i+d/2)."""
+    rotary_base_local: float | None = option(None, role="function", above=1, needs=ROTARY)
+    """Base of the rotary frequencies of layers with a sliding window, which then have no scaling. Default: as the
+    others."""
+    rotary_seq_len_interpolation_factor: float = option(1.0, role="function", at_least=1, needs=ROPE)
+    """Divide positions by this factor (linear interpolation)."""
+    no_rope_freq: str | None = option(None, role="function", parse=_no_rope_freq, needs=ROTARY)
+    """Layers without rotary embedding: every N-th, or a list with 1 for them and 0 for the others, repeated over the
+    layers. Example: '[0]*3+[1]'."""
     use_rope_scaling: bool = option(False, role="function", needs=ROPE)
     """Apply Llama-3's scaling of the rotary frequencies."""
     rope_scaling_factor: float = option(8.0, role="function", at_least=1, needs=ROPE_SCALING)
@@ -106,6 +163,8 @@ class ModelConfig:
     """YaRN: channels with more rotations than this are unchanged."""
     yarn_beta_slow: float = option(1.0, role="function", above=0, needs=YARN)
     """YaRN: channels with fewer rotations than this are interpolated."""
+    yarn_correction_range_round_to_int: bool = option(True, role="function", needs=YARN)
+    """YaRN: round the first and the last channel between them to whole ones."""
     window_size: int | None = option(None, role="function", at_least=1, at_most=MAX_SIZE, parse=_window)
     """Sliding window: a token attends to itself and the window_size - 1 tokens before it. Megatron-LM's form L,0 means
     L+1, and -1 no limit."""
@@ -114,21 +173,51 @@ class ModelConfig:
     prefix:TOKENS, or the name of a plugin's pattern. A part +first:TOKENS keeps the first tokens visible, *N repeats.
     Example: 'local:4096*5,global'."""
 
+    softmax_scale: float | None = option(None, role="function", above=0, example=0.0625)
+    """Factor on the products of queries and keys. Default: 1/sqrt(kv_channels)."""
+    attn_logit_softcapping: float | None = option(None, role="function", above=0, example=50)
+    """Cap the scores of attention smoothly, before the mask: cap x tanh(score / cap), as Gemma 2."""
+    softmax_type: str = option("vanilla", role="shape", choices=("vanilla", "learnable", "off-by-one"))
+    """Sink of attention: another score of each head that the softmax sums, without a value. learnable is a parameter of
+    each head (GPT-OSS), off-by-one is 0, vanilla is none."""
+    final_logit_softcapping: float | None = option(None, role="function", above=0, example=30)
+    """Cap the logits of the output layer in the same way."""
+
     normalization: str = option("LayerNorm", role="shape", choices=("LayerNorm", "RMSNorm"))
     """Normalization layer."""
+    layernorm_placement: str = option("pre", role="shape", choices=("pre", "post", "sandwich"))
+    """Norms of a block: before attention and MLP (pre), x + f(norm(x)); after them (post), x + norm(f(x)); or both
+    (sandwich)."""
+    apply_layernorm_1p: bool = option(False, role="function")
+    """Multiply by 1 + weight in all norms; weights start at 0."""
+    parallel_attention: bool = option(False, role="function")
+    """Compute attention and MLP of a block from the same input: x + attention(norm(x)) + mlp(norm(x))."""
     norm_epsilon: float = option(1e-5, role="function", above=0)
     """Epsilon added to the variance."""
     qk_layernorm: bool = option(False, role="shape")
-    """Normalize queries and keys per head, before the rotary embedding."""
+    """Normalize queries and keys, before the rotary embedding."""
+    qk_layernorm_scope: str = option("head", role="shape", choices=("head", "all"), needs=QK_NORM)
+    """Normalize the queries of each head, or those of all heads of the layer at once; keys likewise."""
     activation: str = option(
         "gelu_tanh",
         role="shape",
-        choices=("gelu", "gelu_tanh", "swiglu", "relu2"),
-        aliases={"--swiglu": "swiglu", "--squared-relu": "relu2", "--openai-gelu": "gelu_tanh"},
+        choices=("gelu", "gelu_tanh", "swiglu", "geglu", "geglu_tanh", "quick_geglu", "relu2"),
+        aliases={
+            "--swiglu": "swiglu",
+            "--quick-geglu": "quick_geglu",
+            "--squared-relu": "relu2",
+            "--openai-gelu": "gelu_tanh",
+        },
     )
-    """Activation of the MLP. gelu_tanh is what Megatron-LM's fused bias-gelu computes."""
+    """Activation of the MLP. gelu_tanh is what Megatron-LM's fused bias-gelu computes; swiglu and geglu are gated by
+    SiLU and GELU, quick_geglu by x sigmoid(1.702 x)."""
+    activation_func_clamp_value: float | None = option(None, role="function", above=0, needs=GATED, example=7)
+    """Limit the gate of a gated activation to at most this value before its function, and the other half to this
+    distance from 0."""
+    glu_linear_offset: float = option(0.0, role="function", needs=GATED)
+    """Add this to the half of a gated activation that is not the gate, after its limits."""
     add_bias_linear: bool = option(True, role="shape", aliases={"--disable-bias-linear": False})
-    """Use biases in all linear layers."""
+    """Use biases in all linear layers, those of experts and routers included."""
     add_qkv_bias: bool = option(False, role="shape")
     """Use a bias in the QKV projection even without add_bias_linear."""
     hidden_dropout: float = option(0.1, role="schedule", at_least=0, below=1)
@@ -196,6 +285,11 @@ class ModelConfig:
         return self.activation in GATED_ACTIVATIONS
 
     @property
+    def activation_options(self) -> tuple[str, float | None, float]:
+        """Name, limit and offset of the MLP's activation: the arguments of its kernel after the tensors."""
+        return self.activation, self.activation_func_clamp_value, self.glu_linear_offset
+
+    @property
     def ffn(self) -> int:
         """Hidden width of the MLP."""
         if self.ffn_hidden_size:
@@ -218,6 +312,21 @@ class ModelConfig:
     def qkv_bias(self) -> bool:
         """True if the QKV projection has a bias."""
         return self.add_bias_linear or self.add_qkv_bias
+
+    def rotary_kind(self, layer: int) -> str | None:
+        """Return the rotary embedding of a layer: ``global``, ``local`` (``rotary_base_local``), or None."""
+        if not self.rotary_dim:
+            return None
+        if self.no_rope_freq is not None:
+            layers = no_rope_layers(self.no_rope_freq)
+            if layers[layer % len(layers)]:
+                return None
+        local = self.rotary_base_local is not None and self.pattern(layer).window is not None
+        return "local" if local else "global"
+
+    def rotary_kinds(self, layers: Iterable[int]) -> list[str]:
+        """Return the different rotary embeddings of some layers."""
+        return [*dict.fromkeys(kind for layer in layers if (kind := self.rotary_kind(layer)) is not None)]
 
     @property
     def rotary_dim(self) -> int:

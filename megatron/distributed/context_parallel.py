@@ -30,7 +30,14 @@ from megatron.distributed.comm import Group, PendingExchange
 from megatron.distributed.layout import chunks_of
 from megatron.kernels.attention import AttentionKernel
 from megatron.kernels.attention_mask import AttentionMask, Ranges
-from megatron.kernels.block_attention import AttentionDropout, KeyValues, Use, block_attention
+from megatron.kernels.block_attention import (
+    PLAIN_SCORES,
+    AttentionDropout,
+    AttentionScores,
+    KeyValues,
+    Use,
+    block_attention,
+)
 
 
 def chunks_of_all(length: int, size: int) -> Ranges:
@@ -73,6 +80,7 @@ class ContextParallel:
         mask: AttentionMask,
         dropout: AttentionDropout | None,
         kernel: AttentionKernel,
+        scores: AttentionScores = PLAIN_SCORES,
     ) -> Tensor:
         """Attend with this rank's queries to all keys of the sequence; return ``y_SBND``.
 
@@ -83,6 +91,7 @@ class ContextParallel:
             mask: of the whole sequence.
             dropout: of attention weights.
             kernel: attention of a whole sequence without dropout.
+            scores: how products of queries and keys become scores.
 
         """
         heads, groups = q_SBND.shape[2], k_SBGD.shape[2]
@@ -94,16 +103,18 @@ class ContextParallel:
             q_SBND, k_SBGD, v_SBGD = self._gather_rows((q_SBND, k_SBGD, v_SBGD)).split((*sizes, sizes[1]), 2)
             if dropout is not None:
                 dropout = replace(dropout, first_head=dropout.first_head + self.heads.rank * sizes[0])
+            if scores.sink is not None:
+                scores = replace(scores, sink=scores.sink.split(sizes[0])[self.heads.rank])
         if self.ring.size > 1:
             chunks = chunks_of(length, self.ring.size, self.ring.rank)
             mask = mask.part(chunks, chunks)
             source = GatheredKeyValues if self.gathers else PassedKeyValues
             key_values: KeyValues = source(self.ring, length)
-            y = block_attention(q_SBND, k_SBGD, v_SBGD, mask, dropout, key_values)
+            y = block_attention(q_SBND, k_SBGD, v_SBGD, mask, dropout, key_values, scores)
         elif dropout is not None:
-            y = block_attention(q_SBND, k_SBGD, v_SBGD, mask, dropout)
+            y = block_attention(q_SBND, k_SBGD, v_SBGD, mask, dropout, scores=scores)
         else:
-            y = kernel(q_SBND, k_SBGD, v_SBGD, mask)
+            y = kernel(q_SBND, k_SBGD, v_SBGD, mask, scores)
         return y if self.heads.size == 1 else self._scatter_rows(y)
 
     @torch.no_grad()

@@ -147,6 +147,18 @@ class DenseSharding:
         pieces = (ShardPiece(Box((0, 0), box.size), box, (self.rank,)),) if held else ()
         return ShardSpec((entries, hidden), (entries, hidden), (rows, hidden), pieces, self.rank, init)
 
+    def heads(self, queries: int, groups: int, channels: int, init: Init) -> tuple[ShardSpec, ShardSpec]:
+        """Shard a value of every channel of all queries, and one of all keys, like the rows of :meth:`qkv`."""
+        q = self.split((queries * channels,), 0, init)
+        if groups % self.size == 0:
+            return q, self.split((groups * channels,), 0, init)
+        copies = self.size // groups
+        group = self.rank // copies
+        ranks = tuple(range(group * copies, (group + 1) * copies))
+        k = ShardPiece(Box((0,), (channels,)), Box((group * channels,), (channels,)), ranks, partial=True)
+        shape = (groups * channels,)
+        return q, ShardSpec(shape, shape, (channels,), (k,), self.rank, init)
+
     def qkv(self, groups: int, q_per_group: int, tail: tuple[int, ...], init: Init) -> ShardSpec:
         """Shard the fused QKV projection ``[groups, q_per_group + 2, *tail]``: per group its queries, then k, then v.
 
@@ -210,6 +222,10 @@ class ExpertSharding:
         return ShardSpec(
             shape, view, local, (piece,), self.tp_rank, init, reduce_axes=EXPERT_REDUCE_AXES, matrices=len(view) - 2
         )
+
+    def split_bias(self, view: tuple[int, ...], init: Init) -> ShardSpec:
+        """Shard the biases ``[experts, ..., out]`` over EP, and their last dimension over expert-TP; see `split`."""
+        return replace(self.split(view, len(view) - 1, init), shape=(prod(view),), matrices=0)
 
 
 def padded_vocab_size(entries: int, divisible_by: int, tp: int) -> int:

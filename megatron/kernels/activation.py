@@ -9,31 +9,48 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megatron.config.model import GATED_ACTIVATIONS
 from megatron.kernels.bias import with_bias_gradient
 from megatron.kernels.compile import compiled, compiler_missing, triton_missing, triton_region
 from megatron.kernels.operation import Candidate, KernelCheck, Operation
 
-ActivationKernel = Callable[[Tensor, Tensor | None, str], Tensor]
-"""``activation(x, bias, name) -> y``, ``name`` one of :data:`ACTIVATIONS`; on ``bias`` see ``kernels/bias.py``."""
+ActivationKernel = Callable[..., Tensor]
+"""``activation(x, bias, name, limit=None, offset=0.0) -> y``, ``name`` one of :data:`ACTIVATIONS`; on ``bias`` see
+``kernels/bias.py``."""
 
-
-def _swiglu(x: Tensor) -> Tensor:
-    gate, up = x.chunk(2, dim=-1)
-    return F.silu(gate) * up
-
-
+_gelu_tanh = partial(F.gelu, approximate="tanh")
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu": F.gelu,
-    "gelu_tanh": partial(F.gelu, approximate="tanh"),
-    "swiglu": _swiglu,
+    "gelu_tanh": _gelu_tanh,
+    "swiglu": F.silu,
+    "geglu": F.gelu,
+    "geglu_tanh": _gelu_tanh,
+    "quick_geglu": lambda x: x * torch.sigmoid(1.702 * x),
     "relu2": lambda x: F.relu(x).square(),
 }
-"""Functions by the choices of ``--activation``; gated ones take ``[..., 2 * ffn/tp]``, gate first."""
+"""Functions by the choices of ``--activation``, of gated ones that of the gate."""
+
+TRITON_ACTIVATIONS = ("gelu", "gelu_tanh", "swiglu", "relu2")
+"""Those that the Triton kernel computes."""
 
 
-def activation(x: Tensor, bias: Tensor | None, name: str) -> Tensor:
-    """Apply an activation by name to ``x``, which contains ``bias``."""
-    return ACTIVATIONS[name](with_bias_gradient(x, bias))
+def activation(x: Tensor, bias: Tensor | None, name: str, limit: float | None = None, offset: float = 0.0) -> Tensor:
+    """Apply an activation by name to ``x``, which contains ``bias``.
+
+    Gated ones take ``[..., 2 * ffn/tp]``, gate first. ``limit`` is that of
+    ``--activation-func-clamp-value``, ``offset`` is ``--glu-linear-offset``.
+    """
+    function, x = ACTIVATIONS[name], with_bias_gradient(x, bias)
+    if name not in GATED_ACTIVATIONS:
+        return function(x)
+    gate, up = x.chunk(2, dim=-1)
+    if limit is not None:
+        gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+    return function(gate) * (up + offset if offset else up)
+
+
+def _triton_covers(x: Tensor, bias: Tensor | None, name: str, limit: float | None = None, offset: float = 0.0) -> bool:
+    return name in TRITON_ACTIVATIONS and limit is None and offset == 0.0
 
 
 def _checks() -> Sequence[KernelCheck]:
@@ -42,13 +59,14 @@ def _checks() -> Sequence[KernelCheck]:
     # One of each kind, because each takes time to compile.
     return [
         KernelCheck(lambda f, t: (f(t[0], t[1], "gelu_tanh"),), (x, x[0, 0])),
-        KernelCheck(lambda f, t: (f(t[0], None, "swiglu"),), (x,)),
+        KernelCheck(lambda f, t: (f(t[0], None, "swiglu", None, 0.0),), (x,)),
+        KernelCheck(lambda f, t: (f(t[0], None, "quick_geglu", 1.5, 1.0),), (x,)),
     ]
 
 
 ACTIVATION = Operation(
     {
-        "triton": Candidate(triton_region("activation"), triton_missing),
+        "triton": Candidate(triton_region("activation"), triton_missing, covers=_triton_covers),
         "compiled": Candidate(compiled(activation), compiler_missing),
         "torch": Candidate(lambda: activation),
     },

@@ -16,18 +16,24 @@ from torch.backends.cuda import SDPAParams, can_use_cudnn_attention, can_use_fla
 
 from megatron.config.attention_pattern import CAUSAL, AttentionPattern
 from megatron.kernels.attention_mask import AttentionMask
-from megatron.kernels.block_attention import block_attention, cudnn_is_fast
+from megatron.kernels.block_attention import PLAIN_SCORES, AttentionScores, block_attention, cudnn_is_fast
 from megatron.kernels.compile import compiler_missing
 from megatron.kernels.operation import HALF_DTYPES, Candidate, KernelCheck, Operation, half_on_gpu, missing_modules
 
-AttentionKernel = Callable[[Tensor, Tensor, Tensor, AttentionMask], Tensor]
-"""``attention(q_SBND, k_TBGD, v_TBGD, mask) -> y_SBND``."""
+AttentionKernel = Callable[..., Tensor]
+"""``attention(q_SBND, k_TBGD, v_TBGD, mask, scores=PLAIN_SCORES) -> y_SBND``."""
 
 
-def sdpa(q_SBND: Tensor, k_TBGD: Tensor, v_TBGD: Tensor, mask: AttentionMask) -> Tensor:
+def sdpa(
+    q_SBND: Tensor,
+    k_TBGD: Tensor,
+    v_TBGD: Tensor,
+    mask: AttentionMask,
+    scores: AttentionScores = PLAIN_SCORES,
+) -> Tensor:
     """Compute plain causal attention with SDPA (without cuDNN, see :func:`cudnn`), any other tile by tile."""
-    if not mask.is_causal:
-        return block_attention(q_SBND, k_TBGD, v_TBGD, mask)
+    if not (mask.is_causal and scores.plain):
+        return block_attention(q_SBND, k_TBGD, v_TBGD, mask, scores=scores)
     q_BNSD, k_BGTD, v_BGTD = (t.permute(1, 2, 0, 3) for t in (q_SBND, k_TBGD, v_TBGD))
     queries = q_BNSD.shape[1] // k_BGTD.shape[1]
     if queries > 1 and q_SBND.is_cuda and q_SBND.dtype not in HALF_DTYPES:
@@ -37,30 +43,47 @@ def sdpa(q_SBND: Tensor, k_TBGD: Tensor, v_TBGD: Tensor, mask: AttentionMask) ->
     enabled = torch.backends.cuda.cudnn_sdp_enabled()
     torch.backends.cuda.enable_cudnn_sdp(False)  # takes 1 us, sdpa_kernel() 25
     try:
-        y_BNSD = F.scaled_dot_product_attention(q_BNSD, k_BGTD, v_BGTD, is_causal=True, enable_gqa=grouped)
+        y_BNSD = F.scaled_dot_product_attention(
+            q_BNSD, k_BGTD, v_BGTD, is_causal=True, scale=scores.scale, enable_gqa=grouped
+        )
     finally:
         torch.backends.cuda.enable_cudnn_sdp(enabled)
     return y_BNSD.permute(2, 0, 1, 3)
 
 
-def cudnn(q_SBND: Tensor, k_TBGD: Tensor, v_TBGD: Tensor, mask: AttentionMask) -> Tensor:
+def cudnn(
+    q_SBND: Tensor,
+    k_TBGD: Tensor,
+    v_TBGD: Tensor,
+    mask: AttentionMask,
+    scores: AttentionScores = PLAIN_SCORES,
+) -> Tensor:
     """Compute plain causal attention with cuDNN, by the operator that SDPA calls when it picks cuDNN."""
     q_BNSD, k_BGSD, v_BGSD = (t.permute(1, 2, 0, 3) for t in (q_SBND, k_TBGD, v_TBGD))
-    y_BNSD = torch._scaled_dot_product_cudnn_attention(q_BNSD, k_BGSD, v_BGSD, None, True, 0.0, True)[0]
+    y_BNSD = torch._scaled_dot_product_cudnn_attention(
+        q_BNSD, k_BGSD, v_BGSD, None, True, 0.0, True, scale=scores.scale
+    )[0]
     return y_BNSD.permute(2, 0, 1, 3)
 
 
-def _cudnn_covers(q_SBND: Tensor, k_TBGD: Tensor, v_TBGD: Tensor, mask: AttentionMask) -> bool:
+def _cudnn_covers(
+    q_SBND: Tensor,
+    k_TBGD: Tensor,
+    v_TBGD: Tensor,
+    mask: AttentionMask,
+    scores: AttentionScores = PLAIN_SCORES,
+) -> bool:
     """Return True for plain causal attention in training.
 
     Masks are left to others because their gradients can be NaN (https://github.com/pytorch/pytorch/issues/196678), and
     inference because cuDNN builds a plan for every new length.
     """
-    return mask.is_causal and torch.is_grad_enabled() and _can_use(can_use_cudnn_attention, q_SBND)
+    trained = mask.is_causal and scores.plain and torch.is_grad_enabled()
+    return trained and _can_use(can_use_cudnn_attention, q_SBND)
 
 
-FlashKernel = Callable[[Tensor, Tensor, Tensor, Tensor | None, tuple[int, int], int], Tensor]
-"""``flash(q, k, v, boundaries, longest, window) -> y`` for tensors ``[batch, sequence, heads, channels]``.
+FlashKernel = Callable[[Tensor, Tensor, Tensor, Tensor | None, tuple[int, int], int, AttentionScores], Tensor]
+"""``flash(q, k, v, boundaries, longest, window, scores) -> y`` for tensors ``[batch, sequence, heads, channels]``.
 
 With the boundaries of documents they are ``[tokens, heads, channels]``. ``longest`` are the largest numbers of queries
 and of keys, ``window`` is the number of visible tokens before a query, or -1 for all.
@@ -70,20 +93,36 @@ and of keys, ``window`` is the number of visible tokens before a query, or -1 fo
 def _flash_attention(flash: FlashKernel) -> AttentionKernel:
     """Return the attention of a FlashAttention kernel; documents become separate sequences."""
 
-    def attention(q_SBND: Tensor, k_TBGD: Tensor, v_TBGD: Tensor, mask: AttentionMask) -> Tensor:
+    def attention(
+        q_SBND: Tensor,
+        k_TBGD: Tensor,
+        v_TBGD: Tensor,
+        mask: AttentionMask,
+        scores: AttentionScores = PLAIN_SCORES,
+    ) -> Tensor:
         q, k, v = (t.transpose(0, 1) for t in (q_SBND, k_TBGD, v_TBGD))
         longest, window = (q.shape[1], k.shape[1]), -1 if mask.pattern.window is None else mask.pattern.window - 1
         if mask.documents is None:
-            return flash(q, k, v, None, longest, window).transpose(0, 1)
+            return flash(q, k, v, None, longest, window, scores).transpose(0, 1)
         flat_q, flat_k, flat_v = (t.flatten(0, 1) for t in (q, k, v))
-        y = flash(flat_q, flat_k, flat_v, mask.boundaries, longest, window)
+        y = flash(flat_q, flat_k, flat_v, mask.boundaries, longest, window, scores)
         return y.unflatten(0, q.shape[:2]).transpose(0, 1)
 
     return attention
 
 
-def _flash_covers(q_SBND: Tensor, k_TBGD: Tensor, v_TBGD: Tensor, mask: AttentionMask) -> bool:
-    shape_fits = q_SBND.shape[3] <= 256 and (mask.queries_end_keys if mask.documents is None else mask.aligned)
+def _flash_covers(
+    q_SBND: Tensor,
+    k_TBGD: Tensor,
+    v_TBGD: Tensor,
+    mask: AttentionMask,
+    scores: AttentionScores = PLAIN_SCORES,
+) -> bool:
+    shape_fits = (
+        q_SBND.shape[3] <= 256
+        and scores.sink is None
+        and (mask.queries_end_keys if mask.documents is None else mask.aligned)
+    )
     return shape_fits and mask.pattern.only_window
 
 
@@ -92,9 +131,17 @@ def _flash_attn() -> AttentionKernel:
     package: Any = importlib.import_module("flash_attn")
 
     def flash(
-        q: Tensor, k: Tensor, v: Tensor, boundaries: Tensor | None, longest: tuple[int, int], window: int
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        boundaries: Tensor | None,
+        longest: tuple[int, int],
+        window: int,
+        scores: AttentionScores,
     ) -> Tensor:
         options = {
+            "softmax_scale": scores.scale,
+            "softcap": scores.softcap or 0.0,
             "causal": True,
             "window_size": (window, 0),
             "deterministic": torch.are_deterministic_algorithms_enabled(),
@@ -109,7 +156,13 @@ def _flash_attn() -> AttentionKernel:
 
 
 def _varlen(
-    q: Tensor, k: Tensor, v: Tensor, boundaries: Tensor | None, longest: tuple[int, int], window: int
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    boundaries: Tensor | None,
+    longest: tuple[int, int],
+    window: int,
+    scores: AttentionScores,
 ) -> Tensor:
     """Call PyTorch's FlashAttention 2 by the operator behind SDPA and :func:`torch.nn.attention.varlen.varlen_attn`.
 
@@ -117,14 +170,20 @@ def _varlen(
     arguments differ between releases.
     """
     y: Tensor = torch.ops.aten._flash_attention_forward(
-        q, k, v, boundaries, boundaries, *longest, 0.0, True, False, window_size_left=window
+        q, k, v, boundaries, boundaries, *longest, 0.0, True, False, scale=scores.scale, window_size_left=window
     )[0]
     return y
 
 
-def _varlen_covers(q_SBND: Tensor, k_TBGD: Tensor, v_TBGD: Tensor, mask: AttentionMask) -> bool:
-    shape_fits = q_SBND.shape[3] % 8 == 0 and _flash_covers(q_SBND, k_TBGD, v_TBGD, mask)
-    return shape_fits and _can_use(can_use_flash_attention, q_SBND)
+def _varlen_covers(
+    q_SBND: Tensor,
+    k_TBGD: Tensor,
+    v_TBGD: Tensor,
+    mask: AttentionMask,
+    scores: AttentionScores = PLAIN_SCORES,
+) -> bool:
+    shape_fits = q_SBND.shape[3] % 8 == 0 and _flash_covers(q_SBND, k_TBGD, v_TBGD, mask, scores)
+    return shape_fits and scores.plain and _can_use(can_use_flash_attention, q_SBND)
 
 
 def _flex() -> AttentionKernel:
@@ -139,15 +198,22 @@ FLEX_LONGEST = 1 << 18
 """Most keys of FlexAttention: its tables then take 64 MiB per sample."""
 
 
-def _flex_covers(q_SBND: Tensor, k_TBGD: Tensor, v_TBGD: Tensor, mask: AttentionMask) -> bool:
-    """Return True for patterns that FlashAttention has no option for.
+def _flex_covers(
+    q_SBND: Tensor,
+    k_TBGD: Tensor,
+    v_TBGD: Tensor,
+    mask: AttentionMask,
+    scores: AttentionScores = PLAIN_SCORES,
+) -> bool:
+    """Return True for patterns that FlashAttention has no option for, and for capped scores.
 
     In inference lengths are whole blocks, as they are in evaluation: each length of generation would be compiled. Very
     long sequences are left to bands, because the tables of blocks grow with the square of the length.
     """
-    shape_fits = 16 <= q_SBND.shape[3] <= 256 and k_TBGD.shape[0] <= FLEX_LONGEST
+    shape_fits = 16 <= q_SBND.shape[3] <= 256 and k_TBGD.shape[0] <= FLEX_LONGEST and scores.sink is None
     shape_fits = shape_fits and (torch.is_grad_enabled() or q_SBND.shape[0] % FLEX_BLOCK == 0)
-    return shape_fits and not mask.pattern.only_window and (mask.aligned or mask.queries_end_keys)
+    needed = not mask.pattern.only_window or scores.softcap is not None
+    return shape_fits and needed and (mask.aligned or mask.queries_end_keys)
 
 
 def _flex_missing(device: torch.device, dtype: torch.dtype) -> str | None:
@@ -182,7 +248,7 @@ def _flash_attn_missing(device: torch.device, dtype: torch.dtype) -> str | None:
 
 
 def _checks() -> Sequence[KernelCheck]:
-    """Return calls with plain, windowed and document masks, with cached keys, and with a pattern of all kinds.
+    """Return calls with plain, windowed and document masks, cached keys, a pattern of all kinds, and capped scores.
 
     They are longer than a kernel's blocks.
     """
@@ -192,11 +258,16 @@ def _checks() -> Sequence[KernelCheck]:
     k, v = torch.randn(2, length, 2, 2, 64, generator=generator, dtype=torch.float64)
     two_documents = torch.tensor([[0] * 10 + [1] * (length - 10), [0] * length])
 
-    def check(pattern: AttentionPattern, documents: Tensor | None, first_query: int = 0) -> KernelCheck:
+    def check(
+        pattern: AttentionPattern,
+        documents: Tensor | None,
+        first_query: int = 0,
+        scores: AttentionScores = PLAIN_SCORES,
+    ) -> KernelCheck:
         def run(f: AttentionKernel, t: Sequence[Tensor]) -> Sequence[Tensor]:
             parts = None if documents is None else documents.to(t[0].device)
             mask = AttentionMask.of_sequence(length, t[0].device, pattern, parts, first_query)
-            return (f(t[0], t[1], t[2], mask),)
+            return (f(t[0], t[1], t[2], mask, scores),)
 
         return KernelCheck(run, (q[first_query:], k, v))
 
@@ -204,7 +275,8 @@ def _checks() -> Sequence[KernelCheck]:
     whole = [check(pattern, parts) for parts in (None, two_documents) for pattern in patterns]
     cached = [check(pattern, None, length - 3) for pattern in patterns]
     every = AttentionPattern(window=70, dilation=3, chunk=100, first=2, prefix=5)
-    return [*whole, *cached, check(every, two_documents), check(every, None, 10)]
+    capped = check(CAUSAL, None, 0, AttentionScores(scale=0.3, softcap=2.0))
+    return [*whole, *cached, check(every, two_documents), check(every, None, 10), capped]
 
 
 ATTENTION = Operation(

@@ -13,7 +13,7 @@ head, D channels of a head.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
@@ -30,6 +30,30 @@ BLOCK = 256
 
 UNFUSED_BLOCK = 1024
 """Side of all tiles where the scores of a tile are stored, as with dropout."""
+
+
+@dataclass(frozen=True)
+class AttentionScores:
+    """How products of queries and keys become scores, and what else the softmax sums."""
+
+    # Factor on the products; None for 1 / sqrt(D).
+    scale: float | None = None
+    # Scores are ``softcap * tanh(scale * q k / softcap)`` (Gemma 2, arXiv 2408.00118).
+    softcap: float | None = None
+    # [N]: the score of one more key per query head, whose value is zero (attention sink, arXiv 2309.17453).
+    sink: Tensor | None = None
+
+    def factor(self, channels: int) -> float:
+        """Return the factor on the products of heads of ``channels`` channels."""
+        return channels**-0.5 if self.scale is None else self.scale
+
+    @property
+    def plain(self) -> bool:
+        """True if all kernels compute them."""
+        return self.softcap is None and self.sink is None
+
+
+PLAIN_SCORES = AttentionScores()
 
 
 @dataclass(frozen=True)
@@ -97,6 +121,7 @@ def block_attention(
     mask: AttentionMask,
     dropout: AttentionDropout | None = None,
     key_values: KeyValues = LOCAL,
+    scores: AttentionScores = PLAIN_SCORES,
 ) -> Tensor:
     """Compute attention tile by tile; return ``y_SBND``.
 
@@ -109,9 +134,11 @@ def block_attention(
         mask: of these queries and keys.
         dropout: of attention weights.
         key_values: brings further keys and values.
+        scores: how products of queries and keys become scores, and the sink.
 
     """
-    y: Tensor = _BlockAttention.apply(q_SBND, k_SBGD, v_SBGD, mask, dropout, key_values)
+    inputs = q_SBND, k_SBGD, v_SBGD, scores.sink
+    y: Tensor = _BlockAttention.apply(*inputs, mask, dropout, key_values, replace(scores, sink=None))
     return y
 
 
@@ -122,9 +149,11 @@ class _BlockAttention(torch.autograd.Function):
         q_SBND: Tensor,
         k_SBGD: Tensor,
         v_SBGD: Tensor,
+        sink_N: Tensor | None,
         mask: AttentionMask,
         dropout: AttentionDropout | None,
         key_values: KeyValues,
+        scores: AttentionScores,
     ) -> Tensor:
         s, b, n, d = q_SBND.shape
         dtype = torch.promote_types(q_SBND.dtype, torch.float32)
@@ -133,29 +162,37 @@ class _BlockAttention(torch.autograd.Function):
         lse_BNS = q_SBND.new_full((b, n, s), -torch.inf, dtype=dtype)
 
         def attend(k_TBGD: Tensor, v_TBGD: Tensor, part: AttentionMask) -> None:
-            for tile in _tiles(q_SBND, part, dropout):
-                new = _forward(_TileInputs.of(q_SBND, k_TBGD, v_TBGD, part, tile, dropout))
+            for tile in _tiles(q_SBND, part, dropout, scores):
+                new = _forward(_TileInputs.of(q_SBND, k_TBGD, v_TBGD, part, tile, dropout, scores))
                 _merge(y_BNSD[tile.samples, :, tile.queries], lse_BNS[tile.samples, :, tile.queries], *new)
 
         key_values.forward(k_SBGD, v_SBGD, mask, attend)
+        if sink_N is not None:  # it adds to the sums of exponentials only
+            whole_BNS = torch.logaddexp(lse_BNS, sink_N.to(dtype).unsqueeze(-1))
+            y_BNSD *= (lse_BNS - whole_BNS).exp_().unsqueeze(-1)
+            lse_BNS = whole_BNS
         y_SBND = y_SBND.to(q_SBND.dtype)
-        ctx.save_for_backward(q_SBND, k_SBGD, v_SBGD, y_SBND, lse_BNS)
-        ctx.mask, ctx.dropout, ctx.key_values = mask, dropout, key_values
+        ctx.save_for_backward(q_SBND, k_SBGD, v_SBGD, sink_N, y_SBND, lse_BNS)
+        ctx.mask, ctx.dropout, ctx.key_values, ctx.scores = mask, dropout, key_values, scores
         return y_SBND
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy_SBND: Tensor) -> tuple[Tensor | None, ...]:
-        q_SBND, k_SBGD, v_SBGD, y_SBND, lse_BNS = ctx.saved_tensors
+        q_SBND, k_SBGD, v_SBGD, sink_N, y_SBND, lse_BNS = ctx.saved_tensors
+        dsink_N = None
+        if sink_N is not None:  # P (dP - sum(dy y)) of a key whose value is zero
+            mean_BNS = dy_SBND.to(lse_BNS.dtype).mul(y_SBND).sum(-1).permute(1, 2, 0)
+            dsink_N = -(sink_N.unsqueeze(-1) - lse_BNS).exp_().mul_(mean_BNS).sum((0, 2))
         dq_SBND = lse_BNS.new_zeros(q_SBND.shape)
         dq_BNSD = dq_SBND.permute(1, 2, 0, 3)
 
         def differentiate(k_TBGD: Tensor, v_TBGD: Tensor, part: AttentionMask) -> tuple[Tensor, Tensor]:
             dk_TBGD, dv_TBGD = lse_BNS.new_zeros((2, *k_TBGD.shape)).unbind()
             dk_BGTD, dv_BGTD = (grad.permute(1, 2, 0, 3) for grad in (dk_TBGD, dv_TBGD))
-            for tile in _tiles(q_SBND, part, ctx.dropout):
+            for tile in _tiles(q_SBND, part, ctx.dropout, ctx.scores):
                 dy, y = (_rows(t, tile.samples, tile.queries) for t in (dy_SBND, y_SBND))
-                inputs = _TileInputs.of(q_SBND, k_TBGD, v_TBGD, part, tile, ctx.dropout)
+                inputs = _TileInputs.of(q_SBND, k_TBGD, v_TBGD, part, tile, ctx.dropout, ctx.scores)
                 dq, dk, dv = _backward(inputs, dy, y, lse_BNS[tile.samples, :, tile.queries])
                 del inputs  # before those of the next tile
                 dq_BNSD[tile.samples, :, tile.queries] += dq
@@ -164,12 +201,14 @@ class _BlockAttention(torch.autograd.Function):
             return dk_TBGD.to(k_TBGD.dtype), dv_TBGD.to(v_TBGD.dtype)
 
         dk_SBGD, dv_SBGD = ctx.key_values.backward(k_SBGD, v_SBGD, ctx.mask, differentiate)
-        return dq_SBND.to(q_SBND.dtype), dk_SBGD, dv_SBGD, None, None, None
+        return dq_SBND.to(q_SBND.dtype), dk_SBGD, dv_SBGD, dsink_N, None, None, None, None
 
 
-def _tiles(q_SBND: Tensor, mask: AttentionMask, dropout: AttentionDropout | None) -> list[Tile]:
+def _tiles(
+    q_SBND: Tensor, mask: AttentionMask, dropout: AttentionDropout | None, scores: AttentionScores
+) -> list[Tile]:
     flash = _flash_covers_tiles(q_SBND)
-    if dropout is not None or not (flash or q_SBND.device.type == "cpu"):
+    if dropout is not None or scores.softcap is not None or not (flash or q_SBND.device.type == "cpu"):
         return mask.tiles(UNFUSED_BLOCK, whole=False)
     return mask.bands() if flash and mask.pattern.rule is None else mask.tiles(BLOCK)
 
@@ -197,6 +236,9 @@ class _TileInputs:
     visible: Tensor | None
     # Factors on the attention weights.
     dropout_scale: Tensor | None
+    # Factor on the products of queries and keys, and the cap of the scores.
+    scale: float
+    softcap: float | None
     # cuDNN or FlashAttention computes the tile, on a GPU.
     flash: bool
 
@@ -209,15 +251,17 @@ class _TileInputs:
         mask: AttentionMask,
         tile: Tile,
         dropout: AttentionDropout | None,
+        scores: AttentionScores,
     ) -> _TileInputs:
         q = _rows(q_SBND, tile.samples, tile.queries)
         k, v = (_rows(t, tile.samples, tile.keys) for t in (k_TBGD, v_TBGD))
-        scale = None if dropout is None else dropout.scale(mask, tile, q.shape[1], q.dtype)
-        flash = dropout is None and tile.kind != PARTIAL and _flash_covers_tiles(q)
-        fused = flash or (dropout is None and q.device.type == "cpu")
+        dropped = None if dropout is None else dropout.scale(mask, tile, q.shape[1], q.dtype)
+        can_fuse = dropout is None and scores.softcap is None
+        flash = can_fuse and tile.kind != PARTIAL and _flash_covers_tiles(q)
+        fused = flash or (can_fuse and q.device.type == "cpu")
         implied = tile.kind in (FULL, BAND) or (tile.kind == TRIANGLE and fused)
         visible = None if implied else mask.dense(tile.samples, tile.queries, tile.keys)
-        return cls(q, k, v, tile, visible, scale, flash)
+        return cls(q, k, v, tile, visible, dropped, scores.factor(q.shape[3]), scores.softcap, flash)
 
     @property
     def causal(self) -> bool:
@@ -227,7 +271,7 @@ class _TileInputs:
     @property
     def fused_on_cpu(self) -> bool:
         """True if PyTorch's FlashAttention for CPUs computes the tile."""
-        return self.dropout_scale is None and self.q.device.type == "cpu"
+        return self.dropout_scale is None and self.softcap is None and self.q.device.type == "cpu"
 
     @property
     def bias(self) -> Tensor | None:
@@ -238,9 +282,11 @@ class _TileInputs:
         return zeros.masked_fill_(~self.visible, -torch.inf)
 
     def scores(self) -> Tensor:
-        """Return the scaled scores ``[B, N, S, T]`` in at least fp32, -infinity where a key is not visible."""
-        scores_group = _product(_by_group(self.q, self.k), self.k.transpose(2, 3)).mul_(self.q.shape[3] ** -0.5)
+        """Return the scores ``[B, N, S, T]`` in at least fp32, -infinity where a key is not visible."""
+        scores_group = _product(_by_group(self.q, self.k), self.k.transpose(2, 3)).mul_(self.scale)
         scores = scores_group.view(*self.q.shape[:3], self.k.shape[2])
+        if self.softcap is not None:
+            scores.div_(self.softcap).tanh_().mul_(self.softcap)
         return scores if self.visible is None else scores.masked_fill_(~self.visible, -torch.inf)
 
 
@@ -270,7 +316,7 @@ def _forward(tile: _TileInputs) -> tuple[Tensor, Tensor]:
         return _cudnn_forward(tile) if _cudnn_covers_tile(tile) else _flash_forward(tile)
     if tile.fused_on_cpu:
         y, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-            q, k, v, 0.0, tile.causal, attn_mask=tile.bias
+            q, k, v, 0.0, tile.causal, attn_mask=tile.bias, scale=tile.scale
         )
         if tile.visible is not None:  # the kernel returns 0 for rows that see nothing
             lse = lse.masked_fill(~tile.visible.any(-1), -torch.inf)
@@ -288,17 +334,18 @@ def _backward(tile: _TileInputs, dy: Tensor, y: Tensor, lse: Tensor) -> tuple[Te
     """Return ``dq, dk, dv`` of a tile, from the final ``y`` and ``lse`` of its queries.
 
     ``dS = P (dP - sum(dy y))`` with ``P = exp(S - lse)`` and ``dP = dy vᵀ`` (FlashAttention, algorithm 4).
+    Capped scores pass on ``1 - (S / softcap)²`` of their gradient, the derivative of tanh.
     """
     q, k, v = tile.q, tile.k, tile.v
     if tile.flash:
         return (_cudnn_backward if _cudnn_covers_tile(tile) else _flash_backward)(tile, dy, y, lse)
     if tile.fused_on_cpu:
         dq, dk, dv = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            dy, q, k, v, y, lse, 0.0, tile.causal, attn_mask=tile.bias
+            dy, q, k, v, y, lse, 0.0, tile.causal, attn_mask=tile.bias, scale=tile.scale
         )
         return dq, dk, dv
-    weights = (tile.scores() - lse.unsqueeze(-1)).exp_()
-    dy_group, scale = _by_group(dy, k), q.shape[3] ** -0.5
+    scores, dy_group = tile.scores(), _by_group(dy, k)
+    weights = (scores - lse.unsqueeze(-1)).exp_()
     dweights = _product(dy_group, v.transpose(2, 3)).view_as(weights)
     dropped = weights
     if tile.dropout_scale is not None:
@@ -306,7 +353,9 @@ def _backward(tile: _TileInputs, dy: Tensor, y: Tensor, lse: Tensor) -> tuple[Te
         dweights *= tile.dropout_scale
     dv = _product(_by_group(dropped.to(q.dtype), k).transpose(2, 3), dy_group)
     mean = (dy.to(weights.dtype) * y).sum(-1, keepdim=True)
-    dscores = weights.mul_(dweights.sub_(mean)).mul_(scale)
+    dscores = weights.mul_(dweights.sub_(mean)).mul_(tile.scale)
+    if tile.softcap is not None:  # scores of hidden keys are -infinity
+        dscores *= 1.0 - scores.div_(tile.softcap).clamp_(min=-1.0).square_()
     dscores_group = _by_group(dscores.to(q.dtype), k)
     return _product(dscores_group, k).view_as(q), _product(dscores_group.transpose(2, 3), _by_group(q, k)), dv
 
@@ -334,7 +383,7 @@ def cudnn_is_fast(device: torch.device) -> bool:
 
 def _cudnn_forward(tile: _TileInputs) -> tuple[Tensor, Tensor]:
     y, lse, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(
-        tile.q, tile.k, tile.v, None, True, 0.0, tile.causal, False
+        tile.q, tile.k, tile.v, None, True, 0.0, tile.causal, False, scale=tile.scale
     )
     return y, lse.view(tile.q.shape[:3])
 
@@ -343,7 +392,8 @@ def _cudnn_backward(tile: _TileInputs, dy: Tensor, y: Tensor, lse: Tensor) -> tu
     q, k, v, sizes = tile.q, tile.k, tile.v, (tile.q.shape[2], tile.k.shape[2])
     unused = torch.empty(0, dtype=torch.int64, device=q.device)  # state of the random numbers of dropout
     dq, dk, dv = torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
-        dy, q, k, v, y, lse.unsqueeze(-1).contiguous(), unused, unused, None, None, None, *sizes, 0.0, tile.causal
+        *(dy, q, k, v, y, lse.unsqueeze(-1).contiguous(), unused, unused, None, None, None, *sizes, 0.0, tile.causal),
+        scale=tile.scale,
     )
     return dq, dk, dv
 
@@ -351,7 +401,7 @@ def _cudnn_backward(tile: _TileInputs, dy: Tensor, y: Tensor, lse: Tensor) -> tu
 def _flash_forward(tile: _TileInputs) -> tuple[Tensor, Tensor]:
     q, k, v = (_sequences(tile, t) for t in (tile.q, tile.k, tile.v))
     y, lse, *_ = torch.ops.aten._flash_attention_forward(
-        q, k, v, *_boundaries(tile), 0.0, tile.causal, False, window_size_left=tile.tile.left
+        q, k, v, *_boundaries(tile), 0.0, tile.causal, False, scale=tile.scale, window_size_left=tile.tile.left
     )
     return _from_sequences(tile, y), lse if tile.tile.boundaries is None else lse.unsqueeze(0)
 
@@ -361,7 +411,9 @@ def _flash_backward(tile: _TileInputs, dy: Tensor, y: Tensor, lse: Tensor) -> tu
     lse = (lse if tile.tile.boundaries is None else lse[0]).contiguous()
     unused = torch.empty(0, device=q.device)  # state of the random numbers of dropout
     dq, dk, dv = torch.ops.aten._flash_attention_backward(
-        dy, q, k, v, y, lse, *_boundaries(tile), 0.0, tile.causal, unused, unused, window_size_left=tile.tile.left
+        *(dy, q, k, v, y, lse, *_boundaries(tile), 0.0, tile.causal, unused, unused),
+        scale=tile.scale,
+        window_size_left=tile.tile.left,
     )
     return _from_sequences(tile, dq), _from_sequences(tile, dk), _from_sequences(tile, dv)
 

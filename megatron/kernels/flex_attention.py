@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch.nn.attention.flex_attention import BlockMask, flex_attention
 from megatron.config.attention_pattern import AttentionPattern
 from megatron.kernels.attention import FLEX_BLOCK, AttentionKernel
 from megatron.kernels.attention_mask import FULL, PARTIAL, TRIANGLE, AttentionMask
+from megatron.kernels.block_attention import PLAIN_SCORES, AttentionScores
 from megatron.kernels.compile import compiled
 
 
@@ -19,16 +21,41 @@ def make() -> AttentionKernel:
     """Return the attention kernel, which is compiled once per pattern and shape."""
     kernel = compiled(_attend)()
 
-    def attention(q_SBND: Tensor, k_TBGD: Tensor, v_TBGD: Tensor, mask: AttentionMask) -> Tensor:
+    def attention(
+        q_SBND: Tensor, k_TBGD: Tensor, v_TBGD: Tensor, mask: AttentionMask, scores: AttentionScores = PLAIN_SCORES
+    ) -> Tensor:
         q_BNSD, k_BGTD, v_BGTD = (t.permute(1, 2, 0, 3) for t in (q_SBND, k_TBGD, v_TBGD))
-        y_BNSD: Tensor = kernel(q_BNSD, k_BGTD, v_BGTD, block_mask(mask))
+        y_BNSD: Tensor = kernel(q_BNSD, k_BGTD, v_BGTD, block_mask(mask), scores.scale, _cap(scores.softcap))
         return y_BNSD.permute(2, 0, 1, 3)
 
     return attention
 
 
-def _attend(q_BNSD: Tensor, k_BGTD: Tensor, v_BGTD: Tensor, blocks: BlockMask) -> Any:
-    return flex_attention(q_BNSD, k_BGTD, v_BGTD, block_mask=blocks, enable_gqa=k_BGTD.shape[1] < q_BNSD.shape[1])
+ScoreModifier = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
+
+
+def _attend(
+    q_BNSD: Tensor,
+    k_BGTD: Tensor,
+    v_BGTD: Tensor,
+    blocks: BlockMask,
+    scale: float | None,
+    modifier: ScoreModifier | None,
+) -> Any:
+    grouped = k_BGTD.shape[1] < q_BNSD.shape[1]
+    return flex_attention(q_BNSD, k_BGTD, v_BGTD, modifier, blocks, scale, grouped)
+
+
+@lru_cache
+def _cap(softcap: float | None) -> ScoreModifier | None:
+    """Return the function that caps scores; the same object for the same cap, so that nothing is compiled again."""
+    if softcap is None:
+        return None
+
+    def capped(score: Tensor, sample: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return softcap * torch.tanh(score / softcap)
+
+    return capped
 
 
 def block_mask(mask: AttentionMask) -> BlockMask:

@@ -63,6 +63,7 @@ def select_kernels(
     attention_dropout: bool = False,
     fp8: Float8Recipe | None = None,
     patterns: Collection[AttentionPattern] = (),
+    softcap: bool = False,
 ) -> tuple[Kernels, list[str]]:
     """Select the implementations that ``--kernels`` requests, among those that work here.
 
@@ -74,7 +75,8 @@ def select_kernels(
         attention_dropout: the run drops attention weights, which only PyTorch's attention does.
         fp8: the recipe of linears in FP8, if there are any.
         patterns: of the attention of whole sequences. ``auto`` takes FlexAttention, which has to be compiled, only for
-            patterns that other kernels do not cover.
+            patterns that other kernels do not cover, or if scores are capped.
+        softcap: scores of the attention of whole sequences are capped.
 
     Returns:
         The kernels, and lines to print: what was selected, and which requested implementations are not used. Calls that
@@ -90,12 +92,13 @@ def select_kernels(
     problems: list[Problem] = []
     operations = OPERATIONS if fp8 is None else OPERATIONS | {"fp8": fp8_operation(fp8)}
     choices = kernel_choices(words)
+    needs_flex = softcap or not all(pattern.only_window for pattern in patterns)
     for operation in operations:
         choice = choices[operation]
         if operation == "attention" and attention_dropout:
             choice = KernelChoice("torch")  # other choices by name are refused with the configuration (E903)
         parts: dict[str, tuple[Any, Covers | None]] = {}
-        for name in _candidates(operations[operation], operation, choice, device, patterns):
+        for name in _candidates(operations[operation], operation, choice, device, needs_flex):
             found = _try(operations[operation], operation, name, device, dtype, deterministic)
             if not isinstance(found, _Refusal):
                 parts[name] = found
@@ -126,14 +129,14 @@ class _Refusal:
 
 
 def _candidates(
-    operation: Operation, of: str, choice: KernelChoice, device: torch.device, patterns: Collection[AttentionPattern]
+    operation: Operation, of: str, choice: KernelChoice, device: torch.device, needs_flex: bool
 ) -> Sequence[str]:
     """Return the candidates to try, best first and torch last; on CPUs ``auto`` is torch."""
     if device.type == "meta":
         return ("torch",)
     if choice.name == "auto":
         names = KERNEL_CANDIDATES[of] if device.type == "cuda" else ("torch",)
-        idle = {"flex"} if all(pattern.only_window for pattern in patterns) else set()
+        idle = set() if needs_flex else {"flex"}
         return [name for name in names if name not in idle and operation.candidates[name].fast(device)]
     return ("torch",) if choice.name == "torch" else (choice.name, "torch")
 

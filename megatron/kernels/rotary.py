@@ -22,12 +22,15 @@ class RotaryCosSin:
 
 
 class RotaryEmbedding:
-    """Rotary frequencies of a model; angles are computed in at least fp32, cosines and sines returned in ``dtype``."""
+    """Rotary frequencies of some layers of a model (``ModelConfig.rotary_kind``).
 
-    def __init__(self, config: ModelConfig, dtype: torch.dtype, device: torch.device) -> None:
+    Angles are computed in at least fp32, cosines and sines returned in ``dtype``.
+    """
+
+    def __init__(self, config: ModelConfig, kind: str, dtype: torch.dtype, device: torch.device) -> None:
         self.interleaved = config.rotary_interleaved
         self.dtype = dtype
-        frequencies, self.scale = _frequencies(config)
+        frequencies, self.scale = _frequencies(config, kind)
         self.frequencies = frequencies.to(device, torch.promote_types(dtype, torch.float32))
 
     def __call__(self, seq_length: int, positions_BS: Tensor | None) -> RotaryCosSin:
@@ -40,10 +43,12 @@ class RotaryEmbedding:
         return RotaryCosSin(cos.to(self.dtype), sin.to(self.dtype), self.interleaved)
 
 
-def _frequencies(config: ModelConfig) -> tuple[Tensor, float]:
+def _frequencies(config: ModelConfig, kind: str) -> tuple[Tensor, float]:
     """Return angular frequencies ``[rotary_dim/2]`` in fp64, and the factor on cosine and sine."""
     exponents = torch.arange(0, config.rotary_dim, 2, dtype=torch.float64) / config.rotary_dim
-    frequencies = config.rotary_base**-exponents
+    if kind == "local" and config.rotary_base_local is not None:
+        return config.rotary_base_local**-exponents, 1.0
+    frequencies = config.rotary_base**-exponents / config.rotary_seq_len_interpolation_factor
     if config.position_embedding_type == "yarn":
         return _yarn(config, frequencies), 0.1 * math.log(config.rotary_scaling_factor) + 1.0
     return (_llama3(config, frequencies) if config.use_rope_scaling else frequencies), 1.0
@@ -66,8 +71,10 @@ def _yarn(config: ModelConfig, frequencies: Tensor) -> Tensor:
     def channel(rotations: float) -> float:
         return dim * math.log(original / (rotations * 2 * math.pi)) / (2 * math.log(config.rotary_base))
 
-    low = max(math.floor(channel(config.yarn_beta_fast)), 0)
-    high = min(math.ceil(channel(config.yarn_beta_slow)), dim - 1)
+    low, high = channel(config.yarn_beta_fast), channel(config.yarn_beta_slow)
+    if config.yarn_correction_range_round_to_int:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, dim - 1)
     ramp = ((torch.arange(dim // 2, dtype=torch.float64) - low) / max(high - low, 1e-3)).clamp(0, 1)
     return frequencies * ((1 - ramp) + ramp / config.rotary_scaling_factor)
 

@@ -264,8 +264,8 @@ class _Activation(torch.autograd.Function):
         return dx, None if partial is None else _summed(partial)[0], None
 
 
-def activation(x: Tensor, bias: Tensor | None, name: str) -> Tensor:
-    """As :func:`megatron.kernels.activation.activation`."""
+def activation(x: Tensor, bias: Tensor | None, name: str, *_: float | None) -> Tensor:
+    """As :func:`megatron.kernels.activation.activation`, without limit and offset."""
     return _Activation.apply(x, bias, name)
 
 

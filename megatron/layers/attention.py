@@ -8,6 +8,7 @@ query heads, X query heads per key/value head plus its key and value, D channels
 
 from __future__ import annotations
 
+from dataclasses import replace
 from math import isqrt
 
 import torch
@@ -15,9 +16,11 @@ from torch import Tensor, nn
 
 from megatron.config.attention_pattern import AttentionPattern
 from megatron.config.model import ModelConfig
+from megatron.distributed import mappings
 from megatron.distributed.random import stable_hash
 from megatron.kernels.attention_mask import FULL, AttentionMask
-from megatron.kernels.block_attention import AttentionDropout, block_attention
+from megatron.kernels.bias import with_bias_gradient
+from megatron.kernels.block_attention import PLAIN_SCORES, AttentionDropout, AttentionScores, block_attention
 from megatron.kernels.qkv import HeadNorms
 from megatron.layers.context import BuildContext, ForwardContext
 from megatron.layers.linear import ColumnParallelLinear, RowParallelLinear
@@ -26,9 +29,9 @@ from megatron.layers.recompute import recompute
 
 
 class CoreAttention(nn.Module):
-    """``softmax(q kᵀ / √D) v`` of this rank's heads.
+    """``softmax(scores(q kᵀ)) v`` of this rank's heads; scores are scaled and capped.
 
-    Maps ``[S, B, N, D], [T, B, G, D], [T, B, G, D] -> [S, B, N D]``. It has no parameters.
+    Maps ``[S, B, N, D], [T, B, G, D], [T, B, G, D] -> [S, B, N D]``. Its only parameter is that of learnable sinks.
     Query heads ``i N/G`` to ``(i+1) N/G`` attend to key/value head ``i``. Context-parallel ranks hold parts of the
     sequence, and exchange what their queries see.
 
@@ -47,30 +50,35 @@ class CoreAttention(nn.Module):
         self.kernels, self.cp, self.pattern = context.kernels, context.cp, pattern
         self.site, self.dropout = context.name("attention_dropout"), config.attention_dropout
         self.first_head = context.tp.rank * groups * queries
+        self.scores = AttentionScores(config.softmax_scale, config.attn_logit_softcapping)
+        self.softmax_type, self.softmax_offset = config.softmax_type, None
+        if config.softmax_type == "learnable":
+            self.softmax_offset = context.submodule("core_attention").parameter("softmax_offset", autograd=True)
 
     def forward(self, q_SBND: Tensor, k_SBGD: Tensor, v_SBGD: Tensor, ctx: ForwardContext) -> Tensor:
         """Attend within each sample, where the mask permits."""
-        mask, kernel, dropout = ctx.masks[self.pattern], self.kernels.attention, None
+        mask, kernel, dropout, scores = ctx.masks[self.pattern], self.kernels.attention, None, self.scores
+        if self.softmax_type != "vanilla":
+            zeros = q_SBND.new_zeros(q_SBND.shape[2])
+            scores = replace(scores, sink=zeros if self.softmax_offset is None else self.softmax_offset)
         if ctx.training and self.dropout > 0.0:
             key = stable_hash(ctx.seed, ctx.batch.step, self.site)
             dropout = AttentionDropout(self.dropout, key, ctx.batch.sample_ids, self.first_head, ctx.batch.length)
         if self.cp is not None and ctx.batch.seq_length is not None:
-            y_SBND = self.cp.attention(q_SBND, k_SBGD, v_SBGD, mask, dropout, kernel)
+            y_SBND = self.cp.attention(q_SBND, k_SBGD, v_SBGD, mask, dropout, kernel, scores)
         elif dropout is not None:
-            y_SBND = block_attention(q_SBND, k_SBGD, v_SBGD, mask, dropout)
+            y_SBND = block_attention(q_SBND, k_SBGD, v_SBGD, mask, dropout, scores=scores)
         else:
-            y_SBND = kernel(q_SBND, k_SBGD, v_SBGD, mask)
+            y_SBND = kernel(q_SBND, k_SBGD, v_SBGD, mask, scores)
         return y_SBND.flatten(2)
 
 
 class SelfAttention(nn.Module):
     """QKV projection, core attention and output projection: ``[S(/tp), B, H] -> [S(/tp), B, H]``."""
 
-    def __init__(
-        self, config: ModelConfig, context: BuildContext, pattern: AttentionPattern, recompute_core: bool
-    ) -> None:
+    def __init__(self, config: ModelConfig, context: BuildContext, layer: int, recompute_core: bool) -> None:
         super().__init__()
-        self.kernels = context.kernels
+        self.kernels, self.tp, self.rotary = context.kernels, context.tp, config.rotary_kind(layer)
         self.name, self.recompute_core = context.name("core_attention"), recompute_core
         self.linear_qkv = ColumnParallelLinear(context.submodule("linear_qkv"))
         self.linear_proj = RowParallelLinear(context.submodule("linear_proj"))
@@ -80,17 +88,19 @@ class SelfAttention(nn.Module):
             self.q_layernorm = Norm(config, context.submodule("q_layernorm"))
             self.k_layernorm = Norm(config, context.submodule("k_layernorm"))
         groups, rows = context.spec("linear_qkv.weight").local_view[:2]
-        self.heads = groups, config.head_dim
-        self.core_attention = CoreAttention(config, context, pattern, groups, rows - 2)
+        self.heads, self.norm_all = (groups, config.head_dim), config.qk_layernorm_scope == "all"
+        self.core_attention = CoreAttention(config, context, config.pattern(layer), groups, rows - 2)
 
     def forward(self, x_SBH: Tensor, ctx: ForwardContext) -> Tensor:
         """Attend within each sample."""
         norms, q, k = None, self.q_layernorm, self.k_layernorm
-        if q is not None and k is not None:
-            norms = HeadNorms(q.weight, q.bias, k.weight, k.bias, q.eps)
-        q_SBND, k_SBGD, v_SBGD = self.kernels.split_qkv(
-            self.linear_qkv(x_SBH), self.linear_qkv.bias, self.heads, norms, ctx.rotary
-        )
+        qkv_SBO, bias = self.linear_qkv(x_SBH), self.linear_qkv.bias
+        if q is not None and k is not None and self.norm_all:
+            qkv_SBO, bias = self._normalize_all_heads(with_bias_gradient(qkv_SBO, bias), q, k), None
+        elif q is not None and k is not None:
+            norms = HeadNorms(q.scale, q.bias, k.scale, k.bias, q.eps)
+        rotary = None if self.rotary is None else ctx.rotary[self.rotary]
+        q_SBND, k_SBGD, v_SBGD = self.kernels.split_qkv(qkv_SBO, bias, self.heads, norms, rotary)
         if ctx.cache is not None:
             k_SBGD, v_SBGD = ctx.cache.extend(self.name, k_SBGD, v_SBGD)
         if self.recompute_core:
@@ -99,14 +109,34 @@ class SelfAttention(nn.Module):
             y_SBH = self.core_attention(q_SBND, k_SBGD, v_SBGD, ctx)
         return self.linear_proj(y_SBH)
 
+    def _normalize_all_heads(self, qkv_SBO: Tensor, q_norm: Norm, k_norm: Norm) -> Tensor:
+        """Divide the queries of a token by their RMS over all heads of all TP ranks, and its keys likewise.
+
+        Ranks that share key/value heads all count them, in the sum and in the number of its terms.
+        """
+        groups, d = self.heads
+        dtype = torch.promote_types(qkv_SBO.dtype, torch.float32)
+        qkv_SBGXD = qkv_SBO.unflatten(2, (groups, -1, d)).to(dtype)
+        q, k, v = qkv_SBGXD.split((qkv_SBGXD.shape[3] - 2, 1, 1), dim=3)
+        sums_2SB = torch.stack([x.square().sum((2, 3, 4)) for x in (q, k)])
+        # Each rank uses the sums for its own heads, so their gradient is partial, too.
+        sums_2SB = mappings.copy_to_region(mappings.reduce_from_region(sums_2SB, self.tp), self.tp)
+        normed = []
+        for x, norm, sum_SB in zip((q, k), (q_norm, k_norm), sums_2SB):
+            mean_SB = sum_SB / (self.tp.size * x[0, 0].numel())
+            normed.append(x * (mean_SB + norm.eps).rsqrt()[..., None, None, None] * norm.scale.view(groups, -1, d))
+        return torch.cat((*normed, v), dim=3).to(qkv_SBO.dtype).flatten(2)
+
 
 LOGITS_PER_TILE = 1 << 25
 """Logits computed at a time: 128 MiB of fp32."""
 
 
 @torch.no_grad()
-def largest_logit(q_SBND: Tensor, k_TBGD: Tensor, mask: AttentionMask) -> Tensor:
-    """Return the largest ``q k / sqrt(D)`` over all pairs that the mask permits, 0-d, in at least fp32.
+def largest_logit(
+    q_SBND: Tensor, k_TBGD: Tensor, mask: AttentionMask, scores: AttentionScores = PLAIN_SCORES
+) -> Tensor:
+    """Return the largest score over all pairs that the mask permits, 0-d, in at least fp32.
 
     Works tile by tile, so the S x T matrix is never stored.
 
@@ -114,6 +144,7 @@ def largest_logit(q_SBND: Tensor, k_TBGD: Tensor, mask: AttentionMask) -> Tensor
         q_SBND: queries.
         k_TBGD: keys; query heads ``i N/G`` to ``(i+1) N/G`` attend to key head ``i``.
         mask: of these queries and keys.
+        scores: how products of queries and keys become scores.
     """
     _, b, n, d = q_SBND.shape
     dtype = torch.promote_types(q_SBND.dtype, torch.float32)
@@ -128,4 +159,5 @@ def largest_logit(q_SBND: Tensor, k_TBGD: Tensor, mask: AttentionMask) -> Tensor
             hidden_B11ST = ~mask.dense(tile.samples, tile.queries, tile.keys).unsqueeze(1)
             logits_BGXST.masked_fill_(hidden_B11ST, -torch.inf)
         largest = torch.maximum(largest, logits_BGXST.amax())
-    return largest * d**-0.5
+    largest *= scores.factor(d)
+    return largest if scores.softcap is None else scores.softcap * (largest / scores.softcap).tanh()

@@ -149,8 +149,8 @@ class ForwardContext:
     batch: MicroBatch
     # Of the whole sequence, by the attention patterns of the layers.
     masks: Mapping[AttentionPattern, AttentionMask]
-    # None without rotary position embeddings.
-    rotary: RotaryCosSin | None = None
+    # By the kinds of the layers' rotary embeddings.
+    rotary: Mapping[str, RotaryCosSin] = field(default_factory=dict)
     # Keys and values of earlier tokens; None outside generation.
     cache: KVCache | None = None
     # Of dropout, which is applied in training only.

@@ -78,6 +78,7 @@ class Embedding(nn.Module):
     def __init__(self, config: ModelConfig, context: BuildContext) -> None:
         super().__init__()
         self.tp, self.sequence_parallel = context.tp, context.sequence_parallel
+        self.multiplier = torch.tensor(config.embedding_multiplier, dtype=context.dtype).item()
         rows = context.spec("word_embeddings.weight").local_view[0]
         first = self.tp.rank * rows if self.tp.size > 1 else None
         self.word_embeddings = EmbeddingShard(context.submodule("word_embeddings"), first)
@@ -89,6 +90,8 @@ class Embedding(nn.Module):
         """Embed tokens; positions default to 0..s-1."""
         sum_over_tp = mappings.reduce_scatter_rows if self.sequence_parallel else mappings.reduce_from_region
         x_SBH = sum_over_tp(self.word_embeddings(tokens_BS.t()), self.tp)
+        if self.multiplier != 1.0:
+            x_SBH = x_SBH * self.multiplier
         if self.position_embeddings is None:
             return x_SBH
         rows = x_SBH.shape[0]

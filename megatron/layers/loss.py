@@ -42,6 +42,8 @@ class VocabularyShard:
     kernels: Kernels = Kernels()
     # Tokens whose logits exist at a time; None for the default of :func:`megatron.config.batch.loss_chunk_tokens`.
     chunk_tokens: int | None = None
+    # Logits are ``softcap * tanh(x w / softcap)``; None leaves them as they are.
+    softcap: float | None = None
 
     def tokens_per_chunk(self, x_TH: Tensor, rows: int) -> int:
         """Return the tokens whose logits, ``rows`` each, exist at a time."""
@@ -63,9 +65,17 @@ class OutputLayer(nn.Module):
         self.shares_gradient = self.name in context.params and context.mesh.layout.sizes["pp"] > 1
         self.weight = owner.parameter("weight")
         self.sequence_parallel, self.entries = context.sequence_parallel, spec.shape[0]
+        self.scaling = config.logits_scaling
         first, held = context.tp.rank * spec.local_view[0], sum(piece.global_box.size[0] for piece in spec.pieces)
         self.vocabulary = VocabularyShard(
-            first, held, context.tp, context.grad_accumulator, self.name, context.kernels, chunk_tokens
+            first,
+            held,
+            context.tp,
+            context.grad_accumulator,
+            self.name,
+            context.kernels,
+            chunk_tokens,
+            config.final_logit_softcapping,
         )
 
     def forward(
@@ -84,7 +94,7 @@ class OutputLayer(nn.Module):
 
         """
         gather = mappings.gather_rows if self.sequence_parallel else mappings.copy_to_region
-        x_TH = gather(x_SBH, self.vocabulary.group).flatten(0, 1)
+        x_TH = gather(self._scaled(x_SBH), self.vocabulary.group).flatten(0, 1)
         labels_T, mask_T = labels_BS.t().flatten(), mask_BS.t().flatten()
         early = is_objective and not self.shares_gradient
         loss_grad = self.vocabulary.grad_accumulator.loss_grad if early else None
@@ -100,9 +110,15 @@ class OutputLayer(nn.Module):
         if self.sequence_parallel:
             raise ValueError("logits are for inference, which runs without sequence parallelism")
         dtype = torch.promote_types(x_SBH.dtype, torch.float32)
-        local_SBV = self.vocabulary.kernels.linear.forward(x_SBH, self.weight, None).to(dtype)
+        local_SBV = self.vocabulary.kernels.linear.forward(self._scaled(x_SBH), self.weight, None).to(dtype)
+        if (softcap := self.vocabulary.softcap) is not None:
+            local_SBV.div_(softcap).tanh_().mul_(softcap)
         parts_PSBV = mappings.gather_rows(local_SBV.unsqueeze(0), self.vocabulary.group)
         return parts_PSBV.movedim(0, 2).flatten(2)[..., : self.entries]
+
+    def _scaled(self, x_SBH: Tensor) -> Tensor:
+        """Divide the hidden states instead of the logits, which are larger."""
+        return x_SBH if self.scaling == 1.0 else x_SBH / self.scaling
 
 
 def linear_cross_entropy(
@@ -155,6 +171,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         dtype = torch.promote_types(x_TH.dtype, torch.float32)
         linear, size = vocabulary.kernels.linear, vocabulary.tokens_per_chunk(x_TH, weight_VH.shape[0])
+        softcap = vocabulary.softcap
         accumulator, name = vocabulary.grad_accumulator, vocabulary.weight
         objective, cross_entropy = torch.zeros(2, dtype=dtype, device=x_TH.device).unbind()
         early = differentiate and loss_grad is not None
@@ -164,6 +181,9 @@ class _LinearCrossEntropy(torch.autograd.Function):
             for start in range(0, x_TH.shape[0], size):
                 tokens = slice(start, start + size)
                 logits_CV = linear.forward(x_TH[tokens], weight_VH, None)
+                if softcap is not None:
+                    uncapped_CV = logits_CV.div_(softcap)
+                    logits_CV = uncapped_CV.tanh().mul_(softcap)
                 chunk = _chunk_loss(logits_CV, labels_T[tokens], mask_T[tokens].to(dtype), vocabulary)
                 del logits_CV  # frees them where the kernel made an fp32 copy
                 entropy = (chunk.loss * chunk.mask).sum()
@@ -171,6 +191,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 objective = objective + entropy + z_coeff * (chunk.log_z.square() * chunk.mask).sum()
                 if dx_TH is not None:
                     dlogits_CV = chunk.gradient(z_coeff, x_TH.dtype, None if loss_grad is None else loss_grad.to(dtype))
+                    if softcap is not None:  # cosh(x)^-2, the derivative of tanh, is exact where tanh rounds to 1
+                        dlogits_CV *= uncapped_CV.cosh_().pow_(-2)
                     dx_TH[tokens] = linear.input_gradient(dlogits_CV, weight_VH)
                     if accumulate_product is not None:
                         accumulate_product(x_TH[tokens], dlogits_CV)

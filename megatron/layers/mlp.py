@@ -31,7 +31,7 @@ class MLP(nn.Module):
         """
         super().__init__()
         self.chunk_size, self.grad_accumulator = chunk_size, context.grad_accumulator
-        self.activation, self.kernels = config.activation, context.kernels
+        self.activation, self.kernels = config.activation_options, context.kernels
         self.drop_activation = drop_activation and chunk_size is None  # a chunk is recomputed anyway
         self.linear_fc1 = ColumnParallelLinear(context.submodule("linear_fc1"))
         self.linear_fc2 = RowParallelLinear(context.submodule("linear_fc2"))
@@ -48,7 +48,7 @@ class MLP(nn.Module):
         return recompute_producer(self._activate, self.linear_fc1(x_SBH), self.linear_fc2, self.drop_activation)
 
     def _activate(self, x: Tensor) -> Tensor:
-        return self.kernels.activation(x, self.linear_fc1.bias, self.activation)
+        return self.kernels.activation(x, self.linear_fc1.bias, *self.activation)
 
 
 class _InChunks(torch.autograd.Function):

@@ -24,6 +24,7 @@ from megatron.distributed import comm, mappings
 from megatron.distributed.comm import Group
 from megatron.distributed.grad_accumulator import WgradOperand
 from megatron.distributed.micro_batch import MicroBatch
+from megatron.kernels.bias import column_sum, with_bias_gradient
 from megatron.layers.context import BuildContext
 from megatron.layers.mlp import MLP
 from megatron.layers.recompute import recompute_producer
@@ -42,17 +43,18 @@ class Routing(NamedTuple):
 
 
 class Router(nn.Module):
-    """``logits = W x`` in at least fp32, a softmax over the experts, and the largest K of it (arXiv 1701.06538)."""
+    """``logits = W x + b`` in at least fp32, a softmax over the experts, and the largest K of it (arXiv 1701.06538)."""
 
     def __init__(self, config: ModelConfig, context: BuildContext) -> None:
         super().__init__()
         self.config, self.context = config, context
-        self.weight = context.parameter("weight", autograd=True)
+        self.weight, self.bias = context.parameter("weight", autograd=True), context.bias(autograd=True)
 
     def forward(self, x_SBH: Tensor, batch: MicroBatch) -> Routing:
         """Choose experts for the tokens of a micro-batch."""
         dtype = torch.promote_types(x_SBH.dtype, torch.float32)
-        logits_SBE = F.linear(x_SBH.to(dtype), self.weight.to(dtype))
+        bias = None if self.bias is None else self.bias.to(dtype)
+        logits_SBE = F.linear(x_SBH.to(dtype), self.weight.to(dtype), bias)
         probs_SBE = logits_SBE.softmax(-1)
         best, experts = logits_SBE.flatten(0, 1).topk(self.config.moe_router_topk)
         weights = (
@@ -196,14 +198,20 @@ class DispatchPlan:
 
 
 class _GroupedLinearFunction(torch.autograd.Function):
-    """``y_e = x_e W_e^T`` for every expert e; backward ``dx_e = dy_e W_e``, ``dW_e = dy_e^T x_e``."""
+    """``y_e = x_e W_e^T + b_e`` for every expert e; backward ``dx_e = dy_e W_e``, ``dW_e = dy_e^T x_e``."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, rows: Sequence[int], layer: GroupedLinear) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, rows: Sequence[int], layer: GroupedLinear
+    ) -> Tensor:
         ctx.save_for_backward(x, weight)
-        ctx.rows, ctx.layer = rows, layer
+        ctx.rows, ctx.layer, ctx.has_bias = rows, layer, bias is not None
         by_expert = zip(x.split(list(rows)), weight.chunk(len(rows)), strict=True)
-        return torch.cat([layer.kernel.forward(x_e, w_e, None) for x_e, w_e in by_expert])
+        y = torch.cat([layer.kernel.forward(x_e, w_e, None) for x_e, w_e in by_expert])
+        if bias is not None:
+            for y_e, b_e in zip(y[:, layer.columns].split(list(rows)), bias.chunk(len(rows)), strict=True):
+                y_e += b_e
+        return y
 
     @staticmethod
     @once_differentiable
@@ -215,30 +223,41 @@ class _GroupedLinearFunction(torch.autograd.Function):
         dw = grads.accumulate_wgrad(layer.name, grads.wgrad_input(x, None), WgradOperand(dy), rows)
         by_expert = zip(dy.split(list(rows)), weight.chunk(len(rows)), strict=True)
         dx = torch.cat([layer.kernel.input_gradient(dy_e, w_e) for dy_e, w_e in by_expert])
-        return dx, dw, None, None
+        db = torch.cat([*map(column_sum, dy[:, layer.columns].split(list(rows)))]) if ctx.has_bias else None
+        return dx, dw, db, None, None
 
 
 class GroupedLinear(nn.Module):
-    """``[R, I] -> [R, O]``: every row is multiplied by the weight of its expert."""
+    """``[R, I] -> [R, O]``: every row is multiplied by the weight of its expert, whose bias is added.
+
+    If the inputs are sharded over expert-TP, outputs are partial sums, and each rank adds a part of the bias.
+    """
 
     def __init__(self, context: BuildContext) -> None:
         super().__init__()
-        self.weight = context.parameter("weight")
+        self.weight, self.bias = context.parameter("weight"), context.bias(autograd=True)
+        if self.bias is not None:
+            width, spec = self.weight.shape[0], context.spec("bias")
+            experts = spec.local_view[0]
+            width, held = width // experts, self.bias.numel() // experts
+            first = spec.pieces[0].global_box.start[-1] if held < width else 0
+            self.columns = slice(first, first + held)
         self.kernel, self.name = context.kernels.linear, context.name("weight")
         self.grad_accumulator = context.grad_accumulator
 
     def forward(self, x_RI: Tensor, rows: Sequence[int]) -> Tensor:
         """Apply the layer; ``rows`` is the number of rows of each expert."""
-        y: Tensor = _GroupedLinearFunction.apply(x_RI, self.weight, rows, self)
+        y: Tensor = _GroupedLinearFunction.apply(x_RI, self.weight, self.bias, rows, self)
         return y
 
 
 class Experts(nn.Module):
-    """The MLPs of this rank's experts, without biases: ``[R, H] -> [R, H]``, partial sums under expert-TP."""
+    """The MLPs of this rank's experts: ``[R, H] -> [R, H]``, partial sums under expert-TP."""
 
     def __init__(self, config: ModelConfig, context: BuildContext, drop_activation: bool) -> None:
         super().__init__()
-        self.activation, self.drop_activation, self.kernels = config.activation, drop_activation, context.kernels
+        self.activation, self.drop_activation = config.activation_options, drop_activation
+        self.kernels = context.kernels
         self.linear_fc1 = GroupedLinear(context.submodule("linear_fc1"))
         self.linear_fc2 = GroupedLinear(context.submodule("linear_fc2"))
 
@@ -248,7 +267,7 @@ class Experts(nn.Module):
         return recompute_producer(self._activate, up, lambda x: self.linear_fc2(x, rows), self.drop_activation)
 
     def _activate(self, x: Tensor) -> Tensor:
-        return self.kernels.activation(x, None, self.activation)
+        return self.kernels.activation(x, None, *self.activation)
 
 
 class MixtureOfExperts(nn.Module):
@@ -275,4 +294,6 @@ class MixtureOfExperts(nn.Module):
         parts_TCH = plan.combine(self.experts(plan.dispatch(x_TH), plan.counts), len(x_TH))
         weights_TC = routing.weights.repeat_interleave(self.tp_size, dim=1)
         y = torch.einsum("tc,tch->th", weights_TC, parts_TCH.to(weights_TC.dtype)).to(x_TH.dtype).view_as(x_SBH)
-        return (y if self.shared_experts is None else y + self.shared_experts(x_SBH)), routing.losses
+        if self.shared_experts is not None:
+            y = y + with_bias_gradient(self.shared_experts(x_SBH), self.shared_experts.linear_fc2.bias)
+        return y, routing.losses

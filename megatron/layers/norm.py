@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import torch
 from torch import Tensor, nn
 
 from megatron.config.model import ModelConfig
@@ -33,12 +34,19 @@ class Norm(nn.Module):
 
     def __init__(self, config: ModelConfig, context: BuildContext) -> None:
         super().__init__()
-        self.eps, self.kernels = config.norm_epsilon, context.kernels
+        self.eps, self.kernels, self.one_plus = config.norm_epsilon, context.kernels, config.apply_layernorm_1p
         self.weight, self.bias = context.parameter("weight", autograd=True), context.bias(autograd=True)
+
+    @property
+    def scale(self) -> Tensor:
+        """The factor of normalised values: the weight, or 1 + weight in at least fp32."""
+        if not self.one_plus:
+            return self.weight
+        return 1.0 + self.weight.to(torch.promote_types(self.weight.dtype, torch.float32))
 
     def forward(self, residual: Residual) -> tuple[Tensor, Tensor]:
         """Return ``(x + y, norm(x + y))``."""
         x, y, y_bias = residual
         if y is None:
-            return x, self.kernels.norm(x, self.weight, self.bias, self.eps)
-        return self.kernels.add_norm(x, y, y_bias, self.weight, self.bias, self.eps)
+            return x, self.kernels.norm(x, self.scale, self.bias, self.eps)
+        return self.kernels.add_norm(x, y, y_bias, self.scale, self.bias, self.eps)

@@ -102,32 +102,43 @@ def block_sizes(config: ModelConfig, active: bool = False) -> dict[str, int]:
 
 def block(config: ModelConfig, sharding: Sharding = UNSHARDED) -> Specs:
     """Declare a transformer block."""
+    of_hidden, none = _hidden_norm(config, sharding), Specs()
+    before = none if config.layernorm_placement == "post" else of_hidden
+    after = none if config.layernorm_placement == "pre" else of_hidden
     return _under(
-        input_layernorm=_hidden_norm(config, sharding),
+        input_layernorm=before,
         self_attention=self_attention(config, sharding),
-        pre_mlp_layernorm=_hidden_norm(config, sharding),
+        post_self_attn_layernorm=after,
+        pre_mlp_layernorm=before,
         mlp=mlp(config, sharding, config.ffn) if config.num_experts is None else mixture_of_experts(config, sharding),
+        post_mlp_layernorm=after,
     )
 
 
 def norm(config: ModelConfig, sharding: Sharding, width: int, partial: bool) -> Specs:
     """Declare a norm; ``partial`` if each TP rank normalises only a part, so that gradients are summed over TP."""
-    specs = {"weight": sharding.dense.replicate((width,), Init(value=1.0), partial)}
+    specs = {"weight": sharding.dense.replicate((width,), _norm_init(config), partial)}
     if config.normalization == "LayerNorm":
         specs["bias"] = sharding.dense.replicate((width,), Init(), partial)
     return specs
 
 
 def self_attention(config: ModelConfig, sharding: Sharding) -> Specs:
-    """Declare the QKV projection, the output projection, and the norms of queries and keys."""
+    """Declare the QKV projection, the output projection, the norms of queries and keys, and the sinks of the heads."""
     heads, d = (config.kv_groups, config.heads_per_group), config.head_dim
     weight = sharding.dense.qkv(*heads, (d, config.hidden_size), Init(config.init_method_std))
     bias = sharding.dense.qkv(*heads, (d,), Init()) if config.qkv_bias else None
     output = _output_projection(config, sharding, config.num_attention_heads * d)
     specs = _under(linear_qkv=_linear(weight, bias), linear_proj=output)
-    if config.qk_layernorm:  # each rank computes its own heads only, so these gradients are always partial
+    if config.qk_layernorm and config.qk_layernorm_scope == "all":
+        q, k = sharding.dense.heads(config.num_attention_heads, heads[0], d, _norm_init(config))
+        specs |= _under(q_layernorm={"weight": q}, k_layernorm={"weight": k})
+    elif config.qk_layernorm:  # each rank computes its own heads only, so these gradients are always partial
         of_head = norm(config, sharding, d, partial=True)
         specs |= _under(q_layernorm=of_head, k_layernorm=of_head)
+    if config.softmax_type == "learnable":
+        offset = sharding.dense.split((config.num_attention_heads,), 0, Init(config.init_method_std))
+        specs["core_attention.softmax_offset"] = offset
     return specs
 
 
@@ -148,13 +159,20 @@ def mixture_of_experts(config: ModelConfig, sharding: Sharding) -> Specs:
     view = (experts, 2, ffn, h) if config.gated else (experts, ffn, h)
     fc1 = sharding.expert.split(view, len(view) - 2, init)
     fc2 = sharding.expert.split((experts, h, ffn), 2, Init(_output_std(config)))
-    specs = _under(
-        router={"weight": sharding.dense.replicate((experts, h), init, partial=sharding.sequence_parallel)},
-        experts={"linear_fc1.weight": fc1, "linear_fc2.weight": fc2},
-    )
+    weight = sharding.dense.replicate((experts, h), init, partial=sharding.sequence_parallel)
+    biases: list[ShardSpec | None] = [None] * 3
+    if config.add_bias_linear:  # fc2's is sharded over its outputs, which ranks of expert-TP sum
+        router = sharding.dense.replicate((experts,), Init(), partial=sharding.sequence_parallel)
+        biases = [router, *(sharding.expert.split_bias(shape, Init()) for shape in (view[:-1], (experts, h)))]
+    linears = _under(linear_fc1=_linear(fc1, biases[1]), linear_fc2=_linear(fc2, biases[2]))
+    specs = _under(router=_linear(weight, biases[0]), experts=linears)
     if config.moe_shared_expert_intermediate_size:
         specs |= _under(shared_experts=mlp(config, sharding, config.moe_shared_expert_intermediate_size))
     return specs
+
+
+def _norm_init(config: ModelConfig) -> Init:
+    return Init(value=0.0 if config.apply_layernorm_1p else 1.0)
 
 
 def _hidden_norm(config: ModelConfig, sharding: Sharding) -> Specs:

@@ -98,9 +98,7 @@ class GPTChunk(nn.Module):
         self.embedding = Embedding(config, context.submodule("embedding")) if stage.first else None
         self.layers = nn.ModuleDict(
             {
-                str(i): Block(
-                    config, context.block(i), config.pattern(i), self.recompute.modules, training.mlp_chunk_size
-                )
+                str(i): Block(config, context.block(i), i, self.recompute.modules, training.mlp_chunk_size)
                 for i in stage.layers
             }
         )
@@ -113,7 +111,10 @@ class GPTChunk(nn.Module):
             )
         # Only the last chunk computes the loss, but all need the weights of micro-batches in it.
         self.objective = make_objective(training.objective, config)
-        self.rotary = RotaryEmbedding(config, context.dtype, context.device) if config.rotary_dim else None
+        self.rotary = {
+            kind: RotaryEmbedding(config, kind, context.dtype, context.device)
+            for kind in config.rotary_kinds(stage.layers)
+        }
 
     @property
     def parts(self) -> list[nn.Module]:
@@ -159,7 +160,7 @@ class GPTChunk(nn.Module):
 
     def _forward_context(self, batch: MicroBatch, cache: KVCache | None = None) -> ForwardContext:
         s, device, context = batch.tokens.shape[1], batch.tokens.device, self.context
-        rotary = self.rotary(s, batch.positions) if self.rotary is not None else None
+        rotary = {kind: embedding(s, batch.positions) for kind, embedding in self.rotary.items()}
         cached, documents = (0, batch.documents) if cache is None else (cache.length, cache.documents(batch.tokens))
         tokens = (range(cached + batch.length),)
         queries = (range(cached, cached + batch.length),)
@@ -217,8 +218,7 @@ class GPTChunk(nn.Module):
         """Return the contexts in which blocks run, so that what they keep for backward is offloaded."""
         if self.context.offload is None or not torch.is_grad_enabled():
             return no_offload
-        tables = () if ctx.rotary is None else (ctx.rotary.cos, ctx.rotary.sin)
-        return self.context.offload.blocks(tables)
+        return self.context.offload.blocks([t for found in ctx.rotary.values() for t in (found.cos, found.sin)])
 
 
 def build_gpt(config: ModelConfig, training: TrainingConfig, context: BuildContext) -> GPTChunk:

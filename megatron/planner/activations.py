@@ -99,11 +99,14 @@ class ActivationShape:
         rows, chunk = tokens // row_ranks, training.mlp_chunk_size
         width, on_gpu = DTYPE_BYTES[config.precision.params_dtype], training.device != "cpu"
         plain = ("torch",) if on_gpu else ("torch", "auto")
-        eager = {op for op, choice in kernel_choices(config.compute.kernels).items() if choice.name in plain}
+        kernels = kernel_choices(config.compute.kernels)
+        eager = {op for op, choice in kernels.items() if choice.name in plain}
         selective = training.recompute_granularity == "selective"
         ring, documents = cp // parallel.cp_head_ranks, config.data.reset_attention_mask
         patterns = {model.pattern(layer) for layer in range(model.num_layers)}
         covered = all(p.only_window and ("attention" not in eager or (p == CAUSAL and not documents)) for p in patterns)
+        if model.attn_logit_softcapping is not None:
+            covered &= on_gpu and width == 2 and kernels["attention"].name in ("auto", "flash_attn", "flex")
         return cls(
             model=model,
             samples=samples,
@@ -113,7 +116,7 @@ class ActivationShape:
             ring=ring,
             head_ranks=parallel.cp_head_ranks,
             gathers_keys=parallel.cp_comm_type == "all_gather",
-            tiled=ring > 1 or model.attention_dropout > 0 or not covered,
+            tiled=ring > 1 or model.attention_dropout > 0 or model.softmax_type != "vanilla" or not covered,
             masked=documents or patterns != {CAUSAL},
             own_positions=cp > 1 or config.data.reset_position_ids,
             expert_rows=rows * model.moe_router_topk * parallel.expert_tp,
@@ -170,19 +173,36 @@ class ActivationShape:
 
 
 def block_tensors(shape: ActivationShape) -> tuple[list[KeptTensor], list[KeptTensor]]:
-    """Return what the attention and the MLP of a block keep, with their norms, if nothing is recomputed."""
-    residual = [KeptTensor("residual sum", shape.residual // shape.width, shape.width)]
-    if shape.model.hidden_dropout and "dropout" in shape.eager:
-        residual.append(KeptTensor("mask of hidden dropout", shape.residual // shape.width, MASK_BYTES))
-    return [*residual, *_attention_half(shape)], [*residual, *_mlp_half(shape)]
+    """Return what the attention and the MLP of a block keep, with their norms, if nothing is recomputed.
+
+    Layers without rotary embedding count as the others.
+    """
+    model, elements = shape.model, shape.residual // shape.width
+    common = []
+    if model.layernorm_placement != "pre":
+        common.append(KeptTensor("output before its norm", elements, shape.width))
+        common += _statistics(shape, "norm", shape.rows, elements)
+    if model.hidden_dropout and "dropout" in shape.eager:
+        common.append(KeptTensor("mask of hidden dropout", elements, MASK_BYTES))
+    x = KeptTensor("residual sum", elements, shape.width, (), model.layernorm_placement == "post")
+    of_mlp = [x] if not model.parallel_attention else [x._replace(elements=0)]  # that of attention
+    return [x, *common, *_attention_half(shape)], [*of_mlp, *common, *_mlp_half(shape)]
+
+
+def _norm_before(shape: ActivationShape, again: tuple[str, ...], has_linear: bool) -> Iterator[KeptTensor]:
+    """Yield the norm of attention or MLP, the input of a linear, and its statistics."""
+    if shape.model.layernorm_placement == "post":
+        return
+    elements = shape.residual // shape.width
+    for kept in _statistics(shape, "add_norm", shape.rows, elements):
+        yield kept._replace(recomputed_by=("layernorm", *again))
+    yield KeptTensor("norm", elements, shape.width, ("layernorm", *again), has_linear)
 
 
 def _attention_half(shape: ActivationShape) -> Iterator[KeptTensor]:
     model, width = shape.model, shape.width
     heads = model.num_attention_heads // shape.tp
-    for kept in _statistics(shape, "add_norm", shape.rows, shape.residual // width):
-        yield kept._replace(recomputed_by=("layernorm",))
-    yield KeptTensor("norm", shape.residual // width, width, ("layernorm",), True)
+    yield from _norm_before(shape, (), True)
     yield from _split_qkv(shape)
     yield KeptTensor("logsumexp of attention", shape.tokens * heads, shape.wide, ("core_attn",))
     if shape.head_ranks > 1:
@@ -194,6 +214,10 @@ def _split_qkv(shape: ActivationShape) -> Iterator[KeptTensor]:
     """Yield q, k and v as attention keeps them, and what their norms keep."""
     model, queries, keys, width = shape.model, shape.queries, shape.keys, shape.width
     eager, rotary, normed = "split_qkv" in shape.eager, model.rotary_dim > 0, model.qk_layernorm
+    if normed and model.qk_layernorm_scope == "all":
+        yield KeptTensor("projection before its norms", queries + 2 * keys, shape.wide)
+        yield KeptTensor("queries and keys over their RMS", queries + keys, shape.wide)
+        normed = False
     copied = shape.groups > 1 and model.heads_per_group > 1  # the queries of one group are a view of the projection
     kept = True
     if shape.head_ranks > 1:
@@ -218,12 +242,13 @@ def _split_qkv(shape: ActivationShape) -> Iterator[KeptTensor]:
 
 def _mlp_half(shape: ActivationShape) -> Iterator[KeptTensor]:
     model, width = shape.model, shape.width
-    for kept in _statistics(shape, "add_norm", shape.rows, shape.residual // width):
-        yield kept._replace(recomputed_by=("layernorm", "mlp"))
     has_linear = shape.mlps[-1][0] != "experts"  # the experts take copies of the rows
-    if has_linear or width == shape.wide:
-        again = ("mlp",) if model.num_experts is not None and width == shape.wide else ("layernorm", "mlp")
-        yield KeptTensor("norm", shape.residual // width, width, again, has_linear)  # a router keeps a wide one
+    for kept in _norm_before(shape, ("mlp",), has_linear):
+        if kept.name != "norm":
+            yield kept
+        elif has_linear or width == shape.wide:  # a router keeps a wide one
+            wide_router = model.num_experts is not None and width == shape.wide
+            yield kept._replace(recomputed_by=("mlp",)) if wide_router else kept
     if model.num_experts is not None:
         for kept in _routing(shape, model.num_experts):
             yield kept._replace(recomputed_by=("mlp",))
@@ -231,7 +256,9 @@ def _mlp_half(shape: ActivationShape) -> Iterator[KeptTensor]:
         again = (CHUNKS,) if shape.mlp_chunk and name != "experts" else ("mlp",)
         yield KeptTensor(f"{name}: output of fc1", (1 + model.gated) * rows * ffn, width, again)
         if model.gated and "activation" in shape.eager:
-            yield KeptTensor(f"{name}: silu(gate)", rows * ffn, width, ("activation", *again))
+            _, limit, offset = model.activation_options  # the limited halves, the offset one, and the sigmoid
+            tensors = 1 + (model.activation == "quick_geglu") + (limit is not None) + (limit is not None or offset != 0)
+            yield KeptTensor(f"{name}: parts of the gated product", tensors * rows * ffn, width, ("activation", *again))
         yield KeptTensor(f"{name}: activation", rows * ffn, width, ("activation", *again), CHUNKS not in again)
 
 
@@ -253,6 +280,8 @@ def _statistics(shape: ActivationShape, operation: str, rows: int, elements: int
     if operation in shape.eager:
         centred = shape.model.normalization == "LayerNorm"
         yield KeptTensor("statistics of the norm", rows * (1 + centred), shape.wide)
+        if centred and shape.model.apply_layernorm_1p and shape.width < shape.wide:
+            yield KeptTensor("x in fp32", elements, shape.wide)
         if not centred:
             copies = 1 + (shape.width < shape.wide)
             yield KeptTensor("x / rms(x), and x in fp32", elements * copies, shape.wide)
@@ -279,9 +308,9 @@ class StageMemory:
         shape = ActivationShape.of(config)
         blocks, forward, backward, host = _blocks(config, shape, stage.count) if stage.count else (0, 0, 0, 0)
         kept = blocks + (_embedding(shape) if stage.first else 0)
-        if shape.model.rotary_dim:  # cosines and sines
-            rows = shape.tokens if shape.own_positions else shape.tokens // shape.samples
-            kept += 2 * rows * shape.model.rotary_dim * shape.width
+        rows = shape.tokens if shape.own_positions else shape.tokens // shape.samples
+        kinds = len(shape.model.rotary_kinds(stage.layers))
+        kept += kinds * 2 * rows * shape.model.rotary_dim * shape.width  # cosines and sines
         loss, loss_forward = _loss(shape) if stage.last else (0, 0)
         wgrad = stage.count * _wgrad_operands(shape)
         return cls(kept, loss, wgrad, max(loss_forward, forward - loss), backward, host)
@@ -402,7 +431,8 @@ def _core_attention(shape: ActivationShape) -> tuple[int, int]:
     # The runs of consecutive queries; the largest tile that is not fused, or the mask of a tile; and what a tile gives.
     length, runs = shape.tokens * shape.head_ranks // shape.samples, 2 if shape.ring > 1 else 1
     heads = shape.samples * shape.model.num_attention_heads // (shape.tp * shape.head_ranks)
-    unfused = shape.model.attention_dropout > 0 or (shape.on_gpu and width == wide)
+    capped = shape.model.attn_logit_softcapping is not None
+    unfused = capped or shape.model.attention_dropout > 0 or (shape.on_gpu and width == wide)
     side = min(UNFUSED_TILE if unfused else FUSED_TILE, length // runs)
     score = max(UNFUSED_TENSORS * wide, 3 * INDEX_BYTES) if unfused else UNFUSED_TENSORS * wide * shape.on_gpu
     tile = side**2 * max(heads * score, (INDEX_BYTES + 5 * MASK_BYTES) * shape.masked)
@@ -420,8 +450,10 @@ def _loss(shape: ActivationShape) -> tuple[int, int]:
     copied = shape.wide if "cross_entropy" in shape.eager and shape.width < shape.wide else 0
     default = loss_chunk_tokens(shape.tokens, rows * (copied or shape.width), shape.on_gpu)
     chunk = min(shape.tokens, shape.loss_chunk or default)
-    logits = chunk * (rows * (shape.width + copied) + hidden)
+    uncapped = shape.width if model.final_logit_softcapping is not None else 0
+    logits = chunk * (rows * (shape.width + copied + uncapped) + hidden)
     wgrad = rows * model.hidden_size * shape.wide if shape.keeps_loss_wgrad else 0
+    logits += shape.residual if model.logits_scaling != 1.0 else 0  # the scaled hidden states
     return norm + shape.tokens * hidden + wgrad, shape.residual + shape.gathered + logits
 
 

@@ -229,8 +229,8 @@ class _StageState:
         remainders = optimizer.store_param_remainders and dtype == "bf16"
         main_bytes = 0 if weight_bytes == wide else REMAINDER_BYTES if remainders else wide
         specs = rank_parameters(config.model, parallel, pp)
-        stages = len(stages_by_rank(config.model, parallel)[pp])
-        common = Counter(buffers=stages * (config.model.rotary_dim // 2 * wide))
+        rotaries = sum(len(config.model.rotary_kinds(s.layers)) for s in stages_by_rank(config.model, parallel)[pp])
+        common = Counter(buffers=rotaries * (config.model.rotary_dim // 2 * wide))
         if optimizer.skip_spikes is not None:
             common["buffers"] += 3 * INDEX_BYTES * optimizer.spike_window
         counts = {expert: _shards(parallel, layout, expert)[0] for expert in (False, True)}

@@ -110,8 +110,12 @@ def choose_kernels(config: RunConfig, mesh: Mesh, device: torch.device) -> tuple
     if precision.fp8_format is not None:
         fp8 = Float8Recipe(precision.fp8_format, precision.fp8_recipe, precision.fp8_wgrad)
     whole = parallel.context_parallel_size == 1 or parallel.cp_comm_type == "a2a"  # others attend in tiles
+    whole &= config.model.softmax_type == "vanilla"  # so do sinks
     patterns = {config.model.pattern(i) for i in range(config.model.num_layers)} if whole else set()
-    kernels, notes = select_kernels(compute.kernels, device, dtype, compute.deterministic, unfused, fp8, patterns)
+    softcap = whole and config.model.attn_logit_softcapping is not None
+    kernels, notes = select_kernels(
+        compute.kernels, device, dtype, compute.deterministic, unfused, fp8, patterns, softcap
+    )
     check_same_kernels(notes[0], mesh.world)
     return kernels, notes
 

@@ -321,6 +321,11 @@ DP2 = replace(TP2, parallel=ParallelConfig(ddp_bucket_size=4000), dp=2)
 DP2_LATE = replace(DP2, parallel=ParallelConfig(overlap_grad_reduce=False))
 TP4_GQA = Case(replace(MODEL, num_query_groups=2), ParallelConfig(tensor_model_parallel_size=4), steps=2)
 
+TP4_NORMS = replace(
+    TP4_GQA,
+    model=replace(TP4_GQA.model, normalization="RMSNorm", qk_layernorm=True, qk_layernorm_scope="all"),
+)
+
 PIPELINE = replace(TP2, model=_SHARED_KV, training=TrainingConfig(micro_batch_size=1))
 PP2 = replace(PIPELINE, parallel=ParallelConfig(pipeline_model_parallel_size=2, pipeline_schedule="zb-h1"))
 PP2_V = replace(
@@ -368,7 +373,13 @@ MUON_TP2 = replace(TP2, optimizer=OptimizerConfig("muon", adam_eps=1e-5))
 
 CP3 = replace(
     TP2,
-    model=replace(_SHARED_KV, attention_pattern="local:9+first:2,global", attention_dropout=0.0, num_query_groups=2),
+    model=replace(
+        _SHARED_KV,
+        attention_pattern="local:9+first:2,global",
+        attention_dropout=0.0,
+        num_query_groups=2,
+        softmax_type="learnable",
+    ),
     parallel=ParallelConfig(context_parallel_size=3),
     documents=MaskBuilder(5, reset_attention=True),
 )
@@ -402,6 +413,7 @@ DETECTORS: dict[str, Detector] = {
     "dp2": training(DP2),
     "dp2-late": training(DP2_LATE),
     "tp4-gqa": training(TP4_GQA),
+    "tp4-norms": training(TP4_NORMS),
     "pp2": training(PP2),
     "pp2-v": training(PP2_V),
     "pp2-tp2": training(PP2_TP2),

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
 import torch
 from torch import Tensor
 
-from megatron.distributed import comm
+from megatron.distributed import comm, mappings
 from megatron.distributed.comm import Group
 from megatron.distributed.grad_accumulator import GradAccumulator, Operand, WgradOperand
 from megatron.distributed.micro_batch import MicroBatch
@@ -222,6 +223,34 @@ def kv_copies_not_summed() -> AbstractContextManager[Any]:
         return replace(spec, pieces=tuple(replace(piece, partial=False) for piece in spec.pieces))
 
     return patch.object(DenseSharding, "qkv", qkv)
+
+
+def queries_normalized_locally() -> AbstractContextManager[Any]:
+    """The norm of all queries and keys divides by the RMS over a rank's own heads."""
+
+    def local(sums: Tensor, group: Group) -> Tensor:
+        return group.size * sums
+
+    return patch.object(
+        attention, "mappings", SimpleNamespace(reduce_from_region=local, copy_to_region=mappings.copy_to_region)
+    )
+
+
+def gradient_of_the_rms_kept_local() -> AbstractContextManager[Any]:
+    """In backward, that RMS gets the gradient of a rank's own heads only."""
+    kept = SimpleNamespace(reduce_from_region=mappings.reduce_from_region, copy_to_region=lambda sums, group: sums)
+    return patch.object(attention, "mappings", kept)
+
+
+def norms_of_kv_copies_not_summed() -> AbstractContextManager[Any]:
+    """The ranks that share a key/value head each use their own part of the gradient of its norm."""
+    original = DenseSharding.heads
+
+    def heads(self: DenseSharding, *arguments: Any) -> tuple[ShardSpec, ShardSpec]:
+        q, k = original(self, *arguments)
+        return q, replace(k, pieces=tuple(replace(piece, partial=False) for piece in k.pieces))
+
+    return patch.object(DenseSharding, "heads", heads)
 
 
 def replicas_not_summed() -> AbstractContextManager[Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
@@ -140,6 +141,17 @@ def documents_of_local_rows() -> AbstractContextManager[Any]:
             mine = mask.documents[:, [i for part in self.rows(length) for i in part]].repeat(1, size)
             mask = replace(mask, documents=mine, host_documents=None, known_boundaries=None)
         return original(self, q, k, v, mask, *rest)
+
+    return patch.object(ContextParallel, "attention", attention)
+
+
+def sinks_of_every_rank() -> AbstractContextManager[Any]:
+    """The softmax of a query sums as many sinks as there are context-parallel ranks."""
+    original = ContextParallel.attention
+
+    def attention(self: ContextParallel, *inputs: Any) -> Tensor:
+        *rest, scores = inputs
+        return original(self, *rest, replace(scores, sink=scores.sink + math.log(self.ring.size)))
 
     return patch.object(ContextParallel, "attention", attention)
 

@@ -36,6 +36,21 @@ ROTATING = {kind for kind, values in POSITIONS.items() if replace(MODEL, **value
 ROTARY: dict[str, dict[str, Any]] = {
     "plain": {},
     "partial interleaved": {"rotary_percent": 0.5, "rotary_interleaved": True},
+    "of kinds": {"rotary_base_local": 30.0, "no_rope_freq": "[0,0,1]"},
+}
+
+QK_NORM: dict[str, dict[str, Any]] = {
+    "no": {},
+    "head": {"qk_layernorm": True},
+    "all": {"qk_layernorm": True, "qk_layernorm_scope": "all"},
+}
+
+_ONE_PLUS: dict[str, Any] = {"apply_layernorm_1p": True}
+BLOCKS: dict[str, dict[str, Any]] = {
+    "pre": {},
+    "parallel": {"parallel_attention": True, "residual_multiplier": 0.7},
+    "post": {"layernorm_placement": "post", "logits_scaling": 1.5} | _ONE_PLUS,
+    "sandwich": {"layernorm_placement": "sandwich", "embedding_multiplier": 2.0} | _ONE_PLUS,
 }
 
 
@@ -50,6 +65,12 @@ RECOMPUTE: dict[str, dict[str, Any]] = {
     "uniform 2": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 2},
     "block 1": {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 1},
 }
+
+ACTIVATIONS: dict[str, dict[str, Any]] = {
+    **{name: {"activation": name} for name in ("gelu_tanh", "relu2", "swiglu")},
+    "clamped": {"activation": "quick_geglu", "activation_func_clamp_value": 0.2, "glu_linear_offset": 1.0},
+}
+"""Some of each kind; all are computed element by element."""
 
 BIASES: dict[str, dict[str, Any]] = {
     "all": {},
@@ -80,6 +101,9 @@ PATTERNS: dict[str, dict[str, Any]] = {
     },
 }
 """Of layers in turn; each is at least once in a model."""
+
+CAPPED = {"softmax_scale": 0.5, "attn_logit_softcapping": 1.5, "final_logit_softcapping": 2.0}
+"""Logits of attention and of the output layer, with a z-loss; without one they are plain."""
 
 MOMENTS: dict[str, dict[str, Any]] = {
     "fp32": {},
@@ -162,12 +186,13 @@ FACTORS: dict[str, tuple[Any, ...]] = {
     "layers": (2, 3, 5, 8),  # on 1, 2, 4 or 8 stages
     "untied": (False, True),
     "kv_heads": (4, 2, 1),  # MHA, GQA and MQA; fewer than TP 4 in both of the latter
-    "kv_channels": (None, 12),
+    "kv_channels": (None, 12),  # the latter with sinks
     "vocab": (128, 101, 13),  # even, odd, and so small that a rank of TP 4 holds nothing
     "norm": choices("normalization"),
-    "qk_norm": (False, True),
+    "qk_norm": tuple(QK_NORM),
+    "block": tuple(BLOCKS),
     "biases": tuple(BIASES),
-    "activation": choices("activation"),
+    "activation": tuple(ACTIVATIONS),
     "pattern": tuple(PATTERNS),
     "documents": tuple(DOCUMENTS),
     "masked": (True, False),
@@ -202,6 +227,8 @@ def valid(choice: Choice) -> bool:
     if not frozenset.intersection(*(_grids(fitting, _known(choice, names)) for fitting, names in rules)):
         return False
     if choice.get("optimizer") == "lion" and _has_key_bias(choice):
+        return False
+    if choice.get("qk_norm") == "all" and choice.get("norm", "RMSNorm") != "RMSNorm":
         return False
     return choice.get("positions", "rope") in ROTATING or choice.get("rotary", "plain") == "plain"
 
@@ -262,7 +289,7 @@ def sharings() -> tuple[Choice, ...]:
         tp, replicas = int(c["tp"][0]), c["dp"] * c["cp"]
         copies, rest = divmod(tp * replicas, c["ep"] * (c["etp"] or tp))  # of every expert
         alone = c["experts"] == "none" and c["ep"] == 1 and c["etp"] is None
-        mixed = c["experts"] != "none" and c["tp"] in ("1", "2sp", "4sp") and c["biases"] != "all" and rest == 0
+        mixed = c["experts"] != "none" and c["tp"] in ("1", "2sp", "4sp") and rest == 0
         halved = replicas % 2 == 0 and (alone or copies % 2 == 0)
         cut = replicas > 1 and (halved or not c["zero"].endswith("twice"))
         overlaps = c["zero"][0] in "12" or not c["gather"]  # ZeRO-0 has nothing to gather, ZeRO-3 always overlaps
@@ -286,7 +313,7 @@ def contexts() -> tuple[Choice, ...]:
 
 def _has_key_bias(choice: Choice) -> bool:
     """Whether keys have one: its gradient may be rounding alone, of which Lion would take the sign for a direction."""
-    normed = choice.get("qk_norm", False) and choice.get("norm", "RMSNorm") == "LayerNorm"
+    normed = choice.get("qk_norm", "no") != "no" and choice.get("norm", "RMSNorm") == "LayerNorm"
     return normed or choice.get("biases", "no") != "no"
 
 
@@ -298,15 +325,18 @@ def case_of(choice: Choice) -> Case:
         num_layers=c["layers"],
         num_query_groups=c["kv_heads"],
         kv_channels=c["kv_channels"],
+        softmax_type="learnable" if c["kv_channels"] else "vanilla",
         vocab_size=c["vocab"],
         untie_embeddings_and_output_weights=c["untied"],
         normalization=c["norm"],
-        qk_layernorm=c["qk_norm"],
-        activation=c["activation"],
         z_loss_coeff=c["z_loss"],
         **PATTERNS[c["pattern"]],
+        **(CAPPED if c["z_loss"] else {}),
         **POSITIONS[c["positions"]],
         **ROTARY[c["rotary"]],
+        **QK_NORM[c["qk_norm"]],
+        **BLOCKS[c["block"]],
+        **ACTIVATIONS[c["activation"]],
         **BIASES[c["biases"]],
         **DROPOUT[c["dropout"]],
         **EXPERTS[c["experts"]],

@@ -40,7 +40,7 @@ from tests.runs import checkpoint
 from tests.unit.convert.folders import llama, random_weights, write_folder
 
 PLAIN = {"experts": "none", "optimizer": "adam"}
-LION = {"optimizer": "lion", "experts": "none", "biases": "no", "qk_norm": False}
+LION = {"optimizer": "lion", "experts": "none", "biases": "no", "qk_norm": "no"}
 PAIRS = [
     draw(10, (2, 3), before={"zero": "3 freed"}),
     draw(21, (8, 6), PLAIN, {"zero": "2"}, {"zero": "1"}),

@@ -40,8 +40,29 @@ def from_gpt2(t: Tensors, config: ModelConfig) -> dict[str, Tensor]:
     return out
 
 
+def from_neox(t: Tensors, config: ModelConfig) -> dict[str, Tensor]:
+    """Of ``GPTNeoXForCausalLM``, which has the rows of a head's query, key and value one after the other."""
+    plain = {
+        "input_layernorm": "input_layernorm",
+        "pre_mlp_layernorm": "post_attention_layernorm",
+        "self_attention.linear_qkv": "attention.query_key_value",
+        "self_attention.linear_proj": "attention.dense",
+        "mlp.linear_fc1": "mlp.dense_h_to_4h",
+        "mlp.linear_fc2": "mlp.dense_4h_to_h",
+    }
+    out = {"embedding.word_embeddings.weight": t["gpt_neox.embed_in.weight"]}
+    if config.untie_embeddings_and_output_weights:
+        out["output_layer.weight"] = t["lm_head.weight"]
+    for kind in ("weight", "bias"):
+        out[f"final_layernorm.{kind}"] = t[f"gpt_neox.final_layer_norm.{kind}"]
+        for i in range(config.num_layers):
+            for ours, theirs in plain.items():
+                out[f"layers.{i}.{ours}.{kind}"] = t[f"gpt_neox.layers.{i}.{theirs}.{kind}"]
+    return out
+
+
 def from_llama(t: Tensors, config: ModelConfig) -> dict[str, Tensor]:
-    """Of ``LlamaForCausalLM`` and its relatives (Mistral, Qwen2, Qwen3, StableLM), with whatever biases they have."""
+    """Of ``LlamaForCausalLM`` and its relatives, with whatever biases they have, and norms wherever they are."""
     out = {"embedding.word_embeddings.weight": t["model.embed_tokens.weight"]}
     if config.untie_embeddings_and_output_weights:
         out["output_layer.weight"] = t["lm_head.weight"]
@@ -54,12 +75,25 @@ def from_llama(t: Tensors, config: ModelConfig) -> dict[str, Tensor]:
                 f"{ours}.self_attention.q_layernorm": f"{theirs}.self_attn.q_norm",
                 f"{ours}.self_attention.k_layernorm": f"{theirs}.self_attn.k_norm",
                 f"{ours}.self_attention.linear_proj": f"{theirs}.self_attn.o_proj",
-                f"{ours}.pre_mlp_layernorm": f"{theirs}.post_attention_layernorm",
-                f"{ours}.mlp.linear_fc2": f"{theirs}.mlp.down_proj",
+                f"{ours}.mlp.linear_fc1": f"{theirs}.mlp.c_fc",
             }
+            plain[f"{ours}.mlp.linear_fc2"] = f"{theirs}.mlp.{'c_proj' if not config.gated else 'down_proj'}"
+            if config.layernorm_placement == "pre":
+                plain[f"{ours}.pre_mlp_layernorm"] = f"{theirs}.post_attention_layernorm"
+            else:
+                plain |= {
+                    f"{ours}.post_self_attn_layernorm": f"{theirs}.post_attention_layernorm",
+                    f"{ours}.pre_mlp_layernorm": f"{theirs}.pre_feedforward_layernorm",
+                    f"{ours}.post_mlp_layernorm": f"{theirs}.post_feedforward_layernorm",
+                }
             if f"{theirs}.self_attn.q_proj.{kind}" in t:
                 q, k, v = (t[f"{theirs}.self_attn.{x}_proj.{kind}"] for x in "qkv")
                 out[f"{ours}.self_attention.linear_qkv.{kind}"] = _join_qkv(q, k, v, config)
+            if f"{theirs}.self_attn.qkv_proj.{kind}" in t:
+                heads = (config.num_attention_heads, config.kv_groups, config.kv_groups)
+                parts = t[f"{theirs}.self_attn.qkv_proj.{kind}"].split([n * config.head_dim for n in heads])
+                out[f"{ours}.self_attention.linear_qkv.{kind}"] = _join_qkv(*parts, config)
+                plain[f"{ours}.mlp.linear_fc1"] = f"{theirs}.mlp.gate_up_proj"
             if f"{theirs}.mlp.up_proj.{kind}" in t:
                 gate_up = [t[f"{theirs}.mlp.{x}_proj.{kind}"] for x in ("gate", "up")]
                 out[f"{ours}.mlp.linear_fc1.{kind}"] = torch.cat(gate_up)
@@ -78,6 +112,22 @@ def from_experts(t: Tensors, config: ModelConfig) -> dict[str, Tensor]:
         up, down = _of_experts(t, f"{theirs}.experts", config.num_experts or 0)
         out[f"layers.{i}.mlp.experts.linear_fc1.weight"] = up.flatten(0, 1)
         out[f"layers.{i}.mlp.experts.linear_fc2.weight"] = down.flatten(0, 1)
+    return out
+
+
+def from_gpt_oss(t: Tensors, config: ModelConfig) -> dict[str, Tensor]:
+    """Of ``GptOssForCausalLM``: columns of the gate and of the other half in turn, weights ``[E, in, out]``."""
+    out = from_llama(t, config)
+    for i in range(config.num_layers):
+        ours, theirs = f"layers.{i}", f"model.layers.{i}"
+        out[f"{ours}.self_attention.core_attention.softmax_offset"] = t[f"{theirs}.self_attn.sinks"]
+        for kind, suffix in (("weight", ""), ("bias", "_bias")):
+            out[f"{ours}.mlp.router.{kind}"] = t[f"{theirs}.mlp.router.{kind}"]
+            up, down = (t[f"{theirs}.mlp.experts.{name}_proj{suffix}"] for name in ("gate_up", "down"))
+            halves = [up[..., 0::2], up[..., 1::2]]  # of the last axis
+            parts = [half.mT if kind == "weight" else half for half in halves]
+            out[f"{ours}.mlp.experts.linear_fc1.{kind}"] = torch.cat(parts, 1).flatten(0, 1)
+            out[f"{ours}.mlp.experts.linear_fc2.{kind}"] = (down.mT if kind == "weight" else down).flatten(0, 1)
     return out
 
 

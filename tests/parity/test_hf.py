@@ -14,7 +14,16 @@ from torch import Tensor, nn
 from megatron.config.model import ModelConfig
 from megatron.config.run import OptimizerConfig, TrainingConfig
 from megatron.distributed.micro_batch import MicroBatch
-from tests.parity.families import Tensors, copy_into, everything_in_double, from_experts, from_gpt2, from_llama
+from tests.parity.families import (
+    Tensors,
+    copy_into,
+    everything_in_double,
+    from_experts,
+    from_gpt2,
+    from_gpt_oss,
+    from_llama,
+    from_neox,
+)
 from tests.solo import Solo, random_batch, tiny
 
 transformers = pytest.importorskip("transformers")
@@ -54,20 +63,20 @@ class Case:
         else:
             sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 4}
             sizes |= {"intermediate_size": 48, "max_position_embeddings": 64, "tie_word_embeddings": False}
-            sizes |= {"layer_norm_eps" if self.family == "StableLm" else "rms_norm_eps": EPSILON}
+            eps = {"StableLm": "layer_norm_eps", "GPTNeoX": "layer_norm_eps", "Starcoder2": "norm_epsilon"}
+            sizes |= {eps.get(self.family, "rms_norm_eps"): EPSILON, "pad_token_id": None}
         if "num_experts" in self.ours:
             sizes |= {"num_local_experts": self.ours["num_experts"], "experts_implementation": "eager"}
         config = getattr(transformers, f"{self.family}Config")(
             **({"vocab_size": 101, "attn_implementation": "sdpa", "use_cache": False} | sizes | self.theirs)
         )
-        name = "GPT2LMHeadModel" if self.family == "GPT2" else f"{self.family}ForCausalLM"
-        return getattr(transformers, name)(config).train()
+        return transformers.AutoModelForCausalLM.from_config(config).train()
 
     @property
     def translate(self) -> Callable[[Tensors, ModelConfig], dict[str, Tensor]]:
         if "num_experts" in self.ours:
-            return from_experts
-        return from_gpt2 if self.family == "GPT2" else from_llama
+            return from_gpt_oss if self.family == "GptOss" else from_experts
+        return {"GPT2": from_gpt2, "GPTNeoX": from_neox}.get(self.family, from_llama)
 
 
 LLAMA3 = {
@@ -81,6 +90,33 @@ LLAMA3 = {
 YARN = {"rope_type": "yarn", "rope_theta": 100.0, "factor": 4.0, "original_max_position_embeddings": 64}
 YARN |= {"beta_fast": 8.0, "beta_slow": 1.0}
 MILLION = {"rotary_base": 1e6}  # Mixtral's default
+PLAIN = {"rope_type": "default", "rope_theta": 10000.0}
+LAYERS = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 5}
+OF_KINDS = {
+    "sliding_attention": {"rope_type": "default", "rope_theta": 50.0},
+    "full_attention": {"rope_type": "linear", "rope_theta": 300.0, "factor": 2.0},
+}
+GEMMA = {  # the square root of its hidden size is exact in all data types
+    "hidden_size": 64,
+    "kv_channels": 8,
+    "num_query_groups": 2,
+    "layernorm_placement": "sandwich",
+    "apply_layernorm_1p": True,
+    "activation": "geglu_tanh",
+    "embedding_multiplier": 8.0,
+    "attention_pattern": "local:5,global",
+    "softmax_scale": 0.25,
+    "final_logit_softcapping": 3.0,
+}
+THEIR_GEMMA = LAYERS | {
+    "hidden_size": 64,
+    "head_dim": 8,
+    "num_key_value_heads": 2,
+    "query_pre_attn_scalar": 16,
+    "final_logit_softcapping": 3.0,
+    "attn_implementation": "eager",
+}
+OLMO = {"layernorm_placement": "post", "qk_layernorm": True, "qk_layernorm_scope": "all", "num_query_groups": 2}
 
 CASES = [
     Case("gpt2", "GPT2"),
@@ -157,6 +193,100 @@ CASES = [
         "Qwen3Moe",
         {"qk_layernorm": True, "num_experts": 4, "moe_router_pre_softmax": True, "moe_ffn_hidden_size": 12},
         {"head_dim": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 12, "norm_topk_prob": False},
+    ),
+    Case(
+        "gpt-oss",
+        "GptOss",
+        {
+            "position_embedding_type": "yarn",
+            "rotary_base": 100.0,
+            "rotary_scaling_factor": 4.0,
+            "yarn_original_max_position_embeddings": 64,
+            "yarn_beta_fast": 8.0,
+            "yarn_correction_range_round_to_int": False,
+            "attention_pattern": "local:5,global",
+            "num_query_groups": 2,
+            "softmax_type": "learnable",
+            "activation": "quick_geglu",
+            "activation_func_clamp_value": 7.0,
+            "glu_linear_offset": 1.0,
+            "add_bias_linear": True,
+            "num_experts": 4,
+        },
+        {
+            "rope_parameters": YARN | {"truncate": False},
+            "max_position_embeddings": 256,
+            "sliding_window": 5,
+            "num_key_value_heads": 2,
+            "head_dim": 8,
+            "num_experts_per_tok": 2,
+            "attn_implementation": "eager",
+        },
+    ),
+    Case(
+        "gpt-neox",
+        "GPTNeoX",
+        {
+            "normalization": "LayerNorm",
+            "activation": "gelu",
+            "add_bias_linear": True,
+            "parallel_attention": True,
+            "rotary_percent": 0.5,
+        },
+        {"rope_parameters": PLAIN | {"partial_rotary_factor": 0.5}},
+    ),
+    Case("olmo2", "Olmo2", OLMO, {"num_key_value_heads": 2}),
+    Case(
+        "olmo3",
+        "Olmo3",
+        OLMO
+        | {"attention_pattern": "local:5,global", "rotary_base": 300.0, "rotary_base_local": 50.0}
+        | {"rotary_seq_len_interpolation_factor": 2.0},
+        LAYERS | {"num_key_value_heads": 2, "rope_parameters": OF_KINDS},
+    ),
+    Case("gemma2", "Gemma2", GEMMA | {"attn_logit_softcapping": 2.0}, THEIR_GEMMA | {"attn_logit_softcapping": 2.0}),
+    Case(
+        "gemma3",
+        "Gemma3Text",
+        GEMMA
+        | {"qk_layernorm": True, "rotary_base": 300.0, "rotary_base_local": 50.0}
+        | {"rotary_seq_len_interpolation_factor": 2.0},
+        THEIR_GEMMA | {"rope_parameters": OF_KINDS},
+    ),
+    Case(
+        "phi3",
+        "Phi3",
+        {"num_query_groups": 2, "rotary_percent": 0.5, "window_size": 5},
+        {
+            "num_key_value_heads": 2,
+            "sliding_window": 5,
+            "rope_parameters": PLAIN | {"partial_rotary_factor": 0.5},
+            "attn_implementation": "eager",
+        },
+    ),
+    Case("smollm3", "SmolLM3", {"no_rope_freq": "2", "rotary_base": 2e6}, {"no_rope_layers": [1, 0]}),
+    Case(
+        "granite",
+        "Granite",
+        {"softmax_scale": 0.3, "embedding_multiplier": 3.0, "residual_multiplier": 0.25, "logits_scaling": 1.5},
+        {
+            "attention_multiplier": 0.3,
+            "embedding_multiplier": 3.0,
+            "residual_multiplier": 0.25,
+            "logits_scaling": 1.5,
+        },
+    ),
+    Case(
+        "starcoder2",
+        "Starcoder2",
+        {
+            "normalization": "LayerNorm",
+            "activation": "gelu_tanh",
+            "add_bias_linear": True,
+            "num_query_groups": 2,
+            "window_size": 5,
+        },
+        {"num_key_value_heads": 2, "sliding_window": 5},
     ),
     Case("mistral-window", "Mistral", {"window_size": 5}, {"sliding_window": 5}),
     Case(
@@ -262,8 +392,8 @@ def test_loss_and_every_gradient(name: str, dtype: torch.dtype, tolerance: float
 
 def torch_adamw(model: nn.Module, config: OptimizerConfig) -> torch.optim.AdamW:
     """Unfused, so that it shares no kernel with ours; weight decay for matrices only."""
-    matrices = [p for p in model.parameters() if p.dim() > 1]
-    others = [p for p in model.parameters() if p.dim() <= 1]
+    decays = {p: p.dim() > 1 and not name.endswith("bias") for name, p in model.named_parameters()}
+    matrices, others = ([p for p, decayed in decays.items() if decayed == kind] for kind in (True, False))
     betas = (config.adam_beta1, config.adam_beta2)
     groups = [{"params": matrices, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
     return torch.optim.AdamW(groups, betas=betas, eps=config.adam_eps, foreach=False, fused=False)

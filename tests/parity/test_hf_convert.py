@@ -24,7 +24,7 @@ from megatron.convert.huggingface.weights import fill_weights
 from megatron.convert.saved_model import SavedModel, open_checkpoint
 from megatron.distributed.comm import Group
 from megatron.distributed.micro_batch import MicroBatch
-from tests.parity.families import from_experts, from_gpt2, from_llama
+from tests.parity.families import from_experts, from_gpt2, from_gpt_oss, from_llama, from_neox
 from tests.solo import Solo, random_batch
 from tests.unit.convert.folders import ignore
 
@@ -32,6 +32,7 @@ transformers = pytest.importorskip("transformers")
 
 IGNORED = -100  # the label `transformers` leaves out
 SHAPES = 8  # of each family
+SAME = {"attn_implementation": "eager"}  # which caps scores
 EAGER = {"experts_implementation": "eager"}  # the others want widths that are multiples of 16 bytes
 
 
@@ -45,17 +46,15 @@ class Shape:
     def build(self, seed: int) -> nn.Module:
         torch.manual_seed(seed)
         config = getattr(transformers, f"{self.family}Config")(use_cache=False, **EAGER, **self.keys)
-        model = getattr(transformers, f"{self.family}{'LMHeadModel' if self.family == 'GPT2' else 'ForCausalLM'}")(
-            config
-        )
+        model = transformers.AutoModelForCausalLM.from_config(config, **({} if self.family == "GPT2" else SAME))
         for parameter in model.parameters():  # their initial biases are 0 and their norms 1: both would hide mistakes
             nn.init.normal_(parameter, mean=float(parameter.dim() == 1), std=0.2)
         return model.eval()
 
     def translate(self, tensors: Mapping[str, Tensor], config: ModelConfig) -> dict[str, Tensor]:
         if config.num_experts:
-            return from_experts(tensors, config)
-        return (from_gpt2 if self.family == "GPT2" else from_llama)(tensors, config)
+            return (from_gpt_oss if self.family == "GptOss" else from_experts)(tensors, config)
+        return {"GPT2": from_gpt2, "GPTNeoX": from_neox}.get(self.family, from_llama)(tensors, config)
 
 
 def gpt2_shape(rng: random.Random) -> Shape:
@@ -99,7 +98,7 @@ def llama_shape(rng: random.Random, family: str = "Llama") -> Shape:
     if family == "Llama":
         biases = rng.random() < 0.4
         keys |= {"attention_bias": biases, "mlp_bias": biases}
-    if family in ("Mistral", "Mixtral"):
+    if family in ("Mistral", "Mixtral", "GptOss"):
         keys["sliding_window"] = rng.randint(2, 9)
     if family.startswith("Qwen"):
         windowed = rng.random() < 0.5
@@ -109,13 +108,59 @@ def llama_shape(rng: random.Random, family: str = "Llama") -> Shape:
         keys |= {"use_sliding_window": True, "sliding_window": 5, "layer_types": kinds}
         if family == "Ministral":
             del keys["use_sliding_window"]
-    if family in ("Mixtral", "Qwen3Moe"):
+    if family in ("Mixtral", "Qwen3Moe", "GptOss"):
         experts = rng.randint(2, 6)
         keys |= {"num_local_experts": experts, "num_experts_per_tok": rng.randint(1, experts)}
     if family == "Qwen3Moe":
         keys |= {"moe_intermediate_size": rng.randint(3, 20), "norm_topk_prob": rng.random() < 0.5}
         del keys["max_window_layers"]
     return Shape(family, keys)
+
+
+def other_shape(rng: random.Random, family: str) -> Shape:
+    """Of a family with norms, rotary positions, biases or factors of its own."""
+    keys = dict(llama_shape(rng).keys)
+    layers, heads = keys["num_hidden_layers"], keys["num_attention_heads"]
+    theta = {"rope_type": "default", "rope_theta": rng.choice([100.0, 10000.0])}
+    keys |= {"sliding_window": rng.randint(2, 9), "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": None}
+    kinds = rng.choices(["sliding_attention", "full_attention"], k=layers)
+    scaled = theta | rng.choice([{}, {"rope_type": "linear", "factor": 2.0}])
+    of_kinds = {"full_attention": scaled, "sliding_attention": theta | {"rope_theta": rng.choice([50.0, 500.0])}}
+    scores = {"query_pre_attn_scalar": rng.randint(3, 30), "layer_types": kinds}
+    own: dict[str, dict[str, Any]] = {
+        "GPTNeoX": {
+            "use_parallel_residual": rng.random() < 0.7,
+            "hidden_act": rng.choice(["gelu", "gelu_new"]),
+            "layer_norm_eps": 1e-3,
+            "hidden_size": 8 * heads,
+            "rope_parameters": scaled | {"partial_rotary_factor": rng.choice([0.25, 0.5, 1.0])},
+        },
+        "Olmo2": {"rope_parameters": scaled},
+        "Olmo3": {"rope_parameters": of_kinds, "layer_types": kinds},
+        "Gemma2": scores | {"attn_logit_softcapping": rng.choice([None, 2.0]), "final_logit_softcapping": 3.0},
+        "Gemma3Text": scores | {"rope_parameters": of_kinds, "final_logit_softcapping": rng.choice([None, 3.0])},
+        "Phi3": {"rope_parameters": theta | {"partial_rotary_factor": 0.5}},
+        "SmolLM3": {"no_rope_layers": [*rng.choices([0, 1], k=layers - 1), 0]},
+        "Starcoder2": {"use_bias": rng.random() < 0.5, "norm_epsilon": 1e-3, "num_attention_heads": 2 * heads},
+        "Granite": {
+            name: rng.uniform(0.3, 3.0)
+            for name in ("attention_multiplier", "embedding_multiplier", "residual_multiplier", "logits_scaling")
+        },
+    }
+    biased, has_head_dim = family in ("SmolLM3", "Granite"), family.startswith("Gemma")
+    dropped = {*(() if biased else ("attention_bias", "mlp_bias")), *(() if has_head_dim else ("head_dim",))}
+    if not has_head_dim and "hidden_size" not in own[family]:
+        own[family]["hidden_size"] = 8 * heads
+    if "rope_parameters" not in own[family]:
+        own[family]["rope_parameters"] = scaled
+    if family in ("Olmo2", "SmolLM3", "GPTNeoX", "Granite"):
+        dropped.add("sliding_window")
+    if family in ("GPTNeoX", "Starcoder2"):
+        dropped |= {"rms_norm_eps", *(("num_key_value_heads",) if family == "GPTNeoX" else ())}
+    return Shape(family, {name: value for name, value in (keys | own[family]).items() if name not in dropped})
+
+
+OTHERS = ("GPTNeoX", "Olmo2", "Olmo3", "Gemma2", "Gemma3Text", "Phi3", "SmolLM3", "Starcoder2", "Granite")
 
 
 def shapes() -> dict[str, Shape]:
@@ -125,10 +170,14 @@ def shapes() -> dict[str, Shape]:
     found |= {f"Llama-{n}": llama_shape(rng) for n in range(SHAPES)}
     for family in ("Mistral", "Ministral", "Qwen2", "Qwen3", "Mixtral", "Qwen3Moe"):
         found |= {f"{family}-{n}": llama_shape(rng, family) for n in range(3)}
-    return found
+    for family in OTHERS:
+        found |= {f"{family}-{n}": other_shape(rng, family) for n in range(3)}
+    return found | {f"GptOss-{n}": llama_shape(rng, "GptOss") for n in range(3)}
 
 
 CASES = shapes()
+UNUSED: dict[str, tuple[str, ...]] = {"Phi3": ("partial_rotary_factor",)}
+"""Keys that mean nothing where others are set."""
 
 
 def solo(saved: SavedModel) -> Solo:
@@ -166,8 +215,10 @@ def their_backward(theirs: nn.Module, batch: MicroBatch) -> Tensor:
 
 
 def load(folder: Path) -> nn.Module:
-    """A folder as a person loads it; transformers must find every tensor, and no other."""
-    model, info = transformers.AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True, **EAGER)
+    """A folder as a person loads it, in fp32; transformers must find every tensor, and no other."""
+    model, info = transformers.AutoModelForCausalLM.from_pretrained(
+        folder, output_loading_info=True, dtype=torch.float32, **EAGER, **SAME
+    )
     assert not any(info.values()), info
     return model.eval()
 
@@ -186,14 +237,20 @@ def test_there_and_back(name: str, tmp_path: Path) -> None:
     for key, value in before.items():
         assert value.dtype == after[key].dtype == dtype
         assert torch.equal(value, after[key]), key
-    assert_same_numbers(shape, solo(saved), load(tmp_path / "back").float())
+    assert_same_numbers(shape, solo(saved), load(tmp_path / "back"))
+    configs = [transformers.AutoConfig.from_pretrained(tmp_path / folder).to_dict() for folder in ("hf", "back")]
+    for config in configs:
+        unused = {"sliding_window"} if set(config.get("layer_types") or ()) == {"full_attention"} else set()
+        for name in ("_name_or_path", "use_cache", *unused, *UNUSED.get(shape.family, ())):
+            config.pop(name, None)
+    assert shape.family not in OTHERS or configs[0] == configs[1]
 
 
 def weights_of(folder: Path) -> dict[str, Tensor]:
     return {name: value for file in folder.glob("*.safetensors") for name, value in load_file(file).items()}
 
 
-@pytest.mark.parametrize("name", ["GPT2-2", "Llama-1", "Qwen3-1", "Mixtral-0", "Qwen3Moe-1"])
+@pytest.mark.parametrize("name", ["GPT2-2", "Llama-1", "Qwen3-1", "Mixtral-0", "Qwen3Moe-1", "GptOss-1"])
 def test_export_of_a_trained_model(name: str, tmp_path: Path) -> None:
     shape = CASES[name]
     shape.build(seed=1).save_pretrained(tmp_path / "hf")

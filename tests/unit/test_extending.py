@@ -146,7 +146,7 @@ def test_attention_kernel(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 def test_a_wrong_attention_kernel_is_refused(run: Run, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     module = tmp_path / "plain_attention.py"
-    module.write_text(module.read_text().replace("** -0.5", "** -0.4"))
+    module.write_text(module.read_text().replace("scores.factor", "1.1 * scores.factor"))
     flags = "--train-iters 2 --plugin plain_attention --kernels attention=plain"
     assert run(tmp_path / "run", flags) != 0
     assert "E903" in capfd.readouterr().err

@@ -16,6 +16,7 @@ from megatron.config.attention_pattern import AttentionPattern, format_layers, p
 from megatron.config.batch import batch_size_stages, get_num_microbatches
 from megatron.config.errors import Problem
 from megatron.config.launch import Launch
+from megatron.config.model import no_rope_layers
 from megatron.config.parallel import ParallelConfig
 from megatron.config.run import RunConfig
 from megatron.config.settings import SETTINGS
@@ -64,7 +65,9 @@ def check_mlp_width(config: RunConfig, world_size: int) -> Iterator[Problem]:
     """Check that the MLP has a width: the default of a gated MLP is rounded down to a multiple of 64."""
     hidden = config.model.hidden_size
     if config.model.ffn < 1:
-        sentence = f"hidden size {hidden} with swiglu: the MLP's width, 8/3 of it rounded down to 64s, is 0"
+        sentence = (
+            f"hidden size {hidden} with {config.model.activation}: the MLP's width, 8/3 of it rounded down to 64s, is 0"
+        )
         yield Problem("E103", sentence, (f"--ffn-hidden-size {4 * hidden}", "--hidden-size 24"))
 
 
@@ -109,6 +112,9 @@ def check_rope_scaling(config: RunConfig, world_size: int) -> Iterator[Problem]:
         bounds = f"--rope-high-freq-factor {model.rope_high_freq_factor:g}"
         sentence = f"--rope-low-freq-factor {model.rope_low_freq_factor:g} is not below {bounds}"
         yield Problem("E107", sentence, ("--rope-low-freq-factor 1 --rope-high-freq-factor 4",))
+    if model.use_rope_scaling and model.rotary_seq_len_interpolation_factor != 1.0:
+        sentence = "--use-rope-scaling and --rotary-seq-len-interpolation-factor both stretch the rotary frequencies"
+        yield Problem("E107", sentence, ("drop --use-rope-scaling", "drop --rotary-seq-len-interpolation-factor"))
     if model.position_embedding_type != "yarn":
         return
     if model.yarn_original_max_position_embeddings is None:
@@ -143,6 +149,23 @@ def check_attention_pattern(config: RunConfig, world_size: int) -> Iterator[Prob
         if limit is not None and limit < 2 * prefix:
             longer += f" --max-position-embeddings {2 * prefix}"
         yield Problem("E109", sentence, (SETTINGS["attention_pattern"].spell(shorter), longer))
+
+
+def check_qk_layernorm(config: RunConfig, world_size: int) -> Iterator[Problem]:
+    """Check that norms over the queries and keys of all heads are RMSNorms."""
+    model = config.model
+    if model.qk_layernorm and model.qk_layernorm_scope == "all" and model.normalization != "RMSNorm":
+        sentence = f"--qk-layernorm-scope all divides by an RMS, which --normalization {model.normalization} does not"
+        yield Problem("E110", sentence, ("--qk-layernorm-scope head", "--normalization RMSNorm"))
+
+
+def check_no_rope_freq(config: RunConfig, world_size: int) -> Iterator[Problem]:
+    """Check that a list of layers without RoPE has at most as many entries as the model has layers."""
+    model = config.model
+    if model.no_rope_freq is None or (entries := len(no_rope_layers(model.no_rope_freq))) <= model.num_layers:
+        return
+    sentence = f"--no-rope-freq {model.no_rope_freq} is for {entries} layers, and the model has {model.num_layers}"
+    yield Problem("E111", sentence, ("drop --no-rope-freq", f"--num-layers {entries}"))
 
 
 def attention_notes(config: RunConfig, world_size: int) -> Iterator[str]:
@@ -274,6 +297,10 @@ def check_expert_layout(config: RunConfig, world_size: int) -> Iterator[Problem]
     if model.expert_ffn % tp:
         sentence = f"experts of width {model.expert_ffn} do not divide over TP {tp}"
         yield Problem("E213", sentence, multiples_as_fixes("--moe-ffn-hidden-size", model.expert_ffn, tp))
+    if model.add_bias_linear and model.hidden_size % tp:
+        sentence = f"biases of experts of hidden size {model.hidden_size} do not divide over TP {tp}"
+        fixes = (*multiples_as_fixes("--hidden-size", model.hidden_size, tp), "--disable-bias-linear")
+        yield Problem("E213", sentence, fixes)
     if world_size % parallel.model_ranks == 0 and ranks % (ep * tp):
         sentence = f"EP {ep} x expert TP {tp} does not divide the {ranks} ranks of a pipeline stage"
         yield Problem("E213", sentence, smaller)
@@ -287,9 +314,6 @@ def check_expert_options(config: RunConfig, world_size: int) -> Iterator[Problem
     if model.moe_router_topk > model.num_experts:
         sentence = f"--moe-router-topk {model.moe_router_topk} exceeds the {model.num_experts} experts"
         yield Problem("E214", sentence, (f"--moe-router-topk {model.num_experts}",))
-    if model.add_bias_linear:
-        fixes = ("--disable-bias-linear", "--disable-bias-linear --add-qkv-bias")
-        yield Problem("E214", "experts do not support biases", fixes)
     if parallel.tensor_model_parallel_size > 1 and not parallel.sequence_parallel:
         sentence = f"experts with TP {parallel.tensor_model_parallel_size} need sequence parallelism"
         yield Problem("E214", sentence, ("--sequence-parallel", "--tensor-model-parallel-size 1"))

@@ -180,8 +180,9 @@ def check_factors(config: RunConfig, world_size: int) -> Iterator[Problem]:
                 yield Problem("E408", f"'{text}' in {option} {error}", (f"{option} 'embedding.*=0.5'",))
     if not parsed:
         return
+    # Sizes change no names, and a pattern for norms may be for another model.
     every = replace(config.model, vocab_size=1, max_position_embeddings=1, qk_layernorm=True)
-    names = [*gpt(every)]  # sizes change no names, and a pattern for norms of queries and keys may be for another model
+    names = [*gpt(replace(every, layernorm_placement="sandwich"))]
     for option, pattern, factor in parsed:
         if not any(fnmatchcase(name, pattern) for name in names):
             nearest = get_close_matches(pattern, names, n=1, cutoff=0.0)[0]

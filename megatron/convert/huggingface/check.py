@@ -119,7 +119,7 @@ class ModelOutputs:
 
     blocks: Tensor  # hidden states after each block, [blocks, B, S, H]
     logits: Tensor  # [B, S, V]
-    angles: Tensor | None  # rotary frequencies and magnitude; None without rotary embedding
+    angles: Tensor  # rotary frequencies and magnitudes; empty without rotary embedding
 
 
 def check_model(
@@ -146,7 +146,7 @@ def check_model(
     theirs = run_transformers(folder, config, tokens_BS, positions_BS, rounded)
     ours = run_own_model(model, source, tokens_BS, positions_BS)
     found = []
-    if ours.angles is not None and theirs.angles is not None:
+    if ours.angles.numel() and theirs.angles.numel():
         found.append(OutputDifference.between("rotary frequencies", ours.angles, theirs.angles))
     for i, (a, b) in enumerate(zip(ours.blocks, theirs.blocks, strict=True)):
         found.append(OutputDifference.between(f"block {i}", a, b))
@@ -207,8 +207,7 @@ def run_own_model(model: ModelConfig, source: WeightSource, tokens_BS: Tensor, p
     # the loss is not used: chunks of 1 token keep its memory small
     training = TrainingConfig(cross_entropy_chunk_size=1)
     chunk = build_on_meta(replace(model, make_vocab_size_divisible_by=1), training)
-    if chunk.rotary is not None:
-        chunk.rotary = RotaryEmbedding(model, torch.float32, torch.device("cpu"))
+    chunk.rotary = {kind: RotaryEmbedding(model, kind, torch.float32, torch.device("cpu")) for kind in chunk.rotary}
     chunk.eval()
     head, norm = chunk.output_layer, chunk.final_layernorm
     if head is None or norm is None:
@@ -228,7 +227,7 @@ def run_own_model(model: ModelConfig, source: WeightSource, tokens_BS: Tensor, p
     weights.load(head)
     logits_SBV = head.logits(normed.stacked[0])
     weights.release(head)
-    angles = None if chunk.rotary is None else _angles(chunk.rotary.frequencies, chunk.rotary.scale)
+    angles = _angles({kind: (rotary.frequencies, rotary.scale) for kind, rotary in chunk.rotary.items()})
     return ModelOutputs(blocks.stacked, logits_SBV.transpose(0, 1), angles)
 
 
@@ -242,14 +241,17 @@ def run_transformers(
     settings = AutoConfig.from_pretrained(config)
     settings._experts_implementation = "eager"  # the others require widths that are multiples of 16 bytes
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(settings, attn_implementation="sdpa", dtype=torch.float32).eval()
-    angles = None
-    for name, module in model.named_modules():
-        if hasattr(module, "inv_freq"):  # computed, not stored: replace it by one that is not on the meta device
-            rotary = type(module)(model.config)
-            model.set_submodule(name, rotary)
-            angles = _angles(rotary.inv_freq, rotary.attention_scaling)
-            break
+        model = AutoModelForCausalLM.from_config(settings, attn_implementation="eager", dtype=torch.float32).eval()
+    angles = {}
+    for module in model.modules():  # these buffers are computed, not stored
+        buffers = module._non_persistent_buffers_set
+        for name in buffers:
+            setattr(module, name, torch.empty_like(getattr(module, name), device="cpu"))
+        if buffers:
+            model._init_weights(module)
+        for name in (name for name in buffers if name.endswith("inv_freq") and "original" not in name):
+            magnitude = getattr(module, name.replace("inv_freq", "attention_scaling"))
+            angles["local" if name.startswith("sliding") else "global"] = getattr(module, name), magnitude
     tied = dict(model._tied_weights_keys) if settings.tie_word_embeddings else {}
     weights = _TransformersWeights(folder, f"{model.base_model_prefix}.", rounded)
     LazyWeightLoader(model, weights.load, tied)
@@ -258,13 +260,15 @@ def run_transformers(
     mask_BS = torch.ones_like(tokens_BS)  # without a mask, transformers infers documents from the positions
     out = model(tokens_BS, position_ids=positions_BS, attention_mask=mask_BS, use_cache=False)
     weights.refuse_unused({*tied, *IGNORED_BUFFERS, *(model._keys_to_ignore_on_load_unexpected or ())})
-    return ModelOutputs(blocks.stacked, out.logits, angles)
+    return ModelOutputs(blocks.stacked, out.logits, _angles(angles))
 
 
 IGNORED_BUFFERS = (r"rotary_emb\.inv_freq", r"attn\.masked_bias")
 """Buffers that old versions of transformers stored with the weights."""
 
 
+RENAMED = {".mlp.": ".block_sparse_moe.", "lm_head.": "embed_out."}
+"""Parts of names in transformers 5 -> in the files: Mixtral's experts and GPT-NeoX's output layer."""
 EXPERT_MATRICES = {"gate_up_proj": (("gate_proj", "up_proj"), ("w1", "w3")), "down_proj": (("down_proj",), ("w2",))}
 """Stacked expert parameters of transformers 5 -> names of each expert's matrices in the files: Qwen's and Mixtral's."""
 
@@ -289,9 +293,9 @@ class _TransformersWeights:
         return self._files[key].tensor(key).to(self._rounded).to(torch.float32)
 
     def _key(self, name: str) -> str | None:
-        """Return the key of a tensor in the files, with or without prefix, or as Mixtral names it; None if absent."""
+        """Return the key of a tensor in the files, with or without prefix, or by an old name; None if absent."""
         without = name.removeprefix(self._prefix)
-        names = (name, without, *(n.replace(".mlp.", ".block_sparse_moe.") for n in (name, without)))
+        names = (name, without, *(n.replace(a, b) for a, b in RENAMED.items() for n in (name, without)))
         return next((key for key in names if key in self._files), None)
 
     def _experts(self, mlp: str, spellings: Sequence[tuple[str, ...]]) -> list[Tensor]:
@@ -312,9 +316,10 @@ class _TransformersWeights:
             raise MismatchError(f"transformers does not use these tensors of {self._folder}: {names}")
 
 
-def _angles(frequencies: Tensor, magnitude: float) -> Tensor:
-    """Return the logarithms of the frequencies and of the factor of cosine and sine, so that all count equally."""
-    return torch.cat((frequencies, torch.tensor([magnitude]))).double().log()
+def _angles(rotaries: Mapping[str, tuple[Tensor, float]]) -> Tensor:
+    """Return the logarithms of the frequencies and of the factors of cosine and sine, so that all count equally."""
+    parts = [torch.cat((freqs, torch.tensor([factor]))) for _, (freqs, factor) in sorted(rotaries.items())]
+    return torch.cat([*parts, torch.empty(0)]).double().log()
 
 
 class _OutputRecorder:

@@ -19,12 +19,12 @@ from megatron.config.errors import Problem, UserError
 from megatron.config.files import parse_json, read_small
 from megatron.config.model import ModelConfig
 from megatron.config.run import HUGGING_FACE_PREFIX, RunConfig, TrainingConfig
-from megatron.convert.huggingface.families import (
+from megatron.convert.huggingface.families import model_families
+from megatron.convert.huggingface.keys import (
     FieldValues,
     JsonObject,
     ModelFamily,
     UnsupportedConfigError,
-    model_families,
     read_bool,
     with_one_window,
 )
@@ -47,7 +47,7 @@ _NOTES = _words(
     return_dict torchscript use_bfloat16 tf_legacy_loss chunk_size_feed_forward gradient_checkpointing
     finetuning_task task_specific_params problem_type id2label label2id num_labels
     summary_type summary_use_proj summary_activation summary_proj_to_labels summary_first_dropout
-    n_ctx pretraining_tp reorder_and_upcast_attn"""
+    n_ctx auto_map cache_implementation pretraining_tp reorder_and_upcast_attn"""
 )
 """Keys that do not change what a language model computes: metadata, other heads, implementation choices."""
 
@@ -68,6 +68,12 @@ _NOT_HERE: Mapping[str, tuple[Any, ...]] = {
     "quantization_config": (None,),
 }
 """Keys of all model types with the only supported values."""
+
+_DEQUANTIZE = (
+    'python -c "from transformers import AutoModelForCausalLM as M, Mxfp4Config as C; '
+    "M.from_pretrained('FOLDER', quantization_config=C(dequantize=True), dtype='bfloat16').save_pretrained('OTHER')\""
+)
+"""Command that stores the weights of a model in MXFP4, such as the published GPT-OSS, in bf16."""
 
 
 MODEL_FILES = ("*.json", "model*.safetensors", "tokenizer*", "*.txt", "*.jinja")
@@ -174,7 +180,8 @@ def model_config_values(config: JsonObject, where: str) -> FieldValues:
         UserError: naming every unknown key and unsupported value.
     """
     family = model_families()[read_model_type(config, where)]
-    values: FieldValues = {"num_query_groups": None, "kv_channels": None} | family.always
+    usual = {name: value for name, value in family.usual.items() if name != "attention_pattern"}  # a flag may set it
+    values: FieldValues = {"num_query_groups": None, "kv_channels": None} | usual | family.always
     problems = [Problem("E851", f"{where}: {sentence}", fixes) for sentence, fixes in _unsupported(config, family)]
 
     def read_tie(config: JsonObject) -> FieldValues:
@@ -200,7 +207,10 @@ def _unsupported(config: JsonObject, family: ModelFamily) -> Iterator[tuple[str,
     fixed = {**_NOT_HERE, **family.fixed}
     known = {name for row in family.keys for name in row.names} | {*fixed, TIE_KEY} | _NOTES | _GENERATION
     for name, value in config.items():
-        if name in fixed and value not in fixed[name]:
+        if name == "quantization_config" and isinstance(value, dict):
+            method = value.get("quant_method")
+            yield f"weights quantised with {method} are not supported", (_DEQUANTIZE,) if method == "mxfp4" else ()
+        elif name in fixed and value not in fixed[name]:
             yield f"{name} {json.dumps(value)} is not supported, only {' or '.join(map(json.dumps, fixed[name]))}", ()
         elif name not in known:
             fix = f"remove {name} from config.json if the model computes the same without it"

@@ -15,6 +15,7 @@ from concurrent.futures import CancelledError
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from itertools import groupby
 from math import prod
 from pathlib import Path
 from threading import Event, Lock
@@ -400,16 +401,17 @@ def _disk_errors_as_storage_errors(building: Path) -> Iterator[None]:
         raise StorageError(f"{seen}; nothing was exported", "--save-hf A_FOLDER_ELSEWHERE") from error
 
 
-Shards = dict[str, list[TensorMapping]]
-"""Tensors of each weights file, by its name."""
+Shards = dict[str, list[list[TensorMapping]]]
+"""Tensors of each weights file, by its name; of each tensor the parts that it joins."""
 
 
 def _plan_shards(
     saved: SavedModel, mappings: Mapping[str, Sequence[TensorMapping]], dtype: torch.dtype, shard_bytes: int
 ) -> Shards:
     """Return the weights files of an export."""
-    tensors = [mapping for name in saved.specs for mapping in mappings[name]]
-    groups = split_into_shards([prod(tensor.shape) * dtype.itemsize for tensor in tensors], shard_bytes)
+    every = (mapping for name in saved.specs for mapping in mappings[name])
+    tensors = [[*parts] for _, parts in groupby(every, lambda part: part.name)]
+    groups = split_into_shards([prod(parts[0].stored) * dtype.itemsize for parts in tensors], shard_bytes)
     if len(groups) == 1:
         return {WEIGHTS_FILE: tensors}
     count = len(groups)
@@ -421,7 +423,7 @@ def _write_weights(
 ) -> None:
     """Write the weights files that are not complete, and their index if there are several."""
     size = source.dtype.itemsize
-    sizes = {name: sum(prod(tensor.shape) * size for tensor in tensors) for name, tensors in shards.items()}
+    sizes = {name: sum(prod(parts[0].stored) * size for parts in tensors) for name, tensors in shards.items()}
     progress = _Progress(report, sum(sizes[name] for name in shards if name not in staging.complete))
     files = {
         name: partial(_write_shard, staging.folder / name, tensors, source, progress)
@@ -429,22 +431,26 @@ def _write_weights(
     }
     staging.write(files, workers, progress.stop)
     if len(shards) > 1:
-        weight_map = {tensor.name: name for name, tensors in shards.items() for tensor in tensors}
+        weight_map = {parts[0].name: name for name, tensors in shards.items() for parts in tensors}
         index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": weight_map}
         write_file(staging.folder / WEIGHTS_INDEX_FILE, _json(index))
 
 
-def _write_shard(path: Path, tensors: Sequence[TensorMapping], source: RoundedWeights, progress: _Progress) -> RankFile:
+def _write_shard(
+    path: Path, tensors: Sequence[Sequence[TensorMapping]], source: RoundedWeights, progress: _Progress
+) -> RankFile:
     """Write a weights file; return its size and checksums."""
-    entries: list[TensorEntry] = [(tensor.name, source.dtype, tensor.shape) for tensor in tensors]
+    entries: list[TensorEntry] = [(parts[0].name, source.dtype, parts[0].stored) for parts in tensors]
     chunks = []
     with TensorFileWriter(path, entries, {"format": "pt"}) as file:
-        for tensor in tensors:
-            view = source.specs[tensor.ours].view
-            ours = read_in_blocks(source, tensor.ours, view, tensor.box, source.dtype)
-            written = file.write(tensor.name, tensor.restore(ours))
-            chunks.append((tensor.name, TensorChunk(whole_box(tensor.shape), path.name, *written)))
-            progress.add(tensor.name, written[1])
+        for first, *more in tensors:
+            view = source.specs[first.ours].view
+            theirs = [
+                part.restore(read_in_blocks(source, part.ours, view, part.box, source.dtype)) for part in (first, *more)
+            ]
+            written = file.write(first.name, torch.cat(theirs, first.joined) if more else theirs[0])
+            chunks.append((first.name, TensorChunk(whole_box(first.stored), path.name, *written)))
+            progress.add(first.name, written[1])
     return RankFile({}, chunks, {path.name: file.record})
 
 

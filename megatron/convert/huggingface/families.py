@@ -1,288 +1,58 @@
-"""Supported model types of transformers: their ``config.json``, and the tensors in their files.
+"""Supported model types of transformers, each one record: its ``config.json``, and where its tensors are stored.
 
-A `ModelFamily` is one record used in both directions. Its ``keys`` are rows that each read some keys of config.json
-into fields of `ModelConfig` and write them back: a `ConfigKey` for a number, a `KeyGroup` for the rest. ``always`` and
-``fixed`` are the fields and the keys with one supported value. Its ``weights`` are the places of our tensors. `config`
-and `weights` apply the records. `model_families` returns the built-in ones and those that plugins register.
-
-A row of the weights names one of our modules and the axes of its weight, and the Hugging Face modules that it consists
-of. These are described by the same axes: commas separate the dimensions of the stored tensor, and brackets select a
-part of an axis. So ``"h, x g d"`` is stored as ``[h, x * g * d]``, and ``"g x[-1:] d, h"`` is the last element of each
-group's ``x``, stored as ``[g * d, h]``. A name with ``{e}`` stands for one tensor per expert, which ``e[{e}]`` selects.
-A bias has the same row, without the weight's last axis, its inputs. Rows contain only views, permutations and slices,
-so they are invertible, and a box of our tensor is a set of slices of theirs.
-
-Axes: v vocabulary, t positions, h hidden, g key/value heads, x queries, key and value of a group, d channels of a head,
-o outputs of all heads, p gate and up, f width of the MLP, e experts.
+A family does not name the options of `keys.SWITCHES` that it lacks. :mod:`megatron.convert.huggingface.keys` explains
+the records.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
-from megatron.config.attention_pattern import CAUSAL, MAX_LAYERS, MAX_TOKENS, format_layers
 from megatron.config.model import ModelConfig
 from megatron.config.plugins import registered
-
-JsonObject = dict[str, Any]
-FieldValues = dict[str, Any]
-
-WeightRows = Mapping[str, tuple[str, Mapping[str, str]]]
-"""Our module -> axes of its weight, Hugging Face module -> axes. ``{i}`` is the layer, ``{e}`` the expert. Names of
-tensors that are no module's ``weight`` or ``bias`` are given in full."""
-
-Capabilities = Mapping[str, Callable[[ModelConfig], bool]]
-"""Option -> whether a family can express a model's value of it."""
-
-_RESOLVED = {
-    "num_query_groups": "kv_groups",
-    "kv_channels": "head_dim",
-    "ffn_hidden_size": "ffn",
-    "moe_ffn_hidden_size": "expert_ffn",
-    "add_qkv_bias": "qkv_bias",
-}
-"""Fields of `ModelConfig` whose value may be implied by others -> the property with the value that applies."""
-
-
-def resolved(model: ModelConfig, name: str) -> Any:
-    """Return the value of a field that applies to a model."""
-    return getattr(model, _RESOLVED.get(name, name))
-
-
-def with_one_window(model: ModelConfig) -> ModelConfig:
-    """Return the model with ``window_size`` in place of attention patterns that are the same window in all layers."""
-    patterns = {model.pattern(layer) for layer in range(model.num_layers)}
-    if model.attention_pattern is None or len(patterns) > 1 or not all(p.only_window for p in patterns):
-        return model
-    return replace(model, attention_pattern=None, window_size=patterns.pop().window)
-
-
-class UnsupportedConfigError(ValueError):
-    """A value in config.json that is not supported. Raised by all functions here that read one."""
-
-
-@dataclass(frozen=True)
-class ConfigKey:
-    """A numeric key of config.json with the same meaning as a field of `ModelConfig`."""
-
-    ours: str  # field of ModelConfig
-    theirs: str  # key in config.json
-    default: Any  # value of a missing key, as in the transformers class
-    optional: bool = False  # null is allowed although the default is not null
-    can: Capabilities = field(default_factory=dict)  # limits of the family
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """Keys of config.json that `read` uses."""
-        return (self.theirs,)
-
-    def read(self, config: JsonObject) -> FieldValues:
-        """Return our field from a config.json."""
-        return {self.ours: read_number(self, config)}
-
-    def write(self, model: ModelConfig) -> FieldValues:
-        """Return the key for a model."""
-        return {self.theirs: resolved(model, self.ours)}
-
-
-@dataclass(frozen=True)
-class KeyGroup:
-    """Keys of config.json and fields of `ModelConfig` that are converted together."""
-
-    # keys that `read` uses; others are unknown and refused
-    names: tuple[str, ...] = ()
-    # fields of ModelConfig from a config.json; raises UnsupportedConfigError
-    read: Callable[[JsonObject], FieldValues] = lambda config: {}
-    # keys of config.json for a model that the family can express
-    write: Callable[[ModelConfig], FieldValues] = lambda model: {}
-    # which values of our options the keys can express
-    can: Capabilities = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class ModelFamily:
-    """One model type of transformers."""
-
-    # transformers' class with a language-modelling head
-    architecture: str
-    # how keys of config.json and fields of ModelConfig correspond; the last row with a name counts
-    keys: tuple[ConfigKey | KeyGroup, ...]
-    # keys with the only supported values; the first is the value of a missing key
-    fixed: Mapping[str, tuple[Any, ...]]
-    # fields of ModelConfig with the only supported value
-    always: FieldValues
-    # where all tensors are stored that a model can have
-    weights: WeightRows
-    # of all names in the files except the head's; missing in files of a model without head
-    prefix: str
-    # patterns of names, without the prefix, that are not weights
-    buffers: tuple[str, ...] = ()
-    # transformers' default of tie_word_embeddings
-    tied_by_default: bool = False
-
-    def lacks(self, model: ModelConfig) -> list[str]:
-        """Return the options of a model that the family cannot express."""
-        lacking = [name for name, value in self.always.items() if resolved(model, name) != value]
-        lacking += [name for row in self.keys for name, can in row.can.items() if not can(model)]
-        if model.attention_pattern is not None and not any("attention_pattern" in row.can for row in self.keys):
-            lacking.append("attention_pattern")
-        return lacking
-
-
-def read_number(key: ConfigKey, config: JsonObject) -> Any:
-    """Return the value of a key: a float if its default is one, else an int; or None where null is allowed."""
-    value = config.get(key.theirs, key.default)
-    fractional = isinstance(key.default, float)
-    if value is None and (key.default is None or key.optional):
-        return None
-    if isinstance(value, bool) or not isinstance(value, (int, float) if fractional else int):
-        raise UnsupportedConfigError(f"{key.theirs} is {value!r}, not {'a number' if fractional else 'a whole number'}")
-    try:
-        return float(value) if fractional else value
-    except OverflowError:
-        raise UnsupportedConfigError(f"{key.theirs} is {value}, larger than any number of 64 bits") from None
-
-
-def read_bool(config: JsonObject, name: str, default: bool) -> bool:
-    """Return the boolean value of a key."""
-    value = config.get(name, default)
-    if not isinstance(value, bool):
-        raise UnsupportedConfigError(f"{name} is {value!r}, not true or false")
-    return value
-
-
-# ---- Rotary embeddings ----
-
-_LENGTH = "original_max_position_embeddings"
-_LLAMA3 = (
-    ConfigKey("rope_scaling_factor", "factor", 8.0),
-    ConfigKey("rope_low_freq_factor", "low_freq_factor", 1.0),
-    ConfigKey("rope_high_freq_factor", "high_freq_factor", 4.0),
-    ConfigKey("rope_original_max_position", _LENGTH, None),
+from megatron.convert.huggingface.keys import (
+    GEGLUS,
+    GELUS,
+    HAS_LAYER_TYPES,
+    ROPE_KEYS,
+    ROTATES,
+    WINDOW,
+    Capabilities,
+    ConfigKey,
+    FieldValues,
+    JsonObject,
+    KeyGroup,
+    ModelFamily,
+    UnsupportedConfigError,
+    WeightRows,
+    activation,
+    equal_dropout,
+    layer_types,
+    read_bool,
+    read_layer_types,
+    read_no_rope_layers,
+    read_number,
+    read_rope,
+    rope,
+    rope_of_kinds,
+    softcaps,
+    softmax_scale,
+    write_layer_types,
+    write_no_rope_layers,
+    write_rope,
 )
-_YARN = (
-    ConfigKey("rotary_scaling_factor", "factor", 1.0),
-    ConfigKey("yarn_original_max_position_embeddings", _LENGTH, None),
-    ConfigKey("yarn_beta_fast", "beta_fast", 32.0),
-    ConfigKey("yarn_beta_slow", "beta_slow", 1.0),
-)
-_SCALINGS: dict[str, tuple[ConfigKey, ...]] = {"default": (), "llama3": _LLAMA3, "yarn": _YARN}
-_YARN_BETAS = {"beta_fast": 32.0, "beta_slow": 1.0}  # transformers uses these in place of 0 and null
-_YARN_FIXED = {"attention_factor", "mscale", "mscale_all_dim", "truncate"}  # supported with one value only
-_THETA = ConfigKey("rotary_base", "rope_theta", 10000.0)
-ROPE_KEYS = (
-    "rope_parameters",
-    "rope_scaling",
-    "rope_theta",
-    "partial_rotary_factor",
-    "original_max_position_embeddings",
-)
-
-
-def read_rope(config: JsonObject) -> FieldValues:
-    """Return the fields of `ModelConfig` for the rotary embedding of a config.json.
-
-    Transformers 5 writes ``rope_parameters``; earlier versions write ``rope_theta`` and ``rope_scaling``.
-    """
-    rope = _rope_parameters(config)
-    theta = read_number(_THETA, config | rope)
-    kind = rope.get("rope_type", rope.get("type", "default"))
-    if kind not in tuple(_SCALINGS):  # a tuple, because kind may be unhashable
-        raise UnsupportedConfigError(f"rope_type {kind!r} is not supported, only {', '.join(_SCALINGS)}")
-    if kind == "yarn":
-        _check_yarn(rope)
-        rope |= {name: rope.get(name) or default for name, default in _YARN_BETAS.items()}
-    missing = [key.theirs for key in _SCALINGS[kind] if rope.get(key.theirs) is None]
-    if missing:
-        raise UnsupportedConfigError(f"rope_type {kind!r} lacks {', '.join(missing)}")
-    known = {*ROPE_KEYS, "rope_type", "type", *(key.theirs for key in _SCALINGS[kind])}
-    unknown = sorted(rope.keys() - known - (_YARN_FIXED if kind == "yarn" else set()))
-    if unknown:
-        raise UnsupportedConfigError(f"rope_type {kind!r} with {', '.join(unknown)} is not supported")
-    return {
-        "position_embedding_type": "yarn" if kind == "yarn" else "rope",
-        "rotary_base": theta,
-        "use_rope_scaling": kind == "llama3",
-        **{key.ours: read_number(key, rope) for key in _SCALINGS[kind]},
-    }
-
-
-def _rope_parameters(config: JsonObject) -> FieldValues:
-    """Return the rope parameters of either version in one object."""
-    new, old = config.get("rope_parameters"), config.get("rope_scaling")
-    if new and old and new != old:
-        raise UnsupportedConfigError(f"rope_parameters {new} and rope_scaling {old} contradict each other")
-    rope = new or old or {}
-    if not isinstance(rope, dict):
-        raise UnsupportedConfigError(f"rope_parameters are {rope!r}, not an object")
-    fraction = rope.get("partial_rotary_factor", config.get("partial_rotary_factor"))
-    if fraction not in (1, None):
-        raise UnsupportedConfigError(f"partial_rotary_factor {fraction} is not supported for this model type")
-    top_level = {_LENGTH: config[_LENGTH]} if _LENGTH in config else {}  # takes precedence in transformers
-    return {_LENGTH: config.get("max_position_embeddings")} | rope | top_level
-
-
-def _check_yarn(rope: JsonObject) -> None:
-    """Raise UnsupportedConfigError if an option of YaRN differs from the paper."""
-    factor, attention = rope.get("factor"), rope.get("attention_factor")
-    if not isinstance(factor, int | float) or factor < 1:
-        raise UnsupportedConfigError(f"yarn's factor is {factor!r}, not a number of at least 1")
-    usual = 0.1 * math.log(factor) + 1.0
-    if attention is not None and not (isinstance(attention, float) and math.isclose(attention, usual, rel_tol=1e-6)):
-        raise UnsupportedConfigError(
-            f"yarn's attention_factor {attention!r} is not 0.1 ln(factor) + 1, the only one supported"
-        )
-    if rope.get("mscale") and rope.get("mscale_all_dim"):
-        raise UnsupportedConfigError("yarn's mscale and mscale_all_dim are not supported")
-    if rope.get("truncate", True) is not True:
-        raise UnsupportedConfigError("yarn with truncate false is not supported")
-
-
-def write_rope(model: ModelConfig) -> FieldValues:
-    """Return the rotary keys of a config.json, in the form that transformers 4 and 5 both read."""
-    kind = "yarn" if model.position_embedding_type == "yarn" else "llama3" if model.use_rope_scaling else "default"
-    scaling = {key.theirs: getattr(model, key.ours) for key in _SCALINGS[kind]}
-    return {"rope_theta": model.rotary_base, "rope_scaling": {"rope_type": kind, **scaling} if scaling else None}
-
-
-def rope(theta: float = 10000.0) -> KeyGroup:
-    """Return the keys of rotary embeddings; ``theta`` is transformers' default of ``rope_theta``."""
-    return KeyGroup(
-        ROPE_KEYS,
-        lambda config: read_rope({"rope_theta": theta} | config),
-        write_rope,
-        {
-            "position_embedding_type": lambda m: m.position_embedding_type in ("rope", "yarn"),
-            "rotary_percent": lambda m: m.rotary_percent == 1.0,
-            "rotary_interleaved": lambda m: not m.rotary_interleaved,
-        },
-    )
-
 
 # ---- GPT-2 ----
 
-_GELUS = {"gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "gelu": "gelu", "relu2": "relu2"}
-"""GPT-2's names of activations; an export writes the first name of a function."""
-
 _WIDTH = ConfigKey("hidden_size", "n_embd", 768)
-
-
-def _read_gelu(config: JsonObject) -> FieldValues:
-    activation = config.get("activation_function", "gelu_new")
-    if activation not in tuple(_GELUS):  # a tuple, because activation may be unhashable
-        raise UnsupportedConfigError(f"activation_function {activation!r} is not supported, only {', '.join(_GELUS)}")
-    return {"activation": _GELUS[activation]}
-
-
-def _read_equal_dropout(config: JsonObject) -> FieldValues:
-    residual_dropout, embedding_dropout = config.get("resid_pdrop", 0.1), config.get("embd_pdrop", 0.1)
-    if residual_dropout != embedding_dropout:
-        raise UnsupportedConfigError(f"resid_pdrop {residual_dropout} and embd_pdrop {embedding_dropout} must be equal")
-    return {}
-
+_HEADS_SPLIT_HIDDEN: Capabilities = {"kv_channels": lambda m: m.head_dim * m.num_attention_heads == m.hidden_size}
+_EQUAL_HEADS: Capabilities = {
+    "num_query_groups": lambda m: m.kv_groups == m.num_attention_heads,
+    **_HEADS_SPLIT_HIDDEN,
+}
 
 _GPT2 = ModelFamily(
     architecture="GPT2LMHeadModel",
@@ -294,24 +64,13 @@ _GPT2 = ModelFamily(
         ConfigKey("vocab_size", "vocab_size", 50257),
         ConfigKey("max_position_embeddings", "n_positions", 1024),
         ConfigKey("norm_epsilon", "layer_norm_epsilon", 1e-5),
-        ConfigKey("hidden_dropout", "resid_pdrop", 0.1),
+        *equal_dropout("resid_pdrop", "embd_pdrop", 0.1),
         ConfigKey("attention_dropout", "attn_pdrop", 0.1),
         ConfigKey("init_method_std", "initializer_range", 0.02),
-        KeyGroup(
-            ("activation_function",),
-            _read_gelu,
-            lambda m: {"activation_function": next(name for name, ours in _GELUS.items() if ours == m.activation)},
-            {"activation": lambda m: m.activation in _GELUS.values()},
-        ),
-        KeyGroup(("embd_pdrop",), _read_equal_dropout, lambda m: {"embd_pdrop": m.hidden_dropout}),
+        activation("activation_function", "gelu_new", GELUS),
         # the default of ModelConfig
         KeyGroup(read=lambda c: {"ffn_hidden_size": None} if c.get("n_inner") == 4 * read_number(_WIDTH, c) else {}),
-        KeyGroup(
-            can={
-                "num_query_groups": lambda m: m.kv_groups == m.num_attention_heads,
-                "kv_channels": lambda m: m.head_dim * m.num_attention_heads == m.hidden_size,
-            }
-        ),
+        KeyGroup(can=_EQUAL_HEADS),
     ),
     fixed={
         "scale_attn_weights": (True,),
@@ -355,25 +114,29 @@ def _read_llama_bias(config: JsonObject) -> FieldValues:
     return {"add_bias_linear": attention, "add_qkv_bias": False}
 
 
-_LAYERS = ConfigKey("num_layers", "num_hidden_layers", 32)
-_WINDOW = ConfigKey("window_size", "sliding_window", 4096, optional=True)
 _SWIGLU: FieldValues = {"normalization": "RMSNorm", "activation": "swiglu"}
 _NO_BIAS: FieldValues = {"add_bias_linear": False, "add_qkv_bias": False}
+
+_DIVIDES_HIDDEN: Capabilities = {"hidden_size": lambda m: m.hidden_size % m.num_attention_heads == 0}
+"""Required by transformers."""
+_SIZES = (
+    ConfigKey("num_layers", "num_hidden_layers", 32),
+    ConfigKey("hidden_size", "hidden_size", 4096),
+    ConfigKey("ffn_hidden_size", "intermediate_size", 11008),
+    ConfigKey("num_attention_heads", "num_attention_heads", 32),
+    ConfigKey("vocab_size", "vocab_size", 32000),
+    ConfigKey("max_position_embeddings", "max_position_embeddings", 2048),
+    ConfigKey("init_method_std", "initializer_range", 0.02),
+)
 
 _LLAMA = ModelFamily(
     architecture="LlamaForCausalLM",
     keys=(
-        _LAYERS,
-        ConfigKey("hidden_size", "hidden_size", 4096),
-        ConfigKey("ffn_hidden_size", "intermediate_size", 11008),
-        ConfigKey("num_attention_heads", "num_attention_heads", 32),
+        *_SIZES,
         ConfigKey("num_query_groups", "num_key_value_heads", None),
         ConfigKey("kv_channels", "head_dim", None),
-        ConfigKey("vocab_size", "vocab_size", 32000),
-        ConfigKey("max_position_embeddings", "max_position_embeddings", 2048),
         ConfigKey("norm_epsilon", "rms_norm_eps", 1e-6),
         ConfigKey("attention_dropout", "attention_dropout", 0.0),
-        ConfigKey("init_method_std", "initializer_range", 0.02),
         KeyGroup(read=lambda config: {"hidden_dropout": 0.0}),  # an export omits it
         rope(),
         KeyGroup(
@@ -382,7 +145,7 @@ _LLAMA = ModelFamily(
             lambda m: {"attention_bias": m.add_bias_linear, "mlp_bias": m.add_bias_linear},
             {
                 "add_qkv_bias": lambda m: m.qkv_bias == m.add_bias_linear,
-                "hidden_size": lambda m: m.hidden_size % m.num_attention_heads == 0,  # required by transformers
+                **_DIVIDES_HIDDEN,
             },
         ),
     ),
@@ -418,6 +181,11 @@ _SHARED_KEYS = _LLAMA.keys[:-2]
 """Llama's keys that its relatives have too: those before its rotary embeddings and biases."""
 
 
+def _without(*names: str) -> tuple[ConfigKey | KeyGroup, ...]:
+    """Return the keys that Llama's relatives share, without some."""
+    return tuple(key for key in _SHARED_KEYS if not {*names} & {*key.names})
+
+
 def with_defaults(*keys: ConfigKey | KeyGroup, **defaults: Any) -> tuple[ConfigKey | KeyGroup, ...]:
     """Return keys with the defaults of another class, by the names in its config.json."""
     return tuple(
@@ -432,56 +200,17 @@ _MISTRAL = replace(
     keys=(
         *with_defaults(*_SHARED_KEYS, intermediate_size=14336, num_key_value_heads=8, max_position_embeddings=131072),
         rope(),
-        _WINDOW,
+        WINDOW,
     ),
     always={**_SWIGLU, **_NO_BIAS, "qk_layernorm": False, "num_experts": None},
 )
 
 
-WINDOWED, FULL = "sliding_attention", "full_attention"
-"""Values of ``layer_types``."""
-
-
-def _read_layer_types(config: JsonObject, window: int | None, full: int) -> FieldValues:
-    """Read which layers have the window; without ``layer_types``, those from layer ``full`` on."""
-    layers = read_number(_LAYERS, config)
-    kinds = config.get("layer_types")
-    if kinds is None:
-        first = layers if window is None else max(0, min(full, layers))
-        kinds = [FULL] * min(first, MAX_LAYERS) + [WINDOWED] * min(layers - first, MAX_LAYERS)
-    elif not isinstance(kinds, list) or len(kinds) != layers or any(kind not in (WINDOWED, FULL) for kind in kinds):
-        raise UnsupportedConfigError(f"layer_types {kinds} are not {layers} times {FULL} or {WINDOWED}")
-    if WINDOWED not in kinds:
-        return {"window_size": None, "attention_pattern": None}
-    if window is None:
-        raise UnsupportedConfigError(f"layer_types with {WINDOWED} need a sliding_window that is in use")
-    if FULL not in kinds:
-        return {"window_size": window, "attention_pattern": None}
-    if not 0 < window <= MAX_TOKENS:
-        raise UnsupportedConfigError(f"sliding_window is {window}, not 1 to {MAX_TOKENS:g}")
-    patterns = {WINDOWED: f"local:{window}", FULL: "global"}
-    return {"window_size": None, "attention_pattern": format_layers([patterns[kind] for kind in kinds])}
-
-
-def _write_layer_types(model: ModelConfig) -> FieldValues:
-    """Return the window, and which layers have it unless all are equal."""
-    windows = [model.pattern(layer).window for layer in range(model.num_layers)]
-    kinds = [FULL if window is None else WINDOWED for window in windows]
-    size = next(filter(None, windows), None)
-    return {"sliding_window": size} | ({"layer_types": kinds} if len({*kinds}) > 1 else {})
-
-
-def _layers_have_one_window(model: ModelConfig) -> bool:
-    """Return True if every layer has full attention or the same window."""
-    patterns = {model.pattern(layer) for layer in range(model.num_layers)}
-    return all(pattern.only_window for pattern in patterns) and len(patterns - {CAUSAL}) <= 1
-
-
 _LAYER_TYPES = KeyGroup(
     ("sliding_window", "layer_types"),
-    lambda c: _read_layer_types(c, read_number(_WINDOW, c), 0),
-    _write_layer_types,
-    {"attention_pattern": _layers_have_one_window},
+    lambda c: read_layer_types(c, read_number(WINDOW, c), lambda layer: True),
+    write_layer_types,
+    HAS_LAYER_TYPES,
 )
 
 _MINISTRAL = replace(_MISTRAL, architecture="MinistralForCausalLM", keys=(*_MISTRAL.keys[:-1], _LAYER_TYPES))
@@ -490,8 +219,8 @@ _MINISTRAL = replace(_MISTRAL, architecture="MinistralForCausalLM", keys=(*_MIST
 def _read_qwen_window(config: JsonObject) -> FieldValues:
     """Read Qwen's window, which its first layers may not have."""
     full = read_number(ConfigKey("", "max_window_layers", 28), config)
-    window = read_number(_WINDOW, config) if read_bool(config, "use_sliding_window", False) else None
-    return _read_layer_types(config, window, full)
+    window = read_number(WINDOW, config) if read_bool(config, "use_sliding_window", False) else None
+    return read_layer_types(config, window, lambda layer: layer >= full)
 
 
 def _write_qwen_window(model: ModelConfig) -> FieldValues:
@@ -499,14 +228,14 @@ def _write_qwen_window(model: ModelConfig) -> FieldValues:
     windows = [model.pattern(layer).window for layer in range(model.num_layers)]
     full = next((layer for layer, window in enumerate(windows) if window), model.num_layers)
     used = {"use_sliding_window": full < model.num_layers, "max_window_layers": full}
-    return used | _write_layer_types(model)
+    return used | write_layer_types(model)
 
 
 _QWEN_WINDOW = KeyGroup(
     ("use_sliding_window", "max_window_layers", *_LAYER_TYPES.names),
     _read_qwen_window,
     _write_qwen_window,
-    _LAYER_TYPES.can,
+    HAS_LAYER_TYPES,
 )
 _QWEN_KEYS = with_defaults(
     *_SHARED_KEYS, intermediate_size=22016, num_key_value_heads=32, vocab_size=151936, max_position_embeddings=32768
@@ -547,6 +276,15 @@ def expert_weights(module: str, gate: str, up: str, down: str) -> WeightRows:
     }
 
 
+_STACKED: WeightRows = {
+    "layers.{i}.mlp.router": ("e h", {"model.layers.{i}.mlp.gate": "e, h"}),
+    "layers.{i}.mlp.experts.linear_fc1.weight": ("e p f h", {"model.layers.{i}.mlp.experts.gate_up_proj": "e, p f, h"}),
+    "layers.{i}.mlp.experts.linear_fc2.weight": ("e h f", {"model.layers.{i}.mlp.experts.down_proj": "e, h, f"}),
+}
+_EXPERT_WIDTH = KeyGroup((), lambda c: {"moe_ffn_hidden_size": None}, lambda m: {"intermediate_size": m.expert_ffn})
+"""The width of the experts, where it has no key of its own."""
+
+
 _MIXTRAL = replace(
     _LLAMA,
     architecture="MixtralForCausalLM",
@@ -562,8 +300,7 @@ _MIXTRAL = replace(
         rope(theta=1e6),
         ConfigKey("window_size", "sliding_window", None),
         ConfigKey("num_experts", "num_local_experts", 8, can=_HAS_EXPERTS),
-        # the width of the experts, which has no key of its own
-        KeyGroup((), lambda c: {"moe_ffn_hidden_size": None}, lambda m: {"intermediate_size": m.expert_ffn}),
+        _EXPERT_WIDTH,
         _BALANCING_LOSS,
     ),
     fixed={**_LLAMA.fixed, "router_jitter_noise": (0.0,)},
@@ -575,6 +312,7 @@ _MIXTRAL = replace(
         "moe_router_pre_softmax": False,
     },
     weights={**_LLAMA.weights, **expert_weights("model.layers.{i}.block_sparse_moe", "w1", "w3", "w2")},
+    stacked=_STACKED,
 )
 
 
@@ -607,7 +345,7 @@ _QWEN3_MOE = replace(
         rope(),
         KeyGroup(
             ("use_sliding_window", "sliding_window", "max_window_layers"),
-            lambda c: {"window_size": read_number(_WINDOW, c) if read_bool(c, "use_sliding_window", False) else None},
+            lambda c: {"window_size": read_number(WINDOW, c) if read_bool(c, "use_sliding_window", False) else None},
             lambda m: {"use_sliding_window": m.window_size is not None, "sliding_window": m.window_size},
         ),
         KeyGroup(
@@ -631,6 +369,373 @@ _QWEN3_MOE = replace(
     },
     always={**_SWIGLU, **_NO_BIAS, "qk_layernorm": True, "moe_shared_expert_intermediate_size": None},
     weights={**_LLAMA.weights, **expert_weights("model.layers.{i}.mlp", "gate_proj", "up_proj", "down_proj")},
+    stacked=_STACKED,
+)
+
+_GPT_OSS_ROPE: JsonObject = {
+    "rope_type": "yarn",
+    "factor": 32.0,
+    "original_max_position_embeddings": 4096,
+    "truncate": False,
+}
+_GPT_OSS = replace(
+    _LLAMA,
+    architecture="GptOssForCausalLM",
+    keys=(
+        *with_defaults(
+            *_SHARED_KEYS,
+            num_hidden_layers=36,
+            hidden_size=2880,
+            intermediate_size=2880,
+            num_attention_heads=64,
+            num_key_value_heads=8,
+            head_dim=64,
+            vocab_size=201088,
+            max_position_embeddings=131072,
+            rms_norm_eps=1e-5,
+        ),
+        ConfigKey("moe_router_topk", "num_experts_per_tok", 4),
+        ConfigKey("num_experts", "num_local_experts", 128, can=_HAS_EXPERTS),
+        _EXPERT_WIDTH,
+        rope(theta=150000.0, scaling=_GPT_OSS_ROPE),
+        replace(layer_types(2), read=lambda c: layer_types(2).read({"sliding_window": 128} | c)),
+        _BALANCING_LOSS,
+        KeyGroup(("experts_per_token", "initial_context_length")),  # published, but not used by transformers
+    ),
+    fixed={**_LLAMA.fixed, "attention_bias": (True,), "swiglu_limit": (7.0,)},
+    always={
+        "normalization": "RMSNorm",
+        "activation": "quick_geglu",
+        "activation_func_clamp_value": 7.0,
+        "glu_linear_offset": 1.0,
+        "softmax_type": "learnable",
+        "add_bias_linear": True,
+        "qk_layernorm": False,
+        "moe_shared_expert_intermediate_size": None,
+        "moe_router_pre_softmax": False,
+    },
+    weights={
+        **_LLAMA.weights,
+        "layers.{i}.self_attention.core_attention.softmax_offset": ("n", {"model.layers.{i}.self_attn.sinks": "n"}),
+        "layers.{i}.mlp.router": ("e h", {"model.layers.{i}.mlp.router": "e, h"}),
+        "layers.{i}.mlp.experts.linear_fc1.weight": (
+            "e p f h",
+            {"model.layers.{i}.mlp.experts.gate_up_proj": "e, h, f p"},
+        ),
+        "layers.{i}.mlp.experts.linear_fc1.bias": (
+            "e p f",
+            {"model.layers.{i}.mlp.experts.gate_up_proj_bias": "e, f p"},
+        ),
+        "layers.{i}.mlp.experts.linear_fc2.weight": ("e h f", {"model.layers.{i}.mlp.experts.down_proj": "e, f, h"}),
+        "layers.{i}.mlp.experts.linear_fc2.bias": ("e h", {"model.layers.{i}.mlp.experts.down_proj_bias": "e, h"}),
+    },
+)
+
+# ---- GPT-NeoX ----
+
+
+def _read_neox_rope(config: JsonObject) -> FieldValues:
+    names = {"rope_theta": "rotary_emb_base", "partial_rotary_factor": "rotary_pct"}
+    defaults = {"rope_theta": 10000.0, "partial_rotary_factor": 0.25}
+    return read_rope(config | {name: config.get(key, defaults[name]) for name, key in names.items()}, partial=True)
+
+
+def _write_neox_rope(model: ModelConfig) -> FieldValues:
+    keys = {"rotary_emb_base": model.rotary_base, "rotary_pct": model.rotary_percent}
+    return keys | {"rope_scaling": write_rope(model)["rope_scaling"]}
+
+
+_NEOX = ModelFamily(
+    architecture="GPTNeoXForCausalLM",
+    keys=(
+        *with_defaults(
+            *_SIZES,
+            num_hidden_layers=44,
+            hidden_size=6144,
+            intermediate_size=24576,
+            num_attention_heads=64,
+            vocab_size=50432,
+        ),
+        ConfigKey("norm_epsilon", "layer_norm_eps", 1e-5),
+        ConfigKey("hidden_dropout", "hidden_dropout", 0.0),
+        ConfigKey("attention_dropout", "attention_dropout", 0.0),
+        activation("hidden_act", "gelu", GELUS),
+        KeyGroup(
+            ("rotary_pct", "rotary_emb_base", "rope_parameters", "rope_scaling"),
+            _read_neox_rope,
+            _write_neox_rope,
+            ROTATES,
+        ),
+        KeyGroup(
+            ("use_parallel_residual",),
+            lambda c: {"parallel_attention": read_bool(c, "use_parallel_residual", True)},
+            lambda m: {"use_parallel_residual": m.parallel_attention},
+            {"parallel_attention": lambda m: True},
+        ),
+        KeyGroup(("classifier_dropout",)),  # of another head
+        KeyGroup(can=_EQUAL_HEADS),
+    ),
+    fixed={"attention_bias": (True,)},
+    always={
+        "normalization": "LayerNorm",
+        "add_bias_linear": True,
+        "qk_layernorm": False,
+        "window_size": None,
+        "num_experts": None,
+    },
+    weights={
+        "embedding.word_embeddings": ("v h", {"gpt_neox.embed_in": "v, h"}),
+        "layers.{i}.input_layernorm": ("h", {"gpt_neox.layers.{i}.input_layernorm": "h"}),
+        "layers.{i}.self_attention.linear_qkv": (
+            "g x d h",
+            {"gpt_neox.layers.{i}.attention.query_key_value": "g x d, h"},
+        ),
+        "layers.{i}.self_attention.linear_proj": ("h o", {"gpt_neox.layers.{i}.attention.dense": "h, o"}),
+        "layers.{i}.pre_mlp_layernorm": ("h", {"gpt_neox.layers.{i}.post_attention_layernorm": "h"}),
+        "layers.{i}.mlp.linear_fc1": ("f h", {"gpt_neox.layers.{i}.mlp.dense_h_to_4h": "f, h"}),
+        "layers.{i}.mlp.linear_fc2": ("h f", {"gpt_neox.layers.{i}.mlp.dense_4h_to_h": "h, f"}),
+        "final_layernorm": ("h", {"gpt_neox.final_layer_norm": "h"}),
+        "output_layer": ("v h", {"embed_out": "v, h"}),
+    },
+    prefix="gpt_neox.",
+    buffers=(r"layers\.\d+\.attention\.(bias|masked_bias|rotary_emb\.inv_freq)",),
+)
+
+# ---- Norms after attention and MLP ----
+
+_POST_NORMS: WeightRows = {
+    "layers.{i}.post_self_attn_layernorm": ("h", {"model.layers.{i}.post_attention_layernorm": "h"}),
+    "layers.{i}.post_mlp_layernorm": ("h", {"model.layers.{i}.post_feedforward_layernorm": "h"}),
+}
+
+_OLMO2 = replace(
+    _LLAMA,
+    architecture="Olmo2ForCausalLM",
+    keys=(
+        *with_defaults(*_without("head_dim"), vocab_size=50304, rms_norm_eps=1e-5),
+        rope(),
+        KeyGroup(can=_HEADS_SPLIT_HIDDEN),
+    ),
+    fixed={**_LLAMA.fixed, "attention_bias": (False,)},
+    always={
+        **_SWIGLU,
+        **_NO_BIAS,
+        "layernorm_placement": "post",
+        "qk_layernorm": True,
+        "qk_layernorm_scope": "all",
+        "window_size": None,
+        "num_experts": None,
+    },
+    weights={
+        **{ours: row for ours, row in _LLAMA.weights.items() if "put_layernorm" not in ours and "pre_mlp" not in ours},
+        **_POST_NORMS,
+        "layers.{i}.self_attention.q_layernorm": ("o", {"model.layers.{i}.self_attn.q_norm": "o"}),
+        "layers.{i}.self_attention.k_layernorm": ("o", {"model.layers.{i}.self_attn.k_norm": "o"}),
+    },
+)
+_OLMO3 = replace(
+    _OLMO2,
+    architecture="Olmo3ForCausalLM",
+    keys=(*_OLMO2.keys[:-2], rope_of_kinds(5e5, 5e5), layer_types(4), _OLMO2.keys[-1]),
+    always={name: value for name, value in _OLMO2.always.items() if name != "window_size"},
+)
+
+# ---- Gemma ----
+
+
+def _scaled_embedding(model: ModelConfig) -> bool:
+    return math.isclose(model.embedding_multiplier, math.sqrt(model.hidden_size), rel_tol=1e-12)
+
+
+_GEMMA_KEYS = (
+    *with_defaults(
+        *_SHARED_KEYS,
+        num_hidden_layers=26,
+        hidden_size=2304,
+        intermediate_size=9216,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        head_dim=256,
+        vocab_size=256000,
+        max_position_embeddings=8192,
+    ),
+    activation("hidden_activation", "gelu_pytorch_tanh", GEGLUS),
+    KeyGroup(("hidden_act",)),  # published, but not used by transformers
+    KeyGroup(
+        read=lambda c: {"embedding_multiplier": math.sqrt(read_number(ConfigKey("", "hidden_size", 2304), c))},
+        can={"embedding_multiplier": _scaled_embedding},
+    ),
+    softmax_scale("query_pre_attn_scalar", 256, -0.5),
+    KeyGroup(can=_DIVIDES_HIDDEN),
+)
+_GEMMA2 = replace(
+    _LLAMA,
+    architecture="Gemma2ForCausalLM",
+    keys=(*_GEMMA_KEYS, softcaps(50.0, 30.0), rope(), layer_types(2)),
+    fixed={"attention_bias": (False,), "use_bidirectional_attention": (None, False)},
+    always={
+        **_NO_BIAS,
+        "normalization": "RMSNorm",
+        "layernorm_placement": "sandwich",
+        "apply_layernorm_1p": True,
+        "qk_layernorm": False,
+        "num_experts": None,
+    },
+    weights={
+        **_LLAMA.weights,
+        **_POST_NORMS,
+        "layers.{i}.pre_mlp_layernorm": ("h", {"model.layers.{i}.pre_feedforward_layernorm": "h"}),
+    },
+    tied_by_default=True,
+)
+
+
+def _read_gemma3_layers(config: JsonObject) -> FieldValues:
+    period = read_number(ConfigKey("", "sliding_window_pattern", 6), config)
+    return layer_types(max(1, period)).read(config)
+
+
+_GEMMA3 = replace(
+    _GEMMA2,
+    architecture="Gemma3ForCausalLM",
+    keys=(
+        *with_defaults(*_GEMMA_KEYS, vocab_size=262208, max_position_embeddings=131072),
+        softcaps(None, None),
+        rope_of_kinds(1e6, 1e4, "rope_local_base_freq"),
+        replace(
+            layer_types(6),
+            names=("sliding_window", "layer_types", "sliding_window_pattern", "_sliding_window_pattern"),
+            read=_read_gemma3_layers,
+        ),
+    ),
+    fixed={"attention_bias": (False,), "use_bidirectional_attention": (False, None)},
+    always={**_GEMMA2.always, "qk_layernorm": True},
+)
+
+# ---- Other relatives of Llama ----
+
+
+def _plain_rope(model: ModelConfig) -> bool:
+    """Return True for the rotary embeddings that are not scaled, the only ones that Phi-3 shares with us."""
+    return model.position_embedding_type == "rope" and write_rope(model)["rope_scaling"] is None
+
+
+_PHI3 = replace(
+    _LLAMA,
+    architecture="Phi3ForCausalLM",
+    keys=(
+        *with_defaults(
+            *_without("head_dim"),
+            hidden_size=3072,
+            intermediate_size=8192,
+            vocab_size=32064,
+            max_position_embeddings=4096,
+            rms_norm_eps=1e-5,
+        ),
+        *equal_dropout("resid_pdrop", "embd_pdrop", 0.0),
+        KeyGroup(
+            ROPE_KEYS,
+            lambda c: read_rope(c, partial=True),
+            lambda m: write_rope(m) | {"partial_rotary_factor": m.rotary_percent},
+            {**ROTATES, "position_embedding_type": _plain_rope},
+        ),
+        ConfigKey("window_size", "sliding_window", None),
+        KeyGroup(can=_HEADS_SPLIT_HIDDEN),
+    ),
+    always={**_SWIGLU, **_NO_BIAS, "qk_layernorm": False, "num_experts": None},
+    weights={
+        **_LLAMA.weights,
+        "layers.{i}.self_attention.linear_qkv": (
+            "g x d h",
+            {"model.layers.{i}.self_attn.qkv_proj": "g x[:-2] d + g x[-2:-1] d + g x[-1:] d, h"},
+        ),
+        "layers.{i}.mlp.linear_fc1": ("p f h", {"model.layers.{i}.mlp.gate_up_proj": "p f, h"}),
+    },
+)
+
+
+_SMOLLM3 = replace(
+    _LLAMA,
+    architecture="SmolLM3ForCausalLM",
+    keys=(
+        *with_defaults(
+            *_without("head_dim"),
+            num_hidden_layers=36,
+            hidden_size=2048,
+            num_attention_heads=16,
+            num_key_value_heads=4,
+            vocab_size=128256,
+            max_position_embeddings=32768,
+        ),
+        rope(theta=2e6),
+        KeyGroup(
+            (
+                "use_sliding_window",
+                "sliding_window",
+                "layer_types",
+                "max_window_layers",
+                "no_rope_layers",
+                "no_rope_layer_interval",
+            ),
+            read_no_rope_layers,
+            write_no_rope_layers,
+            {**HAS_LAYER_TYPES, **_HEADS_SPLIT_HIDDEN, "no_rope_freq": lambda m: True},
+        ),
+        _LLAMA.keys[-1],
+    ),
+    always={**_SWIGLU, "qk_layernorm": False, "num_experts": None},
+    tied_by_default=True,
+)
+
+_GRANITE = replace(
+    _LLAMA,
+    architecture="GraniteForCausalLM",
+    keys=(
+        *_without("head_dim"),
+        rope(),
+        softmax_scale("attention_multiplier", 1.0, 1),
+        *(ConfigKey(name, name, 1.0) for name in ("embedding_multiplier", "residual_multiplier", "logits_scaling")),
+        _LLAMA.keys[-1],
+        KeyGroup(can=_HEADS_SPLIT_HIDDEN),
+    ),
+)
+
+_STARCODER2 = replace(
+    _LLAMA,
+    architecture="Starcoder2ForCausalLM",
+    keys=(
+        *with_defaults(
+            *_without("head_dim", "rms_norm_eps"),
+            num_hidden_layers=30,
+            hidden_size=3072,
+            intermediate_size=12288,
+            num_attention_heads=24,
+            num_key_value_heads=2,
+            vocab_size=49152,
+            max_position_embeddings=4096,
+            initializer_range=0.018042,
+        ),
+        ConfigKey("norm_epsilon", "norm_epsilon", 1e-5),
+        *equal_dropout("residual_dropout", "embedding_dropout", 0.0),
+        KeyGroup(("activation_function", "mlp_type", "norm_type")),  # published, but not used by transformers
+        activation("hidden_act", "gelu_pytorch_tanh", GELUS),
+        rope(),
+        ConfigKey("window_size", "sliding_window", None),
+        KeyGroup(
+            ("use_bias",),
+            lambda c: {"add_bias_linear": read_bool(c, "use_bias", True), "add_qkv_bias": False},
+            lambda m: {"use_bias": m.add_bias_linear},
+            {"add_qkv_bias": lambda m: m.qkv_bias == m.add_bias_linear, **_HEADS_SPLIT_HIDDEN},
+        ),
+    ),
+    fixed={},
+    always={"normalization": "LayerNorm", "qk_layernorm": False, "num_experts": None},
+    weights={
+        **_LLAMA.weights,
+        "layers.{i}.mlp.linear_fc1": ("f h", {"model.layers.{i}.mlp.c_fc": "f, h"}),
+        "layers.{i}.mlp.linear_fc2": ("h f", {"model.layers.{i}.mlp.c_proj": "h, f"}),
+    },
+    tied_by_default=True,
 )
 
 MODEL_FAMILIES: dict[str, ModelFamily] = {
@@ -641,7 +746,17 @@ MODEL_FAMILIES: dict[str, ModelFamily] = {
     "qwen3": _QWEN3,
     "mixtral": _MIXTRAL,
     "qwen3_moe": _QWEN3_MOE,
+    "gpt_oss": _GPT_OSS,
     "ministral": _MINISTRAL,
+    "gpt_neox": _NEOX,
+    "olmo2": _OLMO2,
+    "olmo3": _OLMO3,
+    "gemma2": _GEMMA2,
+    "gemma3_text": _GEMMA3,
+    "phi3": _PHI3,
+    "smollm3": _SMOLLM3,
+    "starcoder2": _STARCODER2,
+    "granite": _GRANITE,
 }
 """Built-in families by transformers' ``model_type``."""
 

@@ -8,9 +8,10 @@ initialises a rank from either.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import reduce
+from itertools import product
 from math import prod
 from pathlib import Path
 from shlex import quote
@@ -29,7 +30,8 @@ from megatron.config.parallel import ParallelConfig
 from megatron.config.run import TrainingConfig
 from megatron.config.text import listed
 from megatron.convert.huggingface.config import CONFIG_FILE, read_config, read_model_type
-from megatron.convert.huggingface.families import ModelFamily, model_families
+from megatron.convert.huggingface.families import model_families
+from megatron.convert.huggingface.keys import ModelFamily
 from megatron.distributed.grad_accumulator import GradAccumulator
 from megatron.distributed.layout import Layout
 from megatron.distributed.mesh import Mesh
@@ -41,23 +43,27 @@ from megatron.model.gpt import GPTChunk, build_gpt
 
 WEIGHTS_FILE = "model.safetensors"
 WEIGHTS_INDEX_FILE = "model.safetensors.index.json"
-HEAD_WEIGHT = "lm_head.weight"
 SUPPORTED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True)
 class TensorMapping:
-    """One Hugging Face tensor as a part of one of ours."""
+    """One Hugging Face tensor, or a part of one, as a part of one of ours."""
 
     ours: str  # name of our tensor
     name: str  # in the Hugging Face model
     shape: tuple[int, ...]  # as stored
     order: tuple[int, ...]  # its axes, as dimensions of our view
     box: Box  # the part of our view that it fills
+    # Of a stored tensor that joins several parts: its shape, the dimension that joins them, and where this one starts.
+    stored: tuple[int, ...] = ()
+    joined: int = 0
+    start: int = 0
 
     def arrange(self, theirs: Tensor) -> Tensor:
-        """Return a stored tensor ``[*shape]`` as our box ``[*box.size]``, without copying."""
-        unfolded = theirs.view([self.box.size[axis] for axis in self.order])
+        """Return a stored tensor ``[*stored]`` as our box ``[*box.size]``, without copying."""
+        part = theirs.narrow(self.joined, self.start, self.shape[self.joined])
+        unfolded = part.view([self.box.size[axis] for axis in self.order])
         return unfolded.permute([self.order.index(axis) for axis in range(len(self.order))])
 
     def restore(self, ours: Tensor) -> Tensor:
@@ -81,17 +87,21 @@ def contiguous(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     return out
 
 
-def map_tensors(kind: str, specs: Mapping[str, ShardSpec]) -> dict[str, tuple[TensorMapping, ...]]:
+def map_tensors(
+    kind: str, specs: Mapping[str, ShardSpec], stacked: bool = False
+) -> dict[str, tuple[TensorMapping, ...]]:
     """Return the Hugging Face tensors of which each of our tensors consists.
 
     Args:
         kind: key of `model_families`.
         specs: specs of our tensors; only their shapes matter.
+        stacked: the experts of a layer are stored as one tensor, if the family may do so.
 
     Raises:
         KeyError: naming our tensors that the family lacks.
     """
-    rows = model_families()[kind].weights
+    family = model_families()[kind]
+    rows = {**family.weights, **(family.stacked if stacked else {})}
     found: dict[str, tuple[TensorMapping, ...]] = {}
     missing = []
     for name, spec in specs.items():
@@ -108,29 +118,40 @@ def map_tensors(kind: str, specs: Mapping[str, ShardSpec]) -> dict[str, tuple[Te
         sizes = dict(zip(names, spec.view))
         # a bias lacks the last axis, its weight's inputs
         lacking = names[-1] if parameter == "bias" and len(names) == len(sizes) + 1 else None
-        mappings = []
+        mappings: list[TensorMapping] = []
         for pattern, their_axes in theirs.items():
             their = (pattern.replace("{i}", layer[1]) if layer else pattern) + suffix
             for expert in range(sizes["e"]) if "{e}" in their else (0,):
                 e = str(expert)
                 stored = their_axes.replace("{e}", e)
-                mappings.append(_map_tensor(name, their.replace("{e}", e), stored, sizes, lacking))
+                mappings += _map_tensor(name, their.replace("{e}", e), stored, sizes, lacking)
         found[name] = tuple(mappings)
     if missing:
         raise KeyError(", ".join(missing))
     return found
 
 
-def _map_tensor(ours: str, name: str, their_axes: str, sizes: Mapping[str, int], lacking: str | None) -> TensorMapping:
+def _map_tensor(
+    ours: str, name: str, their_axes: str, sizes: Mapping[str, int], lacking: str | None
+) -> Iterator[TensorMapping]:
     """Parse axes such as ``g x[:-2] d, h`` or ``e[3] h, f``, without the axis that a bias is ``lacking``.
 
-    ``sizes`` are those of our axes, in their order.
+    Yield one mapping, or one for each part that a dimension joins. ``sizes`` are those of our axes, in their order.
     """
+    dimensions = [dimension.split("+") for dimension in their_axes.split(",") if dimension.strip() != lacking]
+    parts = [_map_part(ours, name, part, sizes) for part in product(*dimensions)]
+    joined = next((i for i, each in enumerate(dimensions) if len(each) > 1), 0)
+    stored, start = list(parts[0].shape), 0
+    stored[joined] = sum(part.shape[joined] for part in parts)
+    for part in parts:
+        yield replace(part, stored=tuple(stored), joined=joined, start=start)
+        start += part.shape[joined]
+
+
+def _map_part(ours: str, name: str, dimensions: Iterable[str], sizes: Mapping[str, int]) -> TensorMapping:
     box = {axis: (0, size) for axis, size in sizes.items()}  # start and size
     order, shape = [], []
-    for dimension in their_axes.split(","):
-        if dimension.strip() == lacking:
-            continue
+    for dimension in dimensions:
         length = 1
         for axis, first, colon, stop in re.findall(r"(\w)(?:\[(-?\d*)(:?)(-?\d*)\])?", dimension):
             if first and not colon:
@@ -170,7 +191,8 @@ class HuggingFaceWeights:
         self.folder, self.model = folder, model
         kind = read_model_type(read_config(folder), str(folder / CONFIG_FILE))
         self._files = open_weights(folder)
-        experts = model.num_experts or 1
+        stacked = any(re.search(r"\.experts\.\D", key) for key in self._files)
+        experts = 1 if stacked else model.num_experts or 1
         if len(self._files) < model.num_layers * experts:
             described = f"{model.num_layers:,} layers" + (f" of {experts:,} experts" if experts > 1 else "")
             raise CheckpointError(
@@ -178,7 +200,7 @@ class HuggingFaceWeights:
             )
         self.specs = gpt(model)  # of all tensors, by our names
         try:
-            mappings = map_tensors(kind, self.specs)
+            mappings = map_tensors(kind, self.specs, stacked)
         except KeyError as error:
             raise CheckpointError(f"{folder} is a {kind}, which has nothing for {error.args[0]}") from error
         family = model_families()[kind]
@@ -225,15 +247,15 @@ class HuggingFaceWeights:
         return mapping.arrange(theirs)[relative_box(box, mapping.box).slices]
 
     def _check(self, family: ModelFamily) -> None:
-        expected = {mapping.name: mapping.shape for found in self._mappings.values() for mapping in found}
+        expected = {mapping.name: mapping.stored for found in self._mappings.values() for mapping in found}
         unused = {
             key
             for key in self._files.keys() - expected.keys()
             if not any(re.fullmatch(pattern, key.removeprefix(family.prefix)) for pattern in family.buffers)
         }
         # A tied output layer may be stored too, if it equals the embedding.
-        untied = [HEAD_WEIGHT] if HEAD_WEIGHT in unused and not self._head_equals_embedding() else []
-        unused.discard(HEAD_WEIGHT)
+        untied = [family.head] if family.head in unused and not self._head_equals_embedding(family.head) else []
+        unused.discard(family.head)
         shapes, dtypes = [], []
         for key in expected.keys() & self._files.keys():
             shape, dtype = self._files[key].shape(key), self._files[key].dtype(key)
@@ -250,12 +272,12 @@ class HuggingFaceWeights:
         }
         raise_if_any(self.folder, findings)
 
-    def _head_equals_embedding(self) -> bool:
+    def _head_equals_embedding(self, head_name: str) -> bool:
         """Return True if the stored output layer is bitwise equal to the embedding."""
         embedding = self._mappings["embedding.word_embeddings.weight"][0].name
         if embedding not in self._files:
             return False
-        head, words = (self._files[key].tensor(key) for key in (HEAD_WEIGHT, embedding))
+        head, words = (self._files[key].tensor(key) for key in (head_name, embedding))
         if head.dtype != words.dtype or head.shape != words.shape:
             return False
         return torch.equal(head.view(torch.uint8), words.view(torch.uint8))

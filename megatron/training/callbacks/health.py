@@ -95,7 +95,7 @@ class HealthReport(Callback):
             row, mask = self.rows[layer], context.masks[module.pattern]
             if module.cp is not None:
                 k_SBGD, mask = module.cp.gather_keys(k_SBGD, mask)
-            logit = largest_logit(q_SBND, k_SBGD, mask)
+            logit = largest_logit(q_SBND, k_SBGD, mask, module.scores)
             self.logits[row] = torch.maximum(self.logits[row], logit)
 
     def _see_router(self, layer: str, module: Router, inputs: tuple[Any, ...], output: Routing) -> None:

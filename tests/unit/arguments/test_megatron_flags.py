@@ -91,7 +91,13 @@ def test_an_applied_flag_is_what_it_stands_for() -> None:
 
 
 # Megatron-LM reads these as whole numbers, or as floats what is one: every value it takes is taken here.
-WIDER = {"--rotary-base", "--distributed-timeout-minutes", "--loss-scale-window", "--exit-duration-in-mins"}
+WIDER = {
+    "--rotary-base",
+    "--rotary-seq-len-interpolation-factor",
+    "--distributed-timeout-minutes",
+    "--loss-scale-window",
+    "--exit-duration-in-mins",
+}
 
 
 def test_flags_that_are_ours_take_the_same_kind_of_value() -> None:
@@ -99,7 +105,9 @@ def test_flags_that_are_ours_take_the_same_kind_of_value() -> None:
         setting = SPELLINGS[flag.spelling]
         takes_none = setting.scalar is bool or flag.spelling in setting.option.aliases
         assert takes_none == (flag.kind == "flag"), flag
-        scalar = {"int": int, "float": float, "str": str, "tuple_type": int}.get(flag.kind.split(" ")[0])
+        scalar = {"int": int, "float": float, "str": str, "tuple_type": int, "no_rope_freq_type": str}.get(
+            flag.kind.split(" ")[0]
+        )
         assert takes_none or flag.spelling in WIDER or setting.scalar is scalar, flag
 
 
@@ -213,7 +221,6 @@ def test_other_names_are_corrected_with_their_value() -> None:
     [
         "--fim-rate 0.5",
         "--muon-tp-mode blockwise",
-        "--apply-layernorm-1p --apply-wd-to-qk-layernorm",
         "--deepspeed zero3.json",
         "--zero-stage 3",
         "--vocab-extra-ids 100",

@@ -40,6 +40,7 @@ OTHER_VALUES: dict[str, Any] = {
     "vocab_size": 110,
     "yarn_original_max_position_embeddings": 8,
     "attention_pattern": "local:4,global",
+    "no_rope_freq": "2",
 }
 
 
@@ -74,10 +75,14 @@ SCALED = f"{ROPE} --use-rope-scaling --rope-original-max-position 16"
 YARN = "--position-embedding-type yarn --rotary-base 10 --yarn-original-max-position-embeddings 16 --yarn-beta-fast 2"
 CONTEXT = {
     "rotary_scaling": YARN,
+    "rotary_base_local": f"{ROPE} --window-size 3",
+    "no_rope": ROPE,
     "rotary": ROPE,
     "use_rope": ROPE,
     "rope": SCALED,
     "yarn": f"{YARN} --rotary-scaling-factor 4",
+    "activation_func": "--swiglu",
+    "glu": "--swiglu",
     "lr_wsd": "--lr-decay-style WSD --lr-wsd-decay-iters 4",
     "lr_warmup_init": "--lr-warmup-iters 3",
     "lr_scaling": "--lr-base-batch-size 2",
@@ -103,6 +108,12 @@ CONTEXT = {
 CHANGED = {
     "rotary_base": "100",
     "rotary_percent": "0.5",
+    "rotary_base_local": "5",
+    "rotary_seq_len_interpolation_factor": "2",
+    "no_rope_freq": "2",
+    "embedding_multiplier": "2",
+    "residual_multiplier": "2",
+    "logits_scaling": "2",
     "use_rope_scaling": "--rope-original-max-position 16",
     "rope_scaling_factor": "2",
     "rope_original_max_position": "4",
@@ -114,6 +125,12 @@ CHANGED = {
     "yarn_beta_slow": "0.5",
     "window_size": "3",
     "attention_pattern": "chunked:3",
+    "activation_func_clamp_value": "0.01",
+    "glu_linear_offset": "1",
+    "softmax_scale": "0.5",
+    "softmax_type": "off-by-one",
+    "attn_logit_softcapping": "0.5",
+    "final_logit_softcapping": "0.5",
     "norm_epsilon": "0.1",
     "seq_length": "4",
     "seed": "5",

@@ -77,9 +77,10 @@ class FlashAttention:
     ) -> Tensor:
         assert causal
         assert window_size[1] == 0
-        assert (dropout_p, softmax_scale, softcap, alibi_slopes, return_attn_probs) == (0.0, None, 0.0, None, False)
+        assert (dropout_p, alibi_slopes, return_attn_probs) == (0.0, None, False)
         self.calls.append(("plain", deterministic))
-        return torch.stack([self._attend(*each, window_size) for each in zip(q, k, v)])
+        of = window_size, softmax_scale, softcap
+        return torch.stack([self._attend(*each, *of) for each in zip(q, k, v)])
 
     def flash_attn_varlen_func(
         self,
@@ -102,14 +103,15 @@ class FlashAttention:
     ) -> Tensor:
         assert causal
         assert window_size[1] == 0
-        assert (dropout_p, softmax_scale, softcap, return_attn_probs, block_table) == (0.0, None, 0.0, False, None)
+        assert (dropout_p, return_attn_probs, block_table) == (0.0, False, None)
         assert cu_seqlens_q.dtype == cu_seqlens_k.dtype == torch.int32
         assert torch.equal(cu_seqlens_q, cu_seqlens_k)
         ends = cu_seqlens_q.tolist()
         assert (ends[0], ends[-1], q.dim()) == (0, len(q), 3)
         assert max(b - a for a, b in zip(ends, ends[1:])) <= min(max_seqlen_q, max_seqlen_k)
         self.calls.append(("documents", deterministic))
-        return torch.cat([self._attend(q[a:b], k[a:b], v[a:b], window_size) for a, b in zip(ends, ends[1:])])
+        of = window_size, softmax_scale, softcap
+        return torch.cat([self._attend(q[a:b], k[a:b], v[a:b], *of) for a, b in zip(ends, ends[1:])])
 
     def aten(
         self,
@@ -141,10 +143,20 @@ class FlashAttention:
             y = self.flash_attn_varlen_func(query, key, value, cum_seq_q, cum_seq_k, max_q, max_k, *options)
         return y, None, None, None, None
 
-    def _attend(self, q_SND: Tensor, k_TGD: Tensor, v_TGD: Tensor, window: tuple[int, int]) -> Tensor:
+    def _attend(
+        self,
+        q_SND: Tensor,
+        k_TGD: Tensor,
+        v_TGD: Tensor,
+        window: tuple[int, int],
+        scale: float | None,
+        softcap: float,
+    ) -> Tensor:
         (s, heads, width), t = q_SND.shape, k_TGD.shape[0]
         k, v = (t.repeat_interleave(heads // t.shape[1], dim=1) for t in (k_TGD, v_TGD))
-        scores = torch.einsum("snd,tnd->nst", q_SND, k) * width**-0.5
+        scores = torch.einsum("snd,tnd->nst", q_SND, k) * (width**-0.5 if scale is None else scale)
+        if softcap:
+            scores = softcap * torch.tanh(scores / softcap)
         query, key = torch.arange(t - s, t).view(-1, 1), torch.arange(t)  # the last of both stand together
         seen = key <= query
         if window[0] != -1:

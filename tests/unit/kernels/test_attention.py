@@ -19,6 +19,7 @@ from megatron.config.run import KERNEL_CANDIDATES
 from megatron.kernels import attention, registry
 from megatron.kernels.attention import ATTENTION, sdpa
 from megatron.kernels.attention_mask import AttentionMask
+from megatron.kernels.block_attention import PLAIN_SCORES, AttentionScores
 from megatron.kernels.operation import check_kernel, combine
 from megatron.kernels.registry import select_kernels
 from tests.unit.kernels.doubles import FlashAttention, install
@@ -51,7 +52,8 @@ def wrong(name: str) -> str | None:
 def test_flash_attention_agrees_on_all_masks(double: FlashAttention, name: str) -> None:
     """Causal, windows, documents, both, and cached keys, with grouped heads: the trials of every attention."""
     assert wrong(name) is None
-    assert [kind for kind, _ in double.calls] == ["plain"] * 2 + ["documents"] * 2 + ["plain"] * 2
+    capped = ["plain"] * (name == "flash_attn")
+    assert [kind for kind, _ in double.calls] == ["plain"] * 2 + ["documents"] * 2 + ["plain"] * 2 + capped
     double.too_wide = 1
     assert "differs from torch" in str(wrong(name))
 
@@ -70,12 +72,18 @@ def test_each_call_goes_to_the_first_kernel_that_covers_it(double: FlashAttentio
     ids = torch.zeros(2, 8, dtype=torch.int64)
     of, pieces, local = AttentionMask.of_sequence, (range(2), range(6, 8)), AttentionPattern(3)
 
-    def taken(mask: AttentionMask, channels: int = 64, grad: bool = True, names: Sequence[str] = KERNELS) -> str:
+    def taken(
+        mask: AttentionMask,
+        channels: int = 64,
+        grad: bool = True,
+        names: Sequence[str] = KERNELS,
+        scores: AttentionScores = PLAIN_SCORES,
+    ) -> str:
         queries, keys = (sum(map(len, ranges)) for ranges in (mask.queries, mask.keys))
         q, k = torch.empty(queries, 2, 4, channels), torch.empty(keys, 2, 2, channels)
         parts = [(lambda *inputs, name=name: name, ATTENTION.candidates[name].covers) for name in names]
         with torch.set_grad_enabled(grad):
-            name: str = combine(parts)(q, k, k, mask)
+            name: str = combine(parts)(q, k, k, mask, scores)
         return name
 
     plain = of(8, CPU)
@@ -91,6 +99,10 @@ def test_each_call_goes_to_the_first_kernel_that_covers_it(double: FlashAttentio
     for text in ("chunked:4", "dilated:2:2", "prefix:2", "local:2+first:1"):
         assert taken(of(8, CPU, AttentionPattern.parse(text))) == "flex"
     assert taken(AttentionMask(pieces, (range(8),), CPU)) == "torch", "a context-parallel rank's queries"
+    assert taken(plain, scores=AttentionScores(scale=0.5)) == "cudnn"
+    capped = AttentionScores(softcap=5.0)
+    assert taken(plain, scores=capped) == "flash_attn"
+    assert taken(plain, scores=capped, names=("cudnn", "varlen", "flex", "torch")) == "flex"
     assert taken(AttentionMask((range(4),), (range(8),), CPU)) == "torch", "keys after the queries"
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,7 +15,15 @@ from megatron.config.attention_pattern import KIND, AttentionPattern
 from megatron.kernels import block_attention as module
 from megatron.kernels.attention import sdpa
 from megatron.kernels.attention_mask import AttentionMask, Ranges, Tile
-from megatron.kernels.block_attention import AttentionDropout, KeyValues, LocalKeyValues, Use, block_attention
+from megatron.kernels.block_attention import (
+    PLAIN_SCORES,
+    AttentionDropout,
+    AttentionScores,
+    KeyValues,
+    LocalKeyValues,
+    Use,
+    block_attention,
+)
 from megatron.kernels.dropout import keep_mask
 
 CPU = torch.device("cpu")
@@ -50,11 +59,25 @@ def inputs(mask: AttentionMask, heads: int = 4, groups: int = 2) -> list[Tensor]
     return [draw((rows, BATCH, n, CHANNELS), i).requires_grad_() for i, (rows, n) in enumerate(sizes)]
 
 
-def dense(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, dropout: AttentionDropout | None = None) -> Tensor:
+def dense(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: AttentionMask,
+    dropout: AttentionDropout | None = None,
+    key_values: KeyValues | None = None,
+    of: AttentionScores = PLAIN_SCORES,
+) -> Tensor:
     """Softmax of the whole matrix of scores, weights dropped one by one as documented."""
     k, v = (t.repeat_interleave(q.shape[2] // t.shape[2], 2) for t in (k, v))
-    scores = torch.einsum("sbnd,tbnd->bnst", q, k) / CHANNELS**0.5
-    weights = scores.masked_fill(~mask.dense(), -torch.inf).softmax(-1)
+    scores = torch.einsum("sbnd,tbnd->bnst", q, k) * (CHANNELS**-0.5 if of.scale is None else of.scale)
+    if of.softcap is not None:
+        scores = of.softcap * torch.tanh(scores / of.softcap)
+    scores = scores.masked_fill(~mask.dense(), -torch.inf)
+    sinks = (
+        torch.empty(*scores.shape[:3], 0) if of.sink is None else of.sink.view(-1, 1, 1).expand(*scores.shape[:3], 1)
+    )
+    weights = torch.cat((scores, sinks), -1).softmax(-1)[..., : scores.shape[-1]]
     if dropout is not None:
         samples = dropout.sample_ids.view(-1, 1, 1, 1)
         heads = torch.arange(q.shape[2]).view(-1, 1, 1) + dropout.first_head
@@ -66,13 +89,14 @@ def dense(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, dropout: Attenti
 
 def results(attend: Any, leaves: list[Tensor], *rest: Any) -> list[Tensor]:
     """The output and the gradients."""
-    y = attend(*leaves, *rest)
+    y = attend(*leaves[:3], *rest)
     return [y.detach(), *torch.autograd.grad(y, leaves, draw(y.shape, 9).to(y.dtype))]
 
 
 def check(mask: AttentionMask, *rest: Any, heads: int = 4, groups: int = 2) -> None:
     leaves = inputs(mask, heads, groups)
-    found, expected = results(block_attention, leaves, mask, *rest), results(dense, leaves, mask, *rest[:1])
+    leaves += [scores.sink.requires_grad_() for scores in rest[2:] if scores.sink is not None]
+    found, expected = results(block_attention, leaves, mask, *rest), results(dense, leaves, mask, *rest)
     for ours, right in zip(found, expected):
         torch.testing.assert_close(ours, right, rtol=1e-12, atol=1e-12)
 
@@ -139,11 +163,29 @@ def test_keys_may_arrive_in_parts_in_any_order(text: str, dropout: AttentionDrop
     check(mask_of(text, DOCUMENTS), dropout, parts)
 
 
+CAPPED = AttentionScores(0.7, 1.5)
+SINK = draw((4,), 7)
+
+
+@pytest.mark.parametrize(
+    "scores",
+    [AttentionScores(0.7), CAPPED, AttentionScores(sink=SINK), replace(CAPPED, sink=SINK)],
+    ids=["scaled", "capped", "sink", "capped sink"],
+)
+@pytest.mark.parametrize("dropout", [None, DROPOUT], ids=["kept", "dropped"])
+@pytest.mark.parametrize("text", PATTERNS)
+def test_scores_and_sinks(text: str, dropout: AttentionDropout | None, scores: AttentionScores) -> None:
+    parts: KeyValues = InTwoParts()
+    check(mask_of(text, DOCUMENTS), dropout, parts, scores)
+    check(mask_of(text, None, QUERIES["cached"]), dropout, LocalKeyValues(), scores, groups=1)
+
+
 def test_large_and_very_negative_scores() -> None:
     mask = mask_of("local:5", DOCUMENTS)
     leaves = [(30 * t.detach()).requires_grad_() for t in inputs(mask)]
-    for ours, right in zip(results(block_attention, leaves, mask), results(dense, leaves, mask)):
-        assert ((ours - right).norm() / right.norm()).item() < 1e-12
+    for rest in ((), (None, LocalKeyValues(), AttentionScores(softcap=40.0))):
+        for ours, right in zip(results(block_attention, leaves, mask, *rest), results(dense, leaves, mask, *rest)):
+            assert ((ours - right).norm() / right.norm()).item() < 1e-12
 
 
 @pytest.mark.parametrize("dropout", [None, DROPOUT], ids=["kept", "dropped"])
@@ -175,5 +217,7 @@ def test_the_default_attention_uses_tiles_for_all_but_plain_causal_attention(mon
     )
     for mask in masks:
         leaves = inputs(mask)
-        torch.testing.assert_close(sdpa(*leaves, mask), dense(*leaves, mask), rtol=1e-12, atol=1e-12)
-    assert len(seen) == 3
+        for of in (PLAIN_SCORES, AttentionScores(0.7), CAPPED, AttentionScores(sink=SINK)):
+            expected = dense(*leaves, mask, of=of)
+            torch.testing.assert_close(sdpa(*leaves, mask, of), expected, rtol=1e-12, atol=1e-12)
+    assert len(seen) == 4 * 3 + 2, "capped scores and sinks too"

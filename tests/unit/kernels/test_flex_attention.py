@@ -12,6 +12,7 @@ from megatron.config.attention_pattern import AttentionPattern
 from megatron.kernels import flex_attention, registry
 from megatron.kernels.attention import ATTENTION, sdpa
 from megatron.kernels.attention_mask import AttentionMask
+from megatron.kernels.block_attention import PLAIN_SCORES, AttentionScores
 
 CPU = torch.device("cpu")
 
@@ -90,7 +91,8 @@ def test_attention_is_that_of_torch(monkeypatch: pytest.MonkeyPatch, name: str, 
     generator = torch.Generator().manual_seed(0)
     q = torch.randn(180, 2, 4, 16, dtype=torch.float64, generator=generator)
     k, v = torch.randn(2, 200, 2, 2, 16, dtype=torch.float64, generator=generator)
-    torch.testing.assert_close(attend(q, k, v, mask), sdpa(q, k, v, mask), rtol=0, atol=1e-12)
+    for scores in (PLAIN_SCORES, AttentionScores(0.7), AttentionScores(0.7, 1.5)):
+        torch.testing.assert_close(attend(q, k, v, mask, scores), sdpa(q, k, v, mask, scores), rtol=0, atol=1e-12)
 
 
 def test_masks_of_positions_are_kept_across_steps_and_of_documents_in_a_micro_batch() -> None:
@@ -105,8 +107,8 @@ def test_flex_takes_what_flash_attention_does_not() -> None:
     covers = ATTENTION.candidates["flex"].covers
     assert covers is not None
 
-    def taken(mask: AttentionMask, queries: int, channels: int = 64) -> bool:
-        return covers(torch.empty(queries, 1, 2, channels), *torch.empty(2, 200, 1, 2, channels), mask)
+    def taken(mask: AttentionMask, queries: int, channels: int = 64, scores: AttentionScores = PLAIN_SCORES) -> bool:
+        return covers(torch.empty(queries, 1, 2, channels), *torch.empty(2, 200, 1, 2, channels), mask, scores)
 
     for name in PATTERNS:
         for documents in (False, True):
@@ -118,6 +120,7 @@ def test_flex_takes_what_flash_attention_does_not() -> None:
                 assert taken(masks(name, documents, first_query=72), 128)
     for pattern in (AttentionPattern(), AttentionPattern(window=7)):
         assert not taken(AttentionMask.of_sequence(200, CPU, pattern), 200)
+        assert taken(AttentionMask.of_sequence(200, CPU, pattern), 200, scores=AttentionScores(softcap=2.0))
     pieces = (range(100), range(100, 200))
     assert not taken(AttentionMask(pieces, pieces, CPU, PATTERNS["chunked"]), 200), "a context-parallel rank"
 
@@ -129,12 +132,13 @@ def test_auto_compiles_flex_only_for_patterns_that_need_it(monkeypatch: pytest.M
     monkeypatch.setattr(registry, "check_kernel", lambda *inputs: None)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
     local = AttentionPattern(window=7)
-    for word, patterns, expected in (
-        ("auto", (), "varlen+torch"),
-        ("auto", (local,), "varlen+torch"),
-        ("auto", (local, PATTERNS["chunked"]), "varlen+flex+torch"),
-        ("flex", (), "flex+torch"),
+    for word, patterns, softcap, expected in (
+        ("auto", (), False, "varlen+torch"),
+        ("auto", (local,), False, "varlen+torch"),
+        ("auto", (local,), True, "varlen+flex+torch"),
+        ("auto", (local, PATTERNS["chunked"]), False, "varlen+flex+torch"),
+        ("flex", (), False, "flex+torch"),
     ):
         words, device = ("torch", f"attention={word}"), torch.device("cuda")
-        (line,) = registry.select_kernels(words, device, torch.bfloat16, patterns=patterns)[1]
+        (line,) = registry.select_kernels(words, device, torch.bfloat16, patterns=patterns, softcap=softcap)[1]
         assert f"; {expected} (attention)" in line

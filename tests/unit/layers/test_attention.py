@@ -18,6 +18,7 @@ from megatron.config.model import ModelConfig
 from megatron.distributed.grad_accumulator import GradAccumulator
 from megatron.distributed.micro_batch import MicroBatch
 from megatron.kernels.attention_mask import AttentionMask
+from megatron.kernels.block_attention import AttentionScores
 from megatron.kernels.rotary import RotaryEmbedding, rotate
 from megatron.layers import attention as attention_module
 from megatron.layers import parameters
@@ -67,14 +68,14 @@ def test_mask(pattern: str, documents: Tensor | None) -> None:
 def attention(config: ModelConfig) -> SelfAttention:
     context = BuildContext(one_rank_mesh(), GradAccumulator(), torch.float64)
     context = context.declare(parameters.self_attention(config, context.sharding))
-    return SelfAttention(config, context, config.pattern(0), False)
+    return SelfAttention(config, context, 0, False)
 
 
 def scene_of(config: ModelConfig, documents: Tensor | None) -> ForwardContext:
     batch = random_batch(config, length=LENGTH, documents=documents)
     masks = {config.pattern(0): mask_of(config.attention_pattern or "global", LENGTH, documents)}
-    rotary = RotaryEmbedding(config, torch.float64, torch.device("cpu")) if config.rotary_dim else None
-    return ForwardContext(batch, masks, rotary(LENGTH, None) if rotary else None, training=True)
+    angles = {"global": rotary(config)(LENGTH, None)} if config.rotary_dim else {}
+    return ForwardContext(batch, masks, angles, training=True)
 
 
 def by_loops(
@@ -92,9 +93,8 @@ def by_loops(
         q, k, v = (qkv[..., r : r + d] for r in rows)
         if layer.q_layernorm is not None and layer.k_layernorm is not None:
             (_, q), (_, k) = layer.q_layernorm(Residual(q)), layer.k_layernorm(Residual(k))
-        if scene.rotary is not None:
-            rotary = scene.rotary
-            q, k = (rotate(t.unsqueeze(2), rotary.cos, rotary.sin, rotary.interleaved).squeeze(2) for t in (q, k))
+        for found in scene.rotary.values():
+            q, k = (rotate(t.unsqueeze(2), found.cos, found.sin, found.interleaved).squeeze(2) for t in (q, k))
         for b in range(2):
             for s in range(LENGTH):
                 keys = [j for j in range(LENGTH) if visible(s, j, b, c.attention_pattern or "global", documents)]
@@ -179,6 +179,16 @@ def test_how_far_a_token_is_seen(window: int | None, reach: int) -> None:
 
 
 S, B, G, X, D = 11, 2, 2, 3, 4
+
+
+def test_the_largest_logit_is_scaled_and_capped() -> None:
+    q, k = operands(0)
+    plain, mask = largest_logit(q, k, mask_of("global", S, None)), mask_of("global", S, None)
+    for scale, softcap in ((0.5, None), (None, 1.5), (0.5, 1.5)):
+        expected = plain * D**0.5 * (D**-0.5 if scale is None else scale)
+        if softcap is not None:
+            expected = softcap * (expected / softcap).tanh()
+        torch.testing.assert_close(largest_logit(q, k, mask, AttentionScores(scale, softcap)), expected)
 
 
 def by_loops_of_logit(q: Tensor, k: Tensor, pattern: str, documents: Tensor | None) -> float:
@@ -273,7 +283,7 @@ ROPE = {"position_embedding_type": "rope", "kv_channels": HEAD_DIM, "rotary_base
 
 
 def rotary(config: ModelConfig, dtype: torch.dtype = torch.float64) -> RotaryEmbedding:
-    return RotaryEmbedding(config, dtype, torch.device("cpu"))
+    return RotaryEmbedding(config, "global", dtype, torch.device("cpu"))
 
 
 def as_complex(x: Tensor, interleaved: bool) -> Tensor:

@@ -41,20 +41,26 @@ def inputs(dtype: torch.dtype = torch.float64, scale: float = 1.0) -> tuple[Tens
     return x, weight, torch.randint(0, HELD, (TOKENS,)), mask
 
 
-def chunked(x: Tensor, weight: Tensor, labels: Tensor, mask: Tensor, chunk: int, z_coeff: float) -> Result:
+def chunked(
+    x: Tensor, weight: Tensor, labels: Tensor, mask: Tensor, chunk: int, z_coeff: float, softcap: float | None = None
+) -> Result:
     grad_accumulator, x = GradAccumulator(), x.detach().requires_grad_()
     dw = torch.zeros_like(weight, dtype=torch.promote_types(weight.dtype, torch.float32))
     grad_accumulator.bind({"w": dw}.__getitem__, lambda name: None)
-    vocabulary = VocabularyShard(0, HELD, Group(), grad_accumulator, "w", chunk_tokens=chunk)
+    vocabulary = VocabularyShard(0, HELD, Group(), grad_accumulator, "w", chunk_tokens=chunk, softcap=softcap)
     objective, entropy = linear_cross_entropy(x, weight.detach().requires_grad_(), labels, mask, vocabulary, z_coeff)
     objective.backward(torch.tensor(SEED, dtype=objective.dtype))
     assert x.grad is not None
     return Result(objective.detach(), entropy, x.grad, dw)
 
 
-def plain(x: Tensor, weight: Tensor, labels: Tensor, mask: Tensor, z_coeff: float) -> Result:
+def plain(
+    x: Tensor, weight: Tensor, labels: Tensor, mask: Tensor, z_coeff: float, softcap: float | None = None
+) -> Result:
     x, weight = (t.detach().double().requires_grad_() for t in (x, weight))
     logits = x @ weight[:HELD].t()
+    if softcap is not None:
+        logits = softcap * torch.tanh(logits / softcap)
     entropy = (F.cross_entropy(logits, labels, reduction="none") * mask).sum()
     objective = entropy + z_coeff * (logits.logsumexp(-1).square() * mask).sum()
     objective.backward(torch.tensor(SEED, dtype=torch.float64))
@@ -69,20 +75,22 @@ def assert_same(ours: Result, reference: Result, tolerance: float) -> None:
         assert error <= tolerance, f"{name} is off by {error:.1e}"
 
 
+@pytest.mark.parametrize("softcap", [None, 2.0])
 @pytest.mark.parametrize("z_coeff", [0.0, 1e-2])
 @pytest.mark.parametrize("chunk", [1, 5, 7, 20, 21, 1000])
-def test_values_and_gradients(chunk: int, z_coeff: float) -> None:
+def test_values_and_gradients(chunk: int, z_coeff: float, softcap: float | None) -> None:
     arguments = inputs()
-    ours = chunked(*arguments, chunk, z_coeff)
-    assert_same(ours, plain(*arguments, z_coeff), 1e-13)
+    ours = chunked(*arguments, chunk, z_coeff, softcap)
+    assert_same(ours, plain(*arguments, z_coeff, softcap), 1e-13)
     assert not ours.dw[HELD:].any(), "padding rows have a gradient"
 
 
+@pytest.mark.parametrize("softcap", [None, 2.0])
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-6), (torch.bfloat16, 1e-2)], ids=str)
-def test_other_precisions(dtype: torch.dtype, tolerance: float) -> None:
+def test_other_precisions(dtype: torch.dtype, tolerance: float, softcap: float | None) -> None:
     arguments = inputs(dtype)
-    ours = chunked(*arguments, chunk=5, z_coeff=1e-2)
-    assert_same(ours, plain(*arguments, 1e-2), tolerance)
+    ours = chunked(*arguments, chunk=5, z_coeff=1e-2, softcap=softcap)
+    assert_same(ours, plain(*arguments, 1e-2, softcap), tolerance)
     assert (ours.objective.dtype, ours.dw.dtype, ours.dx.dtype) == (torch.float32, torch.float32, dtype)
 
 
@@ -120,7 +128,8 @@ def test_chunks_on_gpus_are_large_and_equal(tokens: int, rows: int, expected: in
 def test_large_logits_do_not_overflow() -> None:
     arguments = inputs(torch.float32, scale=1000.0)
     assert (arguments[0] @ arguments[1].t()).exp().isinf().any()
-    assert_same(chunked(*arguments, chunk=5, z_coeff=1e-4), plain(*arguments, 1e-4), 1e-5)
+    for softcap in (None, 30.0):
+        assert_same(chunked(*arguments, 5, 1e-4, softcap), plain(*arguments, 1e-4, softcap), 1e-5)
 
 
 def test_full_logits_never_exist() -> None:
@@ -143,9 +152,10 @@ def test_full_logits_never_exist() -> None:
     assert made.largest >= full_logits
 
 
-def test_logits_are_those_of_the_loss() -> None:
+@pytest.mark.parametrize("softcap", [None, 0.5])
+def test_logits_are_those_of_the_loss(softcap: float | None) -> None:
     """For every real entry of the vocabulary and none of its padding."""
-    config = tiny()
+    config = tiny(final_logit_softcapping=softcap)
     chunk = Solo.build(config).chunk.eval()
     batch = random_batch(config)
     logits = chunk.logits(batch.tokens)

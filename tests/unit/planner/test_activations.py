@@ -107,6 +107,17 @@ ONE_RANK = [
     "--attention-dropout 0.1 --hidden-dropout 0.1",
     f"{LLAMA} --qk-layernorm",
     LLAMA,
+    f"{LLAMA} --layernorm-placement post --qk-layernorm --qk-layernorm-scope all --logits-scaling 2",
+    f"{LLAMA.replace('--swiglu', '--activation geglu')} --layernorm-placement sandwich --apply-layernorm-1p",
+    f"{LLAMA} --parallel-attention --residual-multiplier 0.5",
+    "--layernorm-placement post --hidden-dropout 0.1",
+    "--parallel-attention --layernorm-placement sandwich --apply-layernorm-1p",
+    "--position-embedding-type rope --rotary-base-local 5 --attention-pattern local:64,global",
+    *(
+        f"{LLAMA} {placed} --recompute-granularity selective --recompute-modules {modules}"
+        for placed in ("--layernorm-placement post", "--layernorm-placement sandwich", "--parallel-attention")
+        for modules in ("mlp", "layernorm activation core_attn")
+    ),
     f"{LLAMA} --attention-dropout 0.1 --recompute-granularity selective --recompute-modules core_attn",
     EXPERTS,
     f"{EXPERTS} --moe-shared-expert-intermediate-size 40",

@@ -113,7 +113,7 @@ def test_weights_are_rounded_into_the_format_of_the_run(tmp_path: Path, capsys: 
     flags = ["--load", str(tmp_path), "--prompt", PROMPT, "--max-new-tokens", "12", "--greedy"]
     assert main(flags) == 0
     rounded = model().to(torch.bfloat16)
-    assert rounded.rotary is None
+    assert not rounded.rotary
     prompt = CODEC.encode(PROMPT)
     ids = [token for token in generate(rounded, [prompt], 12, SamplingParams(0.0), [256])[0] if token != 256]
     assert capsys.readouterr().out == CODEC.decode(prompt + ids) + "\n"

@@ -1,0 +1,517 @@
+"""Records of which a model type of transformers consists: its ``config.json``, and the tensors in its files.
+
+A `ModelFamily` is one record used in both directions. Its ``keys`` are rows that each read some keys of config.json
+into fields of `ModelConfig` and write them back: a `ConfigKey` for a number, a `KeyGroup` for the rest. ``always`` and
+``fixed`` are the fields and the keys with one supported value. Its ``weights`` are the places of our tensors. `config`
+and `weights` apply the records, which are in `families`.
+
+A row of the weights names one of our modules and the axes of its weight, and the Hugging Face modules that it consists
+of. These are described by the same axes: commas separate the dimensions of the stored tensor, and brackets select a
+part of an axis. So ``"h, x g d"`` is stored as ``[h, x * g * d]``, and ``"g x[-1:] d, h"`` is the last element of each
+group's ``x``, stored as ``[g * d, h]``. A dimension may join parts: ``"p[:1] f + p[1:] f, h"``. A name with ``{e}``
+stands for one tensor per expert, which ``e[{e}]`` selects. A bias has the same row, without the weight's last axis, its
+inputs. Rows contain only views, permutations, slices and joins, so they are invertible, and a box of our tensor is a
+set of slices of theirs.
+
+Axes: v vocabulary, t positions, h hidden, g key/value heads, x queries, key and value of a group, d channels of a head,
+o outputs of all heads, p gate and up, f width of the MLP, e experts.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from megatron.config.attention_pattern import CAUSAL, MAX_LAYERS, MAX_TOKENS, format_layers
+from megatron.config.model import ModelConfig
+
+JsonObject = dict[str, Any]
+FieldValues = dict[str, Any]
+
+WeightRows = Mapping[str, tuple[str, Mapping[str, str]]]
+"""Our module -> axes of its weight, Hugging Face module -> axes. ``{i}`` is the layer, ``{e}`` the expert. Names of
+tensors that are no module's ``weight`` or ``bias`` are given in full."""
+
+Capabilities = Mapping[str, Callable[[ModelConfig], bool]]
+"""Option -> whether a family can express a model's value of it."""
+
+_RESOLVED = {
+    "num_query_groups": "kv_groups",
+    "kv_channels": "head_dim",
+    "ffn_hidden_size": "ffn",
+    "moe_ffn_hidden_size": "expert_ffn",
+    "add_qkv_bias": "qkv_bias",
+}
+"""Fields of `ModelConfig` whose value may be implied by others -> the property with the value that applies."""
+
+
+def resolved(model: ModelConfig, name: str) -> Any:
+    """Return the value of a field that applies to a model."""
+    return getattr(model, _RESOLVED.get(name, name))
+
+
+SWITCHES = (
+    "attention_pattern",
+    "softmax_scale",
+    "attn_logit_softcapping",
+    "softmax_type",
+    "final_logit_softcapping",
+    "layernorm_placement",
+    "apply_layernorm_1p",
+    "parallel_attention",
+    "qk_layernorm_scope",
+    "rotary_base_local",
+    "no_rope_freq",
+    "embedding_multiplier",
+    "residual_multiplier",
+    "logits_scaling",
+    "activation_func_clamp_value",
+    "glu_linear_offset",
+)
+"""Fields of `ModelConfig` with their default in all families that do not name them."""
+
+
+def with_one_window(model: ModelConfig) -> ModelConfig:
+    """Return the model with ``window_size`` in place of attention patterns that are the same window in all layers."""
+    patterns = {model.pattern(layer) for layer in range(model.num_layers)}
+    if model.attention_pattern is None or len(patterns) > 1 or not all(p.only_window for p in patterns):
+        return model
+    return replace(model, attention_pattern=None, window_size=patterns.pop().window)
+
+
+class UnsupportedConfigError(ValueError):
+    """A value in config.json that is not supported. Raised by all functions here that read one."""
+
+
+@dataclass(frozen=True)
+class ConfigKey:
+    """A numeric key of config.json with the same meaning as a field of `ModelConfig`."""
+
+    ours: str  # field of ModelConfig
+    theirs: str  # key in config.json
+    default: Any  # value of a missing key, as in the transformers class
+    optional: bool = False  # null is allowed although the default is not null
+    can: Capabilities = field(default_factory=dict)  # limits of the family
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Keys of config.json that `read` uses."""
+        return (self.theirs,)
+
+    def read(self, config: JsonObject) -> FieldValues:
+        """Return our field from a config.json."""
+        return {self.ours: read_number(self, config)}
+
+    def write(self, model: ModelConfig) -> FieldValues:
+        """Return the key for a model."""
+        return {self.theirs: resolved(model, self.ours)}
+
+
+@dataclass(frozen=True)
+class KeyGroup:
+    """Keys of config.json and fields of `ModelConfig` that are converted together."""
+
+    # keys that `read` uses; others are unknown and refused
+    names: tuple[str, ...] = ()
+    # fields of ModelConfig from a config.json; raises UnsupportedConfigError
+    read: Callable[[JsonObject], FieldValues] = lambda config: {}
+    # keys of config.json for a model that the family can express
+    write: Callable[[ModelConfig], FieldValues] = lambda model: {}
+    # which values of our options the keys can express
+    can: Capabilities = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class ModelFamily:
+    """One model type of transformers."""
+
+    # transformers' class with a language-modelling head
+    architecture: str
+    # how keys of config.json and fields of ModelConfig correspond; the last row with a name counts
+    keys: tuple[ConfigKey | KeyGroup, ...]
+    # keys with the only supported values; the first is the value of a missing key
+    fixed: Mapping[str, tuple[Any, ...]]
+    # fields of ModelConfig with the only supported value
+    always: FieldValues
+    # where all tensors are stored that a model can have
+    weights: WeightRows
+    # of all names in the files except the head's; missing in files of a model without head
+    prefix: str
+    # rows of experts that newer versions of transformers may store as one tensor for all, in place of those in weights
+    stacked: WeightRows = field(default_factory=dict)
+    # patterns of names, without the prefix, that are not weights
+    buffers: tuple[str, ...] = ()
+    # transformers' default of tie_word_embeddings
+    tied_by_default: bool = False
+
+    @property
+    def head(self) -> str:
+        """Name of the output layer's weight in the files."""
+        return f"{next(iter(self.weights['output_layer'][1]))}.weight"
+
+    def lacks(self, model: ModelConfig) -> list[str]:
+        """Return the options of a model that the family cannot express."""
+        lacking = [name for name, value in self.always.items() if resolved(model, name) != value]
+        lacking += [name for row in self.keys for name, can in row.can.items() if not can(model)]
+        lacking += [name for name, default in self.usual.items() if getattr(model, name) != default]
+        return lacking
+
+    @property
+    def usual(self) -> FieldValues:
+        """The fields in `SWITCHES` that the family does not name, and their defaults."""
+        named = {*self.always, *(name for row in self.keys for name in row.can)}
+        named |= {row.ours for row in self.keys if isinstance(row, ConfigKey)}
+        return {name: getattr(ModelConfig, name) for name in SWITCHES if name not in named}
+
+
+def read_number(key: ConfigKey, config: JsonObject) -> Any:
+    """Return the value of a key: a float if its default is one, else an int; or None where null is allowed."""
+    value = config.get(key.theirs, key.default)
+    fractional = isinstance(key.default, float)
+    if value is None and (key.default is None or key.optional):
+        return None
+    if isinstance(value, bool) or not isinstance(value, (int, float) if fractional else int):
+        raise UnsupportedConfigError(f"{key.theirs} is {value!r}, not {'a number' if fractional else 'a whole number'}")
+    try:
+        return float(value) if fractional else value
+    except OverflowError:
+        raise UnsupportedConfigError(f"{key.theirs} is {value}, larger than any number of 64 bits") from None
+
+
+def read_bool(config: JsonObject, name: str, default: bool) -> bool:
+    """Return the boolean value of a key."""
+    value = config.get(name, default)
+    if not isinstance(value, bool):
+        raise UnsupportedConfigError(f"{name} is {value!r}, not true or false")
+    return value
+
+
+# ---- Rotary embeddings ----
+
+_LENGTH = "original_max_position_embeddings"
+_LLAMA3 = (
+    ConfigKey("rope_scaling_factor", "factor", 8.0),
+    ConfigKey("rope_low_freq_factor", "low_freq_factor", 1.0),
+    ConfigKey("rope_high_freq_factor", "high_freq_factor", 4.0),
+    ConfigKey("rope_original_max_position", _LENGTH, None),
+)
+_YARN = (
+    ConfigKey("rotary_scaling_factor", "factor", 1.0),
+    ConfigKey("yarn_original_max_position_embeddings", _LENGTH, None),
+    ConfigKey("yarn_beta_fast", "beta_fast", 32.0),
+    ConfigKey("yarn_beta_slow", "beta_slow", 1.0),
+)
+_LINEAR = (ConfigKey("rotary_seq_len_interpolation_factor", "factor", 1.0),)
+_SCALINGS: dict[str, tuple[ConfigKey, ...]] = {"default": (), "linear": _LINEAR, "llama3": _LLAMA3, "yarn": _YARN}
+_YARN_BETAS = {"beta_fast": 32.0, "beta_slow": 1.0}  # transformers uses these in place of 0 and null
+_YARN_FIXED = {"attention_factor", "mscale", "mscale_all_dim"}  # supported with one value only
+_TRUNCATE = "truncate"
+_THETA = ConfigKey("rotary_base", "rope_theta", 10000.0)
+ROPE_KEYS = (
+    "rope_parameters",
+    "rope_scaling",
+    "rope_theta",
+    "partial_rotary_factor",
+    "original_max_position_embeddings",
+)
+
+
+def read_rope(config: JsonObject, partial: bool = False) -> FieldValues:
+    """Return the fields of `ModelConfig` for the rotary embedding of a config.json, some channels only if ``partial``.
+
+    Transformers 5 writes ``rope_parameters``; earlier versions write ``rope_theta`` and ``rope_scaling``.
+    """
+    rope = _rope_parameters(config)
+    fraction = rope.pop("partial_rotary_factor", None) or 1.0
+    if isinstance(fraction, bool) or not isinstance(fraction, int | float) or not 0 < fraction <= 1:
+        raise UnsupportedConfigError(f"partial_rotary_factor is {fraction!r}, not a number above 0 and at most 1")
+    if fraction != 1 and not partial:
+        raise UnsupportedConfigError(f"partial_rotary_factor {fraction} is not supported for this model type")
+    theta = read_number(_THETA, config | rope)
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    if kind not in tuple(_SCALINGS):  # a tuple, because kind may be unhashable
+        raise UnsupportedConfigError(f"rope_type {kind!r} is not supported, only {', '.join(_SCALINGS)}")
+    if kind == "yarn":
+        _check_yarn(rope)
+        rope |= {name: rope.get(name) or default for name, default in _YARN_BETAS.items()}
+    missing = [key.theirs for key in _SCALINGS[kind] if rope.get(key.theirs) is None]
+    if missing:
+        raise UnsupportedConfigError(f"rope_type {kind!r} lacks {', '.join(missing)}")
+    known = {*ROPE_KEYS, "rope_type", "type", *(key.theirs for key in _SCALINGS[kind])}
+    unknown = sorted(rope.keys() - known - ({*_YARN_FIXED, _TRUNCATE} if kind == "yarn" else set()))
+    if unknown:
+        raise UnsupportedConfigError(f"rope_type {kind!r} with {', '.join(unknown)} is not supported")
+    return {
+        "position_embedding_type": "yarn" if kind == "yarn" else "rope",
+        "rotary_base": theta,
+        "use_rope_scaling": kind == "llama3",
+        **({"rotary_percent": float(fraction)} if partial else {}),
+        **{key.ours: read_number(key, rope) for key in _SCALINGS[kind]},
+        **({"yarn_correction_range_round_to_int": read_bool(rope, _TRUNCATE, True)} if kind == "yarn" else {}),
+    }
+
+
+def _rope_parameters(config: JsonObject) -> FieldValues:
+    """Return the rope parameters of either version in one object."""
+    new, old = config.get("rope_parameters"), config.get("rope_scaling")
+    if new and old and new != old:
+        raise UnsupportedConfigError(f"rope_parameters {new} and rope_scaling {old} contradict each other")
+    rope = new or old or {}
+    if not isinstance(rope, dict):
+        raise UnsupportedConfigError(f"rope_parameters are {rope!r}, not an object")
+    top_level = {_LENGTH: config[_LENGTH]} if _LENGTH in config else {}  # takes precedence in transformers
+    defaults = {_LENGTH: config.get("max_position_embeddings")}
+    return defaults | {"partial_rotary_factor": config.get("partial_rotary_factor")} | rope | top_level
+
+
+def _check_yarn(rope: JsonObject) -> None:
+    """Raise UnsupportedConfigError if an option of YaRN differs from the paper."""
+    factor, attention = rope.get("factor"), rope.get("attention_factor")
+    if not isinstance(factor, int | float) or factor < 1:
+        raise UnsupportedConfigError(f"yarn's factor is {factor!r}, not a number of at least 1")
+    usual = 0.1 * math.log(factor) + 1.0
+    if attention is not None and not (isinstance(attention, float) and math.isclose(attention, usual, rel_tol=1e-6)):
+        raise UnsupportedConfigError(
+            f"yarn's attention_factor {attention!r} is not 0.1 ln(factor) + 1, the only one supported"
+        )
+    if rope.get("mscale") and rope.get("mscale_all_dim"):
+        raise UnsupportedConfigError("yarn's mscale and mscale_all_dim are not supported")
+
+
+def write_rope(model: ModelConfig) -> FieldValues:
+    """Return the rotary keys of a config.json, in the form that transformers 4 and 5 both read."""
+    return {"rope_theta": model.rotary_base, "rope_scaling": _scaling(model)}
+
+
+def _scaling(model: ModelConfig) -> JsonObject | None:
+    kind = "linear" if model.rotary_seq_len_interpolation_factor != 1.0 else "default"
+    kind = "llama3" if model.use_rope_scaling else kind
+    kind = "yarn" if model.position_embedding_type == "yarn" else kind
+    scaling = {key.theirs: getattr(model, key.ours) for key in _SCALINGS[kind]}
+    if kind == "yarn" and not model.yarn_correction_range_round_to_int:
+        scaling[_TRUNCATE] = False
+    return {"rope_type": kind, **scaling} if scaling else None
+
+
+ROTATES: Capabilities = {
+    "position_embedding_type": lambda m: m.position_embedding_type in ("rope", "yarn"),
+    "rotary_interleaved": lambda m: not m.rotary_interleaved,
+}
+"""What the rotary embeddings of all families have in common."""
+WHOLE_HEADS: Capabilities = {"rotary_percent": lambda m: m.rotary_percent == 1.0}
+
+
+def rope(theta: float = 10000.0, scaling: JsonObject | None = None) -> KeyGroup:
+    """Return the keys of rotary embeddings; the arguments are transformers' defaults of them."""
+
+    def read(config: JsonObject) -> FieldValues:
+        default = {} if config.get("rope_parameters") or config.get("rope_scaling") else {"rope_scaling": scaling}
+        return read_rope({"rope_theta": theta} | config | default)
+
+    def write(model: ModelConfig) -> FieldValues:
+        keys = write_rope(model)
+        return keys | {"rope_scaling": keys["rope_scaling"] or (None if scaling is None else {"rope_type": "default"})}
+
+    return KeyGroup(ROPE_KEYS, read, write, {**ROTATES, **WHOLE_HEADS})
+
+
+def rope_of_kinds(theta: float, local_theta: float, local_key: str | None = None) -> KeyGroup:
+    """Return the keys of rotary embeddings that differ between layers with a window and others.
+
+    Only the others are scaled. transformers 5 writes the parameters of both kinds in ``rope_parameters``; version 4
+    writes those of the others, and the base of the first by a key of its own.
+
+    Args:
+        theta: transformers' default of ``rope_theta``.
+        local_theta: that of layers with a window.
+        local_key: the key of its own, if there is one.
+    """
+    locals_ = () if local_key is None else (local_key,)
+
+    def read(config: JsonObject) -> FieldValues:
+        kinds = config.get("rope_parameters") or {}
+        if not isinstance(kinds, dict) or not all(isinstance(kinds.get(kind, {}), dict) for kind in (FULL, WINDOWED)):
+            raise UnsupportedConfigError(f"rope_parameters are {kinds!r}, not one object for each of layer_types")
+        unknown = sorted(kinds.keys() - {FULL, WINDOWED})
+        if unknown:
+            raise UnsupportedConfigError(f"rope_parameters with {', '.join(unknown)} are not supported")
+        local = {"rope_theta": config.get(local_key or "", local_theta)} | kinds.get(WINDOWED, {})
+        if local.keys() - {"rope_theta", "rope_type"} or local.get("rope_type", "default") != "default":
+            raise UnsupportedConfigError(f"rope_parameters of {WINDOWED} {local} are not supported, only rope_theta")
+        base = read_number(_THETA, local)
+        values = read_rope({"rope_theta": theta} | config | {"rope_parameters": kinds.get(FULL)})
+        return values | {"rotary_base_local": base}
+
+    def write(model: ModelConfig) -> FieldValues:
+        local = model.rotary_base_local or model.rotary_base
+        usual = {"rope_type": "default"}
+        full = {"rope_theta": model.rotary_base, **(_scaling(model) or usual)}
+        both = {"rope_parameters": {FULL: full, WINDOWED: {"rope_theta": local, **usual}}}
+        return write_rope(model) | both | dict.fromkeys(locals_, local)
+
+    def scales_no_window(model: ModelConfig) -> bool:
+        windows = (model.pattern(n).window for n in range(model.num_layers) if model.rotary_kind(n) == "global")
+        return _scaling(model) is None or not any(windows)
+
+    can = {**ROTATES, **WHOLE_HEADS, "rotary_base_local": scales_no_window}
+    return KeyGroup((*ROPE_KEYS, *locals_), read, write, can)
+
+
+# ---- Layers with a window ----
+
+WINDOW = ConfigKey("window_size", "sliding_window", 4096, optional=True)
+WINDOWED, FULL = "sliding_attention", "full_attention"
+"""Values of ``layer_types``."""
+
+
+def read_layer_types(config: JsonObject, window: int | None, is_windowed: Callable[[int], bool]) -> FieldValues:
+    """Read which layers have the window; without ``layer_types``, those for which ``is_windowed``."""
+    layers = read_number(ConfigKey("num_layers", "num_hidden_layers", 32), config)
+    kinds = config.get("layer_types")
+    if kinds is None:
+        windowed = (window is not None and is_windowed(layer) for layer in range(min(layers, MAX_LAYERS)))
+        kinds = [WINDOWED if each else FULL for each in windowed]
+    elif not isinstance(kinds, list) or len(kinds) != layers or any(kind not in (WINDOWED, FULL) for kind in kinds):
+        raise UnsupportedConfigError(f"layer_types {kinds} are not {layers} times {FULL} or {WINDOWED}")
+    if WINDOWED not in kinds:
+        return {"window_size": None, "attention_pattern": None}
+    if window is None:
+        raise UnsupportedConfigError(f"layer_types with {WINDOWED} need a sliding_window that is in use")
+    if FULL not in kinds:
+        return {"window_size": window, "attention_pattern": None}
+    if not 0 < window <= MAX_TOKENS:
+        raise UnsupportedConfigError(f"sliding_window is {window}, not 1 to {MAX_TOKENS:g}")
+    patterns = {WINDOWED: f"local:{window}", FULL: "global"}
+    return {"window_size": None, "attention_pattern": format_layers([patterns[kind] for kind in kinds])}
+
+
+def write_layer_types(model: ModelConfig, always: bool = False) -> FieldValues:
+    """Return the window, and which layers have it, unless all are equal and not ``always``."""
+    windows = [model.pattern(layer).window for layer in range(model.num_layers)]
+    kinds = [FULL if window is None else WINDOWED for window in windows]
+    size = next(filter(None, windows), None)
+    return {"sliding_window": size} | ({"layer_types": kinds} if always or len({*kinds}) > 1 else {})
+
+
+def _layers_have_one_window(model: ModelConfig) -> bool:
+    """Return True if every layer has full attention or the same window."""
+    patterns = {model.pattern(layer) for layer in range(model.num_layers)}
+    return all(pattern.only_window for pattern in patterns) and len(patterns - {CAUSAL}) <= 1
+
+
+HAS_LAYER_TYPES: Capabilities = {"attention_pattern": _layers_have_one_window}
+
+
+def layer_types(period: int) -> KeyGroup:
+    """Return the keys of windows in all layers but every ``period``-th, or those that ``layer_types`` names."""
+
+    def write(model: ModelConfig) -> FieldValues:
+        keys = write_layer_types(model, always=True)
+        return keys | {"sliding_window": keys["sliding_window"] or WINDOW.default}  # required even if no layer has one
+
+    return KeyGroup(
+        ("sliding_window", "layer_types"),
+        lambda c: read_layer_types(c, read_number(WINDOW, c), lambda layer: (layer + 1) % period != 0),
+        write,
+        HAS_LAYER_TYPES,
+    )
+
+
+def read_no_rope_layers(config: JsonObject) -> FieldValues:
+    """Read which layers have rotary embeddings, and which have a window: by default those without."""
+    layers = min(read_number(ConfigKey("", "num_hidden_layers", 36), config), MAX_LAYERS)
+    rotated, interval = config.get("no_rope_layers"), config.get("no_rope_layer_interval", 4)
+    if rotated is None:
+        if isinstance(interval, bool) or not isinstance(interval, int) or interval < 1:
+            raise UnsupportedConfigError(f"no_rope_layer_interval is {interval!r}, not a whole number above 0")
+        rotated = [int((layer + 1) % interval != 0) for layer in range(layers)]
+    if not isinstance(rotated, list) or len(rotated) < layers or any(each not in (0, 1) for each in rotated):
+        raise UnsupportedConfigError(f"no_rope_layers {rotated} are not {layers} times 0 or 1")
+    without = [int(not each) for each in rotated[:layers]]
+    period = without.index(1) + 1 if 1 in without else 0
+    regular = period and without == [int((layer + 1) % period == 0) for layer in range(layers)]
+    frequency = (str(period) if regular else str(without)) if period else None
+    window = read_number(WINDOW, config) if read_bool(config, "use_sliding_window", False) else None
+    return {"no_rope_freq": frequency} | read_layer_types(config, window, lambda layer: bool(without[layer]))
+
+
+def write_no_rope_layers(model: ModelConfig) -> FieldValues:
+    """Return which layers have rotary embeddings, and which a window."""
+    rotated = [int(model.rotary_kind(layer) is not None) for layer in range(model.num_layers)]
+    windows = write_layer_types(model, always=True)
+    used = windows["sliding_window"] is not None
+    return {"no_rope_layers": rotated, "use_sliding_window": used} | windows
+
+
+# ---- Attention scores, activations and dropout ----
+
+
+def softmax_scale(key: str, default: float, power: float) -> KeyGroup:
+    """Return the key of the factor of attention scores, ``value ** power``; whole numbers if the power is negative."""
+
+    def head_dim(config: JsonObject) -> int:
+        return int(config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"])
+
+    def read(config: JsonObject) -> FieldValues:
+        value = read_number(ConfigKey("softmax_scale", key, default), config)
+        if value <= 0:
+            raise UnsupportedConfigError(f"{key} is {value}, not above 0")
+        usual = head_dim(config) ** (-0.5 / power)
+        return {"softmax_scale": None if value == usual else value**power}
+
+    def exported(model: ModelConfig) -> float:
+        value = (model.softmax_scale or model.head_dim**-0.5) ** (1 / power)
+        return value if power == 1 else max(1, round(value))
+
+    def can(model: ModelConfig) -> bool:
+        return model.softmax_scale is None or math.isclose(exported(model) ** power, model.softmax_scale, rel_tol=1e-12)
+
+    return KeyGroup((key,), read, lambda m: {key: exported(m)}, {"softmax_scale": can})
+
+
+def softcaps(attention: float | None, logits: float | None) -> KeyGroup:
+    """Return the keys of capped attention scores and capped logits, which are null for none, and their defaults."""
+    defaults = {"attn_logit_softcapping": attention, "final_logit_softcapping": logits}
+
+    def read(config: JsonObject) -> FieldValues:
+        return {n: read_number(ConfigKey(n, n, 0.0, optional=True), defaults | config) for n in defaults}
+
+    can = dict.fromkeys(defaults, lambda model: True)
+    return KeyGroup(tuple(defaults), read, lambda m: {name: getattr(m, name) for name in defaults}, can)
+
+
+GELUS = {"gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "gelu": "gelu", "relu2": "relu2"}
+"""transformers' names of activations that are not gated."""
+GEGLUS = {"gelu_pytorch_tanh": "geglu_tanh", "gelu": "geglu", "gelu_new": "geglu_tanh", "silu": "swiglu"}
+"""Its names of activations that gate; an export writes the first name of a function."""
+
+
+def activation(key: str, default: str, names: Mapping[str, str]) -> KeyGroup:
+    """Return the key of the activation, with transformers' ``names`` of ours."""
+
+    def read(config: JsonObject) -> FieldValues:
+        name = config.get(key, default)
+        if name not in tuple(names):  # a tuple, because the name may be unhashable
+            raise UnsupportedConfigError(f"{key} {name!r} is not supported, only {', '.join(names)}")
+        return {"activation": names[name]}
+
+    def write(model: ModelConfig) -> FieldValues:
+        fitting = [name for name, ours in names.items() if ours == model.activation]
+        return {key: default if default in fitting else fitting[0]}
+
+    return KeyGroup((key,), read, write, {"activation": lambda m: m.activation in names.values()})
+
+
+def equal_dropout(residual: str, embedding: str, default: float) -> tuple[ConfigKey, KeyGroup]:
+    """Return the keys of the dropout rates of residual branches and of embeddings, which must be equal here."""
+    key = ConfigKey("hidden_dropout", residual, default)
+
+    def read(config: JsonObject) -> FieldValues:
+        rates = [config.get(name, default) for name in (residual, embedding)]
+        if rates[0] != rates[1]:
+            raise UnsupportedConfigError(f"{residual} {rates[0]} and {embedding} {rates[1]} must be equal")
+        return {}
+
+    return key, KeyGroup((embedding,), read, lambda m: {embedding: m.hidden_dropout})
