@@ -102,14 +102,8 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def main(argv: Sequence[str]) -> int:
-    """Convert, and print what was written and how it was checked.
-
-    Returns:
-        The exit status: 1 if the conversion fails, 2 for invalid flags.
-    """
-    parser = build_parser()
-    args = parser.parse_args(argv)
+def find_direction(parser: argparse.ArgumentParser, args: argparse.Namespace) -> tuple[str, str]:
+    """Return the names of the source and of the target; exit with status 2 for flags that do not fit them."""
     source, target = (next(n for n in names if getattr(args, n) is not None) for names in (SOURCES, TARGETS))
     if target not in SOURCES[source]:
         parser.error(
@@ -121,6 +115,18 @@ def main(argv: Sequence[str]) -> int:
     for only, name in unused:
         if getattr(args, name) is not None:
             parser.error(f"--{name.replace('_', '-')}: only with {only}")
+    return source, target
+
+
+def main(argv: Sequence[str]) -> int:
+    """Convert, and print what was written and how it was checked.
+
+    Returns:
+        The exit status: 1 if the conversion fails, 2 for invalid flags.
+    """
+    parser = build_parser()
+    args = parser.parse_args(argv)
+    source, target = find_direction(parser, args)
 
     from megatron.checkpoint.errors import CheckpointError
     from megatron.config.errors import UserError

@@ -19,7 +19,7 @@ from megatron.config.errors import Problem, UserError
 from megatron.config.files import parse_json, read_small
 from megatron.config.model import ModelConfig
 from megatron.config.run import HUGGING_FACE_PREFIX, RunConfig, TrainingConfig
-from megatron.convert.huggingface.families import model_families
+from megatron.convert.huggingface.families import MISSING, model_families
 from megatron.convert.huggingface.keys import (
     FieldValues,
     JsonObject,
@@ -155,7 +155,8 @@ def read_model_type(config: JsonObject, where: str) -> str:
     """Return the model type of a config.json, a key of `model_families`."""
     kind, families = str(config.get("model_type")), model_families()
     if kind not in families:
-        sentence = f"{where}: model_type {kind!r} is not supported, only {', '.join(families)}"
+        reason = f": it needs {MISSING[kind]}" if kind in MISSING else f", only {', '.join(families)}"
+        sentence = f"{where}: model_type {kind!r} is not supported{reason}"
         raise UserError([Problem("E851", sentence)])
     architectures = config.get("architectures")
     named = architectures if isinstance(architectures, list) else [architectures]

@@ -640,7 +640,7 @@ _PHI3 = replace(
             {**ROTATES, "position_embedding_type": _plain_rope},
         ),
         ConfigKey("window_size", "sliding_window", None),
-        KeyGroup(can=_HEADS_SPLIT_HIDDEN),
+        KeyGroup(("attention_bias",), can=_HEADS_SPLIT_HIDDEN),  # published, but not used by transformers
     ),
     always={**_SWIGLU, **_NO_BIAS, "qk_layernorm": False, "num_experts": None},
     weights={
@@ -759,6 +759,38 @@ MODEL_FAMILIES: dict[str, ModelFamily] = {
     "granite": _GRANITE,
 }
 """Built-in families by transformers' ``model_type``."""
+
+_ONE_NORM = "one norm that attention and MLP share"
+_STATES = "layers with a recurrent state in place of attention"
+MISSING: Mapping[str, str] = {
+    "deepseek_v2": "multi-head latent attention",
+    "deepseek_v3": "multi-head latent attention",
+    "bloom": "position biases of attention (ALiBi)",
+    "mpt": "position biases of attention (ALiBi)",
+    "falcon": _ONE_NORM,
+    "phi": _ONE_NORM,
+    "gptj": _ONE_NORM,
+    "codegen": _ONE_NORM,
+    "cohere": _ONE_NORM,
+    "cohere2": _ONE_NORM,
+    "olmo": "norms without weights",
+    "opt": "learned positions with an offset",
+    "stablelm": "a family of a plugin, as in docs/extending.md",
+    "qwen2_moe": "a gate of the shared expert",
+    "dbrx": "clipped queries, keys and values",
+    "llama4_text": "norms of queries and keys without weights",
+    "gemma3n_text": "embeddings in every layer",
+    "qwen3_next": _STATES,
+    "mamba": _STATES,
+    "mamba2": _STATES,
+    "jamba": _STATES,
+    "rwkv": _STATES,
+    "recurrent_gemma": _STATES,
+    "t5": "an encoder beside the decoder",
+    "bert": "attention in both directions",
+    "gemma3": "images; its text model alone is a gemma3_text",
+}
+"""Model types that are refused -> what they need that is not supported."""
 
 
 def model_families() -> Mapping[str, ModelFamily]:

@@ -256,7 +256,8 @@ def read_rope(config: JsonObject, partial: bool = False) -> FieldValues:
 def _rope_parameters(config: JsonObject) -> FieldValues:
     """Return the rope parameters of either version in one object."""
     new, old = config.get("rope_parameters"), config.get("rope_scaling")
-    if new and old and new != old:
+    objects = isinstance(new, dict) and isinstance(old, dict)
+    if new and old and new != (new | old if objects else old):
         raise UnsupportedConfigError(f"rope_parameters {new} and rope_scaling {old} contradict each other")
     rope = new or old or {}
     if not isinstance(rope, dict):
