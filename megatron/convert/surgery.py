@@ -106,11 +106,13 @@ class WithoutLayers:
         self._source, self._kept = source, [layer for layer in range(layers) if layer not in dropped]
         if not self._kept:
             raise CheckpointError(f"all {layers} layers would be dropped")
-        pattern = source.model.attention_pattern
+        pattern, no_rope = source.model.attention_pattern, source.model.no_rope_freq
         if pattern is not None:
             texts = split_layers(pattern)
             pattern = format_layers([texts[layer % len(texts)] for layer in self._kept])
-        self.model = replace(source.model, num_layers=len(self._kept), attention_pattern=pattern)
+        if no_rope is not None:
+            no_rope = str([int(source.model.rotary_kind(layer) is None) for layer in self._kept])
+        self.model = replace(source.model, num_layers=len(self._kept), attention_pattern=pattern, no_rope_freq=no_rope)
         self.specs = gpt(self.model)
 
     def read(self, name: str, view: tuple[int, ...], box: Box) -> Tensor:

@@ -67,9 +67,10 @@ def test_the_mean_of_three_models(tmp_path: Path) -> None:
 
 
 def test_layers_are_dropped_with_their_patterns(tmp_path: Path) -> None:
-    chunk, path = make(tmp_path / "a", num_layers=6, attention_pattern="local:4,local:5,global")
+    chunk, path = make(tmp_path / "a", num_layers=6, attention_pattern="local:4,local:5,global", no_rope_freq="3")
     manifest, model, weights = edit(tmp_path, "--load", path, "--drop-layers", "1, 3-4")
     assert (model.num_layers, model.attention_pattern) == (3, "local:4,global*2")
+    assert [model.rotary_kind(layer) for layer in range(3)] == ["global", None, None]
     old = of_chunk(chunk)
     for name, value in weights.items():
         for new, former in ((0, 0), (1, 2), (2, 5)):
