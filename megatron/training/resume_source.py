@@ -147,8 +147,8 @@ def read_only_options(options: CheckpointConfig) -> CheckpointConfig:
         options = replace(options, load=options.load or options.save)
     elif holds_checkpoints(options.save):  # they take precedence over ``load``, to which mode and step apply
         options = replace(options, load=options.save, resume_mode="exact", ckpt_step=None)
-    nothing = dict.fromkeys(("save", "save_interval", "save_hf_interval", "local_save", "local_save_interval"))
-    return replace(options, **nothing)
+    options = replace(options, save=None, save_interval=None, save_hf_interval=None)
+    return replace(options, local_save=None, local_save_interval=None)
 
 
 def newest_own_step(source: ResumeSource, options: CheckpointConfig) -> int:
