@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Convert the newest checkpoint of a run to a Hugging Face model.   RUN=runs/train_175b sbatch slurm/convert_to_hf.sh
 # One process without a GPU, tensor by tensor. Flags of convert_checkpoint.py may follow, such as --ckpt-step 5000, or
-# --no-check if the model does not fit into the node's memory for the comparison with transformers.
+# --workers 4 to write four files at a time. After the time limit, submit it again: it continues.
 #   OUT   the folder to write ($RUN/hf); an existing one is never changed
 #SBATCH --job-name=convert_to_hf
 ##SBATCH --account=ACCOUNT

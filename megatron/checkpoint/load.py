@@ -32,7 +32,7 @@ from megatron.checkpoint.format import (
     whole_box,
 )
 from megatron.checkpoint.location import Location
-from megatron.checkpoint.tensor_file import DTYPES, GlobalTensor
+from megatron.checkpoint.tensor_file import DTYPES, GlobalTensor, copy_tiled
 from megatron.distributed.comm import Group
 from megatron.distributed.launch import gather_results, run_on_rank0
 from megatron.distributed.sharding import Box
@@ -143,7 +143,7 @@ class CheckpointReader:
             self.verify(name, chunk, content)
             self._in_memory = chunk
         for box, target in targets:
-            target.copy_(content[box.slices])
+            copy_tiled(target, content[box.slices])
 
     def verify(self, name: str, chunk: TensorChunk, out: Tensor | None = None) -> None:
         """Verify the checksum of a chunk; read it into ``out``, contiguous, of its type and on the CPU, if given."""

@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from threading import local
 
+import torch
 from torch import Tensor
 
 from megatron.arguments.compatibility import tensor_differences, unknown_options
@@ -17,6 +18,7 @@ from megatron.checkpoint.folder import CheckpointFolder
 from megatron.checkpoint.format import Manifest
 from megatron.checkpoint.load import CheckpointReader
 from megatron.checkpoint.location import Location
+from megatron.checkpoint.tensor_file import DTYPES
 from megatron.config.files import TABLE_FILE_BYTES
 from megatron.config.model import ModelConfig
 from megatron.config.run import RunConfig
@@ -107,13 +109,19 @@ class SavedModel:
             ValueError: when ``view`` is not that of the tensor.
             DamagedCheckpointError: when a checksum does not match.
         """
+        out = torch.empty(box.size, dtype=DTYPES[self.manifest.tensors[self._prefix + name].dtype])
+        self.fill(name, view, box, out)
+        return out
+
+    def fill(self, name: str, view: tuple[int, ...], box: Box, out: Tensor) -> None:
+        """As :meth:`read`, into a tensor of shape ``box.size`` and any strides and floating-point type."""
         stored = self._prefix + name
         if not hasattr(self._readers, "reader"):
             self._readers.reader = CheckpointReader(self.manifest)
         reader: CheckpointReader = self._readers.reader
         if view != reader.view(stored):
             raise ValueError(f"{stored} is viewed {list(reader.view(stored))}, not {list(view)}")
-        return reader.read(stored, box)
+        reader.fill([(stored, box, out)])
 
     def _check_tensors(self) -> None:
         """Check names and shapes. Optimizer state other than the average is ignored."""

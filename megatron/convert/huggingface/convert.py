@@ -57,7 +57,7 @@ from megatron.checkpoint.save import (
     write_rank_file,
     write_small_files,
 )
-from megatron.checkpoint.tensor_file import GlobalTensor, TensorEntry, TensorFileWriter, TensorPart
+from megatron.checkpoint.tensor_file import GlobalTensor, TensorEntry, TensorFileWriter, TensorPart, copy_tiled
 from megatron.config.files import parse_json
 from megatron.config.model import ModelConfig
 from megatron.config.run import PrecisionConfig, RunConfig
@@ -76,9 +76,7 @@ from megatron.convert.huggingface.weights import (
     WEIGHTS_INDEX_FILE,
     HuggingFaceWeights,
     TensorMapping,
-    contiguous,
     map_tensors,
-    read_in_blocks,
 )
 from megatron.convert.model_card import CARD_FILE, OTHER_CARD_FILE, model_card
 from megatron.convert.saved_model import (
@@ -213,12 +211,7 @@ def import_huggingface(
                 sum(sizes[n] for i, g in enumerate(groups) if rank_file_name(i) not in staging.complete for n in g),
             )
             files = {
-                rank_file_name(i): partial(
-                    write_rank_file,
-                    staging.folder,
-                    i,
-                    {name: _global_tensor(source, name, stored, progress) for name in group},
-                )
+                rank_file_name(i): partial(_write_tensors, staging.folder, i, group, source, stored, progress)
                 for i, group in enumerate(groups)
             }
             ranks = staging.write(files, workers, progress.stop)
@@ -275,13 +268,26 @@ def _check_json(path: Path) -> None:
         raise CheckpointError(f"{path} holds {type(content).__name__}, not an object")
 
 
-def _global_tensor(source: HuggingFaceWeights, name: str, dtype: torch.dtype, progress: _Progress) -> GlobalTensor:
-    """Return a tensor whose parts are read only when they are written, so that one part at a time is in memory."""
-    spec = source.specs[name]
+def _write_tensors(
+    folder: Path, number: int, names: Sequence[str], source: HuggingFaceWeights, dtype: torch.dtype, progress: _Progress
+) -> RankFile:
+    """Write one file of a checkpoint, block by block."""
+    # for all blocks: new memory costs a page fault every 4 KB
+    memory = torch.empty(min(BLOCK_ELEMENTS, max(source.specs[name].numel for name in names)), dtype=dtype)
+    tensors = {name: _global_tensor(source, name, memory, progress) for name in names}
+    return write_rank_file(folder, number, tensors)
+
+
+def _global_tensor(source: HuggingFaceWeights, name: str, memory: Tensor, progress: _Progress) -> GlobalTensor:
+    """Return a tensor whose parts are read, into ``memory``, only when they are written."""
+    spec, dtype = source.specs[name], memory.dtype
 
     def part(box: Box) -> TensorPart:
         def read() -> Tensor:
-            values = round_to(dtype, source.read(name, spec.view, box), name)
+            values = memory[: box.numel].view(box.size)
+            exact = source.read(name, spec.view, box)
+            copy_tiled(values, exact)
+            raise_if_overflow(name, values, exact)
             progress.add(name, box.numel * dtype.itemsize)
             return values
 
@@ -291,13 +297,11 @@ def _global_tensor(source: HuggingFaceWeights, name: str, dtype: torch.dtype, pr
     return GlobalTensor(spec.shape, spec.view, dtype, parts)
 
 
-def round_to(dtype: torch.dtype, exact: Tensor, name: str) -> Tensor:
-    """Return a tensor in a data type, contiguous; raise CheckpointError if values overflow it."""
-    rounded = contiguous(exact, dtype)
-    if dtype == torch.float16 and not torch.isfinite(rounded).all() and torch.isfinite(exact).all():
-        seen = f"{name} has values above {torch.finfo(dtype).max:g}, too large for fp16"
+def raise_if_overflow(name: str, rounded: Tensor, exact: Tensor) -> None:
+    """Raise CheckpointError if values are infinite in fp16 alone."""
+    if rounded.dtype == torch.float16 and not torch.isfinite(rounded).all() and torch.isfinite(exact).all():
+        seen = f"{name} has values above {torch.finfo(rounded.dtype).max:g}, too large for fp16"
         raise CheckpointError(seen, "--dtype bf16")
-    return rounded
 
 
 # ---- To Hugging Face ----
@@ -389,7 +393,19 @@ class RoundedWeights:
 
     def read(self, name: str, view: tuple[int, ...], box: Box) -> Tensor:
         """Return the elements of ``box`` of a tensor."""
-        return round_to(self.dtype, self._saved.read(name, view, box), name)
+        exact = self._saved.read(name, view, box)
+        rounded = exact.to(self.dtype)
+        raise_if_overflow(name, rounded, exact)
+        return rounded
+
+    def fill(self, mapping: TensorMapping, theirs: Tensor) -> None:
+        """Read what ``mapping`` takes of a tensor of Hugging Face, ``[*mapping.stored]``."""
+        view = self.specs[mapping.ours].view
+        part = mapping.arrange(theirs)
+        self._saved.fill(mapping.ours, view, mapping.box, part)
+        if self.dtype == torch.float16 and not torch.isfinite(part).all():
+            for block in split_box(mapping.box, BLOCK_ELEMENTS):
+                self.read(mapping.ours, view, block)  # raises if only the rounded values are infinite
 
 
 @contextmanager
@@ -442,15 +458,17 @@ def _write_shard(
     """Write a weights file; return its size and checksums."""
     entries: list[TensorEntry] = [(parts[0].name, source.dtype, parts[0].stored) for parts in tensors]
     chunks = []
+    # for all tensors: new memory costs a page fault every 4 KB
+    memory = torch.empty(max(prod(parts[0].stored) for parts in tensors), dtype=source.dtype)
     with TensorFileWriter(path, entries, {"format": "pt"}) as file:
-        for first, *more in tensors:
-            view = source.specs[first.ours].view
-            theirs = [
-                part.restore(read_in_blocks(source, part.ours, view, part.box, source.dtype)) for part in (first, *more)
-            ]
-            written = file.write(first.name, torch.cat(theirs, first.joined) if more else theirs[0])
-            chunks.append((first.name, TensorChunk(whole_box(first.stored), path.name, *written)))
-            progress.add(first.name, written[1])
+        for parts in tensors:
+            name, shape = parts[0].name, parts[0].stored
+            theirs = memory[: prod(shape)].view(shape)
+            for part in parts:
+                source.fill(part, theirs)
+            written = file.write(name, theirs)
+            chunks.append((name, TensorChunk(whole_box(shape), path.name, *written)))
+            progress.add(name, written[1])
     return RankFile({}, chunks, {path.name: file.record})
 
 

@@ -597,12 +597,12 @@ def test_the_card_of_a_run(tmp_path: Path) -> None:
     assert "lion" not in card["optimizer options"]
     assert card["data, train"] == f"generated tokens, fingerprint {manifest.state['data']['fingerprints']['train']}"
     assert card["trained with"] == f"{package_version()}, torch {torch.__version__}, 1 rank"
-    data = {"mock_data": False, "train_data_path": ["0.3", "/home/me/a|b_document", "0.7", "/secret/wiki"]}
+    data = {"mock_data": False, "train_data_path": ["0.3", "/elsewhere/me/a|b_document", "0.7", "/secret/wiki"]}
     manifest.config["data"] |= data | {"valid_data_path": ["/secret/x"]}
     card = card_of(export(manifest, tmp_path / "named"))
     assert card["data, train"].startswith(r"0.3 a\|b_document, 0.7 wiki, fingerprint ")
     text = (tmp_path / "named" / "README.md").read_text()
-    assert not any(folder in text for folder in ("/home", "/secret", str(tmp_path)))
+    assert not any(folder in text for folder in ("/elsewhere", "/secret", str(tmp_path)))
     manifest.config["optimizer"] |= {"lr": "high", "unknown": 3}
     manifest.state.update(losses={"train": "low"}, written_by={"layout": {"dp": "many"}})
     assert "last loss, train" not in card_of(export(manifest, tmp_path / "odd")), "what cannot be read is left out"

@@ -157,10 +157,8 @@ BROKEN_MODELS: dict[str, tuple[Callable[[Path], object], str]] = {
     "index cut": (lambda f: os.truncate(f / INDEX, 50), INDEX),
     "index of another model": (lambda f: changed_json(f / INDEX, weight_map={NORM: "../x"}), "outside its folder"),
     "index with another file": (
-        lambda f: changed_json(
-            f / INDEX, weight_map={**json.loads((f / INDEX).read_text())["weight_map"], NORM: SHARDS[0]}
-        ),
-        f"{NORM} in {SHARDS[0]}",
+        lambda f: (f / INDEX).write_text(re.sub(rf'({NORM}": ")[^"]*', rf"\1{SHARDS[1]}", (f / INDEX).read_text())),
+        f"{NORM} in {SHARDS[1]}",
     ),
     "config cut": (lambda f: os.truncate(f / "config.json", 20), "config.json"),
     "config empty": (lambda f: (f / "config.json").write_text("[]"), "config.json"),
