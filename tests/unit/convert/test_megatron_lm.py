@@ -358,6 +358,19 @@ def test_no_damage_ends_in_anything_but_a_sentence(written: Path, tmp_path: Path
     assert read < 33
 
 
+@pytest.mark.parametrize("layout", ["torch_dist_tp2", "legacy_tp1"])
+def test_a_flipped_bit_in_a_tensor_is_noticed(written: Path, tmp_path: Path, layout: str) -> None:
+    path = shutil.copytree(newest(written / f"gpt2_{layout}"), tmp_path / "copy")
+    name = "optim.exp_avg.layers.1.mlp.linear_fc2.weight"
+    chunk = Manifest.open(path).tensors[name].chunks[-1]
+    content = bytearray((path / chunk.file).read_bytes())
+    content[chunk.offset + 5] ^= 1
+    (path / chunk.file).write_bytes(content)
+    with pytest.raises(DamagedCheckpointError, match=f"{chunk.file} has flipped bytes .tensor {name}"):
+        checkpoint(path)
+    assert inspect(["verify", str(path)]) == 1
+
+
 # ---- The optimizer ----
 
 
