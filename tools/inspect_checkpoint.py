@@ -83,8 +83,9 @@ def verify_one(path: Location) -> int:
     if problems:
         echo("\n  ".join([f"{path}: damaged", *problems]))
         return DIFFERENT
-    checked = any(chunk.xxh3 for record in manifest.tensors.values() for chunk in record.chunks)
-    how = "as they were written" if checked else "complete, without checksums"
+    chunks = [chunk for record in manifest.tensors.values() for chunk in record.chunks]
+    unknown = sum(not chunk.xxh3 for chunk in chunks)
+    how = f"{unknown} of {len(chunks)} chunks without checksums" if unknown else "as they were written"
     echo(f"{path}: {format_bytes(manifest.total_bytes)} in {len(manifest.files)} files, {how}")
     return EQUAL
 

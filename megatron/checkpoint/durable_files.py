@@ -10,6 +10,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from enum import Enum
@@ -29,6 +30,23 @@ BLOCK = 1 << 20
 
 UNSUPPORTED_ERRNO = (errno.EINVAL, errno.ENOTSUP)
 """Errno values of a file system that does not implement a call."""
+
+
+class Crc32:
+    """The checksum of zip archives, which other programs store tensors in; as those of xxhash."""
+
+    prefix = "crc32:"
+
+    def __init__(self, value: int = 0) -> None:
+        self._value = value
+
+    def update(self, content: memoryview) -> None:
+        """Continue with more bytes."""
+        self._value = zlib.crc32(content, self._value)
+
+    def hexdigest(self) -> str:
+        """Return the checksum as text."""
+        return f"{self.prefix}{self._value:08x}"
 
 
 def checksum(content: Bytes) -> str:

@@ -210,7 +210,7 @@ class TensorChunk:
     file: str  # name inside the checkpoint
     offset: int  # first byte, from the start of the file
     bytes: int
-    xxh3: str  # checksum of those bytes; empty in files of another program, which has none
+    xxh3: str  # checksum of those bytes; in files of another program ``crc32:`` and theirs, or empty
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ import torch
 import xxhash
 from torch import Tensor
 
-from megatron.checkpoint.durable_files import BLOCK
+from megatron.checkpoint.durable_files import BLOCK, Crc32
 from megatron.checkpoint.errors import CheckpointError, DamagedCheckpointError, read_error
 from megatron.checkpoint.format import (
     BoxIndex,
@@ -172,14 +172,15 @@ class CheckpointReader:
             if attempt > 1 and not isinstance(path, Path):
                 again = f"reading again, attempt {attempt} of {READ_ATTEMPTS}"
                 path.warn(f"{what} arrived with flipped bytes; {again}")
-            if self._digest(file, offset, length, buffer, what) == expected or not expected:
+            if self._digest(file, offset, length, buffer, expected, what) == expected or not expected:
                 return
             self.close()  # discards data read ahead
         raise DamagedCheckpointError(f"{path} has flipped bytes ({what})")
 
-    def _digest(self, file: str, offset: int, length: int, buffer: memoryview | None, what: str) -> str:
+    def _digest(self, file: str, offset: int, length: int, buffer: memoryview | None, expected: str, what: str) -> str:
         """Return the checksum of ``length`` bytes of a file, read into ``buffer`` unless it is None."""
-        path, digest, done = self.manifest.folder / file, xxhash.xxh3_64(), 0
+        path, done = self.manifest.folder / file, 0
+        digest = Crc32() if expected.startswith(Crc32.prefix) else xxhash.xxh3_64()
         if self._open is None or self._open[0] != file:
             self.close()
             try:

@@ -27,10 +27,9 @@ def list_damage(manifest: Manifest) -> Iterator[str]:
         except DamagedCheckpointError as error:
             yield str(error)
     for file, chunks in chunks_by_file(manifest).items():
-        if chunks and not any(chunk.xxh3 for _, chunk in chunks):
-            continue  # of another program, without checksums
         end = manifest.files[file].head
-        for start, size in [*((chunk.offset, chunk.bytes) for _, chunk in chunks), (manifest.files[file].bytes, 0)]:
+        bounds = [*((chunk.offset, chunk.bytes) for _, chunk in chunks), (manifest.files[file].bytes, 0)]
+        for start, size in bounds if end else ():  # files of another program have no head, and hold more than chunks
             if end != start:
                 yield f"{manifest.folder / file}: bytes {end} to {start} have no checksum, or two"
             end = start + size

@@ -19,7 +19,7 @@ from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from megatron.checkpoint.durable_files import checksum
+from megatron.checkpoint.durable_files import Crc32, checksum
 from megatron.checkpoint.errors import DamagedCheckpointError, describe_findings
 from megatron.checkpoint.format import (
     ITEM_BYTES,
@@ -99,7 +99,9 @@ class _Table:
         for box, first in parts:
             offset = tensor.offset + first * item
             for block in split_box(box, BLOCK_ELEMENTS):
-                found.chunks.setdefault(block, TensorChunk(block, file, offset, block.numel * item, ""))
+                whole = tensor.crc is not None and block.numel == prod(tensor.shape)
+                digest = Crc32(tensor.crc or 0).hexdigest() if whole else ""
+                found.chunks.setdefault(block, TensorChunk(block, file, offset, block.numel * item, digest))
                 offset += block.numel * item
 
     def records(self, prefixes: Sequence[str] = ("",)) -> dict[str, TensorRecord]:

@@ -87,6 +87,7 @@ class StoredTensor(NamedTuple):
     shape: tuple[int, ...]
     strides: tuple[int, ...]  # in elements
     offset: int  # first byte, from the start of the file
+    crc: int | None  # checksum of its bytes; None if it shares them with other tensors
 
     @property
     def contiguous(self) -> bool:
@@ -108,6 +109,7 @@ class _Storage(NamedTuple):
     dtype: str  # "" if each tensor names its own
     offset: int
     bytes: int
+    crc: int
 
 
 class _Dict(dict[Any, Any]):
@@ -117,8 +119,10 @@ class _Dict(dict[Any, Any]):
 class _Unpickler(pickle.Unpickler):
     """Builds objects of substitutes only."""
 
-    def __init__(self, file: BinaryIO, path: Path, storage: Callable[[str], tuple[int, int]] | None = None) -> None:
-        """Read from ``file``; ``storage`` returns first byte and length of a storage in ``path``, by its key."""
+    def __init__(
+        self, file: BinaryIO, path: Path, storage: Callable[[str], tuple[int, int, int]] | None = None
+    ) -> None:
+        """Read from ``file``; ``storage`` returns place and checksum of a storage in ``path``, by its key."""
         super().__init__(file)
         self._path, self._storage = path, storage
 
@@ -163,7 +167,9 @@ class _Unpickler(pickle.Unpickler):
         last = first + sum((n - 1) * stride for n, stride in zip(shape, strides))
         if len(shape) != len(strides) or (prod(shape) and (last + 1) * ITEM_BYTES[dtype] > storage.bytes):
             raise pickle.UnpicklingError(f"has a tensor {list(shape)} that is larger than its storage")
-        return StoredTensor(self._path, dtype, shape, strides, storage.offset + first * ITEM_BYTES[dtype])
+        alone = prod(shape) * ITEM_BYTES[dtype] == storage.bytes
+        offset = storage.offset + first * ITEM_BYTES[dtype]
+        return StoredTensor(self._path, dtype, shape, strides, offset, storage.crc if alone else None)
 
 
 class _Window(io.RawIOBase):
@@ -245,14 +251,14 @@ def _read_zip(file: BinaryIO, path: Path, start: int, length: int | None) -> Any
             raise pickle.UnpicklingError("was not written by torch.save")
         content = archive.read(entries["data.pkl"])
 
-    def storage(key: str) -> tuple[int, int]:
+    def storage(key: str) -> tuple[int, int, int]:
         info = entries[f"data/{key}"]
         file.seek(start + info.header_offset + 26)  # the lengths of name and extra field in the local header
         name, extra = struct.unpack("<HH", file.read(4))
         first: int = info.header_offset + 30 + name + extra
         if first + info.file_size > size:
             raise pickle.UnpicklingError("is truncated")
-        return start + first, info.file_size
+        return start + first, info.file_size, info.CRC
 
     return _Unpickler(io.BytesIO(content), path, storage).load()
 

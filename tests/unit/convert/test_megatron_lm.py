@@ -207,6 +207,14 @@ def test_a_pickle_that_names_anything_else_is_refused_and_executes_nothing(
     assert not mark.exists()
 
 
+def test_a_tensor_does_not_reach_beyond_its_storage(tmp_path: Path) -> None:
+    storage = torch.ones(4).storage()
+    beyond = Call(torch._utils._rebuild_tensor_v2, storage, 2, (3,), (1,), False, collections.OrderedDict())
+    torch.save({"secret": torch.zeros(64), "x": beyond}, tmp_path / "x.pt")
+    with pytest.raises(DamagedCheckpointError, match=r"x.pt has a tensor \[3\] that is larger than its storage"):
+        read_torch_file(tmp_path / "x.pt")
+
+
 def test_pickles_change_nothing_outside_of_their_file(tmp_path: Path) -> None:
     """Substitutes may be called and changed by a pickle: this has no effect on the next file."""
     empty = dict.fromkeys(("items", "__init__", "__class__"), argparse.Namespace)
@@ -358,6 +366,19 @@ def test_no_damage_ends_in_anything_but_a_sentence(written: Path, tmp_path: Path
     assert read < 33
 
 
+@pytest.mark.parametrize("layout", ["torch_dist_tp2", "legacy_tp1"])
+def test_a_flipped_bit_in_a_tensor_is_noticed(written: Path, tmp_path: Path, layout: str) -> None:
+    path = shutil.copytree(newest(written / f"gpt2_{layout}"), tmp_path / "copy")
+    name = "optim.exp_avg.layers.1.mlp.linear_fc2.weight"
+    chunk = Manifest.open(path).tensors[name].chunks[-1]
+    content = bytearray((path / chunk.file).read_bytes())
+    content[chunk.offset + 5] ^= 1
+    (path / chunk.file).write_bytes(content)
+    with pytest.raises(DamagedCheckpointError, match=f"{chunk.file} has flipped bytes .tensor {name}"):
+        checkpoint(path)
+    assert inspect(["verify", str(path)]) == 1
+
+
 # ---- The optimizer ----
 
 
@@ -502,7 +523,10 @@ def common_state(path: Path) -> dict[str, Any]:
     return dict(found)
 
 
-def test_experts_are_written_as_weights(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_experts_are_written_as_weights_part_by_part(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("megatron.contrib.megatron_lm.save.BLOCK_ELEMENTS", 112)  # rows across heads
     ours = random_tensors(EXPERTS)
     folder = write_torch_dist(tmp_path / "theirs", EXPERTS, ours)
     assert convert(["--load", str(folder), "--save-megatron", str(tmp_path / "back")]) == 0
