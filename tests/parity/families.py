@@ -115,6 +115,22 @@ def from_experts(t: Tensors, config: ModelConfig) -> dict[str, Tensor]:
     return out
 
 
+def from_gpt_oss(t: Tensors, config: ModelConfig) -> dict[str, Tensor]:
+    """Of ``GptOssForCausalLM``: columns of the gate and of the other half in turn, weights ``[E, in, out]``."""
+    out = from_llama(t, config)
+    for i in range(config.num_layers):
+        ours, theirs = f"layers.{i}", f"model.layers.{i}"
+        out[f"{ours}.self_attention.core_attention.softmax_offset"] = t[f"{theirs}.self_attn.sinks"]
+        for kind, suffix in (("weight", ""), ("bias", "_bias")):
+            out[f"{ours}.mlp.router.{kind}"] = t[f"{theirs}.mlp.router.{kind}"]
+            up, down = (t[f"{theirs}.mlp.experts.{name}_proj{suffix}"] for name in ("gate_up", "down"))
+            halves = [up[..., 0::2], up[..., 1::2]]  # of the last axis
+            parts = [half.mT if kind == "weight" else half for half in halves]
+            out[f"{ours}.mlp.experts.linear_fc1.{kind}"] = torch.cat(parts, 1).flatten(0, 1)
+            out[f"{ours}.mlp.experts.linear_fc2.{kind}"] = (down.mT if kind == "weight" else down).flatten(0, 1)
+    return out
+
+
 def _of_experts(t: Tensors, place: str, experts: int) -> tuple[Tensor, Tensor]:
     """Gate over up ``[E, 2 * ffn, h]``, and down ``[E, h, ffn]``."""
     if f"{place}.gate_up_proj" in t:

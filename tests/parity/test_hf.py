@@ -20,6 +20,7 @@ from tests.parity.families import (
     everything_in_double,
     from_experts,
     from_gpt2,
+    from_gpt_oss,
     from_llama,
     from_neox,
 )
@@ -74,7 +75,7 @@ class Case:
     @property
     def translate(self) -> Callable[[Tensors, ModelConfig], dict[str, Tensor]]:
         if "num_experts" in self.ours:
-            return from_experts
+            return from_gpt_oss if self.family == "GptOss" else from_experts
         return {"GPT2": from_gpt2, "GPTNeoX": from_neox}.get(self.family, from_llama)
 
 
@@ -192,6 +193,35 @@ CASES = [
         "Qwen3Moe",
         {"qk_layernorm": True, "num_experts": 4, "moe_router_pre_softmax": True, "moe_ffn_hidden_size": 12},
         {"head_dim": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 12, "norm_topk_prob": False},
+    ),
+    Case(
+        "gpt-oss",
+        "GptOss",
+        {
+            "position_embedding_type": "yarn",
+            "rotary_base": 100.0,
+            "rotary_scaling_factor": 4.0,
+            "yarn_original_max_position_embeddings": 64,
+            "yarn_beta_fast": 8.0,
+            "yarn_correction_range_round_to_int": False,
+            "attention_pattern": "local:5,global",
+            "num_query_groups": 2,
+            "softmax_type": "learnable",
+            "activation": "quick_geglu",
+            "activation_func_clamp_value": 7.0,
+            "glu_linear_offset": 1.0,
+            "add_bias_linear": True,
+            "num_experts": 4,
+        },
+        {
+            "rope_parameters": YARN | {"truncate": False},
+            "max_position_embeddings": 256,
+            "sliding_window": 5,
+            "num_key_value_heads": 2,
+            "head_dim": 8,
+            "num_experts_per_tok": 2,
+            "attn_implementation": "eager",
+        },
     ),
     Case(
         "gpt-neox",
@@ -362,8 +392,8 @@ def test_loss_and_every_gradient(name: str, dtype: torch.dtype, tolerance: float
 
 def torch_adamw(model: nn.Module, config: OptimizerConfig) -> torch.optim.AdamW:
     """Unfused, so that it shares no kernel with ours; weight decay for matrices only."""
-    matrices = [p for p in model.parameters() if p.dim() > 1]
-    others = [p for p in model.parameters() if p.dim() <= 1]
+    decays = {p: p.dim() > 1 and not name.endswith("bias") for name, p in model.named_parameters()}
+    matrices, others = ([p for p, decayed in decays.items() if decayed == kind] for kind in (True, False))
     betas = (config.adam_beta1, config.adam_beta2)
     groups = [{"params": matrices, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
     return torch.optim.AdamW(groups, betas=betas, eps=config.adam_eps, foreach=False, fused=False)

@@ -24,7 +24,7 @@ from megatron.convert.huggingface.weights import fill_weights
 from megatron.convert.saved_model import SavedModel, open_checkpoint
 from megatron.distributed.comm import Group
 from megatron.distributed.micro_batch import MicroBatch
-from tests.parity.families import from_experts, from_gpt2, from_llama, from_neox
+from tests.parity.families import from_experts, from_gpt2, from_gpt_oss, from_llama, from_neox
 from tests.solo import Solo, random_batch
 from tests.unit.convert.folders import ignore
 
@@ -53,7 +53,7 @@ class Shape:
 
     def translate(self, tensors: Mapping[str, Tensor], config: ModelConfig) -> dict[str, Tensor]:
         if config.num_experts:
-            return from_experts(tensors, config)
+            return (from_gpt_oss if self.family == "GptOss" else from_experts)(tensors, config)
         return {"GPT2": from_gpt2, "GPTNeoX": from_neox}.get(self.family, from_llama)(tensors, config)
 
 
@@ -98,7 +98,7 @@ def llama_shape(rng: random.Random, family: str = "Llama") -> Shape:
     if family == "Llama":
         biases = rng.random() < 0.4
         keys |= {"attention_bias": biases, "mlp_bias": biases}
-    if family in ("Mistral", "Mixtral"):
+    if family in ("Mistral", "Mixtral", "GptOss"):
         keys["sliding_window"] = rng.randint(2, 9)
     if family.startswith("Qwen"):
         windowed = rng.random() < 0.5
@@ -108,7 +108,7 @@ def llama_shape(rng: random.Random, family: str = "Llama") -> Shape:
         keys |= {"use_sliding_window": True, "sliding_window": 5, "layer_types": kinds}
         if family == "Ministral":
             del keys["use_sliding_window"]
-    if family in ("Mixtral", "Qwen3Moe"):
+    if family in ("Mixtral", "Qwen3Moe", "GptOss"):
         experts = rng.randint(2, 6)
         keys |= {"num_local_experts": experts, "num_experts_per_tok": rng.randint(1, experts)}
     if family == "Qwen3Moe":
@@ -172,7 +172,7 @@ def shapes() -> dict[str, Shape]:
         found |= {f"{family}-{n}": llama_shape(rng, family) for n in range(3)}
     for family in OTHERS:
         found |= {f"{family}-{n}": other_shape(rng, family) for n in range(3)}
-    return found
+    return found | {f"GptOss-{n}": llama_shape(rng, "GptOss") for n in range(3)}
 
 
 CASES = shapes()
@@ -250,7 +250,7 @@ def weights_of(folder: Path) -> dict[str, Tensor]:
     return {name: value for file in folder.glob("*.safetensors") for name, value in load_file(file).items()}
 
 
-@pytest.mark.parametrize("name", ["GPT2-2", "Llama-1", "Qwen3-1", "Mixtral-0", "Qwen3Moe-1"])
+@pytest.mark.parametrize("name", ["GPT2-2", "Llama-1", "Qwen3-1", "Mixtral-0", "Qwen3Moe-1", "GptOss-1"])
 def test_export_of_a_trained_model(name: str, tmp_path: Path) -> None:
     shape = CASES[name]
     shape.build(seed=1).save_pretrained(tmp_path / "hf")

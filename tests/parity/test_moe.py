@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from megatron.checkpoint.errors import CheckpointError
+from megatron.config.errors import UserError
 from megatron.convert.huggingface.check import MismatchError, check_model
 from megatron.convert.huggingface.config import CONFIG_FILE, read_model_config
 from megatron.convert.huggingface.weights import HuggingFaceWeights
@@ -60,6 +62,7 @@ SHAPES = [
     Shape("Mixtral", SMALL),
     Shape("Qwen3Moe", SMALL | {"head_dim": 12, "moe_intermediate_size": 20, "norm_topk_prob": True}),
 ]
+GPT_OSS = Shape("GptOss", SMALL | {"head_dim": 12, "sliding_window": 5})
 
 
 def checked(folder: Path) -> float:
@@ -68,10 +71,25 @@ def checked(folder: Path) -> float:
     return max(d.relative for d in check_model(folder, folder / CONFIG_FILE, model, HuggingFaceWeights(folder, model)))
 
 
-@pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: shape.family)
-def test_the_check_of_a_conversion_reads_experts_as_transformers_does(shape: Shape, tmp_path: Path) -> None:
-    shape.build(seed=3).save_pretrained(tmp_path)
-    assert checked(tmp_path) < 1e-6
+@pytest.mark.parametrize("stacked", [False, True])
+@pytest.mark.parametrize("shape", [*SHAPES, GPT_OSS], ids=lambda shape: shape.family)
+def test_the_check_of_a_conversion_reads_experts_as_transformers_does(
+    shape: Shape, stacked: bool, tmp_path: Path
+) -> None:
+    """Stored one by one or as one tensor for all of a layer."""
+    shape.build(seed=3).save_pretrained(tmp_path, save_original_format=not stacked)
+    names = load_file(tmp_path / "model.safetensors")
+    assert any(name.endswith("experts.gate_up_proj") for name in names) == (stacked or shape is GPT_OSS)
+    assert checked(tmp_path) < 2e-6
+
+
+def test_weights_in_mxfp4_are_refused(tmp_path: Path) -> None:
+    GPT_OSS.build(seed=3).save_pretrained(tmp_path)
+    config = json.loads((tmp_path / CONFIG_FILE).read_text())
+    quantised = config | {"quantization_config": {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}}
+    (tmp_path / CONFIG_FILE).write_text(json.dumps(quantised))
+    with pytest.raises(UserError, match=r"weights quantised with mxfp4 are not supported\n.*dequantize=True"):
+        read_model_config(tmp_path)
 
 
 class Swapped(HuggingFaceWeights):

@@ -372,23 +372,12 @@ _QWEN3_MOE = replace(
     stacked=_STACKED,
 )
 
-_GPT_OSS_DEFAULTS: JsonObject = {
-    "sliding_window": 128,
-    "rope_theta": 150000.0,
-    "rope_scaling": {
-        "rope_type": "yarn",
-        "factor": 32.0,
-        "original_max_position_embeddings": 4096,
-        "truncate": False,
-    },
+_GPT_OSS_ROPE: JsonObject = {
+    "rope_type": "yarn",
+    "factor": 32.0,
+    "original_max_position_embeddings": 4096,
+    "truncate": False,
 }
-
-
-def _read_gpt_oss_rope(config: JsonObject) -> FieldValues:
-    given = {name for name in ("rope_parameters", "rope_scaling") if config.get(name)}
-    return read_rope({**_GPT_OSS_DEFAULTS, **({"rope_scaling": None} if given else {}), **config})
-
-
 _GPT_OSS = replace(
     _LLAMA,
     architecture="GptOssForCausalLM",
@@ -408,8 +397,8 @@ _GPT_OSS = replace(
         ConfigKey("moe_router_topk", "num_experts_per_tok", 4),
         ConfigKey("num_experts", "num_local_experts", 128, can=_HAS_EXPERTS),
         _EXPERT_WIDTH,
-        replace(rope(), read=_read_gpt_oss_rope),
-        replace(layer_types(2), read=lambda c: layer_types(2).read(_GPT_OSS_DEFAULTS | c)),
+        rope(theta=150000.0, scaling=_GPT_OSS_ROPE),
+        replace(layer_types(2), read=lambda c: layer_types(2).read({"sliding_window": 128} | c)),
         _BALANCING_LOSS,
         KeyGroup(("experts_per_token", "initial_context_length")),  # published, but not used by transformers
     ),

@@ -304,11 +304,18 @@ ROTATES: Capabilities = {
 WHOLE_HEADS: Capabilities = {"rotary_percent": lambda m: m.rotary_percent == 1.0}
 
 
-def rope(theta: float = 10000.0) -> KeyGroup:
-    """Return the keys of rotary embeddings; ``theta`` is transformers' default of ``rope_theta``."""
-    return KeyGroup(
-        ROPE_KEYS, lambda config: read_rope({"rope_theta": theta} | config), write_rope, {**ROTATES, **WHOLE_HEADS}
-    )
+def rope(theta: float = 10000.0, scaling: JsonObject | None = None) -> KeyGroup:
+    """Return the keys of rotary embeddings; the arguments are transformers' defaults of them."""
+
+    def read(config: JsonObject) -> FieldValues:
+        default = {} if config.get("rope_parameters") or config.get("rope_scaling") else {"rope_scaling": scaling}
+        return read_rope({"rope_theta": theta} | config | default)
+
+    def write(model: ModelConfig) -> FieldValues:
+        keys = write_rope(model)
+        return keys | {"rope_scaling": keys["rope_scaling"] or (None if scaling is None else {"rope_type": "default"})}
+
+    return KeyGroup(ROPE_KEYS, read, write, {**ROTATES, **WHOLE_HEADS})
 
 
 def rope_of_kinds(theta: float, local_theta: float, local_key: str | None = None) -> KeyGroup:

@@ -123,7 +123,6 @@ CHANGED = {
     "yarn_original_max_position_embeddings": "2",
     "yarn_beta_fast": "1.2",
     "yarn_beta_slow": "0.5",
-    "yarn_correction_range_round_to_int": "false",
     "window_size": "3",
     "attention_pattern": "chunked:3",
     "activation_func_clamp_value": "0.01",

@@ -191,6 +191,19 @@ STARCODER2 = json.loads("""{
 }""")
 
 
+GPT_OSS = json.loads("""{
+  "architectures": ["GptOssForCausalLM"], "attention_bias": true, "attention_dropout": 0.0, "eos_token_id": 200002,
+  "experts_per_token": 4, "head_dim": 64, "hidden_act": "silu", "hidden_size": 2880, "initial_context_length": 4096,
+  "initializer_range": 0.02, "intermediate_size": 2880, "max_position_embeddings": 131072, "model_type": "gpt_oss",
+  "num_attention_heads": 64, "num_experts_per_tok": 4, "num_hidden_layers": 24, "num_key_value_heads": 8,
+  "num_local_experts": 32, "output_router_logits": false, "pad_token_id": 199999, "rms_norm_eps": 1e-05,
+  "rope_scaling": {"beta_fast": 32.0, "beta_slow": 1.0, "factor": 32.0, "original_max_position_embeddings": 4096,
+    "rope_type": "yarn", "truncate": false},
+  "rope_theta": 150000, "router_aux_loss_coef": 0.9, "sliding_window": 128, "swiglu_limit": 7.0,
+  "tie_word_embeddings": false, "transformers_version": "4.55.0", "use_cache": true, "vocab_size": 201088
+}""")
+
+
 def preset(name: str) -> ModelConfig:
     shape = {field: value for field, value in PRESETS[name].items() if field in FIELDS}
     return replace(ModelConfig(**shape), vocab_size=shape.get("vocab_size", 300))
@@ -234,6 +247,21 @@ def test_published_models_have_the_published_sizes(config: dict[str, Any], milli
     assert model(written) == ours
     theirs = AutoConfig.for_model(**written).to_dict()
     assert model({key: value for key, value in theirs.items() if key != "head_dim" or "head_dim" in written}) == ours
+
+
+def test_published_gpt_oss_has_its_published_size() -> None:
+    ours = model(GPT_OSS)
+    assert ours.attention_pattern == "local:128,global"
+    assert num_parameters(ours) == 20_914_757_184
+    words = ours.vocab * ours.hidden_size
+    assert round((num_parameters(ours, active=True) - words) / 1e9, 2) == 3.61, "without the embedding"
+    written = build_config_json(ours)
+    assert written["rope_scaling"]["truncate"] is False
+    theirs = AutoConfig.for_model(**written)
+    assert theirs.to_dict()["rope_parameters"] == {"rope_theta": 150000.0, **GPT_OSS["rope_scaling"]}
+    assert model(theirs.to_dict()) == model(written) == ours
+    defaults = {"rope_scaling", "rope_theta", "sliding_window", "num_attention_heads", "head_dim", "hidden_size"}
+    assert model({name: value for name, value in GPT_OSS.items() if name not in defaults}) == ours
 
 
 def test_published_dropout_is_kept() -> None:
@@ -355,7 +383,7 @@ YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 
         (LLAMA3 | {"rope_parameters": {"rope_type": "default"}, "rope_scaling": YARN}, "contradict"),
         (LLAMA3 | {"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "lacks low_freq_factor, high_freq_factor"),
         (LLAMA3 | {"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5"),
-        (LLAMA3 | {"rope_scaling": YARN | {"truncate": False}}, "truncate false"),
+        (LLAMA3 | {"rope_scaling": YARN | {"truncate": 0}}, "truncate is 0, not true or false"),
         (LLAMA3 | {"rope_scaling": {"rope_type": "default", "low": 1}}, "low"),
         (LLAMA3 | {"rope_scaling": [1]}, "not an object"),
         (GPT2 | {"activation_function": "silu"}, "activation_function 'silu'"),
