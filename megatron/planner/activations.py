@@ -398,8 +398,9 @@ def _mlp_backward(shape: ActivationShape) -> int:
 UNFUSED_TILE, FUSED_TILE = 1024, 256
 """Sides of the tiles of attention (:mod:`megatron.kernels.block_attention`)."""
 
-UNFUSED_TENSORS = 6
-"""Tensors like the scores of a tile that are not fused, at a time; the hashes of dropout are three in int64."""
+UNFUSED_TENSORS, CAPPED_TENSORS = 6, 4
+"""Tensors like the scores of a tile that are not fused, at a time: with dropout, whose hashes are three in int64, and
+where scores are capped without dropout."""
 
 
 def _core_attention(shape: ActivationShape) -> tuple[int, int]:
@@ -435,6 +436,7 @@ def _core_attention(shape: ActivationShape) -> tuple[int, int]:
     unfused = capped or shape.model.attention_dropout > 0 or (shape.on_gpu and width == wide)
     side = min(UNFUSED_TILE if unfused else FUSED_TILE, length // runs)
     score = max(UNFUSED_TENSORS * wide, 3 * INDEX_BYTES) if unfused else UNFUSED_TENSORS * wide * shape.on_gpu
+    score = CAPPED_TENSORS * wide if capped and not shape.model.attention_dropout else score
     tile = side**2 * max(heads * score, (INDEX_BYTES + 5 * MASK_BYTES) * shape.masked)
     part = (1 / runs if shape.ring > 1 and not unfused else side / length) * width
     return int(forward + tile + part * queries), int(backward + tile + part * (queries + keys))

@@ -28,6 +28,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "interleaved-partial": {"position_embedding_type": "rope", "rotary_interleaved": True, "rotary_percent": 0.5},
     "dilated": {"position_embedding_type": "rope", "attention_pattern": "dilated:3:2,global"},
     "patterns-of-positions": {"attention_pattern": "chunked:4,local:3+first:2"},
+    "sinks-capped": {"softmax_type": "learnable", "attn_logit_softcapping": 0.5, "final_logit_softcapping": 0.5},
     "no-positions": {"position_embedding_type": "none", "window_size": 3},
 }
 

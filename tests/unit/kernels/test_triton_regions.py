@@ -20,7 +20,7 @@ pytest.importorskip("triton")
 from triton.runtime import interpreter
 
 from megatron.kernels import triton_regions as regions
-from megatron.kernels.activation import ACTIVATIONS, activation
+from megatron.kernels.activation import TRITON_ACTIVATIONS, activation
 from megatron.kernels.norm import add_norm, norm
 from megatron.kernels.qkv import split_qkv
 from megatron.kernels.rotary import RotaryCosSin
@@ -71,7 +71,7 @@ def test_norms(width: int, with_bias: bool) -> None:
 
 
 @pytest.mark.parametrize("with_bias", [False, True])
-@pytest.mark.parametrize("name", ACTIVATIONS)
+@pytest.mark.parametrize("name", TRITON_ACTIVATIONS)
 def test_activations(name: str, with_bias: bool) -> None:
     agree(regions.activation, activation, (draw(ROWS, BATCH, 80), draw(80) if with_bias else None), name)
 

@@ -98,14 +98,33 @@ def by_loops(
         for b in range(2):
             for s in range(LENGTH):
                 keys = [j for j in range(LENGTH) if visible(s, j, b, c.attention_pattern or "global", documents)]
-                weights = (k[keys, b] @ q[s, b] / d**0.5).softmax(0)
+                scores = k[keys, b] @ q[s, b] * (d**-0.5 if c.softmax_scale is None else c.softmax_scale)
+                if c.attn_logit_softcapping is not None:
+                    scores = c.attn_logit_softcapping * torch.tanh(scores / c.attn_logit_softcapping)
+                weights = scores.exp() / (scores.exp().sum() + SINKS[c.softmax_type](layer, head))
                 out[s, b, head * d : (head + 1) * d] = weights @ v[keys, b]
     y = out @ layer.linear_proj.weight.t()
     return y if layer.linear_proj.bias is None else y + layer.linear_proj.bias
 
 
+def learnt(layer: SelfAttention, head: int) -> Tensor:
+    assert layer.core_attention.softmax_offset is not None
+    return layer.core_attention.softmax_offset[head].exp()
+
+
+SINKS: dict[str, Callable[[SelfAttention, int], Tensor | float]] = {
+    "vanilla": lambda layer, head: 0.0,
+    "off-by-one": lambda layer, head: 1.0,
+    "learnable": learnt,
+}
+"""What a softmax sums besides the keys."""
+
 CONFIGS: dict[str, dict[str, Any]] = {
     "mha": {},
+    "gqa-scaled": {"num_query_groups": 2, "softmax_scale": 0.7},
+    "capped": {"softmax_scale": 0.7, "attn_logit_softcapping": 0.4, "attention_pattern": "local:4"},
+    "off-by-one": {"softmax_type": "off-by-one"},
+    "gqa-sinks-capped": {"num_query_groups": 2, "softmax_type": "learnable", "attn_logit_softcapping": 0.4},
     "gqa-no-bias": {"num_query_groups": 2, "add_bias_linear": False},
     "mqa-qkv-bias": {"num_query_groups": 1, "add_bias_linear": False, "add_qkv_bias": True, "kv_channels": 6},
     "gqa-rope-qk-norm-window": {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from functools import cache
 
@@ -9,9 +10,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron.config.model import ModelConfig
+from megatron.config.model import GATED_ACTIVATIONS, ModelConfig
 from megatron.config.run import TrainingConfig
 from megatron.distributed.grad_accumulator import GradAccumulator
+from megatron.kernels.activation import activation
 from megatron.layers import parameters
 from megatron.layers.context import BuildContext
 from megatron.layers.mlp import MLP
@@ -51,6 +53,28 @@ RECOMPUTED = {
     "mlp": TrainingConfig(recompute_granularity="selective", recompute_modules=("mlp", "activation")),
     "blocks": TrainingConfig(recompute_granularity="full", recompute_num_layers=2),
 }
+
+
+@pytest.mark.parametrize(("limit", "offset"), [(None, 0.0), (None, 1.0), (1.5, 0.0), (0.7, -0.3)])
+@pytest.mark.parametrize("name", GATED_ACTIVATIONS)
+def test_gates_limits_and_offsets(name: str, limit: float | None, offset: float) -> None:
+    """Element by element; with a limit gradients are zero beyond it."""
+    x = (2 * torch.randn(9, 16, dtype=torch.float64)).requires_grad_()
+    y = activation(x, None, name, limit, offset)
+    largest = math.inf if limit is None else limit
+    for row in range(9):
+        for i in range(8):
+            g, up = min(x[row, i].item(), largest), max(-largest, min(x[row, i + 8].item(), largest))
+            normal = 0.5 * (1 + math.erf(g / math.sqrt(2)))
+            by_tanh = 0.5 * (1 + math.tanh(math.sqrt(2 / math.pi) * (g + 0.044715 * g**3)))
+            shares = {"geglu": normal, "geglu_tanh": by_tanh}
+            share = shares.get(name, 1 / (1 + math.exp(-(1.702 if name == "quick_geglu" else 1.0) * g)))
+            assert y[row, i].item() == pytest.approx(g * share * (up + offset), rel=1e-12)
+    (dx,) = torch.autograd.grad(y.sum(), x)
+    gate, up = x.detach().chunk(2, 1)
+    beyond = torch.cat((gate > largest, up.abs() > largest), 1)
+    assert not dx[beyond].any()
+    assert dx[~beyond].all()
 
 
 @pytest.mark.parametrize("recomputed", RECOMPUTED)

@@ -145,6 +145,15 @@ ONE_RANK = [
     f"{LONG} --attention-pattern local:100,chunked:300 --num-query-groups 2 --position-embedding-type rope",
     f"{LONG} --reset-attention-mask --reset-position-ids --num-query-groups 2 --position-embedding-type rope",
     f"{LONG} --attention-dropout 0.1",
+    f"{LONG} --attn-logit-softcapping 30 --window-size 100",
+    f"{LONG} --attn-logit-softcapping 30 --attention-dropout 0.1",
+    f"{LONG} --softmax-type learnable --num-query-groups 2 --position-embedding-type rope",
+    "--final-logit-softcapping 30 --vocab-size 4000",
+    *(
+        f"--quick-geglu {options}"
+        for options in ("", "--glu-linear-offset 1", "--glu-linear-offset 1 --activation-func-clamp-value 2")
+    ),
+    f"{EXPERTS.replace('--swiglu --disable-bias-linear', '--quick-geglu')} --activation-func-clamp-value 2",
     f"{LONG} --seq-length 2048 --attention-dropout 0.1 --micro-batch-size 2 --global-batch-size 2 --mlp-chunk-size 200",
 ]
 
