@@ -35,7 +35,7 @@ UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**
 SOURCES = {"load_hf": ("save",), "load_megatron": ("save", "save_hf"), "load": ("save_hf", "save_megatron")}
 """Sources, and the targets that they can be converted to."""
 TARGETS = ("save", "save_hf", "save_megatron")
-EXPORT_OPTIONS = ("max_shard_size", "tokenizer", "ema")
+EXPORT_OPTIONS = ("max_shard_size", "tokenizer", "model_type", "ema")
 """Options that apply only to --save-hf."""
 HUGGING_FACE_OPTIONS = ("dtype", "workers")
 """Options that do not apply between checkpoints and Megatron-LM."""
@@ -94,6 +94,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--max-shard-size", type=parse_size, metavar="SIZE", help="size of a weights file (5GB)")
     parser.add_argument("--tokenizer", type=Path, metavar="DIR", help="tokenizer files, instead of the checkpoint's")
+    parser.add_argument("--model-type", metavar="TYPE", help="of transformers (the first that computes the same)")
     parser.add_argument("--ema", action="store_true", default=None, help="write the weight average of --ema-decay")
     parser.add_argument("--workers", type=parse_count, metavar="N", help="files to write at a time (1)")
     parser.add_argument("--no-check", action="store_true", help="skip the comparison with transformers")
@@ -187,6 +188,7 @@ def convert(args: argparse.Namespace) -> ConversionResult:
         dtype=args.dtype,
         shard_bytes=args.max_shard_size or parse_size("5GB"),
         tokenizer=args.tokenizer,
+        model_type=args.model_type,
         average=bool(args.ema),
         checked=checked,
         workers=args.workers or 1,

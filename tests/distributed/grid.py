@@ -45,12 +45,13 @@ QK_NORM: dict[str, dict[str, Any]] = {
     "all": {"qk_layernorm": True, "qk_layernorm_scope": "all"},
 }
 
-_ONE_PLUS: dict[str, Any] = {"apply_layernorm_1p": True}
+# A large epsilon, because a norm of nearly nothing multiplies rounding.
+_AFTER: dict[str, Any] = {"apply_layernorm_1p": True, "norm_epsilon": 0.1}
 BLOCKS: dict[str, dict[str, Any]] = {
     "pre": {},
     "parallel": {"parallel_attention": True, "residual_multiplier": 0.7},
-    "post": {"layernorm_placement": "post", "logits_scaling": 1.5} | _ONE_PLUS,
-    "sandwich": {"layernorm_placement": "sandwich", "embedding_multiplier": 2.0} | _ONE_PLUS,
+    "post": {"layernorm_placement": "post", "logits_scaling": 1.5} | _AFTER,
+    "sandwich": {"layernorm_placement": "sandwich", "embedding_multiplier": 2.0} | _AFTER,
 }
 
 

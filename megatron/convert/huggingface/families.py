@@ -206,14 +206,7 @@ _MISTRAL = replace(
 )
 
 
-_LAYER_TYPES = KeyGroup(
-    ("sliding_window", "layer_types"),
-    lambda c: read_layer_types(c, read_number(WINDOW, c), lambda layer: True),
-    write_layer_types,
-    HAS_LAYER_TYPES,
-)
-
-_MINISTRAL = replace(_MISTRAL, architecture="MinistralForCausalLM", keys=(*_MISTRAL.keys[:-1], _LAYER_TYPES))
+_MINISTRAL = replace(_MISTRAL, architecture="MinistralForCausalLM", keys=(*_MISTRAL.keys[:-1], layer_types()))
 
 
 def _read_qwen_window(config: JsonObject) -> FieldValues:
@@ -232,7 +225,7 @@ def _write_qwen_window(model: ModelConfig) -> FieldValues:
 
 
 _QWEN_WINDOW = KeyGroup(
-    ("use_sliding_window", "max_window_layers", *_LAYER_TYPES.names),
+    ("use_sliding_window", "max_window_layers", "sliding_window", "layer_types"),
     _read_qwen_window,
     _write_qwen_window,
     HAS_LAYER_TYPES,

@@ -405,7 +405,7 @@ def _layers_have_one_window(model: ModelConfig) -> bool:
 HAS_LAYER_TYPES: Capabilities = {"attention_pattern": _layers_have_one_window}
 
 
-def layer_types(period: int) -> KeyGroup:
+def layer_types(period: int | None = None) -> KeyGroup:
     """Return the keys of windows in all layers but every ``period``-th, or those that ``layer_types`` names."""
 
     def write(model: ModelConfig) -> FieldValues:
@@ -414,7 +414,9 @@ def layer_types(period: int) -> KeyGroup:
 
     return KeyGroup(
         ("sliding_window", "layer_types"),
-        lambda c: read_layer_types(c, read_number(WINDOW, c), lambda layer: (layer + 1) % period != 0),
+        lambda c: read_layer_types(
+            c, read_number(WINDOW, c), lambda layer: period is None or (layer + 1) % period != 0
+        ),
         write,
         HAS_LAYER_TYPES,
     )

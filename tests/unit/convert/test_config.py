@@ -348,6 +348,17 @@ def test_layers_of_two_kinds_are_patterns() -> None:
         assert model(theirs.to_dict()) == model(written) == ours
 
 
+def test_a_model_type_may_be_chosen() -> None:
+    ours = model(PHI3)
+    assert model_type_for(ours) == "mistral"
+    chosen = build_config_json(ours, kind="phi3")
+    assert (chosen["model_type"], chosen["sliding_window"], model(chosen)) == ("phi3", 2047, ours)
+    with pytest.raises(UserError, match="Hugging Face's llama has no window_size 2047"):
+        build_config_json(ours, kind="llama")
+    with pytest.raises(UserError, match="there is no model type phi4, only gpt2, llama"):
+        build_config_json(ours, kind="phi4")
+
+
 def test_equal_patterns_are_a_window() -> None:
     base = preset("tiny-llama")
     for text, family, window in (("local:7*3,local:7", "mistral", 7), ("global", "llama", None)):
