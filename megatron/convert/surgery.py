@@ -242,7 +242,7 @@ def change_checkpoint(
         saved: the model to change.
         changes: what to change.
         save: a ``--save`` folder without checkpoints.
-        report: called with the name of the last tensor, the elements done, and their total.
+        report: called with the name of the last tensor, the bytes done, and their total.
         dtype: ``fp32``, ``bf16`` or ``fp16``: of the stored weights, and in which a run from them computes. None stores
             fp32, to be computed with as before.
 
@@ -258,7 +258,8 @@ def change_checkpoint(
     if folder.named():
         raise CheckpointError(f"{save} holds checkpoints already", "--save A_NEW_FOLDER")
     changed = changes.apply(saved)
-    stored, total, done = DTYPES[dtype or "fp32"], sum(spec.numel for spec in changed.specs.values()), 0
+    stored, done = DTYPES[dtype or "fp32"], 0
+    total = stored.itemsize * sum(spec.numel for spec in changed.specs.values())
 
     def part(name: str, spec: ShardSpec, box: Box) -> TensorPart:
         def read() -> Tensor:
@@ -267,7 +268,7 @@ def change_checkpoint(
             values = exact.to(stored)
             if stored == torch.float16 and not values.isfinite().all() and exact.isfinite().all():
                 raise CheckpointError(f"{name} has values too large for fp16", "--cast bf16")
-            done += box.numel
+            done += box.numel * stored.itemsize
             report(name, done, total)
             return values
 

@@ -21,42 +21,30 @@ MOMENT_DTYPES = ("exp_avg_dtype", "exp_avg_sq_dtype")
 Arguments = Mapping[str, Any]
 """Attributes of the run's ``args``."""
 
+OFF = """multi_latent_attention qk_l2_norm attention_output_gate use_mup apply_residual_connection_post_layernorm
+layernorm_zero_centered_gamma moe_shared_expert_gate moe_router_enable_expert_bias moe_apply_probs_on_input
+is_hybrid_model hyper_connections enable_hyper_connections use_legacy_models geglu reglu moe_use_upcycling"""
+UNSET = """experimental_attention_variant mtp_num_layers moe_latent_size moe_router_num_groups moe_router_group_topk
+moe_router_topk_scaling_factor moe_input_jitter_eps moe_expert_capacity_factor moe_router_force_biased
+linear_attention_freq heterogeneous_layers_config_path heterogeneous_layers_config_encoded_json spec
+hybrid_layer_pattern hybrid_override_pattern window_attn_skip_freq moe_expert_rank_capacity_factor
+moe_mlp_glu_interleave_size moe_shared_expert_glu_interleave_size mrope_section"""
 NEUTRAL: Mapping[str, tuple[Any, ...]] = {
-    **dict.fromkeys(
-        (
-            *("multi_latent_attention", "qk_l2_norm", "attention_output_gate", "use_mup", "quick_geglu"),
-            *("apply_residual_connection_post_layernorm", "apply_layernorm_1p", "layernorm_zero_centered_gamma"),
-            *("moe_shared_expert_gate", "moe_router_enable_expert_bias", "moe_apply_probs_on_input", "is_hybrid_model"),
-            *(
-                "hyper_connections",
-                "enable_hyper_connections",
-                "use_legacy_models",
-                "geglu",
-                "reglu",
-                "moe_use_upcycling",
-            ),
-        ),
-        (False, None),
-    ),
-    **dict.fromkeys(
-        (
-            *("experimental_attention_variant", "activation_func_clamp_value", "mtp_num_layers", "moe_latent_size"),
-            *("moe_router_num_groups", "moe_router_group_topk", "moe_router_topk_scaling_factor"),
-            *("moe_input_jitter_eps", "moe_expert_capacity_factor", "moe_router_force_biased", "linear_attention_freq"),
-            *("heterogeneous_layers_config_path", "heterogeneous_layers_config_encoded_json", "spec"),
-            *("hybrid_layer_pattern", "hybrid_override_pattern", "no_rope_freq", "window_attn_skip_freq"),
-            *("rotary_seq_len_interpolation_factor", "moe_expert_rank_capacity_factor", "moe_mlp_glu_interleave_size"),
-            *("moe_shared_expert_glu_interleave_size", "mrope_section"),
-        ),
-        (None, 0),
-    ),
-    "glu_linear_offset": (0.0,),
-    "softmax_type": ("vanilla",),
+    **dict.fromkeys(OFF.split(), (False, None)),
+    **dict.fromkeys(UNSET.split(), (None, 0)),
     "moe_router_score_function": ("softmax",),
     "mscale": (1.0, None),
     "mscale_all_dim": (0.0, None),
 }
 """Arguments that change what a model computes, and the values that change nothing."""
+
+ACTIVATIONS = {"swiglu": "swiglu", "quick_geglu": "quick_geglu", "squared_relu": "relu2"}
+"""Arguments that select an activation -> the activation here."""
+
+LACKING = """attention_pattern z_loss_coeff embedding_multiplier residual_multiplier logits_scaling rotary_base_local
+softmax_scale attn_logit_softcapping final_logit_softcapping layernorm_placement parallel_attention
+qk_layernorm_scope"""
+"""Options of a model that Megatron-LM does not have."""
 
 NOT_COMPARED = ("data_parallel_sharding_strategy", "recompute_modules", "vocab_size", "make_vocab_size_divisible_by")
 """Options of the same name as an argument that is unused in most runs, or has another meaning."""
@@ -87,6 +75,8 @@ def model_arguments(args: Arguments) -> dict[str, Any]:
     window = args.get("window_size")
     if window is not None:
         found["window_size"] = ",".join(map(str, window))
+    if args.get("no_rope_freq") is not None:
+        found["no_rope_freq"] = str(args["no_rope_freq"])
     if args.get("num_experts") is None:
         found = {name: value for name, value in found.items() if not name.startswith("moe_")}
     return {name: value for name, value in found.items() if value is not None and name not in NOT_COMPARED}
@@ -98,10 +88,9 @@ def _every_layer(freq: Any) -> bool:
 
 
 def _activation(args: Arguments) -> str:
-    if args.get("swiglu"):
-        return "swiglu"
-    if args.get("squared_relu"):
-        return "relu2"
+    for name, ours in ACTIVATIONS.items():
+        if args.get(name):
+            return ours
     fused = args.get("bias_gelu_fusion") and args.get("add_bias_linear", True)
     return "gelu_tanh" if fused or args.get("openai_gelu") else "gelu"
 
@@ -203,6 +192,7 @@ def write_arguments(config: RunConfig, state: Mapping[str, Any], padded_vocab_si
             args[name] = list(value) if isinstance(value, tuple) else value
     activation, positions = model.activation, model.position_embedding_type
     fused = activation == "gelu_tanh" and model.add_bias_linear
+    interpolation, skipping = model.rotary_seq_len_interpolation_factor, model.no_rope_freq is not None
     return args | {
         "num_query_groups": model.kv_groups,
         "group_query_attention": model.kv_groups != model.num_attention_heads,
@@ -212,11 +202,12 @@ def write_arguments(config: RunConfig, state: Mapping[str, Any], padded_vocab_si
         "add_qkv_bias": model.qkv_bias,
         "max_position_embeddings": model.max_position_embeddings or config.training.seq_length,
         "layernorm_epsilon": model.norm_epsilon,
-        "swiglu": activation == "swiglu",
-        "squared_relu": activation == "relu2",
+        **{name: activation == ours for name, ours in ACTIVATIONS.items()},
         "openai_gelu": activation == "gelu_tanh" and not fused,
         "bias_gelu_fusion": fused,
         "window_size": None if model.window_size is None else (model.window_size - 1, 0),
+        "rotary_seq_len_interpolation_factor": None if interpolation == 1 else int(interpolation),
+        "no_rope_freq": None if not skipping else [int(model.rotary_kind(i) is None) for i in range(model.num_layers)],
         "add_position_embedding": positions == "learned_absolute",
         "use_rotary_position_embeddings": positions == "rope",
         "padded_vocab_size": padded_vocab_size,
@@ -244,5 +235,6 @@ def write_arguments(config: RunConfig, state: Mapping[str, Any], padded_vocab_si
 
 def unwritable_options(model: ModelConfig) -> list[str]:
     """Return options of a model that Megatron-LM does not have."""
-    lacking = ["attention_pattern"] if model.attention_pattern is not None else []
-    return lacking + (["z_loss_coeff"] if model.z_loss_coeff else [])
+    found = [name for name in LACKING.split() if getattr(model, name) != SETTINGS[name].default]
+    found += [f"activation {model.activation}"] if model.activation in ("geglu", "geglu_tanh") else []
+    return found + (["rotary_seq_len_interpolation_factor"] if model.rotary_seq_len_interpolation_factor % 1 else [])

@@ -99,24 +99,29 @@ def import_megatron_lm(manifest: Manifest, folder: Path, report: ProgressCallbac
     checkpoints = CheckpointFolder(folder)
     if checkpoints.named():
         raise CheckpointError(f"{folder} holds checkpoints already", "--save A_NEW_FOLDER")
-    reader, total = CheckpointReader(manifest), sum(prod(record.shape) for record in manifest.tensors.values())
+    reader = CheckpointReader(manifest)
+    total = sum(prod(record.shape) * _stored_dtype(record.dtype).itemsize for record in manifest.tensors.values())
     done = 0
 
     def read(name: str, box: Box) -> Tensor:
         nonlocal done
-        done += box.numel
+        values = reader.read(name, box).to(_stored_dtype(manifest.tensors[name].dtype))
+        done += values.nbytes
         report(name, done, total)
-        values = reader.read(name, box)
-        return values.float() if values.dtype in (torch.bfloat16, torch.float16) else values
+        return values
 
     tensors = {}
     for name, record in manifest.tensors.items():
         parts = tuple(TensorPart(chunk.box, partial(read, name, chunk.box)) for chunk in record.chunks)
-        dtype = torch.float64 if record.dtype == "F64" else torch.float32
-        tensors[name] = GlobalTensor(record.shape, record.view, dtype, parts)
+        tensors[name] = GlobalTensor(record.shape, record.view, _stored_dtype(record.dtype), parts)
     path = local_path(checkpoints.path(manifest.state["iteration"]))
     save_sharded(path, tensors, manifest.state, manifest.config, Group())
     return path, "weights and optimizer state" if "optimizer" in manifest.state else "weights alone"
+
+
+def _stored_dtype(name: str) -> torch.dtype:
+    """Return the type in which a tensor of Megatron-LM is stored, which has the ``name`` in safetensors."""
+    return torch.float64 if name == "F64" else torch.float32
 
 
 @contextmanager
@@ -170,7 +175,8 @@ class _Plan(DefaultSavePlanner):
                 module = key.removesuffix("weight")
                 for layer in range(model.num_layers):
                     self._add_object(f"{module}_extra_state/shard_{layer}_{model.num_layers}", [None])
-        self._total = sum(prod(i.tensor_data.chunk.sizes) for i in self._items if i.tensor_data is not None)
+        parts = (item.tensor_data for item in self._items if item.tensor_data is not None)
+        self._total = sum(prod(part.chunk.sizes) * part.properties.dtype.itemsize for part in parts)
 
     def _moments(self, saved: SavedModel) -> tuple[tuple[str, ...], str]:
         """Return the kinds of optimizer state to write, or why there are none."""
@@ -212,7 +218,7 @@ class _Plan(DefaultSavePlanner):
         flat = torch.zeros(box.numel, dtype=dtype)
         for part, first in view_parts(box, shape, view):
             flat[first : first + part.numel] = self._reader.read(name, part).reshape(-1).to(dtype)
-        self._done += box.numel
+        self._done += flat.nbytes
         self._report(name, self._done, self._total)
         return flat.view(sizes)
 
