@@ -45,7 +45,7 @@ def main(argv: Sequence[str]) -> int:
         launch = Launch.read(os.environ)
         parsed = parse(argv, recall=stored_config, read_model=read_model_values)
         config = with_vocabulary(parsed.config)
-        if config.checkpoint.save_hf_interval is not None:
+        if config.checkpoint.save is not None and config.checkpoint.save_hf_interval is not None:
             build_config_json(config.model)  # raises if no model of Hugging Face computes the same
         start = preview_start(config, parsed.world_size) if parsed.check_only else StartPreview()
         position = start.iteration, start.consumed_samples

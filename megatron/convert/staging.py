@@ -55,7 +55,7 @@ class StagingFolder:
         read = [self._parse(line) for line in lines[:-1]] if first == head else []  # the last line may be incomplete
         self.complete = {name: file for file in read if file is not None for name in file.files}
         for path in folder.iterdir():
-            if path.is_dir():
+            if path.is_dir() and not path.is_symlink():
                 shutil.rmtree(path)
             elif path.name not in (*self.complete, JOURNAL):
                 path.unlink()

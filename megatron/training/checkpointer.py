@@ -723,8 +723,8 @@ def files_to_carry(recorded: SmallFiles, carried: SmallFiles) -> dict[str, Path 
     """
     if not recorded:
         return dict(carried)
-    kept = {name: content for name, content in carried.items() if not name.startswith(TOKENIZER_PREFIX)}
     same = TOKENIZER_JSON in carried and not tokenizer_notes(recorded, carried)
+    kept = {name: content for name, content in carried.items() if same or not name.startswith(TOKENIZER_PREFIX)}
     if GENERATION_CONFIG_FILE in kept and not same:  # its special token ids belong to another tokenizer
         kept[GENERATION_CONFIG_FILE] = _without_special_ids(_bytes(kept[GENERATION_CONFIG_FILE]))
     return kept | dict(recorded)

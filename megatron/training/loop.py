@@ -321,8 +321,8 @@ def build_callbacks(
 
         callbacks.append(SamplePrompts(trainer, Path(logging.sample_prompts)))
     checkpoint = trainer.config.checkpoint
-    if checkpoint.save_hf_interval is not None:
-        callbacks.append(HuggingFaceExport(trainer, Path(str(checkpoint.save)), checkpoint.save_hf_interval))
+    if checkpoint.save is not None and checkpoint.save_hf_interval is not None:
+        callbacks.append(HuggingFaceExport(trainer, Path(checkpoint.save), checkpoint.save_hf_interval))
     if others is not None:
         callbacks += others.callbacks(trainer)
     return callbacks

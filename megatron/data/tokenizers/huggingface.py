@@ -34,6 +34,7 @@ from megatron.data.tokenizers.base import (
 TOKENIZER_JSON = "tokenizer.json"
 TOKENIZER_CONFIG = "tokenizer_config.json"
 SPECIAL_TOKENS_MAP = "special_tokens_map.json"
+OTHER_FILES = ("added_tokens.json", "chat_template.jinja")  # of no effect on ids here, but part of an exported model
 SENTENCEPIECE_MODEL = "tokenizer.model"  # SentencePiece model in a Hugging Face folder
 END_OF_DOCUMENT = "<|endoftext|>"
 NO_EXPORT_NOTE = (
@@ -285,7 +286,7 @@ def _read_files(path: Path) -> dict[str, bytes]:
             how.insert(0, f"--tokenizer-type SentencePieceTokenizer --tokenizer-model {shlex.quote(str(path))}")
         raise DataError(f"there is no {main}", *how, "--tokenizer-model DIR")
     files = {TOKENIZER_JSON: read_tokenizer_file(main)}
-    beside = {name: main.with_name(name) for name in (TOKENIZER_CONFIG, SPECIAL_TOKENS_MAP)}
+    beside = {name: main.with_name(name) for name in (TOKENIZER_CONFIG, SPECIAL_TOKENS_MAP, *OTHER_FILES)}
     found = {name: file for name, file in beside.items() if file.is_file()}
     return files | {name: read_tokenizer_file(file, limit=SMALL_FILE_BYTES) for name, file in found.items()}
 

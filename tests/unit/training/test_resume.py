@@ -454,6 +454,9 @@ def test_ids_of_another_tokenizer_do_not_stay(
     content = found[generation.name]
     assert json.loads(content if isinstance(content, bytes) else content.read_bytes()) == kept
     assert bool(checkpointer.tokenizer_notes(OURS, carried)) is noted
+    if not noted and theirs:
+        template = {"tokenizer/chat_template.jinja": b"{{ x }}"}
+        assert checkpointer.files_to_carry(OURS, carried | template).items() >= template.items()
     generation.write_text("3")
     if theirs != OURS:
         with pytest.raises(DataError, match=r"generation_config\.json of the loaded model is not a JSON object"):

@@ -22,6 +22,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+import pretrain_gpt
 from megatron.checkpoint.errors import CheckpointError, DamagedCheckpointError
 from megatron.checkpoint.format import Manifest
 from megatron.checkpoint.lease import acquire_lease
@@ -33,6 +34,7 @@ from megatron.training import checkpointer
 from megatron.training.build import build_trainer
 from megatron.training.checkpointer import FINISHED_FILE, Checkpointer, hold_save_folder, tensors_to_save
 from tests.runs import (
+    FLAGS,
     KilledError,
     before_step,
     differences,
@@ -427,3 +429,18 @@ def test_a_failed_export_is_a_warning(tmp_path: Path) -> None:
     reason = f"{tmp_path}/saved/hf/iter_0000006 exists and is not empty\n  fix: --save-hf A_NEW_FOLDER"
     assert warning == f"step 6 is not exported: {reason}"
     assert (tmp_path / "saved" / "hf" / "iter_0000006.log").exists()
+
+
+def test_a_model_without_a_family_is_refused_before_the_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    flags = f"{FLAGS} --save {tmp_path}/saved --save-interval 1 --save-hf-interval 3"
+    for more, message in [
+        (
+            "--position-embedding-type rope --rotary-percent 0.5",
+            "E852 Hugging Face's gpt2 has no position_embedding_type rope",
+        ),
+        ("--position-embedding-type rope --swiglu --disable-bias-linear --normalization RMSNorm", "is not set, and"),
+    ]:
+        given = f"{flags} {more}".replace("--max-position-embeddings 8", "")
+        assert pretrain_gpt.main(given.split()) == 2
+        assert message in capsys.readouterr().err
+    assert not (tmp_path / "saved").exists()

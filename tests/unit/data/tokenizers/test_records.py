@@ -82,6 +82,17 @@ def test_every_type_is_rebuilt_from_the_files_beside_the_data(name: str, parse: 
     assert was_written_with(prefix, again)
 
 
+def test_a_chat_template_stays_with_the_tokenizer(model: Path, tmp_path: Path) -> None:
+    """And changes nothing of its ids or its fingerprint."""
+    more = {"chat_template.jinja": b"{{ messages }}", "added_tokens.json": b"{}"}
+    folder = write_files(tmp_path / "chat", make_tokenizer_files(byte_tokenizer()) | more)
+    written = HuggingFaceTokenizer(folder)
+    assert written.fingerprint == HuggingFaceTokenizer(model).fingerprint
+    prefix = record(tmp_path / "x", written)
+    found = hugging_face_files_of(prefix)
+    assert {name: found[name] for name in more} == more
+
+
 def test_fingerprints_are_those_of_earlier_versions() -> None:
     """The formulas are in the next test; these have no files."""
     assert [ByteTokenizer().fingerprint, NullTokenizer(300).fingerprint] == ["6ed9e52746c4633e", "b46b1f504b5461cd"]
