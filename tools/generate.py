@@ -49,7 +49,7 @@ def build_parser() -> argparse.ArgumentParser:
         "--load",
         required=True,
         metavar="PATH",
-        help="a folder of checkpoints, one of them, or hf:DIR or hf:ORG/NAME of Hugging Face",
+        help="a folder of checkpoints, one of them, megatron:DIR, or hf:DIR or hf:ORG/NAME of Hugging Face",
     )
     model.add_argument("--ckpt-step", type=int, metavar="N", help="step of the checkpoint (the newest valid one)")
     model.add_argument("--ema", action="store_true", help="use the weight average of --ema-decay")

@@ -23,7 +23,7 @@ from megatron.checkpoint.format import Manifest, is_megatron_lm
 from megatron.checkpoint.location import Location, parse_location
 from megatron.checkpoint.publish import CHECKPOINT_NAME, is_complete, is_interrupted
 from megatron.config.errors import Problem, UserError
-from megatron.config.run import HUGGING_FACE_PREFIX, CheckpointConfig, RunConfig
+from megatron.config.run import HUGGING_FACE_PREFIX, MEGATRON_PREFIX, CheckpointConfig, RunConfig
 from megatron.config.text import listed
 
 BATCH_OPTIONS = {"global_batch_size", "rampup_batch_size", "step_batch_size_schedule"}
@@ -119,7 +119,8 @@ def _find(options: CheckpointConfig) -> ResumeSource:
         return ResumeSource(hf=Path(options.load.removeprefix(HUGGING_FACE_PREFIX)), mode="weights-only", notes=notes)
     folder = load or parse_location(str(save))
     absent = isinstance(folder, Path) and not (folder.is_dir() and any(folder.iterdir()))
-    if absent and step is None and options.resume_mode != "weights-only":
+    named = (options.load or "").startswith(MEGATRON_PREFIX)  # must exist, as that of hf:
+    if absent and step is None and options.resume_mode != "weights-only" and not named:
         return ResumeSource(notes=(*notes, f"starts from scratch: --load {folder} does not exist or is empty"))
     found = CheckpointFolder(folder).named()
     if is_complete(folder) or is_megatron_lm(folder):  # one checkpoint under another name

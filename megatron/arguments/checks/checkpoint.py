@@ -39,7 +39,8 @@ def check_load_folder(config: RunConfig, world_size: int) -> Iterator[Problem]:
         yield Problem("E801", sentence, (f"--load {folder.parent / close}", "drop --load"))
     elif load.startswith(MEGATRON_PREFIX):
         if not isfile(folder / MEGATRON_LM_NEWEST) and not is_megatron_lm(folder):
-            yield Problem("E801", f"{folder} is neither a folder of Megatron-LM's checkpoints nor one of them")
+            sentence = f"--load {load} is neither a folder of Megatron-LM's checkpoints nor one of them"
+            yield Problem("E801", sentence, ("drop --load",))
     elif isfile(folder / MEGATRON_LM_NEWEST) or is_megatron_lm(folder):
         sentence = f"--load {folder} holds checkpoints of Megatron-LM"
         yield Problem("E801", sentence, (f"--load {MEGATRON_PREFIX}{folder}",))

@@ -391,6 +391,7 @@ CASES = (
     Case("--save ''"),
     Case("--load ''"),
     Case("--load hf:"),
+    Case("--load megatron:runs/absent"),
     Case("--load docs --save docs/flags.md/checkpoints"),
     Case("--load tests/golden/hf_bert"),
     Case("--save checkpoints/iter_0001000"),

@@ -209,9 +209,24 @@ def write_ranks(
 
 
 def write_torch_dist(
-    folder: Path, model: ModelConfig, ours: Mapping[str, Tensor], fully_reshardable: bool = True
+    folder: Path,
+    model: ModelConfig,
+    ours: Mapping[str, Tensor],
+    *,
+    fully_reshardable: bool = True,
+    stacked: bool = True,
+    common_file: bool = False,
 ) -> Path:
-    """Write a checkpoint of step 7 of a model with experts in the format ``torch_dist``, with the state of Adam."""
+    """Write a checkpoint of step 7 of a model with experts in the format ``torch_dist``, with the state of Adam.
+
+    Args:
+        folder: of the checkpoints.
+        model: of the run.
+        ours: all tensors.
+        fully_reshardable: the state of the optimizer is by parameter, not in buffers.
+        stacked: layers are stacked, as where all have the same parameters.
+        common_file: what all ranks have in common is in a file, as older versions write it.
+    """
     layers, experts, padded = range(model.num_layers), model.num_experts or 0, model.vocab + 20
     stack = {
         "self_attention.linear_qkv.layer_norm_weight": "input_layernorm.weight",
@@ -230,7 +245,12 @@ def write_torch_dist(
     found["embedding.word_embeddings.weight"] = padded_rows(ours["embedding.word_embeddings.weight"], padded)
     found["output_layer.weight"] = padded_rows(ours["output_layer.weight"], padded)
     found["decoder.final_layernorm.weight"] = ours["final_layernorm.weight"]
-    every: dict[str, Any] = dict(found)
+    every: dict[str, Any]
+    if not stacked:
+        for key in [key for key in found if key.startswith("decoder.layers.")]:
+            each = found.pop(key)
+            found |= {key.replace("layers.", f"layers.{i}.", 1): each[i].clone() for i in layers}
+    every = dict(found)
     if not fully_reshardable:
         buffer = "optimizer.distributed.dp_group_idx_0.gbuf_idx_0.dtype_(torch.float32, torch.float32).bucket_idx_0"
         every |= {f"{buffer}.{kind}": torch.ones(64) for kind in ("param", "exp_avg", "exp_avg_sq")}
@@ -238,8 +258,13 @@ def write_torch_dist(
         for kind, value in {"param": tensor, **moments_of(tensor)}.items():
             every[f"optimizer.state.{kind}.{key}"] = value
     args = run_arguments(model, padded)
-    every["common_state/shard_0_1"] = [{"args": args, "iteration": 7, "optimizer": {"param_groups": [{"step": 7}]}}]
+    common = {"args": args, "iteration": 7, "optimizer": {"param_groups": [{"step": 7}]}}
     path = folder / "iter_0000007"
+    path.mkdir(parents=True)
+    if common_file:
+        torch.save(common, path / "common.pt")
+    else:
+        every["common_state/shard_0_1"] = [common]
     dcp.save(every, checkpoint_id=path, no_dist=True, planner=dcp.DefaultSavePlanner(flatten_state_dict=False))
     (path / "metadata.json").write_text('{"sharded_backend": "torch_dist", "sharded_backend_version": 1}')
     (folder / "latest_checkpointed_iteration.txt").write_text("7")

@@ -142,10 +142,11 @@ def test_interleaved_stages_and_experts_are_put_together(tmp_path: Path, model: 
     check_tensors(write_ranks(tmp_path, model, ours, **layout), ours, "optimizer" in layout)
 
 
-def test_stacked_experts_are_taken_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("form", [{}, {"stacked": False}, {"common_file": True}])
+def test_stacked_experts_are_taken_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, form: Any) -> None:
     monkeypatch.setattr("megatron.contrib.megatron_lm.checkpoint.BLOCK_ELEMENTS", 50)
     ours = random_tensors(EXPERTS)
-    folder = write_torch_dist(tmp_path, EXPERTS, ours)
+    folder = write_torch_dist(tmp_path, EXPERTS, ours, **form)
     check_tensors(folder, ours, True)
     chunks = [chunk for record in Manifest.open(newest(folder)).tensors.values() for chunk in record.chunks]
     assert max(chunk.box.numel for chunk in chunks) == 48  # memory does not grow with a tensor
