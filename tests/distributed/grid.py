@@ -69,7 +69,7 @@ RECOMPUTE: dict[str, dict[str, Any]] = {
 
 ACTIVATIONS: dict[str, dict[str, Any]] = {
     **{name: {"activation": name} for name in ("gelu_tanh", "relu2", "swiglu")},
-    "clamped": {"activation": "quick_geglu", "activation_func_clamp_value": 0.2, "glu_linear_offset": 1.0},
+    "clamped": {"activation": "quick_geglu", "activation_func_clamp_value": 1.0, "glu_linear_offset": 1.0},
 }
 """Some of each kind; all are computed element by element."""
 
