@@ -67,11 +67,12 @@ RECOMPUTE: dict[str, dict[str, Any]] = {
     "block 1": {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 1},
 }
 
+LIKE_OTHERS = ("gelu", "geglu", "geglu_tanh", "quick_geglu")
+"""Activations with the shape of another; all are computed element by element."""
 ACTIVATIONS: dict[str, dict[str, Any]] = {
-    **{name: {"activation": name} for name in ("gelu_tanh", "relu2", "swiglu")},
+    **{name: {"activation": name} for name in choices("activation") if name not in LIKE_OTHERS},
     "clamped": {"activation": "quick_geglu", "activation_func_clamp_value": 1.0, "glu_linear_offset": 1.0},
 }
-"""Some of each kind; all are computed element by element."""
 
 BIASES: dict[str, dict[str, Any]] = {
     "all": {},
