@@ -214,13 +214,13 @@ def describe(measured: dict[str, Measured]) -> list[str]:
     return lines
 
 
-def write(measured: dict[str, Measured]) -> None:
-    """Keep the result, after those of other sizes."""
+def write(measured: dict[str, Measured], load: float) -> None:
+    """Keep the result, after those of other sizes; ``load`` is that of the machine before the start."""
     page = Path(__file__).parent / "results" / "conversion.json"
     kept = json.loads(page.read_text())["measured"] if page.exists() else {}
     sized = {f"{name}, {4 * m.parameters / 1e9:.0f} GB": m for name, m in measured.items()}
     found = {name: Measured(**values) for name, values in kept.items()} | sized
-    where = machine("torch", "transformers")
+    where = machine("torch", "transformers") | {"load": f"load {load:.0f} before the start"}
     content = {"measured": {name: asdict(m) for name, m in found.items()}, "machine": where}
     note = f"Sizes in MB. One process, one thread, bf16 on the side of Hugging Face; {', '.join(where.values())}."
     keep("conversion", content, "\n".join([TITLE, "", *describe(found), "", note]))
@@ -238,11 +238,12 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--write", action="store_true", help="keep the result under benchmarks/results")
     args = parser.parse_args(argv)
     measured: dict[str, Measured] = {}
+    load = os.getloadavg()[1]
     for kind in args.family or SHAPES:
         measured |= measure(kind, args)
     print("\n".join(describe(measured)))
     if args.write:
-        write(measured)
+        write(measured, load)
     return 0
 
 

@@ -198,6 +198,7 @@ def import_huggingface(
     names = [*sizes]
     groups = [names[group] for group in split_into_shards([*sizes.values()], FILE_BYTES)]
     staged = path.with_name(f"{path.name}.unchecked")  # not recognised as a checkpoint
+    extra = _imported_extras(folder, source, dtype)
     identity = {"groups": groups, "dtype": str(stored), "files": _file_versions(folder)}
     with storage_errors(path, 0, None):
         make_folder(path.parent, private=True)
@@ -214,7 +215,6 @@ def import_huggingface(
                 for i, group in enumerate(groups)
             }
             ranks = staging.write(files, workers, progress.stop)
-            extra = _imported_extras(folder, source, dtype)
             manifest = build_manifest(ranks, write_small_files(staging.folder, extra.files), extra)
             write_file(staging.folder / MANIFEST, manifest)
             sync_folder(staging.folder)

@@ -159,6 +159,7 @@ class HuggingFaceExport(Callback):
             return
         lines = log.read_text(errors="replace").strip().splitlines() if log.exists() else []
         messages = [i for i, line in enumerate(lines) if line.startswith("convert_checkpoint: ")]
-        reason = "\n".join(lines[messages[-1] :] if messages else lines[-1:]).removeprefix("convert_checkpoint: ")
-        reason = reason or f"the converter ended with status {ended.process.returncode}"
+        reason = f"the conversion ended with status {ended.process.returncode}: {' '.join(lines[-1:])}; see {log}"
+        if messages and "Traceback (most recent call last):" not in lines and ended.process.returncode > 0:
+            reason = "\n".join(lines[messages[-1] :]).removeprefix("convert_checkpoint: ")
         self.log.warning(f"step {ended.step} is not exported: {reason}")

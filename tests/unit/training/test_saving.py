@@ -432,15 +432,7 @@ def test_a_failed_export_is_a_warning(tmp_path: Path) -> None:
 
 
 def test_a_model_without_a_family_is_refused_before_the_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    flags = f"{FLAGS} --save {tmp_path}/saved --save-interval 1 --save-hf-interval 3"
-    for more, message in [
-        (
-            "--position-embedding-type rope --rotary-percent 0.5",
-            "E852 Hugging Face's gpt2 has no position_embedding_type rope",
-        ),
-        ("--position-embedding-type rope --swiglu --disable-bias-linear --normalization RMSNorm", "is not set, and"),
-    ]:
-        given = f"{flags} {more}".replace("--max-position-embeddings 8", "")
-        assert pretrain_gpt.main(given.split()) == 2
-        assert message in capsys.readouterr().err
+    flags = f"{FLAGS} --save {tmp_path}/saved --save-interval 1 --save-hf-interval 3 --position-embedding-type rope"
+    assert pretrain_gpt.main(flags.split()) == 2
+    assert "E852 Hugging Face's gpt2 has no position_embedding_type rope" in capsys.readouterr().err
     assert not (tmp_path / "saved").exists()
