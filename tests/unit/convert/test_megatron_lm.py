@@ -241,7 +241,7 @@ def test_pickles_change_nothing_outside_of_their_file(tmp_path: Path) -> None:
     ("change", "sentence"),
     [
         ({"multi_latent_attention": True}, "multi_latent_attention True: the model here has no such option"),
-        ({"moe_layer_freq": [0, 1]}, "moe_layer_freq [0, 1]"),
+        ({"moe_layer_freq": [0, 1], "num_experts": 4}, "moe_layer_freq [0, 1]"),
         ({"position_embedding_type": "relative"}, "position_embedding_type"),
         ({"normalization": "L1"}, "normalization"),
         ({"num_layers": 10**9}, "num_layers"),
@@ -427,6 +427,15 @@ def test_main_params_and_the_loss_scale_of_fp16(tmp_path: Path) -> None:
     check_tensors(folder, ours, True)
     state = Manifest.open(newest(folder)).state
     assert state["loss_scaler"] == {"scale": 4096.0, "good_steps": 17, "lives": 1.0}
+
+
+def test_numbers_that_are_not_finite_are_refused(tmp_path: Path) -> None:
+    folder = write_ranks(tmp_path / "scale", DENSE, random_tensors(DENSE), optimizer=True)
+    scaler = {"scale": torch.tensor([torch.inf]), "growth_tracker": 17, "hysteresis_tracker": 1}
+    file = newest(folder) / "mp_rank_00" / "model_optim_rng.pt"
+    change_content(file, lambda c: c.update(optimizer={"optimizer": c["optimizer"], "grad_scaler": scaler}))
+    with pytest.raises(DamagedCheckpointError, match="is not a checkpoint of Megatron-LM, or is damaged"):
+        Manifest.open(newest(folder))
 
 
 def test_tools_read_such_folders(written: Path, capsys: pytest.CaptureFixture[str]) -> None:
