@@ -31,6 +31,7 @@ from megatron.checkpoint.format import (
     TensorRecord,
     box_end,
     contiguous_runs,
+    encode_manifest,
     format_box,
     intersect,
     match_view_dims,
@@ -182,9 +183,10 @@ def _read_unchanged(path: Path, files: tuple[tuple[str, int, int], ...]) -> Mani
         content = _read_torch_dist(path) if (path / METADATA).is_file() else _read_ranks(path)
         tensors = content.tensors()
         state = _run_state(content, "optim.exp_avg." + WORD_EMBEDDINGS in tensors)
-    except UserError:
+        encode_manifest({}, {}, state, content.config)  # raises for numbers that are not finite
+    except (DamagedCheckpointError, UserError):
         raise
-    except (KeyError, TypeError, ValueError, AttributeError, IndexError, RecursionError) as error:
+    except Exception as error:  # there may be anything in place of what is looked for
         raise DamagedCheckpointError(f"{path} is not a checkpoint of Megatron-LM, or is damaged: {error!r}") from error
     names = {chunk.file for record in tensors.values() for chunk in record.chunks}
     sizes = {Path(file).relative_to(path).as_posix(): size for file, size, _ in files}
@@ -231,12 +233,11 @@ class _RankFile:
 
     def chunks(self) -> list[tuple[int, Mapping[str, Any]]]:
         """Return the tensors of its model chunks, with their numbers."""
-        names = (
-            ["model"] if "model" in self.content else sorted(k for k in self.content if re.fullmatch(r"model\d+", k))
-        )
+        names = [name for name in self.content if re.fullmatch(r"model\d*", name)]
         if not names:
             raise DamagedCheckpointError(f"{self.path} holds no model")
-        return [(int(name.removeprefix("model") or 0), self.content[name]) for name in sorted(names, key=len)]
+        numbers = {int(name.removeprefix("model") or 0): self.content[name] for name in names}
+        return sorted(numbers.items(), key=lambda item: item[0])
 
 
 def _read_ranks(path: Path) -> _Content:
@@ -321,7 +322,7 @@ def _add_rank(content: _Content, file: _RankFile, starts: Mapping[tuple[int, int
         _add_shard(content.weights, parameter, parameter.name, parameter.tensor)
     try:
         content.state |= _add_optimizer(content.optimizer, file, parameters)
-    except (DamagedCheckpointError, KeyError, IndexError, TypeError) as error:
+    except Exception as error:  # as above
         content.unread = f"its optimizer state is not read: {error}"
 
 
@@ -406,7 +407,7 @@ def _add_optimizer(table: _Table, file: _RankFile, parameters: Sequence[_Paramet
                     _add_shard(table, member, f"optim.{kind}.{member.name}", kept[kind])
                 if masters is not None:
                     _add_shard(table, member, member.name, masters[number][at])
-                state["steps"] = _number(kept.get("step", group.get("step", file.content.get("iteration", 0))))
+                state["steps"] = int(_number(kept.get("step", group.get("step", file.content.get("iteration", 0)))))
             count += len(members)
         if "grad_scaler" in part:
             state["scaler"] = _loss_scaler(part["grad_scaler"])
@@ -426,12 +427,11 @@ def _loss_scaler(saved: Mapping[str, Any] | None) -> JSON:
     if not saved or "growth_tracker" not in saved:
         return {}
     good, lives = (int(_number(saved[name])) for name in ("growth_tracker", "hysteresis_tracker"))
-    return {"scale": float(_number(saved["scale"])), "good_steps": good, "lives": float(lives)}
+    return {"scale": _number(saved["scale"]), "good_steps": good, "lives": float(lives)}
 
 
-def _number(value: Any) -> int:
-    number = value.item() if isinstance(value, StoredTensor) else value
-    return int(number)
+def _number(value: Any) -> float:
+    return float(value.item() if isinstance(value, StoredTensor) else value)
 
 
 # ---- torch_dist: boxes of global tensors ----
@@ -455,7 +455,7 @@ def _read_torch_dist(path: Path) -> _Content:
     parts = optimizer if isinstance(optimizer, list) else [optimizer]
     groups = [group for part in parts for group in (part.get("optimizer") or part).get("param_groups", ())]
     steps = next((group["step"] for group in groups if group.get("step") is not None), content.iteration)
-    content.state["steps"] = _number(steps)
+    content.state["steps"] = int(_number(steps))
     content.state["scaler"] = next((_loss_scaler(part["grad_scaler"]) for part in parts if "grad_scaler" in part), {})
     for key, entry in entries.items():
         match = OPTIMIZER.fullmatch(key)

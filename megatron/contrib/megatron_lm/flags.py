@@ -17,13 +17,14 @@ from megatron.contrib.megatron_lm.pickles import Record
 from megatron.convert.huggingface.config import check_model_config
 
 MOMENT_DTYPES = ("exp_avg_dtype", "exp_avg_sq_dtype")
+WRITTEN_GROUPS = ("model", "precision", "training", "optimizer", "data")
 
 Arguments = Mapping[str, Any]
 """Attributes of the run's ``args``."""
 
 OFF = """multi_latent_attention qk_l2_norm attention_output_gate use_mup apply_residual_connection_post_layernorm
 layernorm_zero_centered_gamma moe_shared_expert_gate moe_router_enable_expert_bias moe_apply_probs_on_input
-is_hybrid_model hyper_connections enable_hyper_connections use_legacy_models geglu reglu moe_use_upcycling"""
+is_hybrid_model enable_hyper_connections use_legacy_models geglu reglu moe_router_force_load_balancing"""
 UNSET = """experimental_attention_variant mtp_num_layers moe_latent_size moe_router_num_groups moe_router_group_topk
 moe_router_topk_scaling_factor moe_input_jitter_eps moe_expert_capacity_factor moe_router_force_biased
 linear_attention_freq heterogeneous_layers_config_path heterogeneous_layers_config_encoded_json spec
@@ -56,6 +57,8 @@ def model_arguments(args: Arguments) -> dict[str, Any]:
     Raises:
         ValueError: naming the arguments that change what the model computes, and have no counterpart here.
     """
+    if args.get("num_experts") is None:
+        args = {name: value for name, value in args.items() if not name.startswith("moe_")}
     refused = [f"{name} {_text(args[name])}" for name, usual in NEUTRAL.items() if args.get(name) not in (*usual, None)]
     if not _every_layer(args.get("moe_layer_freq")):
         refused.append(f"moe_layer_freq {_text(args['moe_layer_freq'])}")
@@ -77,8 +80,6 @@ def model_arguments(args: Arguments) -> dict[str, Any]:
         found["window_size"] = ",".join(map(str, window))
     if args.get("no_rope_freq") is not None:
         found["no_rope_freq"] = str(args["no_rope_freq"])
-    if args.get("num_experts") is None:
-        found = {name: value for name, value in found.items() if not name.startswith("moe_")}
     return {name: value for name, value in found.items() if value is not None and name not in NOT_COMPARED}
 
 
@@ -152,7 +153,7 @@ def _dtype(name: str) -> str:
 
 def _run_values(args: Arguments) -> Values:
     """Return the other options of a run that its arguments have in common with ours."""
-    defaults = {SETTINGS[flag.removeprefix("--").replace("-", "_")].name for flag in _different_defaults()}
+    defaults = {flag.removeprefix("--").replace("-", "_") for flag in foreign_flags().different_defaults}
     values: Values = {}
     for name, setting in SETTINGS.items():
         skipped = setting.group == "model" or setting.option.role is Role.START or name in (*NOT_COMPARED, *defaults)
@@ -171,11 +172,6 @@ def _run_values(args: Arguments) -> Values:
     return {name: value for name, value in values.items() if value is not None}
 
 
-def _different_defaults() -> list[str]:
-    """Return flags whose default differs for a reason that does not concern the run."""
-    return [flag for flag in foreign_flags().different_defaults if flag not in ("--num-query-groups",)]
-
-
 def write_arguments(config: RunConfig, state: Mapping[str, Any], padded_vocab_size: int) -> dict[str, Any]:
     """Return the attributes of ``args`` for a run of ours.
 
@@ -188,7 +184,7 @@ def write_arguments(config: RunConfig, state: Mapping[str, Any], padded_vocab_si
     args: dict[str, Any] = {}
     for name, setting in SETTINGS.items():
         value = setting.value_in(config)
-        if setting.option.role is not Role.START and name not in ("activation", "params_dtype", *MOMENT_DTYPES):
+        if setting.group in WRITTEN_GROUPS and name not in ("activation", "params_dtype", *MOMENT_DTYPES):
             args[name] = list(value) if isinstance(value, tuple) else value
     activation, positions = model.activation, model.position_embedding_type
     fused = activation == "gelu_tanh" and model.add_bias_linear

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from functools import partial
 from math import prod
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, BinaryIO, ClassVar, NamedTuple
 
 from megatron.checkpoint.errors import DamagedCheckpointError
 from megatron.checkpoint.format import ITEM_BYTES, MANIFEST_BYTES, row_major_strides, to_dims
@@ -116,8 +116,14 @@ class _Dict(dict[Any, Any]):
     """A dictionary that may have attributes; the state dictionaries of modules do."""
 
 
-class _Unpickler(pickle.Unpickler):
-    """Builds objects of substitutes only."""
+class _Unpickler(pickle._Unpickler):
+    """Builds objects of substitutes only.
+
+    It is the one in Python: the one in C allocates as much memory as a pickle asks for, before it reads on.
+    """
+
+    dispatch: ClassVar[dict[int, Any]] = dict(pickle._Unpickler.dispatch)
+    del dispatch[pickle.BYTEARRAY8[0]]  # also allocates first
 
     def __init__(
         self, file: BinaryIO, path: Path, storage: Callable[[str], tuple[int, int, int]] | None = None
@@ -232,10 +238,11 @@ def _read(path: Path, read: Callable[[BinaryIO, Path], Any]) -> Any:
 
 
 def _read_pickle(file: BinaryIO, path: Path) -> Any:
-    content = file.read(MANIFEST_BYTES + 1)
-    if len(content) > MANIFEST_BYTES:
+    size = file.seek(0, io.SEEK_END)
+    if size > MANIFEST_BYTES:
         raise pickle.UnpicklingError("is too large for a table of tensors")
-    return _Unpickler(io.BytesIO(content), path).load()
+    file.seek(0)
+    return _Unpickler(io.BytesIO(file.read(size)), path).load()
 
 
 def _read_zip(file: BinaryIO, path: Path, start: int, length: int | None) -> Any:
