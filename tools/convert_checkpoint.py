@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from megatron.convert.huggingface.convert import ConversionResult
 
 UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
-EXPORT_OPTIONS = ("ckpt_step", "dtype", "max_shard_size", "tokenizer", "ema")
+EXPORT_OPTIONS = ("ckpt_step", "dtype", "max_shard_size", "tokenizer", "model_type", "ema")
 """Options that apply only to --save-hf."""
 
 
@@ -72,6 +72,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--dtype", choices=("fp32", "bf16", "fp16"), help="dtype of the weights (that of the run)")
     parser.add_argument("--max-shard-size", type=parse_size, metavar="SIZE", help="size of a weights file (5GB)")
     parser.add_argument("--tokenizer", type=Path, metavar="DIR", help="tokenizer files, instead of the checkpoint's")
+    parser.add_argument("--model-type", metavar="TYPE", help="of transformers (the first that computes the same)")
     parser.add_argument("--ema", action="store_true", default=None, help="write the weight average of --ema-decay")
     parser.add_argument("--no-check", action="store_true", help="skip the comparison with transformers")
     add_links_flag(parser)
@@ -143,6 +144,7 @@ def convert(args: argparse.Namespace) -> ConversionResult:
         dtype=args.dtype,
         shard_bytes=args.max_shard_size or parse_size("5GB"),
         tokenizer=args.tokenizer,
+        model_type=args.model_type,
         average=bool(args.ema),
         checked=checked,
     )

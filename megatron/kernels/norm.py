@@ -24,7 +24,7 @@ MAX_TRITON_WIDTH = 8192
 NormKernel = Callable[[Tensor, Tensor, Tensor | None, float], Tensor]
 """``norm(x_RW, weight_W, bias_W, eps) -> y_RW``; RMSNorm without a bias. Statistics in at least fp32.
 
-The weight may be wider than ``x``; the result is rounded once."""
+Weight and bias may be wider than ``x``; the result is rounded once."""
 
 AddNormKernel = Callable[[Tensor, Tensor, Tensor | None, Tensor, Tensor | None, float], tuple[Tensor, Tensor]]
 """``add_norm(x_RW, y_RW, y_bias_W, weight_W, bias_W, eps) -> (x + y, norm(x + y))``; on ``y_bias`` see
@@ -37,8 +37,7 @@ def norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
     RMSNorm is ``x / sqrt(mean(x^2) + eps) * weight``.
     """
     if weight.dtype != x.dtype:
-        wide_bias = None if bias is None else bias.to(weight.dtype)
-        return norm(x.to(weight.dtype), weight, wide_bias, eps).to(x.dtype)
+        return norm(x.to(weight.dtype), weight, bias, eps).to(x.dtype)
     if bias is None:
         return F.rms_norm(x, weight.shape, weight, eps)
     if x.dtype in HALF_DTYPES and x.device.type == "cpu":

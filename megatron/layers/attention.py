@@ -98,7 +98,7 @@ class SelfAttention(nn.Module):
         if q is not None and k is not None and self.norm_all:
             qkv_SBO, bias = self._normalize_all_heads(with_bias_gradient(qkv_SBO, bias), q, k), None
         elif q is not None and k is not None:
-            norms = HeadNorms(q.scale, q.bias, k.scale, k.bias, q.eps)
+            norms = HeadNorms(*q.affine(), *k.affine(), q.eps)
         rotary = None if self.rotary is None else ctx.rotary[self.rotary]
         q_SBND, k_SBGD, v_SBGD = self.kernels.split_qkv(qkv_SBO, bias, self.heads, norms, rotary)
         if ctx.cache is not None:
@@ -124,7 +124,8 @@ class SelfAttention(nn.Module):
         normed = []
         for x, norm, sum_SB in zip((q, k), (q_norm, k_norm), sums_2SB):
             mean_SB = sum_SB / (self.tp.size * x[0, 0].numel())
-            normed.append(x * (mean_SB + norm.eps).rsqrt()[..., None, None, None] * norm.scale.view(groups, -1, d))
+            scale, _ = norm.affine(wide=True)
+            normed.append(x * (mean_SB + norm.eps).rsqrt()[..., None, None, None] * scale.view(groups, -1, d))
         return torch.cat((*normed, v), dim=3).to(qkv_SBO.dtype).flatten(2)
 
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
 from megatron.config.model import ModelConfig
 from megatron.kernels.bias import with_bias_gradient
@@ -37,16 +38,29 @@ class Norm(nn.Module):
         self.eps, self.kernels, self.one_plus = config.norm_epsilon, context.kernels, config.apply_layernorm_1p
         self.weight, self.bias = context.parameter("weight", autograd=True), context.bias(autograd=True)
 
-    @property
-    def scale(self) -> Tensor:
-        """The factor of normalised values: the weight, or 1 + weight in at least fp32."""
-        if not self.one_plus:
-            return self.weight
-        return 1.0 + self.weight.to(torch.promote_types(self.weight.dtype, torch.float32))
+    def affine(self, wide: bool = False) -> tuple[Tensor, Tensor | None]:
+        """Return the factor of normalised values and the bias, in at least fp32 if ``wide`` or the factor is a sum."""
+        if not (wide or self.one_plus):
+            return self.weight, self.bias
+        bias = None if self.bias is None else _Widened.apply(self.bias, 0.0)
+        return _Widened.apply(self.weight, float(self.one_plus)), bias
 
     def forward(self, residual: Residual) -> tuple[Tensor, Tensor]:
         """Return ``(x + y, norm(x + y))``."""
-        x, y, y_bias = residual
+        (x, y, y_bias), (scale, bias) = residual, self.affine()
         if y is None:
-            return x, self.kernels.norm(x, self.scale, self.bias, self.eps)
-        return self.kernels.add_norm(x, y, y_bias, self.scale, self.bias, self.eps)
+            return x, self.kernels.norm(x, scale, bias, self.eps)
+        return self.kernels.add_norm(x, y, y_bias, scale, bias, self.eps)
+
+
+class _Widened(torch.autograd.Function):
+    """``offset + weight`` in at least fp32; unlike that of a cast, the gradient is not rounded."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, offset: float) -> Tensor:
+        return weight.to(torch.promote_types(weight.dtype, torch.float32)) + offset
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
+        return dy, None

@@ -45,12 +45,13 @@ QK_NORM: dict[str, dict[str, Any]] = {
     "all": {"qk_layernorm": True, "qk_layernorm_scope": "all"},
 }
 
-_ONE_PLUS: dict[str, Any] = {"apply_layernorm_1p": True}
+# A large epsilon, because a norm of nearly nothing multiplies rounding.
+_AFTER: dict[str, Any] = {"apply_layernorm_1p": True, "norm_epsilon": 0.1}
 BLOCKS: dict[str, dict[str, Any]] = {
     "pre": {},
     "parallel": {"parallel_attention": True, "residual_multiplier": 0.7},
-    "post": {"layernorm_placement": "post", "logits_scaling": 1.5} | _ONE_PLUS,
-    "sandwich": {"layernorm_placement": "sandwich", "embedding_multiplier": 2.0} | _ONE_PLUS,
+    "post": {"layernorm_placement": "post", "logits_scaling": 1.5} | _AFTER,
+    "sandwich": {"layernorm_placement": "sandwich", "embedding_multiplier": 2.0} | _AFTER,
 }
 
 
@@ -66,11 +67,12 @@ RECOMPUTE: dict[str, dict[str, Any]] = {
     "block 1": {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 1},
 }
 
+LIKE_OTHERS = ("gelu", "geglu", "geglu_tanh", "quick_geglu")
+"""Activations with the shape of another; all are computed element by element."""
 ACTIVATIONS: dict[str, dict[str, Any]] = {
-    **{name: {"activation": name} for name in ("gelu_tanh", "relu2", "swiglu")},
+    **{name: {"activation": name} for name in choices("activation") if name not in LIKE_OTHERS},
     "clamped": {"activation": "quick_geglu", "activation_func_clamp_value": 1.0, "glu_linear_offset": 1.0},
 }
-"""Some of each kind; all are computed element by element."""
 
 BIASES: dict[str, dict[str, Any]] = {
     "all": {},

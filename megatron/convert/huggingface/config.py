@@ -19,7 +19,7 @@ from megatron.config.errors import Problem, UserError
 from megatron.config.files import parse_json, read_small
 from megatron.config.model import ModelConfig
 from megatron.config.run import HUGGING_FACE_PREFIX, RunConfig, TrainingConfig
-from megatron.convert.huggingface.families import model_families
+from megatron.convert.huggingface.families import MISSING, model_families
 from megatron.convert.huggingface.keys import (
     FieldValues,
     JsonObject,
@@ -155,7 +155,8 @@ def read_model_type(config: JsonObject, where: str) -> str:
     """Return the model type of a config.json, a key of `model_families`."""
     kind, families = str(config.get("model_type")), model_families()
     if kind not in families:
-        sentence = f"{where}: model_type {kind!r} is not supported, only {', '.join(families)}"
+        reason = f": it needs {MISSING[kind]}" if kind in MISSING else f", only {', '.join(families)}"
+        sentence = f"{where}: model_type {kind!r} is not supported{reason}"
         raise UserError([Problem("E851", sentence)])
     architectures = config.get("architectures")
     named = architectures if isinstance(architectures, list) else [architectures]
@@ -217,14 +218,20 @@ def _unsupported(config: JsonObject, family: ModelFamily) -> Iterator[tuple[str,
             yield f"{name} {json.dumps(value)} is an unknown key", (fix,)
 
 
-def model_type_for(model: ModelConfig) -> str:
+def model_type_for(model: ModelConfig, wanted: str | None = None) -> str:
     """Return the first model type of `model_families` that computes exactly the same as ``model``.
+
+    Args:
+        model: architecture.
+        wanted: the only model type to consider; None for all.
 
     Raises:
         UserError: when there is none, naming the options that the closest model types lack.
     """
-    model = with_one_window(model)
-    lacking = {kind: family.lacks(model) for kind, family in model_families().items()}
+    model, families = with_one_window(model), model_families()
+    if wanted is not None and wanted not in families:
+        raise UserError([Problem("E852", f"there is no model type {wanted}, only {', '.join(families)}")])
+    lacking = {kind: family.lacks(model) for kind, family in families.items() if wanted in (None, kind)}
     best = min(lacking, key=lambda kind: len(lacking[kind]))
     if not lacking[best]:
         return best
@@ -236,19 +243,22 @@ def model_type_for(model: ModelConfig) -> str:
     raise UserError(problems)
 
 
-def build_config_json(model: ModelConfig, dtype: str = "float32", special: JsonObject | None = None) -> FieldValues:
+def build_config_json(
+    model: ModelConfig, dtype: str = "float32", special: JsonObject | None = None, kind: str | None = None
+) -> FieldValues:
     """Return the content of the config.json for ``model``. Dropout rates that the family does not have are left out.
 
     Args:
         model: with vocabulary size and number of positions set.
         dtype: torch's name of the data type of the stored weights, such as ``bfloat16``.
         special: values of ``SPECIAL_TOKEN_IDS``; null when not given.
+        kind: the model type; None for the first that can express the model.
 
     Raises:
         UserError: when no family computes exactly the same, or a size is not set.
     """
     model = with_one_window(model)
-    kind = model_type_for(model)
+    kind = model_type_for(model, kind)
     family = model_families()[kind]
     for name in ("vocab_size", "max_position_embeddings"):
         if getattr(model, name) is None:

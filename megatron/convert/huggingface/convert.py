@@ -37,7 +37,6 @@ from megatron.convert.huggingface.config import (
     CONFIG_FILE,
     SPECIAL_TOKEN_IDS,
     build_config_json,
-    model_type_for,
     read_config,
     read_model_config,
 )
@@ -181,6 +180,7 @@ def convert_to_huggingface(
     dtype: str | None = None,
     shard_bytes: int,
     tokenizer: Path | None = None,
+    model_type: str | None = None,
     average: bool = False,
     checked: bool = True,
 ) -> ConversionResult:
@@ -193,6 +193,7 @@ def convert_to_huggingface(
         dtype: ``fp32``, ``bf16`` or ``fp16``; None for the data type that the run computed in.
         shard_bytes: maximum size of a weights file, unless a single tensor is larger.
         tokenizer: folder with tokenizer files; None for those in the checkpoint.
+        model_type: of transformers; None for the first that computes the same.
         average: write the moving average of the weights.
         checked: compare weights and tokenizer with `transformers` before publishing the folder.
 
@@ -212,9 +213,9 @@ def convert_to_huggingface(
     _check_leftover(building, folder)
     files = _small_files(saved, tokenizer)
     special = special_token_ids(files, saved.model.vocab)
-    config = build_config_json(saved.model, str(source.dtype).removeprefix("torch."), special)
+    config = build_config_json(saved.model, str(source.dtype).removeprefix("torch."), special, model_type)
     files[GENERATION_CONFIG_FILE] = _generation_config(files, special)
-    mappings = map_tensors(model_type_for(saved.model), saved.specs)
+    mappings = map_tensors(config["model_type"], saved.specs)
     if checked:
         files = check_tokenizer(files, config)
 

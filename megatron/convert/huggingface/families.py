@@ -206,14 +206,7 @@ _MISTRAL = replace(
 )
 
 
-_LAYER_TYPES = KeyGroup(
-    ("sliding_window", "layer_types"),
-    lambda c: read_layer_types(c, read_number(WINDOW, c), lambda layer: True),
-    write_layer_types,
-    HAS_LAYER_TYPES,
-)
-
-_MINISTRAL = replace(_MISTRAL, architecture="MinistralForCausalLM", keys=(*_MISTRAL.keys[:-1], _LAYER_TYPES))
+_MINISTRAL = replace(_MISTRAL, architecture="MinistralForCausalLM", keys=(*_MISTRAL.keys[:-1], layer_types()))
 
 
 def _read_qwen_window(config: JsonObject) -> FieldValues:
@@ -232,7 +225,7 @@ def _write_qwen_window(model: ModelConfig) -> FieldValues:
 
 
 _QWEN_WINDOW = KeyGroup(
-    ("use_sliding_window", "max_window_layers", *_LAYER_TYPES.names),
+    ("use_sliding_window", "max_window_layers", "sliding_window", "layer_types"),
     _read_qwen_window,
     _write_qwen_window,
     HAS_LAYER_TYPES,
@@ -640,7 +633,7 @@ _PHI3 = replace(
             {**ROTATES, "position_embedding_type": _plain_rope},
         ),
         ConfigKey("window_size", "sliding_window", None),
-        KeyGroup(can=_HEADS_SPLIT_HIDDEN),
+        KeyGroup(("attention_bias",), can=_HEADS_SPLIT_HIDDEN),  # published, but not used by transformers
     ),
     always={**_SWIGLU, **_NO_BIAS, "qk_layernorm": False, "num_experts": None},
     weights={
@@ -759,6 +752,38 @@ MODEL_FAMILIES: dict[str, ModelFamily] = {
     "granite": _GRANITE,
 }
 """Built-in families by transformers' ``model_type``."""
+
+_ONE_NORM = "one norm that attention and MLP share"
+_STATES = "layers with a recurrent state in place of attention"
+MISSING: Mapping[str, str] = {
+    "deepseek_v2": "multi-head latent attention",
+    "deepseek_v3": "multi-head latent attention",
+    "bloom": "position biases of attention (ALiBi)",
+    "mpt": "position biases of attention (ALiBi)",
+    "falcon": _ONE_NORM,
+    "phi": _ONE_NORM,
+    "gptj": _ONE_NORM,
+    "codegen": _ONE_NORM,
+    "cohere": _ONE_NORM,
+    "cohere2": _ONE_NORM,
+    "olmo": "norms without weights",
+    "opt": "learned positions with an offset",
+    "stablelm": "a family of a plugin, as in docs/extending.md",
+    "qwen2_moe": "a gate of the shared expert",
+    "dbrx": "clipped queries, keys and values",
+    "llama4_text": "norms of queries and keys without weights",
+    "gemma3n_text": "embeddings in every layer",
+    "qwen3_next": _STATES,
+    "mamba": _STATES,
+    "mamba2": _STATES,
+    "jamba": _STATES,
+    "rwkv": _STATES,
+    "recurrent_gemma": _STATES,
+    "t5": "an encoder beside the decoder",
+    "bert": "attention in both directions",
+    "gemma3": "images; its text model alone is a gemma3_text",
+}
+"""Model types that are refused -> what they need that is not supported."""
 
 
 def model_families() -> Mapping[str, ModelFamily]:

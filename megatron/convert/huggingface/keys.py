@@ -256,7 +256,8 @@ def read_rope(config: JsonObject, partial: bool = False) -> FieldValues:
 def _rope_parameters(config: JsonObject) -> FieldValues:
     """Return the rope parameters of either version in one object."""
     new, old = config.get("rope_parameters"), config.get("rope_scaling")
-    if new and old and new != old:
+    objects = isinstance(new, dict) and isinstance(old, dict)
+    if new and old and new != (new | old if objects else old):
         raise UnsupportedConfigError(f"rope_parameters {new} and rope_scaling {old} contradict each other")
     rope = new or old or {}
     if not isinstance(rope, dict):
@@ -404,7 +405,7 @@ def _layers_have_one_window(model: ModelConfig) -> bool:
 HAS_LAYER_TYPES: Capabilities = {"attention_pattern": _layers_have_one_window}
 
 
-def layer_types(period: int) -> KeyGroup:
+def layer_types(period: int | None = None) -> KeyGroup:
     """Return the keys of windows in all layers but every ``period``-th, or those that ``layer_types`` names."""
 
     def write(model: ModelConfig) -> FieldValues:
@@ -413,7 +414,9 @@ def layer_types(period: int) -> KeyGroup:
 
     return KeyGroup(
         ("sliding_window", "layer_types"),
-        lambda c: read_layer_types(c, read_number(WINDOW, c), lambda layer: (layer + 1) % period != 0),
+        lambda c: read_layer_types(
+            c, read_number(WINDOW, c), lambda layer: period is None or (layer + 1) % period != 0
+        ),
         write,
         HAS_LAYER_TYPES,
     )

@@ -42,7 +42,7 @@ def random_weights(model: ModelConfig, dtype: torch.dtype = torch.float32, seed:
     """Under transformers' names."""
     generator = torch.Generator().manual_seed(seed)
     made = map_tensors(model_type_for(model), build_on_meta(model).specs).values()
-    return {s.name: (0.2 * torch.randn(s.shape, generator=generator)).to(dtype) for found in made for s in found}
+    return {s.name: (0.2 * torch.randn(s.stored, generator=generator)).to(dtype) for found in made for s in found}
 
 
 def write_folder(folder: Path, model: ModelConfig, weights: dict[str, Tensor], shards: int = 1) -> Path:

@@ -116,6 +116,79 @@ QWEN3_MOE = json.loads("""{
   "torch_dtype": "bfloat16", "transformers_version": "4.51.0", "use_cache": true, "use_sliding_window": false,
   "vocab_size": 151936
 }""")
+PYTHIA = json.loads("""{
+  "architectures": ["GPTNeoXForCausalLM"], "bos_token_id": 0, "eos_token_id": 0, "hidden_act": "gelu",
+  "hidden_size": 2048, "initializer_range": 0.02, "intermediate_size": 8192, "layer_norm_eps": 1e-05,
+  "max_position_embeddings": 2048, "model_type": "gpt_neox", "num_attention_heads": 8, "num_hidden_layers": 16,
+  "rotary_emb_base": 10000, "rotary_pct": 0.25, "tie_word_embeddings": false, "torch_dtype": "float16",
+  "transformers_version": "4.24.0", "use_cache": true, "use_parallel_residual": true, "vocab_size": 50304
+}""")
+OLMO2 = json.loads("""{
+  "architectures": ["Olmo2ForCausalLM"], "attention_bias": false, "attention_dropout": 0.0, "eos_token_id": 100257,
+  "hidden_act": "silu", "hidden_size": 4096, "initializer_range": 0.02, "intermediate_size": 11008,
+  "max_position_embeddings": 4096, "model_type": "olmo2", "num_attention_heads": 32, "num_hidden_layers": 32,
+  "num_key_value_heads": 32, "pad_token_id": 100277, "rms_norm_eps": 1e-06, "rope_scaling": null,
+  "rope_theta": 500000, "tie_word_embeddings": false, "torch_dtype": "float32", "transformers_version": "4.47.0",
+  "use_cache": false, "vocab_size": 100352
+}""")
+GEMMA2 = json.loads("""{
+  "architectures": ["Gemma2ForCausalLM"], "attention_bias": false, "attention_dropout": 0.0,
+  "attn_logit_softcapping": 50.0, "bos_token_id": 2, "cache_implementation": "hybrid", "eos_token_id": 1,
+  "final_logit_softcapping": 30.0, "head_dim": 256, "hidden_act": "gelu_pytorch_tanh",
+  "hidden_activation": "gelu_pytorch_tanh", "hidden_size": 2304, "initializer_range": 0.02,
+  "intermediate_size": 9216, "max_position_embeddings": 8192, "model_type": "gemma2", "num_attention_heads": 8,
+  "num_hidden_layers": 26, "num_key_value_heads": 4, "pad_token_id": 0, "query_pre_attn_scalar": 256,
+  "rms_norm_eps": 1e-06, "rope_theta": 10000.0, "sliding_window": 4096, "torch_dtype": "float32",
+  "transformers_version": "4.42.4", "use_cache": true, "vocab_size": 256000
+}""")
+GEMMA3 = json.loads("""{
+  "architectures": ["Gemma3ForCausalLM"], "attention_bias": false, "attention_dropout": 0.0,
+  "attn_logit_softcapping": null, "bos_token_id": 2, "cache_implementation": "hybrid", "eos_token_id": [1, 106],
+  "final_logit_softcapping": null, "head_dim": 256, "hidden_activation": "gelu_pytorch_tanh", "hidden_size": 1152,
+  "initializer_range": 0.02, "intermediate_size": 6912, "max_position_embeddings": 32768,
+  "model_type": "gemma3_text", "num_attention_heads": 4, "num_hidden_layers": 26, "num_key_value_heads": 1,
+  "pad_token_id": 0, "query_pre_attn_scalar": 256, "rms_norm_eps": 1e-06, "rope_local_base_freq": 10000,
+  "rope_scaling": null, "rope_theta": 1000000, "sliding_window": 512, "sliding_window_pattern": 6,
+  "torch_dtype": "bfloat16", "transformers_version": "4.50.0.dev0", "use_cache": true, "vocab_size": 262144
+}""")
+PHI3 = json.loads("""{
+  "architectures": ["Phi3ForCausalLM"], "attention_bias": false, "attention_dropout": 0.0,
+  "auto_map": {"AutoConfig": "configuration_phi3.Phi3Config"}, "bos_token_id": 1, "embd_pdrop": 0.0,
+  "eos_token_id": 32000, "hidden_act": "silu", "hidden_size": 3072, "initializer_range": 0.02,
+  "intermediate_size": 8192, "max_position_embeddings": 4096, "model_type": "phi3", "num_attention_heads": 32,
+  "num_hidden_layers": 32, "num_key_value_heads": 32, "original_max_position_embeddings": 4096,
+  "pad_token_id": 32000, "resid_pdrop": 0.0, "rms_norm_eps": 1e-05, "rope_scaling": null, "rope_theta": 10000.0,
+  "sliding_window": 2047, "tie_word_embeddings": false, "torch_dtype": "bfloat16",
+  "transformers_version": "4.40.2", "use_cache": true, "vocab_size": 32064
+}""")
+SMOLLM3 = json.loads("""{
+  "architectures": ["SmolLM3ForCausalLM"], "attention_bias": false, "attention_dropout": 0.0, "bos_token_id": null,
+  "eos_token_id": 128012, "hidden_act": "silu", "hidden_size": 2048, "initializer_range": 0.02,
+  "intermediate_size": 11008, "max_position_embeddings": 65536, "max_window_layers": 28, "mlp_bias": false,
+  "model_type": "smollm3", "no_rope_layer_interval": 4, "num_attention_heads": 16, "num_hidden_layers": 36,
+  "num_key_value_heads": 4, "pretraining_tp": 2, "rms_norm_eps": 1e-06, "rope_scaling": null,
+  "rope_theta": 5000000.0, "sliding_window": null, "torch_dtype": "bfloat16", "transformers_version": "4.54.0.dev0",
+  "use_cache": false, "use_sliding_window": false, "vocab_size": 128256
+}""")
+GRANITE = json.loads("""{
+  "architectures": ["GraniteForCausalLM"], "attention_bias": false, "attention_dropout": 0.1,
+  "attention_multiplier": 0.015625, "bos_token_id": 0, "embedding_multiplier": 12.0, "eos_token_id": 0,
+  "hidden_act": "silu", "hidden_size": 2048, "initializer_range": 0.02, "intermediate_size": 8192,
+  "logits_scaling": 8.0, "max_position_embeddings": 131072, "mlp_bias": false, "model_type": "granite",
+  "num_attention_heads": 32, "num_hidden_layers": 40, "num_key_value_heads": 8, "pad_token_id": 0,
+  "residual_multiplier": 0.22, "rms_norm_eps": 1e-05, "rope_scaling": null, "rope_theta": 5000000.0,
+  "tie_word_embeddings": true, "torch_dtype": "bfloat16", "transformers_version": "4.47.0.dev0", "use_cache": true,
+  "vocab_size": 49155
+}""")
+STARCODER2 = json.loads("""{
+  "architectures": ["Starcoder2ForCausalLM"], "attention_dropout": 0.1, "residual_dropout": 0.1,
+  "embedding_dropout": 0.1, "bos_token_id": 0, "eos_token_id": 0, "hidden_act": "gelu_pytorch_tanh",
+  "hidden_size": 3072, "initializer_range": 0.018042, "intermediate_size": 12288, "max_position_embeddings": 16384,
+  "mlp_type": "default", "model_type": "starcoder2", "norm_epsilon": 1e-05, "norm_type": "layer_norm",
+  "num_attention_heads": 24, "num_hidden_layers": 30, "num_key_value_heads": 2, "rope_theta": 999999.4420358813,
+  "sliding_window": 4096, "torch_dtype": "float32", "transformers_version": "4.37.0.dev0", "use_bias": true,
+  "use_cache": true, "vocab_size": 49152
+}""")
 
 
 GPT_OSS = json.loads("""{
@@ -151,6 +224,29 @@ def model(config: dict[str, Any]) -> ModelConfig:
 )
 def test_published_config_is_the_preset(name: str, config: dict[str, Any]) -> None:
     assert model(config) == preset(name)
+
+
+@pytest.mark.parametrize(
+    ("config", "millions"),
+    [
+        (PYTHIA, 1011.8),
+        (OLMO2, 7298.6),
+        (GEMMA2, 2614.3),
+        (GEMMA3, 999.9),
+        (PHI3, 3821.1),
+        (SMOLLM3, 3075.1),
+        (GRANITE, 2533.5),
+        (STARCODER2, 3030.4),
+    ],
+    ids=lambda value: value["model_type"] if isinstance(value, dict) else "",
+)
+def test_published_models_have_the_published_sizes(config: dict[str, Any], millions: float) -> None:
+    ours = model(config)
+    assert num_parameters(ours) / 1e6 == pytest.approx(millions, abs=0.1)
+    written = build_config_json(ours)
+    assert model(written) == ours
+    theirs = AutoConfig.for_model(**written).to_dict()
+    assert model({key: value for key, value in theirs.items() if key != "head_dim" or "head_dim" in written}) == ours
 
 
 def test_published_gpt_oss_has_its_published_size() -> None:
@@ -252,6 +348,17 @@ def test_layers_of_two_kinds_are_patterns() -> None:
         assert model(theirs.to_dict()) == model(written) == ours
 
 
+def test_a_model_type_may_be_chosen() -> None:
+    ours = model(PHI3)
+    assert model_type_for(ours) == "mistral"
+    chosen = build_config_json(ours, kind="phi3")
+    assert (chosen["model_type"], chosen["sliding_window"], model(chosen)) == ("phi3", 2047, ours)
+    with pytest.raises(UserError, match="Hugging Face's llama has no window_size 2047"):
+        build_config_json(ours, kind="llama")
+    with pytest.raises(UserError, match="there is no model type phi4, only gpt2, llama"):
+        build_config_json(ours, kind="phi4")
+
+
 def test_equal_patterns_are_a_window() -> None:
     base = preset("tiny-llama")
     for text, family, window in (("local:7*3,local:7", "mistral", 7), ("global", "llama", None)):
@@ -294,7 +401,16 @@ YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 
         (LLAMA3 | {"attention_bias": "yes"}, "attention_bias is 'yes', not true or false"),
         (MISTRAL | {"sliding_window": "wide"}, "sliding_window is 'wide', not a whole number"),
         (LLAMA3 | {"residual_multiplier": 0.22}, "residual_multiplier 0.22 is an unknown key"),
-        (LLAMA3 | {"model_type": "gemma"}, "model_type 'gemma'"),
+        (LLAMA3 | {"model_type": "gemma"}, "model_type 'gemma' is not supported, only gpt2, llama, mistral"),
+        (LLAMA3 | {"model_type": "deepseek_v3"}, "is not supported: it needs multi-head latent attention"),
+        (PYTHIA | {"rotary_pct": 1.5}, "partial_rotary_factor is 1.5, not a number above 0 and at most 1"),
+        (GEMMA3 | {"rope_parameters": {"chunked_attention": {}}}, "rope_parameters with chunked_attention"),
+        (GEMMA3 | {"rope_parameters": {"sliding_attention": {"rope_type": "yarn"}}}, "sliding_attention"),
+        (GEMMA2 | {"query_pre_attn_scalar": 0}, "query_pre_attn_scalar is 0, not above 0"),
+        (GEMMA2 | {"use_bidirectional_attention": True}, "use_bidirectional_attention true is not supported"),
+        (SMOLLM3 | {"no_rope_layers": [1, 2]}, "no_rope_layers [1, 2] are not 36 times 0 or 1"),
+        (PHI3 | {"rope_scaling": {"type": "longrope"}}, "rope_type 'longrope' is not supported"),
+        (OLMO2 | {"attention_bias": True}, "attention_bias true is not supported"),
         (LLAMA3 | {"architectures": ["LlamaForSequenceClassification"]}, "LlamaForSequenceClassification"),
         (MIXTRAL | {"router_jitter_noise": 0.1}, "router_jitter_noise 0.1"),
         (QWEN3_MOE | {"decoder_sparse_step": 2}, "decoder_sparse_step 2 is not supported, only 1"),

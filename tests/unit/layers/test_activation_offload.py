@@ -41,7 +41,10 @@ def step(model: ModelConfig, plan: str, offload: ActivationOffload | None) -> tu
 
 
 @pytest.mark.parametrize(
-    ("model", "plan"), [("llama", plan) for plan in PLANS] + [("gpt", "none"), ("gpt", "selective")]
+    ("model", "plan"),
+    [("llama", plan) for plan in PLANS]
+    + [("gpt", "none"), ("gpt", "selective")]
+    + [("switches", plan) for plan in ("none", "selective", "uniform 2")],
 )
 def test_changes_no_bit_and_returns_its_buffers(model: str, plan: str) -> None:
     expected, _ = step(MODELS[model], plan, None)

@@ -326,6 +326,42 @@ def test_is_multiplication_by_a_complex_phase(interleaved: bool, percent: float)
     assert torch.equal(y[..., width:], x[..., width:]), "channels beyond rotary_percent must not turn"
 
 
+@pytest.mark.parametrize(
+    ("text", "without"),
+    [
+        ("3", [2, 5]),
+        ("1", [0, 1, 2, 3, 4, 5]),
+        ("9", []),
+        ("[0, 1]", [1, 3, 5]),
+        ("([0]*2+[1]*1)*2", [2, 5]),
+        ("[1]+[0]*5", [0]),
+        ("[0]", []),
+    ],
+)
+def test_layers_without_rotary_embedding(text: str, without: list[int]) -> None:
+    config = tiny(**ROPE, num_layers=6, no_rope_freq=text)
+    assert [layer for layer in range(6) if config.rotary_kind(layer) is None] == without
+    assert config.rotary_kinds(range(6)) == ["global"] * (len(without) < 6)
+
+
+def test_layers_with_a_window_may_have_a_base_of_their_own_without_scaling() -> None:
+    """The others are interpolated linearly."""
+    config = tiny(
+        **ROPE,
+        num_layers=4,
+        attention_pattern="local:4,global,chunked:4,local:4",
+        rotary_base_local=30.0,
+        rotary_seq_len_interpolation_factor=4.0,
+    )
+    assert [config.rotary_kind(layer) for layer in range(4)] == ["local", "global", "global", "local"]
+    assert {replace(config, rotary_base_local=None).rotary_kind(layer) for layer in range(4)} == {"global"}
+    exponents = torch.arange(0, HEAD_DIM, 2, dtype=torch.float64) / HEAD_DIM
+    for kind, expected in (("local", 30.0**-exponents), ("global", 100.0**-exponents / 4)):
+        found = RotaryEmbedding(config, kind, torch.float64, torch.device("cpu"))
+        torch.testing.assert_close(found.frequencies, expected, rtol=1e-14, atol=0.0)
+        assert found.scale == 1.0
+
+
 def test_explicit_positions_pick_rows() -> None:
     config = tiny(**ROPE)
     every = rotary(config)(ROTARY_LENGTH, None)

@@ -31,7 +31,21 @@ LLAMA = tiny(
     attention_dropout=0.1,
     max_position_embeddings=LENGTH,
 )
-MODELS = {"llama": LLAMA, "gpt": replace(LLAMA, normalization="LayerNorm", activation="gelu", num_query_groups=None)}
+MODELS = {
+    "llama": LLAMA,
+    "gpt": replace(LLAMA, normalization="LayerNorm", activation="gelu", num_query_groups=None),
+    "switches": replace(
+        LLAMA,
+        layernorm_placement="sandwich",
+        apply_layernorm_1p=True,
+        parallel_attention=True,
+        qk_layernorm=True,
+        qk_layernorm_scope="all",
+        activation="geglu",
+        residual_multiplier=0.5,
+        hidden_dropout=0.1,
+    ),
+}
 
 
 def dropped(model: str, plan: str) -> int:
@@ -81,7 +95,9 @@ def without_recomputation(model: str) -> tuple[Tensor, dict[str, Tensor], int]:
 
 
 @pytest.mark.parametrize(
-    ("model", "plan"), [*(("gpt", plan) for plan in PLANS), ("llama", "all modules"), ("llama", "block 1")]
+    ("model", "plan"),
+    [*(("gpt", plan) for plan in PLANS), ("llama", "all modules"), ("llama", "block 1")]
+    + [("switches", plan) for plan in PLANS],
 )
 def test_changes_no_bit_and_keeps_less(model: str, plan: str) -> None:
     loss, grads, alive = without_recomputation(model)
