@@ -11,6 +11,7 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
+from shlex import quote
 from typing import Any
 
 from megatron.arguments.checks.checkpoint import link_problems
@@ -70,10 +71,10 @@ _NOT_HERE: Mapping[str, tuple[Any, ...]] = {
 """Keys of all model types with the only supported values."""
 
 _DEQUANTIZE = (
-    'python -c "from transformers import AutoModelForCausalLM as M, Mxfp4Config as C; '
-    "M.from_pretrained('FOLDER', quantization_config=C(dequantize=True), dtype='bfloat16').save_pretrained('OTHER')\""
+    "from transformers import AutoModelForCausalLM as M, Mxfp4Config as C; "
+    "M.from_pretrained({!r}, quantization_config=C(dequantize=True), dtype='bfloat16').save_pretrained({!r})"
 )
-"""Command that stores the weights of a model in MXFP4, such as the published GPT-OSS, in bf16."""
+"""Python that stores in bf16 what a folder holds in MXFP4, such as the published GPT-OSS."""
 
 
 MODEL_FILES = ("*.json", "model*.safetensors", "tokenizer*", "*.txt", "*.jinja")
@@ -183,7 +184,9 @@ def model_config_values(config: JsonObject, where: str) -> FieldValues:
     family = model_families()[read_model_type(config, where)]
     usual = {name: value for name, value in family.usual.items() if name != "attention_pattern"}  # a flag may set it
     values: FieldValues = {"num_query_groups": None, "kv_channels": None} | usual | family.always
-    problems = [Problem("E851", f"{where}: {sentence}", fixes) for sentence, fixes in _unsupported(config, family)]
+    problems = [
+        Problem("E851", f"{where}: {sentence}", fixes) for sentence, fixes in _unsupported(config, family, where)
+    ]
 
     def read_tie(config: JsonObject) -> FieldValues:
         return {"untie_embeddings_and_output_weights": not read_bool(config, TIE_KEY, family.tied_by_default)}
@@ -203,14 +206,15 @@ def model_config_values(config: JsonObject, where: str) -> FieldValues:
     return values
 
 
-def _unsupported(config: JsonObject, family: ModelFamily) -> Iterator[tuple[str, tuple[str, ...]]]:
+def _unsupported(config: JsonObject, family: ModelFamily, where: str) -> Iterator[tuple[str, tuple[str, ...]]]:
     """Yield a sentence and fixes for every key with an unsupported value, and for every unknown key."""
     fixed = {**_NOT_HERE, **family.fixed}
     known = {name for row in family.keys for name in row.names} | {*fixed, TIE_KEY} | _NOTES | _GENERATION
     for name, value in config.items():
         if name == "quantization_config" and isinstance(value, dict):
-            method = value.get("quant_method")
-            yield f"weights quantised with {method} are not supported", (_DEQUANTIZE,) if method == "mxfp4" else ()
+            method, folder = value.get("quant_method"), str(Path(where).parent)
+            command = f"python -c {quote(_DEQUANTIZE.format(folder, f'{folder}-bf16'))}"
+            yield f"weights quantised with {method} are not supported", (command,) if method == "mxfp4" else ()
         elif name in fixed and value not in fixed[name]:
             yield f"{name} {json.dumps(value)} is not supported, only {' or '.join(map(json.dumps, fixed[name]))}", ()
         elif name not in known:
