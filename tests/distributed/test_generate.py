@@ -43,6 +43,19 @@ MODELS: dict[str, dict[str, Any]] = {
         "window_size": 5,
         "activation": "swiglu",
     },
+    "post-norm-all-heads": {
+        "normalization": "RMSNorm",
+        "layernorm_placement": "post",
+        "apply_layernorm_1p": True,
+        "qk_layernorm": True,
+        "qk_layernorm_scope": "all",
+        "num_query_groups": 2,
+        "position_embedding_type": "rope",
+        "no_rope_freq": "2",
+        "attention_pattern": "local:5,global",
+        "rotary_base_local": 50.0,
+        "logits_scaling": 0.5,
+    },
 }
 SAMPLINGS = {"greedy": SamplingParams(0.0), "sampled": SamplingParams(1.2, 60, 0.97, seed=11)}
 
@@ -68,7 +81,12 @@ def alone(name: str, sampling: str) -> tuple[torch.Tensor, list[list[int]]]:
 
 @pytest.mark.parametrize(
     ("name", "sampling", "tp"),
-    [("gpt2", "greedy", 2), ("untied-gqa", "sampled", 4), ("mqa-rope-qk-norm-window", "sampled", 2)],
+    [
+        ("gpt2", "greedy", 2),
+        ("untied-gqa", "sampled", 4),
+        ("mqa-rope-qk-norm-window", "sampled", 2),
+        ("post-norm-all-heads", "greedy", 4),
+    ],
 )
 def test_every_rank_writes_what_one_alone_does(pool: Pool, name: str, sampling: str, tp: int) -> None:
     expected_logits, expected = alone(name, sampling)

@@ -253,7 +253,10 @@ def weights_of(folder: Path) -> dict[str, Tensor]:
     return {name: value for file in folder.glob("*.safetensors") for name, value in load_file(file).items()}
 
 
-@pytest.mark.parametrize("name", ["GPT2-2", "Llama-1", "Qwen3-1", "Mixtral-0", "Qwen3Moe-1", "GptOss-1"])
+@pytest.mark.parametrize(
+    "name",
+    ["GPT2-2", "Llama-1", "Qwen3-1", "Mixtral-0", "Qwen3Moe-1", "GptOss-1", *(f"{family}-1" for family in OTHERS)],
+)
 def test_export_of_a_trained_model(name: str, tmp_path: Path) -> None:
     shape = CASES[name]
     shape.build(seed=1).save_pretrained(tmp_path / "hf")
