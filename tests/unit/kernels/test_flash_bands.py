@@ -49,6 +49,7 @@ class FlashDouble:
         is_causal: bool,
         return_debug_mask: bool,
         *,
+        scale: float | None = None,
         window_size_left: int | None = None,
     ) -> tuple[Tensor, ...]:
         self.calls += 1
@@ -57,7 +58,7 @@ class FlashDouble:
         left = -1 if window_size_left is None else window_size_left
         if cum_seq_q is None or cum_seq_k is None:
             assert (max_q, max_k) == (query.shape[1], key.shape[1])
-            y, lse = self._attend(query, key, value, self.seen(max_q, max_k, is_causal, left))
+            y, lse = self._attend(query, key, value, self.seen(max_q, max_k, is_causal, left), scale)
             return y, lse, torch.empty(0), torch.empty(0), torch.empty(0)
         ends = cum_seq_q.tolist()
         assert cum_seq_q.dtype == torch.int32
@@ -66,7 +67,7 @@ class FlashDouble:
         for a, b in zip(ends, ends[1:]):
             assert b - a <= min(max_q, max_k)
             rows = (t[a:b].unsqueeze(0) for t in (query, key, value))
-            parts.append(self._attend(*rows, self.seen(b - a, b - a, is_causal, left)))
+            parts.append(self._attend(*rows, self.seen(b - a, b - a, is_causal, left), scale))
         y, lse = (torch.cat(found, axis) for found, axis in zip(zip(*parts), (1, 2)))
         return y[0], lse[0], torch.empty(0), torch.empty(0), torch.empty(0)
 
@@ -87,6 +88,7 @@ class FlashDouble:
         philox_seed: Tensor,
         philox_offset: Tensor,
         *,
+        scale: float | None = None,
         window_size_left: int | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Weights are those of ``logsumexp``, which is not that of these keys alone."""
@@ -105,19 +107,21 @@ class FlashDouble:
             queries = q.shape[2] // k.shape[2]
             wide_k, wide_v = (t.repeat_interleave(queries, 2) for t in (k, v))
             seen = self.seen(q.shape[1], k.shape[1], is_causal, left)
-            scores = torch.einsum("bsnd,btnd->bnst", q, wide_k) * q.shape[3] ** -0.5
+            factor = scale or q.shape[3] ** -0.5
+            scores = torch.einsum("bsnd,btnd->bnst", q, wide_k) * factor
             p = (scores - lse[..., rows].unsqueeze(-1)).exp().masked_fill(~seen, 0.0)
             dp = torch.einsum("bsnd,btnd->bnst", dy, wide_v) - (dy * y).sum(-1).transpose(1, 2).unsqueeze(-1)
-            ds = p * dp * q.shape[3] ** -0.5
+            ds = p * dp * factor
             dk, dv = (torch.einsum("bnst,bsnd->btnd", *pair) for pair in ((ds, q), (p, dy)))
             dk, dv = (t.unflatten(2, (k.shape[2], queries)).sum(3) for t in (dk, dv))
             parts.append((torch.einsum("bnst,btnd->bsnd", ds, wide_k), dk, dv))
         dq, dk, dv = (torch.cat(grads, 1) for grads in zip(*parts))
         return (dq, dk, dv) if cum_seq_q is None else (dq[0], dk[0], dv[0])
 
-    def _attend(self, q: Tensor, k: Tensor, v: Tensor, seen: Tensor) -> tuple[Tensor, Tensor]:
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, seen: Tensor, scale: float | None) -> tuple[Tensor, Tensor]:
         k, v = (t.repeat_interleave(q.shape[2] // t.shape[2], 2) for t in (k, v))
-        scores = (torch.einsum("bsnd,btnd->bnst", q, k) * q.shape[3] ** -0.5).masked_fill(~seen, -torch.inf)
+        factor = scale or q.shape[3] ** -0.5
+        scores = (torch.einsum("bsnd,btnd->bnst", q, k) * factor).masked_fill(~seen, -torch.inf)
         lse = scores.logsumexp(-1)
         y = torch.einsum("bnst,btnd->bsnd", (scores - lse.unsqueeze(-1)).exp().nan_to_num(0.0), v)
         return y, lse.masked_fill(lse == -torch.inf, torch.inf)
