@@ -31,10 +31,12 @@ from megatron.arguments.checks.checkpoint import holds_checkpoints
 from megatron.checkpoint.location import parse_location
 from megatron.config.batch import final_iteration, get_num_microbatches
 from megatron.config.errors import Problem
+from megatron.config.model import ModelConfig
 from megatron.config.option import Need
 from megatron.config.plugins import registered
 from megatron.config.run import HUGGING_FACE_PREFIX, RunConfig, kernel_choices, kernel_problems
 from megatron.config.settings import SETTINGS, Setting
+from megatron.config.text import flag
 from megatron.pipeline.actions import ScheduleError
 from megatron.pipeline.plan import DEFAULT_VIRTUAL_SCHEDULE, schedule_name, virtual_stages
 
@@ -178,13 +180,17 @@ def check_graph_documents(config: RunConfig, world_size: int) -> Iterator[Proble
 
 
 def check_graph_attention(config: RunConfig, world_size: int) -> Iterator[Problem]:
-    """Reject capturing context parallelism, and patterns that need FlexAttention, which is untested."""
+    """Reject capturing context parallelism, patterns and caps that need FlexAttention, and sinks: all are untested."""
     size, model = config.parallel.context_parallel_size, config.model
     if config.compute.cuda_graph != "step":
         return
     if size > 1:
         sentence = f"--cuda-graph step is untested with context parallelism; there are {size} context-parallel ranks"
         yield Problem("E917", sentence, OPTIMIZER_ONLY)
+    for name in ("attn_logit_softcapping", "softmax_type"):
+        if (value := getattr(model, name)) != getattr(ModelConfig, name):
+            sentence = f"--cuda-graph step is untested with {flag(name)} {value}"
+            yield Problem("E917", sentence, OPTIMIZER_ONLY)
     try:
         windows = all(model.pattern(layer).only_window for layer in range(model.num_layers))
     except ValueError:  # reported by the check of the pattern

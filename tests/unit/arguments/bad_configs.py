@@ -448,6 +448,7 @@ CASES = (
     Case("--diloco-sync-interval 10 --diloco-delay 1 --diloco-server h:29400 --async-save --save runs/a"),
     Case("--diloco-sync-interval 10 --diloco-server h:29400 --local-save /tmp/n --local-save-interval 5 --save runs/a"),
     Case("--cuda-graph step --reset-attention-mask --eod-id 0 --kernels auto norm=torch"),
+    Case("--cuda-graph step --attn-logit-softcapping 50 --softmax-type learnable --hidden-dropout 0"),
     Case(
         "--cuda-graph step --context-parallel-size 2 --attention-pattern local:64,chunked:64 --hidden-dropout 0 "
         "--attention-dropout 0",
