@@ -47,7 +47,7 @@ PAIRS = [
     draw(42, (4, 4), {"experts": "two of four"}, {"pp": 4, "zero": "0"}, {"ep": 2, "zero": "3 kept"}),
     draw(3, (4, 2), PLAIN | {"kv_heads": 2, "biases": "all"}, {"tp": "4"}, {"zero": "0", "dp": 2}),
     draw(4, (4, 1), PLAIN | {"moments": "bf16"}, {"zero": "2 twice"}),
-    draw(25, (4, 3), PLAIN, {"pp": 2, "zero": "1"}, {"zero": "2"}),
+    draw(25, (4, 3), PLAIN | {"kv_heads": 4}, {"pp": 2, "zero": "1"}, {"zero": "2"}),
     draw(6, (4, 4), {"experts": "none", "optimizer": "muon"}, {"tp": "1", "zero": "3 twice"}, {"pp": 2, "tp": "2sp"}),
     draw(47, (3, 4), PLAIN | {"moments": "bf16"}, {"zero": "1"}, {"schedule": "zb-v", "zero": "3 freed"}, ema=0.9),
     draw(8, (3, 4), PLAIN | {"moments": "fp32"}, {"zero": "3 kept"}, {"tp": "2", "zero": "2"}, half=True),

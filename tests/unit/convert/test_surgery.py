@@ -104,7 +104,7 @@ def test_the_vocabulary_shrinks_and_grows_by_mean_rows(tmp_path: Path, entries: 
     )
 
 
-@pytest.mark.parametrize("changes", [{}, {"activation": "gelu", "normalization": "LayerNorm"}])
+@pytest.mark.parametrize("changes", [{}, {"activation": "gelu", "add_bias_linear": True}])
 def test_a_model_computes_the_same_after_upcycling(tmp_path: Path, changes: dict[str, Any]) -> None:
     chunk, path = make(tmp_path / "a", **changes)
     _, model, weights = edit(tmp_path, "--load", path, "--num-experts", 5, "--moe-router-topk", 3, "--seed", 7)
@@ -170,7 +170,6 @@ def test_what_is_refused_leaves_nothing(
 
 def test_experts_and_other_models_are_refused_as_they_are(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     make(tmp_path / "moe", num_experts=4)
-    make(tmp_path / "biases", add_bias_linear=True)
     flags = ["--num-experts", "4", "--save", f"{tmp_path}/new"]
     assert main(["--load", f"{tmp_path}/moe", *flags]) == 1
     assert "the model has 4 experts already" in capsys.readouterr().err

@@ -13,7 +13,6 @@ from torch import Tensor
 from megatron.config.attention_pattern import AttentionPattern
 from megatron.kernels import block_attention as tiled
 from megatron.kernels.attention_mask import AttentionMask, Ranges
-from megatron.kernels.block_attention import PLAIN_SCORES, AttentionScores
 
 CPU = torch.device("cpu")
 
@@ -50,7 +49,7 @@ class FlashDouble:
         is_causal: bool,
         return_debug_mask: bool,
         *,
-        scale: float,
+        scale: float | None = None,
         window_size_left: int | None = None,
     ) -> tuple[Tensor, ...]:
         self.calls += 1
@@ -89,7 +88,7 @@ class FlashDouble:
         philox_seed: Tensor,
         philox_offset: Tensor,
         *,
-        scale: float,
+        scale: float | None = None,
         window_size_left: int | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Weights are those of ``logsumexp``, which is not that of these keys alone."""
@@ -108,19 +107,21 @@ class FlashDouble:
             queries = q.shape[2] // k.shape[2]
             wide_k, wide_v = (t.repeat_interleave(queries, 2) for t in (k, v))
             seen = self.seen(q.shape[1], k.shape[1], is_causal, left)
-            scores = torch.einsum("bsnd,btnd->bnst", q, wide_k) * scale
+            factor = scale or q.shape[3] ** -0.5
+            scores = torch.einsum("bsnd,btnd->bnst", q, wide_k) * factor
             p = (scores - lse[..., rows].unsqueeze(-1)).exp().masked_fill(~seen, 0.0)
             dp = torch.einsum("bsnd,btnd->bnst", dy, wide_v) - (dy * y).sum(-1).transpose(1, 2).unsqueeze(-1)
-            ds = p * dp * scale
+            ds = p * dp * factor
             dk, dv = (torch.einsum("bnst,bsnd->btnd", *pair) for pair in ((ds, q), (p, dy)))
             dk, dv = (t.unflatten(2, (k.shape[2], queries)).sum(3) for t in (dk, dv))
             parts.append((torch.einsum("bnst,btnd->bsnd", ds, wide_k), dk, dv))
         dq, dk, dv = (torch.cat(grads, 1) for grads in zip(*parts))
         return (dq, dk, dv) if cum_seq_q is None else (dq[0], dk[0], dv[0])
 
-    def _attend(self, q: Tensor, k: Tensor, v: Tensor, seen: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, seen: Tensor, scale: float | None) -> tuple[Tensor, Tensor]:
         k, v = (t.repeat_interleave(q.shape[2] // t.shape[2], 2) for t in (k, v))
-        scores = (torch.einsum("bsnd,btnd->bnst", q, k) * scale).masked_fill(~seen, -torch.inf)
+        factor = scale or q.shape[3] ** -0.5
+        scores = (torch.einsum("bsnd,btnd->bnst", q, k) * factor).masked_fill(~seen, -torch.inf)
         lse = scores.logsumexp(-1)
         y = torch.einsum("bnst,btnd->bsnd", (scores - lse.unsqueeze(-1)).exp().nan_to_num(0.0), v)
         return y, lse.masked_fill(lse == -torch.inf, torch.inf)
@@ -196,7 +197,7 @@ def test_bands_are_few() -> None:
 
 @pytest.mark.parametrize("seed", range(0, 200, 25))
 def test_attention_in_bands_is_that_of_the_dense_mask(flash: FlashDouble, seed: int) -> None:
-    """Forward and gradients, in fp64; keys and queries of any positions, every other time with a scale and a sink."""
+    """Forward and gradients, in fp64; keys and queries of any positions."""
     for each in range(seed, seed + 25):
         mask = random_mask(1000 + each, 24, samples=2)
         if not mask.dense().any(-1).all():
@@ -205,15 +206,11 @@ def test_attention_in_bands_is_that_of_the_dense_mask(flash: FlashDouble, seed: 
         queries, keys = (sum(map(len, ranges)) for ranges in (mask.queries, mask.keys))
         q, dy = torch.randn(2, queries, 2, 4, 8, dtype=torch.float64)
         k, v = torch.randn(2, keys, 2, 2, 8, dtype=torch.float64)
-        sink = torch.randn(4, dtype=torch.float64)
-        of = AttentionScores(0.6, sink=sink) if each % 2 else PLAIN_SCORES
-        leaves = [t.requires_grad_() for t in (q, k, v, *((sink,) if each % 2 else ()))]
+        leaves = [t.requires_grad_() for t in (q, k, v)]
         wide_k, wide_v = (t.repeat_interleave(2, 2) for t in (k, v))
-        scores = torch.einsum("sbnd,tbnd->bnst", q, wide_k) * (0.6 if each % 2 else 8**-0.5)
-        sums = scores.exp().masked_fill(~mask.dense(), 0.0)
-        total = sums.sum(-1, keepdim=True) + (sink.exp().view(-1, 1, 1) if each % 2 else 0.0)
-        right = torch.einsum("bnst,tbnd->sbnd", sums / total, wide_v)
-        found = tiled.block_attention(q, k, v, mask, scores=of)
+        scores = torch.einsum("sbnd,tbnd->bnst", q, wide_k) * 8**-0.5
+        right = torch.einsum("bnst,tbnd->sbnd", scores.masked_fill(~mask.dense(), -torch.inf).softmax(-1), wide_v)
+        found = tiled.block_attention(q, k, v, mask)
         torch.testing.assert_close(found, right, rtol=0, atol=1e-12)
         for ours, theirs in zip(torch.autograd.grad(found, leaves, dy), torch.autograd.grad(right, leaves, dy)):
             torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-12)
