@@ -96,6 +96,14 @@ def check_kernels(config: RunConfig, world_size: int) -> Iterator[Problem]:
             f"{config.model.attention_dropout:g}: only PyTorch's unfused attention drops weights"
         )
         yield Problem("E903", sentence, ("--attention-dropout 0", "--kernels attention=auto"))
+        return
+    model = config.model
+    scores = f"--softmax-type {model.softmax_type}" if model.softmax_type != "vanilla" else ""
+    if not scores and model.attn_logit_softcapping is not None and choice.name in ("cudnn", "varlen"):
+        scores = "--attn-logit-softcapping"
+    if scores:
+        sentence = f"--kernels attention={choice.name} cannot be used with {scores}"
+        yield Problem("E903", sentence, ("--kernels attention=auto",))
     elif parallel.context_parallel_size > parallel.cp_head_ranks:
         sentence = (
             f"--kernels attention={choice.name} cannot be used with --cp-comm-type {parallel.cp_comm_type}: "

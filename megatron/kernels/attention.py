@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Sequence
-from typing import Any
+from dataclasses import replace
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -20,8 +21,20 @@ from megatron.kernels.block_attention import PLAIN_SCORES, AttentionScores, bloc
 from megatron.kernels.compile import compiler_missing
 from megatron.kernels.operation import HALF_DTYPES, Candidate, KernelCheck, Operation, half_on_gpu, missing_modules
 
-AttentionKernel = Callable[..., Tensor]
-"""``attention(q_SBND, k_TBGD, v_TBGD, mask, scores=PLAIN_SCORES) -> y_SBND``."""
+
+class AttentionKernel(Protocol):
+    """An implementation of attention."""
+
+    def __call__(
+        self,
+        q_SBND: Tensor,
+        k_TBGD: Tensor,
+        v_TBGD: Tensor,
+        mask: AttentionMask,
+        scores: AttentionScores = PLAIN_SCORES,
+        /,
+    ) -> Tensor:
+        """Return the outputs of all queries, of the shape of ``q_SBND``."""
 
 
 def sdpa(
@@ -141,7 +154,7 @@ def _flash_attn() -> AttentionKernel:
     ) -> Tensor:
         options = {
             "softmax_scale": scores.scale,
-            "softcap": scores.softcap or 0.0,
+            **({} if scores.softcap is None else {"softcap": scores.softcap}),  # since version 2.6
             "causal": True,
             "window_size": (window, 0),
             "deterministic": torch.are_deterministic_algorithms_enabled(),
@@ -267,7 +280,8 @@ def _checks() -> Sequence[KernelCheck]:
         def run(f: AttentionKernel, t: Sequence[Tensor]) -> Sequence[Tensor]:
             parts = None if documents is None else documents.to(t[0].device)
             mask = AttentionMask.of_sequence(length, t[0].device, pattern, parts, first_query)
-            return (f(t[0], t[1], t[2], mask, scores),)
+            sink = None if scores.sink is None else scores.sink.to(t[0])
+            return (f(t[0], t[1], t[2], mask, replace(scores, sink=sink)),)
 
         return KernelCheck(run, (q[first_query:], k, v))
 
@@ -275,8 +289,13 @@ def _checks() -> Sequence[KernelCheck]:
     whole = [check(pattern, parts) for parts in (None, two_documents) for pattern in patterns]
     cached = [check(pattern, None, length - 3) for pattern in patterns]
     every = AttentionPattern(window=70, dilation=3, chunk=100, first=2, prefix=5)
-    capped = check(CAUSAL, None, 0, AttentionScores(scale=0.3, softcap=2.0))
-    return [*whole, *cached, check(every, two_documents), check(every, None, 10), capped]
+    others = (
+        AttentionScores(scale=0.3),
+        AttentionScores(scale=0.3, softcap=2.0),
+        AttentionScores(sink=2.0 * q[0, 0, :, 0]),
+    )
+    changed = [check(CAUSAL, None, 0, scores) for scores in others]
+    return [*whole, *cached, check(every, two_documents), check(every, None, 10), *changed]
 
 
 ATTENTION = Operation(

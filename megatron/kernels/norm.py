@@ -99,14 +99,22 @@ def _checks() -> Sequence[KernelCheck]:
     # More rows than the programs of a kernel, so that some work on several.
     x, y = torch.randn(2, 300, 2, 64, generator=generator, dtype=torch.float64)
     weight, bias = torch.randn(2, 64, generator=generator, dtype=torch.float64)
+
+    def wide(f: NormKernel, t: Sequence[Tensor]) -> Sequence[Tensor]:
+        result = f(t[0], t[1].to(torch.promote_types(t[1].dtype, torch.float32)), None, 1e-5)
+        if result.dtype != t[0].dtype:
+            raise TypeError(f"the norm of {t[0].dtype} is {result.dtype} where the weight is wider")
+        return (result,)
+
     return [
         KernelCheck(lambda f, t: (f(t[0], t[1], None, 1e-5),), (x, weight)),
         KernelCheck(lambda f, t: (f(t[0], t[1], t[2], 1e-5),), (y, weight, bias)),
+        KernelCheck(wide, (x, weight)),
     ]
 
 
 def _sum_checks() -> Sequence[KernelCheck]:
-    (x, weight), (y, _, bias) = (check.inputs for check in _checks())
+    (x, weight), (y, _, bias) = (check.inputs for check in _checks()[:2])
     return [
         KernelCheck(lambda f, t: f(t[0], t[1], None, t[2], None, 1e-5), (x, y, weight)),
         KernelCheck(lambda f, t: f(t[0], t[1], t[4], t[2], t[3], 1e-5), (x, y, weight, bias, y[0, 0])),

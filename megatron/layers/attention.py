@@ -24,7 +24,7 @@ from megatron.kernels.block_attention import PLAIN_SCORES, AttentionDropout, Att
 from megatron.kernels.qkv import HeadNorms
 from megatron.layers.context import BuildContext, ForwardContext
 from megatron.layers.linear import ColumnParallelLinear, RowParallelLinear
-from megatron.layers.norm import Norm
+from megatron.layers.norm import Norm, widened
 from megatron.layers.recompute import recompute
 
 
@@ -59,8 +59,9 @@ class CoreAttention(nn.Module):
         """Attend within each sample, where the mask permits."""
         mask, kernel, dropout, scores = ctx.masks[self.pattern], self.kernels.attention, None, self.scores
         if self.softmax_type != "vanilla":
-            zeros = q_SBND.new_zeros(q_SBND.shape[2])
-            scores = replace(scores, sink=zeros if self.softmax_offset is None else self.softmax_offset)
+            offset = self.softmax_offset
+            sink = q_SBND.new_zeros(q_SBND.shape[2]) if offset is None else widened(offset)
+            scores = replace(scores, sink=sink)
         if ctx.training and self.dropout > 0.0:
             key = stable_hash(ctx.seed, ctx.batch.step, self.site)
             dropout = AttentionDropout(self.dropout, key, ctx.batch.sample_ids, self.first_head, ctx.batch.length)

@@ -42,8 +42,8 @@ class Norm(nn.Module):
         """Return the factor of normalised values and the bias, in at least fp32 if ``wide`` or the factor is a sum."""
         if not (wide or self.one_plus):
             return self.weight, self.bias
-        bias = None if self.bias is None else _Widened.apply(self.bias, 0.0)
-        return _Widened.apply(self.weight, float(self.one_plus)), bias
+        bias = None if self.bias is None else widened(self.bias)
+        return widened(self.weight, float(self.one_plus)), bias
 
     def forward(self, residual: Residual) -> tuple[Tensor, Tensor]:
         """Return ``(x + y, norm(x + y))``."""
@@ -53,9 +53,13 @@ class Norm(nn.Module):
         return self.kernels.add_norm(x, y, y_bias, scale, bias, self.eps)
 
 
-class _Widened(torch.autograd.Function):
-    """``offset + weight`` in at least fp32; unlike that of a cast, the gradient is not rounded."""
+def widened(weight: Tensor, offset: float = 0.0) -> Tensor:
+    """Return ``offset + weight`` in at least fp32; unlike that of a cast, the gradient is not rounded."""
+    wide: Tensor = _Widened.apply(weight, offset)
+    return wide
 
+
+class _Widened(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, weight: Tensor, offset: float) -> Tensor:
         return weight.to(torch.promote_types(weight.dtype, torch.float32)) + offset

@@ -203,6 +203,9 @@ def model_config_values(config: JsonObject, where: str) -> FieldValues:
         values["num_query_groups"] = None
     if values["kv_channels"] is not None and values["kv_channels"] * heads == values["hidden_size"]:
         values["kv_channels"] = None
+    head_dim = values["kv_channels"] or values["hidden_size"] // max(1, heads)
+    if head_dim > 0 and values.get("softmax_scale") == head_dim**-0.5:
+        values["softmax_scale"] = None
     return values
 
 

@@ -555,7 +555,7 @@ _GEMMA_KEYS = (
     activation("hidden_activation", "gelu_pytorch_tanh", GEGLUS),
     KeyGroup(("hidden_act",)),  # published, but not used by transformers
     KeyGroup(
-        read=lambda c: {"embedding_multiplier": math.sqrt(read_number(ConfigKey("", "hidden_size", 2304), c))},
+        read=lambda c: {"embedding_multiplier": math.sqrt(abs(read_number(ConfigKey("", "hidden_size", 2304), c)))},
         can={"embedding_multiplier": _scaled_embedding},
     ),
     softmax_scale("query_pre_attn_scalar", 256, -0.5),

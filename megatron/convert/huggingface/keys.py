@@ -175,7 +175,8 @@ def read_number(key: ConfigKey, config: JsonObject) -> Any:
     if isinstance(value, bool) or not isinstance(value, (int, float) if fractional else int):
         raise UnsupportedConfigError(f"{key.theirs} is {value!r}, not {'a number' if fractional else 'a whole number'}")
     try:
-        return float(value) if fractional else value
+        number = float(value)
+        return number if fractional else value
     except OverflowError:
         raise UnsupportedConfigError(f"{key.theirs} is {value}, larger than any number of 64 bits") from None
 
@@ -338,6 +339,9 @@ def rope_of_kinds(theta: float, local_theta: float, local_key: str | None = None
         unknown = sorted(kinds.keys() - {FULL, WINDOWED})
         if unknown:
             raise UnsupportedConfigError(f"rope_parameters with {', '.join(unknown)} are not supported")
+        if local_key is None and not kinds and config.get("rope_theta", theta) != theta:
+            sentence = f"rope_theta {config['rope_theta']} without rope_parameters is not supported, only {theta:g}"
+            raise UnsupportedConfigError(f"{sentence}: versions of transformers differ on layers with a window")
         local = {"rope_theta": config.get(local_key or "", local_theta)} | kinds.get(WINDOWED, {})
         if local.keys() - {"rope_theta", "rope_type"} or local.get("rope_type", "default") != "default":
             raise UnsupportedConfigError(f"rope_parameters of {WINDOWED} {local} are not supported, only rope_theta")
@@ -352,11 +356,12 @@ def rope_of_kinds(theta: float, local_theta: float, local_key: str | None = None
         both = {"rope_parameters": {FULL: full, WINDOWED: {"rope_theta": local, **usual}}}
         return write_rope(model) | both | dict.fromkeys(locals_, local)
 
-    def scales_no_window(model: ModelConfig) -> bool:
+    def can_write(model: ModelConfig) -> bool:
         windows = (model.pattern(n).window for n in range(model.num_layers) if model.rotary_kind(n) == "global")
-        return _scaling(model) is None or not any(windows)
+        equal = model.rotary_base_local in (None, model.rotary_base)
+        return (_scaling(model) is None or not any(windows)) and (equal or local_key is not None)
 
-    can = {**ROTATES, **WHOLE_HEADS, "rotary_base_local": scales_no_window}
+    can = {**ROTATES, **WHOLE_HEADS, "rotary_base_local": can_write}
     return KeyGroup((*ROPE_KEYS, *locals_), read, write, can)
 
 
@@ -436,7 +441,8 @@ def read_no_rope_layers(config: JsonObject) -> FieldValues:
     period = without.index(1) + 1 if 1 in without else 0
     regular = period and without == [int((layer + 1) % period == 0) for layer in range(layers)]
     frequency = (str(period) if regular else str(without)) if period else None
-    window = read_number(WINDOW, config) if read_bool(config, "use_sliding_window", False) else None
+    used = read_bool(config, "use_sliding_window", False)
+    window = read_number(replace(WINDOW, default=None), config) if used else None
     return {"no_rope_freq": frequency} | read_layer_types(config, window, lambda layer: bool(without[layer]))
 
 
@@ -454,15 +460,11 @@ def write_no_rope_layers(model: ModelConfig) -> FieldValues:
 def softmax_scale(key: str, default: float, power: float) -> KeyGroup:
     """Return the key of the factor of attention scores, ``value ** power``; whole numbers if the power is negative."""
 
-    def head_dim(config: JsonObject) -> int:
-        return int(config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"])
-
     def read(config: JsonObject) -> FieldValues:
         value = read_number(ConfigKey("softmax_scale", key, default), config)
-        if value <= 0:
+        if not 0 < value < math.inf:
             raise UnsupportedConfigError(f"{key} is {value}, not above 0")
-        usual = head_dim(config) ** (-0.5 / power)
-        return {"softmax_scale": None if value == usual else value**power}
+        return {"softmax_scale": value**power}
 
     def exported(model: ModelConfig) -> float:
         value = (model.softmax_scale or model.head_dim**-0.5) ** (1 / power)
