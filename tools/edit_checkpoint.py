@@ -23,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # if this checkout
 
 from megatron.config.text import counted, echo
 from megatron.layers.parameters import num_parameters
-from tools.convert_checkpoint import ProgressPrinter, parse_output_folder
+from tools.convert_checkpoint import ProgressPrinter, parse_count, parse_output_folder
 from tools.lib.locations import location_argument
 
 
@@ -36,13 +36,6 @@ def parse_layers(text: str) -> frozenset[int]:
             raise argparse.ArgumentTypeError(f"{text!r} are no layers such as 3,20-27")
         layers |= {*range(int(match[1]), int(match[2] or match[1]) + 1)}
     return frozenset(layers)
-
-
-def parse_count(text: str) -> int:
-    """Parse a number of at least 1."""
-    if not text.isdecimal() or not 0 < int(text) <= 10**9:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number from 1 to 10^9")
-    return int(text)
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -95,9 +88,8 @@ def main(argv: Sequence[str]) -> int:
             for note in notes:
                 echo(f"edit_checkpoint: {note}", file=sys.stderr)
         first, *others = (SavedModel(manifest) for manifest, _ in opened)
-        changes = Changes(
-            others, args.drop_layers, args.resize_vocab, args.num_experts, args.moe_router_topk or 2, args.seed or 1234
-        )
+        routers = {name: value for name in ("moe_router_topk", "seed") if (value := getattr(args, name)) is not None}
+        changes = Changes(others, args.drop_layers, args.resize_vocab, args.num_experts, **routers)
         path, model = change_checkpoint(first, changes, args.save, ProgressPrinter(), args.cast)
     except (CheckpointError, UserError, OSError) as error:
         echo(f"edit_checkpoint: {error}", file=sys.stderr)

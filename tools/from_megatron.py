@@ -248,7 +248,10 @@ def start_point(folder: str) -> str:
 
 def with_start_point(flags: Sequence[str]) -> list[str]:
     """Return flags with the value of ``--load`` that counts here."""
-    return [start_point(word) if before == "--load" else word for before, word in zip(["", *flags], flags)]
+    words = [
+        f"--load={start_point(word.removeprefix('--load='))}" if word.startswith("--load=") else word for word in flags
+    ]
+    return [start_point(word) if before == "--load" else word for before, word in zip(["", *words], words)]
 
 
 def stored_by_megatron_lm(options: CheckpointConfig) -> Mapping[str, Any] | None:
@@ -317,6 +320,23 @@ def translate(run: Run, problems: Sequence[Problem]) -> tuple[list[tuple[str, st
     return rows, flags, [problem for problem in problems if problem not in reported]
 
 
+def check(run: Run, world_size: int | None) -> tuple[Sequence[str], Sequence[Problem], Sequence[tuple[str, str, str]]]:
+    """Return the notes on a run, its problems, and rows of what differs from the checkpoint that it starts from."""
+    ranks = ["--world-size", str(world_size)] if world_size else []
+    flags = with_start_point(run.flags)
+    try:
+        parsed = parse([*flags, "--check-config", *ranks], {}, stored_by_megatron_lm)
+        different, problems = compare_with_stored(parsed)
+        return parsed.notes, problems, different
+    except UserError as error:
+        problems = [problem for problem in error.problems if problem.code not in FILES_ARE_ELSEWHERE]
+        if not problems and any(MEGATRON_PREFIX in word for word in flags):
+            missing = "; ".join(str(problem.sentence) for problem in error.problems)
+            sentence = f"the flags are not compared with those stored in the checkpoint of --load: {missing}"
+            problems = [Problem("E850", sentence, ("run it where these files are",))]
+        return error.notes, problems, ()
+
+
 def main(argv: Sequence[str]) -> int:
     """Print the table and the command line; return the exit status."""
     parser = argparse.ArgumentParser(
@@ -342,17 +362,7 @@ def main(argv: Sequence[str]) -> int:
         echo(f"from_megatron: {error}", file=sys.stderr)
         return 2
     world_size = args.world_size or run.world_size
-    notes: Sequence[str] = ()
-    problems: Sequence[Problem] = ()
-    different: list[tuple[str, str, str]] = []
-    ranks = ["--world-size", str(world_size)] if world_size else []
-    try:
-        parsed = parse([*with_start_point(run.flags), "--check-config", *ranks], {}, stored_by_megatron_lm)
-        notes = parsed.notes
-        different, problems = compare_with_stored(parsed)
-    except UserError as error:
-        notes = error.notes
-        problems = [problem for problem in error.problems if problem.code not in FILES_ARE_ELSEWHERE]
+    notes, problems, different = check(run, world_size)
     rows, flags, problems = translate(run, problems)
     rows += different
     width = min(60, max(len(setting) for setting, _, _ in rows))

@@ -81,15 +81,19 @@ def staging_folders(folder: Path) -> list[tuple[int, Path]]:
 
 
 def find_checkpoints(folder: Location) -> list[tuple[int, Location]]:
-    """Return iteration and path of all folders named like checkpoints, newest first, without opening them."""
+    """Return iteration and path of all folders named like checkpoints, newest first, without opening them.
+
+    In a folder of Megatron-LM the first one is that which it records as the newest.
+    """
     paths = _folders(folder)
     found = [(int(match[1]), path) for path in paths if (match := CHECKPOINT_NAME.fullmatch(path.name))]
+    found.sort(key=lambda item: item[0], reverse=True)
     newest = _megatron_lm_newest(folder)
     if newest == "release":
-        return [(0, folder / newest)]
-    if newest.isdecimal():  # written last: a later one may not be complete
-        found = [(step, path) for step, path in found if step <= int(newest)]
-    return sorted(found, key=lambda item: item[0], reverse=True)
+        found.insert(0, (0, folder / newest))
+    elif newest.isdecimal():  # it is recorded last: later ones may not be complete
+        found.sort(key=lambda item: item[0] > int(newest))
+    return found
 
 
 def _megatron_lm_newest(folder: Location) -> str:

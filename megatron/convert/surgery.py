@@ -170,7 +170,7 @@ class WithExperts:
         """
         if source.model.num_experts is not None:
             raise CheckpointError(f"the model has {source.model.num_experts} experts already")
-        if not 1 <= topk <= experts or experts < 2:
+        if not 2 <= topk <= experts:  # the weight of a single expert is always 1, so its router would not learn
             raise CheckpointError(f"{topk} of {experts} experts per token", "--num-experts 8 --moe-router-topk 2")
         self._source, self._seed = source, seed
         self.model = replace(
@@ -179,6 +179,7 @@ class WithExperts:
             moe_router_topk=topk,
             moe_ffn_hidden_size=source.model.ffn,
             moe_router_pre_softmax=False,
+            moe_shared_expert_intermediate_size=None,
         )
         self.specs = gpt(self.model)
         self._router = cache(self._draw_router)

@@ -237,7 +237,7 @@ def test_logits_are_those_of_the_patterns_and_the_documents() -> None:
     vitals.on_step_start()
     with patch.object(health, "largest_logit", wraps=largest_logit) as looked:
         vitals.report(train_step(trainer, batches, RATES))
-    for at, ((q_SBND, k_SBGD, mask), _) in enumerate(looked.call_args_list):
+    for at, ((q_SBND, k_SBGD, mask, _), _) in enumerate(looked.call_args_list):
         assert (q_SBND.shape[2], k_SBGD.shape[2]) == (4, 2)
         assert mask.pattern == PATTERNS.pattern(at % PATTERNS.num_layers)
         assert mask.documents is not None

@@ -452,6 +452,8 @@ def _read_torch_dist(path: Path) -> _Content:
     common = _common_state(path, stored)
     content = _Content(path, common["args"], iteration=common.get("iteration", 0))
     optimizer = common.get("optimizer") or {}
+    if optimizer and all(str(key).isdecimal() for key in optimizer):  # one of dense parameters, one of experts
+        optimizer = [*optimizer.values()]
     parts = optimizer if isinstance(optimizer, list) else [optimizer]
     groups = [group for part in parts for group in (part.get("optimizer") or part).get("param_groups", ())]
     steps = next((group["step"] for group in groups if group.get("step") is not None), content.iteration)

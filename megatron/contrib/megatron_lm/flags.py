@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
@@ -24,15 +25,17 @@ Arguments = Mapping[str, Any]
 
 OFF = """multi_latent_attention qk_l2_norm attention_output_gate use_mup apply_residual_connection_post_layernorm
 layernorm_zero_centered_gamma moe_shared_expert_gate moe_router_enable_expert_bias moe_apply_probs_on_input
-is_hybrid_model enable_hyper_connections use_legacy_models geglu reglu moe_router_force_load_balancing"""
+is_hybrid_model enable_hyper_connections use_legacy_models head_wise_attn_gate geglu reglu
+moe_router_force_load_balancing"""
 UNSET = """experimental_attention_variant mtp_num_layers moe_latent_size moe_router_num_groups moe_router_group_topk
 moe_router_topk_scaling_factor moe_input_jitter_eps moe_expert_capacity_factor moe_router_force_biased
-linear_attention_freq heterogeneous_layers_config_path heterogeneous_layers_config_encoded_json spec
-hybrid_layer_pattern hybrid_override_pattern window_attn_skip_freq moe_expert_rank_capacity_factor
+linear_attention_freq rotary_base_per_layer heterogeneous_layers_config_path heterogeneous_layers_config_encoded_json
+spec hybrid_layer_pattern hybrid_override_pattern window_attn_skip_freq moe_expert_rank_capacity_factor
 moe_mlp_glu_interleave_size moe_shared_expert_glu_interleave_size mrope_section"""
 NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     **dict.fromkeys(OFF.split(), (False, None)),
     **dict.fromkeys(UNSET.split(), (None, 0)),
+    "position_embedding_type": ("learned_absolute", "rope", "none"),  # not yarn, whose factor is no argument
     "moe_router_score_function": ("softmax",),
     "mscale": (1.0, None),
     "mscale_all_dim": (0.0, None),
@@ -43,8 +46,8 @@ ACTIVATIONS = {"swiglu": "swiglu", "quick_geglu": "quick_geglu", "squared_relu":
 """Arguments that select an activation -> the activation here."""
 
 LACKING = """attention_pattern z_loss_coeff embedding_multiplier residual_multiplier logits_scaling rotary_base_local
-softmax_scale attn_logit_softcapping final_logit_softcapping layernorm_placement parallel_attention
-qk_layernorm_scope"""
+rope_original_max_position rope_low_freq_factor rope_high_freq_factor softmax_scale attn_logit_softcapping
+final_logit_softcapping layernorm_placement parallel_attention qk_layernorm_scope"""
 """Options of a model that Megatron-LM does not have."""
 
 NOT_COMPARED = ("data_parallel_sharding_strategy", "recompute_modules", "vocab_size", "make_vocab_size_divisible_by")
@@ -78,8 +81,9 @@ def model_arguments(args: Arguments) -> dict[str, Any]:
     window = args.get("window_size")
     if window is not None:
         found["window_size"] = ",".join(map(str, window))
-    if args.get("no_rope_freq") is not None:
-        found["no_rope_freq"] = str(args["no_rope_freq"])
+    skipping = args.get("no_rope_freq")
+    if skipping is not None:
+        found["no_rope_freq"] = str([int(each) for each in skipping]) if isinstance(skipping, list) else int(skipping)
     return {name: value for name, value in found.items() if value is not None and name not in NOT_COMPARED}
 
 
@@ -97,7 +101,7 @@ def _activation(args: Arguments) -> str:
 
 
 def _text(value: Any) -> str:
-    return value.name if isinstance(value, Record) else f"{value!r:.60}"
+    return value.name if isinstance(value, Record) else reprlib.repr(value)
 
 
 def read_arguments(args: Arguments, where: object) -> tuple[ModelConfig, dict[str, dict[str, Any]]]:
@@ -233,4 +237,5 @@ def unwritable_options(model: ModelConfig) -> list[str]:
     """Return options of a model that Megatron-LM does not have."""
     found = [name for name in LACKING.split() if getattr(model, name) != SETTINGS[name].default]
     found += [f"activation {model.activation}"] if model.activation in ("geglu", "geglu_tanh") else []
+    found += ["position_embedding_type yarn"] if model.position_embedding_type == "yarn" else []
     return found + (["rotary_seq_len_interpolation_factor"] if model.rotary_seq_len_interpolation_factor % 1 else [])

@@ -81,7 +81,7 @@ def save_megatron_lm(manifest: Manifest, folder: Path, report: ProgressCallback)
     path = folder / f"iter_{iteration:07d}"
     plan = _Plan(saved, config, report)
     existed = folder.exists()
-    with _removed_on_error(path if existed else folder):
+    with _removed_on_error(folder, path if existed else folder):
         path.mkdir(parents=True)
         writer = FileSystemWriter(path, thread_count=1, sync_files=True)
         with warnings.catch_warnings():
@@ -125,18 +125,18 @@ def _stored_dtype(name: str) -> torch.dtype:
 
 
 @contextmanager
-def _removed_on_error(folder: Path) -> Iterator[None]:
-    """Delete a folder if writing into it fails."""
+def _removed_on_error(folder: Path, made: Path) -> Iterator[None]:
+    """Delete what was ``made`` of a folder if writing into it fails."""
     try:
         yield
     except OSError as error:
-        shutil.rmtree(folder, ignore_errors=True)
+        shutil.rmtree(made, ignore_errors=True)
         seen = f"{error.filename or folder}: {error.strerror or error}"
         raise StorageError(
             f"{seen}; nothing was written", f"--save-megatron {shlex.quote(str(folder))}-elsewhere"
         ) from error
     except BaseException as error:
-        shutil.rmtree(folder, ignore_errors=True)
+        shutil.rmtree(made, ignore_errors=True)
         cause = getattr(error, "failures", {}).get(0)  # save wraps the errors of a rank
         if cause is not None and isinstance(cause[0], CheckpointError):
             raise cause[0] from error
@@ -180,9 +180,9 @@ class _Plan(DefaultSavePlanner):
 
     def _moments(self, saved: SavedModel) -> tuple[tuple[str, ...], str]:
         """Return the kinds of optimizer state to write, or why there are none."""
-        stored = {name.split(".")[1] for name in self._reader.names if name.startswith("optim.")}
-        if "optimizer" not in saved.manifest.state or not set(MOMENTS) <= stored:
-            return (), "the checkpoint has no state of Adam"
+        moments = {f"optim.{kind}.{name}" for kind in MOMENTS for name in saved.specs}
+        if "optimizer" not in saved.manifest.state or not moments <= {*self._reader.names}:
+            return (), "the checkpoint has no state of Adam for all weights"
         if saved.model.num_experts is not None:
             return (), "the optimizer state of experts is not written"
         return ("param", *MOMENTS), ""

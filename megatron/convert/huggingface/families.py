@@ -555,7 +555,7 @@ _GEMMA_KEYS = (
     activation("hidden_activation", "gelu_pytorch_tanh", GEGLUS),
     KeyGroup(("hidden_act",)),  # published, but not used by transformers
     KeyGroup(
-        read=lambda c: {"embedding_multiplier": math.sqrt(abs(read_number(ConfigKey("", "hidden_size", 2304), c)))},
+        read=lambda c: {"embedding_multiplier": math.sqrt(max(1, read_number(ConfigKey("", "hidden_size", 2304), c)))},
         can={"embedding_multiplier": _scaled_embedding},
     ),
     softmax_scale("query_pre_attn_scalar", 256, -0.5),
@@ -613,6 +613,14 @@ def _plain_rope(model: ModelConfig) -> bool:
     return model.position_embedding_type == "rope" and write_rope(model)["rope_scaling"] is None
 
 
+def _read_plain_rope(config: JsonObject) -> FieldValues:
+    values = read_rope(config, partial=True)
+    scaled = values["use_rope_scaling"] or "rotary_seq_len_interpolation_factor" in values
+    if scaled or values["position_embedding_type"] != "rope":
+        raise UnsupportedConfigError("rotary embeddings of this model type are not scaled, as in transformers")
+    return values
+
+
 _PHI3 = replace(
     _LLAMA,
     architecture="Phi3ForCausalLM",
@@ -628,7 +636,7 @@ _PHI3 = replace(
         *equal_dropout("resid_pdrop", "embd_pdrop", 0.0),
         KeyGroup(
             ROPE_KEYS,
-            lambda c: read_rope(c, partial=True),
+            _read_plain_rope,
             lambda m: write_rope(m) | {"partial_rotary_factor": m.rotary_percent},
             {**ROTATES, "position_embedding_type": _plain_rope},
         ),

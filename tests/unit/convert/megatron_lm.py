@@ -258,7 +258,9 @@ def write_torch_dist(
         for kind, value in {"param": tensor, **moments_of(tensor)}.items():
             every[f"optimizer.state.{kind}.{key}"] = value
     args = run_arguments(model, padded)
-    common = {"args": args, "iteration": 7, "optimizer": {"param_groups": [{"step": 7}]}}
+    scaler = {"scale": torch.tensor([4096.0]), "growth_tracker": 3, "hysteresis_tracker": 2}
+    part = {"optimizer": {"param_groups": [{"step": 6}]}, "grad_scaler": scaler}
+    common = {"args": args, "iteration": 7, "optimizer": {0: part, 1: part}}  # of dense parameters, and of experts
     path = folder / "iter_0000007"
     path.mkdir(parents=True)
     if common_file:

@@ -264,6 +264,13 @@ def test_published_models_have_the_published_sizes(config: dict[str, Any], milli
     assert model({key: value for key, value in theirs.items() if key != "head_dim" or "head_dim" in written}) == ours
 
 
+def test_the_scale_of_scores_is_that_of_the_default_head_size() -> None:
+    config = {"model_type": "gemma2", "hidden_size": 2304, "num_attention_heads": 8, "query_pre_attn_scalar": 288}
+    assert model(config).head_dim == 256
+    assert model(config).softmax_scale == 288**-0.5
+    assert model(config | {"query_pre_attn_scalar": 256}).softmax_scale is None
+
+
 def test_published_dropout_is_kept() -> None:
     assert model(GPT2) == replace(preset("gpt2-124m"), hidden_dropout=0.1, attention_dropout=0.1)
 
@@ -410,6 +417,10 @@ YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 
         (GEMMA2 | {"use_bidirectional_attention": True}, "use_bidirectional_attention true is not supported"),
         (SMOLLM3 | {"no_rope_layers": [1, 2]}, "no_rope_layers [1, 2] are not 36 times 0 or 1"),
         (PHI3 | {"rope_scaling": {"type": "longrope"}}, "rope_type 'longrope' is not supported"),
+        (PHI3 | {"rope_scaling": {"rope_type": "linear", "factor": 2.0}}, "are not scaled"),
+        ({"model_type": "olmo3", "rope_theta": 1e6}, "rope_theta 1000000.0 without rope_parameters"),
+        (GRANITE | {"head_dim": "x"}, "head_dim"),
+        (GEMMA2 | {"query_pre_attn_scalar": 10**400}, "larger than any number of 64 bits"),
         (OLMO2 | {"attention_bias": True}, "attention_bias true is not supported"),
         (LLAMA3 | {"architectures": ["LlamaForSequenceClassification"]}, "LlamaForSequenceClassification"),
         (MIXTRAL | {"router_jitter_noise": 0.1}, "router_jitter_noise 0.1"),
@@ -556,7 +567,8 @@ def test_transformers_reads_it_the_same(name: str, changes: dict[str, Any], tmp_
 
 @pytest.mark.parametrize(
     "config",
-    [GPT2, LLAMA2, LLAMA31, MISTRAL, QWEN2, QWEN3, MIXTRAL, QWEN3_MOE, MINISTRAL],
+    [GPT2, LLAMA2, LLAMA31, MISTRAL, QWEN2, QWEN3, MIXTRAL, QWEN3_MOE, MINISTRAL]
+    + [{"model_type": kind} for kind in MODEL_FAMILIES],
     ids=lambda c: c["model_type"],
 )
 def test_defaults_are_those_of_transformers(config: dict[str, Any]) -> None:

@@ -117,7 +117,7 @@ def test_the_model_computes_the_logits_of_megatron_lm(written: Path, kind: str, 
     assert (logits - wanted["logits"]).abs().max() < 5e-6
 
 
-def check_tensors(folder: Path, ours: dict[str, Tensor], moments: bool) -> None:
+def check_tensors(folder: Path, ours: dict[str, Tensor], moments: bool, steps: int = 7) -> None:
     """A folder holds these tensors, and the moments that follow from them."""
     tensors, state = checkpoint(newest(folder))
     wanted = dict(ours)
@@ -126,7 +126,7 @@ def check_tensors(folder: Path, ours: dict[str, Tensor], moments: bool) -> None:
     assert tensors.keys() == wanted.keys()
     assert all(torch.equal(tensor, wanted[name].view(tensor.shape)) for name, tensor in tensors.items())
     assert (state["iteration"], state["consumed_samples"]) == (7, 28)
-    assert state.get("optimizer") == ({"steps": 7} if moments else None)
+    assert state.get("optimizer") == ({"steps": steps} if moments else None)
 
 
 @pytest.mark.parametrize(
@@ -148,8 +148,10 @@ def test_stacked_experts_are_taken_apart(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr("megatron.contrib.megatron_lm.checkpoint.BLOCK_ELEMENTS", 50)
     ours = random_tensors(EXPERTS)
     folder = write_torch_dist(tmp_path, EXPERTS, ours, **form)
-    check_tensors(folder, ours, True)
-    chunks = [chunk for record in Manifest.open(newest(folder)).tensors.values() for chunk in record.chunks]
+    check_tensors(folder, ours, True, steps=6)
+    manifest = Manifest.open(newest(folder))
+    assert manifest.state["loss_scaler"] == {"scale": 4096.0, "good_steps": 3, "lives": 2.0}
+    chunks = [chunk for record in manifest.tensors.values() for chunk in record.chunks]
     assert max(chunk.box.numel for chunk in chunks) == 48  # memory does not grow with a tensor
 
 

@@ -104,16 +104,20 @@ def test_the_vocabulary_shrinks_and_grows_by_mean_rows(tmp_path: Path, entries: 
     )
 
 
-@pytest.mark.parametrize("changes", [{}, {"activation": "gelu", "add_bias_linear": True}])
+@pytest.mark.parametrize(
+    "changes", [{"moe_shared_expert_intermediate_size": 16}, {"activation": "gelu", "add_bias_linear": True}]
+)
 def test_a_model_computes_the_same_after_upcycling(tmp_path: Path, changes: dict[str, Any]) -> None:
     chunk, path = make(tmp_path / "a", **changes)
-    _, model, weights = edit(tmp_path, "--load", path, "--num-experts", 5, "--moe-router-topk", 3, "--seed", 7)
+    _, model, weights = edit(tmp_path, "--load", path, "--num-experts", 5, "--moe-router-topk", 3, "--seed", 0)
     assert (model.num_experts, model.moe_router_topk, model.expert_ffn) == (5, 3, chunk.config.ffn)
     torch.testing.assert_close(logits(model, weights), logits(chunk.config, of_chunk(chunk)), rtol=1e-5, atol=1e-5)
     up, routers = weights["layers.1.mlp.experts.linear_fc1.weight"], weights["layers.1.mlp.router.weight"]
     assert torch.equal(up.view(5, -1, 32), of_chunk(chunk)["layers.1.mlp.linear_fc1.weight"].expand(5, -1, -1))
     assert 0.1 < routers.std() < 0.3
     assert not torch.equal(routers, weights["layers.0.mlp.router.weight"])
+    of_another_seed = build(model, seed=1234).params["layers.1.mlp.router.weight"]
+    assert not torch.equal(routers, of_another_seed)
 
 
 def test_cast_and_all_changes_together(tmp_path: Path) -> None:
@@ -149,6 +153,7 @@ def test_boxes_are_those_of_the_whole(tmp_path: Path) -> None:
         (["--drop-layers", "0-1"], "all 2 layers would be dropped"),
         (["--num-experts", "1"], "2 of 1 experts per token"),
         (["--num-experts", "2", "--moe-router-topk", "3"], "3 of 2 experts per token"),
+        (["--num-experts", "2", "--moe-router-topk", "1"], "1 of 2 experts per token"),
         (["--average", "{other}"], "are different models: num_query_groups 1 and 2"),
         (["--average", "{missing}"], "missing"),
         (["--cast", "fp16", "--resize-vocab", "7"], "embedding.word_embeddings.weight has values too large for fp16"),

@@ -159,9 +159,9 @@ def test_a_configuration_of_gpt_neox(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert from_megatron.main([str(file)]) == 1
     assert "sparse and local attention are not implemented" in capsys.readouterr().out
     file.write_text(NEOX.replace("GPTJ", "true"))
-    assert from_megatron.main([str(file)]) == 1
+    assert from_megatron.main([str(file)]) == 0
     rows, _ = translated(capsys.readouterr().out)
-    assert rows["gpt_j_residual: True"] == "missing     parallel attention is not implemented"
+    assert rows["gpt_j_residual: True"] == "mapped      --parallel-attention"
 
 
 def test_another_yaml_file_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -193,5 +193,10 @@ def test_a_folder_of_megatron_lm_gets_a_prefix_and_its_arguments_are_compared(
     output = capsys.readouterr().out
     assert "checkpoint 0.001 -> now 0.002" in output
     assert "E825" in output
+    assert from_megatron.main(["--", *of_checkpoint, f"--load={folder}"]) == 0
+    assert translated(capsys.readouterr().out)[1][-1].endswith(f"megatron:{folder}")
+    elsewhere = [*of_checkpoint, "--data-path", "/absent/x", "--load", str(folder)]
+    assert from_megatron.main(["--", *(word for word in elsewhere if word != "--mock-data")]) == 1
+    assert "not compared with those stored in the checkpoint of --load" in capsys.readouterr().out
     assert from_megatron.main(["--", *MODEL.split(), *RUN.split(), "--load", str(tmp_path / "absent")]) == 0
     assert translated(capsys.readouterr().out)[1][-2:] == ["--load", str(tmp_path / "absent")]

@@ -432,7 +432,7 @@ def test_a_failed_export_is_a_warning(tmp_path: Path) -> None:
 
 
 def test_a_model_without_a_family_is_refused_before_the_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    flags = f"{FLAGS} --save {tmp_path}/saved --save-interval 1 --save-hf-interval 3 --position-embedding-type rope"
+    flags = f"{FLAGS} --save {tmp_path}/saved --save-interval 1 --save-hf-interval 3 --position-embedding-type none"
     assert pretrain_gpt.main(flags.split()) == 2
-    assert "E852 Hugging Face's gpt2 has no position_embedding_type rope" in capsys.readouterr().err
+    assert "E852 Hugging Face's gpt2 has no position_embedding_type none" in capsys.readouterr().err
     assert not (tmp_path / "saved").exists()
