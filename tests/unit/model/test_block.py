@@ -13,6 +13,7 @@ from torch import Tensor
 from megatron.config.model import ModelConfig
 from megatron.config.run import TrainingConfig
 from megatron.distributed.micro_batch import MicroBatch
+from megatron.kernels.registry import Kernels
 from megatron.layers.norm import Residual
 from tests.solo import Solo, random_batch, tiny
 
@@ -106,6 +107,23 @@ def test_gradients_of_16_bit_biases_and_norms_arrive_in_fp32(changes: dict[str, 
     grads = solo.buckets.grads
     rounded = [n for n, p in solo.params.items() if p.dim() == 1 and torch.equal(grads[n], grads[n].bfloat16().float())]
     assert rounded == []
+
+
+def test_gradients_of_parts_of_16_bit_sinks_arrive_in_fp32() -> None:
+    """As under all-to-all context parallelism, where a rank has the sinks of some heads."""
+    model = replace(GPT, softmax_type="learnable")
+    solo, batch = Solo.build(model, torch.bfloat16), random_batch(model)
+    for layer in solo.chunk.layers.values():
+        core, kernel = layer.self_attention.core_attention, Kernels().attention
+
+        def split(*args: Any, kernel: Any = kernel) -> Tensor:
+            return kernel(*args[:-1], replace(args[-1], sink=torch.cat(args[-1].sink.split(1))))
+
+        core.kernels = replace(core.kernels, attention=split)
+    solo.backward([batch])
+    sinks = [grad for name, grad in solo.buckets.grads.items() if name.endswith("softmax_offset")]
+    assert len(sinks) == model.num_layers
+    assert not any(torch.equal(grad, grad.bfloat16().float()) for grad in sinks)
 
 
 @pytest.mark.parametrize("normalization", ["LayerNorm", "RMSNorm"])
