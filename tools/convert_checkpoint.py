@@ -96,7 +96,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--tokenizer", type=Path, metavar="DIR", help="tokenizer files, instead of the checkpoint's")
     parser.add_argument("--model-type", metavar="TYPE", help="of transformers (the first that computes the same)")
     parser.add_argument("--ema", action="store_true", default=None, help="write the weight average of --ema-decay")
-    parser.add_argument("--workers", type=parse_count, metavar="N", help="files to write at a time (1)")
+    parser.add_argument("--workers", type=parse_count, metavar="N", help="files to write at a time (2)")
     parser.add_argument("--no-check", action="store_true", help="skip the comparison with transformers")
     add_links_flag(parser)
     parser.add_argument("--plugin", nargs="+", default=(), metavar="MODULE", help="modules with further model families")
@@ -177,7 +177,7 @@ def convert(args: argparse.Namespace) -> ConversionResult:
     if source is not None and not args.follow_links:
         refuse_outside_links(source)
     if args.load_hf is not None:
-        return convert_from_huggingface(source, args.save, report, checked, args.dtype, args.workers or 1)
+        return convert_from_huggingface(source, args.save, report, checked, args.dtype, args.workers or 2)
     manifest, notes = open_checkpoint(args.load, args.ckpt_step)
     for note in notes:
         echo(f"convert_checkpoint: {note}", file=sys.stderr)
@@ -191,7 +191,7 @@ def convert(args: argparse.Namespace) -> ConversionResult:
         model_type=args.model_type,
         average=bool(args.ema),
         checked=checked,
-        workers=args.workers or 1,
+        workers=args.workers or 2,
     )
 
 

@@ -11,11 +11,11 @@ import json
 import shlex
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import CancelledError
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from itertools import groupby
+from itertools import cycle, groupby
 from math import prod
 from pathlib import Path
 from threading import Event, Lock
@@ -456,20 +456,28 @@ def _write_weights(
 def _write_shard(
     path: Path, tensors: Sequence[Sequence[TensorMapping]], source: RoundedWeights, progress: _Progress
 ) -> RankFile:
-    """Write a weights file; return its size and checksums."""
+    """Write a weights file, one tensor while the next is read; return its size and checksums."""
     entries: list[TensorEntry] = [(parts[0].name, source.dtype, parts[0].stored) for parts in tensors]
-    chunks = []
-    # for all tensors: new memory costs a page fault every 4 KB
-    memory = torch.empty(max(prod(parts[0].stored) for parts in tensors), dtype=source.dtype)
-    with TensorFileWriter(path, entries, {"format": "pt"}) as file:
-        for parts in tensors:
-            name, shape = parts[0].name, parts[0].stored
-            theirs = memory[: prod(shape)].view(shape)
+    chunks: list[tuple[str, TensorChunk]] = []
+    # two for all tensors: new memory costs a page fault every 4 KB
+    buffers = torch.empty(2, max(prod(parts[0].stored) for parts in tensors), dtype=source.dtype)
+
+    def write(name: str, theirs: Tensor) -> None:
+        written = file.write(name, theirs)
+        chunks.append((name, TensorChunk(whole_box(tuple(theirs.shape)), path.name, *written)))
+        progress.add(name, written[1])
+
+    with TensorFileWriter(path, entries, {"format": "pt"}) as file, ThreadPoolExecutor(1) as writer:
+        writing: Future[None] | None = None
+        for parts, buffer in zip(tensors, cycle(buffers)):
+            theirs = buffer[: prod(parts[0].stored)].view(parts[0].stored)
             for part in parts:
                 source.fill(part, theirs)
-            written = file.write(name, theirs)
-            chunks.append((name, TensorChunk(whole_box(shape), path.name, *written)))
-            progress.add(name, written[1])
+            if writing is not None:
+                writing.result()
+            writing = writer.submit(write, parts[0].name, theirs)
+        if writing is not None:
+            writing.result()
     return RankFile({}, chunks, {path.name: file.record})
 
 
