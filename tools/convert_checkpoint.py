@@ -96,7 +96,9 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--tokenizer", type=Path, metavar="DIR", help="tokenizer files, instead of the checkpoint's")
     parser.add_argument("--model-type", metavar="TYPE", help="of transformers (the first that computes the same)")
     parser.add_argument("--ema", action="store_true", default=None, help="write the weight average of --ema-decay")
-    parser.add_argument("--workers", type=parse_count, metavar="N", help="files to write at a time (2)")
+    parser.add_argument(
+        "--workers", type=parse_count, metavar="N", help="files to write at a time (2; 1 for fp32 models)"
+    )
     parser.add_argument("--no-check", action="store_true", help="skip the comparison with transformers")
     add_links_flag(parser)
     parser.add_argument("--plugin", nargs="+", default=(), metavar="MODULE", help="modules with further model families")
@@ -191,7 +193,7 @@ def convert(args: argparse.Namespace) -> ConversionResult:
         model_type=args.model_type,
         average=bool(args.ema),
         checked=checked,
-        workers=args.workers or 2,
+        workers=args.workers,
     )
 
 

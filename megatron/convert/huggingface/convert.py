@@ -317,7 +317,7 @@ def convert_to_huggingface(
     model_type: str | None = None,
     average: bool = False,
     checked: bool = True,
-    workers: int = 1,
+    workers: int | None = None,
 ) -> ConversionResult:
     """Convert a checkpoint to a Hugging Face folder. All that can be checked is checked before anything is written.
 
@@ -331,7 +331,8 @@ def convert_to_huggingface(
         model_type: of transformers; None for the first that computes the same.
         average: write the moving average of the weights.
         checked: compare weights and tokenizer with `transformers` before publishing the folder.
-        workers: files to write at the same time, each in a thread.
+        workers: files to write at the same time, each in a thread with two buffers of the size of a tensor; None for as
+            many as need no more than two times the largest tensor in fp32.
 
     Raises:
         UserError: when no Hugging Face model computes the same.
@@ -371,7 +372,7 @@ def convert_to_huggingface(
             pending_config = building / PENDING_CONFIG_FILE
             with _disk_errors_as_storage_errors(building):
                 write_file(pending_config, _json(config))
-                _write_weights(staging, source, shards, workers, report)
+                _write_weights(staging, source, shards, workers or 4 // source.dtype.itemsize, report)
                 for name, content in files.items():
                     write_file(building / name, content)
                 sync_folder(building)
