@@ -513,6 +513,20 @@ def _check_leftover(building: Path, folder: Path) -> None:
     raise CheckpointError(f"{building} exists and was not left by a conversion", "--save-hf A_NEW_FOLDER")
 
 
+def withdraw_export(folder: Path) -> None:
+    """Make an exported folder an unfinished conversion again, whose files the next conversion to ``folder`` replaces.
+
+    If this is interrupted, another call continues; the folder has no config.json from the start.
+    """
+    building = folder.with_name(folder.name + ".tmp")
+    if (folder / CONFIG_FILE).exists():
+        durable_rename(folder / CONFIG_FILE, folder / PENDING_CONFIG_FILE)
+    if (folder / PENDING_CONFIG_FILE).exists():
+        if building.exists():
+            shutil.rmtree(building)
+        durable_rename(folder, building)
+
+
 def _small_files(saved: SavedModel, tokenizer: Path | None) -> dict[str, bytes]:
     """Return tokenizer files and generation settings, by their names in a Hugging Face folder."""
     if tokenizer is None:

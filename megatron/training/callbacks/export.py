@@ -16,8 +16,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron.checkpoint.folder import CheckpointFolder
+from megatron.checkpoint.format import MARKER
 from megatron.checkpoint.location import Location
 from megatron.checkpoint.publish import is_complete
+from megatron.convert.huggingface.config import CONFIG_FILE
+from megatron.convert.huggingface.convert import withdraw_export
 from megatron.distributed.launch import run_on_rank0
 from megatron.training.callbacks.base import Callback
 from megatron.training.resume_source import step_of
@@ -59,15 +62,22 @@ class HuggingFaceExport(Callback):
         if self.trainer.mesh.world.rank != 0:
             return
         steps = [step for step, path in CheckpointFolder(self._save).named() if is_complete(path)]
-        due = [step for step in steps if step % self._every == 0 and 0 < step <= self.trainer.iteration]
-        newest = [step for step in due[:1] if not self._target(step).exists()]
-        for step in sorted({*newest, *(step for step in due if self._staging(step).exists())}):
+        steps = [step for step in steps if 0 < step <= self.trainer.iteration]
+        for step in steps:
+            self._withdraw_outdated(step)
+        newest = [step for step in steps if step % self._every == 0][:1]
+        missing = [step for step in newest if not self._target(step).exists()]
+        for step in sorted({*missing, *(step for step in steps if self._staging(step).exists())}):
             self._add(step)
 
     def on_save(self, path: Location) -> None:
-        """Export the checkpoint, after those that wait already."""
-        if self.trainer.mesh.world.rank == 0 and step_of(path) % self._every == 0:
-            self._add(step_of(path))
+        """Export the checkpoint, after those that wait already; also if an earlier one of its step was exported."""
+        if self.trainer.mesh.world.rank != 0:
+            return
+        step = step_of(path)
+        self._withdraw_outdated(step)
+        if step % self._every == 0 or self._staging(step).exists():
+            self._add(step)
 
     def on_iteration_end(self) -> None:
         """Report an export that has ended, and start the next one."""
@@ -107,6 +117,16 @@ class HuggingFaceExport(Callback):
     def _log_file(self, step: int) -> Path:
         """Return the file for what the converter prints; it is kept if the export fails."""
         return self._target(step).with_suffix(".log")
+
+    def _withdraw_outdated(self, step: int) -> None:
+        """Withdraw the export of a step whose checkpoint is newer: the run has gone back and taken the step again."""
+        target, marker = self._target(step), self._save / f"iter_{step:07d}" / MARKER
+        config = target / CONFIG_FILE
+        try:
+            if not config.exists() or config.stat().st_mtime_ns < marker.stat().st_mtime_ns:
+                withdraw_export(target)
+        except OSError as error:
+            self.log.warning(f"{target} is of an earlier checkpoint of step {step}, and is not replaced: {error}")
 
     def _add(self, step: int) -> None:
         self.trainer.held_checkpoints.add(step)
@@ -162,4 +182,6 @@ class HuggingFaceExport(Callback):
         reason = f"the conversion ended with status {ended.process.returncode}: {' '.join(lines[-1:])}; see {log}"
         if messages and "Traceback (most recent call last):" not in lines and ended.process.returncode > 0:
             reason = "\n".join(lines[messages[-1] :]).removeprefix("convert_checkpoint: ")
+            command = f"python tools/convert_checkpoint.py --load {self._save}/iter_{ended.step:07d}"
+            reason = reason.replace("fix: --save-hf", f"fix: {command} --save-hf")
         self.log.warning(f"step {ended.step} is not exported: {reason}")

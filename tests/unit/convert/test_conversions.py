@@ -12,9 +12,11 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import tokenizers
@@ -339,6 +341,28 @@ def test_a_killed_export_continues(saved: Manifest, tmp_path: Path) -> None:
     other = write_checkpoint(tmp_path / "iter_0000007", llama(), files=FILES, std=0.3)
     export(other, out, shard_bytes=10_000)
     assert inodes(out).items().isdisjoint(before.items()), "of another checkpoint"
+
+
+@pytest.mark.parametrize("renames", [0, 1, 2])
+def test_an_export_that_is_withdrawn_is_replaced(renames: int, saved: Manifest, tmp_path: Path) -> None:
+    """Also if it was killed before one of its renames; the folder has no config.json then, from the first one on."""
+    out, left = tmp_path / "out", iter(range(renames))
+
+    def rename(source: Path, target: Path) -> None:
+        next(left)  # StopIteration after so many
+        os.rename(source, target)
+
+    export(saved, out)
+    with patch.object(convert, "durable_rename", rename), suppress(StopIteration):
+        convert.withdraw_export(out)
+    assert (out / "config.json").exists() == (renames == 0)
+    convert.withdraw_export(out)
+    assert not out.exists()
+    other = write_checkpoint(tmp_path / "iter_0000007", llama(), files=FILES, std=0.3)
+    expected = weights_of(export(other, tmp_path / "whole"))
+    found = weights_of(export(other, out))
+    assert all(torch.equal(found[name], value) for name, value in expected.items())
+    assert not (tmp_path / "out.tmp").exists()
 
 
 def test_a_killed_import_continues(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
