@@ -1,20 +1,22 @@
 """Export checkpoints to Hugging Face while training goes on (``--save-hf-interval``).
 
 Rank 0 starts ``tools/convert_checkpoint.py`` on a checkpoint that it has saved, in a process of low priority without a
-GPU, one at a time. Retention keeps the checkpoint until the process ends. A failed export is a warning.
+GPU, one at a time; of the checkpoints that wait meanwhile, the newest. Retention keeps both checkpoints until their
+processes end. A failed export is a warning.
 """
 
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 import time
-from collections import deque
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from megatron.checkpoint.durable_files import make_folder
 from megatron.checkpoint.folder import CheckpointFolder
 from megatron.checkpoint.format import MARKER
 from megatron.checkpoint.location import Location
@@ -54,7 +56,7 @@ class HuggingFaceExport(Callback):
         """Export from ``save`` to the folder ``hf`` in it, ``every`` so many steps."""
         super().__init__(trainer)
         self._save, self._every = save.absolute(), every
-        self._queue: deque[int] = deque()  # steps of the checkpoints to export next
+        self._waiting: int | None = None  # step of the checkpoint to export next
         self._running: Export | None = None
 
     def on_train_start(self) -> None:
@@ -71,7 +73,7 @@ class HuggingFaceExport(Callback):
             self._add(step)
 
     def on_save(self, path: Location) -> None:
-        """Export the checkpoint, after those that wait already; also if an earlier one of its step was exported."""
+        """Export the checkpoint, after the one in progress; also if an earlier one of its step was exported."""
         if self.trainer.mesh.world.rank != 0:
             return
         step = step_of(path)
@@ -99,7 +101,7 @@ class HuggingFaceExport(Callback):
         self._poll()
         if self._running is None:
             return False
-        waiting = f"; {len(self._queue)} more wait" if self._queue else ""
+        waiting = "" if self._waiting is None else f"; then that of step {self._waiting}"
         seconds = time.monotonic() - self._running.started
         if seconds > WAIT_SECONDS:
             self.log.note(f"waiting for the export of step {self._running.step}: {seconds:.0f}s so far{waiting}")
@@ -129,27 +131,44 @@ class HuggingFaceExport(Callback):
             self.log.warning(f"{target} is of an earlier checkpoint of step {step}, and is not replaced: {error}")
 
     def _add(self, step: int) -> None:
-        self.trainer.held_checkpoints.add(step)
-        self._queue.append(step)
+        """Export a step next, instead of one that waits already. Until its end, the next start continues."""
         self._poll()
+        if self._waiting is not None and self._running is not None:
+            self.log.warning(
+                f"step {self._waiting} is not exported: the export of step {self._running.step} is not finished\n"
+                f"  fix: --save-hf-interval {2 * self._every}"
+            )
+            shutil.rmtree(self._staging(self._waiting), ignore_errors=True)
+            self._drop(self._waiting)
+        self.trainer.held_checkpoints.add(step)
+        self._waiting = step
+        with suppress(OSError):  # reported when the export starts
+            make_folder(self._staging(step))
+        self._poll()
+
+    def _drop(self, step: int) -> None:
+        """Release the checkpoint of a step that is not exported."""
+        self.trainer.held_checkpoints.discard(step)
+        with suppress(OSError):  # it is gone, or holds files of a conversion that was killed
+            self._staging(step).rmdir()
 
     def _poll(self) -> None:
         """Report an export that has ended, and start the next one; only rank 0 has any."""
         if self._running is not None and self._running.process.poll() is not None:
             ended, self._running = self._running, None
-            self.trainer.held_checkpoints.discard(ended.step)
             self._report(ended)
-        while self._running is None and self._queue:
-            step = self._queue.popleft()
+            self._drop(ended.step)
+        if self._running is None and self._waiting is not None:
+            step, self._waiting = self._waiting, None
             try:
                 self._running = self._start(step)
             except OSError as error:
-                self.trainer.held_checkpoints.discard(step)
+                self._drop(step)
                 self.log.warning(f"step {step} is not exported: {error}")
 
     def _start(self, step: int) -> Export:
         source, target = CheckpointFolder(self._save).path(step), self._target(step)
-        target.parent.mkdir(exist_ok=True)
+        make_folder(target.parent)
         flags = ["--load", str(source), "--save-hf", str(target)]
         if plugins := self.trainer.config.compute.plugin:
             flags += ["--plugin", *plugins]

@@ -435,6 +435,29 @@ def test_a_checkpoint_that_is_written_again_is_exported_again(tmp_path: Path, co
     assert exported.read_bytes() == second
 
 
+def test_of_the_checkpoints_that_wait_for_an_export_the_newest_is_kept(tmp_path: Path, converter: Path) -> None:
+    flags = "--save {0}/saved --save-interval 1 --save-hf-interval 1 --keep-last 1"
+    converter.unlink()  # the first export takes as long as the run
+    assert start(run_of(tmp_path, f"{flags} --exit-interval 4")).status == 0
+    assert warnings_of(tmp_path) == [
+        f"step {step} is not exported: the export of step 1 is not finished\n  fix: --save-hf-interval 2"
+        for step in (2, 3)
+    ]
+    assert saved_steps(tmp_path / "saved") == [1, 3, 4], "3 waited when 4 was saved"
+    converter.touch()
+
+    def wait(trainer: Any) -> None:
+        while not (tmp_path / "saved/hf/iter_0000001/config.json").exists():
+            time.sleep(0.02)
+        time.sleep(0.5)  # until the process has ended
+
+    again = run_of(tmp_path, flags.replace("hf-interval 1", "hf-interval 6"))
+    assert start(again, before_step(6, wait)).status == 0
+    exported = {path.name for path in (tmp_path / "saved" / "hf").iterdir()}
+    assert exported == {"iter_0000001", "iter_0000004", "iter_0000006"}
+    assert len(warnings_of(tmp_path)) == 2
+
+
 @pytest.mark.slow
 def test_checkpoints_are_exported_beside_training_and_the_last_is_waited_for(tmp_path: Path) -> None:
     """A start that ends early leaves an export, which the next start continues; retention keeps its checkpoint."""
