@@ -33,6 +33,17 @@ FOLDER = "hf"
 
 LOWEST_PRIORITY = 19
 
+END_WITH_PARENT = """
+import ctypes, os, runpy, signal, sys
+if sys.platform == "linux":
+    ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
+if os.getppid() != int(sys.argv.pop(1)):
+    sys.exit("the run has ended")
+runpy.run_module("megatron", run_name="__main__", alter_sys=True)
+"""
+"""As ``-m megatron``, after the process id of the parent, even one that gets SIGKILL. A ``preexec_fn`` would run
+between fork and exec, which is unsafe with threads."""
+
 WAIT_SECONDS = 30.0
 """Seconds between messages of rank 0 to the other ranks while all wait for the last export."""
 
@@ -175,7 +186,7 @@ class HuggingFaceExport(Callback):
         package = str(Path(__file__).resolve().parents[3])
         paths = os.pathsep.join([package, *filter(None, [os.environ.get("PYTHONPATH")])])
         environment = os.environ | {"PYTHONPATH": paths, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-        command = [sys.executable, "-m", "megatron", "convert", *flags]
+        command = [sys.executable, "-c", END_WITH_PARENT, str(os.getpid()), "convert", *flags]
         with self._log_file(step).open("wb") as output:
             # in a session of its own: Ctrl-C in a terminal stops the run, which ends the export
             process = subprocess.Popen(

@@ -14,6 +14,7 @@ import signal
 import sys
 import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -34,6 +35,7 @@ from megatron.distributed.comm import Group
 from megatron.training import checkpointer
 from megatron.training.build import build_trainer
 from megatron.training.checkpointer import FINISHED_FILE, Checkpointer, hold_save_folder, tensors_to_save
+from tests.killed import run_in_process
 from tests.runs import (
     FLAGS,
     KilledError,
@@ -456,6 +458,26 @@ def test_of_the_checkpoints_that_wait_for_an_export_the_newest_is_kept(tmp_path:
     exported = {path.name for path in (tmp_path / "saved" / "hf").iterdir()}
     assert exported == {"iter_0000001", "iter_0000004", "iter_0000006"}
     assert len(warnings_of(tmp_path)) == 2
+
+
+def test_a_converter_ends_with_its_run_even_by_sigkill(tmp_path: Path) -> None:
+    target = tmp_path / "saved" / "hf" / "iter_0000003"
+
+    def converters() -> list[Path]:
+        found = []
+        for path in Path("/proc").glob("[0-9]*"):
+            with suppress(OSError):  # it has ended
+                found += [path] if str(target).encode() in (path / "cmdline").read_bytes().split(b"\0") else []
+        return found
+
+    flags = EXPORTS.format(tmp_path)
+    assert run_in_process(tmp_path, flags, 3, lambda: bool(converters())) == -signal.SIGKILL
+    deadline = time.monotonic() + 30
+    while converters():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    assert not target.exists()
+    assert target.with_name("iter_0000003.tmp").exists(), "the next start continues"
 
 
 @pytest.mark.slow
