@@ -21,7 +21,6 @@ from unittest.mock import patch
 import pytest
 import tokenizers
 import torch
-import yaml
 from safetensors import safe_open
 from safetensors.torch import load_file
 from tokenizers import models, trainers
@@ -60,7 +59,7 @@ from megatron.layers.parameters import num_parameters
 from tests.parity.families import from_gpt2, from_llama
 from tests.runs import records, start, tiny_run
 from tests.solo import Allocations, tiny
-from tests.unit.convert.folders import ignore, llama, random_weights, write_checkpoint, write_folder
+from tests.unit.convert.folders import card_of, ignore, llama, random_weights, write_checkpoint, write_folder
 from tools.convert_checkpoint import main
 
 MODELS = {"gpt2": tiny(), "llama": llama()}
@@ -594,15 +593,6 @@ def test_length_of_texts(length: int | None, written: int, tmp_path: Path) -> No
 
 
 # --- model cards ---
-
-
-def card_of(folder: Path) -> dict[str, str]:
-    """The rows of the table, below the front matter."""
-    empty, front, text = (folder / "README.md").read_text().split("---\n", 2)
-    assert not empty
-    assert yaml.safe_load(front) == {"library_name": "transformers", "pipeline_tag": "text-generation"}
-    rows = [line.strip("| ").split(" | ", 1) for line in text.splitlines() if line.startswith("| ")]
-    return dict(rows[1:])
 
 
 def test_the_card_of_a_run(tmp_path: Path) -> None:
