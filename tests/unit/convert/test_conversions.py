@@ -27,6 +27,7 @@ from tokenizers import models, trainers
 from torch import Tensor
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
+from megatron.checkpoint.durable_files import LockState, try_lock
 from megatron.checkpoint.errors import CheckpointError, DamagedCheckpointError, StorageError
 from megatron.checkpoint.folder import CheckpointFolder
 from megatron.checkpoint.format import Manifest, whole_box
@@ -42,7 +43,7 @@ from megatron.convert.huggingface.convert import (
     special_token_ids,
     split_into_shards,
 )
-from megatron.convert.huggingface.families import MODEL_FAMILIES
+from megatron.convert.huggingface.families import MODEL_FAMILIES, ModelFamily
 from megatron.convert.saved_model import SavedModel, open_checkpoint
 from megatron.convert.staging import JOURNAL
 from megatron.data.tokenizers.huggingface import (
@@ -155,13 +156,19 @@ def test_numbers_that_the_format_does_not_hold_are_refused(tmp_path: Path) -> No
     assert [p.name for p in tmp_path.iterdir()] == ["iter_0000007"]
 
 
-def test_a_mistake_in_the_table_publishes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    model, family = MODELS["llama"], MODEL_FAMILIES["llama"]
-    folder = write_folder(tmp_path / "hf", model, random_weights(model))
-    manifest = write_checkpoint(tmp_path / "run" / "iter_0000007", model)
+def with_swapped_halves() -> ModelFamily:
+    """Llama with the two matrices of its MLP the other way round."""
+    family = MODEL_FAMILIES["llama"]
     swaps = {"p[:1] f, h": "p[1:] f, h", "p[1:] f, h": "p[:1] f, h"}
     rows = {o: (axes, {n: swaps.get(a, a) for n, a in theirs.items()}) for o, (axes, theirs) in family.weights.items()}
-    monkeypatch.setitem(MODEL_FAMILIES, "llama", replace(family, weights=rows))
+    return replace(family, weights=rows)
+
+
+def test_a_mistake_in_the_table_publishes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = MODELS["llama"]
+    folder = write_folder(tmp_path / "hf", model, random_weights(model))
+    manifest = write_checkpoint(tmp_path / "run" / "iter_0000007", model)
+    monkeypatch.setitem(MODEL_FAMILIES, "llama", with_swapped_halves())
     with pytest.raises(MismatchError, match="block 0"):
         convert_from_huggingface(folder, tmp_path / "save", ignore)
     assert list((tmp_path / "save").iterdir()) == []
@@ -337,6 +344,9 @@ def test_a_killed_export_continues(saved: Manifest, tmp_path: Path) -> None:
     before = kill()
     assert kept(shard_bytes=20_000) == set()
     before = kill()
+    with patch.object(convert, "package_version", lambda: "another version"):
+        assert kept() == set()
+    before = kill()
     other = write_checkpoint(tmp_path / "iter_0000007", llama(), files=FILES, std=0.3)
     export(other, out, shard_bytes=10_000)
     assert inodes(out).items().isdisjoint(before.items()), "of another checkpoint"
@@ -395,6 +405,12 @@ def test_a_killed_import_continues(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert convert_from_huggingface(folder, save, ignore).kept == 0
     kill()
     assert convert_from_huggingface(folder, save, ignore, dtype="bf16", checked=False).kept == 0
+    kill()
+    with patch.object(convert, "package_version", lambda: "another version"):
+        assert convert_from_huggingface(folder, save, ignore).kept == 0
+    kill()
+    with patch.dict(MODEL_FAMILIES, llama=with_swapped_halves()):
+        assert convert_from_huggingface(folder, save, ignore, checked=False).kept == 0
 
 
 def test_a_killed_program_continues(tmp_path: Path, saved: Manifest) -> None:
@@ -424,6 +440,32 @@ def test_two_conversions_do_not_write_to_one_folder(saved: Manifest, tmp_path: P
 
     with pytest.raises(CheckpointError, match=rf"out\.tmp is being written by process {os.getpid()} of .*; wait"):
         export(saved, tmp_path / "out", report=export_again)
+
+
+def test_a_failed_conversion_is_deleted_before_another_may_start(
+    saved: Manifest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A deletion after the lock is released could delete files of the next conversion."""
+    rmtree, states = shutil.rmtree, []
+
+    def delete(path: Path, *arguments: Any, **named: Any) -> None:
+        for journal in Path(path).rglob(JOURNAL):
+            with journal.open("rb") as file:
+                states.append(try_lock(file))
+        rmtree(path, *arguments, **named)
+
+    def fail(name: str, done: int, total: int) -> None:
+        raise KeyboardInterrupt
+
+    folder = write_folder(tmp_path / "hf", llama(), random_weights(llama()))
+    monkeypatch.setattr(shutil, "rmtree", delete)
+    with pytest.raises(KeyboardInterrupt):
+        export(saved, tmp_path / "out", report=fail)
+    with pytest.raises(KeyboardInterrupt):
+        convert_from_huggingface(folder, tmp_path / "save", fail)
+    assert states == [LockState.HELD, LockState.HELD]
+    assert not (tmp_path / "out.tmp").exists()
+    assert [*(tmp_path / "save").iterdir()] == []
 
 
 def test_side_by_side(saved: Manifest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
