@@ -144,7 +144,7 @@ class HuggingFaceExport(Callback):
     def _add(self, step: int) -> None:
         """Export a step next, instead of one that waits already. Until its end, the next start continues."""
         self._poll()
-        if self._waiting is not None and self._running is not None:
+        if self._running is not None and self._waiting not in (None, step):
             self.log.warning(
                 f"step {self._waiting} is not exported: the export of step {self._running.step} is not finished\n"
                 f"  fix: --save-hf-interval {2 * self._every}"
