@@ -222,7 +222,9 @@ def write(measured: dict[str, Measured], load: float) -> None:
     found = {name: Measured(**values) for name, values in kept.items()} | sized
     where = machine("torch", "transformers") | {"load": f"load {load:.0f} before the start"}
     content = {"measured": {name: asdict(m) for name, m in found.items()}, "machine": where}
-    note = f"Sizes in MB. One process, one thread, bf16 on the side of Hugging Face; {', '.join(where.values())}."
+    note = (
+        f"Sizes in MB. One process, two files at a time, bf16 on the side of Hugging Face; {', '.join(where.values())}."
+    )
     keep("conversion", content, "\n".join([TITLE, "", *describe(found), "", note]))
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import os
 import re
+import shlex
 import signal
 import sys
 from collections.abc import Sequence
@@ -29,6 +30,7 @@ from megatron.layers.parameters import num_parameters
 from tools.lib.locations import location_argument
 
 if TYPE_CHECKING:
+    from megatron.checkpoint.format import Manifest
     from megatron.convert.huggingface.convert import ConversionResult
 
 UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
@@ -37,7 +39,7 @@ SOURCES = {"load_hf": ("save",), "load_megatron": ("save", "save_hf"), "load": (
 TARGETS = ("save", "save_hf", "save_megatron")
 EXPORT_OPTIONS = ("max_shard_size", "tokenizer", "model_type", "ema")
 """Options that apply only to --save-hf."""
-HUGGING_FACE_OPTIONS = ("dtype", "workers")
+HUGGING_FACE_OPTIONS = ("dtype", "workers", "no_check", "plugin")
 """Options that do not apply between checkpoints and Megatron-LM."""
 
 
@@ -96,12 +98,12 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--tokenizer", type=Path, metavar="DIR", help="tokenizer files, instead of the checkpoint's")
     parser.add_argument("--model-type", metavar="TYPE", help="of transformers (the first that computes the same)")
     parser.add_argument("--ema", action="store_true", default=None, help="write the weight average of --ema-decay")
-    parser.add_argument(
-        "--workers", type=parse_count, metavar="N", help="files to write at a time (2; 1 for fp32 models)"
-    )
-    parser.add_argument("--no-check", action="store_true", help="skip the comparison with transformers")
+    workers = "files to write at a time (2; 1 for a model in fp32)"
+    parser.add_argument("--workers", type=parse_count, metavar="N", help=workers)
+    skipped = "skip the comparison with transformers"
+    parser.add_argument("--no-check", action="store_true", default=None, help=skipped)
     add_links_flag(parser)
-    parser.add_argument("--plugin", nargs="+", default=(), metavar="MODULE", help="modules with further model families")
+    parser.add_argument("--plugin", nargs="+", metavar="MODULE", help="modules with further model families")
     return parser
 
 
@@ -139,8 +141,7 @@ def main(argv: Sequence[str]) -> int:
 
     signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
-        load_plugins(args.plugin)
-        args.load = args.load or args.load_megatron
+        load_plugins(args.plugin or ())
         if source != "load_hf" and target != "save_hf":
             echo(convert_megatron(args))
             return 0
@@ -172,7 +173,6 @@ def convert(args: argparse.Namespace) -> ConversionResult:
     """Run the conversion of the flags."""
     from megatron.convert.huggingface.config import model_folder, refuse_outside_links
     from megatron.convert.huggingface.convert import convert_from_huggingface, convert_to_huggingface
-    from megatron.convert.saved_model import open_checkpoint
 
     report, checked = ProgressPrinter(), not args.no_check
     source = args.tokenizer if args.load_hf is None else model_folder(args.load_hf)
@@ -180,11 +180,8 @@ def convert(args: argparse.Namespace) -> ConversionResult:
         refuse_outside_links(source)
     if args.load_hf is not None:
         return convert_from_huggingface(source, args.save, report, checked, args.dtype, args.workers or 2)
-    manifest, notes = open_checkpoint(args.load, args.ckpt_step)
-    for note in notes:
-        echo(f"convert_checkpoint: {note}", file=sys.stderr)
     return convert_to_huggingface(
-        manifest,
+        open_source(args),
         args.save_hf,
         report,
         dtype=args.dtype,
@@ -197,15 +194,27 @@ def convert(args: argparse.Namespace) -> ConversionResult:
     )
 
 
+def open_source(args: argparse.Namespace) -> Manifest:
+    """Open the checkpoint of ``--load`` or ``--load-megatron``, and print notes on it."""
+    from megatron.checkpoint.errors import CheckpointError
+    from megatron.checkpoint.format import is_megatron_lm
+    from megatron.convert.saved_model import open_checkpoint
+
+    manifest, notes = open_checkpoint(args.load or args.load_megatron, args.ckpt_step)
+    if args.load_megatron is not None and not is_megatron_lm(manifest.path):
+        program = "python pretrain_gpt.py " if args.save_hf is None else ""  # a run reads it as it is
+        fix = f"{program}--load {shlex.quote(str(args.load_megatron))}"
+        raise CheckpointError(f"--load-megatron {manifest.path} is not a checkpoint of Megatron-LM", fix)
+    for note in notes:
+        echo(f"convert_checkpoint: {note}", file=sys.stderr)
+    return manifest
+
+
 def convert_megatron(args: argparse.Namespace) -> str:
     """Run a conversion from or to Megatron-LM; return what was written."""
     from megatron.contrib.megatron_lm.save import import_megatron_lm, save_megatron_lm
-    from megatron.convert.saved_model import open_checkpoint
 
-    manifest, notes = open_checkpoint(args.load, args.ckpt_step)
-    for note in notes:
-        echo(f"convert_checkpoint: {note}", file=sys.stderr)
-    report = ProgressPrinter()
+    manifest, report = open_source(args), ProgressPrinter()
     if args.save is not None:
         path, what = import_megatron_lm(manifest, args.save, report)
     else:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import importlib.metadata
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import suppress
 from math import prod
 from typing import Any
 
@@ -61,37 +62,40 @@ def _shape(model: ModelConfig) -> str:
 
 
 def _training(manifest: Manifest) -> Iterator[tuple[str, str]]:
-    """Yield the rows of a run that was trained here."""
+    """Yield the rows of a run; for a run of another program, what is known of it."""
     state = manifest.state
     steps, samples = state.get("iteration"), state.get("consumed_samples")
     config = readable_config(manifest.config)
+    known = {name for group in manifest.config.values() for name in _mapping(group)}
     written_by = _mapping(state.get("written_by"))
     layout = _mapping(written_by.get("layout"))
     ranks = prod(size for axis in ("pp", "dp", "cp", "tp") if isinstance(size := layout.get(axis), int))
     if isinstance(steps, int) and isinstance(samples, int):
-        tokens = samples * config.training.seq_length
-        yield "trained for", f"{steps:,} steps, {samples:,} samples, {tokens:,} tokens"
+        tokens = f", {samples * config.training.seq_length:,} tokens" if "seq_length" in known else ""
+        yield "trained for", f"{steps:,} steps, {samples:,} samples{tokens}"
     for split, loss in _mapping(state.get("losses")).items():
         yield f"last loss, {split}", f"{loss:.4f}" if isinstance(loss, float) else ""
-    try:
-        config = resolve(config, ranks)
-        rows = training_rows(config, ranks)
-    except (UserError, ValueError, ArithmeticError):  # options that contradict each other
-        rows = {}
+    rows: dict[str, str] = {}
+    if "program" not in written_by:  # the rows join options, of which other programs have only some
+        with suppress(UserError, ValueError, ArithmeticError):  # options that contradict each other
+            config = resolve(config, ranks)
+            rows = training_rows(config, ranks)
     yield from ((name, rows[name]) for name in ("batch", "ramp", "optimizer", "diloco", "precision") if name in rows)
-    yield "optimizer options", _optimizer_options(config)
+    yield "optimizer options", _optimizer_options(config, known)
     yield from _data(config, _mapping(_mapping(state.get("data")).get("fingerprints")))
-    versions = [str(written_by["version"])] if "version" in written_by else []
-    yield "trained with", ", ".join([*versions, f"torch {written_by.get('torch')}", counted(ranks, "rank")])
+    programs = [str(written_by[name]) for name in ("program", "version") if name in written_by]
+    programs += [f"torch {written_by['torch']}"] if "torch" in written_by else []
+    yield "trained with", ", ".join([*programs, counted(ranks, "rank")])
 
 
 def _mapping(value: object) -> Mapping[str, Any]:
     return value if isinstance(value, Mapping) else {}
 
 
-def _optimizer_options(config: RunConfig) -> str:
-    """Return the options of the optimizer and its schedules that have an effect."""
-    used = (s for s in SETTINGS.values() if s.group == "optimizer" and all(is_met(n, config) for n in s.option.needs))
+def _optimizer_options(config: RunConfig, known: Collection[str]) -> str:
+    """Return the known options of the optimizer and its schedules that have an effect."""
+    optimizer = (s for s in SETTINGS.values() if s.group == "optimizer" and s.name in known)
+    used = (s for s in optimizer if all(is_met(n, config) for n in s.option.needs))
     values = ((setting, setting.value_in(config)) for setting in used)
     return ", ".join(f"{setting.name} {setting.show(value)}" for setting, value in values if value not in (None, ()))
 

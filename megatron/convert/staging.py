@@ -1,8 +1,8 @@
 """Staging folder of a conversion, in which a conversion that was killed continues.
 
-A journal in it names the source and the options, and then every complete file with its size and its checksums. A line
-is written after its file is on disk. The next conversion of the same source with the same options keeps the files that
-still match their lines, and writes the others.
+A journal in it names the source, the options and the version of this program, and then every complete file with its
+size and its checksums. A line is written after its file is on disk. The next conversion that begins its journal the
+same keeps the files that still match their lines, and writes the others.
 """
 
 from __future__ import annotations

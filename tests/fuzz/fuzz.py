@@ -548,7 +548,7 @@ def hugging_face_config(folder: Path) -> Target:
                 expect(getattr(found, key.ours), float(value) if isinstance(key.default, float) else value, key.theirs)
         weights = HuggingFaceWeights(written[name], found)
         for ours, spec in weights.specs.items():
-            for mapping in weights._mappings[ours]:
+            for mapping in weights.mappings[ours]:
                 theirs = stored[name][mapping.name]
                 expect(tuple(theirs.shape), mapping.shape, mapping.name)
                 read_back = mapping.restore(weights.read(ours, spec.view, mapping.box))

@@ -208,7 +208,10 @@ def _run_state(content: _Content, moments: bool) -> JSON:
         "iteration": iteration,
         "consumed_samples": consumed,
         "batches_since": {"iteration": 0, "consumed_samples": 0},
-        "written_by": {"layout": {axis: int(args.get(f"{name}_size") or 1) for axis, name in sizes.items()}},
+        "written_by": {
+            "layout": {axis: int(args.get(f"{name}_size") or 1) for axis, name in sizes.items()},
+            "program": "Megatron-LM",
+        },
     }
     if not moments:
         why = content.unread or "it was saved without its optimizer state (--no-save-optim)"

@@ -107,6 +107,8 @@ def _text(value: Any) -> str:
 def read_arguments(args: Arguments, where: object) -> tuple[ModelConfig, dict[str, dict[str, Any]]]:
     """Return the model of a run, and its configuration by group, as in a checkpoint of ours.
 
+    Options outside the model that the arguments lack are left out; they count as defaults.
+
     Args:
         args: of the run.
         where: file of the arguments, for errors.
@@ -127,13 +129,18 @@ def read_arguments(args: Arguments, where: object) -> tuple[ModelConfig, dict[st
         if not isinstance(padded, int) or not 1 <= (vocab or padded) <= padded:
             raise ValueError(f"vocab_size {vocab} and padded_vocab_size {padded} contradict each other")
         model |= {"vocab_size": vocab or padded}
-        config = build_config({**_run_values(args), **model})
+        known = {**_run_values(args), **model}
+        config = build_config(known)
         check_model_config(where, config.model)
     except ValueError as error:  # UserError is one
         found = [str(problem.sentence) for problem in getattr(error, "problems", ())] or [str(error)]
         sentence = "; ".join(text.removeprefix(f"{where}: ") for text in found)
         raise UserError([Problem("E854", f"{where}: {sentence}")]) from error
-    return config.model, to_dict(config)
+    tree = to_dict(config)
+    return config.model, {
+        group: {name: value for name, value in values.items() if group == "model" or name in known}
+        for group, values in tree.items()
+    }
 
 
 def _convert(name: str, value: Any) -> Any:

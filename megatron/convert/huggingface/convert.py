@@ -12,7 +12,7 @@ import shlex
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from itertools import cycle, groupby
@@ -61,6 +61,7 @@ from megatron.checkpoint.tensor_file import GlobalTensor, TensorEntry, TensorFil
 from megatron.config.files import parse_json
 from megatron.config.model import ModelConfig
 from megatron.config.run import PrecisionConfig, RunConfig
+from megatron.config.text import package_version
 from megatron.convert.huggingface.check import OutputDifference, check_model, check_tokenizer
 from megatron.convert.huggingface.config import (
     CONFIG_FILE,
@@ -199,33 +200,41 @@ def import_huggingface(
     groups = [names[group] for group in split_into_shards([*sizes.values()], FILE_BYTES)]
     staged = path.with_name(f"{path.name}.unchecked")  # not recognised as a checkpoint
     extra = _imported_extras(folder, source, dtype)
-    identity = {"groups": groups, "dtype": str(stored), "files": _file_versions(folder)}
+    identity = {
+        "program": package_version(),
+        "mappings": checksum(repr(source.mappings).encode()),
+        "groups": groups,
+        "dtype": str(stored),
+        "files": _file_versions(folder),
+    }
     with storage_errors(path, 0, None):
         make_folder(path.parent, private=True)
         staging = StagingFolder(staged / ATTEMPT, identity)
-    try:
-        with staging, storage_errors(path, 0, None):
-            kept = len(staging.complete)
-            progress = _Progress(
-                report,
-                sum(sizes[n] for i, g in enumerate(groups) if rank_file_name(i) not in staging.complete for n in g),
-            )
-            files = {
-                rank_file_name(i): partial(_write_tensors, staging.folder, i, group, source, stored, progress)
-                for i, group in enumerate(groups)
-            }
-            ranks = staging.write(files, workers, progress.stop)
-            manifest = build_manifest(ranks, write_small_files(staging.folder, extra.files), extra)
-            write_file(staging.folder / MANIFEST, manifest)
-            sync_folder(staging.folder)
-            saved = SavedModel(parse_manifest(staged, manifest, ATTEMPT))
-            differences = check(saved)
-            staging.close_journal()
-            publish_file(staged / MARKER, marker_content(manifest, ATTEMPT))
-            _publish(staged, path)
-    except BaseException:
-        delete_checkpoint(staged)
-        raise
+    with staging:
+        try:
+            with storage_errors(path, 0, None):
+                kept = len(staging.complete)
+                progress = _Progress(
+                    report,
+                    sum(sizes[n] for i, g in enumerate(groups) if rank_file_name(i) not in staging.complete for n in g),
+                )
+                files = {
+                    rank_file_name(i): partial(_write_tensors, staging.folder, i, group, source, stored, progress)
+                    for i, group in enumerate(groups)
+                }
+                ranks = staging.write(files, workers, progress.stop)
+                manifest = build_manifest(ranks, write_small_files(staging.folder, extra.files), extra)
+                write_file(staging.folder / MANIFEST, manifest)
+                sync_folder(staging.folder)
+                saved = SavedModel(parse_manifest(staged, manifest, ATTEMPT))
+                differences = check(saved)
+                staging.close_journal()
+                publish_file(staged / MARKER, marker_content(manifest, ATTEMPT))
+                _publish(staged, path)
+        except BaseException:
+            with suppress(OSError):  # NFS keeps a name for the journal until it is closed
+                delete_checkpoint(staged)
+            raise
     return ConversionResult(path, saved.model, differences, kept)
 
 
@@ -361,13 +370,14 @@ def convert_to_huggingface(
 
     shards = _plan_shards(saved, mappings, source.dtype, shard_bytes)
     identity = {
+        "program": package_version(),
         "manifest": checksum(encode_manifest(manifest.tensors, manifest.files, manifest.state, manifest.config)),
         "shards": checksum(repr((shards, source.dtype, average)).encode()),
     }
     with _disk_errors_as_storage_errors(building):
         staging = StagingFolder(building, identity)
-    try:
-        with staging:
+    with staging:
+        try:
             kept = len(staging.complete)
             pending_config = building / PENDING_CONFIG_FILE
             with _disk_errors_as_storage_errors(building):
@@ -381,9 +391,9 @@ def convert_to_huggingface(
                 staging.close_journal()
                 durable_rename(pending_config, building / CONFIG_FILE)
                 durable_rename(building, folder)  # replaces an empty folder
-    except BaseException:
-        shutil.rmtree(building, ignore_errors=True)
-        raise
+        except BaseException:
+            shutil.rmtree(building, ignore_errors=True)
+            raise
     return ConversionResult(folder, saved.model, differences, kept)
 
 
@@ -520,6 +530,20 @@ def _check_leftover(building: Path, folder: Path) -> None:
             "--save-hf A_NEW_FOLDER",
         )
     raise CheckpointError(f"{building} exists and was not left by a conversion", "--save-hf A_NEW_FOLDER")
+
+
+def withdraw_export(folder: Path) -> None:
+    """Make an exported folder an unfinished conversion again, whose files the next conversion to ``folder`` replaces.
+
+    If this is interrupted, another call continues; the folder has no config.json from the start.
+    """
+    building = folder.with_name(folder.name + ".tmp")
+    if (folder / CONFIG_FILE).exists():
+        durable_rename(folder / CONFIG_FILE, folder / PENDING_CONFIG_FILE)
+    if (folder / PENDING_CONFIG_FILE).exists():
+        if building.exists():
+            shutil.rmtree(building)
+        durable_rename(folder, building)
 
 
 def _small_files(saved: SavedModel, tokenizer: Path | None) -> dict[str, bytes]:

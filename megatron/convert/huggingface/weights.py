@@ -190,7 +190,7 @@ class HuggingFaceWeights:
         family = model_families()[kind]
         # a model saved without its head has no prefix
         prefix = "" if any(key.startswith(family.prefix) for key in self._files) else family.prefix
-        self._mappings = {
+        self.mappings = {  # stored tensors, by our names
             ours: tuple(replace(mapping, name=mapping.name.removeprefix(prefix)) for mapping in found)
             for ours, found in mappings.items()
         }
@@ -200,7 +200,7 @@ class HuggingFaceWeights:
 
     def boxes(self, name: str) -> tuple[Box, ...]:
         """Return the boxes of one of our tensors that each lie in one stored tensor."""
-        return tuple(mapping.box for mapping in self._mappings[name])
+        return tuple(mapping.box for mapping in self.mappings[name])
 
     def read(self, name: str, view: tuple[int, ...], box: Box) -> Tensor:
         """Return the elements of ``box``, of shape ``box.size``, as stored.
@@ -214,7 +214,7 @@ class HuggingFaceWeights:
         """
         if view != self.specs[name].view:
             raise ValueError(f"{name} is viewed {list(self.specs[name].view)}, not {list(view)}")
-        parts = [(mapping, part) for mapping in self._mappings[name] if (part := intersect(mapping.box, box))]
+        parts = [(mapping, part) for mapping in self.mappings[name] if (part := intersect(mapping.box, box))]
         if len(parts) == 1:
             return self._read_part(*parts[0])
         out = torch.empty(box.size, dtype=self.dtype_of(name))
@@ -224,14 +224,14 @@ class HuggingFaceWeights:
 
     def dtype_of(self, name: str) -> torch.dtype:
         """Return the dtype that one of our tensors is stored with."""
-        return reduce(torch.promote_types, (self._files[part.name].dtype(part.name) for part in self._mappings[name]))
+        return reduce(torch.promote_types, (self._files[part.name].dtype(part.name) for part in self.mappings[name]))
 
     def _read_part(self, mapping: TensorMapping, box: Box) -> Tensor:
         theirs = self._files[mapping.name].tensor(mapping.name)
         return mapping.arrange(theirs)[relative_box(box, mapping.box).slices]
 
     def _check(self, family: ModelFamily) -> None:
-        expected = {mapping.name: mapping.stored for found in self._mappings.values() for mapping in found}
+        expected = {mapping.name: mapping.stored for found in self.mappings.values() for mapping in found}
         unused = {
             key
             for key in self._files.keys() - expected.keys()
@@ -258,7 +258,7 @@ class HuggingFaceWeights:
 
     def _head_equals_embedding(self, head_name: str) -> bool:
         """Return True if the stored output layer is bitwise equal to the embedding."""
-        embedding = self._mappings["embedding.word_embeddings.weight"][0].name
+        embedding = self.mappings["embedding.word_embeddings.weight"][0].name
         if embedding not in self._files:
             return False
         head, words = (self._files[key].tensor(key) for key in (head_name, embedding))

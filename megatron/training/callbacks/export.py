@@ -1,23 +1,28 @@
 """Export checkpoints to Hugging Face while training goes on (``--save-hf-interval``).
 
 Rank 0 starts ``tools/convert_checkpoint.py`` on a checkpoint that it has saved, in a process of low priority without a
-GPU, one at a time. Retention keeps the checkpoint until the process ends. A failed export is a warning.
+GPU, one at a time; of the checkpoints that wait meanwhile, the newest. Retention keeps both checkpoints until their
+processes end. A failed export is a warning.
 """
 
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 import time
-from collections import deque
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from megatron.checkpoint.durable_files import make_folder
 from megatron.checkpoint.folder import CheckpointFolder
+from megatron.checkpoint.format import MARKER
 from megatron.checkpoint.location import Location
 from megatron.checkpoint.publish import is_complete
+from megatron.convert.huggingface.config import CONFIG_FILE
+from megatron.convert.huggingface.convert import withdraw_export
 from megatron.distributed.launch import run_on_rank0
 from megatron.training.callbacks.base import Callback
 from megatron.training.resume_source import step_of
@@ -27,6 +32,17 @@ FOLDER = "hf"
 """Folder of the exported models in the ``--save`` folder; they have the names of the checkpoints."""
 
 LOWEST_PRIORITY = 19
+
+END_WITH_PARENT = """
+import ctypes, os, runpy, signal, sys
+if sys.platform == "linux":
+    ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
+if os.getppid() != int(sys.argv.pop(1)):
+    sys.exit("the run has ended")
+runpy.run_module("megatron", run_name="__main__", alter_sys=True)
+"""
+"""As ``-m megatron``, after the process id of the parent, even one that gets SIGKILL. A ``preexec_fn`` would run
+between fork and exec, which is unsafe with threads."""
 
 WAIT_SECONDS = 30.0
 """Seconds between messages of rank 0 to the other ranks while all wait for the last export."""
@@ -51,7 +67,7 @@ class HuggingFaceExport(Callback):
         """Export from ``save`` to the folder ``hf`` in it, ``every`` so many steps."""
         super().__init__(trainer)
         self._save, self._every = save.absolute(), every
-        self._queue: deque[int] = deque()  # steps of the checkpoints to export next
+        self._waiting: int | None = None  # step of the checkpoint to export next
         self._running: Export | None = None
 
     def on_train_start(self) -> None:
@@ -59,15 +75,22 @@ class HuggingFaceExport(Callback):
         if self.trainer.mesh.world.rank != 0:
             return
         steps = [step for step, path in CheckpointFolder(self._save).named() if is_complete(path)]
-        due = [step for step in steps if step % self._every == 0 and 0 < step <= self.trainer.iteration]
-        newest = [step for step in due[:1] if not self._target(step).exists()]
-        for step in sorted({*newest, *(step for step in due if self._staging(step).exists())}):
+        steps = [step for step in steps if 0 < step <= self.trainer.iteration]
+        for step in steps:
+            self._withdraw_outdated(step)
+        newest = [step for step in steps if step % self._every == 0][:1]
+        missing = [step for step in newest if not self._target(step).exists()]
+        for step in sorted({*missing, *(step for step in steps if self._staging(step).exists())}):
             self._add(step)
 
     def on_save(self, path: Location) -> None:
-        """Export the checkpoint, after those that wait already."""
-        if self.trainer.mesh.world.rank == 0 and step_of(path) % self._every == 0:
-            self._add(step_of(path))
+        """Export the checkpoint, after the one in progress; also if an earlier one of its step was exported."""
+        if self.trainer.mesh.world.rank != 0:
+            return
+        step = step_of(path)
+        self._withdraw_outdated(step)
+        if step % self._every == 0 or self._staging(step).exists():
+            self._add(step)
 
     def on_iteration_end(self) -> None:
         """Report an export that has ended, and start the next one."""
@@ -89,7 +112,7 @@ class HuggingFaceExport(Callback):
         self._poll()
         if self._running is None:
             return False
-        waiting = f"; {len(self._queue)} more wait" if self._queue else ""
+        waiting = "" if self._waiting is None else f"; then that of step {self._waiting}"
         seconds = time.monotonic() - self._running.started
         if seconds > WAIT_SECONDS:
             self.log.note(f"waiting for the export of step {self._running.step}: {seconds:.0f}s so far{waiting}")
@@ -108,35 +131,62 @@ class HuggingFaceExport(Callback):
         """Return the file for what the converter prints; it is kept if the export fails."""
         return self._target(step).with_suffix(".log")
 
+    def _withdraw_outdated(self, step: int) -> None:
+        """Withdraw the export of a step whose checkpoint is newer: the run has gone back and taken the step again."""
+        target, marker = self._target(step), self._save / f"iter_{step:07d}" / MARKER
+        config = target / CONFIG_FILE
+        try:
+            if not config.exists() or config.stat().st_mtime_ns < marker.stat().st_mtime_ns:
+                withdraw_export(target)
+        except OSError as error:
+            self.log.warning(f"{target} is of an earlier checkpoint of step {step}, and is not replaced: {error}")
+
     def _add(self, step: int) -> None:
-        self.trainer.held_checkpoints.add(step)
-        self._queue.append(step)
+        """Export a step next, instead of one that waits already. Until its end, the next start continues."""
         self._poll()
+        if self._running is not None and self._waiting not in (None, step):
+            self.log.warning(
+                f"step {self._waiting} is not exported: the export of step {self._running.step} is not finished\n"
+                f"  fix: --save-hf-interval {2 * self._every}"
+            )
+            shutil.rmtree(self._staging(self._waiting), ignore_errors=True)
+            self._drop(self._waiting)
+        self.trainer.held_checkpoints.add(step)
+        self._waiting = step
+        with suppress(OSError):  # reported when the export starts
+            make_folder(self._staging(step))
+        self._poll()
+
+    def _drop(self, step: int) -> None:
+        """Release the checkpoint of a step that is not exported."""
+        self.trainer.held_checkpoints.discard(step)
+        with suppress(OSError):  # it is gone, or holds files of a conversion that was killed
+            self._staging(step).rmdir()
 
     def _poll(self) -> None:
         """Report an export that has ended, and start the next one; only rank 0 has any."""
         if self._running is not None and self._running.process.poll() is not None:
             ended, self._running = self._running, None
-            self.trainer.held_checkpoints.discard(ended.step)
             self._report(ended)
-        while self._running is None and self._queue:
-            step = self._queue.popleft()
+            self._drop(ended.step)
+        if self._running is None and self._waiting is not None:
+            step, self._waiting = self._waiting, None
             try:
                 self._running = self._start(step)
             except OSError as error:
-                self.trainer.held_checkpoints.discard(step)
+                self._drop(step)
                 self.log.warning(f"step {step} is not exported: {error}")
 
     def _start(self, step: int) -> Export:
         source, target = CheckpointFolder(self._save).path(step), self._target(step)
-        target.parent.mkdir(exist_ok=True)
+        make_folder(target.parent)
         flags = ["--load", str(source), "--save-hf", str(target)]
         if plugins := self.trainer.config.compute.plugin:
             flags += ["--plugin", *plugins]
         package = str(Path(__file__).resolve().parents[3])
         paths = os.pathsep.join([package, *filter(None, [os.environ.get("PYTHONPATH")])])
         environment = os.environ | {"PYTHONPATH": paths, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-        command = [sys.executable, "-m", "megatron", "convert", *flags]
+        command = [sys.executable, "-c", END_WITH_PARENT, str(os.getpid()), "convert", *flags]
         with self._log_file(step).open("wb") as output:
             # in a session of its own: Ctrl-C in a terminal stops the run, which ends the export
             process = subprocess.Popen(
@@ -162,4 +212,6 @@ class HuggingFaceExport(Callback):
         reason = f"the conversion ended with status {ended.process.returncode}: {' '.join(lines[-1:])}; see {log}"
         if messages and "Traceback (most recent call last):" not in lines and ended.process.returncode > 0:
             reason = "\n".join(lines[messages[-1] :]).removeprefix("convert_checkpoint: ")
+            command = f"python tools/convert_checkpoint.py --load {self._save}/iter_{ended.step:07d}"
+            reason = reason.replace("fix: --save-hf", f"fix: {command} --save-hf")
         self.log.warning(f"step {ended.step} is not exported: {reason}")

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import yaml
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -86,3 +87,12 @@ def write_checkpoint(
 
 def ignore(name: str, done: int, total: int) -> None:
     """No report."""
+
+
+def card_of(folder: Path) -> dict[str, str]:
+    """The rows of the table, below the front matter."""
+    empty, front, text = (folder / "README.md").read_text().split("---\n", 2)
+    assert not empty
+    assert yaml.safe_load(front) == {"library_name": "transformers", "pipeline_tag": "text-generation"}
+    rows = [line.strip("| ").split(" | ", 1) for line in text.splitlines() if line.startswith("| ")]
+    return dict(rows[1:])

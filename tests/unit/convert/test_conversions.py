@@ -12,20 +12,22 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import tokenizers
 import torch
-import yaml
 from safetensors import safe_open
 from safetensors.torch import load_file
 from tokenizers import models, trainers
 from torch import Tensor
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
+from megatron.checkpoint.durable_files import LockState, try_lock
 from megatron.checkpoint.errors import CheckpointError, DamagedCheckpointError, StorageError
 from megatron.checkpoint.folder import CheckpointFolder
 from megatron.checkpoint.format import Manifest, whole_box
@@ -41,7 +43,7 @@ from megatron.convert.huggingface.convert import (
     special_token_ids,
     split_into_shards,
 )
-from megatron.convert.huggingface.families import MODEL_FAMILIES
+from megatron.convert.huggingface.families import MODEL_FAMILIES, ModelFamily
 from megatron.convert.saved_model import SavedModel, open_checkpoint
 from megatron.convert.staging import JOURNAL
 from megatron.data.tokenizers.huggingface import (
@@ -58,7 +60,7 @@ from megatron.layers.parameters import num_parameters
 from tests.parity.families import from_gpt2, from_llama
 from tests.runs import records, start, tiny_run
 from tests.solo import Allocations, tiny
-from tests.unit.convert.folders import ignore, llama, random_weights, write_checkpoint, write_folder
+from tests.unit.convert.folders import card_of, ignore, llama, random_weights, write_checkpoint, write_folder
 from tools.convert_checkpoint import main
 
 MODELS = {"gpt2": tiny(), "llama": llama()}
@@ -154,13 +156,19 @@ def test_numbers_that_the_format_does_not_hold_are_refused(tmp_path: Path) -> No
     assert [p.name for p in tmp_path.iterdir()] == ["iter_0000007"]
 
 
-def test_a_mistake_in_the_table_publishes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    model, family = MODELS["llama"], MODEL_FAMILIES["llama"]
-    folder = write_folder(tmp_path / "hf", model, random_weights(model))
-    manifest = write_checkpoint(tmp_path / "run" / "iter_0000007", model)
+def with_swapped_halves() -> ModelFamily:
+    """Llama with the two matrices of its MLP the other way round."""
+    family = MODEL_FAMILIES["llama"]
     swaps = {"p[:1] f, h": "p[1:] f, h", "p[1:] f, h": "p[:1] f, h"}
     rows = {o: (axes, {n: swaps.get(a, a) for n, a in theirs.items()}) for o, (axes, theirs) in family.weights.items()}
-    monkeypatch.setitem(MODEL_FAMILIES, "llama", replace(family, weights=rows))
+    return replace(family, weights=rows)
+
+
+def test_a_mistake_in_the_table_publishes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = MODELS["llama"]
+    folder = write_folder(tmp_path / "hf", model, random_weights(model))
+    manifest = write_checkpoint(tmp_path / "run" / "iter_0000007", model)
+    monkeypatch.setitem(MODEL_FAMILIES, "llama", with_swapped_halves())
     with pytest.raises(MismatchError, match="block 0"):
         convert_from_huggingface(folder, tmp_path / "save", ignore)
     assert list((tmp_path / "save").iterdir()) == []
@@ -336,9 +344,34 @@ def test_a_killed_export_continues(saved: Manifest, tmp_path: Path) -> None:
     before = kill()
     assert kept(shard_bytes=20_000) == set()
     before = kill()
+    with patch.object(convert, "package_version", lambda: "another version"):
+        assert kept() == set()
+    before = kill()
     other = write_checkpoint(tmp_path / "iter_0000007", llama(), files=FILES, std=0.3)
     export(other, out, shard_bytes=10_000)
     assert inodes(out).items().isdisjoint(before.items()), "of another checkpoint"
+
+
+@pytest.mark.parametrize("renames", [0, 1, 2])
+def test_an_export_that_is_withdrawn_is_replaced(renames: int, saved: Manifest, tmp_path: Path) -> None:
+    """Also if it was killed before one of its renames; the folder has no config.json then, from the first one on."""
+    out, left = tmp_path / "out", iter(range(renames))
+
+    def rename(source: Path, target: Path) -> None:
+        next(left)  # StopIteration after so many
+        os.rename(source, target)
+
+    export(saved, out)
+    with patch.object(convert, "durable_rename", rename), suppress(StopIteration):
+        convert.withdraw_export(out)
+    assert (out / "config.json").exists() == (renames == 0)
+    convert.withdraw_export(out)
+    assert not out.exists()
+    other = write_checkpoint(tmp_path / "iter_0000007", llama(), files=FILES, std=0.3)
+    expected = weights_of(export(other, tmp_path / "whole"))
+    found = weights_of(export(other, out))
+    assert all(torch.equal(found[name], value) for name, value in expected.items())
+    assert not (tmp_path / "out.tmp").exists()
 
 
 def test_a_killed_import_continues(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -372,6 +405,12 @@ def test_a_killed_import_continues(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert convert_from_huggingface(folder, save, ignore).kept == 0
     kill()
     assert convert_from_huggingface(folder, save, ignore, dtype="bf16", checked=False).kept == 0
+    kill()
+    with patch.object(convert, "package_version", lambda: "another version"):
+        assert convert_from_huggingface(folder, save, ignore).kept == 0
+    kill()
+    with patch.dict(MODEL_FAMILIES, llama=with_swapped_halves()):
+        assert convert_from_huggingface(folder, save, ignore, checked=False).kept == 0
 
 
 def test_a_killed_program_continues(tmp_path: Path, saved: Manifest) -> None:
@@ -401,6 +440,32 @@ def test_two_conversions_do_not_write_to_one_folder(saved: Manifest, tmp_path: P
 
     with pytest.raises(CheckpointError, match=rf"out\.tmp is being written by process {os.getpid()} of .*; wait"):
         export(saved, tmp_path / "out", report=export_again)
+
+
+def test_a_failed_conversion_is_deleted_before_another_may_start(
+    saved: Manifest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A deletion after the lock is released could delete files of the next conversion."""
+    rmtree, states = shutil.rmtree, []
+
+    def delete(path: Path, *arguments: Any, **named: Any) -> None:
+        for journal in Path(path).rglob(JOURNAL):
+            with journal.open("rb") as file:
+                states.append(try_lock(file))
+        rmtree(path, *arguments, **named)
+
+    def fail(name: str, done: int, total: int) -> None:
+        raise KeyboardInterrupt
+
+    folder = write_folder(tmp_path / "hf", llama(), random_weights(llama()))
+    monkeypatch.setattr(shutil, "rmtree", delete)
+    with pytest.raises(KeyboardInterrupt):
+        export(saved, tmp_path / "out", report=fail)
+    with pytest.raises(KeyboardInterrupt):
+        convert_from_huggingface(folder, tmp_path / "save", fail)
+    assert states == [LockState.HELD, LockState.HELD]
+    assert not (tmp_path / "out.tmp").exists()
+    assert [*(tmp_path / "save").iterdir()] == []
 
 
 def test_side_by_side(saved: Manifest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -570,15 +635,6 @@ def test_length_of_texts(length: int | None, written: int, tmp_path: Path) -> No
 
 
 # --- model cards ---
-
-
-def card_of(folder: Path) -> dict[str, str]:
-    """The rows of the table, below the front matter."""
-    empty, front, text = (folder / "README.md").read_text().split("---\n", 2)
-    assert not empty
-    assert yaml.safe_load(front) == {"library_name": "transformers", "pipeline_tag": "text-generation"}
-    rows = [line.strip("| ").split(" | ", 1) for line in text.splitlines() if line.startswith("| ")]
-    return dict(rows[1:])
 
 
 def test_the_card_of_a_run(tmp_path: Path) -> None:

@@ -31,6 +31,7 @@ from megatron.convert.huggingface.check import run_own_model
 from megatron.convert.huggingface.convert import RoundedWeights
 from megatron.convert.saved_model import SavedModel, open_checkpoint
 from tests.runs import checkpoint
+from tests.unit.convert.folders import card_of
 from tests.unit.convert.megatron_lm import (
     expected,
     moments_of,
@@ -564,6 +565,28 @@ def test_a_megatron_lm_checkpoint_becomes_a_hugging_face_model(written: Path, tm
     source = written / "llama_legacy_tp2_pp2"
     assert convert(["--load-megatron", str(source), "--save-hf", str(tmp_path / "hf")]) == 0
     assert "transformers computes the same" in capsys.readouterr().out
+
+
+def test_the_card_of_a_run_of_megatron_lm_invents_nothing(written: Path, tmp_path: Path) -> None:
+    """Directly and through a checkpoint of ours, it has the options that the arguments have."""
+    source, own, out = written / "llama_torch_dist_tp2", tmp_path / "own", tmp_path / "hf"
+    assert convert(["--load-megatron", str(source), "--save-hf", str(out), "--no-check"]) == 0
+    assert convert(["--load-megatron", str(source), "--save", str(own)]) == 0
+    assert convert(["--load", str(own), "--save-hf", str(tmp_path / "again"), "--no-check"]) == 0
+    assert (tmp_path / "again" / "README.md").read_text() == (out / "README.md").read_text()
+    rows = card_of(out)
+    model = ["architecture", "parameters", "vocabulary", "positions"]
+    assert [*rows] == [*model, "trained for", "optimizer options", "trained with", "exported with"]
+    assert rows["trained for"] == "5 steps, 20 samples, 640 tokens"
+    assert rows["trained with"] == "Megatron-LM, 2 ranks"
+    options = dict(option.split(" ", 1) for option in rows["optimizer options"].split(", "))
+    assert (options["optimizer"], options["adam_beta2"]) == ("adam", "0.95")
+    assert options.keys() <= common_state(newest(source))["args"].keys()
+    few = write_ranks(tmp_path / "few", DENSE, random_tensors(DENSE), optimizer=True)  # with few arguments
+    assert convert(["--load-megatron", str(few), "--save-hf", str(tmp_path / "of_few"), "--no-check"]) == 0
+    rows = card_of(tmp_path / "of_few")
+    assert [*rows] == [*model, "trained for", "trained with", "exported with"]
+    assert (rows["trained for"], rows["trained with"]) == ("7 steps, 28 samples", "Megatron-LM, 1 rank")
 
 
 def test_a_failed_conversion_leaves_nothing(written: Path, tmp_path: Path, monkeypatch: Any) -> None:

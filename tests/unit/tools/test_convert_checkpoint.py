@@ -277,6 +277,8 @@ def test_a_broken_checkpoint_is_refused_by_name_and_leaves_nothing(
         (["--load-hf", "a", "--save", "b", "--workers", "0"], "'0' is not a number of at least 1"),
         (["--load-megatron", "a", "--save-megatron", "b"], "--load-megatron with the first two"),
         (["--load-megatron", "a", "--save", "b", "--dtype", "bf16"], "--dtype: only with Hugging Face"),
+        (["--load-megatron", "a", "--save", "b", "--no-check"], "--no-check: only with Hugging Face"),
+        (["--load", "a", "--save-megatron", "b", "--plugin", "os"], "--plugin: only with Hugging Face"),
         (["--load-hf", "a", "--save", "b", "--ckpt-step", "3"], "--ckpt-step: only with --load and --load-megatron"),
         (["--load-hf", "a", "--save", "b", "--ema"], "--ema: only with --save-hf"),
         (["--load", "a", "--save-hf", "b", "--max-shard-size", "5XB"], "'5XB' is not a size such as 5GB"),
@@ -287,6 +289,19 @@ def test_wrong_flags(argv: list[str], said: str, capsys: pytest.CaptureFixture[s
         main(argv)
     assert caught.value.code == 2
     assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("target", ["--save", "--save-hf"])
+def test_a_checkpoint_of_ours_is_not_one_of_megatron_lm(
+    target: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = write_checkpoint(tmp_path / "run" / "iter_0000007", llama()).path
+    for path in (source, source.parent):
+        assert main(["--load-megatron", str(path), target, f"{tmp_path}/out"]) == 1
+        program = {"--save": "python pretrain_gpt.py "}.get(target, "")
+        seen = f"--load-megatron {source} is not a checkpoint of Megatron-LM\n  fix: {program}--load {path}\n"
+        assert capsys.readouterr().err == f"convert_checkpoint: {seen}"
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]
 
 
 def test_sizes() -> None:

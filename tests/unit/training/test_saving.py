@@ -11,8 +11,10 @@ import os
 import pickle
 import shutil
 import signal
+import sys
 import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -24,7 +26,7 @@ from transformers import AutoModelForCausalLM
 
 import pretrain_gpt
 from megatron.checkpoint.errors import CheckpointError, DamagedCheckpointError
-from megatron.checkpoint.format import Manifest
+from megatron.checkpoint.format import MARKER, Manifest
 from megatron.checkpoint.lease import acquire_lease
 from megatron.checkpoint.load import CheckpointReader
 from megatron.config.errors import Problem, UserError
@@ -33,6 +35,7 @@ from megatron.distributed.comm import Group
 from megatron.training import checkpointer
 from megatron.training.build import build_trainer
 from megatron.training.checkpointer import FINISHED_FILE, Checkpointer, hold_save_folder, tensors_to_save
+from tests.killed import run_in_process
 from tests.runs import (
     FLAGS,
     KilledError,
@@ -401,6 +404,82 @@ def warnings_of(folder: Path) -> list[str]:
     return [record["text"] for record in records(folder, "text") if record["event"] == "warning"]
 
 
+@pytest.fixture
+def converter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Replace the converter by one that copies the marker, once the file that is returned exists."""
+    script, go = tmp_path / "converter", tmp_path / "go"
+    script.write_text(f"""#!/bin/sh
+while [ "$1" != --load ]; do shift; done
+while [ ! -e {go} ]; do sleep 0.02; done
+[ -e "$4" ] && echo "convert_checkpoint: $4 exists" && exit 1
+rm -rf "$4.tmp"; mkdir "$4"; cat "$2/COMPLETE" > "$4/config.json"
+""")
+    script.chmod(0o755)
+    go.touch()
+    monkeypatch.setattr(sys, "executable", str(script))
+    return go
+
+
+def test_a_checkpoint_that_is_written_again_is_exported_again(tmp_path: Path, converter: Path) -> None:
+    flags = "--save {0}/saved --save-interval 3 --save-hf-interval 3 --resume-mode new-schedule --lr"
+    marker, exported = tmp_path / "saved/iter_0000006" / MARKER, tmp_path / "saved/hf/iter_0000006/config.json"
+    assert start(run_of(tmp_path, f"{flags} 0.01")).status == 0
+    first = marker.read_bytes()
+    assert exported.read_bytes() == first
+    shutil.rmtree(marker.parent)
+    assert start(run_of(tmp_path, f"{flags} 0.02")).status == 0
+    second = marker.read_bytes()
+    assert exported.read_bytes() == second != first
+    assert warnings_of(tmp_path) == []
+    exported.write_bytes(b"of an earlier checkpoint; the run was killed before it replaced the export")
+    os.utime(exported, ns=(0, 0))
+    assert start(run_of(tmp_path, f"{flags} 0.02 --train-iters 7")).status == 0
+    assert exported.read_bytes() == second
+
+
+def test_of_the_checkpoints_that_wait_for_an_export_the_newest_is_kept(tmp_path: Path, converter: Path) -> None:
+    flags = "--save {0}/saved --save-interval 1 --save-hf-interval 1 --keep-last 1"
+    converter.unlink()  # the first export takes as long as the run
+    assert start(run_of(tmp_path, f"{flags} --exit-interval 4")).status == 0
+    assert warnings_of(tmp_path) == [
+        f"step {step} is not exported: the export of step 1 is not finished\n  fix: --save-hf-interval 2"
+        for step in (2, 3)
+    ]
+    assert saved_steps(tmp_path / "saved") == [1, 3, 4], "3 waited when 4 was saved"
+    converter.touch()
+
+    def wait(trainer: Any) -> None:
+        while not (tmp_path / "saved/hf/iter_0000001/config.json").exists():
+            time.sleep(0.02)
+        time.sleep(0.5)  # until the process has ended
+
+    again = run_of(tmp_path, flags.replace("hf-interval 1", "hf-interval 6"))
+    assert start(again, before_step(6, wait)).status == 0
+    exported = {path.name for path in (tmp_path / "saved" / "hf").iterdir()}
+    assert exported == {"iter_0000001", "iter_0000004", "iter_0000006"}
+    assert len(warnings_of(tmp_path)) == 2
+
+
+def test_a_converter_ends_with_its_run_even_by_sigkill(tmp_path: Path) -> None:
+    target = tmp_path / "saved" / "hf" / "iter_0000003"
+
+    def converters() -> list[Path]:
+        found = []
+        for path in Path("/proc").glob("[0-9]*"):
+            with suppress(OSError):  # it has ended
+                found += [path] if str(target).encode() in (path / "cmdline").read_bytes().split(b"\0") else []
+        return found
+
+    flags = EXPORTS.format(tmp_path)
+    assert run_in_process(tmp_path, flags, 3, lambda: bool(converters())) == -signal.SIGKILL
+    deadline = time.monotonic() + 30
+    while converters():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    assert not target.exists()
+    assert target.with_name("iter_0000003.tmp").exists(), "the next start continues"
+
+
 @pytest.mark.slow
 def test_checkpoints_are_exported_beside_training_and_the_last_is_waited_for(tmp_path: Path) -> None:
     """A start that ends early leaves an export, which the next start continues; retention keeps its checkpoint."""
@@ -426,7 +505,8 @@ def test_a_failed_export_is_a_warning(tmp_path: Path) -> None:
     (tmp_path / "saved" / "hf" / "iter_0000006" / "README.md").write_text("x")
     assert start(run_of(tmp_path, EXPORTS.replace("interval 3", "interval 6"))).status == 0
     (warning,) = warnings_of(tmp_path)
-    reason = f"{tmp_path}/saved/hf/iter_0000006 exists and is not empty\n  fix: --save-hf A_NEW_FOLDER"
+    command = f"python tools/convert_checkpoint.py --load {tmp_path}/saved/iter_0000006 --save-hf A_NEW_FOLDER"
+    reason = f"{tmp_path}/saved/hf/iter_0000006 exists and is not empty\n  fix: {command}"
     assert warning == f"step 6 is not exported: {reason}"
     assert (tmp_path / "saved" / "hf" / "iter_0000006.log").exists()
 
