@@ -423,6 +423,8 @@ def parse_manifest(path: Location, content: bytes, inside: str = "") -> Manifest
                 "update this program",
             )
         files = {_checked_name(name): FileRecord(**record) for name, record in data["files"].items()}
+        for record in files.values():
+            _checked_digest(record.xxh3)
         to_dims((data["version"], *(n for record in files.values() for n in (record.bytes, record.head))))
         tensors = {name: _tensor(record, files) for name, record in data["tensors"].items()}
         for part in ("state", "config"):
@@ -450,12 +452,19 @@ def _checked_name(name: str) -> str:
     return name
 
 
+def _checked_digest(text: str) -> str:
+    """Return a checksum if it is a text."""
+    if not isinstance(text, str):
+        raise ValueError(f"{text!r} is not a checksum")
+    return text
+
+
 def _tensor(data: JSON, files: Mapping[str, FileRecord]) -> TensorRecord:
     chunks = []
     for item in data["chunks"]:
         box = Box(to_dims(item["start"]), to_dims(item["size"]))
         offset, size = to_dims((item["offset"], item["bytes"]))
-        chunks.append(TensorChunk(box, item["file"], offset, size, item["xxh3"]))
+        chunks.append(TensorChunk(box, item["file"], offset, size, _checked_digest(item["xxh3"])))
     record = TensorRecord(data["dtype"], to_dims(data["shape"]), to_dims(data["view"]), tuple(chunks))
     size, shapes = prod(record.shape), (record.shape, record.view)
     if size != prod(record.view):
