@@ -79,7 +79,7 @@ def build_parser() -> argparse.ArgumentParser:
     checkpoints = "--save folder of a run, or one checkpoint in it; s3://BUCKET/RUN"
     source.add_argument("--load", type=location_argument, metavar="CKPT", help=checkpoints)
     megatron = "folder of Megatron-LM's checkpoints, or one checkpoint in it; torch and torch_dist, of any layout"
-    source.add_argument("--load-megatron", type=Path, metavar="DIR", help=megatron)
+    source.add_argument("--load-megatron", type=location_argument, metavar="DIR", help=megatron)
     target = parser.add_mutually_exclusive_group(required=True)
     kept = (
         "folder for a checkpoint: from Hugging Face of step 0 and weights only, from Megatron-LM with the run's state"
@@ -112,7 +112,8 @@ def find_direction(parser: argparse.ArgumentParser, args: argparse.Namespace) ->
     source, target = (next(n for n in names if getattr(args, n) is not None) for names in (SOURCES, TARGETS))
     if target not in SOURCES[source]:
         parser.error(
-            "--load-hf goes with --save, --load with --save-hf or --save-megatron, --load-megatron with the first two"
+            "--load-hf goes with --save, --load with --save-hf or --save-megatron, "
+            "--load-megatron with --save or --save-hf"
         )
     unused = [("--save-hf", name) for name in EXPORT_OPTIONS if target != "save_hf"]
     unused += [("Hugging Face", name) for name in HUGGING_FACE_OPTIONS if "hf" not in source + target]
@@ -154,7 +155,8 @@ def main(argv: Sequence[str]) -> int:
         return 130
     if done.kept:
         echo(f"continued: {done.kept} files of an interrupted conversion were complete")
-    echo(f"wrote {done.path}: {num_parameters(done.model):,} parameters")
+    architecture = f"{done.architecture}, " if done.architecture else ""
+    echo(f"wrote {done.path}: {architecture}{num_parameters(done.model):,} parameters")
     if (done.path / OTHER_CARD_FILE).exists():
         echo(f"{CARD_FILE} is that of --tokenizer; how the model was trained is in {OTHER_CARD_FILE}")
     if done.differences:

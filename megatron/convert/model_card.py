@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import importlib.metadata
+import re
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import suppress
 from math import prod
+from pathlib import Path
 from typing import Any
 
 from megatron.arguments.compatibility import readable_config
@@ -61,6 +63,11 @@ def _shape(model: ModelConfig) -> str:
     return f"{model.num_layers} layers, hidden {model.hidden_size}, {heads}, MLP {model.ffn}{experts}"
 
 
+def _start(load: str) -> str:
+    """Return ``--load`` with the last name of a folder only, which may be private."""
+    return load if re.fullmatch(r"hf:[\w.-]+/[\w.-]+", load) else f"a model or checkpoint in {Path(load).name}"
+
+
 def _training(manifest: Manifest) -> Iterator[tuple[str, str]]:
     """Yield the rows of a run; for a run of another program, what is known of it."""
     state = manifest.state
@@ -73,6 +80,8 @@ def _training(manifest: Manifest) -> Iterator[tuple[str, str]]:
     if isinstance(steps, int) and isinstance(samples, int):
         tokens = f", {samples * config.training.seq_length:,} tokens" if "seq_length" in known else ""
         yield "trained for", f"{steps:,} steps, {samples:,} samples{tokens}"
+    if load := config.checkpoint.load:
+        yield "start of the run", _start(load)
     for split, loss in _mapping(state.get("losses")).items():
         yield f"last loss, {split}", f"{loss:.4f}" if isinstance(loss, float) else ""
     rows: dict[str, str] = {}

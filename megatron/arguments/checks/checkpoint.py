@@ -40,7 +40,9 @@ def check_load_folder(config: RunConfig, world_size: int) -> Iterator[Problem]:
     elif load.startswith(MEGATRON_PREFIX):
         if not isfile(folder / MEGATRON_LM_NEWEST) and not is_megatron_lm(folder):
             sentence = f"--load {load} is neither a folder of Megatron-LM's checkpoints nor one of them"
-            yield Problem("E801", sentence, ("drop --load",))
+            below = [each for each in _folders_beside(folder / "any") if isfile(folder / each / MEGATRON_LM_NEWEST)]
+            found = tuple(f"--load {MEGATRON_PREFIX}{folder / each}" for each in below[:2])
+            yield Problem("E801", sentence, found or (f"--load {MEGATRON_PREFIX}FOLDER_WITH_{MEGATRON_LM_NEWEST}",))
     elif isfile(folder / MEGATRON_LM_NEWEST) or is_megatron_lm(folder):
         sentence = f"--load {folder} holds checkpoints of Megatron-LM"
         yield Problem("E801", sentence, (f"--load {MEGATRON_PREFIX}{folder}",))

@@ -117,6 +117,7 @@ class ConversionResult:
     model: ModelConfig
     differences: Sequence[OutputDifference]  # to transformers; empty without a check
     kept: int = 0  # files that an interrupted conversion had completed
+    architecture: str = ""  # class of transformers that an export is for
 
 
 class _Progress:
@@ -394,7 +395,7 @@ def convert_to_huggingface(
         except BaseException:
             shutil.rmtree(building, ignore_errors=True)
             raise
-    return ConversionResult(folder, saved.model, differences, kept)
+    return ConversionResult(folder, saved.model, differences, kept, config["architectures"][0])
 
 
 class RoundedWeights:

@@ -275,7 +275,7 @@ def test_a_broken_checkpoint_is_refused_by_name_and_leaves_nothing(
         (["--load-hf", "a", "--save-hf", "b"], "--load-hf goes with --save"),
         (["--load", "a", "--save", "b"], "--load with --save-hf"),
         (["--load-hf", "a", "--save", "b", "--workers", "0"], "'0' is not a number of at least 1"),
-        (["--load-megatron", "a", "--save-megatron", "b"], "--load-megatron with the first two"),
+        (["--load-megatron", "a", "--save-megatron", "b"], "--load-megatron with --save or --save-hf"),
         (["--load-megatron", "a", "--save", "b", "--dtype", "bf16"], "--dtype: only with Hugging Face"),
         (["--load-megatron", "a", "--save", "b", "--no-check"], "--no-check: only with Hugging Face"),
         (["--load", "a", "--save-megatron", "b", "--plugin", "os"], "--plugin: only with Hugging Face"),
