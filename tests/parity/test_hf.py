@@ -96,6 +96,7 @@ OF_KINDS = {
     "sliding_attention": {"rope_type": "default", "rope_theta": 50.0},
     "full_attention": {"rope_type": "linear", "rope_theta": 300.0, "factor": 2.0},
 }
+ONE_BASE = OF_KINDS | {"sliding_attention": {"rope_type": "default", "rope_theta": 300.0}}
 GEMMA = {  # the square root of its hidden size is exact in all data types
     "hidden_size": 64,
     "kv_channels": 8,
@@ -240,9 +241,9 @@ CASES = [
         "olmo3",
         "Olmo3",
         OLMO
-        | {"attention_pattern": "local:5,global", "rotary_base": 300.0, "rotary_base_local": 50.0}
+        | {"attention_pattern": "local:5,global", "rotary_base": 300.0, "rotary_base_local": 300.0}
         | {"rotary_seq_len_interpolation_factor": 2.0},
-        LAYERS | {"num_key_value_heads": 2, "rope_parameters": OF_KINDS},
+        LAYERS | {"num_key_value_heads": 2, "rope_parameters": ONE_BASE},
     ),
     Case("gemma2", "Gemma2", GEMMA | {"attn_logit_softcapping": 2.0}, THEIR_GEMMA | {"attn_logit_softcapping": 2.0}),
     Case(

@@ -136,7 +136,7 @@ def other_shape(rng: random.Random, family: str) -> Shape:
             "rope_parameters": scaled | {"partial_rotary_factor": rng.choice([0.25, 0.5, 1.0])},
         },
         "Olmo2": {"rope_parameters": scaled},
-        "Olmo3": {"rope_parameters": of_kinds, "layer_types": kinds},
+        "Olmo3": {"rope_parameters": of_kinds | {"sliding_attention": theta}, "layer_types": kinds},
         "Gemma2": scores | {"attn_logit_softcapping": rng.choice([None, 2.0]), "final_logit_softcapping": 3.0},
         "Gemma3Text": scores | {"rope_parameters": of_kinds, "final_logit_softcapping": rng.choice([None, 3.0])},
         "Phi3": {"rope_parameters": theta | {"partial_rotary_factor": rng.choice([0.5, 1.0])}},

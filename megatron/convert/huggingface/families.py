@@ -17,7 +17,6 @@ from megatron.convert.huggingface.keys import (
     GEGLUS,
     GELUS,
     HAS_LAYER_TYPES,
-    ROPE_KEYS,
     ROTATES,
     WINDOW,
     Capabilities,
@@ -31,6 +30,7 @@ from megatron.convert.huggingface.keys import (
     activation,
     equal_dropout,
     layer_types,
+    plain_rope,
     read_bool,
     read_layer_types,
     read_no_rope_layers,
@@ -608,19 +608,6 @@ _GEMMA3 = replace(
 # ---- Other relatives of Llama ----
 
 
-def _plain_rope(model: ModelConfig) -> bool:
-    """Return True for the rotary embeddings that are not scaled, the only ones that Phi-3 shares with us."""
-    return model.position_embedding_type == "rope" and write_rope(model)["rope_scaling"] is None
-
-
-def _read_plain_rope(config: JsonObject) -> FieldValues:
-    values = read_rope(config, partial=True)
-    scaled = values["use_rope_scaling"] or "rotary_seq_len_interpolation_factor" in values
-    if scaled or values["position_embedding_type"] != "rope":
-        raise UnsupportedConfigError("rotary embeddings of this model type are not scaled, as in transformers")
-    return values
-
-
 _PHI3 = replace(
     _LLAMA,
     architecture="Phi3ForCausalLM",
@@ -634,12 +621,7 @@ _PHI3 = replace(
             rms_norm_eps=1e-5,
         ),
         *equal_dropout("resid_pdrop", "embd_pdrop", 0.0),
-        KeyGroup(
-            ROPE_KEYS,
-            _read_plain_rope,
-            lambda m: write_rope(m) | {"partial_rotary_factor": m.rotary_percent},
-            {**ROTATES, "position_embedding_type": _plain_rope},
-        ),
+        plain_rope(),
         ConfigKey("window_size", "sliding_window", None),
         KeyGroup(("attention_bias",), can=_HEADS_SPLIT_HIDDEN),  # published, but not used by transformers
     ),

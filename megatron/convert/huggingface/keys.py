@@ -319,6 +319,25 @@ def rope(theta: float = 10000.0, scaling: JsonObject | None = None) -> KeyGroup:
     return KeyGroup(ROPE_KEYS, read, write, {**ROTATES, **WHOLE_HEADS})
 
 
+def plain_rope() -> KeyGroup:
+    """Return the keys of rotary embeddings of a part of each head, which are not scaled."""
+
+    def read(config: JsonObject) -> FieldValues:
+        values = read_rope(config, partial=True)
+        scaled = values["use_rope_scaling"] or "rotary_seq_len_interpolation_factor" in values
+        if scaled or values["position_embedding_type"] != "rope":
+            raise UnsupportedConfigError("rotary embeddings of this model type are not scaled, as in transformers")
+        return values
+
+    def can_write(model: ModelConfig) -> bool:
+        return model.position_embedding_type == "rope" and _scaling(model) is None
+
+    def write(model: ModelConfig) -> FieldValues:
+        return write_rope(model) | {"partial_rotary_factor": model.rotary_percent}
+
+    return KeyGroup(ROPE_KEYS, read, write, {**ROTATES, "position_embedding_type": can_write})
+
+
 def rope_of_kinds(theta: float, local_theta: float, local_key: str | None = None) -> KeyGroup:
     """Return the keys of rotary embeddings that differ between layers with a window and others.
 
