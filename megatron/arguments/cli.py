@@ -272,8 +272,6 @@ def parse(
         found += changes.problems
     if found:
         no_folder = any(problem.code in ("E801", "E802") for problem in found)  # the reason why it is unreadable
-        if unreadable:  # the checkpoint may know the size of the vocabulary
-            found = [problem for problem in found if problem.code != "E104"]
         raise UserError(found if no_folder else [*unreadable, *found], notes)
     resolved = resolve(config, world_size)
     if saved is not None:
