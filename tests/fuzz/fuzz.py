@@ -551,7 +551,7 @@ def hugging_face_config(folder: Path) -> Target:
             for mapping in weights.mappings[ours]:
                 theirs = stored[name][mapping.name]
                 expect(tuple(theirs.shape), mapping.shape, mapping.name)
-                read_back = mapping.restore(weights.read(ours, spec.view, mapping.box))
+                read_back = weights.read(ours, spec.view, mapping.box).permute(mapping.order).reshape(mapping.shape)
                 expect(torch.equal(read_back, theirs), True, f"elements of {mapping.name}")
         assert isinstance(found, ModelConfig)
         return found

@@ -71,7 +71,7 @@ UNREAD_OPTIMIZER = {
 
 @dataclass
 class _Found:
-    """What has been found of one of our tensors."""
+    """The chunks of one of our tensors in Megatron-LM's files."""
 
     dtype: str
     sources: set[str] = field(default_factory=set)  # their names
@@ -131,7 +131,7 @@ class _Table:
 
 @dataclass
 class _Content:
-    """What the files of a checkpoint hold."""
+    """The tables of tensors and the state of a checkpoint, as read from its files."""
 
     path: Path
     args: Arguments
@@ -477,7 +477,7 @@ def _read_torch_dist(path: Path) -> _Content:
 
 
 def _common_state(path: Path, stored: _Places) -> Mapping[str, Any]:
-    """Return what all ranks have in common: an object of its own, or a file in older checkpoints."""
+    """Return the state that is stored once for all ranks: as an object, or as a file in older checkpoints."""
     for (key, _), (file, start, length) in stored.items():
         if key.startswith(COMMON_STATE):
             found = read_torch_file(_file(path, file), start, length)

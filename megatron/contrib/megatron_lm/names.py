@@ -22,7 +22,7 @@ name, as in ``weight3``."""
 
 
 class Place(NamedTuple):
-    """What one of their tensors is of ours."""
+    """Our name of one of their tensors, and the layer and the expert in theirs."""
 
     name: str  # ours; the layer is a placeholder {i} if their name has none
     layer: int | None  # in their name: of the pipeline stage, or None
@@ -36,7 +36,7 @@ _PATTERNS = tuple(
 
 
 def find_place(theirs: str) -> Place:
-    """Return what the tensor called ``theirs`` is of ours, whether or not we have one of that name."""
+    """Return our name of the tensor ``theirs``, whether or not a model here has one of that name."""
     ours, match = next((row, match) for row, pattern in _PATTERNS if (match := pattern.match(theirs)))
     found, rest = match.groupdict(), theirs[match.end() :]
     expert, numbered = found.get("e"), re.fullmatch(r"(linear_fc[12]\.\w+?)(\d+)", rest.removeprefix("mlp.experts."))

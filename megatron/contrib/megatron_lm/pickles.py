@@ -2,7 +2,7 @@
 
 A pickle names functions and classes, and calls them. Here every name stands for a harmless substitute: tensors become
 `StoredTensor`, a place in the file; classes that only hold values become `Record`; names outside the list are refused.
-Substitutes are made anew for every file, so that a pickle that changes one changes nothing else.
+Every file gets new substitutes, so a pickle cannot change those of another file.
 """
 
 from __future__ import annotations

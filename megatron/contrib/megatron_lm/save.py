@@ -239,7 +239,7 @@ def _pickled(content: Any) -> io.BytesIO:
 
 
 def _common_state(config: RunConfig, state: Mapping[str, Any], args: dict[str, Any], optimizer: bool) -> dict[str, Any]:
-    """Return what all ranks have in common."""
+    """Return the state that is stored once for all ranks."""
     namespace = argparse.Namespace()
     vars(namespace).update(args)
     common: dict[str, Any] = {"args": namespace, "checkpoint_version": 3.0, "iteration": state.get("iteration", 0)}

@@ -301,7 +301,7 @@ ROTATES: Capabilities = {
     "position_embedding_type": lambda m: m.position_embedding_type in ("rope", "yarn"),
     "rotary_interleaved": lambda m: not m.rotary_interleaved,
 }
-"""What the rotary embeddings of all families have in common."""
+"""Limits of the rotary embeddings of all families."""
 WHOLE_HEADS: Capabilities = {"rotary_percent": lambda m: m.rotary_percent == 1.0}
 
 

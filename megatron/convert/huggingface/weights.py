@@ -66,10 +66,6 @@ class TensorMapping:
         unfolded = part.view([self.box.size[axis] for axis in self.order])
         return unfolded.permute([self.order.index(axis) for axis in range(len(self.order))])
 
-    def restore(self, ours: Tensor) -> Tensor:
-        """Return our box ``[*box.size]`` as a tensor to store ``[*shape]``, copied if the order of axes differs."""
-        return ours.permute(self.order).reshape(self.shape)
-
 
 def map_tensors(
     kind: str, specs: Mapping[str, ShardSpec], stacked: bool = False

@@ -225,7 +225,7 @@ def write_torch_dist(
         ours: all tensors.
         fully_reshardable: the state of the optimizer is by parameter, not in buffers.
         stacked: layers are stacked, as where all have the same parameters.
-        common_file: what all ranks have in common is in a file, as older versions write it.
+        common_file: store the state of all ranks in a file, as older versions do.
     """
     layers, experts, padded = range(model.num_layers), model.num_experts or 0, model.vocab + 20
     stack = {

@@ -543,7 +543,7 @@ def test_the_common_state_is_that_of_megatron_lm(written: Path, tmp_path: Path) 
 
 
 def common_state(path: Path) -> dict[str, Any]:
-    """What all ranks have in common."""
+    """The state that is stored once for all ranks."""
     metadata = read_pickle_file(path / ".metadata").state["storage_data"]
     (place,) = (p.state for i, p in metadata.items() if i.state["fqn"] == "common_state/shard_0_1")
     (found,) = read_torch_file(path / place["relative_path"], place["offset"], place["length"])

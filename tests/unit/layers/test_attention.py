@@ -117,7 +117,7 @@ SINKS: dict[str, Callable[[SelfAttention, int], Tensor | float]] = {
     "off-by-one": lambda layer, head: 1.0,
     "learnable": learnt,
 }
-"""What a softmax sums besides the keys."""
+"""Summand of the denominator of the softmax besides those of the keys, by layer and head."""
 
 CONFIGS: dict[str, dict[str, Any]] = {
     "mha": {},
