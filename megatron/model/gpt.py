@@ -110,7 +110,7 @@ class GPTChunk(nn.Module):
                 config, context.submodule("output_layer"), training.cross_entropy_chunk_size
             )
         # Only the last chunk computes the loss, but all need the weights of micro-batches in it.
-        self.objective = make_objective(training.objective, config)
+        self.objective = make_objective(config, training, context)
         self.rotary = {
             kind: RotaryEmbedding(config, kind, context.dtype, context.device)
             for kind in config.rotary_kinds(stage.layers)

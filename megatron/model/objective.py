@@ -15,7 +15,9 @@ from torch import Tensor
 
 from megatron.config.model import ModelConfig
 from megatron.config.plugins import registered
+from megatron.config.run import TrainingConfig
 from megatron.distributed.micro_batch import MicroBatch
+from megatron.layers.context import BuildContext
 from megatron.layers.loss import OutputLayer
 
 
@@ -25,8 +27,16 @@ class Objective(ABC):
     # Further metrics that calls return, logged by these names as means: their sums divided by the sum of weights.
     metric_names: tuple[str, ...] = ()
 
-    def __init__(self, config: ModelConfig) -> None:
-        self.config = config
+    def __init__(self, config: ModelConfig, training: TrainingConfig, context: BuildContext) -> None:
+        """Keep what the loss depends on.
+
+        Args:
+            config: of the model.
+            training: options of objectives.
+            context: the groups of ranks; ``context.cp`` is set if each holds a part of every sample.
+
+        """
+        self.config, self.training, self.context = config, training, context
 
     def weight(self, batch: MicroBatch) -> Tensor:
         """Return the weight of a micro-batch in the global loss, 0-d and fp64: its number of unmasked tokens.
@@ -45,7 +55,7 @@ class Objective(ABC):
         Args:
             hidden_SBH: hidden states ``[S(/tp), B, H]``.
             batch: labels, loss mask and ``extra`` tensors.
-            output_layer: call it once, for the summed cross-entropy of labels.
+            output_layer: call it once, for the summed cross-entropy of labels, or once its ``token_losses``.
 
         Returns:
             The loss, equal on all tensor-parallel ranks, and detached sums by name: those of ``metric_names``, and
@@ -71,7 +81,8 @@ OBJECTIVES: dict[str, type[Objective]] = {"next_token": NextTokenPrediction}
 """Built-in objectives by the choices of ``--objective``."""
 
 
-def make_objective(name: str, config: ModelConfig) -> Objective:
-    """Create the objective ``name``, built-in or registered by a plugin."""
-    objective: Objective = {**registered("objective"), **OBJECTIVES}[name](config)
+def make_objective(config: ModelConfig, training: TrainingConfig, context: BuildContext) -> Objective:
+    """Create the objective ``training.objective``, built-in or registered by a plugin."""
+    chosen = {**registered("objective"), **OBJECTIVES}[training.objective]
+    objective: Objective = chosen(config, training, context)
     return objective
