@@ -252,10 +252,10 @@ class _LinearCrossEntropy(torch.autograd.Function):
         dtype = torch.promote_types(x_TH.dtype, torch.float32)
         linear, accumulator, name = vocabulary.kernels.linear, vocabulary.grad_accumulator, vocabulary.weight
         objective, cross_entropy = torch.zeros(2, dtype=dtype, device=x_TH.device).unbind()
-        early = differentiate and loss_grad is not None
+        early, trains = differentiate and loss_grad is not None, differentiate and weight_VH.requires_grad
         dx_TH = torch.empty_like(x_TH) if differentiate else None
-        dw_VH = torch.empty_like(weight_VH, dtype=dtype) if differentiate and not early else None
-        with accumulator.accumulate_products(name) if early else nullcontext() as accumulate_product:
+        dw_VH = torch.empty_like(weight_VH, dtype=dtype) if trains and not early else None
+        with accumulator.accumulate_products(name) if trains and early else nullcontext() as accumulate_product:
             for tokens in vocabulary.chunks(x_TH, weight_VH):
                 logits_CV, uncapped_CV = vocabulary.logits(x_TH[tokens], weight_VH)
                 chunk = _chunk_loss(logits_CV, labels_T[tokens], mask_T[tokens].to(dtype), vocabulary)
@@ -269,7 +269,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
                     dx_TH[tokens] = linear.input_gradient(dlogits_CV, weight_VH)
                     if accumulate_product is not None:
                         accumulate_product(x_TH[tokens], dlogits_CV)
-                    else:
+                    elif dw_VH is not None:
                         linear.weight_gradient(dw_VH, x_TH[tokens], dlogits_CV, beta=float(tokens.start > 0))
                     del dlogits_CV
                 del chunk  # before the next chunk's logits are allocated
@@ -285,7 +285,9 @@ class _LinearCrossEntropy(torch.autograd.Function):
         vocabulary: VocabularyShard = ctx.vocabulary
         if ctx.early:
             return dx_TH, *(None,) * 7
-        dw = vocabulary.grad_accumulator.accumulate(vocabulary.weight, dw_VH.mul_(loss_grad.to(dw_VH.dtype)))
+        dw = None
+        if dw_VH is not None:
+            dw = vocabulary.grad_accumulator.accumulate(vocabulary.weight, dw_VH.mul_(loss_grad.to(dw_VH.dtype)))
         # Without the cast, CUDA would round the loss gradient to the dtype of dx.
         scaled_dx_TH = dx_TH.to(loss_grad.dtype) * loss_grad
         return scaled_dx_TH.to(dx_TH.dtype), dw, *(None,) * 6
