@@ -278,6 +278,9 @@ class TrainingConfig:
     """Elements of the smallest tensor that activation offload moves."""
     objective: str = option("next_token", role="schedule", choices=("next_token",), kind="objective")
     """Loss that training minimises: next_token (cross-entropy, and z_loss_coeff), or the name of a plugin."""
+    neftune_alpha: float = option(0.0, role="schedule", at_least=0)
+    """Noise on the embeddings in training (NEFTune): uniform, of up to this / sqrt(tokens of the document x hidden
+    size)."""
     cross_entropy_chunk_size: int | None = option(None, role="free", at_least=1)
     """Tokens per chunk of the loss; only one chunk of logits exists at a time. Default: as many as give 1 GiB of logits
     on a GPU; 1,024 on a CPU."""

@@ -23,7 +23,7 @@ from megatron.layers.kv_cache import KVCache
 from megatron.layers.loss import OutputLayer
 from megatron.layers.norm import Norm, Residual
 from megatron.layers.recompute import recompute
-from megatron.model.block import Block, hidden_dropout
+from megatron.model.block import Block, embedding_noise, hidden_dropout
 from megatron.model.objective import make_objective
 from megatron.pipeline.partition import StageLayers, stages_from_counts
 
@@ -93,7 +93,7 @@ class GPTChunk(nn.Module):
         # Specs and parameters of all chunks of this rank, by global name.
         self.specs, self.params = context.specs, context.params
         self.recompute = RecomputePlan.from_config(training, len(stage.layers))
-        self.last = stage.last
+        self.last, self.neftune_alpha = stage.last, training.neftune_alpha
         self.patterns = {config.pattern(i) for i in stage.layers}
         self.embedding = Embedding(config, context.submodule("embedding")) if stage.first else None
         self.layers = nn.ModuleDict(
@@ -175,7 +175,7 @@ class GPTChunk(nn.Module):
         return ForwardContext(batch, masks, rotary, cache, context.seed, self.training, rows, context.kernels)
 
     def _embed(self, embedding: Embedding, ctx: ForwardContext) -> Tensor:
-        x_SBH = embedding(ctx.batch.tokens, ctx.batch.positions)
+        x_SBH = embedding_noise(embedding(ctx.batch.tokens, ctx.batch.positions), self.neftune_alpha, ctx)
         return hidden_dropout(x_SBH, self.config.hidden_dropout, ctx, "embedding_dropout")
 
     def _loss(self, residual: Residual, batch: MicroBatch) -> Tensor:
