@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterable
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from functools import cache
 
 from megatron.config.attention_pattern import AttentionPattern, parse_layers
@@ -21,6 +22,7 @@ YARN = Need("position_embedding_type=yarn")
 QK_NORM = Need("qk_layernorm")
 EXPERTS = Need("num_experts")
 GATED = Need(f"activation={'|'.join(GATED_ACTIVATIONS)}", "a gated activation")
+LORA = Need("lora_rank")
 
 MAX_LAYERS, MAX_SIZE = 10_000, 10**9
 """Limits of the sizes of a model, which bound memory and time before anything is built."""
@@ -251,6 +253,17 @@ class ModelConfig:
     moe_z_loss_coeff: float | None = option(None, role="schedule", at_least=0, needs=EXPERTS)
     """Weight of ST-MoE's z-loss, the squared log-partition of the router's logits. Default: 0."""
 
+    lora_rank: int | None = option(None, role="shape", at_least=1, at_most=MAX_SIZE)
+    """Train adapters of this rank (LoRA) beside linears of the model in pretrained_checkpoint, and freeze all its
+    parameters."""
+    lora_alpha: float | None = option(None, role="function", above=0, needs=LORA, example=32)
+    """Scale what adapters add by this / lora_rank. Default: 2 x lora_rank."""
+    lora_target: tuple[str, ...] = option(("linear_*",), role="shape", needs=LORA)
+    """Shell patterns of the linears with adapters, such as linear_qkv, linear_qkv.q, linear_fc1.gate or
+    layers.0.mlp.*; experts have none."""
+    lora_dora: bool = option(False, role="shape", needs=LORA)
+    """Train the magnitudes of the rows of adapted weights too (DoRA)."""
+
     @property
     def head_dim(self) -> int:
         """Channels per head."""
@@ -307,6 +320,17 @@ class ModelConfig:
         if self.vocab_size is None:
             raise ValueError("vocab_size is not known yet: pass --vocab-size or a tokenizer")
         return self.vocab_size
+
+    @property
+    def lora_scale(self) -> float:
+        """Factor of what adapters add; 0 without adapters."""
+        if self.lora_rank is None:
+            return 0.0
+        return 2.0 if self.lora_alpha is None else self.lora_alpha / self.lora_rank
+
+    def adapts(self, linear: str) -> bool:
+        """Return True if ``lora_target`` matches the global name of a linear, or of a part such as ``...qkv.q``."""
+        return any(fnmatchcase(linear, form) for each in self.lora_target for form in (each, f"*.{each}"))
 
     @property
     def qkv_bias(self) -> bool:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -86,12 +87,29 @@ class BatchArrays(NamedTuple):
     positions: NDArray[np.int64] | None  # int64 [b, s]; None: 0..s-1 in every sample
     documents: NDArray[np.int64] | None  # int64 [b, s]; None: attention sees the whole sample
     boundaries: NDArray[np.int32] | None = None  # int32 [documents + 1], `document_boundaries` of ``documents``
+    extra: Mapping[str, NDArray[Any]] = MappingProxyType({})  # [b, s] each, by name
+
+    @classmethod
+    def of_samples(cls, samples: Sequence[Sample]) -> BatchArrays:
+        """Stack samples that bring their masks along; positions count within documents."""
+        columns = {name: column for name, column in zip(Sample._fields, zip(*samples)) if column[0] is not None}
+        extras = columns.pop("extra")
+        arrays = {name: np.stack(column) for name, column in columns.items()}
+        documents = arrays.pop("documents", None)
+        return cls(
+            **arrays,
+            positions=None if documents is None else positions_in_documents(documents),
+            documents=documents,
+            boundaries=None if documents is None else document_boundaries(documents),
+            extra={name: np.stack([extra[name] for extra in extras]) for name in extras[0]},
+        )
 
     def cut(self, positions: NDArray[np.int64]) -> BatchArrays:
         """Return the tokens at ``positions``; documents stay whole, as attention needs those of all tokens."""
         tokens, labels, loss_mask = self.tokens[:, positions], self.labels[:, positions], self.loss_mask[:, positions]
         places = np.tile(positions, (len(tokens), 1)) if self.positions is None else self.positions[:, positions]
-        return BatchArrays(tokens, labels, loss_mask, places, self.documents, self.boundaries)
+        extra = {name: column[:, positions] for name, column in self.extra.items()}
+        return BatchArrays(tokens, labels, loss_mask, places, self.documents, self.boundaries, extra)
 
 
 @dataclass(frozen=True)
@@ -127,8 +145,9 @@ class MaskBuilder:
         loss_mask = np.ones(tokens.shape, dtype=np.float32)
         positions = documents = None
         if self.eod is not None:
-            positions = document_positions(tokens, self.eod) if self.reset_positions else None
-            documents = document_ids(tokens, self.eod) if self.reset_attention else None
+            ids = document_ids(tokens, self.eod)
+            positions = positions_in_documents(ids) if self.reset_positions else None
+            documents = ids if self.reset_attention else None
             loss_mask[(tokens == self.eod) & self.mask_eod_loss] = 0.0
         loss_mask[:, : max(self.prefix - 1, 0)] = 0.0
         if self.pad is not None:
@@ -155,11 +174,11 @@ def document_boundaries(documents: NDArray[np.int64]) -> NDArray[np.int32]:
     return np.append(np.flatnonzero(begins), documents.size).astype(np.int32)
 
 
-def document_positions(tokens: NDArray[np.int64], eod: int) -> NDArray[np.int64]:
-    """Return the position of each of ``tokens [b, s]`` in its document, or in the part of it inside the sample."""
-    places = np.broadcast_to(np.arange(tokens.shape[1], dtype=np.int64), tokens.shape)
-    starts = np.zeros(tokens.shape, dtype=np.int64)
-    starts[:, 1:] = np.where(tokens[:, :-1] == eod, places[:, 1:], 0)
+def positions_in_documents(documents: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Return the position of each token in its run of equal ids in ``documents [b, s]``."""
+    places = np.broadcast_to(np.arange(documents.shape[1], dtype=np.int64), documents.shape)
+    starts = np.zeros(documents.shape, dtype=np.int64)
+    starts[:, 1:] = np.where(documents[:, 1:] != documents[:, :-1], places[:, 1:], 0)
     return places - np.maximum.accumulate(starts, axis=1)
 
 
@@ -282,19 +301,24 @@ class DataSource:
 
         missing = self.micro_batch_size - len(places) if self.padded else 0
         ids = [*places, *[places.stop - 1] * missing]
-        tokens, labels = (np.stack(column) for column in zip(*(self._sample(split, dataset, i) for i in ids)))
-        arrays = self.masks.build(tokens, labels)
+        samples = [self._sample(split, dataset, i) for i in ids]
+        if samples[0].loss_mask is None:
+            tokens, labels = [sample.tokens for sample in samples], [sample.labels for sample in samples]
+            arrays = self.masks.build(np.stack(tokens), np.stack(labels))
+        else:
+            arrays = BatchArrays.of_samples(samples)
         arrays.loss_mask[len(places) :] = 0.0
         if rows is not None:
             arrays = arrays.cut(np.concatenate([np.arange(r.start, r.stop) for r in rows]))
-        columns: dict[str, Any] = {
-            name: tensor(column) for name, column in arrays._asdict().items() if column is not None
-        }
+        columns: dict[str, Any] = {name: column for name, column in arrays._asdict().items() if column is not None}
+        extra = {name: tensor(column) for name, column in columns.pop("extra").items()}
+        columns = {name: tensor(column) for name, column in columns.items()}
         return MicroBatch(
             sample_ids=tensor(np.array(ids, dtype=np.int64)),
             step=step,
             host_documents=None if arrays.documents is None else torch.from_numpy(arrays.documents),
             seq_length=None if rows is None else self.seq_length,
+            extra=extra,
             **columns,
         )
 
@@ -318,7 +342,8 @@ class DataSource:
         except (IndexError, ValueError) as error:
             seen = f"{split_label(split)} sample {i} cannot be read: {error}; its index table is not that of the data"
             raise DataError(seen, "--data-cache-path ANOTHER") from error
-        low, high = min(int(ids.min()) for ids in sample), max(int(ids.max()) for ids in sample)
+        ids = np.concatenate([sample.tokens, sample.labels])
+        low, high = int(ids.min()), int(ids.max())
         if low < 0 or high >= self.vocab_size:
             source = find_source(dataset, i)
             raise DataError(

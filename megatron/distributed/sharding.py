@@ -82,6 +82,8 @@ class ShardSpec:
     matrices: int = 0
     # Of a fused QKV projection: query, key and value heads per group, interleaved along dimension 1 of the view.
     fused: tuple[int, ...] = ()
+    # The parameter is not trained: it has neither a gradient nor optimizer state, and checkpoints do not hold it.
+    frozen: bool = False
 
     @property
     def expert(self) -> bool:

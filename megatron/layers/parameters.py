@@ -8,18 +8,26 @@ in the function of its layer and take it by name in the layer's constructor.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from math import prod
 
 from megatron.config.model import ModelConfig
 from megatron.config.parallel import ParallelConfig
-from megatron.distributed.sharding import DenseSharding, ExpertSharding, Init, ShardSpec
+from megatron.distributed.sharding import Box, DenseSharding, ExpertSharding, Init, ShardSpec
 
 Specs = dict[str, ShardSpec]
 """Specs by parameter name."""
 
 WORD_EMBEDDINGS = "embedding.word_embeddings.weight"
 """Global name of the word embeddings; with tied embeddings also the weight of the output layer."""
+
+ADAPTABLE = re.compile(r"layers\.\d+\.(self_attention|mlp|mlp\.shared_experts)\.linear_\w+")
+"""Global names of the linears that may have adapters."""
+
+ROW_PARALLEL = ("linear_proj", "linear_fc2")
+"""Names of the linears whose inputs are sharded; the outputs of the others are."""
 
 
 @dataclass(frozen=True)
@@ -80,7 +88,12 @@ def gpt(
     if last:
         specs |= _under(final_layernorm=_hidden_norm(config, sharding))
         specs |= {WORD_EMBEDDINGS if tied else "output_layer.weight": words}
-    return specs
+    return specs if config.lora_rank is None else _with_adapters(config, config.lora_rank, sharding, specs)
+
+
+def trainable(specs: Specs) -> Specs:
+    """Return those of the parameters that are trained, which checkpoints hold."""
+    return {name: spec for name, spec in specs.items() if not spec.frozen}
 
 
 def num_parameters(config: ModelConfig, active: bool = False) -> int:
@@ -145,7 +158,7 @@ def self_attention(config: ModelConfig, sharding: Sharding) -> Specs:
 def mlp(config: ModelConfig, sharding: Sharding, width: int) -> Specs:
     """Declare an MLP of hidden width ``width``; gate and up projection are fused."""
     view = (2, width) if config.gated else (width,)
-    rows, dim, h = math.prod(view), len(view) - 1, config.hidden_size
+    rows, dim, h = prod(view), len(view) - 1, config.hidden_size
     weight = sharding.dense.split((rows, h), dim, Init(config.init_method_std), (*view, h))
     bias = sharding.dense.split((rows,), dim, Init(), view) if config.add_bias_linear else None
     fc1 = _linear(replace(weight, matrices=dim), bias)
@@ -169,6 +182,96 @@ def mixture_of_experts(config: ModelConfig, sharding: Sharding) -> Specs:
     if config.moe_shared_expert_intermediate_size:
         specs |= _under(shared_experts=mlp(config, sharding, config.moe_shared_expert_intermediate_size))
     return specs
+
+
+def linear_parts(weight: ShardSpec) -> tuple[str, ...]:
+    """Return the names of the linears that a weight ``[out, in]`` fuses; one name, empty, if it is a single linear."""
+    if weight.fused:
+        return ("q", "k", "v")
+    return ("gate", "up") if weight.matrices else ("",)
+
+
+def part_of_rows(weight: ShardSpec) -> tuple[int, ...]:
+    """Return the index in :func:`linear_parts` of each local output row of a weight."""
+    count, view = len(linear_parts(weight)), weight.local_view
+    if count == 1:
+        return (0,) * prod(view[:-1])
+    if not weight.fused:
+        return tuple(part for part in range(count) for _ in range(view[1]))
+    per_group = tuple(max(0, head - view[1] + count) for head in range(view[1]) for _ in range(view[2]))
+    return per_group * view[0]
+
+
+def adapted_parts(config: ModelConfig, linear: str, weight: ShardSpec) -> tuple[int, ...]:
+    """Return the indices of the parts of a linear that have adapters, ascending.
+
+    Args:
+        config: of the model.
+        linear: global name.
+        weight: of the linear.
+    """
+    if config.lora_rank is None or not ADAPTABLE.fullmatch(linear):
+        return ()
+    whole, parts = config.adapts(linear), linear_parts(weight)
+    return tuple(i for i, part in enumerate(parts) if whole or (part and config.adapts(f"{linear}.{part}")))
+
+
+def _with_adapters(config: ModelConfig, rank: int, sharding: Sharding, specs: Specs) -> Specs:
+    """Add adapters after the parameters of each linear that has some, and freeze all others."""
+    found: Specs = {}
+    for name, spec in specs.items():
+        found[name] = replace(spec, frozen=True)
+        linear, _, local = name.rpartition(".")
+        weight = specs.get(f"{linear}.weight", spec)
+        last = local == "bias" or f"{linear}.bias" not in specs
+        if last and (parts := adapted_parts(config, linear, weight)):
+            adapters = _adapters(config, rank, sharding, linear, weight, len(parts))
+            found |= {f"{linear}.{each}": adapter for each, adapter in adapters.items()}
+    return found
+
+
+def _adapters(config: ModelConfig, rank: int, sharding: Sharding, linear: str, weight: ShardSpec, parts: int) -> Specs:
+    """Declare LoRA's matrices A ``[parts x rank, in]`` and B ``[out, rank]``, and DoRA's magnitudes ``[out]``.
+
+    The variance of A is that of PEFT's uniform distribution. Its gradient is partial where the outputs are sharded,
+    that of B where the inputs are.
+    """
+    (out, inputs), dense = weight.shape, sharding.dense
+    init, view = Init(1 / math.sqrt(3 * inputs)), (parts, rank, inputs) if parts > 1 else (rank, inputs)
+    row_parallel = linear.endswith(ROW_PARALLEL)
+    if row_parallel:
+        a = dense.split((rank, inputs), 1, init)
+        b = dense.replicate((out, rank), Init(), partial=True)
+        magnitude = dense.replicate((out,), Init(), partial=sharding.sequence_parallel)
+    else:
+        a = replace(dense.replicate(view, init, partial=True), shape=(parts * rank, inputs), matrices=len(view) - 2)
+        b = _with_inputs(weight, (rank,))
+        magnitude = _with_inputs(weight, ())
+    specs = {"lora_a": a, "lora_b": b}
+    return specs | {"lora_magnitude": magnitude} if config.lora_dora else specs
+
+
+def _with_inputs(weight: ShardSpec, inputs: tuple[int, ...]) -> ShardSpec:
+    """Return the spec of a tensor that is sharded like the outputs of a column-parallel weight, initially 0."""
+
+    def resized(box: Box) -> Box:
+        return Box(box.start[:-1] + (0,) * len(inputs), box.size[:-1] + inputs)
+
+    pieces = (replace(p, local_box=resized(p.local_box), global_box=resized(p.global_box)) for p in weight.pieces)
+    view, local_view = weight.view[:-1] + inputs, weight.local_view[:-1] + inputs
+    shape = (weight.shape[0], *inputs)
+    matrices = weight.matrices if inputs else 0
+    fused = weight.fused if inputs else ()
+    return replace(
+        weight,
+        shape=shape,
+        view=view,
+        local_view=local_view,
+        pieces=tuple(pieces),
+        init=Init(),
+        matrices=matrices,
+        fused=fused,
+    )
 
 
 def _norm_init(config: ModelConfig) -> Init:

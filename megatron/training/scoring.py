@@ -1,0 +1,149 @@
+"""Passes that only compute: record what a function makes of the last hidden states, in any layout.
+
+Evaluation measures the log-probabilities of tokens with it, preference tuning those of its reference, and distillation
+the logits of its teacher. The model is a run's own (:class:`megatron.training.trainer.Trainer`) or a
+:class:`FrozenModel`, which has neither gradients nor an optimizer.
+
+Shapes: B samples, S tokens of a sample, H hidden.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import chain
+from typing import Any, Generic, Protocol, Self, TypeVar
+
+import torch
+from torch import Tensor
+
+from megatron.config.model import ModelConfig
+from megatron.config.parallel import ParallelConfig
+from megatron.config.run import RunConfig
+from megatron.convert.huggingface.weights import WeightSource, fill_weights
+from megatron.distributed.mesh import Mesh
+from megatron.distributed.micro_batch import MicroBatch
+from megatron.layers.loss import OutputLayer
+from megatron.model.gpt import GPTChunk, LossSums
+from megatron.model.objective import Objective
+from megatron.pipeline.plan import LAYER_SPLIT_OPTIONS, build_program
+from megatron.pipeline.runtime import Pipeline
+from megatron.training.build import build_context, build_pipeline, build_stages
+
+T = TypeVar("T")
+
+Measure = Callable[[Tensor, MicroBatch, OutputLayer], T]
+"""``measure(hidden_SBH, micro_batch, output_layer)``, with the hidden states after the final norm, ``[S(/tp), B, H]``.
+
+It is called on all tensor-parallel ranks of the last stage."""
+
+
+class ComputingModel(Protocol):
+    """What a pass needs of a model."""
+
+    @property
+    def config(self) -> RunConfig:
+        """Configuration, resolved."""
+
+    @property
+    def mesh(self) -> Mesh:
+        """The groups of the ranks."""
+
+    @property
+    def device(self) -> torch.device:
+        """Of this rank."""
+
+    @property
+    def chunks(self) -> Mapping[int, GPTChunk]:
+        """Model chunks of this rank, by stage number."""
+
+    def compute(self, batches: Sequence[MicroBatch], loss_grad: None) -> None:
+        """Run the pipeline over this rank's micro-batches, forward only."""
+
+
+@dataclass
+class FrozenModel:
+    """A model that only computes: the chunks of a rank, with whole weights for every data-parallel rank."""
+
+    config: RunConfig
+    mesh: Mesh
+    device: torch.device
+    chunks: Mapping[int, GPTChunk]
+    pipeline: Pipeline
+
+    @classmethod
+    def build(
+        cls,
+        config: RunConfig,
+        mesh: Mesh,
+        device: torch.device,
+        source: WeightSource,
+        model: ModelConfig | None = None,
+        dtype: str | None = None,
+    ) -> Self:
+        """Build this rank's chunks, and read its shards of the weights. Collective.
+
+        Args:
+            config: of the run whose layout the model has, resolved.
+            mesh: of that run.
+            device: of this rank.
+            source: of the weights.
+            model: architecture; None for that of ``config``.
+            dtype: of weights and activations, a choice of ``--params-dtype``; None for that of ``config``.
+
+        Raises:
+            UserError: if the layers cannot be split over the stages of the mesh.
+            CheckpointError: if the weights cannot be read.
+        """
+        if model is not None and model.num_layers != config.model.num_layers:  # the options may not fit other layers
+            defaults: dict[str, Any] = {n: getattr(ParallelConfig(), n) for n in chain(*LAYER_SPLIT_OPTIONS)}
+            config = replace(config, parallel=replace(config.parallel, **defaults))
+        precision = replace(config.precision, params_dtype=dtype or config.precision.params_dtype, fp8_format=None)
+        training = replace(config.training, objective="next_token")
+        config = replace(config, model=model or config.model, precision=precision, training=training)
+        context, _ = build_context(config, mesh, device, draw_initial_values=False, allocate=True)
+        chunks = build_stages(config, context)
+        fill_weights(context.specs, context.params, source)
+        for chunk in chunks.values():
+            chunk.eval().requires_grad_(requires_grad=False)
+        return cls(config, mesh, device, chunks, build_pipeline(config, context, chunks))
+
+    def compute(self, batches: Sequence[MicroBatch], loss_grad: None = None) -> None:
+        """Run the pipeline over this rank's micro-batches, forward only."""
+        program = build_program(self.config.parallel, len(batches), evaluation=True)
+        self.pipeline.run(program.ranks[self.mesh.coordinate["pp"]], batches, loss_grad)
+
+
+def record(model: ComputingModel, batches: Sequence[MicroBatch], measure: Measure[T]) -> list[T]:
+    """Run forward passes of micro-batches, without dropout; return what ``measure`` returns for each.
+
+    Collective over the ranks of a pipeline, and those that share weights or experts: all need equally many
+    micro-batches.
+
+    Returns:
+        One result per micro-batch on ranks that hold the last stage, and no result on others.
+    """
+    recorder = _Recorder(model.config.model, measure)
+    kept = [(chunk, chunk.objective, chunk.sums) for chunk in model.chunks.values()]
+    for chunk, _, _ in kept:
+        chunk.objective, chunk.sums = recorder, LossSums()
+    try:
+        model.compute(batches, None)
+    finally:
+        for chunk, objective, sums in kept:
+            chunk.objective, chunk.sums = objective, sums
+    return recorder.results
+
+
+class _Recorder(Objective, Generic[T]):
+    """Stands in for the objective of the chunks, which call it for one micro-batch after the other."""
+
+    def __init__(self, config: ModelConfig, measure: Measure[T]) -> None:
+        super().__init__(config)
+        self.measure, self.results = measure, list[T]()
+
+    def __call__(
+        self, hidden_SBH: Tensor, batch: MicroBatch, output_layer: OutputLayer
+    ) -> tuple[Tensor, Mapping[str, Tensor]]:
+        self.results.append(self.measure(hidden_SBH, batch, output_layer))
+        return hidden_SBH.new_zeros((), dtype=torch.promote_types(hidden_SBH.dtype, torch.float32)), {}
