@@ -145,6 +145,30 @@ class OutputLayer(nn.Module):
         return loss_T.view(-1, targets_BSK.shape[0]).t()
 
     @torch.no_grad()
+    def top_logits(self, x_SBH: Tensor, k: int) -> tuple[Tensor, Tensor]:
+        """Return the ``k`` largest logits of each token in at least fp32, and their ids, ``[B, S, k]`` each."""
+        gather = mappings.gather_rows if self.sequence_parallel else mappings.copy_to_region
+        vocabulary, samples = self.vocabulary, x_SBH.shape[1]
+        x_TH = gather(self._scaled(x_SBH), vocabulary.group).flatten(0, 1)
+        held = min(k, vocabulary.held)  # of this rank's vocabulary, which may have fewer tokens, or none
+        found = []
+        for tokens in vocabulary.chunks(x_TH, self.weight):
+            logits_CV, _ = vocabulary.logits(x_TH[tokens], self.weight)
+            logits_CV = logits_CV.to(torch.promote_types(logits_CV.dtype, torch.float32))
+            mine_CK, rows_CK = logits_CV[:, : vocabulary.held].topk(held)
+            parts = nn.functional.pad(mine_CK, (0, k - held), value=-torch.inf), nn.functional.pad(
+                rows_CK + vocabulary.first, (0, k - held)
+            )
+            every_CK, ids_CK = (
+                comm.all_gather(part, vocabulary.group).unflatten(0, (-1, len(part))).transpose(0, 1).flatten(1)
+                for part in parts
+            )
+            top_CK, places_CK = every_CK.topk(k)
+            found.append((top_CK, ids_CK.gather(1, places_CK)))
+        logits, ids = (torch.cat(parts).unflatten(0, (-1, samples)).transpose(0, 1) for parts in zip(*found))
+        return logits, ids
+
+    @torch.no_grad()
     def logits(self, x_SBH: Tensor) -> Tensor:
         """Return logits ``[S, B, vocabulary]`` in at least fp32, equal on all TP ranks.
 
