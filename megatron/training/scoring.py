@@ -123,7 +123,7 @@ def record(model: ComputingModel, batches: Sequence[MicroBatch], measure: Measur
     Returns:
         One result per micro-batch on ranks that hold the last stage, and no result on others.
     """
-    recorder = _Recorder(model.config.model, measure)
+    recorder = _Recorder(measure)
     kept = [(chunk, chunk.objective, chunk.sums) for chunk in model.chunks.values()]
     for chunk, _, _ in kept:
         chunk.objective, chunk.sums = recorder, LossSums()
@@ -138,8 +138,7 @@ def record(model: ComputingModel, batches: Sequence[MicroBatch], measure: Measur
 class _Recorder(Objective, Generic[T]):
     """Stands in for the objective of the chunks, which call it for one micro-batch after the other."""
 
-    def __init__(self, config: ModelConfig, measure: Measure[T]) -> None:
-        super().__init__(config)
+    def __init__(self, measure: Measure[T]) -> None:
         self.measure, self.results = measure, list[T]()
 
     def __call__(
