@@ -19,12 +19,18 @@ from megatron.checkpoint.format import Manifest
 from megatron.checkpoint.load import CheckpointReader
 from megatron.checkpoint.location import Location, parse_location
 from megatron.checkpoint.tensor_file import DTYPES
-from megatron.config.files import TABLE_FILE_BYTES
+from megatron.config.files import TABLE_FILE_BYTES, parse_json
 from megatron.config.model import ModelConfig
 from megatron.config.run import HUGGING_FACE_PREFIX, RunConfig
 from megatron.config.text import format_bytes
-from megatron.convert.huggingface.config import check_model_config, model_folder, read_model_config
+from megatron.convert.huggingface.config import (
+    SPECIAL_TOKEN_IDS,
+    check_model_config,
+    model_folder,
+    read_model_config,
+)
 from megatron.convert.huggingface.weights import HuggingFaceWeights, WeightSource
+from megatron.data.errors import DataError
 from megatron.distributed.sharding import Box, ShardSpec
 from megatron.layers.parameters import gpt
 
@@ -45,6 +51,9 @@ MODEL_SUFFIX = ".model"
 """Suffix of the models of sentencepiece and tiktoken."""
 
 GENERATION_CONFIG_FILE = "generation_config.json"
+
+SmallFiles = Mapping[str, Path | bytes]
+"""Contents or paths of small files, by their names in a checkpoint."""
 
 EMA_PREFIX = "optim.ema."
 """Prefix of the names of averaged weights in a checkpoint."""
@@ -196,7 +205,54 @@ def saved_tokenizer_files(manifest: Manifest) -> dict[str, bytes]:
     return {name: manifest.read_file(name) for name in manifest.files if name in known | {GENERATION_CONFIG_FILE}}
 
 
-def by_huggingface_names(carried: Mapping[str, Path | bytes]) -> dict[str, bytes]:
+def by_huggingface_names(carried: SmallFiles) -> dict[str, bytes]:
     """Return the content of these files by their names in a Hugging Face folder."""
     contents = {name: file if isinstance(file, bytes) else file.read_bytes() for name, file in carried.items()}
     return {name.removeprefix(TOKENIZER_PREFIX): content for name, content in contents.items()}
+
+
+TOKENIZER_JSON = TOKENIZER_PREFIX + "tokenizer.json"
+
+
+def files_to_carry(recorded: SmallFiles, carried: SmallFiles) -> dict[str, Path | bytes]:
+    """Return the small files for the run's checkpoints: the tokenizer of its data, and the other files it loaded.
+
+    Args:
+        recorded: tokenizer files of the run's data.
+        carried: files of the checkpoint or model that the run starts from.
+
+    Raises:
+        DataError: if the generation_config.json in ``carried`` cannot be read.
+    """
+    if not recorded:
+        return dict(carried)
+    same = TOKENIZER_JSON in carried and not tokenizer_notes(recorded, carried)
+    kept = {name: content for name, content in carried.items() if same or not name.startswith(TOKENIZER_PREFIX)}
+    if GENERATION_CONFIG_FILE in kept and not same:  # its special token ids belong to another tokenizer
+        kept[GENERATION_CONFIG_FILE] = _without_special_ids(_bytes(kept[GENERATION_CONFIG_FILE]))
+    return kept | dict(recorded)
+
+
+def tokenizer_notes(recorded: SmallFiles, carried: SmallFiles) -> list[str]:
+    """Return a note if the data's tokenizer is not the one that the weights were trained with."""
+    if TOKENIZER_JSON not in recorded or TOKENIZER_JSON not in carried:
+        return []
+    if _bytes(recorded[TOKENIZER_JSON]) == _bytes(carried[TOKENIZER_JSON]):
+        return []
+    return [
+        "the data's tokenizer is not that of the weights, so token ids may have other meanings: "
+        "pass the folder of the right one to tools/preprocess_data.py --tokenizer-model"
+    ]
+
+
+def _bytes(content: Path | bytes) -> bytes:
+    return content if isinstance(content, bytes) else content.read_bytes()
+
+
+def _without_special_ids(generation: bytes) -> bytes:
+    """Return a generation_config.json without special token ids."""
+    try:
+        settings = dict(parse_json(generation))
+    except (ValueError, TypeError) as error:
+        raise DataError(f"the {GENERATION_CONFIG_FILE} of the loaded model is not a JSON object: {error}") from error
+    return json.dumps({name: value for name, value in settings.items() if name not in SPECIAL_TOKEN_IDS}).encode()

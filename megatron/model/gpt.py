@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from megatron.kernels.attention_mask import AttentionMask
 from megatron.kernels.rotary import RotaryEmbedding
 from megatron.layers import parameters
 from megatron.layers.activation_offload import BlockContext, no_offload
-from megatron.layers.context import BuildContext, ForwardContext
+from megatron.layers.context import Adapters, BuildContext, ForwardContext
 from megatron.layers.embedding import Embedding
 from megatron.layers.kv_cache import KVCache
 from megatron.layers.loss import OutputLayer
@@ -176,6 +176,8 @@ class GPTChunk(nn.Module):
 
     def _embed(self, embedding: Embedding, ctx: ForwardContext) -> Tensor:
         x_SBH = embedding(ctx.batch.tokens, ctx.batch.positions)
+        if torch.is_grad_enabled() and not x_SBH.requires_grad:  # of frozen weights: backward goes through all blocks
+            x_SBH.requires_grad_()
         return hidden_dropout(x_SBH, self.config.hidden_dropout, ctx, "embedding_dropout")
 
     def _loss(self, residual: Residual, batch: MicroBatch) -> Tensor:
@@ -240,6 +242,7 @@ def build_chunks(
     """
     layers = [layer for stage in stages.values() for layer in stage.layers]
     first, last = any(stage.first for stage in stages.values()), any(stage.last for stage in stages.values())
+    context = replace(context, adapters=Adapters(config))
     context.declare(parameters.gpt(config, context.sharding, layers, first, last))
     chunks = {index: GPTChunk(config, training, context, stage) for index, stage in stages.items()}
     if [*context.params] != [*context.specs]:

@@ -189,7 +189,12 @@ def build_trainer(
             specs, dtypes, mesh, context.grad_accumulator, device, parallel, uncut, config.training.seed
         )
         store = ShardedParameterStore if parallel.zero_stage == 3 else ParameterStore
-        weights = store(params, buckets, mesh, parallel, context.initialize)
+
+        def initialize(name: str, zeros: Tensor) -> None:
+            if not specs[name].frozen or config.checkpoint.pretrained_checkpoint is None:
+                context.initialize(name, zeros)
+
+        weights = store(params, buckets, mesh, parallel, initialize)
         optimizer = DistributedOptimizer(
             weights, specs, buckets, mesh, config.optimizer, config.training.seed, context.kernels.adam
         )

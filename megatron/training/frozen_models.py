@@ -18,7 +18,7 @@ from megatron.convert.saved_model import open_model
 from megatron.distributed.launch import run_on_rank0
 from megatron.distributed.micro_batch import MicroBatch
 from megatron.layers.loss import OutputLayer
-from megatron.model.objective import Distillation
+from megatron.model.objective import Distillation, PreferenceOptimization
 from megatron.training.scoring import ComputingModel, FrozenModel, Measure, record
 from megatron.training.trainer import Trainer
 
@@ -60,19 +60,23 @@ def frozen_inputs(trainer: Trainer) -> FrozenInputs | None:
     """Return what adds the inputs of the run's objective that its data do not have; None if there are none. Collective.
 
     Raises:
-        UserError: if the model cannot be opened, or has another vocabulary.
+        UserError: if no model is given and one is needed, it cannot be opened, or it has another vocabulary.
         CheckpointError: if its weights cannot be read.
     """
-    config, training = trainer.config, trainer.config.training
-    distills = isinstance(trainer.objective, Distillation)
-    name = "teacher_model" if distills else "reference_model"
-    location, vocab = getattr(training, name), config.model.vocab
-    if location is None:
+    config, training, objective = trainer.config, trainer.config.training, trainer.objective
+    if isinstance(objective, Distillation):
+        name, measure = "teacher_model", teacher_logits(training.distillation_top_k)
+    elif isinstance(objective, PreferenceOptimization):
+        name, measure = "reference_model", reference_logps
+    else:
         return None
+    location = getattr(training, name)
+    if location is None and name == "reference_model" and config.model.lora_rank is not None:
+        return FrozenInputs(trainer, measure, next(iter(trainer.chunks.values())).context.adapters.disabled)
+    location = location or config.checkpoint.pretrained_checkpoint
     run_on_rank0(lambda: bool(open_model(location)), trainer.mesh.world)  # a message of one rank is enough
     model, source = open_model(location)
-    if model.vocab != vocab:
-        sentence = f"{flag(name)} {location} has a vocabulary of {model.vocab}, the model one of {vocab}"
-        raise UserError([Problem("E320", sentence, (f"{flag(name)} A_MODEL_OF_THE_SAME_TOKENIZER",))])
-    frozen = FrozenModel.build(config, trainer.mesh, trainer.device, source, model)
-    return FrozenInputs(frozen, teacher_logits(training.distillation_top_k) if distills else reference_logps)
+    if model.vocab != config.model.vocab:
+        sentence = f"{flag(name)} {location} has a vocabulary of {model.vocab}, the model one of {config.model.vocab}"
+        raise UserError([Problem("E321", sentence, (f"{flag(name)} A_MODEL_OF_THE_SAME_TOKENIZER",))])
+    return FrozenInputs(FrozenModel.build(config, trainer.mesh, trainer.device, source, model), measure)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import chain
+from itertools import accumulate, chain, pairwise
 from typing import Any, Generic, Protocol, Self, TypeVar
 
 import torch
@@ -21,6 +21,7 @@ from megatron.config.model import ModelConfig
 from megatron.config.parallel import ParallelConfig
 from megatron.config.run import RunConfig
 from megatron.convert.huggingface.weights import WeightSource, fill_weights
+from megatron.distributed import comm
 from megatron.distributed.mesh import Mesh
 from megatron.distributed.micro_batch import MicroBatch
 from megatron.layers.loss import OutputLayer
@@ -36,6 +37,10 @@ Measure = Callable[[Tensor, MicroBatch, OutputLayer], T]
 """``measure(hidden_SBH, micro_batch, output_layer)``, with the hidden states after the final norm, ``[S(/tp), B, H]``.
 
 It is called on all tensor-parallel ranks of the last stage."""
+
+
+BATCHES_PER_PASS = 64
+"""Micro-batches that run through the pipeline at once in :func:`score_tokens`."""
 
 
 class ComputingModel(Protocol):
@@ -146,3 +151,57 @@ class _Recorder(Objective, Generic[T]):
     ) -> tuple[Tensor, Mapping[str, Tensor]]:
         self.results.append(self.measure(hidden_SBH, batch, output_layer))
         return hidden_SBH.new_zeros((), dtype=torch.promote_types(hidden_SBH.dtype, torch.float32)), {}
+
+
+def score_tokens(
+    model: ComputingModel, requests: Sequence[tuple[Sequence[int], int]], batch_size: int = 8
+) -> list[tuple[list[float], list[bool]]]:
+    """Return the log-probabilities of the last tokens of sequences, and whether each is the most likely.
+
+    Collective over all ranks, with the same requests on each; they are divided over data-parallel and context-parallel
+    ranks, which read whole sequences here. Sequences of similar length are computed together.
+
+    Args:
+        model: of any layout.
+        requests: token IDs of each sequence, and how many of its last tokens are scored; fewer than it has.
+        batch_size: sequences in a micro-batch.
+
+    Returns:
+        The scores of each request, on all ranks.
+    """
+    order = sorted(range(len(requests)), key=lambda index: -len(requests[index][0]))
+    groups = [order[first : first + batch_size] for first in range(0, len(order), batch_size)]
+    readers = model.mesh.dp_cp
+    rounds = -(-len(groups) // readers.size)  # all ranks compute equally many, because they may share weights
+    mine = [groups[min(place, len(groups) - 1)] for place in range(readers.rank, rounds * readers.size, readers.size)]
+    own = rounds if readers.rank + (rounds - 1) * readers.size < len(groups) else rounds - 1
+    starts = list(accumulate((count for _, count in requests), initial=0))
+    # Every score has one source, so that sums over ranks are exact.
+    scores_2T = torch.zeros(2, starts[-1], dtype=torch.float64, device=model.device)
+    for first in range(0, rounds, BATCHES_PER_PASS):
+        passed = range(first, min(first + BATCHES_PER_PASS, rounds))
+        batches = [_batch_of_sequences(model, [requests[index][0] for index in mine[place]]) for place in passed]
+        for place, scores in zip(passed, record(model, batches, _measure_tokens)):
+            for row, index in enumerate(mine[place] if place < own else ()):
+                tokens, count = requests[index]
+                scored = slice(len(tokens) - 1 - count, len(tokens) - 1)
+                scores_2T[:, starts[index] : starts[index + 1]] = torch.stack([score[row, scored] for score in scores])
+    comm.all_reduce(comm.all_reduce(scores_2T, readers), model.mesh.pipeline)
+    log_probs, greedy = scores_2T[0].tolist(), (scores_2T[1] > 0).tolist()
+    return [(log_probs[start:stop], greedy[start:stop]) for start, stop in pairwise(starts)]
+
+
+def _measure_tokens(hidden_SBH: Tensor, batch: MicroBatch, output_layer: OutputLayer) -> tuple[Tensor, Tensor]:
+    return output_layer.token_scores(hidden_SBH, batch.labels)
+
+
+def _batch_of_sequences(model: ComputingModel, sequences: Sequence[Sequence[int]]) -> MicroBatch:
+    """Return a micro-batch of sequences whose last token is only a label, padded at their ends.
+
+    Sequence parallelism needs a multiple of its ranks; what attends to the past only does not see the padding.
+    """
+    parallel = model.config.parallel
+    multiple = parallel.tensor_model_parallel_size if parallel.sequence_parallel else 1
+    length = -(-(max(map(len, sequences)) - 1) // multiple) * multiple + 1
+    ids = torch.tensor([[*tokens, *[0] * (length - len(tokens))] for tokens in sequences]).to(model.device)
+    return replace(MicroBatch.of_tokens(ids[:, :-1]), labels=ids[:, 1:])
