@@ -21,6 +21,7 @@ from megatron.config.launch import Launch, exit_process
 from megatron.config.run import RunConfig
 from megatron.config.text import echo
 from megatron.convert.huggingface.config import build_config_json, read_model_values
+from megatron.data.build import resolve_epochs
 from megatron.data.dataset_info import resolve_vocab_size
 from megatron.data.errors import DataError
 from megatron.data.preview import preview_data
@@ -44,7 +45,7 @@ def main(argv: Sequence[str]) -> int:
     try:
         launch = Launch.read(os.environ)
         parsed = parse(argv, recall=stored_config, read_model=read_model_values)
-        config = with_vocabulary(parsed.config)
+        config = resolve_epochs(with_vocabulary(parsed.config), parsed.world_size)
         if config.checkpoint.save is not None and config.checkpoint.save_hf_interval is not None:
             build_config_json(config.model)  # raises if no model of Hugging Face computes the same
         start = preview_start(config, parsed.world_size) if parsed.check_only else StartPreview()

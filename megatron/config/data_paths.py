@@ -31,6 +31,7 @@ SOURCE_OPTIONS: tuple[tuple[str, ...], ...] = (
     ("data_args_path",),
     ("per_split_data_args_path",),
     ("mock_data",),
+    ("chat_data_path",),
 )
 """Groups of fields that give the source of tokens. A run uses one group."""
 
@@ -134,6 +135,12 @@ def data_sources(data: DataConfig) -> dict[str, SplitSource]:
         else:
             sources[split] = SplitSource(blend, cut)
     return sources
+
+
+def chat_splits(data: DataConfig) -> tuple[str, ...]:
+    """Return the splits that conversations are given for."""
+    given = {"train": data.chat_data_path, "valid": data.valid_chat_data_path}
+    return tuple(split for split, paths in given.items() if paths)
 
 
 def data_problems(data: DataConfig) -> Iterator[Problem]:
