@@ -71,9 +71,16 @@ def frozen_inputs(trainer: Trainer) -> FrozenInputs | None:
     else:
         return None
     location = getattr(training, name)
+    if location is None and "reference_logps" in set.intersection(
+        *(set(dataset[0].extra) for dataset in trainer.data.datasets.values())
+    ):
+        return None
     if location is None and name == "reference_model" and config.model.lora_rank is not None:
         return FrozenInputs(trainer, measure, next(iter(trainer.chunks.values())).context.adapters.disabled)
     location = location or config.checkpoint.pretrained_checkpoint
+    if location is None:
+        sentence = f"--objective {training.objective} needs {flag(name)}"
+        raise UserError([Problem("E322", sentence, (f"{flag(name)} CHECKPOINT",))])
     run_on_rank0(lambda: bool(open_model(location)), trainer.mesh.world)  # a message of one rank is enough
     model, source = open_model(location)
     if model.vocab != config.model.vocab:

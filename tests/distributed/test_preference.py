@@ -8,9 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
-from megatron.config.model import ModelConfig
 from tests.checkpoints import save_model
 from tests.distributed.drive import MODEL, Case, compare_with_twin, run_on
 from tests.distributed.grid import FACTORS, case_of, label
