@@ -123,7 +123,7 @@ class OutputLayer(nn.Module):
             is_objective: the first result is the micro-batch's whole loss, unchanged. Its gradient is then known in
                 advance, and the gradient of the weight is accumulated at once instead of kept until backward, unless
                 the rank also has the stage with the embedding, and the weight is tied.
-            of_tokens: computes values of tokens ``[T, ...]`` instead, from the hidden states ``[T, H]``, labels and mask
+            of_tokens: computes values of tokens ``[T, ...]`` instead, from hidden states ``[T, H]``, labels and mask
                 of the tokens. It runs here because a parameter store completes the weights around calls of the module.
 
         """
