@@ -171,7 +171,7 @@ def _source_problems(data: DataConfig) -> Iterator[Problem]:
     given = ([name for name in group if getattr(data, name) not in (None, (), False)] for group in SOURCE_OPTIONS)
     used = [names for names in given if names]
     if not used:
-        yield Problem("E501", "there are no data", ("--data-path PREFIX", "--mock-data"))
+        yield Problem("E501", "there are no data", ("--data-path PREFIX", "--chat-data-path FILE", "--mock-data"))
     elif len(used) > 1:
         *flags, last = (SETTINGS[names[0]].flag for names in used)
         off = {name: SETTINGS[name].spell(SETTINGS[name].default) for names in used for name in names}

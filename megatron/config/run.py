@@ -308,6 +308,9 @@ class TrainingConfig:
     """Divisor of the logits of teacher and student in the divergence, which is multiplied by its square."""
     distillation_label_weight: float = option(0.0, role="schedule", at_least=0, at_most=1, needs=DISTILLATION)
     """Weight of the cross-entropy of the labels in the loss; the divergence has the rest."""
+    neftune_alpha: float = option(0.0, role="schedule", at_least=0)
+    """Noise on the embeddings in training (NEFTune): uniform, of up to this / sqrt(tokens of the document x hidden
+    size)."""
     cross_entropy_chunk_size: int | None = option(None, role="free", at_least=1)
     """Tokens per chunk of the loss; only one chunk of logits exists at a time. Default: as many as give 1 GiB of logits
     on a GPU; 1,024 on a CPU."""

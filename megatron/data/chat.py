@@ -98,25 +98,22 @@ class ChatTokenizer:
                     messages, return_dict=True, return_assistant_tokens_mask=True
                 )
             return _conversation(found["input_ids"], found["assistant_masks"])
-        text = self.render(messages)
+        text, eos = self.render(messages), self._tokenizer.eos_token or ""
         spans = []
-        for i, message in enumerate(messages):
-            if message["role"] != "assistant":
-                continue
-            before = self.render(messages[:i], add_generation_prompt=True)
-            end = len(self.render(messages[: i + 1]))
-            if not (text.startswith(before) and text.startswith(self.render(messages[: i + 1]))):
-                raise BadDocumentError(
-                    f": the chat template renders the messages up to {i + 1} differently when others follow, so that "
-                    "the answer cannot be found",
-                    "mark it in the template: {% generation %}...{% endgeneration %}",
+        for i in (i for i, message in enumerate(messages) if message["role"] == "assistant"):
+            before, after = self.render(messages[:i], add_generation_prompt=True), self.render(messages[: i + 1])
+            if not text.startswith(after):  # it may end every conversation
+                after = after.removesuffix(eos)
+            if not (text.startswith(before) and text.startswith(after)):
+                seen = (
+                    f": within the conversation, the chat template renders message {i + 1} or those before differently"
                 )
-            spans.append((len(before), end))
-        encoded = self._tokenizer(text, add_special_tokens=False)
-        answers = np.zeros(len(encoded["input_ids"]), dtype=np.uint8)
-        for start, end in spans:
-            if start < end:
-                answers[encoded.char_to_token(start) : encoded.char_to_token(end - 1) + 1] = 1
+                raise BadDocumentError(f"{seen} than alone; mark answers in it with {{% generation %}}")
+            spans.append((len(before), len(after)))
+        encoded = self._tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+        answers = [
+            any(begin < stop and start < end for start, stop in spans) for begin, end in encoded["offset_mapping"]
+        ]
         return _conversation(encoded["input_ids"], answers)
 
     def completions(self, prompt: str, *completions: str) -> list[Conversation]:
@@ -144,7 +141,7 @@ def shared_length(a: Sequence[object], b: Sequence[object]) -> int:
     return next((i for i, (x, y) in enumerate(zip(a, b)) if x != y), min(len(a), len(b)))
 
 
-def _conversation(ids: Sequence[int], answers: Sequence[int] | NDArray[np.uint8]) -> Conversation:
+def _conversation(ids: Sequence[int], answers: Sequence[int]) -> Conversation:
     return Conversation(np.array(ids, dtype=np.int32), np.array(answers, dtype=np.uint8))
 
 
