@@ -83,6 +83,12 @@ TIMERS = Need(lambda c: c.logging.timing_log_level > 0, "--timing-log-level abov
 PROFILE = Need(lambda c: c.profiling.requested, "--profile, --profile-memory or --profile-pipeline")
 RUN_DIR = Need("run_dir")
 DILOCO = Need("diloco_sync_interval")
+DPO = Need("objective=dpo")
+DISTILLATION = Need("objective=distillation")
+SMOOTHED = Need(
+    lambda c: c.training.objective == "dpo" and c.training.dpo_loss_type.startswith("sigmoid"),
+    "--objective dpo and --dpo-loss-type sigmoid or sigmoid_norm",
+)
 
 
 @dataclass(frozen=True)
@@ -276,8 +282,32 @@ class TrainingConfig:
         1024 * 1024, role="free", at_least=1, needs=Need(lambda c: c.training.cpu_offloading_num_layers > 0, "offload")
     )
     """Elements of the smallest tensor that activation offload moves."""
-    objective: str = option("next_token", role="schedule", choices=("next_token",), kind="objective")
-    """Loss that training minimises: next_token (cross-entropy, and z_loss_coeff), or the name of a plugin."""
+    objective: str = option(
+        "next_token", role="schedule", choices=("next_token", "dpo", "distillation"), kind="objective"
+    )
+    """Loss that training minimises: next_token (cross-entropy, and z_loss_coeff), dpo (preferences), distillation
+    (divergence from a teacher), or the name of a plugin."""
+    reference_model: str | None = option(None, role="start", needs=DPO)
+    """Frozen model that log-ratios of preferences are relative to: a checkpoint, a folder of checkpoints, hf:DIR or
+    megatron:DIR. Default: the columns ref_chosen_logps and ref_rejected_logps of the data; without these the model
+    without its adapters, or pretrained_checkpoint."""
+    teacher_model: str | None = option(None, role="start", needs=DISTILLATION)
+    """Model whose most likely tokens the student learns, of any size but with the same vocabulary: a checkpoint, a
+    folder of checkpoints, hf:DIR or megatron:DIR."""
+    dpo_loss_type: str = option(
+        "sigmoid", role="schedule", choices=("sigmoid", "sigmoid_norm", "ipo", "kto_pair"), needs=DPO
+    )
+    """Loss of a pair: sigmoid (DPO), sigmoid_norm (of log-probabilities per token), ipo or kto_pair."""
+    dpo_beta: float = option(0.1, role="schedule", above=0, needs=DPO)
+    """Factor of the log-ratios to the reference model; for ipo the regularisation tau."""
+    dpo_label_smoothing: float = option(0.0, role="schedule", at_least=0, below=0.5, needs=SMOOTHED)
+    """Probability that the preference of a pair is wrong (conservative DPO)."""
+    distillation_top_k: int = option(32, role="schedule", at_least=1, needs=DISTILLATION)
+    """Most likely tokens of the teacher that the student is trained on, at each position."""
+    distillation_temperature: float = option(1.0, role="schedule", above=0, needs=DISTILLATION)
+    """Divisor of the logits of teacher and student in the divergence, which is multiplied by its square."""
+    distillation_label_weight: float = option(0.0, role="schedule", at_least=0, at_most=1, needs=DISTILLATION)
+    """Weight of the cross-entropy of the labels in the loss; the divergence has the rest."""
     neftune_alpha: float = option(0.0, role="schedule", at_least=0)
     """Noise on the embeddings in training (NEFTune): uniform, of up to this / sqrt(tokens of the document x hidden
     size)."""

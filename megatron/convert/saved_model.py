@@ -17,13 +17,19 @@ from megatron.checkpoint.errors import CheckpointError, raise_if_any
 from megatron.checkpoint.folder import CheckpointFolder
 from megatron.checkpoint.format import Manifest
 from megatron.checkpoint.load import CheckpointReader
-from megatron.checkpoint.location import Location
+from megatron.checkpoint.location import Location, parse_location
 from megatron.checkpoint.tensor_file import DTYPES
 from megatron.config.files import TABLE_FILE_BYTES, parse_json
 from megatron.config.model import ModelConfig
-from megatron.config.run import RunConfig
+from megatron.config.run import HUGGING_FACE_PREFIX, RunConfig
 from megatron.config.text import format_bytes
-from megatron.convert.huggingface.config import SPECIAL_TOKEN_IDS, check_model_config
+from megatron.convert.huggingface.config import (
+    SPECIAL_TOKEN_IDS,
+    check_model_config,
+    model_folder,
+    read_model_config,
+)
+from megatron.convert.huggingface.weights import HuggingFaceWeights, WeightSource
 from megatron.data.errors import DataError
 from megatron.distributed.sharding import Box, ShardSpec
 from megatron.layers.parameters import gpt
@@ -71,6 +77,21 @@ def open_checkpoint(path: Location, step: int | None = None) -> tuple[Manifest, 
     if unknown:
         notes.append(f"it has options that this version does not know: {', '.join(unknown)}")
     return manifest, notes
+
+
+def open_model(location: str) -> tuple[ModelConfig, WeightSource]:
+    """Open the model of a checkpoint (the newest in a folder), of ``hf:DIR`` or of ``megatron:DIR``.
+
+    Raises:
+        CheckpointError: when there is none, or its weights do not match its model.
+        UserError: when the configuration of a Hugging Face folder is not supported.
+    """
+    if location.startswith(HUGGING_FACE_PREFIX):
+        folder = model_folder(location.removeprefix(HUGGING_FACE_PREFIX))
+        model = read_model_config(folder)
+        return model, HuggingFaceWeights(folder, model)
+    saved = SavedModel(open_checkpoint(parse_location(location))[0])
+    return saved.model, saved
 
 
 class SavedModel:

@@ -442,7 +442,8 @@ def build_data(
         builders = mock_segment_builders(training, vocab_size)
     elif data.chat_data_path:
         builders = chat_segment_builders(data, training, stream[1] * full_global_batch_size(training, dp_size))
-        build_notes = [n for split in used for n in load_conversations(data, split, training.seq_length).notes]
+        pairs = training.objective == "dpo"
+        build_notes = [n for name in used for n in load_conversations(data, name, training.seq_length, pairs).notes]
     else:
         builders, build_notes = file_segment_builders(data, used, training, cache)
     used = {name: count for name, count in used.items() if name in builders}
