@@ -241,10 +241,10 @@ def parse(
     saved = None
     unreadable: Sequence[Problem] = ()
     try:
-        saved = recall(without_checkpoint.checkpoint)
+        saved = recall(without_checkpoint.checkpoint.first_start)
     except UserError as error:  # reported with problems that may follow from it; without any, by the first rank
         unreadable = error.problems
-    load = without_checkpoint.checkpoint.load
+    load = without_checkpoint.checkpoint.first_start.load
     start = from_hugging_face(load, read_model) if saved is None else from_checkpoint(saved)
     sources.insert(0, start)
     values = merge_values(source.values for source in sources)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 
 from megatron.config.errors import Problem
@@ -572,6 +572,9 @@ class CheckpointConfig:
     """Start point when the save folder holds no checkpoint: a checkpoint or a folder of checkpoints, saved in any
     layout, or megatron:DIR for those of Megatron-LM; hf:DIR or hf:ORG/NAME (on the hub) for the weights and
     architecture of a Hugging Face model."""
+    pretrained_checkpoint: str | None = option(None, role="start")
+    """The model that fine-tuning starts from, in the forms of load; its weights alone are read, once. With lora_rank
+    they stay frozen: every start reads them, and checkpoints in save hold the adapters alone."""
     ckpt_step: int | None = option(None, role="start", at_least=0, needs=START_POINT)
     """Step of the checkpoint to load. Default: the newest valid one."""
     exit_on_missing_checkpoint: bool = option(False, role="start", needs=START_POINT)
@@ -585,6 +588,13 @@ class CheckpointConfig:
     )
     """Restore from load, or without it from save: exact (everything), new-schedule (everything, but batch size, run
     length, optimizer settings and schedules from the flags), or weights-only."""
+
+    @property
+    def first_start(self) -> CheckpointConfig:
+        """The same with ``pretrained_checkpoint`` in the place of ``load``, if that is not set."""
+        if self.load is not None or self.pretrained_checkpoint is None:
+            return self
+        return replace(self, load=self.pretrained_checkpoint, resume_mode="weights-only")
 
 
 @dataclass(frozen=True)
@@ -602,6 +612,11 @@ class RunConfig:
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     logging: LoggingConfig = field(default_factory=LoggingConfig)
     profiling: ProfilingConfig = field(default_factory=ProfilingConfig)
+
+    @property
+    def resume_options(self) -> CheckpointConfig:
+        """What the run resumes from, or starts from; adapters start from nothing."""
+        return self.checkpoint if self.model.lora_rank is not None else self.checkpoint.first_start
 
 
 KERNEL_CANDIDATES: dict[str, tuple[str, ...]] = {

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import cache
 
 import torch
@@ -14,12 +13,6 @@ from megatron.config.model import ModelConfig
 from megatron.convert.huggingface.weights import BLOCK_ELEMENTS, WeightSource
 from megatron.distributed.sharding import Box
 from megatron.layers.parameters import adapted_parts, gpt, part_of_rows
-
-
-def without_adapters(model: ModelConfig) -> ModelConfig:
-    """Return the architecture that adapters are added to."""
-    names = ("lora_rank", "lora_alpha", "lora_target", "lora_dora")
-    return replace(model, **{name: getattr(ModelConfig, name) for name in names})
 
 
 class MergedWeights:

@@ -17,26 +17,27 @@ from torch import Tensor
 
 from megatron.arguments.compatibility import tensor_differences, unknown_options
 from megatron.arguments.sources import from_dict
-from megatron.checkpoint.durable_files import checksum
 from megatron.checkpoint.errors import CheckpointError, raise_if_any
 from megatron.checkpoint.folder import CheckpointFolder
-from megatron.checkpoint.format import Manifest, encode_manifest, split_box, whole_box
+from megatron.checkpoint.format import Manifest
 from megatron.checkpoint.load import CheckpointReader
-from megatron.checkpoint.location import Location, parse_location
-from megatron.checkpoint.tensor_file import DTYPES, tensor_bytes
+from megatron.checkpoint.location import Location
+from megatron.checkpoint.tensor_file import DTYPES
 from megatron.config.errors import UserError
-from megatron.config.files import TABLE_FILE_BYTES
+from megatron.config.files import TABLE_FILE_BYTES, parse_json
 from megatron.config.model import ModelConfig
-from megatron.config.run import HUGGING_FACE_PREFIX, MEGATRON_PREFIX, RunConfig
+from megatron.config.run import RunConfig
 from megatron.config.text import format_bytes
-from megatron.convert.adapters import MergedWeights, without_adapters
+from megatron.convert.adapters import MergedWeights
+from megatron.convert.base_model import BaseModel
 from megatron.convert.huggingface.config import (
+    SPECIAL_TOKEN_IDS,
     check_model_config,
-    model_folder,
     read_model_config,
     refuse_outside_links,
 )
 from megatron.convert.huggingface.weights import HuggingFaceWeights
+from megatron.data.errors import DataError
 from megatron.distributed.sharding import Box, ShardSpec
 from megatron.layers.parameters import WORD_EMBEDDINGS, gpt, trainable
 
@@ -58,11 +59,11 @@ MODEL_SUFFIX = ".model"
 
 GENERATION_CONFIG_FILE = "generation_config.json"
 
+SmallFiles = Mapping[str, Path | bytes]
+"""Contents or paths of small files, by their names in a checkpoint."""
+
 EMA_PREFIX = "optim.ema."
 """Prefix of the names of averaged weights in a checkpoint."""
-
-DIGEST_ELEMENTS = 1024
-"""Elements of each tensor of Hugging Face that a digest covers."""
 
 
 def open_checkpoint(path: Location, step: int | None = None) -> tuple[Manifest, list[str]]:
@@ -133,7 +134,8 @@ class SavedModel:
     model: ModelConfig  # architecture, with the vocabulary size
     specs: Mapping[str, ShardSpec]  # of all weights, by global name
     precision: str  # data type that the run computed in, such as bf16
-    merged: MergedWeights | None  # base and adapters, if the checkpoint holds adapters
+    base: BaseModel | None  # that adapters belong to, if the checkpoint holds adapters
+    merged: MergedWeights | None  # the adapters, and the weights of the base
 
     def __init__(self, manifest: Manifest, average: bool = False, pretrained: str | None = None) -> None:
         """Check that the checkpoint holds exactly the weights of the model that its configuration describes.
@@ -150,16 +152,17 @@ class SavedModel:
             UserError: when the configuration has values that are invalid or contradict each other.
         """
         config, tensors = _read_config(manifest), StoredTensors(manifest, EMA_PREFIX if average else "")
-        self.manifest, self.precision, self.merged = manifest, config.precision.params_dtype, None
+        self.manifest, self.precision, self.base, self.merged = manifest, config.precision.params_dtype, None, None
         self._weights: StoredTensors | MergedWeights = tensors
         if config.model.lora_rank is None:
             words = manifest.tensors.get(WORD_EMBEDDINGS)
             vocab_size = (config.model.vocab_size or 1) if words is None or not words.shape else words.shape[0]
             stored = self.model = replace(config.model, vocab_size=vocab_size)
         else:
-            base = _open_recorded_base(manifest, pretrained)
+            self.base = find_recorded_base(manifest, pretrained)
+            base = open_base(self.base)
             stored = replace(config.model, vocab_size=base.model.vocab_size)
-            self.model = without_adapters(stored)
+            self.model = stored.base
             self._weights = self.merged = MergedWeights(base, tensors, stored)
         check_model_config(manifest.path, self.model)
         self.specs = gpt(self.model)
@@ -179,51 +182,37 @@ class SavedModel:
         self._weights.fill(name, view, box, out)
 
 
-def open_base(location: str, follow_links: bool = False) -> SavedModel | HuggingFaceWeights:
-    """Open the model of ``--pretrained-checkpoint``.
-
-    Args:
-        location: folder of checkpoints, one checkpoint, ``megatron:DIR``, ``hf:DIR``, or ``hf:ORG/NAME`` on the hub.
-        follow_links: also read files to which links lead out of a Hugging Face folder.
+def open_base(base: BaseModel) -> SavedModel | HuggingFaceWeights:
+    """Open the weights of a model that adapters belong to.
 
     Raises:
-        CheckpointError: when there is no valid checkpoint, or its weights do not match its model.
+        CheckpointError: when they do not match the model.
         UserError: when a Hugging Face model is not supported.
     """
-    if not location.startswith(HUGGING_FACE_PREFIX):
-        return SavedModel(open_checkpoint(parse_location(location.removeprefix(MEGATRON_PREFIX)))[0])
-    folder = model_folder(location.removeprefix(HUGGING_FACE_PREFIX))
-    if not follow_links:
-        refuse_outside_links(folder)
-    return HuggingFaceWeights(folder, read_model_config(folder))
+    if isinstance(base.source, Manifest):
+        return SavedModel(base.source)
+    refuse_outside_links(base.source)
+    return HuggingFaceWeights(base.source, read_model_config(base.source))
 
 
-def base_digest(base: SavedModel | HuggingFaceWeights) -> str:
-    """Return a checksum of a model's tensors: of the table of a checkpoint, or of the first values of each tensor."""
-    if isinstance(base, SavedModel):
-        return checksum(encode_manifest(base.manifest.tensors, {}, {}, {}))
-    heads = {}
-    for name, spec in sorted(base.specs.items()):
-        first = next(split_box(whole_box(spec.view), DIGEST_ELEMENTS))
-        values = base.read(name, spec.view, first)
-        heads[name] = [list(spec.shape), str(values.dtype), checksum(tensor_bytes(values))]
-    return checksum(json.dumps(heads).encode())
+def find_recorded_base(manifest: Manifest, pretrained: str | None = None) -> BaseModel:
+    """Find the model that the adapters of a checkpoint belong to, in ``pretrained`` or where it was.
 
-
-def _open_recorded_base(manifest: Manifest, pretrained: str | None) -> SavedModel | HuggingFaceWeights:
-    """Open the model that the adapters of a checkpoint belong to, in ``pretrained`` or where it was."""
-    recorded = manifest.config.get("checkpoint", {}).get("pretrained_checkpoint")
-    flag = "--pretrained-checkpoint LOCATION"
-    if pretrained is None and not isinstance(recorded, str):
-        raise CheckpointError(f"{manifest.path} holds adapters and does not name the model that they belong to", flag)
-    location = pretrained or recorded
+    Raises:
+        CheckpointError: when it is not there, or another model is.
+    """
+    record = manifest.state.get("base")
+    if not isinstance(record, Mapping) or not all(isinstance(record.get(key), str) for key in ("location", "digest")):
+        raise CheckpointError(f"{manifest.path} holds adapters, but its manifest does not name their model")
+    location = pretrained or record["location"]
+    fix = f"--pretrained-checkpoint {'ITS_LOCATION' if pretrained is None else record['location']}"
     try:
-        base = open_base(location)
+        base = BaseModel.find(location)
     except (CheckpointError, UserError) as error:
-        seen = f"{manifest.path} holds adapters of {location}, which cannot be read: {error}"
-        raise CheckpointError(seen, *(() if pretrained else (flag,))) from error
-    if manifest.state.get("pretrained", base_digest(base)) != base_digest(base):
-        raise CheckpointError(f"{location} is not the model that the adapters in {manifest.path} belong to", flag)
+        raise CheckpointError(f"{manifest.path} holds adapters of a model that cannot be read: {error}", fix) from error
+    if base.digest != record["digest"]:
+        seen = f"{manifest.path} holds adapters of {record['location']}, whose weights are not those of {base.location}"
+        raise CheckpointError(seen, fix)
     return base
 
 
@@ -271,7 +260,54 @@ def saved_tokenizer_files(manifest: Manifest) -> dict[str, bytes]:
     return {name: manifest.read_file(name) for name in manifest.files if name in known | {GENERATION_CONFIG_FILE}}
 
 
-def by_huggingface_names(carried: Mapping[str, Path | bytes]) -> dict[str, bytes]:
+def by_huggingface_names(carried: SmallFiles) -> dict[str, bytes]:
     """Return the content of these files by their names in a Hugging Face folder."""
     contents = {name: file if isinstance(file, bytes) else file.read_bytes() for name, file in carried.items()}
     return {name.removeprefix(TOKENIZER_PREFIX): content for name, content in contents.items()}
+
+
+TOKENIZER_JSON = TOKENIZER_PREFIX + "tokenizer.json"
+
+
+def files_to_carry(recorded: SmallFiles, carried: SmallFiles) -> dict[str, Path | bytes]:
+    """Return the small files for the run's checkpoints: the tokenizer of its data, and the other files it loaded.
+
+    Args:
+        recorded: tokenizer files of the run's data.
+        carried: files of the checkpoint or model that the run starts from.
+
+    Raises:
+        DataError: if the generation_config.json in ``carried`` cannot be read.
+    """
+    if not recorded:
+        return dict(carried)
+    same = TOKENIZER_JSON in carried and not tokenizer_notes(recorded, carried)
+    kept = {name: content for name, content in carried.items() if same or not name.startswith(TOKENIZER_PREFIX)}
+    if GENERATION_CONFIG_FILE in kept and not same:  # its special token ids belong to another tokenizer
+        kept[GENERATION_CONFIG_FILE] = _without_special_ids(_bytes(kept[GENERATION_CONFIG_FILE]))
+    return kept | dict(recorded)
+
+
+def tokenizer_notes(recorded: SmallFiles, carried: SmallFiles) -> list[str]:
+    """Return a note if the data's tokenizer is not the one that the weights were trained with."""
+    if TOKENIZER_JSON not in recorded or TOKENIZER_JSON not in carried:
+        return []
+    if _bytes(recorded[TOKENIZER_JSON]) == _bytes(carried[TOKENIZER_JSON]):
+        return []
+    return [
+        "the data's tokenizer is not that of the weights, so token ids may have other meanings: "
+        "pass the folder of the right one to tools/preprocess_data.py --tokenizer-model"
+    ]
+
+
+def _bytes(content: Path | bytes) -> bytes:
+    return content if isinstance(content, bytes) else content.read_bytes()
+
+
+def _without_special_ids(generation: bytes) -> bytes:
+    """Return a generation_config.json without special token ids."""
+    try:
+        settings = dict(parse_json(generation))
+    except (ValueError, TypeError) as error:
+        raise DataError(f"the {GENERATION_CONFIG_FILE} of the loaded model is not a JSON object: {error}") from error
+    return json.dumps({name: value for name, value in settings.items() if name not in SPECIAL_TOKEN_IDS}).encode()

@@ -237,7 +237,7 @@ class _RowParallelFunction(torch.autograd.Function):
         return dx, dw, None, None, da, db
 
 
-class _ParallelLinear(nn.Module):
+class ParallelLinear(nn.Module):
     """A linear of the tensor-parallel region."""
 
     function: type[torch.autograd.Function]
@@ -245,6 +245,7 @@ class _ParallelLinear(nn.Module):
 
     def __init__(self, context: BuildContext) -> None:
         super().__init__()
+        self.name = context.prefix
         self.weight, self.bias = context.parameter("weight"), context.bias(autograd=True)
         self._spec, self._fp8 = _LinearSpec.of(context), Float8Linear.of(context, self.column)
         self.lora_a, self.lora_b = context.optional("lora_a"), context.optional("lora_b")
@@ -283,13 +284,13 @@ class _ParallelLinear(nn.Module):
         return (squares if self.column else comm.all_reduce(squares, self._spec.tp)).sqrt()
 
 
-class ColumnParallelLinear(_ParallelLinear):
+class ColumnParallelLinear(ParallelLinear):
     """``[S(/tp), B, I] -> [S, B, O/tp]``: each rank computes a part of the outputs."""
 
     function, column = _ColumnParallelFunction, True
 
 
-class RowParallelLinear(_ParallelLinear):
+class RowParallelLinear(ParallelLinear):
     """``[S, B, I/tp] -> [S(/tp), B, O]``: each rank holds a part of the inputs; outputs are summed over ranks."""
 
     function, column = _RowParallelFunction, False

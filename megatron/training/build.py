@@ -211,7 +211,12 @@ def build_trainer(
         uncut = {name for name, spec in specs.items() if rule_of(name, spec, config.optimizer) == "muon"}
         buckets = GradBuffer(specs, dtypes, mesh, grad_accumulator, device, parallel, uncut, training.seed)
         store = ShardedParameterStore if parallel.zero_stage == 3 else ParameterStore
-        weights = store(params, buckets, mesh, parallel, context.initialize)
+
+        def initialize(name: str, zeros: Tensor) -> None:
+            if not specs[name].frozen or config.checkpoint.pretrained_checkpoint is None:
+                context.initialize(name, zeros)
+
+        weights = store(params, buckets, mesh, parallel, initialize)
         optimizer = DistributedOptimizer(weights, specs, buckets, mesh, config.optimizer, training.seed, kernels.adam)
         if config.diloco.diloco_sync_interval is not None:
             optimizer.outer = OuterOptimizer(optimizer.main_params, config.diloco)

@@ -110,7 +110,7 @@ def build_and_train(
     """Build the trainer, load the checkpoint that the run resumes from, if any, and train; return the exit status."""
     world, run_dir = stop.world, config.logging.run_dir
     with refuse_start_on_error(), PeerWatchdog(world):
-        source = choose_resume_source(config.checkpoint, world, others)
+        source = choose_resume_source(config.resume_options, world, others)
         if source.hf is not None:  # before memory is allocated for sizes that the tensors in it do not have
             folder = model_folder(source.hf)
             run_on_rank0(lambda: bool(HuggingFaceWeights(folder, config.model)), world)

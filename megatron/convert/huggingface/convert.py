@@ -355,7 +355,7 @@ def convert_to_huggingface(
         fixes = ("--dtype fp32", "--dtype bf16")
         raise CheckpointError("the run computed in fp64, which Hugging Face models do not support", *fixes)
     source = RoundedWeights(saved, DTYPES[dtype or saved.precision])
-    _check_target(folder)
+    check_target(folder)
     building = folder.with_name(folder.name + ".tmp")
     _check_leftover(building, folder)
     files = _small_files(saved, tokenizer)
@@ -375,20 +375,20 @@ def convert_to_huggingface(
         "manifest": checksum(encode_manifest(manifest.tensors, manifest.files, manifest.state, manifest.config)),
         "shards": checksum(repr((shards, source.dtype, average)).encode()),
     }
-    with _disk_errors_as_storage_errors(building):
+    with disk_errors_as_storage_errors(building):
         staging = StagingFolder(building, identity)
     with staging:
         try:
             kept = len(staging.complete)
             pending_config = building / PENDING_CONFIG_FILE
-            with _disk_errors_as_storage_errors(building):
+            with disk_errors_as_storage_errors(building):
                 write_file(pending_config, _json(config))
                 _write_weights(staging, source, shards, workers or 4 // source.dtype.itemsize, report)
                 for name, content in files.items():
                     write_file(building / name, content)
                 sync_folder(building)
             differences = check_model(building, pending_config, saved.model, source) if checked else ()
-            with _disk_errors_as_storage_errors(building):
+            with disk_errors_as_storage_errors(building):
                 staging.close_journal()
                 durable_rename(pending_config, building / CONFIG_FILE)
                 durable_rename(building, folder)  # replaces an empty folder
@@ -422,12 +422,13 @@ class RoundedWeights:
 
 
 @contextmanager
-def _disk_errors_as_storage_errors(building: Path) -> Iterator[None]:
+def disk_errors_as_storage_errors(building: Path, flag: str = "--save-hf") -> Iterator[None]:
+    """Raise StorageError for an error of the disk while ``building``, the folder of ``flag``, is written."""
     try:
         yield
     except OSError as error:
         seen = f"{error.filename or building}: {error.strerror or error}"
-        raise StorageError(f"{seen}; nothing was exported", "--save-hf A_FOLDER_ELSEWHERE") from error
+        raise StorageError(f"{seen}; nothing was exported", f"{flag} A_FOLDER_ELSEWHERE") from error
 
 
 Shards = dict[str, list[list[TensorMapping]]]
@@ -504,11 +505,11 @@ def split_into_shards(sizes: Sequence[int], limit: int) -> list[slice]:
     return [slice(start, stop) for start, stop in zip(starts, [*starts[1:], len(sizes)])]
 
 
-def _check_target(folder: Path) -> None:
-    """Raise CheckpointError unless a folder can be renamed to ``folder``."""
-    new = "--save-hf A_NEW_FOLDER"
+def check_target(folder: Path, flag: str = "--save-hf") -> None:
+    """Raise CheckpointError unless a folder can be renamed to ``folder``, the value of ``flag``."""
+    new = f"{flag} A_NEW_FOLDER"
     if folder.is_symlink():
-        fix = f"--save-hf {shlex.quote(str(folder.resolve()))}"
+        fix = f"{flag} {shlex.quote(str(folder.resolve()))}"
         raise CheckpointError(f"{folder} is a link, which a folder cannot replace", fix)
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise CheckpointError(f"{folder} exists and is not empty", new)

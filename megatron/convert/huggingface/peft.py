@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
+import shutil
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -21,15 +23,27 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron.arguments.sources import resolve, to_dict
+from megatron.checkpoint.durable_files import durable_rename, sync_folder, write_file
 from megatron.checkpoint.errors import CheckpointError, raise_if_any
-from megatron.checkpoint.tensor_file import TensorFile
+from megatron.checkpoint.folder import CheckpointFolder
+from megatron.checkpoint.format import whole_box
+from megatron.checkpoint.location import local_path
+from megatron.checkpoint.save import save_sharded
+from megatron.checkpoint.tensor_file import GlobalTensor, TensorFile, TensorFileWriter, TensorPart
 from megatron.config.errors import Problem, UserError
 from megatron.config.files import parse_json, read_small
 from megatron.config.model import MAX_SIZE, ModelConfig
+from megatron.config.run import HUGGING_FACE_PREFIX, CheckpointConfig, PrecisionConfig, RunConfig
 from megatron.convert.adapters import MergedWeights
-from megatron.convert.huggingface.config import words
+from megatron.convert.base_model import BaseModel
+from megatron.convert.huggingface.config import CONFIG_FILE, model_type_for, read_config, read_model_type, words
+from megatron.convert.huggingface.convert import check_target, disk_errors_as_storage_errors, raise_if_overflow
 from megatron.convert.huggingface.keys import JsonObject
-from megatron.convert.huggingface.weights import map_tensors
+from megatron.convert.huggingface.weights import HuggingFaceWeights, WeightSource, map_tensors
+from megatron.convert.saved_model import SavedModel, find_tokenizer_files, open_base, saved_tokenizer_files
+from megatron.distributed.comm import Group
+from megatron.layers.context import DTYPES
 from megatron.layers.parameters import ADAPTABLE, gpt, linear_parts, part_of_rows, trainable
 
 ADAPTER_CONFIG_FILE = "adapter_config.json"
@@ -141,14 +155,114 @@ def _number(value: float) -> float:
 
 def _shortest_ends(adapted: Collection[str], linears: Collection[str]) -> list[str]:
     """Return the shortest ends of names that select exactly the adapted linears."""
-    for words in (1, 2):
-        ends = {".".join(name.split(".")[-words:]) for name in adapted}
+    for count in (1, 2):
+        ends = {".".join(name.split(".")[-count:]) for name in adapted}
         if all(name in adapted for name in linears if name.endswith(tuple(f".{end}" for end in ends))):
             return sorted(ends)
     return sorted(adapted)
 
 
+def export_peft(saved: SavedModel, folder: Path, dtype: str | None = None, model_type: str | None = None) -> int:
+    """Write the adapters of a checkpoint as a folder that ``PeftModel.from_pretrained`` loads.
+
+    Args:
+        saved: the checkpoint.
+        folder: must not exist, or be empty.
+        dtype: ``fp32``, ``bf16`` or ``fp16``; None for that in which the adapters are stored.
+        model_type: of the base in transformers; None for that of the base, or the first that computes the same.
+
+    Returns:
+        The number of values written.
+
+    Raises:
+        UserError: when no Hugging Face model computes the same as the base.
+        CheckpointError: when the checkpoint holds no adapters, or the folder is not empty.
+        StorageError: when writing fails. Nothing is left behind.
+    """
+    if saved.base is None or saved.merged is None:
+        raise CheckpointError(f"{saved.manifest.path} holds no adapters", "--save-hf DIR")
+    flag = "--save-peft"
+    check_target(folder, flag)
+    theirs = str(saved.base.source) if isinstance(saved.base.source, Path) else None
+    config, tensors = to_peft(saved.merged, transformers_type(saved.merged.base, saved.model, model_type), theirs)
+    if dtype is not None:
+        exact, tensors = tensors, {name: tensor.to(DTYPES[dtype]) for name, tensor in tensors.items()}
+        for name, rounded in tensors.items():
+            raise_if_overflow(name, rounded, exact[name])
+    building = folder.with_name(f"{folder.name}.tmp{os.getpid()}")
+    with disk_errors_as_storage_errors(building, flag):
+        building.mkdir(parents=True)
+        try:
+            entries = [(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()]
+            with TensorFileWriter(building / ADAPTER_WEIGHTS_FILE, entries, {"format": "pt"}) as file:
+                for name, tensor in tensors.items():
+                    file.write(name, tensor)
+            write_file(building / ADAPTER_CONFIG_FILE, (json.dumps(config, indent=2) + "\n").encode())
+            sync_folder(building)
+            durable_rename(building, folder)  # replaces an empty folder
+        except BaseException:
+            shutil.rmtree(building, ignore_errors=True)
+            raise
+    return sum(tensor.numel() for tensor in tensors.values())
+
+
+def transformers_type(base: WeightSource, model: ModelConfig, wanted: str | None = None) -> str:
+    """Return the model type of a base: ``wanted``, that of its folder, or the first that computes the same."""
+    if wanted is None and isinstance(base, HuggingFaceWeights):
+        return read_model_type(read_config(base.folder), str(base.folder / CONFIG_FILE))
+    return model_type_for(model, wanted)
+
+
 # ---- From PEFT ----
+
+
+def import_peft(
+    folder: Path, pretrained: str | None, save: Path, model_type: str | None = None
+) -> tuple[Path, ModelConfig]:
+    """Write an adapter of PEFT as a checkpoint of step 0, from which a run can start.
+
+    Args:
+        folder: with the files of PEFT.
+        pretrained: the base, as in ``--pretrained-checkpoint``; None for the one that the adapter names.
+        save: a ``--save`` folder without checkpoints.
+        model_type: as of :func:`export_peft`.
+
+    Returns:
+        The checkpoint, and the architecture with the options of the adapters.
+
+    Raises:
+        UserError: when the adapter has options that are not supported.
+        CheckpointError: when its tensors do not fit its base, or the folder holds checkpoints.
+        DamagedCheckpointError: when its file cannot be read.
+        StorageError: when writing fails.
+    """
+    checkpoints = CheckpointFolder(save)
+    if checkpoints.named():
+        raise CheckpointError(f"{save} holds checkpoints already", "--save A_NEW_FOLDER")
+    named = read_adapter_config(folder).get("base_model_name_or_path")
+    if pretrained is None and not isinstance(named, str):
+        raise CheckpointError(f"{folder} does not name its base", f"--pretrained-checkpoint {HUGGING_FACE_PREFIX}DIR")
+    found = BaseModel.find(pretrained or f"{HUGGING_FACE_PREFIX}{named}")
+    base = open_base(found)
+    model, tensors = from_peft(folder, transformers_type(base, base.model, model_type), base.model)
+    stored, specs = {}, gpt(model)
+    for name, tensor in tensors.items():
+        shape, view = specs[name].shape, specs[name].view
+        stored[name] = GlobalTensor(shape, view, tensor.dtype, (TensorPart(whole_box(view), tensor.view(view)),))
+    if isinstance(base, SavedModel):
+        precision, files = base.precision, {**saved_tokenizer_files(base.manifest)}
+    else:
+        precision = next(name for name, dtype in DTYPES.items() if dtype == base.dtype)
+        files = find_tokenizer_files(base.folder)
+    config = RunConfig(
+        model=model,
+        precision=PrecisionConfig(params_dtype=precision),
+        checkpoint=CheckpointConfig(pretrained_checkpoint=found.location),
+    )
+    state = {"iteration": 0, "consumed_samples": 0, "base": found.record}
+    path = checkpoints.path(0)
+    save_sharded(path, stored, state, to_dict(resolve(config, 1)), Group(), files | find_tokenizer_files(folder))
+    return local_path(path), model
 
 
 @dataclass(frozen=True)
