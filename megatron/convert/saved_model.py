@@ -137,13 +137,16 @@ class SavedModel:
     base: BaseModel | None  # that adapters belong to, if the checkpoint holds adapters
     merged: MergedWeights | None  # the adapters, and the weights of the base
 
-    def __init__(self, manifest: Manifest, average: bool = False, pretrained: str | None = None) -> None:
+    def __init__(
+        self, manifest: Manifest, average: bool = False, pretrained: str | None = None, follow_links: bool = False
+    ) -> None:
         """Check that the checkpoint holds exactly the weights of the model that its configuration describes.
 
         Args:
             manifest: manifest of the checkpoint.
             average: read the moving average of the weights instead of the weights.
             pretrained: the model that adapters belong to, if it is no longer where it was.
+            follow_links: also read files to which links lead out of the folder of that model.
 
         Raises:
             CheckpointError: when there is no moving average; when the configuration has no model, or a model with
@@ -160,7 +163,7 @@ class SavedModel:
             stored = self.model = replace(config.model, vocab_size=vocab_size)
         else:
             self.base = find_recorded_base(manifest, pretrained)
-            base = open_base(self.base)
+            base = open_base(self.base, follow_links)
             stored = replace(config.model, vocab_size=base.model.vocab_size)
             self.model = stored.base
             self._weights = self.merged = MergedWeights(base, tensors, stored)
@@ -182,8 +185,12 @@ class SavedModel:
         self._weights.fill(name, view, box, out)
 
 
-def open_base(base: BaseModel) -> SavedModel | HuggingFaceWeights:
+def open_base(base: BaseModel, follow_links: bool = False) -> SavedModel | HuggingFaceWeights:
     """Open the weights of a model that adapters belong to.
+
+    Args:
+        base: the model.
+        follow_links: also read files to which links lead out of a Hugging Face folder.
 
     Raises:
         CheckpointError: when they do not match the model.
@@ -191,7 +198,8 @@ def open_base(base: BaseModel) -> SavedModel | HuggingFaceWeights:
     """
     if isinstance(base.source, Manifest):
         return SavedModel(base.source)
-    refuse_outside_links(base.source)
+    if not follow_links:
+        refuse_outside_links(base.source)
     return HuggingFaceWeights(base.source, read_model_config(base.source))
 
 

@@ -326,6 +326,8 @@ def convert_to_huggingface(
     tokenizer: Path | None = None,
     model_type: str | None = None,
     average: bool = False,
+    pretrained: str | None = None,
+    follow_links: bool = False,
     checked: bool = True,
     workers: int | None = None,
 ) -> ConversionResult:
@@ -340,6 +342,8 @@ def convert_to_huggingface(
         tokenizer: folder with tokenizer files; None for those in the checkpoint.
         model_type: of transformers; None for the first that computes the same.
         average: write the moving average of the weights.
+        pretrained: the model that adapters belong to, as of `SavedModel`; they are merged into its weights.
+        follow_links: as of `SavedModel`.
         checked: compare weights and tokenizer with `transformers` before publishing the folder.
         workers: files to write at the same time, each in a thread with two buffers of the size of a tensor; None for as
             many as need no more than two times the largest tensor in fp32.
@@ -350,7 +354,7 @@ def convert_to_huggingface(
         DamagedCheckpointError: when a checksum of the checkpoint does not match.
         StorageError: when writing fails.
     """
-    saved = SavedModel(manifest, average)
+    saved = SavedModel(manifest, average, pretrained, follow_links)
     if dtype is None and saved.precision == "fp64":
         fixes = ("--dtype fp32", "--dtype bf16")
         raise CheckpointError("the run computed in fp64, which Hugging Face models do not support", *fixes)

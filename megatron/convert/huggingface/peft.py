@@ -41,7 +41,14 @@ from megatron.convert.huggingface.config import CONFIG_FILE, model_type_for, rea
 from megatron.convert.huggingface.convert import check_target, disk_errors_as_storage_errors, raise_if_overflow
 from megatron.convert.huggingface.keys import JsonObject
 from megatron.convert.huggingface.weights import HuggingFaceWeights, WeightSource, map_tensors
-from megatron.convert.saved_model import SavedModel, find_tokenizer_files, open_base, saved_tokenizer_files
+from megatron.convert.saved_model import (
+    SavedModel,
+    SmallFiles,
+    files_to_carry,
+    find_tokenizer_files,
+    open_base,
+    saved_tokenizer_files,
+)
 from megatron.distributed.comm import Group
 from megatron.layers.context import DTYPES
 from megatron.layers.parameters import ADAPTABLE, gpt, linear_parts, part_of_rows, trainable
@@ -203,6 +210,10 @@ def export_peft(saved: SavedModel, folder: Path, dtype: str | None = None, model
         except BaseException:
             shutil.rmtree(building, ignore_errors=True)
             raise
+    return _count(tensors)
+
+
+def _count(tensors: Mapping[str, Tensor]) -> int:
     return sum(tensor.numel() for tensor in tensors.values())
 
 
@@ -217,8 +228,8 @@ def transformers_type(base: WeightSource, model: ModelConfig, wanted: str | None
 
 
 def import_peft(
-    folder: Path, pretrained: str | None, save: Path, model_type: str | None = None
-) -> tuple[Path, ModelConfig]:
+    folder: Path, pretrained: str | None, save: Path, model_type: str | None = None, follow_links: bool = False
+) -> tuple[Path, int]:
     """Write an adapter of PEFT as a checkpoint of step 0, from which a run can start.
 
     Args:
@@ -226,9 +237,10 @@ def import_peft(
         pretrained: the base, as in ``--pretrained-checkpoint``; None for the one that the adapter names.
         save: a ``--save`` folder without checkpoints.
         model_type: as of :func:`export_peft`.
+        follow_links: as of `open_base`.
 
     Returns:
-        The checkpoint, and the architecture with the options of the adapters.
+        The checkpoint, and the number of values in it.
 
     Raises:
         UserError: when the adapter has options that are not supported.
@@ -243,26 +255,27 @@ def import_peft(
     if pretrained is None and not isinstance(named, str):
         raise CheckpointError(f"{folder} does not name its base", f"--pretrained-checkpoint {HUGGING_FACE_PREFIX}DIR")
     found = BaseModel.find(pretrained or f"{HUGGING_FACE_PREFIX}{named}")
-    base = open_base(found)
+    base = open_base(found, follow_links)
     model, tensors = from_peft(folder, transformers_type(base, base.model, model_type), base.model)
     stored, specs = {}, gpt(model)
     for name, tensor in tensors.items():
         shape, view = specs[name].shape, specs[name].view
         stored[name] = GlobalTensor(shape, view, tensor.dtype, (TensorPart(whole_box(view), tensor.view(view)),))
+    carried: SmallFiles
     if isinstance(base, SavedModel):
-        precision, files = base.precision, {**saved_tokenizer_files(base.manifest)}
+        precision, carried = base.precision, saved_tokenizer_files(base.manifest)
     else:
         precision = next(name for name, dtype in DTYPES.items() if dtype == base.dtype)
-        files = find_tokenizer_files(base.folder)
+        carried = find_tokenizer_files(base.folder)
     config = RunConfig(
         model=model,
         precision=PrecisionConfig(params_dtype=precision),
         checkpoint=CheckpointConfig(pretrained_checkpoint=found.location),
     )
     state = {"iteration": 0, "consumed_samples": 0, "base": found.record}
-    path = checkpoints.path(0)
-    save_sharded(path, stored, state, to_dict(resolve(config, 1)), Group(), files | find_tokenizer_files(folder))
-    return local_path(path), model
+    path, files = checkpoints.path(0), files_to_carry(find_tokenizer_files(folder), carried)
+    save_sharded(path, stored, state, to_dict(resolve(config, 1)), Group(), files)
+    return local_path(path), _count(tensors)
 
 
 @dataclass(frozen=True)
