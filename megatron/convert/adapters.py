@@ -18,7 +18,7 @@ from megatron.layers.parameters import adapted_parts, gpt, part_of_rows
 class MergedWeights:
     """Weights ``W + s B A`` of LoRA (arXiv 2106.09685), with rows scaled to DoRA's magnitudes (arXiv 2402.09353).
 
-    Sums are computed in fp64 and rounded once, so that boxes of any size have the same values.
+    Sums are computed in fp64, so that what is rounded from them hardly depends on the boxes.
     """
 
     def __init__(self, base: WeightSource, adapters: WeightSource, model: ModelConfig) -> None:
@@ -33,15 +33,13 @@ class MergedWeights:
         self._row_factors = cache(self._compute_row_factors)
 
     def read(self, name: str, view: tuple[int, ...], box: Box) -> Tensor:
-        """Return the elements of ``box`` of a tensor, in at least fp32 if there are adapters beside it."""
+        """Return the elements of ``box`` of a tensor, in fp64 if there are adapters beside it."""
         linear, _, local = name.rpartition(".")
+        weight = self.base.read(name, view, box)
         if local != "weight" or f"{linear}.lora_b" not in self.specs:
-            return self.base.read(name, view, box)
-        weight, added = self.base.read(name, view, box), self._added(linear, box)
-        merged = weight + added
-        if self.model.lora_dora:
-            merged *= self._row_factors(linear)[box.slices[:-1]].unsqueeze(-1)
-        return merged if weight.dtype == torch.float64 else merged.float()
+            return weight
+        merged = weight + self._added(linear, box)
+        return merged * self._row_factors(linear)[box.slices[:-1]].unsqueeze(-1) if self.model.lora_dora else merged
 
     def fill(self, name: str, view: tuple[int, ...], box: Box, out: Tensor) -> None:
         """As :meth:`read`, into a tensor of shape ``box.size`` and any strides and floating-point type."""
