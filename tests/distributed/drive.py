@@ -127,6 +127,8 @@ def pipeline(
 def run_case(rank: int, world_size: int, case: Case) -> list[RankTrace]:
     """Train ``case.steps`` steps on this rank and note each."""
     trainer = build_trainer(case.config(), rank, world_size)
+    if case.model.lora_dora:
+        trainer.initialize_magnitudes()
     traces = []
     for step in range(case.steps):
         metrics = train_step(trainer, batches_of(trainer, case, step), RATES)

@@ -138,6 +138,14 @@ EXPERTS: dict[str, dict[str, Any]] = {
     },
 }
 
+ADAPTERS: dict[str, dict[str, Any]] = {
+    "none": {},
+    "lora": {"lora_rank": 4},
+    "lora of parts": {"lora_rank": 2, "lora_alpha": 3.0, "lora_target": ("linear_qkv.[qv]", "layers.1.*")},
+    "dora": {"lora_rank": 3, "lora_dora": True},
+}
+"""The second leaves stages of a pipeline without a parameter to train."""
+
 _STAGE_3: dict[str, Any] = {"data_parallel_sharding_strategy": "optim_grads_params"}
 ZERO: dict[str, dict[str, Any]] = {
     "0": {},
@@ -206,6 +214,7 @@ FACTORS: dict[str, tuple[Any, ...]] = {
     "optimizer": tuple(OPTIMIZERS),
     "moments": tuple(MOMENTS),
     "groups": tuple(GROUPS),
+    "adapters": tuple(ADAPTERS),
     "clip": (1.0, 0.0),
 }
 
@@ -342,6 +351,7 @@ def case_of(choice: Choice) -> Case:
         **BIASES[c["biases"]],
         **DROPOUT[c["dropout"]],
         **EXPERTS[c["experts"]],
+        **ADAPTERS[c["adapters"]],
     )
     parallel = ParallelConfig(
         tensor_model_parallel_size=int(c["tp"][0]),
