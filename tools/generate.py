@@ -116,7 +116,7 @@ def generate_texts(args: argparse.Namespace, texts: Sequence[str], launch: Launc
     from megatron.inference.text import ContinuationPrinter
 
     sampling = make_sampling(args)
-    model = open_pretrained(args.load, args.ckpt_step, args.ema, args.follow_links)
+    model = open_pretrained(args.load, args.ckpt_step, args.ema, args.follow_links, args.pretrained_checkpoint)
     for note in model.notes if launch.rank == 0 else ():
         echo(f"generate: {note}", file=sys.stderr)
     prompts = [model.encode(text) for text in texts]

@@ -12,6 +12,7 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Sequence, Set
 from contextlib import suppress
 from dataclasses import replace
+from importlib.util import find_spec
 from os.path import exists, isdir  # unlike pathlib's they do not raise for a very long name
 from pathlib import Path
 from typing import Any, NoReturn
@@ -133,10 +134,15 @@ def check_graph_device(config: RunConfig, world_size: int) -> Iterator[Problem]:
 
 
 def check_graph_dropout(config: RunConfig, world_size: int) -> Iterator[Problem]:
-    """Reject dropout: its counter is the step number, which a captured step would not update."""
-    if config.compute.cuda_graph == "step" and (config.model.hidden_dropout or config.model.attention_dropout):
+    """Reject dropout and noise: their counter is the step number, which a captured step would not update."""
+    if config.compute.cuda_graph != "step":
+        return
+    if config.model.hidden_dropout or config.model.attention_dropout:
         sentence = "--cuda-graph step does not support dropout: every step would drop the same elements"
         yield Problem("E907", sentence, ("--hidden-dropout 0 --attention-dropout 0", *OPTIMIZER_ONLY))
+    if config.training.neftune_alpha:
+        sentence = "--cuda-graph step does not support --neftune-alpha: every step would add the same noise"
+        yield Problem("E907", sentence, ("--neftune-alpha 0", *OPTIMIZER_ONLY))
 
 
 def check_graph_weight_decay(config: RunConfig, world_size: int) -> Iterator[Problem]:
@@ -312,6 +318,18 @@ def check_sample_prompts(config: RunConfig, world_size: int) -> Iterator[Problem
             sentence = f"--sample-prompts generates text without {setting.flag} only"
             fixes = (setting.spell(setting.default), "drop --sample-prompts")
             yield Problem("E708", sentence, fixes)
+
+
+def check_evaluated_tasks(config: RunConfig, world_size: int) -> Iterator[Problem]:
+    """Check that lm-eval is installed and the folder of tasks exists; the tasks themselves are loaded at the start."""
+    folder = config.training.evaluate_tasks_path
+    if not config.training.evaluate_tasks:
+        return
+    if find_spec("lm_eval") is None:
+        sentence = "--evaluate-tasks needs lm-eval, which is not installed"
+        yield Problem("E709", sentence, ("pip install 'megatron-pretrain[evaluate]'", "drop --evaluate-tasks"))
+    if folder is not None and not isdir(folder):
+        yield Problem("E709", f"--evaluate-tasks-path {folder} is not a folder", ("drop --evaluate-tasks-path",))
 
 
 def check_window(config: RunConfig, world_size: int) -> Iterator[Problem]:

@@ -19,10 +19,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron.config.batch import final_consumed_samples, final_iteration, full_global_batch_size, planned_samples
-from megatron.config.data_paths import SPLITS, data_sources
+from megatron.config.data_paths import SPLITS, chat_splits, data_sources
 from megatron.config.run import DOCUMENT_BOUNDARY_OPTIONS, DataConfig, TrainingConfig
 from megatron.config.text import counted
-from megatron.data.build import TABLE_CHECKS, build_split, file_segment_builders, mock_segment_builders
+from megatron.data.build import (
+    TABLE_CHECKS,
+    build_split,
+    chat_segment_builders,
+    file_segment_builders,
+    mock_segment_builders,
+)
+from megatron.data.chat import load_conversations
 from megatron.data.dataset import DIGEST_BLOCK, Dataset, Sample, sample_digest, split_heading, split_kind, split_label
 from megatron.data.dataset_info import (
     TokenizerInfo,
@@ -389,7 +396,7 @@ def split_sample_counts(
     }
     requested = requested_samples(training, dp_size, begin)
     if splits is None:
-        has = SPLITS if data.mock_data else tuple(data_sources(data))
+        has = SPLITS if data.mock_data else chat_splits(data) or tuple(data_sources(data))
         needs = ("train", "valid") if training.eval_iters else ("train",)
         missing = [kind for kind in needs if kind not in map(split_kind, has)]
         splits = sorted([*has, *missing], key=lambda name: SPLITS.index(split_kind(name)))
@@ -433,6 +440,10 @@ def build_data(
     build_notes: list[str] = []
     if data.mock_data:
         builders = mock_segment_builders(training, vocab_size)
+    elif data.chat_data_path:
+        builders = chat_segment_builders(data, training, stream[1] * full_global_batch_size(training, dp_size))
+        pairs = training.objective == "dpo"
+        build_notes = [n for name in used for n in load_conversations(data, name, training.seq_length, pairs).notes]
     else:
         builders, build_notes = file_segment_builders(data, used, training, cache)
     used = {name: count for name, count in used.items() if name in builders}
@@ -476,7 +487,7 @@ def build_data(
 
 def build_masks(data: DataConfig, known: TokenizerInfo | None, vocab_size: int, prefix: int = 0) -> MaskBuilder:
     """Return the masks of a run."""
-    if data.mock_data:
+    if data.mock_data or data.chat_data_path:
         return MaskBuilder(prefix=prefix)
     wanted = [flag for flag in DOCUMENT_BOUNDARY_OPTIONS if getattr(data, flag)]
     eod = find_eod_id(data, known, vocab_size)

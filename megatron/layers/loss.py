@@ -123,15 +123,16 @@ class OutputLayer(nn.Module):
             is_objective: the first result is the micro-batch's whole loss, unchanged. Its gradient is then known in
                 advance, and the gradient of the weight is accumulated at once instead of kept until backward, unless
                 the rank also has the stage with the embedding, and the weight is tied.
-            of_tokens: computes values of tokens ``[T]`` instead, from the hidden states ``[T, H]``, labels and mask of
-                the tokens. It runs here because a parameter store completes the weights around calls of the module.
+            of_tokens: computes values of tokens ``[T, ...]`` instead, from hidden states ``[T, H]``, labels and mask
+                of the tokens. It runs here because a parameter store completes the weights around calls of the module.
 
         """
         gather = mappings.gather_rows if self.sequence_parallel else mappings.copy_to_region
         x_TH = gather(self._scaled(x_SBH), self.vocabulary.group).flatten(0, 1)
         labels, mask = (x.transpose(0, 1).flatten(0, 1) for x in (labels_BS, mask_BS))
         if of_tokens is not None:
-            return tuple(x_T.view(-1, labels_BS.shape[0]).t() for x_T in of_tokens(x_TH, labels, mask))
+            found = of_tokens(x_TH, labels, mask)
+            return tuple(x.unflatten(0, (-1, labels_BS.shape[0])).transpose(0, 1) for x in found)
         early = is_objective and not self.shares_gradient
         loss_grad = self.vocabulary.grad_accumulator.loss_grad if early else None
         return linear_cross_entropy(x_TH, self.weight, labels, mask, self.vocabulary, z_coeff, loss_grad)
@@ -179,6 +180,34 @@ class OutputLayer(nn.Module):
             scores.append((-chunk.loss, first_C == labels_T[tokens]))
         log_probs_T, greedy_T = map(torch.cat, zip(*scores))
         return log_probs_T, greedy_T
+
+    @torch.no_grad()
+    def top_logits(self, x_SBH: Tensor, k: int) -> tuple[Tensor, Tensor]:
+        """Return the ``k`` largest logits of each token in at least fp32, and their ids, ``[B, S, k]`` each."""
+
+        def of_tokens(x_TH: Tensor, *_: Tensor) -> tuple[Tensor, Tensor]:
+            chunks = [self._top_logits(x_TH[tokens], k) for tokens in self.vocabulary.chunks(x_TH, self.weight)]
+            logits_TK, ids_TK = map(torch.cat, zip(*chunks))
+            return logits_TK, ids_TK
+
+        none_B1 = x_SBH.new_zeros(x_SBH.shape[1], 1)
+        logits_BSK, ids_BSK = self(x_SBH, none_B1, none_B1, of_tokens=of_tokens)
+        return logits_BSK, ids_BSK
+
+    def _top_logits(self, x_CH: Tensor, k: int) -> tuple[Tensor, Tensor]:
+        vocabulary = self.vocabulary
+        logits_CV = vocabulary.logits(x_CH, self.weight)[0][:, : vocabulary.held]
+        logits_CV = logits_CV.to(torch.promote_types(logits_CV.dtype, torch.float32))
+        missing = max(0, k - vocabulary.held)  # a rank may hold fewer tokens, or none
+        mine_CK, rows_CK = logits_CV.topk(k - missing)
+        mine_CK = nn.functional.pad(mine_CK, (0, missing), value=-torch.inf)
+        ids_CK = nn.functional.pad(rows_CK + vocabulary.first, (0, missing))
+        every_CP, ids_CP = (
+            comm.all_gather(part, vocabulary.group).unflatten(0, (-1, len(part))).transpose(0, 1).flatten(1)
+            for part in (mine_CK, ids_CK)
+        )
+        top_CK, places_CK = every_CP.topk(k)
+        return top_CK, ids_CP.gather(1, places_CK)
 
     @torch.no_grad()
     def logits(self, x_SBH: Tensor) -> Tensor:

@@ -23,7 +23,7 @@ from megatron.layers.kv_cache import KVCache
 from megatron.layers.loss import OutputLayer
 from megatron.layers.norm import Norm, Residual
 from megatron.layers.recompute import recompute
-from megatron.model.block import Block, hidden_dropout
+from megatron.model.block import Block, embedding_noise, hidden_dropout
 from megatron.model.objective import make_objective
 from megatron.pipeline.partition import StageLayers, stages_from_counts
 
@@ -93,7 +93,7 @@ class GPTChunk(nn.Module):
         # Specs and parameters of all chunks of this rank, by global name.
         self.specs, self.params = context.specs, context.params
         self.recompute = RecomputePlan.from_config(training, len(stage.layers))
-        self.last = stage.last
+        self.last, self.neftune_alpha = stage.last, training.neftune_alpha
         self.patterns = {config.pattern(i) for i in stage.layers}
         self.embedding = Embedding(config, context.submodule("embedding")) if stage.first else None
         self.layers = nn.ModuleDict(
@@ -185,6 +185,7 @@ class GPTChunk(nn.Module):
         x_SBH = embedding(ctx.batch.tokens, ctx.batch.positions)
         if torch.is_grad_enabled() and not x_SBH.requires_grad:  # of frozen weights: backward goes through all blocks
             x_SBH.requires_grad_()
+        x_SBH = embedding_noise(x_SBH, self.neftune_alpha, ctx)
         return hidden_dropout(x_SBH, self.config.hidden_dropout, ctx, "embedding_dropout")
 
     def _loss(self, residual: Residual, batch: MicroBatch) -> Tensor:

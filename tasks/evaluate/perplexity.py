@@ -211,7 +211,7 @@ def evaluate(args: argparse.Namespace, launch: Launch) -> dict[str, float]:
 
     originals = read_texts(args.data)
     texts = [detokenize_wikitext2(text) if args.detokenize else text for text in originals]
-    pretrained = open_pretrained(args.load, args.ckpt_step, args.ema, args.follow_links)
+    pretrained = open_pretrained(args.load, args.ckpt_step, args.ema, args.follow_links, args.pretrained_checkpoint)
     for note in pretrained.notes if launch.rank == 0 else ():
         echo(f"perplexity: {note}", file=sys.stderr)
     files = pretrained.files

@@ -10,6 +10,12 @@ from megatron.config.files import add_links_flag
 from megatron.config.settings import SETTINGS
 
 
+def add_pretrained_flag(parser: argparse.ArgumentParser | argparse._ArgumentGroup) -> None:
+    """Add the flag of a tool that reads adapters."""
+    moved = "the model that the adapters in --load belong to, if it has moved: a checkpoint, or hf:DIR"
+    parser.add_argument("--pretrained-checkpoint", metavar="PATH", help=moved)
+
+
 def location_argument(text: str) -> Location:
     """Parse a location as `parse_location`; argparse would print a refused one, which holds a credential."""
     try:
@@ -28,6 +34,7 @@ def add_model_flags(model: argparse._ArgumentGroup) -> None:
     )
     model.add_argument("--ckpt-step", type=int, metavar="N", help="step of the checkpoint (the newest valid one)")
     model.add_argument("--ema", action="store_true", help="use the weight average of --ema-decay")
+    add_pretrained_flag(model)
     dtypes, devices = (SETTINGS[name].option.choices for name in ("params_dtype", "device"))
     model.add_argument("--params-dtype", choices=dtypes, help="dtype of weights and activations (as trained or stored)")
     model.add_argument("--device", choices=devices, default="auto", help="device (auto)")
