@@ -103,10 +103,8 @@ class ChatTokenizer:
             if not text.startswith(after):  # it may end every conversation
                 after = after.removesuffix(eos)
             if not (text.startswith(before) and text.startswith(after)):
-                seen = (
-                    f": within the conversation, the chat template renders message {i + 1} or those before differently"
-                )
-                raise BadDocumentError(f"{seen} than alone; mark answers in it with {{% generation %}}")
+                seen = f": the chat template renders the messages up to {i + 1} differently within the conversation"
+                raise BadDocumentError(f"{seen}; mark answers in it with {{% generation %}}")
             spans.append((len(before), len(after)))
         encoded = self._tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
         answers = [
