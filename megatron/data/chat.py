@@ -194,7 +194,11 @@ def load_conversations(data: DataConfig, split: str, seq_length: int) -> Convers
         DataError: if a file cannot be read, or with ``bad_samples`` error if a line cannot be used; else if none can.
     """
     paths = data.chat_data_path if split == "train" else data.valid_chat_data_path
-    tables, notes = _load(data, paths)
+    try:
+        versions = tuple(Path(path).stat().st_mtime_ns for path in paths)
+    except OSError as error:
+        raise DataError(f"{error.filename} cannot be read: {error.strerror}") from error
+    tables, notes = _load(data, paths, versions)
     starts, stops = tables["starts"][:-1], tables["starts"][1:]
     bad = [tuple(each) for each in json.loads(tables["bad"].tobytes())]
     fits = stops - starts - 1 <= seq_length
@@ -221,8 +225,8 @@ def _describe_bad(bad: Sequence[BadLine], paths: Sequence[str], good: int) -> st
 
 
 @lru_cache(maxsize=4)
-def _load(data: DataConfig, paths: tuple[str, ...]) -> tuple[Tables, tuple[str, ...]]:
-    """Return the tables of `encode_files`, and notes on the cache."""
+def _load(data: DataConfig, paths: tuple[str, ...], versions: tuple[int, ...]) -> tuple[Tables, tuple[str, ...]]:
+    """Return the tables of `encode_files`, and notes on the cache; once per process for the same files."""
     files = tokenizer_files_to_save(data, None)
     if not files:
         fix = "--tokenizer-type HuggingFaceTokenizer --tokenizer-model DIR"

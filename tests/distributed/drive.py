@@ -8,13 +8,16 @@ from functools import cache
 from typing import Any
 from unittest.mock import patch
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from megatron.config.model import ModelConfig
 from megatron.config.parallel import ParallelConfig
 from megatron.config.run import ComputeConfig, DataConfig, OptimizerConfig, PrecisionConfig, RunConfig, TrainingConfig
-from megatron.data.loader import MaskBuilder, rank_micro_batches
+from megatron.data.dataset import Sample
+from megatron.data.loader import BatchArrays, MaskBuilder, rank_micro_batches
 from megatron.distributed.micro_batch import MicroBatch
 from megatron.kernels import block_attention
 from megatron.optimizer.lr_scheduler import Rates
@@ -49,6 +52,24 @@ FP64 = PrecisionConfig(params_dtype="fp64")
 TRAINING = TrainingConfig()
 ONE_DOCUMENT = MaskBuilder()
 STOCK = ComputeConfig()
+
+
+@dataclass(frozen=True)
+class PackedConversations(MaskBuilder):
+    """Masks of samples that conversations share: documents of many lengths, answers in each, and padding at the end."""
+
+    def build(self, tokens: NDArray[np.int64], labels: NDArray[np.int64]) -> BatchArrays:
+        """Derive the masks from the ids, so that they are the same wherever the sample is read."""
+        samples = []
+        for row, following in zip(tokens, labels):
+            random, length = np.random.RandomState(row.sum()), len(row)
+            cuts = np.sort(random.choice(np.arange(1, length), random.randint(1, 6), replace=False))
+            documents = np.searchsorted(cuts, np.arange(length), side="right")
+            answers = (random.rand(length) < 0.5) & (documents < len(cuts))  # the last one is padding
+            samples.append(Sample(row, following, answers.astype(np.float32), documents))
+        return BatchArrays.of_samples(samples)
+
+
 OPTIMIZER = OptimizerConfig(adam_eps=1e-5)
 
 
@@ -105,7 +126,8 @@ class Case:
 
     def twin(self) -> Case:
         """The same numbers on one process in one micro-batch, by stock PyTorch, keeping all activations."""
-        training = TrainingConfig(micro_batch_size=self.samples, seed=self.training.seed)
+        own = self.training
+        training = TrainingConfig(micro_batch_size=self.samples, seed=own.seed, neftune_alpha=own.neftune_alpha)
         return replace(self, parallel=ONE_RANK, training=training, dp=1, compute=STOCK)
 
 

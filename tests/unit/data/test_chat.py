@@ -157,7 +157,7 @@ def data(tmp_path: Path, lines: list[str] | bytes, name: str = "chat.jsonl", **o
 
 
 def load(options: DataConfig, seq_length: int = 100) -> Conversations:
-    """The conversations, read again."""
+    """The conversations, read again as by another process."""
     _load.cache_clear()
     return load_conversations(options, "train", seq_length)
 
