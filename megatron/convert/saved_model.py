@@ -23,10 +23,12 @@ from megatron.config.files import TABLE_FILE_BYTES, parse_json
 from megatron.config.model import ModelConfig
 from megatron.config.run import RunConfig
 from megatron.config.text import format_bytes
+from megatron.convert.base_model import BaseModel
 from megatron.convert.huggingface.config import SPECIAL_TOKEN_IDS, check_model_config
+from megatron.convert.huggingface.weights import HuggingFaceWeights, WeightSource
 from megatron.data.errors import DataError
 from megatron.distributed.sharding import Box, ShardSpec
-from megatron.layers.parameters import gpt
+from megatron.layers.parameters import gpt, trainable
 
 TOKENIZER_PREFIX = "tokenizer/"
 TOKENIZER_FILES = (
@@ -74,7 +76,7 @@ def open_checkpoint(path: Location, step: int | None = None) -> tuple[Manifest, 
 
 
 class SavedModel:
-    """The weights of a checkpoint, read box by box."""
+    """The weights of a checkpoint, read box by box; frozen ones are read from the model that its adapters are for."""
 
     manifest: Manifest
     model: ModelConfig  # architecture, with the vocabulary size
@@ -89,7 +91,8 @@ class SavedModel:
             average: read the moving average of the weights instead of the weights.
 
         Raises:
-            CheckpointError: when there is no moving average; when the configuration has no model, or a model with
+            CheckpointError: when there is no moving average; when adapters belong to other weights than those at the
+                location of their base; when the configuration has no model, or a model with
                 unknown options, which could change what it computes; or when tensors are missing, unknown or of another
                 shape.
             UserError: when the configuration has values that are invalid or contradict each other.
@@ -102,6 +105,7 @@ class SavedModel:
         self.model = replace(config.model, vocab_size=vocab_size)
         check_model_config(manifest.path, self.model)
         self.specs = gpt(self.model)
+        self.base = None if self.model.lora_rank is None else open_base(manifest, self.model.base)
         self._readers = local()  # one for each thread
         self._prefix = EMA_PREFIX if average else ""
         self._check_tensors()
@@ -113,12 +117,17 @@ class SavedModel:
             ValueError: when ``view`` is not that of the tensor.
             DamagedCheckpointError: when a checksum does not match.
         """
+        if self.base is not None and self.specs[name].frozen:
+            return self.base.read(name, view, box)
         out = torch.empty(box.size, dtype=DTYPES[self.manifest.tensors[self._prefix + name].dtype])
         self.fill(name, view, box, out)
         return out
 
     def fill(self, name: str, view: tuple[int, ...], box: Box, out: Tensor) -> None:
         """As :meth:`read`, into a tensor of shape ``box.size`` and any strides and floating-point type."""
+        if self.base is not None and self.specs[name].frozen:
+            out.copy_(self.base.read(name, view, box))
+            return
         stored = self._prefix + name
         if not hasattr(self._readers, "reader"):
             self._readers.reader = CheckpointReader(self.manifest)
@@ -137,7 +146,23 @@ class SavedModel:
         if self._prefix and not stored:
             seen = f"{self.manifest.path} has no average of the weights, because its run had no --ema-decay"
             raise CheckpointError(seen, "drop --ema")
-        raise_if_any(self.manifest.path, tensor_differences(self.specs, stored))
+        raise_if_any(self.manifest.path, tensor_differences(trainable(self.specs), stored))
+
+
+def open_base(manifest: Manifest, model: ModelConfig) -> WeightSource:
+    """Open the weights that the adapters in a checkpoint belong to, by its record.
+
+    Raises:
+        CheckpointError: when it records none, or the weights at that location are others.
+        UserError: when there is no such folder of Hugging Face.
+    """
+    record = manifest.state.get("base", {})
+    raise_if_any(manifest.path, {"holds adapters, but lacks in its state": {"location", "digest"} - record.keys()})
+    base = BaseModel.find(record["location"])
+    if base.digest != record["digest"]:
+        seen = f"{manifest.path} holds adapters of {record['location']}, whose weights have changed since"
+        raise CheckpointError(seen, f"restore {record['location']}")
+    return SavedModel(base.source) if isinstance(base.source, Manifest) else HuggingFaceWeights(base.source, model)
 
 
 def _read_config(manifest: Manifest) -> RunConfig:
