@@ -10,6 +10,7 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from pathlib import Path
 
 if __name__ == "__main__":  # until training has handlers of its own; the imports below take a while
     signal.signal(signal.SIGINT, lambda *_: os._exit(128 + signal.SIGINT))
@@ -20,11 +21,13 @@ from megatron.config.errors import UserError
 from megatron.config.launch import Launch, exit_process
 from megatron.config.run import RunConfig
 from megatron.config.text import echo
-from megatron.convert.huggingface.config import build_config_json, read_model_values
+from megatron.convert.huggingface.config import build_config_json, model_folder, read_model_values
+from megatron.data.build import resolve_epochs
 from megatron.data.dataset_info import resolve_vocab_size
 from megatron.data.errors import DataError
 from megatron.data.preview import preview_data
-from megatron.training.resume_source import StartPreview, preview_start, stored_config
+from megatron.data.tokenizers.huggingface import TOKENIZER_JSON
+from megatron.training.resume_source import StartPreview, find_resume_source, preview_start, stored_config
 from megatron.training.startup import StartupTimer, process_start_time
 
 SILENCE_SECONDS = 3.0
@@ -44,7 +47,8 @@ def main(argv: Sequence[str]) -> int:
     try:
         launch = Launch.read(os.environ)
         parsed = parse(argv, recall=stored_config, read_model=read_model_values)
-        config = with_vocabulary(parsed.config)
+        config = with_vocabulary(with_tokenizer(parsed.config))
+        config = resolve_epochs(config, parsed.world_size)
         if config.checkpoint.save is not None and config.checkpoint.save_hf_interval is not None:
             build_config_json(config.model)  # raises if no model of Hugging Face computes the same
         start = preview_start(config, parsed.world_size) if parsed.check_only else StartPreview()
@@ -102,6 +106,19 @@ def show_fake_world(config: RunConfig, world_size: int, rank: int, started: floa
         echo(error, file=sys.stderr, flush=True)
         return 2
     return 0
+
+
+def with_tokenizer(config: RunConfig) -> RunConfig:
+    """Return the configuration with the tokenizer of the model to start from, if conversations have no other."""
+    if not config.data.chat_data_path or config.data.tokenizer_type is not None:
+        return config
+    source = find_resume_source(config.checkpoint)
+    found = [model_folder(source.hf)] if source.hf is not None else [Path(str(p), "tokenizer") for p in source.paths]
+    folder = next((folder for folder in found if (folder / TOKENIZER_JSON).is_file()), None)
+    if folder is None:
+        return config
+    data = replace(config.data, tokenizer_type="HuggingFaceTokenizer", tokenizer_model=str(folder))
+    return replace(config, data=data)
 
 
 def with_vocabulary(config: RunConfig) -> RunConfig:

@@ -1,4 +1,5 @@
-"""The commands ``megatron COMMAND`` and ``megatron-COMMAND``: ``pretrain_gpt.py`` and the programs in ``tools/``.
+"""The commands ``megatron COMMAND`` and ``megatron-COMMAND``: ``pretrain_gpt.py`` and the programs in ``tools/``
+and ``tasks/``.
 
 In a checkout, ``python -m megatron COMMAND`` works without an installation. Does not import torch.
 """
@@ -22,6 +23,9 @@ from megatron.config.text import did_you_mean, echo, package_version
 SHORT_NAMES = {"pretrain_gpt": "pretrain", "preprocess_data": "preprocess", "convert_checkpoint": "convert"}
 """Names of commands that are not those of their files."""
 
+PROGRAMS = ("tools/[!_]*.py", "tasks/*/[!_]*.py")
+"""Programs beside ``pretrain_gpt.py``."""
+
 OF_DEVELOPERS = ("generate_docs", "trace_step")
 
 
@@ -41,7 +45,7 @@ def main() -> NoReturn:
 def run(arguments: list[str]) -> int:
     """Run a command; return its exit status."""
     root = programs_root()
-    paths = [root / "pretrain_gpt.py", *sorted((root / "tools").glob("[!_]*.py"))]
+    paths = [root / "pretrain_gpt.py", *(p for each in PROGRAMS for p in sorted(root.glob(each)))]
     commands = {SHORT_NAMES.get(p.stem, p.stem.replace("_", "-")): p for p in paths if p.stem not in OF_DEVELOPERS}
     sys.path.insert(0, str(root))
     if "_ARGCOMPLETE" in os.environ:
@@ -67,8 +71,8 @@ def run(arguments: list[str]) -> int:
 
 
 def import_program(path: Path) -> ModuleType:
-    """Import ``pretrain_gpt.py`` or a program in ``tools``."""
-    return importlib.import_module(f"tools.{path.stem}" if path.parent.name == "tools" else path.stem)
+    """Import ``pretrain_gpt.py`` or one of ``PROGRAMS``."""
+    return importlib.import_module(".".join(path.relative_to(programs_root()).with_suffix("").parts))
 
 
 def complete(commands: Mapping[str, Path]) -> None:

@@ -24,6 +24,7 @@ from megatron.config.run import RunConfig
 from megatron.config.text import echo
 from megatron.convert.huggingface.config import read_model_values
 from megatron.data.blended_dataset import BlendedDataset, segments_of
+from megatron.data.build import resolve_epochs
 from megatron.data.dataset import Dataset
 from megatron.data.dataset_info import resolve_vocab_size
 from megatron.data.errors import DataError
@@ -77,6 +78,7 @@ def cache_folder(config: RunConfig) -> Path:
 
 def build_run_data(config: RunConfig, world_size: int) -> DataSource:
     """Build the datasets of a run with ``world_size`` ranks, from where it will start."""
+    config = resolve_epochs(config, world_size)
     origin = find_resume_source(config.checkpoint)
     begin, segments = (0, 0), None
     if origin.paths and origin.mode != "weights-only":

@@ -27,7 +27,7 @@ from megatron.pipeline.plan import resolve_pipeline
 Values = dict[str, Any]
 
 LENGTH_OPTIONS = (
-    ("train_iters", "train_samples"),
+    ("train_iters", "train_samples", "num_epochs"),
     ("lr_decay_iters", "lr_decay_samples"),
     ("lr_wsd_decay_iters", "lr_wsd_decay_samples"),
     ("lr_warmup_fraction", "lr_warmup_iters", "lr_warmup_samples"),

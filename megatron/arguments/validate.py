@@ -135,10 +135,15 @@ def check_graph_device(config: RunConfig, world_size: int) -> Iterator[Problem]:
 
 
 def check_graph_dropout(config: RunConfig, world_size: int) -> Iterator[Problem]:
-    """Reject dropout: its counter is the step number, which a captured step would not update."""
-    if config.compute.cuda_graph == "step" and (config.model.hidden_dropout or config.model.attention_dropout):
+    """Reject dropout and noise: their counter is the step number, which a captured step would not update."""
+    if config.compute.cuda_graph != "step":
+        return
+    if config.model.hidden_dropout or config.model.attention_dropout:
         sentence = "--cuda-graph step does not support dropout: every step would drop the same elements"
         yield Problem("E907", sentence, ("--hidden-dropout 0 --attention-dropout 0", *OPTIMIZER_ONLY))
+    if config.training.neftune_alpha:
+        sentence = "--cuda-graph step does not support --neftune-alpha: every step would add the same noise"
+        yield Problem("E907", sentence, ("--neftune-alpha 0", *OPTIMIZER_ONLY))
 
 
 def check_graph_weight_decay(config: RunConfig, world_size: int) -> Iterator[Problem]:

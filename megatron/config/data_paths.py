@@ -31,6 +31,7 @@ SOURCE_OPTIONS: tuple[tuple[str, ...], ...] = (
     ("data_args_path",),
     ("per_split_data_args_path",),
     ("mock_data",),
+    ("chat_data_path",),
 )
 """Groups of fields that give the source of tokens. A run uses one group."""
 
@@ -136,6 +137,12 @@ def data_sources(data: DataConfig) -> dict[str, SplitSource]:
     return sources
 
 
+def chat_splits(data: DataConfig) -> tuple[str, ...]:
+    """Return the splits that conversations are given for."""
+    given = {"train": data.chat_data_path, "valid": data.valid_chat_data_path}
+    return tuple(split for split, paths in given.items() if paths)
+
+
 def data_problems(data: DataConfig) -> Iterator[Problem]:
     """Yield the problems of the data options that show without opening token files."""
     yield from _source_problems(data)
@@ -164,7 +171,7 @@ def _source_problems(data: DataConfig) -> Iterator[Problem]:
     given = ([name for name in group if getattr(data, name) not in (None, (), False)] for group in SOURCE_OPTIONS)
     used = [names for names in given if names]
     if not used:
-        yield Problem("E501", "there are no data", ("--data-path PREFIX", "--mock-data"))
+        yield Problem("E501", "there are no data", ("--data-path PREFIX", "--chat-data-path FILE", "--mock-data"))
     elif len(used) > 1:
         *flags, last = (SETTINGS[names[0]].flag for names in used)
         off = {name: SETTINGS[name].spell(SETTINGS[name].default) for names in used for name in names}

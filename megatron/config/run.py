@@ -37,7 +37,7 @@ FULL_RECOMPUTE = Need("recompute_granularity=full")
 DENSE_MLP = Need(
     lambda c: c.model.num_experts is None or c.model.moe_shared_expert_intermediate_size, "an MLP beside the experts"
 )
-EVALUATION = Need(lambda c: c.training.eval_iters > 0, "--eval-iters above 0")
+EVALUATION = Need(lambda c: c.training.eval_iters > 0 or c.data.valid_chat_data_path, "--eval-iters above 0")
 TRAINING_STEPS = Need(lambda c: not c.training.skip_train, "training steps (--skip-train takes none)")
 LR_SCALING = Need("lr_scaling=linear|sqrt")
 LR_DECAY = Need(lambda c: c.optimizer.lr_decay_style != "constant", "a learning rate that decays")
@@ -62,8 +62,12 @@ START_POINT = Need(
     lambda c: c.checkpoint.load is not None or c.checkpoint.save is not None,
     "a checkpoint to start from",
 )
-TOKEN_FILES = Need(lambda c: not c.data.mock_data, "files of tokens")
-DOCUMENTS = Need(lambda c: not c.data.mock_data, "documents (generated tokens have none)")
+CHAT_DATA = Need("chat_data_path")
+TOKEN_FILES = Need(lambda c: not (c.data.mock_data or c.data.chat_data_path), "files of tokens")
+DOCUMENTS = Need(
+    lambda c: not (c.data.mock_data or c.data.chat_data_path),
+    "documents (generated tokens have none, and conversations are always separate)",
+)
 DOCUMENT_OPTIONS = Need(
     lambda c: any(getattr(c.data, name) for name in DOCUMENT_BOUNDARY_OPTIONS),
     "--reset-position-ids, --reset-attention-mask or --eod-mask-loss",
@@ -79,6 +83,12 @@ TIMERS = Need(lambda c: c.logging.timing_log_level > 0, "--timing-log-level abov
 PROFILE = Need(lambda c: c.profiling.requested, "--profile, --profile-memory or --profile-pipeline")
 RUN_DIR = Need("run_dir")
 DILOCO = Need("diloco_sync_interval")
+DPO = Need("objective=dpo")
+DISTILLATION = Need("objective=distillation")
+SMOOTHED = Need(
+    lambda c: c.training.objective == "dpo" and c.training.dpo_loss_type.startswith("sigmoid"),
+    "--objective dpo and --dpo-loss-type sigmoid or sigmoid_norm",
+)
 
 
 @dataclass(frozen=True)
@@ -229,8 +239,11 @@ class TrainingConfig:
     """Steps to train for."""
     train_samples: int | None = option(None, role="schedule", at_least=1)
     """Samples to train on, instead of train_iters."""
+    num_epochs: int | None = option(None, role="schedule", at_least=1, needs=CHAT_DATA)
+    """Passes over chat_data_path to train for, instead of train_iters."""
     eval_interval: int | None = option(1000, role="free", at_least=1, needs=(EVALUATION, TRAINING_STEPS))
-    """Steps between evaluations, besides the one at the end; null for only that one."""
+    """Steps between evaluations, besides the one at the end; null for only that one, or with num_epochs for one at the
+    end of each epoch."""
     eval_iters: int = option(0, role="free", at_least=0)
     """Global batches per evaluation; 0 turns evaluation off."""
     exit_interval: int | None = option(None, role="start", at_least=1, needs=TRAINING_STEPS)
@@ -269,8 +282,35 @@ class TrainingConfig:
         1024 * 1024, role="free", at_least=1, needs=Need(lambda c: c.training.cpu_offloading_num_layers > 0, "offload")
     )
     """Elements of the smallest tensor that activation offload moves."""
-    objective: str = option("next_token", role="schedule", choices=("next_token",), kind="objective")
-    """Loss that training minimises: next_token (cross-entropy, and z_loss_coeff), or the name of a plugin."""
+    objective: str = option(
+        "next_token", role="schedule", choices=("next_token", "dpo", "distillation"), kind="objective"
+    )
+    """Loss that training minimises: next_token (cross-entropy, and z_loss_coeff), dpo (preferences), distillation
+    (divergence from a teacher), or the name of a plugin."""
+    reference_model: str | None = option(None, role="start", needs=DPO)
+    """Frozen model that log-ratios of preferences are relative to: a checkpoint, a folder of checkpoints, hf:DIR or
+    megatron:DIR. Default: the columns ref_chosen_logps and ref_rejected_logps of the data; without these the model
+    without its adapters, or pretrained_checkpoint."""
+    teacher_model: str | None = option(None, role="start", needs=DISTILLATION)
+    """Model whose most likely tokens the student learns, of any size but with the same vocabulary: a checkpoint, a
+    folder of checkpoints, hf:DIR or megatron:DIR."""
+    dpo_loss_type: str = option(
+        "sigmoid", role="schedule", choices=("sigmoid", "sigmoid_norm", "ipo", "kto_pair"), needs=DPO
+    )
+    """Loss of a pair: sigmoid (DPO), sigmoid_norm (of log-probabilities per token), ipo or kto_pair."""
+    dpo_beta: float = option(0.1, role="schedule", above=0, needs=DPO)
+    """Factor of the log-ratios to the reference model; for ipo the regularisation tau."""
+    dpo_label_smoothing: float = option(0.0, role="schedule", at_least=0, below=0.5, needs=SMOOTHED)
+    """Probability that the preference of a pair is wrong (conservative DPO)."""
+    distillation_top_k: int = option(32, role="schedule", at_least=1, needs=DISTILLATION)
+    """Most likely tokens of the teacher that the student is trained on, at each position."""
+    distillation_temperature: float = option(1.0, role="schedule", above=0, needs=DISTILLATION)
+    """Divisor of the logits of teacher and student in the divergence, which is multiplied by its square."""
+    distillation_label_weight: float = option(0.0, role="schedule", at_least=0, at_most=1, needs=DISTILLATION)
+    """Weight of the cross-entropy of the labels in the loss; the divergence has the rest."""
+    neftune_alpha: float = option(0.0, role="schedule", at_least=0)
+    """Noise on the embeddings in training (NEFTune): uniform, of up to this / sqrt(tokens of the document x hidden
+    size)."""
     cross_entropy_chunk_size: int | None = option(None, role="free", at_least=1)
     """Tokens per chunk of the loss; only one chunk of logits exists at a time. Default: as many as give 1 GiB of logits
     on a GPU; 1,024 on a CPU."""
@@ -506,12 +546,25 @@ class DataConfig:
     """JSON file with the data paths of train, valid and test, as strings or lists of strings."""
     mock_data: bool = option(False, role="data")
     """Train on synthetic tokens."""
+    chat_data_path: tuple[str, ...] = option((), role="free")
+    """JSON-lines files to fine-tune on: conversations under messages, or texts under prompt and completion. The loss
+    is that of the answers; conversations share samples, but not attention."""
+    valid_chat_data_path: tuple[str, ...] = option((), role="free", needs=CHAT_DATA)
+    """Conversations used for validation only. With eval_iters 0 an evaluation reads all of them."""
+    chat_template: str | None = option(None, role="free", needs=CHAT_DATA)
+    """Jinja file with the chat template. Default: that of the tokenizer."""
+    bad_samples: str = option("error", role="free", choices=("error", "skip"), needs=CHAT_DATA)
+    """Action for lines of chat_data_path that cannot be used or do not fit into a sample: refuse the run, or skip and
+    count them. No conversation is truncated."""
     multiple_validation_sets: bool = option(False, role="free", needs=TOKEN_FILES)
     """Evaluate on each validation prefix separately, instead of on their blend."""
     validation_set_names: tuple[str, ...] = option((), role="free", needs=Need("multiple_validation_sets"))
     """multiple_validation_sets: their names. Default: the last part of each prefix."""
-    data_cache_path: str | None = option(None, role="start", needs=TOKEN_FILES)
-    """Folder that caches sample indices between starts. Default: build them in memory at every start."""
+    data_cache_path: str | None = option(
+        None, role="start", needs=Need(lambda c: not c.data.mock_data, "data in files")
+    )
+    """Folder that caches sample indices and the ids of conversations between starts. Default: build them in memory at
+    every start."""
     reset_position_ids: bool = option(False, role="data", needs=DOCUMENTS)
     """Restart position ids at every document of a sample."""
     reset_attention_mask: bool = option(False, role="data", needs=DOCUMENTS)

@@ -7,7 +7,7 @@ import re
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import suppress
 from math import prod
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any
 
 from megatron.arguments.compatibility import readable_config
@@ -82,6 +82,9 @@ def _training(manifest: Manifest) -> Iterator[tuple[str, str]]:
         yield "trained for", f"{steps:,} steps, {samples:,} samples{tokens}"
     if load := config.checkpoint.load:
         yield "start of the run", _start(load)
+    if isinstance(base := _mapping(state.get("base")).get("location"), str):
+        kind = "DoRA" if config.model.lora_dora else "LoRA"
+        yield "adapters", f"{kind} of rank {config.model.lora_rank}, merged into {_start(base)}"
     for split, loss in _mapping(state.get("losses")).items():
         yield f"last loss, {split}", f"{loss:.4f}" if isinstance(loss, float) else ""
     rows: dict[str, str] = {}
@@ -124,6 +127,9 @@ def _data(config: RunConfig, fingerprints: Mapping[str, Any]) -> Iterator[tuple[
             parts = [f"{w:g} {name}" for w, name in zip(weights, names, strict=True)] if weights else [*names]
         elif config.data.mock_data:
             parts = ["generated tokens"]
+        elif config.data.chat_data_path:
+            paths = config.data.chat_data_path if split == "train" else config.data.valid_chat_data_path
+            parts = [PurePath(path).name for path in paths]
         if split in fingerprints:
             parts.append(f"fingerprint {fingerprints[split]}")
         yield f"data, {split}", ", ".join(parts)

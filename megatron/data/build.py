@@ -19,8 +19,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
-from megatron.config.data_paths import DEFAULT_SPLIT, SPLITS, SplitSource, data_sources
-from megatron.config.run import DataConfig, TrainingConfig
+from megatron.config.batch import full_global_batch_size
+from megatron.config.data_paths import DEFAULT_SPLIT, SPLITS, SplitSource, chat_splits, data_sources
+from megatron.config.run import DataConfig, RunConfig, TrainingConfig
 from megatron.data.blended_dataset import (
     BlendedDataset,
     BlendIndex,
@@ -31,6 +32,7 @@ from megatron.data.blended_dataset import (
     segments_of,
     truncate_blend,
 )
+from megatron.data.chat import load_conversations
 from megatron.data.dataset import Dataset, MockDataset, split_kind, split_label
 from megatron.data.errors import DataError
 from megatron.data.gpt_dataset import (
@@ -43,6 +45,7 @@ from megatron.data.gpt_dataset import (
 )
 from megatron.data.index_cache import IndexCache, Tables
 from megatron.data.indexed_dataset import IndexedDataset
+from megatron.data.packed_dataset import PackedDataset
 
 OVERSAMPLING = 0.005
 SEED_MODULUS = 2**32
@@ -68,6 +71,45 @@ def mock_segment_builders(training: TrainingConfig, vocab_size: int) -> dict[str
         return MockDataset(vocab_size, training.seq_length, samples, training.seed, stream, first)
 
     return {split: functools.partial(build, stream) for stream, split in enumerate(SPLITS)}
+
+
+def chat_segment_builders(data: DataConfig, training: TrainingConfig, batch: int) -> dict[str, SegmentBuilder]:
+    """Return the segment builders of conversations, by split; an epoch is a multiple of ``batch`` samples."""
+
+    def build(split: str, samples: int, before: Sequence[Dataset]) -> Dataset:
+        conversations = load_conversations(data, split, training.seq_length, training.objective == "dpo")
+        first = sum(map(len, before))
+        return PackedDataset(conversations, training.seq_length, batch, training.seed, samples, first)
+
+    return {split: functools.partial(build, split) for split in chat_splits(data)}
+
+
+def resolve_epochs(config: RunConfig, world_size: int) -> RunConfig:
+    """Return the configuration with the lengths that follow from the number of conversations.
+
+    These are the samples of ``num_epochs``, the steps between evaluations, and the batches of an evaluation.
+
+    Raises:
+        DataError: if conversations cannot be used.
+    """
+    training, streams = config.training, config.diloco.streams
+    batch = streams * full_global_batch_size(training, config.parallel.data_parallel_size(world_size))
+
+    def epoch_samples(split: str) -> int:
+        conversations = load_conversations(config.data, split, training.seq_length, training.objective == "dpo")
+        return PackedDataset(conversations, training.seq_length, batch, training.seed, 0).epoch_samples
+
+    if training.num_epochs is not None:
+        samples = epoch_samples("train")
+        training = replace(
+            training,
+            num_epochs=None,
+            train_samples=training.num_epochs * samples // streams,
+            eval_interval=training.eval_interval or samples // batch,
+        )
+    if config.data.valid_chat_data_path and not training.eval_iters:
+        training = replace(training, eval_iters=epoch_samples("valid") * streams // batch)
+    return replace(config, training=training)
 
 
 def file_segment_builders(

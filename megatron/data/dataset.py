@@ -9,17 +9,26 @@ same. Splits are named ``train``; ``valid``, or ``valid:NAME`` for each of sever
 from __future__ import annotations
 
 import hashlib
-from typing import NamedTuple, Protocol
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 
 class Sample(NamedTuple):
-    """One training sequence of ``s`` tokens."""
+    """One training sequence of ``s`` tokens.
+
+    A sample with a loss mask brings its masks along; those of other samples are derived from their tokens.
+    """
 
     tokens: NDArray[np.int64]  # int64 [s], the model's inputs
     labels: NDArray[np.int64]  # int64 [s], the next token at each position
+    loss_mask: NDArray[np.float32] | None = None  # float32 [s], 1 where a label counts, else 0
+    # int64 [s], ids of the documents within which attention stays and positions count, in runs; None for one document
+    documents: NDArray[np.int64] | None = None
+    extra: Mapping[str, NDArray[Any]] = MappingProxyType({})  # [s] each, for objectives; the same names in all samples
 
     @classmethod
     def of(cls, text: NDArray[np.int64]) -> Sample:

@@ -12,10 +12,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron.config.data_paths import data_sources
+from megatron.config.files import SMALL_FILE_BYTES
 from megatron.config.run import HUGGING_FACE_PREFIX, DataConfig
 from megatron.data.errors import DataError
 from megatron.data.tokenizers.base import Tokenizer, read_tokenizer_file
-from megatron.data.tokenizers.huggingface import SPECIAL_TOKENS_MAP, TOKENIZER_CONFIG, find_special_token
+from megatron.data.tokenizers.huggingface import CHAT_TEMPLATE, SPECIAL_TOKENS_MAP, TOKENIZER_CONFIG, find_special_token
 from megatron.data.tokenizers.tokenizer import (
     FILES_SUFFIX,
     TokenizerOptions,
@@ -162,7 +163,10 @@ def tokenizer_files_to_save(data: DataConfig, vocab_size: int | None) -> Mapping
     if recorded is not None:
         return hugging_face_files_of(recorded)
     named = None if data.mock_data else tokenizer_from_flags(data, vocab_size)
-    return {} if named is None else named.hugging_face_files()
+    files = {} if named is None else named.hugging_face_files()
+    if files and data.chat_template is not None:
+        files[CHAT_TEMPLATE] = read_tokenizer_file(Path(data.chat_template), limit=SMALL_FILE_BYTES)
+    return files
 
 
 def find_eod_id(data: DataConfig, known: TokenizerInfo | None, vocab_size: int) -> int | None:

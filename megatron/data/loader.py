@@ -12,16 +12,24 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from megatron.config.batch import final_consumed_samples, final_iteration, full_global_batch_size, planned_samples
-from megatron.config.data_paths import SPLITS, data_sources
+from megatron.config.data_paths import SPLITS, chat_splits, data_sources
 from megatron.config.run import DOCUMENT_BOUNDARY_OPTIONS, DataConfig, TrainingConfig
 from megatron.config.text import counted
-from megatron.data.build import TABLE_CHECKS, build_split, file_segment_builders, mock_segment_builders
+from megatron.data.build import (
+    TABLE_CHECKS,
+    build_split,
+    chat_segment_builders,
+    file_segment_builders,
+    mock_segment_builders,
+)
+from megatron.data.chat import load_conversations
 from megatron.data.dataset import DIGEST_BLOCK, Dataset, Sample, sample_digest, split_heading, split_kind, split_label
 from megatron.data.dataset_info import (
     TokenizerInfo,
@@ -86,12 +94,29 @@ class BatchArrays(NamedTuple):
     positions: NDArray[np.int64] | None  # int64 [b, s]; None: 0..s-1 in every sample
     documents: NDArray[np.int64] | None  # int64 [b, s]; None: attention sees the whole sample
     boundaries: NDArray[np.int32] | None = None  # int32 [documents + 1], `document_boundaries` of ``documents``
+    extra: Mapping[str, NDArray[Any]] = MappingProxyType({})  # [b, s] each, by name
+
+    @classmethod
+    def of_samples(cls, samples: Sequence[Sample]) -> BatchArrays:
+        """Stack samples that bring their masks along; positions count within documents."""
+        columns = {name: column for name, column in zip(Sample._fields, zip(*samples)) if column[0] is not None}
+        extras = columns.pop("extra")
+        arrays = {name: np.stack(column) for name, column in columns.items()}
+        documents = arrays.pop("documents", None)
+        return cls(
+            **arrays,
+            positions=None if documents is None else positions_in_documents(documents),
+            documents=documents,
+            boundaries=None if documents is None else document_boundaries(documents),
+            extra={name: np.stack([extra[name] for extra in extras]) for name in extras[0]},
+        )
 
     def cut(self, positions: NDArray[np.int64]) -> BatchArrays:
         """Return the tokens at ``positions``; documents stay whole, as attention needs those of all tokens."""
         tokens, labels, loss_mask = self.tokens[:, positions], self.labels[:, positions], self.loss_mask[:, positions]
         places = np.tile(positions, (len(tokens), 1)) if self.positions is None else self.positions[:, positions]
-        return BatchArrays(tokens, labels, loss_mask, places, self.documents, self.boundaries)
+        extra = {name: column[:, positions] for name, column in self.extra.items()}
+        return BatchArrays(tokens, labels, loss_mask, places, self.documents, self.boundaries, extra)
 
 
 @dataclass(frozen=True)
@@ -127,8 +152,9 @@ class MaskBuilder:
         loss_mask = np.ones(tokens.shape, dtype=np.float32)
         positions = documents = None
         if self.eod is not None:
-            positions = document_positions(tokens, self.eod) if self.reset_positions else None
-            documents = document_ids(tokens, self.eod) if self.reset_attention else None
+            ids = document_ids(tokens, self.eod)
+            positions = positions_in_documents(ids) if self.reset_positions else None
+            documents = ids if self.reset_attention else None
             loss_mask[(tokens == self.eod) & self.mask_eod_loss] = 0.0
         loss_mask[:, : max(self.prefix - 1, 0)] = 0.0
         if self.pad is not None:
@@ -155,11 +181,11 @@ def document_boundaries(documents: NDArray[np.int64]) -> NDArray[np.int32]:
     return np.append(np.flatnonzero(begins), documents.size).astype(np.int32)
 
 
-def document_positions(tokens: NDArray[np.int64], eod: int) -> NDArray[np.int64]:
-    """Return the position of each of ``tokens [b, s]`` in its document, or in the part of it inside the sample."""
-    places = np.broadcast_to(np.arange(tokens.shape[1], dtype=np.int64), tokens.shape)
-    starts = np.zeros(tokens.shape, dtype=np.int64)
-    starts[:, 1:] = np.where(tokens[:, :-1] == eod, places[:, 1:], 0)
+def positions_in_documents(documents: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Return the position of each token in its run of equal ids in ``documents [b, s]``."""
+    places = np.broadcast_to(np.arange(documents.shape[1], dtype=np.int64), documents.shape)
+    starts = np.zeros(documents.shape, dtype=np.int64)
+    starts[:, 1:] = np.where(documents[:, 1:] != documents[:, :-1], places[:, 1:], 0)
     return places - np.maximum.accumulate(starts, axis=1)
 
 
@@ -282,19 +308,24 @@ class DataSource:
 
         missing = self.micro_batch_size - len(places) if self.padded else 0
         ids = [*places, *[places.stop - 1] * missing]
-        tokens, labels = (np.stack(column) for column in zip(*(self._sample(split, dataset, i) for i in ids)))
-        arrays = self.masks.build(tokens, labels)
+        samples = [self._sample(split, dataset, i) for i in ids]
+        if samples[0].loss_mask is None:
+            tokens, labels = [sample.tokens for sample in samples], [sample.labels for sample in samples]
+            arrays = self.masks.build(np.stack(tokens), np.stack(labels))
+        else:
+            arrays = BatchArrays.of_samples(samples)
         arrays.loss_mask[len(places) :] = 0.0
         if rows is not None:
             arrays = arrays.cut(np.concatenate([np.arange(r.start, r.stop) for r in rows]))
-        columns: dict[str, Any] = {
-            name: tensor(column) for name, column in arrays._asdict().items() if column is not None
-        }
+        columns: dict[str, Any] = {name: column for name, column in arrays._asdict().items() if column is not None}
+        extra = {name: tensor(column) for name, column in columns.pop("extra").items()}
+        columns = {name: tensor(column) for name, column in columns.items()}
         return MicroBatch(
             sample_ids=tensor(np.array(ids, dtype=np.int64)),
             step=step,
             host_documents=None if arrays.documents is None else torch.from_numpy(arrays.documents),
             seq_length=None if rows is None else self.seq_length,
+            extra=extra,
             **columns,
         )
 
@@ -318,7 +349,8 @@ class DataSource:
         except (IndexError, ValueError) as error:
             seen = f"{split_label(split)} sample {i} cannot be read: {error}; its index table is not that of the data"
             raise DataError(seen, "--data-cache-path ANOTHER") from error
-        low, high = min(int(ids.min()) for ids in sample), max(int(ids.max()) for ids in sample)
+        ids = np.concatenate([sample.tokens, sample.labels])
+        low, high = int(ids.min()), int(ids.max())
         if low < 0 or high >= self.vocab_size:
             source = find_source(dataset, i)
             raise DataError(
@@ -364,7 +396,7 @@ def split_sample_counts(
     }
     requested = requested_samples(training, dp_size, begin)
     if splits is None:
-        has = SPLITS if data.mock_data else tuple(data_sources(data))
+        has = SPLITS if data.mock_data else chat_splits(data) or tuple(data_sources(data))
         needs = ("train", "valid") if training.eval_iters else ("train",)
         missing = [kind for kind in needs if kind not in map(split_kind, has)]
         splits = sorted([*has, *missing], key=lambda name: SPLITS.index(split_kind(name)))
@@ -408,6 +440,10 @@ def build_data(
     build_notes: list[str] = []
     if data.mock_data:
         builders = mock_segment_builders(training, vocab_size)
+    elif data.chat_data_path:
+        builders = chat_segment_builders(data, training, stream[1] * full_global_batch_size(training, dp_size))
+        pairs = training.objective == "dpo"
+        build_notes = [n for name in used for n in load_conversations(data, name, training.seq_length, pairs).notes]
     else:
         builders, build_notes = file_segment_builders(data, used, training, cache)
     used = {name: count for name, count in used.items() if name in builders}
@@ -451,7 +487,7 @@ def build_data(
 
 def build_masks(data: DataConfig, known: TokenizerInfo | None, vocab_size: int, prefix: int = 0) -> MaskBuilder:
     """Return the masks of a run."""
-    if data.mock_data:
+    if data.mock_data or data.chat_data_path:
         return MaskBuilder(prefix=prefix)
     wanted = [flag for flag in DOCUMENT_BOUNDARY_OPTIONS if getattr(data, flag)]
     eod = find_eod_id(data, known, vocab_size)

@@ -14,7 +14,7 @@ from megatron.data.dataset import split_heading, split_kind
 from megatron.data.dataset_info import find_tokenizer_info
 from megatron.data.gpt_dataset import split_ranges
 from megatron.data.indexed_dataset import IndexedDataset
-from megatron.data.loader import build_masks, note_many_epochs, split_sample_counts
+from megatron.data.loader import build_data, build_masks, note_many_epochs, split_sample_counts
 
 MAX_DATASETS_SHOWN = 8  # datasets listed
 
@@ -52,6 +52,10 @@ def preview_data(config: RunConfig, world_size: int, iteration: int = 0, consume
     dp = config.parallel.data_parallel_size(world_size)
     begin = iteration, consumed_samples
     streams = config.diloco.streams
+    if config.data.chat_data_path:
+        return build_data(
+            config.data, config.training, config.model.vocab, dp, begin=begin, stream=(0, streams)
+        ).summary()
     tokens = streams * final_consumed_samples(config.training, dp, *begin) * config.training.seq_length
     read = split_sample_counts(config.data, config.training, dp, begin, streams=streams)
     sources = data_sources(config.data)

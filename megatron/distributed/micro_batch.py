@@ -46,6 +46,16 @@ class MicroBatch:
         """Tokens of the whole samples."""
         return self.seq_length or self.tokens.shape[1]
 
+    def document_lengths(self) -> Tensor:
+        """Return the number of tokens ``[b, S]`` of the document of each token of the whole samples, int64."""
+        documents = self.documents
+        if documents is None:
+            return torch.full((self.tokens.shape[0], self.length), self.length, device=self.tokens.device)
+        same = documents[:, 1:] == documents[:, :-1]
+        runs = torch.nn.functional.pad(~same, (1, 0)).cumsum(1)  # the number of the run that a token is in
+        counts = torch.zeros_like(documents).scatter_add_(1, runs, torch.ones_like(runs))
+        return counts.gather(1, runs)
+
     @classmethod
     def of_tokens(cls, tokens: Tensor, positions: Tensor | None = None) -> MicroBatch:
         """Return a micro-batch of tokens ``[b, s]`` for inference: no label counts."""

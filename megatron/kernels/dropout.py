@@ -83,8 +83,18 @@ def keep_mask(probability: float, key: int | Tensor, samples: Tensor, positions:
         channels: int64 channels.
 
     """
+    return _hash(key, samples, positions, channels) >= int(probability * (MASK + 1))
+
+
+def uniform_noise(key: int | Tensor, samples: Tensor, positions: Tensor, channels: Tensor) -> Tensor:
+    """Return fp32 numbers drawn uniformly from -1 to 1; arguments and shape as for :func:`keep_mask`."""
+    return (_hash(key, samples, positions, channels) >> 8) / float(1 << 23) - 1.0
+
+
+def _hash(key: int | Tensor, samples: Tensor, positions: Tensor, channels: Tensor) -> Tensor:
+    """Return 32 random bits, stored in int64."""
     rows = mix(mix(samples ^ (key & MASK)) ^ positions ^ (key >> 32))
-    return mix(rows ^ mix(channels + 1)) >= int(probability * (MASK + 1))
+    return mix(rows ^ mix(channels + 1))
 
 
 def _checks() -> Sequence[KernelCheck]:

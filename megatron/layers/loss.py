@@ -8,6 +8,7 @@ Shapes: T tokens, C tokens of a chunk, H hidden, V this rank's vocabulary rows, 
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -51,6 +52,31 @@ class VocabularyShard:
         size = x_TH.element_size() if self.kernels.cross_entropy is not EAGER_CROSS_ENTROPY else torch.float32.itemsize
         return self.chunk_tokens or loss_chunk_tokens(x_TH.shape[0], rows * size, x_TH.is_cuda)
 
+    def chunks(self, x_TH: Tensor, weight_VH: Tensor) -> Iterator[slice]:
+        """Yield the tokens whose logits exist at a time."""
+        size = self.tokens_per_chunk(x_TH, weight_VH.shape[0])
+        return (slice(start, start + size) for start in range(0, x_TH.shape[0], size))
+
+    def logits(self, x_CH: Tensor, weight_VH: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Return this rank's logits ``[C, V]``, and for :meth:`uncap` what they are before the cap."""
+        logits_CV = self.kernels.linear.forward(x_CH, weight_VH, None)
+        if self.softcap is None:
+            return logits_CV, None
+        uncapped_CV = logits_CV.div_(self.softcap)
+        return uncapped_CV.tanh().mul_(self.softcap), uncapped_CV
+
+    @staticmethod
+    def uncap(dlogits_CV: Tensor, uncapped_CV: Tensor | None) -> None:
+        """Turn the gradient of the logits in place into that of the logits before the cap; overwrites the latter."""
+        if uncapped_CV is not None:  # cosh(x)^-2, the derivative of tanh, is exact where tanh rounds to 1
+            dlogits_CV *= uncapped_CV.cosh_().pow_(-2)
+
+    def rows(self, labels: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the local rows of labels, 0 where another rank holds them, and where this rank does."""
+        local = labels - self.first
+        mine = (local >= 0) & (local < self.held)
+        return local.where(mine, 0), mine
+
 
 class OutputLayer(nn.Module):
     """Output projection, with the cross-entropy of tokens or as logits."""
@@ -79,8 +105,14 @@ class OutputLayer(nn.Module):
         )
 
     def forward(
-        self, x_SBH: Tensor, labels_BS: Tensor, mask_BS: Tensor, z_coeff: float = 0.0, is_objective: bool = False
-    ) -> tuple[Tensor, Tensor]:
+        self,
+        x_SBH: Tensor,
+        labels_BS: Tensor,
+        mask_BS: Tensor,
+        z_coeff: float = 0.0,
+        is_objective: bool = False,
+        of_tokens: Callable[[Tensor, Tensor, Tensor], tuple[Tensor, ...]] | None = None,
+    ) -> tuple[Tensor, ...]:
         """Return the summed cross-entropy of labels, with and without z-loss: see :func:`linear_cross_entropy`.
 
         Args:
@@ -91,14 +123,91 @@ class OutputLayer(nn.Module):
             is_objective: the first result is the micro-batch's whole loss, unchanged. Its gradient is then known in
                 advance, and the gradient of the weight is accumulated at once instead of kept until backward, unless
                 the rank also has the stage with the embedding, and the weight is tied.
+            of_tokens: computes values of tokens ``[T, ...]`` instead, from hidden states ``[T, H]``, labels and mask
+                of the tokens. It runs here because a parameter store completes the weights around calls of the module.
 
         """
         gather = mappings.gather_rows if self.sequence_parallel else mappings.copy_to_region
         x_TH = gather(self._scaled(x_SBH), self.vocabulary.group).flatten(0, 1)
-        labels_T, mask_T = labels_BS.t().flatten(), mask_BS.t().flatten()
+        labels, mask = (x.transpose(0, 1).flatten(0, 1) for x in (labels_BS, mask_BS))
+        if of_tokens is not None:
+            found = of_tokens(x_TH, labels, mask)
+            return tuple(x.unflatten(0, (-1, labels_BS.shape[0])).transpose(0, 1) for x in found)
         early = is_objective and not self.shares_gradient
         loss_grad = self.vocabulary.grad_accumulator.loss_grad if early else None
-        return linear_cross_entropy(x_TH, self.weight, labels_T, mask_T, self.vocabulary, z_coeff, loss_grad)
+        return linear_cross_entropy(x_TH, self.weight, labels, mask, self.vocabulary, z_coeff, loss_grad)
+
+    def token_losses(self, x_SBH: Tensor, targets_BSK: Tensor, weights_BSK: Tensor | None = None) -> Tensor:
+        """Return the cross-entropy of each token ``[B, S]`` with its targets: ``sum_k w_k (log Z - logit[target_k])``.
+
+        For objectives that are not a sum over tokens. Backward computes the logits again, so none are kept.
+
+        Args:
+            x_SBH: hidden states ``[S(/tp), B, H]``.
+            targets_BSK: int64 target ids, K different ones per token.
+            weights_BSK: weight of each target, without gradient; None for 1.
+
+        """
+        weights_BSK = torch.ones_like(targets_BSK, dtype=torch.float32) if weights_BSK is None else weights_BSK
+
+        def of_tokens(x_TH: Tensor, targets_TK: Tensor, weights_TK: Tensor) -> tuple[Tensor]:
+            return (token_losses(x_TH, self.weight, targets_TK, weights_TK, self.vocabulary),)
+
+        losses_BS: Tensor = self(x_SBH, targets_BSK, weights_BSK, of_tokens=of_tokens)[0]
+        return losses_BS
+
+    @torch.no_grad()
+    def token_scores(self, x_SBH: Tensor, labels_BS: Tensor) -> tuple[Tensor, Tensor]:
+        """Return each label's log-probability ``[B, S]``, and True where no token is likelier, nor equals it before it.
+
+        Args:
+            x_SBH: hidden states ``[S(/tp), B, H]``.
+            labels_BS: int64 ids.
+
+        """
+        mask_BS = torch.ones_like(labels_BS, dtype=torch.float32)
+        log_probs_BS, greedy_BS = self(x_SBH, labels_BS, mask_BS, of_tokens=self._token_scores)
+        return log_probs_BS, greedy_BS
+
+    def _token_scores(self, x_TH: Tensor, labels_T: Tensor, mask_T: Tensor) -> tuple[Tensor, Tensor]:
+        vocabulary, scores, none = self.vocabulary, [], torch.iinfo(torch.int64).max
+        for tokens in vocabulary.chunks(x_TH, self.weight):
+            logits_CV, _ = vocabulary.logits(x_TH[tokens], self.weight)
+            top_C, row_C = logits_CV[:, : max(vocabulary.held, 1)].max(-1)
+            chunk = _chunk_loss(logits_CV, labels_T[tokens], mask_T[tokens], vocabulary)
+            here_C = (top_C == chunk.top) & (vocabulary.held > 0)
+            first_C = -comm.all_reduce((-row_C - vocabulary.first).where(here_C, -none), vocabulary.group, op="max")
+            scores.append((-chunk.loss, first_C == labels_T[tokens]))
+        log_probs_T, greedy_T = map(torch.cat, zip(*scores))
+        return log_probs_T, greedy_T
+
+    @torch.no_grad()
+    def top_logits(self, x_SBH: Tensor, k: int) -> tuple[Tensor, Tensor]:
+        """Return the ``k`` largest logits of each token in at least fp32, and their ids, ``[B, S, k]`` each."""
+
+        def of_tokens(x_TH: Tensor, *_: Tensor) -> tuple[Tensor, Tensor]:
+            chunks = [self._top_logits(x_TH[tokens], k) for tokens in self.vocabulary.chunks(x_TH, self.weight)]
+            logits_TK, ids_TK = map(torch.cat, zip(*chunks))
+            return logits_TK, ids_TK
+
+        none_B1 = x_SBH.new_zeros(x_SBH.shape[1], 1)
+        logits_BSK, ids_BSK = self(x_SBH, none_B1, none_B1, of_tokens=of_tokens)
+        return logits_BSK, ids_BSK
+
+    def _top_logits(self, x_CH: Tensor, k: int) -> tuple[Tensor, Tensor]:
+        vocabulary = self.vocabulary
+        logits_CV = vocabulary.logits(x_CH, self.weight)[0][:, : vocabulary.held]
+        logits_CV = logits_CV.to(torch.promote_types(logits_CV.dtype, torch.float32))
+        missing = max(0, k - vocabulary.held)  # a rank may hold fewer tokens, or none
+        mine_CK, rows_CK = logits_CV.topk(k - missing)
+        mine_CK = nn.functional.pad(mine_CK, (0, missing), value=-torch.inf)
+        ids_CK = nn.functional.pad(rows_CK + vocabulary.first, (0, missing))
+        every_CP, ids_CP = (
+            comm.all_gather(part, vocabulary.group).unflatten(0, (-1, len(part))).transpose(0, 1).flatten(1)
+            for part in (mine_CK, ids_CK)
+        )
+        top_CK, places_CK = every_CP.topk(k)
+        return top_CK, ids_CP.gather(1, places_CK)
 
     @torch.no_grad()
     def logits(self, x_SBH: Tensor) -> Tensor:
@@ -170,20 +279,14 @@ class _LinearCrossEntropy(torch.autograd.Function):
         differentiate: bool,
     ) -> tuple[Tensor, Tensor]:
         dtype = torch.promote_types(x_TH.dtype, torch.float32)
-        linear, size = vocabulary.kernels.linear, vocabulary.tokens_per_chunk(x_TH, weight_VH.shape[0])
-        softcap = vocabulary.softcap
-        accumulator, name = vocabulary.grad_accumulator, vocabulary.weight
+        linear, accumulator, name = vocabulary.kernels.linear, vocabulary.grad_accumulator, vocabulary.weight
         objective, cross_entropy = torch.zeros(2, dtype=dtype, device=x_TH.device).unbind()
         early, trains = differentiate and loss_grad is not None, differentiate and weight_VH.requires_grad
         dx_TH = torch.empty_like(x_TH) if differentiate else None
         dw_VH = torch.empty_like(weight_VH, dtype=dtype) if trains and not early else None
         with accumulator.accumulate_products(name) if trains and early else nullcontext() as accumulate_product:
-            for start in range(0, x_TH.shape[0], size):
-                tokens = slice(start, start + size)
-                logits_CV = linear.forward(x_TH[tokens], weight_VH, None)
-                if softcap is not None:
-                    uncapped_CV = logits_CV.div_(softcap)
-                    logits_CV = uncapped_CV.tanh().mul_(softcap)
+            for tokens in vocabulary.chunks(x_TH, weight_VH):
+                logits_CV, uncapped_CV = vocabulary.logits(x_TH[tokens], weight_VH)
                 chunk = _chunk_loss(logits_CV, labels_T[tokens], mask_T[tokens].to(dtype), vocabulary)
                 del logits_CV  # frees them where the kernel made an fp32 copy
                 entropy = (chunk.loss * chunk.mask).sum()
@@ -191,13 +294,12 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 objective = objective + entropy + z_coeff * (chunk.log_z.square() * chunk.mask).sum()
                 if dx_TH is not None:
                     dlogits_CV = chunk.gradient(z_coeff, x_TH.dtype, None if loss_grad is None else loss_grad.to(dtype))
-                    if softcap is not None:  # cosh(x)^-2, the derivative of tanh, is exact where tanh rounds to 1
-                        dlogits_CV *= uncapped_CV.cosh_().pow_(-2)
+                    vocabulary.uncap(dlogits_CV, uncapped_CV)
                     dx_TH[tokens] = linear.input_gradient(dlogits_CV, weight_VH)
                     if accumulate_product is not None:
                         accumulate_product(x_TH[tokens], dlogits_CV)
                     elif dw_VH is not None:
-                        linear.weight_gradient(dw_VH, x_TH[tokens], dlogits_CV, beta=float(start > 0))
+                        linear.weight_gradient(dw_VH, x_TH[tokens], dlogits_CV, beta=float(tokens.start > 0))
                     del dlogits_CV
                 del chunk  # before the next chunk's logits are allocated
         ctx.save_for_backward(dx_TH, dw_VH)
@@ -218,6 +320,69 @@ class _LinearCrossEntropy(torch.autograd.Function):
         # Without the cast, CUDA would round the loss gradient to the dtype of dx.
         scaled_dx_TH = dx_TH.to(loss_grad.dtype) * loss_grad
         return scaled_dx_TH.to(dx_TH.dtype), dw, *(None,) * 6
+
+
+def token_losses(
+    x_TH: Tensor, weight_VH: Tensor, targets_TK: Tensor, weights_TK: Tensor, vocabulary: VocabularyShard
+) -> Tensor:
+    """Return ``sum_k w_k (log Z - logit[target_k])`` of each token ``[T]``, in at least fp32, equal on all ranks.
+
+    The arguments and the gradient of ``x`` are as in :func:`linear_cross_entropy`; there is none of ``weights_TK``.
+    """
+    losses_T: Tensor = _TokenLosses.apply(x_TH, weight_VH, targets_TK, weights_TK, vocabulary)
+    return losses_T
+
+
+class _TokenLosses(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x_TH: Tensor, weight_VH: Tensor, targets_TK: Tensor, weights_TK: Tensor, vocabulary: VocabularyShard
+    ) -> Tensor:
+        dtype, kernel = torch.promote_types(x_TH.dtype, torch.float32), vocabulary.kernels.cross_entropy
+        losses, tops, zs = [], [], []
+        for tokens in vocabulary.chunks(x_TH, weight_VH):
+            logits_CV, _ = vocabulary.logits(x_TH[tokens], weight_VH)
+            rows_CK, mine_CK = vocabulary.rows(targets_TK[tokens])
+            targets_KC = logits_CV.gather(1, rows_CK).to(dtype).t()
+            work_CV, top_C = kernel.top(logits_CV, vocabulary.held)
+            top_C = comm.all_reduce(top_C, vocabulary.group, op="max")
+            z_C, _ = kernel.sums(work_CV, top_C, rows_CK[:, 0], mine_CK[:, 0], vocabulary.held)
+            sums = torch.cat((z_C.unsqueeze(0), (targets_KC - top_C).where(mine_CK.t(), 0.0)))
+            z_C, *targets = comm.all_reduce(sums, vocabulary.group).unbind()
+            loss_KC = z_C.log() - torch.stack(targets)
+            losses.append((loss_KC * weights_TK[tokens].t()).sum(0))
+            tops.append(top_C)
+            zs.append(z_C)
+        ctx.save_for_backward(x_TH, weight_VH, targets_TK, weights_TK, torch.cat(tops), torch.cat(zs))
+        ctx.vocabulary = vocabulary
+        return torch.cat(losses)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_T: Tensor) -> tuple[Tensor | None, ...]:
+        x_TH, weight_VH, targets_TK, weights_TK, top_T, z_T = ctx.saved_tensors
+        vocabulary: VocabularyShard = ctx.vocabulary
+        kernel, linear = vocabulary.kernels.cross_entropy, vocabulary.kernels.linear
+        accumulator, trained = vocabulary.grad_accumulator, ctx.needs_input_grad[1]
+        dx_TH, grad_T = torch.empty_like(x_TH), grad_T.to(z_T.dtype)
+        with accumulator.accumulate_products(vocabulary.weight) if trained else nullcontext() as accumulate_product:
+            for tokens in vocabulary.chunks(x_TH, weight_VH):
+                logits_CV, uncapped_CV = vocabulary.logits(x_TH[tokens], weight_VH)
+                rows_CK, mine_CK = vocabulary.rows(targets_TK[tokens])
+                grad_CK = weights_TK[tokens] * grad_T[tokens].unsqueeze(1)
+                label = rows_CK[:, 0], mine_CK[:, 0]
+                work_CV, _ = kernel.top(logits_CV, vocabulary.held)
+                kernel.sums(work_CV, top_T[tokens], *label, vocabulary.held)
+                scale_C = grad_CK.sum(1) / z_T[tokens]
+                gradient = top_T[tokens], scale_C, grad_CK[:, 0], *label, vocabulary.held, x_TH.dtype
+                dlogits_CV = kernel.gradient(work_CV, *gradient)
+                others_CK = (-grad_CK).where(mine_CK, 0.0)[:, 1:].to(dlogits_CV.dtype)
+                dlogits_CV.scatter_add_(1, rows_CK[:, 1:], others_CK)
+                vocabulary.uncap(dlogits_CV, uncapped_CV)
+                dx_TH[tokens] = linear.input_gradient(dlogits_CV, weight_VH)
+                if accumulate_product is not None:
+                    accumulate_product(x_TH[tokens], dlogits_CV)
+        return dx_TH, *(None,) * 4
 
 
 @dataclass(frozen=True)
@@ -259,9 +424,7 @@ class _ChunkLoss:
 def _chunk_loss(logits_CV: Tensor, labels_C: Tensor, mask_C: Tensor, vocabulary: VocabularyShard) -> _ChunkLoss:
     """Reduce this rank's logits over the vocabulary group to token losses; overwrites the logits."""
     kernel = vocabulary.kernels.cross_entropy
-    local_C = labels_C - vocabulary.first
-    mine_C = (local_C >= 0) & (local_C < vocabulary.held)
-    row_C = local_C.where(mine_C, 0)
+    row_C, mine_C = vocabulary.rows(labels_C)
     work_CV, top_C = kernel.top(logits_CV, vocabulary.held)
     top_C = comm.all_reduce(top_C, vocabulary.group, op="max")
     sums_2C = kernel.sums(work_CV, top_C, row_C, mine_C, vocabulary.held)

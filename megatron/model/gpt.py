@@ -23,7 +23,7 @@ from megatron.layers.kv_cache import KVCache
 from megatron.layers.loss import OutputLayer
 from megatron.layers.norm import Norm, Residual
 from megatron.layers.recompute import recompute
-from megatron.model.block import Block, hidden_dropout
+from megatron.model.block import Block, embedding_noise, hidden_dropout
 from megatron.model.objective import make_objective
 from megatron.pipeline.partition import StageLayers, stages_from_counts
 
@@ -93,7 +93,7 @@ class GPTChunk(nn.Module):
         # Specs and parameters of all chunks of this rank, by global name.
         self.specs, self.params = context.specs, context.params
         self.recompute = RecomputePlan.from_config(training, len(stage.layers))
-        self.last = stage.last
+        self.last, self.neftune_alpha = stage.last, training.neftune_alpha
         self.patterns = {config.pattern(i) for i in stage.layers}
         self.embedding = Embedding(config, context.submodule("embedding")) if stage.first else None
         self.layers = nn.ModuleDict(
@@ -109,12 +109,19 @@ class GPTChunk(nn.Module):
             self.output_layer = OutputLayer(
                 config, context.submodule("output_layer"), training.cross_entropy_chunk_size
             )
+        # Keys and values of earlier tokens, of a pass that generates text.
+        self.cache: KVCache | None = None
         # Only the last chunk computes the loss, but all need the weights of micro-batches in it.
-        self.objective = make_objective(training.objective, config)
+        self.objective = make_objective(config, training, context)
         self.rotary = {
             kind: RotaryEmbedding(config, kind, context.dtype, context.device)
             for kind in config.rotary_kinds(stage.layers)
         }
+
+    @property
+    def device(self) -> torch.device:
+        """Device of the chunk."""
+        return self.context.device
 
     @property
     def parts(self) -> list[nn.Module]:
@@ -124,7 +131,7 @@ class GPTChunk(nn.Module):
 
     def forward(self, x_SBH: Tensor | None, batch: MicroBatch) -> tuple[Tensor, Tensor]:
         """Run the chunk on a micro-batch."""
-        ctx = self._forward_context(batch)
+        ctx = self._forward_context(batch, self.cache)
         if self.embedding is not None:
             x_SBH = self._embed(self.embedding, ctx)
         if x_SBH is None:
@@ -178,6 +185,7 @@ class GPTChunk(nn.Module):
         x_SBH = embedding(ctx.batch.tokens, ctx.batch.positions)
         if torch.is_grad_enabled() and not x_SBH.requires_grad:  # of frozen weights: backward goes through all blocks
             x_SBH.requires_grad_()
+        x_SBH = embedding_noise(x_SBH, self.neftune_alpha, ctx)
         return hidden_dropout(x_SBH, self.config.hidden_dropout, ctx, "embedding_dropout")
 
     def _loss(self, residual: Residual, batch: MicroBatch) -> Tensor:

@@ -29,6 +29,7 @@ from megatron.training.cuda_graphs import StepRunner
 from megatron.training.diloco import Diloco
 from megatron.training.environment import set_variables
 from megatron.training.failure_report import PeerWatchdog, StartRefusedError, report_failure
+from megatron.training.frozen_models import frozen_inputs
 from megatron.training.loggers.console import print_warning
 from megatron.training.loggers.run_folder import METRICS_FILE, data_summary, read_json_lines
 from megatron.training.loggers.run_logger import RunLogger
@@ -128,6 +129,8 @@ def build_and_train(
             with startup("checkpoint"):
                 held = () if lease is None else lease.notes
                 notes = [*notes, *held, *trainer.notes, *run_step.notes, *checkpointer.load(source)]
+            with startup("frozen model"):
+                trainer.frozen_inputs = frozen_inputs(trainer)
             if diloco is not None and trainer.iteration < trainer.total_steps:
                 with startup("joining"):
                     notes += diloco.join(lambda: bool(stop.local_code()))

@@ -7,7 +7,7 @@ while the GPU computes.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -105,6 +105,8 @@ class Trainer:
     digest_read: int = 0  # of the samples that this rank has read since
     digest: tuple[int, int] = (0, 0)  # number of samples and digest of the last :meth:`samples_digest`
     prefetched: Prefetched | None = None
+    # adds to micro-batches what the objective reads of a frozen model; None if it reads of none
+    frozen_inputs: Callable[[Sequence[MicroBatch]], list[MicroBatch]] | None = None
     stream: int = 0  # of training samples, among those of the replicas
     run_id: str = ""  # the same through all starts of the run
     weight_casts: WeightCasts = field(default_factory=WeightCasts)
@@ -240,9 +242,9 @@ class Trainer:
         place = self.consumed_samples, self.next_batch_size
         prefetched, self.prefetched = self.prefetched, None
         if prefetched is None or prefetched.place != place:
-            return self._read("train", *place)
+            return self.with_frozen_inputs(self._read("train", *place))
         self.digest_read += prefetched.digest
-        return [replace(batch, step=self.iteration) for batch in prefetched.batches]
+        return self.with_frozen_inputs([replace(batch, step=self.iteration) for batch in prefetched.batches])
 
     def prefetch(self) -> None:
         """Read the batch of the step after the current one, which a GPU is computing and which is not counted yet."""
@@ -262,7 +264,11 @@ class Trainer:
     def evaluation_batches(self, split: str, index: int) -> list[MicroBatch]:
         """Return this rank's micro-batches of global batch ``index`` of a validation or test split."""
         size = full_global_batch_size(self.config.training, self.mesh.dp_size)
-        return self._read(split, index * size, size)
+        return self.with_frozen_inputs(self._read(split, index * size, size))
+
+    def with_frozen_inputs(self, batches: list[MicroBatch]) -> list[MicroBatch]:
+        """Return micro-batches with what the objective reads of a frozen model. Collective."""
+        return batches if self.frozen_inputs is None else self.frozen_inputs(batches)
 
     def _read(self, split: str, first: int, size: int) -> list[MicroBatch]:
         places = self.data.rank_places(split, first, size, self.mesh.dp_rank, self.mesh.dp_size)

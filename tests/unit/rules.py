@@ -20,7 +20,7 @@ PACKAGES = (
 
 LAYERS = (
     *(f"megatron.{package}" for package in PACKAGES),
-    *("megatron.contrib", "pretrain_gpt", "tools", "megatron.__main__"),
+    *("megatron.contrib", "pretrain_gpt", "tools", "tasks", "megatron.__main__"),
 )
 """Everything that may be imported, bottom to top."""
 
@@ -48,7 +48,7 @@ TRITON = ("megatron.kernels.triton_adam", "megatron.kernels.triton_regions")
 LAZY = (
     *TRITON,
     *("wandb", "tensorboard", "torch.utils.tensorboard", "gigatoken", "awkward", "orjson"),
-    *("matplotlib", "datasets", "pyarrow"),
+    *("matplotlib", "datasets", "pyarrow", "lm_eval"),
 )
 """Packages of the extras, which a run goes without where they are missing."""
 

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from megatron.__main__ import PROGRAMS
 from megatron.arguments.cli import parse
 from tests.distributed import product
 
@@ -123,7 +124,8 @@ def test_commands_are_found() -> None:
 
 
 def test_flags_of_the_readme_exist(capsys: pytest.CaptureFixture[str]) -> None:
-    for name in ("pretrain_gpt", *(f"tools.{path.stem}" for path in (ROOT / "tools").glob("[!_]*.py"))):
+    tasks = (f"tasks.{path.parent.name}.{path.stem}" for path in ROOT.glob("tasks/*/[!_]*.py"))
+    for name in ("pretrain_gpt", *(f"tools.{path.stem}" for path in ROOT.glob("tools/[!_]*.py")), *tasks):
         with suppress(SystemExit):
             importlib.import_module(name).main(["--help"])
     helps = capsys.readouterr().out + (ROOT / "examples" / "quickstart.sh").read_text()
@@ -143,4 +145,4 @@ def test_every_tool_is_in_the_table_of_exit_statuses() -> None:
     operations = (ROOT / "docs" / "operations.md").read_text()
     table = operations.split("## Exit statuses of the tools")[1].split("\n\n")[1]
     named = set(re.findall(r"^\| `(\w+\.py)", table, re.MULTILINE))
-    assert named == {path.name for path in (ROOT / "tools").glob("[!_]*.py")}
+    assert named == {path.name for each in PROGRAMS for path in ROOT.glob(each)}

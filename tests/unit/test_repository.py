@@ -24,7 +24,11 @@ FOLDERS = ("megatron", "tools", "tests", "docs", "examples", "benchmarks", "task
 
 @cache
 def sources() -> list[Module]:
-    return rules.load(ROOT, "megatron/**/*.py", "tools/**/*.py", "*.py")
+    return rules.load(ROOT, "megatron/**/*.py", "tools/**/*.py", "tasks/**/*.py", "*.py")
+
+
+def programs() -> list[Path]:
+    return [ROOT / "pretrain_gpt.py", *ROOT.glob("tools/[!_]*.py"), *ROOT.glob("tasks/*/[!_]*.py")]
 
 
 def text_files() -> list[Path]:
@@ -163,7 +167,7 @@ def test_a_function_is_measured_from_its_first_line_to_its_last() -> None:
 
 def test_files_are_short() -> None:
     lines = {path: len(path.read_text(encoding="utf-8").splitlines()) for path in ROOT.glob("megatron/**/*.py")}
-    lines |= {path: len(path.read_text(encoding="utf-8").splitlines()) for path in ROOT.glob("tools/*.py")}
+    lines |= {path: len(path.read_text(encoding="utf-8").splitlines()) for path in programs()}
     assert {str(path.relative_to(ROOT)): count for path, count in lines.items() if count > 800} == {}
 
 
@@ -212,8 +216,7 @@ def test_every_dependency_is_pinned() -> None:
 
 def test_programs_end_with_the_status_of_main() -> None:
     end = re.compile(r"\n    (sys\.exit|exit_process)\(main\(sys\.argv\[1:\]\)\)\n\Z")
-    programs = [ROOT / "pretrain_gpt.py", *(ROOT / "tools").glob("[!_]*.py")]
-    assert [path.name for path in programs if not end.search(path.read_text(encoding="utf-8"))] == []
+    assert [path.name for path in programs() if not end.search(path.read_text(encoding="utf-8"))] == []
 
 
 def test_imports_and_declarations_are_read() -> None:

@@ -153,6 +153,24 @@ def check_needed(config: RunConfig, world_size: int) -> Iterator[Problem]:
         yield Problem("E505", f"{missing} to evaluate on", (*fixes("valid"), "--eval-iters 0"))
 
 
+def check_conversations(config: RunConfig, world_size: int) -> Iterator[Problem]:
+    """Check that the files of conversations exist, and that the other options go with conversations."""
+    data = config.data
+    if not data.chat_data_path:
+        return
+    for name in ("chat_data_path", "valid_chat_data_path", "chat_template"):
+        given = getattr(data, name)
+        for path in (given,) if isinstance(given, str) else given or ():
+            if not isfile(path):
+                yield Problem("E503", f"{SETTINGS[name].flag} {path} is not a file", (f"{SETTINGS[name].flag} FILE",))
+    if config.training.eval_iters and not data.valid_chat_data_path:
+        fixes = ("--valid-chat-data-path FILE", "--eval-iters 0")
+        yield Problem("E505", "there are no conversations to evaluate on", fixes)
+    if config.model.attention_prefix:
+        sentence = "--attention-pattern with a prefix does not go with conversations, which share samples"
+        yield Problem("E109", sentence, ("drop --attention-pattern",))
+
+
 def check_eod_id(config: RunConfig, world_size: int) -> Iterator[Problem]:
     """Check that the end-of-document id is in the vocabulary."""
     eod = config.data.eod_id

@@ -102,11 +102,15 @@ def check_length(config: RunConfig, world_size: int) -> Iterator[Problem]:
     """Check that the length of the run is given once, and is at least one step."""
     training = config.training
     ranks = config.parallel.data_parallel_size(world_size)
-    if training.train_iters is None and training.train_samples is None:
-        yield Problem("E304", "the run has no length", ("--train-iters 1000", "--train-samples 1000000"))
-    elif training.train_iters is not None and training.train_samples is not None:
-        fixes = ("drop --train-iters", "drop --train-samples")
-        yield Problem("E304", "--train-iters and --train-samples both set the length of the run", fixes)
+    given = [flag(name) for name in LENGTH_OPTIONS[0] if getattr(training, name) is not None]
+    if not given:
+        fixes = ("--num-epochs 3",) if config.data.chat_data_path else ("--train-iters 1000", "--train-samples 1000000")
+        yield Problem("E304", "the run has no length", fixes)
+    elif len(given) > 1:
+        sentence = f"{' and '.join(given)} {'both' if len(given) == 2 else 'all'} set the length of the run"
+        yield Problem("E304", sentence, tuple(f"drop {name}" for name in given))
+    elif training.num_epochs is not None and not config.data.chat_data_path:
+        yield Problem("E304", "--num-epochs counts passes over --chat-data-path", ("--train-iters 1000",))
     elif training.train_samples is not None and final_iteration(training, ranks) == 0:
         first = batch_size_stages(training, ranks)[0][1]
         sentence = f"{training.train_samples} samples do not fill one step of {first}"

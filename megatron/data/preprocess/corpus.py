@@ -146,6 +146,16 @@ def parse_line(line: bytes, keys: Sequence[str], file: Path) -> tuple[str, ...]:
     Raises:
         BadDocumentError: if it is not a JSON object in UTF-8 with Unicode text under each key.
     """
+    record = parse_record(line, file)
+    return tuple([text_of(record, key) for key in keys])
+
+
+def parse_record(line: bytes, file: Path) -> dict[str, Any]:
+    """Return the JSON object in a line; ``file`` is used in messages.
+
+    Raises:
+        BadDocumentError: if it is not a JSON object in UTF-8.
+    """
     try:
         record = _reader()(line)
     except (ValueError, RecursionError):
@@ -153,7 +163,7 @@ def parse_line(line: bytes, keys: Sequence[str], file: Path) -> tuple[str, ...]:
     if not isinstance(record, dict):
         hint = (f"jq -c '.[]' {shlex.quote(str(file))} > lines.jsonl",) if isinstance(record, list) else ()
         raise BadDocumentError(f" is {JSON_TYPE_NAMES[type(record)]}, not an object", FIX_LINE, *hint)
-    return tuple([_text(record, key) for key in keys])
+    return record
 
 
 def parse_row(row: Row, keys: Sequence[str]) -> tuple[str, ...]:
@@ -162,7 +172,7 @@ def parse_row(row: Row, keys: Sequence[str]) -> tuple[str, ...]:
         record = {key: text if text is None else text.decode() for key, text in row.items()}
     except UnicodeDecodeError as error:
         raise BadDocumentError(f" is not UTF-8 text: {error.reason}", "fix or remove this row") from error
-    return tuple([_text(record, key) for key in keys])
+    return tuple([text_of(record, key) for key in keys])
 
 
 def parse_valid_lines(content: bytes, keys: Sequence[str]) -> list[list[bytes]] | None:
@@ -201,7 +211,8 @@ def _read_slowly(line: bytes, file: Path) -> object:
         raise BadDocumentError(f" is not JSON: {error}", FIX_LINE) from error
 
 
-def _text(record: Mapping[str, object], key: str) -> str:
+def text_of(record: Mapping[str, object], key: str) -> str:
+    """Return the text under a key; raise BadDocumentError if there is none, or it is not Unicode."""
     text = record.get(key)
     if not isinstance(text, str):
         if key not in record:

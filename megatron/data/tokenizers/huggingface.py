@@ -34,7 +34,8 @@ from megatron.data.tokenizers.base import (
 TOKENIZER_JSON = "tokenizer.json"
 TOKENIZER_CONFIG = "tokenizer_config.json"
 SPECIAL_TOKENS_MAP = "special_tokens_map.json"
-OTHER_FILES = ("added_tokens.json", "chat_template.jinja")  # of no effect on ids here, but part of an exported model
+CHAT_TEMPLATE = "chat_template.jinja"
+OTHER_FILES = ("added_tokens.json", CHAT_TEMPLATE)  # of no effect on ids here, but part of an exported model
 SENTENCEPIECE_MODEL = "tokenizer.model"  # SentencePiece model in a Hugging Face folder
 END_OF_DOCUMENT = "<|endoftext|>"
 NO_EXPORT_NOTE = (

@@ -13,7 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron.data.dataset import MOCK_ALPHABET_SIZE, MOCK_JUMP_PROBABILITY, MockDataset
+from megatron.data.dataset import MOCK_ALPHABET_SIZE, MOCK_JUMP_PROBABILITY, MockDataset, Sample
 from megatron.data.loader import MaskBuilder, document_boundaries, rank_micro_batches
 from megatron.training.build import build_trainer
 from tests.runs import tiny_run
@@ -167,7 +167,7 @@ def test_boundaries_are_where_documents_begin(rows: list[list[int]]) -> None:
 
 
 def ids(dataset: MockDataset, i: int) -> list[int]:
-    tokens, labels = dataset[i]
+    tokens, labels = dataset[i][:2]
     assert tokens[1:].tolist() == labels[:-1].tolist()
     return [*tokens.tolist(), int(labels[-1])]
 
@@ -236,3 +236,33 @@ def test_context_parallel_ranks_read_their_tokens_of_the_same_samples(tmp_path: 
     if whole.documents is not None:
         assert torch.equal(part.documents, whole.documents)
     assert (part.seq_length, part.length, whole.seq_length, whole.length) == (8, 8, None, 8)
+
+
+class OwnMasks(MockDataset):
+    """Samples of 8 tokens that bring their masks along."""
+
+    def __getitem__(self, i: int) -> Sample:
+        tokens, labels = super().__getitem__(i)[:2]
+        documents, numbers = np.array([4, 4, 4, 0, 0, 7, 7, 7]), np.arange(8.0)
+        return Sample(tokens, labels, np.float32(numbers % 3 > 0), documents, {"scores": numbers - 900 * i})
+
+
+@pytest.mark.parametrize("rows", [None, (range(2, 4), range(6, 8))])
+def test_samples_bring_their_own_masks_and_further_tensors(tmp_path: Path, rows: tuple[range, ...] | None) -> None:
+    """Their ids are checked, their other values are not; padding has loss mask 0."""
+    data = build_trainer(tiny_run(tmp_path), 0, 1).data
+    sizes = {"seq_length": 8, "micro_batch_size": 3, "padded": True, "masks": MaskBuilder(2, 0, True, True, True, 4)}
+    data = replace(data, datasets={"train": OwnMasks(data.vocab_size, 8, 9, 1)}, **sizes)
+    batch = data.micro_batch("train", range(4, 6), 0, rows=rows)
+    held = [*range(8)] if rows is None else [2, 3, 6, 7]
+    expected = {
+        "loss_mask": [[0, 1, 1, 0, 1, 1, 0, 1]] * 2 + [[0] * 8],
+        "positions": [[0, 1, 2, 0, 1, 0, 1, 2]] * 3,
+        "scores": [[j - 900.0 * i for j in range(8)] for i in (4, 5, 5)],
+    }
+    for name, values in expected.items():
+        found = batch.extra[name] if name == "scores" else getattr(batch, name)
+        assert found.tolist() == [[row[j] for j in held] for row in values], name
+    assert torch.equal(batch.documents, torch.tensor([[4, 4, 4, 0, 0, 7, 7, 7]] * 3))
+    assert torch.equal(batch.boundaries, torch.tensor([0, 3, 5, 8, 11, 13, 16, 19, 21, 24], dtype=torch.int32))
+    assert batch.loss_mask.dtype == torch.float32

@@ -15,7 +15,7 @@ from megatron.distributed.comm import Group
 from megatron.distributed.grad_accumulator import GradAccumulator
 from megatron.kernels.cross_entropy import EAGER_CROSS_ENTROPY
 from megatron.kernels.registry import Kernels
-from megatron.layers.loss import VocabularyShard, linear_cross_entropy
+from megatron.layers.loss import VocabularyShard, linear_cross_entropy, token_losses
 from megatron.pipeline.actions import BACKWARD, FORWARD, Action
 from megatron.pipeline.runtime import Pipeline
 from tests.solo import Allocations, Solo, random_batch, tiny
@@ -83,6 +83,30 @@ def test_values_and_gradients(chunk: int, z_coeff: float, softcap: float | None)
     ours = chunked(*arguments, chunk, z_coeff, softcap)
     assert_same(ours, plain(*arguments, z_coeff, softcap), 1e-13)
     assert not ours.dw[HELD:].any(), "padding rows have a gradient"
+
+
+@pytest.mark.parametrize("softcap", [None, 2.0])
+@pytest.mark.parametrize("targets", [1, 4])
+@pytest.mark.parametrize("chunk", [5, 1000])
+def test_losses_of_tokens(chunk: int, targets: int, softcap: float | None) -> None:
+    x, weight, _, _ = inputs()
+    labels = torch.rand(TOKENS, HELD).argsort(1)[:, :targets]
+    weights, upstream = torch.rand(TOKENS, targets, dtype=torch.float64), torch.randn(TOKENS, dtype=torch.float64)
+    dw, ours_x = torch.zeros_like(weight), x.clone().requires_grad_()
+    grad_accumulator = GradAccumulator()
+    grad_accumulator.bind({"w": dw}.__getitem__, lambda name: None)
+    vocabulary = VocabularyShard(0, HELD, Group(), grad_accumulator, "w", chunk_tokens=chunk, softcap=softcap)
+    losses = token_losses(ours_x, weight.clone().requires_grad_(), labels, weights, vocabulary)
+    (losses.square() * upstream).sum().backward()
+
+    x, weight = x.requires_grad_(), weight.requires_grad_()
+    logits = x @ weight[:HELD].t()
+    if softcap is not None:
+        logits = softcap * torch.tanh(logits / softcap)
+    expected = -(logits.log_softmax(-1).gather(1, labels) * weights).sum(1)
+    (expected.square() * upstream).sum().backward()
+    for ours, reference in ((losses, expected), (ours_x.grad, x.grad), (dw, weight.grad)):
+        torch.testing.assert_close(ours, reference, rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("softcap", [None, 2.0])

@@ -7,10 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron.checkpoint.format import Manifest
-from megatron.checkpoint.location import parse_location
-from megatron.convert.saved_model import SavedModel
-from megatron.distributed.sharding import Box
+from megatron.config.run import RunConfig
 from megatron.inference.load import open_pretrained
 from megatron.layers.parameters import gpt, trainable
 from tests.runs import Told, before_step, checkpoint, differences, kill, start, steps, tiny_run
@@ -30,8 +27,11 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def run(folder: Path, base: Path | str, flags: str = "--lora-rank 2", step: int = 0) -> Told:
     """Fine-tune; be killed before ``step``."""
-    config = tiny_run(folder, f"{SAVING} --save {folder}/saved --pretrained-checkpoint {base} {flags}")
-    return start(config, before_step(step, kill) if step else None)
+    return start(config_of(folder, base, flags), before_step(step, kill) if step else None)
+
+
+def config_of(folder: Path, base: Path | str, flags: str) -> RunConfig:
+    return tiny_run(folder, f"{SAVING} --save {folder}/saved --pretrained-checkpoint {base} {flags}")
 
 
 @pytest.mark.parametrize(
@@ -107,19 +107,16 @@ def test_without_adapters_it_is_a_start_from_weights(tmp_path: Path, base: Path)
     assert differences(tmp_path / "a/saved/iter_0000006", tmp_path / "b/saved/iter_0000006") == []
 
 
-def test_adapters_are_loaded_with_their_base(tmp_path: Path, base: Path) -> None:
-    """For inference, from the adapters' checkpoint alone."""
-    assert run(tmp_path, base).status == 0
-    path = tmp_path / "saved" / "iter_0000006"
-    saved, weights = SavedModel(Manifest.open(parse_location(str(path)))), SavedModel(Manifest.open(base))
-    name = "layers.1.mlp.linear_fc1.weight"
-    view = saved.specs[name].view
-    whole = Box((0,) * len(view), view)
-    assert torch.equal(saved.read(name, view, whole), weights.read(name, view, whole))
-    model = open_pretrained(str(path)).build(one_rank_mesh(), torch.float64, torch.device("cpu"))
+def test_what_is_loaded_is_what_was_trained(tmp_path: Path, base: Path) -> None:
+    """From the checkpoint of adapters alone, for inference."""
+    kept = []
+    config = config_of(tmp_path, base, "--lora-rank 2 --params-dtype fp64")
+    assert start(config, before_step(6, kept.append)).status == 0
+    (chunk,) = kept[0].chunks.values()
+    model = open_pretrained(str(tmp_path / "saved")).build(one_rank_mesh(), torch.float64, torch.device("cpu"))
     tokens = torch.arange(8).unsqueeze(0)
-    adapted = model.logits(tokens)
-    with model.context.adapters.disabled():
-        frozen = open_pretrained(str(base)).build(one_rank_mesh(), torch.float64, torch.device("cpu")).logits(tokens)
-        assert torch.equal(model.logits(tokens), frozen)
-    assert not torch.allclose(adapted, frozen)
+    torch.testing.assert_close(model.logits(tokens), chunk.eval().logits(tokens), rtol=1e-12, atol=1e-12)
+    with chunk.context.adapters.disabled():
+        frozen = open_pretrained(str(base)).build(one_rank_mesh(), torch.float64, torch.device("cpu"))
+        torch.testing.assert_close(frozen.logits(tokens), chunk.logits(tokens), rtol=0, atol=0)
+    assert not torch.allclose(frozen.logits(tokens), model.logits(tokens))
