@@ -129,7 +129,7 @@ def build_and_train(
             with startup("checkpoint"):
                 held = () if lease is None else lease.notes
                 notes = [*notes, *held, *trainer.notes, *run_step.notes, *checkpointer.load(source)]
-            with startup("frozen model"):
+            with startup("checkpoint"):
                 trainer.frozen_inputs = frozen_inputs(trainer)
             if diloco is not None and trainer.iteration < trainer.total_steps:
                 with startup("joining"):
