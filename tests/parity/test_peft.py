@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from megatron.checkpoint.format import Manifest
+from megatron.checkpoint.format import Manifest, whole_box
 from megatron.config.run import TrainingConfig
 from megatron.convert.huggingface.weights import fill_weights
 from megatron.convert.saved_model import SavedModel
@@ -22,7 +22,9 @@ from megatron.layers.context import Adapters, BuildContext
 from megatron.model.gpt import build_gpt
 from tests.parity.families import everything_in_double
 from tests.solo import one_rank_mesh
+from tests.unit.convert.folders import write_adapters
 from tools.convert_checkpoint import main as convert
+from tools.edit_checkpoint import main as edit
 
 transformers = pytest.importorskip("transformers")
 peft = pytest.importorskip("peft")
@@ -66,16 +68,20 @@ def randomise(model: nn.Module, only: str = "") -> None:
             parameter.data += 0.2 * torch.randn_like(parameter)
 
 
+def make_base(folder: Path, family: str) -> nn.Module:
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{family}Config")(use_cache=False, **MODELS[family])
+    model: nn.Module = transformers.AutoModelForCausalLM.from_config(config)
+    randomise(model)
+    model.save_pretrained(folder)
+    return model
+
+
 def make_adapter(tmp_path: Path, case: str) -> None:
     """A folder ``hf`` with a model, and a folder ``peft`` with an adapter."""
-    torch.manual_seed(0)
     family, options = CASES[case]
-    config = getattr(transformers, f"{family}Config")(use_cache=False, **MODELS[family])
-    model = transformers.AutoModelForCausalLM.from_config(config)
-    randomise(model)
-    model.save_pretrained(tmp_path / "hf")
     options = {"r": 3, "lora_alpha": 6, "task_type": "CAUSAL_LM", **options}
-    adapted = peft.get_peft_model(model, peft.LoraConfig(**options))
+    adapted = peft.get_peft_model(make_base(tmp_path / "hf", family), peft.LoraConfig(**options))
     randomise(adapted, only="lora_")
     adapted.save_pretrained(tmp_path / "peft")
 
@@ -127,27 +133,22 @@ MIXED = ("ranks", "alphas")
 """Cases with several scales, of which the adapters here have one: B is rounded."""
 
 
-def assert_close(found: Tensor, expected: Tensor, case: str) -> None:
-    torch.testing.assert_close(found, expected, rtol=0, atol=1e-6 if case in MIXED else 1e-11)
+def assert_close(found: Tensor, expected: Tensor, rounded: bool = False) -> None:
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-6 if rounded else 1e-11)
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_an_adapter_of_peft_computes_the_same_here(case: str, tmp_path: Path) -> None:
+def test_an_adapter_computes_the_same_here_and_is_written_as_it_was(case: str, tmp_path: Path) -> None:
     make_adapter(tmp_path, case)
     expected = logits_of_peft(tmp_path / "hf", tmp_path / "peft")
     saved = SavedModel(Manifest.open(imported(tmp_path)))
     merged = open_pretrained(str(tmp_path / "imported")).build(one_rank_mesh(), torch.float64, torch.device("cpu"))
     with torch.no_grad():
-        assert_close(merged.logits(tokens()).transpose(0, 1), expected, case)
-    assert_close(Unmerged(saved).logits(), expected, case)
+        assert_close(merged.logits(tokens()).transpose(0, 1), expected, case in MIXED)
+    assert_close(Unmerged(saved).logits(), expected, case in MIXED)
 
-
-@pytest.mark.parametrize("case", CASES)
-def test_an_adapter_is_written_as_peft_has_written_it(case: str, tmp_path: Path) -> None:
-    make_adapter(tmp_path, case)
-    imported(tmp_path)
     assert convert(["--load", f"{tmp_path / 'imported'}", "--save-peft", f"{tmp_path / 'back'}"]) == 0
-    assert_close(*(logits_of_peft(tmp_path / "hf", tmp_path / name) for name in ("back", "peft")), case)
+    assert_close(logits_of_peft(tmp_path / "hf", tmp_path / "back"), expected, case in MIXED)
     config = json.loads((tmp_path / "back" / "adapter_config.json").read_text())
     assert config["base_model_name_or_path"] == str(tmp_path / "hf")
     if case not in MIXED:
@@ -157,3 +158,50 @@ def test_an_adapter_is_written_as_peft_has_written_it(case: str, tmp_path: Path)
             assert torch.equal(files[1][name], tensor), name
         assert config["fan_in_fan_out"] is (CASES[case][0] == "GPT2")
         assert not config["rank_pattern"]
+
+
+@pytest.mark.parametrize("case", ["DoRA of a part", "interleaved", "transposed DoRA"])
+def test_merged_models_are_those_of_peft(case: str, tmp_path: Path) -> None:
+    make_adapter(tmp_path, case)
+    imported(tmp_path)
+    base = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf")
+    expected = peft.PeftModel.from_pretrained(base, tmp_path / "peft").merge_and_unload().state_dict()
+    assert convert(["--load", f"{tmp_path / 'imported'}", "--save-hf", f"{tmp_path / 'merged'}"]) == 0
+    assert edit(["--load", f"{tmp_path / 'imported'}", "--merge", "--save", f"{tmp_path / 'edited'}"]) == 0
+    assert convert(["--load", f"{tmp_path / 'edited'}", "--save-hf", f"{tmp_path / 'of-edited'}"]) == 0
+    for folder in ("merged", "of-edited"):
+        found = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / folder).state_dict()
+        assert found.keys() == expected.keys()
+        for name, weight in expected.items():
+            torch.testing.assert_close(found[name], weight, rtol=1e-6, atol=1e-7)
+
+
+PARTS: dict[str, tuple[str, ...]] = {
+    "Llama": ("linear_qkv.k", "layers.1.mlp.linear_fc1.gate", "layers.0.mlp.*"),
+    "Phi3": ("linear_qkv.q", "linear_qkv.v", "linear_fc1.up"),
+    "GPTNeoX": ("linear_qkv.k", "linear_qkv.v", "layers.1.self_attention.linear_proj"),
+    "GPT2": ("layers.0.*.linear_qkv", "linear_qkv.v"),
+}
+"""Parts of linears with adapters, in families whose linears hold several of them or one."""
+
+
+@pytest.mark.parametrize("dora", [False, True], ids=["lora", "dora"])
+@pytest.mark.parametrize("family", PARTS)
+def test_adapters_of_parts_go_to_peft_and_back(family: str, dora: bool, tmp_path: Path) -> None:
+    make_base(tmp_path / "hf", family)
+    options = {"lora_alpha": 5.0, "lora_target": PARTS[family], "lora_dora": dora}
+    saved = SavedModel(write_adapters(tmp_path / "ours" / "iter_0000007", tmp_path / "hf", **options))
+    assert convert(["--load", f"{tmp_path / 'ours'}", "--save-peft", f"{tmp_path / 'peft'}"]) == 0
+    assert_close(Unmerged(saved).logits(), logits_of_peft(tmp_path / "hf", tmp_path / "peft"), rounded=dora)
+    back = SavedModel(Manifest.open(imported(tmp_path)))
+    for name, spec in saved.specs.items():
+        box = whole_box(spec.view)
+        found, expected = (model.read(name, spec.view, box) for model in (back, saved))
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-6 if dora else 0)
+    ours, theirs = (model.merged for model in (saved, back))
+    assert ours is not None
+    assert theirs is not None
+    if not dora:  # for which PEFT has a magnitude of all rows, here their norm in fp32
+        for name in {name for name, spec in ours.specs.items() if not spec.frozen and name.endswith("lora_a")}:
+            assert torch.equal(ours.adapter(name), theirs.adapter(name)), name
+        assert ours.model.lora_rank == theirs.model.lora_rank
