@@ -56,8 +56,8 @@ class FrozenInputs:
         return [replace(batch, extra={**batch.extra, **more}) for batch, more in zip(batches, found, strict=True)]
 
 
-def frozen_inputs(trainer: Trainer) -> FrozenInputs | None:
-    """Return what adds the inputs of the run's objective that its data do not have; None if there are none. Collective.
+def frozen_inputs(trainer: Trainer) -> tuple[FrozenInputs | None, list[str]]:
+    """Return what adds the inputs of the run's objective that its data do not have, if any, and notes. Collective.
 
     Raises:
         UserError: if no model is given and one is needed, it cannot be opened, or it has another vocabulary.
@@ -69,14 +69,15 @@ def frozen_inputs(trainer: Trainer) -> FrozenInputs | None:
     elif isinstance(objective, PreferenceOptimization):
         name, measure = "reference_model", reference_logps
     else:
-        return None
+        return None, []
     location = getattr(training, name)
     if location is None and "reference_logps" in set.intersection(
         *(set(dataset[0].extra) for dataset in trainer.data.datasets.values())
     ):
-        return None
+        return None, ["reference log-probabilities from the data"]
     if location is None and name == "reference_model" and config.model.lora_rank is not None:
-        return FrozenInputs(trainer, measure, next(iter(trainer.chunks.values())).context.adapters.disabled)
+        adapters = next(iter(trainer.chunks.values())).context.adapters
+        return FrozenInputs(trainer, measure, adapters.disabled), ["reference: the model without its adapters"]
     location = location or config.checkpoint.pretrained_checkpoint
     if location is None:
         sentence = f"--objective {training.objective} needs {flag(name)}"
@@ -86,4 +87,5 @@ def frozen_inputs(trainer: Trainer) -> FrozenInputs | None:
     if model.vocab != config.model.vocab:
         sentence = f"{flag(name)} {location} has a vocabulary of {model.vocab}, the model one of {config.model.vocab}"
         raise UserError([Problem("E321", sentence, (f"{flag(name)} A_MODEL_OF_THE_SAME_TOKENIZER",))])
-    return FrozenInputs(FrozenModel.build(config, trainer.mesh, trainer.device, source, model), measure)
+    frozen = FrozenModel.build(config, trainer.mesh, trainer.device, source, model)
+    return FrozenInputs(frozen, measure), [f"{name.replace('_', ' ')}: {location}"]
