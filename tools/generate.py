@@ -26,6 +26,7 @@ from megatron.config.plugins import load_plugins
 from megatron.config.settings import SETTINGS
 from megatron.config.text import echo
 from megatron.inference.text import InferenceError
+from tools.lib.locations import add_pretrained_flag
 
 if TYPE_CHECKING:
     from megatron.inference.generate import SamplingParams
@@ -53,6 +54,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     model.add_argument("--ckpt-step", type=int, metavar="N", help="step of the checkpoint (the newest valid one)")
     model.add_argument("--ema", action="store_true", help="use the weight average of --ema-decay")
+    add_pretrained_flag(model)
     dtypes, devices = (SETTINGS[name].option.choices for name in ("params_dtype", "device"))
     model.add_argument("--params-dtype", choices=dtypes, help="dtype of weights and activations (as trained or stored)")
     model.add_argument("--device", choices=devices, default="auto", help="device (auto)")
@@ -129,7 +131,7 @@ def generate_texts(args: argparse.Namespace, texts: Sequence[str], launch: Launc
     from megatron.inference.text import ContinuationPrinter
 
     sampling = make_sampling(args)
-    model = open_pretrained(args.load, args.ckpt_step, args.ema, args.follow_links)
+    model = open_pretrained(args.load, args.ckpt_step, args.ema, args.follow_links, args.pretrained_checkpoint)
     for note in model.notes if launch.rank == 0 else ():
         echo(f"generate: {note}", file=sys.stderr)
     prompts = [model.encode(text) for text in texts]

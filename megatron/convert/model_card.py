@@ -82,6 +82,9 @@ def _training(manifest: Manifest) -> Iterator[tuple[str, str]]:
         yield "trained for", f"{steps:,} steps, {samples:,} samples{tokens}"
     if load := config.checkpoint.load:
         yield "start of the run", _start(load)
+    if isinstance(base := _mapping(state.get("base")).get("location"), str):
+        kind = "DoRA" if config.model.lora_dora else "LoRA"
+        yield "adapters", f"{kind} of rank {config.model.lora_rank}, merged into {_start(base)}"
     for split, loss in _mapping(state.get("losses")).items():
         yield f"last loss, {split}", f"{loss:.4f}" if isinstance(loss, float) else ""
     rows: dict[str, str] = {}

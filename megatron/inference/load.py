@@ -56,7 +56,11 @@ class PretrainedModel:
 
 
 def open_pretrained(
-    load: str, step: int | None = None, average: bool = False, follow_links: bool = False
+    load: str,
+    step: int | None = None,
+    average: bool = False,
+    follow_links: bool = False,
+    pretrained: str | None = None,
 ) -> PretrainedModel:
     """Open the model of ``--load``.
 
@@ -65,6 +69,7 @@ def open_pretrained(
         step: step of the checkpoint; None for the newest valid one.
         average: use the moving average of the weights.
         follow_links: also read files to which links lead out of a Hugging Face folder.
+        pretrained: the model that adapters belong to, if it is no longer where it was.
 
     Raises:
         InferenceError: if the arguments are invalid, or a tokenizer cannot be read.
@@ -81,7 +86,7 @@ def open_pretrained(
             seen = f"--load {path} is a Hugging Face model, not a folder of checkpoints"
             raise InferenceError(seen, f"--load {HUGGING_FACE_PREFIX}{path}")
         manifest, notes = open_checkpoint(path, step)
-        saved = SavedModel(manifest, average)
+        saved = SavedModel(manifest, average, pretrained, follow_links)
         files = by_huggingface_names(saved_tokenizer_files(manifest))
         codec = open_codec(files)
         return PretrainedModel(saved.model, DTYPES[saved.precision], saved, codec, stop_ids(files, codec), tuple(notes))
@@ -89,6 +94,10 @@ def open_pretrained(
         raise InferenceError(f"--ckpt-step {step}: a Hugging Face folder holds one model", "drop --ckpt-step")
     if average:
         raise InferenceError("--ema: a Hugging Face folder holds one set of weights", "drop --ema")
+    if pretrained is not None:
+        raise InferenceError(
+            "--pretrained-checkpoint: a Hugging Face folder holds no adapters", "drop --pretrained-checkpoint"
+        )
     folder = model_folder(load.removeprefix(HUGGING_FACE_PREFIX))
     if not follow_links:
         refuse_outside_links(folder)

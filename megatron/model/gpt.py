@@ -109,12 +109,19 @@ class GPTChunk(nn.Module):
             self.output_layer = OutputLayer(
                 config, context.submodule("output_layer"), training.cross_entropy_chunk_size
             )
+        # Keys and values of earlier tokens, of a pass that generates text.
+        self.cache: KVCache | None = None
         # Only the last chunk computes the loss, but all need the weights of micro-batches in it.
         self.objective = make_objective(config, training, context)
         self.rotary = {
             kind: RotaryEmbedding(config, kind, context.dtype, context.device)
             for kind in config.rotary_kinds(stage.layers)
         }
+
+    @property
+    def device(self) -> torch.device:
+        """Device of the chunk."""
+        return self.context.device
 
     @property
     def parts(self) -> list[nn.Module]:
@@ -124,7 +131,7 @@ class GPTChunk(nn.Module):
 
     def forward(self, x_SBH: Tensor | None, batch: MicroBatch) -> tuple[Tensor, Tensor]:
         """Run the chunk on a micro-batch."""
-        ctx = self._forward_context(batch)
+        ctx = self._forward_context(batch, self.cache)
         if self.embedding is not None:
             x_SBH = self._embed(self.embedding, ctx)
         if x_SBH is None:

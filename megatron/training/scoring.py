@@ -24,6 +24,7 @@ from megatron.convert.huggingface.weights import WeightSource, fill_weights
 from megatron.distributed import comm
 from megatron.distributed.mesh import Mesh
 from megatron.distributed.micro_batch import MicroBatch
+from megatron.layers.kv_cache import KVCache
 from megatron.layers.loss import OutputLayer
 from megatron.model.gpt import GPTChunk, LossSums
 from megatron.model.objective import Objective
@@ -119,11 +120,13 @@ class FrozenModel:
         self.pipeline.run(program.ranks[self.mesh.coordinate["pp"]], batches, loss_grad)
 
 
-def record(model: ComputingModel, batches: Sequence[MicroBatch], measure: Measure[T]) -> list[T]:
+def record(
+    model: ComputingModel, batches: Sequence[MicroBatch], measure: Measure[T], cache: KVCache | None = None
+) -> list[T]:
     """Run forward passes of micro-batches, without dropout; return what ``measure`` returns for each.
 
     Collective over the ranks of a pipeline, and those that share weights or experts: all need equally many
-    micro-batches.
+    micro-batches. With a ``cache``, the tokens of the only micro-batch follow the cached ones.
 
     Returns:
         One result per micro-batch on ranks that hold the last stage, and no result on others.
@@ -131,12 +134,12 @@ def record(model: ComputingModel, batches: Sequence[MicroBatch], measure: Measur
     recorder = _Recorder(measure)
     kept = [(chunk, chunk.objective, chunk.sums) for chunk in model.chunks.values()]
     for chunk, _, _ in kept:
-        chunk.objective, chunk.sums = recorder, LossSums()
+        chunk.objective, chunk.sums, chunk.cache = recorder, LossSums(), cache
     try:
         model.compute(batches, None)
     finally:
         for chunk, objective, sums in kept:
-            chunk.objective, chunk.sums = objective, sums
+            chunk.objective, chunk.sums, chunk.cache = objective, sums, None
     return recorder.results
 
 

@@ -135,6 +135,8 @@ def pipeline(
 def run_case(rank: int, world_size: int, case: Case) -> list[RankTrace]:
     """Train ``case.steps`` steps on this rank and note each."""
     trainer = build_trainer(case.config(), rank, world_size)
+    if case.model.lora_dora:
+        trainer.initialize_magnitudes()
     if case.training.reference_model or case.training.teacher_model:
         trainer.frozen_inputs, _ = frozen_inputs(trainer)
     traces = []
