@@ -24,6 +24,7 @@ from megatron.arguments.checks import (
     fp8,
     grad_compression,
     model,
+    objective,
     offload,
     training,
 )
@@ -237,6 +238,7 @@ GRAPH_CHECKS = (
     model.check_graph_experts,
     grad_compression.check_graph_compression,
     offload.check_graph_offload,
+    objective.check_graph_objective,
 )
 """Checks of ``--cuda-graph step`` on a GPU."""
 
@@ -420,7 +422,19 @@ Check = Callable[[RunConfig, int], Iterator[Problem]]
 def _checks() -> list[Check]:
     """Return the functions named ``check_...`` of the modules of checks, in order."""
     own = sys.modules[__name__]
-    modules = (model, context_parallel, grad_compression, training, diloco, offload, fp8, data, checkpoint, own)
+    modules = (
+        model,
+        context_parallel,
+        grad_compression,
+        training,
+        objective,
+        diloco,
+        offload,
+        fp8,
+        data,
+        checkpoint,
+        own,
+    )
     return [f for each in modules for name, f in vars(each).items() if name.startswith("check_")]
 
 
