@@ -105,10 +105,8 @@ class ChatTokenizer:
             if not text.startswith(after):  # it may end every conversation
                 after = after.removesuffix(eos)
             if not (text.startswith(before) and text.startswith(after)):
-                seen = (
-                    f": within the conversation, the chat template renders message {i + 1} or those before differently"
-                )
-                raise BadDocumentError(f"{seen} than alone; mark answers in it with {{% generation %}}")
+                seen = f": the chat template renders the messages up to {i + 1} differently within the conversation"
+                raise BadDocumentError(f"{seen}; mark answers in it with {{% generation %}}")
             spans.append((len(before), len(after)))
         encoded = self._tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
         answers = [
@@ -251,7 +249,11 @@ def load_conversations(data: DataConfig, split: str, seq_length: int, pairs: boo
         DataError: if a file cannot be read, or with ``bad_samples`` error if a line cannot be used; else if none can.
     """
     paths = data.chat_data_path if split == "train" else data.valid_chat_data_path
-    tables, notes = _load(data, paths, pairs)
+    try:
+        versions = tuple(Path(path).stat().st_mtime_ns for path in paths)
+    except OSError as error:
+        raise DataError(f"{error.filename} cannot be read: {error.strerror}") from error
+    tables, notes = _load(data, paths, versions, pairs)
     per_line = 2 if pairs else 1
     starts, stops, logps = (
         x.reshape(-1, per_line) for x in (tables["starts"][:-1], tables["starts"][1:], tables["logps"])
@@ -296,8 +298,10 @@ def _describe_bad(bad: Sequence[BadLine], paths: Sequence[str], good: int) -> st
 
 
 @lru_cache(maxsize=4)
-def _load(data: DataConfig, paths: tuple[str, ...], pairs: bool) -> tuple[Tables, tuple[str, ...]]:
-    """Return the tables of `encode_files`, and notes on the cache."""
+def _load(
+    data: DataConfig, paths: tuple[str, ...], versions: tuple[int, ...], pairs: bool
+) -> tuple[Tables, tuple[str, ...]]:
+    """Return the tables of `encode_files`, and notes on the cache; once per process for the same files."""
     files = tokenizer_files_to_save(data, None)
     if not files:
         fix = "--tokenizer-type HuggingFaceTokenizer --tokenizer-model DIR"

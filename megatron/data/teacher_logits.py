@@ -70,23 +70,23 @@ def with_teacher_logits(data: DataSource, folder: Path, k: int) -> DataSource:
     Raises:
         DataError: if the folder cannot be read, or is that of other samples, of fewer, or with fewer logits.
     """
-    datasets = {}
     try:
         index = parse_json((folder / INDEX).read_bytes())
-        for split, dataset in data.datasets.items():
-            arrays = {name: np.load(array_path(folder, split, name), mmap_mode="r") for name in ARRAYS}
-            samples, length, stored = arrays["ids"].shape
-            differs = None
-            if samples < data.used[split] or stored < k or length != data.seq_length:
-                wanted = f"{data.used[split]:,} samples of {data.seq_length:,} tokens with {k} logits"
-                differs = f"has {samples:,} samples of {length:,} tokens with {stored} logits, not {wanted}"
-            elif replace(data, stream=(0, 1)).digest(split, 0, samples) != index[split]:
-                differs = "belongs to other samples"
-            if differs is not None:
-                raise DataError(f"--teacher-logits {folder}: {split} {differs}", PRECOMPUTE)
-            datasets[split] = TeacherDataset(dataset, arrays, k)
-    except (OSError, ValueError, KeyError) as error:
+        arrays = {
+            split: {name: np.load(array_path(folder, split, name), mmap_mode="r") for name in ARRAYS}
+            for split in data.datasets
+        }
+    except (OSError, ValueError) as error:
         raise DataError(f"--teacher-logits {folder} cannot be read: {error}", PRECOMPUTE) from error
+    for split in data.datasets:
+        samples, length, stored = arrays[split]["ids"].shape
+        if samples < data.used[split] or stored < k or length != data.seq_length:
+            wanted = f"{data.used[split]:,} samples of {data.seq_length:,} tokens with {k} logits"
+            seen = f"has {samples:,} samples of {length:,} tokens with {stored} logits, not {wanted}"
+            raise DataError(f"--teacher-logits {folder}: {split} {seen}", PRECOMPUTE)
+        if replace(data, stream=(0, 1)).digest(split, 0, samples) != index.get(split):
+            raise DataError(f"--teacher-logits {folder}: {split} belongs to other samples", PRECOMPUTE)
+    datasets = {split: TeacherDataset(dataset, arrays[split], k) for split, dataset in data.datasets.items()}
     return replace(data, datasets=datasets)
 
 
