@@ -26,6 +26,7 @@ from megatron.arguments.checks import (
     fp8,
     grad_compression,
     model,
+    objective,
     offload,
     training,
 )
@@ -241,6 +242,7 @@ GRAPH_CHECKS = (
     adapters.check_graph_adapters,
     grad_compression.check_graph_compression,
     offload.check_graph_offload,
+    objective.check_graph_objective,
 )
 """Checks of ``--cuda-graph step`` on a GPU."""
 
@@ -442,6 +444,7 @@ def _checks() -> list[Check]:
         context_parallel,
         grad_compression,
         training,
+        objective,
         diloco,
         offload,
         fp8,

@@ -226,6 +226,8 @@ class Conversations(NamedTuple):
     source: str  # names of the files
     notes: tuple[str, ...] = ()  # on lines that are left out
     per_line: int = 1  # conversations that share a sample: 2 for preferences, first the preferred one
+    # int64 [lines, 2], number of the file and line from 1 on
+    places: NDArray[np.int64] = np.empty((0, 2), dtype=np.int64)
     logps: NDArray[np.float64] | None = None  # float64 [n], of the answers of preferences under the reference model
 
     @property
@@ -262,9 +264,9 @@ def load_conversations(data: DataConfig, split: str, seq_length: int, pairs: boo
     for i in np.flatnonzero(~fits):
         file, line = tables["places"][i].tolist()
         bad.append((file, line, f" takes {positions[i]:,} positions, and a sample has {seq_length:,}"))
-    lacking = np.isnan(logps).any(1)
+    lacking = np.isnan(logps[fits]).any(1)
     if lacking.any() and not lacking.all():
-        file, line = tables["places"][np.flatnonzero(lacking)[0]].tolist()
+        file, line = tables["places"][fits][np.flatnonzero(lacking)[0]].tolist()
         seen = f"{paths[file]}:{line} has no ref_chosen_logps and ref_rejected_logps, which other lines have"
         raise DataError(seen, "python tasks/finetune/precompute.py")
     if bad:
@@ -280,6 +282,7 @@ def load_conversations(data: DataConfig, split: str, seq_length: int, pairs: boo
         ", ".join(paths),
         notes,
         per_line,
+        tables["places"][fits],
         None if lacking.any() else logps[fits].flatten(),
     )
 
@@ -335,7 +338,7 @@ def encode_files(paths: Sequence[str], tokenizer: ChatTokenizer, pairs: bool = F
     found, logps, places = list[Conversation](), list[float](), list[tuple[int, int]]()
     bad = list[BadLine]()
     for number, path in enumerate(paths):
-        for line, content in _lines(Path(path)):
+        for line, content in numbered_lines(Path(path)):
             try:
                 if isinstance(content, BadDocumentError):
                     raise content
@@ -362,7 +365,7 @@ def encode_files(paths: Sequence[str], tokenizer: ChatTokenizer, pairs: bool = F
     }
 
 
-def _lines(path: Path) -> Iterator[tuple[int, bytes | BadDocumentError]]:
+def numbered_lines(path: Path) -> Iterator[tuple[int, bytes | BadDocumentError]]:
     """Yield the number and the content of each line that is not blank; an error for one that cannot be read.
 
     Raises:

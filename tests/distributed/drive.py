@@ -159,7 +159,7 @@ def run_case(rank: int, world_size: int, case: Case) -> list[RankTrace]:
     if case.model.lora_dora:
         trainer.initialize_magnitudes()
     if case.training.reference_model or case.training.teacher_model:
-        trainer.frozen_inputs = frozen_inputs(trainer)
+        trainer.frozen_inputs, _ = frozen_inputs(trainer)
     traces = []
     for step in range(case.steps):
         batches = trainer.with_frozen_inputs(batches_of(trainer, case, step))
