@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from megatron.arguments.checks import (
+    adapters,
     checkpoint,
     context_parallel,
     data,
@@ -25,6 +26,7 @@ from megatron.arguments.checks import (
     fp8,
     grad_compression,
     model,
+    objective,
     offload,
     training,
 )
@@ -71,8 +73,9 @@ def check_skip_train(config: RunConfig, world_size: int) -> Iterator[Problem]:
 def check_required_checkpoint(config: RunConfig, world_size: int) -> Iterator[Problem]:
     """Check that there is a checkpoint for flags that need one."""
     checkpoint = config.checkpoint
-    folders = {"--load": checkpoint.load, "--save": checkpoint.save}
-    if (checkpoint.load or "").startswith(HUGGING_FACE_PREFIX) or any(map(holds_checkpoints, folders.values())):
+    load = checkpoint.first_start.load
+    folders = {"--load": load, "--save": checkpoint.save}
+    if (load or "").startswith(HUGGING_FACE_PREFIX) or any(map(holds_checkpoints, folders.values())):
         return
     reason = "".join(f"; {flag} {folder} contains none" for flag, folder in folders.items() if folder is not None)
     if config.training.skip_train:
@@ -236,8 +239,10 @@ GRAPH_CHECKS = (
     check_graph_attention,
     check_tp_overlap,
     model.check_graph_experts,
+    adapters.check_graph_adapters,
     grad_compression.check_graph_compression,
     offload.check_graph_offload,
+    objective.check_graph_objective,
 )
 """Checks of ``--cuda-graph step`` on a GPU."""
 
@@ -433,7 +438,20 @@ Check = Callable[[RunConfig, int], Iterator[Problem]]
 def _checks() -> list[Check]:
     """Return the functions named ``check_...`` of the modules of checks, in order."""
     own = sys.modules[__name__]
-    modules = (model, context_parallel, grad_compression, training, diloco, offload, fp8, data, checkpoint, own)
+    modules = (
+        model,
+        adapters,
+        context_parallel,
+        grad_compression,
+        training,
+        objective,
+        diloco,
+        offload,
+        fp8,
+        data,
+        checkpoint,
+        own,
+    )
     return [f for each in modules for name, f in vars(each).items() if name.startswith("check_")]
 
 

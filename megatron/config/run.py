@@ -303,6 +303,8 @@ class TrainingConfig:
     teacher_model: str | None = option(None, role="start", needs=DISTILLATION)
     """Model whose most likely tokens the student learns, of any size but with the same vocabulary: a checkpoint, a
     folder of checkpoints, hf:DIR or megatron:DIR."""
+    teacher_logits: str | None = option(None, role="start", needs=DISTILLATION)
+    """Folder that tasks/finetune/precompute.py has written for these data, instead of teacher_model."""
     dpo_loss_type: str = option(
         "sigmoid", role="schedule", choices=("sigmoid", "sigmoid_norm", "ipo", "kto_pair"), needs=DPO
     )
