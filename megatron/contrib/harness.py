@@ -179,10 +179,10 @@ class HarnessModel:
             seen = f"--model_args {unknown[0]}: there is no such argument" if unknown else "--model_args names no model"
             raise InferenceError(seen, "--model_args load=CHECKPOINTS,tensor_model_parallel_size=2")
         shared, options = load_shared(**given)
-        RUNNING.append(shared)
         if shared.world.rank > 0:
             shared.serve()
             raise SystemExit(0)
+        RUNNING.append(shared)
         return cls(shared, name=str(given["load"]), **options)
 
     @classmethod
@@ -308,7 +308,7 @@ class HarnessModel:
 
 
 RUNNING: list[SharedModel] = []
-"""Models that lm-eval has created; rank 0 ends their service."""
+"""Models that lm-eval has created on rank 0, whose service has to be ended."""
 
 
 @cache
