@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from megatron.config.run import DataConfig
 from megatron.config.text import counted
-from megatron.data.dataset_info import tokenizer_files_to_save
+from megatron.data.dataset_info import tokenizer_files_to_save, tokenizer_from_flags
 from megatron.data.errors import DataError
 from megatron.data.index_cache import IndexCache, Tables
 from megatron.data.preprocess.corpus import (
@@ -34,6 +34,7 @@ from megatron.data.preprocess.corpus import (
 )
 from megatron.data.tokenizers.base import convert_library_errors
 
+END_WITHIN = 3  # last ids of an answer among which a special token ends it
 MAX_REPORTED = 5  # lines that cannot be used and are named one by one
 
 BadLine = tuple[int, int, str]
@@ -222,6 +223,16 @@ def _describe_bad(bad: Sequence[BadLine], paths: Sequence[str], good: int) -> st
     named = [f"{paths[file]}:{line}{seen}" for file, line, seen in sorted(bad)[:MAX_REPORTED]]
     more = f"; and {len(bad) - len(named):,} more" if len(bad) > len(named) else ""
     return f"{len(bad):,} of {counted(good + len(bad), 'conversation')} cannot be used: {'; '.join(named)}{more}"
+
+
+def end_of_answers(data: DataConfig, conversations: Conversations) -> int | None:
+    """Return the special token that most answers end with, possibly before white space; None if there is none."""
+    tokenizer = tokenizer_from_flags(data, None)
+    special = np.array([] if tokenizer is None else [*tokenizer.special_ids.values()], dtype=np.int64)
+    last = np.flatnonzero(np.diff(conversations.answers, append=0).astype(np.int8) < 0)  # of each answer
+    ends = [conversations.ids[last - i] for i in range(END_WITHIN) if len(last) and last[0] >= i]
+    found = np.concatenate([end[np.isin(end, special)] for end in ends]) if ends else np.array([])
+    return int(np.bincount(found).argmax()) if len(found) > len(last) // 2 else None
 
 
 @lru_cache(maxsize=4)
