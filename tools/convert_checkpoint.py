@@ -4,6 +4,10 @@
 ``python tools/convert_checkpoint.py --load CHECKPOINTS --save-hf HF_FOLDER``
 ``python tools/convert_checkpoint.py --load-megatron MEGATRON_FOLDER --save CHECKPOINTS`` (or ``--save-hf``)
 ``python tools/convert_checkpoint.py --load CHECKPOINTS --save-megatron MEGATRON_FOLDER``
+``python tools/convert_checkpoint.py --load-peft PEFT_FOLDER --pretrained-checkpoint hf:HF_FOLDER --save CHECKPOINTS``
+``python tools/convert_checkpoint.py --load CHECKPOINTS --save-peft PEFT_FOLDER``
+
+Adapters are merged into the weights of their model, except with ``--save-peft``.
 """
 
 from __future__ import annotations
@@ -27,20 +31,34 @@ from megatron.config.files import add_links_flag
 from megatron.config.text import echo
 from megatron.data.progress import ByteProgress
 from megatron.layers.parameters import num_parameters
-from tools.lib.locations import location_argument
+from tools.lib.locations import add_pretrained_flag, location_argument
 
 if TYPE_CHECKING:
     from megatron.checkpoint.format import Manifest
     from megatron.convert.huggingface.convert import ConversionResult
 
 UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
-SOURCES = {"load_hf": ("save",), "load_megatron": ("save", "save_hf"), "load": ("save_hf", "save_megatron")}
+SOURCES = {
+    "load_hf": ("save",),
+    "load_megatron": ("save", "save_hf"),
+    "load_peft": ("save",),
+    "load": ("save_hf", "save_megatron", "save_peft"),
+}
 """Sources, and the targets that they can be converted to."""
-TARGETS = ("save", "save_hf", "save_megatron")
-EXPORT_OPTIONS = ("max_shard_size", "tokenizer", "model_type", "ema")
-"""Options that apply only to --save-hf."""
-HUGGING_FACE_OPTIONS = ("dtype", "workers", "no_check", "plugin")
-"""Options that do not apply between checkpoints and Megatron-LM."""
+TARGETS = ("save", "save_hf", "save_megatron", "save_peft")
+OPTIONS = {
+    "max_shard_size": ("save_hf",),
+    "tokenizer": ("save_hf",),
+    "model_type": ("save_hf", "save_peft", "load_peft"),
+    "ema": ("save_hf", "save_peft"),
+    "dtype": ("save_hf", "save_peft", "load_hf"),
+    "workers": ("save_hf", "load_hf"),
+    "no_check": ("save_hf", "load_hf"),
+    "plugin": ("save_hf", "load_hf", "save_peft", "load_peft"),
+    "ckpt_step": ("load", "load_megatron"),
+    "pretrained_checkpoint": ("load", "load_peft"),
+}
+"""Options that apply only to some sources or targets."""
 
 
 def parse_size(text: str) -> int:
@@ -80,6 +98,8 @@ def build_parser() -> argparse.ArgumentParser:
     source.add_argument("--load", type=location_argument, metavar="CKPT", help=checkpoints)
     megatron = "folder of Megatron-LM's checkpoints, or one checkpoint in it; torch and torch_dist, of any layout"
     source.add_argument("--load-megatron", type=location_argument, metavar="DIR", help=megatron)
+    peft = "folder of a LoRA or DoRA adapter of PEFT, of the model in --pretrained-checkpoint"
+    source.add_argument("--load-peft", type=Path, metavar="DIR", help=peft)
     target = parser.add_mutually_exclusive_group(required=True)
     kept = (
         "folder for a checkpoint: from Hugging Face of step 0 and weights only, from Megatron-LM with the run's state"
@@ -90,6 +110,9 @@ def build_parser() -> argparse.ArgumentParser:
     target.add_argument(
         "--save-hf", type=parse_output_folder, metavar="DIR", help="folder to write; must not exist, or be empty"
     )
+    to_peft = "folder to write, of an adapter that PEFT loads; must not exist, or be empty"
+    target.add_argument("--save-peft", type=parse_output_folder, metavar="DIR", help=to_peft)
+    add_pretrained_flag(parser)
     parser.add_argument("--ckpt-step", type=int, metavar="N", help="which checkpoint of --load (the newest valid one)")
     parser.add_argument(
         "--dtype", choices=("fp32", "bf16", "fp16"), help="dtype of the weights written (that of the run; fp32)"
@@ -112,16 +135,18 @@ def find_direction(parser: argparse.ArgumentParser, args: argparse.Namespace) ->
     source, target = (next(n for n in names if getattr(args, n) is not None) for names in (SOURCES, TARGETS))
     if target not in SOURCES[source]:
         parser.error(
-            "--load-hf goes with --save, --load with --save-hf or --save-megatron, "
+            "--load-hf and --load-peft go with --save, --load with --save-hf, --save-megatron or --save-peft, "
             "--load-megatron with --save or --save-hf"
         )
-    unused = [("--save-hf", name) for name in EXPORT_OPTIONS if target != "save_hf"]
-    unused += [("Hugging Face", name) for name in HUGGING_FACE_OPTIONS if "hf" not in source + target]
-    unused += [("--load and --load-megatron", "ckpt_step")] if source == "load_hf" else []
-    for only, name in unused:
-        if getattr(args, name) is not None:
-            parser.error(f"--{name.replace('_', '-')}: only with {only}")
+    for name, only in OPTIONS.items():
+        if getattr(args, name) is not None and not {source, target} & {*only}:
+            parser.error(f"{as_flag(name)}: only with {' or '.join(map(as_flag, only))}")
     return source, target
+
+
+def as_flag(name: str) -> str:
+    """Return the flag of an argument."""
+    return f"--{name.replace('_', '-')}"
 
 
 def main(argv: Sequence[str]) -> int:
@@ -143,6 +168,9 @@ def main(argv: Sequence[str]) -> int:
     signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         load_plugins(args.plugin or ())
+        if "peft" in source + target:
+            echo(convert_peft(args))
+            return 0
         if source != "load_hf" and target != "save_hf":
             echo(convert_megatron(args))
             return 0
@@ -191,6 +219,8 @@ def convert(args: argparse.Namespace) -> ConversionResult:
         tokenizer=args.tokenizer,
         model_type=args.model_type,
         average=bool(args.ema),
+        pretrained=args.pretrained_checkpoint,
+        follow_links=args.follow_links,
         checked=checked,
         workers=args.workers,
     )
@@ -220,8 +250,24 @@ def convert_megatron(args: argparse.Namespace) -> str:
     if args.save is not None:
         path, what = import_megatron_lm(manifest, args.save, report)
     else:
-        path, what = save_megatron_lm(manifest, args.save_megatron, report)
+        base, links = args.pretrained_checkpoint, args.follow_links
+        path, what = save_megatron_lm(manifest, args.save_megatron, report, base, links)
     return f"wrote {path}: {what}"
+
+
+def convert_peft(args: argparse.Namespace) -> str:
+    """Run a conversion from or to PEFT; return what was written."""
+    from megatron.convert.adapters import describe_adapters
+    from megatron.convert.huggingface.peft import export_peft, import_peft
+    from megatron.convert.saved_model import SavedModel
+
+    base, links = args.pretrained_checkpoint, args.follow_links
+    if args.load_peft is not None:
+        path, model = import_peft(args.load_peft, base, args.save, args.model_type, links)
+    else:
+        saved = SavedModel(open_source(args), bool(args.ema), base, links)
+        path, model = args.save_peft, export_peft(saved, args.save_peft, args.dtype, args.model_type)
+    return f"wrote {path}: {describe_adapters(model)}"
 
 
 class ProgressPrinter:

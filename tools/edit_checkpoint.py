@@ -4,6 +4,7 @@
     python tools/edit_checkpoint.py --load runs/a/checkpoints --drop-layers 20-27 --resize-vocab 50432 --save small
     python tools/edit_checkpoint.py --load runs/a/checkpoints --num-experts 8 --moe-router-topk 2 --save sparse
     python tools/edit_checkpoint.py --load runs/a/checkpoints --cast bf16 --save half
+    python tools/edit_checkpoint.py --load runs/adapters/checkpoints --merge --save merged
 
 Changes are made in this order, block by block, so memory does not depend on the size of the model. The result is a
 checkpoint of step 0, weights only: `pretrain_gpt.py --load DIR --resume-mode weights-only`, `tools/generate.py` and
@@ -21,10 +22,11 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # if this checkout is not installed
 
+from megatron.config.files import add_links_flag
 from megatron.config.text import counted, echo
 from megatron.layers.parameters import num_parameters
 from tools.convert_checkpoint import ProgressPrinter, parse_count, parse_output_folder
-from tools.lib.locations import location_argument
+from tools.lib.locations import add_pretrained_flag, location_argument
 
 
 def parse_layers(text: str) -> frozenset[int]:
@@ -50,7 +52,11 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--load", type=location_argument, required=True, metavar="CKPT", help=checkpoints)
     parser.add_argument("--ckpt-step", type=int, metavar="N", help="which checkpoint of --load (the newest valid one)")
     parser.add_argument("--save", type=parse_output_folder, required=True, metavar="DIR", help="a new folder")
+    add_pretrained_flag(parser)
+    add_links_flag(parser)
     changes = parser.add_argument_group("changes, made in this order")
+    merged = "add adapters to the weights of their model, which the other changes do too"
+    changes.add_argument("--merge", action="store_true", help=merged)
     mean = "take the mean with the weights of these checkpoints"
     changes.add_argument("--average", type=location_argument, nargs="+", default=[], metavar="CKPT", help=mean)
     dropped = "remove these blocks, numbered from 0, such as 3,20-27"
@@ -70,8 +76,8 @@ def main(argv: Sequence[str]) -> int:
     """Write the changed model; return the exit status: 1 if that fails, 2 for invalid flags."""
     parser = build_parser()
     args = parser.parse_args(argv)
-    if not (args.average or args.drop_layers or args.resize_vocab or args.num_experts or args.cast):
-        parser.error("no change given: --average, --drop-layers, --resize-vocab, --num-experts or --cast")
+    if not (args.merge or args.average or args.drop_layers or args.resize_vocab or args.num_experts or args.cast):
+        parser.error("no change given: --merge, --average, --drop-layers, --resize-vocab, --num-experts or --cast")
     unused = [flag for flag in ("moe_router_topk", "seed") if getattr(args, flag) is not None]
     if unused and args.num_experts is None:
         parser.error(f"--{unused[0].replace('_', '-')}: only with --num-experts")
@@ -87,7 +93,11 @@ def main(argv: Sequence[str]) -> int:
         for _, notes in opened:
             for note in notes:
                 echo(f"edit_checkpoint: {note}", file=sys.stderr)
-        first, *others = (SavedModel(manifest) for manifest, _ in opened)
+        links, (manifest, _) = args.follow_links, opened[0]
+        first = SavedModel(manifest, False, args.pretrained_checkpoint, links)
+        others = [SavedModel(manifest, follow_links=links) for manifest, _ in opened[1:]]
+        if args.merge and first.merged is None:
+            raise CheckpointError(f"{manifest.path} holds no adapters", "drop --merge")
         routers = {name: value for name in ("moe_router_topk", "seed") if (value := getattr(args, name)) is not None}
         changes = Changes(others, args.drop_layers, args.resize_vocab, args.num_experts, **routers)
         path, model = change_checkpoint(first, changes, args.save, ProgressPrinter(), args.cast)

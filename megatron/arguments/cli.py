@@ -241,10 +241,10 @@ def parse(
     saved = None
     unreadable: Sequence[Problem] = ()
     try:
-        saved = recall(without_checkpoint.checkpoint)
+        saved = recall(without_checkpoint.checkpoint.first_start)
     except UserError as error:  # reported with problems that may follow from it; without any, by the first rank
         unreadable = error.problems
-    load = without_checkpoint.checkpoint.load
+    load = without_checkpoint.checkpoint.first_start.load
     start = from_hugging_face(load, read_model) if saved is None else from_checkpoint(saved)
     sources.insert(0, start)
     values = merge_values(source.values for source in sources)
@@ -267,7 +267,8 @@ def parse(
     in_range = all(problem.code != "E600" for problem in found)  # derived sizes need that
     if saved is None and start.values and in_range:
         shape = to_dict(build_config(start.values))
-        changes = compare_configs(shape, resolve(config, world_size), "weights-only", name="config.json")
+        of_base = replace(config, model=config.model.base)
+        changes = compare_configs(shape, resolve(of_base, world_size), "weights-only", name="config.json")
         notes += changes.lines
         found += changes.problems
     if found:

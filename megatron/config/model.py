@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from functools import cache
 
@@ -320,6 +320,11 @@ class ModelConfig:
         if self.vocab_size is None:
             raise ValueError("vocab_size is not known yet: pass --vocab-size or a tokenizer")
         return self.vocab_size
+
+    @property
+    def base(self) -> ModelConfig:
+        """The model without adapters."""
+        return replace(self, lora_rank=None, lora_alpha=None, lora_target=ModelConfig.lora_target, lora_dora=False)
 
     @property
     def lora_scale(self) -> float:

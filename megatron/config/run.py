@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 
 from megatron.config.errors import Problem
@@ -39,6 +39,7 @@ DENSE_MLP = Need(
 )
 EVALUATION = Need(lambda c: c.training.eval_iters > 0 or c.data.valid_chat_data_path, "--eval-iters above 0")
 TRAINING_STEPS = Need(lambda c: not c.training.skip_train, "training steps (--skip-train takes none)")
+TASKS = Need("evaluate_tasks", "tasks to evaluate")
 LR_SCALING = Need("lr_scaling=linear|sqrt")
 LR_DECAY = Need(lambda c: c.optimizer.lr_decay_style != "constant", "a learning rate that decays")
 WSD = Need("lr_decay_style=WSD")
@@ -83,6 +84,12 @@ TIMERS = Need(lambda c: c.logging.timing_log_level > 0, "--timing-log-level abov
 PROFILE = Need(lambda c: c.profiling.requested, "--profile, --profile-memory or --profile-pipeline")
 RUN_DIR = Need("run_dir")
 DILOCO = Need("diloco_sync_interval")
+DPO = Need("objective=dpo")
+DISTILLATION = Need("objective=distillation")
+SMOOTHED = Need(
+    lambda c: c.training.objective == "dpo" and c.training.dpo_loss_type.startswith("sigmoid"),
+    "--objective dpo and --dpo-loss-type sigmoid or sigmoid_norm",
+)
 
 
 @dataclass(frozen=True)
@@ -240,6 +247,14 @@ class TrainingConfig:
     end of each epoch."""
     eval_iters: int = option(0, role="free", at_least=0)
     """Global batches per evaluation; 0 turns evaluation off."""
+    evaluate_tasks: tuple[str, ...] = option((), role="start", needs=TRAINING_STEPS)
+    """Tasks of lm-eval to evaluate during training, such as hellaswag arc_easy."""
+    evaluate_tasks_interval: int = option(1000, role="start", at_least=1, needs=TASKS)
+    """Steps between evaluations of tasks."""
+    evaluate_tasks_limit: int | None = option(None, role="start", at_least=1, needs=TASKS)
+    """Examples of each task to evaluate. Default: all."""
+    evaluate_tasks_path: str | None = option(None, role="start", needs=TASKS)
+    """Folder with definitions of further tasks (YAML)."""
     exit_interval: int | None = option(None, role="start", at_least=1, needs=TRAINING_STEPS)
     """Stop cleanly after a step that is a multiple of this."""
     exit_duration_in_mins: float | None = option(None, role="start", above=0, example=60, needs=TRAINING_STEPS)
@@ -276,8 +291,34 @@ class TrainingConfig:
         1024 * 1024, role="free", at_least=1, needs=Need(lambda c: c.training.cpu_offloading_num_layers > 0, "offload")
     )
     """Elements of the smallest tensor that activation offload moves."""
-    objective: str = option("next_token", role="schedule", choices=("next_token",), kind="objective")
-    """Loss that training minimises: next_token (cross-entropy, and z_loss_coeff), or the name of a plugin."""
+    objective: str = option(
+        "next_token", role="schedule", choices=("next_token", "dpo", "distillation"), kind="objective"
+    )
+    """Loss that training minimises: next_token (cross-entropy, and z_loss_coeff), dpo (preferences), distillation
+    (divergence from a teacher), or the name of a plugin."""
+    reference_model: str | None = option(None, role="start", needs=DPO)
+    """Frozen model that log-ratios of preferences are relative to: a checkpoint, a folder of checkpoints, hf:DIR or
+    megatron:DIR. Default: the columns ref_chosen_logps and ref_rejected_logps of the data; without these the model
+    without its adapters, or pretrained_checkpoint."""
+    teacher_model: str | None = option(None, role="start", needs=DISTILLATION)
+    """Model whose most likely tokens the student learns, of any size but with the same vocabulary: a checkpoint, a
+    folder of checkpoints, hf:DIR or megatron:DIR."""
+    teacher_logits: str | None = option(None, role="start", needs=DISTILLATION)
+    """Folder that tasks/finetune/precompute.py has written for these data, instead of teacher_model."""
+    dpo_loss_type: str = option(
+        "sigmoid", role="schedule", choices=("sigmoid", "sigmoid_norm", "ipo", "kto_pair"), needs=DPO
+    )
+    """Loss of a pair: sigmoid (DPO), sigmoid_norm (of log-probabilities per token), ipo or kto_pair."""
+    dpo_beta: float = option(0.1, role="schedule", above=0, needs=DPO)
+    """Factor of the log-ratios to the reference model; for ipo the regularisation tau."""
+    dpo_label_smoothing: float = option(0.0, role="schedule", at_least=0, below=0.5, needs=SMOOTHED)
+    """Probability that the preference of a pair is wrong (conservative DPO)."""
+    distillation_top_k: int = option(32, role="schedule", at_least=1, needs=DISTILLATION)
+    """Most likely tokens of the teacher that the student is trained on, at each position."""
+    distillation_temperature: float = option(1.0, role="schedule", above=0, needs=DISTILLATION)
+    """Divisor of the logits of teacher and student in the divergence, which is multiplied by its square."""
+    distillation_label_weight: float = option(0.0, role="schedule", at_least=0, at_most=1, needs=DISTILLATION)
+    """Weight of the cross-entropy of the labels in the loss; the divergence has the rest."""
     neftune_alpha: float = option(0.0, role="schedule", at_least=0)
     """Noise on the embeddings in training (NEFTune): uniform, of up to this / sqrt(tokens of the document x hidden
     size)."""
@@ -595,6 +636,9 @@ class CheckpointConfig:
     """Start point when the save folder holds no checkpoint: a checkpoint or a folder of checkpoints, saved in any
     layout, or megatron:DIR for those of Megatron-LM; hf:DIR or hf:ORG/NAME (on the hub) for the weights and
     architecture of a Hugging Face model."""
+    pretrained_checkpoint: str | None = option(None, role="start")
+    """The model that fine-tuning starts from, in the forms of load; its weights alone are read, once. With lora_rank
+    they stay frozen: every start reads them, and checkpoints in save hold the adapters alone."""
     ckpt_step: int | None = option(None, role="start", at_least=0, needs=START_POINT)
     """Step of the checkpoint to load. Default: the newest valid one."""
     exit_on_missing_checkpoint: bool = option(False, role="start", needs=START_POINT)
@@ -608,6 +652,13 @@ class CheckpointConfig:
     )
     """Restore from load, or without it from save: exact (everything), new-schedule (everything, but batch size, run
     length, optimizer settings and schedules from the flags), or weights-only."""
+
+    @property
+    def first_start(self) -> CheckpointConfig:
+        """The same with ``pretrained_checkpoint`` in the place of ``load``, if that is not set."""
+        if self.load is not None or self.pretrained_checkpoint is None:
+            return self
+        return replace(self, load=self.pretrained_checkpoint, resume_mode="weights-only")
 
 
 @dataclass(frozen=True)
@@ -625,6 +676,11 @@ class RunConfig:
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     logging: LoggingConfig = field(default_factory=LoggingConfig)
     profiling: ProfilingConfig = field(default_factory=ProfilingConfig)
+
+    @property
+    def resume_options(self) -> CheckpointConfig:
+        """What the run resumes from, or starts from; adapters start from nothing."""
+        return self.checkpoint if self.model.lora_rank is not None else self.checkpoint.first_start
 
 
 KERNEL_CANDIDATES: dict[str, tuple[str, ...]] = {

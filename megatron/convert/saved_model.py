@@ -1,4 +1,8 @@
-"""The model in a checkpoint, without the run: its weights, read box by box, and its tokenizer files."""
+"""The model in a checkpoint, without the run: its weights, read box by box, and its tokenizer files.
+
+A checkpoint with adapters names the model that they belong to; its weights are those of that model with the adapters
+added.
+"""
 
 from __future__ import annotations
 
@@ -17,15 +21,26 @@ from megatron.checkpoint.errors import CheckpointError, raise_if_any
 from megatron.checkpoint.folder import CheckpointFolder
 from megatron.checkpoint.format import Manifest
 from megatron.checkpoint.load import CheckpointReader
-from megatron.checkpoint.location import Location
+from megatron.checkpoint.location import Location, parse_location
 from megatron.checkpoint.tensor_file import DTYPES
-from megatron.config.files import TABLE_FILE_BYTES
+from megatron.config.errors import UserError
+from megatron.config.files import TABLE_FILE_BYTES, parse_json
 from megatron.config.model import ModelConfig
-from megatron.config.run import RunConfig
+from megatron.config.run import HUGGING_FACE_PREFIX, RunConfig
 from megatron.config.text import format_bytes
-from megatron.convert.huggingface.config import check_model_config
+from megatron.convert.adapters import MergedWeights
+from megatron.convert.base_model import BaseModel
+from megatron.convert.huggingface.config import (
+    SPECIAL_TOKEN_IDS,
+    check_model_config,
+    model_folder,
+    read_model_config,
+    refuse_outside_links,
+)
+from megatron.convert.huggingface.weights import HuggingFaceWeights, WeightSource
+from megatron.data.errors import DataError
 from megatron.distributed.sharding import Box, ShardSpec
-from megatron.layers.parameters import gpt
+from megatron.layers.parameters import WORD_EMBEDDINGS, gpt, trainable
 
 TOKENIZER_PREFIX = "tokenizer/"
 TOKENIZER_FILES = (
@@ -44,6 +59,9 @@ MODEL_SUFFIX = ".model"
 """Suffix of the models of sentencepiece and tiktoken."""
 
 GENERATION_CONFIG_FILE = "generation_config.json"
+
+SmallFiles = Mapping[str, Path | bytes]
+"""Contents or paths of small files, by their names in a checkpoint."""
 
 EMA_PREFIX = "optim.ema."
 """Prefix of the names of averaged weights in a checkpoint."""
@@ -69,38 +87,27 @@ def open_checkpoint(path: Location, step: int | None = None) -> tuple[Manifest, 
     return manifest, notes
 
 
-class SavedModel:
-    """The weights of a checkpoint, read box by box."""
+def open_model(location: str) -> tuple[ModelConfig, WeightSource]:
+    """Open the model of a checkpoint (the newest in a folder), of ``hf:DIR`` or of ``megatron:DIR``.
 
-    manifest: Manifest
-    model: ModelConfig  # architecture, with the vocabulary size
-    specs: Mapping[str, ShardSpec]  # of all weights, by global name
-    precision: str  # data type that the run computed in, such as bf16
+    Raises:
+        CheckpointError: when there is none, or its weights do not match its model.
+        UserError: when the configuration of a Hugging Face folder is not supported.
+    """
+    if location.startswith(HUGGING_FACE_PREFIX):
+        folder = model_folder(location.removeprefix(HUGGING_FACE_PREFIX))
+        model = read_model_config(folder)
+        return model, HuggingFaceWeights(folder, model)
+    saved = SavedModel(open_checkpoint(parse_location(location))[0])
+    return saved.model, saved
 
-    def __init__(self, manifest: Manifest, average: bool = False) -> None:
-        """Check that the checkpoint holds exactly the weights of the model that its configuration describes.
 
-        Args:
-            manifest: manifest of the checkpoint.
-            average: read the moving average of the weights instead of the weights.
+class StoredTensors:
+    """The tensors of a checkpoint whose names have a prefix, read box by box from any thread."""
 
-        Raises:
-            CheckpointError: when there is no moving average; when the configuration has no model, or a model with
-                unknown options, which could change what it computes; or when tensors are missing, unknown or of another
-                shape.
-            UserError: when the configuration has values that are invalid or contradict each other.
-        """
-        self.manifest = manifest
-        config = _read_config(manifest)
-        self.precision = config.precision.params_dtype
-        words = manifest.tensors.get("embedding.word_embeddings.weight")
-        vocab_size = (config.model.vocab_size or 1) if words is None or not words.shape else words.shape[0]
-        self.model = replace(config.model, vocab_size=vocab_size)
-        check_model_config(manifest.path, self.model)
-        self.specs = gpt(self.model)
+    def __init__(self, manifest: Manifest, prefix: str = "") -> None:
+        self._manifest, self._prefix = manifest, prefix
         self._readers = local()  # one for each thread
-        self._prefix = EMA_PREFIX if average else ""
-        self._check_tensors()
 
     def read(self, name: str, view: tuple[int, ...], box: Box) -> Tensor:
         """Return the elements of ``box`` of a tensor, in the precision of the main params.
@@ -109,7 +116,7 @@ class SavedModel:
             ValueError: when ``view`` is not that of the tensor.
             DamagedCheckpointError: when a checksum does not match.
         """
-        out = torch.empty(box.size, dtype=DTYPES[self.manifest.tensors[self._prefix + name].dtype])
+        out = torch.empty(box.size, dtype=DTYPES[self._manifest.tensors[self._prefix + name].dtype])
         self.fill(name, view, box, out)
         return out
 
@@ -117,23 +124,123 @@ class SavedModel:
         """As :meth:`read`, into a tensor of shape ``box.size`` and any strides and floating-point type."""
         stored = self._prefix + name
         if not hasattr(self._readers, "reader"):
-            self._readers.reader = CheckpointReader(self.manifest)
+            self._readers.reader = CheckpointReader(self._manifest)
         reader: CheckpointReader = self._readers.reader
         if view != reader.view(stored):
             raise ValueError(f"{stored} is viewed {list(reader.view(stored))}, not {list(view)}")
         reader.fill([(stored, box, out)])
 
-    def _check_tensors(self) -> None:
+    def check(self, specs: Mapping[str, ShardSpec]) -> None:
         """Check names and shapes. Optimizer state other than the average is ignored."""
         stored = {
             name.removeprefix(self._prefix): (record.shape, record.view)
-            for name, record in self.manifest.tensors.items()
+            for name, record in self._manifest.tensors.items()
             if (name.startswith(EMA_PREFIX) if self._prefix else not name.startswith("optim."))
         }
         if self._prefix and not stored:
-            seen = f"{self.manifest.path} has no average of the weights, because its run had no --ema-decay"
+            seen = f"{self._manifest.path} has no average of the weights, because its run had no --ema-decay"
             raise CheckpointError(seen, "drop --ema")
-        raise_if_any(self.manifest.path, tensor_differences(self.specs, stored))
+        raise_if_any(self._manifest.path, tensor_differences(specs, stored))
+
+
+class SavedModel:
+    """The weights of a checkpoint, read box by box; adapters are added to the weights of their base."""
+
+    manifest: Manifest
+    model: ModelConfig  # architecture, with the vocabulary size
+    specs: Mapping[str, ShardSpec]  # of all weights, by global name
+    precision: str  # data type that the run computed in, such as bf16
+    base: BaseModel | None  # that adapters belong to, if the checkpoint holds adapters
+    merged: MergedWeights | None  # the adapters, and the weights of the base
+
+    def __init__(
+        self, manifest: Manifest, average: bool = False, pretrained: str | None = None, follow_links: bool = False
+    ) -> None:
+        """Check that the checkpoint holds exactly the weights of the model that its configuration describes.
+
+        Args:
+            manifest: manifest of the checkpoint.
+            average: read the moving average of the weights instead of the weights.
+            pretrained: the model that adapters belong to, if it is no longer where it was.
+            follow_links: also read files to which links lead out of the folder of that model.
+
+        Raises:
+            CheckpointError: when there is no moving average; when the configuration has no model, or a model with
+                unknown options, which could change what it computes; when tensors are missing, unknown or of another
+                shape; or when adapters belong to another model.
+            UserError: when the configuration has values that are invalid or contradict each other.
+        """
+        config, tensors = _read_config(manifest), StoredTensors(manifest, EMA_PREFIX if average else "")
+        self.manifest, self.precision, self.base, self.merged = manifest, config.precision.params_dtype, None, None
+        self._weights: StoredTensors | MergedWeights = tensors
+        if config.model.lora_rank is None:
+            words = manifest.tensors.get(WORD_EMBEDDINGS)
+            vocab_size = (config.model.vocab_size or 1) if words is None or not words.shape else words.shape[0]
+            stored = self.model = replace(config.model, vocab_size=vocab_size)
+        else:
+            self.base = find_recorded_base(manifest, pretrained)
+            base = open_base(self.base, follow_links)
+            stored = replace(config.model, vocab_size=base.model.vocab_size)
+            self.model = stored.base
+            self._weights = self.merged = MergedWeights(base, tensors, stored)
+        check_model_config(manifest.path, self.model)
+        self.specs = gpt(self.model)
+        tensors.check(trainable(gpt(stored)))
+
+    def read(self, name: str, view: tuple[int, ...], box: Box) -> Tensor:
+        """Return the elements of ``box`` of a tensor, in the precision of the main params.
+
+        Raises:
+            ValueError: when ``view`` is not that of the tensor.
+            DamagedCheckpointError: when a checksum does not match.
+        """
+        return self._weights.read(name, view, box)
+
+    def fill(self, name: str, view: tuple[int, ...], box: Box, out: Tensor) -> None:
+        """As :meth:`read`, into a tensor of shape ``box.size`` and any strides and floating-point type."""
+        self._weights.fill(name, view, box, out)
+
+
+def open_base(base: BaseModel, follow_links: bool = False) -> SavedModel | HuggingFaceWeights:
+    """Open the weights of a model that adapters belong to.
+
+    Args:
+        base: the model.
+        follow_links: also read files to which links lead out of a Hugging Face folder.
+
+    Raises:
+        CheckpointError: when they do not match the model.
+        UserError: when a Hugging Face model is not supported.
+    """
+    if isinstance(base.source, Manifest):
+        return SavedModel(base.source)
+    if not follow_links:
+        refuse_outside_links(base.source)
+    return HuggingFaceWeights(base.source, read_model_config(base.source))
+
+
+def find_recorded_base(manifest: Manifest, pretrained: str | None = None) -> BaseModel:
+    """Find the model that the adapters of a checkpoint belong to, in ``pretrained`` or where it was.
+
+    Raises:
+        CheckpointError: when it is not there, or another model is.
+    """
+    record = manifest.state.get("base")
+    if not isinstance(record, Mapping) or not all(isinstance(record.get(key), str) for key in ("location", "digest")):
+        raise CheckpointError(f"{manifest.path} holds adapters, but its manifest does not name their model")
+    location = pretrained or record["location"]
+    fix = f"--pretrained-checkpoint {'ITS_LOCATION' if pretrained is None else record['location']}"
+    try:
+        base = BaseModel.find(location)
+    except (CheckpointError, UserError) as error:
+        reason = str(error).partition("\n")[0]
+        raise CheckpointError(
+            f"{manifest.path} holds adapters of a model that cannot be read: {reason}", fix
+        ) from error
+    if base.digest != record["digest"]:
+        seen = f"{manifest.path} holds adapters of {record['location']}, whose weights are not those of {base.location}"
+        raise CheckpointError(seen, fix)
+    return base
 
 
 def _read_config(manifest: Manifest) -> RunConfig:
@@ -180,7 +287,54 @@ def saved_tokenizer_files(manifest: Manifest) -> dict[str, bytes]:
     return {name: manifest.read_file(name) for name in manifest.files if name in known | {GENERATION_CONFIG_FILE}}
 
 
-def by_huggingface_names(carried: Mapping[str, Path | bytes]) -> dict[str, bytes]:
+def by_huggingface_names(carried: SmallFiles) -> dict[str, bytes]:
     """Return the content of these files by their names in a Hugging Face folder."""
     contents = {name: file if isinstance(file, bytes) else file.read_bytes() for name, file in carried.items()}
     return {name.removeprefix(TOKENIZER_PREFIX): content for name, content in contents.items()}
+
+
+TOKENIZER_JSON = TOKENIZER_PREFIX + "tokenizer.json"
+
+
+def files_to_carry(recorded: SmallFiles, carried: SmallFiles) -> dict[str, Path | bytes]:
+    """Return the small files for the run's checkpoints: the tokenizer of its data, and the other files it loaded.
+
+    Args:
+        recorded: tokenizer files of the run's data.
+        carried: files of the checkpoint or model that the run starts from.
+
+    Raises:
+        DataError: if the generation_config.json in ``carried`` cannot be read.
+    """
+    if not recorded:
+        return dict(carried)
+    same = TOKENIZER_JSON in carried and not tokenizer_notes(recorded, carried)
+    kept = {name: content for name, content in carried.items() if same or not name.startswith(TOKENIZER_PREFIX)}
+    if GENERATION_CONFIG_FILE in kept and not same:  # its special token ids belong to another tokenizer
+        kept[GENERATION_CONFIG_FILE] = _without_special_ids(_bytes(kept[GENERATION_CONFIG_FILE]))
+    return kept | dict(recorded)
+
+
+def tokenizer_notes(recorded: SmallFiles, carried: SmallFiles) -> list[str]:
+    """Return a note if the data's tokenizer is not the one that the weights were trained with."""
+    if TOKENIZER_JSON not in recorded or TOKENIZER_JSON not in carried:
+        return []
+    if _bytes(recorded[TOKENIZER_JSON]) == _bytes(carried[TOKENIZER_JSON]):
+        return []
+    return [
+        "the data's tokenizer is not that of the weights, so token ids may have other meanings: "
+        "pass the folder of the right one to tools/preprocess_data.py --tokenizer-model"
+    ]
+
+
+def _bytes(content: Path | bytes) -> bytes:
+    return content if isinstance(content, bytes) else content.read_bytes()
+
+
+def _without_special_ids(generation: bytes) -> bytes:
+    """Return a generation_config.json without special token ids."""
+    try:
+        settings = dict(parse_json(generation))
+    except (ValueError, TypeError) as error:
+        raise DataError(f"the {GENERATION_CONFIG_FILE} of the loaded model is not a JSON object: {error}") from error
+    return json.dumps({name: value for name, value in settings.items() if name not in SPECIAL_TOKEN_IDS}).encode()

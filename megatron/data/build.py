@@ -77,7 +77,7 @@ def chat_segment_builders(data: DataConfig, training: TrainingConfig, batch: int
     """Return the segment builders of conversations, by split; an epoch is a multiple of ``batch`` samples."""
 
     def build(split: str, samples: int, before: Sequence[Dataset]) -> Dataset:
-        conversations = load_conversations(data, split, training.seq_length)
+        conversations = load_conversations(data, split, training.seq_length, training.objective == "dpo")
         first = sum(map(len, before))
         return PackedDataset(conversations, training.seq_length, batch, training.seed, samples, first)
 
@@ -96,7 +96,7 @@ def resolve_epochs(config: RunConfig, world_size: int) -> RunConfig:
     batch = streams * full_global_batch_size(training, config.parallel.data_parallel_size(world_size))
 
     def epoch_samples(split: str) -> int:
-        conversations = load_conversations(config.data, split, training.seq_length)
+        conversations = load_conversations(config.data, split, training.seq_length, training.objective == "dpo")
         return PackedDataset(conversations, training.seq_length, batch, training.seed, 0).epoch_samples
 
     if training.num_epochs is not None:

@@ -2,7 +2,9 @@
 
 A line is ``{"messages": [{"role": ..., "content": ...}, ...]}``, which the tokenizer's chat template renders, or
 ``{"prompt": ..., "completion": ...}``, which are concatenated. The answers are the assistant's turns or the completion,
-including what ends them. Lines that cannot be used are collected with file and line; nothing is truncated.
+including what ends them. For preferences a line is ``{"prompt": ..., "chosen": ..., "rejected": ...}``, texts or
+messages, also without ``prompt`` where both begin with it. Lines that cannot be used are collected with file and line;
+nothing is truncated.
 """
 
 from __future__ import annotations
@@ -113,16 +115,29 @@ class ChatTokenizer:
         ]
         return _conversation(encoded["input_ids"], answers)
 
-    def completion(self, prompt: str, completion: str) -> Conversation:
-        """Return a prompt and its completion, ended by the tokenizer's ``eos_token``, which are encoded as one text.
-
-        The answer begins where the ids differ from those of the prompt alone.
-        """
+    def completions(self, prompt: str, *completions: str) -> list[Conversation]:
+        """Return a prompt with each of its completions, ended by the tokenizer's ``eos_token``, encoded as one text."""
         eos = self._tokenizer.eos_token or ""
-        text = prompt + completion + ("" if completion.endswith(eos) else eos)
-        before, ids = (self._tokenizer(each)["input_ids"] for each in (prompt, text))
-        same = next((i for i, (a, b) in enumerate(zip(before, ids)) if a != b), min(len(before), len(ids)))
-        return _conversation(ids, [int(i >= same) for i in range(len(ids))])
+        texts = [prompt + each + ("" if each.endswith(eos) else eos) for each in completions]
+        return _after_prompt(*(self._tokenizer(text)["input_ids"] for text in (prompt, *texts)))
+
+    def continuations(
+        self, prompt: Sequence[Mapping[str, Any]], *answers: Sequence[Mapping[str, Any]]
+    ) -> list[Conversation]:
+        """Return a rendered prompt with each of its answers; raise BadDocumentError if the template refuses one."""
+        texts = [self.render(prompt, add_generation_prompt=True), *(self.render([*prompt, *each]) for each in answers)]
+        return _after_prompt(*(self._tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts))
+
+
+def _after_prompt(prompt: Sequence[int], *texts: Sequence[int]) -> list[Conversation]:
+    """Return texts as conversations whose answers begin where the ids of one of them differ from the prompt's."""
+    same = min(shared_length(prompt, ids) for ids in texts)
+    return [_conversation(ids, [int(i >= same) for i in range(len(ids))]) for ids in texts]
+
+
+def shared_length(a: Sequence[object], b: Sequence[object]) -> int:
+    """Return the number of first items that two sequences have in common."""
+    return next((i for i, (x, y) in enumerate(zip(a, b)) if x != y), min(len(a), len(b)))
 
 
 def _conversation(ids: Sequence[int], answers: Sequence[int]) -> Conversation:
@@ -138,7 +153,7 @@ def encode_record(tokenizer: ChatTokenizer, record: Mapping[str, object]) -> Con
     if "messages" in record:
         found = tokenizer.conversation(_messages(record["messages"]))
     elif "prompt" in record and "completion" in record:
-        found = tokenizer.completion(text_of(record, "prompt"), text_of(record, "completion"))
+        (found,) = tokenizer.completions(text_of(record, "prompt"), text_of(record, "completion"))
     else:
         has = ", ".join(list(record)[:8]) or "none"
         raise BadDocumentError(f" has neither 'messages' nor 'prompt' and 'completion'; its keys: {has}")
@@ -147,12 +162,47 @@ def encode_record(tokenizer: ChatTokenizer, record: Mapping[str, object]) -> Con
     return found
 
 
-def _messages(value: object) -> list[Mapping[str, Any]]:
+def encode_pair(tokenizer: ChatTokenizer, record: Mapping[str, object]) -> tuple[list[Conversation], list[float]]:
+    """Return the preferred and the other answer of a JSON object, each after the prompt, and their reference log-probs.
+
+    Texts or messages without a prompt begin with it: it is what they have in common, as in TRL.
+
+    Raises:
+        BadDocumentError: if it is no pair, or an answer is empty.
+    """
+    missing = [key for key in ("chosen", "rejected") if key not in record]
+    if missing:
+        raise BadDocumentError(f" has no '{missing[0]}'; its keys: {', '.join(list(record)[:8]) or 'none'}")
+    if isinstance(record["chosen"], str):
+        chosen, rejected = text_of(record, "chosen"), text_of(record, "rejected")
+        prompt = text_of(record, "prompt") if "prompt" in record else None
+        if prompt is None:
+            prompt = chosen[: shared_length(chosen, rejected)].removesuffix(" ")
+            chosen, rejected = chosen.removeprefix(prompt), rejected.removeprefix(prompt)
+        found = tokenizer.completions(prompt, chosen, rejected)
+    else:
+        turns = [_messages(record[key], key) for key in ("chosen", "rejected")]
+        if isinstance(record.get("prompt"), list):
+            before, shared = _messages(record["prompt"], "prompt", answered=False), 0
+        else:  # a prompt that is a text repeats what the messages begin with
+            shared = shared_length(*turns)
+            before = turns[0][:shared]
+        found = tokenizer.continuations(before, *(each[shared:] for each in turns))
+    for key, conversation in zip(("chosen", "rejected"), found):
+        if not conversation.answers[1:].any():
+            raise BadDocumentError(f": '{key}' has no token to answer with")
+    logps = [record.get(f"ref_{key}_logps", np.nan) for key in ("chosen", "rejected")]
+    if not all(isinstance(logp, float | int) for logp in logps):
+        raise BadDocumentError(": 'ref_chosen_logps' and 'ref_rejected_logps' are not both numbers")
+    return found, logps
+
+
+def _messages(value: object, key: str = "messages", answered: bool = True) -> list[Mapping[str, Any]]:
     """Return the messages of a conversation; raise BadDocumentError unless they have roles and contents."""
     if not isinstance(value, list):
-        raise BadDocumentError(": 'messages' is not an array")
+        raise BadDocumentError(f": '{key}' is not an array")
     if not value:
-        raise BadDocumentError(" has no messages")
+        raise BadDocumentError(" has no messages" if key == "messages" else f": '{key}' has no messages")
     for number, message in enumerate(value, 1):
         if not isinstance(message, dict):
             raise BadDocumentError(f": message {number} is not an object")
@@ -162,7 +212,7 @@ def _messages(value: object) -> list[Mapping[str, Any]]:
             raise BadDocumentError(f": message {number}{error.seen}") from error
         if not role or not content.strip():
             raise BadDocumentError(f": message {number} has an empty {'content' if role else 'role'}")
-    if not any(message["role"] == "assistant" for message in value):
+    if answered and not any(message["role"] == "assistant" for message in value):
         raise BadDocumentError(" has no assistant turn")
     return value
 
@@ -176,6 +226,10 @@ class Conversations(NamedTuple):
     stops: NDArray[np.int64]  # int64 [n], where it ends
     source: str  # names of the files
     notes: tuple[str, ...] = ()  # on lines that are left out
+    per_line: int = 1  # conversations that share a sample: 2 for preferences, first the preferred one
+    # int64 [lines, 2], number of the file and line from 1 on
+    places: NDArray[np.int64] = np.empty((0, 2), dtype=np.int64)
+    logps: NDArray[np.float64] | None = None  # float64 [n], of the answers of preferences under the reference model
 
     @property
     def lengths(self) -> NDArray[np.int64]:
@@ -183,13 +237,14 @@ class Conversations(NamedTuple):
         return self.stops - self.starts - 1
 
 
-def load_conversations(data: DataConfig, split: str, seq_length: int) -> Conversations:
+def load_conversations(data: DataConfig, split: str, seq_length: int, pairs: bool = False) -> Conversations:
     """Return the conversations of the ``train`` or ``valid`` files.
 
     Args:
         data: names the files, the tokenizer and the chat template.
         split: name of the split.
-        seq_length: tokens per sample; a longer conversation cannot be used.
+        seq_length: tokens per sample; a longer conversation, or pair of them, cannot be used.
+        pairs: lines are preferences.
 
     Raises:
         DataError: if a file cannot be read, or with ``bad_samples`` error if a line cannot be used; else if none can.
@@ -199,20 +254,38 @@ def load_conversations(data: DataConfig, split: str, seq_length: int) -> Convers
         versions = tuple(Path(path).stat().st_mtime_ns for path in paths)
     except OSError as error:
         raise DataError(f"{error.filename} cannot be read: {error.strerror}") from error
-    tables, notes = _load(data, paths, versions)
-    starts, stops = tables["starts"][:-1], tables["starts"][1:]
+    tables, notes = _load(data, paths, versions, pairs)
+    per_line = 2 if pairs else 1
+    starts, stops, logps = (
+        x.reshape(-1, per_line) for x in (tables["starts"][:-1], tables["starts"][1:], tables["logps"])
+    )
     bad = [tuple(each) for each in json.loads(tables["bad"].tobytes())]
-    fits = stops - starts - 1 <= seq_length
+    positions = (stops - starts - 1).sum(1)
+    fits = positions <= seq_length
     for i in np.flatnonzero(~fits):
-        positions = int(stops[i] - starts[i] - 1)
         file, line = tables["places"][i].tolist()
-        bad.append((file, line, f" takes {positions:,} positions, and a sample has {seq_length:,}"))
+        bad.append((file, line, f" takes {positions[i]:,} positions, and a sample has {seq_length:,}"))
+    lacking = np.isnan(logps[fits]).any(1)
+    if lacking.any() and not lacking.all():
+        file, line = tables["places"][fits][np.flatnonzero(lacking)[0]].tolist()
+        seen = f"{paths[file]}:{line} has no ref_chosen_logps and ref_rejected_logps, which other lines have"
+        raise DataError(seen, "python tasks/finetune/precompute.py")
     if bad:
         seen = _describe_bad(bad, paths, int(fits.sum()))
         if data.bad_samples == "error" or not fits.any():
             raise DataError(seen, *BAD_FIXES)
         notes = (*notes, f"left out: {seen}")
-    return Conversations(tables["ids"], tables["answers"], starts[fits], stops[fits], ", ".join(paths), notes)
+    return Conversations(
+        tables["ids"],
+        tables["answers"],
+        starts[fits].flatten(),
+        stops[fits].flatten(),
+        ", ".join(paths),
+        notes,
+        per_line,
+        tables["places"][fits],
+        None if lacking.any() else logps[fits].flatten(),
+    )
 
 
 BAD_FIXES = ("correct or remove these lines", "--bad-samples skip")
@@ -236,21 +309,24 @@ def end_of_answers(data: DataConfig, conversations: Conversations) -> int | None
 
 
 @lru_cache(maxsize=4)
-def _load(data: DataConfig, paths: tuple[str, ...], versions: tuple[int, ...]) -> tuple[Tables, tuple[str, ...]]:
+def _load(
+    data: DataConfig, paths: tuple[str, ...], versions: tuple[int, ...], pairs: bool
+) -> tuple[Tables, tuple[str, ...]]:
     """Return the tables of `encode_files`, and notes on the cache; once per process for the same files."""
     files = tokenizer_files_to_save(data, None)
     if not files:
         fix = "--tokenizer-type HuggingFaceTokenizer --tokenizer-model DIR"
         raise DataError(f"{', '.join(paths)}: conversations need a tokenizer that transformers can read", fix)
     if data.data_cache_path is None:
-        return encode_files(paths, ChatTokenizer(files)), ()
+        return encode_files(paths, ChatTokenizer(files), pairs), ()
     facts = {
         "files": [_digest(path) for path in paths],
         "tokenizer": {name: hashlib.sha256(content).hexdigest() for name, content in sorted(files.items())},
         "transformers": version("transformers"),
+        "per_line": 2 if pairs else 1,
     }
     cache = IndexCache(data.data_cache_path, {"chat": _check_tables})
-    tables = cache.tables("chat", facts, lambda: encode_files(paths, ChatTokenizer(files)), ", ".join(paths))
+    tables = cache.tables("chat", facts, lambda: encode_files(paths, ChatTokenizer(files), pairs), ", ".join(paths))
     return tables, tuple(cache.notes)
 
 
@@ -259,40 +335,48 @@ def _digest(path: str) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def encode_files(paths: Sequence[str], tokenizer: ChatTokenizer) -> Tables:
+def encode_files(paths: Sequence[str], tokenizer: ChatTokenizer, pairs: bool = False) -> Tables:
     """Return the ids of all lines that hold a conversation, and the other lines.
 
     Returns:
-        ``ids`` and ``answers`` as in `Conversations`; ``starts`` int64 ``[n + 1]``; ``places`` int64 ``[n, 2]``, the
-        number of the file and the line from 1 on; ``bad``, JSON of the number of the file, the line and what is wrong.
+        ``ids``, ``answers`` and ``logps`` (NaN where there is none) as in `Conversations`; ``starts`` int64
+        ``[n + 1]``; ``places`` int64 ``[lines, 2]``, the number of the file and the line from 1 on; ``bad``, JSON of
+        the number of the file, the line and what is wrong.
 
     Raises:
         DataError: if a file cannot be read, or the tokenizer has no chat template.
     """
-    found, places = list[Conversation](), list[tuple[int, int]]()
+    found, logps, places = list[Conversation](), list[float](), list[tuple[int, int]]()
     bad = list[BadLine]()
     for number, path in enumerate(paths):
-        for line, content in _lines(Path(path)):
+        for line, content in numbered_lines(Path(path)):
             try:
                 if isinstance(content, BadDocumentError):
                     raise content
-                found.append(encode_record(tokenizer, parse_record(content, Path(path))))
+                record = parse_record(content, Path(path))
+                more, of_more = (
+                    encode_pair(tokenizer, record) if pairs else ([encode_record(tokenizer, record)], [np.nan])
+                )
+                found += more
+                logps += of_more
                 places.append((number, line))
             except BadDocumentError as error:
                 bad.append((number, line, error.seen))
     if not found:
         what = _describe_bad(bad, paths, 0) if bad else f"{', '.join(paths)}: there are no conversations"
-        raise DataError(what, "one JSON object with 'messages', or 'prompt' and 'completion', per line")
+        keys = "'prompt', 'chosen' and 'rejected'" if pairs else "'messages', or 'prompt' and 'completion',"
+        raise DataError(what, f"one JSON object with {keys} per line")
     return {
         "ids": np.concatenate([each.ids for each in found]),
         "answers": np.concatenate([each.answers for each in found]),
+        "logps": np.array(logps, dtype=np.float64),
         "starts": np.cumsum([0, *(len(each.ids) for each in found)]),
         "places": np.array(places),
         "bad": np.frombuffer(json.dumps(bad).encode(), dtype=np.uint8),
     }
 
 
-def _lines(path: Path) -> Iterator[tuple[int, bytes | BadDocumentError]]:
+def numbered_lines(path: Path) -> Iterator[tuple[int, bytes | BadDocumentError]]:
     """Yield the number and the content of each line that is not blank; an error for one that cannot be read.
 
     Raises:
@@ -314,10 +398,12 @@ def _check_tables(facts: Mapping[str, Any], tables: Tables) -> None:
     """Raise ValueError unless the tables have the types and shapes of `encode_files`."""
     starts, ids, answers = (tables[name] for name in ("starts", "ids", "answers"))
     dtypes = {"ids": np.int32, "answers": np.uint8, "starts": np.int64, "places": np.int64, "bad": np.uint8}
+    dtypes["logps"] = np.float64
     for name, dtype in dtypes.items():
         if tables[name].dtype != dtype:
             raise ValueError(f"{name} has type {tables[name].dtype}, not {np.dtype(dtype)}")
-    if tables["places"].shape != (len(starts) - 1, 2) or len(ids) != len(answers):
+    conversations = len(tables["logps"])
+    if tables["places"].shape != (conversations // facts["per_line"], 2) or len(ids) != len(answers):
         raise ValueError("the tables have different lengths")
-    if starts[0] != 0 or starts[-1] != len(ids) or (np.diff(starts) < 2).any():
+    if len(starts) != conversations + 1 or starts[0] != 0 or starts[-1] != len(ids) or (np.diff(starts) < 2).any():
         raise ValueError("starts is not the partition of ids")

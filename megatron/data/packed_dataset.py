@@ -70,7 +70,7 @@ class PackedDataset(Dataset):
         """Serve places ``first .. first + num_samples - 1`` of the stream of epochs as samples 0, 1, ...
 
         Args:
-            conversations: each of 1 to ``seq_length`` positions.
+            conversations: each, or with its other one, of 1 to ``seq_length`` positions.
             seq_length: positions of a sample.
             batch: global batch size; an epoch is a multiple of it.
             seed: of the order.
@@ -79,7 +79,8 @@ class PackedDataset(Dataset):
         """
         self.seq_length = seq_length
         self._conversations, self._seed, self._num_samples, self._first = conversations, seed, num_samples, first
-        self._lengths = conversations.lengths
+        # Of what shares a sample: a conversation, or a pair of them.
+        self._lengths = conversations.lengths.reshape(-1, conversations.per_line).sum(1)
         packs = best_fit_decreasing(-np.sort(-self._lengths), seq_length)
         self._ranks = np.concatenate([np.array(pack) for pack in packs])  # of all packs, in the order of length
         self._bounds = np.cumsum([0, *map(len, packs)])  # where each pack begins in `_ranks`
@@ -97,7 +98,7 @@ class PackedDataset(Dataset):
         return Epoch(by_length, random.permutation(self.packs))
 
     def members(self, i: int) -> NDArray[np.int64]:
-        """Return the numbers of the conversations of sample ``i``; none for a sample that completes a batch."""
+        """Return the numbers of the lines of sample ``i``; none for a sample that completes a batch."""
         number, place = divmod(self._first + i, self.epoch_samples)
         if place >= self.packs:
             return np.empty(0, dtype=np.int64)
@@ -110,22 +111,38 @@ class PackedDataset(Dataset):
             raise IndexError(f"sample {i} of {self._num_samples}")
         tokens, labels = np.zeros((2, self.seq_length), dtype=np.int64)
         loss_mask = np.zeros(self.seq_length, dtype=np.float32)
-        members = self.members(i)
-        documents = np.full(self.seq_length, len(members), dtype=np.int64)  # padding is the last one
         start, data = 0, self._conversations
+        members = (self.members(i)[:, None] * data.per_line + np.arange(data.per_line)).flatten()
+        documents = np.full(self.seq_length, len(members), dtype=np.int64)  # padding is the last one
         for document, member in enumerate(members):
-            here = slice(start, start := start + int(self._lengths[member]))
             begin, end = data.starts[member], data.stops[member]
+            here = slice(start, start := start + int(end - begin - 1))
             tokens[here], labels[here] = data.ids[begin : end - 1], data.ids[begin + 1 : end]
             loss_mask[here] = data.answers[begin + 1 : end]
             documents[here] = document
-        return Sample(tokens, labels, loss_mask, documents)
+        extra = {} if data.per_line == 1 else self._preferences(members, loss_mask, documents)
+        return Sample(tokens, labels, loss_mask, documents, extra)
+
+    def _preferences(
+        self, members: NDArray[np.int64], loss_mask: NDArray[np.float32], documents: NDArray[np.int64]
+    ) -> dict[str, NDArray[Any]]:
+        """Return what preference optimization reads of a sample (see `megatron.model.objective`)."""
+        answer = np.where(loss_mask > 0, documents, 0)
+        last = [np.flatnonzero((documents == document) & (loss_mask > 0))[-1] for document in range(len(members))]
+        pairs = np.zeros(self.seq_length, dtype=np.float32)
+        pairs[last[::2]] = 1.0
+        extra: dict[str, NDArray[Any]] = {"answer": answer, "pairs": pairs}
+        if self._conversations.logps is not None:
+            extra["reference_logps"] = np.zeros(self.seq_length)
+            extra["reference_logps"][last] = self._conversations.logps[members]
+        return extra
 
     @cached_property
     def fingerprint(self) -> str:
         """16 hexadecimal digits of the conversations, the sample length and the length of an epoch."""
         data = self._conversations
         parts: list[NDArray[Any]] = [data.ids, data.answers, data.starts, data.stops]
+        parts += [] if data.logps is None else [data.logps]
         digests = [hashlib.sha256(part.data).hexdigest() for part in parts]
         return fingerprint("chat", *digests, self.seq_length, self.epoch_samples)
 
@@ -149,8 +166,9 @@ class PackedDataset(Dataset):
     def describe(self, tokens: int) -> str:
         """Describe the conversations in one line."""
         samples, data = tokens // self.seq_length, self._conversations
+        what = "conversations" if data.per_line == 1 else "pairs"
         used = self._lengths.sum() / (self.packs * self.seq_length)
         return (
-            f"{samples / self.epoch_samples:.2f} epochs of {len(self._lengths):,} conversations in {data.source}, "
+            f"{samples / self.epoch_samples:.2f} epochs of {len(self._lengths):,} {what} in {data.source}, "
             f"packed into {self.packs:,} samples ({used:.1%} full)"
         )

@@ -48,17 +48,18 @@ class BucketKey:
     vector: bool
     # ZeRO-3 only: the block that gathers the bucket before its use, such as ``layers.3``.
     block: str = ""
+    # Weights that are not trained: the bucket has no gradients, and is whole on every rank except with ZeRO-3.
+    frozen: bool = False
 
     @classmethod
     def of(cls, name: str, spec: ShardSpec, dtype: str, uncut: bool, zero_stage: int) -> BucketKey:
         """Return the key of a parameter; ``uncut`` has no effect on ZeRO-3, which divides all parameters."""
-        vector = zero_stage >= 2 and len(spec.shape) == 1
+        vector = zero_stage >= 2 and len(spec.shape) == 1 and not spec.frozen
         if zero_stage < 3:
-            return cls(dtype, spec.reduce_axes, spec.tied, uncut, vector)
+            return cls(dtype, spec.reduce_axes, spec.tied, uncut and not spec.frozen, vector, frozen=spec.frozen)
         first, second = name.split(".")[:2]
-        return cls(
-            dtype, spec.reduce_axes, spec.tied, False, vector, f"{first}.{second}" if first == "layers" else first
-        )
+        block = f"{first}.{second}" if first == "layers" else first
+        return cls(dtype, spec.reduce_axes, spec.tied, False, vector, block, spec.frozen)
 
 
 @dataclass(frozen=True)
@@ -253,7 +254,7 @@ def plan_buckets(
     limit: int,
     group_sizes: Callable[[tuple[str, ...]], tuple[int, int]],
 ) -> Iterator[BucketShape]:
-    """Yield the buckets of a rank's parameters in the order in which they are expected to be complete.
+    """Yield the buckets of a rank's parameters in the order in which their gradients are expected to be complete.
 
     Args:
         specs: of all parameters, in the order of forward.
@@ -264,7 +265,7 @@ def plan_buckets(
     sizes = {name: prod(spec.local_shape) for name, spec in specs.items()}
     limits = bucket_capacities(keys, sizes, limit, lambda axes: group_sizes(axes)[0])
     for key, names in partition_into_buckets(keys, sizes, limits):
-        shards, copies = group_sizes(key.axes)
+        shards, copies = (1, 1) if key.frozen and not key.block else group_sizes(key.axes)
         in_bucket = {name: sizes[name] for name in names}
         yield BucketShape(key, in_bucket, pack(in_bucket, shards, copies, key.uncut), shards, copies)
 

@@ -1,7 +1,7 @@
 """Autoregressive generation with a key/value cache, and sampling of the next token.
 
 A continuation depends on the prompt, its index and the seed only: random numbers are a hash of these and the
-position, so the batch and the number of tensor-parallel ranks do not change the text.
+position, so neither the batch nor the layout of the ranks changes the text.
 
 Shapes: S tokens, B prompts, V vocabulary size.
 """
@@ -10,15 +10,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from megatron.config.model import ModelConfig
+from megatron.distributed import comm
+from megatron.distributed.micro_batch import MicroBatch
 from megatron.distributed.random import stable_hash
 from megatron.inference.text import InferenceError
+from megatron.layers.context import DTYPES
 from megatron.layers.kv_cache import KVCache
-from megatron.model.gpt import GPTChunk
+from megatron.training.scoring import ComputingModel, record
 
 
 @dataclass(frozen=True)
@@ -93,31 +97,80 @@ def uniform_draw(seed: int, prompt: int, position: int) -> float:
     return (stable_hash("sample", seed, prompt, position) >> 10) * 2.0**-53
 
 
+class NextTokenModel(Protocol):
+    """What generation needs of a model: a whole chunk, or the stages of a :class:`PipelinedModel`."""
+
+    @property
+    def config(self) -> ModelConfig:
+        """Configuration of the whole model."""
+
+    @property
+    def device(self) -> torch.device:
+        """Of the tokens and logits."""
+
+    def eval(self) -> object:
+        """Turn dropout off."""
+
+    def logits(self, tokens_BS: Tensor, cache: KVCache | None = None, last: int = 0) -> Tensor:
+        """Return the logits ``[S, B, vocab]``, see :meth:`GPTChunk.logits`."""
+
+
+class PipelinedModel:
+    """The stages of a model whose ranks compute in turn; all get the logits. Collective over a pipeline."""
+
+    def __init__(self, model: ComputingModel) -> None:
+        """Wrap a model without sequence parallelism, whose weights are complete."""
+        self.config, self.device, self._model = model.config.model, model.device, model
+
+    def eval(self) -> object:
+        """Do nothing: passes that only compute run without dropout."""
+        return self
+
+    def logits(self, tokens_BS: Tensor, cache: KVCache | None = None, last: int = 0) -> Tensor:
+        """Return next-token logits ``[S, B, vocab]``; arguments as for :meth:`GPTChunk.logits`."""
+        batch = MicroBatch.of_tokens(tokens_BS, cache.positions(tokens_BS) if cache is not None else None)
+        found = record(self._model, [batch], lambda hidden, _, output: output.logits(hidden[-last:]), cache)
+        if cache is not None:
+            cache.advance(tokens_BS.shape[1])
+        pipeline, config = self._model.mesh.pipeline, self._model.config
+        if not found:
+            dtype = torch.promote_types(DTYPES[config.precision.params_dtype], torch.float32)
+            shape = last or tokens_BS.shape[1], tokens_BS.shape[0], self.config.vocab
+            found = [torch.empty(shape, dtype=dtype, device=self.device)]
+        if pipeline.size == 1:
+            return found[0]
+        return comm.start_broadcast(found[0].contiguous(), pipeline, self._model.mesh.placement[-1]).wait()
+
+
 TokenCallback = Callable[[int, int, bool], None]
 """Called with the prompt's index, the token, and whether it is the prompt's last."""
 
 
 def generate(
-    chunk: GPTChunk,
+    chunk: NextTokenModel,
     prompts: Sequence[Sequence[int]],
     max_new_tokens: int,
     sampling: SamplingParams,
     stop_ids: Collection[int] = (),
     on_token: TokenCallback | None = None,
     batch_size: int = 8,
+    indices: Sequence[int] | None = None,
+    is_complete: Callable[[Sequence[int]], bool] | None = None,
 ) -> list[list[int]]:
-    """Generate a continuation of each prompt. Collective over the tensor-parallel ranks; the result is equal on all.
+    """Generate a continuation of each prompt. Collective over the ranks of the model; the result is equal on all.
 
     A continuation depends on the prompt, its index and the seed, not on the other prompts of its batch.
 
     Args:
-        chunk: the whole model; it is set to evaluation mode.
+        chunk: the model; it is set to evaluation mode.
         prompts: token IDs, at least one per prompt.
         max_new_tokens: maximum length of a continuation, at least 1.
         sampling: sampling parameters.
         stop_ids: tokens that end a continuation; the last one is included.
         on_token: called with every token as soon as it is chosen.
         batch_size: number of prompts computed together.
+        indices: of the prompts, for the random numbers; None to count them.
+        is_complete: returns True for new tokens that end a continuation, besides ``stop_ids``.
 
     Returns:
         The new token IDs of each prompt.
@@ -128,60 +181,61 @@ def generate(
     check_prompts(chunk.config, prompts, max_new_tokens)
     chunk.eval()
     new: list[list[int]] = [[] for _ in prompts]
-    for first, batch in _batches(chunk, prompts, batch_size):
-        for index, token in _generate_batch(chunk, batch, first, max_new_tokens, sampling, stop_ids):
-            new[index].append(token)
-            if on_token is not None:
-                on_token(index, token, token in stop_ids or len(new[index]) == max_new_tokens)
+    indices = range(len(prompts)) if indices is None else indices
+    for batch in _batches(chunk.config, prompts, batch_size):
+        unfinished = set(batch)
+        drawn = [indices[prompt] for prompt in batch]
+        for row, token in _generate_batch(chunk, prompts[batch.start : batch.stop], drawn, max_new_tokens, sampling):
+            prompt = batch[row]
+            if prompt in unfinished:
+                new[prompt].append(token)
+                last = token in stop_ids or len(new[prompt]) == max_new_tokens
+                if last or (is_complete is not None and is_complete(new[prompt])):
+                    last = True
+                    unfinished.discard(prompt)
+                if on_token is not None:
+                    on_token(prompt, token, last)
+            if not unfinished:
+                break
     return new
 
 
-def _batches(
-    chunk: GPTChunk, prompts: Sequence[Sequence[int]], size: int
-) -> Iterator[tuple[int, Sequence[Sequence[int]]]]:
-    """Yield batches of successive prompts, with the index of the first.
+def _batches(config: ModelConfig, prompts: Sequence[Sequence[int]], size: int) -> Iterator[range]:
+    """Yield batches of successive prompts.
 
     Padding moves tokens to later positions. Where attention depends on these, prompts of a batch are equally long.
     """
-    first, padded = 0, all(pattern.only_distance for pattern in chunk.patterns)
+    first, padded = 0, all(config.pattern(layer).only_distance for layer in range(config.num_layers))
     while first < len(prompts):
         stop, last = first + 1, min(first + size, len(prompts))
         while stop < last and (padded or len(prompts[stop]) == len(prompts[first])):
             stop += 1
-        yield first, prompts[first:stop]
+        yield range(first, stop)
         first = stop
 
 
 def _generate_batch(
-    chunk: GPTChunk,
+    chunk: NextTokenModel,
     prompts: Sequence[Sequence[int]],
-    first: int,
+    indices: Sequence[int],
     max_new_tokens: int,
     sampling: SamplingParams,
-    stop_ids: Collection[int],
 ) -> Iterator[tuple[int, int]]:
-    """Continue the prompts from index ``first`` on together, and yield (prompt index, token) for each token."""
-    device = chunk.context.device
+    """Continue prompts of the given indices together, and yield (row, token) for each token."""
     lengths = [len(prompt) for prompt in prompts]
     longest = max(lengths)
-    padding_B = torch.tensor([longest - length for length in lengths], device=device)
+    padding_B = torch.tensor([longest - length for length in lengths], device=chunk.device)
     cache = KVCache(longest + max_new_tokens, padding_B if min(lengths) < longest else None)
-    tokens_BS = torch.tensor([[0] * (longest - len(prompt)) + list(prompt) for prompt in prompts], device=device)
-    unfinished = set(range(len(prompts)))
-    for _ in range(max_new_tokens):
+    padded = [[0] * (longest - len(prompt)) + list(prompt) for prompt in prompts]
+    tokens_BS = torch.tensor(padded, device=chunk.device)
+    for position in range(max_new_tokens):
         logits_BV = chunk.logits(tokens_BS, cache, last=1)[0]
-        draws = [uniform_draw(sampling.seed, first + index, position) for index, position in enumerate(lengths)]
-        draws_B = torch.tensor(draws, dtype=torch.float64).to(device)
+        places = zip(indices, lengths)
+        draws = [uniform_draw(sampling.seed, index, length + position) for index, length in places]
+        draws_B = torch.tensor(draws, dtype=torch.float64).to(chunk.device)
         chosen_B = sample_tokens(logits_BV, sampling, draws_B)
-        for index, token in enumerate(chosen_B.tolist()):
-            if index in unfinished:
-                yield first + index, token
-                if token in stop_ids:
-                    unfinished.discard(index)
-        if not unfinished:
-            return
+        yield from enumerate(chosen_B.tolist())
         tokens_BS = chosen_B.unsqueeze(1)
-        lengths = [length + 1 for length in lengths]
 
 
 def check_prompts(config: ModelConfig, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> None:

@@ -21,7 +21,7 @@ def column_sum(dy: Tensor) -> Tensor:
 
 def with_bias_gradient(y: Tensor, bias: Tensor | None) -> Tensor:
     """Return ``y``, which contains ``bias``; in backward the bias receives the column sum of ``dy``."""
-    return y if bias is None else _BiasGradient.apply(y, bias)
+    return y if bias is None or not bias.requires_grad else _BiasGradient.apply(y, bias)
 
 
 class _BiasGradient(torch.autograd.Function):

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron.config.attention_pattern import AttentionPattern
+from megatron.config.model import ModelConfig
 from megatron.distributed.comm import Group
 from megatron.distributed.context_parallel import ContextParallel
 from megatron.distributed.grad_accumulator import GradAccumulator
@@ -28,6 +30,25 @@ from megatron.layers.parameters import Sharding, Specs
 
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 """Dtypes by the choices of ``--params-dtype``."""
+
+
+@dataclass
+class Adapters:
+    """The adapters of a model's linears."""
+
+    # Rank, scale and targets.
+    config: ModelConfig
+    # False to compute with the frozen weights alone.
+    enabled: bool = True
+
+    @contextmanager
+    def disabled(self) -> Iterator[None]:
+        """Let the model compute without its adapters inside."""
+        enabled, self.enabled = self.enabled, False
+        try:
+            yield
+        finally:
+            self.enabled = enabled
 
 
 @dataclass(frozen=True)
@@ -56,6 +77,8 @@ class BuildContext:
     # Global indices of the blocks whose linears are in FP8, and their quantised weights.
     fp8_layers: frozenset[int] = frozenset()
     weight_casts: WeightCasts = field(default_factory=WeightCasts)
+    # Shared by all chunks.
+    adapters: Adapters = field(default_factory=lambda: Adapters(ModelConfig()))
     # Shared by all chunks; None keeps activations on the device.
     offload: ActivationOffload | None = None
     # The parameters declared, and those built so far, by global name.
@@ -123,11 +146,12 @@ class BuildContext:
                 raise ValueError(f"{global_name} is built twice, but not declared as tied")
             return self.params[global_name]
         if self.allocate:
-            parameter = nn.Parameter(torch.zeros(spec.local_shape, dtype=self.dtype, device=self.device))
-            self.initialize(global_name, parameter)
+            values = torch.zeros(spec.local_shape, dtype=self.dtype, device=self.device)
+            self.initialize(global_name, values)
         else:
-            parameter = nn.Parameter(torch.empty((), dtype=self.dtype, device=self.device).expand(spec.local_shape))
-        if autograd:
+            values = torch.empty((), dtype=self.dtype, device=self.device).expand(spec.local_shape)
+        parameter = nn.Parameter(values, requires_grad=not spec.frozen)
+        if autograd and not spec.frozen:
             self.grad_accumulator.attach(global_name, parameter)
         self.params[global_name] = parameter
         return parameter
@@ -137,9 +161,13 @@ class BuildContext:
         if self.draw_initial_values and self.device.type != "meta":
             initialize(zeros, self.specs[global_name], global_name, self.seed)
 
+    def optional(self, name: str, autograd: bool = False) -> nn.Parameter | None:
+        """Allocate a parameter as :meth:`parameter` does, or return None if it is not declared."""
+        return self.parameter(name, autograd) if self.name(name) in self.specs else None
+
     def bias(self, autograd: bool = False) -> nn.Parameter | None:
         """Allocate the parameter ``bias``, or return None if none is declared."""
-        return self.parameter("bias", autograd) if self.name("bias") in self.specs else None
+        return self.optional("bias", autograd)
 
 
 @dataclass(frozen=True)

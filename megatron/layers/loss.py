@@ -8,7 +8,7 @@ Shapes: T tokens, C tokens of a chunk, H hidden, V this rank's vocabulary rows, 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -105,8 +105,14 @@ class OutputLayer(nn.Module):
         )
 
     def forward(
-        self, x_SBH: Tensor, labels_BS: Tensor, mask_BS: Tensor, z_coeff: float = 0.0, is_objective: bool = False
-    ) -> tuple[Tensor, Tensor]:
+        self,
+        x_SBH: Tensor,
+        labels_BS: Tensor,
+        mask_BS: Tensor,
+        z_coeff: float = 0.0,
+        is_objective: bool = False,
+        of_tokens: Callable[[Tensor, Tensor, Tensor], tuple[Tensor, ...]] | None = None,
+    ) -> tuple[Tensor, ...]:
         """Return the summed cross-entropy of labels, with and without z-loss: see :func:`linear_cross_entropy`.
 
         Args:
@@ -117,14 +123,19 @@ class OutputLayer(nn.Module):
             is_objective: the first result is the micro-batch's whole loss, unchanged. Its gradient is then known in
                 advance, and the gradient of the weight is accumulated at once instead of kept until backward, unless
                 the rank also has the stage with the embedding, and the weight is tied.
+            of_tokens: computes values of tokens ``[T, ...]`` instead, from hidden states ``[T, H]``, labels and mask
+                of the tokens. It runs here because a parameter store completes the weights around calls of the module.
 
         """
         gather = mappings.gather_rows if self.sequence_parallel else mappings.copy_to_region
         x_TH = gather(self._scaled(x_SBH), self.vocabulary.group).flatten(0, 1)
-        labels_T, mask_T = labels_BS.t().flatten(), mask_BS.t().flatten()
+        labels, mask = (x.transpose(0, 1).flatten(0, 1) for x in (labels_BS, mask_BS))
+        if of_tokens is not None:
+            found = of_tokens(x_TH, labels, mask)
+            return tuple(x.unflatten(0, (-1, labels_BS.shape[0])).transpose(0, 1) for x in found)
         early = is_objective and not self.shares_gradient
         loss_grad = self.vocabulary.grad_accumulator.loss_grad if early else None
-        return linear_cross_entropy(x_TH, self.weight, labels_T, mask_T, self.vocabulary, z_coeff, loss_grad)
+        return linear_cross_entropy(x_TH, self.weight, labels, mask, self.vocabulary, z_coeff, loss_grad)
 
     def token_losses(self, x_SBH: Tensor, targets_BSK: Tensor, weights_BSK: Tensor | None = None) -> Tensor:
         """Return the cross-entropy of each token ``[B, S]`` with its targets: ``sum_k w_k (log Z - logit[target_k])``.
@@ -137,12 +148,66 @@ class OutputLayer(nn.Module):
             weights_BSK: weight of each target, without gradient; None for 1.
 
         """
-        gather = mappings.gather_rows if self.sequence_parallel else mappings.copy_to_region
-        x_TH = gather(self._scaled(x_SBH), self.vocabulary.group).flatten(0, 1)
         weights_BSK = torch.ones_like(targets_BSK, dtype=torch.float32) if weights_BSK is None else weights_BSK
-        targets_TK, weights_TK = (x.transpose(0, 1).flatten(0, 1) for x in (targets_BSK, weights_BSK))
-        loss_T = token_losses(x_TH, self.weight, targets_TK, weights_TK, self.vocabulary)
-        return loss_T.view(-1, targets_BSK.shape[0]).t()
+
+        def of_tokens(x_TH: Tensor, targets_TK: Tensor, weights_TK: Tensor) -> tuple[Tensor]:
+            return (token_losses(x_TH, self.weight, targets_TK, weights_TK, self.vocabulary),)
+
+        losses_BS: Tensor = self(x_SBH, targets_BSK, weights_BSK, of_tokens=of_tokens)[0]
+        return losses_BS
+
+    @torch.no_grad()
+    def token_scores(self, x_SBH: Tensor, labels_BS: Tensor) -> tuple[Tensor, Tensor]:
+        """Return each label's log-probability ``[B, S]``, and True where no token is likelier, nor equals it before it.
+
+        Args:
+            x_SBH: hidden states ``[S(/tp), B, H]``.
+            labels_BS: int64 ids.
+
+        """
+        mask_BS = torch.ones_like(labels_BS, dtype=torch.float32)
+        log_probs_BS, greedy_BS = self(x_SBH, labels_BS, mask_BS, of_tokens=self._token_scores)
+        return log_probs_BS, greedy_BS
+
+    def _token_scores(self, x_TH: Tensor, labels_T: Tensor, mask_T: Tensor) -> tuple[Tensor, Tensor]:
+        vocabulary, scores, none = self.vocabulary, [], torch.iinfo(torch.int64).max
+        for tokens in vocabulary.chunks(x_TH, self.weight):
+            logits_CV, _ = vocabulary.logits(x_TH[tokens], self.weight)
+            top_C, row_C = logits_CV[:, : max(vocabulary.held, 1)].max(-1)
+            chunk = _chunk_loss(logits_CV, labels_T[tokens], mask_T[tokens], vocabulary)
+            here_C = (top_C == chunk.top) & (vocabulary.held > 0)
+            first_C = -comm.all_reduce((-row_C - vocabulary.first).where(here_C, -none), vocabulary.group, op="max")
+            scores.append((-chunk.loss, first_C == labels_T[tokens]))
+        log_probs_T, greedy_T = map(torch.cat, zip(*scores))
+        return log_probs_T, greedy_T
+
+    @torch.no_grad()
+    def top_logits(self, x_SBH: Tensor, k: int) -> tuple[Tensor, Tensor]:
+        """Return the ``k`` largest logits of each token in at least fp32, and their ids, ``[B, S, k]`` each."""
+
+        def of_tokens(x_TH: Tensor, *_: Tensor) -> tuple[Tensor, Tensor]:
+            chunks = [self._top_logits(x_TH[tokens], k) for tokens in self.vocabulary.chunks(x_TH, self.weight)]
+            logits_TK, ids_TK = map(torch.cat, zip(*chunks))
+            return logits_TK, ids_TK
+
+        none_B1 = x_SBH.new_zeros(x_SBH.shape[1], 1)
+        logits_BSK, ids_BSK = self(x_SBH, none_B1, none_B1, of_tokens=of_tokens)
+        return logits_BSK, ids_BSK
+
+    def _top_logits(self, x_CH: Tensor, k: int) -> tuple[Tensor, Tensor]:
+        vocabulary = self.vocabulary
+        logits_CV = vocabulary.logits(x_CH, self.weight)[0][:, : vocabulary.held]
+        logits_CV = logits_CV.to(torch.promote_types(logits_CV.dtype, torch.float32))
+        missing = max(0, k - vocabulary.held)  # a rank may hold fewer tokens, or none
+        mine_CK, rows_CK = logits_CV.topk(k - missing)
+        mine_CK = nn.functional.pad(mine_CK, (0, missing), value=-torch.inf)
+        ids_CK = nn.functional.pad(rows_CK + vocabulary.first, (0, missing))
+        every_CP, ids_CP = (
+            comm.all_gather(part, vocabulary.group).unflatten(0, (-1, len(part))).transpose(0, 1).flatten(1)
+            for part in (mine_CK, ids_CK)
+        )
+        top_CK, places_CK = every_CP.topk(k)
+        return top_CK, ids_CP.gather(1, places_CK)
 
     @torch.no_grad()
     def logits(self, x_SBH: Tensor) -> Tensor:
@@ -216,10 +281,10 @@ class _LinearCrossEntropy(torch.autograd.Function):
         dtype = torch.promote_types(x_TH.dtype, torch.float32)
         linear, accumulator, name = vocabulary.kernels.linear, vocabulary.grad_accumulator, vocabulary.weight
         objective, cross_entropy = torch.zeros(2, dtype=dtype, device=x_TH.device).unbind()
-        early = differentiate and loss_grad is not None
+        early, trains = differentiate and loss_grad is not None, differentiate and weight_VH.requires_grad
         dx_TH = torch.empty_like(x_TH) if differentiate else None
-        dw_VH = torch.empty_like(weight_VH, dtype=dtype) if differentiate and not early else None
-        with accumulator.accumulate_products(name) if early else nullcontext() as accumulate_product:
+        dw_VH = torch.empty_like(weight_VH, dtype=dtype) if trains and not early else None
+        with accumulator.accumulate_products(name) if trains and early else nullcontext() as accumulate_product:
             for tokens in vocabulary.chunks(x_TH, weight_VH):
                 logits_CV, uncapped_CV = vocabulary.logits(x_TH[tokens], weight_VH)
                 chunk = _chunk_loss(logits_CV, labels_T[tokens], mask_T[tokens].to(dtype), vocabulary)
@@ -233,7 +298,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
                     dx_TH[tokens] = linear.input_gradient(dlogits_CV, weight_VH)
                     if accumulate_product is not None:
                         accumulate_product(x_TH[tokens], dlogits_CV)
-                    else:
+                    elif dw_VH is not None:
                         linear.weight_gradient(dw_VH, x_TH[tokens], dlogits_CV, beta=float(tokens.start > 0))
                     del dlogits_CV
                 del chunk  # before the next chunk's logits are allocated
@@ -249,7 +314,9 @@ class _LinearCrossEntropy(torch.autograd.Function):
         vocabulary: VocabularyShard = ctx.vocabulary
         if ctx.early:
             return dx_TH, *(None,) * 7
-        dw = vocabulary.grad_accumulator.accumulate(vocabulary.weight, dw_VH.mul_(loss_grad.to(dw_VH.dtype)))
+        dw = None
+        if dw_VH is not None:
+            dw = vocabulary.grad_accumulator.accumulate(vocabulary.weight, dw_VH.mul_(loss_grad.to(dw_VH.dtype)))
         # Without the cast, CUDA would round the loss gradient to the dtype of dx.
         scaled_dx_TH = dx_TH.to(loss_grad.dtype) * loss_grad
         return scaled_dx_TH.to(dx_TH.dtype), dw, *(None,) * 6

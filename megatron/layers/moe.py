@@ -220,7 +220,9 @@ class _GroupedLinearFunction(torch.autograd.Function):
         rows: Sequence[int] = ctx.rows
         layer: GroupedLinear = ctx.layer
         grads = layer.grad_accumulator
-        dw = grads.accumulate_wgrad(layer.name, grads.wgrad_input(x, None), WgradOperand(dy), rows)
+        dw = None
+        if ctx.needs_input_grad[1]:
+            dw = grads.accumulate_wgrad(layer.name, grads.wgrad_input(x, None), WgradOperand(dy), rows)
         by_expert = zip(dy.split(list(rows)), weight.chunk(len(rows)), strict=True)
         dx = torch.cat([layer.kernel.input_gradient(dy_e, w_e) for dy_e, w_e in by_expert])
         db = torch.cat([*map(column_sum, dy[:, layer.columns].split(list(rows)))]) if ctx.has_bias else None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from megatron.kernels.attention_mask import AttentionMask
 from megatron.kernels.rotary import RotaryEmbedding
 from megatron.layers import parameters
 from megatron.layers.activation_offload import BlockContext, no_offload
-from megatron.layers.context import BuildContext, ForwardContext
+from megatron.layers.context import Adapters, BuildContext, ForwardContext
 from megatron.layers.embedding import Embedding
 from megatron.layers.kv_cache import KVCache
 from megatron.layers.loss import OutputLayer
@@ -109,12 +109,19 @@ class GPTChunk(nn.Module):
             self.output_layer = OutputLayer(
                 config, context.submodule("output_layer"), training.cross_entropy_chunk_size
             )
+        # Keys and values of earlier tokens, of a pass that generates text.
+        self.cache: KVCache | None = None
         # Only the last chunk computes the loss, but all need the weights of micro-batches in it.
         self.objective = make_objective(config, training, context)
         self.rotary = {
             kind: RotaryEmbedding(config, kind, context.dtype, context.device)
             for kind in config.rotary_kinds(stage.layers)
         }
+
+    @property
+    def device(self) -> torch.device:
+        """Device of the chunk."""
+        return self.context.device
 
     @property
     def parts(self) -> list[nn.Module]:
@@ -124,7 +131,7 @@ class GPTChunk(nn.Module):
 
     def forward(self, x_SBH: Tensor | None, batch: MicroBatch) -> tuple[Tensor, Tensor]:
         """Run the chunk on a micro-batch."""
-        ctx = self._forward_context(batch)
+        ctx = self._forward_context(batch, self.cache)
         if self.embedding is not None:
             x_SBH = self._embed(self.embedding, ctx)
         if x_SBH is None:
@@ -175,7 +182,10 @@ class GPTChunk(nn.Module):
         return ForwardContext(batch, masks, rotary, cache, context.seed, self.training, rows, context.kernels)
 
     def _embed(self, embedding: Embedding, ctx: ForwardContext) -> Tensor:
-        x_SBH = embedding_noise(embedding(ctx.batch.tokens, ctx.batch.positions), self.neftune_alpha, ctx)
+        x_SBH = embedding(ctx.batch.tokens, ctx.batch.positions)
+        if torch.is_grad_enabled() and not x_SBH.requires_grad:  # of frozen weights: backward goes through all blocks
+            x_SBH.requires_grad_()
+        x_SBH = embedding_noise(x_SBH, self.neftune_alpha, ctx)
         return hidden_dropout(x_SBH, self.config.hidden_dropout, ctx, "embedding_dropout")
 
     def _loss(self, residual: Residual, batch: MicroBatch) -> Tensor:
@@ -240,6 +250,7 @@ def build_chunks(
     """
     layers = [layer for stage in stages.values() for layer in stage.layers]
     first, last = any(stage.first for stage in stages.values()), any(stage.last for stage in stages.values())
+    context = replace(context, adapters=Adapters(config))
     context.declare(parameters.gpt(config, context.sharding, layers, first, last))
     chunks = {index: GPTChunk(config, training, context, stage) for index, stage in stages.items()}
     if [*context.params] != [*context.specs]:

@@ -60,7 +60,7 @@ class GradNorm:
                 boxes += [box] if box.is_cuda else box.view(-1).split(NORM_BLOCK)
         self._counted = flat_runs(boxes) if boxes and boxes[0].is_cuda else boxes
         self._world = mesh.world
-        self._zero = torch.zeros((), dtype=torch.float64, device=buckets.buckets[0].shard.device)
+        self._zero = torch.zeros((), dtype=torch.float64, device=buckets.device)
 
     def compute(self) -> Tensor:
         """Return the norm, an fp64 scalar; not finite if any gradient is not."""
@@ -161,7 +161,7 @@ class DistributedOptimizer:
         self.main_params = MainParams(shards, config.store_param_remainders)
         # The order of groups, and so of Muon's collectives, is the same on all ranks.
         self.groups: list[tuple[ParamGroup, UpdateRule]] = []
-        for group in param_groups(specs, config, on_host):
+        for group in param_groups(buckets.specs, config, on_host):
             names = tuple(name for name in group.names if name in buckets.shards)
             divided = group.rule == "muon" and buckets.zero_stage == 3
             if names or divided:
@@ -184,7 +184,7 @@ class DistributedOptimizer:
         # None without DiLoCo.
         self.outer: OuterOptimizer | None = None
         # None without ``skip_spikes``.
-        self.spikes = SpikeGuard.from_config(config, buckets.buckets[0].shard.device)
+        self.spikes = SpikeGuard.from_config(config, buckets.device)
 
     def _rule(
         self,

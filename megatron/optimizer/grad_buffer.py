@@ -34,6 +34,7 @@ from megatron.distributed.param_layout import (
     plan_buckets,
 )
 from megatron.distributed.sharding import ShardSpec
+from megatron.layers.parameters import trainable
 from megatron.optimizer.grad_compression import Compressor, ErrorFeedback, Int8Compressor, build_compressor
 
 
@@ -108,6 +109,16 @@ class BucketLayout:
     def zeros(self, elements: int) -> Tensor:
         """Allocate a flat buffer of zeros."""
         return torch.zeros(elements, dtype=self.dtype, device=self.device)
+
+
+@dataclass(frozen=True)
+class FrozenBucket:
+    """Weights without gradients."""
+
+    packing: Packing
+    # Ranks that shard them.
+    shards: Group
+    specs: Mapping[str, ShardSpec]
 
 
 class Bucket(ABC):
@@ -368,11 +379,13 @@ class GradBuffer:
             seed: of the run; keys the random numbers of gradient compression.
 
         """
-        self.specs, self.zero_stage = specs, config.zero_stage
+        # Of the parameters that are trained.
+        self.specs, self.zero_stage, self.device = trainable(specs), config.zero_stage, device
         # Reduce a bucket as soon as it is complete, instead of all at the end of the step.
         self.overlap = config.overlap_grad_reduce
         # In the order in which they are expected to be complete.
         self.buckets: list[Bucket] = []
+        self.frozen: list[FrozenBucket] = []
         self._bucket_of: dict[str, Bucket] = {}
         self._missing: dict[str, int] = {}  # contributions, by parameter
         self._unfinished: dict[int, int] = {}  # parameters that miss contributions, by id of the bucket
@@ -396,6 +409,10 @@ class GradBuffer:
 
         for shape in plan_buckets(specs, keys, config.bucket_size(mesh.dp_cp.size), group_sizes):
             axes, names = shape.key.axes, [*shape.sizes]
+            if shape.key.frozen:
+                ranks = mesh.weight_gather_group(*axes) if shape.key.block else Group((mesh.rank,))
+                self.frozen.append(FrozenBucket(shape.packing, ranks, {name: specs[name] for name in names}))
+                continue
             shards, copies = mesh.optimizer_shard_group(*axes), mesh.optimizer_replica_group(*axes)
             dtype = torch.promote_types(dtypes[names[0]], torch.float32)
             comm_dtype = torch.bfloat16 if config.grad_reduce_in_bf16 else dtype
@@ -460,11 +477,8 @@ class GradBuffer:
             A view of the local stored shape if the range is the whole parameter, else flat.
 
         """
-        layout, spec = self._bucket_of[name].layout, self.specs[name]
-        share = share or self.shards[name]
-        first = layout.packing.offsets[name] + share.start - layout.shards.rank * part.numel()
-        found = part[first : first + share.numel]
-        return found.view(spec.local_shape) if share.numel == prod(spec.local_shape) else found
+        layout = self._bucket_of[name].layout
+        return shard_view(part, layout.packing, layout.shards.rank, name, self.specs[name], share or self.shards[name])
 
     def gather_shards(
         self, shard: Callable[[str], Tensor], names: Collection[str]
@@ -595,6 +609,13 @@ def param_view(buffer: Tensor, packing: Packing, name: str, spec: ShardSpec) -> 
     """Return a view of a parameter, ``spec.local_shape``, in a buffer with a bucket's layout."""
     offset = packing.offsets[name]
     return buffer[offset : offset + prod(spec.local_shape)].view(spec.local_shape)
+
+
+def shard_view(part: Tensor, packing: Packing, rank: int, name: str, spec: ShardSpec, share: ParamShard) -> Tensor:
+    """Return a view of elements of a parameter in part ``rank`` of a bucket; see :meth:`GradBuffer.shard_view`."""
+    first = packing.offsets[name] + share.start - rank * part.numel()
+    found = part[first : first + share.numel]
+    return found.view(spec.local_shape) if share.numel == prod(spec.local_shape) else found
 
 
 def adjacent_runs(tensors: Sequence[Tensor]) -> list[list[int]]:

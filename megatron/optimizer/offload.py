@@ -50,7 +50,7 @@ class OptimizerOffload:
             shards_on_host: they are in host memory, so they are updated in place and not copied.
 
         """
-        self.device = buckets.buckets[0].shard.device
+        self.device = buckets.device
         self._copies = CopyStream(self.device)
         self._shards = {} if shards_on_host else {name: shards[name] for name in names}
         # By name, shaped like the shards.

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
+from math import prod
 from typing import Any
 
 import torch
@@ -26,9 +27,11 @@ from megatron.distributed import comm
 from megatron.distributed.comm import Group, Pending
 from megatron.distributed.host_memory import CopyStream, host_buffer
 from megatron.distributed.mesh import Mesh
+from megatron.distributed.param_layout import Packing, ParamShard
+from megatron.distributed.sharding import ShardSpec
 from megatron.layers.embedding import Embedding
 from megatron.layers.norm import Norm
-from megatron.optimizer.grad_buffer import GradBuffer, param_view
+from megatron.optimizer.grad_buffer import GradBuffer, param_view, shard_view
 
 Initialize = Callable[[str, Tensor], None]
 """Writes the initial values of the parameter ``name`` into a zeroed tensor of its local shape."""
@@ -102,31 +105,56 @@ class ParameterStore:
 
         """
         self._config = config
-        # This rank's shards of the weights, by name; shaped like their gradients.
+        # This rank's shards of the weights that are trained, by name; shaped like their gradients.
         self.shards: dict[str, Tensor] = {}
+        # Those of frozen weights, and their elements.
+        self.frozen: dict[str, Tensor] = {}
+        self.frozen_shards: dict[str, ParamShard] = {}
         self.buffers: list[WeightBuffer] = []
         self._buffer_of: dict[int, WeightBuffer] = {}  # by id of the parameter
         self._buffers_of: dict[nn.Module, list[WeightBuffer]] = {}  # by block
         for bucket in buckets.buckets:
-            names, layout = list(bucket.specs), bucket.layout
-            first = params[names[0]]
-            whole = torch.zeros(layout.packing.size, dtype=first.dtype, device=first.device)
-            part = whole.view(layout.shards.size, -1)[layout.shards.rank]
-            group = mesh.weight_gather_group(*bucket.specs[names[0]].reduce_axes)
-            buffer, nan = WeightBuffer(whole, part, group), whole.new_full((), torch.nan)
-            for name in names:
-                view = param_view(whole, layout.packing, name, bucket.specs[name])
-                if initialize is None:
-                    view.copy_(params[name].detach())
-                else:
-                    initialize(name, view)
-                params[name].data = view
-                buffer.views.append((params[name], view, nan.expand(view.shape)))
-                self._buffer_of[id(params[name])] = buffer
-            self._adopt(buffer)
-            self.buffers.append(buffer)
-            self.shards |= {name: buckets.shard_view(buffer.part, name) for name in names if name in buckets.shards}
+            layout = bucket.layout
+            group = mesh.weight_gather_group(*next(iter(bucket.specs.values())).reduce_axes)
+            buffer = self._add_buffer(params, bucket.specs, layout.packing, group, initialize)
+            self.shards |= {
+                name: buckets.shard_view(buffer.part, name) for name in bucket.specs if name in buckets.shards
+            }
         self.shards = {name: self.shards[name] for name in buckets.shards}
+        for frozen in buckets.frozen:
+            group = frozen.shards
+            buffer = self._add_buffer(params, frozen.specs, frozen.packing, group, initialize)
+            for name, spec in frozen.specs.items():
+                share = frozen.packing.shard_in_part(name, prod(spec.local_shape), group.rank, group.size)
+                if share is not None:
+                    self.frozen_shards[name] = share
+                    self.frozen[name] = shard_view(buffer.part, frozen.packing, group.rank, name, spec, share)
+
+    def _add_buffer(
+        self,
+        params: Mapping[str, nn.Parameter],
+        specs: Mapping[str, ShardSpec],
+        packing: Packing,
+        group: Group,
+        initialize: Initialize | None,
+    ) -> WeightBuffer:
+        """Move the parameters of a bucket into a buffer."""
+        first = params[next(iter(specs))]
+        whole = torch.zeros(packing.size, dtype=first.dtype, device=first.device)
+        buffer = WeightBuffer(whole, whole.view(group.size, -1)[group.rank], group)
+        nan = whole.new_full((), torch.nan)
+        for name, spec in specs.items():
+            view = param_view(whole, packing, name, spec)
+            if initialize is None:
+                view.copy_(params[name].detach())
+            else:
+                initialize(name, view)
+            params[name].data = view
+            buffer.views.append((params[name], view, nan.expand(view.shape)))
+            self._buffer_of[id(params[name])] = buffer
+        self._adopt(buffer)
+        self.buffers.append(buffer)
+        return buffer
 
     @property
     def on_host(self) -> bool:

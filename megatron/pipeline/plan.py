@@ -15,7 +15,7 @@ from megatron.config.model import ModelConfig
 from megatron.config.parallel import ParallelConfig
 from megatron.config.text import did_you_mean, divisors, flag, flag_fixes, nearest, nearest_multiples
 from megatron.layers.parameters import block_sizes
-from megatron.pipeline.actions import FORWARD, PipelineSchedule, ScheduleError
+from megatron.pipeline.actions import PipelineSchedule, ScheduleError
 from megatron.pipeline.communication import add_communication
 from megatron.pipeline.partition import (
     LayerCosts,
@@ -28,7 +28,7 @@ from megatron.pipeline.partition import (
     split_by_rank,
     split_equally,
 )
-from megatron.pipeline.schedules import SCHEDULES, make_schedule
+from megatron.pipeline.schedules import SCHEDULES, forward_only, make_schedule
 from megatron.pipeline.search import SEARCHED, search_schedule
 from megatron.pipeline.simulate import StageCosts, simulate
 from megatron.pipeline.validate import PeakCounts, validate_program
@@ -274,7 +274,7 @@ def _most_microbatches(parallel: ParallelConfig) -> int:
 
 
 def build_program(parallel: ParallelConfig, microbatches: int, evaluation: bool = False) -> PipelineSchedule:
-    """Return the schedule with its communication, proven free of deadlock; for an ``evaluation`` its forwards only."""
+    """Return the schedule with its communication, proven free of deadlock; for an ``evaluation`` forwards only."""
     return validated_program(parallel, microbatches, evaluation)[0]
 
 
@@ -289,8 +289,11 @@ def validated_program(
     parallel: ParallelConfig, microbatches: int, evaluation: bool
 ) -> tuple[PipelineSchedule, PeakCounts]:
     """Return a validated program and the maximum that each rank holds in it; arguments as for :func:`build_program`."""
-    schedule = build_schedule(parallel, microbatches)
-    program = add_communication(schedule.only((FORWARD,)) if evaluation else schedule)
+    if evaluation:
+        placement = stage_placement(parallel, parallel.num_virtual_stages_per_pipeline_rank or 1)
+        program = add_communication(forward_only(placement, microbatches))
+    else:
+        program = add_communication(build_schedule(parallel, microbatches))
     return program, validate_program(program, evaluation=evaluation)
 
 

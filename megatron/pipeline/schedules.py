@@ -74,6 +74,21 @@ def interleaved(rank: int, size: ScheduleSize) -> list[Action]:
     return alternate(forwards, backwards, warmup=2 * (size.ranks - rank - 1) + (size.chunks - 1) * len(groups[0]))
 
 
+def forward_only(placement: Sequence[int], microbatches: int) -> PipelineSchedule:
+    """Return the forwards of an evaluation with any number of micro-batches, for stages on the ranks ``placement``.
+
+    As in the interleaved schedule, a group of micro-batches passes a stage, then the rank's next one. All ranks follow
+    one order of all actions, in which every input precedes its use, so that no ranks wait for each other.
+    """
+    ranks = max(placement) + 1
+    actions: list[list[Action]] = [[] for _ in range(ranks)]
+    for first in range(0, microbatches, ranks):
+        for stage, rank in enumerate(placement):
+            group = range(first, min(first + ranks, microbatches))
+            actions[rank] += (Action(stage, FORWARD, microbatch) for microbatch in group)
+    return PipelineSchedule("forward-only", tuple(map(tuple, actions)))
+
+
 def alternate(forwards: Sequence[Action], backwards: Sequence[Action], warmup: int) -> list[Action]:
     """Return ``warmup`` forwards, then one forward and one backward alternating, then the remaining backwards."""
     warmup = min(warmup, len(forwards))

@@ -10,6 +10,7 @@ import hashlib
 import os
 import sys
 import time
+from collections.abc import Mapping
 from datetime import timedelta
 from functools import partial
 from socket import gethostname
@@ -39,7 +40,7 @@ from megatron.kernels.linear import TORCH_LINEAR
 from megatron.kernels.registry import Kernels, select_kernels
 from megatron.layers.activation_offload import ActivationOffload
 from megatron.layers.context import DTYPES, BuildContext
-from megatron.model.gpt import build_chunks
+from megatron.model.gpt import GPTChunk, build_chunks
 from megatron.optimizer.distributed_optimizer import DistributedOptimizer
 from megatron.optimizer.grad_buffer import GradBuffer
 from megatron.optimizer.loss_scaler import LossScaler
@@ -135,7 +136,9 @@ def choose_tp_overlap(
     if method == "pipelined":
         return PIPELINED, ["tensor-parallel overlap: pipelined"]
     missing: str | None = "it replaces the chosen linear kernel"
-    if device.type != "cuda":
+    if config.model.lora_rank is not None:
+        missing = "it multiplies without adapters"
+    elif device.type != "cuda":
         missing = "it needs GPUs"
     elif choose_cuda_graph(config, mesh.world.size, device.type == "cuda")[0] == "step":
         missing = "capturing it in --cuda-graph step is untested"
@@ -173,68 +176,50 @@ def build_trainer(
         UserError: if the device or a kernel is not available, or an option names a parameter that does not exist.
         DataError: if the data of a fresh run cannot be opened.
     """
-    device = device or choose_device(config.training.device)
-    model, parallel, precision, training = config.model, config.parallel, config.precision, config.training
+    device, parallel = device or choose_device(config.training.device), config.parallel
     with clock("groups"):
-        mesh = _mesh(config, rank, world_size)
-    dtype = DTYPES[precision.params_dtype]
+        mesh = build_mesh(config, rank, world_size)
     with clock("kernels"):
-        kernels, notes = choose_kernels(config, mesh, device)
-        tp_overlap, overlap_notes = choose_tp_overlap(config, kernels, mesh, device)
-    grad_accumulator = GradAccumulator(kernels.linear.weight_gradient, queue_vectors=device.type == "cuda")
-    cp = None
-    if parallel.context_parallel_size > 1:
-        cp = ContextParallel(mesh.cp_ring, mesh.cp_heads, gathers=parallel.cp_comm_type == "all_gather")
-    context = BuildContext(
-        mesh,
-        grad_accumulator,
-        dtype,
-        device,
-        training.seed,
-        parallel.sequence_parallel,
-        cp,
-        tp_overlap,
-        draw_initial_values=fresh,
-        allocate=False,
-        kernels=kernels,
-        offload=ActivationOffload.from_config(training, device),
-        fp8_layers=frozenset(n for n in range(model.num_layers) if precision.layer_in_fp8(n, model.num_layers)),
-    )
-    layers = stage_layers(model, parallel)
-    pp_rank = mesh.coordinate["pp"]
-    own_layers = {stage: layers[stage] for stage, pp in enumerate(mesh.placement) if pp == pp_rank}
+        context, notes = build_context(config, mesh, device, draw_initial_values=fresh, allocate=False)
     with clock("model"):
-        chunks = build_chunks(model, training, context, own_layers)
+        chunks = build_stages(config, context)
     specs, params = context.specs, context.params
     with clock("optimizer"):
         dtypes = {name: param.dtype for name, param in params.items()}
         uncut = {name for name, spec in specs.items() if rule_of(name, spec, config.optimizer) == "muon"}
-        buckets = GradBuffer(specs, dtypes, mesh, grad_accumulator, device, parallel, uncut, training.seed)
+        buckets = GradBuffer(
+            specs, dtypes, mesh, context.grad_accumulator, device, parallel, uncut, config.training.seed
+        )
         store = ShardedParameterStore if parallel.zero_stage == 3 else ParameterStore
-        weights = store(params, buckets, mesh, parallel, context.initialize)
-        optimizer = DistributedOptimizer(weights, specs, buckets, mesh, config.optimizer, training.seed, kernels.adam)
+
+        def initialize(name: str, zeros: Tensor) -> None:
+            if not specs[name].frozen or config.checkpoint.pretrained_checkpoint is None:
+                context.initialize(name, zeros)
+
+        weights = store(params, buckets, mesh, parallel, initialize)
+        optimizer = DistributedOptimizer(
+            weights, specs, buckets, mesh, config.optimizer, config.training.seed, context.kernels.adam
+        )
         if config.diloco.diloco_sync_interval is not None:
             optimizer.outer = OuterOptimizer(optimizer.main_params, config.diloco)
     if context.offload is not None:
         context.offload.leave_out(buffer.whole for buffer in weights.buffers)
     for chunk in chunks.values():
         weights.gather_before_use(chunk.parts)
-    buffer = partial(allocate_hidden_state, config, dtype, device)
-    pipeline = Pipeline(chunks, mesh.placement, pp_rank, mesh.channels, buffer, grad_accumulator)
     trainer = Trainer(
         config,
         mesh,
         device,
         chunks,
-        pipeline,
+        build_pipeline(config, context, chunks),
         specs,
         params,
         buckets,
         optimizer,
         LossScaler.from_config(config.precision, device),
         Timers(config.logging.timing_log_level, device),
-        cp,
-        notes=(*notes, *overlap_notes),
+        context.cp,
+        notes=tuple(notes),
         weight_casts=context.weight_casts,
     )
     if fresh:
@@ -243,7 +228,52 @@ def build_trainer(
     return trainer
 
 
-def _mesh(config: RunConfig, rank: int, world_size: int) -> Mesh:
+def build_context(
+    config: RunConfig, mesh: Mesh, device: torch.device, draw_initial_values: bool, allocate: bool
+) -> tuple[BuildContext, list[str]]:
+    """Return what the layers of this rank are built with, and notes on kernels and overlap. Collective.
+
+    Raises:
+        UserError: if a requested kernel or overlap is not available.
+    """
+    model, parallel, precision = config.model, config.parallel, config.precision
+    kernels, notes = choose_kernels(config, mesh, device)
+    tp_overlap, overlap_notes = choose_tp_overlap(config, kernels, mesh, device)
+    cp = None
+    if parallel.context_parallel_size > 1:
+        cp = ContextParallel(mesh.cp_ring, mesh.cp_heads, gathers=parallel.cp_comm_type == "all_gather")
+    context = BuildContext(
+        mesh,
+        GradAccumulator(kernels.linear.weight_gradient, queue_vectors=device.type == "cuda"),
+        DTYPES[precision.params_dtype],
+        device,
+        config.training.seed,
+        parallel.sequence_parallel,
+        cp,
+        tp_overlap,
+        draw_initial_values=draw_initial_values,
+        allocate=allocate,
+        kernels=kernels,
+        offload=ActivationOffload.from_config(config.training, device),
+        fp8_layers=frozenset(n for n in range(model.num_layers) if precision.layer_in_fp8(n, model.num_layers)),
+    )
+    return context, [*notes, *overlap_notes]
+
+
+def build_stages(config: RunConfig, context: BuildContext) -> dict[int, GPTChunk]:
+    """Build the stages of this rank, by number."""
+    layers, mesh = stage_layers(config.model, config.parallel), context.mesh
+    own = {stage: layers[stage] for stage, pp in enumerate(mesh.placement) if pp == mesh.coordinate["pp"]}
+    return build_chunks(config.model, config.training, context, own)
+
+
+def build_pipeline(config: RunConfig, context: BuildContext, chunks: Mapping[int, GPTChunk]) -> Pipeline:
+    """Build the pipeline of this rank's stages."""
+    mesh, buffer = context.mesh, partial(allocate_hidden_state, config, context.dtype, context.device)
+    return Pipeline(chunks, mesh.placement, mesh.coordinate["pp"], mesh.channels, buffer, context.grad_accumulator)
+
+
+def build_mesh(config: RunConfig, rank: int, world_size: int) -> Mesh:
     """Create the process groups; collective. The schedule of the full batch determines which rank holds which stage."""
     model, parallel = config.model, config.parallel
     layout = Layout.from_config(parallel, world_size)

@@ -25,7 +25,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from megatron.arguments.compatibility import resume_mode_fixes
+from megatron.arguments.compatibility import compare_configs, resume_mode_fixes
 from megatron.arguments.sources import to_dict
 from megatron.checkpoint.durable_files import publish_file
 from megatron.checkpoint.errors import (
@@ -44,23 +44,24 @@ from megatron.checkpoint.save import HostCopyBuffer, disk_space_problem, local_b
 from megatron.checkpoint.tensor_file import GlobalTensor, TensorPart
 from megatron.config.data_paths import train_data_flag
 from megatron.config.errors import Problem, UserError
-from megatron.config.files import parse_json
 from megatron.config.launch import JobStart
 from megatron.config.option import Role
-from megatron.config.run import CheckpointConfig
+from megatron.config.run import HUGGING_FACE_PREFIX, CheckpointConfig
 from megatron.config.text import package_version
-from megatron.convert.huggingface.config import SPECIAL_TOKEN_IDS, model_folder
+from megatron.convert.base_model import BaseModel
+from megatron.convert.huggingface.config import model_folder
 from megatron.convert.huggingface.weights import HuggingFaceWeights, WeightSource, fill_weights
 from megatron.convert.saved_model import (
     EMA_PREFIX,
-    GENERATION_CONFIG_FILE,
     TOKENIZER_PREFIX,
+    SmallFiles,
+    files_to_carry,
     find_tokenizer_files,
     saved_tokenizer_files,
+    tokenizer_notes,
 )
 from megatron.data.dataset import split_label
 from megatron.data.dataset_info import tokenizer_files_to_save
-from megatron.data.errors import DataError
 from megatron.distributed import comm
 from megatron.distributed.comm import Group
 from megatron.distributed.launch import is_peer_lost, run_on_rank0
@@ -96,10 +97,6 @@ FINISHED_FILE = "finished.json"
 Scripts that requeue a job test it. A launcher's exit status is not enough: it is lost with the node of the batch
 script, and a scheduler may report 0 itself.
 """
-
-
-SmallFiles = Mapping[str, Path | bytes]
-"""Contents or paths of small files, by their names in a checkpoint."""
 
 
 class OtherCheckpoints(Protocol):
@@ -217,6 +214,8 @@ class Checkpointer:
         notes = [*source.notes, *([] if self.others is None else self.others.connect(trainer))]
         tokenizer = tokenizer_files_to_save(config.data, config.model.vocab)
         trainer.files = own_files = {TOKENIZER_PREFIX + name: content for name, content in tokenizer.items()}
+        if config.model.lora_rank is not None:
+            notes += self._load_base(str(self.options.pretrained_checkpoint), own_files, source.fresh)
         if source.hf is not None:
             folder = model_folder(source.hf)
             found = find_tokenizer_files(folder)
@@ -228,6 +227,29 @@ class Checkpointer:
         if self.options.save is not None and trainer.iteration < trainer.total_steps:
             run_on_rank0(partial(self._check_disk_space, bytes_to_save(trainer)), self.world)
         return notes
+
+    def _load_base(self, location: str, own_files: SmallFiles, fresh: bool) -> list[str]:
+        """Read the frozen weights that adapters are trained for, and with ``fresh`` start magnitudes; return notes."""
+        trainer, model = self.trainer, self.trainer.config.model.base
+        path, digest = run_on_rank0(lambda: [*BaseModel.find(location).record.values()], self.world)
+        notes, weights = [f"frozen weights from {path}"], trainer.optimizer.weights
+        if path.startswith(HUGGING_FACE_PREFIX):
+            folder = Path(path.removeprefix(HUGGING_FACE_PREFIX))
+            trainer.base, files = BaseModel(folder, digest), find_tokenizer_files(folder)
+            read_weights(trainer, weights.frozen, HuggingFaceWeights(folder, model))
+        else:
+            manifest = open_manifest(parse_location(path), self.world)
+            trainer.base, files = BaseModel(manifest, digest), self._tokenizer_files(manifest)
+            changes = compare_configs(manifest.config, replace(trainer.config, model=model), "weights-only")
+            if changes.problems:
+                raise UserError(changes.problems)
+            notes += changes.lines
+            read_weights(trainer, weights.frozen, manifest)
+        weights.start_gather()
+        trainer.files = files_to_carry(own_files, files)
+        if fresh and trainer.config.model.lora_dora:
+            trainer.initialize_magnitudes()
+        return notes + tokenizer_notes(own_files, files)
 
     def _load_newest(self, source: ResumeSource, notes: list[str], own_files: SmallFiles) -> list[str]:
         """Load the first checkpoint of ``source`` that is not damaged; return all notes."""
@@ -242,6 +264,8 @@ class Checkpointer:
                     manifest, trainer.config, self.world.size, source.mode, notes
                 )
                 trainer.files = files_to_carry(own_files, found)
+                if trainer.base is not None:
+                    notes += check_base(manifest, trainer.base)
                 if source.mode == "weights-only":
                     restore_weights(trainer, manifest)
                     notes += tokenizer_notes(own_files, found)
@@ -536,7 +560,7 @@ def tensors_to_load(trainer: Trainer, tensors: Mapping[str, Tensor]) -> dict[str
     for name, tensor in tensors.items():
         parameter = parameter_name(name)
         spec = trainer.specs[parameter]
-        boxes = shard_boxes(spec, trainer.buckets.shards[parameter])
+        boxes = shard_boxes(spec, trainer.shards[parameter])
         parts = tuple(TensorPart(box.piece.global_box, box.view_in(tensor.detach())) for box in boxes)
         entries[name] = GlobalTensor(spec.shape, spec.view, tensor.dtype, parts)
     return entries
@@ -561,7 +585,9 @@ def run_state(trainer: Trainer) -> dict[str, Any]:
         "batches_since": {"iteration": iteration, "consumed_samples": consumed_samples},
         "evaluated": dict(trainer.evaluated),
         "losses": {split: loss for split, loss in trainer.losses.items() if math.isfinite(loss)},
-        "optimizer": {"steps": trainer.optimizer.steps_applied()},
+        # 0 on ranks that train no parameter.
+        "optimizer": {"steps": max(comm.all_gather_objects(trainer.optimizer.steps_applied(), trainer.mesh.world))},
+        "base": {} if trainer.base is None else trainer.base.record,
         "loss_scaler": trainer.scaler.state_dict(),
         "spikes": {} if spikes is None else spikes.state_dict(),
         "outer": {} if trainer.optimizer.outer is None else trainer.optimizer.outer.state_dict(),
@@ -663,14 +689,33 @@ def restore_weights(trainer: Trainer, source: Manifest | WeightSource) -> None:
     """
     trainer.start_at(0, 0)
     main_params = dict(trainer.optimizer.main_params)
-    if isinstance(source, Manifest):
-        load_sharded(source, tensors_to_load(trainer, main_params), trainer.mesh.world)
-    else:
-        fill_weights(trainer.specs, main_params, source, trainer.buckets.shards)
+    read_weights(trainer, main_params, source)
     trainer.optimizer.main_params.set(main_params)
     trainer.optimizer.after_load()
     if trainer.optimizer.outer is not None:
         trainer.optimizer.outer.reset()
+
+
+def read_weights(trainer: Trainer, tensors: Mapping[str, Tensor], source: Manifest | WeightSource) -> None:
+    """Read this rank's shards of weights, by name, in place; collective if ``source`` is a checkpoint."""
+    if isinstance(source, Manifest):
+        load_sharded(source, tensors_to_load(trainer, tensors), trainer.mesh.world)
+    else:
+        fill_weights(trainer.specs, tensors, source, trainer.shards)
+
+
+def check_base(manifest: Manifest, base: BaseModel) -> list[str]:
+    """Check that the adapters of a checkpoint belong to ``base``; return a note if it has moved.
+
+    Raises:
+        UserError: if they belong to other weights.
+    """
+    saved = manifest.state.get("base", {})
+    location = saved.get("location", "nothing")
+    if saved.get("digest") != base.digest:
+        sentence = f"{manifest.path} holds adapters of {location}, whose weights are not those of {base.location}"
+        raise UserError([Problem("E818", sentence, (f"--pretrained-checkpoint {location}",))])
+    return [] if location == base.location else [f"the frozen weights were read from {location} before"]
 
 
 def _check_data(trainer: Trainer, saved: Mapping[str, Any], own: bool) -> list[str]:
@@ -707,49 +752,3 @@ def _check_data(trainer: Trainer, saved: Mapping[str, Any], own: bool) -> list[s
 
 OUTER_PREFIX = "optim.outer_"
 """Prefix of the names of DiLoCo's outer state in a checkpoint."""
-
-TOKENIZER_JSON = TOKENIZER_PREFIX + "tokenizer.json"
-
-
-def files_to_carry(recorded: SmallFiles, carried: SmallFiles) -> dict[str, Path | bytes]:
-    """Return the small files for the run's checkpoints: the tokenizer of its data, and the other files it loaded.
-
-    Args:
-        recorded: tokenizer files of the run's data.
-        carried: files of the checkpoint or model that the run starts from.
-
-    Raises:
-        DataError: if the generation_config.json in ``carried`` cannot be read.
-    """
-    if not recorded:
-        return dict(carried)
-    same = TOKENIZER_JSON in carried and not tokenizer_notes(recorded, carried)
-    kept = {name: content for name, content in carried.items() if same or not name.startswith(TOKENIZER_PREFIX)}
-    if GENERATION_CONFIG_FILE in kept and not same:  # its special token ids belong to another tokenizer
-        kept[GENERATION_CONFIG_FILE] = _without_special_ids(_bytes(kept[GENERATION_CONFIG_FILE]))
-    return kept | dict(recorded)
-
-
-def tokenizer_notes(recorded: SmallFiles, carried: SmallFiles) -> list[str]:
-    """Return a note if the data's tokenizer is not the one that the weights were trained with."""
-    if TOKENIZER_JSON not in recorded or TOKENIZER_JSON not in carried:
-        return []
-    if _bytes(recorded[TOKENIZER_JSON]) == _bytes(carried[TOKENIZER_JSON]):
-        return []
-    return [
-        "the data's tokenizer is not that of the weights, so token ids may have other meanings: "
-        "pass the folder of the right one to tools/preprocess_data.py --tokenizer-model"
-    ]
-
-
-def _bytes(content: Path | bytes) -> bytes:
-    return content if isinstance(content, bytes) else content.read_bytes()
-
-
-def _without_special_ids(generation: bytes) -> bytes:
-    """Return a generation_config.json without special token ids."""
-    try:
-        settings = dict(parse_json(generation))
-    except (ValueError, TypeError) as error:
-        raise DataError(f"the {GENERATION_CONFIG_FILE} of the loaded model is not a JSON object: {error}") from error
-    return json.dumps({name: value for name, value in settings.items() if name not in SPECIAL_TOKEN_IDS}).encode()

@@ -29,6 +29,7 @@ from megatron.training.cuda_graphs import StepRunner
 from megatron.training.diloco import Diloco
 from megatron.training.environment import set_variables
 from megatron.training.failure_report import PeerWatchdog, StartRefusedError, report_failure
+from megatron.training.frozen_models import frozen_inputs
 from megatron.training.loggers.console import print_warning
 from megatron.training.loggers.run_folder import METRICS_FILE, data_summary, read_json_lines
 from megatron.training.loggers.run_logger import RunLogger
@@ -110,7 +111,7 @@ def build_and_train(
     """Build the trainer, load the checkpoint that the run resumes from, if any, and train; return the exit status."""
     world, run_dir = stop.world, config.logging.run_dir
     with refuse_start_on_error(), PeerWatchdog(world):
-        source = choose_resume_source(config.checkpoint, world, others)
+        source = choose_resume_source(config.resume_options, world, others)
         if source.hf is not None:  # before memory is allocated for sizes that the tensors in it do not have
             folder = model_folder(source.hf)
             run_on_rank0(lambda: bool(HuggingFaceWeights(folder, config.model)), world)
@@ -128,6 +129,8 @@ def build_and_train(
             with startup("checkpoint"):
                 held = () if lease is None else lease.notes
                 notes = [*notes, *held, *trainer.notes, *run_step.notes, *checkpointer.load(source)]
+                trainer.frozen_inputs, more = frozen_inputs(trainer)
+                notes += more
             if diloco is not None and trainer.iteration < trainer.total_steps:
                 with startup("joining"):
                     notes += diloco.join(lambda: bool(stop.local_code()))

@@ -43,6 +43,7 @@ STATE: Mapping[Any, Any] = {
     "spikes": {"losses": [float], "grad_norms": [float]},
     "goodput": {"first_start": float, "productive_seconds": float, "starts": int},
     "data": {"stretches": {str: [int]}, "fingerprints": {str: str}, "digest": str},
+    "base": {"location": str, "digest": str},
     "written_by": {"layout": {str: int}},
 }
 """Types in the state of a checkpoint: ``int`` is a count, ``float`` any number, the key ``str`` any name."""
@@ -345,7 +346,7 @@ def preview_start(config: RunConfig, world_size: int) -> StartPreview:
     Raises:
         UserError: if a required checkpoint is missing, or the run must not resume from it.
     """
-    source = find_resume_source(config.checkpoint)
+    source = find_resume_source(config.resume_options)
     if source.hf is not None:
         return StartPreview((*source.notes, f"checkpoint: {HUGGING_FACE_PREFIX}{source.hf}, its tensors not read"))
     if source.fresh:

@@ -7,7 +7,7 @@ while the GPU computes.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -28,6 +28,7 @@ from megatron.config.batch import (
 from megatron.config.errors import UserError
 from megatron.config.run import RunConfig
 from megatron.config.text import listed, listed_ranks
+from megatron.convert.base_model import BaseModel
 from megatron.data.dataset import split_label
 from megatron.data.errors import DataError
 from megatron.data.loader import DataSource, build_data
@@ -36,9 +37,11 @@ from megatron.distributed.comm import Group
 from megatron.distributed.context_parallel import ContextParallel
 from megatron.distributed.mesh import Mesh
 from megatron.distributed.micro_batch import MicroBatch
+from megatron.distributed.param_layout import ParamShard
 from megatron.distributed.sharding import ShardSpec
 from megatron.distributed.timing import Timers
 from megatron.kernels.fp8 import WeightCasts
+from megatron.layers.linear import ParallelLinear
 from megatron.model.gpt import GPTChunk
 from megatron.model.objective import Objective
 from megatron.optimizer.distributed_optimizer import DistributedOptimizer
@@ -102,9 +105,12 @@ class Trainer:
     digest_read: int = 0  # of the samples that this rank has read since
     digest: tuple[int, int] = (0, 0)  # number of samples and digest of the last :meth:`samples_digest`
     prefetched: Prefetched | None = None
+    # adds to micro-batches what the objective reads of a frozen model; None if it reads of none
+    frozen_inputs: Callable[[Sequence[MicroBatch]], list[MicroBatch]] | None = None
     stream: int = 0  # of training samples, among those of the replicas
     run_id: str = ""  # the same through all starts of the run
     weight_casts: WeightCasts = field(default_factory=WeightCasts)
+    base: BaseModel | None = None  # the model that adapters are trained for
     notes: tuple[str, ...] = ()  # on kernels and overlap; the start of the run logs them
     files: Mapping[str, Path | bytes] = field(default_factory=dict)  # tokenizer etc. that checkpoints carry, by name
 
@@ -189,11 +195,30 @@ class Trainer:
         self.digest = consumed_samples, self.start_digest
         self.digest_read = 0
 
+    @torch.no_grad()
+    def initialize_magnitudes(self) -> None:
+        """Set DoRA's magnitudes to the norms of the rows of the adapted weights; collective."""
+        weights, shards = self.optimizer.weights, self.buckets.shards
+        for block in (block for chunk in self.chunks.values() for block in chunk.layers.values()):
+            with weights.gathered([block]):
+                linears = (m for m in block.modules() if isinstance(m, ParallelLinear) and m.lora_magnitude is not None)
+                norms = {f"{linear.name}.lora_magnitude": linear.row_norms() for linear in linears}
+            held = {name: norms[name][shards[name].start : shards[name].stop] for name in norms if name in shards}
+            self.optimizer.main_params.set(held)
+        self.optimizer.after_load()
+        if self.optimizer.outer is not None:
+            self.optimizer.outer.reset()
+
     def use_stream(self, index: int) -> None:
         """Read the training samples of a stream, before the first step."""
         self.stream = index
         if hasattr(self, "data"):  # of a run that starts from scratch
             self.data = replace(self.data, stream=(index, self.config.diloco.streams))
+
+    @property
+    def shards(self) -> Mapping[str, ParamShard]:
+        """The elements that this rank holds of each parameter, or with ZeRO updates."""
+        return {**self.buckets.shards, **self.optimizer.weights.frozen_shards}
 
     @property
     def objective(self) -> Objective:
@@ -217,9 +242,9 @@ class Trainer:
         place = self.consumed_samples, self.next_batch_size
         prefetched, self.prefetched = self.prefetched, None
         if prefetched is None or prefetched.place != place:
-            return self._read("train", *place)
+            return self.with_frozen_inputs(self._read("train", *place))
         self.digest_read += prefetched.digest
-        return [replace(batch, step=self.iteration) for batch in prefetched.batches]
+        return self.with_frozen_inputs([replace(batch, step=self.iteration) for batch in prefetched.batches])
 
     def prefetch(self) -> None:
         """Read the batch of the step after the current one, which a GPU is computing and which is not counted yet."""
@@ -239,7 +264,11 @@ class Trainer:
     def evaluation_batches(self, split: str, index: int) -> list[MicroBatch]:
         """Return this rank's micro-batches of global batch ``index`` of a validation or test split."""
         size = full_global_batch_size(self.config.training, self.mesh.dp_size)
-        return self._read(split, index * size, size)
+        return self.with_frozen_inputs(self._read(split, index * size, size))
+
+    def with_frozen_inputs(self, batches: list[MicroBatch]) -> list[MicroBatch]:
+        """Return micro-batches with what the objective reads of a frozen model. Collective."""
+        return batches if self.frozen_inputs is None else self.frozen_inputs(batches)
 
     def _read(self, split: str, first: int, size: int) -> list[MicroBatch]:
         places = self.data.rank_places(split, first, size, self.mesh.dp_rank, self.mesh.dp_size)

@@ -23,6 +23,7 @@ from megatron.kernels import block_attention
 from megatron.optimizer.lr_scheduler import Rates
 from megatron.pipeline.plan import resolve_pipeline
 from megatron.training.build import build_trainer
+from megatron.training.frozen_models import frozen_inputs
 from megatron.training.step import evaluate, train_step
 from megatron.training.trainer import Trainer
 from tests.distributed.pool import Pool
@@ -71,6 +72,12 @@ class PackedConversations(MaskBuilder):
 
 
 OPTIMIZER = OptimizerConfig(adam_eps=1e-5)
+OF_COMPUTING = [
+    *("recompute_granularity", "recompute_method", "recompute_num_layers", "recompute_modules"),
+    *("cpu_offloading_num_layers", "min_offloaded_tensor_size", "cross_entropy_chunk_size", "mlp_chunk_size"),
+    *("pad_global_batch", "global_batch_size", "seq_length", "device"),
+]
+"""Options of training that do not change its numbers, or that a case sets itself."""
 
 
 @dataclass(frozen=True)
@@ -126,8 +133,8 @@ class Case:
 
     def twin(self) -> Case:
         """The same numbers on one process in one micro-batch, by stock PyTorch, keeping all activations."""
-        own = self.training
-        training = TrainingConfig(micro_batch_size=self.samples, seed=own.seed, neftune_alpha=own.neftune_alpha)
+        stock = {name: getattr(TRAINING, name) for name in OF_COMPUTING}
+        training = replace(self.training, micro_batch_size=self.samples, **stock)
         return replace(self, parallel=ONE_RANK, training=training, dp=1, compute=STOCK)
 
 
@@ -149,9 +156,14 @@ def pipeline(
 def run_case(rank: int, world_size: int, case: Case) -> list[RankTrace]:
     """Train ``case.steps`` steps on this rank and note each."""
     trainer = build_trainer(case.config(), rank, world_size)
+    if case.model.lora_dora:
+        trainer.initialize_magnitudes()
+    if case.training.reference_model or case.training.teacher_model:
+        trainer.frozen_inputs, _ = frozen_inputs(trainer)
     traces = []
     for step in range(case.steps):
-        metrics = train_step(trainer, batches_of(trainer, case, step), RATES)
+        batches = trainer.with_frozen_inputs(batches_of(trainer, case, step))
+        metrics = train_step(trainer, batches, RATES)
         traces.append(trace_step(trainer, metrics))
     return traces
 
@@ -224,14 +236,37 @@ def global_batch(case: Case, step: int) -> MicroBatch:
     tokens, labels, counts = (torch.from_numpy(column) for column in columns[:3])
     positions, documents = (None if c is None else torch.from_numpy(c) for c in columns[3:5])
     samples = torch.arange(case.samples) + step * case.samples
-    return MicroBatch(tokens, labels, mask * counts, samples, step, positions, documents)
+    batch = MicroBatch(tokens, labels, mask * counts, samples, step, positions, documents)
+    return with_pairs(batch, generator) if case.training.objective == "dpo" else batch
+
+
+def with_pairs(batch: MicroBatch, generator: torch.Generator) -> MicroBatch:
+    """The same tokens as answers of random lengths, two pairs to a sample and one to the last; the rest is padding."""
+    shape = batch.tokens.shape
+    answer, positions, pairs = (torch.zeros(shape, dtype=torch.int64) for _ in range(3))
+    documents, mask = torch.full(shape, 4), torch.zeros(shape)
+    for row in range(len(answer)):
+        place = 0
+        for number in range(4 if row + 1 < len(answer) else 2):
+            length = int(torch.randint(3, shape[1] // 4 + 1, (), generator=generator))
+            end, prompt = place + length, 1 + number % 2
+            documents[row, place:end] = number
+            positions[row, place:end] = torch.arange(length)
+            answer[row, place + prompt : end] = number
+            mask[row, place + prompt : end] = 1.0
+            pairs[row, end - 1] = 1 - number % 2
+            place = end
+        positions[row, place:] = torch.arange(shape[1] - place)
+    reference = 3 * torch.randn(shape, dtype=torch.float64, generator=generator)
+    extra = {"answer": answer, "pairs": pairs, "reference_logps": reference}
+    return replace(batch, loss_mask=mask, positions=positions, documents=documents, extra=extra)
 
 
 def _rows(batch: MicroBatch, rows: range, size: int) -> MicroBatch:
     ids = [*rows, *[rows.stop - 1] * (size - len(rows))]
     cut: dict[str, Any] = {name: x[ids] for name, x in vars(batch).items() if isinstance(x, Tensor)}
     cut["loss_mask"][len(rows) :] = 0.0
-    return replace(batch, **cut)
+    return replace(batch, **cut, extra={name: x[ids] for name, x in batch.extra.items()})
 
 
 def _tokens(batch: MicroBatch, length: int, rows: tuple[range, ...]) -> MicroBatch:
@@ -239,4 +274,5 @@ def _tokens(batch: MicroBatch, length: int, rows: tuple[range, ...]) -> MicroBat
     places = torch.tensor([i for part in rows for i in part])
     positions = places.expand(len(batch.tokens), -1) if batch.positions is None else batch.positions[:, places]
     cut = {name: getattr(batch, name)[:, places] for name in ("tokens", "labels", "loss_mask")}
-    return replace(batch, **cut, positions=positions, seq_length=length)
+    extra = {name: x[:, places] for name, x in batch.extra.items()}
+    return replace(batch, **cut, positions=positions, seq_length=length, extra=extra)

@@ -139,6 +139,14 @@ EXPERTS: dict[str, dict[str, Any]] = {
     },
 }
 
+ADAPTERS: dict[str, dict[str, Any]] = {
+    "none": {},
+    "lora": {"lora_rank": 4},
+    "lora of parts": {"lora_rank": 2, "lora_alpha": 3.0, "lora_target": ("linear_qkv.[qv]", "layers.1.*")},
+    "dora": {"lora_rank": 3, "lora_dora": True},
+}
+"""The second leaves stages of a pipeline without a parameter to train."""
+
 _STAGE_3: dict[str, Any] = {"data_parallel_sharding_strategy": "optim_grads_params"}
 ZERO: dict[str, dict[str, Any]] = {
     "0": {},
@@ -211,6 +219,19 @@ FACTORS: dict[str, tuple[Any, ...]] = {
     "clip": (1.0, 0.0),
 }
 
+
+OF_ADAPTERS = {
+    **{name: FACTORS[name] for name in ("pp", "vpp", "tp", "layers", "recompute", "mlp_chunk", "kv_heads", "biases")},
+    "schedule": ("dualpipe-v", "interleaved", "zb-h1", "1f1b"),
+    "dp": (1, 2, 4),
+    "cp": (1, 2),
+    "zero": ("3 freed", "0", "1", "2"),
+    "experts": ("none", "shared"),
+    "activation": ("gelu_tanh", "swiglu"),
+    "optimizer": ("adam", "muon"),
+    "adapters": tuple(ADAPTERS)[1:],
+}
+"""Factors whose pairs are covered with adapters too; others have their first value."""
 
 LAYOUT = ("pp", "vpp", "schedule", "tp", "dp", "cp", "samples", "micro_batch", "layers")
 """Factors that rules of the rank grid and of the pipeline connect."""
@@ -344,6 +365,7 @@ def case_of(choice: Choice) -> Case:
         **BIASES[c["biases"]],
         **DROPOUT[c["dropout"]],
         **EXPERTS[c["experts"]],
+        **ADAPTERS[c.get("adapters", "none")],
     )
     parallel = ParallelConfig(
         tensor_model_parallel_size=int(c["tp"][0]),
@@ -398,9 +420,9 @@ IN_LABEL = ("pp", "vpp", "schedule", "tp", "dp", "cp", "cp_type", "micro_batch",
 
 def label(choice: Choice) -> str:
     """A name for people: the layout, then what is not the first value of its factor."""
-    c = choice
+    c = {name: values[0] for name, values in FACTORS.items()} | choice
     context = f"cp{c['cp']} {c['cp_type']} " if c["cp"] > 1 else ""
     layout = f"pp{c['pp']}x{c['vpp']} {c['schedule']} tp{c['tp']} dp{c['dp']} {context}"
     layout += f"mb{c['micro_batch']}of{c['samples']}"
-    rest = [f"{n}={v}" for n, v in choice.items() if n not in IN_LABEL and v != FACTORS[n][0]]
+    rest = [f"{n}={v}" for n, v in choice.items() if n not in IN_LABEL and v != FACTORS.get(n, (None,))[0]]
     return ",".join([layout, *rest]).replace(" ", "-")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from datetime import timedelta
 from functools import cache
@@ -21,12 +22,12 @@ from megatron.config.run import TrainingConfig
 from megatron.distributed.grad_accumulator import GradAccumulator
 from megatron.distributed.layout import Layout
 from megatron.distributed.mesh import Mesh
-from megatron.inference.generate import SamplingParams, generate
+from megatron.inference.generate import PipelinedModel, SamplingParams, generate
 from megatron.layers.context import BuildContext
 from megatron.model.gpt import GPTChunk, build_gpt
 from megatron.training.build import build_trainer
 from tests.checkpoints import save_model
-from tests.distributed.drive import MODEL
+from tests.distributed.drive import MODEL, Case, pipeline
 from tests.distributed.pool import Pool, RankError
 from tools.generate import main
 
@@ -125,9 +126,11 @@ def test_sequence_parallelism_is_refused(pool: Pool) -> None:
         pool.run(2, logits_with_sequence_parallelism)
 
 
-def run_tool(rank: int, tp: int, flags: list[str]) -> tuple[int, str, str]:
-    """The tool on one rank, as under torchrun: exit status, standard output and error."""
-    launched = {"RANK": str(rank), "WORLD_SIZE": str(tp), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(tp)}
+def run_tool(
+    rank: int, ranks: int, flags: list[str], program: Callable[[list[str]], int] = main
+) -> tuple[int, str, str]:
+    """A tool on one rank, as under torchrun: exit status, standard output and error."""
+    launched = {"RANK": str(rank), "WORLD_SIZE": str(ranks), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(ranks)}
     with pytest.MonkeyPatch.context() as patch:
         for name, value in launched.items():
             patch.setitem(os.environ, name, value)
@@ -137,7 +140,7 @@ def run_tool(rank: int, tp: int, flags: list[str]) -> tuple[int, str, str]:
         patch.setattr(
             "megatron.distributed.launch.destroy_distributed", lambda: None
         )  # the pool does it, when all are done
-        return main(flags), out.getvalue(), err.getvalue()
+        return program(flags), out.getvalue(), err.getvalue()
 
 
 def test_the_tool_on_several_ranks(pool: Pool, tmp_path: Path) -> None:
@@ -157,3 +160,29 @@ def test_a_prompt_cannot_come_from_one_standard_input(pool: Pool, tmp_path: Path
     assert first[0] == second[0] == 2
     assert "--prompts FILE" in first[2]
     assert second[2] == ""
+
+
+def continued_by_stages(rank: int, world_size: int, case: Case) -> list[list[int]]:
+    """Continue the prompts with the model of a run, whatever its layout."""
+    trainer = build_trainer(case.config(), rank, world_size)
+    parts = [part for chunk in trainer.chunks.values() for part in chunk.parts]
+    with trainer.optimizer.weights.gathered(parts):
+        return generate(PipelinedModel(trainer), PROMPTS, NEW, SAMPLINGS["sampled"], batch_size=3, indices=(7, 0, 3, 4))
+
+
+ROPE: dict[str, Any] = {"layers": 4, "position_embedding_type": "rope", "window_size": 5}
+STAGES = {
+    "tp2-pp2": pipeline(2, **ROPE, tensor_model_parallel_size=2),
+    "vpp": pipeline(2, stages=2, **ROPE),
+    "zb-v": pipeline(2, "zb-v", **ROPE),
+    "zero3": replace(pipeline(1, **ROPE, data_parallel_sharding_strategy="optim_grads_params"), dp=2),
+}
+
+
+@pytest.mark.parametrize("name", STAGES)
+def test_the_stages_of_a_pipeline_write_what_one_process_does(pool: Pool, name: str) -> None:
+    case = STAGES[name]
+    (chunk,) = build_trainer(case.twin().config(), 0, 1).chunks.values()
+    expected = generate(chunk, PROMPTS, NEW, SAMPLINGS["sampled"], indices=(7, 0, 3, 4))
+    assert expected != generate(chunk, PROMPTS, NEW, SAMPLINGS["sampled"])
+    assert pool.run(case.world_size, continued_by_stages, case) == [expected] * case.world_size

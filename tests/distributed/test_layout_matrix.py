@@ -29,6 +29,7 @@ from tests.distributed.grid import (
     FACTORS,
     LAYOUT,
     MAX_RANKS,
+    OF_ADAPTERS,
     RECOMPUTE,
     SHARING,
     ZERO,
@@ -60,6 +61,8 @@ IN_ORDER = {
     "schedule": FACTORS["schedule"][::-1],
 }
 MATRIX = covering(FACTORS | IN_ORDER, valid)
+
+ADAPTED = covering(OF_ADAPTERS, valid)
 
 TP2_SP = ParallelConfig(tensor_model_parallel_size=2, sequence_parallel=True)
 TP4 = ParallelConfig(tensor_model_parallel_size=4, ddp_bucket_size=4000)
@@ -102,6 +105,14 @@ def check(steps: Sequence[StepTrace], differences: Sequence[StepDeviation], tole
 def test_every_layout_trains_like_one_process(pool: Pool, choice: Choice) -> None:
     case = case_of(choice)
     steps = run_on(pool, case)
+    check(steps, compare_with_twin(steps, case), TOLERANCE_FP64)
+
+
+@pytest.mark.parametrize("choice", ADAPTED, ids=label)
+def test_every_layout_trains_adapters_like_one_process(pool: Pool, choice: Choice) -> None:
+    case = case_of({name: values[0] for name, values in FACTORS.items()} | choice)
+    steps = run_on(pool, case)
+    assert all("lora" in name for name in steps[0].grads)
     check(steps, compare_with_twin(steps, case), TOLERANCE_FP64)
 
 

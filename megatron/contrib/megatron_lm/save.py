@@ -14,6 +14,7 @@ import shutil
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from itertools import product
 from math import prod
@@ -55,13 +56,21 @@ WITH_EXTRA_STATE = re.compile(r"decoder\.layers\.(self_attention\.linear_(proj|q
 """Modules that keep an object of their own for each layer, which is empty without FP8."""
 
 
-def save_megatron_lm(manifest: Manifest, folder: Path, report: ProgressCallback) -> tuple[Path, str]:
+def save_megatron_lm(
+    manifest: Manifest,
+    folder: Path,
+    report: ProgressCallback,
+    pretrained: str | None = None,
+    follow_links: bool = False,
+) -> tuple[Path, str]:
     """Write a checkpoint into a new folder of Megatron-LM's checkpoints.
 
     Args:
         manifest: of the checkpoint.
         folder: must not exist, or be empty.
         report: progress callback.
+        pretrained: the model that adapters belong to, as of `SavedModel`; they are merged into its weights.
+        follow_links: as of `SavedModel`.
 
     Returns:
         The folder of the checkpoint, and what it holds.
@@ -73,10 +82,11 @@ def save_megatron_lm(manifest: Manifest, folder: Path, report: ProgressCallback)
     """
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise CheckpointError(f"{folder} exists and is not empty", "--save-megatron A_NEW_FOLDER")
-    saved = SavedModel(manifest)
+    saved = SavedModel(manifest, False, pretrained, follow_links)
     if lacking := unwritable_options(saved.model):
         raise CheckpointError(f"Megatron-LM has no counterpart of {', '.join(lacking)}", "--save-hf DIR")
     config = resolve(from_dict({g: v for g, v in manifest.config.items() if g != "checkpoint"}), 1)
+    config = replace(config, model=config.model.base)
     iteration = int(manifest.state.get("iteration", 0))
     path = folder / f"iter_{iteration:07d}"
     plan = _Plan(saved, config, report)
@@ -148,7 +158,7 @@ class _Plan(DefaultSavePlanner):
 
     def __init__(self, saved: SavedModel, config: RunConfig, report: ProgressCallback) -> None:
         super().__init__(flatten_state_dict=False)
-        self._reader, self._report = CheckpointReader(saved.manifest), report
+        self._reader, self._saved, self._report = CheckpointReader(saved.manifest), saved, report
         self._read: dict[tuple[str, torch.Size | None], Callable[[], Any]] = {}
         self._items: list[WriteItem] = []
         self._done = 0
@@ -180,6 +190,8 @@ class _Plan(DefaultSavePlanner):
 
     def _moments(self, saved: SavedModel) -> tuple[tuple[str, ...], str]:
         """Return the kinds of optimizer state to write, or why there are none."""
+        if saved.merged is not None:
+            return (), "the optimizer state is that of adapters, which are merged"
         moments = {f"optim.{kind}.{name}" for kind in MOMENTS for name in saved.specs}
         if "optimizer" not in saved.manifest.state or not moments <= {*self._reader.names}:
             return (), "the checkpoint has no state of Adam for all weights"
@@ -217,7 +229,9 @@ class _Plan(DefaultSavePlanner):
         """Return a part of a tensor; padding is 0."""
         flat = torch.zeros(box.numel, dtype=dtype)
         for part, first in view_parts(box, shape, view):
-            flat[first : first + part.numel] = self._reader.read(name, part).reshape(-1).to(dtype)
+            weight = name in self._saved.specs
+            values = self._saved.read(name, view, part) if weight else self._reader.read(name, part)
+            flat[first : first + part.numel] = values.reshape(-1).to(dtype)
         self._done += flat.nbytes
         self._report(name, self._done, self._total)
         return flat.view(sizes)

@@ -37,11 +37,12 @@ SPECIAL_TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 """Keys of config.json and generation_config.json with the ids of special tokens."""
 
 
-def _words(text: str) -> frozenset[str]:
+def words(text: str) -> frozenset[str]:
+    """Return the words of a text."""
     return frozenset(text.split())
 
 
-_NOTES = _words(
+_NOTES = words(
     """architectures model_type transformers_version _name_or_path name_or_path dtype torch_dtype use_cache
     bos_token_id eos_token_id pad_token_id sep_token_id decoder_start_token_id tokenizer_class prefix
     attn_implementation _attn_implementation _attn_implementation_autoset output_attentions output_hidden_states
@@ -52,7 +53,7 @@ _NOTES = _words(
 )
 """Keys that do not change what a language model computes: metadata, other heads, implementation choices."""
 
-_GENERATION = _words(
+_GENERATION = words(
     """max_length min_length do_sample early_stopping num_beams num_beam_groups diversity_penalty temperature top_k
     top_p typical_p repetition_penalty length_penalty no_repeat_ngram_size encoder_no_repeat_ngram_size bad_words_ids
     num_return_sequences output_scores return_dict_in_generate forced_bos_token_id forced_eos_token_id

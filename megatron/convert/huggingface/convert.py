@@ -326,6 +326,8 @@ def convert_to_huggingface(
     tokenizer: Path | None = None,
     model_type: str | None = None,
     average: bool = False,
+    pretrained: str | None = None,
+    follow_links: bool = False,
     checked: bool = True,
     workers: int | None = None,
 ) -> ConversionResult:
@@ -340,6 +342,8 @@ def convert_to_huggingface(
         tokenizer: folder with tokenizer files; None for those in the checkpoint.
         model_type: of transformers; None for the first that computes the same.
         average: write the moving average of the weights.
+        pretrained: the model that adapters belong to, as of `SavedModel`; they are merged into its weights.
+        follow_links: as of `SavedModel`.
         checked: compare weights and tokenizer with `transformers` before publishing the folder.
         workers: files to write at the same time, each in a thread with two buffers of the size of a tensor; None for as
             many as need no more than two times the largest tensor in fp32.
@@ -350,12 +354,12 @@ def convert_to_huggingface(
         DamagedCheckpointError: when a checksum of the checkpoint does not match.
         StorageError: when writing fails.
     """
-    saved = SavedModel(manifest, average)
+    saved = SavedModel(manifest, average, pretrained, follow_links)
     if dtype is None and saved.precision == "fp64":
         fixes = ("--dtype fp32", "--dtype bf16")
         raise CheckpointError("the run computed in fp64, which Hugging Face models do not support", *fixes)
     source = RoundedWeights(saved, DTYPES[dtype or saved.precision])
-    _check_target(folder)
+    check_target(folder)
     building = folder.with_name(folder.name + ".tmp")
     _check_leftover(building, folder)
     files = _small_files(saved, tokenizer)
@@ -375,20 +379,20 @@ def convert_to_huggingface(
         "manifest": checksum(encode_manifest(manifest.tensors, manifest.files, manifest.state, manifest.config)),
         "shards": checksum(repr((shards, source.dtype, average)).encode()),
     }
-    with _disk_errors_as_storage_errors(building):
+    with disk_errors_as_storage_errors(building):
         staging = StagingFolder(building, identity)
     with staging:
         try:
             kept = len(staging.complete)
             pending_config = building / PENDING_CONFIG_FILE
-            with _disk_errors_as_storage_errors(building):
+            with disk_errors_as_storage_errors(building):
                 write_file(pending_config, _json(config))
                 _write_weights(staging, source, shards, workers or 4 // source.dtype.itemsize, report)
                 for name, content in files.items():
                     write_file(building / name, content)
                 sync_folder(building)
             differences = check_model(building, pending_config, saved.model, source) if checked else ()
-            with _disk_errors_as_storage_errors(building):
+            with disk_errors_as_storage_errors(building):
                 staging.close_journal()
                 durable_rename(pending_config, building / CONFIG_FILE)
                 durable_rename(building, folder)  # replaces an empty folder
@@ -422,12 +426,13 @@ class RoundedWeights:
 
 
 @contextmanager
-def _disk_errors_as_storage_errors(building: Path) -> Iterator[None]:
+def disk_errors_as_storage_errors(building: Path, flag: str = "--save-hf") -> Iterator[None]:
+    """Raise StorageError for an error of the disk while ``building``, the folder of ``flag``, is written."""
     try:
         yield
     except OSError as error:
         seen = f"{error.filename or building}: {error.strerror or error}"
-        raise StorageError(f"{seen}; nothing was exported", "--save-hf A_FOLDER_ELSEWHERE") from error
+        raise StorageError(f"{seen}; nothing was exported", f"{flag} A_FOLDER_ELSEWHERE") from error
 
 
 Shards = dict[str, list[list[TensorMapping]]]
@@ -504,11 +509,11 @@ def split_into_shards(sizes: Sequence[int], limit: int) -> list[slice]:
     return [slice(start, stop) for start, stop in zip(starts, [*starts[1:], len(sizes)])]
 
 
-def _check_target(folder: Path) -> None:
-    """Raise CheckpointError unless a folder can be renamed to ``folder``."""
-    new = "--save-hf A_NEW_FOLDER"
+def check_target(folder: Path, flag: str = "--save-hf") -> None:
+    """Raise CheckpointError unless a folder can be renamed to ``folder``, the value of ``flag``."""
+    new = f"{flag} A_NEW_FOLDER"
     if folder.is_symlink():
-        fix = f"--save-hf {shlex.quote(str(folder.resolve()))}"
+        fix = f"{flag} {shlex.quote(str(folder.resolve()))}"
         raise CheckpointError(f"{folder} is a link, which a folder cannot replace", fix)
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise CheckpointError(f"{folder} exists and is not empty", new)

@@ -295,7 +295,7 @@ def first_bad_gradient(trainer: Trainer, microbatch: int) -> NonFiniteFinding | 
     """Return the first parameter in backward order whose gradient on this rank is not finite."""
     chunks = trainer.chunks
     stage_of = {param: stage for stage in sorted(chunks, reverse=True) for param in chunks[stage].parameters()}
-    for position, name in enumerate(reversed(list(trainer.specs))):
+    for position, name in enumerate(reversed(list(trainer.buckets.specs))):
         if not trainer.buckets.target(name).isfinite().all():
             stage = len(trainer.mesh.placement) - 1 - stage_of[trainer.params[name]]
             return NonFiniteFinding(microbatch, True, stage, position, f"gradient of {name}, micro-batch {microbatch}")

@@ -98,6 +98,12 @@ CASES = (
     Case("--tensor-model-parallel-size 3", ranks=16, machines=2),
     # Megatron-LM's flags
     Case("--load docs --no-load-optim --ckpt-convert-format torch --pretrained-checkpoint docs"),
+    # adapters
+    Case("--lora-rank 4 --lora-target linear_q --lora-target layers.2.* --fp8-format e4m3"),
+    Case("--lora-rank 0"),
+    Case("--lora-rank 4 --num-experts 4 --lora-target *.experts.* --pretrained-checkpoint hf:"),
+    Case("--lora-rank 4 --pretrained-checkpoint docs --save x --save-interval 5 --save-hf-interval 5"),
+    Case("--lora-rank 4 --pretrained-checkpoint docs --cuda-graph step --device cuda"),
     Case("--num-experts 8 --moe-router-topk 2 --expert-model-parallel-size 2", ranks=2),
     Case("--num-experts 6 --expert-model-parallel-size 4 --disable-bias-linear", ranks=4),
     Case(

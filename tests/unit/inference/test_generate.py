@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
@@ -59,7 +59,7 @@ class Noted(nn.Module):
 
     def __init__(self, chunk: GPTChunk) -> None:
         super().__init__()
-        self.chunk, self.config, self.context, self.patterns = chunk, chunk.config, chunk.context, chunk.patterns
+        self.chunk, self.config, self.device = chunk, chunk.config, chunk.device
         self.seen: list[Tensor] = []
 
     def logits(self, *arguments: Any, **named: Any) -> Tensor:
@@ -78,7 +78,7 @@ def test_generation_equals_reading_everything_anew(name: str) -> None:
         for batch_size in batch_sizes:
             assert generate(chunk, prompts, NEW, sampling, batch_size=batch_size) == expected
     noted = Noted(chunk)
-    chosen = generate(cast(GPTChunk, noted), prompts, NEW, GREEDY)
+    chosen = generate(noted, prompts, NEW, GREEDY)
     batches = [noted.seen[i : i + NEW] for i in range(0, len(noted.seen), NEW)]
     cached = torch.cat([torch.cat(batch) for batch in batches], 1)
     for row, (prompt, ids) in enumerate(zip(prompts, chosen)):

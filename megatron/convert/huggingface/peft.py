@@ -1,0 +1,494 @@
+"""Adapters in the format of PEFT: ``adapter_config.json`` and ``adapter_model.safetensors``, in both directions.
+
+PEFT has an adapter per linear of transformers. The weight tables of `families` give the place of the rows of its
+weight, and so of its B, among those of ours. Where a linear of transformers holds several parts of ours that have an A
+each, such as the QKV projection of GPT-NeoX, its A stacks theirs and its B is zero outside their blocks: the rank is a
+multiple of ours, and the sum the same.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+import shutil
+from collections import Counter, defaultdict
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import reduce
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron.arguments.sources import resolve, to_dict
+from megatron.checkpoint.durable_files import durable_rename, sync_folder, write_file
+from megatron.checkpoint.errors import CheckpointError, raise_if_any
+from megatron.checkpoint.folder import CheckpointFolder
+from megatron.checkpoint.format import whole_box
+from megatron.checkpoint.location import local_path
+from megatron.checkpoint.save import save_sharded
+from megatron.checkpoint.tensor_file import GlobalTensor, TensorFile, TensorFileWriter, TensorPart
+from megatron.config.errors import Problem, UserError
+from megatron.config.files import parse_json, read_small
+from megatron.config.model import MAX_SIZE, ModelConfig
+from megatron.config.run import HUGGING_FACE_PREFIX, CheckpointConfig, PrecisionConfig, RunConfig
+from megatron.convert.adapters import MergedWeights
+from megatron.convert.base_model import BaseModel
+from megatron.convert.huggingface.config import (
+    CONFIG_FILE,
+    model_type_for,
+    read_config,
+    read_model_type,
+    refuse_outside_links,
+    words,
+)
+from megatron.convert.huggingface.convert import check_target, disk_errors_as_storage_errors, raise_if_overflow
+from megatron.convert.huggingface.keys import JsonObject
+from megatron.convert.huggingface.weights import SUPPORTED_DTYPES, HuggingFaceWeights, WeightSource, map_tensors
+from megatron.convert.saved_model import (
+    SavedModel,
+    SmallFiles,
+    files_to_carry,
+    find_tokenizer_files,
+    open_base,
+    saved_tokenizer_files,
+)
+from megatron.distributed.comm import Group
+from megatron.layers.context import DTYPES
+from megatron.layers.parameters import ADAPTABLE, gpt, linear_parts, part_of_rows, trainable
+
+ADAPTER_CONFIG_FILE = "adapter_config.json"
+ADAPTER_WEIGHTS_FILE = "adapter_model.safetensors"
+PREFIX = "base_model.model."
+"""Of the names of all tensors of PEFT."""
+
+LORA_A, LORA_B, LORA_MAGNITUDE = ".lora_A.weight", ".lora_B.weight", ".lora_magnitude_vector"
+"""Suffixes of the names of tensors of PEFT."""
+
+
+@dataclass(frozen=True)
+class PeftLinear:
+    """A linear of transformers, as some rows of one of ours."""
+
+    ours: str  # global name of our linear
+    rows: Tensor  # [its outputs], the row of ours
+    part_of: Tensor  # [its outputs], the index of the row's part in `linear_parts`
+    inputs: int
+    transposed: bool  # transformers stores ``[in, out]``
+
+    @property
+    def parts(self) -> tuple[int, ...]:
+        """The parts of ours that it holds."""
+        return tuple(sorted({*self.part_of.tolist()}))
+
+    def shapes(self, rank: int) -> tuple[tuple[int, ...], ...]:
+        """Return the shapes of A, B and the magnitudes of an adapter."""
+        return (rank, self.inputs), (len(self.rows), rank), (len(self.rows),)
+
+
+def peft_linears(kind: str, model: ModelConfig) -> dict[str, PeftLinear]:
+    """Return the linears of a model that can have adapters, by their names in transformers.
+
+    Args:
+        kind: key of `model_families`.
+        model: architecture.
+    """
+    weights = {name: spec for name, spec in gpt(model).items() if ADAPTABLE.fullmatch(name.removesuffix(".weight"))}
+    biases = {name.replace(".weight", ".bias"): replace(spec, view=spec.view[:-1]) for name, spec in weights.items()}
+    places = map_tensors(kind, weights | biases)
+    found = {}
+    for name, weight in weights.items():
+        ours = name.removesuffix(".weight")
+        numbers, part_of = torch.arange(weight.shape[0]), torch.tensor(part_of_rows(weight))
+        theirs: dict[str, Tensor] = {}
+        for mapping in places[f"{ours}.bias"]:  # which has the rows of the weight, in the same order
+            rows = theirs.setdefault(mapping.name.removesuffix(".bias"), numbers.new_empty(mapping.stored))
+            mapping.arrange(rows).copy_(numbers.view(weight.view[:-1])[mapping.box.slices])
+        transposed = places[name][0].order[0] == len(weight.view) - 1
+        for each, rows in theirs.items():
+            found[each] = PeftLinear(ours, rows, part_of[rows], weight.shape[1], transposed)
+    return found
+
+
+# ---- To PEFT ----
+
+
+def to_peft(merged: MergedWeights, kind: str, base: str | None) -> tuple[JsonObject, dict[str, Tensor]]:
+    """Return the content of ``adapter_config.json``, and the tensors of PEFT.
+
+    Args:
+        merged: the adapters.
+        kind: model type of transformers, a key of `model_families`.
+        base: name of the model for transformers, if there is one.
+    """
+    model, rank = merged.model, merged.model.lora_rank or 1
+    linears = peft_linears(kind, model)
+    tensors: dict[str, Tensor] = {}
+    ranks: dict[str, int] = {}
+    for name, linear in linears.items():
+        parts = merged.adapted_parts(linear.ours)
+        held = [part for part in linear.parts if part in parts]
+        if not held:
+            continue
+        stacked = merged.adapter(f"{linear.ours}.lora_a").view(-1, rank, linear.inputs)
+        blocks, b = [stacked[parts.index(part)] for part in held], merged.adapter(f"{linear.ours}.lora_b")[linear.rows]
+        if held == [*linear.parts] and all(torch.equal(block, blocks[0]) for block in blocks):
+            blocks = blocks[:1]
+        else:
+            b = torch.cat([b * (linear.part_of == part).unsqueeze(1) for part in held], 1)
+        ranks[name] = len(blocks) * rank
+        tensors |= {f"{name}{LORA_A}": torch.cat(blocks), f"{name}{LORA_B}": b}
+        if model.lora_dora:
+            tensors[f"{name}{LORA_MAGNITUDE}"] = merged.magnitudes(linear.ours)[linear.rows]
+    config = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base,
+        "inference_mode": True,
+        "r": rank,
+        "lora_alpha": _number(model.lora_scale * rank),
+        "lora_dropout": 0.0,
+        "use_dora": model.lora_dora,
+        "use_rslora": False,
+        "bias": "none",
+        "fan_in_fan_out": all(linears[name].transposed for name in ranks),
+        "target_modules": _shortest_ends(ranks, linears),
+        "rank_pattern": {name: each for name, each in ranks.items() if each != rank},
+        "alpha_pattern": {name: _number(model.lora_scale * each) for name, each in ranks.items() if each != rank},
+    }
+    return config, {PREFIX + name: tensor.contiguous() for name, tensor in tensors.items()}
+
+
+def _number(value: float) -> float:
+    """Return a whole number as an int, as PEFT writes it."""
+    return int(value) if value.is_integer() else value
+
+
+def _shortest_ends(adapted: Collection[str], linears: Collection[str]) -> list[str]:
+    """Return the shortest ends of names that select exactly the adapted linears."""
+    for count in (1, 2):
+        ends = {".".join(name.split(".")[-count:]) for name in adapted}
+        if all(name in adapted for name in linears if name.endswith(tuple(f".{end}" for end in ends))):
+            return sorted(ends)
+    return sorted(adapted)
+
+
+def export_peft(
+    saved: SavedModel, folder: Path, dtype: str | None = None, model_type: str | None = None
+) -> ModelConfig:
+    """Write the adapters of a checkpoint as a folder that ``PeftModel.from_pretrained`` loads.
+
+    Args:
+        saved: the checkpoint.
+        folder: must not exist, or be empty.
+        dtype: ``fp32``, ``bf16`` or ``fp16``; None for that in which the adapters are stored.
+        model_type: of the base in transformers; None for that of the base, or the first that computes the same.
+
+    Returns:
+        The architecture with the options of the adapters.
+
+    Raises:
+        UserError: when no Hugging Face model computes the same as the base.
+        CheckpointError: when the checkpoint holds no adapters, or the folder is not empty.
+        StorageError: when writing fails. Nothing is left behind.
+    """
+    if saved.base is None or saved.merged is None:
+        raise CheckpointError(f"{saved.manifest.path} holds no adapters", "--save-hf DIR")
+    flag = "--save-peft"
+    check_target(folder, flag)
+    theirs = str(saved.base.source) if isinstance(saved.base.source, Path) else None
+    config, tensors = to_peft(saved.merged, transformers_type(saved.merged.base, saved.model, model_type), theirs)
+    if dtype is not None:
+        exact, tensors = tensors, {name: tensor.to(DTYPES[dtype]) for name, tensor in tensors.items()}
+        for name, rounded in tensors.items():
+            raise_if_overflow(name, rounded, exact[name])
+    building = folder.with_name(f"{folder.name}.tmp{os.getpid()}")
+    with disk_errors_as_storage_errors(building, flag):
+        building.mkdir(parents=True)
+        try:
+            entries = [(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()]
+            with TensorFileWriter(building / ADAPTER_WEIGHTS_FILE, entries, {"format": "pt"}) as file:
+                for name, tensor in tensors.items():
+                    file.write(name, tensor)
+            write_file(building / ADAPTER_CONFIG_FILE, (json.dumps(config, indent=2) + "\n").encode())
+            sync_folder(building)
+            durable_rename(building, folder)  # replaces an empty folder
+        except BaseException:
+            shutil.rmtree(building, ignore_errors=True)
+            raise
+    return saved.merged.model
+
+
+def transformers_type(base: WeightSource, model: ModelConfig, wanted: str | None = None) -> str:
+    """Return the model type of a base: ``wanted``, that of its folder, or the first that computes the same."""
+    if wanted is None and isinstance(base, HuggingFaceWeights):
+        return read_model_type(read_config(base.folder), str(base.folder / CONFIG_FILE))
+    return model_type_for(model, wanted)
+
+
+# ---- From PEFT ----
+
+
+def import_peft(
+    folder: Path, pretrained: str | None, save: Path, model_type: str | None = None, follow_links: bool = False
+) -> tuple[Path, ModelConfig]:
+    """Write an adapter of PEFT as a checkpoint of step 0, from which a run can start.
+
+    Args:
+        folder: with the files of PEFT.
+        pretrained: the base, as in ``--pretrained-checkpoint``; None for the one that the adapter names.
+        save: a ``--save`` folder without checkpoints.
+        model_type: as of :func:`export_peft`.
+        follow_links: as of `open_base`.
+
+    Returns:
+        The checkpoint, and the architecture with the options of the adapters.
+
+    Raises:
+        UserError: when the adapter has options that are not supported.
+        CheckpointError: when its tensors do not fit its base, or the folder holds checkpoints.
+        DamagedCheckpointError: when its file cannot be read.
+        StorageError: when writing fails.
+    """
+    if not follow_links:
+        refuse_outside_links(folder)
+    checkpoints = CheckpointFolder(save)
+    if checkpoints.named():
+        raise CheckpointError(f"{save} holds checkpoints already", "--save A_NEW_FOLDER")
+    named = read_adapter_config(folder).get("base_model_name_or_path")
+    if pretrained is None and not isinstance(named, str):
+        raise CheckpointError(f"{folder} does not name its base", f"--pretrained-checkpoint {HUGGING_FACE_PREFIX}DIR")
+    found = BaseModel.find(pretrained or f"{HUGGING_FACE_PREFIX}{named}")
+    base = open_base(found, follow_links)
+    model, tensors = from_peft(folder, transformers_type(base, base.model, model_type), base.model)
+    stored, specs = {}, gpt(model)
+    for name, tensor in tensors.items():
+        shape, view = specs[name].shape, specs[name].view
+        stored[name] = GlobalTensor(shape, view, tensor.dtype, (TensorPart(whole_box(view), tensor.view(view)),))
+    carried: SmallFiles
+    if isinstance(base, SavedModel):
+        precision, carried = base.precision, saved_tokenizer_files(base.manifest)
+    else:
+        precision = next(name for name, dtype in DTYPES.items() if dtype == base.dtype)
+        carried = find_tokenizer_files(base.folder)
+    config = RunConfig(
+        model=model,
+        precision=PrecisionConfig(params_dtype=precision),
+        checkpoint=CheckpointConfig(pretrained_checkpoint=found.location),
+    )
+    state = {"iteration": 0, "consumed_samples": 0, "base": found.record}
+    path, files = checkpoints.path(0), files_to_carry(find_tokenizer_files(folder), carried)
+    save_sharded(path, stored, state, to_dict(resolve(config, 1)), Group(), files)
+    return local_path(path), model
+
+
+@dataclass(frozen=True)
+class _Module:
+    """The adapter of a linear of transformers."""
+
+    linear: PeftLinear
+    a: Tensor
+    b: Tensor
+    magnitude: Tensor | None
+    scale: float
+
+    def split(self) -> dict[int, tuple[Tensor, Tensor]]:
+        """Return A and B of each part of ours that has an adapter; B with all rows.
+
+        Blocks of B are recognised, as `to_peft` writes them. Otherwise all parts have the same A.
+        """
+        parts = self.linear.parts
+        used = [part for part in parts if self.b[self.linear.part_of == part].any()]
+        if len(parts) == 1 or not used or len(self.a) % len(used) or (self.magnitude is not None and used != [*parts]):
+            return dict.fromkeys(parts, (self.a, self.b))
+        blocks = self.b.view(len(self.b), len(used), -1)
+        own = self.linear.part_of.unsqueeze(1) == torch.tensor(used)
+        if blocks[~own].any():
+            return dict.fromkeys(parts, (self.a, self.b))
+        return {part: (a, blocks[:, i]) for i, (part, a) in enumerate(zip(used, self.a.chunk(len(used))))}
+
+
+def from_peft(folder: Path, kind: str, base: ModelConfig) -> tuple[ModelConfig, dict[str, Tensor]]:
+    """Read an adapter in PEFT's format.
+
+    Ranks that differ are padded with zeros, which training leaves at zero.
+
+    Args:
+        folder: with the files of PEFT.
+        kind: model type of transformers, a key of `model_families`.
+        base: architecture of the model.
+
+    Returns:
+        The architecture with the options of the adapters, and their tensors by our names.
+
+    Raises:
+        UserError: when the adapter has options that are not supported.
+        CheckpointError: when its tensors do not fit its options or the model.
+        DamagedCheckpointError: when its file cannot be read.
+    """
+    modules = _read_modules(folder, read_adapter_config(folder), peft_linears(kind, base))
+    splits = [(module, module.split()) for module in modules]
+    rank = max(len(a) for _, parts in splits for a, _ in parts.values())
+    scale = Counter(module.scale for module in modules).most_common(1)[0][0]
+    adapted: dict[str, set[int]] = defaultdict(set)
+    for module, parts in splits:
+        adapted[module.linear.ours] |= parts.keys()
+    dora = modules[0].magnitude is not None
+    targets = _targets(base, adapted)
+    model = replace(base, lora_rank=rank, lora_alpha=scale * rank, lora_target=targets, lora_dora=dora)
+    dtype = reduce(torch.promote_types, (module.a.dtype for module in modules), torch.float32)
+    tensors = {name: torch.zeros(spec.shape, dtype=dtype) for name, spec in trainable(gpt(model)).items()}
+    for module, parts in splits:
+        linear = module.linear
+        stacked = tensors[f"{linear.ours}.lora_a"].view(-1, rank, linear.inputs)
+        for part, (a, b) in parts.items():
+            own = linear.part_of == part
+            stacked[sorted(adapted[linear.ours]).index(part), : len(a)] = a
+            factor = 1.0 if math.isclose(module.scale, scale) else module.scale / scale
+            tensors[f"{linear.ours}.lora_b"][linear.rows[own], : len(a)] = b[own].to(dtype) * factor
+        if module.magnitude is not None:
+            tensors[f"{linear.ours}.lora_magnitude"][linear.rows] = module.magnitude.to(dtype)
+    return model, tensors
+
+
+def _targets(base: ModelConfig, adapted: Mapping[str, Collection[int]]) -> tuple[str, ...]:
+    """Return the patterns of ``lora_target`` that match these parts of linears, by the linear's global name."""
+    by_name: dict[str, dict[str, Collection[int]]] = defaultdict(dict)
+    for linear, parts in adapted.items():
+        by_name[linear.rpartition(".")[2]][linear] = parts
+    found, specs = [], gpt(base)
+    for name, linears in by_name.items():
+        first, parts = next(iter(linears.items()))
+        names = linear_parts(specs[f"{first}.weight"])
+        in_all = len(linears) == base.num_layers and all(each == parts for each in linears.values())
+        for linear, adapted_parts in {name: parts}.items() if in_all else linears.items():
+            whole = len(adapted_parts) == len(names)
+            found += [linear] if whole else [f"{linear}.{names[part]}" for part in sorted(adapted_parts)]
+    return tuple(found)
+
+
+_NOTES = words(
+    """r lora_alpha rank_pattern alpha_pattern use_dora use_rslora target_modules exclude_modules layers_to_transform
+    layers_pattern fan_in_fan_out lora_dropout base_model_name_or_path revision inference_mode peft_version auto_mapping
+    runtime_config qalora_group_size megatron_core eva_config ensure_weight_tying"""
+)
+"""Options of PEFT that are read, or that do not change what a trained adapter computes."""
+
+_SUPPORTED: Mapping[str, tuple[Any, ...]] = {
+    "peft_type": ("LORA",),
+    "task_type": ("CAUSAL_LM", None),
+    "bias": ("none",),
+    "init_lora_weights": (True, False, "gaussian", "orthogonal", "eva"),  # others change the weights of the base
+}
+"""Options of PEFT with the only supported values; others must be null, false or empty."""
+
+
+def read_adapter_config(folder: Path) -> JsonObject:
+    """Read ``adapter_config.json``.
+
+    Raises:
+        UserError: when it cannot be read, or has options that are not supported, naming all.
+    """
+    path = folder / ADAPTER_CONFIG_FILE
+    try:
+        config = parse_json(read_small(path))
+    except FileNotFoundError:
+        sentence = f"{folder} holds no {ADAPTER_CONFIG_FILE}, so it is not an adapter of PEFT"
+        fixes = () if folder.exists() else (f"hf download ORG/{folder.name} --local-dir {folder}",)
+        raise UserError([Problem("E850", sentence, fixes)]) from None
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise UserError([Problem("E850", f"{path} cannot be read as JSON: {reason}")]) from None
+    if not isinstance(config, dict):
+        raise UserError([Problem("E850", f"{path} holds {type(config).__name__}, not an object")])
+    problems = []
+    for name, value in {"peft_type": None, **config}.items():
+        if name in _SUPPORTED and value not in _SUPPORTED[name]:
+            allowed = " or ".join(map(json.dumps, _SUPPORTED[name]))
+            problems.append(f"{name} {json.dumps(value)} is not supported, only {allowed}")
+        elif name not in _NOTES and name not in _SUPPORTED and value:
+            problems.append(f"{name} {json.dumps(value)} is not supported")
+    problems += [f"{name} is {json.dumps(config.get(name))}, not {what}" for name, what in _odd_values(config)]
+    if problems:
+        raise UserError([Problem("E851", f"{path}: {problem}") for problem in problems])
+    return config
+
+
+def _odd_values(config: JsonObject) -> Iterator[tuple[str, str]]:
+    """Yield the options that have another type than in PEFT, and the type."""
+
+    def is_positive(value: object, whole: bool) -> bool:
+        return type(value) in ((int,) if whole else (int, float)) and 0 < value < MAX_SIZE
+
+    for name, pattern_name, whole in (("r", "rank_pattern", True), ("lora_alpha", "alpha_pattern", False)):
+        kind = "whole number" if whole else "number"
+        if not is_positive(config.get(name), whole):
+            yield name, f"a {kind} above 0"
+        pattern = config.get(pattern_name) or {}
+        if not isinstance(pattern, dict) or not all(is_positive(value, whole) for value in pattern.values()):
+            yield pattern_name, f"an object of {kind}s above 0"
+        elif any(re.escape(end).replace(r"\.", ".") != end for end in pattern):
+            yield pattern_name, "an object with ends of names, without regular expressions"
+
+
+def _read_modules(folder: Path, config: JsonObject, linears: Mapping[str, PeftLinear]) -> list[_Module]:
+    """Read the adapters of all linears of transformers, after a check of names, shapes and types."""
+    path = folder / ADAPTER_WEIGHTS_FILE
+    if not path.exists():
+        pickled = any(folder.glob("adapter_model.*"))
+        reason = f"pickled weights, which can run any code; only {path.name} is read" if pickled else f"no {path.name}"
+        raise CheckpointError(f"{folder} holds {reason}")
+    file = TensorFile(path)
+    suffixes = (LORA_A, LORA_B, LORA_MAGNITUDE) if config.get("use_dora") else (LORA_A, LORA_B)
+    held = {key.removeprefix(PREFIX).removesuffix(suffix) for key in file.keys for suffix in suffixes}
+    adapted = {name for name in linears if name in held or _is_targeted(config, name)}
+    ranks = {name: _of_pattern(config, "rank_pattern", name, config["r"]) for name in sorted(adapted)}
+    expected = {
+        f"{PREFIX}{name}{suffix}": shape
+        for name, rank in ranks.items()
+        for suffix, shape in zip(suffixes, linears[name].shapes(rank))
+    }
+    both = [key for key in file.keys if key in expected]
+    findings = {
+        "lacks": expected.keys() - {*both},
+        "holds tensors that no adapter of this model has": {*file.keys} - {*both},
+        "holds tensors of another shape than its options and the model have": [
+            f"{key} {list(file.shape(key))} instead of {list(expected[key])}"
+            for key in both
+            if file.shape(key) != expected[key]
+        ],
+        "holds tensors of an unsupported data type": [
+            f"{key} {file.dtype(key)}" for key in both if file.dtype(key) not in (*SUPPORTED_DTYPES, torch.float64)
+        ],
+    }
+    raise_if_any(path, findings)
+    if not ranks:
+        raise CheckpointError(f"{path} holds no adapter")
+    modules = []
+    for name, rank in ranks.items():
+        a, b, *magnitude = (file.tensor(f"{PREFIX}{name}{suffix}") for suffix in suffixes)
+        alpha = _of_pattern(config, "alpha_pattern", name, config["lora_alpha"])
+        scale = alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
+        modules.append(_Module(linears[name], a, b, next(iter(magnitude), None), scale))
+    return modules
+
+
+def _is_targeted(config: JsonObject, name: str) -> bool:
+    """Return True if a list of ``target_modules`` selects a linear. Regular expressions are not evaluated."""
+    if any(config.get(option) for option in ("exclude_modules", "layers_to_transform")):
+        return False
+    targets = config.get("target_modules")
+    return targets == "all-linear" or (isinstance(targets, list) and any(_ends_with(name, end) for end in targets))
+
+
+def _of_pattern(config: JsonObject, option: str, name: str, default: Any) -> Any:
+    """Return the value of a linear in a ``rank_pattern`` or ``alpha_pattern``."""
+    pattern = config.get(option) or {}
+    return next((value for end, value in pattern.items() if _ends_with(name, end)), default)
+
+
+def _ends_with(name: str, end: object) -> bool:
+    return f".{name}".endswith(f".{end}")

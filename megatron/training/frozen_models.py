@@ -1,0 +1,117 @@
+"""What objectives read of frozen models: log-probabilities under a reference model, or logits of a teacher.
+
+A forward pass of the frozen model precedes every step and evaluation. The model is that of another location on the
+ranks of the run (:class:`megatron.training.scoring.FrozenModel`) or, with adapters, the run's own without them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from megatron.config.errors import Problem, UserError
+from megatron.config.run import RunConfig
+from megatron.config.text import flag
+from megatron.convert.saved_model import open_model
+from megatron.distributed.launch import run_on_rank0
+from megatron.distributed.mesh import Mesh
+from megatron.distributed.micro_batch import MicroBatch
+from megatron.layers.loss import OutputLayer
+from megatron.training.scoring import ComputingModel, FrozenModel, Measure, record
+from megatron.training.trainer import Trainer
+
+FROZEN_MODELS = {"dpo": "reference_model", "distillation": "teacher_model"}
+"""Options that name the frozen model, by objective."""
+
+
+def reference_logps(hidden_SBH: Tensor, batch: MicroBatch, output_layer: OutputLayer) -> dict[str, Tensor]:
+    """Return the log-probability of each label, ``reference_logps`` ``[B, S]``."""
+    return {"reference_logps": -output_layer.token_losses(hidden_SBH, batch.labels.unsqueeze(-1))}
+
+
+def teacher_logits(k: int) -> Measure[dict[str, Tensor]]:
+    """Return a function that returns the ``k`` largest logits of each token and their ids, ``[B, S, k]``."""
+
+    def measure(hidden_SBH: Tensor, batch: MicroBatch, output_layer: OutputLayer) -> dict[str, Tensor]:
+        logits, ids = output_layer.top_logits(hidden_SBH, k)
+        return {"teacher_logits": logits, "teacher_ids": ids}
+
+    return measure
+
+
+@dataclass(frozen=True)
+class FrozenInputs:
+    """Adds the results of a frozen model to the micro-batches of the last stage, for the objective."""
+
+    model: ComputingModel
+    measure: Measure[dict[str, Tensor]]
+    # Context of the passes.
+    mode: Callable[[], AbstractContextManager[object]] = nullcontext
+
+    def __call__(self, batches: Sequence[MicroBatch]) -> list[MicroBatch]:
+        """Return the micro-batches with further named tensors. Collective, as :func:`record`."""
+        with self.mode():
+            found = record(self.model, batches, self.measure)
+        if not found:  # not a rank of the last stage
+            return list(batches)
+        return [replace(batch, extra={**batch.extra, **more}) for batch, more in zip(batches, found, strict=True)]
+
+
+def frozen_inputs(trainer: Trainer) -> tuple[FrozenInputs | None, list[str]]:
+    """Return what adds the inputs of the run's objective that its data do not have, if any, and notes. Collective.
+
+    Raises:
+        UserError: if no model is given and one is needed, it cannot be opened, or it has another vocabulary.
+        CheckpointError: if its weights cannot be read.
+    """
+    config, training = trainer.config, trainer.config.training
+    if training.objective not in FROZEN_MODELS:
+        return None, []
+    name = FROZEN_MODELS[training.objective]
+    measure = teacher_logits(training.distillation_top_k) if name == "teacher_model" else reference_logps
+    location = getattr(training, name)
+    in_data = set.intersection(*(set(dataset[0].extra) for dataset in trainer.data.datasets.values()))
+    if location is None and in_data & {"reference_logps", "teacher_logits"}:
+        return None, [f"{name.replace('_', ' ')}: computed in advance"]
+    if name == "reference_model" and location is None and config.model.lora_rank is not None:
+        adapters = next(iter(trainer.chunks.values())).context.adapters
+        return FrozenInputs(trainer, measure, adapters.disabled), ["reference model: this one without its adapters"]
+    location = frozen_location(config)
+    frozen = open_frozen(config, trainer.mesh, trainer.device, location)
+    return FrozenInputs(frozen, measure), [f"{name.replace('_', ' ')}: {location}"]
+
+
+def frozen_location(config: RunConfig) -> str:
+    """Return the location of the frozen model that the objective needs.
+
+    Raises:
+        UserError: if there is none.
+    """
+    name = FROZEN_MODELS[config.training.objective]
+    location: str | None = getattr(config.training, name)
+    if location is None and name == "reference_model":
+        location = config.checkpoint.pretrained_checkpoint
+    if location is None:
+        sentence = f"--objective {config.training.objective} needs {flag(name)}"
+        raise UserError([Problem("E322", sentence, (f"{flag(name)} CHECKPOINT",))])
+    return location
+
+
+def open_frozen(config: RunConfig, mesh: Mesh, device: torch.device, location: str) -> FrozenModel:
+    """Build the frozen model of a location beside a run. Collective.
+
+    Raises:
+        UserError: if the model cannot be opened, or has another vocabulary than that of the run.
+        CheckpointError: if its weights cannot be read.
+    """
+    run_on_rank0(lambda: bool(open_model(location)), mesh.world)  # a message of one rank is enough
+    model, source = open_model(location)
+    if model.vocab != config.model.vocab:
+        name = flag(FROZEN_MODELS[config.training.objective])
+        sentence = f"{name} {location} has a vocabulary of {model.vocab}, the model one of {config.model.vocab}"
+        raise UserError([Problem("E321", sentence, (f"{name} A_MODEL_OF_THE_SAME_TOKENIZER",))])
+    return FrozenModel.build(config, mesh, device, source, model)

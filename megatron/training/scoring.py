@@ -1,0 +1,210 @@
+"""Passes that only compute: record what a function makes of the last hidden states, in any layout.
+
+Evaluation measures the log-probabilities of tokens with it, preference tuning those of its reference, and distillation
+the logits of its teacher. The model is a run's own (:class:`megatron.training.trainer.Trainer`) or a
+:class:`FrozenModel`, which has neither gradients nor an optimizer.
+
+Shapes: B samples, S tokens of a sample, H hidden.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate, chain, pairwise
+from typing import Any, Generic, Protocol, Self, TypeVar
+
+import torch
+from torch import Tensor
+
+from megatron.config.model import ModelConfig
+from megatron.config.parallel import ParallelConfig
+from megatron.config.run import RunConfig
+from megatron.convert.huggingface.weights import WeightSource, fill_weights
+from megatron.distributed import comm
+from megatron.distributed.mesh import Mesh
+from megatron.distributed.micro_batch import MicroBatch
+from megatron.layers.kv_cache import KVCache
+from megatron.layers.loss import OutputLayer
+from megatron.model.gpt import GPTChunk, LossSums
+from megatron.model.objective import Objective
+from megatron.pipeline.plan import LAYER_SPLIT_OPTIONS, build_program
+from megatron.pipeline.runtime import Pipeline
+from megatron.training.build import build_context, build_pipeline, build_stages
+
+T = TypeVar("T")
+
+Measure = Callable[[Tensor, MicroBatch, OutputLayer], T]
+"""``measure(hidden_SBH, micro_batch, output_layer)``, with the hidden states after the final norm, ``[S(/tp), B, H]``.
+
+It is called on all tensor-parallel ranks of the last stage."""
+
+
+BATCHES_PER_PASS = 64
+"""Micro-batches that run through the pipeline at once in :func:`score_tokens`."""
+
+
+class ComputingModel(Protocol):
+    """What a pass needs of a model."""
+
+    @property
+    def config(self) -> RunConfig:
+        """Configuration, resolved."""
+
+    @property
+    def mesh(self) -> Mesh:
+        """The groups of the ranks."""
+
+    @property
+    def device(self) -> torch.device:
+        """Of this rank."""
+
+    @property
+    def chunks(self) -> Mapping[int, GPTChunk]:
+        """Model chunks of this rank, by stage number."""
+
+    def compute(self, batches: Sequence[MicroBatch], loss_grad: None) -> None:
+        """Run the pipeline over this rank's micro-batches, forward only."""
+
+
+@dataclass
+class FrozenModel:
+    """A model that only computes: the chunks of a rank, with whole weights for every data-parallel rank."""
+
+    config: RunConfig
+    mesh: Mesh
+    device: torch.device
+    chunks: Mapping[int, GPTChunk]
+    pipeline: Pipeline
+
+    @classmethod
+    def build(
+        cls,
+        config: RunConfig,
+        mesh: Mesh,
+        device: torch.device,
+        source: WeightSource,
+        model: ModelConfig | None = None,
+        dtype: str | None = None,
+    ) -> Self:
+        """Build this rank's chunks, and read its shards of the weights. Collective.
+
+        Args:
+            config: of the run whose layout the model has, resolved.
+            mesh: of that run.
+            device: of this rank.
+            source: of the weights.
+            model: architecture; None for that of ``config``.
+            dtype: of weights and activations, a choice of ``--params-dtype``; None for that of ``config``.
+
+        Raises:
+            UserError: if the layers cannot be split over the stages of the mesh.
+            CheckpointError: if the weights cannot be read.
+        """
+        if model is not None and model.num_layers != config.model.num_layers:  # the options may not fit other layers
+            defaults: dict[str, Any] = {n: getattr(ParallelConfig(), n) for n in chain(*LAYER_SPLIT_OPTIONS)}
+            config = replace(config, parallel=replace(config.parallel, **defaults))
+        precision = replace(config.precision, params_dtype=dtype or config.precision.params_dtype, fp8_format=None)
+        training = replace(config.training, objective="next_token")
+        config = replace(config, model=model or config.model, precision=precision, training=training)
+        context, _ = build_context(config, mesh, device, draw_initial_values=False, allocate=True)
+        chunks = build_stages(config, context)
+        fill_weights(context.specs, context.params, source)
+        for chunk in chunks.values():
+            chunk.eval().requires_grad_(requires_grad=False)
+        return cls(config, mesh, device, chunks, build_pipeline(config, context, chunks))
+
+    def compute(self, batches: Sequence[MicroBatch], loss_grad: None = None) -> None:
+        """Run the pipeline over this rank's micro-batches, forward only."""
+        program = build_program(self.config.parallel, len(batches), evaluation=True)
+        self.pipeline.run(program.ranks[self.mesh.coordinate["pp"]], batches, loss_grad)
+
+
+def record(
+    model: ComputingModel, batches: Sequence[MicroBatch], measure: Measure[T], cache: KVCache | None = None
+) -> list[T]:
+    """Run forward passes of micro-batches, without dropout; return what ``measure`` returns for each.
+
+    Collective over the ranks of a pipeline, and those that share weights or experts: all need equally many
+    micro-batches. With a ``cache``, the tokens of the only micro-batch follow the cached ones.
+
+    Returns:
+        One result per micro-batch on ranks that hold the last stage, and no result on others.
+    """
+    recorder = _Recorder(measure)
+    kept = [(chunk, chunk.objective, chunk.sums) for chunk in model.chunks.values()]
+    for chunk, _, _ in kept:
+        chunk.objective, chunk.sums, chunk.cache = recorder, LossSums(), cache
+    try:
+        model.compute(batches, None)
+    finally:
+        for chunk, objective, sums in kept:
+            chunk.objective, chunk.sums, chunk.cache = objective, sums, None
+    return recorder.results
+
+
+class _Recorder(Objective, Generic[T]):
+    """Stands in for the objective of the chunks, which call it for one micro-batch after the other."""
+
+    def __init__(self, measure: Measure[T]) -> None:
+        self.measure, self.results = measure, list[T]()
+
+    def __call__(
+        self, hidden_SBH: Tensor, batch: MicroBatch, output_layer: OutputLayer
+    ) -> tuple[Tensor, Mapping[str, Tensor]]:
+        self.results.append(self.measure(hidden_SBH, batch, output_layer))
+        return hidden_SBH.new_zeros((), dtype=torch.promote_types(hidden_SBH.dtype, torch.float32)), {}
+
+
+def score_tokens(
+    model: ComputingModel, requests: Sequence[tuple[Sequence[int], int]], batch_size: int = 8
+) -> list[tuple[list[float], list[bool]]]:
+    """Return the log-probabilities of the last tokens of sequences, and whether each is the most likely.
+
+    Collective over all ranks, with the same requests on each; they are divided over data-parallel and context-parallel
+    ranks, which read whole sequences here. Sequences of similar length are computed together.
+
+    Args:
+        model: of any layout.
+        requests: token IDs of each sequence, and how many of its last tokens are scored; fewer than it has.
+        batch_size: sequences in a micro-batch.
+
+    Returns:
+        The scores of each request, on all ranks.
+    """
+    order = sorted(range(len(requests)), key=lambda index: -len(requests[index][0]))
+    groups = [order[first : first + batch_size] for first in range(0, len(order), batch_size)]
+    readers = model.mesh.dp_cp
+    rounds = -(-len(groups) // readers.size)  # all ranks compute equally many, because they may share weights
+    mine = [groups[min(place, len(groups) - 1)] for place in range(readers.rank, rounds * readers.size, readers.size)]
+    own = rounds if readers.rank + (rounds - 1) * readers.size < len(groups) else rounds - 1
+    starts = list(accumulate((count for _, count in requests), initial=0))
+    # Every score has one source, so that sums over ranks are exact.
+    scores_2T = torch.zeros(2, starts[-1], dtype=torch.float64, device=model.device)
+    for first in range(0, rounds, BATCHES_PER_PASS):
+        passed = range(first, min(first + BATCHES_PER_PASS, rounds))
+        batches = [_batch_of_sequences(model, [requests[index][0] for index in mine[place]]) for place in passed]
+        for place, scores in zip(passed, record(model, batches, _measure_tokens)):
+            for row, index in enumerate(mine[place] if place < own else ()):
+                tokens, count = requests[index]
+                scored = slice(len(tokens) - 1 - count, len(tokens) - 1)
+                scores_2T[:, starts[index] : starts[index + 1]] = torch.stack([score[row, scored] for score in scores])
+    comm.all_reduce(comm.all_reduce(scores_2T, readers), model.mesh.pipeline)
+    log_probs, greedy = scores_2T[0].tolist(), (scores_2T[1] > 0).tolist()
+    return [(log_probs[start:stop], greedy[start:stop]) for start, stop in pairwise(starts)]
+
+
+def _measure_tokens(hidden_SBH: Tensor, batch: MicroBatch, output_layer: OutputLayer) -> tuple[Tensor, Tensor]:
+    return output_layer.token_scores(hidden_SBH, batch.labels)
+
+
+def _batch_of_sequences(model: ComputingModel, sequences: Sequence[Sequence[int]]) -> MicroBatch:
+    """Return a micro-batch of sequences whose last token is only a label, padded at their ends.
+
+    Sequence parallelism needs a multiple of its ranks; what attends to the past only does not see the padding.
+    """
+    parallel = model.config.parallel
+    multiple = parallel.tensor_model_parallel_size if parallel.sequence_parallel else 1
+    length = -(-(max(map(len, sequences)) - 1) // multiple) * multiple + 1
+    ids = torch.tensor([[*tokens, *[0] * (length - len(tokens))] for tokens in sequences]).to(model.device)
+    return replace(MicroBatch.of_tokens(ids[:, :-1]), labels=ids[:, 1:])

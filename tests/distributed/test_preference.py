@@ -1,0 +1,79 @@
+"""Preference optimization and distillation train in every layout like one process, with frozen models beside them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.checkpoints import save_model
+from tests.distributed.drive import MODEL, Case, compare_with_twin, run_on
+from tests.distributed.grid import FACTORS, case_of, label
+from tests.distributed.pairwise import Choice
+from tests.distributed.pool import Pool
+from tests.distributed.test_layout_matrix import TOLERANCE_FP64, check
+from tests.solo import Solo
+
+PLAIN = {name: values[0] for name, values in FACTORS.items()}
+LAYOUTS: list[Choice] = [
+    {"dp": 2, "zero": "1", "micro_batch": 2},
+    {"tp": "2sp", "dp": 2, "zero": "2", "vocab": 13, "loss_chunk": 7},
+    {"tp": "2", "pp": 2, "zero": "0", "recompute": "all modules"},
+    {"pp": 2, "vpp": 2, "schedule": "interleaved", "dp": 2, "zero": "3 freed", "untied": True, "layers": 3},
+    {"pp": 2, "schedule": "zb-h1", "tp": "2sp", "samples": 8},
+    {"pp": 2, "vpp": 2, "schedule": "zb-v", "cp": 2, "layers": 3, "untied": False},
+    {"cp": 2, "cp_type": "all_gather", "dp": 2, "zero": "3 kept"},
+    {"cp": 4, "tp": "2sp", "dropout": "hidden"},
+    {"cp": 3, "cp_type": "p2p", "dp": 2, "zero": "2", "positions": "rope"},
+    {"cp": 2, "cp_type": "a2a", "tp": "2", "pp": 2, "positions": "rope", "loss_chunk": 7},
+    {"dp": 2, "experts": "two of four", "ep": 2, "tp": "2sp", "biases": "no"},
+]
+DPO: dict[str, Any] = {"objective": "dpo", "dpo_beta": 0.5}
+DISTILLATION: dict[str, Any] = {"objective": "distillation", "distillation_label_weight": 0.3}
+
+
+def case(choice: Mapping[str, Any], options: Mapping[str, Any]) -> Case:
+    found = case_of(PLAIN | choice)
+    return replace(found, training=replace(found.training, **options))
+
+
+def trains_like_one_process(pool: Pool, case: Case) -> None:
+    steps = run_on(pool, case)
+    check(steps, compare_with_twin(steps, case), TOLERANCE_FP64)
+    assert steps[0].loss != steps[1].loss
+
+
+@pytest.mark.parametrize("choice", LAYOUTS, ids=lambda choice: label(PLAIN | choice))
+def test_preferences_in_every_layout(pool: Pool, choice: Choice) -> None:
+    """The variants of the loss in turn."""
+    kind = ("sigmoid", "ipo", "sigmoid_norm", "kto_pair")[LAYOUTS.index(choice) % 4]
+    trains_like_one_process(pool, case(choice, DPO | {"dpo_loss_type": kind}))
+
+
+@pytest.fixture(scope="module")
+def frozen(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Models of other sizes than the one in training, by their vocabulary."""
+    folders = {}
+    for vocab in (128, 13):
+        model = replace(MODEL, num_layers=3, hidden_size=16, ffn_hidden_size=24, vocab_size=vocab)
+        folders[f"{vocab}"] = tmp_path_factory.mktemp(f"frozen{vocab}")
+        save_model(Solo.build(model).chunk, folders[f"{vocab}"], params_dtype="fp64")
+    return folders
+
+
+@pytest.mark.parametrize("choice", LAYOUTS, ids=lambda choice: label(PLAIN | choice))
+def test_distillation_in_every_layout(pool: Pool, choice: Choice, frozen: dict[str, Path]) -> None:
+    """The teacher has another size, and TP ranks that hold fewer tokens than are taken of each position."""
+    vocab = (PLAIN | choice)["vocab"]
+    options = DISTILLATION | {"teacher_model": str(frozen[str(vocab)]), "distillation_top_k": 8}
+    options |= {"distillation_temperature": 1.0 + LAYOUTS.index(choice) % 2}
+    trains_like_one_process(pool, case(choice, options))
+
+
+@pytest.mark.parametrize("choice", LAYOUTS[1::3], ids=lambda choice: label(PLAIN | choice))
+def test_a_reference_model_in_every_layout(pool: Pool, choice: Choice, frozen: dict[str, Path]) -> None:
+    location = str(frozen[str((PLAIN | choice)["vocab"])])
+    trains_like_one_process(pool, case(choice, DPO | {"reference_model": location}))
