@@ -112,7 +112,7 @@ def with_tokenizer(config: RunConfig) -> RunConfig:
     """Return the configuration with the tokenizer of the model to start from, if conversations have no other."""
     if not config.data.chat_data_path or config.data.tokenizer_type is not None:
         return config
-    source = find_resume_source(config.checkpoint)
+    source = find_resume_source(config.checkpoint.first_start)
     found = [model_folder(source.hf)] if source.hf is not None else [Path(str(p), "tokenizer") for p in source.paths]
     folder = next((folder for folder in found if (folder / TOKENIZER_JSON).is_file()), None)
     if folder is None:
