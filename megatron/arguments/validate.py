@@ -12,6 +12,7 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Sequence, Set
 from contextlib import suppress
 from dataclasses import replace
+from importlib.util import find_spec
 from os.path import exists, isdir  # unlike pathlib's they do not raise for a very long name
 from pathlib import Path
 from typing import Any, NoReturn
@@ -25,6 +26,7 @@ from megatron.arguments.checks import (
     fp8,
     grad_compression,
     model,
+    objective,
     offload,
     training,
 )
@@ -240,6 +242,7 @@ GRAPH_CHECKS = (
     adapters.check_graph_adapters,
     grad_compression.check_graph_compression,
     offload.check_graph_offload,
+    objective.check_graph_objective,
 )
 """Checks of ``--cuda-graph step`` on a GPU."""
 
@@ -320,6 +323,18 @@ def check_sample_prompts(config: RunConfig, world_size: int) -> Iterator[Problem
             sentence = f"--sample-prompts generates text without {setting.flag} only"
             fixes = (setting.spell(setting.default), "drop --sample-prompts")
             yield Problem("E708", sentence, fixes)
+
+
+def check_evaluated_tasks(config: RunConfig, world_size: int) -> Iterator[Problem]:
+    """Check that lm-eval is installed and the folder of tasks exists; the tasks themselves are loaded at the start."""
+    folder = config.training.evaluate_tasks_path
+    if not config.training.evaluate_tasks:
+        return
+    if find_spec("lm_eval") is None:
+        sentence = "--evaluate-tasks needs lm-eval, which is not installed"
+        yield Problem("E709", sentence, ("pip install 'megatron-pretrain[evaluate]'", "drop --evaluate-tasks"))
+    if folder is not None and not isdir(folder):
+        yield Problem("E709", f"--evaluate-tasks-path {folder} is not a folder", ("drop --evaluate-tasks-path",))
 
 
 def check_window(config: RunConfig, world_size: int) -> Iterator[Problem]:
@@ -429,6 +444,7 @@ def _checks() -> list[Check]:
         context_parallel,
         grad_compression,
         training,
+        objective,
         diloco,
         offload,
         fp8,

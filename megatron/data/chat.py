@@ -105,10 +105,8 @@ class ChatTokenizer:
             if not text.startswith(after):  # it may end every conversation
                 after = after.removesuffix(eos)
             if not (text.startswith(before) and text.startswith(after)):
-                seen = (
-                    f": within the conversation, the chat template renders message {i + 1} or those before differently"
-                )
-                raise BadDocumentError(f"{seen} than alone; mark answers in it with {{% generation %}}")
+                seen = f": the chat template renders the messages up to {i + 1} differently within the conversation"
+                raise BadDocumentError(f"{seen}; mark answers in it with {{% generation %}}")
             spans.append((len(before), len(after)))
         encoded = self._tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
         answers = [
@@ -228,6 +226,8 @@ class Conversations(NamedTuple):
     source: str  # names of the files
     notes: tuple[str, ...] = ()  # on lines that are left out
     per_line: int = 1  # conversations that share a sample: 2 for preferences, first the preferred one
+    # int64 [lines, 2], number of the file and line from 1 on
+    places: NDArray[np.int64] = np.empty((0, 2), dtype=np.int64)
     logps: NDArray[np.float64] | None = None  # float64 [n], of the answers of preferences under the reference model
 
     @property
@@ -249,7 +249,11 @@ def load_conversations(data: DataConfig, split: str, seq_length: int, pairs: boo
         DataError: if a file cannot be read, or with ``bad_samples`` error if a line cannot be used; else if none can.
     """
     paths = data.chat_data_path if split == "train" else data.valid_chat_data_path
-    tables, notes = _load(data, paths, pairs)
+    try:
+        versions = tuple(Path(path).stat().st_mtime_ns for path in paths)
+    except OSError as error:
+        raise DataError(f"{error.filename} cannot be read: {error.strerror}") from error
+    tables, notes = _load(data, paths, versions, pairs)
     per_line = 2 if pairs else 1
     starts, stops, logps = (
         x.reshape(-1, per_line) for x in (tables["starts"][:-1], tables["starts"][1:], tables["logps"])
@@ -260,9 +264,9 @@ def load_conversations(data: DataConfig, split: str, seq_length: int, pairs: boo
     for i in np.flatnonzero(~fits):
         file, line = tables["places"][i].tolist()
         bad.append((file, line, f" takes {positions[i]:,} positions, and a sample has {seq_length:,}"))
-    lacking = np.isnan(logps).any(1)
+    lacking = np.isnan(logps[fits]).any(1)
     if lacking.any() and not lacking.all():
-        file, line = tables["places"][np.flatnonzero(lacking)[0]].tolist()
+        file, line = tables["places"][fits][np.flatnonzero(lacking)[0]].tolist()
         seen = f"{paths[file]}:{line} has no ref_chosen_logps and ref_rejected_logps, which other lines have"
         raise DataError(seen, "python tasks/finetune/precompute.py")
     if bad:
@@ -278,6 +282,7 @@ def load_conversations(data: DataConfig, split: str, seq_length: int, pairs: boo
         ", ".join(paths),
         notes,
         per_line,
+        tables["places"][fits],
         None if lacking.any() else logps[fits].flatten(),
     )
 
@@ -293,8 +298,10 @@ def _describe_bad(bad: Sequence[BadLine], paths: Sequence[str], good: int) -> st
 
 
 @lru_cache(maxsize=4)
-def _load(data: DataConfig, paths: tuple[str, ...], pairs: bool) -> tuple[Tables, tuple[str, ...]]:
-    """Return the tables of `encode_files`, and notes on the cache."""
+def _load(
+    data: DataConfig, paths: tuple[str, ...], versions: tuple[int, ...], pairs: bool
+) -> tuple[Tables, tuple[str, ...]]:
+    """Return the tables of `encode_files`, and notes on the cache; once per process for the same files."""
     files = tokenizer_files_to_save(data, None)
     if not files:
         fix = "--tokenizer-type HuggingFaceTokenizer --tokenizer-model DIR"
@@ -331,7 +338,7 @@ def encode_files(paths: Sequence[str], tokenizer: ChatTokenizer, pairs: bool = F
     found, logps, places = list[Conversation](), list[float](), list[tuple[int, int]]()
     bad = list[BadLine]()
     for number, path in enumerate(paths):
-        for line, content in _lines(Path(path)):
+        for line, content in numbered_lines(Path(path)):
             try:
                 if isinstance(content, BadDocumentError):
                     raise content
@@ -358,7 +365,7 @@ def encode_files(paths: Sequence[str], tokenizer: ChatTokenizer, pairs: bool = F
     }
 
 
-def _lines(path: Path) -> Iterator[tuple[int, bytes | BadDocumentError]]:
+def numbered_lines(path: Path) -> Iterator[tuple[int, bytes | BadDocumentError]]:
     """Yield the number and the content of each line that is not blank; an error for one that cannot be read.
 
     Raises:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -42,6 +43,7 @@ from megatron.data.dataset_info import (
 from megatron.data.errors import DataError
 from megatron.data.index_cache import IndexCache
 from megatron.data.indexed_dataset import raise_open_file_limit
+from megatron.data.teacher_logits import with_teacher_logits
 
 if TYPE_CHECKING:
     import torch
@@ -94,21 +96,20 @@ class BatchArrays(NamedTuple):
     positions: NDArray[np.int64] | None  # int64 [b, s]; None: 0..s-1 in every sample
     documents: NDArray[np.int64] | None  # int64 [b, s]; None: attention sees the whole sample
     boundaries: NDArray[np.int32] | None = None  # int32 [documents + 1], `document_boundaries` of ``documents``
-    extra: Mapping[str, NDArray[Any]] = MappingProxyType({})  # [b, s] each, by name
+    extra: Mapping[str, NDArray[Any]] = MappingProxyType({})  # [b, s, ...] each, by name
 
     @classmethod
     def of_samples(cls, samples: Sequence[Sample]) -> BatchArrays:
         """Stack samples that bring their masks along; positions count within documents."""
-        columns = {name: column for name, column in zip(Sample._fields, zip(*samples)) if column[0] is not None}
-        extras = columns.pop("extra")
-        arrays = {name: np.stack(column) for name, column in columns.items()}
+        columns = zip(Sample._fields[:-1], zip(*samples))
+        arrays = {name: np.stack(column) for name, column in columns if column[0] is not None}
         documents = arrays.pop("documents", None)
         return cls(
             **arrays,
             positions=None if documents is None else positions_in_documents(documents),
             documents=documents,
             boundaries=None if documents is None else document_boundaries(documents),
-            extra={name: np.stack([extra[name] for extra in extras]) for name in extras[0]},
+            extra=stacked_extra(samples),
         )
 
     def cut(self, positions: NDArray[np.int64]) -> BatchArrays:
@@ -117,6 +118,11 @@ class BatchArrays(NamedTuple):
         places = np.tile(positions, (len(tokens), 1)) if self.positions is None else self.positions[:, positions]
         extra = {name: column[:, positions] for name, column in self.extra.items()}
         return BatchArrays(tokens, labels, loss_mask, places, self.documents, self.boundaries, extra)
+
+
+def stacked_extra(samples: Sequence[Sample]) -> dict[str, NDArray[Any]]:
+    """Return the further arrays of samples, stacked, by name."""
+    return {name: np.stack([sample.extra[name] for sample in samples]) for name in samples[0].extra}
 
 
 @dataclass(frozen=True)
@@ -311,7 +317,7 @@ class DataSource:
         samples = [self._sample(split, dataset, i) for i in ids]
         if samples[0].loss_mask is None:
             tokens, labels = [sample.tokens for sample in samples], [sample.labels for sample in samples]
-            arrays = self.masks.build(np.stack(tokens), np.stack(labels))
+            arrays = self.masks.build(np.stack(tokens), np.stack(labels))._replace(extra=stacked_extra(samples))
         else:
             arrays = BatchArrays.of_samples(samples)
         arrays.loss_mask[len(places) :] = 0.0
@@ -471,7 +477,7 @@ def build_data(
         *extended,
         *(() if cache is None else cache.notes),
     )
-    return DataSource(
+    source = DataSource(
         datasets,
         segments=all_segments,
         used=used,
@@ -483,6 +489,9 @@ def build_data(
         stream=stream,
         notes=tuple(note for note in notes if note),
     )
+    if training.teacher_logits is None:
+        return source
+    return with_teacher_logits(source, Path(training.teacher_logits), training.distillation_top_k)
 
 
 def build_masks(data: DataConfig, known: TokenizerInfo | None, vocab_size: int, prefix: int = 0) -> MaskBuilder:

@@ -10,17 +10,22 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 
+import torch
 from torch import Tensor
 
 from megatron.config.errors import Problem, UserError
+from megatron.config.run import RunConfig
 from megatron.config.text import flag
 from megatron.convert.saved_model import open_model
 from megatron.distributed.launch import run_on_rank0
+from megatron.distributed.mesh import Mesh
 from megatron.distributed.micro_batch import MicroBatch
 from megatron.layers.loss import OutputLayer
-from megatron.model.objective import Distillation, PreferenceOptimization
 from megatron.training.scoring import ComputingModel, FrozenModel, Measure, record
 from megatron.training.trainer import Trainer
+
+FROZEN_MODELS = {"dpo": "reference_model", "distillation": "teacher_model"}
+"""Options that name the frozen model, by objective."""
 
 
 def reference_logps(hidden_SBH: Tensor, batch: MicroBatch, output_layer: OutputLayer) -> dict[str, Tensor]:
@@ -56,34 +61,57 @@ class FrozenInputs:
         return [replace(batch, extra={**batch.extra, **more}) for batch, more in zip(batches, found, strict=True)]
 
 
-def frozen_inputs(trainer: Trainer) -> FrozenInputs | None:
-    """Return what adds the inputs of the run's objective that its data do not have; None if there are none. Collective.
+def frozen_inputs(trainer: Trainer) -> tuple[FrozenInputs | None, list[str]]:
+    """Return what adds the inputs of the run's objective that its data do not have, if any, and notes. Collective.
 
     Raises:
         UserError: if no model is given and one is needed, it cannot be opened, or it has another vocabulary.
         CheckpointError: if its weights cannot be read.
     """
-    config, training, objective = trainer.config, trainer.config.training, trainer.objective
-    if isinstance(objective, Distillation):
-        name, measure = "teacher_model", teacher_logits(training.distillation_top_k)
-    elif isinstance(objective, PreferenceOptimization):
-        name, measure = "reference_model", reference_logps
-    else:
-        return None
+    config, training = trainer.config, trainer.config.training
+    if training.objective not in FROZEN_MODELS:
+        return None, []
+    name = FROZEN_MODELS[training.objective]
+    measure = teacher_logits(training.distillation_top_k) if name == "teacher_model" else reference_logps
     location = getattr(training, name)
-    if location is None and "reference_logps" in set.intersection(
-        *(set(dataset[0].extra) for dataset in trainer.data.datasets.values())
-    ):
-        return None
-    if location is None and name == "reference_model" and config.model.lora_rank is not None:
-        return FrozenInputs(trainer, measure, next(iter(trainer.chunks.values())).context.adapters.disabled)
-    location = location or config.checkpoint.pretrained_checkpoint
+    in_data = set.intersection(*(set(dataset[0].extra) for dataset in trainer.data.datasets.values()))
+    if location is None and in_data & {"reference_logps", "teacher_logits"}:
+        return None, [f"{name.replace('_', ' ')}: computed in advance"]
+    if name == "reference_model" and location is None and config.model.lora_rank is not None:
+        adapters = next(iter(trainer.chunks.values())).context.adapters
+        return FrozenInputs(trainer, measure, adapters.disabled), ["reference model: this one without its adapters"]
+    location = frozen_location(config)
+    frozen = open_frozen(config, trainer.mesh, trainer.device, location)
+    return FrozenInputs(frozen, measure), [f"{name.replace('_', ' ')}: {location}"]
+
+
+def frozen_location(config: RunConfig) -> str:
+    """Return the location of the frozen model that the objective needs.
+
+    Raises:
+        UserError: if there is none.
+    """
+    name = FROZEN_MODELS[config.training.objective]
+    location: str | None = getattr(config.training, name)
+    if location is None and name == "reference_model":
+        location = config.checkpoint.pretrained_checkpoint
     if location is None:
-        sentence = f"--objective {training.objective} needs {flag(name)}"
+        sentence = f"--objective {config.training.objective} needs {flag(name)}"
         raise UserError([Problem("E322", sentence, (f"{flag(name)} CHECKPOINT",))])
-    run_on_rank0(lambda: bool(open_model(location)), trainer.mesh.world)  # a message of one rank is enough
+    return location
+
+
+def open_frozen(config: RunConfig, mesh: Mesh, device: torch.device, location: str) -> FrozenModel:
+    """Build the frozen model of a location beside a run. Collective.
+
+    Raises:
+        UserError: if the model cannot be opened, or has another vocabulary than that of the run.
+        CheckpointError: if its weights cannot be read.
+    """
+    run_on_rank0(lambda: bool(open_model(location)), mesh.world)  # a message of one rank is enough
     model, source = open_model(location)
     if model.vocab != config.model.vocab:
-        sentence = f"{flag(name)} {location} has a vocabulary of {model.vocab}, the model one of {config.model.vocab}"
-        raise UserError([Problem("E321", sentence, (f"{flag(name)} A_MODEL_OF_THE_SAME_TOKENIZER",))])
-    return FrozenInputs(FrozenModel.build(config, trainer.mesh, trainer.device, source, model), measure)
+        name = flag(FROZEN_MODELS[config.training.objective])
+        sentence = f"{name} {location} has a vocabulary of {model.vocab}, the model one of {config.model.vocab}"
+        raise UserError([Problem("E321", sentence, (f"{name} A_MODEL_OF_THE_SAME_TOKENIZER",))])
+    return FrozenModel.build(config, mesh, device, source, model)

@@ -129,8 +129,8 @@ def build_and_train(
             with startup("checkpoint"):
                 held = () if lease is None else lease.notes
                 notes = [*notes, *held, *trainer.notes, *run_step.notes, *checkpointer.load(source)]
-            with startup("checkpoint"):
-                trainer.frozen_inputs = frozen_inputs(trainer)
+                trainer.frozen_inputs, more = frozen_inputs(trainer)
+                notes += more
             if diloco is not None and trainer.iteration < trainer.total_steps:
                 with startup("joining"):
                     notes += diloco.join(lambda: bool(stop.local_code()))

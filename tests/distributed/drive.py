@@ -8,13 +8,16 @@ from functools import cache
 from typing import Any
 from unittest.mock import patch
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from megatron.config.model import ModelConfig
 from megatron.config.parallel import ParallelConfig
 from megatron.config.run import ComputeConfig, DataConfig, OptimizerConfig, PrecisionConfig, RunConfig, TrainingConfig
-from megatron.data.loader import MaskBuilder, rank_micro_batches
+from megatron.data.dataset import Sample
+from megatron.data.loader import BatchArrays, MaskBuilder, rank_micro_batches
 from megatron.distributed.micro_batch import MicroBatch
 from megatron.kernels import block_attention
 from megatron.optimizer.lr_scheduler import Rates
@@ -50,6 +53,24 @@ FP64 = PrecisionConfig(params_dtype="fp64")
 TRAINING = TrainingConfig()
 ONE_DOCUMENT = MaskBuilder()
 STOCK = ComputeConfig()
+
+
+@dataclass(frozen=True)
+class PackedConversations(MaskBuilder):
+    """Masks of samples that conversations share: documents of many lengths, answers in each, and padding at the end."""
+
+    def build(self, tokens: NDArray[np.int64], labels: NDArray[np.int64]) -> BatchArrays:
+        """Derive the masks from the ids, so that they are the same wherever the sample is read."""
+        samples = []
+        for row, following in zip(tokens, labels):
+            random, length = np.random.RandomState(row.sum()), len(row)
+            cuts = np.sort(random.choice(np.arange(1, length), random.randint(1, 6), replace=False))
+            documents = np.searchsorted(cuts, np.arange(length), side="right")
+            answers = (random.rand(length) < 0.5) & (documents < len(cuts))  # the last one is padding
+            samples.append(Sample(row, following, answers.astype(np.float32), documents))
+        return BatchArrays.of_samples(samples)
+
+
 OPTIMIZER = OptimizerConfig(adam_eps=1e-5)
 OF_COMPUTING = [
     *("recompute_granularity", "recompute_method", "recompute_num_layers", "recompute_modules"),
@@ -138,7 +159,7 @@ def run_case(rank: int, world_size: int, case: Case) -> list[RankTrace]:
     if case.model.lora_dora:
         trainer.initialize_magnitudes()
     if case.training.reference_model or case.training.teacher_model:
-        trainer.frozen_inputs = frozen_inputs(trainer)
+        trainer.frozen_inputs, _ = frozen_inputs(trainer)
     traces = []
     for step in range(case.steps):
         batches = trainer.with_frozen_inputs(batches_of(trainer, case, step))

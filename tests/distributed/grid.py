@@ -15,7 +15,7 @@ from megatron.config.run import OptimizerConfig, TrainingConfig
 from megatron.config.settings import SETTINGS
 from megatron.data.loader import MaskBuilder
 from megatron.pipeline.schedules import SCHEDULES
-from tests.distributed.drive import LR, MODEL, Case
+from tests.distributed.drive import LR, MODEL, Case, PackedConversations
 from tests.distributed.pairwise import Choice
 
 
@@ -92,6 +92,7 @@ DOCUMENTS: dict[str, MaskBuilder] = {
     "attention": MaskBuilder(EOD, reset_attention=True),
     "positions": MaskBuilder(EOD, reset_positions=True),
     "all": MaskBuilder(EOD, reset_positions=True, reset_attention=True, mask_eod_loss=True),
+    "conversations": PackedConversations(),
 }
 
 PATTERNS: dict[str, dict[str, Any]] = {
@@ -207,6 +208,7 @@ FACTORS: dict[str, tuple[Any, ...]] = {
     "documents": tuple(DOCUMENTS),
     "masked": (True, False),
     "dropout": tuple(DROPOUT),
+    "neftune": (0.0, 5.0),
     "z_loss": (0.0, 1e-2),
     "loss_chunk": (1024, 7),
     "overlap": (True, False),
@@ -385,6 +387,7 @@ def case_of(choice: Choice) -> Case:
         micro_batch_size=c["micro_batch"],
         cross_entropy_chunk_size=c["loss_chunk"],
         mlp_chunk_size=c["mlp_chunk"],
+        neftune_alpha=c["neftune"],
         **RECOMPUTE[c["recompute"]],
     )
     optimizer = OptimizerConfig(

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import signal
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -15,6 +17,7 @@ import pytest
 
 from megatron.checkpoint.lease import acquire_lease
 from megatron.config.run import RunConfig
+from megatron.data.build import resolve_epochs
 from megatron.data.indexed_writer import IndexedDatasetWriter
 from tests.distributed.pool import Pool, RankError
 from tests.distributed.resume import run_rank
@@ -98,6 +101,40 @@ def test_a_killed_run_on_a_blend_of_documents(pool: Pool, tmp_path: Path, layout
     names = [record.get("validation-set") for record in records(tmp_path / "whole", "lm loss validation")]
     assert names == ["wiki", "code"] * 2
     assert len(records(tmp_path / "whole", "lm loss test")) == 1
+
+
+@pytest.mark.parametrize("layout", ["dp2", pytest.param("tp2-sp", marks=LONG), pytest.param("pp2", marks=LONG)])
+def test_a_killed_run_on_conversations(pool: Pool, tmp_path: Path, layout: str) -> None:
+    """In its second epoch of three, with noise; ranks share a cache of the ids, the whole run has none."""
+    template = "{% for m in messages %}{{ m.content }}{% endfor %}"
+    (tmp_path / "t.jinja").write_text(template)
+    for name, count in (("train", 9), ("valid", 3)):
+        turns = (
+            [{"role": "user", "content": str(i)}, {"role": "assistant", "content": "x" * i}] for i in range(1, count)
+        )
+        (tmp_path / name).write_text("".join(json.dumps({"messages": turn}) + "\n" for turn in turns))
+    flags = (
+        f"{LAYOUTS[layout]} --vocab-size 257 --neftune-alpha 5 --tokenizer-type ByteTokenizer "
+        f"--chat-template {tmp_path}/t.jinja --eval-interval 2 --global-batch-size 2 --set training.num_epochs=3 "
+        f"data.chat_data_path={tmp_path}/train data.valid_chat_data_path={tmp_path}/valid"
+    )
+    whole = resolve_epochs(run_of(tmp_path / "whole", flags), 2)
+    assert (whole.training.train_samples, whole.training.eval_iters) == (18, 1)
+    parts = resolve_epochs(run_of(tmp_path / "parts", f"{flags} data.data_cache_path={tmp_path}/cache"), 2)
+    told = go_on(pool, whole)
+    killed = go_on(pool, parts, "kill", 6)
+    again = go_on(pool, parts)
+    assert [(printed.status, printed.err) for printed in [*told, *again]] == [(0, "")] * 4
+    for rank in (0, 1):
+        assert killed[rank].samples | again[rank].samples == told[rank].samples
+    assert steps(tmp_path / "parts") == steps(tmp_path / "whole")
+    assert len(records(tmp_path / "whole", "lm loss validation")) == 5
+    assert differences(tmp_path / "parts/saved/iter_0000009", tmp_path / "whole/saved/iter_0000009") == []
+    changed = (tmp_path / "train").read_text().replace("x", "y")
+    (tmp_path / "train").write_text(changed)
+    refused = go_on(pool, replace(parts, checkpoint=replace(parts.checkpoint, load=str(tmp_path / "whole/saved"))))
+    assert {printed.status for printed in refused} == {2}
+    assert "E815" in "".join(printed.err for printed in refused)
 
 
 def test_a_signal_to_one_rank_makes_all_save(pool: Pool, tmp_path: Path) -> None:

@@ -336,6 +336,13 @@ CASES = (
     Case("--optimizer lion --exp-avg-sq-dtype bf16 --ema-decay 1 --skip-spikes 0"),
     # data
     Case("", base=FILES),
+    Case("--chat-data-path none.jsonl --chat-template no.jinja --eval-iters 2", base=FILES),
+    Case("--chat-data-path README.md --valid-chat-data-path none.jsonl --mock-data --num-epochs 2", base=FILES),
+    Case("--chat-data-path README.md --attention-pattern prefix:4", base=FILES),
+    Case("--chat-data-path README.md", base=f"{MODEL} --vocab-size 257"),
+    Case("--num-epochs 2", base=f"{MODEL} --vocab-size 257 --mock-data"),
+    Case("--chat-data-path README.md --num-epochs 2 --train-samples 9", base=FILES),
+    Case("--cuda-graph step --neftune-alpha 5 --hidden-dropout 0 --attention-dropout 0 --device cuda"),
     Case("--data-path corpus --mock-data", base=FILES),
     Case("--train-data-path a --valid-data-path b --data-args-path c --mock-data", base=FILES),
     Case("--data-path 0.3 no/a 0.7 no/b", base=FILES),

@@ -1,0 +1,93 @@
+"""Logits of a teacher, computed in advance by tasks/finetune/precompute.py for distillation.
+
+A folder holds for each split the files ``SPLIT.logits.npy`` and ``SPLIT.ids.npy`` ``[samples, s, k]``, the largest
+first, which are memory-mapped, and ``teacher.json`` with the digests of the samples that they belong to.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatron.config.files import parse_json
+from megatron.data.dataset import Dataset, Sample, SourceUsage
+from megatron.data.errors import DataError
+
+if TYPE_CHECKING:
+    from megatron.data.loader import DataSource
+
+INDEX = "teacher.json"
+ARRAYS = ("logits", "ids")
+
+
+def array_path(folder: Path, split: str, name: str) -> Path:
+    """Return the file of ``logits`` or ``ids`` of a split."""
+    return folder / f"{split}.{name}.npy"
+
+
+class TeacherDataset(Dataset):
+    """Samples with the logits of the teacher."""
+
+    def __init__(self, dataset: Dataset, arrays: Mapping[str, NDArray[Any]], k: int) -> None:
+        """Add the ``k`` first logits and ids ``[samples, s, k or more]`` to the samples of a dataset."""
+        self.seq_length, self._dataset, self._arrays, self._k = dataset.seq_length, dataset, arrays, k
+
+    def __len__(self) -> int:
+        return len(self._arrays["ids"])
+
+    def __getitem__(self, i: int) -> Sample:
+        ids, logits = (self._arrays[name][i, :, : self._k] for name in ("ids", "logits"))
+        sample = self._dataset[i]
+        extra = {**sample.extra, "teacher_ids": ids.astype(np.int64), "teacher_logits": np.array(logits)}
+        return sample._replace(extra=extra)
+
+    @property
+    def fingerprint(self) -> str:
+        """That of the samples."""
+        return self._dataset.fingerprint
+
+    def sample_hashes(self, places: NDArray[np.int64]) -> NDArray[np.uint64]:
+        """Return the hashes of the samples."""
+        return self._dataset.sample_hashes(places)
+
+    def source_usage(self, samples: int) -> tuple[SourceUsage, ...]:
+        """Return what the samples read."""
+        return self._dataset.source_usage(samples)
+
+    def describe(self, tokens: int) -> str:
+        """Describe the samples."""
+        return self._dataset.describe(tokens)
+
+
+def with_teacher_logits(data: DataSource, folder: Path, k: int) -> DataSource:
+    """Return data whose samples have the ``k`` largest logits of the teacher.
+
+    Raises:
+        DataError: if the folder cannot be read, or is that of other samples, of fewer, or with fewer logits.
+    """
+    try:
+        index = parse_json((folder / INDEX).read_bytes())
+        arrays = {
+            split: {name: np.load(array_path(folder, split, name), mmap_mode="r") for name in ARRAYS}
+            for split in data.datasets
+        }
+    except (OSError, ValueError) as error:
+        raise DataError(f"--teacher-logits {folder} cannot be read: {error}", PRECOMPUTE) from error
+    for split in data.datasets:
+        samples, length, stored = arrays[split]["ids"].shape
+        if samples < data.used[split] or stored < k or length != data.seq_length:
+            wanted = f"{data.used[split]:,} samples of {data.seq_length:,} tokens with {k} logits"
+            seen = f"has {samples:,} samples of {length:,} tokens with {stored} logits, not {wanted}"
+            raise DataError(f"--teacher-logits {folder}: {split} {seen}", PRECOMPUTE)
+        if replace(data, stream=(0, 1)).digest(split, 0, samples) != index.get(split):
+            raise DataError(f"--teacher-logits {folder}: {split} belongs to other samples", PRECOMPUTE)
+    datasets = {split: TeacherDataset(dataset, arrays[split], k) for split, dataset in data.datasets.items()}
+    return replace(data, datasets=datasets)
+
+
+PRECOMPUTE = "python tasks/finetune/precompute.py distill --output FOLDER, with the flags of this run"
