@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from math import prod
 
@@ -91,7 +91,7 @@ def gpt(
     return specs if config.lora_rank is None else _with_adapters(config, config.lora_rank, sharding, specs)
 
 
-def trainable(specs: Specs) -> Specs:
+def trainable(specs: Mapping[str, ShardSpec]) -> Specs:
     """Return those of the parameters that are trained, which checkpoints hold."""
     return {name: spec for name, spec in specs.items() if not spec.frozen}
 

@@ -419,8 +419,8 @@ def _reduction_buffers(config: RunConfig, layout: Layout, pp: int) -> int:
     copied = 2 * DTYPE_BYTES["bf16"] if config.parallel.grad_reduce_in_bf16 else 0.0
     if config.parallel.grad_compression == "int8":
         copied = 2 * INT8_BYTES
-    buckets = (bucket for bucket in bucket_shapes(config, layout, pp) if not bucket.key.frozen)
-    reduced = [bucket for bucket in buckets if bucket.shards * bucket.copies > 1]
+    trained = (bucket for bucket in bucket_shapes(config, layout, pp) if not bucket.key.frozen)
+    reduced = [bucket for bucket in trained if bucket.shards * bucket.copies > 1]
     streamed = [bucket for bucket in reduced if config.parallel.zero_stage >= 2 and bucket.shards > 1]
     others = [bucket for bucket in reduced if bucket not in streamed]
     total = 0

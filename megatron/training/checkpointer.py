@@ -233,6 +233,7 @@ class Checkpointer:
         trainer, model = self.trainer, self.trainer.config.model.base
         path, digest = run_on_rank0(lambda: [*BaseModel.find(location).record.values()], self.world)
         notes, weights = [f"frozen weights from {path}"], trainer.optimizer.weights
+        files: SmallFiles
         if path.startswith(HUGGING_FACE_PREFIX):
             folder = Path(path.removeprefix(HUGGING_FACE_PREFIX))
             trainer.base, files = BaseModel(folder, digest), find_tokenizer_files(folder)
