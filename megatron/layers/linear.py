@@ -167,7 +167,7 @@ class _ColumnParallelFunction(torch.autograd.Function):
         a: Tensor | None = None,
         b: Tensor | None = None,
     ) -> Tensor:
-        ctx.save_for_backward(x, weight, a, b)
+        ctx.save_for_backward(x if weight.requires_grad or a is not None else None, weight, a, b)
         ctx.layer = layer
         _, y = layer.tp_comm.gather_matmul(x, layer.product(weight, bias, a, layer.output_matrix(b)), layer.tp)
         return y
@@ -213,7 +213,7 @@ class _RowParallelFunction(torch.autograd.Function):
         a: Tensor | None = None,
         b: Tensor | None = None,
     ) -> Tensor:
-        ctx.save_for_backward(x, weight, a, b)
+        ctx.save_for_backward(x if weight.requires_grad or a is not None else None, weight, a, b)
         ctx.layer = layer
         in_product = x.is_cuda and layer.tp.size == 1  # cuBLASLt adds the bias without another pass
         product = layer.product(weight, bias if in_product else None, a, layer.output_matrix(b))
