@@ -199,7 +199,8 @@ def export_peft(
         raise CheckpointError(f"{saved.manifest.path} holds no adapters", "--save-hf DIR")
     flag = "--save-peft"
     check_target(folder, flag)
-    theirs = str(saved.base.source) if isinstance(saved.base.source, Path) else None
+    name = saved.base.location.removeprefix(HUGGING_FACE_PREFIX)
+    theirs = name if isinstance(saved.base.source, Path) else None
     config, tensors = to_peft(saved.merged, transformers_type(saved.merged.base, saved.model, model_type), theirs)
     if dtype is not None:
         exact, tensors = tensors, {name: tensor.to(DTYPES[dtype]) for name, tensor in tensors.items()}
