@@ -108,7 +108,6 @@ CASES = (
         ranks=2,
     ),
     Case("--lora-rank 4 --num-experts 4 --lora-target *.experts.* --pretrained-checkpoint hf:"),
-    Case("--lora-rank 4 --pretrained-checkpoint docs --save x --save-interval 5 --save-hf-interval 5"),
     Case("--lora-rank 4 --pretrained-checkpoint docs --cuda-graph step --device cuda"),
     Case("--num-experts 8 --moe-router-topk 2 --expert-model-parallel-size 2", ranks=2),
     Case("--num-experts 6 --expert-model-parallel-size 4 --disable-bias-linear", ranks=4),
