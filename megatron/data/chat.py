@@ -190,10 +190,10 @@ def encode_pair(tokenizer: ChatTokenizer, record: Mapping[str, object]) -> tuple
     for key, conversation in zip(("chosen", "rejected"), found):
         if not conversation.answers[1:].any():
             raise BadDocumentError(f": '{key}' has no token to answer with")
-    logps = [record.get(f"ref_{key}_logps", np.nan) for key in ("chosen", "rejected")]
-    if not all(isinstance(logp, float | int) for logp in logps):
-        raise BadDocumentError(": 'ref_chosen_logps' and 'ref_rejected_logps' are not both numbers")
-    return found, logps
+    logps = [logp for key in ("chosen", "rejected") if isinstance(logp := record.get(f"ref_{key}_logps"), float | int)]
+    if len(logps) == 1 or not np.isfinite(logps).all():
+        raise BadDocumentError(": 'ref_chosen_logps' and 'ref_rejected_logps' are not both finite numbers")
+    return found, logps or [np.nan, np.nan]
 
 
 def _messages(value: object, key: str = "messages", answered: bool = True) -> list[Mapping[str, Any]]:
@@ -386,8 +386,8 @@ def numbered_lines(path: Path) -> Iterator[tuple[int, bytes | BadDocumentError]]
 def _check_tables(facts: Mapping[str, Any], tables: Tables) -> None:
     """Raise ValueError unless the tables have the types and shapes of `encode_files`."""
     starts, ids, answers = (tables[name] for name in ("starts", "ids", "answers"))
-    dtypes = {"ids": np.int32, "answers": np.uint8, "starts": np.int64, "places": np.int64, "bad": np.uint8}
-    dtypes["logps"] = np.float64
+    dtypes: dict[str, Any] = {"ids": np.int32, "answers": np.uint8, "starts": np.int64, "places": np.int64}
+    dtypes |= {"bad": np.uint8, "logps": np.float64}
     for name, dtype in dtypes.items():
         if tables[name].dtype != dtype:
             raise ValueError(f"{name} has type {tables[name].dtype}, not {np.dtype(dtype)}")
