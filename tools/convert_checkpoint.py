@@ -257,16 +257,17 @@ def convert_megatron(args: argparse.Namespace) -> str:
 
 def convert_peft(args: argparse.Namespace) -> str:
     """Run a conversion from or to PEFT; return what was written."""
+    from megatron.convert.adapters import describe_adapters
     from megatron.convert.huggingface.peft import export_peft, import_peft
     from megatron.convert.saved_model import SavedModel
 
     base, links = args.pretrained_checkpoint, args.follow_links
     if args.load_peft is not None:
-        path, count = import_peft(args.load_peft, base, args.save, args.model_type, links)
+        path, model = import_peft(args.load_peft, base, args.save, args.model_type, links)
     else:
         saved = SavedModel(open_source(args), bool(args.ema), base, links)
-        path, count = args.save_peft, export_peft(saved, args.save_peft, args.dtype, args.model_type)
-    return f"wrote {path}: {count:,} parameters of adapters"
+        path, model = args.save_peft, export_peft(saved, args.save_peft, args.dtype, args.model_type)
+    return f"wrote {path}: {describe_adapters(model)}"
 
 
 class ProgressPrinter:

@@ -20,13 +20,11 @@ if __name__ == "__main__":  # until main has a handler of its own; the imports b
 
 from megatron.checkpoint.errors import CheckpointError
 from megatron.config.errors import UserError
-from megatron.config.files import add_links_flag
 from megatron.config.launch import Launch, exit_process
 from megatron.config.plugins import load_plugins
-from megatron.config.settings import SETTINGS
 from megatron.config.text import echo
 from megatron.inference.text import InferenceError
-from tools.lib.locations import add_pretrained_flag
+from tools.lib.locations import add_model_flags
 
 if TYPE_CHECKING:
     from megatron.inference.generate import SamplingParams
@@ -46,20 +44,7 @@ def build_parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     model = parser.add_argument_group("model")
-    model.add_argument(
-        "--load",
-        required=True,
-        metavar="PATH",
-        help="a folder of checkpoints, one of them, megatron:DIR, or hf:DIR or hf:ORG/NAME of Hugging Face",
-    )
-    model.add_argument("--ckpt-step", type=int, metavar="N", help="step of the checkpoint (the newest valid one)")
-    model.add_argument("--ema", action="store_true", help="use the weight average of --ema-decay")
-    add_pretrained_flag(model)
-    dtypes, devices = (SETTINGS[name].option.choices for name in ("params_dtype", "device"))
-    model.add_argument("--params-dtype", choices=dtypes, help="dtype of weights and activations (as trained or stored)")
-    model.add_argument("--device", choices=devices, default="auto", help="device (auto)")
-    add_links_flag(model)
-    model.add_argument("--plugin", nargs="+", default=(), metavar="MODULE", help="modules with further model families")
+    add_model_flags(model)
     model.add_argument(
         "--tensor-model-parallel-size", type=int, metavar="N", help="must equal the number of processes, its default"
     )

@@ -267,7 +267,8 @@ def parse(
     in_range = all(problem.code != "E600" for problem in found)  # derived sizes need that
     if saved is None and start.values and in_range:
         shape = to_dict(build_config(start.values))
-        changes = compare_configs(shape, resolve(config, world_size), "weights-only", name="config.json")
+        of_base = replace(config, model=config.model.base)
+        changes = compare_configs(shape, resolve(of_base, world_size), "weights-only", name="config.json")
         notes += changes.lines
         found += changes.problems
     if found:

@@ -18,7 +18,7 @@ from megatron.config.model import ModelConfig
 from megatron.config.run import RunConfig
 from megatron.config.text import counted, format_bytes
 from megatron.distributed.sharding import padded_vocab_size
-from megatron.layers.parameters import num_parameters
+from megatron.layers.parameters import num_parameters, num_trainable
 from megatron.pipeline.partition import format_layout
 from megatron.pipeline.plan import (
     is_split_by_cost,
@@ -150,7 +150,8 @@ def _parameters(config: RunConfig) -> str:
     padded = padded_vocab_size(model.vocab, model.make_vocab_size_divisible_by, tp)
     padding = f"; vocabulary {model.vocab:,}" + (f" padded to {padded:,}" if padded != model.vocab else "")
     active = "" if model.num_experts is None else f"{num_parameters(model, active=True):,} active per token, "
-    return f"{num_parameters(model):,} ({active}{held:,} on {_holder(config)}){padding}"
+    trained = "" if model.lora_rank is None else f"{num_trainable(model):,} trained, "
+    return f"{num_parameters(model):,} ({trained}{active}{held:,} on {_holder(config)}){padding}"
 
 
 def _memory(config: RunConfig, world_size: int) -> tuple[str, str, str]:

@@ -12,11 +12,13 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Sequence, Set
 from contextlib import suppress
 from dataclasses import replace
+from importlib.util import find_spec
 from os.path import exists, isdir  # unlike pathlib's they do not raise for a very long name
 from pathlib import Path
 from typing import Any, NoReturn
 
 from megatron.arguments.checks import (
+    adapters,
     checkpoint,
     context_parallel,
     data,
@@ -71,8 +73,9 @@ def check_skip_train(config: RunConfig, world_size: int) -> Iterator[Problem]:
 def check_required_checkpoint(config: RunConfig, world_size: int) -> Iterator[Problem]:
     """Check that there is a checkpoint for flags that need one."""
     checkpoint = config.checkpoint
-    folders = {"--load": checkpoint.load, "--save": checkpoint.save}
-    if (checkpoint.load or "").startswith(HUGGING_FACE_PREFIX) or any(map(holds_checkpoints, folders.values())):
+    load = checkpoint.first_start.load
+    folders = {"--load": load, "--save": checkpoint.save}
+    if (load or "").startswith(HUGGING_FACE_PREFIX) or any(map(holds_checkpoints, folders.values())):
         return
     reason = "".join(f"; {flag} {folder} contains none" for flag, folder in folders.items() if folder is not None)
     if config.training.skip_train:
@@ -236,6 +239,7 @@ GRAPH_CHECKS = (
     check_graph_attention,
     check_tp_overlap,
     model.check_graph_experts,
+    adapters.check_graph_adapters,
     grad_compression.check_graph_compression,
     offload.check_graph_offload,
     objective.check_graph_objective,
@@ -319,6 +323,18 @@ def check_sample_prompts(config: RunConfig, world_size: int) -> Iterator[Problem
             sentence = f"--sample-prompts generates text without {setting.flag} only"
             fixes = (setting.spell(setting.default), "drop --sample-prompts")
             yield Problem("E708", sentence, fixes)
+
+
+def check_evaluated_tasks(config: RunConfig, world_size: int) -> Iterator[Problem]:
+    """Check that lm-eval is installed and the folder of tasks exists; the tasks themselves are loaded at the start."""
+    folder = config.training.evaluate_tasks_path
+    if not config.training.evaluate_tasks:
+        return
+    if find_spec("lm_eval") is None:
+        sentence = "--evaluate-tasks needs lm-eval, which is not installed"
+        yield Problem("E709", sentence, ("pip install 'megatron-pretrain[evaluate]'", "drop --evaluate-tasks"))
+    if folder is not None and not isdir(folder):
+        yield Problem("E709", f"--evaluate-tasks-path {folder} is not a folder", ("drop --evaluate-tasks-path",))
 
 
 def check_window(config: RunConfig, world_size: int) -> Iterator[Problem]:
@@ -424,6 +440,7 @@ def _checks() -> list[Check]:
     own = sys.modules[__name__]
     modules = (
         model,
+        adapters,
         context_parallel,
         grad_compression,
         training,

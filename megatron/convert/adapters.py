@@ -15,6 +15,12 @@ from megatron.distributed.sharding import Box
 from megatron.layers.parameters import adapted_parts, gpt, part_of_rows
 
 
+def describe_adapters(model: ModelConfig) -> str:
+    """Return kind, rank, factor and places of a model's adapters."""
+    kind = "DoRA" if model.lora_dora else "LoRA"
+    return f"{kind} of rank {model.lora_rank}, scaled by {model.lora_scale:g}, on {' '.join(model.lora_target)}"
+
+
 class MergedWeights:
     """Weights ``W + s B A`` of LoRA (arXiv 2106.09685), with rows scaled to DoRA's magnitudes (arXiv 2402.09353).
 

@@ -22,6 +22,7 @@ from megatron.config.privacy import redact
 from megatron.config.run import RunConfig
 from megatron.config.settings import SETTINGS
 from megatron.config.text import counted, package_version, printable
+from megatron.convert.adapters import describe_adapters
 from megatron.layers.parameters import num_parameters
 
 CARD_FILE = "README.md"
@@ -83,8 +84,7 @@ def _training(manifest: Manifest) -> Iterator[tuple[str, str]]:
     if load := config.checkpoint.load:
         yield "start of the run", _start(load)
     if isinstance(base := _mapping(state.get("base")).get("location"), str):
-        kind = "DoRA" if config.model.lora_dora else "LoRA"
-        yield "adapters", f"{kind} of rank {config.model.lora_rank}, merged into {_start(base)}"
+        yield "adapters", f"{describe_adapters(config.model)}, merged into {_start(base)}"
     for split, loss in _mapping(state.get("losses")).items():
         yield f"last loss, {split}", f"{loss:.4f}" if isinstance(loss, float) else ""
     rows: dict[str, str] = {}

@@ -233,7 +233,10 @@ def find_recorded_base(manifest: Manifest, pretrained: str | None = None) -> Bas
     try:
         base = BaseModel.find(location)
     except (CheckpointError, UserError) as error:
-        raise CheckpointError(f"{manifest.path} holds adapters of a model that cannot be read: {error}", fix) from error
+        reason = str(error).partition("\n")[0]
+        raise CheckpointError(
+            f"{manifest.path} holds adapters of a model that cannot be read: {reason}", fix
+        ) from error
     if base.digest != record["digest"]:
         seen = f"{manifest.path} holds adapters of {record['location']}, whose weights are not those of {base.location}"
         raise CheckpointError(seen, fix)

@@ -2,22 +2,38 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
 
 import torch
 
 from megatron.arguments.checks.model import check_heads_divide, check_mlp_divides
 from megatron.checkpoint.folder import CheckpointFolder
 from megatron.checkpoint.location import parse_location
+from megatron.config.errors import UserError
 from megatron.config.files import parse_json
+from megatron.config.launch import Launch
 from megatron.config.model import ModelConfig
 from megatron.config.parallel import ParallelConfig
-from megatron.config.run import HUGGING_FACE_PREFIX, RunConfig, TrainingConfig
-from megatron.convert.huggingface.config import CONFIG_FILE, model_folder, read_model_config, refuse_outside_links
+from megatron.config.run import HUGGING_FACE_PREFIX, ComputeConfig, PrecisionConfig, RunConfig, TrainingConfig
+from megatron.convert.huggingface.check import check_tokenizer
+from megatron.convert.huggingface.config import (
+    CONFIG_FILE,
+    build_config_json,
+    model_folder,
+    read_model_config,
+    refuse_outside_links,
+)
+from megatron.convert.huggingface.convert import special_token_ids
 from megatron.convert.huggingface.weights import HuggingFaceWeights, WeightSource, fill_weights
 from megatron.convert.saved_model import (
     GENERATION_CONFIG_FILE,
+    MODEL_SUFFIX,
+    TOKENIZER_FILES,
     SavedModel,
     by_huggingface_names,
     find_tokenizer_files,
@@ -29,6 +45,9 @@ from megatron.distributed.mesh import Mesh
 from megatron.inference.text import Codec, InferenceError, open_codec
 from megatron.layers.context import DTYPES, BuildContext
 from megatron.model.gpt import GPTChunk, build_gpt
+from megatron.pipeline.plan import resolve_pipeline
+from megatron.training.build import build_mesh
+from megatron.training.scoring import FrozenModel
 
 
 @dataclass(frozen=True)
@@ -38,6 +57,7 @@ class PretrainedModel:
     model: ModelConfig
     dtype: torch.dtype  # of training, or of the stored weights
     source: WeightSource  # of the weights
+    files: Mapping[str, bytes]  # of the tokenizer, by their names in a Hugging Face folder
     codec: Codec
     stop_ids: frozenset[int]  # tokens that end a text
     notes: tuple[str, ...] = ()  # which checkpoint was chosen, and which were skipped
@@ -48,6 +68,33 @@ class PretrainedModel:
         chunk = build_gpt(self.model, TrainingConfig(), context)
         fill_weights(chunk.specs, chunk.params, self.source)
         return chunk.eval()
+
+    def build_frozen(
+        self, parallel: ParallelConfig, launch: Launch, dtype: str | None, device: torch.device
+    ) -> FrozenModel:
+        """Build this rank's part of the model in a layout. Collective over all ranks, which have joined.
+
+        Args:
+            parallel: sizes of the layout; data parallelism is what they leave.
+            launch: of this process.
+            dtype: of weights and activations, a choice of ``--params-dtype``; None for that of :attr:`dtype`.
+            device: of this rank.
+
+        Raises:
+            UserError: if the model does not divide over such a layout.
+        """
+        dtype = dtype or next(name for name, known in DTYPES.items() if known == self.dtype)
+        config = RunConfig(
+            model=self.model,
+            parallel=resolve_pipeline(self.model, parallel),
+            precision=PrecisionConfig(params_dtype=dtype),
+            compute=ComputeConfig(kernels=("torch",)),
+        )
+        problems = [p for check in (check_heads_divide, check_mlp_divides) for p in check(config, launch.world_size)]
+        if problems:
+            raise UserError(problems)
+        mesh = build_mesh(config, launch.rank, launch.world_size)
+        return FrozenModel.build(config, mesh, device, self.source)
 
     def encode(self, text: str) -> list[int]:
         """Return the token IDs of a prompt; an empty prompt becomes the end-of-document token."""
@@ -89,7 +136,9 @@ def open_pretrained(
         saved = SavedModel(manifest, average, pretrained, follow_links)
         files = by_huggingface_names(saved_tokenizer_files(manifest))
         codec = open_codec(files)
-        return PretrainedModel(saved.model, DTYPES[saved.precision], saved, codec, stop_ids(files, codec), tuple(notes))
+        return PretrainedModel(
+            saved.model, DTYPES[saved.precision], saved, files, codec, stop_ids(files, codec), tuple(notes)
+        )
     if step is not None:
         raise InferenceError(f"--ckpt-step {step}: a Hugging Face folder holds one model", "drop --ckpt-step")
     if average:
@@ -105,7 +154,7 @@ def open_pretrained(
     source = HuggingFaceWeights(folder, model)
     files = by_huggingface_names({**find_tokenizer_files(folder), CONFIG_FILE: folder / CONFIG_FILE})
     codec = open_codec(files)
-    return PretrainedModel(model, source.dtype, source, codec, stop_ids(files, codec))
+    return PretrainedModel(model, source.dtype, source, files, codec, stop_ids(files, codec))
 
 
 def stop_ids(files: Mapping[str, bytes], codec: Codec) -> frozenset[int]:
@@ -119,6 +168,28 @@ def stop_ids(files: Mapping[str, bytes], codec: Codec) -> frozenset[int]:
         except (ValueError, TypeError, AttributeError, OverflowError) as error:
             raise InferenceError(f"{name}: eos_token_id cannot be read: {error}") from error
     return frozenset() if codec.end is None else frozenset({codec.end})
+
+
+def load_tokenizer(files: Mapping[str, bytes], model: ModelConfig) -> Any:
+    """Return the tokenizer in these files, as ``transformers`` loads it from the model's Hugging Face folder.
+
+    Raises:
+        InferenceError: if there is none, or it cannot be read.
+    """
+    from transformers import AutoTokenizer  # takes a second
+
+    if not any(name in TOKENIZER_FILES or name.endswith(MODEL_SUFFIX) for name in files):
+        raise InferenceError("the model has no tokenizer, which texts need", "--tokenizer-model DIR")
+    try:
+        if CONFIG_FILE not in files:  # of a checkpoint: what its export would hold
+            config = build_config_json(model, special=special_token_ids(files, model.vocab))
+            files = check_tokenizer(files, config) | {CONFIG_FILE: json.dumps(config).encode()}
+        with TemporaryDirectory() as folder:
+            for name, content in files.items():
+                Path(folder, name).write_bytes(content)
+            return AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    except Exception as error:  # whatever the class that transformers chooses finds wrong with the files
+        raise InferenceError(f"the tokenizer cannot be loaded: {error}", "--tokenizer-model DIR") from error
 
 
 def check_tensor_parallel_size(model: ModelConfig, tp: int, world_size: int) -> None:

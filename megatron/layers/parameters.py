@@ -97,14 +97,20 @@ def trainable(specs: Specs) -> Specs:
 
 
 def num_parameters(config: ModelConfig, active: bool = False) -> int:
-    """Return the number of trainable parameters without vocabulary padding.
+    """Return the number of parameters without vocabulary padding, frozen ones and adapters included.
 
     Args:
         config: of the model.
         active: count only the experts that one token uses.
     """
-    ends = sum(spec.numel for spec in gpt(config, layers=()).values())
-    return ends + config.num_layers * sum(block_sizes(config, active).values())
+    ends = sum(spec.numel for spec in gpt(config.base, layers=()).values())
+    adapters = num_trainable(config) if config.lora_rank is not None else 0
+    return ends + config.num_layers * sum(block_sizes(config, active).values()) + adapters
+
+
+def num_trainable(config: ModelConfig) -> int:
+    """Return the number of parameters that a run trains, without vocabulary padding."""
+    return sum(spec.numel for spec in trainable(gpt(config)).values())
 
 
 def block_sizes(config: ModelConfig, active: bool = False) -> dict[str, int]:

@@ -31,7 +31,7 @@ from megatron.distributed.param_layout import (
     plan_buckets,
 )
 from megatron.distributed.sharding import EXPERT_REDUCE_AXES
-from megatron.layers.parameters import Sharding, Specs, gpt
+from megatron.layers.parameters import Sharding, Specs, adapted_parts, gpt, linear_parts, trainable
 from megatron.optimizer.param_groups import offloaded_params, rule_of
 from megatron.pipeline.actions import BACKWARD, FORWARD, INPUT, WEIGHT
 from megatron.pipeline.communication import channels
@@ -140,7 +140,7 @@ def checkpoint_bytes(config: RunConfig, world_size: int = 1) -> int:
     """
     copies = 1 + (config.optimizer.ema_decay is not None) + 2 * (config.diloco.diloco_sync_interval is not None)
     weights = main_param_bytes(config) * copies
-    whole = gpt(config.model).items()
+    whole = trainable(gpt(config.model)).items()
     size = sum(spec.numel * (weights + _moments(rule_of(n, spec, config.optimizer), config)[0]) for n, spec in whole)
     compression, parallel = config.parallel.compression, config.parallel
     if compression is None or not compression.has_errors:
@@ -231,6 +231,7 @@ class _StageState:
         specs = rank_parameters(config.model, parallel, pp)
         rotaries = sum(len(config.model.rotary_kinds(s.layers)) for s in stages_by_rank(config.model, parallel)[pp])
         common = Counter(buffers=rotaries * (config.model.rotary_dim // 2 * wide))
+        common["buffers"] += _adapter_rows(config.model, specs)
         if optimizer.skip_spikes is not None:
             common["buffers"] += 3 * INDEX_BYTES * optimizer.spike_window
         counts = {expert: _shards(parallel, layout, expert)[0] for expert in (False, True)}
@@ -240,6 +241,8 @@ class _StageState:
         for number, bucket in enumerate(bucket_shapes(config, layout, pp)):
             size, part = bucket.packing.size, bucket.packing.size // bucket.shards
             common["weights"] += (part if parallel.zero_stage == 3 else size) * weight_bytes
+            if bucket.key.frozen:
+                continue
             common["gradients"] += (part if parallel.zero_stage >= 2 else size) * wide
             compression = parallel.compression
             if compression is not None and compression.has_errors and bucket.copies > 1:
@@ -273,6 +276,15 @@ class _StageState:
                 host["weights"] += elements * DTYPE_BYTES[self.config.precision.params_dtype] * (not in_host)
                 host["gradients"] += elements * main_param_bytes(self.config)
         return {kind: device[kind] for kind in STATE_KINDS}, {kind: host[kind] for kind in STATE_KINDS}
+
+
+def _adapter_rows(model: ModelConfig, specs: Specs) -> int:
+    """Return the bytes that record which rows of fused weights belong to which adapted part."""
+    return sum(
+        spec.local_shape[0] * len(adapted_parts(model, name.removesuffix(".weight"), spec))
+        for name, spec in specs.items()
+        if name.endswith(".weight") and len(linear_parts(spec)) > 1
+    )
 
 
 def _shares(bucket: BucketShape) -> Iterator[tuple[str, int, int]]:
@@ -407,7 +419,8 @@ def _reduction_buffers(config: RunConfig, layout: Layout, pp: int) -> int:
     copied = 2 * DTYPE_BYTES["bf16"] if config.parallel.grad_reduce_in_bf16 else 0.0
     if config.parallel.grad_compression == "int8":
         copied = 2 * INT8_BYTES
-    reduced = [bucket for bucket in bucket_shapes(config, layout, pp) if bucket.shards * bucket.copies > 1]
+    buckets = (bucket for bucket in bucket_shapes(config, layout, pp) if not bucket.key.frozen)
+    reduced = [bucket for bucket in buckets if bucket.shards * bucket.copies > 1]
     streamed = [bucket for bucket in reduced if config.parallel.zero_stage >= 2 and bucket.shards > 1]
     others = [bucket for bucket in reduced if bucket not in streamed]
     total = 0
@@ -578,6 +591,8 @@ def data_parallel_traffic(config: RunConfig, world_size: int, rank: int = 0) -> 
         over_shards, over_copies = ((n - 1) / n for n in (bucket.shards, bucket.copies))
         times = 1 if gathers is None else gathers[number]
         sent["all-gather"] += times * size * weight_bytes * over_shards
+        if bucket.key.frozen:
+            continue
         if rounded is not None:
             sent["all-to-all"] += (reductions * size * over_shards + shard * over_copies) * rounded
             sent["all-gather"] += shard * rounded * over_copies

@@ -136,7 +136,9 @@ def choose_tp_overlap(
     if method == "pipelined":
         return PIPELINED, ["tensor-parallel overlap: pipelined"]
     missing: str | None = "it replaces the chosen linear kernel"
-    if device.type != "cuda":
+    if config.model.lora_rank is not None:
+        missing = "it multiplies without adapters"
+    elif device.type != "cuda":
         missing = "it needs GPUs"
     elif choose_cuda_graph(config, mesh.world.size, device.type == "cuda")[0] == "step":
         missing = "capturing it in --cuda-graph step is untested"

@@ -320,6 +320,10 @@ def build_callbacks(
         from megatron.contrib.sample_prompts import SamplePrompts  # optional
 
         callbacks.append(SamplePrompts(trainer, Path(logging.sample_prompts)))
+    if trainer.config.training.evaluate_tasks and not trainer.config.training.skip_train:
+        from megatron.contrib.harness import EvaluateTasks  # optional
+
+        callbacks.append(EvaluateTasks(trainer))
     checkpoint = trainer.config.checkpoint
     if checkpoint.save is not None and checkpoint.save_hf_interval is not None:
         callbacks.append(HuggingFaceExport(trainer, Path(checkpoint.save), checkpoint.save_hf_interval))

@@ -32,7 +32,7 @@ from megatron.pipeline.recorder import record_timeline
 from megatron.pipeline.schedules import make_schedule
 from megatron.training.build import build_trainer, check_same_kernels, check_same_schedule
 from megatron.training.callbacks.health import check_weight_copies, explain_nonfinite
-from megatron.training.checkpointer import choose_resume_source, consumed_digest
+from megatron.training.checkpointer import choose_resume_source, consumed_digest, run_state
 from megatron.training.loop import StopRequest, log_startup
 from megatron.training.main import new_run_id
 from megatron.training.metrics import MetricsWindow, RankStats, gather_rank_stats
@@ -192,6 +192,14 @@ def timeline_of_a_step(rank: int, world_size: int, case: Case) -> bool:
     program = build_program(case.parallel, len(batches)).only(COMPUTE_KINDS)
     printed = [[interval.action for interval in intervals] for intervals in recorder.timeline("").intervals]
     return printed == [list(actions) for actions in program.ranks]
+
+
+def steps_of_all_stages(rank: int, world_size: int, case: Case) -> int:
+    """The updates that a checkpoint records after a step, where the first rank updates nothing."""
+    trainer = build_trainer(case.config(), rank, world_size)
+    train_step(trainer, batches_of(trainer, case, 0), RATES)
+    steps: int = run_state(trainer)["optimizer"]["steps"]
+    return steps
 
 
 def digest_of_a_step(rank: int, world_size: int, case: Case) -> bool:
@@ -396,6 +404,9 @@ CP4 = replace(
         context_parallel_size=4, cp_comm_type="a2a+p2p", hierarchical_context_parallel_sizes=(2, 2)
     ),
 )
+DORA_TP2_SP = replace(TP2_SP, model=replace(_SHARED_KV, activation="swiglu", lora_rank=2, lora_dora=True))
+DORA_TP2 = replace(DORA_TP2_SP, parallel=TP2.parallel)
+PP2_LAST_ADAPTED = replace(PP2, model=replace(_SHARED_KV, lora_rank=2, lora_target=("layers.1.*",)))
 MOE_CP2 = replace(DP2, model=_EXPERTS, parallel=ParallelConfig(context_parallel_size=2), dp=1)
 
 FACTORS_OF_STAGES = ("layers.0.*=0.5", "layers.1.*=0.5")
@@ -430,6 +441,9 @@ DETECTORS: dict[str, Detector] = {
     "moe-ep2": training(MOE_EP2),
     "moe-tp2": training(MOE_TP2),
     "muon-tp2": training(MUON_TP2),
+    "dora-tp2": training(DORA_TP2),
+    "dora-tp2-sp": training(DORA_TP2_SP),
+    "adapters-of-a-stage": Detector(2, steps_of_all_stages, (PP2_LAST_ADAPTED,), lambda ranks: list(ranks) == [1, 1]),
     "cp3": training(CP3, run_in_small_tiles),
     "cp2-gathered": training(CP2_GATHERED, run_in_small_tiles),
     "cp2-heads": training(CP2_HEADS, run_in_small_tiles),

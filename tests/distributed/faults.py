@@ -21,6 +21,7 @@ from megatron.distributed.tensor_parallel import PIPELINED, Product
 from megatron.kernels.block_attention import AttentionDropout
 from megatron.layers import attention, linear, loss
 from megatron.layers.context import BuildContext, ForwardContext
+from megatron.layers.linear import LowRankAdapter
 from megatron.model.gpt import GPTChunk
 from megatron.optimizer import distributed_optimizer
 from megatron.optimizer.distributed_optimizer import PartialGradReducer
@@ -37,11 +38,31 @@ def bias_added_by_every_rank() -> AbstractContextManager[Any]:
     """A row-parallel bias inside the sum over ranks."""
     original = linear._RowParallelFunction.forward
 
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, wiring: Any) -> Tensor:
-        y = original(ctx, x, weight, bias, wiring)
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, wiring: Any, *adapter: Tensor) -> Tensor:
+        y = original(ctx, x, weight, bias, wiring, *adapter)
         return y if bias is None else y + (wiring.tp.size - 1) * bias
 
     return patch.object(linear._RowParallelFunction, "forward", staticmethod(forward))
+
+
+def _adapters_changed(change: Callable[[LowRankAdapter], dict[str, Any]]) -> AbstractContextManager[Any]:
+    original = LowRankAdapter.of.__func__  # type: ignore[attr-defined]
+
+    def of(cls: type[LowRankAdapter], context: BuildContext) -> LowRankAdapter | None:
+        adapter = original(cls, context)
+        return None if adapter is None else replace(adapter, **change(adapter))
+
+    return patch.object(LowRankAdapter, "of", classmethod(of))
+
+
+def adapters_of_another_part() -> AbstractContextManager[Any]:
+    """Output rows use the rows of A of the next part."""
+    return _adapters_changed(lambda adapter: {} if adapter.own is None else {"own": adapter.own.roll(1, 1)})
+
+
+def adapters_scaled_by_the_rank() -> AbstractContextManager[Any]:
+    """What adapters add is divided once more."""
+    return _adapters_changed(lambda adapter: {"scale": adapter.scale / 2})
 
 
 def _with_parts(change: Callable[[list[Tensor]], list[Tensor]]) -> AbstractContextManager[Any]:

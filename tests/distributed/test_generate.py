@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from datetime import timedelta
 from functools import cache
@@ -125,9 +126,11 @@ def test_sequence_parallelism_is_refused(pool: Pool) -> None:
         pool.run(2, logits_with_sequence_parallelism)
 
 
-def run_tool(rank: int, tp: int, flags: list[str]) -> tuple[int, str, str]:
-    """The tool on one rank, as under torchrun: exit status, standard output and error."""
-    launched = {"RANK": str(rank), "WORLD_SIZE": str(tp), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(tp)}
+def run_tool(
+    rank: int, ranks: int, flags: list[str], program: Callable[[list[str]], int] = main
+) -> tuple[int, str, str]:
+    """A tool on one rank, as under torchrun: exit status, standard output and error."""
+    launched = {"RANK": str(rank), "WORLD_SIZE": str(ranks), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(ranks)}
     with pytest.MonkeyPatch.context() as patch:
         for name, value in launched.items():
             patch.setitem(os.environ, name, value)
@@ -137,7 +140,7 @@ def run_tool(rank: int, tp: int, flags: list[str]) -> tuple[int, str, str]:
         patch.setattr(
             "megatron.distributed.launch.destroy_distributed", lambda: None
         )  # the pool does it, when all are done
-        return main(flags), out.getvalue(), err.getvalue()
+        return program(flags), out.getvalue(), err.getvalue()
 
 
 def test_the_tool_on_several_ranks(pool: Pool, tmp_path: Path) -> None:

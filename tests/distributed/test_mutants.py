@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from megatron.layers.parameters import trainable
 from megatron.training.build import build_trainer
 from tests.distributed import detect, faults, faults_of_contexts, faults_of_shares
 from tests.distributed.detect import Detector
@@ -154,6 +155,8 @@ FAULTS: dict[str, tuple[str, Callable[[], AbstractContextManager[Any]]]] = {
     "loss of every stage": ("pp2", faults.loss_of_every_stage),
     "norms not summed, on stages": ("pp2-tp2", faults.replicas_not_summed),
     "local row in dropout, on stages": ("pp2-tp2", faults.dropout_by_local_row),
+    "adapters of another part": ("dora-tp2-sp", faults.adapters_of_another_part),
+    "adapters scaled once more": ("dora-tp2", faults.adapters_scaled_by_the_rank),
     "shard off by one": ("zero1", faults_of_shares.shard_off_by_one),
     "shard off by one, gradients cut": ("zero2", faults_of_shares.shard_off_by_one),
     "share counted by all its copies": ("dp2", faults_of_shares.shares_counted_by_all_copies),
@@ -234,7 +237,8 @@ def run_forgetful(rank: int, world_size: int) -> None:
 def shared_parameters(rank: int, world_size: int, case: Case) -> list[str]:
     """Those of which several tensor-parallel ranks hold a copy, the last layer's standing for all layers."""
     specs = build_trainer(case.config(), rank, world_size).specs
-    shared = [n for n, spec in specs.items() if any(len(piece.tp_ranks) > 1 for piece in spec.pieces)]
+    trained = trainable(specs).items()
+    shared = [n for n, spec in trained if any(len(piece.tp_ranks) > 1 for piece in spec.pieces)]
     return [name for name in shared if not name.startswith("layers.0.")]
 
 
@@ -243,11 +247,13 @@ def run_flipped(rank: int, world_size: int, case: Case, parameter: str) -> list[
         return run_case(rank, world_size, case)
 
 
-@pytest.mark.parametrize("name", [pytest.param("tp2", marks=pytest.mark.slow), "tp2-sp"])
-def test_a_wrong_word_about_copies_is_noticed(pool: Pool, name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "count"), [pytest.param("tp2", 14, marks=pytest.mark.slow), ("tp2-sp", 14), ("dora-tp2-sp", 6)]
+)
+def test_a_wrong_word_about_copies_is_noticed(pool: Pool, name: str, count: int) -> None:
     case = DETECTORS[name].args[0]
     shared = pool.run(2, shared_parameters, case)[0]
-    assert len(shared) >= 14
+    assert len(shared) >= count
     verdicts = {p: verdict(pool, DETECTORS[name], run_flipped, case, p) for p in shared}
     assert [p for p, v in verdicts.items() if v != "wrong"] == []
 

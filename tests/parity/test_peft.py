@@ -1,4 +1,4 @@
-"""Adapters in PEFT's format: the same logits as PEFT's model, merged and not, and files that are equal there and back."""
+"""Adapters in PEFT's format: the logits of PEFT's model, merged and not, and files that are equal there and back."""
 
 from __future__ import annotations
 
@@ -20,7 +20,9 @@ from megatron.distributed.sharding import Box
 from megatron.inference.load import open_pretrained
 from megatron.layers.context import Adapters, BuildContext
 from megatron.model.gpt import build_gpt
+from tests.parity.families import everything_in_double
 from tests.solo import one_rank_mesh
+from tests.unit.convert.folders import write_adapters
 from tools.convert_checkpoint import main as convert
 
 transformers = pytest.importorskip("transformers")
@@ -33,7 +35,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "Llama": GROUPED,
     "Qwen2": GROUPED,
     "Phi3": GROUPED,
-    "GPTNeoX": {**SIZES, "intermediate_size": 20},
+    "GPTNeoX": {**SIZES, "hidden_size": 32, "intermediate_size": 20},
     "GPT2": GPT2,
 }
 """A family of transformers -> keys of its config.json."""
@@ -68,21 +70,32 @@ def randomise(model: nn.Module, only: str = "") -> None:
 def make_base(folder: Path, family: str) -> nn.Module:
     torch.manual_seed(0)
     config = getattr(transformers, f"{family}Config")(use_cache=False, **MODELS[family])
-    model: nn.Module = transformers.AutoModelForCausalLM.from_config(config).eval()
+    model: nn.Module = transformers.AutoModelForCausalLM.from_config(config)
     randomise(model)
     model.save_pretrained(folder)
     return model
 
 
-def make_adapter(tmp_path: Path, case: str) -> nn.Module:
-    """A folder ``hf`` with a model, a folder ``peft`` with an adapter, and PEFT's model in fp64."""
+def make_adapter(tmp_path: Path, case: str) -> None:
+    """A folder ``hf`` with a model, and a folder ``peft`` with an adapter."""
     family, options = CASES[case]
     options = {"r": 3, "lora_alpha": 6, "task_type": "CAUSAL_LM", **options}
-    model = peft.get_peft_model(make_base(tmp_path / "hf", family), peft.LoraConfig(**options))
-    randomise(model, only="lora_")
-    model.save_pretrained(tmp_path / "peft")
-    double: nn.Module = model.double().eval()
-    return double
+    adapted = peft.get_peft_model(make_base(tmp_path / "hf", family), peft.LoraConfig(**options))
+    randomise(adapted, only="lora_")
+    adapted.save_pretrained(tmp_path / "peft")
+
+
+def logits_of_peft(hf: Path, adapter: Path) -> Tensor:
+    """What PEFT computes in fp64 from files."""
+    weights = transformers.AutoModelForCausalLM.from_pretrained(hf).state_dict()
+    adapters = load_file(adapter / "adapter_model.safetensors")
+    with everything_in_double(), torch.no_grad():  # in which neither of the packages reads files
+        model = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.from_pretrained(hf)).double()
+        model.load_state_dict(weights)
+        adapted = peft.get_peft_model(model, peft.PeftConfig.from_pretrained(adapter)).double().eval()
+        assert not peft.set_peft_model_state_dict(adapted, adapters).unexpected_keys
+        found: Tensor = adapted(tokens()).logits
+    return found
 
 
 def imported(tmp_path: Path, name: str = "imported") -> Path:
@@ -93,12 +106,6 @@ def imported(tmp_path: Path, name: str = "imported") -> Path:
 
 def tokens() -> Tensor:
     return torch.randint(0, 61, (2, 12), generator=torch.Generator().manual_seed(1))
-
-
-def logits_of(model: nn.Module) -> Tensor:
-    with torch.no_grad():
-        found: Tensor = model(tokens()).logits
-    return found
 
 
 class Unmerged:
@@ -121,33 +128,79 @@ class Unmerged:
             return chunk.logits(tokens()).transpose(0, 1)
 
 
+MIXED = ("ranks", "alphas")
+"""Cases with several scales, of which the adapters here have one: B is rounded."""
+
+
+def assert_close(found: Tensor, expected: Tensor, rounded: bool = False) -> None:
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-6 if rounded else 1e-11)
+
+
 @pytest.mark.parametrize("case", CASES)
-def test_an_adapter_of_peft_computes_the_same_here(case: str, tmp_path: Path) -> None:
-    expected = logits_of(make_adapter(tmp_path, case))
+def test_an_adapter_computes_the_same_here_and_is_written_as_it_was(case: str, tmp_path: Path) -> None:
+    make_adapter(tmp_path, case)
+    expected = logits_of_peft(tmp_path / "hf", tmp_path / "peft")
     saved = SavedModel(Manifest.open(imported(tmp_path)))
     merged = open_pretrained(str(tmp_path / "imported")).build(one_rank_mesh(), torch.float64, torch.device("cpu"))
-    assert_close(merged.logits(tokens()).transpose(0, 1), expected)
-    assert_close(Unmerged(saved).logits(), expected)
+    with torch.no_grad():
+        assert_close(merged.logits(tokens()).transpose(0, 1), expected, case in MIXED)
+    assert_close(Unmerged(saved).logits(), expected, case in MIXED)
 
-
-def assert_close(found: Tensor, expected: Tensor) -> None:
-    torch.testing.assert_close(found, expected, rtol=0, atol=1e-11)
-
-
-@pytest.mark.parametrize("case", CASES)
-def test_an_adapter_is_written_as_peft_has_written_it(case: str, tmp_path: Path) -> None:
-    model = make_adapter(tmp_path, case)
-    imported(tmp_path)
     assert convert(["--load", f"{tmp_path / 'imported'}", "--save-peft", f"{tmp_path / 'back'}"]) == 0
-    base = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf")
-    back = peft.PeftModel.from_pretrained(base, tmp_path / "back").double().eval()
-    assert_close(logits_of(back), logits_of(model))
+    assert_close(logits_of_peft(tmp_path / "hf", tmp_path / "back"), expected, case in MIXED)
     config = json.loads((tmp_path / "back" / "adapter_config.json").read_text())
     assert config["base_model_name_or_path"] == str(tmp_path / "hf")
-    if case not in ("ranks", "alphas", "rank-stabilised"):  # which have one rank and scale now
+    if case not in MIXED:
         files = [load_file(tmp_path / name / "adapter_model.safetensors") for name in ("peft", "back")]
         assert files[0].keys() == files[1].keys()
         for name, tensor in files[0].items():
             assert torch.equal(files[1][name], tensor), name
         assert config["fan_in_fan_out"] is (CASES[case][0] == "GPT2")
         assert not config["rank_pattern"]
+
+
+@pytest.mark.parametrize("case", ["DoRA of a part", "interleaved", "transposed DoRA"])
+def test_merged_models_are_those_of_peft(case: str, tmp_path: Path) -> None:
+    make_adapter(tmp_path, case)
+    imported(tmp_path)
+    base = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf")
+    expected = peft.PeftModel.from_pretrained(base, tmp_path / "peft").merge_and_unload().state_dict()
+    assert convert(["--load", f"{tmp_path / 'imported'}", "--save-hf", f"{tmp_path / 'merged'}"]) == 0
+    assert edit(["--load", f"{tmp_path / 'imported'}", "--merge", "--save", f"{tmp_path / 'edited'}"]) == 0
+    assert convert(["--load", f"{tmp_path / 'edited'}", "--save-hf", f"{tmp_path / 'of-edited'}"]) == 0
+    for folder in ("merged", "of-edited"):
+        found = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / folder).state_dict()
+        assert found.keys() == expected.keys()
+        for name, weight in expected.items():
+            torch.testing.assert_close(found[name], weight, rtol=1e-6, atol=1e-7)
+
+
+PARTS: dict[str, tuple[str, ...]] = {
+    "Llama": ("linear_qkv.k", "layers.1.mlp.linear_fc1.gate", "layers.0.mlp.*"),
+    "Phi3": ("linear_qkv.q", "linear_qkv.v", "linear_fc1.up"),
+    "GPTNeoX": ("linear_qkv.k", "linear_qkv.v", "layers.1.self_attention.linear_proj"),
+    "GPT2": ("layers.0.*.linear_qkv", "linear_qkv.v"),
+}
+"""Parts of linears with adapters, in families whose linears hold several of them or one."""
+
+
+@pytest.mark.parametrize("dora", [False, True], ids=["lora", "dora"])
+@pytest.mark.parametrize("family", PARTS)
+def test_adapters_of_parts_go_to_peft_and_back(family: str, dora: bool, tmp_path: Path) -> None:
+    make_base(tmp_path / "hf", family)
+    options = {"lora_alpha": 5.0, "lora_target": PARTS[family], "lora_dora": dora}
+    saved = SavedModel(write_adapters(tmp_path / "ours" / "iter_0000007", tmp_path / "hf", **options))
+    assert convert(["--load", f"{tmp_path / 'ours'}", "--save-peft", f"{tmp_path / 'peft'}"]) == 0
+    assert_close(Unmerged(saved).logits(), logits_of_peft(tmp_path / "hf", tmp_path / "peft"), rounded=dora)
+    back = SavedModel(Manifest.open(imported(tmp_path)))
+    for name, spec in saved.specs.items():
+        box = whole_box(spec.view)
+        found, expected = (model.read(name, spec.view, box) for model in (back, saved))
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-6 if dora else 0)
+    ours, theirs = (model.merged for model in (saved, back))
+    assert ours is not None
+    assert theirs is not None
+    if not dora:  # for which PEFT has a magnitude of all rows, here their norm in fp32
+        for name in {name for name, spec in ours.specs.items() if not spec.frozen and name.endswith("lora_a")}:
+            assert torch.equal(ours.adapter(name), theirs.adapter(name)), name
+        assert ours.model.lora_rank == theirs.model.lora_rank

@@ -26,29 +26,50 @@ def check_load_folder(config: RunConfig, world_size: int) -> Iterator[Problem]:
     The folder need not exist yet: a run without a checkpoint starts from scratch.
     """
     load, save = config.checkpoint.load, config.checkpoint.save
-    if load in ("", HUGGING_FACE_PREFIX, MEGATRON_PREFIX):
-        yield Problem("E801", f"--load '{load}' has no folder name", ("drop --load",))
+    if load is not None and not _same_folder(config) and not holds_checkpoints(save):
+        yield from _source_problems("--load", load, world_size)
+
+
+def check_pretrained_checkpoint(config: RunConfig, world_size: int) -> Iterator[Problem]:
+    """Check that ``--pretrained-checkpoint`` is a model, and with adapters given."""
+    location, load, adapters = config.checkpoint.pretrained_checkpoint, config.checkpoint.load, config.model.lora_rank
+    if location is None:
+        if adapters is not None:
+            sentence = f"--lora-rank {adapters} trains adapters of a model, and none is given"
+            yield Problem("E806", sentence, ("--pretrained-checkpoint hf:DIR", "--pretrained-checkpoint RUN"))
         return
-    if load is None or load.startswith(HUGGING_FACE_PREFIX) or _same_folder(config) or holds_checkpoints(save):
+    if load is not None and adapters is None:
+        sentence = "--load and --pretrained-checkpoint both name the weights to start from"
+        yield Problem("E806", sentence, ("drop --load", "drop --pretrained-checkpoint"))
+    elif adapters is not None or not holds_checkpoints(config.checkpoint.save):
+        yield from _source_problems("--pretrained-checkpoint", location, world_size)
+
+
+def _source_problems(option: str, load: str, world_size: int) -> Iterator[Problem]:
+    """Yield a problem of the value of an option that names a model or checkpoints, if it has one."""
+    if load in ("", HUGGING_FACE_PREFIX, MEGATRON_PREFIX):
+        yield Problem("E801", f"{option} '{load}' has no folder name", (f"drop {option}",))
+        return
+    if load.startswith(HUGGING_FACE_PREFIX):
         return
     folder = parse_location(load)
     if not isinstance(folder, Path):
-        yield from _store_problems("E801", "--load", folder, world_size)
+        yield from _store_problems("E801", option, folder, world_size)
     elif not isdir(folder) and (close := did_you_mean(folder.name, _folders_beside(folder))):
-        sentence = f"--load {folder}: the folder does not exist; did you mean {folder.parent / close}?"
-        yield Problem("E801", sentence, (f"--load {folder.parent / close}", "drop --load"))
+        sentence = f"{option} {folder}: the folder does not exist; did you mean {folder.parent / close}?"
+        yield Problem("E801", sentence, (f"{option} {folder.parent / close}", f"drop {option}"))
     elif load.startswith(MEGATRON_PREFIX):
         if not isfile(folder / MEGATRON_LM_NEWEST) and not is_megatron_lm(folder):
-            sentence = f"--load {load} is neither a folder of Megatron-LM's checkpoints nor one of them"
+            sentence = f"{option} {load} is neither a folder of Megatron-LM's checkpoints nor one of them"
             below = [each for each in _folders_beside(folder / "any") if isfile(folder / each / MEGATRON_LM_NEWEST)]
-            found = tuple(f"--load {MEGATRON_PREFIX}{folder / each}" for each in below[:2])
-            yield Problem("E801", sentence, found or (f"--load {MEGATRON_PREFIX}FOLDER_WITH_{MEGATRON_LM_NEWEST}",))
+            found = tuple(f"{option} {MEGATRON_PREFIX}{folder / each}" for each in below[:2])
+            yield Problem("E801", sentence, found or (f"{option} {MEGATRON_PREFIX}FOLDER_WITH_{MEGATRON_LM_NEWEST}",))
     elif isfile(folder / MEGATRON_LM_NEWEST) or is_megatron_lm(folder):
-        sentence = f"--load {folder} holds checkpoints of Megatron-LM"
-        yield Problem("E801", sentence, (f"--load {MEGATRON_PREFIX}{folder}",))
+        sentence = f"{option} {folder} holds checkpoints of Megatron-LM"
+        yield Problem("E801", sentence, (f"{option} {MEGATRON_PREFIX}{folder}",))
     elif isfile(folder / "config.json"):
-        fixes = (f"--load {HUGGING_FACE_PREFIX}{folder}",)
-        yield Problem("E801", f"--load {folder} is a Hugging Face model, not a folder of checkpoints", fixes)
+        fixes = (f"{option} {HUGGING_FACE_PREFIX}{folder}",)
+        yield Problem("E801", f"{option} {folder} is a Hugging Face model, not a folder of checkpoints", fixes)
 
 
 def _folders_beside(path: Path) -> list[str]:
@@ -59,10 +80,10 @@ def _folders_beside(path: Path) -> list[str]:
 
 
 def check_links(config: RunConfig, world_size: int) -> Iterator[Problem]:
-    """Check that no links lead out of the Hugging Face folder of ``--load``."""
-    load = config.checkpoint.load or ""
-    if load.startswith(HUGGING_FACE_PREFIX) and not config.data.follow_links:
-        yield from link_problems(Path(load.removeprefix(HUGGING_FACE_PREFIX)))
+    """Check that no links lead out of the Hugging Face folders of ``--load`` and ``--pretrained-checkpoint``."""
+    for load in (config.checkpoint.load or "", config.checkpoint.pretrained_checkpoint or ""):
+        if load.startswith(HUGGING_FACE_PREFIX) and not config.data.follow_links:
+            yield from link_problems(Path(load.removeprefix(HUGGING_FACE_PREFIX)))
 
 
 MODEL_SUFFIXES = (".json", ".safetensors", ".jinja", ".txt", ".model")

@@ -37,10 +37,17 @@ from megatron.config.model import MAX_SIZE, ModelConfig
 from megatron.config.run import HUGGING_FACE_PREFIX, CheckpointConfig, PrecisionConfig, RunConfig
 from megatron.convert.adapters import MergedWeights
 from megatron.convert.base_model import BaseModel
-from megatron.convert.huggingface.config import CONFIG_FILE, model_type_for, read_config, read_model_type, words
+from megatron.convert.huggingface.config import (
+    CONFIG_FILE,
+    model_type_for,
+    read_config,
+    read_model_type,
+    refuse_outside_links,
+    words,
+)
 from megatron.convert.huggingface.convert import check_target, disk_errors_as_storage_errors, raise_if_overflow
 from megatron.convert.huggingface.keys import JsonObject
-from megatron.convert.huggingface.weights import HuggingFaceWeights, WeightSource, map_tensors
+from megatron.convert.huggingface.weights import SUPPORTED_DTYPES, HuggingFaceWeights, WeightSource, map_tensors
 from megatron.convert.saved_model import (
     SavedModel,
     SmallFiles,
@@ -169,7 +176,9 @@ def _shortest_ends(adapted: Collection[str], linears: Collection[str]) -> list[s
     return sorted(adapted)
 
 
-def export_peft(saved: SavedModel, folder: Path, dtype: str | None = None, model_type: str | None = None) -> int:
+def export_peft(
+    saved: SavedModel, folder: Path, dtype: str | None = None, model_type: str | None = None
+) -> ModelConfig:
     """Write the adapters of a checkpoint as a folder that ``PeftModel.from_pretrained`` loads.
 
     Args:
@@ -179,7 +188,7 @@ def export_peft(saved: SavedModel, folder: Path, dtype: str | None = None, model
         model_type: of the base in transformers; None for that of the base, or the first that computes the same.
 
     Returns:
-        The number of values written.
+        The architecture with the options of the adapters.
 
     Raises:
         UserError: when no Hugging Face model computes the same as the base.
@@ -210,11 +219,7 @@ def export_peft(saved: SavedModel, folder: Path, dtype: str | None = None, model
         except BaseException:
             shutil.rmtree(building, ignore_errors=True)
             raise
-    return _count(tensors)
-
-
-def _count(tensors: Mapping[str, Tensor]) -> int:
-    return sum(tensor.numel() for tensor in tensors.values())
+    return saved.merged.model
 
 
 def transformers_type(base: WeightSource, model: ModelConfig, wanted: str | None = None) -> str:
@@ -229,7 +234,7 @@ def transformers_type(base: WeightSource, model: ModelConfig, wanted: str | None
 
 def import_peft(
     folder: Path, pretrained: str | None, save: Path, model_type: str | None = None, follow_links: bool = False
-) -> tuple[Path, int]:
+) -> tuple[Path, ModelConfig]:
     """Write an adapter of PEFT as a checkpoint of step 0, from which a run can start.
 
     Args:
@@ -240,7 +245,7 @@ def import_peft(
         follow_links: as of `open_base`.
 
     Returns:
-        The checkpoint, and the number of values in it.
+        The checkpoint, and the architecture with the options of the adapters.
 
     Raises:
         UserError: when the adapter has options that are not supported.
@@ -248,6 +253,8 @@ def import_peft(
         DamagedCheckpointError: when its file cannot be read.
         StorageError: when writing fails.
     """
+    if not follow_links:
+        refuse_outside_links(folder)
     checkpoints = CheckpointFolder(save)
     if checkpoints.named():
         raise CheckpointError(f"{save} holds checkpoints already", "--save A_NEW_FOLDER")
@@ -275,7 +282,7 @@ def import_peft(
     state = {"iteration": 0, "consumed_samples": 0, "base": found.record}
     path, files = checkpoints.path(0), files_to_carry(find_tokenizer_files(folder), carried)
     save_sharded(path, stored, state, to_dict(resolve(config, 1)), Group(), files)
-    return local_path(path), _count(tensors)
+    return local_path(path), model
 
 
 @dataclass(frozen=True)
@@ -390,7 +397,8 @@ def read_adapter_config(folder: Path) -> JsonObject:
         config = parse_json(read_small(path))
     except FileNotFoundError:
         sentence = f"{folder} holds no {ADAPTER_CONFIG_FILE}, so it is not an adapter of PEFT"
-        raise UserError([Problem("E850", sentence)]) from None
+        fixes = () if folder.exists() else (f"hf download ORG/{folder.name} --local-dir {folder}",)
+        raise UserError([Problem("E850", sentence, fixes)]) from None
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
         raise UserError([Problem("E850", f"{path} cannot be read as JSON: {reason}")]) from None
@@ -412,18 +420,18 @@ def read_adapter_config(folder: Path) -> JsonObject:
 def _odd_values(config: JsonObject) -> Iterator[tuple[str, str]]:
     """Yield the options that have another type than in PEFT, and the type."""
 
-    def is_number(value: object) -> bool:
-        return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < MAX_SIZE
+    def is_positive(value: object, whole: bool) -> bool:
+        return type(value) in ((int,) if whole else (int, float)) and 0 < value < MAX_SIZE
 
-    for name in ("r", "lora_alpha"):
-        if not is_number(config.get(name)):
-            yield name, "a number above 0"
-    for name in ("rank_pattern", "alpha_pattern"):
-        pattern = config.get(name) or {}
-        if not isinstance(pattern, dict) or not all(map(is_number, pattern.values())):
-            yield name, "an object of numbers above 0"
+    for name, pattern_name, whole in (("r", "rank_pattern", True), ("lora_alpha", "alpha_pattern", False)):
+        kind = "whole number" if whole else "number"
+        if not is_positive(config.get(name), whole):
+            yield name, f"a {kind} above 0"
+        pattern = config.get(pattern_name) or {}
+        if not isinstance(pattern, dict) or not all(is_positive(value, whole) for value in pattern.values()):
+            yield pattern_name, f"an object of {kind}s above 0"
         elif any(re.escape(end).replace(r"\.", ".") != end for end in pattern):
-            yield name, "an object with ends of names, without regular expressions"
+            yield pattern_name, "an object with ends of names, without regular expressions"
 
 
 def _read_modules(folder: Path, config: JsonObject, linears: Mapping[str, PeftLinear]) -> list[_Module]:
@@ -437,7 +445,7 @@ def _read_modules(folder: Path, config: JsonObject, linears: Mapping[str, PeftLi
     suffixes = (LORA_A, LORA_B, LORA_MAGNITUDE) if config.get("use_dora") else (LORA_A, LORA_B)
     held = {key.removeprefix(PREFIX).removesuffix(suffix) for key in file.keys for suffix in suffixes}
     adapted = {name for name in linears if name in held or _is_targeted(config, name)}
-    ranks = {name: int(_of_pattern(config, "rank_pattern", name, config["r"])) for name in sorted(adapted)}
+    ranks = {name: _of_pattern(config, "rank_pattern", name, config["r"]) for name in sorted(adapted)}
     expected = {
         f"{PREFIX}{name}{suffix}": shape
         for name, rank in ranks.items()
@@ -452,7 +460,9 @@ def _read_modules(folder: Path, config: JsonObject, linears: Mapping[str, PeftLi
             for key in both
             if file.shape(key) != expected[key]
         ],
-        "holds tensors that are not floating-point": [key for key in both if not file.dtype(key).is_floating_point],
+        "holds tensors of an unsupported data type": [
+            f"{key} {file.dtype(key)}" for key in both if file.dtype(key) not in (*SUPPORTED_DTYPES, torch.float64)
+        ],
     }
     raise_if_any(path, findings)
     if not ranks:
@@ -474,7 +484,7 @@ def _is_targeted(config: JsonObject, name: str) -> bool:
     return targets == "all-linear" or (isinstance(targets, list) and any(_ends_with(name, end) for end in targets))
 
 
-def _of_pattern(config: JsonObject, option: str, name: str, default: float) -> float:
+def _of_pattern(config: JsonObject, option: str, name: str, default: Any) -> Any:
     """Return the value of a linear in a ``rank_pattern`` or ``alpha_pattern``."""
     pattern = config.get(option) or {}
     return next((value for end, value in pattern.items() if _ends_with(name, end)), default)

@@ -98,6 +98,12 @@ CASES = (
     Case("--tensor-model-parallel-size 3", ranks=16, machines=2),
     # Megatron-LM's flags
     Case("--load docs --no-load-optim --ckpt-convert-format torch --pretrained-checkpoint docs"),
+    # adapters
+    Case("--lora-rank 4 --lora-target linear_q --lora-target layers.2.* --fp8-format e4m3"),
+    Case("--lora-rank 0"),
+    Case("--lora-rank 4 --num-experts 4 --lora-target *.experts.* --pretrained-checkpoint hf:"),
+    Case("--lora-rank 4 --pretrained-checkpoint docs --save x --save-interval 5 --save-hf-interval 5"),
+    Case("--lora-rank 4 --pretrained-checkpoint docs --cuda-graph step --device cuda"),
     Case("--num-experts 8 --moe-router-topk 2 --expert-model-parallel-size 2", ranks=2),
     Case("--num-experts 6 --expert-model-parallel-size 4 --disable-bias-linear", ranks=4),
     Case(
@@ -330,6 +336,13 @@ CASES = (
     Case("--optimizer lion --exp-avg-sq-dtype bf16 --ema-decay 1 --skip-spikes 0"),
     # data
     Case("", base=FILES),
+    Case("--chat-data-path none.jsonl --chat-template no.jinja --eval-iters 2", base=FILES),
+    Case("--chat-data-path README.md --valid-chat-data-path none.jsonl --mock-data --num-epochs 2", base=FILES),
+    Case("--chat-data-path README.md --attention-pattern prefix:4", base=FILES),
+    Case("--chat-data-path README.md", base=f"{MODEL} --vocab-size 257"),
+    Case("--num-epochs 2", base=f"{MODEL} --vocab-size 257 --mock-data"),
+    Case("--chat-data-path README.md --num-epochs 2 --train-samples 9", base=FILES),
+    Case("--cuda-graph step --neftune-alpha 5 --hidden-dropout 0 --attention-dropout 0 --device cuda"),
     Case("--data-path corpus --mock-data", base=FILES),
     Case("--train-data-path a --valid-data-path b --data-args-path c --mock-data", base=FILES),
     Case("--data-path 0.3 no/a 0.7 no/b", base=FILES),

@@ -184,6 +184,7 @@ CHANGED = {
     "hidden_dropout": "0.5",
     "attention_dropout": "0.5",
     "z_loss_coeff": "0.5",
+    "neftune_alpha": "5",
     "micro_batch_size": "2",
     "make_vocab_size_divisible_by": "7",
     "ddp_bucket_size": "1000",
@@ -223,6 +224,7 @@ LEFT_OUT = {
     "they need a GPU": "cuda_graph reduced_precision_reduction",
     "they need files": """
         data_path train_data_path valid_data_path test_data_path data_args_path per_split_data_args_path split mock_data
+        chat_data_path valid_chat_data_path chat_template bad_samples num_epochs
         multiple_validation_sets validation_set_names
         reset_position_ids reset_attention_mask eod_mask_loss eod_id
         tokenizer_type tokenizer_model vocab_file merge_file tiktoken_pattern tiktoken_num_special_tokens""",

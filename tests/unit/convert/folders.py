@@ -18,9 +18,11 @@ from megatron.checkpoint.save import save_sharded
 from megatron.checkpoint.tensor_file import GlobalTensor, TensorPart
 from megatron.config.model import ModelConfig
 from megatron.config.run import PrecisionConfig, RunConfig
-from megatron.convert.huggingface.config import build_config_json, model_type_for
+from megatron.convert.base_model import BaseModel
+from megatron.convert.huggingface.config import build_config_json, model_type_for, read_model_config
 from megatron.convert.huggingface.weights import build_on_meta, map_tensors
 from megatron.distributed.comm import Group
+from megatron.layers.parameters import gpt, trainable
 from tests.solo import tiny
 
 LLAMA: dict[str, Any] = {
@@ -82,6 +84,19 @@ def write_checkpoint(
     config = replace(RunConfig(model=model), precision=PrecisionConfig(params_dtype=params_dtype))
     small: dict[str, Path | bytes] = dict(files or {})
     save_sharded(path, tensors, {"iteration": 7}, to_dict(config), Group(), small)
+    return Manifest.open(path)
+
+
+def write_adapters(path: Path, base: Path, **options: Any) -> Manifest:
+    """A checkpoint with random adapters of the model in a Hugging Face folder."""
+    generator = torch.Generator().manual_seed(2)
+    model = replace(read_model_config(base), lora_rank=3, **options)
+    tensors = {}
+    for name, spec in trainable(gpt(model)).items():
+        value = 0.2 * torch.randn(spec.view, generator=generator) + float(name.endswith("magnitude"))
+        tensors[name] = GlobalTensor(spec.shape, spec.view, value.dtype, (TensorPart(whole_box(spec.view), value),))
+    state = {"iteration": 7, "base": BaseModel.find(f"hf:{base}").record}
+    save_sharded(path, tensors, state, to_dict(RunConfig(model=model)), Group())
     return Manifest.open(path)
 
 

@@ -127,6 +127,18 @@ def test_bytes_of_each_part_are_those_that_a_run_allocates(dtype: str, optimizer
     assert sum(p.numel() for p in trainer.params.values()) == max_rank_parameters(config.model, config.parallel)
 
 
+ADAPTED = "--lora-rank 3 --lora-dora --pretrained-checkpoint NOT_READ"
+
+
+@pytest.mark.parametrize("more", ["", "--swiglu --lora-target linear_fc1.up", f"--optimizer muon --bf16 {EXPERTS}"])
+def test_frozen_weights_have_weights_alone(more: str) -> None:
+    config = config_of(f"{ADAPTED} {more}")
+    trainer = build_trainer(config, 0, 1)
+    assert allocated(trainer) == max_state_bytes(config, 1)
+    whole = (t.numel() * t.itemsize for t in local_tensors(trainer).values())
+    assert sum(whole) == checkpoint_bytes(config)
+
+
 @pytest.mark.parametrize("optimizer", ["adam", "lion --exp-avg-dtype bf16", "sgd"])
 def test_masters_as_remainders_are_two_bytes(optimizer: str) -> None:
     config = config_of(f"--bf16 --store-param-remainders --optimizer {optimizer}")
@@ -163,6 +175,8 @@ CUT = (
     f"{SMALL} {STAGES[3]} --grad-compression powersgd:3 {EXPERTS} --expert-model-parallel-size 2",
     f"{SMALL} {STAGES[4]} --grad-compression topk:0.1 --optimizer muon",
     f"{SMALL} no_shard --grad-compression powersgd:2 --tensor-model-parallel-size 2",
+    *(f"{SMALL} {stage} {ADAPTED} --bf16 --swiglu --tensor-model-parallel-size 2" for stage in STAGES[:6:5]),
+    f"{SMALL} optim_grads {ADAPTED} --lora-target layers.1.* --pipeline-model-parallel-size 2 --ema-decay 0.9",
 )
 
 

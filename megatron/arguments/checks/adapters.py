@@ -1,0 +1,58 @@
+"""Checks of adapters (LoRA): the linears they are for, and what they are not combined with."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Iterator
+from dataclasses import replace
+
+from megatron.config.errors import Problem
+from megatron.config.run import RunConfig
+from megatron.config.settings import SETTINGS
+from megatron.config.text import listed
+from megatron.layers.parameters import adapted_parts, block, linear_parts
+
+NO_ADAPTERS = "drop --lora-rank"
+
+
+def check_lora_target(config: RunConfig, world_size: int) -> Iterator[Problem]:
+    """Check that every pattern matches a linear that may have adapters."""
+    model = config.model
+    if model.lora_rank is None:
+        return
+    try:
+        weights = {name.removesuffix(".weight"): spec for name, spec in block(model).items() if name.endswith("weight")}
+    except ValueError:
+        return  # a dimension does not divide, which other checks report
+    for pattern in model.lora_target or ("",):
+        alone = replace(model, lora_target=(pattern,))
+        linears = ((f"layers.{i}.{name}", spec) for i in range(model.num_layers) for name, spec in weights.items())
+        if not any(adapted_parts(alone, linear, weight) for linear, weight in linears):
+            every = replace(model, lora_target=("*",))
+            names = [name for name, spec in weights.items() if adapted_parts(every, f"layers.0.{name}", spec)]
+            parts = [f"{name}.{part}" for name in names for part in linear_parts(weights[name]) if part]
+            experts = "; experts have no adapters" if model.num_experts is not None else ""
+            sentence = (
+                f"--lora-target {shlex.quote(pattern)} matches no linear of layers.0 to layers.{model.num_layers - 1}: "
+                f"{listed(names)}, or a part: {listed(parts)}{experts}"
+            )
+            yield Problem("E112", sentence, (SETTINGS["lora_target"].spell(("linear_qkv", "linear_proj")),))
+
+
+def check_lora_precision(config: RunConfig, world_size: int) -> Iterator[Problem]:
+    """Reject FP8: the products with adapters are not in it."""
+    if config.model.lora_rank is not None and config.precision.fp8_format is not None:
+        yield Problem("E113", "--fp8-format does not support --lora-rank", ("drop --fp8-format", NO_ADAPTERS))
+
+
+def check_lora_export(config: RunConfig, world_size: int) -> Iterator[Problem]:
+    """Reject exports during training: checkpoints hold the adapters alone."""
+    if config.model.lora_rank is not None and config.checkpoint.save_hf_interval is not None:
+        sentence = "--save-hf-interval exports whole models, and with --lora-rank checkpoints hold adapters alone"
+        yield Problem("E113", sentence, ("drop --save-hf-interval",))
+
+
+def check_graph_adapters(config: RunConfig, world_size: int) -> Iterator[Problem]:
+    """Reject capturing a step with adapters, which is untested."""
+    if config.compute.cuda_graph == "step" and config.model.lora_rank is not None:
+        yield Problem("E113", "--cuda-graph step is untested with --lora-rank", ("--cuda-graph none", NO_ADAPTERS))

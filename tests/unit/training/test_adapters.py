@@ -1,0 +1,122 @@
+"""Runs with adapters: what they start from, what their checkpoints hold, and how they resume."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron.config.run import RunConfig
+from megatron.inference.load import open_pretrained
+from megatron.layers.parameters import gpt, trainable
+from tests.runs import Told, before_step, checkpoint, differences, kill, start, steps, tiny_run
+from tests.solo import one_rank_mesh
+from tests.unit.convert.folders import random_weights, write_folder
+
+SAVING = "--micro-batch-size 2 --save-interval 2"
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The checkpoint of step 2 of a run."""
+    folder = tmp_path_factory.mktemp("base")
+    assert start(tiny_run(folder, f"{SAVING} --train-iters 2 --save {folder}/saved")).status == 0
+    return folder / "saved" / "iter_0000002"
+
+
+def run(folder: Path, base: Path | str, flags: str = "--lora-rank 2", step: int = 0) -> Told:
+    """Fine-tune; be killed before ``step``."""
+    return start(config_of(folder, base, flags), before_step(step, kill) if step else None)
+
+
+def config_of(folder: Path, base: Path | str, flags: str) -> RunConfig:
+    return tiny_run(folder, f"{SAVING} --save {folder}/saved --pretrained-checkpoint {base} {flags}")
+
+
+@pytest.mark.parametrize(
+    "flags",
+    ["--lora-rank 2 --lora-target linear_qkv.v mlp.*", "--lora-rank 3 --lora-dora --bf16 --ema-decay 0.9"],
+    ids=["lora", "dora"],
+)
+def test_a_killed_run_ends_as_if_nothing_had_happened(tmp_path: Path, base: Path, flags: str) -> None:
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    assert run(whole, base, flags).status == 0
+    assert run(parts, base, flags, step=5).status is None
+    resumed = run(parts, base, flags)
+    assert resumed.status == 0
+    assert f"frozen weights from {base}" in resumed.out
+    assert steps(parts) == steps(whole)
+    last = "saved/iter_0000006"
+    assert differences(parts / last, whole / last) == []
+
+
+def test_checkpoints_hold_the_adapters_alone(tmp_path: Path, base: Path) -> None:
+    assert run(tmp_path, base, "--lora-rank 2 --lora-dora").status == 0
+    tensors, state = checkpoint(tmp_path / "saved" / "iter_0000006")
+    config = tiny_run(tmp_path, f"--lora-rank 2 --lora-dora --pretrained-checkpoint {base}").model
+    names = {*trainable(gpt(config))}
+    assert {*tensors} == names | {f"optim.{kind}.{name}" for kind in ("exp_avg", "exp_avg_sq") for name in names}
+    assert state["base"]["location"] == str(base)
+    weights, _ = checkpoint(base)
+    magnitude = tensors["layers.0.mlp.linear_fc2.lora_magnitude"]
+    torch.testing.assert_close(magnitude, weights["layers.0.mlp.linear_fc2.weight"].norm(dim=1), rtol=0.5, atol=0)
+
+
+@pytest.mark.parametrize("kind", ["checkpoint", "hf"])
+def test_starts_as_the_base(tmp_path: Path, base: Path, kind: str) -> None:
+    """The loss of the first step, before any update, is that of the frozen weights."""
+    location, losses = str(base), []
+    if kind == "hf":
+        llama = "--swiglu --normalization RMSNorm --disable-bias-linear --position-embedding-type rope"
+        model = tiny_run(tmp_path, llama).model
+        location = f"hf:{write_folder(tmp_path / 'hf', model, random_weights(model))}"
+    for name, flags in {"full": "", "lora": "--lora-rank 2", "dora": "--lora-rank 2 --lora-dora"}.items():
+        assert run(tmp_path / name, location, f"{flags} --train-iters 1 --params-dtype fp64").status == 0
+        losses.append(steps(tmp_path / name)[1]["lm loss"])
+    assert losses[1:] == pytest.approx(losses[:1] * 2, rel=1e-12)
+
+
+def test_another_base_is_refused_by_name(tmp_path: Path, base: Path) -> None:
+    other = tmp_path / "other"
+    assert start(tiny_run(other, f"{SAVING} --train-iters 2 --seed 5 --save {other}/saved")).status == 0
+    assert run(tmp_path / "run", base, step=4).status is None
+    refused = run(tmp_path / "run", other / "saved")
+    assert refused.status == 2
+    assert f"E818 {tmp_path}/run/saved/iter_0000002 holds adapters of {base}, whose weights are not" in refused.err
+    assert f"fix: --pretrained-checkpoint {base}" in refused.err
+    moved = tmp_path / "moved" / base.name
+    moved.parent.mkdir()
+    (moved).symlink_to(base)
+    resumed = run(tmp_path / "run", moved)
+    assert resumed.status == 0
+    assert f"the frozen weights were read from {base} before" in resumed.out
+    chained = run(tmp_path / "chained", tmp_path / "run" / "saved")
+    assert chained.status not in (0, None)
+    assert "holds adapters of" in chained.err
+
+
+def test_without_adapters_it_is_a_start_from_weights(tmp_path: Path, base: Path) -> None:
+    """As ``--load`` with weights only; a later start resumes exactly."""
+    loaded = start(tiny_run(tmp_path / "a", f"{SAVING} --save {tmp_path}/a/saved --load {base} --finetune"))
+    assert loaded.status == 0
+    assert run(tmp_path / "b", base, "", step=5).status is None
+    resumed = run(tmp_path / "b", base, "")
+    assert resumed.status == 0
+    assert "resumed from" in resumed.out
+    assert differences(tmp_path / "a/saved/iter_0000006", tmp_path / "b/saved/iter_0000006") == []
+
+
+def test_what_is_loaded_is_what_was_trained(tmp_path: Path, base: Path) -> None:
+    """From the checkpoint of adapters alone, for inference."""
+    kept = []
+    config = config_of(tmp_path, base, "--lora-rank 2 --params-dtype fp64")
+    assert start(config, before_step(6, kept.append)).status == 0
+    (chunk,) = kept[0].chunks.values()
+    model = open_pretrained(str(tmp_path / "saved")).build(one_rank_mesh(), torch.float64, torch.device("cpu"))
+    tokens = torch.arange(8).unsqueeze(0)
+    torch.testing.assert_close(model.logits(tokens), chunk.eval().logits(tokens), rtol=1e-12, atol=1e-12)
+    with chunk.context.adapters.disabled():
+        frozen = open_pretrained(str(base)).build(one_rank_mesh(), torch.float64, torch.device("cpu"))
+        torch.testing.assert_close(frozen.logits(tokens), chunk.logits(tokens), rtol=0, atol=0)
+    assert not torch.allclose(frozen.logits(tokens), model.logits(tokens))
