@@ -11,7 +11,7 @@ import pytest
 from megatron.config.run import RunConfig
 from megatron.data.build import resolve_epochs
 from tasks.finetune import precompute
-from tests.runs import FLAGS, before_step, column, differences, kill, start, steps, tiny_run
+from tests.runs import FLAGS, before_step, column, differences, kill, records, start, steps, tiny_run
 
 TEMPLATE = "{% for m in messages %}{{ m.content }}{% endfor %}"
 MODEL = "--vocab-size 257 --seq-length 16 --max-position-embeddings 16 --fp64"
@@ -138,3 +138,6 @@ def test_evaluation_reads_the_frozen_model_too(tmp_path: Path, base: Path, pairs
     more = f"--pretrained-checkpoint {base} --eval-iters 1 --eval-interval 1 --lr 0 --valid-chat-data-path {pairs}"
     numbers = trained(tmp_path, run_of(tmp_path, pairs, more))
     assert numbers[5]["lm loss validation"] == pytest.approx(0.6931471805599453, rel=1e-12)  # -log(1/2): nothing learnt
+    last = records(tmp_path, "lm loss validation")[-1]
+    assert (last["rewards/accuracies validation"], last["rewards/margins validation"]) == (0.0, 0.0)
+    assert "lm loss validation ppl" not in last
