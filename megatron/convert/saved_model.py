@@ -7,10 +7,11 @@ added.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from threading import local
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -315,6 +316,21 @@ def files_to_carry(recorded: SmallFiles, carried: SmallFiles) -> dict[str, Path 
     return kept | dict(recorded)
 
 
+def with_end_ids(files: SmallFiles, ends: Sequence[int]) -> dict[str, Path | bytes]:
+    """Return the files with a generation_config.json that stops at the ids ``ends`` too.
+
+    Raises:
+        DataError: if there is one, and it cannot be read.
+    """
+    settings = _generation_settings(_bytes(files.get(GENERATION_CONFIG_FILE, b"{}")))
+    before = settings.get("eos_token_id")
+    known = before if isinstance(before, list) else [] if before is None else [before]
+    found = list(dict.fromkeys([*ends, *known]))
+    if set(found) == set(known) or (not known and len(found) < 2):  # the end of a document is written in any case
+        return dict(files)
+    return {**files, GENERATION_CONFIG_FILE: json.dumps(settings | {"eos_token_id": found}).encode()}
+
+
 def tokenizer_notes(recorded: SmallFiles, carried: SmallFiles) -> list[str]:
     """Return a note if the data's tokenizer is not the one that the weights were trained with."""
     if TOKENIZER_JSON not in recorded or TOKENIZER_JSON not in carried:
@@ -333,8 +349,13 @@ def _bytes(content: Path | bytes) -> bytes:
 
 def _without_special_ids(generation: bytes) -> bytes:
     """Return a generation_config.json without special token ids."""
+    settings = _generation_settings(generation)
+    return json.dumps({name: value for name, value in settings.items() if name not in SPECIAL_TOKEN_IDS}).encode()
+
+
+def _generation_settings(generation: bytes) -> dict[str, Any]:
+    """Parse a generation_config.json."""
     try:
-        settings = dict(parse_json(generation))
+        return dict(parse_json(generation))
     except (ValueError, TypeError) as error:
         raise DataError(f"the {GENERATION_CONFIG_FILE} of the loaded model is not a JSON object: {error}") from error
-    return json.dumps({name: value for name, value in settings.items() if name not in SPECIAL_TOKEN_IDS}).encode()

@@ -59,9 +59,13 @@ from megatron.convert.saved_model import (
     find_tokenizer_files,
     saved_tokenizer_files,
     tokenizer_notes,
+    with_end_ids,
 )
+from megatron.data.blended_dataset import segments_of
+from megatron.data.chat import end_ids
 from megatron.data.dataset import split_label
 from megatron.data.dataset_info import tokenizer_files_to_save
+from megatron.data.packed_dataset import PackedDataset
 from megatron.distributed import comm
 from megatron.distributed.comm import Group
 from megatron.distributed.launch import is_peer_lost, run_on_rank0
@@ -224,6 +228,9 @@ class Checkpointer:
             notes += [f"weights from {source.hf}", *tokenizer_notes(own_files, found)]
         elif not source.fresh:
             notes = self._load_newest(source, notes, own_files)
+        train = segments_of(trainer.data.datasets["train"])[0] if "train" in trainer.data.datasets else None
+        if isinstance(train, PackedDataset):
+            trainer.files = with_end_ids(trainer.files, end_ids(config.data, train.conversations))
         if self.options.save is not None and trainer.iteration < trainer.total_steps:
             run_on_rank0(partial(self._check_disk_space, bytes_to_save(trainer)), self.world)
         return notes

@@ -24,6 +24,7 @@ NAMES = [
     "architecture",
     "data",
     "extending",
+    "finetuning",
     "flags",
     "formats",
     "long_context",
