@@ -39,7 +39,7 @@ DENSE_MLP = Need(
 )
 EVALUATION = Need(lambda c: c.training.eval_iters > 0 or c.data.valid_chat_data_path, "--eval-iters above 0")
 TRAINING_STEPS = Need(lambda c: not c.training.skip_train, "training steps (--skip-train takes none)")
-TASKS = Need("evaluate_tasks", "tasks to evaluate")
+TASKS = Need(lambda c: bool(c.training.evaluate_tasks), "--evaluate-tasks")
 LR_SCALING = Need("lr_scaling=linear|sqrt")
 LR_DECAY = Need(lambda c: c.optimizer.lr_decay_style != "constant", "a learning rate that decays")
 WSD = Need("lr_decay_style=WSD")

@@ -263,7 +263,7 @@ def main(argv: Sequence[str]) -> int:
         results = evaluate(args, launch)
         if launch.rank == 0:
             for name, value in results.items():
-                echo(f"{name:<17}{value:>14,}" if isinstance(value, int) else f"{name:<17}{value:>14.4f}")
+                echo(f"{name:<17}{value:>14,}" if isinstance(value, int) else f"{name:<17}{value:>14.6g}")
             if args.output is not None:
                 publish_file(args.output, (json.dumps(results, indent=2) + "\n").encode())
         destroy_distributed()

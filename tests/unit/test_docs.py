@@ -23,6 +23,7 @@ PAGES = [
 NAMES = [
     "architecture",
     "data",
+    "evaluation",
     "extending",
     "finetuning",
     "flags",

@@ -455,6 +455,8 @@ CASES = (
     Case("--profile-memory --run-dir runs/a --profile-ranks 1 --profile-step-start 5 --profile-step-end 4"),
     Case("--run-dir runs/a --profile-ranks 1 8 9", ranks=8),
     Case("--sample-prompts x --eval-iters 1 --pipeline-model-parallel-size 2", ranks=2),
+    Case("--evaluate-tasks hellaswag --evaluate-tasks-path missing"),
+    Case("--evaluate-tasks-interval 10 --evaluate-tasks-limit 5"),
     # kernels
     Case("--kernels compiled norm=triton attenton=cudnn fast"),
     Case("--kernels norm"),
