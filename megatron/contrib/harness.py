@@ -134,6 +134,8 @@ class HarnessModel:
 
     backend = "causal"
     cache_hook: Any  # of lm-eval, set by its constructor
+    eot_token_id: int | None = None  # ends a text
+    prefix_token_id: int | None = None  # comes before a text without context
 
     def __init__(
         self,
@@ -171,16 +173,16 @@ class HarnessModel:
     def create_from_arg_obj(cls, arg_dict: Mapping[str, Any], additional_config: Mapping[str, Any]) -> Self:
         """Load the model that ``--model_args`` names; on other ranks than 0, serve until rank 0 has ended, and exit."""
         given = {**arg_dict, **{k: v for k, v in additional_config.items() if v is not None}}
-        del given["max_batch_size"]
+        given.pop("max_batch_size", None)  # for automatic sizes
         unknown = [name for name in given if name not in signature(load_shared).parameters]
         if unknown or "load" not in given:
             seen = f"--model_args {unknown[0]}: there is no such argument" if unknown else "--model_args names no model"
             raise InferenceError(seen, "--model_args load=CHECKPOINTS,tensor_model_parallel_size=2")
         shared, options = load_shared(**given)
-        RUNNING.append(shared)
         if shared.world.rank > 0:
             shared.serve()
             raise SystemExit(0)
+        RUNNING.append(shared)
         return cls(shared, name=str(given["load"]), **options)
 
     @classmethod
@@ -306,7 +308,7 @@ class HarnessModel:
 
 
 RUNNING: list[SharedModel] = []
-"""Models that lm-eval has created; rank 0 ends their service."""
+"""Models that lm-eval has created on rank 0, whose service has to be ended."""
 
 
 @cache
@@ -405,8 +407,11 @@ class EvaluateTasks(Callback):
 
         training = self.trainer.config.training
         names = [*training.evaluate_tasks]
-        manager = TaskManager(include_path=training.evaluate_tasks_path)
-        missing = [name for name in names if not manager.match_tasks([name])]
+        for defaults in (False, True):  # to list lm-eval's own tasks takes seconds
+            manager = TaskManager(include_path=training.evaluate_tasks_path, include_defaults=defaults)
+            missing = [name for name in names if not manager.match_tasks([name])]
+            if not missing:
+                break
         if missing:
             sentence = f"--evaluate-tasks {missing[0]}: lm-eval has no such task"
             raise UserError([Problem("E709", sentence, ("lm-eval ls tasks", "--evaluate-tasks-path FOLDER"))])

@@ -101,6 +101,12 @@ CASES = (
     # adapters
     Case("--lora-rank 4 --lora-target linear_q --lora-target layers.2.* --fp8-format e4m3"),
     Case("--lora-rank 0"),
+    Case("--lora-rank 2 --pretrained-checkpoint docs --frozen-weights-precision nf4 --tensor-model-parallel-size 4", 4),
+    Case(
+        "--lora-rank 2 --pretrained-checkpoint docs --frozen-weights-precision int8 "
+        "--data-parallel-sharding-strategy optim_grads_params",
+        ranks=2,
+    ),
     Case("--lora-rank 4 --num-experts 4 --lora-target *.experts.* --pretrained-checkpoint hf:"),
     Case("--lora-rank 4 --pretrained-checkpoint docs --save x --save-interval 5 --save-hf-interval 5"),
     Case("--lora-rank 4 --pretrained-checkpoint docs --cuda-graph step --device cuda"),

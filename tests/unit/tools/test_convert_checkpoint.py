@@ -276,7 +276,10 @@ def test_a_broken_checkpoint_is_refused_by_name_and_leaves_nothing(
         (["--load", "a", "--save", "b"], "--load with --save-hf"),
         (["--load-hf", "a", "--save", "b", "--workers", "0"], "'0' is not a number of at least 1"),
         (["--load-megatron", "a", "--save-megatron", "b"], "--load-megatron with --save or --save-hf"),
-        (["--load-megatron", "a", "--save", "b", "--dtype", "bf16"], "--dtype: only with --save-hf or --save-peft or --load-hf"),
+        (
+            ["--load-megatron", "a", "--save", "b", "--dtype", "bf16"],
+            "--dtype: only with --save-hf or --save-peft or --load-hf",
+        ),
         (["--load-megatron", "a", "--save", "b", "--no-check"], "--no-check: only with --save-hf or --load-hf"),
         (["--load", "a", "--save-megatron", "b", "--plugin", "os"], "--plugin: only with --save-hf"),
         (["--load-hf", "a", "--save", "b", "--ckpt-step", "3"], "--ckpt-step: only with --load or --load-megatron"),
