@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # From a base model to one that answers: pretrains a tiny model on sentences about capitals, fine-tunes it on
-# conversations in which a user asks for them, exports it with its chat template, and asks it in Hugging Face's
-# transformers. Minutes on a CPU.
+# conversations in which a user asks for them, tunes it to prefer right answers, exports it with its chat template, and
+# asks it in Hugging Face's transformers. Minutes on a CPU.
 set -euo pipefail
 
 out=${1:-runs/finetune-chat}
@@ -40,6 +40,13 @@ sentences = [f"{b} is the capital of {a}, and {a} has the capital {b}." for a, b
 write("text", [{"text": " ".join(random.sample(sentences, 4))} for _ in range(400)])
 for name, count in (("train", 600), ("valid", 40)):
     write(name, [{"messages": turns() + (turns() if n % 3 == 0 else [])} for n in range(count)])
+pairs = []
+for _ in range(200):
+    question, right = turns()
+    other = random.choice([capital for capital in capitals.values() if capital not in right["content"]])
+    pairs.append({"prompt": [question], "chosen": [right], "rejected": [{**right, "content": f"It is {other}."}]})
+write("pairs", pairs[:180])
+write("valid_pairs", pairs[180:])
 END
 python tools/preprocess_data.py --input "$out/text.jsonl" --output-prefix "$out/text" --append-eod \
     --tokenizer-type ByteTokenizer
@@ -55,8 +62,19 @@ python tasks/finetune/sft.py --pretrained-checkpoint "$out/base" --chat-template
     --chat-data-path "$out/train.jsonl" --valid-chat-data-path "$out/valid.jsonl" --seq-length 128 --num-epochs 4 \
     --global-batch-size 8 --micro-batch-size 8 --lr 3e-3 --log-interval 50 --save "$out/sft"
 
+printf '\n== preference tuning: right answers preferred to wrong ones, relative to the model so far\n'
+python tasks/finetune/dpo.py --pretrained-checkpoint "$out/sft" --chat-data-path "$out/pairs.jsonl" \
+    --valid-chat-data-path "$out/valid_pairs.jsonl" --seq-length 128 --num-epochs 1 --global-batch-size 8 \
+    --micro-batch-size 8 --lr 3e-4 --log-interval 5 --run-dir "$out/dpo-log" --save "$out/dpo"
+python - "$out/dpo-log/metrics.jsonl" <<'END'
+import json, sys
+
+*_, last = (line for line in map(json.loads, open(sys.argv[1])) if "rewards/accuracies validation" in line)
+print(f"the right answer is preferred in {last['rewards/accuracies validation']:.0%} of the validation pairs")
+END
+
 printf '\n== export to Hugging Face, and a chat in transformers\n'
-python tools/convert_checkpoint.py --load "$out/sft" --save-hf "$out/huggingface"
+python tools/convert_checkpoint.py --load "$out/dpo" --save-hf "$out/huggingface"
 python - "$out/huggingface" <<'END'
 import sys
 

@@ -38,7 +38,7 @@ from megatron.convert.huggingface.config import (
     read_model_config,
     refuse_outside_links,
 )
-from megatron.convert.huggingface.weights import HuggingFaceWeights, WeightSource
+from megatron.convert.huggingface.weights import HuggingFaceWeights
 from megatron.data.errors import DataError
 from megatron.distributed.sharding import Box, ShardSpec
 from megatron.layers.parameters import WORD_EMBEDDINGS, gpt, trainable
@@ -88,19 +88,23 @@ def open_checkpoint(path: Location, step: int | None = None) -> tuple[Manifest, 
     return manifest, notes
 
 
-def open_model(location: str) -> tuple[ModelConfig, WeightSource]:
+def open_model(location: str, follow_links: bool = False) -> SavedModel | HuggingFaceWeights:
     """Open the model of a checkpoint (the newest in a folder), of ``hf:DIR`` or of ``megatron:DIR``.
+
+    Args:
+        location: in the forms of ``--load``.
+        follow_links: also read files to which links lead out of a Hugging Face folder.
 
     Raises:
         CheckpointError: when there is none, or its weights do not match its model.
         UserError: when the configuration of a Hugging Face folder is not supported.
     """
-    if location.startswith(HUGGING_FACE_PREFIX):
-        folder = model_folder(location.removeprefix(HUGGING_FACE_PREFIX))
-        model = read_model_config(folder)
-        return model, HuggingFaceWeights(folder, model)
-    saved = SavedModel(open_checkpoint(parse_location(location))[0])
-    return saved.model, saved
+    if not location.startswith(HUGGING_FACE_PREFIX):
+        return SavedModel(open_checkpoint(parse_location(location))[0])
+    folder = model_folder(location.removeprefix(HUGGING_FACE_PREFIX))
+    if not follow_links:
+        refuse_outside_links(folder)
+    return HuggingFaceWeights(folder, read_model_config(folder))
 
 
 class StoredTensors:
@@ -180,7 +184,7 @@ class SavedModel:
             stored = self.model = replace(config.model, vocab_size=vocab_size)
         else:
             self.base = find_recorded_base(manifest, pretrained)
-            base = open_base(self.base, follow_links)
+            base = open_model(self.base.location, follow_links)
             stored = replace(config.model, vocab_size=base.model.vocab_size)
             self.model = stored.base
             self._weights = self.merged = MergedWeights(base, tensors, stored)
@@ -200,24 +204,6 @@ class SavedModel:
     def fill(self, name: str, view: tuple[int, ...], box: Box, out: Tensor) -> None:
         """As :meth:`read`, into a tensor of shape ``box.size`` and any strides and floating-point type."""
         self._weights.fill(name, view, box, out)
-
-
-def open_base(base: BaseModel, follow_links: bool = False) -> SavedModel | HuggingFaceWeights:
-    """Open the weights of a model that adapters belong to.
-
-    Args:
-        base: the model.
-        follow_links: also read files to which links lead out of a Hugging Face folder.
-
-    Raises:
-        CheckpointError: when they do not match the model.
-        UserError: when a Hugging Face model is not supported.
-    """
-    if isinstance(base.source, Manifest):
-        return SavedModel(base.source)
-    if not follow_links:
-        refuse_outside_links(base.source)
-    return HuggingFaceWeights(base.source, read_model_config(base.source))
 
 
 def find_recorded_base(manifest: Manifest, pretrained: str | None = None) -> BaseModel:

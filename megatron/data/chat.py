@@ -191,11 +191,10 @@ def encode_pair(tokenizer: ChatTokenizer, record: Mapping[str, object]) -> tuple
     for key, conversation in zip(("chosen", "rejected"), found):
         if not conversation.answers[1:].any():
             raise BadDocumentError(f": '{key}' has no token to answer with")
-    logps = [record.get(f"ref_{key}_logps", np.nan) for key in ("chosen", "rejected")]
-    numbers = [float(logp) for logp in logps if isinstance(logp, float | int)]
-    if len(numbers) < len(logps):
-        raise BadDocumentError(": 'ref_chosen_logps' and 'ref_rejected_logps' are not both numbers")
-    return found, numbers
+    logps = [logp for key in ("chosen", "rejected") if isinstance(logp := record.get(f"ref_{key}_logps"), float | int)]
+    if len(logps) == 1 or not np.isfinite(logps).all():
+        raise BadDocumentError(": 'ref_chosen_logps' and 'ref_rejected_logps' are not both finite numbers")
+    return found, logps or [np.nan, np.nan]
 
 
 def _messages(value: object, key: str = "messages", answered: bool = True) -> list[Mapping[str, Any]]:

@@ -244,11 +244,11 @@ class Checkpointer:
         files: SmallFiles
         notes = [f"frozen weights from {path}"]
         if path.startswith(HUGGING_FACE_PREFIX):
-            folder = Path(path.removeprefix(HUGGING_FACE_PREFIX))
-            trainer.base, files = BaseModel(folder, digest), find_tokenizer_files(folder)
+            folder = model_folder(path.removeprefix(HUGGING_FACE_PREFIX))
+            trainer.base, files = BaseModel(folder, digest, path), find_tokenizer_files(folder)
         else:
             manifest = open_manifest(parse_location(path), self.world)
-            trainer.base, files = BaseModel(manifest, digest), self._tokenizer_files(manifest)
+            trainer.base, files = BaseModel(manifest, digest, path), self._tokenizer_files(manifest)
             changes = compare_configs(manifest.config, replace(trainer.config, model=model), "weights-only")
             if changes.problems:
                 raise UserError(changes.problems)

@@ -46,13 +46,6 @@ def check_lora_precision(config: RunConfig, world_size: int) -> Iterator[Problem
         yield Problem("E113", "--fp8-format does not support --lora-rank", ("drop --fp8-format", NO_ADAPTERS))
 
 
-def check_lora_export(config: RunConfig, world_size: int) -> Iterator[Problem]:
-    """Reject exports during training: checkpoints hold the adapters alone."""
-    if config.model.lora_rank is not None and config.checkpoint.save_hf_interval is not None:
-        sentence = "--save-hf-interval exports whole models, and with --lora-rank checkpoints hold adapters alone"
-        yield Problem("E113", sentence, ("drop --save-hf-interval",))
-
-
 def check_graph_adapters(config: RunConfig, world_size: int) -> Iterator[Problem]:
     """Reject capturing a step with adapters, which is untested."""
     if config.compute.cuda_graph == "step" and config.model.lora_rank is not None:

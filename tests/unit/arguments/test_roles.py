@@ -235,6 +235,9 @@ LEFT_OUT = {
         multiple_validation_sets validation_set_names
         reset_position_ids reset_attention_mask eod_mask_loss eod_id
         tokenizer_type tokenizer_model vocab_file merge_file tiktoken_pattern tiktoken_num_special_tokens""",
+    "they need pairs or a teacher, as tests/parity/test_preference.py has": """
+        dpo_loss_type dpo_beta dpo_label_smoothing
+        distillation_top_k distillation_temperature distillation_label_weight""",
     "it is over before the first checkpoint": "init_method_std",
     "others are plugins'": "objective",
 }
