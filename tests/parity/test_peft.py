@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from megatron.checkpoint.format import Manifest
+from megatron.checkpoint.format import Manifest, whole_box
 from megatron.config.run import TrainingConfig
 from megatron.convert.huggingface.weights import fill_weights
 from megatron.convert.saved_model import SavedModel
@@ -24,6 +24,7 @@ from tests.parity.families import everything_in_double
 from tests.solo import one_rank_mesh
 from tests.unit.convert.folders import write_adapters
 from tools.convert_checkpoint import main as convert
+from tools.edit_checkpoint import main as edit
 
 transformers = pytest.importorskip("transformers")
 peft = pytest.importorskip("peft")
