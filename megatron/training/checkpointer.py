@@ -240,7 +240,15 @@ class Checkpointer:
     def _load_base(self, location: str, own_files: SmallFiles, fresh: bool) -> list[str]:
         """Read the frozen weights that adapters are trained for, and with ``fresh`` start magnitudes; return notes."""
         trainer, model = self.trainer, self.trainer.config.model.base
-        path, digest = run_on_rank0(lambda: [*BaseModel.find(location).record.values()], self.world)
+
+        def find() -> list[str]:
+            try:
+                return [*BaseModel.find(location).record.values()]
+            except CheckpointError as error:
+                sentence = f"--pretrained-checkpoint: {error}"
+                raise UserError([Problem("E806", sentence, ("--pretrained-checkpoint ANOTHER",))]) from error
+
+        path, digest = run_on_rank0(find, self.world)
         files: SmallFiles
         notes = [f"frozen weights from {path}"]
         if path.startswith(HUGGING_FACE_PREFIX):

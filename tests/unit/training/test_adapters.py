@@ -117,8 +117,19 @@ def test_another_base_is_refused_by_name(tmp_path: Path, base: Path) -> None:
     assert resumed.status == 0
     assert f"the frozen weights were read from {base} before" in resumed.out
     chained = run(tmp_path / "chained", tmp_path / "run" / "saved")
-    assert chained.status not in (0, None)
+    assert chained.status == 2
+    assert "E806 --pretrained-checkpoint: " in chained.err
     assert "holds adapters of" in chained.err
+
+
+@pytest.mark.parametrize(("flags", "code"), [("--lora-rank 2", "E806"), ("", "E812")])
+def test_a_missing_base_is_named(tmp_path: Path, flags: str, code: str) -> None:
+    refused = run(tmp_path, tmp_path / "nothing", flags)
+    assert refused.status == 2
+    assert f"{code} " in refused.err
+    assert f"{tmp_path}/nothing" in refused.err
+    assert "fix: --pretrained-checkpoint ANOTHER" in refused.err
+    assert not [*tmp_path.glob("saved/iter_*")]
 
 
 def test_without_adapters_it_is_a_start_from_weights(tmp_path: Path, base: Path) -> None:
