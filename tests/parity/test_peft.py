@@ -47,7 +47,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "DoRA of a part": ("Llama", {"target_modules": ["k_proj", "up_proj", "o_proj"], "use_dora": True}),
     "ranks": (
         "Qwen2",
-        {"target_modules": ["q_proj", "k_proj"], "rank_pattern": {"k_proj": 2, "layers.0.self_attn.q_proj": 5}},
+        {"target_modules": ["q_proj", "k_proj"], "rank_pattern": {"k_proj": 2, "^model.layers.0.self_attn.q_proj": 5}},
     ),
     "alphas": ("Qwen2", {"target_modules": ["gate_proj", "o_proj"], "alpha_pattern": {"gate_proj": 20}}),
     "rank-stabilised": ("Qwen2", {"target_modules": "all-linear", "use_rslora": True, "use_dora": True}),

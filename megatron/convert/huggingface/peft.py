@@ -95,10 +95,16 @@ def peft_linears(kind: str, model: ModelConfig) -> dict[str, PeftLinear]:
     Args:
         kind: key of `model_families`.
         model: architecture.
+
+    Raises:
+        CheckpointError: when the family has no place for some of our linears.
     """
     weights = {name: spec for name, spec in gpt(model).items() if ADAPTABLE.fullmatch(name.removesuffix(".weight"))}
     biases = {name.replace(".weight", ".bias"): replace(spec, view=spec.view[:-1]) for name, spec in weights.items()}
-    places = map_tensors(kind, weights | biases)
+    try:
+        places = map_tensors(kind, weights | biases)
+    except KeyError as error:
+        raise CheckpointError(f"{kind} of transformers has nothing for {error.args[0]}") from error
     found = {}
     for name, weight in weights.items():
         ours = name.removesuffix(".weight")
@@ -431,7 +437,7 @@ def _odd_values(config: JsonObject) -> Iterator[tuple[str, str]]:
         pattern = config.get(pattern_name) or {}
         if not isinstance(pattern, dict) or not all(is_positive(value, whole) for value in pattern.values()):
             yield pattern_name, f"an object of {kind}s above 0"
-        elif any(re.escape(end).replace(r"\.", ".") != end for end in pattern):
+        elif not all(re.fullmatch(r"\^?[\w.]+", end) for end in pattern):
             yield pattern_name, "an object with ends of names, without regular expressions"
 
 
@@ -492,4 +498,5 @@ def _of_pattern(config: JsonObject, option: str, name: str, default: Any) -> Any
 
 
 def _ends_with(name: str, end: object) -> bool:
-    return f".{name}".endswith(f".{end}")
+    """Return True if a name is ``^end``, or ends in ``end`` as whole words."""
+    return f"^{name}" == end or f".{name}".endswith(f".{end}")
