@@ -17,6 +17,7 @@ if __name__ == "__main__":  # until training has handlers of its own; the import
 
 from megatron.arguments.checks.checkpoint import holds_checkpoints
 from megatron.arguments.cli import ParsedArguments, parse
+from megatron.checkpoint.format import Manifest
 from megatron.config.errors import UserError
 from megatron.config.launch import Launch, exit_process
 from megatron.config.run import RunConfig
@@ -112,10 +113,12 @@ def with_tokenizer(config: RunConfig) -> RunConfig:
     """Return the configuration with the tokenizer of the model to start from, if conversations have no other."""
     if not config.data.chat_data_path or config.data.tokenizer_type is not None:
         return config
-    source = find_resume_source(config.checkpoint)
-    found = [model_folder(source.hf)] if source.hf is not None else [Path(str(p), "tokenizer") for p in source.paths]
-    folder = next((folder for folder in found if (folder / TOKENIZER_JSON).is_file()), None)
-    if folder is None:
+    source = find_resume_source(config.checkpoint.first_start)
+    if source.hf is not None:
+        folder = model_folder(source.hf)
+    elif source.paths:  # the manifest of the first is valid
+        folder = Path(str(Manifest.open(source.paths[0]).folder), "tokenizer")
+    if source.fresh or not (folder / TOKENIZER_JSON).is_file():
         return config
     data = replace(config.data, tokenizer_type="HuggingFaceTokenizer", tokenizer_model=str(folder))
     return replace(config, data=data)

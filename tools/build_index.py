@@ -32,6 +32,7 @@ from megatron.data.gpt_dataset import GPTDataset
 from megatron.data.index_cache import cache_entry_of
 from megatron.data.loader import DataSource, build_data
 from megatron.training.resume_source import find_resume_source, position_of, stored_config
+from pretrain_gpt import with_tokenizer
 
 TABLE_HEAD = ("split", "source", "sequences", "tokens", "epochs", "samples", "MB", "tables")
 NOT_CACHED = "not kept"
@@ -78,7 +79,7 @@ def cache_folder(config: RunConfig) -> Path:
 
 def build_run_data(config: RunConfig, world_size: int) -> DataSource:
     """Build the datasets of a run with ``world_size`` ranks, from where it will start."""
-    config = resolve_epochs(config, world_size)
+    config = resolve_epochs(with_tokenizer(config), world_size)
     origin = find_resume_source(config.checkpoint)
     begin, segments = (0, 0), None
     if origin.paths and origin.mode != "weights-only":

@@ -168,6 +168,8 @@ def role_of(name: str, before: Values, after: Values) -> Role:
         return Role.FREE  # ends of documents are not used
     if name.startswith("moe_") and before["num_experts"] is after["num_experts"] is None:
         return Role.FREE  # there are no experts
+    if name in ("lora_target", "lora_dora") and before["lora_rank"] is after["lora_rank"] is None:
+        return Role.FREE  # there are no adapters
     if name == "qk_layernorm_scope" and before["qk_layernorm"] is after["qk_layernorm"] is False:
         return Role.FREE  # there are no such norms
     if any(before[name] in alike and after[name] in alike for alike in SAME_SHAPES.get(name, ())):

@@ -24,6 +24,12 @@ EXPERTS = Need("num_experts")
 GATED = Need(f"activation={'|'.join(GATED_ACTIVATIONS)}", "a gated activation")
 LORA = Need("lora_rank")
 
+QUANTIZED_BITS = {"int8": 8, "nf4": 4}
+"""Bits of a weight by ``frozen_weights_precision``, without its share of a scale."""
+
+QUANTIZED_BLOCK = 64
+"""Inputs of a row that share a scale, of 4 bytes."""
+
 MAX_LAYERS, MAX_SIZE = 10_000, 10**9
 """Limits of the sizes of a model, which bound memory and time before anything is built."""
 
@@ -263,6 +269,9 @@ class ModelConfig:
     layers.0.mlp.*; experts have none."""
     lora_dora: bool = option(False, role="shape", needs=LORA)
     """Train the magnitudes of the rows of adapted weights too (DoRA)."""
+    frozen_weights_precision: str | None = option(None, role="function", choices=("int8", "nf4"), needs=LORA)
+    """Keep the frozen weights of attention and MLP as 8-bit integers or 4-bit NormalFloat, with a scale for 64 inputs;
+    each product converts them. Default: as params_dtype."""
 
     @property
     def head_dim(self) -> int:
@@ -324,7 +333,15 @@ class ModelConfig:
     @property
     def base(self) -> ModelConfig:
         """The model without adapters."""
-        return replace(self, lora_rank=None, lora_alpha=None, lora_target=ModelConfig.lora_target, lora_dora=False)
+        full = replace(self, lora_rank=None, lora_alpha=None, frozen_weights_precision=None)
+        return replace(full, lora_target=ModelConfig.lora_target, lora_dora=False)
+
+    @property
+    def quantized_block_bytes(self) -> int | None:
+        """Bytes of ``QUANTIZED_BLOCK`` inputs of a row of quantised weights; None without such weights."""
+        if self.frozen_weights_precision is None or self.lora_rank is None:
+            return None
+        return QUANTIZED_BLOCK * QUANTIZED_BITS[self.frozen_weights_precision] // 8 + 4
 
     @property
     def lora_scale(self) -> float:

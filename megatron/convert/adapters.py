@@ -41,11 +41,10 @@ class MergedWeights:
     def read(self, name: str, view: tuple[int, ...], box: Box) -> Tensor:
         """Return the elements of ``box`` of a tensor, in fp64 if there are adapters beside it."""
         linear, _, local = name.rpartition(".")
-        weight = self.base.read(name, view, box)
         if local != "weight" or f"{linear}.lora_b" not in self.specs:
-            return weight
-        merged = weight + self._added(linear, box)
-        return merged * self._row_factors(linear)[box.slices[:-1]].unsqueeze(-1) if self.model.lora_dora else merged
+            return self.base.read(name, view, box)
+        merged = self._sum(linear, box)
+        return merged.mul_(self._row_factors(linear)[box.slices[:-1]].unsqueeze(-1)) if self.model.lora_dora else merged
 
     def fill(self, name: str, view: tuple[int, ...], box: Box, out: Tensor) -> None:
         """As :meth:`read`, into a tensor of shape ``box.size`` and any strides and floating-point type."""
@@ -66,20 +65,18 @@ class MergedWeights:
         adapted, magnitudes = self._adapted_rows(linear), self.adapter(f"{linear}.lora_magnitude")
         return magnitudes if adapted.all() else magnitudes.where(adapted, self._row_norms(linear).to(magnitudes.dtype))
 
-    def _added(self, linear: str, box: Box) -> Tensor:
-        """Return ``s B A`` of a box of a linear's weight, in fp64."""
+    def _sum(self, linear: str, box: Box) -> Tensor:
+        """Return a box of ``W + s B A`` of a linear, in fp64."""
         weight, high = self.specs[f"{linear}.weight"], self.specs[f"{linear}.lora_a"]
         rank, columns = self.model.lora_rank or 1, box.size[-1]
         a_box = Box((*(0,) * (len(high.view) - 1), box.start[-1]), (*high.view[:-1], columns))
         b_box = Box((*box.start[:-1], 0), (*box.size[:-1], rank))
-        a = self.adapters.read(f"{linear}.lora_a", high.view, a_box).double().reshape(-1, rank, columns)
-        b = self.adapters.read(f"{linear}.lora_b", (*weight.view[:-1], rank), b_box).double().reshape(-1, rank)
-        part_of = torch.tensor(part_of_rows(weight)).view(weight.view[:-1])[box.slices[:-1]].flatten()
-        added = torch.zeros(len(b), columns, dtype=torch.float64)
-        for of_part, part in zip(a, self.adapted_parts(linear), strict=True):
-            rows = part_of == part
-            added[rows] = self.model.lora_scale * (b[rows] @ of_part)
-        return added.view(box.size)
+        a = self.adapters.read(f"{linear}.lora_a", high.view, a_box).double().reshape(-1, columns)
+        b = self.adapters.read(f"{linear}.lora_b", (*weight.view[:-1], rank), b_box).double().reshape(-1, 1, rank)
+        part_of = torch.tensor(part_of_rows(weight)).view(weight.view[:-1])[box.slices[:-1]]
+        own = part_of.reshape(-1, 1, 1) == torch.tensor(self.adapted_parts(linear)).unsqueeze(1)  # [rows, parts, 1]
+        base = self.base.read(f"{linear}.weight", weight.view, box).double().reshape(-1, columns)
+        return torch.addmm(base, (b * own).flatten(1), a, alpha=self.model.lora_scale).view(box.size)
 
     def _adapted_rows(self, linear: str) -> Tensor:
         """Return which rows of a linear have adapters, ``[out]``."""
@@ -88,11 +85,10 @@ class MergedWeights:
 
     def _row_norms(self, linear: str) -> Tensor:
         """Return the 2-norms of the rows of ``W + s B A``, in fp64 ``[out]``."""
-        name, view = f"{linear}.weight", self.specs[f"{linear}.weight"].view
+        view = self.specs[f"{linear}.weight"].view
         squares = torch.zeros(view[:-1], dtype=torch.float64)
         for block in split_box(whole_box(view), BLOCK_ELEMENTS):
-            merged = self.base.read(name, view, block) + self._added(linear, block)
-            squares[block.slices[:-1]] += merged.square().sum(-1)
+            squares[block.slices[:-1]] += self._sum(linear, block).square_().sum(-1)
         return squares.sqrt().flatten()
 
     def _compute_row_factors(self, linear: str) -> Tensor:

@@ -26,10 +26,8 @@ class BaseModel:
     # Of a checkpoint, the shapes and checksums of its weights; of a folder, config.json and samples of its weights.
     digest: str
 
-    @property
-    def location(self) -> str:
-        """The checkpoint, or ``hf:DIR``."""
-        return str(self.source.path) if isinstance(self.source, Manifest) else f"{HUGGING_FACE_PREFIX}{self.source}"
+    # The checkpoint, ``hf:DIR`` or ``hf:ORG/NAME``, which does not depend on the current folder.
+    location: str
 
     @property
     def record(self) -> dict[str, str]:
@@ -45,10 +43,13 @@ class BaseModel:
             UserError: when there is no such folder of Hugging Face.
         """
         if location.startswith(HUGGING_FACE_PREFIX):
-            folder = model_folder(location.removeprefix(HUGGING_FACE_PREFIX))
-            return cls(folder, _folder_digest(folder))
+            name = location.removeprefix(HUGGING_FACE_PREFIX)
+            folder = model_folder(name)
+            place = folder.absolute() if folder == Path(name) else name
+            return cls(folder, _folder_digest(folder), f"{HUGGING_FACE_PREFIX}{place}")
         manifest, _ = CheckpointFolder(parse_location(location)).newest()
-        return cls(manifest, manifest_digest(manifest))
+        path = manifest.path
+        return cls(manifest, manifest_digest(manifest), str(path.absolute() if isinstance(path, Path) else path))
 
 
 def manifest_digest(manifest: Manifest) -> str:

@@ -7,10 +7,11 @@ added.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from threading import local
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -37,7 +38,7 @@ from megatron.convert.huggingface.config import (
     read_model_config,
     refuse_outside_links,
 )
-from megatron.convert.huggingface.weights import HuggingFaceWeights, WeightSource
+from megatron.convert.huggingface.weights import HuggingFaceWeights
 from megatron.data.errors import DataError
 from megatron.distributed.sharding import Box, ShardSpec
 from megatron.layers.parameters import WORD_EMBEDDINGS, gpt, trainable
@@ -87,19 +88,23 @@ def open_checkpoint(path: Location, step: int | None = None) -> tuple[Manifest, 
     return manifest, notes
 
 
-def open_model(location: str) -> tuple[ModelConfig, WeightSource]:
+def open_model(location: str, follow_links: bool = False) -> SavedModel | HuggingFaceWeights:
     """Open the model of a checkpoint (the newest in a folder), of ``hf:DIR`` or of ``megatron:DIR``.
+
+    Args:
+        location: in the forms of ``--load``.
+        follow_links: also read files to which links lead out of a Hugging Face folder.
 
     Raises:
         CheckpointError: when there is none, or its weights do not match its model.
         UserError: when the configuration of a Hugging Face folder is not supported.
     """
-    if location.startswith(HUGGING_FACE_PREFIX):
-        folder = model_folder(location.removeprefix(HUGGING_FACE_PREFIX))
-        model = read_model_config(folder)
-        return model, HuggingFaceWeights(folder, model)
-    saved = SavedModel(open_checkpoint(parse_location(location))[0])
-    return saved.model, saved
+    if not location.startswith(HUGGING_FACE_PREFIX):
+        return SavedModel(open_checkpoint(parse_location(location))[0])
+    folder = model_folder(location.removeprefix(HUGGING_FACE_PREFIX))
+    if not follow_links:
+        refuse_outside_links(folder)
+    return HuggingFaceWeights(folder, read_model_config(folder))
 
 
 class StoredTensors:
@@ -179,7 +184,7 @@ class SavedModel:
             stored = self.model = replace(config.model, vocab_size=vocab_size)
         else:
             self.base = find_recorded_base(manifest, pretrained)
-            base = open_base(self.base, follow_links)
+            base = open_model(self.base.location, follow_links)
             stored = replace(config.model, vocab_size=base.model.vocab_size)
             self.model = stored.base
             self._weights = self.merged = MergedWeights(base, tensors, stored)
@@ -199,24 +204,6 @@ class SavedModel:
     def fill(self, name: str, view: tuple[int, ...], box: Box, out: Tensor) -> None:
         """As :meth:`read`, into a tensor of shape ``box.size`` and any strides and floating-point type."""
         self._weights.fill(name, view, box, out)
-
-
-def open_base(base: BaseModel, follow_links: bool = False) -> SavedModel | HuggingFaceWeights:
-    """Open the weights of a model that adapters belong to.
-
-    Args:
-        base: the model.
-        follow_links: also read files to which links lead out of a Hugging Face folder.
-
-    Raises:
-        CheckpointError: when they do not match the model.
-        UserError: when a Hugging Face model is not supported.
-    """
-    if isinstance(base.source, Manifest):
-        return SavedModel(base.source)
-    if not follow_links:
-        refuse_outside_links(base.source)
-    return HuggingFaceWeights(base.source, read_model_config(base.source))
 
 
 def find_recorded_base(manifest: Manifest, pretrained: str | None = None) -> BaseModel:
@@ -315,6 +302,21 @@ def files_to_carry(recorded: SmallFiles, carried: SmallFiles) -> dict[str, Path 
     return kept | dict(recorded)
 
 
+def with_end_ids(files: SmallFiles, ends: Sequence[int]) -> dict[str, Path | bytes]:
+    """Return the files with a generation_config.json that stops at the ids ``ends`` too.
+
+    Raises:
+        DataError: if there is one, and it cannot be read.
+    """
+    settings = _generation_settings(_bytes(files.get(GENERATION_CONFIG_FILE, b"{}")))
+    before = settings.get("eos_token_id")
+    known = before if isinstance(before, list) else [] if before is None else [before]
+    found = list(dict.fromkeys([*ends, *known]))
+    if set(found) == set(known) or (not known and len(found) < 2):  # the end of a document is written in any case
+        return dict(files)
+    return {**files, GENERATION_CONFIG_FILE: json.dumps(settings | {"eos_token_id": found}).encode()}
+
+
 def tokenizer_notes(recorded: SmallFiles, carried: SmallFiles) -> list[str]:
     """Return a note if the data's tokenizer is not the one that the weights were trained with."""
     if TOKENIZER_JSON not in recorded or TOKENIZER_JSON not in carried:
@@ -333,8 +335,13 @@ def _bytes(content: Path | bytes) -> bytes:
 
 def _without_special_ids(generation: bytes) -> bytes:
     """Return a generation_config.json without special token ids."""
+    settings = _generation_settings(generation)
+    return json.dumps({name: value for name, value in settings.items() if name not in SPECIAL_TOKEN_IDS}).encode()
+
+
+def _generation_settings(generation: bytes) -> dict[str, Any]:
+    """Parse a generation_config.json."""
     try:
-        settings = dict(parse_json(generation))
+        return dict(parse_json(generation))
     except (ValueError, TypeError) as error:
         raise DataError(f"the {GENERATION_CONFIG_FILE} of the loaded model is not a JSON object: {error}") from error
-    return json.dumps({name: value for name, value in settings.items() if name not in SPECIAL_TOKEN_IDS}).encode()

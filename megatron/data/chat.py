@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 
 from megatron.config.run import DataConfig
 from megatron.config.text import counted
-from megatron.data.dataset_info import tokenizer_files_to_save
+from megatron.data.dataset_info import tokenizer_files_to_save, tokenizer_from_flags
 from megatron.data.errors import DataError
 from megatron.data.index_cache import IndexCache, Tables
 from megatron.data.preprocess.corpus import (
@@ -36,6 +36,7 @@ from megatron.data.preprocess.corpus import (
 )
 from megatron.data.tokenizers.base import convert_library_errors
 
+END_WITHIN = 3  # last ids of an answer among which a special token ends it
 MAX_REPORTED = 5  # lines that cannot be used and are named one by one
 
 BadLine = tuple[int, int, str]
@@ -190,10 +191,10 @@ def encode_pair(tokenizer: ChatTokenizer, record: Mapping[str, object]) -> tuple
     for key, conversation in zip(("chosen", "rejected"), found):
         if not conversation.answers[1:].any():
             raise BadDocumentError(f": '{key}' has no token to answer with")
-    logps = [record.get(f"ref_{key}_logps", np.nan) for key in ("chosen", "rejected")]
-    if not all(isinstance(logp, float | int) for logp in logps):
-        raise BadDocumentError(": 'ref_chosen_logps' and 'ref_rejected_logps' are not both numbers")
-    return found, logps
+    logps = [logp for key in ("chosen", "rejected") if isinstance(logp := record.get(f"ref_{key}_logps"), float | int)]
+    if len(logps) == 1 or not np.isfinite(logps).all():
+        raise BadDocumentError(": 'ref_chosen_logps' and 'ref_rejected_logps' are not both finite numbers")
+    return found, logps or [np.nan, np.nan]
 
 
 def _messages(value: object, key: str = "messages", answered: bool = True) -> list[Mapping[str, Any]]:
@@ -297,6 +298,21 @@ def _describe_bad(bad: Sequence[BadLine], paths: Sequence[str], good: int) -> st
     return f"{len(bad):,} of {counted(good + len(bad), 'conversation')} cannot be used: {'; '.join(named)}{more}"
 
 
+def end_ids(data: DataConfig, conversations: Conversations) -> list[int]:
+    """Return the ids at which a trained model has ended its answer.
+
+    They are the special token that most answers end with, possibly before white space, and the end of a document.
+    """
+    tokenizer = tokenizer_from_flags(data, None)
+    if tokenizer is None:
+        return []
+    last = np.flatnonzero(np.diff(conversations.answers.astype(np.int8), append=0) < 0)  # of each answer
+    near = conversations.ids[np.maximum(last - np.arange(END_WITHIN)[:, np.newaxis], 0)]
+    ends = near[np.isin(near, [*tokenizer.special_ids.values()])]
+    usual = [int(np.bincount(ends).argmax())] if 2 * len(ends) > len(last) else []
+    return list(dict.fromkeys([*usual, tokenizer.eod]))
+
+
 @lru_cache(maxsize=4)
 def _load(
     data: DataConfig, paths: tuple[str, ...], versions: tuple[int, ...], pairs: bool
@@ -386,11 +402,10 @@ def numbered_lines(path: Path) -> Iterator[tuple[int, bytes | BadDocumentError]]
 def _check_tables(facts: Mapping[str, Any], tables: Tables) -> None:
     """Raise ValueError unless the tables have the types and shapes of `encode_files`."""
     starts, ids, answers = (tables[name] for name in ("starts", "ids", "answers"))
-    dtypes = {"ids": np.int32, "answers": np.uint8, "starts": np.int64, "places": np.int64, "bad": np.uint8}
-    dtypes["logps"] = np.float64
-    for name, dtype in dtypes.items():
+    dtypes = {"ids": "int32", "answers": "uint8", "starts": "int64", "places": "int64", "bad": "uint8"}
+    for name, dtype in {**dtypes, "logps": "float64"}.items():
         if tables[name].dtype != dtype:
-            raise ValueError(f"{name} has type {tables[name].dtype}, not {np.dtype(dtype)}")
+            raise ValueError(f"{name} has type {tables[name].dtype}, not {dtype}")
     conversations = len(tables["logps"])
     if tables["places"].shape != (conversations // facts["per_line"], 2) or len(ids) != len(answers):
         raise ValueError("the tables have different lengths")

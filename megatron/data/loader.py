@@ -11,7 +11,7 @@ tokens as stored, padding ids are replaced last.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -491,7 +491,8 @@ def build_data(
     )
     if training.teacher_logits is None:
         return source
-    return with_teacher_logits(source, Path(training.teacher_logits), training.distillation_top_k)
+    digest, folder = replace(source, stream=(0, 1)).digest, Path(training.teacher_logits)
+    return replace(source, datasets=with_teacher_logits(datasets, used, digest, folder, training.distillation_top_k))
 
 
 def build_masks(data: DataConfig, known: TokenizerInfo | None, vocab_size: int, prefix: int = 0) -> MaskBuilder:

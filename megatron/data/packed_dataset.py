@@ -78,7 +78,7 @@ class PackedDataset(Dataset):
             first: of the places.
         """
         self.seq_length = seq_length
-        self._conversations, self._seed, self._num_samples, self._first = conversations, seed, num_samples, first
+        self.conversations, self._seed, self._num_samples, self._first = conversations, seed, num_samples, first
         # Of what shares a sample: a conversation, or a pair of them.
         self._lengths = conversations.lengths.reshape(-1, conversations.per_line).sum(1)
         packs = best_fit_decreasing(-np.sort(-self._lengths), seq_length)
@@ -111,7 +111,7 @@ class PackedDataset(Dataset):
             raise IndexError(f"sample {i} of {self._num_samples}")
         tokens, labels = np.zeros((2, self.seq_length), dtype=np.int64)
         loss_mask = np.zeros(self.seq_length, dtype=np.float32)
-        start, data = 0, self._conversations
+        start, data = 0, self.conversations
         members = (self.members(i)[:, None] * data.per_line + np.arange(data.per_line)).flatten()
         documents = np.full(self.seq_length, len(members), dtype=np.int64)  # padding is the last one
         for document, member in enumerate(members):
@@ -132,15 +132,15 @@ class PackedDataset(Dataset):
         pairs = np.zeros(self.seq_length, dtype=np.float32)
         pairs[last[::2]] = 1.0
         extra: dict[str, NDArray[Any]] = {"answer": answer, "pairs": pairs}
-        if self._conversations.logps is not None:
+        if self.conversations.logps is not None:
             extra["reference_logps"] = np.zeros(self.seq_length)
-            extra["reference_logps"][last] = self._conversations.logps[members]
+            extra["reference_logps"][last] = self.conversations.logps[members]
         return extra
 
     @cached_property
     def fingerprint(self) -> str:
         """16 hexadecimal digits of the conversations, the sample length and the length of an epoch."""
-        data = self._conversations
+        data = self.conversations
         parts: list[NDArray[Any]] = [data.ids, data.answers, data.starts, data.stops]
         parts += [] if data.logps is None else [data.logps]
         digests = [hashlib.sha256(part.data).hexdigest() for part in parts]
@@ -161,11 +161,11 @@ class PackedDataset(Dataset):
     def source_usage(self, samples: int) -> tuple[SourceUsage, ...]:
         """Return the tokens that the first ``samples`` samples read, on average over the samples of an epoch."""
         once = int(self._lengths.sum())
-        return (SourceUsage(self._conversations.source, once * samples // self.epoch_samples, once),)
+        return (SourceUsage(self.conversations.source, once * samples // self.epoch_samples, once),)
 
     def describe(self, tokens: int) -> str:
         """Describe the conversations in one line."""
-        samples, data = tokens // self.seq_length, self._conversations
+        samples, data = tokens // self.seq_length, self.conversations
         what = "conversations" if data.per_line == 1 else "pairs"
         used = self._lengths.sum() / (self.packs * self.seq_length)
         return (

@@ -6,10 +6,9 @@ first, which are memory-mapped, and ``teacher.json`` with the digests of the sam
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import replace
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,9 +16,6 @@ from numpy.typing import NDArray
 from megatron.config.files import parse_json
 from megatron.data.dataset import Dataset, Sample, SourceUsage
 from megatron.data.errors import DataError
-
-if TYPE_CHECKING:
-    from megatron.data.loader import DataSource
 
 INDEX = "teacher.json"
 ARRAYS = ("logits", "ids")
@@ -64,8 +60,21 @@ class TeacherDataset(Dataset):
         return self._dataset.describe(tokens)
 
 
-def with_teacher_logits(data: DataSource, folder: Path, k: int) -> DataSource:
-    """Return data whose samples have the ``k`` largest logits of the teacher.
+def with_teacher_logits(
+    datasets: Mapping[str, Dataset],
+    used: Mapping[str, int],
+    digest: Callable[[str, int, int], int],
+    folder: Path,
+    k: int,
+) -> dict[str, Dataset]:
+    """Return data sets whose samples have the ``k`` largest logits of the teacher.
+
+    Args:
+        datasets: by split.
+        used: samples that the run reads of each.
+        digest: returns the digest of consecutive samples of a split, from its name, the first one and the end.
+        folder: output of precompute.py.
+        k: logits per token.
 
     Raises:
         DataError: if the folder cannot be read, or is that of other samples, of fewer, or with fewer logits.
@@ -74,20 +83,19 @@ def with_teacher_logits(data: DataSource, folder: Path, k: int) -> DataSource:
         index = parse_json((folder / INDEX).read_bytes())
         arrays = {
             split: {name: np.load(array_path(folder, split, name), mmap_mode="r") for name in ARRAYS}
-            for split in data.datasets
+            for split in datasets
         }
     except (OSError, ValueError) as error:
         raise DataError(f"--teacher-logits {folder} cannot be read: {error}", PRECOMPUTE) from error
-    for split in data.datasets:
+    for split, dataset in datasets.items():
         samples, length, stored = arrays[split]["ids"].shape
-        if samples < data.used[split] or stored < k or length != data.seq_length:
-            wanted = f"{data.used[split]:,} samples of {data.seq_length:,} tokens with {k} logits"
+        if samples < used[split] or stored < k or length != dataset.seq_length:
+            wanted = f"{used[split]:,} samples of {dataset.seq_length:,} tokens with {k} logits"
             seen = f"has {samples:,} samples of {length:,} tokens with {stored} logits, not {wanted}"
             raise DataError(f"--teacher-logits {folder}: {split} {seen}", PRECOMPUTE)
-        if replace(data, stream=(0, 1)).digest(split, 0, samples) != index.get(split):
+        if digest(split, 0, samples) != index.get(split):
             raise DataError(f"--teacher-logits {folder}: {split} belongs to other samples", PRECOMPUTE)
-    datasets = {split: TeacherDataset(dataset, arrays[split], k) for split, dataset in data.datasets.items()}
-    return replace(data, datasets=datasets)
+    return {split: TeacherDataset(dataset, arrays[split], k) for split, dataset in datasets.items()}
 
 
 PRECOMPUTE = "python tasks/finetune/precompute.py distill --output FOLDER, with the flags of this run"

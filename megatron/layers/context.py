@@ -22,6 +22,7 @@ from megatron.distributed.sharding import DenseSharding, ExpertSharding, ShardSp
 from megatron.distributed.tensor_parallel import TPComm
 from megatron.kernels.attention_mask import AttentionMask, Ranges
 from megatron.kernels.fp8 import WeightCasts
+from megatron.kernels.quantized import quantize
 from megatron.kernels.registry import Kernels
 from megatron.kernels.rotary import RotaryCosSin
 from megatron.layers.activation_offload import ActivationOffload
@@ -145,11 +146,12 @@ class BuildContext:
             if not spec.tied:
                 raise ValueError(f"{global_name} is built twice, but not declared as tied")
             return self.params[global_name]
+        dtype = self.dtype if spec.dense is None else torch.uint8
         if self.allocate:
-            values = torch.zeros(spec.local_shape, dtype=self.dtype, device=self.device)
+            values = torch.zeros(spec.local_shape, dtype=dtype, device=self.device)
             self.initialize(global_name, values)
         else:
-            values = torch.empty((), dtype=self.dtype, device=self.device).expand(spec.local_shape)
+            values = torch.empty((), dtype=dtype, device=self.device).expand(spec.local_shape)
         parameter = nn.Parameter(values, requires_grad=not spec.frozen)
         if autograd and not spec.frozen:
             self.grad_accumulator.attach(global_name, parameter)
@@ -158,8 +160,15 @@ class BuildContext:
 
     def initialize(self, global_name: str, zeros: Tensor) -> None:
         """Write the initial values of a parameter into a zeroed tensor of its local shape."""
-        if self.draw_initial_values and self.device.type != "meta":
-            initialize(zeros, self.specs[global_name], global_name, self.seed)
+        spec, precision = self.specs[global_name], self.adapters.config.frozen_weights_precision
+        if not self.draw_initial_values or self.device.type == "meta":
+            return
+        if spec.dense is None or precision is None:
+            initialize(zeros, spec, global_name, self.seed)
+        else:
+            values = torch.zeros(spec.dense.local_shape, dtype=torch.float32, device=zeros.device)
+            initialize(values, spec.dense, global_name, self.seed)
+            zeros.copy_(quantize(values, precision))
 
     def optional(self, name: str, autograd: bool = False) -> nn.Parameter | None:
         """Allocate a parameter as :meth:`parameter` does, or return None if it is not declared."""

@@ -36,6 +36,7 @@ from megatron.distributed.comm import Group, Pending
 from megatron.distributed.grad_accumulator import GradAccumulator, WgradOperand
 from megatron.distributed.tensor_parallel import REPLICATED, SEQUENCE_PARALLEL, Product, TPComm
 from megatron.kernels.linear import LinearKernel
+from megatron.kernels.quantized import dequantize
 from megatron.layers.context import Adapters, BuildContext
 from megatron.layers.fp8 import Float8Function, Float8Linear
 from megatron.layers.norm import widened
@@ -111,6 +112,8 @@ class _LinearSpec:
     tp_comm: TPComm
     hidden_tp_comm: TPComm
     adapter: LowRankAdapter | None
+    # Of a quantised weight, and the dtype that it is converted to; None for others.
+    quantized: tuple[str, torch.dtype] | None
 
     @classmethod
     def of(cls, context: BuildContext) -> _LinearSpec:
@@ -118,24 +121,38 @@ class _LinearSpec:
         plain = SEQUENCE_PARALLEL if context.sequence_parallel else REPLICATED
         overlapped = context.tp_overlap if context.sequence_parallel and context.tp_overlap else plain
         sequence_group = tp if context.sequence_parallel else None
-        adapter = LowRankAdapter.of(context)
-        return cls(kernel, context.grad_accumulator, name, tp, sequence_group, overlapped, plain, adapter)
+        adapter, precision, quantized = (
+            LowRankAdapter.of(context),
+            context.adapters.config.frozen_weights_precision,
+            None,
+        )
+        if context.spec("weight").dense is not None and precision is not None:
+            quantized = precision, context.dtype
+        return cls(kernel, context.grad_accumulator, name, tp, sequence_group, overlapped, plain, adapter, quantized)
+
+    def dense(self, weight: Tensor) -> Tensor:
+        """Return the weight ``[O, I]``."""
+        return weight if self.quantized is None else dequantize(weight, *self.quantized)
 
     def product(self, weight: Tensor, bias: Tensor | None, a: Tensor | None, sb: Tensor | None) -> Product:
         """``x -> x (W + s B A)^T + c``; A and ``s B`` are None without an adapter."""
 
-        def compute(rows: Tensor) -> Tensor:
-            return _add_product(self.kernel.forward(rows, weight, bias), rows, a, sb, transposed=True)
+        dense = self.dense(weight)
 
-        return Product(compute, weight.t(), bias)
+        def compute(rows: Tensor) -> Tensor:
+            return _add_product(self.kernel.forward(rows, dense, bias), rows, a, sb, transposed=True)
+
+        return Product(compute, dense.t(), bias)
 
     def gradient_product(self, weight: Tensor, a: Tensor | None, sb: Tensor | None) -> Product:
         """``dy -> dy (W + s B A)``."""
 
-        def compute(rows: Tensor) -> Tensor:
-            return _add_product(self.kernel.input_gradient(rows, weight), rows, a, sb, transposed=False)
+        dense = self.dense(weight)
 
-        return Product(compute, weight)
+        def compute(rows: Tensor) -> Tensor:
+            return _add_product(self.kernel.input_gradient(rows, dense), rows, a, sb, transposed=False)
+
+        return Product(compute, dense)
 
     def output_matrix(self, b: Tensor | None) -> Tensor | None:
         """Return ``s B`` of the adapter, if there is one."""
@@ -167,7 +184,7 @@ class _ColumnParallelFunction(torch.autograd.Function):
         a: Tensor | None = None,
         b: Tensor | None = None,
     ) -> Tensor:
-        ctx.save_for_backward(x, weight, a, b)
+        ctx.save_for_backward(x if weight.requires_grad or a is not None else None, weight, a, b)
         ctx.layer = layer
         _, y = layer.tp_comm.gather_matmul(x, layer.product(weight, bias, a, layer.output_matrix(b)), layer.tp)
         return y
@@ -213,7 +230,7 @@ class _RowParallelFunction(torch.autograd.Function):
         a: Tensor | None = None,
         b: Tensor | None = None,
     ) -> Tensor:
-        ctx.save_for_backward(x, weight, a, b)
+        ctx.save_for_backward(x if weight.requires_grad or a is not None else None, weight, a, b)
         ctx.layer = layer
         in_product = x.is_cuda and layer.tp.size == 1  # cuBLASLt adds the bias without another pass
         product = layer.product(weight, bias if in_product else None, a, layer.output_matrix(b))
@@ -277,7 +294,8 @@ class ParallelLinear(nn.Module):
 
         DoRA (arXiv 2402.09353) divides by them, and treats them as constants in backward (section 4.3).
         """
-        weight = self.weight.to(torch.promote_types(self.weight.dtype, torch.float32))
+        weight = self._spec.dense(self.weight)
+        weight = weight.to(torch.promote_types(weight.dtype, torch.float32))
         if self.lora_a is not None and (sb := self._spec.output_matrix(self.lora_b)) is not None:
             weight = weight + sb.to(weight.dtype).matmul(self.lora_a.to(weight.dtype))
         squares = weight.square().sum(1)

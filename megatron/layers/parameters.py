@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from math import prod
 
-from megatron.config.model import ModelConfig
+from megatron.config.model import QUANTIZED_BLOCK, ModelConfig
 from megatron.config.parallel import ParallelConfig
 from megatron.distributed.sharding import Box, DenseSharding, ExpertSharding, Init, ShardSpec
 
@@ -91,7 +91,7 @@ def gpt(
     return specs if config.lora_rank is None else _with_adapters(config, config.lora_rank, sharding, specs)
 
 
-def trainable(specs: Specs) -> Specs:
+def trainable(specs: Mapping[str, ShardSpec]) -> Specs:
     """Return those of the parameters that are trained, which checkpoints hold."""
     return {name: spec for name, spec in specs.items() if not spec.frozen}
 
@@ -226,14 +226,36 @@ def _with_adapters(config: ModelConfig, rank: int, sharding: Sharding, specs: Sp
     """Add adapters after the parameters of each linear that has some, and freeze all others."""
     found: Specs = {}
     for name, spec in specs.items():
-        found[name] = replace(spec, frozen=True)
         linear, _, local = name.rpartition(".")
+        found[name], size = replace(spec, frozen=True), config.quantized_block_bytes
+        if size is not None and local == "weight" and ADAPTABLE.fullmatch(linear):
+            found[name] = _packed(found[name], size)
         weight = specs.get(f"{linear}.weight", spec)
         last = local == "bias" or f"{linear}.bias" not in specs
         if last and (parts := adapted_parts(config, linear, weight)):
             adapters = _adapters(config, rank, sharding, linear, weight, len(parts))
             found |= {f"{linear}.{each}": adapter for each, adapter in adapters.items()}
     return found
+
+
+def _packed(weight: ShardSpec, size: int) -> ShardSpec:
+    """Return the spec of the bytes of a quantised weight; ``size`` are those of a block of inputs.
+
+    Raises:
+        ValueError: when a block is cut.
+    """
+
+    def in_bytes(dims: tuple[int, ...]) -> tuple[int, ...]:
+        if dims[-1] % QUANTIZED_BLOCK:
+            raise ValueError(f"{dims[-1]} inputs are not a multiple of {QUANTIZED_BLOCK}")
+        return (*dims[:-1], dims[-1] // QUANTIZED_BLOCK * size)
+
+    def of_box(box: Box) -> Box:
+        return Box(in_bytes(box.start), in_bytes(box.size))
+
+    pieces = tuple(replace(p, local_box=of_box(p.local_box), global_box=of_box(p.global_box)) for p in weight.pieces)
+    shape, view, local_view = map(in_bytes, (weight.shape, weight.view, weight.local_view))
+    return replace(weight, shape=shape, view=view, local_view=local_view, pieces=pieces, dense=weight)
 
 
 def _adapters(config: ModelConfig, rank: int, sharding: Sharding, linear: str, weight: ShardSpec, parts: int) -> Specs:

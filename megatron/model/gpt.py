@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from megatron.kernels.attention_mask import AttentionMask
 from megatron.kernels.rotary import RotaryEmbedding
 from megatron.layers import parameters
 from megatron.layers.activation_offload import BlockContext, no_offload
-from megatron.layers.context import Adapters, BuildContext, ForwardContext
+from megatron.layers.context import BuildContext, ForwardContext
 from megatron.layers.embedding import Embedding
 from megatron.layers.kv_cache import KVCache
 from megatron.layers.loss import OutputLayer
@@ -250,7 +250,7 @@ def build_chunks(
     """
     layers = [layer for stage in stages.values() for layer in stage.layers]
     first, last = any(stage.first for stage in stages.values()), any(stage.last for stage in stages.values())
-    context = replace(context, adapters=Adapters(config))
+    context.adapters.config = config
     context.declare(parameters.gpt(config, context.sharding, layers, first, last))
     chunks = {index: GPTChunk(config, training, context, stage) for index, stage in stages.items()}
     if [*context.params] != [*context.specs]:

@@ -28,6 +28,8 @@ class Objective(ABC):
 
     # Further metrics that calls return, logged by these names as means: their sums divided by the sum of weights.
     metric_names: tuple[str, ...] = ()
+    # False if exp of the logged loss is no perplexity.
+    is_cross_entropy = True
 
     def __init__(self, config: ModelConfig, training: TrainingConfig, context: BuildContext) -> None:
         """Keep what the loss depends on.
@@ -98,6 +100,7 @@ class PreferenceOptimization(Objective):
         "logps/chosen",
         "logps/rejected",
     )
+    is_cross_entropy = False
 
     def weight(self, batch: MicroBatch) -> Tensor:
         """Return the number of pairs."""
@@ -168,6 +171,7 @@ class Distillation(Objective):
     """
 
     metric_names = ("kl divergence",)
+    is_cross_entropy = False
 
     def __call__(
         self, hidden_SBH: Tensor, batch: MicroBatch, output_layer: OutputLayer

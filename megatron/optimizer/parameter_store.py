@@ -142,7 +142,7 @@ class ParameterStore:
         first = params[next(iter(specs))]
         whole = torch.zeros(packing.size, dtype=first.dtype, device=first.device)
         buffer = WeightBuffer(whole, whole.view(group.size, -1)[group.rank], group)
-        nan = whole.new_full((), torch.nan)
+        nan = whole.new_full((), torch.nan if whole.is_floating_point() else 0)
         for name, spec in specs.items():
             view = param_view(whole, packing, name, spec)
             if initialize is None:

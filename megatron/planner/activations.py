@@ -204,10 +204,21 @@ def _attention_half(shape: ActivationShape) -> Iterator[KeptTensor]:
     heads = model.num_attention_heads // shape.tp
     yield from _norm_before(shape, (), True)
     yield from _split_qkv(shape)
+    yield from _magnitudes(shape, "self_attention.linear_qkv", shape.queries + 2 * shape.keys)
+    yield from _magnitudes(shape, "self_attention.linear_proj", shape.residual // width)
     yield KeptTensor("logsumexp of attention", shape.tokens * heads, shape.wide, ("core_attn",))
     if shape.head_ranks > 1:
         yield KeptTensor("output for some heads", shape.queries, width, ("core_attn",))
     yield KeptTensor("output of attention", shape.queries, width, (), True)
+
+
+def _magnitudes(shape: ActivationShape, linear: str, elements: int, *again: str) -> Iterator[KeptTensor]:
+    """Yield the outputs of a linear that DoRA multiplies by its magnitudes, if it does in any layer."""
+    model = shape.model
+    parts = ("", ".q", ".k", ".v") if linear.endswith("qkv") else ("", ".gate", ".up")
+    names = (f"layers.{layer}.{linear}{part}" for layer in range(model.num_layers) for part in parts)
+    if model.lora_rank is not None and model.lora_dora and any(map(model.adapts, names)):
+        yield KeptTensor(f"{linear}: output before its magnitudes", elements, shape.width, again)
 
 
 def _split_qkv(shape: ActivationShape) -> Iterator[KeptTensor]:
@@ -260,6 +271,10 @@ def _mlp_half(shape: ActivationShape) -> Iterator[KeptTensor]:
             tensors = 1 + (model.activation == "quick_geglu") + (limit is not None) + (limit is not None or offset != 0)
             yield KeptTensor(f"{name}: parts of the gated product", tensors * rows * ffn, width, ("activation", *again))
         yield KeptTensor(f"{name}: activation", rows * ffn, width, ("activation", *again), CHUNKS not in again)
+        if name != "experts":
+            module = "mlp" if name == "mlp" else "mlp.shared_experts"
+            yield from _magnitudes(shape, f"{module}.linear_fc1", (1 + model.gated) * rows * ffn, *again)
+            yield from _magnitudes(shape, f"{module}.linear_fc2", shape.residual // width, *again)
 
 
 def _routing(shape: ActivationShape, experts: int) -> Iterator[KeptTensor]:

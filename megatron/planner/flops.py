@@ -4,7 +4,8 @@ As is usual, only matrix products count: ``[m, k] x [k, n]`` is 2mnk FLOPs. Norm
 the optimizer are left out.
 
 A weight takes part in three products per token (forward, and in backward for the gradients of its input and of
-itself), so it costs 6 FLOPs; the weight of an expert costs them for the tokens routed to it. Queries of total width
+itself), so it costs 6 FLOPs; the weight of an expert costs them for the tokens routed to it. A frozen weight takes part
+in two, and the narrow products of adapters are left out. Queries of total width
 ``q`` (heads x channels, often the hidden size) that attend to ``k`` keys cost 2qk for the scores and 2qk for the
 values, three times: 12qk per layer.
 """
@@ -31,9 +32,10 @@ NO_PIPELINE = ParallelConfig()
 
 @dataclass(frozen=True)
 class MatmulFlops:
-    """FLOPs per token of one matrix product; backward, for the gradients of both operands, takes twice ``forward``."""
+    """FLOPs per token of one matrix product; backward takes as many for the gradient of each operand."""
 
     forward: float
+    products: int = 3  # in forward and backward: 2 if the weight is frozen
     recomputed: float = 0.0  # the forward pass a second time
 
 
@@ -52,7 +54,7 @@ class FlopTable:
     @property
     def model(self) -> float:
         """Total of forward and backward."""
-        return sum(3 * work.forward for work in self.works)
+        return sum(work.products * work.forward for work in self.works)
 
     @property
     def recomputed(self) -> float:
@@ -81,13 +83,14 @@ def flop_table(
     """
     forward = {name: 2.0 * model.hidden_size * width for name, width in _widths(model).items()}
     queries = 2.0 * model.num_attention_heads * model.head_dim
-    layers = []
+    layers, of_weights = [], 3 if model.lora_rank is None else 2
+    products = dict.fromkeys(BLOCK_MATMULS, of_weights) | {"scores": 3, "values": 3}
     for stage in stage_layers(model, parallel):
         for index in range(stage.count):
             forward["scores"] = forward["values"] = queries * keys[stage.layers.start + index]
             recomputed = recomputed_matmuls(model, training, index)
-            layers.append({n: MatmulFlops(forward[n], forward[n] * recomputed[n]) for n in BLOCK_MATMULS})
-    return FlopTable(tuple(layers), MatmulFlops(2.0 * model.hidden_size * vocabulary))
+            layers.append({n: MatmulFlops(forward[n], products[n], forward[n] * recomputed[n]) for n in BLOCK_MATMULS})
+    return FlopTable(tuple(layers), MatmulFlops(2.0 * model.hidden_size * vocabulary, of_weights))
 
 
 def recomputed_matmuls(model: ModelConfig, training: TrainingConfig, place: int) -> Counter[str]:
@@ -156,7 +159,7 @@ class FlopsPerToken:
         )
         full = flop_table(model, training, full_attention_keys(model, s), model.vocab, config.parallel)
         megatron = flop_table(model, training, [s / 2] * model.num_layers, padded)
-        routers = sum(3 * layer["router"].forward for layer in megatron.layers)
+        routers = sum(layer["router"].products * layer["router"].forward for layer in megatron.layers)
         return cls(
             full=full.model,
             causal=flop_table(model, training, causal_attention_keys(model, s), model.vocab).model,

@@ -57,6 +57,9 @@ def rank_parameters(model: ModelConfig, parallel: ParallelConfig, pp_rank: int) 
     return gpt(model, Sharding.of_first_rank(parallel), layers, first, last)
 
 
+QUANTIZED = "uint8"
+"""Dtype of quantised weights, whose sizes are in bytes."""
+
 REMAINDER_BYTES = 2
 """Bytes of a main param stored as the remainder of its bf16 weight."""
 
@@ -172,7 +175,7 @@ def max_rank_parameters(model: ModelConfig, parallel: ParallelConfig) -> int:
     A tied weight counts on the ranks of the first and of the last stage.
     """
     ranks = (rank_parameters(model, parallel, pp) for pp in range(parallel.pipeline_model_parallel_size))
-    return max(sum(prod(spec.local_shape) for spec in specs.values()) for specs in ranks)
+    return max(sum(prod((spec.dense or spec).local_shape) for spec in specs.values()) for specs in ranks)
 
 
 def _moments(rule: str, config: RunConfig) -> tuple[int, bool]:
@@ -202,7 +205,13 @@ def bucket_shapes(config: RunConfig, layout: Layout, pp_rank: int) -> Iterator[B
     parallel, dtype = config.parallel, config.precision.params_dtype
     specs = rank_parameters(config.model, parallel, pp_rank)
     keys = {
-        name: BucketKey.of(name, spec, dtype, rule_of(name, spec, config.optimizer) == "muon", parallel.zero_stage)
+        name: BucketKey.of(
+            name,
+            spec,
+            dtype if spec.dense is None else "uint8",
+            rule_of(name, spec, config.optimizer) == "muon",
+            parallel.zero_stage,
+        )
         for name, spec in specs.items()
     }
     limit = parallel.bucket_size(layout.sizes["dp"] * layout.sizes["cp"])
@@ -240,7 +249,9 @@ class _StageState:
         shares = {expert: [[] for _ in range(count)] for expert, count in counts.items()}
         for number, bucket in enumerate(bucket_shapes(config, layout, pp)):
             size, part = bucket.packing.size, bucket.packing.size // bucket.shards
-            common["weights"] += (part if parallel.zero_stage == 3 else size) * weight_bytes
+            common["weights"] += (part if parallel.zero_stage == 3 else size) * (
+                1 if bucket.key.dtype == QUANTIZED else weight_bytes
+            )
             if bucket.key.frozen:
                 continue
             common["gradients"] += (part if parallel.zero_stage >= 2 else size) * wide
@@ -419,8 +430,8 @@ def _reduction_buffers(config: RunConfig, layout: Layout, pp: int) -> int:
     copied = 2 * DTYPE_BYTES["bf16"] if config.parallel.grad_reduce_in_bf16 else 0.0
     if config.parallel.grad_compression == "int8":
         copied = 2 * INT8_BYTES
-    buckets = (bucket for bucket in bucket_shapes(config, layout, pp) if not bucket.key.frozen)
-    reduced = [bucket for bucket in buckets if bucket.shards * bucket.copies > 1]
+    trained = (bucket for bucket in bucket_shapes(config, layout, pp) if not bucket.key.frozen)
+    reduced = [bucket for bucket in trained if bucket.shards * bucket.copies > 1]
     streamed = [bucket for bucket in reduced if config.parallel.zero_stage >= 2 and bucket.shards > 1]
     others = [bucket for bucket in reduced if bucket not in streamed]
     total = 0

@@ -54,19 +54,25 @@ from megatron.convert.huggingface.weights import HuggingFaceWeights, WeightSourc
 from megatron.convert.saved_model import (
     EMA_PREFIX,
     TOKENIZER_PREFIX,
+    SavedModel,
     SmallFiles,
     files_to_carry,
     find_tokenizer_files,
     saved_tokenizer_files,
     tokenizer_notes,
+    with_end_ids,
 )
+from megatron.data.blended_dataset import segments_of
+from megatron.data.chat import end_ids
 from megatron.data.dataset import split_label
 from megatron.data.dataset_info import tokenizer_files_to_save
+from megatron.data.packed_dataset import PackedDataset
 from megatron.distributed import comm
 from megatron.distributed.comm import Group
-from megatron.distributed.launch import is_peer_lost, run_on_rank0
+from megatron.distributed.launch import gather_results, is_peer_lost, run_on_rank0
 from megatron.distributed.param_layout import ShardBox, shard_boxes
 from megatron.distributed.replicas import ReplicaError
+from megatron.kernels.quantized import quantize
 from megatron.optimizer.main_params import accum_dtype
 from megatron.optimizer.outer_optimizer import GRAD as OUTER_GRAD
 from megatron.training.callbacks.base import Callback
@@ -224,6 +230,9 @@ class Checkpointer:
             notes += [f"weights from {source.hf}", *tokenizer_notes(own_files, found)]
         elif not source.fresh:
             notes = self._load_newest(source, notes, own_files)
+        train = segments_of(trainer.data.datasets["train"])[0] if "train" in trainer.data.datasets else None
+        if isinstance(train, PackedDataset):
+            trainer.files = with_end_ids(trainer.files, end_ids(config.data, train.conversations))
         if self.options.save is not None and trainer.iteration < trainer.total_steps:
             run_on_rank0(partial(self._check_disk_space, bytes_to_save(trainer)), self.world)
         return notes
@@ -231,21 +240,29 @@ class Checkpointer:
     def _load_base(self, location: str, own_files: SmallFiles, fresh: bool) -> list[str]:
         """Read the frozen weights that adapters are trained for, and with ``fresh`` start magnitudes; return notes."""
         trainer, model = self.trainer, self.trainer.config.model.base
-        path, digest = run_on_rank0(lambda: [*BaseModel.find(location).record.values()], self.world)
-        notes, weights = [f"frozen weights from {path}"], trainer.optimizer.weights
+
+        def find() -> list[str]:
+            try:
+                return [*BaseModel.find(location).record.values()]
+            except CheckpointError as error:
+                sentence = f"--pretrained-checkpoint: {error}"
+                raise UserError([Problem("E806", sentence, ("--pretrained-checkpoint ANOTHER",))]) from error
+
+        path, digest = run_on_rank0(find, self.world)
+        files: SmallFiles
+        notes = [f"frozen weights from {path}"]
         if path.startswith(HUGGING_FACE_PREFIX):
-            folder = Path(path.removeprefix(HUGGING_FACE_PREFIX))
-            trainer.base, files = BaseModel(folder, digest), find_tokenizer_files(folder)
-            read_weights(trainer, weights.frozen, HuggingFaceWeights(folder, model))
+            folder = model_folder(path.removeprefix(HUGGING_FACE_PREFIX))
+            trainer.base, files = BaseModel(folder, digest, path), find_tokenizer_files(folder)
         else:
             manifest = open_manifest(parse_location(path), self.world)
-            trainer.base, files = BaseModel(manifest, digest), self._tokenizer_files(manifest)
+            trainer.base, files = BaseModel(manifest, digest, path), self._tokenizer_files(manifest)
             changes = compare_configs(manifest.config, replace(trainer.config, model=model), "weights-only")
             if changes.problems:
                 raise UserError(changes.problems)
             notes += changes.lines
-            read_weights(trainer, weights.frozen, manifest)
-        weights.start_gather()
+        gather_results(partial(read_frozen_weights, trainer, trainer.base), self.world)
+        trainer.optimizer.weights.start_gather()
         trainer.files = files_to_carry(own_files, files)
         if fresh and trainer.config.model.lora_dora:
             trainer.initialize_magnitudes()
@@ -560,7 +577,7 @@ def tensors_to_load(trainer: Trainer, tensors: Mapping[str, Tensor]) -> dict[str
     for name, tensor in tensors.items():
         parameter = parameter_name(name)
         spec = trainer.specs[parameter]
-        boxes = shard_boxes(spec, trainer.shards[parameter])
+        boxes = shard_boxes(spec, trainer.buckets.shards[parameter])
         parts = tuple(TensorPart(box.piece.global_box, box.view_in(tensor.detach())) for box in boxes)
         entries[name] = GlobalTensor(spec.shape, spec.view, tensor.dtype, parts)
     return entries
@@ -689,19 +706,28 @@ def restore_weights(trainer: Trainer, source: Manifest | WeightSource) -> None:
     """
     trainer.start_at(0, 0)
     main_params = dict(trainer.optimizer.main_params)
-    read_weights(trainer, main_params, source)
+    if isinstance(source, Manifest):
+        load_sharded(source, tensors_to_load(trainer, main_params), trainer.mesh.world)
+    else:
+        fill_weights(trainer.specs, main_params, source, trainer.buckets.shards)
     trainer.optimizer.main_params.set(main_params)
     trainer.optimizer.after_load()
     if trainer.optimizer.outer is not None:
         trainer.optimizer.outer.reset()
 
 
-def read_weights(trainer: Trainer, tensors: Mapping[str, Tensor], source: Manifest | WeightSource) -> None:
-    """Read this rank's shards of weights, by name, in place; collective if ``source`` is a checkpoint."""
-    if isinstance(source, Manifest):
-        load_sharded(source, tensors_to_load(trainer, tensors), trainer.mesh.world)
-    else:
-        fill_weights(trainer.specs, tensors, source, trainer.shards)
+def read_frozen_weights(trainer: Trainer, base: BaseModel) -> None:
+    """Read this rank's shards of the frozen weights, and quantise those that are kept so."""
+    folder, model, weights = base.source, trainer.config.model, trainer.optimizer.weights
+    source = SavedModel(folder) if isinstance(folder, Manifest) else HuggingFaceWeights(folder, model.base)
+    for name, frozen in weights.frozen.items():
+        dense = trainer.specs[name].dense
+        if dense is None or model.frozen_weights_precision is None:
+            fill_weights(trainer.specs, {name: frozen}, source, weights.frozen_shards)
+        else:
+            values = torch.empty(dense.local_shape, dtype=torch.float32, device=frozen.device)
+            fill_weights({name: dense}, {name: values}, source)
+            frozen.copy_(quantize(values, model.frozen_weights_precision))
 
 
 def check_base(manifest: Manifest, base: BaseModel) -> list[str]:

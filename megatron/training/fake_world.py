@@ -143,8 +143,8 @@ def _build(config: RunConfig, world_size: int, rank: int, clock: Clock = no_cloc
         built = BuiltRank(
             rank,
             {number: stages[number] for number in trainer.chunks},
-            sum(prod(spec.local_shape) for spec in trainer.specs.values()),
-            {name: spec.numel for name, spec in trainer.specs.items()},
+            sum(prod((spec.dense or spec).local_shape) for spec in trainer.specs.values()),
+            {name: (spec.dense or spec).numel for name, spec in trainer.specs.items()},
             built_state_bytes(trainer),
             tuple(trainer.mesh.created),
         )

@@ -108,10 +108,11 @@ def open_frozen(config: RunConfig, mesh: Mesh, device: torch.device, location: s
         UserError: if the model cannot be opened, or has another vocabulary than that of the run.
         CheckpointError: if its weights cannot be read.
     """
-    run_on_rank0(lambda: bool(open_model(location)), mesh.world)  # a message of one rank is enough
-    model, source = open_model(location)
-    if model.vocab != config.model.vocab:
+    links = config.data.follow_links
+    run_on_rank0(lambda: bool(open_model(location, links)), mesh.world)  # a message of one rank is enough
+    source = open_model(location, links)
+    if source.model.vocab != config.model.vocab:
         name = flag(FROZEN_MODELS[config.training.objective])
-        sentence = f"{name} {location} has a vocabulary of {model.vocab}, the model one of {config.model.vocab}"
+        sentence = f"{name} {location} has a vocabulary of {source.model.vocab}, the model one of {config.model.vocab}"
         raise UserError([Problem("E321", sentence, (f"{name} A_MODEL_OF_THE_SAME_TOKENIZER",))])
-    return FrozenModel.build(config, mesh, device, source, model)
+    return FrozenModel.build(config, mesh, device, source, source.model)

@@ -292,14 +292,16 @@ def evaluations_due(trainer: Trainer) -> list[str]:
 
 def evaluate_and_log(trainer: Trainer, split: str, log: RunLogger, callbacks: CallbackList) -> None:
     """Evaluate a split and log the loss. Call before saving, so that a run killed in between repeats both."""
-    loss = evaluate(trainer, split).item()
+    metrics: dict[str, Tensor] = {}
+    loss = evaluate(trainer, split, metrics).item()
     average_loss = None
     if trainer.optimizer.ema:
         with trainer.optimizer.averaged():
             average_loss = evaluate(trainer, split).item()
     trainer.evaluated[split] = trainer.iteration
     trainer.losses[split] = loss
-    evaluated = evaluation_metrics(split, loss, average_loss)
+    further = {name: value.item() for name, value in metrics.items()}
+    evaluated = evaluation_metrics(split, loss, average_loss, further, trainer.objective.is_cross_entropy)
     log.log(evaluated)
     callbacks.on_evaluate(evaluated)
 

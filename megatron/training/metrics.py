@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -315,22 +316,34 @@ class MetricsWindow:
             torch.cuda.synchronize(self.device)
 
 
-def evaluation_metrics(split: str, loss: float, average: float | None = None) -> dict[str, Any]:
+def evaluation_metrics(
+    split: str,
+    loss: float,
+    average: float | None = None,
+    further: Mapping[str, float] = MappingProxyType({}),
+    is_cross_entropy: bool = True,
+) -> dict[str, Any]:
     """Return the metrics of one evaluation.
 
     Args:
         split: ``valid``, ``valid:NAME`` of one of several validation sets, or ``test``.
         loss: mean loss per token in nats; NaN if all labels are masked.
         average: loss with the moving average of the weights, if one is kept.
+        further: metrics of the objective.
+        is_cross_entropy: False without the perplexity, which only a cross-entropy has.
     """
-    name = f"lm loss {SPLIT_LABELS[split_kind(split)]}"
-    validation_set = validation_set_name(split)
-    try:
-        perplexity = math.exp(loss)
-    except OverflowError:
-        perplexity = math.inf
-    metrics = {"validation-set": validation_set} if validation_set else {}
-    return {**metrics, name: loss, f"{name} ppl": perplexity} | ({} if average is None else {f"{name} ema": average})
+    kind, validation_set = SPLIT_LABELS[split_kind(split)], validation_set_name(split)
+    name = f"lm loss {kind}"
+    metrics: dict[str, Any] = {"validation-set": validation_set} if validation_set else {}
+    metrics[name] = loss
+    if is_cross_entropy:
+        try:
+            metrics[f"{name} ppl"] = math.exp(loss)
+        except OverflowError:
+            metrics[f"{name} ppl"] = math.inf
+    if average is not None:
+        metrics[f"{name} ema"] = average
+    return metrics | {f"{of} {kind}": value for of, value in further.items()}
 
 
 def _mean_of_finite(values: list[float]) -> float:

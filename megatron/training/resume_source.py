@@ -129,7 +129,9 @@ def _find(options: CheckpointConfig) -> ResumeSource:
         with suppress(DamagedCheckpointError):
             iteration, _ = position_of(Manifest.open(folder))
         found = [(iteration, folder)]
-    return _select(folder, found, step, options.resume_mode, notes)
+    pretrained = options.load is not None and options.load == options.pretrained_checkpoint
+    option = "--pretrained-checkpoint" if pretrained else "--load"
+    return _select(folder, found, step, options.resume_mode, notes, option=option)
 
 
 def applies_to_own_checkpoints(options: CheckpointConfig) -> bool:
@@ -177,8 +179,18 @@ def _select(
     mode: str,
     notes: tuple[str, ...] = (),
     own: bool = False,
+    option: str = "--load",
 ) -> ResumeSource:
-    """Return the newest usable checkpoint of ``named`` and the ones before it; ``own`` if the run saves to ``folder``.
+    """Return the newest usable checkpoint of ``named`` and the ones before it.
+
+    Args:
+        folder: of the checkpoints.
+        named: steps and paths, newest first.
+        step: the only one to consider; None for any.
+        mode: how much of the checkpoint to load.
+        notes: those of the result begin with.
+        own: the run saves to ``folder``.
+        option: that names ``folder``, for messages.
 
     Raises:
         UserError: if none is usable, or newer ones would take precedence at the next start.
@@ -205,13 +217,14 @@ def _select(
     if damaged:
         which = "no checkpoint" if step is None else f"no checkpoint of step {step}"
         reasons = "".join(f"\n  {path.name}: {strip_folder(path, problem)}" for path, problem in damaged.items())
-        elsewhere = "--save ANOTHER" if own else "--load ANOTHER"
+        elsewhere = "--save ANOTHER" if own else f"{option} ANOTHER"
         raise NoCheckpointError([Problem("E811", f"{which} in {folder} can be used:{reasons}", (*instead, elsewhere))])
     if step is not None:
         sentence = f"{folder} has no checkpoint of step {step}; it has {', '.join(usable) or 'none'}"
         raise NoCheckpointError([Problem("E812", sentence, instead)])
     sentence = f"{folder} has no checkpoint"
-    raise NoCheckpointError([Problem("E812", sentence, ("--load ANOTHER", "drop --load to start from nothing"))])
+    fixes = (f"{option} ANOTHER", f"drop {option} to start from nothing")
+    raise NoCheckpointError([Problem("E812", sentence, fixes)])
 
 
 def _problem(path: Location) -> str | None:

@@ -62,14 +62,20 @@ def train_step(
 
 
 @torch.no_grad()
-def evaluate(trainer: Trainer, split: str = "valid") -> Tensor:
-    """Return the mean loss per token over the first ``eval_iters`` global batches of a split; NaN without labels."""
+def evaluate(trainer: Trainer, split: str = "valid", metrics: dict[str, Tensor] | None = None) -> Tensor:
+    """Return the mean loss over the first ``eval_iters`` global batches of a split; NaN without labels.
+
+    The means of the objective's further metrics are added to ``metrics``.
+    """
     tokens = torch.zeros((), device=trainer.device, dtype=torch.float64)
     for index in range(trainer.config.training.eval_iters):
         batches = trainer.evaluation_batches(split, index)
         tokens += count_tokens(trainer, batches)
         trainer.compute(batches, None)
-    return mean_loss(trainer, collect_sums(trainer), tokens).where(tokens > 0, torch.nan)
+    sums = collect_sums(trainer)
+    if metrics is not None:
+        metrics |= {name: mean_loss(trainer, sums, tokens, name) for name in trainer.objective.metric_names}
+    return mean_loss(trainer, sums, tokens).where(tokens > 0, torch.nan)
 
 
 def count_tokens(trainer: Trainer, batches: Sequence[MicroBatch]) -> Tensor:

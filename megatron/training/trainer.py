@@ -37,7 +37,6 @@ from megatron.distributed.comm import Group
 from megatron.distributed.context_parallel import ContextParallel
 from megatron.distributed.mesh import Mesh
 from megatron.distributed.micro_batch import MicroBatch
-from megatron.distributed.param_layout import ParamShard
 from megatron.distributed.sharding import ShardSpec
 from megatron.distributed.timing import Timers
 from megatron.kernels.fp8 import WeightCasts
@@ -214,11 +213,6 @@ class Trainer:
         self.stream = index
         if hasattr(self, "data"):  # of a run that starts from scratch
             self.data = replace(self.data, stream=(index, self.config.diloco.streams))
-
-    @property
-    def shards(self) -> Mapping[str, ParamShard]:
-        """The elements that this rank holds of each parameter, or with ZeRO updates."""
-        return {**self.buckets.shards, **self.optimizer.weights.frozen_shards}
 
     @property
     def objective(self) -> Objective:

@@ -150,7 +150,8 @@ def main(argv: Sequence[str]) -> int:
         launch = Launch.read(os.environ)
         defaults = Path(__file__).with_name(f"{args.kind}.yaml")
         parsed = parse(["--config", str(defaults), *flags], recall=stored_config, read_model=read_model_values)
-        precompute(resolve_epochs(pretrain_gpt.with_vocabulary(parsed.config), parsed.world_size), args.output)
+        config = pretrain_gpt.with_vocabulary(pretrain_gpt.with_tokenizer(parsed.config))
+        precompute(resolve_epochs(config, parsed.world_size), args.output)
     except (UserError, DataError) as error:
         if launch.rank == 0:
             echo(f"precompute: {error}", file=sys.stderr)

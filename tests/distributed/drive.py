@@ -158,7 +158,8 @@ def run_case(rank: int, world_size: int, case: Case) -> list[RankTrace]:
     trainer = build_trainer(case.config(), rank, world_size)
     if case.model.lora_dora:
         trainer.initialize_magnitudes()
-    if case.training.reference_model or case.training.teacher_model:
+    own = case.training.objective == "dpo" and case.model.lora_rank
+    if own or case.training.reference_model or case.training.teacher_model:
         trainer.frozen_inputs, _ = frozen_inputs(trainer)
     traces = []
     for step in range(case.steps):

@@ -116,6 +116,19 @@ def test_every_layout_trains_adapters_like_one_process(pool: Pool, choice: Choic
     check(steps, compare_with_twin(steps, case), TOLERANCE_FP64)
 
 
+@pytest.mark.parametrize("precision", choices("frozen_weights_precision"))
+def test_quantised_weights_are_the_same_in_every_layout(pool: Pool, precision: str) -> None:
+    """Their blocks are cut by no layout."""
+    wide = {"hidden_size": 128, "ffn_hidden_size": 256, "activation": "swiglu", "num_query_groups": 2}
+    model = replace(MODEL, **wide, lora_rank=2, lora_dora=True, frozen_weights_precision=precision)
+    cut = replace(TP2_SP, pipeline_model_parallel_size=2, pipeline_schedule="zb-h1", use_distributed_optimizer=True)
+    case = Case(model, cut, dp=2, training=TrainingConfig(micro_batch_size=1))
+    steps = run_on(pool, case)
+    check(steps, compare_with_twin(steps, case), TOLERANCE_FP64)
+    full = replace(case, model=replace(model, frozen_weights_precision=None))
+    assert steps[0].loss != pytest.approx(reference(full.twin())[0].loss, rel=1e-4)
+
+
 @pytest.mark.parametrize("module", choices("recompute_modules"))
 def test_every_recomputed_module_alone(pool: Pool, module: str) -> None:
     """On both stages of a pipeline whose weight gradients come later than what is made again for them."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -77,3 +78,14 @@ def test_distillation_in_every_layout(pool: Pool, choice: Choice, frozen: dict[s
 def test_a_reference_model_in_every_layout(pool: Pool, choice: Choice, frozen: dict[str, Path]) -> None:
     location = str(frozen[str((PLAIN | choice)["vocab"])])
     trains_like_one_process(pool, case(choice, DPO | {"reference_model": location}))
+
+
+@pytest.mark.parametrize("choice", LAYOUTS[:-1:2], ids=lambda choice: label(PLAIN | choice))
+def test_the_model_without_its_adapters_is_the_reference(pool: Pool, choice: Choice) -> None:
+    """At first the policy is the reference; then only the adapters differ."""
+    found = case(choice, DPO)
+    found = replace(found, model=replace(found.model, lora_rank=2), steps=3)
+    steps = run_on(pool, found)
+    check(steps, compare_with_twin(steps, found), TOLERANCE_FP64)
+    assert steps[0].loss == pytest.approx(math.log(2.0), rel=1e-12)
+    assert steps[2].loss != steps[1].loss != steps[0].loss

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from megatron.checkpoint.format import Manifest
+from megatron.checkpoint.format import Manifest, whole_box
 from megatron.config.run import TrainingConfig
 from megatron.convert.huggingface.weights import fill_weights
 from megatron.convert.saved_model import SavedModel
@@ -24,6 +24,7 @@ from tests.parity.families import everything_in_double
 from tests.solo import one_rank_mesh
 from tests.unit.convert.folders import write_adapters
 from tools.convert_checkpoint import main as convert
+from tools.edit_checkpoint import main as edit
 
 transformers = pytest.importorskip("transformers")
 peft = pytest.importorskip("peft")
@@ -46,7 +47,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "DoRA of a part": ("Llama", {"target_modules": ["k_proj", "up_proj", "o_proj"], "use_dora": True}),
     "ranks": (
         "Qwen2",
-        {"target_modules": ["q_proj", "k_proj"], "rank_pattern": {"k_proj": 2, "layers.0.self_attn.q_proj": 5}},
+        {"target_modules": ["q_proj", "k_proj"], "rank_pattern": {"k_proj": 2, "^model.layers.0.self_attn.q_proj": 5}},
     ),
     "alphas": ("Qwen2", {"target_modules": ["gate_proj", "o_proj"], "alpha_pattern": {"gate_proj": 20}}),
     "rank-stabilised": ("Qwen2", {"target_modules": "all-linear", "use_rslora": True, "use_dora": True}),

@@ -25,6 +25,7 @@ NAMES = [
     "data",
     "evaluation",
     "extending",
+    "finetuning",
     "flags",
     "formats",
     "long_context",

@@ -7,10 +7,11 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from megatron.config.errors import Problem
+from megatron.config.model import QUANTIZED_BLOCK
 from megatron.config.run import RunConfig
 from megatron.config.settings import SETTINGS
 from megatron.config.text import listed
-from megatron.layers.parameters import adapted_parts, block, linear_parts
+from megatron.layers.parameters import ADAPTABLE, Sharding, adapted_parts, block, linear_parts
 
 NO_ADAPTERS = "drop --lora-rank"
 
@@ -45,14 +46,32 @@ def check_lora_precision(config: RunConfig, world_size: int) -> Iterator[Problem
         yield Problem("E113", "--fp8-format does not support --lora-rank", ("drop --fp8-format", NO_ADAPTERS))
 
 
-def check_lora_export(config: RunConfig, world_size: int) -> Iterator[Problem]:
-    """Reject exports during training: checkpoints hold the adapters alone."""
-    if config.model.lora_rank is not None and config.checkpoint.save_hf_interval is not None:
-        sentence = "--save-hf-interval exports whole models, and with --lora-rank checkpoints hold adapters alone"
-        yield Problem("E113", sentence, ("drop --save-hf-interval",))
-
-
 def check_graph_adapters(config: RunConfig, world_size: int) -> Iterator[Problem]:
     """Reject capturing a step with adapters, which is untested."""
     if config.compute.cuda_graph == "step" and config.model.lora_rank is not None:
         yield Problem("E113", "--cuda-graph step is untested with --lora-rank", ("--cuda-graph none", NO_ADAPTERS))
+
+
+def check_frozen_weights(config: RunConfig, world_size: int) -> Iterator[Problem]:
+    """Check that a rank's inputs of quantised weights are whole blocks, and that the weights are not cut by ZeRO-3."""
+    model, parallel = config.model, config.parallel
+    precision = model.frozen_weights_precision
+    if model.quantized_block_bytes is None:
+        return
+    drop = "drop --frozen-weights-precision"
+    if parallel.zero_stage == 3:
+        sentence = f"--frozen-weights-precision {precision} does not support optim_grads_params, which cuts blocks"
+        yield Problem("E114", sentence, ("--data-parallel-sharding-strategy optim_grads", drop))
+    try:
+        specs = block(model.base, Sharding.of_first_rank(parallel))
+    except ValueError:
+        return  # a dimension does not divide, which other checks report
+    for name, spec in specs.items():
+        linear, _, local = f"layers.0.{name}".rpartition(".")
+        if local == "weight" and ADAPTABLE.fullmatch(linear) and spec.local_view[-1] % QUANTIZED_BLOCK:
+            sentence = (
+                f"--frozen-weights-precision {precision} has a scale for {QUANTIZED_BLOCK} inputs, and a rank's {name} "
+                f"has {spec.local_view[-1]}"
+            )
+            yield Problem("E114", sentence, (drop,))
+            return

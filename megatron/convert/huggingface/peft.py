@@ -53,7 +53,7 @@ from megatron.convert.saved_model import (
     SmallFiles,
     files_to_carry,
     find_tokenizer_files,
-    open_base,
+    open_model,
     saved_tokenizer_files,
 )
 from megatron.distributed.comm import Group
@@ -95,10 +95,16 @@ def peft_linears(kind: str, model: ModelConfig) -> dict[str, PeftLinear]:
     Args:
         kind: key of `model_families`.
         model: architecture.
+
+    Raises:
+        CheckpointError: when the family has no place for some of our linears.
     """
     weights = {name: spec for name, spec in gpt(model).items() if ADAPTABLE.fullmatch(name.removesuffix(".weight"))}
     biases = {name.replace(".weight", ".bias"): replace(spec, view=spec.view[:-1]) for name, spec in weights.items()}
-    places = map_tensors(kind, weights | biases)
+    try:
+        places = map_tensors(kind, weights | biases)
+    except KeyError as error:
+        raise CheckpointError(f"{kind} of transformers has nothing for {error.args[0]}") from error
     found = {}
     for name, weight in weights.items():
         ours = name.removesuffix(".weight")
@@ -199,7 +205,8 @@ def export_peft(
         raise CheckpointError(f"{saved.manifest.path} holds no adapters", "--save-hf DIR")
     flag = "--save-peft"
     check_target(folder, flag)
-    theirs = str(saved.base.source) if isinstance(saved.base.source, Path) else None
+    name = saved.base.location.removeprefix(HUGGING_FACE_PREFIX)
+    theirs = name if isinstance(saved.base.source, Path) else None
     config, tensors = to_peft(saved.merged, transformers_type(saved.merged.base, saved.model, model_type), theirs)
     if dtype is not None:
         exact, tensors = tensors, {name: tensor.to(DTYPES[dtype]) for name, tensor in tensors.items()}
@@ -242,7 +249,7 @@ def import_peft(
         pretrained: the base, as in ``--pretrained-checkpoint``; None for the one that the adapter names.
         save: a ``--save`` folder without checkpoints.
         model_type: as of :func:`export_peft`.
-        follow_links: as of `open_base`.
+        follow_links: as of `open_model`.
 
     Returns:
         The checkpoint, and the architecture with the options of the adapters.
@@ -262,7 +269,7 @@ def import_peft(
     if pretrained is None and not isinstance(named, str):
         raise CheckpointError(f"{folder} does not name its base", f"--pretrained-checkpoint {HUGGING_FACE_PREFIX}DIR")
     found = BaseModel.find(pretrained or f"{HUGGING_FACE_PREFIX}{named}")
-    base = open_base(found, follow_links)
+    base = open_model(found.location, follow_links)
     model, tensors = from_peft(folder, transformers_type(base, base.model, model_type), base.model)
     stored, specs = {}, gpt(model)
     for name, tensor in tensors.items():
@@ -420,7 +427,7 @@ def read_adapter_config(folder: Path) -> JsonObject:
 def _odd_values(config: JsonObject) -> Iterator[tuple[str, str]]:
     """Yield the options that have another type than in PEFT, and the type."""
 
-    def is_positive(value: object, whole: bool) -> bool:
+    def is_positive(value: Any, whole: bool) -> bool:
         return type(value) in ((int,) if whole else (int, float)) and 0 < value < MAX_SIZE
 
     for name, pattern_name, whole in (("r", "rank_pattern", True), ("lora_alpha", "alpha_pattern", False)):
@@ -430,7 +437,7 @@ def _odd_values(config: JsonObject) -> Iterator[tuple[str, str]]:
         pattern = config.get(pattern_name) or {}
         if not isinstance(pattern, dict) or not all(is_positive(value, whole) for value in pattern.values()):
             yield pattern_name, f"an object of {kind}s above 0"
-        elif any(re.escape(end).replace(r"\.", ".") != end for end in pattern):
+        elif not all(re.fullmatch(r"\^?[\w.]+", end) for end in pattern):
             yield pattern_name, "an object with ends of names, without regular expressions"
 
 
@@ -491,4 +498,5 @@ def _of_pattern(config: JsonObject, option: str, name: str, default: Any) -> Any
 
 
 def _ends_with(name: str, end: object) -> bool:
-    return f".{name}".endswith(f".{end}")
+    """Return True if a name is ``^end``, or ends in ``end`` as whole words."""
+    return f"^{name}" == end or f".{name}".endswith(f".{end}")

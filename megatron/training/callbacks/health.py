@@ -305,7 +305,7 @@ def first_bad_gradient(trainer: Trainer, microbatch: int) -> NonFiniteFinding | 
 HASH_BLOCK = 1 << 22
 """Elements that are hashed at a time, to limit memory."""
 
-_WORD_DTYPES = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+_WORD_DTYPES = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _STRIDE = 0x1E3779B97F4A7C15
 
 

@@ -231,7 +231,7 @@ DILOCO_METRICS = {
 
 EVALUATION_METRICS = {
     "lm loss validation": Metric("nats per token", "mean over `--eval-iters` batches"),
-    "lm loss validation ppl": Metric("", "exp of the loss"),
+    "lm loss validation ppl": Metric("", "exp of the loss, if it is a cross-entropy"),
     "lm loss validation ema": Metric("nats per token", "loss with the average of the weights, with `--ema-decay`"),
     "validation-set": Metric("name", "which one, if there are several"),
 }

@@ -112,11 +112,10 @@ def evaluation_line(step: int, metrics: Metrics) -> str:
     kind = "test" if "lm loss test" in metrics else "validation"
     title = f"{kind} {metrics.get('validation-set', '')}".strip()
     loss = f"lm loss {kind}"
+    perplexity = f" ppl {format_plain(metrics[f'{loss} ppl'])}" if f"{loss} ppl" in metrics else ""
     average = f" ema {format_loss(metrics[f'{loss} ema'])}" if f"{loss} ema" in metrics else ""
-    return (
-        f"{title} at {step}: loss {format_loss(metrics[loss])} ppl {format_plain(metrics[f'{loss} ppl'])}{average}"
-        f" ({format_compact(metrics['consumed-tokens'])} tok)"
-    )
+    tokens = format_compact(metrics["consumed-tokens"])
+    return f"{title} at {step}: loss {format_loss(metrics[loss])}{perplexity}{average} ({tokens} tok)"
 
 
 def health_line(step: int, metrics: Metrics) -> str:

@@ -64,6 +64,15 @@ CASES = (
         "--optimizer-offload-fraction 0.5",
         2,
     ),
+    # objectives
+    Case("--objective dpo --dpo-beta 0 --dpo-label-smoothing 0.5"),
+    Case("--objective dpo --dpo-loss-type hinge"),
+    Case("--objective distillation --distillation-top-k 258"),
+    Case("--objective distillation --teacher-model a --teacher-logits b --cuda-graph step --device cuda"),
+    Case(
+        "--objective distillation --teacher-model a --distillation-temperature 2 --final-logit-softcapping 30 "
+        "--distillation-label-weight 1.5"
+    ),
     # spelling
     Case("--hiden-size 256"),
     Case("--num-atention-heads 6 --no-sequence-paralel"),
@@ -101,8 +110,13 @@ CASES = (
     # adapters
     Case("--lora-rank 4 --lora-target linear_q --lora-target layers.2.* --fp8-format e4m3"),
     Case("--lora-rank 0"),
+    Case("--lora-rank 2 --pretrained-checkpoint docs --frozen-weights-precision nf4 --tensor-model-parallel-size 4", 4),
+    Case(
+        "--lora-rank 2 --pretrained-checkpoint docs --frozen-weights-precision int8 "
+        "--data-parallel-sharding-strategy optim_grads_params",
+        ranks=2,
+    ),
     Case("--lora-rank 4 --num-experts 4 --lora-target *.experts.* --pretrained-checkpoint hf:"),
-    Case("--lora-rank 4 --pretrained-checkpoint docs --save x --save-interval 5 --save-hf-interval 5"),
     Case("--lora-rank 4 --pretrained-checkpoint docs --cuda-graph step --device cuda"),
     Case("--num-experts 8 --moe-router-topk 2 --expert-model-parallel-size 2", ranks=2),
     Case("--num-experts 6 --expert-model-parallel-size 4 --disable-bias-linear", ranks=4),

@@ -33,14 +33,16 @@ BASES = {
         normalization="RMSNorm",
         activation="swiglu",
     ),
+    "adapters": tiny(hidden_size=64, ffn_hidden_size=128, lora_rank=2),
 }
 OTHER_VALUES: dict[str, Any] = {
-    "hidden_size": 64,
+    "hidden_size": 128,
     "num_query_groups": 2,
     "vocab_size": 110,
     "yarn_original_max_position_embeddings": 8,
     "attention_pattern": "local:4,global",
     "no_rope_freq": "2",
+    "lora_target": ("linear_qkv",),
 }
 
 
@@ -56,7 +58,8 @@ def other_values(name: str, value: Any) -> list[Any]:
 @cache
 def shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:
     context = BuildContext(one_rank_mesh(), GradAccumulator(), device=torch.device("meta"))
-    return {name: spec.view for name, spec in build_gpt(model, TrainingConfig(), context).specs.items()}
+    specs = build_gpt(model, TrainingConfig(), context).specs
+    return {name: (spec.dense or spec).view for name, spec in specs.items()}
 
 
 @pytest.mark.parametrize("name", [f.name for f in fields(ModelConfig)])
@@ -93,6 +96,8 @@ CONTEXT = {
     "sgd": "--optimizer sgd",
     "lion": "--optimizer lion",
     "muon": "--optimizer muon",
+    "lora_alpha": "--lora-rank 2 --pretrained-checkpoint NOT_READ",
+    "frozen": "--lora-rank 2 --pretrained-checkpoint NOT_READ --hidden-size 64 --ffn-hidden-size 64",
     "moe": "--num-experts 4 --disable-bias-linear --moe-aux-loss-coeff 0.5",
     "decoupled_min": "--decoupled-lr 1e-3",
     "spike_window": "--skip-spikes 0.01 --spike-window 4",
@@ -170,6 +175,8 @@ CHANGED = {
     "muon_fp32_matmul_prec": "high",
     "muon_scale_mode": "unit_rms_norm",
     "muon_extra_scale_factor": "0.5",
+    "lora_alpha": "8",
+    "frozen_weights_precision": "int8",
     "moe_router_topk": "1",
     "moe_router_load_balancing_type": "none",
     "moe_aux_loss_coeff": "0.1",
@@ -228,6 +235,9 @@ LEFT_OUT = {
         multiple_validation_sets validation_set_names
         reset_position_ids reset_attention_mask eod_mask_loss eod_id
         tokenizer_type tokenizer_model vocab_file merge_file tiktoken_pattern tiktoken_num_special_tokens""",
+    "they need pairs or a teacher, as tests/parity/test_preference.py has": """
+        dpo_loss_type dpo_beta dpo_label_smoothing
+        distillation_top_k distillation_temperature distillation_label_weight""",
     "it is over before the first checkpoint": "init_method_std",
     "others are plugins'": "objective",
 }
@@ -242,14 +252,16 @@ TRIED = sorted(
 @cache
 def losses(flags: str) -> tuple[float, ...]:
     """Of the first four steps, and the sum of all weights after them, of their average where there is one."""
-    trainer = build_trainer(tiny_run(Path("unused"), f"--fp64 {flags}"), 0, 1)
+    config = tiny_run(Path("unused"), f"--fp64 {flags}")
+    config = replace(config, checkpoint=replace(config.checkpoint, pretrained_checkpoint=None))  # all weights are drawn
+    trainer = build_trainer(config, 0, 1)
     found = []
     for _ in range(4):
         schedule, consumed = trainer.schedule, trainer.consumed_samples
         size, batches = trainer.next_batch_size, trainer.next_batches()
         found.append(train_step(trainer, batches, schedule.rates(consumed)).loss.item())
         trainer.iteration, trainer.consumed_samples = trainer.iteration + 1, consumed + size
-    held = [*trainer.params.values(), *trainer.optimizer.ema.values()]
+    held = [*(p for p in trainer.params.values() if p.requires_grad), *trainer.optimizer.ema.values()]
     return (*found, sum(p.abs().sum().item() for p in held))
 
 

@@ -88,13 +88,15 @@ def write_checkpoint(
 
 
 def write_adapters(path: Path, base: Path, **options: Any) -> Manifest:
-    """A checkpoint with random adapters of the model in a Hugging Face folder."""
+    """A checkpoint with random adapters of the model in a Hugging Face folder, and another average of them."""
     generator = torch.Generator().manual_seed(2)
     model = replace(read_model_config(base), lora_rank=3, **options)
     tensors = {}
     for name, spec in trainable(gpt(model)).items():
-        value = 0.2 * torch.randn(spec.view, generator=generator) + float(name.endswith("magnitude"))
-        tensors[name] = GlobalTensor(spec.shape, spec.view, value.dtype, (TensorPart(whole_box(spec.view), value),))
+        for stored in (name, f"optim.ema.{name}"):
+            value = 0.2 * torch.randn(spec.view, generator=generator) + float(name.endswith("magnitude"))
+            part = TensorPart(whole_box(spec.view), value)
+            tensors[stored] = GlobalTensor(spec.shape, spec.view, value.dtype, (part,))
     state = {"iteration": 7, "base": BaseModel.find(f"hf:{base}").record}
     save_sharded(path, tensors, state, to_dict(RunConfig(model=model)), Group())
     return Manifest.open(path)

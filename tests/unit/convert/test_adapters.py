@@ -16,6 +16,7 @@ from torch import Tensor
 
 from megatron.checkpoint.errors import CheckpointError
 from megatron.checkpoint.format import Manifest, split_box, whole_box
+from megatron.checkpoint.load import CheckpointReader
 from megatron.convert.huggingface.weights import HuggingFaceWeights
 from megatron.convert.saved_model import SavedModel
 from tests.unit.convert.folders import llama, random_weights, write_adapters, write_folder
@@ -74,6 +75,17 @@ def test_a_box_of_a_merged_weight(base: Path, dora: bool, tmp_path: Path) -> Non
             changed.add(name.partition(".")[2].partition(".")[2])
     names = ("self_attention.linear_qkv", "self_attention.linear_proj", "mlp.linear_fc1")
     assert changed == {f"{name}.weight" for name in names}
+
+
+def test_the_average_of_adapters(base: Path, tmp_path: Path) -> None:
+    manifest, name = write_adapters(tmp_path / "save" / "iter_0000007", base), "layers.0.mlp.linear_fc2.lora_b"
+    assert main(["--load", f"{tmp_path}/save", "--ema", "--save-peft", f"{tmp_path}/peft"]) == 0
+    average = CheckpointReader(manifest).read(f"optim.ema.{name}")
+    saved = SavedModel(manifest, average=True)
+    assert saved.merged is not None
+    assert torch.equal(saved.merged.adapter(name), average)
+    written = load_file(tmp_path / "peft" / FILE)["base_model.model.model.layers.0.mlp.down_proj.lora_B.weight"]
+    assert torch.equal(written, average)
 
 
 def test_the_base_may_move_but_not_change(base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

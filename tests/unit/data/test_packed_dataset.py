@@ -77,7 +77,7 @@ def test_every_conversation_is_read_once_an_epoch_and_whole(lengths: list[int], 
     assert dataset.packs <= dataset.epoch_samples < dataset.packs + batch
     samples = [documents_of(dataset, epoch * dataset.epoch_samples + i) for i in range(dataset.epoch_samples)]
     assert [found for found in samples[dataset.packs :] if found] == []
-    data = dataset._conversations
+    data = dataset.conversations
     expected = []
     for start, stop in zip(data.starts, data.stops):
         ids, answers = data.ids[start:stop].tolist(), data.answers[start:stop].tolist()

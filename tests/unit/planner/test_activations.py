@@ -167,6 +167,17 @@ def test_kept_tensors_are_those_of_a_step(flags: str) -> None:
     assert peak == pytest.approx(sum(foretold.values()), rel=0.1)
 
 
+@pytest.mark.parametrize("more", ["", f"{LLAMA} --bf16", f"{LLAMA} --lora-dora", f"{LLAMA} --lora-target linear_qkv"])
+def test_with_adapters_no_more_is_kept_than_foretold(more: str) -> None:
+    """Frozen norms and linears without adapters keep less than trained ones."""
+    flags = f"--lora-rank 4 --pretrained-checkpoint NOT_READ {more}"
+    (((kept, _), peak),) = measured(0, 1, (flags,))
+    (((forward, _)),) = activation_memory(config_of(flags), 1)
+    assert 0.7 * forward.after < kept < 1.02 * forward.after
+    (foretold,) = peak_activations(config_of(flags), 1)
+    assert 0.7 * sum(foretold.values()) < peak < 1.1 * sum(foretold.values())
+
+
 TP = "--tensor-model-parallel-size 2"
 PP = "--pipeline-model-parallel-size 2 --global-batch-size 8"
 TWO_RANKS = (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from typing import Any
 
@@ -15,6 +16,7 @@ from megatron.config.parallel import ParallelConfig
 from megatron.config.run import RunConfig, TrainingConfig
 from megatron.distributed.grad_accumulator import GradAccumulator
 from megatron.layers.context import BuildContext
+from megatron.layers.parameters import gpt, linear_parts
 from megatron.model.gpt import build_chunks
 from megatron.pipeline.plan import stage_layers
 from megatron.planner import flops
@@ -111,6 +113,14 @@ def test_every_model_switch_costs_what_torch_counts(changes: dict[str, Any]) -> 
 def test_experts_cost_what_torch_counts_of_the_tokens_that_chose_them(changes: dict[str, Any]) -> None:
     model = tiny(**changes)
     assert expected(model, TrainingConfig()) == counted(model, TrainingConfig(), fused=True)
+
+
+def test_frozen_weights_have_two_products() -> None:
+    """Torch counts those of adapters too, three with A and three with B, but no product that is added in place."""
+    model, rank = tiny(num_query_groups=2, activation="swiglu", lora_rank=3), 3
+    linears = [spec for name, spec in gpt(model).items() if re.search(r"linear_\w+\.weight", name)]
+    narrow = sum(6 * len(linear_parts(spec)) * rank * sum(spec.shape) for spec in linears)
+    assert expected(model, TrainingConfig()) == counted(model, TrainingConfig()) - narrow
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.1])

@@ -16,6 +16,7 @@ from megatron.config.run import RULE_STATE, RunConfig
 from megatron.distributed.launch import fake_process_group
 from megatron.distributed.layout import Layout
 from megatron.distributed.mesh import CHANNEL_USES
+from megatron.layers.parameters import num_parameters
 from megatron.optimizer import grad_buffer
 from megatron.optimizer.grad_compression import PowerSGD
 from megatron.optimizer.lr_scheduler import Rates
@@ -130,13 +131,26 @@ def test_bytes_of_each_part_are_those_that_a_run_allocates(dtype: str, optimizer
 ADAPTED = "--lora-rank 3 --lora-dora --pretrained-checkpoint NOT_READ"
 
 
-@pytest.mark.parametrize("more", ["", "--swiglu --lora-target linear_fc1.up", f"--optimizer muon --bf16 {EXPERTS}"])
+BLOCKS_OF_64 = "--hidden-size 64 --ffn-hidden-size 128 --frozen-weights-precision"
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        "",
+        "--swiglu --lora-target linear_fc1.up",
+        f"--optimizer muon --bf16 {EXPERTS}",
+        f"{BLOCKS_OF_64} int8 --bf16",
+        f"{BLOCKS_OF_64} nf4 --swiglu",
+    ],
+)
 def test_frozen_weights_have_weights_alone(more: str) -> None:
     config = config_of(f"{ADAPTED} {more}")
     trainer = build_trainer(config, 0, 1)
     assert allocated(trainer) == max_state_bytes(config, 1)
     whole = (t.numel() * t.itemsize for t in local_tensors(trainer).values())
     assert sum(whole) == checkpoint_bytes(config)
+    assert sum((s.dense or s).numel for s in trainer.specs.values()) == num_parameters(config.model)
 
 
 @pytest.mark.parametrize("optimizer", ["adam", "lion --exp-avg-dtype bf16", "sgd"])

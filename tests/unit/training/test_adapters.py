@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,10 @@ import torch
 
 from megatron.config.run import RunConfig
 from megatron.inference.load import open_pretrained
+from megatron.kernels.quantized import dequantize, normal_float_codes
+from megatron.layers.linear import ParallelLinear
 from megatron.layers.parameters import gpt, trainable
+from megatron.training.trainer import Trainer
 from tests.runs import Told, before_step, checkpoint, differences, kill, start, steps, tiny_run
 from tests.solo import one_rank_mesh
 from tests.unit.convert.folders import random_weights, write_folder
@@ -77,6 +81,27 @@ def test_starts_as_the_base(tmp_path: Path, base: Path, kind: str) -> None:
     assert losses[1:] == pytest.approx(losses[:1] * 2, rel=1e-12)
 
 
+@pytest.mark.parametrize("precision", ["int8", "nf4"])
+def test_frozen_weights_are_quantised_as_they_are_read(tmp_path: Path, precision: str) -> None:
+    """A run killed and resumed is exact; each weight is the base's, up to half a step of its block."""
+    wide = f"--hidden-size 64 --ffn-hidden-size 128 {SAVING} --save"
+    assert start(tiny_run(tmp_path / "b", f"{wide} {tmp_path}/b/saved --train-iters 2")).status == 0
+    location = tmp_path / "b" / "saved" / "iter_0000002"
+    flags = f"{wide} {{}}/saved --pretrained-checkpoint {location} --lora-rank 2 --frozen-weights-precision {precision}"
+    kept: list[Trainer] = []
+    for name, event in {"whole": before_step(6, kept.append), "parts": before_step(4, kill), "": None}.items():
+        folder = tmp_path / (name or "parts")
+        assert start(tiny_run(folder, flags.format(folder)), event).status == (None if name == "parts" else 0)
+    assert differences(tmp_path / "whole/saved/iter_0000006", tmp_path / "parts/saved/iter_0000006") == []
+    (chunk,), (weights, _) = kept[0].chunks.values(), checkpoint(location)
+    step = 1 / 127 if precision == "int8" else max(b - a for a, b in pairwise(normal_float_codes()))
+    for linear in (m for m in chunk.modules() if isinstance(m, ParallelLinear)):
+        values = weights[f"{linear.name}.weight"]
+        found, blocks = dequantize(linear.weight, precision, torch.float32), values.unflatten(1, (-1, 64))
+        error = (found - values).abs().unflatten(1, (-1, 64)).amax(2) / blocks.abs().amax(2)
+        assert step / 4 < error.max() <= step / 2 * (1 + 1e-5)
+
+
 def test_another_base_is_refused_by_name(tmp_path: Path, base: Path) -> None:
     other = tmp_path / "other"
     assert start(tiny_run(other, f"{SAVING} --train-iters 2 --seed 5 --save {other}/saved")).status == 0
@@ -92,8 +117,19 @@ def test_another_base_is_refused_by_name(tmp_path: Path, base: Path) -> None:
     assert resumed.status == 0
     assert f"the frozen weights were read from {base} before" in resumed.out
     chained = run(tmp_path / "chained", tmp_path / "run" / "saved")
-    assert chained.status not in (0, None)
+    assert chained.status == 2
+    assert "E806 --pretrained-checkpoint: " in chained.err
     assert "holds adapters of" in chained.err
+
+
+@pytest.mark.parametrize(("flags", "code"), [("--lora-rank 2", "E806"), ("", "E812")])
+def test_a_missing_base_is_named(tmp_path: Path, flags: str, code: str) -> None:
+    refused = run(tmp_path, tmp_path / "nothing", flags)
+    assert refused.status == 2
+    assert f"{code} " in refused.err
+    assert f"{tmp_path}/nothing" in refused.err
+    assert "fix: --pretrained-checkpoint ANOTHER" in refused.err
+    assert not [*tmp_path.glob("saved/iter_*")]
 
 
 def test_without_adapters_it_is_a_start_from_weights(tmp_path: Path, base: Path) -> None:

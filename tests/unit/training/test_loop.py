@@ -292,8 +292,8 @@ def test_every_validation_set_has_its_own_loss(tmp_path: Path, corpora: str) -> 
 def test_a_run_killed_between_two_sets_repeats_the_step_and_no_more(tmp_path: Path, corpora: str, split: str) -> None:
     """A step that no checkpoint holds is lost, and so is the evaluation after it."""
 
-    def killed(trainer: Trainer, name: str) -> Any:
-        return kill(trainer) if (trainer.iteration, name) == (6, split) else evaluate(trainer, name)
+    def killed(trainer: Trainer, name: str, *more: Any) -> Any:
+        return kill(trainer) if (trainer.iteration, name) == (6, split) else evaluate(trainer, name, *more)
 
     config = tiny_run(tmp_path, f"{corpora} --save {tmp_path}/saved --save-interval 1")
     assert start(config, patch("megatron.training.loop.evaluate", killed)).status is None
@@ -312,8 +312,8 @@ def test_a_run_stopped_before_evaluating_makes_up_for_every_set(tmp_path: Path, 
     start(config, before_step(4, lambda trainer: signal.raise_signal(signal.SIGTERM)))
     assert evaluations(tmp_path) == BOTH[:2]
 
-    def killed(trainer: Trainer, name: str) -> Any:
-        return kill(trainer) if name == "valid:code" else evaluate(trainer, name)
+    def killed(trainer: Trainer, name: str, *more: Any) -> Any:
+        return kill(trainer) if name == "valid:code" else evaluate(trainer, name, *more)
 
     start(config, patch("megatron.training.loop.evaluate", killed))
     start(config)
