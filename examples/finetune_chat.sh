@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # From a base model to one that answers: pretrains a tiny model on sentences about capitals, fine-tunes it on
-# conversations in which a user asks for them, tunes it to prefer right answers, exports it with its chat template, and
+# conversations in which a user asks for them, tunes it to prefer one of two ways to answer, exports it with its chat template, and
 # asks it in Hugging Face's transformers. Minutes on a CPU.
 set -euo pipefail
 
@@ -23,12 +23,14 @@ random.seed(1)
 capitals = {"Chile": "Santiago", "Egypt": "Cairo", "France": "Paris", "Ghana": "Accra", "India": "Delhi"}
 capitals |= {"Japan": "Tokyo", "Kenya": "Nairobi", "Norway": "Oslo", "Peru": "Lima", "Spain": "Madrid"}
 questions = ("What is the capital of {}?", "{}: its capital, please.", "Name the capital of {}.")
+answers = ("It is {}.", "{} it is.")
 
 
 def turns():
     country = random.choice([*capitals])
     question = random.choice(questions).format(country)
-    return [{"role": "user", "content": question}, {"role": "assistant", "content": f"It is {capitals[country]}."}]
+    answer = random.choice(answers).format(capitals[country])
+    return [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
 
 
 def write(name, rows):
@@ -42,9 +44,10 @@ for name, count in (("train", 600), ("valid", 40)):
     write(name, [{"messages": turns() + (turns() if n % 3 == 0 else [])} for n in range(count)])
 pairs = []
 for _ in range(200):
-    question, right = turns()
-    other = random.choice([capital for capital in capitals.values() if capital not in right["content"]])
-    pairs.append({"prompt": [question], "chosen": [right], "rejected": [{**right, "content": f"It is {other}."}]})
+    question, answer = turns()
+    capital = answer["content"].removeprefix("It is ").removesuffix(" it is.").removesuffix(".")
+    chosen, rejected = ([{"role": "assistant", "content": text.format(capital)}] for text in answers)
+    pairs.append({"prompt": [question], "chosen": chosen, "rejected": rejected})
 write("pairs", pairs[:180])
 write("valid_pairs", pairs[180:])
 END
@@ -62,16 +65,10 @@ python tasks/finetune/sft.py --pretrained-checkpoint "$out/base" --chat-template
     --chat-data-path "$out/train.jsonl" --valid-chat-data-path "$out/valid.jsonl" --seq-length 128 --num-epochs 4 \
     --global-batch-size 8 --micro-batch-size 8 --lr 3e-3 --log-interval 50 --save "$out/sft"
 
-printf '\n== preference tuning: right answers preferred to wrong ones, relative to the model so far\n'
+printf '\n== preference tuning: "It is Lima." preferred to "Lima it is."\n'
 python tasks/finetune/dpo.py --pretrained-checkpoint "$out/sft" --chat-data-path "$out/pairs.jsonl" \
     --valid-chat-data-path "$out/valid_pairs.jsonl" --seq-length 128 --num-epochs 1 --global-batch-size 8 \
-    --micro-batch-size 8 --lr 3e-4 --log-interval 5 --run-dir "$out/dpo-log" --save "$out/dpo"
-python - "$out/dpo-log/metrics.jsonl" <<'END'
-import json, sys
-
-*_, last = (line for line in map(json.loads, open(sys.argv[1])) if "rewards/accuracies validation" in line)
-print(f"the right answer is preferred in {last['rewards/accuracies validation']:.0%} of the validation pairs")
-END
+    --micro-batch-size 8 --lr 3e-4 --log-interval 5 --save "$out/dpo"
 
 printf '\n== export to Hugging Face, and a chat in transformers\n'
 python tools/convert_checkpoint.py --load "$out/dpo" --save-hf "$out/huggingface"
