@@ -293,18 +293,19 @@ class HarnessModel:
 
     def apply_chat_template(self, chat_history: Sequence[Mapping[str, str]], add_generation_prompt: bool = True) -> str:
         """Return the text of a conversation; without system messages if the template refuses them."""
-        from jinja2 import TemplateError
-
         render = partial(
             self.tokenizer.apply_chat_template,
             tokenize=False,
             add_generation_prompt=add_generation_prompt,
             continue_final_message=not add_generation_prompt,
         )
+        others = [message for message in chat_history if message["role"] != "system"]
         try:
             return str(render([*chat_history]))
-        except TemplateError:
-            return str(render([message for message in chat_history if message["role"] != "system"]))
+        except Exception:  # of the template
+            if len(others) == len(chat_history):
+                raise
+            return str(render(others))
 
 
 RUNNING: list[SharedModel] = []

@@ -295,10 +295,10 @@ class ParallelLinear(nn.Module):
         DoRA (arXiv 2402.09353) divides by them, and treats them as constants in backward (section 4.3).
         """
         weight = self._spec.dense(self.weight)
-        weight = weight.to(torch.promote_types(weight.dtype, torch.float32))
+        weight = weight.to(torch.promote_types(weight.dtype, torch.float32), copy=True)
         if self.lora_a is not None and (sb := self._spec.output_matrix(self.lora_b)) is not None:
-            weight = weight + sb.to(weight.dtype).matmul(self.lora_a.to(weight.dtype))
-        squares = weight.square().sum(1)
+            weight.addmm_(sb.to(weight.dtype), self.lora_a.to(weight.dtype))
+        squares = weight.square_().sum(1)
         return (squares if self.column else comm.all_reduce(squares, self._spec.tp)).sqrt()
 
 

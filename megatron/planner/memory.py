@@ -31,7 +31,8 @@ from megatron.distributed.param_layout import (
     plan_buckets,
 )
 from megatron.distributed.sharding import EXPERT_REDUCE_AXES
-from megatron.layers.parameters import Sharding, Specs, adapted_parts, gpt, linear_parts, trainable
+from megatron.layers import parameters
+from megatron.layers.parameters import ADAPTABLE, Sharding, Specs, adapted_parts, gpt, linear_parts, trainable
 from megatron.optimizer.param_groups import offloaded_params, rule_of
 from megatron.pipeline.actions import BACKWARD, FORWARD, INPUT, WEIGHT
 from megatron.pipeline.communication import channels
@@ -94,12 +95,14 @@ def max_peak_bytes(config: RunConfig, world_size: int) -> dict[str, int]:
     By :data:`STATE_KINDS`, ``gathered weights`` (:func:`gathered_weight_bytes`), ``reduction``
     (:func:`reduction_buffer_bytes`), ``activations`` that micro-batches in flight
     keep, ``delayed gradients`` (operands of weight gradients that a schedule delays), ``temporary`` tensors (logits or
-    those of a block's backward), ``FP8 weights`` (:func:`fp8_weight_bytes`), and an estimate for NCCL.
+    those of a block's backward), ``FP8 weights`` (:func:`fp8_weight_bytes`), ``converted weights``
+    (:func:`converted_weight_bytes`), and an estimate for NCCL.
     """
     layout = Layout.from_config(config.parallel, world_size)
     activations = peak_activations(config, layout.sizes["dp"])
     fp8 = fp8_weight_bytes(config) if config.precision.fp8_format is not None else 0
-    others = {"FP8 weights": fp8, "NCCL estimate": communicator_bytes(config, world_size)}
+    others = {"FP8 weights": fp8, "converted weights": converted_weight_bytes(config)}
+    others |= {"NCCL estimate": communicator_bytes(config, world_size)}
     peaks = []
     for pp, state in enumerate(_state_by_stage(config, world_size)):
         gathered = {"gathered weights": gathered_weight_bytes(config, layout, pp)}
@@ -400,6 +403,20 @@ def fp8_weight_bytes(config: RunConfig) -> int:
         ]
         by_stage.append(max(sizes, default=0) if config.parallel.reshards_after_forward else 2 * sum(sizes))
     return max(by_stage)
+
+
+CONVERTING_BYTES = 10
+"""Bytes per element of a quantised weight that is converted for a product. The norms of rows for DoRA need 8."""
+
+
+def converted_weight_bytes(config: RunConfig) -> int:
+    """Return the bytes of the largest weight that is converted, for a product or the norms of DoRA; 0 without any."""
+    model = config.model
+    if model.lora_rank is None or not (model.lora_dora or model.frozen_weights_precision):
+        return 0
+    specs = parameters.block(model.base, Sharding.of_first_rank(config.parallel))
+    weights = (spec for name, spec in specs.items() if ADAPTABLE.fullmatch(f"layers.0.{name.removesuffix('.weight')}"))
+    return CONVERTING_BYTES * max(prod(spec.local_shape) for spec in weights)
 
 
 def reduction_buffer_bytes(config: RunConfig, world_size: int) -> int:

@@ -78,6 +78,7 @@ DISTRIBUTION_OF = {
     "huggingface_hub": "huggingface-hub",
     "tiktoken_ext": "tiktoken",
     "google": "protobuf",
+    "lm_eval": "lm-eval",
 }
 """Import names that differ from the name of the package to install."""
 

@@ -8,6 +8,8 @@ import pytest
 import torch
 
 from megatron.kernels.quantized import dequantize, normal_float_codes, quantize
+from megatron.planner.memory import CONVERTING_BYTES
+from tests.unit.planner.test_activations import LiveMemory
 
 NF4 = (
     *(-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635),
@@ -41,6 +43,15 @@ def test_errors_are_at_most_half_a_step(precision: str, bytes_of_block: int, dty
     values = weight.double().unflatten(1, (3, 64)) / largest.where(largest > 0, 1.0)
     best = nearest[(values.unsqueeze(-1) - nearest).abs().argmin(-1)] * largest
     torch.testing.assert_close(found.double(), best.flatten(1), rtol=4 * rounding + 1e-6, atol=0)
+
+
+@pytest.mark.parametrize("precision", ["int8", "nf4"])
+def test_memory_of_a_conversion_is_that_foretold(precision: str) -> None:
+    weight = torch.randn(256, 512, generator=torch.Generator().manual_seed(0))
+    packed = quantize(weight, precision)
+    with LiveMemory() as memory:
+        dequantize(packed, precision, torch.bfloat16)
+    assert memory.peak == pytest.approx(CONVERTING_BYTES * weight.numel(), rel=0.01)
 
 
 @pytest.mark.parametrize("precision", ["int8", "nf4"])

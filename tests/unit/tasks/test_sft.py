@@ -50,7 +50,8 @@ def test_a_chat_model_from_hugging_face_and_back(tmp_path: Path, capfd: pytest.C
     write(tmp_path / "train")
     write(tmp_path / "valid", PAIRS[:3])
     paths = f"--chat-data-path {tmp_path}/train --valid-chat-data-path {tmp_path}/valid --run-dir {out}"
-    argv = f"--pretrained-checkpoint hf:{base} {paths} --save {out}/saved --num-epochs 90 {FLAGS} --lr-decay-style constant".split()
+    argv = f"--pretrained-checkpoint hf:{base} {paths} --save {out}/saved --num-epochs 90 {FLAGS}".split()
+    argv += ["--lr-decay-style", "constant"]
     assert sft.main(argv) == 0
     assert column(out, "iteration", "lm loss validation") == [*range(2, 181, 2)], "at the end of every epoch"
     assert records(out)[-1]["lm loss"] < 0.05

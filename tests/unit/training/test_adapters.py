@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from megatron.checkpoint.format import Manifest
 from megatron.config.run import RunConfig
 from megatron.inference.load import open_pretrained
 from megatron.kernels.quantized import dequantize, normal_float_codes
@@ -17,6 +18,7 @@ from megatron.training.trainer import Trainer
 from tests.runs import Told, before_step, checkpoint, differences, kill, start, steps, tiny_run
 from tests.solo import one_rank_mesh
 from tests.unit.convert.folders import random_weights, write_folder
+from tools.convert_checkpoint import main as convert
 
 SAVING = "--micro-batch-size 2 --save-interval 2"
 
@@ -156,3 +158,15 @@ def test_what_is_loaded_is_what_was_trained(tmp_path: Path, base: Path) -> None:
         frozen = open_pretrained(str(base)).build(one_rank_mesh(), torch.float64, torch.device("cpu"))
         torch.testing.assert_close(frozen.logits(tokens), chunk.logits(tokens), rtol=0, atol=0)
     assert not torch.allclose(frozen.logits(tokens), model.logits(tokens))
+
+
+def test_a_run_starts_from_an_adapter_of_peft_as_from_its_own(tmp_path: Path, base: Path) -> None:
+    assert run(tmp_path / "first", base, "--lora-rank 2 --lora-target linear_qkv.v mlp.*").status == 0
+    first, again, adapter = tmp_path / "first" / "saved", tmp_path / "again", tmp_path / "peft"
+    assert convert(["--load", f"{first}", "--save-peft", f"{adapter}"]) == 0
+    assert convert(["--load-peft", f"{adapter}", "--pretrained-checkpoint", f"{base}", "--save", f"{again}"]) == 0
+    for name, saved in {"a": first / "iter_0000006", "b": again / "iter_0000000"}.items():
+        targets = " ".join(Manifest.open(saved).config["model"]["lora_target"])
+        flags = f"--resume-mode weights-only --load {saved} --train-iters 2 --lora-rank 2 --lora-target {targets}"
+        assert run(tmp_path / name, base, flags).status == 0
+    assert steps(tmp_path / "a") == steps(tmp_path / "b")
