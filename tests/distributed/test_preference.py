@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 import math
 from collections.abc import Mapping
 from dataclasses import replace
@@ -17,7 +16,7 @@ import torch
 from megatron.config.run import RunConfig
 from megatron.training.build import build_mesh
 from megatron.training.frozen_models import frozen_location, open_frozen
-from tasks.finetune.precompute import write_references, write_teacher
+from tasks.finetune.precompute import write_teacher
 from tests.checkpoints import save_model
 from tests.distributed.drive import MODEL, Case, compare_with_twin, run_on
 from tests.distributed.grid import FACTORS, case_of, label
@@ -103,34 +102,21 @@ def test_the_model_without_its_adapters_is_the_reference(pool: Pool, choice: Cho
 
 def write_in_advance(rank: int, world_size: int, config: RunConfig, output: Path) -> None:
     mesh = build_mesh(config, rank, world_size)
-    model = open_frozen(config, mesh, torch.device("cpu"), frozen_location(config))
-    (write_references if config.training.objective == "dpo" else write_teacher)(config, model, output)
+    write_teacher(config, open_frozen(config, mesh, torch.device("cpu"), frozen_location(config)), output)
 
 
 @pytest.mark.parametrize("layout", ["--tensor-model-parallel-size 2 --sequence-parallel", PP_CP, ""])
-def test_what_is_computed_in_advance_is_the_same_in_every_layout(pool: Pool, tmp_path: Path, layout: str) -> None:
+def test_logits_computed_in_advance_are_the_same_in_every_layout(pool: Pool, tmp_path: Path, layout: str) -> None:
     """On 4 ranks as on 1, of which each writes its own rows of one file."""
     model = "--vocab-size 257 --seq-length 16 --max-position-embeddings 16 --fp64 --global-batch-size 8"
     saved = tmp_path / "base"
     assert start(tiny_run(tmp_path / "run", f"{model} --train-iters 1 --save {saved}")).status == 0
-    lines = [{"prompt": str(i), "chosen": "a" * (i % 3 + 1), "rejected": "b" * (i % 4)} for i in range(11)]
-    (tmp_path / "pairs").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    pairs = f"--no-mock-data --tokenizer-type ByteTokenizer --objective dpo --chat-data-path {tmp_path}/pairs"
-    kinds = {"logits": f"--objective distillation --teacher-model {saved} --eval-iters 1", "pairs": pairs}
-    kinds["pairs"] += f" --reference-model {saved}"
-    for name, flags in kinds.items():
-        one, four = tmp_path / f"{name}-1", tmp_path / f"{name}-4"
-        write_in_advance(0, 1, tiny_run(tmp_path / "run", f"{model} {flags}"), one)
-        pool.run(4, write_in_advance, tiny_run(tmp_path / "run", f"{model} {flags} {layout}", 4), four)
-        if name == "pairs":
-            both = [[json.loads(line) for line in path.read_text().splitlines()] for path in (one, four)]
-            for ours, theirs, line in zip(*both, lines, strict=True):
-                assert {key: ours[key] for key in line} == {key: theirs[key] for key in line} == line
-                for key in ("ref_chosen_logps", "ref_rejected_logps"):
-                    assert ours[key] == pytest.approx(theirs[key], rel=1e-10)
-            continue
-        assert (one / "teacher.json").read_text() == (four / "teacher.json").read_text()
-        for split, kind in itertools.product(("train", "valid"), ("logits", "ids")):
-            ours, theirs = (np.load(folder / f"{split}.{kind}.npy") for folder in (one, four))
-            np.testing.assert_allclose(ours, theirs, rtol=1e-10)
-            assert ours.any(axis=-1).all(), "a row was not written"
+    flags = f"{model} --objective distillation --teacher-model {saved} --eval-iters 1"
+    one, four = tmp_path / "one", tmp_path / "four"
+    write_in_advance(0, 1, tiny_run(tmp_path / "run", flags), one)
+    pool.run(4, write_in_advance, tiny_run(tmp_path / "run", f"{flags} {layout}", 4), four)
+    assert (one / "teacher.json").read_text() == (four / "teacher.json").read_text()
+    for split, kind in itertools.product(("train", "valid"), ("logits", "ids")):
+        ours, theirs = (np.load(folder / f"{split}.{kind}.npy") for folder in (one, four))
+        np.testing.assert_allclose(ours, theirs, rtol=1e-10)
+        assert ours.any(axis=-1).all(), "a row was not written"
