@@ -85,6 +85,7 @@ DROPOUT: dict[str, dict[str, Any]] = {
     "hidden": {"hidden_dropout": 0.2},
     "attention": {"attention_dropout": 0.2},
 }
+"""With ``hidden``, embeddings are noisy too."""
 
 EOD = 5
 DOCUMENTS: dict[str, MaskBuilder] = {
@@ -205,10 +206,9 @@ FACTORS: dict[str, tuple[Any, ...]] = {
     "biases": tuple(BIASES),
     "activation": tuple(ACTIVATIONS),
     "pattern": tuple(PATTERNS),
-    "documents": tuple(DOCUMENTS),
+    "documents": tuple(name for name in DOCUMENTS if name != "all"),  # conversations have all masks, and other cases
     "masked": (True, False),
     "dropout": tuple(DROPOUT),
-    "neftune": (0.0, 5.0),
     "z_loss": (0.0, 1e-2),
     "loss_chunk": (1024, 7),
     "overlap": (True, False),
@@ -387,7 +387,7 @@ def case_of(choice: Choice) -> Case:
         micro_batch_size=c["micro_batch"],
         cross_entropy_chunk_size=c["loss_chunk"],
         mlp_chunk_size=c["mlp_chunk"],
-        neftune_alpha=c["neftune"],
+        neftune_alpha=5.0 if c["dropout"] == "hidden" else 0.0,
         **RECOMPUTE[c["recompute"]],
     )
     optimizer = OptimizerConfig(
