@@ -160,7 +160,8 @@ def build_and_train(
     with log, PeerWatchdog(world, trainer.pipeline if config.parallel.pipeline_model_parallel_size > 1 else None):
         for text in (*notes, "\n".join([summary(config, world.size, **position), *trainer.data.summary()])):
             log.note(text)
-        callbacks = [*([] if diloco is None else [diloco]), *build_callbacks(trainer, log, stop, others)]
+        with refuse_start_on_error():
+            callbacks = [*([] if diloco is None else [diloco]), *build_callbacks(trainer, log, stop, others)]
         return train(trainer, run_step, log, stop, callbacks, checkpointer)
 
 

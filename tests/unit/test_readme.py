@@ -38,7 +38,6 @@ def test_speeds_are_those_of_the_results() -> None:
     found = {label: ratio for kind in result("train_step").values() for label, ratio in kind["ratios"].items()}
     eager, fused = (found[f"tokens/s of ours / transformers{rest}"] for rest in ("", ", fused gelu"))
     assert f"{figure(eager)}; {figure(fused)} with its gelu fused" in TEXT
-    assert f"| {figure(found['process-seconds of TP=2 / one process'])} |" in TEXT
 
 
 def test_speeds_on_a_gpu_are_those_of_the_results() -> None:
