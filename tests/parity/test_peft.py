@@ -94,7 +94,11 @@ def logits_of_peft(hf: Path, adapter: Path) -> Tensor:
         model = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.from_pretrained(hf)).double()
         model.load_state_dict(weights)
         adapted = peft.get_peft_model(model, peft.PeftConfig.from_pretrained(adapter)).double().eval()
-        assert not peft.set_peft_model_state_dict(adapted, adapters).unexpected_keys
+        loaded = peft.set_peft_model_state_dict(adapted, adapters)
+        assert not loaded.unexpected_keys
+        assert not [name for name in loaded.missing_keys if "lora_" in name], (
+            "target_modules selects the file's linears"
+        )
         found: Tensor = adapted(tokens()).logits
     return found
 
