@@ -22,6 +22,7 @@ YARN = Need("position_embedding_type=yarn")
 QK_NORM = Need("qk_layernorm")
 EXPERTS = Need("num_experts")
 GATED = Need(f"activation={'|'.join(GATED_ACTIVATIONS)}", "a gated activation")
+CROSS_ENTROPY = Need(lambda c: c.training.objective not in ("dpo", "distillation"), "--objective next_token")
 LORA = Need("lora_rank")
 
 QUANTIZED_BITS = {"int8": 8, "nf4": 4}
@@ -234,7 +235,7 @@ class ModelConfig:
     """Dropout rate of attention weights. Above 0, attention is not fused."""
     init_method_std: float = option(0.02, role="free", at_least=0)
     """Standard deviation of the initial weights; output projections use std/sqrt(2 x num_layers)."""
-    z_loss_coeff: float = option(0.0, role="schedule", at_least=0)
+    z_loss_coeff: float = option(0.0, role="schedule", at_least=0, needs=CROSS_ENTROPY)
     """Weight of PaLM's z-loss, the squared log-partition of the logits."""
 
     num_experts: int | None = option(None, role="shape", at_least=2, at_most=MAX_SIZE)

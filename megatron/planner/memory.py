@@ -211,7 +211,7 @@ def bucket_shapes(config: RunConfig, layout: Layout, pp_rank: int) -> Iterator[B
         name: BucketKey.of(
             name,
             spec,
-            dtype if spec.dense is None else "uint8",
+            dtype if spec.dense is None else QUANTIZED,
             rule_of(name, spec, config.optimizer) == "muon",
             parallel.zero_stage,
         )
