@@ -298,8 +298,8 @@ class TrainingConfig:
     (divergence from a teacher), or the name of a plugin."""
     reference_model: str | None = option(None, role="start", needs=DPO)
     """Frozen model that log-ratios of preferences are relative to: a checkpoint, a folder of checkpoints, hf:DIR or
-    megatron:DIR. Default: the columns ref_chosen_logps and ref_rejected_logps of the data; without these the model
-    without its adapters, or pretrained_checkpoint."""
+    megatron:DIR. Default: the columns ref_chosen_logps and ref_rejected_logps of the data; without these the model that
+    the run starts from."""
     teacher_model: str | None = option(None, role="start", needs=DISTILLATION)
     """Model whose most likely tokens the student learns, of any size but with the same vocabulary: a checkpoint, a
     folder of checkpoints, hf:DIR or megatron:DIR."""

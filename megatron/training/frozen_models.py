@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from megatron.config.errors import Problem, UserError
-from megatron.config.run import RunConfig
+from megatron.config.run import HUGGING_FACE_PREFIX, RunConfig
 from megatron.config.text import flag
 from megatron.convert.saved_model import open_model
 from megatron.distributed.launch import run_on_rank0
@@ -77,7 +77,8 @@ def frozen_inputs(trainer: Trainer) -> tuple[FrozenInputs | None, list[str]]:
     in_data = set.intersection(*(set(dataset[0].extra) for dataset in trainer.data.datasets.values()))
     if location is None and in_data & {"reference_logps", "teacher_logits"}:
         return None, [f"{name.replace('_', ' ')}: computed in advance"]
-    if name == "reference_model" and location is None and config.model.lora_rank is not None:
+    without_adapters = config.model.lora_rank is not None and config.checkpoint.load is None
+    if name == "reference_model" and location is None and without_adapters:
         adapters = next(iter(trainer.chunks.values())).context.adapters
         return FrozenInputs(trainer, measure, adapters.disabled), ["reference model: this one without its adapters"]
     location = frozen_location(config)
@@ -86,15 +87,16 @@ def frozen_inputs(trainer: Trainer) -> tuple[FrozenInputs | None, list[str]]:
 
 
 def frozen_location(config: RunConfig) -> str:
-    """Return the location of the frozen model that the objective needs.
+    """Return the location of the frozen model that the objective needs; the reference is the model to start from.
 
     Raises:
-        UserError: if there is none.
+        UserError: if none is given, and ``--load`` continues a run, which may have started from anything.
     """
-    name = FROZEN_MODELS[config.training.objective]
+    name, start = FROZEN_MODELS[config.training.objective], config.checkpoint.first_start
     location: str | None = getattr(config.training, name)
-    if location is None and name == "reference_model":
-        location = config.checkpoint.pretrained_checkpoint
+    starts = start.resume_mode == "weights-only" or str(start.load).startswith(HUGGING_FACE_PREFIX)
+    if location is None and name == "reference_model" and starts and start.ckpt_step is None:
+        location = start.load
     if location is None:
         sentence = f"--objective {config.training.objective} needs {flag(name)}"
         raise UserError([Problem("E322", sentence, (f"{flag(name)} CHECKPOINT",))])

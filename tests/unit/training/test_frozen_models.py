@@ -77,6 +77,16 @@ def test_the_reference_is_given_in_three_ways(tmp_path: Path, base: Path, pairs:
         assert numbers["lm loss"] == pytest.approx(other[step]["lm loss"], rel=1e-12)
 
 
+def test_the_reference_of_adapters_trained_before_has_them(tmp_path: Path, base: Path, pairs: Path) -> None:
+    lora = f"--pretrained-checkpoint {base} --lora-rank 4"
+    first = tmp_path / "first"
+    trained(first, tiny_run(first, f"{MODEL} --train-iters 3 --lr 0.1 {lora} --save {first}/save"))
+    more = f"{lora} --load {first}/save"
+    both = trained(tmp_path / "dpo", run_of(tmp_path / "dpo", pairs, f"{more} --resume-mode weights-only"))
+    assert both[1]["lm loss"] == pytest.approx(0.6931471805599453, rel=1e-12)  # -log(1/2): the policy is the reference
+    assert both[5]["lm loss"] != both[1]["lm loss"]
+
+
 def test_a_teacher_beside_the_run_and_in_a_file(tmp_path: Path, base: Path) -> None:
     """Also of validation data, and with fewer logits than the file has."""
     flags = f"{MODEL} --objective distillation --distillation-top-k 6 --eval-iters 2 --hidden-size 32"
