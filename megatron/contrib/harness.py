@@ -73,14 +73,13 @@ class SharedModel:
 
     def call(self, name: str, *arguments: Any) -> Any:
         """Call a method with JSON arguments on all ranks; return the result."""
-        comm.broadcast_object([name, [*arguments]], self.world)
+        self._share([name, [*arguments]])
         return getattr(self, name)(*arguments)
 
     def serve(self) -> None:
         """Take part in the passes of rank 0 until it calls :meth:`end`; raise the error that it has passed."""
         while True:
-            message: list[Any] = comm.broadcast_object([], self.world)
-            name, arguments = message
+            name, arguments = self._share([])
             if name == END:
                 raise_first_error(arguments)
                 return
@@ -89,7 +88,12 @@ class SharedModel:
 
     def end(self, outcome: Sequence[Any] = (None, None)) -> None:
         """Let the serving ranks go on, with an error if there is one in ``outcome``."""
-        comm.broadcast_object([END, [[*outcome]]], self.world)
+        self._share([END, [[*outcome]]])
+
+    def _share(self, message: list[Any]) -> list[Any]:
+        """Return rank 0's message on all ranks."""
+        shared: list[Any] = comm.broadcast_object(message, self.world)
+        return shared
 
     def score(self, requests: Sequence[tuple[list[int], int]]) -> list[tuple[float, bool]]:
         """Return the log-probability of the last tokens of sequences, and whether all are the most likely."""

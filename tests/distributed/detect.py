@@ -4,26 +4,30 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 import torch.nn.functional as F
 
 from megatron.config.errors import UserError
 from megatron.config.parallel import GradCompression, ParallelConfig
 from megatron.config.run import CheckpointConfig, DataConfig, OptimizerConfig, TrainingConfig
+from megatron.contrib.harness import SharedModel
 from megatron.data.errors import DataError
 from megatron.data.loader import MaskBuilder, build_data
 from megatron.distributed.grad_accumulator import GradAccumulator
 from megatron.distributed.launch import run_on_rank0, world_group
 from megatron.distributed.layout import Layout
 from megatron.distributed.mesh import Mesh
+from megatron.distributed.micro_batch import MicroBatch
 from megatron.distributed.param_layout import MatrixBlock
-from megatron.layers.loss import VocabularyShard, linear_cross_entropy
+from megatron.inference.generate import PipelinedModel
+from megatron.layers.loss import VocabularyShard, linear_cross_entropy, token_losses
 from megatron.layers.moe import DispatchPlan
 from megatron.optimizer.grad_compression import build_compressor
 from megatron.pipeline.actions import COMPUTE_KINDS
@@ -36,6 +40,7 @@ from megatron.training.checkpointer import choose_resume_source, consumed_digest
 from megatron.training.loop import StopRequest, log_startup
 from megatron.training.main import new_run_id
 from megatron.training.metrics import MetricsWindow, RankStats, gather_rank_stats
+from megatron.training.scoring import record, score_tokens
 from megatron.training.startup import PHASES
 from megatron.training.step import train_step
 from megatron.training.trainer import check_same_data
@@ -202,6 +207,49 @@ def steps_of_all_stages(rank: int, world_size: int, case: Case) -> int:
     return steps
 
 
+def passes(rank: int, world_size: int, case: Case) -> list[list[float]]:
+    """What passes that only compute find: scores of texts, likeliest tokens where the last stage is, continuations."""
+    trainer = build_trainer(case.config(), rank, world_size)
+    texts = [[*range(3, 3 + length)] for length in (5, 9, 4)]
+    new = SharedModel(trainer, None, (), 2).continue_texts(texts, 3, (), {"temperature": 0.0})
+    requests = [(text, len(text) - 2) for text in texts] + [([*text, *more], 3) for text, more in zip(texts, new)]
+    scores = score_tokens(trainer, requests, batch_size=1)
+    batch = MicroBatch.of_tokens(torch.tensor(texts[0]).unsqueeze(0))
+    tops = record(trainer, [batch], lambda hidden, _, output: output.top_logits(hidden, 5))
+    found = [x for log_probs, greedy in scores for x in (*log_probs, *map(float, greedy))]
+    likeliest = [x for top in tops for values in top for x in values.flatten().tolist()]
+    return [found, likeliest, [float(x) for ids in new for x in ids]]
+
+
+def logits_of_stages(rank: int, world_size: int, case: Case) -> list[list[float]]:
+    """The logits that all stages get."""
+    trainer = build_trainer(case.config(), rank, world_size)
+    return [PipelinedModel(trainer).logits(torch.tensor([[3, 4, 5]]), last=1).flatten().tolist()]
+
+
+def finds_like_one_process(function: Callable[..., Any], case: Case, ranks: Sequence[list[list[float]]]) -> bool:
+    alone = function(0, 1, case.twin())
+    pairs = [(own, found) for rank in ranks for own, found in zip(alone, rank, strict=True) if found]
+    return all(own == pytest.approx(found, rel=TOLERANCE) for own, found in pairs)
+
+
+class Listener(SharedModel):
+    """Keeps what it is asked to hear."""
+
+    def hear(self, word: str) -> None:
+        self.heard = word
+
+
+def hear_of_passes(rank: int, world_size: int) -> str:
+    """Rank 0 starts a pass; what this rank hears of it."""
+    mesh: Any = SimpleNamespace(mesh=Mesh(Layout.from_config(ParallelConfig(), world_size), rank))
+    listener = Listener(mesh, None, (), 1)
+    listener.heard = ""
+    with suppress(ValueError):
+        listener.run(lambda: listener.call("hear", "pass"))
+    return listener.heard
+
+
 def digest_of_a_step(rank: int, world_size: int, case: Case) -> bool:
     """Whether what all ranks have read in a step passes for what they should have read."""
     trainer = build_trainer(case.config(), rank, world_size)
@@ -232,7 +280,7 @@ def begin_a_window(rank: int, world_size: int) -> float:
 
 
 def large_logits(rank: int, world_size: int) -> tuple[float, torch.Tensor]:
-    """Cross-entropy of logits around +-1000, whose exponentials do not exist: the sum, and this rank's part of dx."""
+    """Twice the cross-entropy of logits around +-1000, whose exponentials do not exist, and this rank's part of dx."""
     mesh = Mesh(Layout.from_config(ParallelConfig(tensor_model_parallel_size=world_size), world_size), rank)
     x, weight, labels = _extreme()
     rows = weight.shape[0] // world_size
@@ -243,8 +291,9 @@ def large_logits(rank: int, world_size: int) -> tuple[float, torch.Tensor]:
     x.requires_grad_()
     mask = torch.ones(x.shape[0], dtype=torch.float64)
     loss, _ = linear_cross_entropy(x, mine, labels, mask, vocabulary)
-    loss.backward()
-    return loss.item(), x.grad if x.grad is not None else torch.zeros_like(x)
+    of_tokens = token_losses(x, mine, labels.unsqueeze(1), mask.unsqueeze(1), vocabulary).sum()
+    (loss + of_tokens).backward()
+    return (loss + of_tokens).item(), x.grad if x.grad is not None else torch.zeros_like(x)
 
 
 def _extreme() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -257,7 +306,7 @@ def _extreme() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
 def _is_plain_cross_entropy(ranks: Sequence[tuple[float, torch.Tensor]]) -> bool:
     x, weight, labels = _extreme()
     x.requires_grad_()
-    loss = F.cross_entropy(x @ weight.t(), labels, reduction="sum")
+    loss = 2 * F.cross_entropy(x @ weight.t(), labels, reduction="sum")
     loss.backward()
     same = all(abs(got - loss.item()) <= TOLERANCE * loss.item() for got, _ in ranks)
     dx = torch.stack([part for _, part in ranks]).sum(0)
@@ -444,6 +493,12 @@ DETECTORS: dict[str, Detector] = {
     "dora-tp2": training(DORA_TP2),
     "dora-tp2-sp": training(DORA_TP2_SP),
     "adapters-of-a-stage": Detector(2, steps_of_all_stages, (PP2_LAST_ADAPTED,), lambda ranks: list(ranks) == [1, 1]),
+    "preferences-tp2": training(replace(TP2, training=replace(TP2.training, objective="dpo", dpo_beta=0.5))),
+    "passes-tp2": Detector(2, passes, (TP2,), partial(finds_like_one_process, passes, TP2)),
+    "passes-dp2": Detector(2, passes, (DP2,), partial(finds_like_one_process, passes, DP2)),
+    "passes-pp2": Detector(2, passes, (PP2,), partial(finds_like_one_process, passes, PP2)),
+    "logits-pp2": Detector(2, logits_of_stages, (PP2,), partial(finds_like_one_process, logits_of_stages, PP2)),
+    "start of a pass": Detector(2, hear_of_passes, (), lambda ranks: list(ranks) == ["pass", "pass"]),
     "cp3": training(CP3, run_in_small_tiles),
     "cp2-gathered": training(CP2_GATHERED, run_in_small_tiles),
     "cp2-heads": training(CP2_HEADS, run_in_small_tiles),

@@ -32,6 +32,8 @@ EQUIVALENT: dict[tuple[str, str, str, str], str] = {
     ("megatron/training/callbacks/health.py", "counted_samples", "sum", "doubled"): "it is only compared with 0",
     ("megatron/training/callbacks/health.py", "counted_samples", "sum", "mis-scaled"): "it is only compared with 0",
     ("megatron/layers/loss.py", "_chunk_loss", "max", "doubled"): "the maximum of equal numbers is theirs",
+    ("megatron/layers/loss.py", "forward", "max", "doubled"): "the maximum of equal numbers is theirs",
+    ("megatron/layers/loss.py", "_token_scores", "max", "doubled"): "the maximum of equal numbers is theirs",
     ("megatron/training/loop.py", "poll", "max", "doubled"): "the maximum of equal numbers is theirs",
     ("megatron/training/loop.py", "log_startup", "max", "doubled"): "the maximum of equal numbers is theirs",
     ("megatron/training/metrics.py", "_barrier", "sum", "doubled"): "ranks that meet twice have met",
