@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import cache, partial
+from itertools import zip_longest
 from types import SimpleNamespace
 from typing import Any
 
@@ -208,17 +209,21 @@ def steps_of_all_stages(rank: int, world_size: int, case: Case) -> int:
 
 
 def passes(rank: int, world_size: int, case: Case) -> list[list[float]]:
-    """What passes that only compute find: scores of texts, likeliest tokens where the last stage is, continuations."""
+    """What passes that only compute find: scores of texts with every last token; likeliest tokens on the last stage."""
     trainer = build_trainer(case.config(), rank, world_size)
-    texts = [[*range(3, 3 + length)] for length in (5, 9, 4)]
-    new = SharedModel(trainer, None, (), 2).continue_texts(texts, 3, (), {"temperature": 0.0})
-    requests = [(text, len(text) - 2) for text in texts] + [([*text, *more], 3) for text, more in zip(texts, new)]
-    scores = score_tokens(trainer, requests, batch_size=1)
-    batch = MicroBatch.of_tokens(torch.tensor(texts[0]).unsqueeze(0))
+    requests = [([*range(3, 3 + length), token], 2) for length in (2, 6) for token in range(case.model.vocab)]
+    scores = score_tokens(trainer, requests, batch_size=64)
+    batch = MicroBatch.of_tokens(torch.tensor([[3, 4, 5]]))
     tops = record(trainer, [batch], lambda hidden, _, output: output.top_logits(hidden, 5))
     found = [x for log_probs, greedy in scores for x in (*log_probs, *map(float, greedy))]
     likeliest = [x for top in tops for values in top for x in values.flatten().tolist()]
-    return [found, likeliest, [float(x) for ids in new for x in ids]]
+    return [found, likeliest]
+
+
+def continuations(rank: int, world_size: int, case: Case) -> list[list[int]]:
+    """The likeliest tokens that follow some texts, which ranks share between them."""
+    shared = SharedModel(build_trainer(case.config(), rank, world_size), None, (), 2)
+    return shared.continue_texts([[3, 4], [5], [6, 7, 8]], 3, (), {"temperature": 0.0})
 
 
 def logits_of_stages(rank: int, world_size: int, case: Case) -> list[list[float]]:
@@ -229,7 +234,7 @@ def logits_of_stages(rank: int, world_size: int, case: Case) -> list[list[float]
 
 def finds_like_one_process(function: Callable[..., Any], case: Case, ranks: Sequence[list[list[float]]]) -> bool:
     alone = function(0, 1, case.twin())
-    pairs = [(own, found) for rank in ranks for own, found in zip(alone, rank, strict=True) if found]
+    pairs = [(own, found) for rank in ranks for own, found in zip_longest(alone, rank) if found != []]
     return all(own == pytest.approx(found, rel=TOLERANCE) for own, found in pairs)
 
 
@@ -497,6 +502,7 @@ DETECTORS: dict[str, Detector] = {
     "passes-tp2": Detector(2, passes, (TP2,), partial(finds_like_one_process, passes, TP2)),
     "passes-dp2": Detector(2, passes, (DP2,), partial(finds_like_one_process, passes, DP2)),
     "passes-pp2": Detector(2, passes, (PP2,), partial(finds_like_one_process, passes, PP2)),
+    "continuations-dp2": Detector(2, continuations, (DP2,), partial(finds_like_one_process, continuations, DP2)),
     "logits-pp2": Detector(2, logits_of_stages, (PP2,), partial(finds_like_one_process, logits_of_stages, PP2)),
     "start of a pass": Detector(2, hear_of_passes, (), lambda ranks: list(ranks) == ["pass", "pass"]),
     "cp3": training(CP3, run_in_small_tiles),
