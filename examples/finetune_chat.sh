@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # From a base model to one that answers: pretrains a tiny model on sentences about capitals, fine-tunes it on
-# conversations in which a user asks for them, tunes it to prefer one of two ways to answer, exports it with its chat template, and
-# asks it in Hugging Face's transformers. Minutes on a CPU.
+# conversations in which a user asks for them, tunes it to prefer one of two ways to answer, exports it with its chat
+# template, and asks it in Hugging Face's transformers. Minutes on a CPU.
 set -euo pipefail
 
 out=${1:-runs/finetune-chat}

@@ -422,7 +422,10 @@ def _unused(need: Need, config: RunConfig) -> list[Setting]:
 
 def unused_option_notes(config: RunConfig, given: Collection[str]) -> list[str]:
     """Return notes about options without effect; only those in ``given``, not those of a preset."""
-    unused = {need: [s for s in _unused(need, config) if s.name in given] for need in SETTINGS_BY_NEED}
+    unused = {
+        need: [s for s in _unused(need, config) if s.name in given and s.value_in(config) is not None]
+        for need in SETTINGS_BY_NEED
+    }
     return [_no_effect(settings, need) for need, settings in unused.items() if settings]
 
 

@@ -85,7 +85,7 @@ class PreferenceOptimization(Objective):
     """Direct preference optimization (DPO, arXiv 2305.18290) and its variants; the loss is a mean over pairs.
 
     A sample holds whole pairs of answers, each answer a document of its own, packed by
-    :mod:`megatron.data.preference_dataset`. ``loss_mask`` marks the labels of the answers, ``extra`` has per token
+    :mod:`megatron.data.packed_dataset`. ``loss_mask`` marks the labels of the answers, ``extra`` has per token
 
     * ``answer``: number of the answer in the sample, 2 i for the preferred one of pair i, 2 i + 1 for the other;
     * ``pairs``: 1 at one label of every pair, else 0;

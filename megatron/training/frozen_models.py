@@ -17,6 +17,8 @@ from megatron.config.errors import Problem, UserError
 from megatron.config.run import HUGGING_FACE_PREFIX, RunConfig
 from megatron.config.text import flag
 from megatron.convert.saved_model import open_model
+from megatron.data.dataset import split_label
+from megatron.data.errors import DataError
 from megatron.distributed.launch import run_on_rank0
 from megatron.distributed.mesh import Mesh
 from megatron.distributed.micro_batch import MicroBatch
@@ -66,6 +68,7 @@ def frozen_inputs(trainer: Trainer) -> tuple[FrozenInputs | None, list[str]]:
 
     Raises:
         UserError: if no model is given and one is needed, it cannot be opened, or it has another vocabulary.
+        DataError: if only some of the data have what is computed in advance.
         CheckpointError: if its weights cannot be read.
     """
     config, training = trainer.config, trainer.config.training
@@ -74,9 +77,14 @@ def frozen_inputs(trainer: Trainer) -> tuple[FrozenInputs | None, list[str]]:
     name = FROZEN_MODELS[training.objective]
     measure = teacher_logits(training.distillation_top_k) if name == "teacher_model" else reference_logps
     location = getattr(training, name)
-    in_data = set.intersection(*(set(dataset[0].extra) for dataset in trainer.data.datasets.values()))
-    if location is None and in_data & {"reference_logps", "teacher_logits"}:
+    inputs = {"reference_logps", "teacher_logits"}
+    given = {split: not inputs.isdisjoint(dataset[0].extra) for split, dataset in trainer.data.datasets.items()}
+    if location is None and all(given.values()):
         return None, [f"{name.replace('_', ' ')}: computed in advance"]
+    if location is None and any(given.values()):
+        lacking = " and ".join(split_label(split) for split, has in given.items() if not has)
+        seen = f"the {lacking} data have no ref_chosen_logps and ref_rejected_logps, which other data have"
+        raise DataError(seen, "python tasks/finetune/precompute.py dpo")
     without_adapters = config.model.lora_rank is not None and config.checkpoint.load is None
     if name == "reference_model" and location is None and without_adapters:
         adapters = next(iter(trainer.chunks.values())).context.adapters

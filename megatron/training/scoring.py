@@ -171,7 +171,12 @@ def score_tokens(
 
     Returns:
         The scores of each request, on all ranks.
+
+    Raises:
+        ValueError: if more tokens are to be scored than have one before them.
     """
+    if any(count >= len(tokens) for tokens, count in requests):
+        raise ValueError("nothing predicts the first token of a sequence")
     order = sorted(range(len(requests)), key=lambda index: -len(requests[index][0]))
     groups = [order[first : first + batch_size] for first in range(0, len(order), batch_size)]
     readers = model.mesh.dp_cp

@@ -51,8 +51,9 @@ def write_references(config: RunConfig, model: FrozenModel, output: Path) -> Non
 
     paths = config.data.chat_data_path
     pairs = load_conversations(config.data, "train", config.training.seq_length, pairs=True)
-    spans = [slice(start, stop) for start, stop in zip(pairs.starts, pairs.stops)]
-    requests = [(pairs.ids[span].tolist(), int(pairs.answers[span].sum())) for span in spans]
+    spans = list(zip(pairs.starts, pairs.stops))
+    # Nothing predicts the first id of a sequence, with which an answer to an empty prompt begins.
+    requests = [(pairs.ids[start:stop].tolist(), int(pairs.answers[start + 1 : stop].sum())) for start, stop in spans]
     scores = score_tokens(model, requests, config.training.micro_batch_size)
     logps = np.array([sum(of_tokens) for of_tokens, _ in scores]).reshape(-1, 2)
 

@@ -14,7 +14,7 @@ from megatron.checkpoint.location import Location, parse_location
 from megatron.config.errors import Problem
 from megatron.config.files import FOLLOW_LINKS, describe_outside_links
 from megatron.config.run import HUGGING_FACE_PREFIX, MEGATRON_PREFIX, RunConfig
-from megatron.config.text import did_you_mean
+from megatron.config.text import did_you_mean, flag
 
 if TYPE_CHECKING:
     from megatron.contrib.object_store import RemotePath
@@ -43,6 +43,18 @@ def check_pretrained_checkpoint(config: RunConfig, world_size: int) -> Iterator[
         yield Problem("E806", sentence, ("drop --load", "drop --pretrained-checkpoint"))
     elif adapters is not None or not holds_checkpoints(config.checkpoint.save):
         yield from _source_problems("--pretrained-checkpoint", location, world_size)
+
+
+def check_frozen_models(config: RunConfig, world_size: int) -> Iterator[Problem]:
+    """Check that the reference and the teacher of the objective are models."""
+    for name in ("reference_model", "teacher_model"):
+        location, option = getattr(config.training, name), flag(name)
+        if location is None:
+            continue
+        yield from _source_problems(option, location, world_size)
+        folder = location.removeprefix(HUGGING_FACE_PREFIX)
+        if folder != location and folder.startswith((".", "/")) and not isdir(Path(folder)):
+            yield Problem("E801", f"{option} {location}: the folder does not exist", (f"drop {option}",))
 
 
 def _source_problems(option: str, load: str, world_size: int) -> Iterator[Problem]:
@@ -80,9 +92,10 @@ def _folders_beside(path: Path) -> list[str]:
 
 
 def check_links(config: RunConfig, world_size: int) -> Iterator[Problem]:
-    """Check that no links lead out of the Hugging Face folders of ``--load`` and ``--pretrained-checkpoint``."""
-    for load in (config.checkpoint.load or "", config.checkpoint.pretrained_checkpoint or ""):
-        if load.startswith(HUGGING_FACE_PREFIX) and not config.data.follow_links:
+    """Check that no links lead out of the Hugging Face folders that the run loads."""
+    start, training = config.checkpoint, config.training
+    for load in (start.load, start.pretrained_checkpoint, training.reference_model, training.teacher_model):
+        if load is not None and load.startswith(HUGGING_FACE_PREFIX) and not config.data.follow_links:
             yield from link_problems(Path(load.removeprefix(HUGGING_FACE_PREFIX)))
 
 

@@ -110,7 +110,8 @@ def check_length(config: RunConfig, world_size: int) -> Iterator[Problem]:
         sentence = f"{' and '.join(given)} {'both' if len(given) == 2 else 'all'} set the length of the run"
         yield Problem("E304", sentence, tuple(f"drop {name}" for name in given))
     elif training.num_epochs is not None and not config.data.chat_data_path:
-        yield Problem("E304", "--num-epochs counts passes over --chat-data-path", ("--train-iters 1000",))
+        fixes = ("--chat-data-path FILE.jsonl", "--train-iters 1000 --set training.num_epochs=null")
+        yield Problem("E304", "--num-epochs counts passes over --chat-data-path", fixes)
     elif training.train_samples is not None and final_iteration(training, ranks) == 0:
         first = batch_size_stages(training, ranks)[0][1]
         sentence = f"{training.train_samples} samples do not fill one step of {first}"

@@ -28,7 +28,8 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def pairs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("pairs") / "pairs.jsonl"
-    records = [{"prompt": str(i), "chosen": "a" * (i % 3 + 1), "rejected": "b" * (i % 4)} for i in range(13)]
+    records = [{"prompt": str(i), "chosen": "a" * (i % 3 + 1), "rejected": "b" * (i % 4)} for i in range(12)]
+    records.append({"prompt": "", "chosen": "ac", "rejected": "bb"})
     path.write_text("".join(json.dumps(record) + "\n" for record in records))
     return path
 
@@ -142,6 +143,14 @@ def test_what_is_missing_is_named(tmp_path: Path, base: Path, pairs: Path) -> No
     assert told.status == 2
     assert "E321 --reference-model" in told.err
     assert "has a vocabulary of 30, the model one of 257" in told.err
+
+
+def test_references_of_some_data_only_are_refused(tmp_path: Path, base: Path, pairs: Path) -> None:
+    written = precomputed("dpo", tmp_path / "pairs.jsonl", flags_of(pairs, f"--pretrained-checkpoint {base}"))
+    more = f"--pretrained-checkpoint {base} --eval-iters 1 --valid-chat-data-path {pairs}"
+    told = start(run_of(tmp_path / "run", written, more))
+    assert told.status == 2
+    assert "the validation data have no ref_chosen_logps and ref_rejected_logps, which other data have" in told.err
 
 
 def test_evaluation_reads_the_frozen_model_too(tmp_path: Path, base: Path, pairs: Path) -> None:
