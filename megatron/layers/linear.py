@@ -129,8 +129,7 @@ class _LinearSpec:
         overlapped = context.tp_overlap if context.sequence_parallel and context.tp_overlap else plain
         sequence_group = tp if context.sequence_parallel else None
         adapter, precision = LowRankAdapter.of(context), context.adapters.config.frozen_weights_precision
-        packed = context.spec("weight").dense is not None and precision is not None
-        quantized = (precision, context.dtype) if packed else None
+        quantized = None if precision is None or context.spec("weight").dense is None else (precision, context.dtype)
         return cls(kernel, context.grad_accumulator, name, tp, sequence_group, overlapped, plain, adapter, quantized)
 
     def dense(self, weight: Tensor) -> Tensor:
