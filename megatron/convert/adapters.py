@@ -92,6 +92,11 @@ class MergedWeights:
         return squares.sqrt().flatten()
 
     def _compute_row_factors(self, linear: str) -> Tensor:
-        """Return DoRA's factor of each row, its magnitude over its norm, in fp64 and the view of the rows."""
-        factors = self.adapter(f"{linear}.lora_magnitude") / self._row_norms(linear)
-        return factors.where(self._adapted_rows(linear), 1.0).view(self.specs[f"{linear}.weight"].view[:-1])
+        """Return DoRA's factor of each row, its magnitude over its norm, in fp64 and the view of the rows.
+
+        That of a row of norm 0 is 1; PEFT's is not a number.
+        """
+        norms = self._row_norms(linear)
+        scaled = self._adapted_rows(linear) & (norms > 0)
+        factors = self.adapter(f"{linear}.lora_magnitude") / norms
+        return factors.where(scaled, 1.0).view(self.specs[f"{linear}.weight"].view[:-1])

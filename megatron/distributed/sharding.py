@@ -84,6 +84,8 @@ class ShardSpec:
     fused: tuple[int, ...] = ()
     # The parameter is not trained: it has neither a gradient nor optimizer state, and checkpoints do not hold it.
     frozen: bool = False
+    # The parameter is kept in at least fp32.
+    wide: bool = False
     # Of a quantised weight, whose elements are bytes: the spec of its values.
     dense: ShardSpec | None = None
 

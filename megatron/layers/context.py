@@ -147,6 +147,8 @@ class BuildContext:
                 raise ValueError(f"{global_name} is built twice, but not declared as tied")
             return self.params[global_name]
         dtype = self.dtype if spec.dense is None else torch.uint8
+        if spec.wide:
+            dtype = torch.promote_types(dtype, torch.float32)
         if self.allocate:
             values = torch.zeros(spec.local_shape, dtype=dtype, device=self.device)
             self.initialize(global_name, values)

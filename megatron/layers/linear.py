@@ -16,9 +16,17 @@ reduce-scatter of rows of the sequence, which ``--tp-comm-overlap`` pipelines wi
 The gradient of a bias, the sum of ``dy`` over its rows, is computed by the kernel that consumes ``y``
 (:mod:`megatron.kernels.bias`): its backward has ``dy`` in registers.
 
-A linear with an adapter multiplies by ``W + s B A``, as products with each matrix inside the same communication. Its
-weight is frozen. The gradients of A and B are products of narrow matrices; that of A in a column-parallel layer and
-that of B in a row-parallel one are partial sums, because the outputs or the inputs are sharded.
+With LoRA's adapter, W is frozen, and the layer multiplies by ``W + s B A``, with A ``[R, I]`` and B ``[O, R]`` of rank
+R. Both products are inside the communication of the table. In backward ``u = s x A^T`` and ``v = s dy B``:
+
+===========  ======================  =================  =====================  ======================
+layer        A and B                 forward adds       input gradient adds    gradients of A and B
+===========  ======================  =================  =====================  ======================
+column       ``[R, I]``, ``[O/tp]``  ``(x A^T) s B^T``  ``(dy s B) A``         ``v^T x``, ``dy^T u``
+row          ``[I/tp]``, ``[O, R]``  ``(x A^T) s B^T``  ``(dy s B) A``         ``v^T x``, ``dy^T u``
+===========  ======================  =================  =====================  ======================
+
+The gradient of A in a column-parallel layer and that of B in a row-parallel one are partial sums, because v or u is.
 """
 
 from __future__ import annotations
@@ -39,7 +47,6 @@ from megatron.kernels.linear import LinearKernel
 from megatron.kernels.quantized import dequantize
 from megatron.layers.context import Adapters, BuildContext
 from megatron.layers.fp8 import Float8Function, Float8Linear
-from megatron.layers.norm import widened
 from megatron.layers.parameters import adapted_parts, linear_parts, part_of_rows
 
 
@@ -121,13 +128,8 @@ class _LinearSpec:
         plain = SEQUENCE_PARALLEL if context.sequence_parallel else REPLICATED
         overlapped = context.tp_overlap if context.sequence_parallel and context.tp_overlap else plain
         sequence_group = tp if context.sequence_parallel else None
-        adapter, precision, quantized = (
-            LowRankAdapter.of(context),
-            context.adapters.config.frozen_weights_precision,
-            None,
-        )
-        if context.spec("weight").dense is not None and precision is not None:
-            quantized = precision, context.dtype
+        adapter, precision = LowRankAdapter.of(context), context.adapters.config.frozen_weights_precision
+        quantized = None if precision is None or context.spec("weight").dense is None else (precision, context.dtype)
         return cls(kernel, context.grad_accumulator, name, tp, sequence_group, overlapped, plain, adapter, quantized)
 
     def dense(self, weight: Tensor) -> Tensor:
@@ -136,7 +138,6 @@ class _LinearSpec:
 
     def product(self, weight: Tensor, bias: Tensor | None, a: Tensor | None, sb: Tensor | None) -> Product:
         """``x -> x (W + s B A)^T + c``; A and ``s B`` are None without an adapter."""
-
         dense = self.dense(weight)
 
         def compute(rows: Tensor) -> Tensor:
@@ -146,7 +147,6 @@ class _LinearSpec:
 
     def gradient_product(self, weight: Tensor, a: Tensor | None, sb: Tensor | None) -> Product:
         """``dy -> dy (W + s B A)``."""
-
         dense = self.dense(weight)
 
         def compute(rows: Tensor) -> Tensor:
@@ -267,39 +267,53 @@ class ParallelLinear(nn.Module):
         self._spec, self._fp8 = _LinearSpec.of(context), Float8Linear.of(context, self.column)
         self.lora_a, self.lora_b = context.optional("lora_a"), context.optional("lora_b")
         self.lora_magnitude = context.optional("lora_magnitude", autograd=True)
+        # Squares of the rows of W, of this rank's inputs alone; computed at their first use.
+        self._frozen_squares: Tensor | None = None
 
     def forward(self, x: Tensor) -> Tensor:
         """Apply the layer."""
         y: Tensor
+        adapter = self._spec.adapter
         if self._fp8 is not None:
             y = Float8Function.apply(x, self.weight, self.bias, self._fp8)
-            return y
-        adapter = self._spec.adapter
-        if adapter is None or not adapter.adapters.enabled:
+        elif adapter is None or not adapter.adapters.enabled:
             y = self.function.apply(x, self.weight, self.bias, self._spec)
-        elif self.lora_magnitude is None:
+        else:
             y = self.function.apply(x, self.weight, self.bias, self._spec, self.lora_a, self.lora_b)
-        else:  # DoRA
-            y = self.function.apply(x, self.weight, None, self._spec, self.lora_a, self.lora_b)
-            factor = widened(self.lora_magnitude) / self.row_norms()
-            if adapter.own is not None:
-                factor = factor.where(adapter.own.flatten(1).any(1), 1.0)
-            y = y * factor.to(y.dtype)
-            y = y if self.bias is None else y + self.bias
+            if self.lora_magnitude is not None:
+                y = self._to_magnitudes(y, self.lora_magnitude, adapter)
         return y
+
+    def _to_magnitudes(self, y: Tensor, magnitude: Tensor, adapter: LowRankAdapter) -> Tensor:
+        """Scale the outputs, without the bias that they contain, to DoRA's magnitudes, rounding once.
+
+        A row of norm 0 has factor 1; its own is 0/0.
+        """
+        norms = self.row_norms()
+        scaled = norms > 0
+        if adapter.own is not None:
+            scaled &= adapter.own.flatten(1).any(1)
+        factor = (magnitude / norms.where(scaled, 1.0)).where(scaled, 1.0)
+        wide = y * factor
+        return (wide if self.bias is None else wide + self.bias * (1.0 - factor)).to(y.dtype)
 
     @torch.no_grad()
     def row_norms(self) -> Tensor:
         """Return the 2-norms of the rows of ``W + s B A``, in at least fp32 ``[O]``.
 
-        DoRA (arXiv 2402.09353) divides by them, and treats them as constants in backward (section 4.3).
+        DoRA (arXiv 2402.09353) divides by them, and treats them as constants in backward (section 4.3). With rows w of
+        W and b of ``s B``, their squares are ``|w|^2 + b . (2 A w + A A^T b)``, whose first term is computed once.
         """
         weight = self._spec.dense(self.weight)
-        weight = weight.to(torch.promote_types(weight.dtype, torch.float32), copy=True)
+        weight = weight.to(torch.promote_types(weight.dtype, torch.float32))
+        if self._frozen_squares is None:
+            self._frozen_squares = torch.linalg.vector_norm(weight, dim=1).square_()
+        squares = self._frozen_squares
         if self.lora_a is not None and (sb := self._spec.output_matrix(self.lora_b)) is not None:
-            weight.addmm_(sb.to(weight.dtype), self.lora_a.to(weight.dtype))
-        squares = weight.square_().sum(1)
-        return (squares if self.column else comm.all_reduce(squares, self._spec.tp)).sqrt()
+            a, sb = self.lora_a.to(weight.dtype), sb.to(weight.dtype)
+            squares = squares + (sb * torch.addmm(2.0 * weight.matmul(a.t()), sb, a.matmul(a.t()))).sum(1)
+        squares = squares if self.column else comm.all_reduce(squares, self._spec.tp)
+        return squares.clamp(min=0.0).sqrt()  # rounding may make a sum of nearly nothing negative
 
 
 class ColumnParallelLinear(ParallelLinear):

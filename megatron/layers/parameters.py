@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from math import prod
 
@@ -19,6 +19,9 @@ from megatron.distributed.sharding import Box, DenseSharding, ExpertSharding, In
 
 Specs = dict[str, ShardSpec]
 """Specs by parameter name."""
+
+Dims = tuple[int, ...]
+"""A value per dimension of a tensor."""
 
 WORD_EMBEDDINGS = "embedding.word_embeddings.weight"
 """Global name of the word embeddings; with tied embeddings also the weight of the output layer."""
@@ -245,17 +248,12 @@ def _packed(weight: ShardSpec, size: int) -> ShardSpec:
         ValueError: when a block is cut.
     """
 
-    def in_bytes(dims: tuple[int, ...]) -> tuple[int, ...]:
+    def in_bytes(dims: Dims) -> Dims:
         if dims[-1] % QUANTIZED_BLOCK:
             raise ValueError(f"{dims[-1]} inputs are not a multiple of {QUANTIZED_BLOCK}")
         return (*dims[:-1], dims[-1] // QUANTIZED_BLOCK * size)
 
-    def of_box(box: Box) -> Box:
-        return Box(in_bytes(box.start), in_bytes(box.size))
-
-    pieces = tuple(replace(p, local_box=of_box(p.local_box), global_box=of_box(p.global_box)) for p in weight.pieces)
-    shape, view, local_view = map(in_bytes, (weight.shape, weight.view, weight.local_view))
-    return replace(weight, shape=shape, view=view, local_view=local_view, pieces=pieces, dense=weight)
+    return replace(_with_inputs(weight, in_bytes, in_bytes), dense=weight)
 
 
 def _adapters(config: ModelConfig, rank: int, sharding: Sharding, linear: str, weight: ShardSpec, parts: int) -> Specs:
@@ -273,33 +271,22 @@ def _adapters(config: ModelConfig, rank: int, sharding: Sharding, linear: str, w
         magnitude = dense.replicate((out,), Init(), partial=sharding.sequence_parallel)
     else:
         a = replace(dense.replicate(view, init, partial=True), shape=(parts * rank, inputs), matrices=len(view) - 2)
-        b = _with_inputs(weight, (rank,))
-        magnitude = _with_inputs(weight, ())
+        b = replace(_with_inputs(weight, lambda size: (*size[:-1], rank), lambda start: (*start[:-1], 0)), init=Init())
+        rows = _with_inputs(weight, lambda size: size[:-1], lambda start: start[:-1])
+        magnitude = replace(rows, init=Init(), matrices=0, fused=())
     specs = {"lora_a": a, "lora_b": b}
-    return specs | {"lora_magnitude": magnitude} if config.lora_dora else specs
+    return specs | {"lora_magnitude": replace(magnitude, wide=True)} if config.lora_dora else specs
 
 
-def _with_inputs(weight: ShardSpec, inputs: tuple[int, ...]) -> ShardSpec:
-    """Return the spec of a tensor that is sharded like the outputs of a column-parallel weight, initially 0."""
+def _with_inputs(weight: ShardSpec, sizes: Callable[[Dims], Dims], starts: Callable[[Dims], Dims]) -> ShardSpec:
+    """Return the spec of a tensor that has the outputs of a weight, and other inputs: those of ``sizes``."""
 
-    def resized(box: Box) -> Box:
-        return Box(box.start[:-1] + (0,) * len(inputs), box.size[:-1] + inputs)
+    def of_box(box: Box) -> Box:
+        return Box(starts(box.start), sizes(box.size))
 
-    pieces = (replace(p, local_box=resized(p.local_box), global_box=resized(p.global_box)) for p in weight.pieces)
-    view, local_view = weight.view[:-1] + inputs, weight.local_view[:-1] + inputs
-    shape = (weight.shape[0], *inputs)
-    matrices = weight.matrices if inputs else 0
-    fused = weight.fused if inputs else ()
-    return replace(
-        weight,
-        shape=shape,
-        view=view,
-        local_view=local_view,
-        pieces=tuple(pieces),
-        init=Init(),
-        matrices=matrices,
-        fused=fused,
-    )
+    pieces = tuple(replace(p, local_box=of_box(p.local_box), global_box=of_box(p.global_box)) for p in weight.pieces)
+    shape, view, local_view = map(sizes, (weight.shape, weight.view, weight.local_view))
+    return replace(weight, shape=shape, view=view, local_view=local_view, pieces=pieces)
 
 
 def _norm_init(config: ModelConfig) -> Init:

@@ -61,6 +61,9 @@ def rank_parameters(model: ModelConfig, parallel: ParallelConfig, pp_rank: int) 
 QUANTIZED = "uint8"
 """Dtype of quantised weights, whose sizes are in bytes."""
 
+WEIGHT_BYTES = DTYPE_BYTES | {QUANTIZED: 1}
+"""Bytes per element of weights by the dtype of their bucket."""
+
 REMAINDER_BYTES = 2
 """Bytes of a main param stored as the remainder of its bf16 weight."""
 
@@ -211,7 +214,7 @@ def bucket_shapes(config: RunConfig, layout: Layout, pp_rank: int) -> Iterator[B
         name: BucketKey.of(
             name,
             spec,
-            dtype if spec.dense is None else QUANTIZED,
+            QUANTIZED if spec.dense is not None else "fp32" if spec.wide and dtype != "fp64" else dtype,
             rule_of(name, spec, config.optimizer) == "muon",
             parallel.zero_stage,
         )
@@ -236,10 +239,7 @@ class _StageState:
 
     @classmethod
     def of(cls, config: RunConfig, layout: Layout, pp: int) -> _StageState:
-        optimizer, parallel, dtype = config.optimizer, config.parallel, config.precision.params_dtype
-        weight_bytes, wide = DTYPE_BYTES[dtype], main_param_bytes(config)
-        remainders = optimizer.store_param_remainders and dtype == "bf16"
-        main_bytes = 0 if weight_bytes == wide else REMAINDER_BYTES if remainders else wide
+        optimizer, parallel, wide = config.optimizer, config.parallel, main_param_bytes(config)
         specs = rank_parameters(config.model, parallel, pp)
         rotaries = sum(len(config.model.rotary_kinds(s.layers)) for s in stages_by_rank(config.model, parallel)[pp])
         common = Counter(buffers=rotaries * (config.model.rotary_dim // 2 * wide))
@@ -252,12 +252,13 @@ class _StageState:
         shares = {expert: [[] for _ in range(count)] for expert, count in counts.items()}
         for number, bucket in enumerate(bucket_shapes(config, layout, pp)):
             size, part = bucket.packing.size, bucket.packing.size // bucket.shards
-            common["weights"] += (part if parallel.zero_stage == 3 else size) * (
-                1 if bucket.key.dtype == QUANTIZED else weight_bytes
-            )
+            weight_bytes = WEIGHT_BYTES[bucket.key.dtype]
+            common["weights"] += (part if parallel.zero_stage == 3 else size) * weight_bytes
             if bucket.key.frozen:
                 continue
             common["gradients"] += (part if parallel.zero_stage >= 2 else size) * wide
+            remainders = optimizer.store_param_remainders and bucket.key.dtype == "bf16"
+            main_bytes = 0 if weight_bytes == wide else REMAINDER_BYTES if remainders else wide
             compression = parallel.compression
             if compression is not None and compression.has_errors and bucket.copies > 1:
                 common["compression"] += part * wide
@@ -287,8 +288,10 @@ class _StageState:
         for _, name, elements, state in shares:
             (host if name in moved else device).update(state)
             if name in moved:
-                host["weights"] += elements * DTYPE_BYTES[self.config.precision.params_dtype] * (not in_host)
-                host["gradients"] += elements * main_param_bytes(self.config)
+                wide = main_param_bytes(self.config)
+                weight_bytes = wide if self.specs[name].wide else DTYPE_BYTES[self.config.precision.params_dtype]
+                host["weights"] += elements * weight_bytes * (not in_host)
+                host["gradients"] += elements * wide
         return {kind: device[kind] for kind in STATE_KINDS}, {kind: host[kind] for kind in STATE_KINDS}
 
 
@@ -324,7 +327,7 @@ def gathered_weight_bytes(config: RunConfig, layout: Layout, pp_rank: int) -> in
     (:class:`megatron.optimizer.parameter_store.ShardedParameterStore`). Otherwise all weights are whole at the end of
     forward. Buckets that one rank holds alone are not gathered.
     """
-    parallel, width = config.parallel, DTYPE_BYTES[config.precision.params_dtype]
+    parallel = config.parallel
     if parallel.zero_stage < 3:
         return 0
     buckets = _buckets_by_block(config, layout, pp_rank)
@@ -332,7 +335,8 @@ def gathered_weight_bytes(config: RunConfig, layout: Layout, pp_rank: int) -> in
     def whole(blocks: Iterable[str]) -> int:
         """Return the bytes of these blocks, of which two may share a tied weight."""
         shared = {number: bucket for block in blocks for number, bucket in buckets[block].items()}
-        return sum(bucket.packing.size * width for bucket in shared.values() if bucket.shards > 1)
+        gathered = (bucket for bucket in shared.values() if bucket.shards > 1)
+        return sum(bucket.packing.size * WEIGHT_BYTES[bucket.key.dtype] for bucket in gathered)
 
     if not parallel.reshards_after_forward:
         return whole(buckets)
@@ -406,17 +410,26 @@ def fp8_weight_bytes(config: RunConfig) -> int:
 
 
 CONVERTING_BYTES = 10
-"""Bytes per element of a quantised weight that is converted for a product. The norms of rows for DoRA need 8."""
+"""Bytes per element of a quantised weight that is converted for a product."""
 
 
 def converted_weight_bytes(config: RunConfig) -> int:
-    """Return the bytes of the largest weight that is converted, for a product or the norms of DoRA; 0 without any."""
-    model = config.model
+    """Return the bytes of the largest weight that is converted, for a product or DoRA's norms, and of W's row norms.
+
+    DoRA's norms need W in at least fp32.
+    """
+    model, wide, each = config.model, main_param_bytes(config), 0
     if model.lora_rank is None or not (model.lora_dora or model.frozen_weights_precision):
         return 0
+    if model.frozen_weights_precision:
+        each = CONVERTING_BYTES
+    elif wide > DTYPE_BYTES[config.precision.params_dtype]:
+        each = wide
+    stages = (rank_parameters(model, config.parallel, pp) for pp in range(config.parallel.pipeline_model_parallel_size))
+    rows = max(sum(prod(spec.local_shape) for spec in specs.values() if spec.wide) for specs in stages)
     specs = parameters.block(model.base, Sharding.of_first_rank(config.parallel))
     weights = (spec for name, spec in specs.items() if ADAPTABLE.fullmatch(f"layers.0.{name.removesuffix('.weight')}"))
-    return CONVERTING_BYTES * max(prod(spec.local_shape) for spec in weights)
+    return each * max(prod(spec.local_shape) for spec in weights) + rows * wide
 
 
 def reduction_buffer_bytes(config: RunConfig, world_size: int) -> int:
@@ -611,14 +624,13 @@ def data_parallel_traffic(config: RunConfig, world_size: int, rank: int = 0) -> 
     rounded = INT8_BYTES if parallel.grad_compression == "int8" else None
     if parallel.grad_reduce_in_bf16:
         rounded = DTYPE_BYTES["bf16"]
-    weight_bytes = DTYPE_BYTES[config.precision.params_dtype]
     reductions = get_num_microbatches(config.training, layout.sizes["dp"]) if parallel.zero_stage >= 2 else 1
     gathers = _weight_gathers(config, layout, pp_rank) if parallel.reshards_after_forward else None
     for number, bucket in enumerate(bucket_shapes(config, layout, pp_rank)):
         size, shard = bucket.packing.size, bucket.packing.size // bucket.shards
         over_shards, over_copies = ((n - 1) / n for n in (bucket.shards, bucket.copies))
         times = 1 if gathers is None else gathers[number]
-        sent["all-gather"] += times * size * weight_bytes * over_shards
+        sent["all-gather"] += times * size * WEIGHT_BYTES[bucket.key.dtype] * over_shards
         if bucket.key.frozen:
             continue
         if rounded is not None:

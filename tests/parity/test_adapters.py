@@ -158,3 +158,30 @@ def test_freezes_all_but_adapters(llama: Path) -> None:
     with solo.chunk.context.adapters.disabled():
         assert torch.equal(solo.chunk(None, batch)[0], base)
     assert not torch.allclose(adapted, base)
+
+
+def test_initial_values_have_the_variance_of_peft(llama: Path) -> None:
+    """A has that of its uniform distribution between -1/sqrt(in) and 1/sqrt(in), and B is 0."""
+    config = replace(read_model_config(llama), hidden_size=256, ffn_hidden_size=512, lora_rank=64)
+    for name, values in Solo.build(config).chunk.params.items():
+        if name.endswith("lora_a"):
+            assert values.mean().item() == pytest.approx(0.0, abs=0.05 / values.shape[1] ** 0.5)
+            assert values.var().item() == pytest.approx(1 / (3 * values.shape[1]), rel=0.05)
+        elif name.endswith("lora_b"):
+            assert not values.any()
+
+
+def test_a_row_of_norm_0_starts_as_it_is(llama: Path) -> None:
+    """Its magnitude over its norm, 0/0, is not a number in PEFT; here the factor is 1 until B has a value."""
+    solo = build(llama, ("linear_*",), dora=True)
+    linear = next(m for m in solo.chunk.modules() if isinstance(m, ParallelLinear) and m.name.endswith("fc2"))
+    linear.weight.data[3], linear.lora_magnitude.data[3], linear._frozen_squares = 0.0, 0.0, None
+    batch = random_batch(solo.chunk.config)
+    with solo.chunk.context.adapters.disabled():
+        base, _ = solo.chunk(None, batch)
+    torch.testing.assert_close(solo.chunk(None, batch)[0], base, rtol=1e-12, atol=0)
+    solo.step([batch], lr=0.01, weight_decay=0.0)
+    for params in (solo.buckets.grads, solo.chunk.params):
+        assert all(values.isfinite().all() for values in params.values())
+    assert linear.lora_b[3].any()
+    assert solo.chunk(None, batch)[0].isfinite()

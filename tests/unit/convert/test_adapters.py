@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +54,17 @@ def merge_by_hand(saved: SavedModel, name: str, dora: bool) -> Tensor:
         if dora:
             merged[row] *= saved.merged.adapter(f"{linear}.lora_magnitude")[row] / merged[row].norm()
     return merged
+
+
+def test_a_row_of_norm_0_is_merged_as_it_is(tmp_path: Path) -> None:
+    """DoRA's factor, a magnitude over a norm of 0, is 1 there."""
+    zeros = {name: torch.zeros_like(values) for name, values in random_weights(llama()).items()}
+    base = write_folder(tmp_path / "zeros", llama(), zeros)
+    saved = SavedModel(write_adapters(tmp_path / "iter_0000007", base, lora_dora=True, lora_target=PARTS))
+    assert saved.merged is not None
+    saved.merged.model = replace(saved.merged.model, lora_alpha=0.0)
+    for name, spec in saved.specs.items():
+        assert not saved.read(name, spec.view, whole_box(spec.view)).any(), name
 
 
 @pytest.mark.parametrize("dora", [False, True], ids=["lora", "dora"])

@@ -139,6 +139,7 @@ BLOCKS_OF_64 = "--hidden-size 64 --ffn-hidden-size 128 --frozen-weights-precisio
     [
         "",
         "--swiglu --lora-target linear_fc1.up",
+        "--bf16 --store-param-remainders",
         f"--optimizer muon --bf16 {EXPERTS}",
         f"{BLOCKS_OF_64} int8 --bf16",
         f"{BLOCKS_OF_64} nf4 --swiglu",
