@@ -17,6 +17,7 @@ from torch import Tensor
 from megatron.checkpoint.errors import CheckpointError
 from megatron.checkpoint.format import Manifest, split_box, whole_box
 from megatron.checkpoint.load import CheckpointReader
+from megatron.convert.base_model import BaseModel
 from megatron.convert.huggingface.weights import HuggingFaceWeights
 from megatron.convert.saved_model import SavedModel
 from tests.unit.convert.folders import llama, random_weights, write_adapters, write_folder
@@ -105,6 +106,21 @@ def test_the_base_may_move_but_not_change(base: Path, tmp_path: Path, capsys: py
         shutil.rmtree(tmp_path / "out-2")
 
 
+def test_a_folder_is_recognised_by_its_tensors(base: Path, tmp_path: Path) -> None:
+    """By the middle of each of them, but not by files, or by what config.json notes."""
+    digest = BaseModel.find(f"hf:{base}").digest
+    again = write_folder(tmp_path / "again", llama(), random_weights(llama()), shards=3)
+    changed_json(again / "config.json", transformers_version="9.0")
+    assert BaseModel.find(f"hf:{again}").digest == digest
+    changed_json(again / "config.json", rms_norm_eps=0.5)
+    assert BaseModel.find(f"hf:{again}").digest != digest
+    names = list(load_file(base / "model.safetensors"))
+    for name in names:
+        other = shutil.copytree(base, tmp_path / name)
+        changed_tensors(other / "model.safetensors", lambda t: t[name].view(-1)[t[name].numel() // 2].neg_())
+        assert BaseModel.find(f"hf:{other}").digest != digest, name
+
+
 def test_only_adapters_are_merged_or_written_for_peft(
     base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -112,6 +128,10 @@ def test_only_adapters_are_merged_or_written_for_peft(
     assert edit(["--load", f"{tmp_path}/save", "--merge", "--save", f"{tmp_path}/out"]) == 1
     assert main(["--load", f"{tmp_path}/save", "--save-peft", f"{tmp_path}/out"]) == 1
     assert capsys.readouterr().err.count("iter_0000000 holds no adapters") == 2
+    for tool, target in ((main, "--save-hf"), (main, "--save-megatron"), (edit, "--cast bf16 --save")):
+        flags = ["--load", f"{tmp_path}/save", *target.split(), f"{tmp_path}/out"]
+        assert tool([*flags, "--pretrained-checkpoint", f"hf:{base}"]) == 1
+        assert "iter_0000000 holds no adapters\n  fix: drop --pretrained-checkpoint" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
 
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from megatron.checkpoint.format import Manifest
+from megatron.config.errors import UserError
 from megatron.config.run import RunConfig
 from megatron.inference.load import open_pretrained
 from megatron.kernels.quantized import dequantize, normal_float_codes
@@ -118,10 +119,59 @@ def test_another_base_is_refused_by_name(tmp_path: Path, base: Path) -> None:
     resumed = run(tmp_path / "run", moved)
     assert resumed.status == 0
     assert f"the frozen weights were read from {base} before" in resumed.out
-    chained = run(tmp_path / "chained", tmp_path / "run" / "saved")
-    assert chained.status == 2
-    assert "E806 --pretrained-checkpoint: " in chained.err
-    assert "holds adapters of" in chained.err
+    last = tmp_path / "run" / "saved" / "iter_0000006"
+    for flags in ("--lora-rank 2", "--lora-rank 3"):
+        chained = run(tmp_path / "chained", tmp_path / "run" / "saved", flags)
+        assert chained.status == 2
+        assert f"E806 {last} holds adapters of {base}, not a model" in chained.err
+        (fixes,) = [line for line in chained.err.splitlines() if "fix:" in line]
+        merge = f"python tools/edit_checkpoint.py --load {last} --merge --save NEW"
+        continued = f"--load {last} --resume-mode weights-only --pretrained-checkpoint {base}"
+        assert fixes.split("fix: ")[1].split(" | ") == [merge, continued]
+    assert run(tmp_path / "continued", base, f"--lora-rank 2 --load {last} --resume-mode weights-only").status == 0
+
+
+def test_adapters_do_not_start_from_a_whole_model(tmp_path: Path, base: Path) -> None:
+    loaded = run(tmp_path / "a", base, f"--lora-rank 2 --load {base} --resume-mode weights-only")
+    assert start(tiny_run(tmp_path / "b", f"{SAVING} --train-iters 2 --save {tmp_path}/b/saved")).status == 0
+    resumed = run(tmp_path / "b", base)
+    for refused, path, fix in (
+        (loaded, base, "drop --load"),
+        (resumed, tmp_path / "b" / "saved" / base.name, "--save ANOTHER"),
+    ):
+        assert refused.status == 2
+        assert f"E806 {path} holds a whole model, not adapters\n  fix: {fix}\n" in refused.err
+    with pytest.raises(
+        UserError, match="E806 --load hf:x holds no adapters, which --lora-rank trains\n  fix: drop --load"
+    ):
+        config_of(tmp_path, base, "--lora-rank 2 --load hf:x")
+
+
+def test_the_default_scale_may_be_written_out(tmp_path: Path, base: Path) -> None:
+    assert run(tmp_path, base, step=4).status is None
+    changed = run(tmp_path, base, "--lora-rank 2 --lora-alpha 5")
+    assert "E822 " in changed.err
+    assert run(tmp_path, base, "--lora-rank 2 --lora-alpha 4").status == 0
+
+
+@pytest.mark.parametrize("kind", ["checkpoint", "hf"])
+def test_options_that_change_the_base(
+    tmp_path: Path, base: Path, kind: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """They are reported, and PEFT, which cannot have them, gets no such adapters."""
+    location = str(base)
+    if kind == "hf":
+        llama = "--swiglu --normalization RMSNorm --disable-bias-linear --position-embedding-type rope"
+        model = tiny_run(tmp_path, llama).model
+        location = f"hf:{write_folder(tmp_path / 'hf', model, random_weights(model))}"
+    changed = run(tmp_path / "run", location, "--lora-rank 2 --norm-epsilon 1e-3 --train-iters 2")
+    assert changed.status == 0
+    assert "--norm-epsilon: base 1e-05 -> now 0.001" in changed.out
+    export = ["--load", f"{tmp_path}/run/saved"]
+    assert convert([*export, "--save-peft", f"{tmp_path}/peft"]) == 1
+    assert "does not compute what the base's does: --norm-epsilon: base 1e-05" in capsys.readouterr().err
+    assert not (tmp_path / "peft").exists()
+    assert "E821 " in run(tmp_path / "wide", location, "--lora-rank 2 --ffn-hidden-size 64").err
 
 
 @pytest.mark.parametrize(("flags", "code"), [("--lora-rank 2", "E806"), ("", "E812")])
