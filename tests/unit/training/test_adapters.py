@@ -41,6 +41,12 @@ def config_of(folder: Path, base: Path | str, flags: str) -> RunConfig:
     return tiny_run(folder, f"{SAVING} --save {folder}/saved --pretrained-checkpoint {base} {flags}")
 
 
+def llama_folder(tmp_path: Path) -> str:
+    llama = "--swiglu --normalization RMSNorm --disable-bias-linear --position-embedding-type rope"
+    model = tiny_run(tmp_path, llama).model
+    return f"hf:{write_folder(tmp_path / 'hf', model, random_weights(model))}"
+
+
 @pytest.mark.parametrize(
     "flags",
     ["--lora-rank 2 --lora-target linear_qkv.v mlp.*", "--lora-rank 3 --lora-dora --bf16 --ema-decay 0.9"],
@@ -73,11 +79,7 @@ def test_checkpoints_hold_the_adapters_alone(tmp_path: Path, base: Path) -> None
 @pytest.mark.parametrize("kind", ["checkpoint", "hf"])
 def test_starts_as_the_base(tmp_path: Path, base: Path, kind: str) -> None:
     """The loss of the first step, before any update, is that of the frozen weights."""
-    location, losses = str(base), []
-    if kind == "hf":
-        llama = "--swiglu --normalization RMSNorm --disable-bias-linear --position-embedding-type rope"
-        model = tiny_run(tmp_path, llama).model
-        location = f"hf:{write_folder(tmp_path / 'hf', model, random_weights(model))}"
+    location, losses = llama_folder(tmp_path) if kind == "hf" else str(base), []
     for name, flags in {"full": "", "lora": "--lora-rank 2", "dora": "--lora-rank 2 --lora-dora"}.items():
         assert run(tmp_path / name, location, f"{flags} --train-iters 1 --params-dtype fp64").status == 0
         losses.append(steps(tmp_path / name)[1]["lm loss"])
@@ -141,10 +143,9 @@ def test_adapters_do_not_start_from_a_whole_model(tmp_path: Path, base: Path) ->
     ):
         assert refused.status == 2
         assert f"E806 {path} holds a whole model, not adapters\n  fix: {fix}\n" in refused.err
-    with pytest.raises(
-        UserError, match="E806 --load hf:x holds no adapters, which --lora-rank trains\n  fix: drop --load"
-    ):
-        config_of(tmp_path, base, "--lora-rank 2 --load hf:x")
+    folder = llama_folder(tmp_path)
+    with pytest.raises(UserError, match=rf"E806 --load {folder} holds no adapters, .*\n  fix: drop --load"):
+        config_of(tmp_path, base, f"--lora-rank 2 --load {folder}")
 
 
 def test_the_default_scale_may_be_written_out(tmp_path: Path, base: Path) -> None:
@@ -159,11 +160,7 @@ def test_options_that_change_the_base(
     tmp_path: Path, base: Path, kind: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """They are reported, and PEFT, which cannot have them, gets no such adapters."""
-    location = str(base)
-    if kind == "hf":
-        llama = "--swiglu --normalization RMSNorm --disable-bias-linear --position-embedding-type rope"
-        model = tiny_run(tmp_path, llama).model
-        location = f"hf:{write_folder(tmp_path / 'hf', model, random_weights(model))}"
+    location = llama_folder(tmp_path) if kind == "hf" else str(base)
     changed = run(tmp_path / "run", location, "--lora-rank 2 --norm-epsilon 1e-3 --train-iters 2")
     assert changed.status == 0
     assert "--norm-epsilon: base 1e-05 -> now 0.001" in changed.out
