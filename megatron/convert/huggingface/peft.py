@@ -33,7 +33,6 @@ from megatron.checkpoint.location import local_path
 from megatron.checkpoint.save import save_sharded
 from megatron.checkpoint.tensor_file import GlobalTensor, TensorFile, TensorFileWriter, TensorPart
 from megatron.config.errors import Problem, UserError
-from megatron.config.files import parse_json, read_small
 from megatron.config.model import MAX_SIZE, ModelConfig
 from megatron.config.run import HUGGING_FACE_PREFIX, CheckpointConfig, PrecisionConfig, RunConfig
 from megatron.convert.adapters import MergedWeights
@@ -43,6 +42,7 @@ from megatron.convert.huggingface.config import (
     model_type_for,
     read_config,
     read_model_type,
+    read_options,
     refuse_outside_links,
     words,
 )
@@ -400,17 +400,7 @@ def read_adapter_config(folder: Path) -> JsonObject:
         UserError: when it cannot be read, or has options that are not supported, naming all.
     """
     path = folder / ADAPTER_CONFIG_FILE
-    try:
-        config = parse_json(read_small(path))
-    except FileNotFoundError:
-        sentence = f"{folder} holds no {ADAPTER_CONFIG_FILE}, so it is not an adapter of PEFT"
-        fixes = () if folder.exists() else (f"hf download ORG/{folder.name} --local-dir {folder}",)
-        raise UserError([Problem("E850", sentence, fixes)]) from None
-    except (OSError, ValueError) as error:
-        reason = error.strerror if isinstance(error, OSError) else error
-        raise UserError([Problem("E850", f"{path} cannot be read as JSON: {reason}")]) from None
-    if not isinstance(config, dict):
-        raise UserError([Problem("E850", f"{path} holds {type(config).__name__}, not an object")])
+    config = read_options(path, "an adapter of PEFT")
     problems = []
     for name, value in {"peft_type": None, **config}.items():
         if name in _SUPPORTED and value not in _SUPPORTED[name]:
