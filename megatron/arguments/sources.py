@@ -199,12 +199,14 @@ def resolve(config: RunConfig, world_size: int) -> RunConfig:
     ``vocab_size`` stays open until the tokenizer is known. An open ``lr_decay_iters`` stays open: it means the whole
     run, also when the run is extended later.
     """
+    rank = config.model.lora_rank
     model = replace(
         config.model,
         num_query_groups=config.model.kv_groups,
         kv_channels=config.model.head_dim,
         ffn_hidden_size=config.model.ffn,
         max_position_embeddings=config.model.max_position_embeddings or config.training.seq_length,
+        lora_alpha=config.model.lora_alpha if rank is None else config.model.lora_scale * rank,
     )
     parallel = config.parallel
     with suppress(ScheduleError):  # reported by the pipeline checks

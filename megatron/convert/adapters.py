@@ -10,7 +10,7 @@ from torch import Tensor
 from megatron.checkpoint.format import relative_box, split_box, whole_box
 from megatron.checkpoint.tensor_file import copy_tiled
 from megatron.config.model import ModelConfig
-from megatron.convert.huggingface.weights import BLOCK_ELEMENTS, WeightSource
+from megatron.convert.huggingface.weights import BLOCK_ELEMENTS, ModelSource, WeightSource
 from megatron.distributed.sharding import Box
 from megatron.layers.parameters import adapted_parts, gpt, part_of_rows
 
@@ -27,11 +27,11 @@ class MergedWeights:
     Sums are computed in fp64, so that what is rounded from them hardly depends on the boxes.
     """
 
-    def __init__(self, base: WeightSource, adapters: WeightSource, model: ModelConfig) -> None:
+    def __init__(self, base: ModelSource, adapters: WeightSource, model: ModelConfig) -> None:
         """Add adapters to a model.
 
         Args:
-            base: all parameters but the adapters.
+            base: the model without adapters.
             adapters: the adapters.
             model: architecture with the options of the adapters.
         """

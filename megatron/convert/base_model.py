@@ -2,32 +2,35 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
 from pathlib import Path
 
 import xxhash
 
-from megatron.checkpoint.errors import CheckpointError, raise_if_any
+from megatron.checkpoint.errors import CheckpointError
 from megatron.checkpoint.folder import CheckpointFolder
 from megatron.checkpoint.format import Manifest
 from megatron.checkpoint.location import parse_location
+from megatron.checkpoint.tensor_file import tensor_bytes
+from megatron.config.errors import Problem, UserError
 from megatron.config.run import HUGGING_FACE_PREFIX
-from megatron.convert.huggingface.config import CONFIG_FILE, model_folder
+from megatron.convert.huggingface.config import model_folder, read_model_config
+from megatron.convert.huggingface.weights import open_weights
 
-SAMPLE_BYTES = 1 << 20
-"""Bytes at either end of a weight file of Hugging Face that its digest covers."""
+SAMPLE_BYTES = 4096
+"""Bytes at the start, in the middle and at the end of each tensor of Hugging Face that its digest covers."""
 
 
 @dataclass(frozen=True)
 class BaseModel:
     """A checkpoint, or the folder of a Hugging Face model."""
 
-    source: Manifest | Path
-    # Of a checkpoint, the shapes and checksums of its weights; of a folder, config.json and samples of its weights.
-    digest: str
-
     # The checkpoint, ``hf:DIR`` or ``hf:ORG/NAME``, which does not depend on the current folder.
     location: str
+    # Of a checkpoint, the shapes and checksums of its weights, as they were written in chunks; of a folder, the
+    # architecture and samples of every tensor.
+    digest: str
 
     @property
     def record(self) -> dict[str, str]:
@@ -39,28 +42,52 @@ class BaseModel:
         """Open ``hf:DIR``, a checkpoint, or the newest one in a folder.
 
         Raises:
-            CheckpointError: when there is none, or it holds adapters.
-            UserError: when there is no such folder of Hugging Face.
+            CheckpointError: when there is none.
+            UserError: when it holds adapters, or is not a supported model of Hugging Face.
         """
         if location.startswith(HUGGING_FACE_PREFIX):
             name = location.removeprefix(HUGGING_FACE_PREFIX)
             folder = model_folder(name)
             place = folder.absolute() if folder == Path(name) else name
-            return cls(folder, _folder_digest(folder), f"{HUGGING_FACE_PREFIX}{place}")
+            return cls(f"{HUGGING_FACE_PREFIX}{place}", _folder_digest(folder))
         manifest, _ = CheckpointFolder(parse_location(location)).newest()
         path = manifest.path
-        return cls(manifest, manifest_digest(manifest), str(path.absolute() if isinstance(path, Path) else path))
+        if base := manifest.state.get("base"):
+            sentence = f"{path} holds adapters of {base['location']}, not a model"
+            merge = f"python tools/edit_checkpoint.py --load {path} --merge --save NEW"
+            continued = f"--load {path} --resume-mode weights-only --pretrained-checkpoint {base['location']}"
+            raise UserError([Problem("E806", sentence, (merge, continued))])
+        return cls(str(path.absolute() if isinstance(path, Path) else path), _manifest_digest(manifest))
+
+    def check_adapters(self, manifest: Manifest) -> str:
+        """Check that the adapters of a checkpoint belong to this model; return where it was.
+
+        Raises:
+            UserError: when they belong to other weights.
+        """
+        saved = recorded_base(manifest)
+        if saved.digest != self.digest:
+            changed = saved.location == self.location
+            other = "have changed" if changed else f"are not those of {self.location}"
+            sentence = f"{manifest.path} holds adapters of {saved.location}, whose weights {other}"
+            fix = f"--pretrained-checkpoint {'AN_EXACT_COPY' if changed else saved.location}"
+            raise UserError([Problem("E818", sentence, (fix,))])
+        return saved.location
 
 
-def manifest_digest(manifest: Manifest) -> str:
-    """Return the digest of a checkpoint's weights.
+def recorded_base(manifest: Manifest) -> BaseModel:
+    """Return the model that a checkpoint of adapters names.
 
     Raises:
-        CheckpointError: when it holds adapters, not a whole model.
+        CheckpointError: when it names none.
     """
-    if base := manifest.state.get("base"):
-        seen = f"{manifest.path} holds adapters of {base['location']}, not a model"
-        raise CheckpointError(seen, f"--pretrained-checkpoint {base['location']}")
+    record = manifest.state.get("base")
+    if not isinstance(record, Mapping) or not all(isinstance(record.get(key), str) for key in ("location", "digest")):
+        raise CheckpointError(f"{manifest.path} holds adapters, but its manifest does not name their model")
+    return BaseModel(record["location"], record["digest"])
+
+
+def _manifest_digest(manifest: Manifest) -> str:
     digest = xxhash.xxh3_64()
     for name, record in sorted(manifest.tensors.items()):
         if not name.startswith("optim."):
@@ -70,18 +97,12 @@ def manifest_digest(manifest: Manifest) -> str:
 
 
 def _folder_digest(folder: Path) -> str:
-    digest = xxhash.xxh3_64()
-    files = sorted(folder.glob("*.safetensors"))
-    raise_if_any(folder, {"lacks": [] if files else ["*.safetensors"]})
-    try:
-        digest.update((folder / CONFIG_FILE).read_bytes())
-        for path in files:
-            size = path.stat().st_size
-            digest.update(f"{path.name} {size}".encode())
-            with path.open("rb") as file:
-                digest.update(file.read(SAMPLE_BYTES))
-                file.seek(max(0, size - SAMPLE_BYTES))
-                digest.update(file.read())
-    except OSError as error:
-        raise CheckpointError(f"{error.filename} cannot be read: {error.strerror}") from error
+    model, digest = read_model_config(folder), xxhash.xxh3_64()
+    changed = [(f.name, value) for f in fields(model) if (value := getattr(model, f.name)) != f.default]
+    digest.update(repr(changed).encode())
+    for name, file in sorted(open_weights(folder).items()):
+        content = tensor_bytes(file.tensor(name))
+        digest.update(repr((name, file.dtype(name), file.shape(name))).encode())
+        for start in (0, len(content) // 2, max(0, len(content) - SAMPLE_BYTES)):
+            digest.update(content[start : start + SAMPLE_BYTES])
     return digest.hexdigest()

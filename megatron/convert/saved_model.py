@@ -30,7 +30,7 @@ from megatron.config.model import ModelConfig
 from megatron.config.run import HUGGING_FACE_PREFIX, RunConfig
 from megatron.config.text import format_bytes
 from megatron.convert.adapters import MergedWeights
-from megatron.convert.base_model import BaseModel
+from megatron.convert.base_model import BaseModel, recorded_base
 from megatron.convert.huggingface.config import (
     SPECIAL_TOKEN_IDS,
     check_model_config,
@@ -172,13 +172,16 @@ class SavedModel:
         Raises:
             CheckpointError: when there is no moving average; when the configuration has no model, or a model with
                 unknown options, which could change what it computes; when tensors are missing, unknown or of another
-                shape; or when adapters belong to another model.
-            UserError: when the configuration has values that are invalid or contradict each other.
+                shape; or when there are no adapters and ``pretrained`` is given.
+            UserError: when adapters belong to another model; when the configuration has values that are invalid or
+                contradict each other.
         """
         config, tensors = _read_config(manifest), StoredTensors(manifest, EMA_PREFIX if average else "")
         self.manifest, self.precision, self.base, self.merged = manifest, config.precision.params_dtype, None, None
         self._weights: StoredTensors | MergedWeights = tensors
         if config.model.lora_rank is None:
+            if pretrained is not None:
+                raise CheckpointError(f"{manifest.path} holds no adapters", "drop --pretrained-checkpoint")
             words = manifest.tensors.get(WORD_EMBEDDINGS)
             vocab_size = (config.model.vocab_size or 1) if words is None or not words.shape else words.shape[0]
             stored = self.model = replace(config.model, vocab_size=vocab_size)
@@ -210,23 +213,19 @@ def find_recorded_base(manifest: Manifest, pretrained: str | None = None) -> Bas
     """Find the model that the adapters of a checkpoint belong to, in ``pretrained`` or where it was.
 
     Raises:
-        CheckpointError: when it is not there, or another model is.
+        CheckpointError: when it is not there.
+        UserError: when another model is.
     """
-    record = manifest.state.get("base")
-    if not isinstance(record, Mapping) or not all(isinstance(record.get(key), str) for key in ("location", "digest")):
-        raise CheckpointError(f"{manifest.path} holds adapters, but its manifest does not name their model")
-    location = pretrained or record["location"]
-    fix = f"--pretrained-checkpoint {'ITS_LOCATION' if pretrained is None else record['location']}"
+    location = recorded_base(manifest).location
+    fix = f"--pretrained-checkpoint {'ITS_LOCATION' if pretrained is None else location}"
     try:
-        base = BaseModel.find(location)
+        base = BaseModel.find(pretrained or location)
     except (CheckpointError, UserError) as error:
         reason = str(error).partition("\n")[0]
         raise CheckpointError(
             f"{manifest.path} holds adapters of a model that cannot be read: {reason}", fix
         ) from error
-    if base.digest != record["digest"]:
-        seen = f"{manifest.path} holds adapters of {record['location']}, whose weights are not those of {base.location}"
-        raise CheckpointError(seen, fix)
+    base.check_adapters(manifest)
     return base
 
 
@@ -272,6 +271,13 @@ def saved_tokenizer_files(manifest: Manifest) -> dict[str, bytes]:
         if name in TOKENIZER_FILES or (name.endswith(MODEL_SUFFIX) and "/" not in name)
     }
     return {name: manifest.read_file(name) for name in manifest.files if name in known | {GENERATION_CONFIG_FILE}}
+
+
+def tokenizer_files_of(source: SavedModel | HuggingFaceWeights) -> SmallFiles:
+    """Return the same files of an opened model."""
+    if isinstance(source, SavedModel):
+        return saved_tokenizer_files(source.manifest)
+    return find_tokenizer_files(source.folder)
 
 
 def by_huggingface_names(carried: SmallFiles) -> dict[str, bytes]:

@@ -46,7 +46,7 @@ from megatron.config.data_paths import train_data_flag
 from megatron.config.errors import Problem, UserError
 from megatron.config.launch import JobStart
 from megatron.config.option import Role
-from megatron.config.run import HUGGING_FACE_PREFIX, CheckpointConfig
+from megatron.config.run import CheckpointConfig
 from megatron.config.text import package_version
 from megatron.convert.base_model import BaseModel
 from megatron.convert.huggingface.config import model_folder
@@ -54,11 +54,12 @@ from megatron.convert.huggingface.weights import HuggingFaceWeights, WeightSourc
 from megatron.convert.saved_model import (
     EMA_PREFIX,
     TOKENIZER_PREFIX,
-    SavedModel,
     SmallFiles,
     files_to_carry,
     find_tokenizer_files,
+    open_model,
     saved_tokenizer_files,
+    tokenizer_files_of,
     tokenizer_notes,
     with_end_ids,
 )
@@ -245,28 +246,26 @@ class Checkpointer:
             try:
                 return [*BaseModel.find(location).record.values()]
             except CheckpointError as error:
-                sentence = f"--pretrained-checkpoint: {error}"
+                sentence = f"--pretrained-checkpoint: {str(error).partition(chr(10))[0]}"
                 raise UserError([Problem("E806", sentence, ("--pretrained-checkpoint ANOTHER",))]) from error
 
-        path, digest = run_on_rank0(find, self.world)
-        files: SmallFiles
-        notes = [f"frozen weights from {path}"]
-        if path.startswith(HUGGING_FACE_PREFIX):
-            folder = model_folder(path.removeprefix(HUGGING_FACE_PREFIX))
-            trainer.base, files = BaseModel(folder, digest, path), find_tokenizer_files(folder)
-        else:
-            manifest = open_manifest(parse_location(path), self.world)
-            trainer.base, files = BaseModel(manifest, digest, path), self._tokenizer_files(manifest)
-            changes = compare_configs(manifest.config, replace(trainer.config, model=model), "weights-only")
+        def read() -> list[str]:
+            source = open_model(base.location, follow_links=True)  # links are checked with the options
+            saved = to_dict(replace(trainer.config, model=source.model))
+            changes = compare_configs(saved, replace(trainer.config, model=model), "weights-only", name="base")
             if changes.problems:
                 raise UserError(changes.problems)
-            notes += changes.lines
-        gather_results(partial(read_frozen_weights, trainer, trainer.base), self.world)
+            read_frozen_weights(trainer, source)
+            files = tokenizer_files_of(source)
+            trainer.files = files_to_carry(own_files, files)
+            return [f"frozen weights from {base.location}", *changes.lines, *tokenizer_notes(own_files, files)]
+
+        base = trainer.base = BaseModel(*run_on_rank0(find, self.world))
+        notes = gather_results(read, self.world)[0]
         trainer.optimizer.weights.start_gather()
-        trainer.files = files_to_carry(own_files, files)
         if fresh and trainer.config.model.lora_dora:
             trainer.initialize_magnitudes()
-        return notes + tokenizer_notes(own_files, files)
+        return notes
 
     def _load_newest(self, source: ResumeSource, notes: list[str], own_files: SmallFiles) -> list[str]:
         """Load the first checkpoint of ``source`` that is not damaged; return all notes."""
@@ -276,13 +275,16 @@ class Checkpointer:
                 opened = None if self.others is None else self.others.open(trainer, path)
                 manifest, more = opened or (open_manifest(path, self.world), [])
                 notes += more
+                if trainer.base is not None and not manifest.state.get("base"):
+                    fix = "--save ANOTHER" if is_own_checkpoint(path, self.options) else "drop --load"
+                    raise UserError([Problem("E806", f"{path} holds a whole model, not adapters", (fix,))])
                 found = self._tokenizer_files(manifest)
                 changes, batches_since = compare_with_checkpoint(
                     manifest, trainer.config, self.world.size, source.mode, notes
                 )
                 trainer.files = files_to_carry(own_files, found)
-                if trainer.base is not None:
-                    notes += check_base(manifest, trainer.base)
+                if trainer.base is not None and (was := trainer.base.check_adapters(manifest)) != trainer.base.location:
+                    notes.append(f"the frozen weights were read from {was} before")
                 if source.mode == "weights-only":
                     restore_weights(trainer, manifest)
                     notes += tokenizer_notes(own_files, found)
@@ -716,32 +718,17 @@ def restore_weights(trainer: Trainer, source: Manifest | WeightSource) -> None:
         trainer.optimizer.outer.reset()
 
 
-def read_frozen_weights(trainer: Trainer, base: BaseModel) -> None:
+def read_frozen_weights(trainer: Trainer, source: WeightSource) -> None:
     """Read this rank's shards of the frozen weights, and quantise those that are kept so."""
-    folder, model, weights = base.source, trainer.config.model, trainer.optimizer.weights
-    source = SavedModel(folder) if isinstance(folder, Manifest) else HuggingFaceWeights(folder, model.base)
+    precision, weights = trainer.config.model.frozen_weights_precision, trainer.optimizer.weights
     for name, frozen in weights.frozen.items():
         dense = trainer.specs[name].dense
-        if dense is None or model.frozen_weights_precision is None:
+        if dense is None or precision is None:
             fill_weights(trainer.specs, {name: frozen}, source, weights.frozen_shards)
         else:
             values = torch.empty(dense.local_shape, dtype=torch.float32, device=frozen.device)
             fill_weights({name: dense}, {name: values}, source)
-            frozen.copy_(quantize(values, model.frozen_weights_precision))
-
-
-def check_base(manifest: Manifest, base: BaseModel) -> list[str]:
-    """Check that the adapters of a checkpoint belong to ``base``; return a note if it has moved.
-
-    Raises:
-        UserError: if they belong to other weights.
-    """
-    saved = manifest.state.get("base", {})
-    location = saved.get("location", "nothing")
-    if saved.get("digest") != base.digest:
-        sentence = f"{manifest.path} holds adapters of {location}, whose weights are not those of {base.location}"
-        raise UserError([Problem("E818", sentence, (f"--pretrained-checkpoint {location}",))])
-    return [] if location == base.location else [f"the frozen weights were read from {location} before"]
+            frozen.copy_(quantize(values, precision))
 
 
 def _check_data(trainer: Trainer, saved: Mapping[str, Any], own: bool) -> list[str]:

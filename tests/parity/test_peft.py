@@ -62,6 +62,14 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 """What is adapted: a family of transformers, and options of PEFT."""
 
 
+QUICK = {"all", "ranks", "fused", "interleaved DoRA", "transposed", "interleaved", "Phi3-lora", "Llama-dora"}
+"""Cases of each arrangement of weights, scale and kind of adapter; the others are slow."""
+
+
+def cases(*names: str) -> list[Any]:
+    return [pytest.param(n, id=n, marks=() if n in QUICK else pytest.mark.slow) for n in names]
+
+
 def randomise(model: nn.Module, only: str = "") -> None:
     for name, parameter in model.named_parameters():
         if only in name:
@@ -141,7 +149,7 @@ def assert_close(found: Tensor, expected: Tensor, rounded: bool = False) -> None
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-6 if rounded else 1e-11)
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", cases(*CASES))
 def test_an_adapter_computes_the_same_here_and_is_written_as_it_was(case: str, tmp_path: Path) -> None:
     make_adapter(tmp_path, case)
     expected = logits_of_peft(tmp_path / "hf", tmp_path / "peft")
@@ -164,7 +172,7 @@ def test_an_adapter_computes_the_same_here_and_is_written_as_it_was(case: str, t
         assert not config["rank_pattern"]
 
 
-@pytest.mark.parametrize("case", ["DoRA of a part", "interleaved", "transposed DoRA"])
+@pytest.mark.parametrize("case", cases("DoRA of a part", "interleaved", "transposed DoRA"))
 def test_merged_models_are_those_of_peft(case: str, tmp_path: Path) -> None:
     make_adapter(tmp_path, case)
     imported(tmp_path)
@@ -189,9 +197,9 @@ PARTS: dict[str, tuple[str, ...]] = {
 """Parts of linears with adapters, in families whose linears hold several of them or one."""
 
 
-@pytest.mark.parametrize("dora", [False, True], ids=["lora", "dora"])
-@pytest.mark.parametrize("family", PARTS)
-def test_adapters_of_parts_go_to_peft_and_back(family: str, dora: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize("case", cases(*(f"{family}-{kind}" for family in PARTS for kind in ("lora", "dora"))))
+def test_adapters_of_parts_go_to_peft_and_back(case: str, tmp_path: Path) -> None:
+    family, dora = case.split("-")[0], case.endswith("dora")
     make_base(tmp_path / "hf", family)
     options = {"lora_alpha": 5.0, "lora_target": PARTS[family], "lora_dora": dora}
     saved = SavedModel(write_adapters(tmp_path / "ours" / "iter_0000007", tmp_path / "hf", **options))

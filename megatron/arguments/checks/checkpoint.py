@@ -41,6 +41,8 @@ def check_pretrained_checkpoint(config: RunConfig, world_size: int) -> Iterator[
     if load is not None and adapters is None:
         sentence = "--load and --pretrained-checkpoint both name the weights to start from"
         yield Problem("E806", sentence, ("drop --load", "drop --pretrained-checkpoint"))
+    elif load is not None and load.startswith((HUGGING_FACE_PREFIX, MEGATRON_PREFIX)):
+        yield Problem("E806", f"--load {load} holds no adapters, which --lora-rank trains", ("drop --load",))
     elif adapters is not None or not holds_checkpoints(config.checkpoint.save):
         yield from _source_problems("--pretrained-checkpoint", location, world_size)
 

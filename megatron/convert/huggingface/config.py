@@ -104,25 +104,33 @@ def refuse_outside_links(folder: Path) -> None:
         raise UserError(found)
 
 
-def read_config(folder: Path) -> dict[str, Any]:
+def read_config(folder: Path) -> JsonObject:
     """Read the ``config.json`` of a folder, or of ``org/name`` on the hub.
 
     Raises:
         UserError: when there is none, or it is not a JSON object.
     """
-    path = model_folder(folder, (CONFIG_FILE,)) / CONFIG_FILE
+    return read_options(model_folder(folder, (CONFIG_FILE,)) / CONFIG_FILE, "a Hugging Face model")
+
+
+def read_options(path: Path, kind: str) -> JsonObject:
+    """Read the JSON object in a file that every folder of a ``kind`` has.
+
+    Raises:
+        UserError: when there is none.
+    """
+    folder = path.parent
     try:
-        config = parse_json(read_small(path))
+        options = parse_json(read_small(path))
     except FileNotFoundError:
-        sentence = f"{folder} holds no {CONFIG_FILE}, so it is not a Hugging Face model"
         fixes = () if os.path.exists(folder) else (f"hf download ORG/{folder.name} --local-dir {folder}",)
-        raise UserError([Problem("E850", sentence, fixes)]) from None
+        raise UserError([Problem("E850", f"{folder} holds no {path.name}, so it is not {kind}", fixes)]) from None
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
         raise UserError([Problem("E850", f"{path} cannot be read as JSON: {reason}")]) from None
-    if not isinstance(config, dict):
-        raise UserError([Problem("E850", f"{path} holds {type(config).__name__}, not an object")])
-    return config
+    if not isinstance(options, dict):
+        raise UserError([Problem("E850", f"{path} holds {type(options).__name__}, not an object")])
+    return options
 
 
 def read_model_values(folder: Path) -> FieldValues:

@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron.arguments.compatibility import compare_configs
 from megatron.arguments.sources import resolve, to_dict
 from megatron.checkpoint.durable_files import durable_rename, sync_folder, write_file
 from megatron.checkpoint.errors import CheckpointError, raise_if_any
@@ -32,7 +33,6 @@ from megatron.checkpoint.location import local_path
 from megatron.checkpoint.save import save_sharded
 from megatron.checkpoint.tensor_file import GlobalTensor, TensorFile, TensorFileWriter, TensorPart
 from megatron.config.errors import Problem, UserError
-from megatron.config.files import parse_json, read_small
 from megatron.config.model import MAX_SIZE, ModelConfig
 from megatron.config.run import HUGGING_FACE_PREFIX, CheckpointConfig, PrecisionConfig, RunConfig
 from megatron.convert.adapters import MergedWeights
@@ -42,19 +42,19 @@ from megatron.convert.huggingface.config import (
     model_type_for,
     read_config,
     read_model_type,
+    read_options,
     refuse_outside_links,
     words,
 )
 from megatron.convert.huggingface.convert import check_target, disk_errors_as_storage_errors, raise_if_overflow
 from megatron.convert.huggingface.keys import JsonObject
-from megatron.convert.huggingface.weights import SUPPORTED_DTYPES, HuggingFaceWeights, WeightSource, map_tensors
+from megatron.convert.huggingface.weights import SUPPORTED_DTYPES, HuggingFaceWeights, ModelSource, map_tensors
 from megatron.convert.saved_model import (
     SavedModel,
-    SmallFiles,
     files_to_carry,
     find_tokenizer_files,
     open_model,
-    saved_tokenizer_files,
+    tokenizer_files_of,
 )
 from megatron.distributed.comm import Group
 from megatron.layers.context import DTYPES
@@ -203,11 +203,13 @@ def export_peft(
     """
     if saved.base is None or saved.merged is None:
         raise CheckpointError(f"{saved.manifest.path} holds no adapters", "--save-hf DIR")
-    flag = "--save-peft"
+    flag, location = "--save-peft", saved.base.location
     check_target(folder, flag)
-    name = saved.base.location.removeprefix(HUGGING_FACE_PREFIX)
-    theirs = name if isinstance(saved.base.source, Path) else None
-    config, tensors = to_peft(saved.merged, transformers_type(saved.merged.base, saved.model, model_type), theirs)
+    base, run = RunConfig(model=saved.merged.base.model), RunConfig(model=saved.model)
+    for problem in compare_configs(to_dict(base), resolve(run, 1), "exact", name="base").problems:
+        raise CheckpointError(f"{saved.manifest.path}: {problem.sentence}", "--save-hf DIR")
+    theirs = location.removeprefix(HUGGING_FACE_PREFIX) if location.startswith(HUGGING_FACE_PREFIX) else None
+    config, tensors = to_peft(saved.merged, transformers_type(saved.merged.base, model_type), theirs)
     if dtype is not None:
         exact, tensors = tensors, {name: tensor.to(DTYPES[dtype]) for name, tensor in tensors.items()}
         for name, rounded in tensors.items():
@@ -229,11 +231,11 @@ def export_peft(
     return saved.merged.model
 
 
-def transformers_type(base: WeightSource, model: ModelConfig, wanted: str | None = None) -> str:
+def transformers_type(base: ModelSource, wanted: str | None) -> str:
     """Return the model type of a base: ``wanted``, that of its folder, or the first that computes the same."""
     if wanted is None and isinstance(base, HuggingFaceWeights):
         return read_model_type(read_config(base.folder), str(base.folder / CONFIG_FILE))
-    return model_type_for(model, wanted)
+    return model_type_for(base.model, wanted)
 
 
 # ---- From PEFT ----
@@ -270,24 +272,22 @@ def import_peft(
         raise CheckpointError(f"{folder} does not name its base", f"--pretrained-checkpoint {HUGGING_FACE_PREFIX}DIR")
     found = BaseModel.find(pretrained or f"{HUGGING_FACE_PREFIX}{named}")
     base = open_model(found.location, follow_links)
-    model, tensors = from_peft(folder, transformers_type(base, base.model, model_type), base.model)
+    model, tensors = from_peft(folder, transformers_type(base, model_type), base.model)
     stored, specs = {}, gpt(model)
     for name, tensor in tensors.items():
         shape, view = specs[name].shape, specs[name].view
         stored[name] = GlobalTensor(shape, view, tensor.dtype, (TensorPart(whole_box(view), tensor.view(view)),))
-    carried: SmallFiles
     if isinstance(base, SavedModel):
-        precision, carried = base.precision, saved_tokenizer_files(base.manifest)
+        precision = base.precision
     else:
         precision = next(name for name, dtype in DTYPES.items() if dtype == base.dtype)
-        carried = find_tokenizer_files(base.folder)
     config = RunConfig(
         model=model,
         precision=PrecisionConfig(params_dtype=precision),
         checkpoint=CheckpointConfig(pretrained_checkpoint=found.location),
     )
     state = {"iteration": 0, "consumed_samples": 0, "base": found.record}
-    path, files = checkpoints.path(0), files_to_carry(find_tokenizer_files(folder), carried)
+    path, files = checkpoints.path(0), files_to_carry(find_tokenizer_files(folder), tokenizer_files_of(base))
     save_sharded(path, stored, state, to_dict(resolve(config, 1)), Group(), files)
     return local_path(path), model
 
@@ -400,17 +400,7 @@ def read_adapter_config(folder: Path) -> JsonObject:
         UserError: when it cannot be read, or has options that are not supported, naming all.
     """
     path = folder / ADAPTER_CONFIG_FILE
-    try:
-        config = parse_json(read_small(path))
-    except FileNotFoundError:
-        sentence = f"{folder} holds no {ADAPTER_CONFIG_FILE}, so it is not an adapter of PEFT"
-        fixes = () if folder.exists() else (f"hf download ORG/{folder.name} --local-dir {folder}",)
-        raise UserError([Problem("E850", sentence, fixes)]) from None
-    except (OSError, ValueError) as error:
-        reason = error.strerror if isinstance(error, OSError) else error
-        raise UserError([Problem("E850", f"{path} cannot be read as JSON: {reason}")]) from None
-    if not isinstance(config, dict):
-        raise UserError([Problem("E850", f"{path} holds {type(config).__name__}, not an object")])
+    config = read_options(path, "an adapter of PEFT")
     problems = []
     for name, value in {"peft_type": None, **config}.items():
         if name in _SUPPORTED and value not in _SUPPORTED[name]:

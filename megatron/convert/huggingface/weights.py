@@ -315,6 +315,12 @@ class WeightSource(Protocol):
         """Return the elements of ``box`` of tensor ``name`` viewed as ``view``, of shape ``box.size``, in any dtype."""
 
 
+class ModelSource(WeightSource, Protocol):
+    """All weights of a model."""
+
+    model: ModelConfig
+
+
 @torch.no_grad()
 def fill_weights(
     specs: Mapping[str, ShardSpec],

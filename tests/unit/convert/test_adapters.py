@@ -18,6 +18,7 @@ from torch import Tensor
 from megatron.checkpoint.errors import CheckpointError
 from megatron.checkpoint.format import Manifest, split_box, whole_box
 from megatron.checkpoint.load import CheckpointReader
+from megatron.convert.base_model import BaseModel
 from megatron.convert.huggingface.weights import HuggingFaceWeights
 from megatron.convert.saved_model import SavedModel
 from tests.unit.convert.folders import llama, random_weights, write_adapters, write_folder
@@ -117,6 +118,26 @@ def test_the_base_may_move_but_not_change(base: Path, tmp_path: Path, capsys: py
         shutil.rmtree(tmp_path / "out-2")
 
 
+def test_a_folder_is_recognised_by_its_tensors(tmp_path: Path) -> None:
+    """By the middle of each of them, but not by files, or by what config.json notes."""
+    model = llama(vocab_size=20_000)
+    weights = random_weights(model)
+
+    def digest(name: str, changed: dict[str, Tensor], shards: int = 1, **config: Any) -> str:
+        folder = write_folder(tmp_path / name, model, weights | changed, shards)
+        changed_json(folder / "config.json", **config)
+        return BaseModel.find(f"hf:{folder}").digest
+
+    base = digest("base", {})
+    assert digest("again", {}, shards=3, transformers_version="9.0") == base
+    others = {digest("epsilon", {}, rms_norm_eps=0.5)}
+    for name in ("lm_head.weight", "model.embed_tokens.weight", "model.norm.weight"):
+        tensor = weights[name].clone()
+        tensor.view(-1)[tensor.numel() // 2].neg_()
+        others.add(digest(name, {name: tensor}))
+    assert len(others - {base}) == 4
+
+
 def test_only_adapters_are_merged_or_written_for_peft(
     base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -124,6 +145,10 @@ def test_only_adapters_are_merged_or_written_for_peft(
     assert edit(["--load", f"{tmp_path}/save", "--merge", "--save", f"{tmp_path}/out"]) == 1
     assert main(["--load", f"{tmp_path}/save", "--save-peft", f"{tmp_path}/out"]) == 1
     assert capsys.readouterr().err.count("iter_0000000 holds no adapters") == 2
+    for tool, target in ((main, "--save-hf"), (main, "--save-megatron"), (edit, "--cast bf16 --save")):
+        flags = ["--load", f"{tmp_path}/save", *target.split(), f"{tmp_path}/out"]
+        assert tool([*flags, "--pretrained-checkpoint", f"hf:{base}"]) == 1
+        assert "iter_0000000 holds no adapters\n  fix: drop --pretrained-checkpoint" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
 
 

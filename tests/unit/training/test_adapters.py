@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from megatron.checkpoint.format import Manifest
+from megatron.config.errors import UserError
 from megatron.config.run import RunConfig
 from megatron.inference.load import open_pretrained
 from megatron.kernels.quantized import dequantize, normal_float_codes
@@ -38,6 +39,12 @@ def run(folder: Path, base: Path | str, flags: str = "--lora-rank 2", step: int 
 
 def config_of(folder: Path, base: Path | str, flags: str) -> RunConfig:
     return tiny_run(folder, f"{SAVING} --save {folder}/saved --pretrained-checkpoint {base} {flags}")
+
+
+def llama_folder(tmp_path: Path) -> str:
+    llama = "--swiglu --normalization RMSNorm --disable-bias-linear --position-embedding-type rope"
+    model = tiny_run(tmp_path, llama).model
+    return f"hf:{write_folder(tmp_path / 'hf', model, random_weights(model))}"
 
 
 @pytest.mark.parametrize(
@@ -75,11 +82,7 @@ def test_checkpoints_hold_the_adapters_alone(tmp_path: Path, base: Path) -> None
 )
 def test_starts_as_the_base(tmp_path: Path, base: Path, kind: str, dtype: str) -> None:
     """The loss of the first step, before any update, is that of the frozen weights."""
-    location, losses = str(base), []
-    if kind == "hf":
-        llama = "--swiglu --normalization RMSNorm --disable-bias-linear --position-embedding-type rope"
-        model = tiny_run(tmp_path, llama).model
-        location = f"hf:{write_folder(tmp_path / 'hf', model, random_weights(model))}"
+    location, losses = llama_folder(tmp_path) if kind == "hf" else str(base), []
     for name, flags in {"full": "", "lora": "--lora-rank 2", "dora": "--lora-rank 2 --lora-dora"}.items():
         assert run(tmp_path / name, location, f"{flags} --train-iters 1 --params-dtype {dtype}").status == 0
         losses.append(steps(tmp_path / name)[1]["lm loss"])
@@ -121,10 +124,55 @@ def test_another_base_is_refused_by_name(tmp_path: Path, base: Path) -> None:
     resumed = run(tmp_path / "run", moved)
     assert resumed.status == 0
     assert f"the frozen weights were read from {base} before" in resumed.out
-    chained = run(tmp_path / "chained", tmp_path / "run" / "saved")
-    assert chained.status == 2
-    assert "E806 --pretrained-checkpoint: " in chained.err
-    assert "holds adapters of" in chained.err
+    last = tmp_path / "run" / "saved" / "iter_0000006"
+    for flags in ("--lora-rank 2", "--lora-rank 3"):
+        chained = run(tmp_path / "chained", tmp_path / "run" / "saved", flags)
+        assert chained.status == 2
+        assert f"E806 {last} holds adapters of {moved}, not a model" in chained.err
+        (fixes,) = [line for line in chained.err.splitlines() if "fix:" in line]
+        merge = f"python tools/edit_checkpoint.py --load {last} --merge --save NEW"
+        continued = f"--load {last} --resume-mode weights-only --pretrained-checkpoint {moved}"
+        assert fixes.split("fix: ")[1].split(" | ") == [merge, continued]
+    assert run(tmp_path / "continued", moved, f"--lora-rank 2 --load {last} --resume-mode weights-only").status == 0
+
+
+def test_adapters_do_not_start_from_a_whole_model(tmp_path: Path, base: Path) -> None:
+    loaded = run(tmp_path / "a", base, f"--lora-rank 2 --load {base} --resume-mode weights-only")
+    assert start(tiny_run(tmp_path / "b", f"{SAVING} --train-iters 2 --save {tmp_path}/b/saved")).status == 0
+    resumed = run(tmp_path / "b", base)
+    for refused, path, fix in (
+        (loaded, base, "drop --load"),
+        (resumed, tmp_path / "b" / "saved" / base.name, "--save ANOTHER"),
+    ):
+        assert refused.status == 2
+        assert f"E806 {path} holds a whole model, not adapters\n  fix: {fix}\n" in refused.err
+    folder = llama_folder(tmp_path)
+    with pytest.raises(UserError, match=rf"E806 --load {folder} holds no adapters, .*\n  fix: drop --load"):
+        config_of(tmp_path, base, f"--lora-rank 2 --load {folder}")
+
+
+def test_the_default_scale_may_be_written_out(tmp_path: Path, base: Path) -> None:
+    assert run(tmp_path, base, step=4).status is None
+    changed = run(tmp_path, base, "--lora-rank 2 --lora-alpha 5")
+    assert "E822 " in changed.err
+    assert run(tmp_path, base, "--lora-rank 2 --lora-alpha 4").status == 0
+
+
+@pytest.mark.parametrize("kind", ["checkpoint", "hf"])
+def test_options_that_change_the_base(
+    tmp_path: Path, base: Path, kind: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """They are reported, and PEFT, which cannot have them, gets no such adapters."""
+    location = llama_folder(tmp_path) if kind == "hf" else str(base)
+    changed = run(tmp_path / "run", location, "--lora-rank 2 --norm-epsilon 1e-3 --train-iters 2")
+    assert changed.status == 0
+    assert "--norm-epsilon: base 1e-05 -> now 0.001" in changed.out
+    export = ["--load", f"{tmp_path}/run/saved"]
+    assert convert([*export, "--save-peft", f"{tmp_path}/peft"]) == 1
+    assert "does not compute what the base's does: --norm-epsilon: base 1e-05" in capsys.readouterr().err
+    assert not (tmp_path / "peft").exists()
+    if kind == "checkpoint":  # that of a folder is read with the flags
+        assert "E821 " in run(tmp_path / "wide", location, "--lora-rank 2 --ffn-hidden-size 64").err
 
 
 @pytest.mark.parametrize(("flags", "code"), [("--lora-rank 2", "E806"), ("", "E812")])
