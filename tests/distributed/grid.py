@@ -227,7 +227,6 @@ OF_ADAPTERS = {
     "cp": (1, 2),
     "zero": ("3 freed", "3 twice", "0", "1 twice", "2"),
     "experts": ("none", "shared"),
-    "ep": (1, 2),
     "activation": ("gelu_tanh", "swiglu"),
     "optimizer": ("adam", "muon"),
     "adapters": tuple(ADAPTERS)[1:],

@@ -63,6 +63,8 @@ IN_ORDER = {
 MATRIX = covering(FACTORS | IN_ORDER, valid)
 
 ADAPTED = covering(OF_ADAPTERS, valid)
+_DENSE_BESIDE_EXPERTS = {"dp": 4, "zero": "3 twice", "experts": "shared", "ep": 2, "adapters": "dora"}
+ADAPTED += [{name: FACTORS[name][0] for name in OF_ADAPTERS if name in FACTORS} | _DENSE_BESIDE_EXPERTS]
 
 TP2_SP = ParallelConfig(tensor_model_parallel_size=2, sequence_parallel=True)
 TP4 = ParallelConfig(tensor_model_parallel_size=4, ddp_bucket_size=4000)
