@@ -112,8 +112,11 @@ class SharedModel:
         order = sorted(range(len(prompts)), key=lambda index: -len(prompts[index]))
         mine = order[readers.rank :: readers.size] if divided else order
 
+        # a token holds at least a byte; the first ones may be a part of a character
+        reach = 4 + max((len(stop.encode()) for stop in until), default=0)
+
         def is_complete(tokens: Sequence[int]) -> bool:
-            text = self.tokenizer.decode(tokens, skip_special_tokens=True)
+            text = self.tokenizer.decode(tokens[-reach:], skip_special_tokens=True)
             return any(stop in text for stop in until)
 
         found = generate(
@@ -159,12 +162,16 @@ class HarnessModel:
             prefix_token_id: token before a text without context; None for the begin or else the end of texts.
 
         Raises:
-            InferenceError: if the tokenizer has no token for the start of a text.
+            InferenceError: if the tokenizer has no token for the start of a text, or the model has fewer positions.
         """
         super().__init__()
         self.shared, self.tokenizer, self._name = shared, shared.tokenizer, name
         config = shared.model.config.model
-        self.max_length = max_length or config.max_position_embeddings or MAX_LENGTH
+        positions = config.max_position_embeddings
+        if max_length is not None and not 0 < max_length <= (positions or max_length):
+            most = "" if positions is None else f" and at most {positions}, the model's positions"
+            raise InferenceError(f"max_length={max_length}: must be at least 1{most}", "drop max_length")
+        self.max_length = max_length or positions or MAX_LENGTH
         self.add_bos_token = add_bos_token
         ends = next(iter(sorted(shared.end_ids)), None)
         self.eot_token_id = ends if self.tokenizer.eos_token_id is None else self.tokenizer.eos_token_id

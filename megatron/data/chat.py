@@ -14,7 +14,7 @@ import json
 import re
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from functools import cached_property, lru_cache
+from functools import lru_cache
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -66,43 +66,54 @@ class ChatTokenizer:
                 Path(folder, name).write_bytes(content)
             with convert_library_errors(DataError, "transformers cannot read the tokenizer", "--tokenizer-model DIR"):
                 self._tokenizer: Any = AutoTokenizer.from_pretrained(folder, local_files_only=True)
-        self.template: str | None = self._tokenizer.chat_template
 
-    @cached_property
-    def _marks_answers(self) -> bool:
-        """Whether the template marks what the assistant generates."""
-        return re.search(r"\{%-?\s*generation\s*-?%\}", self.template or "") is not None
+    def _template(self, options: Mapping[str, Any]) -> str:
+        """Return the chat template; with several, the one that transformers chooses by the options."""
+        if self._tokenizer.chat_template is None:
+            raise DataError("the tokenizer has no chat template", "--chat-template FILE.jinja")
+        with convert_library_errors(DataError, "the chat template is unknown", "--chat-template FILE.jinja"):
+            template: str = self._tokenizer.get_chat_template(options.get("chat_template"), options.get("tools"))
+        return template
 
-    def render(self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = False) -> str:
+    def _render(
+        self, messages: Sequence[Mapping[str, Any]], options: Mapping[str, Any], add_generation_prompt: bool = False
+    ) -> str:
         """Return the text of a conversation; raise BadDocumentError if the template refuses it."""
+        self._template(options)
         with convert_library_errors(BadDocumentError, " does not fit the chat template"):
             text: str = self._tokenizer.apply_chat_template(
-                messages, tokenize=False, add_generation_prompt=add_generation_prompt
+                messages, tokenize=False, add_generation_prompt=add_generation_prompt, **options
             )
         return text
 
-    def conversation(self, messages: Sequence[Mapping[str, Any]]) -> Conversation:
+    def conversation(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> Conversation:
         """Return a rendered conversation with the answers of the assistant, including the tokens that end a turn.
 
         A template with ``{% generation %}`` marks them. Otherwise an answer is what its message adds to the messages
         before it and the generation prompt.
 
+        Args:
+            messages: at least one.
+            options: ``tools``, and other names of the template.
+
         Raises:
             BadDocumentError: if the template refuses the conversation, or renders the messages before an answer
                 differently once it follows.
         """
-        if self.template is None:
-            raise DataError("the tokenizer has no chat template", "--chat-template FILE.jinja")
-        if self._marks_answers:
+        if re.search(r"\{%-?\s*generation\s*-?%\}", self._template(options)):
             with convert_library_errors(BadDocumentError, " does not fit the chat template"):
                 found = self._tokenizer.apply_chat_template(
-                    messages, return_dict=True, return_assistant_tokens_mask=True
+                    messages, tokenize=True, return_dict=True, return_assistant_tokens_mask=True, **options
                 )
             return _conversation(found["input_ids"], found["assistant_masks"])
-        text, eos = self.render(messages), self._tokenizer.eos_token or ""
+        text, eos = self._render(messages, options), self._tokenizer.eos_token or ""
         spans = []
         for i in (i for i, message in enumerate(messages) if message["role"] == "assistant"):
-            before, after = self.render(messages[:i], add_generation_prompt=True), self.render(messages[: i + 1])
+            after = self._render(messages[: i + 1], options)
+            before = self._render(messages[: i or 1], options, add_generation_prompt=True)
+            if i == 0:  # transformers renders no empty conversation: the prompt is what follows the message
+                prompt = before[shared_length(before, after) :]
+                before = after[: after.find(prompt) + len(prompt)] if prompt in after else ""
             if not text.startswith(after):  # it may end every conversation
                 after = after.removesuffix(eos)
             if not (text.startswith(before) and text.startswith(after)):
@@ -122,10 +133,11 @@ class ChatTokenizer:
         return _after_prompt(*(self._tokenizer(text)["input_ids"] for text in (prompt, *texts)))
 
     def continuations(
-        self, prompt: Sequence[Mapping[str, Any]], *answers: Sequence[Mapping[str, Any]]
+        self, prompt: Sequence[Mapping[str, Any]], *answers: Sequence[Mapping[str, Any]], **options: Any
     ) -> list[Conversation]:
         """Return a rendered prompt with each of its answers; raise BadDocumentError if the template refuses one."""
-        texts = [self.render(prompt, add_generation_prompt=True), *(self.render([*prompt, *each]) for each in answers)]
+        texts = [self._render(prompt, options, add_generation_prompt=True)]
+        texts += [self._render([*prompt, *each], options) for each in answers]
         return _after_prompt(*(self._tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts))
 
 
@@ -151,9 +163,11 @@ def encode_record(tokenizer: ChatTokenizer, record: Mapping[str, object]) -> Con
         BadDocumentError: if it is none, or has no answer.
     """
     if "messages" in record:
-        found = tokenizer.conversation(_messages(record["messages"]))
+        found = tokenizer.conversation(_messages(record["messages"]), **_template_options(record))
     elif "prompt" in record and "completion" in record:
         (found,) = tokenizer.completions(text_of(record, "prompt"), text_of(record, "completion"))
+        if not text_of(record, "completion").strip():
+            raise BadDocumentError(" has an empty completion")
     else:
         has = ", ".join(list(record)[:8]) or "none"
         raise BadDocumentError(f" has neither 'messages' nor 'prompt' and 'completion'; its keys: {has}")
@@ -187,7 +201,7 @@ def encode_pair(tokenizer: ChatTokenizer, record: Mapping[str, object]) -> tuple
         else:  # a prompt that is a text repeats what the messages begin with
             shared = shared_length(*turns)
             before = turns[0][:shared]
-        found = tokenizer.continuations(before, *(each[shared:] for each in turns))
+        found = tokenizer.continuations(before, *(each[shared:] for each in turns), **_template_options(record))
     for key, conversation in zip(("chosen", "rejected"), found):
         if not conversation.answers[1:].any():
             raise BadDocumentError(f": '{key}' has no token to answer with")
@@ -195,6 +209,19 @@ def encode_pair(tokenizer: ChatTokenizer, record: Mapping[str, object]) -> tuple
     if len(logps) == 1 or not np.isfinite(logps).all():
         raise BadDocumentError(": 'ref_chosen_logps' and 'ref_rejected_logps' are not both finite numbers")
     return found, logps or [np.nan, np.nan]
+
+
+def _template_options(record: Mapping[str, object]) -> dict[str, Any]:
+    """Return the arguments of the chat template in a JSON object: ``tools`` and ``chat_template_kwargs``, as in TRL."""
+    tools, options = record.get("tools"), record.get("chat_template_kwargs") or {}
+    if isinstance(tools, str):
+        with convert_library_errors(BadDocumentError, ": 'tools' is not JSON"):
+            tools = json.loads(tools)
+    if not isinstance(tools, list | None) or not all(isinstance(tool, dict) for tool in tools or ()):
+        raise BadDocumentError(": 'tools' is not an array of objects")
+    if not isinstance(options, dict):
+        raise BadDocumentError(": 'chat_template_kwargs' is not an object")
+    return {"tools": tools, **options}
 
 
 def _messages(value: object, key: str = "messages", answered: bool = True) -> list[Mapping[str, Any]]:

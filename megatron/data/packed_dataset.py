@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from megatron.config.text import counted
 from megatron.data.chat import Conversations
 from megatron.data.dataset import Dataset, Sample, SourceUsage, fingerprint, splitmix64
 
@@ -170,5 +171,5 @@ class PackedDataset(Dataset):
         used = self._lengths.sum() / (self.packs * self.seq_length)
         return (
             f"{samples / self.epoch_samples:.2f} epochs of {len(self._lengths):,} {what} in {data.source}, "
-            f"packed into {self.packs:,} samples ({used:.1%} full)"
+            f"packed into {counted(self.packs, 'sample')} ({used:.1%} full)"
         )

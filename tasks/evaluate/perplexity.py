@@ -23,11 +23,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # if this checkout
 from megatron.checkpoint.durable_files import publish_file
 from megatron.checkpoint.errors import CheckpointError
 from megatron.config.errors import UserError
-from megatron.config.files import parse_json
 from megatron.config.launch import Launch, exit_process
 from megatron.config.plugins import load_plugins
 from megatron.config.text import echo
 from megatron.convert.saved_model import by_huggingface_names, find_tokenizer_files
+from megatron.data.chat import numbered_lines
+from megatron.data.errors import DataError
+from megatron.data.preprocess.corpus import BadDocumentError, parse_record, text_of
 from megatron.inference.text import InferenceError
 from tools.lib.locations import add_model_flags
 
@@ -106,24 +108,37 @@ def build_parser() -> argparse.ArgumentParser:
 
 def read_texts(path: Path) -> list[str]:
     """Return the texts of a file: the field ``text`` of each line of a .jsonl, else the whole file."""
+    place = f"{path}"
     try:
-        content = path.read_text(encoding="utf-8")
+        if path.suffix == ".jsonl":
+            texts = []
+            for number, line in numbered_lines(path):
+                place = f"{path}:{number}"
+                if isinstance(line, BadDocumentError):
+                    raise line
+                texts.append(text_of(parse_record(line, path), "text"))
+        else:
+            texts = [path.read_text(encoding="utf-8")]
+    except BadDocumentError as error:
+        seen = f"--data {place}{error.seen}"
+        raise InferenceError(seen, "one JSON object with the field text per line") from error
+    except DataError as error:
+        raise InferenceError(f"--data {error.seen}") from error
     except (OSError, UnicodeError) as error:
         raise InferenceError(f"--data {path} cannot be read: {error}") from error
-    if path.suffix != ".jsonl":
-        texts = [content]
-    else:
-        texts = []
-        for number, line in enumerate(content.splitlines(), start=1):
-            try:
-                texts.append(parse_json(line)["text"])
-                texts[-1].encode()
-            except (ValueError, TypeError, KeyError, AttributeError) as error:
-                seen = f"--data {path}, line {number} is no JSON object with the field text: {line[:60]}"
-                raise InferenceError(seen) from error
     if not any(text.strip() for text in texts):
         raise InferenceError(f"--data {path} holds no text")
     return texts
+
+
+def create_output_folder(output: Path) -> None:
+    """Create the folder of the results; raise InferenceError if they cannot be written there."""
+    try:
+        output.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InferenceError(f"--output {output} cannot be written: {error.strerror}") from error
+    if output.is_dir():
+        raise InferenceError(f"--output {output} is a folder", f"--output {output}/results.json")
 
 
 def windows(tokens: Sequence[int], length: int, stride: int) -> Iterator[Request]:
@@ -210,6 +225,8 @@ def evaluate(args: argparse.Namespace, launch: Launch) -> dict[str, float]:
     from megatron.training.build import choose_device
 
     originals = read_texts(args.data)
+    if args.output is not None:
+        create_output_folder(args.output)
     texts = [detokenize_wikitext2(text) if args.detokenize else text for text in originals]
     pretrained = open_pretrained(args.load, args.ckpt_step, args.ema, args.follow_links, args.pretrained_checkpoint)
     for note in pretrained.notes if launch.rank == 0 else ():

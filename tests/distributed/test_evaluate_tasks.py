@@ -105,12 +105,12 @@ def test_every_layout_of_a_run_evaluates_like_one_process(pool: Pool, place: Pla
 def test_what_cannot_be_evaluated_is_refused_at_the_start(pool: Pool, place: Place, tmp_path: Path) -> None:
     config = config_of(place, tmp_path, "--tensor-model-parallel-size 2 --sequence-parallel", "written", 2)
     for status, error in pool.run(2, train, config, timeout=IMPORTS):
-        assert status == 1
+        assert status == 2
         assert error.count("E709 --evaluate-tasks written generates text, without --sequence-parallel only") <= 1
     (place[1] / "broken.yaml").write_text("task: broken\ndataset_path: json\noutput_type: loglikelihood\n")
     for tasks, sentence in (("nothing", "nothing: lm-eval has no such task"), ("broken", "the tasks cannot be loaded")):
         printed = start(config_of(place, tmp_path / tasks, "", tasks))
-        assert printed.status == 1
+        assert printed.status == 2
         assert f"E709 --evaluate-tasks {tasks}" in printed.err
         assert sentence in printed.err
         assert "Traceback" not in printed.err

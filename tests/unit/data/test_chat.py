@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from megatron.config.run import DataConfig
-from megatron.data.chat import ChatTokenizer, Conversations, _load, encode_record, load_conversations
+from megatron.data.chat import ChatTokenizer, Conversations, _load, encode_pair, encode_record, load_conversations
 from megatron.data.errors import DataError
 from megatron.data.preprocess.corpus import BadDocumentError
 from megatron.data.tokenizers.huggingface import ByteTokenizer
@@ -127,6 +127,54 @@ def test_a_conversation_that_is_rendered_differently_as_it_grows_is_refused() ->
         tokenizer("{{ raise_exception('roles must alternate') }}").conversation(messages(*CONVERSATIONS[0]))
 
 
+def test_tools_and_further_names_reach_the_template_as_in_trl() -> None:
+    """With marks and without them, and in preferences."""
+    tools = [{"type": "function", "function": {"name": "add"}}]
+    record = {"messages": messages(*CONVERSATIONS[0]), "tools": tools, "chat_template_kwargs": {"mood": "calm"}}
+    head = "{% if tools %}{{ tools[0].function.name }}{% endif %}{{ mood }}\n"
+    for template in (PLAIN, MARKED):
+        chat = tokenizer(head + template)
+        theirs = chat._tokenizer.apply_chat_template(record["messages"], tools=tools, mood="calm", return_dict=True)
+        for given in (tools, json.dumps(tools)):
+            found = encode_record(chat, record | {"tools": given})
+            assert found.ids.tolist() == theirs["input_ids"]
+            assert parts(found.ids.tolist(), found.answers.tolist())[0] == (0, b"addcalm\n<user>Hi\n<assistant>")
+        turns = {"chosen": record["messages"], "rejected": messages(*CONVERSATIONS[0][:1], ("assistant", "No"))}
+        pair, _ = encode_pair(chat, record | turns)
+        assert pair[0].ids.tolist() == theirs["input_ids"]
+
+
+def test_one_of_several_templates_is_chosen_as_transformers_does() -> None:
+    files = ByteTokenizer().hugging_face_files()
+    config = json.loads(files["tokenizer_config.json"])
+
+    def named(**templates: str) -> ChatTokenizer:
+        config["chat_template"] = [{"name": name, "template": template} for name, template in templates.items()]
+        return ChatTokenizer(files | {"tokenizer_config.json": json.dumps(config).encode()})
+
+    record = {"messages": messages(*CONVERSATIONS[0])}
+    chat = named(default=PLAIN, tool_use="tools\n" + MARKED)
+    assert encode_record(chat, record).ids.tolist() == encode_record(tokenizer(PLAIN), record).ids.tolist()
+    for options in ({"tools": [{}]}, {"chat_template_kwargs": {"chat_template": "tool_use"}}):
+        found = encode_record(chat, record | options)
+        assert parts(found.ids.tolist(), found.answers.tolist())[0] == (0, b"tools\n<user>Hi\n<assistant>")
+    with pytest.raises(DataError, match="multiple chat templates with no default") as refused:
+        encode_record(named(rag=PLAIN, tool_use=PLAIN), record)
+    assert not isinstance(refused.value, BadDocumentError)
+
+
+@pytest.mark.parametrize("head", ["", "{{ bos_token }}{{ messages[0].role }}\n"])
+def test_a_conversation_may_begin_with_an_answer(head: str) -> None:
+    """Also with a template that reads the first message, or ends every conversation."""
+    turns = messages(("assistant", "Hello!"), ("user", "Hi"), ("assistant", "one"))
+    marked = tokenizer(head + MARKED).conversation(turns)
+    for end in ("", "{% if not add_generation_prompt %}{{ eos_token }}{% endif %}"):
+        found = tokenizer(head + PLAIN + end).conversation(turns)
+        assert found.answers.tolist()[: len(marked.ids)] == marked.answers.tolist()
+        assert found.ids.tolist()[: len(marked.ids)] == marked.ids.tolist()
+    assert marked.answers.sum() == len("Hello!$\none$\n")
+
+
 GOOD = json.dumps({"messages": messages(*CONVERSATIONS[0])})
 BAD = {
     '{"messages": []}': " has no messages",
@@ -140,6 +188,14 @@ BAD = {
         ": message 2 has an empty content"
     ),
     '{"prompt": "?", "completion": 5}': ": 'completion' is a number, not a string",
+    '{"prompt": "?", "completion": ""}': " has an empty completion",
+    '{"messages": [{"role": "assistant", "content": "!"}], "tools": "[{"}': (
+        ": 'tools' is not JSON: Expecting property name enclosed in double quotes: line 1 column 3 (char 2)"
+    ),
+    '{"messages": [{"role": "assistant", "content": "!"}], "tools": ["add"]}': ": 'tools' is not an array of objects",
+    '{"messages": [{"role": "assistant", "content": "!"}], "chat_template_kwargs": "a"}': (
+        ": 'chat_template_kwargs' is not an object"
+    ),
     '{"text": "?"}': " has neither 'messages' nor 'prompt' and 'completion'; its keys: text",
     "[1]": " is an array, not an object",
     '{"messages": [': " is not JSON: Expecting value: line 1 column 15 (char 14)",

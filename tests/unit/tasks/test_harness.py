@@ -87,6 +87,20 @@ def test_every_answer_is_that_of_the_hf_model(theirs: tuple[Path, Any], manager:
         assert len({text for _, resps in found["written"] for (text,) in resps}) > 2
 
 
+def test_texts_that_end_are_found_in_the_last_tokens(theirs: tuple[Path, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The time to look for them does not grow with the continuation."""
+    folder, _ = theirs
+    model = language_model_class().create_from_arg_obj({"load": f"hf:{folder}"}, {"batch_size": 1})
+    decode, seen = model.tokenizer.decode, list[int]()
+    monkeypatch.setattr(model.tokenizer, "decode", lambda ids, **named: seen.append(len(ids)) or decode(ids, **named))
+    (whole,) = model.shared.continue_texts([[*b"one"]], 20, ["\n\n"], {"temperature": 0.0})
+    assert (len(whole), max(seen)) == (20, 6)
+    stop = decode(whole[9:12])
+    (ended,) = model.shared.continue_texts([[*b"one"]], 20, [stop], {"temperature": 0.0})
+    assert ended == whole[: len(ended)]
+    assert decode(ended).find(stop) == len(ended) - 3
+
+
 def run_main(flags: str, output: Path, capsys: pytest.CaptureFixture[str]) -> tuple[int, dict[str, Any], str]:
     """Run the command line; return its status, the results that it writes, and what it prints to stderr."""
     status = main([*flags.split(), "--output_path", str(output), "--device", "cpu"])
@@ -156,6 +170,7 @@ def test_wrong_requests_are_one_sentence(tmp_path: Path, capsys: pytest.CaptureF
         (f"--tasks choices {good},pretrained=x", "--model_args pretrained: there is no such argument"),
         (f"--tasks choices {good} --batch_size auto", "--batch_size auto: must be a number"),
         (f"--tasks choices {good},pipeline_model_parallel_size=2", "1 ranks are not a multiple of TP x PP x CP = 2"),
+        (f"--tasks choices {good},max_length=25", "max_length=25: must be at least 1 and at most 24, the model's"),
         (f"--tasks nothing {good}", "Tasks not found: nothing"),
         (f"--tasks long {good}", "generates up to 24 tokens, and the model has 24 positions"),
         (f"--tasks beams {good}", "a task sets num_beams"),

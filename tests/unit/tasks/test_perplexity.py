@@ -78,9 +78,9 @@ def test_perplexity_is_that_of_a_plain_loop(theirs: tuple[Path, Any], tmp_path: 
 
 def test_documents_of_jsonl_are_scored_apart(theirs: tuple[Path, Any], tmp_path: Path) -> None:
     folder, model = theirs
-    texts = [TEXT[:50], "ab", TEXT[50:120]]
+    texts = [TEXT[:50], "a\u2028b", TEXT[50:120]]
     data = tmp_path / "text.jsonl"
-    data.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    data.write_text("".join(json.dumps({"text": text}, ensure_ascii=False) + "\n\n" for text in texts))
     losses = [sliding_loss(model, torch.tensor([*text.encode()]), POSITIONS, POSITIONS // 2) for text in texts]
     found = measure(folder, data, "--params-dtype", "fp64")
     assert found["tokens"] == sum(count for _, count in losses)
@@ -140,7 +140,7 @@ def test_wrong_requests_are_one_sentence(
         (f"--load hf:{folder} --data {tmp_path}/missing.txt", "missing.txt cannot be read"),
         (f"--load hf:{folder} --data {tmp_path}/empty.txt", "holds no text"),
         (f"--load hf:{folder} --data {tmp_path}/short.txt", "fewer than 2 tokens"),
-        (f"--load hf:{folder} --data {tmp_path}/bad.jsonl", "bad.jsonl, line 2 is no JSON object with the field text"),
+        (f"--load hf:{folder} --data {tmp_path}/bad.jsonl", "bad.jsonl:2 has no key 'text'; its keys: txt"),
         (f"--load hf:{folder} --data {tmp_path}/word.jsonl --task lambada", "text 1 has no last word after others"),
         (f"--load {tmp_path}/bare --data {tmp_path}/good.txt", "no tokenizer, which texts need"),
         (f"{good} --stride 24", "--stride 24: must be at least 1 and below the 24 tokens"),
@@ -153,3 +153,17 @@ def test_wrong_requests_are_one_sentence(
         error = capsys.readouterr().err
         assert sentence in error
         assert not output.exists()
+
+
+def test_results_are_written_to_a_new_folder_or_refused_before_the_model_is_loaded(
+    theirs: tuple[Path, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder, _ = theirs
+    data = tmp_path / "text.txt"
+    data.write_text(TEXT)
+    flags = ["--data", str(data), "--device", "cpu", "--output"]
+    assert main(["--load", f"hf:{folder}", *flags, f"{tmp_path}/new/folder/out.json"]) == 0
+    assert json.loads((tmp_path / "new/folder/out.json").read_text())["tokens"] > 0
+    for output in (data / "out.json", tmp_path / "new"):
+        assert main(["--load", f"hf:{tmp_path}/missing", *flags, str(output)]) == 2
+        assert f"perplexity: --output {output} " in capsys.readouterr().err

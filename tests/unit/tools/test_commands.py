@@ -29,7 +29,9 @@ def test_every_program_is_a_command_with_a_summary(capsys: pytest.CaptureFixture
     lines = capsys.readouterr().out.splitlines()
     listed = {line.split()[0]: line.split()[1:] for line in lines if line.startswith("  ")}
     assert {*ENTRIES, "train-tokenizer", "plot-run"} <= listed.keys()
-    assert len(listed) == 1 + len([*(ROOT / "tools").glob("[!_]*.py")]) - len(commands.OF_DEVELOPERS)
+    programs = [*(ROOT / "tools").glob("[!_]*.py"), *(ROOT / "tasks").glob("*/[!_]*.py")]
+    assert len(listed) == 1 + len(programs) - len(commands.OF_DEVELOPERS)
+    assert {"perplexity", "sft"} <= listed.keys()
     assert all(len(words) > 1 for words in listed.values())
     assert max(map(len, lines)) <= 120
 
