@@ -1,6 +1,6 @@
-"""lm-eval's command line with the model ``megatron``, such as ``harness.py --model_args load=RUN --tasks lambada``.
+"""Run lm-eval on a model: ``tasks/evaluate/harness.py --model_args load=RUN --tasks lambada``.
 
-Reads checkpoints and Hugging Face folders without conversion; under torchrun the model is split.
+The command line is lm-eval's own, with the model ``megatron``. Reads checkpoints and Hugging Face folders without conversion; under torchrun the model is split.
 """
 
 from __future__ import annotations

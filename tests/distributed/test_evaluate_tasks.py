@@ -93,7 +93,10 @@ LAYOUTS = {
 """Ranks, flags and tasks."""
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+SHORT = ("tp2-pp2", "zero3-dp2")
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=() if n in SHORT else pytest.mark.slow) for n in LAYOUTS])
 def test_every_layout_of_a_run_evaluates_like_one_process(pool: Pool, place: Place, tmp_path: Path, name: str) -> None:
     ranks, flags, tasks = LAYOUTS[name]
     config = config_of(place, tmp_path, flags, tasks, ranks)
@@ -127,7 +130,7 @@ def run_harness(rank: int, ranks: int, flags: list[str]) -> tuple[int, str, str]
         return run_tool(rank, ranks, flags, harness.main)
 
 
-@pytest.mark.parametrize("sizes", [(1, 1), (2, 2)], ids=["dp2", "tp2-pp2"])
+@pytest.mark.parametrize("sizes", [(1, 1), pytest.param((2, 2), marks=pytest.mark.slow)], ids=["dp2", "tp2-pp2"])
 def test_the_command_line_on_several_ranks(pool: Pool, place: Place, tmp_path: Path, sizes: tuple[int, int]) -> None:
     folder, tasks, expected = place
     tp, pp = sizes

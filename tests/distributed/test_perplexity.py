@@ -15,6 +15,8 @@ from tests.distributed.test_generate import run_tool
 from tests.solo import Solo, tiny
 
 TEXT = "Four windows, and a part of a fifth, of 16 tokens each: so ranks have unequal work.\n"
+IMPORTS = 240.0
+"""Seconds of a job, whose ranks may import transformers first."""
 LAYOUTS = {
     "dp3": (3, 1, 1),
     "tp2": (2, 2, 1),
@@ -23,8 +25,11 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize("task", ["perplexity", "lambada"])
-def test_every_layout_measures_what_one_process_does(pool: Pool, tmp_path: Path, task: str) -> None:
+ALL = [pytest.param(task, [*LAYOUTS], marks=pytest.mark.slow) for task in ("perplexity", "lambada")]
+
+
+@pytest.mark.parametrize(("task", "names"), [("perplexity", ["tp2-pp2"]), ("lambada", ["dp3"]), *ALL])
+def test_every_layout_measures_what_one_process_does(pool: Pool, tmp_path: Path, task: str, names: list[str]) -> None:
     chunk = Solo.build(tiny(vocab_size=257, num_layers=4, position_embedding_type="rope")).chunk
     save_model(chunk, tmp_path / "save", params_dtype="fp64")
     data = tmp_path / "text.jsonl"
@@ -32,9 +37,12 @@ def test_every_layout_measures_what_one_process_does(pool: Pool, tmp_path: Path,
     flags = f"--load {tmp_path}/save --data {data} --task {task} --micro-batch-size 2 --device cpu --output"
     assert main([*flags.split(), str(tmp_path / "one.json")]) == 0
     expected = json.loads((tmp_path / "one.json").read_text())
-    for name, (ranks, tp, pp) in LAYOUTS.items():
+    for name in names:
+        ranks, tp, pp = LAYOUTS[name]
         layout = f"{tmp_path}/{name}.json --tensor-model-parallel-size {tp} --pipeline-model-parallel-size {pp}"
-        done = pool.run(ranks, run_tool, [*flags.split(), *layout.split()], main, check_collectives=False)
+        done = pool.run(
+            ranks, run_tool, [*flags.split(), *layout.split()], main, timeout=IMPORTS, check_collectives=False
+        )
         assert [status for status, *_ in done] == [0] * ranks
         assert [bool(out) for _, out, _ in done] == [True] + [False] * (ranks - 1)
         assert json.loads((tmp_path / f"{name}.json").read_text()) == pytest.approx(expected, rel=1e-10)
@@ -44,6 +52,6 @@ def test_a_layout_that_does_not_fit_is_one_sentence(pool: Pool, tmp_path: Path) 
     save_model(Solo.build(tiny(vocab_size=257), torch.float32).chunk, tmp_path / "save")
     (tmp_path / "text.txt").write_text(TEXT)
     flags = f"--load {tmp_path}/save --data {tmp_path}/text.txt --device cpu --pipeline-model-parallel-size 2"
-    first, second, _ = pool.run(3, run_tool, flags.split(), main)
+    first, second, _ = pool.run(3, run_tool, flags.split(), main, timeout=IMPORTS)
     assert first[0] == second[0] == 2
     assert "3 ranks are not a multiple of TP x PP x CP = 2" in first[2]

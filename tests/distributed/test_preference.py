@@ -41,8 +41,17 @@ LAYOUTS: list[Choice] = [
     {"dp": 2, "experts": "two of four", "ep": 2, "tp": "2sp", "biases": "no"},
 ]
 DPO: dict[str, Any] = {"objective": "dpo", "dpo_beta": 0.5}
+TP_SP = "--tensor-model-parallel-size 2 --sequence-parallel"
 PP_CP = "--pipeline-model-parallel-size 2 --context-parallel-size 2"
 DISTILLATION: dict[str, Any] = {"objective": "distillation", "distillation_label_weight": 0.3}
+
+
+def in_layouts(choices: list[Choice], *short: int) -> pytest.MarkDecorator:
+    """Run a test in these layouts; in CI in those of these numbers among all."""
+    layouts = (
+        pytest.param(choice, marks=() if LAYOUTS.index(choice) in short else pytest.mark.slow) for choice in choices
+    )
+    return pytest.mark.parametrize("choice", layouts, ids=lambda choice: label(PLAIN | choice))
 
 
 def case(choice: Mapping[str, Any], options: Mapping[str, Any]) -> Case:
@@ -56,7 +65,7 @@ def trains_like_one_process(pool: Pool, case: Case) -> None:
     assert steps[0].loss != steps[1].loss
 
 
-@pytest.mark.parametrize("choice", LAYOUTS, ids=lambda choice: label(PLAIN | choice))
+@in_layouts(LAYOUTS, 1, 3, 5, 8, 10)
 def test_preferences_in_every_layout(pool: Pool, choice: Choice) -> None:
     """The variants of the loss in turn."""
     kind = ("sigmoid", "ipo", "sigmoid_norm", "kto_pair")[LAYOUTS.index(choice) % 4]
@@ -74,7 +83,7 @@ def frozen(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return folders
 
 
-@pytest.mark.parametrize("choice", LAYOUTS, ids=lambda choice: label(PLAIN | choice))
+@in_layouts(LAYOUTS, 1, 3, 5)
 def test_distillation_in_every_layout(pool: Pool, choice: Choice, frozen: dict[str, Path]) -> None:
     """The teacher has another size, and TP ranks that hold fewer tokens than are taken of each position."""
     vocab = (PLAIN | choice)["vocab"]
@@ -83,13 +92,13 @@ def test_distillation_in_every_layout(pool: Pool, choice: Choice, frozen: dict[s
     trains_like_one_process(pool, case(choice, options))
 
 
-@pytest.mark.parametrize("choice", LAYOUTS[1::3], ids=lambda choice: label(PLAIN | choice))
+@in_layouts(LAYOUTS[1::3], 1)
 def test_a_reference_model_in_every_layout(pool: Pool, choice: Choice, frozen: dict[str, Path]) -> None:
     location = str(frozen[str((PLAIN | choice)["vocab"])])
     trains_like_one_process(pool, case(choice, DPO | {"reference_model": location}))
 
 
-@pytest.mark.parametrize("choice", LAYOUTS[:-1:2], ids=lambda choice: label(PLAIN | choice))
+@in_layouts(LAYOUTS[:-1:2], 4, 6)
 def test_the_model_without_its_adapters_is_the_reference(pool: Pool, choice: Choice) -> None:
     """At first the policy is the reference; then only the adapters differ."""
     found = case(choice, DPO)
@@ -105,7 +114,7 @@ def write_in_advance(rank: int, world_size: int, config: RunConfig, output: Path
     write_teacher(config, open_frozen(config, mesh, torch.device("cpu"), frozen_location(config)), output)
 
 
-@pytest.mark.parametrize("layout", ["--tensor-model-parallel-size 2 --sequence-parallel", PP_CP, ""])
+@pytest.mark.parametrize("layout", [PP_CP, *(pytest.param(x, marks=pytest.mark.slow) for x in (TP_SP, ""))])
 def test_logits_computed_in_advance_are_the_same_in_every_layout(pool: Pool, tmp_path: Path, layout: str) -> None:
     """On 4 ranks as on 1, of which each writes its own rows of one file."""
     model = "--vocab-size 257 --seq-length 16 --max-position-embeddings 16 --fp64 --global-batch-size 8"

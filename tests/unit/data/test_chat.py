@@ -241,8 +241,8 @@ def test_lines_that_cannot_be_used_are_counted(tmp_path: Path, cached: bool) -> 
     for _ in range(2):
         found = load(options)
         (note,) = found.notes
-        assert note.startswith(f"left out: 14 of 16 conversations cannot be used: {tmp_path}/chat.jsonl:1 has no mess")
-        assert note.endswith("; and 9 more")
+        assert note.startswith(f"left out: 18 of 20 conversations cannot be used: {tmp_path}/chat.jsonl:1 has no mess")
+        assert note.endswith("; and 13 more")
         assert found.lengths.tolist() == [len("<user>Hi\n<assistant>Hello!$\n") - 1] * 2
     assert len(load(options, 120).lengths) == 3  # 120 letters and the end, all but one of which are predicted
     with pytest.raises(DataError, match=r"chat.jsonl:15 takes 120 positions, and a sample has 119"):
