@@ -1,6 +1,7 @@
 """Run lm-eval on a model: ``tasks/evaluate/harness.py --model_args load=RUN --tasks lambada``.
 
-The command line is lm-eval's own, with the model ``megatron``. Reads checkpoints and Hugging Face folders without conversion; under torchrun the model is split.
+The command line is lm-eval's own, with the model ``megatron``. Reads checkpoints and Hugging Face folders without
+conversion; under torchrun the model is split.
 """
 
 from __future__ import annotations

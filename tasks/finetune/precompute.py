@@ -1,6 +1,4 @@
-"""Compute in advance what dpo.py and distill.py read of a frozen model.
-
-The model then needs no memory beside the run.
+"""Compute what dpo.py and distill.py read of a frozen model, and free its memory for the run.
 
 ``precompute.py dpo --output PAIRS.jsonl FLAGS`` writes the pairs with ``ref_chosen_logps`` and ``ref_rejected_logps``;
 ``precompute.py distill --output FOLDER FLAGS`` the logits of the teacher, for ``--teacher-logits FOLDER``. The flags

@@ -155,7 +155,8 @@ def test_one_of_several_templates_is_chosen_as_transformers_does() -> None:
     record = {"messages": messages(*CONVERSATIONS[0])}
     chat = named(default=PLAIN, tool_use="tools\n" + MARKED)
     assert encode_record(chat, record).ids.tolist() == encode_record(tokenizer(PLAIN), record).ids.tolist()
-    for options in ({"tools": [{}]}, {"chat_template_kwargs": {"chat_template": "tool_use"}}):
+    choices: list[dict[str, Any]] = [{"tools": [{}]}, {"chat_template_kwargs": {"chat_template": "tool_use"}}]
+    for options in choices:
         found = encode_record(chat, record | options)
         assert parts(found.ids.tolist(), found.answers.tolist())[0] == (0, b"tools\n<user>Hi\n<assistant>")
     with pytest.raises(DataError, match="multiple chat templates with no default") as refused:
