@@ -48,9 +48,9 @@ DISTILLATION: dict[str, Any] = {"objective": "distillation", "distillation_label
 
 def in_layouts(choices: list[Choice], *short: int) -> pytest.MarkDecorator:
     """Run a test in these layouts; in CI in those of these numbers among all."""
-    layouts = (
+    layouts = [
         pytest.param(choice, marks=() if LAYOUTS.index(choice) in short else pytest.mark.slow) for choice in choices
-    )
+    ]
     return pytest.mark.parametrize("choice", layouts, ids=lambda choice: label(PLAIN | choice))
 
 

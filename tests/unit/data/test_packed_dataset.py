@@ -119,5 +119,6 @@ def test_usage_is_counted_in_epochs() -> None:
     (usage,) = dataset.source_usage(3 * dataset.epoch_samples)
     assert (usage.source, usage.tokens, usage.once) == ("file", 3 * sum(MANY), sum(MANY))
     assert dataset.describe(dataset.epoch_samples * 10).startswith("1.00 epochs of 61 conversations in file, packed")
+    assert "packed into 1 sample (90.0% full)" in packed([9]).describe(10)
     with pytest.raises(IndexError):
         dataset[1000]
