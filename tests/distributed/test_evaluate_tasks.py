@@ -110,14 +110,23 @@ def test_what_cannot_be_evaluated_is_refused_at_the_start(pool: Pool, place: Pla
     for status, error in pool.run(2, train, config, timeout=IMPORTS):
         assert status == 2
         assert error.count("E709 --evaluate-tasks written generates text, without --sequence-parallel only") <= 1
+
+
+@pytest.mark.parametrize(
+    ("tasks", "sentence"),
+    [
+        pytest.param("nothing", "nothing: lm-eval has no such task", marks=pytest.mark.slow),  # reads all of its tasks
+        ("broken", "the tasks cannot be loaded"),
+    ],
+)
+def test_tasks_that_do_not_exist_or_load_are_refused(place: Place, tmp_path: Path, tasks: str, sentence: str) -> None:
     (place[1] / "broken.yaml").write_text("task: broken\ndataset_path: json\noutput_type: loglikelihood\n")
-    for tasks, sentence in (("nothing", "nothing: lm-eval has no such task"), ("broken", "the tasks cannot be loaded")):
-        printed = start(config_of(place, tmp_path / tasks, "", tasks))
-        assert printed.status == 2
-        assert f"E709 --evaluate-tasks {tasks}" in printed.err
-        assert sentence in printed.err
-        assert "Traceback" not in printed.err
+    printed = start(config_of(place, tmp_path, "", tasks))
     (place[1] / "broken.yaml").unlink()
+    assert printed.status == 2
+    assert f"E709 --evaluate-tasks {tasks}" in printed.err
+    assert sentence in printed.err
+    assert "Traceback" not in printed.err
 
 
 def run_harness(rank: int, ranks: int, flags: list[str]) -> tuple[int, str, str]:
