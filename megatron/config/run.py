@@ -679,7 +679,7 @@ class RunConfig:
 
     @property
     def resume_options(self) -> CheckpointConfig:
-        """What the run resumes from, or starts from; adapters start from nothing."""
+        """Options of the checkpoint to resume or start from; adapters start from nothing."""
         return self.checkpoint if self.model.lora_rank is not None else self.checkpoint.first_start
 
 

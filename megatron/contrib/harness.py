@@ -44,7 +44,7 @@ MAX_NEW_TOKENS = 256
 """Tokens to generate where a task gives no number, as in the harness."""
 
 END = "end"
-"""Tells the serving ranks that rank 0 starts no more passes."""
+"""Message after which rank 0 starts no more passes."""
 
 
 class SharedModel:
@@ -359,7 +359,7 @@ def load_shared(
     pretrained_checkpoint: str | None = None,
     plugin: str | None = None,
 ) -> tuple[SharedModel, dict[str, Any]]:
-    """Load a model as the arguments of ``--model_args`` say, and return it with those of :class:`HarnessModel`.
+    """Load the model of ``--model_args``, and return it with the arguments of :class:`HarnessModel`.
 
     Collective over all processes of the launch.
     """

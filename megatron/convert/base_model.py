@@ -34,7 +34,7 @@ class BaseModel:
 
     @property
     def record(self) -> dict[str, str]:
-        """What a checkpoint of adapters stores."""
+        """The record of the base in a checkpoint of adapters."""
         return {"location": self.location, "digest": self.digest}
 
     @classmethod

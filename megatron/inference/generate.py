@@ -98,7 +98,7 @@ def uniform_draw(seed: int, prompt: int, position: int) -> float:
 
 
 class NextTokenModel(Protocol):
-    """What generation needs of a model: a whole chunk, or the stages of a :class:`PipelinedModel`."""
+    """Interface of a model that generates: a whole chunk, or the stages of a :class:`PipelinedModel`."""
 
     @property
     def config(self) -> ModelConfig:

@@ -1,4 +1,4 @@
-"""What objectives read of frozen models: log-probabilities under a reference model, or logits of a teacher.
+"""Inputs of objectives from frozen models: log-probabilities under a reference model, or logits of a teacher.
 
 A forward pass of the frozen model precedes every step and evaluation. The model is that of another location on the
 ranks of the run (:class:`megatron.training.scoring.FrozenModel`) or, with adapters, the run's own without them.

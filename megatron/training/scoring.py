@@ -45,7 +45,7 @@ BATCHES_PER_PASS = 64
 
 
 class ComputingModel(Protocol):
-    """What a pass needs of a model."""
+    """Interface of a model in a pass."""
 
     @property
     def config(self) -> RunConfig:

@@ -62,7 +62,7 @@ WIKITEXT2 = tuple(
         (" 's", "'s"),
     )
 )
-"""What turns the tokenised text of WikiText-2 into plain text, in this order."""
+"""Replacements that turn the tokenised text of WikiText-2 into plain text, in this order."""
 
 
 def detokenize_wikitext2(text: str) -> str:
