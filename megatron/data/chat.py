@@ -12,7 +12,6 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
 from importlib.metadata import version
@@ -35,6 +34,7 @@ from megatron.data.preprocess.corpus import (
     text_of,
 )
 from megatron.data.tokenizers.base import convert_library_errors
+from megatron.data.tokenizers.huggingface import load_with_transformers
 
 END_WITHIN = 3  # last ids of an answer among which a special token ends it
 MAX_REPORTED = 5  # lines that cannot be used and are named one by one
@@ -59,13 +59,8 @@ class ChatTokenizer:
         Raises:
             DataError: if ``transformers`` cannot read them.
         """
-        from transformers import AutoTokenizer  # takes a second
-
-        with tempfile.TemporaryDirectory() as folder:
-            for name, content in files.items():
-                Path(folder, name).write_bytes(content)
-            with convert_library_errors(DataError, "transformers cannot read the tokenizer", "--tokenizer-model DIR"):
-                self._tokenizer: Any = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+        with convert_library_errors(DataError, "transformers cannot read the tokenizer", "--tokenizer-model DIR"):
+            self._tokenizer: Any = load_with_transformers(files)
 
     def _template(self, options: Mapping[str, Any]) -> str:
         """Return the chat template; with several, the one that transformers chooses by the options."""

@@ -4,8 +4,8 @@ A sample is filled by best-fit decreasing (Ding et al., "Fewer Truncations Impro
 2404.10830). A conversation of n ids takes n - 1 positions: its last id is only a label. The rest of a sample is
 padding: a document of its own without labels.
 
-The order of samples is a function of the seed. In every epoch the conversations of equal length are dealt to the
-samples anew, and the samples are shuffled. An epoch ends with a whole batch: empty samples complete the last one.
+The order of samples is a function of the seed. In every epoch, conversations of equal length are shuffled among their
+places, and then the samples are. Empty samples complete the last batch of an epoch.
 """
 
 from __future__ import annotations

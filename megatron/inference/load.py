@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -40,6 +38,7 @@ from megatron.convert.saved_model import (
     open_checkpoint,
     saved_tokenizer_files,
 )
+from megatron.data.tokenizers.huggingface import load_with_transformers
 from megatron.distributed.grad_accumulator import GradAccumulator
 from megatron.distributed.mesh import Mesh
 from megatron.inference.text import Codec, InferenceError, open_codec
@@ -176,18 +175,13 @@ def load_tokenizer(files: Mapping[str, bytes], model: ModelConfig) -> Any:
     Raises:
         InferenceError: if there is none, or it cannot be read.
     """
-    from transformers import AutoTokenizer  # takes a second
-
     if not any(name in TOKENIZER_FILES or name.endswith(MODEL_SUFFIX) for name in files):
         raise InferenceError("the model has no tokenizer, which texts need", "--tokenizer-model DIR")
     try:
         if CONFIG_FILE not in files:  # of a checkpoint: what its export would hold
             config = build_config_json(model, special=special_token_ids(files, model.vocab))
             files = check_tokenizer(files, config) | {CONFIG_FILE: json.dumps(config).encode()}
-        with TemporaryDirectory() as folder:
-            for name, content in files.items():
-                Path(folder, name).write_bytes(content)
-            return AutoTokenizer.from_pretrained(folder, local_files_only=True)
+        return load_with_transformers(files)
     except Exception as error:  # whatever the class that transformers chooses finds wrong with the files
         raise InferenceError(f"the tokenizer cannot be loaded: {error}", "--tokenizer-model DIR") from error
 

@@ -231,7 +231,7 @@ def build_trainer(
 def build_context(
     config: RunConfig, mesh: Mesh, device: torch.device, draw_initial_values: bool, allocate: bool
 ) -> tuple[BuildContext, list[str]]:
-    """Return what the layers of this rank are built with, and notes on kernels and overlap. Collective.
+    """Return the context in which layers are built, and notes on kernels and overlap. Collective.
 
     Raises:
         UserError: if a requested kernel or overlap is not available.

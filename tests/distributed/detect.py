@@ -209,7 +209,7 @@ def steps_of_all_stages(rank: int, world_size: int, case: Case) -> int:
 
 
 def passes(rank: int, world_size: int, case: Case) -> list[list[float]]:
-    """What passes that only compute find: scores of texts with every last token; likeliest tokens on the last stage."""
+    """Scores of texts that end with each token in turn, and the likeliest tokens, which the last stage has."""
     trainer = build_trainer(case.config(), rank, world_size)
     requests = [([*range(3, 3 + length), token], 2) for length in (2, 6) for token in range(case.model.vocab)]
     scores = score_tokens(trainer, requests, batch_size=64)

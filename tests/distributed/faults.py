@@ -61,7 +61,7 @@ def adapters_of_another_part() -> AbstractContextManager[Any]:
 
 
 def adapters_scaled_by_the_rank() -> AbstractContextManager[Any]:
-    """What adapters add is divided once more."""
+    """The outputs of adapters of rank 2 are divided by the rank."""
     return _adapters_changed(lambda adapter: {"scale": adapter.scale / 2})
 
 

@@ -59,7 +59,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "transposed": ("GPT2", {"target_modules": ["c_attn", "c_proj"], "fan_in_fan_out": True}),
     "transposed DoRA": ("GPT2", {"target_modules": ["attn.c_proj", "c_fc"], "fan_in_fan_out": True, "use_dora": True}),
 }
-"""What is adapted: a family of transformers, and options of PEFT."""
+"""Cases: a family of transformers, and options of PEFT."""
 
 
 QUICK = {"all", "ranks", "fused", "interleaved DoRA", "transposed", "interleaved", "Phi3-lora", "Llama-dora"}
@@ -95,7 +95,7 @@ def make_adapter(tmp_path: Path, case: str) -> None:
 
 
 def logits_of_peft(hf: Path, adapter: Path) -> Tensor:
-    """What PEFT computes in fp64 from files."""
+    """The logits of PEFT in fp64, from files."""
     weights = transformers.AutoModelForCausalLM.from_pretrained(hf).state_dict()
     adapters = load_file(adapter / "adapter_model.safetensors")
     with everything_in_double(), torch.no_grad():  # in which neither of the packages reads files

@@ -117,7 +117,7 @@ def token_logps(model: nn.Module, ids: list[int]) -> Tensor:
 
 
 class Scorer(nn.Module):
-    """What TRL calls: a model that returns log-probabilities of labels."""
+    """Stand-in for the model that TRL calls, with given log-probabilities of labels."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -209,7 +209,7 @@ def ratios(model: nn.Module, reference: nn.Module, of: Sequence[Pair]) -> Tensor
 
 @pytest.mark.parametrize("kind", ["kto_pair", "sigmoid", "sigmoid_norm"])
 def test_losses_and_gradients_are_those_of_the_formulas(kind: str) -> None:
-    """What TRL does not have (any more): KTO of pairs, and the label smoothing of cDPO."""
+    """KTO of pairs and the label smoothing of cDPO, which this version of TRL does not have."""
     model, reference = llama(0), llama(1)
     of = pairs()
     smoothing = 0.1 if kind != "kto_pair" else 0.0

@@ -15,6 +15,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from itertools import chain
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
@@ -49,6 +50,20 @@ MAX_TOKENS = 1 << 24
 
 MAX_GROWTH = 4096
 """How many times as long as the text the result of a tokenizer's rules may be."""
+
+
+def load_with_transformers(files: Mapping[str, bytes]) -> Any:
+    """Return the tokenizer in the files of a Hugging Face folder, by name, as ``transformers`` loads it.
+
+    Raises:
+        Exception: of whatever class the tokenizer that transformers chooses raises.
+    """
+    from transformers import AutoTokenizer  # takes a second
+
+    with TemporaryDirectory() as folder:
+        for name, content in files.items():
+            Path(folder, name).write_bytes(content)
+        return AutoTokenizer.from_pretrained(folder, local_files_only=True)
 
 
 class HuggingFaceTokenizer(LibraryTokenizer):

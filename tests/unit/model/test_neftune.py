@@ -17,7 +17,7 @@ CONFIG = tiny(position_embedding_type="rope", hidden_size=64)
 
 
 def embedded(alpha: float, batch: MicroBatch, training: bool = True) -> Tensor:
-    """What the first block reads ``[S, B, H]``."""
+    """The input of the first block ``[S, B, H]``."""
     chunk = Solo.build(CONFIG, training=TrainingConfig(neftune_alpha=alpha)).chunk.train(training)
     found: list[Tensor] = []
     chunk.layers["0"].register_forward_pre_hook(lambda _, inputs: found.append(inputs[0].sum()))
