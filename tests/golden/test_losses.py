@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from tests.distributed.pool import Pool
 from tests.golden import losses
+
+TOLERANCE = 64 * torch.finfo(torch.float32).eps
+"""Relative. Initial values are drawn in fp32, also for fp64, and ten steps of Adam amplify their last bits, which
+differ between processors."""
 
 
 @pytest.fixture(scope="module")
@@ -13,11 +18,10 @@ def found(pool: Pool) -> dict[str, list[float]]:
     return pool.run(1, losses.losses)[0]
 
 
+def test_losses_are_the_same_to_the_bit_when_computed_again(pool: Pool, found: dict[str, list[float]]) -> None:
+    assert pool.run(1, losses.losses)[0] == found
+
+
 @pytest.mark.parametrize("name", losses.CASES)
 def test_losses_are_as_recorded(found: dict[str, list[float]], name: str) -> None:
-    """To the bit where they were recorded; elsewhere other kernels round differently (initial values are fp32)."""
-    recorded = losses.read()
-    if losses.environment() == recorded["environment"]:
-        assert [x.hex() for x in found[name]] == [x.hex() for x in recorded["losses"][name]]
-    tolerance = 1e-6 if name.endswith("fp64") else 1e-5
-    assert found[name] == pytest.approx(recorded["losses"][name], rel=tolerance, abs=0.0)
+    assert found[name] == pytest.approx(losses.read()[name], rel=TOLERANCE, abs=0.0)

@@ -24,7 +24,7 @@ from megatron.convert.huggingface.weights import fill_weights
 from megatron.convert.saved_model import SavedModel, open_checkpoint
 from megatron.distributed.comm import Group
 from megatron.distributed.micro_batch import MicroBatch
-from tests.parity.families import from_experts, from_gpt2, from_gpt_oss, from_llama, from_neox
+from tests.parity.families import everything_in_double, from_experts, from_gpt2, from_gpt_oss, from_llama, from_neox
 from tests.solo import Solo, random_batch
 from tests.unit.convert.folders import ignore
 
@@ -181,30 +181,33 @@ UNUSED: dict[str, tuple[str, ...]] = {"Phi3": ("partial_rotary_factor",)}
 
 
 def solo(saved: SavedModel) -> Solo:
-    """Our model with the weights of a checkpoint."""
-    made = Solo.build(saved.model, torch.float32, TrainingConfig(cross_entropy_chunk_size=7))
+    """Our model with the weights of a checkpoint, in fp64."""
+    made = Solo.build(saved.model, torch.float64, TrainingConfig(cross_entropy_chunk_size=7))
     fill_weights(made.chunk.specs, made.params, saved)
     return made
 
 
 def assert_same_numbers(shape: Shape, ours: Solo, theirs: nn.Module) -> None:
-    """Logits within 1e-5 of the largest, gradients of all parameters within 1e-4 of their norms."""
+    """In fp64, logits and loss within 1e-11, and gradients of all parameters within 1e-10 of their norms."""
     batch = random_batch(ours.chunk.config, samples=3, length=16, seed=3)
+    with everything_in_double():
+        config = transformers.AutoConfig.for_model(**theirs.config.to_dict())
+        twin = transformers.AutoModelForCausalLM.from_config(config, **EAGER, **SAME).double().eval()
+        twin.load_state_dict(theirs.state_dict())
+        expected_BSV = twin(batch.tokens, use_cache=False).logits
+        expected = their_backward(twin, batch)
     ours.chunk.eval()
     logits_BSV = ours.chunk.logits(batch.tokens).transpose(0, 1)
-    expected_BSV = theirs(batch.tokens, use_cache=False).logits
-    assert (logits_BSV - expected_BSV).abs().max() <= 1e-5 * expected_BSV.abs().max().clamp(min=1)
+    assert (logits_BSV - expected_BSV).abs().max() <= 1e-11 * expected_BSV.abs().max().clamp(min=1)
     ours.chunk.train()
-    loss = ours.backward([batch])
-    expected = their_backward(theirs, batch)
-    assert loss.item() == pytest.approx(expected.item(), rel=1e-5)
-    grads = {name: parameter.grad for name, parameter in theirs.named_parameters() if parameter.grad is not None}
+    assert ours.backward([batch]).item() == pytest.approx(expected.item(), rel=1e-11)
+    grads = {name: parameter.grad for name, parameter in twin.named_parameters() if parameter.grad is not None}
     reference = shape.translate(grads, ours.chunk.config)
     assert reference.keys() == ours.buckets.grads.keys()
     scale = max(grad.norm() for grad in reference.values())
     for name, grad in reference.items():  # a key bias has no gradient but rounding: hence the floor
         error = (ours.buckets.grads[name][: len(grad)] - grad).norm()
-        assert error <= 1e-4 * max(grad.norm(), 1e-3 * scale), name
+        assert error <= 1e-10 * max(grad.norm(), 1e-3 * scale), name
 
 
 def their_backward(theirs: nn.Module, batch: MicroBatch) -> Tensor:
@@ -264,6 +267,9 @@ def test_export_of_a_trained_model(name: str, tmp_path: Path) -> None:
     ours = solo(SavedModel(open_checkpoint(tmp_path / "save")[0]))
     for step in range(3):
         ours.step([random_batch(ours.chunk.config, seed=step)], lr=1e-2)
+    with torch.no_grad():
+        for weight in (*ours.params.values(), *ours.optimizer.main_params.values()):
+            weight.copy_(weight.float())  # the export is in fp32
     manifest = write_trained(tmp_path / "run" / "iter_0000003", ours)
     done = convert_to_huggingface(manifest, tmp_path / "out", ignore, shard_bytes=10**9)
     assert done.differences
