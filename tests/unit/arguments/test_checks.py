@@ -65,7 +65,7 @@ def test_every_fix_solves_its_problem() -> None:
                 problem.code <= "E009" or problem.code == "E014"
             ):  # something must be taken out first, or a name filled in
                 continue
-            for fix in problem.fixes:
+            for fix in (*problem.fixes, *problem.choices):
                 if fix.startswith("--") and not re.search(r"\b(PREFIX|N)\b", fix):
                     left = problems(f"{case.flags} {fix}", case.ranks, case.base, read_model=read_model_values)
                     assert problem.sentence not in [p.sentence for p in left], (case.title, fix)
@@ -531,17 +531,17 @@ CP = f"{LONG} --context-parallel-size"
         ("8 --cp-comm-type a2a+p2p --hierarchical-context-parallel-sizes 2 4", ""),
         # many key/value heads
         (
-            "8 --num-query-groups 32",
+            "8 --set model.num_query_groups=32",
             "p2p sends 3.94 GiB per layer and micro-batch; with --cp-comm-type a2a it is 896.00 MiB",
         ),
-        ("8 --num-query-groups 32 --tensor-model-parallel-size 2", "; with --cp-comm-type a2a+p2p "),
+        ("8 --set model.num_query_groups=32 --tensor-model-parallel-size 2", "; with --cp-comm-type a2a+p2p "),
         # few
         (
-            "8 --num-query-groups 2 --cp-comm-type a2a",
+            "8 --set model.num_query_groups=2 --cp-comm-type a2a",
             "head is repeated 4 times; with --cp-comm-type p2p it is 252.00 MiB",
         ),
         (
-            "8 --num-query-groups 1 --cp-comm-type a2a",
+            "8 --set model.num_query_groups=1 --cp-comm-type a2a",
             "head is repeated 8 times; with --cp-comm-type p2p it is 126.00 MiB",
         ),
         # patterns that hide most
@@ -558,11 +558,11 @@ CP = f"{LONG} --context-parallel-size"
         ("32", "; with --cp-comm-type a2a+p2p --hierarchical-context-parallel-sizes 8 4 it is 248.00 MiB"),
         # whose slowest rank is much slower
         (
-            "4 --num-query-groups 32 --attention-pattern chunked:40000",
+            "4 --set model.num_query_groups=32 --attention-pattern chunked:40000",
             ", and its slowest rank computes 1.35 times the mean; with --cp-comm-type a2a it is 1.50 GiB",
         ),
         # documents, which only a run knows
-        ("8 --num-query-groups 32 --reset-attention-mask", "has no effect without documents"),
+        ("8 --set model.num_query_groups=32 --reset-attention-mask", "has no effect without documents"),
         # short
         (
             "8 --seq-length 4096 --global-batch-size 1024",
@@ -580,7 +580,7 @@ def test_notes_on_context_parallelism(flags: str, told: str) -> None:
 
 
 def test_a_noted_method_is_accepted_and_not_noted() -> None:
-    for flags in ("8 --num-query-groups 32", "32", "8 --cp-comm-type a2a --num-query-groups 1"):
+    for flags in ("8 --set model.num_query_groups=32", "32", "8 --cp-comm-type a2a --set model.num_query_groups=1"):
         lines = notes(f"{CP} {flags}", 64)
         better = re.findall(r"; with (--cp-comm-type .*?) it is ", lines)
         before = re.sub("--cp-comm-type a2a", "", flags)
@@ -632,7 +632,7 @@ def test_sizes_have_upper_limits() -> None:
         assert "E600" in codes(f"{flag} 1000000001")
     assert codes("--num-layers 10000") == []
     (problem,) = problems("--num-layers 10001")
-    assert (problem.code, problem.fixes) == ("E600", ("--num-layers 10000",))
+    assert (problem.code, problem.fixes, problem.choices) == ("E600", (), ("--num-layers 10000",))
     assert codes(f"--hidden-size {2**20} --ffn-hidden-size {2**27}") == []
     (problem,) = problems(f"--hidden-size {2**24} --ffn-hidden-size {2**25}")
     assert problem.code == "E108"
