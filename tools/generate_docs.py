@@ -85,7 +85,11 @@ def _megatron() -> Iterator[str]:
     yield "| flag | if | note |"
     yield "|---|---|---|"
     for each in OTHER_MEANINGS:
-        yield _row(f"`{each.flag}`", " and ".join(f"`{condition}`" for condition in each.conditions if isinstance(condition, str)), each.note)
+        yield _row(
+            f"`{each.flag}`",
+            " and ".join(f"`{condition}`" for condition in each.conditions if isinstance(condition, str)),
+            each.note,
+        )
     yield from _applied(flags)
     yield "\nThese are accepted and ignored, with a note at startup:\n"
     yield "| flag | reason |"

@@ -331,7 +331,9 @@ def _effects(fix: str) -> Values:
     except ValueError:  # a sentence
         return {}
     written = {flag.setting.name: ... for flag in command_line.given}
-    return written | merge_values([_from_flags(command_line.given).values, from_assignments(command_line.known.set).values])
+    return written | merge_values(
+        [_from_flags(command_line.given).values, from_assignments(command_line.known.set).values]
+    )
 
 
 def _keeps_meaning(setting: Setting, value: Any, config: RunConfig, given: Collection[str]) -> bool:

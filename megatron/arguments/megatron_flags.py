@@ -162,9 +162,7 @@ def foreign_flags() -> ForeignFlags:
     )
 
 
-def holds(
-    condition: str | Callable[[RunConfig], bool], spellings: Collection[str], config: RunConfig
-) -> bool:
+def holds(condition: str | Callable[[RunConfig], bool], spellings: Collection[str], config: RunConfig) -> bool:
     """Return True if a condition of an `OtherMeaning` holds for the flags on a command line and its configuration."""
     if not isinstance(condition, str):
         return condition(config)

@@ -250,7 +250,9 @@ def _rebuild_error(name: str, arguments: Sequence[Any]) -> Exception:
         with suppress(TypeError):  # a constructor may take other arguments than those it passes on
             if issubclass(kind, UserError):
                 problems, notes = arguments
-                return kind([Problem(code, text, tuple(fixes), tuple(others)) for code, text, fixes, others in problems], notes)
+                return kind(
+                    [Problem(code, text, tuple(fixes), tuple(others)) for code, text, fixes, others in problems], notes
+                )
             return kind(*arguments)
     return RuntimeError(f"{name}: {' '.join(map(str, arguments))}")
 
