@@ -103,7 +103,7 @@ def _megatron() -> Iterator[str]:
     for reason, names in by_reason.items():
         yield _row(" ".join(names), reason)
     yield "\nThese are refused, because they change the model, the data or the optimization, or promise a check that is"
-    yield "not here; they are ignored with the values in the last column, or where they have no effect in Megatron-LM:\n"
+    yield "not here. The values in the last column are ignored, and flags where they have no effect in Megatron-LM:\n"
     yield "| flag | reason | instead | ignored |"
     yield "|---|---|---|---|"
     for spelling, flag in flags.handled.items():
@@ -116,8 +116,8 @@ def _megatron() -> Iterator[str]:
     yield "\nSo are these values:\n"
     yield "| flag | value | reason |"
     yield "|---|---|---|"
-    for spelling, values in flags.missing_values.items():
-        for value, reason in values.items():
+    for spelling, missing in flags.missing_values.items():
+        for value, reason in missing.items():
             yield _row(f"`{spelling}`", "several" if value == "several" else f"`{value}`", reason)
     yield ""
 

@@ -314,7 +314,8 @@ def separate_choices(problem: Problem, config: RunConfig, given: Collection[str]
         given: fields that were set.
         doubtful: fields whose given value could not be read: a fix repeats it as it was meant.
     """
-    kept, others = [], []
+    kept: list[str] = []
+    others: list[str] = []
     for fix in problem.fixes:
         after = {name: value for name, value in _effects(fix).items() if value is ... or name not in doubtful}
         keeps = all(_keeps_meaning(SETTINGS[name], value, config, given) for name, value in after.items())

@@ -33,6 +33,7 @@ from megatron.checkpoint.durable_files import LockState, try_lock
 from megatron.config.files import FOLLOW_LINKS, add_links_flag, describe_outside_links
 from megatron.config.text import echo
 from megatron.data.errors import DataError
+from megatron.data.preprocess.json_text import BEGINS_WITH_VALUES, json_values
 from megatron.data.preprocess.tables import (
     TABLE_SUFFIXES,
     Row,
@@ -428,24 +429,25 @@ def _read_pieces(file: Path, stream: IO[bytes]) -> Iterator[bytes]:
 
 
 def _holds_values(file: Path) -> bool:
-    """Return True if a file begins with a JSON array, or with an object over several lines."""
+    """Return True if a file begins with a JSON array of something, or with an object over several lines."""
     start = b""
     with open(file, "rb") as stream, suppress(DamagedStreamError):
         for piece in _read_pieces(file, stream):
             start = (start + piece).removeprefix(codecs.BOM_UTF8).lstrip()
             if len(start) >= SEARCH_BYTES // 16:
                 break
-    return re.match(rb"\[|{[ \t\r]*\n", start) is not None
+    return BEGINS_WITH_VALUES.match(start) is not None
 
 
 def _cut_values(file: Path, block_bytes: int, max_value_bytes: int) -> Iterator[LineBlock]:
     """Yield the blocks of a file of JSON values, those of arrays or one after another; a value becomes a line."""
-    first, stored, damage = True, 0, ()
+    first, stored = True, 0
+    damage: tuple[str, ...] = ()
     lines: list[bytes] = []
     size = 0  # of the lines
     with open(file, "rb") as stream:
         try:
-            for line in _values(_read_pieces(file, stream), max_value_bytes):
+            for line in json_values(_read_pieces(file, stream), max_value_bytes):
                 lines.append(line)
                 size += len(line)
                 if size >= block_bytes:
@@ -458,41 +460,6 @@ def _cut_values(file: Path, block_bytes: int, max_value_bytes: int) -> Iterator[
         except ValueError as error:
             damage = (f" is not JSON from here on: {error}", "mend this value")
     yield LineBlock(file, b"".join(lines), file.stat().st_size - stored, first, last=True, damage=damage)
-
-
-def _values(pieces: Iterator[bytes], max_bytes: int) -> Iterator[bytes]:
-    """Yield the values of a JSON text as lines: the elements of its arrays, and other values.
-
-    Raises:
-        ValueError: for a value that is not JSON, or longer than ``max_bytes``.
-    """
-    decoder, parse = codecs.getincrementaldecoder("utf-8-sig")(), json.JSONDecoder().raw_decode
-    text, at, inside, ended, tried = "", 0, False, False, 0
-    while True:
-        at = next((i for i in range(at, len(text)) if text[i] not in " \t\r\n"), len(text))
-        mark = text[at : at + 1]
-        if mark and mark in ("],", "[")[not inside]:
-            at, inside = at + 1, mark != "]"
-            continue
-        end = 0
-        if mark and (ended or len(text) - at >= 2 * tried):  # a longer value is parsed again once there is as much more
-            try:
-                _, end = parse(text, at)
-            except ValueError as error:
-                if ended or len(text) - at > max_bytes:
-                    raise ValueError(f"{error}" if ended else f"longer than {max_bytes:,} bytes, or {error}") from error
-                tried = len(text) - at
-        if end and (ended or end < len(text)):  # else a number may go on
-            yield text[at:end].replace("\r", " ").replace("\n", " ").encode() + b"\n"
-            at, tried = end, 0
-        elif not ended:
-            piece = next(pieces, None)
-            ended = piece is None
-            text, at = text[at:] + decoder.decode(piece or b"", final=ended), 0
-        elif not mark:
-            break
-    if inside:
-        raise ValueError("the array does not end")
 
 
 def _cut_compressed(file: Path, block_bytes: int, max_line_bytes: int) -> Iterator[LineBlock]:
