@@ -32,9 +32,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from megatron.arguments.cli import ParsedArguments, parse, parse_flags
+from megatron.arguments.cli import ParsedArguments, flags_config, parse, parse_flags, with_our_words
 from megatron.arguments.compatibility import compare_configs
-from megatron.arguments.megatron_flags import apply_foreign_flags, apply_foreign_values, foreign_flags, ignore_reason
+from megatron.arguments.megatron_flags import (
+    apply_foreign_flags,
+    foreign_flags,
+    ignore_reason,
+    other_meanings,
+)
 from megatron.checkpoint.format import MEGATRON_LM_NEWEST, is_megatron_lm
 from megatron.config.errors import Problem, UserError
 from megatron.config.files import parse_yaml, read_small
@@ -280,6 +285,9 @@ def translate(run: Run, problems: Sequence[Problem]) -> tuple[list[tuple[str, st
         The rows, the flags, and the problems that belong to no row.
     """
     command_line = parse_flags(run.flags)
+    config = flags_config(command_line)
+    spellings = {word.partition("=")[0] for word in run.flags}
+    dropped = {each.flag: each.note for each in other_meanings(spellings, config) if each.dropped}
     rows, flags, reported = list(run.rows), list[str](), set[Problem]()
 
     def add(words: Sequence[str], verdict: str, text: str, here: Sequence[str]) -> None:
@@ -287,7 +295,7 @@ def translate(run: Run, problems: Sequence[Problem]) -> tuple[list[tuple[str, st
         begins = re.compile(rf"{re.escape(spelling)}(?![\w-])")
         for problem in filter(lambda problem: begins.match(problem.sentence), problems):
             if problem.code in ("E001", "E004") or "is not one of" in problem.sentence:
-                fixes = [f"fix: {fix}" for fix in problem.fixes if not fix.startswith("drop ")]
+                fixes = [f"fix: {fix}" for fix in problem.fixes]
                 verdict, text, here = "missing", "; ".join([problem.sentence.partition(": ")[2], *fixes]), ()
                 reported.add(problem)
         flags.extend(here)
@@ -297,11 +305,11 @@ def translate(run: Run, problems: Sequence[Problem]) -> tuple[list[tuple[str, st
 
     for given in command_line.given:
         old = [given.spelling, *given.words]
-        words = apply_foreign_values(given.spelling, given.words) if given.setting.choices else list(given.words)
+        words = list(with_our_words(given, []).words)
         words = with_start_point([given.spelling, *words])[1:]
         new = [given.spelling, *words]
-        if given.spelling == "--num-query-groups" and "--group-query-attention" not in run.flags:
-            add(old, "not needed", "Megatron-LM ignores it without --group-query-attention", ())
+        if given.spelling in dropped:
+            add(old, "not needed", dropped[given.spelling].rpartition("; ")[2], ())
         else:
             add(old, *(("same", "") if new == old else ("mapped", " ".join(new))), new)
     set_by_flags = {given.setting.name for given in command_line.given}
@@ -311,7 +319,7 @@ def translate(run: Run, problems: Sequence[Problem]) -> tuple[list[tuple[str, st
         here = [word for each in applied for word in each]
         if others:
             spelling, equals, value = words[0].partition("=")
-            add(words, "not needed", ignore_reason(spelling, [*[value] * bool(equals), *words[1:]]) or "", ())
+            add(words, "not needed", ignore_reason(spelling, [*[value] * bool(equals), *words[1:]], config) or "", ())
         elif here:
             add(words, "mapped", " ".join(here), () if here in added else here)
             added.append(here)

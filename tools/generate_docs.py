@@ -10,9 +10,10 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # if this checkout is not installed
 
-from megatron.arguments.megatron_flags import ForeignFlags, foreign_flags
+from megatron.arguments.megatron_flags import OTHER_MEANINGS, ForeignFlags, foreign_flags
 from megatron.arguments.presets import PAPER_TOKENS_PER_STEP, PRESETS
 from megatron.arguments.sources import build_config
+from megatron.config.option import Need
 from megatron.config.settings import GROUPS, SETTINGS
 from megatron.layers.parameters import num_parameters
 from megatron.training.loggers.base import CONSOLE_PREFIX, DILOCO_METRICS, EVALUATION_METRICS, METRICS, Metric
@@ -80,6 +81,15 @@ def _megatron() -> Iterator[str]:
     yield "|---|---|---|"
     for spelling, default in flags.different_defaults.items():
         yield _row(f"`{spelling}`", default["theirs"], default["reason"])
+    yield "\nThese have another meaning in Megatron-LM 0.20, with a note at startup:\n"
+    yield "| flag | if | note |"
+    yield "|---|---|---|"
+    for each in OTHER_MEANINGS:
+        yield _row(
+            f"`{each.flag}`",
+            " and ".join(f"`{condition}`" for condition in each.conditions if isinstance(condition, str)),
+            each.note,
+        )
     yield from _applied(flags)
     yield "\nThese are accepted and ignored, with a note at startup:\n"
     yield "| flag | reason |"
@@ -92,13 +102,23 @@ def _megatron() -> Iterator[str]:
             by_reason.setdefault(flag.reason, []).append(name)
     for reason, names in by_reason.items():
         yield _row(" ".join(names), reason)
-    yield "\nThese are refused, because they change the model, the data or the optimization:\n"
-    yield "| flag | reason | instead |"
-    yield "|---|---|---|"
+    yield "\nThese are refused, because they change the model, the data or the optimization, or promise a check that is"
+    yield "not here. The values in the last column are ignored, and flags where they have no effect in Megatron-LM:\n"
+    yield "| flag | reason | instead | ignored |"
+    yield "|---|---|---|---|"
     for spelling, flag in flags.handled.items():
         if flag.kind == "refused":
             instead = " or ".join(f"`{fix}`" if fix.startswith("--") else fix for fix in flag.instead)
-            yield _row(f"`{spelling}...`" if spelling.endswith("-") else f"`{spelling}`", flag.reason, instead)
+            ignored = [f"`{value}`" for value in flag.values or ()]
+            ignored += [f"without {Need(flag.condition)}"] if flag.condition else []
+            name = f"`{spelling}...`" if spelling.endswith("-") else f"`{spelling}`"
+            yield _row(name, flag.reason, instead, ", ".join(ignored))
+    yield "\nSo are these values:\n"
+    yield "| flag | value | reason |"
+    yield "|---|---|---|"
+    for spelling, missing in flags.missing_values.items():
+        for value, reason in missing.items():
+            yield _row(f"`{spelling}`", "several" if value == "several" else f"`{value}`", reason)
     yield ""
 
 

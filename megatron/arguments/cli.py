@@ -12,7 +12,7 @@ import inspect
 import os
 import shlex
 import textwrap
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -22,14 +22,17 @@ from megatron.arguments.megatron_flags import (
     apply_foreign_flags,
     apply_foreign_values,
     check_unknown_flags,
-    implied_default_notes,
     implied_default_problems,
     implied_values,
+    missing_value,
+    other_meanings,
+    unsupported,
 )
 from megatron.arguments.presets import PRESETS, preset_batch_notes
 from megatron.arguments.sources import (
     ConfigSource,
     ModelReader,
+    Values,
     build_config,
     flat_values,
     from_assignments,
@@ -42,9 +45,11 @@ from megatron.arguments.sources import (
     to_dict,
 )
 from megatron.arguments.summary import summary
-from megatron.arguments.validate import NOTES, find_problems, unused_option_notes
+from megatron.arguments.validate import NOTES, find_problems, is_met, unused_option_notes
+from megatron.config.data_paths import SOURCE_OPTIONS
 from megatron.config.errors import Problem, UserError, credential_problem
 from megatron.config.launch import Launch, launch_notes
+from megatron.config.option import Role
 from megatron.config.plugins import load_plugins
 from megatron.config.privacy import redact
 from megatron.config.run import CheckpointConfig, RunConfig
@@ -230,11 +235,11 @@ def parse(
     options = command_line.known
     set_by_flags = {flag.setting.name for flag in command_line.given}
     applied, foreign, notes = apply_foreign_flags(command_line.foreign, set_by_flags)
-    unknown_flags, ignored = check_unknown_flags(foreign, [*OWN_FLAGS, "--help"])
-    notes += ignored
-    command_line = replace(command_line, given=[_with_our_words(flag, notes) for flag in command_line.given])
+    missing_values = [flag for flag in command_line.given if _value_of_missing_feature(flag)]
+    given_flags = [with_our_words(flag, notes) for flag in command_line.given if flag not in missing_values]
+    command_line = replace(command_line, given=given_flags)
     given = _read_sources(command_line, applied)
-    sources = [_from_preset(options.preset), *given, ConfigSource(problems=command_line.problems), unknown_flags]
+    sources = [_from_preset(options.preset), *given, ConfigSource(problems=command_line.problems)]
     without_checkpoint = build_config(merge_values(source.values for source in sources))
     if credentials := [*credential_problems(argv, without_checkpoint)]:  # before anything is read with them
         raise UserError(credentials)
@@ -249,10 +254,13 @@ def parse(
     sources.insert(0, start)
     values = merge_values(source.values for source in sources)
     config = build_config(values)
+    unknown_flags, ignored = check_unknown_flags(foreign, config, [*OWN_FLAGS, "--help"])
+    notes += ignored
+    sources += [unknown_flags, _missing_values(missing_values, config, notes)]
     found = [problem for source in sources for problem in source.problems]
     spellings = {flag.spelling for flag in command_line.given} | {words[0] for words in command_line.foreign}
     found += implied_default_problems(spellings, config)
-    notes += implied_default_notes(spellings, values)
+    notes += [each.note for each in other_meanings(spellings, config)]
     missing = [SETTINGS[name] for name in REQUIRED if name not in values]
     from_scratch = saved is None and not start.values
     if missing and from_scratch and not (found or unreadable):  # after a mistake elsewhere, they may not be missing
@@ -264,6 +272,7 @@ def parse(
     found += _fake_world_problems(options, launch)
     doubtful = {name for source in sources for name in source.doubtful}
     found += [suggest_nodes(each, config, world_size, launch) for each in find_problems(config, world_size, doubtful)]
+    found = [separate_choices(problem, config, values, doubtful) for problem in found]
     in_range = all(problem.code != "E600" for problem in found)  # derived sizes need that
     if saved is None and start.values and in_range:
         shape = to_dict(build_config(start.values))
@@ -289,6 +298,61 @@ def parse(
     return ParsedArguments(resolved, world_size, options.check_config or options.fake_world, tuple(notes), fake_rank)
 
 
+SOURCES = {name for names in SOURCE_OPTIONS for name in names}
+"""Fields that name the data."""
+
+NEEDED = {*REQUIRED, "vocab_size", "yarn_original_max_position_embeddings"}
+"""Fields without which there is no model: a fix that gives one of them changes nothing."""
+
+
+def separate_choices(problem: Problem, config: RunConfig, given: Collection[str], doubtful: Set[str]) -> Problem:
+    """Return a problem whose fixes keep the model and the data; those that change them become its choices.
+
+    Args:
+        problem: of ``config``.
+        config: of the run.
+        given: fields that were set.
+        doubtful: fields whose given value could not be read: a fix repeats it as it was meant.
+    """
+    kept: list[str] = []
+    others: list[str] = []
+    for fix in problem.fixes:
+        after = {name: value for name, value in _effects(fix).items() if value is ... or name not in doubtful}
+        keeps = all(_keeps_meaning(SETTINGS[name], value, config, given) for name, value in after.items())
+        (kept if keeps else others).append(fix)
+    return replace(problem, fixes=tuple(kept), choices=(*problem.choices, *others))
+
+
+def _effects(fix: str) -> Values:
+    """Return the values that a fix sets by field; ``...`` for a field that it drops, or whose value is not written."""
+    if fix.startswith("drop "):
+        return {SPELLINGS[word].name: ... for word in fix.split() if word in SPELLINGS}
+    try:
+        command_line = parse_flags(shlex.split(fix))
+    except ValueError:  # a sentence
+        return {}
+    written = {flag.setting.name: ... for flag in command_line.given}
+    return written | merge_values(
+        [_from_flags(command_line.given).values, from_assignments(command_line.known.set).values]
+    )
+
+
+def _keeps_meaning(setting: Setting, value: Any, config: RunConfig, given: Collection[str]) -> bool:
+    """Return True if an option may get ``value``, because the model and the data stay the same."""
+    absent = setting.name not in given
+    if setting.name in SOURCES:
+        return absent or _files(value) == _files(setting.value_in(config))
+    if setting.group != "model" and setting.option.role not in (Role.SHAPE, Role.FUNCTION, Role.DATA):
+        return True
+    return bool(value == setting.value_in(config)) or (absent and setting.name in NEEDED)
+
+
+def _files(value: Any) -> list[str]:
+    """Return the words of a source of tokens, without the endings of a prefix."""
+    words = value if isinstance(value, tuple) else (str(value),)
+    return [word.removesuffix(".bin").removesuffix(".idx") for word in " ".join(words).split()]
+
+
 def credential_problems(argv: Sequence[str], config: RunConfig) -> Iterator[Problem]:
     """Yield a problem for every word of the command line and every option of ``config`` that holds a credential."""
     texts, flag = [], ""
@@ -305,11 +369,32 @@ def credential_problems(argv: Sequence[str], config: RunConfig) -> Iterator[Prob
             yield credential_problem(text)
 
 
-def _with_our_words(flag: GivenFlag, notes: list[str]) -> GivenFlag:
+def _value_of_missing_feature(flag: GivenFlag) -> str:
+    """Return what is missing for the value of a flag; empty for one that this program may have."""
+    several = len(flag.words) > 1 and not flag.setting.many
+    unknown = flag.setting.choices and any(word not in flag.setting.choices for word in flag.words)
+    return missing_value(flag.spelling, flag.words) if several or unknown else ""
+
+
+def _missing_values(flags: Sequence[GivenFlag], config: RunConfig, notes: list[str]) -> ConfigSource:
+    """Return the problems of flags whose values ask for missing features; append notes on those without effect."""
+    result = ConfigSource()
+    for flag in flags:
+        unmet = [need for need in flag.setting.option.needs if not is_met(need, config)]
+        if unmet:
+            notes.append(f"{flag.spelling} has no effect without {unmet[0]}")
+            continue
+        sentence = unsupported(flag.spelling, flag.words, _value_of_missing_feature(flag))
+        result.problems.append(Problem("E004", sentence))
+        result.doubtful.add(flag.setting.name)
+    return result
+
+
+def with_our_words(flag: GivenFlag, notes: list[str]) -> GivenFlag:
     """Return a flag with Megatron-LM's words for its value replaced by ours, and append a note if there are any."""
     lists = flag.setting.many and flag.setting.scalar is int  # they may have brackets
     ours = len(flag.words) == 1 and flag.words[0] in flag.setting.choices
-    if ours or not (flag.setting.choices or lists):
+    if ours or not (flag.setting.choices or lists or list(flag.words) == ["0"]):
         return flag
     words = apply_foreign_values(flag.spelling, flag.words)
     if words != list(flag.words):
@@ -335,7 +420,7 @@ def _read_sources(command_line: CommandLine, applied: Sequence[Sequence[str]]) -
             ConfigSource(problems=[tree]) if isinstance(tree, Problem) else from_mapping(tree, path)
             for path, tree in trees
         ]
-        counterparts = [GivenFlag(flag, SPELLINGS[flag], words) for flag, *words in applied]
+        counterparts = [with_our_words(GivenFlag(flag, SPELLINGS[flag], words), []) for flag, *words in applied]
         return [
             *files,
             _from_flags(counterparts),
@@ -349,6 +434,12 @@ def _read_sources(command_line: CommandLine, applied: Sequence[Sequence[str]]) -
         load_plugins(plugins)
         sources = read()  # with the names that the plugins registered
     return [ConfigSource(implied_values(merge_values(source.values for source in sources))), *sources]
+
+
+def flags_config(command_line: CommandLine) -> RunConfig:
+    """Return the configuration that the flags of a command line make, as far as they can be read."""
+    values = _from_flags([with_our_words(flag, []) for flag in command_line.given]).values
+    return build_config(implied_values(values) | values)
 
 
 def _from_preset(name: str | None) -> ConfigSource:

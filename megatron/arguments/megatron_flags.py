@@ -6,8 +6,8 @@ megatron_flags.yaml holds the flags, with what happens to each and why.
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from functools import cache
 from importlib import resources
@@ -17,8 +17,9 @@ from typing import Any
 from megatron.arguments.checks.checkpoint import holds_checkpoints
 from megatron.arguments.sources import ConfigSource
 from megatron.config.errors import Problem
+from megatron.config.option import Need
 from megatron.config.run import RunConfig
-from megatron.config.settings import SPELLINGS
+from megatron.config.settings import SETTINGS, SPELLINGS
 from megatron.config.text import did_you_mean
 
 KEEP_SCHEDULE_FLAGS = ("--use-checkpoint-opt_param-scheduler", "--use-checkpoint-opt-param-scheduler")
@@ -33,10 +34,73 @@ class ForeignFlag:
 
     kind: str  # "applied", "ignored", "setting" of a missing feature, or "refused"
     reason: str = ""
-    instead: tuple[str, ...] = ()  # fixes to paste; without any, the fix is to drop the flag
+    instead: tuple[str, ...] = ()  # fixes to paste, which mean the same
     values: Sequence[str] | None = None  # patterns of those that are ignored; None: all
     words: str = ""  # what an applied flag stands for
-    feature: str = ""  # the flag that switches on what this one is a setting of
+    feature: str = ""  # the flags that switch on what this one is a setting of
+    condition: str = ""  # without which the flag has no effect
+
+
+@dataclass(frozen=True)
+class OtherMeaning:
+    """A flag of both programs that has another meaning in Megatron-LM 0.20 if all conditions hold. Ours counts here.
+
+    A condition is a flag on the command line (``--x``), a field that is set or on (``x``), or one of its values
+    (``x=a|b``), negated by ``not`` before it; or a predicate of the configuration.
+    """
+
+    flag: str
+    conditions: tuple[str | Callable[[RunConfig], bool], ...]
+    note: str  # both meanings
+    dropped: bool = False  # tools/from_megatron.py leaves the flag out
+
+
+OTHER_MEANINGS = (
+    OtherMeaning(
+        "--num-query-groups",
+        ("not --group-query-attention", lambda c: c.model.kv_groups != c.model.num_attention_heads),
+        "--num-query-groups is in effect, and the model has as many heads of keys and values; Megatron-LM would ignore "
+        "it without --group-query-attention",
+        dropped=True,
+    ),
+    OtherMeaning(
+        "--reset-position-ids",
+        ("position_embedding_type=rope|yarn", "not reset_attention_mask"),
+        "--reset-position-ids restarts rotary positions in every document; Megatron-LM restarts learned positions only",
+    ),
+    OtherMeaning(
+        "--reset-attention-mask",
+        ("--no-create-attention-mask-in-dataloader",),
+        "attention is restricted to documents; Megatron-LM would not restrict it without masks",
+    ),
+    OtherMeaning(
+        "--rope-scaling-factor",
+        ("use_rope_scaling", "not rope_scaling_factor=8.0"),
+        "--rope-scaling-factor is in effect; Megatron-LM reads it and scales by 8",
+    ),
+    OtherMeaning(
+        "--openai-gelu",
+        ("--no-bias-gelu-fusion",),
+        "activation is gelu_tanh; Megatron-LM without fused biases computes the exact form: --activation gelu",
+    ),
+    OtherMeaning(
+        "--disable-bias-linear",
+        ("activation=gelu_tanh", "not --activation"),
+        "activation is gelu_tanh; Megatron-LM without biases computes the exact form: --activation gelu",
+    ),
+    OtherMeaning(
+        "--eod-mask-loss",
+        ("not --calculate-per-token-loss",),
+        "--eod-mask-loss: the loss is the mean over the unmasked tokens of the global batch; Megatron-LM averages each "
+        "micro-batch, then the micro-batches, without --calculate-per-token-loss",
+    ),
+    OtherMeaning(
+        "--rampup-batch-size",
+        (),
+        "--rampup-batch-size: the batch grows, as in Megatron-LM's earlier releases; release 0.20 reads the flag and "
+        "trains with full batches",
+    ),
+)
 
 
 @dataclass(frozen=True)
@@ -45,6 +109,7 @@ class ForeignFlags:
 
     different_defaults: Mapping[str, Mapping[str, str]]
     values: Mapping[str, Mapping[str, str]]  # of flags that both programs have, with ours
+    missing_values: Mapping[str, Mapping[str, str]]  # of flags that both programs have, with what is missing
     handled: Mapping[str, ForeignFlag]  # also by beginnings of names, which end with a hyphen
     renamed: Mapping[str, str]
     replaced: Mapping[str, ForeignFlag]
@@ -67,20 +132,48 @@ def foreign_flags() -> ForeignFlags:
         instead = entry.get("instead", ())
         return ForeignFlag(kind, **entry | {"instead": (instead,) if isinstance(instead, str) else tuple(instead)})
 
+    def condition(name: str) -> str:
+        """Return the condition without which a flag has no effect, if it has one."""
+        return next((key for key, names in tree["counts_with"].items() if name.startswith(tuple(names.split()))), "")
+
     text = resources.files(__package__).joinpath("megatron_flags.yaml").read_text(encoding="utf-8")
     tree = yaml.load(text, getattr(yaml, "CSafeLoader", yaml.SafeLoader))
-    handled = {name: ForeignFlag("refused", "it has no counterpart") for name in tree["unsupported"].split()}
+    handled: dict[str, ForeignFlag] = {}
     for feature, names in tree["settings_of"].items():
-        reason = f"it is a setting of {feature}"
+        reason = f"it is a setting of {feature.split()[0]}"
         handled |= {name: ForeignFlag("setting", reason, feature=feature) for name in names.split()}
-    handled |= {name: ForeignFlag("refused", reason) for name, reason in tree["refused_prefixes"].items()}
+    handled |= {name: flag("refused", reason) for name, reason in tree["refused_prefixes"].items()}
     handled |= {name: ForeignFlag("applied", words=words) for name, words in tree["applied"].items()}
     for kind in ("ignored", "refused"):
         handled |= {name: flag(kind, entry) for names, entry in tree[kind].items() for name in names.split()}
+    handled = {
+        name: replace(each, condition=condition(name)) if each.kind == "refused" else each
+        for name, each in handled.items()
+    }
     replaced = {name: flag("refused", entry) for name, entry in tree["replaced"].items()}
     return ForeignFlags(
-        tree["different_defaults"], tree["values"], handled, tree["renamed"], replaced, tree["gpt_neox"]
+        tree["different_defaults"],
+        tree["values"],
+        tree["missing_values"],
+        handled,
+        tree["renamed"],
+        replaced,
+        tree["gpt_neox"],
     )
+
+
+def holds(condition: str | Callable[[RunConfig], bool], spellings: Collection[str], config: RunConfig) -> bool:
+    """Return True if a condition of an `OtherMeaning` holds for the flags on a command line and its configuration."""
+    if not isinstance(condition, str):
+        return condition(config)
+    positive = condition.removeprefix("not ")
+    name, _, words = positive.partition("=")
+    if name.startswith("--"):
+        found = name in spellings
+    else:
+        value = SETTINGS[name].value_in(config)
+        found = str(value) in words.split("|") if words else value not in (None, False)
+    return found == (positive == condition)
 
 
 def apply_foreign_values(spelling: str, words: Sequence[str]) -> list[str]:
@@ -126,11 +219,22 @@ def apply_foreign_flags(
     return applied, others, [f"applied: {' and '.join(flags)} as {text}" for text, flags in done.items()]
 
 
-def check_unknown_flags(foreign: Iterable[Sequence[str]], others: Iterable[str] = ()) -> tuple[ConfigSource, list[str]]:
+def missing_value(spelling: str, words: Sequence[str]) -> str:
+    """Return what is missing for the value of a flag that both programs have; empty if nothing is known to be."""
+    missing = foreign_flags().missing_values.get(spelling, {})
+    plain = [word.strip("[],") for word in words]
+    found = [missing[word] for word in plain if word in missing]
+    return found[0] if found else missing.get("several", "") if len(plain) > 1 else ""
+
+
+def check_unknown_flags(
+    foreign: Iterable[Sequence[str]], config: RunConfig, others: Iterable[str] = ()
+) -> tuple[ConfigSource, list[str]]:
     """Return the problems of flags that the parser does not know, and notes on those that are ignored.
 
     Args:
         foreign: each unknown flag with its arguments, and arguments that follow no flag.
+        config: that the other flags make.
         others: flags besides those of config fields, to suggest.
     """
     result = ConfigSource()
@@ -143,9 +247,9 @@ def check_unknown_flags(foreign: Iterable[Sequence[str]], others: Iterable[str] 
             continue
         spelling, arguments = _split(words)
         flag = foreign_flags().find(spelling)
-        if flag is not None and flag.feature in given and flag.feature != spelling:
+        if flag is not None and given.intersection(flag.feature.split()) - {spelling}:
             continue  # the feature is refused
-        reason = ignore_reason(spelling, arguments)
+        reason = ignore_reason(spelling, arguments, config)
         if reason:
             ignored.setdefault(reason, []).append(" ".join([spelling, *arguments]))
         else:
@@ -161,9 +265,11 @@ def _split(words: Sequence[str]) -> tuple[str, list[str]]:
     return spelling, [value, *words[1:]] if equals else list(words[1:])
 
 
-def ignore_reason(spelling: str, arguments: Sequence[str]) -> str | None:
+def ignore_reason(spelling: str, arguments: Sequence[str], config: RunConfig) -> str | None:
     """Return the reason why a flag with these arguments is ignored, or None if it is not."""
     flag = foreign_flags().find(spelling) or foreign_flags().replaced.get(spelling)
+    if flag is not None and flag.condition and not holds(flag.condition, (), config):
+        return f"it has no effect without {Need(flag.condition)}"
     if flag is None or (flag.values is None and flag.kind not in ("ignored", "setting")):
         return None
     patterns = flag.values
@@ -179,15 +285,16 @@ def _problem(spelling: str, arguments: list[str], doubtful: set[str], others: It
     if normalized in flags.replaced:
         flag = flags.replaced[normalized]
         fixes = tuple(fix.replace("{}", " ".join(arguments) or "NAME") for fix in flag.instead)
-        return Problem("E001", f"{spelling}: no such flag; {flag.reason}", fixes or (f"drop {normalized}",))
+        doubtful |= _options_of(fixes)
+        return Problem("E001", f"{spelling}: no such flag; {flag.reason}", fixes)
     meant = flags.renamed.get(normalized)
     refused = None if meant else flags.find(spelling)
     if refused:
         reason = f"{refused.reason}; other values are not supported" if refused.kind == "ignored" else refused.reason
         if refused.kind == "applied":
             reason = "it needs a value"
-        sentence = f"{' '.join([spelling, *arguments])} of Megatron-LM is not supported: {reason}"
-        return Problem("E004", sentence, refused.instead or (f"drop {spelling}",))
+        doubtful |= _options_of(refused.instead)
+        return Problem("E004", unsupported(spelling, arguments, reason), refused.instead)
     known = [*SPELLINGS, *others, *(name for name, flag in flags.handled.items() if flag.kind == "ignored")]
     if meant is None and (guess := did_you_mean(normalized, known)) and _takes(guess, arguments):
         meant = guess
@@ -198,6 +305,16 @@ def _problem(spelling: str, arguments: list[str], doubtful: set[str], others: It
         doubtful.add(SPELLINGS[meant].name)
     value = arguments if _takes(meant, arguments) else ["VALUE"]
     return Problem("E001", f"{spelling}: no such flag; did you mean {meant}?", (" ".join([meant, *value]),))
+
+
+def _options_of(fixes: Iterable[str]) -> set[str]:
+    """Return the fields that fixes set, which have the meaning of another flag."""
+    return {SPELLINGS[word].name for fix in fixes for word in fix.split() if word in SPELLINGS}
+
+
+def unsupported(spelling: str, arguments: Sequence[str], reason: str) -> str:
+    """Return the sentence of the problem of a flag that asks for something missing."""
+    return f"{' '.join([spelling, *arguments])} of Megatron-LM is not supported: {reason}"
 
 
 def _takes(spelling: str, arguments: Sequence[str]) -> bool:
@@ -244,17 +361,12 @@ def implied_default_problems(spellings: Collection[str], config: RunConfig) -> I
         yield Problem("E004", sentence, ("--resume-mode exact", f"drop {keep}"))
 
 
-def implied_default_notes(spellings: Collection[str], given: Collection[str]) -> Iterator[str]:
-    """Yield notes on implied defaults that differ from Megatron-LM's.
+def other_meanings(spellings: Collection[str], config: RunConfig) -> list[OtherMeaning]:
+    """Return the flags of a command line that have another meaning in Megatron-LM.
 
     Args:
         spellings: flags on the command line.
-        given: fields that were set.
+        config: that they make.
     """
-    if "--disable-bias-linear" in spellings and "activation" not in given:
-        yield "activation is gelu_tanh; Megatron-LM without biases computes the exact form: --activation gelu"
-    foreign = set(spellings) - SPELLINGS.keys()
-    if foreign and "--num-query-groups" in spellings and "--group-query-attention" not in spellings:
-        yield "--num-query-groups is in effect; Megatron-LM would ignore it without --group-query-attention"
-    if {"--no-create-attention-mask-in-dataloader", "--reset-attention-mask"} <= set(spellings):
-        yield "attention is restricted to documents; Megatron-LM would not restrict it without masks"
+    given = [each for each in OTHER_MEANINGS if each.flag in spellings]
+    return [each for each in given if all(holds(condition, spellings, config) for condition in each.conditions)]

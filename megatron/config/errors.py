@@ -1,7 +1,8 @@
 """User-facing errors.
 
 A ``Problem`` has a code, a sentence and fixes to paste; ``UserError`` reports all problems at once. Each code has a
-section in docs/troubleshooting.md.
+section in docs/troubleshooting.md. A fix keeps what was meant; what trains another model, or on other data, is a
+choice of the user.
 """
 
 from __future__ import annotations
@@ -19,10 +20,12 @@ class Problem:
     code: str  # ``E`` and three digits; docs/troubleshooting.md has a section on each
     sentence: str  # what is wrong, and the rule
     fixes: tuple[str, ...] = ()  # alternatives to paste into the command
+    choices: tuple[str, ...] = ()  # alternatives that change the model or the data
 
     def __str__(self) -> str:
         text = f"{self.code} {self.sentence}"
-        return f"{text}\n  fix: {' | '.join(self.fixes)}" if self.fixes else text
+        text += f"\n  fix: {' | '.join(self.fixes)}" if self.fixes else ""
+        return text + (f"\n  choose: {' | '.join(self.choices)}" if self.choices else "")
 
 
 class UserError(ValueError):

@@ -523,7 +523,7 @@ UNSUPPORTED_TOKENIZER_TYPES = {
     "BertWordPieceCase": "serves BERT",
     "MultimodalTokenizer": "serves models of text and images",
     "NullMultimodalTokenizer": "serves models of text and images",
-    "SFTTokenizer": "serves training on conversations",
+    "SFTTokenizer": "reads conversations, as --chat-data-path does here",
 }
 """Other tokenizers of Megatron-LM, with the reason why they are not supported."""
 

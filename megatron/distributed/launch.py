@@ -227,7 +227,7 @@ def call_safely(act: Callable[[], object]) -> tuple[Outcome, Exception | None]:
     except Exception as error:
         arguments: list[Any] = [*error.args]
         if isinstance(error, UserError):
-            arguments = [[[p.code, p.sentence, [*p.fixes]] for p in error.problems], [*error.notes]]
+            arguments = [[[p.code, p.sentence, [*p.fixes], [*p.choices]] for p in error.problems], [*error.notes]]
         elif isinstance(error, OSError) and error.filename is not None:
             arguments.append(str(error.filename))
         elif not all(isinstance(argument, str | int | None) for argument in arguments):
@@ -250,7 +250,9 @@ def _rebuild_error(name: str, arguments: Sequence[Any]) -> Exception:
         with suppress(TypeError):  # a constructor may take other arguments than those it passes on
             if issubclass(kind, UserError):
                 problems, notes = arguments
-                return kind([Problem(code, sentence, tuple(fixes)) for code, sentence, fixes in problems], notes)
+                return kind(
+                    [Problem(code, text, tuple(fixes), tuple(others)) for code, text, fixes, others in problems], notes
+                )
             return kind(*arguments)
     return RuntimeError(f"{name}: {' '.join(map(str, arguments))}")
 

@@ -111,17 +111,15 @@ def _find(options: CheckpointConfig) -> ResumeSource:
             sentence = f"--ckpt-step {step} needs a folder of checkpoints: neither --load nor --save is given"
             raise NoCheckpointError([Problem("E812", sentence, ("--load RUN", "--set checkpoint.ckpt_step=null"))])
         return ResumeSource()
-    if for_own and step is None:
-        if options.resume_mode == "weights-only":
-            sentence = f"--resume-mode {options.resume_mode}, but {save} holds no checkpoint to resume from"
-            raise NoCheckpointError([Problem("E812", sentence, ("--load ANOTHER", "--resume-mode exact"))])
+    pretrained = options.load is not None and options.load == options.pretrained_checkpoint
+    if for_own and step is None and not pretrained:
         return ResumeSource(notes=(*notes, f"starts from scratch: {save} holds no checkpoint"))
     if load is None and options.load is not None:
         return ResumeSource(hf=Path(options.load.removeprefix(HUGGING_FACE_PREFIX)), mode="weights-only", notes=notes)
     folder = load or parse_location(str(save))
     absent = isinstance(folder, Path) and not (folder.is_dir() and any(folder.iterdir()))
     named = (options.load or "").startswith(MEGATRON_PREFIX)  # must exist, as that of hf:
-    if absent and step is None and options.resume_mode != "weights-only" and not named:
+    if absent and step is None and not (named or pretrained):
         return ResumeSource(notes=(*notes, f"starts from scratch: --load {folder} does not exist or is empty"))
     found = CheckpointFolder(folder).named()
     if is_complete(folder) or is_megatron_lm(folder):  # one checkpoint under another name
@@ -129,7 +127,6 @@ def _find(options: CheckpointConfig) -> ResumeSource:
         with suppress(DamagedCheckpointError):
             iteration, _ = position_of(Manifest.open(folder))
         found = [(iteration, folder)]
-    pretrained = options.load is not None and options.load == options.pretrained_checkpoint
     option = "--pretrained-checkpoint" if pretrained else "--load"
     return _select(folder, found, step, options.resume_mode, notes, option=option)
 

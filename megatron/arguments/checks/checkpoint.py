@@ -205,7 +205,9 @@ def check_resume(config: RunConfig, world_size: int) -> Iterator[Problem]:
         if step is not None:
             sentence = f"--load {load}: a Hugging Face model has no --ckpt-step {step}"
             yield Problem("E803", sentence, ("--set checkpoint.ckpt_step=null",))
-    elif checkpoint.resume_mode == "weights-only" and save is not None and (load is None or _same_folder(config)):
+    elif (
+        checkpoint.resume_mode == "weights-only" and holds_checkpoints(save) and (load is None or _same_folder(config))
+    ):
         sentence = f"weights-only starts a new run, which cannot save to the folder of the old one, --save {save}"
         yield Problem("E803", sentence, (f"--load {load or save} --save {save}-new", "--resume-mode exact"))
     elif load is not None and step is not None and _step(parse_location(load)) not in (None, step):

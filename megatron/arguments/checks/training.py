@@ -164,12 +164,17 @@ def check_learning_rates(config: RunConfig, world_size: int) -> Iterator[Problem
 
 
 def learning_rate_notes(config: RunConfig, world_size: int) -> Iterator[str]:
-    """Yield a note about a rate raised by linear scaling that the run starts with."""
+    """Yield notes about a rate raised by linear scaling that the run starts with, and about steps skipped in fp16."""
     ranks = config.parallel.data_parallel_size(world_size)
     scale = lr_scale(config, ranks)
     if config.optimizer.lr_scaling == "linear" and scale > 1 and schedule_lengths(config, ranks).warmup == 0:
         rule = "large batches need a warm-up (arXiv 1706.02677), such as --lr-warmup-fraction 0.01"
         yield f"--lr-scaling linear: the first step has {scale:g} times --lr; {rule}"
+    precision = config.precision
+    if precision.params_dtype == "fp16" and precision.loss_scale is None:
+        others = "Megatron-LM's and accelerate's do not advance"
+        first = f"a smaller --initial-loss-scale than {precision.initial_loss_scale:g} skips fewer first steps"
+        yield f"fp16: learning rate and weight decay follow the samples, also over skipped steps; {others}; {first}"
 
 
 def check_factors(config: RunConfig, world_size: int) -> Iterator[Problem]:

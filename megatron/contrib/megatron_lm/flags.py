@@ -173,7 +173,9 @@ def _run_values(args: Arguments) -> Values:
                 values[name] = _convert(name, args[name])
     for names in LENGTH_OPTIONS:  # Megatron-LM fills in the others with 0
         values |= dict.fromkeys((name for name in names if not values.get(name)), None)
-    for unit in ("iters", "samples"):  # filled in with the length of the run
+    # Filled in with the length of the run. Steps count as full batches there, which is longer if the batch grows.
+    growing = values.get("rampup_batch_size") or values.get("step_batch_size_schedule")
+    for unit in ("samples",) if growing else ("iters", "samples"):
         if values.get(f"lr_decay_{unit}") == values.get(f"train_{unit}"):
             values[f"lr_decay_{unit}"] = None
     if values.get("weight_decay_incr_style", "constant") == "constant":

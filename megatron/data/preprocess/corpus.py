@@ -22,7 +22,7 @@ import re
 import shlex
 import zlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from functools import cache
 from pathlib import Path
 from typing import IO, Any, NamedTuple
@@ -33,6 +33,7 @@ from megatron.checkpoint.durable_files import LockState, try_lock
 from megatron.config.files import FOLLOW_LINKS, add_links_flag, describe_outside_links
 from megatron.config.text import echo
 from megatron.data.errors import DataError
+from megatron.data.preprocess.json_text import BEGINS_WITH_VALUES, json_values
 from megatron.data.preprocess.tables import (
     TABLE_SUFFIXES,
     Row,
@@ -133,6 +134,7 @@ class BadDocument(NamedTuple):
     seen: str  # a sentence without its subject
     fixes: tuple[str, ...]
     num_bytes: int = 0
+    rest: bool = False  # whether the rest of the file cannot be read either
 
     def of(self, lines_before: int, *more_fixes: str) -> DataError:
         """Return the error, with the line number in the file after ``lines_before`` lines in earlier blocks."""
@@ -383,8 +385,11 @@ def split_into_blocks(
 def split_lines_file(
     file: Path, block_bytes: int = BLOCK_BYTES, max_line_bytes: int = MAX_LINE_BYTES
 ) -> Iterator[LineBlock]:
-    """Yield the blocks of one JSON-lines file, at least one. Memory use is bounded however long a line is."""
-    cut = _cut_compressed if compression_suffix(file) else _cut_lines
+    """Yield the blocks of one JSON-lines file, at least one. Memory use is bounded however long a line is.
+
+    A file that is a JSON array, or objects over several lines, has a line for each value.
+    """
+    cut = _cut_values if _holds_values(file) else _cut_compressed if compression_suffix(file) else _cut_lines
     return cut(file, min(block_bytes, max_line_bytes), max_line_bytes)  # so only the last line of a block is too long
 
 
@@ -416,6 +421,45 @@ def _cut_lines(file: Path, block_bytes: int, max_line_bytes: int) -> Iterator[Li
             elif end == size:
                 return
             start = end
+
+
+def _read_pieces(file: Path, stream: IO[bytes]) -> Iterator[bytes]:
+    """Yield the content of a file, decompressed."""
+    return decompress(file, stream) if compression_suffix(file) else iter(lambda: stream.read(SEARCH_BYTES), b"")
+
+
+def _holds_values(file: Path) -> bool:
+    """Return True if a file begins with a JSON array of something, or with an object over several lines."""
+    start = b""
+    with open(file, "rb") as stream, suppress(DamagedStreamError):
+        for piece in _read_pieces(file, stream):
+            start = (start + piece).removeprefix(codecs.BOM_UTF8).lstrip()
+            if len(start) >= SEARCH_BYTES // 16:
+                break
+    return BEGINS_WITH_VALUES.match(start) is not None
+
+
+def _cut_values(file: Path, block_bytes: int, max_value_bytes: int) -> Iterator[LineBlock]:
+    """Yield the blocks of a file of JSON values, those of arrays or one after another; a value becomes a line."""
+    first, stored = True, 0
+    damage: tuple[str, ...] = ()
+    lines: list[bytes] = []
+    size = 0  # of the lines
+    with open(file, "rb") as stream:
+        try:
+            for line in json_values(_read_pieces(file, stream), max_value_bytes):
+                lines.append(line)
+                size += len(line)
+                if size >= block_bytes:
+                    yield LineBlock(file, b"".join(lines), stream.tell() - stored, first, last=False)
+                    first, stored, lines, size = False, stream.tell(), [], 0
+        except DamagedStreamError as error:
+            damage = (f" {error}", "copy the file again")
+        except UnicodeDecodeError as error:
+            damage = (f" is not UTF-8 text: {error.reason}", *_recode(file, "LATIN1"))
+        except ValueError as error:
+            damage = (f" is not JSON from here on: {error}", "mend this value")
+    yield LineBlock(file, b"".join(lines), file.stat().st_size - stored, first, last=True, damage=damage)
 
 
 def _cut_compressed(file: Path, block_bytes: int, max_line_bytes: int) -> Iterator[LineBlock]:
@@ -698,7 +742,7 @@ class BadDocumentReport:
         if isinstance(block, LineBlock) and block.first:
             self._documents = 0
         for document in bad:
-            self._add_error(document.of(self._lines, SKIP_BAD_FLAG))
+            self._add_error(document.of(self._lines, *([] if document.rest else [SKIP_BAD_FLAG])))
         self.count += num_bad - len(bad)
         self._lines += lines
         self._documents += documents
@@ -755,7 +799,7 @@ def read_block(block: Block, keys: Sequence[str], any_bytes: bool = False) -> It
         except BadDocumentError as bad:
             yield BadDocument(file, number, bad.seen, bad.fixes, size)
     if block.damage:
-        yield BadDocument(file, number + 1, block.damage[0], block.damage[1:])
+        yield BadDocument(file, number + 1, block.damage[0], block.damage[1:], rest=block.last)
 
 
 def read_documents(

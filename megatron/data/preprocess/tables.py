@@ -15,7 +15,9 @@ from megatron.config.files import parse_json, read_small
 from megatron.data.errors import DataError
 
 TABLE_SUFFIXES = (".parquet", ".arrow")
-TEXT_TYPES = ("string", "large_string", "string_view", "null")  # of Arrow
+TEXT_TYPES = ("string", "large_string", "string_view", "binary", "large_binary", "binary_view", "null")
+"""Of Arrow. Bytes are text in UTF-8, which is checked row by row."""
+
 READ_BYTES = 1 << 20  # of a Parquet column, read at once
 ARROW_FILE_MAGIC = b"ARROW1"  # begins a file with random access; the streams that `datasets` writes lack it
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
@@ -12,13 +13,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron.arguments.cli import parse
+from megatron.arguments.cli import flags_config, parse, parse_flags, separate_choices
 from megatron.arguments.compatibility import CHANGE_ERRORS
 from megatron.arguments.sources import build_config
 from megatron.arguments.summary import summary
 from megatron.arguments.validate import choose_cuda_graph, find_problems
 from megatron.config.batch import schedule_lengths
-from megatron.config.errors import UserError
+from megatron.config.data_paths import SOURCE_OPTIONS
+from megatron.config.errors import Problem, UserError
 from megatron.config.model import ModelConfig
 from megatron.config.parallel import PIPELINE_SCHEDULES, ParallelConfig
 from megatron.config.run import KERNEL_CANDIDATES, DataConfig, OptimizerConfig, RunConfig, TrainingConfig
@@ -65,10 +67,52 @@ def test_every_fix_solves_its_problem() -> None:
                 problem.code <= "E009" or problem.code == "E014"
             ):  # something must be taken out first, or a name filled in
                 continue
-            for fix in problem.fixes:
+            for fix in (*problem.fixes, *problem.choices):
                 if fix.startswith("--") and not re.search(r"\b(PREFIX|N)\b", fix):
                     left = problems(f"{case.flags} {fix}", case.ranks, case.base, read_model=read_model_values)
                     assert problem.sentence not in [p.sentence for p in left], (case.title, fix)
+
+
+STATES_WHAT_WAS_MEANT = ("E001", "E002", "E004", "E011", "E014", "E104", *(code for code, _ in CHANGE_ERRORS.values()))
+"""Codes of problems whose fix gives a value that is missing, was misspelt, or is that of the start point."""
+
+
+def of_model_and_data(line: str) -> dict[str, Any]:
+    """Return the model and the data that the flags of a command line ask for, without any check."""
+    config = flags_config(parse_flags(shlex.split(line)))
+    names = [name for group in SOURCE_OPTIONS for name in group]
+    names += [
+        n for n, s in SETTINGS.items() if s.group == "model" or s.option.role.value in ("shape", "function", "data")
+    ]
+    return {name: SETTINGS[name].value_in(config) for name in names}
+
+
+def test_no_fix_changes_the_model_or_the_data() -> None:
+    tried = 0
+    for case in CASES:
+        line = f"{case.base} {case.flags}"
+        for problem in problems(case.flags, case.ranks, case.base, read_model=read_model_values):
+            missing = "is not supported" in problem.sentence or "no such flag" in problem.sentence
+            assert not (missing and any(fix.startswith("drop ") for fix in problem.fixes))
+            if problem.code in STATES_WHAT_WAS_MEANT or "--set" in line or "--config" in line:
+                continue
+            before = of_model_and_data(line)
+            for fix in problem.fixes:
+                dropped = re.fullmatch(r"drop (--[\w-]+)", fix)
+                after = re.sub(rf"{dropped[1]}(?![\w-])[^-]*(?= --|$)", "", line) if dropped else f"{line} {fix}"
+                if dropped or fix.startswith("--"):
+                    changed = {n: v for n, v in of_model_and_data(after).items() if v != before[n] and before[n]}
+                    files = {n: v for n, v in changed.items() if not re.search("[.](bin|idx)| ", str(before[n]))}
+                    assert not files, (problem, fix)
+                    tried += 1
+    assert tried > 100
+
+
+def test_a_planted_change_is_a_choice() -> None:
+    config = run("--num-query-groups 2").config
+    fixes = ("--num-query-groups 4", "drop --num-query-groups", "--num-query-groups 2", "--lr 1", "--no-mock-data")
+    split = separate_choices(Problem("E102", "", fixes), config, {"num_query_groups", "mock_data"}, set())
+    assert (split.fixes, split.choices) == (fixes[2:4], (*fixes[:2], fixes[4]))
 
 
 def test_problems_are_found_at_once_and_each_mistake_once() -> None:
@@ -531,17 +575,17 @@ CP = f"{LONG} --context-parallel-size"
         ("8 --cp-comm-type a2a+p2p --hierarchical-context-parallel-sizes 2 4", ""),
         # many key/value heads
         (
-            "8 --num-query-groups 32",
+            "8 --set model.num_query_groups=32",
             "p2p sends 3.94 GiB per layer and micro-batch; with --cp-comm-type a2a it is 896.00 MiB",
         ),
-        ("8 --num-query-groups 32 --tensor-model-parallel-size 2", "; with --cp-comm-type a2a+p2p "),
+        ("8 --set model.num_query_groups=32 --tensor-model-parallel-size 2", "; with --cp-comm-type a2a+p2p "),
         # few
         (
-            "8 --num-query-groups 2 --cp-comm-type a2a",
+            "8 --set model.num_query_groups=2 --cp-comm-type a2a",
             "head is repeated 4 times; with --cp-comm-type p2p it is 252.00 MiB",
         ),
         (
-            "8 --num-query-groups 1 --cp-comm-type a2a",
+            "8 --set model.num_query_groups=1 --cp-comm-type a2a",
             "head is repeated 8 times; with --cp-comm-type p2p it is 126.00 MiB",
         ),
         # patterns that hide most
@@ -558,11 +602,11 @@ CP = f"{LONG} --context-parallel-size"
         ("32", "; with --cp-comm-type a2a+p2p --hierarchical-context-parallel-sizes 8 4 it is 248.00 MiB"),
         # whose slowest rank is much slower
         (
-            "4 --num-query-groups 32 --attention-pattern chunked:40000",
+            "4 --set model.num_query_groups=32 --attention-pattern chunked:40000",
             ", and its slowest rank computes 1.35 times the mean; with --cp-comm-type a2a it is 1.50 GiB",
         ),
         # documents, which only a run knows
-        ("8 --num-query-groups 32 --reset-attention-mask", "has no effect without documents"),
+        ("8 --set model.num_query_groups=32 --reset-attention-mask", "has no effect without documents"),
         # short
         (
             "8 --seq-length 4096 --global-batch-size 1024",
@@ -580,7 +624,7 @@ def test_notes_on_context_parallelism(flags: str, told: str) -> None:
 
 
 def test_a_noted_method_is_accepted_and_not_noted() -> None:
-    for flags in ("8 --num-query-groups 32", "32", "8 --cp-comm-type a2a --num-query-groups 1"):
+    for flags in ("8 --set model.num_query_groups=32", "32", "8 --cp-comm-type a2a --set model.num_query_groups=1"):
         lines = notes(f"{CP} {flags}", 64)
         better = re.findall(r"; with (--cp-comm-type .*?) it is ", lines)
         before = re.sub("--cp-comm-type a2a", "", flags)
@@ -632,7 +676,7 @@ def test_sizes_have_upper_limits() -> None:
         assert "E600" in codes(f"{flag} 1000000001")
     assert codes("--num-layers 10000") == []
     (problem,) = problems("--num-layers 10001")
-    assert (problem.code, problem.fixes) == ("E600", ("--num-layers 10000",))
+    assert (problem.code, problem.fixes, problem.choices) == ("E600", (), ("--num-layers 10000",))
     assert codes(f"--hidden-size {2**20} --ffn-hidden-size {2**27}") == []
     (problem,) = problems(f"--hidden-size {2**24} --ffn-hidden-size {2**25}")
     assert problem.code == "E108"

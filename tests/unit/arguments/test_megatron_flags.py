@@ -26,14 +26,16 @@ class Flag:
     spelling: str
     default: str
     kind: str
+    choices: tuple[str, ...] = ()
 
 
 def read() -> list[Flag]:
     flags = []
     for line in (GOLDEN / "megatron_flags.txt").read_text().splitlines()[1:]:
-        match = re.fullmatch(r"`(--[^`]*)` \[(.*?)\](?: \{.*\})? \((.*)\)", line)
+        match = re.fullmatch(r"`(--[^`]*)` \[(.*?)\](?: \{(.*)\})? \((.*)\)", line)
         assert match, line
-        flags += [Flag(spelling, match[2], match[3]) for spelling in match[1].split()]
+        choices = tuple(filter(None, (match[3] or "").split(",")))
+        flags += [Flag(spelling, match[2], match[4], choices) for spelling in match[1].split()]
     return flags
 
 
@@ -48,7 +50,7 @@ def test_every_flag_of_megatron_is_ours_or_in_the_table() -> None:
     assert not set(SPELLINGS) & set(FLAGS.handled)
     for name, flag in FLAGS.handled.items():
         if name.endswith("-"):
-            assert any(other.startswith(name) for other in foreign), name
+            assert flag.kind != "ignored" or any(other.startswith(name) for other in foreign), name
             of_ours = any(ours.startswith(name) for ours in SPELLINGS)
             assert flag.kind in ("refused", "setting") or not of_ours, "a misspelt flag of ours would be ignored"
 
@@ -56,7 +58,7 @@ def test_every_flag_of_megatron_is_ours_or_in_the_table() -> None:
 def test_no_flag_is_in_the_table_twice() -> None:
     tree = yaml.safe_load((Path(arguments.__file__).parent / "megatron_flags.yaml").read_text())
     names = [name for section in ("applied", "ignored", "refused", "refused_prefixes") for name in tree[section]]
-    names += [*tree["settings_of"].values(), tree["unsupported"]]
+    names += tree["settings_of"].values()
     words = [word for name in names for word in name.split()]
     assert [word for word in set(words) if words.count(word) > 1] == []
 
@@ -165,7 +167,8 @@ def test_the_data_of_a_script_of_megatron(monkeypatch: pytest.MonkeyPatch) -> No
     assert (data.split, data.data_cache_path, data.vocab_file) == ("949,50,1", "cache", "vocab.json")
     assert (data.reset_position_ids, data.reset_attention_mask, data.eod_mask_loss) == (True, True, True)
     printed = [note.partition(":")[0] for note in parsed.notes]
-    assert printed == ["ignored", "ignored", "ignored", "--data-path contains megatron/case0 more than once"]
+    more = ["--eod-mask-loss", "--data-path contains megatron/case0 more than once"]
+    assert printed == ["ignored", "ignored", "ignored", *more]
 
 
 def test_ignored_flags_change_nothing() -> None:
@@ -216,6 +219,125 @@ def test_other_names_are_corrected_with_their_value() -> None:
     assert length == ["E001"], "the run's length is not also missing"
 
 
+WITH_EFFECT = {"--rerun-mode", "--fim-rate"}
+"""Flags whose default does something in Megatron-LM, or did in earlier releases."""
+
+
+@pytest.mark.parametrize(
+    "beside", ["", "--num-experts 4 --disable-bias-linear", "--optimizer muon", "--fp8-format e4m3"]
+)
+def test_defaults_that_are_written_out_change_nothing(beside: str) -> None:
+    ours = {setting.name for setting in map(SPELLINGS.get, beside.split()) if setting is not None}
+    written = []
+    for flag in MEGATRON.values():
+        setting = SPELLINGS.get(flag.spelling)
+        absent = flag.kind == "flag" or flag.default in ("None", "[]", "") or flag.spelling in WITH_EFFECT
+        if absent or (setting and (setting.name in ours or flag.spelling in FLAGS.different_defaults)):
+            continue
+        written.append(
+            f"{flag.spelling} {flag.default.rpartition('.')[2] if 'Backend' in flag.default else flag.default}"
+        )
+    given = [
+        line.replace("[", "").replace("]", "")
+        for line in written
+        if not re.match("--(distributed-backend|model-|hybrid)", line)
+    ]
+    assert len(given) > 150
+    assert problems(f"{beside} {' '.join(given)}") == ()
+
+
+def test_values_of_missing_features_are_named() -> None:
+    for flag in OURS:
+        have = SPELLINGS[flag.spelling].choices
+        for value in set(flag.choices) - set(have) if have else ():
+            if value in FLAGS.values.get(flag.spelling, {}):
+                continue
+            beside = "--optimizer muon" if "muon" in flag.spelling else ""
+            beside += " --num-experts 4 --disable-bias-linear --fp8-format e4m3"
+            found = problems(f"{beside} {flag.spelling} {value}")
+            named = [p for p in found if p.sentence.startswith(flag.spelling)]
+            assert [bool(re.search("is not supported: .{12}", p.sentence)) for p in named] == [True], (flag, found)
+            assert flag.spelling == "--tokenizer-type" or named[0].fixes == named[0].choices == ()
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "--batch-invariant-mode",
+        "--rerun-mode validate_results",
+        "--rerun-mode report_stats --result-rejected-tracker-filename F",
+        "--gpu-sniff-test-interval 100",
+        "--exit-signal 12 --exit-signal-handler",
+        "--moe-router-dtype fp64 --num-experts 4 --disable-bias-linear",
+    ],
+)
+def test_flags_that_promise_something_are_refused(line: str) -> None:
+    (problem,) = problems(line)
+    assert (problem.code, problem.fixes, problem.choices) == ("E004", (), ())
+
+
+HERE = {
+    "conversation": "--chat-data-path",
+    "distill": "--objective distillation|--teacher-logits|tasks/finetune/precompute.py",
+    "context parallel": "--context-parallel-size",
+    "learning rates": "--lr-factors",
+    "window": "--attention-pattern",
+}
+"""What exists, and an option that a reason which names it must state."""
+
+
+def test_reasons_are_true() -> None:
+    reasons = {flag.reason for flag in [*FLAGS.handled.values(), *FLAGS.replaced.values()] if flag.kind == "refused"}
+    reasons |= {reason for values in FLAGS.missing_values.values() for reason in values.values()}
+    for reason in reasons:
+        for word, options in HERE.items():
+            assert word not in reason.lower() or any(option in reason for option in options.split("|")), reason
+        named = set(re.findall(r"--[a-z][\w-]+\w", reason))
+        assert named <= {*SPELLINGS, *OWN_FLAGS, *FLAGS.handled, *FLAGS.replaced}, reason
+        for path in re.findall(r"\b(?:tools|tasks)/[\w/]+\.py", reason):
+            assert (GOLDEN.parents[1] / path).is_file(), reason
+        assert not re.search("no counterpart|other values", reason)
+
+
+def test_no_refusal_of_a_flag_has_a_fix_that_drops_it() -> None:
+    on = "--num-experts 4 --disable-bias-linear --fp8-format e4m3 --position-embedding-type yarn"
+    on += " --yarn-original-max-position-embeddings 64"
+    refused = [name for name, flag in {**FLAGS.handled, **FLAGS.replaced}.items() if flag.kind == "refused"]
+    found = problems(f"{on} {' '.join(f'{name}x 7' if name.endswith('-') else f'{name} 7' for name in refused)}")
+    assert len(found) > 100
+    assert [p for p in found if any(fix.startswith("drop ") for fix in p.fixes) and p.code in ("E001", "E004")] == []
+
+
+@pytest.mark.parametrize(
+    ("line", "note"),
+    [
+        ("--num-query-groups 2", "Megatron-LM would ignore it"),
+        ("--num-query-groups 2 --group-query-attention", ""),
+        ("--num-query-groups 4", ""),
+        ("--set model.num_query_groups=2", ""),
+        ("--preset tiny-llama", ""),
+        ("--reset-position-ids --position-embedding-type rope --eod-id 0", "restarts learned positions only"),
+        ("--reset-position-ids --eod-id 0", ""),
+        ("--reset-position-ids --reset-attention-mask --position-embedding-type rope --eod-id 0", ""),
+        ("--position-embedding-type rope --use-rope-scaling --rope-scaling-factor 32", "scales by 8"),
+        ("--position-embedding-type rope --use-rope-scaling --rope-scaling-factor 8", ""),
+        ("--openai-gelu --no-bias-gelu-fusion", "the exact form: --activation gelu"),
+        ("--openai-gelu", ""),
+        ("--eod-mask-loss --eod-id 0", "averages each micro-batch"),
+        ("--eod-mask-loss --calculate-per-token-loss --eod-id 0", ""),
+        ("--rampup-batch-size 2 2 8 --global-batch-size 4", "trains with full batches"),
+        ("--fp16", "Megatron-LM's and accelerate's do not advance"),
+        ("--params-dtype fp16", "Megatron-LM's and accelerate's do not advance"),
+        ("--fp16 --loss-scale 1024", ""),
+        ("--bf16", ""),
+    ],
+)
+def test_another_meaning_is_noted(line: str, note: str) -> None:
+    notes_of = [each for each in notes(line).splitlines() if "Megatron-LM" in each]
+    assert len(notes_of) == bool(note)
+    assert note in "".join(notes_of)
+
+
 @pytest.mark.parametrize(
     "line",
     [
@@ -231,10 +353,43 @@ def test_what_would_change_the_run_is_refused(line: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "line", ["--fim-rate 0", "--vocab-extra-ids 0", "--head-lr-mult 1.0", "--softmax-type vanilla", "--deepspeed"]
+    "line",
+    [
+        "--fim-rate 0",
+        "--vocab-extra-ids 0",
+        "--head-lr-mult 1.0",
+        "--softmax-type vanilla",
+        "--deepspeed",
+        "--mtp-num-layers 0",
+        "--save-interval 0 --save x --persistent-save-interval 0",
+        "--exit-interval 0 --eval-interval 0 --exit-duration-in-mins 0",
+        "--num-experts 0 --moe-layer-freq [0]*3+[1]*2 --moe-router-load-balancing-type sinkhorn --moe-latent-size 8",
+        "--rerun-mode disabled --exit-signal 15 --spec local",
+        "--mscale 0.7 --relative-attention-num-buckets 8 --mrope-section 1 2",
+        "--fp8-output-proj --muon-use-syrk",
+        "--attention-head-type multihead",
+    ],
 )
 def test_values_that_change_nothing_are_accepted(line: str) -> None:
     assert problems(line) == ()
+
+
+@pytest.mark.parametrize(
+    ("freq", "codes_of"),
+    [
+        ("1", []),
+        ("[1,1]", []),
+        ("([1]*2)", []),
+        ("[1]+[1]", []),
+        ("([1]*1+[1]*1)", []),
+        ("[1, 1]", []),
+        ("2", ["E004"]),
+        ("[1,0]", ["E004"]),
+        ("([0]*1+[1]*1)", ["E004"]),
+    ],
+)
+def test_layers_with_experts_may_be_written_out(freq: str, codes_of: list[str]) -> None:
+    assert codes(f"--num-experts 4 --disable-bias-linear --moe-layer-freq '{freq}'") == codes_of
 
 
 def test_a_flag_that_another_one_overrides_is_not_applied() -> None:

@@ -112,7 +112,6 @@ def test_notes_on_save_intervals() -> None:
         ("--save memory://r/iter_0000100", "E802", "--save memory://r"),
         ("--save memory://r --check-config --world-size 2", "E802", "--save A_FOLDER"),
         ("--load memory://r/iter_5 --ckpt-step 6", "E803", "--load memory://r"),
-        ("--save memory://r --load memory://r --resume-mode weights-only", "E803", "--load memory"),
         ("--save memory://r --local-save s3://b/x --local-save-interval 5", "E804", "--save s3://b/x"),
     ],
 )

@@ -99,7 +99,7 @@ def test_refusals_and_notes_are_those_of_the_run(capsys: pytest.CaptureFixture[s
     output = capsys.readouterr().out
     rows, translation = translated(output)
     assert rows["--learning-rate 1e-3"] == "missing     no such flag; did you mean --lr?; fix: --lr 1e-3"
-    assert rows["--position-embedding-type alibi"].startswith("missing     'alibi' is not one of")
+    assert rows["--position-embedding-type alibi"].startswith("missing     ALiBi positions are not")
     assert rows["--num-query-groups 2"].startswith("not needed")
     assert "--num-query-groups" not in translation
     assert "\nnote: activation is gelu_tanh" in output

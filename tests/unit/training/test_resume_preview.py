@@ -267,13 +267,19 @@ def test_a_start_from_scratch_is_noted(capsys: pytest.CaptureFixture[str]) -> No
 def test_a_missing_load_folder_is_noted_but_not_if_its_weights_are_wanted(capsys: pytest.CaptureFixture[str]) -> None:
     save(Path("runs/mine"))
     Path("empty").mkdir()
-    for flags in ("--load none", "--load empty", "--load none --override-opt_param-scheduler --save none"):
+    for flags in (
+        "--load none",
+        "--load empty",
+        "--load none --override-opt_param-scheduler --save none",
+        "--load none --finetune",
+        "--load empty --save empty --finetune --no-load-optim --no-load-rng",
+    ):
         status, out, _ = checked(capsys, *MODEL, "--vocab-size", "300", *flags.split())
         assert (status, out.count("note: starts from scratch: ")) == (0, 1), flags
     refused = {
         "--load none --exit-on-missing-checkpoint": "E801",
         "--load runs/mien": "E801",
-        "--load none --finetune": "E812",
+        "--pretrained-checkpoint none": "E812",
     }
     for line, code in refused.items():
         status, _, err = checked(capsys, *MODEL, "--vocab-size", "300", *line.split())

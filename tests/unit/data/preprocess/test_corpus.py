@@ -30,6 +30,7 @@ from megatron.data.preprocess.corpus import (
     DamagedStreamError,
     FileBlock,
     LineBlock,
+    TextDocument,
     decompress,
     find_text_files,
     load_block,
@@ -481,3 +482,87 @@ def test_a_bad_line_is_named(line: bytes, message: str) -> None:
 def test_numbers_that_only_some_readers_take_are_no_obstacle() -> None:
     line = b'{"n": NaN, "m": 123456789012345678901234567890, "text": "t"}'
     assert parse_line(line, ("text",), FILE) == ("t",)
+
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=3),
+    max_leaves=8,
+)
+records = st.lists(
+    st.builds(lambda text, more: {"text": text, "more": more}, st.text(), json_values), min_size=1, max_size=5
+)
+
+
+@settings(max_examples=20, deadline=None, derandomize=True)
+@given(
+    records,
+    st.sampled_from([None, 1, 4]),
+    st.booleans(),
+    st.sampled_from(["", "\ufeff", "\n \r\n"]),
+    st.integers(1, 60),
+)
+def test_arrays_and_objects_over_lines_are_read_as_lines_are(
+    values: list[dict[str, object]], indent: int | None, array: bool, before: str, block_bytes: int
+) -> None:
+    def read(name: str, text: str) -> list[TextDocument | BadDocument]:
+        file = Path(folder, name)
+        file.write_bytes((gzip.compress if name.endswith("gz") else bytes)(text.encode()))
+        blocks = [load_block(block)[0] for block in split_into_blocks([file], ["text"], block_bytes)]
+        assert [block.first for block in blocks] == [True, *[False] * (len(blocks) - 1)]
+        assert sum(block.stored for block in blocks) == file.stat().st_size
+        return [document for block in blocks for document in read_block(block, ["text"])]
+
+    def texts(documents: list[TextDocument | BadDocument]) -> list[object]:
+        return [document.texts if isinstance(document, TextDocument) else document.seen for document in documents]
+
+    lines = "".join(json.dumps(value) + "\n" for value in values)
+    whole = json.dumps(values, indent=indent, ensure_ascii=bool(block_bytes % 2))
+    spread = "\n".join(json.dumps(value, indent=indent or 2) for value in values)
+    with tempfile.TemporaryDirectory() as folder:
+        expected = texts(read("x.jsonl", lines))
+        assert texts(read("y.json", before + (whole if array else spread))) == expected
+        assert texts(read("y.json.gz", before + (whole if array else spread))) == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "good", "message"),
+    [
+        ('[{"text": "a"}, {"text": "b"}', 2, ":3 is not JSON from here on: the array does not end"),
+        ('[{"text": "a"}, {"text" "b"}]', 1, ":2 is not JSON from here on: "),
+        ('{\n"text": "a"}\n{\n"text": ', 1, ":2 is not JSON from here on: "),
+        ('[{"text": "a"}, 7]', 1, ":2 is a number, not an object"),
+    ],
+)
+def test_a_bad_value_of_an_array_is_named(tmp_path: Path, text: str, good: int, message: str) -> None:
+    (tmp_path / "x.json").write_text(text)
+    found = read_documents([tmp_path / "x.json"], ["text"], BadDocumentReport(skip=True, message=lambda text: None))
+    assert len(list(found)) == good
+    with pytest.raises(DataError) as caught:
+        list(read_documents([tmp_path / "x.json"], ["text"]))
+    assert caught.value.seen.startswith(f"{tmp_path / 'x.json'}{message}")
+    assert ("--on-bad-line skip" in caught.value.fixes) is (" from here on" not in message)
+
+
+def test_a_long_value_takes_bounded_time_and_memory(tmp_path: Path) -> None:
+    (tmp_path / "x.json").write_text('[{"text": "' + "x" * 3_000_000)
+    with pytest.raises(DataError, match="longer than 100,000 bytes"):
+        list(read_documents([tmp_path / "x.json"], ["text"], max_line_bytes=100_000))
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("utf16.jsonl", json.dumps({"text": "a"}).encode("utf-16")),
+        ("latin.jsonl", b'{"text": "caf\xe9"}\n'),
+        ("utf16.txt", "caf\u00e9".encode("utf-16")),
+        ("x.jsonl.zstd", zstandard.compress(b'{"text": "a"}\n')),
+    ],
+)
+def test_a_command_that_is_a_fix_mends_the_file(tmp_path: Path, name: str, content: bytes) -> None:
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(DataError) as caught:
+        list(read_documents(find_text_files([str(tmp_path / name)], (), ()), ["text"]))
+    subprocess.run(caught.value.fixes[0], shell=True, check=True, cwd=tmp_path)
+    (new,) = [path for path in tmp_path.iterdir() if path.name != name]
+    assert len(list(read_documents([new], ["text"]))) == 1

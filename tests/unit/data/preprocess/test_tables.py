@@ -166,7 +166,9 @@ def test_a_bad_row_is_named(tmp_path: Path, suffix: str, columns: dict[str, obje
     with pytest.raises(DataError) as caught:
         write_dataset(plan, ByteTokenizer(), Heard())
     assert caught.value.seen == f"{path}{message}"
-    assert caught.value.fixes[-1] == "--on-bad-line skip"
+    assert (caught.value.fixes[-1] == "--on-bad-line skip") is bool(good), (
+        "not for what would lose the rest of the file"
+    )
     (tmp_path / "y.txt").write_text("y")
     heard = Heard()
     totals, _ = write_dataset(replace(plan, files=[path, tmp_path / "y.txt"], skip_bad=True), ByteTokenizer(), heard)
@@ -209,3 +211,16 @@ def test_a_split_has_to_be_chosen(corpora: dict[str, str], tmp_path: Path, monke
     monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
     with pytest.raises(DataError, match=r"--input hf:no/data: loading the dataset failed: .*\n  fix: where there is a"):
         find_text_files(["hf:no/data"], SUFFIXES, [])
+
+
+@pytest.mark.parametrize(
+    "kind", [pa.binary(), pa.large_binary(), pa.binary_view(), pa.dictionary(pa.int32(), pa.binary())]
+)
+def test_bytes_are_text_where_they_are_utf_8(tmp_path: Path, kind: pa.DataType) -> None:
+    texts = ["plain", "caf\u00e9", "", "\U0001f600"]
+    path = tmp_path / "x.arrow"
+    write_arrow(path, pa.table({"text": pa.array([text.encode() for text in texts], pa.binary()).cast(kind)}))
+    assert [document.texts for document in read_documents([path], ["text"])] == [(text,) for text in texts]
+    write_arrow(path, pa.table({"text": pa.array([b"good", b"\xff\xd8"], pa.binary()).cast(kind)}))
+    with pytest.raises(DataError, match=":2 is not UTF-8 text"):
+        list(read_documents([path], ["text"]))
