@@ -30,8 +30,8 @@ from typing import IO, Any, NamedTuple
 import xxhash
 
 from megatron.checkpoint.durable_files import LockState, try_lock
-from megatron.config.files import FOLLOW_LINKS, add_links_flag, describe_outside_links
-from megatron.config.text import echo
+from megatron.config.files import FOLLOW_LINKS, OUTSIDE, add_links_flag, outside_links, readable_files
+from megatron.config.text import echo, listed
 from megatron.data.errors import DataError
 from megatron.data.preprocess.tables import (
     TABLE_SUFFIXES,
@@ -571,35 +571,40 @@ def spool_pipes(inputs: Sequence[str], output: str) -> Iterator[list[str]]:
 
 
 def find_text_files(
-    inputs: Sequence[str], suffixes: Collection[str], exclude: Collection[str], follow_links: bool = False
+    inputs: Sequence[str],
+    suffixes: Collection[str],
+    exclude: Collection[str],
+    follow_links: bool = False,
+    note: Callable[[str], object] = echo,
 ) -> list[Path]:
     """Return the files named by ``inputs``: files, glob patterns like ``data/*.jsonl``, folders, or ``hf:NAME``.
 
     A folder contributes all files below it that end in one of ``suffixes`` (ignoring case, compressed or not), sorted
-    by path, without files and folders named in ``exclude`` and links to other files of it. Patterns are sorted too. An
-    existing file name is never treated as a pattern. Links out of a folder or pattern are errors unless
-    ``follow_links``. A folder written by `save_to_disk` of Hugging Face `datasets`
-    contributes the rows of the dataset. Inputs that match no file, unsupported formats, and documents that would be
-    read twice are errors.
+    by path, without files and folders named in ``exclude``. Patterns are sorted too. An existing file name is never
+    treated as a pattern. Folders and patterns contribute each file once, without what `readable_files` leaves out,
+    which a ``note`` names. A folder written by `save_to_disk` of Hugging Face `datasets` contributes the rows of the
+    dataset. Inputs that match no file, unsupported formats, and documents that would be read twice are errors.
     """
     files: list[Path] = []
     for name in inputs:
-        links = ""
+        unread: list[str] = []
         if os.path.isdir(name):
-            found = _walk(Path(name), suffixes, exclude)
-            links = describe_outside_links(Path(name), filter(Path.is_symlink, found))
+            found = _walk(Path(name), suffixes, exclude, follow_links, unread)
         elif name.startswith("hf:"):
             found = hugging_face_files(name)
         elif os.path.isfile(name):
             found = [Path(name)]
         else:
-            found = [Path(path) for path in sorted(glob.glob(name, recursive=True)) if os.path.isfile(path)]
-            links = describe_outside_links(Path(re.split(r"[^/]*[*?[]", name)[0]), found)
+            folder = Path(re.split(r"[^/]*[*?[]", name)[0])
+            matches = [path for path in glob.glob(name, recursive=True) if not os.path.isdir(path)]
+            found = readable_files(folder, map(Path, matches), follow_links, unread)
             _refuse_copies(found)
+        fixes = [FOLLOW_LINKS] if any(OUTSIDE in each for each in unread) else []
+        seen = f"--input {name}: {len(unread):,} not read: {listed(unread)}"
         if not found:
-            raise _no_files(name, suffixes)
-        if links and not follow_links:
-            raise DataError(f"--input {name}: {links}", FOLLOW_LINKS, "--exclude NAME")
+            raise DataError(seen, *fixes) if unread else _no_files(name, suffixes)
+        if unread:
+            note("; ".join([seen, *(f"{fix} reads what is {OUTSIDE}" for fix in fixes)]))
         files += found
     seen: dict[str, Path] = {}
     for file in files:
@@ -627,23 +632,35 @@ def _check_format(file: Path) -> None:
         raise DataError(failure, UNSUPPORTED_COMPRESSIONS[suffix].format(name, unpacked))
 
 
-def _walk(folder: Path, suffixes: Collection[str], exclude: Collection[str]) -> list[Path]:
-    def fail(error: OSError) -> None:
-        raise error
+def _walk(
+    folder: Path, suffixes: Collection[str], exclude: Collection[str], follow_links: bool, unread: list[str]
+) -> list[Path]:
+    def skip(error: OSError) -> None:
+        if error.filename == str(folder):
+            raise error
+        unread.append(f"{error.filename} ({error.strerror})")
 
     wanted = tuple(suffix.lower() for suffix in suffixes)
-    found = []
-    for path, folders, names in os.walk(folder, onerror=fail):
-        folders[:] = [name for name in folders if name not in exclude]
+    found: list[Path] = []
+    links: list[Path] = []
+    visited = {os.path.realpath(folder)}
+    for path, folders, names in os.walk(folder, onerror=skip, followlinks=follow_links):
+        below = [Path(path, name) for name in folders if name not in exclude]
+        links += filter(os.path.islink, below)
+        if follow_links:  # each folder once, preferably under a name that is no link
+            real = {os.path.realpath(each): each for each in sorted(below, key=os.path.islink, reverse=True)}
+            below = [each for place, each in real.items() if place not in visited]
+            visited.update(real)
+        folders[:] = [each.name for each in below]
         files = [Path(path, name) for name in names if name not in exclude]
         if saved := saved_dataset_files(Path(path)):
             files, folders[:] = saved, []
-        found += [file for file in files if _ends_in(file, wanted) and file.is_file()]
-    unique: dict[str, Path] = {}  # each file once, preferably under a name that is not a link
-    for file in sorted(found, key=lambda file: (file.is_symlink(), file)):
-        unique.setdefault(os.path.realpath(file), file)
-    _refuse_copies(unique.values())
-    return sorted(unique.values(), key=str)
+        found += [file for file in files if _ends_in(file, wanted)]
+    if not follow_links:
+        unread += [f"{link} ({OUTSIDE})" for link in outside_links(folder, links).values()]
+    readable = readable_files(folder, found, follow_links, unread)
+    _refuse_copies(readable)
+    return readable
 
 
 def _ends_in(file: Path, wanted: tuple[str, ...]) -> bool:
