@@ -62,7 +62,8 @@ root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 input='' key=text reading=() steps=600 out=$root/runs/quickstart
 while [ $# -gt 0 ]; do
     case $1 in
-        --input-dir | --json-keys | --on-bad-line | --max-line-bytes | --steps | --out) [ -n "${2:-}" ] || fail "$1 needs a value (see --help)" ;;
+        --input-dir | --json-keys | --on-bad-line | --max-line-bytes | --steps | --out)
+            [ -n "${2:-}" ] || fail "$1 needs a value (see --help)" ;;
     esac
     case $1 in
         --input-dir) input=$2 && shift 2 ;;
@@ -96,6 +97,7 @@ cd "$root"
 
 source tools/setup_env.sh run
 export OMP_NUM_THREADS=1 # two processes share the machine; threads waiting for one another would only slow it down
+export PET_LOCAL_ADDR=127.0.0.1 # of torchrun, which would look up the machine's name; not every machine knows its own
 
 if [ -n "$input" ]; then
     suffixes=(.txt .md .rst .jsonl .py .c .h .cc .cpp .java .js .ts .go .rs .sh .html .tex)
@@ -166,7 +168,7 @@ python examples/write_with_transformers.py "$out/huggingface" "$prompt"
 cat <<END
 
 == next
-cd $(printf %q "$root") && . .venv/bin/activate
+cd $(printf %q "$root") && . .venv/bin/activate && export PET_LOCAL_ADDR=127.0.0.1
 # twice as long, with a new schedule
 torchrun --standalone --nproc-per-node 2 pretrain_gpt.py --config $(printf %q "$out/config.yaml") \\
     --train-iters $((2 * steps)) --resume-mode new-schedule

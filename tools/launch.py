@@ -280,7 +280,7 @@ exit "$status\""""
 
 def local_script(options: argparse.Namespace, cluster: ClusterSettings, run: Sequence[str]) -> str:
     """Return a script that runs torchrun on this machine."""
-    agent = f"torchrun --standalone --nproc-per-node {cluster.gpus_per_node} --max-restarts 3"
+    agent = f"torchrun --standalone --local-addr 127.0.0.1 --nproc-per-node {cluster.gpus_per_node} --max-restarts 3"
     return f"""set -euo pipefail
 cd {shlex.quote(str(ROOT))} && {ENVIRONMENT}
 exec {agent} pretrain_gpt.py {quote_flags([*run, *folder_flags(options.preset, run)])} "$@\""""

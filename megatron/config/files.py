@@ -7,7 +7,7 @@ import errno
 import json
 import os
 import stat
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Iterator
 from io import BufferedReader
 from pathlib import Path
 from typing import Any
@@ -130,6 +130,36 @@ def outside_links(folder: Path, files: Iterable[Path]) -> dict[Path, str]:
 
 
 OUTSIDE = "outside of it"
+
+
+def walk_folders(
+    folder: Path, exclude: Collection[str], follow_links: bool, unread: list[str]
+) -> Iterator[tuple[str, list[str], list[str]]]:
+    """Yield what `os.walk` does, each folder once, without folders named in ``exclude``.
+
+    Links to folders outside, unless ``follow_links``, and folders that cannot be read are appended to ``unread``.
+
+    Raises:
+        OSError: if ``folder`` itself cannot be read.
+    """
+
+    def skip(error: OSError) -> None:
+        if error.filename == str(folder):
+            raise error
+        unread.append(f"{error.filename} ({error.strerror})")
+
+    visited = {os.path.realpath(folder)}
+    for path, folders, names in os.walk(folder, onerror=skip, followlinks=follow_links):
+        below = sorted((Path(path, name) for name in folders if name not in exclude), key=os.path.islink)
+        if follow_links:
+            real = {os.path.realpath(each): each for each in reversed(below)}  # preferably under its own name
+            below = [each for place, each in real.items() if place not in visited]
+            visited.update(real)
+        else:
+            links = outside_links(folder, filter(os.path.islink, below))
+            unread += [f"{link} ({OUTSIDE})" for link in links.values()]
+        folders[:] = [each.name for each in below]
+        yield path, folders, names
 
 
 def readable_files(folder: Path, files: Iterable[Path], follow_links: bool, unread: list[str]) -> list[Path]:

@@ -23,6 +23,7 @@ import shlex
 import zlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from fnmatch import fnmatchcase
 from functools import cache
 from pathlib import Path
 from typing import IO, Any, NamedTuple
@@ -30,7 +31,7 @@ from typing import IO, Any, NamedTuple
 import xxhash
 
 from megatron.checkpoint.durable_files import LockState, try_lock
-from megatron.config.files import FOLLOW_LINKS, OUTSIDE, add_links_flag, outside_links, readable_files
+from megatron.config.files import FOLLOW_LINKS, OUTSIDE, add_links_flag, readable_files, walk_folders
 from megatron.config.text import echo, listed
 from megatron.data.errors import DataError
 from megatron.data.preprocess.tables import (
@@ -588,16 +589,19 @@ def find_text_files(
     files: list[Path] = []
     for name in inputs:
         unread: list[str] = []
+        folder = None
         if os.path.isdir(name):
-            found = _walk(Path(name), suffixes, exclude, follow_links, unread)
+            folder = Path(name)
+            found = _walk(folder, suffixes, exclude, follow_links, unread)
         elif name.startswith("hf:"):
             found = hugging_face_files(name)
         elif os.path.isfile(name):
             found = [Path(name)]
         else:
             folder = Path(re.split(r"[^/]*[*?[]", name)[0])
-            matches = [path for path in glob.glob(name, recursive=True) if not os.path.isdir(path)]
-            found = readable_files(folder, map(Path, matches), follow_links, unread)
+            found = [path for path in _match(name, folder, follow_links, unread) if not os.path.isdir(path)]
+        if folder is not None:
+            found = readable_files(folder, found, follow_links, unread)
             _refuse_copies(found)
         fixes = [FOLLOW_LINKS] if any(OUTSIDE in each for each in unread) else []
         seen = f"--input {name}: {len(unread):,} not read: {listed(unread)}"
@@ -635,32 +639,35 @@ def _check_format(file: Path) -> None:
 def _walk(
     folder: Path, suffixes: Collection[str], exclude: Collection[str], follow_links: bool, unread: list[str]
 ) -> list[Path]:
-    def skip(error: OSError) -> None:
-        if error.filename == str(folder):
-            raise error
-        unread.append(f"{error.filename} ({error.strerror})")
-
     wanted = tuple(suffix.lower() for suffix in suffixes)
     found: list[Path] = []
-    links: list[Path] = []
-    visited = {os.path.realpath(folder)}
-    for path, folders, names in os.walk(folder, onerror=skip, followlinks=follow_links):
-        below = [Path(path, name) for name in folders if name not in exclude]
-        links += filter(os.path.islink, below)
-        if follow_links:  # each folder once, preferably under a name that is no link
-            real = {os.path.realpath(each): each for each in sorted(below, key=os.path.islink, reverse=True)}
-            below = [each for place, each in real.items() if place not in visited]
-            visited.update(real)
-        folders[:] = [each.name for each in below]
+    for path, folders, names in walk_folders(folder, exclude, follow_links, unread):
         files = [Path(path, name) for name in names if name not in exclude]
         if saved := saved_dataset_files(Path(path)):
             files, folders[:] = saved, []
         found += [file for file in files if _ends_in(file, wanted)]
-    if not follow_links:
-        unread += [f"{link} ({OUTSIDE})" for link in outside_links(folder, links).values()]
-    readable = readable_files(folder, found, follow_links, unread)
-    _refuse_copies(readable)
-    return readable
+    return found
+
+
+def _match(pattern: str, folder: Path, follow_links: bool, unread: list[str]) -> list[Path]:
+    """Return the paths that match a pattern; ``**``, which follows every link in `glob`, walks as in a folder."""
+    parts = Path(pattern).relative_to(folder).parts
+    if "**" not in parts:
+        return [*map(Path, glob.glob(pattern))]
+    walk = walk_folders(folder, (), follow_links, unread)
+    files = (Path(path, name) for path, _, names in walk for name in names)
+    return [file for file in files if _fits(file.relative_to(folder).parts, parts)]
+
+
+def _fits(parts: Sequence[str], pattern: Sequence[str]) -> bool:
+    if not parts or not pattern:
+        return not parts and pattern in ((), ("**",))
+    if pattern[0] == "**" and _fits(parts, pattern[1:]):
+        return True
+    is_hidden = parts[0].startswith(".") and not pattern[0].startswith(".")
+    if is_hidden or not fnmatchcase(parts[0], pattern[0]):
+        return False
+    return _fits(parts[1:], pattern[pattern[0] != "**" :])
 
 
 def _ends_in(file: Path, wanted: tuple[str, ...]) -> bool:
