@@ -168,7 +168,7 @@ python examples/write_with_transformers.py "$out/huggingface" "$prompt"
 cat <<END
 
 == next
-cd $(printf %q "$root") && . .venv/bin/activate && export PET_LOCAL_ADDR=127.0.0.1
+cd $(printf %q "$root") && . ${VIRTUAL_ENV##*/}/bin/activate && export PET_LOCAL_ADDR=127.0.0.1
 # twice as long, with a new schedule
 torchrun --standalone --nproc-per-node 2 pretrain_gpt.py --config $(printf %q "$out/config.yaml") \\
     --train-iters $((2 * steps)) --resume-mode new-schedule

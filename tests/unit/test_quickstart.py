@@ -67,7 +67,8 @@ def forked(checkout: Path) -> Path:
     """That checkout, in which two ranks cost little more than one."""
     torchrun = checkout / "bin" / "torchrun"
     torchrun.parent.mkdir()
-    torchrun.write_text(f"#!{sys.executable}\n{FORKED % free_port()}")
+    program = f'exec {shlex.quote(sys.executable)} -c {shlex.quote(FORKED % free_port())} "$@"\n'
+    torchrun.write_text("#!/bin/sh\n" + program)  # a path with a space is no interpreter
     torchrun.chmod(0o755)
     with (checkout / "tools" / "setup_env.sh").open("a") as file:
         file.write("export PATH=$PWD/bin:$PATH\n")

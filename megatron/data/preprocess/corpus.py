@@ -604,11 +604,11 @@ def find_text_files(
             found = readable_files(folder, found, follow_links, unread)
             _refuse_copies(found)
         fixes = [FOLLOW_LINKS] if any(OUTSIDE in each for each in unread) else []
-        seen = f"--input {name}: {len(unread):,} not read: {listed(unread)}"
+        summary = f"--input {name}: {len(unread):,} not read: {listed(unread)}"
         if not found:
-            raise DataError(seen, *fixes) if unread else _no_files(name, suffixes)
+            raise DataError(summary, *fixes) if unread else _no_files(name, suffixes)
         if unread:
-            note("; ".join([seen, *(f"{fix} reads what is {OUTSIDE}" for fix in fixes)]))
+            note("; ".join([summary, *(f"{fix} reads what is {OUTSIDE}" for fix in fixes)]))
         files += found
     seen: dict[str, Path] = {}
     for file in files:
