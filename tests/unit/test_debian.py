@@ -66,7 +66,8 @@ def run(tree: Path, command: str, user: int = 0, environ: Mapping[str, str] | No
 @pytest.fixture(scope="module")
 def bare(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     tree = tmp_path_factory.mktemp("debian") / "tree"
-    subprocess.run(["debootstrap", "--variant=minbase", SUITE, str(tree)], check=True)
+    isolate = ["unshare", "--mount", "--pid", "--fork", "--kill-child"]  # it mounts /proc there
+    subprocess.run([*isolate, "debootstrap", "--variant=minbase", SUITE, str(tree)], check=True)
     settings = "".join(f"{name} = {value}\n" for name, value in pip_settings().items())
     (tree / "etc" / "pip.conf").write_text(f"[global]\n{settings}")
     tree.parent.chmod(0o755)
