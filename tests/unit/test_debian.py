@@ -7,6 +7,7 @@ is needed. Packages of Python come from where this machine's pip finds them.
 from __future__ import annotations
 
 import ast
+import faulthandler
 import os
 import re
 import shlex
@@ -49,6 +50,7 @@ def pip_settings() -> dict[str, str]:
 
 def run(tree: Path, command: str, user: int = 0, environ: Mapping[str, str] | None = None) -> str:
     """The output of a command in the tree, which must succeed; its processes end with it."""
+    faulthandler.cancel_dump_traceback_later()  # set up by pytest: an installation may take longer
     paths = re.findall(r"(?:^|\s|file://)(/[\w./-]+)", " ".join(pip_settings().values()))
     folders = {str(Path(*Path(path).parts[:3])) for path in paths if Path(path).exists()}
     isolate = ["unshare", "--mount", "--pid", "--uts", "--fork", "--kill-child", "bash", "-euc", ENTER, str(tree)]
