@@ -41,18 +41,20 @@ exec chroot "$0" "${@:2}"
 """
 
 
-def pip_settings() -> dict[str, str]:
-    """What this machine's pip is configured to do, by the names of options."""
+def pip_settings() -> tuple[str, list[Path]]:
+    """What this machine's pip is configured to do, as the text of a file, and the files and folders named in it."""
     done = subprocess.run(["python3", "-m", "pip", "config", "list"], capture_output=True, text=True, check=True)
     pairs = (line.partition("=") for line in done.stdout.splitlines())
-    return {name.rpartition(".")[2]: ast.literal_eval(value) for name, _, value in pairs}
+    settings = {name.rpartition(".")[2]: ast.literal_eval(value) for name, _, value in pairs}
+    text = "".join(f"{name} = {value}\n" for name, value in settings.items())
+    paths = {Path(path) for path in re.findall(r"(?:\s|file://)(/[\w./-]+)", text)}
+    return f"[global]\n{text}", [path for path in paths if path.exists()]
 
 
 def run(tree: Path, command: str, user: int = 0, environ: Mapping[str, str] | None = None) -> str:
     """The output of a command in the tree, which must succeed; its processes end with it."""
-    faulthandler.cancel_dump_traceback_later()  # set up by pytest: an installation may take longer
-    paths = re.findall(r"(?:^|\s|file://)(/[\w./-]+)", " ".join(pip_settings().values()))
-    folders = {str(Path(*Path(path).parts[:3])) for path in paths if Path(path).exists()}
+    faulthandler.cancel_dump_traceback_later()
+    folders = {str(Path(*path.parts[:3])) for path in pip_settings()[1] if path.is_dir()}  # with those beside them
     isolate = ["unshare", "--mount", "--pid", "--uts", "--fork", "--kill-child", "bash", "-euc", ENTER, str(tree)]
     become = ["setpriv", f"--reuid={user}", f"--regid={user}", "--clear-groups"]
     variables = {"PATH": "/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin", **(environ or {})}
@@ -67,11 +69,15 @@ def run(tree: Path, command: str, user: int = 0, environ: Mapping[str, str] | No
 
 @pytest.fixture(scope="module")
 def bare(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    faulthandler.cancel_dump_traceback_later()  # set up by pytest for each test; all this takes longer
     tree = tmp_path_factory.mktemp("debian") / "tree"
     isolate = ["unshare", "--mount", "--pid", "--fork", "--kill-child"]  # it mounts /proc there
     subprocess.run([*isolate, "debootstrap", "--variant=minbase", SUITE, str(tree)], check=True)
-    settings = "".join(f"{name} = {value}\n" for name, value in pip_settings().items())
-    (tree / "etc" / "pip.conf").write_text(f"[global]\n{settings}")
+    settings, paths = pip_settings()
+    for file in filter(Path.is_file, paths):  # certificates and the like, beside those that packages bring
+        settings = settings.replace(str(file), f"/etc/pip-{file.name}")
+        shutil.copy(file, tree / "etc" / f"pip-{file.name}")
+    (tree / "etc" / "pip.conf").write_text(settings)
     tree.parent.chmod(0o755)
     yield tree
     shutil.rmtree(tree)
