@@ -98,7 +98,7 @@ def parse_options(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--preset", choices=[*PRESETS], required=True, help="the model")
     parser.add_argument("--nodes", type=int, default=1, help="number of machines (1)")
     parser.add_argument("--hosts", default="", help="for ssh: host names, NAME,NAME; the first is the head node")
-    folder = Path(os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config")
+    folder = Path(os.environ.get("XDG_CONFIG_HOME") or os.path.expanduser("~/.config"))
     cluster_file = folder / "megatron-pretrain" / "cluster.json"
     parser.add_argument("--cluster", type=Path, default=cluster_file, help="file of cluster settings (%(default)s)")
     for option in fields(ClusterSettings):
