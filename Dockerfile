@@ -6,8 +6,9 @@
 #   docker run --rm --gpus all --ipc=host megatron-pretrain python pretrain_gpt.py --help
 #
 # TORCH_INDEX_URL is where pip finds torch, and only torch: for GPUs as for CPUs, the index of the wanted build; by
-# default where it finds everything else. Untested: no engine has built it, and apex was never compiled by it; a test
-# lints it and runs what it installs in an environment of its own (tests/unit/test_dockerfile.py).
+# default where it finds everything else. No engine has built it, and apex was never compiled by it. Tests lint it, run
+# what it installs in an environment of their own (tests/unit/test_dockerfile.py), and take the steps of the CPU image in
+# a bare Debian, with its Python (tests/unit/test_debian.py).
 #
 # Base images are named by digest, which a tag that moves does not change. The digest of a newer tag:
 #   docker buildx imagetools inspect python:3.12-slim --format '{{.Manifest.Digest}}'

@@ -4,7 +4,7 @@
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 load=${LOAD:-runs/quickstart/checkpoints} data=${DATA:-pretrain_gpt.py}
-export OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1
+export OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 PET_LOCAL_ADDR=127.0.0.1 # torchrun looks up no name of this machine
 launch=(torchrun --standalone --nproc-per-node 2)
 
 echo "== perplexity on $data; the processes share every matrix"

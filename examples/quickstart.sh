@@ -7,10 +7,13 @@ set -euo pipefail
 
 usage() {
     cat <<END
-usage: bash examples/quickstart.sh [--input-dir DIR] [--json-keys KEY] [--steps N] [--out DIR] [-- FLAG...]
+usage: bash examples/quickstart.sh [--input-dir DIR] [--json-keys KEY] [--follow-links] [--on-bad-line skip]
+                                   [--max-line-bytes N] [--steps N] [--out DIR] [-- FLAG...]
 
   --input-dir DIR  text to train on: sources, .txt, .md and .jsonl files below DIR (the Python standard library)
   --json-keys KEY  where the text is in the objects of .jsonl files (text)
+  --follow-links, --on-bad-line, --max-line-bytes
+                   as of tools/preprocess_data.py
   --steps N        training steps (600)
   --out DIR        folder for all that it makes (runs/quickstart); DIR-2, DIR-3... while there is something in it
   -- FLAG...       more flags for pretrain_gpt.py, such as: -- --lr 3e-4 --num-layers 6
@@ -56,14 +59,17 @@ crash() {
 }
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
-input='' key=text steps=600 out=$root/runs/quickstart
+input='' key=text reading=() steps=600 out=$root/runs/quickstart
 while [ $# -gt 0 ]; do
     case $1 in
-        --input-dir | --json-keys | --steps | --out) [ -n "${2:-}" ] || fail "$1 needs a value (see --help)" ;;
+        --input-dir | --json-keys | --on-bad-line | --max-line-bytes | --steps | --out)
+            [ -n "${2:-}" ] || fail "$1 needs a value (see --help)" ;;
     esac
     case $1 in
         --input-dir) input=$2 && shift 2 ;;
         --json-keys) key=$2 && shift 2 ;;
+        --follow-links) reading+=("$1") && shift ;;
+        --on-bad-line | --max-line-bytes) reading+=("$1" "$2") && shift 2 ;;
         --steps) steps=$2 && shift 2 ;;
         --out) out=${2%/} && shift 2 ;;
         --) shift && break ;;
@@ -91,6 +97,7 @@ cd "$root"
 
 source tools/setup_env.sh run
 export OMP_NUM_THREADS=1 # two processes share the machine; threads waiting for one another would only slow it down
+export PET_LOCAL_ADDR=127.0.0.1 # of torchrun, which would look up the machine's name; not every machine knows its own
 
 if [ -n "$input" ]; then
     suffixes=(.txt .md .rst .jsonl .py .c .h .cc .cpp .java .js .ts .go .rs .sh .html .tex)
@@ -102,7 +109,7 @@ else
     excluded=(test tests site-packages dist-packages)
     prompt='def __init__(self'
 fi
-text=(--input "$input" --suffix "${suffixes[@]}" --exclude "${excluded[@]}" --json-keys "$key")
+text=(--input "$input" --suffix "${suffixes[@]}" --exclude "${excluded[@]}" --json-keys "$key" "${reading[@]}")
 
 say "a tokenizer of at most 4,096 entries, from the text in $input"
 python tools/train_tokenizer.py "${text[@]}" --vocab-size 4096 --output "$out/tokenizer"
@@ -161,7 +168,7 @@ python examples/write_with_transformers.py "$out/huggingface" "$prompt"
 cat <<END
 
 == next
-cd $(printf %q "$root") && . .venv/bin/activate
+cd $(printf %q "$root") && . ${VIRTUAL_ENV##*/}/bin/activate && export PET_LOCAL_ADDR=127.0.0.1
 # twice as long, with a new schedule
 torchrun --standalone --nproc-per-node 2 pretrain_gpt.py --config $(printf %q "$out/config.yaml") \\
     --train-iters $((2 * steps)) --resume-mode new-schedule

@@ -98,7 +98,7 @@ def parse_options(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--preset", choices=[*PRESETS], required=True, help="the model")
     parser.add_argument("--nodes", type=int, default=1, help="number of machines (1)")
     parser.add_argument("--hosts", default="", help="for ssh: host names, NAME,NAME; the first is the head node")
-    folder = Path(os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config")
+    folder = Path(os.environ.get("XDG_CONFIG_HOME") or os.path.expanduser("~/.config"))
     cluster_file = folder / "megatron-pretrain" / "cluster.json"
     parser.add_argument("--cluster", type=Path, default=cluster_file, help="file of cluster settings (%(default)s)")
     for option in fields(ClusterSettings):
@@ -280,7 +280,7 @@ exit "$status\""""
 
 def local_script(options: argparse.Namespace, cluster: ClusterSettings, run: Sequence[str]) -> str:
     """Return a script that runs torchrun on this machine."""
-    agent = f"torchrun --standalone --nproc-per-node {cluster.gpus_per_node} --max-restarts 3"
+    agent = f"torchrun --standalone --local-addr 127.0.0.1 --nproc-per-node {cluster.gpus_per_node} --max-restarts 3"
     return f"""set -euo pipefail
 cd {shlex.quote(str(ROOT))} && {ENVIRONMENT}
 exec {agent} pretrain_gpt.py {quote_flags([*run, *folder_flags(options.preset, run)])} "$@\""""

@@ -7,7 +7,7 @@ import errno
 import json
 import os
 import stat
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Iterator
 from io import BufferedReader
 from pathlib import Path
 from typing import Any
@@ -98,9 +98,9 @@ def raise_if_deep(value: Any) -> Any:
 
 
 def describe_outside_links(folder: Path, files: Iterable[Path] | None = None, suffixes: Collection[str] = ()) -> str:
-    """Return which links lead out of ``folder``, and out of the blobs of the hub's cache if it is there; or "".
+    """Return which links lead out of ``folder`` (`outside_links`), or "".
 
-    The content of their targets would come into token files or checkpoints, which are passed on.
+    The content of their targets would come into checkpoints, which are passed on.
 
     Args:
         folder: the folder.
@@ -112,15 +112,75 @@ def describe_outside_links(folder: Path, files: Iterable[Path] | None = None, su
             files = [file for file in sorted(folder.iterdir()) if not suffixes or file.suffix in suffixes]
         except OSError as error:
             return f"{folder} cannot be searched for links that lead out of it: {error.strerror}"
+    outside = outside_links(folder, files)
+    return f"links lead out of {folder}: {listed([*outside.values()])}" if outside else ""
+
+
+def outside_links(folder: Path, files: Iterable[Path]) -> dict[Path, str]:
+    """Return the files that lie outside ``folder``, and of the hub's cache if it is there, as ``link -> target``."""
     root = Path(os.path.realpath(folder))
     caches = (above.parents[1] / "blobs" for above in (root, *root.parents) if above.parent.name == "snapshots")
     inside = (root, *caches)
-    outside = []
+    outside = {}
     for file in files:
         target = Path(os.path.realpath(file))
         if not any(target.is_relative_to(place) for place in inside):
-            outside.append(f"{file} -> {os.readlink(file) if file.is_symlink() else target}")
-    return f"links lead out of {folder}: {listed(outside)}" if outside else ""
+            outside[file] = f"{file} -> {os.readlink(file) if os.path.islink(file) else target}"
+    return outside
+
+
+OUTSIDE = "outside of it"
+
+
+def walk_folders(
+    folder: Path, exclude: Collection[str], follow_links: bool, unread: list[str]
+) -> Iterator[tuple[str, list[str], list[str]]]:
+    """Yield what `os.walk` does, each folder once, without folders named in ``exclude``.
+
+    Links to folders outside, unless ``follow_links``, and folders that cannot be read are appended to ``unread``.
+
+    Raises:
+        OSError: if ``folder`` itself cannot be read.
+    """
+
+    def skip(error: OSError) -> None:
+        if error.filename == str(folder):
+            raise error
+        unread.append(f"{error.filename} ({error.strerror})")
+
+    visited = {os.path.realpath(folder)}
+    for path, folders, names in os.walk(folder, onerror=skip, followlinks=follow_links):
+        below = sorted((Path(path, name) for name in folders if name not in exclude), key=os.path.islink)
+        if follow_links:
+            real = {os.path.realpath(each): each for each in reversed(below)}  # preferably under its own name
+            below = [each for place, each in real.items() if place not in visited]
+            visited.update(real)
+        else:
+            links = outside_links(folder, filter(os.path.islink, below))
+            unread += [f"{link} ({OUTSIDE})" for link in links.values()]
+        folders[:] = [each.name for each in below]
+        yield path, folders, names
+
+
+def readable_files(folder: Path, files: Iterable[Path], follow_links: bool, unread: list[str]) -> list[Path]:
+    """Return the regular files inside ``folder`` that this user can read, sorted and each once.
+
+    The others are appended to ``unread`` with the reason. With ``follow_links``, files outside are returned too.
+    """
+    unique: dict[str, Path] = {}
+    for file in sorted(files, key=lambda file: (os.path.islink(file), file)):  # preferably under a name that is no link
+        try:
+            why = "" if stat.S_ISREG(os.stat(file).st_mode) else "not a regular file"
+        except OSError as error:
+            why = str(error.strerror)
+        if not why and not os.access(file, os.R_OK):
+            why = os.strerror(errno.EACCES)
+        outside = {} if why or follow_links else outside_links(folder, [file])
+        if why or outside:
+            unread.append(f"{outside.get(file, file)} ({why or OUTSIDE})")
+        else:
+            unique.setdefault(os.path.realpath(file), file)
+    return sorted(unique.values(), key=str)
 
 
 FOLLOW_LINKS = "--follow-links"

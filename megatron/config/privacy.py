@@ -24,6 +24,7 @@ from typing import Any
 PRIVATE_FOLDER, PRIVATE_FILE = 0o700, 0o600
 
 UID_MAP, OVERFLOW_UID = Path("/proc/self/uid_map"), Path("/proc/sys/kernel/overflowuid")
+MOUNTS = Path("/proc/self/mountinfo")
 
 
 def private_mode(folder: Path, mode: int) -> int:
@@ -42,7 +43,8 @@ def check_access(folder: Path, shared: bool = False) -> None:
     (`who_can_replace`). A shared folder may also
 
     * belong to this user or to root, and be writable by any group;
-    * belong to anybody, and be writable by a group of this user.
+    * belong to anybody, and be writable by a group of this user;
+    * if this user is root, belong to the owner of the folder that is mounted there (`_owner_of_mount`).
     """
     try:
         link, found = os.lstat(folder), os.stat(folder)
@@ -50,7 +52,7 @@ def check_access(folder: Path, shared: bool = False) -> None:
         return
     owners = {os.geteuid()}
     if shared:
-        owners |= {0, found.st_uid} if _is_of_own_group(found) else {0}
+        owners |= {0, found.st_uid} if _is_of_own_group(found) else {0, _owner_of_mount(folder)}
     others = found.st_mode & (stat.S_IWOTH if shared else stat.S_IWOTH | stat.S_IWGRP)
     if {link.st_uid, found.st_uid} <= owners and not others:
         if not shared and (who := who_can_replace(folder)):
@@ -106,6 +108,20 @@ def _folders_above(path: Path) -> Iterator[Path]:
 def _is_of_own_group(found: os.stat_result) -> bool:
     """Return True if a group of this user can write to a folder."""
     return bool(found.st_mode & stat.S_IWGRP) and found.st_gid in {os.getegid(), *os.getgroups()}
+
+
+def _owner_of_mount(folder: Path) -> int:
+    """Return who owns the folder of this machine that root has mounted at or above ``folder``; 0 for a whole disk.
+
+    A container has folders of its user mounted like that, and often runs as root.
+    """
+    mounts = [(0, "/", "/")]
+    with suppress(OSError):
+        lines = (line.split() for line in MOUNTS.read_text().splitlines())
+        mounts += [(len(place), place, root) for _, _, _, root, place, *_ in lines]
+    real = Path(os.path.realpath(folder))
+    _, place, root = max(mount for mount in mounts if real.is_relative_to(mount[1]))
+    return 0 if root == "/" or os.geteuid() else os.stat(place).st_uid
 
 
 def user_name(uid: int) -> str:

@@ -114,7 +114,7 @@ def use_private_cache(environ: MutableMapping[str, str] = os.environ) -> None:
             except OSError as error:
                 try:
                     environ[variable] = private(Path.home() / ".cache" / "megatron-pretrain" / name)
-                except OSError:
+                except (OSError, RuntimeError):  # no home: a user without a name, as in a container
                     environ[variable] = tempfile.mkdtemp()
                 why = f"{error.filename}: {error.strerror}"
                 warnings.warn(f"torch.compile uses {environ[variable]}, not {why}", stacklevel=2)

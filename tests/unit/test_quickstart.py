@@ -67,7 +67,8 @@ def forked(checkout: Path) -> Path:
     """That checkout, in which two ranks cost little more than one."""
     torchrun = checkout / "bin" / "torchrun"
     torchrun.parent.mkdir()
-    torchrun.write_text(f"#!{sys.executable}\n{FORKED % free_port()}")
+    program = f'exec {shlex.quote(sys.executable)} -c {shlex.quote(FORKED % free_port())} "$@"\n'
+    torchrun.write_text("#!/bin/sh\n" + program)  # a path with a space is no interpreter
     torchrun.chmod(0o755)
     with (checkout / "tools" / "setup_env.sh").open("a") as file:
         file.write("export PATH=$PWD/bin:$PATH\n")
@@ -102,10 +103,12 @@ def test_help(tmp_path: Path) -> None:
 
 def test_killed_half_way_on_one_layout_and_ended_on_another(tmp_path: Path, forked: Path) -> None:
     write_text(tmp_path / "text")
+    (tmp_path / "text" / "sitecustomize.txt").symlink_to("/etc/hostname")  # as in Debian's library of Python
     flags = ["--", "--eval-interval", "5", "--eval-iters", "1", "--seq-length", "128"]
     done = quickstart("--input-dir", "text", "--steps", "10", "--out", "run", *flags, cwd=tmp_path, root=forked)
     assert done.returncode == 0, done.stderr
     before, after = done.stdout.split("== killed at step ")
+    assert before.count(": 1 not read: ") == 2, "by the tokenizer's training and by preprocessing"
     assert "2 = DP 1 (copies of the model) x TP 2 (tensor and sequence parallel)" in before
     assert "resumed from" in after
     assert "2 = DP 2 (copies of the model) x TP 1" in after
@@ -157,7 +160,12 @@ def test_text_under_another_key_and_a_folder_that_is_in_use(tmp_path: Path, chec
     assert refused.returncode == 1
     assert "there is something in run already; this time, all goes to run-3\n" in refused.stdout
     assert "a.jsonl:1 has no key 'text'; its keys: body\n  fix: --json-keys KEY" in refused.stderr
-    done = quickstart(*flags, "--json-keys", "body", "--", "--num-layers", "0", cwd=tmp_path, root=checkout)
+    (tmp_path / "text" / "b.jsonl").write_text("no JSON\n")
+    (tmp_path / "b.jsonl").write_text('{"body": "jumps over the lazy dog"}\n')
+    (tmp_path / "text" / "c.jsonl").symlink_to("../b.jsonl")
+    fixes = ["--json-keys", "body", "--on-bad-line", "skip", "--follow-links"]
+    done = quickstart(*flags, *fixes, "--", "--num-layers", "0", cwd=tmp_path, root=checkout)
+    assert "files: 3, documents: 201, empty texts: 0, passed over: 1" in done.stdout
     assert (tmp_path / "run-3" / "tokenizer" / "tokenizer.json").exists()
     assert (tmp_path / "run-3" / "data" / "corpus_body_document.idx").exists()
     assert done.returncode == 2

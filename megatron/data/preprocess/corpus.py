@@ -23,6 +23,7 @@ import shlex
 import zlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
+from fnmatch import fnmatchcase
 from functools import cache
 from pathlib import Path
 from typing import IO, Any, NamedTuple
@@ -30,8 +31,8 @@ from typing import IO, Any, NamedTuple
 import xxhash
 
 from megatron.checkpoint.durable_files import LockState, try_lock
-from megatron.config.files import FOLLOW_LINKS, add_links_flag, describe_outside_links
-from megatron.config.text import echo
+from megatron.config.files import FOLLOW_LINKS, OUTSIDE, add_links_flag, readable_files, walk_folders
+from megatron.config.text import echo, listed
 from megatron.data.errors import DataError
 from megatron.data.preprocess.json_text import BEGINS_WITH_VALUES, json_values
 from megatron.data.preprocess.tables import (
@@ -615,35 +616,43 @@ def spool_pipes(inputs: Sequence[str], output: str) -> Iterator[list[str]]:
 
 
 def find_text_files(
-    inputs: Sequence[str], suffixes: Collection[str], exclude: Collection[str], follow_links: bool = False
+    inputs: Sequence[str],
+    suffixes: Collection[str],
+    exclude: Collection[str],
+    follow_links: bool = False,
+    note: Callable[[str], object] = echo,
 ) -> list[Path]:
     """Return the files named by ``inputs``: files, glob patterns like ``data/*.jsonl``, folders, or ``hf:NAME``.
 
     A folder contributes all files below it that end in one of ``suffixes`` (ignoring case, compressed or not), sorted
-    by path, without files and folders named in ``exclude`` and links to other files of it. Patterns are sorted too. An
-    existing file name is never treated as a pattern. Links out of a folder or pattern are errors unless
-    ``follow_links``. A folder written by `save_to_disk` of Hugging Face `datasets`
-    contributes the rows of the dataset. Inputs that match no file, unsupported formats, and documents that would be
-    read twice are errors.
+    by path, without files and folders named in ``exclude``. Patterns are sorted too. An existing file name is never
+    treated as a pattern. Folders and patterns contribute each file once, without what `readable_files` leaves out,
+    which a ``note`` names. A folder written by `save_to_disk` of Hugging Face `datasets` contributes the rows of the
+    dataset. Inputs that match no file, unsupported formats, and documents that would be read twice are errors.
     """
     files: list[Path] = []
     for name in inputs:
-        links = ""
+        unread: list[str] = []
+        folder = None
         if os.path.isdir(name):
-            found = _walk(Path(name), suffixes, exclude)
-            links = describe_outside_links(Path(name), filter(Path.is_symlink, found))
+            folder = Path(name)
+            found = _walk(folder, suffixes, exclude, follow_links, unread)
         elif name.startswith("hf:"):
             found = hugging_face_files(name)
         elif os.path.isfile(name):
             found = [Path(name)]
         else:
-            found = [Path(path) for path in sorted(glob.glob(name, recursive=True)) if os.path.isfile(path)]
-            links = describe_outside_links(Path(re.split(r"[^/]*[*?[]", name)[0]), found)
+            folder = Path(re.split(r"[^/]*[*?[]", name)[0])
+            found = [path for path in _match(name, folder, follow_links, unread) if not os.path.isdir(path)]
+        if folder is not None:
+            found = readable_files(folder, found, follow_links, unread)
             _refuse_copies(found)
+        fixes = [FOLLOW_LINKS] if any(OUTSIDE in each for each in unread) else []
+        summary = f"--input {name}: {len(unread):,} not read: {listed(unread)}"
         if not found:
-            raise _no_files(name, suffixes)
-        if links and not follow_links:
-            raise DataError(f"--input {name}: {links}", FOLLOW_LINKS, "--exclude NAME")
+            raise DataError(summary, *fixes) if unread else _no_files(name, suffixes)
+        if unread:
+            note("; ".join([summary, *(f"{fix} reads what is {OUTSIDE}" for fix in fixes)]))
         files += found
     seen: dict[str, Path] = {}
     for file in files:
@@ -671,23 +680,38 @@ def _check_format(file: Path) -> None:
         raise DataError(failure, UNSUPPORTED_COMPRESSIONS[suffix].format(name, unpacked))
 
 
-def _walk(folder: Path, suffixes: Collection[str], exclude: Collection[str]) -> list[Path]:
-    def fail(error: OSError) -> None:
-        raise error
-
+def _walk(
+    folder: Path, suffixes: Collection[str], exclude: Collection[str], follow_links: bool, unread: list[str]
+) -> list[Path]:
     wanted = tuple(suffix.lower() for suffix in suffixes)
-    found = []
-    for path, folders, names in os.walk(folder, onerror=fail):
-        folders[:] = [name for name in folders if name not in exclude]
+    found: list[Path] = []
+    for path, folders, names in walk_folders(folder, exclude, follow_links, unread):
         files = [Path(path, name) for name in names if name not in exclude]
         if saved := saved_dataset_files(Path(path)):
             files, folders[:] = saved, []
-        found += [file for file in files if _ends_in(file, wanted) and file.is_file()]
-    unique: dict[str, Path] = {}  # each file once, preferably under a name that is not a link
-    for file in sorted(found, key=lambda file: (file.is_symlink(), file)):
-        unique.setdefault(os.path.realpath(file), file)
-    _refuse_copies(unique.values())
-    return sorted(unique.values(), key=str)
+        found += [file for file in files if _ends_in(file, wanted)]
+    return found
+
+
+def _match(pattern: str, folder: Path, follow_links: bool, unread: list[str]) -> list[Path]:
+    """Return the paths that match a pattern; ``**``, which follows every link in `glob`, walks as in a folder."""
+    parts = Path(pattern).relative_to(folder).parts
+    if "**" not in parts:
+        return [*map(Path, glob.glob(pattern))]
+    walk = walk_folders(folder, (), follow_links, unread)
+    files = (Path(path, name) for path, _, names in walk for name in names)
+    return [file for file in files if _fits(file.relative_to(folder).parts, parts)]
+
+
+def _fits(parts: Sequence[str], pattern: Sequence[str]) -> bool:
+    if not parts or not pattern:
+        return not parts and pattern in ((), ("**",))
+    if pattern[0] == "**" and _fits(parts, pattern[1:]):
+        return True
+    is_hidden = parts[0].startswith(".") and not pattern[0].startswith(".")
+    if is_hidden or not fnmatchcase(parts[0], pattern[0]):
+        return False
+    return _fits(parts[1:], pattern[pattern[0] != "**" :])
 
 
 def _ends_in(file: Path, wanted: tuple[str, ...]) -> bool:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import stat
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from functools import partial
@@ -127,6 +129,26 @@ def test_a_link_is_as_good_as_its_owner_and_what_it_leads_to(folder: Path) -> No
     with pytest.raises(PermissionError, match="it belongs to user"):
         as_user(MATE, partial(check_access, link, shared=True))
     check_access(folder / "missing")
+
+
+@needs_root
+def test_root_of_a_container_uses_what_its_user_has_mounted(folder: Path) -> None:
+    """A folder of the user, but no other user's, and none that is not mounted."""
+    for name, owner in (("mine", ME), ("mine/run", ME), ("mine/his", MATE), ("place", 0)):
+        (folder / name).mkdir()
+        os.chown(folder / name, owner, owner)
+    check = "import sys; from pathlib import Path; from megatron.config.privacy import check_access\n"
+    check += "for name in sys.argv[1:]:\n try: check_access(Path(name), shared=True); print('used')\n"
+    check += " except PermissionError as error: print(error.strerror)"
+    mount = 'mount --bind mine place && exec "$@"'
+    names = ["mine", "place", "place/run", "place/his"]
+    words = ["unshare", "--mount", "sh", "-c", mount, "sh", sys.executable, "-c", check, *names]
+    environ = os.environ | {"PYTHONPATH": str(Path(privacy.__file__).parents[2])}
+    done = subprocess.run(words, cwd=folder, env=environ, capture_output=True, text=True, check=False)
+    if "Operation not permitted" in done.stderr:
+        pytest.skip("no mounts in this container")
+    refused = "it belongs to user"
+    assert done.stdout.splitlines() == [f"{refused} {ME}", "used", "used", f"{refused} {MATE}"], done.stderr
 
 
 def test_a_file_system_without_owners_and_modes_is_as_good_as_any(
