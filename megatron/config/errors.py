@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megatron.config.privacy import REDACTED, redact
+from megatron.config.text import LONGEST_SENTENCE, clipped
 
 
 @dataclass(frozen=True)
@@ -21,7 +22,7 @@ class Problem:
     fixes: tuple[str, ...] = ()  # alternatives to paste into the command
 
     def __str__(self) -> str:
-        text = f"{self.code} {self.sentence}"
+        text = f"{self.code} {clipped(self.sentence, LONGEST_SENTENCE)}"
         return f"{text}\n  fix: {' | '.join(self.fixes)}" if self.fixes else text
 
 

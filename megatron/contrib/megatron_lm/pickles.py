@@ -28,14 +28,9 @@ PICKLE_BYTES = 1 << 26
 """Limit for a pickle, and for the list of contents of a file, which are read at about 2 MB/s. A table of tensors has
 about 300 bytes for each part of a tensor."""
 
-MAX_OPEN, MAX_STACK = 1000, 1 << 16
-"""Collections that are begun inside one another, and values that are on the stack, at a time."""
-
-SPARE = 1000
-"""What a small pickle may exceed the following limits by."""
-
-BYTES_OF_OBJECT = 6
-"""Bytes of a pickle for each object that it builds or keeps for reference; real ones have 11."""
+STEPS_OF_BYTE, SPARE_STEPS = 0.6, 10_000
+"""Steps of the machine for each byte of a pickle that it has read, and more; real pickles have 0.45. A step takes about
+a microsecond, and a byte at most 70 bytes of memory."""
 
 VALUES_OF_BYTE = 4
 """Values in the result for each byte of a pickle; what occurs in several places counts in each. Real ones have 1."""
@@ -146,30 +141,27 @@ class _Machine:
         self._marks: list[int] = []  # lengths of the stack where collections begin
         self._kept: dict[int, Any] = {}  # what the pickle refers to again
         self._namespaces: dict[int, dict[str, Any]] = {}  # by identity
-        self._objects, self._most = 0, SPARE + len(content) // BYTES_OF_OBJECT
+        self._steps = 0
 
     def run(self) -> Any:
         """Return the value that the pickle builds."""
-        for opcode, argument, _ in pickletools.genops(self._content):
-            step = STEPS.get(opcode.name)
-            if step is None:
+        push = self._stack.append
+        for opcode, argument, place in pickletools.genops(self._content):
+            if opcode.name in LITERALS:
+                push(argument)
+            elif opcode.name in STEPS:
+                STEPS[opcode.name](self, argument)
+            else:
                 raise _UnreadableError(f"has the opcode {opcode.name}, which is not read")
-            step(self, argument)
-            if len(self._stack) > MAX_STACK or len(self._marks) > MAX_OPEN:
-                raise _UnreadableError("is nested too deeply")
+            self._steps += 1
+            if self._steps > SPARE_STEPS + (place or 0) * STEPS_OF_BYTE:
+                raise _UnreadableError("has more opcodes than a file of its size needs")
         value = self._stack.pop()
-        _check_size(value, SPARE + len(self._content) * VALUES_OF_BYTE)
+        _check_size(value, SPARE_STEPS + len(self._content) * VALUES_OF_BYTE)
         return value
 
     def push(self, value: object) -> None:
         """Put a value onto the stack."""
-        self._stack.append(value)
-
-    def build(self, value: object, objects: int = 1) -> None:
-        """Put a new object onto the stack, of as many ``objects`` as it takes the memory of."""
-        self._objects += objects
-        if self._objects > self._most:
-            raise _UnreadableError("builds more objects than a file of its size has")
         self._stack.append(value)
 
     def mark(self) -> None:
@@ -196,7 +188,7 @@ class _Machine:
     def collect(self) -> None:
         """Put a dict of the keys and values since the last mark onto the stack."""
         items = self.take()
-        self.build({})
+        self.push({})
         self.insert(items)
 
     def add(self, items: list[Any]) -> None:
@@ -212,8 +204,6 @@ class _Machine:
     def keep(self, number: int | None) -> None:
         """Remember the value on the stack by a number, by default the next."""
         self._kept[len(self._kept) if number is None else number] = self._stack[-1]
-        if len(self._kept) > self._most:
-            raise _UnreadableError("keeps more objects than a file of its size has")
 
     def recall(self, number: int) -> None:
         """Put the value of that number onto the stack."""
@@ -238,35 +228,34 @@ class _Machine:
             raise _UnreadableError("calls what is no name")
         match function.name:
             case "torch._utils._rebuild_tensor_v2" | "torch._utils._rebuild_tensor_v3":
-                self.build(self._tensor(*args))
+                self.push(self._tensor(*args))
             case "torch._tensor._rebuild_from_type_v2":
-                self.build(self._tensor(*args[2]))
+                self.push(self._tensor(*args[2]))
             case "torch._utils._rebuild_parameter":
                 self.push(args[0])
             case "torch.Size":
-                self.build(to_dims(*args))
+                self.push(to_dims(*args))
             case "argparse.Namespace":
                 attributes: dict[str, Any] = {}
                 self._namespaces[id(attributes)] = attributes
-                self.build(attributes)
+                self.push(attributes)
             case "collections.OrderedDict":
-                self.build({})
+                self.push({})
             case "builtins.set" | "builtins.frozenset" | "__builtin__.set" | "__builtin__.frozenset":
                 members = args[0] if args else []
-                self.build({*_keys(members)}, 1 + len(members))
+                self._steps += len(members)
+                self.push({*_keys(members)})
             case name:
-                self.build(Record(name, args))
+                self.push(Record(name, args))
 
     def give_state(self) -> None:
         """Give the object on the stack its attributes. A dict has some only if it is a namespace."""
-        state, objects = self._stack.pop(), 0
-        found = self._stack.pop()
+        state, found = self._stack.pop(), self._stack[-1]
         if isinstance(found, Record):
             found.state = state
         elif id(found) in self._namespaces and isinstance(state, dict):
             found.update(state)
-            objects = len(state)
-        self.build(found, objects)
+            self._steps += len(state)
 
     def open_storage(self, key: Any) -> None:
         """Put a storage onto the stack."""
@@ -275,7 +264,7 @@ class _Machine:
         if not isinstance(key[2], str):
             raise _UnreadableError("has a storage whose key is no text")
         dtype = key[1] if isinstance(key[1], str) else ""
-        self.build(_Storage(dtype, *self._storage(key[2])))
+        self.push(_Storage(dtype, *self._storage(key[2])))
 
     def _tensor(
         self, storage: Any, first: Any, shape: Any, strides: Any, grad: Any = None, hooks: Any = None, *rest: Any
@@ -309,11 +298,15 @@ def _keys(items: Sequence[Any]) -> Sequence[Any]:
 KEYS = (str, bytes, int, float, Record, type(None))
 CONTAINERS = (dict, list, tuple, set, frozenset, Record, _Name)
 
-LITERALS = """INT BININT BININT1 BININT2 LONG LONG1 LONG4 FLOAT BINFLOAT STRING BINSTRING SHORT_BINSTRING UNICODE
-BINUNICODE SHORT_BINUNICODE BINUNICODE8 BINBYTES SHORT_BINBYTES BINBYTES8"""
+LITERALS = {
+    *("INT", "BININT", "BININT1", "BININT2", "LONG", "LONG1", "LONG4", "FLOAT", "BINFLOAT"),
+    *("STRING", "BINSTRING", "SHORT_BINSTRING", "BINBYTES", "SHORT_BINBYTES", "BINBYTES8"),
+    *("UNICODE", "BINUNICODE", "SHORT_BINUNICODE", "BINUNICODE8"),
+}
+"""Opcodes of values that follow them."""
+
 _Step = Callable[[_Machine, Any], None]
 STEPS: Mapping[str, _Step] = {
-    **dict.fromkeys(LITERALS.split(), _Machine.push),
     **dict.fromkeys(("PUT", "BINPUT", "LONG_BINPUT", "MEMOIZE"), _Machine.keep),
     **dict.fromkeys(("GET", "BINGET", "LONG_BINGET"), _Machine.recall),
     **dict.fromkeys(("PROTO", "FRAME", "STOP"), lambda machine, _: None),
@@ -322,21 +315,21 @@ STEPS: Mapping[str, _Step] = {
     "NEWFALSE": lambda machine, _: machine.push(False),
     "MARK": lambda machine, _: machine.mark(),
     "EMPTY_TUPLE": lambda machine, _: machine.push(()),
-    "TUPLE1": lambda machine, _: machine.build(tuple(machine.take(1))),
-    "TUPLE2": lambda machine, _: machine.build(tuple(machine.take(2))),
-    "TUPLE3": lambda machine, _: machine.build(tuple(machine.take(3))),
-    "TUPLE": lambda machine, _: machine.build(tuple(machine.take())),
-    "EMPTY_LIST": lambda machine, _: machine.build([]),
-    "LIST": lambda machine, _: machine.build(machine.take()),
+    "TUPLE1": lambda machine, _: machine.push(tuple(machine.take(1))),
+    "TUPLE2": lambda machine, _: machine.push(tuple(machine.take(2))),
+    "TUPLE3": lambda machine, _: machine.push(tuple(machine.take(3))),
+    "TUPLE": lambda machine, _: machine.push(tuple(machine.take())),
+    "EMPTY_LIST": lambda machine, _: machine.push([]),
+    "LIST": lambda machine, _: machine.push(machine.take()),
     "APPEND": lambda machine, _: machine.append(machine.take(1)),
     "APPENDS": lambda machine, _: machine.append(machine.take()),
-    "EMPTY_DICT": lambda machine, _: machine.build({}),
+    "EMPTY_DICT": lambda machine, _: machine.push({}),
     "DICT": lambda machine, _: machine.collect(),
     "SETITEM": lambda machine, _: machine.insert(machine.take(2)),
     "SETITEMS": lambda machine, _: machine.insert(machine.take()),
-    "EMPTY_SET": lambda machine, _: machine.build(set()),
+    "EMPTY_SET": lambda machine, _: machine.push(set()),
     "ADDITEMS": lambda machine, _: machine.add(machine.take()),
-    "FROZENSET": lambda machine, _: machine.build({*_keys(machine.take())}),
+    "FROZENSET": lambda machine, _: machine.push({*_keys(machine.take())}),
     "GLOBAL": lambda machine, names: machine.find(*names.split(" ", 1)),
     "STACK_GLOBAL": lambda machine, _: machine.find(*machine.take(2)),
     "REDUCE": lambda machine, _: machine.construct(*machine.take(2)),
