@@ -15,6 +15,8 @@ import copy
 import io
 import json
 import os
+import pickle
+import pickletools
 import random
 import re
 import resource
@@ -146,9 +148,68 @@ def mutate_bytes(content: bytes, dice: random.Random) -> bytes:
     return bytes(data)
 
 
+HOSTILE_STEPS = (
+    b")" + b"\x85" * 60,
+    b"(" * 40,
+    b"}" * 2000,
+    b"(K\x01K\x02\x91",
+    b"N",
+    b"0",
+    b"2",
+    b"b",
+    b"R",
+    b"\x81",
+    b"s",
+)
+"""Pieces of pickles: nested tuples, collections that are begun, many objects, a set, and single opcodes."""
+NAMED = (
+    "os system",
+    "builtins set",
+    "torch Size",
+    "argparse Namespace",
+    "collections OrderedDict",
+    "x " + "y" * 100_000,
+)
+
+
+def mutate_pickle(content: bytes, dice: random.Random) -> bytes:
+    """Change one opcode of a pickle: its number, text or name, its place, or how often it is there."""
+    steps = [(opcode.name, argument, place) for opcode, argument, place in pickletools.genops(content)]
+    n = dice.randrange(len(steps))
+    name, _, start = steps[n]
+    same = [step for step in steps if step[0] == name]
+    end = steps[n + 1][2] if n + 1 < len(steps) else len(content)
+    piece = content[start:end]
+    match dice.randrange(7):
+        case 0:
+            piece = b""
+        case 1:
+            piece *= dice.choice((2, 40, 3000))
+        case 2:
+            number = pickle.encode_long(dice.choice((*NUMBERS, *range(8))))
+            piece = b"\x8b" + len(number).to_bytes(4, "little") + number
+        case 3:
+            text = dice.choice(TEXTS).encode(errors="surrogatepass")
+            piece = b"X" + len(text).to_bytes(4, "little") + text
+        case 4:
+            piece = b"c" + dice.choice(NAMED).replace(" ", "\n").encode() + b"\n"
+        case 5:
+            piece += dice.choice(HOSTILE_STEPS)
+        case 6:
+            other = dice.choice(same if dice.random() < 0.5 else steps)
+            following = [place for _, _, place in steps if place > other[2]]
+            piece = content[other[2] : following[0] if following else len(content)]
+    return content[:start] + piece + content[end:]
+
+
 def mutate(content: bytes, kind: str, dice: random.Random) -> bytes:
     """Change a file 1 to 4 times, as the tree that it holds or as bytes."""
     count = dice.choice((1, 1, 2, 4))
+    if kind == "pickle" and dice.random() < 0.8:
+        with contextlib.suppress(ValueError, IndexError):  # of what an earlier mutation has made
+            for _ in range(count):
+                content = mutate_pickle(content, dice)
+        return content[:MAX_BYTES]
     if kind == "json" and dice.random() < 0.8:
         with contextlib.suppress(RecursionError, ValueError):  # of what an earlier mutation has made
             tree = json.loads(content)
@@ -781,6 +842,143 @@ def index_cache(folder: Path) -> Target:
         return dataset
 
     return Target("bytes", originals, read)
+
+
+class Stub:
+    """An object of any class, for a reader of pickles that is not ours."""
+
+    def __init__(self, *args: Any) -> None:
+        self.args, self.state = args, {}
+
+    def __setstate__(self, state: Any) -> None:
+        self.state = state
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Stub) and self.state == other.state
+
+    def __hash__(self) -> int:
+        return hash(repr(sorted(map(str, self.state.items()))))
+
+
+class StubUnpickler(pickle.Unpickler):
+    """Python's own unpickler, with tensors of `torch` and nothing else."""
+
+    def __init__(self, content: bytes, storages: Any = None) -> None:
+        super().__init__(io.BytesIO(content))
+        self.storages = storages
+
+    def find_class(self, module: str, name: str) -> Any:
+        import torch
+
+        if name == "_rebuild_tensor_v2":
+            return lambda storage, *args: torch.as_strided(storage, args[1], args[2], args[0])
+        if name == "Size":
+            return tuple
+        dtypes = {"FloatStorage": torch.float32, "BFloat16Storage": torch.bfloat16, "LongStorage": torch.int64}
+        return dtypes.get(name, type(name, (dict if name == "OrderedDict" else Stub,), {}))
+
+    def persistent_load(self, key: Any) -> Any:
+        import torch
+
+        dtype = key[1] if isinstance(key[1], torch.dtype) else torch.uint8
+        return torch.frombuffer(bytearray(self.storages[str(key[2])]), dtype=dtype)
+
+
+def megatron_lm_seed(folder: Path, name: str) -> Path:
+    """A small checkpoint that Megatron-LM has written, without its optimizer's files."""
+    import tarfile
+
+    with tarfile.open(ROOT / "tests" / "golden" / "megatron_ckpt.tar.xz") as archive:
+        members = [member for member in archive if member.name.startswith(name)]
+        archive.extractall(folder, members, filter="data")
+    return folder / name / "iter_0000005"
+
+
+def expect_weights(path: Path, stored: Callable[[str], Any]) -> object:
+    """Read a checkpoint of Megatron-LM, whose weights are those that ``stored`` returns for a name of theirs."""
+    import torch
+
+    from megatron.checkpoint.format import Manifest
+    from megatron.checkpoint.load import CheckpointReader
+    from megatron.contrib.megatron_lm.names import their_name
+
+    found = Manifest.open(path)
+    reader = CheckpointReader(found)
+    for name in reader.names:
+        if name.startswith("layers.") or not name.startswith("optim."):
+            layer = name.split(".")[1] if name.startswith("layers.") else None
+            expected = stored(their_name(name.replace(f"layers.{layer}.", "layers.{i}."), False))
+            tensor = reader.read(name)
+            if expected is not None:
+                same = expected[int(layer)] if layer is not None else expected[: len(tensor)]
+                expect(torch.equal(tensor.to(same.dtype), same.reshape(tensor.shape)), True, name)
+    return found
+
+
+@target
+def megatron_ranks(folder: Path) -> Target:
+    """Against Python's unpickler: the pickle of a checkpoint in Megatron-LM's format ``torch``."""
+    import zipfile
+
+    path = megatron_lm_seed(folder, "gpt2_legacy_tp1_te_names")
+    file = path / "mp_rank_00" / "model_optim_rng.pt"
+    with zipfile.ZipFile(file) as archive:
+        entries = {name: archive.read(name) for name in archive.namelist()}
+    (pickled,) = (name for name in entries if name.endswith("/data.pkl"))
+    storages = {name.rpartition("/")[2]: content for name, content in entries.items() if "/data/" in name}
+
+    def read(content: bytes) -> object:
+        with zipfile.ZipFile(file, "w") as archive:
+            for name, entry in entries.items():
+                archive.writestr(name, content if name == pickled else entry)
+        layers: dict[str, Any] = {}
+
+        def stored(theirs: str) -> Any:
+            if not layers:
+                layers["read"] = {}
+                with contextlib.suppress(Exception):
+                    layers["read"] = StubUnpickler(content, storages).load()["model"]
+            parts = [
+                value
+                for key, value in sorted(layers["read"].items())
+                if re.sub(r"layers\.\d+\.", "layers.", key) == theirs
+            ]
+            return (parts if "layers." in theirs else parts[0]) if parts else None
+
+        return expect_weights(path, stored)
+
+    return Target("pickle", [entries[pickled]], read)
+
+
+@target
+def megatron_dist(folder: Path) -> Target:
+    """Against Python's unpickler and `torch.load`: the table of a checkpoint in the format ``torch_dist``."""
+    import torch
+
+    path = megatron_lm_seed(folder, "gpt2_torch_dist_tp2")
+    files = {file.name: file.read_bytes() for file in path.glob("*.distcp")}
+
+    def read(content: bytes) -> object:
+        (path / ".metadata").write_bytes(content)
+
+        def stored(theirs: str) -> Any:
+            with contextlib.suppress(Exception):
+                table = StubUnpickler(content).load().state
+                entry = table["state_dict_metadata"][theirs].state
+                whole = torch.empty(entry["size"])
+                for index, info in table["storage_data"].items():
+                    if index.state["fqn"] == theirs:
+                        start = info.state["offset"]
+                        part = files[info.state["relative_path"]][start : start + info.state["length"]]
+                        value = torch.load(io.BytesIO(part), weights_only=True)
+                        places = zip(index.state["offset"], value.shape, strict=True)
+                        whole[tuple(slice(a, a + b) for a, b in places)] = value
+                return whole.to(value.dtype)
+
+        return expect_weights(path, stored)
+
+    frame = re.compile(rb"^(\x80.)\x95.{8}", re.DOTALL)
+    return Target("pickle", [frame.sub(rb"\1", (path / ".metadata").read_bytes())], read)
 
 
 def difference(one: bytes, other: bytes) -> int:
