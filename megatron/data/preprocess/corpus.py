@@ -361,7 +361,7 @@ def split_into_blocks(
 ) -> Iterator[Block]:
     """Yield blocks of about ``block_bytes`` of text in the order of the files; a longer line makes a larger block.
 
-    Of tables only the columns ``keys`` are read. Lines and plain files of more than ``max_line_bytes`` are invalid.
+    Of tables only the columns ``keys`` are read. Lines, rows and plain files over ``max_line_bytes`` are invalid.
     """
     plain: list[Path] = []
     size = 0
@@ -373,7 +373,7 @@ def split_into_blocks(
             yield FileBlock(tuple(plain), size, max_line_bytes)
             plain, size = [], 0
         if is_table(file):
-            yield from _cut_table(file, keys, block_bytes)
+            yield from _cut_table(file, keys, block_bytes, max_line_bytes)
         elif not is_plain(file):
             yield from split_lines_file(file, block_bytes, max_line_bytes)
     if plain:
@@ -478,14 +478,15 @@ def _too_long(max_bytes: int) -> tuple[str, ...]:
     return f" is longer than {max_bytes:,} bytes", f"--max-line-bytes {2 * max_bytes}", FIX_LINE
 
 
-def _cut_table(file: Path, keys: Sequence[str], block_bytes: int) -> Iterator[LineBlock]:
+def _cut_table(file: Path, keys: Sequence[str], block_bytes: int, max_row_bytes: int) -> Iterator[LineBlock]:
     """Yield the blocks of a table; the last one has no rows."""
     done = 0  # bytes of the file
     first = True
     damage: tuple[str, ...] = ()
     try:
-        for content, end in read_batches(file, keys, block_bytes):
-            yield LineBlock(file, content, end - done, first, last=False)
+        for content, end in read_batches(file, keys, min(block_bytes, max_row_bytes), max_row_bytes):
+            why = _too_long(max_row_bytes) if content is None else ()
+            yield LineBlock(file, content or b"", end - done, first, last=False, damage=why)
             done, first = end, False
     except UnreadableTableError as error:
         damage = (error.seen, *error.fixes)
