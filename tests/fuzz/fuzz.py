@@ -264,15 +264,19 @@ def target(make: Callable[[Path], Target]) -> Callable[[Path], Target]:
 
 @target
 def manifest(folder: Path) -> Target:
-    """Against the reader of docs/formats.md, which needs numpy alone."""
+    """Against the reader of docs/formats.md, which needs numpy alone; also through torch.distributed.checkpoint."""
     import shutil
+
+    import torch
+    import torch.distributed.checkpoint as dcp
 
     from megatron.arguments.compatibility import compare_configs
     from megatron.checkpoint.format import MANIFEST, MARKER, Manifest, marker_content
     from megatron.checkpoint.load import CheckpointReader
-    from megatron.checkpoint.tensor_file import tensor_bytes
+    from megatron.checkpoint.tensor_file import DTYPES, tensor_bytes
     from megatron.checkpoint.verify import list_damage
     from megatron.config.run import CheckpointConfig, RunConfig
+    from megatron.contrib.dcp_reader import CheckpointStorageReader
     from megatron.convert.saved_model import SavedModel
     from megatron.training.resume_source import find_resume_source
     from tools import inspect_checkpoint
@@ -295,6 +299,13 @@ def manifest(folder: Path) -> Target:
         expected, state, config = independent["load"](save)
         expect(tensors, {name: value.tobytes() for name, value in expected.items()}, "tensors")
         expect({n: tuple(v.shape) for n, v in expected.items()}, {n: reader.shape(n) for n in reader.names}, "shapes")
+        filled = {
+            name: torch.empty(reader.shape(name), dtype=DTYPES[record.dtype]) for name, record in found.tensors.items()
+        }
+        dcp.load(filled, storage_reader=CheckpointStorageReader(found), no_dist=True)
+        expect(
+            {name: tensor_bytes(value).tobytes() for name, value in filled.items()}, tensors, "tensors of the library"
+        )
         expect(same_json(found.state, state) and same_json(found.config, config), True, "state and configuration")
         compare_configs(found.config, RunConfig(), "weights-only")
         model = SavedModel(found).model
@@ -619,6 +630,55 @@ def hugging_face_config(folder: Path) -> Target:
         return found
 
     return Target("json", list(originals.values()), read)
+
+
+@target
+def adapters(folder: Path) -> Target:
+    """Against the JSON and the products of the stored tensors: what the adapters of PEFT add to a model's weights."""
+    import torch
+    from safetensors.torch import save_file
+
+    from megatron.convert.huggingface.peft import from_peft, peft_linears
+    from tests.unit.convert.folders import llama
+
+    model = llama()
+    linears, generator = peft_linears("llama", model), torch.Generator().manual_seed(0)
+    stored = {
+        f"base_model.model.{name}.lora_{letter}.weight": torch.randn(shape, generator=generator)
+        for name, linear in linears.items()
+        for letter, shape in zip("AB", linear.shapes(2))
+    }
+    save_file(stored, folder / "adapter_model.safetensors")
+    config = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "r": 2,
+        "lora_alpha": 4,
+        "target_modules": ["q_proj", "up_proj"],
+    }
+    patterns = {"rank_pattern": {"k_proj": 2}, "alpha_pattern": {"k_proj": 8}, "use_rslora": True, "bias": "none"}
+
+    def read(content: bytes) -> object:
+        (folder / "adapter_config.json").write_bytes(content)
+        found, tensors = from_peft(folder, "llama", model)
+        options = json.loads(content)
+        for name, linear in linears.items():
+            alphas = [
+                value
+                for end, value in (options.get("alpha_pattern") or {}).items()
+                if re.fullmatch(rf"(.+\.)?{end}", name)
+            ]
+            if len(alphas) > 1:
+                continue
+            a, b = (stored[f"base_model.model.{name}.lora_{letter}.weight"] for letter in "AB")
+            alpha = [*alphas, options["lora_alpha"]][0]
+            expected = b @ a * (alpha / (len(a) ** 0.5 if options.get("use_rslora") else len(a)))
+            part = tensors[f"{linear.ours}.lora_a"].view(-1, len(a), linear.inputs)[linear.parts[0]]
+            ours = tensors[f"{linear.ours}.lora_b"][linear.rows] @ part * found.lora_scale
+            expect(torch.allclose(ours, expected, rtol=1e-4), True, f"{name} of {alpha}")
+        return found
+
+    return Target("json", [json.dumps(each).encode() for each in (config, config | patterns)], read)
 
 
 @target
