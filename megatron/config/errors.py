@@ -12,6 +12,9 @@ from dataclasses import dataclass
 from megatron.config.privacy import REDACTED, redact
 from megatron.config.text import LONGEST_SENTENCE, clipped
 
+MOST_PROBLEMS = 100
+"""Problems that a message lists; a file from somebody else can have any number."""
+
 
 @dataclass(frozen=True)
 class Problem:
@@ -34,7 +37,9 @@ class UserError(ValueError):
         self.problems, self.notes = tuple(problems), tuple(notes)
         count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
         closing = f"{count}; docs/troubleshooting.md explains the codes"
-        super().__init__(redact("\n".join([*(f"note: {note}" for note in notes), *map(str, problems), closing])))
+        more = [f"and {len(problems) - MOST_PROBLEMS:,} more"] if len(problems) > MOST_PROBLEMS else []
+        shown = [*(f"note: {note}" for note in notes), *map(str, problems[:MOST_PROBLEMS]), *more, closing]
+        super().__init__(redact("\n".join(shown)))
 
     def __reduce__(self) -> tuple[type[UserError], tuple[tuple[Problem, ...], tuple[str, ...]]]:
         """Pickle by the problems, not by the message."""
