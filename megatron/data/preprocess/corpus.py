@@ -48,6 +48,8 @@ MAX_PIECE_BYTES = 16 << 20  # approximate upper limit of the text yielded at onc
 READ_BYTES_OF_SUFFIX = {".gz": 1 << 14, ".zst": 1 << 9, ".bz2": 1 << 14, ".xz": 1 << 14}
 """Compressed bytes read at once. The libraries for .bz2 and .xz take `MAX_PIECE_BYTES` as a limit. For the others it
 follows from the highest compression: a factor of about 1000 for .gz, and 4 bytes for a block of 128 kB for .zst."""
+MAX_WINDOW_BYTES = 1 << 31
+"""Memory that a .zst or .xz file may ask for: what ``zstd --long=31`` does, and more than ``xz -9e``."""
 PADDING = b"\0"  # appended to .gz by tar and tape tools, and allowed in .xz
 
 
@@ -91,12 +93,12 @@ def _library(suffix: str) -> tuple[Callable[[], Any], type[Exception]]:
     if suffix == ".bz2":
         return bz2.BZ2Decompressor, OSError
     if suffix == ".xz":
-        return lzma.LZMADecompressor, lzma.LZMAError
+        return lambda: lzma.LZMADecompressor(memlimit=MAX_WINDOW_BYTES), lzma.LZMAError
     try:
         import zstandard
     except ImportError as error:
         raise DataError("zstandard is needed for .zst files", "pip install zstandard") from error
-    return zstandard.ZstdDecompressor(max_window_size=1 << 31).decompressobj, zstandard.ZstdError
+    return zstandard.ZstdDecompressor(max_window_size=MAX_WINDOW_BYTES).decompressobj, zstandard.ZstdError
 
 
 UTF_16_BOMS = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
