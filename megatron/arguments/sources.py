@@ -15,7 +15,7 @@ from typing import Any
 
 from megatron.config.batch import full_global_batch_size
 from megatron.config.data_paths import SOURCE_OPTIONS
-from megatron.config.errors import Problem, UserError
+from megatron.config.errors import MOST_PROBLEMS, Problem, UserError
 from megatron.config.files import parse_yaml, read_small
 from megatron.config.model import ModelConfig
 from megatron.config.run import HUGGING_FACE_PREFIX, RunConfig, TrainingConfig
@@ -119,7 +119,8 @@ def find_setting(result: ConfigSource, key: str, source: str) -> Setting | None:
     setting = SETTINGS.get(name)
     if setting and group in ("", setting.group):
         return setting
-    guess = setting.name if setting else did_you_mean(name, SETTINGS)
+    guesses = len(result.problems) < MOST_PROBLEMS  # a guess takes a millisecond
+    guess = setting.name if setting else did_you_mean(name, SETTINGS) if guesses else None
     meant = (f"did you mean {SETTINGS[guess].key}?",) if guess else ()
     result.doubtful |= {guess} if guess else set()
     result.problems.append(Problem("E005", f"{source}: there is no option {key}", meant))

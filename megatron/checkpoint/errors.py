@@ -12,14 +12,15 @@ from pathlib import Path
 
 from megatron.checkpoint.location import Location
 from megatron.config.privacy import redact
-from megatron.config.text import listed
+from megatron.config.text import LONGEST_SENTENCE, clipped, listed
 
 
 class CheckpointError(Exception):
     """A checkpoint is invalid or does not fit its use; the message gives the reason and a fix."""
 
     def __init__(self, summary: str, *fixes: str) -> None:
-        super().__init__(redact(summary + ("\n  fix: " + " | ".join(fixes) if fixes else "")))
+        text = clipped(summary, LONGEST_SENTENCE)
+        super().__init__(redact(text + ("\n  fix: " + " | ".join(fixes) if fixes else "")))
 
 
 MAX_NAMES = 8

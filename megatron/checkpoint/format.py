@@ -10,11 +10,12 @@ from __future__ import annotations
 import json
 import os
 import re
+import reprlib
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
-from itertools import accumulate, product
+from itertools import accumulate, islice, product
 from math import prod
 from operator import mul
 from pathlib import Path, PurePosixPath
@@ -425,7 +426,8 @@ def parse_manifest(path: Location, content: bytes, inside: str = "") -> Manifest
         files = {_checked_name(name): FileRecord(**record) for name, record in data["files"].items()}
         for record in files.values():
             _checked_digest(record.xxh3)
-        to_dims((data["version"], *(n for record in files.values() for n in (record.bytes, record.head))))
+        for numbers in ((data["version"],), *((record.bytes, record.head) for record in files.values())):
+            to_dims(numbers)
         tensors = {name: _tensor(record, files) for name, record in data["tensors"].items()}
         for part in ("state", "config"):
             if not isinstance(raise_if_deep(data[part]), dict):
@@ -437,10 +439,16 @@ def parse_manifest(path: Location, content: bytes, inside: str = "") -> Manifest
 
 
 def to_dims(numbers: Iterable[int]) -> tuple[int, ...]:
-    """Return a shape, offset or length read from a file as a tuple; ValueError if not made of integers of 63 bits."""
-    found = tuple(numbers)
+    """Return a shape, offset or length read from a file as a tuple.
+
+    Raises:
+        ValueError: if it is not made of integers of 63 bits, or has more than `MAX_DIMS`.
+    """
+    found = tuple(islice(numbers, MAX_DIMS + 1))
+    if len(found) > MAX_DIMS:
+        raise ValueError(f"a tensor has more than {MAX_DIMS} dimensions")
     if not all(isinstance(n, int) and 0 <= n < 2**63 for n in found):
-        raise ValueError(f"{found} are not all integers from 0 to 2**63 - 1")
+        raise ValueError(f"{reprlib.repr(found)} are not all integers from 0 to 2**63 - 1")
     return found
 
 
@@ -470,7 +478,7 @@ def _tensor(data: JSON, files: Mapping[str, FileRecord]) -> TensorRecord:
     if size != prod(record.view):
         raise ValueError(f"{record.view} is not a view of {record.shape}")
     impossible = not 0 < size < 2**63 and any(prod(n or 1 for n in shape) >= 2**63 for shape in shapes)
-    if impossible or max(map(len, shapes)) > MAX_DIMS:
+    if impossible:
         raise ValueError(f"no tensor has the shape {record.shape}, viewed as {record.view}")
     item_bytes = ITEM_BYTES[record.dtype]
     for chunk in chunks:

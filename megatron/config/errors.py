@@ -11,6 +11,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megatron.config.privacy import REDACTED, redact
+from megatron.config.text import LONGEST_SENTENCE, clipped
+
+MOST_PROBLEMS = 100
+"""Problems that a message lists; a file from somebody else can have any number."""
 
 
 @dataclass(frozen=True)
@@ -23,7 +27,7 @@ class Problem:
     choices: tuple[str, ...] = ()  # alternatives that change the model or the data
 
     def __str__(self) -> str:
-        text = f"{self.code} {self.sentence}"
+        text = f"{self.code} {clipped(self.sentence, LONGEST_SENTENCE)}"
         text += f"\n  fix: {' | '.join(self.fixes)}" if self.fixes else ""
         return text + (f"\n  choose: {' | '.join(self.choices)}" if self.choices else "")
 
@@ -36,7 +40,9 @@ class UserError(ValueError):
         self.problems, self.notes = tuple(problems), tuple(notes)
         count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
         closing = f"{count}; docs/troubleshooting.md explains the codes"
-        super().__init__(redact("\n".join([*(f"note: {note}" for note in notes), *map(str, problems), closing])))
+        more = [f"and {len(problems) - MOST_PROBLEMS:,} more"] if len(problems) > MOST_PROBLEMS else []
+        shown = [*(f"note: {note}" for note in notes), *map(str, problems[:MOST_PROBLEMS]), *more, closing]
+        super().__init__(redact("\n".join(shown)))
 
     def __reduce__(self) -> tuple[type[UserError], tuple[tuple[Problem, ...], tuple[str, ...]]]:
         """Pickle by the problems, not by the message."""

@@ -7,12 +7,13 @@ import errno
 import json
 import os
 import stat
+from collections import Counter
 from collections.abc import Collection, Iterable, Iterator
 from io import BufferedReader
 from pathlib import Path
 from typing import Any
 
-from megatron.config.text import format_bytes, listed
+from megatron.config.text import clipped, format_bytes, listed
 
 SMALL_FILE_BYTES = 16 << 20
 """Limit for configurations and records."""
@@ -20,8 +21,11 @@ SMALL_FILE_BYTES = 16 << 20
 TABLE_FILE_BYTES = 1 << 28
 """Limit for tokenizers and for indices of weights, of which the largest known have 40 MB."""
 
-YAML_BYTES = 1 << 20
-"""Limit for YAML, which is read at about 200 kB/s."""
+YAML_BYTES, YAML_VALUES = 1 << 20, 20_000
+"""Limits for YAML, of which about 200 kB or 10,000 values are read in a second."""
+
+MAX_DIGITS = 400
+"""Limit for a number in YAML: one in base 60 takes quadratic time."""
 
 MAX_DEPTH = 32
 """Objects and arrays inside one another."""
@@ -60,19 +64,27 @@ def parse_json(content: bytes | str) -> Any:
 
 
 def parse_yaml(content: bytes) -> Any:
-    """Return the value of a YAML text; raise ValueError if it is invalid, too deep, or has an alias.
+    """Return the value of a YAML text; raise ValueError if it is invalid, too large, or has an alias or a key twice.
 
     Aliases are refused because a few of them expand to any size.
     """
     import yaml  # slow to import, and seldom needed
 
     class Loader(yaml.SafeLoader):
+        values = 0
+
         def compose_node(self, parent: Any, index: Any) -> Any:
-            if self.check_event(yaml.AliasEvent):
-                event = self.peek_event()
-                place = event.start_mark
-                raise ValueError(f"line {place.line + 1} has the alias *{event.anchor}; write out what it stands for")
-            return super().compose_node(parent, index)
+            self.values += 1
+            if self.values > YAML_VALUES:
+                raise ValueError(f"it has more than {YAML_VALUES:,} values")
+            event = self.peek_event()
+            line = f"line {event.start_mark.line + 1}"
+            if isinstance(event, yaml.AliasEvent):
+                raise ValueError(f"{line} has the alias *{clipped(event.anchor)}; write out what it stands for")
+            node = super().compose_node(parent, index)
+            if problem := _node_problem(node):
+                raise ValueError(f"{line} {problem}")
+            return node
 
     if len(content) > YAML_BYTES:
         raise ValueError(f"it is larger than {format_bytes(YAML_BYTES)}")
@@ -82,8 +94,17 @@ def parse_yaml(content: bytes) -> Any:
         raise ValueError("it is nested too deeply") from None
     except UnicodeDecodeError:
         raise ValueError("it is not a UTF-8 text file") from None
-    except (ValueError, yaml.YAMLError) as error:
+    except (ValueError, OverflowError, yaml.YAMLError) as error:
         raise ValueError(" ".join(str(error).split())) from None
+
+
+def _node_problem(node: Any) -> str:
+    """Return what is wrong with a node of YAML, as a predicate of its line, or ""."""
+    if node.tag.endswith((":int", ":float")) and len(node.value) > MAX_DIGITS:
+        return f"has a number of more than {MAX_DIGITS} digits"
+    keys = [key.value for key, _ in node.value if isinstance(key.value, str)] if node.id == "mapping" else []
+    twice = [key for key, times in Counter(keys).items() if times > 1]
+    return f"begins a block that has {listed(twice)} twice; leave one of them" if twice else ""
 
 
 def raise_if_deep(value: Any) -> Any:

@@ -125,14 +125,20 @@ def format_bytes(count: float) -> str:
     return f"{round(count)} byte{'' if round(count) == 1 else 's'}"
 
 
-LONGEST_ITEM = 500
-"""Characters of an item in a message; names in files may have any number."""
+LONGEST_ITEM, LONGEST_SENTENCE = 500, 10_000
+"""Characters of an item and of a sentence in a message; names in files may have any number."""
+
+
+def clipped(item: object, most: int = LONGEST_ITEM) -> str:
+    """Return the text of an item, or of a sentence; of one that is too long the beginning."""
+    text = str(item)
+    return text if len(text) <= most else f"{text[:most]}..."
 
 
 def listed(items: Sequence[object], most: int = 4) -> str:
     """Return the first items: ``a, b, c, d and 5 more``."""
-    shown, more = map(str, items[:most]), f" and {len(items) - most:,} more" if len(items) > most else ""
-    return ", ".join(text if len(text) <= LONGEST_ITEM else f"{text[:LONGEST_ITEM]}..." for text in shown) + more
+    more = f" and {len(items) - most:,} more" if len(items) > most else ""
+    return ", ".join(map(clipped, items[:most])) + more
 
 
 def listed_ranks(ranks: Sequence[int], most: int = 4) -> str:

@@ -18,7 +18,7 @@ from types import FrameType
 from typing import NoReturn
 
 from megatron.config.privacy import redact
-from megatron.config.text import did_you_mean, echo
+from megatron.config.text import LONGEST_SENTENCE, clipped, did_you_mean, echo
 
 
 class DataError(ValueError):
@@ -30,7 +30,7 @@ class DataError(ValueError):
     def __init__(self, seen: str, *fixes: str) -> None:
         self.seen = seen  # what is wrong
         self.fixes = fixes  # what to do about it, one alternative each
-        super().__init__(redact(seen + ("\n  fix: " + " | ".join(fixes) if fixes else "")))
+        super().__init__(redact(clipped(seen, LONGEST_SENTENCE) + ("\n  fix: " + " | ".join(fixes) if fixes else "")))
 
 
 class ToolParser(argparse.ArgumentParser):

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron.config.files import parse_json
+from megatron.config.files import parse_json, read_small
 from megatron.data.dataset import Dataset, Sample, SourceUsage
 from megatron.data.errors import DataError
 
@@ -80,15 +80,16 @@ def with_teacher_logits(
         DataError: if the folder cannot be read, or is that of other samples, of fewer, or with fewer logits.
     """
     try:
-        index = parse_json((folder / INDEX).read_bytes())
+        index = dict(parse_json(read_small(folder / INDEX)))
         arrays = {
             split: {name: np.load(array_path(folder, split, name), mmap_mode="r") for name in ARRAYS}
             for split in datasets
         }
-    except (OSError, ValueError) as error:
+        shapes = {split: [*arrays[split]["ids"].shape, 0, 0, 0][:3] for split in datasets}
+    except (OSError, ValueError, TypeError) as error:
         raise DataError(f"--teacher-logits {folder} cannot be read: {error}", PRECOMPUTE) from error
     for split, dataset in datasets.items():
-        samples, length, stored = arrays[split]["ids"].shape
+        samples, length, stored = shapes[split]
         if samples < used[split] or stored < k or length != dataset.seq_length:
             wanted = f"{used[split]:,} samples of {dataset.seq_length:,} tokens with {k} logits"
             seen = f"has {samples:,} samples of {length:,} tokens with {stored} logits, not {wanted}"

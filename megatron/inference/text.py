@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from typing import Protocol, TextIO
 
-from megatron.config.text import printable
+from megatron.config.text import LONGEST_SENTENCE, clipped, printable
 from megatron.data.errors import DataError
 from megatron.data.tokenizers.base import convert_library_errors
 from megatron.data.tokenizers.huggingface import TOKENIZER_JSON, find_eod_id, parse_tokenizer
@@ -15,7 +15,7 @@ class InferenceError(ValueError):
     """A request that cannot be fulfilled; the message states the problem and fixes."""
 
     def __init__(self, seen: str, *fixes: str) -> None:
-        super().__init__(seen + ("\n  fix: " + " | ".join(fixes) if fixes else ""))
+        super().__init__(clipped(seen, LONGEST_SENTENCE) + ("\n  fix: " + " | ".join(fixes) if fixes else ""))
 
 
 REPLACEMENT = "\ufffd"

@@ -15,6 +15,8 @@ import copy
 import io
 import json
 import os
+import pickle
+import pickletools
 import random
 import re
 import resource
@@ -27,6 +29,7 @@ import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -146,9 +149,68 @@ def mutate_bytes(content: bytes, dice: random.Random) -> bytes:
     return bytes(data)
 
 
+HOSTILE_STEPS = (
+    b")" + b"\x85" * 60,
+    b"(" * 40,
+    b"}" * 2000,
+    b"(K\x01K\x02\x91",
+    b"N",
+    b"0",
+    b"2",
+    b"b",
+    b"R",
+    b"\x81",
+    b"s",
+)
+"""Pieces of pickles: nested tuples, collections that are begun, many objects, a set, and single opcodes."""
+NAMED = (
+    "os system",
+    "builtins set",
+    "torch Size",
+    "argparse Namespace",
+    "collections OrderedDict",
+    "x " + "y" * 100_000,
+)
+
+
+def mutate_pickle(content: bytes, dice: random.Random) -> bytes:
+    """Change one opcode of a pickle: its number, text or name, its place, or how often it is there."""
+    steps = [(opcode.name, argument, place) for opcode, argument, place in pickletools.genops(content)]
+    n = dice.randrange(len(steps))
+    name, _, start = steps[n]
+    same = [step for step in steps if step[0] == name]
+    end = steps[n + 1][2] if n + 1 < len(steps) else len(content)
+    piece = content[start:end]
+    match dice.randrange(7):
+        case 0:
+            piece = b""
+        case 1:
+            piece *= dice.choice((2, 40, 3000))
+        case 2:
+            number = pickle.encode_long(dice.choice((*NUMBERS, *range(8))))
+            piece = b"\x8b" + len(number).to_bytes(4, "little") + number
+        case 3:
+            text = dice.choice(TEXTS).encode(errors="surrogatepass")
+            piece = b"X" + len(text).to_bytes(4, "little") + text
+        case 4:
+            piece = b"c" + dice.choice(NAMED).replace(" ", "\n").encode() + b"\n"
+        case 5:
+            piece += dice.choice(HOSTILE_STEPS)
+        case 6:
+            other = dice.choice(same if dice.random() < 0.5 else steps)
+            following = [place for _, _, place in steps if place > other[2]]
+            piece = content[other[2] : following[0] if following else len(content)]
+    return content[:start] + piece + content[end:]
+
+
 def mutate(content: bytes, kind: str, dice: random.Random) -> bytes:
     """Change a file 1 to 4 times, as the tree that it holds or as bytes."""
     count = dice.choice((1, 1, 2, 4))
+    if kind == "pickle" and dice.random() < 0.8:
+        with contextlib.suppress(ValueError, IndexError):  # of what an earlier mutation has made
+            for _ in range(count):
+                content = mutate_pickle(content, dice)
+        return content[:MAX_BYTES]
     if kind == "json" and dice.random() < 0.8:
         with contextlib.suppress(RecursionError, ValueError):  # of what an earlier mutation has made
             tree = json.loads(content)
@@ -202,15 +264,19 @@ def target(make: Callable[[Path], Target]) -> Callable[[Path], Target]:
 
 @target
 def manifest(folder: Path) -> Target:
-    """Against the reader of docs/formats.md, which needs numpy alone."""
+    """Against the reader of docs/formats.md, which needs numpy alone; also through torch.distributed.checkpoint."""
     import shutil
+
+    import torch
+    import torch.distributed.checkpoint as dcp
 
     from megatron.arguments.compatibility import compare_configs
     from megatron.checkpoint.format import MANIFEST, MARKER, Manifest, marker_content
     from megatron.checkpoint.load import CheckpointReader
-    from megatron.checkpoint.tensor_file import tensor_bytes
+    from megatron.checkpoint.tensor_file import DTYPES, tensor_bytes
     from megatron.checkpoint.verify import list_damage
     from megatron.config.run import CheckpointConfig, RunConfig
+    from megatron.contrib.dcp_reader import CheckpointStorageReader
     from megatron.convert.saved_model import SavedModel
     from megatron.training.resume_source import find_resume_source
     from tools import inspect_checkpoint
@@ -233,6 +299,13 @@ def manifest(folder: Path) -> Target:
         expected, state, config = independent["load"](save)
         expect(tensors, {name: value.tobytes() for name, value in expected.items()}, "tensors")
         expect({n: tuple(v.shape) for n, v in expected.items()}, {n: reader.shape(n) for n in reader.names}, "shapes")
+        filled = {
+            name: torch.empty(reader.shape(name), dtype=DTYPES[record.dtype]) for name, record in found.tensors.items()
+        }
+        dcp.load(filled, storage_reader=CheckpointStorageReader(found), no_dist=True)
+        expect(
+            {name: tensor_bytes(value).tobytes() for name, value in filled.items()}, tensors, "tensors of the library"
+        )
         expect(same_json(found.state, state) and same_json(found.config, config), True, "state and configuration")
         compare_configs(found.config, RunConfig(), "weights-only")
         model = SavedModel(found).model
@@ -560,6 +633,55 @@ def hugging_face_config(folder: Path) -> Target:
 
 
 @target
+def adapters(folder: Path) -> Target:
+    """Against the JSON and the products of the stored tensors: what the adapters of PEFT add to a model's weights."""
+    import torch
+    from safetensors.torch import save_file
+
+    from megatron.convert.huggingface.peft import from_peft, peft_linears
+    from tests.unit.convert.folders import llama
+
+    model = llama()
+    linears, generator = peft_linears("llama", model), torch.Generator().manual_seed(0)
+    stored = {
+        f"base_model.model.{name}.lora_{letter}.weight": torch.randn(shape, generator=generator)
+        for name, linear in linears.items()
+        for letter, shape in zip("AB", linear.shapes(2))
+    }
+    save_file(stored, folder / "adapter_model.safetensors")
+    config = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "r": 2,
+        "lora_alpha": 4,
+        "target_modules": ["q_proj", "up_proj"],
+    }
+    patterns = {"rank_pattern": {"k_proj": 2}, "alpha_pattern": {"k_proj": 8}, "use_rslora": True, "bias": "none"}
+
+    def read(content: bytes) -> object:
+        (folder / "adapter_config.json").write_bytes(content)
+        found, tensors = from_peft(folder, "llama", model)
+        options = json.loads(content)
+        for name, linear in linears.items():
+            alphas = [
+                value
+                for end, value in (options.get("alpha_pattern") or {}).items()
+                if re.fullmatch(rf"(.+\.)?{end}", name)
+            ]
+            if len(alphas) > 1:
+                continue
+            a, b = (stored[f"base_model.model.{name}.lora_{letter}.weight"] for letter in "AB")
+            alpha = [*alphas, options["lora_alpha"]][0]
+            expected = b @ a * (alpha / (len(a) ** 0.5 if options.get("use_rslora") else len(a)))
+            part = tensors[f"{linear.ours}.lora_a"].view(-1, len(a), linear.inputs)[linear.parts[0]]
+            ours = tensors[f"{linear.ours}.lora_b"][linear.rows] @ part * found.lora_scale
+            expect(torch.allclose(ours, expected, rtol=1e-4), True, f"{name} of {alpha}")
+        return found
+
+    return Target("json", [json.dumps(each).encode() for each in (config, config | patterns)], read)
+
+
+@target
 def weight_map(folder: Path) -> Target:
     """Against `safetensors`: the tensors of both files."""
     import torch
@@ -713,6 +835,44 @@ def compressed_corpus(folder: Path) -> Target:
 
 
 @target
+def tables(folder: Path) -> Target:
+    """Against pyarrow, where a file is whole and its texts are: Parquet, and both forms of Arrow."""
+    import pyarrow as pa
+    from pyarrow import parquet
+
+    from megatron.data.preprocess.corpus import BadDocumentReport, read_documents
+
+    texts = ["a text", "é" * 9, "", *(f"line {n % 7} of a text" for n in range(90))]
+    table = pa.table({"text": texts, "id": range(len(texts))})
+    words = pa.table({"text": pa.array(texts).dictionary_encode()})
+    parquet.write_table(table, folder / "x.parquet", row_group_size=40, compression="gzip")
+    originals = [(folder / "x.parquet").read_bytes()]
+    for form, rows in ((pa.ipc.new_file, table), (pa.ipc.new_stream, table), (pa.ipc.new_stream, words)):
+        with pa.BufferOutputStream() as sink:
+            with form(sink, rows.schema) as writer:
+                writer.write_table(rows, 40)
+            originals.append(sink.getvalue().to_pybytes())
+
+    def read(content: bytes) -> object:
+        file = folder / ("x.parquet" if content[:2] == b"PA" else "x.arrow")
+        file.write_bytes(content)
+        damaged: list[str] = []
+        report = BadDocumentReport(skip=True, message=damaged.append)
+        found = [document.texts[0] for document in read_documents([file], ["text"], report)]
+        if damaged:  # of which pyarrow may read anything
+            return found or None
+        with contextlib.suppress(pa.ArrowException, OSError):  # of what another column holds
+            if file.suffix == ".parquet":
+                whole = parquet.read_table(file)
+            else:
+                whole = (pa.ipc.open_file if content[:6] == b"ARROW1" else pa.ipc.open_stream)(content).read_all()
+            expect(found, whole["text"].to_pylist(), "texts")
+        return found or None
+
+    return Target("bytes", originals, read)
+
+
+@target
 def claim(folder: Path) -> Target:
     """A lease with odd values: who holds it is described, and judged, without an error."""
     from megatron.checkpoint.lease import LEASE_FILE, acquire_lease, current_lease
@@ -781,6 +941,136 @@ def index_cache(folder: Path) -> Target:
         return dataset
 
     return Target("bytes", originals, read)
+
+
+class Stub:
+    """An object of any class, for a reader of pickles that is not ours."""
+
+    def __init__(self, *args: Any) -> None:
+        self.args, self.state = args, {}
+
+    def __setstate__(self, state: Any) -> None:
+        self.state = state
+
+
+class StubUnpickler(pickle.Unpickler):
+    """Python's own unpickler, with tensors of `torch` and nothing else."""
+
+    def __init__(self, content: bytes, storages: Any = None) -> None:
+        super().__init__(io.BytesIO(content))
+        self.storages = storages
+
+    def find_class(self, module: str, name: str) -> Any:
+        import torch
+
+        if name == "_rebuild_tensor_v2":
+            return lambda storage, *args: torch.as_strided(storage, args[1], args[2], args[0])
+        if name == "Size":
+            return tuple
+        dtypes = {"FloatStorage": torch.float32, "BFloat16Storage": torch.bfloat16, "LongStorage": torch.int64}
+        return dtypes.get(name, type(name, (dict if name == "OrderedDict" else Stub,), {}))
+
+    def persistent_load(self, key: Any) -> Any:
+        import torch
+
+        dtype = key[1] if isinstance(key[1], torch.dtype) else torch.uint8
+        content = bytearray(self.storages[str(key[2])])
+        return torch.frombuffer(content, dtype=dtype) if content else torch.empty(0, dtype=dtype)
+
+
+def megatron_lm_seed(folder: Path, name: str) -> Path:
+    """A small checkpoint that Megatron-LM has written, without its optimizer's files."""
+    import tarfile
+
+    with tarfile.open(ROOT / "tests" / "golden" / "megatron_ckpt.tar.xz") as archive:
+        members = [member for member in archive if member.name.startswith(name)]
+        archive.extractall(folder, members, filter="data")
+    return folder / name / "iter_0000005"
+
+
+def expect_weights(path: Path, stored: Callable[[str], Any]) -> object:
+    """Read a checkpoint of Megatron-LM, whose weights are those that ``stored`` returns for a name of theirs."""
+    import torch
+
+    from megatron.checkpoint.format import Manifest
+    from megatron.checkpoint.load import CheckpointReader
+    from megatron.contrib.megatron_lm.names import their_name
+
+    found = Manifest.open(path)
+    reader = CheckpointReader(found)
+    for name in reader.names:
+        if name.startswith("layers.") or not name.startswith("optim."):
+            layer = name.split(".")[1] if name.startswith("layers.") else None
+            expected = stored(their_name(name.replace(f"layers.{layer}.", "layers.{i}."), False))
+            tensor = reader.read(name)
+            if expected is not None:
+                same = expected[int(layer)] if layer is not None else expected[: len(tensor)]
+                expect(torch.equal(tensor.to(same.dtype), same.reshape(tensor.shape)), True, name)
+    return found
+
+
+@target
+def megatron_ranks(folder: Path) -> Target:
+    """Against Python's unpickler: the pickle of a checkpoint in Megatron-LM's format ``torch``."""
+    import zipfile
+
+    path = megatron_lm_seed(folder, "gpt2_legacy_tp1_te_names")
+    file = path / "mp_rank_00" / "model_optim_rng.pt"
+    with zipfile.ZipFile(file) as archive:
+        entries = {name: archive.read(name) for name in archive.namelist()}
+    (pickled,) = (name for name in entries if name.endswith("/data.pkl"))
+    storages = {name.rpartition("/")[2]: content for name, content in entries.items() if "/data/" in name}
+
+    def read(content: bytes) -> object:
+        with zipfile.ZipFile(file, "w") as archive:
+            for name, entry in entries.items():
+                archive.writestr(name, content if name == pickled else entry)
+        model: dict[str, Any] = {}
+
+        def stored(theirs: str) -> Any:
+            with contextlib.suppress(Exception):  # it reads less than ours, or takes more memory
+                model.update(model or StubUnpickler(content, storages).load()["model"])
+                parts = [model[key] for key in sorted(model) if re.sub(r"layers\.\d+\.", "layers.", key) == theirs]
+                return parts if "layers." in theirs else parts[0]
+
+        return expect_weights(path, stored)
+
+    return Target("pickle", [entries[pickled]], read)
+
+
+@target
+def megatron_dist(folder: Path) -> Target:
+    """Against Python's unpickler and `torch.load`: the table of a checkpoint in the format ``torch_dist``."""
+    import torch
+
+    path = megatron_lm_seed(folder, "gpt2_torch_dist_tp2")
+    files = {file.name: file.read_bytes() for file in path.glob("*.distcp")}
+
+    @lru_cache
+    def part(name: str, start: int, end: int) -> Any:
+        return torch.load(io.BytesIO(files[name][start:end]), weights_only=True)
+
+    def read(content: bytes) -> object:
+        (path / ".metadata").write_bytes(content)
+        table: dict[str, Any] = {}
+
+        def stored(theirs: str) -> Any:
+            with contextlib.suppress(Exception):
+                table.update(table or StubUnpickler(content).load().state)
+                entry = table["state_dict_metadata"][theirs].state
+                whole = torch.empty(entry["size"])
+                for index, info in table["storage_data"].items():
+                    if index.state["fqn"] == theirs:
+                        start = info.state["offset"]
+                        value = part(info.state["relative_path"], start, start + info.state["length"])
+                        places = zip(index.state["offset"], value.shape, strict=True)
+                        whole[tuple(slice(a, a + b) for a, b in places)] = value
+                return whole.to(value.dtype)
+
+        return expect_weights(path, stored)
+
+    frame = re.compile(rb"^(\x80.)\x95.{8}", re.DOTALL)
+    return Target("pickle", [frame.sub(rb"\1", (path / ".metadata").read_bytes())], read)
 
 
 def difference(one: bytes, other: bytes) -> int:

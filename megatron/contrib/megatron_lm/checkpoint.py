@@ -11,6 +11,8 @@ checkpoints reads these. Neither Megatron-LM nor a GPU is needed, and no tensor 
 from __future__ import annotations
 
 import re
+import reprlib
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
@@ -34,6 +36,7 @@ from megatron.checkpoint.format import (
     encode_manifest,
     format_box,
     intersect,
+    is_inside,
     match_view_dims,
     partition_problem,
     row_major_strides,
@@ -44,6 +47,7 @@ from megatron.checkpoint.format import (
 from megatron.config.errors import UserError
 from megatron.config.files import open_regular
 from megatron.config.model import ModelConfig
+from megatron.config.text import clipped, format_bytes, listed
 from megatron.contrib.megatron_lm.flags import Arguments, read_arguments
 from megatron.contrib.megatron_lm.names import find_place
 from megatron.contrib.megatron_lm.pickles import Record, StoredTensor, read_pickle_file, read_torch_file
@@ -91,10 +95,10 @@ class _Table:
     def add(self, name: str, theirs: str, tensor: StoredTensor, parts: Iterable[tuple[Box, int]]) -> None:
         """Add the parts of a stored tensor: boxes of our view, each with its first element in the stored one."""
         if not tensor.contiguous:
-            raise DamagedCheckpointError(f"{tensor.path}: {theirs} is not stored in row-major order")
+            raise DamagedCheckpointError(f"{tensor.path}: {clipped(theirs)} is not stored in row-major order")
         found = self.found.setdefault(name, _Found(tensor.dtype))
         if found.dtype != tensor.dtype:
-            raise DamagedCheckpointError(f"{tensor.path}: {theirs} is {tensor.dtype}, elsewhere {found.dtype}")
+            raise DamagedCheckpointError(f"{tensor.path}: {clipped(theirs)} is {tensor.dtype}, elsewhere {found.dtype}")
         found.sources.add(theirs)
         item, file = ITEM_BYTES[tensor.dtype], tensor.path.relative_to(self.path).as_posix()
         for box, first in parts:
@@ -123,7 +127,7 @@ class _Table:
             spec, chunks = self.specs[re.sub(r"^optim\.\w+\.", "", name)], tuple(found.chunks.values())
             problem = partition_problem(spec.view, [chunk.box for chunk in chunks])
             if problem:
-                theirs = ", ".join(sorted(found.sources))
+                theirs = listed(sorted(found.sources))
                 raise DamagedCheckpointError(f"{self.path} does not hold all of {theirs}: {problem}")
             records[name] = TensorRecord(found.dtype, spec.shape, spec.view, chunks)
         return records
@@ -187,7 +191,8 @@ def _read_unchanged(path: Path, files: tuple[tuple[str, int, int], ...]) -> Mani
     except (DamagedCheckpointError, UserError):
         raise
     except Exception as error:  # there may be anything in place of what is looked for
-        raise DamagedCheckpointError(f"{path} is not a checkpoint of Megatron-LM, or is damaged: {error!r}") from error
+        reason = clipped(repr(error))
+        raise DamagedCheckpointError(f"{path} is not a checkpoint of Megatron-LM, or is damaged: {reason}") from error
     names = {chunk.file for record in tensors.values() for chunk in record.chunks}
     sizes = {Path(file).relative_to(path).as_posix(): size for file, size, _ in files}
     records = {name: FileRecord(sizes[name], 0, checksum(b"")) for name in sorted(names)}
@@ -250,7 +255,7 @@ def _read_ranks(path: Path) -> _Content:
         raise DamagedCheckpointError(f"{path} holds neither {METADATA} nor mp_rank_00")
     first = read_torch_file(folders[0] / RANK_FILE)
     if first.get("checkpoint_version", 3.0) != 3.0:
-        seen = f"{folders[0] / RANK_FILE} has checkpoint_version {first['checkpoint_version']}"
+        seen = f"{folders[0] / RANK_FILE} has checkpoint_version {reprlib.repr(first['checkpoint_version'])}"
         raise DamagedCheckpointError(f"{seen}, with another order of queries, keys and values; only 3.0 is read")
     content = _Content(path, first["args"], iteration=first.get("iteration", 0))
     axes = [axis for axis in ("pipeline", "expert") if (content.args.get(f"{axis}_model_parallel_size") or 1) > 1]
@@ -275,7 +280,11 @@ def _read_ranks(path: Path) -> _Content:
 
 def _check_ranks(path: Path, args: Arguments, files: Sequence[_RankFile]) -> None:
     """Raise DamagedCheckpointError if there is no file for a rank of TP and PP."""
-    tp, pp = (int(args.get(f"{axis}_model_parallel_size") or 1) for axis in ("tensor", "pipeline"))
+    sizes = {axis: int(args.get(f"{axis}_model_parallel_size") or 1) for axis in ("tensor", "pipeline", "expert")}
+    for axis, size in sizes.items():
+        if not 1 <= size <= len(files):
+            raise DamagedCheckpointError(f"{path} has {len(files)} ranks, fewer than {axis}_model_parallel_size {size}")
+    tp, pp = sizes["tensor"], sizes["pipeline"]
     held = {(file.tp, file.pp) for file in files}
     missing = [(t, p) for t, p in product(range(tp), range(pp)) if (t, p) not in held]
     if missing:
@@ -396,11 +405,14 @@ def _add_optimizer(table: _Table, file: _RankFile, parameters: Sequence[_Paramet
     have an optimizer of their own.
     """
     state: JSON = {}
+    of_group = defaultdict(list)
+    for parameter in parameters:
+        of_group[parameter.spec.decays, parameter.spec.expert].append(parameter)
     saved, count = file.content.get("optimizer"), 0
     for part in saved if isinstance(saved, list) else [saved] if isinstance(saved, dict) else []:
         inner, masters = part.get("optimizer", part), part.get("fp32_from_fp16_params")
         for number, group in enumerate(inner["param_groups"] if inner.get("state") else ()):
-            members = [each for each in parameters if _in_group(each.spec, group)]
+            members = of_group[bool(group.get("wd_mult", 1.0)), bool(group.get("is_expert_parallel", False))]
             if len(members) != len(group["params"]):
                 held = f"{len(group['params'])} parameters, not the {len(members)} that its weight decay selects"
                 raise DamagedCheckpointError(f"{file.path}: group {number} of the optimizer has {held}")
@@ -419,12 +431,6 @@ def _add_optimizer(table: _Table, file: _RankFile, parameters: Sequence[_Paramet
     return state
 
 
-def _in_group(spec: ShardSpec, group: Mapping[str, Any]) -> bool:
-    """Return True if a parameter is one of an optimizer's group."""
-    decays = spec.decays == bool(group.get("wd_mult", 1.0))
-    return decays and spec.expert == bool(group.get("is_expert_parallel", False))
-
-
 def _loss_scaler(saved: Mapping[str, Any] | None) -> JSON:
     """Return the state of a dynamic loss scaler; empty if the scale is constant."""
     if not saved or "growth_tracker" not in saved:
@@ -439,8 +445,9 @@ def _number(value: Any) -> float:
 
 # ---- torch_dist: boxes of global tensors ----
 
-_Places = dict[tuple[str, tuple[int, ...] | None], tuple[str, int, int]]
-"""File, first byte and length of each stored box, by key and first element; None for objects."""
+_Places = dict[tuple[str, str], tuple[str, int, int]]
+"""File, first byte and length of each stored box, by key and first element; "" for objects. The hash of a text cannot
+be foreseen, unlike that of numbers."""
 
 
 def _read_torch_dist(path: Path) -> _Content:
@@ -451,7 +458,8 @@ def _read_torch_dist(path: Path) -> _Content:
     for index, info in places.items():
         where = info.state["relative_path"], *to_dims((info.state["offset"], info.state["length"]))
         offset = index.state.get("offset")
-        stored[index.state["fqn"], None if offset is None else tuple(offset)] = where
+        stored[index.state["fqn"], "" if offset is None else str(to_dims(offset))] = where
+    _check_places(path, stored)
     common = _common_state(path, stored)
     content = _Content(path, common["args"], iteration=common.get("iteration", 0))
     optimizer = common.get("optimizer") or {}
@@ -476,6 +484,18 @@ def _read_torch_dist(path: Path) -> _Content:
     return content
 
 
+def _check_places(path: Path, stored: _Places) -> None:
+    """Raise DamagedCheckpointError if the stored boxes and objects have more bytes than their files."""
+    claimed: Counter[str] = Counter()
+    for name, _, length in stored.values():
+        claimed[name] += length
+    for name, length in claimed.items():
+        file = _file(path, name)
+        if file.exists() and length > file.stat().st_size:
+            seen = f"{path / METADATA} puts {format_bytes(length)} into {name}"
+            raise DamagedCheckpointError(f"{seen}, which has {format_bytes(file.stat().st_size)}")
+
+
 def _common_state(path: Path, stored: _Places) -> Mapping[str, Any]:
     """Return the state that is stored once for all ranks: as an object, or as a file in older checkpoints."""
     for (key, _), (file, start, length) in stored.items():
@@ -491,7 +511,7 @@ def _common_state(path: Path, stored: _Places) -> Mapping[str, Any]:
 def _file(path: Path, name: str) -> Path:
     """Return a file of the folder; DamagedCheckpointError if the name leads out of it."""
     if not re.fullmatch(r"[\w.-]+", name) or name in (".", ".."):
-        raise DamagedCheckpointError(f"{path / METADATA} names {name!r}, which is no file in its folder")
+        raise DamagedCheckpointError(f"{path / METADATA} names {clipped(repr(name))}, which is no file in its folder")
     return path / name
 
 
@@ -501,32 +521,39 @@ def _add_tensor(table: _Table, key: str, parameter: str, prefix: str, entry: Rec
     size = to_dims(entry.state["size"])
     stacked = "{i}" in place.name and place.layer is None
     layers = size[0] if stacked else 1
-    names = [place.name.replace("{i}", str(i if stacked else place.layer)) for i in range(layers)]
-    if not set(names) <= table.specs.keys():
-        table.unknown.add(f"{key} of {layers} layers" if names[0] in table.specs else key)
+
+    def ours(layer: int) -> str:
+        return place.name.replace("{i}", str(layer if stacked else place.layer))
+
+    if not {ours(0), ours(layers - 1)} <= table.specs.keys():
+        table.unknown.add(f"{key} of {layers} layers" if ours(0) in table.specs else key)
         return
-    spec, shape = table.specs[names[0]], size[1:] if stacked else size
+    spec, shape = table.specs[ours(0)], size[1:] if stacked else size
     whole = spec.view[:1] + shape[1:] if parameter in (WORD_EMBEDDINGS, OUTPUT_LAYER) and shape else shape
     if whole[0] > shape[0] or match_view_dims(whole, spec.view) is None:
         table.shapes.add(f"{key} {list(size)} instead of {list(spec.view)}{' for each layer' if stacked else ''}")
         return
     for chunk in entry.state["chunks"]:
         start, extent = to_dims(chunk.state["offsets"]), to_dims(chunk.state["sizes"])
-        file, first, length = stored[key, start]
+        if not prod(extent) or not is_inside(Box(start, extent), size):
+            seen = f"{table.path / METADATA}: {clipped(key)} {format_box(Box(start, extent))}"
+            raise DamagedCheckpointError(f"{seen} is empty, or not inside {list(size)}")
+        file, first, length = stored.pop((key, str(start)))  # each is read once
         tensor = read_torch_file(_file(table.path, file), first, length)
         if not isinstance(tensor, StoredTensor) or tensor.shape != extent:
             raise DamagedCheckpointError(
-                f"{table.path / file}: {key} {format_box(Box(start, extent))} has another shape"
+                f"{table.path / file}: {clipped(key)} {format_box(Box(start, extent))} has another shape"
             )
         if entry.state["properties"].state[0] != tensor.dtype:
-            raise DamagedCheckpointError(f"{table.path / file}: {key} is {tensor.dtype}, unlike in {METADATA}")
+            seen = f"{table.path / file}: {clipped(key)} is {tensor.dtype}"
+            raise DamagedCheckpointError(f"{seen}, unlike in {METADATA}")
         if stacked:
             inner, numel = Box(start[1:], extent[1:]), prod(extent[1:])
             for at in range(extent[0]):
                 parts = [(box, at * numel + begin) for box, begin in view_parts(inner, whole, spec.view)]
-                table.add(prefix + names[start[0] + at], key, tensor, parts)
+                table.add(prefix + ours(start[0] + at), key, tensor, parts)
         else:
-            table.add(prefix + names[0], key, tensor, view_parts(Box(start, extent), whole, spec.view))
+            table.add(prefix + ours(0), key, tensor, view_parts(Box(start, extent), whole, spec.view))
 
 
 def view_parts(box: Box, shape: tuple[int, ...], view: tuple[int, ...]) -> Iterator[tuple[Box, int]]:

@@ -39,7 +39,8 @@ def find_place(theirs: str) -> Place:
     """Return our name of the tensor ``theirs``, whether or not a model here has one of that name."""
     ours, match = next((row, match) for row, pattern in _PATTERNS if (match := pattern.match(theirs)))
     found, rest = match.groupdict(), theirs[match.end() :]
-    expert, numbered = found.get("e"), re.fullmatch(r"(linear_fc[12]\.\w+?)(\d+)", rest.removeprefix("mlp.experts."))
+    expert = found.get("e")
+    numbered = re.fullmatch(r"(linear_fc[12]\.[A-Za-z_]+)(\d+)", rest.removeprefix("mlp.experts."))
     if numbered and expert is None and rest.startswith("mlp.experts."):
         rest, expert = f"mlp.experts.{numbered[1]}", numbered[2]
     layer = found.get("i")

@@ -1,26 +1,39 @@
 """Read pickled files without running what is in them: those of ``torch.save`` and of torch.distributed.checkpoint.
 
-A pickle names functions and classes, and calls them. Here every name stands for a harmless substitute: tensors become
-`StoredTensor`, a place in the file; classes that only hold values become `Record`; names outside the list are refused.
-Every file gets new substitutes, so a pickle cannot change those of another file.
+A pickle is a program for a stack machine, which names functions and classes, and calls them. The machine here builds
+values and calls nothing: tensors become `StoredTensor`, a place in the file; other classes become `Record`, which holds
+values; names outside the list are refused. Its limits are below: time and memory are at most proportional to the size
+of the file, and so is what is built from a value later.
 """
 
 from __future__ import annotations
 
 import io
-import pickle
+import pickletools
 import re
 import struct
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from math import prod
 from pathlib import Path
-from typing import Any, BinaryIO, ClassVar, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 from megatron.checkpoint.errors import DamagedCheckpointError
-from megatron.checkpoint.format import ITEM_BYTES, MANIFEST_BYTES, row_major_strides, to_dims
-from megatron.config.files import open_regular
+from megatron.checkpoint.format import ITEM_BYTES, MAX_DIMS, row_major_strides, to_dims
+from megatron.config.files import MAX_DEPTH, open_regular
+from megatron.config.text import clipped, format_bytes
+
+PICKLE_BYTES = 1 << 26
+"""Limit for a pickle, and for the list of contents of a file, which are read at about 2 MB/s. A table of tensors has
+about 300 bytes for each part of a tensor."""
+
+STEPS_OF_BYTE, SPARE_STEPS = 0.6, 10_000
+"""Steps of the machine for each byte of a pickle that it has read, and more; real pickles have 0.45. A step takes about
+a microsecond, and a byte at most 70 bytes of memory."""
+
+VALUES_OF_BYTE = 4
+"""Values in the result for each byte of a pickle; what occurs in several places counts in each. Real ones have 1."""
 
 DTYPES = {
     "double": "F64",
@@ -46,14 +59,17 @@ DTYPES = {
 }
 """Names of types in torch, and in lower case in those of its storages -> in safetensors."""
 
-RECORDS = re.compile(
+NAMES = re.compile(
     r"argparse\.Namespace|types\.SimpleNamespace|signal\.\w+|pathlib\.\w+|_?io\.BytesIO|datetime\.\w+|(collections\.)?OrderedDict"
     r"|megatron\.(core|training|legacy)\.[\w.]+|transformer_engine\.[\w.]+"
     r"|torch\.distributed\.checkpoint\.(metadata|filesystem|planner|storage)\.\w+"
-    r"|torch\.(device|Tensor|nn\.parameter\.Parameter|serialization\._get_layout)|torch\.storage\.\w+Storage"
+    r"|torch\.(device|Size|Tensor|nn\.parameter\.Parameter|serialization\._get_layout)|torch\.storage\.\w+Storage"
+    r"|torch\._utils\._rebuild_(tensor_v[23]|parameter)|torch\._tensor\._rebuild_from_type_v2"
     r"|numpy\.(ndarray|dtype|dtypes\.\w+|_?core\.(multiarray|numeric)\.\w+|random\.[\w.]+)"
+    r"|_codecs\.encode|(builtins|__builtin__)\.(getattr|set|frozenset|complex|slice)"
 )
-"""Classes, and functions that return them, of which only the arguments and the state are kept."""
+"""Classes and functions that a pickle may name. Of all but those in `_Machine.construct` the arguments and the state
+are kept."""
 
 SCALARS = {"F64": "<d", "F32": "<f", "I64": "<q", "I32": "<i", "U8": "<B", "BOOL": "<?"}
 """Formats of the types that numbers of a run are stored with."""
@@ -62,21 +78,12 @@ SCALARS = {"F64": "<d", "F32": "<f", "I64": "<q", "I32": "<i", "U8": "<B", "BOOL
 class Record:
     """An object of a class that is not executed, with what the pickle gives it."""
 
-    name = ""  # of the class, with its module
-    args: tuple[Any, ...] = ()  # of its constructor
-    state: Any = None
+    __slots__ = ("args", "name", "state")
 
-    def __new__(cls, *args: Any, **keywords: Any) -> Record:
-        """Keep the arguments."""
-        record = object.__new__(cls)
-        record.args = args
-        return record
-
-    def __init__(self, *args: Any, **keywords: Any) -> None:
-        pass
-
-    def __setstate__(self, state: Any) -> None:
-        self.state = state
+    def __init__(self, name: str, args: tuple[Any, ...] = ()) -> None:
+        self.name = name  # of the class, with its module
+        self.args = args  # of its constructor
+        self.state: Any = None
 
 
 class StoredTensor(NamedTuple):
@@ -112,96 +119,283 @@ class _Storage(NamedTuple):
     crc: int
 
 
-class _Dict(dict[Any, Any]):
-    """A dictionary that may have attributes; the state dictionaries of modules do."""
+class _UnreadableError(Exception):
+    """A pickle has what is not read: the message is a sentence without its subject."""
 
 
-class _Unpickler(pickle._Unpickler):
-    """Builds objects of substitutes only.
+class _Name(Record):
+    """A name of `NAMES`, which the machine never looks up."""
 
-    It is the one in Python: the one in C allocates as much memory as a pickle asks for, before it reads on.
-    """
+    __slots__ = ()
 
-    dispatch: ClassVar[dict[int, Any]] = dict(pickle._Unpickler.dispatch)
-    del dispatch[pickle.BYTEARRAY8[0]]  # also allocates first
+
+class _Machine:
+    """The stack machine that a pickle is a program for."""
 
     def __init__(
-        self, file: BinaryIO, path: Path, storage: Callable[[str], tuple[int, int, int]] | None = None
+        self, content: bytes, path: Path, storage: Callable[[str], tuple[int, int, int]] | None = None
     ) -> None:
-        """Read from ``file``; ``storage`` returns place and checksum of a storage in ``path``, by its key."""
-        super().__init__(file)
-        self._path, self._storage = path, storage
+        """Read a pickle in ``path``; ``storage`` returns place and checksum of a storage there, by its key."""
+        self._content, self._path, self._storage = content, path, storage
+        self._stack: list[Any] = []
+        self._marks: list[int] = []  # lengths of the stack where collections begin
+        self._kept: dict[int, Any] = {}  # what the pickle refers to again
+        self._namespaces: dict[int, dict[str, Any]] = {}  # by identity
+        self._steps = 0
 
-    def find_class(self, module: str, name: str) -> Any:
-        """Return the substitute for a name; UnpicklingError if there is none."""
+    def run(self) -> Any:
+        """Return the value that the pickle builds."""
+        push = self._stack.append
+        for opcode, argument, place in pickletools.genops(self._content):
+            if opcode.name in LITERALS:
+                push(argument)
+            elif opcode.name in STEPS:
+                STEPS[opcode.name](self, argument)
+            else:
+                raise _UnreadableError(f"has the opcode {opcode.name}, which is not read")
+            self._steps += 1
+            if self._steps > SPARE_STEPS + (place or 0) * STEPS_OF_BYTE:
+                raise _UnreadableError("has more opcodes than a file of its size needs")
+        value = self._stack.pop()
+        _check_size(value, SPARE_STEPS + len(self._content) * VALUES_OF_BYTE)
+        return value
+
+    def push(self, value: object) -> None:
+        """Put a value onto the stack."""
+        self._stack.append(value)
+
+    def mark(self) -> None:
+        """Begin a collection."""
+        self._marks.append(len(self._stack))
+
+    def take(self, count: int | None = None) -> list[Any]:
+        """Remove values from the stack: ``count``, or those since the last mark."""
+        start = self._marks.pop() if count is None else len(self._stack) - count
+        if start < (self._marks[-1] if self._marks else 0):
+            raise _UnreadableError("takes more values than it has")
+        taken = self._stack[start:]
+        del self._stack[start:]
+        return taken
+
+    def append(self, items: list[Any]) -> None:
+        """Add items to the list on the stack."""
+        self._expect(list).extend(items)
+
+    def insert(self, items: Sequence[Any]) -> None:
+        """Add keys and values to the dict on the stack."""
+        self._expect(dict).update(zip(_keys(items[::2]), items[1::2], strict=True))
+
+    def collect(self) -> None:
+        """Put a dict of the keys and values since the last mark onto the stack."""
+        items = self.take()
+        self.push({})
+        self.insert(items)
+
+    def add(self, items: list[Any]) -> None:
+        """Add members to the set on the stack."""
+        self._expect(set).update(_keys(items))
+
+    def _expect(self, kind: type) -> Any:
+        found = self._stack[-1]
+        if not isinstance(found, kind):
+            raise _UnreadableError(f"takes a {type(found).__name__} for a {kind.__name__}")
+        return found
+
+    def keep(self, number: int | None) -> None:
+        """Remember the value on the stack by a number, by default the next."""
+        self._kept[len(self._kept) if number is None else number] = self._stack[-1]
+
+    def recall(self, number: int) -> None:
+        """Put the value of that number onto the stack."""
+        self._stack.append(self._kept[number])
+
+    def find(self, module: Any, name: Any) -> None:
+        """Put what stands for a name onto the stack."""
+        if not isinstance(module, str) or not isinstance(name, str):
+            raise _UnreadableError("names something by what is no text")
         full = f"{module}.{name}"
-        if module == "torch" and (name in DTYPES or name.removesuffix("Storage").lower() in DTYPES):
-            return DTYPES[name.removesuffix("Storage").lower()]
-        if full in ("torch._utils._rebuild_tensor_v2", "torch._utils._rebuild_tensor_v3"):
-            return lambda *args: self._tensor(*args)
-        if full == "torch._utils._rebuild_parameter":
-            return lambda tensor, *rest: tensor
-        if full == "torch._tensor._rebuild_from_type_v2":
-            return lambda rebuild, kind, args, *rest: self._tensor(*args)
-        if full == "torch.Size":
-            return tuple
-        if full == "collections.OrderedDict":
-            return type("OrderedDict", (_Dict,), {})
-        if full in ("_codecs.encode", "builtins.getattr", "__builtin__.getattr"):  # the bytes of arrays; enumerations
-            return type("Call", (Record,), {"name": full})
-        if module in ("builtins", "__builtin__") and name in ("set", "frozenset", "complex", "slice"):
-            return {"set": set, "frozenset": frozenset, "complex": complex, "slice": slice}[name]
-        if RECORDS.fullmatch(full):
-            return type("Record", (Record,), {"name": full})
-        raise pickle.UnpicklingError(f"names {full}, which is not read")
+        dtype = full.removeprefix("torch.").removesuffix("Storage").lower()
+        if full.startswith("torch.") and dtype in DTYPES:
+            self.push(DTYPES[dtype])
+        elif NAMES.fullmatch(full):
+            self.push(_Name(full))
+        else:
+            raise _UnreadableError(f"names {clipped(full)}, which is not read")
 
-    def persistent_load(self, key: Any) -> _Storage:
-        """Return a storage."""
+    def construct(self, function: Any, args: Any) -> None:
+        """Put onto the stack what stands for the object that a function or class would return."""
+        if not isinstance(function, _Name) or not isinstance(args, tuple):
+            raise _UnreadableError("calls what is no name")
+        match function.name:
+            case "torch._utils._rebuild_tensor_v2" | "torch._utils._rebuild_tensor_v3":
+                self.push(self._tensor(*args))
+            case "torch._tensor._rebuild_from_type_v2":
+                self.push(self._tensor(*args[2]))
+            case "torch._utils._rebuild_parameter":
+                self.push(args[0])
+            case "torch.Size":
+                self.push(to_dims(*args))
+            case "argparse.Namespace":
+                attributes: dict[str, Any] = {}
+                self._namespaces[id(attributes)] = attributes
+                self.push(attributes)
+            case "collections.OrderedDict":
+                self.push({})
+            case "builtins.set" | "builtins.frozenset" | "__builtin__.set" | "__builtin__.frozenset":
+                members = args[0] if args else []
+                self._steps += len(members)
+                self.push({*_keys(members)})
+            case name:
+                self.push(Record(name, args))
+
+    def give_state(self) -> None:
+        """Give the object on the stack its attributes. A dict has some only if it is a namespace."""
+        state, found = self._stack.pop(), self._stack[-1]
+        if isinstance(found, Record):
+            found.state = state
+        elif id(found) in self._namespaces and isinstance(state, dict):
+            found.update(state)
+            self._steps += len(state)
+
+    def open_storage(self, key: Any) -> None:
+        """Put a storage onto the stack."""
         if self._storage is None or not isinstance(key, tuple) or len(key) != 5 or key[0] != "storage":
-            raise pickle.UnpicklingError("refers to an object outside of the file")
+            raise _UnreadableError("refers to an object outside of the file")
+        if not isinstance(key[2], str):
+            raise _UnreadableError("has a storage whose key is no text")
         dtype = key[1] if isinstance(key[1], str) else ""
-        return _Storage(dtype, *self._storage(str(key[2])))
+        self.push(_Storage(dtype, *self._storage(key[2])))
 
     def _tensor(
         self, storage: Any, first: Any, shape: Any, strides: Any, grad: Any = None, hooks: Any = None, *rest: Any
     ) -> StoredTensor:
         """Return a tensor, inside its storage."""
         if not isinstance(storage, _Storage):
-            raise pickle.UnpicklingError("has a tensor without a storage")
-        dtype = storage.dtype or str(rest[0])
+            raise _UnreadableError("has a tensor without a storage")
+        dtype = str(storage.dtype or (rest[0] if isinstance(rest[0], str) else ""))
         (first,), shape, strides = to_dims((first,)), to_dims(shape), to_dims(strides)
         last = first + sum((n - 1) * stride for n, stride in zip(shape, strides))
         if len(shape) != len(strides) or (prod(shape) and (last + 1) * ITEM_BYTES[dtype] > storage.bytes):
-            raise pickle.UnpicklingError(f"has a tensor {list(shape)} that is larger than its storage")
+            raise _UnreadableError(f"has a tensor {list(shape)} that is larger than its storage")
         alone = prod(shape) * ITEM_BYTES[dtype] == storage.bytes
         offset = storage.offset + first * ITEM_BYTES[dtype]
         return StoredTensor(self._path, dtype, shape, strides, offset, storage.crc if alone else None)
 
 
-class _Window(io.RawIOBase):
-    """A part of a file, as a file."""
+def _keys(items: Sequence[Any]) -> Sequence[Any]:
+    """Return keys of a dict or members of a set, all of which are hashed in constant time.
+
+    That of nested tuples grows without bound, and tuples of numbers can be made that all have the same hash.
+    """
+    for item in items:
+        if not isinstance(item, KEYS) or (isinstance(item, int) and not -(2**63) <= item < 2**64):
+            texts = type(item) is tuple and len(item) <= MAX_DIMS and all(isinstance(each, str) for each in item)
+            if not texts:
+                raise _UnreadableError(f"has a {type(item).__name__} as a key, which is a text, a number or a record")
+    return items
+
+
+KEYS = (str, bytes, int, float, Record, type(None))
+CONTAINERS = (dict, list, tuple, set, frozenset, Record, _Name)
+
+LITERALS = {
+    *("INT", "BININT", "BININT1", "BININT2", "LONG", "LONG1", "LONG4", "FLOAT", "BINFLOAT"),
+    *("STRING", "BINSTRING", "SHORT_BINSTRING", "BINBYTES", "SHORT_BINBYTES", "BINBYTES8"),
+    *("UNICODE", "BINUNICODE", "SHORT_BINUNICODE", "BINUNICODE8"),
+}
+"""Opcodes of values that follow them."""
+
+_Step = Callable[[_Machine, Any], None]
+STEPS: Mapping[str, _Step] = {
+    **dict.fromkeys(("PUT", "BINPUT", "LONG_BINPUT", "MEMOIZE"), _Machine.keep),
+    **dict.fromkeys(("GET", "BINGET", "LONG_BINGET"), _Machine.recall),
+    **dict.fromkeys(("PROTO", "FRAME", "STOP"), lambda machine, _: None),
+    "NONE": lambda machine, _: machine.push(None),
+    "NEWTRUE": lambda machine, _: machine.push(True),
+    "NEWFALSE": lambda machine, _: machine.push(False),
+    "MARK": lambda machine, _: machine.mark(),
+    "EMPTY_TUPLE": lambda machine, _: machine.push(()),
+    "TUPLE1": lambda machine, _: machine.push(tuple(machine.take(1))),
+    "TUPLE2": lambda machine, _: machine.push(tuple(machine.take(2))),
+    "TUPLE3": lambda machine, _: machine.push(tuple(machine.take(3))),
+    "TUPLE": lambda machine, _: machine.push(tuple(machine.take())),
+    "EMPTY_LIST": lambda machine, _: machine.push([]),
+    "LIST": lambda machine, _: machine.push(machine.take()),
+    "APPEND": lambda machine, _: machine.append(machine.take(1)),
+    "APPENDS": lambda machine, _: machine.append(machine.take()),
+    "EMPTY_DICT": lambda machine, _: machine.push({}),
+    "DICT": lambda machine, _: machine.collect(),
+    "SETITEM": lambda machine, _: machine.insert(machine.take(2)),
+    "SETITEMS": lambda machine, _: machine.insert(machine.take()),
+    "EMPTY_SET": lambda machine, _: machine.push(set()),
+    "ADDITEMS": lambda machine, _: machine.add(machine.take()),
+    "FROZENSET": lambda machine, _: machine.push({*_keys(machine.take())}),
+    "GLOBAL": lambda machine, names: machine.find(*names.split(" ", 1)),
+    "STACK_GLOBAL": lambda machine, _: machine.find(*machine.take(2)),
+    "REDUCE": lambda machine, _: machine.construct(*machine.take(2)),
+    "NEWOBJ": lambda machine, _: machine.construct(*machine.take(2)),
+    "NEWOBJ_EX": lambda machine, _: machine.construct(*machine.take(3)[:2]),
+    "BUILD": lambda machine, _: machine.give_state(),
+    "BINPERSID": lambda machine, _: machine.open_storage(*machine.take(1)),
+}
+"""What the opcodes do that functions of torch write. The others are for older classes, and for recursive tuples."""
+
+
+def _check_size(value: Any, most: int) -> None:
+    """Raise _UnreadableError if a value has more than ``most`` values inside, or is nested too deeply.
+
+    What occurs in several places counts in each, as whoever prints, copies or compares the value meets it.
+    """
+    known: dict[int, tuple[int, int]] = {}  # values and depth
+
+    def measure(value: Any, above: int) -> tuple[int, int]:
+        count, depth = known.get(id(value), (0, 0))
+        if not count and above <= MAX_DEPTH:
+            parts = [value.args, value.state] if isinstance(value, Record) else list(value)
+            parts += value.values() if type(value) is dict else ()
+            count = 1 + len(parts)
+            for part in parts:
+                if type(part) in CONTAINERS:
+                    inner, below = measure(part, above + 1)
+                    count, depth = count + inner, max(depth, below + 1)
+            known[id(value)] = count, depth
+        if count > most:
+            raise _UnreadableError("repeats its values more often than a file of its size does")
+        if above + depth > MAX_DEPTH:
+            raise _UnreadableError(f"is nested more than {MAX_DEPTH} deep")
+        return count, depth
+
+    if type(value) in CONTAINERS:
+        measure(value, 0)
+
+
+class _Window:
+    """A part of a file, as a file from which only little is read at once."""
 
     def __init__(self, file: BinaryIO, start: int, length: int) -> None:
         self._file, self._start, self._length, self._at = file, start, length, 0
 
-    def readable(self) -> bool:
-        return True
-
     def seekable(self) -> bool:
         return True
+
+    def tell(self) -> int:
+        return self._at
 
     def seek(self, offset: int, whence: int = 0) -> int:
         """Move as `io.IOBase.seek`."""
         self._at = max(0, offset + (0, self._at, self._length)[whence])
         return self._at
 
-    def readinto(self, buffer: Any) -> int:
-        """Read as `io.RawIOBase.readinto`."""
+    def read(self, size: int = -1) -> bytes:
+        """Read as `io.RawIOBase.read`."""
+        left = max(0, self._length - self._at)
+        size = left if size < 0 else min(size, left)
+        if size > PICKLE_BYTES:
+            raise _UnreadableError(f"has a part of more than {format_bytes(PICKLE_BYTES)} that is no tensor")
         self._file.seek(self._start + self._at)
-        content = self._file.read(max(0, min(len(buffer), self._length - self._at)))
-        buffer[: len(content)] = content
+        content = self._file.read(size)
         self._at += len(content)
-        return len(content)
+        return content
 
 
 def read_torch_file(path: Path, start: int = 0, length: int | None = None) -> Any:
@@ -226,36 +420,38 @@ def read_pickle_file(path: Path) -> Any:
 def _read(path: Path, read: Callable[[BinaryIO, Path], Any]) -> Any:
     try:
         with open_regular(path) as file:
-            return plain(read(file, path))
+            return read(file, path)
     except OSError as error:
         raise DamagedCheckpointError(f"{path} cannot be read: {error.strerror or error}") from error
-    except pickle.UnpicklingError as error:
+    except _UnreadableError as error:
         raise DamagedCheckpointError(f"{path} {error}") from error
     except zipfile.BadZipFile as error:
-        raise DamagedCheckpointError(f"{path} is truncated, or was not written by torch.save: {error}") from error
+        raise DamagedCheckpointError(
+            f"{path} is truncated, or was not written by torch.save: {clipped(error)}"
+        ) from error
     except Exception as error:  # a damaged pickle may raise anything
-        raise DamagedCheckpointError(f"{path} is damaged: {error!r}") from error
+        raise DamagedCheckpointError(f"{path} is damaged: {clipped(repr(error))}") from error
 
 
 def _read_pickle(file: BinaryIO, path: Path) -> Any:
     size = file.seek(0, io.SEEK_END)
-    if size > MANIFEST_BYTES:
-        raise pickle.UnpicklingError("is too large for a table of tensors")
+    if size > PICKLE_BYTES:
+        raise _UnreadableError("is too large for a table of tensors")
     file.seek(0)
-    return _Unpickler(io.BytesIO(file.read(size)), path).load()
+    return _Machine(file.read(size), path).run()
 
 
 def _read_zip(file: BinaryIO, path: Path, start: int, length: int | None) -> Any:
     size = file.seek(0, io.SEEK_END) - start if length is None else length
-    with zipfile.ZipFile(io.BufferedReader(_Window(file, start, size))) as archive:
+    with zipfile.ZipFile(_Window(file, start, size)) as archive:
         entries = {info.filename.partition("/")[2]: info for info in archive.infolist()}
         for info in entries.values():
             if info.compress_type != zipfile.ZIP_STORED or info.file_size != info.compress_size:
-                raise pickle.UnpicklingError(f"has compressed contents ({info.filename})")
+                raise _UnreadableError(f"has compressed contents ({clipped(info.filename)})")
         if "byteorder" in entries and archive.read(entries["byteorder"]).strip() != b"little":
-            raise pickle.UnpicklingError("was written by a big-endian machine")
-        if "data.pkl" not in entries or entries["data.pkl"].file_size > MANIFEST_BYTES:
-            raise pickle.UnpicklingError("was not written by torch.save")
+            raise _UnreadableError("was written by a big-endian machine")
+        if "data.pkl" not in entries or entries["data.pkl"].file_size > PICKLE_BYTES:
+            raise _UnreadableError("was not written by torch.save")
         content = archive.read(entries["data.pkl"])
 
     def storage(key: str) -> tuple[int, int, int]:
@@ -264,30 +460,7 @@ def _read_zip(file: BinaryIO, path: Path, start: int, length: int | None) -> Any
         name, extra = struct.unpack("<HH", file.read(4))
         first: int = info.header_offset + 30 + name + extra
         if first + info.file_size > size:
-            raise pickle.UnpicklingError("is truncated")
+            raise _UnreadableError("is truncated")
         return start + first, info.file_size, info.CRC
 
-    return _Unpickler(io.BytesIO(content), path, storage).load()
-
-
-def plain(value: Any) -> Any:
-    """Return a value with plain dicts, lists and tuples; the attributes of a namespace are a dict.
-
-    Raises:
-        RecursionError: if it is nested in itself.
-    """
-    known: dict[int, Any] = {}  # an object may occur in many places
-
-    def convert(value: Any) -> Any:
-        if isinstance(value, Record) and value.name == "argparse.Namespace":
-            value = value.state if isinstance(value.state, dict) else {}
-        if isinstance(value, StoredTensor | _Storage) or not isinstance(value, dict | list | tuple):
-            return value
-        if id(value) not in known:
-            if isinstance(value, dict):
-                known[id(value)] = {key: convert(item) for key, item in dict.items(value)}
-            else:
-                known[id(value)] = (list if isinstance(value, list) else tuple)(map(convert, value))
-        return known[id(value)]
-
-    return convert(value)
+    return _Machine(content, path, storage).run()

@@ -58,7 +58,7 @@ from megatron.checkpoint.save import (
     write_small_files,
 )
 from megatron.checkpoint.tensor_file import GlobalTensor, TensorEntry, TensorFileWriter, TensorPart, copy_tiled
-from megatron.config.files import parse_json
+from megatron.config.files import TABLE_FILE_BYTES, parse_json, read_small
 from megatron.config.model import ModelConfig
 from megatron.config.run import PrecisionConfig, RunConfig
 from megatron.config.text import package_version
@@ -270,8 +270,8 @@ def _imported_extras(folder: Path, source: HuggingFaceWeights, dtype: str | None
 def _check_json(path: Path) -> None:
     """Raise CheckpointError unless a file holds a JSON object."""
     try:
-        content = parse_json(path.read_bytes())
-    except ValueError as error:
+        content = parse_json(read_small(path, TABLE_FILE_BYTES))
+    except (OSError, ValueError) as error:
         raise CheckpointError(f"{path} is no JSON: {error}") from error
     if not isinstance(content, dict):
         raise CheckpointError(f"{path} holds {type(content).__name__}, not an object")

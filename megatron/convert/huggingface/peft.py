@@ -14,7 +14,7 @@ import os
 import re
 import shutil
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import reduce
 from pathlib import Path
@@ -340,6 +340,8 @@ def from_peft(folder: Path, kind: str, base: ModelConfig) -> tuple[ModelConfig, 
     splits = [(module, module.split()) for module in modules]
     rank = max(len(a) for _, parts in splits for a, _ in parts.values())
     scale = Counter(module.scale for module in modules).most_common(1)[0][0]
+    unlike = [f"{module.scale:g}" for module in modules if not 2**-64 < module.scale / scale < 2**64]
+    raise_if_any(folder, {f"has scales that one matrix cannot hold beside {scale:g}": unlike})
     adapted: dict[str, set[int]] = defaultdict(set)
     for module, parts in splits:
         adapted[module.linear.ours] |= parts.keys()
@@ -441,8 +443,9 @@ def _read_modules(folder: Path, config: JsonObject, linears: Mapping[str, PeftLi
     file = TensorFile(path)
     suffixes = (LORA_A, LORA_B, LORA_MAGNITUDE) if config.get("use_dora") else (LORA_A, LORA_B)
     held = {key.removeprefix(PREFIX).removesuffix(suffix) for key in file.keys for suffix in suffixes}
-    adapted = {name for name in linears if name in held or _is_targeted(config, name)}
-    ranks = {name: _of_pattern(config, "rank_pattern", name, config["r"]) for name in sorted(adapted)}
+    adapted = held & linears.keys() | _targeted(config, linears)
+    ranks = _values_of_pattern(config, "rank_pattern", sorted(adapted), config["r"])
+    alphas = _values_of_pattern(config, "alpha_pattern", adapted, config["lora_alpha"])
     expected = {
         f"{PREFIX}{name}{suffix}": shape
         for name, rank in ranks.items()
@@ -467,26 +470,30 @@ def _read_modules(folder: Path, config: JsonObject, linears: Mapping[str, PeftLi
     modules = []
     for name, rank in ranks.items():
         a, b, *magnitude = (file.tensor(f"{PREFIX}{name}{suffix}") for suffix in suffixes)
-        alpha = _of_pattern(config, "alpha_pattern", name, config["lora_alpha"])
-        scale = alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
+        scale = alphas[name] / (math.sqrt(rank) if config.get("use_rslora") else rank)
         modules.append(_Module(linears[name], a, b, next(iter(magnitude), None), scale))
     return modules
 
 
-def _is_targeted(config: JsonObject, name: str) -> bool:
-    """Return True if a list of ``target_modules`` selects a linear. Regular expressions are not evaluated."""
+def _targeted(config: JsonObject, names: Collection[str]) -> set[str]:
+    """Return the linears that a list of ``target_modules`` selects. Regular expressions are not evaluated."""
     if any(config.get(option) for option in ("exclude_modules", "layers_to_transform")):
-        return False
+        return set()
     targets = config.get("target_modules")
-    return targets == "all-linear" or (isinstance(targets, list) and any(_ends_with(name, end) for end in targets))
+    if not isinstance(targets, list):
+        return {*names} if targets == "all-linear" else set()
+    ends = {end for end in targets if isinstance(end, str)}
+    return {name for name in names if not ends.isdisjoint(_ends(name))}
 
 
-def _of_pattern(config: JsonObject, option: str, name: str, default: Any) -> Any:
-    """Return the value of a linear in a ``rank_pattern`` or ``alpha_pattern``."""
-    pattern = config.get(option) or {}
-    return next((value for end, value in pattern.items() if _ends_with(name, end)), default)
+def _values_of_pattern(config: JsonObject, option: str, names: Iterable[str], default: Any) -> dict[str, Any]:
+    """Return the value of each linear in a ``rank_pattern`` or ``alpha_pattern``: that of the first end that fits."""
+    pattern = {end: (n, value) for n, (end, value) in enumerate((config.get(option) or {}).items())}
+    usual = len(pattern), default
+    return {name: min(pattern.get(end, usual) for end in _ends(name))[1] for name in names}
 
 
-def _ends_with(name: str, end: object) -> bool:
-    """Return True if a name is ``^end``, or ends in ``end`` as whole words."""
-    return f"^{name}" == end or f".{name}".endswith(f".{end}")
+def _ends(name: str) -> list[str]:
+    """Return the ways to select a name: ``^name``, or its end as whole words."""
+    parts = name.split(".")
+    return [f"^{name}", *(".".join(parts[start:]) for start in range(len(parts)))]

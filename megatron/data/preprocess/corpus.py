@@ -50,6 +50,8 @@ MAX_PIECE_BYTES = 16 << 20  # approximate upper limit of the text yielded at onc
 READ_BYTES_OF_SUFFIX = {".gz": 1 << 14, ".zst": 1 << 9, ".bz2": 1 << 14, ".xz": 1 << 14}
 """Compressed bytes read at once. The libraries for .bz2 and .xz take `MAX_PIECE_BYTES` as a limit. For the others it
 follows from the highest compression: a factor of about 1000 for .gz, and 4 bytes for a block of 128 kB for .zst."""
+MAX_WINDOW_BYTES = 1 << 31
+"""Memory that a .zst or .xz file may ask for: what ``zstd --long=31`` does, and more than ``xz -9e``."""
 PADDING = b"\0"  # appended to .gz by tar and tape tools, and allowed in .xz
 
 
@@ -93,12 +95,12 @@ def _library(suffix: str) -> tuple[Callable[[], Any], type[Exception]]:
     if suffix == ".bz2":
         return bz2.BZ2Decompressor, OSError
     if suffix == ".xz":
-        return lzma.LZMADecompressor, lzma.LZMAError
+        return lambda: lzma.LZMADecompressor(memlimit=MAX_WINDOW_BYTES), lzma.LZMAError
     try:
         import zstandard
     except ImportError as error:
         raise DataError("zstandard is needed for .zst files", "pip install zstandard") from error
-    return zstandard.ZstdDecompressor(max_window_size=1 << 31).decompressobj, zstandard.ZstdError
+    return zstandard.ZstdDecompressor(max_window_size=MAX_WINDOW_BYTES).decompressobj, zstandard.ZstdError
 
 
 UTF_16_BOMS = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
@@ -364,7 +366,7 @@ def split_into_blocks(
 ) -> Iterator[Block]:
     """Yield blocks of about ``block_bytes`` of text in the order of the files; a longer line makes a larger block.
 
-    Of tables only the columns ``keys`` are read. Lines and plain files of more than ``max_line_bytes`` are invalid.
+    Of tables only the columns ``keys`` are read. Lines, rows and plain files over ``max_line_bytes`` are invalid.
     """
     plain: list[Path] = []
     size = 0
@@ -376,7 +378,7 @@ def split_into_blocks(
             yield FileBlock(tuple(plain), size, max_line_bytes)
             plain, size = [], 0
         if is_table(file):
-            yield from _cut_table(file, keys, block_bytes)
+            yield from _cut_table(file, keys, block_bytes, max_line_bytes)
         elif not is_plain(file):
             yield from split_lines_file(file, block_bytes, max_line_bytes)
     if plain:
@@ -523,14 +525,15 @@ def _too_long(max_bytes: int) -> tuple[str, ...]:
     return f" is longer than {max_bytes:,} bytes", f"--max-line-bytes {2 * max_bytes}", FIX_LINE
 
 
-def _cut_table(file: Path, keys: Sequence[str], block_bytes: int) -> Iterator[LineBlock]:
+def _cut_table(file: Path, keys: Sequence[str], block_bytes: int, max_row_bytes: int) -> Iterator[LineBlock]:
     """Yield the blocks of a table; the last one has no rows."""
     done = 0  # bytes of the file
     first = True
     damage: tuple[str, ...] = ()
     try:
-        for content, end in read_batches(file, keys, block_bytes):
-            yield LineBlock(file, content, end - done, first, last=False)
+        for content, end in read_batches(file, keys, min(block_bytes, max_row_bytes), max_row_bytes):
+            why = _too_long(max_row_bytes) if content is None else ()
+            yield LineBlock(file, content or b"", end - done, first, last=False, damage=why)
             done, first = end, False
     except UnreadableTableError as error:
         damage = (error.seen, *error.fixes)

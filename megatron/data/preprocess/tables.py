@@ -11,14 +11,21 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from megatron.config.files import parse_json, read_small
+from megatron.config.text import clipped, listed
 from megatron.data.errors import DataError
 
 TABLE_SUFFIXES = (".parquet", ".arrow")
 TEXT_TYPES = ("string", "large_string", "string_view", "binary", "large_binary", "binary_view", "null")
 """Of Arrow. Bytes are text in UTF-8, which is checked row by row."""
 
-READ_BYTES = 1 << 20  # of a Parquet column, read at once
+READ_BYTES, READ_ROWS = 1 << 20, 32
+"""Of a Parquet column, read at once. A few bytes of a file can stand for any number of rows, each with the longest text
+of a page; the row counts and sizes that a file declares are not relied on."""
+ROW_BYTES = 8  # of a batch, at least, for each row
 ARROW_FILE_MAGIC = b"ARROW1"  # begins a file with random access; the streams that `datasets` writes lack it
 
 TABLES_FIX = "pip install 'megatron-pretrain[tables]'"
@@ -30,13 +37,16 @@ class UnreadableTableError(DataError):
     """The rest of a table cannot be read: `seen` is a sentence without its subject."""
 
 
-def read_batches(file: Path, keys: Sequence[str], batch_bytes: int) -> Iterator[tuple[bytes, int]]:
+def read_batches(
+    file: Path, keys: Sequence[str], batch_bytes: int, max_row_bytes: int
+) -> Iterator[tuple[bytes | None, int]]:
     """Yield batches of about ``batch_bytes`` of text, and how many bytes of the file have been read, approximately.
 
     Args:
         file: with the suffix of a table.
         keys: columns to read.
         batch_bytes: size of a batch; a longer row makes a larger one.
+        max_row_bytes: limit of the text in a row. A longer one yields None.
 
     Raises:
         UnreadableTableError: if the file is damaged, or a column is missing or not text.
@@ -46,30 +56,43 @@ def read_batches(file: Path, keys: Sequence[str], batch_bytes: int) -> Iterator[
     except ImportError as error:
         raise DataError(f"pyarrow is needed for {file}", TABLES_FIX) from error
     read = _read_parquet if file.suffix.lower() == ".parquet" else _read_arrow
+    most = max(1, batch_bytes // ROW_BYTES)
     try:
         for batch, end in read(file, keys, batch_bytes):
-            rows = max(1, batch.num_rows * batch_bytes // max(1, batch.nbytes))
-            for start in range(0, batch.num_rows, rows):
-                yield _serialize(batch.slice(start, rows), keys), end
-    except (pa.ArrowException, OSError) as error:
+            columns = [_checked(batch.column(key)) for key in keys]
+            for first in range(0, batch.num_rows, most):
+                some = [column.slice(first, most) for column in columns]
+                ends = sum(map(_lengths, some)).cumsum()
+                start = 0
+                while start < len(ends):
+                    before = int(ends[start - 1]) if start else 0
+                    stop = max(start + 1, int(ends.searchsorted(before + batch_bytes, "right")))
+                    fits = int(ends[stop - 1]) - before <= max(batch_bytes, max_row_bytes)
+                    yield _serialize([each.slice(start, stop - start) for each in some], keys) if fits else None, end
+                    start = stop
+    except (pa.ArrowException, OSError, UnicodeDecodeError) as error:  # of names
         if isinstance(error, OSError) and error.errno is not None:
             raise
-        reason = str(error).splitlines()[0]
-        raise UnreadableTableError(f" cannot be read from here on: {reason}", "copy the file again") from error
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        raise UnreadableTableError(f" cannot be read from here on: {clipped(reason)}", "copy the file again") from error
 
 
 def _read_parquet(file: Path, keys: Sequence[str], batch_bytes: int) -> Iterator[tuple[Any, int]]:
+    import pyarrow as pa
     from pyarrow import parquet
 
     with parquet.ParquetFile(file, buffer_size=READ_BYTES, pre_buffer=False) as table:
         _check_columns(table.schema_arrow, keys)
         size, total, done = file.stat().st_size, table.metadata.num_rows, 0
-        for index in range(table.num_row_groups):
-            group = table.metadata.row_group(index)
-            rows = max(1, group.num_rows * batch_bytes // max(1, group.total_byte_size))
-            for batch in table.iter_batches(rows, [index], keys):
-                done += batch.num_rows
-                yield batch, size * done // total
+        read, held = [], 0
+        for batch in table.iter_batches(READ_ROWS, columns=keys, use_threads=False):
+            read.append(batch)
+            done, held = done + batch.num_rows, held + batch.nbytes
+            if held >= batch_bytes:
+                yield pa.concat_batches(read), size * min(done, total) // max(1, total)
+                read, held = [], 0
+        if read:
+            yield pa.concat_batches(read), size
 
 
 def _read_arrow(file: Path, keys: Sequence[str], batch_bytes: int) -> Iterator[tuple[Any, int]]:
@@ -92,20 +115,50 @@ def _check_columns(schema: Any, keys: Sequence[str]) -> None:
 
     for key in keys:
         if key not in schema.names:
-            has = ", ".join(schema.names[:8]) or "none"
+            has = listed(schema.names, 8) or "none"
             raise UnreadableTableError(f" has no column '{key}'; its columns: {has}", "--json-keys COLUMN")
         if schema.names.count(key) > 1:
             raise UnreadableTableError(f" has several columns '{key}'", "rename them")
         kind = schema.field(key).type
         if str(kind.value_type if types.is_dictionary(kind) else kind) not in TEXT_TYPES:
-            raise UnreadableTableError(f": '{key}' is {kind}, not a string", "--json-keys COLUMN")
+            raise UnreadableTableError(f": '{key}' is {clipped(kind)}, not a string", "--json-keys COLUMN")
 
 
-def _serialize(batch: Any, keys: Sequence[str]) -> bytes:
-    """Return an Arrow stream of the columns; bytes instead of strings, which may be invalid UTF-8."""
+def _checked(column: Any) -> Any:
+    """Return a column of text as bytes, after a check that all of it lies in its buffers; ArrowInvalid if not.
+
+    The library does not check what it reads from a file of Arrow. Texts may be invalid UTF-8, which is found later.
+    """
     import pyarrow as pa
 
-    columns = [batch.column(key) for key in keys]
+    column.validate()
+    if pa.types.is_dictionary(column.type):
+        return pa.DictionaryArray.from_arrays(column.indices, _checked(column.dictionary))
+    kinds = {"string": pa.binary(), "large_string": pa.large_binary(), "string_view": pa.binary_view()}
+    column = column.view(kinds.get(str(column.type), column.type))
+    column.validate(full=True)
+    return column
+
+
+def _lengths(column: Any) -> NDArray[np.int64]:
+    """Return the number of bytes of each text."""
+    import pyarrow as pa
+
+    if pa.types.is_null(column.type):
+        return np.zeros(len(column), np.int64)
+    if pa.types.is_dictionary(column.type):
+        return _lengths(column.dictionary)[column.indices.fill_null(0).to_numpy()] * column.is_valid().to_numpy(False)
+    if column.type == pa.binary_view():  # each begins with its length
+        views = np.frombuffer(column.buffers()[1], np.int32)[4 * column.offset :: 4][: len(column)]
+        return np.where(column.is_valid().to_numpy(False), views, 0).astype(np.int64)
+    lengths: NDArray[np.int64] = pa.compute.binary_length(column).fill_null(0).to_numpy().astype(np.int64)
+    return lengths
+
+
+def _serialize(columns: Sequence[Any], keys: Sequence[str]) -> bytes:
+    """Return an Arrow stream of columns of `_checked`."""
+    import pyarrow as pa
+
     texts = [column.dictionary_decode() if pa.types.is_dictionary(column.type) else column for column in columns]
     rows = pa.record_batch([text.cast(pa.large_binary()) for text in texts], list(keys))
     sink = pa.BufferOutputStream()

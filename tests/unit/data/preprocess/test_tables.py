@@ -134,7 +134,8 @@ def test_batches_of_a_table_are_small(tmp_path: Path) -> None:
     for name in ("a.parquet", "a.arrow"):
         before = pa.total_allocated_bytes()
         batches = []
-        for content, _ in tables.read_batches(tmp_path / name, ["text"], 100_000):
+        for content, _ in tables.read_batches(tmp_path / name, ["text"], 100_000, 1 << 20):
+            assert content is not None
             batches.append(content)
             assert pa.total_allocated_bytes() < before + 8_000_000
         assert max(map(len, batches)) < 150_000
