@@ -244,9 +244,7 @@ def global_batch(case: Case, step: int) -> MicroBatch:
     positions, documents = (None if c is None else torch.from_numpy(c) for c in columns[3:5])
     samples = torch.arange(case.samples) + step * case.samples
     restarts = case.documents.reset_pattern
-    batch = MicroBatch(
-        tokens, labels, mask * counts, samples, step, positions, documents, pattern_restarts=restarts
-    )
+    batch = MicroBatch(tokens, labels, mask * counts, samples, step, positions, documents, pattern_restarts=restarts)
     return with_pairs(batch, generator) if case.training.objective == "dpo" else batch
 
 
