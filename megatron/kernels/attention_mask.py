@@ -217,7 +217,9 @@ class AttentionMask:
         if "host starts" not in self.cache:
             self.cache["host starts"] = self._find_starts(torch.from_numpy(runs_BL)).numpy()
         starts_BL = self.cache["host starts"]
-        q, k = (_edges(ranges) - starts_BL[:, _edges(ranges)[0]][:, None] for ranges in (queries, keys))  # [B, 2, blocks]
+        q, k = (
+            _edges(ranges) - starts_BL[:, _edges(ranges)[0]][:, None] for ranges in (queries, keys)
+        )  # [B, 2, blocks]
         inside = _kinds(replace(pattern, plugin=None), q[:, 0], q[:, 1], k[:, 0], k[:, 1])
         if pattern.rule is not None:
             inside = np.minimum(inside, PARTIAL)

@@ -214,7 +214,8 @@ FACTORS: dict[str, tuple[Any, ...]] = {
     "biases": tuple(BIASES),
     "activation": tuple(ACTIVATIONS),
     "pattern": tuple(PATTERNS),
-    "documents": tuple(name for name in DOCUMENTS if name != "all"),  # conversations have all masks, and other cases
+    # Conversations have all masks, and other cases; their patterns restart too.
+    "documents": tuple(name for name in DOCUMENTS if name not in ("all", "patterns")),
     "masked": (True, False),
     "dropout": tuple(DROPOUT),
     "z_loss": (0.0, 1e-2),

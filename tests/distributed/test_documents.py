@@ -149,12 +149,17 @@ def test_each_flag_is_needed_for_that(pool: Pool, tmp_path: Path, left_out: str)
 
 
 CONVERSATIONS = "--fp64 --vocab-size 257 --tokenizer-type ByteTokenizer --no-mock-data --global-batch-size 8"
-ANSWERS = [("a", "bc" * (i % 4 + 1), "d" * (i % 5 + 2)) for i in range(7)]
+ANSWERS = [("ab"[i % 2], "bc" * (i % 4 + 1), "d" * (i % 5 + 2)) for i in range(7)]
 OBJECTIVES = {
     "sft": [{"prompt": prompt, "completion": chosen} for prompt, chosen, _ in ANSWERS],
     "dpo": [
         {"prompt": p, "chosen": c, "rejected": r, "ref_chosen_logps": -3.0 * len(c), "ref_rejected_logps": -2.0}
         for p, c, r in ANSWERS
+    ],
+    "dpo of ties": [
+        {"prompt": p, "chosen": c, "rejected": r, "ref_chosen_logps": -2.0, "ref_rejected_logps": -2.0 - lead}
+        for p, c, _ in ANSWERS
+        for r, lead in ((c, 0.0), (f"{c}e", 90.0 if p == "a" else -90.0))
     ],
 }
 CP = "--context-parallel-size"
@@ -171,9 +176,10 @@ def conversations_of(folder: Path, objective: str, pattern: str, flags: str, ran
     """A step on all conversations, in samples of 24 positions if not said otherwise."""
     path = folder / "lines.jsonl"
     path.write_text("".join(json.dumps(line) + "\n" for line in OBJECTIVES[objective]))
-    kind = " --objective dpo" if objective == "dpo" else ""
-    data = f"{CONVERSATIONS}{kind} --set data.chat_data_path={path} --max-position-embeddings 96"
-    return tiny_run(folder, f"{data} --attention-pattern {pattern} --seq-length 24 {flags}", ranks)
+    kind = "" if objective == "sft" else " --objective dpo"
+    data = f"{CONVERSATIONS}{kind} --set data.chat_data_path={path} --data-cache-path {folder}"
+    sizes = "--max-position-embeddings 96 --seq-length 24"
+    return tiny_run(folder, f"{data} {sizes} --attention-pattern {pattern} {flags}", ranks)
 
 
 @pytest.mark.parametrize(
@@ -192,6 +198,19 @@ def test_conversations_train_alike_however_they_are_packed(
 
     reference = join_traces([packed(0, 1, config())])
     for name, (flags, ranks) in PACKINGS.items():
-        got = join_traces(pool.run(ranks, packed, config(flags, ranks), check_collectives=False))
+        got = join_traces(pool.run(ranks, packed, config(flags, ranks), timeout=240.0, check_collectives=False))
         assert got.drifted == []
         assert [d for d in compare_traces(0, got, reference, 1e-5, LR) if d.error > 1e-12] == [], name
+
+
+def accuracy(rank: int, world_size: int, config: RunConfig) -> float:
+    trainer = build_trainer(config, rank, world_size)
+    return train_step(trainer, trainer.next_batches(), RATES).extra["rewards/accuracies"].item()
+
+
+def test_pairs_of_equal_answers_are_ties_in_every_layout(pool: Pool, tmp_path: Path) -> None:
+    """Half of the pairs: their rewards differ by what rounding makes of the places of the answers."""
+    for flags, ranks in (("", 1), *PACKINGS.values()):
+        config = conversations_of(tmp_path, "dpo of ties", "local:3", flags, ranks)
+        found = pool.run(ranks, accuracy, config, timeout=240.0, check_collectives=False)
+        assert found == [pytest.approx(3 / 14, rel=1e-12)] * ranks, flags
