@@ -73,6 +73,7 @@ DOCUMENT_OPTIONS = Need(
     lambda c: any(getattr(c.data, name) for name in DOCUMENT_BOUNDARY_OPTIONS),
     "--reset-position-ids, --reset-attention-mask or --eod-mask-loss",
 )
+LAYER_PATTERNS = Need("attention_pattern")
 GPT2_BPE = Need("tokenizer_type=GPT2BPETokenizer")
 TIKTOKEN = Need("tokenizer_type=TikTokenizer")
 TOKENIZER_WITH_MODEL = Need(
@@ -580,6 +581,9 @@ class DataConfig:
     """Restart position ids at every document of a sample."""
     reset_attention_mask: bool = option(False, role="data", needs=DOCUMENTS)
     """Restrict attention to tokens of the same document."""
+    reset_attention_pattern: bool = option(False, role="data", needs=("reset_attention_mask", LAYER_PATTERNS))
+    """Count the chunks, first tokens and prefix of attention_pattern from the start of each document, not of the
+    sample. Conversations always do."""
     eod_mask_loss: bool = option(False, role="data", needs=DOCUMENTS)
     """Exclude the prediction after the end of a document from the loss."""
     tokenizer_type: str | None = option(None, role="free", choices=TOKENIZER_TYPES, parse=_tokenizer_type)

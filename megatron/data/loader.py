@@ -134,6 +134,7 @@ class MaskBuilder:
     reset_positions: bool = False  # restart positions in every document
     reset_attention: bool = False  # no attention across documents
     mask_eod_loss: bool = False  # no loss where the input is ``eod``: the start of a document cannot be predicted
+    reset_pattern: bool = False  # attention patterns restart in every document
     prefix: int = 0  # first tokens that attend to each other in both directions: no loss where the label is visible
 
     def __post_init__(self) -> None:
@@ -145,27 +146,30 @@ class MaskBuilder:
         effects = {
             "no attention across documents": self.reset_attention,
             "positions restart in each": self.reset_positions,
+            "the attention pattern restarts in each": self.reset_pattern,
             "no loss on the first token of each": self.mask_eod_loss,
         }
         active = ", ".join(text for text, is_on in effects.items() if is_on)
         parts = [f"end with id {self.eod}: {active}"] if active else []
         if self.prefix > 1:
-            parts.append(f"no loss on the first {counted(self.prefix - 1, 'label')}, which the prefix shows")
+            of_each = " of each" if self.reset_pattern else ""
+            parts.append(f"no loss on the first {counted(self.prefix - 1, 'label')}{of_each}, which the prefix shows")
         return "; ".join(parts) or None
 
     def build(self, tokens: NDArray[np.int64], labels: NDArray[np.int64]) -> BatchArrays:
         """Build the arrays of a micro-batch of ``tokens`` and ``labels`` ``[b, s]``, which are not modified."""
         loss_mask = np.ones(tokens.shape, dtype=np.float32)
-        positions = documents = None
+        ids = positions = documents = None
         if self.eod is not None:
             ids = document_ids(tokens, self.eod)
             positions = positions_in_documents(ids) if self.reset_positions else None
             documents = ids if self.reset_attention else None
             loss_mask[(tokens == self.eod) & self.mask_eod_loss] = 0.0
-        loss_mask[:, : max(self.prefix - 1, 0)] = 0.0
+        places = np.arange(tokens.shape[1]) if ids is None or not self.reset_pattern else positions_in_documents(ids)
+        loss_mask[np.broadcast_to(places < self.prefix - 1, tokens.shape)] = 0.0
         if self.pad is not None:
             loss_mask[labels == self.pad] = 0.0
-            tokens, labels = (np.where(ids == self.pad, PAD_REPLACEMENT, ids) for ids in (tokens, labels))
+            tokens, labels = (np.where(row == self.pad, PAD_REPLACEMENT, row) for row in (tokens, labels))
         boundaries = None if documents is None else document_boundaries(documents)
         return BatchArrays(tokens, labels, loss_mask, positions, documents, boundaries)
 
@@ -315,7 +319,8 @@ class DataSource:
         missing = self.micro_batch_size - len(places) if self.padded else 0
         ids = [*places, *[places.stop - 1] * missing]
         samples = [self._sample(split, dataset, i) for i in ids]
-        if samples[0].loss_mask is None:
+        derived = samples[0].loss_mask is None
+        if derived:
             tokens, labels = [sample.tokens for sample in samples], [sample.labels for sample in samples]
             arrays = self.masks.build(np.stack(tokens), np.stack(labels))._replace(extra=stacked_extra(samples))
         else:
@@ -329,6 +334,7 @@ class DataSource:
         return MicroBatch(
             sample_ids=tensor(np.array(ids, dtype=np.int64)),
             step=step,
+            pattern_restarts=self.masks.reset_pattern or not derived,
             host_documents=None if arrays.documents is None else torch.from_numpy(arrays.documents),
             seq_length=None if rows is None else self.seq_length,
             extra=extra,
@@ -509,7 +515,8 @@ def build_masks(data: DataConfig, known: TokenizerInfo | None, vocab_size: int, 
             "--tokenizer-type HuggingFaceTokenizer --tokenizer-model DIR_OR_tokenizer.json",
         )
     pad = None if known is None else known.pad
-    return MaskBuilder(eod, pad, data.reset_position_ids, data.reset_attention_mask, data.eod_mask_loss, prefix)
+    resets = data.reset_position_ids, data.reset_attention_mask, data.eod_mask_loss, data.reset_attention_pattern
+    return MaskBuilder(eod, pad, *resets, prefix)
 
 
 def note_many_epochs(source: str, epochs: float) -> str | None:

@@ -36,6 +36,8 @@ class MicroBatch:
     # int32 [number of documents + 1], starts of the documents in the concatenated samples, then b s. None to compute
     # them from ``documents``, which synchronises host and device.
     boundaries: Tensor | None = None
+    # Attention patterns count positions from the start of each document, not of the sample.
+    pattern_restarts: bool = False
     # Tokens S of the whole samples, if context parallelism has distributed them; None if this rank has all.
     seq_length: int | None = None
     # Further tensors by name, for objectives; the same names in every micro-batch.

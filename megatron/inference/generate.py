@@ -182,7 +182,7 @@ def generate(
     chunk.eval()
     new: list[list[int]] = [[] for _ in prompts]
     indices = range(len(prompts)) if indices is None else indices
-    for batch in _batches(chunk.config, prompts, batch_size):
+    for batch in (range(i, min(i + batch_size, len(prompts))) for i in range(0, len(prompts), batch_size)):
         unfinished = set(batch)
         drawn = [indices[prompt] for prompt in batch]
         for row, token in _generate_batch(chunk, prompts[batch.start : batch.stop], drawn, max_new_tokens, sampling):
@@ -198,20 +198,6 @@ def generate(
             if not unfinished:
                 break
     return new
-
-
-def _batches(config: ModelConfig, prompts: Sequence[Sequence[int]], size: int) -> Iterator[range]:
-    """Yield batches of successive prompts.
-
-    Padding moves tokens to later positions. Where attention depends on these, prompts of a batch are equally long.
-    """
-    first, padded = 0, all(config.pattern(layer).only_distance for layer in range(config.num_layers))
-    while first < len(prompts):
-        stop, last = first + 1, min(first + size, len(prompts))
-        while stop < last and (padded or len(prompts[stop]) == len(prompts[first])):
-            stop += 1
-        yield range(first, stop)
-        first = stop
 
 
 def _generate_batch(

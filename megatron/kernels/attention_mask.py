@@ -68,7 +68,8 @@ class AttentionMask:
     """Mask of some queries and keys of a sequence.
 
     It is right for any part of the sequence: new tokens after cached ones, or the queries of one context-parallel rank
-    and the keys of another. Attention stays in a document.
+    and the keys of another. Attention stays in a document. Where the pattern restarts in each, a document has the mask
+    that it has alone, wherever it is in the sample.
     """
 
     # Positions of the queries and of the keys in the sequence: consecutive ranges, in the order of the rows.
@@ -82,6 +83,8 @@ class AttentionMask:
     host_documents: Tensor | None = None
     # The value of :attr:`boundaries`, if known in advance.
     known_boundaries: Tensor | None = None
+    # The pattern counts positions from the start of each document, not of the sample.
+    restarts: bool = False
     # Results of methods, shared with the masks of other parts: layers of the same pattern compute them once.
     cache: dict[Any, Any] = field(default_factory=dict, compare=False, repr=False)
 
@@ -130,12 +133,28 @@ class AttentionMask:
     def dense(self, samples: slice = slice(None), queries: slice = slice(None), keys: slice = slice(None)) -> Tensor:
         """Return the boolean mask of some rows, True where a query sees a key: ``[B or 1, 1, queries, keys]``."""
         query_S, key_T = self.query_positions[queries], self.key_positions[keys]
-        mask_ST = self.pattern.allows(query_S.unsqueeze(1), key_T)
         if self.documents is None:
-            return mask_ST[None, None]
-        documents_BL = self.documents[samples]
+            return cast("Tensor", self.pattern.allows(query_S.unsqueeze(1), key_T))[None, None]
+        documents_BL, starts_BL = self.documents[samples], self.starts
         same_document = documents_BL[:, None, query_S, None] == documents_BL[:, None, None, key_T]
-        return same_document.logical_and_(mask_ST)
+        if starts_BL is not None:
+            query_S, key_T = (at - starts_BL[samples, None, at] for at in (query_S, key_T))
+        return same_document.logical_and_(self.pattern.allows(query_S.unsqueeze(-1), key_T.unsqueeze(-2)))
+
+    @property
+    def starts(self) -> Tensor | None:
+        """Where the document of each token starts, int64 ``[B, L]``; None if the pattern does not depend on it."""
+        if self.documents is None or not self.restarts or self.pattern.only_distance:
+            return None
+        if "starts" not in self.cache:
+            self.cache["starts"] = self._find_starts(self.documents)
+        starts_BL: Tensor = self.cache["starts"]
+        return starts_BL
+
+    def _find_starts(self, documents_BL: Tensor) -> Tensor:
+        places_BL = torch.arange(documents_BL.shape[1], device=documents_BL.device).repeat(len(documents_BL), 1)
+        places_BL[:, 1:] *= documents_BL[:, 1:] != documents_BL[:, :-1]
+        return places_BL.cummax(1).values
 
     @cached_property
     def boundaries(self) -> Tensor:
@@ -177,16 +196,37 @@ class AttentionMask:
             keys: likewise.
 
         """
-        by_position = _kinds_by_position(self.pattern, queries, keys)[None]
         runs_BL = self._runs
         if runs_BL is None:
-            return by_position
+            return _kinds_by_position(self.pattern, queries, keys)[None]
         firsts_BQ, lasts_BQ = (runs_BL[:, [r[edge] for r in queries], None] for edge in (0, -1))
         firsts_BK, lasts_BK = (runs_BL[:, None, [r[edge] for r in keys]] for edge in (0, -1))
         overlap = (firsts_BQ <= lasts_BK) & (firsts_BK <= lasts_BQ)
         same = (firsts_BQ == lasts_BK) & (firsts_BK == lasts_BQ)
-        partial = np.minimum(by_position, PARTIAL)
-        return np.where(overlap, np.where(same, by_position, partial), EMPTY).astype(np.int8)
+        inside, across = self._kinds_in_and_across_documents(queries, keys, runs_BL)
+        return np.where(overlap, np.where(same, inside, np.minimum(across, PARTIAL)), EMPTY).astype(np.int8)
+
+    def _kinds_in_and_across_documents(
+        self, queries: Ranges, keys: Ranges, runs_BL: NDArray[np.int64]
+    ) -> tuple[NDArray[np.int8], NDArray[np.int8]]:
+        """Return the kinds of pairs of blocks in one document, and of those that have several in common."""
+        pattern = self.pattern
+        if not self.restarts or pattern.only_distance:
+            kinds = _kinds_by_position(pattern, queries, keys)[None]
+            return kinds, kinds
+        if "host starts" not in self.cache:
+            self.cache["host starts"] = self._find_starts(torch.from_numpy(runs_BL)).numpy()
+        starts_BL = self.cache["host starts"]
+        q, k = (
+            _edges(ranges) - starts_BL[:, _edges(ranges)[0]][:, None] for ranges in (queries, keys)
+        )  # [B, 2, blocks]
+        inside = _kinds(replace(pattern, plugin=None), q[:, 0], q[:, 1], k[:, 0], k[:, 1])
+        if pattern.rule is not None:
+            inside = np.minimum(inside, PARTIAL)
+        if pattern.prefix:
+            return inside, np.full_like(inside, PARTIAL)
+        across = CAUSAL if pattern.first else replace(pattern, chunk=None, plugin=None)
+        return inside, _kinds_by_position(across, queries, keys)[None]
 
     @property
     def _runs(self) -> NDArray[np.int64] | None:
@@ -261,12 +301,19 @@ class AttentionMask:
             for q, q_row in _with_rows(self.queries):
                 for k, k_row in _with_rows(self.keys):
                     for document in documents:
-                        for band in _bands(self.pattern, _meet(q, document), _meet(k, document)):
+                        for band in self._bands_of(document, q, k):
                             rows = _shifted(band.queries, q_row - q.start), _shifted(band.keys, k_row - k.start)
                             bands.append(Tile(samples, *rows, BAND, band.causal, band.left))
             bands = _joined(bands)
             found += bands if len(documents) == 1 else self._packed(bands)
         return found
+
+    def _bands_of(self, document: range, queries: range, keys: range) -> Iterator[_Band]:
+        """Yield the bands of the queries and keys in a document."""
+        first = document.start if self.restarts else 0
+        q, k = (_meet(each, document) for each in (queries, keys))
+        shifted = (range(each.start - first, each.stop - first) for each in (q, k))
+        yield from (band.times(1, first) for band in _bands(self.pattern, *shifted))
 
     def _documents(self) -> Iterator[tuple[slice, list[range]]]:
         """Yield samples and the positions of their documents: of all samples together if each is one document."""
@@ -343,7 +390,7 @@ class _Band(NamedTuple):
 
     def times(self, step: int, first: int) -> _Band:
         """Return the band of positions ``first + step * position``."""
-        q, k = (range(first + step * r.start, first + step * r.stop, step) for r in (self.queries, self.keys))
+        q, k = (range(first + step * r.start, first + step * r.stop, step * r.step) for r in (self.queries, self.keys))
         return self._replace(queries=q, keys=k)
 
 
@@ -392,16 +439,29 @@ def _cut(positions: range, block: int) -> Ranges:
     return tuple(positions[i : i + block] for i in range(0, len(positions), block))
 
 
+def _edges(ranges: Ranges) -> NDArray[np.int64]:
+    """Return the first and the last position of each range, ``[2, ranges]``."""
+    return np.array([(r.start, r.stop - 1) for r in ranges], dtype=np.int64).T
+
+
 @lru_cache(maxsize=256)
 def _kinds_by_position(pattern: AttentionPattern, queries: Ranges, keys: Ranges) -> NDArray[np.int8]:
-    """Return the kinds of all pairs of blocks in one document, int8 ``[query blocks, key blocks]``.
+    """Return the kinds of all pairs of blocks in one document, int8 ``[query blocks, key blocks]``."""
+    return _kinds(pattern, *_edges(queries), *_edges(keys))
+
+
+def _kinds(
+    pattern: AttentionPattern,
+    q_low: NDArray[np.int64],
+    q_high: NDArray[np.int64],
+    k_low: NDArray[np.int64],
+    k_high: NDArray[np.int64],
+) -> NDArray[np.int8]:
+    """Return the kinds of all pairs of blocks, by the first and last positions ``[..., blocks]`` of each.
 
     Every condition is judged by the smallest and largest distance of a pair of blocks.
     """
-    (q_low, q_high), (k_low, k_high) = (
-        np.array([(r.start, r.stop - 1) for r in ranges], dtype=np.int64).T for ranges in (queries, keys)
-    )
-    q_low, q_high = q_low[:, None], q_high[:, None]
+    q_low, q_high, k_low, k_high = q_low[..., None], q_high[..., None], k_low[..., None, :], k_high[..., None, :]
     nearest, farthest = q_low - k_high, q_high - k_low
     low, high = np.maximum(nearest, 0), farthest
     every = np.ones_like(farthest, dtype=bool)  # all pairs in causal order meet the other conditions
@@ -421,10 +481,13 @@ def _kinds_by_position(pattern: AttentionPattern, queries: Ranges, keys: Ranges)
         every &= k_low // pattern.chunk == k_high // pattern.chunk
     if pattern.rule is not None:
         for i, j in np.argwhere(some):
-            if max(len(queries[i]), len(keys[j])) > LARGEST_RULE_BLOCK:
+            q, k = (
+                torch.arange(int(low), int(high) + 1)
+                for low, high in ((q_low[i, 0], q_high[i, 0]), (k_low[0, j], k_high[0, j]))
+            )
+            if max(len(q), len(k)) > LARGEST_RULE_BLOCK:
                 every[i, j] = False
                 continue
-            q, k = (torch.arange(r.start, r.stop) for r in (queries[i], keys[j]))
             order = q[:, None] >= k
             seen = pattern.rule(q[:, None], k) & order
             some[i, j], every[i, j] = bool(seen.any()), every[i, j] and bool((seen == order).all())

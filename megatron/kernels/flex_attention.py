@@ -76,11 +76,13 @@ def _by_position(pattern: AttentionPattern, queries: range, keys: range, device:
 
 def _blocks_of(mask: AttentionMask) -> BlockMask:
     (queries,), (keys,) = mask.queries, mask.keys
-    pattern, documents, first_query, first_key = mask.pattern, mask.documents, queries.start, keys.start
+    pattern, documents, starts = mask.pattern, mask.documents, mask.starts
+    first_query, first_key = queries.start, keys.start
 
     def allows(sample: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Any:
         at, of = query + first_query, key + first_key
-        seen = pattern.allows(at, of)
+        first = 0 if starts is None else starts[sample, at]
+        seen = pattern.allows(at - first, of - first)
         return seen if documents is None else seen & (documents[sample, at] == documents[sample, of])
 
     blocks = (tuple(r[i : i + FLEX_BLOCK] for i in range(0, len(r), FLEX_BLOCK)) for r in (queries, keys))

@@ -3,7 +3,7 @@
 Hooks on autograd's saved tensors collect the memory that a block keeps. After its forward a side stream copies it to
 the host. The device's memory is freed when the block after next begins: by then the copy has had a block's time. In
 backward, the first saved tensor that a block takes starts the copies of the block before it, so these overlap with the
-block's backward as well.
+block's backward as well. When backward begins, the memory of the last blocks stays if they are taken next.
 
 Left on the device are weights, rotary tables, and memory of fewer than ``min_elements`` elements. Saved tensors that
 are views of the same memory (q, k and v of one projection) are copied once.
@@ -13,10 +13,10 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -83,7 +83,7 @@ class _Saved:
     place: tuple[torch.Size, tuple[int, ...], int]
 
 
-@dataclass
+@dataclass(eq=False)
 class SavedBlock:
     """Tensors that one block saves for the backward of one micro-batch."""
 
@@ -100,6 +100,7 @@ class SavedBlock:
         if self._fetched:
             return
         self._fetched = True
+        self.offload.release(0, kept=(self, self.previous))
         missing = [found for ref in self.ranges if (found := ref()) is not None and found.device is None]
         for found in missing:
             if found.host is not None:
@@ -121,6 +122,14 @@ class SavedBlock:
         return saved.memory.view(saved.memory.device, *saved.place)
 
 
+class _Copied(NamedTuple):
+    """Memory of a block that is on its way to the host."""
+
+    block: SavedBlock
+    event: torch.cuda.Event | None
+    ranges: list[tuple[weakref.ref[SavedRange], Tensor]]
+
+
 class ActivationOffload:
     """Offloads the activations of a rank's first blocks of every chunk."""
 
@@ -136,9 +145,9 @@ class ActivationOffload:
         self.device, self.num_blocks, self.min_elements = device, num_blocks, min_elements
         self.copies, self.pool = CopyStream(device), HostPool(device)
         self._left_out: set[int] = set()  # storages, which need not have memory all the time
-        # By block: the event after the copies of its memory to the host, and this memory, which must not be reused
+        # Blocks, the events after the copies of their memory to the host, and this memory, which must not be reused
         # before. Its ranges are gone if backward is done with them.
-        self._unreleased: deque[tuple[torch.cuda.Event | None, list[tuple[weakref.ref[SavedRange], Tensor]]]] = deque()
+        self._unreleased: deque[_Copied] = deque()
 
     @classmethod
     def from_config(cls, config: TrainingConfig, device: torch.device) -> ActivationOffload | None:
@@ -166,13 +175,16 @@ class ActivationOffload:
 
         return context
 
-    def release(self, left: int) -> None:
-        """Free the device memory of all but the newest ``left`` blocks, once it is copied."""
+    def release(self, left: int, kept: Sequence[SavedBlock | None] = ()) -> None:
+        """Free the device memory of all but the newest ``left`` blocks, once it is copied.
+
+        Backward frees that of the blocks ``kept``, which it takes next.
+        """
         while len(self._unreleased) > left:
-            event, copied = self._unreleased.popleft()
+            block, event, copied = self._unreleased.popleft()
             self.copies.wait(event)
             for ref, _ in copied:
-                if (memory := ref()) is not None:
+                if (memory := ref()) is not None and block not in kept:
                     memory.device = None
 
     @contextmanager
@@ -200,6 +212,7 @@ class ActivationOffload:
         with torch.autograd.graph.saved_tensors_hooks(pack, _take):
             yield
         self._store(block, [memory for ranges in found.values() for memory in ranges])
+        found.clear()  # the graph keeps the hooks until the block's backward is over
 
     def _store(self, block: SavedBlock, ranges: list[SavedRange]) -> None:
         """Start copying a block's memory to the host."""
@@ -213,7 +226,7 @@ class ActivationOffload:
                     memory.host.copy_(memory.device, non_blocking=True)
                     copied.append((weakref.ref(memory), memory.device))
         block.ranges = [ref for ref, _ in copied]
-        self._unreleased.append((self.copies.mark(), copied))
+        self._unreleased.append(_Copied(block, self.copies.mark(), copied))
 
 
 @contextmanager

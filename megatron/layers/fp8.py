@@ -1,15 +1,27 @@
 """Column- and row-parallel linear layers in FP8.
 
-The quantised values are those of one process: scales cover the whole matrix, whichever ranks hold its parts. A scale
-whose block is cut over the tensor-parallel ranks is the maximum of theirs. Sequence-parallel rows are gathered after
-the quantisation, one byte per element. T are the tokens (sequence x batch), I in, O out:
+The quantised values are those of one process with the same micro-batches: scales cover the whole matrix, whichever
+ranks hold its parts. A scale whose block is cut over ranks is the maximum of theirs, in one all-reduce over all axes
+that cut it. Replicas (DP) have other micro-batches, and scales of their own. Sequence-parallel rows are gathered after
+the quantisation, one byte per element; context-parallel rows stay where they are. T are the tokens of a micro-batch
+(sequence x batch), I in, O out; sp is tp with sequence parallelism, else nothing:
 
-===========  =================  =========================  ====================
-layer        weight             cut dimension of ``x``     of ``dy``
-===========  =================  =========================  ====================
-column       ``[O/tp, I]``      T with sequence parallel   O
-row          ``[O, I/tp]``      I                          T with sequence parallel
-===========  =================  =========================  ====================
+===========  ==================  =====================  =====================
+layer        weight              ``x``                  ``dy``
+===========  ==================  =====================  =====================
+column       ``[O/tp, I]``       ``[T/cp/sp, I]``       ``[T/cp, O/tp]``
+row          ``[O, I/tp]``       ``[T/cp, I/tp]``       ``[T/cp/sp, O]``
+===========  ==================  =====================  =====================
+
+So these ranks share a scale (blocks of the other recipes are not cut):
+
+==========  ======================  ======================================  ===============
+recipe      ``x W^T`` and ``dy W``  ``dy^T x``                              weights
+==========  ======================  ======================================  ===============
+tensorwise  cp and tp               cp and tp, the same scales              tp
+rowwise     tp where columns are    cp, and tp with sequence-parallel rows  tp where the
+            cut                                                             block is cut
+==========  ======================  ======================================  ===============
 """
 
 from __future__ import annotations
@@ -24,11 +36,15 @@ from torch.autograd.function import once_differentiable
 from megatron.distributed import comm
 from megatron.distributed.comm import Group, Pending
 from megatron.distributed.grad_accumulator import GradAccumulator, Operand, WgradOperand
+from megatron.distributed.mesh import Mesh
 from megatron.kernels.fp8 import Block, Float8Kernel, Float8Tensor, WeightCasts
 from megatron.layers.context import BuildContext
 
 ROWS, COLUMNS = 0, 1
 """Dimensions of a matrix."""
+
+Cuts = tuple[tuple[str, ...], tuple[str, ...]]
+"""Axes of the rank grid that cut the rows of a matrix, and its columns."""
 
 
 @dataclass
@@ -72,7 +88,7 @@ class Float8Linear:
     casts: WeightCasts
     grad_accumulator: GradAccumulator
     weight: str
-    tp: Group
+    mesh: Mesh
     sequence_parallel: bool
     # Column-parallel, else row-parallel.
     column: bool
@@ -83,24 +99,20 @@ class Float8Linear:
         kernel, accumulator, name = context.kernels.fp8, context.grad_accumulator, context.name("weight")
         if kernel is None:
             return None
-        return cls(kernel, context.weight_casts, accumulator, name, context.tp, context.sequence_parallel, column)
+        return cls(kernel, context.weight_casts, accumulator, name, context.mesh, context.sequence_parallel, column)
 
     def quantize(
-        self,
-        x: Tensor,
-        block: Block,
-        dtype: torch.dtype,
-        cut: int | None,
-        transposed: bool,
-        scale: Tensor | None = None,
+        self, x: Tensor, block: Block, dtype: torch.dtype, cuts: Cuts, transposed: bool, scale: Tensor | None = None
     ) -> Float8Tensor:
-        """Quantise a matrix that is cut over the tensor-parallel ranks along dimension ``cut``."""
-        if scale is None and cut is not None and block[cut] is None and self.tp.size > 1:
-            scale = comm.all_reduce(self.kernel.scale(x, block, dtype), self.tp, "max")
+        """Quantise this rank's part of a matrix, with the scales of the whole one."""
+        axes = tuple(axis for of, size in zip(cuts, block) if size is None for axis in of)
+        group = self.mesh.group(*sorted(axes)) if axes else None  # "cp" before "tp", as on the grid
+        if scale is None and group is not None and group.size > 1:
+            scale = comm.all_reduce(self.kernel.scale(x, block, dtype), group, "max")
         return self.kernel.quantize(x, block, dtype, transposed, scale)
 
     def operand(
-        self, x: Tensor, along: int, dtype: torch.dtype, cut: int | None, scale: Tensor | None = None
+        self, x: Tensor, along: int, dtype: torch.dtype, cuts: Cuts, scale: Tensor | None = None
     ) -> Float8Operand:
         """Quantise activations or gradients ``[T, ...]``, with their scale if it is known.
 
@@ -108,22 +120,26 @@ class Float8Linear:
             x: the matrix.
             along: the dimension over which the product sums.
             dtype: to quantise to.
-            cut: the dimension that is cut over the tensor-parallel ranks.
+            cuts: axes that cut the dimensions.
             scale: of its blocks.
 
         """
         block = self.kernel.recipe.block(along)
-        group = self.tp if cut == ROWS and self.tp.size > 1 else None
-        shard = self.quantize(x, block, dtype, cut, along == ROWS and group is None, scale)
+        group = self.gathers(cuts)
+        shard = self.quantize(x, block, dtype, cuts, along == ROWS and group is None, scale)
         return Float8Operand(shard, group, block[ROWS] is not None)
 
-    def wgrad_operand(self, x: Tensor, dtype: torch.dtype, cut: int | None, scale: Tensor | None = None) -> Operand:
+    def gathers(self, cuts: Cuts) -> Group | None:
+        """Return the ranks that gather rows for a product; None where it needs no others."""
+        return self.tp if "tp" in cuts[ROWS] and self.tp.size > 1 else None
+
+    def wgrad_operand(self, x: Tensor, dtype: torch.dtype, cuts: Cuts, scale: Tensor | None = None) -> Operand:
         """Return an operand of the weight gradient; its gather starts unless W is deferred."""
         operand: Operand
         if self.kernel.recipe.wgrad:
-            operand = self.operand(x, ROWS, dtype, cut, scale)
+            operand = self.operand(x, ROWS, dtype, cuts, scale)
         else:
-            operand = WgradOperand(x, self.tp if cut == ROWS else None)
+            operand = WgradOperand(x, self.gathers(cuts))
         return operand if self.grad_accumulator.defers_wgrad else operand.start()
 
     def weight_operand(self, weight: Tensor, along: int) -> Float8Tensor:
@@ -133,14 +149,22 @@ class Float8Linear:
             block, dtype = self.kernel.recipe.block(along, weight=True), self.kernel.recipe.forward_dtype
             shared = along == ROWS and block == self.kernel.recipe.block(COLUMNS, weight=True)
             scale = self.weight_operand(weight, COLUMNS).scale if shared else None
-            return self.quantize(weight, block, dtype, ROWS if self.column else COLUMNS, along == ROWS, scale)
+            cuts = (("tp",), ()) if self.column else ((), ("tp",))
+            return self.quantize(weight, block, dtype, cuts, along == ROWS, scale)
 
         return self.casts.get((self.weight, along), quantize)
 
     @property
-    def cut_rows(self) -> int | None:
-        """The cut dimension of what lies outside the tensor-parallel region: ``x`` of columns, ``dy`` of rows."""
-        return ROWS if self.sequence_parallel else None
+    def tp(self) -> Group:
+        """Tensor-parallel peers."""
+        return self.mesh.tp
+
+    @property
+    def cuts(self) -> tuple[Cuts, Cuts]:
+        """Those of ``x`` and ``dy``: one lies outside the tensor-parallel region, the other inside."""
+        outside: Cuts = (("cp", "tp") if self.sequence_parallel else ("cp",)), ()
+        inside: Cuts = ("cp",), ("tp",)
+        return (outside, inside) if self.column else (inside, outside)
 
 
 class Float8Function(torch.autograd.Function):
@@ -149,8 +173,8 @@ class Float8Function(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, layer: Float8Linear) -> Tensor:
         """Return ``y``, summed over the tensor-parallel ranks for a row-parallel layer."""
-        recipe, rows = layer.kernel.recipe, x.flatten(0, -2)
-        operand = layer.operand(rows, COLUMNS, recipe.forward_dtype, layer.cut_rows if layer.column else COLUMNS)
+        recipe, rows, (x_cuts, _) = layer.kernel.recipe, x.flatten(0, -2), layer.cuts
+        operand = layer.operand(rows, COLUMNS, recipe.forward_dtype, x_cuts)
         y = layer.kernel.forward(operand.wait(), layer.weight_operand(weight, COLUMNS), x.dtype)
         y = y.view(-1, *x.shape[1:-1], len(weight))
         if not layer.column:
@@ -166,15 +190,15 @@ class Float8Function(torch.autograd.Function):
         x, weight, x_scale = ctx.saved_tensors
         layer: Float8Linear = ctx.layer
         recipe, accumulator = layer.kernel.recipe, layer.grad_accumulator
-        x_cut, dy_cut = (layer.cut_rows, COLUMNS) if layer.column else (COLUMNS, layer.cut_rows)
+        x_cuts, dy_cuts = layer.cuts
         dy_rows = dy.flatten(0, -2)
-        dy_operand = layer.operand(dy_rows, COLUMNS, recipe.gradient_dtype, dy_cut).start()
-        x_wgrad = layer.wgrad_operand(x.detach().flatten(0, -2), recipe.forward_dtype, x_cut, x_scale)
+        dy_operand = layer.operand(dy_rows, COLUMNS, recipe.gradient_dtype, dy_cuts).start()
+        x_wgrad = layer.wgrad_operand(x.detach().flatten(0, -2), recipe.forward_dtype, x_cuts, x_scale)
         # A scale for the whole tensor serves both products; gathered rows too.
         dy_wgrad: Operand = dy_operand
         if recipe.name != "tensorwise" or dy_operand.group is None or not recipe.wgrad:
             dy_scale = dy_operand.shard.scale if recipe.name == "tensorwise" else None
-            dy_wgrad = layer.wgrad_operand(dy_rows, recipe.gradient_dtype, dy_cut, dy_scale)
+            dy_wgrad = layer.wgrad_operand(dy_rows, recipe.gradient_dtype, dy_cuts, dy_scale)
         dx = layer.kernel.input_gradient(dy_operand.wait(), layer.weight_operand(weight, ROWS), dy.dtype)
         dx = dx.view(-1, *x.shape[1:])
         if not layer.column:

@@ -171,10 +171,8 @@ class GPTChunk(nn.Module):
         cached, documents = (0, batch.documents) if cache is None else (cache.length, cache.documents(batch.tokens))
         tokens = (range(cached + batch.length),)
         queries = (range(cached, cached + batch.length),)
-        masks = {
-            pattern: AttentionMask(queries, tokens, device, pattern, documents, batch.host_documents, batch.boundaries)
-            for pattern in self.patterns
-        }
+        known = documents, batch.host_documents, batch.boundaries, batch.pattern_restarts or cache is not None
+        masks = {pattern: AttentionMask(queries, tokens, device, pattern, *known) for pattern in self.patterns}
         rows = (range(s),) if context.cp is None or batch.seq_length is None else context.cp.rows(batch.length)
         if context.sequence_parallel:
             share = s // context.tp.size

@@ -81,6 +81,10 @@ class NextTokenPrediction(Objective):
         return loss, {"lm loss": cross_entropy}
 
 
+TIE_EPS = 64
+"""Margins up to so many roundings of the log-probabilities that they come from are ties."""
+
+
 class PreferenceOptimization(Objective):
     """Direct preference optimization (DPO, arXiv 2305.18290) and its variants; the loss is a mean over pairs.
 
@@ -90,6 +94,9 @@ class PreferenceOptimization(Objective):
     * ``answer``: number of the answer in the sample, 2 i for the preferred one of pair i, 2 i + 1 for the other;
     * ``pairs``: 1 at one label of every pair, else 0;
     * ``reference_logps``: numbers whose sum over the labels of an answer is its log-probability under the reference.
+
+    ``rewards/accuracies`` counts pairs whose preferred answer has the larger reward, as in TRL. Ties do not count, and
+    a margin that rounding could make of none is a tie: otherwise the layout would decide it.
     """
 
     metric_names = (
@@ -129,7 +136,9 @@ class PreferenceOptimization(Objective):
         losses = preference_losses(logps - reference, lengths.clamp(min=1.0), self.training)
         rewards = (self.training.dpo_beta * (logps - reference)).detach()
         chosen, rejected = rewards.unbind(1)
-        values = (chosen, rejected, (chosen > rejected).to(losses.dtype), chosen - rejected, *logps.detach().unbind(1))
+        rounding = (logps.detach().abs() + reference.abs()).sum(1) * torch.finfo(rewards.dtype).eps
+        preferred = (chosen - rejected > TIE_EPS * self.training.dpo_beta * rounding).to(losses.dtype)
+        values = (chosen, rejected, preferred, chosen - rejected, *logps.detach().unbind(1))
         loss, *metrics = torch.stack([losses, *values]).where(counted, 0.0).sum(1)
         return loss, dict(zip(self.metric_names, metrics))
 

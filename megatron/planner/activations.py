@@ -357,7 +357,8 @@ def _blocks(config: RunConfig, shape: ActivationShape, count: int) -> tuple[int,
     moved = sum(t.size for t in kept if t.elements >= training.min_offloaded_tensor_size)
     offloaded = min(training.cpu_offloading_num_layers, count)
     if training.recompute_granularity != "full":
-        transit = min(offloaded, BLOCKS_IN_TRANSIT) * moved
+        # With blocks left on the device, the peak is where all of them are, after the last offloaded one.
+        transit = min(offloaded, BLOCKS_IN_TRANSIT if offloaded == count else 1) * moved
         return count * block - offloaded * moved, forward + transit, backward + transit, offloaded * moved
     if training.recompute_method == "block":
         done = min(training.recompute_num_layers or count, count)

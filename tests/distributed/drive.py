@@ -59,6 +59,8 @@ STOCK = ComputeConfig()
 class PackedConversations(MaskBuilder):
     """Masks of samples that conversations share: documents of many lengths, answers in each, and padding at the end."""
 
+    reset_pattern: bool = True
+
     def build(self, tokens: NDArray[np.int64], labels: NDArray[np.int64]) -> BatchArrays:
         """Derive the masks from the ids, so that they are the same wherever the sample is read."""
         samples = []
@@ -132,9 +134,13 @@ class Case:
         )
 
     def twin(self) -> Case:
-        """The same numbers on one process in one micro-batch, by stock PyTorch, keeping all activations."""
+        """The same numbers on one process in one micro-batch, by stock PyTorch, keeping all activations.
+
+        FP8 quantises by micro-batch: these are the same.
+        """
         stock = {name: getattr(TRAINING, name) for name in OF_COMPUTING}
-        training = replace(self.training, micro_batch_size=self.samples, **stock)
+        whole = self.samples if self.precision.fp8_format is None else self.training.micro_batch_size
+        training = replace(self.training, micro_batch_size=whole, **stock)
         return replace(self, parallel=ONE_RANK, training=training, dp=1, compute=STOCK)
 
 
@@ -237,7 +243,8 @@ def global_batch(case: Case, step: int) -> MicroBatch:
     tokens, labels, counts = (torch.from_numpy(column) for column in columns[:3])
     positions, documents = (None if c is None else torch.from_numpy(c) for c in columns[3:5])
     samples = torch.arange(case.samples) + step * case.samples
-    batch = MicroBatch(tokens, labels, mask * counts, samples, step, positions, documents)
+    restarts = case.documents.reset_pattern
+    batch = MicroBatch(tokens, labels, mask * counts, samples, step, positions, documents, pattern_restarts=restarts)
     return with_pairs(batch, generator) if case.training.objective == "dpo" else batch
 
 

@@ -11,11 +11,11 @@ from operator import and_
 from typing import Any
 
 from megatron.config.parallel import CP_COMM_TYPES, PIPELINE_SCHEDULES, ParallelConfig
-from megatron.config.run import OptimizerConfig, TrainingConfig
+from megatron.config.run import OptimizerConfig, PrecisionConfig, TrainingConfig
 from megatron.config.settings import SETTINGS
 from megatron.data.loader import MaskBuilder
 from megatron.pipeline.schedules import SCHEDULES
-from tests.distributed.drive import LR, MODEL, Case, PackedConversations
+from tests.distributed.drive import FP64, LR, MODEL, Case, PackedConversations
 from tests.distributed.pairwise import Choice
 
 
@@ -92,6 +92,7 @@ DOCUMENTS: dict[str, MaskBuilder] = {
     "one": MaskBuilder(),
     "attention": MaskBuilder(EOD, reset_attention=True),
     "positions": MaskBuilder(EOD, reset_positions=True),
+    "patterns": MaskBuilder(EOD, reset_attention=True, reset_pattern=True),
     "all": MaskBuilder(EOD, reset_positions=True, reset_attention=True, mask_eod_loss=True),
     "conversations": PackedConversations(),
 }
@@ -162,6 +163,13 @@ ZERO: dict[str, dict[str, Any]] = {
 }
 """The stage, the instances of the optimizer where there are two, and when weights are freed and gathered."""
 
+FP8: dict[str, PrecisionConfig] = {
+    "no": FP64,
+    "tensorwise": replace(FP64, fp8_format="hybrid", fp8_recipe="tensorwise"),
+    "rowwise": replace(FP64, fp8_format="e4m3", fp8_recipe="rowwise"),
+}
+"""Blocks of the other recipes do not fit these sizes."""
+
 GROUPS: dict[str, dict[str, Any]] = {
     "two": {},
     "many": {
@@ -206,7 +214,8 @@ FACTORS: dict[str, tuple[Any, ...]] = {
     "biases": tuple(BIASES),
     "activation": tuple(ACTIVATIONS),
     "pattern": tuple(PATTERNS),
-    "documents": tuple(name for name in DOCUMENTS if name != "all"),  # conversations have all masks, and other cases
+    # Conversations have all masks, and other cases; their patterns restart too.
+    "documents": tuple(name for name in DOCUMENTS if name not in ("all", "patterns")),
     "masked": (True, False),
     "dropout": tuple(DROPOUT),
     "z_loss": (0.0, 1e-2),
@@ -215,6 +224,7 @@ FACTORS: dict[str, tuple[Any, ...]] = {
     "bucket": (4000, 40_000_000),
     "optimizer": tuple(OPTIMIZERS),
     "moments": tuple(MOMENTS),
+    "fp8": tuple(FP8),
     "groups": tuple(GROUPS),
     "clip": (1.0, 0.0),
 }
@@ -248,6 +258,11 @@ Grid = tuple[str, int, int]
 
 def valid(choice: Choice) -> bool:
     """Whether a choice can be completed so that it breaks no rule."""
+    if choice.get("fp8", "no") != "no":
+        shared = int(choice.get("tp", "1")[0]) > choice.get("kv_heads", 4)  # heads whose gradients are in parts
+        if shared or choice.get("mlp_chunk") or "adapters" in choice or choice.get("experts", "none") != "none":
+            return False
+        choice = choice | {"experts": "none"}
     rules = (layouts, LAYOUT), (sharings, SHARING), (contexts, CONTEXT)
     if not frozenset.intersection(*(_grids(fitting, _known(choice, names)) for fitting, names in rules)):
         return False
@@ -401,8 +416,9 @@ def case_of(choice: Choice) -> Case:
     return Case(
         model,
         parallel,
-        training=training,
-        optimizer=optimizer,
+        FP8[c["fp8"]],
+        training,
+        optimizer,
         dp=c["dp"],
         samples=c["samples"],
         masked=c["masked"],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
@@ -11,12 +12,13 @@ from typing import Any
 import pytest
 from torch import Tensor
 
+from megatron.arguments.checks.fp8 import check_fp8_sizes
 from megatron.arguments.cli import parse
 from megatron.config.parallel import ParallelConfig
 from megatron.config.run import OptimizerConfig, PrecisionConfig, TrainingConfig
-from megatron.distributed.comm import ALL_GATHER
+from megatron.distributed.comm import ALL_GATHER, Group
+from megatron.distributed.mesh import Mesh
 from megatron.kernels.fp8 import Float8Kernel, WeightCasts
-from megatron.layers.fp8 import Float8Linear
 from megatron.optimizer.lr_scheduler import Rates
 from megatron.planner.memory import fp8_weight_bytes
 from megatron.training.build import build_trainer
@@ -38,13 +40,21 @@ def case(parallel: ParallelConfig, recipe: str, **rest: Any) -> Case:
     return replace(Case(GATED, parallel, precision(recipe), TrainingConfig(micro_batch_size=2)), **rest)
 
 
-def wide(recipe: str, samples: int, size: int) -> Case:
+def context(size: int, kind: str = "p2p", **rest: Any) -> ParallelConfig:
+    """Context parallelism; a2a+p2p exchanges heads between pairs of ranks."""
+    pairs = (2, size // 2) if kind == "a2a+p2p" else ()
+    return ParallelConfig(
+        context_parallel_size=size, cp_comm_type=kind, hierarchical_context_parallel_sizes=pairs, **rest
+    )
+
+
+def wide(recipe: str, samples: int, size: int, parallel: ParallelConfig = TP2_SP) -> Case:
     """Sizes and tokens of a rank that are multiples of a block."""
     model = replace(
         MODEL, num_layers=1, hidden_size=size, ffn_hidden_size=2 * size, num_attention_heads=2, kv_channels=size // 2
     )
     training = TrainingConfig(micro_batch_size=samples)
-    return Case(model, TP2_SP, precision(recipe, "e4m3"), training, samples=samples, steps=1)
+    return Case(model, parallel, precision(recipe, "e4m3"), training, samples=samples, steps=1)
 
 
 def in_chunks(whole: Case) -> Case:
@@ -74,6 +84,25 @@ CASES = {
         "tensorwise",
         training=TrainingConfig(micro_batch_size=2, recompute_granularity="full", recompute_method="uniform"),
     ),
+    "tensorwise-cp2-tp2-sp": case(context(2, tensor_model_parallel_size=2, sequence_parallel=True), "tensorwise"),
+    "tensorwise-cp3-gathered": case(context(3, "all_gather"), "tensorwise"),
+    "tensorwise-cp4-heads": case(context(4, "a2a"), "tensorwise"),
+    "tensorwise-cp2-recomputed": case(
+        context(2),
+        "tensorwise",
+        training=TrainingConfig(micro_batch_size=2, recompute_granularity="full", recompute_method="uniform"),
+    ),
+    "tensorwise-cp2-zb-v": replace(ZB, parallel=replace(ZB.parallel, context_parallel_size=2)),
+    "rowwise-cp2-heads-tp2-sp": case(
+        context(2, "a2a", tensor_model_parallel_size=2, sequence_parallel=True), "rowwise"
+    ),
+    "rowwise-cp2-tp2": case(context(2, tensor_model_parallel_size=2), "rowwise"),
+    "rowwise-cp2-dp2": case(context(2), "rowwise", dp=2, training=TrainingConfig(micro_batch_size=1)),
+    "rowwise-cp4-both": case(context(4, "a2a+p2p"), "rowwise"),
+    "rowwise-cp2-wgrad": case(context(2), "rowwise", precision=precision("rowwise", fp8_wgrad=False)),
+    "mxfp8-cp4-both": wide("mxfp8", 16, 64, context(4, "a2a+p2p")),
+    "mxfp8-cp2-tp2-sp": wide("mxfp8", 16, 64, context(2, tensor_model_parallel_size=2, sequence_parallel=True)),
+    "blockwise-cp3": wide("blockwise", 32, 256, context(3)),
     "mxfp8-tp2-sp": wide("mxfp8", 16, 64),
     "blockwise-tp2-sp": wide("blockwise", 64, 256),
     "mxfp8-tp2-sp-chunks": in_chunks(wide("mxfp8", 16, 64)),
@@ -101,20 +130,43 @@ def test_layouts_agree(pool: Pool, name: str) -> None:
     assert largest_deviation(run_on(pool, CASES[name]), CASES[name]) <= 1e-10
 
 
-def run_with_scales_of_a_rank(rank: int, world_size: int, wanted: Case) -> list[RankTrace]:
-    quantize = Float8Linear.quantize
+def run_with_scales_of_parts(rank: int, world_size: int, wanted: Case, forgotten: str) -> list[RankTrace]:
+    """Train with scales that cover what the ranks along one axis hold, not the whole matrix."""
+    group = Mesh.group
+
+    def without(mesh: Mesh, *axes: str) -> Group:
+        is_scale = sys._getframe(1).f_code.co_name == "quantize"
+        return group(mesh, *axes) if not is_scale or forgotten not in axes else Group()
+
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(
-            Float8Linear, "quantize", lambda f, x, block, dtype, cut, *a: quantize(f, x, block, dtype, None, *a)
-        )
+        patch.setattr(Mesh, "group", without)
         return run_case(rank, world_size, wanted)
 
 
-@pytest.mark.parametrize("name", ["tensorwise-tp2", "rowwise-tp2-sp"])
-def test_scales_of_a_rank_are_noticed(pool: Pool, name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "forgotten"),
+    [
+        ("tensorwise-tp2", "tp"),
+        ("rowwise-tp2-sp", "tp"),
+        ("tensorwise-cp3-gathered", "cp"),
+        ("rowwise-cp2-heads-tp2-sp", "cp"),
+    ],
+)
+def test_scales_of_parts_are_noticed(pool: Pool, name: str, forgotten: str) -> None:
     wanted = CASES[name]
-    ranks = pool.run(wanted.world_size, run_with_scales_of_a_rank, wanted, check_collectives=False)
+    ranks = pool.run(wanted.world_size, run_with_scales_of_parts, wanted, forgotten, check_collectives=False)
     assert largest_deviation([join_traces(step) for step in zip(*ranks)], wanted) > 1e-4
+
+
+def test_blocks_across_chunks_are_refused(pool: Pool) -> None:
+    """Two chunks of a rank's 96 tokens lie apart in the sequence: a block with tokens of both would be another one."""
+    apart = wide("mxfp8", 8, 64, context(2))
+    assert largest_deviation(run_on(pool, apart), apart) > 1e-8
+    whole, cut = (
+        {problem.code for problem in check_fp8_sizes(each.config(), 2)}
+        for each in (wide("mxfp8", 16, 64, context(2)), apart)
+    )
+    assert (whole, cut) == (set(), {"E923"})
 
 
 def bytes_gathered(rank: int, world_size: int, cases: Sequence[Case]) -> list[float]:

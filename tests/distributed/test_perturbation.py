@@ -28,7 +28,7 @@ from tests.unit.kernels.test_attention_mask import visible
 PATTERNS = ("global", "local:5", "chunked:7", "dilated:3:2", "local:3+first:2", "prefix:4")
 CHANGED = (0, 2, 9, 17, 23)
 """Positions of the tokens."""
-DIVIDED = {name: Case(documents=DOCUMENTS[name]) for name in ("one", "attention")}
+DIVIDED = {name: Case(documents=DOCUMENTS[name]) for name in ("one", "attention", "patterns")}
 """Samples of one and of several documents."""
 
 Changes = dict[tuple[str, str, int], set[tuple[int, int]]]
@@ -110,12 +110,14 @@ def perturbed(rank: int, world_size: int, parallel: ParallelConfig, training: Tr
 
 def expected(pattern: str, documents: str, position: int) -> set[tuple[int, int]]:
     rule, whole = AttentionPattern.parse(pattern), global_batch(DIVIDED[documents], 0)
-    ids = torch.zeros_like(whole.tokens) if whole.documents is None else whole.documents
-    return {
-        (sample, query)
-        for sample, query in product(range(len(ids)), range(SEQ_LENGTH))
-        if query == position or (visible(rule, query, position) and ids[sample, query] == ids[sample, position])
-    }
+    ids = (torch.zeros_like(whole.tokens) if whole.documents is None else whole.documents).tolist()
+    seen = set()
+    for sample, query in product(range(len(ids)), range(SEQ_LENGTH)):
+        first = ids[sample].index(ids[sample][query]) if documents == "patterns" else 0
+        same = ids[sample][query] == ids[sample][position]
+        if query == position or (same and visible(rule, query - first, position - first)):
+            seen.add((sample, query))
+    return seen
 
 
 @pytest.mark.parametrize("name", LAYOUTS)

@@ -167,7 +167,7 @@ def check_conversations(config: RunConfig, world_size: int) -> Iterator[Problem]
         fixes = ("--valid-chat-data-path FILE", "--eval-iters 0")
         yield Problem("E505", "there are no conversations to evaluate on", fixes)
     if config.model.attention_prefix:
-        sentence = "--attention-pattern with a prefix does not go with conversations, which share samples"
+        sentence = "--attention-pattern with a prefix does not go with conversations: it would show answers"
         yield Problem("E109", sentence, ("drop --attention-pattern",))
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from math import gcd
+from math import gcd, lcm
 
 from megatron.config.errors import Problem
 from megatron.config.parallel import ParallelConfig
@@ -54,11 +54,14 @@ def check_fp8_sizes(config: RunConfig, world_size: int) -> Iterator[Problem]:
             sentence = f"--fp8-recipe {recipe} needs multiples of {of}, and a rank's {name} is {rows} x {columns}"
             yield Problem("E923", sentence, (*other, NO_FP8))
             break
-    parts = _sequence_parts(parallel)
-    tokens = training.seq_length * training.micro_batch_size // parts
-    if tokens % of:
-        sentence = f"--fp8-recipe {recipe} needs multiples of {of}, and a rank has {tokens} tokens of a micro-batch"
-        yield Problem("E923", sentence, (*multiples_as_fixes("--seq-length", training.seq_length, of * parts), *other))
+    parts, ring = _sequence_parts(parallel), parallel.context_parallel_size // parallel.cp_head_ranks
+    chunks = 2 * ring if ring > 1 and of > 16 else 1  # of a sequence; where ranks hold two, a block must not be in both
+    tokens, chunk = (training.seq_length * training.micro_batch_size // n for n in (parts, chunks))
+    if tokens % of or chunk % of:
+        has = f"a rank has {tokens}" if tokens % of else f"a chunk of context parallelism has {chunk}"
+        sentence = f"--fp8-recipe {recipe} needs multiples of {of}, and {has} tokens of a micro-batch"
+        fixes = multiples_as_fixes("--seq-length", training.seq_length, of * lcm(parts, chunks))
+        yield Problem("E923", sentence, (*fixes, *other))
 
 
 def _sequence_parts(parallel: ParallelConfig) -> int:

@@ -90,7 +90,7 @@ def masks(text: str, count: int) -> Iterator[tuple[random.Random, AttentionMask]
         pattern, documents, same = AttentionPattern.parse(text), documents_of(dice, 3), dice.random() < 0.5
         queries = ranges_of(dice) if seed % 4 else (range(LENGTH),)
         keys = ranges_of(dice) if seed % 4 and not same else queries
-        yield dice, AttentionMask(queries, keys, CPU, pattern, documents)
+        yield dice, AttentionMask(queries, keys, CPU, pattern, documents, restarts=dice.random() < 0.5)
 
 
 @pytest.mark.parametrize("text", PATTERNS)
@@ -98,8 +98,11 @@ def test_dense_is_the_rule_spelled_out(text: str) -> None:
     for _, mask in masks(text, 4):
         dense, queries, keys = mask.dense(), positions(mask.queries), positions(mask.keys)
         for b in range(len(dense)):
-            ids = torch.zeros(LENGTH) if mask.documents is None else mask.documents[b]
-            expected = [[visible(mask.pattern, q, k) and bool(ids[q] == ids[k]) for k in keys] for q in queries]
+            ids = [0] * LENGTH if mask.documents is None else mask.documents[b].tolist()
+            first = [ids.index(name) if mask.restarts else 0 for name in ids]
+            expected = [
+                [visible(mask.pattern, q - first[q], k - first[q]) and ids[q] == ids[k] for k in keys] for q in queries
+            ]
             assert dense[b, 0].tolist() == expected
         rows, columns, samples = slice(1, 9), slice(2, 5), slice(1, None) if len(dense) > 1 else slice(None)
         assert torch.equal(mask.dense(samples, rows, columns), dense[samples, :, rows, columns])
@@ -154,7 +157,7 @@ def test_blocks_are_of_the_kind_that_the_dense_mask_shows(text: str) -> None:
         assert mask.sees(queries, keys) == bool((kinds != EMPTY).any())
         for i, q in enumerate(queries):
             for j, k in enumerate(keys):
-                dense = AttentionMask((q,), (k,), CPU, mask.pattern, mask.documents).dense()
+                dense = mask.part((q,), (k,)).dense()
                 for b in range(len(kinds)):
                     kind, exact = kinds[b, i, j], exact_kind(dense[b, 0], q == k)
                     assert kind in (PARTIAL, exact), (q, k, kind, exact)

@@ -157,7 +157,8 @@ def random_mask(seed: int, longest: int, samples: int) -> AttentionMask:
         ends = [[draw.random() < 0.2 for _ in range(length)] for _ in range(samples)]
         documents = torch.tensor(ends).long().cumsum(1)
     queries = ranges()
-    return AttentionMask(queries, draw.choice([queries, ranges()]), CPU, pattern, documents)
+    keys = draw.choice([queries, ranges()])
+    return AttentionMask(queries, keys, CPU, pattern, documents, restarts=draw.random() < 0.5)
 
 
 @pytest.mark.parametrize("seed", range(0, 800, 100))

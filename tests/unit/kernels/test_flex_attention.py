@@ -32,17 +32,18 @@ def plugin(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(plugins._registered, "attention_pattern", rules)
 
 
-def masks(name: str, documents: bool, length: int = 200, first_query: int = 0) -> AttentionMask:
+def masks(name: str, documents: bool | str, length: int = 200, first_query: int = 0) -> AttentionMask:
     ids = (torch.rand(2, length, generator=torch.Generator().manual_seed(1)) < 0.03).long().cumsum(1)
-    return AttentionMask.of_sequence(length, CPU, PATTERNS[name], ids if documents else None, first_query)
+    mask = AttentionMask.of_sequence(length, CPU, PATTERNS[name], ids if documents else None, first_query)
+    return replace(mask, restarts=documents == "restarting")
 
 
 @pytest.mark.parametrize("block", [16, 128])
 @pytest.mark.parametrize("first_query", [0, 37])
-@pytest.mark.parametrize("documents", [False, True])
+@pytest.mark.parametrize("documents", [False, True, "restarting"])
 @pytest.mark.parametrize("name", PATTERNS)
 def test_blocks_hold_the_mask(
-    monkeypatch: pytest.MonkeyPatch, name: str, documents: bool, first_query: int, block: int
+    monkeypatch: pytest.MonkeyPatch, name: str, documents: bool | str, first_query: int, block: int
 ) -> None:
     """Full blocks are full, absent blocks empty, and the rule is right in the others; by rows and by columns."""
     monkeypatch.setattr(flex_attention, "FLEX_BLOCK", block)

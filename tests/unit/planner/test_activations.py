@@ -274,3 +274,13 @@ def test_host_memory_is_what_is_offloaded(pool: Pool, ranks: int) -> None:
         for rank, size in enumerate(foretold):
             assert found[rank][number] == pytest.approx(size, rel=0.02), each
             assert size > 0
+
+
+@pytest.mark.parametrize("layers", [1, 3, 5])
+@pytest.mark.parametrize("model", ["", LLAMA])
+def test_offloaded_blocks_are_on_the_device_two_at_a_time(model: str, layers: int) -> None:
+    """Host buffers are memory too here; they are all in use when the device has most."""
+    flags = f"{LONG} {model} --num-layers 5 --cpu-offloading-num-layers {layers} --min-offloaded-tensor-size 1000"
+    (((_, peak),)) = measured(0, 1, (flags,))
+    (foretold,), (host,) = (of(config_of(flags), 1) for of in (peak_activations, peak_host_activations))
+    assert peak - host == pytest.approx(sum(foretold.values()), rel=0.05)
