@@ -60,10 +60,15 @@ def load_with_transformers(files: Mapping[str, bytes]) -> Any:
     """
     from transformers import AutoTokenizer  # takes a second
 
+    for name in (TOKENIZER_CONFIG, "config.json"):
+        code = parse_json(files.get(name, b"{}")).get("auto_map") or ()
+        if code and (name == TOKENIZER_CONFIG or "AutoTokenizer" in code):
+            seen = f"{name} names code of its own in 'auto_map', which is never run"
+            raise DataError(f"{seen}; without 'auto_map', {TOKENIZER_JSON} is read as a PreTrainedTokenizerFast")
     with TemporaryDirectory() as folder:
         for name, content in files.items():
             Path(folder, name).write_bytes(content)
-        return AutoTokenizer.from_pretrained(folder, local_files_only=True)
+        return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
 
 
 class HuggingFaceTokenizer(LibraryTokenizer):
