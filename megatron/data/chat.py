@@ -3,8 +3,8 @@
 A line is ``{"messages": [{"role": ..., "content": ...}, ...]}``, which the tokenizer's chat template renders, or
 ``{"prompt": ..., "completion": ...}``, texts or messages, which are concatenated. The answers are the assistant's turns
 or the completion, including the token that ends them. For preferences a line is ``{"prompt": ..., "chosen": ...,
-"rejected": ...}``, texts or messages, also without ``prompt`` where both begin with it. Lines that cannot be used are collected with file and line;
-nothing is truncated.
+"rejected": ...}``, also without ``prompt`` where both begin with it. Lines that cannot be used are collected with file
+and line; nothing is truncated.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from tokenizers import Tokenizer
 
 from megatron.config.run import DataConfig
 from megatron.config.text import counted
-from megatron.data.chat_rendering import MAX_TEXT, Span
-from megatron.data.chat_template import OTHER_TEMPLATE, TemplateRenderer, template_options
+from megatron.data.chat_rendering import MAX_TEXT, Span, shared_length
+from megatron.data.chat_template import OTHER_TEMPLATE, Rendered, TemplateRenderer, template_options
 from megatron.data.dataset_info import tokenizer_files_to_save, tokenizer_from_flags
 from megatron.data.errors import DataError
 from megatron.data.index_cache import IndexCache, Tables
@@ -70,11 +70,11 @@ class ChatTokenizer:
         self._markers = frozenset(added)
         self._special = frozenset(number for number, token in added.items() if token.special)
         self._renderer = TemplateRenderer()
-        self._is_space = cache(lambda number: self._decode([number]).isspace())
+        self._is_space = cache(lambda number: not self._decode([number]).strip())
 
     def _render(
         self, messages: Sequence[Mapping[str, Any]], options: Mapping[str, Any], answers: bool = False
-    ) -> tuple[str, list[Span]]:
+    ) -> Rendered:
         """Return the text of a conversation with its answers, or with the generation prompt.
 
         Raises:
@@ -109,8 +109,8 @@ class ChatTokenizer:
 
         A template with ``{% generation %}`` marks them. Otherwise an answer is what its message adds to the messages
         before it and the generation prompt. A token belongs to an answer if one of its characters does. If an answer
-        has no special token at its end, the special token that follows it ends it, such as the one before the next
-        role.
+        has no special token at its end, the one that follows it ends it, such as the marker of the next role; after a
+        marked answer, only one that closes the turn.
 
         Args:
             messages: at least one.
@@ -120,14 +120,14 @@ class ChatTokenizer:
             BadDocumentError: if the template refuses the conversation, or renders the messages before an answer
                 differently once it follows, or the tokens of the answers do not decode to their text.
         """
-        text, spans = self._render(messages, options, answers=True)
+        text, spans, marked = self._render(messages, options, answers=True)
         ids = self._encode(text, add_special_tokens=False)
         plain = None if self._plain is None else self._plain.encode(text, add_special_tokens=False)
         if plain is not None and plain.ids == ids:
             answers = self._checked(text, ids, np.array(plain.offsets, dtype=np.int64).reshape(-1, 2), spans)
         else:
             answers = self._aligned(text, ids, spans)
-        return self._with_ends(ids, answers)
+        return self._with_ends(ids, answers, marked)
 
     def _encode(self, text: str, **options: Any) -> list[int]:
         """Return the ids of a text; raise BadDocumentError if it is too long, or not Unicode."""
@@ -201,21 +201,26 @@ class ChatTokenizer:
                 self._compare(whole, text[begin:end])
         return answers
 
-    def _with_ends(self, ids: Sequence[int], answers: NDArray[np.uint8]) -> Conversation:
-        """Return a conversation with the tokens that end its answers, which may follow them."""
+    def _with_ends(self, ids: Sequence[int], answers: NDArray[np.uint8], marked: bool = False) -> Conversation:
+        """Return a conversation with the tokens that end its answers, which may follow them.
+
+        With ``marked`` answers, only a token that closes the turn is added.
+        """
         ends = np.zeros_like(answers)
         runs = runs_of(answers)
         for (first, last), (following, _) in zip(runs, [*runs[1:], (len(ids), 0)]):
-            found = self._end_among(range(last - 1, first - 1, -1), ids, self._special)
+            found = self._first_special(range(last - 1, first - 1, -1), ids, self._special)
             if found is None:
-                found = self._end_among(range(last, following), ids, self._markers)
+                found = self._first_special(range(last, following), ids, self._markers)
+                if found is not None and marked and not self._closes(range(found, len(ids)), ids):
+                    found = None
                 if found is not None:
                     answers[last : found + 1] = 1
             if found is not None:
                 ends[found] = 1
         return Conversation(np.array(ids, dtype=np.int32), answers, ends)
 
-    def _end_among(self, places: Sequence[int], ids: Sequence[int], wanted: Collection[int]) -> int | None:
+    def _first_special(self, places: Sequence[int], ids: Sequence[int], wanted: Collection[int]) -> int | None:
         """Return the first of a few places that has a wanted id, with white space alone before it."""
         for i in places[:END_WITHIN]:
             if ids[i] in wanted:
@@ -223,6 +228,13 @@ class ChatTokenizer:
             if not self._is_space(ids[i]):
                 break
         return None
+
+    def _closes(self, rest: Sequence[int], ids: Sequence[int]) -> bool:
+        """Return True if the first token of the rest is the end of a turn: no text of the next role follows it."""
+        after = rest[1:]
+        at_end = len(after) <= END_WITHIN and all(self._is_space(ids[i]) for i in after)
+        closing = at_end or self._first_special(after, ids, self._markers) is not None
+        return closing or ids[rest[0]] == self._tokenizer.eos_token_id
 
     def completions(self, prompt: str, *completions: str) -> list[Conversation]:
         """Return a prompt with each of its completions, ended by the tokenizer's ``eos_token``, encoded as one text."""
@@ -234,8 +246,8 @@ class ChatTokenizer:
         self, prompt: Sequence[Mapping[str, Any]], *answers: Sequence[Mapping[str, Any]], **options: Any
     ) -> list[Conversation]:
         """Return a rendered prompt with each of its answers; raise BadDocumentError if the template refuses one."""
-        texts = [self._render(prompt, {**options, "add_generation_prompt": True})[0]]
-        texts += [self._render([*prompt, *each], options)[0] for each in answers]
+        texts = [self._render(prompt, {**options, "add_generation_prompt": True}).text]
+        texts += [self._render([*prompt, *each], options).text for each in answers]
         return self._after_prompt(*(self._encode(text, add_special_tokens=False) for text in texts))
 
     def _after_prompt(self, prompt: Sequence[int], *texts: Sequence[int]) -> list[Conversation]:
@@ -264,11 +276,6 @@ def runs_of(mask: NDArray[np.uint8]) -> list[Span]:
     """Return where each run of ones begins and ends."""
     edges = np.flatnonzero(np.diff(mask.astype(np.int8), prepend=0, append=0))
     return [(int(first), int(last)) for first, last in edges.reshape(-1, 2)]
-
-
-def shared_length(a: Sequence[object], b: Sequence[object]) -> int:
-    """Return the number of first items that two sequences have in common."""
-    return next((i for i, (x, y) in enumerate(zip(a, b)) if x != y), min(len(a), len(b)))
 
 
 def encode_record(tokenizer: ChatTokenizer, record: Mapping[str, object]) -> Conversation:
@@ -475,15 +482,12 @@ def load_conversations(data: DataConfig, split: str, seq_length: int, pairs: boo
 
 def _note_endless_answers(conversations: Conversations, paths: Sequence[str]) -> list[str]:
     """Return a note on the answers that no token ends, if there are any."""
-    endless = endless_answers(conversations)
-    if not len(endless):
+    owners, ended = answers_of(conversations)
+    if ended.all():
         return []
-    file, line = conversations.places[endless[0] // conversations.per_line].tolist()
-    answers = sum(
-        len(runs_of(conversations.answers[start:stop])) for start, stop in zip(conversations.starts, conversations.stops)
-    )
+    file, line = conversations.places[owners[~ended][0] // conversations.per_line].tolist()
     return [
-        f"{len(endless):,} of {counted(answers, 'answer')} have no special token at their end, the first in "
+        f"{(~ended).sum():,} of {counted(len(ended), 'answer')} have no special token at their end, the first in "
         f"{paths[file]}:{line}; the model does not learn to stop there"
     ]
 
@@ -498,15 +502,17 @@ def _describe_bad(bad: Sequence[BadLine], paths: Sequence[str], good: int) -> st
     return f"{len(bad):,} of {counted(good + len(bad), 'conversation')} cannot be used: {'; '.join(named)}{more}"
 
 
-def endless_answers(conversations: Conversations) -> NDArray[np.int64]:
-    """Return the conversation of each answer that no token ends, ``[n]``."""
-    found = [
-        number
-        for number, (start, stop) in enumerate(zip(conversations.starts, conversations.stops))
-        for first, last in runs_of(conversations.answers[start:stop])
-        if not conversations.ends[start + first : start + last].any()
-    ]
-    return np.array(found, dtype=np.int64)
+def answers_of(conversations: Conversations) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
+    """Return the conversation of each answer, and whether a special token ends it, ``[n]`` each."""
+    answers = conversations.answers > 0
+    begins = answers & ~np.concatenate([[False], answers[:-1]])
+    begins[conversations.starts] = answers[conversations.starts]
+    places = np.flatnonzero(begins)
+    ended = np.zeros(len(places) + 1, dtype=np.bool_)
+    ended[np.cumsum(begins)[conversations.ends > 0] - 1] = True
+    owners = np.searchsorted(conversations.starts, places, side="right") - 1
+    kept = (owners >= 0) & (places < conversations.stops[owners])  # others do not fit into a sample
+    return owners[kept], ended[:-1][kept]
 
 
 def end_ids(data: DataConfig, conversations: Conversations) -> list[int]:
@@ -517,9 +523,10 @@ def end_ids(data: DataConfig, conversations: Conversations) -> list[int]:
     tokenizer = tokenizer_from_flags(data, None)
     if tokenizer is None:
         return []
-    used = [np.arange(start, stop) for start, stop in zip(conversations.starts, conversations.stops)]
-    places = np.concatenate([np.empty(0, dtype=np.int64), *used])
-    ids, answers, ends = (table[places] for table in (conversations.ids, conversations.answers, conversations.ends))
+    used = np.zeros(len(conversations.ids), dtype=np.bool_)
+    for start, stop in zip(conversations.starts, conversations.stops):
+        used[start:stop] = True
+    ids, answers, ends = (t[used] for t in (conversations.ids, conversations.answers, conversations.ends))
     kinds, counts = np.unique(ids[ends > 0], return_counts=True)
     within = ids[(answers > 0) & (ends == 0)]
     found = [(-count, kind) for kind, count in zip(kinds.tolist(), counts.tolist()) if count >= (within == kind).sum()]
@@ -622,7 +629,9 @@ def _check_tables(facts: Mapping[str, Any], tables: Tables) -> None:
         if tables[name].dtype != dtype:
             raise ValueError(f"{name} has type {tables[name].dtype}, not {dtype}")
     conversations = len(tables["logps"])
-    if tables["places"].shape != (conversations // facts["per_line"], 2) or not len(ids) == len(answers) == len(tables["ends"]):
+    if tables["places"].shape != (conversations // facts["per_line"], 2) or not len(ids) == len(answers) == len(
+        tables["ends"]
+    ):
         raise ValueError("the tables have different lengths")
     if len(starts) != conversations + 1 or starts[0] != 0 or starts[-1] != len(ids) or (np.diff(starts) < 2).any():
         raise ValueError("starts is not the partition of ids")

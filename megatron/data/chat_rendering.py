@@ -2,14 +2,13 @@
 
 It reads requests and writes answers, one JSON object per line each (see `Request`), until its input ends. A sandbox
 alone does not bound a template: one operation of jinja can take any time and memory. So the process has at most
-`MEMORY_BYTES`, and the kernel ends it if a request takes more than `CPU_SECONDS`. `megatron.data.chat_template` starts
-it. It imports nothing of this package, and starts in a tenth of a second.
+`MEMORY_BYTES`, and the kernel ends it if a request takes longer than it may. `megatron.data.chat_template` starts it.
+It imports nothing of this package, and starts in a tenth of a second.
 """
 
 from __future__ import annotations
 
 import json
-import os.path
 import re
 import resource
 import signal
@@ -17,7 +16,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from functools import lru_cache
-from typing import Any, TypedDict
+from typing import Any, ClassVar, TypedDict
 
 from jinja2 import Environment, TemplateError, nodes
 from jinja2.ext import Extension, loopcontrols
@@ -25,7 +24,6 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 MEMORY_BYTES = 1 << 30  # of the address space
-CPU_SECONDS = 10.0  # per request
 MAX_TEXT = 1 << 22  # characters of a rendered conversation
 MAX_RENDERED = 500_000  # messages that are rendered to find the answers of a conversation
 BEGIN, END = "\ufdd0", "\ufdd1"  # around a generation block: code points that no text has
@@ -52,7 +50,7 @@ class RenderingError(Exception):
 class _Generation(Extension):
     """``{% generation %}``, which marks what the assistant writes, as transformers defines it."""
 
-    tags = {"generation"}
+    tags: ClassVar[set[str]] = {"generation"}
 
     def parse(self, parser: Parser) -> nodes.Node:
         """Return a call of `_mark` with the block."""
@@ -92,13 +90,14 @@ def _compile(template: str) -> Any:
     return environment.from_string(template)
 
 
-class Conversation:
+class Rendering:
     """A conversation with its template, rendered in parts and as a whole."""
 
     def __init__(self, request: Request) -> None:
         """Choose the form of its messages that the template renders, see `_fit`."""
         self.template, self.variables, self.eos = request["template"], request["variables"], request["eos"]
         self.messages: Messages = request["messages"]
+        self.marked = HAS_BLOCKS.search(self.template) is not None
         self.text = ""
         self._fit()
 
@@ -150,7 +149,7 @@ class Conversation:
 
     def answers(self) -> list[Span]:
         """Return where in the text the answers are."""
-        return self._blocks() if HAS_BLOCKS.search(self.template) else self._additions()
+        return self._blocks() if self.marked else self._additions()
 
     def _blocks(self) -> list[Span]:
         """Return the spans of the generation blocks."""
@@ -181,7 +180,7 @@ class Conversation:
             after = self.render(self.messages[: i + 1])
             before = self.render(self.messages[: i or 1], add_generation_prompt=True)
             if i == 0:  # transformers renders no empty conversation: the prompt is what follows the message
-                prompt = before[len(os.path.commonprefix([before, after])) :]
+                prompt = before[shared_length(before, after) :]
                 before = after[: after.find(prompt) + len(prompt)] if prompt in after else ""
             if not self.text.startswith(after):  # it may end every conversation
                 after = after.removesuffix(self.eos)
@@ -200,29 +199,38 @@ def _plain(message: Mapping[str, Any]) -> Mapping[str, Any]:
     return {**message, "content": "".join(part["text"] for part in content or ())}
 
 
-def answer(request: Request) -> dict[str, Any]:
+def shared_length(a: Sequence[object], b: Sequence[object]) -> int:
+    """Return the number of first items that two sequences have in common."""
+    return next((i for i, (x, y) in enumerate(zip(a, b)) if x != y), min(len(a), len(b)))
+
+
+def answer(line: str) -> dict[str, Any]:
     """Return the text of a request and the spans of its answers, or what is wrong with it."""
     _Environment.now = datetime.now()
     try:
-        conversation = Conversation(request)
-        return {"text": conversation.text, "spans": conversation.answers() if request["answers"] else []}
+        request: Request = json.loads(line)
+        rendering = Rendering(request)
+        spans = rendering.answers() if request["answers"] else []
+        return {"text": rendering.text, "spans": spans, "marked": rendering.marked}
     except RenderingError as error:
         return {"error": str(error)}
+    except RecursionError:
+        return {"error": " is nested too deeply"}
     except MemoryError:
         return {"error": f" takes more than {MEMORY_BYTES >> 20:,} MiB to be rendered by the chat template"}
 
 
-def main() -> None:
-    """Answer the requests of standard input."""
+def main(cpu_seconds: float) -> None:
+    """Answer the requests of standard input, each within ``cpu_seconds``."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends the input
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     for line in sys.stdin:
-        signal.setitimer(signal.ITIMER_PROF, CPU_SECONDS)  # ends the process, also within an operation
-        sys.stdout.write(json.dumps(answer(json.loads(line))) + "\n")
+        signal.setitimer(signal.ITIMER_PROF, cpu_seconds)  # ends the process, also within an operation
+        sys.stdout.write(json.dumps(answer(line)) + "\n")
         sys.stdout.flush()
         signal.setitimer(signal.ITIMER_PROF, 0)
 
 
 if __name__ == "__main__":
-    main()
+    main(float(sys.argv[1]))

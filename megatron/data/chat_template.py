@@ -10,21 +10,23 @@ import sys
 import weakref
 from collections.abc import Mapping
 from pathlib import Path
-from typing import IO, Any, cast
+from typing import IO, Any, NamedTuple, cast
 
 from megatron.data import chat_rendering
-from megatron.data.chat_rendering import CPU_SECONDS, MEMORY_BYTES, Request, Span
+from megatron.data.chat_rendering import MEMORY_BYTES, Request, Span
 from megatron.data.errors import DataError
 from megatron.data.preprocess.corpus import JSON_TYPE_NAMES, BadDocumentError
 
+CPU_SECONDS = 10.0  # per request
 MAX_REQUEST = 1 << 25  # bytes of JSON; what the process makes of them takes several times as much
 MAX_FAILURES = 3  # requests that end the process, until no more are made
 OTHER_TEMPLATE = "--chat-template FILE.jinja"
 ENVIRONMENT = ("PATH", "PYTHONPATH", "PYTHONHOME", "LD_LIBRARY_PATH", "TZ", "LANG", "LC_ALL")
 RESERVED = frozenset(
-    "messages conversation tools documents add_generation_prompt continue_final_message tokenize padding truncation "
-    "max_length return_tensors return_dict return_assistant_tokens_mask tokenizer_kwargs self raise_exception "
-    "strftime_now bos_token eos_token unk_token sep_token pad_token cls_token mask_token".split()
+    {"messages", "conversation", "tools", "documents", "tokenize", "padding", "truncation", "max_length", "self"}
+    | {"add_generation_prompt", "continue_final_message", "tokenizer_kwargs", "raise_exception", "strftime_now"}
+    | {"return_tensors", "return_dict", "return_assistant_tokens_mask", "bos_token", "eos_token", "unk_token"}
+    | {"sep_token", "pad_token", "cls_token", "mask_token"}
 )
 """Arguments of ``apply_chat_template`` and names of a template that a line cannot set."""
 
@@ -47,6 +49,14 @@ def template_options(options: object) -> dict[str, Any]:
     return options or {}
 
 
+class Rendered(NamedTuple):
+    """A conversation as text."""
+
+    text: str
+    spans: list[Span]  # the answers
+    marked: bool  # whether generation blocks of the template mark them
+
+
 class TemplateRenderer:
     """A process with `megatron.data.chat_rendering`, started with the first request and again if one ends it."""
 
@@ -54,8 +64,8 @@ class TemplateRenderer:
         self._process: subprocess.Popen[bytes] | None = None
         self._failures = 0
 
-    def render(self, request: Request) -> tuple[str, list[Span]]:
-        """Return the text of a request, and where its answers are.
+    def render(self, request: Request) -> Rendered:
+        """Return the text of a request.
 
         Raises:
             BadDocumentError: if the template refuses it, or takes too much time or memory.
@@ -71,7 +81,7 @@ class TemplateRenderer:
         found = self._answer(line + b"\n")
         if "error" in found:
             raise BadDocumentError(found["error"])
-        return found["text"], [(begin, end) for begin, end in found["spans"]]
+        return Rendered(found["text"], [(begin, end) for begin, end in found["spans"]], found["marked"])
 
     def _answer(self, line: bytes) -> Mapping[str, Any]:
         process = self._process = self._process or self._start()
@@ -97,7 +107,7 @@ class TemplateRenderer:
     def _start(self) -> subprocess.Popen[bytes]:
         environment = {name: os.environ[name] for name in ENVIRONMENT if name in os.environ}
         process = subprocess.Popen(
-            [sys.executable, "-P", str(Path(chat_rendering.__file__))],  # -P: not the folder of the program
+            [sys.executable, "-P", str(Path(chat_rendering.__file__)), str(CPU_SECONDS)],  # -P: without its folder
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,

@@ -301,7 +301,8 @@ def _read_files(path: Path) -> dict[str, bytes]:
     main = path / TOKENIZER_JSON if path.is_dir() else path
     if not main.is_file():
         fetch = f"hf download ORG/{path.name} --include 'tokenizer*' --include 'special*' --local-dir DIR"
-        convert = f"import transformers as t; t.AutoTokenizer.from_pretrained({str(path)!r}).save_pretrained('DIR')"
+        load = f"t.AutoTokenizer.from_pretrained({str(path)!r}, trust_remote_code=False)"
+        convert = f"import transformers as t; {load}.save_pretrained('DIR')"
         how = [f"python -c {shlex.quote(convert)}" if path.is_dir() else fetch]
         if (main.with_name(SENTENCEPIECE_MODEL)).is_file():
             how.insert(0, f"--tokenizer-type SentencePieceTokenizer --tokenizer-model {shlex.quote(str(path))}")
