@@ -16,7 +16,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from functools import lru_cache
-from typing import Any, ClassVar, TypedDict
+from typing import Any, TypedDict
 
 from jinja2 import Environment, TemplateError, nodes
 from jinja2.ext import Extension, loopcontrols
@@ -50,7 +50,7 @@ class RenderingError(Exception):
 class _Generation(Extension):
     """``{% generation %}``, which marks what the assistant writes, as transformers defines it."""
 
-    tags: ClassVar[set[str]] = {"generation"}
+    tags = {"generation"}  # noqa: RUF012, as jinja declares it
 
     def parse(self, parser: Parser) -> nodes.Node:
         """Return a call of `_mark` with the block."""

@@ -285,6 +285,8 @@ def unmarked(role: str, content: str) -> Pieces:
 TURN = "<|im_start|>{{ m.role }}\n{% generation %}{{ m.content }}<|im_end|>{% endgeneration %}{{ '\n' }}"
 OTHER = "<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>{{ '\n' }}"
 HERE = f"{{% if m.role == 'assistant' %}}{TURN}{{% else %}}{OTHER}{{% endif %}}"
+ANSWERS = "{% for m in messages %}{% if m.role == 'assistant' %}"
+OTHERS = "{% else %}{{ '<|' + m.role + '|> ' + m.content + ' ' }}{% endif %}{% endfor %}"
 BY_HAND: dict[str, tuple[str, Callable[[str, str], Pieces]]] = {
     "marked": (f"{{% for m in messages %}}{HERE}{{% endfor %}}", in_chatml),
     "in a macro": (
@@ -302,22 +304,22 @@ BY_HAND: dict[str, tuple[str, Callable[[str, str], Pieces]]] = {
         in_chatml,
     ),
     "spaces": (
-        "{% for m in messages %}{% if m.role == 'assistant' %}<|assistant|>{% generation %}{{ ' ' + m.content + ' <|im_end|>' }}"
-        "{% endgeneration %}{% else %}{{ '<|' + m.role + '|> ' + m.content + ' ' }}{% endif %}{% endfor %}",
+        f"{ANSWERS}<|assistant|>{{% generation %}}{{{{ ' ' + m.content }}}} <|im_end|>{{% endgeneration %}}{OTHERS}",
         with_spaces,
     ),
     "space at the end": (
-        "{% for m in messages %}{% if m.role == 'assistant' %}{{ '<|assistant|>\n' }}{% generation %}{{ m.content + ' ' }}"
-        "{% endgeneration %}{% else %}{{ '<|' + m.role + '|> ' + m.content + ' ' }}{% endif %}{% endfor %}",
+        f"{ANSWERS}{{{{ '<|assistant|>\n' }}}}{{% generation %}}{{{{ m.content + ' ' }}}}{{% endgeneration %}}{OTHERS}",
         at_its_end,
     ),
     "nothing else": (
-        "{% for m in messages %}{% if m.role == 'assistant' %}{% generation %}{{ m.content }}{% endgeneration %}{% else %}"
-        "{{ '<|' + m.role + '|>' + m.content }}{% endif %}{% endfor %}",
+        f"{ANSWERS}{{% generation %}}{{{{ m.content }}}}{{% endgeneration %}}{OTHERS}".replace(
+            " ' + m.content + ' '", "' + m.content"
+        ),
         whole,
     ),
     "unmarked": (
-        f"{{% for m in messages %}}{OTHER}{{% endfor %}}{{% if add_generation_prompt %}}<|im_start|>assistant\n{{% endif %}}",
+        f"{{% for m in messages %}}{OTHER}{{% endfor %}}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}",
         unmarked,
     ),
     "next role": (
@@ -489,7 +491,7 @@ def test_a_template_that_is_ended_again_and_again_is_given_up(tmp_path: Path, mo
     monkeypatch.setattr(chat_template, "CPU_SECONDS", 0.3)
     options = data(tmp_path, [GOOD] * 9, bad_samples="skip")
     Path(options.chat_template).write_text("{{ 9 ** 9 ** 9 }}")
-    with pytest.raises(DataError, match="the chat template takes more than 0.3 s, for 3 conversations"):
+    with pytest.raises(DataError, match=r"the chat template takes more than 0\.3 s, for 3 conversations"):
         load(options)
 
 
