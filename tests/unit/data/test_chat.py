@@ -113,7 +113,7 @@ AS_TEXT = {"type": "function", "function": {"name": "add", "arguments": '{"a": 1
 TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]
 CALLING = """{% if tools %}{{ tools | tojson }}
 {% endif %}{% for m in messages %}<{{ m.role }}>{% if m.role == 'assistant' %}{% generation %}
-{%- for p in [m.content] if m.content is string else m.content or [] %}{{ p.text or p }}{% endfor %}
+{%- for p in ([m.content] if m.content is string else (m.content or [])) %}{{ p.text or p }}{% endfor %}
 {%- for c in m.tool_calls or [] %}
 {%- set a = c.function.arguments %}[{{ c.function.name }} {{ a if a is string else a | tojson }}]{% endfor %}
 {{- eos_token }}
@@ -468,7 +468,7 @@ def test_a_long_conversation_takes_no_quadratic_time() -> None:
 
 HOSTILE = {
     "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}": "takes more than 0.5 s",
-    "{{ 9 ** 9 ** 9 }}": "takes more than 0.5 s",
+    "{{ 9 ** (9 ** 9) }}": "takes more than 0.5 s",
     "{{ 'a' * 10 ** 10 }}": "takes more than 1,024 MiB",
     "{{ '%9999999999d' % 1 }}": "takes more than 1,024 MiB",
     "{{ 'a' * 10 ** 7 }}": "is a text of 10,000,000 characters; the limit is 4,194,304",
@@ -490,7 +490,7 @@ def test_a_template_is_a_program_within_limits(template: str, monkeypatch: pytes
 def test_a_template_that_is_ended_again_and_again_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(chat_template, "CPU_SECONDS", 0.3)
     options = data(tmp_path, [GOOD] * 9, bad_samples="skip")
-    Path(options.chat_template).write_text("{{ 9 ** 9 ** 9 }}")
+    Path(options.chat_template).write_text("{{ 9 ** (9 ** 9) }}")
     with pytest.raises(DataError, match=r"the chat template takes more than 0\.3 s, for 3 conversations"):
         load(options)
 
