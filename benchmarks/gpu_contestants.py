@@ -143,7 +143,9 @@ class Theirs:
         dtype = torch.bfloat16 if self.weights == "bf16" else torch.float32
         with torch.device(device):
             described = AutoConfig.for_model(**{k: v for k, v in values.items() if k != "torch_dtype"})
-            model = AutoModelForCausalLM.from_config(described, dtype=dtype, attn_implementation="causal_sdpa").train()
+            model = AutoModelForCausalLM.from_config(
+                described, dtype=dtype, attn_implementation="causal_sdpa", trust_remote_code=False
+            ).train()
         return self._step(model.to(device), random_tokens(case, config, device), device)
 
     def _step(self, model: nn.Module, batches: Sequence[tuple[Tensor, Tensor]], device: torch.device) -> Step:

@@ -152,7 +152,7 @@ def run_fsdp(rank: int, world_size: int, way: Way) -> tuple[float, int | None]:
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     with tracker(way) as memory:
         with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(described, dtype=torch.float32)
+            model = AutoModelForCausalLM.from_config(described, dtype=torch.float32, trust_remote_code=False)
         for block in model.model.layers:
             fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=way.more != KEEP)
         fully_shard(model, mesh=mesh, mp_policy=policy)

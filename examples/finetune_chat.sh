@@ -77,7 +77,9 @@ import sys
 
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-tokenizer, model = (cls.from_pretrained(sys.argv[1]) for cls in (AutoTokenizer, AutoModelForCausalLM))
+tokenizer, model = (
+    cls.from_pretrained(sys.argv[1], trust_remote_code=False) for cls in (AutoTokenizer, AutoModelForCausalLM)
+)
 for question in ("What is the capital of Peru?", "Name the capital of Norway."):
     asked = tokenizer.apply_chat_template(
         [{"role": "user", "content": question}], add_generation_prompt=True, return_dict=True, return_tensors="pt"

@@ -287,6 +287,18 @@ def plain_prints(modules: Sequence[Module]) -> list[str]:
     ]
 
 
+def remote_code(text: str) -> list[str]:
+    """Loads of ``transformers``, also in texts and scripts, that may ask to run code beside a model, or run it."""
+    inner = r"(?:[^()]|\((?:[^()]|\((?:[^()]|\([^()]*\))*\))*\))*"
+    classes = {"AutoModel", *re.findall(r"\bAuto\w+ as (\w+)", text)}
+    found = []
+    for match in re.finditer(rf"(\w+)\s*\.\s*(from_pretrained|from_config)\(({inner})\)", text):
+        loads = match[2] == "from_pretrained" or match[1].startswith("Auto") or match[1] in classes
+        if loads and "trust_remote_code=False" not in match[3]:
+            found.append(f"{match[0].splitlines()[0]} lacks trust_remote_code=False")
+    return found
+
+
 def absolute_paths(text: str) -> list[str]:
     """Paths of somebody's machine in ``text``."""
     return re.findall(r"(?<![\w.$}/\])>-])/(?:home|root|work|Users|mnt|scratch|opt|data|workspace)/[\w./-]+", text)

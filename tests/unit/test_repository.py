@@ -94,6 +94,29 @@ def test_what_may_run_a_strangers_code_is_found(source: str, count: int) -> None
     assert len(rules.unpickling([Module.parse("megatron.layers.module", source)])) == count
 
 
+def test_no_code_beside_a_model_is_run() -> None:
+    """By the library, the programs, their scripts, and the commands that messages and documents offer."""
+    own = [path for path in text_files() if path.relative_to(ROOT).parts[0] != "tests"]
+    found = [f"{path.relative_to(ROOT)}: {line}" for path in own for line in rules.remote_code(path.read_text())]
+    assert [line for line in found if "PeftModel." not in line] == []  # it has no such option
+    assert rules.remote_code("Layout.from_config(config)") == []
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "AutoTokenizer.from_pretrained(folder)",
+        "transformers.AutoConfig.from_pretrained(str(Path(a).joinpath(b())), trust_remote_code=True)",
+        "for cls in (A, B):\n    cls.from_pretrained(\n        folder,\n    )",
+        "AutoModelForCausalLM.from_config(config, dtype=f(x))",
+        "from transformers import AutoModel as M; M.from_config(config)",
+        'fix = f"t.AutoTokenizer.from_pretrained({path!r}).save_pretrained(x)"',
+    ],
+)
+def test_a_load_that_may_run_code_is_found(source: str) -> None:
+    assert len(rules.remote_code(source)) == 1
+
+
 def test_what_does_not_run_at_import_is_not_an_eager_import() -> None:
     source = (
         "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import torch\ndef f() -> None:\n    import triton"

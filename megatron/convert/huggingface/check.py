@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import json
 import re
-import tempfile
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -35,7 +34,12 @@ from megatron.convert.huggingface.weights import (
     open_weights,
     read_in_blocks,
 )
-from megatron.data.tokenizers.huggingface import TOKENIZER_CONFIG, TOKENIZER_JSON, parse_tokenizer
+from megatron.data.tokenizers.huggingface import (
+    TOKENIZER_CONFIG,
+    TOKENIZER_JSON,
+    load_with_transformers,
+    parse_tokenizer,
+)
 from megatron.distributed.micro_batch import MicroBatch
 from megatron.kernels.rotary import RotaryEmbedding
 
@@ -238,10 +242,12 @@ def run_transformers(
     """Run transformers' model on the files of ``folder``, with weights rounded to a data type, in fp32."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    settings = AutoConfig.from_pretrained(config)
+    settings = AutoConfig.from_pretrained(config, trust_remote_code=False)
     settings._experts_implementation = "eager"  # the others require widths that are multiples of 16 bytes
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(settings, attn_implementation="eager", dtype=torch.float32).eval()
+        model = AutoModelForCausalLM.from_config(
+            settings, attn_implementation="eager", dtype=torch.float32, trust_remote_code=False
+        ).eval()
     angles = {}
     for module in model.modules():  # these buffers are computed, not stored
         buffers = module._non_persistent_buffers_set
@@ -386,6 +392,7 @@ def check_tokenizer(files: Mapping[str, bytes], config: Mapping[str, Any]) -> di
         raise CheckpointError(seen, "--tokenizer ANOTHER_FOLDER", "--no-check") from error
 
     settings = parse_json(files.get(TOKENIZER_CONFIG, b"{}")) | {"tokenizer_class": "PreTrainedTokenizerFast"}
+    settings.pop("auto_map", None)  # code that is never run
     generic = {**files, TOKENIZER_CONFIG: (json.dumps(settings, indent=2) + "\n").encode()}
     problem = ""
     for candidate in (dict(files), generic):
@@ -408,10 +415,5 @@ def check_tokenizer(files: Mapping[str, bytes], config: Mapping[str, Any]) -> di
 
 def _transformers_ids(files: Mapping[str, bytes], config: Mapping[str, Any]) -> list[list[int]]:
     """Return the ids of ``SAMPLE_TEXTS`` from the tokenizer that ``AutoTokenizer`` loads from these files."""
-    from transformers import AutoTokenizer
-
-    with tempfile.TemporaryDirectory() as folder:
-        for name, content in {**files, CONFIG_FILE: json.dumps(config).encode()}.items():
-            (Path(folder) / name).write_bytes(content)
-        tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer = load_with_transformers({**files, CONFIG_FILE: json.dumps(config).encode()})
     return [tokenizer(text, add_special_tokens=False)["input_ids"] for text in SAMPLE_TEXTS]

@@ -73,7 +73,8 @@ _NOT_HERE: Mapping[str, tuple[Any, ...]] = {
 
 _DEQUANTIZE = (
     "from transformers import AutoModelForCausalLM as M, Mxfp4Config as C; "
-    "M.from_pretrained({!r}, quantization_config=C(dequantize=True), dtype='bfloat16').save_pretrained({!r})"
+    "M.from_pretrained({!r}, quantization_config=C(dequantize=True), dtype='bfloat16', "
+    "trust_remote_code=False).save_pretrained({!r})"
 )
 """Python that stores in bf16 what a folder holds in MXFP4, such as the published GPT-OSS."""
 

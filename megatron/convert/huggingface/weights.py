@@ -277,7 +277,10 @@ def open_weights(folder: Path) -> dict[str, TensorFile]:
         return _open_shards(folder)
     if any(folder.glob("*.bin")) or any(folder.glob("*.pt*")):
         names = str(folder), f"{folder}-safetensors"
-        load = "from transformers import AutoModelForCausalLM as M; M.from_pretrained({!r}).save_pretrained({!r})"
+        load = (
+            "from transformers import AutoModelForCausalLM as M; "
+            "M.from_pretrained({!r}, trust_remote_code=False).save_pretrained({!r})"
+        )
         raise CheckpointError(
             f"{folder} holds pickled weights, which can run any code when they are loaded; only {WEIGHTS_FILE} is "
             "read. The command loads them: use it only if you trust whoever made them",

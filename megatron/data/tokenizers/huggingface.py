@@ -60,10 +60,15 @@ def load_with_transformers(files: Mapping[str, bytes]) -> Any:
     """
     from transformers import AutoTokenizer  # takes a second
 
+    for name in (TOKENIZER_CONFIG, "config.json"):
+        code = parse_json(files.get(name, b"{}")).get("auto_map") or ()
+        if code and (name == TOKENIZER_CONFIG or "AutoTokenizer" in code):
+            seen = f"{name} names code of its own in 'auto_map', which is never run"
+            raise DataError(f"{seen}; without 'auto_map', {TOKENIZER_JSON} is read as a PreTrainedTokenizerFast")
     with TemporaryDirectory() as folder:
         for name, content in files.items():
             Path(folder, name).write_bytes(content)
-        return AutoTokenizer.from_pretrained(folder, local_files_only=True)
+        return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
 
 
 class HuggingFaceTokenizer(LibraryTokenizer):
@@ -296,7 +301,8 @@ def _read_files(path: Path) -> dict[str, bytes]:
     main = path / TOKENIZER_JSON if path.is_dir() else path
     if not main.is_file():
         fetch = f"hf download ORG/{path.name} --include 'tokenizer*' --include 'special*' --local-dir DIR"
-        convert = f"import transformers as t; t.AutoTokenizer.from_pretrained({str(path)!r}).save_pretrained('DIR')"
+        load = f"t.AutoTokenizer.from_pretrained({str(path)!r}, trust_remote_code=False)"
+        convert = f"import transformers as t; {load}.save_pretrained('DIR')"
         how = [f"python -c {shlex.quote(convert)}" if path.is_dir() else fetch]
         if (main.with_name(SENTENCEPIECE_MODEL)).is_file():
             how.insert(0, f"--tokenizer-type SentencePieceTokenizer --tokenizer-model {shlex.quote(str(path))}")

@@ -2,16 +2,35 @@
 
 from __future__ import annotations
 
+import copy
 import gzip
+import io
+import itertools
 import json
+import re
+import sys
+import unicodedata
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
 from megatron.config.run import DataConfig
-from megatron.data.chat import ChatTokenizer, Conversations, _load, encode_pair, encode_record, load_conversations
+from megatron.data import chat_template
+from megatron.data.chat import (
+    ChatTokenizer,
+    Conversations,
+    _load,
+    encode_pair,
+    encode_record,
+    end_ids,
+    load_conversations,
+)
 from megatron.data.errors import DataError
 from megatron.data.preprocess.corpus import BadDocumentError
 from megatron.data.tokenizers.huggingface import ByteTokenizer
@@ -89,9 +108,54 @@ def test_templates_of_models_give_the_masks_of_their_training_variants(name: str
         assert 0 < sum(theirs["assistant_masks"]) < len(found.ids)
 
 
+CALL = {"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
+AS_TEXT = {"type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
+TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]
+CALLING = """{% if tools %}{{ tools | tojson }}
+{% endif %}{% for m in messages %}<{{ m.role }}>{% if m.role == 'assistant' %}{% generation %}
+{%- for p in ([m.content] if m.content is string else (m.content or [])) %}{{ p.text or p }}{% endfor %}
+{%- for c in m.tool_calls or [] %}
+{%- set a = c.function.arguments %}[{{ c.function.name }} {{ a if a is string else a | tojson }}]{% endfor %}
+{{- eos_token }}
+{% endgeneration %}{% else %}
+{%- if m.content is string %}{{ m.content }}{% else %}{% for p in m.content %}{{ p.text }}{% endfor %}{% endif %}
+
+{% endif %}{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"""
+"""A template of tools, which also takes parts."""
+
+
+def calling(call: dict[str, Any], **content: Any) -> list[dict[str, Any]]:
+    """A question, a call of a tool, and the answer."""
+    said = {"role": "assistant", "tool_calls": [call], **content}
+    return [*messages(("user", "1+?")), said, *messages(("tool", "2"), ("assistant", "It is 2"))]
+
+
+def in_parts(turns: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [
+        m | {"content": [{"type": "text", "text": part} for part in (m["content"][:1], m["content"][1:])]}
+        for m in turns
+    ]
+
+
 RECORDS = [
     *({"messages": messages(*turns)} for turns in CONVERSATIONS[:2]),
 ]
+CALLS = [
+    {"messages": calling(CALL, content=None), "tools": json.dumps(TOOLS)},
+    {"messages": calling(CALL, content=""), "tools": None},
+    {"messages": calling(CALL, content="I add"), "tools": None},
+    {"messages": calling(CALL), "tools": json.dumps(TOOLS)},
+]
+TEXT_CALLS = [{"messages": calling(AS_TEXT, content=content)} for content in (None, "")]
+PARTS = [{"messages": in_parts(messages(*turns))} for turns in CONVERSATIONS[:2]]
+CONVERSATIONAL = [
+    {"prompt": turns[:-1], "completion": turns[-1:]} for turns in (messages(*each) for each in CONVERSATIONS[:2])
+]
+CALLS_COMPLETED = [
+    {"prompt": turns[:1], "completion": turns[1:], "tools": TOOLS}
+    for turns in (calling(CALL, content=None), calling(CALL, content="I add"))
+]
+SHARES = [{"conversations": [{"from": role, "value": text} for role, text in turns]} for turns in CONVERSATIONS[:2]]
 COMPLETIONS = [
     {"prompt": "2 + 2 =", "completion": " 4"},
     {"prompt": "é", "completion": "nd<|endoftext|>"},
@@ -99,23 +163,414 @@ COMPLETIONS = [
 ]
 
 
-@pytest.mark.parametrize("records", [RECORDS, COMPLETIONS], ids=["messages", "completions"])
-def test_ids_and_labels_are_those_of_trl(records: list[dict[str, Any]], tmp_path: Path) -> None:
+FORMS = {
+    "messages": RECORDS,
+    "completions": COMPLETIONS,
+    "calls": CALLS,
+    "calls in JSON": TEXT_CALLS,
+    "parts": PARTS,
+    "conversational completions": CONVERSATIONAL,
+    "completions with calls": CALLS_COMPLETED,
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_ids_and_labels_are_those_of_trl(form: str, tmp_path: Path) -> None:
     from datasets import Dataset
     from transformers import LlamaConfig, LlamaForCausalLM
     from trl import SFTConfig, SFTTrainer
 
-    chat = tokenizer(MARKED)
+    records = FORMS[form]
+    chat = tokenizer(MARKED if form in ("messages", "completions") else CALLING)
     sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
     model = LlamaForCausalLM(LlamaConfig(vocab_size=257, **sizes))
-    config = SFTConfig(
-        str(tmp_path), assistant_only_loss="messages" in records[0], use_cpu=True, bf16=False, report_to="none"
-    )
+    of_turns = "prompt" not in records[0]
+    config = SFTConfig(str(tmp_path), assistant_only_loss=of_turns, use_cpu=True, bf16=False, report_to="none")
     theirs = SFTTrainer(model, config, train_dataset=Dataset.from_list(records), processing_class=chat._tokenizer)
     for record, row in zip(records, theirs.train_dataset, strict=True):
         found = encode_record(chat, record)
         assert found.ids.tolist() == row["input_ids"]
         assert np.where(found.answers, found.ids, -100).tolist() == row["labels"]
+
+
+def train(trim: bool | None = None, normalizer: Any = None, **options: Any) -> dict[str, bytes]:
+    """A byte-level tokenizer whose offsets are trimmed or not, with a few words and the markers of the templates."""
+    model = Tokenizer(models.BPE())
+    model.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, **options)
+    model.decoder = decoders.ByteLevel()
+    if normalizer is not None:
+        model.normalizer = normalizer
+    if trim is not None:
+        model.post_processor = processors.ByteLevel(trim_offsets=trim)
+    trainer = trainers.BpeTrainer(
+        vocab_size=340,
+        special_tokens=["<|endoftext|>", *MARKERS],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    model.train_from_iterator(["hello world how are you user assistant sunny weather  \n\n"] * 9, trainer)
+    return saved(model)
+
+
+def saved(model: Tokenizer) -> dict[str, bytes]:
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|im_end|>", "model_max_length": 1 << 40}
+    return {"tokenizer.json": model.to_str().encode(), "tokenizer_config.json": json.dumps(config).encode()}
+
+
+def metaspace() -> dict[str, bytes]:
+    """A tokenizer like Llama's: spaces are letters, other letters are bytes, and decoding strips the first space."""
+    letters = ["<unk>", *MARKERS, *(f"<0x{i:02X}>" for i in range(256)), *"▁helowrdyuasnit"]
+    model = Tokenizer(
+        models.BPE({letter: i for i, letter in enumerate(letters)}, [], byte_fallback=True, unk_token="<unk>")
+    )
+    model.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    strip = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    model.decoder = decoders.Sequence(strip)
+    model.add_special_tokens(list(MARKERS))
+    return saved(model)
+
+
+MARKERS = ("<|im_start|>", "<|im_end|>", "<|user|>", "<|assistant|>", "<|system|>")
+TOKENIZERS = {
+    "plain": train,
+    "trimmed": lambda: train(True),
+    "untrimmed": lambda: train(False),
+    "without words": lambda: train(True, use_regex=False),
+    "NFKC": lambda: train(True, normalizers.NFKC()),
+    "NFD": lambda: train(False, normalizers.NFD()),
+    "lower case": lambda: train(True, normalizers.Lowercase()),
+    "metaspace": metaspace,
+    "slow": lambda: {"tokenizer_config.json": b'{"tokenizer_class": "ByT5Tokenizer", "eos_token": "<|im_end|>"}'},
+}
+
+
+@cache
+def trained(name: str) -> dict[str, bytes]:
+    return TOKENIZERS[name]()
+
+
+Pieces = list[tuple[str, int]]
+
+
+def in_chatml(role: str, content: str) -> Pieces:
+    answer = role == "assistant"
+    return [(f"<|im_start|>{role}\n", 0), (f"{content}<|im_end|>", answer), ("\n", 0)]
+
+
+def with_spaces(role: str, content: str) -> Pieces:
+    if role == "assistant":
+        return [("<|assistant|>", 0), (f" {content} <|im_end|>", 1)]
+    return [(f"<|{role}|> {content} ", 0)]
+
+
+def at_its_end(role: str, content: str) -> Pieces:
+    if role == "assistant":
+        return [("<|assistant|>\n", 0), (f"{content} ", 1)]
+    return [(f"<|{role}|> {content} ", 0)]
+
+
+def whole(role: str, content: str) -> Pieces:
+    return [(content, role == "assistant")] if role == "assistant" else [(f"<|{role}|>{content}", 0)]
+
+
+def glm(role: str, content: str) -> Pieces:
+    return [(f"<|{role}|>", 2), ("\n", 0), (content, role == "assistant")]
+
+
+def unmarked(role: str, content: str) -> Pieces:
+    answer = role == "assistant"
+    return [(f"<|im_start|>{role}\n", 0), (f"{content}<|im_end|>\n", answer)]
+
+
+TURN = "<|im_start|>{{ m.role }}\n{% generation %}{{ m.content }}<|im_end|>{% endgeneration %}{{ '\n' }}"
+OTHER = "<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>{{ '\n' }}"
+HERE = f"{{% if m.role == 'assistant' %}}{TURN}{{% else %}}{OTHER}{{% endif %}}"
+ANSWERS = "{% for m in messages %}{% if m.role == 'assistant' %}"
+OTHERS = "{% else %}{{ '<|' + m.role + '|> ' + m.content + ' ' }}{% endif %}{% endfor %}"
+BY_HAND: dict[str, tuple[str, Callable[[str, str], Pieces]]] = {
+    "marked": (f"{{% for m in messages %}}{HERE}{{% endfor %}}", in_chatml),
+    "in a macro": (
+        f"{{% macro turn(m) %}}{HERE}{{% endmacro %}}{{% for m in messages %}}{{{{ turn(m) }}}}{{% endfor %}}",
+        in_chatml,
+    ),
+    "in a filter": (
+        f"{{% filter replace('#', '') %}}{{% for m in messages %}}{HERE}{{% endfor %}}{{% endfilter %}}",
+        in_chatml,
+    ),
+    "content": (
+        f"{{% for m in messages %}}{HERE}{{% endfor %}}".replace(
+            "<|im_end|>{% endgeneration %}", "{% endgeneration %}<|im_end|>"
+        ),
+        in_chatml,
+    ),
+    "spaces": (
+        f"{ANSWERS}<|assistant|>{{% generation %}}{{{{ ' ' + m.content }}}} <|im_end|>{{% endgeneration %}}{OTHERS}",
+        with_spaces,
+    ),
+    "space at the end": (
+        f"{ANSWERS}{{{{ '<|assistant|>\n' }}}}{{% generation %}}{{{{ m.content + ' ' }}}}{{% endgeneration %}}{OTHERS}",
+        at_its_end,
+    ),
+    "nothing else": (
+        f"{ANSWERS}{{% generation %}}{{{{ m.content }}}}{{% endgeneration %}}{OTHERS}".replace(
+            " ' + m.content + ' '", "' + m.content"
+        ),
+        whole,
+    ),
+    "unmarked": (
+        f"{{% for m in messages %}}{OTHER}{{% endfor %}}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}",
+        unmarked,
+    ),
+    "next role": (
+        "{% for m in messages %}{{ '<|' + m.role + '|>\n' + m.content }}{% endfor %}"
+        "{% if add_generation_prompt %}{{ '<|assistant|>\n' }}{% endif %}",
+        glm,
+    ),
+}
+"""Templates, and what they write in pieces: 1 for answers, 2 for what ends an answer before it."""
+TALKS = [
+    [("user", "hello"), ("assistant", "how are you"), ("user", "weather"), ("assistant", "sunny")],
+    [("assistant", "hello world"), ("user", "x"), ("assistant", " spaced ")],
+    [("user", "hi "), ("assistant", "👩‍🚀 ok"), ("user", "é ñ\n"), ("assistant", "日本"), ("assistant", "again")],
+    [("system", "be  brief"), ("user", "?"), ("assistant", " a"), ("user", "b"), ("assistant", "c  "), ("user", "d")],
+]
+
+
+def squeezed(text: str, name: str) -> str:
+    """A text as decoding gives it back."""
+    match name:
+        case "NFKC" | "NFD":
+            return unicodedata.normalize(name, text)
+        case "lower case":
+            return text.lower()
+        case "metaspace" | "slow":  # these drop spaces, after and before which tokens
+            return "".join(text.split())
+    return text
+
+
+@pytest.mark.parametrize("name", TOKENIZERS)
+@pytest.mark.parametrize("template", BY_HAND)
+def test_answers_are_found_whatever_the_tokenizer_and_the_template(template: str, name: str) -> None:
+    """The decoded answers are the texts written by hand, and with the rest they are the conversation."""
+    source, write = BY_HAND[template]
+    follows = name != "slow"  # its files have no token for the next role
+    chat = ChatTokenizer(trained(name) | {"chat_template.jinja": source.encode()})
+    for talk in TALKS:
+        expected: Pieces = []
+        for text, kind in (piece for turn in talk for piece in write(*turn)):
+            answer = int(kind == 1 or (kind == 2 and follows and bool(expected) and expected[-1][1] == 1))
+            last = expected.pop()[0] if expected and expected[-1][1] == answer else ""
+            expected.append((last + text, answer))
+        found = chat.conversation(messages(*talk))
+        edges = [0, *(np.flatnonzero(np.diff(found.answers)) + 1), len(found.ids)]
+        decoded = [
+            (chat._tokenizer.decode(found.ids[a:b], skip_special_tokens=False), int(found.answers[a]))
+            for a, b in itertools.pairwise(edges)
+        ]
+        wanted = [(squeezed(text, name), answer) for text, answer in expected]
+        ours = [(squeezed(text, name), answer) for text, answer in decoded]
+        assert [piece for piece in ours if piece[0]] == [piece for piece in wanted if piece[0]]
+
+
+def test_a_token_across_the_edge_of_an_answer_belongs_to_it() -> None:
+    """As transformers marks it."""
+    chat = ChatTokenizer(trained("untrimmed") | {"chat_template.jinja": BY_HAND["marked"][0].encode()})
+    for content in ("\n\nagain", "\n"):
+        turns = messages(("user", "x"), ("assistant", content))
+        theirs = chat._tokenizer.apply_chat_template(turns, return_dict=True, return_assistant_tokens_mask=True)
+        found = chat.conversation(turns)
+        assert found.ids.tolist() == theirs["input_ids"]
+        assert found.answers.tolist() == theirs["assistant_masks"]
+        assert chat._tokenizer.decode(found.ids[found.answers > 0]) == f"\n{content}<|im_end|>"
+
+
+def test_offsets_that_do_not_fit_the_text_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As of a tokenizer whose normalizer loses count."""
+    chat = ChatTokenizer(trained("plain") | {"chat_template.jinja": BY_HAND["marked"][0].encode()})
+    turns = messages(("user", "hello"), ("assistant", "how are you"))
+    correct = chat._plain
+
+    class Shifted:
+        normalizer = None
+
+        def encode(self, text: str, **options: bool) -> Any:
+            found = correct.encode(text, **options)
+            return SimpleNamespace(
+                ids=found.ids, offsets=[(a + 3, b + 3) for a, b in found.offsets[:-3]] + found.offsets[-3:]
+            )
+
+    monkeypatch.setattr(chat, "_plain", Shifted())
+    with pytest.raises(BadDocumentError, match="the tokens of an answer are"):
+        chat.conversation(turns)
+
+
+def test_columns_of_other_names_are_those_of_trl() -> None:
+    from trl import maybe_convert_to_chatml
+
+    chat = tokenizer(MARKED)
+    for record in SHARES:
+        theirs = encode_record(chat, maybe_convert_to_chatml(copy.deepcopy(record)))
+        assert encode_record(chat, record).ids.tolist() == theirs.ids.tolist()
+
+
+def test_a_template_that_takes_only_texts_gets_the_joined_parts_and_no_null() -> None:
+    """It would refuse them, or write them as Python does."""
+    for template in (PLAIN, PLAIN.replace("{{ m.content }}", "{{ '' + m.content }}")):
+        chat = tokenizer(template)
+        for record, turns in zip(PARTS, CONVERSATIONS):
+            whole = chat.conversation(messages(*turns))
+            assert encode_record(chat, record).ids.tolist() == whole.ids.tolist()
+        with pytest.raises(BadDocumentError, match="has tool calls, which the chat template does not render"):
+            encode_record(chat, CALLS[0])
+    chat = tokenizer(PLAIN.replace("{{ m.content }}", "{{ '' + m.content }}{% if m.tool_calls %}[add]{% endif %}"))
+    for record in CALLS[:2]:
+        found = encode_record(chat, {"messages": record["messages"]})
+        assert (1, b"[add]$\n") in parts(found.ids.tolist(), found.answers.tolist())
+
+
+def test_the_tokens_that_end_answers_are_named(tmp_path: Path) -> None:
+    """Of a template in which the next role ends them; the last answer of a conversation has no end, with a note."""
+    template = "{% for m in messages %}{{ '<|' + m.role + '|>' + m.content }}{% endfor %}"
+    files = saved_folder(tmp_path / "tokenizer", trained("plain") | {"chat_template.jinja": template.encode()})
+    generation = "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+    (tmp_path / "t.jinja").write_text(template + generation)
+    talks = [TALKS[0], TALKS[0], [*TALKS[0], ("system", "end")]]
+    options = DataConfig(
+        chat_data_path=(str(tmp_path / "chat.jsonl"),),
+        tokenizer_type="HuggingFaceTokenizer",
+        tokenizer_model=str(files),
+        chat_template=str(tmp_path / "t.jinja"),
+    )
+    (tmp_path / "chat.jsonl").write_text("".join(json.dumps({"messages": messages(*talk)}) + "\n" for talk in talks))
+    found = load(options)
+    ids = json.loads(trained("plain")["tokenizer.json"])["added_tokens"]
+    number = {token["content"]: token["id"] for token in ids}
+    assert end_ids(options, found) == [number["<|user|>"], number["<|system|>"], number["<|im_end|>"]]
+    (note,) = found.notes
+    assert note.startswith(f"2 of 6 answers have no special token at their end, the first in {tmp_path}/chat.jsonl:1;")
+
+
+def saved_folder(folder: Path, files: dict[str, bytes]) -> Path:
+    folder.mkdir()
+    for name, content in files.items():
+        (folder / name).write_bytes(content)
+    return folder
+
+
+def test_a_long_conversation_takes_no_quadratic_time() -> None:
+    """Marked, it is rendered once; otherwise every answer takes a rendering, and the messages are limited."""
+    turns = messages(*[("user", "q"), ("assistant", "a")] * 1500)
+    assert tokenizer(MARKED).conversation(turns).answers.sum() == 1500 * len("a$\n")
+    with pytest.raises(BadDocumentError, match=r"has 1,500 answers in 3,000 messages.*{% generation %}"):
+        tokenizer(PLAIN).conversation(turns)
+
+
+HOSTILE = {
+    "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}": "takes more than 0.5 s",
+    "{{ 9 ** (9 ** 9) }}": "takes more than 0.5 s",
+    "{{ 'a' * 10 ** 10 }}": "takes more than 1,024 MiB",
+    "{{ '%9999999999d' % 1 }}": "takes more than 1,024 MiB",
+    "{{ 'a' * 10 ** 7 }}": "is a text of 10,000,000 characters; the limit is 4,194,304",
+    "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}": "does not fit the chat template: maximum recursion depth",
+    "{{ messages.append(1) }}": "does not fit the chat template",
+    "{{ ''.__class__.__mro__ }}": "does not fit the chat template",
+}
+
+
+@pytest.mark.parametrize("template", HOSTILE)
+def test_a_template_is_a_program_within_limits(template: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chat_template, "CPU_SECONDS", 0.5)
+    chat = tokenizer(template)
+    for _ in range(2):
+        with pytest.raises(BadDocumentError, match=re.escape(HOSTILE[template])):
+            encode_record(chat, RECORDS[0])
+
+
+def test_a_template_that_is_ended_again_and_again_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chat_template, "CPU_SECONDS", 0.3)
+    options = data(tmp_path, [GOOD] * 9, bad_samples="skip")
+    Path(options.chat_template).write_text("{{ 9 ** (9 ** 9) }}")
+    with pytest.raises(DataError, match=r"the chat template takes more than 0\.3 s, for 3 conversations"):
+        load(options)
+
+
+@pytest.mark.parametrize(
+    ("options", "seen"),
+    [
+        ({"chat_template": "{{ 1 }}"}, "is not the name of a template of the tokenizer"),
+        ({"chat_template": 5}, "is not the name of a template"),
+        ({"chat_template": []}, "'chat_template' in 'chat_template_kwargs' is an array"),
+        ({"documents": [{}]}, "cannot set 'documents'"),
+        *(
+            ({name: "x"}, f"cannot set '{name}'")
+            for name in ("messages", "self", "tools", "tokenize", "eos_token", "_x", "")
+        ),
+        ({"mood": {}}, "'mood' in 'chat_template_kwargs' is an object"),
+        ([], "'chat_template_kwargs' is not an object"),
+    ],
+)
+def test_a_line_sets_only_plain_options(options: Any, seen: str) -> None:
+    with pytest.raises(BadDocumentError, match=re.escape(seen)):
+        encode_record(tokenizer(), RECORDS[0] | {"chat_template_kwargs": options})
+
+
+def nested(depth: int) -> Any:
+    value: Any = "x"
+    for _ in range(depth):
+        value = [value]
+    return value
+
+
+MALFORMED = [
+    [{"role": ["user"], "content": "?"}],
+    [{"role": None, "content": "?"}],
+    [{"role": "assistant", "content": None}],
+    [{"role": "assistant", "content": {}}],
+    [{"role": "assistant", "content": "", "tool_calls": "x"}],
+    [{"role": "assistant", "content": "", "tool_calls": [5]}],
+    [{"role": "assistant", "content": [{"type": "image", "image": "x"}]}],
+    [{"role": "assistant", "content": [{"type": [], "text": "x"}]}],
+    [{"role": "assistant", "content": [{"type": "text", "text": 5}]}],
+    [{"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "\ud800", "arguments": {}}}]}],
+    [{"role": "assistant", "content": "x", "tool_calls": [{"a": nested(20_000)}]}],
+    [{"role": "assistant", "content": "x", "odd": nested(800)}, {"role": "assistant", "content": "\ud800"}],
+]
+
+
+@pytest.mark.parametrize("turns", MALFORMED, ids=range(len(MALFORMED)))
+def test_malformed_messages_are_refused_with_a_sentence(turns: Any) -> None:
+    chat = tokenizer(CALLING)
+    for record in ({"messages": turns}, {"prompt": messages(("user", "?")), "completion": turns}):
+        with pytest.raises(BadDocumentError):
+            encode_record(chat, record)
+    with pytest.raises(BadDocumentError):
+        encode_pair(chat, {"prompt": messages(("user", "?")), "chosen": turns, "rejected": turns})
+
+
+def test_a_text_that_a_normalizer_would_blow_up_is_refused() -> None:
+    with pytest.raises(BadDocumentError, match="characters in its decomposed form"):
+        encode_record(tokenizer(), {"prompt": "\ufdfa" * 300_000, "completion": "x"})
+
+
+def test_code_beside_a_tokenizer_never_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also if standard input agrees to it, which transformers asks."""
+    (tmp_path / "strange").mkdir()
+    (tmp_path / "strange/mod.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\n")
+    monkeypatch.setattr(sys, "stdin", io.StringIO("y\n" * 9))
+    code = {"AutoTokenizer": [f"{tmp_path}/strange--mod.Tok", None], "AutoConfig": f"{tmp_path}/strange--mod.Conf"}
+    files = ByteTokenizer().hugging_face_files()
+    named = json.loads(files["tokenizer_config.json"]) | {"tokenizer_class": "Unknown"}
+    for more in (
+        {"tokenizer_config.json": json.dumps(named | {"auto_map": code}).encode()},
+        {
+            "tokenizer_config.json": json.dumps(named).encode(),
+            "config.json": json.dumps({"model_type": "unknown", "auto_map": code}).encode(),
+        },
+    ):
+        with pytest.raises(DataError, match="names code of its own in 'auto_map', which is never run"):
+            ChatTokenizer(files | more)
+    assert not (tmp_path / "ran").exists()
 
 
 def test_a_conversation_that_is_rendered_differently_as_it_grows_is_refused() -> None:

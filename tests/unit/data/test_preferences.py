@@ -13,7 +13,19 @@ import pytest
 from megatron.data.chat import Conversations, _load, encode_pair, load_conversations
 from megatron.data.errors import DataError
 from megatron.data.packed_dataset import PackedDataset
-from tests.unit.data.test_chat import GOOD, data, messages, parts, tokenizer
+from tests.unit.data.test_chat import (
+    CALL,
+    CALLING,
+    GOOD,
+    PLAIN,
+    TOOLS,
+    calling,
+    data,
+    in_parts,
+    messages,
+    parts,
+    tokenizer,
+)
 
 QUESTION, ANSWERS = ("user", "1+1?"), (("assistant", "It is 2"), ("assistant", "It is 3"))
 CHOSEN, REJECTED = (messages(answer) for answer in ANSWERS)
@@ -33,13 +45,20 @@ WITHOUT_PROMPT = [{key: [*record["prompt"], *record[key]] for key in ("chosen", 
 TEXTS_WITHOUT_PROMPT = [{"chosen": "2 + 2 = 4", "rejected": "2 + 2 = five"}]
 
 
-@pytest.mark.parametrize("records", [TEXTS, MESSAGES, WITHOUT_PROMPT, TEXTS_WITHOUT_PROMPT])
+CALLED = [
+    {"prompt": turns[:1], "chosen": turns[1:], "rejected": REJECTED, "tools": TOOLS}
+    for turns in (calling(CALL, content=None), calling(CALL, content="I add"))
+]
+IN_PARTS = [{key: in_parts(turns) for key, turns in record.items()} for record in MESSAGES]
+
+
+@pytest.mark.parametrize("records", [TEXTS, MESSAGES, WITHOUT_PROMPT, TEXTS_WITHOUT_PROMPT, CALLED, IN_PARTS])
 def test_ids_and_labels_are_those_of_trl(records: list[dict[str, Any]], tmp_path: Path) -> None:
     from datasets import Dataset
     from transformers import LlamaConfig, LlamaForCausalLM
     from trl import DPOConfig, DPOTrainer
 
-    chat = tokenizer()
+    chat = tokenizer(CALLING if records in (CALLED, IN_PARTS) else PLAIN)
     sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
     models = [LlamaForCausalLM(LlamaConfig(vocab_size=257, **sizes)) for _ in range(2)]
     config = DPOConfig(str(tmp_path), use_cpu=True, bf16=False, report_to="none")
