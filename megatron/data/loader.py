@@ -444,6 +444,7 @@ def build_data(
     used = split_sample_counts(data, training, dp_size, begin, splits, stream[1])
     cache = None if data.data_cache_path is None else IndexCache(data.data_cache_path, TABLE_CHECKS)
     build_notes: list[str] = []
+    builders: Mapping[str, SegmentBuilder]
     if data.mock_data:
         builders = mock_segment_builders(training, vocab_size)
     elif data.chat_data_path:
