@@ -6,7 +6,6 @@ import os
 import re
 import signal
 import sys
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
@@ -17,7 +16,6 @@ if __name__ == "__main__":  # until training has handlers of its own; the import
 
 from megatron.arguments.checks.checkpoint import holds_checkpoints
 from megatron.arguments.cli import ParsedArguments, parse
-from megatron.arguments.machine import MACHINE_CODES, fit_to_machine
 from megatron.checkpoint.format import Manifest
 from megatron.config.errors import Problem, UserError
 from megatron.config.launch import Launch, end_refused_start, exit_process
@@ -29,6 +27,7 @@ from megatron.data.dataset_info import resolve_vocab_size
 from megatron.data.errors import DataError
 from megatron.data.preview import data_fingerprints, preview_data
 from megatron.data.tokenizers.huggingface import TOKENIZER_JSON
+from megatron.training.machine import MACHINE_CODES, fit_to_machine
 from megatron.training.resume_source import (
     StartPreview,
     compare_data,
@@ -61,12 +60,13 @@ def main(argv: Sequence[str], about: str = "") -> int:
         parsed = parse(argv, recall=stored_config, read_model=read_model_values, about=about)
         config = with_vocabulary(with_tokenizer(parsed.config))
         config = resolve_epochs(config, parsed.world_size)
-        config, notes, summary = check_start(replace(parsed, config=config))
+        parsed, position, data = check_start(replace(parsed, config=config))
+        config = parsed.config
     except (UserError, DataError) as error:
         return refuse(error, launch)
     if parsed.check_only:
         with suppress(BrokenPipeError):  # | head
-            echo(summary, flush=True)
+            echo(parsed.summary(*position, data), flush=True)
         if parsed.fake_rank is None:
             return 0
         return show_fake_world(config, parsed.world_size, parsed.fake_rank, startup.began)
@@ -76,14 +76,14 @@ def main(argv: Sequence[str], about: str = "") -> int:
         from megatron.training.main import run  # torch takes seconds to import: only after the flags passed
 
     startup.enter("other")
-    return run(config, notes, startup)
+    return run(config, parsed.notes, startup)
 
 
 def refuse(error: UserError | DataError, launch: Launch) -> int:
     """Report why the start is refused, once; return the exit status.
 
-    All ranks have the same flags, so rank 0 reports errors in them. Files, GPUs and memory may be missing on one machine
-    only.
+    All ranks have the same flags, so rank 0 reports errors in them. Files, GPUs and memory may be missing on one
+    machine only.
     """
     of_machine = isinstance(error, DataError) or not MACHINE_CODES.isdisjoint(p.code for p in error.problems)
     reports = launch.rank == 0 or (of_machine and launch.local_rank == 0)
@@ -93,21 +93,21 @@ def refuse(error: UserError | DataError, launch: Launch) -> int:
     return end_refused_start(SILENCE_SECONDS, report if reports else None)
 
 
-def check_start(parsed: ParsedArguments) -> tuple[RunConfig, Sequence[str], str]:
+def check_start(parsed: ParsedArguments) -> tuple[ParsedArguments, tuple[int, int], Sequence[str]]:
     """Check the start on this machine and, with ``--check-config``, what the run would read.
 
     Args:
         parsed: with the vocabulary size, and lengths that follow from the data.
 
     Returns:
-        The configuration as it is to run, the notes on it, and the text that ``--check-config`` prints.
+        The configuration as it is to run, with all notes; and for ``--check-config`` the steps and samples that were
+        taken before, and lines on the data.
 
     Raises:
         UserError: with all problems.
         DataError: if the data cannot be used, and there is no other problem.
     """
     config, size, notes, problems = parsed.config, parsed.world_size, [*parsed.notes], list[Problem]()
-    start, data = StartPreview(), list[str]()
 
     @contextmanager
     def collected() -> Iterator[None]:
@@ -116,6 +116,10 @@ def check_start(parsed: ParsedArguments) -> tuple[RunConfig, Sequence[str], str]
         except UserError as error:
             problems.extend(error.problems)
             notes.extend(note for note in error.notes if note not in notes)
+        except DataError as error:
+            if not problems:
+                raise
+            notes.append(str(error))
 
     with collected():
         if config.checkpoint.save is not None and config.checkpoint.save_hf_interval is not None:
@@ -124,26 +128,19 @@ def check_start(parsed: ParsedArguments) -> tuple[RunConfig, Sequence[str], str]
         if parsed.here:
             config, found = fit_to_machine(config, size)
             notes += found
+    start, data = StartPreview(), list[str]()
     with collected():
         if parsed.check_only:
             start = preview_start(config, size)
             notes += start.notes
     position = start.iteration, start.consumed_samples
-    try:
-        with collected():
-            if parsed.check_only:
-                data = preview_data(config, size, *position)
-            if start.data is not None:
-                notes += compare_data(start.data, data_fingerprints(config, size, *position), config, start.own)
-    except DataError as error:
-        if not problems:
-            raise
-        notes.append(str(error))
+    with collected():
+        data = preview_data(config, size, *position) if parsed.check_only else []
+        if start.data is not None:
+            notes += compare_data(start.data, data_fingerprints(config, size, *position), config, start.own)
     if problems:
         raise UserError(problems, notes)
-    if not parsed.check_only:
-        return config, notes, ""
-    return config, notes, replace(parsed, config=config, notes=tuple(notes)).summary(*position, data)
+    return replace(parsed, config=config, notes=tuple(notes)), position, data
 
 
 def threads_exceed_cores(environ: Mapping[str, str], cores: int | None = None) -> bool:

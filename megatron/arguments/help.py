@@ -53,20 +53,21 @@ examples; for 8 GPUs, torchrun --nproc-per-node 8 takes the place of python:
 """
 
 
-COMMON = frozenset(
-    """
-    num_layers hidden_size ffn_hidden_size num_attention_heads num_query_groups vocab_size position_embedding_type
-    max_position_embeddings normalization activation hidden_dropout attention_dropout num_experts moe_router_topk lora_rank
-    tensor_model_parallel_size sequence_parallel pipeline_model_parallel_size context_parallel_size
-    expert_model_parallel_size use_distributed_optimizer data_parallel_sharding_strategy params_dtype fp8_format seq_length
-    micro_batch_size global_batch_size train_iters train_samples num_epochs eval_interval eval_iters seed device
-    recompute_granularity exit_duration_in_mins kernels deterministic optimizer lr min_lr lr_decay_style lr_warmup_iters
-    lr_warmup_fraction weight_decay clip_grad data_path split mock_data chat_data_path valid_chat_data_path chat_template
-    tokenizer_type tokenizer_model save save_interval keep_last load pretrained_checkpoint resume_mode log_interval run_dir
-    tensorboard_dir wandb_project profile
-    """.split()
-)
-"""Options that most runs use, shown by ``--help``."""
+COMMON: Mapping[str, str] = {
+    "model": "num_layers hidden_size num_attention_heads num_query_groups vocab_size normalization activation "
+    "position_embedding_type hidden_dropout attention_dropout num_experts lora_rank",
+    "parallel": "tensor_model_parallel_size sequence_parallel pipeline_model_parallel_size context_parallel_size "
+    "expert_model_parallel_size use_distributed_optimizer data_parallel_sharding_strategy",
+    "precision": "params_dtype fp8_format",
+    "training": "seq_length micro_batch_size global_batch_size train_iters train_samples num_epochs eval_interval "
+    "eval_iters exit_duration_in_mins seed device recompute_granularity",
+    "compute": "kernels deterministic",
+    "optimizer": "optimizer lr min_lr lr_decay_style lr_warmup_fraction weight_decay clip_grad",
+    "data": "data_path split mock_data chat_data_path valid_chat_data_path tokenizer_type tokenizer_model",
+    "checkpoint": "save save_interval load pretrained_checkpoint resume_mode",
+    "logging": "log_interval run_dir tensorboard_dir wandb_project",
+}
+"""Options that most runs use, by group, shown by ``--help``."""
 
 
 class _HelpFormatter(argparse.HelpFormatter):
@@ -113,20 +114,28 @@ def make_parser(
     more = f"Show the options that most runs use, or all of a section: {', '.join(GROUPS)}."
     sources.add_argument("-h", "--help", nargs="?", const="", metavar="SECTION", help=more)
     for flag, properties in OWN_FLAGS.items():
-        sources.add_argument(flag, **properties)
+        hidden = {"help": argparse.SUPPRESS} if short and flag.startswith("--fake") else {}
+        sources.add_argument(flag, **properties | hidden)
     for group, cls in GROUPS.items() if of_settings else ():
-        shown = [each for each in SETTINGS.values() if each.group == group and (not sections or group in sections)]
+        own = [each for each in SETTINGS.values() if each.group == group and group in (sections or GROUPS)]
         if short:
-            shown = [each for each in shown if each.name in COMMON | defaults.keys() or _serves(each, defaults)]
-        add = parser.add_argument_group(group, None if short else inspect.cleandoc(cls.__doc__ or "").split("\n")[0])
-        for setting in shown:
-            shape: dict[str, Any] = {"action": "store_true"} if setting.scalar is bool else {"metavar": setting.metavar}
-            text = setting.describe_value(defaults.get(setting.name, setting.default))
-            described = setting.help.partition(". ")[0].rstrip(".") if short else setting.describe()
-            add.add_argument(
-                setting.flag, help=(described + (f" [{text}]" if text else "")).replace("%", "%%"), **shape
-            )
+            named = {*COMMON.get(group, "").split(), *defaults}
+            own = [each for each in own if each.name in named or _serves(each, defaults)]
+        if own:
+            doc = inspect.cleandoc(cls.__doc__ or "").split("\n")[0]
+            _add_options(parser.add_argument_group(group, None if short else doc), own, defaults, short)
     return parser
+
+
+def _add_options(group: Any, settings: Sequence[Setting], defaults: Mapping[str, Any], short: bool) -> None:
+    for setting in settings:
+        shape: dict[str, Any] = {"action": "store_true"} if setting.scalar is bool else {"metavar": setting.metavar}
+        text = setting.describe()
+        if short:  # the first clause
+            names = f" ({', '.join(setting.option.aliases)})" if setting.option.aliases else ""
+            text = re.split(r"[.;:] |\.$", setting.help)[0] + names
+        default = setting.describe_value(defaults.get(setting.name, setting.default))
+        group.add_argument(setting.flag, help=(text + (f" [{default}]" if default else "")).replace("%", "%%"), **shape)
 
 
 def _tree(config: str) -> Mapping[str, Any]:

@@ -224,7 +224,7 @@ def end_refused_start(seconds: float, report: str | None) -> int:
 
 
 def exit_process(status: int, handlers: bool = True) -> NoReturn:
-    """End the process without Python's own shutdown; after a success, exit handlers are run, unless ``handlers`` is False.
+    """End the process without Python's own shutdown; after a success, ``handlers`` of the exit are run.
 
     A thread of torch that returns to Python during the shutdown would abort the process. After a failure,
     torch.distributed could block there on dead ranks.

@@ -25,6 +25,7 @@ from megatron.config.run import DOCUMENT_BOUNDARY_OPTIONS, DataConfig, TrainingC
 from megatron.config.text import counted
 from megatron.data.build import (
     TABLE_CHECKS,
+    SegmentBuilder,
     build_split,
     chat_segment_builders,
     file_segment_builders,

@@ -18,7 +18,6 @@ from socket import gethostname
 import torch
 from torch import Tensor
 
-from megatron.arguments.machine import missing_gpu_problem
 from megatron.arguments.validate import choose_cuda_graph
 from megatron.config.batch import get_num_microbatches
 from megatron.config.errors import Problem, UserError
@@ -52,6 +51,7 @@ from megatron.pipeline.actions import PipelineSchedule
 from megatron.pipeline.communication import channels
 from megatron.pipeline.plan import SCHEDULE_SUFFIX, build_program, stage_layers
 from megatron.pipeline.runtime import Pipeline
+from megatron.training.machine import missing_gpu_problem
 from megatron.training.trainer import Trainer, describe_versions
 
 

@@ -39,7 +39,6 @@ from megatron.training.metrics import Goodput
 from megatron.training.resume_source import read_only_options, stream_of
 from megatron.training.startup import JOB_FACTS, StartFacts, StartupTimer, start_facts, start_phrase
 
-
 REFUSAL_SECONDS = 1.0
 """Seconds that a rank whose start is refused waits for the others of its machine."""
 

@@ -404,4 +404,5 @@ def preview_start(config: RunConfig, world_size: int) -> StartPreview:
     if source.mode == "weights-only":
         return StartPreview(notes)
     own = is_own_checkpoint(manifest.path, config.checkpoint)
-    return StartPreview(notes, *position_of(manifest), manifest.state["data"], own)
+    generated = config.data.mock_data and manifest.config["data"].get("mock_data")  # from options, which are compared
+    return StartPreview(notes, *position_of(manifest), None if generated else manifest.state["data"], own)
