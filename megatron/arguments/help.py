@@ -115,7 +115,7 @@ def make_parser(
     sources.add_argument("-h", "--help", nargs="?", const="", metavar="SECTION", help=more)
     for flag, properties in OWN_FLAGS.items():
         hidden = {"help": argparse.SUPPRESS} if short and flag.startswith("--fake") else {}
-        sources.add_argument(flag, **properties | hidden)
+        sources.add_argument(flag, **{**properties, **hidden})
     for group, cls in GROUPS.items() if of_settings else ():
         own = [each for each in SETTINGS.values() if each.group == group and group in (sections or GROUPS)]
         if short:

@@ -1,4 +1,4 @@
-"""Train a student on the logits of a teacher: ``python tasks/finetune/distill.py --teacher-model hf:DIR ...``.
+"""Train a student on the logits of a teacher: ``tasks/finetune/distill.py --teacher-model hf:DIR ...``.
 
 The flags are those of pretrain_gpt.py, with the defaults in distill.yaml. docs/finetuning.md describes the loss, and
 logits computed in advance.

@@ -1,4 +1,4 @@
-"""Fine-tune on conversations: ``sft.py --pretrained-checkpoint hf:DIR --chat-data-path FILE.jsonl``.
+"""Fine-tune on conversations: ``tasks/finetune/sft.py --pretrained-checkpoint hf:DIR --chat-data-path FILE.jsonl``.
 
 The flags are those of pretrain_gpt.py, with the defaults in sft.yaml. Data, templates and packing are described in
 docs/finetuning.md.

@@ -34,9 +34,9 @@ def print_warning(text: str) -> None:
 
 
 class ConsoleLogger:
-    """Prints one line per log step, evaluation, health report and event, and a legend before the first log step."""
+    """Prints one line per log step, evaluation, health report and event, and a legend after the start-up."""
 
-    _explained = False
+    _explains = False  # the next log step
 
     def stepped(self, step: int) -> None:
         """Note that a step was taken."""
@@ -47,9 +47,9 @@ class ConsoleLogger:
     def log(self, step: int, metrics: Metrics) -> None:
         """Print the metrics of a step."""
         if "lm loss" in metrics:
-            if not self._explained:
+            if self._explains:
                 print_line(f"legend: {legend_line(step, metrics)}")
-                self._explained = True
+                self._explains = False
             self.log_step(step, metrics)
             if (times := timing_line(metrics)) is not None:
                 print_line(times)
@@ -71,6 +71,7 @@ class ConsoleLogger:
             print_warning(fields["text"])
         elif kind == "start-up":
             print_line(startup_line(fields["phases"], fields["slowest"]))
+            self._explains = True
         elif kind == "checkpoint":
             size, seconds, blocking = fields["bytes"], fields["seconds"], fields["blocking-seconds"]
             speed = f"{format_bytes(size)} in {seconds:.1f}s, {format_bytes(size / seconds)}/s"

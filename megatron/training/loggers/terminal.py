@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from contextlib import suppress
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn
@@ -43,7 +44,8 @@ class TerminalLogger(ConsoleLogger):
 
     def event(self, step: int, kind: str, fields: Metrics) -> None:
         """Print an event above the bar, which appears with the first one, the start of the run."""
-        self._progress.start()
+        with suppress(OSError):  # the terminal is gone
+            self._progress.start()
         super().event(step, kind, fields)
 
     def stepped(self, step: int) -> None:
@@ -55,7 +57,8 @@ class TerminalLogger(ConsoleLogger):
 
     def close(self) -> None:
         """Leave the last numbers in place of the bar."""
-        self._progress.stop()
+        with suppress(OSError):
+            self._progress.stop()
         if self._metrics is not None:
             print_line(progress_line(self._step, self._metrics, self._console.width))
         self._metrics = None
