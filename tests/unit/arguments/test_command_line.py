@@ -18,7 +18,8 @@ from typing import Any
 import pytest
 import yaml
 
-from megatron.arguments.cli import make_parser, parse
+from megatron.arguments.cli import parse
+from megatron.arguments.help import make_parser
 from megatron.arguments.presets import PRESETS
 from megatron.arguments.sources import (
     build_config,
