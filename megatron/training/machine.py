@@ -66,7 +66,9 @@ def fit_to_machine(
 
 def _folder_problems(config: RunConfig) -> Iterator[Problem]:
     """Yield a problem if the run folder cannot be written."""
-    folder = Path(config.logging.run_dir or ".")
+    if config.logging.run_dir is None:
+        return
+    folder = Path(config.logging.run_dir)
     existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
     if not os.access(existing, os.W_OK | os.X_OK):
         sentence = f"the run folder {folder} cannot be written: {existing} is not yours to write"

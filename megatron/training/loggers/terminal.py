@@ -66,6 +66,7 @@ class TerminalLogger(ConsoleLogger):
 
 def open_console(step: int, total: int) -> ConsoleLogger:
     """Return a logger of the kind that standard output can show, after ``step`` of ``total`` steps."""
-    if sys.stdout.isatty() and os.environ.get("TERM", "dumb") != "dumb":
-        return TerminalLogger(step, total)
+    with suppress(OSError, ValueError):  # a stream without a file
+        if os.isatty(sys.stdout.fileno()) and os.environ.get("TERM", "dumb") != "dumb":
+            return TerminalLogger(step, total)
     return ConsoleLogger()
