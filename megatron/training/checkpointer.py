@@ -273,9 +273,6 @@ class Checkpointer:
                 opened = None if self.others is None else self.others.open(trainer, path)
                 manifest, more = opened or (open_manifest(path, self.world), [])
                 notes += more
-                if trainer.base is not None and not manifest.state.get("base"):
-                    fix = "--save ANOTHER" if is_own_checkpoint(path, self.options) else "drop --load"
-                    raise UserError([Problem("E806", f"{path} holds a whole model, not adapters", (fix,))])
                 found = self._tokenizer_files(manifest)
                 changes, batches_since = compare_with_checkpoint(
                     manifest, trainer.config, self.world.size, source.mode, notes

@@ -305,6 +305,9 @@ def compare_with_checkpoint(
         UserError: if the changes do not allow starting from it.
     """
     own = is_own_checkpoint(manifest.path, config.checkpoint)
+    if config.model.lora_rank is not None and not manifest.state.get("base"):
+        fix = "--save ANOTHER" if own else "drop --load"
+        raise UserError([Problem("E806", f"{manifest.path} holds a whole model, not adapters", (fix,))])
     if mode != "weights-only" and "optimizer" not in manifest.state:
         save = config.checkpoint.save
         folders = f"--load {save} --save {save}-new " if own and save is not None else ""
