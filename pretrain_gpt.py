@@ -6,9 +6,8 @@ import os
 import re
 import signal
 import sys
-import time
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,25 +17,36 @@ if __name__ == "__main__":  # until training has handlers of its own; the import
 from megatron.arguments.checks.checkpoint import holds_checkpoints
 from megatron.arguments.cli import ParsedArguments, parse
 from megatron.checkpoint.format import Manifest
-from megatron.config.errors import UserError
-from megatron.config.launch import Launch, exit_process
+from megatron.config.errors import Problem, UserError
+from megatron.config.launch import Launch, end_refused_start, exit_process
 from megatron.config.run import RunConfig
 from megatron.config.text import echo
 from megatron.convert.huggingface.config import build_config_json, model_folder, read_model_values
 from megatron.data.build import resolve_epochs
 from megatron.data.dataset_info import resolve_vocab_size
 from megatron.data.errors import DataError
-from megatron.data.preview import preview_data
+from megatron.data.preview import data_fingerprints, preview_data
 from megatron.data.tokenizers.huggingface import TOKENIZER_JSON
-from megatron.training.resume_source import StartPreview, find_resume_source, preview_start, stored_config
+from megatron.training.machine import MACHINE_CODES, fit_to_machine
+from megatron.training.resume_source import (
+    StartPreview,
+    compare_data,
+    find_resume_source,
+    preview_start,
+    stored_config,
+)
 from megatron.training.startup import StartupTimer, process_start_time
 
 SILENCE_SECONDS = 3.0
 """Delay before a rank that prints no error exits."""
 
 
-def main(argv: Sequence[str]) -> int:
+def main(argv: Sequence[str], about: str = "") -> int:
     """Check the flags, then train.
+
+    Args:
+        argv: without the program's name.
+        about: docstring of another program, whose ``argv`` begins with ``--config`` and the file of its defaults.
 
     Returns:
         The exit status: 0 at the end, 1 after an error, 2 if flags or files are refused before the first step,
@@ -47,25 +57,16 @@ def main(argv: Sequence[str]) -> int:
     launch = Launch()
     try:
         launch = Launch.read(os.environ)
-        parsed = parse(argv, recall=stored_config, read_model=read_model_values)
+        parsed = parse(argv, recall=stored_config, read_model=read_model_values, about=about)
         config = with_vocabulary(with_tokenizer(parsed.config))
         config = resolve_epochs(config, parsed.world_size)
-        if config.checkpoint.save is not None and config.checkpoint.save_hf_interval is not None:
-            build_config_json(config.model)  # raises if no model of Hugging Face computes the same
-        start = preview_start(config, parsed.world_size) if parsed.check_only else StartPreview()
-        position = start.iteration, start.consumed_samples
-        data = preview_data(config, parsed.world_size, *position) if parsed.check_only else []
+        parsed, position, data = check_start(replace(parsed, config=config))
+        config = parsed.config
     except (UserError, DataError) as error:
-        # All ranks have the same flags, so rank 0 reports errors in them; files may be missing on one machine only.
-        if launch.rank == 0 or (isinstance(error, DataError) and launch.local_rank == 0):
-            echo(error, file=sys.stderr, flush=True)
-        else:  # a launcher kills all ranks once one exits: let the reporting rank print first
-            time.sleep(SILENCE_SECONDS)
-        return 2
+        return refuse(error, launch)
     if parsed.check_only:
-        checked = ParsedArguments(config, parsed.world_size, notes=(*parsed.notes, *start.notes))
         with suppress(BrokenPipeError):  # | head
-            echo(checked.summary(*position, data), flush=True)
+            echo(parsed.summary(*position, data), flush=True)
         if parsed.fake_rank is None:
             return 0
         return show_fake_world(config, parsed.world_size, parsed.fake_rank, startup.began)
@@ -76,6 +77,70 @@ def main(argv: Sequence[str]) -> int:
 
     startup.enter("other")
     return run(config, parsed.notes, startup)
+
+
+def refuse(error: UserError | DataError, launch: Launch) -> int:
+    """Report why the start is refused, once; return the exit status.
+
+    All ranks have the same flags, so rank 0 reports errors in them. Files, GPUs and memory may be missing on one
+    machine only.
+    """
+    of_machine = isinstance(error, DataError) or not MACHINE_CODES.isdisjoint(p.code for p in error.problems)
+    reports = launch.rank == 0 or (of_machine and launch.local_rank == 0)
+    if reports:
+        echo(error, file=sys.stderr, flush=True)
+    report = "\n".join(map(str, error.problems)) if isinstance(error, UserError) else str(error)
+    return end_refused_start(SILENCE_SECONDS, report if reports else None)
+
+
+def check_start(parsed: ParsedArguments) -> tuple[ParsedArguments, tuple[int, int], Sequence[str]]:
+    """Check the start on this machine and, with ``--check-config``, what the run would read.
+
+    Args:
+        parsed: with the vocabulary size, and lengths that follow from the data.
+
+    Returns:
+        The configuration as it is to run, with all notes; and for ``--check-config`` the steps and samples that were
+        taken before, and lines on the data.
+
+    Raises:
+        UserError: with all problems.
+        DataError: if the data cannot be used, and there is no other problem.
+    """
+    config, size, notes, problems = parsed.config, parsed.world_size, [*parsed.notes], list[Problem]()
+
+    @contextmanager
+    def collected() -> Iterator[None]:
+        try:
+            yield
+        except UserError as error:
+            problems.extend(error.problems)
+            notes.extend(note for note in error.notes if note not in notes)
+        except DataError as error:
+            if not problems:
+                raise
+            notes.append(str(error))
+
+    with collected():
+        if config.checkpoint.save is not None and config.checkpoint.save_hf_interval is not None:
+            build_config_json(config.model)  # raises if no model of Hugging Face computes the same
+    with collected():
+        if parsed.here:
+            config, found = fit_to_machine(config, size)
+            notes += found
+    start, data = StartPreview(), list[str]()
+    with collected():
+        if parsed.check_only:
+            start = preview_start(config, size)
+            notes += start.notes
+    position = start.iteration, start.consumed_samples
+    with collected():
+        data = preview_data(config, size, *position) if parsed.check_only else []
+        if start.data is not None:
+            notes += compare_data(start.data, data_fingerprints(config, size, *position), config, start.own)
+    if problems:
+        raise UserError(problems, notes)
+    return replace(parsed, config=config, notes=tuple(notes)), position, data
 
 
 def threads_exceed_cores(environ: Mapping[str, str], cores: int | None = None) -> bool:

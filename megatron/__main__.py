@@ -79,7 +79,7 @@ def complete(commands: Mapping[str, Path]) -> None:
     """Print the completions of the shell's line in ``COMP_LINE``, for ``register-python-argcomplete``, and exit."""
     import argcomplete
 
-    from megatron.arguments.cli import make_parser
+    from megatron.arguments.help import make_parser
     from megatron.arguments.presets import PRESETS
     from megatron.config.settings import SPELLINGS
 

@@ -103,6 +103,12 @@ LAUNCHER=${LAUNCHER:-srun} RANK_ORDER=${RANK_ORDER:-} CPU_BIND=${CPU_BIND:-}
 # Ranks must not share the agents' store: restarted ranks would find keys of the dead ones in it.
 export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
 
+# True where Slurm cannot bind tasks to cores: srun would say so at every start.
+lacks_binding() {
+    local plugins
+    plugins=$(grep -ihs '^ *TaskPlugin *=' "${SLURM_CONF:-/etc/slurm/slurm.conf}") && [[ $plugins != *affinity* ]]
+}
+
 # Set STEP: srun with TASKS tasks on each node.
 build_step() { # TASKS NODE...
     local tasks=$1
@@ -110,11 +116,12 @@ build_step() { # TASKS NODE...
     STEP=(
         srun --export=ALL # sbatch --export=NONE would be inherited
         --nodes=$# --ntasks=$(($# * tasks)) --ntasks-per-node="$tasks"
-        --cpu-bind=none # else an agent and all its ranks may be bound to one core
         # If a task or node is lost, the others can only wait for it, so end the step and start a new one. (Agents could
         # continue with fewer nodes, but only after their ranks time out: --distributed-timeout-minutes.)
         --kill-on-bad-exit=1
     )
+    # else an agent and all its ranks may be bound to one core
+    [ -z "$CPU_BIND" ] && lacks_binding || STEP+=(--cpu-bind=none)
     [ "$JOB" = 0 ] || STEP+=(--nodelist="$(IFS=, && echo "$*")")
     STEP+=("${pyxis[@]}")
 }

@@ -32,7 +32,8 @@ Sources of options, from lowest to highest priority: the defaults below, the mod
 `--set group.field=value`. Setting one of several exclusive options in a higher source clears the others
 (`train_samples` replaces `train_iters`, `mock_data` replaces `data_path`).
 `--check-config [--world-size N]` checks the configuration without a GPU and without importing torch. It prints a
-summary of the run, the data it would read, and the checkpoint it would start from. `--fake-world --world-size N
+summary of the run, the data it would read, and the checkpoint it would start from. `--help` shows the flags that most
+runs use, `--help SECTION` those of a section below, `--help-all` all of them. `--fake-world --world-size N
 [--fake-rank R]` also [builds one rank of it](operations.md#a-large-run-tried-on-one-machine).
 Booleans take `--x` and `--no-x`. Flags cannot be abbreviated.
 """

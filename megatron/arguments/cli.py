@@ -8,16 +8,16 @@ and all problems, of spelling and of values, are reported at once.
 from __future__ import annotations
 
 import argparse
-import inspect
 import os
 import shlex
-import textwrap
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Set
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from megatron.arguments.checks.model import suggest_nodes
 from megatron.arguments.compatibility import compare_configs
+from megatron.arguments.help import OWN_FLAGS, help_text, make_parser
 from megatron.arguments.megatron_flags import (
     apply_foreign_flags,
     apply_foreign_values,
@@ -53,8 +53,8 @@ from megatron.config.option import Role
 from megatron.config.plugins import load_plugins
 from megatron.config.privacy import redact
 from megatron.config.run import CheckpointConfig, RunConfig
-from megatron.config.settings import GROUPS, NOUNS, SETTINGS, SPELLINGS, Setting
-from megatron.config.text import did_you_mean, package_version
+from megatron.config.settings import SETTINGS, SPELLINGS, Setting
+from megatron.config.text import did_you_mean, echo
 
 
 @dataclass(frozen=True)
@@ -77,9 +77,21 @@ class CommandLine:
     problems: list[Problem] = field(default_factory=list)  # of flags that argparse rejected
 
 
-def parse_flags(argv: Sequence[str]) -> CommandLine:
-    """Parse a command line flag by flag, so that one malformed flag does not hide problems of the others."""
-    parser = make_parser(of_settings={"-h", "--help"} & set(argv) != set())
+def parse_flags(argv: Sequence[str], about: str = "") -> CommandLine:
+    """Parse a command line flag by flag, so that one malformed flag does not hide problems of the others.
+
+    Args:
+        argv: without the program's name.
+        about: docstring of the program, for its help; empty for pretrain_gpt.py.
+
+    Raises:
+        SystemExit: after printing the help that ``argv`` asks for.
+    """
+    if (text := help_text(argv, about)) is not None:
+        with suppress(BrokenPipeError):  # | head
+            echo(text, end="", flush=True)
+        raise SystemExit(0)
+    parser = make_parser(of_settings=False)
     command_line = CommandLine(parser.parse_args([]))
     flags: list[list[str]] = []  # each with the words after it; words before the first flag come first
     for word in argv:
@@ -115,76 +127,8 @@ def _is_flag(word: str) -> bool:
     return False
 
 
-def _int(text: str) -> int:
-    try:
-        return int(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is not {NOUNS[int]}") from None
-
-
 REQUIRED = ("num_layers", "hidden_size", "num_attention_heads", "seq_length")
 """Fields without a default for a run that starts from no checkpoint or Hugging Face model."""
-
-WORDS = {"nargs": "+", "action": "extend", "default": []}
-RANKS_TO_CHECK = "Number of ranks to check for. Default: as many as launched."
-IN_A_FAKE_WORLD = "Check, build one rank of --world-size without allocating memory or starting other ranks, and stop."
-OWN_FLAGS: Mapping[str, Mapping[str, Any]] = {
-    "--preset": {"metavar": "NAME", "help": f"Start from a known model: {', '.join(PRESETS)}."},
-    "--config": WORDS | {"metavar": "FILE", "help": "YAML, by group or flat; later files override earlier ones."},
-    "--set": WORDS | {"metavar": "GROUP.FIELD=VALUE", "help": "Set a field; null clears it."},
-    "--check-config": {"action": "store_true", "help": "Check everything, print a summary and stop."},
-    "--fake-world": {"action": "store_true", "help": IN_A_FAKE_WORLD},
-    "--fake-rank": {"type": _int, "metavar": "R", "help": "The rank that --fake-world builds. [0]"},
-    "--world-size": {"type": _int, "metavar": "N", "help": RANKS_TO_CHECK},
-    "--version": {"action": "version", "version": package_version(), "help": "Print the version and stop."},
-}
-"""The flags that are no config fields, besides ``--help``, with the arguments of ``add_argument``."""
-
-
-EXAMPLES = """\
-examples; for 8 GPUs, torchrun --nproc-per-node 8 takes the place of python:
-  python pretrain_gpt.py --preset tiny-llama --mock-data --vocab-size 512 --train-iters 20
-  python pretrain_gpt.py --preset gpt2-124m --bf16 --data-path PREFIX --train-iters 1000 --save runs/gpt2
-      --micro-batch-size 8 --global-batch-size 512
-  python pretrain_gpt.py --config examples/configs/llama3-8b.yaml --data-path PREFIX --save runs/8b
-  python pretrain_gpt.py --load hf:Qwen/Qwen3-0.6B --data-path PREFIX --train-iters 1000 --save runs/mine
-  python pretrain_gpt.py ... --check-config --world-size 1024
-"""
-
-
-class _HelpFormatter(argparse.HelpFormatter):
-    """Wrap lines only at spaces, so that every flag can be found in them; keep those of the examples."""
-
-    def _fill_text(self, text: str, width: int, indent: str) -> str:
-        return text if text == EXAMPLES else super()._fill_text(text, width, indent)
-
-    def _split_lines(self, text: str, width: int) -> list[str]:
-        return textwrap.wrap(" ".join(text.split()), width, break_on_hyphens=False)
-
-
-def make_parser(of_settings: bool = True) -> argparse.ArgumentParser:
-    """Build the parser of the flags that are no config fields, and with ``of_settings`` the help of all flags."""
-    parser = argparse.ArgumentParser(
-        prog="pretrain_gpt.py",
-        usage="%(prog)s [--preset NAME] [--config FILE] [flags] [--set GROUP.FIELD=VALUE]",
-        description="Pretrain a GPT. Flags are spelled as Megatron-LM spells them. Booleans take --x and --no-x.",
-        epilog=EXAMPLES,
-        allow_abbrev=False,
-        exit_on_error=False,
-        formatter_class=lambda prog: _HelpFormatter(prog, max_help_position=34, width=110),
-    )
-    order = "Later ones override earlier ones: preset, config, flags, set."
-    sources = parser.add_argument_group("sources", order)
-    for flag, properties in OWN_FLAGS.items():
-        sources.add_argument(flag, **properties)
-    for group, cls in GROUPS.items() if of_settings else ():
-        add = parser.add_argument_group(group, inspect.cleandoc(cls.__doc__ or "").split("\n")[0]).add_argument
-        for setting in (s for s in SETTINGS.values() if s.group == group):
-            shape: dict[str, Any] = {"action": "store_true"} if setting.scalar is bool else {"metavar": setting.metavar}
-            default = f" [{text}]" if (text := setting.describe_value(setting.default)) else ""
-            add(setting.flag, help=(setting.describe() + default).replace("%", "%%"), **shape)
-    return parser
-
 
 SavedConfigReader = Callable[[CheckpointConfig], Mapping[str, Any] | None]
 """Returns ``to_dict`` of the configuration in the checkpoint that a run starts from. None without a checkpoint; raises
@@ -200,6 +144,7 @@ class ParsedArguments:
     check_only: bool = False  # --check-config or --fake-world
     notes: tuple[str, ...] = ()  # one line each, to be printed
     fake_rank: int | None = None  # rank of --fake-world; None without
+    here: bool = True  # the run is to start on this machine; False for --check-config of other machines
 
     def summary(self, iteration: int = 0, consumed_samples: int = 0, data: Sequence[str] = ()) -> str:
         """Return the text that ``--check-config`` prints.
@@ -219,6 +164,7 @@ def parse(
     environ: Mapping[str, str] = os.environ,
     recall: SavedConfigReader = lambda options: None,
     read_model: ModelReader | None = None,
+    about: str = "",
 ) -> ParsedArguments:
     """Parse and check a command line.
 
@@ -227,11 +173,12 @@ def parse(
         environ: environment variables, with the number of ranks from torchrun or srun.
         recall: returns the configuration of the checkpoint that the run starts from.
         read_model: returns the model's fields of the Hugging Face folder that the run starts from. None refuses one.
+        about: docstring of the program, for its help; empty for pretrain_gpt.py.
 
     Raises:
         UserError: with every problem of flags, files and values.
     """
-    command_line = parse_flags(argv)
+    command_line = parse_flags(argv, about)
     options = command_line.known
     set_by_flags = {flag.setting.name for flag in command_line.given}
     applied, foreign, notes = apply_foreign_flags(command_line.foreign, set_by_flags)
@@ -295,7 +242,9 @@ def parse(
     notes += unused_option_notes(config, merge_values(source.values for source in given))
     notes += preset_batch_notes(options.preset, resolved, world_size)  # last, and so nearest to the summary
     fake_rank = options.fake_rank or 0 if options.fake_world else None
-    return ParsedArguments(resolved, world_size, options.check_config or options.fake_world, tuple(notes), fake_rank)
+    check_only = options.check_config or options.fake_world
+    here = not check_only or (options.world_size is None and world_size == launch.world_size)
+    return ParsedArguments(resolved, world_size, check_only, tuple(notes), fake_rank, here)
 
 
 SOURCES = {name for names in SOURCE_OPTIONS for name in names}

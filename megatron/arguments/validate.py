@@ -37,7 +37,14 @@ from megatron.config.errors import Problem
 from megatron.config.model import ModelConfig
 from megatron.config.option import Need
 from megatron.config.plugins import registered
-from megatron.config.run import HUGGING_FACE_PREFIX, RunConfig, kernel_choices, kernel_problems
+from megatron.config.run import (
+    CPU_KERNELS,
+    HUGGING_FACE_PREFIX,
+    KERNEL_CANDIDATES,
+    RunConfig,
+    kernel_choices,
+    kernel_problems,
+)
 from megatron.config.settings import SETTINGS, Setting
 from megatron.config.text import flag
 from megatron.pipeline.actions import ScheduleError
@@ -91,8 +98,16 @@ def check_kernels(config: RunConfig, world_size: int) -> Iterator[Problem]:
     words = config.compute.kernels
     problems = list(kernel_problems(words))
     yield from problems
-    parallel, choice = config.parallel, kernel_choices(words)["attention"]
-    if problems or not choice.alone or choice.name == "torch":
+    if problems:
+        return
+    choices = kernel_choices(words)
+    for operation, choice in choices.items() if config.training.device == "cpu" else ():
+        on_cpu = CPU_KERNELS[:1] if operation == "fp8" else CPU_KERNELS
+        if choice.alone and choice.name in KERNEL_CANDIDATES[operation] and choice.name not in on_cpu:
+            sentence = f"--kernels {operation}={choice.name} needs a GPU, and this run uses a CPU"
+            yield Problem("E903", sentence, (f"--kernels {operation}=auto",))
+    parallel, choice = config.parallel, choices["attention"]
+    if not choice.alone or choice.name == "torch":
         return
     if config.model.attention_dropout > 0.0:
         sentence = (

@@ -7,15 +7,19 @@ over the checkpoint folder from an earlier one.
 from __future__ import annotations
 
 import atexit
+import json
 import os
 import re
 import sys
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import NoReturn
 
 from megatron.config.errors import Problem, UserError
+from megatron.config.privacy import redact
 
 FIRST_SPECIAL_STEP = 0xFFFFFFF0
 """Slurm counts the steps of a job from 0; larger numbers denote a batch script, an interactive shell and so on."""
@@ -140,6 +144,16 @@ class Launch:
             )
 
 
+def ranks_per_node(environ: Mapping[str, str]) -> int:
+    """Return the number of ranks on this node, from the launcher's variables.
+
+    Slurm writes ``8(x2),4`` for two nodes with 8 ranks and one with 4; the first number is taken.
+    """
+    launch = Launch.read(environ)
+    tasks = re.match(r"\d+", environ.get("SLURM_STEP_TASKS_PER_NODE", "")) if launch.launcher == "srun" else None
+    return max(launch.local_size, int(tasks[0])) if tasks else launch.local_size
+
+
 def _step(environ: Mapping[str, str]) -> int:
     """Return the number of srun's step; -1 outside of one."""
     step = _number(environ, "SLURM_STEP_ID", -1)
@@ -179,13 +193,43 @@ def _number(environ: Mapping[str, str], name: str, default: int) -> int:
     return int(text) if text.isdecimal() else default
 
 
-def exit_process(status: int) -> NoReturn:
-    """End the process without Python's own shutdown; after a success, exit handlers are run.
+ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
+"""Variable with the file whose text torchrun prints as the root cause, at the end of its report."""
+
+
+def end_refused_start(seconds: float, report: str | None) -> int:
+    """Return the exit status of a rank whose start is refused, at most ``seconds`` later.
+
+    torchrun ends all ranks of a machine once one has failed, and lists them. So the rank with a ``report``, which
+    torchrun then prints, waits for the others of its machine, which end with status 0 once they see the report.
+    """
+    if ERROR_FILE not in os.environ:  # a launcher kills all ranks once one exits: let the reporting rank print first
+        time.sleep(0.0 if report is not None else seconds)
+        return 2
+    own, left, deadline = Path(os.environ[ERROR_FILE]), "left", time.monotonic() + seconds
+    others = int(os.environ.get("LOCAL_WORLD_SIZE", 1)) - 1
+    with suppress(OSError):
+        if report is not None:
+            extra = {"py_callstack": redact(report), "timestamp": str(int(time.time()))}
+            own.write_text(json.dumps({"message": {"message": redact(report), "extraInfo": extra}}))
+        while time.monotonic() < deadline:
+            if report is None and any(own.parent.parent.glob(f"*/{own.name}")):
+                own.with_name(left).touch()
+                exit_process(0, handlers=False)
+            if report is not None and len([*own.parent.parent.glob(f"*/{left}")]) >= others:
+                time.sleep(min(0.2, seconds) * (others > 0))  # until they have ended
+                break
+            time.sleep(0.05)
+    return 2
+
+
+def exit_process(status: int, handlers: bool = True) -> NoReturn:
+    """End the process without Python's own shutdown; after a success, ``handlers`` of the exit are run.
 
     A thread of torch that returns to Python during the shutdown would abort the process. After a failure,
     torch.distributed could block there on dead ranks.
     """
-    if status == 0:
+    if status == 0 and handlers:
         atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):
         try:

@@ -701,6 +701,9 @@ KERNEL_CANDIDATES: dict[str, tuple[str, ...]] = {
 }
 """Implementations of every operation, in the order that ``auto`` tries on a GPU; ``torch`` is always available."""
 
+CPU_KERNELS = ("torch", "compiled")
+"""Implementations that run on CPUs; of ``fp8`` only the first does."""
+
 KERNEL_ALIASES = {"weight_gradient": "linear", "rotary": "split_qkv"}
 """Earlier names of operations."""
 

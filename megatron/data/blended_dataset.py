@@ -143,9 +143,8 @@ class BlendedDataset(Dataset):
 
     @cached_property
     def fingerprint(self) -> str:
-        """16 hexadecimal digits of the datasets, in their order, and of the normalised weights."""
-        weights = None if self.weights is None else [f"{weight:.12g}" for weight in self.weights]
-        return fingerprint("blend", weights, *(dataset.fingerprint for dataset in self.datasets))
+        """See `blend_fingerprint`."""
+        return blend_fingerprint([dataset.fingerprint for dataset in self.datasets], self.weights)
 
     def sample_hashes(self, places: NDArray[np.int64]) -> NDArray[np.uint64]:
         """Hash the dataset of each of the samples ``places [n]`` with the sample's hash in it."""
@@ -157,6 +156,11 @@ class BlendedDataset(Dataset):
         for k, at in zip(used.tolist(), np.split(by_dataset, begins[1:])):
             hashes[at] = splitmix64(self.datasets[k].sample_hashes(samples[at]) + np.uint64(k + 1))
         return hashes
+
+
+def blend_fingerprint(of_datasets: Sequence[str], weights: Sequence[float] | None) -> str:
+    """Return 16 hexadecimal digits of the datasets, in their order, and of the normalised weights."""
+    return fingerprint("blend", None if weights is None else [f"{weight:.12g}" for weight in weights], *of_datasets)
 
 
 def segments_of(dataset: Dataset) -> tuple[Dataset, ...]:

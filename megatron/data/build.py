@@ -26,6 +26,7 @@ from megatron.data.blended_dataset import (
     BlendedDataset,
     BlendIndex,
     ConcatDataset,
+    blend_fingerprint,
     build_blend_index,
     count_datasets,
     normalize_weights,
@@ -39,6 +40,7 @@ from megatron.data.gpt_dataset import (
     GPTDataset,
     SampleOrder,
     build_sample_order,
+    files_fingerprint,
     place_dtype,
     shuffle_dtype,
     split_ranges,
@@ -114,7 +116,7 @@ def resolve_epochs(config: RunConfig, world_size: int) -> RunConfig:
 
 def file_segment_builders(
     data: DataConfig, read: Mapping[str, int], training: TrainingConfig, cache: IndexCache | None
-) -> tuple[dict[str, SegmentBuilder], list[str]]:
+) -> tuple[dict[str, FileSegmentBuilder], list[str]]:
     """Return the segment builders of the token files for each split in ``read`` (samples by split name), and notes.
 
     Test data are left out, with a note, where only the default split asks for them and there are none.
@@ -122,7 +124,7 @@ def file_segment_builders(
     open_files = functools.cache(IndexedDataset)  # each is opened once however many splits read it
     seq_length = training.seq_length
     sources = resolve_sources(data, read)
-    builders: dict[str, SegmentBuilder] = {}
+    builders: dict[str, FileSegmentBuilder] = {}
     notes = []
     for split, needed in read.items():
         source = sources[split]
@@ -207,6 +209,14 @@ class FileSegmentBuilder:
     seq_length: int  # tokens per sample
     seed: int  # of the first segment; each segment counts on, modulo 2**32
     cache: IndexCache | None  # stores the index tables; None builds them in memory
+
+    @property
+    def fingerprint(self) -> str:
+        """`Dataset.fingerprint` of the segments, whose order is not built for it."""
+        of_parts = [files_fingerprint(*part, self.seq_length) for part in self.parts]
+        if self.weights is None and len(of_parts) == 1:
+            return of_parts[0]
+        return blend_fingerprint(of_parts, None if self.weights is None else normalize_weights(self.weights).tolist())
 
     def __call__(self, num_samples: int, before: Sequence[Dataset] = ()) -> Dataset:
         """Build the segment of ``num_samples`` samples that follows the segments ``before``."""

@@ -62,8 +62,8 @@ class GPTDataset(Dataset):
 
     @cached_property
     def fingerprint(self) -> str:
-        """16 hexadecimal digits of the files' content, the sequences of the split and the sample length."""
-        return fingerprint("files", self._indexed.fingerprint, self.order.part, self.order.seq_length)
+        """See `files_fingerprint`."""
+        return files_fingerprint(self._indexed, self.order.part, self.order.seq_length)
 
     def sample_hashes(self, places: NDArray[np.int64]) -> NDArray[np.uint64]:
         """Hash the first sequence and offset, and the last sequence, of each of the samples ``places [n]``."""
@@ -85,6 +85,11 @@ class GPTDataset(Dataset):
             length = end + 1 - offset if place == last else None
             parts.append(self._indexed.get(int(self.order.document_index[place]), offset, length))
         return Sample.of(np.concatenate(parts, dtype=np.int64))
+
+
+def files_fingerprint(indexed: IndexedDataset, part: range, seq_length: int) -> str:
+    """Return 16 hexadecimal digits of the files' content, the sequences of the split and the sample length."""
+    return fingerprint("files", indexed.fingerprint, part, seq_length)
 
 
 def split_ranges(split: str, sequences: int) -> list[range]:

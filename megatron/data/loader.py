@@ -25,6 +25,7 @@ from megatron.config.run import DOCUMENT_BOUNDARY_OPTIONS, DataConfig, TrainingC
 from megatron.config.text import counted
 from megatron.data.build import (
     TABLE_CHECKS,
+    SegmentBuilder,
     build_split,
     chat_segment_builders,
     file_segment_builders,
@@ -450,6 +451,7 @@ def build_data(
     used = split_sample_counts(data, training, dp_size, begin, splits, stream[1])
     cache = None if data.data_cache_path is None else IndexCache(data.data_cache_path, TABLE_CHECKS)
     build_notes: list[str] = []
+    builders: Mapping[str, SegmentBuilder]
     if data.mock_data:
         builders = mock_segment_builders(training, vocab_size)
     elif data.chat_data_path:

@@ -80,6 +80,19 @@ def preview_data(config: RunConfig, world_size: int, iteration: int = 0, consume
     return rows + [f"{'note':<11}{note}" for note in notes]
 
 
+def data_fingerprints(
+    config: RunConfig, world_size: int, iteration: int = 0, consumed_samples: int = 0
+) -> dict[str, str]:
+    """Return `DataSource.fingerprints` of the data that :func:`preview_data` describes; no order is built for files."""
+    data, training, streams = config.data, config.training, config.diloco.streams
+    dp, begin = config.parallel.data_parallel_size(world_size), (iteration, consumed_samples)
+    if data.mock_data or data.chat_data_path:
+        return build_data(data, training, config.model.vocab, dp, begin=begin, stream=(0, streams)).fingerprints
+    read = split_sample_counts(data, training, dp, begin, streams=streams)
+    builders, _ = file_segment_builders(data, read, training, None)
+    return {split: builder.fingerprint for split, builder in builders.items()}
+
+
 def _fewest_sequences(split: str, source: SplitSource, sequences: Mapping[str, int]) -> int:
     """Return the smallest number of sequences that a split gets from one of its datasets."""
     counts = [sequences[prefix] for prefix in source.blend.prefixes]

@@ -121,6 +121,16 @@ def rank_state_bytes(config: RunConfig, world_size: int, rank: int) -> dict[str,
     return _StageState.of(config, layout, pp).at(dense, expert)[0]
 
 
+def machine_state_bytes(
+    config: RunConfig, world_size: int, ranks: range
+) -> list[tuple[dict[str, int], dict[str, int]]]:
+    """Return the bytes of some ranks, each on its device and on the host, by :data:`STATE_KINDS`."""
+    layout = Layout.from_config(config.parallel, world_size)
+    places = Counter(_place(config.parallel, layout, rank) for rank in ranks)
+    stages = {pp: _StageState.of(config, layout, pp) for pp in {pp for pp, _, _ in places}}
+    return [state for place, count in places.items() for state in [stages[place[0]].at(*place[1:])] * count]
+
+
 def rank_host_bytes(config: RunConfig, world_size: int, rank: int) -> dict[str, int]:
     """Return the bytes that one rank offloads to the host.
 

@@ -51,6 +51,7 @@ from megatron.pipeline.actions import PipelineSchedule
 from megatron.pipeline.communication import channels
 from megatron.pipeline.plan import SCHEDULE_SUFFIX, build_program, stage_layers
 from megatron.pipeline.runtime import Pipeline
+from megatron.training.machine import missing_gpu_problem
 from megatron.training.trainer import Trainer, describe_versions
 
 
@@ -87,8 +88,7 @@ def choose_device(name: str) -> torch.device:
     only_own_gpu = launch.launcher == "srun" and gpus == 1  # srun --gpus-per-task hides the GPUs of other ranks
     if not only_own_gpu and launch.local_size > gpus:
         if gpus == 0:
-            sentence = f"--device cuda, but torch {torch.__version__} finds no GPU"
-            raise UserError([Problem("E207", sentence, ("--device cpu",))])
+            raise UserError([missing_gpu_problem(f"torch {torch.__version__} finds no GPU")])
         found = "1 GPU" if gpus == 1 else f"{gpus} GPUs"
         sentence = f"this machine runs at least {launch.local_size} ranks, but has {found}"
         raise UserError([Problem("E207", sentence, (f"torchrun --nproc-per-node {gpus}", "--device cpu"))])

@@ -25,7 +25,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from megatron.arguments.compatibility import compare_configs, resume_mode_fixes
+from megatron.arguments.compatibility import compare_configs
 from megatron.arguments.sources import to_dict
 from megatron.checkpoint.durable_files import publish_file
 from megatron.checkpoint.errors import (
@@ -42,10 +42,8 @@ from megatron.checkpoint.load import load_sharded, open_manifest
 from megatron.checkpoint.location import Location, parse_location
 from megatron.checkpoint.save import HostCopyBuffer, disk_space_problem, local_bytes, run_in_background, save_sharded
 from megatron.checkpoint.tensor_file import GlobalTensor, TensorPart
-from megatron.config.data_paths import train_data_flag
 from megatron.config.errors import Problem, UserError
 from megatron.config.launch import JobStart
-from megatron.config.option import Role
 from megatron.config.run import CheckpointConfig
 from megatron.config.text import package_version
 from megatron.convert.base_model import BaseModel
@@ -65,7 +63,6 @@ from megatron.convert.saved_model import (
 )
 from megatron.data.blended_dataset import segments_of
 from megatron.data.chat import end_ids
-from megatron.data.dataset import split_label
 from megatron.data.dataset_info import tokenizer_files_to_save
 from megatron.data.packed_dataset import PackedDataset
 from megatron.distributed import comm
@@ -84,6 +81,7 @@ from megatron.training.resume_source import (
     NoCheckpointError,
     Position,
     ResumeSource,
+    compare_data,
     compare_with_checkpoint,
     find_resume_source,
     is_own_checkpoint,
@@ -275,9 +273,6 @@ class Checkpointer:
                 opened = None if self.others is None else self.others.open(trainer, path)
                 manifest, more = opened or (open_manifest(path, self.world), [])
                 notes += more
-                if trainer.base is not None and not manifest.state.get("base"):
-                    fix = "--save ANOTHER" if is_own_checkpoint(path, self.options) else "drop --load"
-                    raise UserError([Problem("E806", f"{path} holds a whole model, not adapters", (fix,))])
                 found = self._tokenizer_files(manifest)
                 changes, batches_since = compare_with_checkpoint(
                     manifest, trainer.config, self.world.size, source.mode, notes
@@ -737,30 +732,14 @@ def _check_data(trainer: Trainer, saved: Mapping[str, Any], own: bool) -> list[s
     Raises:
         UserError: if the training samples, consumed or still to come, are not those of the run that saved.
     """
-    fingerprints = trainer.data.fingerprints
-    changed = [s for s, fingerprint in fingerprints.items() if saved["fingerprints"].get(s, fingerprint) != fingerprint]
     stream, now = tuple(saved.get("stream", (0, 1))), trainer.data.stream
     recorded = bool(saved["digest"])  # Megatron-LM records no samples
-    if recorded and stream == now and f"{trainer.start_digest:016x}" != saved["digest"] and "train" not in changed:
-        changed = ["train", *changed]
-    data = f"{' and '.join(map(split_label, changed))} data"
-    if "train" in changed:
-        flag = train_data_flag(trainer.config.data)
-        same = (f"{flag} THE_SAME_DATA",) if flag is not None else ()
-        sentence = f"the {data} are not those of the checkpoint: other files, or another order"
-        raise UserError(
-            [Problem("E815", sentence, (*same, *resume_mode_fixes(Role.DATA, trainer.config.checkpoint, own)))]
-        )
-    notes = [] if recorded else ["the checkpoint does not record its samples: the data must be those of its run"]
+    reordered = recorded and stream == now and f"{trainer.start_digest:016x}" != saved["digest"]
+    notes = compare_data(saved, trainer.data.fingerprints, trainer.config, own, reordered)
     if stream != now:
         then, new = (f"stream {index} of {count}" for index, count in (stream, now))
         notes.append(f"samples are now read from {new}, the checkpoint read {then}: some may be read twice")
-    if not changed:
-        return notes
-    return [
-        *notes,
-        f"the {data} are not those of the checkpoint: losses on them cannot be compared with those before it",
-    ]
+    return notes
 
 
 OUTER_PREFIX = "optim.outer_"

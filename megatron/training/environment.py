@@ -6,12 +6,11 @@ A variable that is already set is left alone.
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Mapping, MutableMapping
 
 from megatron.arguments.validate import choose_cuda_graph
 from megatron.config.errors import Problem, UserError
-from megatron.config.launch import Launch
+from megatron.config.launch import Launch, ranks_per_node
 from megatron.config.run import RunConfig
 
 CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
@@ -81,13 +80,3 @@ def set_variables(config: RunConfig, cuda: bool, environ: MutableMapping[str, st
     environ.update(default_variables(config, launch.world_size, environ, cores, cuda))
     shown = (CONNECTIONS, *ALLOCATOR, "NCCL_GRAPH_REGISTER", "TORCHINDUCTOR_COMPILE_THREADS")
     return "environment: " + " ".join(f"{name}={environ[name]}" for name in shown if name in environ)
-
-
-def ranks_per_node(environ: Mapping[str, str]) -> int:
-    """Return the number of ranks on this node, from the launcher's variables.
-
-    Slurm writes ``8(x2),4`` for two nodes with 8 ranks and one with 4; the first number is taken.
-    """
-    launch = Launch.read(environ)
-    tasks = re.match(r"\d+", environ.get("SLURM_STEP_TASKS_PER_NODE", "")) if launch.launcher == "srun" else None
-    return max(launch.local_size, int(tasks[0])) if tasks else launch.local_size

@@ -86,13 +86,13 @@ FIRST_FAILURE_KEY = "first failure"
 """Key under which the first rank to fail publishes its error."""
 
 
-def report_failure(error: Exception, run_dir: str | None = None) -> None:
-    """Print an error, and append it to ``failures.jsonl`` in ``run_dir``, unless another rank failed first.
+def report_failure(error: Exception, run_dir: str | None = None) -> bool:
+    """Print an error, and append it to ``failures.jsonl`` in ``run_dir``; return False if another rank failed first.
 
     Ignores SIGTERM meanwhile, which launchers send to all ranks as soon as one has exited. Use in the main thread.
     """
     if not register_failure():
-        return
+        return False
     launch = Launch.read(os.environ)
     rank = rank_label(launch, os.environ)
     previous = signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -106,6 +106,7 @@ def report_failure(error: Exception, run_dir: str | None = None) -> None:
         record_failure(run_dir, error, os.environ)
     finally:
         signal.signal(signal.SIGTERM, previous)
+    return True
 
 
 def explain_error(error: BaseException) -> str:

@@ -16,6 +16,7 @@ import torch
 from megatron.arguments.summary import summary
 from megatron.checkpoint.lease import Lease
 from megatron.config.errors import UserError
+from megatron.config.launch import end_refused_start
 from megatron.config.run import RunConfig
 from megatron.convert.huggingface.config import model_folder
 from megatron.convert.huggingface.weights import HuggingFaceWeights
@@ -28,7 +29,7 @@ from megatron.training.checkpointer import Checkpointer, OtherCheckpoints, choos
 from megatron.training.cuda_graphs import StepRunner
 from megatron.training.diloco import Diloco
 from megatron.training.environment import set_variables
-from megatron.training.failure_report import PeerWatchdog, StartRefusedError, report_failure
+from megatron.training.failure_report import PeerWatchdog, StartRefusedError, explain_error, report_failure
 from megatron.training.frozen_models import frozen_inputs
 from megatron.training.loggers.console import print_warning
 from megatron.training.loggers.run_folder import METRICS_FILE, data_summary, read_json_lines
@@ -37,6 +38,9 @@ from megatron.training.loop import StopRequest, build_callbacks, train
 from megatron.training.metrics import Goodput
 from megatron.training.resume_source import read_only_options, stream_of
 from megatron.training.startup import JOB_FACTS, StartFacts, StartupTimer, start_facts, start_phrase
+
+REFUSAL_SECONDS = 1.0
+"""Seconds that a rank whose start is refused waits for the others of its machine."""
 
 
 def run(config: RunConfig, notes: Sequence[str] = (), startup: StartupTimer | None = None) -> int:
@@ -58,8 +62,10 @@ def run(config: RunConfig, notes: Sequence[str] = (), startup: StartupTimer | No
         try:
             status = join_and_train(config, notes, startup or StartupTimer(), signals)
         except Exception as error:
-            report_failure(error, config.logging.run_dir)
-            return 2 if isinstance(error, StartRefusedError) else 1
+            reported = report_failure(error, config.logging.run_dir)
+            if not isinstance(error, StartRefusedError):
+                return 1
+            return end_refused_start(REFUSAL_SECONDS, explain_error(error) if reported else None)
     destroy_distributed()
     return status
 

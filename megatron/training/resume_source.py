@@ -16,15 +16,18 @@ from typing import Any, Self
 
 from megatron.arguments.checks.checkpoint import holds_checkpoints
 from megatron.arguments.checks.training import schedule_problems
-from megatron.arguments.compatibility import compare_configs, stored_tensors_problem
+from megatron.arguments.compatibility import compare_configs, resume_mode_fixes, stored_tensors_problem
 from megatron.checkpoint.errors import DamagedCheckpointError, NewerVersionError, UnreachableError, strip_folder
 from megatron.checkpoint.folder import CheckpointFolder, is_local_checkpoint
 from megatron.checkpoint.format import Manifest, is_megatron_lm
 from megatron.checkpoint.location import Location, parse_location
 from megatron.checkpoint.publish import CHECKPOINT_NAME, is_complete, is_interrupted
+from megatron.config.data_paths import train_data_flag
 from megatron.config.errors import Problem, UserError
+from megatron.config.option import Role
 from megatron.config.run import HUGGING_FACE_PREFIX, MEGATRON_PREFIX, CheckpointConfig, RunConfig
 from megatron.config.text import listed
+from megatron.data.dataset import split_label
 
 BATCH_OPTIONS = {"global_batch_size", "rampup_batch_size", "step_batch_size_schedule"}
 """Options that determine the number of samples per step."""
@@ -299,6 +302,9 @@ def compare_with_checkpoint(
         UserError: if the changes do not allow starting from it.
     """
     own = is_own_checkpoint(manifest.path, config.checkpoint)
+    if config.model.lora_rank is not None and not manifest.state.get("base"):
+        fix = "--save ANOTHER" if own else "drop --load"
+        raise UserError([Problem("E806", f"{manifest.path} holds a whole model, not adapters", (fix,))])
     if mode != "weights-only" and "optimizer" not in manifest.state:
         save = config.checkpoint.save
         folders = f"--load {save} --save {save}-new " if own and save is not None else ""
@@ -324,6 +330,35 @@ def compare_with_checkpoint(
     return lines, batches_since
 
 
+def compare_data(
+    saved: Mapping[str, Any], fingerprints: Mapping[str, str], config: RunConfig, own: bool, reordered: bool = False
+) -> list[str]:
+    """Compare the data of a run with those of the checkpoint that it resumes; return notes.
+
+    Args:
+        saved: ``data`` in the state of the checkpoint.
+        fingerprints: of the run's data by split.
+        config: of the run.
+        own: it is a checkpoint of this run.
+        reordered: the samples read before are not those of the checkpoint, or in another order.
+
+    Raises:
+        UserError: if the training data differ.
+    """
+    changed = [name for name, mine in fingerprints.items() if saved["fingerprints"].get(name, mine) != mine]
+    if reordered and "train" not in changed:
+        changed = ["train", *changed]
+    data = f"{' and '.join(map(split_label, changed))} data"
+    if "train" in changed:
+        flag = train_data_flag(config.data)
+        same = (f"{flag} THE_SAME_DATA",) if flag is not None else ()
+        sentence = f"the {data} are not those of the checkpoint: other files, or another order"
+        raise UserError([Problem("E815", sentence, (*same, *resume_mode_fixes(Role.DATA, config.checkpoint, own)))])
+    notes = [f"the {data} are not those of the checkpoint: losses on them cannot be compared with those before it"]
+    unrecorded = "the checkpoint does not record its samples: the data must be those of its run"  # of Megatron-LM
+    return [*([] if saved["digest"] else [unrecorded]), *(notes if changed else [])]
+
+
 def is_own_checkpoint(path: Location, options: CheckpointConfig) -> bool:
     """Return True if a checkpoint is the run's own: in its ``save`` folder, or in a node's ``local_save`` folder."""
     if options.local_save is not None and isinstance(path, Path) and is_local_checkpoint(path, options.local_save):
@@ -338,6 +373,8 @@ class StartPreview:
     notes: tuple[str, ...] = ()  # one line each
     iteration: int = 0  # steps already taken
     consumed_samples: int = 0
+    data: Mapping[str, Any] | None = None  # those of the checkpoint that is resumed, for `compare_data`
+    own: bool = False  # it is a checkpoint of this run
 
 
 def stored_config(options: CheckpointConfig) -> Mapping[str, Any] | None:
@@ -364,4 +401,8 @@ def preview_start(config: RunConfig, world_size: int) -> StartPreview:
     manifest = Manifest.open(source.paths[0])
     changes, _ = compare_with_checkpoint(manifest, config, world_size, source.mode, source.notes)
     notes = (*source.notes, f"checkpoint: {manifest.path}, its tensors not read", *changes)
-    return StartPreview(notes, *((0, 0) if source.mode == "weights-only" else position_of(manifest)))
+    if source.mode == "weights-only":
+        return StartPreview(notes)
+    own = is_own_checkpoint(manifest.path, config.checkpoint)
+    generated = config.data.mock_data and manifest.config["data"].get("mock_data")  # from options, which are compared
+    return StartPreview(notes, *position_of(manifest), None if generated else manifest.state["data"], own)

@@ -18,7 +18,7 @@ from megatron.config.launch import exit_process
 
 def main(argv: Sequence[str]) -> int:
     """Check the flags, then train; return the exit status of pretrain_gpt.py."""
-    return pretrain_gpt.main(["--config", str(Path(__file__).with_suffix(".yaml")), *argv])
+    return pretrain_gpt.main(["--config", str(Path(__file__).with_suffix(".yaml")), *argv], __doc__ or "")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Fine-tune on conversations: ``sft.py --pretrained-checkpoint hf:DIR --chat-data-path FILE.jsonl``.
+"""Fine-tune on conversations: ``tasks/finetune/sft.py --pretrained-checkpoint hf:DIR --chat-data-path FILE.jsonl``.
 
 The flags are those of pretrain_gpt.py, with the defaults in sft.yaml. Data, templates and packing are described in
 docs/finetuning.md.
@@ -18,7 +18,7 @@ from megatron.config.launch import exit_process
 
 def main(argv: Sequence[str]) -> int:
     """Check the flags, then train; return the exit status of pretrain_gpt.py."""
-    return pretrain_gpt.main(["--config", str(Path(__file__).with_suffix(".yaml")), *argv])
+    return pretrain_gpt.main(["--config", str(Path(__file__).with_suffix(".yaml")), *argv], __doc__ or "")
 
 
 if __name__ == "__main__":

@@ -218,6 +218,31 @@ METRICS = {
 the phases of ``distributed.timing.PHASES``. Metrics that do not apply, such as communication on one rank, are left out.
 """
 
+LEGEND = {
+    "iteration": "step/steps",
+    "consumed-tokens": "tokens so far",
+    "lm loss": "loss: mean since the last line",
+    "grad-norm": "gnorm: norm of the gradient",
+    "learning-rate": "lr: learning rate",
+    "seq_load_balancing_loss": "balance: of experts, 1 is best",
+    "load_balancing_loss": "balance: of experts, 1 is best",
+    "z_loss": "router z: z-loss",
+    "loss-scale": "scale: of the loss in fp16",
+    "iteration-time": "time of a step",
+    "tokens-per-second": "tokens per second",
+    "tokens-per-second-per-gpu": "the same of a GPU",
+    "mfu": "MFU: share of the peak FLOP/s",
+    "skipped-iterations-count": "skipped: updates left out",
+    "communication-share": "comm: share of waiting for other ranks, by axes",
+    "bubble": "bubble: of the pipeline",
+    "data-wait": "data: share of waiting for data",
+    "slowest-rank-excess": "slow: the slowest rank, over the median",
+    "mem-max-allocated-bytes": "mem: peak/capacity",
+    "goodput": "goodput: share of time in steps that count",
+    SECONDS_LEFT: "ETA: time left",
+}
+"""What the columns of the console are, for the legend."""
+
 DILOCO_METRICS = {
     "diloco-round": Metric("", "rounds so far"),
     "diloco-members": Metric("replicas", "that took part"),

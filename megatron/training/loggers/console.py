@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 import shutil
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 
 from megatron.config.privacy import redact
 from megatron.config.text import echo, format_bytes
-from megatron.training.loggers.base import METRICS, Metrics, metrics_under
+from megatron.training.loggers.base import LEGEND, METRICS, Column, Metrics, metrics_under
 from megatron.training.loggers.formatting import (
     format_compact,
     format_exponent,
@@ -34,19 +34,34 @@ def print_warning(text: str) -> None:
 
 
 class ConsoleLogger:
-    """Prints one line per log step, evaluation, health report and event."""
+    """Prints one line per log step, evaluation, health report and event, and a legend after the start-up."""
+
+    _explains = False  # the next log step
+
+    def stepped(self, step: int) -> None:
+        """Note that a step was taken."""
+
+    def close(self) -> None:
+        """Finish, before the program prints anything else."""
 
     def log(self, step: int, metrics: Metrics) -> None:
         """Print the metrics of a step."""
         if "lm loss" in metrics:
-            width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
-            print_line(progress_line(step, metrics, width))
+            if self._explains:
+                print_line(f"legend: {legend_line(step, metrics)}")
+                self._explains = False
+            self.log_step(step, metrics)
             if (times := timing_line(metrics)) is not None:
                 print_line(times)
         elif "lm loss validation" in metrics or "lm loss test" in metrics:
             print_line(evaluation_line(step, metrics))
         elif "health/update-ratio/total" in metrics:
             print_line(health_line(step, metrics))
+
+    def log_step(self, step: int, metrics: Metrics) -> None:
+        """Print the line of a log step."""
+        width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
+        print_line(progress_line(step, metrics, width))
 
     def event(self, step: int, kind: str, fields: Metrics) -> None:
         """Print an event. Starts are in the summary of the run, and errors are printed when the process ends."""
@@ -56,6 +71,7 @@ class ConsoleLogger:
             print_warning(fields["text"])
         elif kind == "start-up":
             print_line(startup_line(fields["phases"], fields["slowest"]))
+            self._explains = True
         elif kind == "checkpoint":
             size, seconds, blocking = fields["bytes"], fields["seconds"], fields["blocking-seconds"]
             speed = f"{format_bytes(size)} in {seconds:.1f}s, {format_bytes(size / seconds)}/s"
@@ -72,21 +88,32 @@ def progress_line(step: int, metrics: Metrics, width: int | None = None) -> str:
     Loss, time and speed are means over the steps since the previous line; the rest is of the last step. Columns of the
     second half are shown only if they apply: on several ranks, with a slow rank, after a restart.
     """
-    values = {"iteration": step, **metrics}
-    shown = [
-        (column, text)
-        for name, metric in METRICS.items()
-        for column in metric.columns
-        if name in values and (text := column.text(values))
-    ]
+    shown = [(column, text) for _, column, text in _columns(step, metrics)]
     while True:
-        groups: dict[int, list[str]] = {}
-        for column, text in sorted(shown, key=lambda item: item[0].group):
-            groups.setdefault(column.group, []).append(text)
-        line = " | ".join(" ".join(texts) for texts in groups.values())
+        line = _join(shown, " ")
         if width is None or len(line) <= width or len(shown) == 1:
             return line
         shown.remove(max(shown, key=lambda item: item[0].drop_order))
+
+
+def legend_line(step: int, metrics: Metrics) -> str:
+    """Return what the columns of a log step are, in their order."""
+    known = {LEGEND[name]: column for name, column, _ in _columns(step, metrics)}
+    return _join([(column, text) for text, column in known.items()], ", ")
+
+
+def _columns(step: int, metrics: Metrics) -> list[tuple[str, Column, str]]:
+    """Return the columns that a log step has, with the names of their metrics and their texts."""
+    values = {"iteration": step, **metrics}
+    columns = [(name, column) for name, metric in METRICS.items() for column in metric.columns if name in values]
+    return [(name, column, text) for name, column in columns if (text := column.text(values))]
+
+
+def _join(columns: Sequence[tuple[Column, str]], separator: str) -> str:
+    groups: dict[int, list[str]] = {}
+    for column, text in sorted(columns, key=lambda item: item[0].group):
+        groups.setdefault(column.group, []).append(text)
+    return " | ".join(separator.join(texts) for texts in groups.values())
 
 
 def timing_line(metrics: Metrics) -> str | None:

@@ -42,6 +42,7 @@ from megatron.training.loggers.run_folder import (
     read_history,
     write_run_folder,
 )
+from megatron.training.loggers.terminal import open_console
 from megatron.training.loggers.trackers import TensorBoardLogger, WandbLogger, hyperparameters
 from megatron.training.metrics import ThroughputModel, device_name
 from megatron.training.startup import StartFacts
@@ -97,12 +98,13 @@ class RunLogger:
         self._seq_length = config.training.seq_length
         self._world_size = world_size
         self._has_loss_curve = False
+        self._console = ConsoleLogger()
         self.stepped(iteration, consumed_samples)
         if not enabled:
             return
         name = device_name(device)
         self._throughput_model = ThroughputModel.from_config(config, world_size, name, iteration, consumed_samples)
-        self._console = ConsoleLogger()
+        self._console = open_console(iteration, self._throughput_model.total_iterations)
         reuse_note = None
         if self.folder is not None:
             reuse_note = self._open_folder(self.folder, to_yaml(config), name, data or {})
@@ -178,6 +180,7 @@ class RunLogger:
         tokens = consumed_samples * self._seq_length
         self._progress = {"iteration": iteration, "consumed-samples": consumed_samples, "consumed-tokens": tokens}
         self._read_pending = read
+        self._console.stepped(iteration)
 
     def train(self, metrics: Metrics) -> None:
         """Report the steps since the last log line, as returned by ``MetricsWindow.read``.
@@ -264,6 +267,7 @@ class RunLogger:
 
     def close(self) -> None:
         """Close all loggers and draw the plots into the run folder; never raises."""
+        self._console.close()
         owner = self.enabled and self._owns_run(at_once=True)
         self._call_each("close")
         self._loggers.clear()

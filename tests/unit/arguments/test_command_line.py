@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import random
 import re
@@ -17,7 +18,8 @@ from typing import Any
 import pytest
 import yaml
 
-from megatron.arguments.cli import make_parser, parse
+from megatron.arguments.cli import parse
+from megatron.arguments.help import make_parser
 from megatron.arguments.presets import PRESETS
 from megatron.arguments.sources import (
     build_config,
@@ -277,6 +279,44 @@ def test_help_is_grouped_and_shows_single_values() -> None:
     words = set(re.findall(r"--[\w-]+", text))
     negated = {f"--no-{setting.flag.removeprefix('--')}" for setting in SETTINGS.values()}
     assert not SPELLINGS.keys() - words - negated
+
+
+def helped(capsys: pytest.CaptureFixture[str], argv: str, module: str = "pretrain_gpt") -> str:
+    with pytest.raises(SystemExit) as ended:
+        importlib.import_module(module).main(argv.split())
+    assert ended.value.code == 0
+    return capsys.readouterr().out
+
+
+def test_help_is_short_and_sections_and_everything_are_there(capsys: pytest.CaptureFixture[str]) -> None:
+    short = helped(capsys, "--help")
+    assert len(short.splitlines()) < 120
+    words = {"--num-layers", "--data-path", "--load", "--run-dir", "--bf16", "--check-config", "--help-all", "--lr"}
+    assert words <= set(re.findall(r"--[\w-]+", short))
+    section = helped(capsys, "--lr 1 -h optimizer")
+    shown = {setting.flag for setting in SETTINGS.values() if f"\n  {setting.flag} " in section}
+    assert shown == {setting.flag for setting in SETTINGS.values() if setting.group == "optimizer"}
+    assert helped(capsys, "--help-all") == make_parser().format_help()
+    assert helped(capsys, "--help nowhere") == short
+
+
+@pytest.mark.parametrize(
+    ("name", "own"),
+    [
+        ("sft", "--num-epochs N [^[]*\\[3\\]"),
+        ("dpo", "--dpo-beta X [^[]*\\[0.1\\]"),
+        ("distill", "--distillation-top-k N [^[]*\\[32\\]"),
+    ],
+)
+def test_help_of_fine_tuning_is_its_own(capsys: pytest.CaptureFixture[str], name: str, own: str) -> None:
+    text = helped(capsys, "--help", f"tasks.finetune.{name}")
+    assert text.startswith(f"usage: {name}.py ")
+    assert "Pretrain a GPT" not in text
+    assert re.search(own, " ".join(text.split()))
+    assert re.search(r"--lr X .*\[(2e-05|1e-06)\]", text), f"of {name}.yaml"
+    assert f"\n  python tasks/finetune/{name}.py --" in text
+    assert len(text.splitlines()) < 125
+    assert "dpo" in name or "--dpo-beta" not in text
 
 
 def _pretrain(*argv: str) -> tuple[subprocess.CompletedProcess[str], set[str]]:

@@ -9,7 +9,7 @@ import pytest
 from megatron.arguments.cli import parse
 from megatron.data.errors import DataError
 from megatron.data.loader import DataSource, build_data
-from megatron.data.preview import MAX_DATASETS_SHOWN, preview_data
+from megatron.data.preview import MAX_DATASETS_SHOWN, data_fingerprints, preview_data
 from tests.unit.data import pairs
 
 ROOT = Path(__file__).parents[3]
@@ -159,3 +159,22 @@ def test_many_epochs_are_noted_as_at_the_start(split: tuple[str, ...]) -> None:
         assert [note.partition(";")[0] for note in notes] == [f"note       training reads {name} {reads}.0 times"][
             :reads
         ]
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "--data-path a --split 8,1,1 --eval-iters 1",
+        "--data-path 3 a 1 b --split 9,1",
+        "--data-path a b --split 1",
+        "--train-data-path 0.7 a 0.3 b --valid-data-path b --eval-iters 1",
+        "--mock-data",
+    ],
+)
+def test_fingerprints_are_those_of_the_samples_that_a_run_builds(flags: str) -> None:
+    write(Path("a"), 100), write(Path("b"), 90, tokens=11)
+    config = parse([*RUN, *flags.split()], {}).config
+    built = build_data(config.data, config.training, config.model.vocab, 1).fingerprints
+    assert data_fingerprints(config, 1) == built
+    write(Path("a"), 99, tokens=12)
+    assert (data_fingerprints(config, 1) == built) == config.data.mock_data

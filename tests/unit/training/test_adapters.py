@@ -15,6 +15,7 @@ from megatron.inference.load import open_pretrained
 from megatron.kernels.quantized import dequantize, normal_float_codes
 from megatron.layers.linear import ParallelLinear
 from megatron.layers.parameters import gpt, trainable
+from megatron.training.resume_source import preview_start
 from megatron.training.trainer import Trainer
 from tests.runs import Told, before_step, checkpoint, differences, kill, start, steps, tiny_run
 from tests.solo import one_rank_mesh
@@ -146,6 +147,9 @@ def test_adapters_do_not_start_from_a_whole_model(tmp_path: Path, base: Path) ->
     ):
         assert refused.status == 2
         assert f"E806 {path} holds a whole model, not adapters\n  fix: {fix}\n" in refused.err
+    adapters = f"--lora-rank 2 --pretrained-checkpoint {base} --load {base} --resume-mode weights-only"
+    with pytest.raises(UserError, match=r"E806 .* holds a whole model, not adapters"):  # --check-config says the same
+        preview_start(tiny_run(tmp_path / "c", adapters), 1)
     folder = llama_folder(tmp_path)
     with pytest.raises(UserError, match=rf"E806 --load {folder} holds no adapters, .*\n  fix: drop --load"):
         config_of(tmp_path, base, f"--lora-rank 2 --load {folder}")

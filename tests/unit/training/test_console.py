@@ -1,7 +1,11 @@
 from __future__ import annotations
 
 import math
+import os
+import pty
+import sys
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -9,8 +13,9 @@ import pytest
 
 from megatron.planner.flops import FlopsPerToken
 from megatron.training.loggers import formatting
-from megatron.training.loggers.base import MEMORY_CAPACITY, Metrics
+from megatron.training.loggers.base import LEGEND, MEMORY_CAPACITY, METRICS, Metrics
 from megatron.training.loggers.console import evaluation_line, progress_line, timing_line
+from megatron.training.loggers.terminal import open_console
 from megatron.training.metrics import ThroughputModel, evaluation_metrics
 
 STEP = 1240
@@ -205,3 +210,51 @@ def test_numbers() -> None:
     trimmed = [formatting.format_compact(x, trim=True) for x in (1e9, 2.5e6, 1.01e9, 200_000, 0)]
     assert trimmed == ["1B", "2.5M", "1.01B", "200K", "0"]
     assert formatting.format_memory(600 * 2**20, 16 * 2**30) == "0.6/16G"
+
+
+# ---- A terminal
+
+
+def shown_on_a_terminal(monkeypatch: pytest.MonkeyPatch, term: str) -> str:
+    """What a run of 95,368 steps shows on a terminal of 110 columns."""
+    master, slave = pty.openpty()
+    monkeypatch.setenv("TERM", term)
+    monkeypatch.setenv("COLUMNS", "110")
+    monkeypatch.setattr(sys, "stdout", os.fdopen(slave, "w"))
+    console = open_console(STEP - 10, YARDSTICK.total_iterations)
+    values = {**RECORD, **YARDSTICK.metrics(RECORD)}
+    console.event(STEP - 10, "note", {"text": "a note"})
+    console.event(STEP - 10, "start-up", {"phases": {"python": 0.1}, "slowest": {"python": 0.1}})
+    for step in (STEP - 1, STEP):
+        console.stepped(step)
+        console.log(step, values)
+    console.stepped(STEP + 1)
+    console.event(STEP, "warning", {"text": "hot"})
+    console.close()
+    sys.stdout.flush()
+    os.set_blocking(master, False)
+    shown = b""
+    with suppress(BlockingIOError):
+        while True:
+            shown += os.read(master, 100_000)
+    return shown.decode()
+
+
+def test_a_terminal_has_a_bar_in_place_of_log_lines(monkeypatch: pytest.MonkeyPatch) -> None:
+    text = shown_on_a_terminal(monkeypatch, "xterm")
+    assert "\u2501" in text, "the bar"
+    assert text.count("legend: step/steps, tokens so far | loss: mean since the last line, ") == 1
+    assert "a note" in text
+    assert "\x1b[?25l" not in text, "the cursor stays visible"
+    *_, last = text.split("\x1b[2K")
+    assert last.startswith(" 1241/95368 3.90B tok | loss 2.4137 gnorm .41 lr 6.0e-5 | 7.60s 404 tok/s/gpu")
+    assert last.count("\n") == 1
+
+
+def test_a_terminal_that_cannot_move_the_cursor_has_lines(monkeypatch: pytest.MonkeyPatch) -> None:
+    lines = shown_on_a_terminal(monkeypatch, "dumb").replace("\r", "").splitlines()
+    assert [line[:12] for line in lines] == ["a note", "start-up 0.1", "legend: step", " 1239/95368 ", " 1240/95368 "]
+
+
+def test_the_legend_explains_every_column() -> None:
+    assert {name for name, metric in METRICS.items() if metric.columns} == LEGEND.keys()

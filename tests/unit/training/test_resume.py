@@ -21,6 +21,7 @@ import pytest
 import torch
 from torch import Tensor
 
+import pretrain_gpt
 from megatron.checkpoint.format import marker_content
 from megatron.config.run import RunConfig
 from megatron.convert.huggingface.convert import import_huggingface
@@ -32,6 +33,7 @@ from megatron.training.build import build_trainer
 from megatron.training.main import new_run_id, previous_run_id
 from megatron.training.trainer import Trainer
 from tests.runs import (
+    FLAGS,
     Told,
     before_step,
     checkpoint,
@@ -182,13 +184,19 @@ def test_samples_that_are_not_the_stream_s_are_noticed_at_the_save(tmp_path: Pat
     assert saved_steps(tmp_path / "saved") == [2]
 
 
-def test_other_documents_are_refused_and_the_way_out_that_is_offered_is_one(reading: tuple[Path, str]) -> None:
-    folder, _ = reading
+def test_other_documents_are_refused_and_the_way_out_that_is_offered_is_one(
+    reading: tuple[Path, str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder, flags = reading
     other = write_documents(folder / "others", seed=1)
     refused = go_on(folder, other)
     assert refused.status == 2
     assert "E815 the training data are not those of the checkpoint: other files, or another order\n" in refused.err
     assert saved_steps(folder / "saved") == [2, 4]
+    check = [*FLAGS.split(), *f"--micro-batch-size 2 --save {folder}/saved --save-interval 2".split(), "--check-config"]
+    assert pretrain_gpt.main([*check, *other.split()]) == 2
+    assert "E815 the training data are not those of the checkpoint" in capsys.readouterr().err
+    assert pretrain_gpt.main([*check, *flags.split()]) == 0
     offered = next(fix for fix in refused.err.split("fix: ")[1].splitlines()[0].split(" | ") if "weights-only" in fix)
     assert go_on(folder, f"{other} {offered}").status == 0
 

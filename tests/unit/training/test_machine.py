@@ -1,0 +1,239 @@
+"""What this machine cannot run is refused before torch is imported, and what it can is not."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import pretrain_gpt
+from megatron.arguments.cli import parse
+from megatron.arguments.validate import find_problems
+from megatron.config import machine
+from megatron.config.errors import UserError
+from megatron.config.launch import end_refused_start
+from megatron.config.run import KERNEL_CANDIDATES
+from megatron.kernels.fp8 import Float8Recipe, fp8_operation
+from megatron.kernels.registry import OPERATIONS
+from megatron.planner.memory import max_state_bytes
+from megatron.training.machine import fit_to_machine
+
+TINY = "--preset tiny-llama --mock-data --vocab-size 512 --train-iters 5"
+LARGE = "--preset llama3-8b --mock-data --vocab-size 128256 --train-iters 5"
+LAUNCHED = {"RANK": "0", "WORLD_SIZE": "8", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "8"}
+
+
+@pytest.fixture(autouse=True)
+def without_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine without GPU, in 16 GiB of memory."""
+    for name in (*LAUNCHED, "SLURM_STEP_ID", "TORCHELASTIC_ERROR_FILE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    monkeypatch.setattr("megatron.training.machine.memory_bytes", lambda: 16 << 30)
+
+
+def checked(capsys: pytest.CaptureFixture[str], flags: str) -> tuple[int, str]:
+    status = pretrain_gpt.main(flags.split())
+    return status, "".join(capsys.readouterr())
+
+
+def with_gpu(monkeypatch: pytest.MonkeyPatch, size: int | None) -> None:
+    monkeypatch.setattr("megatron.training.machine.has_no_gpu", lambda environ: False)
+    monkeypatch.setattr("megatron.training.machine.gpu_memory_bytes", lambda: size)
+
+
+def test_state_beyond_the_memory_is_refused_here_and_not_for_other_machines(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    status, printed = checked(capsys, f"{LARGE} --check-config")
+    assert status == 2
+    assert "note: no GPU found: training on CPU\nE217 1 rank of this machine would hold 119.66 GiB (weights" in printed
+    assert printed.count("E217") == 1
+    assert checked(capsys, f"{LARGE} --check-config --world-size 1")[0] == 0
+    assert checked(capsys, f"{LARGE} --check-config --tensor-model-parallel-size 8")[0] == 0, "eight ranks are not here"
+    monkeypatch.setattr("megatron.training.machine.memory_bytes", lambda: None)
+    assert checked(capsys, f"{LARGE} --check-config")[0] == 0
+
+
+@pytest.mark.parametrize(("ranks", "fits"), [(1, True), (8, False)])
+def test_all_ranks_of_a_machine_count(ranks: int, fits: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    environ = LAUNCHED | {"WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": str(ranks)}
+    parsed = parse(f"{TINY} --global-batch-size 8".split(), environ)
+    state = sum(max_state_bytes(parsed.config, 8).values())
+    monkeypatch.setattr("megatron.training.machine.memory_bytes", lambda: 8 * state - 1)
+    try:
+        fit_to_machine(parsed.config, 8, environ)
+        refused = []
+    except UserError as error:
+        refused = [problem.code for problem in error.problems]
+    assert refused == ([] if fits else ["E217"])
+    monkeypatch.setattr("megatron.training.machine.memory_bytes", lambda: 8 * state)
+    notes = fit_to_machine(parsed.config, 8, environ)[1]
+    assert any("memory may not suffice" in note for note in notes) == (not fits), "activations come on top"
+
+
+def test_a_gpu_has_to_hold_one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = parse(f"{LARGE} --optimizer-cpu-offload --bf16".split(), {}).config
+    state = sum(max_state_bytes(config, 1).values())
+    monkeypatch.setattr("megatron.training.machine.memory_bytes", lambda: 1 << 40)
+    with_gpu(monkeypatch, state - 1)
+    with pytest.raises(UserError, match=r"E217 the fullest rank of this machine .* and its GPU has"):
+        fit_to_machine(config, 1, {})
+    for size in (state, None):
+        with_gpu(monkeypatch, size)
+        assert fit_to_machine(config, 1, {})[0] == config
+    monkeypatch.setattr("megatron.training.machine.memory_bytes", lambda: 1 << 30)
+    with pytest.raises(UserError, match="E217 1 rank of this machine would hold"):  # what is offloaded
+        fit_to_machine(config, 1, {})
+
+
+def test_megatron_lm_s_backend_is_left_to_a_machine_without_gpus(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    status, printed = checked(capsys, f"{TINY} --distributed-backend nccl --check-config")
+    assert (status, "note: --distributed-backend nccl has no effect without GPUs" in printed) == (0, True)
+    config = parse(f"{TINY} --distributed-backend nccl --global-batch-size 8".split(), LAUNCHED).config
+    assert fit_to_machine(config, 8, LAUNCHED)[0].parallel.distributed_backend is None
+    several = LAUNCHED | {"LOCAL_WORLD_SIZE": "4"}  # the other machine may have GPUs: this one has lost them
+    assert fit_to_machine(config, 8, several)[0].parallel.distributed_backend == "nccl"
+    with_gpu(monkeypatch, None)
+    assert fit_to_machine(config, 8, LAUNCHED) == (config, [])
+
+
+@pytest.mark.parametrize(
+    ("flags", "codes"),
+    [
+        ("--device cuda", ["E207"]),
+        ("--cuda-graph optimizer", ["E906"]),
+        ("--kernels attention=flash_attn norm=triton", ["E903", "E903"]),
+        ("--kernels norm=compiled", []),
+        ("--device cpu", []),
+        ("--run-dir /proc/1/run --cuda-graph step", ["E701", "E906"]),
+    ],
+)
+def test_what_needs_a_gpu_is_refused_at_once(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, flags: str, codes: list[str]
+) -> None:
+    monkeypatch.setattr(os, "access", lambda path, mode: False)  # only the run folder is asked about
+    status, printed = checked(capsys, f"{TINY} --check-config {flags}")
+    assert [word for word in printed.split() if word[0] == "E" and word[1:].isdecimal()] == codes
+    assert status == (2 if codes else 0)
+    assert checked(capsys, f"{TINY} --check-config --world-size 1 {flags}")[0] == 0
+
+
+def test_kernels_that_need_a_gpu_are_those_that_the_registry_refuses() -> None:
+    cpu, config = torch.device("cpu"), parse(f"{TINY} --device cpu".split(), {}).config
+    operations = OPERATIONS | {"fp8": fp8_operation(Float8Recipe("e4m3", "tensorwise", False))}
+    for operation, name in ((operation, name) for operation, names in KERNEL_CANDIDATES.items() for name in names):
+        tried = replace(config, compute=replace(config.compute, kernels=(f"{operation}={name}",)))
+        refused = "E903" in [problem.code for problem in find_problems(tried, 1)]
+        missing = operations[operation].candidates[name].missing(cpu, torch.bfloat16)
+        assert refused == (missing is not None), (operation, name)
+
+
+def test_gpus_are_found_by_the_files_of_their_drivers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "version", lambda name: "2.13.0")
+    monkeypatch.setattr(machine, "CUDA_DRIVER", "libnone.so.1")
+    assert machine.has_no_gpu({}, tmp_path)
+    for name in ("dev/nvidia0", "dev/nvidiactl", "dev/kfd", "dev/dxg", "proc/driver/nvidia/version"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).touch()
+        assert not machine.has_no_gpu({}, tmp_path), name
+        assert machine.has_no_gpu({"CUDA_VISIBLE_DEVICES": ""}, tmp_path)
+        assert not machine.has_no_gpu({"CUDA_VISIBLE_DEVICES": "0"}, tmp_path)
+        shutil.rmtree(tmp_path / name.split("/")[0])
+    monkeypatch.setattr(machine, "CUDA_DRIVER", "libc.so.6")  # a driver that loads may find a GPU
+    assert not machine.has_no_gpu({}, tmp_path)
+    monkeypatch.setattr(machine, "version", lambda name: "2.13.0+cpu")
+    assert machine.has_no_gpu({}, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("files", "gib"),
+    [
+        ({}, 12),
+        ({"proc/self/cgroup": "0::/\n", "sys/fs/cgroup/memory.max": "max\n"}, 12),
+        ({"proc/self/cgroup": "0::/\n", "sys/fs/cgroup/memory.max": f"{2 << 30}\n"}, 6),
+        ({"proc/self/cgroup": "0::/job/step\n", "sys/fs/cgroup/job/memory.max": f"{1 << 30}\n"}, 5),
+        ({"proc/self/cgroup": "4:memory:/a\n", "sys/fs/cgroup/memory/memory.limit_in_bytes": f"{3 << 30}"}, 7),
+        ({"proc/self/cgroup": "4:cpu:/a\n", "sys/fs/cgroup/cpu/memory.max": f"{3 << 30}"}, 12),
+    ],
+)
+def test_memory_is_limited_by_the_control_group(tmp_path: Path, files: dict[str, str], gib: int) -> None:
+    assert machine.memory_bytes(tmp_path) is None
+    files |= {"proc/meminfo": f"MemTotal: {8 << 20} kB\nMemFree: 1 kB\nSwapTotal: {4 << 20} kB\n"}
+    for name, content in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(content)
+    assert machine.memory_bytes(tmp_path) == gib << 30
+
+
+NVML = """
+typedef struct {{ unsigned long long total, free, used; }} memory;
+int nvmlInit_v2(void) {{ return 0; }}
+int nvmlDeviceGetCount_v2(unsigned *n) {{ *n = 2; return 0; }}
+int nvmlDeviceGetHandleByIndex_v2(unsigned i, void **d) {{ *d = (void *)(long)(i + 1); return 0; }}
+int nvmlDeviceGetMemoryInfo(void *d, memory *m) {{ m->total = (long)d * {size}ull; return {status}; }}
+"""
+
+
+@pytest.mark.skipif(shutil.which("gcc") is None, reason="needs gcc")
+@pytest.mark.parametrize(("status", "found"), [(0, 160 << 30), (3, None)])
+def test_the_largest_gpu_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, status: int, found: Any) -> None:
+    (tmp_path / "nvml.c").write_text(NVML.format(size=80 << 30, status=status))
+    library = tmp_path / "libnvml.so"
+    subprocess.run(["gcc", "-shared", "-fPIC", "-o", library, tmp_path / "nvml.c"], check=True)
+    monkeypatch.setattr(machine, "NVML", str(library))
+    assert machine.gpu_memory_bytes() == found
+
+
+SIBLING = "import sys; from megatron.config.launch import end_refused_start as end; sys.exit(end(10.0, None))"
+
+
+def test_torchrun_gets_one_failure_with_the_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The other ranks of the machine end with status 0, before the rank that reports."""
+    files = [tmp_path / str(rank) / "error.json" for rank in range(3)]
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "3")
+    others = []
+    for file in files:
+        file.parent.mkdir()
+        environ = os.environ | {"TORCHELASTIC_ERROR_FILE": str(file)}
+        if file != files[0]:
+            others.append(subprocess.Popen([sys.executable, "-c", SIBLING], env=environ))
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(files[0]))
+    assert end_refused_start(20.0, "E217 too large") == 2
+    assert [other.poll() for other in others] == [0, 0]
+    message = json.loads(files[0].read_text())["message"]
+    assert message["extraInfo"]["py_callstack"] == "E217 too large"
+
+
+def test_a_rank_whose_refusal_no_other_reports_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    began = time.monotonic()
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "0" / "error.json"))
+    assert end_refused_start(0.1, None) == 2
+    monkeypatch.delenv("TORCHELASTIC_ERROR_FILE")
+    assert (end_refused_start(0.1, None), end_refused_start(60.0, "E001")) == (2, 2)
+    assert time.monotonic() - began < 30
+
+
+@pytest.mark.slow  # torchrun imports torch
+def test_a_refused_start_under_torchrun_is_short(tmp_path: Path) -> None:
+    words = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4", "pretrain_gpt.py"]
+    done = subprocess.run(
+        [*words, "--layers", "4"], cwd=Path(pretrain_gpt.__file__).parent, capture_output=True, text=True
+    )
+    assert done.returncode == 1
+    assert done.stderr.startswith("E001 ")
+    assert "SIGTERM" not in done.stderr
+    report = done.stderr.split("Root Cause")[1].splitlines()
+    assert any(line.startswith("  traceback : E001 --layers") for line in report)
+    assert len(done.stderr.splitlines()) < 45
