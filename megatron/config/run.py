@@ -481,6 +481,8 @@ class DilocoConfig:
     """Steps between two synchronisations of a weight with the other replicas (H in arXiv 2311.08105)."""
     diloco_server: str | None = option(None, role="start", needs=DILOCO)
     """HOST:PORT of tools/diloco_server.py, the same for all replicas."""
+    diloco_secret_file: str | None = option(None, role="start", needs=DILOCO)
+    """File with a secret of 16 characters or more, the same for the server and all replicas; others are refused."""
     diloco_replicas: int = option(2, role="schedule", at_least=1, needs=DILOCO)
     """Replicas that the samples are divided among, and that a start waits for, up to diloco_timeout."""
     diloco_replica: int | None = option(None, role="start", at_least=0, needs=DILOCO)
