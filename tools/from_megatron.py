@@ -39,7 +39,7 @@ from megatron.checkpoint.format import MEGATRON_LM_NEWEST, is_megatron_lm
 from megatron.config.errors import Problem, UserError
 from megatron.config.files import parse_yaml, read_small
 from megatron.config.run import MEGATRON_PREFIX, CheckpointConfig
-from megatron.config.text import echo
+from megatron.config.text import echo, shell_word
 from megatron.training.resume_source import stored_config
 
 LAUNCHERS = "torchrun srun mpirun mpiexec deepspeed python python3 python2 singularity apptainer docker enroot numactl"
@@ -368,7 +368,7 @@ def main(argv: Sequence[str]) -> int:
     width = min(60, max(len(setting) for setting, _, _ in rows))
     for setting, verdict, text in rows:
         echo(f"{setting:{width}}  {verdict:10}  {text}".rstrip())
-    echo(f"\n{f'{world_size} ranks: ' if world_size else ''}pretrain_gpt.py {shlex.join(flags)}\n")
+    echo(f"\n{f'{world_size} ranks: ' if world_size else ''}pretrain_gpt.py {' '.join(map(shell_word, flags))}\n")
     for note in notes:
         if not note.startswith(("applied: ", "ignored")):  # as in the table
             echo(f"note: {note}")

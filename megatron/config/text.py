@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import importlib.metadata
 import math
+import os
 import re
+import shlex
 import tomllib
 from collections.abc import Container, Iterable, Sequence
 from difflib import SequenceMatcher
@@ -24,6 +26,14 @@ def printable(text: str) -> str:
 def echo(*values: object, sep: str = " ", end: str = "\n", file: TextIO | None = None, flush: bool = False) -> None:
     """Print texts in which names from files may occur, as ``print`` does but `printable`."""
     print(printable(sep.join(map(str, values))), end=end, file=file, flush=flush)
+
+
+def shell_word(word: str) -> str:
+    """Quote a word for bash, on one line and without control characters, which :func:`echo` would change."""
+    if printable(word) == word and "\n" not in word:
+        return shlex.quote(word)
+    characters = (chr(byte) if chr(byte).isalnum() and byte < 0x80 else f"\\x{byte:02x}" for byte in os.fsencode(word))
+    return f"$'{''.join(characters)}'"
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str | None:

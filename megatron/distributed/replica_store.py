@@ -184,9 +184,6 @@ class StoreServer:
                     if self._values.get(key, b"") == expected:
                         self._store(host, key, value)
                     return [b"ok", self._values.get(key, expected)]
-                case [b"add", key, amount]:
-                    self._store(host, key, b"%d" % (int(self._values.get(key, b"0")) + int(amount)))
-                    return [b"ok", self._values[key]]
                 case [b"delete", key]:
                     found = key in self._values
                     self._forget([key])

@@ -149,10 +149,6 @@ class StoreClient(distributed_c10d.Store):
         """Set a value that is ``expected`` (empty for none), and return the one that is there then."""
         return self._request(b"compare_set", key.encode(), expected.encode(), value.encode())[1]
 
-    def add(self, key: str, amount: int) -> int:
-        """Add to a counter, and return its value."""
-        return int(self._request(b"add", key.encode(), b"%d" % amount)[1])
-
     def delete_key(self, key: str) -> bool:
         """Delete a key; return False if there is none."""
         return bool(self._request(b"delete", key.encode()))
@@ -270,8 +266,6 @@ class Replicas:
             return request(*arguments)
         except ReplicaError:
             raise
-        except ValueError as error:  # a counter that is no number
-            raise self._malformed(arguments[0], error) from error
         except RuntimeError as error:
             raise ReplicaError(
                 "the DiLoCo server is gone: start it and all replicas again, which resume from their checkpoints "
@@ -453,8 +447,9 @@ class Replicas:
 
     def vote(self, members: Sequence[Member], valid: bool = True) -> None:
         """Vote for the attempt: this rank has all that it needs. If that is not ``valid``, all members end."""
-        votes = self._ask(self._store.add, f"{self.attempt}/votes", 1)
-        if votes == len(members) * self.ranks or not valid:
+        self._ask(self._store.set, f"{self.attempt}/vote/{self.id}/{self.rank}", "1")
+        votes = [f"{self.attempt}/vote/{member.id}/{rank}" for member in members for rank in range(self.ranks)]
+        if not valid or self._ask(self._store.check, votes):
             self._replace(f"{self.attempt}/decision", "", "commit" if valid else NOT_FINITE)
 
     def abort(self) -> None:
