@@ -24,7 +24,7 @@ from megatron.checkpoint.location import Location, parse_location
 from megatron.checkpoint.publish import CHECKPOINT_NAME, is_complete, is_interrupted
 from megatron.config.errors import Problem, UserError
 from megatron.config.run import HUGGING_FACE_PREFIX, MEGATRON_PREFIX, CheckpointConfig, RunConfig
-from megatron.config.text import listed
+from megatron.config.text import listed, shell_word
 
 BATCH_OPTIONS = {"global_batch_size", "rampup_batch_size", "step_batch_size_schedule"}
 """Options that determine the number of samples per step."""
@@ -304,7 +304,7 @@ def compare_with_checkpoint(
     own = is_own_checkpoint(manifest.path, config.checkpoint)
     if mode != "weights-only" and "optimizer" not in manifest.state:
         save = config.checkpoint.save
-        folders = f"--load {save} --save {save}-new " if own and save is not None else ""
+        folders = f"--load {shell_word(save)} --save {shell_word(f'{save}-new')} " if own and save is not None else ""
         why = manifest.state.get("no_optimizer")  # of Megatron-LM
         sentence = f"{manifest.path} holds weights, but not the state of a run{f': {why}' if why else ''}"
         raise UserError([Problem("E814", sentence, (f"{folders}--resume-mode weights-only",))])
