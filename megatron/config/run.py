@@ -254,7 +254,7 @@ class TrainingConfig:
     evaluate_tasks_limit: int | None = option(None, role="start", at_least=1, needs=TASKS)
     """Examples of each task to evaluate. Default: all."""
     evaluate_tasks_path: str | None = option(None, role="start", needs=TASKS)
-    """Folder with definitions of further tasks (YAML)."""
+    """Folder with definitions of further tasks (YAML). It can contain code, which is run: ``!function`` names it."""
     exit_interval: int | None = option(None, role="start", at_least=1, needs=TRAINING_STEPS)
     """Stop cleanly after a step that is a multiple of this."""
     exit_duration_in_mins: float | None = option(None, role="start", above=0, example=60, needs=TRAINING_STEPS)
