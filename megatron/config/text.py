@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import logging
 import math
 import os
 import re
@@ -26,6 +27,20 @@ def printable(text: str) -> str:
 def echo(*values: object, sep: str = " ", end: str = "\n", file: TextIO | None = None, flush: bool = False) -> None:
     """Print texts in which names from files may occur, as ``print`` does but `printable`."""
     print(printable(sep.join(map(str, values))), end=end, file=file, flush=flush)
+
+
+class PrintableRecord(logging.LogRecord):
+    """A log message whose names from files are `printable`."""
+
+    def getMessage(self) -> str:  # noqa: N802
+        """Return the message."""
+        return printable(super().getMessage())
+
+
+def escape_library_logs() -> None:
+    """Make messages printable that libraries log in this process, such as those of transformers on its files."""
+    if logging.getLogRecordFactory() is logging.LogRecord:
+        logging.setLogRecordFactory(PrintableRecord)
 
 
 def shell_word(word: str) -> str:

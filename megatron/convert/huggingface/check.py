@@ -27,7 +27,7 @@ from megatron.checkpoint.format import whole_box
 from megatron.config.files import parse_json
 from megatron.config.model import ModelConfig
 from megatron.config.run import TrainingConfig
-from megatron.config.text import listed
+from megatron.config.text import escape_library_logs, listed
 from megatron.convert.huggingface.config import CONFIG_FILE
 from megatron.convert.huggingface.weights import (
     WeightSource,
@@ -410,6 +410,7 @@ def _transformers_ids(files: Mapping[str, bytes], config: Mapping[str, Any]) -> 
     """Return the ids of ``SAMPLE_TEXTS`` from the tokenizer that ``AutoTokenizer`` loads from these files."""
     from transformers import AutoTokenizer
 
+    escape_library_logs()
     with tempfile.TemporaryDirectory() as folder:
         for name, content in {**files, CONFIG_FILE: json.dumps(config).encode()}.items():
             (Path(folder) / name).write_bytes(content)
