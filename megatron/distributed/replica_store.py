@@ -67,7 +67,7 @@ def read_secret(path: str | None) -> bytes:
     return secret
 
 
-class Channel:
+class AuthenticatedChannel:
     """The messages of one connection, as one side writes and reads them."""
 
     def __init__(self, secret: bytes, nonces: bytes, *, server: bool) -> None:
@@ -145,7 +145,7 @@ class StoreServer:
                 async with asyncio.timeout(patience):
                     if channel is None:
                         theirs = await reader.readexactly(NONCE_BYTES)
-                        channel = Channel(self._secret, mine + theirs, server=True)
+                        channel = AuthenticatedChannel(self._secret, mine + theirs, server=True)
                     body = await reader.readexactly(body_size(await reader.readexactly(4), limit))
                 fields = channel.open(body)
                 limit, patience = MESSAGE_BYTES, None

@@ -37,7 +37,7 @@ from megatron.config.errors import Problem, UserError
 from megatron.config.files import parse_json
 from megatron.config.text import listed, printable
 from megatron.distributed.comm import CommMeter, Group
-from megatron.distributed.replica_store import GREETING, KEPT_ATTEMPTS, NONCE_BYTES, Channel, body_size
+from megatron.distributed.replica_store import GREETING, KEPT_ATTEMPTS, NONCE_BYTES, AuthenticatedChannel, body_size
 from megatron.distributed.replica_store import serve as serve
 
 T = TypeVar("T")
@@ -95,7 +95,7 @@ class StoreClient(distributed_c10d.Store):
         if not greeting.startswith(GREETING):
             raise OSError("what answers is no DiLoCo server of this version")
         mine = secrets.token_bytes(NONCE_BYTES)
-        self._channel = Channel(secret, greeting[len(GREETING) :] + mine, server=False)
+        self._channel = AuthenticatedChannel(secret, greeting[len(GREETING) :] + mine, server=False)
         self._socket.sendall(mine)
         try:
             self._request(b"hello")

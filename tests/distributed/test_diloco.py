@@ -25,7 +25,7 @@ from megatron.checkpoint.format import Manifest
 from megatron.config.errors import UserError
 from megatron.config.run import DilocoConfig, RunConfig
 from megatron.distributed import replica_store
-from megatron.distributed.replica_store import Channel, read_secret, serve
+from megatron.distributed.replica_store import AuthenticatedChannel, read_secret, serve
 from megatron.distributed.replicas import Member, ReplicaError, Replicas, connect
 from megatron.optimizer.main_params import MainParams
 from megatron.optimizer.outer_optimizer import OuterOptimizer
@@ -353,7 +353,7 @@ def test_only_who_has_the_secret_changes_the_store(tmp_path: Path) -> None:
 
 def test_a_message_that_was_changed_or_repeated_is_not_read() -> None:
     nonces = bytes(64)
-    client, server = (Channel(SECRET, nonces, server=server) for server in (False, True))
+    client, server = (AuthenticatedChannel(SECRET, nonces, server=server) for server in (False, True))
     body = client.seal([b"set", b"key", b"value"])[4:]
     for changed in (body[:-1] + b"x", body[:-1], body + b"x", bytes(len(body)), b""):
         with pytest.raises(ValueError, match="secret"):
@@ -363,7 +363,7 @@ def test_a_message_that_was_changed_or_repeated_is_not_read() -> None:
         with pytest.raises(ValueError, match="secret"):
             sender.open(body)
     with pytest.raises(ValueError, match="secret"):
-        Channel(SECRET, bytes(63) + b"1", server=True).open(body)
+        AuthenticatedChannel(SECRET, bytes(63) + b"1", server=True).open(body)
 
 
 def test_the_memory_of_the_server_is_bounded(
