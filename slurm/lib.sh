@@ -55,7 +55,7 @@ case ${CONTAINER:-} in
     '')
         [ -z "${VENV:-}" ] || [ "$VENV" = none ] || [ -f "$VENV/bin/activate" ] ||
             refuse "VENV=$VENV: there is no $VENV/bin/activate" \
-                "fix: python3 -m venv '$VENV' | VENV=none sbatch ..., for the nodes' own Python"
+                "fix: python3 -m venv ${VENV@Q} | VENV=none sbatch ..., for the nodes' own Python"
         VENV=${VENV:-$PWD/.venv}
         # shellcheck source=/dev/null
         [ ! -f "$VENV/bin/activate" ] || source "$VENV/bin/activate" ;;

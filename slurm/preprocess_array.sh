@@ -34,7 +34,7 @@ if [ -n "${MERGE:-}" ]; then # the second job
         is_done || refuse "$file has no part in $PARTS" "fix: sbatch slurm/preprocess_array.sh"
     done
     parts=("$PARTS"/*.idx)
-    [ ${#parts[@]} = ${#files[@]} ] || refuse "$PARTS has ${#parts[@]} parts, $CORPUS ${#files[@]} files" "fix: rm -r '$PARTS'"
+    [ ${#parts[@]} = ${#files[@]} ] || refuse "$PARTS has ${#parts[@]} parts, $CORPUS ${#files[@]} files" "fix: rm -r ${PARTS@Q}"
     alone tools/merge_datasets.py --input "$PARTS" --output-prefix "${OUT}_${KEY}_document" --overwrite
     exit
 fi

@@ -3,7 +3,9 @@
 Start it once per run, on a machine that all ranks of all replicas can reach. It holds no weights, only who is alive and
 who takes part, so it may be any small machine. If it ends, the replicas end; start it and them again.
 
-The store has no password: whoever reaches the port can disturb the run. Listen on a private network.
+Without --secret-file, whoever reaches the port can change what the replicas agree on. With it, the server and the
+replicas (--diloco-secret-file) refuse who does not have the secret. Nothing is encrypted, and replicas send each other
+gradients without a secret: listen on a private network in both cases. The store holds at most 256 MiB.
 """
 
 from __future__ import annotations
@@ -16,7 +18,9 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # if this checkout is not installed
 
+from megatron.config.errors import UserError
 from megatron.config.text import echo
+from megatron.distributed.replica_store import read_secret, serve
 
 
 def main(argv: Sequence[str]) -> int:
@@ -24,14 +28,18 @@ def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--port", type=int, required=True, help="0 picks a free one")
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: this machine only)")
+    parser.add_argument("--secret-file", help="file with the secret of the run: openssl rand -hex 32 > FILE")
     options = parser.parse_args(argv)
-    from megatron.distributed.replicas import serve  # torch takes seconds to import
-
     try:
-        store, port = serve(options.host, options.port)
+        store, port = serve(options.host, options.port, read_secret(options.secret_file))
+    except UserError as error:
+        echo(error, file=sys.stderr)
+        return 2
     except OSError as error:
         echo(f"error: cannot listen at {options.host}:{options.port}: {error}", file=sys.stderr)
         return 2
+    if not options.secret_file and options.host != "127.0.0.1":
+        echo("note: without --secret-file, whoever reaches this address can change what is stored", file=sys.stderr)
     echo(f"DiLoCo server at {options.host}:{port}", flush=True)
     signals = {signal.SIGINT, signal.SIGTERM}
     signal.pthread_sigmask(signal.SIG_BLOCK, signals)

@@ -6,8 +6,10 @@
     python tools/from_megatron.py -- --num-layers 12 --hidden-size 768 ...
 
 A script runs in an empty folder, with stand-ins that record what its launcher (torchrun, srun, mpirun, deepspeed,
-python) would start, and few other programs in PATH. That is no sandbox: it runs with your rights, and absolute paths in
-it are not redirected. Read a script of others before you run it here.
+python) would start, and few other programs in PATH. It sees no variables of your environment, and it ends with all its
+processes after 60 seconds at most. Where unshare is allowed, it has no network and sees no other processes. That is no
+sandbox: it runs with your rights, and absolute paths in it are not redirected. Read a script of others before you run
+it here.
 
 Prints what becomes of each flag: `same`, `mapped`, `not needed`, or `missing` where it asks for something that
 pretrain_gpt.py does not have; then the command line. Exit status: 0 if that line has nothing missing and would start, 1
@@ -44,7 +46,7 @@ from megatron.checkpoint.format import MEGATRON_LM_NEWEST, is_megatron_lm
 from megatron.config.errors import Problem, UserError
 from megatron.config.files import parse_yaml, read_small
 from megatron.config.run import MEGATRON_PREFIX, CheckpointConfig
-from megatron.config.text import echo
+from megatron.config.text import echo, shell_word
 from megatron.training.resume_source import stored_config
 
 LAUNCHERS = "torchrun srun mpirun mpiexec deepspeed python python3 python2 singularity apptainer docker enroot numactl"
@@ -78,6 +80,63 @@ elif [ "$1" = -c ] && [ "${{0##*/}}" != srun ]; then
     exec {python} -I "$@"
 fi
 """
+
+
+RUNNER = """
+import ctypes, os, resource, signal, subprocess, sys
+try:
+    ctypes.CDLL(None).prctl(36, 1, 0, 0, 0)  # PR_SET_CHILD_SUBREAPER: orphans become children of this process
+except (AttributeError, OSError):
+    pass  # not Linux
+resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 26, 1 << 26))
+script = subprocess.Popen(sys.argv[2:], start_new_session=True)
+try:
+    script.wait(float(sys.argv[1]))
+except subprocess.TimeoutExpired:
+    code = 124
+else:
+    code = 0
+try:
+    os.killpg(script.pid, signal.SIGKILL)
+except OSError:
+    pass
+script.wait()
+while True:  # what has left the group, and its children once they are orphans
+    try:
+        with open(f"/proc/self/task/{os.getpid()}/children") as file:
+            left = file.read().split()
+        for child in left:
+            os.kill(int(child), signal.SIGKILL)
+            os.waitpid(int(child), 0)
+    except OSError:
+        break
+    if not left:
+        break
+sys.exit(code)
+"""
+"""Run a command for so many seconds, and end all its descendants. Its own environment is as empty as theirs."""
+
+KEPT_VARIABLES = ("PATH", "HOME", "LANG", "LC_ALL", "LC_CTYPE", "TERM", "TZ", "PYTHONPATH", "LD_LIBRARY_PATH")
+"""What this program needs of its environment."""
+
+CLEANED = "FROM_MEGATRON_CLEANED"
+"""Set in the environment of which only these variables are left."""
+
+TIMED_OUT, GRACE_SECONDS = 124, 10
+
+NAMESPACES = "--pid --net --mount-proc --fork --kill-child"
+"""Of util-linux's unshare: the script sees no other processes, and has no network."""
+
+
+def isolation() -> list[str]:
+    """Return words before a command that separate it from this machine; none where that is not allowed."""
+    unshare = shutil.which("unshare") or "/usr/bin/unshare"
+    for more in ([], ["--user", "--map-current-user"]):
+        words = [unshare, *more, *NAMESPACES.split()]
+        with suppress(OSError, subprocess.TimeoutExpired):
+            if not subprocess.run([*words, "true"], capture_output=True, timeout=GRACE_SECONDS, check=False).returncode:
+                return words
+    return []
 
 
 @dataclass
@@ -120,8 +179,9 @@ def read_script(script: Path, arguments: Sequence[str]) -> Run:
         text = read_small(script).decode(errors="replace")
         environ |= _slurm_variables(text)
         with open(Path(folder, "errors"), "w+", errors="replace") as errors:
+            words = [*isolation(), sys.executable, "-I", "-c", RUNNER, str(SECONDS), bash, str(script.resolve())]
             started = subprocess.Popen(
-                [bash, str(script.resolve()), *arguments],
+                [*words, *arguments],
                 cwd=work,
                 env=environ,
                 stdin=subprocess.DEVNULL,
@@ -130,13 +190,15 @@ def read_script(script: Path, arguments: Sequence[str]) -> Run:
                 start_new_session=True,
             )
             try:
-                started.wait(SECONDS)
+                timed_out = started.wait(SECONDS + GRACE_SECONDS) == TIMED_OUT
             except subprocess.TimeoutExpired:
-                echo(f"from_megatron: {script} did not end within {SECONDS} s", file=sys.stderr)
+                timed_out = True
             finally:
                 with suppress(ProcessLookupError):
-                    os.killpg(started.pid, signal.SIGKILL)  # also what it has left in the background
+                    os.killpg(started.pid, signal.SIGKILL)
                 started.wait()
+            if timed_out:
+                echo(f"from_megatron: {script} did not end within {SECONDS} s", file=sys.stderr)
             errors.seek(0)
             output = errors.read()
         recorded = record.read_bytes().decode(errors="replace") if record.exists() else ""
@@ -376,7 +438,7 @@ def main(argv: Sequence[str]) -> int:
     width = min(60, max(len(setting) for setting, _, _ in rows))
     for setting, verdict, text in rows:
         echo(f"{setting:{width}}  {verdict:10}  {text}".rstrip())
-    echo(f"\n{f'{world_size} ranks: ' if world_size else ''}pretrain_gpt.py {shlex.join(flags)}\n")
+    echo(f"\n{f'{world_size} ranks: ' if world_size else ''}pretrain_gpt.py {' '.join(map(shell_word, flags))}\n")
     for note in notes:
         if not note.startswith(("applied: ", "ignored")):  # as in the table
             echo(f"note: {note}")
@@ -389,4 +451,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
+    if CLEANED not in os.environ and sys.executable:  # a script can read the environment of this process, too
+        kept = {name: value for name, value in os.environ.items() if name in KEPT_VARIABLES}
+        os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], kept | {CLEANED: "1"})
     sys.exit(main(sys.argv[1:]))

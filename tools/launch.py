@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import shlex
 import sys
 from collections.abc import Sequence
@@ -26,7 +27,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # if this checkout
 from megatron.arguments.cli import ParsedArguments, parse
 from megatron.arguments.presets import PRESETS
 from megatron.config.errors import Problem, UserError
-from megatron.config.text import echo, format_bytes
+from megatron.config.files import parse_json, read_small
+from megatron.config.text import echo, format_bytes, shell_word
 from megatron.convert.huggingface.config import read_model_values
 from megatron.planner.memory import max_state_bytes
 
@@ -45,22 +47,47 @@ ENVIRONMENT = (
 """Shell commands that prepare the environment of torchrun."""
 
 
-def setting(default: Any, words: str, choices: tuple[str, ...] = ()) -> Any:
-    """Declare a cluster setting: its default, help text and, if restricted, allowed values."""
-    return field(default=default, metadata={"help": words, "choices": choices})
+def setting(default: Any, words: str, pattern: str, rule: str, choices: tuple[str, ...] = ()) -> Any:
+    """Declare a cluster setting: its default, help text, what values match, that in words, and values to choose from.
+
+    Values become options of sbatch and words of a shell, so none may hold a space or line end that begins another one.
+    """
+    return field(default=default, metadata={"help": words, "pattern": pattern, "rule": rule, "choices": choices})
+
+
+NAMES = r"[\w.,:@+-]*", "letters, digits and . , : @ + - _ without spaces"
+TIME = r"(\d+-)?\d+(:\d+){0,2}|UNLIMITED|INFINITE", "minutes, HOURS:MINUTES:SECONDS or DAYS-HOURS:MINUTES:SECONDS"
+IMAGE = r"[^\s\x00-\x1f\x7f-\x9f]*", "a path or name without spaces"
+HOST = r"(\w[\w.-]*@)?\w[\w.:-]*"
 
 
 @dataclass(frozen=True)
 class ClusterSettings:
     """Settings of a cluster; empty strings if not needed."""
 
-    partition: str = setting("", "Slurm partition, empty for the default")
-    account: str = setting("", "Slurm account, empty if there are none")
-    time: str = setting("24:00:00", "time limit of a job, in Slurm's format")
-    container: str = setting("", "image for pyxis, FILE.sif for apptainer, empty for .venv")
-    network: str = setting("infiniband", ", ".join(NETWORKS), NETWORKS)
-    gpus_per_node: int = setting(8, "also the ranks per node; local: looked up")
-    gpu_memory_gb: int = setting(80, "of each GPU; local: looked up; 0 without GPUs")
+    partition: str = setting("", "Slurm partition, empty for the default", *NAMES)
+    account: str = setting("", "Slurm account, empty if there are none", *NAMES)
+    time: str = setting("24:00:00", "time limit of a job, in Slurm's format", *TIME)
+    container: str = setting("", "image for pyxis, FILE.sif for apptainer, empty for .venv", *IMAGE)
+    network: str = setting(
+        "infiniband", ", ".join(NETWORKS), "|".join(NETWORKS), f"one of {', '.join(NETWORKS)}", NETWORKS
+    )
+    gpus_per_node: int = setting(8, "also the ranks per node; local: looked up", r"[1-9]\d{0,3}", "a number from 1")
+    gpu_memory_gb: int = setting(80, "of each GPU; local: looked up; 0 without GPUs", r"\d{1,5}", "a number from 0")
+
+    def __post_init__(self) -> None:
+        """Raise UserError for values that would be anything else in a script."""
+        for option in fields(self):
+            value = getattr(self, option.name)
+            if type(value) is not type(option.default) or not is_valid(option, str(value)):
+                flag = f"--{option.name.replace('_', '-')}"
+                sentence = f"{flag}: {value!r:.80} is not {option.metadata['rule']}"
+                raise UserError([Problem("E006", sentence, (f"{flag} {option.default or 'NAME'}",))])
+
+
+def is_valid(option: Field[Any], text: str) -> bool:
+    """Return True for a value of a cluster setting, as text."""
+    return re.fullmatch(option.metadata["pattern"], text, re.ASCII | re.IGNORECASE) is not None
 
 
 def main(argv: Sequence[str]) -> int:
@@ -113,8 +140,8 @@ def parse_options(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
         options.nodes = 1
     if options.where == "ssh":
         options.nodes = len(options.hosts.split(","))
-        if not options.hosts:
-            parser.error("ssh needs --hosts NAME,NAME")
+        if not all(re.fullmatch(HOST, host, re.ASCII) for host in options.hosts.split(",")):
+            parser.error("ssh needs --hosts NAME,NAME: letters, digits and . : - _, USER@NAME")
     if options.nodes < 1:
         parser.error("--nodes must be at least 1")
     return options, flags
@@ -131,10 +158,10 @@ def load_or_ask_cluster(options: argparse.Namespace) -> ClusterSettings:
     given = {name: value for name, value in flags.items() if value is not None}
     if path.exists():
         try:
-            return replace(ClusterSettings(**json.loads(path.read_text())), **given)
+            return ClusterSettings(**{**parse_json(read_small(path)), **given})
         except (OSError, ValueError, TypeError) as error:
-            sentence = f"{path} is not a file of cluster settings: {error}"
-            raise UserError([Problem("E006", sentence, (f"rm {path}",))]) from error
+            sentence = f"{path} is not a file of cluster settings: {error!s:.200}"
+            raise UserError([Problem("E006", sentence, (f"rm {shell_word(str(path))}",))]) from error
     if options.where == "local" or not sys.stdin.isatty():
         return ClusterSettings(**given)
     asked = {option.name: ask(option) for option in fields(ClusterSettings) if option.name not in given}
@@ -159,17 +186,16 @@ def with_local_gpus(cluster: ClusterSettings, memory_gb: int | None) -> ClusterS
 
 def ask(option: Field[Any]) -> Any:
     """Ask for a setting until the answer is valid; an empty answer means the default shown."""
-    default, choices = option.default, option.metadata["choices"]
-    is_number = isinstance(default, int)
+    default = option.default
     while True:
         question = f"{option.name.replace('_', ' ')} ({option.metadata['help']}) [{default}]: "
         echo(question, end="", file=sys.stderr, flush=True)
         answer = sys.stdin.readline().strip()
         if not answer:
             return default
-        if answer.isdecimal() if is_number else not choices or answer in choices:
-            return int(answer) if is_number else answer
-        echo(f"{answer} is not a number" if is_number else f"choose {' or '.join(choices)}", file=sys.stderr)
+        if is_valid(option, answer):
+            return int(answer) if isinstance(default, int) else answer
+        echo(f"{answer} is not {option.metadata['rule']}", file=sys.stderr)
 
 
 def run_flags(options: argparse.Namespace, flags: Sequence[str], cluster: ClusterSettings) -> list[str]:
@@ -245,6 +271,8 @@ def slurm_script(options: argparse.Namespace, cluster: ClusterSettings, run: Seq
     sbatch.append("--exclusive --mem=0")
     sbatch.append(f"--time={cluster.time} --signal=B:USR1@300 --requeue")
     sbatch.append(f"--output={shlex.quote(str(ROOT / 'runs'))}/%x-%j.out --open-mode=append")
+    if not str(ROOT).isprintable():
+        raise UserError([Problem("E006", f"{str(ROOT)!r}: no option of sbatch can name this folder", ("rename it",))])
     lines = [f"#SBATCH {option}" for option in sbatch]
     lines.append(f"export NETWORK={shlex.quote(cluster.network)}")
     lines += [f"export CONTAINER={shlex.quote(cluster.container)}"] if cluster.container else []
@@ -266,7 +294,7 @@ def ssh_script(options: argparse.Namespace, cluster: ClusterSettings, run: Seque
 set -euo pipefail
 hosts=({shlex.join(options.hosts.split(","))})
 port=${{PORT:-$((10000 + $(od -An -N2 -tu2 /dev/urandom) % 20000))}}
-rendezvous="PET_RDZV_ENDPOINT=${{hosts[0]}}:$port PET_RDZV_ID=$(od -An -N8 -tx8 /dev/urandom | tr -d ' ')"
+rendezvous="PET_RDZV_ENDPOINT=${{hosts[0]#*@}}:$port PET_RDZV_ID=$(od -An -N8 -tx8 /dev/urandom | tr -d ' ')"
 printf -v command '%q ' {agent} pretrain_gpt.py {quote_flags([*run, *folder_flags(options.preset, run)])} "$@"
 for host in "${{hosts[@]}}"; do
     ssh -o BatchMode=yes "$host" bash -s \
@@ -296,7 +324,7 @@ def quote_flags(flags: Sequence[str]) -> str:
     """Quote flags for a shell, one flag with its values per line."""
     text = ""
     for word in flags:
-        text += (" \\\n    " if word.startswith("--") else " ") + shlex.quote(word)
+        text += (" \\\n    " if word.startswith("--") else " ") + shell_word(word)
     return text.strip()
 
 

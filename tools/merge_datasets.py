@@ -10,7 +10,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # if this checkout is not installed
 
-from megatron.config.text import echo
+from megatron.config.text import echo, shell_word
 from megatron.data.errors import DataError, ToolParser, pluralize, run_tool
 from megatron.data.indexed_writer import (
     MergeInput,
@@ -70,7 +70,7 @@ def merge_and_report(args: argparse.Namespace) -> None:
         merge_datasets(parts, args.output_prefix, meter.add)
     documents, tokens = sum(part.documents for part in parts), sum(part.tokens for part in parts)
     echo(f"pairs: {len(parts):,}, documents: {documents:,}, tokens: {tokens:,}")
-    echo(f"for the next step, pretrain_gpt.py: --data-path {args.output_prefix}")
+    echo(f"for the next step, pretrain_gpt.py: --data-path {shell_word(args.output_prefix)}")
 
 
 if __name__ == "__main__":

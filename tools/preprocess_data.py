@@ -15,7 +15,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # if this checkout
 if __name__ == "__main__":  # until main has a handler of its own; the imports below take a while
     signal.signal(signal.SIGINT, lambda *_: os._exit(128 + signal.SIGINT))
 
-from megatron.config.text import echo
+from megatron.config.text import echo, shell_word
 from megatron.data.errors import DataError, StopSignal, ToolParser, run_tool
 from megatron.data.indexed_writer import check_not_existing, id_dtype
 from megatron.data.preprocess.corpus import BLOCK_BYTES, add_input_flags, find_text_files, spool_pipes
@@ -139,7 +139,7 @@ def preprocess(args: argparse.Namespace, inputs: Sequence[str], tokenizer: Token
     if tokenizer.files and not tokenizer.hugging_face_files():
         echo(NO_EXPORT_NOTE)
     for key in args.json_keys:
-        echo(f"for the next step, pretrain_gpt.py: --data-path {output_prefix(args.output_prefix, key)}")
+        echo(f"for the next step, pretrain_gpt.py: --data-path {shell_word(output_prefix(args.output_prefix, key))}")
 
 
 def main(argv: Sequence[str]) -> int:

@@ -17,7 +17,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # if this checkout
 if __name__ == "__main__":  # until main has a handler of its own; the imports below take a while
     signal.signal(signal.SIGINT, lambda *_: os._exit(128 + signal.SIGINT))
 
-from megatron.config.text import echo, format_bytes
+from megatron.config.text import echo, format_bytes, shell_word
 from megatron.data.errors import DataError, ToolParser, run_tool
 from megatron.data.preprocess.corpus import add_input_flags, find_text_files, spool_pipes
 from megatron.data.preprocess.encode import run_in_subprocess
@@ -111,7 +111,8 @@ def train_and_save(args: argparse.Namespace) -> None:
     save_tokenizer(trained.files, Path(args.output))
     echo(format_report(trained, len(files), args.vocab_size))
     kind = "HuggingFaceTokenizer" if is_bpe else "SentencePieceTokenizer"
-    echo(f"for the next step, preprocess_data.py: --tokenizer-type {kind} --tokenizer-model {args.output}")
+    flags = f"--tokenizer-type {kind} --tokenizer-model {shell_word(str(args.output))}"
+    echo(f"for the next step, preprocess_data.py: {flags}")
 
 
 if __name__ == "__main__":

@@ -53,6 +53,7 @@ from megatron.checkpoint.format import (
 )
 from megatron.checkpoint.location import Location, local_path
 from megatron.config.files import read_small
+from megatron.config.text import shell_word
 
 CHECKPOINT_NAME = re.compile(r"iter_(\d+)")
 """Names of checkpoints, with their iteration."""
@@ -124,7 +125,7 @@ def save_elsewhere_flags(folder: Location) -> str:
         for _, path in find_checkpoints(folder):
             with suppress(CheckpointError):
                 if Manifest.open(path):
-                    return f"--load {folder} --save A_FOLDER_ELSEWHERE"
+                    return f"--load {shell_word(str(folder))} --save A_FOLDER_ELSEWHERE"
     return "--save A_FOLDER_ELSEWHERE"
 
 
@@ -322,7 +323,7 @@ def raise_unless_replaceable(path: Path) -> None:
             return
     raise StorageError(
         f"{path} exists and is not a checkpoint of this program; no checkpoint was written",
-        f"mv {path} {path}.other",
+        f"mv {shell_word(str(path))} {shell_word(f'{path}.other')}",
         "--save A_NEW_FOLDER",
     )
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from megatron.config.errors import Problem, UserError
+from megatron.config.text import shell_word
 
 T = TypeVar("T")
 
@@ -82,4 +83,8 @@ def _import_problem(name: str, error: BaseException) -> Problem:
         sentence = f"--plugin {name}: no such module in the working folder or on PYTHONPATH, and no such entry point"
         return Problem("E914", sentence, ("PYTHONPATH=FOLDER python pretrain_gpt.py ...",))
     reason = " ".join(f"{type(error).__name__}: {error}".split())
-    return Problem("E914", f"--plugin {name} failed while it was imported: {reason}", (f"python -c 'import {name}'",))
+    return Problem(
+        "E914",
+        f"--plugin {name} failed while it was imported: {reason}",
+        (f"python -c {shell_word(f'import {name}')}",),
+    )

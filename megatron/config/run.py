@@ -255,7 +255,7 @@ class TrainingConfig:
     evaluate_tasks_limit: int | None = option(None, role="start", at_least=1, needs=TASKS)
     """Examples of each task to evaluate. Default: all."""
     evaluate_tasks_path: str | None = option(None, role="start", needs=TASKS)
-    """Folder with definitions of further tasks (YAML)."""
+    """Folder with definitions of further tasks (YAML). It can contain code, which is run: ``!function`` names it."""
     exit_interval: int | None = option(None, role="start", at_least=1, needs=TRAINING_STEPS)
     """Stop cleanly after a step that is a multiple of this."""
     exit_duration_in_mins: float | None = option(None, role="start", above=0, example=60, needs=TRAINING_STEPS)
@@ -482,6 +482,8 @@ class DilocoConfig:
     """Steps between two synchronisations of a weight with the other replicas (H in arXiv 2311.08105)."""
     diloco_server: str | None = option(None, role="start", needs=DILOCO)
     """HOST:PORT of tools/diloco_server.py, the same for all replicas."""
+    diloco_secret_file: str | None = option(None, role="start", needs=DILOCO)
+    """File with a secret of 16 characters or more, the same for the server and all replicas; others are refused."""
     diloco_replicas: int = option(2, role="schedule", at_least=1, needs=DILOCO)
     """Replicas that the samples are divided among, and that a start waits for, up to diloco_timeout."""
     diloco_replica: int | None = option(None, role="start", at_least=0, needs=DILOCO)

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import importlib.metadata
+import logging
 import math
+import os
 import re
+import shlex
 import tomllib
 from collections.abc import Container, Iterable, Sequence
 from difflib import SequenceMatcher
@@ -24,6 +27,28 @@ def printable(text: str) -> str:
 def echo(*values: object, sep: str = " ", end: str = "\n", file: TextIO | None = None, flush: bool = False) -> None:
     """Print texts in which names from files may occur, as ``print`` does but `printable`."""
     print(printable(sep.join(map(str, values))), end=end, file=file, flush=flush)
+
+
+class PrintableRecord(logging.LogRecord):
+    """A log message whose names from files are `printable`."""
+
+    def getMessage(self) -> str:  # noqa: N802
+        """Return the message."""
+        return printable(super().getMessage())
+
+
+def escape_library_logs() -> None:
+    """Make messages printable that libraries log in this process, such as those of transformers on its files."""
+    if logging.getLogRecordFactory() is logging.LogRecord:
+        logging.setLogRecordFactory(PrintableRecord)
+
+
+def shell_word(word: str) -> str:
+    """Quote a word for bash, on one line and without control characters, which :func:`echo` would change."""
+    if printable(word) == word and "\n" not in word:
+        return shlex.quote(word)
+    characters = (chr(byte) if chr(byte).isalnum() and byte < 0x80 else f"\\x{byte:02x}" for byte in os.fsencode(word))
+    return f"$'{''.join(characters)}'"
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str | None:

@@ -15,6 +15,7 @@ from megatron.checkpoint.location import parse_location
 from megatron.checkpoint.tensor_file import tensor_bytes
 from megatron.config.errors import Problem, UserError
 from megatron.config.run import HUGGING_FACE_PREFIX
+from megatron.config.text import shell_word
 from megatron.convert.huggingface.config import model_folder, read_model_config
 from megatron.convert.huggingface.weights import open_weights
 
@@ -54,8 +55,9 @@ class BaseModel:
         path = manifest.path
         if base := manifest.state.get("base"):
             sentence = f"{path} holds adapters of {base['location']}, not a model"
-            merge = f"python tools/edit_checkpoint.py --load {path} --merge --save NEW"
-            continued = f"--load {path} --resume-mode weights-only --pretrained-checkpoint {base['location']}"
+            merge = f"python tools/edit_checkpoint.py --load {shell_word(str(path))} --merge --save NEW"
+            folders = shell_word(str(path)), shell_word(str(base["location"]))
+            continued = f"--load {folders[0]} --resume-mode weights-only --pretrained-checkpoint {folders[1]}"
             raise UserError([Problem("E806", sentence, (merge, continued))])
         return cls(str(path.absolute() if isinstance(path, Path) else path), _manifest_digest(manifest))
 
@@ -70,7 +72,7 @@ class BaseModel:
             changed = saved.location == self.location
             other = "have changed" if changed else f"are not those of {self.location}"
             sentence = f"{manifest.path} holds adapters of {saved.location}, whose weights {other}"
-            fix = f"--pretrained-checkpoint {'AN_EXACT_COPY' if changed else saved.location}"
+            fix = f"--pretrained-checkpoint {'AN_EXACT_COPY' if changed else shell_word(saved.location)}"
             raise UserError([Problem("E818", sentence, (fix,))])
         return saved.location
 

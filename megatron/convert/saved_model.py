@@ -28,7 +28,7 @@ from megatron.config.errors import UserError
 from megatron.config.files import TABLE_FILE_BYTES, parse_json
 from megatron.config.model import ModelConfig
 from megatron.config.run import HUGGING_FACE_PREFIX, RunConfig
-from megatron.config.text import format_bytes
+from megatron.config.text import format_bytes, shell_word
 from megatron.convert.adapters import MergedWeights
 from megatron.convert.base_model import BaseModel, recorded_base
 from megatron.convert.huggingface.config import (
@@ -217,8 +217,11 @@ def find_recorded_base(manifest: Manifest, pretrained: str | None = None) -> Bas
         UserError: when another model is.
     """
     location = recorded_base(manifest).location
-    fix = f"--pretrained-checkpoint {'ITS_LOCATION' if pretrained is None else location}"
+    fix = f"--pretrained-checkpoint {'ITS_LOCATION' if pretrained is None else shell_word(location)}"
     try:
+        if pretrained is None and not is_local_or_beside(parse_location(location), manifest.path):
+            text = f"it is in a store that only the checkpoint names, {location}; to read it there, name it yourself"
+            raise CheckpointError(text)  # a stranger's checkpoint must not choose where this machine sends requests
         base = BaseModel.find(pretrained or location)
     except (CheckpointError, UserError) as error:
         reason = str(error).partition("\n")[0]
@@ -227,6 +230,16 @@ def find_recorded_base(manifest: Manifest, pretrained: str | None = None) -> Bas
         ) from error
     base.check_adapters(manifest)
     return base
+
+
+def is_local_or_beside(location: Location, checkpoint: Location) -> bool:
+    """Return True for a location on disk, or in the bucket of a checkpoint."""
+    if isinstance(location, Path):
+        return True
+    return not isinstance(checkpoint, Path) and (location.scheme, location.bucket) == (
+        checkpoint.scheme,
+        checkpoint.bucket,
+    )
 
 
 def _read_config(manifest: Manifest) -> RunConfig:

@@ -34,15 +34,30 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from megatron.config.errors import Problem, UserError
+from megatron.config.files import parse_json
+from megatron.config.text import listed, printable
 from megatron.distributed.comm import CommMeter, Group
+from megatron.distributed.replica_store import GREETING, KEPT_ATTEMPTS, NONCE_BYTES, AuthenticatedChannel, body_size
+from megatron.distributed.replica_store import serve as serve
 
 T = TypeVar("T")
 
 POLL_SECONDS = 0.02
 """Pause between two looks at the store while waiting."""
 
+RANKS_PER_POLL = 64
+"""Ranks of all replicas above which each of them looks less often."""
+
 BEATS_PER_TIMEOUT = 6
 """Heartbeats in the time after which a replica without one counts as dead."""
+
+MAX_COUNT = 1 << 62
+"""Above all numbers of rounds, steps and samples, and above digests."""
+
+MAX_ROUNDS = 1 << 40
+
+NOT_FINITE = "not finite"
+"""Decision on an attempt whose mean is of no use."""
 
 AXES = "replica"
 """Name under which bytes are counted."""
@@ -52,42 +67,122 @@ class ReplicaError(RuntimeError):
     """This replica cannot continue: the server is gone, or the other replicas continued without it."""
 
 
-def serve(host: str, port: int) -> tuple[distributed_c10d.Store, int]:
-    """Host the store of a run; return it, to be kept, and its port.
-
-    Args:
-        host: address to listen on.
-        port: 0 picks one.
-
-    Raises:
-        OSError: if the address cannot be used.
-    """
-    listener = socket.create_server((host, port), backlog=1024)
-    port = listener.getsockname()[1]
-    store = dist.TCPStore(  # type: ignore[attr-defined]
-        host, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
-    )
-    return store, port
+class OtherSecretError(OSError):
+    """The server and this replica have different secrets."""
 
 
-def connect(server: str, timeout: float) -> distributed_c10d.Store:
+class StoreClient(distributed_c10d.Store):
+    """A connection to a :class:`~megatron.distributed.replica_store.StoreServer`, also for gloo's rendezvous."""
+
+    def __init__(self, host: str, port: int, timeout: float, secret: bytes = b"") -> None:
+        """Connect.
+
+        Args:
+            host: of the server.
+            port: of the server.
+            timeout: seconds for an answer, and for a key to appear.
+            secret: of the run.
+
+        Raises:
+            OSError: if there is no server, or it has another secret.
+        """
+        super().__init__()
+        self._seconds, self._lock = timeout, threading.Lock()
+        self._socket = socket.create_connection((host, port), timeout)
+        self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._file = self._socket.makefile("rb")
+        greeting = self._file.read(len(GREETING) + NONCE_BYTES)
+        if not greeting.startswith(GREETING):
+            raise OSError("what answers is no DiLoCo server of this version")
+        mine = secrets.token_bytes(NONCE_BYTES)
+        self._channel = AuthenticatedChannel(secret, greeting[len(GREETING) :] + mine, server=False)
+        self._socket.sendall(mine)
+        try:
+            self._request(b"hello")
+        except RuntimeError as error:
+            raise OtherSecretError(f"it does not have the secret of this replica ({error})") from error
+
+    def _request(self, *fields: bytes) -> list[bytes]:
+        """Return the answer without its first field; nothing for ``none``.
+
+        Raises:
+            ReplicaError: if the server refuses the request.
+            RuntimeError: if it is gone.
+        """
+        with self._lock:
+            try:
+                self._socket.sendall(self._channel.seal(fields))
+                head = self._file.read(4)
+                if len(head) < 4:
+                    raise OSError("it closed the connection")
+                answer, *values = self._channel.open(self._file.read(body_size(head)))
+            except (OSError, ValueError) as error:
+                self._socket.close()
+                raise RuntimeError(str(error)) from error
+        if answer == b"refused":
+            raise ReplicaError(f"the DiLoCo server refuses a request: {values[0].decode(errors='replace')}")
+        return [answer, *values] if answer == b"ok" else []
+
+    def set(self, key: str, value: str | bytes) -> None:
+        """Set a value."""
+        self._request(b"set", key.encode(), _to_bytes(value))
+
+    def get(self, key: str) -> bytes:
+        """Return a value, once it is there; raise DistStoreError after the timeout."""
+        self.wait([key])
+        return b"".join(self._request(b"get", key.encode())[1:])
+
+    def check(self, keys: list[str]) -> bool:
+        """Return True if all keys are there."""
+        return bool(self._request(b"check", *(key.encode() for key in keys)))
+
+    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
+        """Wait until all keys are there; raise DistStoreError after the timeout."""
+        seconds = self._seconds if timeout is None else timeout.total_seconds()
+        until = time.monotonic() + seconds
+        while not self.check(keys):
+            if time.monotonic() > until:
+                raise dist.DistStoreError(f"no {listed(keys)} after {seconds:g} seconds")
+            time.sleep(POLL_SECONDS)
+
+    def compare_set(self, key: str, expected: str, value: str) -> bytes:
+        """Set a value that is ``expected`` (empty for none), and return the one that is there then."""
+        return self._request(b"compare_set", key.encode(), expected.encode(), value.encode())[1]
+
+    def delete_key(self, key: str) -> bool:
+        """Delete a key; return False if there is none."""
+        return bool(self._request(b"delete", key.encode()))
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        """Set the time for a key to appear."""
+        self._seconds = timeout.total_seconds()
+
+
+def _to_bytes(value: str | bytes) -> bytes:
+    return value.encode() if isinstance(value, str) else bytes(value)
+
+
+def connect(server: str, timeout: float, secret: bytes = b"") -> distributed_c10d.Store:
     """Return a client of the store at ``HOST:PORT``.
 
     Raises:
-        UserError: if the name is unknown, or there is none within ``timeout`` seconds.
+        UserError: if the name is unknown, there is none within ``timeout`` seconds, or it has another secret.
     """
     host, _, port = server.rpartition(":")
-    try:
-        socket.getaddrinfo(host, port)  # TCPStore would try an unknown name until the timeout
-        store: distributed_c10d.Store = dist.TCPStore(  # type: ignore[attr-defined]
-            host, int(port), is_master=False, wait_for_workers=False, timeout=timedelta(seconds=timeout)
-        )
-    except (RuntimeError, OSError) as error:
-        sentence = f"no DiLoCo server answers at {server}: {str(error).splitlines()[0]}"
-        start = f"python tools/diloco_server.py --port {port}"
-        local = host in ("127.0.0.1", "localhost")
-        raise UserError([Problem("E954", sentence, (start if local else f"{start} --host {host}",))]) from error
-    return store
+    until = time.monotonic() + timeout
+    while True:
+        try:
+            return StoreClient(host, int(port), timeout, secret)
+        except (OSError, ValueError) as error:
+            if isinstance(error, ConnectionRefusedError) and time.monotonic() < until:
+                time.sleep(10 * POLL_SECONDS)  # it may be starting
+                continue
+            sentence = f"no DiLoCo server answers at {server}: {error}"
+            start = f"python tools/diloco_server.py --port {port}"
+            fix = start if host in ("127.0.0.1", "localhost") else f"{start} --host {host}"
+            if isinstance(error, OtherSecretError):
+                fix = "--diloco-secret-file FILE, with the secret of the server"
+            raise UserError([Problem("E954", sentence, (fix,))]) from error
 
 
 @dataclass(frozen=True)
@@ -100,6 +195,27 @@ class Member:
     id: str
     # What it passed to :meth:`Replicas.agree`.
     facts: Mapping[str, Any] = field(compare=False)
+
+
+def _count(value: Any, least: int = 0, limit: int = MAX_COUNT) -> int:
+    """Return a number of things; raise ValueError for any other value."""
+    if type(value) is not int or not least <= value < limit:
+        raise ValueError(f"{str(value)[:40]} is no number of rounds, steps or samples")
+    return value
+
+
+def check_facts(facts: Any) -> Mapping[str, Any]:
+    """Return the facts of a replica; raise ValueError, TypeError or KeyError if they are malformed."""
+    iteration, consumed_samples = facts["position"]
+    for value in (iteration, consumed_samples, facts.get("digest", 0)):
+        _count(value)
+    _count(facts["rounds"], -1, MAX_ROUNDS)
+    kinds = {"starting": bool, "whole": bool, "pending": bool, "norm": float}
+    for name, value in facts.items():
+        if not isinstance(value, kinds.get(name, object)):
+            raise ValueError(f"{name} is {str(value)[:40]}")
+    facts["starting"], facts["whole"]
+    return dict(facts)
 
 
 class Replicas:
@@ -148,6 +264,8 @@ class Replicas:
         """
         try:
             return request(*arguments)
+        except ReplicaError:
+            raise
         except RuntimeError as error:
             raise ReplicaError(
                 "the DiLoCo server is gone: start it and all replicas again, which resume from their checkpoints "
@@ -156,12 +274,33 @@ class Replicas:
 
     def _read(self, key: str) -> str:
         """Return a value; empty if there is none."""
-        return self._ask(self._store.get, key).decode() if self._ask(self._store.check, [key]) else ""
+        found = self._ask(self._store.get, key) if self._ask(self._store.check, [key]) else b""
+        return found.decode(errors="replace")
+
+    def _read_json(self, key: str, parse: Callable[[Any], T]) -> T:
+        """Return what ``parse`` makes of a JSON value.
+
+        Raises:
+            ReplicaError: if it is not JSON, or ``parse`` raises an error.
+        """
+        try:
+            return parse(parse_json(self._read(key)))
+        except ReplicaError:
+            raise
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            raise self._malformed(key, error) from error
+
+    @staticmethod
+    def _malformed(key: object, error: Exception) -> ReplicaError:
+        return ReplicaError(
+            f"the DiLoCo server's value {key} is not one that replicas write ({printable(str(error))[:200]}): another "
+            "program or version writes there; give this run a server of its own, with --diloco-secret-file"
+        )
 
     def _replace(self, key: str, before: str, after: str) -> bool:
         """Set a value that is ``before`` (empty for none); return False if it is another."""
         found: bytes = self._ask(self._store.compare_set, key, before, after)
-        return found.decode() == after
+        return found.decode(errors="replace") == after
 
     # ---- Being alive
 
@@ -180,10 +319,10 @@ class Replicas:
             wanted = None
         mine = json.dumps(options, sort_keys=True)
         if not self._replace("options", "", mine):
-            first = json.loads(self._read("options"))
+            first = self._read_json("options", lambda found: dict[str, Any](found.items()))
             names = [name for name in {*first, *options} if first.get(name) != options.get(name)]
             if names:
-                shown = "; ".join(f"{n}: {first.get(n)} there, {options.get(n)} here" for n in sorted(names))
+                shown = listed([f"{n}: {first.get(n)} there, {options.get(n)} here" for n in sorted(names)])
                 sentence = f"the server belongs to a run with other options: {shown}"
                 raise UserError([Problem("E955", sentence, ("python tools/diloco_server.py --port PORT",))])
         self.id = secrets.token_hex(8)
@@ -237,8 +376,8 @@ class Replicas:
         """Arrive at the next attempt, and return its members once they are fixed, by index.
 
         Args:
-            facts: JSON that the members learn. ``starting`` is true for a replica that has not taken a step since its
-                start: it waits for one that has, or for all others that start.
+            facts: JSON that the members learn, see `check_facts`. ``starting`` is true for a replica that has not
+                taken a step since its start: it waits for one that has, or for all others that start.
             stopped: polled by a leader that starts; True gives up, with an empty list on all ranks.
 
         Raises:
@@ -247,7 +386,7 @@ class Replicas:
         starting = bool(facts["starting"])
         if starting:
             self._ask(self._store.set, f"ready/{self.id}", "1")
-            self.attempt = max(self.attempt, int(self._read("latest") or -1) + 1)
+            self.attempt = max(self.attempt, self._latest() + 1)
         while True:
             members = self._attend(facts, stopped)
             if members is None or any(member.id == self.id for member in members):
@@ -259,8 +398,13 @@ class Replicas:
                 )
             self.attempt += 1
 
+    def _latest(self) -> int:
+        """Return the newest attempt whose members are fixed; -1 without one."""
+        return self._read_json("latest", _count) if self._ask(self._store.check, ["latest"]) else -1
+
     def _attend(self, facts: Mapping[str, Any], stopped: Callable[[], bool]) -> list[Member] | None:
         key, began = f"{self.attempt}/members", time.monotonic()
+        pause = self.poll * max(1, self.count * self.ranks / RANKS_PER_POLL)
         if self.leader:
             self._ask(self._store.set, f"{self.attempt}/arrived/{self.id}", json.dumps(dict(facts)))
         while not self._ask(self._store.check, [key]):
@@ -271,8 +415,17 @@ class Replicas:
                     self._ask(self._store.set, f"stopped/{self.id}", "1")
                 if (found := self._arrived(began)) is not None and self._replace(key, "", json.dumps(found)):
                     self._ask(self._store.set, "latest", str(self.attempt))
-            time.sleep(self.poll)
-        return [Member(*member) for member in json.loads(self._read(key))]
+            time.sleep(pause)
+            if self._latest() >= self.attempt + KEPT_ATTEMPTS:
+                return []
+        return self._read_json(key, self._members)
+
+    def _members(self, found: Any) -> list[Member]:
+        members = [Member(_count(index), str(holder), check_facts(facts)) for index, holder, facts in found]
+        indices = [member.index for member in members]
+        if not members or indices != sorted({*indices}) or indices[-1] >= self.count:
+            raise ValueError(f"indices {listed(indices)} of {self.count} replicas")
+        return members
 
     def _arrived(self, began: float) -> list[list[Any]] | None:
         """Return the replicas at this attempt as JSON; None while others are expected."""
@@ -280,9 +433,9 @@ class Replicas:
         missing = []
         for index in range(self.count):
             holder = self._read(f"holder/{index}")
-            arrived = self._read(f"{self.attempt}/arrived/{holder}") if holder else ""
-            if arrived:
-                found.append([index, holder, json.loads(arrived)])
+            if holder and self._ask(self._store.check, [f"{self.attempt}/arrived/{holder}"]):
+                facts = self._read_json(f"{self.attempt}/arrived/{holder}", check_facts)
+                found.append([index, holder, facts])
             elif holder and self._is_alive(holder):
                 missing.append(holder)
         all_start = all(facts["starting"] for _, _, facts in found)
@@ -292,23 +445,35 @@ class Replicas:
             return None
         return found
 
-    def vote(self, members: Sequence[Member]) -> None:
-        """Vote for the attempt: this rank has all that it needs."""
-        if self._ask(self._store.add, f"{self.attempt}/votes", 1) == len(members) * self.ranks:
-            self._replace(f"{self.attempt}/decision", "", "commit")
+    def vote(self, members: Sequence[Member], valid: bool = True) -> None:
+        """Vote for the attempt: this rank has all that it needs. If that is not ``valid``, all members end."""
+        self._ask(self._store.set, f"{self.attempt}/vote/{self.id}/{self.rank}", "1")
+        votes = [f"{self.attempt}/vote/{member.id}/{rank}" for member in members for rank in range(self.ranks)]
+        if not valid or self._ask(self._store.check, votes):
+            self._replace(f"{self.attempt}/decision", "", "commit" if valid else NOT_FINITE)
 
     def abort(self) -> None:
         """Abort the attempt, unless it is committed."""
         self._replace(f"{self.attempt}/decision", "", "abort")
 
     def decide(self, members: Sequence[Member]) -> bool:
-        """Wait for the decision, and return True if the attempt is committed. The next attempt follows."""
+        """Wait for the decision, and return True if the attempt is committed. The next attempt follows.
+
+        Raises:
+            ReplicaError: if the mean is not finite.
+        """
         key = f"{self.attempt}/decision"
         while not self._ask(self._store.check, [key]):
             if self.leader and not all(self._is_alive(member.id) for member in members if member.id != self.id):
                 self.abort()
             time.sleep(self.poll)
-        committed = self._read(key) == "commit"
+        decision = self._read(key)
+        if decision == NOT_FINITE:
+            raise ReplicaError(
+                "the mean of the replicas is not finite, although what each reported is: one of them computes or sends "
+                "other numbers, on a broken machine or in another version; start them again, without it"
+            )
+        committed = decision == "commit"
         if not committed:
             self.close_group()
         self.attempt += 1

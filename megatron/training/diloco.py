@@ -4,6 +4,9 @@
 on who takes part, averages the outer gradients, and repeats this without members that have died, while up to
 ``diloco_delay`` steps are taken. Then all members apply the same outer update.
 
+A replica whose outer gradient is not finite or absurdly large is left out of the average (`left_out`), and ends. All
+members compute who that is from the norms with which they have arrived, so they agree without another message.
+
 A replica that starts makes such an exchange before its first step, with nothing to contribute, and receives the outer
 state if others are further. There is no other way into a run: a replica that was killed or cut off starts again.
 """
@@ -11,8 +14,10 @@ state if others are further. There is no other way into a run: a replica that wa
 from __future__ import annotations
 
 import hashlib
+import math
+import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
@@ -25,16 +30,28 @@ from megatron.checkpoint.save import run_in_background
 from megatron.config.option import Role
 from megatron.config.run import RunConfig
 from megatron.config.settings import SETTINGS
-from megatron.config.text import echo, listed
+from megatron.config.text import counted, echo, listed
 from megatron.distributed import comm
 from megatron.distributed.comm import Group
 from megatron.distributed.launch import is_peer_lost, run_on_rank0
+from megatron.distributed.replica_store import read_secret
 from megatron.distributed.replicas import Member, ReplicaError, Replicas, connect
 from megatron.optimizer.grad_compression import int8_all_reduce
 from megatron.optimizer.outer_optimizer import OuterOptimizer
 from megatron.training.callbacks.base import Callback
+from megatron.training.failure_report import NonFiniteError
 from megatron.training.metrics import StepMetrics
 from megatron.training.trainer import Trainer
+
+ABSURD_NORM = 1000.0
+"""Outer gradients whose norm is more than so many times the median of the others' are left out.
+
+Replicas differ by less: those of a round have taken the same number of steps with the same learning rates, and one
+that has skipped updates is short of those alone.
+"""
+
+MAX_FAILURES = 30
+"""Failed attempts in a row with the same members, each of which is alive, after which a replica gives up."""
 
 CHUNK_BYTES = 1 << 26
 """Bytes exchanged at a time: a long transfer consists of short ones, each of which may time out."""
@@ -77,7 +94,8 @@ class Diloco(Callback):
         self.outer: OuterOptimizer = trainer.optimizer.outer
         self.outer.settle = self.finish
         options, timeout = self.options, self.options.diloco_timeout
-        store = store or connect(str(options.diloco_server), timeout)
+        if store is None:
+            store = connect(str(options.diloco_server), timeout, read_secret(options.diloco_secret_file))
         replicas = Replicas(store, self.world.rank, self.world.size, options.diloco_replicas, timeout)
         required = options.diloco_replica is not None
         wanted = options.diloco_replica if required else wanted
@@ -111,6 +129,8 @@ class Diloco(Callback):
         self._began = iteration, trainer.consumed_samples
         facts = {"starting": False, "rounds": self.outer.rounds, "position": [*self._began], "whole": last}
         delta = self.outer.gradients(self._names(facts))
+        squared = torch.linalg.vector_norm(delta, dtype=torch.float64).square().to(trainer.device)
+        facts["norm"] = math.sqrt(comm.all_reduce(squared, self.world).item())
         ready = None
         if delta.is_cuda:  # untested on GPUs
             delta, on_device = torch.empty(delta.shape, dtype=delta.dtype, pin_memory=True), delta
@@ -148,8 +168,16 @@ class Diloco(Callback):
         anywhere = torch.tensor(float(lost is not None), device=self.trainer.device)
         if comm.all_reduce(anywhere, self.world, "max").item():  # all ranks of this replica end alike
             raise lost or ReplicaError("another rank of this replica has lost the other replicas: start it again")
+        excluded = left_out(done.members)
+        if (reason := excluded.get(self.replicas.index)) is not None:
+            raise NonFiniteError(
+                f"DiLoCo round {self.outer.rounds + 1} leaves out this replica: {reason}; its weights are not saved: "
+                "start it again, and it resumes its newest checkpoint and receives the outer weights"
+            )
         self._keep(done)
         self.outer.position = self._began
+        for index, reason in excluded.items():
+            self.log.note(f"DiLoCo round {self.outer.rounds}: replica {index} is left out: {reason}")
         blocked = time.monotonic() - began
         before, self._members = set(self._members), done.members
         for members, what in ((before.difference(done.members), "left"), ({*done.members} - before, "joined")):
@@ -226,7 +254,7 @@ class Diloco(Callback):
         others = [member.index for member in done.members if member.index != self.replicas.index]
         peers = f"with replica {listed(others)}" if others else "alone"
         notes = [f"DiLoCo replica {self.replicas.index} of {self.options.diloco_replicas}, {peers}"]
-        source = source_of(done.members)
+        source = source_of(done.members, left_out(done.members))
         if not self._is_behind(source, self.replicas.index, facts):
             return notes
         outer.rounds, outer.position = source.facts["rounds"], tuple(source.facts["position"])
@@ -260,6 +288,7 @@ class Diloco(Callback):
     ) -> Round:
         """Exchange until an attempt is committed; without members if ``stopped``."""
         began, attempts, replicas = time.monotonic(), 0, self.replicas
+        failures, last_members = 0, list[Member]()
         replicas.meter.pop_bytes_sent()
         if ready is not None:
             ready.synchronize()
@@ -268,6 +297,10 @@ class Diloco(Callback):
             members = replicas.agree(facts, stopped)
             if not members:
                 return Round([], [], delta, 0.0, attempts, 0.0)
+            failures = failures + 1 if members == last_members else 0
+            if failures == MAX_FAILURES:
+                raise ReplicaError(f"{counted(failures, 'exchange')} in a row failed, although all replicas are alive")
+            last_members = members
             try:
                 names, average = self._communicate(members, facts, delta)
             except ReplicaError:
@@ -277,14 +310,21 @@ class Diloco(Callback):
                 if not is_peer_lost(error):
                     raise
             else:
-                replicas.vote(members)
+                norm = torch.linalg.vector_norm(average, dtype=torch.float64)
+                replicas.vote(members, valid=math.isfinite(norm.item()))
             if replicas.decide(members):
                 sent = sum(replicas.meter.pop_bytes_sent().values())
                 return Round(members, names, average, time.monotonic() - began, attempts, sent)
 
     def _communicate(self, members: Sequence[Member], facts: dict[str, Any], delta: Tensor) -> tuple[list[str], Tensor]:
         """Return averaged outer gradients and their names, after a replica that is behind has received the rest."""
-        source, group = source_of(members), self.replicas.group(members)
+        excluded, training = left_out(members), [member.index for member in members if not member.facts["starting"]]
+        if training and len(excluded) == len(training):
+            reasons = "; ".join(f"replica {index}: {excluded[index]}" for index in training)
+            raise NonFiniteError(
+                f"DiLoCo leaves out all replicas, {reasons}: start them again from earlier checkpoints"
+            )
+        source, group = source_of(members, excluded), self.replicas.group(members)
         behind = [self._is_behind(source, member.index, member.facts) for member in members]
         if any(behind):
             if behind[group.rank]:
@@ -297,14 +337,15 @@ class Diloco(Callback):
         names = self._names(source.facts)
         if facts["starting"]:
             delta = self.outer.gradients(names).cpu().zero_()
-        count = sum(not member.facts["starting"] for member in members)
+        elif self.replicas.index in excluded:
+            delta = torch.zeros_like(delta)
         exact = sum(self.outer.params[name].numel() for name in names if name in self._shared)
         if not self.options.diloco_int8:
             exact = len(delta)
         rounded, kept = delta.split([len(delta) - exact, exact])
         key = source.facts["rounds"] << 20
         total = torch.cat([self._sum(rounded, group, key), self._sum(kept, group, None)])
-        return names, total.div_(count)
+        return names, total.div_(len(training) - len(excluded))
 
     def _names(self, facts: Mapping[str, Any]) -> list[str]:
         """Return the parameters of a round; those that several ranks hold come last."""
@@ -349,15 +390,32 @@ class Diloco(Callback):
                     tensors[name].view(-1).copy_(host)
 
 
-def source_of(members: Sequence[Member]) -> Member:
-    """Return the member whose outer state all others have or receive.
+def left_out(members: Sequence[Member]) -> dict[int, str]:
+    """Return the indices of the members whose outer gradients are not averaged, and why.
+
+    Every rank of every member has the same ``members``, and returns the same. With two replicas, the median of the
+    others is the norm of the other one. Norms of zero, of replicas that have skipped all updates, are not compared.
+    """
+    norms = {member.index: float(member.facts["norm"]) for member in members if "norm" in member.facts}
+    finite = {index: norm for index, norm in norms.items() if math.isfinite(norm)}
+    found = {index: "its outer gradient is not finite" for index in norms if index not in finite}
+    for index, norm in finite.items():
+        others = [other for each, other in finite.items() if each != index and other]
+        if others and norm > ABSURD_NORM * (median := statistics.median(others)):
+            found[index] = f"its outer gradient has a norm of {norm:.3g}, {norm / median:.3g} times that of the others"
+    return found
+
+
+def source_of(members: Sequence[Member], excluded: Container[int] = ()) -> Member:
+    """Return the member whose outer state all others have or receive; one that is not ``excluded``, if possible.
 
     Raises:
         ReplicaError: if no member has a state.
     """
 
-    def progress(member: Member) -> tuple[bool, int, list[int]]:
-        return not member.facts["starting"], member.facts["rounds"], member.facts["position"]
+    def progress(member: Member) -> tuple[bool, int, list[int], bool]:
+        facts = member.facts
+        return not facts["starting"], facts["rounds"], facts["position"], member.index not in excluded
 
     best = max(members, key=progress)
     if best.facts["rounds"] < 0:

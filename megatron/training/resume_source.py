@@ -26,7 +26,7 @@ from megatron.config.data_paths import train_data_flag
 from megatron.config.errors import Problem, UserError
 from megatron.config.option import Role
 from megatron.config.run import HUGGING_FACE_PREFIX, MEGATRON_PREFIX, CheckpointConfig, RunConfig
-from megatron.config.text import listed
+from megatron.config.text import listed, shell_word
 from megatron.data.dataset import split_label
 
 BATCH_OPTIONS = {"global_batch_size", "rampup_batch_size", "step_batch_size_schedule"}
@@ -307,7 +307,7 @@ def compare_with_checkpoint(
         raise UserError([Problem("E806", f"{manifest.path} holds a whole model, not adapters", (fix,))])
     if mode != "weights-only" and "optimizer" not in manifest.state:
         save = config.checkpoint.save
-        folders = f"--load {save} --save {save}-new " if own and save is not None else ""
+        folders = f"--load {shell_word(save)} --save {shell_word(f'{save}-new')} " if own and save is not None else ""
         why = manifest.state.get("no_optimizer")  # of Megatron-LM
         sentence = f"{manifest.path} holds weights, but not the state of a run{f': {why}' if why else ''}"
         raise UserError([Problem("E814", sentence, (f"{folders}--resume-mode weights-only",))])

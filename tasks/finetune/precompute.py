@@ -28,7 +28,7 @@ from megatron.checkpoint.errors import CheckpointError
 from megatron.config.errors import UserError
 from megatron.config.launch import Launch, exit_process
 from megatron.config.run import RunConfig, TrainingConfig
-from megatron.config.text import echo
+from megatron.config.text import echo, shell_word
 from megatron.convert.huggingface.config import read_model_values
 from megatron.data.build import resolve_epochs
 from megatron.data.chat import load_conversations, numbered_lines
@@ -83,7 +83,7 @@ def write_teacher(config: RunConfig, model: FrozenModel, output: Path) -> None:
 
     def create() -> None:
         if output.exists():
-            raise DataError(f"--output {output} exists", f"rm -r {output}")
+            raise DataError(f"--output {output} exists", f"rm -r {shell_word(str(output))}")
         shutil.rmtree(part, ignore_errors=True)
         part.mkdir(parents=True)
         for split, samples in data.used.items():

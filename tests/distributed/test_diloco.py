@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import re
+import socket
 import subprocess
 import sys
 import time
@@ -22,11 +24,14 @@ from torch import Tensor
 from megatron.checkpoint.format import Manifest
 from megatron.config.errors import UserError
 from megatron.config.run import DilocoConfig, RunConfig
-from megatron.distributed.replicas import Member, ReplicaError, Replicas, serve
+from megatron.distributed import replica_store
+from megatron.distributed.replica_store import AuthenticatedChannel, read_secret, serve
+from megatron.distributed.replicas import Member, ReplicaError, Replicas, connect
 from megatron.optimizer.main_params import MainParams
 from megatron.optimizer.outer_optimizer import OuterOptimizer
 from megatron.training.build import build_trainer
-from megatron.training.diloco import source_of
+from megatron.training.diloco import left_out, source_of
+from megatron.training.failure_report import NonFiniteError
 from tests.distributed.diloco_runs import (
     FP64,
     Killed,
@@ -186,6 +191,201 @@ def test_int8_averages_have_the_same_bits_everywhere_and_are_near() -> None:
     assert 0 < max(differences) < 0.1 * max(steps)
     sent = [replica.log.metrics[0]["diloco-sent-bytes"] for replica in (exact[0], rounded[0])]
     assert sent[1] < 0.3 * sent[0]
+
+
+def broken(kind: str, at: int, trainer: Any) -> None:
+    """Make the weights of a replica unusable before a step."""
+    if trainer.iteration == at:
+        for value in trainer.optimizer.main_params.values():
+            value.view(-1)[0] = float(kind)
+
+
+OTHERS = "--diloco-fragments 2 --diloco-delay 1 --diloco-mix 0.5 --diloco-int8"
+
+
+@pytest.mark.parametrize(
+    ("kind", "count", "flags"),
+    [("nan", 2, ""), ("-inf", 3, ""), ("1e30", 2, ""), ("1e30", 3, OTHERS), ("nan", 3, OTHERS)],
+)
+def test_a_replica_with_absurd_weights_is_left_out_by_all(kind: str, count: int, flags: str) -> None:
+    """The others go on as if it had left before: with the mean of their own progress."""
+    config = replica_config(f"--train-iters 8 --diloco-sync-interval 2 {flags}", count, timeout=5)
+    store = dist.HashStore()
+    replicas = [Replica(config, store, index) for index in range(count)]
+    together([replica.start for replica in replicas])
+    *whole, last = replicas
+
+    def breaks() -> None:
+        with pytest.raises(NonFiniteError, match="leaves out this replica"):
+            last.train(before=partial(broken, kind, 3))
+        last.diloco.on_stop(None)
+
+    mortality = Mortality(0)
+    mortality.random.random = lambda: 1.0  # type: ignore[method-assign]  # no connection is lost
+    with mortality.observing():
+        together([*(each.train for each in whole), breaks])
+    first = whole[0]
+    (note,) = [note for note in first.log.notes if "left out" in note]
+    assert f"replica {count - 1} is left out: its outer gradient" in note
+    for other in whole[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(first.history[-1].values(), other.history[-1].values()))
+        assert other.log.notes == first.log.notes
+    number = int(note.split()[2].rstrip(":"))
+    taken = [average for _, average in mortality.rounds[number]]
+    assert len(taken) == len(whole)
+    mean = torch.stack([mortality.gradients[number][index] for index in range(len(whole))]).mean(0)
+    assert all(torch.equal(taken[0], other) for other in taken)
+    tolerance = 0.02 if "int8" in flags else 1e-6
+    assert (taken[0] - mean).abs().max() <= tolerance * mean.abs().max()
+
+
+def test_who_is_left_out_of_a_mean() -> None:
+    def excluded(*norms: float | None) -> set[int]:
+        facts = [{"starting": norm is None} | ({} if norm is None else {"norm": norm}) for norm in norms]
+        return {*left_out([Member(index, str(index), each) for index, each in enumerate(facts)])}
+
+    assert excluded(1.0, 900.0) == set()
+    assert excluded(1.0, 1100.0) == {1}
+    assert excluded(1.0, 0.0, 5.0) == set(), "a replica that has skipped all updates"
+    assert excluded(0.0, 1.0) == set()
+    assert excluded(0.0, 0.0, 1e9) == set(), "nothing to compare with"
+    assert excluded(1.0, math.nan, 2.0, math.inf) == {1, 3}
+    assert excluded(1.0, 1e9, 1e9, 1.0, 1.0) == {1, 2}
+    assert excluded(None, 3.0) == excluded(3.0) == excluded(None, None) == set()
+    assert excluded(math.nan) == {0}
+
+
+def test_a_run_of_which_no_replica_is_left_ends() -> None:
+    store = dist.HashStore()
+    run_pair = [Replica(replica_config(STEPS, timeout=5), store, index) for index in range(2)]
+    together([each.start for each in run_pair])
+
+    def breaks(replica: Replica) -> None:
+        with pytest.raises(NonFiniteError, match="leaves out all replicas"):
+            replica.train(before=partial(broken, "nan", 1))
+
+    together([partial(breaks, each) for each in run_pair])
+
+
+STEPS = "--train-iters 4 --diloco-sync-interval 2"
+
+MALFORMED = (
+    b"", b"{", b"[]", b"null", b'"x"', b"[" * 5000, b"\xff\xfe", b"1" * 5000, b"-5", b"true", b"1e3", b'[[0,"x",{}]]',
+    b'[[99,"x",{"starting":true,"rounds":0,"position":[0,0],"whole":false}]]',
+    b'[[0,"x",{"starting":1,"rounds":0,"position":[0,0],"whole":false}]]',
+    b'[[0,"x",{"starting":true,"rounds":1e400,"position":[0,0],"whole":false}]]',
+    b'[[0,"x",{"starting":true,"rounds":0,"position":"ab","whole":false,"norm":"a"}]]',
+    b'[[0,"x",{"starting":true,"rounds":0,"position":[0,0],"whole":false,"norm":[[]]}]]',
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("key", ["options", "latest", "0/members", "0/arrived", "0/decision", "holder/0", "holder/1"])
+def test_malformed_values_in_the_store_end_in_sentences(key: str) -> None:
+    """Or are passed over; nothing waits for them without end."""
+    for value in MALFORMED:
+        store = dist.HashStore()
+        replicas = Replicas(store, 0, 1, 2, timeout=0.05, poll=0.001)
+        if key == "0/arrived":
+            store.set("holder/1", "other")
+            store.set("0/arrived/other", value)
+        else:
+            store.set(key, value)
+        facts = {"starting": True, "rounds": 0, "position": [0, 0], "whole": False}
+        reason = ""
+        try:
+            replicas.index = replicas.claim(0, False, {"a": 1})
+            members = replicas.agree(facts)
+            replicas.vote(members)
+            replicas.decide(members)
+        except UserError as error:
+            reason = str(error)
+            assert re.match("E95[56]", reason)
+        except ReplicaError as error:
+            reason = str(error)
+            assert "is not one that replicas write" in reason
+        finally:
+            replicas.leave()
+
+
+def test_a_mean_that_is_not_finite_ends_all_members() -> None:
+    """Of replicas that report other norms than those of what they send."""
+    store = dist.HashStore()
+
+    def lie(index: int) -> None:
+        replica = Replica(replica_config("--train-iters 2 --diloco-sync-interval 2", timeout=5), store, index)
+        replica.start()
+        facts = {"starting": False, "rounds": 0, "position": [2, 8], "whole": True, "norm": 1.0}
+        outer = replica.diloco.outer
+        delta = torch.full_like(outer.gradients([*outer.params]), math.nan)
+        with pytest.raises(ReplicaError, match="the mean of the replicas is not finite"):
+            replica.diloco._synchronise(facts, delta, None)
+
+    together([partial(lie, 0), partial(lie, 1)])
+
+
+SECRET = b"0123456789abcdef"
+
+
+def test_only_who_has_the_secret_changes_the_store(tmp_path: Path) -> None:
+    _, port = serve("127.0.0.1", 0, SECRET)
+    store = connect(f"127.0.0.1:{port}", 5, SECRET)
+    store.set("key", b"\x00\xff")
+    for other in (b"", SECRET[::-1]):
+        with pytest.raises(UserError, match=r"E954.*does not have the secret"):
+            connect(f"127.0.0.1:{port}", 5, other)
+    with pytest.raises(UserError, match=r"E954.*does not have the secret"):  # a server without it is not believed
+        connect(f"127.0.0.1:{serve('127.0.0.1', 0)[1]}", 5, SECRET)
+    replayed = b""
+    framed = bytes(36) + b"\0\0\0\x50" + bytes(80)
+    for junk in (b"", bytes(100), b"\xff" * 100, b"GET / HTTP/1.1\r\n\r\n" * 9, framed):
+        with socket.create_connection(("127.0.0.1", port)) as stranger:
+            replayed = stranger.recv(1000)
+            stranger.sendall(junk)
+    assert SECRET not in replayed
+    assert store.get("key") == b"\x00\xff"
+    (tmp_path / "short").write_text("abc")
+    for name in ("short", "missing"):
+        with pytest.raises(UserError, match="E957"):
+            read_secret(str(tmp_path / name))
+    (tmp_path / "secret").write_bytes(SECRET + b"\n")
+    assert read_secret(str(tmp_path / "secret")) == SECRET
+
+
+def test_a_message_that_was_changed_or_repeated_is_not_read() -> None:
+    nonces = bytes(64)
+    client, server = (AuthenticatedChannel(SECRET, nonces, server=server) for server in (False, True))
+    body = client.seal([b"set", b"key", b"value"])[4:]
+    for changed in (body[:-1] + b"x", body[:-1], body + b"x", bytes(len(body)), b""):
+        with pytest.raises(ValueError, match="secret"):
+            server.open(changed)
+    assert server.open(body) == [b"set", b"key", b"value"]
+    for sender in (client, server):  # again, and back to where it came from
+        with pytest.raises(ValueError, match="secret"):
+            sender.open(body)
+    with pytest.raises(ValueError, match="secret"):
+        AuthenticatedChannel(SECRET, bytes(63) + b"1", server=True).open(body)
+
+
+def test_the_memory_of_the_server_is_bounded(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(replica_store, "STORE_BYTES", 1 << 20)
+    _, port = serve("127.0.0.1", 0)
+    store = connect(f"127.0.0.1:{port}", 5)
+    with pytest.raises(ReplicaError, match=r"from 127.0.0.1: the limits are"):
+        store.set("large", "x" * (replica_store.VALUE_BYTES + 1))
+    for number in range(20):
+        store.set(f"{number}/x", "x" * 50_000)
+    with pytest.raises(ReplicaError, match=r"the store has its limit of 1.00 MiB, .* from 127.0.0.1"):
+        store.set("20/x", "x" * 50_000)
+    store.set("0/x", "y")  # in place of a larger value
+    assert store.get("0/x") == b"y"
+    store.set("latest", "115")  # attempts that are long over are forgotten
+    assert not store.check(["14/x"])
+    assert store.check(["15/x"])
+    assert "refused a request" in capfd.readouterr().out
+    with pytest.raises(ReplicaError, match="is gone"):
+        Replicas(store, 0, 1, 2, timeout=1)._ask(store.set, "too large", "x" * (8 << 20))
 
 
 def test_a_replica_that_others_gave_up_ends_and_one_index_is_of_one_replica() -> None:

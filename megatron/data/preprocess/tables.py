@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron.config.files import parse_json, read_small
-from megatron.config.text import clipped, listed
+from megatron.config.text import clipped, listed, shell_word
 from megatron.data.errors import DataError
 
 TABLE_SUFFIXES = (".parquet", ".arrow")
@@ -187,7 +187,7 @@ def saved_dataset_files(folder: Path) -> list[Path]:
     if (folder / "dataset_dict.json").is_file():
         splits = _names(folder / "dataset_dict.json", lambda content: content["splits"])
         if len(splits) > 1:
-            fixes = [f"--input {folder / split}" for split in splits]
+            fixes = [f"--input {shell_word(str(folder / split))}" for split in splits]
             raise DataError(f"{folder} holds the splits {', '.join(splits)}", *fixes)
         folder = folder.joinpath(*splits)
     if not (folder / "state.json").is_file() or not (folder / "dataset_info.json").is_file():
@@ -236,6 +236,6 @@ def hugging_face_files(name: str) -> list[Path]:
         ) from error
     split = split or (next(iter(splits)) if len(splits) == 1 else "")
     if split not in splits:
-        fixes = [f"--input {':'.join(filter(None, ('hf', path, config, each)))}" for each in splits]
+        fixes = [f"--input {shell_word(':'.join(filter(None, ('hf', path, config, each))))}" for each in splits]
         raise DataError(f"--input {name}: the dataset has the splits {', '.join(splits)}", *fixes)
     return [Path(file["filename"]) for file in splits[split].cache_files]

@@ -23,6 +23,7 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
 from megatron.config.files import SMALL_FILE_BYTES, parse_json
+from megatron.config.text import escape_library_logs
 from megatron.data.errors import DataError
 from megatron.data.tokenizers.base import (
     EncodedBatch,
@@ -65,6 +66,7 @@ def load_with_transformers(files: Mapping[str, bytes]) -> Any:
         if code and (name == TOKENIZER_CONFIG or "AutoTokenizer" in code):
             seen = f"{name} names code of its own in 'auto_map', which is never run"
             raise DataError(f"{seen}; without 'auto_map', {TOKENIZER_JSON} is read as a PreTrainedTokenizerFast")
+    escape_library_logs()
     with TemporaryDirectory() as folder:
         for name, content in files.items():
             Path(folder, name).write_bytes(content)

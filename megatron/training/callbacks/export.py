@@ -21,6 +21,7 @@ from megatron.checkpoint.folder import CheckpointFolder
 from megatron.checkpoint.format import MARKER
 from megatron.checkpoint.location import Location
 from megatron.checkpoint.publish import is_complete
+from megatron.config.text import shell_word
 from megatron.convert.huggingface.config import CONFIG_FILE
 from megatron.convert.huggingface.convert import withdraw_export
 from megatron.distributed.launch import run_on_rank0
@@ -212,6 +213,6 @@ class HuggingFaceExport(Callback):
         reason = f"the conversion ended with status {ended.process.returncode}: {' '.join(lines[-1:])}; see {log}"
         if messages and "Traceback (most recent call last):" not in lines and ended.process.returncode > 0:
             reason = "\n".join(lines[messages[-1] :]).removeprefix("convert_checkpoint: ")
-            command = f"python tools/convert_checkpoint.py --load {self._save}/iter_{ended.step:07d}"
+            command = f"python tools/convert_checkpoint.py --load {shell_word(f'{self._save}/iter_{ended.step:07d}')}"
             reason = reason.replace("fix: --save-hf", f"fix: {command} --save-hf")
         self.log.warning(f"step {ended.step} is not exported: {reason}")

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from megatron.checkpoint.durable_files import publish_file
+from megatron.config.text import printable
 from megatron.training.loggers.base import metrics_under
 from megatron.training.loggers.formatting import format_compact, format_exponent, format_plain
 from megatron.training.loggers.run_folder import HistoryPoint, RunHistory
@@ -67,12 +68,29 @@ def open_figure(out: Path, width: float, height: float, grid: bool = True) -> It
             raise OSError(f"{out} cannot be written: it is a folder")
         if not out.suffix:
             raise ValueError(f"{out}: the file name needs an extension: .png, .pdf or .svg")
+        _make_literal(figure)
         image = BytesIO()
         figure.savefig(image, format=out.suffix.removeprefix("."))
         try:
             publish_file(out, image.getvalue())
         except OSError as error:
             raise OSError(f"{out} cannot be written: {error.strerror}") from error
+
+
+def _make_literal(figure: Figure) -> None:
+    """Show names as they are: without formulas between dollar signs, and without control characters."""
+    from matplotlib.text import Text
+
+    axes = [axis for panel in figure.axes for axis in (panel.xaxis, panel.yaxis)]
+    ticks = {
+        text
+        for axis in axes
+        for tick in (*axis.get_major_ticks(), *axis.get_minor_ticks())
+        for text in tick.findobj(Text)
+    }
+    for text in set(figure.findobj(Text)) - ticks:
+        text.set_parse_math(False)
+        text.set_text(printable(text.get_text()))
 
 
 def draw_runs(runs: Mapping[str, RunHistory], out: Path) -> None:

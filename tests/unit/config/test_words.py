@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+from pathlib import Path
+
 import pytest
 
 from megatron.config.run import (
@@ -12,7 +16,7 @@ from megatron.config.run import (
     matching_factor,
     parse_factor,
 )
-from megatron.config.text import divisors, format_bytes, format_number
+from megatron.config.text import divisors, format_bytes, format_number, printable, shell_word
 
 
 def names(*words: str) -> dict[str, str]:
@@ -74,3 +78,30 @@ def test_numbers() -> None:
     found = divisors(10**30 - 1)  # there are 10**15 numbers below its root
     assert found[:4] == [1, 3, 7, 9]
     assert all((10**30 - 1) % d == 0 for d in found)
+
+
+HOSTILE = (
+    "",
+    "a b",
+    "a'b",
+    "$(touch made)",
+    "`touch made`",
+    "a\nb; touch made",
+    "\x1b[2J\r",
+    "-x",
+    "é",
+    "\udc80",
+    "\\n",
+    "!x",
+    "$'",
+)
+
+
+@pytest.mark.parametrize("word", HOSTILE)
+def test_a_shell_reads_a_quoted_word_as_it_was(word: str, tmp_path: Path) -> None:
+    """Also after `printable`, through which all printed texts go."""
+    text = printable(shell_word(word))
+    assert "\n" not in text
+    done = subprocess.run(["bash", "-c", f"printf %s {text}"], capture_output=True, cwd=tmp_path, check=True)
+    assert done.stdout == os.fsencode(word)
+    assert not [*tmp_path.iterdir()]

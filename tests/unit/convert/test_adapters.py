@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import socket
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -307,3 +308,22 @@ def test_a_written_adapter_is_rounded(adapter: Path, tmp_path: Path, capsys: pyt
     assert main(["--load", f"{tmp_path}/large", "--save-peft", f"{tmp_path}/fp16", "--dtype", "fp16"]) == 1
     assert f"{A} has values above 65504, too large for fp16" in capsys.readouterr().err
     assert not (tmp_path / "fp16").exists()
+
+
+@pytest.mark.parametrize("location", ["http://127.0.0.1:{port}/x", "s3://bucket/x", "ftp://127.0.0.1:{port}/x"])
+def test_a_checkpoint_does_not_choose_where_requests_go(
+    location: str,
+    base: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        listener.setblocking(False)
+        place = location.format(port=listener.getsockname()[1])
+        monkeypatch.setattr(BaseModel, "record", property(lambda own: {"location": place, "digest": own.digest}))
+        write_adapters(tmp_path / "save" / "iter_0000007", base)
+        assert main(["--load", f"{tmp_path}/save", "--save-hf", f"{tmp_path}/out", "--no-check"]) == 1
+        assert "that only the checkpoint names" in capsys.readouterr().err
+        with pytest.raises(BlockingIOError):
+            listener.accept()

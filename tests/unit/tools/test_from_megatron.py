@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import shlex
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -200,3 +203,35 @@ def test_a_folder_of_megatron_lm_gets_a_prefix_and_its_arguments_are_compared(
     assert "not compared with those stored in the checkpoint of --load" in capsys.readouterr().out
     assert from_megatron.main(["--", *MODEL.split(), *RUN.split(), "--load", str(tmp_path / "absent")]) == 0
     assert translated(capsys.readouterr().out)[1][-2:] == ["--load", str(tmp_path / "absent")]
+
+
+def test_a_script_sees_no_secret_and_leaves_no_process(tmp_path: Path) -> None:
+    """Also where no namespaces are allowed; there it sees other processes, but not this program's environment."""
+    hostile = f"""
+out={tmp_path}
+/usr/bin/env >$out/variables
+/bin/cat /proc/$PPID/environ >>$out/variables
+/usr/bin/setsid /bin/bash -c 'while :; do echo >>'$out'/alive; /bin/sleep 0.05; done' &
+(/usr/bin/setsid /bin/bash -c '(while :; do echo >>'$out'/alive; /bin/sleep 0.05; done) & exit' &)
+while [ ! -s $out/alive ]; do /bin/sleep 0.05; done
+{TORCHRUN}
+"""
+    path = script(tmp_path, hostile)
+    program = (
+        "import sys; from tools import from_megatron as f; f.NAMESPACES = sys.argv[1]; sys.exit(f.main(sys.argv[2:]))"
+    )
+    for namespaces in (from_megatron.NAMESPACES, "--not-allowed"):
+        (tmp_path / "alive").unlink(missing_ok=True)
+        command = [sys.executable, "-c", program, namespaces, path, "/results"]
+        done = subprocess.run(
+            command, env=os.environ | {"SECRET": "hunter2"}, capture_output=True, text=True, check=False
+        )
+        assert done.returncode == 0, done.stderr
+        assert "hunter2" not in (tmp_path / "variables").read_text()
+        size = (tmp_path / "alive").stat().st_size
+        time.sleep(0.3)
+        assert (tmp_path / "alive").stat().st_size == size
+    path = script(tmp_path, f"/bin/cat /proc/[0-9]*/environ 2>/dev/null >{tmp_path}/all\n{TORCHRUN}")
+    command = [sys.executable, "tools/from_megatron.py", path, "/results"]
+    subprocess.run(command, env=os.environ | {"SECRET": "hunter3"}, capture_output=True, check=False)
+    assert b"hunter3" not in (tmp_path / "all").read_bytes()

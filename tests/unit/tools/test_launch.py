@@ -205,3 +205,60 @@ def test_a_run_on_this_machine(tmp_path: Path, capsys: pytest.CaptureFixture[str
     done = run(script, tmp_path, {"XDG_CACHE_HOME": str(tmp_path)})
     assert done.returncode == 0, done.stderr
     assert "2/2" in done.stdout
+
+
+@pytest.mark.parametrize(
+    "hostile", ["x\ntouch made", "x --wrap=id", "$(touch made)", "'; touch made; '", "x\rtouch made"]
+)
+@pytest.mark.parametrize("name", ["partition", "account", "time", "container", "network"])
+def test_no_setting_becomes_a_command_or_another_option(
+    name: str, hostile: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A setting is refused, or one word of the script, as bash and sbatch read it."""
+    arguments = ["slurm", "--nodes", "8", *NAMED.split(), "--cluster", str(tmp_path / "cluster.json")]
+    for more, content in (([f"--{name}={hostile}"], {}), ([], {name: hostile})):
+        (tmp_path / "cluster.json").write_text(json.dumps(content))
+        try:
+            status = launch.main([*arguments, *more])
+        except SystemExit as stop:  # argparse, for choices
+            status = int(str(stop.code))
+        out, err = capsys.readouterr()
+        if status == 2:
+            assert "E006" in err or "invalid choice" in err
+            continue
+        assert name == "container"
+        run(out, tmp_path, {"DRY_RUN": "1"} | stand_in(tmp_path, "srun", "true"))
+        assert not list(tmp_path.glob("**/made"))
+
+
+@pytest.mark.parametrize(
+    "content",
+    ['{"gpus_per_node": "8"}', '{"gpus_per_node": 8.5}', '{"gpus_per_node": true}', '{"gpu_memory_gb": null}', "[1]",
+     '{"time": 5}', '{"partition": ["a"]}', '{"account": {"a": 1}}', "[" * 100_000, '{"gpus_per_node": 0}', "\\x00",
+     '{"network": "token ring"}', '{"gpus_per_node": 1e999}', '{"gpus_per_node": 99999999999}'],
+)  # fmt: skip
+def test_a_setting_of_another_type_is_a_sentence(
+    content: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "cluster.json").write_text(content)
+    assert launch.main([*f"slurm {NAMED}".split(), "--cluster", str(tmp_path / "cluster.json")]) == 2
+    assert "E006" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "hosts", ["-oProxyCommand=touch made", "a b", "a;touch made", "a,$(touch made)", "a\nb", "a,,b"]
+)
+def test_a_host_is_a_name(hosts: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        launch.main([*f"ssh {NAMED} --cluster {tmp_path / 'none'}".split(), f"--hosts={hosts}"])
+    assert "--hosts NAME" in capsys.readouterr().err
+
+
+def test_flags_of_a_run_are_words_of_the_script(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    hostile = "x\n#SBATCH --wrap=id\ntouch made '$(touch made)' \x1b[2J"
+    arguments = ["slurm", "--nodes", "8", *NAMED.split(), "--wandb-exp-name", hostile]
+    assert launch.main([*arguments, "--cluster", str(tmp_path / "none")]) == 0
+    done = run(capsys.readouterr().out, tmp_path, {"DRY_RUN": "1"})
+    words = run(f"printf '%s\\0' {done.stdout}", tmp_path, {}).stdout.split("\0")
+    assert words[words.index("--wandb-exp-name") + 1] == hostile
+    assert not list(tmp_path.glob("**/made"))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import logging
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from megatron.checkpoint.format import (
     encode_manifest,
     marker_content,
 )
-from megatron.config.text import echo, printable
+from megatron.config.text import echo, escape_library_logs, printable
 from megatron.inference.text import ContinuationPrinter, IdCodec
 from megatron.training.loggers.console import print_line, print_warning
 from megatron.training.loggers.run_folder import IncidentLogger
@@ -151,3 +152,11 @@ def test_generated_texts_are_escaped_on_a_terminal_only(terminal: bool, monkeypa
     printer = ContinuationPrinter(out, IdCodec(), [EVIL], [[1]], (), live=True)
     printer.token(0, 5, last=True)
     assert out.getvalue() == (SHOWN if terminal else EVIL) * 2 + "\n"
+
+
+def test_what_libraries_log_about_files(capfd: pytest.CaptureFixture[str]) -> None:
+    escape_library_logs()
+    logger = logging.getLogger("a library")
+    logger.addHandler(logging.StreamHandler())
+    logger.warning("You are using a model of type %s", EVIL)
+    assert SHOWN in printed(capfd)

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from megatron.config.text import printable
 from megatron.training.loggers import plots
 from megatron.training.loggers.plots import draw_health, draw_runs, running_mean
 from megatron.training.loggers.run_folder import RunHistory
@@ -253,3 +255,12 @@ def test_the_tool_fails_with_a_sentence_and_leaves_nothing(
 def test_the_tool_answers_without_torch() -> None:
     code = "import sys, tools.plot_run; sys.exit('torch' in sys.modules or 'matplotlib' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
+
+
+@pytest.mark.parametrize("name", ["a $\\frac$ b", "\x1b]0;t\x07<script>&", "$a_b$", "\\$x$"])
+def test_a_name_is_drawn_as_it_is(name: str, tmp_path: Path, drawn: list[Figure]) -> None:
+    draw_runs({name: history()}, tmp_path / "run.svg")
+    assert drawn[0].axes[0].get_title("left") == printable(name)
+    text = (tmp_path / "run.svg").read_text()
+    ElementTree.fromstring(text)
+    assert "<script" not in text
