@@ -215,7 +215,7 @@ def write_arguments(config: RunConfig, state: Mapping[str, Any], padded_vocab_si
         "window_size": None if model.window_size is None else (model.window_size - 1, 0),
         "rotary_seq_len_interpolation_factor": None if interpolation == 1 else int(interpolation),
         "no_rope_freq": None if not skipping else [int(model.rotary_kind(i) is None) for i in range(model.num_layers)],
-        "add_position_embedding": positions == "learned_absolute",
+        "add_position_embedding": True,  # also for rope and none: it is only False with its deprecated flag
         "use_rotary_position_embeddings": positions == "rope",
         "padded_vocab_size": padded_vocab_size,
         "bf16": config.precision.params_dtype == "bf16",
