@@ -25,7 +25,7 @@ for name, value in {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_A
     os.environ.setdefault(name, value)
 
 RNG_STATE = torch.zeros(16, dtype=torch.uint8)
-CPU_FLAGS = """--transformer-impl local --distributed-backend gloo --no-gradient-accumulation-fusion --no-rope-fusion
+CPU_FLAGS = """--distributed-backend gloo --no-gradient-accumulation-fusion --no-rope-fusion
 --no-persist-layer-norm --no-masked-softmax-fusion --no-bias-dropout-fusion --no-check-for-nan-in-loss-and-grad"""
 """What has no kernel on a CPU is switched off."""
 
@@ -158,8 +158,12 @@ def main() -> None:
     if not hasattr(typing, "override"):
         typing.override = lambda function: function
     os.environ.setdefault("MASTER_PORT", "29551")
+    import stand_in  # beside this file
+
     sys.path[0] = folder
     replace_cuda()
+    if "transformer_engine" in flags:
+        stand_in.install()
     from megatron.core.tensor_parallel import random
 
     random._set_cuda_rng_state = lambda *args, **kwargs: None

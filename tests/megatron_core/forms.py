@@ -30,9 +30,10 @@ FLAGS = (
     "--vocab-size 384 --seed 1234 --micro-batch-size 2 --global-batch-size 4 --lr 1e-3 --min-lr 1e-4 "
     "--lr-decay-style cosine --lr-warmup-iters 2 --weight-decay 0.1 --adam-beta2 0.95 --clip-grad 1.0 "
     "--hidden-dropout 0 --attention-dropout 0 --tokenizer-type NullTokenizer --eval-iters 0 "
-    f"--eval-interval 1000 --log-interval 1 --data-path data --split 100,0,0 --num-workers 0 --train-iters {STEPS}"
+    f"--eval-interval 1000 --log-interval 1 --num-workers 0 --train-iters {STEPS}"
 )
-THEIRS = "--ckpt-format torch_dist --use-distributed-optimizer --dist-ckpt-optim-fully-reshardable --save-interval 100"
+DATA = "--data-path data --split 100,0,0"
+THEIRS = f"{DATA} --ckpt-format torch_dist --use-distributed-optimizer --dist-ckpt-optim-fully-reshardable --save-interval 100"
 """Flags of Megatron-LM alone."""
 
 LLAMA = "--position-embedding-type rope --normalization RMSNorm --swiglu --disable-bias-linear"
@@ -49,7 +50,7 @@ FORMS = {
     "no positions": "--position-embedding-type none --squared-relu --disable-bias-linear --normalization RMSNorm",
     "qk norm": f"{LLAMA} --qk-layernorm --add-qkv-bias --kv-channels 16",
     "experts": f"{LLAMA} {MIXTURE}",
-    "experts with gelu": f"--position-embedding-type learned_absolute --disable-bias-linear {MIXTURE} --qk-layernorm",
+    "experts with gelu": f"--disable-bias-linear --no-bias-gelu-fusion {MIXTURE} --qk-layernorm",
     "shared experts": f"{LLAMA} {MIXTURE} --moe-shared-expert-intermediate-size 40 --moe-z-loss-coeff 1e-3 "
     "--untie-embeddings-and-output-weights",
 }
@@ -70,8 +71,14 @@ def write_data(folder: Path) -> None:
     pairs.write(folder / "data", documents)
 
 
-def run_theirs(folder: Path, flags: Sequence[str], ranks: int = 1) -> list[dict[str, float]]:
+def run_theirs(folder: Path, flags: Sequence[str], ranks: int = 1, layers: str = "local") -> list[dict[str, float]]:
     """Run Megatron-LM in a folder to the end; return the loss and gradient norm of each step.
+
+    Args:
+        folder: where it runs.
+        flags: its flags.
+        ranks: processes.
+        layers: ``local``, or ``transformer_engine`` for its layers of Transformer Engine, over a stand-in.
 
     Raises:
         RuntimeError: with the end of its output, if it fails.
@@ -80,7 +87,7 @@ def run_theirs(folder: Path, flags: Sequence[str], ranks: int = 1) -> list[dict[
     steps.unlink(missing_ok=True)
     start = ["-m", "torch.distributed.run", "--nproc-per-node", str(ranks), "--master-port", str(free_port())]
     ran = subprocess.run(
-        [python, *start, str(DRIVER), os.environ["MEGATRON_LM"], str(steps), *flags],
+        [python, *start, str(DRIVER), os.environ["MEGATRON_LM"], str(steps), *flags, "--transformer-impl", layers],
         cwd=folder,
         env={**os.environ, "PYTHONPATH": "", "PATH": f"{Path(python).parent}:{os.environ['PATH']}"},
         capture_output=True,

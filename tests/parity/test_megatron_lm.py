@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from megatron.arguments.cli import parse
-from tests.megatron_core.forms import FLAGS, FORMS, SAVED, STEPS, THEIRS, missing, run_theirs, write_data
+from tests.megatron_core.forms import DATA, FLAGS, FORMS, SAVED, STEPS, THEIRS, missing, run_theirs, write_data
 from tests.runs import checkpoint, start, steps
 from tools.convert_checkpoint import main as convert
 
@@ -36,7 +36,7 @@ def test_megatron_lm_loads_every_form_and_continues_alike(
     monkeypatch.chdir(tmp_path)
     write_data(tmp_path)
     flags = f"{FLAGS} {FORMS[form]}".split()
-    run = parse([*flags, "--save", "ours", "--save-interval", str(SAVED), "--device", "cpu", "--run-dir", "log"], {})
+    run = parse([*flags, *DATA.split(), "--save", "ours", "--save-interval", str(SAVED), "--device", "cpu", "--run-dir", "log"], {})
     assert start(run.config).status == 0
     assert convert(["--load", f"ours/iter_{SAVED:07d}", "--save-megatron", "export"]) == 0
     theirs = run_theirs(
