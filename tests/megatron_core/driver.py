@@ -1,4 +1,4 @@
-"""Run Megatron-LM itself on CPUs: ``python driver.py MEGATRON_LM_FOLDER STEPS.json THEIR FLAGS ...``, or under torchrun.
+"""Run Megatron-LM itself on CPUs: ``python driver.py ITS_FOLDER STEPS.json ITS_FLAGS ...``, or under torchrun.
 
 It runs in an environment of its own, and imports nothing of this package. At run time ``torch.cuda`` becomes functions
 without effect, the device "cuda" the CPU, and NCCL gloo; nothing of the code of Megatron-LM is changed. ``STEPS.json``
@@ -14,6 +14,7 @@ import os
 import sys
 import types
 import typing
+from collections import defaultdict
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -64,7 +65,7 @@ def replace_cuda() -> None:
         setattr(torch.cuda, name, lambda *args, **kwargs: Stream())
     for name in ("memory_allocated", "max_memory_allocated", "memory_reserved", "max_memory_reserved"):
         setattr(torch.cuda, name, lambda *args, **kwargs: 0)
-    torch.cuda.memory_stats = lambda *args, **kwargs: dict.fromkeys(STATISTICS, 0)
+    torch.cuda.memory_stats = lambda *args, **kwargs: defaultdict(int)
     torch.cuda.is_available = lambda: True
     torch.cuda.current_device = lambda: "cpu"
     torch.cuda.device_count = lambda: 8
@@ -74,7 +75,7 @@ def replace_cuda() -> None:
     torch.cuda.get_device_properties = lambda *args: types.SimpleNamespace(
         major=9, minor=0, multi_processor_count=1, total_memory=1 << 34, name="CPU"
     )
-    for name in "empty zeros ones full rand randn tensor arange empty_like zeros_like ones_like full_like eye".split():
+    for name in FACTORIES.split():
         setattr(torch, name, on_cpu(getattr(torch, name)))
     torch.Tensor.cuda = torch.nn.Module.cuda = lambda self, *args, **kwargs: self
     torch.Tensor.to = on_cpu_to(torch.Tensor.to)
@@ -82,8 +83,7 @@ def replace_cuda() -> None:
     torch.Tensor.pin_memory = lambda self, *args: self
 
 
-STATISTICS = """allocated_bytes.all.current allocated_bytes.all.peak reserved_bytes.all.current
-reserved_bytes.all.peak active_bytes.all.current active_bytes.all.peak allocation.all.current""".split()
+FACTORIES = "empty zeros ones full rand randn tensor arange empty_like zeros_like ones_like full_like eye"
 
 
 def on_cpu_to(function: Any) -> Any:

@@ -33,8 +33,14 @@ FLAGS = (
     f"--eval-interval 1000 --log-interval 1 --num-workers 0 --train-iters {STEPS}"
 )
 DATA = "--data-path data --split 100,0,0"
-THEIRS = f"{DATA} --ckpt-format torch_dist --use-distributed-optimizer --dist-ckpt-optim-fully-reshardable --save-interval 100"
+THEIRS = (
+    f"{DATA} --ckpt-format torch_dist --use-distributed-optimizer --dist-ckpt-optim-fully-reshardable "
+    "--save-interval 100 --use-cpu-initialization"
+)
 """Flags of Megatron-LM alone."""
+
+GROUPED = "--moe-grouped-gemm"
+"""Its flag for experts in one module, which only Transformer Engine has."""
 
 LLAMA = "--position-embedding-type rope --normalization RMSNorm --swiglu --disable-bias-linear"
 MIXTURE = (
