@@ -199,7 +199,7 @@ def write_arguments(config: RunConfig, state: Mapping[str, Any], padded_vocab_si
         value = setting.value_in(config)
         if setting.group in WRITTEN_GROUPS and name not in ("activation", "params_dtype", *MOMENT_DTYPES):
             args[name] = list(value) if isinstance(value, tuple) else value
-    activation, positions = model.activation, model.position_embedding_type
+    activation = model.activation
     fused = activation == "gelu_tanh" and model.add_bias_linear
     interpolation, skipping = model.rotary_seq_len_interpolation_factor, model.no_rope_freq is not None
     return args | {
@@ -217,8 +217,8 @@ def write_arguments(config: RunConfig, state: Mapping[str, Any], padded_vocab_si
         "window_size": None if model.window_size is None else (model.window_size - 1, 0),
         "rotary_seq_len_interpolation_factor": None if interpolation == 1 else int(interpolation),
         "no_rope_freq": None if not skipping else [int(model.rotary_kind(i) is None) for i in range(model.num_layers)],
-        "add_position_embedding": positions == "learned_absolute",
-        "use_rotary_position_embeddings": positions == "rope",
+        "add_position_embedding": True,  # what deprecated flags set; the positions have a type
+        "use_rotary_position_embeddings": False,
         "padded_vocab_size": padded_vocab_size,
         "bf16": config.precision.params_dtype == "bf16",
         "fp16": config.precision.params_dtype == "fp16",

@@ -47,15 +47,15 @@ def find_place(theirs: str) -> Place:
     return Place(ours + rest, None if layer is None else int(layer), None if expert is None else int(expert))
 
 
-def their_name(ours: str, experts: bool) -> str:
-    """Return the name in torch_dist of a tensor of ours, without layer.
+def their_names(ours: str, experts: bool) -> list[str]:
+    """Return the names in torch_dist under which Megatron-LM looks for a tensor of ours, without layer.
+
+    Its own layers and those of Transformer Engine use the same names, except for the norm before experts.
 
     Args:
         ours: our name, with ``{i}`` for the layer.
-        experts: the model has experts in place of the MLP, so the norm before it is a module of its own.
+        experts: the model has experts in place of the MLP.
     """
-    rows = (row for row in NAMES if ours.startswith(row[0]) and "{e}" not in row[1])
-    if experts and ours.startswith("layers.{i}.pre_mlp_layernorm."):
-        rows = (row for row in rows if "linear_fc1" not in row[1])
-    beginning, theirs = next(rows)
-    return (theirs + ours.removeprefix(beginning)).replace(".{i}", "")
+    fitting = [row for row in NAMES if ours.startswith(row[0]) and "{e}" not in row[1]]
+    count = 2 if experts and ours.startswith("layers.{i}.pre_mlp_layernorm.") else 1
+    return [(theirs + ours.removeprefix(beginning)).replace(".{i}", "") for beginning, theirs in fitting[:count]]

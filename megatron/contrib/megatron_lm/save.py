@@ -42,7 +42,7 @@ from megatron.config.batch import lr_scale, schedule_lengths
 from megatron.config.run import RunConfig
 from megatron.contrib.megatron_lm.checkpoint import BLOCK_ELEMENTS, MOMENTS, view_parts
 from megatron.contrib.megatron_lm.flags import unwritable_options, write_arguments
-from megatron.contrib.megatron_lm.names import their_name
+from megatron.contrib.megatron_lm.names import their_names
 from megatron.convert.huggingface.convert import ProgressCallback
 from megatron.convert.saved_model import SavedModel
 from megatron.distributed.comm import Group
@@ -51,9 +51,11 @@ from megatron.layers.context import DTYPES
 from megatron.layers.parameters import WORD_EMBEDDINGS
 from megatron.optimizer.lr_scheduler import LearningRateSchedule
 
+VOCABULARY = (WORD_EMBEDDINGS, "output_layer.weight")
 METADATA_JSON = {"sharded_backend": "torch_dist", "sharded_backend_version": 1}
-WITH_EXTRA_STATE = re.compile(r"decoder\.layers\.(self_attention\.linear_(proj|qkv)|mlp\.linear_fc[12])\.weight")
-"""Modules that keep an object of their own for each layer, which is empty without FP8."""
+WITH_EXTRA_STATE = re.compile(r"(decoder\.(?:\w+\.)*(?:linear_\w+|\w+_layernorm)\.)weight")
+"""Weights of modules that keep an object of their own, which is empty without FP8: of each layer, and of each expert.
+Norms have one in Transformer Engine alone."""
 
 
 def save_megatron_lm(
@@ -173,18 +175,17 @@ class _Plan(DefaultSavePlanner):
         for name in saved.specs:
             layers.setdefault(re.sub(r"^layers\.\d+\.", "layers.{i}.", name), []).append(name)
         for pattern, names in layers.items():
-            key = their_name(pattern, model.num_experts is not None)
-            rows = vocabulary if pattern in (WORD_EMBEDDINGS, "output_layer.weight") else None
-            self._add_tensor(key, "", names, saved.specs[names[0]], params_dtype, rows)
-            for kind in self.kinds:
-                prefix = "" if kind == "param" else f"optim.{kind}."
-                self._add_tensor(
-                    f"optimizer.state.{kind}.{key}", prefix, names, saved.specs[names[0]], torch.float32, rows
-                )
-            if WITH_EXTRA_STATE.fullmatch(key):
-                module = key.removesuffix("weight")
-                for layer in range(model.num_layers):
-                    self._add_object(f"{module}_extra_state/shard_{layer}_{model.num_layers}", [None])
+            spec, rows = saved.specs[names[0]], vocabulary if pattern in VOCABULARY else None
+            for key in their_names(pattern, model.num_experts is not None):
+                self._add_tensor(key, "", names, spec, params_dtype, rows)
+                for kind in self.kinds:
+                    prefix = "" if kind == "param" else f"optim.{kind}."
+                    self._add_tensor(f"optimizer.state.{kind}.{key}", prefix, names, spec, torch.float32, rows)
+                if module := WITH_EXTRA_STATE.fullmatch(key):
+                    counts = (len(names), *spec.view[:1]) if spec.expert else (len(names),)
+                    size = ".".join(map(str, counts))
+                    for at in product(*map(range, counts)):
+                        self._add_object(f"{module[1]}_extra_state/shard_{'.'.join(map(str, at))}_{size}", [None])
         parts = (item.tensor_data for item in self._items if item.tensor_data is not None)
         self._total = sum(prod(part.chunk.sizes) * part.properties.dtype.itemsize for part in parts)
 
@@ -195,8 +196,6 @@ class _Plan(DefaultSavePlanner):
         moments = {f"optim.{kind}.{name}" for kind in MOMENTS for name in saved.specs}
         if "optimizer" not in saved.manifest.state or not moments <= {*self._reader.names}:
             return (), "the checkpoint has no state of Adam for all weights"
-        if saved.model.num_experts is not None:
-            return (), "the optimizer state of experts is not written"
         return ("param", *MOMENTS), ""
 
     def _add_object(self, key: str, content: Any) -> None:
@@ -266,7 +265,6 @@ def _common_state(config: RunConfig, state: Mapping[str, Any], args: dict[str, A
     rates, steps = schedule.rates(consumed), state["optimizer"]["steps"]
     options = config.optimizer
     shared = {
-        "is_expert_parallel": False,
         "default_config": True,
         "lr_mult": 1.0,
         "is_decoupled_lr": False,
@@ -275,6 +273,7 @@ def _common_state(config: RunConfig, state: Mapping[str, Any], args: dict[str, A
         "lr": rates.lr,
         "betas": (options.adam_beta1, options.adam_beta2),
         "eps": options.adam_eps,
+        "bias_correction": True,
         "step": steps,
     }
     decay = {"wd_mult": 1.0, "weight_decay": rates.weight_decay}, {"wd_mult": 0.0, "weight_decay": 0.0}
@@ -286,12 +285,16 @@ def _common_state(config: RunConfig, state: Mapping[str, Any], args: dict[str, A
             "growth_tracker": scaler["good_steps"],
             "hysteresis_tracker": int(scaler["lives"]),
         }
-    groups = [shared | each for each in decay]
-    common["optimizer"] = {
-        "optimizer": {"param_groups": groups},
-        "param_state_sharding_type": "fully_reshardable",
-        **scale,
-    }
+    parts = [
+        {
+            "optimizer": {"param_groups": [shared | each | {"is_expert_parallel": expert} for each in decay]},
+            "param_state_sharding_type": "fully_reshardable",
+            **scale,
+        }
+        for expert in (False, True)
+    ]
+    # with expert parallelism, experts have an optimizer of their own
+    common["optimizer"] = dict(enumerate(parts)) if config.parallel.expert_model_parallel_size > 1 else parts[0]
     common["opt_param_scheduler"] = {
         "max_lr": schedule.peak,
         "lr_warmup_steps": int(schedule.warmup),

@@ -20,7 +20,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from megatron.config.model import ModelConfig
-from megatron.contrib.megatron_lm.pickles import StoredTensor, read_torch_file
+from megatron.contrib.megatron_lm.pickles import StoredTensor, read_pickle_file, read_torch_file
 from megatron.layers.parameters import gpt
 
 ARCHIVE = Path(__file__).parents[2] / "golden" / "megatron_ckpt.tar.xz"
@@ -290,3 +290,21 @@ def change_arguments(source: Path, folder: Path, **changes: Any) -> Path:
     args = argparse.Namespace(**plain | {"params_dtype": torch.float32} | changes)
     torch.save({"args": args, "iteration": content["iteration"], "model": tensors}, file)
     return folder
+
+
+def entries(path: Path) -> dict[str, Any]:
+    """Sizes and types of the entries of a distributed checkpoint by key, or ``object``; without those of ranks."""
+    found = {}
+    for key, entry in read_pickle_file(path / ".metadata").state["state_dict_metadata"].items():
+        if not key.startswith(("rng_state", "rerun_state_machine_state")):
+            state = entry.state or {}
+            found[key] = (state["size"], state["properties"].state[0]) if "size" in state else "object"
+    return found
+
+
+def common_state(path: Path) -> dict[str, Any]:
+    """The state that is stored once for all ranks."""
+    metadata = read_pickle_file(path / ".metadata").state["storage_data"]
+    (place,) = (p.state for i, p in metadata.items() if i.state["fqn"] == "common_state/shard_0_1")
+    (found,) = read_torch_file(path / place["relative_path"], place["offset"], place["length"])
+    return dict(found)

@@ -6,6 +6,7 @@ import argparse
 import collections
 import functools
 import io
+import json
 import os
 import pickle
 import random
@@ -21,18 +22,28 @@ import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file
 from torch import Tensor
 
+from megatron.arguments.cli import parse
+from megatron.arguments.sources import to_dict
 from megatron.checkpoint.errors import CheckpointError, DamagedCheckpointError
-from megatron.checkpoint.format import Manifest
+from megatron.checkpoint.format import Manifest, whole_box
 from megatron.checkpoint.load import CheckpointReader
+from megatron.checkpoint.save import save_sharded
+from megatron.checkpoint.tensor_file import GlobalTensor, TensorPart
 from megatron.config.errors import UserError
 from megatron.config.model import ModelConfig
 from megatron.contrib.megatron_lm.pickles import read_pickle_file, read_torch_file
 from megatron.convert.huggingface.check import run_own_model
 from megatron.convert.huggingface.convert import RoundedWeights
 from megatron.convert.saved_model import SavedModel, open_checkpoint
+from megatron.distributed.comm import Group
+from megatron.layers.parameters import gpt
+from tests.megatron_core.forms import FLAGS, FORMS
+from tests.megatron_core.record import plain
 from tests.runs import checkpoint
 from tests.unit.convert.folders import card_of
 from tests.unit.convert.megatron_lm import (
+    common_state,
+    entries,
     expected,
     moments_of,
     random_tensors,
@@ -118,7 +129,9 @@ def test_the_model_computes_the_logits_of_megatron_lm(written: Path, kind: str, 
     assert (logits - wanted["logits"]).abs().max() < 5e-6
 
 
-def check_tensors(folder: Path, ours: dict[str, Tensor], moments: bool, steps: int = 7) -> None:
+def check_tensors(
+    folder: Path, ours: dict[str, Tensor], moments: bool, steps: int = 7, at: tuple[int, int] = (7, 28)
+) -> None:
     """A folder holds these tensors, and the moments that follow from them."""
     tensors, state = checkpoint(newest(folder))
     wanted = dict(ours)
@@ -126,7 +139,7 @@ def check_tensors(folder: Path, ours: dict[str, Tensor], moments: bool, steps: i
         wanted |= {f"optim.{kind}.{name}": value for kind, value in moments_of(tensor).items()}
     assert tensors.keys() == wanted.keys()
     assert all(torch.equal(tensor, wanted[name].view(tensor.shape)) for name, tensor in tensors.items())
-    assert (state["iteration"], state["consumed_samples"]) == (7, 28)
+    assert (state["iteration"], state["consumed_samples"]) == at
     assert state.get("optimizer") == ({"steps": steps} if moments else None)
 
 
@@ -477,16 +490,6 @@ def test_tools_read_such_folders(written: Path, capsys: pytest.CaptureFixture[st
 # ---- Conversion ----
 
 
-def entries(path: Path) -> dict[str, Any]:
-    """Sizes and types of the entries of a distributed checkpoint by key; a type for objects; without those of ranks."""
-    found = {}
-    for key, entry in read_pickle_file(path / ".metadata").state["state_dict_metadata"].items():
-        if not key.startswith(("rng_state", "rerun_state_machine_state")):
-            state = entry.state or {}
-            found[key] = (state["size"], state["properties"].state[0]) if "size" in state else entry.name
-    return found
-
-
 @pytest.mark.parametrize("kind", ["gpt2", "llama"])
 def test_a_checkpoint_comes_back_as_megatron_lm_has_written_it(written: Path, tmp_path: Path, kind: str) -> None:
     source, own, back = written / f"{kind}_torch_dist_tp2", tmp_path / "own", tmp_path / "back"
@@ -505,7 +508,7 @@ def test_a_checkpoint_comes_back_as_megatron_lm_has_written_it(written: Path, tm
     assert {key: kind for key, (_, kind) in sizes(written_entries).items()} == {
         k: v for k, (_, v) in sizes(wanted).items()
     }
-    assert written_entries.keys() == wanted.keys()
+    assert written_entries.keys() == wanted.keys() | {"decoder.final_layernorm._extra_state/shard_0_1"}
     assert (back / "latest_checkpointed_iteration.txt").read_text() == "5"
     key = "optimizer.state.exp_avg.decoder.layers.mlp.linear_fc1.weight"
     plain = {key: torch.empty(wanted[key][0])}
@@ -527,7 +530,9 @@ def test_the_common_state_is_that_of_megatron_lm(written: Path, tmp_path: Path) 
     for name in ("iteration", "checkpoint_version", "opt_param_scheduler", "content_metadata"):
         assert ours[name] == theirs[name], name
     for group, wanted in zip(*(c["optimizer"]["optimizer"]["param_groups"] for c in (ours, theirs)), strict=True):
-        assert group == {name: pytest.approx(wanted[name]) for name in group}
+        assert group == {name: pytest.approx(wanted[name]) for name in group if name != "bias_correction"} | {
+            "bias_correction": True
+        }
     same = set(ours["args"]) & set(theirs["args"])
     layout = {"tensor_model_parallel_size", "world_size", "padded_vocab_size", "distributed_backend"}
     shape = (
@@ -542,23 +547,61 @@ def test_the_common_state_is_that_of_megatron_lm(written: Path, tmp_path: Path) 
     }
 
 
-def common_state(path: Path) -> dict[str, Any]:
-    """The state that is stored once for all ranks."""
-    metadata = read_pickle_file(path / ".metadata").state["storage_data"]
-    (place,) = (p.state for i, p in metadata.items() if i.state["fqn"] == "common_state/shard_0_1")
-    (found,) = read_torch_file(path / place["relative_path"], place["offset"], place["length"])
-    return dict(found)
-
-
-def test_experts_are_written_as_weights_part_by_part(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_experts_are_written_part_by_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("megatron.contrib.megatron_lm.save.BLOCK_ELEMENTS", 112)  # rows across heads
     ours = random_tensors(EXPERTS)
     folder = write_torch_dist(tmp_path / "theirs", EXPERTS, ours)
     assert convert(["--load", str(folder), "--save-megatron", str(tmp_path / "back")]) == 0
-    assert "weights alone: the optimizer state of experts is not written" in capsys.readouterr().out
-    check_tensors(tmp_path / "back", ours, False)
+    check_tensors(tmp_path / "back", ours, True, steps=6)
+
+
+# ---- What Megatron-LM looks for in an export ----
+
+EXPORTS = json.loads((Path(__file__).parents[2] / "golden" / "megatron_exports.json").read_text())
+"""What Megatron-LM itself has written at step 1, by form; ``python -m tests.megatron_core.record``."""
+
+
+def export(folder: Path, form: str, flags: str = "") -> Path:
+    """Export a checkpoint of step 1 of a run here, with random weights."""
+    config = parse(f"{FLAGS} --mock-data {FORMS[form]} {flags}".split(), {"RANK": "0", "WORLD_SIZE": "2"}).config
+    tensors = {}
+    for name, value in random_tensors(config.model).items():
+        for prefix, each in {"": value, **{f"optim.{kind}.": x for kind, x in moments_of(value).items()}}.items():
+            view = gpt(config.model)[name].view
+            part = TensorPart(whole_box(view), each.view(view))
+            tensors[prefix + name] = GlobalTensor(tuple(each.shape), view, each.dtype, (part,))
+    batches = {"iteration": 0, "consumed_samples": 0}
+    state = {"iteration": 1, "consumed_samples": 4, "optimizer": {"steps": 1}, "batches_since": batches}
+    own = folder / "own" / "iter_0000001"
+    save_sharded(own, tensors, state, to_dict(config), Group())
+    assert convert(["--load", str(own), "--save-megatron", str(folder / "export")]) == 0
+    check_tensors(folder / "export", random_tensors(config.model), True, 1, at=(1, 4))
+    return newest(folder / "export")
+
+
+@pytest.mark.parametrize("form", list(FORMS))
+def test_an_export_holds_what_megatron_lm_looks_for(tmp_path: Path, form: str) -> None:
+    """It holds what Megatron-LM writes with its own layers and with those of Transformer Engine, and no more."""
+    path, wanted = export(tmp_path, form), EXPORTS[form]
+    held, common = plain([entries(path), common_state(path)])
+    assert held == wanted["entries"] | wanted["transformer_engine"]
+    named = wanted["args"].keys() & common["args"].keys()
+    assert {name: common["args"][name] for name in named} == {name: wanted["args"][name] for name in named}
+    for name in ("opt_param_scheduler", "content_metadata"):
+        assert common[name] == wanted[name]
+    groups = common["optimizer"]["optimizer"]["param_groups"]
+    for group, theirs in zip(groups, wanted["optimizer"]["optimizer"]["param_groups"], strict=True):
+        assert group == theirs | {"bias_correction": True}  # which fused optimizers read
+
+
+def test_experts_of_a_run_with_expert_parallelism_have_an_optimizer_of_their_own(tmp_path: Path) -> None:
+    common = common_state(export(tmp_path, "experts", "--expert-model-parallel-size 2"))
+    wanted = EXPORTS["experts"]["optimizer"]["optimizer"]["param_groups"]
+    assert [*common["optimizer"]] == [0, 1]
+    for number, part in common["optimizer"].items():
+        for group, theirs in zip(part["optimizer"]["param_groups"], wanted, strict=True):
+            assert plain(group) == theirs | {"is_expert_parallel": number == 1, "bias_correction": True}
+    assert common["opt_param_scheduler"] == EXPORTS["experts"]["opt_param_scheduler"]
 
 
 def test_a_megatron_lm_checkpoint_becomes_a_hugging_face_model(written: Path, tmp_path: Path, capsys: Any) -> None:

@@ -1,0 +1,106 @@
+"""The forms in which models are exported to Megatron-LM, and runs of both programs with the same flags.
+
+Megatron-LM is found by two variables: ``MEGATRON_LM``, the folder of a clone of github.com/NVIDIA/Megatron-LM, and
+``MEGATRON_LM_PYTHON``, the Python of an environment of its own, made by::
+
+    python3 -m venv /opt/megatron-lm
+    /opt/megatron-lm/bin/pip install torch==2.13.0 numpy packaging einops tqdm regex six pyyaml psutil pybind11
+    /opt/megatron-lm/bin/pip install --no-deps triton
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+
+from tests.processes import free_port
+from tests.unit.data import pairs
+
+DRIVER = Path(__file__).with_name("driver.py")
+STEPS = 14
+SAVED = 4
+"""The step whose checkpoint is exported."""
+
+FLAGS = (
+    "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 32 --max-position-embeddings 32 "
+    "--vocab-size 384 --seed 1234 --micro-batch-size 2 --global-batch-size 4 --lr 1e-3 --min-lr 1e-4 "
+    "--lr-decay-style cosine --lr-warmup-iters 2 --weight-decay 0.1 --adam-beta2 0.95 --clip-grad 1.0 "
+    "--hidden-dropout 0 --attention-dropout 0 --tokenizer-type NullTokenizer --eval-iters 0 "
+    f"--eval-interval 1000 --log-interval 1 --num-workers 0 --train-iters {STEPS}"
+)
+DATA = "--data-path data --split 100,0,0"
+THEIRS = (
+    f"{DATA} --ckpt-format torch_dist --use-distributed-optimizer --dist-ckpt-optim-fully-reshardable "
+    "--save-interval 100 --use-cpu-initialization"
+)
+"""Flags of Megatron-LM alone."""
+
+GROUPED = "--moe-grouped-gemm"
+"""Its flag for experts in one module, which only Transformer Engine has."""
+
+LLAMA = "--position-embedding-type rope --normalization RMSNorm --swiglu --disable-bias-linear"
+MIXTURE = (
+    "--num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 24 --moe-router-load-balancing-type aux_loss "
+    "--moe-aux-loss-coeff 0.01"
+)
+FORMS = {
+    "gpt": "",
+    "gpt untied": "--untie-embeddings-and-output-weights --no-bias-gelu-fusion",
+    "llama": f"{LLAMA} --group-query-attention --num-query-groups 2 --rotary-base 500000 --norm-epsilon 1e-6 "
+    "--untie-embeddings-and-output-weights --ffn-hidden-size 80",
+    "rope": "--position-embedding-type rope --rotary-percent 0.5",
+    "no positions": "--position-embedding-type none --squared-relu --disable-bias-linear --normalization RMSNorm",
+    "qk norm": f"{LLAMA} --qk-layernorm --add-qkv-bias --kv-channels 16",
+    "experts": f"{LLAMA} {MIXTURE}",
+    "experts with gelu": f"--disable-bias-linear --no-bias-gelu-fusion {MIXTURE} --qk-layernorm",
+    "shared experts": f"{LLAMA} {MIXTURE} --moe-shared-expert-intermediate-size 40 --moe-z-loss-coeff 1e-3 "
+    "--untie-embeddings-and-output-weights",
+}
+"""Flags of models that both programs have; all but the first two differ from a default in several ways."""
+
+
+def missing() -> str:
+    """Why Megatron-LM cannot be run; empty if it can."""
+    places = {name: Path(os.environ.get(name, "")) for name in ("MEGATRON_LM", "MEGATRON_LM_PYTHON")}
+    found = (places["MEGATRON_LM"] / "pretrain_gpt.py").is_file() and places["MEGATRON_LM_PYTHON"].is_file()
+    return "" if found else "needs Megatron-LM: MEGATRON_LM and MEGATRON_LM_PYTHON, see tests/megatron_core/forms.py"
+
+
+def write_data(folder: Path) -> None:
+    """Write the token files that both read."""
+    numbers = random.Random(0)
+    documents = [[numbers.randrange(384) for _ in range(numbers.randrange(5, 90))] for _ in range(300)]
+    pairs.write(folder / "data", documents)
+
+
+def run_theirs(folder: Path, flags: Sequence[str], ranks: int = 1, layers: str = "local") -> list[dict[str, float]]:
+    """Run Megatron-LM in a folder to the end; return the loss and gradient norm of each step.
+
+    Args:
+        folder: where it runs.
+        flags: its flags.
+        ranks: processes.
+        layers: ``local``, or ``transformer_engine`` for its layers of Transformer Engine, over a stand-in.
+
+    Raises:
+        RuntimeError: with the end of its output, if it fails.
+    """
+    python, steps = os.environ["MEGATRON_LM_PYTHON"], folder / "steps.json"
+    steps.unlink(missing_ok=True)
+    start = ["-m", "torch.distributed.run", "--nproc-per-node", str(ranks), "--master-port", str(free_port())]
+    ran = subprocess.run(
+        [python, *start, str(DRIVER), os.environ["MEGATRON_LM"], str(steps), *flags, "--transformer-impl", layers],
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": "", "PATH": f"{Path(python).parent}:{os.environ['PATH']}"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if ran.returncode:
+        raise RuntimeError(f"{ran.stdout[-2000:]}\n{ran.stderr[-6000:]}")
+    found: list[dict[str, float]] = json.loads(steps.read_text())
+    return found
