@@ -24,11 +24,12 @@ from tests.runs import checkpoint, start, steps
 from tools.convert_checkpoint import main as convert
 
 TP = "--tensor-model-parallel-size 2 --make-vocab-size-divisible-by 64"  # without padding, of which it has a loss
+PP = "--pipeline-model-parallel-size 2"
 OTHERS = [
-    ("gpt", "local", "--pipeline-model-parallel-size 2", 2),
+    ("gpt", "local", PP, 2),
     ("llama", "local", TP, 2),
     ("qk norm", "local", "", 2),
-    ("shared experts", "local", TP, 2),
+    ("shared experts", "local", PP, 2),
     ("shared experts", "transformer_engine", GROUPED, 1),
 ]
 """Forms, with the layers, flags and ranks of Megatron-LM."""
@@ -55,7 +56,7 @@ def test_megatron_lm_loads_every_form_and_continues_alike(
     assert len(theirs) == len(ours) == STEPS - SAVED
     for mine, step in zip(ours, theirs, strict=True):
         assert step["lm loss"] == pytest.approx(mine["lm loss"], rel=1e-6)
-        assert step["grad_norm"] == pytest.approx(mine["grad-norm"], rel=1e-4)
+        assert step["grad_norm"] == pytest.approx(mine["grad-norm"], rel=1e-5)
     (mine, _), (back, state) = (checkpoint(tmp_path / name / f"iter_{STEPS:07d}") for name in ("ours", "back"))
     assert state["optimizer"] == {"steps": STEPS}
     assert back.keys() == mine.keys()
