@@ -274,7 +274,8 @@ def ignore_reason(spelling: str, arguments: Sequence[str], config: RunConfig) ->
         return None
     patterns = flag.values
     if patterns is None or all(any(re.fullmatch(p, word) for p in patterns) for word in arguments):
-        return flag.reason
+        missing = flag.kind == "refused" and spelling in foreign_flags().handled
+        return "it changes nothing with this value" if missing else flag.reason
     return None
 
 

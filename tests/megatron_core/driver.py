@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import json
 import importlib
+import json
 import os
 import sys
 import types

@@ -29,7 +29,7 @@ def json_values(pieces: Iterator[bytes], max_bytes: int) -> Iterator[bytes]:
         if mark and (ended or len(text) - at >= 2 * tried):  # a longer value is parsed again once there is as much more
             try:
                 _, end = parse(text, at)
-            except ValueError as error:
+            except (ValueError, RecursionError) as error:
                 if ended or len(text) - at > max_bytes:
                     raise ValueError(f"{error}" if ended else f"longer than {max_bytes:,} bytes, or {error}") from error
                 tried = len(text) - at

@@ -25,17 +25,15 @@ from hypothesis import strategies as st
 
 from megatron.data.errors import DataError
 from megatron.data.preprocess import corpus
+from megatron.data.preprocess.compression import COMPRESSION_SUFFIXES, DamagedStreamError, decompress
 from megatron.data.preprocess.corpus import (
-    COMPRESSION_SUFFIXES,
     BadDocument,
     BadDocumentError,
     BadDocumentReport,
     Block,
-    DamagedStreamError,
     FileBlock,
     LineBlock,
     TextDocument,
-    decompress,
     find_text_files,
     load_block,
     parse_line,
@@ -607,6 +605,7 @@ def test_arrays_and_objects_over_lines_are_read_as_lines_are(
         ('[{"text": "a"}, {"text": "b"}', 2, ":3 is not JSON from here on: the array does not end"),
         ('[{"text": "a"}, {"text" "b"}]', 1, ":2 is not JSON from here on: "),
         ('{\n"text": "a"}\n{\n"text": ', 1, ":2 is not JSON from here on: "),
+        ('[{"text": "a"}, ' + "[" * 99_999, 1, ":2 is not JSON from here on: "),
         ('[{"text": "a"}, 7]', 1, ":2 is a number, not an object"),
     ],
 )
