@@ -94,7 +94,7 @@ def parse_yaml(content: bytes) -> Any:
         raise ValueError("it is nested too deeply") from None
     except UnicodeDecodeError:
         raise ValueError("it is not a UTF-8 text file") from None
-    except (ValueError, OverflowError, yaml.YAMLError) as error:
+    except (ValueError, yaml.YAMLError) as error:
         raise ValueError(" ".join(str(error).split())) from None
 
 

@@ -59,13 +59,12 @@ def alarm() -> Iterator[None]:
         ("n: 1" + ":59" * 300_000 + ".5", "line 1 has a number of more than 400 digits"),
         ("n: 0x" + "f" * 401, "line 1 has a number of more than 400 digits"),
         ("n: 1" + ":59" * 120 + ".5e", None),
-        ("n: 1" + ":59" * 130 + ".5" + "0" * 5, "too large"),
         ("n: [" + "1," * 200_000 + "]", "more than 20,000 values"),
         ("".join(f"k{n}: 1\n" for n in range(90_000)), "more than 20,000 values"),
         ("a: !!python/object/apply:os.system [x]", "could not determine a constructor"),
         ("? [1, [2]]\n: 1", "unhashable"),
     ],
-    ids=range(11),
+    ids=range(10),
 )
 def test_yaml_takes_neither_long_nor_the_last_of_two(text: str, reason: str | None) -> None:
     if reason is None:
