@@ -21,7 +21,7 @@ SMALL_FILE_BYTES = 16 << 20
 TABLE_FILE_BYTES = 1 << 28
 """Limit for tokenizers and for indices of weights, of which the largest known have 40 MB."""
 
-YAML_BYTES, YAML_VALUES = 1 << 20, 20_000
+YAML_BYTES, YAML_VALUES = 1 << 20, 10_000
 """Limits for YAML, of which about 200 kB or 10,000 values are read in a second."""
 
 MAX_DIGITS = 400
@@ -94,7 +94,7 @@ def parse_yaml(content: bytes) -> Any:
         raise ValueError("it is nested too deeply") from None
     except UnicodeDecodeError:
         raise ValueError("it is not a UTF-8 text file") from None
-    except (ValueError, OverflowError, yaml.YAMLError) as error:
+    except (ValueError, yaml.YAMLError) as error:
         raise ValueError(" ".join(str(error).split())) from None
 
 

@@ -64,8 +64,8 @@ STORAGE = {
 PICKLES = ("pickle", "dill", "cloudpickle", "joblib", "shelve", "marshal")
 """Packages whose files and messages run code when they are read."""
 
-PIPES = {"megatron.data.preprocess.encode": "pickle", "megatron.contrib.megatron_lm.pickles": "pickle"}
-"""Modules that may use one of them: for pipes to child processes of their own, and to read without executing."""
+PIPES = {"megatron.data.preprocess.encode": "pickle"}
+"""Modules that may use one of them, for pipes to child processes of their own."""
 
 OBJECT_COLLECTIVES = (
     *("all_gather_object", "gather_object", "broadcast_object_list", "scatter_object_list"),

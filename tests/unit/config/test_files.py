@@ -50,6 +50,39 @@ def alarm() -> Iterator[None]:
     signal.signal(signal.SIGALRM, before)
 
 
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("lr: 1\nlr: 2", "line 1 begins a block that has lr twice"),
+        ("a: 1\nmodel:\n  - {x: 1, y: 2, x: 3}", "line 3 begins a block that has x twice"),
+        ("n: 1" + ":59" * 300_000, "line 1 has a number of more than 400 digits"),
+        ("n: 1" + ":59" * 300_000 + ".5", "line 1 has a number of more than 400 digits"),
+        ("n: 0x" + "f" * 401, "line 1 has a number of more than 400 digits"),
+        ("n: 1" + ":59" * 120 + ".5e", None),
+        ("n: [" + "1," * 200_000 + "]", "more than 10,000 values"),
+        ("".join(f"k{n}: 1\n" for n in range(90_000)), "more than 10,000 values"),
+        ("a: !!python/object/apply:os.system [x]", "could not determine a constructor"),
+        ("? [1, [2]]\n: 1", "unhashable"),
+    ],
+    ids=range(10),
+)
+def test_yaml_takes_neither_long_nor_the_last_of_two(text: str, reason: str | None) -> None:
+    if reason is None:
+        assert parse_yaml(text.encode())
+        return
+    with pytest.raises(ValueError, match=reason):
+        parse_yaml(text.encode())
+
+
+def test_a_message_is_short_however_long_the_names_and_the_list_are() -> None:
+    name = "x" * 10**6
+    for error in (CheckpointError(name), DataError(name), UserError([Problem("E005", name)])):
+        assert len(str(error)) < 11_000
+    many = str(UserError([Problem("E005", f"option {n}") for n in range(10_000)]))
+    assert "and 9,900 more" in many
+    assert len(many) < 5_000
+
+
 def test_a_small_file_is_read(tmp_path: Path) -> None:
     (tmp_path / "x").write_bytes(b"content")
     (tmp_path / "link").symlink_to("x")

@@ -10,7 +10,10 @@ import json
 import os
 import pickle
 import random
+import re
 import shutil
+import subprocess
+import sys
 import tracemalloc
 from contextlib import suppress
 from pathlib import Path
@@ -231,6 +234,136 @@ def test_a_tensor_does_not_reach_beyond_its_storage(tmp_path: Path) -> None:
     torch.save({"secret": torch.zeros(64), "x": beyond}, tmp_path / "x.pt")
     with pytest.raises(DamagedCheckpointError, match=r"x.pt has a tensor \[3\] that is larger than its storage"):
         read_torch_file(tmp_path / "x.pt")
+
+
+TWICE = b"".join(b"q%ch%c\x86" % (n, n) for n in range(40))
+"""A tuple of two of the tuple on the stack, 40 times: 2**40 values if each is counted where it occurs."""
+HOSTILE = {
+    "nested tuples as a key": b"})" + TWICE + b"Ns.",
+    "nested tuples as keys of items": b"}()" + TWICE + b"Nu.",
+    "nested tuples as a key of an old dict": b"()" + TWICE + b"Nd.",
+    "nested tuples in a set": b"\x8f()" + TWICE + b"\x90.",
+    "nested tuples in a frozen set": b"()" + TWICE + b"\x91.",
+    "nested tuples in a set that is called": b"cbuiltins\nset\n](" + b")" + TWICE + b"e\x85R.",
+    "nested frozen sets": b"((\x91" + b"".join(b"q%c(h%c(h%c\x91\x91" % (n, n, n) for n in range(20)) + b"\x91.",
+    "nested tuples as a name": b")" + TWICE + b"\x8c\x01x\x93.",
+    "nested tuples as a storage": b"(\x8c\x07storageN)" + TWICE + b"NNtQ.",
+    "nested tuples as a size": b"ctorch\nSize\n)" + TWICE + b"\x85R.",
+    "nested tuples alone": b")" + TWICE + b".",
+    "nested lists alone": b"]" + b"".join(b"q%c](h%ch%ce" % (n, n, n) for n in range(60)) + b".",
+    "a list in itself": b"]q\x00h\x00a.",
+    "deep tuples": b")" + b"\x85" * 10**6 + b".",
+    "deep tuples as a key": b"})" + b"\x85" * 10**6 + b"Ns.",
+    "deep lists": b"(" * 10**6 + b"l" * 10**6 + b".",
+    **{
+        f"many {step!r}": step * (50_000_000 // len(step)) for step in (b"}", b"(", b"]", b"\x8f", b"N", b"Na", b"\x94")
+    },
+    "many dimensions": b"ctorch\nSize\n](" + b"M\x01\x02" * 800_000 + b"e\x85R.",
+    "a long text as a size": b"ctorch\nSize\nX\x40\x42\x0f\x00" + b"x" * 10**6 + b"\x85R.",
+    "sets of one list": b"](cbuiltins\nset\nq\x00]("
+    + b"J\x01\x02\x03\x04" * 60_000
+    + b"eq\x01\x85R"
+    + b"h\x00h\x01\x85R" * 20_000
+    + b"e.",
+    "a long name": b"c" + b"a" * 10**6 + b"\nx\n.",
+    "a long number as a key": b"}\x8b\x00\x00\x10\x00" + b"\x7f" * (1 << 20) + b"Ns.",
+}
+READ_HOSTILE = """
+import resource, sys
+from pathlib import Path
+from megatron.checkpoint.errors import DamagedCheckpointError
+from megatron.contrib.megatron_lm.pickles import read_pickle_file
+resource.setrlimit(resource.RLIMIT_DATA, (2 << 30, 2 << 30))
+for file in sorted(Path(sys.argv[1]).iterdir()):
+    try:
+        read_pickle_file(file)
+        print(file.name, "was read")
+    except DamagedCheckpointError as error:
+        if len(str(error)) > 1000 or "MemoryError" in str(error):
+            print(file.name, len(str(error)), str(error)[:200])
+"""
+
+
+def test_hostile_pickles_end_in_a_sentence_soon(tmp_path: Path) -> None:
+    """None hangs, ends the process or fills the memory, whatever is nested, repeated or long in it."""
+    for name, content in HOSTILE.items():
+        (tmp_path / re.sub(r"\W+", " ", name)).write_bytes(b"\x80\x04" + content)
+    command = [sys.executable, "-c", READ_HOSTILE, str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stdout) == (0, ""), done.stderr[-2000:]
+
+
+def hostile_table(path: Path, change: Any) -> Path:
+    """Change the table of a checkpoint in the format torch_dist."""
+    metadata = pickle.loads((path / ".metadata").read_bytes())
+    change(metadata)
+    (path / ".metadata").write_bytes(pickle.dumps(metadata))
+    return path
+
+
+STACKED = "decoder.layers.self_attention.linear_qkv.weight"
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        (lambda m: vary(m, size=(2**40, 96, 32)), "of 1099511627776 layers"),
+        (lambda m: vary(m, size=(10**8, 96, 32)), "of 100000000 layers"),
+        (lambda m: vary(m, size=(0, 96, 32)), "of 0 layers"),
+        (lambda m: vary(m, chunks=chunks_of(m) * 10**6), "repeats its values|KeyError"),
+        (lambda m: vary(m, chunks=[chunk(2**40, 0, 0)]), "is empty, or not inside"),
+        (lambda m: vary(m, chunks=[chunk(2**40, 96, 32)]), "is empty, or not inside"),
+        (lambda m: places(m, 10**9), "puts .* GiB into"),
+        (
+            lambda m: m.state_dict_metadata.update(
+                {"decoder.layers.0.mlp.experts.linear_fc1." + "1" * 200_000 + "x": entry(m)}
+            ),
+            "does not have",
+        ),
+    ],
+    ids=range(8),
+)
+def test_a_table_is_compared_with_the_model_before_anything_is_built(
+    written: Path, tmp_path: Path, change: Any, sentence: str
+) -> None:
+    path = hostile_table(shutil.copytree(newest(written / "gpt2_torch_dist_tp2"), tmp_path / "x"), change)
+    tracemalloc.start()
+    with pytest.raises(DamagedCheckpointError, match=sentence) as error:
+        Manifest.open(path)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert (peak < 200 << 20, len(str(error.value)) < 11_000) == (True, True)
+
+
+def entry(metadata: Any) -> Any:
+    return metadata.state_dict_metadata[STACKED]
+
+
+def chunks_of(metadata: Any) -> list[Any]:
+    return list(entry(metadata).chunks)
+
+
+def chunk(*sizes: int) -> Any:
+    return dcp.metadata.ChunkStorageMetadata(torch.Size([0] * len(sizes)), torch.Size(sizes))
+
+
+def vary(metadata: Any, **changes: Any) -> None:
+    for name, value in changes.items():
+        setattr(entry(metadata), name, torch.Size(value) if name == "size" else value)
+
+
+def places(metadata: Any, length: int) -> None:
+    for place in metadata.storage_data.values():
+        place.length = length
+
+
+@pytest.mark.parametrize("axis", ["tensor", "pipeline", "expert"])
+def test_sizes_of_ranks_are_compared_with_the_files(tmp_path: Path, axis: str) -> None:
+    folder = write_ranks(tmp_path, DENSE, random_tensors(DENSE))
+    args = {f"{axis}_model_parallel_size": 10**12}
+    change_content(newest(folder) / "mp_rank_00" / "model_optim_rng.pt", lambda c: vars(c["args"]).update(args))
+    with pytest.raises(DamagedCheckpointError, match=f"fewer than {axis}_model_parallel_size|does not fit the args"):
+        Manifest.open(newest(folder))
 
 
 @pytest.mark.parametrize(
