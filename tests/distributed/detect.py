@@ -429,6 +429,7 @@ FP8_TP2 = replace(_FP8, precision=replace(TP2.precision, fp8_format="hybrid", fp
 FP8_TP2_SP = replace(
     _FP8, parallel=TP2_SP.parallel, precision=replace(TP2.precision, fp8_format="hybrid", fp8_recipe="rowwise")
 )
+FP8_CP2 = replace(FP8_TP2_SP, parallel=ParallelConfig(context_parallel_size=2))
 MOE_EP2 = replace(DP2, model=_EXPERTS, parallel=ParallelConfig(ddp_bucket_size=4000, expert_model_parallel_size=2))
 MOE_TP2 = replace(TP2_SP, model=_EXPERTS)
 MUON_TP2 = replace(TP2, optimizer=OptimizerConfig("muon", adam_eps=1e-5))
@@ -492,6 +493,7 @@ DETECTORS: dict[str, Detector] = {
     "route": Detector(2, plan_a_route, (), lambda ranks: list(ranks) == PLANNED),
     "fp8-tp2": training(FP8_TP2),
     "fp8-tp2-sp": training(FP8_TP2_SP),
+    "fp8-cp2": training(FP8_CP2),
     "moe-ep2": training(MOE_EP2),
     "moe-tp2": training(MOE_TP2),
     "muon-tp2": training(MUON_TP2),
