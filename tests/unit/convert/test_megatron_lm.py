@@ -129,7 +129,8 @@ def test_the_model_computes_the_logits_of_megatron_lm(written: Path, kind: str, 
     wanted = load_file(written / kind / "logits.safetensors")
     tokens = wanted["tokens"]
     logits = run_own_model(saved.model, source, tokens, torch.arange(tokens.shape[1]).expand_as(tokens)).logits
-    assert (logits - wanted["logits"]).abs().max() < 5e-6
+    rounding = torch.finfo(torch.float32).eps * wanted["logits"].abs().max()
+    assert (logits - wanted["logits"]).abs().max() < 16 * rounding
 
 
 def check_tensors(
