@@ -62,7 +62,7 @@ def read_batches(
             columns = [_checked(batch.column(key)) for key in keys]
             for first in range(0, batch.num_rows, most):
                 some = [column.slice(first, most) for column in columns]
-                ends = sum(map(_lengths, some)).cumsum()
+                ends = np.sum([*map(_lengths, some)], axis=0).cumsum()
                 start = 0
                 while start < len(ends):
                     before = int(ends[start - 1]) if start else 0
