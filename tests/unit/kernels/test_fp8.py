@@ -9,12 +9,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron.distributed.comm import Group
 from megatron.distributed.grad_accumulator import GradAccumulator
 from megatron.kernels import fp8
 from megatron.kernels.fp8 import Float8Kernel, Float8Recipe, Float8Tensor, WeightCasts, fp8_operation, swizzled
 from megatron.kernels.operation import check_kernel
 from megatron.layers.fp8 import Float8Function, Float8Linear
+from tests.solo import one_rank_mesh
 
 RECIPES = [
     Float8Recipe("hybrid", "tensorwise"),
@@ -71,7 +71,7 @@ def operands(recipe: Float8Recipe) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def layer(recipe: Float8Recipe, accumulator: GradAccumulator) -> Float8Linear:
-    return Float8Linear(Float8Kernel(recipe), WeightCasts(), accumulator, "weight", Group(), False, column=True)
+    return Float8Linear(Float8Kernel(recipe), WeightCasts(), accumulator, "weight", one_rank_mesh(), False, column=True)
 
 
 def outcome(recipe: Float8Recipe) -> list[Tensor]:
