@@ -661,8 +661,8 @@ class CheckpointConfig:
 
     @property
     def first_start(self) -> CheckpointConfig:
-        """The same with ``pretrained_checkpoint`` in the place of ``load``, if that is not set."""
-        if self.load is not None or self.pretrained_checkpoint is None:
+        """The same with ``pretrained_checkpoint`` in the place of ``load``, if that is not set or is ``save``."""
+        if self.pretrained_checkpoint is None or self.load not in (None, self.save):
             return self
         return replace(self, load=self.pretrained_checkpoint, resume_mode="weights-only")
 

@@ -402,7 +402,7 @@ def _check_message(message: Mapping[str, Any]) -> None:
         return
     else:
         texts = [text_of(message, "content")]
-    if not calls and message["role"] != "tool" and not "".join(texts).strip():
+    if not calls and message["role"] not in ("system", "tool") and not "".join(texts).strip():
         raise BadDocumentError(" has an empty content")
 
 

@@ -274,7 +274,8 @@ def expand_layout(layout: str) -> str:
     for fault, why in LAYOUT_ERRORS:
         found = re.search(fault, text)
         if found:
-            raise ScheduleError(f"{layout}: '{found[0]}' at character {places[found.start()]} {why}", AUTO)
+            fixes = () if fault == "m" else (AUTO,)  # another layout would be another model
+            raise ScheduleError(f"{layout}: '{found[0]}' at character {places[found.start()]} {why}", *fixes)
     lone = _unmatched(text)
     if lone is not None:
         why = "is never closed" if text[lone] == "(" else "has no opening parenthesis"

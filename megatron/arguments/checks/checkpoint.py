@@ -38,9 +38,10 @@ def check_pretrained_checkpoint(config: RunConfig, world_size: int) -> Iterator[
             sentence = f"--lora-rank {adapters} trains adapters of a model, and none is given"
             yield Problem("E806", sentence, ("--pretrained-checkpoint hf:DIR", "--pretrained-checkpoint RUN"))
         return
-    if load is not None and adapters is None:
+    if load is not None and load != config.checkpoint.save and adapters is None:
         sentence = "--load and --pretrained-checkpoint both name the weights to start from"
-        yield Problem("E806", sentence, ("drop --load", "drop --pretrained-checkpoint"))
+        other = load.startswith(HUGGING_FACE_PREFIX) or holds_checkpoints(load)  # what Megatron-LM reads
+        yield Problem("E806", sentence, ("drop --pretrained-checkpoint" if other else "drop --load",))
     elif load is not None and load.startswith((HUGGING_FACE_PREFIX, MEGATRON_PREFIX)):
         yield Problem("E806", f"--load {load} holds no adapters, which --lora-rank trains", ("drop --load",))
     elif adapters is not None or not holds_checkpoints(config.checkpoint.save):

@@ -234,6 +234,18 @@ def test_files_that_exist_are_accepted_and_similar_ones_suggested(tmp_path: Path
     assert f"--input {folder}/web.txt --output-prefix {folder}/web " in told[0]
 
 
+def test_a_pretrained_model_is_where_the_folder_that_is_saved_to_starts(tmp_path: Path) -> None:
+    """As in Megatron-LM, in which --load comes first if it holds checkpoints. Another folder is a second start."""
+    (tmp_path / "base").mkdir()
+    (tmp_path / "other/iter_0000003").mkdir(parents=True)
+    model = f"--save {tmp_path}/own --pretrained-checkpoint {tmp_path}/base"
+    start = run(f"{model} --load {tmp_path}/own").config.resume_options
+    assert (start.load, start.resume_mode) == (f"{tmp_path}/base", "weights-only")
+    for load, fix in (("none", "drop --load"), ("other", "drop --pretrained-checkpoint")):
+        (found,) = problems(f"{model} --load {tmp_path / load}")
+        assert (found.code, found.fixes) == ("E806", (fix,))
+
+
 def test_a_number_may_be_the_name_of_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     for name in ("7.bin", "7.idx"):

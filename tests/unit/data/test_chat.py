@@ -138,7 +138,7 @@ def in_parts(turns: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 RECORDS = [
-    *({"messages": messages(*turns)} for turns in CONVERSATIONS[:2]),
+    *({"messages": messages(*turns)} for turns in (*CONVERSATIONS[:2], [("system", ""), *CONVERSATIONS[0]])),
 ]
 CALLS = [
     {"messages": calling(CALL, content=None), "tools": json.dumps(TOOLS)},
