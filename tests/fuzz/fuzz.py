@@ -37,7 +37,7 @@ ROOT = Path(__file__).parents[2]
 FILE = ROOT / "tests" / "golden" / "fuzz.txt"
 MEMORY = 1 << 30  # beyond what the libraries take
 SECONDS = 10  # of the processor, for an input
-WAITING = 60  # seconds by the clock: a reader that waits for something takes none of the processor
+WAITING = 300  # seconds by the clock, for a reader that waits for something
 MAX_BYTES = 4 << 20  # of an input
 
 # --- mutations ---
