@@ -6,10 +6,10 @@
     python tools/from_megatron.py -- --num-layers 12 --hidden-size 768 ...
 
 A script runs in an empty folder, with stand-ins that record what its launcher (torchrun, srun, mpirun, deepspeed,
-python) would start, and few other programs in PATH. It sees no variables of your environment, and it ends with all its
-processes after 60 seconds at most. Where unshare is allowed, it has no network and sees no other processes. That is no
-sandbox: it runs with your rights, and absolute paths in it are not redirected. Read a script of others before you run
-it here.
+python) would start, and few other programs in PATH. It gets no variables of your environment, and is ended after 60
+seconds, with its children. Where unshare is allowed, it has no network and sees no other processes. Elsewhere it can
+read the variables of your other processes, and end this program before its children. That is no sandbox: it runs with
+your rights, and absolute paths in it are not redirected. Read a script of others before you run it here.
 
 Prints what becomes of each flag: `same`, `mapped`, `not needed`, or `missing` where it asks for something that
 pretrain_gpt.py does not have; then the command line. Exit status: 0 if that line has nothing missing and would start, 1

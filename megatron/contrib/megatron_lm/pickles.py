@@ -32,6 +32,9 @@ STEPS_OF_BYTE, SPARE_STEPS = 0.6, 10_000
 """Steps of the machine for each byte of a pickle that it has read, and more; real pickles have 0.45. A step takes about
 a microsecond, and a byte at most 70 bytes of memory."""
 
+NUMBERS_OF_STEP = 1024
+"""Numbers among the keys of a dict that a search in it meets in about the time of a step."""
+
 VALUES_OF_BYTE = 4
 """Values in the result for each byte of a pickle; what occurs in several places counts in each. Real ones have 1."""
 
@@ -142,6 +145,7 @@ class _Machine:
         self._kept: dict[int, Any] = {}  # what the pickle refers to again
         self._namespaces: dict[int, dict[str, Any]] = {}  # by identity
         self._steps = 0
+        self._most_steps = float(SPARE_STEPS)
 
     def run(self) -> Any:
         """Return the value that the pickle builds."""
@@ -153,12 +157,17 @@ class _Machine:
                 STEPS[opcode.name](self, argument)
             else:
                 raise _UnreadableError(f"has the opcode {opcode.name}, which is not read")
-            self._steps += 1
-            if self._steps > SPARE_STEPS + (place or 0) * STEPS_OF_BYTE:
-                raise _UnreadableError("has more opcodes than a file of its size needs")
+            self._most_steps = SPARE_STEPS + (place or 0) * STEPS_OF_BYTE
+            self._spend(1)
         value = self._stack.pop()
         _check_size(value, SPARE_STEPS + len(self._content) * VALUES_OF_BYTE)
         return value
+
+    def _spend(self, steps: int) -> None:
+        """Count steps; raise _UnreadableError if they are more than a file of this size needs."""
+        self._steps += steps
+        if self._steps > self._most_steps:
+            raise _UnreadableError("has more opcodes than a file of its size needs")
 
     def push(self, value: object) -> None:
         """Put a value onto the stack."""
@@ -183,7 +192,8 @@ class _Machine:
 
     def insert(self, items: Sequence[Any]) -> None:
         """Add keys and values to the dict on the stack."""
-        self._expect(dict).update(zip(_keys(items[::2]), items[1::2], strict=True))
+        found = self._expect(dict)
+        found.update(zip(self._keys(items[::2], len(found)), items[1::2], strict=True))
 
     def collect(self) -> None:
         """Put a dict of the keys and values since the last mark onto the stack."""
@@ -193,7 +203,30 @@ class _Machine:
 
     def add(self, items: list[Any]) -> None:
         """Add members to the set on the stack."""
-        self._expect(set).update(_keys(items))
+        found = self._expect(set)
+        found.update(self._keys(items, len(found)))
+
+    def freeze(self) -> None:
+        """Put a set of the values since the last mark onto the stack."""
+        items = self.take()
+        self.push(set())
+        self.add(items)
+
+    def _keys(self, items: Sequence[Any], held: int) -> Sequence[Any]:
+        """Return keys of a dict or members of a set, which has ``held``, if they are hashed in constant time.
+
+        The time for the hash of nested tuples has no bound. Numbers can be chosen so that a search meets all others:
+        steps are counted for that. Hashes of texts cannot be foreseen.
+        """
+        numbers = 0
+        for item in items:
+            number = isinstance(item, float) or (isinstance(item, int) and -(2**63) <= item < 2**64)
+            texts = type(item) is tuple and len(item) <= MAX_DIMS and all(isinstance(each, str) for each in item)
+            if not (number or texts or isinstance(item, KEYS)):
+                raise _UnreadableError(f"has a {type(item).__name__} as a key, which is a text, a number or a record")
+            numbers += number
+        self._spend(numbers * (held + numbers) // NUMBERS_OF_STEP)
+        return items
 
     def _expect(self, kind: type) -> Any:
         found = self._stack[-1]
@@ -243,8 +276,8 @@ class _Machine:
                 self.push({})
             case "builtins.set" | "builtins.frozenset" | "__builtin__.set" | "__builtin__.frozenset":
                 members = args[0] if args else []
-                self._steps += len(members)
-                self.push({*_keys(members)})
+                self._spend(len(members))
+                self.push({*self._keys(members, 0)})
             case name:
                 self.push(Record(name, args))
 
@@ -254,8 +287,8 @@ class _Machine:
         if isinstance(found, Record):
             found.state = state
         elif id(found) in self._namespaces and isinstance(state, dict):
-            found.update(state)
-            self._steps += len(state)
+            self._spend(len(state))
+            found.update(zip(self._keys([*state], len(found)), state.values()))
 
     def open_storage(self, key: Any) -> None:
         """Put a storage onto the stack."""
@@ -282,20 +315,7 @@ class _Machine:
         return StoredTensor(self._path, dtype, shape, strides, offset, storage.crc if alone else None)
 
 
-def _keys(items: Sequence[Any]) -> Sequence[Any]:
-    """Return keys of a dict or members of a set, all of which are hashed in constant time.
-
-    That of nested tuples grows without bound, and tuples of numbers can be made that all have the same hash.
-    """
-    for item in items:
-        if not isinstance(item, KEYS) or (isinstance(item, int) and not -(2**63) <= item < 2**64):
-            texts = type(item) is tuple and len(item) <= MAX_DIMS and all(isinstance(each, str) for each in item)
-            if not texts:
-                raise _UnreadableError(f"has a {type(item).__name__} as a key, which is a text, a number or a record")
-    return items
-
-
-KEYS = (str, bytes, int, float, Record, type(None))
+KEYS = (str, bytes, Record, type(None))
 CONTAINERS = (dict, list, tuple, set, frozenset, Record, _Name)
 
 LITERALS = {
@@ -329,7 +349,7 @@ STEPS: Mapping[str, _Step] = {
     "SETITEMS": lambda machine, _: machine.insert(machine.take()),
     "EMPTY_SET": lambda machine, _: machine.push(set()),
     "ADDITEMS": lambda machine, _: machine.add(machine.take()),
-    "FROZENSET": lambda machine, _: machine.push({*_keys(machine.take())}),
+    "FROZENSET": lambda machine, _: machine.freeze(),
     "GLOBAL": lambda machine, names: machine.find(*names.split(" ", 1)),
     "STACK_GLOBAL": lambda machine, _: machine.find(*machine.take(2)),
     "REDUCE": lambda machine, _: machine.construct(*machine.take(2)),
