@@ -517,7 +517,8 @@ def build_masks(data: DataConfig, known: TokenizerInfo | None, vocab_size: int, 
             "--tokenizer-type HuggingFaceTokenizer --tokenizer-model DIR_OR_tokenizer.json",
         )
     pad = None if known is None else known.pad
-    resets = data.reset_position_ids, data.reset_attention_mask, data.eod_mask_loss, data.reset_attention_pattern
+    reset_pattern = data.reset_attention_mask and data.reset_attention_pattern
+    resets = data.reset_position_ids, data.reset_attention_mask, data.eod_mask_loss, reset_pattern
     return MaskBuilder(eod, pad, *resets, prefix)
 
 

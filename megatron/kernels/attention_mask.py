@@ -216,11 +216,9 @@ class AttentionMask:
             return kinds, kinds
         if "host starts" not in self.cache:
             self.cache["host starts"] = self._find_starts(torch.from_numpy(runs_BL)).numpy()
-        starts_BL = self.cache["host starts"]
-        q, k = (
-            _edges(ranges) - starts_BL[:, _edges(ranges)[0]][:, None] for ranges in (queries, keys)
-        )  # [B, 2, blocks]
-        inside = _kinds(replace(pattern, plugin=None), q[:, 0], q[:, 1], k[:, 0], k[:, 1])
+        edges, starts_BL = (_edges(queries), _edges(keys)), self.cache["host starts"]
+        q, k = (each[:, None] - starts_BL[:, each[0]] for each in edges)  # [2, B, blocks]
+        inside = _kinds(replace(pattern, plugin=None), *q, *k)
         if pattern.rule is not None:
             inside = np.minimum(inside, PARTIAL)
         if pattern.prefix:

@@ -108,7 +108,7 @@ class Float8Linear:
         axes = tuple(axis for of, size in zip(cuts, block) if size is None for axis in of)
         group = self.mesh.group(*sorted(axes)) if axes else None  # "cp" before "tp", as on the grid
         if scale is None and group is not None and group.size > 1:
-            scale = comm.all_reduce(self.kernel.scale(x, block, dtype), group, "max")
+            scale = comm.all_reduce(self.kernel.scale(x, block, dtype), group, op="max")
         return self.kernel.quantize(x, block, dtype, transposed, scale)
 
     def operand(

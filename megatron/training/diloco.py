@@ -166,7 +166,7 @@ class Diloco(Callback):
         except ReplicaError as error:
             lost = error
         anywhere = torch.tensor(float(lost is not None), device=self.trainer.device)
-        if comm.all_reduce(anywhere, self.world, "max").item():  # all ranks of this replica end alike
+        if comm.all_reduce(anywhere, self.world, op="max").item():  # all ranks of this replica end alike
             raise lost or ReplicaError("another rank of this replica has lost the other replicas: start it again")
         excluded = left_out(done.members)
         if (reason := excluded.get(self.replicas.index)) is not None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import cast
 
 import pytest
 import torch
@@ -67,6 +68,35 @@ def test_a_plugins_objective_has_its_loss_and_gradients() -> None:
     assert sums["whole loss"].item() == pytest.approx(plain.chunk.sums.pop()["lm loss"].item(), rel=1e-14)
     for name, grad in plain.buckets.grads.items():
         torch.testing.assert_close(other.buckets.grads[name], 0.5 * grad, rtol=1e-12, atol=1e-14)
+
+
+class GivenLosses:
+    """An output layer whose token losses are given."""
+
+    def __init__(self, losses_BS: Tensor) -> None:
+        self.losses_BS = losses_BS
+
+    def token_losses(self, *_: Tensor) -> Tensor:
+        """Return them."""
+        return self.losses_BS
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize(("loss", "lead"), [(3.0, 1e-2), (1e-9, 1e-2), (1e-9, 1e-3)])
+def test_roundings_of_logits_prefer_no_answer(dtype: torch.dtype, loss: float, lead: float) -> None:
+    """Two pairs of answers of 8 tokens: of the first only rounding differs, of the second also a token."""
+    solo = Solo.build(tiny(), training=TrainingConfig(objective="dpo"))
+    pairs = torch.tensor([[1, *[0] * 15, 1, *[0] * 15]])
+    answers = torch.arange(4).repeat_interleave(8)[None]
+    losses_BS = torch.full(answers.shape, loss, dtype=dtype)
+    extra = {"answer": answers, "pairs": pairs, "reference_logps": -losses_BS}
+    losses_BS = losses_BS + 16 * torch.finfo(dtype).eps * (answers % 2)  # logits of about 16
+    losses_BS[0, 31] += lead
+    batch = MicroBatch(answers, answers, torch.ones_like(losses_BS), torch.tensor([0]), extra=extra)
+    objective = solo.chunk.objective
+    _, metrics = objective(losses_BS, batch, cast("OutputLayer", GivenLosses(losses_BS)))
+    assert metrics["rewards/margins"].item() > 0
+    assert metrics["rewards/accuracies"].item() == 1
 
 
 def trainer_of(folder: Path, objective: str) -> Trainer:
