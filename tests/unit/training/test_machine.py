@@ -87,13 +87,13 @@ def test_a_gpu_has_to_hold_one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     state = sum(max_state_bytes(config, 1).values())
     monkeypatch.setattr("megatron.training.machine.memory_bytes", lambda: 1 << 40)
     with_gpu(monkeypatch, state - 1)
-    with pytest.raises(UserError, match="E217 a GPU of this machine has .* and its fullest rank"):
+    with pytest.raises(UserError, match=r"E217 a GPU of this machine has .* and its fullest rank"):
         fit_to_machine(config, 1, {})
     for size in (state, None):
         with_gpu(monkeypatch, size)
         assert fit_to_machine(config, 1, {})[0] == config
     monkeypatch.setattr("megatron.training.machine.memory_bytes", lambda: 1 << 30)
-    with pytest.raises(UserError, match="E217 this machine has 1.00 GiB of memory, and its 1 rank"):  # what is offloaded
+    with pytest.raises(UserError, match="and its 1 rank would need"):  # what is offloaded
         fit_to_machine(config, 1, {})
 
 
