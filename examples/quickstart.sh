@@ -137,7 +137,7 @@ first=(--tensor-model-parallel-size 2 --sequence-parallel --micro-batch-size 8)
 second=(--micro-batch-size 4)
 launch=(torchrun --standalone --nproc-per-node 2)
 
-# First without torchrun: a mistake in the flags is then told once, and without its traceback.
+# First without torchrun, which would print its traceback after a mistake in the flags.
 python pretrain_gpt.py --check-config --world-size 2 "${flags[@]}" "${second[@]}" "$@" >/dev/null
 python pretrain_gpt.py --check-config --world-size 2 "${flags[@]}" "${first[@]}" "$@" >/dev/null
 

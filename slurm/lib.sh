@@ -31,10 +31,11 @@ SELF=$JOB
 RUN=${RUN:-runs/${SLURM_JOB_NAME:-$(basename "$0" .sh)}${SMALL:+_small}} # never the folder of the large run
 STATE=$RUN/slurm # state of the job, kept across starts
 LOGS=''          # folder for the output of each node and rank
+source slurm/owner.sh
 # Create folders. A new run folder is closed to others: whoever can write to it decides which nodes are left out.
 make_run_folders() {
     [ -d "$RUN" ] || (umask 077 && mkdir -p "$RUN")
-    [ -z "$(find -H "$RUN" -maxdepth 0 \( -perm -o+w -o ! -user "$UID" ! -user 0 ! -perm -g+w \))" ] ||
+    [ -z "$(find -H "$RUN" -maxdepth 0 \( -perm -o+w -o ! -user "$(owner_in "$RUN")" ! -user 0 ! -perm -g+w \))" ] ||
         refuse "other users can write to RUN=$RUN, or it belongs to one" "fix: RUN=ANOTHER_FOLDER"
     mkdir -p "$STATE" "$@"
 }

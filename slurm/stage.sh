@@ -5,7 +5,9 @@
 set -euo pipefail
 folder=$1 needed=0 files=()
 [ -d "$folder" ] || (umask 077 && mkdir -p "$folder")
-if [ ! -O "$folder" ] || [ -n "$(find -H "$folder" -maxdepth 0 -perm /022)" ]; then
+# shellcheck source=slurm/owner.sh
+source "$(dirname "$0")/owner.sh"
+if [ -n "$(find -H "$folder" -maxdepth 0 \( ! -user "$(owner_in "$folder")" -o -perm /022 \))" ]; then
     printf 'slurm: %s\n' "${SLURMD_NODENAME:-$(hostname)}: other users can write to $folder, or it belongs to one" \
         "fix: chmod go-w $folder there, STAGE=OTHER_FOLDER, or STAGE= to read the data from the shared disk" >&2
     exit 1

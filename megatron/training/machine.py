@@ -82,17 +82,17 @@ def _memory_problems(config: RunConfig, world_size: int, ranks: range, on_cpu: b
     states = machine_state_bytes(config, world_size, ranks)
     peak = sum(max_peak_bytes(config, world_size).values())
     of_host = sum((Counter(host) + (Counter(device) if on_cpu else Counter()) for device, host in states), Counter())
-    demands = [(counted(len(ranks), "rank") + " of this machine", of_host, on_cpu * peak * len(ranks), memory_bytes())]
+    held = f"its {counted(len(ranks), 'rank')}"
+    demands = [("this machine has", held, of_host, on_cpu * peak * len(ranks), memory_bytes())]
     if not on_cpu:
         fullest = max((Counter(device) for device, _ in states), key=Counter.total)
-        demands.append(("the fullest rank of this machine", fullest, peak, gpu_memory_bytes()))
-    for holder, state, most, limit in demands:
+        demands.append(("a GPU of this machine has", "its fullest rank", fullest, peak, gpu_memory_bytes()))
+    for owner, holder, state, most, limit in demands:
         if limit is None or max(state.total(), most) <= limit:
             continue
-        has = f"and {'its GPU' if state is not of_host else 'it'} has {format_bytes(limit)}"
+        has = f"{owner} {format_bytes(limit)} of memory"
         if state.total() <= limit:
-            yield f"memory may not suffice: a step of {holder} needs some {format_bytes(most)}, {has}"
+            yield f"memory may not suffice: {has}, and a step of {holder} needs some {format_bytes(most)}"
             continue
-        parts = ", ".join(f"{name} {format_bytes(size)}" for name, size in state.items() if size)
-        sentence = f"{holder} would hold {format_bytes(state.total())} ({parts}), {has}"
-        yield Problem("E217", sentence, (f"--check-config --world-size {world_size}",))
+        parts = ", ".join(f"{name} {format_bytes(size)}" for name, size in state.items() if size > state.total() / 1000)
+        yield Problem("E217", f"{has}, and {holder} would need at least {format_bytes(state.total())}: {parts}")

@@ -320,6 +320,22 @@ def test_a_copy_that_another_user_could_have_made_is_not_read(
         assert f"fix: chmod go-w {disk} there, STAGE=OTHER_FOLDER" in done.stderr
 
 
+@needs_root
+def test_a_disk_that_shows_one_owner_for_all_is_used(tmp_path: Path) -> None:
+    """Such as an export of NFS that maps all users to one."""
+    disk, programs = tmp_path / "disk", tmp_path / "programs"
+    disk.mkdir()
+    programs.mkdir()
+    os.chown(disk, NOBODY, NOBODY)
+    (tmp_path / "corpus.bin").write_bytes(b"tokens")
+    real = shutil.which("stat")
+    (programs / "stat").write_text(f'#!/usr/bin/env bash\n[[ $* == *%u* ]] && echo {NOBODY} || exec {real} "$@"\n')
+    (programs / "stat").chmod(0o755)
+    environ = os.environ | {"PATH": f"{programs}:{os.environ['PATH']}"}
+    subprocess.run(["bash", ROOT / "slurm" / "stage.sh", disk, tmp_path / "corpus.bin"], env=environ, check=True)
+    assert [path.name for path in disk.iterdir()] == [tmp_path.parts[1]]
+
+
 def test_a_folder_of_copies_is_made_closed_to_others(tmp_path: Path) -> None:
     (tmp_path / "corpus.bin").write_bytes(b"tokens")
     command = ["bash", ROOT / "slurm" / "stage.sh", tmp_path / "disk" / "me", tmp_path / "corpus.bin"]

@@ -56,7 +56,8 @@ def test_state_beyond_the_memory_is_refused_here_and_not_for_other_machines(
 ) -> None:
     status, printed = checked(capsys, f"{LARGE} --check-config")
     assert status == 2
-    assert "note: no GPU found: training on CPU\nE217 1 rank of this machine would hold 119.66 GiB (weights" in printed
+    assert "note: no GPU found: training on CPU\nE217 this machine has 16.00 GiB of memory, and its 1 rank" in printed
+    assert "would need at least 119.66 GiB: weights " in printed
     assert printed.count("E217") == 1
     assert checked(capsys, f"{LARGE} --check-config --world-size 1")[0] == 0
     assert checked(capsys, f"{LARGE} --check-config --tensor-model-parallel-size 8")[0] == 0, "eight ranks are not here"
@@ -86,13 +87,13 @@ def test_a_gpu_has_to_hold_one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     state = sum(max_state_bytes(config, 1).values())
     monkeypatch.setattr("megatron.training.machine.memory_bytes", lambda: 1 << 40)
     with_gpu(monkeypatch, state - 1)
-    with pytest.raises(UserError, match=r"E217 the fullest rank of this machine .* and its GPU has"):
+    with pytest.raises(UserError, match=r"E217 a GPU of this machine has .* and its fullest rank"):
         fit_to_machine(config, 1, {})
     for size in (state, None):
         with_gpu(monkeypatch, size)
         assert fit_to_machine(config, 1, {})[0] == config
     monkeypatch.setattr("megatron.training.machine.memory_bytes", lambda: 1 << 30)
-    with pytest.raises(UserError, match="E217 1 rank of this machine would hold"):  # what is offloaded
+    with pytest.raises(UserError, match="and its 1 rank would need"):  # what is offloaded
         fit_to_machine(config, 1, {})
 
 
