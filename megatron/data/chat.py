@@ -67,6 +67,7 @@ class ChatTokenizer:
             self._tokenizer: Any = load_with_transformers(files)
             added = self._tokenizer.added_tokens_decoder
             self._plain = plain_copy(self._tokenizer)
+            self._unknown = unknown_ids(self._tokenizer)
         self._markers = frozenset(added)
         self._special = frozenset(number for number, token in added.items() if token.special)
         self._renderer = TemplateRenderer()
@@ -165,16 +166,11 @@ class ChatTokenizer:
         for first, last in runs_of(answers):
             begin, end = int(begins[first:last].min()), int(stops[first:last].max())
             missing[begin:end] = 0
-            if self._unknown(ids[first:last]):
+            if not self._unknown.isdisjoint(ids[first:last]):
                 continue  # the unknown token has no text
             self._compare(self._decode(ids[first:last]), text[begin:end])
         self._compare("", "".join(text[i] for i in np.flatnonzero(missing)))
         return answers
-
-    def _unknown(self, ids: Sequence[int]) -> bool:
-        """Return True if one of the ids stands for any text. Byte-level tokenizers name the end of a document so."""
-        unknown = self._tokenizer.unk_token_id
-        return unknown is not None and unknown != self._tokenizer.eos_token_id and unknown in ids
 
     def _compare(self, decoded: str, text: str) -> None:
         """Raise BadDocumentError unless a text is that of an answer, apart from what the tokenizer does not keep."""
@@ -270,6 +266,16 @@ def plain_copy(tokenizer: Any) -> Tokenizer | None:
     copy.no_padding()
     copy.encode_special_tokens = tokenizer.backend_tokenizer.encode_special_tokens
     return copy
+
+
+def unknown_ids(tokenizer: Any) -> set[int]:
+    """Return the ids that stand for any text. Byte-level tokenizers have none, and may name ``eos_token`` so."""
+    found = {tokenizer.unk_token_id}
+    if tokenizer.is_fast:
+        backend = tokenizer.backend_tokenizer
+        model = json.loads(backend.to_str())["model"]
+        found |= {model.get("unk_id"), backend.token_to_id(model.get("unk_token") or "")}
+    return found - {None, tokenizer.eos_token_id}
 
 
 def runs_of(mask: NDArray[np.uint8]) -> list[Span]:

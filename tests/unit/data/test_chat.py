@@ -385,6 +385,25 @@ def test_a_token_across_the_edge_of_an_answer_belongs_to_it() -> None:
         assert chat._tokenizer.decode(found.ids[found.answers > 0]) == f"\n{content}<|im_end|>"
 
 
+@pytest.mark.parametrize(
+    "model",
+    [
+        models.WordPiece({word: i for i, word in enumerate(["[UNK]", "hello", "are", *MARKERS])}, unk_token="[UNK]"),
+        models.Unigram([(word, -1.0) for word in ("[UNK]", "hello", "are", *MARKERS)], unk_id=0),
+    ],
+    ids=["word pieces", "unigram"],
+)
+def test_words_without_a_token_of_their_own_count_too(model: models.Model) -> None:
+    """Also where only the model names the token for them."""
+    tokenizer = Tokenizer(model)
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer.add_special_tokens(list(MARKERS))
+    chat = ChatTokenizer(saved(tokenizer) | {"chat_template.jinja": BY_HAND["marked"][0].encode()})
+    found = chat.conversation(messages(("user", "hello how"), ("assistant", "how are you")))
+    answer = found.ids[found.answers == 1].tolist()
+    assert answer == tokenizer.encode("how are you<|im_end|>", add_special_tokens=False).ids
+
+
 def test_offsets_that_do_not_fit_the_text_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """As of a tokenizer whose normalizer loses count."""
     chat = ChatTokenizer(trained("plain") | {"chat_template.jinja": BY_HAND["marked"][0].encode()})
