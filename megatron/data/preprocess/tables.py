@@ -143,6 +143,7 @@ def _checked(column: Any) -> Any:
 def _lengths(column: Any) -> NDArray[np.int64]:
     """Return the number of bytes of each text."""
     import pyarrow as pa
+    import pyarrow.compute as pc  # type: ignore[import-untyped]
 
     if pa.types.is_null(column.type):
         return np.zeros(len(column), np.int64)
@@ -151,7 +152,7 @@ def _lengths(column: Any) -> NDArray[np.int64]:
     if column.type == pa.binary_view():  # each begins with its length
         views = np.frombuffer(column.buffers()[1], np.int32)[4 * column.offset :: 4][: len(column)]
         return np.where(column.is_valid().to_numpy(False), views, 0).astype(np.int64)
-    lengths: NDArray[np.int64] = pa.compute.binary_length(column).fill_null(0).to_numpy().astype(np.int64)
+    lengths: NDArray[np.int64] = pc.binary_length(column).fill_null(0).to_numpy().astype(np.int64)
     return lengths
 
 

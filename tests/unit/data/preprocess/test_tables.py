@@ -8,6 +8,8 @@ import json
 import lzma
 import os
 import shutil
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from dataclasses import replace
@@ -225,3 +227,11 @@ def test_bytes_are_text_where_they_are_utf_8(tmp_path: Path, kind: pa.DataType) 
     write_arrow(path, pa.table({"text": pa.array([b"good", b"\xff\xd8"], pa.binary()).cast(kind)}))
     with pytest.raises(DataError, match=":2 is not UTF-8 text"):
         list(read_documents([path], ["text"]))
+
+
+def test_a_program_that_imports_nothing_else_reads_tables(tmp_path: Path) -> None:
+    parquet.write_table(pa.table({"text": ["a", "bc"]}), tmp_path / "x.parquet")
+    read = "from megatron.data.preprocess.corpus import read_documents\n"
+    read += "print([document.texts for document in read_documents([Path(sys.argv[1])], ['text'])])"
+    command = [sys.executable, "-c", f"import sys\nfrom pathlib import Path\n{read}", str(tmp_path / "x.parquet")]
+    assert subprocess.run(command, capture_output=True, text=True, check=True).stdout == "[('a',), ('bc',)]\n"
