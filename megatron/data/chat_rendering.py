@@ -34,7 +34,7 @@ Span = tuple[int, int]
 
 
 class Request(TypedDict):
-    """What to render."""
+    """A conversation to render."""
 
     template: str
     variables: dict[str, Any]

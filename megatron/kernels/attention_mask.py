@@ -143,7 +143,7 @@ class AttentionMask:
 
     @property
     def starts(self) -> Tensor | None:
-        """Where the document of each token starts, int64 ``[B, L]``; None if the pattern does not depend on it."""
+        """Start of each token's document, int64 ``[B, L]``; None if the pattern does not depend on it."""
         if self.documents is None or not self.restarts or self.pattern.only_distance:
             return None
         if "starts" not in self.cache:

@@ -358,7 +358,7 @@ STEPS: Mapping[str, _Step] = {
     "BUILD": lambda machine, _: machine.give_state(),
     "BINPERSID": lambda machine, _: machine.open_storage(*machine.take(1)),
 }
-"""What the opcodes do that functions of torch write. The others are for older classes, and for recursive tuples."""
+"""Actions of the opcodes that torch.save writes. Other opcodes serve older classes and recursive tuples."""
 
 
 def _check_size(value: Any, most: int) -> None:

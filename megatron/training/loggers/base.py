@@ -241,7 +241,7 @@ LEGEND = {
     "goodput": "goodput: share of time in steps that count",
     SECONDS_LEFT: "ETA: time left",
 }
-"""What the columns of the console are, for the legend."""
+"""Meaning of each column of the console, for the legend."""
 
 DILOCO_METRICS = {
     "diloco-round": Metric("", "rounds so far"),
