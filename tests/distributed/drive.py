@@ -26,7 +26,7 @@ from megatron.training.build import build_trainer
 from megatron.training.frozen_models import frozen_inputs
 from megatron.training.step import evaluate, train_step
 from megatron.training.trainer import Trainer
-from tests.distributed.pool import Pool
+from tests.distributed.pool import PATIENCE, Pool
 from tools.lib.verify_parallel import RankTrace, StepDeviation, StepTrace, compare_traces, join_traces, trace_step
 
 SEQ_LENGTH = 24
@@ -191,7 +191,7 @@ def evaluation(rank: int, world_size: int, case: Case) -> tuple[float, float]:
     return before, evaluate(trainer).item()
 
 
-def run_on(pool: Pool, case: Case, timeout: float = 60.0) -> list[StepTrace]:
+def run_on(pool: Pool, case: Case, timeout: float = PATIENCE) -> list[StepTrace]:
     """The steps of a case, each put together from all its ranks, which have ``timeout`` seconds for it."""
     ranks = pool.run(case.world_size, run_in_small_tiles, case, timeout=timeout, check_collectives=False)
     return [join_traces(step) for step in zip(*ranks)]

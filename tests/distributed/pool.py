@@ -31,6 +31,9 @@ T = TypeVar("T")
 PRELOAD = ["torch._dynamo", "pytest", "tests.runs", "tests.distributed.drive", "tests.distributed.worker"]
 """Imported once by the server that workers are forked from; building an optimizer needs torch._dynamo (2 s)."""
 
+PATIENCE = 300.0
+"""Seconds a job may take: many times what the longest needs, so that a slow or busy machine changes no verdict."""
+
 GRACE = 3.0
 """Seconds the other ranks get to finish or fail once one has failed; most fail by themselves when a peer is gone."""
 
@@ -141,7 +144,7 @@ class Pool:
         world_size: int,
         function: Callable[..., T],
         *args: Any,
-        timeout: float = 60.0,
+        timeout: float = PATIENCE,
         check_collectives: bool = True,
     ) -> list[T]:
         """Call ``function(rank, world_size, *args)`` on ``world_size`` ranks and return their results in rank order.

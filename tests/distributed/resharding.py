@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -101,21 +103,21 @@ def draw(
             return Reshard((first, second), *configs)
 
 
+@cache
+def _fits(table: Callable[[], tuple[Choice, ...]], name: str, value: Any) -> np.ndarray:
+    """Return, per choice of a table, whether it has a value."""
+    return np.array([(ranks_of(choice) if name == "ranks" else choice[name]) == value for choice in table()])
+
+
 def _draw_side(chance: random.Random, run: Choice, ranks: int, fixed: Choice) -> Choice | None:
     """A layout of the run on so many ranks, and other ways to compute it; None if there is none."""
-
-    def fitting(choices: tuple[Choice, ...], wanted: Choice) -> Choice | None:
-        names = choices[0].keys() & wanted.keys()
-        found = [c for c in choices if all(c[name] == wanted[name] for name in names)]
-        found = [c for c in found if "pp" not in c or ranks_of(c) == ranks]
-        return chance.choice(found) if found else None
-
     wanted = {**run, **{name: chance.choice(FACTORS[name]) for name in OTHERWISE}, **fixed}
-    for choices in (layouts(), sharings()):
-        found = fitting(choices, wanted)
-        if found is None:
+    for table, more in ((layouts, {"ranks": ranks}), (sharings, {})):
+        given = {name: wanted[name] for name in table()[0] if name in wanted}
+        found = np.flatnonzero(np.logical_and.reduce([_fits(table, *item) for item in (given | more).items()]))
+        if not len(found):
             return None
-        wanted |= found
+        wanted |= table()[chance.choice(found)]
     return wanted if valid(wanted) else None
 
 

@@ -50,7 +50,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def losses_in(pool: Pool, config: RunConfig, layout: ParallelConfig) -> list[float]:
     """Those of all steps left, on four ranks."""
     config = replace(config, parallel=resolve_pipeline(config.model, layout))
-    legs = pool.run(4, load_and_go_on, config, timeout=60.0)
+    legs = pool.run(4, load_and_go_on, config)
     assert all(leg.losses == legs[0].losses for leg in legs)
     return list(legs[0].losses)
 

@@ -594,7 +594,7 @@ def test_the_loss_of_a_run_in_which_a_replica_dies_and_another_joins(
         folder = tmp_path / name
         options = "--diloco-sync-interval 10 --diloco-timeout 3 --lr-decay-style constant --train-iters 80"
         evaluation = "--eval-iters 8 --eval-interval 80"
-        pool.run(1, run_rank, tiny_run(folder, f"{options} {evaluation} {flags}"), *strike, timeout=300)
+        pool.run(1, run_rank, tiny_run(folder, f"{options} {evaluation} {flags}"), *strike)
         return float(column(folder, "lm loss validation", "lm loss validation")[-1])
 
     def with_deaths() -> float:

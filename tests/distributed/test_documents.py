@@ -198,7 +198,7 @@ def test_conversations_train_alike_however_they_are_packed(
 
     reference = join_traces([packed(0, 1, config())])
     for name, (flags, ranks) in PACKINGS.items():
-        got = join_traces(pool.run(ranks, packed, config(flags, ranks), timeout=240.0, check_collectives=False))
+        got = join_traces(pool.run(ranks, packed, config(flags, ranks), check_collectives=False))
         assert got.drifted == []
         assert [d for d in compare_traces(0, got, reference, 1e-5, LR) if d.error > 1e-12] == [], name
 
@@ -212,5 +212,5 @@ def test_pairs_of_equal_answers_are_ties_in_every_layout(pool: Pool, tmp_path: P
     """Half of the pairs: their rewards differ by what rounding makes of the places of the answers."""
     for flags, ranks in (("", 1), PACKINGS["CP 2"], PACKINGS["CP 2, gathered, TP 2"]):
         config = conversations_of(tmp_path, "dpo of ties", "local:3", flags, ranks)
-        found = pool.run(ranks, accuracy, config, timeout=240.0, check_collectives=False)
+        found = pool.run(ranks, accuracy, config, check_collectives=False)
         assert found == [pytest.approx(3 / 14, rel=1e-12)] * ranks, flags

@@ -18,9 +18,6 @@ from tests.distributed.test_generate import run_tool
 from tests.runs import records, start
 from tests.unit.tasks.local_tasks import TASKS, write_tasks
 
-IMPORTS = 240.0
-"""Seconds of a job, whose ranks may import lm-eval and transformers first."""
-
 SCORED = "choices rolling"
 ALL = "choices rolling written"
 
@@ -100,14 +97,14 @@ SHORT = ("tp2-pp2", "zero3-dp2")
 def test_every_layout_of_a_run_evaluates_like_one_process(pool: Pool, place: Place, tmp_path: Path, name: str) -> None:
     ranks, flags, tasks = LAYOUTS[name]
     config = config_of(place, tmp_path, flags, tasks, ranks)
-    done = pool.run(ranks, train, config, timeout=IMPORTS, check_collectives=False)
+    done = pool.run(ranks, train, config, check_collectives=False)
     assert [status for status, _ in done] == [0] * ranks, done
     check(tmp_path, place, tasks)
 
 
 def test_what_cannot_be_evaluated_is_refused_at_the_start(pool: Pool, place: Place, tmp_path: Path) -> None:
     config = config_of(place, tmp_path, "--tensor-model-parallel-size 2 --sequence-parallel", "written", 2)
-    for status, error in pool.run(2, train, config, timeout=IMPORTS):
+    for status, error in pool.run(2, train, config):
         assert status == 2
         assert error.count("E709 --evaluate-tasks written generates text, without --sequence-parallel only") <= 1
 
@@ -146,7 +143,7 @@ def test_the_command_line_on_several_ranks(pool: Pool, place: Place, tmp_path: P
     ranks = max(2, tp * pp)
     arguments = f"load=hf:{folder},dtype=fp64,tensor_model_parallel_size={tp},pipeline_model_parallel_size={pp}"
     flags = f"--model_args {arguments} --tasks {','.join(TASKS)} --include_path {tasks} --batch_size 2 --device cpu"
-    done = pool.run(ranks, run_harness, [*flags.split(), "--output_path", f"{tmp_path}/out.json"], timeout=IMPORTS)
+    done = pool.run(ranks, run_harness, [*flags.split(), "--output_path", f"{tmp_path}/out.json"])
     assert [status for status, *_ in done] == [0] * ranks, done
     assert [bool(out) for _, out, _ in done] == [True] + [False] * (ranks - 1)
     (written,) = tmp_path.glob("out*.json")

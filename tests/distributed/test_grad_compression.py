@@ -618,7 +618,7 @@ SENT = (
 
 
 def test_bytes_are_those_of_the_formulas(pool: Pool) -> None:
-    found = pool.run(4, step, SENT, timeout=240.0)
+    found = pool.run(4, step, SENT)
     for number, flags in enumerate(SENT):
         for rank, sent in enumerate(found):
             expected: dict[str, float] = defaultdict(float, data_parallel_traffic(config_of(flags, 4), 4, rank))

@@ -65,7 +65,7 @@ def run_rank(rank: int, world_size: int, config: RunConfig, per_node: int, kille
 
 def go_on(pool: Pool, config: RunConfig, per_node: int = 1, killed_at: int = 0, world_size: int = 2) -> Told:
     """What rank 0 told of a run that ends well, or is killed."""
-    printed = pool.run(world_size, run_rank, config, per_node, killed_at, check_collectives=False, timeout=180)
+    printed = pool.run(world_size, run_rank, config, per_node, killed_at, check_collectives=False)
     assert {t.status for t in printed} == {None if killed_at else 0}, [t.err for t in printed]
     return printed[0]
 

@@ -202,7 +202,7 @@ def test_ranks_wait_for_a_table_outside_of_collectives(pool: Pool, tmp_path: Pat
             writer.add_document([1, 2, 3, 4, 5, 6, 7])
     data = f"--set data.mock_data=false --data-path {tmp_path}/x --split 1 --data-cache-path {tmp_path}/cache"
     config = tiny_run(tmp_path, f"{data} --distributed-timeout-minutes {TIMEOUT / 60}", 2)
-    ranks = pool.run(2, run_with_a_slow_table, config, timeout=120.0)
+    ranks = pool.run(2, run_with_a_slow_table, config)
     assert [(status, printed) for status, printed, _ in ranks] == [(0, ""), (0, "")]
     assert sorted(built for _, _, built in ranks) == [0, 1], "one builds, the other reads"
 

@@ -43,9 +43,9 @@ def run_from(folder: Path, flags: str = "", ranks: int = 1) -> RunConfig:
 )
 def test_a_run_goes_on_the_same_in_every_layout(pool: Pool, written: Path, kind: str, layout: str) -> None:
     folder, bf16 = written / f"{kind}_{layout}", "--bf16" if kind == "gpt2" else ""
-    one = pool.run(1, load_and_go_on, run_from(folder, bf16), timeout=120)
+    one = pool.run(1, load_and_go_on, run_from(folder, bf16))
     cut = "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2"
-    four = pool.run(4, load_and_go_on, run_from(folder, f"{bf16} {cut}", 4), timeout=120)
+    four = pool.run(4, load_and_go_on, run_from(folder, f"{bf16} {cut}", 4))
     wanted = expected(written, kind)
     for legs in (one, four):
         loaded = gathered(legs)

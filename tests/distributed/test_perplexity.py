@@ -40,9 +40,7 @@ def test_every_layout_measures_what_one_process_does(pool: Pool, tmp_path: Path,
     for name in names:
         ranks, tp, pp = LAYOUTS[name]
         layout = f"{tmp_path}/{name}.json --tensor-model-parallel-size {tp} --pipeline-model-parallel-size {pp}"
-        done = pool.run(
-            ranks, run_tool, [*flags.split(), *layout.split()], main, timeout=IMPORTS, check_collectives=False
-        )
+        done = pool.run(ranks, run_tool, [*flags.split(), *layout.split()], main, check_collectives=False)
         assert [status for status, *_ in done] == [0] * ranks
         assert [bool(out) for _, out, _ in done] == [True] + [False] * (ranks - 1)
         assert json.loads((tmp_path / f"{name}.json").read_text()) == pytest.approx(expected, rel=1e-10)
@@ -52,6 +50,6 @@ def test_a_layout_that_does_not_fit_is_one_sentence(pool: Pool, tmp_path: Path) 
     save_model(Solo.build(tiny(vocab_size=257), torch.float32).chunk, tmp_path / "save")
     (tmp_path / "text.txt").write_text(TEXT)
     flags = f"--load {tmp_path}/save --data {tmp_path}/text.txt --device cpu --pipeline-model-parallel-size 2"
-    first, second, _ = pool.run(3, run_tool, flags.split(), main, timeout=IMPORTS)
+    first, second, _ = pool.run(3, run_tool, flags.split(), main)
     assert first[0] == second[0] == 2
     assert "3 ranks are not a multiple of TP x PP x CP = 2" in first[2]

@@ -71,7 +71,7 @@ REPLICAS = (
 
 
 def test_replicas_send_what_the_formulas_say(pool: Pool) -> None:
-    found = pool.run(4, step, REPLICAS, timeout=240.0)
+    found = pool.run(4, step, REPLICAS)
     for number, flags in enumerate(REPLICAS):
         expected: dict[str, float] = defaultdict(float, data_parallel_traffic(config_of(flags, 4), 4))
         expected[ALL_REDUCE] += 2 * ring(SCALARS, 4)
@@ -106,7 +106,7 @@ STAGES = (
 def test_stages_gather_weights_as_often_as_the_formula_says(pool: Pool) -> None:
     """Delayed weight gradients are reduced later, so only the gathers are compared."""
     every = tuple(f"{ZERO} optim_grads_params --global-batch-size 8 {flags}" for flags in STAGES)
-    found = pool.run(4, step, every, timeout=240.0)
+    found = pool.run(4, step, every)
     for number, flags in enumerate(every):
         for rank, sent in enumerate(found):
             formula = data_parallel_traffic(config_of(flags, 4), 4, rank)
@@ -149,7 +149,7 @@ def test_tokens_travel_to_their_experts_and_back(pool: Pool) -> None:
         f"--global-batch-size 4 {ZERO}"
     )
     every = tuple(f"{flags} {strategy}" for strategy in ("no_shard", "optim", "optim_grads", "optim_grads_params"))
-    found = pool.run(4, step, every, timeout=240.0)
+    found = pool.run(4, step, every)
     rows = LENGTH * held  # of each rank, for the experts that the other one has
     ways = 4 * rows * HIDDEN * 4  # there and back, and the gradients of both
     counts = 2 * held * 8 // 2
@@ -184,7 +184,7 @@ CONTEXTS = (
 
 
 def test_context_parallel_ranks_send_what_the_formulas_say(pool: Pool) -> None:
-    found = pool.run(4, step, CONTEXTS, timeout=240.0)
+    found = pool.run(4, step, CONTEXTS)
     for number, flags in enumerate(CONTEXTS):
         sent: dict[str, float] = defaultdict(float)
         for rank in found:

@@ -268,7 +268,7 @@ def test_host_memory_is_what_is_offloaded(pool: Pool, ranks: int) -> None:
     flags = tuple(
         f"{each} --global-batch-size 8 --cpu-offloading-num-layers 2 --min-offloaded-tensor-size 2000" for each in some
     )
-    found = pool.run(ranks, host_pools, flags, timeout=240.0)
+    found = pool.run(ranks, host_pools, flags)
     for number, each in enumerate(flags):
         foretold = peak_host_activations(config_of(each, ranks), 1)
         for rank, size in enumerate(foretold):

@@ -196,7 +196,7 @@ CUT = (
 
 
 def test_so_they_are_on_every_rank_whatever_is_cut(pool: Pool) -> None:
-    found = pool.run(4, every_rank, CUT, timeout=240.0)
+    found = pool.run(4, every_rank, CUT)
     for number, flags in enumerate(CUT):
         config = config_of(flags, 4)
         foretold = [rank_state_bytes(config, 4, rank) for rank in range(4)]
@@ -284,7 +284,7 @@ def test_whole_buckets_of_gradients_are_no_more_than_is_foretold(pool: Pool, mor
     ranks = 2 if not more.startswith("--pipe") else 4
     flags = f"{SMALL} {STAGES[2 * stage - 2 + (stage > 2)]} --global-batch-size 8 --num-layers 8 {more}"
     bound = reduction_buffer_bytes(config_of(flags, ranks), ranks)
-    for made, gradients in pool.run(ranks, lent, flags, timeout=240.0):
+    for made, gradients in pool.run(ranks, lent, flags):
         assert 0 < made <= bound
         if not more:
             assert bound < gradients, "sharding has to need less than the gradients"

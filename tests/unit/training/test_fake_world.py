@@ -43,7 +43,7 @@ def world_of(flags: str, ranks: int, rank: int = 0) -> FakeWorld:
 
 def test_a_rank_holds_what_the_same_rank_of_a_run_allocates(pool: Pool) -> None:
     tried = CUT[7], CUT[10], CUT[-2]
-    for rank, allocated in enumerate(pool.run(4, every_rank, tried, timeout=240.0)):
+    for rank, allocated in enumerate(pool.run(4, every_rank, tried)):
         for flags, held in zip(tried, allocated, strict=True):
             state = fake_world(config_of(flags, 4), 4, rank).chosen.state
             assert state == {part: held[part] for part in STATE_PARTS}, (rank, flags)
