@@ -404,7 +404,9 @@ def _check_message(message: Mapping[str, Any]) -> None:
     if weight is not None and (isinstance(weight, bool) or weight not in (0, 1)):
         raise BadDocumentError(": 'weight' is not 0 or 1")
     if weight == 1 and message["role"] != "assistant":
-        raise BadDocumentError(f" of role {message['role'][:40]!r} has 'weight' 1: only answers of the assistant are trained")
+        raise BadDocumentError(
+            f" of role {message['role'][:40]!r} has 'weight' 1: only answers of the assistant are trained"
+        )
     calls, content = message.get("tool_calls"), message.get("content")
     if not isinstance(calls, list | None) or not all(isinstance(call, dict) for call in calls or ()):
         raise BadDocumentError(": 'tool_calls' is not an array of objects")
