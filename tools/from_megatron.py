@@ -122,6 +122,9 @@ KEPT_VARIABLES = ("PATH", "HOME", "LANG", "LC_ALL", "LC_CTYPE", "TERM", "TZ", "P
 CLEANED = "FROM_MEGATRON_CLEANED"
 """Set in the environment of which only these variables are left."""
 
+LAST_BYTES = 2000
+"""Of a script's output that are shown if it launches nothing."""
+
 TIMED_OUT, GRACE_SECONDS = 124, 10
 
 NAMESPACES = "--pid --net --mount-proc --fork --kill-child"
@@ -161,7 +164,7 @@ def read_script(script: Path, arguments: Sequence[str]) -> Run:
         ValueError: when it launches none.
     """
     bash = shutil.which("bash") or "/bin/bash"
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         programs, work, record = Path(folder, "bin"), Path(folder, "work"), Path(folder, "record")
         programs.mkdir()
         work.mkdir()
@@ -199,9 +202,9 @@ def read_script(script: Path, arguments: Sequence[str]) -> Run:
                 started.wait()
             if timed_out:
                 echo(f"from_megatron: {script} did not end within {SECONDS} s", file=sys.stderr)
-            errors.seek(0)
+            errors.seek(max(0, os.fstat(errors.fileno()).st_size - LAST_BYTES))
             output = errors.read()
-        recorded = record.read_bytes().decode(errors="replace") if record.exists() else ""
+        recorded = read_small(record).decode(errors="replace") if os.path.lexists(record) else ""
     for line in filter(None, recorded.split("\0\0")):
         words = line.split("\0")
         # A launcher may be given a whole command line as one word, for a shell.

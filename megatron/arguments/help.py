@@ -94,7 +94,9 @@ def make_parser(
     """
     summary, _, example = re.sub(r"\s+", " ", about.partition("\n\n")[0]).partition(": ``")
     defaults = from_mapping(_tree(config), config).values if config else {}
-    program = sys.argv[0] if sys.argv[0].startswith("megatron ") else f"{Path(config).stem}.py"
+    program, example = f"{Path(config).stem}.py", f"python {example.rstrip('.` ')}"
+    if sys.argv[0].startswith("megatron "):  # the package may be installed, without the files of a checkout
+        program, example = sys.argv[0], f"{sys.argv[0]} {example.partition('.py ')[2]}"
     booleans = "Flags are spelled as Megatron-LM spells them. Booleans take --x and --no-x."
     what = (
         f"{summary}. The defaults are those of pretrain_gpt.py and {Path(config).name}." if about else "Pretrain a GPT."
@@ -103,7 +105,7 @@ def make_parser(
         prog=program if about else "pretrain_gpt.py",
         usage="%(prog)s [--preset NAME] [--config FILE] [flags] [--set GROUP.FIELD=VALUE]",
         description=f"{what} {booleans}",
-        epilog=f"example:\n  python {example.rstrip('.`')}\n" if about else EXAMPLES,
+        epilog=f"example:\n  {example}\n" if about else EXAMPLES,
         allow_abbrev=False,
         exit_on_error=False,
         add_help=False,

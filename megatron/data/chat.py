@@ -387,8 +387,12 @@ def _messages(value: object, key: str = "messages", answered: bool = True) -> li
             _check_message(message)
         except BadDocumentError as error:
             raise BadDocumentError(f": message {number}{error.seen}") from error
-    if answered and not any(message["role"] == "assistant" for message in value):
-        raise BadDocumentError(" has no assistant turn")
+    answers = [message for message in value if message["role"] == "assistant"]
+    trained = [message for message in answers if message.get("weight") != 0]
+    if answered and not trained:
+        raise BadDocumentError(" has no assistant turn" + (" whose 'weight' is not 0" if answers else ""))
+    if answered and key != "messages" and len(trained) < len(answers):
+        raise BadDocumentError(f": '{key}' has an answer of 'weight' 0, which counts in 'messages' alone")
     return value
 
 
@@ -396,6 +400,13 @@ def _check_message(message: Mapping[str, Any]) -> None:
     """Raise BadDocumentError unless a message has a role, and a content or calls of tools."""
     if not text_of(message, "role"):
         raise BadDocumentError(" has an empty role")
+    weight = message.get("weight")
+    if weight is not None and (isinstance(weight, bool) or weight not in (0, 1)):
+        raise BadDocumentError(": 'weight' is not 0 or 1")
+    if weight == 1 and message["role"] != "assistant":
+        raise BadDocumentError(
+            f" of role {message['role'][:40]!r} has 'weight' 1: only answers of the assistant are trained"
+        )
     calls, content = message.get("tool_calls"), message.get("content")
     if not isinstance(calls, list | None) or not all(isinstance(call, dict) for call in calls or ()):
         raise BadDocumentError(": 'tool_calls' is not an array of objects")
@@ -555,7 +566,7 @@ def _load(
         "tokenizer": {name: hashlib.sha256(content).hexdigest() for name, content in sorted(files.items())},
         "transformers": version("transformers"),
         "per_line": 2 if pairs else 1,
-        "masks": "ends of answers",
+        "masks": "ends and weights of answers",
     }
     cache = IndexCache(data.data_cache_path, {"chat": _check_tables})
     tables = cache.tables("chat", facts, lambda: encode_files(paths, ChatTokenizer(files), pairs), ", ".join(paths))

@@ -27,7 +27,6 @@ MEMORY_BYTES = 1 << 30  # of the address space
 MAX_TEXT = 1 << 22  # characters of a rendered conversation
 MAX_RENDERED = 500_000  # messages that are rendered to find the answers of a conversation
 BEGIN, END = "\ufdd0", "\ufdd1"  # around a generation block: code points that no text has
-HAS_BLOCKS = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 Messages = Sequence[Mapping[str, Any]]
 Span = tuple[int, int]
@@ -90,16 +89,23 @@ def _compile(template: str) -> Any:
     return environment.from_string(template)
 
 
+@lru_cache
+def _has_blocks(template: str) -> bool:
+    """Return True if a template has generation blocks; what only looks like one is in a comment or a string."""
+    return _Environment().parse(template).find(nodes.ExtensionAttribute) is not None
+
+
 class Rendering:
     """A conversation with its template, rendered in parts and as a whole."""
 
     def __init__(self, request: Request) -> None:
-        """Choose the form of its messages that the template renders, see `_fit`."""
+        """Choose the form of its messages that the template renders, see `_fit`; ``weight`` is not among their keys."""
         self.template, self.variables, self.eos = request["template"], request["variables"], request["eos"]
+        self._weights = [message.pop("weight", None) for message in request["messages"]]
         self.messages: Messages = request["messages"]
-        self.marked = HAS_BLOCKS.search(self.template) is not None
         self.text = ""
         self._fit()
+        self.marked = _has_blocks(self.template)
 
     def render(self, messages: Messages, marks: bool = False, **variables: object) -> str:
         """Return the text of messages."""
@@ -148,8 +154,13 @@ class Rendering:
         return any(text.count(literal) > plain.count(literal) for literal in literals)
 
     def answers(self) -> list[Span]:
-        """Return where in the text the answers are."""
-        return self._blocks() if self.marked else self._additions()
+        """Return where in the text the answers are, without those of weight 0."""
+        turns = [i for i, message in enumerate(self.messages) if message["role"] == "assistant"]
+        left_out = [i for i in turns if self._weights[i] == 0]
+        if not self.marked:
+            return self._additions([i for i in turns if i not in left_out])
+        others = self._additions(left_out)
+        return [(a, b) for a, b in self._blocks() if not any(a < end and begin < b for begin, end in others)]
 
     def _blocks(self) -> list[Span]:
         """Return the spans of the generation blocks."""
@@ -169,9 +180,8 @@ class Rendering:
             raise RenderingError(": the chat template changes the text of its {% generation %} blocks afterwards")
         return spans
 
-    def _additions(self) -> list[Span]:
-        """Return what each message of the assistant adds to those before it and to the generation prompt."""
-        answers = [i for i, message in enumerate(self.messages) if message["role"] == "assistant"]
+    def _additions(self, answers: Sequence[int]) -> list[Span]:
+        """Return what each of some messages adds to those before it and to the generation prompt."""
         if len(answers) * len(self.messages) > MAX_RENDERED:
             seen = f" has {len(answers):,} answers in {len(self.messages):,} messages, each rendered with those before"
             raise RenderingError(f"{seen} it; split it, or mark answers in the chat template with {{% generation %}}")

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import hmac
+import resource
 import secrets
 import shlex
 import socket
@@ -40,7 +41,8 @@ STORE_BYTES = 1 << 28
 ENTRY_BYTES = 200
 """Of memory per key, besides its text and its value."""
 
-CONNECTIONS = 4096
+CONNECTIONS, OTHER_FILES = 4096, 64
+"""Open files of a server. A new connection takes the place of the oldest one that has not proved anything."""
 HELLO_SECONDS = 10.0
 """For a client to prove that it knows the secret."""
 
@@ -94,7 +96,7 @@ class AuthenticatedChannel:
         self._received += 1
         fields, at = [], 0
         while at < len(content):
-            (size,) = struct.unpack_from("!I", content, at)
+            size = int.from_bytes(content[at : at + 4])
             fields.append(content[at + 4 : at + 4 + size])
             at += 4 + size
         if at != len(content):
@@ -110,6 +112,16 @@ def body_size(head: bytes, limit: int = MESSAGE_BYTES) -> int:
     return int(size)
 
 
+def connection_limit() -> int:
+    """Let this process open as many files as it may, and return how many connections a store accepts."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    infinite, wanted = resource.RLIM_INFINITY, CONNECTIONS + OTHER_FILES
+    if soft != infinite and soft < wanted:
+        soft = wanted if hard == infinite else min(hard, wanted)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    return CONNECTIONS if soft == infinite else min(CONNECTIONS, soft - OTHER_FILES)
+
+
 class StoreServer:
     """Values of one run in memory, up to ``STORE_BYTES``."""
 
@@ -119,7 +131,9 @@ class StoreServer:
         self._values: dict[bytes, bytes] = {}
         self._writers: dict[bytes, str] = {}  # machine that wrote a value
         self._bytes: Counter[str] = Counter()  # by machine
-        self._connections = 0
+        self._connections, self._limit = 0, connection_limit()
+        self._strangers: dict[asyncio.StreamWriter, None] = {}  # connections that have proved nothing, oldest first
+        self._arriving = 0  # bytes of messages that are being received
         self._noted: Counter[str] = Counter()
 
     def start(self, listener: socket.socket) -> None:
@@ -136,8 +150,13 @@ class StoreServer:
         host = str(writer.get_extra_info("peername")[0])
         self._connections += 1
         try:
-            if self._connections > CONNECTIONS:
-                raise ValueError(f"there are {counted(CONNECTIONS, 'connection')}, and more are not accepted")
+            if self._connections > self._limit:
+                if not self._strangers:
+                    raise ValueError(f"there are {counted(self._limit, 'connection')}, and more are not accepted")
+                oldest = next(iter(self._strangers))
+                del self._strangers[oldest]
+                oldest.transport.abort()
+            self._strangers[writer] = None
             mine = secrets.token_bytes(NONCE_BYTES)
             writer.write(GREETING + mine)
             channel, limit = None, FIRST_MESSAGE_BYTES
@@ -147,12 +166,13 @@ class StoreServer:
                     if channel is None:
                         theirs = await reader.readexactly(NONCE_BYTES)
                         channel = AuthenticatedChannel(self._secret, mine + theirs, server=True)
-                    body = await reader.readexactly(body_size(await reader.readexactly(4), limit))
+                    body = await self._receive(reader, body_size(await reader.readexactly(4), limit))
                 fields = channel.open(body)
                 limit, patience = MESSAGE_BYTES, None
+                self._strangers.pop(writer, None)
                 writer.write(channel.seal(self._answer(host, fields)))
                 await writer.drain()
-        except (ValueError, struct.error) as error:
+        except ValueError as error:
             self._note(host, f"closed a connection: {error}")
         except TimeoutError:
             self._note(host, f"closed a connection: it was silent for {HELLO_SECONDS:g} seconds")
@@ -160,7 +180,18 @@ class StoreServer:
             pass  # it has ended
         finally:
             self._connections -= 1
+            self._strangers.pop(writer, None)
             writer.close()
+
+    async def _receive(self, reader: asyncio.StreamReader, size: int) -> bytes:
+        """Return the body of a message; raise ValueError if too many are received at once."""
+        if self._arriving + size > STORE_BYTES:
+            raise ValueError(f"messages of {format_bytes(self._arriving)} are arriving, and more are not accepted")
+        self._arriving += size
+        try:
+            return await reader.readexactly(size)
+        finally:
+            self._arriving -= size
 
     def _note(self, host: str, text: str) -> None:
         """Print what a machine has done, the first times."""

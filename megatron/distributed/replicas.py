@@ -35,7 +35,7 @@ from torch.distributed import distributed_c10d
 
 from megatron.config.errors import Problem, UserError
 from megatron.config.files import parse_json
-from megatron.config.text import listed, printable
+from megatron.config.text import counted, listed, printable
 from megatron.distributed.comm import CommMeter, Group
 from megatron.distributed.replica_store import GREETING, KEPT_ATTEMPTS, NONCE_BYTES, AuthenticatedChannel, body_size
 from megatron.distributed.replica_store import serve as serve
@@ -92,21 +92,30 @@ class StoreClient(distributed_c10d.Store):
         self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._file = self._socket.makefile("rb")
         greeting = self._file.read(len(GREETING) + NONCE_BYTES)
+        if not greeting:
+            raise ConnectionResetError("it closed the connection, or has as many as it accepts")
         if not greeting.startswith(GREETING):
             raise OSError("what answers is no DiLoCo server of this version")
         mine = secrets.token_bytes(NONCE_BYTES)
         self._channel = AuthenticatedChannel(secret, greeting[len(GREETING) :] + mine, server=False)
         self._socket.sendall(mine)
         try:
-            self._request(b"hello")
+            self._request(b"hello", certain=True)
+        except ReplicaError as error:
+            raise OSError(str(error)) from error
         except RuntimeError as error:
             raise OtherSecretError(f"it does not have the secret of this replica ({error})") from error
 
-    def _request(self, *fields: bytes) -> list[bytes]:
-        """Return the answer without its first field; nothing for ``none``.
+    def _request(self, *fields: bytes, values: int = 0, certain: bool = False) -> list[bytes]:
+        """Return the ``values`` of the answer after its first field; nothing for ``none``.
+
+        Args:
+            fields: of the request.
+            values: that ``ok`` has.
+            certain: ``none`` is no answer to this request.
 
         Raises:
-            ReplicaError: if the server refuses the request.
+            ReplicaError: if the server refuses the request, or answers something else.
             RuntimeError: if it is gone.
         """
         with self._lock:
@@ -115,22 +124,31 @@ class StoreClient(distributed_c10d.Store):
                 head = self._file.read(4)
                 if len(head) < 4:
                     raise OSError("it closed the connection")
-                answer, *values = self._channel.open(self._file.read(body_size(head)))
+                answer = self._channel.open(self._file.read(body_size(head)))
             except (OSError, ValueError) as error:
+                self._file.close()  # which keeps the socket open
                 self._socket.close()
                 raise RuntimeError(str(error)) from error
-        if answer == b"refused":
-            raise ReplicaError(f"the DiLoCo server refuses a request: {values[0].decode(errors='replace')}")
-        return [answer, *values] if answer == b"ok" else []
+        match answer:
+            case [b"ok", *_] if len(answer) == 1 + values:
+                return answer
+            case [b"none"] if not certain:
+                return []
+            case [b"refused", reason]:
+                raise ReplicaError(f"the DiLoCo server refuses a request: {printable(reason.decode(errors='replace'))}")
+        raise ReplicaError(
+            f"what answers is no DiLoCo server of this version: it sent {counted(len(answer), 'field')} to a request "
+            f"{fields[0].decode()}; start tools/diloco_server.py of the replicas' version, and all replicas again"
+        )
 
     def set(self, key: str, value: str | bytes) -> None:
         """Set a value."""
-        self._request(b"set", key.encode(), _to_bytes(value))
+        self._request(b"set", key.encode(), _to_bytes(value), certain=True)
 
     def get(self, key: str) -> bytes:
         """Return a value, once it is there; raise DistStoreError after the timeout."""
         self.wait([key])
-        return b"".join(self._request(b"get", key.encode())[1:])
+        return b"".join(self._request(b"get", key.encode(), values=1)[1:])
 
     def check(self, keys: list[str]) -> bool:
         """Return True if all keys are there."""
@@ -147,7 +165,7 @@ class StoreClient(distributed_c10d.Store):
 
     def compare_set(self, key: str, expected: str, value: str) -> bytes:
         """Set a value that is ``expected`` (empty for none), and return the one that is there then."""
-        return self._request(b"compare_set", key.encode(), expected.encode(), value.encode())[1]
+        return self._request(b"compare_set", key.encode(), expected.encode(), value.encode(), values=1, certain=True)[1]
 
     def delete_key(self, key: str) -> bool:
         """Delete a key; return False if there is none."""
@@ -174,8 +192,8 @@ def connect(server: str, timeout: float, secret: bytes = b"") -> distributed_c10
         try:
             return StoreClient(host, int(port), timeout, secret)
         except (OSError, ValueError) as error:
-            if isinstance(error, ConnectionRefusedError) and time.monotonic() < until:
-                time.sleep(10 * POLL_SECONDS)  # it may be starting
+            if isinstance(error, ConnectionError) and time.monotonic() < until:
+                time.sleep(10 * POLL_SECONDS)  # it may be starting, or busy
                 continue
             sentence = f"no DiLoCo server answers at {server}: {error}"
             start = f"python tools/diloco_server.py --port {port}"

@@ -5,11 +5,13 @@ from __future__ import annotations
 import math
 import re
 import socket
+import struct
 import subprocess
 import sys
 import time
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -25,7 +27,7 @@ from megatron.checkpoint.format import Manifest
 from megatron.config.errors import UserError
 from megatron.config.run import DilocoConfig, RunConfig
 from megatron.distributed import replica_store
-from megatron.distributed.replica_store import AuthenticatedChannel, read_secret, serve
+from megatron.distributed.replica_store import GREETING, AuthenticatedChannel, read_secret, serve
 from megatron.distributed.replicas import Member, ReplicaError, Replicas, connect
 from megatron.optimizer.main_params import MainParams
 from megatron.optimizer.outer_optimizer import OuterOptimizer
@@ -386,6 +388,69 @@ def test_the_memory_of_the_server_is_bounded(
     assert "refused a request" in capfd.readouterr().out
     with pytest.raises(ReplicaError, match="is gone"):
         Replicas(store, 0, 1, 2, timeout=1)._ask(store.set, "too large", "x" * (8 << 20))
+
+
+def test_strangers_do_not_take_the_place_of_replicas(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(replica_store, "CONNECTIONS", 3)
+    port = serve("127.0.0.1", 0, SECRET)[1]
+    with ExitStack() as strangers:
+        idle = [strangers.enter_context(socket.create_connection(("127.0.0.1", port))) for _ in range(8)]
+        for stranger in idle:
+            stranger.settimeout(20)
+        stores = [connect(f"127.0.0.1:{port}", 20, SECRET) for _ in range(3)]
+        for stranger in idle:  # all had to leave
+            with suppress(ConnectionResetError):
+                assert stranger.recv(1000).startswith(GREETING)
+                assert stranger.recv(1000) == b""
+    for number, store in enumerate(stores):
+        store.set("key", str(number))
+    with pytest.raises(UserError, match=r"E954.*as many as it accepts"):
+        connect(f"127.0.0.1:{port}", 0.1, SECRET)
+    assert stores[0].get("key") == b"2"
+
+
+def test_messages_that_never_end_take_bounded_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(replica_store, "STORE_BYTES", 1 << 20)
+    address = ("127.0.0.1", serve("127.0.0.1", 0)[1])
+    refused = 0
+    with ExitStack() as halves:
+        for _ in range(4):
+            half = halves.enter_context(socket.create_connection(address))
+            half.settimeout(1)
+            nonces = half.recv(1000)[len(GREETING) :] + bytes(32)
+            hello = AuthenticatedChannel(b"", nonces, server=False).seal([b"hello"])
+            half.sendall(bytes(32) + hello + struct.pack("!I", 400_000) + bytes(1000))
+            half.recv(len(hello) + 100)
+            with suppress(TimeoutError):
+                refused += half.recv(1) == b""
+    assert refused == 2
+
+
+ANSWERS = [[], [b""], [b"refused"], [b"ok", b"1", b"2"], [b"none", b"x"], [b"none"], [b"refused", b"\xff", b""]]
+
+
+@pytest.mark.parametrize("answer", ANSWERS, ids=range(len(ANSWERS)))
+@pytest.mark.parametrize("before", [[], [[b"ok"]]], ids=["greeting", "request"])
+def test_malformed_answers_of_a_server_end_in_sentences(answer: list[bytes], before: list[list[bytes]]) -> None:
+    def serve_one() -> None:
+        with listener, listener.accept()[0] as client:
+            client.sendall(GREETING + bytes(32))
+            channel = AuthenticatedChannel(b"", bytes(32) + client.recv(32), server=True)
+            for fields in (*before, answer):
+                client.recv(1000)
+                client.sendall(channel.seal(fields))
+
+    listener = socket.create_server(("127.0.0.1", 0))
+    address = f"127.0.0.1:{listener.getsockname()[1]}"
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(serve_one)
+        if not before:
+            with pytest.raises(UserError, match="E954"):
+                connect(address, 5)
+            return
+        replicas = Replicas(connect(address, 5), 0, 1, 2, timeout=1)
+        with pytest.raises(ReplicaError, match="DiLoCo server"):
+            replicas._replace("key", "", "value")
 
 
 def test_a_replica_that_others_gave_up_ends_and_one_index_is_of_one_replica() -> None:

@@ -86,6 +86,38 @@ def test_the_answers_and_what_ends_them_are_marked(template: str, turns: list[tu
     assert parts(found.ids.tolist(), found.answers.tolist()) == expected
 
 
+@pytest.mark.parametrize(
+    "unused",
+    [
+        "{# {% generation %} #}",
+        "{#- {%- generation -%}{% endgeneration %}\n-#}",
+        "{{ '{% generation %}' if false }}",
+        "{% if false %}{% raw %}{% generation %}{% endraw %}{% endif %}",
+    ],
+)
+def test_what_only_looks_like_a_generation_block_marks_nothing(unused: str) -> None:
+    turns = messages(*CONVERSATIONS[1])
+    found, plain = (tokenizer(template).conversation(turns) for template in (unused + PLAIN, PLAIN))
+    assert found.ids.tolist() == plain.ids.tolist()
+    assert found.answers.tolist() == plain.answers.tolist()
+
+
+@pytest.mark.parametrize("left_out", [{0}, {1}, {1, 3}])
+@pytest.mark.parametrize("template", [PLAIN, MARKED, PLAIN.replace("{{ m.role }}", "{{ m.role }}{{ m.weight }}")])
+def test_an_answer_of_weight_0_is_read_but_not_trained(template: str, left_out: set[int]) -> None:
+    turns = [message for n in range(4) for message in messages(("user", "q"), ("assistant", f"answer {n}"))]
+    whole = tokenizer(template).conversation(turns)
+    weights = [{"weight": float(n not in left_out)} if n else {"weight": int(n not in left_out)} for n in range(4)]
+    for n, weight in enumerate(weights):
+        turns[2 * n] = turns[2 * n] | {"weight": None}
+        turns[2 * n + 1] = turns[2 * n + 1] | weight
+    found = encode_record(tokenizer(template), {"messages": turns})
+    assert found.ids.tolist() == whole.ids.tolist()
+    expected = [b"answer %d$\n" % n for n in range(4) if n not in left_out]
+    assert [text for answer, text in parts(found.ids.tolist(), found.answers.tolist()) if answer] == expected
+    assert found.ends.sum() == len(expected)
+
+
 TEMPLATES = ("cohere2", "gemma3", "lfm2_v2", "phi3_5", "qwen3_vl", "qwen3_instruct_2507")
 
 
@@ -546,6 +578,8 @@ MALFORMED = [
     [{"role": None, "content": "?"}],
     [{"role": "assistant", "content": None}],
     [{"role": "assistant", "content": {}}],
+    *([{"role": "assistant", "content": "x", "weight": weight}] for weight in (0, 0.5, 2, -1, "0", True, [])),
+    [{"role": "user", "content": "x", "weight": 1}, {"role": "assistant", "content": "x"}],
     [{"role": "assistant", "content": "", "tool_calls": "x"}],
     [{"role": "assistant", "content": "", "tool_calls": [5]}],
     [{"role": "assistant", "content": [{"type": "image", "image": "x"}]}],

@@ -89,6 +89,22 @@ def test_a_script_that_launches_nothing_is_refused(tmp_path: Path, capsys: pytes
     assert from_megatron.main([str(tmp_path / "gone.sh")]) == 2
 
 
+@pytest.mark.parametrize(
+    "hostile",
+    [
+        "os.mkfifo('../record')",  # a pipe to which no program writes
+        "os.symlink('/dev/zero', '../record')",
+        "open('../record', 'w').truncate(1 << 25)",
+        "os.write(2, b'x' * 1_000_000)",
+    ],
+)
+def test_what_a_script_leaves_behind_is_read_within_limits(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], hostile: str
+) -> None:
+    assert from_megatron.main([script(tmp_path, f'python -c "import os; {hostile}"\n')]) == 2
+    assert len(capsys.readouterr().err) < 3000
+
+
 def test_flags(capsys: pytest.CaptureFixture[str]) -> None:
     assert from_megatron.main(["--", *f"{MODEL} {RUN} --checkpoint-activations".split()]) == 0
     rows, flags = translated(capsys.readouterr().out)
