@@ -360,7 +360,9 @@ def _read_sources(command_line: CommandLine, applied: Sequence[Sequence[str]]) -
     def read() -> list[ConfigSource]:
         files = [
             # Any option may be in a file that cannot be read.
-            ConfigSource(problems=[tree], doubtful={*SETTINGS}) if isinstance(tree, Problem) else from_mapping(tree, path)
+            ConfigSource(problems=[tree], doubtful={*SETTINGS})
+            if isinstance(tree, Problem)
+            else from_mapping(tree, path)
             for path, tree in trees
         ]
         counterparts = [with_our_words(GivenFlag(flag, SPELLINGS[flag], words), []) for flag, *words in applied]
