@@ -58,6 +58,10 @@ crash() {
     wait $launcher 2>/dev/null || true
 }
 
+end_launcher() {
+    kill -TERM ${launcher:-} 2>/dev/null && wait || true
+}
+
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 input='' key=text reading=() steps=600 out=$root/runs/quickstart
 while [ $# -gt 0 ]; do
@@ -142,7 +146,8 @@ python pretrain_gpt.py --check-config --world-size 2 "${flags[@]}" "${second[@]}
 python pretrain_gpt.py --check-config --world-size 2 "${flags[@]}" "${first[@]}" "$@" >/dev/null
 
 say "training on two processes that share every matrix; killed half-way"
-trap 'kill -TERM ${launcher:-} 2>/dev/null && wait' EXIT # Ctrl-C leaves nothing running
+trap end_launcher EXIT # Ctrl-C leaves nothing running
+trap 'end_launcher; say "stopped by Ctrl-C, which torchrun shows as an error; what is saved is in $out"; exit 130' INT
 "${launch[@]}" pretrain_gpt.py "${flags[@]}" "${first[@]}" "$@" &
 launcher=$!
 until is_half_way || ! kill -0 $launcher 2>/dev/null; do

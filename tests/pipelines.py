@@ -84,7 +84,7 @@ class LinearStage(nn.Module):
 
 @dataclass
 class Ends:
-    """What a run of several ranks did: gradients by name, and contributions to each."""
+    """The result of a run of several ranks: gradients by name, and contributions to each."""
 
     gradients: dict[str, Tensor] = field(default_factory=dict)
     counts: dict[str, int] = field(default_factory=dict)

@@ -115,7 +115,7 @@ def full_disk(*at: int) -> AbstractContextManager[Any]:
 
 @dataclass
 class Told:
-    """What one start of a run did, seen from outside.
+    """The outcome of one start of a run, seen from outside.
 
     Attributes:
         status: exit status; None for a run that was killed.
@@ -173,7 +173,7 @@ NUMBERS = {
     "lm loss validation",
     "lm loss test",
 }
-"""What a run records that is not time or memory."""
+"""The records of a run that are not time or memory."""
 
 
 def steps(folder: Path) -> dict[int, dict[str, Any]]:

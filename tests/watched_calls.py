@@ -55,7 +55,7 @@ def watched_calls(
 
 
 def refuse(name: str, path: str) -> None:
-    """What a full disk does.
+    """Fail as a full disk does.
 
     Raises:
         OSError: ENOSPC, for those of ``REFUSED``.

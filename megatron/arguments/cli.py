@@ -77,20 +77,8 @@ class CommandLine:
     problems: list[Problem] = field(default_factory=list)  # of flags that argparse rejected
 
 
-def parse_flags(argv: Sequence[str], about: str = "") -> CommandLine:
-    """Parse a command line flag by flag, so that one malformed flag does not hide problems of the others.
-
-    Args:
-        argv: without the program's name.
-        about: docstring of the program, for its help; empty for pretrain_gpt.py.
-
-    Raises:
-        SystemExit: after printing the help that ``argv`` asks for.
-    """
-    if (text := help_text(argv, about)) is not None:
-        with suppress(BrokenPipeError):  # | head
-            echo(text, end="", flush=True)
-        raise SystemExit(0)
+def parse_flags(argv: Sequence[str]) -> CommandLine:
+    """Parse a command line flag by flag, so that one malformed flag does not hide problems of the others."""
     parser = make_parser(of_settings=False)
     command_line = CommandLine(parser.parse_args([]))
     flags: list[list[str]] = []  # each with the words after it; words before the first flag come first
@@ -177,8 +165,13 @@ def parse(
 
     Raises:
         UserError: with every problem of flags, files and values.
+        SystemExit: after printing the help or the version that ``argv`` asks for.
     """
-    command_line = parse_flags(argv, about)
+    if (text := help_text(argv, about)) is not None:
+        with suppress(BrokenPipeError):  # | head
+            echo(text, end="", flush=True)
+        raise SystemExit(0)
+    command_line = parse_flags(argv)
     options = command_line.known
     set_by_flags = {flag.setting.name for flag in command_line.given}
     applied, foreign, notes = apply_foreign_flags(command_line.foreign, set_by_flags)
@@ -366,7 +359,10 @@ def _read_sources(command_line: CommandLine, applied: Sequence[Sequence[str]]) -
 
     def read() -> list[ConfigSource]:
         files = [
-            ConfigSource(problems=[tree]) if isinstance(tree, Problem) else from_mapping(tree, path)
+            # Any option may be in a file that cannot be read.
+            ConfigSource(problems=[tree], doubtful={*SETTINGS})
+            if isinstance(tree, Problem)
+            else from_mapping(tree, path)
             for path, tree in trees
         ]
         counterparts = [with_our_words(GivenFlag(flag, SPELLINGS[flag], words), []) for flag, *words in applied]

@@ -13,9 +13,9 @@ from typing import Any
 
 from megatron.arguments.presets import PRESETS
 from megatron.arguments.sources import from_mapping, read_yaml
-from megatron.config.errors import Problem
+from megatron.config.errors import Problem, UserError
 from megatron.config.settings import GROUPS, NOUNS, SETTINGS, Setting
-from megatron.config.text import package_version
+from megatron.config.text import did_you_mean, package_version
 
 
 def _int(text: str) -> int:
@@ -37,7 +37,7 @@ OWN_FLAGS: Mapping[str, Mapping[str, Any]] = {
     "--fake-rank": {"type": _int, "metavar": "R", "help": "The rank that --fake-world builds. [0]"},
     "--world-size": {"type": _int, "metavar": "N", "help": RANKS_TO_CHECK},
     "--help-all": {"action": "store_true", "help": "Show all options, as docs/flags.md does, and stop."},
-    "--version": {"action": "version", "version": package_version(), "help": "Print the version and stop."},
+    "--version": {"action": "store_true", "help": "Print the version and stop."},
 }
 """The flags that are no config fields, besides ``--help [SECTION]``, with the arguments of ``add_argument``."""
 
@@ -152,17 +152,27 @@ def _serves(setting: Setting, defaults: Mapping[str, Any]) -> bool:
 
 
 def help_text(argv: Sequence[str], about: str = "") -> str | None:
-    """Return the help that a command line asks for, if it does.
+    """Return the help or the version that a command line asks for, if it does.
 
     Args:
         argv: of the program; a program with a docstring begins it with ``--config`` and the file of its defaults.
         about: docstring of the program; empty for pretrain_gpt.py.
+
+    Raises:
+        UserError: if there is no such section.
     """
     config = argv[1] if about else ""
-    asked = next((n for n, word in enumerate(argv) if word in ("-h", "--help", "--help-all")), None)
+    asked = next((n for n, word in enumerate(argv) if word in ("-h", "--help", "--help-all", "--version")), None)
     if asked is None:
         return None
-    section = argv[asked + 1] if asked + 1 < len(argv) and argv[asked] != "--help-all" else ""
-    if section in GROUPS:
-        return make_parser(sections=[section], about=about, config=config).format_help()
-    return make_parser(short=argv[asked] != "--help-all", about=about, config=config).format_help()
+    if argv[asked] == "--version":
+        return f"{package_version()}\n"
+    if argv[asked] == "--help-all":
+        return make_parser(about=about, config=config).format_help()
+    section = "".join(argv[asked + 1 : asked + 2])
+    if not section or section.startswith("-"):
+        return make_parser(short=True, about=about, config=config).format_help()
+    if section not in GROUPS:
+        fix = f"--help {did_you_mean(section, GROUPS) or ''}".strip()
+        raise UserError([Problem("E002", f"--help {section}: the sections are {', '.join(GROUPS)}", (fix,))])
+    return make_parser(sections=[section], about=about, config=config).format_help()

@@ -1,4 +1,4 @@
-"""What can go wrong with a run and its checkpoints: in a rank, at any of its calls to the file system, or later."""
+"""Faults of a run and its checkpoints: in a rank, at any of its calls to the file system, or later."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.watched_calls import REAL, refuse, watched_calls
 
 @dataclass(frozen=True)
 class Fault:
-    """What happens to one rank of a start.
+    """A fault of one rank of a start.
 
     Attributes:
         kind: ``kill`` (at a call), ``full disk`` (at a call, and at those that follow), ``kill at a moment``.

@@ -17,7 +17,7 @@ from tests.processes import free_port
 from tests.runs import differences, steps, tiny_run
 
 EARLY = "torch._dynamo", "megatron.checkpoint.load", "megatron.contrib.local_checkpoints", "megatron.checkpoint.save"
-"""What a run imports when it needs it: here before ranks are forked, which saves each of them seconds."""
+"""Modules that a run imports when it needs them: importing them before ranks are forked saves each rank seconds."""
 
 for name in EARLY:
     import_module(name)
@@ -186,7 +186,7 @@ def _kill(pids: list[int]) -> None:
 
 @dataclass(frozen=True)
 class Before:
-    """What lies in a run's folders when it is started: steps of whole checkpoints, and the folders of others."""
+    """The contents of a run's folders when it is started: steps of whole checkpoints, and the folders of others."""
 
     whole: set[int]
     broken: tuple[Path, ...]
@@ -205,7 +205,7 @@ class Before:
         return max(self.whole, default=0)
 
     def complaints(self, said: str) -> list[str]:
-        """What a start should have said of it and has not."""
+        """Return the notes that a start should have printed and has not."""
         found = []
         if self.newest and f": step {self.newest}, " not in said:
             found.append(f"does not say that it goes on from step {self.newest}")

@@ -222,7 +222,7 @@ def _complaints_of_full_disk(fault: Fault, ended: Ended) -> Iterator[str]:
 
 
 def report(trials: Sequence[Trial], how: str) -> Iterator[str]:
-    """What was found: a table by kind of fault, then every trial."""
+    """Return the results: a table by kind of fault, then every trial."""
     total, starts = sum(len(trial.faults) for trial in trials), sum(trial.starts for trial in trials)
     wrong = [trial for trial in trials if trial.wrong]
     yield f"{total} faults in {len(trials)} runs, {starts} starts, {len(wrong)} wrong: {how}"

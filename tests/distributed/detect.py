@@ -334,7 +334,7 @@ def tells_like_one_process(case: Case, ranks: Sequence[list[dict[str, float]]]) 
 
 @cache
 def healthy(twin: Case) -> list[dict[str, float]]:
-    """What one process, this one, reports of every layer."""
+    """Return the report of one process, this one, on every layer."""
     return report(0, 1, twin)
 
 
@@ -361,7 +361,7 @@ CHOSEN = [[[0, 1], [0, 1], [0, 3]], [[3, 2], [3, 2], [3, 2]]]
 """Experts of each rank's tokens: rank 0 has the first two."""
 
 PLANNED = [((5, 1), (5, 0), (3, 2)), ((0, 6), (1, 6), (3, 4))]
-"""What comes of them, counted by hand."""
+"""The results, counted by hand."""
 
 
 def nearly_like_one_process(case: Case, ranks: Sequence[list[RankTrace]]) -> bool:

@@ -41,7 +41,7 @@ from tests.distributed.drive import Case
 
 
 def act_together(rank: int, world_size: int) -> list[int]:
-    """What every rank did, which all must hear."""
+    """Gather the result of every rank on all ranks."""
     return gather_results(lambda: rank, world_group(rank, world_size))
 
 

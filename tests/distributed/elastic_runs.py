@@ -62,7 +62,7 @@ STRIKES: dict[str, Strike] = {"die": die, "die with agent": die_with_agent, "han
 
 @dataclass(frozen=True)
 class Plan:
-    """What one rank does in the middle of a step, once in a run.
+    """The event on one rank in the middle of a step, once in a run.
 
     Attributes:
         what: one of ``STRIKES``.
@@ -199,7 +199,7 @@ class Job:
             time.sleep(0.02)
 
     def said(self) -> str:
-        """What all agents and ranks have said."""
+        """Return the output of all agents and ranks."""
         return "\n".join(path.read_text(errors="replace") for path in sorted(self.folder.glob("agent*.txt")))
 
     def struck(self) -> bool:

@@ -96,7 +96,7 @@ def padding_in_the_norm() -> Iterator[None]:
 
 
 def one_microbatch_dropped() -> AbstractContextManager[Any]:
-    """What a bucket's first micro-batch summed up to is not added to the others."""
+    """Drop the sum of a bucket's first micro-batch."""
     original = ShardedBucket.start_step
 
     def start_step(self: ShardedBucket) -> None:

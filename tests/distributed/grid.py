@@ -25,7 +25,7 @@ def choices(name: str) -> tuple[str, ...]:
 
 
 NEEDS: dict[str, dict[str, Any]] = {"yarn": {"rotary_scaling_factor": 4.0, "yarn_original_max_position_embeddings": 32}}
-"""What a kind of positions does not work without."""
+"""The options that a kind of positions needs."""
 
 POSITIONS: dict[str, dict[str, Any]] = {
     **{kind: {"position_embedding_type": kind, **NEEDS.get(kind, {})} for kind in choices("position_embedding_type")},

@@ -41,7 +41,7 @@ TAIL_LINES = 40
 """How much of a rank's output an error shows."""
 
 OWN_FRAMES = (f'File "{SOURCE}"', f'File "{Path(multiprocessing.__file__).parent}', 'File "<string>"')
-"""What the lower end of every worker's stack looks like."""
+"""The lower end of every worker's stack."""
 
 
 class RankError(RuntimeError):

@@ -33,10 +33,10 @@ from tests.distributed.pairwise import Choice
 from tests.distributed.resume import AFTER, BEFORE
 
 MODEL = tuple(n for n in FACTORS if n not in (*LAYOUT, *SHARING)) + ("layers", "samples", "experts", "biases")
-"""What stays as it is on the other layout; the rest of what is drawn may change."""
+"""Options that stay as they are on the other layout; the rest of what is drawn may change."""
 
 OTHERWISE = ("recompute", "loss_chunk", "overlap", "bucket")
-"""What may change besides the layout."""
+"""Options that may change besides the layout."""
 
 ANY: Choice = MappingProxyType({})
 

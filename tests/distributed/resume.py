@@ -54,7 +54,7 @@ def _raise_signal(number: signal.Signals, trainer: Trainer) -> None:
 
 @dataclass(frozen=True)
 class Leg:
-    """What one rank has at the checkpoint, and how it goes on.
+    """The state of one rank at the checkpoint, and its continuation.
 
     Attributes:
         state: masters as ``weights``, moments as ``grads``.
@@ -135,7 +135,7 @@ ACTIONS: dict[str, Callable[[Trainer], None]] = {
     "misread": misread,
     **{number.name: partial(_raise_signal, number) for number in SIGNALS},
 }
-"""What may happen to a rank before it reads the data of a step."""
+"""Events that may happen to a rank before it reads the data of a step."""
 
 
 def run_rank(

@@ -208,7 +208,7 @@ class Message:
     channel: Any
 
     def __call__(self, x: Tensor) -> Tensor:
-        """What becomes of ``x``."""
+        """Return ``x`` after the change."""
         changed, self.before[self.channel] = self.change(x, self.before.get(self.channel)), x.clone()
         return changed
 

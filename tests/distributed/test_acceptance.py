@@ -31,7 +31,7 @@ CASES = {case.name: case for case in layout_cases(RANKS, RANKS)}
 
 @contextmanager
 def spoiled(operation: str, factor: float) -> Iterator[None]:
-    """What comes out of one of the raw collectives on several ranks is off by a factor; of a send, what goes in."""
+    """Scale the output of one of the raw collectives on several ranks; of a send, its input."""
     original = getattr(comm, operation)
 
     def act(x: torch.Tensor, *rest: Any, **named: Any) -> torch.Tensor | Pending:

@@ -213,7 +213,7 @@ def test_a_rank_that_dies_publishes_nothing(pool: Pool, tmp_path: Path) -> None:
 
 
 def load_as_dtensor(rank: int, world: int, path: Path) -> list[bool]:
-    """What any torch program would do: its own state dict, the library's own planner."""
+    """Load as any torch program would: its own state dict, the library's own planner."""
     import torch.distributed.checkpoint as dcp
     from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor, init_device_mesh
 

@@ -43,7 +43,7 @@ def test_two_hundred_faults_and_every_call_of_a_save(tmp_path: Path) -> None:
 
 
 def test_the_long_run_is_kept() -> None:
-    """What it found at its last, in tests/golden."""
+    """Compare the stored results in tests/golden with the limits."""
     text = FILE.read_text()
     random_faults, *every_call = HEAD.finditer(text)
     assert int(random_faults[1]) >= 200

@@ -1,4 +1,4 @@
-"""What is told of routers: the same on every layout, and what a loop over tokens says."""
+"""The statistics of routers are the same on every layout, and those of a loop over tokens."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def tokens_of(rank: int) -> tuple[Tensor, Tensor]:
 
 
 def travel(rank: int, world_size: int, sizes: dict[str, int]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """What comes to this rank, what goes back when each row is multiplied, and the gradient of the tokens."""
+    """Return the rows that come to this rank, those that return when each is multiplied, and the tokens' gradient."""
     mesh = Mesh(Layout.from_config(parallel(**sizes), world_size), rank)
     x_TH, experts_TK = tokens_of(rank)
     x_TH.requires_grad_()

@@ -269,7 +269,7 @@ def test_a_copy_counted_twice_is_noticed(pool: Pool) -> None:
 
 
 def a_bad_query(rank: int, world_size: int, at: int) -> dict[str, float]:
-    """What every rank reports when the first layer of one has seen a NaN among its logits."""
+    """Return a rank's report when the first layer of one has a NaN among its logits."""
     trainer = build_trainer(CASES["tp2"].config(), rank, world_size)
     vitals = HealthReport(trainer)
     vitals.on_step_start()

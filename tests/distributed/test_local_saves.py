@@ -82,7 +82,7 @@ def newest(rank: int, world: int, folder: Path) -> int:
 
 
 def refused(rank: int, world: int, folder: Path, failing: int, call: str, at: int) -> str:
-    """What is raised where a rank's disk is full from its ``at``-th ``call`` on."""
+    """Return the error where a rank's disk is full from its ``at``-th ``call`` on."""
     count = 0
 
     def before(name: str, number: int, args: tuple[Any, ...]) -> None:
@@ -136,13 +136,13 @@ def on_the_disk(rank: int, world: int, folder: Path) -> list[str]:
 
 
 def test_copies_are_on_the_disk_as_well(pool: Pool, tmp_path: Path) -> None:
-    """What a rank writes, and what comes from the rank of the other node."""
+    """A rank writes its own tensors and those of a rank of the other node."""
     for rank, kept in enumerate(pool.run(WORLD, on_the_disk, tmp_path)):
         assert {f"tensors_{rank:05d}.safetensors", f"tensors_{(rank + 2) % WORLD:05d}.safetensors.part"} <= {*kept}
 
 
 def crowded(rank: int, world: int, folder: Path, node: int, free: int) -> str:
-    """What is raised where the disk of a node has so many bytes left."""
+    """Return the error where the disk of a node has so many bytes left."""
     room = SimpleNamespace(free=free if NODES[rank] == node else 1 << 30)
     try:
         with patch.object(shutil, "disk_usage", lambda path: room):

@@ -64,7 +64,7 @@ def run_rank(rank: int, world_size: int, config: RunConfig, per_node: int, kille
 
 
 def go_on(pool: Pool, config: RunConfig, per_node: int = 1, killed_at: int = 0, world_size: int = 2) -> Told:
-    """What rank 0 told of a run that ends well, or is killed."""
+    """Return the output of rank 0 of a run that ends well, or is killed."""
     printed = pool.run(world_size, run_rank, config, per_node, killed_at, check_collectives=False)
     assert {t.status for t in printed} == {None if killed_at else 0}, [t.err for t in printed]
     return printed[0]
@@ -89,7 +89,7 @@ def run(killed: tuple[Path, Path]) -> Path:
 
 
 def of(run: Path, node: int, name: str = "") -> Path:
-    """What a node has of the newest local checkpoint."""
+    """Return a node's parts of the newest local checkpoint."""
     return files_of(run / f"node{node}/iter_{LOCAL:07d}") / name
 
 

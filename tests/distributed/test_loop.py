@@ -51,7 +51,7 @@ EVENTS = {
     "an error in step 3": partial(before_step, 3, fail),
     "NaN in step 3": partial(before_step, 3, spoil_step),
 }
-"""What happens to the last rank."""
+"""Events on the last rank."""
 
 
 def run_rank(rank: int, world_size: int, config: RunConfig, event: str = "nothing") -> tuple[int | None, str]:

@@ -84,7 +84,7 @@ def exercised(pool: Pool) -> dict[str, set[Site]]:
 
 
 def verdict(pool: Pool, detector: Detector, *job: Any) -> str:
-    """What a job on the detector's ranks came to: ``right``, ``wrong``, or the message it failed with."""
+    """Return the outcome of a job on the detector's ranks: ``right``, ``wrong``, or the message it failed with."""
     try:
         ranks = pool.run(detector.world_size, *job, timeout=40.0, check_collectives=False)
     except RankError as error:

@@ -1,4 +1,4 @@
-"""What data-parallel ranks cut among themselves: sums, weights and Muon's matrices, on real ranks."""
+"""Test the shards of data-parallel ranks: sums, weights and Muon's matrices, on real ranks."""
 
 from __future__ import annotations
 

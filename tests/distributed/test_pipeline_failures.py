@@ -22,7 +22,7 @@ def overheat() -> None:
 
 
 FAULTS: dict[str, Callable[[], None]] = {"raises": overheat, "sleeps": partial(time.sleep, NAP)}
-"""What happens to rank 1 in 3F2 of step 3."""
+"""Faults of rank 1 in 3F2 of step 3."""
 
 
 def break_stage(trainer: Trainer, how: str) -> None:
@@ -39,12 +39,12 @@ def break_stage(trainer: Trainer, how: str) -> None:
 
 
 def run_rank(rank: int, world_size: int, config: RunConfig, how: str) -> tuple[Told, float]:
-    """What a rank told, and when it ended."""
+    """Return the output of a rank, and the time at which it ended."""
     return start(config, before_step(3, partial(break_stage, how=how)), rank, world_size), time.monotonic()
 
 
 def run_broken(pool: Pool, folder: Path, how: str) -> tuple[str, str]:
-    """What rank 1 does, the other notices in time: what the first of them told, and what the records tell."""
+    """Return the output of the first rank that notices a failure of rank 1, and the records."""
     config = tiny_run(folder, f"{INTERLEAVED} --distributed-timeout-minutes {TIMEOUT / 60}", 2)
     ranks = pool.run(2, run_rank, config, how, check_collectives=False)
     assert [printed.status for printed, _ in ranks] == [1, 1]

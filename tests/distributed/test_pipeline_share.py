@@ -1,4 +1,4 @@
-"""What a run says of its pipeline: the bubble of its log lines is that of the schedule, wherever a rank waits."""
+"""The bubble in a run's log lines is that of the schedule, wherever a rank waits."""
 
 from __future__ import annotations
 

@@ -88,7 +88,7 @@ def test_a_rank_that_is_refused_is_told_of_on_all(pool: Pool, address: tuple[str
 
 
 def test_a_run_goes_on_as_if_nothing_had_been(address: tuple[str, Store], tmp_path: Path) -> None:
-    """What goes wrong once is told and mended; a save that is refused is skipped, and the next one is whole."""
+    """A single fault is reported and mended; a refused save is skipped, and the next one is whole."""
     whole, cut = tmp_path / "whole", tmp_path / "cut"
     assert start(tiny_run(whole, f"--save {whole} --save-interval 6")).status == 0
     number = iter(range(10**6))

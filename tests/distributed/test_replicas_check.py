@@ -29,7 +29,7 @@ NORM, FC1, QKV = (f"layers.1.{n}.weight" for n in ("input_layernorm", "mlp.linea
 
 
 def told(rank: int, world_size: int, case: Case, name: str, at: int, master: bool, element: int) -> str:
-    """What the check says after a step and a bit that flips on rank ``at``."""
+    """Return the check's report after a step and a bit that flips on rank ``at``."""
     config = replace(case.config(), logging=LoggingConfig(check_weight_hash_across_dp_replicas_interval=2))
     trainer = build_trainer(config, rank, world_size)
     train_step(trainer, batches_of(trainer, case, 0), RATES)

@@ -34,7 +34,7 @@ def config_of(flags: str, ranks: int) -> RunConfig:
 
 
 def step(rank: int, world_size: int, every: tuple[str, ...]) -> list[Sent]:
-    """What this rank sends in a step, by axes and operation."""
+    """Return the bytes that this rank sends in a step, by axes and operation."""
     found = []
     for flags in every:
         trainer = build_trainer(config_of(flags, world_size), rank, world_size)

@@ -21,7 +21,7 @@ from tests.distributed.pool import Pool
 CPU = torch.device("cpu")
 NAP = 0.1
 SOON = 0.05
-"""What a rank that waits for nobody takes at most, in seconds, on a busy machine."""
+"""The most seconds that a rank without anything to wait for takes on a busy machine."""
 
 
 def mesh_of(rank: int, world_size: int, tp: int = 1) -> Mesh:

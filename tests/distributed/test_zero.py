@@ -1,4 +1,4 @@
-"""What replicas cut among themselves changes no bit, where the order of summing stays the same."""
+"""Sharding between replicas changes no bit where the order of summing stays the same."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What one process of the pool does: wait for a job, be one rank of it, report.
+"""A process of the pool: waits for a job, is one rank of it, reports.
 
 Forked from a server that has imported torch already, so a job costs its process group and nothing else.
 """
@@ -58,7 +58,7 @@ class Reply:
 
 @dataclass(frozen=True)
 class Raised:
-    """What a rank raised, in one line and with its traceback; ``at`` is on the clock all processes share (seconds)."""
+    """A rank's error, in one line and with its traceback; ``at`` is on the clock all processes share (seconds)."""
 
     summary: str
     details: str

@@ -38,7 +38,7 @@ pytestmark = pytest.mark.gpu
 
 
 def runner_of(trainer: Trainer, recorded: str) -> StepRunner:
-    """What takes steps with a recording; on a CPU, with one that only looks like it."""
+    """Return an object that takes steps with a recording; on a CPU, with one that only looks like it."""
     trainer.config = replace(trainer.config, compute=replace(trainer.config.compute, cuda_graph=recorded))
     return StepRunner(trainer, None if trainer.device.type == "cuda" else Tape(lambda: state_of(trainer)))
 

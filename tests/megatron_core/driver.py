@@ -29,7 +29,7 @@ for name, value in {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_A
 RNG_STATE = torch.zeros(16, dtype=torch.uint8)
 CPU_FLAGS = """--distributed-backend gloo --no-gradient-accumulation-fusion --no-rope-fusion
 --no-persist-layer-norm --no-masked-softmax-fusion --no-bias-dropout-fusion --no-check-for-nan-in-loss-and-grad"""
-"""What has no kernel on a CPU is switched off."""
+"""Options that switch off features without a kernel for CPUs."""
 
 
 class Stream(contextlib.nullcontext[Any]):

@@ -27,7 +27,7 @@ def plain(value: Any) -> Any:
 
 
 def record(path: Path, names: set[str]) -> dict[str, Any]:
-    """What a checkpoint holds, with those arguments that have ``names``."""
+    """Return the contents of a checkpoint, with those arguments that have ``names``."""
     common = common_state(path)
     optimizer = common["optimizer"]
     for group in optimizer["optimizer"]["param_groups"]:
@@ -44,7 +44,7 @@ def record(path: Path, names: set[str]) -> dict[str, Any]:
 
 GROUP = """wd_mult lr_mult is_expert_parallel is_decoupled_lr default_config max_lr min_lr betas eps weight_decay step
 lr"""
-"""What a group of parameters has with every optimizer of Megatron-LM."""
+"""The entries that a group of parameters has with every optimizer of Megatron-LM."""
 
 
 def write_and_record(form: str, layers: str, names: set[str]) -> dict[str, Any]:

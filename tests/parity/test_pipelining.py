@@ -149,7 +149,7 @@ def ours(trainer: Trainer, batches: Sequence[MicroBatch], program: PipelineSched
 
 
 def order_of(schedule: Any, path: Path) -> PipelineSchedule:
-    """What PyTorch made of a schedule, through a file as it writes it."""
+    """Return PyTorch's form of a schedule, through a file as it writes it."""
     if hasattr(schedule, "_dump_csv"):
         schedule._dump_csv(str(path), format="compute_only")
     else:  # of one stage on a rank: it has an order, and does not write it

@@ -1,4 +1,4 @@
-"""What replicas cut among themselves, against what PyTorch has for it: DDP and FSDP2 with AdamW, in fp64.
+"""Compare the shards of replicas with PyTorch's DDP and FSDP2 with AdamW, in fp64.
 
 The reference is a transformer written here with stock modules, whose parameters have our names and arrangement.
 """

@@ -147,12 +147,12 @@ class Cluster:
         return number
 
     def log(self, job: str) -> str:
-        """What all starts of a job have written."""
+        """Return the output of all starts of a job."""
         path = self.root / "jobs" / f"{job}.log"
         return path.read_text(errors="replace") if path.exists() else ""
 
     def job(self, number: str) -> dict[str, str]:
-        """What Slurm knows of a job, under its own names: ``JobState``, ``Restarts``, ``NodeList``, ``BatchHost``."""
+        """Return Slurm's record of a job under its own names, such as ``JobState``, ``Restarts`` and ``NodeList``."""
         return dict(re.findall(r"(\w+)=(\S*)", self.login("scontrol", "show", "job", "-o", number)))
 
     def node_list(self, number: str) -> list[str]:
@@ -202,7 +202,7 @@ class Cluster:
         return self.login("squeue", "--noheader", "--array", "--states=all", f"--name={name}", "--format=%T").split()
 
     def told(self) -> str:
-        """What one wants to read when a test has failed: nodes, jobs, the last lines of the latest logs."""
+        """Return what explains a failed test: nodes, jobs, the last lines of the latest logs."""
         parts = [self.login("sinfo", "-N", "-l"), self.login("squeue", "--array", "--states=all")]
         logs = sorted((self.root / "jobs").glob("*.log"), key=lambda path: path.stat().st_mtime)
         for path in logs[-6:]:

@@ -139,6 +139,6 @@ class Training:
         return max(int(Path(record["path"]).name.removeprefix("iter_")) for record in printed)
 
     def finished(self) -> Record | None:
-        """What the marker of the end says; None while there is none."""
+        """Return the record of the end; None while there is none."""
         path = self.folder / "finished.json"
         return dict(json.loads(path.read_text())) if path.exists() else None

@@ -22,7 +22,7 @@ from tests.soaking.rank import FOLDER
 ROOT = Path(__file__).parents[2]
 
 GRACE_SECONDS = 15.0
-"""What agents have to end when another one has failed, before they are killed."""
+"""Seconds that agents have to end when another one has failed, before they are killed."""
 
 STARTS_WITHOUT_PROGRESS = 10
 

@@ -27,7 +27,7 @@ PATIENCE_SECONDS = 600.0
 NOTICED = re.compile(
     r"error on rank|exitcode|[Ss]ignal \d|SIG[A-Z]+|No space left|stopped by|slurm: .*(ended|ends|up:)|task \d+: Killed"
 )
-"""What the log of a job says of a fault."""
+"""The lines that the log of a job may have about a fault."""
 
 STEP_LINE = re.compile(r"\s*\d+/\d+ ")
 """The beginning of a step's log line."""
@@ -91,7 +91,7 @@ class Job(ABC):
 
     @abstractmethod
     def state(self) -> str:
-        """What the one says who keeps it going; another text once he has noticed something."""
+        """Return the report of the process that keeps the job going; another text once it has noticed something."""
 
     @abstractmethod
     def attempt_of(self, process: Process) -> int:
@@ -100,7 +100,7 @@ class Job(ABC):
     @property
     @abstractmethod
     def log(self) -> Path:
-        """What it says."""
+        """Return the path of its log."""
 
     def __enter__(self) -> Self:
         self.start()

@@ -74,7 +74,7 @@ class SlurmJob(Job):
         self.lost.clear()
 
     def _job(self) -> dict[str, str]:
-        """What Slurm knows, not asked too often; what it knew where it has no time for an answer."""
+        """Return Slurm's record, not asked too often; the last one where Slurm has no time to answer."""
         if time.monotonic() > self._asked + LOOK_EVERY:
             with suppress(RuntimeError) if self._seen else nullcontext():
                 self._seen = self.cluster.job(self.number)

@@ -62,7 +62,7 @@ def is_step(record: dict[str, Any]) -> bool:
 
 
 def complaints(records: list[dict[str, Any]], steps: int, expected: dict[int, dict[str, Any]]) -> list[str]:
-    """What is wrong with the records of a run that has ended: one curve, without holes, and every number as expected.
+    """Return the faults in the records of a run that has ended: gaps in its curve, and numbers other than expected.
 
     Args:
         records: of the run.

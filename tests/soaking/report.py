@@ -1,4 +1,4 @@
-"""What a soak has found, as text."""
+"""Write the results of a soak as text."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tests.soaking.trials import DETECTION_SECONDS, RECOVERY_SECONDS, Trial
 
 
 def report(trials: Sequence[Trial], seed: int) -> Iterator[str]:
-    """What was found: a table by kind of fault, then every run."""
+    """Return the results: a table by kind of fault, then every run."""
     outcomes = [outcome for trial in trials for outcome in trial.outcomes]
     wrong, survived = sum(bool(trial.wrong) for trial in trials), sum(map(_survived, trials))
     starts = sum(trial.starts for trial in trials)

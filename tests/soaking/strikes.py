@@ -1,4 +1,4 @@
-"""What goes wrong with a run: its ranks, what started them, its saves, and the nodes it is on."""
+"""Faults of a run: in its ranks, in what started them, in its saves, and in the nodes it is on."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ SECONDS = 60.0
 
 @dataclass(frozen=True)
 class Strike:
-    """What has happened.
+    """A fault that has happened.
 
     Attributes:
         what: in words.

@@ -51,7 +51,7 @@ def test_two_hundred_faults(tmp_path: Path) -> None:
 
 
 def test_the_long_soak_is_kept() -> None:
-    """What it found at its last, in tests/golden."""
+    """Compare the stored results in tests/golden with the limits."""
     text = FILE.read_text()
     found = HEAD.match(text)
     assert found is not None

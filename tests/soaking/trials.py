@@ -27,7 +27,7 @@ DETECTION_SECONDS = 30.0
 RECOVERY_SECONDS = 120.0
 
 LEAVING_SECONDS = 60.0
-"""What processes of earlier starts have to end, once the run is over: a collective's timeout, and then some."""
+"""Seconds that processes of earlier starts have to end after the run: a collective's timeout, and a margin."""
 
 FIRST, LAST = 3, STEPS - 12
 """The steps between which something happens."""
@@ -227,7 +227,7 @@ def _measured(job: Job, kind: str, strike: Strike, mark: Mark) -> Outcome:
 
 
 def judge(job: Job, reference: Path) -> list[str]:
-    """What is not as if nothing had happened, now that the run is over."""
+    """Return the traces that the fault has left now that the run is over."""
     if not job.is_finished():
         return [f"the run has not finished:\n{job.tail()}"]
     last = f"checkpoints/iter_{STEPS:07d}"

@@ -59,7 +59,7 @@ STORAGE = {
     "megatron.contrib.dcp_reader": "torch.distributed.checkpoint",
     "megatron.contrib.megatron_lm.save": "torch.distributed.checkpoint",
 }
-"""What else of torch.distributed a module may use: a library that brings its own communication."""
+"""Further parts of torch.distributed that a module may use: a library that brings its own communication."""
 
 PICKLES = ("pickle", "dill", "cloudpickle", "joblib", "shelve", "marshal")
 """Packages whose files and messages run code when they are read."""

@@ -41,7 +41,7 @@ exec chroot "$0" "${@:2}"
 
 
 def pip_settings() -> tuple[str, list[Path]]:
-    """What this machine's pip is configured to do, as the text of a file, and the files and folders named in it."""
+    """Return the settings of this machine's pip as the text of a file, and the files and folders named in it."""
     done = subprocess.run(["python3", "-m", "pip", "config", "list"], capture_output=True, text=True, check=True)
     pairs = (line.partition("=") for line in done.stdout.splitlines())
     settings = {name.rpartition(".")[2]: ast.literal_eval(value) for name, _, value in pairs}

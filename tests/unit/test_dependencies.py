@@ -1,4 +1,4 @@
-"""What the package needs: the pinned set is exactly that, with hashes; what is optional can be missing."""
+"""The pinned packages are exactly those that the package needs, with hashes; optional ones can be missing."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ def stages(text: str) -> dict[str, list[str]]:
 
 
 def commands(stage: str) -> list[str]:
-    """What a stage runs."""
+    """Return the commands of a stage."""
     return [line.removeprefix("RUN ") for line in stages(DOCKERFILE.read_text())[stage] if line.startswith("RUN ")]
 
 

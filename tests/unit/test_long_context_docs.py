@@ -1,4 +1,4 @@
-"""What docs/long_context.md says of bytes, masks and commands is what the planner computes, and what runs."""
+"""The planner computes the bytes and masks in docs/long_context.md, and its commands run."""
 
 from __future__ import annotations
 

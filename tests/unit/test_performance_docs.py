@@ -1,4 +1,4 @@
-"""What docs/performance.md says of conventions, names and choices is what the code does."""
+"""The conventions, names and choices in docs/performance.md are those of the code."""
 
 from __future__ import annotations
 

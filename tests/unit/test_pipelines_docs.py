@@ -1,4 +1,4 @@
-"""What docs/pipelines.md says of schedules is what the simulator and the tool say."""
+"""The simulator and the tool agree with docs/pipelines.md on schedules."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_commands_print_what_is_beneath_them(
 
 
 def value(formula: str, **letters: Fraction | int) -> Fraction:
-    """What a formula of the table comes to; a product is written without a sign."""
+    """Evaluate a formula of the table; a product is written without a sign."""
     python = re.sub(r"(?<=[\w)])(?=\()|(?<=\))(?=\w)|(?<=\d)(?=[a-z])", "*", formula).replace("min*", "min")
     exact = {letter: Fraction(number) for letter, number in letters.items()}
     return Fraction(eval(python, {"__builtins__": {}, "min": min}, exact))

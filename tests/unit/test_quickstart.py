@@ -197,10 +197,11 @@ def test_ctrl_c_leaves_no_process(tmp_path: Path, checkout: Path, phase: str) ->
             break
     time.sleep(0.5)  # the launcher is still importing torch, at its first line
     os.killpg(started.pid, signal.SIGINT)  # as the terminal does
-    assert started.wait(timeout=60) != 0
+    assert started.wait(timeout=60) == 130
     deadline = time.monotonic() + 30  # to end in good order; the run itself would take much longer
     while (left := processes_of(tmp_path)) and time.monotonic() < deadline:
         time.sleep(0.2)
+    assert started.stdout.read().endswith(f"what is saved is in {tmp_path / 'run'}\n")
     started.stdout.close()
     for process in left:
         os.kill(process, signal.SIGKILL)

@@ -1,4 +1,4 @@
-"""What the architecture promises about the source itself, and proof that each check can fail."""
+"""Check the rules for the source itself, and that each check can fail."""
 
 from __future__ import annotations
 

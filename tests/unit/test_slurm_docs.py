@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[2]
 TEXT = (ROOT / "docs" / "slurm.md").read_text()
 SCRIPTS = {path.name: path.read_text() for path in (ROOT / "slurm").glob("*.sh")}
 SHARED = "".join(text for text in SCRIPTS.values() if "\n#SBATCH" not in text)
-"""What the recipes source."""
+"""The file that the recipes source."""
 FOREIGN = {"APEX", "WANDB_MODE"}
 """Of docker and of Weights & Biases."""
 NETWORKS = ("infiniband", "roce", "ethernet", "efa", "slingshot")
@@ -86,7 +86,7 @@ def test_caches() -> None:
 
 
 def exported(recipe: str, *flags: str, **environ: str) -> dict[str, str]:
-    """What DRY_RUN says that a recipe exports."""
+    """Return the variables that a recipe exports, from DRY_RUN."""
     environ = {"PATH": "/usr/bin:/bin", "DRY_RUN": "1"} | environ
     command = ["bash", f"slurm/{recipe}.sh", *flags]
     done = subprocess.run(command, cwd=ROOT, env=environ, capture_output=True, text=True, check=True)

@@ -221,6 +221,23 @@ def test_files_that_cannot_be_read(content: bytes, tmp_path: Path) -> None:
     problem = read_yaml(str(tmp_path / "a.yaml"))
     assert isinstance(problem, Problem)
     assert problem.code == "E006"
+    assert [found.code for found in problems(f"--config {tmp_path}/a.yaml")] == ["E006"], "nothing that may be in it"
+    assert [found.code for found in problems(f"--config {tmp_path}/b.yaml")] == ["E006"]
+
+
+@pytest.mark.parametrize("word", ["--hepl", "--help-al", "--verison", "--check-confg"])
+def test_misspelled_flags_that_end_a_program_are_refused(word: str, capsys: pytest.CaptureFixture[str]) -> None:
+    (problem,) = problems(f"--preset tiny-llama --mock-data --vocab-size 64 --train-iters 1 {word}")
+    assert problem.code == "E001"
+    assert problem.fixes[0] in ("--help", "--help-all", "--version", "--check-config")
+    assert capsys.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize(("word", "fix"), [("paralel", "--help parallel"), ("nowhere", "--help"), ("lr", "--help")])
+def test_help_of_no_section_is_refused(word: str, fix: str) -> None:
+    (problem,) = problems(f"--help {word}")
+    assert (problem.code, problem.fixes) == ("E002", (fix,))
+    assert all(group in problem.sentence for group in GROUPS)
 
 
 def test_words_belong_to_the_flag_before_them() -> None:
@@ -297,7 +314,8 @@ def test_help_is_short_and_sections_and_everything_are_there(capsys: pytest.Capt
     shown = {setting.flag for setting in SETTINGS.values() if f"\n  {setting.flag} " in section}
     assert shown == {setting.flag for setting in SETTINGS.values() if setting.group == "optimizer"}
     assert helped(capsys, "--help-all") == make_parser().format_help()
-    assert helped(capsys, "--help nowhere") == short
+    assert helped(capsys, "--help --lr 1") == short
+    assert helped(capsys, "--version --lr") == f"megatron-pretrain {metadata.version('megatron-pretrain')}\n"
 
 
 @pytest.mark.parametrize(

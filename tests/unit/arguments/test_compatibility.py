@@ -1,4 +1,4 @@
-"""What may change between a checkpoint and the run that starts from it."""
+"""Compare a checkpoint's options with those of the run that starts from it."""
 
 from __future__ import annotations
 

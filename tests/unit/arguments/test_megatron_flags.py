@@ -283,7 +283,7 @@ HERE = {
     "learning rates": "--lr-factors",
     "window": "--attention-pattern",
 }
-"""What exists, and an option that a reason which names it must state."""
+"""An existing feature, and an option that a reason which names it must state."""
 
 
 def test_reasons_are_true() -> None:

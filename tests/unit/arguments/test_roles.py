@@ -108,7 +108,7 @@ CONTEXT = {
     "min_offloaded": "--cpu-offloading-num-layers 1",
     "optimizer_offload": "--optimizer-cpu-offload",
 }
-"""What makes options whose names start so do anything."""
+"""Flags that give effect to the options whose names start so."""
 
 CHANGED = {
     "rotary_base": "100",

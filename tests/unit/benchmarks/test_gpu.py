@@ -304,7 +304,7 @@ def test_rather_fewer_cases_than_none_with_a_verdict(tmp_path: Path, monkeypatch
 
 
 def by_hand(operation: str, buffers: list[Tensor], rank: int) -> Tensor:
-    """What an operation gives on a rank, from all ranks' buffers, without communication."""
+    """Compute a rank's result of an operation from all ranks' buffers, without communication."""
     ranks = len(buffers)
     parts = [x.chunk(ranks) for x in buffers]
     total = torch.stack(buffers).sum(0)
@@ -338,7 +338,7 @@ def test_shares_of_the_bus_are_those_of_nccl_tests() -> None:
 
 
 def measured(rank: int, ranks: int, sizes: tuple[int, ...], wrong: bool) -> list[Figure]:
-    """What the benchmark finds of three ranks; ``wrong`` when nothing is sent in an all-to-all."""
+    """Return the benchmark's results of three ranks; ``wrong`` when nothing is sent in an all-to-all."""
     fault = patch.object(comm, "start_all_to_all", lambda x, group: comm.Pending(x)) if wrong else nullcontext()
     world = world_group(rank, ranks)
     with fault, patch.object(bandwidth, "SECONDS", 0.0):

@@ -27,12 +27,12 @@ PAGE = 3
 """Entries of a listing in one answer: few, so that going on is part of every test."""
 
 Fault = Callable[["Request"], str | None]
-"""What goes wrong with a request: None, a status such as ``503``, ``reset``, ``truncated``, ``corrupt`` or ``slow``."""
+"""A fault of a request: None, a status such as ``503``, ``reset``, ``truncated``, ``corrupt`` or ``slow``."""
 
 
 @dataclass(frozen=True)
 class Request:
-    """What was asked: ``number`` counts all requests from 0, ``kind`` is such as ``PUT``, ``UploadPart``, ``List``."""
+    """A request: ``number`` counts all from 0, ``kind`` is such as ``PUT``, ``UploadPart``, ``List``."""
 
     number: int
     kind: str
@@ -41,7 +41,7 @@ class Request:
 
 @dataclass
 class Store:
-    """What a server holds, and how it behaves."""
+    """The contents of a server, and its behaviour."""
 
     objects: dict[str, bytes] = field(default_factory=dict)
     uploads: dict[str, dict[int, bytes]] = field(default_factory=dict)
@@ -144,7 +144,7 @@ class Handler(BaseHTTPRequestHandler):
             self.store.objects.pop(f"{bucket}/{unescape(name.decode())}", None)
 
     def upload(self, kind: str, key: str, query: dict[str, str], body: bytes) -> tuple[int, dict[str, str], bytes]:
-        """What is asked of an upload in parts."""
+        """Answer a request of an upload in parts."""
         s = self.store
         if kind == "Create":
             upload = f"upload{next(s.numbers)}"
@@ -197,7 +197,7 @@ class Handler(BaseHTTPRequestHandler):
         return f'<Contents><Key>{escape(name)}</Key>{dates}<ETag>"x"</ETag><Size>{size}</Size></Contents>'
 
     def body(self) -> bytes:
-        """What was sent; S3's libraries may send it in signed pieces."""
+        """Return the body of a request; S3's libraries may send it in signed pieces."""
         if "chunked" not in self.headers.get("Transfer-Encoding", ""):
             raw = self.rfile.read(int(self.headers.get("Content-Length") or 0))
         else:
@@ -252,7 +252,7 @@ def serving() -> Iterator[tuple[str, Store]]:
 
 
 def settings(address: str) -> dict[str, object]:
-    """What s3fs needs to know of a server: that address and no other, keys that mean nothing, no repetition unseen."""
+    """Return s3fs's settings for a server: that address and no other, meaningless keys, no unseen repetition."""
     quick = {"retries": {"max_attempts": 0}, "connect_timeout": 5, "read_timeout": 5}
     return {"endpoint_url": address, "key": "none", "secret": "none", "config_kwargs": quick}
 

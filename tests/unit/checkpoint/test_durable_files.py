@@ -1,4 +1,4 @@
-"""What a file system need not be able to do, and what it must."""
+"""Test the abilities that a file system must have, and those that it may lack."""
 
 from __future__ import annotations
 

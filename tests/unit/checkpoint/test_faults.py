@@ -73,13 +73,13 @@ def watched(before: Callable[[str, int, tuple[Any, ...]], None]) -> Iterator[Non
 
 
 def again(runs: CheckpointFolder) -> None:
-    """What a run that went back does: an iteration that exists is saved once more, and an older one removed."""
+    """Act as a run that went back: save an existing iteration once more, and remove an older one."""
     save(runs.path(2), content(20))
     runs.retain(1)
 
 
 def onward(runs: CheckpointFolder) -> None:
-    """What a run does first of all: into a folder that does not exist yet."""
+    """Save as a run does first of all: into a folder that does not exist yet."""
     save(CheckpointFolder(runs.folder / "new").path(3), content(30))
 
 
@@ -105,7 +105,7 @@ def recorded(template: Path, scenario: Callable[[CheckpointFolder], None]) -> li
 
 
 def killing(target: int, torn: bool = True) -> Callable[[str, int, tuple[Any, ...]], None]:
-    """What kills this process before a call; in the middle of it, if that is a write and shall be ``torn``."""
+    """Kill this process before a call; in the middle of it, if that is a write and shall be ``torn``."""
 
     def before(name: str, number: int, args: tuple[Any, ...]) -> None:
         if number == target:
@@ -311,7 +311,7 @@ def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
 
 
 def load(runs: CheckpointFolder) -> tuple[int, list[str]]:
-    """What a run does at its start: the newest checkpoint that can be read, and why newer ones were not."""
+    """Start as a run does: return the newest readable checkpoint, and why newer ones were not read."""
     reasons = []
     for found in runs.candidates():
         if found.manifest is None:

@@ -106,7 +106,7 @@ def old_start(folder: Path, scenario: Callable[[Lease], None]) -> Exception | No
 
 
 def new_start(lease: Lease, saves: bool) -> list[int]:
-    """What a start does: steps of what it finds, each of which it proves to be whole; then it may save."""
+    """Start as a run does: prove each checkpoint that is found to be whole, return their steps; then it may save."""
     runs = CheckpointFolder(lease.folder)
     found = [(found.iteration, found.manifest) for found in runs.candidates()]
     for iteration, manifest in found:

@@ -79,7 +79,7 @@ def test_a_run_goes_on_from_a_checkpoint_of_every_version(tmp_path: Path, name: 
 
 
 def assert_equal(path: Path) -> None:
-    """What the document's program reads is what we read, to the bit."""
+    """The document's program and our reader agree to the bit."""
     manifest = Manifest.open(path)
     reader = CheckpointReader(manifest)
     tensors, state, config = documented("load")(path)

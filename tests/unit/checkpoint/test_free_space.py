@@ -19,7 +19,7 @@ from tests.unit.checkpoint.samples import save, small
 
 
 def with_free(free: Callable[[], int], folder: Path, size: int) -> object:
-    """What is told where ``free`` says how many bytes there are."""
+    """Return the problem found where ``free`` returns the number of free bytes."""
     with patch.object(shutil, "disk_usage", lambda path: SimpleNamespace(free=free())):
         return disk_space_problem(folder, size)
 

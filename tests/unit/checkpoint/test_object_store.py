@@ -421,13 +421,13 @@ def test_an_old_start_puts_no_marker_and_deletes_nothing(store: Store, monkeypat
 
 
 def put(runs: CheckpointFolder, iteration: int, value: int) -> None:
-    """What a run does when it saves, and says which values it saved."""
+    """Save as a run does that records ``value``."""
     save(runs.path(iteration), content(value), value=value)
     runs.retain(1, newest=iteration)
 
 
 def went_back(runs: CheckpointFolder) -> None:
-    """What a run does that went back: a step that exists is saved once more, then the next; older ones go."""
+    """Act as a run that went back: save an existing step once more, then the next; older ones are removed."""
     put(runs, 2, 20)
     put(runs, 3, 30)
 
@@ -451,7 +451,7 @@ def cut_off(store: Store, template: dict[str, bytes], last: int) -> int:
 
 
 def cut_off_at(store: Store, share: int) -> list[int]:
-    """What is left where a run is cut off at every request of its, or one of ``share``."""
+    """Return the newest step that is left where a run is cut off at every ``share``-th of its requests."""
     runs = CheckpointFolder(RUN)
     for i in (1, 2):
         save(runs.path(i), content(i), value=i)

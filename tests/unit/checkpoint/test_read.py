@@ -71,7 +71,7 @@ def test_any_boxes_of_any_chunks(tmp_path_factory: pytest.TempPathFactory, draw,
 
 
 def test_parts_are_asked_for_one_after_the_other(tmp_path: Path) -> None:
-    """What is computed for a part is gone before the next part is computed."""
+    """The values of a part are freed before the next part is computed."""
     alive: list[weakref.ref[Any]] = []
     most = 0
 

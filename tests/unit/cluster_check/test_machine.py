@@ -39,7 +39,7 @@ def facts() -> dict[str, Any]:
 def ranks(
     folder: Path, facts: dict[str, Any], change: Callable[[int, dict[str, Any]], object] | None = None
 ) -> CheckSection:
-    """What is said of four ranks on two nodes that are alike, but for what ``change`` does to one's facts."""
+    """Return the findings on four ranks of two equal nodes, where ``change`` alters the facts of one."""
     for rank in range(4):
         files = {"missing": [], "visible_after": 0.5, "lock": "held", "torn": 0, "write_mb_per_s": 123.4}
         place = {"rank": rank, "size": 4, "host": f"n{rank // 2}", "local_rank": rank % 2, "files": files}
@@ -149,7 +149,7 @@ HOSTS = {rank: f"node{rank // 2}" for rank in range(2 * NODES)}
 
 
 def probe(folder: Path, seconds: float = 20.0, lost: int = -1) -> dict[int, dict[str, Any]]:
-    """What two ranks on each of ``NODES`` nodes see; rank ``lost`` has a folder of its own."""
+    """Return the views of two ranks on each of ``NODES`` nodes; rank ``lost`` has a folder of its own."""
 
     def one(rank: int) -> dict[str, Any]:
         mine = folder / ("own" if rank == lost else "shared")

@@ -284,7 +284,7 @@ def loss(step: int) -> float:
 
 
 def write(folder: Path, starts: Sequence[tuple[int, int]], change: Callable[[int], float] = loss) -> None:
-    """What a run leaves that was started after the first step of each pair, and came to the second."""
+    """Write the log of a run whose starts begin after the first step of each pair, and come to the second."""
     lines: list[dict[str, Any]] = []
     for begun, last in starts:
         lines.append({"event": "start", "iteration": begun, "consumed-tokens": 64 * begun})
@@ -429,7 +429,7 @@ def test_the_run_that_is_killed_and_its_other_layout_fit_any_ranks(ranks: int, d
 
 
 class Exploit:
-    """What runs a command when it is unpickled."""
+    """An object that runs a command when it is unpickled."""
 
     def __init__(self, command: str) -> None:
         self.command = command

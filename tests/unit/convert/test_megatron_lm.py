@@ -706,7 +706,7 @@ def test_experts_are_written_part_by_part(tmp_path: Path, monkeypatch: pytest.Mo
 # ---- What Megatron-LM looks for in an export ----
 
 EXPORTS = json.loads((Path(__file__).parents[2] / "golden" / "megatron_exports.json").read_text())
-"""What Megatron-LM itself has written at step 1, by form; ``python -m tests.megatron_core.record``."""
+"""The files that Megatron-LM itself wrote at step 1, by form; ``python -m tests.megatron_core.record``."""
 
 
 def export(folder: Path, form: str, flags: str = "") -> Path:

@@ -248,7 +248,7 @@ def test_a_box_is_read_in_blocks_and_converted(limit: int, monkeypatch: pytest.M
     ids=["gpt2", "llama-gqa", "untied-mqa"],
 )
 def test_every_rank_gets_its_part(changes: dict[str, Any], tp: int) -> None:
-    """What it would have been initialised with; padding is zero."""
+    """Each rank gets the values that initialization would give it; padding is zero."""
     config = tiny(**changes)
     solo = Solo.build(config, torch.float32)
     whole = {n: p.detach()[: solo.chunk.specs[n].shape[0]] for n, p in solo.params.items()}

@@ -86,7 +86,7 @@ FLAGS = ("reset_positions", "reset_attention", "mask_eod_loss")
 
 
 def columns_by_hand(text: list[int], masks: MaskBuilder) -> dict[str, list[int]]:
-    """What becomes of the ``s + 1`` ids of one sample; ``hidden`` says it of every query and key."""
+    """Compute what follows from the ``s + 1`` ids of one sample; ``hidden`` is for every query and key."""
     tokens, labels = text[:-1], text[1:]
     s = len(tokens)
     mask, positions = [1] * s, list(range(s))

@@ -25,7 +25,7 @@ print(resource.getrlimit(resource.RLIMIT_NOFILE))
 
 
 def notes(folder: str) -> list[str]:
-    """What is said of a blend of all pairs in a folder, with a cache; each source takes two files and three tables."""
+    """Return the notes on a blend of all pairs in a cached folder; each source takes two files and three tables."""
     prefixes = tuple(word for number in range(SOURCES) for word in ("1", f"{folder}/{number}"))
     data = DataConfig(data_path=prefixes, split="1", data_cache_path=f"{folder}/cache")
     training = TrainingConfig(seq_length=8, global_batch_size=4, train_iters=10, eval_iters=0)

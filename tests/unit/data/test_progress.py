@@ -1,4 +1,4 @@
-"""What is shown while data tools run."""
+"""Test the progress that data tools show."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ def any_model() -> Any:
 
 
 def by_transformers(logits_BV: Tensor, sampling: SamplingParams) -> Tensor:
-    """What `transformers.generate` samples from, its processors in its order."""
+    """Return the distribution that `transformers.generate` samples from, its processors in its order."""
     config = GenerationConfig(
         do_sample=True, temperature=sampling.temperature, top_k=sampling.top_k or 0, top_p=sampling.top_p or 1.0
     )

@@ -91,7 +91,7 @@ def test_streamed_text_is_the_text(name: str, text: str, prompt: str, cut: int) 
 @settings(max_examples=50, derandomize=True, deadline=None)
 @given(ids=st.lists(st.integers(0, 299), max_size=25))
 def test_any_ids_can_be_streamed(ids: list[int]) -> None:
-    """What an untrained model writes: bytes that make no characters, special tokens."""
+    """An untrained model writes bytes that make no characters, and special tokens."""
     tokenizer = codec("byte-level")
     assert "".join(streamed(tokenizer, [], ids)) == tokenizer.decode(ids)
 

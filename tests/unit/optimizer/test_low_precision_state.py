@@ -99,7 +99,7 @@ def specs_of(shard: DenseSharding) -> dict[str, ShardSpec]:
 
 
 def part(spec: ShardSpec, whole: Tensor) -> Tensor:
-    """What a rank holds of a global tensor; padding is 0."""
+    """Return a rank's part of a global tensor; padding is 0."""
     local = torch.zeros(spec.local_view, dtype=whole.dtype)
     for piece in spec.pieces:
         local[piece.local_box.slices] = whole.view(spec.view)[piece.global_box.slices]

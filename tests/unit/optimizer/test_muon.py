@@ -40,7 +40,7 @@ def single(rows: int, columns: int, config: OptimizerConfig, dtype: torch.dtype)
 
 
 def by_singular_values(x: Tensor, steps: int = 5) -> Tensor:
-    """What the iteration does to each singular value by itself: ``s <- a s + b s^3 + c s^5``, the largest sum first."""
+    """Iterate each singular value by itself: ``s <- a s + b s^3 + c s^5``, the largest sum first."""
     a, b, c = NEWTON_SCHULZ_COEFFICIENTS
     u, s, v = torch.linalg.svd(x, full_matrices=False)
     s = s / (s.square().sum().sqrt() + 1e-7)

@@ -97,7 +97,7 @@ def layers(count: int, overlap: bool, awaited: bool = True) -> tuple[nn.Sequenti
 
 
 def product(model: nn.Sequential, others: float | None) -> Tensor:
-    """What the layers make of ones, in plain words: the second half of each, the other rank's, is ``others``."""
+    """Return the layers' product with ones, written out: the second half of each, the other rank's, is ``others``."""
     out = torch.ones(WIDTH, dtype=torch.float64)
     for parameter in model.parameters():
         weight = parameter.detach().clone()

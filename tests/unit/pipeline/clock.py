@@ -16,7 +16,7 @@ class StuckError(Exception):
 
 
 def needs(action: Action, stages: int) -> list[tuple[int, str, int]]:
-    """What has to be over: a whole backward counts as an I and a W."""
+    """Return the actions that must be over before; a whole backward counts as an I and a W."""
     stage, kind, mb = action
     if kind == "W":
         return [(stage, "I", mb)]
@@ -26,7 +26,7 @@ def needs(action: Action, stages: int) -> list[tuple[int, str, int]]:
 
 
 def yields(action: Action) -> list[tuple[int, str, int]]:
-    """What is over with the action."""
+    """Return the actions that are over with this one."""
     kinds = "IW" if action.kind == "B" else action.kind
     return [(action.stage, kind, action.microbatch) for kind in kinds]
 

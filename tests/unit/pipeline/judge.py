@@ -13,7 +13,7 @@ from itertools import product
 from megatron.pipeline.actions import Action, PipelineSchedule
 
 Tensor = tuple[str, int, int]
-"""What it is, the stage that it is for, micro-batch."""
+"""A kind of action, its stage, its micro-batch."""
 
 
 class Play:
@@ -71,7 +71,7 @@ class Play:
         return True
 
     def effect(self, action: Action) -> tuple[Iterable[Tensor], Iterable[Tensor]]:
-        """What an action uses up, and what it makes."""
+        """Return the tokens that an action uses up, and those that it makes."""
         stage, kind, mb = action
         kept, done = ("activations", stage, mb), ("done", stage, mb)
         if kind == "F":

@@ -1,4 +1,4 @@
-"""What the options of a pipeline amount to: its stages against every possible split, its schedule, its program."""
+"""Compare a pipeline's stages with every possible split, and its schedule and program with its options."""
 
 from __future__ import annotations
 

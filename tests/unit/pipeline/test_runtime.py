@@ -323,7 +323,7 @@ Held = tuple[int, int]
 
 
 class Ledger:
-    """What backward needs, in bytes: each storage once and until it is freed, without those of ``lasting`` tensors."""
+    """Count the bytes that backward needs: each storage once until it is freed, without ``lasting`` tensors."""
 
     def __init__(self, lasting: Sequence[Tensor]) -> None:
         self._lasting = {tensor.untyped_storage().data_ptr() for tensor in lasting}
@@ -396,13 +396,13 @@ def gpt_stages(numbers: Sequence[int], stages: int, grad_accumulator: WatchedSin
 
 
 def lasting(chunks: Mapping[int, nn.Module], batches: Sequence[MicroBatch]) -> list[Tensor]:
-    """What is there before a step and after it."""
+    """Return the tensors that exist before a step and after it."""
     kept = [tensor for chunk in chunks.values() for tensor in (*chunk.parameters(), *chunk.buffers())]
     return kept + [tensor for b in batches for tensor in (b.tokens, b.labels, b.loss_mask, b.sample_ids)]
 
 
 def watch(program: PipelineSchedule, rank: int, roads: Mapping[tuple[int, int], Channel], build: Build) -> list[Held]:
-    """What a rank holds after each of its computing actions."""
+    """Return the bytes that a rank holds after each of its computing actions."""
     numbers = [stage for stage, place in enumerate(program.placement) if place == rank]
     grad_accumulator, batches, held = WatchedSink(), batches_of(program.microbatches), []
     chunks = build(numbers, program.stages, grad_accumulator)
@@ -427,7 +427,7 @@ def buffer(batch: MicroBatch) -> Tensor:
 
 
 def costs_of(stages: int, build: Build) -> StageCosts:
-    """What one micro-batch of each stage holds, measured on one rank that has them all."""
+    """Measure the bytes that one micro-batch of each stage holds, on one rank that has them all."""
     order = [Action(stage, "F", 0) for stage in range(stages)]
     order += [Action(stage, kind, 0) for stage in reversed(range(stages)) for kind in "IW"]
     schedule = PipelineSchedule("alone", (tuple(order),))

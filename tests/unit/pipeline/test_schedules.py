@@ -133,7 +133,7 @@ STOCK = {
     "zb-v": stock.ScheduleZBVZeroBubble,
     "dualpipe-v": stock.ScheduleDualPipeV,
 }
-"""What PyTorch has. Its interleaved zero bubble with one stage on each rank is ZB-H1."""
+"""PyTorch's schedules. Its interleaved zero bubble with one stage on each rank is ZB-H1."""
 
 
 def stock_schedule(kind: type, p: int, v: int, m: int) -> object:

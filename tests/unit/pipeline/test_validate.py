@@ -28,7 +28,7 @@ from tests.unit.pipeline.judge import Play
 ACTION = re.compile(rf"\d+({'|'.join((*COMMUNICATION_KINDS, *COMPUTE_KINDS))})\d+")
 
 BREAKAGES = ("drop", "double", "swap", "move", "hasten W", "swap posts", "wrong rank", "other kind")
-"""What is done to an action of a valid program."""
+"""Changes of an action in a valid program."""
 
 
 def program(*lines: str) -> PipelineSchedule:
@@ -97,7 +97,7 @@ def test_peaks_are_counted(schedule: PipelineSchedule) -> None:
 
 @st.composite
 def breakages(draw: st.DrawFn) -> tuple[str, list[Action], PipelineSchedule, tuple[int, ...]]:
-    """What was done, the actions it was done to, the program after it, and the placement that was meant."""
+    """Draw the change, the actions it was made to, the program after it, and the placement that was meant."""
     whole = add_communication(draw(schedules(ranks=4, chunks=3, microbatches=5)))
     ranks = [list(actions) for actions in whole.ranks]
     what = draw(st.sampled_from(BREAKAGES))

@@ -1,4 +1,4 @@
-"""What a rank holds, foretold and as it is allocated."""
+"""The forecast memory of a rank is what it allocates."""
 
 from __future__ import annotations
 

@@ -99,7 +99,7 @@ class OneRank:
 
 
 def built(model: ModelConfig, parallel: ParallelConfig, layout: Layout, rank: int) -> Specs:
-    """What the layers of a rank build, without memory."""
+    """Build the layers of a rank without memory, and return their parameters."""
     mesh, layers = OneRank(layout, rank), stage_layers(model, parallel)
     of_stage = stage_placement(parallel, len(layers) // parallel.pipeline_model_parallel_size)
     context = BuildContext(cast("Mesh", mesh), GradAccumulator(), device=torch.device("meta"))

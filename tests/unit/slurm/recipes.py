@@ -34,7 +34,7 @@ FAILURES, DAYS, GPUS = 419, 54, 16384
 
 @dataclass(frozen=True)
 class Started:
-    """What a recipe starts.
+    """The command that a recipe starts.
 
     Attributes:
         words: of the whole command, srun's first.
@@ -48,7 +48,7 @@ class Started:
 
     @classmethod
     def by(cls, recipe: str, *arguments: str, **environ: str) -> Started:
-        """What ``DRY_RUN=1 bash slurm/RECIPE.sh`` prints, with no Slurm near."""
+        """Run ``DRY_RUN=1 bash slurm/RECIPE.sh`` without a Slurm, and return the command that it prints."""
         own = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM_", "NCCL_"))}
         command = ["bash", f"slurm/{recipe}.sh", *arguments]
         environ = {**own, "DRY_RUN": "1", **environ}
@@ -59,7 +59,7 @@ class Started:
         return cls(words, words[words.index("pretrain_gpt.py") + 1 :], tasks * each)
 
     def config(self) -> RunConfig:
-        """What the flags say, with generated data in the place of a corpus.
+        """Return the configuration that the flags set, with generated data in the place of a corpus.
 
         Raises:
             UserError: when they are refused.
@@ -94,7 +94,7 @@ def step_seconds(config: RunConfig, world_size: int, mfu: float) -> float:
 
 
 def arithmetic(config: RunConfig, world_size: int, mfu: float) -> list[str]:
-    """What the first lines of a header say, computed."""
+    """Compute the figures of the first lines of a header."""
     model, parallel, training = config.model, config.parallel, config.training
     tp, pp = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
     dp, vpp = parallel.data_parallel_size(world_size), parallel.num_virtual_stages_per_pipeline_rank or 1
@@ -118,7 +118,7 @@ def arithmetic(config: RunConfig, world_size: int, mfu: float) -> list[str]:
 
 
 def saving(config: RunConfig, world_size: int, mfu: float) -> list[str]:
-    """What a header says of the interval between saves, computed as Young 1974 does: sqrt(2 x cost x mean time)."""
+    """Compute the interval between saves of a header as Young 1974 does: sqrt(2 x cost x mean time)."""
     hours = DAYS * 24 * GPUS / FAILURES / world_size
     cost = checkpoint_bytes(config) / DISK_BYTES
     steps = math.sqrt(2 * cost * hours * 3600) / step_seconds(config, world_size, mfu)
@@ -159,7 +159,7 @@ def activation_bytes(config: RunConfig, microbatches: int) -> float:
 
 
 def layer_bytes(model: ModelConfig) -> int:
-    """What a layer keeps of a token, with torch's own kernels, in bf16 and without dropout.
+    """Return the bytes that a layer keeps of a token, with torch's own kernels, in bf16 and without dropout.
 
     The inputs of both norms, of QKV, of attention (queries, keys and values; flash attention keeps no scores), of its
     projection, of the MLP, of the activation and of the second matrix; for GPT-3 that is 32 h. Besides: queries and

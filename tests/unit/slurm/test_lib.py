@@ -1,4 +1,4 @@
-"""What ``slurm/lib.sh`` makes of what happens to a job, against stand-ins for the commands of Slurm.
+"""Test ``slurm/lib.sh`` on all events of a job, against stand-ins for the commands of Slurm.
 
 The real Slurm is in tests/slurm/. Here every case is one run of bash, in which ``srun`` does what the case says.
 """
@@ -98,7 +98,7 @@ class Job:
         (self.root / "allocated").write_text(" ".join(nodes))
 
     def calls(self, command: str) -> list[str]:
-        """What a command was told; of srun, only when it started ranks."""
+        """Return the words that a command was given; of srun, only when it started ranks."""
         lines = (self.root / "calls").read_text().splitlines()
         printed = [line.removeprefix(command + " ") for line in lines if line.startswith(command + " ")]
         return [words for words in printed if "--check-config" not in words and not words.startswith("show ")]

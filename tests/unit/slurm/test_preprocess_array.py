@@ -36,7 +36,7 @@ def started(folder: Path, **environ: str) -> subprocess.CompletedProcess[str]:
 
 
 def task(number: int, first: int, last: int, count: int, step: int = 1) -> dict[str, str]:
-    """What Slurm says to a task of ``--array=FIRST-LAST:STEP``."""
+    """Return the variables that Slurm sets for a task of ``--array=FIRST-LAST:STEP``."""
     printed = {"ID": number, "MIN": first, "MAX": last, "COUNT": count, "STEP": step}
     return {"SLURM_ARRAY_JOB_ID": "7"} | {f"SLURM_ARRAY_TASK_{name}": str(value) for name, value in printed.items()}
 

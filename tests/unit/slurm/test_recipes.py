@@ -1,4 +1,4 @@
-"""What the recipes start, without a Slurm: flags that a run takes, and headers whose arithmetic is true."""
+"""Test the recipes without a Slurm: a run takes their flags, and the arithmetic of their headers is true."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def test_activations_are_those_that_a_layer_keeps(recipe: str) -> None:
 
 
 def kept_bytes(model: ModelConfig, samples: int, length: int) -> int:
-    """What forward leaves alive for backward."""
+    """Return the bytes of the tensors that forward leaves alive for backward."""
     solo = Solo.build(model, torch.bfloat16)
     batch = random_batch(model, samples, length)
     solo.buckets.start_step(1)

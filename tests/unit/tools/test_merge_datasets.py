@@ -216,7 +216,7 @@ ROOT = Path(__file__).parents[3]
 
 
 def preprocessed(folder: Path, name: str, texts: list[str]) -> Path:
-    """What preprocessing makes of texts, in a folder of its own."""
+    """Preprocess texts in a folder of their own, and return the prefix."""
     corpus = folder / f"{name}.jsonl"
     corpus.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
     flags = ["--tokenizer-type", "ByteTokenizer", "--append-eod", "--output-prefix", str(folder / name / name)]

@@ -32,7 +32,7 @@ def checkout(tmp_path: Path) -> Path:
 
 
 def set_up(root: Path, **environ: str) -> tuple[str, list[str]]:
-    """What a set-up prints, with the environment it ends in, and what it asks of Python."""
+    """Run a set-up; return its output, with the environment it ends in, and its requests to Python."""
     log = root / "log"
     log.write_text("")
     variables = {"PATH": "/usr/bin:/bin", "PYTHON": str(root / "my bin" / "python"), "LOG": str(log), **environ}

@@ -15,7 +15,7 @@ ROWS = torch.arange(8.0).view(4, 2)
 
 
 def trace(spec: ShardSpec, *, loss: float = 1.0, first_replica: bool = True, error: float = 0.0) -> RankTrace:
-    """What a rank notes when its gradient and weight are its pieces of ``ROWS``, plus an error."""
+    """Return the notes of a rank whose gradient and weight are its pieces of ``ROWS``, plus an error."""
     local = torch.full(spec.local_shape, float("nan"))
     for piece in spec.pieces:
         local.view(spec.local_view)[piece.local_box.slices] = ROWS.view(spec.view)[piece.global_box.slices] + error

@@ -23,7 +23,7 @@ DECAY = 0.75
 
 
 def run(folder: Path, flags: str) -> str:
-    """What a run of 6 steps that saves each of them says."""
+    """Return the output of a run of 6 steps that saves each of them."""
     printed = start(tiny_run(folder, f"--save {folder}/saved --save-interval 1 {flags}"))
     assert (printed.status, printed.err) == (0, "")
     return printed.out

@@ -216,7 +216,7 @@ def test_numbers() -> None:
 
 
 def shown_on_a_terminal(monkeypatch: pytest.MonkeyPatch, term: str) -> str:
-    """What a run of 95,368 steps shows on a terminal of 110 columns."""
+    """Return the output of a run of 95,368 steps on a terminal of 110 columns."""
     master, slave = pty.openpty()
     monkeypatch.setenv("TERM", term)
     monkeypatch.setenv("COLUMNS", "110")

@@ -1,4 +1,4 @@
-"""What a run reports, to whom, and what a logger that fails, hangs or is superseded costs."""
+"""Reports of a run to its loggers, and the cost of a logger that fails, hangs or is superseded."""
 
 from __future__ import annotations
 

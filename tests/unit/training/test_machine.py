@@ -1,4 +1,4 @@
-"""What this machine cannot run is refused before torch is imported, and what it can is not."""
+"""Runs that this machine cannot hold are refused before torch is imported; others are not."""
 
 from __future__ import annotations
 

@@ -369,7 +369,7 @@ def test_the_line_names_what_took_long_and_who_took_much_longer() -> None:
 
 
 def test_startup_times_are_logged_once_after_the_first_step(tmp_path: Path) -> None:
-    """What is read of a checkpoint and what of the data are two things: data are opened while one is loaded."""
+    """Data are opened while a checkpoint is loaded: the times of reading overlap."""
 
     def slowly(*arguments: Any, **named: Any) -> Any:
         time.sleep(0.5)

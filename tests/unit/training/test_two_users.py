@@ -41,14 +41,14 @@ def scratch() -> Iterator[Path]:
 
 
 def attempts(path: Path, is_folder: bool) -> list[Callable[[], object]]:
-    """What another user may try with a file or folder."""
+    """Return the attempts of another user on a file or folder."""
     if is_folder:
         return [partial(os.listdir, path), partial(os.mkdir, path / "mine"), partial(os.rename, path, f"{path}.mine")]
     return [partial(os.open, path, os.O_RDONLY), partial(os.open, path, os.O_WRONLY), partial(os.unlink, path)]
 
 
 def useful(paths: list[Path]) -> list[str]:
-    """What another user succeeds in."""
+    """Return the attempts in which another user succeeds."""
     tried = [(path, attempt) for path in paths for attempt in attempts(path, path.is_dir())]
 
     def succeed() -> list[str]:

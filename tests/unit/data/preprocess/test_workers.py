@@ -133,7 +133,7 @@ class Listener:
 
 
 def work(plan: str, report: Report) -> str:
-    """What the other process does."""
+    """Run the part of the other process."""
     report("stage", "a stage")
     report("message", "a sentence")
     if plan == "bad":

@@ -389,7 +389,7 @@ def test_many_long_added_tokens_are_not_compared() -> None:
 
 
 def test_links_out_of_the_folder_of_a_tokenizer(tmp_path: Path) -> None:
-    """What they lead to would be copied beside datasets and into checkpoints."""
+    """Links are refused: their targets would be copied beside datasets and into checkpoints."""
     secret = tmp_path / "secret.json"
     secret.write_text('{"eos_token": "<|endoftext|>", "key": "password"}')
     folder = save(tmp_path / "x", with_specials("<s>"))

@@ -47,7 +47,7 @@ TEXTUAL = [name for name in TOKENIZER_TYPES if name not in ("ByteTokenizer", "Nu
 
 
 def record(prefix: Path, tokenizer: Tokenizer) -> Path:
-    """What preprocessing leaves beside a dataset."""
+    """Write the record that preprocessing leaves beside a dataset, and return the prefix."""
     Path(f"{prefix}.{RECORD_SUFFIX}").write_bytes(TokenizerRecord.of(tokenizer).to_bytes())
     if tokenizer.files:
         write_files(Path(f"{prefix}.{FILES_SUFFIX}"), tokenizer.files)
