@@ -117,7 +117,8 @@ def test_what_cannot_be_evaluated_is_refused_at_the_start(pool: Pool, place: Pla
     ],
 )
 def test_tasks_that_do_not_exist_or_load_are_refused(place: Place, tmp_path: Path, tasks: str, sentence: str) -> None:
-    data = "dataset_path: json\ndataset_kwargs: {data_files: no.json}"  # without, datasets searches the working directory
+    # Without a file, datasets searches the working directory.
+    data = "dataset_path: json\ndataset_kwargs: {data_files: no.json}"
     (place[1] / "broken.yaml").write_text(f"task: broken\n{data}\noutput_type: loglikelihood\n")
     printed = start(config_of(place, tmp_path, "", tasks))
     (place[1] / "broken.yaml").unlink()
