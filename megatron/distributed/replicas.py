@@ -104,6 +104,8 @@ class StoreClient(distributed_c10d.Store):
         except ReplicaError as error:
             raise OSError(str(error)) from error
         except RuntimeError as error:
+            if isinstance(error.__cause__, ConnectionError):  # it gave the place to another connection
+                raise error.__cause__ from error
             raise OtherSecretError(f"it does not have the secret of this replica ({error})") from error
 
     def _request(self, *fields: bytes, values: int = 0, certain: bool = False) -> list[bytes]:

@@ -89,7 +89,7 @@ def _read_parquet(file: Path, keys: Sequence[str], batch_bytes: int) -> Iterator
             read.append(batch)
             done, held = done + batch.num_rows, held + batch.nbytes
             if held >= batch_bytes:
-                yield pa.concat_batches(read), size * min(done, total) // max(1, total)
+                yield read[0] if len(read) == 1 else pa.concat_batches(read), size * min(done, total) // max(1, total)
                 read, held = [], 0
         if read:
             yield pa.concat_batches(read), size

@@ -326,7 +326,9 @@ def test_help_is_short_and_sections_and_everything_are_there(capsys: pytest.Capt
         ("distill", "--distillation-top-k N [^[]*\\[32\\]"),
     ],
 )
-def test_help_of_fine_tuning_is_its_own(capsys: pytest.CaptureFixture[str], name: str, own: str) -> None:
+def test_help_of_fine_tuning_is_its_own(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, name: str, own: str
+) -> None:
     text = helped(capsys, "--help", f"tasks.finetune.{name}")
     assert text.startswith(f"usage: {name}.py ")
     assert "Pretrain a GPT" not in text
@@ -335,6 +337,11 @@ def test_help_of_fine_tuning_is_its_own(capsys: pytest.CaptureFixture[str], name
     assert f"\n  python tasks/finetune/{name}.py --" in text
     assert len(text.splitlines()) < 125
     assert "dpo" in name or "--dpo-beta" not in text
+    monkeypatch.setattr(sys, "argv", [f"megatron {name}"])  # as of an installed package
+    text = helped(capsys, "--help", f"tasks.finetune.{name}")
+    assert text.startswith(f"usage: megatron {name} ")
+    assert f"\n  megatron {name} --" in text
+    assert ".py --" not in text.rpartition("example:")[2]
 
 
 def _pretrain(*argv: str) -> tuple[subprocess.CompletedProcess[str], set[str]]:
