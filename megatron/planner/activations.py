@@ -132,6 +132,11 @@ class ActivationShape:
         )
 
     @property
+    def norms_copy(self) -> bool:
+        """Whether norms that are not fused compute with a copy of their input in fp32."""
+        return self.width < self.wide and (self.model.normalization == "RMSNorm" or self.model.apply_layernorm_1p)
+
+    @property
     def residual(self) -> int:
         """Bytes of this rank's rows of the residual stream."""
         return self.rows * self.model.hidden_size * self.width
@@ -185,7 +190,9 @@ def block_tensors(shape: ActivationShape) -> tuple[list[KeptTensor], list[KeptTe
     if model.hidden_dropout and "dropout" in shape.eager:
         common.append(KeptTensor("mask of hidden dropout", elements, MASK_BYTES))
     x = KeptTensor("residual sum", elements, shape.width, (), model.layernorm_placement == "post")
-    of_mlp = [x] if not model.parallel_attention else [x._replace(elements=0)]  # that of attention
+    # With parallel attention, x is that of attention; only a copy for the MLP's norm is another.
+    copied = shape.norms_copy and "add_norm" in shape.eager
+    of_mlp = [x] if copied or not model.parallel_attention else [x._replace(elements=0)]
     return [x, *common, *_attention_half(shape)], [*of_mlp, *common, *_mlp_half(shape)]
 
 
@@ -236,8 +243,8 @@ def _split_qkv(shape: ActivationShape) -> Iterator[KeptTensor]:
         kept = "core_attn" in shape.recomputed  # those that are sent are kept to compute the others again
     if normed:
         heads = shape.tokens * (model.num_attention_heads // shape.tp + shape.groups)
-        yield from _statistics(shape, "split_qkv", heads, queries + keys)
-        if eager and copied:
+        yield from _statistics(shape, "split_qkv", heads, queries + keys, is_view=True)
+        if eager and copied and not shape.norms_copy:
             yield KeptTensor("queries before their norm", queries, width)
     if rotary and not (eager or normed):
         if kept:
@@ -290,16 +297,21 @@ def _routing(shape: ActivationShape, experts: int) -> Iterator[KeptTensor]:
     yield KeptTensor("experts: output", shape.expert_rows * h, shape.wide)
 
 
-def _statistics(shape: ActivationShape, operation: str, rows: int, elements: int) -> Iterator[KeptTensor]:
-    """Yield what an eager norm keeps beside its input; PyTorch computes RMSNorm in several operations."""
+def _statistics(
+    shape: ActivationShape, operation: str, rows: int, elements: int, is_view: bool = False
+) -> Iterator[KeptTensor]:
+    """Yield what an eager norm keeps beside its input; PyTorch computes RMSNorm in several operations.
+
+    A copy in fp32 takes the place of the input, unless this is a view of what is kept anyway.
+    """
     if operation in shape.eager:
+        copy = shape.wide - shape.width * (not is_view) if shape.norms_copy else 0
         centred = shape.model.normalization == "LayerNorm"
         yield KeptTensor("statistics of the norm", rows * (1 + centred), shape.wide)
-        if centred and shape.model.apply_layernorm_1p and shape.width < shape.wide:
-            yield KeptTensor("x in fp32", elements, shape.wide)
+        if centred and copy:
+            yield KeptTensor("x in fp32", elements, copy)
         if not centred:
-            copies = 1 + (shape.width < shape.wide)
-            yield KeptTensor("x / rms(x), and x in fp32", elements * copies, shape.wide)
+            yield KeptTensor("x / rms(x), and x in fp32", elements, shape.wide + copy)
 
 
 @dataclass(frozen=True)
@@ -326,9 +338,9 @@ class StageMemory:
         rows = shape.tokens if shape.own_positions else shape.tokens // shape.samples
         kinds = len(shape.model.rotary_kinds(stage.layers))
         kept += kinds * 2 * rows * shape.model.rotary_dim * shape.width  # cosines and sines
-        loss, loss_forward = _loss(shape) if stage.last else (0, 0)
+        loss, loss_forward, loss_backward = _loss(shape) if stage.last else (0, 0, 0)
         wgrad = stage.count * _wgrad_operands(shape)
-        return cls(kept, loss, wgrad, max(loss_forward, forward - loss), backward, host)
+        return cls(kept, loss, wgrad, max(loss_forward, forward - loss), max(loss_backward, backward), host)
 
 
 BLOCKS_IN_TRANSIT = 2
@@ -405,10 +417,17 @@ def _mlp_backward(shape: ActivationShape) -> int:
     The gradients of the residual stream and of what the linears take and give.
     """
     wide = max(rows * width for _, rows, width in shape.mlps) * shape.width
-    gathered, dx = shape.gathered, 0
+    gathered, dx, copied = shape.gathered, 0, shape.gathered or shape.residual
     if shape.mlp_chunk:
-        gathered, dx = gathered * shape.mlp_chunk // shape.tokens, shape.residual
-    return shape.residual + dx + max((1 + shape.model.gated) * wide, wide + gathered)
+        gathered, copied = (size * shape.mlp_chunk // shape.tokens for size in (gathered, copied))
+        dx = shape.residual
+    copies = _wgrad_copies(shape, wide + copied)
+    return shape.residual + dx + max((1 + shape.model.gated) * wide, wide + gathered + copies)
+
+
+def _wgrad_copies(shape: ActivationShape, operands: int) -> int:
+    """Return the bytes of copies in fp32, which a weight gradient of 16-bit operands takes on a CPU."""
+    return 0 if shape.on_gpu or shape.width == shape.wide else operands * shape.wide // shape.width
 
 
 UNFUSED_TILE, FUSED_TILE = 1024, 256
@@ -458,8 +477,11 @@ def _core_attention(shape: ActivationShape) -> tuple[int, int]:
     return int(forward + tile + part * queries), int(backward + tile + part * (queries + keys))
 
 
-def _loss(shape: ActivationShape) -> tuple[int, int]:
-    """Return what the final norm and the loss keep until backward, and what they need besides in forward."""
+def _loss(shape: ActivationShape) -> tuple[int, int, int]:
+    """Return what the final norm and the loss keep until backward, what they need besides in forward, and in backward.
+
+    The last number includes what is kept. It counts where the backward of a norm computes with copies in fp32.
+    """
     model, hidden = shape.model, shape.model.hidden_size * shape.width
     norm = shape.residual + sum(
         t.size for t in _statistics(shape, "add_norm", shape.rows, shape.residual // shape.width)
@@ -469,10 +491,14 @@ def _loss(shape: ActivationShape) -> tuple[int, int]:
     default = loss_chunk_tokens(shape.tokens, rows * (copied or shape.width), shape.on_gpu)
     chunk = min(shape.tokens, shape.loss_chunk or default)
     uncapped = shape.width if model.final_logit_softcapping is not None else 0
-    logits = chunk * (rows * (shape.width + copied + uncapped) + hidden)
+    copies = _wgrad_copies(shape, chunk * (rows * shape.width + hidden))
+    logits = chunk * (rows * (shape.width + copied + uncapped) + hidden) + copies
     wgrad = rows * model.hidden_size * shape.wide if shape.keeps_loss_wgrad else 0
     logits += shape.residual if model.logits_scaling != 1.0 else 0  # the scaled hidden states
-    return norm + shape.tokens * hidden + wgrad, shape.residual + shape.gathered + logits
+    backward = norm + 2 * shape.residual + 3 * shape.residual * shape.wide // shape.width
+    if shape.width == shape.wide or "add_norm" not in shape.eager:
+        backward = 0
+    return norm + shape.tokens * hidden + wgrad, shape.residual + shape.gathered + logits, backward
 
 
 class ActionMemory(NamedTuple):

@@ -155,6 +155,20 @@ ONE_RANK = [
     ),
     f"{EXPERTS.replace('--swiglu --disable-bias-linear', '--quick-geglu')} --activation-func-clamp-value 2",
     f"{LONG} --seq-length 2048 --attention-dropout 0.1 --micro-batch-size 2 --global-batch-size 2 --mlp-chunk-size 200",
+    *(
+        f"{more} --bf16"
+        for more in (
+            "",
+            LLAMA,
+            f"{LONG} --apply-layernorm-1p",
+            f"{LONG} --mlp-chunk-size 100",
+            f"{LONG} {LLAMA} --mlp-chunk-size 100",
+            f"{LONG} {LLAMA} --qk-layernorm",
+            f"{LONG} {LLAMA} --parallel-attention",
+            f"{LONG} {LLAMA} --recompute-granularity full",
+            f"{LONG} {LLAMA} --layernorm-placement sandwich",
+        )
+    ),
 ]
 
 
@@ -277,7 +291,7 @@ def test_host_memory_is_what_is_offloaded(pool: Pool, ranks: int) -> None:
 
 
 @pytest.mark.parametrize("layers", [1, 3, 5])
-@pytest.mark.parametrize("model", ["", LLAMA])
+@pytest.mark.parametrize("model", ["", LLAMA, "--bf16", f"{LLAMA} --bf16"])
 def test_offloaded_blocks_are_on_the_device_two_at_a_time(model: str, layers: int) -> None:
     """Host buffers are memory too here; they are all in use when the device has most."""
     flags = f"{LONG} {model} --num-layers 5 --cpu-offloading-num-layers {layers} --min-offloaded-tensor-size 1000"
