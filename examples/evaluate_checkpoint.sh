@@ -5,7 +5,8 @@ set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 load=${LOAD:-runs/quickstart/checkpoints} data=${DATA:-pretrain_gpt.py}
 export OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 PET_LOCAL_ADDR=127.0.0.1 # torchrun looks up no name of this machine
-launch=(torchrun --standalone --nproc-per-node 2)
+# as --standalone, but without the name localhost, which a bare system may not resolve
+launch=(torchrun --rdzv-backend c10d --rdzv-endpoint 127.0.0.1:0 --nproc-per-node 2)
 
 echo "== perplexity on $data; the processes share every matrix"
 "${launch[@]}" tasks/evaluate/perplexity.py --load "$load" --data "$data" --device cpu --tensor-model-parallel-size 2

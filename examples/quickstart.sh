@@ -139,7 +139,8 @@ else
 fi
 first=(--tensor-model-parallel-size 2 --sequence-parallel --micro-batch-size 8)
 second=(--micro-batch-size 4)
-launch=(torchrun --standalone --nproc-per-node 2)
+# as --standalone, but without the name localhost, which a bare system may not resolve
+launch=(torchrun --rdzv-backend c10d --rdzv-endpoint 127.0.0.1:0 --nproc-per-node 2)
 
 # First without torchrun, which would print its traceback after a mistake in the flags.
 python pretrain_gpt.py --check-config --world-size 2 "${flags[@]}" "${second[@]}" "$@" >/dev/null
@@ -175,7 +176,7 @@ cat <<END
 == next
 cd $(printf %q "$root") && . ${VIRTUAL_ENV##*/}/bin/activate && export PET_LOCAL_ADDR=127.0.0.1
 # twice as long, with a new schedule
-torchrun --standalone --nproc-per-node 2 pretrain_gpt.py --config $(printf %q "$out/config.yaml") \\
+${launch[*]} pretrain_gpt.py --config $(printf %q "$out/config.yaml") \\
     --train-iters $((2 * steps)) --resume-mode new-schedule
 # more text, at the terminal
 python tools/generate.py --load $(printf %q "$out/checkpoints") --prompt '${prompt:-The}'

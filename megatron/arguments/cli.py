@@ -206,6 +206,7 @@ def parse(
     if missing and from_scratch and not (found or unreadable):  # after a mistake elsewhere, they may not be missing
         sentence = f"the model is not complete: {', '.join(setting.flag for setting in missing)} must be given"
         fixes = (" ".join(setting.spell(setting.default) for setting in missing), "--preset gpt2-124m")
+        fixes = ("--pretrained-checkpoint CHECKPOINTS", "--pretrained-checkpoint hf:DIR") if about else fixes
         found.append(Problem("E011", sentence, fixes))
     launch = Launch.read(environ)
     world_size = _world_size(options, config, launch, found, notes)

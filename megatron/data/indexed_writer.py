@@ -368,8 +368,9 @@ def find_prefixes(inputs: Sequence[str]) -> list[str]:
         for prefix in _prefixes_in(Path(path)) if _is_folder(path) else [path]:
             ids = os.path.realpath(f"{prefix}.bin")
             if ids in prefixes:
+                other = f", also as {prefixes[ids]}" if prefixes[ids] != prefix else ""
                 raise DataError(
-                    f"{prefix} is named twice, also as {prefixes[ids]}; to read a corpus more often, give it a weight",
+                    f"{prefix} is named twice{other}; to read a corpus more often, give it a weight",
                     f"pretrain_gpt.py --data-path 2 {prefix} 1 OTHER",
                 )
             prefixes[ids] = prefix

@@ -344,6 +344,13 @@ def test_help_of_fine_tuning_is_its_own(
     assert ".py --" not in text.rpartition("example:")[2]
 
 
+def test_fine_tuning_starts_from_a_model(capsys: pytest.CaptureFixture[str]) -> None:
+    assert importlib.import_module("tasks.finetune.sft").main(["--chat-data-path", "x"]) == 2
+    error = capsys.readouterr().err
+    assert "--pretrained-checkpoint hf:DIR" in error
+    assert "--preset" not in error
+
+
 def _pretrain(*argv: str) -> tuple[subprocess.CompletedProcess[str], set[str]]:
     command = [sys.executable, "-X", "importtime", "pretrain_gpt.py", *argv]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)

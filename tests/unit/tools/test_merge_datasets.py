@@ -87,7 +87,7 @@ def test_a_pair_that_is_named_twice_is_refused(tmp_path: Path) -> None:
     a = str(write(tmp_path / "a", [[1]]))
     os.symlink(tmp_path, tmp_path / "link")
     for inputs, message in (
-        ([a, a], f"a is named twice, also as {a};"),
+        ([a, a], f"{a} is named twice;"),
         ([a, f"{tmp_path}/link"], f"link/a is named twice, also as {a};"),
     ):
         with pytest.raises(DataError, match=message):
