@@ -49,7 +49,8 @@ import os, sys, torch
 import megatron.training.main, pretrain_gpt
 
 *launch, program = sys.argv[1:5]
-assert (launch, program) == (["--standalone", "--nproc-per-node", "2"], "pretrain_gpt.py")
+assert (launch[-2:], program) == (["--nproc-per-node", "2"], "pretrain_gpt.py")
+assert launch[:-2] == ["--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0"]
 os.environ |= {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "%d"}
 ranks = []
 for rank in ("0", "1"):
