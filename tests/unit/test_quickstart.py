@@ -48,7 +48,7 @@ FORKED = """
 import os, sys, torch
 import megatron.training.main, pretrain_gpt
 
-*launch, program = sys.argv[1:5]
+*launch, program = sys.argv[1:8]
 assert (launch[-2:], program) == (["--nproc-per-node", "2"], "pretrain_gpt.py")
 assert launch[:-2] == ["--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0"]
 os.environ |= {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "%d"}
@@ -57,7 +57,7 @@ for rank in ("0", "1"):
     ranks.append(os.fork())
     if ranks[-1] == 0:
         os.environ |= {"RANK": rank, "LOCAL_RANK": rank}
-        pretrain_gpt.exit_process(pretrain_gpt.main(sys.argv[5:]))
+        pretrain_gpt.exit_process(pretrain_gpt.main(sys.argv[8:]))
 sys.exit(max(os.waitstatus_to_exitcode(os.waitpid(rank, 0)[1]) for rank in ranks))
 """
 """In the place of torchrun: the ranks are forked after one import of torch, the dearest part of a short run."""
