@@ -25,6 +25,7 @@ ROOT = Path(__file__).resolve().parents[2]
 README = (ROOT / "README.md").read_text()
 TOOLS = ("debootstrap", "unshare", "chroot")
 SUITE = "bookworm"  # with the oldest Python that is supported, 3.11
+STUDENT = 2000  # the user of the tree; 1000 is the one of the image
 
 pytestmark = [
     pytest.mark.slow,  # two installations of everything
@@ -90,12 +91,12 @@ def test_the_two_commands_of_the_readme(bare: Path) -> None:
     environ = {"DEBIAN_FRONTEND": "noninteractive"}
     run(bare, f"apt-get update && apt-get install --yes --no-install-recommends {packages}", environ=environ)
     home = Path("/srv/a student")
-    run(bare, f"useradd --create-home --uid 1000 --home-dir '{home}' student; ! command -v python")
+    run(bare, f"useradd --create-home --uid {STUDENT} --home-dir '{home}' student; ! command -v python")
     clone = bare / str(home).lstrip("/") / "my clone"
     subprocess.run(["git", "clone", "--quiet", str(ROOT), str(clone)], check=True)
     run(bare, f"chown -R student:student '{home}'")
     enter, environ = "umask 077; cd ~/'my clone'; ", {"HOME": str(home)}
-    output = run(bare, f"{enter}{shlex.join(main_job)} --steps 20", 1000, environ)
+    output = run(bare, f"{enter}{shlex.join(main_job)} --steps 20", STUDENT, environ)
     assert "1 not read: /usr/lib/python3.11/sitecustomize.py -> /etc/python3.11/sitecustomize.py" in output
     assert "== killed at step " in output
     assert "transformers computes the same: logits by " in output
@@ -104,9 +105,9 @@ def test_the_two_commands_of_the_readme(bare: Path) -> None:
     assert (made / "loss.png").stat().st_size > 0
     assert made.stat().st_mode & 0o077 == 0
     some = "tests/unit/config tests/unit/test_quickstart.py -k 'privacy or files or half_way'"
-    output = run(bare, f"{enter}{shlex.join(tests)} {some}", 1000, environ)
+    output = run(bare, f"{enter}{shlex.join(tests)} {some}", STUDENT, environ)
     assert re.search(r"= \d+ passed, .*deselected", output)
-    again = run(bare, f"{enter}{shlex.join(tests)} tests/unit/config -k links_that_stay_inside", 1000, environ)
+    again = run(bare, f"{enter}{shlex.join(tests)} tests/unit/config -k links_that_stay_inside", STUDENT, environ)
     assert "setup:" not in again
 
 
