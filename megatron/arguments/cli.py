@@ -206,7 +206,8 @@ def parse(
     if missing and from_scratch and not (found or unreadable):  # after a mistake elsewhere, they may not be missing
         sentence = f"the model is not complete: {', '.join(setting.flag for setting in missing)} must be given"
         fixes = (" ".join(setting.spell(setting.default) for setting in missing), "--preset gpt2-124m")
-        fixes = ("--pretrained-checkpoint CHECKPOINTS", "--pretrained-checkpoint hf:DIR") if about else fixes
+        if about:  # of fine-tuning
+            fixes = ("--pretrained-checkpoint CHECKPOINTS", "--pretrained-checkpoint hf:DIR")
         found.append(Problem("E011", sentence, fixes))
     launch = Launch.read(environ)
     world_size = _world_size(options, config, launch, found, notes)
@@ -353,19 +354,15 @@ def _read_sources(command_line: CommandLine, applied: Sequence[Sequence[str]]) -
         applied: flags that stand for flags of other programs; flags that are given themselves override them.
 
     Raises:
-        UserError: for a plugin that cannot be imported. Other options are not checked then, because plugins extend
-            the values that these may have.
+        UserError: for a file that cannot be read or a plugin that cannot be imported. Other options are not checked
+            then: any may be in the file, and plugins extend the values that these may have.
     """
     trees = [(path, read_yaml(path)) for path in command_line.known.config]
+    if unread := [tree for _, tree in trees if isinstance(tree, Problem)]:
+        raise UserError(unread)
 
     def read() -> list[ConfigSource]:
-        files = [
-            # Any option may be in a file that cannot be read.
-            ConfigSource(problems=[tree], doubtful={*SETTINGS})
-            if isinstance(tree, Problem)
-            else from_mapping(tree, path)
-            for path, tree in trees
-        ]
+        files = [from_mapping(tree, path) for path, tree in trees if not isinstance(tree, Problem)]
         counterparts = [with_our_words(GivenFlag(flag, SPELLINGS[flag], words), []) for flag, *words in applied]
         return [
             *files,

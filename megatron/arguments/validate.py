@@ -501,7 +501,7 @@ def find_problems(config: RunConfig, world_size: int, doubtful: Set[str] = froze
     Args:
         config: resolved or not.
         world_size: number of ranks.
-        doubtful: fields whose given value could not be read; all of them where a file could not.
+        doubtful: fields whose given value could not be read.
     """
     found = []
     wrong = set(doubtful)
@@ -515,7 +515,7 @@ def find_problems(config: RunConfig, world_size: int, doubtful: Set[str] = froze
     for setting in (SETTINGS[name] for name in wrong):
         group = replace(getattr(known, setting.group), **{setting.name: _Unknown()})
         known = replace(known, **{setting.group: group})
-    for check in _checks() if SETTINGS.keys() - doubtful else ():
+    for check in _checks():
         with suppress(_UnknownError):
             found.extend(check(known, world_size))
     return found

@@ -182,9 +182,10 @@ class Rendering:
 
     def _additions(self, answers: Sequence[int]) -> list[Span]:
         """Return what each of some messages adds to those before it and to the generation prompt."""
+        marks = "" if self.marked else "mark answers in the chat template with {% generation %}"
         if len(answers) * len(self.messages) > MAX_RENDERED:
             seen = f" has {len(answers):,} answers in {len(self.messages):,} messages, each rendered with those before"
-            raise RenderingError(f"{seen} it; split it, or mark answers in the chat template with {{% generation %}}")
+            raise RenderingError(f"{seen} it; split it" + (marks and f", or {marks}"))
         spans = []
         for i in answers:
             after = self.render(self.messages[: i + 1])
@@ -196,7 +197,7 @@ class Rendering:
                 after = after.removesuffix(self.eos)
             if not (self.text.startswith(before) and self.text.startswith(after)):
                 seen = f": the chat template renders the messages up to {i + 1} differently within the conversation"
-                raise RenderingError(f"{seen}; mark answers in it with {{% generation %}}")
+                raise RenderingError(f"{seen}; {marks or 'an answer of weight 0 cannot be left out of it'}")
             spans.append((len(before), len(after)))
         return spans
 

@@ -112,8 +112,8 @@ def body_size(head: bytes, limit: int = MESSAGE_BYTES) -> int:
     return int(size)
 
 
-def connection_limit() -> int:
-    """Let this process open as many files as it may, and return how many connections a store accepts."""
+def raise_file_limit() -> int:
+    """Let this process open as many files as its connections need, and return the connections that it can accept."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     infinite, wanted = resource.RLIM_INFINITY, CONNECTIONS + OTHER_FILES
     if soft != infinite and soft < wanted:
@@ -131,7 +131,7 @@ class StoreServer:
         self._values: dict[bytes, bytes] = {}
         self._writers: dict[bytes, str] = {}  # machine that wrote a value
         self._bytes: Counter[str] = Counter()  # by machine
-        self._connections, self._limit = 0, connection_limit()
+        self._connections, self._limit = 0, raise_file_limit()
         self._strangers: dict[asyncio.StreamWriter, None] = {}  # connections that have proved nothing, oldest first
         self._arriving = 0  # bytes of messages that are being received
         self._noted: Counter[str] = Counter()

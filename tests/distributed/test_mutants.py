@@ -83,7 +83,11 @@ def exercised(pool: Pool) -> dict[str, set[Site]]:
     return {name: reached[name] for name in sorted(reached, key=seconds.__getitem__)}
 
 
-def verdict(pool: Pool, detector: Detector, *job: Any, timeout: float = 40.0) -> str:
+HANG_SECONDS = 40.0
+"""Limit for a mutant, which may hang. Jobs that compute what the library does have the pool's own limit."""
+
+
+def verdict(pool: Pool, detector: Detector, *job: Any, timeout: float = PATIENCE) -> str:
     """Return the outcome of a job on the detector's ranks: ``right``, ``wrong``, or the message it failed with."""
     try:
         ranks = pool.run(detector.world_size, *job, timeout=timeout, check_collectives=False)
@@ -104,9 +108,9 @@ def test_a_broken_collective_is_noticed(pool: Pool, exercised: dict[str, set[Sit
     reached = [name for name, sites in exercised.items() if call.site in sites]
     assert reached, f"no detector reaches {call}: add one"
     equivalent = (call.site.file, call.function, call.reduction, how) in EQUIVALENT
-    patience = PATIENCE if equivalent else 40.0  # a mutant may hang, one that computes the same may not
+    timeout = PATIENCE if equivalent else HANG_SECONDS
     jobs = ((DETECTORS[name], run_broken, name, call.site, how) for name in reached)
-    verdicts = (verdict(pool, *job, timeout=patience) for job in jobs)
+    verdicts = (verdict(pool, *job, timeout=timeout) for job in jobs)
     if equivalent:
         assert set(verdicts) == {"right"}
     else:
@@ -227,7 +231,7 @@ def run_with_dirty_padding(rank: int, world_size: int, case: Case) -> list[RankT
 @pytest.mark.parametrize("name", ["dp2", "zero1", "hsdp"])
 def test_what_lies_between_gradients_matters_nowhere(pool: Pool, name: str) -> None:
     detector = DETECTORS[name]
-    assert verdict(pool, detector, run_with_dirty_padding, *detector.args, timeout=PATIENCE) == "right"
+    assert verdict(pool, detector, run_with_dirty_padding, *detector.args) == "right"
 
 
 def test_a_forgotten_weight_gradient_is_an_error(pool: Pool) -> None:

@@ -65,12 +65,8 @@ class ComputingStage:
     """A stage that computes for its share of a rank's time."""
 
     def __init__(self, number: int, stages: int, clock: Clock, grad_accumulator: GradAccumulator) -> None:
-        self.last, self.share, self.clock, self.grad_accumulator = (
-            number + 1 == stages,
-            stages // RANKS,
-            clock,
-            grad_accumulator,
-        )
+        self.last, self.share = number + 1 == stages, stages // RANKS
+        self.clock, self.grad_accumulator = clock, grad_accumulator
 
     def __call__(self, x: Tensor | None, batch: MicroBatch) -> tuple[Tensor, Tensor]:
         """As a chunk is called."""

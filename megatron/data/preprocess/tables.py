@@ -78,7 +78,6 @@ def read_batches(
 
 
 def _read_parquet(file: Path, keys: Sequence[str], batch_bytes: int) -> Iterator[tuple[Any, int]]:
-    import pyarrow as pa
     from pyarrow import parquet
 
     with parquet.ParquetFile(file, buffer_size=READ_BYTES, pre_buffer=False) as table:
@@ -89,10 +88,17 @@ def _read_parquet(file: Path, keys: Sequence[str], batch_bytes: int) -> Iterator
             read.append(batch)
             done, held = done + batch.num_rows, held + batch.nbytes
             if held >= batch_bytes:
-                yield read[0] if len(read) == 1 else pa.concat_batches(read), size * min(done, total) // max(1, total)
+                yield _join(read), size * min(done, total) // max(1, total)
                 read, held = [], 0
         if read:
-            yield pa.concat_batches(read), size
+            yield _join(read), size
+
+
+def _join(batches: Sequence[Any]) -> Any:
+    """Return one batch of all rows; a single one, which may be large, is not copied."""
+    import pyarrow as pa
+
+    return batches[0] if len(batches) == 1 else pa.concat_batches(batches)
 
 
 def _read_arrow(file: Path, keys: Sequence[str], batch_bytes: int) -> Iterator[tuple[Any, int]]:

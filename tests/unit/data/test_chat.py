@@ -631,6 +631,12 @@ def test_a_conversation_that_is_rendered_differently_as_it_grows_is_refused() ->
     forgetful = PLAIN.replace("{{ m.content }}", "{{ m.content if loop.last else m.content[:2] }}")
     with pytest.raises(BadDocumentError, match="renders the messages up to 2 differently"):
         tokenizer(forgetful).conversation(messages(*CONVERSATIONS[1][1:]))
+    marked = MARKED.replace("m.content }}{{ eos_token", "(m.content if loop.last else m.content[:2]) }}{{ eos_token")
+    turns = [message for _ in range(2) for message in messages(("user", "question"), ("assistant", "answer"))]
+    assert tokenizer(marked).conversation(turns).answers.any()
+    turns[1]["weight"] = 0
+    with pytest.raises(BadDocumentError, match=r"conversation; an answer of weight 0 cannot be left out of it$"):
+        tokenizer(marked).conversation(turns)
     with pytest.raises(BadDocumentError, match="does not fit the chat template: roles must alternate"):
         tokenizer("{{ raise_exception('roles must alternate') }}").conversation(messages(*CONVERSATIONS[0]))
 
