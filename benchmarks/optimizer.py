@@ -96,10 +96,9 @@ def ours(
     one, go = torch.ones(()), torch.zeros(())
 
     def update() -> None:
-        if buckets.on_reduced is not None and optimizer.offload is not None:  # gradients are copied to the host
+        if buckets.on_reduced is not None:  # gradients are copied to the host
             for bucket in buckets.buckets:
                 buckets.on_reduced(bucket)
-            optimizer.offload.fetch_late()
         optimizer.update(RATES, one)
 
     return optimizer, {WHOLE: update, RULE: lambda: optimizer._update(RATES, go, one)}
