@@ -92,7 +92,7 @@ def ours(
         weights, specs, buckets, mesh, replace(config.optimizer, optimizer_cpu_offload=offload)
     )
     for name, gradient in values_of(specs, 1, GRADIENT).items():
-        buckets.target(name).copy_(gradient)
+        buckets.accumulated(name).copy_(gradient)
     one, go = torch.ones(()), torch.zeros(())
 
     def update() -> None:

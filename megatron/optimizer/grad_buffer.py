@@ -23,7 +23,7 @@ from torch import Tensor
 from megatron.config.parallel import ParallelConfig
 from megatron.distributed import comm
 from megatron.distributed.comm import Group, Pending
-from megatron.distributed.grad_accumulator import GradAccumulator
+from megatron.distributed.grad_accumulator import GradAccumulator, GradTarget
 from megatron.distributed.mesh import Mesh
 from megatron.distributed.param_layout import (
     MAX_REDUCTIONS_IN_FLIGHT,
@@ -352,7 +352,7 @@ class ShardedBucket(Bucket):
             copy_unless_same(self._last.wait(), self.shard)
 
 
-class GradBuffer:
+class GradBuffer(GradTarget):
     """All main gradients of a rank."""
 
     def __init__(
@@ -436,11 +436,7 @@ class GradBuffer:
         # else flat.
         self.grads = {name: self.shard_view(self._bucket_of[name].shard, name) for name in self.shards}
         self._grad_accumulator = grad_accumulator
-        grad_accumulator.bind(
-            lambda name: self._bucket_of[name].target(name),
-            self._contributed,
-            lambda name: self._bucket_of[name].is_first(name),
-        )
+        grad_accumulator.bind(self)
 
     def _shards(self, over_copies: bool) -> dict[str, ParamShard]:
         """Return this rank's shard of every parameter; ``over_copies`` divides it among ranks with the same one."""
@@ -506,6 +502,14 @@ class GradBuffer:
                 yield name, slice(own.start, own.stop), param_view(whole, layout.packing, name, bucket.specs[name])
 
     def target(self, name: str) -> Tensor:
+        """Return the tensor for the next contribution to a gradient, ``spec.local_shape``."""
+        return self._bucket_of[name].target(name)
+
+    def is_first(self, name: str) -> bool:
+        """Return True if the next contribution overwrites :meth:`target`; to be called once for each."""
+        return self._bucket_of[name].is_first(name)
+
+    def accumulated(self, name: str) -> Tensor:
         """Return the gradient accumulated so far and not reduced, ``spec.local_shape``."""
         bucket = self._bucket_of[name]
         found = bucket.target(name)
@@ -552,14 +556,15 @@ class GradBuffer:
 
     @contextmanager
     def without_reduction(self) -> Iterator[None]:
-        """Accumulate gradients without reducing them, for inspection in :meth:`target`."""
+        """Accumulate gradients without reducing them, for inspection by :meth:`accumulated`."""
         self._reducing = False
         try:
             yield
         finally:
             self._reducing = True
 
-    def _contributed(self, name: str) -> None:
+    def contributed(self, name: str) -> None:
+        """Count a contribution; the last one of a bucket starts its reduction."""
         bucket = self._bucket_of[name]
         self._missing[name] -= 1
         self._unfinished[id(bucket)] -= self._missing[name] == 0

@@ -48,6 +48,7 @@ from megatron.training.trainer import check_same_data
 from tests.distributed.drive import MODEL, RATES, Case, batches_of, compare_with_twin, run_case, run_in_small_tiles
 from tests.distributed.faults import infinite_gradient
 from tests.distributed.vitals import difference, report, router_losses
+from tests.solo import Gradients
 from tools.lib.verify_parallel import RankTrace, join_traces
 
 TOLERANCE, TOLERANCE_BF16 = 1e-8, 0.02
@@ -291,7 +292,7 @@ def large_logits(rank: int, world_size: int) -> tuple[float, torch.Tensor]:
     rows = weight.shape[0] // world_size
     mine = weight[rank * rows : (rank + 1) * rows].clone()
     grad_accumulator = GradAccumulator()
-    grad_accumulator.bind({"weight": torch.zeros_like(mine)}.__getitem__, lambda name: None)
+    grad_accumulator.bind(Gradients({"weight": torch.zeros_like(mine)}))
     vocabulary = VocabularyShard(rank * rows, rows, mesh.tp, grad_accumulator, "weight")
     x.requires_grad_()
     mask = torch.ones(x.shape[0], dtype=torch.float64)

@@ -201,9 +201,9 @@ def test_start_step_forgets_the_last_step() -> None:
     buckets, grad_accumulator = build()
     buckets.start_step(1)
     contribute(grad_accumulator, "last", "middle")
-    assert all((buckets.target(name) == (name in ("last", "middle"))).all() for name in SPECS)
+    assert all((buckets.accumulated(name) == (name in ("last", "middle"))).all() for name in SPECS)
     buckets.start_step(1)
-    assert not any(buckets.target(name).any() for name in SPECS)
+    assert not any(buckets.accumulated(name).any() for name in SPECS)
     contribute(grad_accumulator, "last", "middle", "bias", "first", "first")
     buckets.finish()
     assert all((buckets.grads[name] == spec.contributions).all() for name, spec in SPECS.items())
@@ -434,4 +434,4 @@ def test_gradients_that_are_looked_at_are_not_sent() -> None:
         with buckets.without_reduction():
             contribute(grad_accumulator, *SPECS, "first")
         assert scattered.started == []
-        assert all((buckets.target(name) == spec.contributions).all() for name, spec in SPECS.items())
+        assert all((buckets.accumulated(name) == spec.contributions).all() for name, spec in SPECS.items())
