@@ -27,7 +27,8 @@ from megatron.distributed.sharding import ShardSpec
 from megatron.distributed.timing import Clock, no_clock
 from megatron.kernels.adam import LARGE_RUN, AdamKernel, adam
 from megatron.optimizer.build_rules import build_memory, build_rules
-from megatron.optimizer.grad_buffer import GradBuffer, flat_runs
+from megatron.optimizer.flat_views import flat_runs
+from megatron.optimizer.grad_buffer import GradBuffer
 from megatron.optimizer.loss_scaler import SpikeGuard
 from megatron.optimizer.lr_scheduler import Rates
 from megatron.optimizer.main_params import MainParams

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from megatron.kernels.adam import round_to
-from megatron.optimizer.grad_buffer import adjacent_runs, flat_runs
+from megatron.optimizer.flat_views import adjacent_runs, flat_runs
 from megatron.optimizer.rules import UpdateRule
 
 LOW_BITS = 16

@@ -23,7 +23,9 @@ from torch import Tensor
 
 from megatron.distributed.host_memory import CopyStream, host_buffer
 from megatron.distributed.sharding import ShardSpec
-from megatron.optimizer.grad_buffer import Bucket, GradBuffer, adjacent_runs, flat_runs
+from megatron.optimizer.buckets import Bucket
+from megatron.optimizer.flat_views import adjacent_runs, flat_runs
+from megatron.optimizer.grad_buffer import GradBuffer
 from megatron.optimizer.main_params import ShardMemory
 from megatron.optimizer.parameter_store import ParameterStore
 from megatron.optimizer.rules import UpdateArgs, UpdateRule

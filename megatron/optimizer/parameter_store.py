@@ -29,7 +29,8 @@ from megatron.distributed.host_memory import CopyStream, host_buffer
 from megatron.distributed.mesh import Mesh
 from megatron.distributed.param_layout import Packing, ParamShard
 from megatron.distributed.sharding import ShardSpec
-from megatron.optimizer.grad_buffer import GradBuffer, param_view, shard_view
+from megatron.optimizer.flat_views import param_view, shard_view
+from megatron.optimizer.grad_buffer import GradBuffer
 
 Initialize = Callable[[str, Tensor], None]
 """Writes the initial values of the parameter ``name`` into a zeroed tensor of its local shape."""

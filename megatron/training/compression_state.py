@@ -22,7 +22,6 @@ from megatron.checkpoint.load import load_sharded
 from megatron.checkpoint.tensor_file import GlobalTensor, TensorPart
 from megatron.distributed.param_layout import ParamShard, shard_boxes
 from megatron.distributed.sharding import Box
-from megatron.optimizer.grad_compression import PowerSGD
 from megatron.training.trainer import Trainer
 
 ERROR_NAME = re.compile(r"optim\.grad_error_(\d+)\.(.*)")
@@ -55,23 +54,21 @@ class ReplicaErrors:
 def replica_errors(trainer: Trainer) -> dict[str, ReplicaErrors]:
     """Return the errors of this rank by parameter."""
     found = {}
-    for name, feedback in trainer.buckets.error_feedback().items():
-        spec = trainer.specs[name]
-        copies = trainer.mesh.optimizer_replica_group(*spec.reduce_axes)
-        stages = trainer.mesh.embedding_group.size if spec.tied else 1
-        source = copies.rank + copies.size * spec.counted_elsewhere
-        error = trainer.buckets.shard_view(feedback.error, name)
-        found[name] = ReplicaErrors(source, copies.size * stages, error)
+    for name, reduction in trainer.buckets.reductions().items():
+        if reduction.error is not None:
+            spec, copies = trainer.specs[name], reduction.copies
+            stages = trainer.mesh.embedding_group.size if spec.tied else 1
+            source = copies.rank + copies.size * spec.counted_elsewhere
+            error = trainer.buckets.shard_view(reduction.error, name)
+            found[name] = ReplicaErrors(source, copies.size * stages, error)
     return found
 
 
 def _factors(trainer: Trainer) -> dict[str, Tensor]:
     """Return PowerSGD's factors by their names, ``[matrices, columns, rank]``; the same on ranks of all replicas."""
     found = {}
-    for feedback in dict.fromkeys(trainer.buckets.error_feedback().values()):
-        if not isinstance(feedback, PowerSGD):
-            continue
-        for block, q in zip(feedback.blocks, feedback.warm_starts):
+    for reduction in dict.fromkeys(trainer.buckets.reductions().values()):
+        for block, q in reduction.factors():
             spec = trainer.specs[block.name]
             boxes = shard_boxes(spec, ParamShard(block.first, block.first + block.numel))
             if boxes:  # none if all rows are padding of the vocabulary
@@ -130,7 +127,7 @@ def load_compression(trainer: Trainer, manifest: Manifest) -> list[str]:
     saved, compression = _saved_sources(manifest), trainer.config.parallel.compression
     if compression is None or not compression.has_errors:
         return ["the checkpoint's errors of compressed gradients are not used"] if saved else []
-    trainer.buckets.reset_errors()  # a checkpoint that turned out to be damaged may have been loaded in part
+    trainer.buckets.reset_reductions()  # a checkpoint that turned out to be damaged may have been loaded in part
     errors, factors = replica_errors(trainer), _factors(trainer)
     found = compression_to_load(trainer, manifest)
     merged = {name: own for name, own in errors.items() if len(saved.get(name, [])) != own.sources}

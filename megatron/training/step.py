@@ -54,7 +54,7 @@ def train_step(
             outcome = trainer.optimizer.update(rates, scale, loss, trainer.timers)
         else:
             outcome = update(rates, scale, loss)
-    trainer.buckets.commit_errors(outcome.skipped)
+    trainer.buckets.commit_reductions(outcome.skipped)
     if trainer.halted is not None:
         trainer.halted.copy_(trainer.scaler.incurable(outcome.nonfinite, scale))
     trainer.scaler.update(outcome.nonfinite)  # a skipped spike is not an overflow

@@ -21,6 +21,7 @@ from megatron.config.run import CheckpointConfig, DataConfig, OptimizerConfig, T
 from megatron.contrib.harness import SharedModel
 from megatron.data.errors import DataError
 from megatron.data.loader import MaskBuilder, build_data
+from megatron.distributed.comm import Group
 from megatron.distributed.grad_accumulator import GradAccumulator
 from megatron.distributed.launch import run_on_rank0, world_group
 from megatron.distributed.layout import Layout
@@ -30,7 +31,7 @@ from megatron.distributed.param_layout import MatrixBlock
 from megatron.inference.generate import PipelinedModel
 from megatron.layers.loss import VocabularyShard, linear_cross_entropy, token_losses
 from megatron.layers.moe import DispatchPlan
-from megatron.optimizer.grad_compression import build_compressor
+from megatron.optimizer.grad_compression import Int8Reduction, PowerSGD, TopK
 from megatron.pipeline.actions import COMPUTE_KINDS
 from megatron.pipeline.plan import build_program
 from megatron.pipeline.recorder import record_timeline
@@ -68,15 +69,13 @@ class Detector:
 def compressed_sums(rank: int, world_size: int) -> list[torch.Tensor]:
     """Sums in int8, and of methods that lose nothing here: all elements but the smallest, and the full rank."""
     group, blocks = world_group(rank, world_size), [MatrixBlock("layers.0.weight", 0, 0, 1, 8, 8)]
-    found = []
-    for method in ("int8", "topk:0.98", "powersgd:8"):
-        x = addend(rank)
-        compression = GradCompression.parse(method)
-        if compression is None:
-            raise ValueError(method)
-        pending, finish = build_compressor(compression, blocks, x, 1, 2).start_all_reduce(x, group)
-        found.append(finish(pending.wait()).double())
-    return found
+    x, alone = addend(rank), Group()
+    reductions = (
+        Int8Reduction(alone, group, 1, 2),
+        TopK(alone, group, blocks, x, GradCompression("topk", ratio=0.98)),
+        PowerSGD(alone, group, blocks, x, GradCompression("powersgd", rank=8), 1, 2),
+    )
+    return [reduction.start_all_reduce(addend(rank)).wait().double() for reduction in reductions]
 
 
 def addend(rank: int) -> torch.Tensor:

@@ -26,13 +26,13 @@ from megatron.distributed.layout import Layout
 from megatron.distributed.mesh import Mesh
 from megatron.distributed.param_layout import MatrixBlock, matrix_blocks, pack
 from megatron.kernels.dropout import mix, random_bits
+from megatron.optimizer.buckets import BucketLayout
+from megatron.optimizer.build_reduction import build_reduction
 from megatron.optimizer.grad_buffer import GradBuffer
 from megatron.optimizer.grad_compression import (
     INT8_BLOCK,
     ROUNDING,
-    ErrorFeedback,
     PowerSGD,
-    build_compressor,
     dequantize,
     int8_all_reduce,
     quantize,
@@ -178,14 +178,11 @@ def reduced(rank: int, size: int, cut: Cut, method: str) -> list[Held]:
     buckets = GradBuffer(SPECS, dtypes, mesh, accumulator, torch.device("cpu"), config, cut.uncut)
 
     def held() -> Held:
-        feedback = buckets.error_feedback()
-        errors = {n: buckets.shard_view(feedback[n].error, n).clone().flatten() for n in buckets.shards}
-        factors = {
-            (block.name, block.first): q.clone()
-            for each in set(feedback.values())
-            if isinstance(each, PowerSGD)
-            for block, q in zip(each.blocks, each.warm_starts)
-        }
+        reductions = buckets.reductions()
+        kept = {n: r.error for n, r in reductions.items() if r.error is not None}
+        errors = {n: buckets.shard_view(error, n).clone().flatten() for n, error in kept.items()}
+        assert errors.keys() == buckets.shards.keys()
+        factors = {(b.name, b.first): q.clone() for r in set(reductions.values()) for b, q in r.factors()}
         sums = {n: buckets.grads[n].clone().flatten() for n in buckets.shards}
         return Held({n: share.start for n, share in buckets.shards.items()}, sums, errors, factors)
 
@@ -199,7 +196,7 @@ def reduced(rank: int, size: int, cut: Cut, method: str) -> list[Held]:
                     whole[3, 3] = torch.nan
                 accumulator.accumulate(name, whole)
             buckets.finish()
-        buckets.commit_errors(torch.tensor(float(number == SPOILT)))
+        buckets.commit_reductions(torch.tensor(float(number == SPOILT)))
         found.append(held())
     return found
 
@@ -364,28 +361,23 @@ def descend(rank: int, size: int, method: str, feedback: bool) -> float:
     specs = {"layers.1.matrix": SPECS["layers.1.matrix"]}
     rows, columns = specs["layers.1.matrix"].local_shape
     packing = pack({"layers.1.matrix": rows * columns}, 1, size)
-    compression = GradCompression.parse(method)
-    assert compression is not None
-    blocks = matrix_blocks(packing, specs, 0, 1, compression.rank)
-    x = torch.zeros(packing.size, dtype=torch.float64)
-    compressor = build_compressor(compression, blocks, x, 0)
+    x, world = torch.zeros(packing.size, dtype=torch.float64), world_group(rank, size)
+    layout = BucketLayout(packing, Group(), world, x.dtype, x.device)
+    reduction = build_reduction(ParallelConfig(grad_compression=method), layout, specs, 0)
     # Each rank pulls to another point: gradients of ranks do not vanish at the optimum, only their sum does.
     scale = 0.5 + torch.rand(rows * columns, generator=generator, dtype=torch.float64)
     target = torch.randn(rows * columns, generator=generator, dtype=torch.float64)
-    world = world_group(rank, size)
     scales, targets = (torch.stack(world_gather(each, world)) for each in (scale, target))
     optimum = (scales * targets).sum(0) / scales.sum(0)
     w = torch.zeros(rows * columns, dtype=torch.float64)
     for number in range(150):
-        compressor.start_step(number)
+        reduction.start_step(number)
         x.zero_()
         x[: len(w)] = scale * (w - target)
-        pending, finish = compressor.start_all_reduce(x, world)
-        total = finish(pending.wait())
-        if isinstance(compressor, ErrorFeedback):
-            compressor.commit(torch.zeros(()))
-            if not feedback:
-                compressor.error.zero_()
+        total = reduction.start_all_reduce(x).wait()
+        reduction.commit(torch.zeros(()))
+        if reduction.error is not None and not feedback:
+            reduction.error.zero_()
         w -= 0.12 * 0.972**number * total[: len(w)]  # errors are as large as a step
     return float((w - optimum).norm() / optimum.norm())
 
@@ -408,7 +400,8 @@ def test_int8_stays_near_the_optimum(pool: Pool) -> None:
 
 def test_a_reset_forgets_errors_and_draws_the_first_factors() -> None:
     part, blocks = torch.randn(64), [MatrixBlock("layers.0.w", 0, 0, 1, 8, 8)]
-    fresh, used = (PowerSGD(blocks, part, GradCompression("powersgd", rank=2), 1, 2) for _ in range(2))
+    compression = GradCompression("powersgd", rank=2)
+    fresh, used = (PowerSGD(Group(), Group(), blocks, part, compression, 1, 2) for _ in range(2))
     for x in (used.error, *used.warm_starts):
         x.fill_(3.0)
     used.reset()

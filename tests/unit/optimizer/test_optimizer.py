@@ -18,7 +18,8 @@ from megatron.distributed.grad_accumulator import GradAccumulator
 from megatron.distributed.mesh import Mesh
 from megatron.distributed.sharding import DenseSharding, Init, ShardSpec
 from megatron.optimizer.distributed_optimizer import GradNorm
-from megatron.optimizer.grad_buffer import GradBuffer, flat_runs
+from megatron.optimizer.flat_views import flat_runs
+from megatron.optimizer.grad_buffer import GradBuffer
 from megatron.optimizer.lr_scheduler import Rates
 from megatron.optimizer.rules import BLOCK_ELEMENTS, RULES, UpdateArgs
 from tests.solo import Solo, one_rank_mesh, random_batch, tiny
