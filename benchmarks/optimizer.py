@@ -101,7 +101,7 @@ def ours(
                 buckets.on_reduced(bucket)
         optimizer.update(RATES, one)
 
-    return optimizer, {WHOLE: update, RULE: lambda: optimizer._update(RATES, go, one)}
+    return optimizer, {WHOLE: update, RULE: lambda: optimizer._update(RATES, go, one, ())}
 
 
 def theirs(config: RunConfig, specs: Mapping[str, ShardSpec]) -> tuple[dict[str, nn.Parameter], Contestant]:

@@ -1,20 +1,18 @@
-"""Builds the update rules of an optimizer, with the wrappers that its options ask for."""
+"""Builds what an optimizer is configured to have: the update rules, and the memory of what they update."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from functools import partial
 
 import torch
-from torch import Tensor
 
 from megatron.config.run import OptimizerConfig
 from megatron.distributed.mesh import Mesh
 from megatron.distributed.param_layout import ParamShard
 from megatron.distributed.sharding import ShardSpec
 from megatron.kernels.adam import AdamKernel, adam
-from megatron.optimizer.ema import AveragedRule
 from megatron.optimizer.grad_buffer import GradBuffer
 from megatron.optimizer.low_precision_state import LowPrecisionRule
 from megatron.optimizer.main_params import MainParams, ShardMemory
@@ -38,8 +36,7 @@ def build_memory(
 
 def build_rules(
     main_params: MainParams,
-    memory: ShardMemory,
-    averages: Mapping[str, Tensor],
+    on_host: Collection[str],
     specs: Mapping[str, ShardSpec],
     buckets: GradBuffer,
     mesh: Mesh,
@@ -53,8 +50,7 @@ def build_rules(
 
     Args:
         main_params: to update.
-        memory: of their weights.
-        averages: of the main parameters, by name; empty without.
+        on_host: parameters that the host updates; they are in the last groups.
         specs: of the parameters.
         buckets: of the gradients.
         mesh: the groups.
@@ -62,8 +58,8 @@ def build_rules(
         seed: of the run; keys the stochastic rounding of bf16 moments.
         kernel: the implementation of Adam; it may need a GPU.
     """
-    built = []
-    for group in param_groups(buckets.specs, config, memory.on_host):
+    built: list[tuple[ParamGroup, UpdateRule]] = []
+    for group in param_groups(buckets.specs, config, on_host):
         held = replace(group, names=tuple(name for name in group.names if name in buckets.shards))
         divided = group.rule == "muon" and buckets.zero_stage == 3
         if not held.names and not divided:
@@ -75,9 +71,7 @@ def build_rules(
         else:
             kernel_here = adam if group.offloaded else kernel
             rule = build_rule(held, main_params, specs, buckets.shards, config, seed, kernel_here)
-        if averages and config.ema_decay is not None:
-            rule = AveragedRule(rule, held.names, main_params, averages, config.ema_decay)
-        built.append((held, memory.wrap(rule, held.names)))
+        built.append((held, rule))
     return built
 
 

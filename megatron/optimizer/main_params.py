@@ -16,7 +16,7 @@ from torch import Tensor
 
 from megatron.kernels.adam import round_to
 from megatron.optimizer.flat_views import adjacent_runs, flat_runs
-from megatron.optimizer.rules import UpdateRule
+from megatron.optimizer.rules import UpdateArgs
 
 LOW_BITS = 16
 """Bits of fp32 that bf16 lacks."""
@@ -52,9 +52,12 @@ class ShardMemory:
         """Create the memory. Gradients elsewhere are valid after an update."""
         self.weights, self.grads = weights, grads
 
-    def wrap(self, rule: UpdateRule, names: Sequence[str]) -> UpdateRule:
-        """Return the rule that updates the parameters ``names`` where they are, on arguments of the device."""
-        return rule
+    def start(self, skip: Tensor, factor: Tensor) -> None:
+        """Start copying what updates elsewhere need: the device scalars of :class:`UpdateArgs`, and gradients."""
+
+    def local(self, args: UpdateArgs, names: Sequence[str]) -> UpdateArgs:
+        """Return the arguments of the update of ``names`` in the memory of these parameters."""
+        return args
 
     def upload(self, names: Collection[str] | None = None) -> None:
         """Start copying weights to the device, all by default."""

@@ -28,7 +28,7 @@ from megatron.optimizer.flat_views import adjacent_runs, flat_runs
 from megatron.optimizer.grad_buffer import GradBuffer
 from megatron.optimizer.main_params import ShardMemory
 from megatron.optimizer.parameter_store import ParameterStore
-from megatron.optimizer.rules import UpdateArgs, UpdateRule
+from megatron.optimizer.rules import UpdateArgs
 
 Copies = list[tuple[Tensor, Tensor]]
 """Pairs of a device tensor and its host copy, both flat."""
@@ -66,8 +66,7 @@ class HostMemory(ShardMemory):
         super().__init__(weights, grads)
         buckets.on_reduced = self._on_reduced
         self._scalars = host_buffer(2, torch.float64, self._device)
-        # Arguments of the first group of the step, and its scalars once they are on the host.
-        self._started: UpdateArgs | None = None
+        # The scalars of the step, once they are on the host.
         self._host_scalars: tuple[Tensor, Tensor] | None = None
 
     def _on_reduced(self, bucket: Bucket) -> None:
@@ -79,25 +78,20 @@ class HostMemory(ShardMemory):
                 for grad, host in copies:
                     host.copy_(grad, non_blocking=True)
 
-    def wrap(self, rule: UpdateRule, names: Sequence[str]) -> UpdateRule:
-        """Return the rule that updates the parameters ``names`` where they are, on arguments of the device."""
-        return OffloadedRule(rule, names, self) if self.on_host.issuperset(names) else rule
-
-    def start(self, args: UpdateArgs) -> None:
-        """Start copying what the host still needs: the same scalars for all groups, so once in a step."""
-        if self._started is not None and self._started.skip is args.skip:
-            return
-        self._started, self._host_scalars = args, None
+    def start(self, skip: Tensor, factor: Tensor) -> None:
+        """Start copying what the host still needs."""
         self._fetch(self._grads[0])
-        factor = torch.ones_like(args.skip) if args.factor is None else args.factor
-        scalars = torch.stack([args.skip.double(), factor.double()])
+        self._host_scalars = None
+        scalars = torch.stack([skip.double(), factor.double()])
         with self._copies.ordered():
             self._scalars.copy_(scalars, non_blocking=True)
             if scalars.is_cuda:
                 scalars.record_stream(torch.cuda.current_stream(self._device))
 
-    def to_host(self, args: UpdateArgs, names: Sequence[str]) -> UpdateArgs:
-        """Wait for the gradients and scalars, and return the arguments of the host's update."""
+    def local(self, args: UpdateArgs, names: Sequence[str]) -> UpdateArgs:
+        """Wait for the gradients and scalars, if the host updates ``names``; return the arguments there."""
+        if not self.on_host.issuperset(names):
+            return args
         if self._host_scalars is None:
             self._copies.synchronize()
             skip, factor = self._scalars.clone()
@@ -107,9 +101,11 @@ class HostMemory(ShardMemory):
 
     def upload(self, names: Collection[str] | None = None) -> None:
         """Start copying weights to the device, all by default."""
-        with self._copies.ordered():
-            for name in self._uploaded if names is None else [name for name in names if name in self._uploaded]:
-                self._uploaded[name].copy_(self.weights[name], non_blocking=True)
+        moved = [name for name in (self._uploaded if names is None else names) if name in self._uploaded]
+        if moved:
+            with self._copies.ordered():
+                for name in moved:
+                    self._uploaded[name].copy_(self.weights[name], non_blocking=True)
 
     def wait(self) -> None:
         """Let the device wait for the copies."""
@@ -120,24 +116,6 @@ class HostMemory(ShardMemory):
         with self._copies.ordered():  # the current stream has waited for those
             pass
         self._copies.synchronize()
-
-
-class OffloadedRule(UpdateRule):
-    """Wraps an update rule of parameters in host memory, which it updates there."""
-
-    def __init__(self, rule: UpdateRule, names: Sequence[str], memory: HostMemory) -> None:
-        """Wrap ``rule``, which updates the parameters ``names``."""
-        self.params, self.state, self.step_counts = rule.params, rule.state, rule.step_counts
-        self._rule, self._names, self._memory = rule, names, memory
-
-    def start(self, args: UpdateArgs) -> None:
-        """Start copying the arguments to the host."""
-        self._memory.start(args)
-
-    def update(self, args: UpdateArgs) -> None:
-        """Update the parameters on the host, and start copying their weights to the device."""
-        self._rule.update(self._memory.to_host(args, self._names))
-        self._memory.upload(self._names)
 
 
 def _mirror(tensors: Mapping[str, Tensor], views: dict[str, Tensor]) -> Copies:

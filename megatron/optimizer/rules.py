@@ -106,9 +106,6 @@ class UpdateRule(ABC):
     # Updates so far, fp32 scalars; empty if the rule does not depend on them.
     step_counts: list[Tensor]
 
-    def start(self, args: UpdateArgs) -> None:  # noqa: B027  # most rules start nothing
-        """Start what overlaps with the updates of other groups. It is called for all groups before :meth:`update`."""
-
     @abstractmethod
     def update(self, args: UpdateArgs) -> None:
         """Update the parameters, and round them to ``args.weights``."""
