@@ -35,6 +35,7 @@ from megatron.layers.parameters import gpt, num_parameters
 from megatron.optimizer.distributed_optimizer import DistributedOptimizer
 from megatron.optimizer.grad_buffer import GradBuffer
 from megatron.optimizer.lr_scheduler import Rates
+from megatron.optimizer.offload import HostMemory
 from megatron.optimizer.parameter_store import ParameterStore
 
 RATES = Rates(1e-4, 0.01)
@@ -96,9 +97,9 @@ def ours(
     one, go = torch.ones(()), torch.zeros(())
 
     def update() -> None:
-        if buckets.on_reduced is not None:  # gradients are copied to the host
+        if isinstance(optimizer.memory, HostMemory):  # gradients are copied to the host
             for bucket in buckets.buckets:
-                buckets.on_reduced(bucket)
+                optimizer.memory.on_reduced(bucket)
         optimizer.update(RATES, one)
 
     return optimizer, {WHOLE: update, RULE: lambda: optimizer._update(RATES, go, one, ())}

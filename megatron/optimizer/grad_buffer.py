@@ -10,6 +10,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from math import prod
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -36,6 +37,13 @@ class FrozenBucket:
     # Ranks that shard them.
     shards: Group
     specs: Mapping[str, ShardSpec]
+
+
+class ReductionListener(Protocol):
+    """What acts as soon as a bucket is reduced."""
+
+    def on_reduced(self, bucket: Bucket) -> None:
+        """Act when :attr:`Bucket.shard` has the sum over all ranks."""
 
 
 class GradBuffer(GradTarget):
@@ -105,13 +113,17 @@ class GradBuffer(GradTarget):
         self._unfinished: dict[int, int] = {}  # parameters that miss contributions, by id of the bucket
         self._reducing = True
         self._copies_gradients = any(bucket.reduction.copies_gradients for bucket in self.buckets)
-        # Called once per step and bucket, as soon as :attr:`Bucket.shard` has its sum. With it, or with reductions that
-        # copy the gradients, only the newest few reductions are left in flight during backward.
-        self.on_reduced: Callable[[Bucket], None] | None = None
+        # With a listener, or with reductions that copy the gradients, only the newest few reductions are left in flight
+        # during backward.
+        self._listener: ReductionListener | None = None
         self._in_flight = deque[Bucket]()
-        self._reported: set[int] = set()  # ids of buckets for which ``on_reduced`` was called
+        self._reported: set[int] = set()  # ids of buckets that were reported to the listener
         self._grad_accumulator = grad_accumulator
         grad_accumulator.bind(self)
+
+    def report_to(self, listener: ReductionListener) -> None:
+        """Report every bucket to ``listener`` once per step, when its sum is complete."""
+        self._listener = listener
 
     def _shards(self, over_copies: bool) -> dict[str, ParamShard]:
         """Return this rank's shard of every parameter; ``over_copies`` divides it among ranks with the same one."""
@@ -242,7 +254,7 @@ class GradBuffer(GradTarget):
         if self._reducing:
             complete = self._unfinished[id(bucket)] == 0
             bucket.contributed(name, complete, self.overlap)
-            if complete and (self._copies_gradients or self.on_reduced is not None):
+            if complete and (self._copies_gradients or self._listener is not None):
                 self._in_flight.append(bucket)
                 if len(self._in_flight) > MAX_REDUCTIONS_IN_FLIGHT:
                     oldest = self._in_flight.popleft()
@@ -250,9 +262,9 @@ class GradBuffer(GradTarget):
                         self._report(oldest)
 
     def _report(self, bucket: Bucket) -> None:
-        if self.on_reduced is not None and id(bucket) not in self._reported:
+        if self._listener is not None and id(bucket) not in self._reported:
             self._reported.add(id(bucket))
-            self.on_reduced(bucket)
+            self._listener.on_reduced(bucket)
 
     def finish(self) -> None:
         """Wait until the gradients of this rank's shards are summed over all data-parallel ranks.

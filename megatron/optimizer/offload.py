@@ -25,7 +25,7 @@ from megatron.distributed.host_memory import CopyStream, host_buffer
 from megatron.distributed.sharding import ShardSpec
 from megatron.optimizer.buckets import Bucket
 from megatron.optimizer.flat_views import adjacent_runs, flat_runs
-from megatron.optimizer.grad_buffer import GradBuffer
+from megatron.optimizer.grad_buffer import GradBuffer, ReductionListener
 from megatron.optimizer.main_params import ShardMemory
 from megatron.optimizer.parameter_store import ParameterStore
 from megatron.optimizer.rules import UpdateArgs
@@ -34,7 +34,7 @@ Copies = list[tuple[Tensor, Tensor]]
 """Pairs of a device tensor and its host copy, both flat."""
 
 
-class HostMemory(ShardMemory):
+class HostMemory(ShardMemory, ReductionListener):
     """Host copies of the gradients and weights that the CPU updates, and the copies between host and device."""
 
     def __init__(
@@ -45,7 +45,7 @@ class HostMemory(ShardMemory):
         Args:
             names: of the parameters that the host updates.
             specs: by name.
-            buckets: of the gradients; each bucket is copied once it is reduced.
+            buckets: of the gradients; they report each bucket that is reduced.
             store: of the weights. Those that it has in host memory are updated in place and not copied.
 
         """
@@ -64,12 +64,13 @@ class HostMemory(ShardMemory):
             for shard, weight in _mirror({n: self._uploaded[n] for n in mine if n in self._uploaded}, weights):
                 weight.copy_(shard)
         super().__init__(weights, grads)
-        buckets.on_reduced = self._on_reduced
+        buckets.report_to(self)
         self._scalars = host_buffer(2, torch.float64, self._device)
         # The scalars of the step, once they are on the host.
         self._host_scalars: tuple[Tensor, Tensor] | None = None
 
-    def _on_reduced(self, bucket: Bucket) -> None:
+    def on_reduced(self, bucket: Bucket) -> None:
+        """Start copying the gradients of a bucket to the host."""
         self._fetch(self._grads.get(id(bucket), []))
 
     def _fetch(self, copies: Copies) -> None:
@@ -90,7 +91,7 @@ class HostMemory(ShardMemory):
 
     def local(self, args: UpdateArgs, names: Sequence[str]) -> UpdateArgs:
         """Wait for the gradients and scalars, if the host updates ``names``; return the arguments there."""
-        if not self.on_host.issuperset(names):
+        if self.on_host.isdisjoint(names):
             return args
         if self._host_scalars is None:
             self._copies.synchronize()
