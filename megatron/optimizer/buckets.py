@@ -40,6 +40,16 @@ class BucketLayout:
         return torch.zeros(elements, dtype=self.dtype, device=self.device)
 
 
+@dataclass(frozen=True)
+class FrozenBucket:
+    """Weights without gradients."""
+
+    packing: Packing
+    # Ranks that shard them.
+    shards: Group
+    specs: Mapping[str, ShardSpec]
+
+
 class Bucket(ABC):
     """Gradients of some parameters."""
 

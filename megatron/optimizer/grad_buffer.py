@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from math import prod
 from typing import Protocol
 
@@ -17,26 +16,15 @@ from torch import Tensor
 
 from megatron.config.parallel import ParallelConfig
 from megatron.distributed import comm
-from megatron.distributed.comm import Group
 from megatron.distributed.grad_accumulator import GradAccumulator, GradTarget
 from megatron.distributed.mesh import Mesh
-from megatron.distributed.param_layout import MAX_REDUCTIONS_IN_FLIGHT, BucketKey, Packing, ParamShard, plan_buckets
+from megatron.distributed.param_layout import MAX_REDUCTIONS_IN_FLIGHT, ParamShard
 from megatron.distributed.sharding import ShardSpec
 from megatron.layers.parameters import trainable
-from megatron.optimizer.buckets import Bucket, BucketLayout, BufferPool, GradBucket, ShardedBucket
-from megatron.optimizer.build_reduction import build_reduction
+from megatron.optimizer.buckets import Bucket
+from megatron.optimizer.build_buckets import build_buckets
 from megatron.optimizer.flat_views import param_view, shard_view
 from megatron.optimizer.reduction import Reduction
-
-
-@dataclass(frozen=True)
-class FrozenBucket:
-    """Weights without gradients."""
-
-    packing: Packing
-    # Ranks that shard them.
-    shards: Group
-    specs: Mapping[str, ShardSpec]
 
 
 class ReductionListener(Protocol):
@@ -78,31 +66,9 @@ class GradBuffer(GradTarget):
         # Reduce a bucket as soon as it is complete, instead of all at the end of the step.
         self.overlap = config.overlap_grad_reduce
         # In the order in which they are expected to be complete.
-        self.buckets: list[Bucket] = []
-        self.frozen: list[FrozenBucket] = []
-        pool = BufferPool()
-        keys = {
-            name: BucketKey.of(name, spec, str(dtypes[name]), name in uncut, config.zero_stage)
-            for name, spec in specs.items()
-        }
-
-        def group_sizes(axes: tuple[str, ...]) -> tuple[int, int]:
-            return mesh.optimizer_shard_group(*axes).size, mesh.optimizer_replica_group(*axes).size
-
-        for shape in plan_buckets(specs, keys, config.bucket_size(mesh.dp_cp.size), group_sizes):
-            in_bucket, axes = {name: specs[name] for name in shape.sizes}, shape.key.axes
-            if shape.key.frozen:
-                ranks = mesh.weight_gather_group(*axes) if shape.key.block else Group((mesh.rank,))
-                self.frozen.append(FrozenBucket(shape.packing, ranks, in_bucket))
-                continue
-            shards, copies = mesh.optimizer_shard_group(*axes), mesh.optimizer_replica_group(*axes)
-            dtype = torch.promote_types(dtypes[next(iter(in_bucket))], torch.float32)
-            layout = BucketLayout(shape.packing, shards, copies, dtype, device)
-            reduction = build_reduction(config, layout, in_bucket, seed, len(self.buckets))
-            if config.zero_stage >= 2 and shards.size > 1:
-                self.buckets.append(ShardedBucket(layout, reduction, in_bucket, grad_accumulator.flush, pool))
-            else:
-                self.buckets.append(GradBucket(layout, reduction, in_bucket, grad_accumulator.flush))
+        self.buckets, self.frozen = build_buckets(
+            specs, dtypes, mesh, grad_accumulator.flush, device, config, uncut, seed
+        )
         self._bucket_of = {name: bucket for bucket in self.buckets for name in bucket.specs}
         # The shard of each parameter that this rank updates; parameters without one are not listed.
         self.shards = self._shards(over_copies=False)

@@ -27,7 +27,7 @@ from megatron.distributed.mesh import Mesh
 from megatron.distributed.param_layout import MatrixBlock, matrix_blocks, pack
 from megatron.kernels.dropout import mix, random_bits
 from megatron.optimizer.buckets import BucketLayout
-from megatron.optimizer.build_reduction import build_reduction
+from megatron.optimizer.build_buckets import build_reduction
 from megatron.optimizer.grad_buffer import GradBuffer
 from megatron.optimizer.grad_compression import (
     INT8_BLOCK,
