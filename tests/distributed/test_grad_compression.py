@@ -43,6 +43,7 @@ from megatron.training.checkpointer import Checkpointer, choose_resume_source
 from megatron.training.components.grad_compression import CompressionState
 from megatron.training.components.nonfinite import NonFiniteCheck
 from megatron.training.step import train_step
+from megatron.training.trainer import Trainer
 from tests.distributed.drive import RATES, batches_of, run_on
 from tests.distributed.pool import Pool
 from tests.distributed.resume import advance
@@ -51,7 +52,7 @@ from tests.distributed.test_local_tier import run_of as local_run
 from tests.distributed.test_optimizer_shards import MICROBATCHES, SPECS
 from tests.distributed.test_traffic import config_of, of_axes, ring, step
 from tests.distributed.test_zero import MIXED, PP2, SHARED, STAGE_1, STAGE_2, TP2_SP, case
-from tests.runs import differences, part_of, tiny_run
+from tests.runs import differences, tiny_run
 
 METHODS = ("powersgd:2", "topk:0.1")
 STEPS = 3
@@ -443,6 +444,12 @@ def test_copies_of_the_weights_stay_equal(pool: Pool, name: str, method: str) ->
     assert abs(found[-1].loss - expected[-1].loss) < (0.01 if method == "int8" else 0.3)
 
 
+def errors_of(trainer: Trainer) -> dict[str, Tensor]:
+    """Return the errors of this rank by parameter; none for a method without errors."""
+    kept = [component for component in trainer.components if isinstance(component, CompressionState)]
+    return {name: own.error for component in kept for name, own in component.errors().items()}
+
+
 def skip_a_step(rank: int, size: int, method: str, how: str) -> bool:
     """Return True if a skipped step changed the errors."""
     run = replace(case(size, grad_compression=method), precision=PrecisionConfig(params_dtype="fp32"))
@@ -450,12 +457,12 @@ def skip_a_step(rank: int, size: int, method: str, how: str) -> bool:
     check = NonFiniteCheck(trainer)
     trainer.components.append(check)
     train_step(trainer, batches_of(trainer, run, 0), RATES)
-    before = {n: own.error.clone() for n, own in part_of(trainer, CompressionState).errors().items()}
+    before = {n: error.clone() for n, error in errors_of(trainer).items()}
     assert any(bool((x != 0).any()) for x in before.values())
     check.halted.fill_(float(how == "skipped"))
     metrics = train_step(trainer, batches_of(trainer, run, 1), RATES)
     assert bool(metrics.skipped) == (how == "skipped")
-    return all(torch.equal(own.error, before[n]) for n, own in part_of(trainer, CompressionState).errors().items())
+    return all(torch.equal(error, before[n]) for n, error in errors_of(trainer).items())
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -475,7 +482,7 @@ def save_and_go_on(rank: int, size: int, config: RunConfig) -> tuple[list[float]
     trainer = build_trainer(config, rank, size)
     advance(trainer, 4)
     Checkpointer(trainer).write()
-    return advance(trainer, 3), {n: own.error for n, own in part_of(trainer, CompressionState).errors().items()}
+    return advance(trainer, 3), errors_of(trainer)
 
 
 Loaded = tuple[list[float], dict[str, Tensor], list[str], Tensor, bool]
@@ -495,11 +502,10 @@ def load_and_go_on(rank: int, size: int, config: RunConfig) -> Loaded:
     assert checkpoint_bytes(config, size) - saved.bytes in (0, padding)
     trainer.progress.iteration -= 1
     name = "embedding.position_embeddings.weight"
-    compression = part_of(trainer, CompressionState)
-    loaded = {n: own.error.clone() for n, own in compression.errors().items()}.get(name, torch.zeros(()))
+    loaded = errors_of(trainer).get(name, torch.zeros(())).clone()
     added = name in trainer.specs and any(piece.partial for piece in trainer.specs[name].pieces)
     losses = advance(trainer, 3)
-    return losses, {n: own.error for n, own in compression.errors().items()}, notes, loaded, added
+    return losses, errors_of(trainer), notes, loaded, added
 
 
 COMPRESSED = {
