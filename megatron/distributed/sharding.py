@@ -86,8 +86,9 @@ class ShardSpec:
     frozen: bool = False
     # The parameter is kept in at least fp32.
     wide: bool = False
-    # Of a quantised weight, whose elements are bytes: the spec of its values.
+    # Of a quantised weight, whose elements are bytes: the spec of its values, and the format of the bytes.
     dense: ShardSpec | None = None
+    precision: str | None = None
 
     @property
     def expert(self) -> bool:

@@ -73,6 +73,7 @@ from megatron.distributed.replicas import ReplicaError
 from megatron.kernels.quantized import quantize
 from megatron.optimizer.main_params import accum_dtype
 from megatron.optimizer.outer_optimizer import GRAD as OUTER_GRAD
+from megatron.training.adapters import initialize_magnitudes
 from megatron.training.callbacks.base import Callback
 from megatron.training.compression_state import compression_to_save, load_compression
 from megatron.training.loggers.run_logger import RunLogger
@@ -262,7 +263,7 @@ class Checkpointer:
         notes = gather_results(read, self.world)[0]
         trainer.optimizer.weights.start_gather()
         if fresh and trainer.config.model.lora_dora:
-            trainer.initialize_magnitudes()
+            initialize_magnitudes(trainer.chunks, trainer.optimizer, trainer.buckets)
         return notes
 
     def _load_newest(self, source: ResumeSource, notes: list[str], own_files: SmallFiles) -> list[str]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -22,6 +23,7 @@ from megatron.data.errors import DataError
 from megatron.distributed.launch import run_on_rank0
 from megatron.distributed.mesh import Mesh
 from megatron.distributed.micro_batch import MicroBatch
+from megatron.layers.adapters import adapters_disabled
 from megatron.layers.loss import OutputLayer
 from megatron.training.scoring import ComputingModel, FrozenModel, Measure, record
 from megatron.training.trainer import Trainer
@@ -87,8 +89,8 @@ def frozen_inputs(trainer: Trainer) -> tuple[FrozenInputs | None, list[str]]:
         raise DataError(seen, "python tasks/finetune/precompute.py dpo")
     without_adapters = config.model.lora_rank is not None and config.checkpoint.load is None
     if name == "reference_model" and location is None and without_adapters:
-        adapters = next(iter(trainer.chunks.values())).context.adapters
-        return FrozenInputs(trainer, measure, adapters.disabled), ["reference model: this one without its adapters"]
+        disabled = partial(adapters_disabled, trainer.chunks.values())
+        return FrozenInputs(trainer, measure, disabled), ["reference model: this one without its adapters"]
     location = frozen_location(config)
     frozen = open_frozen(config, trainer.mesh, trainer.device, location)
     return FrozenInputs(frozen, measure), [f"{name.replace('_', ' ')}: {location}"]

@@ -40,7 +40,6 @@ from megatron.distributed.micro_batch import MicroBatch
 from megatron.distributed.sharding import ShardSpec
 from megatron.distributed.timing import Timers
 from megatron.kernels.fp8 import WeightCasts
-from megatron.layers.linear import ParallelLinear
 from megatron.model.gpt import GPTChunk
 from megatron.model.objective import Objective
 from megatron.optimizer.distributed_optimizer import DistributedOptimizer
@@ -193,20 +192,6 @@ class Trainer:
             self.start_digest = self.data.digest("train", 0, consumed_samples)
         self.digest = consumed_samples, self.start_digest
         self.digest_read = 0
-
-    @torch.no_grad()
-    def initialize_magnitudes(self) -> None:
-        """Set DoRA's magnitudes to the norms of the rows of the adapted weights; collective."""
-        weights, shards = self.optimizer.weights, self.buckets.shards
-        for block in (block for chunk in self.chunks.values() for block in chunk.layers.values()):
-            with weights.gathered([block]):
-                linears = (m for m in block.modules() if isinstance(m, ParallelLinear) and m.lora_magnitude is not None)
-                norms = {f"{linear.name}.lora_magnitude": linear.row_norms() for linear in linears}
-            held = {name: norms[name][shards[name].start : shards[name].stop] for name in norms if name in shards}
-            self.optimizer.main_params.set(held)
-        self.optimizer.after_load()
-        if self.optimizer.outer is not None:
-            self.optimizer.outer.reset()
 
     def use_stream(self, index: int) -> None:
         """Read the training samples of a stream, before the first step."""

@@ -22,6 +22,7 @@ from megatron.distributed.micro_batch import MicroBatch
 from megatron.kernels import block_attention
 from megatron.optimizer.lr_scheduler import Rates
 from megatron.pipeline.plan import resolve_pipeline
+from megatron.training.adapters import initialize_magnitudes
 from megatron.training.build import build_trainer
 from megatron.training.frozen_models import frozen_inputs
 from megatron.training.step import evaluate, train_step
@@ -163,7 +164,7 @@ def run_case(rank: int, world_size: int, case: Case) -> list[RankTrace]:
     """Train ``case.steps`` steps on this rank and note each."""
     trainer = build_trainer(case.config(), rank, world_size)
     if case.model.lora_dora:
-        trainer.initialize_magnitudes()
+        initialize_magnitudes(trainer.chunks, trainer.optimizer, trainer.buckets)
     own = case.training.objective == "dpo" and case.model.lora_rank
     if own or case.training.reference_model or case.training.teacher_model:
         trainer.frozen_inputs, _ = frozen_inputs(trainer)
