@@ -30,8 +30,8 @@ from megatron.distributed.grad_accumulator import WgradOperand
 from megatron.distributed.tensor_parallel import Product
 from megatron.layers.context import BuildContext
 from megatron.layers.parameters import adapted_parts, linear_parts, part_of_rows
-from megatron.layers.products import LinearGradients, LinearProduct, Weights
-from megatron.layers.quantized import frozen_product
+from megatron.layers.products import LinearGradients, LinearProduct, PlainProduct, Weights
+from megatron.layers.quantized import QuantizedProduct
 
 
 class LowRankProduct(LinearProduct):
@@ -42,7 +42,7 @@ class LowRankProduct(LinearProduct):
     """
 
     def __init__(self, context: BuildContext, column: bool) -> None:
-        self.base = base = frozen_product(context, column)
+        self.base = base = QuantizedProduct.of(context, column) or PlainProduct(context, column)
         self.name, self.comm = base.name, base.comm
         self.a, self.b = context.parameter("lora_a"), context.parameter("lora_b")
         self.parameters = base.parameters | {"lora_a": self.a, "lora_b": self.b}
@@ -75,8 +75,20 @@ class LowRankProduct(LinearProduct):
         return _adding(product, a.t(), self.output_matrix(b).t()), (weight, a, b, x)
 
     def backward(self, dy: Tensor, *saved: Any) -> LinearGradients:
-        """Begin the products of a backward pass."""
-        return LowRankGradients(self, dy, *saved)
+        """Begin ``dy (W + s B A)``, and the gradients ``v^T x`` of A and ``dy^T u`` of B."""
+        (weight, a, b, x), x_group, accumulator = saved, self.comm.x_group, self.base.grad_accumulator
+        x, sb = x.detach(), self.output_matrix(b)
+        v = None if x_group is None else comm.start_reduce_scatter(dy.matmul(sb), x_group)
+
+        def accumulate(full_dy: Tensor) -> Weights:
+            u = WgradOperand(x.matmul(a.t()) * self.scale, x_group)
+            v_rows = WgradOperand(full_dy.matmul(sb) if v is None else v.wait())
+            dy_rows = WgradOperand(dy, self.comm.dy_group, Pending(full_dy))
+            da = accumulator.accumulate_wgrad(f"{self.name}.lora_a", WgradOperand(x), v_rows)
+            own = self.multiply_own(accumulator.multiply)
+            return None, da, accumulator.accumulate_wgrad(f"{self.name}.lora_b", u, dy_rows, multiply=own)
+
+        return LinearGradients(_adding(self.base.backward(dy, weight, None).input_gradient, sb, a), accumulate)
 
     def multiply_own(self, multiply: Callable[..., None]) -> Callable[..., None]:
         """Return the product for the gradient of B, which takes from ``dy^T u`` the part of each output row."""
@@ -95,33 +107,6 @@ class LowRankProduct(LinearProduct):
     def apply(self, function: type[torch.autograd.Function], x: Tensor) -> Tensor:
         """Apply a layer's function, to the frozen weight alone while the adapter is not enabled."""
         return super().apply(function, x) if self.enabled else self.base.apply(function, x)
-
-
-class LowRankGradients:
-    """``dy (W + s B A)``, and the gradients of A and B."""
-
-    immediate = False
-
-    def __init__(self, product: LowRankProduct, dy: Tensor, weight: Tensor, a: Tensor, b: Tensor, x: Tensor) -> None:
-        self.product, self.dy, self.a, self.x, self.sb = product, dy, a, x.detach(), product.output_matrix(b)
-        self.v: Pending | None = None
-        if product.comm.dy_group is None:
-            self.v = Pending(dy.matmul(self.sb))
-            if product.comm.x_group is not None:
-                self.v = comm.start_reduce_scatter(self.v.result, product.comm.x_group)
-        self.input_gradient = _adding(product.base.backward(dy, weight, None).input_gradient, self.sb, a)
-
-    def accumulate(self, dy: Tensor) -> Weights:
-        """Accumulate the gradients ``v^T x`` of A and ``dy^T u`` of B."""
-        product, communication, accumulator = self.product, self.product.comm, self.product.base.grad_accumulator
-        u = WgradOperand(self.x.matmul(self.a.t()) * product.scale, communication.x_group)
-        v = dy.matmul(self.sb) if self.v is None else self.v.wait()
-        da = accumulator.accumulate_wgrad(f"{product.name}.lora_a", WgradOperand(self.x), WgradOperand(v))
-        rows, own = (
-            WgradOperand(self.dy, communication.dy_group, Pending(dy)),
-            product.multiply_own(accumulator.multiply),
-        )
-        return None, da, accumulator.accumulate_wgrad(f"{product.name}.lora_b", u, rows, multiply=own)
 
 
 def _adding(product: Product, first: Tensor, second: Tensor) -> Product:

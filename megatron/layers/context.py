@@ -150,13 +150,9 @@ class BuildContext:
             initialize(values, spec.dense, global_name, self.seed)
             zeros.copy_(quantize(values, spec.precision))
 
-    def optional(self, name: str, autograd: bool = False) -> nn.Parameter | None:
-        """Allocate a parameter as :meth:`parameter` does, or return None if it is not declared."""
-        return self.parameter(name, autograd) if self.name(name) in self.specs else None
-
     def bias(self, autograd: bool = False) -> nn.Parameter | None:
-        """Allocate the parameter ``bias``, or return None if none is declared."""
-        return self.optional("bias", autograd)
+        """Allocate the parameter ``bias`` as :meth:`parameter` does, or return None if none is declared."""
+        return self.parameter("bias", autograd) if self.name("bias") in self.specs else None
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,6 @@ rowwise     tp where columns are    cp, and tp with sequence-parallel rows  tp w
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any, Self
 
 import torch
@@ -172,32 +171,22 @@ class Float8Product(LinearProduct):
         return Product(compute, weight.t(), bias), (weight, x, scale)
 
     def backward(self, dy: Tensor, *saved: Any) -> LinearGradients:
-        """Begin the products of a backward pass."""
-        return Float8Gradients(self, dy, *saved)
-
-
-class Float8Gradients:
-    """``dy W`` and ``dy^T x``."""
-
-    def __init__(self, product: Float8Product, dy: Tensor, weight: Tensor, x: Tensor, x_scale: Tensor | None) -> None:
-        recipe, rows = product.kernel.recipe, dy.flatten(0, -2)
-        self.product, self.immediate = product, not product.grad_accumulator.defers_wgrad
-        self.dy = product.operand(rows, COLUMNS, recipe.gradient_dtype, product.dy_cuts).start()
-        self.x_wgrad = product.wgrad_operand(x.detach().flatten(0, -2), recipe.forward_dtype, product.x_cuts, x_scale)
+        """Begin ``dy W`` and ``dy^T x``; the operands gather their rows of ``dy``."""
+        (weight, x, x_scale), recipe, dy_rows = saved, self.kernel.recipe, dy.flatten(0, -2)
+        operand = self.operand(dy_rows, COLUMNS, recipe.gradient_dtype, self.dy_cuts).start()
+        x_wgrad = self.wgrad_operand(x.detach().flatten(0, -2), recipe.forward_dtype, self.x_cuts, x_scale)
         # A scale for the whole tensor serves both products; gathered rows too.
-        self.dy_wgrad: Operand = self.dy
-        if recipe.name != "tensorwise" or self.dy.group is None or not recipe.wgrad:
-            scale = self.dy.shard.scale if recipe.name == "tensorwise" else None
-            self.dy_wgrad = product.wgrad_operand(rows, recipe.gradient_dtype, product.dy_cuts, scale)
-        self.input_gradient = Product(partial(self._input_gradient, weight), weight)
+        dy_wgrad: Operand = operand
+        if recipe.name != "tensorwise" or operand.group is None or not recipe.wgrad:
+            dy_scale = operand.shard.scale if recipe.name == "tensorwise" else None
+            dy_wgrad = self.wgrad_operand(dy_rows, recipe.gradient_dtype, self.dy_cuts, dy_scale)
 
-    def _input_gradient(self, weight: Tensor, rows: Tensor) -> Tensor:
-        dx = self.product.kernel.input_gradient(self.dy.wait(), self.product.weight_operand(weight, ROWS), rows.dtype)
-        return dx.view(-1, *rows.shape[1:-1], weight.shape[1])
+        def compute(rows: Tensor) -> Tensor:
+            dx = self.kernel.input_gradient(operand.wait(), self.weight_operand(weight, ROWS), rows.dtype)
+            return dx.view(-1, *x.shape[1:])
 
-    def accumulate(self, dy: Tensor) -> Weights:
-        """Accumulate the gradient of the weight; the rows of ``dy`` are those of :attr:`dy_wgrad`."""
-        product = self.product
-        multiply = product.kernel.weight_gradient if product.kernel.recipe.wgrad else None
-        accumulate = product.grad_accumulator.accumulate_wgrad
-        return (accumulate(product.weight_name, self.x_wgrad, self.dy_wgrad, multiply=multiply),)
+        def accumulate(_: Tensor) -> Weights:
+            multiply = self.kernel.weight_gradient if recipe.wgrad else None
+            return (self.grad_accumulator.accumulate_wgrad(self.weight_name, x_wgrad, dy_wgrad, multiply=multiply),)
+
+        return LinearGradients(Product(compute, weight), accumulate, not self.grad_accumulator.defers_wgrad)

@@ -8,8 +8,8 @@ provider: a plain weight here, other weights and additions to them in files besi
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from functools import partial
-from typing import Any, NamedTuple, Protocol, Self
+from collections.abc import Callable
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor, nn
@@ -47,26 +47,16 @@ class LinearComm(NamedTuple):
         return cls(column, context.tp, x_group, dy_group, overlapped, plain)
 
 
-class LinearGradients(Protocol):
+class LinearGradients(NamedTuple):
     """The products of one backward pass."""
 
-    @property
-    def input_gradient(self) -> Product:
-        """``dy -> dy W``."""
-
-    @property
-    def immediate(self) -> bool:
-        """True if :meth:`accumulate` multiplies, which can hide communication, rather than deferring its product."""
-
-    def accumulate(self, dy: Tensor) -> Weights:
-        """Accumulate the gradients of the weights.
-
-        Args:
-            dy: all rows, as ``LinearComm.tp_comm`` has gathered them.
-
-        Returns:
-            What backward returns for each weight (:class:`megatron.distributed.grad_accumulator.GradAccumulator`).
-        """
+    # ``dy -> dy W``
+    input_gradient: Product
+    # Accumulates ``dy^T x`` and returns what backward returns for each weight. Takes all rows of ``dy``, as
+    # ``LinearComm.tp_comm`` gathers them.
+    accumulate: Callable[[Tensor], Weights]
+    # ``accumulate`` multiplies, which hides communication, rather than deferring its product.
+    immediate: bool = False
 
 
 class LinearProduct(ABC):
@@ -86,7 +76,7 @@ class LinearProduct(ABC):
 
     @abstractmethod
     def backward(self, dy: Tensor, *saved: Any) -> LinearGradients:
-        """Begin the products of a backward pass; ``dy`` are this rank's rows."""
+        """Begin the products of a backward pass with this rank's rows of ``dy``."""
 
     def apply(self, function: type[torch.autograd.Function], x: Tensor) -> Tensor:
         """Apply a layer's function of ``(x, bias, product, *weights)``."""
@@ -104,17 +94,12 @@ class PlainProduct(LinearProduct):
         self.parameters = {"weight": self.weight, "bias": context.bias(autograd=True)}
         self.weights = (self.weight,)
 
-    @classmethod
-    def of(cls, context: BuildContext, column: bool) -> Self | None:
-        """Return the products of the layer under construction, or None if another provider has to compute them."""
-        return cls(context, column)
-
     def dense(self, weight: Tensor) -> Tensor:
         """Return the weight ``[O, I]``."""
         return weight
 
     def forward(self, x: Tensor, bias: Tensor | None, *weights: Tensor) -> tuple[Product, Weights]:
-        """Return ``x -> x W^T + c``, and the weight and ``x`` if the weight is trained."""
+        """Return ``x -> x W^T + c``; save the weight, and ``x`` unless the weight is frozen."""
         (weight,) = weights
         dense = self.dense(weight)
 
@@ -123,28 +108,18 @@ class PlainProduct(LinearProduct):
 
         return Product(compute, dense.t(), bias), (weight, x if self.weight.requires_grad else None)
 
-    def backward(self, dy: Tensor, *saved: Any) -> LinearGradients:
-        """Begin the products of a backward pass."""
-        return PlainGradients(self, dy, *saved)
+    def backward(self, dy: Tensor, weight: Tensor, x: Tensor | None) -> LinearGradients:
+        """Begin ``dy W`` and, with ``x``, ``dy^T x``."""
+        dense, accumulator = self.dense(weight), self.grad_accumulator
+        rows = None if x is None else accumulator.wgrad_input(x, self.comm.x_group)
 
+        def compute(rows: Tensor) -> Tensor:
+            return self.kernel.input_gradient(rows, dense)
 
-class PlainGradients:
-    """``dy W`` and, unless the weight is frozen, ``dy^T x``."""
+        def accumulate(full_dy: Tensor) -> Weights:
+            if rows is None:
+                return (None,)
+            dy_rows = WgradOperand(dy, self.comm.dy_group, Pending(full_dy))
+            return (accumulator.accumulate_wgrad(self.weight_name, rows, dy_rows),)
 
-    def __init__(self, product: PlainProduct, dy: Tensor, weight: Tensor, x: Tensor | None) -> None:
-        dense = product.dense(weight)
-        self.input_gradient = Product(partial(_input_gradient, product, dense), dense)
-        self.product, self.dy, accumulator = product, dy, product.grad_accumulator
-        self.x = None if x is None else accumulator.wgrad_input(x, product.comm.x_group)
-        self.immediate = x is not None and not accumulator.defers_wgrad
-
-    def accumulate(self, dy: Tensor) -> Weights:
-        """Accumulate the gradient of the weight."""
-        if self.x is None:
-            return (None,)
-        product, rows = self.product, WgradOperand(self.dy, self.product.comm.dy_group, Pending(dy))
-        return (product.grad_accumulator.accumulate_wgrad(product.weight_name, self.x, rows),)
-
-
-def _input_gradient(product: PlainProduct, dense: Tensor, rows: Tensor) -> Tensor:
-    return product.kernel.input_gradient(rows, dense)
+        return LinearGradients(Product(compute, dense), accumulate, rows is not None and not accumulator.defers_wgrad)

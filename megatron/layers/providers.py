@@ -14,19 +14,11 @@ PROVIDERS: tuple[Callable[[BuildContext, bool], LinearProduct | None], ...] = (
     Float8Product.of,
     LowRankProduct.of,
     QuantizedProduct.of,
-    PlainProduct.of,
+    PlainProduct,
 )
 """In the order in which they are asked; each takes the context, and True for a column-parallel layer."""
 
 
 def build_product(context: BuildContext, column: bool) -> LinearProduct:
-    """Build the products of the linear under construction, with its parameters, by the first provider that has them.
-
-    Raises:
-        ValueError: if no provider has them.
-    """
-    for provider in PROVIDERS:
-        product = provider(context, column)
-        if product is not None:
-            return product
-    raise ValueError(f"no provider multiplies by the weight of {context.prefix}")
+    """Build the products of the linear under construction, and its parameters, by the first provider that has them."""
+    return next(product for provider in PROVIDERS if (product := provider(context, column)) is not None)

@@ -27,8 +27,3 @@ class QuantizedProduct(PlainProduct):
     def dense(self, weight: Tensor) -> Tensor:
         """Return the weight ``[O, I]``."""
         return dequantize(weight, self.precision, self.dtype)
-
-
-def frozen_product(context: BuildContext, column: bool) -> PlainProduct:
-    """Return the products with the frozen weight of the layer under construction, quantised or not."""
-    return QuantizedProduct.of(context, column) or PlainProduct(context, column)
