@@ -7,11 +7,11 @@ queued for a later W action of a zero-bubble schedule. ``Parameter.grad`` stays 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain, repeat
-from typing import Any, Protocol
+from typing import Any, Protocol, Self
 
 import torch
 from torch import Tensor, nn
@@ -110,6 +110,27 @@ class GradAccumulator:
 
         """
         self._target, self._contributed, self._is_first = target, contributed, is_first
+
+    @classmethod
+    def to_grad(cls, params: Mapping[str, nn.Parameter]) -> Self:
+        """Return an accumulator whose buffers are ``Parameter.grad``, for torch's own optimizers and clipping.
+
+        Args:
+            params: by name; those of layers that are still to be built may be added.
+
+        """
+
+        def target(name: str) -> Tensor:
+            parameter = params[name]
+            if parameter.grad is None:
+                dtype = torch.promote_types(parameter.dtype, torch.float32)
+                parameter.grad_dtype = dtype
+                parameter.grad = torch.zeros_like(parameter, dtype=dtype)
+            return parameter.grad
+
+        accumulator = cls()
+        accumulator.bind(target, lambda name: None)
+        return accumulator
 
     def attach(self, name: str, parameter: nn.Parameter) -> None:
         """Accumulate the gradients that plain autograd computes for ``parameter``, such as those of norms."""
