@@ -30,7 +30,7 @@ from megatron.distributed.grad_accumulator import WgradOperand
 from megatron.distributed.tensor_parallel import Product
 from megatron.layers.context import BuildContext
 from megatron.layers.parameters import adapted_parts, linear_parts, part_of_rows
-from megatron.layers.products import LinearGradients, LinearProduct, PlainProduct, Weights
+from megatron.layers.products import LinearGradients, LinearProduct, Parameters, PlainProduct, Weights
 from megatron.layers.quantized import QuantizedProduct
 
 
@@ -41,12 +41,11 @@ class LowRankProduct(LinearProduct):
     is zero outside of the part of each output row.
     """
 
+    weights = ("weight", "lora_a", "lora_b")
+
     def __init__(self, context: BuildContext, column: bool) -> None:
-        self.base = base = QuantizedProduct.of(context, column) or PlainProduct(context, column)
-        self.name, self.comm = base.name, base.comm
-        self.a, self.b = context.parameter("lora_a"), context.parameter("lora_b")
-        self.parameters = base.parameters | {"lora_a": self.a, "lora_b": self.b}
-        self.weights = (*base.weights, self.a, self.b)
+        super().__init__(context, column)
+        self.base = QuantizedProduct.of(context, column) or PlainProduct(context, column)
         self.scale, self.enabled = context.model.lora_scale, True
         # [O, parts, 1]: True for the part of each output row, without those that have no adapter. None for one part.
         self.own: Tensor | None = None
@@ -76,7 +75,7 @@ class LowRankProduct(LinearProduct):
 
     def backward(self, dy: Tensor, *saved: Any) -> LinearGradients:
         """Begin ``dy (W + s B A)``, and the gradients ``v^T x`` of A and ``dy^T u`` of B."""
-        (weight, a, b, x), x_group, accumulator = saved, self.comm.x_group, self.base.grad_accumulator
+        (weight, a, b, x), x_group, accumulator = saved, self.comm.x_group, self.grad_accumulator
         x, sb = x.detach(), self.output_matrix(b)
         v = None if x_group is None else comm.start_reduce_scatter(dy.matmul(sb), x_group)
 
@@ -104,9 +103,9 @@ class LowRankProduct(LinearProduct):
 
         return multiply_and_select
 
-    def apply(self, function: type[torch.autograd.Function], x: Tensor) -> Tensor:
+    def apply(self, function: type[torch.autograd.Function], x: Tensor, parameters: Parameters) -> Tensor:
         """Apply a layer's function, to the frozen weight alone while the adapter is not enabled."""
-        return super().apply(function, x) if self.enabled else self.base.apply(function, x)
+        return super().apply(function, x, parameters) if self.enabled else self.base.apply(function, x, parameters)
 
 
 def _adding(product: Product, first: Tensor, second: Tensor) -> Product:
@@ -123,64 +122,64 @@ def _adding(product: Product, first: Tensor, second: Tensor) -> Product:
 class MagnitudeProduct(LowRankProduct):
     """Products whose outputs are scaled to magnitudes that are trained (DoRA)."""
 
+    scales = ("lora_magnitude",)
+
     def __init__(self, context: BuildContext, column: bool) -> None:
         super().__init__(context, column)
-        self.magnitude = context.parameter("lora_magnitude", autograd=True)
-        self.magnitude_name = context.name("lora_magnitude")
-        self.parameters["lora_magnitude"] = self.magnitude
         # Squares of the rows of W, of this rank's inputs alone; computed at their first use.
         self._frozen_squares: Tensor | None = None
 
-    def apply(self, function: type[torch.autograd.Function], x: Tensor) -> Tensor:
+    def apply(self, function: type[torch.autograd.Function], x: Tensor, parameters: Parameters) -> Tensor:
         """Apply a layer's function, and scale its outputs without their bias, rounding once.
 
         A row of norm 0 has factor 1; its own is 0/0.
         """
-        y, bias = super().apply(function, x), self.parameters["bias"]
+        y = super().apply(function, x, parameters)
         if not self.enabled:
             return y
-        norms = self.row_norms()
+        bias, magnitude, norms = parameters.get("bias"), parameters["lora_magnitude"], self.row_norms(parameters)
         scaled = norms > 0
         if self.own is not None:
             scaled &= self.own.flatten(1).any(1)
-        factor = (self.magnitude / norms.where(scaled, 1.0)).where(scaled, 1.0)
+        factor = (magnitude / norms.where(scaled, 1.0)).where(scaled, 1.0)
         wide = y * factor
         return (wide if bias is None else wide + bias * (1.0 - factor)).to(y.dtype)
 
     @torch.no_grad()
-    def row_norms(self) -> Tensor:
+    def row_norms(self, parameters: Parameters) -> Tensor:
         """Return the 2-norms of the rows of ``W + s B A``, in at least fp32 ``[O]``.
 
         DoRA divides by them, and treats them as constants in backward (section 4.3). With rows w of W and b of ``s B``,
         their squares are ``|w|^2 + b . (2 A w + A A^T b)``, whose first term is computed once.
         """
-        weight = self.base.dense(self.base.weight)
+        weight, a, b = (parameters[name] for name in self.weights)
+        weight = self.base.dense(weight)
         weight = weight.to(torch.promote_types(weight.dtype, torch.float32))
         if self._frozen_squares is None:
             self._frozen_squares = torch.linalg.vector_norm(weight, dim=1).square_()
-        a, sb = self.a.to(weight.dtype), self.output_matrix(self.b).to(weight.dtype)
+        a, sb = a.to(weight.dtype), self.output_matrix(b).to(weight.dtype)
         products = torch.addmm(2.0 * weight.matmul(a.t()), sb, a.matmul(a.t()))
         squares = self._frozen_squares + (sb * products).sum(1)
         squares = squares if self.comm.column else comm.all_reduce(squares, self.comm.tp)
         return squares.clamp(min=0.0).sqrt()  # rounding may make a sum of nearly nothing negative
 
 
-def adapted_products(module: nn.Module) -> list[LowRankProduct]:
-    """Return the products of the linears in a module that have adapters."""
-    products = (getattr(linear, "product", None) for linear in module.modules())
-    return [product for product in products if isinstance(product, LowRankProduct)]
+def adapted_linears(module: nn.Module) -> dict[nn.Module, LowRankProduct]:
+    """Return the linears in a module that have adapters, and their products."""
+    products = {linear: getattr(linear, "product", None) for linear in module.modules()}
+    return {linear: product for linear, product in products.items() if isinstance(product, LowRankProduct)}
 
 
 def adapted_row_norms(module: nn.Module) -> dict[str, Tensor]:
     """Return the row norms of the adapted weights in a module, by the names of their magnitudes. Collective."""
-    products = adapted_products(module)
-    return {each.magnitude_name: each.row_norms() for each in products if isinstance(each, MagnitudeProduct)}
+    scaled = [(linear, p) for linear, p in adapted_linears(module).items() if isinstance(p, MagnitudeProduct)]
+    return {f"{product.name}.lora_magnitude": product.row_norms(linear._parameters) for linear, product in scaled}
 
 
 @contextmanager
 def adapters_disabled(modules: Iterable[nn.Module]) -> Iterator[None]:
     """Let the linears in modules compute with their frozen weights alone inside."""
-    products = [product for module in modules for product in adapted_products(module)]
+    products = [product for module in modules for product in adapted_linears(module).values()]
     enabled = [product.enabled for product in products]
     for product in products:
         product.enabled = False

@@ -38,7 +38,7 @@ from megatron.distributed.grad_accumulator import Operand, WgradOperand
 from megatron.distributed.tensor_parallel import REPLICATED, Product
 from megatron.kernels.fp8 import Block, Float8Kernel, Float8Tensor
 from megatron.layers.context import BuildContext
-from megatron.layers.products import LinearComm, LinearGradients, LinearProduct, Weights
+from megatron.layers.products import LinearGradients, LinearProduct, Weights
 
 ROWS, COLUMNS = 0, 1
 """Dimensions of a matrix."""
@@ -84,15 +84,12 @@ class Float8Product(LinearProduct):
     """The products with a weight in FP8."""
 
     def __init__(self, context: BuildContext, column: bool, kernel: Float8Kernel) -> None:
-        self.name, self.kernel, self.casts = context.prefix, kernel, context.fp8.casts
-        self.grad_accumulator, self.weight_name = context.grad_accumulator, context.name("weight")
-        weight = context.parameter("weight")
-        self.parameters, self.weights = {"weight": weight, "bias": context.bias(autograd=True)}, (weight,)
+        super().__init__(context, column)
+        self.kernel, self.casts, self.weight_name = kernel, context.fp8.casts, context.name("weight")
         self.mesh = context.mesh
-        plain = LinearComm.of(context, column)
         # Products gather their rows themselves, quantised.
-        scatters = plain.hidden_tp_comm._replace(gather_matmul=REPLICATED.gather_matmul)
-        self.comm = plain._replace(tp_comm=scatters, hidden_tp_comm=scatters)
+        scatters = self.comm.hidden_tp_comm._replace(gather_matmul=REPLICATED.gather_matmul)
+        self.comm = self.comm._replace(tp_comm=scatters, hidden_tp_comm=scatters)
         outside: Cuts = (("cp", "tp") if context.sequence_parallel else ("cp",)), ()
         inside: Cuts = ("cp",), ("tp",)
         # Of ``x`` and ``dy``: one lies outside the tensor-parallel region, the other inside.

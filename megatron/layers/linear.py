@@ -89,18 +89,17 @@ class ParallelLinear(nn.Module):
 
     function: type[Function]
     column: bool
-    weight: nn.Parameter
-    bias: nn.Parameter | None
 
     def __init__(self, context: BuildContext) -> None:
         super().__init__()
         self.name, self.product = context.prefix, build_product(context, self.column)
-        for name, parameter in self.product.parameters.items():
-            self.register_parameter(name, parameter)
+        self.weight, self.bias = context.parameter("weight"), context.bias(autograd=True)
+        for name in (*self.product.weights[1:], *self.product.scales):
+            self.register_parameter(name, context.parameter(name, autograd=name in self.product.scales))
 
     def forward(self, x: Tensor) -> Tensor:
         """Apply the layer."""
-        return self.product.apply(self.function, x)
+        return self.product.apply(self.function, x, self._parameters)
 
 
 class ColumnParallelLinear(ParallelLinear):

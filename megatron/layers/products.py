@@ -8,11 +8,11 @@ provider: a plain weight here, other weights and additions to them in files besi
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, Self
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from megatron.distributed.comm import Group, Pending
 from megatron.distributed.grad_accumulator import WgradOperand
@@ -21,6 +21,9 @@ from megatron.layers.context import BuildContext
 
 Weights = tuple[Tensor | None, ...]
 """A value per weight of a product: the tensors themselves, or their gradients."""
+
+Parameters = Mapping[str, Any]
+"""The parameters of a layer by local name, of which ``bias`` may be missing."""
 
 
 class LinearComm(NamedTuple):
@@ -62,13 +65,17 @@ class LinearGradients(NamedTuple):
 class LinearProduct(ABC):
     """The products of one linear."""
 
-    # Name of the layer.
-    name: str
-    comm: LinearComm
-    # The layer's, by local name, in the order of their declaration.
-    parameters: dict[str, nn.Parameter | None]
-    # Those whose gradients the products compute.
-    weights: tuple[nn.Parameter, ...]
+    # Local names of the parameters that are multiplied, and whose gradients the products compute; and of those that
+    # scale the outputs, which autograd differentiates.
+    weights: tuple[str, ...] = ("weight",)
+    scales: tuple[str, ...] = ()
+
+    def __init__(self, context: BuildContext, column: bool) -> None:
+        self.name, self.comm, self.grad_accumulator = (
+            context.prefix,
+            LinearComm.of(context, column),
+            context.grad_accumulator,
+        )
 
     @abstractmethod
     def forward(self, x: Tensor, bias: Tensor | None, *weights: Tensor) -> tuple[Product, Weights]:
@@ -78,9 +85,9 @@ class LinearProduct(ABC):
     def backward(self, dy: Tensor, *saved: Any) -> LinearGradients:
         """Begin the products of a backward pass with this rank's rows of ``dy``."""
 
-    def apply(self, function: type[torch.autograd.Function], x: Tensor) -> Tensor:
+    def apply(self, function: type[torch.autograd.Function], x: Tensor, parameters: Parameters) -> Tensor:
         """Apply a layer's function of ``(x, bias, product, *weights)``."""
-        y: Tensor = function.apply(x, self.parameters["bias"], self, *self.weights)
+        y: Tensor = function.apply(x, parameters.get("bias"), self, *[parameters[name] for name in self.weights])
         return y
 
 
@@ -88,11 +95,8 @@ class PlainProduct(LinearProduct):
     """The products with a weight of the activations' dtype."""
 
     def __init__(self, context: BuildContext, column: bool) -> None:
-        self.name, self.comm = context.prefix, LinearComm.of(context, column)
-        self.kernel, self.grad_accumulator = context.kernels.linear, context.grad_accumulator
-        self.weight, self.weight_name = context.parameter("weight"), context.name("weight")
-        self.parameters = {"weight": self.weight, "bias": context.bias(autograd=True)}
-        self.weights = (self.weight,)
+        super().__init__(context, column)
+        self.kernel, self.weight_name = context.kernels.linear, context.name("weight")
 
     def dense(self, weight: Tensor) -> Tensor:
         """Return the weight ``[O, I]``."""
@@ -106,7 +110,7 @@ class PlainProduct(LinearProduct):
         def compute(rows: Tensor) -> Tensor:
             return self.kernel.forward(rows, dense, bias)
 
-        return Product(compute, dense.t(), bias), (weight, x if self.weight.requires_grad else None)
+        return Product(compute, dense.t(), bias), (weight, x if weight.requires_grad else None)
 
     def backward(self, dy: Tensor, weight: Tensor, x: Tensor | None) -> LinearGradients:
         """Begin ``dy W`` and, with ``x``, ``dy^T x``."""
