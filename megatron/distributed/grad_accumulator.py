@@ -113,23 +113,14 @@ class GradAccumulator:
 
     @classmethod
     def to_grad(cls, params: Mapping[str, nn.Parameter]) -> Self:
-        """Return an accumulator whose buffers are ``Parameter.grad``, for torch's own optimizers and clipping.
+        """Return an accumulator that writes to ``Parameter.grad``, for torch's own optimizers and clipping.
 
         Args:
             params: by name; those of layers that are still to be built may be added.
 
         """
-
-        def target(name: str) -> Tensor:
-            parameter = params[name]
-            if parameter.grad is None:
-                dtype = torch.promote_types(parameter.dtype, torch.float32)
-                parameter.grad_dtype = dtype
-                parameter.grad = torch.zeros_like(parameter, dtype=dtype)
-            return parameter.grad
-
-        accumulator = cls()
-        accumulator.bind(target, lambda name: None)
+        accumulator, grads = cls(), ParameterGrads(params)
+        accumulator.bind(grads.target, grads.contributed, grads.is_first)
         return accumulator
 
     def attach(self, name: str, parameter: nn.Parameter) -> None:
@@ -286,6 +277,28 @@ class GradAccumulator:
     def queued(self) -> int:
         """Number of weight gradients that are deferred."""
         return sum(map(len, self._queues.values()))
+
+
+@dataclass(frozen=True)
+class ParameterGrads:
+    """The gradients of parameters as the buffers of an accumulator."""
+
+    params: Mapping[str, nn.Parameter]
+
+    def target(self, name: str) -> Tensor:
+        """Return ``Parameter.grad``, zero where there is none."""
+        parameter = self.params[name]
+        if parameter.grad is None:
+            parameter.grad_dtype = torch.promote_types(parameter.dtype, torch.float32)
+            parameter.grad = torch.zeros_like(parameter, dtype=parameter.grad_dtype)
+        return parameter.grad
+
+    def is_first(self, name: str) -> bool:
+        """Return False: contributions are added."""
+        return False
+
+    def contributed(self, name: str) -> None:
+        """Count nothing."""
 
 
 def _unbound(name: str) -> Tensor:
