@@ -18,16 +18,15 @@ from megatron.distributed.grad_accumulator import GradAccumulator
 from megatron.distributed.mesh import Mesh
 from megatron.distributed.micro_batch import MicroBatch
 from megatron.distributed.random import initialize
-from megatron.distributed.sharding import DenseSharding, ExpertSharding, ShardSpec
+from megatron.distributed.sharding import DenseSharding, ExpertSharding, Sharding, ShardSpec, Specs
 from megatron.distributed.tensor_parallel import TPComm
 from megatron.kernels.attention_mask import AttentionMask, Ranges
 from megatron.kernels.fp8 import WeightCasts
 from megatron.kernels.quantized import quantize
 from megatron.kernels.registry import Kernels
 from megatron.kernels.rotary import RotaryCosSin
-from megatron.layers.activation_offload import ActivationOffload
+from megatron.layers.activation_offload import ActivationOffload, NoOffload
 from megatron.layers.kv_cache import KVCache
-from megatron.layers.parameters import Sharding, Specs
 
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 """Dtypes by the choices of ``--params-dtype``."""
@@ -80,8 +79,8 @@ class BuildContext:
     weight_casts: WeightCasts = field(default_factory=WeightCasts)
     # Shared by all chunks.
     adapters: Adapters = field(default_factory=lambda: Adapters(ModelConfig()))
-    # Shared by all chunks; None keeps activations on the device.
-    offload: ActivationOffload | None = None
+    # Shared by all chunks.
+    offload: ActivationOffload | NoOffload = field(default_factory=NoOffload)
     # The parameters declared, and those built so far, by global name.
     specs: Specs = field(default_factory=dict)
     params: dict[str, nn.Parameter] = field(default_factory=dict)
@@ -198,6 +197,11 @@ class ForwardContext:
     # Positions in the sequence of the rows of this rank's hidden state.
     rows: Ranges = ()
     kernels: Kernels = Kernels()
+
+    @property
+    def rotary_tables(self) -> list[Tensor]:
+        """Cosines and sines of all rotary embeddings."""
+        return [table for found in self.rotary.values() for table in (found.cos, found.sin)]
 
     @cached_property
     def row_positions(self) -> Tensor:

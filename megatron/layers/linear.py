@@ -45,9 +45,9 @@ from megatron.distributed.grad_accumulator import GradAccumulator, WgradOperand
 from megatron.distributed.tensor_parallel import REPLICATED, SEQUENCE_PARALLEL, Product, TPComm
 from megatron.kernels.linear import LinearKernel
 from megatron.kernels.quantized import dequantize
+from megatron.layers.adapter_parameters import adapted_parts, linear_parts, part_of_rows
 from megatron.layers.context import Adapters, BuildContext
 from megatron.layers.fp8 import Float8Function, Float8Linear
-from megatron.layers.parameters import adapted_parts, linear_parts, part_of_rows
 
 
 @dataclass(frozen=True)

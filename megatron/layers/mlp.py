@@ -1,4 +1,4 @@
-"""Feed-forward half of a transformer block."""
+"""MLP, the feed-forward mixer of a transformer block."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from megatron.config.model import ModelConfig
-from megatron.layers.context import BuildContext
+from megatron.layers.context import BuildContext, ForwardContext
 from megatron.layers.linear import ColumnParallelLinear, RowParallelLinear
 from megatron.layers.recompute import recompute_producer
+from megatron.layers.residual import MixerOutput
 
 
 class MLP(nn.Module):
@@ -36,12 +37,10 @@ class MLP(nn.Module):
         self.linear_fc1 = ColumnParallelLinear(context.submodule("linear_fc1"))
         self.linear_fc2 = RowParallelLinear(context.submodule("linear_fc2"))
 
-    def forward(self, x_SBH: Tensor) -> Tensor:
+    def forward(self, x_SBH: Tensor, ctx: ForwardContext) -> MixerOutput:
         """Apply the MLP."""
-        if self.chunk_size is None:
-            return self.apply_to_rows(x_SBH)
-        y_SBH: Tensor = _InChunks.apply(x_SBH, self)
-        return y_SBH
+        y_SBH = self.apply_to_rows(x_SBH) if self.chunk_size is None else _InChunks.apply(x_SBH, self)
+        return MixerOutput(y_SBH, self.linear_fc2.bias)
 
     def apply_to_rows(self, x_SBH: Tensor) -> Tensor:
         """Apply the MLP to any number of rows at once."""

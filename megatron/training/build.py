@@ -202,8 +202,7 @@ def build_trainer(
         )
         if config.diloco.diloco_sync_interval is not None:
             optimizer.outer = OuterOptimizer(optimizer.main_params, config.diloco)
-    if context.offload is not None:
-        context.offload.leave_out(buffer.whole for buffer in weights.buffers)
+    context.offload.leave_out(buffer.whole for buffer in weights.buffers)
     for chunk in chunks.values():
         weights.gather_before_use(chunk.parts)
     trainer = Trainer(

@@ -30,7 +30,7 @@ from megatron.config.text import (
     nearest_multiples,
 )
 from megatron.distributed.layout import Layout
-from megatron.layers.parameters import block, gpt
+from megatron.layers.parameters import block_of_any_kind, gpt
 from megatron.pipeline import plan
 from megatron.pipeline.actions import ScheduleError
 from megatron.pipeline.partition import AUTO, parse_layout
@@ -188,7 +188,7 @@ def attention_notes(config: RunConfig, world_size: int) -> Iterator[str]:
 def check_tensor_sizes(config: RunConfig, world_size: int) -> Iterator[Problem]:
     """Check that the elements of every tensor, vocabulary padding included, can be counted and addressed."""
     model = replace(config.model, vocab_size=config.model.vocab_size or 1)
-    shapes = {name: spec.local_shape for name, spec in (gpt(model, layers=()) | block(model)).items()}
+    shapes = {name: spec.local_shape for name, spec in (gpt(model, layers=()) | block_of_any_kind(model)).items()}
     name = max(shapes, key=lambda each: math.prod(shapes[each]))
     if math.prod(shapes[name]) > MAX_ELEMENTS:
         sentence = f"{name} would be of shape {list(shapes[name])}; a tensor has at most {MAX_ELEMENTS:,} elements"

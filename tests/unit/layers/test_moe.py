@@ -16,8 +16,9 @@ from megatron.config.model import ModelConfig
 from megatron.config.run import TrainingConfig
 from megatron.distributed.comm import Group
 from megatron.distributed.grad_accumulator import GradAccumulator
-from megatron.layers import moe, parameters
-from megatron.layers.context import BuildContext
+from megatron.layers import moe
+from megatron.layers.context import BuildContext, ForwardContext
+from megatron.layers.mixers.registry import MIXERS
 from megatron.layers.moe import DispatchPlan, MixtureOfExperts, Permutation, Router, Routing
 from tests.solo import Solo, one_rank_mesh, random_batch, tiny
 
@@ -29,7 +30,7 @@ def router(dtype: torch.dtype = torch.float64, **changes: Any) -> tuple[Router, 
     """A router, and where its gradient goes."""
     context = BuildContext(one_rank_mesh(), GradAccumulator(), dtype)
     config = tiny(**WIDE | changes)
-    context.declare(parameters.mixture_of_experts(config, context.sharding))
+    context.declare(MIXERS["experts"].parameters(config, context.sharding))
     made = Router(config, context.submodule("router"))
     gradients = {"router.weight": torch.zeros_like(made.weight)}
     context.grad_accumulator.bind(gradients.__getitem__, lambda name: None)
@@ -240,14 +241,15 @@ class Made:
 
     def __init__(self, config: ModelConfig, drop_activation: bool = False) -> None:
         self.context = BuildContext(one_rank_mesh(), GradAccumulator(), torch.float64)
-        self.context.declare(parameters.mixture_of_experts(config, self.context.sharding))
+        self.context.declare(MIXERS["experts"].parameters(config, self.context.sharding))
         self.module = MixtureOfExperts(config, self.context, drop_activation, chunk_size=None)
         self.gradients = {name: torch.zeros_like(p) for name, p in self.context.params.items()}
         self.contributions: list[str] = []
         self.context.grad_accumulator.bind(self.gradients.__getitem__, self.contributions.append)
 
     def run(self, x_SBH: Tensor) -> tuple[Tensor, Tensor]:
-        y, losses = self.module(x_SBH, random_batch(self.module.config, SAMPLES, LENGTH))
+        batch = random_batch(self.module.config, SAMPLES, LENGTH)
+        y, _, losses = self.module(x_SBH, ForwardContext(batch, {}))
         return y, losses
 
 

@@ -18,9 +18,9 @@ from megatron.arguments.cli import parse
 from megatron.config.parallel import CP_COMM_TYPES
 from megatron.config.run import RunConfig
 from megatron.distributed.micro_batch import MicroBatch
+from megatron.layers.mixers.activations import ActivationShape
 from megatron.pipeline.actions import Action
 from megatron.planner.activations import (
-    ActivationShape,
     activation_memory,
     peak_activations,
     peak_host_activations,
@@ -215,7 +215,7 @@ def test_kept_tensors_are_those_of_every_rank(pool: Pool) -> None:
     for number, flags in enumerate(TWO_RANKS):
         config = config_of(flags, 2)
         by_stage = activation_memory(config, config.parallel.data_parallel_size(2))
-        shape, pipelined = ActivationShape.of(config), len(by_stage) > 1
+        shape, pipelined = ActivationShape(config), len(by_stage) > 1
         for rank in range(2):
             pairs = zip(found[rank][number][0], by_stage[rank % len(by_stage)], strict=True)
             for index, (live, at) in enumerate(pairs):
@@ -258,7 +258,7 @@ def host_pools(rank: int, ranks: int, flags: tuple[str, ...]) -> list[int]:
         trainer.buckets.start_step(len(batches))
         trainer.compute(batches, torch.ones(()))
         offload = next(iter(trainer.chunks.values())).context.offload
-        sizes.append(0 if offload is None else offload.pool.size)
+        sizes.append(offload.pool.size)
     return sizes
 
 
