@@ -30,6 +30,7 @@ from megatron.config.text import (
     nearest_multiples,
 )
 from megatron.distributed.layout import Layout
+from megatron.layers.mixers.registry import find_mixer
 from megatron.layers.parameters import block_of_any_kind, gpt
 from megatron.pipeline import plan
 from megatron.pipeline.actions import ScheduleError
@@ -166,6 +167,18 @@ def check_no_rope_freq(config: RunConfig, world_size: int) -> Iterator[Problem]:
         return
     sentence = f"--no-rope-freq {model.no_rope_freq} is for {entries} layers, and the model has {model.num_layers}"
     yield Problem("E111", sentence, ("drop --no-rope-freq", f"--num-layers {entries}"))
+
+
+def check_mixers(config: RunConfig, world_size: int) -> Iterator[Problem]:
+    """Check that the mixers of the layers are right with distributed sequences and with several documents in one."""
+    asked = {
+        "context parallelism": ("--context-parallel-size 1", config.parallel.context_parallel_size > 1),
+        "documents": ("--no-reset-attention-mask", config.data.reset_attention_mask),
+    }
+    for name in dict.fromkeys(name for mixers in config.model.kinds_of_layers for name in mixers):
+        for feature, (fix, is_asked) in asked.items():
+            if is_asked and feature not in find_mixer(name).supports:
+                yield Problem("E115", f"--token-mixers {name} does not support {feature}", (fix,))
 
 
 def attention_notes(config: RunConfig, world_size: int) -> Iterator[str]:

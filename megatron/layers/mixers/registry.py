@@ -17,7 +17,7 @@ MIXERS: Mapping[str, Mixer] = {"attention": AttentionMixer(), "mlp": FeedForward
 
 def find_mixer(name: str) -> Mixer:
     """Return a mixer by its name in the configuration."""
-    mixer: Mixer = MIXERS[name] if name in MIXERS else registered("mixer")[name]
+    mixer: Mixer = MIXERS[name] if name in MIXERS else registered("mixer")[name]()
     return mixer
 
 
