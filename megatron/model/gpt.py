@@ -73,12 +73,8 @@ class GPTChunk(nn.Module):
         self.last, self.neftune_alpha = stage.last, training.neftune_alpha
         self.patterns = {config.pattern(i) for i in stage.layers}
         self.embedding = Embedding(config, context.submodule("embedding")) if stage.first else None
-        self.layers = nn.ModuleDict(
-            {
-                str(i): build_block(config, context.block(i), i, self.recompute)
-                for i in stage.layers
-            }
-        )
+        blocks = {str(i): build_block(config, context.block(i), i, self.recompute) for i in stage.layers}
+        self.layers = nn.ModuleDict(blocks)
         self.final_layernorm: Norm | None = None
         self.output_layer: OutputLayer | None = None
         if self.last:
