@@ -26,6 +26,7 @@ from megatron.layers.context import BuildContext, ForwardContext
 from megatron.layers.linear import ColumnParallelLinear, RowParallelLinear
 from megatron.layers.norm import Norm, widened
 from megatron.layers.recompute import recompute
+from megatron.layers.recompute_plan import RecomputePlan
 from megatron.layers.residual import MixerOutput
 
 
@@ -78,10 +79,10 @@ class CoreAttention(nn.Module):
 class SelfAttention(nn.Module):
     """QKV projection, core attention and output projection: ``[S(/tp), B, H] -> [S(/tp), B, H]``."""
 
-    def __init__(self, config: ModelConfig, context: BuildContext, layer: int, recompute_core: bool) -> None:
+    def __init__(self, config: ModelConfig, context: BuildContext, layer: int, plan: RecomputePlan) -> None:
         super().__init__()
         self.kernels, self.tp, self.rotary = context.kernels, context.tp, config.rotary_kind(layer)
-        self.name, self.recompute_core = context.name("core_attention"), recompute_core
+        self.name, self.recompute_core = context.name("core_attention"), "core_attn" in plan.modules
         self.linear_qkv = ColumnParallelLinear(context.submodule("linear_qkv"))
         self.linear_proj = RowParallelLinear(context.submodule("linear_proj"))
         self.q_layernorm: Norm | None = None

@@ -28,6 +28,7 @@ from megatron.kernels.bias import column_sum
 from megatron.layers.context import BuildContext, ForwardContext
 from megatron.layers.mlp import MLP
 from megatron.layers.recompute import recompute_producer
+from megatron.layers.recompute_plan import RecomputePlan
 from megatron.layers.residual import MixerOutput
 
 
@@ -276,18 +277,15 @@ class Experts(nn.Module):
 class MixtureOfExperts(nn.Module):
     """``[S(/tp), B, H] -> [S(/tp), B, H]``, and the router's losses ``[2]``; TP ranks route their part."""
 
-    def __init__(
-        self, config: ModelConfig, context: BuildContext, drop_activation: bool, chunk_size: int | None
-    ) -> None:
-        """Build the layer; arguments as for :class:`MLP`, of which ``chunk_size`` is for the shared expert only."""
+    def __init__(self, config: ModelConfig, context: BuildContext, layer: int, plan: RecomputePlan) -> None:
         super().__init__()
         self.config, self.context = config, context
         self.group, self.tp_size = context.mesh.group("ep", "etp"), context.mesh.layout.sizes["etp"]
         self.router = Router(config, context.submodule("router"))
-        self.experts = Experts(config, context.submodule("experts"), drop_activation)
+        self.experts = Experts(config, context.submodule("experts"), plan.drops_activation)
         self.shared_experts: MLP | None = None
         if config.moe_shared_expert_intermediate_size:
-            self.shared_experts = MLP(config, context.submodule("shared_experts"), drop_activation, chunk_size)
+            self.shared_experts = MLP(config, context.submodule("shared_experts"), layer, plan)
 
     def forward(self, x_SBH: Tensor, ctx: ForwardContext) -> MixerOutput:
         """Route every token, and apply its experts."""

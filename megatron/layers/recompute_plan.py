@@ -34,6 +34,11 @@ class RecomputePlan:
                 return cls(frozenset(), config.recompute_num_layers or 1, num_blocks, chunk_size)
         return cls(mlp_chunk_size=chunk_size)
 
+    @property
+    def drops_activation(self) -> bool:
+        """True if the activation of an MLP is recomputed alone; a recomputed MLP keeps none."""
+        return "activation" in self.modules and "mlp" not in self.modules
+
     def segments(self, num_blocks: int, training: bool = True) -> Iterator[tuple[range, bool]]:
         """Yield consecutive blocks, and whether they are recomputed together; the others are alone.
 

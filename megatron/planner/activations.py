@@ -66,7 +66,7 @@ class BlockMemory:
     @classmethod
     def of(cls, config: RunConfig, mixers: Iterable[str]) -> BlockMemory:
         """Return that of a block, whose mixers are given by name."""
-        shape, least = ActivationShape(config), config.training.min_offloaded_tensor_size
+        shape, least = ActivationShape.of(config), config.training.min_offloaded_tensor_size
         moved = wgrad = left = 0
         forward, backward, unkept = [], [], []
         parallel = config.model.parallel_attention
@@ -104,7 +104,7 @@ class StageMemory:
     @classmethod
     def of(cls, config: RunConfig, stage: StageLayers) -> StageMemory:
         """Return that of a stage."""
-        shape, kinds = ActivationShape(config), config.model.kinds_of_layers
+        shape, kinds = ActivationShape.of(config), config.model.kinds_of_layers
         memory = {mixers: BlockMemory.of(config, mixers) for mixers in kinds}
         blocks = [memory[config.model.mixers(layer)] for layer in stage.layers]
         kept, forward, backward, host = _blocks(config, shape, blocks) if blocks else (0, 0, 0, 0)
@@ -205,7 +205,7 @@ def activation_memory(config: RunConfig, dp: int) -> list[list[ActionMemory]]:
     stages = [StageMemory.of(config, stage) for stage in stage_layers(config.model, parallel)]
     program = build_program(parallel, get_num_microbatches(config.training, dp))
     # A stage's output that is being sent, and a gradient that is being received.
-    messages = 2 * ActivationShape(config).residual if len(program.ranks) > 1 else 0
+    messages = 2 * ActivationShape.of(config).residual if len(program.ranks) > 1 else 0
     ranks = []
     for actions in program.ranks:
         kept, wgrad, host, memory = 0, 0, 0, []

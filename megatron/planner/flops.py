@@ -29,35 +29,31 @@ NO_PIPELINE = ParallelConfig()
 
 
 @dataclass(frozen=True)
-class MatmulFlops:
-    """FLOPs per token of one matrix product; backward takes as many for the gradient of each operand."""
-
-    forward: float
-    products: int = 3  # in forward and backward: 2 if the weight is frozen
-    recomputed: float = 0.0  # the forward pass a second time
-
-
-@dataclass(frozen=True)
 class FlopTable:
     """FLOPs per token of every matrix product."""
 
-    layers: tuple[dict[str, MatmulFlops], ...]  # per block, by module and product, such as mlp.linear_fc1
-    head: MatmulFlops  # output layer
+    layers: tuple[dict[str, Matmul], ...]  # per block, by module and product, such as mlp.linear_fc1
+    head: Matmul  # output layer
+    frozen: bool  # weights have no gradients
+
+    def cost(self, product: Matmul) -> float:
+        """Return the FLOPs of forward and backward, which takes as many for the gradient of each operand."""
+        return product.flops * (2 if self.frozen and product.of_weight else 3)
 
     @property
-    def works(self) -> list[MatmulFlops]:
+    def works(self) -> list[Matmul]:
         """All matrix products."""
         return [work for layer in self.layers for work in layer.values()] + [self.head]
 
     @property
     def model(self) -> float:
         """Total of forward and backward."""
-        return sum(work.products * work.forward for work in self.works)
+        return sum(map(self.cost, self.works))
 
     @property
     def recomputed(self) -> float:
         """Total of recomputation."""
-        return sum(work.recomputed for work in self.works)
+        return sum(work.flops * work.again for work in self.works)
 
 
 def flop_table(
@@ -79,27 +75,17 @@ def flop_table(
     Raises:
         ScheduleError: when the pipeline cannot distribute the blocks.
     """
-    of_weights, layers = 3 if model.lora_rank is None else 2, []
+    layers = []
     for stage in stage_layers(model, parallel):
-        recomputed = RecomputePlan.from_config(training, stage.count).blocks
+        plan = RecomputePlan.from_config(training, stage.count)
         for place, layer in enumerate(stage.layers):
-            products = _matmuls(model, training, layer, keys[layer]).items()
-            layers.append(
-                {
-                    name: MatmulFlops(flops, of_weights if of_weight else 3, flops * (again + (place < recomputed)))
-                    for name, (flops, of_weight, again) in products
-                }
-            )
-    return FlopTable(tuple(layers), MatmulFlops(2.0 * model.hidden_size * vocabulary, of_weights))
-
-
-def _matmuls(model: ModelConfig, training: TrainingConfig, layer: int, keys: float) -> dict[str, Matmul]:
-    """Return the matrix products of a block, by module and product."""
-    return {
-        f"{mixer.module}.{name}": product
-        for mixer in block_mixers(model, layer)
-        for name, product in mixer.matmuls(model, training, keys).items()
-    }
+            products = {
+                f"{mixer.module}.{name}": product._replace(again=product.again + (place < plan.blocks))
+                for mixer in block_mixers(model, layer)
+                for name, product in mixer.matmuls(model, plan, keys[layer]).items()
+            }
+            layers.append(products)
+    return FlopTable(tuple(layers), Matmul(2.0 * model.hidden_size * vocabulary), model.lora_rank is not None)
 
 
 def matmul_parameters(model: ModelConfig) -> int:
@@ -153,7 +139,7 @@ class FlopsPerToken:
         full = flop_table(model, training, full_attention_keys(model, s), model.vocab, config.parallel)
         megatron = flop_table(model, training, [s / 2] * model.num_layers, padded)
         products = (product for layer in megatron.layers for product in layer.items())
-        routers = sum(each.products * each.forward for name, each in products if name.endswith(".router"))
+        routers = sum(megatron.cost(each) for name, each in products if name.endswith(".router"))
         return cls(
             full=full.model,
             causal=flop_table(model, training, causal_attention_keys(model, s), model.vocab).model,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cached_property
 from math import prod
 from typing import NamedTuple
 
@@ -12,6 +11,7 @@ from megatron.config.model import ModelConfig
 from megatron.config.run import RunConfig, kernel_choices
 from megatron.distributed.sharding import Sharding, ShardSpec
 from megatron.layers.adapter_parameters import ADAPTABLE
+from megatron.layers.recompute_plan import RecomputePlan
 
 DTYPE_BYTES = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2}
 """Bytes per element."""
@@ -72,78 +72,55 @@ class LinearShape(NamedTuple):
 
 @dataclass(frozen=True)
 class ActivationShape:
-    """Sizes of a rank's part of a micro-batch, and what computes it. ``--device auto`` counts as a GPU."""
+    """Sizes of a rank's part of a micro-batch, and what computes it."""
 
     config: RunConfig
+    model: ModelConfig
+    tp: int
+    # Samples of a micro-batch, their tokens on this rank, and ranks that share the rows of the residual stream.
+    samples: int
+    tokens: int
+    row_ranks: int
+    # Bytes of an element, and of one of statistics and scores.
+    width: int
+    wide: int
+    on_gpu: bool
+    # Operations that run as plain PyTorch, whose autograd keeps more.
+    eager: frozenset[str]
+    # Modules recomputed within blocks, and :data:`CHUNKS`.
+    recomputed: frozenset[str]
+    sharding: Sharding
 
-    @property
-    def model(self) -> ModelConfig:
-        """The model."""
-        return self.config.model
-
-    @property
-    def samples(self) -> int:
-        """Samples of a micro-batch."""
-        return self.config.training.micro_batch_size
-
-    @property
-    def tp(self) -> int:
-        """Tensor-parallel size."""
-        return self.config.parallel.tensor_model_parallel_size
-
-    @property
-    def row_ranks(self) -> int:
-        """Ranks that share the rows of the residual stream: 1 without sequence parallelism."""
-        return self.tp if self.config.parallel.sequence_parallel else 1
-
-    @property
-    def tokens(self) -> int:
-        """Tokens on this rank."""
-        return self.samples * self.config.training.seq_length // self.config.parallel.context_parallel_size
-
-    @property
-    def rows(self) -> int:
-        """Rows of the residual stream on this rank."""
-        return self.tokens // self.row_ranks
-
-    @property
-    def width(self) -> int:
-        """Bytes of an element."""
-        return DTYPE_BYTES[self.config.precision.params_dtype]
-
-    @property
-    def wide(self) -> int:
-        """Bytes of an element of statistics and scores."""
-        return max(self.width, DTYPE_BYTES["fp32"])
-
-    @property
-    def on_gpu(self) -> bool:
-        """True for a GPU."""
-        return self.config.training.device != "cpu"
-
-    @cached_property
-    def eager(self) -> frozenset[str]:
-        """Operations that run as plain PyTorch, whose autograd keeps more."""
-        plain = ("torch",) if self.on_gpu else ("torch", "auto")
-        choices = kernel_choices(self.config.compute.kernels).items()
-        return frozenset(operation for operation, choice in choices if choice.name in plain)
-
-    @property
-    def recomputed(self) -> frozenset[str]:
-        """Modules recomputed within blocks, and :data:`CHUNKS`."""
-        training = self.config.training
-        selective = training.recompute_granularity == "selective"
-        return frozenset(training.recompute_modules if selective else ()) | {CHUNKS}
-
-    @cached_property
-    def sharding(self) -> Sharding:
-        """That of the parameters."""
-        return Sharding.of_first_rank(self.config.parallel)
+    @classmethod
+    def of(cls, config: RunConfig) -> ActivationShape:
+        """Return the sizes of a run. ``--device auto`` counts as a GPU."""
+        parallel, training, samples = config.parallel, config.training, config.training.micro_batch_size
+        width, on_gpu = DTYPE_BYTES[config.precision.params_dtype], training.device != "cpu"
+        plain, kernels = ("torch",) if on_gpu else ("torch", "auto"), kernel_choices(config.compute.kernels)
+        return cls(
+            config=config,
+            model=config.model,
+            tp=parallel.tensor_model_parallel_size,
+            samples=samples,
+            tokens=samples * training.seq_length // parallel.context_parallel_size,
+            row_ranks=parallel.tensor_model_parallel_size if parallel.sequence_parallel else 1,
+            width=width,
+            wide=max(width, DTYPE_BYTES["fp32"]),
+            on_gpu=on_gpu,
+            eager=frozenset(op for op, choice in kernels.items() if choice.name in plain),
+            recomputed=RecomputePlan.from_config(training, 1).modules | {CHUNKS},
+            sharding=Sharding.of_first_rank(parallel),
+        )
 
     @property
     def hidden(self) -> int:
         """Elements of this rank's rows of the residual stream."""
         return self.rows * self.model.hidden_size
+
+    @property
+    def rows(self) -> int:
+        """Rows of the residual stream on this rank."""
+        return self.tokens // self.row_ranks
 
     @property
     def residual(self) -> int:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from math import lcm
 from typing import TYPE_CHECKING
 
 from megatron.config.attention_pattern import CAUSAL
 from megatron.config.model import ModelConfig
-from megatron.config.run import TrainingConfig, kernel_choices
+from megatron.config.run import kernel_choices
 from megatron.distributed.sharding import Init, Sharding, Specs
 from megatron.layers.mixers.activations import INDEX_BYTES, MASK_BYTES, ActivationShape, KeptTensor
 from megatron.layers.mixers.base import Matmul, Mixer, linear, norm, norm_init, output_projection, under
@@ -62,21 +62,20 @@ class AttentionMixer(Mixer):
         """Build the module."""
         from megatron.layers.attention import SelfAttention
 
-        return SelfAttention(config, context, layer, CORE in plan.modules)
+        return SelfAttention(config, context, layer, plan)
 
-    def matmuls(self, config: ModelConfig, training: TrainingConfig, keys: float) -> Mapping[str, Matmul]:
+    def matmuls(self, config: ModelConfig, plan: RecomputePlan, keys: float) -> dict[str, Matmul]:
         """Return the products of the projections, and queries times keys and scores times values.
 
         Attention with dropout, which is not fused, keeps no scores and computes them again.
         """
-        again = CORE in RecomputePlan.from_config(training, 1).modules
-        flops = 2.0 * config.num_attention_heads * config.head_dim * keys
-        scores = Matmul(flops, False, again + (config.attention_dropout > 0))
-        return {**super().matmuls(config, training, keys), "scores": scores, "values": Matmul(flops, False, again)}
+        core = Matmul(2.0 * config.num_attention_heads * config.head_dim * keys, False, CORE in plan.modules)
+        scores = core._replace(again=core.again + (config.attention_dropout > 0))
+        return super().matmuls(config, plan, keys) | {"scores": scores, "values": core}
 
     def kept(self, shape: ActivationShape) -> Iterator[KeptTensor]:
         """Yield the input, q, k and v, and the output of core attention."""
-        heads = HeadShape(shape)
+        heads = HeadShape.of(shape)
         yield shape.input("layernorm")
         yield from _split_qkv(shape, heads)
         yield from shape.magnitudes("self_attention.linear_qkv", heads.queries + 2 * heads.keys)
@@ -92,7 +91,7 @@ class AttentionMixer(Mixer):
 
         With the residual stream in forward, and the gradients of it and of the output in backward.
         """
-        heads = HeadShape(shape)
+        heads = HeadShape.of(shape)
         queries, keys, width, wide = heads.queries, 2 * heads.exchanged_keys, shape.width, shape.wide
         forward, backward = shape.residual, shape.residual + queries * width
         if heads.ranks > 1:  # q, k and v of this rank's tokens, and the same as they are sent
@@ -132,58 +131,41 @@ class AttentionMixer(Mixer):
 class HeadShape:
     """Elements of this rank's queries and keys, and how attention is computed."""
 
-    shape: ActivationShape
+    # Of the queries, and of the output of attention; of the keys, and of the values.
+    queries: int
+    keys: int
+    # The same as the attention of an a2a rank takes them, copied to enough heads.
+    exchanged_keys: int
+    # Key/value heads of this rank.
+    groups: int
+    # Context-parallel ranks that hold different chunks of the sequence, and those that exchange rows for heads.
+    ring: int
+    ranks: int
+    # An attention is computed tile by tile, and tiles have masks.
+    tiled: bool
+    masked: bool
 
-    @property
-    def queries(self) -> int:
-        """Elements of the queries, and of the output of attention."""
-        model = self.shape.model
-        return self.shape.tokens * model.num_attention_heads * model.head_dim // self.shape.tp
-
-    @property
-    def groups(self) -> int:
-        """Key/value heads of this rank."""
-        return max(1, self.shape.model.kv_groups // self.shape.tp)
-
-    @property
-    def keys(self) -> int:
-        """Elements of the keys, and of the values."""
-        return self.shape.tokens * self.groups * self.shape.model.head_dim
-
-    @property
-    def ranks(self) -> int:
-        """Context-parallel ranks that exchange rows for heads."""
-        return self.shape.config.parallel.cp_head_ranks
-
-    @property
-    def ring(self) -> int:
-        """Context-parallel ranks that hold different chunks of the sequence."""
-        return self.shape.config.parallel.context_parallel_size // self.ranks
-
-    @property
-    def exchanged_keys(self) -> int:
-        """Elements of the keys, and of the values, that the attention of an a2a rank takes: copied to enough heads."""
-        return self.keys * lcm(self.groups, self.ranks) // self.groups
-
-    @property
-    def masked(self) -> bool:
-        """True if tiles of attention have masks."""
-        model = self.shape.model
-        return self.shape.config.data.reset_attention_mask or any(
-            model.pattern(layer) != CAUSAL for layer in range(model.num_layers)
-        )
-
-    @property
-    def tiled(self) -> bool:
-        """True if attention is computed tile by tile."""
-        shape, model = self.shape, self.shape.model
-        eager, documents = "attention" in shape.eager, shape.config.data.reset_attention_mask
+    @classmethod
+    def of(cls, shape: ActivationShape) -> HeadShape:
+        """Return that of a rank."""
+        model, parallel, documents = shape.model, shape.config.parallel, shape.config.data.reset_attention_mask
+        ranks, groups, eager = parallel.cp_head_ranks, max(1, model.kv_groups // shape.tp), "attention" in shape.eager
+        keys, ring = shape.tokens * groups * model.head_dim, parallel.context_parallel_size // ranks
         patterns = {model.pattern(layer) for layer in range(model.num_layers)}
         covered = all(p.only_window and (not eager or (p == CAUSAL and not documents)) for p in patterns)
         if model.attn_logit_softcapping is not None:
             kernel = kernel_choices(shape.config.compute.kernels)["attention"].name
             covered &= shape.on_gpu and shape.width == 2 and kernel in ("auto", "flash_attn", "flex")
-        return self.ring > 1 or model.attention_dropout > 0 or model.softmax_type != "vanilla" or not covered
+        return cls(
+            queries=shape.tokens * model.num_attention_heads * model.head_dim // shape.tp,
+            keys=keys,
+            exchanged_keys=keys * lcm(groups, ranks) // groups,
+            groups=groups,
+            ring=ring,
+            ranks=ranks,
+            tiled=ring > 1 or model.attention_dropout > 0 or model.softmax_type != "vanilla" or not covered,
+            masked=documents or patterns != {CAUSAL},
+        )
 
 
 def _split_qkv(shape: ActivationShape, heads: HeadShape) -> Iterator[KeptTensor]:

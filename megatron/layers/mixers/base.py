@@ -9,13 +9,12 @@ declaration. A block is a list of residual layers, whose mixers the configuratio
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import replace
 from math import prod
 from typing import TYPE_CHECKING, NamedTuple
 
 from megatron.config.model import ModelConfig
-from megatron.config.run import TrainingConfig
 from megatron.distributed.sharding import UNSHARDED, Init, Sharding, ShardSpec, Specs
 from megatron.layers.mixers.activations import ActivationShape, KeptTensor, LinearShape
 from megatron.layers.recompute_plan import RecomputePlan
@@ -77,15 +76,16 @@ class Mixer:
         """
         raise NotImplementedError
 
-    def matmuls(self, config: ModelConfig, training: TrainingConfig, keys: float) -> Mapping[str, Matmul]:
+    def matmuls(self, config: ModelConfig, plan: RecomputePlan, keys: float) -> dict[str, Matmul]:
         """Return the matrix products by name; by default those with the weight matrices.
 
         Args:
             config: of the model.
-            training: options of recomputation.
+            plan: what is recomputed.
             keys: tokens that a token attends to, on average.
         """
-        return {name: Matmul(2.0 * size) for name, size in self.matrices(config).items()}
+        again = not plan.modules.isdisjoint(self.recomputed_as)
+        return {name: Matmul(2.0 * size, again=again) for name, size in self.matrices(config).items()}
 
     def matrices(self, config: ModelConfig) -> dict[str, int]:
         """Return the elements of the weight matrices that a token is multiplied with, by the names of their modules."""

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from megatron.config.model import ModelConfig
-from megatron.config.run import TrainingConfig
 from megatron.distributed.sharding import Init, Sharding, ShardSpec, Specs
 from megatron.layers.mixers.activations import INDEX_BYTES, ActivationShape, KeptTensor, LinearShape
-from megatron.layers.mixers.base import Matmul, Mixer, is_linear, linear, output_std, under
-from megatron.layers.mixers.feed_forward import chunk_tokens, drops_activation, mlp_kept, mlp_linears, mlp_parameters
+from megatron.layers.mixers.base import Mixer, is_linear, linear, output_std, under
+from megatron.layers.mixers.feed_forward import chunk_tokens, mlp_kept, mlp_linears, mlp_parameters
 from megatron.layers.recompute_plan import RecomputePlan
 
 if TYPE_CHECKING:
@@ -20,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class ExpertsMixer(Mixer):
-    """Router, experts and shared expert."""
+    """Router, experts and shared expert; the chunks of that one, computed again, are no part of the products."""
 
     module = "mlp"
     recomputed_as = ("mlp",)
@@ -45,12 +44,7 @@ class ExpertsMixer(Mixer):
         """Build the module."""
         from megatron.layers.moe import MixtureOfExperts
 
-        return MixtureOfExperts(config, context, drops_activation(plan), plan.mlp_chunk_size)
-
-    def matmuls(self, config: ModelConfig, training: TrainingConfig, keys: float) -> Mapping[str, Matmul]:
-        """Return the products with the weights; the chunks of a shared expert, computed again, are not counted."""
-        again = "mlp" in RecomputePlan.from_config(training, 1).modules
-        return {name: each._replace(again=again) for name, each in super().matmuls(config, training, keys).items()}
+        return MixtureOfExperts(config, context, layer, plan)
 
     def linears(self, shape: ActivationShape) -> list[LinearShape]:
         """Return the linears of the experts, if each is chosen equally often, and of the shared expert."""

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from megatron.config.model import ModelConfig
-from megatron.config.run import TrainingConfig
 from megatron.distributed.sharding import Sharding, Specs
 from megatron.layers.mixers.activations import CHUNKS, ActivationShape, KeptTensor, LinearShape
 from megatron.layers.mixers.base import Matmul, Mixer, input_projection, is_linear, output_projection, under
@@ -33,13 +32,13 @@ class FeedForwardMixer(Mixer):
         """Build the module."""
         from megatron.layers.mlp import MLP
 
-        return MLP(config, context, drops_activation(plan), plan.mlp_chunk_size)
+        return MLP(config, context, layer, plan)
 
-    def matmuls(self, config: ModelConfig, training: TrainingConfig, keys: float) -> Mapping[str, Matmul]:
+    def matmuls(self, config: ModelConfig, plan: RecomputePlan, keys: float) -> dict[str, Matmul]:
         """Return the products with the weights, computed again with the module or chunk by chunk."""
-        plan = RecomputePlan.from_config(training, 1)
-        again = "mlp" in plan.modules or plan.mlp_chunk_size is not None
-        return {name: each._replace(again=again) for name, each in super().matmuls(config, training, keys).items()}
+        products = super().matmuls(config, plan, keys)
+        in_chunks = plan.mlp_chunk_size is not None
+        return {name: each._replace(again=each.again or in_chunks) for name, each in products.items()}
 
     def recomputed(self, plan: RecomputePlan) -> bool:
         """Return True if the whole MLP is recomputed at once."""
@@ -58,11 +57,6 @@ class FeedForwardMixer(Mixer):
         """Return the most bytes besides; the gradient of the input is that of all chunks."""
         forward, backward = super().temporary(shape)
         return forward, backward + (shape.residual if chunk_tokens(shape) else 0)
-
-
-def drops_activation(plan: RecomputePlan) -> bool:
-    """Return True if only the activation is recomputed; a recomputed MLP keeps none."""
-    return "activation" in plan.modules and "mlp" not in plan.modules
 
 
 def chunk_tokens(shape: ActivationShape) -> int | None:

@@ -25,6 +25,7 @@ from megatron.layers.attention import SelfAttention, largest_logit
 from megatron.layers.context import BuildContext, ForwardContext
 from megatron.layers.kv_cache import KVCache
 from megatron.layers.mixers.registry import MIXERS
+from megatron.layers.recompute_plan import RecomputePlan
 from megatron.layers.residual import Residual
 from tests.solo import Allocations, Solo, one_rank_mesh, random_batch, tiny
 
@@ -68,7 +69,7 @@ def test_mask(pattern: str, documents: Tensor | None) -> None:
 def attention(config: ModelConfig) -> SelfAttention:
     context = BuildContext(one_rank_mesh(), GradAccumulator(), torch.float64)
     context = context.declare(MIXERS["attention"].parameters(config, context.sharding))
-    return SelfAttention(config, context, 0, False)
+    return SelfAttention(config, context, 0, RecomputePlan())
 
 
 def scene_of(config: ModelConfig, documents: Tensor | None) -> ForwardContext:

@@ -17,6 +17,7 @@ from megatron.kernels.activation import activation
 from megatron.layers.context import BuildContext, ForwardContext
 from megatron.layers.mixers.registry import MIXERS
 from megatron.layers.mlp import MLP
+from megatron.layers.recompute_plan import RecomputePlan
 from tests.solo import Allocations, Solo, one_rank_mesh, random_batch, tiny
 
 ROWS, SAMPLES = 48, 2
@@ -95,7 +96,8 @@ class Made:
     def __init__(self, config: ModelConfig, chunk_size: int | None) -> None:
         context = BuildContext(one_rank_mesh(), GradAccumulator(), torch.float64)
         context.declare(MIXERS["mlp"].parameters(config, context.sharding))
-        self.mlp, self.grad_accumulator = MLP(config, context, False, chunk_size), context.grad_accumulator
+        self.grad_accumulator = context.grad_accumulator
+        self.mlp = MLP(config, context, 0, RecomputePlan(mlp_chunk_size=chunk_size))
         gradients = {name: torch.zeros_like(p) for name, p in context.params.items()}
         self.contributions: list[str] = []
         self.grad_accumulator.bind(gradients.__getitem__, self.contributions.append)

@@ -215,7 +215,7 @@ def test_kept_tensors_are_those_of_every_rank(pool: Pool) -> None:
     for number, flags in enumerate(TWO_RANKS):
         config = config_of(flags, 2)
         by_stage = activation_memory(config, config.parallel.data_parallel_size(2))
-        shape, pipelined = ActivationShape(config), len(by_stage) > 1
+        shape, pipelined = ActivationShape.of(config), len(by_stage) > 1
         for rank in range(2):
             pairs = zip(found[rank][number][0], by_stage[rank % len(by_stage)], strict=True)
             for index, (live, at) in enumerate(pairs):

@@ -200,7 +200,7 @@ def test_layers_cost_what_their_patterns_cost() -> None:
         (local,), (full,) = (keys(each, 64) for each in one_each)
         assert keys(model, 64) == (local, local, full, local, local)
         table = flop_table(model, training, keys(model, 64), PADDED)
-        assert [layer["self_attention.scores"].forward for layer in table.layers] == [
+        assert [layer["self_attention.scores"].flops for layer in table.layers] == [
             2 * 32 * n for n in (local, local, full, local, local)
         ]
     assert causal_attention_keys(tiny(window_size=8), 64) == causal_attention_keys(one_each[0], 64) * 2
@@ -246,6 +246,6 @@ FORGOTTEN = replace(TINY, num_layers=1, add_bias_linear=False, num_experts=4)
 
 @pytest.mark.parametrize("forgotten", table_of(FORGOTTEN, TrainingConfig()).layers[0])
 def test_a_forgotten_product_is_seen(forgotten: str) -> None:
-    (products,) = table_of(FORGOTTEN, TrainingConfig()).layers
-    rest = expected(FORGOTTEN, TrainingConfig()) - products[forgotten].products * products[forgotten].forward
+    table = table_of(FORGOTTEN, TrainingConfig())
+    rest = table.model - table.cost(table.layers[0][forgotten])
     assert rest < 0.999 * counted(FORGOTTEN, TrainingConfig(), fused=True)
