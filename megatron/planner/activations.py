@@ -30,20 +30,29 @@ BLOCKS_IN_TRANSIT = 2
 """Most offloaded blocks whose activations are on the device at a time."""
 
 
-def residual_layer_tensors(mixer: Mixer, shape: ActivationShape, sums: bool = True) -> Iterator[KeptTensor]:
-    """Yield what a residual layer keeps if nothing is recomputed; ``sums`` the residual stream before it, too."""
-    model, norm = shape.model, ("add_norm", shape.rows, shape.hidden)
-    if sums:  # without a norm before it, this is the mixer's input
-        yield KeptTensor("residual sum", shape.hidden, shape.width, (), model.layernorm_placement == "post")
-    if model.layernorm_placement != "pre":
-        yield KeptTensor("output before its norm", shape.hidden, shape.width)
+def residual_layer_tensors(mixer: Mixer, shape: ActivationShape, takers: Sequence[Mixer]) -> Iterator[KeptTensor]:
+    """Yield what a residual layer keeps if nothing is recomputed.
+
+    Args:
+        mixer: of the layer.
+        shape: of the rank.
+        takers: mixers whose norms take the residual sum that is counted here; none if it is counted elsewhere.
+    """
+    placement, again = shape.model.layernorm_placement, ("layernorm", *mixer.recomputed_as)
+    norms = {"layernorm", *(name for each in takers for name in each.recomputed_as)}
+    widened = placement != "post" and shape.widens("add_norm") and shape.recomputed.isdisjoint(norms)
+    if takers and not widened:  # without a norm before it, this is the mixer's input
+        yield KeptTensor("residual sum", shape.hidden, shape.width, (), placement == "post")
+    if placement != "pre":
+        if not shape.widens("norm"):
+            yield KeptTensor("output before its norm", shape.hidden, shape.width)
         yield from shape.statistics("norm", shape.rows, shape.hidden)
-    if model.hidden_dropout and "dropout" in shape.eager:
+    if shape.model.hidden_dropout and "dropout" in shape.eager:
         yield KeptTensor("mask of hidden dropout", shape.hidden, MASK_BYTES)
-    if model.layernorm_placement != "post":
-        yield from shape.statistics(*norm, "layernorm", *mixer.recomputed_as)
+    if placement != "post":
+        yield from shape.statistics("add_norm", shape.rows, shape.hidden, *again)
     for kept in mixer.kept(shape):
-        if model.layernorm_placement != "post" or kept.name != INPUT:
+        if placement != "post" or kept.name != INPUT:
             yield kept
 
 
@@ -69,10 +78,11 @@ class BlockMemory:
         shape, least = ActivationShape.of(config), config.training.min_offloaded_tensor_size
         moved = wgrad = left = 0
         forward, backward, unkept = [], [], []
-        parallel = config.model.parallel_attention
-        layers = [(mixer, number == 0 or not parallel) for number, mixer in enumerate(map(find_mixer, mixers))]
-        for mixer, sums in reversed(layers):  # those after it keep nothing yet in forward, and nothing more in backward
-            tensors = [*residual_layer_tensors(mixer, shape, sums)]
+        found = [*map(find_mixer, mixers)]
+        takers = [found, *([] for _ in found[1:])] if config.model.parallel_attention else [[each] for each in found]
+        # Layers after this one keep nothing yet in forward, and nothing more in backward.
+        for mixer, sharing in reversed([*zip(found, takers)]):
+            tensors = [*residual_layer_tensors(mixer, shape, sharing)]
             kept = [t for t in tensors if shape.recomputed.isdisjoint(t.recomputed_by)]
             of_all, of_kept = (sum(t.size for t in some) for some in (tensors, kept))
             in_forward, in_backward = mixer.temporary(shape)
@@ -165,7 +175,8 @@ def _embedding(shape: ActivationShape) -> int:
 def _loss(shape: ActivationShape) -> tuple[int, int]:
     """Return what the final norm and the loss keep until backward, and what they need besides in forward."""
     model, hidden = shape.model, shape.model.hidden_size * shape.width
-    norm = shape.residual + sum(t.size for t in shape.statistics("add_norm", shape.rows, shape.hidden))
+    norm = sum(t.size for t in shape.statistics("add_norm", shape.rows, shape.hidden))
+    norm += 0 if shape.widens("add_norm") else shape.residual
     rows = padded_vocab_size(model.vocab, model.make_vocab_size_divisible_by, shape.tp) // shape.tp
     copied = shape.wide if "cross_entropy" in shape.eager and shape.width < shape.wide else 0
     default = loss_chunk_tokens(shape.tokens, rows * (copied or shape.width), shape.on_gpu)

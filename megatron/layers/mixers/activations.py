@@ -135,23 +135,28 @@ class ActivationShape:
         """Return the sizes of a linear; ``rows`` that it multiplies at a time, by default all tokens."""
         rows = self.tokens if rows is None else rows
         outputs, inputs = rows * prod(weight.local_view[weight.expert : -1]), rows * weight.local_view[-1]
-        scattered = self.hidden if weight.row_parallel and not weight.expert else outputs
+        if weight.expert:
+            return LinearShape(inputs, outputs, outputs, 0, weight.row_parallel, deferred)
+        scattered = self.hidden if weight.row_parallel else outputs
         return LinearShape(inputs, outputs, scattered, self.gathered(rows), weight.row_parallel, deferred)
 
     def input(self, *recomputed_by: str, wgrad_input: bool = True) -> KeptTensor:
         """Return the output of the norm before a mixer; ``recomputed_by`` names what computes it again."""
         return KeptTensor(INPUT, self.hidden, self.width, recomputed_by, wgrad_input)
 
-    def statistics(self, operation: str, rows: int, elements: int, *recomputed_by: str) -> Iterator[KeptTensor]:
+    def widens(self, norm: str) -> bool:
+        """Return True if an operation keeps a wide copy of its input, instead of the input."""
+        centred = self.model.normalization == "LayerNorm" and not self.model.apply_layernorm_1p
+        return norm in self.eager and self.width < self.wide and not centred
+
+    def statistics(self, norm: str, rows: int, elements: int, *recomputed_by: str) -> Iterator[KeptTensor]:
         """Yield what an eager norm keeps beside its input; PyTorch computes RMSNorm in several operations."""
-        if operation in self.eager:
-            centred = self.model.normalization == "LayerNorm"
-            yield KeptTensor("statistics of the norm", rows * (1 + centred), self.wide, recomputed_by)
-            if centred and self.model.apply_layernorm_1p and self.width < self.wide:
-                yield KeptTensor("x in fp32", elements, self.wide, recomputed_by)
-            if not centred:
-                copies = 1 + (self.width < self.wide)
-                yield KeptTensor("x / rms(x), and x in fp32", elements * copies, self.wide, recomputed_by)
+        centred, on_cpu = self.model.normalization == "LayerNorm", not self.on_gpu and self.width < self.wide
+        if norm in self.eager:
+            copies = self.widens(norm) + (not centred)
+            yield KeptTensor("x / rms(x), and x in fp32", elements * copies, self.wide, recomputed_by)
+            if not (centred and on_cpu and not self.widens(norm)):  # which computes them again
+                yield KeptTensor("statistics of the norm", rows * (1 + centred), self.wide, recomputed_by)
 
     def magnitudes(self, linear: str, elements: int, *recomputed_by: str) -> Iterator[KeptTensor]:
         """Yield the outputs of a linear that DoRA multiplies by its magnitudes, if it does in any layer."""

@@ -184,7 +184,7 @@ def _split_qkv(shape: ActivationShape, heads: HeadShape) -> Iterator[KeptTensor]
     if normed:
         count = shape.tokens * (model.num_attention_heads // shape.tp + heads.groups)
         yield from shape.statistics("split_qkv", count, queries + keys)
-        if eager and copied:
+        if eager and copied and not shape.widens("split_qkv"):
             yield KeptTensor("queries before their norm", queries, width)
     if rotary and not (eager or normed):
         if kept:

@@ -114,10 +114,13 @@ class Mixer:
     def temporary(self, shape: ActivationShape) -> tuple[int, int]:
         """Return the most bytes besides, in the module's forward and in its backward.
 
-        By default what enters and leaves the block and the module, and the gradient of the widest linear.
+        By default what enters and leaves the block and the module, and the gradient of the widest linear. Linears that
+        are computed in chunks need the gradient of the whole input besides.
         """
-        widest = max((linear.widest for linear in self.linears(shape)), default=0)
-        return 3 * shape.residual, shape.residual + widest * shape.width
+        linears = self.linears(shape)
+        widest = max((each.widest for each in linears), default=0)
+        chunks = not all(each.deferred for each in linears)
+        return 3 * shape.residual, (1 + chunks) * shape.residual + widest * shape.width
 
 
 def active_numel(config: ModelConfig, spec: ShardSpec) -> int:

@@ -9,7 +9,7 @@ from megatron.config.model import ModelConfig
 from megatron.distributed.sharding import Init, Sharding, ShardSpec, Specs
 from megatron.layers.mixers.activations import INDEX_BYTES, ActivationShape, KeptTensor, LinearShape
 from megatron.layers.mixers.base import Mixer, is_linear, linear, output_std, under
-from megatron.layers.mixers.feed_forward import chunk_tokens, mlp_kept, mlp_linears, mlp_parameters
+from megatron.layers.mixers.feed_forward import mlp_kept, mlp_linears, mlp_parameters
 from megatron.layers.recompute_plan import RecomputePlan
 
 if TYPE_CHECKING:
@@ -48,11 +48,9 @@ class ExpertsMixer(Mixer):
 
     def linears(self, shape: ActivationShape) -> list[LinearShape]:
         """Return the linears of the experts, if each is chosen equally often, and of the shared expert."""
-        rows, gathered = _expert_rows(shape), shape.gathered(chunk_tokens(shape) or shape.tokens)
-        specs = self.parameters(shape.model, shape.sharding)
-        experts = [shape.linear(s, rows) for name, s in specs.items() if is_linear(name) and s.expert]
-        shared = mlp_linears(shape, _shared(shape.model, shape.sharding))
-        return [each._replace(gathered=gathered) for each in experts] + shared
+        specs, rows = self.parameters(shape.model, shape.sharding).items(), _expert_rows(shape)
+        experts = [shape.linear(spec, rows) for name, spec in specs if is_linear(name) and spec.expert]
+        return experts + mlp_linears(shape, _shared(shape.model, shape.sharding))
 
     def kept(self, shape: ActivationShape) -> Iterator[KeptTensor]:
         """Yield what the router, the dispatch, the experts and the shared expert keep.
@@ -78,11 +76,6 @@ class ExpertsMixer(Mixer):
         yield from mlp_kept(shape, "mlp.experts", linears[:2])
         if len(linears) > 2:
             yield from mlp_kept(shape, "mlp.shared_experts", linears[2:])
-
-    def temporary(self, shape: ActivationShape) -> tuple[int, int]:
-        """Return the most bytes besides; with chunks as those of an MLP."""
-        forward, backward = super().temporary(shape)
-        return forward, backward + (shape.residual if chunk_tokens(shape) else 0)
 
 
 def _shared(config: ModelConfig, sharding: Sharding) -> Specs:

@@ -53,11 +53,6 @@ class FeedForwardMixer(Mixer):
         yield shape.input("layernorm", "mlp")
         yield from mlp_kept(shape, "mlp", self.linears(shape))
 
-    def temporary(self, shape: ActivationShape) -> tuple[int, int]:
-        """Return the most bytes besides; the gradient of the input is that of all chunks."""
-        forward, backward = super().temporary(shape)
-        return forward, backward + (shape.residual if chunk_tokens(shape) else 0)
-
 
 def chunk_tokens(shape: ActivationShape) -> int | None:
     """Return the tokens of a chunk of the MLP; None where it is not computed in chunks."""
