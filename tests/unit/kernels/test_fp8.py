@@ -25,7 +25,7 @@ from megatron.kernels.operation import check_kernel
 from megatron.kernels.registry import Kernels
 from megatron.layers.context import BuildContext
 from megatron.layers.linear import ColumnParallelLinear
-from tests.solo import one_rank_mesh
+from tests.solo import Gradients, one_rank_mesh
 
 RECIPES = [
     Float8Recipe("hybrid", "tensorwise"),
@@ -86,7 +86,7 @@ def outcome(recipe: Float8Recipe) -> list[Tensor]:
     x, weight, dy = operands(recipe)
     gradient = torch.zeros_like(weight)
     accumulator, kernels = GradAccumulator(), Kernels(fp8=Float8Kernel(recipe))
-    accumulator.bind(lambda name: gradient, lambda name: None)
+    accumulator.bind(Gradients({"layers.0.weight": gradient}))
     context = BuildContext(
         one_rank_mesh(), accumulator, torch.float64, kernels=kernels, fp8=Float8Layers(frozenset({0}))
     ).block(0)
