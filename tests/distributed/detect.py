@@ -36,6 +36,7 @@ from megatron.pipeline.actions import COMPUTE_KINDS
 from megatron.pipeline.plan import build_program
 from megatron.pipeline.recorder import record_timeline
 from megatron.pipeline.schedules import make_schedule
+from megatron.training.batch_reader import check_same_data
 from megatron.training.build import build_trainer
 from megatron.training.build_model import check_same_kernels, check_same_schedule
 from megatron.training.callbacks.health import check_weight_copies, explain_nonfinite
@@ -49,7 +50,6 @@ from megatron.training.scoring import record, score_tokens
 from megatron.training.startup import PHASES, StartupTimer
 from megatron.training.step import train_step
 from megatron.training.stop import StopRequest
-from megatron.training.trainer import check_same_data
 from tests.distributed.drive import MODEL, RATES, Case, batches_of, compare_with_twin, run_case, run_in_small_tiles
 from tests.distributed.faults import infinite_gradient
 from tests.distributed.vitals import difference, report, router_losses
