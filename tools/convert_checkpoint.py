@@ -244,7 +244,7 @@ def open_source(args: argparse.Namespace) -> Manifest:
 
 def convert_megatron(args: argparse.Namespace) -> str:
     """Run a conversion from or to Megatron-LM; return what was written."""
-    from megatron.contrib.megatron_lm.save import import_megatron_lm, save_megatron_lm
+    from megatron.convert.megatron_lm.save import import_megatron_lm, save_megatron_lm
 
     manifest, report = open_source(args), ProgressPrinter()
     if args.save is not None:

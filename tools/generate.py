@@ -27,8 +27,8 @@ from megatron.inference.text import InferenceError
 from tools.lib.locations import add_model_flags
 
 if TYPE_CHECKING:
+    from megatron.evaluation.load import PretrainedModel
     from megatron.inference.generate import SamplingParams
-    from megatron.inference.load import PretrainedModel
     from megatron.model.gpt import GPTChunk
 
 NEW_TOKENS = 128
@@ -111,8 +111,8 @@ class SpeedCounter:
 def generate_texts(args: argparse.Namespace, texts: Sequence[str], launch: Launch) -> None:
     """Load the model and print continuations of the texts on rank 0."""
     from megatron.distributed.launch import destroy_distributed
+    from megatron.evaluation.load import check_tensor_parallel_size, open_pretrained
     from megatron.inference.generate import check_prompts, generate
-    from megatron.inference.load import check_tensor_parallel_size, open_pretrained
     from megatron.inference.text import ContinuationPrinter
 
     sampling = make_sampling(args)

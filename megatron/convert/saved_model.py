@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+import megatron.convert.megatron_lm.checkpoint  # noqa: F401  (registers the reader of these checkpoints)
 from megatron.arguments.compatibility import tensor_differences, unknown_options
 from megatron.arguments.sources import from_dict
 from megatron.checkpoint.errors import CheckpointError, raise_if_any

@@ -319,11 +319,11 @@ def build_callbacks(
     if (interval := logging.check_weight_hash_across_dp_replicas_interval) is not None:
         callbacks.append(ReplicaCheck(trainer, interval))
     if logging.sample_prompts is not None and trainer.config.training.eval_iters:
-        from megatron.contrib.sample_prompts import SamplePrompts  # optional
+        from megatron.training.callbacks.sample_prompts import SamplePrompts  # optional
 
         callbacks.append(SamplePrompts(trainer, Path(logging.sample_prompts)))
     if trainer.config.training.evaluate_tasks and not trainer.config.training.skip_train:
-        from megatron.contrib.harness import EvaluateTasks  # optional
+        from megatron.training.callbacks.evaluate_tasks import EvaluateTasks  # optional
 
         callbacks.append(EvaluateTasks(trainer))
     checkpoint = trainer.config.checkpoint

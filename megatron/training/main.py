@@ -99,7 +99,7 @@ def join_and_train(config: RunConfig, notes: Sequence[str], startup: StartupTime
     signals.callback(stop.restore)
     others: AbstractContextManager[OtherCheckpoints | None] = nullcontext()
     if config.checkpoint.local_save is not None:
-        from megatron.contrib.local_checkpoints import NodeCheckpoints  # optional
+        from megatron.training.local_checkpoints import NodeCheckpoints  # optional
 
         others = NodeCheckpoints.hold(config.checkpoint, world)
     with hold_save_folder(config.checkpoint.save, world) as lease, others as nodes:

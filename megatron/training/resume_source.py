@@ -14,6 +14,7 @@ from math import prod
 from pathlib import Path
 from typing import Any, Self
 
+import megatron.convert.megatron_lm.checkpoint  # noqa: F401  (registers the reader of these checkpoints)
 from megatron.arguments.checks.checkpoint import holds_checkpoints
 from megatron.arguments.checks.training import schedule_problems
 from megatron.arguments.compatibility import compare_configs, resume_mode_fixes, stored_tensors_problem

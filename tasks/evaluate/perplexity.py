@@ -34,7 +34,7 @@ from megatron.inference.text import InferenceError
 from tools.lib.locations import add_model_flags
 
 if TYPE_CHECKING:
-    from megatron.training.scoring import ComputingModel
+    from megatron.inference.scoring import ComputingModel
 
 TIMEOUT = timedelta(minutes=10)
 
@@ -165,7 +165,7 @@ class Evaluation:
 
     def log_likelihoods(self, requests: Sequence[Request]) -> list[tuple[float, bool]]:
         """Return the log-probability of each request, and whether all its tokens are the most likely; collective."""
-        from megatron.training.scoring import score_tokens
+        from megatron.inference.scoring import score_tokens
 
         scores = score_tokens(self.model, requests, self.batch_size)
         return [(math.fsum(log_probs), all(greedy)) for log_probs, greedy in scores]
@@ -221,7 +221,8 @@ def evaluate(args: argparse.Namespace, launch: Launch) -> dict[str, float]:
     """Load the model and measure it; collective."""
     from megatron.config.parallel import ParallelConfig
     from megatron.distributed.launch import init_distributed
-    from megatron.inference.load import load_tokenizer, open_pretrained
+    from megatron.evaluation.load import open_pretrained
+    from megatron.inference.tokenizer import load_tokenizer
     from megatron.training.build import choose_device
 
     originals = read_texts(args.data)

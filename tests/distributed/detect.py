@@ -18,7 +18,6 @@ import torch.nn.functional as F
 from megatron.config.errors import UserError
 from megatron.config.parallel import GradCompression, ParallelConfig
 from megatron.config.run import CheckpointConfig, DataConfig, OptimizerConfig, TrainingConfig
-from megatron.contrib.harness import SharedModel
 from megatron.data.errors import DataError
 from megatron.data.loader import MaskBuilder, build_data
 from megatron.distributed.grad_accumulator import GradAccumulator
@@ -28,6 +27,8 @@ from megatron.distributed.mesh import Mesh
 from megatron.distributed.micro_batch import MicroBatch
 from megatron.distributed.param_layout import MatrixBlock
 from megatron.inference.generate import PipelinedModel
+from megatron.inference.harness import SharedModel
+from megatron.inference.scoring import record, score_tokens
 from megatron.layers.loss import VocabularyShard, linear_cross_entropy, token_losses
 from megatron.layers.moe import DispatchPlan
 from megatron.optimizer.grad_compression import build_compressor
@@ -41,7 +42,6 @@ from megatron.training.checkpointer import choose_resume_source, consumed_digest
 from megatron.training.loop import StopRequest, log_startup
 from megatron.training.main import new_run_id
 from megatron.training.metrics import MetricsWindow, RankStats, gather_rank_stats
-from megatron.training.scoring import record, score_tokens
 from megatron.training.startup import PHASES
 from megatron.training.step import train_step
 from megatron.training.trainer import check_same_data

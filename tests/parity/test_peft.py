@@ -17,7 +17,7 @@ from megatron.convert.huggingface.weights import fill_weights
 from megatron.convert.saved_model import SavedModel
 from megatron.distributed.grad_accumulator import GradAccumulator
 from megatron.distributed.sharding import Box
-from megatron.inference.load import open_pretrained
+from megatron.evaluation.load import open_pretrained
 from megatron.layers.context import Adapters, BuildContext
 from megatron.model.gpt import build_gpt
 from tests.parity.families import everything_in_double

@@ -17,7 +17,7 @@ from megatron.config.run import HUGGING_FACE_PREFIX, MEGATRON_PREFIX, RunConfig
 from megatron.config.text import did_you_mean, flag
 
 if TYPE_CHECKING:
-    from megatron.contrib.object_store import RemotePath
+    from megatron.checkpoint.object_store import RemotePath
 
 
 def check_load_folder(config: RunConfig, world_size: int) -> Iterator[Problem]:

@@ -41,7 +41,7 @@ from megatron.convert.huggingface.weights import (
 from megatron.distributed.comm import Group
 from megatron.distributed.grad_accumulator import GradAccumulator
 from megatron.distributed.sharding import Box
-from megatron.inference.load import open_pretrained
+from megatron.evaluation.load import open_pretrained
 from megatron.layers.context import BuildContext
 from megatron.model.gpt import build_gpt
 from tests.parity.families import from_experts, from_gpt2, from_llama

@@ -15,8 +15,8 @@ from lm_eval.tasks import TaskManager
 from transformers import AutoTokenizer
 
 from megatron.checkpoint.format import Manifest
-from megatron.contrib.harness import language_model_class
 from megatron.convert.huggingface.convert import convert_to_huggingface
+from megatron.evaluation.harness import language_model_class
 from tasks.evaluate.harness import main
 from tests.checkpoints import save_model
 from tests.parity.test_hf import precision

@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from megatron.checkpoint.format import Manifest
-from megatron.contrib.object_store import RemotePath
+from megatron.checkpoint.object_store import RemotePath
 from megatron.convert.huggingface.check import OutputDifference
 from megatron.convert.huggingface.convert import ConversionResult
 from megatron.data import progress

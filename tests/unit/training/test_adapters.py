@@ -11,7 +11,7 @@ import torch
 from megatron.checkpoint.format import Manifest
 from megatron.config.errors import UserError
 from megatron.config.run import RunConfig
-from megatron.inference.load import open_pretrained
+from megatron.evaluation.load import open_pretrained
 from megatron.kernels.quantized import dequantize, normal_float_codes
 from megatron.layers.linear import ParallelLinear
 from megatron.layers.parameters import gpt, trainable

@@ -12,7 +12,7 @@ from torch import Tensor
 from megatron.checkpoint.errors import CheckpointError
 from megatron.checkpoint.format import whole_box
 from megatron.convert.saved_model import EMA_PREFIX, SavedModel, open_checkpoint
-from megatron.inference.load import open_pretrained
+from megatron.evaluation.load import open_pretrained
 from megatron.inference.text import InferenceError
 from megatron.training.build import build_trainer
 from megatron.training.step import evaluate

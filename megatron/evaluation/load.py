@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
@@ -13,40 +11,33 @@ from megatron.arguments.checks.model import check_heads_divide, check_mlp_divide
 from megatron.checkpoint.folder import CheckpointFolder
 from megatron.checkpoint.location import parse_location
 from megatron.config.errors import UserError
-from megatron.config.files import parse_json
 from megatron.config.launch import Launch
 from megatron.config.model import ModelConfig
 from megatron.config.parallel import ParallelConfig
 from megatron.config.run import HUGGING_FACE_PREFIX, ComputeConfig, PrecisionConfig, RunConfig, TrainingConfig
-from megatron.convert.huggingface.check import check_tokenizer
 from megatron.convert.huggingface.config import (
     CONFIG_FILE,
-    build_config_json,
     model_folder,
     read_model_config,
     refuse_outside_links,
 )
-from megatron.convert.huggingface.convert import special_token_ids
 from megatron.convert.huggingface.weights import HuggingFaceWeights, WeightSource, fill_weights
 from megatron.convert.saved_model import (
-    GENERATION_CONFIG_FILE,
-    MODEL_SUFFIX,
-    TOKENIZER_FILES,
     SavedModel,
     by_huggingface_names,
     find_tokenizer_files,
     open_checkpoint,
     saved_tokenizer_files,
 )
-from megatron.data.tokenizers.huggingface import load_with_transformers
 from megatron.distributed.grad_accumulator import GradAccumulator
 from megatron.distributed.mesh import Mesh
 from megatron.inference.text import Codec, InferenceError, open_codec
+from megatron.inference.tokenizer import stop_ids
 from megatron.layers.context import DTYPES, BuildContext
 from megatron.model.gpt import GPTChunk, build_gpt
 from megatron.pipeline.plan import resolve_pipeline
 from megatron.training.build import build_mesh
-from megatron.training.scoring import FrozenModel
+from megatron.training.frozen_models import FrozenModel
 
 
 @dataclass(frozen=True)
@@ -154,36 +145,6 @@ def open_pretrained(
     files = by_huggingface_names({**find_tokenizer_files(folder), CONFIG_FILE: folder / CONFIG_FILE})
     codec = open_codec(files)
     return PretrainedModel(model, source.dtype, source, files, codec, stop_ids(files, codec))
-
-
-def stop_ids(files: Mapping[str, bytes], codec: Codec) -> frozenset[int]:
-    """Return the tokens that end a text, from generation_config.json, else config.json, else the tokenizer."""
-    for name in (GENERATION_CONFIG_FILE, CONFIG_FILE):
-        try:
-            named = parse_json(files.get(name, b"{}")).get("eos_token_id")
-            ids = named if isinstance(named, list) else [named]
-            if named is not None:
-                return frozenset(int(i) for i in ids)
-        except (ValueError, TypeError, AttributeError, OverflowError) as error:
-            raise InferenceError(f"{name}: eos_token_id cannot be read: {error}") from error
-    return frozenset() if codec.end is None else frozenset({codec.end})
-
-
-def load_tokenizer(files: Mapping[str, bytes], model: ModelConfig) -> Any:
-    """Return the tokenizer in these files, as ``transformers`` loads it from the model's Hugging Face folder.
-
-    Raises:
-        InferenceError: if there is none, or it cannot be read.
-    """
-    if not any(name in TOKENIZER_FILES or name.endswith(MODEL_SUFFIX) for name in files):
-        raise InferenceError("the model has no tokenizer, which texts need", "--tokenizer-model DIR")
-    try:
-        if CONFIG_FILE not in files:  # of a checkpoint: what its export would hold
-            config = build_config_json(model, special=special_token_ids(files, model.vocab))
-            files = check_tokenizer(files, config) | {CONFIG_FILE: json.dumps(config).encode()}
-        return load_with_transformers(files)
-    except Exception as error:  # whatever the class that transformers chooses finds wrong with the files
-        raise InferenceError(f"the tokenizer cannot be loaded: {error}", "--tokenizer-model DIR") from error
 
 
 def check_tensor_parallel_size(model: ModelConfig, tp: int, world_size: int) -> None:

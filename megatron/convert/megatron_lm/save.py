@@ -40,10 +40,10 @@ from megatron.checkpoint.save import save_sharded
 from megatron.checkpoint.tensor_file import GlobalTensor, TensorPart
 from megatron.config.batch import lr_scale, schedule_lengths
 from megatron.config.run import RunConfig
-from megatron.contrib.megatron_lm.checkpoint import BLOCK_ELEMENTS, MOMENTS, view_parts
-from megatron.contrib.megatron_lm.flags import unwritable_options, write_arguments
-from megatron.contrib.megatron_lm.names import their_names
 from megatron.convert.huggingface.convert import ProgressCallback
+from megatron.convert.megatron_lm.checkpoint import BLOCK_ELEMENTS, MOMENTS, view_parts
+from megatron.convert.megatron_lm.flags import unwritable_options, write_arguments
+from megatron.convert.megatron_lm.names import their_names
 from megatron.convert.saved_model import SavedModel
 from megatron.distributed.comm import Group
 from megatron.distributed.sharding import Box, ShardSpec, padded_vocab_size
