@@ -13,7 +13,7 @@ from urllib.parse import unquote
 
 from megatron.config.errors import UserError, credential_problem
 from megatron.config.privacy import redact
-from megatron.config.run import MEGATRON_PREFIX
+from megatron.config.schemes import MEGATRON_PREFIX
 
 if TYPE_CHECKING:
     from megatron.checkpoint.object_store import RemotePath

@@ -606,12 +606,6 @@ class DataConfig:
     """Id of the end-of-document token. Default: as recorded with the data, or that of the tokenizer."""
 
 
-HUGGING_FACE_PREFIX = "hf:"
-"""Prefix of ``load`` for a folder with a Hugging Face model."""
-
-MEGATRON_PREFIX = "megatron:"
-"""Prefix of ``load`` for a folder of Megatron-LM's checkpoints, or one of them."""
-
 RESUME_MODES = ("exact", "new-schedule", "weights-only")
 """Resume modes, from the one that restores most of a checkpoint to the one that restores least."""
 

@@ -13,7 +13,8 @@ from typing import Any, Self
 from megatron.config.launch import Launch
 from megatron.config.parallel import ParallelConfig
 from megatron.config.plugins import load_plugins
-from megatron.convert.saved_model import by_huggingface_names, find_tokenizer_files
+from megatron.convert.tokenizer_files import by_huggingface_names, find_tokenizer_files
+from megatron.convert.weight_source import SourceOptions
 from megatron.distributed.launch import init_distributed
 from megatron.evaluation.load import open_pretrained
 from megatron.inference.harness import HarnessModel, SharedModel, as_language_model
@@ -64,9 +65,8 @@ class ModelArgs:
         """Load the model. Collective over all processes of the launch."""
         load_plugins([self.plugin] if self.plugin else [])
         launch = Launch.read(os.environ)
-        pretrained = open_pretrained(
-            str(self.load), self.ckpt_step, self.ema, self.follow_links, self.pretrained_checkpoint
-        )
+        options = SourceOptions(self.ckpt_step, self.ema, self.pretrained_checkpoint, self.follow_links)
+        pretrained = open_pretrained(str(self.load), options)
         files = pretrained.files
         if self.tokenizer is not None:
             files = by_huggingface_names(find_tokenizer_files(Path(self.tokenizer)))

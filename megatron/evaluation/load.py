@@ -1,4 +1,4 @@
-"""Load a trained model from a checkpoint or a Hugging Face folder for inference."""
+"""Load a trained model of any location to compute with it: generation, perplexity, lm-eval."""
 
 from __future__ import annotations
 
@@ -8,27 +8,14 @@ from dataclasses import dataclass
 import torch
 
 from megatron.arguments.checks.model import check_heads_divide, check_mlp_divides
-from megatron.checkpoint.folder import CheckpointFolder
-from megatron.checkpoint.location import parse_location
 from megatron.config.errors import UserError
 from megatron.config.launch import Launch
 from megatron.config.model import ModelConfig
 from megatron.config.parallel import ParallelConfig
-from megatron.config.run import HUGGING_FACE_PREFIX, ComputeConfig, PrecisionConfig, RunConfig, TrainingConfig
-from megatron.convert.huggingface.config import (
-    CONFIG_FILE,
-    model_folder,
-    read_model_config,
-    refuse_outside_links,
-)
-from megatron.convert.huggingface.weights import HuggingFaceWeights, WeightSource, fill_weights
-from megatron.convert.saved_model import (
-    SavedModel,
-    by_huggingface_names,
-    find_tokenizer_files,
-    open_checkpoint,
-    saved_tokenizer_files,
-)
+from megatron.config.run import ComputeConfig, PrecisionConfig, RunConfig, TrainingConfig
+from megatron.convert.sources import WHOLE, open_source
+from megatron.convert.tokenizer_files import by_huggingface_names
+from megatron.convert.weight_source import ModelSource, SourceOptions, fill_weights
 from megatron.distributed.grad_accumulator import GradAccumulator
 from megatron.distributed.mesh import Mesh
 from megatron.inference.text import Codec, InferenceError, open_codec
@@ -42,19 +29,23 @@ from megatron.training.frozen_models import FrozenModel
 
 @dataclass(frozen=True)
 class PretrainedModel:
-    """A model on disk."""
+    """A model on disk, with its tokenizer."""
 
-    model: ModelConfig
-    dtype: torch.dtype  # of training, or of the stored weights
-    source: WeightSource  # of the weights
+    source: ModelSource
     files: Mapping[str, bytes]  # of the tokenizer, by their names in a Hugging Face folder
     codec: Codec
     stop_ids: frozenset[int]  # tokens that end a text
-    notes: tuple[str, ...] = ()  # which checkpoint was chosen, and which were skipped
 
-    def build(self, mesh: Mesh, dtype: torch.dtype, device: torch.device) -> GPTChunk:
-        """Build the model and read this rank's shards of the weights."""
-        context = BuildContext(mesh, GradAccumulator(), dtype, device, draw_initial_values=False)
+    @property
+    def model(self) -> ModelConfig:
+        """The architecture."""
+        return self.source.model
+
+    def build(self, mesh: Mesh, dtype: str | None, device: torch.device) -> GPTChunk:
+        """Build the model and read this rank's shards of the weights; ``dtype`` as of :meth:`build_frozen`."""
+        context = BuildContext(
+            mesh, GradAccumulator(), DTYPES[dtype or self.source.precision], device, draw_initial_values=False
+        )
         chunk = build_gpt(self.model, TrainingConfig(), context)
         fill_weights(chunk.specs, chunk.params, self.source)
         return chunk.eval()
@@ -67,17 +58,16 @@ class PretrainedModel:
         Args:
             parallel: sizes of the layout; data parallelism is what they leave.
             launch: of this process.
-            dtype: of weights and activations, a choice of ``--params-dtype``; None for that of :attr:`dtype`.
+            dtype: of weights and activations, a choice of ``--params-dtype``; None for that of the source.
             device: of this rank.
 
         Raises:
             UserError: if the model does not divide over such a layout.
         """
-        dtype = dtype or next(name for name, known in DTYPES.items() if known == self.dtype)
         config = RunConfig(
             model=self.model,
             parallel=resolve_pipeline(self.model, parallel),
-            precision=PrecisionConfig(params_dtype=dtype),
+            precision=PrecisionConfig(params_dtype=dtype or self.source.precision),
             compute=ComputeConfig(kernels=("torch",)),
         )
         problems = [p for check in (check_heads_divide, check_mlp_divides) for p in check(config, launch.world_size)]
@@ -92,59 +82,20 @@ class PretrainedModel:
         return ids if ids or self.codec.end is None else [self.codec.end]
 
 
-def open_pretrained(
-    load: str,
-    step: int | None = None,
-    average: bool = False,
-    follow_links: bool = False,
-    pretrained: str | None = None,
-) -> PretrainedModel:
-    """Open the model of ``--load``.
-
-    Args:
-        load: a folder of checkpoints, one checkpoint, or ``hf:DIR``, or ``hf:ORG/NAME`` on the hub.
-        step: step of the checkpoint; None for the newest valid one.
-        average: use the moving average of the weights.
-        follow_links: also read files to which links lead out of a Hugging Face folder.
-        pretrained: the model that adapters belong to, if it is no longer where it was.
+def open_pretrained(load: str, options: SourceOptions = WHOLE) -> PretrainedModel:
+    """Open the model of ``--load``, with its tokenizer.
 
     Raises:
-        InferenceError: if the arguments are invalid, or a tokenizer cannot be read.
-        CheckpointError: if there is no valid checkpoint, or its weights do not match its model.
-        UserError: if the configuration of a Hugging Face folder is not supported.
+        InferenceError: if a tokenizer cannot be read.
+        CheckpointError, UserError: as :func:`open_source`.
     """
-    if load in ("", HUGGING_FACE_PREFIX):
-        raise InferenceError(
-            f"--load '{load}' names no folder", "--load CHECKPOINTS", f"--load {HUGGING_FACE_PREFIX}DIR"
-        )
-    if not load.startswith(HUGGING_FACE_PREFIX):
-        path = parse_location(load)
-        if (path / CONFIG_FILE).is_file() and not CheckpointFolder(path).named():
-            seen = f"--load {path} is a Hugging Face model, not a folder of checkpoints"
-            raise InferenceError(seen, f"--load {HUGGING_FACE_PREFIX}{path}")
-        manifest, notes = open_checkpoint(path, step)
-        saved = SavedModel(manifest, average, pretrained, follow_links)
-        files = by_huggingface_names(saved_tokenizer_files(manifest))
-        codec = open_codec(files)
-        return PretrainedModel(
-            saved.model, DTYPES[saved.precision], saved, files, codec, stop_ids(files, codec), tuple(notes)
-        )
-    if step is not None:
-        raise InferenceError(f"--ckpt-step {step}: a Hugging Face folder holds one model", "drop --ckpt-step")
-    if average:
-        raise InferenceError("--ema: a Hugging Face folder holds one set of weights", "drop --ema")
-    if pretrained is not None:
-        raise InferenceError(
-            "--pretrained-checkpoint: a Hugging Face folder holds no adapters", "drop --pretrained-checkpoint"
-        )
-    folder = model_folder(load.removeprefix(HUGGING_FACE_PREFIX))
-    if not follow_links:
-        refuse_outside_links(folder)
-    model = read_model_config(folder)
-    source = HuggingFaceWeights(folder, model)
-    files = by_huggingface_names({**find_tokenizer_files(folder), CONFIG_FILE: folder / CONFIG_FILE})
+    source = open_source(load, options)
+    small = source.small_files()
+    if source.config_file is not None:
+        small = {**small, source.config_file.name: source.config_file}
+    files = by_huggingface_names(small)
     codec = open_codec(files)
-    return PretrainedModel(model, source.dtype, source, files, codec, stop_ids(files, codec))
+    return PretrainedModel(source, files, codec, stop_ids(files, codec))
 
 
 def check_tensor_parallel_size(model: ModelConfig, tp: int, world_size: int) -> None:

@@ -11,7 +11,7 @@ from megatron.config.model import ModelConfig
 from megatron.convert.huggingface.check import check_tokenizer
 from megatron.convert.huggingface.config import CONFIG_FILE, build_config_json
 from megatron.convert.huggingface.convert import special_token_ids
-from megatron.convert.saved_model import GENERATION_CONFIG_FILE, MODEL_SUFFIX, TOKENIZER_FILES
+from megatron.convert.tokenizer_files import GENERATION_CONFIG_FILE, MODEL_SUFFIX, TOKENIZER_FILES
 from megatron.data.tokenizers.huggingface import load_with_transformers
 from megatron.inference.text import Codec, InferenceError
 

@@ -47,20 +47,17 @@ from megatron.config.launch import JobStart
 from megatron.config.run import CheckpointConfig
 from megatron.config.text import package_version
 from megatron.convert.base_model import BaseModel
-from megatron.convert.huggingface.config import model_folder
-from megatron.convert.huggingface.weights import HuggingFaceWeights, WeightSource, fill_weights
-from megatron.convert.saved_model import (
-    EMA_PREFIX,
+from megatron.convert.saved_model import EMA_PREFIX
+from megatron.convert.sources import open_source
+from megatron.convert.tokenizer_files import (
     TOKENIZER_PREFIX,
     SmallFiles,
     files_to_carry,
-    find_tokenizer_files,
-    open_model,
     saved_tokenizer_files,
-    tokenizer_files_of,
     tokenizer_notes,
     with_end_ids,
 )
+from megatron.convert.weight_source import SourceOptions, WeightSource, fill_weights
 from megatron.data.blended_dataset import segments_of
 from megatron.data.chat import end_ids
 from megatron.data.dataset_info import tokenizer_files_to_save
@@ -221,12 +218,13 @@ class Checkpointer:
         trainer.files = own_files = {TOKENIZER_PREFIX + name: content for name, content in tokenizer.items()}
         if config.model.lora_rank is not None:
             notes += self._load_base(str(self.options.pretrained_checkpoint), own_files, source.fresh)
-        if source.hf is not None:
-            folder = model_folder(source.hf)
-            found = find_tokenizer_files(folder)
+        if source.weights is not None:
+            # Links are checked with the options.
+            weights = open_source(source.weights, SourceOptions(model=config.model, follow_links=True))
+            found = weights.small_files()
             trainer.files = files_to_carry(own_files, found)
-            restore_weights(trainer, HuggingFaceWeights(folder, config.model))
-            notes += [f"weights from {source.hf}", *tokenizer_notes(own_files, found)]
+            restore_weights(trainer, weights)
+            notes += [f"weights from {source.weights}", *tokenizer_notes(own_files, found)]
         elif not source.fresh:
             notes = self._load_newest(source, notes, own_files)
         train = segments_of(trainer.data.datasets["train"])[0] if "train" in trainer.data.datasets else None
@@ -248,13 +246,13 @@ class Checkpointer:
                 raise UserError([Problem("E806", sentence, ("--pretrained-checkpoint ANOTHER",))]) from error
 
         def read() -> list[str]:
-            source = open_model(base.location, follow_links=True)  # links are checked with the options
+            source = open_source(base.location, SourceOptions(follow_links=True))
             saved = to_dict(replace(trainer.config, model=source.model))
             changes = compare_configs(saved, replace(trainer.config, model=model), "weights-only", name="base")
             if changes.problems:
                 raise UserError(changes.problems)
             read_frozen_weights(trainer, source)
-            files = tokenizer_files_of(source)
+            files = source.small_files()
             trainer.files = files_to_carry(own_files, files)
             return [f"frozen weights from {base.location}", *changes.lines, *tokenizer_notes(own_files, files)]
 

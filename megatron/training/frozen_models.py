@@ -18,10 +18,11 @@ from torch import Tensor
 from megatron.config.errors import Problem, UserError
 from megatron.config.model import ModelConfig
 from megatron.config.parallel import ParallelConfig
-from megatron.config.run import HUGGING_FACE_PREFIX, RunConfig
+from megatron.config.run import RunConfig
+from megatron.config.schemes import HUGGING_FACE_PREFIX
 from megatron.config.text import flag
-from megatron.convert.huggingface.weights import WeightSource, fill_weights
-from megatron.convert.saved_model import open_model
+from megatron.convert.sources import open_source
+from megatron.convert.weight_source import SourceOptions, WeightSource, fill_weights
 from megatron.data.dataset import split_label
 from megatron.data.errors import DataError
 from megatron.distributed.launch import run_on_rank0
@@ -180,11 +181,11 @@ def open_frozen(config: RunConfig, mesh: Mesh, device: torch.device, location: s
         UserError: if the model cannot be opened, or has another vocabulary than that of the run.
         CheckpointError: if its weights cannot be read.
     """
-    links = config.data.follow_links
-    run_on_rank0(lambda: bool(open_model(location, links)), mesh.world)  # a message of one rank is enough
-    source = open_model(location, links)
+    name = flag(FROZEN_MODELS[config.training.objective])
+    options = SourceOptions(follow_links=config.data.follow_links, flag=name)
+    run_on_rank0(lambda: bool(open_source(location, options)), mesh.world)  # a message of one rank is enough
+    source = open_source(location, options)
     if source.model.vocab != config.model.vocab:
-        name = flag(FROZEN_MODELS[config.training.objective])
         sentence = f"{name} {location} has a vocabulary of {source.model.vocab}, the model one of {config.model.vocab}"
         raise UserError([Problem("E321", sentence, (f"{name} A_MODEL_OF_THE_SAME_TOKENIZER",))])
     return FrozenModel.build(config, mesh, device, source, source.model)

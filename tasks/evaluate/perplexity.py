@@ -18,6 +18,8 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from tools.lib.locations import source_options
+
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # if this checkout is not installed
 
 from megatron.checkpoint.durable_files import publish_file
@@ -26,7 +28,7 @@ from megatron.config.errors import UserError
 from megatron.config.launch import Launch, exit_process
 from megatron.config.plugins import load_plugins
 from megatron.config.text import echo
-from megatron.convert.saved_model import by_huggingface_names, find_tokenizer_files
+from megatron.convert.tokenizer_files import by_huggingface_names, find_tokenizer_files
 from megatron.data.chat import numbered_lines
 from megatron.data.errors import DataError
 from megatron.data.preprocess.corpus import BadDocumentError, parse_record, text_of
@@ -229,8 +231,8 @@ def evaluate(args: argparse.Namespace, launch: Launch) -> dict[str, float]:
     if args.output is not None:
         create_output_folder(args.output)
     texts = [detokenize_wikitext2(text) if args.detokenize else text for text in originals]
-    pretrained = open_pretrained(args.load, args.ckpt_step, args.ema, args.follow_links, args.pretrained_checkpoint)
-    for note in pretrained.notes if launch.rank == 0 else ():
+    pretrained = open_pretrained(args.load, source_options(args))
+    for note in pretrained.source.notes if launch.rank == 0 else ():
         echo(f"perplexity: {note}", file=sys.stderr)
     files = pretrained.files
     if args.tokenizer_model is not None:

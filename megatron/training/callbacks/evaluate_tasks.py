@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from megatron.config.errors import Problem, UserError
-from megatron.convert.saved_model import by_huggingface_names
+from megatron.convert.tokenizer_files import by_huggingface_names
 from megatron.distributed.launch import run_on_rank0
 from megatron.inference.harness import HarnessModel, SharedModel, as_language_model
 from megatron.inference.text import InferenceError, open_codec

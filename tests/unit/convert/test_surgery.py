@@ -13,7 +13,6 @@ from megatron.checkpoint.format import Manifest, whole_box
 from megatron.config.model import ModelConfig
 from megatron.config.run import TrainingConfig
 from megatron.convert.saved_model import SavedModel
-from megatron.convert.surgery import Changes
 from megatron.distributed.grad_accumulator import GradAccumulator
 from megatron.distributed.sharding import Box
 from megatron.layers.context import BuildContext
@@ -23,6 +22,7 @@ from tests.checkpoints import save_model
 from tests.solo import one_rank_mesh, random_batch, tiny
 from tests.unit.convert.folders import LLAMA
 from tools.edit_checkpoint import main
+from tools.lib.surgery import Changes
 
 
 def build(model: ModelConfig, seed: int = 1) -> GPTChunk:
