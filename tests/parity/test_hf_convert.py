@@ -235,9 +235,7 @@ def test_there_and_back(name: str, tmp_path: Path) -> None:
     convert_from_huggingface(opened(tmp_path / "hf"), tmp_path / "save", ignore, checked=False)
     saved = SavedModel(open_checkpoint(tmp_path / "save")[0])
     kind = theirs.config.model_type  # another may compute the same
-    convert_to_huggingface(
-        saved.manifest, tmp_path / "back", ignore, shard_bytes=30_000, checked=False, model_type=kind
-    )
+    convert_to_huggingface(saved, tmp_path / "back", ignore, shard_bytes=30_000, checked=False, model_type=kind)
     before, after = (weights_of(tmp_path / folder) for folder in ("hf", "back"))
     assert before.keys() == after.keys()
     for key, value in before.items():
