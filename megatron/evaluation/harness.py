@@ -20,7 +20,7 @@ from megatron.evaluation.load import open_pretrained
 from megatron.inference.harness import HarnessModel, SharedModel, as_language_model
 from megatron.inference.text import InferenceError
 from megatron.inference.tokenizer import load_tokenizer
-from megatron.training.build import choose_device
+from megatron.training.build_model import choose_device
 
 TIMEOUT = timedelta(hours=1)
 """Of a collective: the time that rank 0 may take to load the data of tasks, or to compute metrics."""

@@ -23,7 +23,7 @@ from megatron.inference.tokenizer import stop_ids
 from megatron.layers.context import DTYPES, BuildContext
 from megatron.model.gpt import GPTChunk, build_gpt
 from megatron.pipeline.plan import resolve_pipeline
-from megatron.training.build import build_mesh
+from megatron.training.build_model import build_mesh
 from megatron.training.frozen_models import FrozenModel
 
 

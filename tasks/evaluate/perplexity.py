@@ -225,7 +225,7 @@ def evaluate(args: argparse.Namespace, launch: Launch) -> dict[str, float]:
     from megatron.distributed.launch import init_distributed
     from megatron.evaluation.load import open_pretrained
     from megatron.inference.tokenizer import load_tokenizer
-    from megatron.training.build import choose_device
+    from megatron.training.build_model import choose_device
 
     originals = read_texts(args.data)
     if args.output is not None:

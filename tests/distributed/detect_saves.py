@@ -27,13 +27,8 @@ from megatron.distributed.launch import gather_results, run_on_rank0, world_grou
 from megatron.distributed.sharding import Box
 from megatron.training import local_checkpoints
 from megatron.training.build import build_trainer
-from megatron.training.checkpointer import (
-    CheckpointContents,
-    Checkpointer,
-    bytes_to_save,
-    run_state,
-    tensors_to_save,
-)
+from megatron.training.checkpoint_contents import bytes_to_save, run_state, tensors_to_save
+from megatron.training.checkpointer import CheckpointContents, Checkpointer
 from megatron.training.local_checkpoints import FileTransfer, LocalSave, NodeCheckpoints, files_needed
 from megatron.training.trainer import Trainer
 from tests.distributed.detect import ZERO1, Detector

@@ -22,7 +22,8 @@ from megatron.checkpoint.save import save_sharded
 from megatron.config.run import RunConfig
 from megatron.distributed.launch import world_group
 from megatron.training.build import build_trainer
-from megatron.training.checkpointer import Checkpointer, choose_resume_source, run_state, tensors_to_save
+from megatron.training.checkpoint_contents import run_state, tensors_to_save
+from megatron.training.checkpointer import Checkpointer, choose_resume_source
 from megatron.training.local_checkpoints import NodeCheckpoints
 from tests.distributed.pool import Pool
 from tests.distributed.resume import ACTIONS
