@@ -2,25 +2,18 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from datetime import timedelta
 from functools import cache
-from pathlib import Path
 from typing import Any, Self
 
-from megatron.config.launch import Launch
 from megatron.config.parallel import ParallelConfig
 from megatron.config.plugins import load_plugins
-from megatron.convert.tokenizer_files import by_huggingface_names, find_tokenizer_files
 from megatron.convert.weight_source import SourceOptions
-from megatron.distributed.launch import init_distributed
 from megatron.evaluation.load import open_pretrained
 from megatron.inference.harness import HarnessModel, SharedModel, as_language_model
 from megatron.inference.text import InferenceError
-from megatron.inference.tokenizer import load_tokenizer
-from megatron.training.build_model import choose_device
 
 TIMEOUT = timedelta(hours=1)
 """Of a collective: the time that rank 0 may take to load the data of tasks, or to compute metrics."""
@@ -64,20 +57,14 @@ class ModelArgs:
     def open(self) -> SharedModel:
         """Load the model. Collective over all processes of the launch."""
         load_plugins([self.plugin] if self.plugin else [])
-        launch = Launch.read(os.environ)
         options = SourceOptions(self.ckpt_step, self.ema, self.pretrained_checkpoint, self.follow_links)
         pretrained = open_pretrained(str(self.load), options)
-        files = pretrained.files
-        if self.tokenizer is not None:
-            files = by_huggingface_names(find_tokenizer_files(Path(self.tokenizer)))
-        tokenizer = load_tokenizer(files, pretrained.model)
-        device = choose_device(self.device)
-        init_distributed(None, TIMEOUT, device)
+        tokenizer = pretrained.load_tokenizer(self.tokenizer)
         parallel = ParallelConfig(
             tensor_model_parallel_size=self.tensor_model_parallel_size,
             pipeline_model_parallel_size=self.pipeline_model_parallel_size,
         )
-        model = pretrained.build_frozen(parallel, launch, self.dtype, device)
+        model = pretrained.build_frozen(parallel, self.dtype, self.device, TIMEOUT)
         ends = pretrained.stop_ids | ({tokenizer.eos_token_id} - {None})
         return SharedModel(model, tokenizer, ends, int(self.batch_size))
 

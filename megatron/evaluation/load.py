@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -14,16 +18,17 @@ from megatron.config.model import ModelConfig
 from megatron.config.parallel import ParallelConfig
 from megatron.config.run import ComputeConfig, PrecisionConfig, RunConfig, TrainingConfig
 from megatron.convert.sources import WHOLE, open_source
-from megatron.convert.tokenizer_files import by_huggingface_names
+from megatron.convert.tokenizer_files import by_huggingface_names, find_tokenizer_files
 from megatron.convert.weight_source import ModelSource, SourceOptions, fill_weights
 from megatron.distributed.grad_accumulator import GradAccumulator
+from megatron.distributed.launch import init_distributed
 from megatron.distributed.mesh import Mesh
 from megatron.inference.text import Codec, InferenceError, open_codec
-from megatron.inference.tokenizer import stop_ids
+from megatron.inference.tokenizer import load_tokenizer, stop_ids
 from megatron.layers.context import DTYPES, BuildContext
 from megatron.model.gpt import GPTChunk, build_gpt
 from megatron.pipeline.plan import resolve_pipeline
-from megatron.training.build_model import build_mesh
+from megatron.training.build_model import build_mesh, choose_device
 from megatron.training.frozen_models import FrozenModel
 
 
@@ -50,20 +55,27 @@ class PretrainedModel:
         fill_weights(chunk.specs, chunk.params, self.source)
         return chunk.eval()
 
+    def load_tokenizer(self, folder: str | Path | None = None) -> Any:
+        """Return the tokenizer of transformers, from another folder if one is given; see `load_tokenizer`."""
+        files = self.files if folder is None else by_huggingface_names(find_tokenizer_files(Path(folder)))
+        return load_tokenizer(files, self.model)
+
     def build_frozen(
-        self, parallel: ParallelConfig, launch: Launch, dtype: str | None, device: torch.device
+        self, parallel: ParallelConfig, dtype: str | None, device_name: str, timeout: timedelta
     ) -> FrozenModel:
-        """Build this rank's part of the model in a layout. Collective over all ranks, which have joined.
+        """Join the other ranks, and build this rank's part of the model in a layout. Collective.
 
         Args:
             parallel: sizes of the layout; data parallelism is what they leave.
-            launch: of this process.
             dtype: of weights and activations, a choice of ``--params-dtype``; None for that of the source.
-            device: of this rank.
+            device_name: a choice of ``--device``.
+            timeout: of collectives.
 
         Raises:
             UserError: if the model does not divide over such a layout.
         """
+        launch, device = Launch.read(os.environ), choose_device(device_name)
+        init_distributed(None, timeout, device)
         config = RunConfig(
             model=self.model,
             parallel=resolve_pipeline(self.model, parallel),

@@ -28,7 +28,6 @@ from megatron.config.errors import UserError
 from megatron.config.launch import Launch, exit_process
 from megatron.config.plugins import load_plugins
 from megatron.config.text import echo
-from megatron.convert.tokenizer_files import by_huggingface_names, find_tokenizer_files
 from megatron.data.chat import numbered_lines
 from megatron.data.errors import DataError
 from megatron.data.preprocess.corpus import BadDocumentError, parse_record, text_of
@@ -222,10 +221,7 @@ def perplexity(loss: float) -> float:
 def evaluate(args: argparse.Namespace, launch: Launch) -> dict[str, float]:
     """Load the model and measure it; collective."""
     from megatron.config.parallel import ParallelConfig
-    from megatron.distributed.launch import init_distributed
     from megatron.evaluation.load import open_pretrained
-    from megatron.inference.tokenizer import load_tokenizer
-    from megatron.training.build_model import choose_device
 
     originals = read_texts(args.data)
     if args.output is not None:
@@ -234,23 +230,18 @@ def evaluate(args: argparse.Namespace, launch: Launch) -> dict[str, float]:
     pretrained = open_pretrained(args.load, source_options(args))
     for note in pretrained.source.notes if launch.rank == 0 else ():
         echo(f"perplexity: {note}", file=sys.stderr)
-    files = pretrained.files
-    if args.tokenizer_model is not None:
-        files = by_huggingface_names(find_tokenizer_files(args.tokenizer_model))
-    tokenizer = load_tokenizer(files, pretrained.model)
+    tokenizer = pretrained.load_tokenizer(args.tokenizer_model)
     positions = pretrained.model.max_position_embeddings
     length = args.seq_length or positions or 1024
     stride = args.stride or length // 2
     check_windows(length, stride, positions)
     if args.micro_batch_size < 1:
         raise InferenceError(f"--micro-batch-size {args.micro_batch_size}: must be at least 1", "--micro-batch-size 8")
-    device = choose_device(args.device)
-    init_distributed(None, TIMEOUT, device)
     parallel = ParallelConfig(
         tensor_model_parallel_size=args.tensor_model_parallel_size,
         pipeline_model_parallel_size=args.pipeline_model_parallel_size,
     )
-    model = pretrained.build_frozen(parallel, launch, args.params_dtype, device)
+    model = pretrained.build_frozen(parallel, args.params_dtype, args.device, TIMEOUT)
     evaluation = Evaluation(model, tokenizer, length, stride, args.micro_batch_size)
     return evaluation.lambada(texts) if args.task == "lambada" else evaluation.perplexity(texts, originals)
 

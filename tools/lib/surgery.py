@@ -27,7 +27,7 @@ from megatron.config.run import PrecisionConfig, RunConfig
 from megatron.config.settings import SETTINGS
 from megatron.config.text import listed
 from megatron.convert.huggingface.config import check_model_config
-from megatron.convert.huggingface.convert import new_checkpoint
+from megatron.convert.huggingface.convert import new_checkpoint, raise_if_overflow
 from megatron.convert.saved_model import SavedModel
 from megatron.convert.weight_source import BLOCK_ELEMENTS
 from megatron.distributed.comm import Group
@@ -264,8 +264,7 @@ def change_checkpoint(
             nonlocal done
             exact = changed.read(name, spec.view, box)
             values = exact.to(stored)
-            if stored == torch.float16 and not values.isfinite().all() and exact.isfinite().all():
-                raise CheckpointError(f"{name} has values too large for fp16", "--cast bf16")
+            raise_if_overflow(name, values, exact, "--cast bf16")
             done += box.numel * stored.itemsize
             report(name, done, total)
             return values

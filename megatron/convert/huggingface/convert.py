@@ -278,11 +278,11 @@ def _global_tensor(source: HuggingFaceWeights, name: str, memory: Tensor, progre
     return GlobalTensor(spec.shape, spec.view, dtype, parts)
 
 
-def raise_if_overflow(name: str, rounded: Tensor, exact: Tensor) -> None:
+def raise_if_overflow(name: str, rounded: Tensor, exact: Tensor, fix: str = "--dtype bf16") -> None:
     """Raise CheckpointError if values are infinite in fp16 alone."""
     if rounded.dtype == torch.float16 and not torch.isfinite(rounded).all() and torch.isfinite(exact).all():
         seen = f"{name} has values above {torch.finfo(rounded.dtype).max:g}, too large for fp16"
-        raise CheckpointError(seen, "--dtype bf16")
+        raise CheckpointError(seen, fix)
 
 
 # ---- To Hugging Face ----

@@ -38,7 +38,7 @@ from megatron.checkpoint.save import save_sharded
 from megatron.checkpoint.tensor_file import GlobalTensor, TensorPart
 from megatron.config.batch import lr_scale, schedule_lengths
 from megatron.config.run import RunConfig
-from megatron.convert.huggingface.convert import ProgressCallback, new_checkpoint
+from megatron.convert.huggingface.convert import ProgressCallback, check_target, new_checkpoint
 from megatron.convert.megatron_lm.checkpoint import BLOCK_ELEMENTS, MOMENTS, view_parts
 from megatron.convert.megatron_lm.flags import unwritable_options, write_arguments
 from megatron.convert.megatron_lm.names import their_names
@@ -72,8 +72,7 @@ def save_megatron_lm(saved: SavedModel, folder: Path, report: ProgressCallback) 
         DamagedCheckpointError: if a checksum of the checkpoint does not match.
         StorageError: if writing fails. Nothing is left behind.
     """
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise CheckpointError(f"{folder} exists and is not empty", "--save-megatron A_NEW_FOLDER")
+    check_target(folder, "--save-megatron")
     if lacking := unwritable_options(saved.model):
         raise CheckpointError(f"Megatron-LM has no counterpart of {', '.join(lacking)}", "--save-hf DIR")
     config = resolve(from_dict({g: v for g, v in saved.manifest.config.items() if g != "checkpoint"}), 1)
