@@ -11,6 +11,8 @@ from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 
+from megatron.config.schemes import split_scheme
+
 if __name__ == "__main__":  # until training has handlers of its own; the imports below take a while
     signal.signal(signal.SIGINT, lambda *_: os._exit(128 + signal.SIGINT))
 
@@ -179,8 +181,8 @@ def with_tokenizer(config: RunConfig) -> RunConfig:
     if not config.data.chat_data_path or config.data.tokenizer_type is not None:
         return config
     source = find_resume_source(config.checkpoint.first_start)
-    if source.hf is not None:
-        folder = model_folder(source.hf)
+    if source.weights is not None:
+        folder = model_folder(split_scheme(source.weights)[1])
     elif source.paths:  # the manifest of the first is valid
         folder = Path(str(Manifest.open(source.paths[0]).folder), "tokenizer")
     if source.fresh or not (folder / TOKENIZER_JSON).is_file():

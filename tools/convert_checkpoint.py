@@ -1,10 +1,10 @@
 """Convert checkpoints from and to Hugging Face and Megatron-LM.
 
-``python tools/convert_checkpoint.py --load-hf HF_FOLDER --save CHECKPOINTS``
+``python tools/convert_checkpoint.py --load hf:HF_FOLDER --save CHECKPOINTS``
 ``python tools/convert_checkpoint.py --load CHECKPOINTS --save-hf HF_FOLDER``
-``python tools/convert_checkpoint.py --load-megatron MEGATRON_FOLDER --save CHECKPOINTS`` (or ``--save-hf``)
+``python tools/convert_checkpoint.py --load megatron:MEGATRON_FOLDER --save CHECKPOINTS`` (or ``--save-hf``)
 ``python tools/convert_checkpoint.py --load CHECKPOINTS --save-megatron MEGATRON_FOLDER``
-``python tools/convert_checkpoint.py --load-peft PEFT_FOLDER --pretrained-checkpoint hf:HF_FOLDER --save CHECKPOINTS``
+``python tools/convert_checkpoint.py --load peft:PEFT_FOLDER --pretrained-checkpoint hf:HF_FOLDER --save CHECKPOINTS``
 ``python tools/convert_checkpoint.py --load CHECKPOINTS --save-peft PEFT_FOLDER``
 
 Adapters are merged into the weights of their model, except with ``--save-peft``.
@@ -15,7 +15,6 @@ from __future__ import annotations
 import argparse
 import os
 import re
-import shlex
 import signal
 import sys
 from collections.abc import Sequence
@@ -28,35 +27,35 @@ if __name__ == "__main__":  # until main has a handler of its own; the imports b
     signal.signal(signal.SIGINT, lambda *_: os._exit(128 + signal.SIGINT))
 
 from megatron.config.files import add_links_flag
+from megatron.config.schemes import split_scheme
 from megatron.config.text import echo
 from megatron.data.progress import ByteProgress
 from megatron.layers.parameters import num_parameters
-from tools.lib.locations import add_pretrained_flag, location_argument
+from tools.lib.locations import LOCATIONS, add_pretrained_flag, location_argument, source_argument, source_options
 
 if TYPE_CHECKING:
-    from megatron.checkpoint.format import Manifest
     from megatron.convert.huggingface.convert import ConversionResult
 
 UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 SOURCES = {
-    "load_hf": ("save",),
-    "load_megatron": ("save", "save_hf"),
-    "load_peft": ("save",),
+    "load hf:": ("save",),
+    "load megatron:": ("save", "save_hf"),
+    "load peft:": ("save",),
     "load": ("save_hf", "save_megatron", "save_peft"),
 }
-"""Sources, and the targets that they can be converted to."""
+"""Sources by the scheme of ``--load``, and the targets that they can be converted to."""
 TARGETS = ("save", "save_hf", "save_megatron", "save_peft")
 OPTIONS = {
     "max_shard_size": ("save_hf",),
     "tokenizer": ("save_hf",),
-    "model_type": ("save_hf", "save_peft", "load_peft"),
+    "model_type": ("save_hf", "save_peft", "load peft:"),
     "ema": ("save_hf", "save_peft"),
-    "dtype": ("save_hf", "save_peft", "load_hf"),
-    "workers": ("save_hf", "load_hf"),
-    "no_check": ("save_hf", "load_hf"),
-    "plugin": ("save_hf", "load_hf", "save_peft", "load_peft"),
-    "ckpt_step": ("load", "load_megatron"),
-    "pretrained_checkpoint": ("load", "load_peft"),
+    "dtype": ("save_hf", "save_peft", "load hf:"),
+    "workers": ("save_hf", "load hf:"),
+    "no_check": ("save_hf", "load hf:"),
+    "plugin": ("save_hf", "load hf:", "save_peft", "load peft:"),
+    "ckpt_step": ("load", "load megatron:"),
+    "pretrained_checkpoint": ("load", "load peft:"),
 }
 """Options that apply only to some sources or targets."""
 
@@ -93,13 +92,10 @@ def build_parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     source = parser.add_mutually_exclusive_group(required=True)
-    source.add_argument("--load-hf", type=Path, metavar="DIR", help="folder, or ORG/NAME on the hub")
-    checkpoints = "--save folder of a run, or one checkpoint in it; s3://BUCKET/RUN"
-    source.add_argument("--load", type=location_argument, metavar="CKPT", help=checkpoints)
-    megatron = "folder of Megatron-LM's checkpoints, or one checkpoint in it; torch and torch_dist, of any layout"
-    source.add_argument("--load-megatron", type=location_argument, metavar="DIR", help=megatron)
-    peft = "folder of a LoRA or DoRA adapter of PEFT, of the model in --pretrained-checkpoint"
-    source.add_argument("--load-peft", type=Path, metavar="DIR", help=peft)
+    source.add_argument("--load", type=source_argument, metavar="PATH", help=LOCATIONS)
+    for name in ("hf", "megatron", "peft"):
+        older = f"--load {name}:DIR"
+        source.add_argument(f"--load-{name}", type=f"{name}:{{}}".format, dest="load", metavar="DIR", help=older)
     target = parser.add_mutually_exclusive_group(required=True)
     kept = (
         "folder for a checkpoint: from Hugging Face of step 0 and weights only, from Megatron-LM with the run's state"
@@ -130,18 +126,18 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def find_direction(parser: argparse.ArgumentParser, args: argparse.Namespace) -> tuple[str, str]:
-    """Return the names of the source and of the target; exit with status 2 for flags that do not fit them."""
-    source, target = (next(n for n in names if getattr(args, n) is not None) for names in (SOURCES, TARGETS))
+def check_direction(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
+    """Exit with status 2 for flags that do not fit the source or the target."""
+    source = f"load {split_scheme(args.load)[0]}".strip()
+    target = next(name for name in TARGETS if getattr(args, name) is not None)
     if target not in SOURCES[source]:
         parser.error(
-            "--load-hf and --load-peft go with --save, --load with --save-hf, --save-megatron or --save-peft, "
-            "--load-megatron with --save or --save-hf"
+            "--load hf: and --load peft: go with --save, --load with --save-hf, --save-megatron or --save-peft, "
+            "--load megatron: with --save or --save-hf"
         )
     for name, only in OPTIONS.items():
         if getattr(args, name) is not None and not {source, target} & {*only}:
             parser.error(f"{as_flag(name)}: only with {' or '.join(map(as_flag, only))}")
-    return source, target
 
 
 def as_flag(name: str) -> str:
@@ -157,7 +153,7 @@ def main(argv: Sequence[str]) -> int:
     """
     parser = build_parser()
     args = parser.parse_args(argv)
-    source, target = find_direction(parser, args)
+    check_direction(parser, args)
 
     from megatron.checkpoint.errors import CheckpointError
     from megatron.config.errors import UserError
@@ -168,12 +164,6 @@ def main(argv: Sequence[str]) -> int:
     signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         load_plugins(args.plugin or ())
-        if "peft" in source + target:
-            echo(convert_peft(args))
-            return 0
-        if source != "load_hf" and target != "save_hf":
-            echo(convert_megatron(args))
-            return 0
         done = convert(args)
     except (CheckpointError, UserError, OSError) as error:
         echo(f"convert_checkpoint: {error}", file=sys.stderr)
@@ -181,6 +171,9 @@ def main(argv: Sequence[str]) -> int:
     except KeyboardInterrupt:
         echo("convert_checkpoint: stopped; nothing was written", file=sys.stderr)
         return 130
+    if isinstance(done, str):
+        echo(done)
+        return 0
     if done.kept:
         echo(f"continued: {done.kept} files of an interrupted conversion were complete")
     architecture = f"{done.architecture}, " if done.architecture else ""
@@ -199,75 +192,50 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-def convert(args: argparse.Namespace) -> ConversionResult:
-    """Run the conversion of the flags."""
-    from megatron.convert.huggingface.config import model_folder, refuse_outside_links
+def convert(args: argparse.Namespace) -> ConversionResult | str:
+    """Run the conversion of the flags; return its result, or what was written."""
+    from megatron.convert.adapters import describe_adapters
+    from megatron.convert.huggingface.config import refuse_outside_links
     from megatron.convert.huggingface.convert import convert_from_huggingface, convert_to_huggingface
+    from megatron.convert.huggingface.peft import PeftAdapters, export_peft, import_peft
+    from megatron.convert.huggingface.weights import HuggingFaceWeights
+    from megatron.convert.megatron_lm.save import import_megatron_lm, save_megatron_lm
+    from megatron.convert.saved_model import SavedModel
+    from megatron.convert.sources import open_source
 
     report, checked = ProgressPrinter(), not args.no_check
-    source = args.tokenizer if args.load_hf is None else model_folder(args.load_hf)
-    if source is not None and not args.follow_links:
-        refuse_outside_links(source)
-    if args.load_hf is not None:
-        return convert_from_huggingface(source, args.save, report, checked, args.dtype, args.workers or 2)
-    return convert_to_huggingface(
-        open_source(args),
-        args.save_hf,
-        report,
-        dtype=args.dtype,
-        shard_bytes=args.max_shard_size or parse_size("5GB"),
-        tokenizer=args.tokenizer,
-        model_type=args.model_type,
-        average=bool(args.ema),
-        pretrained=args.pretrained_checkpoint,
-        follow_links=args.follow_links,
-        checked=checked,
-        workers=args.workers,
-    )
-
-
-def open_source(args: argparse.Namespace) -> Manifest:
-    """Open the checkpoint of ``--load`` or ``--load-megatron``, and print notes on it."""
-    from megatron.checkpoint.errors import CheckpointError
-    from megatron.checkpoint.format import is_megatron_lm
-    from megatron.convert.saved_model import open_checkpoint
-
-    manifest, notes = open_checkpoint(args.load or args.load_megatron, args.ckpt_step)
-    if args.load_megatron is not None and not is_megatron_lm(manifest.path):
-        program = "python pretrain_gpt.py " if args.save_hf is None else ""  # a run reads it as it is
-        fix = f"{program}--load {shlex.quote(str(args.load_megatron))}"
-        raise CheckpointError(f"--load-megatron {manifest.path} is not a checkpoint of Megatron-LM", fix)
-    for note in notes:
+    if args.tokenizer is not None and not args.follow_links:
+        refuse_outside_links(args.tokenizer)
+    source = open_source(args.load, source_options(args))
+    for note in source.notes:
         echo(f"convert_checkpoint: {note}", file=sys.stderr)
-    return manifest
-
-
-def convert_megatron(args: argparse.Namespace) -> str:
-    """Run a conversion from or to Megatron-LM; return what was written."""
-    from megatron.contrib.megatron_lm.save import import_megatron_lm, save_megatron_lm
-
-    manifest, report = open_source(args), ProgressPrinter()
-    if args.save is not None:
-        path, what = import_megatron_lm(manifest, args.save, report)
+    if isinstance(source, HuggingFaceWeights):
+        return convert_from_huggingface(source, args.save, report, checked, args.dtype, args.workers or 2)
+    if isinstance(source, PeftAdapters):
+        path, adapted = import_peft(source, args.save)
+        return f"wrote {path}: {describe_adapters(adapted)}"
+    if not isinstance(source, SavedModel):
+        raise TypeError(f"{args.load} is not converted")
+    if args.save_peft is not None:
+        adapted = export_peft(source, args.save_peft, args.dtype, args.model_type)
+        return f"wrote {args.save_peft}: {describe_adapters(adapted)}"
+    if args.save_hf is not None:
+        return convert_to_huggingface(
+            source,
+            args.save_hf,
+            report,
+            dtype=args.dtype,
+            shard_bytes=args.max_shard_size or parse_size("5GB"),
+            tokenizer=args.tokenizer,
+            model_type=args.model_type,
+            checked=checked,
+            workers=args.workers,
+        )
+    if args.save_megatron is not None:
+        path, what = save_megatron_lm(source, args.save_megatron, report)
     else:
-        base, links = args.pretrained_checkpoint, args.follow_links
-        path, what = save_megatron_lm(manifest, args.save_megatron, report, base, links)
+        path, what = import_megatron_lm(source.manifest, args.save, report)
     return f"wrote {path}: {what}"
-
-
-def convert_peft(args: argparse.Namespace) -> str:
-    """Run a conversion from or to PEFT; return what was written."""
-    from megatron.convert.adapters import describe_adapters
-    from megatron.convert.huggingface.peft import export_peft, import_peft
-    from megatron.convert.saved_model import SavedModel
-
-    base, links = args.pretrained_checkpoint, args.follow_links
-    if args.load_peft is not None:
-        path, model = import_peft(args.load_peft, base, args.save, args.model_type, links)
-    else:
-        saved = SavedModel(open_source(args), bool(args.ema), base, links)
-        path, model = args.save_peft, export_peft(saved, args.save_peft, args.dtype, args.model_type)
-    return f"wrote {path}: {describe_adapters(model)}"
 
 
 class ProgressPrinter:

@@ -26,7 +26,7 @@ from megatron.config.files import add_links_flag
 from megatron.config.text import counted, echo
 from megatron.layers.parameters import num_parameters
 from tools.convert_checkpoint import ProgressPrinter, parse_count, parse_output_folder
-from tools.lib.locations import add_pretrained_flag, location_argument
+from tools.lib.locations import add_pretrained_flag, location_argument, source_options
 
 
 def parse_layers(text: str) -> frozenset[int]:
@@ -84,20 +84,18 @@ def main(argv: Sequence[str]) -> int:
 
     from megatron.checkpoint.errors import CheckpointError
     from megatron.config.errors import UserError
-    from megatron.convert.saved_model import SavedModel, open_checkpoint
-    from megatron.convert.surgery import Changes, change_checkpoint
+    from megatron.convert.sources import open_checkpoints
+    from megatron.convert.weight_source import SourceOptions
+    from tools.lib.surgery import Changes, change_checkpoint
 
     signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
-        opened = [open_checkpoint(args.load, args.ckpt_step), *map(open_checkpoint, args.average)]
-        for _, notes in opened:
-            for note in notes:
-                echo(f"edit_checkpoint: {note}", file=sys.stderr)
-        links, (manifest, _) = args.follow_links, opened[0]
-        first = SavedModel(manifest, False, args.pretrained_checkpoint, links)
-        others = [SavedModel(manifest, follow_links=links) for manifest, _ in opened[1:]]
+        first = open_checkpoints(str(args.load), source_options(args))
+        others = [open_checkpoints(str(each), SourceOptions(follow_links=args.follow_links)) for each in args.average]
+        for note in (note for model in (first, *others) for note in model.notes):
+            echo(f"edit_checkpoint: {note}", file=sys.stderr)
         if args.merge and first.merged is None:
-            raise CheckpointError(f"{manifest.path} holds no adapters", "drop --merge")
+            raise CheckpointError(f"{first.manifest.path} holds no adapters", "drop --merge")
         routers = {name: value for name in ("moe_router_topk", "seed") if (value := getattr(args, name)) is not None}
         changes = Changes(others, args.drop_layers, args.resize_vocab, args.num_experts, **routers)
         path, model = change_checkpoint(first, changes, args.save, ProgressPrinter(), args.cast)

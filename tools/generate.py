@@ -13,6 +13,8 @@ from io import StringIO
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from tools.lib.locations import source_options
+
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # if this checkout is not installed
 
 if __name__ == "__main__":  # until main has a handler of its own; the imports below take a while
@@ -27,8 +29,8 @@ from megatron.inference.text import InferenceError
 from tools.lib.locations import add_model_flags
 
 if TYPE_CHECKING:
+    from megatron.evaluation.load import PretrainedModel
     from megatron.inference.generate import SamplingParams
-    from megatron.inference.load import PretrainedModel
     from megatron.model.gpt import GPTChunk
 
 NEW_TOKENS = 128
@@ -111,13 +113,13 @@ class SpeedCounter:
 def generate_texts(args: argparse.Namespace, texts: Sequence[str], launch: Launch) -> None:
     """Load the model and print continuations of the texts on rank 0."""
     from megatron.distributed.launch import destroy_distributed
+    from megatron.evaluation.load import check_tensor_parallel_size, open_pretrained
     from megatron.inference.generate import check_prompts, generate
-    from megatron.inference.load import check_tensor_parallel_size, open_pretrained
     from megatron.inference.text import ContinuationPrinter
 
     sampling = make_sampling(args)
-    model = open_pretrained(args.load, args.ckpt_step, args.ema, args.follow_links, args.pretrained_checkpoint)
-    for note in model.notes if launch.rank == 0 else ():
+    model = open_pretrained(args.load, source_options(args))
+    for note in model.source.notes if launch.rank == 0 else ():
         echo(f"generate: {note}", file=sys.stderr)
     prompts = [model.encode(text) for text in texts]
     new_tokens, positions = args.max_new_tokens, model.model.max_position_embeddings
@@ -160,7 +162,6 @@ def build_model(args: argparse.Namespace, model: PretrainedModel, launch: Launch
     from megatron.distributed.launch import init_distributed
     from megatron.distributed.layout import Layout
     from megatron.distributed.mesh import Mesh
-    from megatron.layers.context import DTYPES
     from megatron.training.build_model import choose_device
 
     device = choose_device(args.device)
@@ -168,7 +169,7 @@ def build_model(args: argparse.Namespace, model: PretrainedModel, launch: Launch
     tp = launch.world_size
     layout = Layout.from_config(ParallelConfig(tensor_model_parallel_size=tp), tp)
     mesh = Mesh(layout, launch.rank, TIMEOUT, max(1, tp // model.model.kv_groups))
-    return model.build(mesh, DTYPES[args.params_dtype] if args.params_dtype else model.dtype, device)
+    return model.build(mesh, args.params_dtype, device)
 
 
 def main(argv: Sequence[str]) -> int:

@@ -18,7 +18,8 @@ from megatron.config.data_paths import SOURCE_OPTIONS
 from megatron.config.errors import MOST_PROBLEMS, Problem, UserError
 from megatron.config.files import parse_yaml, read_small
 from megatron.config.model import ModelConfig
-from megatron.config.run import HUGGING_FACE_PREFIX, RunConfig, TrainingConfig
+from megatron.config.run import RunConfig, TrainingConfig
+from megatron.config.schemes import HUGGING_FACE_PREFIX
 from megatron.config.settings import GROUPS, SETTINGS, Setting
 from megatron.config.text import did_you_mean
 from megatron.pipeline.actions import ScheduleError

@@ -37,14 +37,8 @@ from megatron.config.errors import Problem
 from megatron.config.model import ModelConfig
 from megatron.config.option import Need
 from megatron.config.plugins import registered
-from megatron.config.run import (
-    CPU_KERNELS,
-    HUGGING_FACE_PREFIX,
-    KERNEL_CANDIDATES,
-    RunConfig,
-    kernel_choices,
-    kernel_problems,
-)
+from megatron.config.run import CPU_KERNELS, KERNEL_CANDIDATES, RunConfig, kernel_choices, kernel_problems
+from megatron.config.schemes import HUGGING_FACE_PREFIX
 from megatron.config.settings import SETTINGS, Setting
 from megatron.config.text import flag
 from megatron.pipeline.actions import ScheduleError

@@ -12,9 +12,8 @@ import os
 import re
 import reprlib
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from importlib import import_module
 from itertools import accumulate, islice, product
 from math import prod
 from operator import mul
@@ -376,8 +375,11 @@ def _read(folder: Location, name: str) -> bytes:
 MEGATRON_LM_NEWEST = "latest_checkpointed_iteration.txt"
 """The file that marks a folder of Megatron-LM's checkpoints, with the iteration of the newest."""
 
-MEGATRON_LM_READER = "megatron.contrib.megatron_lm.checkpoint"
-"""The module that makes a manifest of such a checkpoint. It builds on this one, so it is found by its name."""
+FOREIGN_READERS: dict[str, Callable[[Path], Manifest]] = {}
+"""Functions that make the manifest of another program's checkpoint; each is registered where it is defined."""
+
+MEGATRON_LM = "megatron"
+"""Name of the reader of Megatron-LM's checkpoints."""
 
 MEGATRON_LM_RANK = re.compile(r"mp_rank_(\d{2,})(?:_(\d{3,}))?(?:_(\d{3,}))?")
 """The folder of a rank in a checkpoint of Megatron-LM."""
@@ -399,7 +401,7 @@ def read_manifest(path: Location) -> tuple[bytes, str]:
     A checkpoint of Megatron-LM has none: its manifest is made from its files.
     """
     if isinstance(path, Path) and is_megatron_lm(path):
-        made: Manifest = import_module(MEGATRON_LM_READER).read_checkpoint(path)
+        made = FOREIGN_READERS[MEGATRON_LM](path)
         return encode_manifest(made.tensors, made.files, made.state, made.config), made.inside
     mark = _read(path, MARKER)
     inside = marker_folder(mark)

@@ -2,7 +2,7 @@
 
 ``CheckpointReader`` reads boxes of tensors by name and verifies everything that it reads by its checksum.
 ``load_sharded`` fills the parts of every rank with it. Other programs can read checkpoints with
-torch.distributed.checkpoint (see :mod:`megatron.contrib.dcp_reader`).
+torch.distributed.checkpoint (see :mod:`megatron.checkpoint.dcp_reader`).
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from megatron.distributed.launch import gather_results, run_on_rank0
 from megatron.distributed.sharding import Box
 
 if TYPE_CHECKING:
-    from megatron.contrib.object_store import RemoteReader
+    from megatron.checkpoint.object_store import RemoteReader
 
 READ_ATTEMPTS = 3
 """Reads of a chunk from an object store before a wrong checksum counts as damage: transfers may corrupt data."""

@@ -1,4 +1,4 @@
-"""Locations of checkpoints: paths on a disk, or in an object store (see `megatron.contrib.object_store`).
+"""Locations of checkpoints: paths on a disk, or in an object store (see `megatron.checkpoint.object_store`).
 
 A location that is not a ``Path`` is in a store. The module for stores is imported when the first URI is parsed, so
 training on disks needs none of its libraries.
@@ -13,10 +13,10 @@ from urllib.parse import unquote
 
 from megatron.config.errors import UserError, credential_problem
 from megatron.config.privacy import redact
-from megatron.config.run import MEGATRON_PREFIX
+from megatron.config.schemes import MEGATRON_PREFIX
 
 if TYPE_CHECKING:
-    from megatron.contrib.object_store import RemotePath
+    from megatron.checkpoint.object_store import RemotePath
 
 Location: TypeAlias = "Path | RemotePath"
 """Path of a checkpoint, on disk or in an object store."""
@@ -41,7 +41,7 @@ def parse_location(text: str | Location) -> Location:
         return Path("/" + unquote(rest.removeprefix("localhost")).lstrip("/"))
     if redact(text, certain=True) != text:
         raise UserError([credential_problem(text)])
-    from megatron.contrib.object_store import RemotePath
+    from megatron.checkpoint.object_store import RemotePath
 
     return RemotePath(f"{scheme}://{rest.strip('/')}")
 

@@ -298,12 +298,12 @@ class TrainingConfig:
     """Loss that training minimises: next_token (cross-entropy, and z_loss_coeff), dpo (preferences), distillation
     (divergence from a teacher), or the name of a plugin."""
     reference_model: str | None = option(None, role="start", needs=DPO)
-    """Frozen model that log-ratios of preferences are relative to: a checkpoint, a folder of checkpoints, hf:DIR or
-    megatron:DIR. Default: the columns ref_chosen_logps and ref_rejected_logps of the data; without these the model that
-    the run starts from."""
+    """Frozen model that log-ratios of preferences are relative to: a checkpoint, a folder of checkpoints, hf:DIR,
+    megatron:DIR or peft:DIR. Default: the columns ref_chosen_logps and ref_rejected_logps of the data; without these
+    the model that the run starts from."""
     teacher_model: str | None = option(None, role="start", needs=DISTILLATION)
     """Model whose most likely tokens the student learns, of any size but with the same vocabulary: a checkpoint, a
-    folder of checkpoints, hf:DIR or megatron:DIR."""
+    folder of checkpoints, hf:DIR, megatron:DIR or peft:DIR."""
     teacher_logits: str | None = option(None, role="start", needs=DISTILLATION)
     """Folder that tasks/finetune/precompute.py has written for these data, instead of teacher_model."""
     dpo_loss_type: str = option(
@@ -605,12 +605,6 @@ class DataConfig:
     eod_id: int | None = option(None, role="data", at_least=0, needs=DOCUMENT_OPTIONS)
     """Id of the end-of-document token. Default: as recorded with the data, or that of the tokenizer."""
 
-
-HUGGING_FACE_PREFIX = "hf:"
-"""Prefix of ``load`` for a folder with a Hugging Face model."""
-
-MEGATRON_PREFIX = "megatron:"
-"""Prefix of ``load`` for a folder of Megatron-LM's checkpoints, or one of them."""
 
 RESUME_MODES = ("exact", "new-schedule", "weights-only")
 """Resume modes, from the one that restores most of a checkpoint to the one that restores least."""

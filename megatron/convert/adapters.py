@@ -10,7 +10,7 @@ from torch import Tensor
 from megatron.checkpoint.format import relative_box, split_box, whole_box
 from megatron.checkpoint.tensor_file import copy_tiled
 from megatron.config.model import ModelConfig
-from megatron.convert.huggingface.weights import BLOCK_ELEMENTS, ModelSource, WeightSource
+from megatron.convert.weight_source import BLOCK_ELEMENTS, ModelSource, WeightSource
 from megatron.distributed.sharding import Box
 from megatron.layers.adapter_parameters import adapted_parts, part_of_rows
 from megatron.layers.parameters import gpt

@@ -11,10 +11,10 @@ import xxhash
 from megatron.checkpoint.errors import CheckpointError
 from megatron.checkpoint.folder import CheckpointFolder
 from megatron.checkpoint.format import Manifest
-from megatron.checkpoint.location import parse_location
+from megatron.checkpoint.location import Location, parse_location
 from megatron.checkpoint.tensor_file import tensor_bytes
 from megatron.config.errors import Problem, UserError
-from megatron.config.run import HUGGING_FACE_PREFIX
+from megatron.config.schemes import HUGGING_FACE_PREFIX, PEFT_PREFIX, split_scheme
 from megatron.config.text import shell_word
 from megatron.convert.huggingface.config import model_folder, read_model_config
 from megatron.convert.huggingface.weights import open_weights
@@ -46,12 +46,14 @@ class BaseModel:
             CheckpointError: when there is none.
             UserError: when it holds adapters, or is not a supported model of Hugging Face.
         """
-        if location.startswith(HUGGING_FACE_PREFIX):
-            name = location.removeprefix(HUGGING_FACE_PREFIX)
+        scheme, name = split_scheme(location)
+        if scheme == PEFT_PREFIX:
+            raise UserError([Problem("E806", f"{location} holds adapters, not a model", ("hf:DIR",))])
+        if scheme == HUGGING_FACE_PREFIX:
             folder = model_folder(name)
             place = folder.absolute() if folder == Path(name) else name
             return cls(f"{HUGGING_FACE_PREFIX}{place}", _folder_digest(folder))
-        manifest, _ = CheckpointFolder(parse_location(location)).newest()
+        manifest, _ = CheckpointFolder(parse_location(name)).newest()
         path = manifest.path
         if base := manifest.state.get("base"):
             sentence = f"{path} holds adapters of {base['location']}, not a model"
@@ -87,6 +89,39 @@ def recorded_base(manifest: Manifest) -> BaseModel:
     if not isinstance(record, Mapping) or not all(isinstance(record.get(key), str) for key in ("location", "digest")):
         raise CheckpointError(f"{manifest.path} holds adapters, but its manifest does not name their model")
     return BaseModel(record["location"], record["digest"])
+
+
+def find_recorded_base(manifest: Manifest, pretrained: str | None = None) -> BaseModel:
+    """Find the model that the adapters of a checkpoint belong to, in ``pretrained`` or where it was.
+
+    Raises:
+        CheckpointError: when it is not there.
+        UserError: when another model is.
+    """
+    location = recorded_base(manifest).location
+    fix = f"--pretrained-checkpoint {'ITS_LOCATION' if pretrained is None else shell_word(location)}"
+    try:
+        if pretrained is None and not is_local_or_beside(parse_location(location), manifest.path):
+            text = f"it is in a store that only the checkpoint names, {location}; to read it there, name it yourself"
+            raise CheckpointError(text)  # a stranger's checkpoint must not choose where this machine sends requests
+        base = BaseModel.find(pretrained or location)
+    except (CheckpointError, UserError) as error:
+        reason = str(error).partition("\n")[0]
+        raise CheckpointError(
+            f"{manifest.path} holds adapters of a model that cannot be read: {reason}", fix
+        ) from error
+    base.check_adapters(manifest)
+    return base
+
+
+def is_local_or_beside(location: Location, checkpoint: Location) -> bool:
+    """Return True for a location on disk, or in the bucket of a checkpoint."""
+    if isinstance(location, Path):
+        return True
+    return not isinstance(checkpoint, Path) and (location.scheme, location.bucket) == (
+        checkpoint.scheme,
+        checkpoint.bucket,
+    )
 
 
 def _manifest_digest(manifest: Manifest) -> str:

@@ -28,11 +28,11 @@ from torch import Tensor
 from megatron.distributed import comm, mappings
 from megatron.distributed.comm import Group, PendingExchange
 from megatron.distributed.layout import chunks_of
-from megatron.kernels.attention import AttentionKernel
 from megatron.kernels.attention_mask import AttentionMask, Ranges
 from megatron.kernels.block_attention import (
     PLAIN_SCORES,
     AttentionDropout,
+    AttentionKernel,
     AttentionScores,
     KeyValues,
     Use,

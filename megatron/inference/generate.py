@@ -19,11 +19,11 @@ from megatron.config.model import ModelConfig
 from megatron.distributed import comm
 from megatron.distributed.micro_batch import MicroBatch
 from megatron.distributed.random import stable_hash
+from megatron.inference.scoring import ComputingModel, record
 from megatron.inference.text import InferenceError
 from megatron.layers.context import DTYPES
 from megatron.layers.kv_cache import KVCache
 from megatron.layers.mixers.registry import find_mixer
-from megatron.training.scoring import ComputingModel, record
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -17,24 +17,16 @@ from torch.backends.cuda import SDPAParams, can_use_cudnn_attention, can_use_fla
 
 from megatron.config.attention_pattern import CAUSAL, AttentionPattern
 from megatron.kernels.attention_mask import AttentionMask
-from megatron.kernels.block_attention import PLAIN_SCORES, AttentionScores, block_attention, cudnn_is_fast
+from megatron.kernels.block_attention import (
+    FLEX_BLOCK,
+    PLAIN_SCORES,
+    AttentionKernel,
+    AttentionScores,
+    block_attention,
+    cudnn_is_fast,
+)
 from megatron.kernels.compile import compiler_missing
 from megatron.kernels.operation import HALF_DTYPES, Candidate, KernelCheck, Operation, half_on_gpu, missing_modules
-
-
-class AttentionKernel(Protocol):
-    """An implementation of attention."""
-
-    def __call__(
-        self,
-        q_SBND: Tensor,
-        k_TBGD: Tensor,
-        v_TBGD: Tensor,
-        mask: AttentionMask,
-        scores: AttentionScores = PLAIN_SCORES,
-        /,
-    ) -> Tensor:
-        """Return the outputs of all queries, of the shape of ``q_SBND``."""
 
 
 def sdpa(
@@ -200,12 +192,10 @@ def _varlen_covers(
 
 
 def _flex() -> AttentionKernel:
-    kernel: AttentionKernel = importlib.import_module("megatron.kernels.flex_attention").make()
-    return kernel
+    from megatron.kernels.flex_attention import make  # imports torch's compiler
 
+    return make()
 
-FLEX_BLOCK = 128
-"""Side of the blocks of a mask that FlexAttention skips or not, in tokens."""
 
 FLEX_LONGEST = 1 << 18
 """Most keys of FlexAttention: its tables then take 64 MiB per sample."""

@@ -32,6 +32,10 @@ UNFUSED_BLOCK = 1024
 """Side of all tiles where the scores of a tile are stored, as with dropout."""
 
 
+FLEX_BLOCK = 128
+"""Side of the blocks of a mask that FlexAttention skips or not, in tokens."""
+
+
 @dataclass(frozen=True)
 class AttentionScores:
     """How products of queries and keys become scores, and what else the softmax sums."""
@@ -54,6 +58,21 @@ class AttentionScores:
 
 
 PLAIN_SCORES = AttentionScores()
+
+
+class AttentionKernel(Protocol):
+    """An implementation of attention."""
+
+    def __call__(
+        self,
+        q_SBND: Tensor,
+        k_TBGD: Tensor,
+        v_TBGD: Tensor,
+        mask: AttentionMask,
+        scores: AttentionScores = PLAIN_SCORES,
+        /,
+    ) -> Tensor:
+        """Return the outputs of all queries, of the shape of ``q_SBND``."""
 
 
 @dataclass(frozen=True)

@@ -11,9 +11,8 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 from megatron.config.attention_pattern import AttentionPattern
-from megatron.kernels.attention import FLEX_BLOCK, AttentionKernel
 from megatron.kernels.attention_mask import FULL, PARTIAL, TRIANGLE, AttentionMask
-from megatron.kernels.block_attention import PLAIN_SCORES, AttentionScores
+from megatron.kernels.block_attention import FLEX_BLOCK, PLAIN_SCORES, AttentionKernel, AttentionScores
 from megatron.kernels.compile import compiled
 
 

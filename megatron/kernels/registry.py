@@ -14,7 +14,8 @@ from megatron.config.plugins import registered
 from megatron.config.run import KERNEL_CANDIDATES, KernelChoice, kernel_choices
 from megatron.kernels.activation import ACTIVATION, ActivationKernel, activation
 from megatron.kernels.adam import ADAM, AdamKernel, adam
-from megatron.kernels.attention import ATTENTION, AttentionKernel, sdpa
+from megatron.kernels.attention import ATTENTION, sdpa
+from megatron.kernels.block_attention import AttentionKernel
 from megatron.kernels.cross_entropy import CROSS_ENTROPY, EAGER_CROSS_ENTROPY, CrossEntropyKernel
 from megatron.kernels.dropout import DROPOUT, DropoutKernel, dropout
 from megatron.kernels.fp8 import Float8Kernel, Float8Recipe, fp8_operation

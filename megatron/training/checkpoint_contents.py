@@ -23,7 +23,7 @@ from megatron.checkpoint.load import load_sharded
 from megatron.checkpoint.save import local_bytes
 from megatron.checkpoint.tensor_file import GlobalTensor, TensorPart
 from megatron.config.text import package_version
-from megatron.convert.huggingface.weights import WeightSource, fill_weights
+from megatron.convert.weight_source import WeightSource, fill_weights
 from megatron.distributed import comm
 from megatron.distributed.param_layout import ShardBox, shard_boxes
 from megatron.optimizer.main_params import accum_dtype

@@ -36,17 +36,16 @@ from megatron.checkpoint.save import HostCopyBuffer, disk_space_problem, run_in_
 from megatron.config.errors import Problem, UserError
 from megatron.config.launch import JobStart
 from megatron.config.run import CheckpointConfig
-from megatron.convert.huggingface.config import model_folder
-from megatron.convert.huggingface.weights import HuggingFaceWeights
-from megatron.convert.saved_model import (
+from megatron.convert.sources import open_source
+from megatron.convert.tokenizer_files import (
     TOKENIZER_PREFIX,
     SmallFiles,
     files_to_carry,
-    find_tokenizer_files,
     saved_tokenizer_files,
     tokenizer_notes,
     with_end_ids,
 )
+from megatron.convert.weight_source import SourceOptions
 from megatron.data.blended_dataset import segments_of
 from megatron.data.chat import end_ids
 from megatron.data.dataset_info import tokenizer_files_to_save
@@ -197,12 +196,13 @@ class Checkpointer:
         trainer.files = own_files = {TOKENIZER_PREFIX + name: content for name, content in tokenizer.items()}
         for component in trainer.components:
             notes += component.before_load(source)
-        if source.hf is not None:
-            folder = model_folder(source.hf)
-            found = find_tokenizer_files(folder)
+        if source.weights is not None:
+            # Links are checked with the options.
+            weights = open_source(source.weights, SourceOptions(model=config.model, follow_links=True))
+            found = weights.small_files()
             trainer.files = files_to_carry(own_files, found)
-            restore_weights(trainer, HuggingFaceWeights(folder, config.model))
-            notes += [f"weights from {source.hf}", *tokenizer_notes(own_files, found)]
+            restore_weights(trainer, weights)
+            notes += [f"weights from {source.weights}", *tokenizer_notes(own_files, found)]
         elif not source.fresh:
             notes = self._load_newest(source, notes, own_files)
         train = segments_of(trainer.data.datasets["train"])[0] if "train" in trainer.data.datasets else None

@@ -62,11 +62,11 @@ def build_callbacks(
     if (interval := logging.check_weight_hash_across_dp_replicas_interval) is not None:
         callbacks.append(ReplicaCheck(trainer, interval))
     if logging.sample_prompts is not None and config.training.eval_iters:
-        from megatron.contrib.sample_prompts import SamplePrompts  # optional
+        from megatron.training.callbacks.sample_prompts import SamplePrompts  # optional
 
         callbacks.append(SamplePrompts(trainer, Path(logging.sample_prompts)))
     if config.training.evaluate_tasks and not config.training.skip_train:
-        from megatron.contrib.harness import EvaluateTasks  # optional
+        from megatron.training.callbacks.evaluate_tasks import EvaluateTasks  # optional
 
         callbacks.append(EvaluateTasks(trainer))
     checkpoint = config.checkpoint

@@ -1,32 +1,42 @@
 """Inputs of objectives from frozen models: log-probabilities under a reference model, or logits of a teacher.
 
 A forward pass of the frozen model precedes every step and evaluation. The model is that of another location on the
-ranks of the run (:class:`megatron.training.scoring.FrozenModel`) or, with adapters, the run's own without them.
+ranks of the run (:class:`FrozenModel`) or, with adapters, the run's own without them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
+from itertools import chain
+from typing import Any, Self
 
 import torch
 from torch import Tensor
 
 from megatron.config.errors import Problem, UserError
-from megatron.config.run import HUGGING_FACE_PREFIX, RunConfig
+from megatron.config.model import ModelConfig
+from megatron.config.parallel import ParallelConfig
+from megatron.config.run import RunConfig
+from megatron.config.schemes import HUGGING_FACE_PREFIX
 from megatron.config.text import flag
-from megatron.convert.saved_model import open_model
+from megatron.convert.sources import open_source
+from megatron.convert.weight_source import SourceOptions, WeightSource, fill_weights
 from megatron.data.dataset import split_label
 from megatron.data.errors import DataError
 from megatron.distributed.launch import run_on_rank0
 from megatron.distributed.mesh import Mesh
 from megatron.distributed.micro_batch import MicroBatch
+from megatron.inference.scoring import ComputingModel, Measure, record
 from megatron.layers.adapters import adapters_disabled
 from megatron.layers.loss import OutputLayer
+from megatron.model.gpt import GPTChunk
+from megatron.pipeline.plan import LAYER_SPLIT_OPTIONS, build_program
+from megatron.pipeline.runtime import Pipeline
+from megatron.training.build_model import build_context, build_pipeline, build_stages
 from megatron.training.component import Component
-from megatron.training.scoring import ComputingModel, FrozenModel, Measure, record
 from megatron.training.trainer import Trainer
 
 FROZEN_MODELS = {"dpo": "reference_model", "distillation": "teacher_model"}
@@ -46,6 +56,59 @@ def teacher_logits(k: int) -> Measure[dict[str, Tensor]]:
         return {"teacher_logits": logits, "teacher_ids": ids}
 
     return measure
+
+
+@dataclass
+class FrozenModel:
+    """A model that only computes: the chunks of a rank, with whole weights for every data-parallel rank."""
+
+    config: RunConfig
+    mesh: Mesh
+    device: torch.device
+    chunks: Mapping[int, GPTChunk]
+    pipeline: Pipeline
+
+    @classmethod
+    def build(
+        cls,
+        config: RunConfig,
+        mesh: Mesh,
+        device: torch.device,
+        source: WeightSource,
+        model: ModelConfig | None = None,
+        dtype: str | None = None,
+    ) -> Self:
+        """Build this rank's chunks, and read its shards of the weights. Collective.
+
+        Args:
+            config: of the run whose layout the model has, resolved.
+            mesh: of that run.
+            device: of this rank.
+            source: of the weights.
+            model: architecture; None for that of ``config``.
+            dtype: of weights and activations, a choice of ``--params-dtype``; None for that of ``config``.
+
+        Raises:
+            UserError: if the layers cannot be split over the stages of the mesh.
+            CheckpointError: if the weights cannot be read.
+        """
+        if model is not None and model.num_layers != config.model.num_layers:  # the options may not fit other layers
+            defaults: dict[str, Any] = {n: getattr(ParallelConfig(), n) for n in chain(*LAYER_SPLIT_OPTIONS)}
+            config = replace(config, parallel=replace(config.parallel, **defaults))
+        precision = replace(config.precision, params_dtype=dtype or config.precision.params_dtype, fp8_format=None)
+        training = replace(config.training, objective="next_token")
+        config = replace(config, model=model or config.model, precision=precision, training=training)
+        context, _ = build_context(config, mesh, device, draw_initial_values=False, allocate=True)
+        chunks = build_stages(config, context)
+        fill_weights(context.specs, context.params, source)
+        for chunk in chunks.values():
+            chunk.eval().requires_grad_(requires_grad=False)
+        return cls(config, mesh, device, chunks, build_pipeline(config, context, chunks))
+
+    def compute(self, batches: Sequence[MicroBatch], loss_grad: None = None) -> None:
+        """Run the pipeline over this rank's micro-batches, forward only."""
+        program = build_program(self.config.parallel, len(batches), evaluation=True)
+        self.pipeline.run(program.ranks[self.mesh.coordinate["pp"]], batches, loss_grad)
 
 
 class FrozenModelInputs(Component):
@@ -122,11 +185,11 @@ def open_frozen(config: RunConfig, mesh: Mesh, device: torch.device, location: s
         UserError: if the model cannot be opened, or has another vocabulary than that of the run.
         CheckpointError: if its weights cannot be read.
     """
-    links = config.data.follow_links
-    run_on_rank0(lambda: bool(open_model(location, links)), mesh.world)  # a message of one rank is enough
-    source = open_model(location, links)
+    name = flag(FROZEN_MODELS[config.training.objective])
+    options = SourceOptions(follow_links=config.data.follow_links, flag=name)
+    run_on_rank0(lambda: bool(open_source(location, options)), mesh.world)  # a message of one rank is enough
+    source = open_source(location, options)
     if source.model.vocab != config.model.vocab:
-        name = flag(FROZEN_MODELS[config.training.objective])
         sentence = f"{name} {location} has a vocabulary of {source.model.vocab}, the model one of {config.model.vocab}"
         raise UserError([Problem("E321", sentence, (f"{name} A_MODEL_OF_THE_SAME_TOKENIZER",))])
     return FrozenModel.build(config, mesh, device, source, source.model)

@@ -18,8 +18,8 @@ from megatron.checkpoint.lease import Lease
 from megatron.config.errors import UserError
 from megatron.config.launch import end_refused_start
 from megatron.config.run import RunConfig
-from megatron.convert.huggingface.config import model_folder
-from megatron.convert.huggingface.weights import HuggingFaceWeights
+from megatron.convert.sources import open_source
+from megatron.convert.weight_source import SourceOptions
 from megatron.data.errors import DataError
 from megatron.distributed.launch import destroy_distributed, enable_flight_recorder, run_on_rank0, world_group
 from megatron.kernels.compile import make_deterministic
@@ -102,7 +102,7 @@ def join_and_train(config: RunConfig, notes: Sequence[str], startup: StartupTime
     signals.callback(stop.restore)
     others: AbstractContextManager[OtherCheckpoints | None] = nullcontext()
     if config.checkpoint.local_save is not None:
-        from megatron.contrib.local_checkpoints import NodeCheckpoints  # optional
+        from megatron.training.local_checkpoints import NodeCheckpoints  # optional
 
         others = NodeCheckpoints.hold(config.checkpoint, world)
     with hold_save_folder(config.checkpoint.save, world) as lease, others as nodes:
@@ -121,9 +121,9 @@ def build_and_train(
     world, run_dir = stop.world, config.logging.run_dir
     with refuse_start_on_error(), PeerWatchdog(world):
         source = choose_resume_source(config.resume_options, world, others)
-        if source.hf is not None:  # before memory is allocated for sizes that the tensors in it do not have
-            folder = model_folder(source.hf)
-            run_on_rank0(lambda: bool(HuggingFaceWeights(folder, config.model)), world)
+        if (weights := source.weights) is not None:  # before memory is allocated for sizes that its tensors lack
+            options = SourceOptions(model=config.model, follow_links=True)  # links are checked with the flags
+            run_on_rank0(lambda: bool(open_source(weights, options)), world)
         startup.enter("other")
         trainer = build_trainer(config, world.rank, world.size, fresh=source.fresh, clock=startup)
         goodput = Goodput(startup.began)

@@ -14,6 +14,7 @@ from math import prod
 from pathlib import Path
 from typing import Any, Self
 
+import megatron.convert.megatron_lm.checkpoint  # noqa: F401  (registers the reader of these checkpoints)
 from megatron.arguments.checks.checkpoint import holds_checkpoints
 from megatron.arguments.checks.training import schedule_problems
 from megatron.arguments.compatibility import compare_configs, resume_mode_fixes, stored_tensors_problem
@@ -25,7 +26,8 @@ from megatron.checkpoint.publish import CHECKPOINT_NAME, is_complete, is_interru
 from megatron.config.data_paths import train_data_flag
 from megatron.config.errors import Problem, UserError
 from megatron.config.option import Role
-from megatron.config.run import HUGGING_FACE_PREFIX, MEGATRON_PREFIX, CheckpointConfig, RunConfig
+from megatron.config.run import CheckpointConfig, RunConfig
+from megatron.config.schemes import HUGGING_FACE_PREFIX, MEGATRON_PREFIX
 from megatron.config.text import listed, shell_word
 from megatron.data.dataset import split_label
 
@@ -61,24 +63,24 @@ class ResumeSource:
     """Start of a run: checkpoints, a Hugging Face model, or neither for a new run."""
 
     paths: tuple[Location, ...] = ()  # checkpoints to try in this order; the manifest of the first is valid
-    hf: Path | None = None  # folder of a Hugging Face model
+    weights: str | None = None  # location of a model without the state of a run, such as ``hf:DIR``
     mode: str = "exact"  # how much of a checkpoint to load, a choice of ``resume_mode``
     notes: tuple[str, ...] = ()  # which checkpoints were passed over, and why
 
     @property
     def fresh(self) -> bool:
         """True if the run starts from scratch."""
-        return not self.paths and self.hf is None
+        return not self.paths and self.weights is None
 
     def to_json(self) -> list[Any]:
         """Return it as JSON, for other ranks."""
-        return [[*map(str, self.paths)], None if self.hf is None else str(self.hf), self.mode, [*self.notes]]
+        return [[*map(str, self.paths)], self.weights, self.mode, [*self.notes]]
 
     @classmethod
     def from_json(cls, data: Sequence[Any]) -> Self:
         """Read what :meth:`to_json` has returned on another rank."""
-        paths, hf, mode, notes = data
-        return cls(tuple(map(parse_location, paths)), None if hf is None else Path(hf), mode, tuple(notes))
+        paths, weights, mode, notes = data
+        return cls(tuple(map(parse_location, paths)), weights, mode, tuple(notes))
 
 
 def step_of(path: Location) -> int:
@@ -118,7 +120,7 @@ def _find(options: CheckpointConfig) -> ResumeSource:
     if for_own and step is None and not pretrained:
         return ResumeSource(notes=(*notes, f"starts from scratch: {save} holds no checkpoint"))
     if load is None and options.load is not None:
-        return ResumeSource(hf=Path(options.load.removeprefix(HUGGING_FACE_PREFIX)), mode="weights-only", notes=notes)
+        return ResumeSource(weights=options.load, mode="weights-only", notes=notes)
     folder = load or parse_location(str(save))
     absent = isinstance(folder, Path) and not (folder.is_dir() and any(folder.iterdir()))
     named = (options.load or "").startswith(MEGATRON_PREFIX)  # must exist, as that of hf:
@@ -394,8 +396,8 @@ def preview_start(config: RunConfig, world_size: int) -> StartPreview:
         UserError: if a required checkpoint is missing, or the run must not resume from it.
     """
     source = find_resume_source(config.resume_options)
-    if source.hf is not None:
-        return StartPreview((*source.notes, f"checkpoint: {HUGGING_FACE_PREFIX}{source.hf}, its tensors not read"))
+    if source.weights is not None:
+        return StartPreview((*source.notes, f"checkpoint: {source.weights}, its tensors not read"))
     if source.fresh:
         return StartPreview(source.notes)
     manifest = Manifest.open(source.paths[0])

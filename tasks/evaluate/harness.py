@@ -25,8 +25,8 @@ COMMANDS = ("run", "ls", "validate", "-h", "--help")
 
 def run_harness(arguments: Sequence[str]) -> None:
     """Run lm-eval's command line with the model ``megatron``, unless the arguments name another."""
-    from megatron.contrib.harness import RUNNING, language_model_class
     from megatron.distributed.launch import call_safely, destroy_distributed
+    from megatron.evaluation.harness import RUNNING, language_model_class
 
     words = [*arguments]
     if words and words[0] not in COMMANDS:

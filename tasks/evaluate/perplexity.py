@@ -18,6 +18,8 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from tools.lib.locations import source_options
+
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # if this checkout is not installed
 
 from megatron.checkpoint.durable_files import publish_file
@@ -26,7 +28,6 @@ from megatron.config.errors import UserError
 from megatron.config.launch import Launch, exit_process
 from megatron.config.plugins import load_plugins
 from megatron.config.text import echo
-from megatron.convert.saved_model import by_huggingface_names, find_tokenizer_files
 from megatron.data.chat import numbered_lines
 from megatron.data.errors import DataError
 from megatron.data.preprocess.corpus import BadDocumentError, parse_record, text_of
@@ -34,7 +35,7 @@ from megatron.inference.text import InferenceError
 from tools.lib.locations import add_model_flags
 
 if TYPE_CHECKING:
-    from megatron.training.scoring import ComputingModel
+    from megatron.inference.scoring import ComputingModel
 
 TIMEOUT = timedelta(minutes=10)
 
@@ -165,7 +166,7 @@ class Evaluation:
 
     def log_likelihoods(self, requests: Sequence[Request]) -> list[tuple[float, bool]]:
         """Return the log-probability of each request, and whether all its tokens are the most likely; collective."""
-        from megatron.training.scoring import score_tokens
+        from megatron.inference.scoring import score_tokens
 
         scores = score_tokens(self.model, requests, self.batch_size)
         return [(math.fsum(log_probs), all(greedy)) for log_probs, greedy in scores]
@@ -220,34 +221,27 @@ def perplexity(loss: float) -> float:
 def evaluate(args: argparse.Namespace, launch: Launch) -> dict[str, float]:
     """Load the model and measure it; collective."""
     from megatron.config.parallel import ParallelConfig
-    from megatron.distributed.launch import init_distributed
-    from megatron.inference.load import load_tokenizer, open_pretrained
-    from megatron.training.build_model import choose_device
+    from megatron.evaluation.load import open_pretrained
 
     originals = read_texts(args.data)
     if args.output is not None:
         create_output_folder(args.output)
     texts = [detokenize_wikitext2(text) if args.detokenize else text for text in originals]
-    pretrained = open_pretrained(args.load, args.ckpt_step, args.ema, args.follow_links, args.pretrained_checkpoint)
-    for note in pretrained.notes if launch.rank == 0 else ():
+    pretrained = open_pretrained(args.load, source_options(args))
+    for note in pretrained.source.notes if launch.rank == 0 else ():
         echo(f"perplexity: {note}", file=sys.stderr)
-    files = pretrained.files
-    if args.tokenizer_model is not None:
-        files = by_huggingface_names(find_tokenizer_files(args.tokenizer_model))
-    tokenizer = load_tokenizer(files, pretrained.model)
+    tokenizer = pretrained.load_tokenizer(args.tokenizer_model)
     positions = pretrained.model.max_position_embeddings
     length = args.seq_length or positions or 1024
     stride = args.stride or length // 2
     check_windows(length, stride, positions)
     if args.micro_batch_size < 1:
         raise InferenceError(f"--micro-batch-size {args.micro_batch_size}: must be at least 1", "--micro-batch-size 8")
-    device = choose_device(args.device)
-    init_distributed(None, TIMEOUT, device)
     parallel = ParallelConfig(
         tensor_model_parallel_size=args.tensor_model_parallel_size,
         pipeline_model_parallel_size=args.pipeline_model_parallel_size,
     )
-    model = pretrained.build_frozen(parallel, launch, args.params_dtype, device)
+    model = pretrained.build_frozen(parallel, args.params_dtype, args.device, TIMEOUT)
     evaluation = Evaluation(model, tokenizer, length, stride, args.micro_batch_size)
     return evaluation.lambada(texts) if args.task == "lambada" else evaluation.perplexity(texts, originals)
 

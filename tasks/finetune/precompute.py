@@ -38,7 +38,7 @@ from megatron.data.teacher_logits import ARRAYS, INDEX, array_path
 from megatron.training.resume_source import stored_config
 
 if TYPE_CHECKING:
-    from megatron.training.scoring import FrozenModel
+    from megatron.training.frozen_models import FrozenModel
 
 BATCHES_PER_PASS = 16
 """Micro-batches that run through the pipeline at once."""
@@ -47,7 +47,7 @@ BATCHES_PER_PASS = 16
 def write_references(config: RunConfig, model: FrozenModel, output: Path) -> None:
     """Write the pairs with their log-probabilities. Collective."""
     from megatron.distributed.launch import run_on_rank0
-    from megatron.training.scoring import score_tokens
+    from megatron.inference.scoring import score_tokens
 
     paths = config.data.chat_data_path
     pairs = load_conversations(config.data, "train", config.training.seq_length, pairs=True)
@@ -105,8 +105,8 @@ def write_teacher(config: RunConfig, model: FrozenModel, output: Path) -> None:
 
 def write_split(training: TrainingConfig, model: FrozenModel, data: DataSource, split: str, folder: Path) -> None:
     """Write the logits that this rank computes. Collective."""
+    from megatron.inference.scoring import record
     from megatron.training.frozen_models import teacher_logits
-    from megatron.training.scoring import record
 
     mesh, samples, measure = model.mesh, data.used[split], teacher_logits(training.distillation_top_k)
     arrays = {name: np.load(array_path(folder, split, name), mmap_mode="r+") for name in ARRAYS}

@@ -16,7 +16,7 @@ from tests.distributed.crash_faults import Fault, Watch, checkpoints, step_of, w
 from tests.processes import free_port
 from tests.runs import differences, steps, tiny_run
 
-EARLY = "torch._dynamo", "megatron.checkpoint.load", "megatron.contrib.local_checkpoints", "megatron.checkpoint.save"
+EARLY = "torch._dynamo", "megatron.checkpoint.load", "megatron.training.local_checkpoints", "megatron.checkpoint.save"
 """Modules that a run imports when it needs them: importing them before ranks are forked saves each rank seconds."""
 
 for name in EARLY:

@@ -18,7 +18,6 @@ import torch.nn.functional as F
 from megatron.config.errors import UserError
 from megatron.config.parallel import GradCompression, ParallelConfig
 from megatron.config.run import CheckpointConfig, DataConfig, OptimizerConfig, TrainingConfig
-from megatron.contrib.harness import SharedModel
 from megatron.data.errors import DataError
 from megatron.data.loader import MaskBuilder, build_data
 from megatron.distributed.comm import Group
@@ -29,6 +28,8 @@ from megatron.distributed.mesh import Mesh
 from megatron.distributed.micro_batch import MicroBatch
 from megatron.distributed.param_layout import MatrixBlock
 from megatron.inference.generate import PipelinedModel
+from megatron.inference.harness import SharedModel
+from megatron.inference.scoring import record, score_tokens
 from megatron.layers.loss import VocabularyShard, linear_cross_entropy, token_losses
 from megatron.layers.moe import DispatchPlan
 from megatron.optimizer.grad_compression import Int8Reduction, PowerSGD, TopK
@@ -46,7 +47,6 @@ from megatron.training.components.startup import StartupReport
 from megatron.training.loggers.run_logger import RunLogger
 from megatron.training.main import new_run_id
 from megatron.training.metrics import MetricsWindow, RankStats, StepMetrics, gather_rank_stats
-from megatron.training.scoring import record, score_tokens
 from megatron.training.startup import PHASES, StartupTimer
 from megatron.training.step import train_step
 from megatron.training.stop import StopRequest

@@ -23,13 +23,13 @@ from megatron.checkpoint.load import CheckpointReader
 from megatron.checkpoint.save import CheckpointExtras, save_sharded
 from megatron.checkpoint.tensor_file import GlobalTensor, TensorPart
 from megatron.config.run import CheckpointConfig
-from megatron.contrib import local_checkpoints
-from megatron.contrib.local_checkpoints import FileTransfer, LocalSave, NodeCheckpoints, files_needed
 from megatron.distributed.launch import gather_results, run_on_rank0, world_group
 from megatron.distributed.sharding import Box
+from megatron.training import local_checkpoints
 from megatron.training.build import build_trainer
 from megatron.training.checkpoint_contents import bytes_to_save, run_state, tensors_to_save
 from megatron.training.checkpointer import CheckpointContents, Checkpointer
+from megatron.training.local_checkpoints import FileTransfer, LocalSave, NodeCheckpoints, files_needed
 from megatron.training.trainer import Trainer
 from tests.distributed.detect import ZERO1, Detector
 from tests.distributed.drive import Case

@@ -217,7 +217,7 @@ def load_as_dtensor(rank: int, world: int, path: Path) -> list[bool]:
     import torch.distributed.checkpoint as dcp
     from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor, init_device_mesh
 
-    from megatron.contrib.dcp_reader import CheckpointStorageReader
+    from megatron.checkpoint.dcp_reader import CheckpointStorageReader
 
     mesh = init_device_mesh("cpu", (world,))
     equal = []

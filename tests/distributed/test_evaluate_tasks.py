@@ -10,8 +10,9 @@ import pytest
 
 from megatron.arguments.cli import parse
 from megatron.config.run import RunConfig
-from megatron.contrib.harness import language_model_class, scalar_results
 from megatron.convert.huggingface.config import read_model_values
+from megatron.evaluation.harness import language_model_class
+from megatron.training.callbacks.evaluate_tasks import scalar_results
 from tasks.evaluate import harness
 from tests.distributed.pool import Pool
 from tests.distributed.test_generate import run_tool

@@ -23,10 +23,10 @@ from megatron.checkpoint.format import whole_box
 from megatron.checkpoint.load import load_sharded
 from megatron.checkpoint.save import CheckpointExtras, local_bytes
 from megatron.checkpoint.tensor_file import GlobalTensor
-from megatron.contrib import local_checkpoints as exchange_module
-from megatron.contrib.local_checkpoints import FileTransfer, NodeCheckpoints, send_and_receive
 from megatron.distributed.comm import Group
 from megatron.distributed.sharding import Box
+from megatron.training import local_checkpoints as exchange_module
+from megatron.training.local_checkpoints import FileTransfer, NodeCheckpoints, send_and_receive
 from tests.distributed.pool import Pool
 from tests.unit.checkpoint.samples import Sample
 from tests.unit.checkpoint.test_faults import content, watched

@@ -20,11 +20,11 @@ import pytest
 from megatron.checkpoint.format import MANIFEST, Manifest
 from megatron.checkpoint.save import save_sharded
 from megatron.config.run import RunConfig
-from megatron.contrib.local_checkpoints import NodeCheckpoints
 from megatron.distributed.launch import world_group
 from megatron.training.build import build_trainer
 from megatron.training.checkpoint_contents import run_state, tensors_to_save
 from megatron.training.checkpointer import Checkpointer, choose_resume_source
+from megatron.training.local_checkpoints import NodeCheckpoints
 from tests.distributed.pool import Pool
 from tests.distributed.resume import ACTIONS
 from tests.runs import Told, before_step, differences, start, steps, tiny_run

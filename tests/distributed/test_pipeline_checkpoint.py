@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from megatron.arguments.cli import parse
 from megatron.convert.huggingface.config import read_config, read_model_values
 from megatron.convert.huggingface.convert import convert_to_huggingface
-from megatron.convert.saved_model import open_checkpoint
+from megatron.convert.saved_model import SavedModel, open_checkpoint
 from megatron.pipeline.schedules import make_schedule
 from tests.distributed.pool import Pool
 from tests.distributed.resume import run_rank
@@ -78,7 +78,9 @@ def test_a_hugging_face_model_comes_back_from_four_ranks(pool: Pool, name: str, 
     printed = pool.run(4, run_rank, config, check_collectives=False)
     assert [(rank.status, rank.err) for rank in printed] == [(0, "")] * 4
     manifest, _ = open_checkpoint(tmp_path / "saved")
-    convert_to_huggingface(manifest, tmp_path / "back", ignore, dtype="fp32", shard_bytes=10**9, checked=False)
+    convert_to_huggingface(
+        SavedModel(manifest), tmp_path / "back", ignore, dtype="fp32", shard_bytes=10**9, checked=False
+    )
     back = load_file(tmp_path / "back" / "model.safetensors")
     assert back.keys() == weights.keys()
     assert all(torch.equal(back[key], value) for key, value in weights.items())

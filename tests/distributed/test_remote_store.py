@@ -10,14 +10,14 @@ import fsspec.config
 import pytest
 import torch.distributed as dist
 
+from megatron.checkpoint import object_store
 from megatron.checkpoint.errors import StorageError
 from megatron.checkpoint.folder import CheckpointFolder
 from megatron.checkpoint.format import Manifest
 from megatron.checkpoint.load import load_sharded
+from megatron.checkpoint.object_store import RemotePath
 from megatron.checkpoint.save import save_sharded
 from megatron.checkpoint.verify import list_damage
-from megatron.contrib import object_store
-from megatron.contrib.object_store import RemotePath
 from megatron.distributed.comm import Group
 from tests.distributed.pool import Pool
 from tests.runs import differences, start, steps, tiny_run

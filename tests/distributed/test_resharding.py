@@ -152,7 +152,7 @@ def memory_of_start(rank: int, world_size: int, config: RunConfig, hf: Path | No
     watcher.start()
     trainer = build_trainer(config, rank, world_size, fresh=hf is None)
     if hf is not None:
-        Checkpointer(trainer).load(ResumeSource(hf=hf))
+        Checkpointer(trainer).load(ResumeSource(weights=f"hf:{hf}"))
     stop.set()
     watcher.join()
     return max(peak, anonymous_bytes()) - before

@@ -15,10 +15,11 @@ from megatron.config.parallel import ParallelConfig
 from megatron.config.run import PrecisionConfig, TrainingConfig
 from megatron.convert.saved_model import SavedModel, open_checkpoint
 from megatron.distributed.grad_accumulator import GradAccumulator
+from megatron.inference.scoring import score_tokens
 from megatron.layers.context import BuildContext
 from megatron.model.gpt import GPTChunk, build_gpt
 from megatron.training.build import build_trainer
-from megatron.training.scoring import FrozenModel, score_tokens
+from megatron.training.frozen_models import FrozenModel
 from megatron.training.step import train_step
 from tests.checkpoints import save_model
 from tests.distributed.drive import MODEL, RATES, Case, batches_of, pipeline

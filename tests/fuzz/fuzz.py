@@ -272,12 +272,12 @@ def manifest(folder: Path) -> Target:
     import torch.distributed.checkpoint as dcp
 
     from megatron.arguments.compatibility import compare_configs
+    from megatron.checkpoint.dcp_reader import CheckpointStorageReader
     from megatron.checkpoint.format import MANIFEST, MARKER, Manifest, marker_content
     from megatron.checkpoint.load import CheckpointReader
     from megatron.checkpoint.tensor_file import DTYPES, tensor_bytes
     from megatron.checkpoint.verify import list_damage
     from megatron.config.run import CheckpointConfig, RunConfig
-    from megatron.contrib.dcp_reader import CheckpointStorageReader
     from megatron.convert.saved_model import SavedModel
     from megatron.training.resume_source import find_resume_source
     from tools import inspect_checkpoint
@@ -510,8 +510,8 @@ def tokenizer_settings(folder: Path) -> Target:
     """The files beside tokenizer.json and in a model's folder: special tokens, and what ends a text."""
     from megatron.convert.huggingface.convert import special_token_ids
     from megatron.data.tokenizers.tokenizer import TokenizerOptions, build_tokenizer
-    from megatron.inference.load import stop_ids
     from megatron.inference.text import open_codec
+    from megatron.inference.tokenizer import stop_ids
     from tests.unit.data.made_tokenizers import bpe
 
     tokenizer = bpe(300).to_str().encode()
@@ -995,7 +995,7 @@ def expect_weights(path: Path, stored: Callable[[str], Any]) -> object:
 
     from megatron.checkpoint.format import Manifest
     from megatron.checkpoint.load import CheckpointReader
-    from megatron.contrib.megatron_lm.names import their_names
+    from megatron.convert.megatron_lm.names import their_names
 
     found = Manifest.open(path)
     reader = CheckpointReader(found)

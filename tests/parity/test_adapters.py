@@ -17,7 +17,8 @@ from torch import Tensor, nn
 
 from megatron.config.run import OptimizerConfig, TrainingConfig
 from megatron.convert.huggingface.config import read_model_config
-from megatron.convert.huggingface.weights import HuggingFaceWeights, fill_weights
+from megatron.convert.huggingface.weights import HuggingFaceWeights
+from megatron.convert.weight_source import fill_weights
 from megatron.distributed.micro_batch import MicroBatch
 from megatron.layers.adapters import adapted_row_norms, adapters_disabled
 from megatron.layers.parameters import gpt, trainable

@@ -20,13 +20,13 @@ from megatron.checkpoint.tensor_file import GlobalTensor, TensorPart
 from megatron.config.model import ModelConfig
 from megatron.config.run import PrecisionConfig, RunConfig, TrainingConfig
 from megatron.convert.huggingface.convert import convert_from_huggingface, convert_to_huggingface
-from megatron.convert.huggingface.weights import fill_weights
 from megatron.convert.saved_model import SavedModel, open_checkpoint
+from megatron.convert.weight_source import fill_weights
 from megatron.distributed.comm import Group
 from megatron.distributed.micro_batch import MicroBatch
 from tests.parity.families import everything_in_double, from_experts, from_gpt2, from_gpt_oss, from_llama, from_neox
 from tests.solo import Solo, random_batch
-from tests.unit.convert.folders import ignore
+from tests.unit.convert.folders import ignore, opened
 
 transformers = pytest.importorskip("transformers")
 
@@ -232,12 +232,10 @@ def test_there_and_back(name: str, tmp_path: Path) -> None:
     theirs = shape.build(seed=number)
     dtype = (torch.float32, torch.bfloat16, torch.float16)[number % 3]
     theirs.to(dtype).save_pretrained(tmp_path / "hf", max_shard_size="20KB")
-    convert_from_huggingface(tmp_path / "hf", tmp_path / "save", ignore, checked=False)
+    convert_from_huggingface(opened(tmp_path / "hf"), tmp_path / "save", ignore, checked=False)
     saved = SavedModel(open_checkpoint(tmp_path / "save")[0])
     kind = theirs.config.model_type  # another may compute the same
-    convert_to_huggingface(
-        saved.manifest, tmp_path / "back", ignore, shard_bytes=30_000, checked=False, model_type=kind
-    )
+    convert_to_huggingface(saved, tmp_path / "back", ignore, shard_bytes=30_000, checked=False, model_type=kind)
     before, after = (weights_of(tmp_path / folder) for folder in ("hf", "back"))
     assert before.keys() == after.keys()
     for key, value in before.items():
@@ -263,7 +261,7 @@ def weights_of(folder: Path) -> dict[str, Tensor]:
 def test_export_of_a_trained_model(name: str, tmp_path: Path) -> None:
     shape = CASES[name]
     shape.build(seed=1).save_pretrained(tmp_path / "hf")
-    convert_from_huggingface(tmp_path / "hf", tmp_path / "save", ignore, checked=False)
+    convert_from_huggingface(opened(tmp_path / "hf"), tmp_path / "save", ignore, checked=False)
     ours = solo(SavedModel(open_checkpoint(tmp_path / "save")[0]))
     for step in range(3):
         ours.step([random_batch(ours.chunk.config, seed=step)], lr=1e-2)
@@ -271,7 +269,7 @@ def test_export_of_a_trained_model(name: str, tmp_path: Path) -> None:
         for weight in (*ours.params.values(), *ours.optimizer.main_params.values()):
             weight.copy_(weight.float())  # the export is in fp32
     manifest = write_trained(tmp_path / "run" / "iter_0000003", ours)
-    done = convert_to_huggingface(manifest, tmp_path / "out", ignore, shard_bytes=10**9)
+    done = convert_to_huggingface(SavedModel(manifest), tmp_path / "out", ignore, shard_bytes=10**9)
     assert done.differences
     exported = load(tmp_path / "out")
     assert_same_numbers(shape, ours, exported)

@@ -13,11 +13,12 @@ from torch import Tensor, nn
 
 from megatron.checkpoint.format import Manifest, whole_box
 from megatron.config.run import TrainingConfig
-from megatron.convert.huggingface.weights import fill_weights
 from megatron.convert.saved_model import SavedModel
+from megatron.convert.sources import open_saved
+from megatron.convert.weight_source import fill_weights
 from megatron.distributed.grad_accumulator import GradAccumulator
 from megatron.distributed.sharding import Box
-from megatron.inference.load import open_pretrained
+from megatron.evaluation.load import open_pretrained
 from megatron.layers.context import BuildContext
 from megatron.model.gpt import build_gpt
 from tests.parity.families import everything_in_double
@@ -153,8 +154,8 @@ def assert_close(found: Tensor, expected: Tensor, rounded: bool = False) -> None
 def test_an_adapter_computes_the_same_here_and_is_written_as_it_was(case: str, tmp_path: Path) -> None:
     make_adapter(tmp_path, case)
     expected = logits_of_peft(tmp_path / "hf", tmp_path / "peft")
-    saved = SavedModel(Manifest.open(imported(tmp_path)))
-    merged = open_pretrained(str(tmp_path / "imported")).build(one_rank_mesh(), torch.float64, torch.device("cpu"))
+    saved = open_saved(Manifest.open(imported(tmp_path)))
+    merged = open_pretrained(str(tmp_path / "imported")).build(one_rank_mesh(), "fp64", torch.device("cpu"))
     with torch.no_grad():
         assert_close(merged.logits(tokens()).transpose(0, 1), expected, case in MIXED)
     assert_close(Unmerged(saved).logits(), expected, case in MIXED)
@@ -202,10 +203,10 @@ def test_adapters_of_parts_go_to_peft_and_back(case: str, tmp_path: Path) -> Non
     family, dora = case.split("-")[0], case.endswith("dora")
     make_base(tmp_path / "hf", family)
     options = {"lora_alpha": 5.0, "lora_target": PARTS[family], "lora_dora": dora}
-    saved = SavedModel(write_adapters(tmp_path / "ours" / "iter_0000007", tmp_path / "hf", **options))
+    saved = open_saved(write_adapters(tmp_path / "ours" / "iter_0000007", tmp_path / "hf", **options))
     assert convert(["--load", f"{tmp_path / 'ours'}", "--save-peft", f"{tmp_path / 'peft'}"]) == 0
     assert_close(Unmerged(saved).logits(), logits_of_peft(tmp_path / "hf", tmp_path / "peft"), rounded=dora)
-    back = SavedModel(Manifest.open(imported(tmp_path)))
+    back = open_saved(Manifest.open(imported(tmp_path)))
     for name, spec in saved.specs.items():
         box = whole_box(spec.view)
         found, expected = (model.read(name, spec.view, box) for model in (back, saved))

@@ -14,18 +14,15 @@ from pathlib import Path
 
 PACKAGES = (
     *("config", "kernels", "distributed", "layers", "pipeline", "optimizer", "planner", "model"),
-    *("contrib.object_store", "checkpoint", "data", "arguments", "convert", "training", "inference", "contrib"),
+    *("checkpoint", "data", "arguments", "convert", "inference", "training", "evaluation"),
 )
 """The packages of the library, bottom to top. A package imports only itself and those before it."""
 
 LAYERS = (
     *(f"megatron.{package}" for package in PACKAGES),
-    *("megatron.contrib", "pretrain_gpt", "tools", "tasks", "megatron.__main__"),
+    *("pretrain_gpt", "tools", "tasks", "megatron.__main__"),
 )
 """Everything that may be imported, bottom to top."""
-
-CONTRIB = "megatron.contrib"
-"""Optional parts: any package may import them inside a function, so that a run without them does not load them."""
 
 TORCH_FREE = (
     *("megatron.config", "megatron.arguments", "megatron.planner"),
@@ -59,8 +56,8 @@ COMMUNICATORS = (
 """The modules that may touch torch.distributed: every communication is found, and mutated, there."""
 
 STORAGE = {
-    "megatron.contrib.dcp_reader": "torch.distributed.checkpoint",
-    "megatron.contrib.megatron_lm.save": "torch.distributed.checkpoint",
+    "megatron.checkpoint.dcp_reader": "torch.distributed.checkpoint",
+    "megatron.convert.megatron_lm.save": "torch.distributed.checkpoint",
     "megatron.distributed.sharding": "torch.distributed.tensor",
 }
 """Further parts of torch.distributed that a module may use: a library that brings its own communication."""
@@ -108,7 +105,7 @@ def load(root: Path, *patterns: str) -> list[Module]:
 
 
 def imports(module: Module, at_import: bool = False) -> set[str]:
-    """Dotted names the module imports; ``from a import b`` gives ``a.b``.
+    """Dotted names the module imports; ``from a import b`` gives ``a.b``, and ``import_module("a")`` gives ``a``.
 
     Args:
         module: the source.
@@ -120,6 +117,8 @@ def imports(module: Module, at_import: bool = False) -> set[str]:
             names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
             names |= {f"{node.module}.{alias.name}" for alias in node.names}
+        elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith("import_module"):
+            names |= {arg.value for arg in node.args if isinstance(arg, ast.Constant) and isinstance(arg.value, str)}
     return names
 
 
@@ -148,8 +147,7 @@ def misplaced_imports(modules: Sequence[Module]) -> list[str]:
         if here is None:
             found.append(f"{module.name} belongs to no package")
             continue
-        late = {name for name in imports(module) - imports(module, at_import=True) if prefix_of(name, (CONTRIB,))}
-        for target in sorted(imports(module) - late):
+        for target in sorted(imports(module)):
             there = prefix_of(target, level)
             if there is not None and level[there] > level[here]:
                 found.append(f"{module.name} imports {target}, which is above it")

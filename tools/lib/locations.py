@@ -3,11 +3,24 @@
 from __future__ import annotations
 
 import argparse
+from typing import TYPE_CHECKING
 
 from megatron.checkpoint.location import Location, parse_location
 from megatron.config.errors import UserError
 from megatron.config.files import add_links_flag
+from megatron.config.schemes import HUGGING_FACE_PREFIX, PEFT_PREFIX, split_scheme
 from megatron.config.settings import SETTINGS
+from megatron.config.text import shell_word
+
+if TYPE_CHECKING:
+    from megatron.convert.weight_source import SourceOptions
+
+
+LOCATIONS = (
+    "a folder of checkpoints, one of them, s3://BUCKET/RUN, hf:DIR or hf:ORG/NAME of Hugging Face, megatron:DIR of "
+    "Megatron-LM, or peft:DIR, an adapter"
+)
+"""What every program loads."""
 
 
 def add_pretrained_flag(parser: argparse.ArgumentParser | argparse._ArgumentGroup) -> None:
@@ -17,11 +30,21 @@ def add_pretrained_flag(parser: argparse.ArgumentParser | argparse._ArgumentGrou
 
 
 def location_argument(text: str) -> Location:
-    """Parse a location as `parse_location`; argparse would print a refused one, which holds a credential."""
+    """Parse the location of checkpoints; argparse would print a refused one, which holds a credential."""
+    if split_scheme(text)[0] in (HUGGING_FACE_PREFIX, PEFT_PREFIX):
+        imported = f"python tools/convert_checkpoint.py --load {shell_word(text)} --save NEW"
+        raise argparse.ArgumentTypeError(f"{text} is not a checkpoint; {imported} writes one")
     try:
         return parse_location(text)
     except UserError as error:
         raise argparse.ArgumentTypeError(str(error)) from error
+
+
+def source_argument(text: str) -> str:
+    """Return a location of any scheme, checked as `location_argument` does for checkpoints."""
+    if split_scheme(text)[0] not in (HUGGING_FACE_PREFIX, PEFT_PREFIX):
+        location_argument(text)
+    return text
 
 
 def add_model_flags(model: argparse._ArgumentGroup) -> None:
@@ -30,7 +53,7 @@ def add_model_flags(model: argparse._ArgumentGroup) -> None:
         "--load",
         required=True,
         metavar="PATH",
-        help="a folder of checkpoints, one of them, megatron:DIR, or hf:DIR or hf:ORG/NAME of Hugging Face",
+        help=LOCATIONS,
     )
     model.add_argument("--ckpt-step", type=int, metavar="N", help="step of the checkpoint (the newest valid one)")
     model.add_argument("--ema", action="store_true", help="use the weight average of --ema-decay")
@@ -40,3 +63,11 @@ def add_model_flags(model: argparse._ArgumentGroup) -> None:
     model.add_argument("--device", choices=devices, default="auto", help="device (auto)")
     add_links_flag(model)
     model.add_argument("--plugin", nargs="+", default=(), metavar="MODULE", help="modules with further model families")
+
+
+def source_options(args: argparse.Namespace) -> SourceOptions:
+    """Return which model of ``--load`` the flags choose."""
+    from megatron.convert.weight_source import SourceOptions
+
+    average, kind = bool(vars(args).get("ema")), vars(args).get("model_type")
+    return SourceOptions(args.ckpt_step, average, args.pretrained_checkpoint, args.follow_links, model_type=kind)

@@ -13,11 +13,12 @@ from megatron.checkpoint.format import MEGATRON_LM_NEWEST, is_megatron_lm
 from megatron.checkpoint.location import Location, parse_location
 from megatron.config.errors import Problem
 from megatron.config.files import FOLLOW_LINKS, describe_outside_links
-from megatron.config.run import HUGGING_FACE_PREFIX, MEGATRON_PREFIX, RunConfig
-from megatron.config.text import did_you_mean, flag
+from megatron.config.run import RunConfig
+from megatron.config.schemes import HUGGING_FACE_PREFIX, MEGATRON_PREFIX, PEFT_PREFIX, split_scheme
+from megatron.config.text import did_you_mean, flag, shell_word
 
 if TYPE_CHECKING:
-    from megatron.contrib.object_store import RemotePath
+    from megatron.checkpoint.object_store import RemotePath
 
 
 def check_load_folder(config: RunConfig, world_size: int) -> Iterator[Problem]:
@@ -62,10 +63,13 @@ def check_frozen_models(config: RunConfig, world_size: int) -> Iterator[Problem]
 
 def _source_problems(option: str, load: str, world_size: int) -> Iterator[Problem]:
     """Yield a problem of the value of an option that names a model or checkpoints, if it has one."""
-    if load in ("", HUGGING_FACE_PREFIX, MEGATRON_PREFIX):
+    scheme, place = split_scheme(load)
+    if not place:
         yield Problem("E801", f"{option} '{load}' has no folder name", (f"drop {option}",))
-        return
-    if load.startswith(HUGGING_FACE_PREFIX):
+    if scheme == PEFT_PREFIX and option in ("--load", "--pretrained-checkpoint"):
+        sentence = f"{option} {load} is an adapter of PEFT, which a run reads from a checkpoint"
+        yield Problem("E801", sentence, (f"python tools/convert_checkpoint.py --load {shell_word(load)} --save NEW",))
+    if not place or scheme in (HUGGING_FACE_PREFIX, PEFT_PREFIX):
         return
     folder = parse_location(load)
     if not isinstance(folder, Path):
@@ -73,7 +77,7 @@ def _source_problems(option: str, load: str, world_size: int) -> Iterator[Proble
     elif not isdir(folder) and (close := did_you_mean(folder.name, _folders_beside(folder))):
         sentence = f"{option} {folder}: the folder does not exist; did you mean {folder.parent / close}?"
         yield Problem("E801", sentence, (f"{option} {folder.parent / close}", f"drop {option}"))
-    elif load.startswith(MEGATRON_PREFIX):
+    elif scheme == MEGATRON_PREFIX:
         if not isfile(folder / MEGATRON_LM_NEWEST) and not is_megatron_lm(folder):
             sentence = f"{option} {load} is neither a folder of Megatron-LM's checkpoints nor one of them"
             below = [each for each in _folders_beside(folder / "any") if isfile(folder / each / MEGATRON_LM_NEWEST)]

@@ -28,12 +28,8 @@ from megatron.config.model import ModelConfig
 from megatron.config.run import TrainingConfig
 from megatron.config.text import listed
 from megatron.convert.huggingface.config import CONFIG_FILE
-from megatron.convert.huggingface.weights import (
-    WeightSource,
-    build_on_meta,
-    open_weights,
-    read_in_blocks,
-)
+from megatron.convert.huggingface.weights import build_on_meta, open_weights
+from megatron.convert.weight_source import WeightSource, read_in_blocks
 from megatron.data.tokenizers.huggingface import (
     TOKENIZER_CONFIG,
     TOKENIZER_JSON,

@@ -38,7 +38,6 @@ from megatron.checkpoint.folder import CheckpointFolder
 from megatron.checkpoint.format import (
     MANIFEST,
     MARKER,
-    Manifest,
     TensorChunk,
     encode_manifest,
     marker_content,
@@ -68,10 +67,8 @@ from megatron.convert.huggingface.config import (
     SPECIAL_TOKEN_IDS,
     build_config_json,
     read_config,
-    read_model_config,
 )
 from megatron.convert.huggingface.weights import (
-    BLOCK_ELEMENTS,
     WEIGHTS_FILE,
     WEIGHTS_INDEX_FILE,
     HuggingFaceWeights,
@@ -79,15 +76,16 @@ from megatron.convert.huggingface.weights import (
     map_tensors,
 )
 from megatron.convert.model_card import CARD_FILE, OTHER_CARD_FILE, model_card
-from megatron.convert.saved_model import (
+from megatron.convert.saved_model import SavedModel
+from megatron.convert.staging import JOURNAL, StagingFolder
+from megatron.convert.tokenizer_files import (
     GENERATION_CONFIG_FILE,
     TOKENIZER_PREFIX,
-    SavedModel,
     by_huggingface_names,
     find_tokenizer_files,
     saved_tokenizer_files,
 )
-from megatron.convert.staging import JOURNAL, StagingFolder
+from megatron.convert.weight_source import BLOCK_ELEMENTS
 from megatron.data.errors import DataError
 from megatron.data.tokenizers.huggingface import TOKENIZER_CONFIG, TOKENIZER_JSON, find_eod_id, find_special_token
 from megatron.distributed.sharding import Box
@@ -140,17 +138,17 @@ class _Progress:
 
 
 def convert_from_huggingface(
-    folder: Path,
+    source: HuggingFaceWeights,
     save: Path,
     report: ProgressCallback,
     checked: bool = True,
     dtype: str | None = None,
     workers: int = 1,
 ) -> ConversionResult:
-    """Convert a Hugging Face folder to a checkpoint of step 0.
+    """Write a Hugging Face model as a checkpoint of step 0, one block at a time.
 
     Args:
-        folder: the Hugging Face model.
+        source: the model.
         save: a ``--save`` folder without checkpoints.
         report: progress callback.
         checked: compare with `transformers` before publishing the checkpoint.
@@ -159,48 +157,15 @@ def convert_from_huggingface(
 
     Raises:
         UserError, CheckpointError: when the model cannot be converted, or the check fails.
-    """
-    checkpoints = CheckpointFolder(save)
-    if checkpoints.named():
-        raise CheckpointError(f"{save} holds checkpoints already", "--save A_NEW_FOLDER")
-    stored = DTYPES[dtype or "fp32"]
-
-    def check(saved: SavedModel) -> Sequence[OutputDifference]:
-        return check_model(folder, folder / CONFIG_FILE, saved.model, saved, stored) if checked else ()
-
-    return import_huggingface(folder, local_path(checkpoints.path(0)), report, dtype, workers, check)
-
-
-def import_huggingface(
-    folder: Path,
-    path: Path,
-    report: ProgressCallback,
-    dtype: str | None = None,
-    workers: int = 1,
-    check: Callable[[SavedModel], Sequence[OutputDifference]] = lambda saved: (),
-) -> ConversionResult:
-    """Write the weights of a Hugging Face folder as a checkpoint of step 0, one block at a time.
-
-    Args:
-        folder: folder with config.json and safetensors files.
-        path: folder of the new checkpoint, which must not exist.
-        report: progress callback.
-        dtype: as of :func:`convert_from_huggingface`.
-        workers: as of :func:`convert_from_huggingface`.
-        check: called before the checkpoint is published; its errors prevent that.
-
-    Raises:
-        UserError: when config.json has unsupported options.
-        CheckpointError: when tensors are missing, unused or of another shape.
         StorageError: when writing fails.
     """
-    source = HuggingFaceWeights(folder, read_model_config(folder))
+    path, folder = new_checkpoint(save), source.folder
     stored = DTYPES[dtype or "fp32"]
     sizes = {name: spec.numel * stored.itemsize for name, spec in source.specs.items()}
     names = [*sizes]
     groups = [names[group] for group in split_into_shards([*sizes.values()], FILE_BYTES)]
     staged = path.with_name(f"{path.name}.unchecked")  # not recognised as a checkpoint
-    extra = _imported_extras(folder, source, dtype)
+    extra = _imported_extras(source, dtype)
     identity = {
         "program": package_version(),
         "mappings": checksum(repr(source.mappings).encode()),
@@ -228,7 +193,7 @@ def import_huggingface(
                 write_file(staging.folder / MANIFEST, manifest)
                 sync_folder(staging.folder)
                 saved = SavedModel(parse_manifest(staged, manifest, ATTEMPT))
-                differences = check(saved)
+                differences = check_model(folder, folder / CONFIG_FILE, saved.model, saved, stored) if checked else ()
                 staging.close_journal()
                 publish_file(staged / MARKER, marker_content(manifest, ATTEMPT))
                 _publish(staged, path)
@@ -237,6 +202,14 @@ def import_huggingface(
                 delete_checkpoint(staged)
             raise
     return ConversionResult(path, saved.model, differences, kept)
+
+
+def new_checkpoint(save: Path, iteration: int = 0) -> Path:
+    """Return the path of a checkpoint in a folder; CheckpointError if there are checkpoints in it already."""
+    checkpoints = CheckpointFolder(save)
+    if checkpoints.named():
+        raise CheckpointError(f"{save} holds checkpoints already", "--save A_NEW_FOLDER")
+    return local_path(checkpoints.path(iteration))
 
 
 def _publish(staged: Path, path: Path) -> None:
@@ -253,13 +226,12 @@ def _file_versions(folder: Path) -> dict[str, list[int]]:
     return {name: [stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns] for name, stat in found.items()}
 
 
-def _imported_extras(folder: Path, source: HuggingFaceWeights, dtype: str | None) -> CheckpointExtras:
+def _imported_extras(source: HuggingFaceWeights, dtype: str | None) -> CheckpointExtras:
     """Return the content of an imported checkpoint besides tensors."""
-    precision = dtype or next(name for name, known in DTYPES.items() if known == source.dtype)
-    config = resolve(RunConfig(model=source.model, precision=PrecisionConfig(params_dtype=precision)), 1)
-    settings = read_config(folder)
+    precision = PrecisionConfig(params_dtype=dtype or source.precision)
+    config, settings = resolve(RunConfig(model=source.model, precision=precision), 1), read_config(source.folder)
     special_ids = {name: settings[name] for name in SPECIAL_TOKEN_IDS if settings.get(name) is not None}
-    carried = find_tokenizer_files(folder)
+    carried = find_tokenizer_files(source.folder)
     for path in carried.values():
         if path.suffix == ".json":
             _check_json(path)
@@ -306,18 +278,18 @@ def _global_tensor(source: HuggingFaceWeights, name: str, memory: Tensor, progre
     return GlobalTensor(spec.shape, spec.view, dtype, parts)
 
 
-def raise_if_overflow(name: str, rounded: Tensor, exact: Tensor) -> None:
+def raise_if_overflow(name: str, rounded: Tensor, exact: Tensor, fix: str = "--dtype bf16") -> None:
     """Raise CheckpointError if values are infinite in fp16 alone."""
     if rounded.dtype == torch.float16 and not torch.isfinite(rounded).all() and torch.isfinite(exact).all():
         seen = f"{name} has values above {torch.finfo(rounded.dtype).max:g}, too large for fp16"
-        raise CheckpointError(seen, "--dtype bf16")
+        raise CheckpointError(seen, fix)
 
 
 # ---- To Hugging Face ----
 
 
 def convert_to_huggingface(
-    manifest: Manifest,
+    saved: SavedModel,
     folder: Path,
     report: ProgressCallback,
     *,
@@ -325,25 +297,19 @@ def convert_to_huggingface(
     shard_bytes: int,
     tokenizer: Path | None = None,
     model_type: str | None = None,
-    average: bool = False,
-    pretrained: str | None = None,
-    follow_links: bool = False,
     checked: bool = True,
     workers: int | None = None,
 ) -> ConversionResult:
     """Convert a checkpoint to a Hugging Face folder. All that can be checked is checked before anything is written.
 
     Args:
-        manifest: manifest of the checkpoint.
+        saved: the checkpoint.
         folder: must not exist, or be empty.
         report: progress callback.
         dtype: ``fp32``, ``bf16`` or ``fp16``; None for the data type that the run computed in.
         shard_bytes: maximum size of a weights file, unless a single tensor is larger.
         tokenizer: folder with tokenizer files; None for those in the checkpoint.
         model_type: of transformers; None for the first that computes the same.
-        average: write the moving average of the weights.
-        pretrained: the model that adapters belong to, as of `SavedModel`; they are merged into its weights.
-        follow_links: as of `SavedModel`.
         checked: compare weights and tokenizer with `transformers` before publishing the folder.
         workers: files to write at the same time, each in a thread with two buffers of the size of a tensor; None for as
             many as need no more than two times the largest tensor in fp32.
@@ -354,7 +320,7 @@ def convert_to_huggingface(
         DamagedCheckpointError: when a checksum of the checkpoint does not match.
         StorageError: when writing fails.
     """
-    saved = SavedModel(manifest, average, pretrained, follow_links)
+    manifest = saved.manifest
     if dtype is None and saved.precision == "fp64":
         fixes = ("--dtype fp32", "--dtype bf16")
         raise CheckpointError("the run computed in fp64, which Hugging Face models do not support", *fixes)
@@ -377,7 +343,7 @@ def convert_to_huggingface(
     identity = {
         "program": package_version(),
         "manifest": checksum(encode_manifest(manifest.tensors, manifest.files, manifest.state, manifest.config)),
-        "shards": checksum(repr((shards, source.dtype, average)).encode()),
+        "shards": checksum(repr((shards, source.dtype, saved.average)).encode()),
     }
     with disk_errors_as_storage_errors(building):
         staging = StagingFolder(building, identity)

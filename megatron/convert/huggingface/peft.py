@@ -14,7 +14,7 @@ import os
 import re
 import shutil
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import reduce
 from pathlib import Path
@@ -27,36 +27,35 @@ from megatron.arguments.compatibility import compare_configs
 from megatron.arguments.sources import resolve, to_dict
 from megatron.checkpoint.durable_files import durable_rename, sync_folder, write_file
 from megatron.checkpoint.errors import CheckpointError, raise_if_any
-from megatron.checkpoint.folder import CheckpointFolder
 from megatron.checkpoint.format import whole_box
-from megatron.checkpoint.location import local_path
 from megatron.checkpoint.save import save_sharded
 from megatron.checkpoint.tensor_file import GlobalTensor, TensorFile, TensorFileWriter, TensorPart
 from megatron.config.errors import Problem, UserError
 from megatron.config.model import MAX_SIZE, ModelConfig
-from megatron.config.run import HUGGING_FACE_PREFIX, CheckpointConfig, PrecisionConfig, RunConfig
-from megatron.convert.adapters import MergedWeights
+from megatron.config.run import CheckpointConfig, PrecisionConfig, RunConfig
+from megatron.config.schemes import HUGGING_FACE_PREFIX, split_scheme
+from megatron.convert.adapters import MergedWeights, describe_adapters
 from megatron.convert.base_model import BaseModel
 from megatron.convert.huggingface.config import (
-    CONFIG_FILE,
     model_type_for,
     read_config,
     read_model_type,
     read_options,
-    refuse_outside_links,
     words,
 )
-from megatron.convert.huggingface.convert import check_target, disk_errors_as_storage_errors, raise_if_overflow
-from megatron.convert.huggingface.keys import JsonObject
-from megatron.convert.huggingface.weights import SUPPORTED_DTYPES, HuggingFaceWeights, ModelSource, map_tensors
-from megatron.convert.saved_model import (
-    SavedModel,
-    files_to_carry,
-    find_tokenizer_files,
-    open_model,
-    tokenizer_files_of,
+from megatron.convert.huggingface.convert import (
+    check_target,
+    disk_errors_as_storage_errors,
+    new_checkpoint,
+    raise_if_overflow,
 )
+from megatron.convert.huggingface.keys import JsonObject
+from megatron.convert.huggingface.weights import SUPPORTED_DTYPES, map_tensors
+from megatron.convert.saved_model import SavedModel
+from megatron.convert.tokenizer_files import SmallFiles, files_to_carry, find_tokenizer_files
+from megatron.convert.weight_source import ModelSource
 from megatron.distributed.comm import Group
+from megatron.distributed.sharding import Box, ShardSpec
 from megatron.layers.adapter_parameters import ADAPTABLE, linear_parts, part_of_rows
 from megatron.layers.context import DTYPES
 from megatron.layers.parameters import gpt, trainable
@@ -209,7 +208,8 @@ def export_peft(
     base, run = RunConfig(model=saved.merged.base.model), RunConfig(model=saved.model)
     for problem in compare_configs(to_dict(base), resolve(run, 1), "exact", name="base").problems:
         raise CheckpointError(f"{saved.manifest.path}: {problem.sentence}", "--save-hf DIR")
-    theirs = location.removeprefix(HUGGING_FACE_PREFIX) if location.startswith(HUGGING_FACE_PREFIX) else None
+    scheme, place = split_scheme(location)
+    theirs = place if scheme == HUGGING_FACE_PREFIX else None
     config, tensors = to_peft(saved.merged, transformers_type(saved.merged.base, model_type), theirs)
     if dtype is not None:
         exact, tensors = tensors, {name: tensor.to(DTYPES[dtype]) for name, tensor in tensors.items()}
@@ -234,63 +234,98 @@ def export_peft(
 
 def transformers_type(base: ModelSource, wanted: str | None) -> str:
     """Return the model type of a base: ``wanted``, that of its folder, or the first that computes the same."""
-    if wanted is None and isinstance(base, HuggingFaceWeights):
-        return read_model_type(read_config(base.folder), str(base.folder / CONFIG_FILE))
+    if wanted is None and base.config_file is not None:
+        return read_model_type(read_config(base.config_file.parent), str(base.config_file))
     return model_type_for(base.model, wanted)
 
 
 # ---- From PEFT ----
 
 
-def import_peft(
-    folder: Path, pretrained: str | None, save: Path, model_type: str | None = None, follow_links: bool = False
-) -> tuple[Path, ModelConfig]:
+def find_named_base(folder: Path, pretrained: str | None) -> BaseModel:
+    """Find the model of an adapter: ``pretrained``, or the one that its options name.
+
+    Raises:
+        UserError: when the adapter has options that are not supported.
+        CheckpointError: when there is no such model, or the adapter names none.
+    """
+    named = read_adapter_config(folder).get("base_model_name_or_path")
+    if pretrained is None and not isinstance(named, str):
+        raise CheckpointError(f"{folder} does not name its base", f"--pretrained-checkpoint {HUGGING_FACE_PREFIX}DIR")
+    return BaseModel.find(pretrained or f"{HUGGING_FACE_PREFIX}{named}")
+
+
+class PeftAdapters:
+    """An adapter of PEFT: a model whose weights are those of its base with the adapter added."""
+
+    def __init__(self, folder: Path, base: BaseModel, source: ModelSource, model_type: str | None = None) -> None:
+        """Read the adapter of a folder.
+
+        Args:
+            folder: with the files of PEFT.
+            base: the model that it belongs to.
+            source: weights of that model.
+            model_type: as of :func:`export_peft`.
+
+        Raises:
+            UserError: when the adapter has options that are not supported.
+            CheckpointError: when its tensors do not fit its base.
+            DamagedCheckpointError: when its file cannot be read.
+        """
+        self.folder, self.base, self._source = folder, base, source
+        self.adapted, self.tensors = from_peft(folder, transformers_type(source, model_type), source.model)
+        self._merged = MergedWeights(source, _InMemory(self.tensors), self.adapted)
+        self.model, self.precision, self.config_file = source.model, source.precision, source.config_file
+        self.specs: Mapping[str, ShardSpec] = gpt(self.model)
+        self.notes: Sequence[str] = (f"{describe_adapters(self.adapted)}, of {base.location}", *source.notes)
+
+    def read(self, name: str, view: tuple[int, ...], box: Box) -> Tensor:
+        """Return the elements of ``box`` of a tensor."""
+        return self._merged.read(name, view, box)
+
+    def small_files(self) -> SmallFiles:
+        """Return the tokenizer files of the adapter, or else of its base."""
+        return files_to_carry(find_tokenizer_files(self.folder), self._source.small_files())
+
+
+class _InMemory:
+    """Tensors by name, as a source."""
+
+    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
+        self._tensors = tensors
+
+    def read(self, name: str, view: tuple[int, ...], box: Box) -> Tensor:
+        """Return the elements of ``box`` of a tensor."""
+        return self._tensors[name].view(view)[box.slices]
+
+
+def import_peft(adapters: PeftAdapters, save: Path) -> tuple[Path, ModelConfig]:
     """Write an adapter of PEFT as a checkpoint of step 0, from which a run can start.
 
     Args:
-        folder: with the files of PEFT.
-        pretrained: the base, as in ``--pretrained-checkpoint``; None for the one that the adapter names.
+        adapters: to write.
         save: a ``--save`` folder without checkpoints.
-        model_type: as of :func:`export_peft`.
-        follow_links: as of `open_model`.
 
     Returns:
         The checkpoint, and the architecture with the options of the adapters.
 
     Raises:
-        UserError: when the adapter has options that are not supported.
-        CheckpointError: when its tensors do not fit its base, or the folder holds checkpoints.
-        DamagedCheckpointError: when its file cannot be read.
+        CheckpointError: when the folder holds checkpoints.
         StorageError: when writing fails.
     """
-    if not follow_links:
-        refuse_outside_links(folder)
-    checkpoints = CheckpointFolder(save)
-    if checkpoints.named():
-        raise CheckpointError(f"{save} holds checkpoints already", "--save A_NEW_FOLDER")
-    named = read_adapter_config(folder).get("base_model_name_or_path")
-    if pretrained is None and not isinstance(named, str):
-        raise CheckpointError(f"{folder} does not name its base", f"--pretrained-checkpoint {HUGGING_FACE_PREFIX}DIR")
-    found = BaseModel.find(pretrained or f"{HUGGING_FACE_PREFIX}{named}")
-    base = open_model(found.location, follow_links)
-    model, tensors = from_peft(folder, transformers_type(base, model_type), base.model)
-    stored, specs = {}, gpt(model)
-    for name, tensor in tensors.items():
+    path, specs = new_checkpoint(save), gpt(adapters.adapted)
+    stored = {}
+    for name, tensor in adapters.tensors.items():
         shape, view = specs[name].shape, specs[name].view
         stored[name] = GlobalTensor(shape, view, tensor.dtype, (TensorPart(whole_box(view), tensor.view(view)),))
-    if isinstance(base, SavedModel):
-        precision = base.precision
-    else:
-        precision = next(name for name, dtype in DTYPES.items() if dtype == base.dtype)
     config = RunConfig(
-        model=model,
-        precision=PrecisionConfig(params_dtype=precision),
-        checkpoint=CheckpointConfig(pretrained_checkpoint=found.location),
+        model=adapters.adapted,
+        precision=PrecisionConfig(params_dtype=adapters.precision),
+        checkpoint=CheckpointConfig(pretrained_checkpoint=adapters.base.location),
     )
-    state = {"iteration": 0, "consumed_samples": 0, "base": found.record}
-    path, files = checkpoints.path(0), files_to_carry(find_tokenizer_files(folder), tokenizer_files_of(base))
-    save_sharded(path, stored, state, to_dict(resolve(config, 1)), Group(), files)
-    return local_path(path), model
+    state = {"iteration": 0, "consumed_samples": 0, "base": adapters.base.record}
+    save_sharded(path, stored, state, to_dict(resolve(config, 1)), Group(), adapters.small_files())
+    return path, adapters.adapted
 
 
 @dataclass(frozen=True)

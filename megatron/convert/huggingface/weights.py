@@ -1,43 +1,48 @@
 """Weights of a Hugging Face folder by our parameter names, and loading a rank's weights from any such source.
 
 `map_tensors` applies the weight tables of `families`. `HuggingFaceWeights` maps the safetensors files and reads any box
-of any of our tensors without the rest. A checkpoint implements the same interface, `WeightSource`, so `fill_weights`
-initialises a rank from either.
+of any of our tensors without the rest.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import reduce
 from itertools import product
-from math import prod
 from pathlib import Path
 from shlex import quote
-from types import MappingProxyType
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from megatron.checkpoint.errors import MAX_NAMES, CheckpointError, DamagedCheckpointError, raise_if_any
-from megatron.checkpoint.format import intersect, relative_box, split_box
+from megatron.checkpoint.format import intersect, relative_box
 from megatron.checkpoint.tensor_file import TensorFile
+from megatron.config.errors import Problem, UserError
 from megatron.config.files import TABLE_FILE_BYTES, parse_json, read_small
 from megatron.config.model import ModelConfig
 from megatron.config.parallel import ParallelConfig
 from megatron.config.run import TrainingConfig
 from megatron.config.text import listed
-from megatron.convert.huggingface.config import CONFIG_FILE, read_config, read_model_type
+from megatron.convert.huggingface.config import (
+    CONFIG_FILE,
+    model_folder,
+    read_config,
+    read_model_config,
+    read_model_type,
+    refuse_outside_links,
+)
 from megatron.convert.huggingface.families import model_families
 from megatron.convert.huggingface.keys import ModelFamily
+from megatron.convert.tokenizer_files import SmallFiles, find_tokenizer_files
+from megatron.convert.weight_source import SourceOptions
 from megatron.distributed.grad_accumulator import GradAccumulator
 from megatron.distributed.layout import Layout
 from megatron.distributed.mesh import Mesh
-from megatron.distributed.param_layout import ParamShard, shard_boxes
 from megatron.distributed.sharding import Box, ShardSpec
-from megatron.layers.context import BuildContext
+from megatron.layers.context import DTYPES, BuildContext
 from megatron.layers.parameters import gpt
 from megatron.model.gpt import GPTChunk, build_gpt
 
@@ -160,6 +165,8 @@ class HuggingFaceWeights:
     Files are memory-mapped, and only the elements of a box are read. Names, shapes and dtypes are checked on opening.
     """
 
+    notes: Sequence[str] = ()
+
     def __init__(self, folder: Path, model: ModelConfig) -> None:
         """Open the files and check that they hold exactly the tensors of ``model``.
 
@@ -169,6 +176,7 @@ class HuggingFaceWeights:
             DamagedCheckpointError: when a file cannot be read.
         """
         self.folder, self.model = folder, model
+        self.config_file: Path | None = folder / CONFIG_FILE
         kind = read_model_type(read_config(folder), str(folder / CONFIG_FILE))
         self._files = open_weights(folder)
         stacked = any(re.search(r"\.experts\.\D", key) for key in self._files)
@@ -178,7 +186,7 @@ class HuggingFaceWeights:
             raise CheckpointError(
                 f"{folder / CONFIG_FILE} has {described}, but {folder} has {len(self._files):,} tensors"
             )
-        self.specs = gpt(model)  # of all tensors, by our names
+        self.specs: Mapping[str, ShardSpec] = gpt(model)  # of all tensors, by our names
         try:
             mappings = map_tensors(kind, self.specs, stacked)
         except KeyError as error:
@@ -192,7 +200,12 @@ class HuggingFaceWeights:
         }
         self._check(family)
         # the narrowest dtype that holds all tensors as they are stored
-        self.dtype = reduce(torch.promote_types, map(self.dtype_of, self.specs))
+        dtype = reduce(torch.promote_types, map(self.dtype_of, self.specs))
+        self.precision = next(name for name, known in DTYPES.items() if known == dtype)
+
+    def small_files(self) -> SmallFiles:
+        """Return the tokenizer files and generation settings in the folder."""
+        return find_tokenizer_files(self.folder)
 
     def boxes(self, name: str) -> tuple[Box, ...]:
         """Return the boxes of one of our tensors that each lie in one stored tensor."""
@@ -263,6 +276,27 @@ class HuggingFaceWeights:
         return torch.equal(head.view(torch.uint8), words.view(torch.uint8))
 
 
+def open_huggingface(place: str, options: SourceOptions) -> HuggingFaceWeights:
+    """Open ``hf:DIR`` or ``hf:ORG/NAME``.
+
+    Raises:
+        UserError: if an option does not apply, the folder's model is not supported, or links lead out of it.
+        CheckpointError: as `HuggingFaceWeights`.
+    """
+    given = {
+        f"--ckpt-step {options.step}: a Hugging Face folder holds one model": options.step is not None,
+        "--ema: a Hugging Face folder holds one set of weights": options.average,
+        "--pretrained-checkpoint: a Hugging Face folder holds no adapters": options.pretrained is not None,
+    }
+    refused = [sentence for sentence, wrong in given.items() if wrong]
+    if refused:
+        raise UserError([Problem("E803", each, (f"drop {re.split('[ :]', each)[0]}",)) for each in refused])
+    folder = model_folder(place)
+    if not options.follow_links:
+        refuse_outside_links(folder)
+    return HuggingFaceWeights(folder, options.model or read_model_config(folder))
+
+
 def open_weights(folder: Path) -> dict[str, TensorFile]:
     """Return the file of every tensor, by key.
 
@@ -309,52 +343,3 @@ def _open_shards(folder: Path) -> dict[str, TensorFile]:
         wrong = listed(missing + wrong_file, MAX_NAMES)
         raise DamagedCheckpointError(f"{path} and the files beside it do not match: {wrong}")
     return {key: file for file in files.values() for key in file.keys}
-
-
-class WeightSource(Protocol):
-    """Global tensors by name, of which any box can be read on its own."""
-
-    def read(self, name: str, view: tuple[int, ...], box: Box) -> Tensor:
-        """Return the elements of ``box`` of tensor ``name`` viewed as ``view``, of shape ``box.size``, in any dtype."""
-
-
-class ModelSource(WeightSource, Protocol):
-    """All weights of a model."""
-
-    model: ModelConfig
-
-
-@torch.no_grad()
-def fill_weights(
-    specs: Mapping[str, ShardSpec],
-    tensors: Mapping[str, Tensor],
-    source: WeightSource,
-    shares: Mapping[str, ParamShard] = MappingProxyType({}),
-) -> None:
-    """Read a rank's part of every tensor in place. Elements outside all pieces (vocabulary padding) become 0.
-
-    Args:
-        specs: sharding of every tensor, by global name.
-        tensors: local tensors of shape ``spec.local_shape``, or the shards of them given by ``shares``. Values are
-            converted to their dtype.
-        source: global tensors.
-        shares: element range of each sharded local tensor, by name; tensors without one are complete.
-    """
-    for name, tensor in tensors.items():
-        spec, local = specs[name], tensor.detach().zero_()
-        for slot in shard_boxes(spec, shares.get(name) or ParamShard(0, prod(spec.local_shape))):
-            slot.view_in(local).copy_(source.read(name, spec.view, slot.piece.global_box))
-
-
-BLOCK_ELEMENTS = 16 << 20
-"""Elements per block: those of one checkpoint chunk in fp32."""
-
-
-def read_in_blocks(source: WeightSource, name: str, view: tuple[int, ...], box: Box, dtype: torch.dtype) -> Tensor:
-    """Return the elements of ``box`` of a tensor, of shape ``box.size``, converted to ``dtype``."""
-    if box.numel <= BLOCK_ELEMENTS:
-        return source.read(name, view, box).to(dtype)
-    out = torch.empty(box.size, dtype=dtype)
-    for block in split_box(box, BLOCK_ELEMENTS):
-        out[relative_box(block, box).slices] = source.read(name, view, block)
-    return out

@@ -73,7 +73,7 @@ class SentencePieceTokenizer(LibraryTokenizer):
         The format restarts normalization after a special token. If special tokens are parsed and this changes ids,
         there is none.
         """
-        from megatron.contrib.tokenizer_json import from_sentencepiece
+        from megatron.data.tokenizers.tokenizer_json import from_sentencepiece
 
         spec = self._model.normalizer_spec
         if self.settings and (spec.add_dummy_prefix or spec.remove_extra_whitespaces):

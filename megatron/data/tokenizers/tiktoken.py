@@ -156,7 +156,7 @@ class TikTokenizer(LibraryTokenizer):
 
     @cached_property
     def _hugging_face_files(self) -> dict[str, bytes]:
-        from megatron.contrib.tokenizer_json import from_tiktoken
+        from megatron.data.tokenizers.tokenizer_json import from_tiktoken
 
         content = from_tiktoken(self._ranks, self._pattern, self.special_ids)
         config = {"eos_token": self.decode([self.eod]), "clean_up_tokenization_spaces": False}

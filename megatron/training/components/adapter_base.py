@@ -14,8 +14,9 @@ from megatron.checkpoint.errors import CheckpointError
 from megatron.checkpoint.format import Manifest
 from megatron.config.errors import Problem, UserError
 from megatron.convert.base_model import BaseModel
-from megatron.convert.huggingface.weights import WeightSource, fill_weights
-from megatron.convert.saved_model import files_to_carry, open_model, tokenizer_files_of, tokenizer_notes
+from megatron.convert.sources import open_source
+from megatron.convert.tokenizer_files import files_to_carry, tokenizer_notes
+from megatron.convert.weight_source import SourceOptions, WeightSource, fill_weights
 from megatron.distributed.launch import gather_results, run_on_rank0
 from megatron.kernels.quantized import quantize
 from megatron.layers.adapters import adapted_row_norms
@@ -51,13 +52,14 @@ class AdapterBase(Component):
                 raise UserError([Problem("E806", sentence, ("--pretrained-checkpoint ANOTHER",))]) from error
 
         def read() -> list[str]:
-            opened = open_model(base.location, follow_links=True)  # links are checked with the options
+            links = SourceOptions(follow_links=True)  # they are checked with the options
+            opened = open_source(base.location, links)
             saved = to_dict(replace(trainer.config, model=opened.model))
             changes = compare_configs(saved, replace(trainer.config, model=model), "weights-only", name="base")
             if changes.problems:
                 raise UserError(changes.problems)
             read_frozen_weights(trainer, opened)
-            own, files = trainer.files, tokenizer_files_of(opened)
+            own, files = trainer.files, opened.small_files()
             trainer.files = files_to_carry(own, files)
             return [f"frozen weights from {base.location}", *changes.lines, *tokenizer_notes(own, files)]
 

@@ -41,7 +41,7 @@ from megatron.checkpoint.lease import Lease, acquire_lease
 from megatron.checkpoint.publish import Attempt
 from megatron.checkpoint.save import CheckpointExtras, save_sharded, write_small_files
 from megatron.config.launch import JobStart
-from megatron.contrib.local_checkpoints import NodeCheckpoints
+from megatron.training.local_checkpoints import NodeCheckpoints
 from tests.unit.checkpoint.samples import ALONE, all_of, save
 from tests.unit.checkpoint.test_faults import content, is_whole, watched
 from tests.unit.checkpoint.test_folder import make

@@ -17,14 +17,14 @@ from megatron.checkpoint.errors import DamagedCheckpointError, NewerVersionError
 from megatron.checkpoint.folder import CheckpointFolder, is_local_checkpoint, node_folder
 from megatron.checkpoint.format import MANIFEST, MARKER, Manifest
 from megatron.checkpoint.save import CheckpointExtras
-from megatron.contrib.local_checkpoints import (
+from megatron.distributed.comm import Group
+from megatron.training.local_checkpoints import (
     LocalCheckpoint,
     NodeCheckpoints,
     choose_sources,
     list_node_checkpoints,
     merge_node_checkpoints,
 )
-from megatron.distributed.comm import Group
 from tests.unit.checkpoint.samples import ALONE, all_of, files_of, forge, save
 from tests.unit.checkpoint.test_faults import content, failing, is_whole, killed_at, watched
 

@@ -22,6 +22,7 @@ import pytest
 import s3fs
 import torch
 
+from megatron.checkpoint import object_store
 from megatron.checkpoint import save as save_module
 from megatron.checkpoint.errors import (
     CheckpointError,
@@ -35,11 +36,10 @@ from megatron.checkpoint.format import MARKER, Manifest, marker_content, marker_
 from megatron.checkpoint.lease import acquire_lease
 from megatron.checkpoint.load import CheckpointReader, load_sharded
 from megatron.checkpoint.location import local_path, parse_location
+from megatron.checkpoint.object_store import RemoteFileWriter, RemotePath
 from megatron.checkpoint.publish import delete_checkpoint, leftovers
 from megatron.checkpoint.save import save_sharded, storage_error
 from megatron.checkpoint.verify import list_damage
-from megatron.contrib import object_store
-from megatron.contrib.object_store import RemoteFileWriter, RemotePath
 from tests.unit.checkpoint.s3_server import Fault, Request, Store, serving, settings
 from tests.unit.checkpoint.samples import ALONE, Sample, all_of, partition, same, samples, save, small
 from tests.unit.checkpoint.test_faults import content, is_whole

@@ -17,12 +17,12 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from megatron.checkpoint import save as save_module
+from megatron.checkpoint.dcp_reader import CheckpointStorageReader
 from megatron.checkpoint.errors import CheckpointError, DamagedCheckpointError
 from megatron.checkpoint.format import Manifest, whole_box
 from megatron.checkpoint.load import CheckpointReader, load_sharded
 from megatron.checkpoint.save import save_sharded
 from megatron.checkpoint.tensor_file import GlobalTensor, TensorPart
-from megatron.contrib.dcp_reader import CheckpointStorageReader
 from megatron.distributed.sharding import Box
 from tests.unit.checkpoint.samples import (
     ALONE,

@@ -26,7 +26,7 @@ from megatron.config.files import (
 )
 from megatron.convert.huggingface.config import read_config
 from megatron.convert.huggingface.weights import open_weights
-from megatron.convert.saved_model import find_tokenizer_files
+from megatron.convert.tokenizer_files import find_tokenizer_files
 from megatron.data.errors import DataError
 from megatron.data.index_cache import ABOUT, IndexCache
 from megatron.data.tokenizers.base import read_tokenizer_file

@@ -21,6 +21,7 @@ from megatron.config.run import PrecisionConfig, RunConfig
 from megatron.convert.base_model import BaseModel
 from megatron.convert.huggingface.config import build_config_json, model_type_for, read_model_config
 from megatron.convert.huggingface.weights import build_on_meta, map_tensors
+from megatron.convert.sources import open_source
 from megatron.distributed.comm import Group
 from megatron.layers.parameters import gpt, trainable
 from tests.solo import tiny
@@ -46,6 +47,11 @@ def random_weights(model: ModelConfig, dtype: torch.dtype = torch.float32, seed:
     generator = torch.Generator().manual_seed(seed)
     made = map_tensors(model_type_for(model), build_on_meta(model).specs).values()
     return {s.name: (0.2 * torch.randn(s.stored, generator=generator)).to(dtype) for found in made for s in found}
+
+
+def opened(folder: Path) -> Any:
+    """The model in a folder."""
+    return open_source(f"hf:{folder}")
 
 
 def write_folder(folder: Path, model: ModelConfig, weights: dict[str, Tensor], shards: int = 1) -> Path:

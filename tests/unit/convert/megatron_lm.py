@@ -20,7 +20,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from megatron.config.model import ModelConfig
-from megatron.contrib.megatron_lm.pickles import StoredTensor, read_pickle_file, read_torch_file
+from megatron.convert.megatron_lm.pickles import StoredTensor, read_pickle_file, read_torch_file
 from megatron.layers.parameters import gpt
 
 ARCHIVE = Path(__file__).parents[2] / "golden" / "megatron_ckpt.tar.xz"

@@ -22,6 +22,8 @@ from megatron.checkpoint.load import CheckpointReader
 from megatron.convert.base_model import BaseModel
 from megatron.convert.huggingface.weights import HuggingFaceWeights
 from megatron.convert.saved_model import SavedModel
+from megatron.convert.sources import open_saved
+from megatron.convert.weight_source import SourceOptions
 from tests.unit.convert.folders import llama, random_weights, write_adapters, write_folder
 from tests.unit.tools.test_convert_checkpoint import assert_refused, changed_json, changed_tensors
 from tools.convert_checkpoint import main
@@ -62,7 +64,7 @@ def test_a_row_of_norm_0_is_merged_as_it_is(tmp_path: Path) -> None:
     """DoRA's factor, a magnitude over a norm of 0, is 1 there."""
     zeros = {name: torch.zeros_like(values) for name, values in random_weights(llama()).items()}
     base = write_folder(tmp_path / "zeros", llama(), zeros)
-    saved = SavedModel(write_adapters(tmp_path / "iter_0000007", base, lora_dora=True, lora_target=PARTS))
+    saved = open_saved(write_adapters(tmp_path / "iter_0000007", base, lora_dora=True, lora_target=PARTS))
     assert saved.merged is not None
     saved.merged.model = replace(saved.merged.model, lora_alpha=0.0)
     for name, spec in saved.specs.items():
@@ -72,7 +74,7 @@ def test_a_row_of_norm_0_is_merged_as_it_is(tmp_path: Path) -> None:
 @pytest.mark.parametrize("dora", [False, True], ids=["lora", "dora"])
 def test_a_box_of_a_merged_weight(base: Path, dora: bool, tmp_path: Path) -> None:
     manifest = write_adapters(tmp_path / "iter_0000007", base, lora_alpha=5.0, lora_target=PARTS, lora_dora=dora)
-    saved, weights = SavedModel(manifest), HuggingFaceWeights(base, llama())
+    saved, weights = open_saved(manifest), HuggingFaceWeights(base, llama())
     assert saved.model.lora_rank is None
     assert {name: spec.view for name, spec in saved.specs.items()} == {n: s.view for n, s in weights.specs.items()}
     changed = set()
@@ -95,7 +97,7 @@ def test_the_average_of_adapters(base: Path, tmp_path: Path) -> None:
     manifest, name = write_adapters(tmp_path / "save" / "iter_0000007", base), "layers.0.mlp.linear_fc2.lora_b"
     assert main(["--load", f"{tmp_path}/save", "--ema", "--save-peft", f"{tmp_path}/peft"]) == 0
     average = CheckpointReader(manifest).read(f"optim.ema.{name}")
-    saved = SavedModel(manifest, average=True)
+    saved = open_saved(manifest, SourceOptions(average=True))
     assert saved.merged is not None
     assert torch.equal(saved.merged.adapter(name), average)
     written = load_file(tmp_path / "peft" / FILE)["base_model.model.model.layers.0.mlp.down_proj.lora_B.weight"]
@@ -158,7 +160,7 @@ def test_adapters_without_their_model(base: Path, tmp_path: Path) -> None:
     for record in ({}, {"location": 3, "digest": "x"}):
         manifest.state["base"] = record
         with pytest.raises(CheckpointError, match="iter_0000007 holds adapters, but its manifest does not name"):
-            SavedModel(manifest)
+            open_saved(manifest)
 
 
 A = "base_model.model.model.layers.1.self_attn.q_proj.lora_A.weight"

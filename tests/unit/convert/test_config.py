@@ -34,9 +34,9 @@ from megatron.convert.huggingface.config import (
 from megatron.convert.huggingface.convert import convert_from_huggingface, convert_to_huggingface
 from megatron.convert.huggingface.families import MODEL_FAMILIES, model_families
 from megatron.convert.huggingface.keys import ConfigKey, ModelFamily
-from megatron.convert.saved_model import open_checkpoint
+from megatron.convert.saved_model import SavedModel, open_checkpoint
 from megatron.layers.parameters import num_parameters
-from tests.unit.convert.folders import ignore, llama, random_weights, write_folder
+from tests.unit.convert.folders import ignore, llama, opened, random_weights, write_folder
 
 FIELDS = {field.name for field in fields(ModelConfig)}
 
@@ -642,10 +642,10 @@ def test_a_registered_family_is_read_and_written(tmp_path: Path, monkeypatch: py
     folder = write_folder(tmp_path / "hf", WINDOWED, weights)
     config = json.loads((folder / "config.json").read_text())
     assert (config["model_type"], config["architectures"], config["depth"]) == ("cousin", ["CousinForCausalLM"], 2)
-    done = convert_from_huggingface(folder, tmp_path / "save", ignore, checked=False)
+    done = convert_from_huggingface(opened(folder), tmp_path / "save", ignore, checked=False)
     assert done.model.window_size == 5
     manifest, _ = open_checkpoint(tmp_path / "save")
-    convert_to_huggingface(manifest, tmp_path / "back", ignore, shard_bytes=10**9, checked=False)
+    convert_to_huggingface(SavedModel(manifest), tmp_path / "back", ignore, shard_bytes=10**9, checked=False)
     written = load_file(tmp_path / "back" / "model.safetensors")
     assert written.keys() == weights.keys()
     assert all(torch.equal(written[name], weights[name]) for name in weights)

@@ -60,7 +60,7 @@ from megatron.layers.parameters import num_parameters
 from tests.parity.families import from_gpt2, from_llama
 from tests.runs import records, start, tiny_run
 from tests.solo import Allocations, tiny
-from tests.unit.convert.folders import card_of, ignore, llama, random_weights, write_checkpoint, write_folder
+from tests.unit.convert.folders import card_of, ignore, llama, opened, random_weights, write_checkpoint, write_folder
 from tools.convert_checkpoint import main
 
 MODELS = {"gpt2": tiny(), "llama": llama()}
@@ -90,7 +90,7 @@ def export(
     """Export without the check, unless asked for."""
     name = next(name for name, known in DTYPES.items() if known == dtype)
     convert_to_huggingface(
-        manifest,
+        SavedModel(manifest),
         folder,
         report,
         dtype=name,
@@ -118,9 +118,9 @@ def test_there_and_back_is_the_same_to_the_bit_and_checked(kind: str, tmp_path: 
     folder = write_folder(tmp_path / "hf", model, weights, shards=3)
     largest = 4 * model.vocab * model.hidden_size
     with Allocations() as seen:
-        there = convert_from_huggingface(folder, tmp_path / "save", ignore)
+        there = convert_from_huggingface(opened(folder), tmp_path / "save", ignore)
         manifest = open_checkpoint(tmp_path / "save")[0]
-        back = convert_to_huggingface(manifest, tmp_path / "back", ignore, shard_bytes=10**9)
+        back = convert_to_huggingface(SavedModel(manifest), tmp_path / "back", ignore, shard_bytes=10**9)
         left = seen.alive
     assert seen.largest == largest
     assert left < largest / 10, "nothing is kept"
@@ -152,7 +152,7 @@ def test_numbers_that_the_format_does_not_hold_are_refused(tmp_path: Path) -> No
     with pytest.raises(CheckpointError, match=r"above 65504, too large for fp16[\s\S]*--dtype bf16"):
         export(manifest, tmp_path / "hf", torch.float16)
     with pytest.raises(CheckpointError, match=r"computed in fp64[\s\S]*--dtype fp32"):
-        convert_to_huggingface(manifest, tmp_path / "hf", ignore, shard_bytes=10**9)
+        convert_to_huggingface(SavedModel(manifest), tmp_path / "hf", ignore, shard_bytes=10**9)
     assert [p.name for p in tmp_path.iterdir()] == ["iter_0000007"]
 
 
@@ -170,12 +170,12 @@ def test_a_mistake_in_the_table_publishes_nothing(tmp_path: Path, monkeypatch: p
     manifest = write_checkpoint(tmp_path / "run" / "iter_0000007", model)
     monkeypatch.setitem(MODEL_FAMILIES, "llama", with_swapped_halves())
     with pytest.raises(MismatchError, match="block 0"):
-        convert_from_huggingface(folder, tmp_path / "save", ignore)
+        convert_from_huggingface(opened(folder), tmp_path / "save", ignore)
     assert list((tmp_path / "save").iterdir()) == []
     with pytest.raises(MismatchError, match="block 0"):
         export(manifest, tmp_path / "out", checked=True)
     assert {path.name for path in tmp_path.iterdir()} == {"hf", "run", "save"}
-    assert convert_from_huggingface(folder, tmp_path / "save", ignore, checked=False).differences == ()
+    assert convert_from_huggingface(opened(folder), tmp_path / "save", ignore, checked=False).differences == ()
     export(open_checkpoint(tmp_path / "save")[0], tmp_path / "out")
 
 
@@ -236,7 +236,7 @@ def test_folders_in_the_way(saved: Manifest, tmp_path: Path, monkeypatch: pytest
             export(saved, Path(name))
     assert {path.name for path in tmp_path.iterdir()} == {"empty", "file", "here", "link"}
     with pytest.raises(CheckpointError, match="holds checkpoints already"):
-        convert_from_huggingface(tmp_path / "empty", saved.path.parent, ignore)
+        convert_from_huggingface(opened(tmp_path / "empty"), saved.path.parent, ignore)
 
 
 @pytest.mark.parametrize("empty", [False, True])
@@ -297,9 +297,9 @@ def test_a_kill_leaves_nothing_that_looks_complete(number: int, saved: Manifest,
     assert not (tmp_path / "out.tmp" / "config.json").exists()
     export(saved, out, shard_bytes=20_000)
     assert not (tmp_path / "out.tmp").exists()
-    killed_at(number, lambda report: convert_from_huggingface(out, save, report, checked=False))
+    killed_at(number, lambda report: convert_from_huggingface(opened(out), save, report, checked=False))
     assert CheckpointFolder(save).candidates() == []
-    convert_from_huggingface(out, save, ignore, checked=False)
+    convert_from_huggingface(opened(out), save, ignore, checked=False)
     assert [path.name for path in save.iterdir()] == ["iter_0000000"]
 
 
@@ -383,14 +383,14 @@ def test_a_killed_import_continues(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
     def kill() -> dict[str, tuple[int, int]]:
         shutil.rmtree(save, ignore_errors=True)
-        killed_at(10, lambda report: convert_from_huggingface(folder, save, report, checked=False))
+        killed_at(10, lambda report: convert_from_huggingface(opened(folder), save, report, checked=False))
         assert CheckpointFolder(save).named() == []
         return inodes(save / "iter_0000000.unchecked" / convert.ATTEMPT)
 
     before = kill()
     *complete, _ = sorted(before)
     assert len(complete) > 2
-    done = convert_from_huggingface(folder, save, ignore)
+    done = convert_from_huggingface(opened(folder), save, ignore)
     after = inodes(done.path / convert.ATTEMPT)
     assert {name for name, inode in after.items() if before.get(name) == inode} == {*complete}
     assert done.kept == len(complete)
@@ -402,15 +402,15 @@ def test_a_killed_import_continues(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     before = kill()
     write_folder(tmp_path / "new", model, random_weights(model, seed=1))
     (tmp_path / "new" / "model.safetensors").rename(folder / "model.safetensors")  # of the same size
-    assert convert_from_huggingface(folder, save, ignore).kept == 0
+    assert convert_from_huggingface(opened(folder), save, ignore).kept == 0
     kill()
-    assert convert_from_huggingface(folder, save, ignore, dtype="bf16", checked=False).kept == 0
+    assert convert_from_huggingface(opened(folder), save, ignore, dtype="bf16", checked=False).kept == 0
     kill()
     with patch.object(convert, "package_version", lambda: "another version"):
-        assert convert_from_huggingface(folder, save, ignore).kept == 0
+        assert convert_from_huggingface(opened(folder), save, ignore).kept == 0
     kill()
     with patch.dict(MODEL_FAMILIES, llama=with_swapped_halves()):
-        assert convert_from_huggingface(folder, save, ignore, checked=False).kept == 0
+        assert convert_from_huggingface(opened(folder), save, ignore, checked=False).kept == 0
 
 
 def test_a_killed_program_continues(tmp_path: Path, saved: Manifest) -> None:
@@ -462,7 +462,7 @@ def test_a_failed_conversion_is_deleted_before_another_may_start(
     with pytest.raises(KeyboardInterrupt):
         export(saved, tmp_path / "out", report=fail)
     with pytest.raises(KeyboardInterrupt):
-        convert_from_huggingface(folder, tmp_path / "save", fail)
+        convert_from_huggingface(opened(folder), tmp_path / "save", fail)
     assert states == [LockState.HELD, LockState.HELD]
     assert not (tmp_path / "out.tmp").exists()
     assert [*(tmp_path / "save").iterdir()] == []
@@ -474,7 +474,7 @@ def test_side_by_side(saved: Manifest, tmp_path: Path, monkeypatch: pytest.Monke
     two = export(saved, tmp_path / "two", shard_bytes=10_000, workers=3)
     assert {p.name: p.read_bytes() for p in one.iterdir()} == {p.name: p.read_bytes() for p in two.iterdir()}
     monkeypatch.setattr(convert, "FILE_BYTES", 10_000)
-    done = convert_from_huggingface(two, tmp_path / "save", ignore, workers=3)
+    done = convert_from_huggingface(opened(two), tmp_path / "save", ignore, workers=3)
     assert len(list((done.path / convert.ATTEMPT).glob("*.safetensors"))) > 3
 
     def fail(name: str, done: int, total: int) -> None:
@@ -484,7 +484,7 @@ def test_side_by_side(saved: Manifest, tmp_path: Path, monkeypatch: pytest.Monke
     with pytest.raises(StorageError, match="No space left on device; nothing was exported"):
         export(saved, tmp_path / "hf", shard_bytes=10_000, workers=3, report=fail)
     with pytest.raises(StorageError, match="the disk is full"):
-        convert_from_huggingface(one, tmp_path / "full", fail, workers=3)
+        convert_from_huggingface(opened(one), tmp_path / "full", fail, workers=3)
     assert {path.name for path in tmp_path.iterdir()} == {"one", "two", "save", "full"}
     assert list((tmp_path / "full").iterdir()) == []
 
@@ -494,11 +494,11 @@ def test_weights_are_stored_in_the_data_type_that_is_asked_for(dtype: str, tmp_p
     """And compared with transformers on rounded weights."""
     weights = random_weights(llama())
     folder = write_folder(tmp_path / "hf", llama(), weights)
-    done = convert_from_huggingface(folder, tmp_path / "save", ignore, dtype=dtype)
+    done = convert_from_huggingface(opened(folder), tmp_path / "save", ignore, dtype=dtype)
     assert done.differences
     manifest = Manifest.open(done.path)
     assert {record.dtype for record in manifest.tensors.values()} == {dtype.upper()[:-2].replace("FP", "F") + "16"}
-    convert_to_huggingface(manifest, tmp_path / "back", ignore, shard_bytes=10**9)
+    convert_to_huggingface(SavedModel(manifest), tmp_path / "back", ignore, shard_bytes=10**9)
     back = weights_of(tmp_path / "back")
     assert all(torch.equal(back[name], value.to(DTYPES[dtype])) for name, value in weights.items())
     weights["model.norm.weight"][0] = 1e5
@@ -507,7 +507,7 @@ def test_weights_are_stored_in_the_data_type_that_is_asked_for(dtype: str, tmp_p
         with pytest.raises(
             CheckpointError, match=r"final_layernorm\.weight has values above 65504, too large for fp16"
         ):
-            convert_from_huggingface(folder, tmp_path / "other", ignore, dtype=dtype)
+            convert_from_huggingface(opened(folder), tmp_path / "other", ignore, dtype=dtype)
 
 
 def test_config_has_another_name_until_the_end(saved: Manifest, tmp_path: Path) -> None:
@@ -629,7 +629,7 @@ def test_length_of_texts(length: int | None, written: int, tmp_path: Path) -> No
     found = json.loads((folder / "tokenizer_config.json").read_text())
     assert found == SETTINGS | {"model_max_length": written}
     assert {name: (folder / name).read_bytes() for name in other} == other
-    convert_from_huggingface(folder, tmp_path / "save", ignore, checked=False)
+    convert_from_huggingface(opened(folder), tmp_path / "save", ignore, checked=False)
     again = export(open_checkpoint(tmp_path / "save")[0], tmp_path / "again")
     assert {name: (again / name).read_bytes() for name in other} == other
 

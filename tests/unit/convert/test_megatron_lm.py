@@ -35,9 +35,9 @@ from megatron.checkpoint.save import save_sharded
 from megatron.checkpoint.tensor_file import GlobalTensor, TensorPart
 from megatron.config.errors import UserError
 from megatron.config.model import ModelConfig
-from megatron.contrib.megatron_lm.pickles import read_pickle_file, read_torch_file
 from megatron.convert.huggingface.check import run_own_model
 from megatron.convert.huggingface.convert import RoundedWeights
+from megatron.convert.megatron_lm.pickles import read_pickle_file, read_torch_file
 from megatron.convert.saved_model import SavedModel, open_checkpoint
 from megatron.distributed.comm import Group
 from megatron.layers.parameters import gpt
@@ -164,7 +164,7 @@ def test_interleaved_stages_and_experts_are_put_together(tmp_path: Path, model: 
 
 @pytest.mark.parametrize("form", [{}, {"stacked": False}, {"common_file": True}])
 def test_stacked_experts_are_taken_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, form: Any) -> None:
-    monkeypatch.setattr("megatron.contrib.megatron_lm.checkpoint.BLOCK_ELEMENTS", 50)
+    monkeypatch.setattr("megatron.convert.megatron_lm.checkpoint.BLOCK_ELEMENTS", 50)
     ours = random_tensors(EXPERTS)
     folder = write_torch_dist(tmp_path, EXPERTS, ours, **form)
     check_tensors(folder, ours, True, steps=6)
@@ -287,7 +287,7 @@ READ_HOSTILE = """
 import resource, sys
 from pathlib import Path
 from megatron.checkpoint.errors import DamagedCheckpointError
-from megatron.contrib.megatron_lm.pickles import read_pickle_file
+from megatron.convert.megatron_lm.pickles import read_pickle_file
 resource.setrlimit(resource.RLIMIT_DATA, (2 << 30, 2 << 30))
 for file in sorted(Path(sys.argv[1]).iterdir()):
     try:
@@ -696,7 +696,7 @@ def test_the_common_state_is_that_of_megatron_lm(written: Path, tmp_path: Path) 
 
 
 def test_experts_are_written_part_by_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("megatron.contrib.megatron_lm.save.BLOCK_ELEMENTS", 112)  # rows across heads
+    monkeypatch.setattr("megatron.convert.megatron_lm.save.BLOCK_ELEMENTS", 112)  # rows across heads
     ours = random_tensors(EXPERTS)
     folder = write_torch_dist(tmp_path / "theirs", EXPERTS, ours)
     assert convert(["--load", str(folder), "--save-megatron", str(tmp_path / "back")]) == 0

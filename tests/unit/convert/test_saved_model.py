@@ -17,20 +17,23 @@ from megatron.checkpoint.errors import CheckpointError, DamagedCheckpointError, 
 from megatron.checkpoint.format import marker_content, whole_box
 from megatron.config.errors import UserError
 from megatron.config.run import RunConfig
-from megatron.convert.huggingface.convert import import_huggingface
+from megatron.convert.huggingface.convert import convert_from_huggingface
 from megatron.convert.huggingface.weights import HuggingFaceWeights
-from megatron.convert.saved_model import SavedModel, open_checkpoint, saved_tokenizer_files
+from megatron.convert.saved_model import SavedModel, open_checkpoint
+from megatron.convert.tokenizer_files import saved_tokenizer_files
 from megatron.layers.parameters import num_parameters
 from tests.solo import tiny
 from tests.unit.checkpoint.samples import attempt
-from tests.unit.convert.folders import ignore, llama, random_weights, write_checkpoint, write_folder
+from tests.unit.convert.folders import ignore, llama, opened, random_weights, write_checkpoint, write_folder
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_an_import_holds_the_weights_and_their_format(dtype: torch.dtype, tmp_path: Path) -> None:
     model, seen = llama(), []
     folder = write_folder(tmp_path / "hf", model, random_weights(model, dtype), shards=2)
-    import_huggingface(folder, tmp_path / "iter_0000000", lambda name, done, total: seen.append((name, done, total)))
+    convert_from_huggingface(
+        opened(folder), tmp_path, lambda name, done, total: seen.append((name, done, total)), checked=False
+    )
     saved, source = SavedModel(open_checkpoint(tmp_path)[0]), HuggingFaceWeights(folder, model)
     assert saved.precision == {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}[dtype]
     assert saved.manifest.state == {"iteration": 0, "consumed_samples": 0}
@@ -54,13 +57,13 @@ def test_small_files_are_imported(tmp_path: Path) -> None:
     (folder / "config.json").write_text(json.dumps(config | {"eos_token_id": 7}))
     (folder / "tokenizer.json").write_text("{}")
     (folder / "README.md").write_text("x")
-    import_huggingface(folder, tmp_path / "a" / "iter_0000000", ignore)
+    convert_from_huggingface(opened(folder), tmp_path / "a", ignore, checked=False)
     manifest = open_checkpoint(tmp_path / "a")[0]
     assert manifest.read_file("tokenizer/tokenizer.json") == b"{}"
     assert json.loads(manifest.read_file("generation_config.json")) == {"eos_token_id": 7}
     assert "tokenizer/README.md" not in manifest.files
     (folder / "generation_config.json").write_text('{"eos_token_id": [7, 8]}')
-    import_huggingface(folder, tmp_path / "b" / "iter_0000000", ignore)
+    convert_from_huggingface(opened(folder), tmp_path / "b", ignore, checked=False)
     content = open_checkpoint(tmp_path / "b")[0].read_file("generation_config.json")
     assert json.loads(content) == {"eos_token_id": [7, 8]}
 

@@ -27,21 +27,15 @@ from megatron.checkpoint.tensor_file import TensorFile
 from megatron.config.errors import UserError
 from megatron.config.model import ModelConfig
 from megatron.config.run import CheckpointConfig, DataConfig, RunConfig, TrainingConfig
-from megatron.convert.huggingface import weights as weights_module
+from megatron.convert import weight_source
 from megatron.convert.huggingface.config import build_config_json, refuse_outside_links
 from megatron.convert.huggingface.families import MODEL_FAMILIES
-from megatron.convert.huggingface.weights import (
-    HuggingFaceWeights,
-    TensorMapping,
-    build_on_meta,
-    fill_weights,
-    map_tensors,
-    read_in_blocks,
-)
+from megatron.convert.huggingface.weights import HuggingFaceWeights, TensorMapping, build_on_meta, map_tensors
+from megatron.convert.weight_source import SourceOptions, fill_weights, read_in_blocks
 from megatron.distributed.comm import Group
 from megatron.distributed.grad_accumulator import GradAccumulator
 from megatron.distributed.sharding import Box
-from megatron.inference.load import open_pretrained
+from megatron.evaluation.load import open_pretrained
 from megatron.layers.context import BuildContext
 from megatron.model.gpt import build_gpt
 from tests.parity.families import from_experts, from_gpt2, from_llama
@@ -161,7 +155,8 @@ def test_whole_tensors_and_any_boxes(kind: str, tmp_path: Path) -> None:
         for files in (one, source):
             whole = files.read(name, spec.view, whole_box(spec.view))
             assert torch.equal(whole.reshape(spec.shape), expected[name]), name
-    assert source.dtype == whole.dtype == torch.bfloat16
+    assert whole.dtype == torch.bfloat16
+    assert source.precision == "bf16"
 
     @settings(max_examples=50, derandomize=True, deadline=None)
     @given(data=st.data())
@@ -187,7 +182,8 @@ def test_mixed_types_are_read_as_the_widest(tmp_path: Path) -> None:
     source = HuggingFaceWeights(write_folder(tmp_path / "m", model, weights), model)
     view = source.specs["layers.0.self_attention.linear_qkv.weight"].view
     whole = source.read("layers.0.self_attention.linear_qkv.weight", view, whole_box(view))
-    assert source.dtype == whole.dtype == torch.float32
+    assert whole.dtype == torch.float32
+    assert source.precision == "fp32"
 
 
 def test_a_box_of_a_huge_tensor_costs_only_its_own_bytes(tmp_path: Path) -> None:
@@ -229,7 +225,7 @@ class Recorded:
 
 @pytest.mark.parametrize("limit", [1, 7, 24, 10**6])
 def test_a_box_is_read_in_blocks_and_converted(limit: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(weights_module, "BLOCK_ELEMENTS", limit)
+    monkeypatch.setattr(weight_source, "BLOCK_ELEMENTS", limit)
     source, box = Recorded({"x": torch.randn(6, 4, 5).to(torch.bfloat16)}), Box((1, 0, 2), (4, 3, 3))
     out = read_in_blocks(source, "x", (6, 4, 5), box, torch.float32)
     assert torch.equal(out, source.tensors["x"][box.slices].float())
@@ -411,7 +407,7 @@ def test_links_out_of_the_folder_are_refused(tmp_path: Path, monkeypatch: pytest
         refuse_outside_links(folder)
     with pytest.raises(UserError, match="E853"):
         open_pretrained(f"hf:{folder}")
-    assert open_pretrained(f"hf:{folder}", follow_links=True).model.num_layers == model.num_layers
+    assert open_pretrained(f"hf:{folder}", SourceOptions(follow_links=True)).model.num_layers == model.num_layers
     command = ["--load-hf", str(folder), "--save", str(tmp_path / "save"), "--no-check"]
     assert convert_checkpoint.main(command) == 1
     assert not (tmp_path / "save").exists()

@@ -10,9 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from megatron.config.model import ModelConfig
+from megatron.evaluation.load import check_tensor_parallel_size
 from megatron.inference.generate import SamplingParams, generate, sample_tokens, uniform_draw
-from megatron.inference.load import check_tensor_parallel_size, stop_ids
 from megatron.inference.text import IdCodec, InferenceError
+from megatron.inference.tokenizer import stop_ids
 from megatron.model.gpt import GPTChunk
 from tests.solo import Solo, tiny
 

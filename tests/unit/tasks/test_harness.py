@@ -15,8 +15,9 @@ from lm_eval.tasks import TaskManager
 from transformers import AutoTokenizer
 
 from megatron.checkpoint.format import Manifest
-from megatron.contrib.harness import language_model_class
 from megatron.convert.huggingface.convert import convert_to_huggingface
+from megatron.convert.saved_model import SavedModel
+from megatron.evaluation.harness import language_model_class
 from tasks.evaluate.harness import main
 from tests.checkpoints import save_model
 from tests.parity.test_hf import precision
@@ -120,7 +121,7 @@ def test_a_checkpoint_is_evaluated_like_its_export(tmp_path: Path, capsys: pytes
     model = tiny(vocab_size=257, max_position_embeddings=24, position_embedding_type="rope", normalization="RMSNorm")
     model = replace(model, activation="swiglu", add_bias_linear=False, untie_embeddings_and_output_weights=True)
     path = save_model(Solo.build(model, torch.float32).chunk, tmp_path / "save")
-    convert_to_huggingface(Manifest.open(path), tmp_path / "hf", lambda *_: None, shard_bytes=10**9)
+    convert_to_huggingface(SavedModel(Manifest.open(path)), tmp_path / "hf", lambda *_: None, shard_bytes=10**9)
     folder = write_tasks(tmp_path)
     reference = HFLM(pretrained=str(tmp_path / "hf"), batch_size=3, device="cpu")
     manager = TaskManager(include_path=folder, include_defaults=False)

@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from megatron.checkpoint.format import Manifest
-from megatron.contrib.object_store import RemotePath
+from megatron.checkpoint.object_store import RemotePath
 from megatron.convert.huggingface.check import OutputDifference
 from megatron.convert.huggingface.convert import ConversionResult
 from megatron.data import progress
@@ -270,19 +270,19 @@ def test_a_broken_checkpoint_is_refused_by_name_and_leaves_nothing(
 @pytest.mark.parametrize(
     ("argv", "said"),
     [
-        ([], "one of the arguments --load-hf --load --load-megatron --load-peft is required"),
+        ([], "one of the arguments --load --load-hf --load-megatron --load-peft is required"),
         (["--load-hf", "a"], "one of the arguments --save --save-megatron --save-hf --save-peft is required"),
-        (["--load-hf", "a", "--save-hf", "b"], "--load-hf and --load-peft go with --save"),
+        (["--load-hf", "a", "--save-hf", "b"], "--load hf: and --load peft: go with --save"),
         (["--load", "a", "--save", "b"], "--load with --save-hf"),
         (["--load-hf", "a", "--save", "b", "--workers", "0"], "'0' is not a number of at least 1"),
-        (["--load-megatron", "a", "--save-megatron", "b"], "--load-megatron with --save or --save-hf"),
+        (["--load-megatron", "a", "--save-megatron", "b"], "--load megatron: with --save or --save-hf"),
         (
             ["--load-megatron", "a", "--save", "b", "--dtype", "bf16"],
-            "--dtype: only with --save-hf or --save-peft or --load-hf",
+            "--dtype: only with --save-hf or --save-peft or --load hf:",
         ),
-        (["--load-megatron", "a", "--save", "b", "--no-check"], "--no-check: only with --save-hf or --load-hf"),
+        (["--load-megatron", "a", "--save", "b", "--no-check"], "--no-check: only with --save-hf or --load hf:"),
         (["--load", "a", "--save-megatron", "b", "--plugin", "os"], "--plugin: only with --save-hf"),
-        (["--load-hf", "a", "--save", "b", "--ckpt-step", "3"], "--ckpt-step: only with --load or --load-megatron"),
+        (["--load-hf", "a", "--save", "b", "--ckpt-step", "3"], "--ckpt-step: only with --load or --load megatron:"),
         (["--load-hf", "a", "--save", "b", "--ema"], "--ema: only with --save-hf or --save-peft"),
         (["--load", "a", "--save-hf", "b", "--max-shard-size", "5XB"], "'5XB' is not a size such as 5GB"),
     ],
@@ -300,9 +300,8 @@ def test_a_checkpoint_of_ours_is_not_one_of_megatron_lm(
 ) -> None:
     source = write_checkpoint(tmp_path / "run" / "iter_0000007", llama()).path
     for path in (source, source.parent):
-        assert main(["--load-megatron", str(path), target, f"{tmp_path}/out"]) == 1
-        program = {"--save": "python pretrain_gpt.py "}.get(target, "")
-        seen = f"--load-megatron {source} is not a checkpoint of Megatron-LM\n  fix: {program}--load {path}\n"
+        assert main(["--load", f"megatron:{path}", target, f"{tmp_path}/out"]) == 1
+        seen = f"--load megatron:{source} is not a checkpoint of Megatron-LM\n  fix: --load {path}\n"
         assert capsys.readouterr().err == f"convert_checkpoint: {seen}"
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
 

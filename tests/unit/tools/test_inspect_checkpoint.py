@@ -13,8 +13,8 @@ import torch
 
 from megatron.checkpoint.folder import CheckpointFolder
 from megatron.checkpoint.format import MANIFEST, MARKER
+from megatron.checkpoint.object_store import RemotePath
 from megatron.checkpoint.save import save_sharded
-from megatron.contrib.object_store import RemotePath
 from tests.unit.checkpoint.samples import ALONE, Sample, all_of, files_of, forge, partition, save, small
 from tools.inspect_checkpoint import main
 

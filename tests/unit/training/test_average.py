@@ -11,9 +11,10 @@ from torch import Tensor
 
 from megatron.checkpoint.errors import CheckpointError
 from megatron.checkpoint.format import whole_box
+from megatron.config.errors import UserError
 from megatron.convert.saved_model import EMA_PREFIX, SavedModel, open_checkpoint
-from megatron.inference.load import open_pretrained
-from megatron.inference.text import InferenceError
+from megatron.convert.weight_source import SourceOptions
+from megatron.evaluation.load import open_pretrained
 from megatron.training.build import build_trainer
 from megatron.training.step import evaluate
 from tests.runs import checkpoint, column, start, tiny_run
@@ -84,7 +85,7 @@ def test_those_who_use_the_model_may_take_it(tmp_path: Path) -> None:
             values = found.read(name, spec.view, whole_box(spec.view))
             assert torch.equal(values.double().view(spec.shape), wanted[name]), name
     name = "final_layernorm.weight"
-    source = open_pretrained(f"{tmp_path}/saved", average=True).source
+    source = open_pretrained(f"{tmp_path}/saved", SourceOptions(average=True)).source
     assert torch.equal(source.read(name, (16,), whole_box((16,))).double(), average[name])
     assert main(["--load", f"{tmp_path}/saved", "--save-hf", f"{tmp_path}/hf", "--ema", "--no-check"]) == 0
     written = load_file(tmp_path / "hf/model.safetensors")["transformer.ln_f.weight"]
@@ -94,6 +95,6 @@ def test_those_who_use_the_model_may_take_it(tmp_path: Path) -> None:
 def test_a_missing_average_is_reported(tmp_path: Path) -> None:
     run(tmp_path, "")
     with pytest.raises(CheckpointError, match="iter_0000006 has no average of the weights"):
-        open_pretrained(f"{tmp_path}/saved", average=True)
-    with pytest.raises(InferenceError, match="one set of weights"):
-        open_pretrained("hf:anywhere", average=True)
+        open_pretrained(f"{tmp_path}/saved", SourceOptions(average=True))
+    with pytest.raises(UserError, match=r"E803 --ema: .* one set of weights"):
+        open_pretrained("hf:anywhere", SourceOptions(average=True))

@@ -24,7 +24,7 @@ from torch import Tensor
 import pretrain_gpt
 from megatron.checkpoint.format import marker_content
 from megatron.config.run import RunConfig
-from megatron.convert.huggingface.convert import import_huggingface
+from megatron.convert.huggingface.convert import convert_from_huggingface
 from megatron.data.errors import DataError
 from megatron.data.gpt_dataset import SampleOrder, build_sample_order
 from megatron.data.indexed_writer import IndexedDatasetWriter
@@ -47,7 +47,7 @@ from tests.runs import (
     tiny_run,
 )
 from tests.unit.checkpoint.samples import attempt
-from tests.unit.convert.folders import random_weights, write_folder
+from tests.unit.convert.folders import opened, random_weights, write_folder
 
 STEPS = 9
 LENGTH = f"--train-iters {STEPS}"
@@ -412,7 +412,7 @@ def test_a_hugging_face_model_is_where_a_run_begins_and_only_there(
 
     with before_step(1, note):
         printed = start(run_of(tmp_path / "run", f"--load hf:{folder}"), before_step(4, kill))
-    assert f"weights from {folder}" in printed.out
+    assert f"weights from hf:{folder}" in printed.out
     assert torch.equal(begun[0], weights["transformer.wpe.weight"])
     again = go_on(tmp_path / "run", f"--load hf:{folder}")
     assert (again.status, sorted(again.samples), len(begun)) == (0, [3, 4, 5, 6], 1)
@@ -430,7 +430,7 @@ def test_sizes_of_a_hugging_face_model_are_compared_before_they_are_built(
 
 
 def test_converted_weights_cannot_be_resumed_from(tmp_path: Path, gpt2: tuple[Path, dict[str, Tensor]]) -> None:
-    import_huggingface(gpt2[0], tmp_path / "converted/iter_0000000", lambda name, done, total: None)
+    convert_from_huggingface(opened(gpt2[0]), tmp_path / "converted", lambda name, done, total: None, checked=False)
     flags = f"--load {tmp_path}/converted"
     assert go_on(tmp_path / "run", flags).err.startswith("error: E814 ")
     assert sorted(go_on(tmp_path / "run", f"{flags} --resume-mode weights-only").samples) == [1, 2, 3, 4, 5, 6]

@@ -96,7 +96,7 @@ def said_at_the_start(config: RunConfig) -> str:
         origin = choose_resume_source(config.checkpoint, world_group(0, 1))
     except UserError as error:
         return refusal(error)
-    return "nothing" if origin.fresh else str(f"hf:{origin.hf}" if origin.hf is not None else origin.paths[0])
+    return "nothing" if origin.fresh else str(origin.weights or origin.paths[0])
 
 
 def said_before(config: RunConfig) -> str:

@@ -32,18 +32,16 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from megatron.arguments.sources import from_dict, resolve
 from megatron.checkpoint.durable_files import sync_folder, write_file
 from megatron.checkpoint.errors import CheckpointError, StorageError
-from megatron.checkpoint.folder import CheckpointFolder
 from megatron.checkpoint.format import MEGATRON_LM_NEWEST, Manifest, split_box
 from megatron.checkpoint.load import CheckpointReader
-from megatron.checkpoint.location import local_path
 from megatron.checkpoint.save import save_sharded
 from megatron.checkpoint.tensor_file import GlobalTensor, TensorPart
 from megatron.config.batch import lr_scale, schedule_lengths
 from megatron.config.run import RunConfig
-from megatron.contrib.megatron_lm.checkpoint import BLOCK_ELEMENTS, MOMENTS, view_parts
-from megatron.contrib.megatron_lm.flags import unwritable_options, write_arguments
-from megatron.contrib.megatron_lm.names import their_names
-from megatron.convert.huggingface.convert import ProgressCallback
+from megatron.convert.huggingface.convert import ProgressCallback, check_target, new_checkpoint
+from megatron.convert.megatron_lm.checkpoint import BLOCK_ELEMENTS, MOMENTS, view_parts
+from megatron.convert.megatron_lm.flags import unwritable_options, write_arguments
+from megatron.convert.megatron_lm.names import their_names
 from megatron.convert.saved_model import SavedModel
 from megatron.distributed.comm import Group
 from megatron.distributed.sharding import Box, ShardSpec, padded_vocab_size
@@ -58,21 +56,13 @@ WITH_EXTRA_STATE = re.compile(r"(decoder\.(?:\w+\.)*(?:linear_\w+|\w+_layernorm)
 Norms have one in Transformer Engine alone."""
 
 
-def save_megatron_lm(
-    manifest: Manifest,
-    folder: Path,
-    report: ProgressCallback,
-    pretrained: str | None = None,
-    follow_links: bool = False,
-) -> tuple[Path, str]:
+def save_megatron_lm(saved: SavedModel, folder: Path, report: ProgressCallback) -> tuple[Path, str]:
     """Write a checkpoint into a new folder of Megatron-LM's checkpoints.
 
     Args:
-        manifest: of the checkpoint.
+        saved: the checkpoint.
         folder: must not exist, or be empty.
         report: progress callback.
-        pretrained: the model that adapters belong to, as of `SavedModel`; they are merged into its weights.
-        follow_links: as of `SavedModel`.
 
     Returns:
         The folder of the checkpoint, and what it holds.
@@ -82,14 +72,12 @@ def save_megatron_lm(
         DamagedCheckpointError: if a checksum of the checkpoint does not match.
         StorageError: if writing fails. Nothing is left behind.
     """
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise CheckpointError(f"{folder} exists and is not empty", "--save-megatron A_NEW_FOLDER")
-    saved = SavedModel(manifest, False, pretrained, follow_links)
+    check_target(folder, "--save-megatron")
     if lacking := unwritable_options(saved.model):
         raise CheckpointError(f"Megatron-LM has no counterpart of {', '.join(lacking)}", "--save-hf DIR")
-    config = resolve(from_dict({g: v for g, v in manifest.config.items() if g != "checkpoint"}), 1)
+    config = resolve(from_dict({g: v for g, v in saved.manifest.config.items() if g != "checkpoint"}), 1)
     config = replace(config, model=config.model.base)
-    iteration = int(manifest.state.get("iteration", 0))
+    iteration = int(saved.manifest.state.get("iteration", 0))
     path = folder / f"iter_{iteration:07d}"
     plan = _Plan(saved, config, report)
     existed = folder.exists()
@@ -108,10 +96,7 @@ def save_megatron_lm(
 
 def import_megatron_lm(manifest: Manifest, folder: Path, report: ProgressCallback) -> tuple[Path, str]:
     """Write a checkpoint of Megatron-LM as one of ours, with the run's state; arguments and result as above."""
-    checkpoints = CheckpointFolder(folder)
-    if checkpoints.named():
-        raise CheckpointError(f"{folder} holds checkpoints already", "--save A_NEW_FOLDER")
-    reader = CheckpointReader(manifest)
+    path, reader = new_checkpoint(folder, manifest.state["iteration"]), CheckpointReader(manifest)
     total = sum(prod(record.shape) * _stored_dtype(record.dtype).itemsize for record in manifest.tensors.values())
     done = 0
 
@@ -126,7 +111,6 @@ def import_megatron_lm(manifest: Manifest, folder: Path, report: ProgressCallbac
     for name, record in manifest.tensors.items():
         parts = tuple(TensorPart(chunk.box, partial(read, name, chunk.box)) for chunk in record.chunks)
         tensors[name] = GlobalTensor(record.shape, record.view, _stored_dtype(record.dtype), parts)
-    path = local_path(checkpoints.path(manifest.state["iteration"]))
     save_sharded(path, tensors, manifest.state, manifest.config, Group())
     return path, "weights and optimizer state" if "optimizer" in manifest.state else "weights alone"
 

@@ -7,35 +7,19 @@ with the harness's own model of Hugging Face folders (``hf``), so the answers to
 from __future__ import annotations
 
 import math
-import os
 from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
-from datetime import timedelta
 from functools import cache, partial
 from importlib.util import find_spec
-from inspect import signature
-from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 from megatron.config.errors import Problem, UserError
-from megatron.config.launch import Launch
-from megatron.config.parallel import ParallelConfig
-from megatron.config.plugins import load_plugins
-from megatron.convert.saved_model import by_huggingface_names, find_tokenizer_files
 from megatron.distributed import comm
-from megatron.distributed.launch import call_safely, init_distributed, raise_first_error, run_on_rank0
+from megatron.distributed.launch import call_safely, raise_first_error
 from megatron.inference.generate import PipelinedModel, SamplingParams, generate
-from megatron.inference.load import load_tokenizer, open_pretrained, stop_ids
-from megatron.inference.text import InferenceError, open_codec
-from megatron.training.build_model import choose_device
-from megatron.training.callbacks.base import Callback
-from megatron.training.metrics import StepMetrics
-from megatron.training.scoring import ComputingModel, score_tokens
-from megatron.training.trainer import Trainer
-
-TIMEOUT = timedelta(hours=1)
-"""Of a collective: the time that rank 0 may take to load the data of tasks, or to compute metrics."""
+from megatron.inference.scoring import ComputingModel, score_tokens
+from megatron.inference.text import InferenceError
 
 MAX_LENGTH = 2048
 """Tokens of a context where the model has no limit, as in the harness."""
@@ -137,7 +121,7 @@ class SharedModel:
 
 
 class HarnessModel:
-    """The methods of a model of lm-eval; :func:`language_model_class` makes it one."""
+    """The methods of a model of lm-eval; :func:`as_language_model` makes it one."""
 
     backend = "causal"
     cache_hook: Any  # of lm-eval, set by its constructor
@@ -179,29 +163,6 @@ class HarnessModel:
         self.prefix_token_id = next((token for token in begins if token is not None), None)
         if self.prefix_token_id is None:
             raise InferenceError("the tokenizer has no token that begins or ends a text", "prefix_token_id=0")
-
-    @classmethod
-    def create_from_arg_obj(cls, arg_dict: Mapping[str, Any], additional_config: Mapping[str, Any]) -> Self:
-        """Load the model that ``--model_args`` names; on other ranks than 0, serve until rank 0 has ended, and exit."""
-        given = {**arg_dict, **{k: v for k, v in additional_config.items() if v is not None}}
-        given.pop("max_batch_size", None)  # for automatic sizes
-        unknown = [name for name in given if name not in signature(load_shared).parameters]
-        if unknown or "load" not in given:
-            seen = f"--model_args {unknown[0]}: there is no such argument" if unknown else "--model_args names no model"
-            raise InferenceError(seen, "--model_args load=CHECKPOINTS,tensor_model_parallel_size=2")
-        shared, options = load_shared(**given)
-        if shared.world.rank > 0:
-            shared.serve()
-            raise SystemExit(0)
-        RUNNING.append(shared)
-        return cls(shared, name=str(given["load"]), **options)
-
-    @classmethod
-    def create_from_arg_string(cls, arg_string: str, additional_config: Mapping[str, Any]) -> Self:
-        """Load the model of ``key=value,key=value``."""
-        from lm_eval.utils import simple_parse_args_string
-
-        return cls.create_from_arg_obj(simple_parse_args_string(arg_string), additional_config)
 
     @property
     def batch_size(self) -> int:
@@ -319,13 +280,9 @@ class HarnessModel:
             return str(render(others))
 
 
-RUNNING: list[SharedModel] = []
-"""Models that lm-eval has created on rank 0, whose service has to be ended."""
-
-
 @cache
-def language_model_class() -> type[Any]:
-    """Return :class:`HarnessModel` as a class of lm-eval, registered there as the model ``megatron``.
+def as_language_model(methods: type[HarnessModel]) -> type[Any]:
+    """Return a class of lm-eval with these methods.
 
     Raises:
         UserError: if lm-eval is not installed.
@@ -333,141 +290,5 @@ def language_model_class() -> type[Any]:
     if find_spec("lm_eval") is None:
         raise UserError([Problem("E709", "lm-eval is not installed", ("pip install 'megatron-pretrain[evaluate]'",))])
     from lm_eval.api.model import TemplateLM
-    from lm_eval.api.registry import register_model
 
-    @register_model("megatron")
-    class MegatronLM(HarnessModel, TemplateLM):
-        """A checkpoint or Hugging Face folder, or a model in training."""
-
-    return MegatronLM
-
-
-def load_shared(
-    load: str,
-    ckpt_step: int | None = None,
-    ema: bool = False,
-    dtype: str | None = None,
-    tensor_model_parallel_size: int = 1,
-    pipeline_model_parallel_size: int = 1,
-    device: str = "auto",
-    batch_size: int | str = 1,
-    max_length: int | None = None,
-    tokenizer: str | None = None,
-    add_bos_token: bool | None = None,
-    prefix_token_id: int | None = None,
-    follow_links: bool = False,
-    pretrained_checkpoint: str | None = None,
-    plugin: str | None = None,
-) -> tuple[SharedModel, dict[str, Any]]:
-    """Load the model of ``--model_args``, and return it with the arguments of :class:`HarnessModel`.
-
-    Collective over all processes of the launch.
-    """
-    if not str(batch_size).isdecimal() or int(batch_size) < 1:
-        raise InferenceError(f"--batch_size {batch_size}: must be a number of at least 1", "--batch_size 8")
-    load_plugins([plugin] if plugin else [])
-    launch = Launch.read(os.environ)
-    pretrained = open_pretrained(str(load), ckpt_step, ema, follow_links, pretrained_checkpoint)
-    files = pretrained.files
-    if tokenizer is not None:
-        files = by_huggingface_names(find_tokenizer_files(Path(tokenizer)))
-    loaded = load_tokenizer(files, pretrained.model)
-    chosen = choose_device(device)
-    init_distributed(None, TIMEOUT, chosen)
-    parallel = ParallelConfig(
-        tensor_model_parallel_size=tensor_model_parallel_size,
-        pipeline_model_parallel_size=pipeline_model_parallel_size,
-    )
-    model = pretrained.build_frozen(parallel, launch, dtype, chosen)
-    ends = pretrained.stop_ids | ({loaded.eos_token_id} - {None})
-    shared = SharedModel(model, loaded, ends, int(batch_size))
-    return shared, {"max_length": max_length, "add_bos_token": add_bos_token, "prefix_token_id": prefix_token_id}
-
-
-class EvaluateTasks(Callback):
-    """Runs tasks of lm-eval on the model in training, every ``--evaluate-tasks-interval`` steps."""
-
-    def __init__(self, trainer: Trainer) -> None:
-        """Load the tokenizer and the tasks.
-
-        Raises:
-            UserError: if lm-eval is not installed, a task does not exist or cannot be loaded, the run has no tokenizer,
-                or a task generates text, which sequence parallelism excludes.
-        """
-        super().__init__(trainer)
-        config = trainer.config
-        self.interval = config.training.evaluate_tasks_interval
-        self._limit = config.training.evaluate_tasks_limit
-        language_model = language_model_class()
-        try:
-            files = by_huggingface_names(trainer.files)
-            tokenizer = load_tokenizer(files, config.model)
-            ends = stop_ids(files, open_codec(files)) | ({tokenizer.eos_token_id} - {None})
-            self._shared = SharedModel(trainer, tokenizer, ends, config.training.micro_batch_size)
-            self._model = language_model(self._shared)
-        except InferenceError as error:
-            raise UserError([Problem("E709", f"--evaluate-tasks: {error}")]) from error
-        self._tasks: Any = None  # of rank 0
-        self._generates = run_on_rank0(self._load_tasks, trainer.mesh.world)
-        if self._generates and config.parallel.sequence_parallel:
-            sentence = f"--evaluate-tasks {self._generates} generates text, without --sequence-parallel only"
-            raise UserError([Problem("E709", sentence, ("--no-sequence-parallel",))])
-
-    def _load_tasks(self) -> str:
-        """Load the tasks; return the name of one that generates text, or an empty string."""
-        from lm_eval.tasks import TaskManager
-
-        training = self.trainer.config.training
-        names = [*training.evaluate_tasks]
-        for defaults in (False, True):  # to list lm-eval's own tasks takes seconds
-            manager = TaskManager(include_path=training.evaluate_tasks_path, include_defaults=defaults)
-            missing = [name for name in names if not manager.match_tasks([name])]
-            if not missing:
-                break
-        if missing:
-            sentence = f"--evaluate-tasks {missing[0]}: lm-eval has no such task"
-            raise UserError([Problem("E709", sentence, ("lm-eval ls tasks", "--evaluate-tasks-path FOLDER"))])
-        try:
-            self._tasks = manager.load(names)
-        except Exception as error:  # whatever the code of a task and the library of its data raise
-            reason = " ".join(f"{type(error).__name__}: {error}".split())
-            sentence = f"--evaluate-tasks {' '.join(names)}: the tasks cannot be loaded: {reason}"
-            raise UserError([Problem("E709", sentence)]) from error
-        for task in self._tasks["tasks"].values():
-            if task.get_config("num_fewshot") is None:
-                task.set_config(key="num_fewshot", value=0)
-            task.set_fewshot_seed(seed=training.seed)
-        generating = (n for n, task in self._tasks["tasks"].items() if task.OUTPUT_TYPE == "generate_until")
-        return next(generating, "")
-
-    def on_step_end(self, metrics: StepMetrics) -> None:
-        """Evaluate, and log the results as ``TASK/METRIC``."""
-        found: dict[str, float] = {}
-
-        def act() -> None:
-            from lm_eval import evaluate
-
-            results = evaluate(
-                self._model, self._tasks, limit=self._limit, bootstrap_iters=0, log_samples=False, verbosity="ERROR"
-            )
-            found.update(scalar_results(results["results"]))
-
-        parts = [part for chunk in self.trainer.chunks.values() for part in chunk.parts]
-        if self._generates:  # the weights are used once for every token
-            with self.trainer.optimizer.weights.gathered(parts):
-                self._shared.run(act)
-        else:
-            self._shared.run(act)
-        self.log.log(found)
-        self.log.note(f"tasks at {self.trainer.iteration}: " + " ".join(f"{n} {x:.4g}" for n, x in found.items()))
-
-
-def scalar_results(results: Mapping[str, Mapping[str, Any]]) -> dict[str, float]:
-    """Return the metrics of all tasks as ``TASK/METRIC``, or ``TASK/METRIC/FILTER`` if answers are filtered."""
-    found = {}
-    for task, metrics in results.items():
-        for name, value in metrics.items():
-            metric, _, chosen = name.partition(",")
-            if isinstance(value, int | float) and chosen and not metric.endswith("_stderr"):
-                found[f"{task}/{metric}" + (f"/{chosen}" if chosen != "none" else "")] = float(value)
-    return found
+    return type("MegatronLM", (methods, TemplateLM), {"__doc__": methods.__doc__})

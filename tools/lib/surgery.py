@@ -17,7 +17,6 @@ from torch import Tensor
 
 from megatron.arguments.sources import resolve, to_dict
 from megatron.checkpoint.errors import CheckpointError
-from megatron.checkpoint.folder import CheckpointFolder
 from megatron.checkpoint.format import split_box
 from megatron.checkpoint.save import save_sharded
 from megatron.checkpoint.tensor_file import GlobalTensor, TensorPart
@@ -28,8 +27,9 @@ from megatron.config.run import PrecisionConfig, RunConfig
 from megatron.config.settings import SETTINGS
 from megatron.config.text import listed
 from megatron.convert.huggingface.config import check_model_config
-from megatron.convert.huggingface.weights import BLOCK_ELEMENTS
-from megatron.convert.saved_model import SavedModel, saved_tokenizer_files
+from megatron.convert.huggingface.convert import new_checkpoint, raise_if_overflow
+from megatron.convert.saved_model import SavedModel
+from megatron.convert.weight_source import BLOCK_ELEMENTS
 from megatron.distributed.comm import Group
 from megatron.distributed.random import initialize
 from megatron.distributed.sharding import Box, ShardSpec
@@ -255,10 +255,7 @@ def change_checkpoint(
         DamagedCheckpointError: when a checksum does not match.
         StorageError: when writing fails.
     """
-    folder = CheckpointFolder(save)
-    if folder.named():
-        raise CheckpointError(f"{save} holds checkpoints already", "--save A_NEW_FOLDER")
-    changed = changes.apply(saved)
+    path, changed = new_checkpoint(save), changes.apply(saved)
     stored, done = DTYPES[dtype or "fp32"], 0
     total = stored.itemsize * sum(spec.numel for spec in changed.specs.values())
 
@@ -267,8 +264,7 @@ def change_checkpoint(
             nonlocal done
             exact = changed.read(name, spec.view, box)
             values = exact.to(stored)
-            if stored == torch.float16 and not values.isfinite().all() and exact.isfinite().all():
-                raise CheckpointError(f"{name} has values too large for fp16", "--cast bf16")
+            raise_if_overflow(name, values, exact, "--cast bf16")
             done += box.numel * stored.itemsize
             report(name, done, total)
             return values
@@ -283,6 +279,5 @@ def change_checkpoint(
     precision = PrecisionConfig(params_dtype=dtype or saved.precision)
     config = to_dict(resolve(RunConfig(model=changed.model, precision=precision), 1))
     state: dict[str, Any] = {"iteration": 0, "consumed_samples": 0}
-    path = folder.path(0)
-    save_sharded(path, tensors, state, config, Group(), dict(saved_tokenizer_files(saved.manifest)))
-    return Path(str(path)), changed.model
+    save_sharded(path, tensors, state, config, Group(), saved.small_files())
+    return path, changed.model

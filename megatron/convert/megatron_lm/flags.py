@@ -14,8 +14,8 @@ from megatron.config.model import ModelConfig
 from megatron.config.option import Role
 from megatron.config.run import RunConfig
 from megatron.config.settings import SETTINGS
-from megatron.contrib.megatron_lm.pickles import Record
 from megatron.convert.huggingface.config import check_model_config
+from megatron.convert.megatron_lm.pickles import Record
 
 MOMENT_DTYPES = ("exp_avg_dtype", "exp_avg_sq_dtype")
 WRITTEN_GROUPS = ("model", "precision", "training", "optimizer", "data")

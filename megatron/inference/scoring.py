@@ -2,7 +2,7 @@
 
 Evaluation measures the log-probabilities of tokens with it, preference tuning those of its reference, and distillation
 the logits of its teacher. The model is a run's own (:class:`megatron.training.trainer.Trainer`) or a
-:class:`FrozenModel`, which has neither gradients nor an optimizer.
+:class:`megatron.training.frozen_models.FrozenModel`, which has neither gradients nor an optimizer.
 
 Shapes: B samples, S tokens of a sample, H hidden.
 """
@@ -10,17 +10,14 @@ Shapes: B samples, S tokens of a sample, H hidden.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from itertools import accumulate, chain, pairwise
-from typing import Any, Generic, Protocol, Self, TypeVar
+from dataclasses import replace
+from itertools import accumulate, pairwise
+from typing import Generic, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
-from megatron.config.model import ModelConfig
-from megatron.config.parallel import ParallelConfig
 from megatron.config.run import RunConfig
-from megatron.convert.huggingface.weights import WeightSource, fill_weights
 from megatron.distributed import comm
 from megatron.distributed.mesh import Mesh
 from megatron.distributed.micro_batch import MicroBatch
@@ -28,9 +25,6 @@ from megatron.layers.kv_cache import KVCache
 from megatron.layers.loss import OutputLayer
 from megatron.model.gpt import GPTChunk, LossSums
 from megatron.model.objective import Objective
-from megatron.pipeline.plan import LAYER_SPLIT_OPTIONS, build_program
-from megatron.pipeline.runtime import Pipeline
-from megatron.training.build_model import build_context, build_pipeline, build_stages
 
 T = TypeVar("T")
 
@@ -65,59 +59,6 @@ class ComputingModel(Protocol):
 
     def compute(self, batches: Sequence[MicroBatch], loss_grad: None) -> None:
         """Run the pipeline over this rank's micro-batches, forward only."""
-
-
-@dataclass
-class FrozenModel:
-    """A model that only computes: the chunks of a rank, with whole weights for every data-parallel rank."""
-
-    config: RunConfig
-    mesh: Mesh
-    device: torch.device
-    chunks: Mapping[int, GPTChunk]
-    pipeline: Pipeline
-
-    @classmethod
-    def build(
-        cls,
-        config: RunConfig,
-        mesh: Mesh,
-        device: torch.device,
-        source: WeightSource,
-        model: ModelConfig | None = None,
-        dtype: str | None = None,
-    ) -> Self:
-        """Build this rank's chunks, and read its shards of the weights. Collective.
-
-        Args:
-            config: of the run whose layout the model has, resolved.
-            mesh: of that run.
-            device: of this rank.
-            source: of the weights.
-            model: architecture; None for that of ``config``.
-            dtype: of weights and activations, a choice of ``--params-dtype``; None for that of ``config``.
-
-        Raises:
-            UserError: if the layers cannot be split over the stages of the mesh.
-            CheckpointError: if the weights cannot be read.
-        """
-        if model is not None and model.num_layers != config.model.num_layers:  # the options may not fit other layers
-            defaults: dict[str, Any] = {n: getattr(ParallelConfig(), n) for n in chain(*LAYER_SPLIT_OPTIONS)}
-            config = replace(config, parallel=replace(config.parallel, **defaults))
-        precision = replace(config.precision, params_dtype=dtype or config.precision.params_dtype, fp8_format=None)
-        training = replace(config.training, objective="next_token")
-        config = replace(config, model=model or config.model, precision=precision, training=training)
-        context, _ = build_context(config, mesh, device, draw_initial_values=False, allocate=True)
-        chunks = build_stages(config, context)
-        fill_weights(context.specs, context.params, source)
-        for chunk in chunks.values():
-            chunk.eval().requires_grad_(requires_grad=False)
-        return cls(config, mesh, device, chunks, build_pipeline(config, context, chunks))
-
-    def compute(self, batches: Sequence[MicroBatch], loss_grad: None = None) -> None:
-        """Run the pipeline over this rank's micro-batches, forward only."""
-        program = build_program(self.config.parallel, len(batches), evaluation=True)
-        self.pipeline.run(program.ranks[self.mesh.coordinate["pp"]], batches, loss_grad)
 
 
 def record(

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from megatron.config.errors import Problem, UserError
 from megatron.config.files import read_small
-from megatron.convert.saved_model import by_huggingface_names
+from megatron.convert.tokenizer_files import by_huggingface_names
 from megatron.inference.generate import SamplingParams, check_prompts, generate
 from megatron.inference.text import InferenceError, open_codec
 from megatron.training.callbacks.base import Callback
