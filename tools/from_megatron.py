@@ -43,9 +43,9 @@ from megatron.arguments.megatron_flags import (
     other_meanings,
 )
 from megatron.checkpoint.format import MEGATRON_LM_NEWEST, is_megatron_lm
+from megatron.config.checkpoint import MEGATRON_PREFIX, CheckpointConfig
 from megatron.config.errors import Problem, UserError
 from megatron.config.files import parse_yaml, read_small
-from megatron.config.run import MEGATRON_PREFIX, CheckpointConfig
 from megatron.config.text import echo, shell_word
 from megatron.training.resume_source import stored_config
 

@@ -46,13 +46,14 @@ from megatron.arguments.sources import (
 )
 from megatron.arguments.summary import summary
 from megatron.arguments.validate import NOTES, find_problems, is_met, unused_option_notes
+from megatron.config.checkpoint import CheckpointConfig
 from megatron.config.data_paths import SOURCE_OPTIONS
 from megatron.config.errors import Problem, UserError, credential_problem
 from megatron.config.launch import Launch, launch_notes
 from megatron.config.option import Role
 from megatron.config.plugins import load_plugins
 from megatron.config.privacy import redact
-from megatron.config.run import CheckpointConfig, RunConfig
+from megatron.config.run import RunConfig
 from megatron.config.settings import SETTINGS, SPELLINGS, Setting
 from megatron.config.text import did_you_mean, echo
 

@@ -23,11 +23,13 @@ from megatron.arguments.sources import (
 )
 from megatron.checkpoint.errors import describe_findings
 from megatron.config.batch import schedule_lengths
+from megatron.config.checkpoint import CheckpointConfig
+from megatron.config.data import DOCUMENT_BOUNDARY_OPTIONS
 from megatron.config.data_paths import DEFAULT_SPLIT, split_shares
 from megatron.config.errors import Problem
 from megatron.config.model import GATED_ACTIVATIONS
 from megatron.config.option import Role
-from megatron.config.run import DOCUMENT_BOUNDARY_OPTIONS, CheckpointConfig, RunConfig
+from megatron.config.run import RunConfig
 from megatron.config.settings import SETTINGS
 from megatron.distributed.sharding import ShardSpec
 from megatron.layers.parameters import gpt, trainable

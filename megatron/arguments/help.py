@@ -147,7 +147,7 @@ def _tree(config: str) -> Mapping[str, Any]:
 
 def _serves(setting: Setting, defaults: Mapping[str, Any]) -> bool:
     """Return True if an option has an effect only with a value that the program's defaults set."""
-    conditions = [need.condition.partition("=") for need in setting.option.needs if isinstance(need.condition, str)]
+    conditions = [need.condition.partition("=") for need in setting.option.needs]
     return any(str(defaults.get(name)) in values.split("|") for name, equals, values in conditions if equals)
 
 

@@ -14,13 +14,15 @@ from pathlib import Path
 from typing import Any
 
 from megatron.config.batch import full_global_batch_size
+from megatron.config.checkpoint import HUGGING_FACE_PREFIX
 from megatron.config.data_paths import SOURCE_OPTIONS
 from megatron.config.errors import MOST_PROBLEMS, Problem, UserError
 from megatron.config.files import parse_yaml, read_small
 from megatron.config.model import ModelConfig
-from megatron.config.run import HUGGING_FACE_PREFIX, RunConfig, TrainingConfig
+from megatron.config.run import RunConfig
 from megatron.config.settings import GROUPS, SETTINGS, Setting
 from megatron.config.text import did_you_mean
+from megatron.config.training import TrainingConfig
 from megatron.pipeline.actions import ScheduleError
 from megatron.pipeline.plan import resolve_pipeline
 

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import sys
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterator, Sequence, Set
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Set
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from importlib.util import find_spec
 from os.path import exists, isdir  # unlike pathlib's they do not raise for a very long name
 from pathlib import Path
@@ -33,19 +34,15 @@ from megatron.arguments.checks import (
 from megatron.arguments.checks.checkpoint import holds_checkpoints
 from megatron.checkpoint.location import parse_location
 from megatron.config.batch import final_iteration, get_num_microbatches
+from megatron.config.checkpoint import HUGGING_FACE_PREFIX
+from megatron.config.compute import CPU_KERNELS, KERNEL_CANDIDATES, kernel_choices, kernel_problems
 from megatron.config.errors import Problem
 from megatron.config.model import ModelConfig
+from megatron.config.optimizer import state_kinds
 from megatron.config.option import Need
 from megatron.config.plugins import registered
-from megatron.config.run import (
-    CPU_KERNELS,
-    HUGGING_FACE_PREFIX,
-    KERNEL_CANDIDATES,
-    RunConfig,
-    kernel_choices,
-    kernel_problems,
-)
-from megatron.config.settings import SETTINGS, Setting
+from megatron.config.run import RunConfig
+from megatron.config.settings import SETTINGS, Setting, holds
 from megatron.config.text import flag
 from megatron.pipeline.actions import ScheduleError
 from megatron.pipeline.plan import DEFAULT_VIRTUAL_SCHEDULE, schedule_name, virtual_stages
@@ -399,27 +396,25 @@ def _has_interleaved_stages(config: RunConfig) -> bool:
     return stages > 1 and schedule_name(config.parallel, stages) == DEFAULT_VIRTUAL_SCHEDULE
 
 
-CONDITIONS = {
+def _keeps(kind: str, config: RunConfig) -> bool:
+    """Return True if the update rule keeps a moment that may be stored in bf16."""
+    rule = config.optimizer.optimizer
+    return kind in state_kinds(rule) and (rule != "muon" or kind == "exp_avg_sq")
+
+
+CONDITIONS: Mapping[str, Callable[[RunConfig], bool]] = {
     "several_stages": lambda c: c.parallel.pipeline_model_parallel_size > 1 or virtual_stages(c.model, c.parallel) > 1,
     "interleaved_stages": _has_interleaved_stages,
+    "first_moment": partial(_keeps, "exp_avg"),
+    "second_moment": partial(_keeps, "exp_avg_sq"),
 }
 """Conditions of options that follow from several fields, and so cannot be computed in ``config``."""
 
 
 def is_met(need: Need, config: RunConfig) -> bool:
     """Return True if options that depend on ``need`` have an effect."""
-    if not isinstance(need.condition, str):
-        return need.condition(config)
-    if need.condition in CONDITIONS:
-        return CONDITIONS[need.condition](config)
-    name, equals, values = need.condition.partition("=")
-    setting = SETTINGS[name]
-    value = setting.value_in(config)
-    if not equals:
-        return value is not None and value is not False
-    # a plugin may use the options of built-in optimizers
-    plugins = registered(setting.option.kind) if setting.option.kind else ()
-    return value in values.split("|") or value in plugins
+    known = CONDITIONS.get(need.condition)
+    return holds(need.condition, config) if known is None else known(config)
 
 
 SETTINGS_BY_NEED: dict[Need, list[Setting]] = defaultdict(list)

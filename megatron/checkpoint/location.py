@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 from urllib.parse import unquote
 
+from megatron.config.checkpoint import MEGATRON_PREFIX
 from megatron.config.errors import UserError, credential_problem
 from megatron.config.privacy import redact
-from megatron.config.run import MEGATRON_PREFIX
 
 if TYPE_CHECKING:
     from megatron.contrib.object_store import RemotePath

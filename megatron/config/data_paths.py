@@ -15,9 +15,9 @@ from dataclasses import dataclass
 from itertools import chain, count
 from pathlib import PurePath
 
+from megatron.config.data import DataConfig
 from megatron.config.errors import Problem, UserError
 from megatron.config.files import read_small
-from megatron.config.run import DataConfig
 from megatron.config.settings import SETTINGS
 from megatron.config.text import counted, did_you_mean
 

@@ -32,12 +32,11 @@ class Role(Enum):
 class Need:
     """A condition without which a field has no effect; setting the field then is noted."""
 
-    # ``field`` (set or on), ``field=value|value``, a condition of ``arguments.validate``, or a predicate of RunConfig
-    condition: str | Callable[[Any], bool]
+    condition: str  # as :func:`megatron.config.settings.holds` reads it, or a name in ``arguments.validate.CONDITIONS``
     text: str = ""  # the condition in words; default: as a flag
 
     def __str__(self) -> str:
-        name, _, values = str(self.condition).partition("=")
+        name, _, values = self.condition.partition("=")
         return self.text or f"{flag(name)} {values.replace('|', ' or ')}".strip()
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import ast
 import inspect
 import math
+import re
 import shlex
 import sys
 from contextlib import suppress
@@ -139,6 +140,32 @@ class Setting:
                 raise ValueError(f"{item!r} is not one of {', '.join(self.choices)}")
             item = same[0]
         return item
+
+
+def holds(condition: str, config: RunConfig) -> bool:
+    """Return True if a condition on fields holds, such as ``optimizer!=muon and adam_eps or not save``.
+
+    A term is ``field`` (it is set, or on), ``field=value|value``, ``field!=value|value`` or ``field>number``, and may
+    follow ``not``; ``and`` binds more tightly than ``or``.
+    """
+    return any(all(_term_holds(term, config) for term in each.split(" and ")) for each in condition.split(" or "))
+
+
+def _term_holds(term: str, config: RunConfig) -> bool:
+    positive = term.removeprefix("not ")
+    name, relation, operand = re.fullmatch(r"(\w+)(!=|=|>|)(.*)", positive).groups()  # type: ignore[union-attr]
+    value, kind = SETTINGS[name].value_in(config), SETTINGS[name].option.kind
+    match relation:
+        case "":
+            found = value not in (None, False, ())
+        case ">":
+            found = value is not None and value > float(operand)
+        case _:
+            # a plugin may use the options of what is built in
+            added = registered(kind) if kind and relation == "=" else ()
+            found = str(value) in operand.split("|") or value in added
+    negated = (positive != term) != (relation == "!=")
+    return found != negated
 
 
 def _as_type(value: Any, scalar: type) -> Any:

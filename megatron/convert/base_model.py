@@ -13,8 +13,8 @@ from megatron.checkpoint.folder import CheckpointFolder
 from megatron.checkpoint.format import Manifest
 from megatron.checkpoint.location import parse_location
 from megatron.checkpoint.tensor_file import tensor_bytes
+from megatron.config.checkpoint import HUGGING_FACE_PREFIX
 from megatron.config.errors import Problem, UserError
-from megatron.config.run import HUGGING_FACE_PREFIX
 from megatron.config.text import shell_word
 from megatron.convert.huggingface.config import model_folder, read_model_config
 from megatron.convert.huggingface.weights import open_weights

@@ -24,10 +24,11 @@ from megatron.checkpoint.format import Manifest
 from megatron.checkpoint.load import CheckpointReader
 from megatron.checkpoint.location import Location, parse_location
 from megatron.checkpoint.tensor_file import DTYPES
+from megatron.config.checkpoint import HUGGING_FACE_PREFIX
 from megatron.config.errors import UserError
 from megatron.config.files import TABLE_FILE_BYTES, parse_json
 from megatron.config.model import ModelConfig
-from megatron.config.run import HUGGING_FACE_PREFIX, RunConfig
+from megatron.config.run import RunConfig
 from megatron.config.text import format_bytes, shell_word
 from megatron.convert.adapters import MergedWeights
 from megatron.convert.base_model import BaseModel, recorded_base

@@ -20,8 +20,10 @@ import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 from megatron.config.batch import full_global_batch_size
+from megatron.config.data import DataConfig
 from megatron.config.data_paths import DEFAULT_SPLIT, SPLITS, SplitSource, chat_splits, data_sources
-from megatron.config.run import DataConfig, RunConfig, TrainingConfig
+from megatron.config.run import RunConfig
+from megatron.config.training import TrainingConfig
 from megatron.data.blended_dataset import (
     BlendedDataset,
     BlendIndex,

@@ -11,9 +11,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from megatron.config.checkpoint import HUGGING_FACE_PREFIX
+from megatron.config.data import DataConfig
 from megatron.config.data_paths import data_sources
 from megatron.config.files import SMALL_FILE_BYTES
-from megatron.config.run import HUGGING_FACE_PREFIX, DataConfig
 from megatron.data.errors import DataError
 from megatron.data.tokenizers.base import Tokenizer, read_tokenizer_file
 from megatron.data.tokenizers.huggingface import CHAT_TEMPLATE, SPECIAL_TOKENS_MAP, TOKENIZER_CONFIG, find_special_token

@@ -20,9 +20,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron.config.batch import final_consumed_samples, final_iteration, full_global_batch_size, planned_samples
+from megatron.config.data import DOCUMENT_BOUNDARY_OPTIONS, DataConfig
 from megatron.config.data_paths import SPLITS, chat_splits, data_sources
-from megatron.config.run import DOCUMENT_BOUNDARY_OPTIONS, DataConfig, TrainingConfig
 from megatron.config.text import counted
+from megatron.config.training import TrainingConfig
 from megatron.data.build import (
     TABLE_CHECKS,
     SegmentBuilder,

@@ -7,8 +7,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from megatron.config.batch import final_consumed_samples
+from megatron.config.data import DOCUMENT_BOUNDARY_OPTIONS
 from megatron.config.data_paths import SPLITS, Blend, SplitSource, data_sources, split_shares
-from megatron.config.run import DOCUMENT_BOUNDARY_OPTIONS, RunConfig
+from megatron.config.run import RunConfig
 from megatron.data.build import file_segment_builders, resolve_sources
 from megatron.data.dataset import split_heading, split_kind
 from megatron.data.dataset_info import find_tokenizer_info

@@ -12,12 +12,16 @@ import torch
 from megatron.arguments.checks.model import check_heads_divide, check_mlp_divides
 from megatron.checkpoint.folder import CheckpointFolder
 from megatron.checkpoint.location import parse_location
+from megatron.config.checkpoint import HUGGING_FACE_PREFIX
+from megatron.config.compute import ComputeConfig
 from megatron.config.errors import UserError
 from megatron.config.files import parse_json
 from megatron.config.launch import Launch
 from megatron.config.model import ModelConfig
 from megatron.config.parallel import ParallelConfig
-from megatron.config.run import HUGGING_FACE_PREFIX, ComputeConfig, PrecisionConfig, RunConfig, TrainingConfig
+from megatron.config.precision import PrecisionConfig
+from megatron.config.run import RunConfig
+from megatron.config.training import TrainingConfig
 from megatron.convert.huggingface.check import check_tokenizer
 from megatron.convert.huggingface.config import (
     CONFIG_FILE,

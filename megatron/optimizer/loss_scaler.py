@@ -7,7 +7,8 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from megatron.config.run import OptimizerConfig, PrecisionConfig
+from megatron.config.optimizer import OptimizerConfig
+from megatron.config.precision import PrecisionConfig
 
 GROWTH, BACKOFF = 2.0, 0.5
 

@@ -14,7 +14,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from megatron.config.run import OptimizerConfig
+from megatron.config.optimizer import OptimizerConfig
 from megatron.distributed.param_layout import ParamShard
 from megatron.distributed.random import stable_hash
 from megatron.distributed.sharding import ShardSpec

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from megatron.config.batch import ScheduleLengths
-from megatron.config.run import OptimizerConfig
+from megatron.config.optimizer import OptimizerConfig
 
 if TYPE_CHECKING:
     from torch import Tensor

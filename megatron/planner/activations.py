@@ -17,8 +17,9 @@ from typing import NamedTuple
 
 from megatron.config.attention_pattern import CAUSAL
 from megatron.config.batch import get_num_microbatches, loss_chunk_tokens
+from megatron.config.compute import kernel_choices
 from megatron.config.model import ModelConfig
-from megatron.config.run import RunConfig, kernel_choices
+from megatron.config.run import RunConfig
 from megatron.distributed.sharding import padded_vocab_size
 from megatron.pipeline.actions import COMPUTE_KINDS, FORWARD, INPUT, WEIGHT, Action
 from megatron.pipeline.partition import StageLayers

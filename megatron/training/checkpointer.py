@@ -42,9 +42,9 @@ from megatron.checkpoint.load import load_sharded, open_manifest
 from megatron.checkpoint.location import Location, parse_location
 from megatron.checkpoint.save import HostCopyBuffer, disk_space_problem, local_bytes, run_in_background, save_sharded
 from megatron.checkpoint.tensor_file import GlobalTensor, TensorPart
+from megatron.config.checkpoint import CheckpointConfig
 from megatron.config.errors import Problem, UserError
 from megatron.config.launch import JobStart
-from megatron.config.run import CheckpointConfig
 from megatron.config.text import package_version
 from megatron.convert.base_model import BaseModel
 from megatron.convert.huggingface.config import model_folder

@@ -13,8 +13,9 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from megatron.config.checkpoint import HUGGING_FACE_PREFIX
 from megatron.config.errors import Problem, UserError
-from megatron.config.run import HUGGING_FACE_PREFIX, RunConfig
+from megatron.config.run import RunConfig
 from megatron.config.text import flag
 from megatron.convert.saved_model import open_model
 from megatron.data.dataset import split_label

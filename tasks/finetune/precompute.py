@@ -27,8 +27,9 @@ from megatron.checkpoint.durable_files import durable_rename, publish_file
 from megatron.checkpoint.errors import CheckpointError
 from megatron.config.errors import UserError
 from megatron.config.launch import Launch, exit_process
-from megatron.config.run import RunConfig, TrainingConfig
+from megatron.config.run import RunConfig
 from megatron.config.text import echo, shell_word
+from megatron.config.training import TrainingConfig
 from megatron.convert.huggingface.config import read_model_values
 from megatron.data.build import resolve_epochs
 from megatron.data.chat import load_conversations, numbered_lines

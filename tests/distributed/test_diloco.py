@@ -24,8 +24,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron.checkpoint.format import Manifest
+from megatron.config.diloco import DilocoConfig
 from megatron.config.errors import UserError
-from megatron.config.run import DilocoConfig, RunConfig
+from megatron.config.run import RunConfig
 from megatron.distributed import replica_store
 from megatron.distributed.replica_store import GREETING, AuthenticatedChannel, read_secret, serve
 from megatron.distributed.replicas import Member, ReplicaError, Replicas, connect

@@ -21,7 +21,7 @@ from megatron.arguments.cli import parse
 from megatron.config import plugins
 from megatron.config.attention_pattern import AttentionPattern
 from megatron.config.errors import UserError
-from megatron.config.run import OptimizerConfig, state_kinds
+from megatron.config.optimizer import OptimizerConfig, state_kinds
 from megatron.config.settings import SETTINGS
 from megatron.kernels.activation import ACTIVATIONS
 from megatron.kernels.attention_mask import AttentionMask

@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING
 
 from megatron.checkpoint.format import MEGATRON_LM_NEWEST, is_megatron_lm
 from megatron.checkpoint.location import Location, parse_location
+from megatron.config.checkpoint import HUGGING_FACE_PREFIX, MEGATRON_PREFIX
 from megatron.config.errors import Problem
 from megatron.config.files import FOLLOW_LINKS, describe_outside_links
-from megatron.config.run import HUGGING_FACE_PREFIX, MEGATRON_PREFIX, RunConfig
+from megatron.config.run import RunConfig
 from megatron.config.text import did_you_mean, flag
 
 if TYPE_CHECKING:

@@ -10,6 +10,7 @@ from dataclasses import replace
 from os.path import isdir, isfile  # unlike pathlib's they do not raise for a very long name
 from pathlib import Path
 
+from megatron.config.data import DataConfig
 from megatron.config.data_paths import (
     SPLITS,
     DataPathArgs,
@@ -23,7 +24,7 @@ from megatron.config.data_paths import (
     unpaired_problem,
 )
 from megatron.config.errors import Problem, UserError
-from megatron.config.run import DataConfig, RunConfig
+from megatron.config.run import RunConfig
 from megatron.config.settings import SETTINGS
 from megatron.config.text import did_you_mean
 

@@ -20,8 +20,10 @@ from megatron.config.batch import (
     schedule_lengths,
 )
 from megatron.config.errors import Problem
-from megatron.config.run import RunConfig, parse_batch_steps, parse_factor
+from megatron.config.optimizer import parse_factor
+from megatron.config.run import RunConfig
 from megatron.config.text import divisors, flag, flag_fixes, listed, multiples_as_fixes, nearest
+from megatron.config.training import parse_batch_steps
 from megatron.layers.parameters import gpt
 
 PADDED = "--pad-global-batch"

@@ -32,9 +32,11 @@ from megatron.checkpoint.format import whole_box
 from megatron.checkpoint.location import local_path
 from megatron.checkpoint.save import save_sharded
 from megatron.checkpoint.tensor_file import GlobalTensor, TensorFile, TensorFileWriter, TensorPart
+from megatron.config.checkpoint import HUGGING_FACE_PREFIX, CheckpointConfig
 from megatron.config.errors import Problem, UserError
 from megatron.config.model import MAX_SIZE, ModelConfig
-from megatron.config.run import HUGGING_FACE_PREFIX, CheckpointConfig, PrecisionConfig, RunConfig
+from megatron.config.precision import PrecisionConfig
+from megatron.config.run import RunConfig
 from megatron.convert.adapters import MergedWeights
 from megatron.convert.base_model import BaseModel
 from megatron.convert.huggingface.config import (

@@ -27,8 +27,8 @@ from megatron.checkpoint.tensor_file import TensorFile
 from megatron.config.files import TABLE_FILE_BYTES, parse_json, read_small
 from megatron.config.model import ModelConfig
 from megatron.config.parallel import ParallelConfig
-from megatron.config.run import TrainingConfig
 from megatron.config.text import listed
+from megatron.config.training import TrainingConfig
 from megatron.convert.huggingface.config import CONFIG_FILE, read_config, read_model_type
 from megatron.convert.huggingface.families import model_families
 from megatron.convert.huggingface.keys import ModelFamily

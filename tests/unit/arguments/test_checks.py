@@ -19,12 +19,16 @@ from megatron.arguments.sources import build_config
 from megatron.arguments.summary import summary
 from megatron.arguments.validate import choose_cuda_graph, find_problems
 from megatron.config.batch import schedule_lengths
+from megatron.config.compute import KERNEL_CANDIDATES
+from megatron.config.data import DataConfig
 from megatron.config.data_paths import SOURCE_OPTIONS
 from megatron.config.errors import Problem, UserError
 from megatron.config.model import ModelConfig
+from megatron.config.optimizer import OptimizerConfig
 from megatron.config.parallel import PIPELINE_SCHEDULES, ParallelConfig
-from megatron.config.run import KERNEL_CANDIDATES, DataConfig, OptimizerConfig, RunConfig, TrainingConfig
+from megatron.config.run import RunConfig
 from megatron.config.settings import SETTINGS
+from megatron.config.training import TrainingConfig
 from megatron.convert.huggingface.config import read_model_values
 from megatron.distributed.sharding import DenseSharding, Init
 from megatron.pipeline import plan

@@ -33,9 +33,10 @@ from megatron.arguments.sources import (
     to_yaml,
 )
 from megatron.config import plugins
+from megatron.config.data import DataConfig
 from megatron.config.errors import Problem, UserError
 from megatron.config.plugins import register, registered
-from megatron.config.run import DataConfig, RunConfig
+from megatron.config.run import RunConfig
 from megatron.config.settings import GROUPS, SETTINGS, SPELLINGS, Setting
 from tests.unit.arguments.command import MODEL, RUN, codes, notes, problems, run
 

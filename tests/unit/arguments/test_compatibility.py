@@ -10,8 +10,9 @@ import pytest
 
 from megatron.arguments.compatibility import ALLOWED_ROLES, CHANGE_ERRORS, ConfigComparison, compare_configs
 from megatron.arguments.sources import to_dict
+from megatron.config.checkpoint import RESUME_MODES
 from megatron.config.option import Role
-from megatron.config.run import RESUME_MODES, RunConfig
+from megatron.config.run import RunConfig
 from megatron.config.settings import SETTINGS
 from tests.unit.arguments import command
 

@@ -19,8 +19,8 @@ from megatron.arguments.cli import ParsedArguments, parse
 from megatron.arguments.compatibility import compare_configs
 from megatron.arguments.presets import PRESETS
 from megatron.arguments.sources import to_dict, to_yaml
+from megatron.config.checkpoint import CheckpointConfig
 from megatron.config.errors import Problem, UserError
-from megatron.config.run import CheckpointConfig
 from megatron.contrib import object_store
 from megatron.contrib.object_store import RemotePath
 from megatron.convert.huggingface.config import read_model_values

@@ -13,7 +13,7 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from megatron.config.run import PrecisionConfig
+from megatron.config.precision import PrecisionConfig
 from megatron.optimizer.loss_scaler import LossScaler, SpikeGuard
 
 
