@@ -32,7 +32,7 @@ from megatron.data.gpt_dataset import GPTDataset
 from megatron.data.index_cache import cache_entry_of
 from megatron.data.loader import DataSource, build_data
 from megatron.training.resume_source import find_resume_source, position_of, stored_config
-from pretrain_gpt import with_tokenizer
+from megatron.training.start import with_tokenizer
 
 TABLE_HEAD = ("split", "source", "sequences", "tokens", "epochs", "samples", "MB", "tables")
 NOT_CACHED = "not kept"
