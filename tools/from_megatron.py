@@ -370,7 +370,7 @@ def translate(run: Run, problems: Sequence[Problem]) -> tuple[list[tuple[str, st
 
     for given in command_line.given:
         old = [given.spelling, *given.words]
-        words = list(with_our_words(given, []).words)
+        words = list(with_our_words(given).words)
         words = with_start_point([given.spelling, *words])[1:]
         new = [given.spelling, *words]
         if given.spelling in dropped:

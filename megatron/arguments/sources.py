@@ -19,6 +19,7 @@ from megatron.config.data_paths import SOURCE_OPTIONS
 from megatron.config.errors import MOST_PROBLEMS, Problem, UserError
 from megatron.config.files import parse_yaml, read_small
 from megatron.config.model import ModelConfig
+from megatron.config.plugins import registered
 from megatron.config.run import RunConfig
 from megatron.config.settings import GROUPS, SETTINGS, Setting
 from megatron.config.text import did_you_mean
@@ -193,7 +194,9 @@ def build_config(values: Values) -> RunConfig:
     groups: dict[str, dict[str, Any]] = {group: {} for group in GROUPS}
     for name, value in values.items():
         groups[SETTINGS[name].group][name] = value
-    return RunConfig(**{group: cls(**groups[group]) for group, cls in GROUPS.items()})
+    built = {group: cls(**groups[group]) for group, cls in GROUPS.items()}
+    plugins = tuple(built.pop(group) for group in registered("options"))
+    return RunConfig(**built).with_plugin_options(plugins)
 
 
 def resolve(config: RunConfig, world_size: int) -> RunConfig:

@@ -8,7 +8,6 @@ profiling and CUDA graphs, and of options that are set without effect (``needs``
 from __future__ import annotations
 
 import sys
-from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Set
 from contextlib import suppress
 from dataclasses import replace
@@ -417,25 +416,15 @@ def is_met(need: Need, config: RunConfig) -> bool:
     return holds(need.condition, config) if known is None else known(config)
 
 
-SETTINGS_BY_NEED: dict[Need, list[Setting]] = defaultdict(list)
-for each_setting in SETTINGS.values():
-    for each_need in each_setting.option.needs:
-        SETTINGS_BY_NEED[each_need].append(each_setting)
-
-
-def _unused(need: Need, config: RunConfig) -> list[Setting]:
-    """Return the settings that are set without effect."""
-    if is_met(need, config):
-        return []
-    return [setting for setting in SETTINGS_BY_NEED[need] if setting.value_in(config) != setting.default]
-
-
 def unused_option_notes(config: RunConfig, given: Collection[str]) -> list[str]:
     """Return notes about options without effect; only those in ``given``, not those of a preset."""
-    unused = {
-        need: [s for s in _unused(need, config) if s.name in given and s.value_in(config) is not None]
-        for need in SETTINGS_BY_NEED
-    }
+    unused: dict[Need, list[Setting]] = {}
+    for setting in SETTINGS.values():
+        changed = setting.name in given and setting.value_in(config) not in (None, setting.default)
+        for need in setting.option.needs:
+            unused.setdefault(need, [])
+            if changed and not is_met(need, config):
+                unused[need].append(setting)
     return [_no_effect(settings, need) for need, settings in unused.items() if settings]
 
 
@@ -508,8 +497,7 @@ def find_problems(config: RunConfig, world_size: int, doubtful: Set[str] = froze
             found.append(Problem("E600", sentence, (setting.spell(_suggest(setting, value)),)))
     known = config
     for setting in (SETTINGS[name] for name in wrong):
-        group = replace(getattr(known, setting.group), **{setting.name: _Unknown()})
-        known = replace(known, **{setting.group: group})
+        known = known.with_group(setting.group, replace(known.group(setting.group), **{setting.name: _Unknown()}))
     for check in _checks():
         with suppress(_UnknownError):
             found.extend(check(known, world_size))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron.config.option import Need, option
+from megatron.config.option import Need, WithPluginOptions, option
 
 CHAT_DATA = Need("chat_data_path")
 
@@ -63,7 +63,7 @@ def _tokenizer_type(text: str) -> str:
 
 
 @dataclass(frozen=True)
-class DataConfig:
+class DataConfig(WithPluginOptions):
     """Token files, how documents are packed into samples, and the tokenizer."""
 
     data_path: tuple[str, ...] = option((), role="free")

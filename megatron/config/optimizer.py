@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
-from megatron.config.option import Need, option
+from megatron.config.option import Need, WithPluginOptions, option
 from megatron.config.plugins import registered
 from megatron.config.training import MAX_BATCH
 
@@ -41,7 +41,7 @@ SECOND_MOMENT = Need("second_moment", "--optimizer adam")
 
 
 @dataclass(frozen=True)
-class OptimizerConfig:
+class OptimizerConfig(WithPluginOptions):
     """Optimizer, learning rate and weight decay schedules. Schedules count samples, not steps."""
 
     optimizer: str = option("adam", role="state", choices=tuple(RULE_STATE), kind="optimizer")
@@ -56,7 +56,10 @@ class OptimizerConfig:
     lr_base_batch_size: int | None = option(None, role="schedule", at_least=1, at_most=MAX_BATCH, needs=LR_SCALING)
     """Global batch, in samples, for which lr was chosen."""
     lr_decay_style: str = option(
-        "linear", role="schedule", choices=("constant", "linear", "cosine", "inverse-square-root", "WSD")
+        "linear",
+        role="schedule",
+        choices=("constant", "linear", "cosine", "inverse-square-root", "WSD"),
+        kind="lr_schedule",
     )
     """Shape of the decay."""
     lr_wsd_decay_style: str = option(

@@ -11,9 +11,11 @@ import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any
+from typing import Any, TypeVar
 
 from megatron.config.text import flag, format_number
+
+T = TypeVar("T")
 
 
 class Role(Enum):
@@ -42,6 +44,17 @@ class Need:
 
 INSIDE = {"at_least": operator.ge, "above": operator.gt, "at_most": operator.le, "below": operator.lt}
 """Limits of a number, or of every number of a tuple, as keywords of :func:`option`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class WithPluginOptions:
+    """A configuration that components of plugins get, and find their own options in."""
+
+    plugin_options: tuple[Any, ...] = field(default=(), repr=False)  # objects of the classes that plugins register
+
+    def plugin(self, cls: type[T]) -> T:
+        """Return the options that a plugin has registered as ``cls``; the defaults if no source sets one."""
+        return next((each for each in self.plugin_options if type(each) is cls), cls())
 
 
 @dataclass(frozen=True)

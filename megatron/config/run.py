@@ -6,7 +6,8 @@ a run resumes (``role``), and of what is set without effect (``needs``).
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 from megatron.config.checkpoint import CheckpointConfig
 from megatron.config.compute import ComputeConfig
@@ -15,14 +16,16 @@ from megatron.config.diloco import DilocoConfig
 from megatron.config.logging import LoggingConfig
 from megatron.config.model import ModelConfig
 from megatron.config.optimizer import OptimizerConfig
+from megatron.config.option import WithPluginOptions
 from megatron.config.parallel import ParallelConfig
+from megatron.config.plugins import registered
 from megatron.config.precision import PrecisionConfig
 from megatron.config.profiling import ProfilingConfig
 from megatron.config.training import TrainingConfig
 
 
 @dataclass(frozen=True)
-class RunConfig:
+class RunConfig(WithPluginOptions):
     """All options of ``pretrain_gpt.py``."""
 
     model: ModelConfig = field(default_factory=ModelConfig)
@@ -36,6 +39,24 @@ class RunConfig:
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     logging: LoggingConfig = field(default_factory=LoggingConfig)
     profiling: ProfilingConfig = field(default_factory=ProfilingConfig)
+
+    def group(self, name: str) -> Any:
+        """Return the options of a group, built in or of a plugin."""
+        return self.plugin(registered("options")[name]) if name in registered("options") else getattr(self, name)
+
+    def with_group(self, name: str, options: Any) -> RunConfig:
+        """Return the configuration with another group of options."""
+        if name not in registered("options"):
+            return replace(self, **{name: options})
+        others = (each for each in self.plugin_options if type(each) is not type(options))
+        return self.with_plugin_options((*others, options))
+
+    def with_plugin_options(self, options: tuple[Any, ...]) -> RunConfig:
+        """Return the configuration with the options of plugins, also in the groups that components get."""
+        changed: dict[str, Any] = {
+            name: replace(getattr(self, name), plugin_options=options) for name in ("training", "optimizer", "data")
+        }
+        return replace(self, plugin_options=options, **changed)
 
     @property
     def resume_options(self) -> CheckpointConfig:

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from megatron.config.model import MAX_SIZE
-from megatron.config.option import Need, option
+from megatron.config.option import Need, WithPluginOptions, option
 
 MAX_BATCH = 10**6
 """Samples in a batch; a ramp has at most as many steps."""
@@ -56,7 +56,7 @@ def _checked_batch_steps(text: str) -> str:
 
 
 @dataclass(frozen=True)
-class TrainingConfig:
+class TrainingConfig(WithPluginOptions):
     """Run length, batch size, recomputation and evaluation."""
 
     seq_length: int = option(1024, role="data", at_least=1, at_most=MAX_SIZE)
