@@ -32,10 +32,11 @@ UNSUPPORTED_TOKENIZER_TYPES = {
 }
 """Other tokenizers of Megatron-LM, with the reason why they are not supported."""
 
-TOKEN_FILES = Need("not mock_data and not chat_data_path", "files of tokens")
+DATA_FILES = Need("not mock_data and not plugin_dataset", "data in files")
+TOKEN_FILES = Need("not mock_data and not plugin_dataset and not chat_data_path", "files of tokens")
 
 DOCUMENTS = Need(
-    "not mock_data and not chat_data_path",
+    "not mock_data and not plugin_dataset and not chat_data_path",
     "documents (generated tokens have none, and conversations are always separate)",
 )
 
@@ -82,6 +83,8 @@ class DataConfig(WithPluginOptions):
     """JSON file with the data paths of train, valid and test, as strings or lists of strings."""
     mock_data: bool = option(False, role="data")
     """Train on synthetic tokens."""
+    plugin_dataset: str | None = option(None, role="data", kind="dataset")
+    """Train on the dataset that a plugin registers under this name."""
     chat_data_path: tuple[str, ...] = option((), role="free")
     """JSON-lines files to fine-tune on: conversations under messages, or texts under prompt and completion. The loss
     is that of the answers; conversations share samples, but not attention."""
@@ -96,7 +99,7 @@ class DataConfig(WithPluginOptions):
     """Evaluate on each validation prefix separately, instead of on their blend."""
     validation_set_names: tuple[str, ...] = option((), role="free", needs=Need("multiple_validation_sets"))
     """multiple_validation_sets: their names. Default: the last part of each prefix."""
-    data_cache_path: str | None = option(None, role="start", needs=Need("not mock_data", "data in files"))
+    data_cache_path: str | None = option(None, role="start", needs=DATA_FILES)
     """Folder that caches sample indices and the ids of conversations between starts. Default: build them in memory at
     every start."""
     reset_position_ids: bool = option(False, role="data", needs=DOCUMENTS)
@@ -124,3 +127,8 @@ class DataConfig(WithPluginOptions):
     """Also read files to which links lead out of the folder of a tokenizer or of a Hugging Face model."""
     eod_id: int | None = option(None, role="data", at_least=0, needs=DOCUMENT_OPTIONS)
     """Id of the end-of-document token. Default: as recorded with the data, or that of the tokenizer."""
+
+    @property
+    def generated(self) -> bool:
+        """True if code makes the samples: there are no files, and no documents but those of the samples."""
+        return self.mock_data or self.plugin_dataset is not None

@@ -137,6 +137,8 @@ class Setting:
             item = self.option.parse(value)
         else:
             item = _as_type(value, self.scalar)
+        if self.option.kind and not self.choices and item is not None:
+            raise ValueError(f"no plugin registers {item!r} as {self.option.kind}")
         if self.choices and item is not None and item not in self.choices:
             same = [choice for choice in self.choices if choice.lower() == str(item).lower()]
             if not same:
@@ -225,8 +227,8 @@ def _tables(plugins: tuple[tuple[str, type], ...]) -> _Tables:
             problems.append(Problem("E914", f"the options {group} of a plugin: {error}"))
             continue
         spellings = {spelling: each for each in settings.values() for spelling in (each.flag, *each.constants)}
-        own = {group, *settings, *spellings} if plugins and group not in BUILT_IN_GROUPS else set[str]()
-        if used := own & {*tables.groups, *tables.settings, *tables.spellings}:
+        used = {group, *settings, *spellings} & {*tables.groups, *tables.settings, *tables.spellings}
+        if used and (group, cls) in plugins:
             sentence = f"the options {group} of a plugin have names of other options: {', '.join(sorted(used))}"
             problems.append(Problem("E914", sentence))
         tables.groups[group] = cls

@@ -78,7 +78,7 @@ def check_vocab_size(config: RunConfig, world_size: int) -> Iterator[Problem]:
         return
     if data.tokenizer_type == "NullTokenizer":
         yield Problem("E104", "NullTokenizer does not know the size of the vocabulary", ("--vocab-size 50257",))
-    elif data.mock_data and data.tokenizer_type is None:
+    elif data.generated and data.tokenizer_type is None:
         fixes = ("--vocab-size 50257", "--tokenizer-type ByteTokenizer")
         yield Problem("E104", "the size of the vocabulary is unknown: generated tokens have no tokenizer", fixes)
 
