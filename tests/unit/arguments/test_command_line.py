@@ -119,7 +119,7 @@ def _some_value(setting: Setting, dice: random.Random) -> Any:
         }
         return makers[setting.scalar]()
 
-    if setting.optional and dice.random() < 0.3:
+    if setting.name == "plugin_dataset" or (setting.optional and dice.random() < 0.3):
         return None
     if setting.name == "step_batch_size_schedule":
         return ("0:2", "1.5K:4")
