@@ -229,7 +229,7 @@ def _known_and_unknown(saved: Mapping[str, Any]) -> tuple[Values, list[str]]:
     unknown = []
     for group, values in saved.items():
         for name, value in values.items() if isinstance(values, Mapping) else ():
-            if name in SETTINGS and SETTINGS[name].group == group:
+            if name in SETTINGS and SETTINGS[name].is_in(group):
                 known[name] = value
             else:
                 unknown.append(f"{group}.{name} {value}")

@@ -120,7 +120,7 @@ def find_setting(result: ConfigSource, key: str, source: str) -> Setting | None:
     """Return the setting ``key`` (``model.hidden_size`` or ``hidden_size``), or None after adding a problem."""
     group, _, name = key.replace("-", "_").rpartition(".")
     setting = SETTINGS.get(name)
-    if setting and group in ("", setting.group):
+    if setting and (not group or setting.is_in(group)):
         return setting
     guesses = len(result.problems) < MOST_PROBLEMS  # a guess takes a millisecond
     guess = setting.name if setting else did_you_mean(name, SETTINGS) if guesses else None

@@ -338,8 +338,8 @@ def check_sample_prompts(config: RunConfig, world_size: int) -> Iterator[Problem
 
 def check_evaluated_tasks(config: RunConfig, world_size: int) -> Iterator[Problem]:
     """Check that lm-eval is installed and the folder of tasks exists; the tasks themselves are loaded at the start."""
-    folder = config.training.evaluate_tasks_path
-    if not config.training.evaluate_tasks:
+    folder = config.evaluation.evaluate_tasks_path
+    if not config.evaluation.evaluate_tasks:
         return
     if find_spec("lm_eval") is None:
         sentence = "--evaluate-tasks needs lm-eval, which is not installed"

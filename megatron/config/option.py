@@ -71,6 +71,7 @@ class Option:
     # Extra flags and the constants they store, for the negative and shorthand spellings of Megatron-LM:
     # ``--disable-bias-linear`` stores False in ``add_bias_linear``.
     aliases: Mapping[str, Any] = field(default_factory=dict)
+    formerly: str = ""  # group of the field in the files of earlier versions
     parse: Callable[[str], Any] | None = None  # converts the flag's text, raises ValueError; default: by type
     example: float | None = None  # suggested in place of a number that is not allowed and has no default
 

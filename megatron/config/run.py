@@ -13,6 +13,7 @@ from megatron.config.checkpoint import CheckpointConfig
 from megatron.config.compute import ComputeConfig
 from megatron.config.data import DataConfig
 from megatron.config.diloco import DilocoConfig
+from megatron.config.evaluation import EvaluationConfig
 from megatron.config.logging import LoggingConfig
 from megatron.config.model import ModelConfig
 from megatron.config.optimizer import OptimizerConfig
@@ -32,6 +33,7 @@ class RunConfig(WithPluginOptions):
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     precision: PrecisionConfig = field(default_factory=PrecisionConfig)
     training: TrainingConfig = field(default_factory=TrainingConfig)
+    evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
     compute: ComputeConfig = field(default_factory=ComputeConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     diloco: DilocoConfig = field(default_factory=DilocoConfig)

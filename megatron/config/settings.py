@@ -62,6 +62,10 @@ class Setting:
         """The allowed words, with the names that plugins register; empty if any word is allowed."""
         return (*self.option.choices, *(registered(self.option.kind) if self.option.kind else ()))
 
+    def is_in(self, group: str) -> bool:
+        """Return True if files have the field in a group, now or in an earlier version."""
+        return group in (self.group, self.option.formerly)
+
     def value_in(self, config: RunConfig) -> Any:
         """Return the value of the field in a configuration."""
         return getattr(config.group(self.group), self.name)

@@ -22,7 +22,6 @@ EVALUATION = Need("eval_iters>0 or valid_chat_data_path", "--eval-iters above 0"
 
 TRAINING_STEPS = Need("not skip_train", "training steps (--skip-train takes none)")
 
-TASKS = Need("evaluate_tasks", "--evaluate-tasks")
 
 DPO = Need("objective=dpo")
 
@@ -82,14 +81,6 @@ class TrainingConfig(WithPluginOptions):
     end of each epoch."""
     eval_iters: int = option(0, role="free", at_least=0)
     """Global batches per evaluation; 0 turns evaluation off."""
-    evaluate_tasks: tuple[str, ...] = option((), role="start", needs=TRAINING_STEPS)
-    """Tasks of lm-eval to evaluate during training, such as hellaswag arc_easy."""
-    evaluate_tasks_interval: int = option(1000, role="start", at_least=1, needs=TASKS)
-    """Steps between evaluations of tasks."""
-    evaluate_tasks_limit: int | None = option(None, role="start", at_least=1, needs=TASKS)
-    """Examples of each task to evaluate. Default: all."""
-    evaluate_tasks_path: str | None = option(None, role="start", needs=TASKS)
-    """Folder with definitions of further tasks (YAML). It can contain code, which is run: ``!function`` names it."""
     exit_interval: int | None = option(None, role="start", at_least=1, needs=TRAINING_STEPS)
     """Stop cleanly after a step that is a multiple of this."""
     exit_duration_in_mins: float | None = option(None, role="start", above=0, example=60, needs=TRAINING_STEPS)
