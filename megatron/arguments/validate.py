@@ -31,18 +31,17 @@ from megatron.arguments.checks import (
     training,
 )
 from megatron.arguments.checks.checkpoint import holds_checkpoints
+from megatron.arguments.rules import GRAPH_RULES, NO_CUDA_GRAPH, OPTIMIZER_ONLY, RULES, broken_rules
 from megatron.checkpoint.location import parse_location
 from megatron.config.batch import final_iteration, get_num_microbatches
 from megatron.config.checkpoint import HUGGING_FACE_PREFIX
 from megatron.config.compute import CPU_KERNELS, KERNEL_CANDIDATES, kernel_choices, kernel_problems
 from megatron.config.errors import Problem
-from megatron.config.model import ModelConfig
 from megatron.config.optimizer import state_kinds
 from megatron.config.option import Need
 from megatron.config.plugins import registered
 from megatron.config.run import RunConfig
 from megatron.config.settings import SETTINGS, Setting, holds
-from megatron.config.text import flag
 from megatron.pipeline.actions import ScheduleError
 from megatron.pipeline.plan import DEFAULT_VIRTUAL_SCHEDULE, schedule_name, virtual_stages
 
@@ -64,13 +63,6 @@ def check_stop_file(config: RunConfig, world_size: int) -> Iterator[Problem]:
     elif not isdir(path.parent):
         sentence = f"--stop-file {path}: the folder {path.parent} does not exist"
         yield Problem("E311", sentence, (f"mkdir -p {path.parent}",))
-
-
-def check_skip_train(config: RunConfig, world_size: int) -> Iterator[Problem]:
-    """Check that ``--skip-train`` has batches to evaluate."""
-    if config.training.skip_train and config.training.eval_iters == 0:
-        sentence = "--skip-train only evaluates, and --eval-iters 0 turns evaluation off"
-        yield Problem("E312", sentence, ("--eval-iters 100", "drop --skip-train"))
 
 
 def check_required_checkpoint(config: RunConfig, world_size: int) -> Iterator[Problem]:
@@ -127,8 +119,6 @@ def check_kernels(config: RunConfig, world_size: int) -> Iterator[Problem]:
         yield Problem("E903", sentence, ("--kernels attention=auto", "--cp-comm-type a2a"))
 
 
-NO_CUDA_GRAPH = "--cuda-graph none"
-
 CAPTURES = ("optimizer", "step")
 """Values of ``--cuda-graph`` that always capture; ``auto`` does only where nothing speaks against it."""
 
@@ -136,36 +126,6 @@ CAPTURES = ("optimizer", "step")
 def no_gpu_problem(mode: str) -> Problem:
     """Return the problem of a run that captures ``mode`` on a CPU."""
     return Problem("E906", f"--cuda-graph {mode} needs a GPU, and this run uses a CPU", (NO_CUDA_GRAPH,))
-
-
-OPTIMIZER_ONLY = ("--cuda-graph optimizer", NO_CUDA_GRAPH)
-
-
-def check_graph_device(config: RunConfig, world_size: int) -> Iterator[Problem]:
-    """Check that CUDA graphs run on a GPU."""
-    if config.compute.cuda_graph in CAPTURES and config.training.device == "cpu":
-        yield no_gpu_problem(config.compute.cuda_graph)
-
-
-def check_graph_dropout(config: RunConfig, world_size: int) -> Iterator[Problem]:
-    """Reject dropout and noise: their counter is the step number, which a captured step would not update."""
-    if config.compute.cuda_graph != "step":
-        return
-    if config.model.hidden_dropout or config.model.attention_dropout:
-        sentence = "--cuda-graph step does not support dropout: every step would drop the same elements"
-        yield Problem("E907", sentence, ("--hidden-dropout 0 --attention-dropout 0", *OPTIMIZER_ONLY))
-    if config.training.neftune_alpha:
-        sentence = "--cuda-graph step does not support --neftune-alpha: every step would add the same noise"
-        yield Problem("E907", sentence, ("--neftune-alpha 0", *OPTIMIZER_ONLY))
-
-
-def check_graph_weight_decay(config: RunConfig, world_size: int) -> Iterator[Problem]:
-    """Reject a changing weight decay: it is captured as a constant."""
-    mode, style = config.compute.cuda_graph, config.optimizer.weight_decay_incr_style
-    if mode in CAPTURES and style != "constant":
-        needed = f"--cuda-graph {mode} needs a constant weight decay"
-        sentence = f"{needed}, and --weight-decay-incr-style {style} changes it"
-        yield Problem("E908", sentence, ("--weight-decay-incr-style constant", NO_CUDA_GRAPH))
 
 
 def check_graph_backend(config: RunConfig, world_size: int) -> Iterator[Problem]:
@@ -178,47 +138,11 @@ def check_graph_backend(config: RunConfig, world_size: int) -> Iterator[Problem]
         yield Problem("E909", sentence, ("--distributed-backend nccl", NO_CUDA_GRAPH))
 
 
-def check_graph_gather(config: RunConfig, world_size: int) -> Iterator[Problem]:
-    """Reject all-gathers of weights that one step starts and the next one waits for: a graph ends with its step.
-
-    ZeRO-3 gathers within the step, in memory that it frees and allocates again.
-    """
-    mode, parallel = config.compute.cuda_graph, config.parallel
-    if mode == "step" and parallel.zero_stage == 3:
-        sentence = "--cuda-graph step cannot capture optim_grads_params, which frees and allocates weights (ZeRO-3)"
-        yield Problem("E913", sentence, OPTIMIZER_ONLY)
-    if mode in CAPTURES and parallel.overlap_param_gather and parallel.zero_stage in (1, 2):
-        sentence = f"--cuda-graph {mode} cannot capture --overlap-param-gather, which ends in the next step"
-        yield Problem("E913", sentence, ("--no-overlap-param-gather", NO_CUDA_GRAPH))
-
-
-def check_graph_pipeline(config: RunConfig, world_size: int) -> Iterator[Problem]:
-    """Reject capturing a step with several pipeline ranks, which is untested."""
-    ranks = config.parallel.pipeline_model_parallel_size
-    if config.compute.cuda_graph == "step" and ranks > 1:
-        sentence = f"--cuda-graph step is untested with pipeline parallelism; there are {ranks} pipeline ranks"
-        yield Problem("E912", sentence, OPTIMIZER_ONLY)
-
-
-def check_graph_documents(config: RunConfig, world_size: int) -> Iterator[Problem]:
-    """Reject separate documents: the host selects the parts of attention, which differ in every step."""
-    if config.compute.cuda_graph == "step" and config.data.reset_attention_mask:
-        sentence = "--cuda-graph step cannot capture attention to documents, which end at other tokens in every step"
-        yield Problem("E910", sentence, OPTIMIZER_ONLY)
-
-
 def check_graph_attention(config: RunConfig, world_size: int) -> Iterator[Problem]:
-    """Reject capturing context parallelism, patterns and caps that need FlexAttention, and sinks: all are untested."""
-    size, model = config.parallel.context_parallel_size, config.model
+    """Reject capturing patterns that need FlexAttention, which is untested."""
+    model = config.model
     if config.compute.cuda_graph != "step":
         return
-    if size > 1:
-        sentence = f"--cuda-graph step is untested with context parallelism; there are {size} context-parallel ranks"
-        yield Problem("E917", sentence, OPTIMIZER_ONLY)
-    for name in ("attn_logit_softcapping", "softmax_type"):
-        if (value := getattr(model, name)) != getattr(ModelConfig, name):
-            sentence = f"--cuda-graph step is untested with {flag(name)} {value}"
-            yield Problem("E917", sentence, OPTIMIZER_ONLY)
     try:
         windows = all(model.pattern(layer).only_window for layer in range(model.num_layers))
     except ValueError:  # reported by the check of the pattern
@@ -228,34 +152,8 @@ def check_graph_attention(config: RunConfig, world_size: int) -> Iterator[Proble
         yield Problem("E917", sentence, OPTIMIZER_ONLY)
 
 
-def check_tp_overlap(config: RunConfig, world_size: int) -> Iterator[Problem]:
-    """Check that symmetric memory, where it is requested, has GPUs and is not captured."""
-    method, fixes = config.parallel.tp_comm_overlap_method, ("--tp-comm-overlap-method pipelined",)
-    if method != "symmetric_memory":
-        return
-    if config.training.device == "cpu":
-        yield Problem("E930", f"--tp-comm-overlap-method {method} needs GPUs, and this run uses CPUs", fixes)
-    if config.compute.cuda_graph == "step":
-        sentence = f"--tp-comm-overlap-method {method} is untested with --cuda-graph step"
-        yield Problem("E931", sentence, (*fixes, *OPTIMIZER_ONLY))
-
-
-GRAPH_CHECKS = (
-    check_graph_dropout,
-    check_graph_weight_decay,
-    check_graph_backend,
-    check_graph_gather,
-    check_graph_pipeline,
-    check_graph_documents,
-    check_graph_attention,
-    check_tp_overlap,
-    model.check_graph_experts,
-    adapters.check_graph_adapters,
-    grad_compression.check_graph_compression,
-    offload.check_graph_offload,
-    objective.check_graph_objective,
-)
-"""Checks of ``--cuda-graph step`` on a GPU."""
+GRAPH_CHECKS = (check_graph_backend, check_graph_attention)
+"""Checks of ``--cuda-graph step`` on a GPU, besides ``GRAPH_RULES``."""
 
 MAX_GRAPH_ELEMENTS = 2**25
 """Largest hidden state of a micro-batch, in elements on a rank, for which ``--cuda-graph auto`` captures steps. A layer
@@ -281,9 +179,9 @@ def choose_cuda_graph(config: RunConfig, world_size: int, cuda: bool = True) -> 
     if not cuda:
         return "none", "this run uses a CPU"
     step = replace(config, compute=replace(config.compute, cuda_graph="step"))
-    problems = [problem.sentence for check in GRAPH_CHECKS for problem in check(step, world_size)]
-    if problems:
-        return "none", problems[0]
+    for found in (broken_rules(GRAPH_RULES, step), *(check(step, world_size) for check in GRAPH_CHECKS)):
+        if (problem := next(found, None)) is not None:
+            return "none", problem.sentence
     for kind, name in (("objective", training.objective), ("optimizer", config.optimizer.optimizer)):
         if name in registered(kind):
             return "none", f"the {kind} {name} is a plugin's, whose Python code a graph would freeze"
@@ -413,7 +311,7 @@ CONDITIONS: Mapping[str, Callable[[RunConfig], bool]] = {
 def is_met(need: Need, config: RunConfig) -> bool:
     """Return True if options that depend on ``need`` have an effect."""
     known = CONDITIONS.get(need.condition)
-    return holds(need.condition, config) if known is None else known(config)
+    return holds(need.condition, config, or_plugin=True) if known is None else known(config)
 
 
 def unused_option_notes(config: RunConfig, given: Collection[str]) -> list[str]:
@@ -498,6 +396,9 @@ def find_problems(config: RunConfig, world_size: int, doubtful: Set[str] = froze
     known = config
     for setting in (SETTINGS[name] for name in wrong):
         known = known.with_group(setting.group, replace(known.group(setting.group), **{setting.name: _Unknown()}))
+    for rule in (*RULES, *GRAPH_RULES):
+        with suppress(_UnknownError):
+            found.extend(broken_rules([rule], known))
     for check in _checks():
         with suppress(_UnknownError):
             found.extend(check(known, world_size))

@@ -151,30 +151,36 @@ class Setting:
         return item
 
 
-def holds(condition: str, config: RunConfig) -> bool:
+def holds(condition: str, config: RunConfig, or_plugin: bool = False) -> bool:
     """Return True if a condition on fields holds, such as ``optimizer!=muon and adam_eps or not save``.
 
-    A term is ``field`` (it is set, or on), ``field=value|value``, ``field!=value|value`` or ``field>number``, and may
-    follow ``not``; ``and`` binds more tightly than ``or``.
+    A term is ``field`` (it is set, or on), ``field=value|value``, ``field!=value|value``, or a comparison with a number
+    or another field, false unless both are set: ``field>other``, ``field>=other``. It may follow ``not``; ``and`` binds
+    more tightly than ``or``.
+
+    Args:
+        condition: as text.
+        config: of the run.
+        or_plugin: ``field=value`` holds for names that plugins register too: they may use the options of what is
+            built in.
     """
-    return any(all(_term_holds(term, config) for term in each.split(" and ")) for each in condition.split(" or "))
+    alternatives = (each.split(" and ") for each in condition.split(" or "))
+    return any(all(_term_holds(term, config, or_plugin) for term in terms) for terms in alternatives)
 
 
-def _term_holds(term: str, config: RunConfig) -> bool:
+def _term_holds(term: str, config: RunConfig, or_plugin: bool) -> bool:
     positive = term.removeprefix("not ")
-    name, relation, operand = re.fullmatch(r"(\w+)(!=|=|>|)(.*)", positive).groups()  # type: ignore[union-attr]
+    name, relation, operand = re.fullmatch(r"(\w+)(!=|>=|=|>|)(.*)", positive).groups()  # type: ignore[union-attr]
     value, kind = SETTINGS[name].value_in(config), SETTINGS[name].option.kind
-    match relation:
-        case "":
-            found = value not in (None, False, ())
-        case ">":
-            found = value is not None and value > float(operand)
-        case _:
-            # a plugin may use the options of what is built in
-            added = registered(kind) if kind and relation == "=" else ()
-            found = str(value) in operand.split("|") or value in added
-    negated = (positive != term) != (relation == "!=")
-    return found != negated
+    if relation == "":
+        found = value is not None and value is not False and value != ()
+    elif relation in (">", ">="):
+        other = SETTINGS[operand].value_in(config) if operand in SETTINGS else float(operand)
+        found = None not in (value, other) and (value > other or (relation == ">=" and value == other))
+    else:
+        found = (str(value) in operand.split("|")) == (relation == "=")
+        found = found or (or_plugin and relation == "=" and kind is not None and value in registered(kind))
+    return found == (positive == term)
 
 
 def _as_type(value: Any, scalar: type) -> Any:

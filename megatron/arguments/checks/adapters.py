@@ -13,8 +13,6 @@ from megatron.config.settings import SETTINGS
 from megatron.config.text import listed
 from megatron.layers.parameters import ADAPTABLE, Sharding, adapted_parts, block, linear_parts
 
-NO_ADAPTERS = "drop --lora-rank"
-
 
 def check_lora_target(config: RunConfig, world_size: int) -> Iterator[Problem]:
     """Check that every pattern matches a linear that may have adapters."""
@@ -38,18 +36,6 @@ def check_lora_target(config: RunConfig, world_size: int) -> Iterator[Problem]:
                 f"{listed(names)}, or a part: {listed(parts)}{experts}"
             )
             yield Problem("E112", sentence, (SETTINGS["lora_target"].spell(("linear_qkv", "linear_proj")),))
-
-
-def check_lora_precision(config: RunConfig, world_size: int) -> Iterator[Problem]:
-    """Reject FP8: the products with adapters are not in it."""
-    if config.model.lora_rank is not None and config.precision.fp8_format is not None:
-        yield Problem("E113", "--fp8-format does not support --lora-rank", ("drop --fp8-format", NO_ADAPTERS))
-
-
-def check_graph_adapters(config: RunConfig, world_size: int) -> Iterator[Problem]:
-    """Reject capturing a step with adapters, which is untested."""
-    if config.compute.cuda_graph == "step" and config.model.lora_rank is not None:
-        yield Problem("E113", "--cuda-graph step is untested with --lora-rank", ("--cuda-graph none", NO_ADAPTERS))
 
 
 def check_frozen_weights(config: RunConfig, world_size: int) -> Iterator[Problem]:
