@@ -10,7 +10,8 @@ from megatron.arguments.sources import to_dict
 from megatron.checkpoint.folder import CheckpointFolder
 from megatron.checkpoint.save import save_sharded
 from megatron.checkpoint.tensor_file import GlobalTensor, TensorPart
-from megatron.config.run import PrecisionConfig, RunConfig
+from megatron.config.precision import PrecisionConfig
+from megatron.config.run import RunConfig
 from megatron.data.tokenizers import huggingface
 from megatron.distributed.comm import Group
 from megatron.model.gpt import GPTChunk

@@ -15,8 +15,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from megatron.config.model import ModelConfig
+from megatron.config.optimizer import OptimizerConfig
 from megatron.config.parallel import ParallelConfig
-from megatron.config.run import OptimizerConfig, TrainingConfig
+from megatron.config.training import TrainingConfig
 from megatron.distributed.grad_accumulator import GradAccumulator, GradTarget
 from megatron.distributed.layout import Layout
 from megatron.distributed.mesh import Mesh

@@ -32,7 +32,7 @@ from megatron.data.gpt_dataset import GPTDataset
 from megatron.data.index_cache import cache_entry_of
 from megatron.data.loader import DataSource, build_data
 from megatron.training.resume_source import find_resume_source, position_of, stored_config
-from pretrain_gpt import with_tokenizer
+from megatron.training.start import with_tokenizer
 
 TABLE_HEAD = ("split", "source", "sequences", "tokens", "epochs", "samples", "MB", "tables")
 NOT_CACHED = "not kept"
@@ -70,8 +70,9 @@ def main(argv: Sequence[str]) -> int:
 
 def cache_folder(config: RunConfig) -> Path:
     """Return the folder of the tables."""
-    if config.data.mock_data:
-        raise DataError("--mock-data needs no tables", "replace --mock-data by --data-path PREFIX")
+    if config.data.generated:
+        option = "--plugin-dataset" if config.data.plugin_dataset else "--mock-data"
+        raise DataError(f"{option} needs no tables", f"replace {option} by --data-path PREFIX")
     if config.data.data_cache_path is None:
         raise DataError("the folder of the tables is not specified", "--data-cache-path FOLDER")
     return Path(config.data.data_cache_path)

@@ -43,9 +43,9 @@ from megatron.arguments.megatron_flags import (
     other_meanings,
 )
 from megatron.checkpoint.format import MEGATRON_LM_NEWEST, is_megatron_lm
+from megatron.config.checkpoint import CheckpointConfig
 from megatron.config.errors import Problem, UserError
 from megatron.config.files import parse_yaml, read_small
-from megatron.config.run import CheckpointConfig
 from megatron.config.schemes import MEGATRON_PREFIX
 from megatron.config.text import echo, shell_word
 from megatron.training.resume_source import stored_config
@@ -371,7 +371,7 @@ def translate(run: Run, problems: Sequence[Problem]) -> tuple[list[tuple[str, st
 
     for given in command_line.given:
         old = [given.spelling, *given.words]
-        words = list(with_our_words(given, []).words)
+        words = list(with_our_words(given).words)
         words = with_start_point([given.spelling, *words])[1:]
         new = [given.spelling, *words]
         if given.spelling in dropped:

@@ -10,14 +10,14 @@ from __future__ import annotations
 import argparse
 import os
 import shlex
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from megatron.arguments.checks.model import suggest_nodes
 from megatron.arguments.compatibility import compare_configs
-from megatron.arguments.help import OWN_FLAGS, help_text, make_parser
+from megatron.arguments.help import OWN_FLAGS, asks_for_help, help_text, make_parser
 from megatron.arguments.megatron_flags import (
     apply_foreign_flags,
     apply_foreign_values,
@@ -46,13 +46,14 @@ from megatron.arguments.sources import (
 )
 from megatron.arguments.summary import summary
 from megatron.arguments.validate import NOTES, find_problems, is_met, unused_option_notes
+from megatron.config.checkpoint import CheckpointConfig
 from megatron.config.data_paths import SOURCE_OPTIONS
 from megatron.config.errors import Problem, UserError, credential_problem
 from megatron.config.launch import Launch, launch_notes
 from megatron.config.option import Role
 from megatron.config.plugins import load_plugins
 from megatron.config.privacy import redact
-from megatron.config.run import CheckpointConfig, RunConfig
+from megatron.config.run import RunConfig
 from megatron.config.settings import SETTINGS, SPELLINGS, Setting
 from megatron.config.text import did_you_mean, echo
 
@@ -66,6 +67,22 @@ class GivenFlag:
     words: Sequence[str]
 
 
+def with_our_words(flag: GivenFlag) -> GivenFlag:
+    """Return a flag with Megatron-LM's words for its value replaced by ours."""
+    lists = flag.setting.many and flag.setting.scalar is int  # they may have brackets
+    ours = len(flag.words) == 1 and flag.words[0] in flag.setting.choices
+    if ours or not (flag.setting.choices or lists or list(flag.words) == ["0"]):
+        return flag
+    return replace(flag, words=apply_foreign_values(flag.spelling, flag.words))
+
+
+def _value_of_missing_feature(flag: GivenFlag) -> str:
+    """Return what is missing for the value of a flag; empty for one that this program may have."""
+    several = len(flag.words) > 1 and not flag.setting.many
+    unknown = flag.setting.choices and any(word not in flag.setting.choices for word in flag.words)
+    return missing_value(flag.spelling, flag.words) if several or unknown else ""
+
+
 @dataclass(frozen=True)
 class CommandLine:
     """A command line, split into flags."""
@@ -75,6 +92,11 @@ class CommandLine:
     # Unknown flags, each with the words after it; and words that follow no flag.
     foreign: list[list[str]] = field(default_factory=list)
     problems: list[Problem] = field(default_factory=list)  # of flags that argparse rejected
+
+    @property
+    def check_only(self) -> bool:
+        """True for ``--check-config`` and ``--fake-world``."""
+        return bool(self.known.check_config or self.known.fake_world)
 
 
 def parse_flags(argv: Sequence[str]) -> CommandLine:
@@ -167,79 +189,113 @@ def parse(
         UserError: with every problem of flags, files and values.
         SystemExit: after printing the help or the version that ``argv`` asks for.
     """
+    trees = _load_plugins(argv)
     if (text := help_text(argv, about)) is not None:
         with suppress(BrokenPipeError):  # | head
             echo(text, end="", flush=True)
         raise SystemExit(0)
-    command_line = parse_flags(argv)
-    options = command_line.known
-    set_by_flags = {flag.setting.name for flag in command_line.given}
-    applied, foreign, notes = apply_foreign_flags(command_line.foreign, set_by_flags)
-    missing_values = [flag for flag in command_line.given if _value_of_missing_feature(flag)]
-    given_flags = [with_our_words(flag, notes) for flag in command_line.given if flag not in missing_values]
-    command_line = replace(command_line, given=given_flags)
-    given = _read_sources(command_line, applied)
-    sources = [_from_preset(options.preset), *given, ConfigSource(problems=command_line.problems)]
-    without_checkpoint = build_config(merge_values(source.values for source in sources))
-    if credentials := [*credential_problems(argv, without_checkpoint)]:  # before anything is read with them
+    line, launch = parse_flags(argv), Launch.read(environ)
+    flags = TranslatedFlags.read(line)
+    findings = Findings(notes=[*flags.notes])
+    given = _given_sources(line, flags, trees)
+    sources = [_from_preset(line.known.preset), *given, ConfigSource(problems=line.problems)]
+    flags_only = build_config(merge_values(source.values for source in sources))
+    if credentials := [*credential_problems(argv, flags_only)]:  # before anything is read with them
         raise UserError(credentials)
-    saved = None
-    unreadable: Sequence[Problem] = ()
-    try:
-        saved = recall(without_checkpoint.checkpoint.first_start)
-    except UserError as error:  # reported with problems that may follow from it; without any, by the first rank
-        unreadable = error.problems
-    load = without_checkpoint.checkpoint.first_start.load
-    start = from_hugging_face(load, read_model) if saved is None else from_checkpoint(saved)
-    sources.insert(0, start)
+    start = StartModel.read(flags_only.checkpoint.first_start, recall, read_model)
+    sources.insert(0, start.source)
     values = merge_values(source.values for source in sources)
     config = build_config(values)
-    unknown_flags, ignored = check_unknown_flags(foreign, config, [*OWN_FLAGS, "--help"])
-    notes += ignored
-    sources += [unknown_flags, _missing_values(missing_values, config, notes)]
-    found = [problem for source in sources for problem in source.problems]
-    spellings = {flag.spelling for flag in command_line.given} | {words[0] for words in command_line.foreign}
-    found += implied_default_problems(spellings, config)
-    notes += [each.note for each in other_meanings(spellings, config)]
+    refused, ignored = flags.refused(config)
+    sources += refused
+    findings.add(ignored)
+    findings.add(problem for source in sources for problem in source.problems)
+    findings.add(implied_default_problems(flags.spellings, config))
+    findings.add(each.note for each in other_meanings(flags.spellings, config))
+    if not (findings.problems or start.unreadable):  # after a mistake elsewhere, nothing may be missing
+        findings.add(_missing_problems(values, start, about))
+    world_size = _world_size(line.known, config, launch)
+    findings.add(_launch_findings(line.known, config, launch))
+    doubtful = {name for source in sources for name in source.doubtful}
+    findings.add(
+        suggest_nodes(each, config, world_size, launch) for each in find_problems(config, world_size, doubtful)
+    )
+    findings.problems = [separate_choices(each, config, values, doubtful) for each in findings.problems]
+    findings.add(start.differences(config, world_size, findings.problems))
+    if findings.problems:
+        no_folder = any(problem.code in ("E801", "E802") for problem in findings.problems)  # why it is unreadable
+        raise UserError([*(() if no_folder else start.unreadable), *findings.problems], findings.notes)
+    resolved = resolve(config, world_size)
+    findings.add(start.inherited(resolve(flags_only, world_size), resolved))
+    findings.add(note for notes_of in NOTES for note in notes_of(config, world_size))
+    findings.add(launch_notes(environ))
+    findings.add(unused_option_notes(config, merge_values(source.values for source in given)))
+    findings.add(preset_batch_notes(line.known.preset, resolved, world_size))  # last, and so nearest to the summary
+    fake_rank = line.known.fake_rank or 0 if line.known.fake_world else None
+    here = not line.check_only or (line.known.world_size is None and world_size == launch.world_size)
+    return ParsedArguments(resolved, world_size, line.check_only, tuple(findings.notes), fake_rank, here)
+
+
+@dataclass
+class Findings:
+    """What is wrong with a command line, and what is worth knowing about it."""
+
+    problems: list[Problem] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+    def add(self, found: Iterable[Problem | str]) -> None:
+        """Add problems, and notes, which are texts."""
+        for each in found:
+            if isinstance(each, Problem):
+                self.problems.append(each)
+            else:
+                self.notes.append(each)
+
+
+@dataclass(frozen=True)
+class StartModel:
+    """The model of the checkpoint or of the Hugging Face folder that a run starts from."""
+
+    source: ConfigSource  # its fields; without any for a run from scratch
+    saved: Mapping[str, Any] | None = None  # the configuration in the checkpoint
+    unreadable: Sequence[Problem] = ()  # why the checkpoint cannot be read; without others, the first rank reports it
+
+    @classmethod
+    def read(cls, options: CheckpointConfig, recall: SavedConfigReader, read_model: ModelReader | None) -> StartModel:
+        """Read the model that ``options`` name."""
+        try:
+            saved = recall(options)
+        except UserError as error:
+            return cls(from_hugging_face(options.load, read_model), unreadable=error.problems)
+        return cls(from_hugging_face(options.load, read_model) if saved is None else from_checkpoint(saved), saved)
+
+    def differences(self, config: RunConfig, world_size: int, found: Sequence[Problem]) -> Iterator[Problem | str]:
+        """Yield what options change of a Hugging Face model, unless a derived size cannot be computed."""
+        if self.saved is None and self.source.values and all(problem.code != "E600" for problem in found):
+            shape = to_dict(build_config(self.source.values))
+            of_base = replace(config, model=config.model.base)
+            changes = compare_configs(shape, resolve(of_base, world_size), "weights-only", name="config.json")
+            yield from changes.lines
+            yield from changes.problems
+
+    def inherited(self, flags_only: RunConfig, config: RunConfig) -> Iterator[str]:
+        """Yield a note on what a run takes from the checkpoint's model."""
+        before, after = flat_values(flags_only), flat_values(config)
+        names = sorted(set(self.source.values) - {"vocab_size"})  # usually not given but known from the data
+        flags = [SETTINGS[name].spell(after[name]) for name in names if before[name] != after[name]]
+        if flags and self.saved is not None:
+            yield f"taken from the checkpoint's model, because no flag sets it: {' '.join(flags)}"
+
+
+def _missing_problems(values: Values, start: StartModel, about: str) -> Iterator[Problem]:
+    """Yield a problem if a run from scratch lacks a size of its model."""
     missing = [SETTINGS[name] for name in REQUIRED if name not in values]
-    from_scratch = saved is None and not start.values
-    if missing and from_scratch and not (found or unreadable):  # after a mistake elsewhere, they may not be missing
+    if missing and start.saved is None and not start.source.values:
         sentence = f"the model is not complete: {', '.join(setting.flag for setting in missing)} must be given"
         fixes = (" ".join(setting.spell(setting.default) for setting in missing), "--preset gpt2-124m")
         if about:  # of fine-tuning
             fixes = ("--pretrained-checkpoint CHECKPOINTS", "--pretrained-checkpoint hf:DIR")
-        found.append(Problem("E011", sentence, fixes))
-    launch = Launch.read(environ)
-    world_size = _world_size(options, config, launch, found, notes)
-    found += _fake_world_problems(options, launch)
-    doubtful = {name for source in sources for name in source.doubtful}
-    found += [suggest_nodes(each, config, world_size, launch) for each in find_problems(config, world_size, doubtful)]
-    found = [separate_choices(problem, config, values, doubtful) for problem in found]
-    in_range = all(problem.code != "E600" for problem in found)  # derived sizes need that
-    if saved is None and start.values and in_range:
-        shape = to_dict(build_config(start.values))
-        of_base = replace(config, model=config.model.base)
-        changes = compare_configs(shape, resolve(of_base, world_size), "weights-only", name="config.json")
-        notes += changes.lines
-        found += changes.problems
-    if found:
-        no_folder = any(problem.code in ("E801", "E802") for problem in found)  # the reason why it is unreadable
-        raise UserError(found if no_folder else [*unreadable, *found], notes)
-    resolved = resolve(config, world_size)
-    if saved is not None:
-        before = flat_values(resolve(without_checkpoint, world_size))
-        after = flat_values(resolved)
-        inherited = sorted(set(start.values) - {"vocab_size"})  # usually not given but known from the data
-        flags = [SETTINGS[name].spell(after[name]) for name in inherited if before[name] != after[name]]
-        notes += [f"taken from the checkpoint's model, because no flag sets it: {' '.join(flags)}"] if flags else []
-    notes += [note for notes_of in NOTES for note in notes_of(config, world_size)]
-    notes += launch_notes(environ)
-    notes += unused_option_notes(config, merge_values(source.values for source in given))
-    notes += preset_batch_notes(options.preset, resolved, world_size)  # last, and so nearest to the summary
-    fake_rank = options.fake_rank or 0 if options.fake_world else None
-    check_only = options.check_config or options.fake_world
-    here = not check_only or (options.world_size is None and world_size == launch.world_size)
-    return ParsedArguments(resolved, world_size, check_only, tuple(notes), fake_rank, here)
+        yield Problem("E011", sentence, fixes)
 
 
 SOURCES = {name for names in SOURCE_OPTIONS for name in names}
@@ -313,75 +369,95 @@ def credential_problems(argv: Sequence[str], config: RunConfig) -> Iterator[Prob
             yield credential_problem(text)
 
 
-def _value_of_missing_feature(flag: GivenFlag) -> str:
-    """Return what is missing for the value of a flag; empty for one that this program may have."""
-    several = len(flag.words) > 1 and not flag.setting.many
-    unknown = flag.setting.choices and any(word not in flag.setting.choices for word in flag.words)
-    return missing_value(flag.spelling, flag.words) if several or unknown else ""
+@dataclass(frozen=True)
+class TranslatedFlags:
+    """The flags of a command line in the words of this program."""
+
+    counterparts: Sequence[GivenFlag]  # of flags that other programs have; flags that are given override them
+    given: Sequence[GivenFlag]
+    unsupported: Sequence[GivenFlag]  # whose values ask for what is missing here
+    unknown: Sequence[Sequence[str]]  # each with the words after it; and words that follow no flag
+    spellings: Set[str]  # as given
+    notes: Sequence[str]
+
+    @classmethod
+    def read(cls, line: CommandLine) -> TranslatedFlags:
+        """Translate the flags of a command line."""
+        unsupported = [flag for flag in line.given if _value_of_missing_feature(flag)]
+        applied, unknown, notes = apply_foreign_flags(line.foreign, {flag.setting.name for flag in line.given})
+        given = [flag for flag in line.given if flag not in unsupported]
+        ours = [with_our_words(flag) for flag in given]
+        notes += [
+            f"applied: {flag.spelling} {' '.join(flag.words)} as {' '.join(new.words)}"
+            for flag, new in zip(given, ours)
+            if list(flag.words) != list(new.words)
+        ]
+        counterparts = [with_our_words(GivenFlag(flag, SPELLINGS[flag], words)) for flag, *words in applied]
+        spellings = {flag.spelling for flag in given} | {words[0] for words in line.foreign}
+        return cls(counterparts, ours, unsupported, unknown, spellings, notes)
+
+    def refused(self, config: RunConfig) -> tuple[list[ConfigSource], list[str]]:
+        """Return the flags that this program does not have, as sources of problems, and notes on those without effect.
+
+        Args:
+            config: that the other flags make.
+        """
+        unknown, notes = check_unknown_flags(self.unknown, config, [*OWN_FLAGS, "--help"])
+        values = ConfigSource()
+        for flag in self.unsupported:
+            unmet = [need for need in flag.setting.option.needs if not is_met(need, config)]
+            if unmet:
+                notes.append(f"{flag.spelling} has no effect without {unmet[0]}")
+                continue
+            sentence = unsupported(flag.spelling, flag.words, _value_of_missing_feature(flag))
+            values.problems.append(Problem("E004", sentence))
+            values.doubtful.add(flag.setting.name)
+        return [unknown, values], notes
 
 
-def _missing_values(flags: Sequence[GivenFlag], config: RunConfig, notes: list[str]) -> ConfigSource:
-    """Return the problems of flags whose values ask for missing features; append notes on those without effect."""
-    result = ConfigSource()
-    for flag in flags:
-        unmet = [need for need in flag.setting.option.needs if not is_met(need, config)]
-        if unmet:
-            notes.append(f"{flag.spelling} has no effect without {unmet[0]}")
-            continue
-        sentence = unsupported(flag.spelling, flag.words, _value_of_missing_feature(flag))
-        result.problems.append(Problem("E004", sentence))
-        result.doubtful.add(flag.setting.name)
-    return result
+def _given_sources(line: CommandLine, flags: TranslatedFlags, trees: Trees) -> list[ConfigSource]:
+    """Return the values of files, flags and ``--set``, after the defaults that they imply."""
+    sources = [
+        *(from_mapping(tree, path) for path, tree in trees),
+        _from_flags(flags.counterparts),
+        _from_flags(flags.given),
+        from_assignments(line.known.set),
+    ]
+    return [ConfigSource(implied_values(merge_values(source.values for source in sources))), *sources]
 
 
-def with_our_words(flag: GivenFlag, notes: list[str]) -> GivenFlag:
-    """Return a flag with Megatron-LM's words for its value replaced by ours, and append a note if there are any."""
-    lists = flag.setting.many and flag.setting.scalar is int  # they may have brackets
-    ours = len(flag.words) == 1 and flag.words[0] in flag.setting.choices
-    if ours or not (flag.setting.choices or lists or list(flag.words) == ["0"]):
-        return flag
-    words = apply_foreign_values(flag.spelling, flag.words)
-    if words != list(flag.words):
-        notes.append(f"applied: {flag.spelling} {' '.join(flag.words)} as {' '.join(words)}")
-    return replace(flag, words=words)
+Trees = Sequence[tuple[str, Mapping[str, Any]]]
+"""The contents of the files of ``--config``, each after its path."""
 
 
-def _read_sources(command_line: CommandLine, applied: Sequence[Sequence[str]]) -> list[ConfigSource]:
-    """Return the values of files, flags and ``--set``, after importing the plugins that any of them names.
-
-    Args:
-        command_line: as given.
-        applied: flags that stand for flags of other programs; flags that are given themselves override them.
+def _load_plugins(argv: Sequence[str]) -> Trees:
+    """Import the plugins that a command line or its files name; return the contents of the files.
 
     Raises:
         UserError: for a file that cannot be read or a plugin that cannot be imported. Other options are not checked
-            then: any may be in the file, and plugins extend the values that these may have.
+            then: any may be in the file, and plugins add options and extend the values that these may have.
     """
-    trees = [(path, read_yaml(path)) for path in command_line.known.config]
+    line = parse_flags(argv)
+    trees = [(path, read_yaml(path)) for path in line.known.config]
     if unread := [tree for _, tree in trees if isinstance(tree, Problem)]:
+        if asks_for_help(argv):
+            return []
         raise UserError(unread)
-
-    def read() -> list[ConfigSource]:
-        files = [from_mapping(tree, path) for path, tree in trees if not isinstance(tree, Problem)]
-        counterparts = [with_our_words(GivenFlag(flag, SPELLINGS[flag], words), []) for flag, *words in applied]
-        return [
-            *files,
-            _from_flags(counterparts),
-            _from_flags(command_line.given),
-            from_assignments(command_line.known.set),
-        ]
-
-    sources = read()
-    plugins = merge_values(source.values for source in sources).get("plugin")
-    if plugins:
-        load_plugins(plugins)
-        sources = read()  # with the names that the plugins registered
-    return [ConfigSource(implied_values(merge_values(source.values for source in sources))), *sources]
+    readable = [(path, tree) for path, tree in trees if not isinstance(tree, Problem)]
+    sources = [
+        from_mapping({key: tree[key] for key in ("compute", "plugin") if key in tree}, "") for _, tree in readable
+    ]
+    sources.append(_from_flags([flag for flag in line.given if flag.setting.name == "plugin"]))
+    sources.append(from_assignments(text for text in line.known.set if "plugin" in text.partition("=")[0]))
+    load_plugins(merge_values(source.values for source in sources).get("plugin") or ())
+    if used := SPELLINGS.keys() & {*OWN_FLAGS, "--help"}:
+        raise UserError([Problem("E914", f"a plugin has options of the names {', '.join(used)}, which are in use")])
+    return readable
 
 
 def flags_config(command_line: CommandLine) -> RunConfig:
     """Return the configuration that the flags of a command line make, as far as they can be read."""
-    values = _from_flags([with_our_words(flag, []) for flag in command_line.given]).values
+    values = _from_flags([with_our_words(flag) for flag in command_line.given]).values
     return build_config(implied_values(values) | values)
 
 
@@ -420,24 +496,29 @@ def _from_flags(given: Sequence[GivenFlag]) -> ConfigSource:
     return result
 
 
-def _world_size(
-    options: argparse.Namespace, config: RunConfig, launch: Launch, found: list[Problem], notes: list[str]
-) -> int:
-    """Return the number of ranks to check for; append problems and notes about it."""
-    given: int | None = options.world_size
+def _world_size(options: argparse.Namespace, config: RunConfig, launch: Launch) -> int:
+    """Return the number of ranks to check for: as given, or launched, or the fewest that hold one model."""
+    given: int = max(options.world_size or 0, 0)
+    launched = launch.launcher is not None or not (options.check_config or options.fake_world)
+    return given or (launch.world_size if launched else max(1, config.parallel.model_ranks))
+
+
+def _launch_findings(options: argparse.Namespace, config: RunConfig, launch: Launch) -> Iterator[Problem | str]:
+    """Yield problems and notes about the number of ranks, the launcher and the fake world."""
+    given = options.world_size
     if given is not None and given < 1:
-        found.append(Problem("E008", f"--world-size {given}: must be at least 1", ("--world-size 1",)))
+        yield Problem("E008", f"--world-size {given}: must be at least 1", ("--world-size 1",))
         given = None
     if options.check_config or options.fake_world:
         fewest = max(1, config.parallel.model_ranks)
         if given is None and launch.launcher is None and fewest > 1:
-            notes.append(f"--world-size is not given: checked for {fewest} ranks, the fewest that hold one model")
-        return given or (launch.world_size if launch.launcher else fewest)
-    found += launch.problems()
-    if given not in (None, launch.world_size):
-        sentence = f"--world-size {given}, but the launcher started {launch.world_size}"
-        found.append(Problem("E008", sentence, (f"torchrun --nproc-per-node {given}", "--check-config")))
-    return given or launch.world_size
+            yield f"--world-size is not given: checked for {fewest} ranks, the fewest that hold one model"
+    else:
+        yield from launch.problems()
+        if given not in (None, launch.world_size):
+            sentence = f"--world-size {given}, but the launcher started {launch.world_size}"
+            yield Problem("E008", sentence, (f"torchrun --nproc-per-node {given}", "--check-config"))
+    yield from _fake_world_problems(options, launch)
 
 
 def _fake_world_problems(options: argparse.Namespace, launch: Launch) -> Iterator[Problem]:

@@ -23,11 +23,13 @@ from megatron.arguments.sources import (
 )
 from megatron.checkpoint.errors import describe_findings
 from megatron.config.batch import schedule_lengths
+from megatron.config.checkpoint import CheckpointConfig
+from megatron.config.data import DOCUMENT_BOUNDARY_OPTIONS
 from megatron.config.data_paths import DEFAULT_SPLIT, split_shares
 from megatron.config.errors import Problem
 from megatron.config.model import GATED_ACTIVATIONS
 from megatron.config.option import Role
-from megatron.config.run import DOCUMENT_BOUNDARY_OPTIONS, CheckpointConfig, RunConfig
+from megatron.config.run import RunConfig
 from megatron.config.settings import SETTINGS
 from megatron.distributed.sharding import ShardSpec
 from megatron.layers.parameters import gpt, trainable
@@ -227,7 +229,7 @@ def _known_and_unknown(saved: Mapping[str, Any]) -> tuple[Values, list[str]]:
     unknown = []
     for group, values in saved.items():
         for name, value in values.items() if isinstance(values, Mapping) else ():
-            if name in SETTINGS and SETTINGS[name].group == group:
+            if name in SETTINGS and SETTINGS[name].is_in(group):
                 known[name] = value
             else:
                 unknown.append(f"{group}.{name} {value}")

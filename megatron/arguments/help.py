@@ -147,8 +147,16 @@ def _tree(config: str) -> Mapping[str, Any]:
 
 def _serves(setting: Setting, defaults: Mapping[str, Any]) -> bool:
     """Return True if an option has an effect only with a value that the program's defaults set."""
-    conditions = [need.condition.partition("=") for need in setting.option.needs if isinstance(need.condition, str)]
+    conditions = [need.condition.partition("=") for need in setting.option.needs]
     return any(str(defaults.get(name)) in values.split("|") for name, equals, values in conditions if equals)
+
+
+HELP = ("-h", "--help", "--help-all", "--version")
+
+
+def asks_for_help(argv: Sequence[str]) -> bool:
+    """Return True if a command line asks for the help or the version."""
+    return not set(HELP).isdisjoint(argv)
 
 
 def help_text(argv: Sequence[str], about: str = "") -> str | None:
@@ -162,9 +170,9 @@ def help_text(argv: Sequence[str], about: str = "") -> str | None:
         UserError: if there is no such section.
     """
     config = argv[1] if about else ""
-    asked = next((n for n, word in enumerate(argv) if word in ("-h", "--help", "--help-all", "--version")), None)
-    if asked is None:
+    if not asks_for_help(argv):
         return None
+    asked = next(n for n, word in enumerate(argv) if word in HELP)
     if argv[asked] == "--version":
         return f"{package_version()}\n"
     if argv[asked] == "--help-all":

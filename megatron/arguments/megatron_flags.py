@@ -19,7 +19,7 @@ from megatron.arguments.sources import ConfigSource
 from megatron.config.errors import Problem
 from megatron.config.option import Need
 from megatron.config.run import RunConfig
-from megatron.config.settings import SETTINGS, SPELLINGS
+from megatron.config.settings import SPELLINGS, holds
 from megatron.config.text import did_you_mean
 
 KEEP_SCHEDULE_FLAGS = ("--use-checkpoint-opt_param-scheduler", "--use-checkpoint-opt-param-scheduler")
@@ -45,8 +45,8 @@ class ForeignFlag:
 class OtherMeaning:
     """A flag of both programs that has another meaning in Megatron-LM 0.20 if all conditions hold. Ours counts here.
 
-    A condition is a flag on the command line (``--x``), a field that is set or on (``x``), or one of its values
-    (``x=a|b``), negated by ``not`` before it; or a predicate of the configuration.
+    A condition is a flag on the command line (``--x``, ``not --x``), a condition on fields (`holds`), or a predicate of
+    the configuration.
     """
 
     flag: str
@@ -162,18 +162,12 @@ def foreign_flags() -> ForeignFlags:
     )
 
 
-def holds(condition: str | Callable[[RunConfig], bool], spellings: Collection[str], config: RunConfig) -> bool:
+def applies(condition: str | Callable[[RunConfig], bool], spellings: Collection[str], config: RunConfig) -> bool:
     """Return True if a condition of an `OtherMeaning` holds for the flags on a command line and its configuration."""
     if not isinstance(condition, str):
         return condition(config)
-    positive = condition.removeprefix("not ")
-    name, _, words = positive.partition("=")
-    if name.startswith("--"):
-        found = name in spellings
-    else:
-        value = SETTINGS[name].value_in(config)
-        found = str(value) in words.split("|") if words else value not in (None, False)
-    return found == (positive == condition)
+    flag = condition.removeprefix("not ")
+    return (flag in spellings) == (flag == condition) if flag.startswith("--") else holds(condition, config)
 
 
 def apply_foreign_values(spelling: str, words: Sequence[str]) -> list[str]:
@@ -268,7 +262,7 @@ def _split(words: Sequence[str]) -> tuple[str, list[str]]:
 def ignore_reason(spelling: str, arguments: Sequence[str], config: RunConfig) -> str | None:
     """Return the reason why a flag with these arguments is ignored, or None if it is not."""
     flag = foreign_flags().find(spelling) or foreign_flags().replaced.get(spelling)
-    if flag is not None and flag.condition and not holds(flag.condition, (), config):
+    if flag is not None and flag.condition and not holds(flag.condition, config):
         return f"it has no effect without {Need(flag.condition)}"
     if flag is None or (flag.values is None and flag.kind not in ("ignored", "setting")):
         return None
@@ -370,4 +364,4 @@ def other_meanings(spellings: Collection[str], config: RunConfig) -> list[OtherM
         config: that they make.
     """
     given = [each for each in OTHER_MEANINGS if each.flag in spellings]
-    return [each for each in given if all(holds(condition, spellings, config) for condition in each.conditions)]
+    return [each for each in given if all(applies(condition, spellings, config) for condition in each.conditions)]

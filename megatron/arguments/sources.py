@@ -18,10 +18,12 @@ from megatron.config.data_paths import SOURCE_OPTIONS
 from megatron.config.errors import MOST_PROBLEMS, Problem, UserError
 from megatron.config.files import parse_yaml, read_small
 from megatron.config.model import ModelConfig
-from megatron.config.run import RunConfig, TrainingConfig
+from megatron.config.plugins import registered
+from megatron.config.run import RunConfig
 from megatron.config.schemes import HUGGING_FACE_PREFIX
 from megatron.config.settings import GROUPS, SETTINGS, Setting
 from megatron.config.text import did_you_mean
+from megatron.config.training import TrainingConfig
 from megatron.pipeline.actions import ScheduleError
 from megatron.pipeline.plan import resolve_pipeline
 
@@ -118,7 +120,7 @@ def find_setting(result: ConfigSource, key: str, source: str) -> Setting | None:
     """Return the setting ``key`` (``model.hidden_size`` or ``hidden_size``), or None after adding a problem."""
     group, _, name = key.replace("-", "_").rpartition(".")
     setting = SETTINGS.get(name)
-    if setting and group in ("", setting.group):
+    if setting and (not group or setting.is_in(group)):
         return setting
     guesses = len(result.problems) < MOST_PROBLEMS  # a guess takes a millisecond
     guess = setting.name if setting else did_you_mean(name, SETTINGS) if guesses else None
@@ -192,7 +194,9 @@ def build_config(values: Values) -> RunConfig:
     groups: dict[str, dict[str, Any]] = {group: {} for group in GROUPS}
     for name, value in values.items():
         groups[SETTINGS[name].group][name] = value
-    return RunConfig(**{group: cls(**groups[group]) for group, cls in GROUPS.items()})
+    built = {group: cls(**groups[group]) for group, cls in GROUPS.items()}
+    plugins = tuple(built.pop(group) for group in registered("options"))
+    return RunConfig(**built).with_plugin_options(plugins)
 
 
 def resolve(config: RunConfig, world_size: int) -> RunConfig:

@@ -8,10 +8,10 @@ profiling and CUDA graphs, and of options that are set without effect (``needs``
 from __future__ import annotations
 
 import sys
-from collections import defaultdict
-from collections.abc import Callable, Collection, Iterator, Sequence, Set
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Set
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from importlib.util import find_spec
 from os.path import exists, isdir  # unlike pathlib's they do not raise for a very long name
 from pathlib import Path
@@ -31,16 +31,17 @@ from megatron.arguments.checks import (
     training,
 )
 from megatron.arguments.checks.checkpoint import holds_checkpoints
+from megatron.arguments.rules import GRAPH_RULES, NO_CUDA_GRAPH, OPTIMIZER_ONLY, RULES, broken_rules
 from megatron.checkpoint.location import parse_location
 from megatron.config.batch import final_iteration, get_num_microbatches
+from megatron.config.compute import CPU_KERNELS, KERNEL_CANDIDATES, kernel_choices, kernel_problems
 from megatron.config.errors import Problem
-from megatron.config.model import ModelConfig
+from megatron.config.optimizer import state_kinds
 from megatron.config.option import Need
 from megatron.config.plugins import registered
-from megatron.config.run import CPU_KERNELS, KERNEL_CANDIDATES, RunConfig, kernel_choices, kernel_problems
+from megatron.config.run import RunConfig
 from megatron.config.schemes import HUGGING_FACE_PREFIX
-from megatron.config.settings import SETTINGS, Setting
-from megatron.config.text import flag
+from megatron.config.settings import SETTINGS, Setting, holds
 from megatron.pipeline.actions import ScheduleError
 from megatron.pipeline.plan import DEFAULT_VIRTUAL_SCHEDULE, schedule_name, virtual_stages
 
@@ -62,13 +63,6 @@ def check_stop_file(config: RunConfig, world_size: int) -> Iterator[Problem]:
     elif not isdir(path.parent):
         sentence = f"--stop-file {path}: the folder {path.parent} does not exist"
         yield Problem("E311", sentence, (f"mkdir -p {path.parent}",))
-
-
-def check_skip_train(config: RunConfig, world_size: int) -> Iterator[Problem]:
-    """Check that ``--skip-train`` has batches to evaluate."""
-    if config.training.skip_train and config.training.eval_iters == 0:
-        sentence = "--skip-train only evaluates, and --eval-iters 0 turns evaluation off"
-        yield Problem("E312", sentence, ("--eval-iters 100", "drop --skip-train"))
 
 
 def check_required_checkpoint(config: RunConfig, world_size: int) -> Iterator[Problem]:
@@ -125,8 +119,6 @@ def check_kernels(config: RunConfig, world_size: int) -> Iterator[Problem]:
         yield Problem("E903", sentence, ("--kernels attention=auto", "--cp-comm-type a2a"))
 
 
-NO_CUDA_GRAPH = "--cuda-graph none"
-
 CAPTURES = ("optimizer", "step")
 """Values of ``--cuda-graph`` that always capture; ``auto`` does only where nothing speaks against it."""
 
@@ -134,36 +126,6 @@ CAPTURES = ("optimizer", "step")
 def no_gpu_problem(mode: str) -> Problem:
     """Return the problem of a run that captures ``mode`` on a CPU."""
     return Problem("E906", f"--cuda-graph {mode} needs a GPU, and this run uses a CPU", (NO_CUDA_GRAPH,))
-
-
-OPTIMIZER_ONLY = ("--cuda-graph optimizer", NO_CUDA_GRAPH)
-
-
-def check_graph_device(config: RunConfig, world_size: int) -> Iterator[Problem]:
-    """Check that CUDA graphs run on a GPU."""
-    if config.compute.cuda_graph in CAPTURES and config.training.device == "cpu":
-        yield no_gpu_problem(config.compute.cuda_graph)
-
-
-def check_graph_dropout(config: RunConfig, world_size: int) -> Iterator[Problem]:
-    """Reject dropout and noise: their counter is the step number, which a captured step would not update."""
-    if config.compute.cuda_graph != "step":
-        return
-    if config.model.hidden_dropout or config.model.attention_dropout:
-        sentence = "--cuda-graph step does not support dropout: every step would drop the same elements"
-        yield Problem("E907", sentence, ("--hidden-dropout 0 --attention-dropout 0", *OPTIMIZER_ONLY))
-    if config.training.neftune_alpha:
-        sentence = "--cuda-graph step does not support --neftune-alpha: every step would add the same noise"
-        yield Problem("E907", sentence, ("--neftune-alpha 0", *OPTIMIZER_ONLY))
-
-
-def check_graph_weight_decay(config: RunConfig, world_size: int) -> Iterator[Problem]:
-    """Reject a changing weight decay: it is captured as a constant."""
-    mode, style = config.compute.cuda_graph, config.optimizer.weight_decay_incr_style
-    if mode in CAPTURES and style != "constant":
-        needed = f"--cuda-graph {mode} needs a constant weight decay"
-        sentence = f"{needed}, and --weight-decay-incr-style {style} changes it"
-        yield Problem("E908", sentence, ("--weight-decay-incr-style constant", NO_CUDA_GRAPH))
 
 
 def check_graph_backend(config: RunConfig, world_size: int) -> Iterator[Problem]:
@@ -176,47 +138,11 @@ def check_graph_backend(config: RunConfig, world_size: int) -> Iterator[Problem]
         yield Problem("E909", sentence, ("--distributed-backend nccl", NO_CUDA_GRAPH))
 
 
-def check_graph_gather(config: RunConfig, world_size: int) -> Iterator[Problem]:
-    """Reject all-gathers of weights that one step starts and the next one waits for: a graph ends with its step.
-
-    ZeRO-3 gathers within the step, in memory that it frees and allocates again.
-    """
-    mode, parallel = config.compute.cuda_graph, config.parallel
-    if mode == "step" and parallel.zero_stage == 3:
-        sentence = "--cuda-graph step cannot capture optim_grads_params, which frees and allocates weights (ZeRO-3)"
-        yield Problem("E913", sentence, OPTIMIZER_ONLY)
-    if mode in CAPTURES and parallel.overlap_param_gather and parallel.zero_stage in (1, 2):
-        sentence = f"--cuda-graph {mode} cannot capture --overlap-param-gather, which ends in the next step"
-        yield Problem("E913", sentence, ("--no-overlap-param-gather", NO_CUDA_GRAPH))
-
-
-def check_graph_pipeline(config: RunConfig, world_size: int) -> Iterator[Problem]:
-    """Reject capturing a step with several pipeline ranks, which is untested."""
-    ranks = config.parallel.pipeline_model_parallel_size
-    if config.compute.cuda_graph == "step" and ranks > 1:
-        sentence = f"--cuda-graph step is untested with pipeline parallelism; there are {ranks} pipeline ranks"
-        yield Problem("E912", sentence, OPTIMIZER_ONLY)
-
-
-def check_graph_documents(config: RunConfig, world_size: int) -> Iterator[Problem]:
-    """Reject separate documents: the host selects the parts of attention, which differ in every step."""
-    if config.compute.cuda_graph == "step" and config.data.reset_attention_mask:
-        sentence = "--cuda-graph step cannot capture attention to documents, which end at other tokens in every step"
-        yield Problem("E910", sentence, OPTIMIZER_ONLY)
-
-
 def check_graph_attention(config: RunConfig, world_size: int) -> Iterator[Problem]:
-    """Reject capturing context parallelism, patterns and caps that need FlexAttention, and sinks: all are untested."""
-    size, model = config.parallel.context_parallel_size, config.model
+    """Reject capturing patterns that need FlexAttention, which is untested."""
+    model = config.model
     if config.compute.cuda_graph != "step":
         return
-    if size > 1:
-        sentence = f"--cuda-graph step is untested with context parallelism; there are {size} context-parallel ranks"
-        yield Problem("E917", sentence, OPTIMIZER_ONLY)
-    for name in ("attn_logit_softcapping", "softmax_type"):
-        if (value := getattr(model, name)) != getattr(ModelConfig, name):
-            sentence = f"--cuda-graph step is untested with {flag(name)} {value}"
-            yield Problem("E917", sentence, OPTIMIZER_ONLY)
     try:
         windows = all(model.pattern(layer).only_window for layer in range(model.num_layers))
     except ValueError:  # reported by the check of the pattern
@@ -226,34 +152,8 @@ def check_graph_attention(config: RunConfig, world_size: int) -> Iterator[Proble
         yield Problem("E917", sentence, OPTIMIZER_ONLY)
 
 
-def check_tp_overlap(config: RunConfig, world_size: int) -> Iterator[Problem]:
-    """Check that symmetric memory, where it is requested, has GPUs and is not captured."""
-    method, fixes = config.parallel.tp_comm_overlap_method, ("--tp-comm-overlap-method pipelined",)
-    if method != "symmetric_memory":
-        return
-    if config.training.device == "cpu":
-        yield Problem("E930", f"--tp-comm-overlap-method {method} needs GPUs, and this run uses CPUs", fixes)
-    if config.compute.cuda_graph == "step":
-        sentence = f"--tp-comm-overlap-method {method} is untested with --cuda-graph step"
-        yield Problem("E931", sentence, (*fixes, *OPTIMIZER_ONLY))
-
-
-GRAPH_CHECKS = (
-    check_graph_dropout,
-    check_graph_weight_decay,
-    check_graph_backend,
-    check_graph_gather,
-    check_graph_pipeline,
-    check_graph_documents,
-    check_graph_attention,
-    check_tp_overlap,
-    model.check_graph_experts,
-    adapters.check_graph_adapters,
-    grad_compression.check_graph_compression,
-    offload.check_graph_offload,
-    objective.check_graph_objective,
-)
-"""Checks of ``--cuda-graph step`` on a GPU."""
+GRAPH_CHECKS = (check_graph_backend, check_graph_attention)
+"""Checks of ``--cuda-graph step`` on a GPU, besides ``GRAPH_RULES``."""
 
 MAX_GRAPH_ELEMENTS = 2**25
 """Largest hidden state of a micro-batch, in elements on a rank, for which ``--cuda-graph auto`` captures steps. A layer
@@ -279,9 +179,9 @@ def choose_cuda_graph(config: RunConfig, world_size: int, cuda: bool = True) -> 
     if not cuda:
         return "none", "this run uses a CPU"
     step = replace(config, compute=replace(config.compute, cuda_graph="step"))
-    problems = [problem.sentence for check in GRAPH_CHECKS for problem in check(step, world_size)]
-    if problems:
-        return "none", problems[0]
+    for found in (broken_rules(GRAPH_RULES, step), *(check(step, world_size) for check in GRAPH_CHECKS)):
+        if (problem := next(found, None)) is not None:
+            return "none", problem.sentence
     mixers = [("mixer", name) for name in config.model.token_mixers]
     for kind, name in (("objective", training.objective), ("optimizer", config.optimizer.optimizer), *mixers):
         if name in registered(kind):
@@ -337,8 +237,8 @@ def check_sample_prompts(config: RunConfig, world_size: int) -> Iterator[Problem
 
 def check_evaluated_tasks(config: RunConfig, world_size: int) -> Iterator[Problem]:
     """Check that lm-eval is installed and the folder of tasks exists; the tasks themselves are loaded at the start."""
-    folder = config.training.evaluate_tasks_path
-    if not config.training.evaluate_tasks:
+    folder = config.evaluation.evaluate_tasks_path
+    if not config.evaluation.evaluate_tasks:
         return
     if find_spec("lm_eval") is None:
         sentence = "--evaluate-tasks needs lm-eval, which is not installed"
@@ -394,48 +294,36 @@ def _has_interleaved_stages(config: RunConfig) -> bool:
     return stages > 1 and schedule_name(config.parallel, stages) == DEFAULT_VIRTUAL_SCHEDULE
 
 
-CONDITIONS = {
+def _keeps(kind: str, config: RunConfig) -> bool:
+    """Return True if the update rule keeps a moment that may be stored in bf16."""
+    rule = config.optimizer.optimizer
+    return kind in state_kinds(rule) and (rule != "muon" or kind == "exp_avg_sq")
+
+
+CONDITIONS: Mapping[str, Callable[[RunConfig], bool]] = {
     "several_stages": lambda c: c.parallel.pipeline_model_parallel_size > 1 or virtual_stages(c.model, c.parallel) > 1,
     "interleaved_stages": _has_interleaved_stages,
+    "first_moment": partial(_keeps, "exp_avg"),
+    "second_moment": partial(_keeps, "exp_avg_sq"),
 }
 """Conditions of options that follow from several fields, and so cannot be computed in ``config``."""
 
 
 def is_met(need: Need, config: RunConfig) -> bool:
     """Return True if options that depend on ``need`` have an effect."""
-    if not isinstance(need.condition, str):
-        return need.condition(config)
-    if need.condition in CONDITIONS:
-        return CONDITIONS[need.condition](config)
-    name, equals, values = need.condition.partition("=")
-    setting = SETTINGS[name]
-    value = setting.value_in(config)
-    if not equals:
-        return value is not None and value is not False
-    # a plugin may use the options of built-in optimizers
-    plugins = registered(setting.option.kind) if setting.option.kind else ()
-    return value in values.split("|") or value in plugins
-
-
-SETTINGS_BY_NEED: dict[Need, list[Setting]] = defaultdict(list)
-for each_setting in SETTINGS.values():
-    for each_need in each_setting.option.needs:
-        SETTINGS_BY_NEED[each_need].append(each_setting)
-
-
-def _unused(need: Need, config: RunConfig) -> list[Setting]:
-    """Return the settings that are set without effect."""
-    if is_met(need, config):
-        return []
-    return [setting for setting in SETTINGS_BY_NEED[need] if setting.value_in(config) != setting.default]
+    known = CONDITIONS.get(need.condition)
+    return holds(need.condition, config, or_plugin=True) if known is None else known(config)
 
 
 def unused_option_notes(config: RunConfig, given: Collection[str]) -> list[str]:
     """Return notes about options without effect; only those in ``given``, not those of a preset."""
-    unused = {
-        need: [s for s in _unused(need, config) if s.name in given and s.value_in(config) is not None]
-        for need in SETTINGS_BY_NEED
-    }
+    unused: dict[Need, list[Setting]] = {}
+    for setting in SETTINGS.values():
+        changed = setting.name in given and setting.value_in(config) not in (None, setting.default)
+        for need in setting.option.needs:
+            unused.setdefault(need, [])
+            if changed and not is_met(need, config):
+                unused[need].append(setting)
     return [_no_effect(settings, need) for need, settings in unused.items() if settings]
 
 
@@ -508,8 +396,10 @@ def find_problems(config: RunConfig, world_size: int, doubtful: Set[str] = froze
             found.append(Problem("E600", sentence, (setting.spell(_suggest(setting, value)),)))
     known = config
     for setting in (SETTINGS[name] for name in wrong):
-        group = replace(getattr(known, setting.group), **{setting.name: _Unknown()})
-        known = replace(known, **{setting.group: group})
+        known = known.with_group(setting.group, replace(known.group(setting.group), **{setting.name: _Unknown()}))
+    for rule in (*RULES, *GRAPH_RULES):
+        with suppress(_UnknownError):
+            found.extend(broken_rules([rule], known))
     for check in _checks():
         with suppress(_UnknownError):
             found.extend(check(known, world_size))

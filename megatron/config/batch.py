@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from megatron.config.run import RunConfig, TrainingConfig, parse_batch_steps
+from megatron.config.run import RunConfig
+from megatron.config.training import TrainingConfig, parse_batch_steps
 
 
 def full_global_batch_size(config: TrainingConfig, data_parallel_size: int) -> int:

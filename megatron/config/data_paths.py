@@ -15,9 +15,9 @@ from dataclasses import dataclass
 from itertools import chain, count
 from pathlib import PurePath
 
+from megatron.config.data import DataConfig
 from megatron.config.errors import Problem, UserError
 from megatron.config.files import read_small
-from megatron.config.run import DataConfig
 from megatron.config.settings import SETTINGS
 from megatron.config.text import counted, did_you_mean
 
@@ -31,6 +31,7 @@ SOURCE_OPTIONS: tuple[tuple[str, ...], ...] = (
     ("data_args_path",),
     ("per_split_data_args_path",),
     ("mock_data",),
+    ("plugin_dataset",),
     ("chat_data_path",),
 )
 """Groups of fields that give the source of tokens. A run uses one group."""
@@ -162,7 +163,7 @@ def data_problems(data: DataConfig) -> Iterator[Problem]:
 
 def train_data_flag(data: DataConfig) -> str | None:
     """Return the flag that names the files to train on; None for generated tokens."""
-    names = (name for group in SOURCE_OPTIONS for name in group if name != "mock_data")
+    names = (name for group in SOURCE_OPTIONS for name in group if name not in ("mock_data", "plugin_dataset"))
     return next((SETTINGS[name].flag for name in names if getattr(data, name)), None)
 
 

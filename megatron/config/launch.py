@@ -12,7 +12,7 @@ import os
 import re
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, MutableMapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -152,6 +152,31 @@ def ranks_per_node(environ: Mapping[str, str]) -> int:
     launch = Launch.read(environ)
     tasks = re.match(r"\d+", environ.get("SLURM_STEP_TASKS_PER_NODE", "")) if launch.launcher == "srun" else None
     return max(launch.local_size, int(tasks[0])) if tasks else launch.local_size
+
+
+def limit_spinning(environ: MutableMapping[str, str]) -> None:
+    """Let waiting OpenMP threads sleep if there are more than cores: threads that spin take cores from others."""
+    if threads_exceed_cores(environ):
+        environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
+
+def threads_exceed_cores(environ: Mapping[str, str], cores: int | None = None) -> bool:
+    """Return True if the ranks of this machine together have more OpenMP threads than ``cores``.
+
+    Args:
+        environ: environment of this rank.
+        cores: of the machine; None counts those that this process may use.
+    """
+    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    launch = Launch.read(environ)
+    ranks = launch.local_size
+    if launch.launcher == "srun":  # it may bind each rank to cores of its own
+        cores = cores or os.cpu_count() or 1
+        counts = re.findall(r"(?:^|,)(\d+)", environ.get("SLURM_STEP_TASKS_PER_NODE", ""))  # such as 4(x2),3
+        ranks = max([ranks, *map(int, counts)])
+    first = environ.get("OMP_NUM_THREADS", "").split(",")[0].strip()
+    threads = int(first) if first.isdecimal() and int(first) else usable
+    return ranks * threads > (cores or usable)
 
 
 def _step(environ: Mapping[str, str]) -> int:

@@ -22,7 +22,7 @@ YARN = Need("position_embedding_type=yarn")
 QK_NORM = Need("qk_layernorm")
 EXPERTS = Need("num_experts")
 GATED = Need(f"activation={'|'.join(GATED_ACTIVATIONS)}", "a gated activation")
-CROSS_ENTROPY = Need(lambda c: c.training.objective not in ("dpo", "distillation"), "--objective next_token")
+CROSS_ENTROPY = Need("objective!=dpo|distillation", "--objective next_token")
 LORA = Need("lora_rank")
 
 QUANTIZED_BITS = {"int8": 8, "nf4": 4}

@@ -11,9 +11,11 @@ import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any
+from typing import Any, TypeVar
 
 from megatron.config.text import flag, format_number
+
+T = TypeVar("T")
 
 
 class Role(Enum):
@@ -32,17 +34,27 @@ class Role(Enum):
 class Need:
     """A condition without which a field has no effect; setting the field then is noted."""
 
-    # ``field`` (set or on), ``field=value|value``, a condition of ``arguments.validate``, or a predicate of RunConfig
-    condition: str | Callable[[Any], bool]
+    condition: str  # as :func:`megatron.config.settings.holds` reads it, or a name in ``arguments.validate.CONDITIONS``
     text: str = ""  # the condition in words; default: as a flag
 
     def __str__(self) -> str:
-        name, _, values = str(self.condition).partition("=")
+        name, _, values = self.condition.partition("=")
         return self.text or f"{flag(name)} {values.replace('|', ' or ')}".strip()
 
 
 INSIDE = {"at_least": operator.ge, "above": operator.gt, "at_most": operator.le, "below": operator.lt}
 """Limits of a number, or of every number of a tuple, as keywords of :func:`option`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class WithPluginOptions:
+    """A configuration that components of plugins get, and find their own options in."""
+
+    plugin_options: tuple[Any, ...] = field(default=(), repr=False)  # objects of the classes that plugins register
+
+    def plugin(self, cls: type[T]) -> T:
+        """Return the options that a plugin has registered as ``cls``; the defaults if no source sets one."""
+        return next((each for each in self.plugin_options if type(each) is cls), cls())
 
 
 @dataclass(frozen=True)
@@ -59,6 +71,7 @@ class Option:
     # Extra flags and the constants they store, for the negative and shorthand spellings of Megatron-LM:
     # ``--disable-bias-linear`` stores False in ``add_bias_linear``.
     aliases: Mapping[str, Any] = field(default_factory=dict)
+    formerly: str = ""  # group of the field in the files of earlier versions
     parse: Callable[[str], Any] | None = None  # converts the flag's text, raises ValueError; default: by type
     example: float | None = None  # suggested in place of a number that is not allowed and has no default
 

@@ -69,7 +69,7 @@ def _grad_compression(text: str) -> str:
     return text
 
 
-CONTEXT_PARALLEL = Need(lambda c: c.parallel.context_parallel_size > 1, "CP above 1")
+CONTEXT_PARALLEL = Need("context_parallel_size>1", "CP above 1")
 ZERO_3 = Need("data_parallel_sharding_strategy=optim_grads_params")
 SEVERAL_STAGES = Need("several_stages", "several stages")
 INTERLEAVED = Need(
@@ -84,9 +84,7 @@ class ParallelConfig:
 
     tensor_model_parallel_size: int = option(1, role="free", at_least=1)
     """Tensor parallelism: ranks that shard each layer's matrices (TP)."""
-    sequence_parallel: bool = option(
-        False, role="free", needs=Need(lambda c: c.parallel.tensor_model_parallel_size > 1, "TP above 1")
-    )
+    sequence_parallel: bool = option(False, role="free", needs=Need("tensor_model_parallel_size>1", "TP above 1"))
     """Shard the sequence over TP ranks outside the tensor-parallel regions."""
     tp_comm_overlap: bool = option(False, role="free", needs="sequence_parallel")
     """Overlap the all-gathers and reduce-scatters of tensor-parallel linears with their matrix products."""

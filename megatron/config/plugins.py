@@ -21,7 +21,19 @@ T = TypeVar("T")
 ENTRY_POINTS = "megatron.plugins"
 """Group of entry points by whose names ``--plugin`` finds modules of installed packages."""
 
-KINDS = ("attention_pattern", "callback", "kernel", "metric_logger", "mixer", "model_family", "objective", "optimizer")
+KINDS = (
+    "attention_pattern",
+    "callback",
+    "dataset",
+    "kernel",
+    "lr_schedule",
+    "metric_logger",
+    "mixer",
+    "model_family",
+    "objective",
+    "optimizer",
+    "options",
+)
 
 _registered: dict[str, dict[str, Any]] = {kind: {} for kind in KINDS}
 

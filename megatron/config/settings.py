@@ -1,6 +1,7 @@
 """All config fields as one flat table: their flags, and the conversion of text and YAML values.
 
-``SETTINGS`` maps field names to settings, ``SPELLINGS`` maps flags to settings.
+``SETTINGS`` maps field names to settings, ``SPELLINGS`` maps flags to settings. They have the options of loaded
+plugins too.
 """
 
 from __future__ import annotations
@@ -8,15 +9,18 @@ from __future__ import annotations
 import ast
 import inspect
 import math
+import re
 import shlex
 import sys
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from dataclasses import fields
+from dataclasses import fields, is_dataclass
 from functools import cache
 from itertools import pairwise
 from types import UnionType
-from typing import Any, get_args, get_origin, get_type_hints
+from typing import Any, NamedTuple, TypeVar, get_args, get_origin, get_type_hints
 
+from megatron.config.errors import Problem, UserError
 from megatron.config.option import Option
 from megatron.config.plugins import registered
 from megatron.config.run import RunConfig
@@ -51,16 +55,20 @@ class Setting:
     @property
     def help(self) -> str:
         """The docstring below the field; empty where only compiled files are installed."""
-        return help_texts().get(self.name, "")
+        return help_texts(GROUPS[self.group].__module__).get(self.name, "")
 
     @property
     def choices(self) -> tuple[str, ...]:
         """The allowed words, with the names that plugins register; empty if any word is allowed."""
         return (*self.option.choices, *(registered(self.option.kind) if self.option.kind else ()))
 
+    def is_in(self, group: str) -> bool:
+        """Return True if files have the field in a group, now or in an earlier version."""
+        return group in (self.group, self.option.formerly)
+
     def value_in(self, config: RunConfig) -> Any:
         """Return the value of the field in a configuration."""
-        return getattr(getattr(config, self.group), self.name)
+        return getattr(config.group(self.group), self.name)
 
     def allows(self, value: Any) -> bool:
         """Return True unless a number of a value lies outside the limits."""
@@ -133,12 +141,46 @@ class Setting:
             item = self.option.parse(value)
         else:
             item = _as_type(value, self.scalar)
+        if self.option.kind and not self.choices and item is not None:
+            raise ValueError(f"no plugin registers {item!r} as {self.option.kind}")
         if self.choices and item is not None and item not in self.choices:
             same = [choice for choice in self.choices if choice.lower() == str(item).lower()]
             if not same:
                 raise ValueError(f"{item!r} is not one of {', '.join(self.choices)}")
             item = same[0]
         return item
+
+
+def holds(condition: str, config: RunConfig, or_plugin: bool = False) -> bool:
+    """Return True if a condition on fields holds, such as ``optimizer!=muon and adam_eps or not save``.
+
+    A term is ``field`` (it is set, or on), ``field=value|value``, ``field!=value|value``, or a comparison with a number
+    or another field, false unless both are set: ``field>other``, ``field>=other``. It may follow ``not``; ``and`` binds
+    more tightly than ``or``.
+
+    Args:
+        condition: as text.
+        config: of the run.
+        or_plugin: ``field=value`` holds for names that plugins register too: they may use the options of what is
+            built in.
+    """
+    alternatives = (each.split(" and ") for each in condition.split(" or "))
+    return any(all(_term_holds(term, config, or_plugin) for term in terms) for terms in alternatives)
+
+
+def _term_holds(term: str, config: RunConfig, or_plugin: bool) -> bool:
+    positive = term.removeprefix("not ")
+    name, relation, operand = re.fullmatch(r"(\w+)(!=|>=|=|>|)(.*)", positive).groups()  # type: ignore[union-attr]
+    value, kind = SETTINGS[name].value_in(config), SETTINGS[name].option.kind
+    if relation == "":
+        found = value is not None and value is not False and value != ()
+    elif relation in (">", ">="):
+        other = SETTINGS[operand].value_in(config) if operand in SETTINGS else float(operand)
+        found = None not in (value, other) and (value > other or (relation == ">=" and value == other))
+    else:
+        found = (str(value) in operand.split("|")) == (relation == "=")
+        found = found or (or_plugin and relation == "=" and kind is not None and value in registered(kind))
+    return found == (positive == term)
 
 
 def _as_type(value: Any, scalar: type) -> Any:
@@ -159,24 +201,101 @@ def _as_type(value: Any, scalar: type) -> Any:
 
 
 @cache
-def help_texts() -> dict[str, str]:
-    """Return the docstring below every field, which Python does not store, from the source of the classes."""
+def help_texts(module: str) -> dict[str, str]:
+    """Return the docstring below every field of a module's classes, which Python does not store, from its source."""
     texts = {}
-    for module in {sys.modules[cls.__module__] for cls in GROUPS.values()}:
-        with suppress(OSError):
-            for node in ast.walk(ast.parse(inspect.getsource(module))):
-                for statement, below in pairwise(node.body if isinstance(node, ast.ClassDef) else ()):
-                    match statement, below:
-                        case ast.AnnAssign(target=ast.Name(name)), ast.Expr(value=ast.Constant(str(text))):
-                            texts[name] = " ".join(text.split())
+    with suppress(OSError):
+        for node in ast.walk(ast.parse(inspect.getsource(sys.modules[module]))):
+            for statement, below in pairwise(node.body if isinstance(node, ast.ClassDef) else ()):
+                match statement, below:
+                    case ast.AnnAssign(target=ast.Name(name)), ast.Expr(value=ast.Constant(str(text))):
+                        texts[name] = " ".join(text.split())
     return texts
 
 
-GROUPS: dict[str, type] = get_type_hints(RunConfig)
-SETTINGS = {
-    f.name: Setting(group, f.name, f.default, f.metadata["option"], hints[f.name])
-    for group, cls in GROUPS.items()
-    for hints in [get_type_hints(cls)]
-    for f in fields(cls)
-}
-SPELLINGS = {spelling: s for s in SETTINGS.values() for spelling in (s.flag, *s.constants)}
+BUILT_IN_GROUPS = {name: cls for name, cls in get_type_hints(RunConfig).items() if name != "plugin_options"}
+
+
+class _Tables(NamedTuple):
+    groups: dict[str, type]
+    settings: dict[str, Setting]
+    spellings: dict[str, Setting]
+
+
+@cache
+def _tables(plugins: tuple[tuple[str, type], ...]) -> _Tables:
+    """Return the options by group, field and flag: the built-in ones, and those of plugins.
+
+    Raises:
+        UserError: if a plugin's class is no group of options, or has a name that is in use.
+    """
+    tables, problems = _Tables({}, {}, {}), []
+    for group, cls in (*BUILT_IN_GROUPS.items(), *plugins):
+        try:
+            settings = {setting.name: setting for setting in _settings_of(group, cls)}
+        except TypeError as error:
+            problems.append(Problem("E914", f"the options {group} of a plugin: {error}"))
+            continue
+        spellings = {spelling: each for each in settings.values() for spelling in (each.flag, *each.constants)}
+        used = {group, *settings, *spellings} & {*tables.groups, *tables.settings, *tables.spellings}
+        if used and (group, cls) in plugins:
+            sentence = f"the options {group} of a plugin have names of other options: {', '.join(sorted(used))}"
+            problems.append(Problem("E914", sentence))
+        tables.groups[group] = cls
+        tables.settings.update(settings)
+        tables.spellings.update(spellings)
+    if problems:
+        raise UserError(problems)
+    return tables
+
+
+def _settings_of(group: str, cls: type) -> list[Setting]:
+    """Return the settings of a group; TypeError unless it is a frozen dataclass of fields declared with ``option``."""
+    if not (is_dataclass(cls) and cls.__dataclass_params__.frozen and group.isidentifier()):  # type: ignore[attr-defined]
+        raise TypeError("register a frozen dataclass under a name of letters, digits and underscores")
+    hints = get_type_hints(cls)
+    settings = []
+    for each in fields(cls):
+        if "option" in each.metadata:
+            settings.append(Setting(group, each.name, each.default, each.metadata["option"], hints[each.name]))
+        elif each.name != "plugin_options":
+            raise TypeError(f"declare the field {each.name} with option(...)")
+    if unknown := [setting.name for setting in settings if setting.scalar not in NOUNS]:
+        raise TypeError(f"{', '.join(unknown)}: an option is an int, float, bool or str, or a tuple of them")
+    return settings
+
+
+T = TypeVar("T")
+
+
+class _OptionTable(Mapping[str, T]):
+    """One of the tables of the built-in options and those of the plugins that are loaded now."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def _now(self) -> dict[str, T]:
+        table: dict[str, T] = getattr(_tables(tuple(registered("options").items())), self._name)
+        return table
+
+    def __getitem__(self, key: str) -> T:
+        return self._now()[key]
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._now()
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._now())
+
+    def __len__(self) -> int:
+        return len(self._now())
+
+
+GROUPS: Mapping[str, type] = _OptionTable("groups")
+"""The dataclasses of options by name, such as ``model``."""
+
+SETTINGS: Mapping[str, Setting] = _OptionTable("settings")
+"""Settings by field name."""
+
+SPELLINGS: Mapping[str, Setting] = _OptionTable("spellings")
+"""Settings by flag."""

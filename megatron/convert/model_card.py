@@ -125,8 +125,8 @@ def _data(config: RunConfig, fingerprints: Mapping[str, Any]) -> Iterator[tuple[
             names = unique_names(blend.prefixes)
             weights = blend.weights or ()
             parts = [f"{w:g} {name}" for w, name in zip(weights, names, strict=True)] if weights else [*names]
-        elif config.data.mock_data:
-            parts = ["generated tokens"]
+        elif config.data.generated:
+            parts = [config.data.plugin_dataset or "generated tokens"]
         elif config.data.chat_data_path:
             paths = config.data.chat_data_path if split == "train" else config.data.valid_chat_data_path
             parts = [PurePath(path).name for path in paths]

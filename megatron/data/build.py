@@ -20,8 +20,11 @@ import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 from megatron.config.batch import full_global_batch_size
+from megatron.config.data import DataConfig
 from megatron.config.data_paths import DEFAULT_SPLIT, SPLITS, SplitSource, chat_splits, data_sources
-from megatron.config.run import DataConfig, RunConfig, TrainingConfig
+from megatron.config.plugins import registered
+from megatron.config.run import RunConfig
+from megatron.config.training import TrainingConfig
 from megatron.data.blended_dataset import (
     BlendedDataset,
     BlendIndex,
@@ -34,7 +37,7 @@ from megatron.data.blended_dataset import (
     truncate_blend,
 )
 from megatron.data.chat import load_conversations
-from megatron.data.dataset import Dataset, MockDataset, split_kind, split_label
+from megatron.data.dataset import Dataset, MockDataset, SampleRequest, split_kind, split_label
 from megatron.data.errors import DataError
 from megatron.data.gpt_dataset import (
     GPTDataset,
@@ -65,14 +68,19 @@ OpenFiles = Callable[[str], IndexedDataset]
 """From a prefix to its token files."""
 
 
-def mock_segment_builders(training: TrainingConfig, vocab_size: int) -> dict[str, SegmentBuilder]:
-    """Return the segment builders of mock data, by split."""
+def generated_segment_builders(
+    data: DataConfig, training: TrainingConfig, vocab_size: int
+) -> dict[str, SegmentBuilder]:
+    """Return the segment builders of mock data or of a plugin's dataset, by split."""
+    create = MockDataset.create if data.plugin_dataset is None else registered("dataset")[data.plugin_dataset]
 
-    def build(stream: int, samples: int, before: Sequence[Dataset]) -> Dataset:
+    def build(split: str, samples: int, before: Sequence[Dataset]) -> Dataset:
         first = sum(map(len, before))
-        return MockDataset(vocab_size, training.seq_length, samples, training.seed, stream, first)
+        request = SampleRequest(split, first, samples, training.seq_length, vocab_size, training.seed, data)
+        dataset: Dataset = create(request)
+        return dataset
 
-    return {split: functools.partial(build, stream) for stream, split in enumerate(SPLITS)}
+    return {split: functools.partial(build, split) for split in SPLITS}
 
 
 def chat_segment_builders(data: DataConfig, training: TrainingConfig, batch: int) -> dict[str, SegmentBuilder]:

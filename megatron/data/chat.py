@@ -22,7 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
-from megatron.config.run import DataConfig
+from megatron.config.data import DataConfig
 from megatron.config.text import counted
 from megatron.data.chat_rendering import MAX_TEXT, Span, shared_length
 from megatron.data.chat_template import OTHER_TEMPLATE, Rendered, TemplateRenderer, template_options

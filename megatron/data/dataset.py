@@ -16,6 +16,9 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from megatron.config.data import DataConfig
+from megatron.config.data_paths import SPLITS
+
 
 class Sample(NamedTuple):
     """One training sequence of ``s`` tokens.
@@ -50,6 +53,18 @@ class SourceUsage(NamedTuple):
 
     def __str__(self) -> str:
         return f"{self.tokens:,} tokens = {self.epochs:.2f} epochs of {self.once:,} in {self.source}"
+
+
+class SampleRequest(NamedTuple):
+    """What a dataset made by code is asked for: samples ``first`` to ``first + samples - 1`` of a split."""
+
+    split: str  # train, valid or test
+    first: int
+    samples: int
+    seq_length: int  # tokens of a sample
+    vocab_size: int
+    seed: int
+    data: DataConfig  # with the plugins' options
 
 
 class Dataset(Protocol):
@@ -152,6 +167,12 @@ class MockDataset(Dataset):
         self._num_samples = num_samples
         self._first = first
         self._key = (seed, stream)
+
+    @classmethod
+    def create(cls, request: SampleRequest) -> MockDataset:
+        """Return the samples that are asked for; each split is a stream."""
+        _, first, samples, length, vocab_size, seed, _ = request
+        return cls(vocab_size, length, samples, seed, SPLITS.index(request.split), first)
 
     def __len__(self) -> int:
         return self._num_samples

@@ -11,9 +11,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from megatron.config.data import DataConfig
 from megatron.config.data_paths import data_sources
 from megatron.config.files import SMALL_FILE_BYTES
-from megatron.config.run import DataConfig
 from megatron.config.schemes import HUGGING_FACE_PREFIX
 from megatron.data.errors import DataError
 from megatron.data.tokenizers.base import Tokenizer, read_tokenizer_file

@@ -20,16 +20,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron.config.batch import final_consumed_samples, final_iteration, full_global_batch_size, planned_samples
+from megatron.config.data import DOCUMENT_BOUNDARY_OPTIONS, DataConfig
 from megatron.config.data_paths import SPLITS, chat_splits, data_sources
-from megatron.config.run import DOCUMENT_BOUNDARY_OPTIONS, DataConfig, TrainingConfig
 from megatron.config.text import counted
+from megatron.config.training import TrainingConfig
 from megatron.data.build import (
     TABLE_CHECKS,
     SegmentBuilder,
     build_split,
     chat_segment_builders,
     file_segment_builders,
-    mock_segment_builders,
+    generated_segment_builders,
 )
 from megatron.data.chat import load_conversations
 from megatron.data.dataset import DIGEST_BLOCK, Dataset, Sample, sample_digest, split_heading, split_kind, split_label
@@ -409,7 +410,7 @@ def split_sample_counts(
     }
     requested = requested_samples(training, dp_size, begin)
     if splits is None:
-        has = SPLITS if data.mock_data else chat_splits(data) or tuple(data_sources(data))
+        has = SPLITS if data.generated else chat_splits(data) or tuple(data_sources(data))
         needs = ("train", "valid") if training.eval_iters else ("train",)
         missing = [kind for kind in needs if kind not in map(split_kind, has)]
         splits = sorted([*has, *missing], key=lambda name: SPLITS.index(split_kind(name)))
@@ -452,8 +453,8 @@ def build_data(
     cache = None if data.data_cache_path is None else IndexCache(data.data_cache_path, TABLE_CHECKS)
     build_notes: list[str] = []
     builders: Mapping[str, SegmentBuilder]
-    if data.mock_data:
-        builders = mock_segment_builders(training, vocab_size)
+    if data.generated:
+        builders = generated_segment_builders(data, training, vocab_size)
     elif data.chat_data_path:
         builders = chat_segment_builders(data, training, stream[1] * full_global_batch_size(training, dp_size))
         pairs = training.objective == "dpo"
@@ -505,7 +506,7 @@ def build_data(
 
 def build_masks(data: DataConfig, known: TokenizerInfo | None, vocab_size: int, prefix: int = 0) -> MaskBuilder:
     """Return the masks of a run."""
-    if data.mock_data or data.chat_data_path:
+    if data.generated or data.chat_data_path:
         return MaskBuilder(prefix=prefix)
     wanted = [flag for flag in DOCUMENT_BOUNDARY_OPTIONS if getattr(data, flag)]
     eod = find_eod_id(data, known, vocab_size)

@@ -7,8 +7,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from megatron.config.batch import final_consumed_samples
+from megatron.config.data import DOCUMENT_BOUNDARY_OPTIONS
 from megatron.config.data_paths import SPLITS, Blend, SplitSource, data_sources, split_shares
-from megatron.config.run import DOCUMENT_BOUNDARY_OPTIONS, RunConfig
+from megatron.config.run import RunConfig
 from megatron.data.build import file_segment_builders, resolve_sources
 from megatron.data.dataset import split_heading, split_kind
 from megatron.data.dataset_info import find_tokenizer_info
@@ -52,7 +53,7 @@ def preview_data(config: RunConfig, world_size: int, iteration: int = 0, consume
     dp = config.parallel.data_parallel_size(world_size)
     begin = iteration, consumed_samples
     streams = config.diloco.streams
-    if config.data.chat_data_path:
+    if config.data.chat_data_path or config.data.generated:
         return build_data(
             config.data, config.training, config.model.vocab, dp, begin=begin, stream=(0, streams)
         ).summary()
@@ -86,7 +87,7 @@ def data_fingerprints(
     """Return `DataSource.fingerprints` of the data that :func:`preview_data` describes; no order is built for files."""
     data, training, streams = config.data, config.training, config.diloco.streams
     dp, begin = config.parallel.data_parallel_size(world_size), (iteration, consumed_samples)
-    if data.mock_data or data.chat_data_path:
+    if data.generated or data.chat_data_path:
         return build_data(data, training, config.model.vocab, dp, begin=begin, stream=(0, streams)).fingerprints
     read = split_sample_counts(data, training, dp, begin, streams=streams)
     builders, _ = file_segment_builders(data, read, training, None)

@@ -12,11 +12,14 @@ from typing import Any
 import torch
 
 from megatron.arguments.checks.model import check_heads_divide, check_mlp_divides
+from megatron.config.compute import ComputeConfig
 from megatron.config.errors import UserError
 from megatron.config.launch import Launch
 from megatron.config.model import ModelConfig
 from megatron.config.parallel import ParallelConfig
-from megatron.config.run import ComputeConfig, PrecisionConfig, RunConfig, TrainingConfig
+from megatron.config.precision import PrecisionConfig
+from megatron.config.run import RunConfig
+from megatron.config.training import TrainingConfig
 from megatron.convert.sources import WHOLE, open_source
 from megatron.convert.tokenizer_files import by_huggingface_names, find_tokenizer_files
 from megatron.convert.weight_source import ModelSource, SourceOptions, fill_weights

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 
 from megatron.config.attention_pattern import AttentionPattern
+from megatron.config.compute import KERNEL_CANDIDATES, KernelChoice, kernel_choices
 from megatron.config.errors import Problem, UserError
 from megatron.config.plugins import registered
-from megatron.config.run import KERNEL_CANDIDATES, KernelChoice, kernel_choices
 from megatron.kernels.activation import ACTIVATION, ActivationKernel, activation
 from megatron.kernels.adam import ADAM, AdamKernel, adam
 from megatron.kernels.attention import ATTENTION, sdpa

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from megatron.config.run import TrainingConfig
+from megatron.config.training import TrainingConfig
 from megatron.distributed.host_memory import CopyStream, host_buffer
 
 BlockContext = Callable[[int], AbstractContextManager[object]]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from megatron.config.run import TrainingConfig
+from megatron.config.training import TrainingConfig
 
 
 @dataclass(frozen=True)

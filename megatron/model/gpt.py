@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron.config.model import ModelConfig
-from megatron.config.run import TrainingConfig
+from megatron.config.training import TrainingConfig
 from megatron.distributed.context_parallel import rows_between
 from megatron.distributed.micro_batch import MicroBatch
 from megatron.kernels.attention_mask import AttentionMask

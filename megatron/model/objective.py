@@ -16,7 +16,7 @@ from torch import Tensor
 
 from megatron.config.model import ModelConfig
 from megatron.config.plugins import registered
-from megatron.config.run import TrainingConfig
+from megatron.config.training import TrainingConfig
 from megatron.distributed import mappings
 from megatron.distributed.micro_batch import MicroBatch
 from megatron.layers.context import BuildContext

@@ -8,7 +8,7 @@ from functools import partial
 
 import torch
 
-from megatron.config.run import OptimizerConfig
+from megatron.config.optimizer import OptimizerConfig
 from megatron.distributed.mesh import Mesh
 from megatron.distributed.param_layout import ParamShard
 from megatron.distributed.sharding import ShardSpec

@@ -17,7 +17,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from megatron.config.run import OptimizerConfig
+from megatron.config.optimizer import OptimizerConfig
 from megatron.distributed import comm
 from megatron.distributed.comm import Group
 from megatron.distributed.mesh import Mesh

@@ -1,13 +1,21 @@
-"""Learning-rate and weight-decay schedules, as pure functions of the samples consumed so far."""
+"""Learning-rate and weight-decay schedules, as pure functions of the samples consumed so far.
+
+`STYLES` has the shapes after the warm-up by the choices of ``--lr-decay-style``; a plugin adds one with
+``register("lr_schedule", name)``. `CURVES` has the curves that decays of both are made of.
+"""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 from megatron.config.batch import ScheduleLengths
-from megatron.config.run import OptimizerConfig
+from megatron.config.optimizer import OptimizerConfig
+from megatron.config.option import WithPluginOptions
+from megatron.config.plugins import registered
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -25,8 +33,19 @@ class Rates:
     decoupled_lr: float | Tensor | None = None
 
 
+Curve = Callable[[float], float]
+"""A curve that falls from 1 at 0 to 0 at 1."""
+
+CURVES: dict[str, Curve] = {
+    "linear": lambda t: 1.0 - t,
+    "cosine": lambda t: 0.5 * (1.0 + math.cos(math.pi * t)),
+    "exponential": lambda t: 2.0 * 0.5**t - 1.0,  # MiniCPM's halving, shifted so that it ends at 0
+    "minus_sqrt": lambda t: 1.0 - math.sqrt(t),
+}
+
+
 @dataclass(frozen=True)
-class LearningRateSchedule:
+class LearningRateSchedule(WithPluginOptions):
     """Megatron-LM's schedules, with all lengths in samples.
 
     A step uses the value at the samples consumed *before* it, so the first step of a warm-up runs at ``warmup_init``.
@@ -37,14 +56,14 @@ class LearningRateSchedule:
     peak: float
     # Learning rate after the decay.
     floor: float
-    # ``constant``, ``linear``, ``cosine``, ``inverse-square-root`` or ``WSD`` (warm-up, stable, decay).
+    # A choice of ``--lr-decay-style``.
     style: str
     # Length of the linear warm-up from ``warmup_init`` to ``peak``.
     warmup: float
     warmup_init: float
     # End of the decay, from the start of the run.
     decay: float
-    # Shape of WSD's final decay: ``exponential``, ``linear``, ``cosine`` or ``minus_sqrt``.
+    # Curve of WSD's final decay.
     wsd_style: str
     # Length of WSD's final decay, which ends at ``decay``.
     wsd_decay: float
@@ -83,6 +102,7 @@ class LearningRateSchedule:
             weight_decay_style=config.weight_decay_incr_style,
             total=lengths.total,
             decoupled=decoupled,
+            plugin_options=config.plugin_options,
         )
 
     def rates(self, samples: int) -> Rates:
@@ -93,13 +113,15 @@ class LearningRateSchedule:
         """Return the learning rate of the step that starts after ``samples`` samples."""
         if self.warmup > 0 and samples <= self.warmup:
             return self.warmup_init + (self.peak - self.warmup_init) * samples / self.warmup
-        if self.style == "constant":
-            return self.peak
-        if samples > self.decay:
-            return self.floor
-        if self.style == "inverse-square-root":
-            return max(self.floor, self.peak * math.sqrt(max(self.warmup, 1) / max(samples, 1)))
-        return self.floor + (self.peak - self.floor) * self._remaining(samples)
+        return {**registered("lr_schedule"), **STYLES}[self.style](self, samples)
+
+    def progress(self, samples: int) -> float:
+        """Return the part of the decay that is over: 0 after the warm-up, 1 at the end of the decay and after it."""
+        return (samples - self.warmup) / (self.decay - self.warmup) if samples <= self.decay else 1.0
+
+    def above_floor(self, share: float) -> float:
+        """Return the learning rate that is ``share`` of the way from the floor to the peak."""
+        return self.floor + (self.peak - self.floor) * share
 
     def decoupled_learning_rate(self, samples: int) -> float | None:
         """Return the learning rate of the embeddings and the output layer; None if it is the common one."""
@@ -108,30 +130,42 @@ class LearningRateSchedule:
         peak, floor = self.decoupled
         return replace(self, peak=peak, floor=floor).learning_rate(samples)
 
-    def _remaining(self, samples: int) -> float:
-        """Return the remaining fraction of (peak - floor): 1 after the warm-up, 0 at the end of the decay."""
-        if self.style != "WSD":
-            return _decay_curve(self.style, (samples - self.warmup) / (self.decay - self.warmup))
-        start = self.decay - self.wsd_decay
-        return 1.0 if samples <= start else _decay_curve(self.wsd_style, (samples - start) / self.wsd_decay)
-
     def weight_decay(self, samples: int) -> float:
         """Return the weight decay of the step that starts after ``samples`` samples."""
         start, end = self.weight_decay_start, self.weight_decay_end
         if self.weight_decay_style == "constant" or samples > self.total:
             return end
-        return start + (end - start) * (1.0 - _decay_curve(self.weight_decay_style, samples / self.total))
+        return start + (end - start) * (1.0 - CURVES[self.weight_decay_style](samples / self.total))
 
 
-def _decay_curve(style: str, t: float) -> float:
-    """Return the value at ``t`` of a curve that falls from 1 at 0 to 0 at 1."""
-    match style:
-        case "linear":
-            return 1.0 - t
-        case "cosine":
-            return 0.5 * (1.0 + math.cos(math.pi * t))
-        case "exponential":  # MiniCPM's halving, shifted so that it ends at 0
-            return 2.0 * 0.5**t - 1.0
-        case "minus_sqrt":
-            return 1.0 - math.sqrt(t)
-    raise ValueError(f"unknown decay style {style!r}: linear, cosine, exponential or minus_sqrt")
+LearningRateStyle = Callable[[LearningRateSchedule, int], float]
+"""From a schedule, and the samples consumed before a step after the warm-up, to the step's learning rate."""
+
+
+def _constant(schedule: LearningRateSchedule, samples: int) -> float:
+    return schedule.peak
+
+
+def _along(curve: Curve, schedule: LearningRateSchedule, samples: int) -> float:
+    return schedule.above_floor(curve(schedule.progress(samples)))
+
+
+def _inverse_square_root(schedule: LearningRateSchedule, samples: int) -> float:
+    rate = schedule.peak * math.sqrt(max(schedule.warmup, 1) / max(samples, 1))
+    return max(schedule.floor, rate) if samples <= schedule.decay else schedule.floor
+
+
+def _warmup_stable_decay(schedule: LearningRateSchedule, samples: int) -> float:
+    into_decay = samples - (schedule.decay - schedule.wsd_decay)
+    part = min(1.0, into_decay / schedule.wsd_decay) if into_decay > 0 else 0.0
+    return schedule.above_floor(CURVES[schedule.wsd_style](part))
+
+
+STYLES: dict[str, LearningRateStyle] = {
+    "constant": _constant,
+    "linear": partial(_along, CURVES["linear"]),
+    "cosine": partial(_along, CURVES["cosine"]),
+    "inverse-square-root": _inverse_square_root,
+    "WSD": _warmup_stable_decay,
+}
+"""Built-in shapes by the choices of ``--lr-decay-style``."""

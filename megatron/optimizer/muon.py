@@ -15,7 +15,7 @@ from math import prod
 import torch
 from torch import Tensor
 
-from megatron.config.run import RULE_STATE, OptimizerConfig
+from megatron.config.optimizer import RULE_STATE, OptimizerConfig
 from megatron.distributed import comm
 from megatron.distributed.comm import Group
 from megatron.distributed.mesh import Mesh

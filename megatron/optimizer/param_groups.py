@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
-from megatron.config.run import OptimizerConfig, matching_factor, parse_factor
+from megatron.config.optimizer import OptimizerConfig, matching_factor, parse_factor
 from megatron.distributed.sharding import ShardSpec
 
 DECOUPLED_LR_PARAMS = ("embedding.word_embeddings.weight", "output_layer.weight")

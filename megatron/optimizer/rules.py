@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from torch.optim.sgd import sgd
 
+from megatron.config.optimizer import RULE_STATE, OptimizerConfig
 from megatron.config.plugins import registered
-from megatron.config.run import RULE_STATE, OptimizerConfig
 from megatron.kernels.adam import AdamKernel, AdamSettings, AdamState, adam, round_to
 
 BLOCK_ELEMENTS = {"cuda": 1 << 22, "cpu": 1 << 17}

@@ -17,7 +17,8 @@ from dataclasses import dataclass
 
 from megatron.config.model import ModelConfig
 from megatron.config.parallel import ParallelConfig
-from megatron.config.run import RunConfig, TrainingConfig
+from megatron.config.run import RunConfig
+from megatron.config.training import TrainingConfig
 from megatron.distributed.sharding import padded_vocab_size
 from megatron.layers.mixers.base import Matmul
 from megatron.layers.mixers.registry import block_mixers

@@ -18,8 +18,9 @@ from math import ceil, prod
 
 from megatron.config.batch import get_num_microbatches
 from megatron.config.model import ModelConfig
+from megatron.config.optimizer import state_kinds
 from megatron.config.parallel import GradCompression, ParallelConfig
-from megatron.config.run import RunConfig, state_kinds
+from megatron.config.run import RunConfig
 from megatron.distributed.layout import AXES_IN_USE, REDUCTION_GROUPS, Layout
 from megatron.distributed.param_layout import (
     ALIGNMENT,

@@ -33,9 +33,9 @@ from megatron.checkpoint.lease import Lease, acquire_lease, raise_if_superseded
 from megatron.checkpoint.load import open_manifest
 from megatron.checkpoint.location import Location, parse_location
 from megatron.checkpoint.save import HostCopyBuffer, disk_space_problem, run_in_background, save_sharded
+from megatron.config.checkpoint import CheckpointConfig
 from megatron.config.errors import Problem, UserError
 from megatron.config.launch import JobStart
-from megatron.config.run import CheckpointConfig
 from megatron.convert.sources import open_source
 from megatron.convert.tokenizer_files import (
     TOKENIZER_PREFIX,

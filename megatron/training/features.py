@@ -65,7 +65,7 @@ def build_callbacks(
         from megatron.training.callbacks.sample_prompts import SamplePrompts  # optional
 
         callbacks.append(SamplePrompts(trainer, Path(logging.sample_prompts)))
-    if config.training.evaluate_tasks and not config.training.skip_train:
+    if config.evaluation.evaluate_tasks and not config.training.skip_train:
         from megatron.training.callbacks.evaluate_tasks import EvaluateTasks  # optional
 
         callbacks.append(EvaluateTasks(trainer))

@@ -59,9 +59,9 @@ from megatron.checkpoint.save import (
 )
 from megatron.checkpoint.tensor_file import GlobalTensor
 from megatron.checkpoint.verify import chunks_by_file, list_file_damage
+from megatron.config.checkpoint import CheckpointConfig
 from megatron.config.errors import Problem, UserError
 from megatron.config.launch import JobStart, Launch
-from megatron.config.run import CheckpointConfig
 from megatron.distributed import comm
 from megatron.distributed.comm import Channel, Group, Pending
 from megatron.distributed.launch import gather_results, run_on_rank0

@@ -23,10 +23,11 @@ from megatron.checkpoint.folder import CheckpointFolder, is_local_checkpoint
 from megatron.checkpoint.format import Manifest, is_megatron_lm
 from megatron.checkpoint.location import Location, parse_location
 from megatron.checkpoint.publish import CHECKPOINT_NAME, is_complete, is_interrupted
+from megatron.config.checkpoint import CheckpointConfig
 from megatron.config.data_paths import train_data_flag
 from megatron.config.errors import Problem, UserError
 from megatron.config.option import Role
-from megatron.config.run import CheckpointConfig, RunConfig
+from megatron.config.run import RunConfig
 from megatron.config.schemes import HUGGING_FACE_PREFIX, MEGATRON_PREFIX
 from megatron.config.text import listed, shell_word
 from megatron.data.dataset import split_label

@@ -21,21 +21,21 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # if this checkout is not installed
 
-import pretrain_gpt
 from megatron.arguments.cli import parse
 from megatron.checkpoint.durable_files import durable_rename, publish_file
 from megatron.checkpoint.errors import CheckpointError
 from megatron.config.errors import UserError
 from megatron.config.launch import Launch, exit_process
-from megatron.config.run import RunConfig, TrainingConfig
+from megatron.config.run import RunConfig
 from megatron.config.text import echo, shell_word
+from megatron.config.training import TrainingConfig
 from megatron.convert.huggingface.config import read_model_values
-from megatron.data.build import resolve_epochs
 from megatron.data.chat import load_conversations, numbered_lines
 from megatron.data.errors import DataError
 from megatron.data.loader import DataSource, build_data
 from megatron.data.teacher_logits import ARRAYS, INDEX, array_path
 from megatron.training.resume_source import stored_config
+from megatron.training.start import with_data
 
 if TYPE_CHECKING:
     from megatron.training.frozen_models import FrozenModel
@@ -151,8 +151,7 @@ def main(argv: Sequence[str]) -> int:
         launch = Launch.read(os.environ)
         defaults = Path(__file__).with_name(f"{args.kind}.yaml")
         parsed = parse(["--config", str(defaults), *flags], recall=stored_config, read_model=read_model_values)
-        config = pretrain_gpt.with_vocabulary(pretrain_gpt.with_tokenizer(parsed.config))
-        precompute(resolve_epochs(config, parsed.world_size), args.output)
+        precompute(with_data(parsed.config, parsed.world_size), args.output)
     except (UserError, DataError) as error:
         if launch.rank == 0:
             echo(f"precompute: {error}", file=sys.stderr)

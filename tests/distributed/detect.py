@@ -15,9 +15,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from megatron.config.checkpoint import CheckpointConfig
+from megatron.config.data import DataConfig
 from megatron.config.errors import UserError
+from megatron.config.optimizer import OptimizerConfig
 from megatron.config.parallel import GradCompression, ParallelConfig
-from megatron.config.run import CheckpointConfig, DataConfig, OptimizerConfig, TrainingConfig
+from megatron.config.training import TrainingConfig
 from megatron.data.errors import DataError
 from megatron.data.loader import MaskBuilder, build_data
 from megatron.distributed.comm import Group

@@ -22,7 +22,7 @@ from megatron.checkpoint.format import Manifest
 from megatron.checkpoint.load import CheckpointReader
 from megatron.checkpoint.save import CheckpointExtras, save_sharded
 from megatron.checkpoint.tensor_file import GlobalTensor, TensorPart
-from megatron.config.run import CheckpointConfig
+from megatron.config.checkpoint import CheckpointConfig
 from megatron.distributed.launch import gather_results, run_on_rank0, world_group
 from megatron.distributed.sharding import Box
 from megatron.training import local_checkpoints

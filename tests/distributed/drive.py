@@ -13,9 +13,14 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from megatron.config.compute import ComputeConfig
+from megatron.config.data import DataConfig
 from megatron.config.model import ModelConfig
+from megatron.config.optimizer import OptimizerConfig
 from megatron.config.parallel import ParallelConfig
-from megatron.config.run import ComputeConfig, DataConfig, OptimizerConfig, PrecisionConfig, RunConfig, TrainingConfig
+from megatron.config.precision import PrecisionConfig
+from megatron.config.run import RunConfig
+from megatron.config.training import TrainingConfig
 from megatron.data.dataset import Sample
 from megatron.data.loader import BatchArrays, MaskBuilder, rank_micro_batches
 from megatron.distributed.micro_batch import MicroBatch

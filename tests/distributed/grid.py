@@ -10,9 +10,11 @@ from itertools import product
 from operator import and_
 from typing import Any
 
+from megatron.config.optimizer import OptimizerConfig
 from megatron.config.parallel import CP_COMM_TYPES, PIPELINE_SCHEDULES, ParallelConfig
-from megatron.config.run import OptimizerConfig, PrecisionConfig, TrainingConfig
+from megatron.config.precision import PrecisionConfig
 from megatron.config.settings import SETTINGS
+from megatron.config.training import TrainingConfig
 from megatron.data.loader import MaskBuilder
 from megatron.pipeline.schedules import SCHEDULES
 from tests.distributed.drive import FP64, LR, MODEL, Case, PackedConversations

@@ -17,16 +17,14 @@ from torch import Tensor
 from megatron.arguments.sources import resolve
 from megatron.arguments.validate import find_problems
 from megatron.checkpoint.format import Manifest
+from megatron.config.checkpoint import CheckpointConfig
+from megatron.config.data import DataConfig
 from megatron.config.model import ModelConfig
+from megatron.config.optimizer import OptimizerConfig
 from megatron.config.parallel import ParallelConfig
-from megatron.config.run import (
-    CheckpointConfig,
-    DataConfig,
-    OptimizerConfig,
-    PrecisionConfig,
-    RunConfig,
-    TrainingConfig,
-)
+from megatron.config.precision import PrecisionConfig
+from megatron.config.run import RunConfig
+from megatron.config.training import TrainingConfig
 from tests.distributed.drive import SEQ_LENGTH
 from tests.distributed.grid import FACTORS, LAYOUT, MAX_RANKS, SHARING, case_of, layouts, sharings, valid
 from tests.distributed.pairwise import Choice

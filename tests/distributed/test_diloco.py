@@ -23,8 +23,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron.checkpoint.format import Manifest
+from megatron.config.diloco import DilocoConfig
 from megatron.config.errors import UserError
-from megatron.config.run import DilocoConfig, RunConfig
+from megatron.config.run import RunConfig
 from megatron.optimizer.main_params import MainParams
 from megatron.training.build import build_trainer
 from megatron.training.diloco import replica_store

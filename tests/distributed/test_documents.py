@@ -16,8 +16,10 @@ import pytest
 import torch
 
 from megatron.arguments.sources import resolve
+from megatron.config.data import DataConfig
 from megatron.config.parallel import ParallelConfig
-from megatron.config.run import DataConfig, RunConfig, TrainingConfig
+from megatron.config.run import RunConfig
+from megatron.config.training import TrainingConfig
 from megatron.data.indexed_writer import IndexedDatasetWriter
 from megatron.distributed.micro_batch import MicroBatch
 from megatron.training.build import build_trainer

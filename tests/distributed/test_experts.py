@@ -11,7 +11,7 @@ from torch import Tensor
 
 from megatron.config.model import ModelConfig
 from megatron.config.parallel import ParallelConfig
-from megatron.config.run import TrainingConfig
+from megatron.config.training import TrainingConfig
 from megatron.distributed.layout import Layout
 from megatron.distributed.mesh import Mesh
 from megatron.layers.moe import DispatchPlan, Router, Routing

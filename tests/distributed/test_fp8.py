@@ -14,8 +14,10 @@ from torch import Tensor
 
 from megatron.arguments.checks.fp8 import check_fp8_sizes
 from megatron.arguments.cli import parse
+from megatron.config.optimizer import OptimizerConfig
 from megatron.config.parallel import ParallelConfig
-from megatron.config.run import OptimizerConfig, PrecisionConfig, TrainingConfig
+from megatron.config.precision import PrecisionConfig
+from megatron.config.training import TrainingConfig
 from megatron.distributed.comm import ALL_GATHER, Group
 from megatron.distributed.mesh import Mesh
 from megatron.kernels.fp8 import Float8Kernel, WeightCasts

@@ -17,7 +17,8 @@ from torch import Tensor
 from megatron.checkpoint.format import Manifest
 from megatron.checkpoint.load import CheckpointReader
 from megatron.config.parallel import GradCompression, ParallelConfig
-from megatron.config.run import PrecisionConfig, RunConfig
+from megatron.config.precision import PrecisionConfig
+from megatron.config.run import RunConfig
 from megatron.distributed import comm
 from megatron.distributed.comm import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, REDUCE_SCATTER, Group
 from megatron.distributed.grad_accumulator import GradAccumulator

@@ -17,9 +17,12 @@ from dataclasses import replace
 import pytest
 import torch
 
+from megatron.config.compute import ComputeConfig
 from megatron.config.model import ModelConfig
+from megatron.config.optimizer import OptimizerConfig
 from megatron.config.parallel import PIPELINE_SCHEDULES, ParallelConfig
-from megatron.config.run import ComputeConfig, OptimizerConfig, PrecisionConfig, TrainingConfig
+from megatron.config.precision import PrecisionConfig
+from megatron.config.training import TrainingConfig
 from tests.distributed import product
 from tests.distributed.drive import MODEL, SEQ_LENGTH, Case, compare_with_twin, evaluation, reference, run_on
 from tests.distributed.grid import (

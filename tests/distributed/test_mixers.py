@@ -19,7 +19,7 @@ from megatron.config import plugins
 from megatron.config.errors import UserError
 from megatron.config.model import ModelConfig
 from megatron.config.parallel import ParallelConfig
-from megatron.config.run import TrainingConfig
+from megatron.config.training import TrainingConfig
 from megatron.inference.generate import SamplingParams, check_prompts, generate
 from megatron.inference.text import InferenceError
 from megatron.layers.mixers.registry import find_mixer

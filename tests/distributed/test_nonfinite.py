@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import Module
 from torch.utils._pytree import tree_map
 
-from megatron.config.run import TrainingConfig
+from megatron.config.training import TrainingConfig
 from megatron.training.build import build_trainer
 from megatron.training.callbacks.health import explain_nonfinite
 from megatron.training.trainer import Trainer

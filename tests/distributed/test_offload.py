@@ -8,8 +8,10 @@ from typing import Any
 import pytest
 from torch import Tensor
 
+from megatron.config.optimizer import OptimizerConfig
 from megatron.config.parallel import ParallelConfig
-from megatron.config.run import OptimizerConfig, PrecisionConfig, TrainingConfig
+from megatron.config.precision import PrecisionConfig
+from megatron.config.training import TrainingConfig
 from megatron.layers.activation_offload import ActivationOffload
 from megatron.training.build import build_trainer
 from megatron.training.step import train_step

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from megatron.config.run import TrainingConfig
+from megatron.config.training import TrainingConfig
 from tests.distributed.drive import Case, compare_with_twin, evaluation, run_on
 from tests.distributed.grid import FACTORS, case_of
 from tests.distributed.pool import Pool

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from megatron.config.attention_pattern import AttentionPattern
 from megatron.config.parallel import ParallelConfig
-from megatron.config.run import TrainingConfig
+from megatron.config.training import TrainingConfig
 from megatron.distributed.context_parallel import rows_between
 from megatron.distributed.micro_batch import MicroBatch
 from megatron.kernels import block_attention

@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from megatron.config.parallel import PIPELINE_SCHEDULES
-from megatron.config.run import PrecisionConfig, TrainingConfig
+from megatron.config.precision import PrecisionConfig
+from megatron.config.training import TrainingConfig
 from megatron.pipeline.actions import PipelineSchedule
 from megatron.pipeline.schedules import make_schedule
 from megatron.training.build import build_trainer

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from megatron.config.parallel import ParallelConfig
-from megatron.config.run import PrecisionConfig, TrainingConfig
+from megatron.config.precision import PrecisionConfig
+from megatron.config.training import TrainingConfig
 from megatron.training.build import build_trainer
 from megatron.training.step import train_step
 from tests.distributed.drive import MODEL, RATES, Case, batches_of, pipeline, reference, run_on

@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from megatron.config.errors import UserError
+from megatron.config.logging import LoggingConfig
 from megatron.config.parallel import ParallelConfig
-from megatron.config.run import LoggingConfig, PrecisionConfig
+from megatron.config.precision import PrecisionConfig
 from megatron.training.build import build_trainer
 from megatron.training.callbacks.health import check_weight_copies
 from megatron.training.step import train_step

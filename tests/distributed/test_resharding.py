@@ -16,8 +16,11 @@ import torch
 
 from megatron.arguments.sources import resolve
 from megatron.checkpoint.format import Manifest
+from megatron.config.checkpoint import CheckpointConfig
+from megatron.config.optimizer import OptimizerConfig
 from megatron.config.parallel import ParallelConfig
-from megatron.config.run import CheckpointConfig, OptimizerConfig, PrecisionConfig, RunConfig
+from megatron.config.precision import PrecisionConfig
+from megatron.config.run import RunConfig
 from megatron.layers.parameters import num_parameters
 from megatron.planner.memory import rank_state_bytes
 from megatron.training.build import build_trainer

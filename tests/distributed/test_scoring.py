@@ -12,7 +12,8 @@ from torch.nn import functional
 
 from megatron.config.model import ModelConfig
 from megatron.config.parallel import ParallelConfig
-from megatron.config.run import PrecisionConfig, TrainingConfig
+from megatron.config.precision import PrecisionConfig
+from megatron.config.training import TrainingConfig
 from megatron.convert.saved_model import SavedModel, open_checkpoint
 from megatron.distributed.grad_accumulator import GradAccumulator
 from megatron.inference.scoring import score_tokens

@@ -12,8 +12,10 @@ import torch
 from torch import Tensor
 
 from megatron.config.model import ModelConfig
+from megatron.config.optimizer import OptimizerConfig
 from megatron.config.parallel import ParallelConfig
-from megatron.config.run import OptimizerConfig, PrecisionConfig, TrainingConfig
+from megatron.config.precision import PrecisionConfig
+from megatron.config.training import TrainingConfig
 from megatron.inference.generate import SamplingParams, generate
 from megatron.optimizer.parameter_store import WeightBuffer
 from megatron.training.build import build_trainer

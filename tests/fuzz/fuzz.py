@@ -277,7 +277,8 @@ def manifest(folder: Path) -> Target:
     from megatron.checkpoint.load import CheckpointReader
     from megatron.checkpoint.tensor_file import DTYPES, tensor_bytes
     from megatron.checkpoint.verify import list_damage
-    from megatron.config.run import CheckpointConfig, RunConfig
+    from megatron.config.checkpoint import CheckpointConfig
+    from megatron.config.run import RunConfig
     from megatron.convert.saved_model import SavedModel
     from megatron.training.resume_source import find_resume_source
     from tools import inspect_checkpoint

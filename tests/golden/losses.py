@@ -9,7 +9,7 @@ import json
 from dataclasses import replace
 from pathlib import Path
 
-from megatron.config.run import PrecisionConfig
+from megatron.config.precision import PrecisionConfig
 from tests.distributed import drive
 from tests.distributed.drive import Case, run_case
 from tests.distributed.pool import Pool

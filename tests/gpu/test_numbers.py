@@ -11,7 +11,7 @@ from torch import Tensor
 from torch._dynamo.utils import counters
 
 from megatron.config.attention_pattern import AttentionPattern
-from megatron.config.run import KERNEL_CANDIDATES
+from megatron.config.compute import KERNEL_CANDIDATES
 from megatron.distributed.context_parallel import chunks_of, chunks_of_all
 from megatron.kernels.attention import sdpa
 from megatron.kernels.attention_mask import AttentionMask

@@ -15,7 +15,8 @@ import torch.nn.functional as F
 import transformers
 from torch import Tensor, nn
 
-from megatron.config.run import OptimizerConfig, TrainingConfig
+from megatron.config.optimizer import OptimizerConfig
+from megatron.config.training import TrainingConfig
 from megatron.convert.huggingface.config import read_model_config
 from megatron.convert.huggingface.weights import HuggingFaceWeights
 from megatron.convert.weight_source import fill_weights

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from megatron.config.model import ModelConfig
-from megatron.config.run import OptimizerConfig, TrainingConfig
+from megatron.config.optimizer import OptimizerConfig
+from megatron.config.training import TrainingConfig
 from megatron.distributed.micro_batch import MicroBatch
 from tests.parity.families import (
     Tensors,

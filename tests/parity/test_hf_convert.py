@@ -18,7 +18,9 @@ from megatron.checkpoint.format import Manifest
 from megatron.checkpoint.save import save_sharded
 from megatron.checkpoint.tensor_file import GlobalTensor, TensorPart
 from megatron.config.model import ModelConfig
-from megatron.config.run import PrecisionConfig, RunConfig, TrainingConfig
+from megatron.config.precision import PrecisionConfig
+from megatron.config.run import RunConfig
+from megatron.config.training import TrainingConfig
 from megatron.convert.huggingface.convert import convert_from_huggingface, convert_to_huggingface
 from megatron.convert.saved_model import SavedModel, open_checkpoint
 from megatron.convert.weight_source import fill_weights

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from megatron.checkpoint.format import Manifest, whole_box
-from megatron.config.run import TrainingConfig
+from megatron.config.training import TrainingConfig
 from megatron.convert.saved_model import SavedModel
 from megatron.convert.sources import open_saved
 from megatron.convert.weight_source import fill_weights

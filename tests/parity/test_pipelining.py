@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron.config.parallel import ParallelConfig
-from megatron.config.run import TrainingConfig
+from megatron.config.training import TrainingConfig
 from megatron.distributed.micro_batch import MicroBatch
 from megatron.pipeline.actions import PipelineSchedule
 from megatron.pipeline.communication import add_communication

@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron.config.run import DataConfig, TrainingConfig
+from megatron.config.data import DataConfig
+from megatron.config.training import TrainingConfig
 from megatron.data.loader import DataSource, build_data
 from megatron.distributed.micro_batch import MicroBatch
 from tests.parity.test_hf import Case, Pair, assert_close, precision

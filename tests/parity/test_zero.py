@@ -18,8 +18,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron.config.model import ModelConfig
+from megatron.config.optimizer import OptimizerConfig
 from megatron.config.parallel import ParallelConfig
-from megatron.config.run import OptimizerConfig, TrainingConfig
+from megatron.config.training import TrainingConfig
 from megatron.distributed.comm import ALL_GATHER, REDUCE_SCATTER
 from megatron.distributed.micro_batch import MicroBatch
 from megatron.training.build import build_trainer

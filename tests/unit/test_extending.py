@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import math
 import re
 import runpy
 import sys
@@ -18,14 +19,15 @@ from safetensors.torch import load_file
 
 import pretrain_gpt
 from megatron.arguments.cli import parse
+from megatron.checkpoint.format import Manifest
 from megatron.config import plugins
 from megatron.config.attention_pattern import AttentionPattern
 from megatron.config.errors import UserError
-from megatron.config.run import OptimizerConfig, state_kinds
+from megatron.config.optimizer import OptimizerConfig, state_kinds
 from megatron.config.settings import SETTINGS
 from megatron.kernels.activation import ACTIVATIONS
 from megatron.kernels.attention_mask import AttentionMask
-from megatron.optimizer.lr_scheduler import Rates
+from megatron.optimizer.lr_scheduler import CURVES, STYLES, Rates
 from megatron.optimizer.rules import RULES
 from megatron.pipeline import plan
 from megatron.pipeline.actions import PipelineSchedule
@@ -38,7 +40,17 @@ from tools import convert_checkpoint, draw_schedule
 
 PAGE = Path(__file__).parents[2] / "docs" / "extending.md"
 BLOCKS = re.findall(r"^```python\n(.*?)^```", PAGE.read_text(), re.S | re.M)
-NAMES = ("weight_norm", "loss_average", "late_tokens", "strided", "plain_attention", "signum", "stablelm", "loss_table")
+NAMES = (
+    "weight_norm",
+    "loss_average",
+    "restarts",
+    "late_tokens",
+    "strided",
+    "plain_attention",
+    "signum",
+    "stablelm",
+    "loss_table",
+)
 """In the page's order."""
 
 WITH_WHOLE_MATRICES = ("muon",)
@@ -107,6 +119,154 @@ def test_callback_with_state(run: Run, tmp_path: Path) -> None:
 
 def names_of_weights(folder: Path) -> set[str]:
     return set(build_trainer(tiny_run(folder / "names", "--fp64"), 0, 1).params)
+
+
+RESTARTS = "--plugin restarts --lr-decay-style restarts --min-lr 1e-3"
+
+
+def test_options_and_a_learning_rate_schedule(run: Run, tmp_path: Path) -> None:
+    """The learning rate falls and rises as the formula says; flags, files and checkpoints have the option."""
+    save, file = tmp_path / "save", tmp_path / "mine.yaml"
+    assert run(tmp_path / "run", f"{RESTARTS} --restart-samples 8 --save {save}") == 0
+    expected = [1e-3 + 9e-3 * 0.5 * (1 + math.cos(math.pi * (4 * step % 8) / 8)) for step in range(6)]
+    assert column(tmp_path / "run", "learning-rate") == pytest.approx(expected, rel=1e-12)
+    notes = re.findall(r"restart after step (\d)", str(records(tmp_path / "run", "text")))
+    assert notes == ["2", "4", "6"]
+    assert Manifest.open(save / "iter_0000006").config["restarts"] == {"restart_samples": 8}
+    file.write_text("plugin: restarts\nrestarts: {restart_samples: 8}\nlr_decay_style: restarts\nmin_lr: 1e-3")
+    assert run(tmp_path / "file", f"--config {file}") == 0
+    assert column(tmp_path / "file", "learning-rate") == column(tmp_path / "run", "learning-rate")
+
+
+@pytest.mark.parametrize(
+    ("flags", "code", "text"),
+    [
+        (f"{RESTARTS} --restart-sampels 8", "E001", "did you mean --restart-samples?"),
+        (f"{RESTARTS} --restart-samples 0", "E600", "must be at least 1"),
+        (f"{RESTARTS} --restart-samples many", "E002", "not a whole number"),
+        (f"{RESTARTS} --set restarts.restart_sampels=8", "E005", "did you mean restarts.restart_samples?"),
+        ("--restart-samples 8", "E001", "no such flag"),
+        ("--lr-decay-style restarts", "E002", "one of constant, linear"),
+    ],
+)
+def test_options_of_a_plugin_are_checked(
+    run: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str], flags: str, code: str, text: str
+) -> None:
+    assert run(tmp_path / "run", flags) == 2
+    error = capsys.readouterr().err
+    assert code in error
+    assert text in error
+
+
+def test_options_without_effect_and_the_help(run: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(tmp_path / "run", "--plugin restarts --restart-samples 8 --check-config") == 0
+    note = "--restart-samples has no effect without --lr-decay-style restarts"
+    assert note in capsys.readouterr().out
+    with pytest.raises(SystemExit) as ended:
+        run(tmp_path / "run", "--plugin restarts --help restarts")
+    assert not ended.value.code
+    text = " ".join(capsys.readouterr().out.split())
+    assert "Cosine decay with warm restarts" in text
+    assert "Samples between two restarts. Must be at least 1." in text
+
+
+@pytest.mark.parametrize(
+    ("role", "mode", "status"),
+    [("schedule", "exact", 2), ("schedule", "new-schedule", 0), ("state", "new-schedule", 2), ("free", "exact", 0)],
+)
+def test_the_role_of_an_option_decides_what_a_resumed_run_may_change(
+    run: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str], role: str, mode: str, status: int
+) -> None:
+    module, save, changed = tmp_path / "restarts.py", tmp_path / "save", "--restart-samples 4"
+    module.write_text(module.read_text().replace('role="schedule"', f'role="{role}"'))
+    assert run(tmp_path / "first", f"{RESTARTS} --restart-samples 8 --save {save} --exit-interval 2") == 0
+    more = f"{RESTARTS} {changed} --save {save} --load {save} --resume-mode {mode}"
+    assert run(tmp_path / "second", more) == status
+    error = capsys.readouterr().err
+    assert ("--restart-samples: checkpoint 8 -> now 4" in error) == (status == 2)
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "text"),
+    [
+        ("restart_samples: int", "lr: int", "names of other options: --lr, lr"),
+        ("restart_samples: int", "set: int", "--set"),
+        ('"options", "restarts"', '"options", "data"', "names of other options: data"),
+        ("frozen=True", "frozen=False", "register a frozen dataclass"),
+        ("restart_samples: int", "restart_samples: object", "an option is an int, float, bool or str"),
+        ('= option(1000, role="schedule", at_least=1, needs="lr_decay_style=restarts")', "= 1000", "with option(...)"),
+    ],
+)
+def test_options_that_cannot_be_flags_are_refused(
+    run: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str], before: str, after: str, text: str
+) -> None:
+    module = tmp_path / "restarts.py"
+    assert before in module.read_text()
+    module.write_text(module.read_text().replace(before, after))
+    assert run(tmp_path / "run", "--plugin restarts") == 2
+    error = capsys.readouterr().err
+    assert "E914" in error
+    assert text in error
+
+
+COUNTING = '''
+from dataclasses import dataclass
+
+import numpy as np
+
+from megatron.config.option import option
+from megatron.config.plugins import register
+from megatron.data.dataset import MockDataset, Sample, SampleRequest, fingerprint
+
+
+@register("options", "counting")
+@dataclass(frozen=True)
+class Counting:
+    """Numbers in order."""
+
+    counting_stride: int = option(1, role="data", at_least=1)
+    """Difference of neighbours."""
+
+
+class Numbers(MockDataset):
+    def __init__(self, request: SampleRequest) -> None:
+        self.request, self.seq_length = request, request.seq_length
+        self.stride = request.data.plugin(Counting).counting_stride
+
+    def __len__(self) -> int:
+        return self.request.samples
+
+    def describe(self, tokens: int) -> str:
+        return "numbers"
+
+    @property
+    def fingerprint(self) -> str:
+        return fingerprint("numbers", self.stride)
+
+    def sample_hashes(self, places):
+        return (places + self.request.first).astype(np.uint64)
+
+    def __getitem__(self, i: int) -> Sample:
+        ids = (self.request.first + i + np.arange(self.seq_length + 1)) * self.stride
+        return Sample.of(ids % self.request.vocab_size)
+
+
+register("dataset", "numbers")(Numbers)
+'''
+
+
+def test_dataset(run: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A run reads the samples of a plugin; its data are compared when the run resumes."""
+    (tmp_path / "counting.py").write_text(COUNTING)
+    save, flags = tmp_path / "save", "--plugin counting --no-mock-data --plugin-dataset numbers --eval-iters 1"
+    seen: list[list[int]] = []
+    with before_step(1, lambda trainer: seen.extend(trainer.data.datasets["train"][i].tokens.tolist() for i in (0, 3))):
+        assert run(tmp_path / "run", f"{flags} --counting-stride 2 --save {save} --exit-interval 2") == 0
+    assert seen == [[(n + k) * 2 % 31 for k in range(8)] for n in (0, 3)]
+    assert column(tmp_path / "run", "lm loss")[-1] > 0
+    assert run(tmp_path / "more", f"{flags} --counting-stride 2 --save {save} --load {save}") == 0
+    assert run(tmp_path / "other", f"{flags} --counting-stride 3 --save {save} --load {save} --train-iters 9") == 2
+    assert "E823" in capsys.readouterr().err
 
 
 def test_objective(run: Run, tmp_path: Path) -> None:
@@ -224,7 +384,12 @@ def test_metric_logger(run: Run, tmp_path: Path) -> None:
 
 
 def test_tables_match_the_choices_of_the_flags() -> None:
-    for names, setting in ((set(ACTIVATIONS), "activation"), ({*RULES, *WITH_WHOLE_MATRICES}, "optimizer")):
+    for names, setting in (
+        (set(ACTIVATIONS), "activation"),
+        ({*RULES, *WITH_WHOLE_MATRICES}, "optimizer"),
+        (set(STYLES), "lr_decay_style"),
+        (set(CURVES), "lr_wsd_decay_style"),
+    ):
         assert names == set(SETTINGS[setting].option.choices)
 
 

@@ -6,8 +6,8 @@ import re
 from pathlib import Path
 
 from megatron.arguments.cli import parse
+from megatron.config.compute import KERNEL_CANDIDATES
 from megatron.config.parallel import ZERO_STAGES
-from megatron.config.run import KERNEL_CANDIDATES
 from megatron.planner.flops import FlopsPerToken, matmul_parameters
 from megatron.planner.memory import data_parallel_traffic
 from megatron.training.loggers.base import METRICS

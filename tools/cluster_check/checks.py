@@ -24,10 +24,11 @@ import torch
 
 from megatron.arguments.cli import parse
 from megatron.checkpoint.durable_files import durable_rename, publish_file
+from megatron.config.compute import ComputeConfig
 from megatron.config.errors import UserError
 from megatron.config.launch import Launch
 from megatron.config.privacy import secret_variables
-from megatron.config.run import ComputeConfig, RunConfig
+from megatron.config.run import RunConfig
 from megatron.distributed.launch import destroy_distributed
 from megatron.distributed.sharding import Box
 from megatron.kernels.registry import select_kernels

@@ -23,7 +23,8 @@ from megatron.checkpoint.tensor_file import GlobalTensor, TensorPart
 from megatron.config.attention_pattern import format_layers, split_layers
 from megatron.config.model import ModelConfig
 from megatron.config.option import Role
-from megatron.config.run import PrecisionConfig, RunConfig
+from megatron.config.precision import PrecisionConfig
+from megatron.config.run import RunConfig
 from megatron.config.settings import SETTINGS
 from megatron.config.text import listed
 from megatron.convert.huggingface.config import check_model_config

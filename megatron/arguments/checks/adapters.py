@@ -15,8 +15,6 @@ from megatron.distributed.sharding import Sharding
 from megatron.layers.adapter_parameters import ADAPTABLE, adapted_parts, linear_parts
 from megatron.layers.parameters import block_of_any_kind
 
-NO_ADAPTERS = "drop --lora-rank"
-
 
 def check_lora_target(config: RunConfig, world_size: int) -> Iterator[Problem]:
     """Check that every pattern matches a linear that may have adapters."""
@@ -41,18 +39,6 @@ def check_lora_target(config: RunConfig, world_size: int) -> Iterator[Problem]:
                 f"{listed(names)}, or a part: {listed(parts)}{experts}"
             )
             yield Problem("E112", sentence, (SETTINGS["lora_target"].spell(("linear_qkv", "linear_proj")),))
-
-
-def check_lora_precision(config: RunConfig, world_size: int) -> Iterator[Problem]:
-    """Reject FP8: the products with adapters are not in it."""
-    if config.model.lora_rank is not None and config.precision.fp8_format is not None:
-        yield Problem("E113", "--fp8-format does not support --lora-rank", ("drop --fp8-format", NO_ADAPTERS))
-
-
-def check_graph_adapters(config: RunConfig, world_size: int) -> Iterator[Problem]:
-    """Reject capturing a step with adapters, which is untested."""
-    if config.compute.cuda_graph == "step" and config.model.lora_rank is not None:
-        yield Problem("E113", "--cuda-graph step is untested with --lora-rank", ("--cuda-graph none", NO_ADAPTERS))
 
 
 def check_frozen_weights(config: RunConfig, world_size: int) -> Iterator[Problem]:

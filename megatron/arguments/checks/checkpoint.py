@@ -185,10 +185,7 @@ def check_export(config: RunConfig, world_size: int) -> Iterator[Problem]:
     interval, every = checkpoint.save_hf_interval, checkpoint.save_interval
     if interval is None or checkpoint.save is None:
         return
-    if every is None:
-        sentence = "--save-hf-interval needs --save-interval, because it exports checkpoints"
-        yield Problem("E805", sentence, (f"--save-interval {interval}", "drop --save-hf-interval"))
-    elif interval % every:
+    if every is not None and interval % every:
         sentence = f"--save-hf-interval {interval} is not a multiple of --save-interval {every}"
         yield Problem("E805", sentence, (f"--save-hf-interval {(interval // every + 1) * every}",))
     if not isinstance(parse_location(checkpoint.save), Path):

@@ -10,6 +10,7 @@ from dataclasses import replace
 from os.path import isdir, isfile  # unlike pathlib's they do not raise for a very long name
 from pathlib import Path
 
+from megatron.config.data import DataConfig
 from megatron.config.data_paths import (
     SPLITS,
     DataPathArgs,
@@ -23,7 +24,7 @@ from megatron.config.data_paths import (
     unpaired_problem,
 )
 from megatron.config.errors import Problem, UserError
-from megatron.config.run import DataConfig, RunConfig
+from megatron.config.run import RunConfig
 from megatron.config.settings import SETTINGS
 from megatron.config.text import did_you_mean
 
@@ -163,9 +164,6 @@ def check_conversations(config: RunConfig, world_size: int) -> Iterator[Problem]
         for path in (given,) if isinstance(given, str) else given or ():
             if not isfile(path):
                 yield Problem("E503", f"{SETTINGS[name].flag} {path} is not a file", (f"{SETTINGS[name].flag} FILE",))
-    if config.training.eval_iters and not data.valid_chat_data_path:
-        fixes = ("--valid-chat-data-path FILE", "--eval-iters 0")
-        yield Problem("E505", "there are no conversations to evaluate on", fixes)
     if config.model.attention_prefix:
         sentence = "--attention-pattern with a prefix does not go with conversations: it would show answers"
         yield Problem("E109", sentence, ("drop --attention-pattern",))

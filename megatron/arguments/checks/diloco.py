@@ -52,19 +52,6 @@ def check_diloco_replica(config: RunConfig, world_size: int) -> Iterator[Problem
         yield Problem("E952", sentence, (f"--diloco-replica {count - 1}", f"--diloco-replicas {index + 1}"))
 
 
-def check_diloco_saves(config: RunConfig, world_size: int) -> Iterator[Problem]:
-    """Reject checkpoints that do not hold the outer state."""
-    options, checkpoint = config.diloco, config.checkpoint
-    if not options.diloco_sync_interval:
-        return
-    if checkpoint.async_save and options.diloco_delay:
-        sentence = "--async-save does not support --diloco-delay: its buffer has no room for averages to be merged"
-        yield Problem("E953", sentence, ("--no-async-save", "--diloco-delay 0"))
-    if checkpoint.local_save is not None:
-        sentence = "--local-save does not support DiLoCo, whose outer weights nodes do not send each other"
-        yield Problem("E953", sentence, ("drop --local-save", NO_DILOCO))
-
-
 def diloco_notes(config: RunConfig, world_size: int) -> Iterator[str]:
     """Yield a note if the steps during an exchange are lost."""
     options = config.diloco

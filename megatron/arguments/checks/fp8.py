@@ -17,27 +17,6 @@ MULTIPLES = {"tensorwise": 16, "rowwise": 16, "blockwise": 128, "mxfp8": 32}
 """Divisor of the sizes of a rank's matrices: of a block, or of cuBLAS for 8-bit operands."""
 
 
-def check_fp8_recipe(config: RunConfig, world_size: int) -> Iterator[Problem]:
-    """Reject delayed scaling, and blocks of e5m2, which cuBLAS does not multiply."""
-    fp8_format, recipe = config.precision.fp8_format, config.precision.fp8_recipe
-    if fp8_format is None:
-        return
-    if recipe == "delayed":
-        sentence = "--fp8-recipe delayed is not supported: scales always come from the current tensor"
-        yield Problem("E920", sentence, ("--fp8-recipe tensorwise",))
-    elif recipe in ("blockwise", "mxfp8") and fp8_format == "hybrid":
-        sentence = f"--fp8-recipe {recipe} has e4m3 gradients only; their blocks need no wider range"
-        yield Problem("E920", sentence, ("--fp8-format e4m3", "--fp8-recipe tensorwise"))
-
-
-def check_fp8_experts(config: RunConfig, world_size: int) -> Iterator[Problem]:
-    """Reject experts: the numbers of their rows are those of the data, not multiples of a block."""
-    if config.precision.fp8_format is not None and config.model.num_experts is not None:
-        yield Problem(
-            "E922", "--fp8-format does not support --num-experts: experts are not multiplied in FP8", (NO_FP8,)
-        )
-
-
 def check_fp8_sizes(config: RunConfig, world_size: int) -> Iterator[Problem]:
     """Check that the matrices of a rank consist of whole blocks."""
     model, parallel, training = config.model, config.parallel, config.training

@@ -19,9 +19,6 @@ def check_grad_compression(config: RunConfig, world_size: int) -> Iterator[Probl
     if compression is None:
         return
     name = f"--grad-compression {parallel.grad_compression}"
-    if parallel.grad_reduce_in_bf16:
-        sentence = f"{name} and --grad-reduce-in-bf16 are two ways to send gradients"
-        yield Problem("E216", sentence, ("--no-grad-reduce-in-bf16", UNCOMPRESSED))
     if not compression.has_errors:
         return
     replicas = parallel.weight_replicas(world_size)
@@ -37,13 +34,6 @@ def check_grad_compression(config: RunConfig, world_size: int) -> Iterator[Probl
     if config.precision.params_dtype == "fp16":
         sentence = f"{name} keeps errors of gradients, and the loss scale of fp16 changes their unit"
         yield Problem("E216", sentence, ("--bf16", "--grad-compression int8"))
-
-
-def check_graph_compression(config: RunConfig, world_size: int) -> Iterator[Problem]:
-    """Reject capturing steps with compressed gradients: keys of the rounding are made by the host, errors move."""
-    if config.compute.cuda_graph == "step" and config.parallel.compression is not None:
-        sentence = f"--cuda-graph step cannot capture --grad-compression {config.parallel.grad_compression}"
-        yield Problem("E918", sentence, ("--cuda-graph optimizer", UNCOMPRESSED))
 
 
 def grad_compression_notes(config: RunConfig, world_size: int) -> Iterator[str]:

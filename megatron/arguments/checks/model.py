@@ -79,17 +79,9 @@ def check_vocab_size(config: RunConfig, world_size: int) -> Iterator[Problem]:
         return
     if data.tokenizer_type == "NullTokenizer":
         yield Problem("E104", "NullTokenizer does not know the size of the vocabulary", ("--vocab-size 50257",))
-    elif data.mock_data and data.tokenizer_type is None:
+    elif data.generated and data.tokenizer_type is None:
         fixes = ("--vocab-size 50257", "--tokenizer-type ByteTokenizer")
         yield Problem("E104", "the size of the vocabulary is unknown: generated tokens have no tokenizer", fixes)
-
-
-def check_positions(config: RunConfig, world_size: int) -> Iterator[Problem]:
-    """Check that the sequence length is at most the number of positions."""
-    limit, length = config.model.max_position_embeddings, config.training.seq_length
-    if limit is not None and length > limit:
-        fixes = (f"--seq-length {limit}", f"--max-position-embeddings {length}")
-        yield Problem("E105", f"samples of {length} tokens exceed the model's {limit} positions", fixes)
 
 
 def check_rotary_channels(config: RunConfig, world_size: int) -> Iterator[Problem]:
@@ -106,35 +98,12 @@ def check_rotary_channels(config: RunConfig, world_size: int) -> Iterator[Proble
         yield Problem("E106", sentence, (*whole, *(f"--rotary-percent {share:g}" for share in shares)))
 
 
-def check_rope_scaling(config: RunConfig, world_size: int) -> Iterator[Problem]:
-    """Check the bounds of RoPE frequency scaling and the options of YaRN."""
-    model = config.model
-    if model.use_rope_scaling and model.rope_low_freq_factor >= model.rope_high_freq_factor:
-        bounds = f"--rope-high-freq-factor {model.rope_high_freq_factor:g}"
-        sentence = f"--rope-low-freq-factor {model.rope_low_freq_factor:g} is not below {bounds}"
-        yield Problem("E107", sentence, ("--rope-low-freq-factor 1 --rope-high-freq-factor 4",))
-    if model.use_rope_scaling and model.rotary_seq_len_interpolation_factor != 1.0:
-        sentence = "--use-rope-scaling and --rotary-seq-len-interpolation-factor both stretch the rotary frequencies"
-        yield Problem("E107", sentence, ("drop --use-rope-scaling", "drop --rotary-seq-len-interpolation-factor"))
-    if model.position_embedding_type != "yarn":
-        return
-    if model.yarn_original_max_position_embeddings is None:
-        fixes = (f"--yarn-original-max-position-embeddings {config.training.seq_length}",)
-        yield Problem("E107", "yarn needs the context length of the model before its extension", fixes)
-    if model.yarn_beta_slow >= model.yarn_beta_fast:
-        sentence = f"--yarn-beta-slow {model.yarn_beta_slow:g} is not below --yarn-beta-fast {model.yarn_beta_fast:g}"
-        yield Problem("E107", sentence, ("--yarn-beta-slow 1 --yarn-beta-fast 32",))
-
-
 def check_attention_pattern(config: RunConfig, world_size: int) -> Iterator[Problem]:
     """Check that attention is given once, that layers have all its patterns, and that labels are left to predict."""
     model, length = config.model, config.training.seq_length
     if model.attention_pattern is None:
         return
     count, prefix = len(parse_layers(model.attention_pattern)), model.attention_prefix
-    if model.window_size is not None:
-        sentence = f"--window-size {model.window_size} and --attention-pattern both set what a token attends to"
-        yield Problem("E109", sentence, ("drop --window-size", "drop --attention-pattern"))
     if count > model.num_layers:
         sentence = f"--attention-pattern has patterns for {count} layers, and the model has {model.num_layers}"
         shorter = format_layers(split_layers(model.attention_pattern)[: model.num_layers])
@@ -150,14 +119,6 @@ def check_attention_pattern(config: RunConfig, world_size: int) -> Iterator[Prob
         if limit is not None and limit < 2 * prefix:
             longer += f" --max-position-embeddings {2 * prefix}"
         yield Problem("E109", sentence, (SETTINGS["attention_pattern"].spell(shorter), longer))
-
-
-def check_qk_layernorm(config: RunConfig, world_size: int) -> Iterator[Problem]:
-    """Check that norms over the queries and keys of all heads are RMSNorms."""
-    model = config.model
-    if model.qk_layernorm and model.qk_layernorm_scope == "all" and model.normalization != "RMSNorm":
-        sentence = f"--qk-layernorm-scope all divides by an RMS, which --normalization {model.normalization} does not"
-        yield Problem("E110", sentence, ("--qk-layernorm-scope head", "--normalization RMSNorm"))
 
 
 def check_no_rope_freq(config: RunConfig, world_size: int) -> Iterator[Problem]:
@@ -284,12 +245,6 @@ def check_sequence_parallel(config: RunConfig, world_size: int) -> Iterator[Prob
         yield Problem("E205", sentence, fixes)
 
 
-def check_backend(config: RunConfig, world_size: int) -> Iterator[Problem]:
-    """Check that NCCL is used only on GPUs."""
-    if config.parallel.distributed_backend == "nccl" and config.training.device == "cpu":
-        yield Problem("E206", "the nccl backend cannot serve CPUs", ("--distributed-backend gloo", "--device cuda"))
-
-
 def check_expert_layout(config: RunConfig, world_size: int) -> Iterator[Problem]:
     """Check that experts divide over EP, each of them over expert TP, and EP x expert TP divides a pipeline stage."""
     parallel, model = config.parallel, config.model
@@ -319,26 +274,6 @@ def check_expert_layout(config: RunConfig, world_size: int) -> Iterator[Problem]
         yield Problem("E213", sentence, smaller)
 
 
-def check_expert_options(config: RunConfig, world_size: int) -> Iterator[Problem]:
-    """Reject options that experts do not support."""
-    parallel, model = config.parallel, config.model
-    if model.num_experts is None:
-        return
-    if model.moe_router_topk > model.num_experts:
-        sentence = f"--moe-router-topk {model.moe_router_topk} exceeds the {model.num_experts} experts"
-        yield Problem("E214", sentence, (f"--moe-router-topk {model.num_experts}",))
-    if parallel.tensor_model_parallel_size > 1 and not parallel.sequence_parallel:
-        sentence = f"experts with TP {parallel.tensor_model_parallel_size} need sequence parallelism"
-        yield Problem("E214", sentence, ("--sequence-parallel", "--tensor-model-parallel-size 1"))
-
-
-def check_graph_experts(config: RunConfig, world_size: int) -> Iterator[Problem]:
-    """Reject capturing a step with experts: the host reads how many tokens each expert gets."""
-    if config.model.num_experts is not None and config.compute.cuda_graph == "step":
-        sentence = "--cuda-graph step does not support experts: their numbers of tokens differ in every step"
-        yield Problem("E214", sentence, ("--cuda-graph none",))
-
-
 def expert_notes(config: RunConfig, world_size: int) -> Iterator[str]:
     """Yield notes about losses that depend on the layout, unbalanced experts, and routers without a gradient."""
     model = config.model
@@ -363,9 +298,6 @@ MAX_PADDING = 0.25
 def check_strategy(config: RunConfig, world_size: int) -> Iterator[Problem]:
     """Check that the sharding options agree, and that options of sharded state are used only with it."""
     parallel = config.parallel
-    if parallel.use_distributed_optimizer and parallel.data_parallel_sharding_strategy == "no_shard":
-        fixes = ("drop --use-distributed-optimizer", "--data-parallel-sharding-strategy optim")
-        yield Problem("E215", "--use-distributed-optimizer and no_shard contradict each other", fixes)
     if parallel.zero_stage:
         return
     if parallel.overlap_param_gather:

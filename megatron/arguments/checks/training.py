@@ -20,8 +20,10 @@ from megatron.config.batch import (
     schedule_lengths,
 )
 from megatron.config.errors import Problem
-from megatron.config.run import RunConfig, parse_batch_steps, parse_factor
+from megatron.config.optimizer import parse_factor
+from megatron.config.run import RunConfig
 from megatron.config.text import divisors, flag, flag_fixes, listed, multiples_as_fixes, nearest
+from megatron.config.training import parse_batch_steps
 from megatron.layers.parameters import gpt
 
 PADDED = "--pad-global-batch"
@@ -127,17 +129,6 @@ def batch_notes(config: RunConfig, world_size: int) -> Iterator[str]:
         last = global_batch_size_at(training, ranks, final_consumed_samples(training, ranks))
         unused = f"the last {left_over:,} are not used, because they do not fill a step of {last:,}"
         yield f"--train-samples {training.train_samples:,}: {unused}"
-
-
-def check_recomputation(config: RunConfig, world_size: int) -> Iterator[Problem]:
-    """Check the options of activation recomputation."""
-    training, layers = config.training, config.model.num_layers
-    if training.recompute_granularity == "full" and (training.recompute_num_layers or 0) > layers:
-        sentence = f"{training.recompute_num_layers} layers cannot be recomputed: the model has {layers}"
-        yield Problem("E306", sentence, (f"--recompute-num-layers {layers}",))
-    if training.recompute_granularity == "selective" and not training.recompute_modules:
-        fixes = ("--recompute-modules layernorm activation", "drop --recompute-granularity")
-        yield Problem("E306", "--recompute-granularity selective needs --recompute-modules", fixes)
 
 
 def check_learning_rates(config: RunConfig, world_size: int) -> Iterator[Problem]:
@@ -267,12 +258,3 @@ def check_weight_decay(config: RunConfig, world_size: int) -> Iterator[Problem]:
         elif style != "constant" and value is None:
             fixes = (f"{name} {optimizer.weight_decay:g}", "--weight-decay-incr-style constant")
             yield Problem("E405", f"a {style} weight decay needs {name}", fixes)
-
-
-def check_loss_scale(config: RunConfig, world_size: int) -> Iterator[Problem]:
-    """Check that the dynamic scale starts at or above its minimum."""
-    precision = config.precision
-    first, lowest = precision.initial_loss_scale, precision.min_loss_scale
-    if precision.params_dtype == "fp16" and precision.loss_scale is None and first < lowest:
-        sentence = f"--initial-loss-scale {first:g} is below --min-loss-scale {lowest:g}"
-        yield Problem("E406", sentence, (f"--min-loss-scale {first:g}", f"--initial-loss-scale {lowest:g}"))

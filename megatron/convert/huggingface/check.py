@@ -25,8 +25,8 @@ from megatron.checkpoint.errors import MAX_NAMES, CheckpointError, raise_if_any
 from megatron.checkpoint.format import whole_box
 from megatron.config.files import parse_json
 from megatron.config.model import ModelConfig
-from megatron.config.run import TrainingConfig
 from megatron.config.text import listed
+from megatron.config.training import TrainingConfig
 from megatron.convert.huggingface.config import CONFIG_FILE
 from megatron.convert.huggingface.weights import build_on_meta, open_weights
 from megatron.convert.weight_source import WeightSource, read_in_blocks

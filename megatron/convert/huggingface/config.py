@@ -19,8 +19,9 @@ from megatron.arguments.validate import find_problems
 from megatron.config.errors import Problem, UserError
 from megatron.config.files import parse_json, read_small
 from megatron.config.model import ModelConfig
-from megatron.config.run import RunConfig, TrainingConfig
+from megatron.config.run import RunConfig
 from megatron.config.schemes import HUGGING_FACE_PREFIX
+from megatron.config.training import TrainingConfig
 from megatron.convert.huggingface.families import MISSING, model_families
 from megatron.convert.huggingface.keys import (
     FieldValues,

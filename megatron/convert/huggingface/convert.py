@@ -59,7 +59,8 @@ from megatron.checkpoint.save import (
 from megatron.checkpoint.tensor_file import GlobalTensor, TensorEntry, TensorFileWriter, TensorPart, copy_tiled
 from megatron.config.files import TABLE_FILE_BYTES, parse_json, read_small
 from megatron.config.model import ModelConfig
-from megatron.config.run import PrecisionConfig, RunConfig
+from megatron.config.precision import PrecisionConfig
+from megatron.config.run import RunConfig
 from megatron.config.text import package_version
 from megatron.convert.huggingface.check import OutputDifference, check_model, check_tokenizer
 from megatron.convert.huggingface.config import (

@@ -30,9 +30,11 @@ from megatron.checkpoint.errors import CheckpointError, raise_if_any
 from megatron.checkpoint.format import whole_box
 from megatron.checkpoint.save import save_sharded
 from megatron.checkpoint.tensor_file import GlobalTensor, TensorFile, TensorFileWriter, TensorPart
+from megatron.config.checkpoint import CheckpointConfig
 from megatron.config.errors import Problem, UserError
 from megatron.config.model import MAX_SIZE, ModelConfig
-from megatron.config.run import CheckpointConfig, PrecisionConfig, RunConfig
+from megatron.config.precision import PrecisionConfig
+from megatron.config.run import RunConfig
 from megatron.config.schemes import HUGGING_FACE_PREFIX, split_scheme
 from megatron.convert.adapters import MergedWeights, describe_adapters
 from megatron.convert.base_model import BaseModel

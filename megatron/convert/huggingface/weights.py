@@ -24,8 +24,8 @@ from megatron.config.errors import Problem, UserError
 from megatron.config.files import TABLE_FILE_BYTES, parse_json, read_small
 from megatron.config.model import ModelConfig
 from megatron.config.parallel import ParallelConfig
-from megatron.config.run import TrainingConfig
 from megatron.config.text import listed
+from megatron.config.training import TrainingConfig
 from megatron.convert.huggingface.config import (
     CONFIG_FILE,
     model_folder,

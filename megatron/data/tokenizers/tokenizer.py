@@ -15,8 +15,8 @@ from inspect import signature
 from pathlib import Path
 from typing import Any
 
+from megatron.config.data import UNSUPPORTED_TOKENIZER_TYPES, DataConfig
 from megatron.config.files import FOLLOW_LINKS, describe_outside_links, parse_json, read_small
-from megatron.config.run import UNSUPPORTED_TOKENIZER_TYPES, DataConfig
 from megatron.config.settings import SETTINGS
 from megatron.data.errors import DataError
 from megatron.data.tokenizers.base import Tokenizer

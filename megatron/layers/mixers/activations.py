@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from math import prod
 from typing import NamedTuple
 
+from megatron.config.compute import kernel_choices
 from megatron.config.model import ModelConfig
-from megatron.config.run import RunConfig, kernel_choices
+from megatron.config.run import RunConfig
 from megatron.distributed.sharding import Sharding, ShardSpec
 from megatron.layers.adapter_parameters import ADAPTABLE
 from megatron.layers.recompute_plan import RecomputePlan

@@ -8,8 +8,8 @@ from math import lcm
 from typing import TYPE_CHECKING
 
 from megatron.config.attention_pattern import CAUSAL
+from megatron.config.compute import kernel_choices
 from megatron.config.model import ModelConfig
-from megatron.config.run import kernel_choices
 from megatron.distributed.sharding import Init, Sharding, Specs
 from megatron.layers.mixers.activations import INDEX_BYTES, MASK_BYTES, ActivationShape, KeptTensor
 from megatron.layers.mixers.base import Matmul, Mixer, linear, norm, norm_init, output_projection, under

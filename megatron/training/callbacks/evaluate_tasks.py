@@ -28,8 +28,8 @@ class EvaluateTasks(Callback):
         """
         super().__init__(trainer)
         config = trainer.config
-        self.interval = config.training.evaluate_tasks_interval
-        self._limit = config.training.evaluate_tasks_limit
+        self.interval = config.evaluation.evaluate_tasks_interval
+        self._limit = config.evaluation.evaluate_tasks_limit
         language_model = as_language_model(HarnessModel)
         try:
             files = by_huggingface_names(trainer.files)
@@ -49,10 +49,10 @@ class EvaluateTasks(Callback):
         """Load the tasks; return the name of one that generates text, or an empty string."""
         from lm_eval.tasks import TaskManager
 
-        training = self.trainer.config.training
-        names = [*training.evaluate_tasks]
+        evaluation = self.trainer.config.evaluation
+        names = [*evaluation.evaluate_tasks]
         for defaults in (False, True):  # to list lm-eval's own tasks takes seconds
-            manager = TaskManager(include_path=training.evaluate_tasks_path, include_defaults=defaults)
+            manager = TaskManager(include_path=evaluation.evaluate_tasks_path, include_defaults=defaults)
             missing = [name for name in names if not manager.match_tasks([name])]
             if not missing:
                 break
@@ -68,7 +68,7 @@ class EvaluateTasks(Callback):
         for task in self._tasks["tasks"].values():
             if task.get_config("num_fewshot") is None:
                 task.set_config(key="num_fewshot", value=0)
-            task.set_fewshot_seed(seed=training.seed)
+            task.set_fewshot_seed(seed=self.trainer.config.training.seed)
         generating = (n for n, task in self._tasks["tasks"].items() if task.OUTPUT_TYPE == "generate_until")
         return next(generating, "")
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from megatron.config.run import PrecisionConfig
+from megatron.config.precision import PrecisionConfig
 from megatron.optimizer.distributed_optimizer import UpdateResult
 from megatron.training.component import Component
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from megatron.config.run import OptimizerConfig
+from megatron.config.optimizer import OptimizerConfig
 from megatron.training.component import Component
 
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.config.run import DilocoConfig
+from megatron.config.diloco import DilocoConfig
 from megatron.optimizer.main_params import MainParams
 
 PARAM, MOMENTUM, GRAD = "outer_param", "outer_momentum", "outer_grad"

@@ -17,8 +17,9 @@ from typing import Any
 from megatron.arguments.sources import flat_values
 from megatron.checkpoint.durable_files import make_folder
 from megatron.config.batch import full_global_batch_size
+from megatron.config.logging import LoggingConfig
 from megatron.config.privacy import secret_variables
-from megatron.config.run import LoggingConfig, RunConfig
+from megatron.config.run import RunConfig
 from megatron.layers.parameters import num_parameters
 from megatron.training.loggers.base import Metrics, error_summary, scalar_metrics
 from megatron.training.loggers.run_folder import environment_info, git_state

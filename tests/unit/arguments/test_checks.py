@@ -15,16 +15,21 @@ from hypothesis import strategies as st
 
 from megatron.arguments.cli import flags_config, parse, parse_flags, separate_choices
 from megatron.arguments.compatibility import CHANGE_ERRORS
+from megatron.arguments.rules import GRAPH_RULES, RULES
 from megatron.arguments.sources import build_config
 from megatron.arguments.summary import summary
-from megatron.arguments.validate import choose_cuda_graph, find_problems
+from megatron.arguments.validate import choose_cuda_graph, find_problems, is_met
 from megatron.config.batch import schedule_lengths
+from megatron.config.compute import KERNEL_CANDIDATES
+from megatron.config.data import DataConfig
 from megatron.config.data_paths import SOURCE_OPTIONS
 from megatron.config.errors import Problem, UserError
 from megatron.config.model import ModelConfig
+from megatron.config.optimizer import OptimizerConfig
 from megatron.config.parallel import PIPELINE_SCHEDULES, ParallelConfig
-from megatron.config.run import KERNEL_CANDIDATES, DataConfig, OptimizerConfig, RunConfig, TrainingConfig
-from megatron.config.settings import SETTINGS
+from megatron.config.run import RunConfig
+from megatron.config.settings import SETTINGS, holds
+from megatron.config.training import TrainingConfig
 from megatron.convert.huggingface.config import read_model_values
 from megatron.distributed.sharding import DenseSharding, Init
 from megatron.pipeline import plan
@@ -55,7 +60,7 @@ def test_bad_configurations_are_refused_in_these_words() -> None:
 def test_every_code_of_a_check_is_in_the_golden_file() -> None:
     files = [*(ROOT / "megatron/config").rglob("*.py"), *(ROOT / "megatron/arguments").rglob("*.py")]
     files.append(ROOT / "megatron/convert/huggingface/config.py")
-    used = set(re.findall(r'"(E\d{3})"', "".join(path.read_text() for path in files)))
+    used = set(re.findall(r"\b(E\d{3})\b", "".join(path.read_text() for path in files)))
     of_checkpoints = {code for code, _ in CHANGE_ERRORS.values()} - {"E821"}  # a config.json may only say another model
     assert used - of_checkpoints - {"E013", "E852"} == set(re.findall(r"^(E\d{3}) ", GOLDEN.read_text(), re.MULTILINE))
 
@@ -694,3 +699,37 @@ def test_sizes_have_upper_limits() -> None:
     assert problem.code == "E108"
     assert "self_attention.linear_qkv.weight would be of shape [50331648, 16777216]" in problem.sentence
     assert codes("--make-vocab-size-divisible-by 1000000000 --hidden-size 1000000") == ["E108"]
+
+
+def test_conditions_name_fields() -> None:
+    """Every rule and every need can be read; none of the rules refuses the defaults."""
+    for rule in (*RULES, *GRAPH_RULES):
+        assert not holds(rule.condition, GOOD)
+        assert "{" not in str(rule.problem(GOOD))
+    for setting in SETTINGS.values():
+        for need in setting.option.needs:
+            assert is_met(need, GOOD) in (True, False)
+
+
+@pytest.mark.parametrize(
+    ("condition", "expected"),
+    [
+        ("train_iters", True),
+        ("not train_iters", False),
+        ("decoupled_lr", True),  # 0 is a value
+        ("data_path", False),
+        ("save or train_iters and mock_data", True),
+        ("save or train_iters and not mock_data", False),
+        ("optimizer=adam|lion", True),
+        ("optimizer!=adam|lion", False),
+        ("optimizer!=sgd", True),
+        ("seq_length>64", False),
+        ("seq_length>=64", True),
+        ("seq_length>num_layers", True),
+        ("seq_length>max_position_embeddings", False),  # which is not set
+        ("not seq_length>max_position_embeddings", True),
+    ],
+)
+def test_conditions(condition: str, expected: bool) -> None:
+    config = replace(GOOD, optimizer=replace(GOOD.optimizer, decoupled_lr=0.0))
+    assert holds(condition, config) == expected

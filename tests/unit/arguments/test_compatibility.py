@@ -8,10 +8,17 @@ from typing import Any
 
 import pytest
 
-from megatron.arguments.compatibility import ALLOWED_ROLES, CHANGE_ERRORS, ConfigComparison, compare_configs
-from megatron.arguments.sources import to_dict
+from megatron.arguments.compatibility import (
+    ALLOWED_ROLES,
+    CHANGE_ERRORS,
+    ConfigComparison,
+    compare_configs,
+    readable_config,
+)
+from megatron.arguments.sources import from_dict, to_dict
+from megatron.config.checkpoint import RESUME_MODES
 from megatron.config.option import Role
-from megatron.config.run import RESUME_MODES, RunConfig
+from megatron.config.run import RunConfig
 from megatron.config.settings import SETTINGS
 from tests.unit.arguments import command
 
@@ -212,3 +219,14 @@ def test_no_value_of_a_checkpoint_raises() -> None:
             saved[setting.group][name] = value
             comparison = compare_configs(saved, now, mode)
             assert comparison.problems == () or setting.option.role not in ALLOWED_ROLES[mode]
+
+
+def test_a_field_is_found_in_the_group_that_it_was_in() -> None:
+    """A checkpoint and a file of a version in which tasks were options of training."""
+    tasks = {"evaluate_tasks": ["hellaswag"], "evaluate_tasks_interval": 5}
+    saved: dict[str, Any] = to_dict(run())
+    del saved["evaluation"]
+    saved["training"] |= tasks
+    assert compare_configs(saved, run(), "exact").changed == {"evaluate_tasks", "evaluate_tasks_interval"}
+    assert readable_config(saved).evaluation.evaluate_tasks == ("hellaswag",)
+    assert from_dict({"training": tasks}).evaluation.evaluate_tasks_interval == 5

@@ -14,8 +14,9 @@ from megatron.arguments.compatibility import compare_configs
 from megatron.arguments.sources import resolve, to_dict
 from megatron.config.model import ModelConfig
 from megatron.config.option import Role
-from megatron.config.run import RunConfig, TrainingConfig
+from megatron.config.run import RunConfig
 from megatron.config.settings import SETTINGS
+from megatron.config.training import TrainingConfig
 from megatron.distributed.grad_accumulator import GradAccumulator
 from megatron.layers.context import BuildContext
 from megatron.model.gpt import build_gpt
@@ -241,7 +242,7 @@ LEFT_OUT = {
         dpo_loss_type dpo_beta dpo_label_smoothing
         distillation_top_k distillation_temperature distillation_label_weight""",
     "it is over before the first checkpoint": "init_method_std",
-    "others are plugins'": "objective",
+    "others are plugins'": "objective plugin_dataset",
 }
 UNTRIED = {name for names in LEFT_OUT.values() for name in names.split()}
 TRIED = sorted(

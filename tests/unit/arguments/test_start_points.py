@@ -21,8 +21,8 @@ from megatron.arguments.presets import PRESETS
 from megatron.arguments.sources import to_dict, to_yaml
 from megatron.checkpoint import object_store
 from megatron.checkpoint.object_store import RemotePath
+from megatron.config.checkpoint import CheckpointConfig
 from megatron.config.errors import Problem, UserError
-from megatron.config.run import CheckpointConfig
 from megatron.convert.huggingface.config import read_model_values
 from tests.unit.arguments.command import MODEL, RUN, codes, notes, problems, run
 

@@ -14,7 +14,7 @@ from megatron.checkpoint.folder import CheckpointFolder
 from megatron.checkpoint.format import MANIFEST, MARKER, Manifest, encode_manifest
 from megatron.checkpoint.location import Location, local_path
 from megatron.checkpoint.publish import Attempt, delete_checkpoint, is_complete
-from megatron.config.run import CheckpointConfig
+from megatron.config.checkpoint import CheckpointConfig
 from megatron.training.resume_source import find_resume_source
 from tests.unit.checkpoint.samples import save, small
 from tests.unit.checkpoint.test_folder import make, values

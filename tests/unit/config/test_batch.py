@@ -21,7 +21,9 @@ from megatron.config.batch import (
     samples_without_rampup,
     schedule_lengths,
 )
-from megatron.config.run import OptimizerConfig, RunConfig, TrainingConfig
+from megatron.config.optimizer import OptimizerConfig
+from megatron.config.run import RunConfig
+from megatron.config.training import TrainingConfig
 
 few = settings(max_examples=50, deadline=None)
 

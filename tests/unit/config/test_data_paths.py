@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatron.config.data import DataConfig
 from megatron.config.data_paths import (
     DEFAULT_SPLIT,
     MAX_BLEND_DATASETS,
@@ -25,7 +26,6 @@ from megatron.config.data_paths import (
     unique_names,
 )
 from megatron.config.errors import UserError
-from megatron.config.run import DataConfig
 
 
 def plain(blend: Blend) -> tuple[list[str], list[float] | None]:

@@ -8,14 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron.config.run import (
-    KERNEL_CANDIDATES,
-    KernelChoice,
-    kernel_choices,
-    kernel_problems,
-    matching_factor,
-    parse_factor,
-)
+from megatron.config.compute import KERNEL_CANDIDATES, KernelChoice, kernel_choices, kernel_problems
+from megatron.config.optimizer import matching_factor, parse_factor
 from megatron.config.text import divisors, format_bytes, format_number, printable, shell_word
 
 

@@ -17,7 +17,8 @@ from megatron.checkpoint.format import Manifest, whole_box
 from megatron.checkpoint.save import save_sharded
 from megatron.checkpoint.tensor_file import GlobalTensor, TensorPart
 from megatron.config.model import ModelConfig
-from megatron.config.run import PrecisionConfig, RunConfig
+from megatron.config.precision import PrecisionConfig
+from megatron.config.run import RunConfig
 from megatron.convert.base_model import BaseModel
 from megatron.convert.huggingface.config import build_config_json, model_type_for, read_model_config
 from megatron.convert.huggingface.weights import build_on_meta, map_tensors

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from megatron.checkpoint.format import Manifest, whole_box
 from megatron.config.model import ModelConfig
-from megatron.config.run import TrainingConfig
+from megatron.config.training import TrainingConfig
 from megatron.convert.saved_model import SavedModel
 from megatron.distributed.grad_accumulator import GradAccumulator
 from megatron.distributed.sharding import Box

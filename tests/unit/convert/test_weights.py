@@ -24,9 +24,12 @@ from megatron.arguments.checks.checkpoint import check_links
 from megatron.checkpoint.errors import CheckpointError, DamagedCheckpointError
 from megatron.checkpoint.format import partition_problem, whole_box
 from megatron.checkpoint.tensor_file import TensorFile
+from megatron.config.checkpoint import CheckpointConfig
+from megatron.config.data import DataConfig
 from megatron.config.errors import UserError
 from megatron.config.model import ModelConfig
-from megatron.config.run import CheckpointConfig, DataConfig, RunConfig, TrainingConfig
+from megatron.config.run import RunConfig
+from megatron.config.training import TrainingConfig
 from megatron.convert import weight_source
 from megatron.convert.huggingface.config import build_config_json, refuse_outside_links
 from megatron.convert.huggingface.families import MODEL_FAMILIES

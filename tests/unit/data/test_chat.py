@@ -20,7 +20,7 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
-from megatron.config.run import DataConfig
+from megatron.config.data import DataConfig
 from megatron.data import chat_template
 from megatron.data.chat import (
     ChatTokenizer,

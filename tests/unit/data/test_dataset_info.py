@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import tokenizers
 
-from megatron.config.run import DataConfig
+from megatron.config.data import DataConfig
 from megatron.data.dataset_info import (
     TokenizerInfo,
     dataset_prefixes,

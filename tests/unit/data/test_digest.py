@@ -11,7 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron.config.run import DataConfig, TrainingConfig
+from megatron.config.data import DataConfig
+from megatron.config.training import TrainingConfig
 from megatron.data.dataset import DIGEST_BLOCK, sample_digest, splitmix64
 from megatron.data.errors import DataError
 from megatron.data.gpt_dataset import GPTDataset

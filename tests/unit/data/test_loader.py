@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 import torch
 
+from megatron.config.data import DataConfig
 from megatron.config.data_paths import DEFAULT_SPLIT
-from megatron.config.run import DataConfig, TrainingConfig
+from megatron.config.training import TrainingConfig
 from megatron.data.errors import DataError
 from megatron.data.gpt_dataset import GPTDataset, build_sample_order
 from megatron.data.indexed_dataset import IndexedDataset

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron.config.run import DataConfig, TrainingConfig
+from megatron.config.data import DataConfig
+from megatron.config.training import TrainingConfig
 from megatron.data.errors import DataError
 from megatron.data.loader import build_data
 from tests.unit.data.pairs import write

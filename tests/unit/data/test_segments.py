@@ -10,7 +10,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron.config.run import DataConfig, TrainingConfig
+from megatron.config.data import DataConfig
+from megatron.config.training import TrainingConfig
 from megatron.data.blended_dataset import ConcatDataset, build_blend_index
 from megatron.data.build import build_split
 from megatron.data.dataset import Dataset, MockDataset

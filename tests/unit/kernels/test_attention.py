@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron.config.attention_pattern import CAUSAL, AttentionPattern
-from megatron.config.run import KERNEL_CANDIDATES
+from megatron.config.compute import KERNEL_CANDIDATES
 from megatron.kernels import attention, registry
 from megatron.kernels.attention import ATTENTION, sdpa
 from megatron.kernels.attention_mask import AttentionMask

@@ -22,8 +22,9 @@ from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.profiler import ProfilerActivity, profile
 
+from megatron.config.compute import KERNEL_CANDIDATES
 from megatron.config.model import ModelConfig
-from megatron.config.run import KERNEL_CANDIDATES, TrainingConfig
+from megatron.config.training import TrainingConfig
 from megatron.kernels.activation import ACTIVATIONS
 from megatron.kernels.compile import compiled, compiler_missing, use_private_cache
 from megatron.kernels.cross_entropy import EAGER_CROSS_ENTROPY, CrossEntropyKernel

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from megatron.arguments.cli import parse
 from megatron.config import plugins
+from megatron.config.compute import KERNEL_CANDIDATES, kernel_problems
 from megatron.config.errors import UserError
-from megatron.config.run import KERNEL_CANDIDATES, kernel_problems
 from megatron.kernels import registry
 from megatron.kernels.compile import make_deterministic
 from megatron.kernels.linear import LinearKernel, accumulate_wgrad

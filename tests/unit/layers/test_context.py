@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from megatron.config.run import TrainingConfig
+from megatron.config.training import TrainingConfig
 from megatron.distributed.grad_accumulator import GradAccumulator
 from megatron.distributed.sharding import Init
 from megatron.layers.context import BuildContext

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from megatron.config.model import GATED_ACTIVATIONS, ModelConfig
-from megatron.config.run import TrainingConfig
+from megatron.config.training import TrainingConfig
 from megatron.distributed.grad_accumulator import GradAccumulator
 from megatron.kernels.activation import activation
 from megatron.layers.context import BuildContext, ForwardContext

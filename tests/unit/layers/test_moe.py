@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from megatron.config.model import ModelConfig
-from megatron.config.run import TrainingConfig
+from megatron.config.training import TrainingConfig
 from megatron.distributed.comm import Group
 from megatron.distributed.grad_accumulator import GradAccumulator
 from megatron.layers import moe

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from megatron.config.model import ModelConfig
-from megatron.config.run import TrainingConfig
 from megatron.config.settings import SETTINGS
+from megatron.config.training import TrainingConfig
 from megatron.layers.recompute import recompute_producer
 from tests.solo import Allocations, Solo, random_batch, tiny
 

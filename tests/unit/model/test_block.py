@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron.config.model import ModelConfig
-from megatron.config.run import TrainingConfig
+from megatron.config.training import TrainingConfig
 from megatron.distributed.micro_batch import MicroBatch
 from megatron.kernels.registry import Kernels
 from megatron.layers.residual import Residual

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from megatron.config import plugins
-from megatron.config.run import TrainingConfig
+from megatron.config.training import TrainingConfig
 from megatron.distributed.micro_batch import MicroBatch
 from megatron.layers.loss import OutputLayer
 from megatron.model.objective import Objective

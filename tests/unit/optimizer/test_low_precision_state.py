@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from megatron.config.run import OptimizerConfig
+from megatron.config.optimizer import OptimizerConfig
 from megatron.distributed.param_layout import ParamShard
 from megatron.distributed.sharding import DenseSharding, Init, ShardSpec
 from megatron.kernels.adam import AdamKernel, AdamSettings, AdamState, adam

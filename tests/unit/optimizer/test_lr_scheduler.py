@@ -11,7 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron.config.batch import lr_scale, schedule_lengths
-from megatron.config.run import OptimizerConfig, RunConfig, TrainingConfig
+from megatron.config.optimizer import OptimizerConfig
+from megatron.config.run import RunConfig
+from megatron.config.training import TrainingConfig
 from megatron.optimizer.lr_scheduler import LearningRateSchedule
 
 STYLES = ("constant", "linear", "cosine", "inverse-square-root", "WSD")

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron.config.run import OptimizerConfig
+from megatron.config.optimizer import OptimizerConfig
 from megatron.distributed.comm import Group
 from megatron.distributed.sharding import DenseSharding, Init, ShardSpec
 from megatron.optimizer.muon import (

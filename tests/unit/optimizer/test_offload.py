@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron.config.run import OptimizerConfig
+from megatron.config.optimizer import OptimizerConfig
 from megatron.optimizer.lr_scheduler import Rates
 from tests.runs import differences, start, tiny_run
 from tests.solo import Solo, random_batch, tiny

@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from megatron.config.optimizer import OptimizerConfig
 from megatron.config.parallel import ParallelConfig
-from megatron.config.run import OptimizerConfig
 from megatron.distributed.comm import Group
 from megatron.distributed.grad_accumulator import GradAccumulator
 from megatron.distributed.mesh import Mesh

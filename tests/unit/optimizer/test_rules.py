@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from megatron.config import plugins
-from megatron.config.run import OptimizerConfig, RunConfig
+from megatron.config.optimizer import OptimizerConfig
+from megatron.config.run import RunConfig
 from megatron.convert.huggingface.weights import build_on_meta
 from megatron.distributed.sharding import ShardSpec
 from megatron.layers.parameters import num_parameters

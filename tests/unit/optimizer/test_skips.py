@@ -13,7 +13,7 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from megatron.config.run import PrecisionConfig
+from megatron.config.precision import PrecisionConfig
 from megatron.optimizer.distributed_optimizer import UpdateResult
 from megatron.training.components.loss_scaler import DynamicLossScaler, LossScaler
 from megatron.training.components.spikes import SpikeGuard

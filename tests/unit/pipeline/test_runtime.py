@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from megatron.config.model import ModelConfig
-from megatron.config.run import TrainingConfig
+from megatron.config.training import TrainingConfig
 from megatron.distributed.comm import Channel, Group
 from megatron.distributed.grad_accumulator import GradAccumulator
 from megatron.distributed.micro_batch import MicroBatch

@@ -13,7 +13,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from megatron.config.model import ModelConfig
 from megatron.config.parallel import ParallelConfig
-from megatron.config.run import RunConfig, TrainingConfig
+from megatron.config.run import RunConfig
+from megatron.config.training import TrainingConfig
 from megatron.distributed.grad_accumulator import GradAccumulator
 from megatron.layers.adapter_parameters import linear_parts
 from megatron.layers.context import BuildContext

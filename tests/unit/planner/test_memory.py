@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from megatron.arguments.cli import parse
-from megatron.config.run import RULE_STATE, RunConfig
+from megatron.config.optimizer import RULE_STATE
+from megatron.config.run import RunConfig
 from megatron.distributed.launch import fake_process_group
 from megatron.distributed.layout import Layout
 from megatron.distributed.mesh import CHANNEL_USES

@@ -19,8 +19,10 @@ import yaml
 from megatron.arguments.sources import from_dict
 from megatron.checkpoint.errors import SupersededError
 from megatron.config import plugins
+from megatron.config.logging import LoggingConfig
 from megatron.config.model import ModelConfig
-from megatron.config.run import LoggingConfig, RunConfig, TrainingConfig
+from megatron.config.run import RunConfig
+from megatron.config.training import TrainingConfig
 from megatron.training.loggers import console, run_logger
 from megatron.training.loggers.base import (
     MEMORY_CAPACITY,

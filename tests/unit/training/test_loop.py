@@ -15,8 +15,8 @@ import pytest
 import torch
 
 from megatron.checkpoint.lease import acquire_lease
+from megatron.config.checkpoint import CheckpointConfig
 from megatron.config.errors import Problem, UserError
-from megatron.config.run import CheckpointConfig
 from megatron.data.indexed_writer import IndexedDatasetWriter
 from megatron.data.loader import BatchArrays, MaskBuilder
 from megatron.distributed.comm import Group

@@ -19,9 +19,9 @@ import pretrain_gpt
 from megatron.arguments.cli import parse
 from megatron.arguments.validate import find_problems
 from megatron.config import machine
+from megatron.config.compute import KERNEL_CANDIDATES
 from megatron.config.errors import UserError
 from megatron.config.launch import end_refused_start
-from megatron.config.run import KERNEL_CANDIDATES
 from megatron.kernels.fp8 import Float8Recipe, fp8_operation
 from megatron.kernels.registry import OPERATIONS
 from megatron.planner.memory import max_state_bytes

@@ -18,7 +18,9 @@ from hypothesis import strategies as st
 
 from megatron.config.model import ModelConfig
 from megatron.config.parallel import ParallelConfig
-from megatron.config.run import PrecisionConfig, RunConfig, TrainingConfig
+from megatron.config.precision import PrecisionConfig
+from megatron.config.run import RunConfig
+from megatron.config.training import TrainingConfig
 from megatron.distributed import comm
 from megatron.distributed.comm import BUBBLE, Group
 from megatron.distributed.timing import PHASES, Timers

@@ -19,7 +19,7 @@ import pytest
 import torch
 
 from megatron.arguments.validate import MAX_PROFILE_STEPS
-from megatron.config.run import ProfilingConfig
+from megatron.config.profiling import ProfilingConfig
 from megatron.distributed.comm import Group
 from megatron.distributed.timing import PHASES, profiler_range
 from megatron.training.callbacks import profiler as profiler_module

@@ -19,8 +19,9 @@ import pretrain_gpt
 from megatron.arguments.cli import parse
 from megatron.arguments.sources import to_dict
 from megatron.checkpoint.format import MANIFEST, MARKER, TensorRecord, encode_manifest, marker_content
+from megatron.config.checkpoint import CheckpointConfig
 from megatron.config.errors import UserError
-from megatron.config.run import CheckpointConfig, RunConfig
+from megatron.config.run import RunConfig
 from megatron.distributed.launch import world_group
 from megatron.layers.parameters import gpt
 from megatron.training.checkpointer import choose_resume_source

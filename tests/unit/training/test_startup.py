@@ -22,11 +22,12 @@ from torch.distributed import Store
 
 import pretrain_gpt
 from megatron.config.errors import UserError
-from megatron.config.launch import Launch
+from megatron.config.launch import Launch, threads_exceed_cores
 from megatron.data.errors import DataError
 from megatron.data.loader import build_data
 from megatron.distributed.launch import MissingRanksError, open_store
 from megatron.training import main, startup
+from megatron.training import start as start_module
 from megatron.training.build import build_trainer
 from megatron.training.build_model import choose_device, join_distributed
 from megatron.training.startup import (
@@ -80,11 +81,11 @@ def test_wrong_flags_are_reported_by_rank_0_and_unreadable_data_by_each_machine(
     def unreadable(*arguments: object) -> int:
         raise DataError("the tokenizer is torn")
 
-    monkeypatch.setattr(pretrain_gpt, "SILENCE_SECONDS", 0.0)
+    monkeypatch.setattr(start_module, "SILENCE_SECONDS", 0.0)
     torchrun(monkeypatch, rank, 16, local_rank)
     assert pretrain_gpt.main(["--hiden-size", "64"]) == 2
     assert ("E001" in capsys.readouterr().err) == flags
-    monkeypatch.setattr(pretrain_gpt, "with_vocabulary", unreadable)
+    monkeypatch.setattr(start_module, "with_vocabulary", unreadable)
     assert pretrain_gpt.main([*FLAGS.split(), "--global-batch-size", "16"]) == 2
     assert capsys.readouterr().err == ("the tokenizer is torn\n" if data else "")
 
@@ -153,7 +154,7 @@ def test_threads_wait_without_spinning_only_where_they_exceed_the_cores(
 ) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)))
     place = {"RANK": "0", "WORLD_SIZE": "64", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": str(ranks)}
-    assert pretrain_gpt.threads_exceed_cores(place | {"OMP_NUM_THREADS": threads}) == exceed
+    assert threads_exceed_cores(place | {"OMP_NUM_THREADS": threads}) == exceed
 
 
 @pytest.mark.parametrize(("tasks", "exceed"), [("4(x2),3", False), ("9(x3)", True), ("4,9", True)])
@@ -163,7 +164,7 @@ def test_tasks_of_srun_share_all_cores_of_the_machine(
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1})  # the cores that srun binds this task to
     monkeypatch.setattr(os, "cpu_count", lambda: 16)
     places = {"SLURM_STEP_ID": "0", "SLURM_PROCID": "0", "SLURM_NTASKS": "12", "SLURM_LOCALID": "0"}
-    assert pretrain_gpt.threads_exceed_cores(places | {"SLURM_STEP_TASKS_PER_NODE": tasks}) == exceed
+    assert threads_exceed_cores(places | {"SLURM_STEP_TASKS_PER_NODE": tasks}) == exceed
 
 
 # ---- The device

@@ -21,7 +21,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from megatron.config.run import LoggingConfig
+from megatron.config.logging import LoggingConfig
 from megatron.training.loggers.trackers import TensorBoardLogger, WandbLogger, hyperparameters
 from tests.killed import run_in_process
 from tests.runs import column, records, start, steps, tiny_run

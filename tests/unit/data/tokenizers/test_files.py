@@ -15,8 +15,8 @@ import pytest
 import tokenizers
 from tokenizers import models, processors
 
+from megatron.config.data import DataConfig
 from megatron.config.files import add_links_flag
-from megatron.config.run import DataConfig
 from megatron.data.errors import DataError
 from megatron.data.tokenizers.engine import choose_engine
 from megatron.data.tokenizers.huggingface import (

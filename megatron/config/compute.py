@@ -1,0 +1,100 @@
+"""Plugins, determinism, CUDA graphs, and the choice of kernels with its language."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from megatron.config.errors import Problem
+from megatron.config.option import option
+from megatron.config.plugins import registered
+from megatron.config.text import did_you_mean
+
+
+@dataclass(frozen=True)
+class ComputeConfig:
+    """Plugins, choice of kernels, determinism and CUDA graphs."""
+
+    plugin: tuple[str, ...] = option((), role="free", append=True)
+    """Modules to import before other options are checked, or names of entry points of the group megatron.plugins. They
+    may register optimizers, kernels and more. Repeated flags add up."""
+    kernels: tuple[str, ...] = option(("auto",), role="free")
+    """auto (the fastest ones installed that pass the check against PyTorch), torch (plain PyTorch, eager), compiled
+    (torch.compile between the matrix products), or OPERATION=NAME. The last one given for an operation wins."""
+    deterministic: bool = option(False, role="free", aliases={"--deterministic-mode": True})
+    """Make repeated runs bitwise equal, or refuse to run."""
+    cuda_graph: str = option("auto", role="free", choices=("none", "optimizer", "step", "auto"))
+    """Part captured and replayed as a CUDA graph: the optimizer, the whole step, or auto: on GPUs the step where it can
+    be captured and micro-batches are so short that the host would be the limit, else none."""
+    reduced_precision_reduction: bool = option(False, role="free")
+    """Let matrix products on GPUs add partial sums in bf16 or fp16, as PyTorch does by default, instead of fp32."""
+
+
+KERNEL_CANDIDATES: dict[str, tuple[str, ...]] = {
+    "norm": ("triton", "apex", "compiled", "torch"),
+    "add_norm": ("triton", "compiled", "torch"),
+    "split_qkv": ("triton", "compiled", "torch"),
+    "activation": ("triton", "compiled", "torch"),
+    "dropout": ("compiled", "torch"),
+    "cross_entropy": ("compiled", "torch"),
+    "attention": ("cudnn", "flash_attn", "varlen", "flex", "torch"),
+    "linear": ("apex", "addmm", "torch"),
+    "adam": ("triton", "apex", "torch"),
+    "fp8": ("compiled", "scaled_mm", "torch"),
+}
+"""Implementations of every operation, in the order that ``auto`` tries on a GPU; ``torch`` is always available."""
+
+CPU_KERNELS = ("torch", "compiled")
+"""Implementations that run on CPUs; of ``fp8`` only the first does."""
+
+KERNEL_ALIASES = {"weight_gradient": "linear", "rotary": "split_qkv"}
+"""Earlier names of operations."""
+
+GLOBAL_KERNEL_CHOICES = ("auto", "torch", "compiled")
+"""Choices that apply to every operation."""
+
+
+@dataclass(frozen=True)
+class KernelChoice:
+    """Implementation chosen for an operation."""
+
+    name: str = "auto"  # of an implementation, or auto
+    alone: bool = False  # chosen as OPERATION=NAME: the run is refused if the implementation is unavailable
+
+
+def kernel_choices(words: Sequence[str]) -> Mapping[str, KernelChoice]:
+    """Return the choice for each operation from valid ``--kernels`` arguments. Later ones win."""
+    choices = dict.fromkeys(KERNEL_CANDIDATES, KernelChoice())
+    for word in words:
+        operation, equals, name = word.partition("=")
+        if equals:
+            choices[KERNEL_ALIASES.get(operation, operation)] = KernelChoice(name, alone=name != "auto")
+        else:
+            choices = {
+                op: KernelChoice(word if word in (*names, "auto") else "torch")
+                for op, names in KERNEL_CANDIDATES.items()
+            }
+    return choices
+
+
+def kernel_problems(words: Sequence[str]) -> Iterator[Problem]:
+    """Yield a problem for every argument with an unknown operation or implementation."""
+    if not words:
+        yield Problem("E901", "--kernels has no value", ("--kernels auto",))
+    for word in words:
+        given, equals, name = word.partition("=")
+        operation = KERNEL_ALIASES.get(given, given)
+        plugins = (each.partition("=") for each in registered("kernel"))
+        added = (plugin for of, _, plugin in plugins if of == operation)
+        names = (*dict.fromkeys([*KERNEL_CANDIDATES.get(operation, ()), *added]), "auto")
+        if equals and operation in KERNEL_CANDIDATES and name not in names:
+            sentence = f"--kernels {word}: implementations of {operation} are {', '.join(names)}"
+            yield Problem("E901", sentence, (f"--kernels {operation}={did_you_mean(name, names) or 'auto'}",))
+        elif equals and operation not in KERNEL_CANDIDATES:
+            guess = did_you_mean(operation, KERNEL_CANDIDATES)
+            sentence = f"--kernels {word}: no operation {operation}; operations are {', '.join(KERNEL_CANDIDATES)}"
+            yield Problem("E901", sentence, (f"--kernels {guess}={name}" if guess else "--kernels auto",))
+        elif not equals and word not in GLOBAL_KERNEL_CHOICES:
+            sentence = f"--kernels {word}: not one of {', '.join(GLOBAL_KERNEL_CHOICES)}, nor OPERATION=NAME"
+            fix = f"{word}=torch" if word in KERNEL_CANDIDATES else did_you_mean(word, GLOBAL_KERNEL_CHOICES) or "auto"
+            yield Problem("E901", sentence, (f"--kernels {fix}",))

@@ -1,0 +1,167 @@
+"""From a command line to a start: sources -> configuration -> what tokenizer and data determine -> problems.
+
+``arguments.cli.parse`` reads the sources and checks their values. Here the vocabulary, the lengths in epochs and the
+machine complete the configuration, and everything that would end the start later is found. No torch.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from megatron.arguments.checks.checkpoint import holds_checkpoints
+from megatron.arguments.cli import ParsedArguments, parse
+from megatron.checkpoint.format import Manifest
+from megatron.config.errors import Problem, UserError
+from megatron.config.launch import Launch, end_refused_start
+from megatron.config.run import RunConfig
+from megatron.config.schemes import split_scheme
+from megatron.config.text import echo
+from megatron.convert.huggingface.config import build_config_json, model_folder, read_model_values
+from megatron.data.build import resolve_epochs
+from megatron.data.dataset_info import resolve_vocab_size
+from megatron.data.errors import DataError
+from megatron.data.preview import data_fingerprints, preview_data
+from megatron.data.tokenizers.huggingface import TOKENIZER_JSON
+from megatron.training.machine import MACHINE_CODES, fit_to_machine
+from megatron.training.resume_source import (
+    StartPreview,
+    compare_data,
+    find_resume_source,
+    preview_start,
+    stored_config,
+)
+
+SILENCE_SECONDS = 3.0
+"""Delay before a rank that prints no error exits."""
+
+
+@dataclass(frozen=True)
+class Start:
+    """A start that nothing refuses."""
+
+    parsed: ParsedArguments  # the configuration as it is to run, with all notes
+    position: tuple[int, int] = (0, 0)  # with --check-config: steps and samples that were taken before
+    data: Sequence[str] = ()  # with --check-config: lines on the data
+
+    def report(self, began: float) -> int:
+        """Print what ``--check-config`` and ``--fake-world`` ask for; return the exit status."""
+        with suppress(BrokenPipeError):  # | head
+            echo(self.parsed.summary(*self.position, self.data), flush=True)
+        if self.parsed.fake_rank is None:
+            return 0
+        from megatron.training.fake_world import fake_world  # imports torch
+
+        try:
+            echo(fake_world(self.parsed.config, self.parsed.world_size, self.parsed.fake_rank, began).report())
+        except UserError as error:
+            echo(error, file=sys.stderr, flush=True)
+            return 2
+        return 0
+
+
+def read_start(argv: Sequence[str], about: str = "") -> Start:
+    """Read and check a command line; arguments as for ``pretrain_gpt.main``.
+
+    Raises:
+        UserError: with all problems.
+        DataError: if the data cannot be used, and there is no other problem.
+    """
+    Launch.read(os.environ)  # a broken environment is refused before any flag
+    parsed = parse(argv, recall=stored_config, read_model=read_model_values, about=about)
+    return check_start(replace(parsed, config=with_data(parsed.config, parsed.world_size)))
+
+
+def with_data(config: RunConfig, world_size: int) -> RunConfig:
+    """Return the configuration with tokenizer, vocabulary size and lengths that follow from the data."""
+    return resolve_epochs(with_vocabulary(with_tokenizer(config)), world_size)
+
+
+def with_tokenizer(config: RunConfig) -> RunConfig:
+    """Return the configuration with the tokenizer of the model to start from, if conversations have no other."""
+    if not config.data.chat_data_path or config.data.tokenizer_type is not None:
+        return config
+    source = find_resume_source(config.checkpoint.first_start)
+    if source.weights is not None:
+        folder = model_folder(split_scheme(source.weights)[1])
+    elif source.paths:  # the manifest of the first is valid
+        folder = Path(str(Manifest.open(source.paths[0]).folder), "tokenizer")
+    if source.fresh or not (folder / TOKENIZER_JSON).is_file():
+        return config
+    data = replace(config.data, tokenizer_type="HuggingFaceTokenizer", tokenizer_model=str(folder))
+    return replace(config, data=data)
+
+
+def with_vocabulary(config: RunConfig) -> RunConfig:
+    """Return the configuration with the vocabulary size taken from the data's tokenizer if no flag gives it."""
+    options = config.checkpoint
+    weights = options.save if holds_checkpoints(options.save) else options.load
+    size = resolve_vocab_size(config.data, config.model.vocab_size, weights)
+    return replace(config, model=replace(config.model, vocab_size=size))
+
+
+def check_start(parsed: ParsedArguments) -> Start:
+    """Check the start on this machine and, with ``--check-config``, what the run would read.
+
+    Args:
+        parsed: with the vocabulary size, and lengths that follow from the data.
+
+    Raises:
+        UserError: with all problems.
+        DataError: if the data cannot be used, and there is no other problem.
+    """
+    config, size, notes, problems = parsed.config, parsed.world_size, [*parsed.notes], list[Problem]()
+
+    @contextmanager
+    def collected() -> Iterator[None]:
+        try:
+            yield
+        except UserError as error:
+            problems.extend(error.problems)
+            notes.extend(note for note in error.notes if note not in notes)
+        except DataError as error:
+            if not problems:
+                raise
+            notes.append(str(error))
+
+    with collected():
+        if config.checkpoint.save is not None and config.checkpoint.save_hf_interval is not None:
+            build_config_json(config.model)  # raises if no model of Hugging Face computes the same
+    with collected():
+        if parsed.here:
+            config, found = fit_to_machine(config, size)
+            notes += found
+    start, data = StartPreview(), list[str]()
+    with collected():
+        if parsed.check_only:
+            start = preview_start(config, size)
+            notes += start.notes
+    position = start.iteration, start.consumed_samples
+    with collected():
+        data = preview_data(config, size, *position) if parsed.check_only else []
+        if start.data is not None:
+            notes += compare_data(start.data, data_fingerprints(config, size, *position), config, start.own)
+    if problems:
+        raise UserError(problems, notes)
+    return Start(replace(parsed, config=config, notes=tuple(notes)), position, data)
+
+
+def refuse(error: UserError | DataError) -> int:
+    """Report why the start is refused, once; return the exit status.
+
+    All ranks have the same flags, so rank 0 reports errors in them. Files, GPUs and memory may be missing on one
+    machine only.
+    """
+    launch = Launch()
+    with suppress(UserError):  # which then is ``error``
+        launch = Launch.read(os.environ)
+    of_machine = isinstance(error, DataError) or not MACHINE_CODES.isdisjoint(p.code for p in error.problems)
+    reports = launch.rank == 0 or (of_machine and launch.local_rank == 0)
+    if reports:
+        echo(error, file=sys.stderr, flush=True)
+    report = "\n".join(map(str, error.problems)) if isinstance(error, UserError) else str(error)
+    return end_refused_start(SILENCE_SECONDS, report if reports else None)
