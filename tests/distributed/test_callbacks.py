@@ -124,9 +124,3 @@ def test_a_callback_resumes_in_another_layout(pool: Pool, tmp_path: Path) -> Non
     assert max(errors) < 1e-10
     assert resumed["callback averages"]["steps"] == numbers["callback averages"]["steps"] == 6
     assert resumed["callback averages"]["loss"] == pytest.approx(numbers["callback averages"]["loss"], rel=1e-12)
-    assert pool.run(1, without_callbacks, tiny_run(tmp_path, f"--fp64 --save {parts} --train-iters 7")) == [0]
-
-
-def without_callbacks(rank: int, world_size: int, config: RunConfig) -> int:
-    """Run on without the callback whose state the checkpoint has."""
-    return main.run(config)

@@ -99,6 +99,10 @@ def test_callback_with_state(run: Run, tmp_path: Path) -> None:
     assert records(tmp_path / "run", "mine/loss-average")[-1]["mine/loss-average"] == pytest.approx(average)
     _, state = checkpoint(tmp_path / "save/iter_0000006")
     assert state["callback loss-average"] == {"average": pytest.approx(average)}
+    plugins._registered["callback"].clear()
+    assert run(tmp_path / "run", f"--train-iters 6 --save {tmp_path}/save") == 0
+    (note,) = (r["text"] for r in records(tmp_path / "run", "text") if "loss-average" in r["text"])
+    assert note == "the checkpoint has state of the callback loss-average, which no plugin registers: it is not kept"
 
 
 def names_of_weights(folder: Path) -> set[str]:

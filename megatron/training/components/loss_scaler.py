@@ -28,8 +28,13 @@ class LossScaler(Component):
             return cls(1.0, device)
         if config.loss_scale is not None:
             return cls(config.loss_scale, device)
-        limits = {"minimum": config.min_loss_scale, "window": config.loss_scale_window, "hysteresis": config.hysteresis}
-        return DynamicLossScaler(config.initial_loss_scale, device, **limits)
+        return DynamicLossScaler(
+            config.initial_loss_scale,
+            device,
+            minimum=config.min_loss_scale,
+            window=config.loss_scale_window,
+            hysteresis=config.hysteresis,
+        )
 
     def incurable(self, found_inf: Tensor, scale: Tensor) -> Tensor:
         """Return ``found_inf`` of a step at ``scale``, or 0 if the step may succeed at a smaller scale."""
