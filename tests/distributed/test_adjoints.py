@@ -34,6 +34,7 @@ from megatron.layers.embedding import Embedding
 from megatron.layers.linear import ColumnParallelLinear, RowParallelLinear
 from tests.distributed.drive import MODEL
 from tests.distributed.pool import Pool
+from tests.solo import Gradients
 
 ROWS, BATCH, WIDTH, OUT = 8, 3, 12, 20
 
@@ -226,7 +227,7 @@ def make(
             for piece in spec.pieces:
                 parameter.data.view(spec.local_view)[piece.local_box.slices] = whole[piece.global_box.slices]
     grads = {name: torch.zeros_like(p) for name, p in module.named_parameters()}
-    context.grad_accumulator.bind(grads.__getitem__, lambda name: None)
+    context.grad_accumulator.bind(Gradients(grads))
     return Layer(module, context, grads)
 
 

@@ -14,7 +14,7 @@ from megatron.kernels import fp8
 from megatron.kernels.fp8 import Float8Kernel, Float8Recipe, Float8Tensor, WeightCasts, fp8_operation, swizzled
 from megatron.kernels.operation import check_kernel
 from megatron.layers.fp8 import Float8Function, Float8Linear
-from tests.solo import one_rank_mesh
+from tests.solo import Gradients, one_rank_mesh
 
 RECIPES = [
     Float8Recipe("hybrid", "tensorwise"),
@@ -79,7 +79,7 @@ def outcome(recipe: Float8Recipe) -> list[Tensor]:
     x, weight, dy = operands(recipe)
     gradient = torch.zeros_like(weight)
     accumulator = GradAccumulator()
-    accumulator.bind(lambda name: gradient, lambda name: None)
+    accumulator.bind(Gradients({"weight": gradient}))
     x.requires_grad_()
     weight.requires_grad_()
     y = Float8Function.apply(x, weight, None, layer(recipe, accumulator))

@@ -18,7 +18,7 @@ from megatron.layers.context import BuildContext, ForwardContext
 from megatron.layers.mixers.registry import MIXERS
 from megatron.layers.mlp import MLP
 from megatron.layers.recompute_plan import RecomputePlan
-from tests.solo import Allocations, Solo, one_rank_mesh, random_batch, tiny
+from tests.solo import Allocations, Gradients, Solo, one_rank_mesh, random_batch, tiny
 
 ROWS, SAMPLES = 48, 2
 GPT = tiny(hidden_dropout=0.1, max_position_embeddings=ROWS)
@@ -98,9 +98,9 @@ class Made:
         context.declare(MIXERS["mlp"].parameters(config, context.sharding))
         self.grad_accumulator = context.grad_accumulator
         self.mlp = MLP(config, context, 0, RecomputePlan(mlp_chunk_size=chunk_size))
-        gradients = {name: torch.zeros_like(p) for name, p in context.params.items()}
-        self.contributions: list[str] = []
-        self.grad_accumulator.bind(gradients.__getitem__, self.contributions.append)
+        gradients = Gradients({name: torch.zeros_like(p) for name, p in context.params.items()})
+        self.contributions = gradients.contributions
+        self.grad_accumulator.bind(gradients)
         self.x = torch.randn(ROWS, SAMPLES, config.hidden_size, dtype=torch.float64, requires_grad=True)
 
 

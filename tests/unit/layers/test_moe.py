@@ -21,7 +21,7 @@ from megatron.layers.context import BuildContext, ForwardContext
 from megatron.layers.mixers.registry import MIXERS
 from megatron.layers.moe import DispatchPlan, MixtureOfExperts, Permutation, Router, Routing
 from megatron.layers.recompute_plan import RecomputePlan
-from tests.solo import Solo, one_rank_mesh, random_batch, tiny
+from tests.solo import Gradients, Solo, one_rank_mesh, random_batch, tiny
 
 LENGTH, SAMPLES, EXPERTS = 6, 3, 5
 WIDE = {"num_experts": EXPERTS, "add_bias_linear": False}
@@ -34,7 +34,7 @@ def router(dtype: torch.dtype = torch.float64, **changes: Any) -> tuple[Router, 
     context.declare(MIXERS["experts"].parameters(config, context.sharding))
     made = Router(config, context.submodule("router"))
     gradients = {"router.weight": torch.zeros_like(made.weight)}
-    context.grad_accumulator.bind(gradients.__getitem__, lambda name: None)
+    context.grad_accumulator.bind(Gradients(gradients))
     return made, gradients
 
 
@@ -245,8 +245,9 @@ class Made:
         self.context.declare(MIXERS["experts"].parameters(config, self.context.sharding))
         self.module = MixtureOfExperts(config, self.context, 0, RecomputePlan(frozenset(recomputed)))
         self.gradients = {name: torch.zeros_like(p) for name, p in self.context.params.items()}
-        self.contributions: list[str] = []
-        self.context.grad_accumulator.bind(self.gradients.__getitem__, self.contributions.append)
+        target = Gradients(self.gradients)
+        self.contributions = target.contributions
+        self.context.grad_accumulator.bind(target)
 
     def run(self, x_SBH: Tensor) -> tuple[Tensor, Tensor]:
         batch = random_batch(self.module.config, SAMPLES, LENGTH)
