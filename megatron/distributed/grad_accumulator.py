@@ -7,11 +7,11 @@ queued for a later W action of a zero-bubble schedule. ``Parameter.grad`` stays 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain, repeat
-from typing import Any, Protocol
+from typing import Any, Protocol, Self
 
 import torch
 from torch import Tensor, nn
@@ -121,6 +121,18 @@ class GradAccumulator:
     def bind(self, buffers: GradTarget) -> None:
         """Accumulate into ``buffers``."""
         self._buffers = buffers
+
+    @classmethod
+    def to_grad(cls, params: Mapping[str, nn.Parameter]) -> Self:
+        """Return an accumulator that writes to ``Parameter.grad``, for torch's own optimizers and clipping.
+
+        Args:
+            params: by name; those of layers that are still to be built may be added.
+
+        """
+        accumulator = cls()
+        accumulator.bind(ParameterGrads(params))
+        return accumulator
 
     def attach(self, name: str, parameter: nn.Parameter) -> None:
         """Accumulate the gradients that plain autograd computes for ``parameter``, such as those of norms."""
@@ -281,3 +293,25 @@ class GradAccumulator:
     def queued(self) -> int:
         """Number of weight gradients that are deferred."""
         return sum(map(len, self._queues.values()))
+
+
+@dataclass(frozen=True)
+class ParameterGrads(GradTarget):
+    """The gradients of parameters as the buffers of an accumulator."""
+
+    params: Mapping[str, nn.Parameter]
+
+    def target(self, name: str) -> Tensor:
+        """Return ``Parameter.grad``, zero where there is none."""
+        parameter = self.params[name]
+        if parameter.grad is None:
+            parameter.grad_dtype = torch.promote_types(parameter.dtype, torch.float32)
+            parameter.grad = torch.zeros_like(parameter, dtype=parameter.grad_dtype)
+        return parameter.grad
+
+    def is_first(self, name: str) -> bool:
+        """Return False: contributions are added."""
+        return False
+
+    def contributed(self, name: str) -> None:
+        """Count nothing."""

@@ -28,6 +28,7 @@ from megatron.distributed.tensor_parallel import PIPELINED, TPComm
 from megatron.kernels.attention import sdpa
 from megatron.kernels.attention_mask import AttentionMask
 from megatron.kernels.bias import with_bias_gradient
+from megatron.kernels.registry import Kernels
 from megatron.layers import parameters
 from megatron.layers.context import BuildContext
 from megatron.layers.embedding import Embedding
@@ -216,9 +217,17 @@ def make(
     sequence_parallel: bool,
     tp_overlap: TPComm | None = None,
     dtype: torch.dtype = torch.float64,
+    kernels: Kernels = Kernels(),
 ) -> Layer:
     """Build a layer; parameters that start constant become arange, so that no gradient meets a zero."""
-    context = BuildContext(mesh, GradAccumulator(), dtype, sequence_parallel=sequence_parallel, tp_overlap=tp_overlap)
+    context = BuildContext(
+        mesh,
+        GradAccumulator(),
+        dtype,
+        sequence_parallel=sequence_parallel,
+        tp_overlap=tp_overlap,
+        kernels=kernels,
+    )
     module = build(context)
     for name, parameter in module.named_parameters():
         spec = context.specs[name]
