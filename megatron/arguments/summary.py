@@ -120,6 +120,8 @@ def _model(model: ModelConfig) -> str:
     heads = f"{model.num_attention_heads} heads of {model.head_dim}"
     if model.kv_groups != model.num_attention_heads:
         heads += f" on {model.kv_groups} key/value heads"
+    if model.token_mixers != type(model).token_mixers:
+        heads += f", mixers {' '.join(model.token_mixers)} (repeated)"
     if model.num_experts is None:
         mlp = f"{model.activation} MLP of {model.ffn}"
     else:

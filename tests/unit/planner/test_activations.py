@@ -195,6 +195,7 @@ TWO_RANKS = (
     PP,
     f"{PP} --num-layers 4 {LLAMA} --num-virtual-stages-per-pipeline-rank 2",
     f"{PP} {LLAMA} --pipeline-schedule zb-h1",
+    f"{PP} {EXPERTS} --pipeline-schedule zb-h1",
     f"{PP} --recompute-granularity full",
     f"{PP} {LLAMA} --pipeline-schedule zb-h1 --mlp-chunk-size 16",
     f"{TP} --num-query-groups 1 --mlp-chunk-size 10 --sequence-parallel",
