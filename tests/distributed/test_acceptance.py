@@ -56,7 +56,7 @@ def traced(rank: int, ranks: int, folder: Path, names: list[str], dtype: str, op
 def examined(
     pool: Pool, folder: Path, *names: str, dtype: str = "fp32", operation: str = "all_gather", factor: float = 1.0
 ) -> CheckSection:
-    pool.run(RANKS, traced, folder, [*names], dtype, operation, factor, check_collectives=False)
+    pool.run(RANKS, traced, folder, [*names], dtype, operation, factor)
     part = CheckSection("layouts")
     checks.check_layouts(part, folder, dtype, [CASES[name] for name in names], RANKS)
     return part

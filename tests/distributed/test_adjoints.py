@@ -197,7 +197,7 @@ def apply_attention(rank: int, size: int, method: str, pattern: str, documents: 
 @pytest.mark.parametrize("pattern", ["global", "local:5+first:2"])
 @pytest.mark.parametrize("method", METHODS)
 def test_attention_of_context_parallel_ranks(pool: Pool, method: str, pattern: str, documents: bool) -> None:
-    agree(pool.run(4, apply_attention, method, pattern, documents, check_collectives=False))
+    agree(pool.run(4, apply_attention, method, pattern, documents))
 
 
 @dataclass

@@ -580,7 +580,7 @@ def test_a_stopped_set_of_replicas_ends_as_if_nothing_had_happened(
 ) -> None:
     def all_of(name: str, flags: str = "") -> list[Told]:
         configs = [run_of(tmp_path / f"{name}{index}", f"{LAYOUTS[layout]} {server} {flags}") for index in range(2)]
-        acts = [partial(pool.run, 2, run_rank, each, check_collectives=False) for pool, each in zip(pools, configs)]
+        acts = [partial(pool.run, 2, run_rank, each) for pool, each in zip(pools, configs)]
         return [told for tolds in together(acts) for told in tolds]
 
     assert [told.status for told in all_of("whole")] == [0] * 4

@@ -97,7 +97,7 @@ SHORT = ("tp2-pp2", "zero3-dp2")
 def test_every_layout_of_a_run_evaluates_like_one_process(pool: Pool, place: Place, tmp_path: Path, name: str) -> None:
     ranks, flags, tasks = LAYOUTS[name]
     config = config_of(place, tmp_path, flags, tasks, ranks)
-    done = pool.run(ranks, train, config, check_collectives=False)
+    done = pool.run(ranks, train, config)
     assert [status for status, _ in done] == [0] * ranks, done
     check(tmp_path, place, tasks)
 

@@ -158,7 +158,7 @@ def run_with_scales_of_parts(rank: int, world_size: int, wanted: Case, forgotten
 )
 def test_scales_of_parts_are_noticed(pool: Pool, name: str, forgotten: str) -> None:
     wanted = CASES[name]
-    ranks = pool.run(wanted.world_size, run_with_scales_of_parts, wanted, forgotten, check_collectives=False)
+    ranks = pool.run(wanted.world_size, run_with_scales_of_parts, wanted, forgotten)
     assert largest_deviation([join_traces(step) for step in zip(*ranks)], wanted) > 1e-4
 
 

@@ -208,7 +208,7 @@ CASES = {
 @pytest.mark.parametrize("name", CASES)
 def test_a_layout_says_what_one_process_says(pool: Pool, name: str) -> None:
     case = CASES[name]
-    ranks = pool.run(case.world_size, report, case, check_collectives=False)
+    ranks = pool.run(case.world_size, report, case)
     assert all(records == ranks[0] for records in ranks)
     for got, expected in zip(ranks[0], report(0, 1, case.twin()), strict=True):
         assert difference(got, expected, zeros=not case.model.add_bias_linear) < 1e-10

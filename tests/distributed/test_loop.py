@@ -62,7 +62,7 @@ def run_rank(rank: int, world_size: int, config: RunConfig, event: str = "nothin
 
 
 def run_two(pool: Pool, config: RunConfig, event: str = "nothing") -> list[tuple[int | None, str]]:
-    return pool.run(2, run_rank, config, event, check_collectives=False)
+    return pool.run(2, run_rank, config, event)
 
 
 def failures(folder: Path) -> list[dict[str, Any]]:
@@ -122,7 +122,7 @@ def test_a_signal_that_is_read_a_step_late_stops_all_ranks_one_step_later_unless
     pool: Pool, tmp_path: Path, flags: str, last: int
 ) -> None:
     config = tiny_run(tmp_path, f"{PP2} {flags} --save {tmp_path}/saved", 2)
-    ranks = pool.run(2, run_rank_late, config, "SIGTERM in step 2", check_collectives=False)
+    ranks = pool.run(2, run_rank_late, config, "SIGTERM in step 2")
     assert ranks == [(143, ""), (143, "")]
     assert (column(tmp_path, "iteration"), saved_steps(tmp_path / "saved")) == ([last], [last])
 

@@ -90,7 +90,7 @@ HANG_SECONDS = 40.0
 def verdict(pool: Pool, detector: Detector, *job: Any, timeout: float = PATIENCE) -> str:
     """Return the outcome of a job on the detector's ranks: ``right``, ``wrong``, or the message it failed with."""
     try:
-        ranks = pool.run(detector.world_size, *job, timeout=timeout, check_collectives=False)
+        ranks = pool.run(detector.world_size, *job, timeout=timeout)
     except RankError as error:
         return str(error)
     return "right" if detector.right(ranks) else "wrong"

@@ -120,6 +120,6 @@ def meet_a_rogue(rank: int, world_size: int, path: Path) -> list[str]:
 
 
 def test_a_pickle_from_another_rank_runs_nothing(pool: Pool, tmp_path: Path) -> None:
-    _, told = pool.run(2, meet_a_rogue, tmp_path / "pwned", check_collectives=False)
+    _, told = pool.run(2, meet_a_rogue, tmp_path / "pwned")
     assert not (tmp_path / "pwned").exists()
     assert [text.partition(":")[0] for text in told] == ["rank 0 has sent something that is not JSON"] * 2

@@ -60,7 +60,7 @@ def differing(rank: int, size: int, case: Case, offloaded: Case) -> tuple[list[s
 
 
 def check(pool: Pool, case: Case, offloaded: Case) -> list[tuple[int, int]]:
-    ranks = pool.run(case.world_size, differing, case, offloaded, check_collectives=False)
+    ranks = pool.run(case.world_size, differing, case, offloaded)
     assert [names for names, *_ in ranks] == [[]] * len(ranks)
     return [(held, activations) for _, held, activations in ranks]
 

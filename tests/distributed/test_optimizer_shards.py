@@ -201,7 +201,7 @@ OVERLAPPED = {
 def test_weights_that_come_late_are_waited_for(pool: Pool, name: str) -> None:
     """Steps, saving, evaluation with averages, the comparison of copies: as where nothing is late, to the bit."""
     case = OVERLAPPED[name]
-    at_once, delayed = (pool.run(case.world_size, run, case, how, check_collectives=False) for how in ("plain", "late"))
+    at_once, delayed = (pool.run(case.world_size, run, case, how) for how in ("plain", "late"))
     for (numbers, saved, _), (late_numbers, late_saved, pending) in zip(at_once, delayed, strict=True):
         assert pending, "no weights were on their way"
         assert numbers == late_numbers

@@ -40,7 +40,7 @@ def test_every_layout_measures_what_one_process_does(pool: Pool, tmp_path: Path,
     for name in names:
         ranks, tp, pp = LAYOUTS[name]
         layout = f"{tmp_path}/{name}.json --tensor-model-parallel-size {tp} --pipeline-model-parallel-size {pp}"
-        done = pool.run(ranks, run_tool, [*flags.split(), *layout.split()], main, check_collectives=False)
+        done = pool.run(ranks, run_tool, [*flags.split(), *layout.split()], main)
         assert [status for status, *_ in done] == [0] * ranks
         assert [bool(out) for _, out, _ in done] == [True] + [False] * (ranks - 1)
         assert json.loads((tmp_path / f"{name}.json").read_text()) == pytest.approx(expected, rel=1e-10)

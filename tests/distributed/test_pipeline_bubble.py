@@ -108,5 +108,5 @@ def test_the_bubble_is_the_simulated_one(pool: Pool, name: str) -> None:
     program, share = program_of(name, RANKS, MICROBATCHES), SIZES[name]
     costs = StageCosts.uniform(program.stages, FORWARD / share, INPUT / share, WEIGHT / share)
     expected = simulate(program, costs).bubble
-    for measured in pool.run(RANKS, bubble, name, check_collectives=False):
+    for measured in pool.run(RANKS, bubble, name):
         assert measured == pytest.approx(expected, abs=1e-12)

@@ -37,7 +37,7 @@ def piped(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("piped")
     make_schedule("interleaved", 2, 2, 4).save(folder / "schedule.csv")
     config = tiny_run(folder, f"{FLAGS} --save {folder}/saved {LAYOUT} {folder}/schedule.csv", 2)
-    printed = pool.run(2, run_rank, config, check_collectives=False)
+    printed = pool.run(2, run_rank, config)
     assert [(rank.status, rank.err) for rank in printed] == [(0, "")] * 2
     (folder / "schedule.csv").unlink()
     return folder
@@ -75,7 +75,7 @@ def test_a_hugging_face_model_comes_back_from_four_ranks(pool: Pool, name: str, 
     folder = write_folder(tmp_path / "hf", model, weights)
     flags = f"{STEP} {GRID} --load hf:{folder} --save {tmp_path}/saved --run-dir {tmp_path}/run"
     config = parse(flags.split(), {"RANK": "0", "WORLD_SIZE": "4"}, read_model=read_model_values).config
-    printed = pool.run(4, run_rank, config, check_collectives=False)
+    printed = pool.run(4, run_rank, config)
     assert [(rank.status, rank.err) for rank in printed] == [(0, "")] * 4
     manifest, _ = open_checkpoint(tmp_path / "saved")
     convert_to_huggingface(manifest, tmp_path / "back", ignore, dtype="fp32", shard_bytes=10**9, checked=False)

@@ -46,7 +46,7 @@ def run_rank(rank: int, world_size: int, config: RunConfig, how: str) -> tuple[T
 def run_broken(pool: Pool, folder: Path, how: str) -> tuple[str, str]:
     """Return the output of the first rank that notices a failure of rank 1, and the records."""
     config = tiny_run(folder, f"{INTERLEAVED} --distributed-timeout-minutes {TIMEOUT / 60}", 2)
-    ranks = pool.run(2, run_rank, config, how, check_collectives=False)
+    ranks = pool.run(2, run_rank, config, how, backend="gloo")
     assert [printed.status for printed, _ in ranks] == [1, 1]
     assert abs(ranks[0][1] - ranks[1][1]) < 2 * TIMEOUT
     assert column(folder, "iteration") == [1, 2]

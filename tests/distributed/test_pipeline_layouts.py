@@ -180,7 +180,7 @@ def scaled(rank: int, world_size: int, case: Case, weight: str) -> tuple[list[fl
 def test_an_overflow_on_one_stage_is_skipped_on_all(pool: Pool) -> None:
     precision = PrecisionConfig(params_dtype="fp16", initial_loss_scale=1024.0, hysteresis=1)
     case = replace(pipeline(2, "zb-h1"), steps=3, precision=precision)
-    for found in pool.run(2, scaled, case, "layers.1.mlp.linear_fc1.weight", check_collectives=False):
+    for found in pool.run(2, scaled, case, "layers.1.mlp.linear_fc1.weight"):
         assert found == ([1024.0, 1024.0, 512.0], [False, True, False], [True, False, True])
 
 
@@ -192,5 +192,5 @@ def test_evaluation_is_that_of_one_process(pool: Pool, schedule: str, dp: int) -
     case = replace(pipeline(2, schedule, 2, layers=5, hidden_dropout=0.1), dp=dp)
     expected = evaluation(0, 1, case.twin())
     assert expected[0] != expected[1]
-    for found in pool.run(case.world_size, evaluation, case, check_collectives=False):
+    for found in pool.run(case.world_size, evaluation, case):
         assert found == pytest.approx(expected, rel=TOLERANCE, abs=0.0)

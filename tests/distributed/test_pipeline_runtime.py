@@ -89,7 +89,7 @@ def patience(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("patience")
 def test_of_a_rank_that_is_killed_the_others_tell(pool: Pool, tmp_path: Path) -> None:
     with pytest.raises(RankError, match=r"rank 1 of 4 failed in .*: process died: killed by SIGKILL") as caught:
-        pool.run(RANKS, fail, "kill", tmp_path / "told", check_collectives=False)
+        pool.run(RANKS, fail, "kill", tmp_path / "told", backend="gloo")
     assert "still running" not in str(caught.value)
     cause, *_, places, seconds = (tmp_path / "told").read_text(encoding="utf-8").splitlines()
     assert cause.startswith("lost contact with another rank")
@@ -112,7 +112,7 @@ def timeline(rank: int, world_size: int) -> Timeline:
 
 def test_ranks_record_one_timeline_together(pool: Pool) -> None:
     """On one clock: nothing begins before what it needs is over on another rank."""
-    seen, *others = pool.run(2, timeline, check_collectives=False)
+    seen, *others = pool.run(2, timeline)
     assert all(other == seen for other in others)
     program = program_of("zb-v", 2, MICROBATCHES)
     ran = {interval.action: interval for intervals in seen.intervals for interval in intervals}

@@ -180,7 +180,7 @@ def test_a_collective_that_misses_a_rank_names_both_sides(pool: Pool) -> None:
 @pytest.mark.parametrize("function", [different_shapes, different_collectives])
 def test_mismatched_collectives_fail_at_once(pool: Pool, function: object) -> None:
     start = time.monotonic()
-    with pytest.raises(RankError, match="Detected mismatch between collectives"):
+    with pytest.raises(RankError, match=r"rank \d calls .*, rank \d "):
         pool.run(2, function)  # type: ignore[arg-type]
     assert time.monotonic() - start < 10
 

@@ -62,7 +62,7 @@ def test_ranks_agree_on_the_steps_and_the_run_is_the_same(pool: Pool, tmp_path: 
         recorded = "profile of steps 3 to 4"
         asked = f"profile requested of steps 3 to 4, recorded on --profile-ranks {ranks}"
         printed = {"signal": [[asked, recorded], [recorded]], "file": [[asked], [recorded]], "nothing": [[], []]}
-        told = pool.run(2, run_rank, config, wish, wishing, check_collectives=False)
+        told = pool.run(2, run_rank, config, wish, wishing)
         assert told == [(0, "", lines) for lines in printed[wish]]
     assert kept(tmp_path / "signal") == [f"step_000003-000004_rank_{rank}.json.gz" for rank in (0, 1)]
     assert kept(tmp_path / "file") == ["step_000003-000004_rank_1.json.gz"]

@@ -35,7 +35,7 @@ def run_of(folder: Path, flags: str = "", world_size: int = 2) -> RunConfig:
 
 
 def go_on(pool: Pool, config: RunConfig, *happening: Any, world_size: int = 2) -> list[Told]:
-    return pool.run(world_size, run_rank, config, *happening, check_collectives=False)
+    return pool.run(world_size, run_rank, config, *happening)
 
 
 def check_same(run: Path, other: Path) -> None:

@@ -63,7 +63,7 @@ def late_to(rank: int, world_size: int, op: str, axes: tuple[str, ...], tp: int)
     ],
 )
 def test_the_others_wait_for_a_late_rank(pool: Pool, op: str, axes: tuple[str, ...], tp: int, name: str) -> None:
-    late, other = pool.run(2, late_to, op, axes, tp, check_collectives=False)
+    late, other = pool.run(2, late_to, op, axes, tp)
     assert late[name] < SOON
     assert NAP * 0.9 <= other[name] < NAP + SOON
     assert {axis for axis, seconds in other.items() if seconds > 0} == {name}
@@ -88,7 +88,7 @@ def overlapped(rank: int, world_size: int) -> tuple[float, float]:
 
 
 def test_what_is_overlapped_is_not_waited_for(pool: Pool) -> None:
-    exposed, hidden = pool.run(2, overlapped, check_collectives=False)[1]
+    exposed, hidden = pool.run(2, overlapped)[1]
     assert NAP * 0.9 <= exposed < NAP + SOON
     assert hidden < SOON
 

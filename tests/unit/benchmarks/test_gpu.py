@@ -347,7 +347,7 @@ def measured(rank: int, ranks: int, sizes: tuple[int, ...], wrong: bool) -> list
 
 
 def test_ranks_are_measured(pool: Pool) -> None:
-    ranks = pool.run(3, measured, (1,), False, check_collectives=False)
+    ranks = pool.run(3, measured, (1,), False)
     assert ranks[0] == ranks[1] == ranks[2]  # the slowest rank's time, on all
     assert [figure.operation for figure in ranks[0]] == [*OPERATIONS]
     for figure in ranks[0]:
@@ -361,7 +361,7 @@ def test_ranks_are_measured(pool: Pool) -> None:
 
 def test_a_wrong_result_is_told(pool: Pool) -> None:
     with pytest.raises(RankError, match="all-to-all of 1 MB over all ranks gives a wrong result on rank"):
-        pool.run(2, measured, (1,), True, check_collectives=False)
+        pool.run(2, measured, (1,), True)
 
 
 @pytest.mark.parametrize("name", ["gpipe", "1f1b", "zb-h1", "zb-h2"])  # those that hand nothing over on a rank
