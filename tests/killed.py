@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import os
-import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from unittest.mock import patch
 
+from tests.kit.processes import ForkedProgram
 from tests.runs import before_step, records, start, tiny_run
 
-ROOT = Path(__file__).parents[1]
 SECONDS = 120.0
 
 
@@ -34,20 +32,28 @@ def run_in_process(
     Raises:
         TimeoutError: when it takes too long.
     """
-    command = [sys.executable, "-m", "tests.killed", str(folder), str(kill_after), flags]
-    inherited = {name: value for name, value in os.environ.items() if name != "WANDB_SERVICE"}  # of an earlier start
-    variables = inherited | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"} | environment
     deadline = time.monotonic() + SECONDS
-    with subprocess.Popen(command, cwd=ROOT, env=variables, start_new_session=True) as process:
-        while process.poll() is None:
-            late = time.monotonic() > deadline
-            if late or (kill_after and _reached(folder, kill_after) and ready()):
-                os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
-            if late:
+    output = folder.with_name(f"{folder.name}.output")
+    with patch.dict(os.environ):
+        os.environ.pop("WANDB_SERVICE", None)  # of an earlier start
+        program = ForkedProgram(run, folder, kill_after, flags, output=output, environment=environment)
+    with program:
+        while program.poll() is None:
+            if kill_after and _reached(folder, kill_after) and ready():
+                program.kill()
+            elif time.monotonic() > deadline:
                 raise TimeoutError(f"the run in {folder} takes more than {SECONDS:.0f} s")
-            time.sleep(0.05)
-    return process.returncode
+            else:
+                time.sleep(0.05)
+        return program.wait(0.0)
+
+
+def run(folder: Path, wait_after: int, flags: str) -> int:
+    """The process itself."""
+    waiting = before_step(wait_after + 1 if wait_after else 0, lambda trainer: time.sleep(SECONDS))
+    printed = start(tiny_run(folder, flags), waiting)
+    print(printed.out, printed.err, sep="\n")
+    return printed.status or 0
 
 
 def _reached(folder: Path, step: int) -> bool:
@@ -58,15 +64,3 @@ def _reached(folder: Path, step: int) -> bool:
     lines = records(folder, "iteration")
     begun = max(i for i, line in enumerate(lines) if line.get("event") == "start")
     return any(line["iteration"] == step for line in lines[begun + 1 :] if "lm loss" in line)
-
-
-def main(folder: str, wait_after: str, flags: str) -> int:
-    """The process itself: ``python -m tests.killed FOLDER STEP FLAGS``."""
-    waiting = before_step(int(wait_after) + 1 if int(wait_after) else 0, lambda trainer: time.sleep(SECONDS))
-    printed = start(tiny_run(Path(folder), flags), waiting)
-    print(printed.out, printed.err, sep="\n")
-    return printed.status or 0
-
-
-if __name__ == "__main__":
-    sys.exit(main(*sys.argv[1:]))

@@ -26,12 +26,10 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from tests.distributed.worker import DUMP_STACKS, SOURCE, Job, Raised, Reply, work
+from tests.kit.processes import fork_server
 from tests.kit.shared_memory_group import BACKEND
 
 T = TypeVar("T")
-
-PRELOAD = ["torch._dynamo", "pytest", "tests.runs", "tests.distributed.drive", "tests.distributed.worker"]
-"""Imported once by the server that workers are forked from; building an optimizer needs torch._dynamo (2 s)."""
 
 PATIENCE = 300.0
 """Seconds a job may take: many times what the longest needs, so that a slow or busy machine changes no verdict."""
@@ -72,8 +70,7 @@ class Worker:
     @classmethod
     def start(cls, log: Path) -> Worker:
         """Fork a worker from the server (0.05 s; 3 s for the first, which starts the server)."""
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(PRELOAD)
+        context = fork_server()
         pipe, theirs = context.Pipe()
         process = context.Process(target=work, args=(theirs, str(log)), daemon=True)
         process.start()

@@ -14,7 +14,7 @@ import threading
 import time
 from pathlib import Path
 
-from tests.processes import free_port
+from tests.kit.processes import free_port
 from tests.soaking.job import EVERY, FLAGS, STEPS, Job, Setup
 from tests.soaking.machine import MARK, Process
 from tests.soaking.rank import FOLDER

@@ -14,7 +14,7 @@ import pytest
 
 from megatron.arguments.cli import parse
 from megatron.training.loggers.run_folder import read_history
-from tests.processes import free_port
+from tests.kit.processes import free_port
 from tools import generate, inspect_checkpoint
 
 ROOT = Path(__file__).parents[2]

@@ -21,7 +21,7 @@ from benchmarks.bandwidth import EVERYWHERE, OPERATIONS, Figure
 from megatron.distributed import comm
 from megatron.distributed.launch import world_group
 from tests.distributed.pool import Pool, RankError
-from tests.processes import wait_until_gone
+from tests.kit.processes import wait_until_gone
 
 RESULTS: dict[str, Any] = {
     "case": "1B-s2048",

@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 from benchmarks import bandwidth
 from megatron.distributed.layout import Layout
 from megatron.distributed.sharding import Box
-from tests.processes import wait_until_gone
+from tests.kit.processes import wait_until_gone
 from tools.cluster_check import checks
 from tools.cluster_check import run as runner
 from tools.cluster_check.checks import LAYOUT_FORMATS, batch_flags, layout_cases, trace_config

@@ -28,7 +28,7 @@ from megatron.data.tokenizers.base import Tokenizer
 from megatron.data.tokenizers.engine import EncodeEngine
 from megatron.data.tokenizers.huggingface import ByteTokenizer
 from megatron.data.tokenizers.tokenizer import TokenizerRecord, load_recorded_tokenizer, read_tokenizer_record
-from tests.processes import wait_until_gone
+from tests.kit.processes import wait_until_gone
 from tools import preprocess_data
 from tools.preprocess_data import IGNORED_FLAGS, REFUSED_FLAGS, main
 

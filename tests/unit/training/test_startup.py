@@ -37,7 +37,7 @@ from megatron.training.startup import (
     start_phrase,
     startup_line,
 )
-from tests.processes import free_port
+from tests.kit.processes import free_port
 from tests.runs import FLAGS, records, start, tiny_run
 
 ROOT = Path(__file__).parents[3]

@@ -26,7 +26,7 @@ from megatron.data.preprocess.encode import (
 )
 from megatron.data.tokenizers.huggingface import ByteTokenizer, NullTokenizer
 from megatron.data.tokenizers.tokenizer import TokenizerOptions
-from tests.processes import wait_until_gone
+from tests.kit.processes import wait_until_gone
 
 BYTES = EncodeOptions(("text",), TokenizerOptions("ByteTokenizer"), ByteTokenizer().fingerprint, append_eod=False)
 IDS = replace(
