@@ -13,12 +13,15 @@ from unittest.mock import patch
 import pytest
 
 from megatron.checkpoint import publish
-from megatron.training.loggers.run_logger import SUPERSEDED_CHECK_SECONDS
+from megatron.training.loggers import run_logger
 from tests.kit.processes import ForkedProgram
 from tests.runs import column, contents, start, tiny_run
 from tests.saves import over_before
 
 SECONDS = 100.0
+
+CHECK_SECONDS = 1.0
+"""In the place of ``SUPERSEDED_CHECK_SECONDS``."""
 
 
 def hang(folder: Path, flags: str) -> int:
@@ -34,7 +37,8 @@ def hang(folder: Path, flags: str) -> int:
 
     # on a busy machine the save of step 4 would be skipped, because that of step 2 is still being written
     early = over_before(4) if "async" in flags else nullcontext()
-    with patch.object(publish, "publish_staged", stalling), early:
+    often = patch.object(run_logger, "SUPERSEDED_CHECK_SECONDS", CHECK_SECONDS)
+    with patch.object(publish, "publish_staged", stalling), early, often:
         ran = start(tiny_run(folder, flags))
     print(ran.err, flush=True)
     os._exit(ran.status or 0)
@@ -66,7 +70,7 @@ def test_stopped_in_a_save_and_superseded(tmp_path: Path, monkeypatch: pytest.Mo
         assert f"resumed from {tmp_path}/saved/iter_0000004: step 4" in printed.out
         hangs.unlink()
         left = contents(tmp_path)
-        time.sleep(max(0.0, stopped + SUPERSEDED_CHECK_SECONDS - time.monotonic()))
+        time.sleep(max(0.0, stopped + CHECK_SECONDS - time.monotonic()))
         old.send_signal(signal.SIGCONT)
         status = old.wait(SECONDS)
     assert status == 1
