@@ -16,7 +16,7 @@ from typing import Any
 
 import xxhash
 
-from tests.watched_calls import REAL, refuse, watched_calls
+from tests.kit.watched_calls import REAL, refuse, watched_calls
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from unittest.mock import patch
 from megatron.training import main
 from tests.distributed.crash_faults import Fault, Watch, checkpoints, step_of, whole_steps
 from tests.kit.processes import free_port
-from tests.runs import differences, steps, tiny_run
+from tests.kit.runs import differences, steps, tiny_run
 
 EARLY = "torch._dynamo", "megatron.checkpoint.load", "megatron.contrib.local_checkpoints", "megatron.checkpoint.save"
 """Modules that a run imports when it needs them: importing them before ranks are forked saves each rank seconds."""

@@ -45,9 +45,9 @@ from megatron.training.scoring import record, score_tokens
 from megatron.training.startup import PHASES
 from megatron.training.step import train_step
 from megatron.training.trainer import check_same_data
-from tests.distributed.drive import MODEL, RATES, Case, batches_of, compare_with_twin, run_case, run_in_small_tiles
 from tests.distributed.faults import infinite_gradient
 from tests.distributed.vitals import difference, report, router_losses
+from tests.kit.cases import MODEL, RATES, Case, batches_of, compare_with_twin, run_case, run_in_small_tiles
 from tools.lib.verify_parallel import RankTrace, join_traces
 
 TOLERANCE, TOLERANCE_BF16 = 1e-8, 0.02

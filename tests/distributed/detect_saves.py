@@ -37,7 +37,7 @@ from megatron.training.checkpointer import (
 )
 from megatron.training.trainer import Trainer
 from tests.distributed.detect import ZERO1, Detector
-from tests.distributed.drive import Case
+from tests.kit.cases import Case
 
 
 def act_together(rank: int, world_size: int) -> list[int]:

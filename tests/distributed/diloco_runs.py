@@ -24,7 +24,7 @@ from megatron.training.build import build_trainer
 from megatron.training.diloco import Diloco, Round
 from megatron.training.step import train_step
 from megatron.training.trainer import Trainer
-from tests.runs import Told, start, tiny_run
+from tests.kit.runs import Told, start, tiny_run
 
 FP64 = "--params-dtype fp64 --clip-grad 0"
 

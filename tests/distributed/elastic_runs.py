@@ -21,7 +21,7 @@ from megatron.training import main
 from megatron.training.trainer import Trainer
 from tests.distributed.crash_runs import EARLY
 from tests.kit.processes import ForkedProgram, free_port
-from tests.runs import steps, tiny_run
+from tests.kit.runs import steps, tiny_run
 
 for name in EARLY:
     import_module(name)

@@ -232,7 +232,7 @@ def kv_copy_drifts() -> AbstractContextManager[Any]:
                 view[piece.local_box.slices] *= 1.0 + 2.0**-23
         return trainer
 
-    return patch("tests.distributed.drive.build_trainer", build)
+    return patch("tests.kit.cases.build_trainer", build)
 
 
 def kv_copies_not_summed() -> AbstractContextManager[Any]:

@@ -15,8 +15,8 @@ from megatron.config.run import OptimizerConfig, PrecisionConfig, TrainingConfig
 from megatron.config.settings import SETTINGS
 from megatron.data.loader import MaskBuilder
 from megatron.pipeline.schedules import SCHEDULES
-from tests.distributed.drive import FP64, LR, MODEL, Case, PackedConversations
 from tests.distributed.pairwise import Choice
+from tests.kit.cases import FP64, LR, MODEL, Case, PackedConversations
 
 
 def choices(name: str) -> tuple[str, ...]:

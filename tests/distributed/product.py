@@ -16,11 +16,11 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from tests.distributed.drive import compare_with_twin, run_on
 from tests.distributed.grid import FACTORS, ZERO, case_of, label, valid
 from tests.distributed.pairwise import Choice
-from tests.distributed.pool import Pool
 from tests.golden.provenance import provenance
+from tests.kit.cases import compare_with_twin, run_on
+from tests.kit.pool import Pool
 
 FILE = Path(__file__).parents[1] / "golden" / "layout_product.txt"
 TOLERANCE = 1e-10

@@ -29,7 +29,7 @@ from megatron.training.checkpointer import (
 from megatron.training.loop import SIGNALS
 from megatron.training.step import train_step
 from megatron.training.trainer import Trainer
-from tests.runs import Told, before_step, full_disk, kill, misread, start
+from tests.kit.runs import Told, before_step, full_disk, kill, misread, start
 from tools.lib.verify_parallel import RankTrace, StepTrace, TracedPiece, join_traces, trace_pieces
 
 BEFORE, AFTER = 2, 10

@@ -17,8 +17,8 @@ import torch
 
 from megatron.distributed import comm
 from megatron.distributed.comm import Group, Pending
-from tests.distributed.pool import Pool
-from tests.neighbours import NOBODY, needs_root
+from tests.kit.pool import Pool
+from tests.kit.users import NOBODY, needs_root
 from tools.acceptance import main
 from tools.cluster_check import checks
 from tools.cluster_check.checks import layout_cases

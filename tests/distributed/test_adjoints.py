@@ -32,8 +32,8 @@ from megatron.layers import parameters
 from megatron.layers.context import BuildContext
 from megatron.layers.embedding import Embedding
 from megatron.layers.linear import ColumnParallelLinear, RowParallelLinear
-from tests.distributed.drive import MODEL
-from tests.distributed.pool import Pool
+from tests.kit.cases import MODEL
+from tests.kit.pool import Pool
 
 ROWS, BATCH, WIDTH, OUT = 8, 3, 12, 20
 

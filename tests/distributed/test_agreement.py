@@ -15,8 +15,8 @@ from megatron.data.indexed_writer import IndexedDatasetWriter
 from megatron.distributed.launch import world_group
 from megatron.pipeline.schedules import make_schedule
 from megatron.training.build import check_same_kernels
-from tests.distributed.pool import Pool
-from tests.runs import Told, saved_steps, start, steps, tiny_run
+from tests.kit.pool import Pool
+from tests.kit.runs import Told, saved_steps, start, steps, tiny_run
 
 
 def write(prefix: Path, seed: int) -> Path:

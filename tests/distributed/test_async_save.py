@@ -19,9 +19,9 @@ import torch.distributed as dist
 from megatron.config.run import RunConfig
 from megatron.distributed.comm import Group
 from megatron.distributed.mesh import Mesh
-from tests.distributed.pool import Pool, RankError
-from tests.runs import Told, differences, full_disk, saved_steps, start, tiny_run
-from tests.saves import all_of, deleted_when, over_before, slowly, written_when
+from tests.kit.pool import Pool, RankError
+from tests.kit.runs import Told, differences, full_disk, saved_steps, start, tiny_run
+from tests.kit.saves import all_of, deleted_when, over_before, slowly, written_when
 
 RANKS = 2
 LONG = pytest.mark.slow

@@ -18,8 +18,8 @@ from megatron.optimizer.parameter_store import ParameterStore
 from megatron.training import main
 from megatron.training.callbacks.base import Callback
 from megatron.training.metrics import StepMetrics
-from tests.distributed.pool import Pool
-from tests.runs import tiny_run
+from tests.kit.pool import Pool
+from tests.kit.runs import tiny_run
 
 OVERLAP = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"
 PLAIN = ""

@@ -21,7 +21,7 @@ from megatron.checkpoint.tensor_file import GlobalTensor, TensorPart
 from megatron.distributed.comm import Group
 from megatron.distributed.launch import is_peer_lost
 from megatron.distributed.sharding import Box
-from tests.distributed.pool import Pool, RankError
+from tests.kit.pool import Pool, RankError
 from tests.unit.checkpoint import samples
 from tests.unit.checkpoint.samples import attempt, dealt, partition, same, small
 

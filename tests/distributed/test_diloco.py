@@ -47,8 +47,8 @@ from tests.distributed.diloco_runs import (
     together,
     weights,
 )
-from tests.distributed.pool import Pool, RankError
-from tests.runs import Told, checkpoint, column, differences, records, saved_steps, tiny_run
+from tests.kit.pool import Pool, RankError
+from tests.kit.runs import Told, checkpoint, column, differences, records, saved_steps, tiny_run
 
 
 def test_a_round_every_step_is_data_parallelism() -> None:

@@ -23,9 +23,9 @@ from megatron.distributed.micro_batch import MicroBatch
 from megatron.training.build import build_trainer
 from megatron.training.step import train_step
 from megatron.training.trainer import Trainer
-from tests.distributed.drive import FP64, LR, MODEL, OPTIMIZER, RATES, TRAINING
-from tests.distributed.pool import Pool
-from tests.runs import tiny_run
+from tests.kit.cases import FP64, LR, MODEL, OPTIMIZER, RATES, TRAINING
+from tests.kit.pool import Pool
+from tests.kit.runs import tiny_run
 from tools.lib.verify_parallel import RankTrace, compare_traces, join_traces, trace_step
 
 EOD = 7

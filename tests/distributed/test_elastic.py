@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from tests.distributed.elastic_runs import Job, Plan
-from tests.runs import checkpoint, column, differences, start, steps, tiny_run
+from tests.kit.runs import checkpoint, column, differences, start, steps, tiny_run
 
 STEPS = 12
 SHUTDOWN_SECONDS = 25.0

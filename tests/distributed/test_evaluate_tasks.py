@@ -13,9 +13,9 @@ from megatron.config.run import RunConfig
 from megatron.contrib.harness import language_model_class, scalar_results
 from megatron.convert.huggingface.config import read_model_values
 from tasks.evaluate import harness
-from tests.distributed.pool import Pool
 from tests.distributed.test_generate import run_tool
-from tests.runs import records, start
+from tests.kit.pool import Pool
+from tests.kit.runs import records, start
 from tests.unit.tasks.local_tasks import TASKS, write_tasks
 
 SCORED = "choices rolling"

@@ -18,10 +18,10 @@ from megatron.layers.moe import DispatchPlan, Router, Routing
 from megatron.training.build import build_trainer
 from megatron.training.loggers.console import health_line
 from megatron.training.step import train_step
-from tests.distributed.drive import MODEL, RATES, Case, batches_of, global_batch
 from tests.distributed.grid import RECOMPUTE
-from tests.distributed.pool import Pool
 from tests.distributed.vitals import difference, report, router_losses
+from tests.kit.cases import MODEL, RATES, Case, batches_of, global_batch
+from tests.kit.pool import Pool
 
 EXPERTS = replace(
     MODEL,

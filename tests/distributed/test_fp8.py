@@ -23,8 +23,8 @@ from megatron.optimizer.lr_scheduler import Rates
 from megatron.planner.memory import fp8_weight_bytes
 from megatron.training.build import build_trainer
 from megatron.training.step import evaluate, train_step
-from tests.distributed.drive import LR, MODEL, RATES, SEQ_LENGTH, Case, batches_of, pipeline, run_case, run_on
-from tests.distributed.pool import Pool
+from tests.kit.cases import LR, MODEL, RATES, SEQ_LENGTH, Case, batches_of, pipeline, run_case, run_on
+from tests.kit.pool import Pool
 from tools.lib.verify_parallel import RankTrace, StepTrace, compare_traces, join_traces
 
 TP2 = ParallelConfig(tensor_model_parallel_size=2)

@@ -26,9 +26,9 @@ from megatron.inference.generate import PipelinedModel, SamplingParams, generate
 from megatron.layers.context import BuildContext
 from megatron.model.gpt import GPTChunk, build_gpt
 from megatron.training.build import build_trainer
-from tests.checkpoints import save_model
-from tests.distributed.drive import MODEL, Case, pipeline
-from tests.distributed.pool import Pool, RankError
+from tests.kit.cases import MODEL, Case, pipeline
+from tests.kit.checkpoints import save_model
+from tests.kit.pool import Pool, RankError
 from tools.generate import main
 
 PROMPTS = [[5, 17, 99], [100], [3, 1, 4, 1, 5, 9, 2, 6], [44, 44]]

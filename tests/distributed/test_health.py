@@ -21,10 +21,10 @@ from megatron.training.build import build_trainer
 from megatron.training.callbacks import health
 from megatron.training.callbacks.health import HealthReport, layer_name
 from megatron.training.step import train_step
-from tests.distributed.drive import GLOBAL_BATCH, LR, MODEL, RATES, SEQ_LENGTH, Case, batches_of, global_batch
 from tests.distributed.grid import DOCUMENTS, EXPERTS, RECOMPUTE
-from tests.distributed.pool import Pool
 from tests.distributed.vitals import difference, report
+from tests.kit.cases import GLOBAL_BATCH, LR, MODEL, RATES, SEQ_LENGTH, Case, batches_of, global_batch
+from tests.kit.pool import Pool
 
 BARE = replace(MODEL, add_bias_linear=False)
 ALL = ("grad-norm", "zeros-share", "params-norm", "update-ratio")

@@ -21,7 +21,6 @@ from megatron.config.model import ModelConfig
 from megatron.config.parallel import PIPELINE_SCHEDULES, ParallelConfig
 from megatron.config.run import ComputeConfig, OptimizerConfig, PrecisionConfig, TrainingConfig
 from tests.distributed import product
-from tests.distributed.drive import MODEL, SEQ_LENGTH, Case, compare_with_twin, evaluation, reference, run_on
 from tests.distributed.grid import (
     CONTEXT,
     DOCUMENTS,
@@ -44,7 +43,8 @@ from tests.distributed.grid import (
     valid,
 )
 from tests.distributed.pairwise import Choice, Pair, covering, pairs_of, valid_pairs
-from tests.distributed.pool import Pool
+from tests.kit.cases import MODEL, SEQ_LENGTH, Case, compare_with_twin, evaluation, reference, run_on
+from tests.kit.pool import Pool
 from tools.lib.verify_parallel import StepDeviation, StepTrace
 
 TOLERANCE_FP64 = 1e-10

@@ -24,9 +24,9 @@ from megatron.contrib.local_checkpoints import NodeCheckpoints
 from megatron.distributed.launch import world_group
 from megatron.training.build import build_trainer
 from megatron.training.checkpointer import Checkpointer, choose_resume_source, run_state, tensors_to_save
-from tests.distributed.pool import Pool
 from tests.distributed.resume import ACTIONS
-from tests.runs import Told, before_step, differences, start, steps, tiny_run
+from tests.kit.pool import Pool
+from tests.kit.runs import Told, before_step, differences, start, steps, tiny_run
 from tests.unit.checkpoint.samples import files_of
 
 ZERO = "--use-distributed-optimizer"

@@ -23,9 +23,9 @@ from megatron.data.indexed_writer import IndexedDatasetWriter
 from megatron.training import main
 from megatron.training.loop import StopRequest
 from megatron.training.trainer import Trainer
-from tests.distributed.pool import Pool
 from tests.distributed.sites import ROOT
-from tests.runs import FLAGS, before_step, column, records, saved_steps, spoil_step, start, tiny_run
+from tests.kit.pool import Pool
+from tests.kit.runs import FLAGS, before_step, column, records, saved_steps, spoil_step, start, tiny_run
 
 TP2_SP = "--tensor-model-parallel-size 2 --sequence-parallel"
 PP2 = "--pipeline-model-parallel-size 2"
@@ -235,7 +235,7 @@ def test_torchrun_starts_nobody_again_that_a_file_has_stopped(tmp_path: Path) ->
     program = tmp_path / "stopping.py"
     program.write_text(
         "import sys, pathlib, pretrain_gpt\n"
-        "from tests.runs import before_step\n"
+        "from tests.kit.runs import before_step\n"
         f"with before_step(3, lambda trainer: pathlib.Path({str(tmp_path / 'stop')!r}).touch()):\n"
         "    pretrain_gpt.exit_process(pretrain_gpt.main(sys.argv[1:]))\n"
     )

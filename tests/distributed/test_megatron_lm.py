@@ -13,9 +13,9 @@ from megatron.config.errors import UserError
 from megatron.config.run import RunConfig
 from megatron.training.resume_source import preview_start, stored_config
 from pretrain_gpt import main
-from tests.distributed.pool import Pool
 from tests.distributed.resume import gathered, load_and_go_on
-from tests.runs import records, start
+from tests.kit.pool import Pool
+from tests.kit.runs import records, start
 from tests.unit.convert.megatron_lm import change_arguments, expected, moments_of, unpack
 
 RUN = (

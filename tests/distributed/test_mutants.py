@@ -19,10 +19,10 @@ from megatron.training.build import build_trainer
 from tests.distributed import detect, faults, faults_of_contexts, faults_of_shares
 from tests.distributed.detect import Detector
 from tests.distributed.detect_saves import SAVES
-from tests.distributed.drive import Case, run_case
 from tests.distributed.grid import RECOMPUTE
-from tests.distributed.pool import PATIENCE, Pool, RankError
 from tests.distributed.sites import Call, Site, broken, calls, mutations, strays, watching
+from tests.kit.cases import Case, run_case
+from tests.kit.pool import PATIENCE, Pool, RankError
 from tools.lib.verify_parallel import RankTrace, join_traces
 
 DETECTORS = detect.DETECTORS | SAVES

@@ -17,7 +17,7 @@ from megatron.data.errors import DataError
 from megatron.distributed import comm
 from megatron.distributed.launch import gather_results, run_on_rank0, world_group
 from megatron.training.resume_source import NoCheckpointError, ResumeSource
-from tests.distributed.pool import Pool
+from tests.kit.pool import Pool
 
 VALUES: list[Any] = [None, True, -(2**70), 0.1, "é\ud800", [], [1, [2.5]], {"a": {"b": None}}, "x" * 100_000]
 ERRORS = [

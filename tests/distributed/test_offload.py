@@ -12,9 +12,9 @@ from megatron.config.parallel import ParallelConfig
 from megatron.config.run import OptimizerConfig, PrecisionConfig, TrainingConfig
 from megatron.training.build import build_trainer
 from megatron.training.step import train_step
-from tests.distributed.drive import MODEL, RATES, Case, batches_of, pipeline
-from tests.distributed.pool import Pool
 from tests.distributed.test_optimizer_shards import EXPERTS, GQA, noted
+from tests.kit.cases import MODEL, RATES, Case, batches_of, pipeline
+from tests.kit.pool import Pool
 
 STEPS = 5
 FP32, BF16 = PrecisionConfig(params_dtype="fp32"), PrecisionConfig(params_dtype="bf16")

@@ -25,8 +25,8 @@ from megatron.training.callbacks import health
 from megatron.training.checkpointer import tensors_to_save
 from megatron.training.step import evaluate, train_step
 from megatron.training.trainer import Trainer
-from tests.distributed.drive import MODEL, RATES, Case, batches_of, compare_with_twin, run_on
-from tests.distributed.pool import Pool
+from tests.kit.cases import MODEL, RATES, Case, batches_of, compare_with_twin, run_on
+from tests.kit.pool import Pool
 
 INIT = Init()
 SHARD = DenseSharding(0, 1)

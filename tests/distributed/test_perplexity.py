@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from tasks.evaluate.perplexity import main
-from tests.checkpoints import save_model
-from tests.distributed.pool import Pool
 from tests.distributed.test_generate import run_tool
-from tests.solo import Solo, tiny
+from tests.kit.checkpoints import save_model
+from tests.kit.pool import Pool
+from tests.kit.solo import Solo, tiny
 
 TEXT = "Four windows, and a part of a fifth, of 16 tokens each: so ranks have unequal work.\n"
 IMPORTS = 240.0

@@ -20,9 +20,9 @@ from megatron.kernels import block_attention
 from megatron.kernels.attention_mask import Ranges
 from megatron.training.build import build_trainer
 from megatron.training.trainer import Trainer
-from tests.distributed.drive import GLOBAL_BATCH, MODEL, SEQ_LENGTH, Case, batches_of, global_batch
 from tests.distributed.grid import DOCUMENTS, RECOMPUTE
-from tests.distributed.pool import Pool
+from tests.kit.cases import GLOBAL_BATCH, MODEL, SEQ_LENGTH, Case, batches_of, global_batch
+from tests.kit.pool import Pool
 from tests.unit.kernels.test_attention_mask import visible
 
 PATTERNS = ("global", "local:5", "chunked:7", "dilated:3:2", "local:3+first:2", "prefix:4")

@@ -25,8 +25,8 @@ from megatron.pipeline.communication import channels
 from megatron.pipeline.recorder import record_timeline
 from megatron.pipeline.runtime import Pipeline
 from megatron.pipeline.simulate import StageCosts, simulate
-from tests.distributed.pool import Pool
-from tests.pipelines import SIZES, batches_of, program_of
+from tests.kit.pipelines import SIZES, batches_of, program_of
+from tests.kit.pool import Pool
 
 RANKS, MICROBATCHES = 4, 6
 

@@ -13,10 +13,10 @@ from megatron.convert.huggingface.config import read_config, read_model_values
 from megatron.convert.huggingface.convert import convert_to_huggingface
 from megatron.convert.saved_model import open_checkpoint
 from megatron.pipeline.schedules import make_schedule
-from tests.distributed.pool import Pool
 from tests.distributed.resume import run_rank
+from tests.kit.pool import Pool
+from tests.kit.runs import checkpoint, start, steps, tiny_run
 from tests.parity.test_hf import BY_NAME
-from tests.runs import checkpoint, start, steps, tiny_run
 from tests.unit.convert.folders import ignore, random_weights, write_folder
 
 FLAGS = "--num-layers 3 --params-dtype fp64 --micro-batch-size 1 --save-interval 2 --train-iters 4"

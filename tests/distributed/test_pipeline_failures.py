@@ -9,8 +9,8 @@ from pathlib import Path
 
 from megatron.config.run import RunConfig
 from megatron.training.trainer import Trainer
-from tests.distributed.pool import Pool
-from tests.runs import Told, before_step, column, start, tiny_run
+from tests.kit.pool import Pool
+from tests.kit.runs import Told, before_step, column, start, tiny_run
 
 INTERLEAVED = "--num-layers 4 --pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2"
 TIMEOUT, NAP = 3.0, 5.0

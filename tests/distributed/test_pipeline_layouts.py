@@ -16,10 +16,10 @@ from megatron.pipeline.actions import PipelineSchedule
 from megatron.pipeline.schedules import make_schedule
 from megatron.training.build import build_trainer
 from megatron.training.step import train_step
-from tests.distributed.drive import RATES, Case, batches_of, compare_with_twin, evaluation, pipeline, run_on
 from tests.distributed.faults import infinite_gradient
 from tests.distributed.grid import DOCUMENTS, stages_on_a_rank
-from tests.distributed.pool import Pool
+from tests.kit.cases import RATES, Case, batches_of, compare_with_twin, evaluation, pipeline, run_on
+from tests.kit.pool import Pool
 from tools.lib.verify_parallel import StepTrace
 
 TOLERANCE = 1e-10

@@ -26,8 +26,8 @@ from megatron.pipeline.runtime import Chunk
 from megatron.pipeline.simulate import Timeline
 from megatron.training import failure_report
 from megatron.training.failure_report import explain_error
-from tests.distributed.pool import Pool, RankError
-from tests.pipelines import SEED, Ends, LinearStage, batches_of, pipeline_of, program_of
+from tests.kit.pipelines import SEED, Ends, LinearStage, batches_of, pipeline_of, program_of
+from tests.kit.pool import Pool, RankError
 
 RANKS, MICROBATCHES = 4, 6
 TIMEOUT = 20.0
@@ -83,7 +83,7 @@ def fail(rank: int, world_size: int, how: str, told: Path) -> None:
 @pytest.fixture
 def patience(monkeypatch: pytest.MonkeyPatch) -> None:
     """All ranks get the time that they need to end by themselves."""
-    monkeypatch.setattr("tests.distributed.pool.GRACE", TIMEOUT)
+    monkeypatch.setattr("tests.kit.pool.GRACE", TIMEOUT)
 
 
 @pytest.mark.usefixtures("patience")

@@ -15,8 +15,8 @@ from megatron.layers.norm import Residual
 from megatron.pipeline.plan import build_program
 from megatron.pipeline.simulate import StageCosts, simulate
 from megatron.training.trainer import Trainer
-from tests.distributed.pool import Pool
-from tests.runs import before_step, column, start, tiny_run
+from tests.kit.pool import Pool
+from tests.kit.runs import before_step, column, start, tiny_run
 
 FORWARD, BACKWARD = 0.02, 0.05
 """Seconds for which a layer sleeps."""

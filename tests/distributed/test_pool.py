@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.distributed.pool import Pool, RankError
+from tests.kit.pool import Pool, RankError
 
 
 def total(rank: int, world_size: int, scale: float) -> tuple[int, float]:

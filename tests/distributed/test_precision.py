@@ -12,9 +12,9 @@ from megatron.config.parallel import ParallelConfig
 from megatron.config.run import PrecisionConfig, TrainingConfig
 from megatron.training.build import build_trainer
 from megatron.training.step import train_step
-from tests.distributed.drive import MODEL, RATES, Case, batches_of, pipeline, reference, run_on
 from tests.distributed.faults import infinite_gradient
-from tests.distributed.pool import Pool
+from tests.kit.cases import MODEL, RATES, Case, batches_of, pipeline, reference, run_on
+from tests.kit.pool import Pool
 
 CASE = Case(
     replace(MODEL, num_query_groups=2, qk_layernorm=True, hidden_dropout=0.1),

@@ -12,8 +12,8 @@ import pytest
 
 from megatron.config.run import RunConfig
 from megatron.training.trainer import Trainer
-from tests.distributed.pool import Pool
-from tests.runs import before_step, column, start, tiny_run
+from tests.kit.pool import Pool
+from tests.kit.runs import before_step, column, start, tiny_run
 
 WISHES = ("signal", "file", "nothing")
 

@@ -23,9 +23,7 @@ from megatron.planner.memory import rank_state_bytes
 from megatron.training.build import build_trainer
 from megatron.training.checkpointer import Checkpointer
 from megatron.training.resume_source import ResumeSource
-from tests.distributed.drive import Case
 from tests.distributed.grid import FACTORS, ZERO
-from tests.distributed.pool import Pool
 from tests.distributed.resharding import (
     Reshard,
     bytes_of_files,
@@ -36,7 +34,9 @@ from tests.distributed.resharding import (
     times_written,
 )
 from tests.distributed.resume import BEFORE, gathered, load_and_go_on, save_and_go_on, save_at_once
-from tests.runs import checkpoint
+from tests.kit.cases import Case
+from tests.kit.pool import Pool
+from tests.kit.runs import checkpoint
 from tests.unit.convert.folders import llama, random_weights, write_folder
 
 PLAIN = {"experts": "none", "optimizer": "adam"}

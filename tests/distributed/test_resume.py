@@ -18,9 +18,9 @@ from megatron.checkpoint.lease import acquire_lease
 from megatron.config.run import RunConfig
 from megatron.data.build import resolve_epochs
 from megatron.data.indexed_writer import IndexedDatasetWriter
-from tests.distributed.pool import Pool, RankError
 from tests.distributed.resume import run_rank
-from tests.runs import Told, differences, records, saved_steps, start, steps, tiny_run
+from tests.kit.pool import Pool, RankError
+from tests.kit.runs import Told, differences, records, saved_steps, start, steps, tiny_run
 from tests.unit.checkpoint.samples import files_of
 
 TP2_SP = "--tensor-model-parallel-size 2 --sequence-parallel"

@@ -13,10 +13,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tests.distributed.drive import compare_with_twin, run_on
 from tests.distributed.grid import FACTORS, Choice, case_of, label
-from tests.distributed.pool import Pool, RankError
 from tests.distributed.test_layout_matrix import MATRIX, TOLERANCE_FP64, check
+from tests.kit.cases import compare_with_twin, run_on
+from tests.kit.pool import Pool, RankError
 from tests.kit.shared_memory_group import DTYPES, SHARED_MEMORY, SLEEP_SECONDS
 
 BACKENDS = (SHARED_MEMORY, "gloo")

@@ -17,11 +17,11 @@ from megatron.distributed import comm
 from megatron.distributed.comm import Pending
 from megatron.distributed.tensor_parallel import PIPELINED, SYMMETRIC_MEMORY, TPComm
 from megatron.training.build import build_trainer
-from tests.distributed.drive import Case, compare_with_twin, run_on
 from tests.distributed.grid import RECOMPUTE
-from tests.distributed.pool import Pool, RankError
 from tests.distributed.test_adjoints import column, draw, make, row, rows_of, tp_mesh
 from tests.distributed.test_layout_matrix import GQA, TOLERANCE_FP64, check
+from tests.kit.cases import Case, compare_with_twin, run_on
+from tests.kit.pool import Pool, RankError
 
 OVERLAPS = {"pipelined": PIPELINED, "symmetric_memory": SYMMETRIC_MEMORY}
 BATCH, WIDTH = 3, 12

@@ -16,7 +16,7 @@ from megatron.planner.communication import attention_traffic
 from megatron.planner.memory import data_parallel_traffic
 from megatron.training.build import build_trainer
 from megatron.training.step import train_step
-from tests.distributed.pool import Pool
+from tests.kit.pool import Pool
 
 Sent = dict[tuple[str, str], float]
 LENGTH, HIDDEN, LAYERS = 16, 32, 2

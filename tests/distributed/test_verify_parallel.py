@@ -15,8 +15,8 @@ from megatron.config.run import RunConfig
 from megatron.distributed.grad_accumulator import GradAccumulator, WgradOperand
 from megatron.training.build import build_trainer
 from tests.distributed import faults
-from tests.distributed.pool import Pool
 from tests.distributed.sites import ROOT
+from tests.kit.pool import Pool
 from tools.lib.verify_parallel import RankTrace, trace_steps
 from tools.verify_parallel import Launcher, main, prepare_runs
 

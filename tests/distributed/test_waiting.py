@@ -16,7 +16,7 @@ from megatron.distributed.timing import Timers
 from megatron.optimizer.lr_scheduler import Rates
 from megatron.training.loggers.base import Metrics
 from megatron.training.metrics import MetricsWindow, RankStats, StepMetrics, gather_rank_stats
-from tests.distributed.pool import Pool
+from tests.kit.pool import Pool
 
 CPU = torch.device("cpu")
 NAP = 0.1

@@ -31,7 +31,7 @@ from tests.gpu.models import (
     trainer_of,
     weights,
 )
-from tests.runs import differences, start
+from tests.kit.runs import differences, start
 from tests.unit.training.test_cuda_graphs import Tape, state_of
 
 pytestmark = pytest.mark.gpu

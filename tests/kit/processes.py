@@ -16,7 +16,7 @@ from types import TracebackType
 from typing import Any
 
 ROOT = Path(__file__).parents[2]
-PRELOAD = ["torch._dynamo", "pytest", "tests.runs", "tests.distributed.drive", "tests.distributed.worker"]
+PRELOAD = ["torch._dynamo", "pytest", "tests.kit.runs", "tests.kit.cases", "tests.kit.worker"]
 """Imported once by the server that processes are forked from; building an optimizer needs torch._dynamo (2 s)."""
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.distributed.pool import Pool, RankError
+from tests.kit.pool import Pool, RankError
 from tests.nullgpu import checks
 from tests.nullgpu.rehearse import rehearse
 from tests.nullgpu.trace import Trace

@@ -21,8 +21,8 @@ from megatron.convert.huggingface.weights import HuggingFaceWeights, fill_weight
 from megatron.distributed.micro_batch import MicroBatch
 from megatron.layers.linear import ParallelLinear
 from megatron.layers.parameters import gpt, trainable
+from tests.kit.solo import Solo, random_batch
 from tests.parity.families import everything_in_double
-from tests.solo import Solo, random_batch
 
 KINDS = {"A": "a", "B": "b", "magnitude_vector": "magnitude"}
 GROUPS, HEADS, WIDTH, RANK = 2, 4, 8, 3

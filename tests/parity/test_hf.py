@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from megatron.config.model import ModelConfig
 from megatron.config.run import OptimizerConfig, TrainingConfig
 from megatron.distributed.micro_batch import MicroBatch
+from tests.kit.solo import Solo, random_batch, tiny
 from tests.parity.families import (
     Tensors,
     copy_into,
@@ -24,7 +25,6 @@ from tests.parity.families import (
     from_llama,
     from_neox,
 )
-from tests.solo import Solo, random_batch, tiny
 
 transformers = pytest.importorskip("transformers")
 

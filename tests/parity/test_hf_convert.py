@@ -24,8 +24,8 @@ from megatron.convert.huggingface.weights import fill_weights
 from megatron.convert.saved_model import SavedModel, open_checkpoint
 from megatron.distributed.comm import Group
 from megatron.distributed.micro_batch import MicroBatch
+from tests.kit.solo import Solo, random_batch
 from tests.parity.families import everything_in_double, from_experts, from_gpt2, from_gpt_oss, from_llama, from_neox
-from tests.solo import Solo, random_batch
 from tests.unit.convert.folders import ignore
 
 transformers = pytest.importorskip("transformers")

@@ -23,8 +23,8 @@ from megatron.pipeline.plan import stage_layers
 from megatron.pipeline.validate import validate_program
 from megatron.training.build import build_trainer
 from megatron.training.trainer import Trainer
-from tests.distributed.drive import MODEL, Case, batches_of
-from tests.distributed.pool import Pool
+from tests.kit.cases import MODEL, Case, batches_of
+from tests.kit.pool import Pool
 
 SCHEDULES = {
     "ScheduleGPipe": ("gpipe", 1),

@@ -24,8 +24,8 @@ from megatron.distributed.comm import ALL_GATHER, REDUCE_SCATTER
 from megatron.distributed.micro_batch import MicroBatch
 from megatron.training.build import build_trainer
 from megatron.training.step import train_step
-from tests.distributed.drive import LR, MODEL, RATES, Case, batches_of
-from tests.distributed.pool import Pool
+from tests.kit.cases import LR, MODEL, RATES, Case, batches_of
+from tests.kit.pool import Pool
 
 CLIP = 0.5
 STEPS = 5

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from megatron.checkpoint.folder import CheckpointFolder
-from tests.runs import differences
+from tests.kit.runs import differences
 from tests.slurm.cluster import ENDED, Cluster
 from tests.slurm.training import LARGE, SLOWED, Shape, Training
 

@@ -17,7 +17,7 @@ from typing import Any
 
 from megatron.config.launch import exit_process
 from pretrain_gpt import main
-from tests.watched_calls import refuse, watched_calls
+from tests.kit.watched_calls import refuse, watched_calls
 
 FOLDER = "soak"
 FULL = "full"

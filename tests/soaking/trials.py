@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.distributed.crash_faults import step_of
-from tests.runs import differences, steps
+from tests.kit.runs import differences, steps
 from tests.slurm.cluster import Cluster
 from tests.soaking.here import HereJob
 from tests.soaking.job import PATIENCE_SECONDS, STEPS, Job, Mark, Setup

@@ -20,7 +20,7 @@ from benchmarks import bandwidth, gpu, gpu_case, gpu_contestants, pipeline, sche
 from benchmarks.bandwidth import EVERYWHERE, OPERATIONS, Figure
 from megatron.distributed import comm
 from megatron.distributed.launch import world_group
-from tests.distributed.pool import Pool, RankError
+from tests.kit.pool import Pool, RankError
 from tests.kit.processes import wait_until_gone
 
 RESULTS: dict[str, Any] = {

@@ -29,8 +29,8 @@ from megatron.checkpoint.folder import CheckpointFolder
 from megatron.checkpoint.format import MANIFEST, MARKER, Manifest, marker_content, whole_box
 from megatron.checkpoint.load import CheckpointReader, load_sharded
 from megatron.checkpoint.verify import list_damage
+from tests.kit.watched_calls import CALLS
 from tests.unit.checkpoint.samples import ALONE, Sample, attempt, same, save, small
-from tests.watched_calls import CALLS
 
 FILES = ["tensors_00000.safetensors", "tokenizer/tokenizer.json", MANIFEST, MARKER]
 

@@ -23,7 +23,7 @@ from megatron.convert.huggingface.config import build_config_json, model_type_fo
 from megatron.convert.huggingface.weights import build_on_meta, map_tensors
 from megatron.distributed.comm import Group
 from megatron.layers.parameters import gpt, trainable
-from tests.solo import tiny
+from tests.kit.solo import tiny
 
 LLAMA: dict[str, Any] = {
     "position_embedding_type": "rope",

@@ -57,9 +57,9 @@ from megatron.inference.text import TextCodec
 from megatron.layers.context import DTYPES
 from megatron.layers.parameters import num_parameters
 from tests.kit.processes import ForkedProgram
+from tests.kit.runs import records, start, tiny_run
+from tests.kit.solo import Allocations, tiny
 from tests.parity.families import from_gpt2, from_llama
-from tests.runs import records, start, tiny_run
-from tests.solo import Allocations, tiny
 from tests.unit.convert.folders import card_of, ignore, llama, random_weights, write_checkpoint, write_folder
 from tools.convert_checkpoint import main
 

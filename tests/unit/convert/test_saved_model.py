@@ -21,7 +21,7 @@ from megatron.convert.huggingface.convert import import_huggingface
 from megatron.convert.huggingface.weights import HuggingFaceWeights
 from megatron.convert.saved_model import SavedModel, open_checkpoint, saved_tokenizer_files
 from megatron.layers.parameters import num_parameters
-from tests.solo import tiny
+from tests.kit.solo import tiny
 from tests.unit.checkpoint.samples import attempt
 from tests.unit.convert.folders import ignore, llama, random_weights, write_checkpoint, write_folder
 

@@ -31,7 +31,7 @@ from megatron.distributed.launch import fake_process_group, world_group
 from megatron.distributed.layout import Layout
 from megatron.distributed.mesh import GroupInfo, Mesh, alternate_edges
 from megatron.pipeline.communication import channels
-from tests.solo import one_rank_mesh
+from tests.kit.solo import one_rank_mesh
 
 MOST_TURNS = 8
 

@@ -14,7 +14,7 @@ from megatron.kernels import fp8
 from megatron.kernels.fp8 import Float8Kernel, Float8Recipe, Float8Tensor, WeightCasts, fp8_operation, swizzled
 from megatron.kernels.operation import check_kernel
 from megatron.layers.fp8 import Float8Function, Float8Linear
-from tests.solo import one_rank_mesh
+from tests.kit.solo import one_rank_mesh
 
 RECIPES = [
     Float8Recipe("hybrid", "tensorwise"),

@@ -26,7 +26,7 @@ from megatron.layers.attention import SelfAttention, largest_logit
 from megatron.layers.context import BuildContext, ForwardContext
 from megatron.layers.kv_cache import KVCache
 from megatron.layers.norm import Residual
-from tests.solo import Allocations, Solo, one_rank_mesh, random_batch, tiny
+from tests.kit.solo import Allocations, Solo, one_rank_mesh, random_batch, tiny
 
 LENGTH = 12
 DOCUMENTS = torch.tensor([[0] * 5 + [1] * 7, [3] * 2 + [4] * 9 + [5]])

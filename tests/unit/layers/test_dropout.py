@@ -17,7 +17,7 @@ from megatron.layers import attention
 from megatron.layers.context import ForwardContext
 from megatron.model import block
 from megatron.model.block import hidden_dropout
-from tests.solo import Solo, random_batch, tiny
+from tests.kit.solo import Solo, random_batch, tiny
 
 S, B, H = 64, 6, 96
 P = 0.3

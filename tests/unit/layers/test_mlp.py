@@ -17,7 +17,7 @@ from megatron.kernels.activation import activation
 from megatron.layers import parameters
 from megatron.layers.context import BuildContext
 from megatron.layers.mlp import MLP
-from tests.solo import Allocations, Solo, one_rank_mesh, random_batch, tiny
+from tests.kit.solo import Allocations, Solo, one_rank_mesh, random_batch, tiny
 
 ROWS, SAMPLES = 48, 2
 GPT = tiny(hidden_dropout=0.1, max_position_embeddings=ROWS)

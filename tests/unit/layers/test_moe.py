@@ -19,7 +19,7 @@ from megatron.distributed.grad_accumulator import GradAccumulator
 from megatron.layers import moe, parameters
 from megatron.layers.context import BuildContext
 from megatron.layers.moe import DispatchPlan, MixtureOfExperts, Permutation, Router, Routing
-from tests.solo import Solo, one_rank_mesh, random_batch, tiny
+from tests.kit.solo import Solo, one_rank_mesh, random_batch, tiny
 
 LENGTH, SAMPLES, EXPERTS = 6, 3, 5
 WIDE = {"num_experts": EXPERTS, "add_bias_linear": False}

@@ -20,8 +20,8 @@ from megatron.optimizer.lr_scheduler import Rates
 from megatron.training.build import Trainer, build_trainer
 from megatron.training.cuda_graphs import WARM_UP_STEPS, StepRunner
 from megatron.training.step import train_step
-from tests.runs import tiny_run
-from tests.solo import Solo, random_batch, tiny
+from tests.kit.runs import tiny_run
+from tests.kit.solo import Solo, random_batch, tiny
 from tests.unit.training.test_cuda_graphs import recorded
 
 

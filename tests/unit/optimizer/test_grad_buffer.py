@@ -29,8 +29,8 @@ from megatron.optimizer.grad_buffer import (
     start_grad_all_reduce,
     start_grad_reduce_scatter,
 )
-from tests.distributed.pool import Pool
-from tests.solo import one_rank_mesh
+from tests.kit.pool import Pool
+from tests.kit.solo import one_rank_mesh
 
 SHARD = DenseSharding(0, 1)
 SPECS = {

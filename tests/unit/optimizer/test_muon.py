@@ -22,7 +22,7 @@ from megatron.optimizer.muon import (
     update_scale,
 )
 from megatron.optimizer.param_groups import is_muon_param
-from tests.solo import Solo, one_rank_mesh, random_batch, tiny
+from tests.kit.solo import Solo, one_rank_mesh, random_batch, tiny
 
 INIT = Init()
 GO, SKIP = torch.zeros(()), torch.ones(())

@@ -36,7 +36,7 @@ from megatron.training.build import build_trainer
 from megatron.training.checkpointer import local_tensors, parameter_name
 from megatron.training.step import train_step
 from megatron.training.trainer import Trainer
-from tests.distributed.pool import Pool
+from tests.kit.pool import Pool
 
 TINY = (
     "--mock-data --vocab-size 257 --train-iters 1 --seq-length 16 --device cpu --num-layers 2 --hidden-size 32"

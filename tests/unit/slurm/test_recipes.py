@@ -17,8 +17,8 @@ from megatron.config.errors import UserError
 from megatron.config.model import ModelConfig
 from megatron.config.privacy import user_name
 from megatron.layers.parameters import num_parameters
-from tests.neighbours import NOBODY, needs_root
-from tests.solo import Allocations, Solo, random_batch
+from tests.kit.solo import Allocations, Solo, random_batch
+from tests.kit.users import NOBODY, needs_root
 from tests.unit.slurm import recipes
 from tests.unit.slurm.recipes import ROOT, TRAINING, Started
 

@@ -12,7 +12,7 @@ import torch
 import transformers
 
 from tasks.finetune import sft
-from tests.runs import column, records
+from tests.kit.runs import column, records
 from tools import convert_checkpoint
 
 TEMPLATE = """{% for m in messages %}{{ m.role }}: {{ m.content }}{{ '<|end|>' if m.role == 'assistant' }}
@@ -23,7 +23,7 @@ PAIRS = ("ab", "cd", "ef", "gh", "ij")
 
 def save_base(folder: Path) -> None:
     """A random Llama whose tokenizer ends documents with id 256, and has ``<|end|>`` as id 257, which is no eos."""
-    from tests.checkpoints import BYTES
+    from tests.kit.checkpoints import BYTES
 
     torch.manual_seed(0)
     sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from megatron.arguments.sources import from_dict
 from megatron.data.dataset import Dataset
 from megatron.data.loader import build_data
-from tests.runs import before_step, kill, start, tiny_run
+from tests.kit.runs import before_step, kill, start, tiny_run
 from tests.unit.data.pairs import write
 from tools.diff_runs import first_different_index, main, open_samples, read_run
 

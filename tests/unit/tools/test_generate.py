@@ -16,8 +16,8 @@ import torch
 from megatron.inference.generate import SamplingParams, generate
 from megatron.inference.text import TextCodec
 from megatron.model.gpt import GPTChunk
-from tests.checkpoints import BYTES, save_model
-from tests.solo import Solo, tiny
+from tests.kit.checkpoints import BYTES, save_model
+from tests.kit.solo import Solo, tiny
 from tools.generate import main
 
 ROOT = Path(__file__).parents[3]

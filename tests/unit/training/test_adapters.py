@@ -17,8 +17,8 @@ from megatron.layers.linear import ParallelLinear
 from megatron.layers.parameters import gpt, trainable
 from megatron.training.resume_source import preview_start
 from megatron.training.trainer import Trainer
-from tests.runs import Told, before_step, checkpoint, differences, kill, start, steps, tiny_run
-from tests.solo import one_rank_mesh
+from tests.kit.runs import Told, before_step, checkpoint, differences, kill, start, steps, tiny_run
+from tests.kit.solo import one_rank_mesh
 from tests.unit.convert.folders import random_weights, write_folder
 from tools.convert_checkpoint import main as convert
 

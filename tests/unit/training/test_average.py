@@ -16,7 +16,7 @@ from megatron.inference.load import open_pretrained
 from megatron.inference.text import InferenceError
 from megatron.training.build import build_trainer
 from megatron.training.step import evaluate
-from tests.runs import checkpoint, column, start, tiny_run
+from tests.kit.runs import checkpoint, column, start, tiny_run
 from tools.convert_checkpoint import main
 
 DECAY = 0.75

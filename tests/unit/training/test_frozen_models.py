@@ -11,7 +11,7 @@ import pytest
 from megatron.config.run import RunConfig
 from megatron.data.build import resolve_epochs
 from tasks.finetune import precompute
-from tests.runs import FLAGS, before_step, column, differences, kill, records, start, steps, tiny_run
+from tests.kit.runs import FLAGS, before_step, column, differences, kill, records, start, steps, tiny_run
 
 TEMPLATE = "{% for m in messages %}{{ m.content }}{% endfor %}"
 MODEL = "--vocab-size 257 --seq-length 16 --max-position-embeddings 16 --fp64"

@@ -33,7 +33,7 @@ from megatron.training.loop import STOP_FILE_FOUND, NonFiniteCheck, StopRequest,
 from megatron.training.resume_source import read_only_options
 from megatron.training.step import evaluate
 from megatron.training.trainer import Trainer
-from tests.runs import (
+from tests.kit.runs import (
     before_step,
     column,
     contents,

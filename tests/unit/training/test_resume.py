@@ -32,7 +32,7 @@ from megatron.training import checkpointer, main
 from megatron.training.build import build_trainer
 from megatron.training.main import new_run_id, previous_run_id
 from megatron.training.trainer import Trainer
-from tests.runs import (
+from tests.kit.runs import (
     FLAGS,
     Told,
     before_step,

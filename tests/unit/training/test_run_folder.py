@@ -27,7 +27,7 @@ from megatron.training.loggers.run_folder import (
     restart_command,
     write_run_folder,
 )
-from tests.runs import start, tiny_run
+from tests.kit.runs import start, tiny_run
 
 
 def test_the_folder_holds_what_is_needed_to_run_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

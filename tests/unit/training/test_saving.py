@@ -35,20 +35,20 @@ from megatron.distributed.comm import Group
 from megatron.training import checkpointer
 from megatron.training.build import build_trainer
 from megatron.training.checkpointer import FINISHED_FILE, Checkpointer, hold_save_folder, tensors_to_save
-from tests.killed import run_in_process
-from tests.runs import (
+from tests.kit.runs import (
     FLAGS,
     KilledError,
     before_step,
     differences,
     full_disk,
     records,
+    run_in_process,
     saved_steps,
     spoil_step,
     start,
     tiny_run,
 )
-from tests.saves import all_of, before_writing, slowly, wait_on, written_when
+from tests.kit.saves import all_of, before_writing, slowly, wait_on, written_when
 
 EVERY_2 = "--save {0}/saved --save-interval 2"
 ASYNC = f"{EVERY_2} --async-save"

@@ -15,8 +15,8 @@ import pytest
 from megatron.checkpoint import publish
 from megatron.training.loggers import run_logger
 from tests.kit.processes import ForkedProgram
-from tests.runs import column, contents, start, tiny_run
-from tests.saves import over_before
+from tests.kit.runs import column, contents, start, tiny_run
+from tests.kit.saves import over_before
 
 SECONDS = 100.0
 

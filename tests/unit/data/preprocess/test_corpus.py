@@ -44,7 +44,7 @@ from megatron.data.preprocess.corpus import (
     split_lines,
     split_lines_file,
 )
-from tests.neighbours import NOBODY, as_user, needs_root, public_folder
+from tests.kit.users import NOBODY, as_user, needs_root, public_folder
 
 
 @pytest.fixture

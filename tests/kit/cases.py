@@ -26,7 +26,7 @@ from megatron.training.build import build_trainer
 from megatron.training.frozen_models import frozen_inputs
 from megatron.training.step import evaluate, train_step
 from megatron.training.trainer import Trainer
-from tests.distributed.pool import PATIENCE, Pool
+from tests.kit.pool import PATIENCE, Pool
 from tests.kit.shared_memory_group import BACKEND
 from tools.lib.verify_parallel import RankTrace, StepDeviation, StepTrace, compare_traces, join_traces, trace_step
 

@@ -25,9 +25,9 @@ from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import Any, TypeVar
 
-from tests.distributed.worker import DUMP_STACKS, SOURCE, Job, Raised, Reply, work
 from tests.kit.processes import fork_server
 from tests.kit.shared_memory_group import BACKEND
+from tests.kit.worker import DUMP_STACKS, SOURCE, Job, Raised, Reply, work
 
 T = TypeVar("T")
 
