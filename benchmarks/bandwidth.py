@@ -36,7 +36,7 @@ from megatron.distributed.comm import Channel, Group
 from megatron.distributed.launch import destroy_distributed, init_distributed, world_group
 from megatron.distributed.layout import Layout
 from megatron.distributed.mesh import Mesh
-from megatron.training.build import choose_device
+from megatron.training.build_model import choose_device
 from megatron.training.failure_report import host_name
 
 MB = 2**20

@@ -90,7 +90,7 @@ def measure_steps(rank: int, world_size: int, config: RunConfig, steps: int) -> 
         began = time.process_time()
         loss = train_step(trainer, batches, rates).loss
         seconds.append(time.process_time() - began)
-        trainer.iteration, trainer.consumed_samples = trainer.iteration + 1, trainer.consumed_samples + 1
+        trainer.iteration, trainer.progress.consumed_samples = trainer.iteration + 1, trainer.consumed_samples + 1
     peak = memory("VmHWM")
     # All-reduces are those of gradients and of the loss.
     sent = sum(count for (axes, how), count in meter.pop_bytes_sent().items() if axes == "cp" and how != ALL_REDUCE)

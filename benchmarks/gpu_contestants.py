@@ -97,7 +97,7 @@ class Ours:
             for name, master in trainer.optimizer.main_params.items():
                 init = trainer.specs[name].init
                 _ = master.fill_(init.value) if init.std is None else master.normal_(std=init.std)
-        trainer.optimizer.after_load()
+        trainer.use_loaded_weights()
         trainer.start_at(0, 0)
         tokens = random_tokens(case, config, device)
         batches = [replace(batch, tokens=x, labels=y) for batch, (x, y) in zip(trainer.next_batches(), tokens)]

@@ -109,12 +109,12 @@ class SideBySide:
             window.add(metrics, 1)
             read = partial(window.read, iteration=t.iteration, consumed_samples=t.consumed_samples, rates=rates)
             self.log.stepped(t.iteration, t.consumed_samples, partial(read, alone=True))
-        self.log.train(read(samples_digest=f"{t.samples_digest():016x}"))
+        self.log.train(read(samples_digest=f"{t.reader.samples_digest():016x}"))
 
     @staticmethod
     def _count(trainer: Trainer) -> None:
-        trainer.iteration += 1
-        trainer.consumed_samples += 1
+        trainer.progress.iteration += 1
+        trainer.progress.consumed_samples += 1
 
 
 def side_by_side(args: argparse.Namespace) -> dict[str, Any]:

@@ -34,7 +34,7 @@ from megatron.config.run import RunConfig
 from megatron.distributed import comm
 from megatron.planner.memory import checkpoint_bytes
 from megatron.training.build import build_trainer
-from megatron.training.checkpointer import local_tensors, restore_run, run_state, tensors_to_save
+from megatron.training.checkpoint_contents import local_tensors, restore_run, run_state, tensors_to_save
 from megatron.training.trainer import Trainer
 
 LAYERS, LIMIT, INTERVAL = 18, 1e9, 0.002

@@ -32,7 +32,7 @@ from megatron.convert.huggingface.weights import HuggingFaceWeights
 from megatron.distributed.micro_batch import MicroBatch
 from megatron.optimizer.lr_scheduler import Rates
 from megatron.training.build import build_trainer
-from megatron.training.checkpointer import restore_weights
+from megatron.training.checkpoint_contents import restore_weights
 from megatron.training.step import train_step
 from megatron.training.trainer import Trainer
 

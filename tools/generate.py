@@ -161,7 +161,7 @@ def build_model(args: argparse.Namespace, model: PretrainedModel, launch: Launch
     from megatron.distributed.layout import Layout
     from megatron.distributed.mesh import Mesh
     from megatron.layers.context import DTYPES
-    from megatron.training.build import choose_device
+    from megatron.training.build_model import choose_device
 
     device = choose_device(args.device)
     init_distributed(None, TIMEOUT, device)

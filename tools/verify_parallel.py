@@ -263,7 +263,8 @@ def run_rank(config: RunConfig, rank: int, world_size: int, steps: int, port: in
     import torch
 
     from megatron.distributed.launch import destroy_distributed
-    from megatron.training.build import build_trainer, join_distributed
+    from megatron.training.build import build_trainer
+    from megatron.training.build_model import join_distributed
     from tools.lib.verify_parallel import trace_steps
 
     load_plugins(config.compute.plugin)

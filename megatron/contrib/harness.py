@@ -28,7 +28,7 @@ from megatron.distributed.launch import call_safely, init_distributed, raise_fir
 from megatron.inference.generate import PipelinedModel, SamplingParams, generate
 from megatron.inference.load import load_tokenizer, open_pretrained, stop_ids
 from megatron.inference.text import InferenceError, open_codec
-from megatron.training.build import choose_device
+from megatron.training.build_model import choose_device
 from megatron.training.callbacks.base import Callback
 from megatron.training.metrics import StepMetrics
 from megatron.training.scoring import ComputingModel, score_tokens

@@ -66,8 +66,12 @@ from megatron.distributed import comm
 from megatron.distributed.comm import Channel, Group, Pending
 from megatron.distributed.launch import gather_results, run_on_rank0
 from megatron.training.callbacks.base import Callback
-from megatron.training.checkpointer import bytes_to_save, local_tensors, run_state, tensors_to_load, tensors_to_save
-from megatron.training.compression_state import compression_to_load
+from megatron.training.checkpoint_contents import (
+    CheckpointContents,
+    further_tensors_to_load,
+    local_tensors,
+    tensors_to_load,
+)
 from megatron.training.resume_source import (
     ResumeSource,
     applies_to_own_checkpoints,
@@ -294,7 +298,7 @@ class NodeCheckpoints:
         checkpoint, *others = self.usable[path]  # of one step, those of another save that some nodes still have
         try:
             wanted = tensors_to_load(trainer, local_tensors(trainer))
-            return self.fetch(checkpoint, wanted, partial(compression_to_load, trainer))
+            return self.fetch(checkpoint, wanted, partial(further_tensors_to_load, trainer))
         except (OSError, StorageError, DamagedCheckpointError) as error:
             if others:
                 self.usable[path] = others
@@ -666,14 +670,14 @@ class LocalSave(Callback):
             self.log.warning(f"step {self.trainer.iteration} is not saved on the nodes: {error}")
 
     def _save(self) -> None:
-        trainer, started = self.trainer, time.monotonic()
+        trainer, contents = self.trainer, CheckpointContents.of(self.trainer)
         config = to_dict(trainer.config)
         save = parse_location(str(trainer.config.checkpoint.save))
         if isinstance(save, Path):  # absolute, because the next start may have another working directory
             config["checkpoint"]["save"] = str(save.absolute())
-        extras = CheckpointExtras(run_state(trainer), config, trainer.files)
-        path = self._nodes.save(trainer.iteration, tensors_to_save(trainer), extras)
+        extras = CheckpointExtras(contents.state, config, trainer.files)
+        path = self._nodes.save(trainer.iteration, contents.tensors, extras)
         warning = self._nodes.delete_others(trainer.iteration)
-        self.log.checkpoint(path, bytes_to_save(trainer), time.monotonic() - started)
+        self.log.checkpoint(path, contents.bytes, time.monotonic() - contents.started)
         if warning:
             self.log.warning(warning)

@@ -45,7 +45,7 @@ from megatron.inference.text import Codec, InferenceError, open_codec
 from megatron.layers.context import DTYPES, BuildContext
 from megatron.model.gpt import GPTChunk, build_gpt
 from megatron.pipeline.plan import resolve_pipeline
-from megatron.training.build import build_mesh
+from megatron.training.build_model import build_mesh
 from megatron.training.scoring import FrozenModel
 
 

@@ -10,8 +10,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -28,13 +27,11 @@ from megatron.distributed.sharding import ShardSpec
 from megatron.distributed.timing import Clock, no_clock
 from megatron.kernels.adam import LARGE_RUN, AdamKernel, adam
 from megatron.optimizer.grad_buffer import GradBuffer, flat_runs
-from megatron.optimizer.loss_scaler import SpikeGuard
 from megatron.optimizer.low_precision_state import LowPrecisionRule, build_rule
 from megatron.optimizer.lr_scheduler import Rates
 from megatron.optimizer.main_params import MainParams
 from megatron.optimizer.muon import GatherShards, Muon
 from megatron.optimizer.offload import OptimizerOffload
-from megatron.optimizer.outer_optimizer import OuterOptimizer
 from megatron.optimizer.param_groups import ParamGroup, offloaded_params, param_groups
 from megatron.optimizer.parameter_store import ParameterStore
 from megatron.optimizer.rules import AdamW, UpdateRule, update_observed
@@ -116,6 +113,28 @@ class UpdateResult:
     nonfinite: Tensor
     # fp64; factor that clipping applied to the gradients, 1 if none.
     clip: Tensor
+    # By which the gradients were multiplied.
+    loss_scale: Tensor
+
+
+class UpdateHook:
+    """Base class of what acts inside an update, which a CUDA graph may replay: in place, without waiting."""
+
+    def before_update(self, loss: Tensor | None, grad_norm: Tensor) -> Tensor | None:
+        """Return a 0-d tensor, nonzero if the update is to be skipped; None never skips.
+
+        Args:
+            loss: of the step, 0-d, equal on all ranks; None if the caller has none.
+            grad_norm: before clipping, 0-d, equal on all ranks.
+        """
+
+    def after_update(self, names: Sequence[str], skipped: Tensor) -> None:
+        """Act after main parameters were updated.
+
+        Args:
+            names: of the parameters.
+            skipped: nonzero if they were not updated; 0-d, in the memory of the parameters.
+        """
 
 
 class DistributedOptimizer:
@@ -179,12 +198,6 @@ class DistributedOptimizer:
         # Called as ``(name, start, before, after)`` for every block of elements that an update changes, from the flat
         # element ``start`` of this rank's shard; see :data:`UpdateObserver`.
         self.observe_update: Callable[[str, int, Tensor, Tensor], None] | None = None
-        # Exponential moving average of the main parameters, by name; empty without ``ema_decay``.
-        self.ema = {n: m.clone() for n, m in self.main_params.items()} if config.ema_decay is not None else {}
-        # None without DiLoCo.
-        self.outer: OuterOptimizer | None = None
-        # None without ``skip_spikes``.
-        self.spikes = SpikeGuard.from_config(config, buckets.device)
 
     def _rule(
         self,
@@ -212,44 +225,49 @@ class DistributedOptimizer:
 
     @torch.no_grad()
     def update(
-        self, rates: Rates, loss_scale: Tensor, loss: Tensor | None = None, clock: Clock = no_clock
+        self,
+        rates: Rates,
+        loss_scale: Tensor,
+        loss: Tensor | None = None,
+        clock: Clock = no_clock,
+        hooks: Sequence[UpdateHook] = (),
     ) -> UpdateResult:
         """Clip the reduced gradients, and update the weights.
 
         Args:
             rates: learning rate and weight decay.
             loss_scale: scalar by which all gradients are multiplied.
-            loss: of the step, 0-d, equal on all ranks; needed for ``skip_spikes``.
+            loss: of the step, 0-d, equal on all ranks, for the hooks.
             clock: measures the parts.
+            hooks: may skip the update, and follow it.
 
         Raises:
-            ValueError: when ``skip_spikes`` is set without a loss, or the decoupled rate is missing.
+            ValueError: when the decoupled rate is missing.
 
         """
         with clock("optimizer-clip-main-grad"):
-            outcome = self._compute_outcome(loss_scale, loss)
+            outcome = self._compute_outcome(loss_scale, loss, hooks)
             # Gradients of a skipped step stay as they are, so that a report can still locate what is not finite.
             factor = (outcome.clip / loss_scale.double()).where(outcome.skipped == 0, 1.0)
         with clock("optimizer-inner-step"):
             self.weights.wait()
-            written = self._update(rates, outcome.skipped, factor)
+            written = self._update(rates, outcome.skipped, factor, hooks)
         with clock("optimizer-copy-main-to-model-params"):
             self.write_weights(written)
         return outcome
 
-    def _compute_outcome(self, loss_scale: Tensor, loss: Tensor | None) -> UpdateResult:
+    def _compute_outcome(self, loss_scale: Tensor, loss: Tensor | None, hooks: Sequence[UpdateHook]) -> UpdateResult:
         norm = self.norm.compute() / loss_scale
         nonfinite = skipped = (~norm.isfinite()).float()
-        if self.spikes is not None:
-            if loss is None:
-                raise ValueError("skip_spikes needs the loss of the step: pass it to update")
-            skipped = torch.maximum(skipped, self.spikes.is_spike(loss, norm).float())
+        for hook in hooks:
+            if (skips := hook.before_update(loss, norm)) is not None:
+                skipped = torch.maximum(skipped, skips.float())
         clip = torch.ones_like(norm)
         if self.config.clip_grad > 0.0:
             clip = (self.config.clip_grad / (norm + 1e-6)).clamp(max=1.0)
-        return UpdateResult(norm, skipped, nonfinite, clip.where(nonfinite == 0, 1.0))
+        return UpdateResult(norm, skipped, nonfinite, clip.where(nonfinite == 0, 1.0), loss_scale)
 
-    def _update(self, rates: Rates, skip: Tensor, factor: Tensor) -> set[str]:
+    def _update(self, rates: Rates, skip: Tensor, factor: Tensor, hooks: Sequence[UpdateHook]) -> set[str]:
         """Multiply the gradients by ``factor``, fp64, and update the main parameters; see :class:`UpdateRule`.
 
         Returns:
@@ -265,6 +283,8 @@ class DistributedOptimizer:
                 rates, skip, factor = offload.wait_scalars(rates, skip, factor)
                 on_host = True
             written.update(self._update_group(group, rule, scaled, rates, skip, factor))
+            for hook in hooks:
+                hook.after_update(group.names, skip)
         return written
 
     def _update_group(
@@ -296,11 +316,6 @@ class DistributedOptimizer:
             options["weights"] = [self.main_params.weights[name] for name in group.names]
             written = group.names
         update(grads, rate * group.lr_factor, rates.weight_decay * group.weight_decay_factor, skip, **options)
-        if self.config.ema_decay is not None:
-            weight = (1.0 - self.config.ema_decay) * (1.0 - skip.double())
-            for name in group.names:
-                average = self.ema[name]
-                average.lerp_(self.main_params[name], weight.to(average.dtype))
         if self.offload is not None and group.offloaded:
             self.main_params.round(() if written else group.names)
             self.offload.upload(group.names)
@@ -311,33 +326,11 @@ class DistributedOptimizer:
         if self.observe_update is not None:
             self.observe_update(names[index], start, before, after)
 
-    @torch.no_grad()
-    def after_load(self) -> None:
-        """Update the weights and the average from main parameters that were loaded."""
-        self.write_weights()
-        for name, average in self.ema.items():
-            average.copy_(self.main_params[name])
-
-    @contextmanager
-    def averaged(self) -> Iterator[None]:
-        """Let the model compute with the average of its weights inside; restore them bit for bit afterwards."""
-        self._swap_with_average()
-        try:
-            yield
-        finally:
-            self._swap_with_average()
-
-    @torch.no_grad()
-    def _swap_with_average(self) -> None:
-        """Swap main parameters and average, one tensor at a time to save memory."""
+    def wait(self) -> None:
+        """Wait until the weights are complete, so that main parameters may be changed."""
         self.weights.wait()
         if self.offload is not None:
             self.offload.synchronize()
-        for name, average in self.ema.items():
-            current = self.main_params[name].clone()
-            self.main_params.set({name: average})
-            average.copy_(current)
-        self.write_weights()
 
     @torch.no_grad()
     def write_weights(self, written: Collection[str] = ()) -> None:
@@ -358,16 +351,6 @@ class DistributedOptimizer:
             for kind, tensors in rule.state.items():
                 found.setdefault(kind, {}).update(zip(group.names, tensors))
         return found
-
-    def extra_state(self) -> dict[str, dict[str, Tensor]]:
-        """Return the optimizer state of checkpoints, without main parameters, by kind and name.
-
-        Moments, ``ema``, and the outer state of DiLoCo after the exchange in progress.
-        """
-        if self.outer is not None:
-            self.outer.settle()
-        outer = {} if self.outer is None else self.outer.kinds()
-        return self.state() | ({"ema": self.ema} if self.ema else {}) | outer
 
     def steps_applied(self) -> int:
         """Return the number of updates that were not skipped. Synchronises host and device.

@@ -1,31 +1,23 @@
-"""Save a run and load it: ``Checkpointer`` with ``load``, ``maybe_save`` and ``wait``, and what a checkpoint holds.
+"""Save a run and load it: ``Checkpointer`` with ``load``, ``maybe_save`` and ``wait``.
 
-Tensors are global and named: weights in the precision of the main parameters, and optimizer state under
-``optim.{kind}.{name}``. The rest is plain numbers: the step, the position in the data, the identity of the run. Initial
-weights and dropout are functions of seeds, and the sample order is a function of consumed samples, so no random
-generator state is saved, and nothing depends on the layout. :mod:`megatron.training.resume_source` chooses the
-checkpoint that a start loads.
+:mod:`megatron.training.checkpoint_contents` is what a checkpoint holds, and
+:mod:`megatron.training.resume_source` chooses the one that a start loads.
 """
 
 from __future__ import annotations
 
 import json
-import math
 import os
 import time
 from base64 import b64decode, b64encode
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, wait
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
-import torch
-from torch import Tensor
-
-from megatron.arguments.compatibility import compare_configs
 from megatron.arguments.sources import to_dict
 from megatron.checkpoint.durable_files import publish_file
 from megatron.checkpoint.errors import (
@@ -38,26 +30,20 @@ from megatron.checkpoint.errors import (
 from megatron.checkpoint.folder import CheckpointFolder
 from megatron.checkpoint.format import Manifest
 from megatron.checkpoint.lease import Lease, acquire_lease, raise_if_superseded
-from megatron.checkpoint.load import load_sharded, open_manifest
+from megatron.checkpoint.load import open_manifest
 from megatron.checkpoint.location import Location, parse_location
-from megatron.checkpoint.save import HostCopyBuffer, disk_space_problem, local_bytes, run_in_background, save_sharded
-from megatron.checkpoint.tensor_file import GlobalTensor, TensorPart
+from megatron.checkpoint.save import HostCopyBuffer, disk_space_problem, run_in_background, save_sharded
 from megatron.config.errors import Problem, UserError
 from megatron.config.launch import JobStart
 from megatron.config.run import CheckpointConfig
-from megatron.config.text import package_version
-from megatron.convert.base_model import BaseModel
 from megatron.convert.huggingface.config import model_folder
-from megatron.convert.huggingface.weights import HuggingFaceWeights, WeightSource, fill_weights
+from megatron.convert.huggingface.weights import HuggingFaceWeights
 from megatron.convert.saved_model import (
-    EMA_PREFIX,
     TOKENIZER_PREFIX,
     SmallFiles,
     files_to_carry,
     find_tokenizer_files,
-    open_model,
     saved_tokenizer_files,
-    tokenizer_files_of,
     tokenizer_notes,
     with_end_ids,
 )
@@ -67,28 +53,27 @@ from megatron.data.dataset_info import tokenizer_files_to_save
 from megatron.data.packed_dataset import PackedDataset
 from megatron.distributed import comm
 from megatron.distributed.comm import Group
-from megatron.distributed.launch import gather_results, is_peer_lost, run_on_rank0
-from megatron.distributed.param_layout import ShardBox, shard_boxes
-from megatron.distributed.replicas import ReplicaError
-from megatron.kernels.quantized import quantize
-from megatron.optimizer.main_params import accum_dtype
-from megatron.optimizer.outer_optimizer import GRAD as OUTER_GRAD
+from megatron.distributed.launch import is_peer_lost, run_on_rank0
 from megatron.training.callbacks.base import Callback
-from megatron.training.compression_state import compression_to_save, load_compression
+from megatron.training.checkpoint_contents import (
+    CheckpointContents,
+    bytes_to_save,
+    restore_components,
+    restore_run,
+    restore_weights,
+    tensors_to_save,
+)
+from megatron.training.component import Component
 from megatron.training.loggers.run_logger import RunLogger
 from megatron.training.metrics import MetricsWindow
 from megatron.training.resume_source import (
     NoCheckpointError,
-    Position,
     ResumeSource,
-    compare_data,
     compare_with_checkpoint,
     find_resume_source,
-    is_own_checkpoint,
     passed_over_note,
-    position_of,
 )
-from megatron.training.trainer import DIGEST_MODULUS, Trainer
+from megatron.training.trainer import Trainer
 
 WAIT_NOTE_SECONDS = 30.0
 """Seconds between log lines while waiting for a save."""
@@ -161,17 +146,6 @@ def choose_resume_source(
 
 
 @dataclass(frozen=True)
-class CheckpointContents:
-    """What one checkpoint holds, beside the configuration and the files of the run."""
-
-    iteration: int  # steps taken
-    tensors: Mapping[str, GlobalTensor]  # this rank's parts
-    bytes: int  # of the tensors of all ranks
-    state: Mapping[str, Any]  # progress of the run
-    started: float = field(default_factory=time.monotonic)  # when the save began
-
-
-@dataclass(frozen=True)
 class SavedCheckpoint:
     """A checkpoint that was written."""
 
@@ -201,6 +175,8 @@ class Checkpointer:
         self._pending: tuple[CheckpointContents, Future[SavedCheckpoint]] | None = None  # in the background
         self._lost_contact = False  # the last background save failed because another rank did not answer
         self._staging: HostCopyBuffer | None = None
+        # Checkpoint that the run was resumed from, until the first step.
+        self.resumed: Manifest | None = None
 
     # ---- Loading
 
@@ -219,8 +195,8 @@ class Checkpointer:
         notes = [*source.notes, *([] if self.others is None else self.others.connect(trainer))]
         tokenizer = tokenizer_files_to_save(config.data, config.model.vocab)
         trainer.files = own_files = {TOKENIZER_PREFIX + name: content for name, content in tokenizer.items()}
-        if config.model.lora_rank is not None:
-            notes += self._load_base(str(self.options.pretrained_checkpoint), own_files, source.fresh)
+        for component in trainer.components:
+            notes += component.before_load(source)
         if source.hf is not None:
             folder = model_folder(source.hf)
             found = find_tokenizer_files(folder)
@@ -236,35 +212,6 @@ class Checkpointer:
             run_on_rank0(partial(self._check_disk_space, bytes_to_save(trainer)), self.world)
         return notes
 
-    def _load_base(self, location: str, own_files: SmallFiles, fresh: bool) -> list[str]:
-        """Read the frozen weights that adapters are trained for, and with ``fresh`` start magnitudes; return notes."""
-        trainer, model = self.trainer, self.trainer.config.model.base
-
-        def find() -> list[str]:
-            try:
-                return [*BaseModel.find(location).record.values()]
-            except CheckpointError as error:
-                sentence = f"--pretrained-checkpoint: {str(error).partition(chr(10))[0]}"
-                raise UserError([Problem("E806", sentence, ("--pretrained-checkpoint ANOTHER",))]) from error
-
-        def read() -> list[str]:
-            source = open_model(base.location, follow_links=True)  # links are checked with the options
-            saved = to_dict(replace(trainer.config, model=source.model))
-            changes = compare_configs(saved, replace(trainer.config, model=model), "weights-only", name="base")
-            if changes.problems:
-                raise UserError(changes.problems)
-            read_frozen_weights(trainer, source)
-            files = tokenizer_files_of(source)
-            trainer.files = files_to_carry(own_files, files)
-            return [f"frozen weights from {base.location}", *changes.lines, *tokenizer_notes(own_files, files)]
-
-        base = trainer.base = BaseModel(*run_on_rank0(find, self.world))
-        notes = gather_results(read, self.world)[0]
-        trainer.optimizer.weights.start_gather()
-        if fresh and trainer.config.model.lora_dora:
-            trainer.initialize_magnitudes()
-        return notes
-
     def _load_newest(self, source: ResumeSource, notes: list[str], own_files: SmallFiles) -> list[str]:
         """Load the first checkpoint of ``source`` that is not damaged; return all notes."""
         trainer = self.trainer
@@ -278,14 +225,14 @@ class Checkpointer:
                     manifest, trainer.config, self.world.size, source.mode, notes
                 )
                 trainer.files = files_to_carry(own_files, found)
-                if trainer.base is not None and (was := trainer.base.check_adapters(manifest)) != trainer.base.location:
-                    notes.append(f"the frozen weights were read from {was} before")
+                notes += [note for component in trainer.components for note in component.check(manifest)]
                 if source.mode == "weights-only":
                     restore_weights(trainer, manifest)
                     notes += tokenizer_notes(own_files, found)
                     loaded = f"weights from {manifest.path}"
                 else:
                     notes += restore_run(trainer, manifest, batches_since)
+                    self.resumed = manifest
                     position = f"step {trainer.iteration}, {trainer.consumed_samples:,} samples"
                     loaded = f"resumed from {manifest.path}: {position}"
             except DamagedCheckpointError as error:
@@ -293,6 +240,10 @@ class Checkpointer:
                 continue
             return [*notes, loaded, *changes]
         raise UserError([Problem("E811", "\n  ".join(["no checkpoint can be used:", *notes]))])
+
+    def restore(self, components: Sequence[Component]) -> list[str]:
+        """Load components that were created when the run was loaded; return notes. Collective."""
+        return [] if self.resumed is None else restore_components(self.trainer, self.resumed, components)
 
     def _tokenizer_files(self, manifest: Manifest) -> dict[str, bytes]:
         def read() -> dict[str, str]:
@@ -306,7 +257,7 @@ class Checkpointer:
     def saving(self, log: RunLogger, on_save: Callable[[Location], None]) -> Iterator[None]:
         """Save inside this context; collective. After a failure wait ``GRACE_SECONDS`` for a save in progress.
 
-        If the other replicas of DiLoCo are lost, this one is whole, and the step is saved.
+        If the state is whole after the failure, the step is saved.
 
         Args:
             log: reports saves.
@@ -320,7 +271,8 @@ class Checkpointer:
             yield
         except Exception as error:
             try:
-                if isinstance(error, ReplicaError) and self.options.save is not None:
+                whole = any(component.is_whole_after(error) for component in self.trainer.components)
+                if whole and self.options.save is not None:
                     self.save(needed=True)
                 self.wait(at_most=GRACE_SECONDS)
             except Exception as other:
@@ -381,12 +333,7 @@ class Checkpointer:
             StorageError: on every rank, if it cannot be written; older checkpoints are unchanged.
             RuntimeError: if the samples that the ranks have read are not those of the sample stream.
         """
-        return self._write(self._contents(), self.world)
-
-    def _contents(self) -> CheckpointContents:
-        started, trainer = time.monotonic(), self.trainer
-        tensors, size = tensors_to_save(trainer), bytes_to_save(trainer)
-        return CheckpointContents(trainer.iteration, tensors, size, run_state(trainer), started)
+        return self._write(CheckpointContents.of(self.trainer), self.world)
 
     def _write(self, contents: CheckpointContents, group: Group, blocking: float | None = None) -> SavedCheckpoint:
         """Write a checkpoint if it fits, then delete the ones that need not be kept; collective over ``group``.
@@ -422,7 +369,7 @@ class Checkpointer:
 
     def _save_in_background(self, staging: HostCopyBuffer) -> tuple[CheckpointContents, Future[SavedCheckpoint]]:
         """Copy the contents of a checkpoint, after which steps may be taken, and write them in a thread."""
-        contents = self._contents()
+        contents = CheckpointContents.of(self.trainer)
         contents = replace(contents, tensors=staging.copy(contents.tensors))
         blocking = time.monotonic() - contents.started
         write = partial(self._write, contents, self._group, blocking)
@@ -492,7 +439,7 @@ class Checkpointer:
             facts = {
                 "iteration": self.trainer.iteration,
                 "consumed-samples": self.trainer.consumed_samples,
-                "run-id": self.trainer.run_id,
+                "run-id": self.trainer.progress.run_id,
                 "checkpoint": None if checkpoint is None else str(checkpoint),
                 "time": time.time(),
             }
@@ -519,228 +466,3 @@ class Checkpointer:
             return Manifest.open(path).path
         except DamagedCheckpointError:
             return None
-
-
-def local_tensors(trainer: Trainer) -> dict[str, Tensor]:
-    """Return this rank's shards of all tensors of a checkpoint, by name."""
-    shards = dict(trainer.optimizer.main_params)
-    for kind, tensors in trainer.optimizer.extra_state().items():
-        shards |= {f"optim.{kind}.{name}": tensor for name, tensor in tensors.items()}
-    return shards
-
-
-def tensors_to_save(trainer: Trainer) -> dict[str, GlobalTensor]:
-    """Return the parts of each tensor that this rank writes, balanced over the ranks like the gradient buckets.
-
-    Main parameters that are stored as remainders are computed only when written, so never all at once.
-    """
-    optimizer = trainer.optimizer
-    main_params = optimizer.main_params
-    readers: dict[str, tuple[torch.dtype, Callable[[], Tensor]]] = {
-        name: (accum_dtype(weight.dtype), partial(main_params.__getitem__, name))
-        for name, weight in main_params.weights.items()
-    }
-    for kind, tensors in optimizer.extra_state().items():
-        for name, tensor in tensors.items():
-            readers[f"optim.{kind}.{name}"] = tensor.dtype, tensor.detach
-    counted = trainer.buckets.counted_shards()
-    entries = {}
-    for name, (dtype, whole) in readers.items():
-        parameter = parameter_name(name)
-        spec = trainer.specs[parameter]
-        updated = trainer.buckets.shards[parameter]
-        share = counted.get(parameter)
-        if share is not None:
-            mine = slice(share.start - updated.start, share.stop - updated.start)
-            boxes = shard_boxes(spec, share, spec.owned)
-            parts = tuple(TensorPart(box.piece.global_box, partial(_elements, whole, mine, box)) for box in boxes)
-            entries[name] = GlobalTensor(spec.shape, spec.view, dtype, parts)
-    return entries | compression_to_save(trainer)
-
-
-def bytes_to_save(trainer: Trainer) -> int:
-    """Return the bytes of all tensors of a checkpoint; collective."""
-    return sum(comm.all_gather_objects(local_bytes(tensors_to_save(trainer)), trainer.mesh.world))
-
-
-def _elements(whole: Callable[[], Tensor], mine: slice, box: ShardBox) -> Tensor:
-    written: Tensor = box.view_in(whole().view(-1)[mine])
-    return written
-
-
-def tensors_to_load(trainer: Trainer, tensors: Mapping[str, Tensor]) -> dict[str, GlobalTensor]:
-    """Return the parts of each tensor that this rank reads: all that it holds, replicated parts included."""
-    entries = {}
-    for name, tensor in tensors.items():
-        parameter = parameter_name(name)
-        spec = trainer.specs[parameter]
-        boxes = shard_boxes(spec, trainer.buckets.shards[parameter])
-        parts = tuple(TensorPart(box.piece.global_box, box.view_in(tensor.detach())) for box in boxes)
-        entries[name] = GlobalTensor(spec.shape, spec.view, tensor.dtype, parts)
-    return entries
-
-
-def parameter_name(name: str) -> str:
-    """Return the parameter that a tensor of a checkpoint belongs to: ``X`` for ``optim.exp_avg.X``."""
-    return name.split(".", 2)[2] if name.startswith("optim.") else name
-
-
-def run_state(trainer: Trainer) -> dict[str, Any]:
-    """Return the progress of the run as plain numbers; collective.
-
-    Raises:
-        RuntimeError: if the samples that the ranks have read are not those of the sample stream.
-    """
-    iteration, consumed_samples = trainer.batches_since
-    spikes = trainer.optimizer.spikes
-    return {
-        "iteration": trainer.iteration,
-        "consumed_samples": trainer.consumed_samples,
-        "batches_since": {"iteration": iteration, "consumed_samples": consumed_samples},
-        "evaluated": dict(trainer.evaluated),
-        "losses": {split: loss for split, loss in trainer.losses.items() if math.isfinite(loss)},
-        # 0 on ranks that train no parameter.
-        "optimizer": {"steps": max(comm.all_gather_objects(trainer.optimizer.steps_applied(), trainer.mesh.world))},
-        "base": {} if trainer.base is None else trainer.base.record,
-        "loss_scaler": trainer.scaler.state_dict(),
-        "spikes": {} if spikes is None else spikes.state_dict(),
-        "outer": {} if trainer.optimizer.outer is None else trainer.optimizer.outer.state_dict(),
-        "goodput": trainer.goodput.state_dict(),
-        "run_id": trainer.run_id,
-        "data": {
-            # "stretches" is the name of the segments in this file format.
-            "stretches": {split: list(counts) for split, counts in trainer.data.segments.items()},
-            "fingerprints": dict(trainer.data.fingerprints),
-            "digest": f"{consumed_digest(trainer):016x}",
-            "stream": list(trainer.data.stream),
-        },
-        "written_by": {
-            "layout": dict(trainer.mesh.layout.sizes),
-            "torch": torch.__version__,
-            "version": package_version(),
-        },
-    }
-
-
-def consumed_digest(trainer: Trainer) -> int:
-    """Return the digest of all samples that the ranks have read for the run's steps; collective.
-
-    Raises:
-        RuntimeError: if it is not that of the first ``consumed_samples`` samples of the stream.
-    """
-    read = sum(comm.all_gather_objects(trainer.digest_read, trainer.mesh.dp_cp))
-    digest = trainer.samples_digest()
-    if (trainer.start_digest + read - digest) % DIGEST_MODULUS:
-        raise RuntimeError(f"the samples read up to step {trainer.iteration} are not those of the sample stream")
-    return digest
-
-
-def restore_run(trainer: Trainer, manifest: Manifest, batches_since: Position) -> list[str]:
-    """Resume exactly where the run that wrote the checkpoint was; return notes on the data. Collective.
-
-    Args:
-        trainer: built without initial weights.
-        manifest: manifest of the checkpoint.
-        batches_since: steps and samples at which the current batch size options took effect.
-
-    Raises:
-        DamagedCheckpointError: on every rank, if the checkpoint's checksums do not match.
-        DataError: if the data cannot be opened.
-        UserError: if the training data are not those that the run was reading.
-    """
-    saved = manifest.state
-    trainer.start_at(*position_of(manifest), saved["data"]["stretches"], batches_since)
-    evaluated = saved.get("evaluated", {})
-    trainer.evaluated = dict(evaluated) if isinstance(evaluated, Mapping) else {"valid": evaluated}  # old checkpoints
-    trainer.losses = dict(saved.get("losses", {}))
-    own = is_own_checkpoint(manifest.path, trainer.config.checkpoint)
-    notes = _check_data(trainer, saved["data"], own)
-    notes += _read_tensors(trainer, manifest)
-    trainer.optimizer.set_steps_applied(saved["optimizer"]["steps"])
-    if saved.get("loss_scaler"):  # empty if the run that saved had a constant scale
-        trainer.scaler.load_state_dict(saved["loss_scaler"])
-    if trainer.optimizer.spikes is not None and saved.get("spikes"):
-        trainer.optimizer.spikes.load_state_dict(saved["spikes"])
-    if own:  # otherwise this is a fork, with a run ID of its own
-        trainer.run_id = str(saved.get("run_id", ""))  # old checkpoints have none
-        if saved.get("goodput"):
-            trainer.goodput.load_state_dict(saved["goodput"])
-    return notes
-
-
-def _read_tensors(trainer: Trainer, manifest: Manifest) -> list[str]:
-    """Read weights and all state that the checkpoint has of what this run keeps; return notes on what it lacks."""
-    optimizer = trainer.optimizer
-    averaged, outer = (any(n.startswith(prefix) for n in manifest.tensors) for prefix in (EMA_PREFIX, OUTER_PREFIX))
-    if optimizer.outer is not None and outer:
-        grads = {parameter_name(name) for name in manifest.tensors if name.startswith(f"optim.{OUTER_GRAD}.")}
-        optimizer.outer.expect_grads(grads)
-        optimizer.outer.load_state_dict(manifest.state["outer"])
-    lacking = (*([] if averaged else [EMA_PREFIX]), *([] if outer else [OUTER_PREFIX]))
-    wanted = {name: tensor for name, tensor in local_tensors(trainer).items() if not name.startswith(lacking)}
-    load_sharded(manifest, tensors_to_load(trainer, wanted), trainer.mesh.world)
-    optimizer.main_params.set({name: wanted[name] for name in optimizer.main_params})
-    notes = load_compression(trainer, manifest)
-    if averaged or not optimizer.ema:
-        optimizer.write_weights()
-    else:
-        optimizer.after_load()
-        notes.append("the checkpoint has no average of the weights: it starts from the weights")
-    if optimizer.outer is not None and not outer:
-        optimizer.outer.reset()
-        notes.append("the checkpoint has no outer weights: DiLoCo starts from the weights")
-    elif optimizer.outer is None and outer:
-        notes.append("the checkpoint is a DiLoCo replica's: it continues from this replica's weights, alone")
-    return notes
-
-
-def restore_weights(trainer: Trainer, source: Manifest | WeightSource) -> None:
-    """Start a new run with the weights of a checkpoint (collective), or of a source of which each rank reads its parts.
-
-    Raises:
-        DamagedCheckpointError: on every rank, if the checkpoint's checksums do not match.
-        DataError: if the data cannot be opened.
-    """
-    trainer.start_at(0, 0)
-    main_params = dict(trainer.optimizer.main_params)
-    if isinstance(source, Manifest):
-        load_sharded(source, tensors_to_load(trainer, main_params), trainer.mesh.world)
-    else:
-        fill_weights(trainer.specs, main_params, source, trainer.buckets.shards)
-    trainer.optimizer.main_params.set(main_params)
-    trainer.optimizer.after_load()
-    if trainer.optimizer.outer is not None:
-        trainer.optimizer.outer.reset()
-
-
-def read_frozen_weights(trainer: Trainer, source: WeightSource) -> None:
-    """Read this rank's shards of the frozen weights, and quantise those that are kept so."""
-    precision, weights = trainer.config.model.frozen_weights_precision, trainer.optimizer.weights
-    for name, frozen in weights.frozen.items():
-        dense = trainer.specs[name].dense
-        if dense is None or precision is None:
-            fill_weights(trainer.specs, {name: frozen}, source, weights.frozen_shards)
-        else:
-            values = torch.empty(dense.local_shape, dtype=torch.float32, device=frozen.device)
-            fill_weights({name: dense}, {name: values}, source)
-            frozen.copy_(quantize(values, precision))
-
-
-def _check_data(trainer: Trainer, saved: Mapping[str, Any], own: bool) -> list[str]:
-    """Compare the data with the checkpoint's; return notes on changed evaluation data.
-
-    Raises:
-        UserError: if the training samples, consumed or still to come, are not those of the run that saved.
-    """
-    stream, now = tuple(saved.get("stream", (0, 1))), trainer.data.stream
-    recorded = bool(saved["digest"])  # Megatron-LM records no samples
-    reordered = recorded and stream == now and f"{trainer.start_digest:016x}" != saved["digest"]
-    notes = compare_data(saved, trainer.data.fingerprints, trainer.config, own, reordered)
-    if stream != now:
-        then, new = (f"stream {index} of {count}" for index, count in (stream, now))
-        notes.append(f"samples are now read from {new}, the checkpoint read {then}: some may be read twice")
-    return notes
-
-
-OUTER_PREFIX = "optim.outer_"
-"""Prefix of the names of DiLoCo's outer state in a checkpoint."""

@@ -259,4 +259,5 @@ class StepRunner:
 
     def _update(self, weight_decay: float, inputs: Inputs) -> UpdateResult:
         lr, decoupled_lr, loss_scale, loss = inputs
-        return self.trainer.optimizer.update(Rates(lr, weight_decay, decoupled_lr), loss_scale, loss)
+        rates = Rates(lr, weight_decay, decoupled_lr)
+        return self.trainer.optimizer.update(rates, loss_scale, loss, hooks=self.trainer.components)

@@ -161,16 +161,14 @@ def built_state_bytes(trainer: Trainer) -> dict[str, int]:
     """
     optimizer = trainer.optimizer
     main_params, remainders = optimizer.main_params, optimizer.main_params.remainders
-    tensors: dict[str, Iterable[Tensor]] = {
+    tensors: dict[str, Iterable[Tensor]] = dict.fromkeys(STATE_PARTS, ()) | {
         "weights": [buffer.part for buffer in optimizer.weights.buffers],
         "gradients": [bucket.shard for bucket in trainer.buckets.buckets],
         "main params": [remainders[name] if name in remainders else main_params[name] for name in main_params],
-        "moments": [tensor for of_kind in optimizer.state().values() for tensor in of_kind.values()],
-        "average": optimizer.ema.values(),
-        "outer": []
-        if optimizer.outer is None
-        else [x for kind in optimizer.outer.kinds().values() for x in kind.values()],
     }
+    for component in trainer.components:
+        if component.memory_part:
+            tensors[component.memory_part] = [x for of_kind in component.tensors().values() for x in of_kind.values()]
     counted: set[int] = set()
     sizes = {}
     for part, of_part in tensors.items():

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -23,6 +23,7 @@ from megatron.distributed.launch import run_on_rank0
 from megatron.distributed.mesh import Mesh
 from megatron.distributed.micro_batch import MicroBatch
 from megatron.layers.loss import OutputLayer
+from megatron.training.component import Component
 from megatron.training.scoring import ComputingModel, FrozenModel, Measure, record
 from megatron.training.trainer import Trainer
 
@@ -45,53 +46,54 @@ def teacher_logits(k: int) -> Measure[dict[str, Tensor]]:
     return measure
 
 
-@dataclass(frozen=True)
-class FrozenInputs:
+class FrozenModelInputs(Component):
     """Adds the results of a frozen model to the micro-batches of the last stage, for the objective."""
 
-    model: ComputingModel
-    measure: Measure[dict[str, Tensor]]
-    # Context of the passes.
-    mode: Callable[[], AbstractContextManager[object]] = nullcontext
+    def __init__(self, trainer: Trainer) -> None:
+        """Add nothing yet."""
+        self._trainer = trainer
+        self._model: ComputingModel | None = None  # None if the data have what is computed in advance
+        # Context of the passes.
+        self._mode: Callable[[], AbstractContextManager[object]] = nullcontext
 
-    def __call__(self, batches: Sequence[MicroBatch]) -> list[MicroBatch]:
+    def on_start(self, stopped: Callable[[], bool]) -> Sequence[str]:
+        """Open the frozen model that the data need; see :class:`Component`.
+
+        Raises:
+            UserError: if no model is given and one is needed, it cannot be opened, or it has another vocabulary.
+            DataError: if only some of the data have what is computed in advance.
+            CheckpointError: if its weights cannot be read.
+        """
+        trainer, config = self._trainer, self._trainer.config
+        name = FROZEN_MODELS[config.training.objective]
+        location = getattr(config.training, name)
+        inputs = {"reference_logps", "teacher_logits"}
+        given = {split: not inputs.isdisjoint(dataset[0].extra) for split, dataset in trainer.data.datasets.items()}
+        if location is None and all(given.values()):
+            return [f"{name.replace('_', ' ')}: computed in advance"]
+        if location is None and any(given.values()):
+            lacking = " and ".join(split_label(split) for split, has in given.items() if not has)
+            seen = f"the {lacking} data have no ref_chosen_logps and ref_rejected_logps, which other data have"
+            raise DataError(seen, "python tasks/finetune/precompute.py dpo")
+        without_adapters = config.model.lora_rank is not None and config.checkpoint.load is None
+        if name == "reference_model" and location is None and without_adapters:
+            self._model, self._mode = trainer, next(iter(trainer.chunks.values())).context.adapters.disabled
+            return ["reference model: this one without its adapters"]
+        location = frozen_location(config)
+        self._model = open_frozen(config, trainer.mesh, trainer.device, location)
+        return [f"{name.replace('_', ' ')}: {location}"]
+
+    def on_batches(self, batches: list[MicroBatch]) -> list[MicroBatch]:
         """Return the micro-batches with further named tensors. Collective, as :func:`record`."""
-        with self.mode():
-            found = record(self.model, batches, self.measure)
+        if self._model is None:
+            return batches
+        teaches = FROZEN_MODELS[self._trainer.config.training.objective] == "teacher_model"
+        k = self._trainer.config.training.distillation_top_k
+        with self._mode():
+            found = record(self._model, batches, teacher_logits(k) if teaches else reference_logps)
         if not found:  # not a rank of the last stage
-            return list(batches)
+            return batches
         return [replace(batch, extra={**batch.extra, **more}) for batch, more in zip(batches, found, strict=True)]
-
-
-def frozen_inputs(trainer: Trainer) -> tuple[FrozenInputs | None, list[str]]:
-    """Return what adds the inputs of the run's objective that its data do not have, if any, and notes. Collective.
-
-    Raises:
-        UserError: if no model is given and one is needed, it cannot be opened, or it has another vocabulary.
-        DataError: if only some of the data have what is computed in advance.
-        CheckpointError: if its weights cannot be read.
-    """
-    config, training = trainer.config, trainer.config.training
-    if training.objective not in FROZEN_MODELS:
-        return None, []
-    name = FROZEN_MODELS[training.objective]
-    measure = teacher_logits(training.distillation_top_k) if name == "teacher_model" else reference_logps
-    location = getattr(training, name)
-    inputs = {"reference_logps", "teacher_logits"}
-    given = {split: not inputs.isdisjoint(dataset[0].extra) for split, dataset in trainer.data.datasets.items()}
-    if location is None and all(given.values()):
-        return None, [f"{name.replace('_', ' ')}: computed in advance"]
-    if location is None and any(given.values()):
-        lacking = " and ".join(split_label(split) for split, has in given.items() if not has)
-        seen = f"the {lacking} data have no ref_chosen_logps and ref_rejected_logps, which other data have"
-        raise DataError(seen, "python tasks/finetune/precompute.py dpo")
-    without_adapters = config.model.lora_rank is not None and config.checkpoint.load is None
-    if name == "reference_model" and location is None and without_adapters:
-        adapters = next(iter(trainer.chunks.values())).context.adapters
-        return FrozenInputs(trainer, measure, adapters.disabled), ["reference model: this one without its adapters"]
-    location = frozen_location(config)
-    frozen = open_frozen(config, trainer.mesh, trainer.device, location)
-    return FrozenInputs(frozen, measure), [f"{name.replace('_', ' ')}: {location}"]
 
 
 def frozen_location(config: RunConfig) -> str:

@@ -23,21 +23,24 @@ from megatron.convert.huggingface.weights import HuggingFaceWeights
 from megatron.data.errors import DataError
 from megatron.distributed.launch import destroy_distributed, enable_flight_recorder, run_on_rank0, world_group
 from megatron.kernels.compile import make_deterministic
-from megatron.training.build import build_trainer, choose_device, join_distributed
+from megatron.training.build import build_trainer
+from megatron.training.build_model import choose_device, join_distributed
 from megatron.training.callbacks.profiler import ProfileRequestListener
 from megatron.training.checkpointer import Checkpointer, OtherCheckpoints, choose_resume_source, hold_save_folder
+from megatron.training.components.goodput import GoodputState
+from megatron.training.components.startup import StartupReport
 from megatron.training.cuda_graphs import StepRunner
-from megatron.training.diloco import Diloco
 from megatron.training.environment import set_variables
 from megatron.training.failure_report import PeerWatchdog, StartRefusedError, explain_error, report_failure
-from megatron.training.frozen_models import frozen_inputs
+from megatron.training.features import build_callbacks
 from megatron.training.loggers.console import print_warning
 from megatron.training.loggers.run_folder import METRICS_FILE, data_summary, read_json_lines
 from megatron.training.loggers.run_logger import RunLogger
-from megatron.training.loop import StopRequest, build_callbacks, train
+from megatron.training.loop import train
 from megatron.training.metrics import Goodput
-from megatron.training.resume_source import read_only_options, stream_of
+from megatron.training.resume_source import read_only_options
 from megatron.training.startup import JOB_FACTS, StartFacts, StartupTimer, start_facts, start_phrase
+from megatron.training.stop import StopRequest
 
 REFUSAL_SECONDS = 1.0
 """Seconds that a rank whose start is refused waits for the others of its machine."""
@@ -123,31 +126,26 @@ def build_and_train(
             run_on_rank0(lambda: bool(HuggingFaceWeights(folder, config.model)), world)
         startup.enter("other")
         trainer = build_trainer(config, world.rank, world.size, fresh=source.fresh, clock=startup)
-        trainer.goodput = Goodput(startup.began)
-        trainer.startup = startup
+        goodput = Goodput(startup.began)
+        trainer.components.append(GoodputState(goodput))
         stop.world = trainer.mesh.world
         run_step = StepRunner(trainer)
-        diloco = None
-        if trainer.optimizer.outer is not None and not config.training.skip_train:
-            diloco = Diloco(trainer, run_on_rank0(lambda: stream_of(source), world))
         checkpointer = Checkpointer(trainer, lease, others)
         try:
             with startup("checkpoint"):
                 held = () if lease is None else lease.notes
                 notes = [*notes, *held, *trainer.notes, *run_step.notes, *checkpointer.load(source)]
-                trainer.frozen_inputs, more = frozen_inputs(trainer)
-                notes += more
-            if diloco is not None and trainer.iteration < trainer.total_steps:
-                with startup("joining"):
-                    notes += diloco.join(lambda: bool(stop.local_code()))
-        except BaseException:
-            if diloco is not None:
-                diloco.replicas.leave()  # the others need not wait for it
+            for component in trainer.components:
+                notes += component.on_start(lambda: bool(stop.local_code()))
+        except BaseException as error:
+            for component in trainer.components:
+                component.on_stop(error)
             raise
         facts = start_facts(os.environ, None if lease is None else lease.epoch)
         previous = None if run_dir is None or not source.fresh else Path(run_dir) / METRICS_FILE
-        trainer.run_id = run_on_rank0(
-            lambda: trainer.run_id or (previous and previous_run_id(previous, facts)) or new_run_id(), world
+        known = trainer.progress.run_id
+        trainer.progress.run_id = run_on_rank0(
+            lambda: known or (previous and previous_run_id(previous, facts)) or new_run_id(), world
         )
         if "slurm-job" in facts or "torchrun-restart" in facts:
             notes = [start_phrase(facts), *notes]
@@ -157,7 +155,7 @@ def build_and_train(
             world_size=world.size,
             device=trainer.device,
             enabled=world.rank == 0,
-            run_id=trainer.run_id,
+            run_id=trainer.progress.run_id,
             data=data_summary(trainer.data),
             facts=facts,
             check=lambda: lease.check() if lease is not None and lease.staging is not None else None,
@@ -167,8 +165,11 @@ def build_and_train(
         for text in (*notes, "\n".join([summary(config, world.size, **position), *trainer.data.summary()])):
             log.note(text)
         with refuse_start_on_error():
-            callbacks = [*([] if diloco is None else [diloco]), *build_callbacks(trainer, log, stop, others)]
-        return train(trainer, run_step, log, stop, callbacks, checkpointer)
+            callbacks = [StartupReport(trainer, startup), *build_callbacks(trainer, log, stop, others)]
+            for note in checkpointer.restore(callbacks):
+                log.note(note)
+            trainer.components += callbacks
+        return train(trainer, run_step, log, stop, checkpointer, goodput)
 
 
 @contextmanager

@@ -319,7 +319,7 @@ class MetricsWindow:
 def evaluation_metrics(
     split: str,
     loss: float,
-    average: float | None = None,
+    others: Mapping[str, float] = MappingProxyType({}),
     further: Mapping[str, float] = MappingProxyType({}),
     is_cross_entropy: bool = True,
 ) -> dict[str, Any]:
@@ -328,7 +328,7 @@ def evaluation_metrics(
     Args:
         split: ``valid``, ``valid:NAME`` of one of several validation sets, or ``test``.
         loss: mean loss per token in nats; NaN if all labels are masked.
-        average: loss with the moving average of the weights, if one is kept.
+        others: loss with other weights, such as their moving average, by metric suffix.
         further: metrics of the objective.
         is_cross_entropy: False without the perplexity, which only a cross-entropy has.
     """
@@ -341,8 +341,7 @@ def evaluation_metrics(
             metrics[f"{name} ppl"] = math.exp(loss)
         except OverflowError:
             metrics[f"{name} ppl"] = math.inf
-    if average is not None:
-        metrics[f"{name} ema"] = average
+    metrics |= {f"{name} {suffix}": of_others for suffix, of_others in others.items()}
     return metrics | {f"{of} {kind}": value for of, value in further.items()}
 
 

@@ -30,7 +30,7 @@ from megatron.model.gpt import GPTChunk, LossSums
 from megatron.model.objective import Objective
 from megatron.pipeline.plan import LAYER_SPLIT_OPTIONS, build_program
 from megatron.pipeline.runtime import Pipeline
-from megatron.training.build import build_context, build_pipeline, build_stages
+from megatron.training.build_model import build_context, build_pipeline, build_stages
 
 T = TypeVar("T")
 

@@ -40,8 +40,8 @@ def train_step(
     tokens = count_tokens(trainer, batches)
     trainer.buckets.start_step(len(batches), trainer.iteration)
     loss_grad = scale / tokens.clamp(min=1.0)
-    if trainer.halted is not None:  # gradients are not finite then, and so every rank skips the update
-        loss_grad = loss_grad.where(trainer.halted == 0, torch.nan)
+    for component in trainer.components:
+        loss_grad = component.on_loss_grad(loss_grad)
     with trainer.timers("forward-backward"):
         trainer.compute(batches, loss_grad)
     sums = collect_sums(trainer)
@@ -51,13 +51,11 @@ def train_step(
     trainer.optimizer.reduce_gradients(trainer.timers)
     with trainer.timers("optimizer"):
         if update is None:
-            outcome = trainer.optimizer.update(rates, scale, loss, trainer.timers)
+            outcome = trainer.optimizer.update(rates, scale, loss, trainer.timers, trainer.components)
         else:
             outcome = update(rates, scale, loss)
-    trainer.buckets.commit_errors(outcome.skipped)
-    if trainer.halted is not None:
-        trainer.halted.copy_(trainer.scaler.incurable(outcome.nonfinite, scale))
-    trainer.scaler.update(outcome.nonfinite)  # a skipped spike is not an overflow
+    for component in trainer.components:
+        component.after_step(outcome)
     return StepMetrics(loss, outcome.grad_norm, outcome.skipped, scale, outcome.nonfinite, extra)
 
 
@@ -69,7 +67,7 @@ def evaluate(trainer: Trainer, split: str = "valid", metrics: dict[str, Tensor] 
     """
     tokens = torch.zeros((), device=trainer.device, dtype=torch.float64)
     for index in range(trainer.config.training.eval_iters):
-        batches = trainer.evaluation_batches(split, index)
+        batches = trainer.complete(trainer.reader.evaluation_batches(split, index))
         tokens += count_tokens(trainer, batches)
         trainer.compute(batches, None)
     sums = collect_sums(trainer)

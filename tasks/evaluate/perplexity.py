@@ -222,7 +222,7 @@ def evaluate(args: argparse.Namespace, launch: Launch) -> dict[str, float]:
     from megatron.config.parallel import ParallelConfig
     from megatron.distributed.launch import init_distributed
     from megatron.inference.load import load_tokenizer, open_pretrained
-    from megatron.training.build import choose_device
+    from megatron.training.build_model import choose_device
 
     originals = read_texts(args.data)
     if args.output is not None:

@@ -127,7 +127,7 @@ def write_split(training: TrainingConfig, model: FrozenModel, data: DataSource, 
 def precompute(config: RunConfig, output: Path) -> None:
     """Build the frozen model, and write what it gives. Collective."""
     from megatron.distributed.launch import destroy_distributed
-    from megatron.training.build import build_mesh, choose_device, join_distributed
+    from megatron.training.build_model import build_mesh, choose_device, join_distributed
     from megatron.training.frozen_models import frozen_location, open_frozen
 
     location = frozen_location(config)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from functools import cache, partial
 from itertools import zip_longest
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -35,15 +35,19 @@ from megatron.pipeline.actions import COMPUTE_KINDS
 from megatron.pipeline.plan import build_program
 from megatron.pipeline.recorder import record_timeline
 from megatron.pipeline.schedules import make_schedule
-from megatron.training.build import build_trainer, check_same_kernels, check_same_schedule
+from megatron.training.build import build_trainer
+from megatron.training.build_model import check_same_kernels, check_same_schedule
 from megatron.training.callbacks.health import check_weight_copies, explain_nonfinite
-from megatron.training.checkpointer import choose_resume_source, consumed_digest, run_state
-from megatron.training.loop import StopRequest, log_startup
+from megatron.training.checkpoint_contents import run_state
+from megatron.training.checkpointer import choose_resume_source
+from megatron.training.components.startup import StartupReport
+from megatron.training.loggers.run_logger import RunLogger
 from megatron.training.main import new_run_id
-from megatron.training.metrics import MetricsWindow, RankStats, gather_rank_stats
+from megatron.training.metrics import MetricsWindow, RankStats, StepMetrics, gather_rank_stats
 from megatron.training.scoring import record, score_tokens
-from megatron.training.startup import PHASES
+from megatron.training.startup import PHASES, StartupTimer
 from megatron.training.step import train_step
+from megatron.training.stop import StopRequest
 from megatron.training.trainer import check_same_data
 from tests.distributed.faults import infinite_gradient
 from tests.distributed.vitals import difference, report, router_losses
@@ -112,9 +116,11 @@ def ask_for_a_stop(rank: int, world_size: int) -> int:
 def tell_of_the_start(rank: int, world_size: int, case: Case) -> float:
     """The last rank took 100 s to import; everyone must hear of it."""
     trainer, printed = build_trainer(case.config(), rank, world_size), list[Mapping[str, float]]()
-    trainer.startup.seconds |= dict.fromkeys(PHASES, 0.0) | {"imports": 100.0 if rank == world_size - 1 else 3.0}
-    log: Any = SimpleNamespace(start_up=lambda mine, longest: printed.append(longest))
-    log_startup(trainer, log)
+    startup = StartupTimer()
+    startup.seconds |= dict.fromkeys(PHASES, 0.0) | {"imports": 100.0 if rank == world_size - 1 else 3.0}
+    report, metrics = StartupReport(trainer, startup), cast(StepMetrics, None)
+    report.log = cast(RunLogger, SimpleNamespace(start_up=lambda mine, longest: printed.append(longest)))
+    report.on_step_end(metrics)
     return printed[0]["imports"]
 
 
@@ -259,9 +265,9 @@ def digest_of_a_step(rank: int, world_size: int, case: Case) -> bool:
     """Whether what all ranks have read in a step passes for what they should have read."""
     trainer = build_trainer(case.config(), rank, world_size)
     trainer.next_batches()
-    trainer.consumed_samples += trainer.next_batch_size
+    trainer.progress.consumed_samples += trainer.reader.next_batch_size
     try:
-        return consumed_digest(trainer) == trainer.data.digest("train", 0, trainer.consumed_samples)
+        return trainer.reader.consumed_digest() == trainer.data.digest("train", 0, trainer.consumed_samples)
     except RuntimeError:
         return False
 

@@ -28,13 +28,8 @@ from megatron.contrib.local_checkpoints import FileTransfer, LocalSave, NodeChec
 from megatron.distributed.launch import gather_results, run_on_rank0, world_group
 from megatron.distributed.sharding import Box
 from megatron.training.build import build_trainer
-from megatron.training.checkpointer import (
-    CheckpointContents,
-    Checkpointer,
-    bytes_to_save,
-    run_state,
-    tensors_to_save,
-)
+from megatron.training.checkpoint_contents import bytes_to_save, run_state, tensors_to_save
+from megatron.training.checkpointer import CheckpointContents, Checkpointer
 from megatron.training.trainer import Trainer
 from tests.distributed.detect import ZERO1, Detector
 from tests.kit.cases import Case

@@ -21,10 +21,10 @@ from torch import Tensor
 from megatron.config.run import RunConfig
 from megatron.distributed.replicas import Replicas
 from megatron.training.build import build_trainer
-from megatron.training.diloco import Diloco, Round
+from megatron.training.diloco.component import Diloco, Round
 from megatron.training.step import train_step
 from megatron.training.trainer import Trainer
-from tests.kit.runs import Told, start, tiny_run
+from tests.kit.runs import Told, part_of, start, tiny_run
 
 FP64 = "--params-dtype fp64 --clip-grad 0"
 
@@ -58,10 +58,10 @@ def weights(trainer: Trainer) -> dict[str, Tensor]:
 
 def take_step(trainer: Trainer) -> Any:
     """One step of the inner optimizer."""
-    size = trainer.next_batch_size
+    size = trainer.reader.next_batch_size
     metrics = train_step(trainer, trainer.next_batches(), trainer.schedule.rates(trainer.consumed_samples))
-    trainer.iteration += 1
-    trainer.consumed_samples += size
+    trainer.progress.iteration += 1
+    trainer.progress.consumed_samples += size
     return metrics
 
 
@@ -78,7 +78,8 @@ class Replica:
     def start(self) -> list[str]:
         """Build and join."""
         self.trainer = build_trainer(self.config, 0, 1)
-        self.diloco = Diloco(self.trainer, self.wanted, self.store)
+        self.diloco = part_of(self.trainer, Diloco)
+        self.diloco.connect(self.wanted, self.store)
         self.diloco.log = self.log  # type: ignore[assignment]
         return self.diloco.join()
 

@@ -18,16 +18,10 @@ from megatron.checkpoint.format import Manifest
 from megatron.config.run import RunConfig
 from megatron.distributed.launch import world_group
 from megatron.training.build import build_trainer
-from megatron.training.checkpointer import (
-    Checkpointer,
-    bytes_to_save,
-    choose_resume_source,
-    consumed_digest,
-    local_tensors,
-    parameter_name,
-)
-from megatron.training.loop import SIGNALS
+from megatron.training.checkpoint_contents import bytes_to_save, local_tensors, parameter_name
+from megatron.training.checkpointer import Checkpointer, choose_resume_source
 from megatron.training.step import train_step
+from megatron.training.stop import SIGNALS
 from megatron.training.trainer import Trainer
 from tests.kit.runs import Told, before_step, full_disk, kill, misread, start
 from tools.lib.verify_parallel import RankTrace, StepTrace, TracedPiece, join_traces, trace_pieces
@@ -92,7 +86,7 @@ def go_on(trainer: Trainer) -> Leg:
     moments = {name: pieces for name, pieces in tensors.items() if name.startswith("optim.")}
     state = RankTrace(0.0, 0.0, moments, weights)
     losses = advance(trainer, trainer.total_steps - trainer.iteration)
-    return Leg(state, losses, consumed_digest(trainer), bytes_to_save(trainer))
+    return Leg(state, losses, trainer.reader.consumed_digest(), bytes_to_save(trainer))
 
 
 def _pieces(trainer: Trainer, parameter: str, share: Tensor) -> list[TracedPiece]:
@@ -105,11 +99,11 @@ def advance(trainer: Trainer, steps: int) -> list[float]:
     """Take steps as the training loop does; returns their losses."""
     t, losses = trainer, []
     for _ in range(steps):
-        samples = t.next_batch_size
+        samples = t.reader.next_batch_size
         metrics = train_step(t, t.next_batches(), t.schedule.rates(t.consumed_samples))
         losses.append(metrics.loss.item())
-        t.iteration += 1
-        t.consumed_samples += samples
+        t.progress.iteration += 1
+        t.progress.consumed_samples += samples
     return losses
 
 

@@ -14,7 +14,7 @@ from megatron.data.indexed_dataset import IndexedDataset
 from megatron.data.indexed_writer import IndexedDatasetWriter
 from megatron.distributed.launch import world_group
 from megatron.pipeline.schedules import make_schedule
-from megatron.training.build import check_same_kernels
+from megatron.training.build_model import check_same_kernels
 from tests.kit.pool import Pool
 from tests.kit.runs import Told, saved_steps, start, steps, tiny_run
 

@@ -12,7 +12,6 @@ import time
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -30,9 +29,9 @@ from megatron.distributed import replica_store
 from megatron.distributed.replica_store import GREETING, AuthenticatedChannel, read_secret, serve
 from megatron.distributed.replicas import Member, ReplicaError, Replicas, connect
 from megatron.optimizer.main_params import MainParams
-from megatron.optimizer.outer_optimizer import OuterOptimizer
 from megatron.training.build import build_trainer
-from megatron.training.diloco import left_out, source_of
+from megatron.training.diloco.component import left_out, source_of
+from megatron.training.diloco.outer_optimizer import OuterOptimizer
 from megatron.training.failure_report import NonFiniteError
 from tests.distributed.diloco_runs import (
     FP64,
@@ -71,7 +70,7 @@ class Simulation:
         config = replica_config(f"{flags} --diloco-sync-interval 1", replicas)
         self.trainers = [build_trainer(config, 0, 1) for _ in range(replicas)]
         for index, trainer in enumerate(self.trainers):
-            trainer.data = replace(trainer.data, stream=(index, replicas))
+            trainer.reader.use_stream(index)
         self.outer = {name: torch.nn.Parameter(value) for name, value in weights(self.trainers[0]).items()}
         lr, momentum = options.get("lr", 0.7), options.get("momentum", 0.9)
         self.optimizers = {n: torch.optim.SGD([v], lr, momentum, nesterov=True) for n, v in self.outer.items()}
@@ -166,7 +165,7 @@ def test_streams_divide_the_samples_and_no_two_replicas_read_one() -> None:
     read = []
     for index in range(3):
         trainer = build_trainer(replica_config(flags, 3), 0, 1)
-        trainer.use_stream(index)
+        trainer.reader.use_stream(index)
         mine = []
         for _ in range(4):
             places = trainer.data.rank_places("train", trainer.consumed_samples, 4, 0, 1)
@@ -174,10 +173,10 @@ def test_streams_divide_the_samples_and_no_two_replicas_read_one() -> None:
                 assert batch.sample_ids.tolist()[: len(of_batch)] == [*of_batch]
                 assert batch.loss_mask[len(of_batch) :].sum() == 0
                 mine += of_batch
-            trainer.consumed_samples += 4
+            trainer.progress.consumed_samples += 4
         read.append(mine)
         digest = trainer.data.digest_places("train", [range(index, 48, 3)])
-        assert trainer.digest_read % 2**64 == trainer.samples_digest() == digest
+        assert trainer.reader.digest_read % 2**64 == trainer.reader.samples_digest() == digest
     assert sorted(place for mine in read for place in mine) == [*range(48)]
 
 

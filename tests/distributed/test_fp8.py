@@ -22,9 +22,11 @@ from megatron.kernels.fp8 import Float8Kernel, WeightCasts
 from megatron.optimizer.lr_scheduler import Rates
 from megatron.planner.memory import fp8_weight_bytes
 from megatron.training.build import build_trainer
+from megatron.training.components.average import AverageWeights
 from megatron.training.step import evaluate, train_step
 from tests.kit.cases import LR, MODEL, RATES, SEQ_LENGTH, Case, batches_of, pipeline, run_case, run_on
 from tests.kit.pool import Pool
+from tests.kit.runs import part_of
 from tools.lib.verify_parallel import RankTrace, StepTrace, compare_traces, join_traces
 
 TP2 = ParallelConfig(tensor_model_parallel_size=2)
@@ -209,7 +211,7 @@ def trained(wanted: Case) -> list[Tensor]:
     for step in range(3):
         losses.append(train_step(trainer, batches_of(trainer, wanted, step), RATES).loss)
         losses.append(evaluate(trainer))
-        with trainer.optimizer.averaged():
+        with part_of(trainer, AverageWeights).in_model():
             losses.append(evaluate(trainer))
         losses.append(evaluate(trainer))
     return losses
@@ -251,7 +253,7 @@ def final_loss(steps: int, flags: str = "") -> float:
     losses = []
     for _ in range(steps):
         losses.append(train_step(trainer, trainer.next_batches(), Rates(3e-3, 0.1)).loss.item())
-        trainer.consumed_samples += 2
+        trainer.progress.consumed_samples += 2
     return sum(losses[-steps // 10 :]) / (steps // 10)
 
 

@@ -40,7 +40,8 @@ from megatron.optimizer.grad_compression import (
 from megatron.planner.memory import checkpoint_bytes, data_parallel_traffic
 from megatron.training.build import build_trainer
 from megatron.training.checkpointer import Checkpointer, choose_resume_source
-from megatron.training.compression_state import replica_errors
+from megatron.training.components.grad_compression import CompressionState
+from megatron.training.components.nonfinite import NonFiniteCheck
 from megatron.training.step import train_step
 from tests.distributed.resume import advance
 from tests.distributed.test_local_tier import go_on as local_go_on
@@ -50,7 +51,7 @@ from tests.distributed.test_traffic import config_of, of_axes, ring, step
 from tests.distributed.test_zero import MIXED, PP2, SHARED, STAGE_1, STAGE_2, TP2_SP, case
 from tests.kit.cases import RATES, batches_of, run_on
 from tests.kit.pool import Pool
-from tests.kit.runs import differences, tiny_run
+from tests.kit.runs import differences, part_of, tiny_run
 
 METHODS = ("powersgd:2", "topk:0.1")
 STEPS = 3
@@ -453,14 +454,15 @@ def skip_a_step(rank: int, size: int, method: str, how: str) -> bool:
     """Return True if a skipped step changed the errors."""
     run = replace(case(size, grad_compression=method), precision=PrecisionConfig(params_dtype="fp32"))
     trainer = build_trainer(run.config(), rank, size)
-    trainer.halted = torch.zeros(())
+    check = NonFiniteCheck(trainer)
+    trainer.components.append(check)
     train_step(trainer, batches_of(trainer, run, 0), RATES)
-    before = {n: own.error.clone() for n, own in replica_errors(trainer).items()}
+    before = {n: own.error.clone() for n, own in part_of(trainer, CompressionState).errors().items()}
     assert any(bool((x != 0).any()) for x in before.values())
-    trainer.halted.fill_(float(how == "skipped"))
+    check.halted.fill_(float(how == "skipped"))
     metrics = train_step(trainer, batches_of(trainer, run, 1), RATES)
     assert bool(metrics.skipped) == (how == "skipped")
-    return all(torch.equal(own.error, before[n]) for n, own in replica_errors(trainer).items())
+    return all(torch.equal(own.error, before[n]) for n, own in part_of(trainer, CompressionState).errors().items())
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -480,7 +482,7 @@ def save_and_go_on(rank: int, size: int, config: RunConfig) -> tuple[list[float]
     trainer = build_trainer(config, rank, size)
     advance(trainer, 4)
     Checkpointer(trainer).write()
-    return advance(trainer, 3), {n: own.error for n, own in replica_errors(trainer).items()}
+    return advance(trainer, 3), {n: own.error for n, own in part_of(trainer, CompressionState).errors().items()}
 
 
 Loaded = tuple[list[float], dict[str, Tensor], list[str], Tensor, bool]
@@ -494,16 +496,17 @@ def load_and_go_on(rank: int, size: int, config: RunConfig) -> Loaded:
     source = choose_resume_source(config.checkpoint, world_group(rank, size))
     trainer = build_trainer(config, rank, size, fresh=source.fresh)
     notes = Checkpointer(trainer).load(source)
-    trainer.iteration += 1  # of another name
+    trainer.progress.iteration += 1  # of another name
     saved = Checkpointer(trainer).write()
     padding = 2 * 16 * 4  # factors of rows that only pad the vocabulary, counted but not saved
     assert checkpoint_bytes(config, size) - saved.bytes in (0, padding)
-    trainer.iteration -= 1
+    trainer.progress.iteration -= 1
     name = "embedding.position_embeddings.weight"
-    loaded = {n: own.error.clone() for n, own in replica_errors(trainer).items()}.get(name, torch.zeros(()))
+    compression = part_of(trainer, CompressionState)
+    loaded = {n: own.error.clone() for n, own in compression.errors().items()}.get(name, torch.zeros(()))
     added = name in trainer.specs and any(piece.partial for piece in trainer.specs[name].pieces)
     losses = advance(trainer, 3)
-    return losses, {n: own.error for n, own in replica_errors(trainer).items()}, notes, loaded, added
+    return losses, {n: own.error for n, own in compression.errors().items()}, notes, loaded, added
 
 
 COMPRESSED = {
@@ -651,7 +654,7 @@ def first_gradient(rank: int, size: int, iterations: list[int]) -> list[Tensor]:
     found = []
     for iteration in iterations:
         trainer = build_trainer(run.config(), rank, size)
-        trainer.iteration = iteration
+        trainer.progress.iteration = iteration
         train_step(trainer, batches_of(trainer, run, 0), RATES)
         found.append(trainer.buckets.grads["layers.0.mlp.linear_fc1.weight"].clone())
     return found

@@ -23,7 +23,8 @@ from megatron.config.run import RunConfig
 from megatron.contrib.local_checkpoints import NodeCheckpoints
 from megatron.distributed.launch import world_group
 from megatron.training.build import build_trainer
-from megatron.training.checkpointer import Checkpointer, choose_resume_source, run_state, tensors_to_save
+from megatron.training.checkpoint_contents import run_state, tensors_to_save
+from megatron.training.checkpointer import Checkpointer, choose_resume_source
 from tests.distributed.resume import ACTIONS
 from tests.kit.pool import Pool
 from tests.kit.runs import Told, before_step, differences, start, steps, tiny_run

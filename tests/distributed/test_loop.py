@@ -21,7 +21,7 @@ from megatron.config.run import RunConfig
 from megatron.data.gpt_dataset import SampleOrder, build_sample_order
 from megatron.data.indexed_writer import IndexedDatasetWriter
 from megatron.training import main
-from megatron.training.loop import StopRequest
+from megatron.training.stop import StopRequest
 from megatron.training.trainer import Trainer
 from tests.distributed.sites import ROOT
 from tests.kit.pool import Pool

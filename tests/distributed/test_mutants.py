@@ -35,8 +35,8 @@ EQUIVALENT: dict[tuple[str, str, str, str], str] = {
     ("megatron/layers/loss.py", "_chunk_loss", "max", "doubled"): "the maximum of equal numbers is theirs",
     ("megatron/layers/loss.py", "forward", "max", "doubled"): "the maximum of equal numbers is theirs",
     ("megatron/layers/loss.py", "_token_scores", "max", "doubled"): "the maximum of equal numbers is theirs",
-    ("megatron/training/loop.py", "poll", "max", "doubled"): "the maximum of equal numbers is theirs",
-    ("megatron/training/loop.py", "log_startup", "max", "doubled"): "the maximum of equal numbers is theirs",
+    ("megatron/training/stop.py", "poll", "max", "doubled"): "the maximum of equal numbers is theirs",
+    ("megatron/training/components/startup.py", "on_step_end", "max", "doubled"): "equal numbers",
     ("megatron/training/metrics.py", "_barrier", "sum", "doubled"): "ranks that meet twice have met",
     ("megatron/training/metrics.py", "_barrier", "sum", "mis-scaled"): "nobody looks at the number",
 }
@@ -46,12 +46,12 @@ GPU_ONLY = {
     ("megatron/pipeline/recorder.py", "__init__"): "the barrier from which events on a GPU are measured",
     ("megatron/distributed/tensor_parallel.py", "_fused_gather_matmul"): "symmetric memory",
     ("megatron/distributed/tensor_parallel.py", "_fused_matmul_scatter"): "symmetric memory",
-    ("megatron/training/build.py", "choose_tp_overlap"): "whether all ranks have symmetric memory",
+    ("megatron/training/build_model.py", "choose_tp_overlap"): "whether all ranks have symmetric memory",
     ("megatron/training/cuda_graphs.py", "_capture"): "whether all ranks have captured a graph",
 }
 """By file and function: what no run on CPUs gets to."""
 
-BETWEEN_REPLICAS = "megatron/training/diloco.py"
+BETWEEN_REPLICAS = "megatron/training/diloco/component.py"
 """Its replicas are runs of their own, which are compared with simulations in test_diloco.py."""
 
 CALLS = [

@@ -22,11 +22,13 @@ from megatron.planner.memory import checkpoint_bytes
 from megatron.training import checkpointer
 from megatron.training.build import build_trainer
 from megatron.training.callbacks import health
-from megatron.training.checkpointer import tensors_to_save
+from megatron.training.checkpoint_contents import tensors_to_save
+from megatron.training.components.average import AverageWeights
 from megatron.training.step import evaluate, train_step
 from megatron.training.trainer import Trainer
 from tests.kit.cases import MODEL, RATES, Case, batches_of, compare_with_twin, run_on
 from tests.kit.pool import Pool
+from tests.kit.runs import part_of
 
 INIT = Init()
 SHARD = DenseSharding(0, 1)
@@ -171,9 +173,9 @@ def run(rank: int, size: int, case: Case, how: str) -> tuple[list[float], list[d
             saved.append(noted(trainer))
             if step == 1:
                 health.check_weight_copies(trainer)
-                with trainer.optimizer.averaged():
+                with part_of(trainer, AverageWeights).in_model():
                     numbers.append(evaluate(trainer).item())
-                with trainer.optimizer.averaged():
+                with part_of(trainer, AverageWeights).in_model():
                     pass  # nobody looks, and all is as it was
                 numbers.append(evaluate(trainer).item())
     return numbers, saved, pending

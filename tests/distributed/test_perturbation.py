@@ -62,7 +62,7 @@ LAYOUTS: dict[str, tuple[ParallelConfig, TrainingConfig]] = {
 
 def held(trainer: Trainer) -> Ranges:
     """Positions of this rank's tokens."""
-    return (range(SEQ_LENGTH),) if trainer.cp is None else trainer.cp.rows(SEQ_LENGTH)
+    return (range(SEQ_LENGTH),) if trainer.reader.cp is None else trainer.reader.cp.rows(SEQ_LENGTH)
 
 
 def rows_of(trainer: Trainer) -> Tensor:

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from megatron.config.run import RunConfig
-from megatron.training.build import build_mesh
+from megatron.training.build_model import build_mesh
 from megatron.training.frozen_models import frozen_location, open_frozen
 from tasks.finetune.precompute import write_teacher
 from tests.distributed.grid import FACTORS, case_of, label

@@ -33,7 +33,7 @@ def told(rank: int, world_size: int, case: Case, name: str, at: int, master: boo
     config = replace(case.config(), logging=LoggingConfig(check_weight_hash_across_dp_replicas_interval=2))
     trainer = build_trainer(config, rank, world_size)
     train_step(trainer, batches_of(trainer, case, 0), RATES)
-    trainer.iteration = 6
+    trainer.progress.iteration = 6
     check_weight_copies(trainer)
     if rank == at:
         tensor = trainer.optimizer.main_params[name] if master else trainer.params[name].detach()

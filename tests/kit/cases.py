@@ -23,10 +23,12 @@ from megatron.kernels import block_attention
 from megatron.optimizer.lr_scheduler import Rates
 from megatron.pipeline.plan import resolve_pipeline
 from megatron.training.build import build_trainer
-from megatron.training.frozen_models import frozen_inputs
+from megatron.training.components.adapter_base import initialize_magnitudes
+from megatron.training.frozen_models import FrozenModelInputs
 from megatron.training.step import evaluate, train_step
 from megatron.training.trainer import Trainer
 from tests.kit.pool import PATIENCE, Pool
+from tests.kit.runs import part_of
 from tests.kit.shared_memory_group import BACKEND
 from tools.lib.verify_parallel import RankTrace, StepDeviation, StepTrace, compare_traces, join_traces, trace_step
 
@@ -164,13 +166,13 @@ def run_case(rank: int, world_size: int, case: Case) -> list[RankTrace]:
     """Train ``case.steps`` steps on this rank and note each."""
     trainer = build_trainer(case.config(), rank, world_size)
     if case.model.lora_dora:
-        trainer.initialize_magnitudes()
+        initialize_magnitudes(trainer)
     own = case.training.objective == "dpo" and case.model.lora_rank
     if own or case.training.reference_model or case.training.teacher_model:
-        trainer.frozen_inputs, _ = frozen_inputs(trainer)
+        part_of(trainer, FrozenModelInputs).on_start(lambda: False)
     traces = []
     for step in range(case.steps):
-        batches = trainer.with_frozen_inputs(batches_of(trainer, case, step))
+        batches = trainer.complete(batches_of(trainer, case, step))
         metrics = train_step(trainer, batches, RATES)
         traces.append(trace_step(trainer, metrics))
     return traces
@@ -220,9 +222,9 @@ def batches_of(trainer: Trainer, case: Case, step: int) -> list[MicroBatch]:
     whole, padded = global_batch(case, step), trainer.config.training.pad_global_batch
     places = rank_micro_batches(0, case.samples, size, mesh.dp_rank, mesh.dp_size, padded)
     batches = [_rows(whole, mine, size) for mine in places]
-    if trainer.cp is None:
+    if trainer.reader.cp is None:
         return batches
-    rows = trainer.cp.rows(case.length)
+    rows = trainer.reader.cp.rows(case.length)
     return [_tokens(batch, case.length, rows) for batch in batches]
 
 

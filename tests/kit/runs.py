@@ -19,7 +19,7 @@ from contextlib import (
 )
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 from unittest.mock import patch
 
 import torch
@@ -35,6 +35,8 @@ from megatron.training import checkpointer, main
 from megatron.training.callbacks.profiler import is_layer
 from megatron.training.trainer import Trainer
 from tests.kit.processes import ForkedProgram
+
+T = TypeVar("T")
 
 FLAGS = (
     "--mock-data --vocab-size 31 --num-layers 2 --hidden-size 16 --num-attention-heads 2 --ffn-hidden-size 32 "
@@ -86,6 +88,11 @@ def spoil_step(trainer: Trainer) -> None:
     block.register_forward_hook(spoil)
 
 
+def part_of(trainer: Trainer, kind: type[T]) -> T:
+    """Return the component of a class."""
+    return next(component for component in trainer.components if isinstance(component, kind))
+
+
 class KilledError(BaseException):
     """Ends a run as ``kill -9`` does, as far as its files can tell: nobody catches it, nothing more is saved."""
 
@@ -97,7 +104,7 @@ def kill(trainer: Trainer) -> None:
 
 def misread(trainer: Trainer) -> None:
     """Read the next step's samples once more, as a reader does that loses its place."""
-    trainer._read("train", trainer.consumed_samples, trainer.next_batch_size)
+    trainer.reader._read("train", trainer.consumed_samples, trainer.reader.next_batch_size)
 
 
 def full_disk(*at: int) -> AbstractContextManager[Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -24,10 +25,12 @@ from megatron.kernels.registry import Kernels
 from megatron.layers.activation_offload import ActivationOffload
 from megatron.layers.context import BuildContext
 from megatron.model.gpt import GPTChunk, build_gpt
-from megatron.optimizer.distributed_optimizer import DistributedOptimizer, UpdateResult
+from megatron.optimizer.distributed_optimizer import DistributedOptimizer, UpdateHook, UpdateResult
 from megatron.optimizer.grad_buffer import GradBuffer
 from megatron.optimizer.lr_scheduler import Rates
 from megatron.optimizer.parameter_store import ParameterStore
+from megatron.training.components.average import AverageWeights
+from megatron.training.components.spikes import SpikeGuard
 
 TINY = ModelConfig(
     num_layers=2,
@@ -68,6 +71,7 @@ class Solo:
     grad_accumulator: GradAccumulator
     buckets: GradBuffer
     optimizer: DistributedOptimizer
+    hooks: Sequence[UpdateHook] = ()
 
     @classmethod
     def build(
@@ -95,12 +99,21 @@ class Solo:
         if offload is not None:
             offload.leave_out(buffer.whole for buffer in weights.buffers)
         chunk.train()
-        return cls(
-            chunk,
-            grad_accumulator,
-            buckets,
-            DistributedOptimizer(weights, chunk.specs, buckets, mesh, optimizer or OptimizerConfig()),
-        )
+        rules = optimizer or OptimizerConfig()
+        built = DistributedOptimizer(weights, chunk.specs, buckets, mesh, rules)
+        guard = SpikeGuard.from_config(rules, torch.device("cpu"))
+        hooks: list[UpdateHook] = [] if guard is None else [guard]
+        hooks += [] if rules.ema_decay is None else [AverageWeights(built, rules.ema_decay)]
+        return cls(chunk, grad_accumulator, buckets, built, hooks)
+
+    @property
+    def average(self) -> dict[str, Tensor]:
+        """Moving average of the main parameters by name; empty without one."""
+        return {n: x for hook in self.hooks if isinstance(hook, AverageWeights) for n, x in hook.average.items()}
+
+    def averaged(self) -> AbstractContextManager[None]:
+        """Let the model compute with the moving average of its weights inside."""
+        return next(hook.in_model() for hook in self.hooks if isinstance(hook, AverageWeights))
 
     @property
     def params(self) -> dict[str, nn.Parameter]:
@@ -125,7 +138,7 @@ class Solo:
         """One training step: ``(loss, outcome)``."""
         loss = self.backward(batches)
         self.optimizer.reduce_gradients()
-        return loss, self.optimizer.update(Rates(lr, weight_decay), torch.ones(()), loss)
+        return loss, self.optimizer.update(Rates(lr, weight_decay), torch.ones(()), loss, hooks=self.hooks)
 
     def snapshot(self) -> dict[str, Tensor]:
         """Copies of all gradients."""

@@ -31,7 +31,8 @@ from megatron.config.run import ComputeConfig, RunConfig
 from megatron.distributed.launch import destroy_distributed
 from megatron.distributed.sharding import Box
 from megatron.kernels.registry import select_kernels
-from megatron.training.build import build_trainer, join_distributed
+from megatron.training.build import build_trainer
+from megatron.training.build_model import join_distributed
 from megatron.training.failure_report import host_name
 from megatron.training.loggers.run_folder import environment_info, git_state
 from megatron.training.main import run

@@ -69,12 +69,12 @@ def trace_steps(trainer: Trainer, steps: int) -> list[RankTrace]:
     """Take and trace ``steps`` steps at the peak learning rate, since warm-up would start with a rate of 0."""
     traces = []
     for _ in range(steps):
-        samples = trainer.next_batch_size
+        samples = trainer.reader.next_batch_size
         rates = replace(trainer.schedule.rates(trainer.consumed_samples), lr=trainer.config.optimizer.lr)
         metrics = train_step(trainer, trainer.next_batches(), rates)
         traces.append(trace_step(trainer, metrics))
-        trainer.iteration += 1
-        trainer.consumed_samples += samples
+        trainer.progress.iteration += 1
+        trainer.progress.consumed_samples += samples
     return traces
 
 

@@ -20,6 +20,7 @@ from megatron.distributed.grad_accumulator import GradAccumulator
 from megatron.layers.context import BuildContext
 from megatron.model.gpt import build_gpt
 from megatron.training.build import build_trainer
+from megatron.training.components.average import AverageWeights
 from megatron.training.step import train_step
 from tests.kit.runs import tiny_run
 from tests.kit.solo import one_rank_mesh, tiny
@@ -258,10 +259,11 @@ def losses(flags: str) -> tuple[float, ...]:
     found = []
     for _ in range(4):
         schedule, consumed = trainer.schedule, trainer.consumed_samples
-        size, batches = trainer.next_batch_size, trainer.next_batches()
+        size, batches = trainer.reader.next_batch_size, trainer.next_batches()
         found.append(train_step(trainer, batches, schedule.rates(consumed)).loss.item())
-        trainer.iteration, trainer.consumed_samples = trainer.iteration + 1, consumed + size
-    held = [*(p for p in trainer.params.values() if p.requires_grad), *trainer.optimizer.ema.values()]
+        trainer.progress.iteration, trainer.progress.consumed_samples = trainer.iteration + 1, consumed + size
+    averages = (c.average for c in trainer.components if isinstance(c, AverageWeights))
+    held = [p for p in trainer.params.values() if p.requires_grad] + [x for each in averages for x in each.values()]
     return (*found, sum(p.abs().sum().item() for p in held))
 
 

@@ -17,7 +17,8 @@ from megatron.distributed.micro_batch import MicroBatch
 from megatron.layers.loss import OutputLayer
 from megatron.model.objective import Objective
 from megatron.optimizer.lr_scheduler import Rates
-from megatron.training.build import Trainer, build_trainer
+from megatron.training.build import build_trainer
+from megatron.training.build_model import Trainer
 from megatron.training.cuda_graphs import WARM_UP_STEPS, StepRunner
 from megatron.training.step import train_step
 from tests.kit.runs import tiny_run

@@ -64,14 +64,14 @@ def test_a_skipped_step_changes_nothing_on_the_host() -> None:
     solo = Solo.build(CONFIG, torch.bfloat16, optimizer=config)
     solo.backward(BATCHES)
     solo.optimizer.reduce_gradients()
-    solo.optimizer.update(Rates(1e-2, 0.1), torch.ones(()))
+    solo.optimizer.update(Rates(1e-2, 0.1), torch.ones(()), hooks=solo.hooks)
     solo.backward(BATCHES)
     solo.optimizer.reduce_gradients()
-    before = [t.clone() for t in (*solo.optimizer.main_params.values(), *solo.optimizer.ema.values())]
+    before = [t.clone() for t in (*solo.optimizer.main_params.values(), *solo.average.values())]
     name = next(iter(solo.buckets.grads))
     solo.buckets.grads[name].view(-1)[0] = torch.inf
-    outcome = solo.optimizer.update(Rates(1e-2, 0.1), torch.ones(()))
-    after = (*solo.optimizer.main_params.values(), *solo.optimizer.ema.values())
+    outcome = solo.optimizer.update(Rates(1e-2, 0.1), torch.ones(()), hooks=solo.hooks)
+    after = (*solo.optimizer.main_params.values(), *solo.average.values())
     assert outcome.skipped.item() == 1
     assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
     assert solo.optimizer.steps_applied() == 1

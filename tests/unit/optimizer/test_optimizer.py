@@ -41,7 +41,7 @@ def state(solo: Solo) -> dict[str, Tensor]:
     out |= {f"master {n}": m for n, m in solo.optimizer.main_params.items()}
     for group, rule in solo.optimizer.groups:
         out |= {f"{kind} {group.names[i]}": t for kind, ts in rule.state.items() for i, t in enumerate(ts)}
-    out |= {f"average {n}": a for n, a in solo.optimizer.ema.items()}
+    out |= {f"average {n}": a for n, a in solo.average.items()}
     return {name: t.detach().clone() for name, t in out.items()}
 
 
@@ -207,7 +207,7 @@ def test_a_spike_is_skipped_and_told_apart_from_what_is_not_finite() -> None:
     solo, loss = Solo.build(CONFIG, optimizer=config), torch.tensor(1.0)
     for i in range(6):
         solo.backward(BATCHES)
-        outcome = solo.optimizer.update(RATES, torch.ones(()), loss + 0.01 * (i % 2))
+        outcome = solo.optimizer.update(RATES, torch.ones(()), loss + 0.01 * (i % 2), hooks=solo.hooks)
         assert (outcome.skipped.item(), outcome.nonfinite.item()) == (0, 0)
     before, steps = state(solo), solo.optimizer.steps_applied()
     for value, nonfinite in ((loss * 9, 0.0), (loss * torch.nan, 1.0)):
@@ -215,7 +215,7 @@ def test_a_spike_is_skipped_and_told_apart_from_what_is_not_finite() -> None:
         grads = solo.snapshot()
         if nonfinite:
             solo.buckets.buckets[0].shard[0] = torch.nan
-        outcome = solo.optimizer.update(RATES, torch.ones(()), value)
+        outcome = solo.optimizer.update(RATES, torch.ones(()), value, hooks=solo.hooks)
         assert (outcome.skipped.item(), outcome.nonfinite.item()) == (1, nonfinite)
         assert outcome.clip.isfinite()
         assert nonfinite or all(torch.equal(grad, grads[name]) for name, grad in solo.buckets.grads.items())
@@ -233,7 +233,7 @@ def test_the_average_takes_the_place_of_the_weights_for_a_while(dtype: torch.dty
     for _ in range(3):
         solo.step(BATCHES, lr=1e-2)
     before = state(solo)
-    with solo.optimizer.averaged():
+    with solo.averaged():
         for name, param in solo.params.items():
             assert torch.equal(param, before[f"average {name}"].to(dtype))
     after = state(solo)
@@ -336,7 +336,7 @@ def test_every_element_counts_once_in_the_norm_however_it_is_cut(
 def test_whoever_skips_spikes_needs_a_loss() -> None:
     solo = Solo.build(CONFIG, optimizer=OptimizerConfig(skip_spikes=6.0))
     with pytest.raises(ValueError, match="pass it to update"):
-        solo.optimizer.update(RATES, torch.ones(()))
+        solo.optimizer.update(RATES, torch.ones(()), hooks=solo.hooks)
 
 
 def test_a_decoupled_rate_that_is_missing_is_a_mistake() -> None:

@@ -21,6 +21,7 @@ from megatron.optimizer.distributed_optimizer import DistributedOptimizer
 from megatron.optimizer.grad_buffer import GradBuffer
 from megatron.optimizer.lr_scheduler import Rates
 from megatron.optimizer.parameter_store import ParameterStore
+from megatron.training.components.average import AverageWeights
 from tests.kit.solo import Solo, one_rank_mesh, random_batch, tiny
 
 CONFIG = tiny(num_query_groups=2)
@@ -158,16 +159,17 @@ def test_nothing_moves_weights_that_are_on_their_way(gathers: Gathers, moves: st
     parallel = ParallelConfig(use_distributed_optimizer=True, overlap_grad_reduce=False, overlap_param_gather=True)
     dtypes = {name: torch.float32}
     buckets = GradBuffer(context.specs, dtypes, context.mesh, context.grad_accumulator, torch.device("cpu"), parallel)
-    config = OptimizerConfig(ema_decay=0.5, clip_grad=0.0)
+    config = OptimizerConfig(clip_grad=0.0)
     weights = ParameterStore(context.params, buckets, context.mesh, parallel)
     optimizer = DistributedOptimizer(weights, context.specs, buckets, context.mesh, config)
+    average = AverageWeights(optimizer, 0.5)
     for _ in range(2):
         buckets.buckets[0].shard.fill_(1.0)
         if moves == "an update":
-            optimizer.update(Rates(0.1, 0.0), torch.ones(()))
+            optimizer.update(Rates(0.1, 0.0), torch.ones(()), hooks=[average])
         else:
-            optimizer.ema[name].add_(1.0)
-            with optimizer.averaged():
+            average.average[name].add_(1.0)
+            with average.in_model():
                 pass
     optimizer.weights.wait()
     assert len(gathers.waited) == len(gathers.started) == (2 if moves == "an update" else 4)

@@ -14,7 +14,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from megatron.config.run import PrecisionConfig
-from megatron.optimizer.loss_scaler import LossScaler, SpikeGuard
+from megatron.training.components.loss_scaler import LossScaler
+from megatron.training.components.spikes import SpikeGuard
 
 
 @dataclass

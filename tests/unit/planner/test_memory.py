@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import is_dataclass
 from itertools import product
 from typing import Any
@@ -33,7 +33,9 @@ from megatron.planner.memory import (
     reduction_buffer_bytes,
 )
 from megatron.training.build import build_trainer
-from megatron.training.checkpointer import local_tensors, parameter_name
+from megatron.training.checkpoint_contents import local_tensors, parameter_name
+from megatron.training.components.average import AverageWeights
+from megatron.training.diloco.component import Diloco
 from megatron.training.step import train_step
 from megatron.training.trainer import Trainer
 from tests.kit.pool import Pool
@@ -80,9 +82,18 @@ def compression_of(trainer: Trainer) -> Iterator[Tensor]:
         yield from feedback.warm_starts if isinstance(feedback, PowerSGD) else ()
 
 
+def averages_of(trainer: Trainer) -> Mapping[str, Tensor]:
+    """Return the moving average of the weights by name; empty without one."""
+    return next((c.average for c in trainer.components if isinstance(c, AverageWeights)), {})
+
+
+def outer_tensors(diloco: Diloco) -> Iterable[Tensor]:
+    return tensors_of(vars(diloco.outer) | {"main_params": None}, set())
+
+
 def allocated(trainer: Trainer) -> dict[str, int]:
     """Bytes of a trainer's memory by part: every piece of it that can be reached from the trainer is in one."""
-    optimizer, everything = trainer.optimizer, storages(tensors_of(vars(trainer) | {"data": None}, set()))
+    optimizer, everything = trainer.optimizer, storages(tensors_of(vars(trainer) | {"reader": None}, set()))
     moments = (t for tensors in optimizer.state().values() for t in tensors.values())
     remainders = optimizer.main_params.remainders
     masters = (
@@ -93,9 +104,9 @@ def allocated(trainer: Trainer) -> dict[str, int]:
         "gradients": (bucket.shard for bucket in trainer.buckets.buckets),
         "main params": masters,
         "moments": moments,
-        "average": optimizer.ema.values(),
+        "average": averages_of(trainer).values(),
         "compression": compression_of(trainer),
-        "outer": [] if optimizer.outer is None else tensors_of(vars(optimizer.outer) | {"main_params": None}, set()),
+        "outer": [t for c in trainer.components if isinstance(c, Diloco) for t in outer_tensors(c)],
     }
     found = {}
     for part, tensors in parts.items():
@@ -210,7 +221,9 @@ def allocated_in_two(trainer: Trainer) -> tuple[dict[str, int], dict[str, int]]:
     assert offload is not None
     offload._scalars = torch.zeros(())  # scalars are left out
     remainders, on_host = optimizer.main_params.remainders, offload.weights.keys()
-    everything = storages(tensors_of(vars(trainer) | {"data": None}, set()))
+    everything = storages(tensors_of(vars(trainer) | {"reader": None}, set()))
+
+    averages = averages_of(trainer)
 
     def parts(names: Iterable[str], weights: Iterable[Tensor], gradients: Iterable[Tensor]) -> dict[str, int]:
         named = [*names]
@@ -220,7 +233,7 @@ def allocated_in_two(trainer: Trainer) -> tuple[dict[str, int], dict[str, int]]:
             "gradients": gradients,
             "main params": main,
             "moments": [kind[name] for kind in optimizer.state().values() for name in named if name in kind],
-            "average": [optimizer.ema[name] for name in named if name in optimizer.ema],
+            "average": [averages[name] for name in named if name in averages],
         }
         return {part: sum(everything.pop(at, 0) for at in storages(of_part)) for part, of_part in tensors.items()}
 

@@ -20,6 +20,7 @@ from megatron.distributed.launch import fake_process_group
 from megatron.optimizer.lr_scheduler import Rates
 from megatron.training import main
 from megatron.training.build import build_trainer
+from megatron.training.components.spikes import SpikeGuard
 from megatron.training.cuda_graphs import WARM_UP_STEPS, CudaGraphRecorder, GraphedCallable, StepRunner
 from megatron.training.metrics import StepMetrics
 from megatron.training.trainer import Trainer
@@ -100,8 +101,8 @@ def trainer_of(folder: Path, flags: str = "") -> Trainer:
 def state_of(trainer: Trainer) -> list[Tensor]:
     """Return everything that a step changes."""
     o, s = trainer.optimizer, trainer.scaler
-    kept = [t for of_kind in o.extra_state().values() for t in of_kind.values()]
-    kept += [o.spikes._values, o.spikes._count] if o.spikes is not None else []
+    kept = [t for c in trainer.components for of_kind in c.tensors().values() for t in of_kind.values()]
+    kept += [t for c in trainer.components if isinstance(c, SpikeGuard) for t in (c._values, c._count)]
     weights = [p.data for p in trainer.params.values()]
     counts = [count for _, rule in o.groups for count in rule.step_counts]
     grads = [bucket.shard for bucket in trainer.buckets.buckets]

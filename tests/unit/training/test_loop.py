@@ -20,18 +20,23 @@ from megatron.config.run import CheckpointConfig
 from megatron.data.indexed_writer import IndexedDatasetWriter
 from megatron.data.loader import BatchArrays, MaskBuilder
 from megatron.distributed.comm import Group
-from megatron.training import loop
+from megatron.training import features
+from megatron.training import stop as stop_request
 from megatron.training.build import build_trainer
 from megatron.training.callbacks.health import HealthReport
 from megatron.training.callbacks.profiler import NO_REQUEST
 from megatron.training.checkpointer import Checkpointer
+from megatron.training.components.nonfinite import NonFiniteCheck
 from megatron.training.cuda_graphs import StepRunner
 from megatron.training.failure_report import NonFiniteError
+from megatron.training.features import build_callbacks
 from megatron.training.loggers.run_folder import read_history
 from megatron.training.loggers.run_logger import RunLogger
-from megatron.training.loop import STOP_FILE_FOUND, NonFiniteCheck, StopRequest, build_callbacks, exit_status, train
+from megatron.training.loop import train
+from megatron.training.metrics import Goodput
 from megatron.training.resume_source import read_only_options
 from megatron.training.step import evaluate
+from megatron.training.stop import SIGNALS, STOP_FILE_FOUND, TIME_LIMIT, StopRequest, exit_status
 from megatron.training.trainer import Trainer
 from tests.kit.runs import (
     before_step,
@@ -58,8 +63,8 @@ def trained(folder: Path, flags: str = "") -> tuple[int, Trainer]:
     stop = StopRequest(trainer.mesh.world, trainer.device)
     try:
         with RunLogger(config, world_size=1, device=trainer.device) as log:
-            builtin = build_callbacks(trainer, log, stop)
-            return train(trainer, StepRunner(trainer), log, stop, builtin, Checkpointer(trainer)), trainer
+            trainer.components += build_callbacks(trainer, log, stop)
+            return train(trainer, StepRunner(trainer), log, stop, Checkpointer(trainer), Goodput()), trainer
     finally:
         stop.restore()
 
@@ -187,7 +192,7 @@ def test_a_flag_that_is_read_a_step_late_ends_the_run_with_the_same_weights_and_
             trainers.append(trainer)
             return NonFiniteCheck(trainer, late)
 
-        monkeypatch.setattr(loop, "NonFiniteCheck", check)
+        monkeypatch.setattr(features, "NonFiniteCheck", check)
         sentence = ""
         try:
             trained(tmp_path / str(late), f"--log-interval 100 {flags}")
@@ -204,7 +209,7 @@ def test_a_flag_that_is_read_a_step_late_ends_the_run_with_the_same_weights_and_
 
 
 def test_a_flag_is_read_before_what_uses_the_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loop, "NonFiniteCheck", lambda trainer: NonFiniteCheck(trainer, late=True))
+    monkeypatch.setattr(features, "NonFiniteCheck", lambda trainer: NonFiniteCheck(trainer, late=True))
     for number, flags in enumerate(("--log-interval 3", "--eval-interval 3 --eval-iters 1", "--save-interval 3")):
         folder = tmp_path / str(number)
 
@@ -453,7 +458,7 @@ def test_the_clock_saves(tmp_path: Path, whole: Path) -> None:
     config = tiny_run(tmp_path, f"{SAVING.format(tmp_path)} --exit-duration-in-mins 90.5")
     late = [time.monotonic()]
     clock = SimpleNamespace(monotonic=lambda: late[-1])
-    with patch("megatron.training.loop.time", clock):
+    with patch("megatron.training.stop.time", clock):
         printed = start(config, before_step(4, lambda trainer: late.append(time.monotonic() + 90.5 * 60)))
     assert (printed.status, printed.err) == (124, "")
     assert "stopped by --exit-duration-in-mins after step 4 of 6" in printed.out
@@ -519,7 +524,7 @@ def test_time_that_is_up_before_the_first_step_still_leaves_one(tmp_path: Path) 
 def heard() -> Iterator[list[int]]:
     """Signals that reach the previous handlers."""
     numbers: list[int] = []
-    previous = {s: signal.signal(s, lambda number, frame: numbers.append(number)) for s in loop.SIGNALS}
+    previous = {s: signal.signal(s, lambda number, frame: numbers.append(number)) for s in SIGNALS}
     yield numbers
     for number, handler in previous.items():
         signal.signal(number, handler)
@@ -533,30 +538,30 @@ def test_a_second_signal_has_its_default_effect_unless_it_is_the_echo_of_a_launc
     for _ in range(3):
         signal.raise_signal(signal.SIGTERM)
     assert (request.poll(), heard) == (128 + signal.SIGTERM, [])
-    monkeypatch.setattr(loop, "ECHO_SECONDS", -1.0)
+    monkeypatch.setattr(stop_request, "ECHO_SECONDS", -1.0)
     signal.raise_signal(signal.SIGINT)
     assert (request.poll(), heard) == (128 + signal.SIGTERM, [signal.SIGINT])
 
 
-@pytest.mark.parametrize(("since", "answer"), [(None, 0), (400.5, 0), (399.9, loop.TIME_LIMIT)])
+@pytest.mark.parametrize(("since", "answer"), [(None, 0), (400.5, 0), (399.9, TIME_LIMIT)])
 def test_the_time_limit_counts_from_a_given_start(
     heard: list[int], monkeypatch: pytest.MonkeyPatch, since: float | None, answer: int
 ) -> None:
-    monkeypatch.setattr(loop, "time", SimpleNamespace(monotonic=lambda: 1000.0))
+    monkeypatch.setattr(stop_request, "time", SimpleNamespace(monotonic=lambda: 1000.0))
     request = StopRequest(Group(), CPU, minutes=10.0, since=since)
     assert request.poll() == answer
 
 
 def test_a_file_is_the_last_of_all_reasons(heard: list[int], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     now = [0.0]
-    monkeypatch.setattr(loop, "time", SimpleNamespace(monotonic=lambda: now[-1]))
+    monkeypatch.setattr(stop_request, "time", SimpleNamespace(monotonic=lambda: now[-1]))
     request = StopRequest(Group(), CPU, minutes=1.0, file=tmp_path)
     codes = [request.poll()]
     now.append(60.0)
     codes.append(request.poll())
     signal.raise_signal(signal.SIGUSR1)
     codes.append(request.poll())
-    assert codes == [STOP_FILE_FOUND, loop.TIME_LIMIT, 128 + signal.SIGUSR1]
+    assert codes == [STOP_FILE_FOUND, TIME_LIMIT, 128 + signal.SIGUSR1]
     assert [exit_status(code) for code in (0, *codes)] == [0, 0, 124, 138]
     request.restore()
     signal.raise_signal(signal.SIGTERM)

@@ -330,7 +330,7 @@ def general(logged: Iterable[str]) -> set[str]:
 def test_the_table_has_every_metric_and_no_other(nobody_else: None) -> None:
     found = everything()
     assert general(found) == general(METRICS)
-    assert evaluation_metrics("valid:wiki", 4.0, 5.0).keys() == EVALUATION_METRICS.keys()
+    assert evaluation_metrics("valid:wiki", 4.0, {"ema": 5.0}).keys() == EVALUATION_METRICS.keys()
     lists = {name for name, value in found.items() if isinstance(value, list)}
     assert general(lists) == {name for name, metric in METRICS.items() if metric.unit.startswith("list of")}
 

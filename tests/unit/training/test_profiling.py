@@ -31,7 +31,7 @@ from megatron.training.callbacks.profiler import (
     ProfileRequestListener,
     StepProfiler,
 )
-from megatron.training.loop import StopRequest
+from megatron.training.stop import StopRequest
 from tests.kit.runs import before_step, column, records, start, tiny_run
 
 CPU = torch.device("cpu")

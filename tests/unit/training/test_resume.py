@@ -28,7 +28,7 @@ from megatron.convert.huggingface.convert import import_huggingface
 from megatron.data.errors import DataError
 from megatron.data.gpt_dataset import SampleOrder, build_sample_order
 from megatron.data.indexed_writer import IndexedDatasetWriter
-from megatron.training import checkpointer, main
+from megatron.training import checkpoint_contents, checkpointer, main
 from megatron.training.build import build_trainer
 from megatron.training.main import new_run_id, previous_run_id
 from megatron.training.trainer import Trainer
@@ -618,7 +618,7 @@ def test_a_job_that_has_saved_nothing_yet_begins_again_under_its_id(tmp_path: Pa
 
 def test_old_checkpoints_have_one_evaluation_only(tmp_path: Path) -> None:
     """They have one number for the validation data, and none for test data."""
-    run_state = checkpointer.run_state
+    run_state = checkpoint_contents.run_state
 
     def older(trainer: Trainer) -> dict[str, Any]:
         now = run_state(trainer)
@@ -626,7 +626,7 @@ def test_old_checkpoints_have_one_evaluation_only(tmp_path: Path) -> None:
         return now | {"evaluated": now["evaluated"]["valid"]}
 
     flags = "--eval-interval 2 --eval-iters 1"
-    start(run_of(tmp_path, f"{flags} --exit-interval 4"), patch.object(checkpointer, "run_state", older))
+    start(run_of(tmp_path, f"{flags} --exit-interval 4"), patch.object(checkpoint_contents, "run_state", older))
     assert go_on(tmp_path, flags).status == 0
     assert column(tmp_path, "iteration", "lm loss validation") == [2, 4, 6]
     assert column(tmp_path, "iteration", "lm loss test") == [6]

@@ -34,7 +34,8 @@ from megatron.config.run import RunConfig
 from megatron.distributed.comm import Group
 from megatron.training import checkpointer
 from megatron.training.build import build_trainer
-from megatron.training.checkpointer import FINISHED_FILE, Checkpointer, hold_save_folder, tensors_to_save
+from megatron.training.checkpoint_contents import tensors_to_save
+from megatron.training.checkpointer import FINISHED_FILE, Checkpointer, hold_save_folder
 from tests.kit.runs import (
     FLAGS,
     KilledError,

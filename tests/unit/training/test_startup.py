@@ -27,7 +27,8 @@ from megatron.data.errors import DataError
 from megatron.data.loader import build_data
 from megatron.distributed.launch import MissingRanksError, open_store
 from megatron.training import main, startup
-from megatron.training.build import build_trainer, choose_device, join_distributed
+from megatron.training.build import build_trainer
+from megatron.training.build_model import choose_device, join_distributed
 from megatron.training.startup import (
     MAX_NODE_LIST_CHARS,
     PHASES,
@@ -273,14 +274,14 @@ def taken(folder: Path, ahead: bool, flags: str = "") -> list[object]:
     """Return what a run reads in each step: tokens, samples, the step that keys dropout, the digest."""
     trainer, found = build_trainer(tiny_run(folder, flags), 0, 1), list[object]()
     while trainer.iteration < trainer.total_steps:
-        size, batches = trainer.next_batch_size, trainer.next_batches()
+        size, batches = trainer.reader.next_batch_size, trainer.next_batches()
         if ahead:
-            trainer.prefetch()
+            trainer.reader.prefetch()
         found += [(b.tokens.tolist(), b.sample_ids.tolist(), b.step) for b in batches]
-        found.append(trainer.digest_read)
-        trainer.iteration += 1
-        trainer.consumed_samples += size
-    assert trainer.prefetched is None
+        found.append(trainer.reader.digest_read)
+        trainer.progress.iteration += 1
+        trainer.progress.consumed_samples += size
+    assert trainer.reader._prefetched is None
     return found
 
 
@@ -294,15 +295,15 @@ def test_an_error_while_prefetching_is_raised_at_the_step_that_needs_the_data(
 ) -> None:
     trainer = build_trainer(tiny_run(tmp_path), 0, 1)
     trainer.next_batches()
-    before = trainer.digest_read
+    before = trainer.reader.digest_read
     refuse = DataError("sample 4 cannot be read")
     with monkeypatch.context() as patch:
         patch.setattr(type(trainer.data), "micro_batch", lambda *arguments: (_ for _ in ()).throw(refuse))
-        trainer.prefetch()
-        assert (trainer.prefetched, trainer.digest_read) == (None, before)
+        trainer.reader.prefetch()
+        assert (trainer.reader._prefetched, trainer.reader.digest_read) == (None, before)
         with pytest.raises(DataError, match="sample 4"):
             trainer.next_batches()
-    trainer.prefetch()
+    trainer.reader.prefetch()
     assert trainer.timers.read(1)["batch-generator"] > 0.0  # otherwise slow data would not show
 
 
@@ -377,7 +378,7 @@ def test_startup_times_are_logged_once_after_the_first_step(tmp_path: Path) -> N
 
     flags = f"--save {tmp_path}/saved --save-interval 2 --log-interval 3"
     start(tiny_run(tmp_path, f"{flags} --exit-interval 2"))
-    started = start(tiny_run(tmp_path, flags), patch("megatron.training.trainer.build_data", slowly))
+    started = start(tiny_run(tmp_path, flags), patch("megatron.training.batch_reader.build_data", slowly))
     first, event = [record for record in records(tmp_path, "event") if record["event"] == "start-up"]
     assert (first["iteration"], event["iteration"]) == (1, 3)
     assert list(event["phases"]) == list(event["slowest"]) == [*PHASES]

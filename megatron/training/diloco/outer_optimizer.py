@@ -9,7 +9,7 @@ Everything is sharded like the main parameters: a rank exchanges its own shards 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -52,8 +52,6 @@ class OuterOptimizer:
         self.rounds = 0
         # Steps and samples when the last of them began.
         self.position = 0, 0
-        # Waits for an exchange in progress, so that its result is part of the state.
-        self.settle: Callable[[], None] = lambda: None
 
     @torch.no_grad()
     def reset(self) -> None:

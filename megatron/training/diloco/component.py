@@ -26,6 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron.checkpoint.format import Manifest
 from megatron.checkpoint.save import run_in_background
 from megatron.config.option import Role
 from megatron.config.run import RunConfig
@@ -37,10 +38,11 @@ from megatron.distributed.launch import is_peer_lost, run_on_rank0
 from megatron.distributed.replica_store import read_secret
 from megatron.distributed.replicas import Member, ReplicaError, Replicas, connect
 from megatron.optimizer.grad_compression import int8_all_reduce
-from megatron.optimizer.outer_optimizer import OuterOptimizer
-from megatron.training.callbacks.base import Callback
+from megatron.training.component import Component, Kinds
+from megatron.training.diloco.outer_optimizer import GRAD, PARAM, OuterOptimizer
 from megatron.training.failure_report import NonFiniteError
 from megatron.training.metrics import StepMetrics
+from megatron.training.resume_source import ResumeSource, stream_of
 from megatron.training.trainer import Trainer
 
 ABSURD_NORM = 1000.0
@@ -71,39 +73,22 @@ class Round:
     bytes: float
 
 
-class Diloco(Callback):
-    """Synchronises this replica with the others."""
+class Diloco(Component):
+    """Synchronises this replica with the others. Its state is that of the outer optimizer."""
 
+    name = "outer"
+    missing = "the checkpoint has no outer weights: DiLoCo starts from the weights"
+    memory_part = "outer"
     pauses = False
 
-    def __init__(self, trainer: Trainer, wanted: int | None = None, store: Any = None) -> None:
-        """Claim an index, which selects the samples of this replica; collective over its ranks.
+    replicas: Replicas
+    """All replicas, set by :meth:`connect`."""
 
-        Args:
-            trainer: just built; its checkpoint is not loaded yet.
-            wanted: index in the checkpoint to be loaded.
-            store: of all replicas; None connects to ``diloco_server``.
-
-        Raises:
-            UserError: if no server answers, the other replicas have other options, or no index is free.
-        """
-        super().__init__(trainer)
-        self.options, self.world = trainer.config.diloco, trainer.mesh.world
-        if trainer.optimizer.outer is None:
-            raise ValueError("the trainer was built without diloco_sync_interval")
-        self.outer: OuterOptimizer = trainer.optimizer.outer
-        self.outer.settle = self.finish
-        options, timeout = self.options, self.options.diloco_timeout
-        if store is None:
-            store = connect(str(options.diloco_server), timeout, read_secret(options.diloco_secret_file))
-        replicas = Replicas(store, self.world.rank, self.world.size, options.diloco_replicas, timeout)
-        required = options.diloco_replica is not None
-        wanted = options.diloco_replica if required else wanted
-        claim = partial(replicas.claim, wanted, required, shared_options(trainer.config, self.world.size))
-        place: list[Any] = run_on_rank0(lambda: [claim(), replicas.id], self.world)
-        replicas.index, replicas.id = place
-        trainer.use_stream(replicas.index)
-        self.replicas = replicas
+    def __init__(self, trainer: Trainer) -> None:
+        """Start the outer optimizer from the main parameters; :meth:`connect` finds the other replicas."""
+        self.trainer, self.options, self.world = trainer, trainer.config.diloco, trainer.mesh.world
+        self.outer = OuterOptimizer(trainer.optimizer.main_params, self.options)
+        self._is_connected = False
         self._members: list[Member] = []  # in the last exchange
         self._exchange: Future[Round] | None = None  # in progress
         self._measured: dict[str, float] = {}  # of the last exchange
@@ -114,6 +99,60 @@ class Diloco(Callback):
             if (spec.tied and trainer.mesh.embedding_group.size > 1)
             or any(len(piece.tp_ranks) > 1 for piece in spec.pieces)
         }
+
+    def connect(self, wanted: int | None = None, store: Any = None) -> None:
+        """Claim an index, which selects the samples of this replica; collective over its ranks.
+
+        Args:
+            wanted: index in the checkpoint to be loaded.
+            store: of all replicas; None connects to ``diloco_server``.
+
+        Raises:
+            UserError: if no server answers, the other replicas have other options, or no index is free.
+        """
+        options, timeout = self.options, self.options.diloco_timeout
+        if store is None:
+            store = connect(str(options.diloco_server), timeout, read_secret(options.diloco_secret_file))
+        replicas = Replicas(store, self.world.rank, self.world.size, options.diloco_replicas, timeout)
+        required = options.diloco_replica is not None
+        wanted = options.diloco_replica if required else wanted
+        claim = partial(replicas.claim, wanted, required, shared_options(self.trainer.config, self.world.size))
+        place: list[Any] = run_on_rank0(lambda: [claim(), replicas.id], self.world)
+        replicas.index, replicas.id = place
+        self.trainer.reader.use_stream(replicas.index)
+        self.replicas, self._is_connected = replicas, True
+
+    # ---- State
+
+    def state_dict(self) -> Mapping[str, Any]:
+        """See :class:`Component`."""
+        return self.outer.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """See :class:`Component`."""
+        self.outer.load_state_dict(state)
+
+    def tensors(self) -> Kinds:
+        """See :class:`Component`."""
+        return self.outer.kinds()
+
+    def prepare(self, manifest: Manifest) -> Sequence[str]:
+        """Allocate the averaged gradients that the checkpoint has; see :class:`Component`."""
+        prefix = f"optim.{GRAD}."
+        self.outer.expect_grads({name.removeprefix(prefix) for name in manifest.tensors if name.startswith(prefix)})
+        return ()
+
+    def on_weights_loaded(self) -> None:
+        """See :class:`Component`."""
+        self.outer.reset()
+
+    def before_save(self) -> None:
+        """Wait for an exchange in progress, so that its result is part of the state; see :class:`Component`."""
+        self.finish()
+
+    def is_whole_after(self, error: Exception) -> bool:
+        """Return True if the other replicas are lost; see :class:`Component`."""
+        return isinstance(error, ReplicaError)
 
     # ---- In the training loop
 
@@ -142,8 +181,9 @@ class Diloco(Callback):
             self._merge(0.0 if last else options.diloco_mix)
 
     def on_stop(self, error: BaseException | None) -> None:
-        """Free the index."""
-        self.replicas.leave()
+        """Free the index; the others need not wait for this replica."""
+        if self._is_connected:
+            self.replicas.leave()
 
     @property
     def _merge_at(self) -> int:
@@ -218,6 +258,20 @@ class Diloco(Callback):
 
     # ---- Starting
 
+    def before_load(self, source: ResumeSource) -> Sequence[str]:
+        """See :class:`Component`."""
+        if not self.trainer.config.training.skip_train:
+            self.connect(run_on_rank0(lambda: stream_of(source), self.world))
+        return ()
+
+    def on_start(self, stopped: Callable[[], bool]) -> Sequence[str]:
+        """See :class:`Component`."""
+        trainer = self.trainer
+        if trainer.config.training.skip_train or trainer.iteration >= trainer.total_steps:
+            return ()
+        with trainer.clock("joining"):
+            return self.join(stopped)
+
     def join(self, stopped: Callable[[], bool] = lambda: False) -> list[str]:
         """Take the place of this replica in the run; collective over its ranks. Call when the checkpoint is loaded.
 
@@ -260,14 +314,14 @@ class Diloco(Callback):
         outer.rounds, outer.position = source.facts["rounds"], tuple(source.facts["position"])
         outer.pending = source.facts.get("pending", False)
         trainer.optimizer.main_params.set(outer.params)
-        trainer.optimizer.after_load()
-        trainer.start_at(*outer.position, trainer.data.segments, trainer.batches_since)
+        trainer.use_loaded_weights(by=self)
+        trainer.start_at(*outer.position, trainer.data.segments, trainer.progress.batches_since)
         notes.append(f"received the outer weights of step {trainer.iteration} from replica {source.index}")
         if done.names or not source.facts["starting"]:
             self._keep(done)
             if source.facts["whole"] or self.options.diloco_delay == 0:
                 outer.step(0.0)
-                trainer.optimizer.after_load()
+                trainer.use_loaded_weights(by=self)
         return notes
 
     @staticmethod
@@ -388,6 +442,16 @@ class Diloco(Callback):
                     comm.all_reduce(torch.zeros(1), group)
                 if group.rank in targets:
                     tensors[name].view(-1).copy_(host)
+
+
+class LeftReplica(Component):
+    """Notes on a checkpoint of a DiLoCo replica in a run without DiLoCo."""
+
+    def prepare(self, manifest: Manifest) -> Sequence[str]:
+        """See :class:`Component`."""
+        if not any(name.startswith(f"optim.{PARAM}.") for name in manifest.tensors):
+            return ()
+        return ["the checkpoint is a DiLoCo replica's: it continues from this replica's weights, alone"]
 
 
 def left_out(members: Sequence[Member]) -> dict[int, str]:

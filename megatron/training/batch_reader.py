@@ -1,0 +1,247 @@
+"""Read the micro-batches of a rank, in the order of samples that the position of the run determines."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from socket import gethostname
+from typing import Any
+
+import torch
+
+from megatron.checkpoint.format import Manifest
+from megatron.config.batch import full_global_batch_size, global_batch_size_at
+from megatron.config.run import RunConfig
+from megatron.config.text import listed, listed_ranks
+from megatron.data.dataset import split_label
+from megatron.data.errors import DataError
+from megatron.data.loader import DataSource, build_data
+from megatron.distributed import comm
+from megatron.distributed.comm import Group
+from megatron.distributed.context_parallel import ContextParallel
+from megatron.distributed.mesh import Mesh
+from megatron.distributed.micro_batch import MicroBatch
+from megatron.distributed.timing import Timers
+from megatron.training.component import Component
+from megatron.training.resume_source import compare_data, is_own_checkpoint
+
+DIGEST_MODULUS = 2**64
+"""Digests of samples are added modulo this number."""
+
+
+@dataclass
+class Progress:
+    """Where a run is."""
+
+    iteration: int = 0  # steps taken
+    consumed_samples: int = 0
+    total_steps: int = 0  # of the whole run
+    batches_since: tuple[int, int] = (0, 0)  # steps and samples at which the current batch size options took effect
+    evaluated: dict[str, int] = field(default_factory=dict)  # by split: steps taken before the last evaluation on it
+    losses: dict[str, float] = field(default_factory=dict)  # last ones by split; of train, those of the last log line
+    run_id: str = ""  # the same through all starts of the run
+
+
+@dataclass(frozen=True)
+class Prefetched:
+    """This rank's micro-batches of the next step, read before the step begins."""
+
+    place: tuple[int, int]  # first sample of the global batch, and its number of samples
+    batches: list[MicroBatch]
+    digest: int  # of the samples in ``batches``
+
+
+class BatchReader(Component):
+    """Reads this rank's micro-batches. Its state identifies the data, and the samples that were read."""
+
+    name = "data"
+    source: DataSource
+    """Data of the run, set by :meth:`open`."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        progress: Progress,
+        mesh: Mesh,
+        device: torch.device,
+        cp: ContextParallel | None,
+        timers: Timers,
+    ) -> None:
+        """Read nothing yet.
+
+        Args:
+            config: of the run.
+            progress: position from which batches are read, kept up to date by the loop.
+            mesh: the groups.
+            device: of the micro-batches.
+            cp: distribution of every sample over ranks; None for whole samples.
+            timers: measure reading.
+        """
+        self._config, self._progress, self._mesh, self._device = config, progress, mesh, device
+        self.cp = cp
+        self._timers = timers
+        self.start_digest = 0  # of the samples consumed before this start
+        self.digest_read = 0  # of the samples that this rank has read since
+        self._digest = 0, 0  # number of samples and digest of the last :meth:`samples_digest`
+        self._prefetched: Prefetched | None = None
+        self._stream = 0  # of training samples, among those of the replicas
+
+    def open(self, segments: Mapping[str, Sequence[int]] | None = None) -> None:
+        """Open the data at the position of the run; collective.
+
+        Args:
+            segments: segments in which the data were laid out, by split; None for a new run.
+
+        Raises:
+            DataError: if the data cannot be opened, or are not the same on all ranks.
+        """
+        config, begin = self._config, (self._progress.iteration, self._progress.consumed_samples)
+        self._prefetched = None
+        self.source = build_data(
+            config.data,
+            config.training,
+            config.model.vocab,
+            self._mesh.dp_size,
+            segments=segments,
+            begin=begin,
+            prefix=config.model.attention_prefix,
+            stream=(self._stream, config.diloco.streams),
+        )
+        check_same_data(self.source, self._mesh.world)
+        self.start_digest = self.source.digest("train", 0, begin[1])
+        self._digest, self.digest_read = (begin[1], self.start_digest), 0
+
+    def use_stream(self, index: int) -> None:
+        """Read the training samples of a stream, before the first step."""
+        self._stream = index
+        if hasattr(self, "source"):  # of a run that starts from scratch
+            self.source = replace(self.source, stream=(index, self._config.diloco.streams))
+
+    @property
+    def next_batch_size(self) -> int:
+        """Samples of the next global batch."""
+        return global_batch_size_at(self._config.training, self._mesh.dp_size, self._progress.consumed_samples)
+
+    def next_batches(self) -> list[MicroBatch]:
+        """Return this rank's micro-batches of the next step, prefetched or read now."""
+        place = self._progress.consumed_samples, self.next_batch_size
+        prefetched, self._prefetched = self._prefetched, None
+        if prefetched is None or prefetched.place != place:
+            return self._read("train", *place)
+        self.digest_read += prefetched.digest
+        return [replace(batch, step=self._progress.iteration) for batch in prefetched.batches]
+
+    def prefetch(self) -> None:
+        """Read the batch of the step after the current one, which a GPU is computing and which is not counted yet."""
+        if self._progress.iteration + 1 >= self._progress.total_steps:
+            return
+        first = self._progress.consumed_samples + self.next_batch_size
+        place = first, global_batch_size_at(self._config.training, self._mesh.dp_size, first)
+        digest_before = self.digest_read
+        try:
+            with self._timers("batch-generator"):  # a GPU that finishes its step meanwhile idles during this
+                batches = self._read("train", *place)
+            self._prefetched = Prefetched(place, batches, self.digest_read - digest_before)
+        except (DataError, OSError):  # :meth:`next_batches` will raise it, after the current step is counted
+            self._prefetched = None
+        self.digest_read = digest_before
+
+    def evaluation_batches(self, split: str, index: int) -> list[MicroBatch]:
+        """Return this rank's micro-batches of global batch ``index`` of a validation or test split."""
+        size = full_global_batch_size(self._config.training, self._mesh.dp_size)
+        return self._read(split, index * size, size)
+
+    def _read(self, split: str, first: int, size: int) -> list[MicroBatch]:
+        data, mesh = self.source, self._mesh
+        places = data.rank_places(split, first, size, mesh.dp_rank, mesh.dp_size)
+        if split == "train" and mesh.group("cp").rank == 0:  # its peers read the same samples
+            self.digest_read += data.digest_places(split, places)
+        rows = None if self.cp is None else self.cp.rows(data.seq_length)
+        return [data.micro_batch(split, group, self._progress.iteration, self._device, rows) for group in places]
+
+    def samples_digest(self) -> int:
+        """Return the digest of all consumed samples, computed from the sample order."""
+        known, digest = self._digest
+        consumed = self._progress.consumed_samples
+        digest = (digest + self.source.digest("train", known, consumed)) % DIGEST_MODULUS
+        self._digest = consumed, digest
+        return digest
+
+    def consumed_digest(self) -> int:
+        """Return the digest of all samples that the ranks have read for the run's steps; collective.
+
+        Raises:
+            RuntimeError: if it is not that of the first ``consumed_samples`` samples of the stream.
+        """
+        read = sum(comm.all_gather_objects(self.digest_read, self._mesh.dp_cp))
+        digest = self.samples_digest()
+        if (self.start_digest + read - digest) % DIGEST_MODULUS:
+            steps = self._progress.iteration
+            raise RuntimeError(f"the samples read up to step {steps} are not those of the sample stream")
+        return digest
+
+    def prepare(self, manifest: Manifest) -> Sequence[str]:
+        """Compare the data with the checkpoint's; see :class:`Component`.
+
+        Raises:
+            UserError: if the training samples, consumed or still to come, are not those of the run that saved.
+        """
+        saved, now = manifest.state["data"], self.source.stream
+        stream = tuple(saved.get("stream", (0, 1)))
+        recorded = bool(saved["digest"])  # Megatron-LM records no samples
+        reordered = recorded and stream == now and f"{self.start_digest:016x}" != saved["digest"]
+        own = is_own_checkpoint(manifest.path, self._config.checkpoint)
+        notes = compare_data(saved, self.source.fingerprints, self._config, own, reordered)
+        if stream != now:
+            then, new = (f"stream {index} of {count}" for index, count in (stream, now))
+            notes.append(f"samples are now read from {new}, the checkpoint read {then}: some may be read twice")
+        return notes
+
+    def state_dict(self) -> Mapping[str, Any]:
+        """Return the identity of the data and of the samples that were read; see :class:`Component`.
+
+        Raises:
+            RuntimeError: see :meth:`consumed_digest`.
+        """
+        return {
+            # "stretches" is the name of the segments in this file format.
+            "stretches": {split: list(counts) for split, counts in self.source.segments.items()},
+            "fingerprints": dict(self.source.fingerprints),
+            "digest": f"{self.consumed_digest():016x}",
+            "stream": list(self.source.stream),
+        }
+
+
+def check_same_data(data: DataSource, world: Group) -> None:
+    """Check that all ranks read the same data in the same order; collective.
+
+    Raises:
+        DataError: on every rank, if they do not.
+    """
+    layout = {
+        name: f"content {fingerprint}, {len(data.datasets[name]):,} samples laid out for "
+        + " + ".join(f"{count:,}" for count in data.segments[name])
+        for name, fingerprint in data.fingerprints.items()
+    }
+    gathered: list[list[Any]] = comm.all_gather_objects([gethostname(), layout], world)
+    hosts = [host for host, _ in gathered]
+    by_rank = [splits for _, splits in gathered]
+    names = dict.fromkeys(name for splits in by_rank for name in splits)
+    differing = [name for name in names if len({splits.get(name) for splits in by_rank}) > 1]
+    if differing:
+        versions = [splits.get(differing[0], "nothing") for splits in by_rank]
+        kinds = " and ".join(map(split_label, differing))
+        raise DataError(
+            f"the {kinds} data are not the same on all ranks: {describe_versions(versions, hosts)}",
+            "copy the same files to every machine, or use files on a shared file system",
+        )
+
+
+def describe_versions(versions: Sequence[str], hosts: Sequence[str]) -> str:
+    """Return a phrase such as ``ranks 0, 1 (node1): A; rank 2 (node2): B``."""
+    described = []
+    for version in dict.fromkeys(versions):
+        ranks = [rank for rank, other in enumerate(versions) if other == version]
+        machines = list(dict.fromkeys(hosts[rank] for rank in ranks))
+        described.append(f"{listed_ranks(ranks)} ({listed(machines)}): {version}")
+    return "; ".join(described)

@@ -1,0 +1,107 @@
+"""The frozen model that adapters are trained for (``--pretrained-checkpoint``): read at every start, never saved."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from megatron.arguments.compatibility import compare_configs
+from megatron.arguments.sources import to_dict
+from megatron.checkpoint.errors import CheckpointError
+from megatron.checkpoint.format import Manifest
+from megatron.config.errors import Problem, UserError
+from megatron.convert.base_model import BaseModel
+from megatron.convert.huggingface.weights import WeightSource, fill_weights
+from megatron.convert.saved_model import files_to_carry, open_model, tokenizer_files_of, tokenizer_notes
+from megatron.distributed.launch import gather_results, run_on_rank0
+from megatron.kernels.quantized import quantize
+from megatron.layers.linear import ParallelLinear
+from megatron.training.component import Component
+from megatron.training.resume_source import ResumeSource
+from megatron.training.trainer import Trainer
+
+
+class AdapterBase(Component):
+    """Reads the frozen weights of a run with adapters, and checks that saved adapters belong to them."""
+
+    name = "base"
+
+    def __init__(self, trainer: Trainer) -> None:
+        """Read nothing yet."""
+        self._trainer = trainer
+
+    def before_load(self, source: ResumeSource) -> Sequence[str]:
+        """Read the frozen weights, and without adapters to load, start magnitudes; see :class:`Component`.
+
+        Raises:
+            UserError: if there is no such model, or it is another than the one configured.
+        """
+        trainer, model = self._trainer, self._trainer.config.model.base
+        location = str(trainer.config.checkpoint.pretrained_checkpoint)
+
+        def find() -> list[str]:
+            try:
+                return [*BaseModel.find(location).record.values()]
+            except CheckpointError as error:
+                sentence = f"--pretrained-checkpoint: {str(error).partition(chr(10))[0]}"
+                raise UserError([Problem("E806", sentence, ("--pretrained-checkpoint ANOTHER",))]) from error
+
+        def read() -> list[str]:
+            opened = open_model(self.base.location, follow_links=True)  # links are checked with the options
+            saved = to_dict(replace(trainer.config, model=opened.model))
+            changes = compare_configs(saved, replace(trainer.config, model=model), "weights-only", name="base")
+            if changes.problems:
+                raise UserError(changes.problems)
+            read_frozen_weights(trainer, opened)
+            own, files = trainer.files, tokenizer_files_of(opened)
+            trainer.files = files_to_carry(own, files)
+            return [f"frozen weights from {self.base.location}", *changes.lines, *tokenizer_notes(own, files)]
+
+        self.base = BaseModel(*run_on_rank0(find, trainer.mesh.world))
+        notes = gather_results(read, trainer.mesh.world)[0]
+        trainer.optimizer.weights.start_gather()
+        if source.fresh and trainer.config.model.lora_dora:
+            initialize_magnitudes(trainer)
+        return notes
+
+    def check(self, manifest: Manifest) -> Sequence[str]:
+        """See :class:`Component`.
+
+        Raises:
+            UserError: if the adapters of the checkpoint belong to other weights.
+        """
+        was = self.base.check_adapters(manifest)
+        return () if was == self.base.location else [f"the frozen weights were read from {was} before"]
+
+    def state_dict(self) -> Mapping[str, Any]:
+        """See :class:`Component`."""
+        return self.base.record
+
+
+def read_frozen_weights(trainer: Trainer, source: WeightSource) -> None:
+    """Read this rank's shards of the frozen weights, and quantise those that are kept so."""
+    precision, weights = trainer.config.model.frozen_weights_precision, trainer.optimizer.weights
+    for name, frozen in weights.frozen.items():
+        dense = trainer.specs[name].dense
+        if dense is None or precision is None:
+            fill_weights(trainer.specs, {name: frozen}, source, weights.frozen_shards)
+        else:
+            values = torch.empty(dense.local_shape, dtype=torch.float32, device=frozen.device)
+            fill_weights({name: dense}, {name: values}, source)
+            frozen.copy_(quantize(values, precision))
+
+
+@torch.no_grad()
+def initialize_magnitudes(trainer: Trainer) -> None:
+    """Set DoRA's magnitudes to the norms of the rows of the adapted weights; collective."""
+    weights, shards = trainer.optimizer.weights, trainer.buckets.shards
+    for block in (block for chunk in trainer.chunks.values() for block in chunk.layers.values()):
+        with weights.gathered([block]):
+            linears = (m for m in block.modules() if isinstance(m, ParallelLinear) and m.lora_magnitude is not None)
+            norms = {f"{linear.name}.lora_magnitude": linear.row_norms() for linear in linears}
+        held = {name: norms[name][shards[name].start : shards[name].stop] for name in norms if name in shards}
+        trainer.optimizer.main_params.set(held)
+    trainer.use_loaded_weights()

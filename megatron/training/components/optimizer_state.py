@@ -1,0 +1,36 @@
+"""State of the update rules, such as Adam's moments."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from megatron.distributed import comm
+from megatron.distributed.comm import Group
+from megatron.optimizer.distributed_optimizer import DistributedOptimizer
+from megatron.training.component import Component, Kinds
+
+
+class OptimizerState(Component):
+    """State of the update rules of a run, and the number of updates."""
+
+    name = "optimizer"
+    missing = None
+    memory_part = "moments"
+
+    def __init__(self, optimizer: DistributedOptimizer, world: Group) -> None:
+        """Save and load the state of ``optimizer`` on all ranks of ``world``."""
+        self._optimizer, self._world = optimizer, world
+
+    def tensors(self) -> Kinds:
+        """See :class:`Component`."""
+        return self._optimizer.state()
+
+    def state_dict(self) -> Mapping[str, Any]:
+        """See :class:`Component`."""
+        # 0 on ranks that train no parameter.
+        return {"steps": max(comm.all_gather_objects(self._optimizer.steps_applied(), self._world))}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """See :class:`Component`."""
+        self._optimizer.set_steps_applied(state["steps"])

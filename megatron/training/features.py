@@ -1,0 +1,94 @@
+"""All components of a run, in the order in which they act. This is the one list of them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from megatron.config.plugins import registered
+from megatron.training.callbacks.base import Callback, name_in_errors
+from megatron.training.callbacks.export import HuggingFaceExport
+from megatron.training.callbacks.health import HealthReport, ReplicaCheck
+from megatron.training.callbacks.profiler import StepProfiler
+from megatron.training.checkpointer import OtherCheckpoints
+from megatron.training.component import Component
+from megatron.training.components.adapter_base import AdapterBase
+from megatron.training.components.average import AverageWeights
+from megatron.training.components.grad_compression import CompressionState
+from megatron.training.components.nonfinite import NonFiniteCheck
+from megatron.training.components.optimizer_state import OptimizerState
+from megatron.training.components.spikes import SpikeGuard
+from megatron.training.diloco.component import Diloco, LeftReplica
+from megatron.training.frozen_models import FROZEN_MODELS, FrozenModelInputs
+from megatron.training.loggers.run_logger import RunLogger
+from megatron.training.stop import StopRequest
+from megatron.training.trainer import Trainer
+
+
+def build_components(trainer: Trainer) -> list[Component]:
+    """Create the components that the configuration asks for, before the start of the run is loaded."""
+    config, optimizer = trainer.config, trainer.optimizer
+    compression = config.parallel.compression
+    has_errors = compression is not None and compression.has_errors
+    components: list[Component] = [
+        OptimizerState(optimizer, trainer.mesh.world),
+        trainer.scaler,
+        trainer.reader,
+        CompressionState(trainer.buckets, trainer.specs, trainer.mesh, has_errors),
+    ]
+    if (spikes := SpikeGuard.from_config(config.optimizer, trainer.device)) is not None:
+        components.append(spikes)
+    if config.optimizer.ema_decay is not None:
+        components.append(AverageWeights(optimizer, config.optimizer.ema_decay))
+    if config.model.lora_rank is not None:
+        components.append(AdapterBase(trainer))
+    if config.training.objective in FROZEN_MODELS:
+        components.append(FrozenModelInputs(trainer))
+    components.append(LeftReplica() if config.diloco.diloco_sync_interval is None else Diloco(trainer))
+    return components
+
+
+def build_callbacks(
+    trainer: Trainer, log: RunLogger, stop: StopRequest, others: OtherCheckpoints | None = None
+) -> list[Component]:
+    """Create the components that act in the loop alone, when the start of the run is loaded; those of plugins last."""
+    config, logging = trainer.config, trainer.config.logging
+    callbacks: list[Component] = []
+    if config.training.on_nonfinite == "stop":
+        callbacks.append(NonFiniteCheck(trainer))
+    if logging.run_dir is not None:  # a profile may be requested at any time
+        callbacks.append(StepProfiler(trainer, log, lambda: stop.profile_request))
+    if logging.log_health_interval is not None:
+        callbacks.append(HealthReport(trainer, logging.log_health_interval))
+    if (interval := logging.check_weight_hash_across_dp_replicas_interval) is not None:
+        callbacks.append(ReplicaCheck(trainer, interval))
+    if logging.sample_prompts is not None and config.training.eval_iters:
+        from megatron.contrib.sample_prompts import SamplePrompts  # optional
+
+        callbacks.append(SamplePrompts(trainer, Path(logging.sample_prompts)))
+    if config.training.evaluate_tasks and not config.training.skip_train:
+        from megatron.contrib.harness import EvaluateTasks  # optional
+
+        callbacks.append(EvaluateTasks(trainer))
+    checkpoint = config.checkpoint
+    if checkpoint.save is not None and checkpoint.save_hf_interval is not None:
+        callbacks.append(HuggingFaceExport(trainer, Path(checkpoint.save), checkpoint.save_hf_interval))
+    if others is not None:
+        callbacks += others.callbacks(trainer)
+    return callbacks + plugin_callbacks(trainer)
+
+
+def plugin_callbacks(trainer: Trainer) -> list[Component]:
+    """Create the callbacks that plugins have registered.
+
+    Raises:
+        TypeError: if a plugin registers something else.
+    """
+    callbacks: list[Component] = []
+    for name, create in registered("callback").items():
+        with name_in_errors(name, "its creation"):
+            callback = create(trainer)
+            if not isinstance(callback, Callback):
+                raise TypeError(f"a {type(callback).__name__} does not derive from Callback")
+        callback.plugin, callback.name = name, f"callback {name}"
+        callbacks.append(callback)
+    return callbacks
