@@ -162,10 +162,10 @@ class Job:
         until = time.monotonic() + seconds
         while not true():
             if time.monotonic() > until:
-                raise TimeoutError(self.said())
+                raise TimeoutError(self.output())
             time.sleep(0.02)
 
-    def said(self) -> str:
+    def output(self) -> str:
         """Return the output of all agents and ranks."""
         return "\n".join(path.read_text(errors="replace") for path in sorted(self.folder.glob("agent*.txt")))
 

@@ -20,7 +20,7 @@ from megatron.config.run import RunConfig
 from megatron.distributed.comm import Group
 from megatron.distributed.mesh import Mesh
 from tests.kit.pool import Pool, RankError
-from tests.kit.runs import Told, differences, full_disk, saved_steps, start, tiny_run
+from tests.kit.runs import Outcome, differences, full_disk, saved_steps, start, tiny_run
 from tests.kit.saves import all_of, deleted_when, over_before, slowly, written_when
 
 RANKS = 2
@@ -76,7 +76,7 @@ EVENTS = {
 
 def run_rank(
     rank: int, world_size: int, config: RunConfig, what: str = "", on: int = 0, others: str = "", calls: int = 0
-) -> Told:
+) -> Outcome:
     """A run on this rank: ``what`` happens on the rank ``on``, and ``others`` on the others."""
     event = EVENTS[what if rank == on else others]() if what != "killed" else nullcontext()
     if what == "killed" and rank == on:

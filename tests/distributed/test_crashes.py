@@ -108,6 +108,6 @@ def test_the_judge_takes_each_file_from_any_node(kept: Path) -> None:
         ("starts from scratch", 2),
     ],
 )
-def test_the_judge_wants_to_be_told(kept: Path, said: str, complaints: int) -> None:
+def test_the_judge_wants_a_report(kept: Path, said: str, complaints: int) -> None:
     before = Before({2}, (kept / "iter_0000004",))
     assert len(before.complaints(said.replace("{}", str(kept)))) == complaints

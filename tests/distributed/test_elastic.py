@@ -47,10 +47,10 @@ def test_a_killed_rank_restarts_all_and_nothing_is_lost(tmp_path: Path) -> None:
         agent = struck.add()
         struck.wait(lambda: all((struck.folder / f"struck{number}").exists() for number in (0, 1)))
         since = time.monotonic()
-        struck.wait(lambda: "resumed from" in struck.said())
+        struck.wait(lambda: "resumed from" in struck.output())
         assert time.monotonic() - since < SHUTDOWN_SECONDS
         struck.wait(lambda: agent.poll() is not None)
-        assert agent.poll() == 0, struck.said()
+        assert agent.poll() == 0, struck.output()
         assert struck.struck()
     assert steps(struck.folder) == steps(calm.folder)
     last = f"saved/iter_{STEPS:07d}"
@@ -67,10 +67,10 @@ def test_a_killed_rank_ends_the_others_with_a_sentence(tmp_path: Path) -> None:
         agent = struck.add()
         struck.wait(lambda: agent.poll() is not None)
     assert agent.poll() == 1
-    said = struck.said()
-    assert "error on rank 0: lost contact with another rank" in said, said
-    assert "gloo/transport" in said.partition("error on rank 0: ")[2].splitlines()[1]  # and not a traceback
-    assert re.fullmatch(PLACES, "".join(re.findall("the ranks were at.*", said)))
+    output = struck.output()
+    assert "error on rank 0: lost contact with another rank" in output, output
+    assert "gloo/transport" in output.partition("error on rank 0: ")[2].splitlines()[1]  # and not a traceback
+    assert re.fullmatch(PLACES, "".join(re.findall("the ranks were at.*", output)))
     (incident,) = [line for line in (tmp_path / "incidents.md").read_text().splitlines() if "error:" in line]
     assert "error: lost contact with another rank" in incident
     assert "gloo" not in incident
@@ -88,10 +88,10 @@ def test_a_lost_node_makes_the_run_smaller_until_it_is_back(tmp_path: Path) -> N
         shrunk.wait(lambda: shrunk.struck() and shrunk.step() >= 8)
         back = shrunk.add()
         shrunk.wait(lambda: first.poll() is not None and back.poll() is not None)
-        assert (first.poll(), back.poll()) == (0, 0), shrunk.said()
+        assert (first.poll(), back.poll()) == (0, 0), shrunk.output()
     worlds = [size for size, _ in groupby(column(shrunk.folder, "world-size"))]
-    assert worlds[-3:] == [2, 1, 2], shrunk.said()
-    assert "1 of 4 samples padding" in shrunk.said()
+    assert worlds[-3:] == [2, 1, 2], shrunk.output()
+    assert "1 of 4 samples padding" in shrunk.output()
     assert_near(shrunk.folder, calm)
 
 
@@ -121,6 +121,6 @@ def test_the_loss_of_the_agents_store_ends_all_of_them_at_once(tmp_path: Path) -
         other = struck.add()
         struck.wait(struck.struck)
         struck.wait(lambda: host.poll() is not None and other.poll() is not None, SHUTDOWN_SECONDS)
-        assert (host.poll(), other.poll()) == (-signal.SIGKILL, 1), struck.said()
+        assert (host.poll(), other.poll()) == (-signal.SIGKILL, 1), struck.output()
     assert start(tiny_run(tmp_path, saving(tmp_path, LONG))).status == 0
     assert set(steps(tmp_path)) == set(range(1, 41))

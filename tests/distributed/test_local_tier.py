@@ -27,7 +27,7 @@ from megatron.training.checkpoint_contents import run_state, tensors_to_save
 from megatron.training.checkpointer import Checkpointer, choose_resume_source
 from tests.distributed.resume import ACTIONS
 from tests.kit.pool import Pool
-from tests.kit.runs import Told, before_step, differences, start, steps, tiny_run
+from tests.kit.runs import Outcome, before_step, differences, start, steps, tiny_run
 from tests.unit.checkpoint.samples import files_of
 
 ZERO = "--use-distributed-optimizer"
@@ -50,7 +50,7 @@ def on_nodes(rank: int, per_node: int) -> Iterator[None]:
         yield
 
 
-def run_rank(rank: int, world_size: int, config: RunConfig, per_node: int, killed_at: int = 0) -> Told:
+def run_rank(rank: int, world_size: int, config: RunConfig, per_node: int, killed_at: int = 0) -> Outcome:
     """One rank of a run, which is killed before a step."""
 
     @contextmanager
@@ -64,7 +64,7 @@ def run_rank(rank: int, world_size: int, config: RunConfig, per_node: int, kille
     return start(config, around(), rank, world_size)
 
 
-def go_on(pool: Pool, config: RunConfig, per_node: int = 1, killed_at: int = 0, world_size: int = 2) -> Told:
+def go_on(pool: Pool, config: RunConfig, per_node: int = 1, killed_at: int = 0, world_size: int = 2) -> Outcome:
     """Return the output of rank 0 of a run that ends well, or is killed."""
     printed = pool.run(world_size, run_rank, config, per_node, killed_at)
     assert {t.status for t in printed} == {None if killed_at else 0}, [t.err for t in printed]

@@ -1,4 +1,4 @@
-"""Whole runs on several ranks: ends that all agree on, evaluation over replicas, errors reported once."""
+"""Whole runs on several ranks: ends that all agree on, evaluation over replicas, errors outcome once."""
 
 from __future__ import annotations
 
@@ -57,8 +57,8 @@ EVENTS = {
 def run_rank(rank: int, world_size: int, config: RunConfig, event: str = "nothing") -> tuple[int | None, str]:
     """The exit status of a rank, on a machine of its own, and what it wrote to stderr."""
     with patch.dict(os.environ, {"LOCAL_WORLD_SIZE": "1", "SLURMD_NODENAME": f"node{rank}"}):
-        told = start(config, EVENTS[event]() if rank == world_size - 1 else None, rank, world_size)
-    return told.status, told.err
+        outcome = start(config, EVENTS[event]() if rank == world_size - 1 else None, rank, world_size)
+    return outcome.status, outcome.err
 
 
 def run_two(pool: Pool, config: RunConfig, event: str = "nothing") -> list[tuple[int | None, str]]:
@@ -128,7 +128,7 @@ def test_a_signal_that_is_read_a_step_late_stops_all_ranks_one_step_later_unless
 
 
 @pytest.mark.parametrize(("layout", "layer", "samples"), [("tp2-sp", 0, "[8]"), ("dp2", 0, "[9]"), ("pp2", 1, "[8]")])
-def test_a_bad_number_on_one_rank_is_told_once(
+def test_a_bad_number_on_one_rank_is_reported_once(
     pool: Pool, tmp_path: Path, layout: str, layer: int, samples: str
 ) -> None:
     ranks = run_two(pool, tiny_run(tmp_path, LAYOUTS[layout], 2), "NaN in step 3")
@@ -231,7 +231,7 @@ def test_torchrun_passes_a_signal_on(tmp_path: Path, number: int, send: Callable
 
 
 @pytest.mark.slow
-def test_torchrun_starts_nobody_again_that_a_file_has_stopped(tmp_path: Path) -> None:
+def test_torchrun_starts_no_one_again_that_a_file_has_stopped(tmp_path: Path) -> None:
     program = tmp_path / "stopping.py"
     program.write_text(
         "import sys, pathlib, pretrain_gpt\n"

@@ -63,7 +63,7 @@ def fails_in_1f2(chunk: LinearStage, how: str) -> Chunk:
     return run
 
 
-def fail(rank: int, world_size: int, how: str, told: Path) -> None:
+def fail(rank: int, world_size: int, how: str, reported: Path) -> None:
     """A step in which rank 1 fails; the first rank to notice writes what it would print, and when it could."""
     program, ends = program_of("1f1b", world_size, MICROBATCHES), Ends()
     mesh = mesh_of(rank, program, SHORT if how == "hang" else TIMEOUT)
@@ -76,7 +76,7 @@ def fail(rank: int, world_size: int, how: str, told: Path) -> None:
     except Exception as error:
         if register_failure():
             text = f"{explain_error(error)}\n{failure_report.rank_positions(rank, world_size)}"
-            told.write_text(f"{text}\nafter {time.monotonic() - began:.1f} s", encoding="utf-8")
+            reported.write_text(f"{text}\nafter {time.monotonic() - began:.1f} s", encoding="utf-8")
         raise
 
 
@@ -87,11 +87,11 @@ def patience(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("patience")
-def test_of_a_rank_that_is_killed_the_others_tell(pool: Pool, tmp_path: Path) -> None:
+def test_of_a_rank_that_is_killed_the_others_report(pool: Pool, tmp_path: Path) -> None:
     with pytest.raises(RankError, match=r"rank 1 of 4 failed in .*: process died: killed by SIGKILL") as caught:
-        pool.run(RANKS, fail, "kill", tmp_path / "told", backend="gloo")
+        pool.run(RANKS, fail, "kill", tmp_path / "reported", backend="gloo")
     assert "still running" not in str(caught.value)
-    cause, *_, places, seconds = (tmp_path / "told").read_text(encoding="utf-8").splitlines()
+    cause, *_, places, seconds = (tmp_path / "reported").read_text(encoding="utf-8").splitlines()
     assert cause.startswith("lost contact with another rank")
     # rank 1 dies in its third forward; a busy machine may not have let the ranks around it come as far
     at = r"(\d(SEND_|RECV_)?[FB]\d)"

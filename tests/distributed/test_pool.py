@@ -123,7 +123,7 @@ def test_random_numbers_repeat_but_differ_between_ranks(pool: Pool) -> None:
 
 
 @pytest.mark.parametrize("bad", [0, 1, 3])
-def test_the_first_cause_is_told_and_the_others_counted(pool: Pool, bad: int) -> None:
+def test_the_first_cause_is_reported_and_the_others_counted(pool: Pool, bad: int) -> None:
     with pytest.raises(RankError) as error:
         pool.run(4, raise_on, bad)
     text = str(error.value)
@@ -152,7 +152,7 @@ def test_what_a_dead_rank_printed_is_shown(pool: Pool) -> None:
         pool.run(1, kill_on, 0)
 
 
-def test_an_exit_is_told_with_its_code(pool: Pool) -> None:
+def test_an_exit_is_reported_with_its_code(pool: Pool) -> None:
     with pytest.raises(RankError, match=r"rank 1 of 2 failed in .*exit_on: process died: exit code 3"):
         pool.run(2, exit_on, 1)
 

@@ -125,7 +125,7 @@ def test_copies_that_are_not_summed(pool: Pool, capsys: pytest.CaptureFixture[st
     assert "not the same on all ranks that share it: gradient of layers.0.self_attention.linear_qkv.weight, ..." in out
 
 
-def test_a_rank_that_fails_is_told(pool: Pool, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_rank_that_fails_is_reported(pool: Pool, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(FLAGS, on(pool, "one_rank_fails")) == 1
     assert "out of luck" in capsys.readouterr().err
 

@@ -140,7 +140,7 @@ def a_late_start(rank: int, world_size: int, paused: bool) -> tuple[Metrics, flo
 
 
 @pytest.mark.parametrize("paused", [False, True])
-def test_nobody_waits_in_a_step_for_a_rank_that_has_yet_to_begin(pool: Pool, paused: bool) -> None:
+def test_no_one_waits_in_a_step_for_a_rank_that_has_yet_to_begin(pool: Pool, paused: bool) -> None:
     """The clocks of all ranks start together, so that no phase, and no wait, is longer than the step."""
     for record, longest in pool.run(3, a_late_start, paused):
         assert NAP <= record["iteration-time"] < 2 * NAP
@@ -179,7 +179,7 @@ def test_a_window_names_the_slowest_rank(pool: Pool) -> None:
     assert all(r is not None and r["communication-dp"] == record["communication-dp"] for r in records)
 
 
-def test_a_rank_whose_peers_are_gone_tells_of_itself(pool: Pool) -> None:
+def test_a_rank_whose_peers_are_gone_reports_itself(pool: Pool) -> None:
     record, _ = pool.run(2, a_window, True)
     assert record is not None
     assert not {"slowest-rank", "mem-max-rank"} & record.keys()

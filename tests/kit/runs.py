@@ -123,7 +123,7 @@ def full_disk(*at: int) -> AbstractContextManager[Any]:
 
 
 @dataclass
-class Told:
+class Outcome:
     """The outcome of one start of a run, seen from outside.
 
     Attributes:
@@ -141,9 +141,9 @@ class Told:
 
 def start(
     config: RunConfig, event: AbstractContextManager[Any] | None = None, rank: int = 0, world_size: int = 1
-) -> Told:
+) -> Outcome:
     """Run ``config`` in this process from its start to its end, with ``event`` happening; draws no picture."""
-    printed, place = Told(), {"RANK": str(rank), "WORLD_SIZE": str(world_size), "LOCAL_RANK": str(rank)}
+    printed, place = Outcome(), {"RANK": str(rank), "WORLD_SIZE": str(world_size), "LOCAL_RANK": str(rank)}
     no_picture = patch("megatron.training.loggers.run_logger.draw_plots", lambda *arguments: None)
     around = patch.dict(os.environ, place), no_picture, event or nullcontext(), _noting(printed.samples)
     with ExitStack() as stack, redirect_stdout(io.StringIO()) as out, redirect_stderr(io.StringIO()) as err:

@@ -60,5 +60,5 @@ def pytest_runtest_makereport(
     report = yield
     cluster = getattr(item, "funcargs", {}).get("cluster")
     if report.failed and call.when == "call" and cluster is not None:
-        report.sections.append(("Slurm", cluster.told()))
+        report.sections.append(("Slurm", cluster.reported()))
     return report

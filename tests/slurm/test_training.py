@@ -87,7 +87,7 @@ def cut_off_the_first_rank(training: Training) -> None:
     since, node, old = go_on_without_the_head(training)
     assert old & ranks_on(training.cluster, node), "the old ranks should still be alive"
     plug_in(training, node)
-    assert_nobody_else_has_written(training, since)
+    assert_no_one_else_has_written(training, since)
 
 
 def ranks_on(cluster: Cluster, node: str) -> set[int]:
@@ -111,7 +111,7 @@ def plug_in(training: Training, node: str) -> None:
     training.cluster.until(lambda: not ranks_on(training.cluster, node), f"Slurm has ended the old ranks on {node}")
 
 
-def assert_nobody_else_has_written(training: Training, since: int) -> None:
+def assert_no_one_else_has_written(training: Training, since: int) -> None:
     """The records are those of one start, from its first on."""
     new = training.records()[since:]
     begin = new.index(next(record for record in new if record.get("event") == "start"))
@@ -131,7 +131,7 @@ def test_ranks_of_a_cut_off_node_that_wake_up_write_nothing(undisturbed: Trainin
     cluster.until(lambda: not old & ranks_on(cluster, node), f"the old ranks on {node} have failed")
     cluster.wait(training.job)
     plug_in(training, node)
-    assert_nobody_else_has_written(training, since)
+    assert_no_one_else_has_written(training, since)
     assert_ended_well(training)
     assert differences(training.last(), undisturbed.last()) == []
 

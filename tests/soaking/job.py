@@ -144,7 +144,7 @@ class Job(ABC):
         with self.log.open("rb") as file:
             file.seek(mark.offset)
             message = file.read().decode(errors="replace")
-        return NOTICED.search(message) is not None or self.progress.told_since(moment) or self.state() != mark.state
+        return NOTICED.search(message) is not None or self.progress.reported_since(moment) or self.state() != mark.state
 
     def until(self, holds: Callable[[], bool], seconds: float = PATIENCE_SECONDS) -> bool:
         """Wait until something holds; False where the run ends without it.

@@ -37,7 +37,7 @@ class Progress:
         """The step that was recorded last; 0 before the first."""
         return next((record["iteration"] for record in reversed(self.records) if is_step(record)), 0)
 
-    def told_since(self, moment: float) -> bool:
+    def reported_since(self, moment: float) -> bool:
         """Whether the run has told of a start, a stop or a mishap since then."""
         return any(record.get("event") in ("start", "stop", "error", "warning") for record in self.since(moment))
 

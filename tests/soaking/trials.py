@@ -114,7 +114,7 @@ class Trials:
             tell: is told of every fault.
         """
         self._folder, self._seed, self._most, self._setups, self._cluster = folder, seed, most, setups, cluster
-        self._tell = tell
+        self._report = tell
         self._kinds = {where: [kind for kind in table if kind in kinds] for where, table in TABLES.items()}
         self._references: dict[Setup, Path] = {}
         self._making = {setup: threading.Lock() for setup in setups}
@@ -181,7 +181,7 @@ class Trials:
             if strike is None:
                 continue
             trial.outcomes.append(outcome := _measured(job, kind, strike, mark))
-            self._tell(f"{job.folder.name}: {outcome}")
+            self._report(f"{job.folder.name}: {outcome}")
             if outcome.again is None:
                 trial.wrong.append(f"{strike.what}: the run does not go on\n{job.tail()}")
                 return

@@ -88,7 +88,9 @@ def forked(checkout: Path) -> Path:
         (["--", "--lr", "1e-4", "--save=mine"], "--save is set by the quickstart itself"),
     ],
 )
-def test_mistakes_are_told_before_anything_is_installed(tmp_path: Path, arguments: list[str], sentence: str) -> None:
+def test_mistakes_are_reported_before_anything_is_installed(
+    tmp_path: Path, arguments: list[str], sentence: str
+) -> None:
     (tmp_path / "file").write_text("")
     done = quickstart(*arguments, cwd=tmp_path)
     assert done.returncode == 2
@@ -137,10 +139,10 @@ def losses(output: str, steps: int) -> dict[str, float]:
     return {line[0]: float(line[line.index("loss") + 1]) for line in lines}
 
 
-def next_commands_can_be_pasted(told: str) -> None:
+def next_commands_can_be_pasted(reported: str) -> None:
     """The programs take the flags that they are told to be started with."""
-    told = told.replace("\\\n", "")
-    commands = [shlex.split(line, comments=True) for line in told.splitlines() if line and not line.startswith("#")]
+    reported = reported.replace("\\\n", "")
+    commands = [shlex.split(line, comments=True) for line in reported.splitlines() if line and not line.startswith("#")]
     _, longer, write, look, again = commands
     flags = longer[longer.index("pretrain_gpt.py") + 1 :]
     parsed = parse([*flags, "--check-config", "--world-size", "2"], environ={})

@@ -359,7 +359,7 @@ def test_ranks_are_measured(pool: Pool) -> None:
     assert [line.split()[0] for line in page[3:]] == [*OPERATIONS]
 
 
-def test_a_wrong_result_is_told(pool: Pool) -> None:
+def test_a_wrong_result_is_reported(pool: Pool) -> None:
     with pytest.raises(RankError, match="all-to-all of 1 MB over all ranks gives a wrong result on rank"):
         pool.run(2, measured, (1,), True)
 

@@ -124,7 +124,7 @@ def job(tmp_path: Path) -> Job:
 
 
 @pytest.mark.parametrize(
-    ("case", "status", "says", "told"),
+    ("case", "status", "says", "reported"),
     [
         pytest.param(f"{FINISH}; exit 9", 0, "slurm: finished", [], id="the marker ends it whatever srun says"),
         pytest.param(f"{SAVE}; exit 0", 0, "has not finished", ["requeue 7"], id="status 0 without it is no end"),
@@ -137,17 +137,19 @@ def job(tmp_path: Path) -> Job:
     ],
 )
 @pytest.mark.parametrize("launcher", ["srun", "torchrun"])
-def test_what_becomes_of_a_start(job: Job, case: str, status: int, says: str, told: list[str], launcher: str) -> None:
+def test_what_becomes_of_a_start(
+    job: Job, case: str, status: int, says: str, reported: list[str], launcher: str
+) -> None:
     job.environ |= {"LAUNCHER": launcher, "MAX_RESTARTS": "0" if launcher == "srun" else "3"}
     done, message = job.start(case)
     assert done == status
     assert says in message
-    assert job.calls("scontrol") == told, "and what sbatch --exclude has said is left alone"
+    assert job.calls("scontrol") == reported, "and what sbatch --exclude has said is left alone"
     assert len(job.calls("srun")) == 1, "agents start their ranks again themselves"
     assert ("--max-restarts=3" in job.calls("srun")[0]) == (launcher == "torchrun")
 
 
-def test_who_may_not_queue_again_is_told_what_to_do(job: Job) -> None:
+def test_who_may_not_queue_again_gets_instructions(job: Job) -> None:
     job.environ["DENIED"] = "1"
     status, message = job.start("exit 1")
     assert status == 1
@@ -160,7 +162,7 @@ def test_the_marker_of_an_earlier_run_proves_nothing(job: Job) -> None:
     assert "has not finished" in job.start("exit 1")[1]
 
 
-def test_flags_that_are_refused_are_told_once(job: Job) -> None:
+def test_flags_that_are_refused_are_reported_once(job: Job) -> None:
     job.environ["REFUSED"] = "2"
     assert job.start(FINISH)[0] == 2
     assert job.calls("srun") == job.calls("scontrol") == []
@@ -331,10 +333,10 @@ def test_ranks_of_srun_are_started_again_in_the_job(job: Job) -> None:
 @pytest.mark.parametrize("launcher", ["srun", "torchrun"])
 def test_the_rendezvous_is_random_and_only_this_user_can_read_it(job: Job, launcher: str) -> None:
     job.environ |= {"LAUNCHER": launcher, "MAX_RESTARTS": "0"}
-    said = 'echo "$MASTER_PORT $PET_RDZV_ID" >>"$RUN/seen"; exit 1'
+    output = 'echo "$MASTER_PORT $PET_RDZV_ID" >>"$RUN/seen"; exit 1'
     for number in ("7", "7", "8"):
         job.environ["SLURM_JOB_ID"] = number
-        job.start(said)
+        job.start(output)
     first, again, other = (job.run / "seen").read_text().splitlines()
     assert first == again != other, "a job that is queued again is the same run of torchrun"
     kept = job.run / "slurm" / "rendezvous.7"

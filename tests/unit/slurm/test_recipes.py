@@ -173,7 +173,7 @@ def test_other_ways_to_start(environ: dict[str, str], words: list[str]) -> None:
         ({"DRY_RUN": ""}, "fix: sbatch slurm/train_175b.sh"),
     ],
 )
-def test_mistakes_are_told(environ: dict[str, str], sentence: str) -> None:
+def test_mistakes_are_reported(environ: dict[str, str], sentence: str) -> None:
     with pytest.raises(subprocess.CalledProcessError) as failed:
         Started.by("train_175b", **environ)
     assert failed.value.returncode == 2
@@ -279,7 +279,7 @@ def test_output_of_a_rank_is_in_a_file_and_that_of_the_first_is_not(tmp_path: Pa
     assert output("train.py", SLURMD_NODENAME="n2", RANK="3", LOGS="") == "-u train.py\n"
 
 
-def test_from_elsewhere_a_sentence_says_where_to_submit(tmp_path: Path) -> None:
+def test_from_elsewhere_a_sentence_states_where_to_submit(tmp_path: Path) -> None:
     script = ROOT / "slurm" / "train_175b.sh"
     done = subprocess.run(["bash", script], cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 2

@@ -84,9 +84,9 @@ def test_bad_lines_end_the_command_before_anything_is_written(
     argv = f"--pretrained-checkpoint hf:base --chat-data-path train --save saved --run-dir run {FLAGS}".split()
     for options in (argv, [*argv, "--check-config"]):
         assert sft.main(options) == 2
-        told = capfd.readouterr().err
-        assert "1 of 6 conversations cannot be used: train:6" in told
-        assert "--bad-samples skip" in told
+        reported = capfd.readouterr().err
+        assert "1 of 6 conversations cannot be used: train:6" in reported
+        assert "--bad-samples skip" in reported
     assert sorted(path.name for path in tmp_path.iterdir()) == ["base", "train"]
     assert sft.main([*argv, "--bad-samples", "skip", "--check-config"]) == 0
     assert "left out: 1 of 6 conversations cannot be used: train:6" in capfd.readouterr().out

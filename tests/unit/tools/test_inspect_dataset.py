@@ -85,7 +85,7 @@ def test_ids_and_samples(prefix: str, capsys: pytest.CaptureFixture[str]) -> Non
     ]
 
 
-def test_an_id_that_is_none_is_told_with_its_place(prefix: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_id_that_is_none_is_reported_with_its_place(prefix: str, capsys: pytest.CaptureFixture[str]) -> None:
     spoil(prefix, 257)
     assert main([prefix]) == 0
     assert main([prefix, "--verify", "--samples", "4"]) == 1
