@@ -146,7 +146,7 @@ def saves(folder: Path) -> list[Path]:
 
 
 def step_of(path: Path) -> int:
-    """The step that a folder's name says."""
+    """The step in a folder's name."""
     return int(path.name[5:12])
 
 

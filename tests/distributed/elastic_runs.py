@@ -50,7 +50,7 @@ def die_with_agent(trainer: Trainer) -> None:
 
 
 def hang(trainer: Trainer) -> None:
-    """Be away for good, as in a collective that nobody else takes part in."""
+    """Be away for good, as in a collective without other ranks."""
     while True:
         time.sleep(60)
 
@@ -157,7 +157,7 @@ class Job:
         """Until something is ``true``.
 
         Raises:
-            TimeoutError: with what the agents said, when it does not become so.
+            TimeoutError: with the output of the agents, when it does not become so.
         """
         until = time.monotonic() + seconds
         while not true():

@@ -169,7 +169,7 @@ TABLES = {
     "models": (models, MODELS, ("schedule", "pp", "tp")),
     "contexts": (contexts, CONTEXTS, ("cp_type", "cp", "pp", "tp")),
 }
-"""By name: the choices, their factors, and those by which rows are told apart."""
+"""By name: the choices, their factors, and those that distinguish rows."""
 
 
 def table(pool: Pool, name: str, every: int) -> Iterator[str]:

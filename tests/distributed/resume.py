@@ -54,7 +54,7 @@ class Leg:
         state: masters as ``weights``, moments as ``grads``.
         losses: of the steps after it.
         digest: of all samples in the end.
-        bytes: of the tensors in a checkpoint, as they are told.
+        bytes: of the tensors in a checkpoint, as reported.
     """
 
     state: RankTrace

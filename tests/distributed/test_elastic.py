@@ -16,7 +16,7 @@ from tests.kit.runs import checkpoint, column, differences, start, steps, tiny_r
 
 STEPS = 12
 SHUTDOWN_SECONDS = 25.0
-"""Less than torchrun gives ranks that it has told to end."""
+"""Less than torchrun gives ranks that it ends."""
 
 FLAGS = f"--train-iters {STEPS} --hidden-dropout 0.1 --save-interval 3 --distributed-timeout-minutes 0.5"
 LONG = (
@@ -36,7 +36,7 @@ def job(folder: Path, flags: str, **others: object) -> Job:
 def test_a_killed_rank_restarts_all_and_nothing_is_lost(tmp_path: Path) -> None:
     """To the bit, as without it.
 
-    First one rank hangs where a killed one never comes, and torchrun, which tells it to end, waits for it: it has to
+    First one rank hangs where a killed one never comes, and torchrun, which asks it to end, waits for it: it has to
     end at once, though it wants to finish its step.
     """
     with job(tmp_path / "calm", FLAGS, ranks=2) as calm:

@@ -38,7 +38,7 @@ EQUIVALENT: dict[tuple[str, str, str, str], str] = {
     ("megatron/training/stop.py", "poll", "max", "doubled"): "the maximum of equal numbers is theirs",
     ("megatron/training/components/startup.py", "on_step_end", "max", "doubled"): "equal numbers",
     ("megatron/training/metrics.py", "_barrier", "sum", "doubled"): "ranks that meet twice have met",
-    ("megatron/training/metrics.py", "_barrier", "sum", "mis-scaled"): "nobody looks at the number",
+    ("megatron/training/metrics.py", "_barrier", "sum", "mis-scaled"): "the number is not used",
 }
 """By file, function, reduction and mutation."""
 

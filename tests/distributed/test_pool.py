@@ -1,4 +1,4 @@
-"""The pool itself: what comes back, and what is said when a rank fails in each of the ways it can."""
+"""The pool itself: results, and the message for each way in which a rank can fail."""
 
 from __future__ import annotations
 

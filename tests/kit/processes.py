@@ -125,7 +125,7 @@ def wait_until_gone(processes: Iterable[int], seconds: float = 10.0) -> None:
 
 
 def free_port() -> int:
-    """A port that nobody has."""
+    """A free port."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])

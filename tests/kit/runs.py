@@ -94,7 +94,7 @@ def part_of(trainer: Trainer, kind: type[T]) -> T:
 
 
 class KilledError(BaseException):
-    """Ends a run as ``kill -9`` does, as far as its files can tell: nobody catches it, nothing more is saved."""
+    """Ends a run as ``kill -9`` does, as far as its files show: it is not caught, and nothing more is saved."""
 
 
 def kill(trainer: Trainer) -> None:

@@ -114,7 +114,7 @@ class Log:
 
 
 class Board:
-    """The logs of all ranks of a job, in the order of ranks, and the messages read from them that nobody has taken."""
+    """The logs of all ranks of a job, in the order of ranks, and the messages read from them and not taken yet."""
 
     def __init__(self, folder: Path, rank: int, world_size: int, timeout: float) -> None:
         self.rank, self.timeout = rank, timeout

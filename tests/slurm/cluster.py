@@ -103,7 +103,7 @@ class Cluster:
         return [int(pid) for pid, state, words in split if not state.startswith("Z") and re.search(pattern, words)]
 
     def power_off(self, node: str) -> None:
-        """All processes of the node are gone at once; nobody is told."""
+        """All processes of the node are gone at once, without notice."""
         self._do("poweroff", node)
 
     def power_on(self, node: str) -> None:

@@ -83,7 +83,7 @@ def lose_a_node(training: Training, node: str) -> None:
 
 
 def cut_off_the_first_rank(training: Training) -> None:
-    """Its node sees the disk, and nobody else: it lives on beside the new start, and does not write into its run."""
+    """Its node sees the disk, and no other node: it lives on beside the new start, and does not write into its run."""
     since, node, old = go_on_without_the_head(training)
     assert old & ranks_on(training.cluster, node), "the old ranks should still be alive"
     plug_in(training, node)
@@ -106,7 +106,7 @@ def go_on_without_the_head(training: Training) -> tuple[int, str, set[int]]:
 
 
 def plug_in(training: Training, node: str) -> None:
-    """Connections of the old ranks come back to life, and find nobody; then Slurm ends them."""
+    """Connections of the old ranks come back to life, without a peer; then Slurm ends them."""
     training.cluster.plug(node)
     training.cluster.until(lambda: not ranks_on(training.cluster, node), f"Slurm has ended the old ranks on {node}")
 

@@ -62,7 +62,7 @@ class Setup:
 
 @dataclass(frozen=True)
 class Mark:
-    """How things were right before a fault: the length of the log, and what the one says who keeps the run going."""
+    """How things were right before a fault: the length of the log, and the output of its supervisor."""
 
     offset: int
     state: str
@@ -116,7 +116,7 @@ class Job(ABC):
         return self.folder / "checkpoints"
 
     def is_finished(self) -> bool:
-        """Whether the run says that its last step is taken and saved."""
+        """Whether the run reports its last step as taken and saved."""
         return (self.folder / "finished.json").exists()
 
     def processes(self) -> list[Process]:

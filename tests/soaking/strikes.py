@@ -146,7 +146,7 @@ def _whole(folder: Path) -> list[Path]:
 
 
 def report_to_stop(job: HereJob, chance: random.Random) -> Strike | None:
-    """The batch script was told that its time is up, and tells the ranks by a file."""
+    """The batch script got the signal that its time is up, and passes it to the ranks by a file."""
     job.stop_file.touch()
     return Strike("stop file", time.time())
 

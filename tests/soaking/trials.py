@@ -111,7 +111,7 @@ class Trials:
             setups: to make, in turn.
             kinds: of faults; those of them that can happen to a setup.
             cluster: for setups on Slurm.
-            tell: is told of every fault.
+            tell: called with every fault.
         """
         self._folder, self._seed, self._most, self._setups, self._cluster = folder, seed, most, setups, cluster
         self._report = tell
@@ -189,7 +189,7 @@ class Trials:
             strike.afterwards()
 
     def _kinds_for(self, setup: Setup) -> list[str]:
-        """Those that can happen to it: srun has no agents, and nobody notices that a rank hangs that is alone."""
+        """Those that can happen to it: srun has no agents, and a rank alone that hangs is not noticed."""
         without = ["agent"] * (setup.launcher == "srun") + ["hangs"] * (setup.nodes * setup.ranks == 1)
         return [kind for kind in self._kinds[setup.where] if not any(word in kind for word in without)]
 

@@ -39,7 +39,7 @@ def rows(heading: str) -> list[list[str]]:
 
 
 def commands() -> list[tuple[str, list[str]]]:
-    """Every command of the page, with what it is said to print."""
+    """Every command of the page, with the output that is shown."""
     found: list[tuple[str, list[str]]] = []
     for block in BLOCKS:
         for line in block.splitlines():

@@ -1,4 +1,4 @@
-"""The quickstart as a user runs it: its mistakes, its crash half-way, what it leaves and what it tells to do next."""
+"""The quickstart as a user runs it: its mistakes, its crash half-way, what it leaves and the next commands."""
 
 from __future__ import annotations
 
@@ -140,7 +140,7 @@ def losses(output: str, steps: int) -> dict[str, float]:
 
 
 def next_commands_can_be_pasted(reported: str) -> None:
-    """The programs take the flags that they are told to be started with."""
+    """The programs take the flags that are printed."""
     reported = reported.replace("\\\n", "")
     commands = [shlex.split(line, comments=True) for line in reported.splitlines() if line and not line.startswith("#")]
     _, longer, write, look, again = commands
@@ -172,7 +172,7 @@ def test_text_under_another_key_and_a_folder_that_is_in_use(tmp_path: Path, chec
     assert (tmp_path / "run-3" / "tokenizer" / "tokenizer.json").exists()
     assert (tmp_path / "run-3" / "data" / "corpus_body_document.idx").exists()
     assert done.returncode == 2
-    assert done.stderr.count("--num-layers 0: must be") == 1, "a mistake in the flags is told once"
+    assert done.stderr.count("--num-layers 0: must be") == 1, "a mistake in the flags is reported once"
     assert [path.name for name in ("run", "run-2") for path in (tmp_path / name).iterdir()] == ["mine"] * 2
 
 

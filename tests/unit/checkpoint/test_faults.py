@@ -230,7 +230,7 @@ def failing(target: int, code: int, once: bool) -> Callable[[str, int, tuple[Any
 
 @pytest.mark.parametrize("once", [True, False])
 def test_every_call_fails(template: Path, once: bool) -> None:
-    """Nothing is published, nothing is left, and what was there is as it was; or nobody needed the call."""
+    """Nothing is published, nothing is left, and what was there is as it was; or the call was not needed."""
 
     def overwrite(runs: CheckpointFolder) -> None:
         save(runs.path(2), content(20))

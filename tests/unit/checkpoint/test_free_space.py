@@ -1,4 +1,4 @@
-"""Room on the disk, asked before a checkpoint is written: `shutil.disk_usage` says what the test wants."""
+"""Room on the disk, asked before a checkpoint is written: `shutil.disk_usage` returns what the test wants."""
 
 from __future__ import annotations
 

@@ -195,7 +195,7 @@ def test_a_rename_that_is_not_atomic(tmp_path: Path) -> None:
     def replace(self: Path, target: Path) -> Path:
         if target.name != "page":
             return original_replace(self, target)
-        is_first = not target.exists()  # nobody reads before the first page is announced
+        is_first = not target.exists()  # there is no reader before the first page is announced
         target.write_bytes(b"")
         if not is_first:
             caught.wait(60.0)

@@ -1,4 +1,4 @@
-"""The parts of a cluster check: programs, layouts, a killed run, and what the page says of failures."""
+"""The parts of a cluster check: programs, layouts, a killed run, and the page on failures."""
 
 from __future__ import annotations
 
@@ -298,7 +298,7 @@ def write(folder: Path, starts: Sequence[tuple[int, int]], change: Callable[[int
 
 
 class Runs:
-    """A launcher under which the runs do what a test says; what it does not say is well."""
+    """A launcher under which the runs do what a test asks; otherwise they succeed."""
 
     def __init__(self, folder: Path, **acts: Callable[[], int | None]) -> None:
         self.folder, self.programs = folder, dict[str, list[str]]()

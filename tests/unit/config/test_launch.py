@@ -179,7 +179,7 @@ def test_a_thread_that_comes_back_from_torch_does_not_abort_a_run_that_is_done()
 
 
 def test_restarts_that_would_meet_the_dead_are_reported() -> None:
-    """torch 2.13 shares the store of torchrun's agents with the ranks of every start, unless it is told not to."""
+    """torch 2.13 shares the store of torchrun's agents with the ranks of every start, unless a variable forbids it."""
     message = {"TORCHELASTIC_MAX_RESTARTS": "2", "TORCHELASTIC_USE_AGENT_STORE": "True"}
     flags = ["--preset", "tiny-llama", "--mock-data", "--vocab-size", "512", "--train-iters", "4"]
     assert any("TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1" in note for note in parse(flags, message).notes)

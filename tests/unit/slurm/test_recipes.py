@@ -304,7 +304,7 @@ def text_of(name: str) -> str:
 def test_a_copy_that_another_user_could_have_made_is_not_read(
     tmp_path: Path, owner: int, mode: int, status: int
 ) -> None:
-    """Of the same size, which is all that tells a copy from other files."""
+    """Of the same size, the only mark of a copy."""
     source, disk = tmp_path / "corpus.bin", tmp_path / "disk"
     source.write_bytes(b"tokens")
     copy = Path(f"{disk}{source}")

@@ -1,4 +1,4 @@
-"""The tables of a run, laid out before it: the same that the run finds, and a table that says what there is."""
+"""The tables of a run, laid out before it: the same that the run finds, and a table of what there is."""
 
 from __future__ import annotations
 

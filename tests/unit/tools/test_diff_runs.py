@@ -71,7 +71,7 @@ def test_equal_runs(runs: Path, capsys: pytest.CaptureFixture[str], other: str, 
 
 
 def test_another_way_to_compute_is_equal_within_a_tolerance(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Its options are told and do not count; its numbers do, as far as they are apart."""
+    """Its options are shown and do not count; its numbers do, as far as they are apart."""
     status, lines = reported(runs, "plain", "twice", capsys, "--tolerance", "1e-4")
     assert lines[:3] == [
         "options: equal",

@@ -236,7 +236,7 @@ def test_counts_are_those_of_a_dictionary(batches: list[list[int]], share: float
     assert counts.most(3) == sorted(expected.items(), key=lambda item: (-item[1], item[0]))[:3]
 
 
-# --- what an index says ---
+# --- text of an index ---
 
 DOCUMENTS = st.lists(st.lists(st.lists(st.integers(0, 9), max_size=4), max_size=3), max_size=9)
 

@@ -1,4 +1,4 @@
-"""The tool as people call it, and what the documentation says that it prints."""
+"""The tool as people call it, and the output that the documentation shows."""
 
 from __future__ import annotations
 

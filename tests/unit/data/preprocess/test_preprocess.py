@@ -48,7 +48,7 @@ BYTES = TokenizerOptions("ByteTokenizer")
 
 
 class Heard:
-    """A listener that keeps what it is told."""
+    """A listener that keeps all messages."""
 
     def __init__(self) -> None:
         self.output: list[str] = []

@@ -118,7 +118,7 @@ def test_a_check_ends_the_wait_for_a_long_document() -> None:
 
 
 class Listener:
-    """Keeps what it is told."""
+    """Keeps all messages."""
 
     def __init__(self) -> None:
         self.reported: list[tuple[str, str]] = []
