@@ -20,7 +20,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # if this checkout
 
 from megatron.config.errors import UserError
 from megatron.config.text import echo
-from megatron.distributed.replica_store import read_secret, serve
+from megatron.training.diloco.replica_store import read_secret, serve
 
 
 def main(argv: Sequence[str]) -> int:

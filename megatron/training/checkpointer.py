@@ -243,7 +243,12 @@ class Checkpointer:
 
     def restore(self, components: Sequence[Component]) -> list[str]:
         """Load components that were created when the run was loaded; return notes. Collective."""
-        return [] if self.resumed is None else restore_components(self.trainer, self.resumed, components)
+        if self.resumed is None:
+            return []
+        known = {component.name for component in components}
+        lost = [key for key in self.resumed.state if key.startswith("callback ") and key not in known]
+        notes = [f"the checkpoint has state of the {key}, which no plugin registers: it is not kept" for key in lost]
+        return notes + restore_components(self.trainer, self.resumed, components)
 
     def _tokenizer_files(self, manifest: Manifest) -> dict[str, bytes]:
         def read() -> dict[str, str]:

@@ -50,8 +50,8 @@ from megatron.distributed.launch import (
     register_failure,
     write_error_file,
 )
-from megatron.distributed.replicas import ReplicaError
 from megatron.pipeline.runtime import Pipeline
+from megatron.training.diloco.replicas import ReplicaError
 from megatron.training.loggers.run_folder import JsonLinesLogger
 
 MAX_CAUSE_CHARS = 60

@@ -13,7 +13,7 @@ from megatron.training.checkpointer import OtherCheckpoints
 from megatron.training.component import Component
 from megatron.training.components.adapter_base import AdapterBase
 from megatron.training.components.average import AverageWeights
-from megatron.training.components.grad_compression import CompressionState
+from megatron.training.components.grad_compression import CompressionState, UnusedErrors
 from megatron.training.components.nonfinite import NonFiniteCheck
 from megatron.training.components.optimizer_state import OptimizerState
 from megatron.training.components.spikes import SpikeGuard
@@ -28,12 +28,12 @@ def build_components(trainer: Trainer) -> list[Component]:
     """Create the components that the configuration asks for, before the start of the run is loaded."""
     config, optimizer = trainer.config, trainer.optimizer
     compression = config.parallel.compression
-    has_errors = compression is not None and compression.has_errors
+    keeps_errors = compression is not None and compression.has_errors
     components: list[Component] = [
         OptimizerState(optimizer, trainer.mesh.world),
         trainer.scaler,
         trainer.reader,
-        CompressionState(trainer.buckets, trainer.specs, trainer.mesh, has_errors),
+        CompressionState(trainer.buckets, trainer.specs, trainer.mesh) if keeps_errors else UnusedErrors(),
     ]
     if (spikes := SpikeGuard.from_config(config.optimizer, trainer.device)) is not None:
         components.append(spikes)

@@ -19,9 +19,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron.config.run import RunConfig
-from megatron.distributed.replicas import Replicas
 from megatron.training.build import build_trainer
 from megatron.training.diloco.component import Diloco, Round
+from megatron.training.diloco.replicas import Replicas
 from megatron.training.step import train_step
 from megatron.training.trainer import Trainer
 from tests.kit.runs import Outcome, part_of, start, tiny_run
@@ -94,7 +94,7 @@ class Replica:
 
     def close(self) -> None:
         """Let its connections be closed, as those of a dead process are."""
-        if hasattr(self, "diloco"):
+        if hasattr(self, "diloco") and hasattr(self.diloco, "replicas"):
             self.diloco.replicas.close_group()
 
     def run(self) -> None:

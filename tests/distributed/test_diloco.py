@@ -25,13 +25,13 @@ from torch import Tensor
 from megatron.checkpoint.format import Manifest
 from megatron.config.errors import UserError
 from megatron.config.run import DilocoConfig, RunConfig
-from megatron.distributed import replica_store
-from megatron.distributed.replica_store import GREETING, AuthenticatedChannel, read_secret, serve
-from megatron.distributed.replicas import Member, ReplicaError, Replicas, connect
 from megatron.optimizer.main_params import MainParams
 from megatron.training.build import build_trainer
+from megatron.training.diloco import replica_store
 from megatron.training.diloco.component import left_out, source_of
 from megatron.training.diloco.outer_optimizer import OuterOptimizer
+from megatron.training.diloco.replica_store import GREETING, AuthenticatedChannel, read_secret, serve
+from megatron.training.diloco.replicas import Member, ReplicaError, Replicas, connect
 from megatron.training.failure_report import NonFiniteError
 from tests.distributed.diloco_runs import (
     FP64,

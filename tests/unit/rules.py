@@ -52,7 +52,10 @@ LAZY = (
 )
 """Packages of the extras, which a run goes without where they are missing."""
 
-COMMUNICATORS = tuple(f"megatron.distributed.{part}" for part in ("comm", "mesh", "launch", "replicas"))
+COMMUNICATORS = (
+    *(f"megatron.distributed.{part}" for part in ("comm", "mesh", "launch")),
+    "megatron.training.diloco.replicas",
+)
 """The modules that may touch torch.distributed: every communication is found, and mutated, there."""
 
 STORAGE = {

@@ -17,7 +17,7 @@ from tests.distributed import product
 
 ROOT = Path(__file__).parents[2]
 PAGES = [
-    *(ROOT / f"{name}.md" for name in ("README", "CONTRIBUTING", "SECURITY")),
+    *(ROOT / f"{name}.md" for name in ("README", "CONTRIBUTING", "SECURITY", "AGENTS", "CHANGELOG")),
     *sorted((ROOT / "docs").glob("*.md")),
 ]
 NAMES = [

@@ -38,7 +38,7 @@ from tools import convert_checkpoint, draw_schedule
 
 PAGE = Path(__file__).parents[2] / "docs" / "extending.md"
 BLOCKS = re.findall(r"^```python\n(.*?)^```", PAGE.read_text(), re.S | re.M)
-NAMES = ("weight_norm", "late_tokens", "strided", "plain_attention", "signum", "stablelm", "loss_table")
+NAMES = ("weight_norm", "loss_average", "late_tokens", "strided", "plain_attention", "signum", "stablelm", "loss_table")
 """In the page's order."""
 
 WITH_WHOLE_MATRICES = ("muon",)
@@ -74,7 +74,7 @@ def test_blocks_are_short(name: str, block: str) -> None:
 
 
 def test_the_page_is_short() -> None:
-    assert len(PAGE.read_text().splitlines()) <= 400
+    assert len(PAGE.read_text().splitlines()) <= 450
 
 
 def test_callback(run: Run, tmp_path: Path) -> None:
@@ -87,6 +87,22 @@ def test_callback(run: Run, tmp_path: Path) -> None:
         tensors, _ = checkpoint(save / f"iter_{int(step):07d}")
         weights = [t for name, t in tensors.items() if name in names_of_weights(tmp_path)]
         assert sum(t.square().sum().item() for t in weights) ** 0.5 == pytest.approx(float(norm), abs=1e-8)
+
+
+def test_callback_with_state(run: Run, tmp_path: Path) -> None:
+    save = f"--plugin loss_average --save {tmp_path}/save"
+    assert run(tmp_path / "run", f"--train-iters 6 --exit-interval 3 {save}") == 0
+    assert run(tmp_path / "run", f"--train-iters 6 {save}") == 0
+    average = 0.0
+    for loss in column(tmp_path / "run", "lm loss"):
+        average += 0.1 * (loss - average)
+    assert records(tmp_path / "run", "mine/loss-average")[-1]["mine/loss-average"] == pytest.approx(average)
+    _, state = checkpoint(tmp_path / "save/iter_0000006")
+    assert state["callback loss-average"] == {"average": pytest.approx(average)}
+    plugins._registered["callback"].clear()
+    assert run(tmp_path / "run", f"--train-iters 6 --save {tmp_path}/save") == 0
+    (note,) = (r["text"] for r in records(tmp_path / "run", "text") if "loss-average" in r["text"])
+    assert note == "the checkpoint has state of the callback loss-average, which no plugin registers: it is not kept"
 
 
 def names_of_weights(folder: Path) -> set[str]:

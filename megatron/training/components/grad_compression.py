@@ -45,18 +45,11 @@ class ReplicaErrors:
 
 
 class CompressionState(Component):
-    """Errors and factors of this rank's gradient buckets. Without compression there are none."""
+    """Errors and factors that the reductions of this rank's gradient buckets keep."""
 
-    def __init__(self, buckets: GradBuffer, specs: Mapping[str, ShardSpec], mesh: Mesh, has_errors: bool) -> None:
-        """Save and load what the reductions of ``buckets`` keep.
-
-        Args:
-            buckets: of the gradients.
-            specs: of the parameters.
-            mesh: the groups.
-            has_errors: True if the compression keeps errors.
-        """
-        self._buckets, self._specs, self._mesh, self._has_errors = buckets, specs, mesh, has_errors
+    def __init__(self, buckets: GradBuffer, specs: Mapping[str, ShardSpec], mesh: Mesh) -> None:
+        """Save and load what ``buckets`` keep of parameters with ``specs``."""
+        self._buckets, self._specs, self._mesh = buckets, specs, mesh
 
     def after_step(self, outcome: UpdateResult) -> None:
         """See :class:`Component`."""
@@ -125,8 +118,6 @@ class CompressionState(Component):
     def load(self, manifest: Manifest) -> Sequence[str]:
         """Load errors and factors by the rule of this module; see :class:`Component`."""
         saved = _saved_sources(manifest)
-        if not self._has_errors:
-            return ["the checkpoint's errors of compressed gradients are not used"] if saved else []
         self._buckets.reset_errors()  # a checkpoint that turned out to be damaged may have been loaded in part
         errors, factors, world = self.errors(), self._factors(), self._mesh.world
         found = self.tensors_to_load(manifest)
@@ -153,6 +144,14 @@ class CompressionState(Component):
         if any(name not in found for name in factors):
             notes.append("PowerSGD starts with random factors where the checkpoint has none for this layout and rank")
         return notes
+
+
+class UnusedErrors(Component):
+    """Notes on a checkpoint with errors of compressed gradients in a run that keeps none."""
+
+    def prepare(self, manifest: Manifest) -> Sequence[str]:
+        """See :class:`Component`."""
+        return ["the checkpoint's errors of compressed gradients are not used"] if _saved_sources(manifest) else []
 
 
 def _whole(x: Tensor, write: bool = True) -> GlobalTensor:

@@ -15,11 +15,38 @@ GROWTH, BACKOFF = 2.0, 0.5
 
 
 class LossScaler(Component):
-    """Constant or dynamic factor on the loss, which keeps small fp16 gradients from underflowing to zero.
+    """Constant factor on the loss, which keeps small fp16 gradients from underflowing to zero."""
 
-    Dynamic: the first ``hysteresis - 1`` overflows are tolerated, each further one halves the scale, down to
-    ``minimum``. ``window`` steps in a row without overflow double the scale and restore the hysteresis. All ranks must
-    pass the same ``found_inf``, so that their scales stay equal.
+    def __init__(self, scale: float, device: torch.device | str) -> None:
+        # The current scale, a 0-d tensor that is updated in place.
+        self.scale = torch.tensor(scale, dtype=torch.float32, device=device)
+
+    @classmethod
+    def from_config(cls, config: PrecisionConfig, device: torch.device | str) -> LossScaler:
+        """Return the configured scaler for fp16; a constant 1 for other dtypes."""
+        if config.params_dtype != "fp16":
+            return cls(1.0, device)
+        if config.loss_scale is not None:
+            return cls(config.loss_scale, device)
+        return DynamicLossScaler(
+            config.initial_loss_scale,
+            device,
+            minimum=config.min_loss_scale,
+            window=config.loss_scale_window,
+            hysteresis=config.hysteresis,
+        )
+
+    def incurable(self, found_inf: Tensor, scale: Tensor) -> Tensor:
+        """Return ``found_inf`` of a step at ``scale``, or 0 if the step may succeed at a smaller scale."""
+        return found_inf
+
+
+class DynamicLossScaler(LossScaler):
+    """Factor that follows overflows.
+
+    The first ``hysteresis - 1`` overflows are tolerated, each further one halves the scale, down to ``minimum``.
+    ``window`` steps in a row without overflow double the scale and restore the hysteresis. All ranks must pass the same
+    ``found_inf``, so that their scales stay equal.
     """
 
     name = "loss_scaler"
@@ -29,32 +56,14 @@ class LossScaler(Component):
         scale: float,
         device: torch.device | str,
         *,
-        dynamic: bool = False,
         minimum: float = 1.0,
         window: int = 1000,
         hysteresis: int = 2,
     ) -> None:
-        # The current scale, a 0-d tensor that is updated in place.
-        self.scale = torch.tensor(scale, dtype=torch.float32, device=device)
-        self.dynamic, self.minimum, self.window, self.hysteresis = dynamic, minimum, window, hysteresis
+        super().__init__(scale, device)
+        self.minimum, self.window, self.hysteresis = minimum, window, hysteresis
         self._good_steps = torch.tensor(0, device=device)
         self._lives = torch.tensor(hysteresis, device=device)
-
-    @classmethod
-    def from_config(cls, config: PrecisionConfig, device: torch.device | str) -> LossScaler:
-        """Return the configured scaler for fp16; a constant 1 for other dtypes."""
-        if config.params_dtype != "fp16":
-            return cls(1.0, device)
-        if config.loss_scale is not None:
-            return cls(config.loss_scale, device)
-        return cls(
-            config.initial_loss_scale,
-            device,
-            dynamic=True,
-            minimum=config.min_loss_scale,
-            window=config.loss_scale_window,
-            hysteresis=config.hysteresis,
-        )
 
     def after_step(self, outcome: UpdateResult) -> None:
         """See :class:`Component`."""
@@ -66,8 +75,6 @@ class LossScaler(Component):
 
         Works in place and without synchronisation, so that a CUDA graph can replay it.
         """
-        if not self.dynamic:
-            return
         overflow = found_inf.to(torch.bool)
         lives = self._lives - overflow.to(self._lives.dtype)
         good_steps = torch.where(overflow, 0, self._good_steps + 1)
@@ -79,13 +86,11 @@ class LossScaler(Component):
         self._lives.copy_(torch.where(grow, self.hysteresis, lives))
 
     def incurable(self, found_inf: Tensor, scale: Tensor) -> Tensor:
-        """Return ``found_inf`` of a step at ``scale``, or 0 if the step may succeed at a smaller scale."""
-        return found_inf * (scale <= self.minimum) if self.dynamic else found_inf
+        """See :class:`LossScaler`."""
+        return found_inf * (scale <= self.minimum)
 
     def state_dict(self) -> dict[str, float | int]:
-        """Return the state as plain numbers; empty unless dynamic. Synchronises host and device."""
-        if not self.dynamic:
-            return {}
+        """Return the state as plain numbers. Synchronises host and device."""
         return {
             "scale": self.scale.item(),
             "good_steps": int(self._good_steps.item()),
@@ -93,13 +98,11 @@ class LossScaler(Component):
         }
 
     def load_state_dict(self, state: Mapping[str, float | int]) -> None:
-        """Restore the state; ignored unless dynamic.
+        """Restore the state.
 
         Raises:
             ValueError: when the state is not that of a dynamic scaler.
         """
-        if not self.dynamic:
-            return
         if missing := {"scale", "good_steps", "lives"} - set(state):
             raise ValueError(
                 f"the saved loss scaler lacks {', '.join(sorted(missing))}: the run that saved it had no dynamic loss "

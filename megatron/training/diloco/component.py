@@ -1,5 +1,8 @@
 """DiLoCo (arXiv 2311.08105, 2501.18512): replicas that train apart, and exchange their progress every H steps.
 
+The rest of the package is what :class:`Diloco` stands on: the outer optimizer, the other replicas, and the server
+through which replicas find each other.
+
 :class:`Diloco` is called after every step. When a fragment of the model is due, a thread agrees with the other replicas
 on who takes part, averages the outer gradients, and repeats this without members that have died, while up to
 ``diloco_delay`` steps are taken. Then all members apply the same outer update.
@@ -35,11 +38,11 @@ from megatron.config.text import counted, echo, listed
 from megatron.distributed import comm
 from megatron.distributed.comm import Group
 from megatron.distributed.launch import is_peer_lost, run_on_rank0
-from megatron.distributed.replica_store import read_secret
-from megatron.distributed.replicas import Member, ReplicaError, Replicas, connect
 from megatron.optimizer.grad_compression import int8_all_reduce
 from megatron.training.component import Component, Kinds
 from megatron.training.diloco.outer_optimizer import GRAD, PARAM, OuterOptimizer
+from megatron.training.diloco.replica_store import read_secret
+from megatron.training.diloco.replicas import Member, ReplicaError, Replicas, connect
 from megatron.training.failure_report import NonFiniteError
 from megatron.training.metrics import StepMetrics
 from megatron.training.resume_source import ResumeSource, stream_of

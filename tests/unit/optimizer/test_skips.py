@@ -14,7 +14,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from megatron.config.run import PrecisionConfig
-from megatron.training.components.loss_scaler import LossScaler
+from megatron.optimizer.distributed_optimizer import UpdateResult
+from megatron.training.components.loss_scaler import DynamicLossScaler, LossScaler
 from megatron.training.components.spikes import SpikeGuard
 
 
@@ -50,7 +51,7 @@ def test_follows_the_state_machine(seed: int) -> None:
     window, hysteresis = draw.randint(1, 6), draw.randint(1, 4)
     minimum, odds = draw.choice([1.0, 256.0]), draw.choice([0.1, 0.3, 0.6])
     machine = Machine(65536.0, minimum, window, hysteresis)
-    scaler = LossScaler(65536.0, "cpu", dynamic=True, minimum=minimum, window=window, hysteresis=hysteresis)
+    scaler = DynamicLossScaler(65536.0, "cpu", minimum=minimum, window=window, hysteresis=hysteresis)
     seen = set()
     for step in range(120):
         overflow = draw.random() < odds
@@ -59,7 +60,7 @@ def test_follows_the_state_machine(seed: int) -> None:
         assert scaler.scale.item() == machine.scale, f"step {step}"
         seen.add(machine.scale)
         if step == 60:  # a restart in the middle changes nothing
-            resumed = LossScaler(1.0, "cpu", dynamic=True, minimum=minimum, window=window, hysteresis=hysteresis)
+            resumed = DynamicLossScaler(1.0, "cpu", minimum=minimum, window=window, hysteresis=hysteresis)
             resumed.load_state_dict(scaler.state_dict())
             scaler = resumed
     assert len(seen) > 2
@@ -67,7 +68,7 @@ def test_follows_the_state_machine(seed: int) -> None:
 
 def test_update_never_reads_a_value() -> None:
     """Meta tensors have none, so any wait for the device would raise."""
-    scaler = LossScaler(8.0, "meta", dynamic=True)
+    scaler = DynamicLossScaler(8.0, "meta")
     scaler.update(torch.empty((), dtype=torch.bool, device="meta"))
     assert scaler.scale.shape == ()
     with pytest.raises(RuntimeError):
@@ -80,14 +81,14 @@ def test_update_never_reads_a_value() -> None:
 def test_constant_scales_stay(dtype: str, loss_scale: float | None, expected: float) -> None:
     scaler = LossScaler.from_config(PrecisionConfig(params_dtype=dtype, loss_scale=loss_scale), "cpu")
     for _ in range(2100):
-        scaler.update(torch.tensor(True))
+        scaler.after_step(UpdateResult(*[torch.tensor(1.0)] * 5))
     assert scaler.scale.item() == expected
     assert scaler.state_dict() == {}
     assert scaler.incurable(torch.tensor(1.0), scaler.scale)
 
 
 def test_state_of_a_constant_scale_is_refused() -> None:
-    constant, dynamic = LossScaler(1.0, "cpu"), LossScaler(1.0, "cpu", dynamic=True)
+    constant, dynamic = LossScaler(1.0, "cpu"), DynamicLossScaler(1.0, "cpu")
     with pytest.raises(ValueError, match="no dynamic loss scale"):
         dynamic.load_state_dict(constant.state_dict())
 

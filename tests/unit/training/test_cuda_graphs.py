@@ -106,7 +106,8 @@ def state_of(trainer: Trainer) -> list[Tensor]:
     weights = [p.data for p in trainer.params.values()]
     counts = [count for _, rule in o.groups for count in rule.step_counts]
     grads = [bucket.shard for bucket in trainer.buckets.buckets]
-    return [*weights, *o.main_params.values(), *kept, *counts, *grads, s.scale, s._good_steps, s._lives]
+    scaler = [t for t in vars(s).values() if torch.is_tensor(t)]
+    return [*weights, *o.main_params.values(), *kept, *counts, *grads, *scaler]
 
 
 def recorded(trainer: Trainer, mode: str) -> tuple[StepRunner, Tape]:

@@ -37,8 +37,8 @@ from megatron.config.errors import Problem, UserError
 from megatron.config.files import parse_json
 from megatron.config.text import counted, listed, printable
 from megatron.distributed.comm import CommMeter, Group
-from megatron.distributed.replica_store import GREETING, KEPT_ATTEMPTS, NONCE_BYTES, AuthenticatedChannel, body_size
-from megatron.distributed.replica_store import serve as serve
+from megatron.training.diloco.replica_store import GREETING, KEPT_ATTEMPTS, NONCE_BYTES, AuthenticatedChannel, body_size
+from megatron.training.diloco.replica_store import serve as serve
 
 T = TypeVar("T")
 
@@ -72,7 +72,7 @@ class OtherSecretError(OSError):
 
 
 class StoreClient(distributed_c10d.Store):
-    """A connection to a :class:`~megatron.distributed.replica_store.StoreServer`, also for gloo's rendezvous."""
+    """A connection to a :class:`~megatron.training.diloco.replica_store.StoreServer`, also for gloo's rendezvous."""
 
     def __init__(self, host: str, port: int, timeout: float, secret: bytes = b"") -> None:
         """Connect.
