@@ -18,9 +18,9 @@ from megatron.layers.loss import OutputLayer
 from megatron.model.objective import Objective
 from megatron.optimizer.lr_scheduler import Rates
 from megatron.training.build import build_trainer
-from megatron.training.build_model import Trainer
 from megatron.training.cuda_graphs import WARM_UP_STEPS, StepRunner
 from megatron.training.step import train_step
+from megatron.training.trainer import Trainer
 from tests.kit.runs import tiny_run
 from tests.kit.solo import Solo, random_batch, tiny
 from tests.unit.training.test_cuda_graphs import recorded
