@@ -15,6 +15,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -24,7 +25,7 @@ from torch.profiler import ProfilerActivity, profile
 from benchmarks.record import keep, machine
 from megatron.arguments.cli import parse
 from megatron.distributed.comm import Group
-from megatron.distributed.grad_accumulator import GradAccumulator
+from megatron.distributed.grad_accumulator import GradAccumulator, GradTarget
 from megatron.kernels.registry import OPERATIONS, Kernels
 from megatron.layers.loss import VocabularyShard, linear_cross_entropy
 from megatron.optimizer.lr_scheduler import Rates
@@ -41,6 +42,24 @@ LLAMA = (
 """Flags of the model that is trained."""
 
 
+@dataclass
+class Weight(GradTarget):
+    """The gradient of the only weight; every contribution is added to it."""
+
+    gradient: Tensor
+
+    def target(self, name: str) -> Tensor:
+        """Return the gradient."""
+        return self.gradient
+
+    def is_first(self, name: str) -> bool:
+        """Return False."""
+        return False
+
+    def contributed(self, name: str) -> None:
+        """Count nothing."""
+
+
 def losses(args: argparse.Namespace, dtype: torch.dtype) -> dict[str, Callable[[], Tensor]]:
     """Forward and backward of the loss, by contestant; each returns its value."""
     torch.manual_seed(0)
@@ -49,7 +68,7 @@ def losses(args: argparse.Namespace, dtype: torch.dtype) -> dict[str, Callable[[
     weight = (0.05 * torch.randn(rows, width)).to(dtype).requires_grad_()
     labels, mask = torch.randint(0, rows, (tokens,)), torch.ones(tokens)
     grad_accumulator = GradAccumulator()
-    grad_accumulator.bind({"weight": torch.zeros(rows, width)}.__getitem__, lambda name: None)
+    grad_accumulator.bind(Weight(torch.zeros(rows, width)))
 
     def plain() -> Tensor:
         x.grad = weight.grad = None

@@ -35,6 +35,7 @@ from megatron.layers.parameters import gpt, num_parameters
 from megatron.optimizer.distributed_optimizer import DistributedOptimizer
 from megatron.optimizer.grad_buffer import GradBuffer
 from megatron.optimizer.lr_scheduler import Rates
+from megatron.optimizer.offload import HostMemory
 from megatron.optimizer.parameter_store import ParameterStore
 
 RATES = Rates(1e-4, 0.01)
@@ -92,17 +93,16 @@ def ours(
         weights, specs, buckets, mesh, replace(config.optimizer, optimizer_cpu_offload=offload)
     )
     for name, gradient in values_of(specs, 1, GRADIENT).items():
-        buckets.target(name).copy_(gradient)
+        buckets.accumulated(name).copy_(gradient)
     one, go = torch.ones(()), torch.zeros(())
 
     def update() -> None:
-        if buckets.on_reduced is not None and optimizer.offload is not None:  # gradients are copied to the host
+        if isinstance(optimizer.memory, HostMemory):  # gradients are copied to the host
             for bucket in buckets.buckets:
-                buckets.on_reduced(bucket)
-            optimizer.offload.fetch_late()
+                optimizer.memory.on_reduced(bucket)
         optimizer.update(RATES, one)
 
-    return optimizer, {WHOLE: update, RULE: lambda: optimizer._update(RATES, go, one)}
+    return optimizer, {WHOLE: update, RULE: lambda: optimizer._update(RATES, go, one, ())}
 
 
 def theirs(config: RunConfig, specs: Mapping[str, ShardSpec]) -> tuple[dict[str, nn.Parameter], Contestant]:

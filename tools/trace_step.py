@@ -73,13 +73,8 @@ def row(name: str, calls: Sequence[CodeType]) -> str:
     return f"{name:10} {len(files):6} {len(set(calls)):10} {len(calls):7} {jumps:7}"
 
 
-def main(argv: Sequence[str]) -> int:
-    """Train three steps under the profiler of the interpreter; returns the exit status of the run."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--order", action="store_true", help="list the functions of the step")
-    options, flags = parser.parse_known_args(argv)
-    sys.path.insert(0, str(ROOT))
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
+def trace_run(flags: Sequence[str]) -> tuple[int, Trace]:
+    """Train three steps under the profiler of the interpreter; return the exit status of the run, and its calls."""
     import pretrain_gpt
 
     trace = Trace()
@@ -89,6 +84,17 @@ def main(argv: Sequence[str]) -> int:
             status = pretrain_gpt.main([*RUN.split(), "--save", folder, *flags])
         finally:
             sys.setprofile(None)
+    return status, trace
+
+
+def main(argv: Sequence[str]) -> int:
+    """Print the table; return the exit status of the run."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--order", action="store_true", help="list the functions of the step")
+    options, flags = parser.parse_known_args(argv)
+    sys.path.insert(0, str(ROOT))
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    status, trace = trace_run(flags)
     print(f"\n{'phase':10} {'files':>6} {'functions':>10} {'calls':>7} {'jumps':>7}")
     for name, calls in trace.calls.items():
         print(row(name, calls))

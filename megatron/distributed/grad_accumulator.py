@@ -7,11 +7,11 @@ queued for a later W action of a zero-bubble schedule. ``Parameter.grad`` stays 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain, repeat
-from typing import Any, Protocol
+from typing import Any, Protocol, Self
 
 import torch
 from torch import Tensor, nn
@@ -65,6 +65,35 @@ DeferredWgrad = tuple[str, Operand, Operand, Sequence[int] | None, Callable[...,
 """A deferred weight gradient: the arguments of :meth:`GradAccumulator.accumulate_wgrad`."""
 
 
+class GradTarget(Protocol):
+    """Where gradients are accumulated: tensors by the names of their parameters."""
+
+    def target(self, name: str) -> Tensor:
+        """Return the tensor for the next contribution: local stored shape, at least fp32."""
+
+    def is_first(self, name: str) -> bool:
+        """Return True if the next contribution overwrites the target, whose content is left from an earlier step.
+
+        It is called once for each contribution, after :meth:`target`.
+        """
+
+    def contributed(self, name: str) -> None:
+        """Count a contribution. It may still be queued: :meth:`GradAccumulator.flush` precedes reading the target."""
+
+
+class _Unbound:
+    """The target of an accumulator without gradient buffers."""
+
+    def target(self, name: str) -> Tensor:
+        raise RuntimeError(f"the gradient of {name} has no buffer: call bind() before backward")
+
+    def is_first(self, name: str) -> bool:
+        return False
+
+    def contributed(self, name: str) -> None:
+        pass
+
+
 class GradAccumulator:
     """Adds contributions to the gradient buffers of their parameters, and reports each so that they can be counted.
 
@@ -74,7 +103,7 @@ class GradAccumulator:
     """
 
     def __init__(self, multiply: Callable[..., None] = accumulate_wgrad, queue_vectors: bool = False) -> None:
-        """Create an accumulator, which is to be bound to buffers.
+        """Create an accumulator; :meth:`bind` connects it to the buffers.
 
         Args:
             multiply: the kernel that multiplies the operands of a linear's weight gradient into a buffer.
@@ -83,33 +112,27 @@ class GradAccumulator:
 
         """
         self.multiply, self._queue_vectors = multiply, queue_vectors
-        # Gradient of the objective with respect to the summed losses while a pipeline runs forward and backward: with
-        # it, the layer that computes the loss can accumulate its weight gradient during forward.
-        self.loss_grad: Tensor | None = None
-        self._target: Callable[[str], Tensor] = _unbound
-        self._contributed: Callable[[str], None] = lambda name: None
-        self._is_first: Callable[[str], bool] = lambda name: False
+        self._buffers: GradTarget = _Unbound()
+        self._combined: dict[str, None] | None = None  # names with contributions inside one_contribution()
         self._queued_vectors: dict[str, Tensor] = {}  # they wait for flush()
         self._queues: dict[tuple[int, int], list[DeferredWgrad]] = {}
         self._deferred_to: tuple[int, int] | None = None
 
-    def bind(
-        self,
-        target: Callable[[str], Tensor],
-        contributed: Callable[[str], None],
-        is_first: Callable[[str], bool] = lambda name: False,
-    ) -> None:
-        """Connect the accumulator to the gradient buffers.
+    def bind(self, buffers: GradTarget) -> None:
+        """Accumulate into ``buffers``."""
+        self._buffers = buffers
+
+    @classmethod
+    def to_grad(cls, params: Mapping[str, nn.Parameter]) -> Self:
+        """Return an accumulator that writes to ``Parameter.grad``, for torch's own optimizers and clipping.
 
         Args:
-            target: maps a parameter's name to the tensor for its next contribution: local stored shape, at least fp32.
-            contributed: called with the name after each contribution. The contribution may still be queued: call
-                :meth:`flush` before the target is read.
-            is_first: called with the name once for each contribution, after ``target``; True if it has to overwrite the
-                target, whose content is left from an earlier step.
+            params: by name; those of layers that are still to be built may be added.
 
         """
-        self._target, self._contributed, self._is_first = target, contributed, is_first
+        accumulator = cls()
+        accumulator.bind(ParameterGrads(params))
+        return accumulator
 
     def attach(self, name: str, parameter: nn.Parameter) -> None:
         """Accumulate the gradients that plain autograd computes for ``parameter``, such as those of norms."""
@@ -150,8 +173,8 @@ class GradAccumulator:
             deferred = name, x.ungathered(), dy.ungathered(), rows, multiply
             self._queues.setdefault(self._deferred_to, []).append(deferred)
             return None
-        target, x_rows, dy_rows = self._target(name), x.start().wait(), dy.wait()
-        first = self._is_first(name)
+        target, x_rows, dy_rows = self._buffers.target(name), x.start().wait(), dy.wait()
+        first = self._buffers.is_first(name)
         if rows is None:
             multiply(target, x_rows, dy_rows, beta=float(not first))
         else:
@@ -170,15 +193,15 @@ class GradAccumulator:
 
         At least one call is needed.
         """
-        target = self._target(name)
-        betas = chain((float(not self._is_first(name)),), repeat(1.0))
+        target = self._buffers.target(name)
+        betas = chain((float(not self._buffers.is_first(name)),), repeat(1.0))
         yield lambda x, dy: self.multiply(target, x, dy, beta=next(betas))
         self._contributed(name)
 
     def accumulate_rows(self, name: str, rows: Tensor | slice, dy: Tensor) -> Tensor | None:
         """Add ``dy`` ``[n, h]`` to rows of an embedding's gradient, given as indices ``[n]`` or as a range."""
-        target = self._target(name)
-        if self._is_first(name):
+        target = self._buffers.target(name)
+        if self._buffers.is_first(name):
             target.zero_()
         if isinstance(rows, slice):
             target[rows].add_(dy)
@@ -194,8 +217,8 @@ class GradAccumulator:
                 self.flush()
             self._queued_vectors[name] = grad
         else:
-            target = self._target(name)
-            target.copy_(grad) if self._is_first(name) else target.add_(grad)
+            target = self._buffers.target(name)
+            target.copy_(grad) if self._buffers.is_first(name) else target.add_(grad)
         self._contributed(name)
         return None
 
@@ -204,8 +227,8 @@ class GradAccumulator:
         queued, self._queued_vectors = self._queued_vectors, {}
         groups: dict[tuple[bool, torch.dtype], list[tuple[Tensor, Tensor]]] = defaultdict(list)
         for name, grad in queued.items():
-            target = self._target(name)
-            groups[self._is_first(name), grad.dtype].append((target, grad))
+            target = self._buffers.target(name)
+            groups[self._buffers.is_first(name), grad.dtype].append((target, grad))
         for (first, dtype), pairs in groups.items():
             targets, grads = map(list, zip(*pairs))
             if first:
@@ -220,15 +243,20 @@ class GradAccumulator:
     @contextmanager
     def one_contribution(self) -> Iterator[None]:
         """Count all that the body adds to a parameter's gradient as one contribution, and defer nothing."""
-        contributed, deferred_to = self._contributed, self._deferred_to
-        names: dict[str, None] = {}
-        self._contributed, self._deferred_to = names.setdefault, None
+        names, deferred_to = dict[str, None](), self._deferred_to
+        self._combined, self._deferred_to = names, None
         try:
             yield
         finally:
-            self._contributed, self._deferred_to = contributed, deferred_to
+            self._combined, self._deferred_to = None, deferred_to
         for name in names:
-            contributed(name)
+            self._buffers.contributed(name)
+
+    def _contributed(self, name: str) -> None:
+        if self._combined is None:
+            self._buffers.contributed(name)
+        else:
+            self._combined[name] = None
 
     def discard_pending(self) -> None:
         """Discard what an aborted step left in the queues."""
@@ -267,5 +295,23 @@ class GradAccumulator:
         return sum(map(len, self._queues.values()))
 
 
-def _unbound(name: str) -> Tensor:
-    raise RuntimeError(f"the gradient of {name} has no buffer: call bind() before backward")
+@dataclass(frozen=True)
+class ParameterGrads(GradTarget):
+    """The gradients of parameters as the buffers of an accumulator."""
+
+    params: Mapping[str, nn.Parameter]
+
+    def target(self, name: str) -> Tensor:
+        """Return ``Parameter.grad``, zero where there is none."""
+        parameter = self.params[name]
+        if parameter.grad is None:
+            parameter.grad_dtype = torch.promote_types(parameter.dtype, torch.float32)
+            parameter.grad = torch.zeros_like(parameter, dtype=parameter.grad_dtype)
+        return parameter.grad
+
+    def is_first(self, name: str) -> bool:
+        """Return False: contributions are added."""
+        return False
+
+    def contributed(self, name: str) -> None:
+        """Count nothing."""

@@ -13,6 +13,7 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
 from megatron.distributed import comm
 from megatron.distributed.comm import BUBBLE, Channel, CommMeter, Group
@@ -20,6 +21,9 @@ from megatron.distributed.layout import AXES_IN_USE, DENSE_AXES, REDUCTION_GROUP
 
 CHANNEL_USES = "up", "down"
 """Uses of the groups whose pairs of ranks are channels."""
+
+DEVICE_MESH_AXES = ("pp",), ("dp", "cp"), ("tp",)
+"""Axes of the rank grid that are a dimension of torch's mesh."""
 
 DENSE_EQUIVALENT: dict[str, tuple[str, ...]] = {"edp": ("dp", "cp"), "ep": (), "etp": ("tp",)}
 """Expert axes and the dense axes that they coincide with without expert parallelism."""
@@ -150,6 +154,23 @@ class Mesh:
     def pipeline(self) -> Group:
         """The ranks of this pipeline, in its order; time blocked on them counts as ``BUBBLE``."""
         return replace(self.group("pp"), axes=BUBBLE)
+
+    def device_mesh(self) -> DeviceMesh:
+        """Return torch's mesh of all ranks, with the groups of this one.
+
+        Its dimensions are those of ``pp``, ``dp_cp`` (replicas that sum their gradients) and ``tp`` that have several
+        ranks. Slice it by name for the ranks that hold one parameter.
+
+        Raises:
+            ValueError: when there is one rank.
+        """
+        groups = [(axes, self.group(*axes)) for axes in DEVICE_MESH_AXES if self.group(*axes).size > 1]
+        handles = [group.handle for _, group in groups if group.handle is not None]
+        if not handles:
+            raise ValueError("a single rank has no device mesh")
+        ranks = torch.arange(self.layout.world_size).view([group.size for _, group in groups])
+        names = tuple("_".join(axes) for axes, _ in groups)
+        return DeviceMesh.from_group(handles, "cuda" if self.world.uses_nccl else "cpu", ranks, mesh_dim_names=names)
 
     @property
     def dp_rank(self) -> int:

@@ -40,6 +40,9 @@ class MicroBatch:
     pattern_restarts: bool = False
     # Tokens S of the whole samples, if context parallelism has distributed them; None if this rank has all.
     seq_length: int | None = None
+    # Gradient of the global objective with respect to the micro-batch's loss, 0-d, during a pipeline run that ends with
+    # backward: with it, the layer that computes the loss can accumulate its weight gradient during forward.
+    loss_grad: Tensor | None = None
     # Further tensors by name, for objectives; the same names in every micro-batch.
     extra: Mapping[str, Tensor] = field(default_factory=dict)
 

@@ -7,8 +7,13 @@ arithmetic without torch. Boxes refer to an n-d *view* of the parameter in which
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import prod
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import Placement
 
 DENSE_REDUCE_AXES = ("dp", "cp")
 """Mesh axes over which gradients of dense parameters are summed."""
@@ -86,8 +91,9 @@ class ShardSpec:
     frozen: bool = False
     # The parameter is kept in at least fp32.
     wide: bool = False
-    # Of a quantised weight, whose elements are bytes: the spec of its values.
+    # Of a quantised weight, whose elements are bytes: the spec of its values, and the format of the bytes.
     dense: ShardSpec | None = None
+    precision: str | None = None
 
     @property
     def expert(self) -> bool:
@@ -110,6 +116,44 @@ class ShardSpec:
     def decays(self) -> bool:
         """True if weight decay applies by default: not to biases and other 1-D parameters."""
         return len(self.shape) > 1
+
+    def placements(self, axes: Sequence[str], gradient: bool = False) -> tuple[Placement, ...]:
+        """Return the DTensor placements of the local tensor.
+
+        Args:
+            axes: dimensions of :meth:`megatron.distributed.mesh.Mesh.device_mesh`, from ``dp_cp`` and ``tp``.
+            gradient: return the placements of the gradient that backward leaves, before its reduction.
+
+        Raises:
+            ValueError: when the local tensor is not one of equal parts along a dimension, such as that of a fused
+                projection, or the parameter is not on all ranks of these dimensions.
+        """
+        from torch.distributed.tensor import Partial, Replicate, Shard
+
+        if self.expert or not set(axes) <= {"dp_cp", "tp"}:
+            raise ValueError(f"the parameter does not lie on the dimensions {[*axes]} of a device mesh")
+        tp: Placement = Replicate()
+        if gradient and any(piece.partial for piece in self.pieces):
+            tp = Partial()
+        elif "tp" in axes and (dim := self._sharded_dim()) is not None:
+            tp = Shard(dim)
+        return tuple(tp if axis == "tp" else Partial() if gradient else Replicate() for axis in axes)
+
+    def _sharded_dim(self) -> int | None:
+        """Return the dimension of the stored tensor of which TP ranks hold equal parts; None if each holds all of it.
+
+        Raises:
+            ValueError: when there is no such dimension.
+        """
+        view, local = self.view, self.local_view
+        cut = next((i for i, (part, whole) in enumerate(zip(local, view)) if part != whole), None)
+        box = Box(tuple(self.tp_rank * size if i == cut else 0 for i, size in enumerate(local)), local)
+        columns = cut == len(view) - 1 and len(self.shape) == 2
+        plain = cut is None or (view[cut] % local[cut] == 0 and (columns or prod(view[:cut]) == 1))
+        alone = [piece.tp_ranks == (self.tp_rank,) for piece in self.pieces if piece.global_box == box]
+        if not plain or alone != [cut is not None] or len(self.pieces) != 1:
+            raise ValueError(f"{local} of {view} is neither one of equal parts along a dimension nor the whole tensor")
+        return None if cut is None else int(columns)
 
     @property
     def owned(self) -> tuple[ShardPiece, ...]:

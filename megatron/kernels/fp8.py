@@ -21,7 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import NamedTuple
 
@@ -109,6 +109,16 @@ class WeightCasts:
         if key not in self._casts:
             self._casts[key] = quantize()
         return self._casts[key]
+
+
+@dataclass(frozen=True)
+class Float8Layers:
+    """The blocks of a model whose linears are in FP8."""
+
+    # Global indices.
+    layers: frozenset[int] = frozenset()
+    # Their quantised weights.
+    casts: WeightCasts = field(default_factory=WeightCasts)
 
 
 def block_scale(x: Tensor, block: Block, dtype: torch.dtype, power_of_two: bool) -> Tensor:

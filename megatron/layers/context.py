@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -21,7 +20,7 @@ from megatron.distributed.random import initialize
 from megatron.distributed.sharding import DenseSharding, ExpertSharding, ShardSpec
 from megatron.distributed.tensor_parallel import TPComm
 from megatron.kernels.attention_mask import AttentionMask, Ranges
-from megatron.kernels.fp8 import WeightCasts
+from megatron.kernels.fp8 import Float8Layers
 from megatron.kernels.quantized import quantize
 from megatron.kernels.registry import Kernels
 from megatron.kernels.rotary import RotaryCosSin
@@ -31,25 +30,6 @@ from megatron.layers.parameters import Sharding, Specs
 
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 """Dtypes by the choices of ``--params-dtype``."""
-
-
-@dataclass
-class Adapters:
-    """The adapters of a model's linears."""
-
-    # Rank, scale and targets.
-    config: ModelConfig
-    # False to compute with the frozen weights alone.
-    enabled: bool = True
-
-    @contextmanager
-    def disabled(self) -> Iterator[None]:
-        """Let the model compute without its adapters inside."""
-        enabled, self.enabled = self.enabled, False
-        try:
-            yield
-        finally:
-            self.enabled = enabled
 
 
 @dataclass(frozen=True)
@@ -75,18 +55,17 @@ class BuildContext:
     # Allocate parameters as they are built; otherwise a parameter store does, and calls :meth:`initialize`.
     allocate: bool = True
     kernels: Kernels = Kernels()
-    # Global indices of the blocks whose linears are in FP8, and their quantised weights.
-    fp8_layers: frozenset[int] = frozenset()
-    weight_casts: WeightCasts = field(default_factory=WeightCasts)
-    # Shared by all chunks.
-    adapters: Adapters = field(default_factory=lambda: Adapters(ModelConfig()))
+    fp8: Float8Layers = field(default_factory=Float8Layers)
+    # Of the model that the layers belong to.
+    model: ModelConfig = field(default_factory=ModelConfig)
     # Shared by all chunks; None keeps activations on the device.
     offload: ActivationOffload | None = None
     # The parameters declared, and those built so far, by global name.
     specs: Specs = field(default_factory=dict)
     params: dict[str, nn.Parameter] = field(default_factory=dict)
-    # Dotted name of the module under construction.
+    # Dotted name of the module under construction, and the global index of the block that it is in.
     prefix: str = ""
+    layer: int | None = None
 
     def submodule(self, name: str) -> BuildContext:
         """Return the context of the submodule ``name``."""
@@ -103,8 +82,7 @@ class BuildContext:
 
     def block(self, layer: int) -> BuildContext:
         """Return the context of a block, by its global index."""
-        context = self.submodule(f"layers.{layer}")
-        return context if layer in self.fp8_layers else replace(context, kernels=replace(self.kernels, fp8=None))
+        return replace(self.submodule(f"layers.{layer}"), layer=layer)
 
     @property
     def tp(self) -> Group:
@@ -162,23 +140,19 @@ class BuildContext:
 
     def initialize(self, global_name: str, zeros: Tensor) -> None:
         """Write the initial values of a parameter into a zeroed tensor of its local shape."""
-        spec, precision = self.specs[global_name], self.adapters.config.frozen_weights_precision
+        spec = self.specs[global_name]
         if not self.draw_initial_values or self.device.type == "meta":
             return
-        if spec.dense is None or precision is None:
+        if spec.dense is None or spec.precision is None:
             initialize(zeros, spec, global_name, self.seed)
         else:
             values = torch.zeros(spec.dense.local_shape, dtype=torch.float32, device=zeros.device)
             initialize(values, spec.dense, global_name, self.seed)
-            zeros.copy_(quantize(values, precision))
-
-    def optional(self, name: str, autograd: bool = False) -> nn.Parameter | None:
-        """Allocate a parameter as :meth:`parameter` does, or return None if it is not declared."""
-        return self.parameter(name, autograd) if self.name(name) in self.specs else None
+            zeros.copy_(quantize(values, spec.precision))
 
     def bias(self, autograd: bool = False) -> nn.Parameter | None:
-        """Allocate the parameter ``bias``, or return None if none is declared."""
-        return self.optional("bias", autograd)
+        """Allocate the parameter ``bias`` as :meth:`parameter` does, or return None if none is declared."""
+        return self.parameter("bias", autograd) if self.name("bias") in self.specs else None
 
 
 @dataclass(frozen=True)

@@ -75,6 +75,8 @@ class EmbeddingShard(nn.Module):
 class Embedding(nn.Module):
     """Tokens ``[B, S]`` -> ``[S(/tp), B, H]``: word embedding summed over TP, plus learned positions if configured."""
 
+    reads_weights_in_backward = False  # a sharded parameter store does not gather them for it
+
     def __init__(self, config: ModelConfig, context: BuildContext) -> None:
         super().__init__()
         self.tp, self.sequence_parallel = context.tp, context.sequence_parallel

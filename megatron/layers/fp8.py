@@ -27,18 +27,18 @@ rowwise     tp where columns are    cp, and tp with sequence-parallel rows  tp w
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from megatron.distributed import comm
 from megatron.distributed.comm import Group, Pending
-from megatron.distributed.grad_accumulator import GradAccumulator, Operand, WgradOperand
-from megatron.distributed.mesh import Mesh
-from megatron.kernels.fp8 import Block, Float8Kernel, Float8Tensor, WeightCasts
+from megatron.distributed.grad_accumulator import Operand, WgradOperand
+from megatron.distributed.tensor_parallel import REPLICATED, Product
+from megatron.kernels.fp8 import Block, Float8Kernel, Float8Tensor
 from megatron.layers.context import BuildContext
+from megatron.layers.products import LinearGradients, LinearProduct, Weights
 
 ROWS, COLUMNS = 0, 1
 """Dimensions of a matrix."""
@@ -80,26 +80,26 @@ class Float8Operand:
         return Float8Tensor(data.view(self.shard.data.dtype), scale[0] if scale else self.shard.scale)
 
 
-@dataclass(frozen=True)
-class Float8Linear:
-    """The properties of a layer that its autograd function needs."""
+class Float8Product(LinearProduct):
+    """The products with a weight in FP8."""
 
-    kernel: Float8Kernel
-    casts: WeightCasts
-    grad_accumulator: GradAccumulator
-    weight: str
-    mesh: Mesh
-    sequence_parallel: bool
-    # Column-parallel, else row-parallel.
-    column: bool
+    def __init__(self, context: BuildContext, column: bool, kernel: Float8Kernel) -> None:
+        super().__init__(context, column)
+        self.kernel, self.casts, self.weight_name = kernel, context.fp8.casts, context.name("weight")
+        self.mesh = context.mesh
+        # Products gather their rows themselves, quantised.
+        scatters = self.comm.hidden_tp_comm._replace(gather_matmul=REPLICATED.gather_matmul)
+        self.comm = self.comm._replace(tp_comm=scatters, hidden_tp_comm=scatters)
+        outside: Cuts = (("cp", "tp") if context.sequence_parallel else ("cp",)), ()
+        inside: Cuts = ("cp",), ("tp",)
+        # Of ``x`` and ``dy``: one lies outside the tensor-parallel region, the other inside.
+        self.x_cuts, self.dy_cuts = (outside, inside) if column else (inside, outside)
 
     @classmethod
-    def of(cls, context: BuildContext, column: bool) -> Float8Linear | None:
-        """Return those of the layer under construction; None if it is not in FP8."""
-        kernel, accumulator, name = context.kernels.fp8, context.grad_accumulator, context.name("weight")
-        if kernel is None:
-            return None
-        return cls(kernel, context.weight_casts, accumulator, name, context.mesh, context.sequence_parallel, column)
+    def of(cls, context: BuildContext, column: bool) -> Self | None:
+        """Return the products of the layer under construction, or None if it is not in FP8."""
+        kernel = context.kernels.fp8
+        return None if kernel is None or context.layer not in context.fp8.layers else cls(context, column, kernel)
 
     def quantize(
         self, x: Tensor, block: Block, dtype: torch.dtype, cuts: Cuts, transposed: bool, scale: Tensor | None = None
@@ -131,7 +131,7 @@ class Float8Linear:
 
     def gathers(self, cuts: Cuts) -> Group | None:
         """Return the ranks that gather rows for a product; None where it needs no others."""
-        return self.tp if "tp" in cuts[ROWS] and self.tp.size > 1 else None
+        return self.comm.tp if "tp" in cuts[ROWS] and self.comm.tp.size > 1 else None
 
     def wgrad_operand(self, x: Tensor, dtype: torch.dtype, cuts: Cuts, scale: Tensor | None = None) -> Operand:
         """Return an operand of the weight gradient; its gather starts unless W is deferred."""
@@ -149,64 +149,41 @@ class Float8Linear:
             block, dtype = self.kernel.recipe.block(along, weight=True), self.kernel.recipe.forward_dtype
             shared = along == ROWS and block == self.kernel.recipe.block(COLUMNS, weight=True)
             scale = self.weight_operand(weight, COLUMNS).scale if shared else None
-            cuts = (("tp",), ()) if self.column else ((), ("tp",))
+            cuts = (("tp",), ()) if self.comm.column else ((), ("tp",))
             return self.quantize(weight, block, dtype, cuts, along == ROWS, scale)
 
-        return self.casts.get((self.weight, along), quantize)
+        return self.casts.get((self.weight_name, along), quantize)
 
-    @property
-    def tp(self) -> Group:
-        """Tensor-parallel peers."""
-        return self.mesh.tp
+    def forward(self, x: Tensor, bias: Tensor | None, *weights: Tensor) -> tuple[Product, Weights]:
+        """Return ``x -> x W^T + c``, and the weight, ``x``, and the scale of ``x`` if backward has the same one."""
+        (weight,), recipe = weights, self.kernel.recipe
+        operand = self.operand(x.flatten(0, -2), COLUMNS, recipe.forward_dtype, self.x_cuts)
 
-    @property
-    def cuts(self) -> tuple[Cuts, Cuts]:
-        """Those of ``x`` and ``dy``: one lies outside the tensor-parallel region, the other inside."""
-        outside: Cuts = (("cp", "tp") if self.sequence_parallel else ("cp",)), ()
-        inside: Cuts = ("cp",), ("tp",)
-        return (outside, inside) if self.column else (inside, outside)
+        def compute(rows: Tensor) -> Tensor:
+            y = self.kernel.forward(operand.wait(), self.weight_operand(weight, COLUMNS), rows.dtype)
+            y = y.view(-1, *rows.shape[1:-1], len(weight))
+            return y if bias is None else y.add_(bias)
 
+        scale = operand.shard.scale if recipe.name == "tensorwise" else None
+        return Product(compute, weight.t(), bias), (weight, x, scale)
 
-class Float8Function(torch.autograd.Function):
-    """``y = X W^T + b`` of a column- or row-parallel layer, with gradients ``dx = dy W`` and ``dW = dy^T X``."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, layer: Float8Linear) -> Tensor:
-        """Return ``y``, summed over the tensor-parallel ranks for a row-parallel layer."""
-        recipe, rows, (x_cuts, _) = layer.kernel.recipe, x.flatten(0, -2), layer.cuts
-        operand = layer.operand(rows, COLUMNS, recipe.forward_dtype, x_cuts)
-        y = layer.kernel.forward(operand.wait(), layer.weight_operand(weight, COLUMNS), x.dtype)
-        y = y.view(-1, *x.shape[1:-1], len(weight))
-        if not layer.column:
-            y = comm.reduce_scatter(y, layer.tp) if layer.sequence_parallel else comm.all_reduce(y, layer.tp)
-        ctx.save_for_backward(x, weight, operand.shard.scale if recipe.name == "tensorwise" else None)
-        ctx.layer = layer
-        return y if bias is None else y.add_(bias)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        """Return ``dx``; the gradient of the weight goes to the accumulator."""
-        x, weight, x_scale = ctx.saved_tensors
-        layer: Float8Linear = ctx.layer
-        recipe, accumulator = layer.kernel.recipe, layer.grad_accumulator
-        x_cuts, dy_cuts = layer.cuts
-        dy_rows = dy.flatten(0, -2)
-        dy_operand = layer.operand(dy_rows, COLUMNS, recipe.gradient_dtype, dy_cuts).start()
-        x_wgrad = layer.wgrad_operand(x.detach().flatten(0, -2), recipe.forward_dtype, x_cuts, x_scale)
+    def backward(self, dy: Tensor, *saved: Any) -> LinearGradients:
+        """Begin ``dy W`` and ``dy^T x``; the operands gather their rows of ``dy``."""
+        (weight, x, x_scale), recipe, dy_rows = saved, self.kernel.recipe, dy.flatten(0, -2)
+        operand = self.operand(dy_rows, COLUMNS, recipe.gradient_dtype, self.dy_cuts).start()
+        x_wgrad = self.wgrad_operand(x.detach().flatten(0, -2), recipe.forward_dtype, self.x_cuts, x_scale)
         # A scale for the whole tensor serves both products; gathered rows too.
-        dy_wgrad: Operand = dy_operand
-        if recipe.name != "tensorwise" or dy_operand.group is None or not recipe.wgrad:
-            dy_scale = dy_operand.shard.scale if recipe.name == "tensorwise" else None
-            dy_wgrad = layer.wgrad_operand(dy_rows, recipe.gradient_dtype, dy_cuts, dy_scale)
-        dx = layer.kernel.input_gradient(dy_operand.wait(), layer.weight_operand(weight, ROWS), dy.dtype)
-        dx = dx.view(-1, *x.shape[1:])
-        if not layer.column:
-            pending = Pending(dx)
-        elif layer.sequence_parallel:
-            pending = comm.start_reduce_scatter(dx, layer.tp)
-        else:
-            pending = comm.start_all_reduce(dx, layer.tp)
-        multiply = layer.kernel.weight_gradient if recipe.wgrad else None
-        dw = accumulator.accumulate_wgrad(layer.weight, x_wgrad, dy_wgrad, multiply=multiply)
-        return pending.wait(), dw, None, None
+        dy_wgrad: Operand = operand
+        if recipe.name != "tensorwise" or operand.group is None or not recipe.wgrad:
+            dy_scale = operand.shard.scale if recipe.name == "tensorwise" else None
+            dy_wgrad = self.wgrad_operand(dy_rows, recipe.gradient_dtype, self.dy_cuts, dy_scale)
+
+        def compute(rows: Tensor) -> Tensor:
+            dx = self.kernel.input_gradient(operand.wait(), self.weight_operand(weight, ROWS), rows.dtype)
+            return dx.view(-1, *x.shape[1:])
+
+        def accumulate(_: Tensor) -> Weights:
+            multiply = self.kernel.weight_gradient if recipe.wgrad else None
+            return (self.grad_accumulator.accumulate_wgrad(self.weight_name, x_wgrad, dy_wgrad, multiply=multiply),)
+
+        return LinearGradients(Product(compute, weight), accumulate, not self.grad_accumulator.defers_wgrad)

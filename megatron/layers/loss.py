@@ -110,7 +110,7 @@ class OutputLayer(nn.Module):
         labels_BS: Tensor,
         mask_BS: Tensor,
         z_coeff: float = 0.0,
-        is_objective: bool = False,
+        loss_grad: Tensor | None = None,
         of_tokens: Callable[[Tensor, Tensor, Tensor], tuple[Tensor, ...]] | None = None,
     ) -> tuple[Tensor, ...]:
         """Return the summed cross-entropy of labels, with and without z-loss: see :func:`linear_cross_entropy`.
@@ -120,9 +120,9 @@ class OutputLayer(nn.Module):
             labels_BS: int64 target ids.
             mask_BS: weight of each token.
             z_coeff: weight of the squared log-partition (z-loss).
-            is_objective: the first result is the micro-batch's whole loss, unchanged. Its gradient is then known in
-                advance, and the gradient of the weight is accumulated at once instead of kept until backward, unless
-                the rank also has the stage with the embedding, and the weight is tied.
+            loss_grad: ``batch.loss_grad`` if the first result is the micro-batch's whole loss, unchanged. Its gradient
+                is then known in advance, and the gradient of the weight is accumulated at once instead of kept until
+                backward, unless the rank also has the stage with the embedding, and the weight is tied.
             of_tokens: computes values of tokens ``[T, ...]`` instead, from hidden states ``[T, H]``, labels and mask
                 of the tokens. It runs here because a parameter store completes the weights around calls of the module.
 
@@ -133,8 +133,8 @@ class OutputLayer(nn.Module):
         if of_tokens is not None:
             found = of_tokens(x_TH, labels, mask)
             return tuple(x.unflatten(0, (-1, labels_BS.shape[0])).transpose(0, 1) for x in found)
-        early = is_objective and not self.shares_gradient
-        loss_grad = self.vocabulary.grad_accumulator.loss_grad if early else None
+        if self.shares_gradient:
+            loss_grad = None
         return linear_cross_entropy(x_TH, self.weight, labels, mask, self.vocabulary, z_coeff, loss_grad)
 
     def token_losses(self, x_SBH: Tensor, targets_BSK: Tensor, weights_BSK: Tensor | None = None) -> Tensor:

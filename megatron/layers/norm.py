@@ -33,6 +33,8 @@ class Norm(nn.Module):
     A LayerNorm has a bias.
     """
 
+    joins_next = True  # a sharded parameter store gathers its few weights with those of the next block
+
     def __init__(self, config: ModelConfig, context: BuildContext) -> None:
         super().__init__()
         self.eps, self.kernels, self.one_plus = config.norm_epsilon, context.kernels, config.apply_layernorm_1p

@@ -232,7 +232,7 @@ def _with_adapters(config: ModelConfig, rank: int, sharding: Sharding, specs: Sp
         linear, _, local = name.rpartition(".")
         found[name], size = replace(spec, frozen=True), config.quantized_block_bytes
         if size is not None and local == "weight" and ADAPTABLE.fullmatch(linear):
-            found[name] = _packed(found[name], size)
+            found[name] = replace(_packed(found[name], size), precision=config.frozen_weights_precision)
         weight = specs.get(f"{linear}.weight", spec)
         last = local == "bias" or f"{linear}.bias" not in specs
         if last and (parts := adapted_parts(config, linear, weight)):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -248,8 +248,7 @@ def build_chunks(
     """
     layers = [layer for stage in stages.values() for layer in stage.layers]
     first, last = any(stage.first for stage in stages.values()), any(stage.last for stage in stages.values())
-    context.adapters.config = config
-    context.declare(parameters.gpt(config, context.sharding, layers, first, last))
+    context = replace(context, model=config).declare(parameters.gpt(config, context.sharding, layers, first, last))
     chunks = {index: GPTChunk(config, training, context, stage) for index, stage in stages.items()}
     if [*context.params] != [*context.specs]:
         missing = ", ".join(context.specs.keys() - context.params.keys()) or "none, but in another order"

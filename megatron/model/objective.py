@@ -76,7 +76,7 @@ class NextTokenPrediction(Objective):
     ) -> tuple[Tensor, Mapping[str, Tensor]]:
         """Return the summed loss, and the cross-entropy."""
         loss, cross_entropy = output_layer(
-            hidden_SBH, batch.labels, batch.loss_mask, self.config.z_loss_coeff, is_objective=True
+            hidden_SBH, batch.labels, batch.loss_mask, self.config.z_loss_coeff, batch.loss_grad
         )
         return loss, {"lm loss": cross_entropy}
 

@@ -10,10 +10,9 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,15 +25,14 @@ from megatron.distributed.param_layout import shard_boxes
 from megatron.distributed.sharding import ShardSpec
 from megatron.distributed.timing import Clock, no_clock
 from megatron.kernels.adam import LARGE_RUN, AdamKernel, adam
-from megatron.optimizer.grad_buffer import GradBuffer, flat_runs
-from megatron.optimizer.low_precision_state import LowPrecisionRule, build_rule
+from megatron.optimizer.build_rules import build_memory, build_rules
+from megatron.optimizer.flat_views import flat_runs
+from megatron.optimizer.grad_buffer import GradBuffer
 from megatron.optimizer.lr_scheduler import Rates
 from megatron.optimizer.main_params import MainParams
-from megatron.optimizer.muon import GatherShards, Muon
-from megatron.optimizer.offload import OptimizerOffload
-from megatron.optimizer.param_groups import ParamGroup, offloaded_params, param_groups
+from megatron.optimizer.param_groups import ParamGroup
 from megatron.optimizer.parameter_store import ParameterStore
-from megatron.optimizer.rules import AdamW, UpdateRule, update_observed
+from megatron.optimizer.rules import UpdateArgs
 
 NORM_BLOCK = 1 << 14
 """Elements per norm on the CPU: torch's CPU kernel adds sequentially and loses precision over more."""
@@ -165,53 +163,16 @@ class DistributedOptimizer:
         self.buckets, self.config, self.weights = buckets, config, weights
         self.partial_grads = PartialGradReducer(specs, buckets, mesh)
         self.norm = GradNorm(specs, buckets, mesh)
-        # Shards that the host updates; None without.
-        self.offload: OptimizerOffload | None = None
-        in_order = [name for bucket in buckets.buckets for name in bucket.specs if name in buckets.shards]
-        on_host = offloaded_params({name: buckets.shards[name].numel for name in in_order}, specs, config)
-        # Weights and gradients of this rank's shards by name, in the memory where they are updated. A gradient on the
-        # host is that of the last update.
-        shards, self.grads = self.weights.shards, buckets.grads
-        if on_host:
-            self.offload = OptimizerOffload(on_host, specs, buckets, shards, weights.on_host)
-            shards, self.grads = shards | self.offload.weights, self.grads | self.offload.grads
+        self.memory = build_memory(specs, buckets, weights, config)
+        # Of this rank's shards by name, where they are updated. A gradient on the host is that of the last update.
+        self.grads = self.memory.grads
         # This rank's shards by name: of the local stored shape if a shard is the whole parameter, else flat. For fp32
         # and fp64 models the weights themselves, or their copies on the host.
-        self.main_params = MainParams(shards, config.store_param_remainders)
-        # The order of groups, and so of Muon's collectives, is the same on all ranks.
-        self.groups: list[tuple[ParamGroup, UpdateRule]] = []
-        for group in param_groups(buckets.specs, config, on_host):
-            names = tuple(name for name in group.names if name in buckets.shards)
-            divided = group.rule == "muon" and buckets.zero_stage == 3
-            if names or divided:
-                gather = partial(buckets.gather_shards, names=group.names) if divided else None
-                group = replace(group, names=names)
-                of_group = adam if group.offloaded else kernel  # others may need a GPU
-                self.groups.append((group, self._rule(group, specs, mesh, seed, of_group, gather)))
-        # Gradients to unscale and clip, by group; None where the rule itself does both. A scale in fp32 is not exact
-        # enough for gradients in fp64.
-        self._scaled: list[list[Tensor] | None] = []
-        for group, _ in self.groups:
-            grads = [self.grads[name] for name in group.names]
-            in_rule = group.rule == "adam" and all(grad.dtype == torch.float32 for grad in grads)
-            self._scaled.append(None if in_rule else flat_runs(grads))
+        self.main_params = MainParams(self.memory.weights, config.store_param_remainders)
+        self.groups = build_rules(self.main_params, self.memory.on_host, specs, buckets, mesh, config, seed, kernel)
         # Called as ``(name, start, before, after)`` for every block of elements that an update changes, from the flat
         # element ``start`` of this rank's shard; see :data:`UpdateObserver`.
         self.observe_update: Callable[[str, int, Tensor, Tensor], None] | None = None
-
-    def _rule(
-        self,
-        group: ParamGroup,
-        specs: Mapping[str, ShardSpec],
-        mesh: Mesh,
-        seed: int,
-        kernel: AdamKernel,
-        gather: GatherShards | None,
-    ) -> UpdateRule:
-        if group.rule == "muon":
-            params = [self.main_params[name] for name in group.names]
-            return Muon(params, group.names, specs, mesh, self.config, gather)
-        return build_rule(group, self.main_params, specs, self.buckets.shards, self.config, seed, kernel)
 
     @torch.no_grad()
     def reduce_gradients(self, clock: Clock = no_clock) -> None:
@@ -220,8 +181,6 @@ class DistributedOptimizer:
             self.buckets.finish()
         with clock("layernorm-grads-all-reduce"):
             self.partial_grads.reduce()
-        if self.offload is not None:
-            self.offload.fetch_late()
 
     @torch.no_grad()
     def update(
@@ -251,9 +210,9 @@ class DistributedOptimizer:
             factor = (outcome.clip / loss_scale.double()).where(outcome.skipped == 0, 1.0)
         with clock("optimizer-inner-step"):
             self.weights.wait()
-            written = self._update(rates, outcome.skipped, factor, hooks)
+            self._update(rates, outcome.skipped, factor, hooks)
         with clock("optimizer-copy-main-to-model-params"):
-            self.write_weights(written)
+            self._publish_weights()
         return outcome
 
     def _compute_outcome(self, loss_scale: Tensor, loss: Tensor | None, hooks: Sequence[UpdateHook]) -> UpdateResult:
@@ -267,60 +226,29 @@ class DistributedOptimizer:
             clip = (self.config.clip_grad / (norm + 1e-6)).clamp(max=1.0)
         return UpdateResult(norm, skipped, nonfinite, clip.where(nonfinite == 0, 1.0), loss_scale)
 
-    def _update(self, rates: Rates, skip: Tensor, factor: Tensor, hooks: Sequence[UpdateHook]) -> set[str]:
-        """Multiply the gradients by ``factor``, fp64, and update the main parameters; see :class:`UpdateRule`.
-
-        Returns:
-            Names of the weights that are already rounded from the main parameters.
-
-        """
-        written: set[str] = set()
-        offload, on_host = self.offload, False
-        if offload is not None:
-            offload.start_scalars(rates, skip, factor)
-        for (group, rule), scaled in zip(self.groups, self._scaled):
-            if offload is not None and group.offloaded and not on_host:
-                rates, skip, factor = offload.wait_scalars(rates, skip, factor)
-                on_host = True
-            written.update(self._update_group(group, rule, scaled, rates, skip, factor))
+    def _update(self, rates: Rates, skip: Tensor, factor: Tensor, hooks: Sequence[UpdateHook]) -> None:
+        """Multiply the gradients by ``factor``, and update main parameters and weights; see :class:`UpdateArgs`."""
+        self.memory.start(skip, factor)
+        for group, rule in self.groups:
+            args = self.memory.local(self._update_args(group, rates, skip, factor), group.names)
+            rule.update(args)
             for hook in hooks:
-                hook.after_update(group.names, skip)
-        return written
+                hook.after_update(group.names, args.skip)
+            self.memory.upload(group.names)
 
-    def _update_group(
-        self,
-        group: ParamGroup,
-        rule: UpdateRule,
-        scaled: list[Tensor] | None,
-        rates: Rates,
-        skip: Tensor,
-        factor: Tensor,
-    ) -> Collection[str]:
-        """Update a group with scalars in its memory; return the names of weights that are already rounded."""
+    def _update_args(self, group: ParamGroup, rates: Rates, skip: Tensor, factor: Tensor) -> UpdateArgs:
         rate = rates.decoupled_lr if group.decoupled else rates.lr
         if rate is None:
             raise ValueError("decoupled_lr is configured: pass Rates with a decoupled_lr")
-        grads = [self.grads[name] for name in group.names]
-        update: Callable[..., None] = rule.update
-        options: dict[str, Any] = {}
-        written: Collection[str] = ()
-        if scaled is None:
-            options["grad_scale"] = (1.0 / factor).float()
-        elif scaled:
-            torch._foreach_mul_(scaled, factor.to(scaled[0].dtype))
-        if self.observe_update is not None:
-            options["observe"] = partial(self._observe, group.names)
-            if not isinstance(rule, Muon | LowPrecisionRule):
-                update = partial(update_observed, rule)
-        elif isinstance(rule, AdamW):
-            options["weights"] = [self.main_params.weights[name] for name in group.names]
-            written = group.names
-        update(grads, rate * group.lr_factor, rates.weight_decay * group.weight_decay_factor, skip, **options)
-        if self.offload is not None and group.offloaded:
-            self.main_params.round(() if written else group.names)
-            self.offload.upload(group.names)
-            return group.names
-        return written
+        return UpdateArgs(
+            [self.buckets.grads[name] for name in group.names],
+            rate * group.lr_factor,
+            rates.weight_decay * group.weight_decay_factor,
+            skip,
+            factor,
+            [self.main_params.weights[name] for name in group.names],
+            None if self.observe_update is None else partial(self._observe, group.names),
+        )
 
     def _observe(self, names: Sequence[str], index: int, start: int, before: Tensor, after: Tensor) -> None:
         if self.observe_update is not None:
@@ -329,19 +257,18 @@ class DistributedOptimizer:
     def wait(self) -> None:
         """Wait until the weights are complete, so that main parameters may be changed."""
         self.weights.wait()
-        if self.offload is not None:
-            self.offload.synchronize()
+        self.memory.synchronize()
 
     @torch.no_grad()
-    def write_weights(self, written: Collection[str] = ()) -> None:
-        """Round the main parameters to the weights not yet ``written`` (and, if offloaded, copied to the device).
+    def write_weights(self) -> None:
+        """Round the main parameters to the weights, and gather these on all ranks."""
+        self.main_params.write_weights()
+        self.memory.upload()
+        self._publish_weights()
 
-        Then gather the weights on all ranks.
-        """
-        self.main_params.write_weights(written)
-        if self.offload is not None:
-            self.offload.upload([name for name in self.offload.weights if name not in written])
-            self.offload.wait()
+    def _publish_weights(self) -> None:
+        """Gather the weights of this rank's shards on all ranks."""
+        self.memory.wait()
         self.weights.start_gather()
 
     def state(self) -> dict[str, dict[str, Tensor]]:

@@ -12,8 +12,7 @@ must stay equal, and these ranks would choose differently.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -24,15 +23,13 @@ from megatron.distributed.comm import Group, Pending
 from megatron.distributed.param_layout import ALIGNMENT, MatrixBlock, round_up, segments_outside
 from megatron.distributed.random import stable_hash
 from megatron.kernels.dropout import mix, random_bits
+from megatron.optimizer.reduction import ReduceHandle, Reduction
 
 INT8_BLOCK = ALIGNMENT
 """Elements with one scale. Parameters start at multiples of it in a bucket, so no block mixes two of them: copies of a
 parameter on tensor-parallel ranks are quantised alike."""
 
 ROUNDING = stable_hash("int8 rounding")
-
-Reduction = tuple[Pending, Callable[[Tensor], Tensor]]
-"""Communication in flight, and a function that computes the flat sum from its result."""
 
 
 def quantize(x: Tensor, key: Tensor, source: int) -> Tensor:
@@ -66,7 +63,7 @@ def dequantize(message: Tensor) -> Tensor:
     return (values.view(torch.int8).view(-1, INT8_BLOCK) * scale.unsqueeze(1)).flatten()
 
 
-def start_int8_reduce_scatter(x: Tensor, group: Group, key: Tensor) -> Reduction:
+def start_int8_reduce_scatter(x: Tensor, group: Group, key: Tensor) -> ReduceHandle:
     """Start summing ``x`` ``[n]`` over the group; the result is this rank's part, fp32 ``[n / size]``.
 
     ``INT8_BLOCK * size`` divides n; see :func:`int8_all_reduce`.
@@ -79,18 +76,19 @@ def start_int8_reduce_scatter(x: Tensor, group: Group, key: Tensor) -> Reduction
             total += dequantize(other)
         return total
 
-    return comm.start_all_to_all(quantize(x.view(group.size, -1), key, group.rank).flatten(), group), finish
+    message = quantize(x.view(group.size, -1), key, group.rank).flatten()
+    return ReduceHandle(comm.start_all_to_all(message, group), finish)
 
 
-def start_int8_all_reduce(x: Tensor, group: Group, key: Tensor) -> Reduction:
+def start_int8_all_reduce(x: Tensor, group: Group, key: Tensor) -> ReduceHandle:
     """Start :func:`int8_all_reduce`; ``INT8_BLOCK * size`` divides the length of ``x``."""
-    pending, finish_part = start_int8_reduce_scatter(x, group, key)
+    addends = start_int8_reduce_scatter(x, group, key)
 
     def finish(received: Tensor) -> Tensor:
-        own = quantize(finish_part(received).unsqueeze(0), key, group.size + group.rank)
+        own = quantize(addends.finish(received).unsqueeze(0), key, group.size + group.rank)
         return torch.cat([dequantize(part) for part in comm.all_gather(own, group)])
 
-    return pending, finish
+    return ReduceHandle(addends.pending, finish)
 
 
 def int8_all_reduce(x: Tensor, group: Group, key: Tensor) -> Tensor:
@@ -111,15 +109,17 @@ def int8_all_reduce(x: Tensor, group: Group, key: Tensor) -> Tensor:
     if group.size == 1:
         return x
     padded = torch.nn.functional.pad(x, (0, round_up(len(x), INT8_BLOCK * group.size) - len(x)))
-    pending, finish = start_int8_all_reduce(padded, group, key)
-    return finish(pending.wait())[: len(x)]
+    return start_int8_all_reduce(padded, group, key).wait()[: len(x)]
 
 
-class Int8Compressor:
+class Int8Reduction(Reduction):
     """Sums in int8; every reduction of a run has a key of its own."""
 
-    def __init__(self, *identity: object) -> None:
+    copies_gradients = True
+
+    def __init__(self, shards: Group, copies: Group, *identity: object) -> None:
         """Key the rounding by ``identity``, equal on ranks with copies of a parameter."""
+        super().__init__(shards, copies)
         self._identity = identity
         self._step, self._reductions = 0, 0
 
@@ -127,13 +127,17 @@ class Int8Compressor:
         """Begin a step; ``step`` is the number of those taken before."""
         self._step, self._reductions = step, 0
 
-    def start_reduce_scatter(self, x: Tensor, group: Group) -> Reduction:
-        """Start :func:`start_int8_reduce_scatter`."""
-        return start_int8_reduce_scatter(x, group, self._next_key(x.device))
+    def start_reduce_scatter(self, x: Tensor) -> ReduceHandle:
+        """Start :func:`start_int8_reduce_scatter` over ``shards``."""
+        if self.shards.size == 1:
+            return super().start_reduce_scatter(x)
+        return start_int8_reduce_scatter(x, self.shards, self._next_key(x.device))
 
-    def start_all_reduce(self, x: Tensor, group: Group) -> Reduction:
-        """Start :func:`int8_all_reduce`."""
-        return start_int8_all_reduce(x, group, self._next_key(x.device))
+    def start_all_reduce(self, part: Tensor) -> ReduceHandle:
+        """Start :func:`int8_all_reduce` over ``copies``."""
+        if self.copies.size == 1:
+            return super().start_all_reduce(part)
+        return start_int8_all_reduce(part, self.copies, self._next_key(part.device))
 
     def _next_key(self, device: torch.device) -> Tensor:
         self._reductions += 1
@@ -141,23 +145,28 @@ class Int8Compressor:
         return torch.full((), key, dtype=torch.int64, device=device)  # a kernel: no copy from the host
 
 
-class ErrorFeedback(ABC):
-    """Sums of a bucket's part with feedback of what is not sent.
+class ErrorFeedback(Reduction):
+    """All-reduces with feedback of what is not sent.
 
     :meth:`start_all_reduce` computes the next error, and :meth:`commit` keeps it unless the step is skipped: what a
     skipped step has sent is lost, and its gradients must not return.
     """
 
-    def __init__(self, blocks: Sequence[MatrixBlock], part: Tensor) -> None:
+    error: Tensor
+
+    def __init__(self, shards: Group, copies: Group, blocks: Sequence[MatrixBlock], part: Tensor) -> None:
         """Allocate the state.
 
         Args:
+            shards: the ranks that shard the bucket.
+            copies: the ranks that hold the same part.
             blocks: compressed ranges of the part, ascending.
             part: flat, as long and of the dtype as what will be summed.
 
         """
+        super().__init__(shards, copies)
         self.blocks = list(blocks)
-        # Not sent yet, in the layout of the part. Outside the blocks it is 0, except after loading another layout.
+        # Outside the blocks it is 0, except after loading another layout.
         self.error = torch.zeros_like(part)
         self._outside = segments_outside(self.blocks, len(part))
         self._next_error: Tensor | None = None
@@ -165,10 +174,6 @@ class ErrorFeedback(ABC):
     def start_step(self, step: int) -> None:
         """Begin a step: forget what an aborted one has left."""
         self._next_error = None
-
-    @abstractmethod
-    def start_all_reduce(self, x: Tensor, group: Group) -> Reduction:
-        """Start summing ``x`` over the group, in place."""
 
     def reset(self) -> None:
         """Forget all errors."""
@@ -198,29 +203,31 @@ class ErrorFeedback(ABC):
 class TopK(ErrorFeedback):
     """Sums of the elements of largest magnitude of each rank: indices and values are gathered, added in rank order."""
 
-    def __init__(self, blocks: Sequence[MatrixBlock], part: Tensor, compression: GradCompression) -> None:
-        super().__init__(blocks, part)
+    def __init__(
+        self, shards: Group, copies: Group, blocks: Sequence[MatrixBlock], part: Tensor, compression: GradCompression
+    ) -> None:
+        super().__init__(shards, copies, blocks, part)
         self._count = compression.kept(sum(block.numel for block in blocks))
 
-    def start_all_reduce(self, x: Tensor, group: Group) -> Reduction:
-        """Start summing ``x`` over the group, in place."""
-        delta, count = x + self.error, self._count
+    def start_all_reduce(self, part: Tensor) -> ReduceHandle:
+        """Start summing a part over ``copies``, in place."""
+        delta, count = part + self.error, self._count
         outside = self._cut_outside(delta)
-        rest = comm.start_all_reduce(outside, group) if len(outside) else Pending(outside)
+        rest = comm.start_all_reduce(outside, self.copies) if len(outside) else Pending(outside)
         chosen = delta.abs().topk(count, sorted=False).indices  # outside the blocks only where all others are 0
         message = torch.cat([chosen.to(torch.int32), delta[chosen].view(torch.int32)])
         self._next_error = delta.index_fill_(0, chosen, 0.0)
-        pending = comm.start_all_gather(message, group) if count else Pending(message)
+        pending = comm.start_all_gather(message, self.copies) if count else Pending(message)
 
         def finish(messages: Tensor) -> Tensor:
-            x.zero_()
+            part.zero_()
             for sent in messages.split(len(message) or 1):  # atomic additions of all at once would differ between ranks
-                where, values = sent[:count].long(), sent[count:].clone().view(x.dtype)
-                x.index_copy_(0, where, x[where] + values)
-            self._paste_outside(rest.wait(), x)
-            return x
+                where, values = sent[:count].long(), sent[count:].clone().view(part.dtype)
+                part.index_copy_(0, where, part[where] + values)
+            self._paste_outside(rest.wait(), part)
+            return part
 
-        return pending, finish
+        return ReduceHandle(pending, finish)
 
 
 class PowerSGD(ErrorFeedback):
@@ -231,15 +238,21 @@ class PowerSGD(ErrorFeedback):
     """
 
     def __init__(
-        self, blocks: Sequence[MatrixBlock], part: Tensor, compression: GradCompression, *identity: object
+        self,
+        shards: Group,
+        copies: Group,
+        blocks: Sequence[MatrixBlock],
+        part: Tensor,
+        compression: GradCompression,
+        *identity: object,
     ) -> None:
-        super().__init__(blocks, part)
+        super().__init__(shards, copies, blocks, part)
         self.rank = compression.rank
         # By block, [matrices, columns, rank]; views of one tensor.
         self.warm_starts = self._by_block(part.new_empty(sum(b.count * b.columns for b in blocks) * self.rank), False)
         self._identity = identity
-        self.reset()
         self._next_q: Tensor | None = None
+        self.reset()
 
     def reset(self) -> None:
         """Forget all errors, and draw the first factors again."""
@@ -253,27 +266,27 @@ class PowerSGD(ErrorFeedback):
         super().start_step(step)
         self._next_q = None
 
-    def start_all_reduce(self, x: Tensor, group: Group) -> Reduction:
-        """Start summing ``x`` over the group, in place."""
-        delta = x + self.error
+    def start_all_reduce(self, part: Tensor) -> ReduceHandle:
+        """Start summing a part over ``copies``, in place."""
+        delta = part + self.error
         outside = self._cut_outside(delta)
         sides = [torch.bmm(d, q) for d, q in zip(self._matrices(delta), self.warm_starts)]
         message = torch.cat([outside, *(side.flatten() for side in sides)])
         self._next_error = delta
 
         def finish(sums: Tensor) -> Tensor:
-            self._paste_outside(sums[: len(outside)], x)
+            self._paste_outside(sums[: len(outside)], part)
             bases = [torch.linalg.qr(side)[0] for side in self._by_block(sums[len(outside) :], True)]
             own = [torch.bmm(d.mT, p) for d, p in zip(self._matrices(delta), bases)]
             if own:
-                self._next_q = comm.all_reduce(torch.cat([q.flatten() for q in own]), group)
+                self._next_q = comm.all_reduce(torch.cat([q.flatten() for q in own]), self.copies)
                 summed = self._by_block(self._next_q, False)
-                for d, p, mine, q, out in zip(self._matrices(delta), bases, own, summed, self._matrices(x)):
+                for d, p, mine, q, out in zip(self._matrices(delta), bases, own, summed, self._matrices(part)):
                     out.copy_(torch.bmm(p, q.mT))
                     d.baddbmm_(p, mine.mT, alpha=-1.0)
-            return x
+            return part
 
-        return comm.start_all_reduce(message, group), finish
+        return ReduceHandle(comm.start_all_reduce(message, self.copies), finish)
 
     def commit(self, skipped: Tensor) -> None:
         """Keep the state after a step, unless the scalar ``skipped`` is not 0; without synchronisation."""
@@ -282,6 +295,10 @@ class PowerSGD(ErrorFeedback):
             for q, found in zip(self.warm_starts, self._by_block(self._next_q, False)):
                 torch.where(skipped == 0, found, q, out=q)
             self._next_q = None
+
+    def factors(self) -> list[tuple[MatrixBlock, Tensor]]:
+        """Return the first factors of the next step, ``[matrices, columns, rank]`` by block."""
+        return [*zip(self.blocks, self.warm_starts)]
 
     def _matrices(self, part: Tensor) -> list[Tensor]:
         """Return views of the blocks in a tensor with the layout of the part, ``[matrices, rows, columns]``."""
@@ -292,25 +309,3 @@ class PowerSGD(ErrorFeedback):
         shapes = [(b.count, b.rows if left else b.columns, self.rank) for b in self.blocks]
         parts = flat.split([count * side * rank for count, side, rank in shapes])
         return [part.view(shape) for part, shape in zip(parts, shapes)]
-
-
-Compressor = Int8Compressor | TopK | PowerSGD
-
-
-def build_compressor(
-    compression: GradCompression, blocks: Sequence[MatrixBlock], part: Tensor, *identity: object
-) -> Compressor:
-    """Create the compressor of a bucket's part.
-
-    Args:
-        compression: method.
-        blocks: compressed ranges of the part.
-        part: flat, as long and of the dtype of the part; its values are not used.
-        identity: seed of the run and number of the bucket.
-
-    """
-    if compression.method == "int8":
-        return Int8Compressor(*identity)
-    if compression.method == "topk":
-        return TopK(blocks, part, compression)
-    return PowerSGD(blocks, part, compression, *identity)

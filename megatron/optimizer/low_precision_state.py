@@ -8,21 +8,25 @@ function of (seed, update, parameter, element of the global tensor): equal in ev
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
 from torch import Tensor
 
-from megatron.config.run import OptimizerConfig
 from megatron.distributed.param_layout import ParamShard
 from megatron.distributed.random import stable_hash
 from megatron.distributed.sharding import ShardSpec
-from megatron.kernels.adam import AdamKernel, adam
 from megatron.kernels.dropout import random_bits
 from megatron.optimizer.main_params import LOW_BITS, MainParams, accum_dtype, join_fp32, split_fp32
-from megatron.optimizer.param_groups import ParamGroup
-from megatron.optimizer.rules import AdamW, Rate, TensorSlice, UpdateObserver, UpdateRule, iterate_blocks, update_rule
+from megatron.optimizer.rules import (
+    ElementwiseRule,
+    TensorSlice,
+    UpdateArgs,
+    UpdateObserver,
+    UpdateRule,
+    iterate_blocks,
+)
 
 
 @dataclass(frozen=True)
@@ -58,7 +62,7 @@ class GlobalIndices:
         return bits.view(-1)[start - first_row * self.width : stop - first_row * self.width]
 
 
-class LowPrecisionRule:
+class LowPrecisionRule(UpdateRule):
     """Wraps an update rule: block by block, state and main parameters are widened to fp32, updated and stored again.
 
     Moments in bf16 are rounded stochastically; main parameters are exact. A skipped update changes no bit, because
@@ -67,7 +71,7 @@ class LowPrecisionRule:
 
     def __init__(
         self,
-        rule: UpdateRule,
+        rule: ElementwiseRule,
         main_params: MainParams,
         names: Sequence[str],
         specs: Mapping[str, ShardSpec],
@@ -94,39 +98,30 @@ class LowPrecisionRule:
             for kind in rule.state
         }
         device = self.params[0].device
-        self.state_kinds = rule.state_kinds
         self.step_counts = [torch.zeros((), dtype=torch.float32, device=device)]
         self._places = [GlobalIndices.of(specs[name], device) for name in names]
         self._first = [shares[name].start for name in names]
         self._keys = [stable_hash(seed, "moments", name) for name in names]
 
     @torch.no_grad()
-    def update(
-        self,
-        grads: Sequence[Tensor],
-        lr: Rate,
-        weight_decay: float,
-        skip: Tensor,
-        observe: UpdateObserver | None = None,
-        **options: Tensor,
-    ) -> None:
-        """Apply one step; ``options`` are passed on to the wrapped rule."""
-        (count,) = self.step_counts
+    def update(self, args: UpdateArgs) -> None:
+        """Apply one step."""
+        (count,), rule = self.step_counts, self._rule
+        if not rule.fused:
+            args = args.scaled()
         for block in iterate_blocks(self.params):
-            rule = self._rule
             rule.params = [self._wide(cut) for cut in block]
             rule.step_counts = [count.clone() for _ in block]
             rule.state = {
                 kind: [cut.view_in(stored).to(param.dtype) for cut, param in zip(block, rule.params)]
                 for kind, stored in self.state.items()
             }
-            before = [param.clone() for param in rule.params] if observe is not None else []
-            rule.update([cut.view_in(grads) for cut in block], lr, weight_decay, skip, **options)
-            if observe is not None:
-                for cut, old, new in zip(block, before, rule.params):
-                    observe(cut.index, cut.start, old, new)
+            grads = [cut.view_in(args.grads) for cut in block]
+            observe = None if args.observe is None else partial(_observe_block, block, args.observe)
+            rule.update(replace(args, grads=grads, weights=(), observe=observe))
             self._store(block, rule)
-        count.add_(1.0 - skip)
+        count.add_(1.0 - args.skip)
+        args.write_weights(self.params)
 
     def _wide(self, cut: TensorSlice) -> Tensor:
         low, stored = self._low[cut.index], cut.view_in(self.params)
@@ -169,28 +164,8 @@ def stochastic_round(values: Tensor, bits: Tensor) -> Tensor:
     return raised.bitwise_right_shift_(LOW_BITS).to(torch.int16).view(torch.bfloat16)
 
 
-def build_rule(
-    group: ParamGroup,
-    main_params: MainParams,
-    specs: Mapping[str, ShardSpec],
-    shares: Mapping[str, ParamShard],
-    config: OptimizerConfig,
-    seed: int,
-    kernel: AdamKernel = adam,
-) -> UpdateRule:
-    """Create a group's update rule, with moments in the configured dtypes.
-
-    Raises:
-        ValueError: if the rule keeps other state than it declares.
-    """
-    create = partial(AdamW, kernel=kernel) if group.rule == "adam" else update_rule(group.rule)
-    dtypes = {"exp_avg": config.exp_avg_dtype, "exp_avg_sq": config.exp_avg_sq_dtype}
-    rule = create([], config)
-    if set(rule.state) != set(rule.state_kinds):
-        raise ValueError(
-            f"optimizer {group.rule} keeps state {sorted(rule.state)}, not its state_kinds {sorted(rule.state_kinds)}"
-        )
-    in_bf16 = {kind: torch.bfloat16 for kind, dtype in dtypes.items() if dtype == "bf16" and kind in rule.state}
-    if in_bf16 or any(name in main_params.remainders for name in group.names):
-        return LowPrecisionRule(rule, main_params, group.names, specs, shares, in_bf16, seed)
-    return create([main_params[name] for name in group.names], config)
+def _observe_block(
+    block: Sequence[TensorSlice], observe: UpdateObserver, index: int, start: int, before: Tensor, after: Tensor
+) -> None:
+    """Call ``observe`` with the place in the parameter of elements of a block."""
+    observe(block[index].index, block[index].start + start, before, after)

@@ -1,5 +1,7 @@
 """Main parameters, in at least fp32, which the optimizer updates, and the model weights rounded from them.
 
+:class:`ShardMemory` is where this rank's shards are updated.
+
 For bf16 weights, a main parameter may be stored as the 16 bits that the weight lacks: half of the memory, without
 loss. The weight is then the main parameter rounded to nearest with ties away from zero, where an ordinary cast rounds
 ties to even: one value in 131,072 differs, in its last bit.
@@ -7,13 +9,14 @@ ties to even: one value in 131,072 differs, in its last bit.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from megatron.kernels.adam import round_to
-from megatron.optimizer.grad_buffer import adjacent_runs, flat_runs
+from megatron.optimizer.flat_views import adjacent_runs, flat_runs
+from megatron.optimizer.rules import UpdateArgs
 
 LOW_BITS = 16
 """Bits of fp32 that bf16 lacks."""
@@ -36,6 +39,36 @@ def accum_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
+class ShardMemory:
+    """Weights and gradients of this rank's shards, by name, in the memory where they are updated: that of the device.
+
+    A subclass keeps some of them elsewhere, and copies between there and the device.
+    """
+
+    # Parameters that the host updates.
+    on_host: frozenset[str] = frozenset()
+
+    def __init__(self, weights: Mapping[str, Tensor], grads: Mapping[str, Tensor]) -> None:
+        """Create the memory. Gradients elsewhere are valid after an update."""
+        self.weights, self.grads = weights, grads
+
+    def start(self, skip: Tensor, factor: Tensor) -> None:
+        """Start copying what updates elsewhere need: the device scalars of :class:`UpdateArgs`, and gradients."""
+
+    def local(self, args: UpdateArgs, names: Sequence[str]) -> UpdateArgs:
+        """Return the arguments of the update of ``names`` in the memory of these parameters."""
+        return args
+
+    def upload(self, names: Collection[str] | None = None) -> None:
+        """Start copying weights to the device, all by default."""
+
+    def wait(self) -> None:
+        """Let the device wait for the copies."""
+
+    def synchronize(self) -> None:
+        """Let the host wait for all copies, before it changes :attr:`weights`."""
+
+
 class MainParams(Mapping[str, Tensor]):
     """Main parameters by name; for fp32 and fp64 weights, the weights themselves."""
 
@@ -52,8 +85,8 @@ class MainParams(Mapping[str, Tensor]):
         # ``self[name]`` returns changes nothing: use :meth:`set`.
         self.remainders: dict[str, Tensor] = {}
         self._plain: dict[str, Tensor] = {}
-        # Names, their weights and main parameters, both flat.
-        self._copies: list[tuple[list[str], Tensor, Tensor]] = []
+        # Weights and their main parameters, both flat.
+        self._copies: list[tuple[Tensor, Tensor]] = []
         narrow = []
         for name, weight in weights.items():
             if as_remainders and weight.dtype == torch.bfloat16:
@@ -67,7 +100,7 @@ class MainParams(Mapping[str, Tensor]):
             names = [narrow[index] for index in run]
             (flat,) = flat_runs([weights[name] for name in names])
             main = flat.to(accum_dtype(flat.dtype)).view(-1)
-            self._copies.append((names, flat.view(-1), main))
+            self._copies.append((flat.view(-1), main))
             for name, part in zip(names, main.split([weights[name].numel() for name in names])):
                 self._plain[name] = part.view(weights[name].shape)
 
@@ -94,13 +127,6 @@ class MainParams(Mapping[str, Tensor]):
                 self._plain[name].copy_(value)
 
     @torch.no_grad()
-    def round(self, names: Collection[str]) -> None:
-        """Round the main parameters of ``names`` to their weights."""
-        pairs = ((self.weights[name], self._plain[name]) for name in names if name not in self.remainders)
-        round_to((weight, main) for weight, main in pairs if weight.dtype != main.dtype)
-
-    @torch.no_grad()
-    def write_weights(self, written: Collection[str] = ()) -> None:
-        """Round main parameters to the weights, except those already ``written``, and those with remainders."""
-        done = set(written)
-        round_to((weights, main) for names, weights, main in self._copies if not done.issuperset(names))
+    def write_weights(self) -> None:
+        """Round main parameters to the weights, except those with remainders."""
+        round_to((weights, main) for weights, main in self._copies)

@@ -20,7 +20,7 @@ from megatron.distributed import comm
 from megatron.distributed.comm import Group
 from megatron.distributed.mesh import Mesh
 from megatron.distributed.sharding import ShardSpec
-from megatron.optimizer.rules import Rate, UpdateObserver
+from megatron.optimizer.rules import UpdateArgs, UpdateRule
 
 NEWTON_SCHULZ_COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 """Coefficients of the Newton-Schulz iteration: small singular values grow fastest, and all end near one."""
@@ -114,7 +114,7 @@ def update_scale(shape: tuple[int, int], mode: str) -> float:
     return {"spectral": max(m, n), "unit_rms_norm": m / n, "shape_scaling": max(1.0, m / n)}[mode] ** 0.5
 
 
-class Muon:
+class Muon(UpdateRule):
     """``m = beta m + (1 - beta) g``, ``w -= lr (scale * orthogonalized(m) + weight_decay w)``."""
 
     state_kinds = RULE_STATE["muon"]
@@ -148,24 +148,17 @@ class Muon:
         self._groups = {name: mesh.group("etp") if specs[name].expert else mesh.tp for name in names}
 
     @torch.no_grad()
-    def update(
-        self,
-        grads: Sequence[Tensor],
-        lr: Rate,
-        weight_decay: float,
-        skip: Tensor,
-        observe: UpdateObserver | None = None,
-    ) -> None:
+    def update(self, args: UpdateArgs) -> None:
         """Apply one step."""
-        config, keep = self.config, skip == 0
+        args, config, keep = args.scaled(), self.config, args.skip == 0
         dtype = None
         fp32 = all(param.dtype == torch.float32 for param in self.params)
-        if skip.is_cuda and fp32 and config.muon_fp32_matmul_prec == "medium":
+        if args.skip.is_cuda and fp32 and config.muon_fp32_matmul_prec == "medium":
             dtype = torch.bfloat16
 
         def direction_of(name: str) -> Tensor:
             momentum = self.state["exp_avg"][self._index[name]]
-            grad = grads[self._index[name]].where(keep, momentum)  # so a skipped step does not change the momentum
+            grad = args.grads[self._index[name]].where(keep, momentum)  # so a skipped step does not change the momentum
             momentum.lerp_(grad, 1.0 - config.muon_momentum)
             return grad.lerp(momentum, config.muon_momentum) if config.muon_nesterov else momentum
 
@@ -179,11 +172,12 @@ class Muon:
                 )
                 scale = update_scale(part.shape, config.muon_scale_mode) * config.muon_extra_scale_factor
                 target = step.view(spec.local_view)[part.local]
-                torch.mul(of_part.view(target.shape), lr * scale, out=target)
+                torch.mul(of_part.view(target.shape), args.lr * scale, out=target)
             param = self.params[i]
-            updated = param * (1.0 - lr * weight_decay)
+            updated = param * (1.0 - args.lr * args.weight_decay)
             updated.sub_(step.flatten()[shard].view(param.shape))
             updated = updated.where(keep, param)
-            if observe is not None:
-                observe(i, 0, param, updated)
+            if args.observe is not None:
+                args.observe(i, 0, param, updated)
             param.copy_(updated)
+        args.write_weights(self.params)

@@ -29,9 +29,8 @@ from megatron.distributed.host_memory import CopyStream, host_buffer
 from megatron.distributed.mesh import Mesh
 from megatron.distributed.param_layout import Packing, ParamShard
 from megatron.distributed.sharding import ShardSpec
-from megatron.layers.embedding import Embedding
-from megatron.layers.norm import Norm
-from megatron.optimizer.grad_buffer import GradBuffer, param_view, shard_view
+from megatron.optimizer.flat_views import param_view, shard_view
+from megatron.optimizer.grad_buffer import GradBuffer
 
 Initialize = Callable[[str, Tensor], None]
 """Writes the initial values of the parameter ``name`` into a zeroed tensor of its local shape."""
@@ -252,14 +251,11 @@ class ShardedParameterStore(ParameterStore):
         super().gather(block)
 
     def gather_before_use(self, blocks: Sequence[nn.Module]) -> None:
-        """Register hooks around the forward and backward of the blocks of a chunk, given in the order of forward.
-
-        Backward of an embedding does not read its weights.
-        """
+        """Register hooks around the forward and backward of the blocks of a chunk, given in the order of forward."""
         for index, block in enumerate(blocks):
             block.register_forward_pre_hook(partial(self._before_forward, blocks, index))
             block.register_forward_hook(partial(self._after_forward, blocks, index))
-        before_last = (block for block in self._prefetched(reversed(blocks[:-1])) if not isinstance(block, Embedding))
+        before_last = (block for block in self._prefetched(reversed(blocks[:-1])) if reads_weights_in_backward(block))
         self._kept_for_backward |= {blocks[-1], *before_last}
 
     @contextmanager
@@ -317,7 +313,7 @@ class ShardedParameterStore(ParameterStore):
         self, blocks: Sequence[nn.Module], index: int, block: nn.Module, inputs: tuple[Any, ...], outputs: Any
     ) -> None:
         differentiates = torch.is_grad_enabled()
-        if differentiates and not isinstance(block, Embedding):
+        if differentiates and reads_weights_in_backward(block):
             passed = {id(x) for x in _differentiable(inputs)}  # a norm returns its input, too
             for y in (y for y in _differentiable(outputs) if id(y) not in passed):
                 y.register_hook(partial(self._before_backward, blocks, index))
@@ -334,7 +330,7 @@ class ShardedParameterStore(ParameterStore):
         self._backward = blocks[index]
         self._start(blocks[index])
         for following in self._prefetched(reversed(blocks[:index])):
-            if not isinstance(following, Embedding):
+            if reads_weights_in_backward(following):
                 self._start(following)
         super().gather(blocks[index])
 
@@ -345,10 +341,13 @@ class ShardedParameterStore(ParameterStore):
             self._free_block(block)
 
     def _prefetched(self, blocks: Iterable[nn.Module]) -> Iterator[nn.Module]:
-        """Yield those of the next blocks that are gathered while another one computes; norms do not count."""
+        """Yield those of the next blocks that are gathered while another one computes.
+
+        A block with ``joins_next``, such as a norm, is gathered with the next one, and does not count.
+        """
         left = self._config.param_gather_prefetch
         for block in blocks:
-            if not isinstance(block, Norm):
+            if not getattr(block, "joins_next", False):
                 if left == 0:
                     return
                 left -= 1
@@ -357,6 +356,11 @@ class ShardedParameterStore(ParameterStore):
     def _free_block(self, block: nn.Module) -> None:
         for buffer in self._buffers(block):
             self._free(buffer)
+
+
+def reads_weights_in_backward(block: nn.Module) -> bool:
+    """Return True if the backward of a block needs its weights; one that does not has an attribute of this name."""
+    return bool(getattr(block, "reads_weights_in_backward", True))
 
 
 def _differentiable(values: Any) -> list[Tensor]:

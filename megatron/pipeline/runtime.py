@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from functools import cache
 
 import torch
@@ -152,11 +153,14 @@ class Pipeline:
         Raises:
             Exception: that of an action, with a note that names the action.
         """
-        self._batches, self._loss_grad, self._clock = batches, loss_grad, clock
+        self._batches, self._loss_grad, self._clock = (
+            [replace(b, loss_grad=loss_grad) for b in batches],
+            loss_grad,
+            clock,
+        )
         self._received: dict[Action, Pending] = {}  # by RECV, also for tensors from a stage on this rank
         self._to_send: dict[Action, Tensor] = {}  # by the SEND that follows
         self._sends: dict[int, dict[Action, Pending]] = defaultdict(dict)  # by target rank, in order
-        self._grad_accumulator.loss_grad = loss_grad
         try:
             with torch.set_grad_enabled(loss_grad is not None):
                 for action in actions:
@@ -169,8 +173,6 @@ class Pipeline:
         except Exception as error:
             error.add_note(f"in the pipeline at {self.at}")
             raise
-        finally:
-            self._grad_accumulator.loss_grad = None
         self.at = None
 
     def discard(self) -> None:

@@ -87,7 +87,7 @@ def build_trainer(
         timers,
         progress,
         BatchReader(config, progress, mesh, device, context.cp, timers),
-        context.weight_casts,
+        context.fp8.casts,
         tuple(notes),
         clock,
     )

@@ -33,7 +33,7 @@ from megatron.distributed.mesh import Mesh
 from megatron.distributed.micro_batch import MicroBatch
 from megatron.distributed.tensor_parallel import PIPELINED, SYMMETRIC_MEMORY, TPComm
 from megatron.kernels.compile import set_matmul_precision
-from megatron.kernels.fp8 import Float8Recipe
+from megatron.kernels.fp8 import Float8Layers, Float8Recipe
 from megatron.kernels.linear import TORCH_LINEAR
 from megatron.kernels.registry import Kernels, select_kernels
 from megatron.layers.activation_offload import ActivationOffload
@@ -173,7 +173,8 @@ def build_context(
         allocate=allocate,
         kernels=kernels,
         offload=ActivationOffload.from_config(config.training, device),
-        fp8_layers=frozenset(n for n in range(model.num_layers) if precision.layer_in_fp8(n, model.num_layers)),
+        fp8=Float8Layers(frozenset(n for n in range(model.num_layers) if precision.layer_in_fp8(n, model.num_layers))),
+        model=model,
     )
     return context, [*notes, *overlap_notes]
 

@@ -32,7 +32,7 @@ from megatron.training.trainer import Trainer
 WARM_UP_STEPS = 3
 """Eager steps before a capture: they compile, tune and allocate persistent memory."""
 
-OTHER_FIELDS = ("step", "host_documents", "boundaries", "pattern_restarts", "seq_length", "extra")
+OTHER_FIELDS = ("step", "host_documents", "boundaries", "pattern_restarts", "seq_length", "loss_grad", "extra")
 TENSOR_FIELDS = tuple(f.name for f in fields(MicroBatch) if f.name not in OTHER_FIELDS)
 """Fields of a micro-batch that are device tensors of fixed shape; options that need others are refused (E910, E917)."""
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -22,6 +23,7 @@ from megatron.data.errors import DataError
 from megatron.distributed.launch import run_on_rank0
 from megatron.distributed.mesh import Mesh
 from megatron.distributed.micro_batch import MicroBatch
+from megatron.layers.adapters import adapters_disabled
 from megatron.layers.loss import OutputLayer
 from megatron.training.component import Component
 from megatron.training.scoring import ComputingModel, FrozenModel, Measure, record
@@ -77,7 +79,7 @@ class FrozenModelInputs(Component):
             raise DataError(seen, "python tasks/finetune/precompute.py dpo")
         without_adapters = config.model.lora_rank is not None and config.checkpoint.load is None
         if name == "reference_model" and location is None and without_adapters:
-            self._model, self._mode = trainer, next(iter(trainer.chunks.values())).context.adapters.disabled
+            self._model, self._mode = trainer, partial(adapters_disabled, trainer.chunks.values())
             return ["reference model: this one without its adapters"]
         location = frozen_location(config)
         self._model = open_frozen(config, trainer.mesh, trainer.device, location)

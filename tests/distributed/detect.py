@@ -21,6 +21,7 @@ from megatron.config.run import CheckpointConfig, DataConfig, OptimizerConfig, T
 from megatron.contrib.harness import SharedModel
 from megatron.data.errors import DataError
 from megatron.data.loader import MaskBuilder, build_data
+from megatron.distributed.comm import Group
 from megatron.distributed.grad_accumulator import GradAccumulator
 from megatron.distributed.launch import run_on_rank0, world_group
 from megatron.distributed.layout import Layout
@@ -30,7 +31,7 @@ from megatron.distributed.param_layout import MatrixBlock
 from megatron.inference.generate import PipelinedModel
 from megatron.layers.loss import VocabularyShard, linear_cross_entropy, token_losses
 from megatron.layers.moe import DispatchPlan
-from megatron.optimizer.grad_compression import build_compressor
+from megatron.optimizer.grad_compression import Int8Reduction, PowerSGD, TopK
 from megatron.pipeline.actions import COMPUTE_KINDS
 from megatron.pipeline.plan import build_program
 from megatron.pipeline.recorder import record_timeline
@@ -51,6 +52,7 @@ from megatron.training.stop import StopRequest
 from tests.distributed.faults import infinite_gradient
 from tests.distributed.vitals import difference, report, router_losses
 from tests.kit.cases import MODEL, RATES, Case, batches_of, compare_with_twin, run_case, run_in_small_tiles
+from tests.kit.solo import Gradients
 from tools.lib.verify_parallel import RankTrace, join_traces
 
 TOLERANCE, TOLERANCE_BF16 = 1e-8, 0.02
@@ -70,15 +72,13 @@ class Detector:
 def compressed_sums(rank: int, world_size: int) -> list[torch.Tensor]:
     """Sums in int8, and of methods that lose nothing here: all elements but the smallest, and the full rank."""
     group, blocks = world_group(rank, world_size), [MatrixBlock("layers.0.weight", 0, 0, 1, 8, 8)]
-    found = []
-    for method in ("int8", "topk:0.98", "powersgd:8"):
-        x = addend(rank)
-        compression = GradCompression.parse(method)
-        if compression is None:
-            raise ValueError(method)
-        pending, finish = build_compressor(compression, blocks, x, 1, 2).start_all_reduce(x, group)
-        found.append(finish(pending.wait()).double())
-    return found
+    x, alone = addend(rank), Group()
+    reductions = (
+        Int8Reduction(alone, group, 1, 2),
+        TopK(alone, group, blocks, x, GradCompression("topk", ratio=0.98)),
+        PowerSGD(alone, group, blocks, x, GradCompression("powersgd", rank=8), 1, 2),
+    )
+    return [reduction.start_all_reduce(addend(rank)).wait().double() for reduction in reductions]
 
 
 def addend(rank: int) -> torch.Tensor:
@@ -297,7 +297,7 @@ def large_logits(rank: int, world_size: int) -> tuple[float, torch.Tensor]:
     rows = weight.shape[0] // world_size
     mine = weight[rank * rows : (rank + 1) * rows].clone()
     grad_accumulator = GradAccumulator()
-    grad_accumulator.bind({"weight": torch.zeros_like(mine)}.__getitem__, lambda name: None)
+    grad_accumulator.bind(Gradients({"weight": torch.zeros_like(mine)}))
     vocabulary = VocabularyShard(rank * rows, rows, mesh.tp, grad_accumulator, "weight")
     x.requires_grad_()
     mask = torch.ones(x.shape[0], dtype=torch.float64)

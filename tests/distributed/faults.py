@@ -20,8 +20,9 @@ from megatron.distributed.sharding import DenseSharding, ShardSpec
 from megatron.distributed.tensor_parallel import PIPELINED, Product
 from megatron.kernels.block_attention import AttentionDropout
 from megatron.layers import attention, linear, loss
+from megatron.layers.adapters import LowRankProduct
 from megatron.layers.context import BuildContext, ForwardContext
-from megatron.layers.linear import LowRankAdapter
+from megatron.layers.products import LinearProduct
 from megatron.model.gpt import GPTChunk
 from megatron.optimizer import distributed_optimizer
 from megatron.optimizer.distributed_optimizer import PartialGradReducer
@@ -38,31 +39,39 @@ def bias_added_by_every_rank() -> AbstractContextManager[Any]:
     """A row-parallel bias inside the sum over ranks."""
     original = linear._RowParallelFunction.forward
 
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, wiring: Any, *adapter: Tensor) -> Tensor:
-        y = original(ctx, x, weight, bias, wiring, *adapter)
-        return y if bias is None else y + (wiring.tp.size - 1) * bias
+    def forward(ctx: Any, x: Tensor, bias: Tensor | None, product: LinearProduct, *weights: Tensor) -> Tensor:
+        y = original(ctx, x, bias, product, *weights)
+        return y if bias is None else y + (product.comm.tp.size - 1) * bias
 
     return patch.object(linear._RowParallelFunction, "forward", staticmethod(forward))
 
 
-def _adapters_changed(change: Callable[[LowRankAdapter], dict[str, Any]]) -> AbstractContextManager[Any]:
-    original = LowRankAdapter.of.__func__  # type: ignore[attr-defined]
+def _adapters_changed(change: Callable[[LowRankProduct], None]) -> AbstractContextManager[Any]:
+    original = LowRankProduct.__init__
 
-    def of(cls: type[LowRankAdapter], context: BuildContext) -> LowRankAdapter | None:
-        adapter = original(cls, context)
-        return None if adapter is None else replace(adapter, **change(adapter))
+    def init(self: LowRankProduct, context: BuildContext, column: bool) -> None:
+        original(self, context, column)
+        change(self)
 
-    return patch.object(LowRankAdapter, "of", classmethod(of))
+    return patch.object(LowRankProduct, "__init__", init)
 
 
 def adapters_of_another_part() -> AbstractContextManager[Any]:
     """Output rows use the rows of A of the next part."""
-    return _adapters_changed(lambda adapter: {} if adapter.own is None else {"own": adapter.own.roll(1, 1)})
+
+    def change(product: LowRankProduct) -> None:
+        product.own = None if product.own is None else product.own.roll(1, 1)
+
+    return _adapters_changed(change)
 
 
 def adapters_scaled_by_the_rank() -> AbstractContextManager[Any]:
     """The outputs of adapters of rank 2 are divided by the rank."""
-    return _adapters_changed(lambda adapter: {"scale": adapter.scale / 2})
+
+    def change(product: LowRankProduct) -> None:
+        product.scale /= 2
+
+    return _adapters_changed(change)
 
 
 def _with_parts(change: Callable[[list[Tensor]], list[Tensor]]) -> AbstractContextManager[Any]:

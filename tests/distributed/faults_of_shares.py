@@ -16,20 +16,22 @@ from megatron.distributed.comm import Group
 from megatron.distributed.param_layout import BucketKey, ParamShard
 from megatron.layers import moe
 from megatron.layers.loss import OutputLayer
-from megatron.optimizer import distributed_optimizer, grad_buffer
-from megatron.optimizer.grad_buffer import Bucket, BufferPool, GradBucket, GradBuffer, ReduceHandle, ShardedBucket
+from megatron.optimizer import distributed_optimizer
+from megatron.optimizer.buckets import Bucket, BufferPool, GradBucket, ShardedBucket
+from megatron.optimizer.grad_buffer import GradBuffer
 from megatron.optimizer.parameter_store import ParameterStore, ShardedParameterStore, WeightBuffer
+from megatron.optimizer.reduction import ReduceHandle, Reduction
 
 
 def shard_off_by_one() -> AbstractContextManager[Any]:
     """Every rank's part of a summed bucket begins one element too late."""
-    original = grad_buffer.start_grad_reduce_scatter
+    original = Reduction.start_reduce_scatter
 
-    def shifted(*arguments: Any) -> ReduceHandle:
-        total = original(*arguments)
+    def shifted(self: Reduction, x: Tensor) -> ReduceHandle:
+        total = original(self, x)
         return ReduceHandle(total.pending, lambda x: total.finish(x).roll(-1))
 
-    return patch.object(grad_buffer, "start_grad_reduce_scatter", shifted)
+    return patch.object(Reduction, "start_reduce_scatter", shifted)
 
 
 def shares_counted_by_all_copies() -> AbstractContextManager[Any]:
@@ -123,8 +125,8 @@ def shards_of_the_last_step_added_to() -> AbstractContextManager[Any]:
     """The first micro-batch of a step is added to the sum of the step before."""
     original = BufferPool.reduce
 
-    def reduce(self: BufferPool, buffer: Tensor, layout: Any, own: Tensor, first: bool) -> None:
-        original(self, buffer, layout, own, first=False)
+    def reduce(self: BufferPool, buffer: Tensor, reduction: Reduction, own: Tensor, first: bool) -> None:
+        original(self, buffer, reduction, own, first=False)
 
     return patch.object(BufferPool, "reduce", reduce)
 
@@ -133,10 +135,10 @@ def gradients_reduced_twice() -> AbstractContextManager[Any]:
     """The reduced gradient of a micro-batch is added to the shard twice."""
     original = BufferPool.reduce
 
-    def reduce(self: BufferPool, buffer: Tensor, layout: Any, own: Tensor, first: bool) -> None:
+    def reduce(self: BufferPool, buffer: Tensor, reduction: Reduction, own: Tensor, first: bool) -> None:
         again = buffer.clone()
-        original(self, buffer, layout, own, first)
-        original(self, again, layout, own, first=False)
+        original(self, buffer, reduction, own, first)
+        original(self, again, reduction, own, first=False)
 
     return patch.object(BufferPool, "reduce", reduce)
 

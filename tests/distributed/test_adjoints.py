@@ -28,12 +28,14 @@ from megatron.distributed.tensor_parallel import PIPELINED, TPComm
 from megatron.kernels.attention import sdpa
 from megatron.kernels.attention_mask import AttentionMask
 from megatron.kernels.bias import with_bias_gradient
+from megatron.kernels.registry import Kernels
 from megatron.layers import parameters
 from megatron.layers.context import BuildContext
 from megatron.layers.embedding import Embedding
 from megatron.layers.linear import ColumnParallelLinear, RowParallelLinear
 from tests.kit.cases import MODEL
 from tests.kit.pool import Pool
+from tests.kit.solo import Gradients
 
 ROWS, BATCH, WIDTH, OUT = 8, 3, 12, 20
 
@@ -215,9 +217,17 @@ def make(
     sequence_parallel: bool,
     tp_overlap: TPComm | None = None,
     dtype: torch.dtype = torch.float64,
+    kernels: Kernels = Kernels(),
 ) -> Layer:
     """Build a layer; parameters that start constant become arange, so that no gradient meets a zero."""
-    context = BuildContext(mesh, GradAccumulator(), dtype, sequence_parallel=sequence_parallel, tp_overlap=tp_overlap)
+    context = BuildContext(
+        mesh,
+        GradAccumulator(),
+        dtype,
+        sequence_parallel=sequence_parallel,
+        tp_overlap=tp_overlap,
+        kernels=kernels,
+    )
     module = build(context)
     for name, parameter in module.named_parameters():
         spec = context.specs[name]
@@ -226,7 +236,7 @@ def make(
             for piece in spec.pieces:
                 parameter.data.view(spec.local_view)[piece.local_box.slices] = whole[piece.global_box.slices]
     grads = {name: torch.zeros_like(p) for name, p in module.named_parameters()}
-    context.grad_accumulator.bind(grads.__getitem__, lambda name: None)
+    context.grad_accumulator.bind(Gradients(grads))
     return Layer(module, context, grads)
 
 

@@ -26,13 +26,13 @@ from megatron.distributed.layout import Layout
 from megatron.distributed.mesh import Mesh
 from megatron.distributed.param_layout import MatrixBlock, matrix_blocks, pack
 from megatron.kernels.dropout import mix, random_bits
+from megatron.optimizer.buckets import BucketLayout
+from megatron.optimizer.build_buckets import build_reduction
 from megatron.optimizer.grad_buffer import GradBuffer
 from megatron.optimizer.grad_compression import (
     INT8_BLOCK,
     ROUNDING,
-    ErrorFeedback,
     PowerSGD,
-    build_compressor,
     dequantize,
     int8_all_reduce,
     quantize,
@@ -43,6 +43,7 @@ from megatron.training.checkpointer import Checkpointer, choose_resume_source
 from megatron.training.components.grad_compression import CompressionState
 from megatron.training.components.nonfinite import NonFiniteCheck
 from megatron.training.step import train_step
+from megatron.training.trainer import Trainer
 from tests.distributed.resume import advance
 from tests.distributed.test_local_tier import go_on as local_go_on
 from tests.distributed.test_local_tier import run_of as local_run
@@ -51,7 +52,7 @@ from tests.distributed.test_traffic import config_of, of_axes, ring, step
 from tests.distributed.test_zero import MIXED, PP2, SHARED, STAGE_1, STAGE_2, TP2_SP, case
 from tests.kit.cases import RATES, batches_of, run_on
 from tests.kit.pool import Pool
-from tests.kit.runs import differences, part_of, tiny_run
+from tests.kit.runs import differences, tiny_run
 
 METHODS = ("powersgd:2", "topk:0.1")
 STEPS = 3
@@ -179,14 +180,11 @@ def reduced(rank: int, size: int, cut: Cut, method: str) -> list[Held]:
     buckets = GradBuffer(SPECS, dtypes, mesh, accumulator, torch.device("cpu"), config, cut.uncut)
 
     def held() -> Held:
-        feedback = buckets.error_feedback()
-        errors = {n: buckets.shard_view(feedback[n].error, n).clone().flatten() for n in buckets.shards}
-        factors = {
-            (block.name, block.first): q.clone()
-            for each in set(feedback.values())
-            if isinstance(each, PowerSGD)
-            for block, q in zip(each.blocks, each.warm_starts)
-        }
+        reductions = buckets.reductions()
+        kept = {n: r.error for n, r in reductions.items() if r.error is not None}
+        errors = {n: buckets.shard_view(error, n).clone().flatten() for n, error in kept.items()}
+        assert errors.keys() == buckets.shards.keys()
+        factors = {(b.name, b.first): q.clone() for r in set(reductions.values()) for b, q in r.factors()}
         sums = {n: buckets.grads[n].clone().flatten() for n in buckets.shards}
         return Held({n: share.start for n, share in buckets.shards.items()}, sums, errors, factors)
 
@@ -200,7 +198,7 @@ def reduced(rank: int, size: int, cut: Cut, method: str) -> list[Held]:
                     whole[3, 3] = torch.nan
                 accumulator.accumulate(name, whole)
             buckets.finish()
-        buckets.commit_errors(torch.tensor(float(number == SPOILT)))
+        buckets.commit_reductions(torch.tensor(float(number == SPOILT)))
         found.append(held())
     return found
 
@@ -365,28 +363,23 @@ def descend(rank: int, size: int, method: str, feedback: bool) -> float:
     specs = {"layers.1.matrix": SPECS["layers.1.matrix"]}
     rows, columns = specs["layers.1.matrix"].local_shape
     packing = pack({"layers.1.matrix": rows * columns}, 1, size)
-    compression = GradCompression.parse(method)
-    assert compression is not None
-    blocks = matrix_blocks(packing, specs, 0, 1, compression.rank)
-    x = torch.zeros(packing.size, dtype=torch.float64)
-    compressor = build_compressor(compression, blocks, x, 0)
+    x, world = torch.zeros(packing.size, dtype=torch.float64), world_group(rank, size)
+    layout = BucketLayout(packing, Group(), world, x.dtype, x.device)
+    reduction = build_reduction(ParallelConfig(grad_compression=method), layout, specs, 0)
     # Each rank pulls to another point: gradients of ranks do not vanish at the optimum, only their sum does.
     scale = 0.5 + torch.rand(rows * columns, generator=generator, dtype=torch.float64)
     target = torch.randn(rows * columns, generator=generator, dtype=torch.float64)
-    world = world_group(rank, size)
     scales, targets = (torch.stack(world_gather(each, world)) for each in (scale, target))
     optimum = (scales * targets).sum(0) / scales.sum(0)
     w = torch.zeros(rows * columns, dtype=torch.float64)
     for number in range(150):
-        compressor.start_step(number)
+        reduction.start_step(number)
         x.zero_()
         x[: len(w)] = scale * (w - target)
-        pending, finish = compressor.start_all_reduce(x, world)
-        total = finish(pending.wait())
-        if isinstance(compressor, ErrorFeedback):
-            compressor.commit(torch.zeros(()))
-            if not feedback:
-                compressor.error.zero_()
+        total = reduction.start_all_reduce(x).wait()
+        reduction.commit(torch.zeros(()))
+        if reduction.error is not None and not feedback:
+            reduction.error.zero_()
         w -= 0.12 * 0.972**number * total[: len(w)]  # errors are as large as a step
     return float((w - optimum).norm() / optimum.norm())
 
@@ -409,7 +402,8 @@ def test_int8_stays_near_the_optimum(pool: Pool) -> None:
 
 def test_a_reset_forgets_errors_and_draws_the_first_factors() -> None:
     part, blocks = torch.randn(64), [MatrixBlock("layers.0.w", 0, 0, 1, 8, 8)]
-    fresh, used = (PowerSGD(blocks, part, GradCompression("powersgd", rank=2), 1, 2) for _ in range(2))
+    compression = GradCompression("powersgd", rank=2)
+    fresh, used = (PowerSGD(Group(), Group(), blocks, part, compression, 1, 2) for _ in range(2))
     for x in (used.error, *used.warm_starts):
         x.fill_(3.0)
     used.reset()
@@ -450,6 +444,12 @@ def test_copies_of_the_weights_stay_equal(pool: Pool, name: str, method: str) ->
     assert abs(found[-1].loss - expected[-1].loss) < (0.01 if method == "int8" else 0.3)
 
 
+def errors_of(trainer: Trainer) -> dict[str, Tensor]:
+    """Return the errors of this rank by parameter; none for a method without errors."""
+    kept = [component for component in trainer.components if isinstance(component, CompressionState)]
+    return {name: own.error for component in kept for name, own in component.errors().items()}
+
+
 def skip_a_step(rank: int, size: int, method: str, how: str) -> bool:
     """Return True if a skipped step changed the errors."""
     run = replace(case(size, grad_compression=method), precision=PrecisionConfig(params_dtype="fp32"))
@@ -457,12 +457,12 @@ def skip_a_step(rank: int, size: int, method: str, how: str) -> bool:
     check = NonFiniteCheck(trainer)
     trainer.components.append(check)
     train_step(trainer, batches_of(trainer, run, 0), RATES)
-    before = {n: own.error.clone() for n, own in part_of(trainer, CompressionState).errors().items()}
+    before = {n: error.clone() for n, error in errors_of(trainer).items()}
     assert any(bool((x != 0).any()) for x in before.values())
     check.halted.fill_(float(how == "skipped"))
     metrics = train_step(trainer, batches_of(trainer, run, 1), RATES)
     assert bool(metrics.skipped) == (how == "skipped")
-    return all(torch.equal(own.error, before[n]) for n, own in part_of(trainer, CompressionState).errors().items())
+    return all(torch.equal(error, before[n]) for n, error in errors_of(trainer).items())
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -482,7 +482,7 @@ def save_and_go_on(rank: int, size: int, config: RunConfig) -> tuple[list[float]
     trainer = build_trainer(config, rank, size)
     advance(trainer, 4)
     Checkpointer(trainer).write()
-    return advance(trainer, 3), {n: own.error for n, own in part_of(trainer, CompressionState).errors().items()}
+    return advance(trainer, 3), errors_of(trainer)
 
 
 Loaded = tuple[list[float], dict[str, Tensor], list[str], Tensor, bool]
@@ -502,11 +502,10 @@ def load_and_go_on(rank: int, size: int, config: RunConfig) -> Loaded:
     assert checkpoint_bytes(config, size) - saved.bytes in (0, padding)
     trainer.progress.iteration -= 1
     name = "embedding.position_embeddings.weight"
-    compression = part_of(trainer, CompressionState)
-    loaded = {n: own.error.clone() for n, own in compression.errors().items()}.get(name, torch.zeros(()))
+    loaded = errors_of(trainer).get(name, torch.zeros(())).clone()
     added = name in trainer.specs and any(piece.partial for piece in trainer.specs[name].pieces)
     losses = advance(trainer, 3)
-    return losses, {n: own.error for n, own in compression.errors().items()}, notes, loaded, added
+    return losses, errors_of(trainer), notes, loaded, added
 
 
 COMPRESSED = {

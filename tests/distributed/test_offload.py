@@ -40,8 +40,8 @@ def steps_of(rank: int, size: int, case: Case) -> tuple[list[tuple[dict[str, Ten
     for step in range(case.steps):
         train_step(trainer, batches_of(trainer, case, step), RATES)
         found.append((noted(trainer), {name: grad.clone() for name, grad in trainer.optimizer.grads.items()}))
-    offload = trainer.optimizer.offload
-    held = 0 if offload is None else sum(weight.nbytes for weight in offload.weights.values())
+    memory = trainer.optimizer.memory
+    held = sum(memory.weights[name].nbytes for name in memory.on_host)
     activations = next(iter(trainer.chunks.values())).context.offload
     return found, held, 0 if activations is None else activations.pool.size
 

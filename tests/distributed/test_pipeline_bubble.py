@@ -27,6 +27,7 @@ from megatron.pipeline.runtime import Pipeline
 from megatron.pipeline.simulate import StageCosts, simulate
 from tests.kit.pipelines import SIZES, batches_of, program_of
 from tests.kit.pool import Pool
+from tests.kit.solo import Gradients
 
 RANKS, MICROBATCHES = 4, 6
 
@@ -81,7 +82,7 @@ def bubble(rank: int, world_size: int, name: str) -> float:
     layout = Layout.from_config(ParallelConfig(pipeline_model_parallel_size=RANKS), RANKS)
     mesh = Mesh(layout, rank, placement=program.placement, edges=channels(program.placement))
     grad_accumulator = GradAccumulator(lambda target, x, dy, beta: clock.spend(WEIGHT / SIZES[name]))
-    grad_accumulator.bind({"weight": torch.zeros(())}.__getitem__, lambda name: None)
+    grad_accumulator.bind(Gradients({"weight": torch.zeros(())}))
     stages = [stage for stage, place in enumerate(program.placement) if place == rank]
     chunks = {stage: ComputingStage(stage, program.stages, clock, grad_accumulator) for stage in stages}
 

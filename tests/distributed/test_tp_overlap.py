@@ -16,6 +16,8 @@ from megatron.config.parallel import ParallelConfig
 from megatron.distributed import comm
 from megatron.distributed.comm import Pending
 from megatron.distributed.tensor_parallel import PIPELINED, SYMMETRIC_MEMORY, TPComm
+from megatron.kernels.linear import TORCH_LINEAR
+from megatron.kernels.registry import Kernels
 from megatron.training.build import build_trainer
 from tests.distributed.grid import RECOMPUTE
 from tests.distributed.test_adjoints import column, draw, make, row, rows_of, tp_mesh
@@ -87,14 +89,12 @@ def order_of_events(rank: int, size: int) -> list[str]:
         events.append("wait")
         return wait(pending)
 
-    layer = make(row, tp_mesh(rank, size), True, PIPELINED)
-    kernel = layer.module._spec.kernel  # type: ignore[union-attr]
-
     def product(dy: Tensor, weight: Tensor) -> Tensor:
         events.append("product")
-        return kernel.input_gradient(dy, weight)
+        return TORCH_LINEAR.input_gradient(dy, weight)
 
-    object.__setattr__(layer.module._spec, "kernel", kernel._replace(input_gradient=product))
+    kernels = Kernels(linear=TORCH_LINEAR._replace(input_gradient=product))
+    layer = make(row, tp_mesh(rank, size), True, PIPELINED, kernels=kernels)
     x = draw(1, 2 * size, BATCH, WIDTH).chunk(size, -1)[rank].clone().requires_grad_()
     out = layer.module(x)
     with patch.object(comm, "start_broadcast", started), patch.object(Pending, "wait", waited):

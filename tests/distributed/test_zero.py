@@ -18,11 +18,13 @@ from megatron.inference.generate import SamplingParams, generate
 from megatron.optimizer.parameter_store import WeightBuffer
 from megatron.training.build import build_trainer
 from megatron.training.callbacks.health import check_weight_copies
+from megatron.training.components.average import AverageWeights
 from megatron.training.step import evaluate, train_step
 from tests.distributed.grid import EXPERTS, choices
 from tests.distributed.grid import RECOMPUTE as RECOMPUTED
 from tests.kit.cases import FP64, MODEL, RATES, Case, batches_of, compare_with_twin, run_on
 from tests.kit.pool import Pool
+from tests.kit.runs import part_of
 from tools.lib.verify_parallel import StepTrace
 
 STAGE_1: dict[str, Any] = {"data_parallel_sharding_strategy": "optim"}
@@ -226,7 +228,7 @@ def watch(rank: int, size: int, case: Case) -> Watched:
         with patch.object(WeightBuffer, "start_gather", start_gather):
             seen.losses.append(train_step(trainer, batches_of(trainer, case, step), RATES).loss.item())
         rest()
-    with trainer.optimizer.averaged():
+    with part_of(trainer, AverageWeights).in_model():
         seen.losses.append(evaluate(trainer).item())
     rest()
     with store.gathered(chunk.parts):

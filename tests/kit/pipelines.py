@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from megatron.distributed import comm
 from megatron.distributed.comm import Channel
-from megatron.distributed.grad_accumulator import GradAccumulator, WgradOperand
+from megatron.distributed.grad_accumulator import GradAccumulator, GradTarget, WgradOperand
 from megatron.distributed.micro_batch import MicroBatch
 from megatron.pipeline.actions import PipelineSchedule
 from megatron.pipeline.communication import add_communication, channels
@@ -83,7 +83,7 @@ class LinearStage(nn.Module):
 
 
 @dataclass
-class Ends:
+class Ends(GradTarget):
     """The result of a run of several ranks: gradients by name, and contributions to each."""
 
     gradients: dict[str, Tensor] = field(default_factory=dict)
@@ -95,10 +95,16 @@ class Ends:
         for name in map(str, numbers):
             self.gradients[name] = torch.zeros(WIDTH, WIDTH, dtype=torch.float64)
             self.counts[name] = 0
-        grad_accumulator.bind(self.gradients.__getitem__, self._count)
+        grad_accumulator.bind(self)
         return grad_accumulator
 
-    def _count(self, name: str) -> None:
+    def target(self, name: str) -> Tensor:
+        return self.gradients[name]
+
+    def is_first(self, name: str) -> bool:
+        return False
+
+    def contributed(self, name: str) -> None:
         self.counts[name] += 1
 
 

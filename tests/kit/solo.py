@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 from megatron.config.model import ModelConfig
 from megatron.config.parallel import ParallelConfig
 from megatron.config.run import OptimizerConfig, TrainingConfig
-from megatron.distributed.grad_accumulator import GradAccumulator
+from megatron.distributed.grad_accumulator import GradAccumulator, GradTarget
 from megatron.distributed.layout import Layout
 from megatron.distributed.mesh import Mesh
 from megatron.distributed.micro_batch import MicroBatch
@@ -61,6 +61,25 @@ def random_batch(config: ModelConfig, samples: int = 2, length: int = 16, seed: 
     ids = torch.randint(0, config.vocab, (samples, length + 1), generator=generator)
     mask = (torch.rand(samples, length, generator=generator) > 0.2).float()
     return replace(MicroBatch(ids[:, :-1], ids[:, 1:], mask, torch.arange(samples) + 100 * seed, seed), **changes)
+
+
+class Gradients(GradTarget):
+    """Gradients as tensors by name, for layers without buffers; those in ``stale`` are overwritten first."""
+
+    def __init__(self, tensors: Mapping[str, Tensor], stale: Iterable[str] = ()) -> None:
+        self.tensors, self.stale = tensors, set(stale)
+        self.contributions: list[str] = []
+
+    def target(self, name: str) -> Tensor:
+        return self.tensors[name]
+
+    def is_first(self, name: str) -> bool:
+        first = name in self.stale
+        self.stale.discard(name)
+        return first
+
+    def contributed(self, name: str) -> None:
+        self.contributions.append(name)
 
 
 @dataclass

@@ -19,7 +19,7 @@ from megatron.config.run import OptimizerConfig, TrainingConfig
 from megatron.convert.huggingface.config import read_model_config
 from megatron.convert.huggingface.weights import HuggingFaceWeights, fill_weights
 from megatron.distributed.micro_batch import MicroBatch
-from megatron.layers.linear import ParallelLinear
+from megatron.layers.adapters import adapted_row_norms, adapters_disabled
 from megatron.layers.parameters import gpt, trainable
 from tests.kit.solo import Solo, random_batch
 from tests.parity.families import everything_in_double
@@ -63,15 +63,20 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def build(folder: Path, target: tuple[str, ...], dora: bool) -> Solo:
-    """The model in the folder with adapters of random values; magnitudes are the norms of the frozen rows."""
+def build(folder: Path, target: tuple[str, ...], dora: bool, empty: str | None = None) -> Solo:
+    """The model in the folder with adapters of random values; magnitudes are the norms of the frozen rows.
+
+    The fourth row of the weight ``empty`` is 0.
+    """
     base = replace(read_model_config(folder), hidden_dropout=0.0, attention_dropout=0.0)
     model = replace(base, lora_rank=RANK, lora_alpha=5.0, lora_target=target, lora_dora=dora)
     solo = Solo.build(model, training=TrainingConfig(), optimizer=OptimizerConfig(clip_grad=0.0, adam_eps=1e-8))
     frozen = {name: param for name, param in solo.chunk.params.items() if not param.requires_grad}
     fill_weights(solo.chunk.specs, frozen, HuggingFaceWeights(folder, base))
-    for linear in (m for m in solo.chunk.modules() if isinstance(m, ParallelLinear) and m.lora_magnitude is not None):
-        linear.lora_magnitude.data.copy_(linear.row_norms())
+    if empty is not None:
+        frozen[empty].data[3] = 0.0
+    for name, norms in adapted_row_norms(solo.chunk).items():
+        solo.chunk.params[name].data.copy_(norms)
     return solo
 
 
@@ -155,7 +160,7 @@ def test_freezes_all_but_adapters(llama: Path) -> None:
     changed = {name for name, p in solo.chunk.params.items() if not torch.equal(p, before[name])}
     assert changed == names - {name for name in names if name.endswith("lora_a")}, "A has no gradient where B is 0"
     adapted, _ = solo.chunk(None, batch)
-    with solo.chunk.context.adapters.disabled():
+    with adapters_disabled([solo.chunk]):
         assert torch.equal(solo.chunk(None, batch)[0], base)
     assert not torch.allclose(adapted, base)
 
@@ -173,15 +178,15 @@ def test_initial_values_have_the_variance_of_peft(llama: Path) -> None:
 
 def test_a_row_of_norm_0_starts_as_it_is(llama: Path) -> None:
     """Its magnitude over its norm, 0/0, is not a number in PEFT; here the factor is 1 until B has a value."""
-    solo = build(llama, ("linear_*",), dora=True)
-    linear = next(m for m in solo.chunk.modules() if isinstance(m, ParallelLinear) and m.name.endswith("fc2"))
-    linear.weight.data[3], linear.lora_magnitude.data[3], linear._frozen_squares = 0.0, 0.0, None
+    linear = "layers.0.mlp.linear_fc2"
+    solo = build(llama, ("linear_*",), dora=True, empty=f"{linear}.weight")
+    assert solo.chunk.params[f"{linear}.lora_magnitude"][3] == 0.0
     batch = random_batch(solo.chunk.config)
-    with solo.chunk.context.adapters.disabled():
+    with adapters_disabled([solo.chunk]):
         base, _ = solo.chunk(None, batch)
     torch.testing.assert_close(solo.chunk(None, batch)[0], base, rtol=1e-12, atol=0)
     solo.step([batch], lr=0.01, weight_decay=0.0)
     for params in (solo.buckets.grads, solo.chunk.params):
         assert all(values.isfinite().all() for values in params.values())
-    assert linear.lora_b[3].any()
+    assert solo.chunk.params[f"{linear}.lora_b"][3].any()
     assert solo.chunk(None, batch)[0].isfinite()

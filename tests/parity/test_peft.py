@@ -18,7 +18,7 @@ from megatron.convert.saved_model import SavedModel
 from megatron.distributed.grad_accumulator import GradAccumulator
 from megatron.distributed.sharding import Box
 from megatron.inference.load import open_pretrained
-from megatron.layers.context import Adapters, BuildContext
+from megatron.layers.context import BuildContext
 from megatron.model.gpt import build_gpt
 from tests.kit.solo import one_rank_mesh
 from tests.parity.families import everything_in_double
@@ -134,7 +134,7 @@ class Unmerged:
 
     def logits(self) -> Tensor:
         model = self.merged.model
-        context = BuildContext(one_rank_mesh(), GradAccumulator(), torch.float64, adapters=Adapters(model))
+        context = BuildContext(one_rank_mesh(), GradAccumulator(), torch.float64)
         chunk = build_gpt(model, TrainingConfig(), context).eval()
         fill_weights(chunk.specs, chunk.params, self)
         with torch.no_grad():

@@ -61,6 +61,7 @@ COMMUNICATORS = (
 STORAGE = {
     "megatron.contrib.dcp_reader": "torch.distributed.checkpoint",
     "megatron.contrib.megatron_lm.save": "torch.distributed.checkpoint",
+    "megatron.distributed.sharding": "torch.distributed.tensor",
 }
 """Further parts of torch.distributed that a module may use: a library that brings its own communication."""
 

@@ -296,7 +296,7 @@ def first_bad_gradient(trainer: Trainer, microbatch: int) -> NonFiniteFinding | 
     chunks = trainer.chunks
     stage_of = {param: stage for stage in sorted(chunks, reverse=True) for param in chunks[stage].parameters()}
     for position, name in enumerate(reversed(list(trainer.buckets.specs))):
-        if not trainer.buckets.target(name).isfinite().all():
+        if not trainer.buckets.accumulated(name).isfinite().all():
             stage = len(trainer.mesh.placement) - 1 - stage_of[trainer.params[name]]
             return NonFiniteFinding(microbatch, True, stage, position, f"gradient of {name}, micro-batch {microbatch}")
     return None

@@ -18,7 +18,7 @@ from megatron.convert.huggingface.weights import WeightSource, fill_weights
 from megatron.convert.saved_model import files_to_carry, open_model, tokenizer_files_of, tokenizer_notes
 from megatron.distributed.launch import gather_results, run_on_rank0
 from megatron.kernels.quantized import quantize
-from megatron.layers.linear import ParallelLinear
+from megatron.layers.adapters import adapted_row_norms
 from megatron.training.component import Component
 from megatron.training.resume_source import ResumeSource
 from megatron.training.trainer import Trainer
@@ -100,8 +100,7 @@ def initialize_magnitudes(trainer: Trainer) -> None:
     weights, shards = trainer.optimizer.weights, trainer.buckets.shards
     for block in (block for chunk in trainer.chunks.values() for block in chunk.layers.values()):
         with weights.gathered([block]):
-            linears = (m for m in block.modules() if isinstance(m, ParallelLinear) and m.lora_magnitude is not None)
-            norms = {f"{linear.name}.lora_magnitude": linear.row_norms() for linear in linears}
+            norms = adapted_row_norms(block)
         held = {name: norms[name][shards[name].start : shards[name].stop] for name in norms if name in shards}
         trainer.optimizer.main_params.set(held)
     trainer.use_loaded_weights()

@@ -26,7 +26,6 @@ from megatron.distributed.param_layout import ParamShard, shard_boxes
 from megatron.distributed.sharding import Box, ShardSpec
 from megatron.optimizer.distributed_optimizer import UpdateResult
 from megatron.optimizer.grad_buffer import GradBuffer
-from megatron.optimizer.grad_compression import PowerSGD
 from megatron.training.component import Component
 
 ERROR_NAME = re.compile(r"optim\.grad_error_(\d+)\.(.*)")
@@ -53,18 +52,18 @@ class CompressionState(Component):
 
     def after_step(self, outcome: UpdateResult) -> None:
         """See :class:`Component`."""
-        self._buckets.commit_errors(outcome.skipped)
+        self._buckets.commit_reductions(outcome.skipped)
 
     def errors(self) -> dict[str, ReplicaErrors]:
         """Return the errors of this rank by parameter."""
         found = {}
-        for name, feedback in self._buckets.error_feedback().items():
-            spec = self._specs[name]
-            copies = self._mesh.optimizer_replica_group(*spec.reduce_axes)
-            stages = self._mesh.embedding_group.size if spec.tied else 1
-            source = copies.rank + copies.size * spec.counted_elsewhere
-            error = self._buckets.shard_view(feedback.error, name)
-            found[name] = ReplicaErrors(source, copies.size * stages, error)
+        for name, reduction in self._buckets.reductions().items():
+            if reduction.error is not None:
+                spec, copies = self._specs[name], reduction.copies
+                stages = self._mesh.embedding_group.size if spec.tied else 1
+                source = copies.rank + copies.size * spec.counted_elsewhere
+                error = self._buckets.shard_view(reduction.error, name)
+                found[name] = ReplicaErrors(source, copies.size * stages, error)
         return found
 
     def _parts(self, name: str, error: Tensor, loading: bool) -> GlobalTensor:
@@ -82,10 +81,8 @@ class CompressionState(Component):
     def _factors(self) -> dict[str, Tensor]:
         """Return PowerSGD's factors by name, ``[matrices, columns, rank]``; the same on ranks of all replicas."""
         found = {}
-        for feedback in dict.fromkeys(self._buckets.error_feedback().values()):
-            if not isinstance(feedback, PowerSGD):
-                continue
-            for block, q in zip(feedback.blocks, feedback.warm_starts):
+        for reduction in dict.fromkeys(self._buckets.reductions().values()):
+            for block, q in reduction.factors():
                 spec = self._specs[block.name]
                 boxes = shard_boxes(spec, ParamShard(block.first, block.first + block.numel))
                 if boxes:  # none if all rows are padding of the vocabulary
@@ -118,7 +115,7 @@ class CompressionState(Component):
     def load(self, manifest: Manifest) -> Sequence[str]:
         """Load errors and factors by the rule of this module; see :class:`Component`."""
         saved = _saved_sources(manifest)
-        self._buckets.reset_errors()  # a checkpoint that turned out to be damaged may have been loaded in part
+        self._buckets.reset_reductions()  # a checkpoint that turned out to be damaged may have been loaded in part
         errors, factors, world = self.errors(), self._factors(), self._mesh.world
         found = self.tensors_to_load(manifest)
         merged = {name: own for name, own in errors.items() if len(saved.get(name, [])) != own.sources}

@@ -9,7 +9,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from megatron.distributed import comm
 from megatron.distributed.comm import Group, Pending
 from megatron.distributed.grad_accumulator import GradAccumulator, WgradOperand
-from tests.kit.solo import Solo, random_batch, tiny
+from tests.kit.solo import Gradients, Solo, random_batch, tiny
 
 CONFIG = tiny(num_query_groups=2, activation="swiglu", normalization="RMSNorm", ffn_hidden_size=48)
 LINEARS = 4 * CONFIG.num_layers
@@ -64,8 +64,8 @@ def test_queued_gradients_are_the_same_sums(dtype: torch.dtype) -> None:
     for name in (norm, bias):
         expected = torch.stack([g.double() for n, g in gradients if n == name]).sum(0)
         for solo in (at_once, queued):
-            torch.testing.assert_close(solo.buckets.target(name).double(), expected, rtol=1e-6, atol=1e-6)
-        assert torch.equal(at_once.buckets.target(name), queued.buckets.target(name))
+            torch.testing.assert_close(solo.buckets.accumulated(name).double(), expected, rtol=1e-6, atol=1e-6)
+        assert torch.equal(at_once.buckets.accumulated(name), queued.buckets.accumulated(name))
 
 
 def test_a_step_with_queued_gradients_is_that_without() -> None:
@@ -81,9 +81,9 @@ def test_a_step_with_queued_gradients_is_that_without() -> None:
 
 def bound(**targets: torch.Tensor) -> tuple[GradAccumulator, list[str]]:
     """A grad_accumulator, and the list of contributions it reports."""
-    grad_accumulator, contributions = GradAccumulator(), []
-    grad_accumulator.bind(targets.__getitem__, contributions.append)
-    return grad_accumulator, contributions
+    grad_accumulator, gradients = GradAccumulator(), Gradients(targets)
+    grad_accumulator.bind(gradients)
+    return grad_accumulator, gradients.contributions
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
@@ -101,16 +101,11 @@ def test_add_accumulates_the_outer_product(dtype: torch.dtype) -> None:
 
 def test_the_first_contribution_overwrites() -> None:
     """Of every kind, also to stacked weights of which one got no row; further ones add."""
-    grad_accumulator, stale = GradAccumulator(), {"w", "rows", "range", "b"}
+    grad_accumulator = GradAccumulator()
     targets = {name: torch.full(shape, torch.nan) for name, shape in (("w", (6, 3)), ("rows", (4, 2)), ("b", (3,)))}
     targets["range"] = targets["rows"].clone()
 
-    def is_first(name: str) -> bool:
-        first = name in stale
-        stale.discard(name)
-        return first
-
-    grad_accumulator.bind(targets.__getitem__, lambda name: None, is_first)
+    grad_accumulator.bind(Gradients(targets, stale=targets))
     x, dy = torch.randn(4, 3), torch.randn(4, 2)
     for _ in range(2):
         grad_accumulator.accumulate_wgrad("w", WgradOperand(x), WgradOperand(dy), (1, 0, 3))
@@ -167,7 +162,7 @@ def test_w_gathers_one_product_ahead_and_lets_go_of_what_it_has_used(monkeypatch
 
     monkeypatch.setattr(comm, "start_all_gather", gather)
     grad_accumulator = GradAccumulator(multiply)
-    grad_accumulator.bind({"w": torch.zeros(3, 3)}.__getitem__, lambda name: None)
+    grad_accumulator.bind(Gradients({"w": torch.zeros(3, 3)}))
     with grad_accumulator.deferring_wgrad(0, 0):
         for i in (1, 2, 3, 4):
             shard, whole = torch.full((2, 3), float(i)), torch.zeros(4, 3)

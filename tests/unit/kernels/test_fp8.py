@@ -10,11 +10,22 @@ import torch
 from torch import Tensor
 
 from megatron.distributed.grad_accumulator import GradAccumulator
+from megatron.distributed.sharding import Init
 from megatron.kernels import fp8
-from megatron.kernels.fp8 import Float8Kernel, Float8Recipe, Float8Tensor, WeightCasts, fp8_operation, swizzled
+from megatron.kernels.fp8 import (
+    Float8Kernel,
+    Float8Layers,
+    Float8Recipe,
+    Float8Tensor,
+    WeightCasts,
+    fp8_operation,
+    swizzled,
+)
 from megatron.kernels.operation import check_kernel
-from megatron.layers.fp8 import Float8Function, Float8Linear
-from tests.kit.solo import one_rank_mesh
+from megatron.kernels.registry import Kernels
+from megatron.layers.context import BuildContext
+from megatron.layers.linear import ColumnParallelLinear
+from tests.kit.solo import Gradients, one_rank_mesh
 
 RECIPES = [
     Float8Recipe("hybrid", "tensorwise"),
@@ -70,19 +81,18 @@ def operands(recipe: Float8Recipe) -> tuple[Tensor, Tensor, Tensor]:
     return x, weight, dy
 
 
-def layer(recipe: Float8Recipe, accumulator: GradAccumulator) -> Float8Linear:
-    return Float8Linear(Float8Kernel(recipe), WeightCasts(), accumulator, "weight", one_rank_mesh(), False, column=True)
-
-
 def outcome(recipe: Float8Recipe) -> list[Tensor]:
     """``y``, ``dx`` and ``dW`` of a layer."""
     x, weight, dy = operands(recipe)
     gradient = torch.zeros_like(weight)
-    accumulator = GradAccumulator()
-    accumulator.bind(lambda name: gradient, lambda name: None)
-    x.requires_grad_()
-    weight.requires_grad_()
-    y = Float8Function.apply(x, weight, None, layer(recipe, accumulator))
+    accumulator, kernels = GradAccumulator(), Kernels(fp8=Float8Kernel(recipe))
+    accumulator.bind(Gradients({"weight": gradient}))
+    context = BuildContext(
+        one_rank_mesh(), accumulator, torch.float64, kernels=kernels, fp8=Float8Layers(frozenset({0}))
+    ).block(0)
+    layer = ColumnParallelLinear(context.declare({"weight": context.sharding.dense.split(weight.shape, 0, Init(0.0))}))
+    layer.weight.data.copy_(weight)
+    y = layer(x.requires_grad_())
     (dx,) = torch.autograd.grad(y, x, dy)
     return [y.detach(), dx, gradient]
 

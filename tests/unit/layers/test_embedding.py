@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron.layers.embedding import EmbeddingShard
-from tests.kit.solo import Solo, tiny
+from tests.kit.solo import Gradients, Solo, tiny
 
 CONFIG = tiny(max_position_embeddings=20)
 WORDS, POSITIONS = "embedding.word_embeddings.weight", "embedding.position_embeddings.weight"
@@ -45,7 +45,7 @@ def test_gradients_are_those_of_torch(dtype: torch.dtype, given: bool) -> None:
     for name, table in tables.items():
         assert table.grad is not None
         tolerance = 1e-13 if dtype == torch.float64 else 1e-5
-        torch.testing.assert_close(solo.buckets.target(name).double(), table.grad, rtol=tolerance, atol=tolerance)
+        torch.testing.assert_close(solo.buckets.accumulated(name).double(), table.grad, rtol=tolerance, atol=tolerance)
 
 
 def test_parts_of_the_rows_add_up() -> None:
@@ -59,7 +59,7 @@ def test_parts_of_the_rows_add_up() -> None:
         part.weight = torch.nn.Parameter(whole[first : first + count].clone())
         part.name, part.first, part.grad_accumulator = "w", first, solo.grad_accumulator
         gradient = torch.zeros(count, 4, dtype=torch.float64)
-        solo.grad_accumulator.bind({"w": gradient}.__getitem__, lambda name: None)
+        solo.grad_accumulator.bind(Gradients({"w": gradient}))
         out = part(ids)
         out.backward(torch.ones_like(out))
         total += out.detach()

@@ -13,12 +13,13 @@ from torch import Tensor
 from megatron.config.model import ModelConfig
 from megatron.distributed.comm import Group
 from megatron.distributed.grad_accumulator import GradAccumulator
+from megatron.distributed.micro_batch import MicroBatch
 from megatron.kernels.cross_entropy import EAGER_CROSS_ENTROPY
 from megatron.kernels.registry import Kernels
 from megatron.layers.loss import VocabularyShard, linear_cross_entropy, token_losses
 from megatron.pipeline.actions import BACKWARD, FORWARD, Action
 from megatron.pipeline.runtime import Pipeline
-from tests.kit.solo import Allocations, Solo, random_batch, tiny
+from tests.kit.solo import Allocations, Gradients, Solo, random_batch, tiny
 
 TOKENS, HELD, PADDING, HIDDEN = 21, 37, 3, 8
 SEED = 1.7  # what backward multiplies by
@@ -46,7 +47,7 @@ def chunked(
 ) -> Result:
     grad_accumulator, x = GradAccumulator(), x.detach().requires_grad_()
     dw = torch.zeros_like(weight, dtype=torch.promote_types(weight.dtype, torch.float32))
-    grad_accumulator.bind({"w": dw}.__getitem__, lambda name: None)
+    grad_accumulator.bind(Gradients({"w": dw}))
     vocabulary = VocabularyShard(0, HELD, Group(), grad_accumulator, "w", chunk_tokens=chunk, softcap=softcap)
     objective, entropy = linear_cross_entropy(x, weight.detach().requires_grad_(), labels, mask, vocabulary, z_coeff)
     objective.backward(torch.tensor(SEED, dtype=objective.dtype))
@@ -94,7 +95,7 @@ def test_losses_of_tokens(chunk: int, targets: int, softcap: float | None) -> No
     weights, upstream = torch.rand(TOKENS, targets, dtype=torch.float64), torch.randn(TOKENS, dtype=torch.float64)
     dw, ours_x = torch.zeros_like(weight), x.clone().requires_grad_()
     grad_accumulator = GradAccumulator()
-    grad_accumulator.bind({"w": dw}.__getitem__, lambda name: None)
+    grad_accumulator.bind(Gradients({"w": dw}))
     vocabulary = VocabularyShard(0, HELD, Group(), grad_accumulator, "w", chunk_tokens=chunk, softcap=softcap)
     losses = token_losses(ours_x, weight.clone().requires_grad_(), labels, weights, vocabulary)
     (losses.square() * upstream).sum().backward()
@@ -209,12 +210,15 @@ def gradients_of_gpipe(config: ModelConfig, dtype: torch.dtype, early: bool) -> 
     for bucket in solo.buckets.buckets:
         bucket.shard.fill_(torch.nan)  # what an earlier step left must not be added to
     solo.buckets.start_step(4)
-    grad_accumulator = solo.grad_accumulator if early else GradAccumulator()  # another one is not given the seed
-    pipeline = Pipeline({0: solo.chunk}, (0,), 0, {}, lambda batch: torch.empty(0), grad_accumulator)
+
+    def chunk(x: Tensor | None, batch: MicroBatch) -> tuple[Tensor, Tensor]:
+        found: tuple[Tensor, Tensor] = solo.chunk(x, batch if early else replace(batch, loss_grad=None))
+        return found
+
+    pipeline = Pipeline({0: chunk}, (0,), 0, {}, lambda batch: torch.empty(0), solo.grad_accumulator)
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda saved: saved):
         pipeline.run(actions, batches, seed)
     solo.buckets.finish()
-    assert solo.grad_accumulator.loss_grad is None
     return solo, sum(kept)
 
 

@@ -17,7 +17,7 @@ from megatron.kernels.activation import activation
 from megatron.layers import parameters
 from megatron.layers.context import BuildContext
 from megatron.layers.mlp import MLP
-from tests.kit.solo import Allocations, Solo, one_rank_mesh, random_batch, tiny
+from tests.kit.solo import Allocations, Gradients, Solo, one_rank_mesh, random_batch, tiny
 
 ROWS, SAMPLES = 48, 2
 GPT = tiny(hidden_dropout=0.1, max_position_embeddings=ROWS)
@@ -96,9 +96,9 @@ class Made:
         context = BuildContext(one_rank_mesh(), GradAccumulator(), torch.float64)
         context.declare(parameters.mlp(config, context.sharding, config.ffn))
         self.mlp, self.grad_accumulator = MLP(config, context, False, chunk_size), context.grad_accumulator
-        gradients = {name: torch.zeros_like(p) for name, p in context.params.items()}
-        self.contributions: list[str] = []
-        self.grad_accumulator.bind(gradients.__getitem__, self.contributions.append)
+        gradients = Gradients({name: torch.zeros_like(p) for name, p in context.params.items()})
+        self.contributions = gradients.contributions
+        self.grad_accumulator.bind(gradients)
         self.x = torch.randn(ROWS, SAMPLES, config.hidden_size, dtype=torch.float64, requires_grad=True)
 
 

@@ -19,7 +19,7 @@ from megatron.distributed.grad_accumulator import GradAccumulator
 from megatron.layers import moe, parameters
 from megatron.layers.context import BuildContext
 from megatron.layers.moe import DispatchPlan, MixtureOfExperts, Permutation, Router, Routing
-from tests.kit.solo import Solo, one_rank_mesh, random_batch, tiny
+from tests.kit.solo import Gradients, Solo, one_rank_mesh, random_batch, tiny
 
 LENGTH, SAMPLES, EXPERTS = 6, 3, 5
 WIDE = {"num_experts": EXPERTS, "add_bias_linear": False}
@@ -32,7 +32,7 @@ def router(dtype: torch.dtype = torch.float64, **changes: Any) -> tuple[Router, 
     context.declare(parameters.mixture_of_experts(config, context.sharding))
     made = Router(config, context.submodule("router"))
     gradients = {"router.weight": torch.zeros_like(made.weight)}
-    context.grad_accumulator.bind(gradients.__getitem__, lambda name: None)
+    context.grad_accumulator.bind(Gradients(gradients))
     return made, gradients
 
 
@@ -243,8 +243,9 @@ class Made:
         self.context.declare(parameters.mixture_of_experts(config, self.context.sharding))
         self.module = MixtureOfExperts(config, self.context, drop_activation, chunk_size=None)
         self.gradients = {name: torch.zeros_like(p) for name, p in self.context.params.items()}
-        self.contributions: list[str] = []
-        self.context.grad_accumulator.bind(self.gradients.__getitem__, self.contributions.append)
+        target = Gradients(self.gradients)
+        self.contributions = target.contributions
+        self.context.grad_accumulator.bind(target)
 
     def run(self, x_SBH: Tensor) -> tuple[Tensor, Tensor]:
         y, losses = self.module(x_SBH, random_batch(self.module.config, SAMPLES, LENGTH))

@@ -21,14 +21,9 @@ from megatron.distributed.layout import Layout
 from megatron.distributed.mesh import Mesh
 from megatron.distributed.param_layout import ALIGNMENT, MAX_REDUCTIONS_IN_FLIGHT
 from megatron.distributed.sharding import DenseSharding, Init, ShardSpec
-from megatron.optimizer import grad_buffer as module
-from megatron.optimizer.grad_buffer import (
-    GradBuffer,
-    ReduceHandle,
-    ShardedBucket,
-    start_grad_all_reduce,
-    start_grad_reduce_scatter,
-)
+from megatron.optimizer.buckets import ShardedBucket
+from megatron.optimizer.grad_buffer import GradBuffer
+from megatron.optimizer.reduction import ReduceHandle, Reduction, RoundedReduction
 from tests.kit.pool import Pool
 from tests.kit.solo import one_rank_mesh
 
@@ -151,7 +146,7 @@ def test_few_sums_of_rounded_addends_are_on_their_way(
     """Each needs as much memory as the gradients of its bucket."""
     pending, most = 0, 0
 
-    def start(x: Tensor, group: Group, comm_dtype: torch.dtype) -> ReduceHandle:
+    def start(x: Tensor, group: Group) -> ReduceHandle:
         nonlocal pending, most
         pending, part = pending + 1, x.view(group.size, -1)[group.rank].clone()
         most = max(most, pending)
@@ -164,8 +159,8 @@ def test_few_sums_of_rounded_addends_are_on_their_way(
         return ReduceHandle(Pending(x), finish)
 
     monkeypatch.setattr(Mesh, "optimizer_shard_group", lambda self, *axes: Group(tuple(range(shards)), 0))
-    monkeypatch.setattr(module, "start_grad_reduce_scatter", start)
-    monkeypatch.setattr(module, "start_grad_all_reduce", lambda x, group, comm_dtype: start(x, Group(), comm_dtype))
+    monkeypatch.setattr(RoundedReduction, "start_reduce_scatter", lambda self, x: start(x, self.shards))
+    monkeypatch.setattr(RoundedReduction, "start_all_reduce", lambda self, x: start(x, Group()))
     specs = {f"{name} {i}": spec for i in range(3) for name, spec in SPECS.items()}
     buckets, grad_accumulator = build(specs, size=1, overlap=overlap, grad_reduce_in_bf16=True)
     for _ in range(2):  # nothing of a step may leak into the next
@@ -201,9 +196,9 @@ def test_start_step_forgets_the_last_step() -> None:
     buckets, grad_accumulator = build()
     buckets.start_step(1)
     contribute(grad_accumulator, "last", "middle")
-    assert all((buckets.target(name) == (name in ("last", "middle"))).all() for name in SPECS)
+    assert all((buckets.accumulated(name) == (name in ("last", "middle"))).all() for name in SPECS)
     buckets.start_step(1)
-    assert not any(buckets.target(name).any() for name in SPECS)
+    assert not any(buckets.accumulated(name).any() for name in SPECS)
     contribute(grad_accumulator, "last", "middle", "bias", "first", "first")
     buckets.finish()
     assert all((buckets.grads[name] == spec.contributions).all() for name, spec in SPECS.items())
@@ -249,7 +244,7 @@ class Scattered:
     pending: int = 0
     most: int = 0
 
-    def __call__(self, buffer: Tensor, group: Group, dtype: torch.dtype) -> ReduceHandle:
+    def start(self, buffer: Tensor, group: Group) -> ReduceHandle:
         assert group.size == RANKS
         self.started.append(buffer)
         self.pending += 1
@@ -271,7 +266,7 @@ def streaming(size: int = 65, overlap: bool = True) -> Iterator[tuple[GradBuffer
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Mesh, "optimizer_shard_group", lambda self, *axes: Group(tuple(range(RANKS)), RANK))
         patch.setattr(Mesh, "optimizer_replica_group", lambda self, *axes: Group())
-        patch.setattr(module, "start_grad_reduce_scatter", scattered)
+        patch.setattr(Reduction, "start_reduce_scatter", lambda self, x: scattered.start(x, self.shards))
         buckets, grad_accumulator = build(size=size, overlap=overlap, data_parallel_sharding_strategy="optim_grads")
         yield buckets, grad_accumulator, scattered
 
@@ -361,9 +356,10 @@ def sums(rank: int, size: int, dtype: torch.dtype, wire: torch.dtype, elements: 
     group = Mesh(Layout.from_config(ParallelConfig(), size), rank).dp_cp
     x = addend(rank, elements, dtype)
     given = x.clone()
-    part = start_grad_reduce_scatter(x, group, wire).wait()
+    reduction = Reduction(group, group) if wire == dtype else RoundedReduction(group, group, wire)
+    part = reduction.start_reduce_scatter(x).wait()
     untouched = torch.equal(x, given)
-    return part, start_grad_all_reduce(x, group, wire).wait(), untouched
+    return part, reduction.start_all_reduce(x).wait(), untouched
 
 
 @pytest.mark.parametrize("size", [2, 3, 4])
@@ -434,4 +430,4 @@ def test_gradients_that_are_looked_at_are_not_sent() -> None:
         with buckets.without_reduction():
             contribute(grad_accumulator, *SPECS, "first")
         assert scattered.started == []
-        assert all((buckets.target(name) == spec.contributions).all() for name, spec in SPECS.items())
+        assert all((buckets.accumulated(name) == spec.contributions).all() for name, spec in SPECS.items())

@@ -17,10 +17,11 @@ from megatron.distributed.sharding import DenseSharding, Init, ShardSpec
 from megatron.kernels.adam import AdamKernel, AdamSettings, AdamState, adam
 from megatron.kernels.dropout import random_bits
 from megatron.optimizer import low_precision_state
-from megatron.optimizer.low_precision_state import build_rule, stochastic_round
+from megatron.optimizer.build_rules import build_rule
+from megatron.optimizer.low_precision_state import stochastic_round
 from megatron.optimizer.main_params import MainParams
 from megatron.optimizer.param_groups import ParamGroup
-from megatron.optimizer.rules import RULES, UpdateRule, iterate_blocks
+from megatron.optimizer.rules import RULES, UpdateArgs, UpdateRule, iterate_blocks
 from tests.kit.solo import Solo, random_batch, tiny
 
 BF16 = OptimizerConfig(adam_eps=1e-3, exp_avg_dtype="bf16", exp_avg_sq_dtype="bf16")
@@ -132,7 +133,7 @@ def test_a_share_moves_as_the_whole_does(optimizer: str, remainders: bool, rank:
         rule = build_rule(group, main_params, specs, held_shares, config, 5, plain_adam)
         for step in range(3):
             grads = {name: part(spec, normal(spec, 100 * step + 1)).flatten() for name, spec in specs.items()}
-            rule.update([grads[name][s.start : s.stop] for name, s in held_shares.items()], 0.1, 0.05, GO)
+            rule.update(UpdateArgs([grads[name][s.start : s.stop] for name, s in held_shares.items()], 0.1, 0.05, GO))
         main_params.write_weights()
         found = {f"weight {name}": weight for name, weight in weights.items()} | dict(main_params)
         for kind, moments in rule.state.items():
@@ -172,7 +173,7 @@ def trained(
     rule = made(main_params, specs, config, seed, plain_adam)
     for step in range(5):
         grads = [part(spec, normal(spec, 100 * step + 1)) for spec in specs.values()]
-        rule.update(grads, 0.1, 0.05, SKIP if step == 2 else GO)
+        rule.update(UpdateArgs(grads, 0.1, 0.05, SKIP if step == 2 else GO))
     return rule, main_params
 
 
@@ -206,7 +207,7 @@ def test_skips_leave_every_bit_and_no_trace(optimizer: str) -> None:
     rule, _ = trained(specs, config)
     before = [t.clone() for kind in rule.state.values() for t in kind] + [t.clone() for t in rule.params]
     counts = [count.item() for count in rule.step_counts]
-    rule.update([torch.full_like(p, float("nan")) for p in rule.params], 0.1, 0.1, SKIP)
+    rule.update(UpdateArgs([torch.full_like(p, float("nan")) for p in rule.params], 0.1, 0.1, SKIP))
     after = [t for kind in rule.state.values() for t in kind] + rule.params
     assert all(map(torch.equal, before, after))
     assert [count.item() for count in rule.step_counts] == counts == [4.0]
@@ -219,7 +220,7 @@ def test_a_slow_moment_grows_where_rounding_to_nearest_would_stand_still() -> No
     moment = rule.state["exp_avg_sq"][0].fill_(1.0)
     grads = [torch.full((100, 100), 2.0**0.5)]
     for _ in range(500):
-        rule.update(grads, 0.0, 0.0, GO)
+        rule.update(UpdateArgs(grads, 0.0, 0.0, GO))
     exact = 2.0 - 0.999**500
     assert moment.double().mean().item() == pytest.approx(exact, rel=1.5e-3)
     assert torch.tensor(1.001).bfloat16() == 1.0, "to the nearest it would still be 1"
@@ -237,7 +238,7 @@ def test_the_first_step_is_that_of_wide_moments(kinds: tuple[str, ...], dtype: t
     wide = RULES["adam"](theirs, config)
     grads = [normal(s, 2).to(dtype) for s in specs.values()]
     for r in (rule, wide):
-        r.update(grads, 0.1, 0.05, GO)
+        r.update(UpdateArgs(grads, 0.1, 0.05, GO))
     tolerance = 1e-6 if dtype == torch.float32 else 1e-14
     for a, b in zip(ours, theirs):
         torch.testing.assert_close(a, b, rtol=tolerance, atol=tolerance)

@@ -22,6 +22,7 @@ from megatron.optimizer.muon import (
     update_scale,
 )
 from megatron.optimizer.param_groups import is_muon_param
+from megatron.optimizer.rules import UpdateArgs
 from tests.kit.solo import Solo, one_rank_mesh, random_batch, tiny
 
 INIT = Init()
@@ -93,7 +94,7 @@ def test_moves_like_torchs(shape: tuple[int, int], nesterov: bool, mode: str, ad
         grad = draw(*shape, seed=step + 1, dtype=torch.float32)
         theirs.grad = grad.clone()
         reference.step()
-        ours.update([grad], 0.02, 0.1, GO)
+        ours.update(UpdateArgs([grad], 0.02, 0.1, GO))
         assert torch.equal(ours.state["exp_avg"][0], reference.state[theirs]["momentum_buffer"])
     moved = (theirs.detach() - before).norm()
     assert (ours.params[0] - theirs.detach()).norm() < 0.02 * moved
@@ -250,9 +251,9 @@ def test_a_model_moves_matrix_by_matrix(model: str, mode: str, nesterov: bool) -
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 def test_a_skipped_step_leaves_everything(bad: float) -> None:
     muon = single(6, 4, OptimizerConfig(muon_nesterov=True), torch.float64)
-    muon.update([draw(6, 4, seed=1)], 0.1, 0.1, GO)
+    muon.update(UpdateArgs([draw(6, 4, seed=1)], 0.1, 0.1, GO))
     weight, momentum = muon.params[0].clone(), muon.state["exp_avg"][0].clone()
-    muon.update([torch.full((6, 4), bad, dtype=torch.float64)], 0.1, 0.1, SKIP)
+    muon.update(UpdateArgs([torch.full((6, 4), bad, dtype=torch.float64)], 0.1, 0.1, SKIP))
     assert torch.equal(muon.params[0], weight)
     assert torch.equal(muon.state["exp_avg"][0], momentum)
 

@@ -18,9 +18,10 @@ from megatron.distributed.grad_accumulator import GradAccumulator
 from megatron.distributed.mesh import Mesh
 from megatron.distributed.sharding import DenseSharding, Init, ShardSpec
 from megatron.optimizer.distributed_optimizer import GradNorm
-from megatron.optimizer.grad_buffer import GradBuffer, flat_runs
+from megatron.optimizer.flat_views import flat_runs
+from megatron.optimizer.grad_buffer import GradBuffer
 from megatron.optimizer.lr_scheduler import Rates
-from megatron.optimizer.rules import BLOCK_ELEMENTS, RULES
+from megatron.optimizer.rules import BLOCK_ELEMENTS, RULES, UpdateArgs
 from tests.kit.solo import Solo, one_rank_mesh, random_batch, tiny
 
 CONFIG = tiny(num_query_groups=2)
@@ -256,7 +257,7 @@ def test_groups_move_like_parameters_of_torch_with_rates_of_their_own(rule: str)
             rate = 3e-3 if name == "embedding.word_embeddings.weight" else 1e-3
             rate *= 0.5 if name.startswith("layers.0.") else 1.0
             decay = 0.025 if "norm" in name else 0.2 if name.endswith("bias") else 0.1
-            rules[name].update([grad], rate, decay, torch.zeros(()))
+            rules[name].update(UpdateArgs([grad], rate, decay, torch.zeros(())))
         solo.optimizer.update(Rates(1e-3, 0.1, decoupled_lr=3e-3), torch.ones(()))
     for name, param in solo.params.items():
         torch.testing.assert_close(param.detach(), twins[name], rtol=1e-13, atol=0, msg=lambda m, n=name: f"{n}: {m}")

@@ -21,7 +21,7 @@ from megatron.layers.parameters import num_parameters
 from megatron.optimizer import rules
 from megatron.optimizer.main_params import join_fp32, split_fp32
 from megatron.optimizer.param_groups import param_groups
-from megatron.optimizer.rules import RULES, UpdateRule, iterate_blocks
+from megatron.optimizer.rules import RULES, ElementwiseRule, UpdateArgs, UpdateRule, iterate_blocks
 from megatron.planner.memory import checkpoint_bytes
 from tests.kit.solo import Allocations, Solo, random_batch, tiny
 
@@ -82,7 +82,7 @@ def test_equals_torch(name: str, dtype: torch.dtype, tolerance: float) -> None:
     for step in range(10):
         lr, weight_decay = 0.1 / (step + 1), 0.02 * step
         grads = tensors(dtype, seed=step + 1)
-        rule.update(grads, lr, weight_decay, GO)
+        rule.update(UpdateArgs(grads, lr, weight_decay, GO))
         reference.param_groups[0].update(lr=lr, weight_decay=weight_decay)
         for param, grad in zip(theirs, grads):
             param.grad = grad.clone()
@@ -102,9 +102,9 @@ def test_a_skipped_step_changes_no_bit(name: str, garbage: float) -> None:
     rule, reference = RULES[name](seen, CONFIG), RULES[name](spared, CONFIG)
     for step in range(4):
         for r in (rule, reference):
-            r.update(tensors(torch.float32, seed=step + 1), 0.1, 0.01, GO)
+            r.update(UpdateArgs(tensors(torch.float32, seed=step + 1), 0.1, 0.01, GO))
         before = everything(rule, seen)
-        rule.update([torch.full(shape, garbage) for shape in SHAPES], 0.1, 0.01, SKIP)
+        rule.update(UpdateArgs([torch.full(shape, garbage) for shape in SHAPES], 0.1, 0.01, SKIP))
         assert all(map(torch.equal, before, everything(rule, seen)))
     assert all(map(torch.equal, everything(rule, seen), everything(reference, spared)))
 
@@ -112,7 +112,7 @@ def test_a_skipped_step_changes_no_bit(name: str, garbage: float) -> None:
 @pytest.mark.parametrize("name", RULES)
 def test_leaves_gradients_alone(name: str) -> None:
     grads = tensors(torch.float32, seed=1)
-    RULES[name](tensors(torch.float32), CONFIG).update(grads, 0.1, 0.5, GO)
+    RULES[name](tensors(torch.float32), CONFIG).update(UpdateArgs(grads, 0.1, 0.5, GO))
     assert all(map(torch.equal, grads, tensors(torch.float32, seed=1)))
 
 
@@ -120,24 +120,21 @@ def test_leaves_gradients_alone(name: str) -> None:
 def test_a_learning_rate_may_be_a_tensor(name: str) -> None:
     ours, theirs = tensors(torch.float64), tensors(torch.float64)
     for params, lr in ((ours, torch.tensor(0.125)), (theirs, 0.125)):
-        RULES[name](params, CONFIG).update(tensors(torch.float64, seed=1), lr, 0.5, GO)
+        RULES[name](params, CONFIG).update(UpdateArgs(tensors(torch.float64, seed=1), lr, 0.5, GO))
     assert all(map(torch.equal, ours, theirs))
 
 
-class SignOfMomentum:
+class SignOfMomentum(ElementwiseRule):
     """A rule as a plugin would register it: it keeps what it declares under a name of its own."""
 
-    state_kinds: tuple[str, ...] = ("direction",)
+    state_kinds = ("direction",)
+    counts_steps = True
 
-    def __init__(self, params: Sequence[Tensor], config: OptimizerConfig) -> None:
-        self.params, self.momentum = list(params), config.sgd_momentum
-        self.state = {"direction": [torch.zeros_like(p) for p in self.params]}
-        self.step_counts: list[Tensor] = []
-
-    def update(self, grads: Sequence[Tensor], lr: Any, weight_decay: float, skip: Tensor) -> None:
-        for p, g, m in zip(self.params, grads, self.state["direction"]):
-            m.copy_(torch.where(skip > 0, m, m.lerp(g, 1 - self.momentum)))
-            p.copy_(torch.where(skip > 0, p, p * (1 - lr * weight_decay) - lr * m.sign()))
+    def step(self, args: UpdateArgs) -> None:
+        for p, g, m, count in zip(self.params, args.grads, self.state["direction"], self.step_counts):
+            count += 1
+            m.lerp_(g, 1 - self.config.sgd_momentum)
+            p.mul_(1 - args.lr * args.weight_decay).sub_(args.lr * m.sign() / count.sqrt())
 
 
 @pytest.fixture
@@ -173,14 +170,32 @@ def test_memory_counts_what_a_registered_rule_declares(
     assert checkpoint_bytes(config) == num_parameters(tiny()) * (4 + 2 + 4)
 
 
-def test_a_rule_that_keeps_other_state_than_it_declares_is_refused(
-    plugin: Callable[[type], None], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    plugin(SignOfMomentum)
-    monkeypatch.setattr(SignOfMomentum, "state_kinds", ("direction", "velocity"))
-    model = tiny()
-    with pytest.raises(ValueError, match="state_kinds"):
-        Solo.build(model, optimizer=OptimizerConfig(optimizer="mine"))
+class WithUndeclaredState(SignOfMomentum):
+    def __init__(self, params: Sequence[Tensor], config: OptimizerConfig) -> None:
+        super().__init__(params, config)
+        self.state["velocity"] = [torch.zeros_like(p) for p in params]
+
+
+@pytest.mark.parametrize(("rule", "error"), [(WithUndeclaredState, "state_kinds"), (Lion, "ElementwiseRule")])
+def test_a_rule_without_the_interface_is_refused(plugin: Callable[[type], None], rule: type, error: str) -> None:
+    """It keeps other state than it declares, or is an optimizer of torch."""
+    plugin(type("Mine", (rule,), {"__init__": lambda self, params, config: None}) if rule is Lion else rule)
+    with pytest.raises((ValueError, TypeError), match=error):
+        Solo.build(tiny(), optimizer=OptimizerConfig(optimizer="mine"))
+
+
+@pytest.mark.parametrize("garbage", [float("nan"), 1.0])
+def test_a_skipped_step_of_a_registered_rule_is_undone(garbage: float) -> None:
+    """Parameters, state and counts, in blocks, though the rule knows nothing of skipped steps."""
+    params = tensors(torch.float32)
+    rule = SignOfMomentum(params, CONFIG)
+    for skip in (GO, SKIP, GO):
+        before = [*everything(rule, params), *(count.clone() for count in rule.step_counts)]
+        grads = [torch.full(shape, garbage) for shape in SHAPES] if skip is SKIP else tensors(torch.float32, seed=1)
+        rule.update(UpdateArgs(grads, 0.1, 0.01, skip))
+        after = [*everything(rule, params), *rule.step_counts]
+        assert any(map(torch.equal, before, after)) == (skip is SKIP)
+        assert all(map(torch.equal, before, after)) == (skip is SKIP)
 
 
 @settings(max_examples=60, deadline=None, derandomize=True)
@@ -283,7 +298,7 @@ def test_muon_leaves_to_adam_what_is_no_matrix_of_a_block() -> None:
 @pytest.mark.parametrize("name", RULES)
 def test_nothing_to_update(name: str) -> None:
     rule = RULES[name]([], CONFIG)
-    rule.update([], 0.1, 0.01, GO)
+    rule.update(UpdateArgs([], 0.1, 0.01, GO))
     assert not any(rule.state.values())
 
 
@@ -294,11 +309,11 @@ def test_lion_needs_two_blocks_besides(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(rules, "iterate_blocks", partial(iterate_blocks, elements=elements))
         rule = RULES["lion"](params, CONFIG)
         for step in range(3):
-            rule.update(tensors(torch.float64, seed=step + 1), 0.1, 0.5, GO)
+            rule.update(UpdateArgs(tensors(torch.float64, seed=step + 1), 0.1, 0.5, GO))
     assert all(map(torch.equal, whole, cut))
     large, grads = ([torch.full((1000,), value) for _ in range(2)] for value in (0.0, 1.0))
     rule = RULES["lion"](large, CONFIG)
     monkeypatch.setattr(rules, "iterate_blocks", partial(iterate_blocks, elements=100))
     with Allocations() as seen:
-        rule.update(grads, 0.1, 0.5, GO)
+        rule.update(UpdateArgs(grads, 0.1, 0.5, GO))
     assert seen.largest <= 100 * 4

@@ -45,7 +45,7 @@ from tests.kit.pipelines import (
     plain_loop,
     program_of,
 )
-from tests.kit.solo import one_rank_mesh
+from tests.kit.solo import Gradients, one_rank_mesh
 
 Roads = Mapping[tuple[int, int], Channel]
 
@@ -372,7 +372,7 @@ Build = Callable[[Sequence[int], int, WatchedSink], dict[int, nn.Module]]
 def linear_stages(numbers: Sequence[int], stages: int, grad_accumulator: WatchedSink) -> dict[int, nn.Module]:
     chunks: dict[int, nn.Module] = {number: LinearStage(number, stages, grad_accumulator) for number in numbers}
     targets = {str(number): torch.zeros(8, 8, dtype=torch.float64) for number in numbers}
-    grad_accumulator.bind(targets.__getitem__, lambda name: None)
+    grad_accumulator.bind(Gradients(targets))
     return chunks
 
 
@@ -389,9 +389,7 @@ def gpt_stages(numbers: Sequence[int], stages: int, grad_accumulator: WatchedSin
     context = BuildContext(one_rank_mesh(), grad_accumulator, torch.float64)
     stages_here = {n: StageLayers(range(n, n + 1), n == 0, n + 1 == stages) for n in numbers}
     chunks: dict[int, nn.Module] = {**build_chunks(model, TrainingConfig(), context, stages_here)}
-    grad_accumulator.bind(
-        {name: torch.zeros_like(p) for name, p in context.params.items()}.__getitem__, lambda name: None
-    )
+    grad_accumulator.bind(Gradients({name: torch.zeros_like(p) for name, p in context.params.items()}))
     return chunks
 
 

@@ -27,7 +27,7 @@ from megatron.planner.flops import (
     full_attention_keys,
     matmul_parameters,
 )
-from tests.kit.solo import TINY, Solo, one_rank_mesh, random_batch, tiny
+from tests.kit.solo import TINY, Gradients, Solo, one_rank_mesh, random_batch, tiny
 
 SEQ, SAMPLES = 16, 2
 PADDED = 104  # 101 entries, to a multiple of 8
@@ -146,7 +146,7 @@ def test_each_stage_of_a_pipeline_recomputes_its_first_blocks(options: dict[str,
     context = BuildContext(one_rank_mesh(), GradAccumulator())
     chunks = build_chunks(model, training, context, dict(enumerate(stage_layers(model, parallel))))
     sizes = {name: torch.zeros(spec.local_shape) for name, spec in context.specs.items()}
-    context.grad_accumulator.bind(sizes.__getitem__, lambda name: None)
+    context.grad_accumulator.bind(Gradients(sizes))
     batch = random_batch(model, SAMPLES, SEQ)
     x: torch.Tensor | None = None
     with sdpa_kernel([SDPBackend.MATH]), FlopCounterMode(display=False) as counter:

@@ -17,8 +17,7 @@ from megatron.distributed.launch import fake_process_group
 from megatron.distributed.layout import Layout
 from megatron.distributed.mesh import CHANNEL_USES
 from megatron.layers.parameters import num_parameters
-from megatron.optimizer import grad_buffer
-from megatron.optimizer.grad_compression import PowerSGD
+from megatron.optimizer import buckets
 from megatron.optimizer.lr_scheduler import Rates
 from megatron.optimizer.parameter_store import WeightBuffer
 from megatron.planner.memory import (
@@ -77,9 +76,9 @@ def tensors_of(thing: Any, seen: set[int]) -> Iterator[Tensor]:
 
 def compression_of(trainer: Trainer) -> Iterator[Tensor]:
     """Errors and factors of compressed gradients."""
-    for feedback in trainer.buckets.error_feedback().values():
-        yield feedback.error
-        yield from feedback.warm_starts if isinstance(feedback, PowerSGD) else ()
+    for reduction in trainer.buckets.reductions().values():
+        yield from () if reduction.error is None else (reduction.error,)
+        yield from (q for _, q in reduction.factors())
 
 
 def averages_of(trainer: Trainer) -> Mapping[str, Tensor]:
@@ -217,12 +216,10 @@ def test_so_they_are_on_every_rank_whatever_is_cut(pool: Pool) -> None:
 
 def allocated_in_two(trainer: Trainer) -> tuple[dict[str, int], dict[str, int]]:
     """Bytes of a trainer's memory by part, on the device and on the host."""
-    optimizer, offload = trainer.optimizer, trainer.optimizer.offload
-    assert offload is not None
-    offload._scalars = torch.zeros(())  # scalars are left out
-    remainders, on_host = optimizer.main_params.remainders, offload.weights.keys()
+    optimizer, memory = trainer.optimizer, trainer.optimizer.memory
+    memory._scalars = torch.zeros(())  # type: ignore[attr-defined]  # scalars are left out
+    remainders, on_host = optimizer.main_params.remainders, memory.on_host
     everything = storages(tensors_of(vars(trainer) | {"reader": None}, set()))
-
     averages = averages_of(trainer)
 
     def parts(names: Iterable[str], weights: Iterable[Tensor], gradients: Iterable[Tensor]) -> dict[str, int]:
@@ -237,12 +234,12 @@ def allocated_in_two(trainer: Trainer) -> tuple[dict[str, int], dict[str, int]]:
         }
         return {part: sum(everything.pop(at, 0) for at in storages(of_part)) for part, of_part in tensors.items()}
 
-    host = parts(on_host, offload.weights.values(), offload.grads.values())
+    host = parts(on_host, (memory.weights[n] for n in on_host), (memory.grads[n] for n in on_host))
     host["buffers"] = sum(
         everything.pop(at)
         for group, rule in optimizer.groups
         if group.offloaded
-        for at in storages(place.rows for place in getattr(rule, "_places", ()))
+        for at in storages(x for x in tensors_of(vars(rule), set()) if x.dtype == torch.int64)  # global indices
     )
     weights = [each for buffer in optimizer.weights.buffers for each in (buffer.whole, buffer.part)]
     left = [name for name in optimizer.main_params if name not in on_host]
@@ -281,12 +278,12 @@ def lent(rank: int, world_size: int, flags: str) -> tuple[int, int]:
     trainer = build_trainer(config_of(flags, world_size), rank, world_size)
     made: list[int] = []
 
-    def noted(room: grad_buffer.BucketLayout, elements: int) -> Tensor:
+    def noted(room: buckets.BucketLayout, elements: int) -> Tensor:
         made.append(elements * room.dtype.itemsize)
         return torch.zeros(elements, dtype=room.dtype)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(grad_buffer.BucketLayout, "zeros", noted)
+        patch.setattr(buckets.BucketLayout, "zeros", noted)
         train_step(trainer, trainer.next_batches(), Rates(1e-3, 0.0))
     return sum(made), sum(p.numel() * 4 for p in trainer.params.values())
 
