@@ -288,7 +288,8 @@ def choose_cuda_graph(config: RunConfig, world_size: int, cuda: bool = True) -> 
     problems = [problem.sentence for check in GRAPH_CHECKS for problem in check(step, world_size)]
     if problems:
         return "none", problems[0]
-    for kind, name in (("objective", training.objective), ("optimizer", config.optimizer.optimizer)):
+    mixers = [("mixer", name) for name in config.model.token_mixers]
+    for kind, name in (("objective", training.objective), ("optimizer", config.optimizer.optimizer), *mixers):
         if name in registered(kind):
             return "none", f"the {kind} {name} is a plugin's, whose Python code a graph would freeze"
     blocks = config.model.num_layers * get_num_microbatches(training, parallel.data_parallel_size(world_size))

@@ -182,6 +182,9 @@ class ModelConfig:
     prefix:TOKENS, or the name of a plugin's pattern. A part +first:TOKENS keeps the first tokens visible, *N repeats.
     Example: 'local:4096*5,global'."""
 
+    token_mixers: tuple[str, ...] = option(("attention",), role="shape", choices=("attention",), kind="mixer")
+    """What mixes the tokens in each layer, before its MLP, repeated over the layers: attention, or the name of a
+    plugin's mixer. Example: mine mine mine attention."""
     softmax_scale: float | None = option(None, role="function", above=0, example=0.0625)
     """Factor on the products of queries and keys. Default: 1/sqrt(kv_channels)."""
     attn_logit_softcapping: float | None = option(None, role="function", above=0, example=50)
@@ -274,6 +277,16 @@ class ModelConfig:
     """Keep the frozen weights of attention and MLP as 8-bit integers or 4-bit NormalFloat, with a scale for 64 inputs;
     each product converts them. Default: as params_dtype."""
 
+    def mixers(self, layer: int) -> tuple[str, ...]:
+        """Return the names of the mixers of a layer, in order: each is a residual layer ``x + mixer(norm(x))``."""
+        token_mixer = self.token_mixers[layer % len(self.token_mixers)]
+        return token_mixer, "mlp" if self.num_experts is None else "experts"
+
+    @property
+    def kinds_of_layers(self) -> list[tuple[str, ...]]:
+        """The different :meth:`mixers` of the layers, in the order of the first of each."""
+        return [*dict.fromkeys(map(self.mixers, range(min(self.num_layers, len(self.token_mixers)))))]
+
     @property
     def head_dim(self) -> int:
         """Channels per head."""
@@ -362,7 +375,7 @@ class ModelConfig:
 
     def rotary_kind(self, layer: int) -> str | None:
         """Return the rotary embedding of a layer: ``global``, ``local`` (``rotary_base_local``), or None."""
-        if not self.rotary_dim:
+        if not self.rotary_dim or "attention" not in self.mixers(layer):
             return None
         if self.no_rope_freq is not None:
             layers = no_rope_layers(self.no_rope_freq)

@@ -1,4 +1,4 @@
-"""Registries of what a user's own module adds to a run: callbacks, kernels, objectives, optimizers, families, loggers.
+"""Registries of what a user's own module adds to a run: callbacks, kernels, mixers, optimizers, and so on.
 
 ``--plugin MODULE`` imports MODULE before the other flags are checked; the module calls :func:`register`. The built-in
 things of a kind are found in the module that owns the kind (``OPERATIONS`` of ``kernels.registry``, for example), which
@@ -21,7 +21,7 @@ T = TypeVar("T")
 ENTRY_POINTS = "megatron.plugins"
 """Group of entry points by whose names ``--plugin`` finds modules of installed packages."""
 
-KINDS = ("attention_pattern", "callback", "kernel", "metric_logger", "model_family", "objective", "optimizer")
+KINDS = ("attention_pattern", "callback", "kernel", "metric_logger", "mixer", "model_family", "objective", "optimizer")
 
 _registered: dict[str, dict[str, Any]] = {kind: {} for kind in KINDS}
 

@@ -12,7 +12,8 @@ from megatron.checkpoint.tensor_file import copy_tiled
 from megatron.config.model import ModelConfig
 from megatron.convert.huggingface.weights import BLOCK_ELEMENTS, ModelSource, WeightSource
 from megatron.distributed.sharding import Box
-from megatron.layers.parameters import adapted_parts, gpt, part_of_rows
+from megatron.layers.adapter_parameters import adapted_parts, part_of_rows
+from megatron.layers.parameters import gpt
 
 
 def describe_adapters(model: ModelConfig) -> str:

@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from torch.distributed.tensor import Placement
 
+from megatron.config.parallel import ParallelConfig
+
 DENSE_REDUCE_AXES = ("dp", "cp")
 """Mesh axes over which gradients of dense parameters are summed."""
 EXPERT_REDUCE_AXES = ("edp",)
@@ -85,6 +87,8 @@ class ShardSpec:
     counted_elsewhere: bool = False
     # Number of leading view dimensions that enumerate separate matrices, such as experts or gate and up projection.
     matrices: int = 0
+    # A weight whose inputs are sharded, not its outputs.
+    row_parallel: bool = False
     # Of a fused QKV projection: query, key and value heads per group, interleaved along dimension 1 of the view.
     fused: tuple[int, ...] = ()
     # The parameter is not trained: it has neither a gradient nor optimizer state, and checkpoints do not hold it.
@@ -161,6 +165,10 @@ class ShardSpec:
         return () if self.counted_elsewhere else tuple(p for p in self.pieces if p.tp_ranks[0] == self.tp_rank)
 
 
+Specs = dict[str, ShardSpec]
+"""Specs by parameter name."""
+
+
 @dataclass(frozen=True)
 class DenseSharding:
     """Factory of the specs of dense parameters, for a tensor-parallel rank."""
@@ -181,7 +189,8 @@ class DenseSharding:
         local = view[:dim] + (n,) + view[dim + 1 :]
         start = tuple(self.rank * n if i == dim else 0 for i in range(len(view)))
         piece = ShardPiece(Box((0,) * len(view), local), Box(start, local), (self.rank,))
-        return ShardSpec(shape, view, local, (piece,), self.rank, init)
+        row_parallel = len(shape) > 1 and dim == len(view) - 1
+        return ShardSpec(shape, view, local, (piece,), self.rank, init, row_parallel=row_parallel)
 
     def replicate(self, shape: tuple[int, ...], init: Init, partial: bool) -> ShardSpec:
         """Replicate the tensor on every TP rank; ``partial`` if each rank computes a partial gradient."""
@@ -268,14 +277,34 @@ class ExpertSharding:
         local = tuple(n // sharded.get(i, (0, 1))[1] for i, n in enumerate(view))
         start = tuple(sharded.get(i, (0, 1))[0] * n for i, n in enumerate(local))
         piece = ShardPiece(Box((0,) * len(view), local), Box(start, local), (self.tp_rank,))
-        shape = (prod(view[:-1]), view[-1])
-        return ShardSpec(
-            shape, view, local, (piece,), self.tp_rank, init, reduce_axes=EXPERT_REDUCE_AXES, matrices=len(view) - 2
-        )
+        shape, matrices = (prod(view[:-1]), view[-1]), len(view) - 2
+        spec = ShardSpec(shape, view, local, (piece,), self.tp_rank, init, EXPERT_REDUCE_AXES, matrices=matrices)
+        return replace(spec, row_parallel=dim == len(view) - 1)
 
     def split_bias(self, view: tuple[int, ...], init: Init) -> ShardSpec:
         """Shard the biases ``[experts, ..., out]`` over EP, and their last dimension over expert-TP; see `split`."""
-        return replace(self.split(view, len(view) - 1, init), shape=(prod(view),), matrices=0)
+        split = self.split(view, len(view) - 1, init)
+        return replace(split, shape=(prod(view),), matrices=0, row_parallel=False)
+
+
+@dataclass(frozen=True)
+class Sharding:
+    """What determines a rank's part of every parameter."""
+
+    dense: DenseSharding
+    expert: ExpertSharding
+    # Each TP rank computes a part of the rows, so gradients of replicated parameters are partial.
+    sequence_parallel: bool = False
+
+    @classmethod
+    def of_first_rank(cls, parallel: ParallelConfig) -> Sharding:
+        """Return that of rank 0 of TP, EP and expert-TP; shapes are the same on the others."""
+        experts = ExpertSharding(0, parallel.expert_model_parallel_size, 0, parallel.expert_tp)
+        return cls(DenseSharding(0, parallel.tensor_model_parallel_size), experts, parallel.sequence_parallel)
+
+
+UNSHARDED = Sharding(DenseSharding(0, 1), ExpertSharding(0, 1, 0, 1))
+"""That of a rank that holds the whole of every parameter."""
 
 
 def padded_vocab_size(entries: int, divisible_by: int, tp: int) -> int:

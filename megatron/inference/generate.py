@@ -22,6 +22,7 @@ from megatron.distributed.random import stable_hash
 from megatron.inference.text import InferenceError
 from megatron.layers.context import DTYPES
 from megatron.layers.kv_cache import KVCache
+from megatron.layers.mixers.registry import find_mixer
 from megatron.training.scoring import ComputingModel, record
 
 
@@ -233,6 +234,9 @@ def check_prompts(config: ModelConfig, prompts: Sequence[Sequence[int]], max_new
     """
     if max_new_tokens < 1:
         raise InferenceError(f"--max-new-tokens {max_new_tokens}: must be at least 1", "--max-new-tokens 100")
+    for name in (name for mixers in config.kinds_of_layers for name in mixers):
+        if "generation" not in find_mixer(name).supports:
+            raise InferenceError(f"--token-mixers {name} does not support generation", "train or evaluate the model")
     for number, prompt in enumerate(prompts, start=1):
         if not prompt:
             raise InferenceError(f"prompt {number} is empty: it needs at least one token")

@@ -24,7 +24,7 @@ from torch import Tensor
 from megatron.config.run import TrainingConfig
 from megatron.distributed.host_memory import CopyStream, host_buffer
 
-BlockContext = Callable[[int], AbstractContextManager[None]]
+BlockContext = Callable[[int], AbstractContextManager[object]]
 """Returns the context in which to run the forward of a chunk's block, by its position in the chunk."""
 
 MAX_UNUSED = 1.25
@@ -34,9 +34,15 @@ MAX_UNRELEASED = 1
 """Blocks whose copies may be incomplete when the next one begins."""
 
 
-def no_offload(number: int) -> AbstractContextManager[None]:
-    """Keep everything on the device: the :data:`BlockContext` without offload."""
-    return nullcontext()
+class NoOffload:
+    """Keeps everything on the device, in the place of an :class:`ActivationOffload`."""
+
+    def leave_out(self, tensors: Iterable[Tensor]) -> None:
+        """Do nothing: no tensor moves."""
+
+    def blocks(self, tables: Iterable[Tensor]) -> BlockContext:
+        """Return contexts that do nothing."""
+        return nullcontext
 
 
 class HostPool:
@@ -150,10 +156,10 @@ class ActivationOffload:
         self._unreleased: deque[_Copied] = deque()
 
     @classmethod
-    def from_config(cls, config: TrainingConfig, device: torch.device) -> ActivationOffload | None:
-        """Return the offload that the flags select, if any."""
+    def from_config(cls, config: TrainingConfig, device: torch.device) -> ActivationOffload | NoOffload:
+        """Return the offload that the flags select."""
         layers = config.cpu_offloading_num_layers
-        return cls(device, layers, config.min_offloaded_tensor_size) if layers else None
+        return cls(device, layers, config.min_offloaded_tensor_size) if layers else NoOffload()
 
     def leave_out(self, tensors: Iterable[Tensor]) -> None:
         """Leave saved tensors in the storage of these on the device, such as weights."""
@@ -161,6 +167,8 @@ class ActivationOffload:
 
     def blocks(self, tables: Iterable[Tensor]) -> BlockContext:
         """Return the contexts for a forward of a chunk, in which saved tensors in the storage of ``tables`` stay."""
+        if not torch.is_grad_enabled():
+            return nullcontext
         stays = {table.untyped_storage()._cdata for table in tables}
         previous: SavedBlock | None = None
 

@@ -28,8 +28,8 @@ from megatron.distributed import comm
 from megatron.distributed.comm import Pending
 from megatron.distributed.grad_accumulator import WgradOperand
 from megatron.distributed.tensor_parallel import Product
+from megatron.layers.adapter_parameters import adapted_parts, linear_parts, part_of_rows
 from megatron.layers.context import BuildContext
-from megatron.layers.parameters import adapted_parts, linear_parts, part_of_rows
 from megatron.layers.products import LinearGradients, LinearProduct, Parameters, PlainProduct, Weights
 from megatron.layers.quantized import QuantizedProduct
 

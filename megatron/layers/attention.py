@@ -26,6 +26,8 @@ from megatron.layers.context import BuildContext, ForwardContext
 from megatron.layers.linear import ColumnParallelLinear, RowParallelLinear
 from megatron.layers.norm import Norm, widened
 from megatron.layers.recompute import recompute
+from megatron.layers.recompute_plan import RecomputePlan
+from megatron.layers.residual import MixerOutput
 
 
 class CoreAttention(nn.Module):
@@ -77,10 +79,10 @@ class CoreAttention(nn.Module):
 class SelfAttention(nn.Module):
     """QKV projection, core attention and output projection: ``[S(/tp), B, H] -> [S(/tp), B, H]``."""
 
-    def __init__(self, config: ModelConfig, context: BuildContext, layer: int, recompute_core: bool) -> None:
+    def __init__(self, config: ModelConfig, context: BuildContext, layer: int, plan: RecomputePlan) -> None:
         super().__init__()
         self.kernels, self.tp, self.rotary = context.kernels, context.tp, config.rotary_kind(layer)
-        self.name, self.recompute_core = context.name("core_attention"), recompute_core
+        self.name, self.recompute_core = context.name("core_attention"), "core_attn" in plan.modules
         self.linear_qkv = ColumnParallelLinear(context.submodule("linear_qkv"))
         self.linear_proj = RowParallelLinear(context.submodule("linear_proj"))
         self.q_layernorm: Norm | None = None
@@ -92,7 +94,7 @@ class SelfAttention(nn.Module):
         self.heads, self.norm_all = (groups, config.head_dim), config.qk_layernorm_scope == "all"
         self.core_attention = CoreAttention(config, context, config.pattern(layer), groups, rows - 2)
 
-    def forward(self, x_SBH: Tensor, ctx: ForwardContext) -> Tensor:
+    def forward(self, x_SBH: Tensor, ctx: ForwardContext) -> MixerOutput:
         """Attend within each sample."""
         norms, q, k = None, self.q_layernorm, self.k_layernorm
         qkv_SBO, bias = self.linear_qkv(x_SBH), self.linear_qkv.bias
@@ -108,7 +110,7 @@ class SelfAttention(nn.Module):
             y_SBH = recompute(self.core_attention, q_SBND, k_SBGD, v_SBGD, ctx)
         else:
             y_SBH = self.core_attention(q_SBND, k_SBGD, v_SBGD, ctx)
-        return self.linear_proj(y_SBH)
+        return MixerOutput(self.linear_proj(y_SBH), self.linear_proj.bias)
 
     def _normalize_all_heads(self, qkv_SBO: Tensor, q_norm: Norm, k_norm: Norm) -> Tensor:
         """Divide the queries of a token by their RMS over all heads of all TP ranks, and its keys likewise.

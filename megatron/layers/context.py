@@ -17,16 +17,15 @@ from megatron.distributed.grad_accumulator import GradAccumulator
 from megatron.distributed.mesh import Mesh
 from megatron.distributed.micro_batch import MicroBatch
 from megatron.distributed.random import initialize
-from megatron.distributed.sharding import DenseSharding, ExpertSharding, ShardSpec
+from megatron.distributed.sharding import DenseSharding, ExpertSharding, Sharding, ShardSpec, Specs
 from megatron.distributed.tensor_parallel import TPComm
 from megatron.kernels.attention_mask import AttentionMask, Ranges
 from megatron.kernels.fp8 import Float8Layers
 from megatron.kernels.quantized import quantize
 from megatron.kernels.registry import Kernels
 from megatron.kernels.rotary import RotaryCosSin
-from megatron.layers.activation_offload import ActivationOffload
+from megatron.layers.activation_offload import ActivationOffload, NoOffload
 from megatron.layers.kv_cache import KVCache
-from megatron.layers.parameters import Sharding, Specs
 
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 """Dtypes by the choices of ``--params-dtype``."""
@@ -58,8 +57,8 @@ class BuildContext:
     fp8: Float8Layers = field(default_factory=Float8Layers)
     # Of the model that the layers belong to.
     model: ModelConfig = field(default_factory=ModelConfig)
-    # Shared by all chunks; None keeps activations on the device.
-    offload: ActivationOffload | None = None
+    # Shared by all chunks.
+    offload: ActivationOffload | NoOffload = field(default_factory=NoOffload)
     # The parameters declared, and those built so far, by global name.
     specs: Specs = field(default_factory=dict)
     params: dict[str, nn.Parameter] = field(default_factory=dict)
@@ -172,6 +171,11 @@ class ForwardContext:
     # Positions in the sequence of the rows of this rank's hidden state.
     rows: Ranges = ()
     kernels: Kernels = Kernels()
+
+    @property
+    def rotary_tables(self) -> list[Tensor]:
+        """Cosines and sines of all rotary embeddings."""
+        return [table for found in self.rotary.values() for table in (found.cos, found.sin)]
 
     @cached_property
     def row_positions(self) -> Tensor:

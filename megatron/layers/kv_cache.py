@@ -28,6 +28,8 @@ class KVCache:
         # Tokens read.
         self.length = 0
         self._layers: dict[str, tuple[Tensor, Tensor]] = {}
+        # States of constant size, of the mixers that keep one, by the global name of the module.
+        self.states: dict[str, Tensor] = {}
 
     def extend(self, layer: str, k_SBGD: Tensor, v_SBGD: Tensor) -> tuple[Tensor, Tensor]:
         """Store a layer's keys and values of the next S tokens; return those of all tokens, ``[T, B, G, D]`` each.

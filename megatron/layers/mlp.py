@@ -1,4 +1,4 @@
-"""Feed-forward half of a transformer block."""
+"""MLP, the feed-forward mixer of a transformer block."""
 
 from __future__ import annotations
 
@@ -9,39 +9,29 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from megatron.config.model import ModelConfig
-from megatron.layers.context import BuildContext
+from megatron.layers.context import BuildContext, ForwardContext
 from megatron.layers.linear import ColumnParallelLinear, RowParallelLinear
 from megatron.layers.recompute import recompute_producer
+from megatron.layers.recompute_plan import RecomputePlan
+from megatron.layers.residual import MixerOutput
 
 
 class MLP(nn.Module):
     """Two linears and an activation, ``[S(/tp), B, H] -> [S(/tp), B, H]``; gate and up projection are fused."""
 
-    def __init__(
-        self, config: ModelConfig, context: BuildContext, drop_activation: bool, chunk_size: int | None
-    ) -> None:
-        """Build the MLP.
-
-        Args:
-            config: of the model.
-            context: of this module.
-            drop_activation: recompute the activation in backward.
-            chunk_size: rows that are computed at a time, and again in backward; None for all at once.
-
-        """
+    def __init__(self, config: ModelConfig, context: BuildContext, layer: int, plan: RecomputePlan) -> None:
         super().__init__()
-        self.chunk_size, self.grad_accumulator = chunk_size, context.grad_accumulator
+        # Rows that are computed at a time, and again in backward; None for all at once.
+        self.chunk_size, self.grad_accumulator = plan.mlp_chunk_size, context.grad_accumulator
         self.activation, self.kernels = config.activation_options, context.kernels
-        self.drop_activation = drop_activation and chunk_size is None  # a chunk is recomputed anyway
+        self.drop_activation = plan.drops_activation and self.chunk_size is None  # a chunk is recomputed anyway
         self.linear_fc1 = ColumnParallelLinear(context.submodule("linear_fc1"))
         self.linear_fc2 = RowParallelLinear(context.submodule("linear_fc2"))
 
-    def forward(self, x_SBH: Tensor) -> Tensor:
+    def forward(self, x_SBH: Tensor, ctx: ForwardContext) -> MixerOutput:
         """Apply the MLP."""
-        if self.chunk_size is None:
-            return self.apply_to_rows(x_SBH)
-        y_SBH: Tensor = _InChunks.apply(x_SBH, self)
-        return y_SBH
+        y_SBH = self.apply_to_rows(x_SBH) if self.chunk_size is None else _InChunks.apply(x_SBH, self)
+        return MixerOutput(y_SBH, self.linear_fc2.bias)
 
     def apply_to_rows(self, x_SBH: Tensor) -> Tensor:
         """Apply the MLP to any number of rows at once."""

@@ -24,10 +24,12 @@ from megatron.distributed import comm, mappings
 from megatron.distributed.comm import Group
 from megatron.distributed.grad_accumulator import WgradOperand
 from megatron.distributed.micro_batch import MicroBatch
-from megatron.kernels.bias import column_sum, with_bias_gradient
-from megatron.layers.context import BuildContext
+from megatron.kernels.bias import column_sum
+from megatron.layers.context import BuildContext, ForwardContext
 from megatron.layers.mlp import MLP
 from megatron.layers.recompute import recompute_producer
+from megatron.layers.recompute_plan import RecomputePlan
+from megatron.layers.residual import MixerOutput
 
 
 class Routing(NamedTuple):
@@ -275,27 +277,24 @@ class Experts(nn.Module):
 class MixtureOfExperts(nn.Module):
     """``[S(/tp), B, H] -> [S(/tp), B, H]``, and the router's losses ``[2]``; TP ranks route their part."""
 
-    def __init__(
-        self, config: ModelConfig, context: BuildContext, drop_activation: bool, chunk_size: int | None
-    ) -> None:
-        """Build the layer; arguments as for :class:`MLP`, of which ``chunk_size`` is for the shared expert only."""
+    def __init__(self, config: ModelConfig, context: BuildContext, layer: int, plan: RecomputePlan) -> None:
         super().__init__()
         self.config, self.context = config, context
         self.group, self.tp_size = context.mesh.group("ep", "etp"), context.mesh.layout.sizes["etp"]
         self.router = Router(config, context.submodule("router"))
-        self.experts = Experts(config, context.submodule("experts"), drop_activation)
+        self.experts = Experts(config, context.submodule("experts"), plan.drops_activation)
         self.shared_experts: MLP | None = None
         if config.moe_shared_expert_intermediate_size:
-            self.shared_experts = MLP(config, context.submodule("shared_experts"), drop_activation, chunk_size)
+            self.shared_experts = MLP(config, context.submodule("shared_experts"), layer, plan)
 
-    def forward(self, x_SBH: Tensor, batch: MicroBatch) -> tuple[Tensor, Tensor]:
+    def forward(self, x_SBH: Tensor, ctx: ForwardContext) -> MixerOutput:
         """Route every token, and apply its experts."""
-        routing = self.router(x_SBH, batch)
+        routing = self.router(x_SBH, ctx.batch)
         x_TH = x_SBH.flatten(0, 1)
         plan = DispatchPlan.plan(routing.experts, self.config.num_experts or 0, self.tp_size, self.group)
         parts_TCH = plan.combine(self.experts(plan.dispatch(x_TH), plan.counts), len(x_TH))
         weights_TC = routing.weights.repeat_interleave(self.tp_size, dim=1)
         y = torch.einsum("tc,tch->th", weights_TC, parts_TCH.to(weights_TC.dtype)).to(x_TH.dtype).view_as(x_SBH)
         if self.shared_experts is not None:
-            y = y + with_bias_gradient(self.shared_experts(x_SBH), self.shared_experts.linear_fc2.bias)
-        return y, routing.losses
+            y = y + self.shared_experts(x_SBH, ctx).sum()
+        return MixerOutput(y, losses=routing.losses)

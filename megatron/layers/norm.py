@@ -2,29 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from megatron.config.model import ModelConfig
-from megatron.kernels.bias import with_bias_gradient
 from megatron.layers.context import BuildContext
-
-
-class Residual(NamedTuple):
-    """The hidden state as a sum ``x + y`` that is still to be taken: the next norm takes it in its own kernel."""
-
-    x: Tensor
-    # Output of attention or of the MLP; None if there is nothing to add.
-    y: Tensor | None = None
-    # The bias that y contains, if its gradient is still to be taken (see :mod:`megatron.kernels.bias`).
-    y_bias: Tensor | None = None
-
-    def sum(self) -> Tensor:
-        """Return ``x + y``."""
-        return self.x if self.y is None else self.x + with_bias_gradient(self.y, self.y_bias)
+from megatron.layers.residual import Residual
 
 
 class Norm(nn.Module):
@@ -53,6 +39,23 @@ class Norm(nn.Module):
         if y is None:
             return x, self.kernels.norm(x, scale, bias, self.eps)
         return self.kernels.add_norm(x, y, y_bias, scale, bias, self.eps)
+
+    def normalize(self, x: Tensor) -> Tensor:
+        """Return ``norm(x)``."""
+        return self(Residual(x))[1]
+
+
+class NoNorm:
+    """In the place of a norm that a block does not have."""
+
+    def __call__(self, residual: Residual) -> tuple[Tensor, Tensor]:
+        """Return ``(x + y, x + y)``."""
+        x = residual.sum()
+        return x, x
+
+    def normalize(self, x: Tensor) -> Tensor:
+        """Return ``x``."""
+        return x
 
 
 def widened(weight: Tensor, offset: float = 0.0) -> Tensor:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -16,40 +15,18 @@ from megatron.distributed.micro_batch import MicroBatch
 from megatron.kernels.attention_mask import AttentionMask
 from megatron.kernels.rotary import RotaryEmbedding
 from megatron.layers import parameters
-from megatron.layers.activation_offload import BlockContext, no_offload
 from megatron.layers.context import BuildContext, ForwardContext
+from megatron.layers.dropout import embedding_noise, hidden_dropout
 from megatron.layers.embedding import Embedding
 from megatron.layers.kv_cache import KVCache
 from megatron.layers.loss import OutputLayer
-from megatron.layers.norm import Norm, Residual
+from megatron.layers.norm import Norm
 from megatron.layers.recompute import recompute
-from megatron.model.block import Block, embedding_noise, hidden_dropout
+from megatron.layers.recompute_plan import RecomputePlan
+from megatron.layers.residual import Residual, add_losses
+from megatron.model.block import build_block
 from megatron.model.objective import make_objective
 from megatron.pipeline.partition import StageLayers, stages_from_counts
-
-
-@dataclass(frozen=True)
-class RecomputePlan:
-    """Activation recomputation of a chunk."""
-
-    # Modules recomputed inside every block (selective recomputation).
-    modules: frozenset[str] = frozenset()
-    # Consecutive blocks that are recomputed together; 0 for none.
-    group: int = 0
-    # Number of the chunk's first blocks that are recomputed as a whole.
-    blocks: int = 0
-
-    @classmethod
-    def from_config(cls, config: TrainingConfig, num_blocks: int) -> RecomputePlan:
-        """Return the plan that the recompute flags give a chunk of ``num_blocks`` blocks."""
-        match config.recompute_granularity, config.recompute_method:
-            case "selective", _:
-                return cls(modules=frozenset(config.recompute_modules))
-            case "full", "block":
-                return cls(group=1, blocks=min(config.recompute_num_layers or num_blocks, num_blocks))
-            case "full", _:
-                return cls(group=config.recompute_num_layers or 1, blocks=num_blocks)
-        return cls()
 
 
 @dataclass
@@ -96,12 +73,8 @@ class GPTChunk(nn.Module):
         self.last, self.neftune_alpha = stage.last, training.neftune_alpha
         self.patterns = {config.pattern(i) for i in stage.layers}
         self.embedding = Embedding(config, context.submodule("embedding")) if stage.first else None
-        self.layers = nn.ModuleDict(
-            {
-                str(i): Block(config, context.block(i), i, self.recompute.modules, training.mlp_chunk_size)
-                for i in stage.layers
-            }
-        )
+        blocks = {str(i): build_block(config, context.block(i), i, self.recompute) for i in stage.layers}
+        self.layers = nn.ModuleDict(blocks)
         self.final_layernorm: Norm | None = None
         self.output_layer: OutputLayer | None = None
         if self.last:
@@ -197,36 +170,38 @@ class GPTChunk(nn.Module):
 
     def _run_blocks(self, x_SBH: Tensor, ctx: ForwardContext) -> tuple[Residual, Tensor | None]:
         """Return the hidden state after the blocks, and the sum of the router losses (None without experts)."""
-        blocks = list(self.layers.values())
+        blocks, offloaded = [*self.layers.values()], self.context.offload.blocks(ctx.rotary_tables)
+        residual, losses = Residual(x_SBH), None
+        for numbers, recomputed in self.recompute.segments(len(blocks), self.training):
+            run = _run_again if recomputed else _run
+            with offloaded(numbers.start):
+                residual, losses = run(blocks[numbers.start : numbers.stop], residual, losses, ctx)
+        return residual, losses
 
-        saving = self._offload(ctx)
 
-        def run(
-            x: Tensor, losses: Tensor | None, start: int, stop: int, saving: BlockContext = no_offload
-        ) -> tuple[Residual, Tensor | None]:
-            residual = Residual(x)
-            for number in range(start, stop):
-                with saving(number):
-                    residual, added = blocks[number](residual, ctx)
-                losses = added if losses is None else losses + added
-            return residual, losses
+def _run(
+    blocks: Sequence[nn.Module], residual: Residual, losses: Tensor | None, ctx: ForwardContext
+) -> tuple[Residual, Tensor | None]:
+    """Run consecutive blocks."""
+    for block in blocks:
+        residual, added = block(residual, ctx)
+        losses = add_losses(losses, added)
+    return residual, losses
 
-        def run_summed(*inputs: Any) -> tuple[Tensor, Tensor | None]:
-            residual, losses = run(*inputs)
-            return residual.sum(), losses  # one tensor to keep for the next recomputation, not two
 
-        losses, done = None, 0
-        while self.training and done < self.recompute.blocks:
-            stop = min(done + self.recompute.group, self.recompute.blocks)
-            with saving(done):
-                (x_SBH, losses), done = recompute(run_summed, x_SBH, losses, done, stop), stop
-        return run(x_SBH, losses, done, len(blocks), saving)
+def _run_again(
+    blocks: Sequence[nn.Module], residual: Residual, losses: Tensor | None, ctx: ForwardContext
+) -> tuple[Residual, Tensor | None]:
+    """Run consecutive blocks, and again in backward, for which one tensor is kept."""
+    x_SBH, losses = recompute(_run_to_sum, blocks, residual.sum(), losses, ctx)
+    return Residual(x_SBH), losses
 
-    def _offload(self, ctx: ForwardContext) -> BlockContext:
-        """Return the contexts in which blocks run, so that what they keep for backward is offloaded."""
-        if self.context.offload is None or not torch.is_grad_enabled():
-            return no_offload
-        return self.context.offload.blocks([t for found in ctx.rotary.values() for t in (found.cos, found.sin)])
+
+def _run_to_sum(
+    blocks: Sequence[nn.Module], x_SBH: Tensor, losses: Tensor | None, ctx: ForwardContext
+) -> tuple[Tensor, Tensor | None]:
+    residual, losses = _run(blocks, Residual(x_SBH), losses, ctx)
+    return residual.sum(), losses
 
 
 def build_gpt(config: ModelConfig, training: TrainingConfig, context: BuildContext) -> GPTChunk:

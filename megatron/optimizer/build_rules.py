@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 
@@ -36,7 +36,7 @@ def build_memory(
 
 def build_rules(
     main_params: MainParams,
-    on_host: Collection[str],
+    memory: ShardMemory,
     specs: Mapping[str, ShardSpec],
     buckets: GradBuffer,
     mesh: Mesh,
@@ -50,7 +50,7 @@ def build_rules(
 
     Args:
         main_params: to update.
-        on_host: parameters that the host updates; they are in the last groups.
+        memory: of their weights. Parameters that the host updates are in the last groups.
         specs: of the parameters.
         buckets: of the gradients.
         mesh: the groups.
@@ -59,7 +59,7 @@ def build_rules(
         kernel: the implementation of Adam; it may need a GPU.
     """
     built: list[tuple[ParamGroup, UpdateRule]] = []
-    for group in param_groups(buckets.specs, config, on_host):
+    for group in param_groups(buckets.specs, config, memory.on_host):
         held = replace(group, names=tuple(name for name in group.names if name in buckets.shards))
         divided = group.rule == "muon" and buckets.zero_stage == 3
         if not held.names and not divided:

@@ -169,7 +169,7 @@ class DistributedOptimizer:
         # This rank's shards by name: of the local stored shape if a shard is the whole parameter, else flat. For fp32
         # and fp64 models the weights themselves, or their copies on the host.
         self.main_params = MainParams(self.memory.weights, config.store_param_remainders)
-        self.groups = build_rules(self.main_params, self.memory.on_host, specs, buckets, mesh, config, seed, kernel)
+        self.groups = build_rules(self.main_params, self.memory, specs, buckets, mesh, config, seed, kernel)
         # Called as ``(name, start, before, after)`` for every block of elements that an update changes, from the flat
         # element ``start`` of this rank's shard; see :data:`UpdateObserver`.
         self.observe_update: Callable[[str, int, Tensor, Tensor], None] | None = None

@@ -14,7 +14,7 @@ from pathlib import Path
 from megatron.config.model import ModelConfig
 from megatron.config.parallel import ParallelConfig
 from megatron.config.text import did_you_mean, divisors, flag, flag_fixes, nearest, nearest_multiples
-from megatron.layers.parameters import block_sizes
+from megatron.layers.parameters import layer_sizes
 from megatron.pipeline.actions import PipelineSchedule, ScheduleError
 from megatron.pipeline.communication import add_communication
 from megatron.pipeline.partition import (
@@ -228,7 +228,8 @@ def layer_costs(model: ModelConfig) -> LayerCosts:
     Embeddings are looked up and cost nothing. Attention scores are ignored, so the split does not depend on the
     sequence length. While the vocabulary size is unknown the output layer costs nothing.
     """
-    layer = sum(block_sizes(model, active=True).values())
+    sizes = layer_sizes(model, active=True)
+    layer = sum(sizes) / len(sizes)
     return LayerCosts(layer, 0.0, (model.vocab_size or 0) * model.hidden_size)
 
 

@@ -24,9 +24,10 @@ from functools import lru_cache
 from megatron.config.attention_pattern import AttentionPattern
 from megatron.config.run import RunConfig
 from megatron.distributed.layout import chunks_of
+from megatron.layers.mixers.activations import DTYPE_BYTES
+from megatron.layers.mixers.attention import CORE
+from megatron.layers.recompute_plan import RecomputePlan
 from megatron.pipeline.plan import stage_layers
-from megatron.planner.activations import DTYPE_BYTES
-from megatron.planner.flops import recomputed_matmuls
 
 SAMPLED_QUERIES = 64
 """Queries of a chunk whose keys are counted for the balance."""
@@ -62,19 +63,23 @@ def attention_traffic(config: RunConfig) -> AttentionTraffic:
     keys = 2 * of_head * groups * parallel.kv_copies(model.kv_groups)
     p2p = all_gather = a2a = 0.0
     work = [0.0] * ring
-    places = (place for stage in stage_layers(model, parallel) for place in range(stage.count))
-    for layer, place in enumerate(places):
+    plans = [(stage, RecomputePlan.from_config(training, stage.count)) for stage in stage_layers(model, parallel)]
+    places = [(layer, layer - stage.layers.start < plan.blocks) for stage, plan in plans for layer in stage.layers]
+    core = CORE in plans[0][1].modules
+    attending = [(layer, again) for layer, again in places if "attention" in model.mixers(layer)]
+    if not attending:
+        return AttentionTraffic(p2p=0.0, all_gather=0.0, a2a=0.0, balance=1.0, in_flight=0.0)
+    for layer, again in attending:
         pattern = model.pattern(layer)
-        recomputed = recomputed_matmuls(model, training, place)
-        passes = 3 + ("values" in recomputed)
+        passes = 3 + (again or core)
         if gathers:
             all_gather += passes * keys * (ring - 1)
         else:
             p2p += passes * keys * sum(chunks_seen(pattern, training.seq_length, ring)) / ring / 2
-        repeated = 2 * queries + keys if "proj" in recomputed else queries + keys if "values" in recomputed else 0
+        repeated = 2 * queries + keys if again else queries + keys if core else 0
         a2a += (2 * (2 * queries + keys) + repeated) * (heads_ranks - 1) / heads_ranks
         work = [total + more for total, more in zip(work, ring_work(pattern, training.seq_length, ring))]
-    layers = model.num_layers
+    layers = len(attending)
     return AttentionTraffic(
         p2p=p2p / layers,
         all_gather=all_gather / layers,

@@ -12,7 +12,6 @@ values, three times: 12qk per layer.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -20,46 +19,41 @@ from megatron.config.model import ModelConfig
 from megatron.config.parallel import ParallelConfig
 from megatron.config.run import RunConfig, TrainingConfig
 from megatron.distributed.sharding import padded_vocab_size
-from megatron.layers.parameters import block_sizes
+from megatron.layers.mixers.base import Matmul
+from megatron.layers.mixers.registry import block_mixers
+from megatron.layers.recompute_plan import RecomputePlan
 from megatron.pipeline.plan import stage_layers
-
-BLOCK_MATMULS = ("qkv", "scores", "values", "proj", "router", "fc1", "fc2")
-"""The matrix products of a block, in order. fc1 and fc2 include all experts that a token is routed to."""
 
 NO_PIPELINE = ParallelConfig()
 """A layout with all blocks in one stage."""
 
 
 @dataclass(frozen=True)
-class MatmulFlops:
-    """FLOPs per token of one matrix product; backward takes as many for the gradient of each operand."""
-
-    forward: float
-    products: int = 3  # in forward and backward: 2 if the weight is frozen
-    recomputed: float = 0.0  # the forward pass a second time
-
-
-@dataclass(frozen=True)
 class FlopTable:
     """FLOPs per token of every matrix product."""
 
-    layers: tuple[dict[str, MatmulFlops], ...]  # per block, by the names in BLOCK_MATMULS
-    head: MatmulFlops  # output layer
+    layers: tuple[dict[str, Matmul], ...]  # per block, by module and product, such as mlp.linear_fc1
+    head: Matmul  # output layer
+    frozen: bool  # weights have no gradients
+
+    def cost(self, product: Matmul) -> float:
+        """Return the FLOPs of forward and backward, which takes as many for the gradient of each operand."""
+        return product.flops * (2 if self.frozen and product.of_weight else 3)
 
     @property
-    def works(self) -> list[MatmulFlops]:
+    def works(self) -> list[Matmul]:
         """All matrix products."""
         return [work for layer in self.layers for work in layer.values()] + [self.head]
 
     @property
     def model(self) -> float:
         """Total of forward and backward."""
-        return sum(work.products * work.forward for work in self.works)
+        return sum(map(self.cost, self.works))
 
     @property
     def recomputed(self) -> float:
         """Total of recomputation."""
-        return sum(work.recomputed for work in self.works)
+        return sum(work.flops * work.again for work in self.works)
 
 
 def flop_table(
@@ -81,33 +75,17 @@ def flop_table(
     Raises:
         ScheduleError: when the pipeline cannot distribute the blocks.
     """
-    forward = {name: 2.0 * model.hidden_size * width for name, width in _widths(model).items()}
-    queries = 2.0 * model.num_attention_heads * model.head_dim
-    layers, of_weights = [], 3 if model.lora_rank is None else 2
-    products = dict.fromkeys(BLOCK_MATMULS, of_weights) | {"scores": 3, "values": 3}
+    layers = []
     for stage in stage_layers(model, parallel):
-        for index in range(stage.count):
-            forward["scores"] = forward["values"] = queries * keys[stage.layers.start + index]
-            recomputed = recomputed_matmuls(model, training, index)
-            layers.append({n: MatmulFlops(forward[n], products[n], forward[n] * recomputed[n]) for n in BLOCK_MATMULS})
-    return FlopTable(tuple(layers), MatmulFlops(2.0 * model.hidden_size * vocabulary, of_weights))
-
-
-def recomputed_matmuls(model: ModelConfig, training: TrainingConfig, place: int) -> Counter[str]:
-    """Return how often block ``place`` of a stage computes each product again in backward.
-
-    Attention with dropout, which is not fused, keeps no scores. Of an MLP in chunks every chunk is computed again; of
-    experts only the shared one is in chunks, which is not counted.
-    """
-    in_chunks = training.mlp_chunk_size is not None and model.num_experts is None
-    again = Counter((*(("fc1", "fc2") if in_chunks else ()), *(("scores",) if model.attention_dropout > 0 else ())))
-    if training.recompute_granularity is None:
-        return again
-    if training.recompute_granularity == "full":
-        first = training.recompute_num_layers if training.recompute_method == "block" else None
-        return again + Counter(BLOCK_MATMULS if first is None or place < first else ())
-    products = {"core_attn": ("scores", "values"), "mlp": () if in_chunks else ("router", "fc1", "fc2")}
-    return again + Counter(name for module in training.recompute_modules for name in products.get(module, ()))
+        plan = RecomputePlan.from_config(training, stage.count)
+        for place, layer in enumerate(stage.layers):
+            products = {
+                f"{mixer.module}.{name}": product._replace(again=product.again + (place < plan.blocks))
+                for mixer in block_mixers(model, layer)
+                for name, product in mixer.matmuls(model, plan, keys[layer]).items()
+            }
+            layers.append(products)
+    return FlopTable(tuple(layers), Matmul(2.0 * model.hidden_size * vocabulary), model.lora_rank is not None)
 
 
 def matmul_parameters(model: ModelConfig) -> int:
@@ -116,7 +94,8 @@ def matmul_parameters(model: ModelConfig) -> int:
     Left out are experts that a token is not routed to, token and position embeddings (lookups; a tied embedding counts
     as the output layer), biases, norms, and vocabulary padding.
     """
-    return model.hidden_size * (model.num_layers * sum(_widths(model).values()) + model.vocab)
+    mixers = (mixer for layer in range(model.num_layers) for mixer in block_mixers(model, layer))
+    return sum(sum(mixer.matrices(model).values()) for mixer in mixers) + model.hidden_size * model.vocab
 
 
 def full_attention_keys(model: ModelConfig, seq_length: int) -> tuple[float, ...]:
@@ -159,17 +138,11 @@ class FlopsPerToken:
         )
         full = flop_table(model, training, full_attention_keys(model, s), model.vocab, config.parallel)
         megatron = flop_table(model, training, [s / 2] * model.num_layers, padded)
-        routers = sum(layer["router"].products * layer["router"].forward for layer in megatron.layers)
+        products = (product for layer in megatron.layers for product in layer.items())
+        routers = sum(megatron.cost(each) for name, each in products if name.endswith(".router"))
         return cls(
             full=full.model,
             causal=flop_table(model, training, causal_attention_keys(model, s), model.vocab).model,
             hardware=full.model + full.recomputed,
             megatron=megatron.model - routers,
         )
-
-
-def _widths(model: ModelConfig) -> dict[str, int]:
-    """Return the size of each linear layer of a block besides the hidden size; a token's experts count as one."""
-    weights = {name: size for name, size in block_sizes(model, active=True).items() if name.endswith("weight")}
-    products = ("qkv", "proj", "router", "fc1", "fc2")  # named as their layers: linear_qkv, ..., router
-    return {p: sum(n for name, n in weights.items() if f"{p}.weight" in name) // model.hidden_size for p in products}

@@ -30,15 +30,17 @@ from megatron.distributed.param_layout import (
     matrix_blocks,
     plan_buckets,
 )
-from megatron.distributed.sharding import EXPERT_REDUCE_AXES
-from megatron.layers import parameters
-from megatron.layers.parameters import ADAPTABLE, Sharding, Specs, adapted_parts, gpt, linear_parts, trainable
+from megatron.distributed.sharding import EXPERT_REDUCE_AXES, Sharding, Specs
+from megatron.layers.adapter_parameters import ADAPTABLE, adapted_parts, linear_parts
+from megatron.layers.mixers.activations import DTYPE_BYTES, INDEX_BYTES
+from megatron.layers.parameters import block_of_any_kind, gpt, trainable
+from megatron.layers.recompute_plan import RecomputePlan
 from megatron.optimizer.param_groups import offloaded_params, rule_of
 from megatron.pipeline.actions import BACKWARD, FORWARD, INPUT, WEIGHT
 from megatron.pipeline.communication import channels
 from megatron.pipeline.partition import StageLayers
 from megatron.pipeline.plan import build_program, stage_layers, stage_placement, virtual_stages
-from megatron.planner.activations import DTYPE_BYTES, INDEX_BYTES, peak_activations, peak_host_activations
+from megatron.planner.activations import peak_activations, peak_host_activations
 
 
 def stages_by_rank(model: ModelConfig, parallel: ParallelConfig) -> list[list[StageLayers]]:
@@ -350,9 +352,9 @@ def gathered_weight_bytes(config: RunConfig, layout: Layout, pp_rank: int) -> in
 
     if not parallel.reshards_after_forward:
         return whole(buckets)
-    count, training, peaks, in_flight = parallel.param_gather_prefetch, config.training, [set[str]()], set[str]()
-    full = training.recompute_granularity == "full" and training.recompute_method != "block"
-    group = (training.recompute_num_layers or 1) if full else 1  # blocks that are recomputed, and so kept, together
+    count, peaks, in_flight = parallel.param_gather_prefetch, [set[str]()], set[str]()
+    # Blocks that are recomputed, and so kept, together.
+    group = RecomputePlan.from_config(config.training, 1).group or 1
     for stage in stages_by_rank(config.model, parallel)[pp_rank]:
         blocks = stage_blocks(stage)
         kept = kept_for_backward(blocks, count)
@@ -437,7 +439,7 @@ def converted_weight_bytes(config: RunConfig) -> int:
         each = wide
     stages = (rank_parameters(model, config.parallel, pp) for pp in range(config.parallel.pipeline_model_parallel_size))
     rows = max(sum(prod(spec.local_shape) for spec in specs.values() if spec.wide) for specs in stages)
-    specs = parameters.block(model.base, Sharding.of_first_rank(config.parallel))
+    specs = block_of_any_kind(model.base, Sharding.of_first_rank(config.parallel))
     weights = (spec for name, spec in specs.items() if ADAPTABLE.fullmatch(f"layers.0.{name.removesuffix('.weight')}"))
     return each * max(prod(spec.local_shape) for spec in weights) + rows * wide
 

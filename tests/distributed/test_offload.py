@@ -10,6 +10,7 @@ from torch import Tensor
 
 from megatron.config.parallel import ParallelConfig
 from megatron.config.run import OptimizerConfig, PrecisionConfig, TrainingConfig
+from megatron.layers.activation_offload import ActivationOffload
 from megatron.training.build import build_trainer
 from megatron.training.step import train_step
 from tests.distributed.test_optimizer_shards import EXPERTS, GQA, noted
@@ -43,7 +44,7 @@ def steps_of(rank: int, size: int, case: Case) -> tuple[list[tuple[dict[str, Ten
     memory = trainer.optimizer.memory
     held = sum(memory.weights[name].nbytes for name in memory.on_host)
     activations = next(iter(trainer.chunks.values())).context.offload
-    return found, held, 0 if activations is None else activations.pool.size
+    return found, held, activations.pool.size if isinstance(activations, ActivationOffload) else 0
 
 
 def differing(rank: int, size: int, case: Case, offloaded: Case) -> tuple[list[str], int, int]:

@@ -22,7 +22,8 @@ def report(
         vitals = HealthReport(trainer)
         vitals.on_step_start()
         metrics = train_step(trainer, batches_of(trainer, case, step), RATES)
-        trainer.progress.iteration, trainer.progress.consumed_samples = step + 1, (step + 1) * 4
+        progress = trainer.progress
+        progress.iteration, progress.consumed_samples = step + 1, (step + 1) * 4
         with fault():
             records.append(vitals.report(metrics))
     return records

@@ -34,7 +34,7 @@ TORCH_FREE = (
         f"megatron.pipeline.{part}"
         for part in ("actions", "schedules", "communication", "validate", "simulate", "search", "partition", "plan")
     ),
-    "megatron.layers.parameters",
+    *(f"megatron.layers.{part}" for part in ("adapter_parameters", "mixers", "parameters", "recompute_plan")),
     *("megatron.optimizer.lr_scheduler", "megatron.optimizer.param_groups"),
 )
 """The half that computes no tensors: importing these must not import torch."""

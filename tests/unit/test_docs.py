@@ -30,6 +30,7 @@ NAMES = [
     "formats",
     "long_context",
     "memory",
+    "mixers",
     "slow_networks",
     "operations",
     "performance",

@@ -11,7 +11,9 @@ from megatron.config.model import QUANTIZED_BLOCK
 from megatron.config.run import RunConfig
 from megatron.config.settings import SETTINGS
 from megatron.config.text import listed
-from megatron.layers.parameters import ADAPTABLE, Sharding, adapted_parts, block, linear_parts
+from megatron.distributed.sharding import Sharding
+from megatron.layers.adapter_parameters import ADAPTABLE, adapted_parts, linear_parts
+from megatron.layers.parameters import block_of_any_kind
 
 NO_ADAPTERS = "drop --lora-rank"
 
@@ -22,7 +24,8 @@ def check_lora_target(config: RunConfig, world_size: int) -> Iterator[Problem]:
     if model.lora_rank is None:
         return
     try:
-        weights = {name.removesuffix(".weight"): spec for name, spec in block(model).items() if name.endswith("weight")}
+        specs = block_of_any_kind(model)
+        weights = {name.removesuffix(".weight"): spec for name, spec in specs.items() if name.endswith("weight")}
     except ValueError:
         return  # a dimension does not divide, which other checks report
     for pattern in model.lora_target or ("",):
@@ -63,7 +66,7 @@ def check_frozen_weights(config: RunConfig, world_size: int) -> Iterator[Problem
         sentence = f"--frozen-weights-precision {precision} does not support optim_grads_params, which cuts blocks"
         yield Problem("E114", sentence, ("--data-parallel-sharding-strategy optim_grads", drop))
     try:
-        specs = block(model.base, Sharding.of_first_rank(parallel))
+        specs = block_of_any_kind(model.base, Sharding.of_first_rank(parallel))
     except ValueError:
         return  # a dimension does not divide, which other checks report
     for name, spec in specs.items():

@@ -9,7 +9,8 @@ from megatron.config.errors import Problem
 from megatron.config.parallel import ParallelConfig
 from megatron.config.run import RunConfig
 from megatron.config.text import multiples_as_fixes
-from megatron.layers.parameters import Sharding, block
+from megatron.distributed.sharding import Sharding
+from megatron.layers.parameters import block_of_any_kind
 
 NO_FP8 = "drop --fp8-format"
 MULTIPLES = {"tensorwise": 16, "rowwise": 16, "blockwise": 128, "mxfp8": 32}
@@ -45,7 +46,7 @@ def check_fp8_sizes(config: RunConfig, world_size: int) -> Iterator[Problem]:
         return
     of, other = MULTIPLES[recipe], ("--fp8-recipe tensorwise",) if MULTIPLES[recipe] > 16 else ()
     try:
-        specs = block(model, Sharding.of_first_rank(parallel))
+        specs = block_of_any_kind(model, Sharding.of_first_rank(parallel))
     except ValueError:
         return  # a dimension does not divide, which other checks report
     for name, spec in specs.items():

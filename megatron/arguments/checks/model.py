@@ -30,7 +30,8 @@ from megatron.config.text import (
     nearest_multiples,
 )
 from megatron.distributed.layout import Layout
-from megatron.layers.parameters import block, gpt
+from megatron.layers.mixers.registry import find_mixer
+from megatron.layers.parameters import block_of_any_kind, gpt
 from megatron.pipeline import plan
 from megatron.pipeline.actions import ScheduleError
 from megatron.pipeline.partition import AUTO, parse_layout
@@ -168,6 +169,18 @@ def check_no_rope_freq(config: RunConfig, world_size: int) -> Iterator[Problem]:
     yield Problem("E111", sentence, ("drop --no-rope-freq", f"--num-layers {entries}"))
 
 
+def check_mixers(config: RunConfig, world_size: int) -> Iterator[Problem]:
+    """Check that the mixers of the layers are right with distributed sequences and with several documents in one."""
+    asked = {
+        "context parallelism": ("--context-parallel-size 1", config.parallel.context_parallel_size > 1),
+        "documents": ("--no-reset-attention-mask", config.data.reset_attention_mask),
+    }
+    for name in dict.fromkeys(name for mixers in config.model.kinds_of_layers for name in mixers):
+        for feature, (fix, is_asked) in asked.items():
+            if is_asked and feature not in find_mixer(name).supports:
+                yield Problem("E115", f"--token-mixers {name} does not support {feature}", (fix,))
+
+
 def attention_notes(config: RunConfig, world_size: int) -> Iterator[str]:
     """Yield notes about windows that hide nothing, and about patterns that end in the middle."""
     model, length = config.model, config.training.seq_length
@@ -188,7 +201,7 @@ def attention_notes(config: RunConfig, world_size: int) -> Iterator[str]:
 def check_tensor_sizes(config: RunConfig, world_size: int) -> Iterator[Problem]:
     """Check that the elements of every tensor, vocabulary padding included, can be counted and addressed."""
     model = replace(config.model, vocab_size=config.model.vocab_size or 1)
-    shapes = {name: spec.local_shape for name, spec in (gpt(model, layers=()) | block(model)).items()}
+    shapes = {name: spec.local_shape for name, spec in (gpt(model, layers=()) | block_of_any_kind(model)).items()}
     name = max(shapes, key=lambda each: math.prod(shapes[each]))
     if math.prod(shapes[name]) > MAX_ELEMENTS:
         sentence = f"{name} would be of shape {list(shapes[name])}; a tensor has at most {MAX_ELEMENTS:,} elements"

@@ -51,8 +51,8 @@ from megatron.config.text import clipped, format_bytes, listed
 from megatron.contrib.megatron_lm.flags import Arguments, read_arguments
 from megatron.contrib.megatron_lm.names import find_place
 from megatron.contrib.megatron_lm.pickles import Record, StoredTensor, read_pickle_file, read_torch_file
-from megatron.distributed.sharding import Box, DenseSharding, ExpertSharding, ShardSpec
-from megatron.layers.parameters import WORD_EMBEDDINGS, Sharding, gpt
+from megatron.distributed.sharding import Box, DenseSharding, ExpertSharding, Sharding, ShardSpec
+from megatron.layers.parameters import WORD_EMBEDDINGS, gpt
 
 RANK_FILE = "model_optim_rng.pt"
 METADATA, COMMON_FILE = ".metadata", "common.pt"

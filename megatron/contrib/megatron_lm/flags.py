@@ -47,7 +47,7 @@ ACTIVATIONS = {"swiglu": "swiglu", "quick_geglu": "quick_geglu", "squared_relu":
 
 LACKING = """attention_pattern z_loss_coeff embedding_multiplier residual_multiplier logits_scaling rotary_base_local
 rope_original_max_position rope_low_freq_factor rope_high_freq_factor softmax_scale attn_logit_softcapping
-final_logit_softcapping layernorm_placement parallel_attention qk_layernorm_scope"""
+final_logit_softcapping layernorm_placement parallel_attention qk_layernorm_scope token_mixers"""
 """Options of a model that Megatron-LM does not have."""
 
 NOT_COMPARED = ("data_parallel_sharding_strategy", "recompute_modules", "vocab_size", "make_vocab_size_divisible_by")

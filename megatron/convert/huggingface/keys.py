@@ -69,6 +69,7 @@ SWITCHES = (
     "logits_scaling",
     "activation_func_clamp_value",
     "glu_linear_offset",
+    "token_mixers",
 )
 """Fields of `ModelConfig` with their default in all families that do not name them."""
 

@@ -57,8 +57,9 @@ from megatron.convert.saved_model import (
     tokenizer_files_of,
 )
 from megatron.distributed.comm import Group
+from megatron.layers.adapter_parameters import ADAPTABLE, linear_parts, part_of_rows
 from megatron.layers.context import DTYPES
-from megatron.layers.parameters import ADAPTABLE, gpt, linear_parts, part_of_rows, trainable
+from megatron.layers.parameters import gpt, trainable
 
 ADAPTER_CONFIG_FILE = "adapter_config.json"
 ADAPTER_WEIGHTS_FILE = "adapter_model.safetensors"

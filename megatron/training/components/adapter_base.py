@@ -32,6 +32,7 @@ class AdapterBase(Component):
     def __init__(self, trainer: Trainer) -> None:
         """Read nothing yet."""
         self._trainer = trainer
+        self._base: BaseModel | None = None  # once it is read
 
     def before_load(self, source: ResumeSource) -> Sequence[str]:
         """Read the frozen weights, and without adapters to load, start magnitudes; see :class:`Component`.
@@ -50,7 +51,7 @@ class AdapterBase(Component):
                 raise UserError([Problem("E806", sentence, ("--pretrained-checkpoint ANOTHER",))]) from error
 
         def read() -> list[str]:
-            opened = open_model(self.base.location, follow_links=True)  # links are checked with the options
+            opened = open_model(base.location, follow_links=True)  # links are checked with the options
             saved = to_dict(replace(trainer.config, model=opened.model))
             changes = compare_configs(saved, replace(trainer.config, model=model), "weights-only", name="base")
             if changes.problems:
@@ -58,9 +59,9 @@ class AdapterBase(Component):
             read_frozen_weights(trainer, opened)
             own, files = trainer.files, tokenizer_files_of(opened)
             trainer.files = files_to_carry(own, files)
-            return [f"frozen weights from {self.base.location}", *changes.lines, *tokenizer_notes(own, files)]
+            return [f"frozen weights from {base.location}", *changes.lines, *tokenizer_notes(own, files)]
 
-        self.base = BaseModel(*run_on_rank0(find, trainer.mesh.world))
+        self._base = base = BaseModel(*run_on_rank0(find, trainer.mesh.world))
         notes = gather_results(read, trainer.mesh.world)[0]
         trainer.optimizer.weights.start_gather()
         if source.fresh and trainer.config.model.lora_dora:
@@ -73,12 +74,13 @@ class AdapterBase(Component):
         Raises:
             UserError: if the adapters of the checkpoint belong to other weights.
         """
-        was = self.base.check_adapters(manifest)
-        return () if was == self.base.location else [f"the frozen weights were read from {was} before"]
+        if self._base is None or (was := self._base.check_adapters(manifest)) == self._base.location:
+            return ()
+        return [f"the frozen weights were read from {was} before"]
 
     def state_dict(self) -> Mapping[str, Any]:
         """See :class:`Component`."""
-        return self.base.record
+        return {} if self._base is None else self._base.record
 
 
 def read_frozen_weights(trainer: Trainer, source: WeightSource) -> None:

@@ -50,7 +50,8 @@ OTHER_VALUES: dict[str, Any] = {
 def other_values(name: str, value: Any) -> list[Any]:
     setting = SETTINGS[name]
     if setting.option.choices:
-        return [choice for choice in setting.option.choices if choice != value]
+        choices = [(choice,) if setting.many else choice for choice in setting.option.choices]
+        return [choice for choice in choices if choice != value]
     if setting.scalar is bool:
         return [not value]
     return [OTHER_VALUES.get(name, (value or 0.5) / 2 if setting.scalar is float else 2 * (value or 8))]

@@ -86,7 +86,7 @@ def outcome(recipe: Float8Recipe) -> list[Tensor]:
     x, weight, dy = operands(recipe)
     gradient = torch.zeros_like(weight)
     accumulator, kernels = GradAccumulator(), Kernels(fp8=Float8Kernel(recipe))
-    accumulator.bind(Gradients({"weight": gradient}))
+    accumulator.bind(Gradients({"layers.0.weight": gradient}))
     context = BuildContext(
         one_rank_mesh(), accumulator, torch.float64, kernels=kernels, fp8=Float8Layers(frozenset({0}))
     ).block(0)

@@ -21,11 +21,12 @@ from megatron.kernels.attention_mask import AttentionMask
 from megatron.kernels.block_attention import AttentionScores
 from megatron.kernels.rotary import RotaryEmbedding, rotate
 from megatron.layers import attention as attention_module
-from megatron.layers import parameters
 from megatron.layers.attention import SelfAttention, largest_logit
 from megatron.layers.context import BuildContext, ForwardContext
 from megatron.layers.kv_cache import KVCache
-from megatron.layers.norm import Residual
+from megatron.layers.mixers.registry import MIXERS
+from megatron.layers.recompute_plan import RecomputePlan
+from megatron.layers.residual import Residual
 from tests.kit.solo import Allocations, Solo, one_rank_mesh, random_batch, tiny
 
 LENGTH = 12
@@ -67,8 +68,8 @@ def test_mask(pattern: str, documents: Tensor | None) -> None:
 
 def attention(config: ModelConfig) -> SelfAttention:
     context = BuildContext(one_rank_mesh(), GradAccumulator(), torch.float64)
-    context = context.declare(parameters.self_attention(config, context.sharding))
-    return SelfAttention(config, context, 0, False)
+    context = context.declare(MIXERS["attention"].parameters(config, context.sharding))
+    return SelfAttention(config, context, 0, RecomputePlan())
 
 
 def scene_of(config: ModelConfig, documents: Tensor | None) -> ForwardContext:
@@ -153,7 +154,7 @@ def test_equals_loops(name: str, unfused: bool, documents: Tensor | None) -> Non
     x = torch.randn(LENGTH, 2, config.hidden_size, dtype=torch.float64)
     with torch.no_grad():
         torch.testing.assert_close(
-            layer(x, scene), by_loops(layer, config, x, scene, documents), rtol=1e-11, atol=1e-12
+            layer(x, scene).sum(), by_loops(layer, config, x, scene, documents), rtol=1e-11, atol=1e-12
         )
 
 

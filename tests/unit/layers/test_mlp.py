@@ -14,9 +14,10 @@ from megatron.config.model import GATED_ACTIVATIONS, ModelConfig
 from megatron.config.run import TrainingConfig
 from megatron.distributed.grad_accumulator import GradAccumulator
 from megatron.kernels.activation import activation
-from megatron.layers import parameters
-from megatron.layers.context import BuildContext
+from megatron.layers.context import BuildContext, ForwardContext
+from megatron.layers.mixers.registry import MIXERS
 from megatron.layers.mlp import MLP
+from megatron.layers.recompute_plan import RecomputePlan
 from tests.kit.solo import Allocations, Gradients, Solo, one_rank_mesh, random_batch, tiny
 
 ROWS, SAMPLES = 48, 2
@@ -94,8 +95,9 @@ class Made:
 
     def __init__(self, config: ModelConfig, chunk_size: int | None) -> None:
         context = BuildContext(one_rank_mesh(), GradAccumulator(), torch.float64)
-        context.declare(parameters.mlp(config, context.sharding, config.ffn))
-        self.mlp, self.grad_accumulator = MLP(config, context, False, chunk_size), context.grad_accumulator
+        context.declare(MIXERS["mlp"].parameters(config, context.sharding))
+        self.grad_accumulator = context.grad_accumulator
+        self.mlp = MLP(config, context, 0, RecomputePlan(mlp_chunk_size=chunk_size))
         gradients = Gradients({name: torch.zeros_like(p) for name, p in context.params.items()})
         self.contributions = gradients.contributions
         self.grad_accumulator.bind(gradients)
@@ -104,7 +106,7 @@ class Made:
 
 def test_chunks_are_one_contribution_and_nothing_waits_for_w() -> None:
     made = Made(MODELS["gpt"], 5)
-    y = made.mlp(made.x)
+    y, _, _ = made.mlp(made.x, ForwardContext(random_batch(GPT), {}))
     with made.grad_accumulator.deferring_wgrad(0, 0):
         y.sum().backward()
         assert made.grad_accumulator.defers_wgrad
@@ -119,7 +121,7 @@ def test_only_one_chunk_exists_at_a_time(model: str, size: int) -> None:
     made = Made(config, size)
     row = SAMPLES * made.x.element_size()
     with Allocations() as forward:
-        y = made.mlp(made.x)
+        y, _, _ = made.mlp(made.x, ForwardContext(random_batch(GPT), {}))
         kept = forward.alive
     assert kept == ROWS * row * config.hidden_size, "the output"
     y.backward(torch.ones_like(y))

@@ -16,9 +16,11 @@ from megatron.config.model import ModelConfig
 from megatron.config.run import TrainingConfig
 from megatron.distributed.comm import Group
 from megatron.distributed.grad_accumulator import GradAccumulator
-from megatron.layers import moe, parameters
-from megatron.layers.context import BuildContext
+from megatron.layers import moe
+from megatron.layers.context import BuildContext, ForwardContext
+from megatron.layers.mixers.registry import MIXERS
 from megatron.layers.moe import DispatchPlan, MixtureOfExperts, Permutation, Router, Routing
+from megatron.layers.recompute_plan import RecomputePlan
 from tests.kit.solo import Gradients, Solo, one_rank_mesh, random_batch, tiny
 
 LENGTH, SAMPLES, EXPERTS = 6, 3, 5
@@ -29,7 +31,7 @@ def router(dtype: torch.dtype = torch.float64, **changes: Any) -> tuple[Router, 
     """A router, and where its gradient goes."""
     context = BuildContext(one_rank_mesh(), GradAccumulator(), dtype)
     config = tiny(**WIDE | changes)
-    context.declare(parameters.mixture_of_experts(config, context.sharding))
+    context.declare(MIXERS["experts"].parameters(config, context.sharding))
     made = Router(config, context.submodule("router"))
     gradients = {"router.weight": torch.zeros_like(made.weight)}
     context.grad_accumulator.bind(Gradients(gradients))
@@ -238,17 +240,18 @@ MODELS: dict[str, dict[str, Any]] = {
 class Made:
     """A mixture alone, and where its gradients go."""
 
-    def __init__(self, config: ModelConfig, drop_activation: bool = False) -> None:
+    def __init__(self, config: ModelConfig, *recomputed: str) -> None:
         self.context = BuildContext(one_rank_mesh(), GradAccumulator(), torch.float64)
-        self.context.declare(parameters.mixture_of_experts(config, self.context.sharding))
-        self.module = MixtureOfExperts(config, self.context, drop_activation, chunk_size=None)
+        self.context.declare(MIXERS["experts"].parameters(config, self.context.sharding))
+        self.module = MixtureOfExperts(config, self.context, 0, RecomputePlan(frozenset(recomputed)))
         self.gradients = {name: torch.zeros_like(p) for name, p in self.context.params.items()}
         target = Gradients(self.gradients)
         self.contributions = target.contributions
         self.context.grad_accumulator.bind(target)
 
     def run(self, x_SBH: Tensor) -> tuple[Tensor, Tensor]:
-        y, losses = self.module(x_SBH, random_batch(self.module.config, SAMPLES, LENGTH))
+        batch = random_batch(self.module.config, SAMPLES, LENGTH)
+        y, _, losses = self.module(x_SBH, ForwardContext(batch, {}))
         return y, losses
 
 
@@ -285,7 +288,7 @@ def by_hand(config: ModelConfig, w: dict[str, Tensor], x_SBH: Tensor) -> Tensor:
 @pytest.mark.parametrize("drop_activation", [False, True], ids=["kept", "activation dropped"])
 @pytest.mark.parametrize("name", MODELS)
 def test_output_and_gradients_are_those_of_a_loop(name: str, drop_activation: bool) -> None:
-    made = Made(config_of(name), drop_activation)
+    made = Made(config_of(name), *(["activation"] if drop_activation else []))
     weights = {n: p.detach().clone().requires_grad_() for n, p in made.context.params.items()}
     ours, theirs = hidden().requires_grad_(), hidden().requires_grad_()
     y, _ = made.run(ours)  # the gradients of losses are tested with the router

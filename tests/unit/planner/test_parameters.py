@@ -17,8 +17,9 @@ from megatron.distributed.comm import Group
 from megatron.distributed.grad_accumulator import GradAccumulator
 from megatron.distributed.layout import Layout
 from megatron.distributed.mesh import Mesh
+from megatron.distributed.sharding import Specs
 from megatron.layers.context import BuildContext
-from megatron.layers.parameters import Specs, gpt, num_parameters
+from megatron.layers.parameters import gpt, num_parameters
 from megatron.model.gpt import build_chunks
 from megatron.pipeline.plan import resolve_pipeline, stage_layers, stage_placement
 from megatron.planner.memory import rank_parameters, stages_by_rank

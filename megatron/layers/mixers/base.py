@@ -1,0 +1,183 @@
+"""The declaration of a mixer: what is inside of a residual layer ``x + mixer(norm(x))``, without torch.
+
+A mixer declares its parameters, the FLOPs of its matrix products and the activations that it keeps, and builds the
+module that computes it. Initialisation, gradient reduction, checkpoints, conversion and the planner read the
+declaration. A block is a list of residual layers, whose mixers the configuration names
+(:meth:`megatron.config.model.ModelConfig.mixers`, :mod:`megatron.layers.mixers.registry`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+from math import prod
+from typing import TYPE_CHECKING, NamedTuple
+
+from megatron.config.model import ModelConfig
+from megatron.distributed.sharding import UNSHARDED, Init, Sharding, ShardSpec, Specs
+from megatron.layers.mixers.activations import ActivationShape, KeptTensor, LinearShape
+from megatron.layers.recompute_plan import RecomputePlan
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from megatron.layers.context import BuildContext
+
+
+class Matmul(NamedTuple):
+    """A matrix product."""
+
+    # FLOPs per token in forward.
+    flops: float
+    # One operand is a weight, which may be frozen.
+    of_weight: bool = True
+    # Times that selective recomputation computes it again in backward.
+    again: int = 0
+
+
+class Mixer:
+    """The inside of a residual layer; subclasses are its kinds.
+
+    The module maps the normalised rows of the residual stream ``[S(/tp), B, H]`` to what is added to it:
+    ``module(n_SBH, ctx) -> MixerOutput``, ``ctx`` a :class:`megatron.layers.context.ForwardContext`.
+    """
+
+    # Names in the block: of the module, of the norms before and after it, and of the dropout of its output.
+    module: str
+    norm: str
+    post_norm: str
+    dropout: str
+    # Name in --recompute-modules of computing it again as a whole, with the norm before it.
+    recomputed_as: tuple[str, ...] = ()
+    # What it is right with, beside training on whole sequences of one document: "context parallelism" (a rank has
+    # rows of the sequence only), "documents" (nothing passes from one to the next) and "generation" (token by token).
+    supports: tuple[str, ...] = ()
+
+    def __init_subclass__(cls) -> None:
+        """Derive the names in the block from that of the module."""
+        names = {"norm": f"pre_{cls.module}_layernorm", "post_norm": f"post_{cls.module}_layernorm"}
+        for name, value in (names | {"dropout": f"{cls.module}_dropout"}).items():
+            if not hasattr(cls, name):
+                setattr(cls, name, value)
+
+    def parameters(self, config: ModelConfig, sharding: Sharding) -> Specs:
+        """Declare the parameters by local name, in the order in which the module takes them."""
+        raise NotImplementedError
+
+    def build(self, config: ModelConfig, context: BuildContext, layer: int, plan: RecomputePlan) -> nn.Module:
+        """Build the module.
+
+        Args:
+            config: of the model.
+            context: of the module.
+            layer: global index of its block.
+            plan: what is recomputed.
+        """
+        raise NotImplementedError
+
+    def matmuls(self, config: ModelConfig, plan: RecomputePlan, keys: float) -> dict[str, Matmul]:
+        """Return the matrix products by name; by default those with the weight matrices.
+
+        Args:
+            config: of the model.
+            plan: what is recomputed.
+            keys: tokens that a token attends to, on average.
+        """
+        again = not plan.modules.isdisjoint(self.recomputed_as)
+        return {name: Matmul(2.0 * size, again=again) for name, size in self.matrices(config).items()}
+
+    def matrices(self, config: ModelConfig) -> dict[str, int]:
+        """Return the elements of the weight matrices that a token is multiplied with, by the names of their modules."""
+        specs = self.parameters(config, UNSHARDED).items()
+        matrices = ((n.removesuffix(".weight"), spec) for n, spec in specs if n.endswith(".weight") and spec.decays)
+        return {name: active_numel(config, spec) for name, spec in matrices}
+
+    def recomputed(self, plan: RecomputePlan) -> bool:
+        """Return True if the whole mixer and the norm before it are computed again in backward."""
+        return not plan.modules.isdisjoint(self.recomputed_as)
+
+    def linears(self, shape: ActivationShape) -> list[LinearShape]:
+        """Return the linears of this rank; by default the weights whose modules are called ``linear_...``."""
+        specs = self.parameters(shape.model, shape.sharding).items()
+        return [shape.linear(spec) for name, spec in specs if is_linear(name)]
+
+    def kept(self, shape: ActivationShape) -> Iterator[KeptTensor]:
+        """Yield the tensors that are kept from forward to backward if nothing is recomputed, the input first.
+
+        By default what column-parallel linears give and row-parallel ones take.
+        """
+        yield shape.input("layernorm", *self.recomputed_as)
+        for linear in self.linears(shape):
+            yield linear.kept(shape.width, *self.recomputed_as)
+
+    def temporary(self, shape: ActivationShape) -> tuple[int, int]:
+        """Return the most bytes besides, in the module's forward and in its backward.
+
+        By default what enters and leaves the block and the module, and the gradient of the widest linear. Linears that
+        are computed in chunks need the gradient of the whole input besides.
+        """
+        linears = self.linears(shape)
+        widest = max((each.widest for each in linears), default=0)
+        chunks = not all(each.deferred for each in linears)
+        return 3 * shape.residual, (1 + chunks) * shape.residual + widest * shape.width
+
+
+def active_numel(config: ModelConfig, spec: ShardSpec) -> int:
+    """Return the elements of a parameter that one token uses."""
+    return spec.numel * config.moe_router_topk // (config.num_experts or 1) if spec.expert else spec.numel
+
+
+def is_linear(parameter: str) -> bool:
+    """Return True for the weight of a linear, by its local name."""
+    module, _, kind = parameter.rpartition(".")
+    return kind == "weight" and module.rpartition(".")[2].startswith("linear_")
+
+
+def under(**modules: Specs) -> Specs:
+    """Prefix the parameters of submodules with their names."""
+    return {f"{module}.{name}": spec for module, specs in modules.items() for name, spec in specs.items()}
+
+
+def linear(weight: ShardSpec, bias: ShardSpec | None) -> Specs:
+    """Declare a linear of a weight and, perhaps, a bias."""
+    return {"weight": weight} if bias is None else {"weight": weight, "bias": bias}
+
+
+def input_projection(config: ModelConfig, sharding: Sharding, view: tuple[int, ...]) -> Specs:
+    """Declare a column-parallel linear of the hidden state; the last dimension of its outputs ``view`` is sharded."""
+    rows, dim, h = prod(view), len(view) - 1, config.hidden_size
+    weight = sharding.dense.split((rows, h), dim, Init(config.init_method_std), (*view, h))
+    bias = sharding.dense.split((rows,), dim, Init(), view) if config.add_bias_linear else None
+    return linear(replace(weight, matrices=dim), bias)
+
+
+def output_projection(config: ModelConfig, sharding: Sharding, inputs: int) -> Specs:
+    """Declare a row-parallel linear that adds to the residual stream."""
+    h = config.hidden_size
+    weight = sharding.dense.split((h, inputs), 1, Init(output_std(config)))
+    bias = sharding.dense.replicate((h,), Init(), partial=sharding.sequence_parallel)
+    return linear(weight, bias if config.add_bias_linear else None)
+
+
+def output_std(config: ModelConfig) -> float:
+    """Return the standard deviation of the initial weights of an output projection."""
+    return config.init_method_std / math.sqrt(2 * config.num_layers)
+
+
+def norm_init(config: ModelConfig) -> Init:
+    """Return the initial value of the weight of a norm."""
+    return Init(value=0.0 if config.apply_layernorm_1p else 1.0)
+
+
+def norm(config: ModelConfig, sharding: Sharding, width: int, partial: bool) -> Specs:
+    """Declare a norm; ``partial`` if each TP rank normalises only a part, so that gradients are summed over TP."""
+    specs = {"weight": sharding.dense.replicate((width,), norm_init(config), partial)}
+    if config.normalization == "LayerNorm":
+        specs["bias"] = sharding.dense.replicate((width,), Init(), partial)
+    return specs
+
+
+def hidden_norm(config: ModelConfig, sharding: Sharding) -> Specs:
+    """Declare a norm of the residual stream."""
+    return norm(config, sharding, config.hidden_size, sharding.sequence_parallel)

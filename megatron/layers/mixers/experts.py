@@ -1,0 +1,89 @@
+"""Declaration of the mixture of experts (:mod:`megatron.layers.moe`)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from megatron.config.model import ModelConfig
+from megatron.distributed.sharding import Init, Sharding, ShardSpec, Specs
+from megatron.layers.mixers.activations import INDEX_BYTES, ActivationShape, KeptTensor, LinearShape
+from megatron.layers.mixers.base import Mixer, is_linear, linear, output_std, under
+from megatron.layers.mixers.feed_forward import mlp_kept, mlp_linears, mlp_parameters
+from megatron.layers.recompute_plan import RecomputePlan
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from megatron.layers.context import BuildContext
+
+
+class ExpertsMixer(Mixer):
+    """Router, experts and shared expert; the chunks of that one, computed again, are no part of the products."""
+
+    module = "mlp"
+    recomputed_as = ("mlp",)
+    supports = ("context parallelism", "documents", "generation")
+
+    def parameters(self, config: ModelConfig, sharding: Sharding) -> Specs:
+        """Declare the router, the experts and the shared expert."""
+        experts, h, ffn = config.num_experts or 0, config.hidden_size, config.expert_ffn
+        init = Init(config.init_method_std)
+        view = (experts, 2, ffn, h) if config.gated else (experts, ffn, h)
+        fc1 = sharding.expert.split(view, len(view) - 2, init)
+        fc2 = sharding.expert.split((experts, h, ffn), 2, Init(output_std(config)))
+        weight = sharding.dense.replicate((experts, h), init, partial=sharding.sequence_parallel)
+        biases: list[ShardSpec | None] = [None] * 3
+        if config.add_bias_linear:  # fc2's is sharded over its outputs, which ranks of expert-TP sum
+            router = sharding.dense.replicate((experts,), Init(), partial=sharding.sequence_parallel)
+            biases = [router, *(sharding.expert.split_bias(shape, Init()) for shape in (view[:-1], (experts, h)))]
+        linears = under(linear_fc1=linear(fc1, biases[1]), linear_fc2=linear(fc2, biases[2]))
+        return under(router=linear(weight, biases[0]), experts=linears, shared_experts=_shared(config, sharding))
+
+    def build(self, config: ModelConfig, context: BuildContext, layer: int, plan: RecomputePlan) -> nn.Module:
+        """Build the module."""
+        from megatron.layers.moe import MixtureOfExperts
+
+        return MixtureOfExperts(config, context, layer, plan)
+
+    def linears(self, shape: ActivationShape) -> list[LinearShape]:
+        """Return the linears of the experts, if each is chosen equally often, and of the shared expert."""
+        specs, rows = self.parameters(shape.model, shape.sharding).items(), _expert_rows(shape)
+        experts = [shape.linear(spec, rows) for name, spec in specs if is_linear(name) and spec.expert]
+        return experts + mlp_linears(shape, _shared(shape.model, shape.sharding))
+
+    def kept(self, shape: ActivationShape) -> Iterator[KeptTensor]:
+        """Yield what the router, the dispatch, the experts and the shared expert keep.
+
+        A router keeps a wide input, and the experts copies of rows.
+        """
+        model, h, wide, rows = shape.model, shape.model.hidden_size, shape.wide, _expert_rows(shape)
+        experts, choices, again = model.num_experts or 0, shape.rows * model.moe_router_topk, ("mlp",)
+        linears = self.linears(shape)
+        if shape.width == wide:
+            yield shape.input(*again, wgrad_input=len(linears) > 2)
+        else:
+            if len(linears) > 2:
+                yield shape.input("layernorm", *again)
+            yield KeptTensor("router: input", shape.hidden, wide, again)
+            yield KeptTensor("router: weight", experts * h, wide, again)
+        yield KeptTensor("router: probabilities", shape.rows * experts, wide, again)
+        yield KeptTensor("router: choices", choices, INDEX_BYTES, again)
+        yield KeptTensor("router: weights of the choices", 2 * choices, wide, again)
+        yield KeptTensor("dispatch: permutations", 4 * rows, INDEX_BYTES, again)
+        yield KeptTensor("experts: input", rows * h, shape.width, again, True)
+        yield KeptTensor("experts: output", rows * h, wide, again)
+        yield from mlp_kept(shape, "mlp.experts", linears[:2])
+        if len(linears) > 2:
+            yield from mlp_kept(shape, "mlp.shared_experts", linears[2:])
+
+
+def _shared(config: ModelConfig, sharding: Sharding) -> Specs:
+    """Declare the shared expert, if there is one."""
+    width = config.moe_shared_expert_intermediate_size
+    return mlp_parameters(config, sharding, width) if width else {}
+
+
+def _expert_rows(shape: ActivationShape) -> int:
+    """Return the rows that the experts of this rank receive if every expert is chosen equally often."""
+    return shape.rows * shape.model.moe_router_topk * shape.config.parallel.expert_tp

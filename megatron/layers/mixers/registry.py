@@ -1,0 +1,26 @@
+"""The mixers by name, built in and of plugins."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from megatron.config.model import ModelConfig
+from megatron.config.plugins import registered
+from megatron.layers.mixers.attention import AttentionMixer
+from megatron.layers.mixers.base import Mixer
+from megatron.layers.mixers.experts import ExpertsMixer
+from megatron.layers.mixers.feed_forward import FeedForwardMixer
+
+MIXERS: Mapping[str, Mixer] = {"attention": AttentionMixer(), "mlp": FeedForwardMixer(), "experts": ExpertsMixer()}
+"""The built-in mixers."""
+
+
+def find_mixer(name: str) -> Mixer:
+    """Return a mixer by its name in the configuration."""
+    mixer: Mixer = MIXERS[name] if name in MIXERS else registered("mixer")[name]()
+    return mixer
+
+
+def block_mixers(config: ModelConfig, layer: int) -> list[Mixer]:
+    """Return the mixers of a block, in order, by its global index."""
+    return [find_mixer(name) for name in config.mixers(layer)]

@@ -1,0 +1,189 @@
+"""The plugin of docs/mixers.md: layouts, checkpoints, documents, text, forecasts, and what is refused."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megatron.arguments.cli import parse
+from megatron.arguments.sources import resolve
+from megatron.config import plugins
+from megatron.config.errors import UserError
+from megatron.config.model import ModelConfig
+from megatron.config.parallel import ParallelConfig
+from megatron.config.run import TrainingConfig
+from megatron.inference.generate import SamplingParams, check_prompts, generate
+from megatron.inference.text import InferenceError
+from megatron.layers.mixers.registry import find_mixer
+from megatron.planner.activations import activation_memory, peak_activations
+from tests.distributed.resharding import loading, saving
+from tests.distributed.resume import gathered, load_and_go_on, save_and_go_on
+from tests.kit.cases import MODEL, Case, PackedConversations, compare_with_twin, run_in_small_tiles
+from tests.kit.pool import Pool
+from tests.kit.solo import Solo, random_batch, tiny
+from tests.unit.inference.test_generate import reread
+from tests.unit.planner.test_activations import LLAMA, LONG, config_of, measured
+from tests.unit.planner.test_flops import counted, expected
+from tools.convert_checkpoint import main as convert
+from tools.lib.verify_parallel import join_traces
+
+PAGE = Path(__file__).parents[2] / "docs" / "mixers.md"
+NAME = "gated_linear_attention"
+MIXED = ("gated-linear", "attention")
+
+
+@contextmanager
+def plugin(folder: Path) -> Iterator[None]:
+    """The plugin of the page, written to a folder, within this process."""
+    (text,) = re.findall(r"^```python\n(.*?)^```", PAGE.read_text(), re.S | re.M)
+    sys.path.insert(0, str(folder))
+    try:
+        (folder / f"{NAME}.py").write_text(text)
+        plugins.load_plugins([NAME])
+        yield
+    finally:
+        sys.path.remove(str(folder))
+        sys.modules.pop(NAME, None)
+        plugins._registered["mixer"].clear()
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path) -> Iterator[Path]:
+    with plugin(tmp_path):
+        yield tmp_path
+
+
+def with_plugin(rank: int, ranks: int, folder: Path, function: Callable[..., Any], argument: Any) -> Any:
+    (folder / str(rank)).mkdir(exist_ok=True)
+    with plugin(folder / str(rank)):
+        return function(rank, ranks, argument)
+
+
+def test_the_module_is_short() -> None:
+    (text,) = re.findall(r"^```python\n(.*?)^```", PAGE.read_text(), re.S | re.M)
+    assert len(text.splitlines()) <= 150
+
+
+def case(
+    mixers: tuple[str, ...] = ("gated-linear",), dp: int = 1, training: dict[str, Any] | None = None, **parallel: Any
+) -> Case:
+    model = replace(MODEL, token_mixers=mixers, num_layers=4, normalization="RMSNorm", hidden_dropout=0.1)
+    return Case(model, ParallelConfig(**parallel), training=TrainingConfig(**training or {}), dp=dp)
+
+
+TP = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
+CASES = {
+    "tp": case(tensor_model_parallel_size=4),
+    "sp, mixed": case(MIXED, **TP),
+    "pp, mixed": case(MIXED, pipeline_model_parallel_size=2),
+    "zero 3, documents": replace(
+        case(dp=2, data_parallel_sharding_strategy="optim_grads_params"),
+        documents=PackedConversations(),
+    ),
+    "sp, pp, recomputed": case(
+        MIXED,
+        training={"recompute_granularity": "selective", "recompute_modules": ("layernorm", "mlp", "core_attn")},
+        pipeline_model_parallel_size=2,
+        **TP,
+    ),
+    "zero 2, recomputed": case(
+        MIXED,
+        2,
+        {"recompute_granularity": "full", "recompute_num_layers": 2},
+        data_parallel_sharding_strategy="optim_grads",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_every_layout_computes_the_same(pool: Pool, folder: Path, name: str) -> None:
+    one = CASES[name]
+    ranks = pool.run(one.world_size, with_plugin, folder, run_in_small_tiles, one)
+    deviations = compare_with_twin([join_traces(step) for step in zip(*ranks)], one)
+    assert len(deviations) > 40
+    for deviation in deviations:
+        assert deviation.error <= 1e-10, deviation
+
+
+def test_a_checkpoint_goes_on_in_another_layout(pool: Pool, folder: Path) -> None:
+    before, after = (each.config() for each in (case(MIXED, **TP), case(MIXED, 2, pipeline_model_parallel_size=2)))
+    before, after = (
+        resolve(replace(each, training=replace(each.training, train_iters=4)), ranks)
+        for each, ranks in ((before, 2), (after, 4))
+    )
+    whole = pool.run(2, with_plugin, folder, save_and_go_on, saving(before, folder))
+    other = pool.run(4, with_plugin, folder, load_and_go_on, loading(after, folder))
+    saved, loaded = gathered(whole).weights, gathered(other).weights
+    assert any("linear_attention.linear_decay" in name for name in saved)
+    assert saved.keys() == loaded.keys()
+    assert all(torch.equal(saved[name], loaded[name]) for name in saved)
+    assert other[0].losses == pytest.approx(whole[0].losses, rel=1e-10)
+
+
+def model(**changes: Any) -> ModelConfig:
+    return tiny(token_mixers=MIXED, **changes)
+
+
+def test_documents_do_not_see_each_other() -> None:
+    documents = torch.tensor([[0] * 7 + [1] * 9] * 2)
+    batch = random_batch(tiny(), documents=documents)
+    batch.loss_mask[:, :7] = 0.0
+    chunk, changed = Solo.build(tiny(token_mixers=("gated-linear",))).chunk, batch.tokens.clone()
+    changed[:, 3] += 1
+    other = replace(batch, tokens=changed)
+    assert chunk(None, batch)[0].equal(chunk(None, other)[0])
+    assert not chunk(None, replace(batch, documents=None))[0].equal(chunk(None, replace(other, documents=None))[0])
+
+
+@pytest.mark.parametrize("positions", ["rope", "none"])
+def test_text_of_states_is_that_of_reading_everything_anew(positions: str) -> None:
+    chunk = Solo.build(model(position_embedding_type=positions)).chunk
+    prompts, greedy = [[5, 6, 7, 8, 9], [1], [3, 2, 1]], SamplingParams(0.0)
+    expected = [reread(chunk, prompt, number, greedy) for number, prompt in enumerate(prompts)]
+    assert generate(chunk, prompts, 9, greedy) == expected
+
+
+@pytest.mark.parametrize("more", ["", f"{LLAMA} --token-mixers gated-linear attention --num-layers 3", LONG])
+def test_the_forecast_is_what_a_step_keeps(more: str) -> None:
+    flags = f"--plugin {NAME} --token-mixers gated-linear {more}"
+    (((kept, _), peak),) = measured(0, 1, (flags,))
+    (((forward, _)),) = activation_memory(config_of(flags), 1)
+    assert kept == pytest.approx(forward.after, rel=0.02)
+    (foretold,) = peak_activations(config_of(flags), 1)
+    assert peak == pytest.approx(sum(foretold.values()), rel=0.1)
+
+
+@pytest.mark.parametrize("plan", [{}, {"recompute_granularity": "full"}])
+def test_products_are_those_that_torch_counts(plan: dict[str, Any]) -> None:
+    training = TrainingConfig(**plan)
+    assert expected(model(), training) == counted(model(), training, fused=True)
+
+
+def test_what_a_mixer_does_not_support_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = "--mock-data --vocab-size 257 --train-iters 9 --seq-length 64 --preset tiny-gpt2"
+    words = f"{run} --plugin {NAME} --token-mixers gated-linear --context-parallel-size 2"
+    with pytest.raises(UserError, match="gated-linear does not support context parallelism") as raised:
+        parse(words.split(), {"RANK": "0", "WORLD_SIZE": "2"})
+    assert [problem.code for problem in raised.value.problems] == ["E115"]
+    monkeypatch.setattr(type(find_mixer("gated-linear")), "supports", ())
+    with pytest.raises(UserError, match="does not support documents"):
+        parse([*words.split(), "--reset-attention-mask", "--eod-id", "0"], {"RANK": "0", "WORLD_SIZE": "2"})
+    with pytest.raises(InferenceError, match="gated-linear does not support generation"):
+        check_prompts(model(), [[1]], 1)
+
+
+def test_an_export_names_the_option_that_no_family_has(
+    pool: Pool, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = saving(resolve(case(MIXED).config(), 1), folder)
+    pool.run(1, with_plugin, folder, save_and_go_on, config)
+    assert convert(["--plugin", NAME, "--load", str(folder), "--save-hf", str(folder / "hf"), "--dtype", "fp32"]) == 1
+    assert re.search("has no .*token_mixers.*gated-linear", capsys.readouterr().err)
