@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 if TYPE_CHECKING:
-    from tests.distributed.pool import Pool
+    from tests.kit.pool import Pool
 
 # Before torch is imported anywhere: threads that wait for a shared core cost more than they compute.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -28,8 +28,8 @@ def pytest_collection_finish() -> None:
 
 @pytest.fixture(scope="session")
 def pool() -> Iterator[Pool]:
-    """Worker processes for tests on several ranks; see ``tests/distributed/pool.py``."""
-    from tests.distributed.pool import Pool  # imports torch, which most unit tests do without
+    """Worker processes for tests on several ranks; see ``tests/kit/pool.py``."""
+    from tests.kit.pool import Pool  # imports torch, which most unit tests do without
 
     with Pool() as workers:
         yield workers

@@ -17,14 +17,16 @@ if [[ " $*" == *" tests"* ]]; then
     exit "$status"
 fi
 
-# Everything runs in three parts at once, because ranks and jobs mostly wait for each other. The output of the first part
-# is shown as it comes, that of the others at the end.
+# Everything runs in three parts at once, of about the same length. The output of the distributed tests is shown as it
+# comes, that of the others at the end.
+whole_runs=(tests/unit/training tests/unit/checkpoint tests/unit/convert tests/unit/data)
 output=$(mktemp -d) pids=() codes=
 trap 'kill $(jobs -p) 2>/dev/null || true; rm -rf "$output"' EXIT
-{ mypy && exec python -m pytest tests/unit "$@"; } &>"$output/0" &
+{ mypy && exec python -m pytest "${whole_runs[@]}" "$@"; } &>"$output/0" &
 pids+=($!)
 python -c "import torch._dynamo, transformers" # compiles them once, where each part would
-python -m pytest tests/slurm tests/soaking tests/parity tests/golden tests/fuzz "$@" &>"$output/1" &
+others=(tests/unit "${whole_runs[@]/#/--ignore=}" tests/slurm tests/soaking tests/parity tests/golden tests/fuzz)
+python -m pytest "${others[@]}" "$@" &>"$output/1" &
 pids+=($!)
 code=0
 python -m pytest tests/distributed tests/gpu "$@" || code=$?

@@ -38,7 +38,7 @@ MESSAGE_TIMEOUT = 5
 
 A node answers to the kill of a step (``srun --kill-on-bad-exit``) after KillWait. Where that is too late, Slurm says it
 once more after a minute; a job that was queued again, and has begun meanwhile, then loses a step that has the same
-number. (Of use to nobody else: elsewhere, a job waits for two minutes before it begins again.)
+number. (Of no other use: elsewhere, a job waits for two minutes before it begins again.)
 """
 
 GPUS = 8

@@ -16,7 +16,7 @@ from typing import Any
 
 import xxhash
 
-from tests.watched_calls import REAL, refuse, watched_calls
+from tests.kit.watched_calls import REAL, refuse, watched_calls
 
 
 @dataclass(frozen=True)
@@ -146,7 +146,7 @@ def saves(folder: Path) -> list[Path]:
 
 
 def step_of(path: Path) -> int:
-    """The step that a folder's name says."""
+    """The step in a folder's name."""
     return int(path.name[5:12])
 
 

@@ -13,8 +13,8 @@ from unittest.mock import patch
 
 from megatron.training import main
 from tests.distributed.crash_faults import Fault, Watch, checkpoints, step_of, whole_steps
-from tests.processes import free_port
-from tests.runs import differences, steps, tiny_run
+from tests.kit.processes import free_port
+from tests.kit.runs import differences, steps, tiny_run
 
 EARLY = "torch._dynamo", "megatron.checkpoint.load", "megatron.training.local_checkpoints", "megatron.checkpoint.save"
 """Modules that a run imports when it needs them: importing them before ranks are forked saves each rank seconds."""
@@ -76,7 +76,7 @@ class Ended:
 
     Attributes:
         statuses: of all ranks, negative for signals.
-        said: what rank 0 wrote to its two streams.
+        printed: what rank 0 wrote to its two streams.
         errors: what any rank wrote besides: only the first that fails tells of it.
         seconds: it took.
         calls: names and paths of the calls of each rank that touched checkpoints.
@@ -84,7 +84,7 @@ class Ended:
     """
 
     statuses: tuple[int, ...]
-    said: str
+    printed: str
     errors: str
     seconds: float
     calls: tuple[tuple[str, ...], ...]
@@ -204,18 +204,18 @@ class Before:
         """The step from which a run has to go on; 0 for the beginning."""
         return max(self.whole, default=0)
 
-    def complaints(self, said: str) -> list[str]:
+    def complaints(self, printed: str) -> list[str]:
         """Return the notes that a start should have printed and has not."""
         found = []
-        if self.newest and f": step {self.newest}, " not in said:
+        if self.newest and f": step {self.newest}, " not in printed:
             found.append(f"does not say that it goes on from step {self.newest}")
-        if not self.newest and "starts from scratch" not in said:
+        if not self.newest and "starts from scratch" not in printed:
             found.append("does not say that it starts from scratch")
         for path in self.broken:
-            printed = any(
-                words in said for words in (f"passed over {path}:", f"  {path.name}: ", f"removed {path.name}:")
+            is_named = any(
+                words in printed for words in (f"passed over {path}:", f"  {path.name}: ", f"removed {path.name}:")
             )
-            if step_of(path) > self.newest and not printed:
+            if step_of(path) > self.newest and not is_named:
                 found.append(f"does not say why {path.name} is passed over")
         return found
 

@@ -98,7 +98,7 @@ class Trials:
             folder = self._folder / f"reference{len(self._references)}"
             ended = start(setup, folder)
             if any(ended.statuses):
-                raise RuntimeError(f"{setup.name} fails undisturbed: {ended.statuses}\n{ended.said}")
+                raise RuntimeError(f"{setup.name} fails undisturbed: {ended.statuses}\n{ended.printed}")
             self._references[setup] = Reference(folder, ended)
         return self._references[setup]
 
@@ -130,7 +130,7 @@ class Trials:
             happen()
             ended = self._start(trial, folder, None)
             if any(ended.statuses):
-                trial.wrong.append(f"the last start ended with {ended.statuses}:\n{ended.said}\n{ended.errors}")
+                trial.wrong.append(f"the last start ended with {ended.statuses}:\n{ended.printed}\n{ended.errors}")
             else:
                 same = same_end(trial.setup, folder, self.reference(trial.setup).folder)
                 trial.wrong += [f"{what} is another" for what in same]
@@ -164,15 +164,15 @@ class Trials:
             self._strike(trial, folder, draw_fault(kind, chance, whole_run, max(whole, default=0)))
 
     def _start(self, trial: Trial, folder: Path, fault: Fault | None) -> Ended:
-        """Start the run, and hold what it says at its beginning against what is there."""
+        """Start the run, and compare its first lines with what is there."""
         before = Before.look(trial.setup, folder) if folder.exists() else Before(set(), ())
         ended = start(trial.setup, folder, fault)
-        began = any(words in ended.said for words in ("resumed from ", "starts from scratch"))
+        began = any(words in ended.printed for words in ("resumed from ", "starts from scratch"))
         if fault is None or began:
-            trial.wrong += before.complaints(ended.said)
+            trial.wrong += before.complaints(ended.printed)
         if fault is not None and fault.kind == "full disk":
             trial.wrong += _complaints_of_full_disk(fault, ended)
-        trial.passed_over += ended.said.count("passed over ")
+        trial.passed_over += ended.printed.count("passed over ")
         trial.latest = max(trial.latest, ended.late)
         trial.starts += 1
         where = "from nothing" if not before.newest else f"from step {before.newest}"
@@ -208,7 +208,7 @@ def _damage(setup: Setup, folder: Path, chance: random.Random, kind: str, newest
 
 def _has_happened(fault: Fault, ended: Ended) -> bool:
     if fault.kind == "full disk":
-        return any(words in ended.said + ended.errors for words in FULL)
+        return any(words in ended.printed + ended.errors for words in FULL)
     return ended.statuses[fault.rank] == -9
 
 
@@ -217,8 +217,8 @@ def _complaints_of_full_disk(fault: Fault, ended: Ended) -> Iterator[str]:
     if len({status for status in ended.statuses if status >= 0}) > 1 or -9 in ended.statuses:
         yield f"{fault}: the ranks end with {ended.statuses}"
     if any(ended.statuses) and not _has_happened(fault, ended):
-        message = f"{ended.said}\n{ended.errors}"
-        yield f"{fault}: ends with {ended.statuses} and says nothing of a full disk:\n{message}"
+        message = f"{ended.printed}\n{ended.errors}"
+        yield f"{fault}: ends with {ended.statuses} without a word on a full disk:\n{message}"
 
 
 def report(trials: Sequence[Trial], how: str) -> Iterator[str]:

@@ -44,7 +44,6 @@ from megatron.training.batch_reader import check_same_data
 from megatron.training.build import build_trainer
 from megatron.training.build_model import check_same_kernels, check_same_schedule
 from megatron.training.callbacks.health import check_weight_copies, explain_nonfinite
-from megatron.training.checkpoint_contents import run_state
 from megatron.training.checkpointer import choose_resume_source
 from megatron.training.components.startup import StartupReport
 from megatron.training.loggers.run_logger import RunLogger
@@ -53,10 +52,10 @@ from megatron.training.metrics import MetricsWindow, RankStats, StepMetrics, gat
 from megatron.training.startup import PHASES, StartupTimer
 from megatron.training.step import train_step
 from megatron.training.stop import StopRequest
-from tests.distributed.drive import MODEL, RATES, Case, batches_of, compare_with_twin, run_case, run_in_small_tiles
 from tests.distributed.faults import infinite_gradient
 from tests.distributed.vitals import difference, report, router_losses
-from tests.solo import Gradients
+from tests.kit.cases import MODEL, RATES, Case, batches_of, compare_with_twin, run_case, run_in_small_tiles
+from tests.kit.solo import Gradients
 from tools.lib.verify_parallel import RankTrace, join_traces
 
 TOLERANCE, TOLERANCE_BF16 = 1e-8, 0.02
@@ -213,7 +212,8 @@ def steps_of_all_stages(rank: int, world_size: int, case: Case) -> int:
     """The updates that a checkpoint records after a step, where the first rank updates nothing."""
     trainer = build_trainer(case.config(), rank, world_size)
     train_step(trainer, batches_of(trainer, case, 0), RATES)
-    steps: int = run_state(trainer)["optimizer"]["steps"]
+    (optimizer,) = (component for component in trainer.components if component.name == "optimizer")
+    steps: int = optimizer.state_dict()["steps"]
     return steps
 
 

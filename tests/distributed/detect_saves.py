@@ -32,7 +32,7 @@ from megatron.training.checkpointer import CheckpointContents, Checkpointer
 from megatron.training.local_checkpoints import FileTransfer, LocalSave, NodeCheckpoints, files_needed
 from megatron.training.trainer import Trainer
 from tests.distributed.detect import ZERO1, Detector
-from tests.distributed.drive import Case
+from tests.kit.cases import Case
 
 
 def act_together(rank: int, world_size: int) -> list[int]:

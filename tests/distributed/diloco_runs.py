@@ -24,7 +24,7 @@ from megatron.training.diloco.component import Diloco, Round
 from megatron.training.diloco.replicas import Replicas
 from megatron.training.step import train_step
 from megatron.training.trainer import Trainer
-from tests.runs import Told, part_of, start, tiny_run
+from tests.kit.runs import Outcome, part_of, start, tiny_run
 
 FP64 = "--params-dtype fp64 --clip-grad 0"
 
@@ -192,7 +192,7 @@ def run_rank(
     kills_before: int | None = None,
     process: int | None = None,
     pause: float = 0.0,
-) -> Told:
+) -> Outcome:
     """One rank of a replica that is a run of its own.
 
     Args:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import signal
 import sys
 import time
 from collections.abc import Callable
-from contextlib import AbstractContextManager, suppress
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
@@ -21,9 +20,8 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from megatron.training import main
 from megatron.training.trainer import Trainer
 from tests.distributed.crash_runs import EARLY
-from tests.distributed.pool import PRELOAD
-from tests.processes import free_port
-from tests.runs import steps, tiny_run
+from tests.kit.processes import ForkedProgram, free_port
+from tests.kit.runs import steps, tiny_run
 
 for name in EARLY:
     import_module(name)
@@ -52,7 +50,7 @@ def die_with_agent(trainer: Trainer) -> None:
 
 
 def hang(trainer: Trainer) -> None:
-    """Be away for good, as in a collective that nobody else takes part in."""
+    """Be away for good, as in a collective without other ranks."""
     while True:
         time.sleep(60)
 
@@ -108,42 +106,10 @@ def rank(folder: Path, flags: str, plans: tuple[Plan, ...]) -> None:
         os._exit(status)
 
 
-def run_agent(config: LaunchConfig, log: Path, *arguments: Any) -> None:
-    """Run an agent and its ranks in this process group; their output goes to ``log``."""
-    os.setpgid(0, 0)
-    out = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    for stream in (1, 2):
-        os.dup2(out, stream)
-    sys.stdout, sys.stderr = (os.fdopen(stream, "w", buffering=1) for stream in (1, 2))  # not those of the server
-    os.environ |= OWN_STORE
+def run_agent(config: LaunchConfig, *arguments: Any) -> int:
+    """Run an agent and its ranks, with ``arguments`` of :func:`rank`."""
     elastic_launch(config, rank)(*arguments)
-
-
-class Agent:
-    """An agent of torchrun's in a process of its own, from which its ranks are forked.
-
-    It comes from the server of :mod:`tests.distributed.pool`: a fork of this process would inherit gloo's groups
-    without their threads, and hang when it destroys them.
-    """
-
-    def __init__(self, config: LaunchConfig, log: Path, *arguments: Any) -> None:
-        """Start it; the output goes to ``log``, and ``arguments`` to :func:`rank`."""
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(PRELOAD)
-        self.process = context.Process(target=run_agent, args=(config, log, *arguments))
-        self.process.start()
-
-    def ended(self) -> int | None:
-        """Its exit status, negative for a signal; None while it is there."""
-        return self.process.exitcode
-
-    def end(self) -> None:
-        """Kill it and all of its ranks."""
-        assert self.process.pid is not None
-        with suppress(ProcessLookupError):
-            os.killpg(self.process.pid, signal.SIGKILL)
-        self.process.kill()  # it may have no group yet
-        self.process.join()
+    return 0
 
 
 @dataclass
@@ -165,10 +131,10 @@ class Job:
     ranks: int = 1
     restarts: int = 3
     plans: tuple[Plan, ...] = ()
-    agents: list[Agent] = field(default_factory=list)
+    agents: list[ForkedProgram] = field(default_factory=list)
     port: int = field(default_factory=free_port)
 
-    def add(self) -> Agent:
+    def add(self) -> ForkedProgram:
         """Start one more agent."""
         self.folder.mkdir(parents=True, exist_ok=True)
         config = LaunchConfig(
@@ -183,22 +149,23 @@ class Job:
             start_method="fork",
         )
         log = self.folder / f"agent{len(self.agents)}.txt"
-        self.agents.append(Agent(config, log, self.folder, self.flags, self.plans))
+        arguments = config, self.folder, self.flags, self.plans
+        self.agents.append(ForkedProgram(run_agent, *arguments, output=log, environment=OWN_STORE))
         return self.agents[-1]
 
     def wait(self, true: Callable[[], bool], seconds: float = 120.0) -> None:
         """Until something is ``true``.
 
         Raises:
-            TimeoutError: with what the agents said, when it does not become so.
+            TimeoutError: with the output of the agents, when it does not become so.
         """
         until = time.monotonic() + seconds
         while not true():
             if time.monotonic() > until:
-                raise TimeoutError(self.said())
+                raise TimeoutError(self.output())
             time.sleep(0.02)
 
-    def said(self) -> str:
+    def output(self) -> str:
         """Return the output of all agents and ranks."""
         return "\n".join(path.read_text(errors="replace") for path in sorted(self.folder.glob("agent*.txt")))
 
@@ -217,4 +184,4 @@ class Job:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         for agent in self.agents:
-            agent.end()
+            agent.kill()

@@ -30,7 +30,7 @@ from megatron.pipeline import plan
 from megatron.pipeline.actions import BACKWARD, INPUT, WEIGHT, Action, PipelineSchedule
 from megatron.pipeline.runtime import Pipeline, Stage
 from megatron.training import build as build_module
-from megatron.training import step
+from megatron.training import build_model, step
 from megatron.training import trainer as trainer_module
 from megatron.training.trainer import Trainer
 
@@ -81,7 +81,7 @@ def _with_parts(change: Callable[[list[Tensor]], list[Tensor]]) -> AbstractConte
         rows, y = PIPELINED.gather_matmul(x, product, group)
         return rows, torch.cat(change([*y.chunk(group.size)]))
 
-    return patch.object(build_module, "PIPELINED", PIPELINED._replace(gather_matmul=gather_matmul))
+    return patch.object(build_model, "PIPELINED", PIPELINED._replace(gather_matmul=gather_matmul))
 
 
 def parts_in_another_order() -> AbstractContextManager[Any]:
@@ -205,7 +205,7 @@ def deferred(dropped: int | None = None) -> AbstractContextManager[Any]:
             whole.name, tuple(tuple(half for a in rank for half in halves(a)) for rank in whole.ranks)
         )
 
-    return patch.object(trainer_module, "build_program", program_for)
+    return patch.object(trainer_module, "_program", program_for)  # which keeps what it has built
 
 
 def weight_gradient_dropped() -> AbstractContextManager[Any]:
@@ -241,7 +241,7 @@ def kv_copy_drifts() -> AbstractContextManager[Any]:
                 view[piece.local_box.slices] *= 1.0 + 2.0**-23
         return trainer
 
-    return patch("tests.distributed.drive.build_trainer", build)
+    return patch("tests.kit.cases.build_trainer", build)
 
 
 def kv_copies_not_summed() -> AbstractContextManager[Any]:

@@ -19,7 +19,7 @@ from megatron.kernels import block_attention
 from megatron.kernels.attention_mask import AttentionMask, Tile
 from megatron.kernels.block_attention import AttentionDropout, Use
 from megatron.model.gpt import GPTChunk
-from megatron.training.trainer import Trainer
+from megatron.training.batch_reader import BatchReader
 
 Tiles = list[Tile]
 
@@ -177,13 +177,13 @@ def positions_of_local_rows() -> AbstractContextManager[Any]:
 
 def samples_counted_by_every_rank() -> AbstractContextManager[Any]:
     """All ranks that read the same samples add them to the digest."""
-    original = Trainer._read
+    original = BatchReader._read
 
-    def read(self: Trainer, split: str, first: int, size: int) -> list[MicroBatch]:
+    def read(self: BatchReader, split: str, first: int, size: int) -> list[MicroBatch]:
         before = self.digest_read
         batches = original(self, split, first, size)
-        places = self.data.rank_places(split, first, size, self.mesh.dp_rank, self.mesh.dp_size)
-        self.digest_read = before + self.data.digest_places(split, places)
+        places = self.source.rank_places(split, first, size, self._mesh.dp_rank, self._mesh.dp_size)
+        self.digest_read = before + self.source.digest_places(split, places)
         return batches
 
-    return patch.object(Trainer, "_read", read)
+    return patch.object(BatchReader, "_read", read)

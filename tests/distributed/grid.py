@@ -17,8 +17,8 @@ from megatron.config.settings import SETTINGS
 from megatron.config.training import TrainingConfig
 from megatron.data.loader import MaskBuilder
 from megatron.pipeline.schedules import SCHEDULES
-from tests.distributed.drive import FP64, LR, MODEL, Case, PackedConversations
 from tests.distributed.pairwise import Choice
+from tests.kit.cases import FP64, LR, MODEL, Case, PackedConversations
 
 
 def choices(name: str) -> tuple[str, ...]:

@@ -16,11 +16,11 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from tests.distributed.drive import compare_with_twin, run_on
 from tests.distributed.grid import FACTORS, ZERO, case_of, label, valid
 from tests.distributed.pairwise import Choice
-from tests.distributed.pool import Pool
 from tests.golden.provenance import provenance
+from tests.kit.cases import compare_with_twin, run_on
+from tests.kit.pool import Pool
 
 FILE = Path(__file__).parents[1] / "golden" / "layout_product.txt"
 TOLERANCE = 1e-10
@@ -99,7 +99,7 @@ class Findings:
     def add(self, pool: Pool, choice: Choice) -> None:
         """Run a case."""
         case = replace(case_of(choice), steps=3)
-        steps = run_on(pool, case)
+        steps = run_on(pool, case, backend="gloo")
         errors = compare_with_twin(steps, case)
         self.cases += 1
         for d in errors:
@@ -169,7 +169,7 @@ TABLES = {
     "models": (models, MODELS, ("schedule", "pp", "tp")),
     "contexts": (contexts, CONTEXTS, ("cp_type", "cp", "pp", "tp")),
 }
-"""By name: the choices, their factors, and those by which rows are told apart."""
+"""By name: the choices, their factors, and those that distinguish rows."""
 
 
 def table(pool: Pool, name: str, every: int) -> Iterator[str]:

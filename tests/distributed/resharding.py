@@ -25,10 +25,10 @@ from megatron.config.parallel import ParallelConfig
 from megatron.config.precision import PrecisionConfig
 from megatron.config.run import RunConfig
 from megatron.config.training import TrainingConfig
-from tests.distributed.drive import SEQ_LENGTH
 from tests.distributed.grid import FACTORS, LAYOUT, MAX_RANKS, SHARING, case_of, layouts, sharings, valid
 from tests.distributed.pairwise import Choice
 from tests.distributed.resume import AFTER, BEFORE
+from tests.kit.cases import SEQ_LENGTH
 
 MODEL = tuple(n for n in FACTORS if n not in (*LAYOUT, *SHARING)) + ("layers", "samples", "experts", "biases")
 """Options that stay as they are on the other layout; the rest of what is drawn may change."""

@@ -23,7 +23,7 @@ from megatron.training.checkpointer import Checkpointer, choose_resume_source
 from megatron.training.step import train_step
 from megatron.training.stop import SIGNALS
 from megatron.training.trainer import Trainer
-from tests.runs import Told, before_step, full_disk, kill, misread, start
+from tests.kit.runs import Outcome, before_step, full_disk, kill, misread, start
 from tools.lib.verify_parallel import RankTrace, StepTrace, TracedPiece, join_traces, trace_pieces
 
 BEFORE, AFTER = 2, 10
@@ -54,7 +54,7 @@ class Leg:
         state: masters as ``weights``, moments as ``grads``.
         losses: of the steps after it.
         digest: of all samples in the end.
-        bytes: of the tensors in a checkpoint, as they are told.
+        bytes: of the tensors in a checkpoint, as reported.
     """
 
     state: RankTrace
@@ -134,7 +134,7 @@ ACTIONS: dict[str, Callable[[Trainer], None]] = {
 
 def run_rank(
     rank: int, world_size: int, config: RunConfig, what: str = "", step: int = 0, on: int | None = None
-) -> Told:
+) -> Outcome:
     """A run on this rank, on which ``what`` happens at ``step``; on all ranks where ``on`` names none."""
     event: AbstractContextManager[Any] | None = None
     if what and on in (None, rank):

@@ -17,8 +17,8 @@ import torch
 
 from megatron.distributed import comm
 from megatron.distributed.comm import Group, Pending
-from tests.distributed.pool import Pool
-from tests.neighbours import NOBODY, needs_root
+from tests.kit.pool import Pool
+from tests.kit.users import NOBODY, needs_root
 from tools.acceptance import main
 from tools.cluster_check import checks
 from tools.cluster_check.checks import layout_cases
@@ -56,7 +56,7 @@ def traced(rank: int, ranks: int, folder: Path, names: list[str], dtype: str, op
 def examined(
     pool: Pool, folder: Path, *names: str, dtype: str = "fp32", operation: str = "all_gather", factor: float = 1.0
 ) -> CheckSection:
-    pool.run(RANKS, traced, folder, [*names], dtype, operation, factor, check_collectives=False)
+    pool.run(RANKS, traced, folder, [*names], dtype, operation, factor)
     part = CheckSection("layouts")
     checks.check_layouts(part, folder, dtype, [CASES[name] for name in names], RANKS)
     return part

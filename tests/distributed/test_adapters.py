@@ -11,9 +11,9 @@ from megatron.checkpoint.format import Manifest
 from megatron.config.parallel import ParallelConfig
 from megatron.config.run import RunConfig
 from megatron.pipeline.plan import resolve_pipeline
-from tests.distributed.pool import Pool
 from tests.distributed.resume import load_and_go_on
-from tests.runs import start, steps, tiny_run
+from tests.kit.pool import Pool
+from tests.kit.runs import start, steps, tiny_run
 
 FLAGS = (
     "--fp64 --micro-batch-size 1 --hidden-size 128 --ffn-hidden-size 128 --num-attention-heads 4 --num-query-groups 2 "

@@ -33,9 +33,9 @@ from megatron.layers import parameters
 from megatron.layers.context import BuildContext
 from megatron.layers.embedding import Embedding
 from megatron.layers.linear import ColumnParallelLinear, RowParallelLinear
-from tests.distributed.drive import MODEL
-from tests.distributed.pool import Pool
-from tests.solo import Gradients
+from tests.kit.cases import MODEL
+from tests.kit.pool import Pool
+from tests.kit.solo import Gradients
 
 ROWS, BATCH, WIDTH, OUT = 8, 3, 12, 20
 
@@ -199,7 +199,7 @@ def apply_attention(rank: int, size: int, method: str, pattern: str, documents: 
 @pytest.mark.parametrize("pattern", ["global", "local:5+first:2"])
 @pytest.mark.parametrize("method", METHODS)
 def test_attention_of_context_parallel_ranks(pool: Pool, method: str, pattern: str, documents: bool) -> None:
-    agree(pool.run(4, apply_attention, method, pattern, documents, check_collectives=False))
+    agree(pool.run(4, apply_attention, method, pattern, documents))
 
 
 @dataclass

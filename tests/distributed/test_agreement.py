@@ -15,8 +15,8 @@ from megatron.data.indexed_writer import IndexedDatasetWriter
 from megatron.distributed.launch import world_group
 from megatron.pipeline.schedules import make_schedule
 from megatron.training.build_model import check_same_kernels
-from tests.distributed.pool import Pool
-from tests.runs import Told, saved_steps, start, steps, tiny_run
+from tests.kit.pool import Pool
+from tests.kit.runs import Outcome, saved_steps, start, steps, tiny_run
 
 
 def write(prefix: Path, seed: int) -> Path:
@@ -29,18 +29,18 @@ def write(prefix: Path, seed: int) -> Path:
     return prefix
 
 
-def begin_from_own(rank: int, world_size: int, configs: tuple[RunConfig, ...]) -> Told:
+def begin_from_own(rank: int, world_size: int, configs: tuple[RunConfig, ...]) -> Outcome:
     return start(configs[rank], None, rank, world_size)
 
 
-def run_with(pool: Pool, folder: Path, *flags: str, data: str = "--set data.mock_data=false") -> list[Told]:
+def run_with(pool: Pool, folder: Path, *flags: str, data: str = "--set data.mock_data=false") -> list[Outcome]:
     """A run on as many ranks as there are ``flags``, each of which holds for one rank."""
     every = f"{data} --split 8,1,1 --eval-iters 1 --save {folder}/saved --global-batch-size 6"
     configs = tuple(tiny_run(folder, f"{every} {own}", len(flags)) for own in flags)
     return pool.run(len(flags), begin_from_own, configs)
 
 
-def kernels_told(rank: int, world_size: int) -> str:
+def kernels_reported(rank: int, world_size: int) -> str:
     try:
         check_same_kernels(f"kernels: {'torch' if rank == 1 else 'compiled'}", world_group(rank, world_size))
     except UserError as error:
@@ -49,7 +49,7 @@ def kernels_told(rank: int, world_size: int) -> str:
 
 
 def test_ranks_that_would_compute_differently_are_named(pool: Pool) -> None:
-    (message,) = set(pool.run(3, kernels_told))
+    (message,) = set(pool.run(3, kernels_reported))
     assert message.startswith("E904 ranks would compute differently: ranks 0, 2 (")
     assert f"): kernels: compiled; rank 1 ({gethostname()}): kernels: torch" in message
 

@@ -19,9 +19,9 @@ import torch.distributed as dist
 from megatron.config.run import RunConfig
 from megatron.distributed.comm import Group
 from megatron.distributed.mesh import Mesh
-from tests.distributed.pool import Pool, RankError
-from tests.runs import Told, differences, full_disk, saved_steps, start, tiny_run
-from tests.saves import all_of, deleted_when, over_before, slowly, written_when
+from tests.kit.pool import Pool, RankError
+from tests.kit.runs import Outcome, differences, full_disk, saved_steps, start, tiny_run
+from tests.kit.saves import all_of, deleted_when, over_before, slowly, written_when
 
 RANKS = 2
 LONG = pytest.mark.slow
@@ -76,7 +76,7 @@ EVENTS = {
 
 def run_rank(
     rank: int, world_size: int, config: RunConfig, what: str = "", on: int = 0, others: str = "", calls: int = 0
-) -> Told:
+) -> Outcome:
     """A run on this rank: ``what`` happens on the rank ``on``, and ``others`` on the others."""
     event = EVENTS[what if rank == on else others]() if what != "killed" else nullcontext()
     if what == "killed" and rank == on:
@@ -134,7 +134,7 @@ def test_a_full_disk_on_one_rank(pool: Pool, tmp_path: Path, plain: Path, full: 
 
 def test_ranks_that_lose_contact_while_writing_save_the_next_time(pool: Pool, tmp_path: Path, plain: Path) -> None:
     """Rank 1 takes three seconds, the others wait for one."""
-    ranks = pool.run(RANKS, run_rank, run_of(tmp_path), "too slow", 1, "patient", check_collectives=False)
+    ranks = pool.run(RANKS, run_rank, run_of(tmp_path), "too slow", 1, "patient")
     assert [printed.status for printed in ranks] == [0, 0]
     assert "warning: step 2 is not saved: the ranks lost contact while writing: " in ranks[0].err
     assert equal(tmp_path, plain, 4, 6)
@@ -180,7 +180,7 @@ def test_a_background_group_connects_no_rank_before_its_first_message(pool: Pool
     for lazy in ("0", "1"):
         folder = tmp_path / lazy
         config = tiny_run(folder, f"--save {folder}/saved --save-interval 2 --async-save", 4)
-        ranks = pool.run(4, count_sockets, config, lazy, check_collectives=False)
+        ranks = pool.run(4, count_sockets, config, lazy)
         assert [status for status, _ in ranks] == [0] * 4
         assert saved_steps(folder / "saved")[-1] == 6
         opened.append([counts[0] for _, counts in ranks])

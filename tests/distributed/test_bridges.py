@@ -20,8 +20,8 @@ from megatron.distributed.sharding import DenseSharding, ExpertSharding, Init, S
 from megatron.kernels.bias import with_bias_gradient
 from megatron.layers.context import BuildContext
 from megatron.layers.linear import ColumnParallelLinear, RowParallelLinear
-from tests.distributed.pool import Pool
-from tests.solo import one_rank_mesh
+from tests.kit.pool import Pool
+from tests.kit.solo import one_rank_mesh
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "parallel_mlp.py"
 HIDDEN, INNER = 12, 24

@@ -21,8 +21,8 @@ from megatron.training import main
 from megatron.training.callbacks.base import Callback
 from megatron.training.metrics import StepMetrics
 from megatron.training.trainer import Trainer
-from tests.distributed.pool import Pool
-from tests.runs import checkpoint, tiny_run
+from tests.kit.pool import Pool
+from tests.kit.runs import checkpoint, tiny_run
 
 OVERLAP = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"
 PLAIN = ""

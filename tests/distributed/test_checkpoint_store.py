@@ -21,7 +21,7 @@ from megatron.checkpoint.tensor_file import GlobalTensor, TensorPart
 from megatron.distributed.comm import Group
 from megatron.distributed.launch import is_peer_lost
 from megatron.distributed.sharding import Box
-from tests.distributed.pool import Pool, RankError
+from tests.kit.pool import Pool, RankError
 from tests.unit.checkpoint import samples
 from tests.unit.checkpoint.samples import attempt, dealt, partition, same, small
 
@@ -204,7 +204,7 @@ def test_a_rank_that_dies_publishes_nothing(pool: Pool, tmp_path: Path) -> None:
     runs = CheckpointFolder(tmp_path)
     pool.run(3, save_halves, runs.path(1))
     with pytest.raises(RankError, match="SIGKILL"):
-        pool.run(3, dies, runs.path(2), check_collectives=False)  # which would notice first, in words of its own
+        pool.run(3, dies, runs.path(2), backend="gloo")
     assert (tmp_path / "seen.txt").read_text() == "False True"
     newest, *_ = [found for found in runs.candidates() if found.manifest]
     assert newest.iteration == 1
@@ -233,4 +233,4 @@ def load_as_dtensor(rank: int, world: int, path: Path) -> list[bool]:
 
 def test_the_library_loads_our_checkpoints_into_dtensors(pool: Pool, tmp_path: Path) -> None:
     pool.run(3, save_halves, tmp_path / "iter_1")
-    assert pool.run(2, load_as_dtensor, tmp_path / "iter_1") == [[True] * 6] * 2
+    assert pool.run(2, load_as_dtensor, tmp_path / "iter_1", backend="gloo") == [[True] * 6] * 2

@@ -47,8 +47,8 @@ from tests.distributed.diloco_runs import (
     together,
     weights,
 )
-from tests.distributed.pool import Pool, RankError
-from tests.runs import Told, checkpoint, column, differences, records, saved_steps, tiny_run
+from tests.kit.pool import Pool, RankError
+from tests.kit.runs import Outcome, checkpoint, column, differences, records, saved_steps, tiny_run
 
 
 def test_a_round_every_step_is_data_parallelism() -> None:
@@ -578,9 +578,9 @@ LAYOUTS = {
 def test_a_stopped_set_of_replicas_ends_as_if_nothing_had_happened(
     pools: list[Pool], server: str, tmp_path: Path, layout: str
 ) -> None:
-    def all_of(name: str, flags: str = "") -> list[Told]:
+    def all_of(name: str, flags: str = "") -> list[Outcome]:
         configs = [run_of(tmp_path / f"{name}{index}", f"{LAYOUTS[layout]} {server} {flags}") for index in range(2)]
-        acts = [partial(pool.run, 2, run_rank, each, check_collectives=False) for pool, each in zip(pools, configs)]
+        acts = [partial(pool.run, 2, run_rank, each) for pool, each in zip(pools, configs)]
         return [told for tolds in together(acts) for told in tolds]
 
     assert [told.status for told in all_of("whole")] == [0] * 4
@@ -608,7 +608,7 @@ def test_a_lost_server_ends_replicas_with_a_checkpoint_from_which_they_go_on(poo
         assert process.stdout is not None
         return process, f"--diloco-server {process.stdout.readline().split()[-1]}"
 
-    def all_of(server: str, *changes: Any) -> list[Told]:
+    def all_of(server: str, *changes: Any) -> list[Outcome]:
         flags = f"--save {tmp_path}/NAME/saved --train-iters 8 --diloco-sync-interval 2 --diloco-timeout 20 {server}"
         configs = [tiny_run(tmp_path / name, flags.replace("NAME", name)) for name in "ab"]
         acts = [partial(pool.run, 1, run_rank, each, *changes) for pool, each in zip(pools, configs)]
@@ -634,7 +634,7 @@ def test_a_lost_server_ends_replicas_with_a_checkpoint_from_which_they_go_on(poo
 
 
 def test_diloco_is_turned_on_and_off_at_a_checkpoint(pools: list[Pool], server: str, tmp_path: Path) -> None:
-    def run(flags: str) -> Told:
+    def run(flags: str) -> Outcome:
         schedule = "--lr-decay-style constant --resume-mode new-schedule"
         (told,) = pools[0].run(1, run_rank, tiny_run(tmp_path / "run", f"--save {tmp_path}/saved {schedule} {flags}"))
         return told

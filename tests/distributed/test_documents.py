@@ -25,9 +25,9 @@ from megatron.distributed.micro_batch import MicroBatch
 from megatron.training.build import build_trainer
 from megatron.training.step import train_step
 from megatron.training.trainer import Trainer
-from tests.distributed.drive import FP64, LR, MODEL, OPTIMIZER, RATES, TRAINING
-from tests.distributed.pool import Pool
-from tests.runs import tiny_run
+from tests.kit.cases import FP64, LR, MODEL, OPTIMIZER, RATES, TRAINING
+from tests.kit.pool import Pool
+from tests.kit.runs import tiny_run
 from tools.lib.verify_parallel import RankTrace, compare_traces, join_traces, trace_step
 
 EOD = 7
@@ -135,7 +135,7 @@ def test_documents_in_one_sample_train_like_documents_alone(pool: Pool, tmp_path
     layout = LAYOUTS[name]
     config = layout.config(write(tmp_path / "a", text()), **SEPARATE)
     reference = join_traces([alone(config)])
-    got = join_traces(pool.run(layout.ranks, packed, config, check_collectives=False))
+    got = join_traces(pool.run(layout.ranks, packed, config))
     assert got.drifted == []
     assert [d for d in compare_traces(0, got, reference, 1e-5, LR) if d.error > 1e-10] == []
 
@@ -200,7 +200,7 @@ def test_conversations_train_alike_however_they_are_packed(
 
     reference = join_traces([packed(0, 1, config())])
     for name, (flags, ranks) in PACKINGS.items():
-        got = join_traces(pool.run(ranks, packed, config(flags, ranks), check_collectives=False))
+        got = join_traces(pool.run(ranks, packed, config(flags, ranks)))
         assert got.drifted == []
         assert [d for d in compare_traces(0, got, reference, 1e-5, LR) if d.error > 1e-12] == [], name
 
@@ -214,5 +214,5 @@ def test_pairs_of_equal_answers_are_ties_in_every_layout(pool: Pool, tmp_path: P
     """Half of the pairs: their rewards differ by what rounding makes of the places of the answers."""
     for flags, ranks in (("", 1), PACKINGS["CP 2"], PACKINGS["CP 2, gathered, TP 2"]):
         config = conversations_of(tmp_path, "dpo of ties", "local:3", flags, ranks)
-        found = pool.run(ranks, accuracy, config, check_collectives=False)
+        found = pool.run(ranks, accuracy, config)
         assert found == [pytest.approx(3 / 14, rel=1e-12)] * ranks, flags

@@ -12,11 +12,11 @@ import pytest
 import torch
 
 from tests.distributed.elastic_runs import Job, Plan
-from tests.runs import checkpoint, column, differences, start, steps, tiny_run
+from tests.kit.runs import checkpoint, column, differences, start, steps, tiny_run
 
 STEPS = 12
 SHUTDOWN_SECONDS = 25.0
-"""Less than torchrun gives ranks that it has told to end."""
+"""Less than torchrun gives ranks that it ends."""
 
 FLAGS = f"--train-iters {STEPS} --hidden-dropout 0.1 --save-interval 3 --distributed-timeout-minutes 0.5"
 LONG = (
@@ -36,21 +36,21 @@ def job(folder: Path, flags: str, **others: object) -> Job:
 def test_a_killed_rank_restarts_all_and_nothing_is_lost(tmp_path: Path) -> None:
     """To the bit, as without it.
 
-    First one rank hangs where a killed one never comes, and torchrun, which tells it to end, waits for it: it has to
+    First one rank hangs where a killed one never comes, and torchrun, which asks it to end, waits for it: it has to
     end at once, though it wants to finish its step.
     """
     with job(tmp_path / "calm", FLAGS, ranks=2) as calm:
         agent = calm.add()
-        calm.wait(lambda: agent.ended() is not None)
+        calm.wait(lambda: agent.poll() is not None)
     plans = Plan("hang", 0, 5), Plan("die", 1, 5), Plan("die", 0, 8)
     with job(tmp_path / "struck", FLAGS, ranks=2, plans=plans) as struck:
         agent = struck.add()
         struck.wait(lambda: all((struck.folder / f"struck{number}").exists() for number in (0, 1)))
         since = time.monotonic()
-        struck.wait(lambda: "resumed from" in struck.said())
+        struck.wait(lambda: "resumed from" in struck.output())
         assert time.monotonic() - since < SHUTDOWN_SECONDS
-        struck.wait(lambda: agent.ended() is not None)
-        assert agent.ended() == 0, struck.said()
+        struck.wait(lambda: agent.poll() is not None)
+        assert agent.poll() == 0, struck.output()
         assert struck.struck()
     assert steps(struck.folder) == steps(calm.folder)
     last = f"saved/iter_{STEPS:07d}"
@@ -65,12 +65,12 @@ def test_a_killed_rank_ends_the_others_with_a_sentence(tmp_path: Path) -> None:
     flags = "--pipeline-model-parallel-size 2 --distributed-timeout-minutes 0.5"
     with job(tmp_path, flags, ranks=2, restarts=0, plans=(Plan("die", 1, 3),)) as struck:
         agent = struck.add()
-        struck.wait(lambda: agent.ended() is not None)
-    assert agent.ended() == 1
-    said = struck.said()
-    assert "error on rank 0: lost contact with another rank" in said, said
-    assert "gloo/transport" in said.partition("error on rank 0: ")[2].splitlines()[1]  # and not a traceback
-    assert re.fullmatch(PLACES, "".join(re.findall("the ranks were at.*", said)))
+        struck.wait(lambda: agent.poll() is not None)
+    assert agent.poll() == 1
+    output = struck.output()
+    assert "error on rank 0: lost contact with another rank" in output, output
+    assert "gloo/transport" in output.partition("error on rank 0: ")[2].splitlines()[1]  # and not a traceback
+    assert re.fullmatch(PLACES, "".join(re.findall("the ranks were at.*", output)))
     (incident,) = [line for line in (tmp_path / "incidents.md").read_text().splitlines() if "error:" in line]
     assert "error: lost contact with another rank" in incident
     assert "gloo" not in incident
@@ -87,11 +87,11 @@ def test_a_lost_node_makes_the_run_smaller_until_it_is_back(tmp_path: Path) -> N
         first, _ = shrunk.add(), shrunk.add()
         shrunk.wait(lambda: shrunk.struck() and shrunk.step() >= 8)
         back = shrunk.add()
-        shrunk.wait(lambda: first.ended() is not None and back.ended() is not None)
-        assert (first.ended(), back.ended()) == (0, 0), shrunk.said()
+        shrunk.wait(lambda: first.poll() is not None and back.poll() is not None)
+        assert (first.poll(), back.poll()) == (0, 0), shrunk.output()
     worlds = [size for size, _ in groupby(column(shrunk.folder, "world-size"))]
-    assert worlds[-3:] == [2, 1, 2], shrunk.said()
-    assert "1 of 4 samples padding" in shrunk.said()
+    assert worlds[-3:] == [2, 1, 2], shrunk.output()
+    assert "1 of 4 samples padding" in shrunk.output()
     assert_near(shrunk.folder, calm)
 
 
@@ -120,7 +120,7 @@ def test_the_loss_of_the_agents_store_ends_all_of_them_at_once(tmp_path: Path) -
         struck.wait(lambda: (struck.folder / "metrics.jsonl").exists())
         other = struck.add()
         struck.wait(struck.struck)
-        struck.wait(lambda: host.ended() is not None and other.ended() is not None, SHUTDOWN_SECONDS)
-        assert (host.ended(), other.ended()) == (-signal.SIGKILL, 1), struck.said()
+        struck.wait(lambda: host.poll() is not None and other.poll() is not None, SHUTDOWN_SECONDS)
+        assert (host.poll(), other.poll()) == (-signal.SIGKILL, 1), struck.output()
     assert start(tiny_run(tmp_path, saving(tmp_path, LONG))).status == 0
     assert set(steps(tmp_path)) == set(range(1, 41))

@@ -14,9 +14,9 @@ from megatron.convert.huggingface.config import read_model_values
 from megatron.evaluation.harness import language_model_class
 from megatron.training.callbacks.evaluate_tasks import scalar_results
 from tasks.evaluate import harness
-from tests.distributed.pool import Pool
 from tests.distributed.test_generate import run_tool
-from tests.runs import records, start
+from tests.kit.pool import Pool
+from tests.kit.runs import records, start
 from tests.unit.tasks.local_tasks import TASKS, write_tasks
 
 SCORED = "choices rolling"
@@ -98,7 +98,7 @@ SHORT = ("tp2-pp2", "zero3-dp2")
 def test_every_layout_of_a_run_evaluates_like_one_process(pool: Pool, place: Place, tmp_path: Path, name: str) -> None:
     ranks, flags, tasks = LAYOUTS[name]
     config = config_of(place, tmp_path, flags, tasks, ranks)
-    done = pool.run(ranks, train, config, check_collectives=False)
+    done = pool.run(ranks, train, config)
     assert [status for status, _ in done] == [0] * ranks, done
     check(tmp_path, place, tasks)
 

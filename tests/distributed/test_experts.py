@@ -18,10 +18,10 @@ from megatron.layers.moe import DispatchPlan, Router, Routing
 from megatron.training.build import build_trainer
 from megatron.training.loggers.console import health_line
 from megatron.training.step import train_step
-from tests.distributed.drive import MODEL, RATES, Case, batches_of, global_batch
 from tests.distributed.grid import RECOMPUTE
-from tests.distributed.pool import Pool
 from tests.distributed.vitals import difference, report, router_losses
+from tests.kit.cases import MODEL, RATES, Case, batches_of, global_batch
+from tests.kit.pool import Pool
 
 EXPERTS = replace(
     MODEL,
@@ -57,7 +57,7 @@ CASES = {
 @pytest.mark.parametrize("name", CASES)
 def test_a_layout_tells_what_one_process_tells(pool: Pool, name: str) -> None:
     case = CASES[name]
-    ranks = pool.run(case.world_size, router_losses, case, check_collectives=False)
+    ranks = pool.run(case.world_size, router_losses, case)
     assert all(steps == ranks[0] for steps in ranks)
     for got, expected in zip(ranks[0], router_losses(0, 1, case.twin()), strict=True):
         assert [*got] == ["lm loss", "seq_load_balancing_loss", "z_loss"]
@@ -71,7 +71,7 @@ def expert_loads(metrics: dict[str, float]) -> dict[str, float]:
 @pytest.mark.parametrize("name", ["dp2, tp2, ep2, etp2", "pp2, dp2, ep2, everything recomputed"])
 def test_health_of_experts_is_that_of_one_process(pool: Pool, name: str) -> None:
     case = CASES[name]
-    ranks = pool.run(case.world_size, report, case, check_collectives=False)
+    ranks = pool.run(case.world_size, report, case)
     assert all(records == ranks[0] for records in ranks)
     for got, expected in zip(ranks[0], report(0, 1, case.twin()), strict=True):
         assert difference(got, expected) < 1e-10
@@ -114,7 +114,7 @@ def factor_of_rank(rank: int) -> float:
 
 @pytest.mark.parametrize("sizes", [{"ep": 4, "etp": 1}, {"ep": 2, "etp": 2, "tp": 2, "sp": True}, {"ep": 2, "etp": 1}])
 def test_rows_arrive_by_expert_and_come_back_to_their_tokens(pool: Pool, sizes: dict[str, int]) -> None:
-    ranks = pool.run(4, travel, sizes, check_collectives=False)
+    ranks = pool.run(4, travel, sizes)
     held, together = 4 // sizes["ep"], sizes["ep"] * sizes["etp"]
     for rank, (there, back, gradient, ep) in enumerate(ranks):
         x_TH, experts_TK = tokens_of(rank)
@@ -142,7 +142,7 @@ def all_the_same(rank: int, world_size: int, case: Case) -> tuple[float, float]:
 @pytest.mark.parametrize("name", ["dp4, ep4", "tp2, ep2, modules recomputed"])
 def test_ranks_without_tokens_keep_up(pool: Pool, name: str) -> None:
     case = CASES[name]
-    ranks = pool.run(case.world_size, all_the_same, case, check_collectives=False)
+    ranks = pool.run(case.world_size, all_the_same, case)
     assert ranks == [ranks[0]] * len(ranks)
     assert ranks[0] == pytest.approx(all_the_same(0, 1, case.twin()), rel=1e-10)
 

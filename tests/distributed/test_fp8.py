@@ -26,9 +26,9 @@ from megatron.planner.memory import fp8_weight_bytes
 from megatron.training.build import build_trainer
 from megatron.training.components.average import AverageWeights
 from megatron.training.step import evaluate, train_step
-from tests.distributed.drive import LR, MODEL, RATES, SEQ_LENGTH, Case, batches_of, pipeline, run_case, run_on
-from tests.distributed.pool import Pool
-from tests.runs import part_of
+from tests.kit.cases import LR, MODEL, RATES, SEQ_LENGTH, Case, batches_of, pipeline, run_case, run_on
+from tests.kit.pool import Pool
+from tests.kit.runs import part_of
 from tools.lib.verify_parallel import RankTrace, StepTrace, compare_traces, join_traces
 
 TP2 = ParallelConfig(tensor_model_parallel_size=2)
@@ -162,7 +162,7 @@ def run_with_scales_of_parts(rank: int, world_size: int, wanted: Case, forgotten
 )
 def test_scales_of_parts_are_noticed(pool: Pool, name: str, forgotten: str) -> None:
     wanted = CASES[name]
-    ranks = pool.run(wanted.world_size, run_with_scales_of_parts, wanted, forgotten, check_collectives=False)
+    ranks = pool.run(wanted.world_size, run_with_scales_of_parts, wanted, forgotten)
     assert largest_deviation([join_traces(step) for step in zip(*ranks)], wanted) > 1e-4
 
 

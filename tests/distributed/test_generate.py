@@ -26,9 +26,9 @@ from megatron.inference.generate import PipelinedModel, SamplingParams, generate
 from megatron.layers.context import BuildContext
 from megatron.model.gpt import GPTChunk, build_gpt
 from megatron.training.build import build_trainer
-from tests.checkpoints import save_model
-from tests.distributed.drive import MODEL, Case, pipeline
-from tests.distributed.pool import Pool, RankError
+from tests.kit.cases import MODEL, Case, pipeline
+from tests.kit.checkpoints import save_model
+from tests.kit.pool import Pool, RankError
 from tools.generate import main
 
 PROMPTS = [[5, 17, 99], [100], [3, 1, 4, 1, 5, 9, 2, 6], [44, 44]]
@@ -92,7 +92,7 @@ def alone(name: str, sampling: str) -> tuple[torch.Tensor, list[list[int]]]:
 def test_every_rank_writes_what_one_alone_does(pool: Pool, name: str, sampling: str, tp: int) -> None:
     expected_logits, expected = alone(name, sampling)
     assert len({token for ids in expected for token in ids}) > 4
-    ranks = pool.run(tp, write, replace(MODEL, **MODELS[name]), SAMPLINGS[sampling], check_collectives=False)
+    ranks = pool.run(tp, write, replace(MODEL, **MODELS[name]), SAMPLINGS[sampling])
     for logits, new in ranks:
         assert torch.equal(logits, ranks[0][0]), "ranks must agree to the bit, or they would part in the end"
         torch.testing.assert_close(logits, expected_logits, rtol=1e-10, atol=1e-10)
@@ -150,7 +150,7 @@ def test_the_tool_on_several_ranks(pool: Pool, tmp_path: Path) -> None:
     flags = ["--load", str(tmp_path), "--prompt", *prompts, "--max-new-tokens", "7", "--top-k", "50"]
     status, expected, speed = run_tool(0, 1, flags)
     assert (status, speed[:10]) == (0, "generate: ")
-    first, second = pool.run(2, run_tool, flags, check_collectives=False)
+    first, second = pool.run(2, run_tool, flags)
     assert first[:2] == (0, expected)
     assert second == (0, "", "")
 

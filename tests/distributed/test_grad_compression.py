@@ -45,15 +45,15 @@ from megatron.training.components.grad_compression import CompressionState
 from megatron.training.components.nonfinite import NonFiniteCheck
 from megatron.training.step import train_step
 from megatron.training.trainer import Trainer
-from tests.distributed.drive import RATES, batches_of, run_on
-from tests.distributed.pool import Pool
 from tests.distributed.resume import advance
 from tests.distributed.test_local_tier import go_on as local_go_on
 from tests.distributed.test_local_tier import run_of as local_run
 from tests.distributed.test_optimizer_shards import MICROBATCHES, SPECS
 from tests.distributed.test_traffic import config_of, of_axes, ring, step
 from tests.distributed.test_zero import MIXED, PP2, SHARED, STAGE_1, STAGE_2, TP2_SP, case
-from tests.runs import differences, tiny_run
+from tests.kit.cases import RATES, batches_of, run_on
+from tests.kit.pool import Pool
+from tests.kit.runs import differences, tiny_run
 
 METHODS = ("powersgd:2", "topk:0.1")
 STEPS = 3

@@ -23,10 +23,10 @@ from megatron.training.build import build_trainer
 from megatron.training.callbacks import health
 from megatron.training.callbacks.health import HealthReport, layer_name
 from megatron.training.step import train_step
-from tests.distributed.drive import GLOBAL_BATCH, LR, MODEL, RATES, SEQ_LENGTH, Case, batches_of, global_batch
 from tests.distributed.grid import DOCUMENTS, EXPERTS, RECOMPUTE
-from tests.distributed.pool import Pool
 from tests.distributed.vitals import difference, report
+from tests.kit.cases import GLOBAL_BATCH, LR, MODEL, RATES, SEQ_LENGTH, Case, batches_of, global_batch
+from tests.kit.pool import Pool
 
 BARE = replace(MODEL, add_bias_linear=False)
 ALL = ("grad-norm", "zeros-share", "params-norm", "update-ratio")
@@ -210,7 +210,7 @@ CASES = {
 @pytest.mark.parametrize("name", CASES)
 def test_a_layout_says_what_one_process_says(pool: Pool, name: str) -> None:
     case = CASES[name]
-    ranks = pool.run(case.world_size, report, case, check_collectives=False)
+    ranks = pool.run(case.world_size, report, case)
     assert all(records == ranks[0] for records in ranks)
     for got, expected in zip(ranks[0], report(0, 1, case.twin()), strict=True):
         assert difference(got, expected, zeros=not case.model.add_bias_linear) < 1e-10

@@ -24,7 +24,6 @@ from megatron.config.parallel import PIPELINE_SCHEDULES, ParallelConfig
 from megatron.config.precision import PrecisionConfig
 from megatron.config.training import TrainingConfig
 from tests.distributed import product
-from tests.distributed.drive import MODEL, SEQ_LENGTH, Case, compare_with_twin, evaluation, reference, run_on
 from tests.distributed.grid import (
     CONTEXT,
     DOCUMENTS,
@@ -47,7 +46,8 @@ from tests.distributed.grid import (
     valid,
 )
 from tests.distributed.pairwise import Choice, Pair, covering, pairs_of, valid_pairs
-from tests.distributed.pool import Pool
+from tests.kit.cases import MODEL, SEQ_LENGTH, Case, compare_with_twin, evaluation, reference, run_on
+from tests.kit.pool import Pool
 from tools.lib.verify_parallel import StepDeviation, StepTrace
 
 TOLERANCE_FP64 = 1e-10

@@ -27,7 +27,7 @@ from megatron.distributed.comm import Group
 from megatron.distributed.sharding import Box
 from megatron.training import local_checkpoints as exchange_module
 from megatron.training.local_checkpoints import FileTransfer, NodeCheckpoints, send_and_receive
-from tests.distributed.pool import Pool
+from tests.kit.pool import Pool
 from tests.unit.checkpoint.samples import Sample
 from tests.unit.checkpoint.test_faults import content, watched
 

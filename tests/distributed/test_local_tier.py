@@ -25,9 +25,9 @@ from megatron.training.build import build_trainer
 from megatron.training.checkpoint_contents import run_state, tensors_to_save
 from megatron.training.checkpointer import Checkpointer, choose_resume_source
 from megatron.training.local_checkpoints import NodeCheckpoints
-from tests.distributed.pool import Pool
 from tests.distributed.resume import ACTIONS
-from tests.runs import Told, before_step, differences, start, steps, tiny_run
+from tests.kit.pool import Pool
+from tests.kit.runs import Outcome, before_step, differences, start, steps, tiny_run
 from tests.unit.checkpoint.samples import files_of
 
 ZERO = "--use-distributed-optimizer"
@@ -50,7 +50,7 @@ def on_nodes(rank: int, per_node: int) -> Iterator[None]:
         yield
 
 
-def run_rank(rank: int, world_size: int, config: RunConfig, per_node: int, killed_at: int = 0) -> Told:
+def run_rank(rank: int, world_size: int, config: RunConfig, per_node: int, killed_at: int = 0) -> Outcome:
     """One rank of a run, which is killed before a step."""
 
     @contextmanager
@@ -64,9 +64,9 @@ def run_rank(rank: int, world_size: int, config: RunConfig, per_node: int, kille
     return start(config, around(), rank, world_size)
 
 
-def go_on(pool: Pool, config: RunConfig, per_node: int = 1, killed_at: int = 0, world_size: int = 2) -> Told:
+def go_on(pool: Pool, config: RunConfig, per_node: int = 1, killed_at: int = 0, world_size: int = 2) -> Outcome:
     """Return the output of rank 0 of a run that ends well, or is killed."""
-    printed = pool.run(world_size, run_rank, config, per_node, killed_at, check_collectives=False)
+    printed = pool.run(world_size, run_rank, config, per_node, killed_at)
     assert {t.status for t in printed} == {None if killed_at else 0}, [t.err for t in printed]
     return printed[0]
 
@@ -199,7 +199,7 @@ def test_on_any_other_layout_and_nodes(pool: Pool, tmp_path: Path, flags: str, w
     durable.rename(tmp_path / "durable")
     shutil.rmtree(tmp_path / "node1")
     config = run_of(tmp_path, flags, save_interval=LOCAL, world_size=world)
-    notes = pool.run(world, resave, config, per_node, tmp_path / "again", check_collectives=False)[0]
+    notes = pool.run(world, resave, config, per_node, tmp_path / "again")[0]
     assert any(f"resumed from {tmp_path}/node0/iter_0000005: step 5" in note for note in notes)
     assert differences(tmp_path / "again", tmp_path / "durable") == []
 
@@ -222,7 +222,7 @@ def test_one_node_keeps_checkpoints_and_says_what_that_is_worth(pool: Pool, tmp_
 
 
 def refused(pool: Pool, config: RunConfig) -> str:
-    printed = pool.run(2, run_rank, config, 1, 0, check_collectives=False)
+    printed = pool.run(2, run_rank, config, 1, 0)
     assert all(t.status for t in printed)
     return "".join(t.err for t in printed)
 

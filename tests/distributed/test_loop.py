@@ -1,4 +1,4 @@
-"""Whole runs on several ranks: ends that all agree on, evaluation over replicas, errors reported once."""
+"""Whole runs on several ranks: ends that all agree on, evaluation over replicas, errors outcome once."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ from megatron.data.indexed_writer import IndexedDatasetWriter
 from megatron.training import main
 from megatron.training.stop import StopRequest
 from megatron.training.trainer import Trainer
-from tests.distributed.pool import Pool
 from tests.distributed.sites import ROOT
-from tests.runs import FLAGS, before_step, column, records, saved_steps, spoil_step, start, tiny_run
+from tests.kit.pool import Pool
+from tests.kit.runs import FLAGS, before_step, column, records, saved_steps, spoil_step, start, tiny_run
 
 TP2_SP = "--tensor-model-parallel-size 2 --sequence-parallel"
 PP2 = "--pipeline-model-parallel-size 2"
@@ -57,12 +57,12 @@ EVENTS = {
 def run_rank(rank: int, world_size: int, config: RunConfig, event: str = "nothing") -> tuple[int | None, str]:
     """The exit status of a rank, on a machine of its own, and what it wrote to stderr."""
     with patch.dict(os.environ, {"LOCAL_WORLD_SIZE": "1", "SLURMD_NODENAME": f"node{rank}"}):
-        told = start(config, EVENTS[event]() if rank == world_size - 1 else None, rank, world_size)
-    return told.status, told.err
+        outcome = start(config, EVENTS[event]() if rank == world_size - 1 else None, rank, world_size)
+    return outcome.status, outcome.err
 
 
 def run_two(pool: Pool, config: RunConfig, event: str = "nothing") -> list[tuple[int | None, str]]:
-    return pool.run(2, run_rank, config, event, check_collectives=False)
+    return pool.run(2, run_rank, config, event)
 
 
 def failures(folder: Path) -> list[dict[str, Any]]:
@@ -122,13 +122,13 @@ def test_a_signal_that_is_read_a_step_late_stops_all_ranks_one_step_later_unless
     pool: Pool, tmp_path: Path, flags: str, last: int
 ) -> None:
     config = tiny_run(tmp_path, f"{PP2} {flags} --save {tmp_path}/saved", 2)
-    ranks = pool.run(2, run_rank_late, config, "SIGTERM in step 2", check_collectives=False)
+    ranks = pool.run(2, run_rank_late, config, "SIGTERM in step 2")
     assert ranks == [(143, ""), (143, "")]
     assert (column(tmp_path, "iteration"), saved_steps(tmp_path / "saved")) == ([last], [last])
 
 
 @pytest.mark.parametrize(("layout", "layer", "samples"), [("tp2-sp", 0, "[8]"), ("dp2", 0, "[9]"), ("pp2", 1, "[8]")])
-def test_a_bad_number_on_one_rank_is_told_once(
+def test_a_bad_number_on_one_rank_is_reported_once(
     pool: Pool, tmp_path: Path, layout: str, layer: int, samples: str
 ) -> None:
     ranks = run_two(pool, tiny_run(tmp_path, LAYOUTS[layout], 2), "NaN in step 3")
@@ -166,7 +166,7 @@ def test_a_file_stops_all_ranks_after_the_same_step_and_they_end_well(pool: Pool
 
 
 def test_the_first_cause_names_its_machine_once(pool: Pool, tmp_path: Path) -> None:
-    """The other rank only loses contact, and says nothing."""
+    """The other rank only loses contact, and prints nothing."""
     ranks = run_two(pool, tiny_run(tmp_path, f"{TP2_SP} --distributed-timeout-minutes 0.1", 2), "an error in step 3")
     assert [status for status, _ in ranks] == [1, 1]
     assert ranks[0][1] == ""
@@ -231,11 +231,11 @@ def test_torchrun_passes_a_signal_on(tmp_path: Path, number: int, send: Callable
 
 
 @pytest.mark.slow
-def test_torchrun_starts_nobody_again_that_a_file_has_stopped(tmp_path: Path) -> None:
+def test_torchrun_starts_no_one_again_that_a_file_has_stopped(tmp_path: Path) -> None:
     program = tmp_path / "stopping.py"
     program.write_text(
         "import sys, pathlib, pretrain_gpt\n"
-        "from tests.runs import before_step\n"
+        "from tests.kit.runs import before_step\n"
         f"with before_step(3, lambda trainer: pathlib.Path({str(tmp_path / 'stop')!r}).touch()):\n"
         "    pretrain_gpt.exit_process(pretrain_gpt.main(sys.argv[1:]))\n"
     )

@@ -13,9 +13,9 @@ from megatron.config.errors import UserError
 from megatron.config.run import RunConfig
 from megatron.training.resume_source import preview_start, stored_config
 from pretrain_gpt import main
-from tests.distributed.pool import Pool
 from tests.distributed.resume import gathered, load_and_go_on
-from tests.runs import records, start
+from tests.kit.pool import Pool
+from tests.kit.runs import records, start
 from tests.unit.convert.megatron_lm import change_arguments, expected, moments_of, unpack
 
 RUN = (
@@ -86,8 +86,8 @@ def test_a_plain_folder_gets_the_prefix(written: Path, capsys: pytest.CaptureFix
 def test_weights_alone_need_a_mode_that_is_named(written: Path, capsys: pytest.CaptureFixture[str]) -> None:
     flags = [*RUN.split(), "--load", f"megatron:{written / 'llama_legacy_tp2_pp2'}", "--check-config"]
     assert main(flags) == 2
-    assert "it was saved without its optimizer state" in (said := capsys.readouterr().err)
-    assert "fix: --resume-mode weights-only" in said
+    assert "it was saved without its optimizer state" in (output := capsys.readouterr().err)
+    assert "fix: --resume-mode weights-only" in output
     assert main([*flags, "--resume-mode", "weights-only"]) == 0
 
 
@@ -111,9 +111,9 @@ def test_an_option_that_is_missing_here_is_named(
 ) -> None:
     folder = change_arguments(written / "llama_legacy_tp1", tmp_path / "run", qk_l2_norm=True, mtp_num_layers=1)
     assert main([*RUN.split(), "--load", f"megatron:{folder}", "--resume-mode", "weights-only", "--check-config"]) == 2
-    said = capsys.readouterr().err
-    assert said.startswith("E854 ")
-    assert "qk_l2_norm True, mtp_num_layers 1: the model here has no such option" in said
+    output = capsys.readouterr().err
+    assert output.startswith("E854 ")
+    assert "qk_l2_norm True, mtp_num_layers 1: the model here has no such option" in output
 
 
 def test_the_newest_is_what_megatron_lm_has_recorded(written: Path, tmp_path: Path) -> None:

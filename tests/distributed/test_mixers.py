@@ -24,11 +24,11 @@ from megatron.inference.generate import SamplingParams, check_prompts, generate
 from megatron.inference.text import InferenceError
 from megatron.layers.mixers.registry import find_mixer
 from megatron.planner.activations import activation_memory, peak_activations
-from tests.distributed.drive import MODEL, Case, PackedConversations, compare_with_twin, run_in_small_tiles
-from tests.distributed.pool import Pool
 from tests.distributed.resharding import loading, saving
 from tests.distributed.resume import gathered, load_and_go_on, save_and_go_on
-from tests.solo import Solo, random_batch, tiny
+from tests.kit.cases import MODEL, Case, PackedConversations, compare_with_twin, run_in_small_tiles
+from tests.kit.pool import Pool
+from tests.kit.solo import Solo, random_batch, tiny
 from tests.unit.inference.test_generate import reread
 from tests.unit.planner.test_activations import LLAMA, LONG, config_of, measured
 from tests.unit.planner.test_flops import counted, expected
@@ -106,7 +106,7 @@ CASES = {
 @pytest.mark.parametrize("name", CASES)
 def test_every_layout_computes_the_same(pool: Pool, folder: Path, name: str) -> None:
     one = CASES[name]
-    ranks = pool.run(one.world_size, with_plugin, folder, run_in_small_tiles, one, check_collectives=False)
+    ranks = pool.run(one.world_size, with_plugin, folder, run_in_small_tiles, one)
     deviations = compare_with_twin([join_traces(step) for step in zip(*ranks)], one)
     assert len(deviations) > 40
     for deviation in deviations:
@@ -119,8 +119,8 @@ def test_a_checkpoint_goes_on_in_another_layout(pool: Pool, folder: Path) -> Non
         resolve(replace(each, training=replace(each.training, train_iters=4)), ranks)
         for each, ranks in ((before, 2), (after, 4))
     )
-    whole = pool.run(2, with_plugin, folder, save_and_go_on, saving(before, folder), check_collectives=False)
-    other = pool.run(4, with_plugin, folder, load_and_go_on, loading(after, folder), check_collectives=False)
+    whole = pool.run(2, with_plugin, folder, save_and_go_on, saving(before, folder))
+    other = pool.run(4, with_plugin, folder, load_and_go_on, loading(after, folder))
     saved, loaded = gathered(whole).weights, gathered(other).weights
     assert any("linear_attention.linear_decay" in name for name in saved)
     assert saved.keys() == loaded.keys()
@@ -184,6 +184,6 @@ def test_an_export_names_the_option_that_no_family_has(
     pool: Pool, folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     config = saving(resolve(case(MIXED).config(), 1), folder)
-    pool.run(1, with_plugin, folder, save_and_go_on, config, check_collectives=False)
+    pool.run(1, with_plugin, folder, save_and_go_on, config)
     assert convert(["--plugin", NAME, "--load", str(folder), "--save-hf", str(folder / "hf"), "--dtype", "fp32"]) == 1
     assert re.search("has no .*token_mixers.*gated-linear", capsys.readouterr().err)

@@ -19,10 +19,10 @@ from megatron.training.build import build_trainer
 from tests.distributed import detect, faults, faults_of_contexts, faults_of_shares
 from tests.distributed.detect import Detector
 from tests.distributed.detect_saves import SAVES
-from tests.distributed.drive import Case, run_case
 from tests.distributed.grid import RECOMPUTE
-from tests.distributed.pool import PATIENCE, Pool, RankError
 from tests.distributed.sites import Call, Site, broken, calls, mutations, strays, watching
+from tests.kit.cases import Case, run_case
+from tests.kit.pool import PATIENCE, Pool, RankError
 from tools.lib.verify_parallel import RankTrace, join_traces
 
 DETECTORS = detect.DETECTORS | SAVES
@@ -38,7 +38,7 @@ EQUIVALENT: dict[tuple[str, str, str, str], str] = {
     ("megatron/training/stop.py", "poll", "max", "doubled"): "the maximum of equal numbers is theirs",
     ("megatron/training/components/startup.py", "on_step_end", "max", "doubled"): "equal numbers",
     ("megatron/training/metrics.py", "_barrier", "sum", "doubled"): "ranks that meet twice have met",
-    ("megatron/training/metrics.py", "_barrier", "sum", "mis-scaled"): "nobody looks at the number",
+    ("megatron/training/metrics.py", "_barrier", "sum", "mis-scaled"): "the number is not used",
 }
 """By file, function, reduction and mutation."""
 
@@ -90,7 +90,7 @@ HANG_SECONDS = 40.0
 def verdict(pool: Pool, detector: Detector, *job: Any, timeout: float = PATIENCE) -> str:
     """Return the outcome of a job on the detector's ranks: ``right``, ``wrong``, or the message it failed with."""
     try:
-        ranks = pool.run(detector.world_size, *job, timeout=timeout, check_collectives=False)
+        ranks = pool.run(detector.world_size, *job, timeout=timeout)
     except RankError as error:
         return str(error)
     return "right" if detector.right(ranks) else "wrong"

@@ -17,8 +17,8 @@ from megatron.training.build import build_trainer
 from megatron.training.callbacks.health import explain_nonfinite
 from megatron.training.trainer import Trainer
 from tests.distributed.detect import DP2, TP2, TP2_SP
-from tests.distributed.drive import Case, batches_of, pipeline
-from tests.distributed.pool import Pool
+from tests.kit.cases import Case, batches_of, pipeline
+from tests.kit.pool import Pool
 
 NAN = float("nan")
 FC1, FC2, FC1_0 = "layers.1.mlp.linear_fc1", "layers.1.mlp.linear_fc2", "layers.0.mlp.linear_fc1"

@@ -17,7 +17,7 @@ from megatron.data.errors import DataError
 from megatron.distributed import comm
 from megatron.distributed.launch import gather_results, run_on_rank0, world_group
 from megatron.training.resume_source import NoCheckpointError, ResumeSource
-from tests.distributed.pool import Pool
+from tests.kit.pool import Pool
 
 VALUES: list[Any] = [None, True, -(2**70), 0.1, "é\ud800", [], [1, [2.5]], {"a": {"b": None}}, "x" * 100_000]
 ERRORS = [
@@ -59,7 +59,7 @@ def errors_of(rank: int, world_size: int) -> list[list[tuple[str, str, Any]]]:
             raise error
 
     for error in ERRORS:
-        told = []
+        reported = []
         for call in (
             lambda error=error: run_on_rank0(lambda: fail(error), world),
             lambda error=error: gather_results(lambda: fail(error if rank == world_size - 1 else None), world),
@@ -69,8 +69,8 @@ def errors_of(rank: int, world_size: int) -> list[list[tuple[str, str, Any]]]:
             except Exception as raised:
                 got = raised
             text = (got.strerror, got.filename) if isinstance(got, OSError) and got.errno else str(got)
-            told.append((type(got).__name__, text, getattr(got, "problems", ())))
-        seen.append(told)
+            reported.append((type(got).__name__, text, getattr(got, "problems", ())))
+        seen.append(reported)
     return seen
 
 
@@ -110,16 +110,16 @@ def meet_a_rogue(rank: int, world_size: int, path: Path) -> list[str]:
         with patch.object(dist.distributed_c10d, "_tensor_to_object"):  # the rogue does not read what it sends
             dist.all_gather_object([None] * 2, Hostile(path))
         return []
-    world, told = world_group(rank, world_size), []
+    world, reported = world_group(rank, world_size), []
     for exchange in (comm.broadcast_object, comm.all_gather_objects):
         try:
             exchange("mine", world)
         except ValueError as error:
-            told.append(str(error))
-    return told
+            reported.append(str(error))
+    return reported
 
 
 def test_a_pickle_from_another_rank_runs_nothing(pool: Pool, tmp_path: Path) -> None:
-    _, told = pool.run(2, meet_a_rogue, tmp_path / "pwned", check_collectives=False)
+    _, reported = pool.run(2, meet_a_rogue, tmp_path / "pwned")
     assert not (tmp_path / "pwned").exists()
-    assert [text.partition(":")[0] for text in told] == ["rank 0 has sent something that is not JSON"] * 2
+    assert [text.partition(":")[0] for text in reported] == ["rank 0 has sent something that is not JSON"] * 2

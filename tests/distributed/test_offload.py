@@ -15,9 +15,9 @@ from megatron.config.training import TrainingConfig
 from megatron.layers.activation_offload import ActivationOffload
 from megatron.training.build import build_trainer
 from megatron.training.step import train_step
-from tests.distributed.drive import MODEL, RATES, Case, batches_of, pipeline
-from tests.distributed.pool import Pool
 from tests.distributed.test_optimizer_shards import EXPERTS, GQA, noted
+from tests.kit.cases import MODEL, RATES, Case, batches_of, pipeline
+from tests.kit.pool import Pool
 
 STEPS = 5
 FP32, BF16 = PrecisionConfig(params_dtype="fp32"), PrecisionConfig(params_dtype="bf16")
@@ -63,7 +63,7 @@ def differing(rank: int, size: int, case: Case, offloaded: Case) -> tuple[list[s
 
 
 def check(pool: Pool, case: Case, offloaded: Case) -> list[tuple[int, int]]:
-    ranks = pool.run(case.world_size, differing, case, offloaded, check_collectives=False)
+    ranks = pool.run(case.world_size, differing, case, offloaded)
     assert [names for names, *_ in ranks] == [[]] * len(ranks)
     return [(held, activations) for _, held, activations in ranks]
 

@@ -27,9 +27,9 @@ from megatron.training.checkpoint_contents import tensors_to_save
 from megatron.training.components.average import AverageWeights
 from megatron.training.step import evaluate, train_step
 from megatron.training.trainer import Trainer
-from tests.distributed.drive import MODEL, RATES, Case, batches_of, compare_with_twin, run_on
-from tests.distributed.pool import Pool
-from tests.runs import part_of
+from tests.kit.cases import MODEL, RATES, Case, batches_of, compare_with_twin, run_on
+from tests.kit.pool import Pool
+from tests.kit.runs import part_of
 
 INIT = Init()
 SHARD = DenseSharding(0, 1)
@@ -204,7 +204,7 @@ OVERLAPPED = {
 def test_weights_that_come_late_are_waited_for(pool: Pool, name: str) -> None:
     """Steps, saving, evaluation with averages, the comparison of copies: as where nothing is late, to the bit."""
     case = OVERLAPPED[name]
-    at_once, delayed = (pool.run(case.world_size, run, case, how, check_collectives=False) for how in ("plain", "late"))
+    at_once, delayed = (pool.run(case.world_size, run, case, how) for how in ("plain", "late"))
     for (numbers, saved, _), (late_numbers, late_saved, pending) in zip(at_once, delayed, strict=True):
         assert pending, "no weights were on their way"
         assert numbers == late_numbers

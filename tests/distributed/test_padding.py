@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from megatron.config.training import TrainingConfig
-from tests.distributed.drive import Case, compare_with_twin, evaluation, run_on
 from tests.distributed.grid import FACTORS, case_of
-from tests.distributed.pool import Pool
 from tests.distributed.test_layout_matrix import TOLERANCE_FP64, check
+from tests.kit.cases import Case, compare_with_twin, evaluation, run_on
+from tests.kit.pool import Pool
 
 PLAIN = {name: values[0] for name, values in FACTORS.items()}
 PADDED = TrainingConfig(pad_global_batch=True)

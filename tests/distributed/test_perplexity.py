@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from tasks.evaluate.perplexity import main
-from tests.checkpoints import save_model
-from tests.distributed.pool import Pool
 from tests.distributed.test_generate import run_tool
-from tests.solo import Solo, tiny
+from tests.kit.checkpoints import save_model
+from tests.kit.pool import Pool
+from tests.kit.solo import Solo, tiny
 
 TEXT = "Four windows, and a part of a fifth, of 16 tokens each: so ranks have unequal work.\n"
 IMPORTS = 240.0
@@ -40,7 +40,7 @@ def test_every_layout_measures_what_one_process_does(pool: Pool, tmp_path: Path,
     for name in names:
         ranks, tp, pp = LAYOUTS[name]
         layout = f"{tmp_path}/{name}.json --tensor-model-parallel-size {tp} --pipeline-model-parallel-size {pp}"
-        done = pool.run(ranks, run_tool, [*flags.split(), *layout.split()], main, check_collectives=False)
+        done = pool.run(ranks, run_tool, [*flags.split(), *layout.split()], main)
         assert [status for status, *_ in done] == [0] * ranks
         assert [bool(out) for _, out, _ in done] == [True] + [False] * (ranks - 1)
         assert json.loads((tmp_path / f"{name}.json").read_text()) == pytest.approx(expected, rel=1e-10)

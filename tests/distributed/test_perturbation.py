@@ -20,9 +20,9 @@ from megatron.kernels import block_attention
 from megatron.kernels.attention_mask import Ranges
 from megatron.training.build import build_trainer
 from megatron.training.trainer import Trainer
-from tests.distributed.drive import GLOBAL_BATCH, MODEL, SEQ_LENGTH, Case, batches_of, global_batch
 from tests.distributed.grid import DOCUMENTS, RECOMPUTE
-from tests.distributed.pool import Pool
+from tests.kit.cases import GLOBAL_BATCH, MODEL, SEQ_LENGTH, Case, batches_of, global_batch
+from tests.kit.pool import Pool
 from tests.unit.kernels.test_attention_mask import visible
 
 PATTERNS = ("global", "local:5", "chunked:7", "dilated:3:2", "local:3+first:2", "prefix:4")
@@ -123,6 +123,6 @@ def expected(pattern: str, documents: str, position: int) -> set[tuple[int, int]
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_a_token_changes_what_sees_it_and_nothing_else(pool: Pool, name: str) -> None:
     parallel, training = LAYOUTS[name]
-    ranks = pool.run(parallel.model_ranks, perturbed, parallel, training, check_collectives=False)
+    ranks = pool.run(parallel.model_ranks, perturbed, parallel, training)
     for what in ranks[0]:
         assert set().union(*(rank[what] for rank in ranks)) == expected(*what), what

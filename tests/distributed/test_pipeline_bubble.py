@@ -25,9 +25,9 @@ from megatron.pipeline.communication import channels
 from megatron.pipeline.recorder import record_timeline
 from megatron.pipeline.runtime import Pipeline
 from megatron.pipeline.simulate import StageCosts, simulate
-from tests.distributed.pool import Pool
-from tests.pipelines import SIZES, batches_of, program_of
-from tests.solo import Gradients
+from tests.kit.pipelines import SIZES, batches_of, program_of
+from tests.kit.pool import Pool
+from tests.kit.solo import Gradients
 
 RANKS, MICROBATCHES = 4, 6
 
@@ -109,5 +109,5 @@ def test_the_bubble_is_the_simulated_one(pool: Pool, name: str) -> None:
     program, share = program_of(name, RANKS, MICROBATCHES), SIZES[name]
     costs = StageCosts.uniform(program.stages, FORWARD / share, INPUT / share, WEIGHT / share)
     expected = simulate(program, costs).bubble
-    for measured in pool.run(RANKS, bubble, name, check_collectives=False):
+    for measured in pool.run(RANKS, bubble, name):
         assert measured == pytest.approx(expected, abs=1e-12)

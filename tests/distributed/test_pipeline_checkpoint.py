@@ -13,10 +13,10 @@ from megatron.convert.huggingface.config import read_config, read_model_values
 from megatron.convert.huggingface.convert import convert_to_huggingface
 from megatron.convert.saved_model import SavedModel, open_checkpoint
 from megatron.pipeline.schedules import make_schedule
-from tests.distributed.pool import Pool
 from tests.distributed.resume import run_rank
+from tests.kit.pool import Pool
+from tests.kit.runs import checkpoint, start, steps, tiny_run
 from tests.parity.test_hf import BY_NAME
-from tests.runs import checkpoint, start, steps, tiny_run
 from tests.unit.convert.folders import ignore, random_weights, write_folder
 
 FLAGS = "--num-layers 3 --params-dtype fp64 --micro-batch-size 1 --save-interval 2 --train-iters 4"
@@ -37,7 +37,7 @@ def piped(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("piped")
     make_schedule("interleaved", 2, 2, 4).save(folder / "schedule.csv")
     config = tiny_run(folder, f"{FLAGS} --save {folder}/saved {LAYOUT} {folder}/schedule.csv", 2)
-    printed = pool.run(2, run_rank, config, check_collectives=False)
+    printed = pool.run(2, run_rank, config)
     assert [(rank.status, rank.err) for rank in printed] == [(0, "")] * 2
     (folder / "schedule.csv").unlink()
     return folder
@@ -75,7 +75,7 @@ def test_a_hugging_face_model_comes_back_from_four_ranks(pool: Pool, name: str, 
     folder = write_folder(tmp_path / "hf", model, weights)
     flags = f"{STEP} {GRID} --load hf:{folder} --save {tmp_path}/saved --run-dir {tmp_path}/run"
     config = parse(flags.split(), {"RANK": "0", "WORLD_SIZE": "4"}, read_model=read_model_values).config
-    printed = pool.run(4, run_rank, config, check_collectives=False)
+    printed = pool.run(4, run_rank, config)
     assert [(rank.status, rank.err) for rank in printed] == [(0, "")] * 4
     manifest, _ = open_checkpoint(tmp_path / "saved")
     convert_to_huggingface(

@@ -1,4 +1,4 @@
-"""How a run on a pipeline ends when a rank fails in the middle of a step: told once, with everybody's action."""
+"""How a run on a pipeline ends when a rank fails in a step: with one report, and the action of every rank."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from pathlib import Path
 
 from megatron.config.run import RunConfig
 from megatron.training.trainer import Trainer
-from tests.distributed.pool import Pool
-from tests.runs import Told, before_step, column, start, tiny_run
+from tests.kit.pool import Pool
+from tests.kit.runs import Outcome, before_step, column, start, tiny_run
 
 INTERLEAVED = "--num-layers 4 --pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2"
 TIMEOUT, NAP = 3.0, 5.0
@@ -38,7 +38,7 @@ def break_stage(trainer: Trainer, how: str) -> None:
         trainer.chunks[3].register_forward_pre_hook(before)
 
 
-def run_rank(rank: int, world_size: int, config: RunConfig, how: str) -> tuple[Told, float]:
+def run_rank(rank: int, world_size: int, config: RunConfig, how: str) -> tuple[Outcome, float]:
     """Return the output of a rank, and the time at which it ended."""
     return start(config, before_step(3, partial(break_stage, how=how)), rank, world_size), time.monotonic()
 
@@ -46,7 +46,7 @@ def run_rank(rank: int, world_size: int, config: RunConfig, how: str) -> tuple[T
 def run_broken(pool: Pool, folder: Path, how: str) -> tuple[str, str]:
     """Return the output of the first rank that notices a failure of rank 1, and the records."""
     config = tiny_run(folder, f"{INTERLEAVED} --distributed-timeout-minutes {TIMEOUT / 60}", 2)
-    ranks = pool.run(2, run_rank, config, how, check_collectives=False)
+    ranks = pool.run(2, run_rank, config, how, backend="gloo")
     assert [printed.status for printed, _ in ranks] == [1, 1]
     assert abs(ranks[0][1] - ranks[1][1]) < 2 * TIMEOUT
     assert column(folder, "iteration") == [1, 2]
@@ -55,7 +55,7 @@ def run_broken(pool: Pool, folder: Path, how: str) -> tuple[str, str]:
     return text, incident
 
 
-def test_a_rank_that_raises_is_told_with_its_action(pool: Pool, tmp_path: Path) -> None:
+def test_a_rank_that_raises_is_reported_with_its_action(pool: Pool, tmp_path: Path) -> None:
     printed, incident = run_broken(pool, tmp_path, "raises")
     assert printed.startswith("error on rank 1: Traceback (most recent call last)")
     *_, cause, action, places = printed.splitlines()
@@ -64,7 +64,7 @@ def test_a_rank_that_raises_is_told_with_its_action(pool: Pool, tmp_path: Path) 
     assert incident.endswith("step 2: error: rank 1: ValueError: too hot, in the pipeline at 3F2")
 
 
-def test_a_rank_that_does_not_answer_is_told_with_its_action(pool: Pool, tmp_path: Path) -> None:
+def test_a_rank_that_does_not_answer_is_reported_with_its_action(pool: Pool, tmp_path: Path) -> None:
     printed, incident = run_broken(pool, tmp_path, "sleeps")
     assert printed.startswith("error on rank 0: lost contact with another rank: it was killed")
     assert printed.splitlines()[-1] == "the ranks were at: 2B2 (rank 0), 3F2 (rank 1)"

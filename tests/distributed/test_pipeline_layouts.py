@@ -17,10 +17,10 @@ from megatron.pipeline.actions import PipelineSchedule
 from megatron.pipeline.schedules import make_schedule
 from megatron.training.build import build_trainer
 from megatron.training.step import train_step
-from tests.distributed.drive import RATES, Case, batches_of, compare_with_twin, evaluation, pipeline, run_on
 from tests.distributed.faults import infinite_gradient
 from tests.distributed.grid import DOCUMENTS, stages_on_a_rank
-from tests.distributed.pool import Pool
+from tests.kit.cases import RATES, Case, batches_of, compare_with_twin, evaluation, pipeline, run_on
+from tests.kit.pool import Pool
 from tools.lib.verify_parallel import StepTrace
 
 TOLERANCE = 1e-10
@@ -181,7 +181,7 @@ def scaled(rank: int, world_size: int, case: Case, weight: str) -> tuple[list[fl
 def test_an_overflow_on_one_stage_is_skipped_on_all(pool: Pool) -> None:
     precision = PrecisionConfig(params_dtype="fp16", initial_loss_scale=1024.0, hysteresis=1)
     case = replace(pipeline(2, "zb-h1"), steps=3, precision=precision)
-    for found in pool.run(2, scaled, case, "layers.1.mlp.linear_fc1.weight", check_collectives=False):
+    for found in pool.run(2, scaled, case, "layers.1.mlp.linear_fc1.weight"):
         assert found == ([1024.0, 1024.0, 512.0], [False, True, False], [True, False, True])
 
 
@@ -193,5 +193,5 @@ def test_evaluation_is_that_of_one_process(pool: Pool, schedule: str, dp: int) -
     case = replace(pipeline(2, schedule, 2, layers=5, hidden_dropout=0.1), dp=dp)
     expected = evaluation(0, 1, case.twin())
     assert expected[0] != expected[1]
-    for found in pool.run(case.world_size, evaluation, case, check_collectives=False):
+    for found in pool.run(case.world_size, evaluation, case):
         assert found == pytest.approx(expected, rel=TOLERANCE, abs=0.0)

@@ -12,8 +12,8 @@ from megatron.pipeline.actions import COMPUTE_KINDS
 from megatron.pipeline.plan import build_program
 from megatron.planner.timeline import read_trace
 from megatron.training.trainer import Trainer
-from tests.distributed.pool import Pool
-from tests.runs import before_step, column, records, start, tiny_run
+from tests.kit.pool import Pool
+from tests.kit.runs import before_step, column, records, start, tiny_run
 from tools.draw_schedule import main as draw_schedule
 
 PP2 = "--num-layers 4 --pipeline-model-parallel-size 2"

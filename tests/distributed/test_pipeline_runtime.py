@@ -1,4 +1,4 @@
-"""The runtime on real ranks: gradients, and what is told when one of them fails in the middle of a schedule."""
+"""The runtime on real ranks: gradients, and the report when one of them fails in the middle of a schedule."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ from megatron.pipeline.runtime import Chunk
 from megatron.pipeline.simulate import Timeline
 from megatron.training import failure_report
 from megatron.training.failure_report import explain_error
-from tests.distributed.pool import Pool, RankError
-from tests.pipelines import SEED, Ends, LinearStage, batches_of, pipeline_of, program_of
+from tests.kit.pipelines import SEED, Ends, LinearStage, batches_of, pipeline_of, program_of
+from tests.kit.pool import Pool, RankError
 
 RANKS, MICROBATCHES = 4, 6
 TIMEOUT = 20.0
@@ -63,7 +63,7 @@ def fails_in_1f2(chunk: LinearStage, how: str) -> Chunk:
     return run
 
 
-def fail(rank: int, world_size: int, how: str, told: Path) -> None:
+def fail(rank: int, world_size: int, how: str, reported: Path) -> None:
     """A step in which rank 1 fails; the first rank to notice writes what it would print, and when it could."""
     program, ends = program_of("1f1b", world_size, MICROBATCHES), Ends()
     mesh = mesh_of(rank, program, SHORT if how == "hang" else TIMEOUT)
@@ -76,22 +76,22 @@ def fail(rank: int, world_size: int, how: str, told: Path) -> None:
     except Exception as error:
         if register_failure():
             text = f"{explain_error(error)}\n{failure_report.rank_positions(rank, world_size)}"
-            told.write_text(f"{text}\nafter {time.monotonic() - began:.1f} s", encoding="utf-8")
+            reported.write_text(f"{text}\nafter {time.monotonic() - began:.1f} s", encoding="utf-8")
         raise
 
 
 @pytest.fixture
 def patience(monkeypatch: pytest.MonkeyPatch) -> None:
     """All ranks get the time that they need to end by themselves."""
-    monkeypatch.setattr("tests.distributed.pool.GRACE", TIMEOUT)
+    monkeypatch.setattr("tests.kit.pool.GRACE", TIMEOUT)
 
 
 @pytest.mark.usefixtures("patience")
-def test_of_a_rank_that_is_killed_the_others_tell(pool: Pool, tmp_path: Path) -> None:
+def test_of_a_rank_that_is_killed_the_others_report(pool: Pool, tmp_path: Path) -> None:
     with pytest.raises(RankError, match=r"rank 1 of 4 failed in .*: process died: killed by SIGKILL") as caught:
-        pool.run(RANKS, fail, "kill", tmp_path / "told", check_collectives=False)
+        pool.run(RANKS, fail, "kill", tmp_path / "reported", backend="gloo")
     assert "still running" not in str(caught.value)
-    cause, *_, places, seconds = (tmp_path / "told").read_text(encoding="utf-8").splitlines()
+    cause, *_, places, seconds = (tmp_path / "reported").read_text(encoding="utf-8").splitlines()
     assert cause.startswith("lost contact with another rank")
     # rank 1 dies in its third forward; a busy machine may not have let the ranks around it come as far
     at = r"(\d(SEND_|RECV_)?[FB]\d)"
@@ -112,7 +112,7 @@ def timeline(rank: int, world_size: int) -> Timeline:
 
 def test_ranks_record_one_timeline_together(pool: Pool) -> None:
     """On one clock: nothing begins before what it needs is over on another rank."""
-    seen, *others = pool.run(2, timeline, check_collectives=False)
+    seen, *others = pool.run(2, timeline)
     assert all(other == seen for other in others)
     program = program_of("zb-v", 2, MICROBATCHES)
     ran = {interval.action: interval for intervals in seen.intervals for interval in intervals}

@@ -15,8 +15,8 @@ from megatron.layers.residual import Residual
 from megatron.pipeline.plan import build_program
 from megatron.pipeline.simulate import StageCosts, simulate
 from megatron.training.trainer import Trainer
-from tests.distributed.pool import Pool
-from tests.runs import before_step, column, start, tiny_run
+from tests.kit.pool import Pool
+from tests.kit.runs import before_step, column, start, tiny_run
 
 FORWARD, BACKWARD = 0.02, 0.05
 """Seconds for which a layer sleeps."""
@@ -50,7 +50,7 @@ def run_rank(rank: int, world_size: int, config: RunConfig) -> int | None:
 @pytest.mark.parametrize("flags", ["--num-layers 4 --num-virtual-stages-per-pipeline-rank 2"], ids=["vpp2"])
 def test_the_bubble_of_a_run_is_that_of_its_schedule(pool: Pool, tmp_path: Path, flags: str) -> None:
     config = tiny_run(tmp_path, f"--pipeline-model-parallel-size 2 {flags}", 2)
-    assert pool.run(2, run_rank, config, check_collectives=False) == [0, 0]
+    assert pool.run(2, run_rank, config) == [0, 0]
     program = build_program(config.parallel, 4)
     expected = simulate(program, StageCosts.uniform(program.stages, FORWARD, BACKWARD, 0.0)).bubble
     measured = column(tmp_path, "bubble")

@@ -1,4 +1,4 @@
-"""The pool itself: what comes back, and what is said when a rank fails in each of the ways it can."""
+"""The pool itself: results, and the message for each way in which a rank can fail."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.distributed.pool import Pool, RankError
+from tests.kit.pool import Pool, RankError
 
 
 def total(rank: int, world_size: int, scale: float) -> tuple[int, float]:
@@ -123,7 +123,7 @@ def test_random_numbers_repeat_but_differ_between_ranks(pool: Pool) -> None:
 
 
 @pytest.mark.parametrize("bad", [0, 1, 3])
-def test_the_first_cause_is_told_and_the_others_counted(pool: Pool, bad: int) -> None:
+def test_the_first_cause_is_reported_and_the_others_counted(pool: Pool, bad: int) -> None:
     with pytest.raises(RankError) as error:
         pool.run(4, raise_on, bad)
     text = str(error.value)
@@ -152,7 +152,7 @@ def test_what_a_dead_rank_printed_is_shown(pool: Pool) -> None:
         pool.run(1, kill_on, 0)
 
 
-def test_an_exit_is_told_with_its_code(pool: Pool) -> None:
+def test_an_exit_is_reported_with_its_code(pool: Pool) -> None:
     with pytest.raises(RankError, match=r"rank 1 of 2 failed in .*exit_on: process died: exit code 3"):
         pool.run(2, exit_on, 1)
 
@@ -180,7 +180,7 @@ def test_a_collective_that_misses_a_rank_names_both_sides(pool: Pool) -> None:
 @pytest.mark.parametrize("function", [different_shapes, different_collectives])
 def test_mismatched_collectives_fail_at_once(pool: Pool, function: object) -> None:
     start = time.monotonic()
-    with pytest.raises(RankError, match="Detected mismatch between collectives"):
+    with pytest.raises(RankError, match=r"rank \d calls .*, rank \d "):
         pool.run(2, function)  # type: ignore[arg-type]
     assert time.monotonic() - start < 10
 

@@ -13,9 +13,9 @@ from megatron.config.precision import PrecisionConfig
 from megatron.config.training import TrainingConfig
 from megatron.training.build import build_trainer
 from megatron.training.step import train_step
-from tests.distributed.drive import MODEL, RATES, Case, batches_of, pipeline, reference, run_on
 from tests.distributed.faults import infinite_gradient
-from tests.distributed.pool import Pool
+from tests.kit.cases import MODEL, RATES, Case, batches_of, pipeline, reference, run_on
+from tests.kit.pool import Pool
 
 CASE = Case(
     replace(MODEL, num_query_groups=2, qk_layernorm=True, hidden_dropout=0.1),
@@ -64,7 +64,7 @@ def run_scaled(rank: int, world_size: int, case: Case, overflow_on: int | None) 
 
 
 def test_all_ranks_keep_the_same_loss_scale(pool: Pool) -> None:
-    ranks = pool.run(CASE.world_size, run_scaled, CASE, None, check_collectives=False)
+    ranks = pool.run(CASE.world_size, run_scaled, CASE, None)
     assert len({tuple(rank.scales) for rank in ranks}) == len({tuple(rank.skipped) for rank in ranks}) == 1
     scales, skipped = ranks[0].scales, ranks[0].skipped
     assert skipped[0], "the first scale is meant to be too large"
@@ -75,7 +75,7 @@ def test_all_ranks_keep_the_same_loss_scale(pool: Pool) -> None:
 
 def test_an_overflow_on_one_rank_stops_the_update_on_all(pool: Pool) -> None:
     case = replace(CASE, steps=5, precision=PrecisionConfig(params_dtype="fp32"))
-    for rank in pool.run(case.world_size, run_scaled, case, 3, check_collectives=False):
+    for rank in pool.run(case.world_size, run_scaled, case, 3):
         assert rank.skipped == [False, False, False, True, False]
         assert rank.weights[3] == rank.weights[2]
         assert rank.weights[4] != rank.weights[3]

@@ -17,14 +17,14 @@ from megatron.config.run import RunConfig
 from megatron.training.build_model import build_mesh
 from megatron.training.frozen_models import frozen_location, open_frozen
 from tasks.finetune.precompute import write_teacher
-from tests.checkpoints import save_model
-from tests.distributed.drive import MODEL, Case, compare_with_twin, run_on
 from tests.distributed.grid import FACTORS, case_of, label
 from tests.distributed.pairwise import Choice
-from tests.distributed.pool import Pool
 from tests.distributed.test_layout_matrix import TOLERANCE_FP64, check
-from tests.runs import start, tiny_run
-from tests.solo import Solo
+from tests.kit.cases import MODEL, Case, compare_with_twin, run_on
+from tests.kit.checkpoints import save_model
+from tests.kit.pool import Pool
+from tests.kit.runs import start, tiny_run
+from tests.kit.solo import Solo
 
 PLAIN = {name: values[0] for name, values in FACTORS.items()}
 LAYOUTS: list[Choice] = [

@@ -12,8 +12,8 @@ import pytest
 
 from megatron.config.run import RunConfig
 from megatron.training.trainer import Trainer
-from tests.distributed.pool import Pool
-from tests.runs import before_step, column, start, tiny_run
+from tests.kit.pool import Pool
+from tests.kit.runs import before_step, column, start, tiny_run
 
 WISHES = ("signal", "file", "nothing")
 
@@ -30,9 +30,9 @@ def run_rank(
             (Path(str(config.logging.run_dir)) / "PROFILE").touch()
 
     with patch("megatron.training.callbacks.profiler.FILE_CHECK_SECONDS", 0.0):
-        told = start(config, before_step(2, ask), rank, world_size)
-    lines = [line for line in told.out.splitlines() if line.startswith(("profile of", "profile requested"))]
-    return told.status, told.err, [line.partition(":")[0] for line in lines]
+        outcome = start(config, before_step(2, ask), rank, world_size)
+    lines = [line for line in outcome.out.splitlines() if line.startswith(("profile of", "profile requested"))]
+    return outcome.status, outcome.err, [line.partition(":")[0] for line in lines]
 
 
 def kept(folder: Path) -> list[str]:
@@ -62,8 +62,8 @@ def test_ranks_agree_on_the_steps_and_the_run_is_the_same(pool: Pool, tmp_path: 
         recorded = "profile of steps 3 to 4"
         asked = f"profile requested of steps 3 to 4, recorded on --profile-ranks {ranks}"
         printed = {"signal": [[asked, recorded], [recorded]], "file": [[asked], [recorded]], "nothing": [[], []]}
-        told = pool.run(2, run_rank, config, wish, wishing, check_collectives=False)
-        assert told == [(0, "", lines) for lines in printed[wish]]
+        outcome = pool.run(2, run_rank, config, wish, wishing)
+        assert outcome == [(0, "", lines) for lines in printed[wish]]
     assert kept(tmp_path / "signal") == [f"step_000003-000004_rank_{rank}.json.gz" for rank in (0, 1)]
     assert kept(tmp_path / "file") == ["step_000003-000004_rank_1.json.gz"]
     assert kept(tmp_path / "nothing") == []

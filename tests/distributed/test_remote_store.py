@@ -19,8 +19,8 @@ from megatron.checkpoint.object_store import RemotePath
 from megatron.checkpoint.save import save_sharded
 from megatron.checkpoint.verify import list_damage
 from megatron.distributed.comm import Group
-from tests.distributed.pool import Pool
-from tests.runs import differences, start, steps, tiny_run
+from tests.kit.pool import Pool
+from tests.kit.runs import differences, start, steps, tiny_run
 from tests.unit.checkpoint.s3_server import Store, serving, settings
 from tests.unit.checkpoint.samples import dealt, partition, samples
 

@@ -14,8 +14,8 @@ from megatron.config.precision import PrecisionConfig
 from megatron.training.build import build_trainer
 from megatron.training.callbacks.health import check_weight_copies
 from megatron.training.step import train_step
-from tests.distributed.drive import MODEL, RATES, Case, batches_of
-from tests.distributed.pool import Pool
+from tests.kit.cases import MODEL, RATES, Case, batches_of
+from tests.kit.pool import Pool
 
 BF16 = PrecisionConfig(params_dtype="bf16")
 GQA = replace(MODEL, num_query_groups=2)

@@ -26,9 +26,7 @@ from megatron.planner.memory import rank_state_bytes
 from megatron.training.build import build_trainer
 from megatron.training.checkpointer import Checkpointer
 from megatron.training.resume_source import ResumeSource
-from tests.distributed.drive import Case
 from tests.distributed.grid import FACTORS, ZERO
-from tests.distributed.pool import Pool
 from tests.distributed.resharding import (
     Reshard,
     bytes_of_files,
@@ -39,7 +37,9 @@ from tests.distributed.resharding import (
     times_written,
 )
 from tests.distributed.resume import BEFORE, gathered, load_and_go_on, save_and_go_on, save_at_once
-from tests.runs import checkpoint
+from tests.kit.cases import Case
+from tests.kit.pool import Pool
+from tests.kit.runs import checkpoint
 from tests.unit.convert.folders import llama, random_weights, write_folder
 
 PLAIN = {"experts": "none", "optimizer": "adam"}
@@ -60,8 +60,8 @@ PAIRS = [
 
 def check(pool: Pool, folder: Path, pair: Reshard) -> None:
     before, after = saving(pair.before, folder), loading(pair.after, folder)
-    whole = pool.run(pair.ranks[0], save_and_go_on, before, check_collectives=False)
-    other = pool.run(pair.ranks[1], load_and_go_on, after, check_collectives=False)
+    whole = pool.run(pair.ranks[0], save_and_go_on, before)
+    other = pool.run(pair.ranks[1], load_and_go_on, after)
     saved, loaded = gathered(whole), gathered(other)
     path = folder / f"iter_{BEFORE:07d}"
     stored, _ = checkpoint(path)
@@ -129,7 +129,7 @@ EVEN = {
 @pytest.mark.parametrize("case", [pytest.param(c, marks=() if c in ("dp4-muon", "dp2-tp2") else LONG) for c in EVEN])
 def test_the_ranks_share_the_writing_evenly(pool: Pool, tmp_path: Path, case: str) -> None:
     config = replace(EVEN[case], checkpoint=CheckpointConfig(save=str(tmp_path)))
-    pool.run(4, save_at_once, resolve(config, 4), check_collectives=False)
+    pool.run(4, save_at_once, resolve(config, 4))
     files = bytes_of_files(Manifest.open(tmp_path / "iter_0000000"))
     assert len(files) == 4
     assert max(files.values()) <= 1.1 * min(files.values()), files
@@ -178,5 +178,5 @@ def test_no_rank_of_zero_3_ever_holds_the_whole_model(pool: Pool, tmp_path: Path
     assert size > 200 * 2**20
     folder = write_folder(tmp_path / "hf", WIDE, random_weights(WIDE)) if start == "hf" else None
     kept = sum(rank_state_bytes(config, 2, 0).values())
-    for peak in pool.run(2, memory_of_start, config, folder, check_collectives=False):
+    for peak in pool.run(2, memory_of_start, config, folder):
         assert 0.9 * kept < peak < kept + 0.3 * size

@@ -18,9 +18,9 @@ from megatron.checkpoint.lease import acquire_lease
 from megatron.config.run import RunConfig
 from megatron.data.build import resolve_epochs
 from megatron.data.indexed_writer import IndexedDatasetWriter
-from tests.distributed.pool import Pool, RankError
 from tests.distributed.resume import run_rank
-from tests.runs import Told, differences, records, saved_steps, start, steps, tiny_run
+from tests.kit.pool import Pool, RankError
+from tests.kit.runs import Outcome, differences, records, saved_steps, start, steps, tiny_run
 from tests.unit.checkpoint.samples import files_of
 
 TP2_SP = "--tensor-model-parallel-size 2 --sequence-parallel"
@@ -34,8 +34,8 @@ def run_of(folder: Path, flags: str = "", world_size: int = 2) -> RunConfig:
     return tiny_run(folder, f"--save {folder}/saved --save-interval 2 {flags}", world_size)
 
 
-def go_on(pool: Pool, config: RunConfig, *happening: Any, world_size: int = 2) -> list[Told]:
-    return pool.run(world_size, run_rank, config, *happening, check_collectives=False)
+def go_on(pool: Pool, config: RunConfig, *happening: Any, world_size: int = 2) -> list[Outcome]:
+    return pool.run(world_size, run_rank, config, *happening)
 
 
 def check_same(run: Path, other: Path) -> None:
@@ -121,12 +121,12 @@ def test_a_killed_run_on_conversations(pool: Pool, tmp_path: Path, layout: str) 
     whole = resolve_epochs(run_of(tmp_path / "whole", flags), 2)
     assert (whole.training.train_samples, whole.training.eval_iters) == (18, 1)
     parts = resolve_epochs(run_of(tmp_path / "parts", flags), 2)
-    told = go_on(pool, whole)
+    reported = go_on(pool, whole)
     killed = go_on(pool, parts, "kill", 6)
     again = go_on(pool, parts)
-    assert [(printed.status, printed.err) for printed in [*told, *again]] == [(0, "")] * 4
+    assert [(printed.status, printed.err) for printed in [*reported, *again]] == [(0, "")] * 4
     for rank in (0, 1):
-        assert killed[rank].samples | again[rank].samples == told[rank].samples
+        assert killed[rank].samples | again[rank].samples == reported[rank].samples
     assert steps(tmp_path / "parts") == steps(tmp_path / "whole")
     assert len(records(tmp_path / "whole", "lm loss validation")) == 5
     assert differences(tmp_path / "parts/saved/iter_0000009", tmp_path / "whole/saved/iter_0000009") == []
@@ -206,7 +206,7 @@ def test_a_folder_that_another_run_has(pool: Pool, tmp_path: Path) -> None:
     assert f"{tmp_path}/saved is in use by process {os.getpid()} on " in printed
 
 
-def test_when_all_are_damaged_it_is_told_once(pool: Pool, killed: Path) -> None:
+def test_when_all_are_damaged_it_is_reported_once(pool: Pool, killed: Path) -> None:
     for step in (2, 4):
         spoil(files_of(killed / f"saved/iter_000000{step}") / "tensors_00001.safetensors")
     ranks = go_on(pool, run_of(killed))

@@ -22,11 +22,11 @@ from megatron.model.gpt import GPTChunk, build_gpt
 from megatron.training.build import build_trainer
 from megatron.training.frozen_models import FrozenModel
 from megatron.training.step import train_step
-from tests.checkpoints import save_model
-from tests.distributed.drive import MODEL, RATES, Case, batches_of, pipeline
 from tests.distributed.grid import EXPERTS
-from tests.distributed.pool import Pool
-from tests.solo import one_rank_mesh
+from tests.kit.cases import MODEL, RATES, Case, batches_of, pipeline
+from tests.kit.checkpoints import save_model
+from tests.kit.pool import Pool
+from tests.kit.solo import one_rank_mesh
 
 REQUESTS = [
     ([5, 17, 99, 4, 4], 4),

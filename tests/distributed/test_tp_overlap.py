@@ -19,11 +19,11 @@ from megatron.distributed.tensor_parallel import PIPELINED, SYMMETRIC_MEMORY, TP
 from megatron.kernels.linear import TORCH_LINEAR
 from megatron.kernels.registry import Kernels
 from megatron.training.build import build_trainer
-from tests.distributed.drive import Case, compare_with_twin, run_on
 from tests.distributed.grid import RECOMPUTE
-from tests.distributed.pool import Pool, RankError
 from tests.distributed.test_adjoints import column, draw, make, row, rows_of, tp_mesh
 from tests.distributed.test_layout_matrix import GQA, TOLERANCE_FP64, check
+from tests.kit.cases import Case, compare_with_twin, run_on
+from tests.kit.pool import Pool, RankError
 
 OVERLAPS = {"pipelined": PIPELINED, "symmetric_memory": SYMMETRIC_MEMORY}
 BATCH, WIDTH = 3, 12
@@ -72,7 +72,7 @@ def worst_differences(rank: int, size: int, name: str, rows: int, dtype: torch.d
 )
 @pytest.mark.parametrize("name", OVERLAPS)
 def test_a_layer_computes_the_same(pool: Pool, name: str, size: int, rows: int, dtype: str, tolerance: float) -> None:
-    for rank in pool.run(size, worst_differences, name, rows, getattr(torch, dtype)):
+    for rank in pool.run(size, worst_differences, name, rows, getattr(torch, dtype), backend="gloo"):
         assert max(rank) <= tolerance
 
 

@@ -16,7 +16,7 @@ from megatron.planner.communication import attention_traffic
 from megatron.planner.memory import data_parallel_traffic
 from megatron.training.build import build_trainer
 from megatron.training.step import train_step
-from tests.distributed.pool import Pool
+from tests.kit.pool import Pool
 
 Sent = dict[tuple[str, str], float]
 LENGTH, HIDDEN, LAYERS = 16, 32, 2
@@ -103,7 +103,7 @@ STAGES = (
 )
 
 
-def test_stages_gather_weights_as_often_as_the_formula_says(pool: Pool) -> None:
+def test_stages_gather_weights_as_often_as_the_formula_states(pool: Pool) -> None:
     """Delayed weight gradients are reduced later, so only the gathers are compared."""
     every = tuple(f"{ZERO} optim_grads_params --global-batch-size 8 {flags}" for flags in STAGES)
     found = pool.run(4, step, every)

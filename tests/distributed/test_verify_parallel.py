@@ -15,8 +15,8 @@ from megatron.config.run import RunConfig
 from megatron.distributed.grad_accumulator import GradAccumulator, WgradOperand
 from megatron.training.build import build_trainer
 from tests.distributed import faults
-from tests.distributed.pool import Pool
 from tests.distributed.sites import ROOT
+from tests.kit.pool import Pool
 from tools.lib.verify_parallel import RankTrace, trace_steps
 from tools.verify_parallel import Launcher, main, prepare_runs
 
@@ -125,7 +125,7 @@ def test_copies_that_are_not_summed(pool: Pool, capsys: pytest.CaptureFixture[st
     assert "not the same on all ranks that share it: gradient of layers.0.self_attention.linear_qkv.weight, ..." in out
 
 
-def test_a_rank_that_fails_is_told(pool: Pool, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_rank_that_fails_is_reported(pool: Pool, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(FLAGS, on(pool, "one_rank_fails")) == 1
     assert "out of luck" in capsys.readouterr().err
 

@@ -16,7 +16,7 @@ from megatron.distributed.timing import Timers
 from megatron.optimizer.lr_scheduler import Rates
 from megatron.training.loggers.base import Metrics
 from megatron.training.metrics import MetricsWindow, RankStats, StepMetrics, gather_rank_stats
-from tests.distributed.pool import Pool
+from tests.kit.pool import Pool
 
 CPU = torch.device("cpu")
 NAP = 0.1
@@ -63,7 +63,7 @@ def late_to(rank: int, world_size: int, op: str, axes: tuple[str, ...], tp: int)
     ],
 )
 def test_the_others_wait_for_a_late_rank(pool: Pool, op: str, axes: tuple[str, ...], tp: int, name: str) -> None:
-    late, other = pool.run(2, late_to, op, axes, tp, check_collectives=False)
+    late, other = pool.run(2, late_to, op, axes, tp)
     assert late[name] < SOON
     assert NAP * 0.9 <= other[name] < NAP + SOON
     assert {axis for axis, seconds in other.items() if seconds > 0} == {name}
@@ -88,7 +88,7 @@ def overlapped(rank: int, world_size: int) -> tuple[float, float]:
 
 
 def test_what_is_overlapped_is_not_waited_for(pool: Pool) -> None:
-    exposed, hidden = pool.run(2, overlapped, check_collectives=False)[1]
+    exposed, hidden = pool.run(2, overlapped)[1]
     assert NAP * 0.9 <= exposed < NAP + SOON
     assert hidden < SOON
 
@@ -140,7 +140,7 @@ def a_late_start(rank: int, world_size: int, paused: bool) -> tuple[Metrics, flo
 
 
 @pytest.mark.parametrize("paused", [False, True])
-def test_nobody_waits_in_a_step_for_a_rank_that_has_yet_to_begin(pool: Pool, paused: bool) -> None:
+def test_no_one_waits_in_a_step_for_a_rank_that_has_yet_to_begin(pool: Pool, paused: bool) -> None:
     """The clocks of all ranks start together, so that no phase, and no wait, is longer than the step."""
     for record, longest in pool.run(3, a_late_start, paused):
         assert NAP <= record["iteration-time"] < 2 * NAP
@@ -179,7 +179,7 @@ def test_a_window_names_the_slowest_rank(pool: Pool) -> None:
     assert all(r is not None and r["communication-dp"] == record["communication-dp"] for r in records)
 
 
-def test_a_rank_whose_peers_are_gone_tells_of_itself(pool: Pool) -> None:
+def test_a_rank_whose_peers_are_gone_reports_itself(pool: Pool) -> None:
     record, _ = pool.run(2, a_window, True)
     assert record is not None
     assert not {"slowest-rank", "mem-max-rank"} & record.keys()

@@ -22,11 +22,11 @@ from megatron.training.build import build_trainer
 from megatron.training.callbacks.health import check_weight_copies
 from megatron.training.components.average import AverageWeights
 from megatron.training.step import evaluate, train_step
-from tests.distributed.drive import FP64, MODEL, RATES, Case, batches_of, compare_with_twin, run_on
 from tests.distributed.grid import EXPERTS, choices
 from tests.distributed.grid import RECOMPUTE as RECOMPUTED
-from tests.distributed.pool import Pool
-from tests.runs import part_of
+from tests.kit.cases import FP64, MODEL, RATES, Case, batches_of, compare_with_twin, run_on
+from tests.kit.pool import Pool
+from tests.kit.runs import part_of
 from tools.lib.verify_parallel import StepTrace
 
 STAGE_1: dict[str, Any] = {"data_parallel_sharding_strategy": "optim"}

@@ -10,7 +10,7 @@ from typing import Any
 from megatron.training.build import build_trainer
 from megatron.training.callbacks.health import HealthReport
 from megatron.training.step import train_step
-from tests.distributed.drive import RATES, Case, batches_of
+from tests.kit.cases import RATES, Case, batches_of
 
 
 def report(

@@ -602,7 +602,7 @@ def hugging_face_config(folder: Path) -> Target:
     from megatron.convert.huggingface.config import read_model_config
     from megatron.convert.huggingface.families import model_families
     from megatron.convert.huggingface.weights import HuggingFaceWeights
-    from tests.solo import tiny
+    from tests.kit.solo import tiny
     from tests.unit.convert.folders import LLAMA, llama, random_weights, write_folder
 
     experts = {**LLAMA, "num_experts": 3}

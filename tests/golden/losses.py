@@ -10,13 +10,13 @@ from dataclasses import replace
 from pathlib import Path
 
 from megatron.config.precision import PrecisionConfig
-from tests.distributed import drive
-from tests.distributed.drive import Case, run_case
-from tests.distributed.pool import Pool
+from tests.kit import cases
+from tests.kit.cases import Case, run_case
+from tests.kit.pool import Pool
 
 FILE = Path(__file__).with_name("losses.json")
 
-MODEL = replace(drive.MODEL, max_position_embeddings=16)
+MODEL = replace(cases.MODEL, max_position_embeddings=16)
 GPT = replace(MODEL, hidden_dropout=0.1, attention_dropout=0.1)
 LLAMA = replace(
     MODEL,

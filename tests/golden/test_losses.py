@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.distributed.pool import Pool
 from tests.golden import losses
+from tests.kit.pool import Pool
 
 TOLERANCE = 64 * torch.finfo(torch.float32).eps
 """Relative. Initial values are drawn in fp32, also for fp64, and ten steps of Adam amplify their last bits, which

@@ -31,7 +31,7 @@ from tests.gpu.models import (
     trainer_of,
     weights,
 )
-from tests.runs import differences, start
+from tests.kit.runs import differences, start
 from tests.unit.training.test_cuda_graphs import Tape, state_of
 
 pytestmark = pytest.mark.gpu
@@ -97,8 +97,8 @@ def test_equal_runs_are_equal_to_the_bit(device: torch.device, deterministic: No
     for _ in range(2):
         trainer = trainer_of(device, f"{dtype} --deterministic", shape)
         runs.append((train(trainer, steps, partial(train_step, trainer)), weights(trainer)))
-    (printed, after), (told_again, after_again) = runs
-    assert printed == told_again
+    (printed, after), (reported_again, after_again) = runs
+    assert printed == reported_again
     assert all(torch.equal(after[name], after_again[name]) for name in after)
     assert printed[-1][0] < printed[0][0] + 1.0  # and it did not run away
 
@@ -201,7 +201,7 @@ def test_a_resumed_run_equals_one_that_was_never_stopped(
 
 
 @pytest.mark.parametrize("flags", ["--bf16", "", "--bf16 --exp-avg-dtype bf16 --ema-decay 0.9", "--optimizer lion"])
-def test_memory_is_what_the_formula_says(device: torch.device, flags: str) -> None:
+def test_memory_is_what_the_formula_states(device: torch.device, flags: str) -> None:
     config = config_of(device, flags)
     gc.collect()  # of tests before
     before = torch.cuda.memory_allocated() if device.type == "cuda" else 0

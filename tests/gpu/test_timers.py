@@ -23,7 +23,7 @@ def busy(milliseconds: float) -> None:
     torch.cuda._sleep(int(milliseconds * 2e6))
 
 
-def test_a_timer_tells_how_long_the_device_was_at_it(gpu: torch.device) -> None:
+def test_a_timer_reports_how_long_the_device_was_at_it(gpu: torch.device) -> None:
     timers = Timers(1, gpu)
     busy(1)  # the first kernel of a process takes the host longer
     torch.cuda.synchronize()

@@ -17,7 +17,7 @@ import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 
-from tests.processes import free_port
+from tests.kit.processes import free_port
 from tests.unit.data import pairs
 
 DRIVER = Path(__file__).with_name("driver.py")

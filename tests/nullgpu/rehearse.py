@@ -1,4 +1,4 @@
-"""Run ``pretrain_gpt.py`` on one rank of the null GPU, and record it. A job of ``tests/distributed/pool.py``."""
+"""Run ``pretrain_gpt.py`` on one rank of the null GPU, and record it. A job of ``tests/kit/pool.py``."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.distributed.pool import Pool, RankError
+from tests.kit.pool import Pool, RankError
 from tests.nullgpu import checks
 from tests.nullgpu.rehearse import rehearse
 from tests.nullgpu.trace import Trace
@@ -187,7 +187,7 @@ def run(ranks: Pool, case: Case, folder: Path, fault: str | None = None, program
     if program == "pretrain_gpt":
         argv = [*MODEL.split(), f"--{case.dtype}", *argv]
     arguments = str(folder), port, program, argv, fault
-    ranks.run(case.ranks, rehearse, *arguments, timeout=600.0, check_collectives=False)
+    ranks.run(case.ranks, rehearse, *arguments, timeout=600.0, backend="gloo")
     return [Trace.load(folder / f"rank{rank}.trace") for rank in range(case.ranks)]
 
 

@@ -23,8 +23,8 @@ from megatron.convert.weight_source import fill_weights
 from megatron.distributed.micro_batch import MicroBatch
 from megatron.layers.adapters import adapted_row_norms, adapters_disabled
 from megatron.layers.parameters import gpt, trainable
+from tests.kit.solo import Solo, random_batch
 from tests.parity.families import everything_in_double
-from tests.solo import Solo, random_batch
 
 KINDS = {"A": "a", "B": "b", "magnitude_vector": "magnitude"}
 GROUPS, HEADS, WIDTH, RANK = 2, 4, 8, 3

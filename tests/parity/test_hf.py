@@ -15,6 +15,7 @@ from megatron.config.model import ModelConfig
 from megatron.config.optimizer import OptimizerConfig
 from megatron.config.training import TrainingConfig
 from megatron.distributed.micro_batch import MicroBatch
+from tests.kit.solo import Solo, random_batch, tiny
 from tests.parity.families import (
     Tensors,
     copy_into,
@@ -25,7 +26,6 @@ from tests.parity.families import (
     from_llama,
     from_neox,
 )
-from tests.solo import Solo, random_batch, tiny
 
 transformers = pytest.importorskip("transformers")
 

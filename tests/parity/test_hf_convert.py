@@ -26,8 +26,8 @@ from megatron.convert.saved_model import SavedModel, open_checkpoint
 from megatron.convert.weight_source import fill_weights
 from megatron.distributed.comm import Group
 from megatron.distributed.micro_batch import MicroBatch
+from tests.kit.solo import Solo, random_batch
 from tests.parity.families import everything_in_double, from_experts, from_gpt2, from_gpt_oss, from_llama, from_neox
-from tests.solo import Solo, random_batch
 from tests.unit.convert.folders import ignore, opened
 
 transformers = pytest.importorskip("transformers")

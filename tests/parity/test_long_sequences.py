@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from megatron.config.model import ModelConfig
 from megatron.convert.huggingface.config import model_config_values
 from megatron.inference.generate import SamplingParams, generate
+from tests.kit.solo import Solo, random_batch
 from tests.parity.families import copy_into, from_llama
 from tests.parity.test_hf import precision, relative
-from tests.solo import Solo, random_batch
 
 transformers = pytest.importorskip("transformers")
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from megatron.arguments.cli import parse
+from tests.kit.runs import checkpoint, start, steps
 from tests.megatron_core.forms import (
     DATA,
     FLAGS,
@@ -20,7 +21,6 @@ from tests.megatron_core.forms import (
     run_theirs,
     write_data,
 )
-from tests.runs import checkpoint, start, steps
 from tools.convert_checkpoint import main as convert
 
 TP = "--tensor-model-parallel-size 2 --make-vocab-size-divisible-by 64"  # without padding, of which it has a loss

@@ -17,9 +17,9 @@ from megatron.convert.huggingface.check import MismatchError, check_model
 from megatron.convert.huggingface.config import CONFIG_FILE, read_model_config
 from megatron.convert.huggingface.weights import HuggingFaceWeights
 from megatron.distributed.sharding import Box
+from tests.kit.solo import random_batch
 from tests.parity.test_hf import BY_NAME, Pair, precision
 from tests.parity.test_hf_convert import Shape
-from tests.solo import random_batch
 
 transformers = pytest.importorskip("transformers")
 

@@ -21,8 +21,8 @@ from megatron.distributed.sharding import Box
 from megatron.evaluation.load import open_pretrained
 from megatron.layers.context import BuildContext
 from megatron.model.gpt import build_gpt
+from tests.kit.solo import one_rank_mesh
 from tests.parity.families import everything_in_double
-from tests.solo import one_rank_mesh
 from tests.unit.convert.folders import write_adapters
 from tools.convert_checkpoint import main as convert
 from tools.edit_checkpoint import main as edit

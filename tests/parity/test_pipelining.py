@@ -23,8 +23,8 @@ from megatron.pipeline.plan import stage_layers
 from megatron.pipeline.validate import validate_program
 from megatron.training.build import build_trainer
 from megatron.training.trainer import Trainer
-from tests.distributed.drive import MODEL, Case, batches_of
-from tests.distributed.pool import Pool
+from tests.kit.cases import MODEL, Case, batches_of
+from tests.kit.pool import Pool
 
 SCHEDULES = {
     "ScheduleGPipe": ("gpipe", 1),
@@ -192,7 +192,7 @@ SHORT = {"Schedule1F1B", "ScheduleInterleaved1F1B", "ScheduleZBVZeroBubble"}
 @pytest.mark.parametrize("name", [pytest.param(n, marks=() if n in SHORT else pytest.mark.slow) for n in SCHEDULES])
 def test_gradients_are_those_of_stock_pytorch(pool: Pool, tmp_path: Path, name: str) -> None:
     ranks = 2 if name in ("ScheduleGPipe", "ScheduleInterleaved1F1B") else 4
-    results = pool.run(ranks, compared, name, tmp_path, check_collectives=False)
+    results = pool.run(ranks, compared, name, tmp_path, backend="gloo")
     seen: list[str] = []
     for found in results:
         assert set(found.theirs) == set(found.ours) == set(found.in_their_order)

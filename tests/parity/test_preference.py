@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 from megatron.config.training import TrainingConfig
 from megatron.distributed.micro_batch import MicroBatch
+from tests.kit.solo import Solo, tiny
 from tests.parity.families import copy_into, everything_in_double, from_llama
-from tests.solo import Solo, tiny
 
 transformers = pytest.importorskip("transformers")
 dpo_trainer = pytest.importorskip("trl.trainer.dpo_trainer")

@@ -25,8 +25,8 @@ from megatron.distributed.comm import ALL_GATHER, REDUCE_SCATTER
 from megatron.distributed.micro_batch import MicroBatch
 from megatron.training.build import build_trainer
 from megatron.training.step import train_step
-from tests.distributed.drive import LR, MODEL, RATES, Case, batches_of
-from tests.distributed.pool import Pool
+from tests.kit.cases import LR, MODEL, RATES, Case, batches_of
+from tests.kit.pool import Pool
 
 CLIP = 0.5
 STEPS = 5
@@ -186,7 +186,7 @@ LONG = {"FSDP2 on three", "FSDP2 on four, two copies"}
 @pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow if n in LONG else ()) for n in BESIDE])
 def test_trains_like_what_pytorch_has(pool: Pool, name: str) -> None:
     cases, instances = BESIDE[name]
-    for errors in pool.run(cases[0].world_size, run_beside, cases, instances, check_collectives=False):
+    for errors in pool.run(cases[0].world_size, run_beside, cases, instances, backend="gloo"):
         assert max(errors) < TOLERANCE, errors
 
 
@@ -229,5 +229,5 @@ def test_sends_no_more_than_fsdp2(pool: Pool, micro_batches: int, prefetch: int)
     case = replace(
         case, samples=2 * micro_batches, model=replace(case.model, hidden_size=64, ffn_hidden_size=192, vocab_size=128)
     )
-    for ours, theirs in pool.run(2, bytes_beside, case, check_collectives=False):
+    for ours, theirs in pool.run(2, bytes_beside, case, backend="gloo"):
         assert (0.9 if prefetch == 0 else 0.8) * theirs < ours <= (1.0 if prefetch == 0 else 0.9) * theirs

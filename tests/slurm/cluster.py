@@ -103,7 +103,7 @@ class Cluster:
         return [int(pid) for pid, state, words in split if not state.startswith("Z") and re.search(pattern, words)]
 
     def power_off(self, node: str) -> None:
-        """All processes of the node are gone at once; nobody is told."""
+        """All processes of the node are gone at once, without notice."""
         self._do("poweroff", node)
 
     def power_on(self, node: str) -> None:
@@ -201,7 +201,7 @@ class Cluster:
         """The states of all jobs of a name, the tasks of an array each by itself."""
         return self.login("squeue", "--noheader", "--array", "--states=all", f"--name={name}", "--format=%T").split()
 
-    def told(self) -> str:
+    def reported(self) -> str:
         """Return what explains a failed test: nodes, jobs, the last lines of the latest logs."""
         parts = [self.login("sinfo", "-N", "-l"), self.login("squeue", "--array", "--states=all")]
         logs = sorted((self.root / "jobs").glob("*.log"), key=lambda path: path.stat().st_mtime)

@@ -48,7 +48,7 @@ def cluster(the_cluster: Cluster) -> Iterator[Cluster]:
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Take off the limit for a whole test: every wait has its own, and what is told then says more than a stack."""
+    """Take off the limit for a whole test: every wait has its own, with a message that is clearer than a stack."""
     faulthandler.cancel_dump_traceback_later()
 
 
@@ -60,5 +60,5 @@ def pytest_runtest_makereport(
     report = yield
     cluster = getattr(item, "funcargs", {}).get("cluster")
     if report.failed and call.when == "call" and cluster is not None:
-        report.sections.append(("Slurm", cluster.told()))
+        report.sections.append(("Slurm", cluster.reported()))
     return report

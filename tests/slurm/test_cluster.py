@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.processes import is_alive, wait_until_gone
+from tests.kit.processes import is_alive, wait_until_gone
 from tests.slurm import cluster as slurm
 from tests.slurm.cluster import MINISLURM, Cluster
 

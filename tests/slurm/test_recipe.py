@@ -1,4 +1,4 @@
-"""``slurm/lib.sh`` on a real Slurm, with a script in the place of torchrun: what becomes of a job, told in seconds."""
+"""``slurm/lib.sh`` on a real Slurm, with a script in the place of torchrun: the end of a job, in seconds."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ FIRST_TASK_SAVES = 'if [ "$SLURM_PROCID.$start" = 0.0 ]; then mkdir -p "$RUN"/ch
 COMPLETE = '[ "$start" != 0 ] || : >"$RUN"/checkpoints/iter_0000007/COMPLETE'
 
 
-@pytest.mark.slow  # tests/unit/slurm/test_lib.py tells it in a second, of stand-ins; test_training.py queues jobs again
+@pytest.mark.slow  # tests/unit/slurm/test_lib.py checks it with stand-ins; test_training.py queues jobs again
 def test_srun_that_succeeds_is_not_believed_and_a_chain_without_progress_stops(cluster: Cluster) -> None:
     job = Job(cluster, "stalled", FIRST_TASK_SAVES, "sleep 1", COMPLETE, "exit 0", MAX_STALLED="1")
     ended = cluster.wait(job.number)
@@ -148,7 +148,7 @@ def test_a_chain_that_fails_at_once_ends(cluster: Cluster) -> None:
     assert len(job.starts()) == 2
 
 
-@pytest.mark.slow  # tests/unit/slurm/test_lib.py tells most of it; Slurm notices a lost node after 11 seconds
+@pytest.mark.slow  # tests/unit/slurm/test_lib.py checks most of it; Slurm notices a lost node after 11 seconds
 def test_a_chain_goes_on_after_a_lost_node_and_slurm_queues_nothing_again(cluster: Cluster) -> None:
     begins = '[ "$SLURM_JOB_ID" != "$CHAIN_ID" ] || exec sleep 700'
     job = Job(cluster, "relayed", begins, ': >"$RUN"/finished.json', CHAIN="1")

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from megatron.checkpoint.folder import CheckpointFolder
-from tests.runs import differences
+from tests.kit.runs import differences
 from tests.slurm.cluster import ENDED, Cluster
 from tests.slurm.training import LARGE, SLOWED, Shape, Training
 
@@ -83,11 +83,11 @@ def lose_a_node(training: Training, node: str) -> None:
 
 
 def cut_off_the_first_rank(training: Training) -> None:
-    """Its node sees the disk, and nobody else: it lives on beside the new start, and does not write into its run."""
+    """Its node sees the disk, and no other node: it lives on beside the new start, and does not write into its run."""
     since, node, old = go_on_without_the_head(training)
     assert old & ranks_on(training.cluster, node), "the old ranks should still be alive"
     plug_in(training, node)
-    assert_nobody_else_has_written(training, since)
+    assert_no_one_else_has_written(training, since)
 
 
 def ranks_on(cluster: Cluster, node: str) -> set[int]:
@@ -106,12 +106,12 @@ def go_on_without_the_head(training: Training) -> tuple[int, str, set[int]]:
 
 
 def plug_in(training: Training, node: str) -> None:
-    """Connections of the old ranks come back to life, and find nobody; then Slurm ends them."""
+    """Connections of the old ranks come back to life, without a peer; then Slurm ends them."""
     training.cluster.plug(node)
     training.cluster.until(lambda: not ranks_on(training.cluster, node), f"Slurm has ended the old ranks on {node}")
 
 
-def assert_nobody_else_has_written(training: Training, since: int) -> None:
+def assert_no_one_else_has_written(training: Training, since: int) -> None:
     """The records are those of one start, from its first on."""
     new = training.records()[since:]
     begin = new.index(next(record for record in new if record.get("event") == "start"))
@@ -131,7 +131,7 @@ def test_ranks_of_a_cut_off_node_that_wake_up_write_nothing(undisturbed: Trainin
     cluster.until(lambda: not old & ranks_on(cluster, node), f"the old ranks on {node} have failed")
     cluster.wait(training.job)
     plug_in(training, node)
-    assert_nobody_else_has_written(training, since)
+    assert_no_one_else_has_written(training, since)
     assert_ended_well(training)
     assert differences(training.last(), undisturbed.last()) == []
 

@@ -134,7 +134,7 @@ class Training:
         return self.cluster.job(self.job)["BatchHost"]
 
     def saved(self, until: int | None = None) -> int:
-        """The step of the newest checkpoint that is told of in its first ``until`` records, or all."""
+        """The step of the newest checkpoint that is named in its first ``until`` records, or all."""
         printed = [record for record in self.records()[:until] if record.get("event") == "checkpoint"]
         return max(int(Path(record["path"]).name.removeprefix("iter_")) for record in printed)
 

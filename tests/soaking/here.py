@@ -14,7 +14,7 @@ import threading
 import time
 from pathlib import Path
 
-from tests.processes import free_port
+from tests.kit.processes import free_port
 from tests.soaking.job import EVERY, FLAGS, STEPS, Job, Setup
 from tests.soaking.machine import MARK, Process
 from tests.soaking.rank import FOLDER
@@ -68,7 +68,7 @@ class HereJob(Job):
 
     @property
     def stop_file(self) -> Path:
-        """The file that tells the ranks of this start to save and end."""
+        """The file that asks the ranks of this start to save and end."""
         return self.folder / "slurm" / f"stop.{self._attempt}"
 
     def _keep_going(self) -> None:
@@ -88,7 +88,7 @@ class HereJob(Job):
                 return
 
     def _attend(self) -> None:
-        """Wait until all agents have ended. As soon as one fails, the others are told to end, and then made to."""
+        """Wait until all agents have ended. As soon as one fails, the others get SIGTERM, and then SIGKILL."""
         printed = 0.0
         while any(agent.poll() is None for agent in self._agents):
             failed = self._given_up.is_set() or any(agent.poll() for agent in self._agents)

@@ -62,7 +62,7 @@ class Setup:
 
 @dataclass(frozen=True)
 class Mark:
-    """How things were right before a fault: the length of the log, and what the one says who keeps the run going."""
+    """How things were right before a fault: the length of the log, and the output of its supervisor."""
 
     offset: int
     state: str
@@ -116,7 +116,7 @@ class Job(ABC):
         return self.folder / "checkpoints"
 
     def is_finished(self) -> bool:
-        """Whether the run says that its last step is taken and saved."""
+        """Whether the run reports its last step as taken and saved."""
         return (self.folder / "finished.json").exists()
 
     def processes(self) -> list[Process]:
@@ -144,7 +144,7 @@ class Job(ABC):
         with self.log.open("rb") as file:
             file.seek(mark.offset)
             message = file.read().decode(errors="replace")
-        return NOTICED.search(message) is not None or self.progress.told_since(moment) or self.state() != mark.state
+        return NOTICED.search(message) is not None or self.progress.reported_since(moment) or self.state() != mark.state
 
     def until(self, holds: Callable[[], bool], seconds: float = PATIENCE_SECONDS) -> bool:
         """Wait until something holds; False where the run ends without it.

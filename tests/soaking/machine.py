@@ -93,7 +93,7 @@ def ranks(processes: Iterable[Process]) -> dict[int, Process]:
 
 
 def _number(process: Process) -> int:
-    """As the launcher has told it: torchrun, or else srun."""
+    """From the variables of the launcher: torchrun, or else srun."""
     return int(process.environ.get("RANK", process.environ.get("SLURM_PROCID", "0")))
 
 

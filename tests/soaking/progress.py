@@ -1,4 +1,4 @@
-"""How far a run is, as its ``metrics.jsonl`` tells while it grows."""
+"""How far a run is, from its ``metrics.jsonl`` while it grows."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ class Progress:
         """The step that was recorded last; 0 before the first."""
         return next((record["iteration"] for record in reversed(self.records) if is_step(record)), 0)
 
-    def told_since(self, moment: float) -> bool:
-        """Whether the run has told of a start, a stop or a mishap since then."""
+    def reported_since(self, moment: float) -> bool:
+        """Whether the run has reported a start, a stop or a mishap since then."""
         return any(record.get("event") in ("start", "stop", "error", "warning") for record in self.since(moment))
 
     def since(self, moment: float) -> list[dict[str, Any]]:

@@ -1,6 +1,6 @@
 """A rank of a run that is disturbed: ``pretrain_gpt.py``, whose saves somebody outside can have go wrong.
 
-Started by torchrun as ``-m tests.soaking.rank FLAGS``. What happens is said by files in ``RUN_DIR/soak``, looked at
+Started by torchrun as ``-m tests.soaking.rank FLAGS``. What happens is in files in ``RUN_DIR/soak``, looked at
 before each call to the file system that touches a checkpoint: ``full`` (there is no room, for any rank), and
 ``kill.R`` (rank R is killed at the call whose number, counted from now, is in the file).
 """
@@ -17,7 +17,7 @@ from typing import Any
 
 from megatron.config.launch import exit_process
 from pretrain_gpt import main
-from tests.watched_calls import refuse, watched_calls
+from tests.kit.watched_calls import refuse, watched_calls
 
 FOLDER = "soak"
 FULL = "full"

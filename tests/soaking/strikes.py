@@ -145,8 +145,8 @@ def _whole(folder: Path) -> list[Path]:
 # ---- from above
 
 
-def tell_to_stop(job: HereJob, chance: random.Random) -> Strike | None:
-    """The batch script was told that its time is up, and tells the ranks by a file."""
+def report_to_stop(job: HereJob, chance: random.Random) -> Strike | None:
+    """The batch script got the signal that its time is up, and passes it to the ranks by a file."""
     job.stop_file.touch()
     return Strike("stop file", time.time())
 
@@ -201,7 +201,7 @@ HERE: Kinds = {
     "kill in a save": kill_in_save,
     "full disk": fill_disk,
     "damaged checkpoint": damage_newest,
-    "told to stop": tell_to_stop,
+    "told to stop": report_to_stop,
 }
 ON_SLURM: Kinds = {
     "Slurm: kill a rank": kill_rank,

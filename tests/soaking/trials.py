@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.distributed.crash_faults import step_of
-from tests.runs import differences, steps
+from tests.kit.runs import differences, steps
 from tests.slurm.cluster import Cluster
 from tests.soaking.here import HereJob
 from tests.soaking.job import PATIENCE_SECONDS, STEPS, Job, Mark, Setup
@@ -111,10 +111,10 @@ class Trials:
             setups: to make, in turn.
             kinds: of faults; those of them that can happen to a setup.
             cluster: for setups on Slurm.
-            tell: is told of every fault.
+            tell: called with every fault.
         """
         self._folder, self._seed, self._most, self._setups, self._cluster = folder, seed, most, setups, cluster
-        self._tell = tell
+        self._report = tell
         self._kinds = {where: [kind for kind in table if kind in kinds] for where, table in TABLES.items()}
         self._references: dict[Setup, Path] = {}
         self._making = {setup: threading.Lock() for setup in setups}
@@ -181,7 +181,7 @@ class Trials:
             if strike is None:
                 continue
             trial.outcomes.append(outcome := _measured(job, kind, strike, mark))
-            self._tell(f"{job.folder.name}: {outcome}")
+            self._report(f"{job.folder.name}: {outcome}")
             if outcome.again is None:
                 trial.wrong.append(f"{strike.what}: the run does not go on\n{job.tail()}")
                 return
@@ -189,7 +189,7 @@ class Trials:
             strike.afterwards()
 
     def _kinds_for(self, setup: Setup) -> list[str]:
-        """Those that can happen to it: srun has no agents, and nobody notices that a rank hangs that is alone."""
+        """Those that can happen to it: srun has no agents, and a rank alone that hangs is not noticed."""
         without = ["agent"] * (setup.launcher == "srun") + ["hangs"] * (setup.nodes * setup.ranks == 1)
         return [kind for kind in self._kinds[setup.where] if not any(word in kind for word in without)]
 

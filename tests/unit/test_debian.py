@@ -18,7 +18,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.neighbours import needs_root
+from tests.kit.users import needs_root
 from tests.unit.test_dockerfile import DOCKERFILE, ignored_files, stages
 
 ROOT = Path(__file__).resolve().parents[2]

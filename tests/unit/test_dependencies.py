@@ -12,7 +12,7 @@ import pytest
 from packaging.utils import canonicalize_name
 
 from tests import dependencies
-from tests.runs import records
+from tests.kit.runs import records
 
 ROOT = Path(__file__).parents[2]
 

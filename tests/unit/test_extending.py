@@ -35,7 +35,7 @@ from megatron.pipeline.schedules import make_schedule
 from megatron.training.build import build_trainer
 from megatron.training.step import train_step
 from tests.distributed import grid
-from tests.runs import FLAGS, before_step, checkpoint, column, differences, records, tiny_run
+from tests.kit.runs import FLAGS, before_step, checkpoint, column, differences, records, tiny_run
 from tools import convert_checkpoint, draw_schedule
 
 PAGE = Path(__file__).parents[2] / "docs" / "extending.md"

@@ -41,7 +41,7 @@ def test_forecasts_are_those_of_the_planner(row: list[str]) -> None:
     assert fits == ("yes" if float(peak) < LIMIT else "no")
 
 
-def test_stages_send_what_the_table_says() -> None:
+def test_stages_send_what_the_table_states() -> None:
     """With m micro-batches; ZeRO-3 with resharding gathers a little less, as the last block is gathered once."""
     m = 16
     weights = 2 * 6_738_415_616

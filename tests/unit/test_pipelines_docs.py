@@ -39,7 +39,7 @@ def rows(heading: str) -> list[list[str]]:
 
 
 def commands() -> list[tuple[str, list[str]]]:
-    """Every command of the page, with what it is said to print."""
+    """Every command of the page, with the output that is shown."""
     found: list[tuple[str, list[str]]] = []
     for block in BLOCKS:
         for line in block.splitlines():
@@ -89,7 +89,7 @@ def timeline(name: str, p: int, v: int, m: int, f: Fraction, i: Fraction, w: Fra
 
 
 @pytest.mark.parametrize("row", rows("schedule | stages on a rank"), ids=lambda row: row[0])
-def test_formulas_are_what_the_simulator_says_exactly(row: list[str]) -> None:
+def test_formulas_are_what_the_simulator_states_exactly(row: list[str]) -> None:
     name, chunks, idle, where, memory = row
     sizes = [(p, m) for p in (1, 2, 3, 4, 6) for m in (2 * p, 3 * p, 2 * p + 1) if where != "p divides m" or m % p == 0]
     for p, m in sizes:

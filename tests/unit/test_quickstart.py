@@ -1,4 +1,4 @@
-"""The quickstart as a user runs it: its mistakes, its crash half-way, what it leaves and what it tells to do next."""
+"""The quickstart as a user runs it: its mistakes, its crash half-way, what it leaves and the next commands."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import pytest
 
 from megatron.arguments.cli import parse
 from megatron.training.loggers.run_folder import read_history
-from tests.processes import free_port
+from tests.kit.processes import free_port
 from tools import generate, inspect_checkpoint
 
 ROOT = Path(__file__).parents[2]
@@ -88,7 +88,9 @@ def forked(checkout: Path) -> Path:
         (["--", "--lr", "1e-4", "--save=mine"], "--save is set by the quickstart itself"),
     ],
 )
-def test_mistakes_are_told_before_anything_is_installed(tmp_path: Path, arguments: list[str], sentence: str) -> None:
+def test_mistakes_are_reported_before_anything_is_installed(
+    tmp_path: Path, arguments: list[str], sentence: str
+) -> None:
     (tmp_path / "file").write_text("")
     done = quickstart(*arguments, cwd=tmp_path)
     assert done.returncode == 2
@@ -137,10 +139,10 @@ def losses(output: str, steps: int) -> dict[str, float]:
     return {line[0]: float(line[line.index("loss") + 1]) for line in lines}
 
 
-def next_commands_can_be_pasted(told: str) -> None:
-    """The programs take the flags that they are told to be started with."""
-    told = told.replace("\\\n", "")
-    commands = [shlex.split(line, comments=True) for line in told.splitlines() if line and not line.startswith("#")]
+def next_commands_can_be_pasted(reported: str) -> None:
+    """The programs take the flags that are printed."""
+    reported = reported.replace("\\\n", "")
+    commands = [shlex.split(line, comments=True) for line in reported.splitlines() if line and not line.startswith("#")]
     _, longer, write, look, again = commands
     flags = longer[longer.index("pretrain_gpt.py") + 1 :]
     parsed = parse([*flags, "--check-config", "--world-size", "2"], environ={})
@@ -170,7 +172,7 @@ def test_text_under_another_key_and_a_folder_that_is_in_use(tmp_path: Path, chec
     assert (tmp_path / "run-3" / "tokenizer" / "tokenizer.json").exists()
     assert (tmp_path / "run-3" / "data" / "corpus_body_document.idx").exists()
     assert done.returncode == 2
-    assert done.stderr.count("--num-layers 0: must be") == 1, "a mistake in the flags is told once"
+    assert done.stderr.count("--num-layers 0: must be") == 1, "a mistake in the flags is reported once"
     assert [path.name for name in ("run", "run-2") for path in (tmp_path / name).iterdir()] == ["mine"] * 2
 
 

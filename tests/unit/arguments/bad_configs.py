@@ -36,7 +36,7 @@ class Case:
         machines = f" on {self.machines} machines" if self.machines > 1 else ""
         return f"[{ranks}{machines}] {self.base} {self.flags}".strip()
 
-    def told(self) -> str:
+    def reported(self) -> str:
         environ = {"RANK": "0", "WORLD_SIZE": str(self.ranks)}
         if self.machines > 1:
             place = {"SLURM_STEP_ID": "0", "SLURM_PROCID": "0", "SLURM_LOCALID": "0"}
@@ -508,7 +508,7 @@ CASES = (
 
 def render() -> str:
     """The whole golden file."""
-    return "\n".join(f"{case.title}\n{case.told()}\n" for case in CASES)
+    return "\n".join(f"{case.title}\n{case.reported()}\n" for case in CASES)
 
 
 if __name__ == "__main__":

@@ -184,8 +184,8 @@ def test_ignored_flags_change_nothing() -> None:
 
 
 def test_notes_on_ignored_flags() -> None:
-    told = notes("--use-flash-attn --num-workers 4 --sequence-parallel --transformer-impl local").splitlines()
-    assert [line.partition(" because ")[0] for line in told[:3]] == [
+    reported = notes("--use-flash-attn --num-workers 4 --sequence-parallel --transformer-impl local").splitlines()
+    assert [line.partition(" because ")[0] for line in reported[:3]] == [
         "ignored: --use-flash-attn",
         "ignored: --num-workers 4",
         "ignored: --transformer-impl local",

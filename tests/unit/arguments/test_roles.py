@@ -23,8 +23,8 @@ from megatron.model.gpt import build_gpt
 from megatron.training.build import build_trainer
 from megatron.training.components.average import AverageWeights
 from megatron.training.step import train_step
-from tests.runs import tiny_run
-from tests.solo import one_rank_mesh, tiny
+from tests.kit.runs import tiny_run
+from tests.kit.solo import one_rank_mesh, tiny
 
 BASES = {
     "learned": tiny(ffn_hidden_size=64),

@@ -20,8 +20,8 @@ from benchmarks import bandwidth, gpu, gpu_case, gpu_contestants, pipeline, sche
 from benchmarks.bandwidth import EVERYWHERE, OPERATIONS, Figure
 from megatron.distributed import comm
 from megatron.distributed.launch import world_group
-from tests.distributed.pool import Pool, RankError
-from tests.processes import wait_until_gone
+from tests.kit.pool import Pool, RankError
+from tests.kit.processes import wait_until_gone
 
 RESULTS: dict[str, Any] = {
     "case": "1B-s2048",
@@ -347,7 +347,7 @@ def measured(rank: int, ranks: int, sizes: tuple[int, ...], wrong: bool) -> list
 
 
 def test_ranks_are_measured(pool: Pool) -> None:
-    ranks = pool.run(3, measured, (1,), False, check_collectives=False)
+    ranks = pool.run(3, measured, (1,), False)
     assert ranks[0] == ranks[1] == ranks[2]  # the slowest rank's time, on all
     assert [figure.operation for figure in ranks[0]] == [*OPERATIONS]
     for figure in ranks[0]:
@@ -359,9 +359,9 @@ def test_ranks_are_measured(pool: Pool) -> None:
     assert [line.split()[0] for line in page[3:]] == [*OPERATIONS]
 
 
-def test_a_wrong_result_is_told(pool: Pool) -> None:
+def test_a_wrong_result_is_reported(pool: Pool) -> None:
     with pytest.raises(RankError, match="all-to-all of 1 MB over all ranks gives a wrong result on rank"):
-        pool.run(2, measured, (1,), True, check_collectives=False)
+        pool.run(2, measured, (1,), True)
 
 
 @pytest.mark.parametrize("name", ["gpipe", "1f1b", "zb-h1", "zb-h2"])  # those that hand nothing over on a rank

@@ -1,4 +1,4 @@
-"""An object store on this machine that speaks as much of S3 as checkpoints need, and fails as it is told to.
+"""An object store on this machine that speaks as much of S3 as checkpoints need, and fails on request.
 
 Objects are bytes in memory. Signatures are not looked at. Buckets are there as soon as somebody writes to them, but
 those called ``missing...`` never are.

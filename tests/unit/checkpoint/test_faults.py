@@ -29,8 +29,8 @@ from megatron.checkpoint.folder import CheckpointFolder
 from megatron.checkpoint.format import MANIFEST, MARKER, Manifest, marker_content, whole_box
 from megatron.checkpoint.load import CheckpointReader, load_sharded
 from megatron.checkpoint.verify import list_damage
+from tests.kit.watched_calls import CALLS
 from tests.unit.checkpoint.samples import ALONE, Sample, attempt, same, save, small
-from tests.watched_calls import CALLS
 
 FILES = ["tensors_00000.safetensors", "tokenizer/tokenizer.json", MANIFEST, MARKER]
 
@@ -230,7 +230,7 @@ def failing(target: int, code: int, once: bool) -> Callable[[str, int, tuple[Any
 
 @pytest.mark.parametrize("once", [True, False])
 def test_every_call_fails(template: Path, once: bool) -> None:
-    """Nothing is published, nothing is left, and what was there is as it was; or nobody needed the call."""
+    """Nothing is published, nothing is left, and what was there is as it was; or the call was not needed."""
 
     def overwrite(runs: CheckpointFolder) -> None:
         save(runs.path(2), content(20))

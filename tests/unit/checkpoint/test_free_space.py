@@ -1,4 +1,4 @@
-"""Room on the disk, asked before a checkpoint is written: `shutil.disk_usage` says what the test wants."""
+"""Room on the disk, asked before a checkpoint is written: `shutil.disk_usage` returns what the test wants."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ def test_the_bytes_of_a_rank() -> None:
     assert local_bytes(tensors) == 2 * 6 * 8
 
 
-def test_where_there_is_room_nothing_is_told(tmp_path: Path) -> None:
+def test_where_there_is_room_nothing_is_reported(tmp_path: Path) -> None:
     assert with_free(lambda: 100, tmp_path, 100) is None
 
 
-def test_too_little_room_is_told_with_both_numbers(tmp_path: Path) -> None:
+def test_too_little_room_is_reported_with_both_numbers(tmp_path: Path) -> None:
     problem = with_free(lambda: 3 << 20, tmp_path / "not/made/yet", 4 << 20)
     assert str(problem) == (
         f"E816 {tmp_path}/not/made/yet: a checkpoint takes 4.00 MiB, and its disk has 3.00 MiB left\n"
@@ -45,7 +45,7 @@ def test_too_little_room_is_told_with_both_numbers(tmp_path: Path) -> None:
     )
 
 
-def test_a_run_that_can_go_on_elsewhere_is_told_from_what(tmp_path: Path) -> None:
+def test_a_run_that_can_go_on_elsewhere_names_its_checkpoint(tmp_path: Path) -> None:
     save(tmp_path / "iter_0000002", small())
     assert f"--load {tmp_path} --save A_FOLDER_ELSEWHERE" in str(with_free(lambda: 1, tmp_path, 2))
 
@@ -59,7 +59,7 @@ def test_what_a_save_that_was_cut_off_has_left_is_no_loss(tmp_path: Path) -> Non
     assert [path for _, path in CheckpointFolder(tmp_path).named()] == [tmp_path / "iter_0000002"]
 
 
-def test_a_disk_that_does_not_tell_has_room(tmp_path: Path) -> None:
+def test_a_disk_that_does_not_report_has_room(tmp_path: Path) -> None:
     with patch.object(shutil, "disk_usage", side_effect=OSError("not here")):
         assert disk_space_problem(tmp_path, 1 << 60) is None
 

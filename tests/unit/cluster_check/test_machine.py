@@ -63,8 +63,8 @@ def test_nodes_that_are_alike(tmp_path: Path, facts: dict[str, Any]) -> None:
     ("name", "verdict"), [("torch", FAILED), ("nccl", FAILED), ("driver", WARNING), ("environment", WARNING)]
 )
 def test_a_node_that_differs_is_named(tmp_path: Path, facts: dict[str, Any], name: str, verdict: str) -> None:
-    def change(rank: int, told: dict[str, Any]) -> dict[str, Any]:
-        return told.update({name: "1.2.3"} if rank == 2 else {}) or told
+    def change(rank: int, reported: dict[str, Any]) -> dict[str, Any]:
+        return reported.update({name: "1.2.3"} if rank == 2 else {}) or reported
 
     part = ranks(tmp_path, facts, change)
     (check,) = [check for check in part.checks if check.verdict != OK]
@@ -105,7 +105,7 @@ def test_gpus_that_are_not_found(device: str, driver: str | None, gpus: tuple[in
 
 
 def test_a_rank_of_which_nothing_is_heard(tmp_path: Path, facts: dict[str, Any]) -> None:
-    part = ranks(tmp_path, facts, lambda rank, told: None if rank == 3 else told)
+    part = ranks(tmp_path, facts, lambda rank, reported: None if rank == 3 else reported)
     assert part.verdict == FAILED
     assert part.checks[-1].detail == "no report from ranks 3"
 
@@ -160,9 +160,9 @@ def probe(folder: Path, seconds: float = 20.0, lost: int = -1) -> dict[int, dict
         return dict(enumerate(threads.map(one, HOSTS)))
 
 
-def judged(told: dict[int, dict[str, Any]]) -> dict[str, CheckResult]:
+def judged(reported: dict[int, dict[str, Any]]) -> dict[str, CheckResult]:
     part = CheckSection("machine")
-    check_file_system(part, told, HOSTS)
+    check_file_system(part, reported, HOSTS)
     return {check.what: check for check in part.checks}
 
 
@@ -195,7 +195,7 @@ def test_a_rename_that_is_not_atomic(tmp_path: Path) -> None:
     def replace(self: Path, target: Path) -> Path:
         if target.name != "page":
             return original_replace(self, target)
-        is_first = not target.exists()  # nobody reads before the first page is announced
+        is_first = not target.exists()  # there is no reader before the first page is announced
         target.write_bytes(b"")
         if not is_first:
             caught.wait(60.0)

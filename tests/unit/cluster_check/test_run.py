@@ -1,4 +1,4 @@
-"""The parts of a cluster check: programs, layouts, a killed run, and what the page says of failures."""
+"""The parts of a cluster check: programs, layouts, a killed run, and the page on failures."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 from benchmarks import bandwidth
 from megatron.distributed.layout import Layout
 from megatron.distributed.sharding import Box
-from tests.processes import wait_until_gone
+from tests.kit.processes import wait_until_gone
 from tools.cluster_check import checks
 from tools.cluster_check import run as runner
 from tools.cluster_check.checks import LAYOUT_FORMATS, batch_flags, layout_cases, trace_config
@@ -114,7 +114,7 @@ def test_what_fails_does_not_end_the_rest(tmp_path: Path) -> None:
     assert started == ["machine", *LAYOUT_STARTS * ["layouts-fp32"], "undisturbed", "bandwidth"]
 
 
-def test_an_error_that_nobody_foresaw_does_not_end_the_rest(tmp_path: Path) -> None:
+def test_an_error_that_no_one_foresaw_does_not_end_the_rest(tmp_path: Path) -> None:
     def act(name: str, program: Sequence[Any]) -> int:
         if name != "machine":
             raise RuntimeError("out of luck")
@@ -167,10 +167,10 @@ def test_a_page_that_is_cut_short_does_not_look_like_a_good_one(tmp_path: Path) 
 
 
 @pytest.mark.parametrize(
-    ("bus", "verdict", "told"),
+    ("bus", "verdict", "reported"),
     [(40.0, OK, "80 of 100 GB/s"), (0.6, WARNING, "1.2 of 100 GB/s")],
 )
-def test_nodes_that_do_not_use_their_fabric(tmp_path: Path, bus: float, verdict: str, told: str) -> None:
+def test_nodes_that_do_not_use_their_fabric(tmp_path: Path, bus: float, verdict: str, reported: str) -> None:
     figures = [FIGURES[0] | {"where": where, "bus": b} for where, b in ((BETWEEN_NODES, bus), ("within a node", 300.0))]
 
     def act(name: str, program: Sequence[Any]) -> int:
@@ -181,7 +181,7 @@ def test_nodes_that_do_not_use_their_fabric(tmp_path: Path, bus: float, verdict:
     course.ranks, course.per_node, course.fabric = 4, 2, 100.0
     with patch.object(course, "machine", lambda part: None):
         (check,) = [c for c in course.run(["bandwidth"], "").parts[1].checks if c.what == "fabric between nodes"]
-    assert (check.verdict, check.detail) == (verdict, f"{told} that a node's InfiniBand ports carry at best")
+    assert (check.verdict, check.detail) == (verdict, f"{reported} that a node's InfiniBand ports carry at best")
     assert BETWEEN_NODES == bandwidth.BETWEEN
 
 
@@ -237,7 +237,7 @@ def test_what_hangs_is_ended_with_all_that_it_started(tmp_path: Path) -> None:
     wait_until_gone(map(int, outcome.log.read_text().splitlines()[-1].split()))
 
 
-def test_a_launcher_that_is_told_to_end_may_end_its_ranks(tmp_path: Path) -> None:
+def test_a_launcher_that_is_asked_to_end_may_end_its_ranks(tmp_path: Path) -> None:
     polite = (
         "import signal, sys, time\nsignal.signal(signal.SIGTERM, lambda *_: (print('goodbye'), sys.exit(0)))\n"
         "print('here', flush=True)\ntime.sleep(600)\n"
@@ -298,7 +298,7 @@ def write(folder: Path, starts: Sequence[tuple[int, int]], change: Callable[[int
 
 
 class Runs:
-    """A launcher under which the runs do what a test says; what it does not say is well."""
+    """A launcher under which the runs do what a test asks; otherwise they succeed."""
 
     def __init__(self, folder: Path, **acts: Callable[[], int | None]) -> None:
         self.folder, self.programs = folder, dict[str, list[str]]()
@@ -388,7 +388,7 @@ WRONG: dict[str, tuple[str, Callable[[Path], Callable[[], int | None]], str]] = 
 
 
 @pytest.mark.parametrize("fault", WRONG)
-def test_what_goes_wrong_is_told(tmp_path: Path, fault: str) -> None:
+def test_what_goes_wrong_is_reported(tmp_path: Path, fault: str) -> None:
     name, act, sentence = WRONG[fault]
     part, _ = tried(tmp_path, **{name: act(tmp_path)})
     (bad,) = [check for check in part.checks if check.verdict == FAILED]

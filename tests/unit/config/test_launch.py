@@ -108,7 +108,7 @@ STRANGERS = [
 
 
 @pytest.mark.parametrize("starts", LATER)
-def test_a_later_start_follows_every_earlier_one_of_its_job_and_nobody_else(starts: list[JobStart]) -> None:
+def test_a_later_start_follows_every_earlier_one_of_its_job_and_no_one_else(starts: list[JobStart]) -> None:
     for place, start in enumerate(starts):
         assert all(start.follows(earlier) for earlier in starts[:place])
         assert not any(start.follows(later) for later in starts[place + 1 :])
@@ -144,10 +144,10 @@ def test_a_broken_pipe_does_not_change_the_status_and_exit_handlers_run_after_a_
     waits = os.environ | {"PYTHONUNBUFFERED": ""}
     code = "import atexit, sys; from megatron.config.launch import exit_process; sys.stdout.write('word' * 3); "
     code += "atexit.register(print, 'done', file=sys.stderr, end=''); exit_process({})"
-    for status, told in ((0, b"done"), (143, b"")):
+    for status, reported in ((0, b"done"), (143, b"")):
         command = [sys.executable, "-c", code.format(status)]
         ended = subprocess.run(command, stdout=writing, stderr=subprocess.PIPE, env=waits, check=False)
-        assert (ended.returncode, ended.stderr) == (status, told)
+        assert (ended.returncode, ended.stderr) == (status, reported)
     os.close(writing)
 
 
@@ -178,8 +178,8 @@ def test_a_thread_that_comes_back_from_torch_does_not_abort_a_run_that_is_done()
     assert subprocess.run([sys.executable, "-c", COMES_BACK], stderr=subprocess.DEVNULL, timeout=60).returncode == 0
 
 
-def test_restarts_that_would_meet_the_dead_are_told_of() -> None:
-    """torch 2.13 shares the store of torchrun's agents with the ranks of every start, unless it is told not to."""
+def test_restarts_that_would_meet_the_dead_are_reported() -> None:
+    """torch 2.13 shares the store of torchrun's agents with the ranks of every start, unless a variable forbids it."""
     message = {"TORCHELASTIC_MAX_RESTARTS": "2", "TORCHELASTIC_USE_AGENT_STORE": "True"}
     flags = ["--preset", "tiny-llama", "--mock-data", "--vocab-size", "512", "--train-iters", "4"]
     assert any("TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1" in note for note in parse(flags, message).notes)

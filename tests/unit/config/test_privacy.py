@@ -17,7 +17,7 @@ import pytest
 from megatron.checkpoint.durable_files import make_folder
 from megatron.config import privacy
 from megatron.config.privacy import check_access, private_mode, redact, secret_variables, user_name, who_can_replace
-from tests.neighbours import NOBODY, as_user, give, needs_root, public_folder
+from tests.kit.users import NOBODY, as_user, give, needs_root, public_folder
 
 ME, MATE, TEAM = 1501, 1502, 4321
 

@@ -25,7 +25,7 @@ from megatron.convert.huggingface.weights import build_on_meta, map_tensors
 from megatron.convert.sources import open_source
 from megatron.distributed.comm import Group
 from megatron.layers.parameters import gpt, trainable
-from tests.solo import tiny
+from tests.kit.solo import tiny
 
 LLAMA: dict[str, Any] = {
     "position_embedding_type": "rope",

@@ -23,7 +23,7 @@ from megatron.convert.huggingface.check import (
 )
 from megatron.convert.huggingface.families import MODEL_FAMILIES
 from megatron.convert.huggingface.weights import HuggingFaceWeights
-from tests.solo import tiny
+from tests.kit.solo import tiny
 from tests.unit.convert.folders import llama, random_weights, write_folder
 
 MODELS = {

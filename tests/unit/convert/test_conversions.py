@@ -9,7 +9,6 @@ import re
 import shutil
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -57,9 +56,10 @@ from megatron.data.tokenizers.huggingface import (
 from megatron.inference.text import TextCodec
 from megatron.layers.context import DTYPES
 from megatron.layers.parameters import num_parameters
+from tests.kit.processes import ForkedProgram
+from tests.kit.runs import records, start, tiny_run
+from tests.kit.solo import Allocations, tiny
 from tests.parity.families import from_gpt2, from_llama
-from tests.runs import records, start, tiny_run
-from tests.solo import Allocations, tiny
 from tests.unit.convert.folders import card_of, ignore, llama, opened, random_weights, write_checkpoint, write_folder
 from tools.convert_checkpoint import main
 
@@ -413,23 +413,23 @@ def test_a_killed_import_continues(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         assert convert_from_huggingface(opened(folder), save, ignore, checked=False).kept == 0
 
 
-def test_a_killed_program_continues(tmp_path: Path, saved: Manifest) -> None:
+def test_a_killed_program_continues(tmp_path: Path, saved: Manifest, capsys: pytest.CaptureFixture[str]) -> None:
     """SIGKILL to the program itself, as soon as two of its files are complete."""
     sizes = {"hidden_size": 256, "ffn_hidden_size": 256, "kv_channels": None, "num_layers": 8}
     source = write_checkpoint(tmp_path / "iter_0000007", llama(**sizes)).path
     flags = ["--load", str(source), "--save-hf", str(tmp_path / "out"), "--max-shard-size", "100KB", "--no-check"]
-    command = [sys.executable, "tools/convert_checkpoint.py", *flags]
     journal, deadline = tmp_path / "out.tmp" / JOURNAL, time.monotonic() + 60
-    with subprocess.Popen(command) as process:
+    with ForkedProgram(main, flags, output=tmp_path / "output") as process:
         while not journal.exists() or journal.read_bytes().count(b"\n") < 3:
             assert process.poll() is None
             assert time.monotonic() < deadline
             time.sleep(0.002)
         process.kill()
-    assert process.returncode == -signal.SIGKILL
+    assert process.poll() == -signal.SIGKILL
     assert not (tmp_path / "out").exists()
-    done = subprocess.run([*command, "--workers", "2"], check=True, capture_output=True, text=True)
-    assert re.match(r"continued: \d+ files of an interrupted conversion were complete\n", done.stdout)
+    assert main([*flags, "--workers", "2"]) == 0
+    continued = r"continued: \d+ files of an interrupted conversion were complete\n"
+    assert re.match(continued, capsys.readouterr().out)
     whole = weights_of(export(Manifest.open(source), tmp_path / "whole"))
     assert all(torch.equal(whole[name], value) for name, value in weights_of(tmp_path / "out").items())
 

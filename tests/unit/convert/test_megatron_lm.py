@@ -41,9 +41,9 @@ from megatron.convert.megatron_lm.pickles import read_pickle_file, read_torch_fi
 from megatron.convert.saved_model import SavedModel, open_checkpoint
 from megatron.distributed.comm import Group
 from megatron.layers.parameters import gpt
+from tests.kit.runs import checkpoint
 from tests.megatron_core.forms import FLAGS, FORMS
 from tests.megatron_core.record import plain
-from tests.runs import checkpoint
 from tests.unit.convert.folders import card_of
 from tests.unit.convert.megatron_lm import (
     common_state,

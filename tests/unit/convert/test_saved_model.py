@@ -22,7 +22,7 @@ from megatron.convert.huggingface.weights import HuggingFaceWeights
 from megatron.convert.saved_model import SavedModel, open_checkpoint
 from megatron.convert.tokenizer_files import saved_tokenizer_files
 from megatron.layers.parameters import num_parameters
-from tests.solo import tiny
+from tests.kit.solo import tiny
 from tests.unit.checkpoint.samples import attempt
 from tests.unit.convert.folders import ignore, llama, opened, random_weights, write_checkpoint, write_folder
 

@@ -18,8 +18,8 @@ from megatron.distributed.sharding import Box
 from megatron.layers.context import BuildContext
 from megatron.layers.parameters import num_parameters
 from megatron.model.gpt import GPTChunk, build_gpt
-from tests.checkpoints import save_model
-from tests.solo import one_rank_mesh, random_batch, tiny
+from tests.kit.checkpoints import save_model
+from tests.kit.solo import one_rank_mesh, random_batch, tiny
 from tests.unit.convert.folders import LLAMA
 from tools.edit_checkpoint import main
 from tools.lib.surgery import Changes

@@ -41,8 +41,8 @@ from megatron.distributed.sharding import Box
 from megatron.evaluation.load import open_pretrained
 from megatron.layers.context import BuildContext
 from megatron.model.gpt import build_gpt
+from tests.kit.solo import Solo, one_rank_mesh, tiny
 from tests.parity.families import from_experts, from_gpt2, from_llama
-from tests.solo import Solo, one_rank_mesh, tiny
 from tests.unit.convert.folders import LLAMA, llama, random_weights, write_folder
 from tools import convert_checkpoint
 

@@ -131,7 +131,7 @@ def test_source_usage_count_each_source() -> None:
     assert lines == [part.describe(n * 16) for part, n in zip(parts, (7, 3))]
 
 
-def test_identities_tell_samples_and_datasets_apart() -> None:
+def test_identities_separate_samples_and_datasets() -> None:
     dataset, _ = blended([0.7, 0.3], 500)
     places = np.arange(500)
     found = dataset.sample_hashes(places)

@@ -20,7 +20,7 @@ from megatron.data.errors import (
 
 
 @pytest.mark.parametrize(
-    ("number", "file", "told"),
+    ("number", "file", "reported"),
     [
         (errno.ENOSPC, None, "d/out cannot be written: W\n  fix: make room on that disk | another --output"),
         (errno.EACCES, "d", "d/out cannot be written: W\n  fix: another --output"),
@@ -30,8 +30,8 @@ from megatron.data.errors import (
         (errno.EIO, "e/out", "e/out cannot be read: W"),
     ],
 )
-def test_what_the_disk_refuses(number: int, file: str | None, told: str) -> None:
-    assert str(disk_error(OSError(number, "W", file), "d/out", "--output")) == told
+def test_what_the_disk_refuses(number: int, file: str | None, reported: str) -> None:
+    assert str(disk_error(OSError(number, "W", file), "d/out", "--output")) == reported
 
 
 BOTH = (signal.SIGTERM, signal.SIGINT)

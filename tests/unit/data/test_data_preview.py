@@ -21,7 +21,7 @@ def write(prefix: Path, documents: int, tokens: int = 10) -> str:
     return str(pairs.write(prefix, [*[[7] * tokens] * documents, []]))
 
 
-def told(*argv: str) -> list[str]:
+def reported(*argv: str) -> list[str]:
     return preview_data(parse([*RUN, *argv], {}).config, 1)
 
 
@@ -37,21 +37,21 @@ def test_what_is_no_dataset_is_refused_as_at_the_start(harm: str) -> None:
     content = index.read_bytes()
     index.write_bytes({"cut": content[:-1], "magic": b"x" + content[1:], "empty": b""}[harm])
     with pytest.raises(DataError, match=r"a\.idx"):
-        told("--data-path", "a")
+        reported("--data-path", "a")
 
 
 def test_datasets_of_a_blend_have_their_shares_and_epochs() -> None:
     write(Path("a"), 100), write(Path("b"), 10)  # 1,000 and 100 tokens
     shares = "data       of each dataset train 90%, valid 10%"
     one = "           a: 101 documents, 1,000 tokens, 1.1 epochs"  # 1,000 of 900
-    assert told("--data-path", "a", "--split", "9,1") == [shares, one]
-    weighted = told("--data-path", "30", "a", "10", "b", "--split", "9,1")
+    assert reported("--data-path", "a", "--split", "9,1") == [shares, one]
+    weighted = reported("--data-path", "30", "a", "10", "b", "--split", "9,1")
     assert weighted == [
         shares,
         "           75% a: 101 documents, 1,000 tokens, 0.83 epochs",
         "           25% b: 11 documents, 100 tokens, 2.8 epochs",
     ]
-    by_size = told("--train-data-path", "a", "b", "--valid-data-path", "b")
+    by_size = reported("--train-data-path", "a", "b", "--valid-data-path", "b")
     assert by_size == [
         "train      90.9% a: 101 documents, 1,000 tokens, 0.91 epochs",
         "           9.09% b: 11 documents, 100 tokens, 0.91 epochs",
@@ -59,20 +59,21 @@ def test_datasets_of_a_blend_have_their_shares_and_epochs() -> None:
     ]
 
 
-def test_a_prefix_without_loss_is_told() -> None:
+def test_a_prefix_without_loss_is_reported() -> None:
     write(Path("a"), 100)
     pattern = ("--data-path", "a", "--split", "9,1", "--attention-pattern")
-    assert told(*pattern, "prefix:3")[-1] == "documents  no loss on the first 2 labels, which the prefix shows"
-    assert told(*pattern, "prefix:1") == told(*pattern[:-1])
+    assert reported(*pattern, "prefix:3")[-1] == "documents  no loss on the first 2 labels, which the prefix shows"
+    assert reported(*pattern, "prefix:1") == reported(*pattern[:-1])
 
 
 def test_validation_sets_are_named() -> None:
     write(Path("a"), 100), write(Path("b"), 10)
     sets = ["--multiple-validation-sets", "--validation-set-names", "wiki", "encyclopedia"]
     assert (
-        told("--data-path", "a", "b", *sets, "--split", "8,1,1")[-1] == "valid      each by itself: wiki, encyclopedia"
+        reported("--data-path", "a", "b", *sets, "--split", "8,1,1")[-1]
+        == "valid      each by itself: wiki, encyclopedia"
     )
-    whole = told("--train-data-path", "a", "--valid-data-path", "a", "b", *sets)
+    whole = reported("--train-data-path", "a", "--valid-data-path", "a", "b", *sets)
     assert whole[1] == "valid      wiki: a: 101 documents, 1,000 tokens"
     assert whole[2] == "valid      encyclopedia: b: 11 documents, 100 tokens"
 
@@ -83,10 +84,10 @@ def test_only_a_few_of_many_datasets_are_listed(flag: str) -> None:
     names = [f"x{i}" for i in range(500)]
     for name in names:
         Path(f"{name}.idx").symlink_to("pair.idx"), Path(f"{name}.bin").symlink_to("pair.bin")
-    rows = told(flag, *names, "--eval-iters", "0")
+    rows = reported(flag, *names, "--eval-iters", "0")
     assert len(rows) <= MAX_DATASETS_SHOWN + 2
     assert rows[-1].strip() == "and 492 more"
-    rows = told("--train-data-path", "x0", "--valid-data-path", *names, "--multiple-validation-sets")
+    rows = reported("--train-data-path", "x0", "--valid-data-path", *names, "--multiple-validation-sets")
     assert rows[-1].strip().endswith("valid:x14 and 485 more")
 
 
@@ -118,7 +119,7 @@ def test_a_part_without_data_is_refused_as_at_the_start(argv: tuple[str, ...]) -
     except DataError as error:
         expected = str(error)
     try:
-        told(*argv)
+        reported(*argv)
         message = None
     except DataError as error:
         message = str(error)
@@ -128,25 +129,25 @@ def test_a_part_without_data_is_refused_as_at_the_start(argv: tuple[str, ...]) -
 def test_splits_that_the_start_leaves_out_are_noted() -> None:
     write(Path("a"), 100)
     argv = ("--data-path", "a", "--eval-iters", "1")
-    (note,) = [row for row in told(*argv) if row.startswith("note ")]
+    (note,) = [row for row in reported(*argv) if row.startswith("note ")]
     assert note in at_the_start(*argv).summary()
     assert note.startswith("note       the test data of a have 0 tokens")
-    assert len(told("--data-path", "a", "--eval-iters", "0")) == 2
+    assert len(reported("--data-path", "a", "--eval-iters", "0")) == 2
 
 
 def test_large_parts_are_not_opened(monkeypatch: pytest.MonkeyPatch) -> None:
     write(Path("a"), 1000)
     monkeypatch.setattr("megatron.data.preview.file_segment_builders", pytest.fail)
-    assert len(told("--data-path", "a", "--split", "8,1,1", "--eval-iters", "1")) == 2
+    assert len(reported("--data-path", "a", "--split", "8,1,1", "--eval-iters", "1")) == 2
 
 
 def test_document_masks_are_described_as_at_the_start() -> None:
     write(Path("a"), 100)
     argv = ("--data-path", "a", "--split", "8,1,1", "--reset-attention-mask", "--eod-mask-loss")
-    (row,) = [row for row in told(*argv, "--eod-id", "7") if row.startswith("documents ")]
+    (row,) = [row for row in reported(*argv, "--eod-id", "7") if row.startswith("documents ")]
     assert row in at_the_start(*argv, "--eod-id", "7").summary()
     with pytest.raises(DataError, match="--reset-attention-mask needs the id that ends a document"):
-        told(*argv)
+        reported(*argv)
 
 
 @pytest.mark.parametrize("split", [(), ("--split", "1,0,0")])
@@ -154,7 +155,7 @@ def test_many_epochs_are_noted_as_at_the_start(split: tuple[str, ...]) -> None:
     for name, documents, reads in (("a", 10, 10), ("b", 20, 5), ("c", 25, 0)):
         write(Path(name), documents)
         argv = ("--data-path" if split else "--train-data-path", name, *split)
-        notes = [row for row in told(*argv) if row.startswith("note ")]
+        notes = [row for row in reported(*argv) if row.startswith("note ")]
         assert notes == [row for row in at_the_start(*argv).summary() if row.startswith("note ")]
         assert [note.partition(";")[0] for note in notes] == [f"note       training reads {name} {reads}.0 times"][
             :reads

@@ -92,7 +92,7 @@ def empty(path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["a.npy", ABOUT])
 @pytest.mark.parametrize("damage", [cut, flip, empty, Path.unlink])
-def test_damage_is_found_told_and_mended(tmp_path: Path, name: str, damage: Callable[[Path], None]) -> None:
+def test_damage_is_found_reported_and_mended(tmp_path: Path, name: str, damage: Callable[[Path], None]) -> None:
     entry = fill(tmp_path)
     damage(entry / name)
     cache = IndexCache(tmp_path)
@@ -331,7 +331,7 @@ def test_others_take_over_from_a_killed_process_and_clean_up(tmp_path: Path) -> 
     assert sorted(path.name for path in folder.iterdir()) == [entry.name, f"{entry.name}.lock"]
 
 
-def test_waiting_is_told(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_waiting_is_reported(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     folder, log, second = tmp_path / "folder", tmp_path / "log", tmp_path / "second"
     release, text, end = tmp_path / "release", "", time.monotonic() + 60
     first = start(folder, log, 0.0, 30.0, release)

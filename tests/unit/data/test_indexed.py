@@ -123,7 +123,7 @@ def test_a_damaged_field_is_named(small: Path, field: str) -> None:
         IndexedDataset(small)
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
-    assert peak < 100_000  # bytes: nothing is made as large as a header says
+    assert peak < 100_000  # bytes: nothing is made as large as in the header
 
 
 @settings(max_examples=50, deadline=None, derandomize=True)

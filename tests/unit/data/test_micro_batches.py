@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from megatron.data.dataset import MOCK_ALPHABET_SIZE, MOCK_JUMP_PROBABILITY, MockDataset, Sample
 from megatron.data.loader import MaskBuilder, document_boundaries, rank_micro_batches
 from megatron.training.build import build_trainer
-from tests.runs import tiny_run
+from tests.kit.runs import tiny_run
 
 
 def sequential(total: int, consumed: int, micro: int, rank: int, size: int) -> list[list[int]]:

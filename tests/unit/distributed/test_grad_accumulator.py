@@ -9,7 +9,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from megatron.distributed import comm
 from megatron.distributed.comm import Group, Pending
 from megatron.distributed.grad_accumulator import GradAccumulator, WgradOperand
-from tests.solo import Gradients, Solo, random_batch, tiny
+from tests.kit.solo import Gradients, Solo, random_batch, tiny
 
 CONFIG = tiny(num_query_groups=2, activation="swiglu", normalization="RMSNorm", ffn_hidden_size=48)
 LINEARS = 4 * CONFIG.num_layers

@@ -31,7 +31,7 @@ from megatron.distributed.launch import fake_process_group, world_group
 from megatron.distributed.layout import Layout
 from megatron.distributed.mesh import GroupInfo, Mesh, alternate_edges
 from megatron.pipeline.communication import channels
-from tests.solo import one_rank_mesh
+from tests.kit.solo import one_rank_mesh
 
 MOST_TURNS = 8
 
@@ -51,7 +51,7 @@ def test_channels_open_in_a_few_turns_however_many_ranks_there_are(shape: str, r
     assert max(turn.values()) <= MOST_TURNS
 
 
-def test_in_a_pretended_world_nobody_answers_and_nobody_disagrees() -> None:
+def test_in_a_pretended_world_no_one_answers_and_no_one_disagrees() -> None:
     with fake_process_group(5, 1024):
         world = world_group(5, 1024)
         assert all_gather_objects("mine", world) == ["mine"] * 1024

@@ -129,7 +129,7 @@ def test_uncut_buckets_are_large_enough_to_be_dealt_out(elements: list[int], ran
     keys = dict.fromkeys(sizes, key)
     limits = bucket_capacities(keys, sizes, limit * ALIGNMENT, lambda axes: ranks)
     if ranks == 1:
-        assert limits == {key: limit * ALIGNMENT}, "where nobody cuts, size is as asked for"
+        assert limits == {key: limit * ALIGNMENT}, "without cuts, size is as asked for"
         return
     largest, total = max(sizes.values()), sum(sizes.values())
     packings = [

@@ -138,7 +138,7 @@ def test_what_is_not_timed_shares_one_context() -> None:
         Timers(2, CPU)("optimiser")
 
 
-def test_phases_nest_and_are_told_per_step() -> None:
+def test_phases_nest_and_are_reported_per_step() -> None:
     timers = Timers(1, CPU)
     for _ in range(4):
         with timers("optimizer"):

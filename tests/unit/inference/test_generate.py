@@ -15,7 +15,7 @@ from megatron.inference.generate import SamplingParams, generate, sample_tokens,
 from megatron.inference.text import IdCodec, InferenceError
 from megatron.inference.tokenizer import stop_ids
 from megatron.model.gpt import GPTChunk
-from tests.solo import Solo, tiny
+from tests.kit.solo import Solo, tiny
 
 GREEDY = SamplingParams(0.0)
 LENGTHS = (7, 1, 3, 7, 5)

@@ -32,8 +32,8 @@ from megatron.kernels.dropout import dropout
 from megatron.kernels.operation import check_kernel
 from megatron.kernels.registry import OPERATIONS, Kernels
 from megatron.layers.recompute import recompute_producer
-from tests.neighbours import NOBODY, needs_root
-from tests.solo import Solo, random_batch, tiny
+from tests.kit.solo import Solo, random_batch, tiny
+from tests.kit.users import NOBODY, needs_root
 
 CPU = torch.device("cpu")
 COMPILED = [name for name in OPERATIONS if "compiled" in KERNEL_CANDIDATES[name]]

@@ -25,7 +25,7 @@ from megatron.kernels.operation import check_kernel
 from megatron.kernels.registry import Kernels
 from megatron.layers.context import BuildContext
 from megatron.layers.linear import ColumnParallelLinear
-from tests.solo import Gradients, one_rank_mesh
+from tests.kit.solo import Gradients, one_rank_mesh
 
 RECIPES = [
     Float8Recipe("hybrid", "tensorwise"),

@@ -20,7 +20,7 @@ from megatron.kernels.compile import make_deterministic
 from megatron.kernels.linear import LinearKernel, accumulate_wgrad
 from megatron.kernels.operation import Candidate, check_kernel
 from megatron.kernels.registry import OPERATIONS, Kernels, select_kernels
-from tests.solo import Solo, random_batch, tiny
+from tests.kit.solo import Solo, random_batch, tiny
 
 CPU = torch.device("cpu")
 

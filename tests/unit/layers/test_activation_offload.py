@@ -12,7 +12,7 @@ from torch import Tensor
 from megatron.config.model import ModelConfig
 from megatron.config.training import TrainingConfig
 from megatron.layers.activation_offload import ActivationOffload
-from tests.solo import Allocations, Solo, random_batch
+from tests.kit.solo import Allocations, Solo, random_batch
 from tests.unit.layers.test_recompute import MODELS, full, selective
 
 CPU = torch.device("cpu")

@@ -27,7 +27,7 @@ from megatron.layers.kv_cache import KVCache
 from megatron.layers.mixers.registry import MIXERS
 from megatron.layers.recompute_plan import RecomputePlan
 from megatron.layers.residual import Residual
-from tests.solo import Allocations, Solo, one_rank_mesh, random_batch, tiny
+from tests.kit.solo import Allocations, Solo, one_rank_mesh, random_batch, tiny
 
 LENGTH = 12
 DOCUMENTS = torch.tensor([[0] * 5 + [1] * 7, [3] * 2 + [4] * 9 + [5]])

@@ -13,7 +13,7 @@ from megatron.distributed.sharding import Init
 from megatron.layers.context import BuildContext
 from megatron.model.gpt import build_chunks, build_gpt
 from megatron.pipeline.partition import stages_from_counts
-from tests.solo import one_rank_mesh, tiny
+from tests.kit.solo import one_rank_mesh, tiny
 
 WORDS = "embedding.word_embeddings.weight"
 

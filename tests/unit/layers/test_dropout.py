@@ -16,7 +16,7 @@ from megatron.kernels.block_attention import AttentionDropout
 from megatron.layers import attention, dropout
 from megatron.layers.context import ForwardContext
 from megatron.layers.dropout import hidden_dropout
-from tests.solo import Solo, random_batch, tiny
+from tests.kit.solo import Solo, random_batch, tiny
 
 S, B, H = 64, 6, 96
 P = 0.3

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron.layers.embedding import EmbeddingShard
-from tests.solo import Gradients, Solo, tiny
+from tests.kit.solo import Gradients, Solo, tiny
 
 CONFIG = tiny(max_position_embeddings=20)
 WORDS, POSITIONS = "embedding.word_embeddings.weight", "embedding.position_embeddings.weight"

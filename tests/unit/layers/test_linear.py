@@ -15,7 +15,7 @@ from megatron.layers import parameters
 from megatron.layers.adapters import adapted_row_norms, adapters_disabled
 from megatron.layers.context import BuildContext
 from megatron.layers.linear import ColumnParallelLinear, ParallelLinear, RowParallelLinear
-from tests.solo import one_rank_mesh, tiny
+from tests.kit.solo import one_rank_mesh, tiny
 
 WIDE = tiny(hidden_size=64, ffn_hidden_size=128, lora_rank=2)
 LINEARS: dict[str, type[ParallelLinear]] = {

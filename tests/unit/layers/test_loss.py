@@ -19,7 +19,7 @@ from megatron.kernels.registry import Kernels
 from megatron.layers.loss import VocabularyShard, linear_cross_entropy, token_losses
 from megatron.pipeline.actions import BACKWARD, FORWARD, Action
 from megatron.pipeline.runtime import Pipeline
-from tests.solo import Allocations, Gradients, Solo, random_batch, tiny
+from tests.kit.solo import Allocations, Gradients, Solo, random_batch, tiny
 
 TOKENS, HELD, PADDING, HIDDEN = 21, 37, 3, 8
 SEED = 1.7  # what backward multiplies by

@@ -18,7 +18,7 @@ from megatron.layers.context import BuildContext, ForwardContext
 from megatron.layers.mixers.registry import MIXERS
 from megatron.layers.mlp import MLP
 from megatron.layers.recompute_plan import RecomputePlan
-from tests.solo import Allocations, Gradients, Solo, one_rank_mesh, random_batch, tiny
+from tests.kit.solo import Allocations, Gradients, Solo, one_rank_mesh, random_batch, tiny
 
 ROWS, SAMPLES = 48, 2
 GPT = tiny(hidden_dropout=0.1, max_position_embeddings=ROWS)

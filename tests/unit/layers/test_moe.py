@@ -21,7 +21,7 @@ from megatron.layers.context import BuildContext, ForwardContext
 from megatron.layers.mixers.registry import MIXERS
 from megatron.layers.moe import DispatchPlan, MixtureOfExperts, Permutation, Router, Routing
 from megatron.layers.recompute_plan import RecomputePlan
-from tests.solo import Gradients, Solo, one_rank_mesh, random_batch, tiny
+from tests.kit.solo import Gradients, Solo, one_rank_mesh, random_batch, tiny
 
 LENGTH, SAMPLES, EXPERTS = 6, 3, 5
 WIDE = {"num_experts": EXPERTS, "add_bias_linear": False}

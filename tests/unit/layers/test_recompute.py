@@ -14,7 +14,7 @@ from megatron.config.model import ModelConfig
 from megatron.config.settings import SETTINGS
 from megatron.config.training import TrainingConfig
 from megatron.layers.recompute import recompute_producer
-from tests.solo import Allocations, Solo, random_batch, tiny
+from tests.kit.solo import Allocations, Solo, random_batch, tiny
 
 MODULES = SETTINGS["recompute_modules"].option.choices
 LAYERS, SAMPLES, LENGTH, HIDDEN, FFN, HEADS = 2, 2, 32, 32, 96, 4

@@ -15,7 +15,7 @@ from megatron.config.training import TrainingConfig
 from megatron.distributed.micro_batch import MicroBatch
 from megatron.kernels.registry import Kernels
 from megatron.layers.residual import Residual
-from tests.solo import Solo, random_batch, tiny
+from tests.kit.solo import Solo, random_batch, tiny
 
 GPT = tiny(num_layers=3)
 

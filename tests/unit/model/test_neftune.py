@@ -10,7 +10,7 @@ from torch import Tensor
 
 from megatron.config.training import TrainingConfig
 from megatron.distributed.micro_batch import MicroBatch
-from tests.solo import Solo, random_batch, tiny
+from tests.kit.solo import Solo, random_batch, tiny
 
 ALPHA = 5.0
 CONFIG = tiny(position_embedding_type="rope", hidden_size=64)

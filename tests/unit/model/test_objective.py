@@ -21,8 +21,8 @@ from megatron.training.build import build_trainer
 from megatron.training.cuda_graphs import WARM_UP_STEPS, StepRunner
 from megatron.training.step import train_step
 from megatron.training.trainer import Trainer
-from tests.runs import tiny_run
-from tests.solo import Solo, random_batch, tiny
+from tests.kit.runs import tiny_run
+from tests.kit.solo import Solo, random_batch, tiny
 from tests.unit.training.test_cuda_graphs import recorded
 
 

@@ -24,8 +24,8 @@ from megatron.distributed.sharding import DenseSharding, Init, ShardSpec
 from megatron.optimizer.buckets import ShardedBucket
 from megatron.optimizer.grad_buffer import GradBuffer
 from megatron.optimizer.reduction import ReduceHandle, Reduction, RoundedReduction
-from tests.distributed.pool import Pool
-from tests.solo import one_rank_mesh
+from tests.kit.pool import Pool
+from tests.kit.solo import one_rank_mesh
 
 SHARD = DenseSharding(0, 1)
 SPECS = {

@@ -22,7 +22,7 @@ from megatron.optimizer.low_precision_state import stochastic_round
 from megatron.optimizer.main_params import MainParams
 from megatron.optimizer.param_groups import ParamGroup
 from megatron.optimizer.rules import RULES, UpdateArgs, UpdateRule, iterate_blocks
-from tests.solo import Solo, random_batch, tiny
+from tests.kit.solo import Solo, random_batch, tiny
 
 BF16 = OptimizerConfig(adam_eps=1e-3, exp_avg_dtype="bf16", exp_avg_sq_dtype="bf16")
 GO, SKIP = torch.zeros(()), torch.ones(())

@@ -23,7 +23,7 @@ from megatron.optimizer.muon import (
 )
 from megatron.optimizer.param_groups import is_muon_param
 from megatron.optimizer.rules import UpdateArgs
-from tests.solo import Solo, one_rank_mesh, random_batch, tiny
+from tests.kit.solo import Solo, one_rank_mesh, random_batch, tiny
 
 INIT = Init()
 GO, SKIP = torch.zeros(()), torch.ones(())

@@ -9,8 +9,8 @@ import torch
 
 from megatron.config.optimizer import OptimizerConfig
 from megatron.optimizer.lr_scheduler import Rates
-from tests.runs import differences, start, tiny_run
-from tests.solo import Solo, random_batch, tiny
+from tests.kit.runs import differences, start, tiny_run
+from tests.kit.solo import Solo, random_batch, tiny
 
 CONFIG = tiny(num_layers=3, num_query_groups=2)
 BATCHES = [random_batch(CONFIG, seed=seed) for seed in (1, 2)]

@@ -22,7 +22,7 @@ from megatron.optimizer.flat_views import flat_runs
 from megatron.optimizer.grad_buffer import GradBuffer
 from megatron.optimizer.lr_scheduler import Rates
 from megatron.optimizer.rules import BLOCK_ELEMENTS, RULES, UpdateArgs
-from tests.solo import Solo, one_rank_mesh, random_batch, tiny
+from tests.kit.solo import Solo, one_rank_mesh, random_batch, tiny
 
 CONFIG = tiny(num_query_groups=2)
 RATES = Rates(1e-3, 0.1)

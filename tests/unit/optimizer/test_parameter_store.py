@@ -22,7 +22,7 @@ from megatron.optimizer.grad_buffer import GradBuffer
 from megatron.optimizer.lr_scheduler import Rates
 from megatron.optimizer.parameter_store import ParameterStore
 from megatron.training.components.average import AverageWeights
-from tests.solo import Solo, one_rank_mesh, random_batch, tiny
+from tests.kit.solo import Solo, one_rank_mesh, random_batch, tiny
 
 CONFIG = tiny(num_query_groups=2)
 PARTS = Group((0, 1), 0)

@@ -24,7 +24,7 @@ from megatron.optimizer.main_params import join_fp32, split_fp32
 from megatron.optimizer.param_groups import param_groups
 from megatron.optimizer.rules import RULES, ElementwiseRule, UpdateArgs, UpdateRule, iterate_blocks
 from megatron.planner.memory import checkpoint_bytes
-from tests.solo import Allocations, Solo, random_batch, tiny
+from tests.kit.solo import Allocations, Solo, random_batch, tiny
 
 CONFIG = OptimizerConfig(
     adam_beta1=0.8, adam_beta2=0.9, adam_eps=1e-3, sgd_momentum=0.7, lion_beta1=0.6, lion_beta2=0.9

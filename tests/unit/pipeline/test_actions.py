@@ -118,7 +118,7 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
         PipelineSchedule.load(tmp_path / "empty.csv")
 
 
-def test_what_a_schedule_says_of_itself() -> None:
+def test_what_a_schedule_states_of_itself() -> None:
     schedule = PipelineSchedule(
         "v", (tuple(map(Action.parse, ("0F0", "3F0", "3SEND_B0", "0B0"))), (Action(1, "I", 4), Action(2, "F", 2)))
     )
@@ -236,7 +236,7 @@ def test_communication_that_a_schedule_brings_along_stays() -> None:
     assert add_communication(found) is found
 
 
-def test_what_nobody_makes_or_takes_is_not_moved() -> None:
+def test_what_no_one_makes_or_takes_is_not_moved() -> None:
     assert lines(add_communication(program("0F0 0F1", "1F0 1F2"))) == ["0F0 0SEND_F0 0F1", "1RECV_F0 1F0 1F2"]
 
 

@@ -74,9 +74,9 @@ COUNTS = st.one_of(st.none(), st.integers(1, 6))
     ),
 )
 def test_all_layers_are_built_once_or_the_options_are_refused(
-    layers: int, ranks: int, chunks: int | None, said: dict[str, Any]
+    layers: int, ranks: int, chunks: int | None, given: dict[str, Any]
 ) -> None:
-    parallel = replace(pipeline(ranks, chunks), **said)
+    parallel = replace(pipeline(ranks, chunks), **given)
     try:
         stages = plan.stage_layers(model(layers), parallel)
     except ScheduleError:
@@ -89,7 +89,7 @@ def test_all_layers_are_built_once_or_the_options_are_refused(
     assert all(stage.layers or stage.first or stage.last for stage in stages)
 
 
-def test_stages_on_a_rank_follow_from_whatever_says_so() -> None:
+def test_stages_on_a_rank_follow_from_whatever_states_so() -> None:
     saying = (
         pipeline(2, 3),
         pipeline(2, num_layers_per_virtual_pipeline_stage=2),
@@ -262,7 +262,7 @@ def test_a_large_output_layer_stands_alone() -> None:
 
 
 @pytest.mark.parametrize(("embedding", "output"), [*product((False, True), repeat=2)])
-def test_equal_stages_count_what_is_said_to_count(embedding: bool, output: bool) -> None:
+def test_equal_stages_count_what_is_stated_to_count(embedding: bool, output: bool) -> None:
     for layers, stages in product(range(1, 20), range(1, 7)):
         found = split_equally(layers, stages, embedding, output)
         total = layers + embedding + output
@@ -276,20 +276,22 @@ def test_equal_stages_count_what_is_said_to_count(embedding: bool, output: bool)
 
 
 @pytest.mark.parametrize("placement", [(0,), (0, 1), (0, 1, 2), LOOP, V], ids=str)
-@pytest.mark.parametrize("said", [(2, None), (None, 3), (2, 4)], ids=str)
-def test_ranks_have_the_layers_that_were_said(placement: tuple[int, ...], said: tuple[int | None, int | None]) -> None:
+@pytest.mark.parametrize("given", [(2, None), (None, 3), (2, 4)], ids=str)
+def test_ranks_have_the_layers_that_were_stated(
+    placement: tuple[int, ...], given: tuple[int | None, int | None]
+) -> None:
     ranks = max(placement) + 1
     for layers in range(1, 20):
         try:
-            found = split_by_rank(layers, placement, *said)
+            found = split_by_rank(layers, placement, *given)
         except ScheduleError:
             continue
         check(found, layers)
         on_rank = [sum(n for n, r in zip(counts(found), placement) if r == rank) for rank in range(ranks)]
-        assert said[0] in (None, on_rank[0])
-        assert said[1] in (None, on_rank[-1])
+        assert given[0] in (None, on_rank[0])
+        assert given[1] in (None, on_rank[-1])
         free = [
-            n for rank, n in enumerate(on_rank) if not (said[0] and rank == 0) and not (said[1] and rank == ranks - 1)
+            n for rank, n in enumerate(on_rank) if not (given[0] and rank == 0) and not (given[1] and rank == ranks - 1)
         ]
         assert len(set(free)) <= 1
         for rank in range(ranks):

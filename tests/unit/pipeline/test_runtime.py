@@ -31,7 +31,7 @@ from megatron.pipeline.runtime import Chunk, Pipeline, Stage
 from megatron.pipeline.schedules import SCHEDULES
 from megatron.pipeline.simulate import StageCosts, simulate
 from megatron.pipeline.validate import validate_program
-from tests.pipelines import (
+from tests.kit.pipelines import (
     SEED,
     Ends,
     Letter,
@@ -45,7 +45,7 @@ from tests.pipelines import (
     plain_loop,
     program_of,
 )
-from tests.solo import Gradients, one_rank_mesh
+from tests.kit.solo import Gradients, one_rank_mesh
 
 Roads = Mapping[tuple[int, int], Channel]
 

@@ -216,7 +216,7 @@ def test_memory_over_time_by_hand() -> None:
     assert (made.makespan, made.busy, made.bubble) == (20, (20,), 0)
 
 
-def test_idle_time_is_told_apart() -> None:
+def test_idle_time_is_separate() -> None:
     """Two ranks: rank 1 waits 2 for rank 0's forward, then 3 for the transfer; rank 0 idles for the rest."""
     program = add_communication(make_schedule("1f1b", 2, 1, 1))
     made = simulate(program, StageCosts.uniform(2, 2, 1, 1, latency=1, transfer=2))

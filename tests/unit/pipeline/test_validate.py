@@ -170,7 +170,7 @@ def test_a_deadlock_of_ordered_channels_that_mailboxes_would_not_have() -> None:
     validate_program(add_communication(found.only(COMPUTE_KINDS)))
 
 
-def test_a_circle_is_told_rank_by_rank() -> None:
+def test_a_circle_is_reported_rank_by_rank() -> None:
     found = add_communication(program("0F0 0B0 0F1 0B1", "1F1 1B1 1F0 1B0"))
     assert not Play(found, (0, 1), ordered=False).comes_to_its_end()
     assert refusal(found) == (
@@ -180,7 +180,7 @@ def test_a_circle_is_told_rank_by_rank() -> None:
     )
 
 
-def test_of_a_long_circle_the_beginning_is_told() -> None:
+def test_of_a_long_circle_the_beginning_is_reported() -> None:
     """With two stages on each rank in a loop, and the second one of rank 0 before its first."""
     others = [f"{rank}F0 {rank + 6}F0" for rank in range(1, 6)]
     sentence = refusal(add_communication(program("6F0 0F0", *others)), evaluation=True)

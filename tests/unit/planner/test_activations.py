@@ -26,7 +26,7 @@ from megatron.planner.activations import (
     peak_host_activations,
 )
 from megatron.training.build import build_trainer
-from tests.distributed.pool import Pool
+from tests.kit.pool import Pool
 
 TINY = (
     "--mock-data --vocab-size 257 --train-iters 1 --seq-length 64 --device cpu --num-layers 2 --hidden-size 32"

@@ -29,7 +29,7 @@ from megatron.planner.flops import (
     full_attention_keys,
     matmul_parameters,
 )
-from tests.solo import TINY, Gradients, Solo, one_rank_mesh, random_batch, tiny
+from tests.kit.solo import TINY, Gradients, Solo, one_rank_mesh, random_batch, tiny
 
 SEQ, SAMPLES = 16, 2
 PADDED = 104  # 101 entries, to a multiple of 8

@@ -38,7 +38,7 @@ from megatron.training.components.average import AverageWeights
 from megatron.training.diloco.component import Diloco
 from megatron.training.step import train_step
 from megatron.training.trainer import Trainer
-from tests.distributed.pool import Pool
+from tests.kit.pool import Pool
 
 TINY = (
     "--mock-data --vocab-size 257 --train-iters 1 --seq-length 16 --device cpu --num-layers 2 --hidden-size 32"

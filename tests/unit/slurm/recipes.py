@@ -29,7 +29,7 @@ DISK_BYTES = 50 * GB
 """A second, written by all nodes together."""
 
 FAILURES, DAYS, GPUS = 419, 54, 16384
-"""Interruptions that nobody planned in the training of Llama 3 405B: Grattafiori et al. 2024, section 3.3.4."""
+"""Unplanned interruptions in the training of Llama 3 405B: Grattafiori et al. 2024, section 3.3.4."""
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,7 @@ def header(recipe: str) -> list[str]:
 
 
 def planned_mfu(recipe: str) -> float:
-    """The model FLOPs utilisation that a header plans with: what it says that nothing else does."""
+    """The model FLOPs utilisation that a header plans with, and that is nowhere else."""
     found = re.search(r"at MFU (\d+)%", "\n".join(header(recipe)))
     return int(found[1]) / 100 if found else 0.4
 

@@ -1,6 +1,6 @@
 """Test ``slurm/lib.sh`` on all events of a job, against stand-ins for the commands of Slurm.
 
-The real Slurm is in tests/slurm/. Here every case is one run of bash, in which ``srun`` does what the case says.
+The real Slurm is in tests/slurm/. Here every case is one run of bash, in which ``srun`` does what is in the case.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class Job:
     def begin(
         self, case: str, restart: int = 0, flags: Sequence[str] = (), log: Path | None = None
     ) -> subprocess.Popen[str]:
-        """One start, in which every srun of the ranks does what ``case`` says."""
+        """One start, in which every srun of the ranks runs ``case``."""
         (self.root / "case").write_text(case)
         environ = {
             "PATH": f"{self.root / 'bin'}:{os.environ['PATH']}",
@@ -81,7 +81,7 @@ class Job:
             return subprocess.Popen(command, cwd=ROOT, env=environ, stdout=out, stderr=subprocess.STDOUT, text=True)
 
     def start(self, case: str, restart: int = 0) -> tuple[int, str]:
-        """The status of one start, and what it says."""
+        """The status of one start, and its output."""
         started = self.begin(case, restart)
         message, _ = started.communicate(timeout=60)
         return started.returncode, message
@@ -105,7 +105,7 @@ class Job:
 
 
 def fail_device(node: str) -> str:
-    """A case in which a rank on a node dies of its device, unless it was told to leave the node out."""
+    """A case in which a rank on a node dies of its device, unless the node is left out."""
     failure = {"host": node, "kind": "device", "sentence": "CUDA error: an illegal memory access"}
     return f'[[ $* != *{node}* ]] || {{ echo {json.dumps(json.dumps(failure))} >>"$RUN/failures.jsonl"; exit 1; }}'
 
@@ -124,7 +124,7 @@ def job(tmp_path: Path) -> Job:
 
 
 @pytest.mark.parametrize(
-    ("case", "status", "says", "told"),
+    ("case", "status", "expected", "reported"),
     [
         pytest.param(f"{FINISH}; exit 9", 0, "slurm: finished", [], id="the marker ends it whatever srun says"),
         pytest.param(f"{SAVE}; exit 0", 0, "has not finished", ["requeue 7"], id="status 0 without it is no end"),
@@ -137,17 +137,19 @@ def job(tmp_path: Path) -> Job:
     ],
 )
 @pytest.mark.parametrize("launcher", ["srun", "torchrun"])
-def test_what_becomes_of_a_start(job: Job, case: str, status: int, says: str, told: list[str], launcher: str) -> None:
+def test_what_becomes_of_a_start(
+    job: Job, case: str, status: int, expected: str, reported: list[str], launcher: str
+) -> None:
     job.environ |= {"LAUNCHER": launcher, "MAX_RESTARTS": "0" if launcher == "srun" else "3"}
     done, message = job.start(case)
     assert done == status
-    assert says in message
-    assert job.calls("scontrol") == told, "and what sbatch --exclude has said is left alone"
+    assert expected in message
+    assert job.calls("scontrol") == reported, "and the nodes of sbatch --exclude are left alone"
     assert len(job.calls("srun")) == 1, "agents start their ranks again themselves"
     assert ("--max-restarts=3" in job.calls("srun")[0]) == (launcher == "torchrun")
 
 
-def test_who_may_not_queue_again_is_told_what_to_do(job: Job) -> None:
+def test_who_may_not_queue_again_gets_instructions(job: Job) -> None:
     job.environ["DENIED"] = "1"
     status, message = job.start("exit 1")
     assert status == 1
@@ -160,7 +162,7 @@ def test_the_marker_of_an_earlier_run_proves_nothing(job: Job) -> None:
     assert "has not finished" in job.start("exit 1")[1]
 
 
-def test_flags_that_are_refused_are_told_once(job: Job) -> None:
+def test_flags_that_are_refused_are_reported_once(job: Job) -> None:
     job.environ["REFUSED"] = "2"
     assert job.start(FINISH)[0] == 2
     assert job.calls("srun") == job.calls("scontrol") == []
@@ -264,7 +266,7 @@ def test_a_signal_before_the_time_limit_makes_the_stop_file(job: Job) -> None:
     assert "the ranks are to save and stop" in message
     assert "requeue 7" in job.calls("scontrol")
     assert job.start("ls $RUN/slurm/stop.* && exit 1; " + FINISH, 1)[0] == 0
-    assert not list((job.run / "slurm").glob("stop.*")), "what told an earlier start to stop is gone"
+    assert not list((job.run / "slurm").glob("stop.*")), "the stop file of an earlier start is gone"
 
 
 def test_ranks_that_do_not_stop_are_left_to_slurm(job: Job) -> None:
@@ -331,10 +333,10 @@ def test_ranks_of_srun_are_started_again_in_the_job(job: Job) -> None:
 @pytest.mark.parametrize("launcher", ["srun", "torchrun"])
 def test_the_rendezvous_is_random_and_only_this_user_can_read_it(job: Job, launcher: str) -> None:
     job.environ |= {"LAUNCHER": launcher, "MAX_RESTARTS": "0"}
-    said = 'echo "$MASTER_PORT $PET_RDZV_ID" >>"$RUN/seen"; exit 1'
+    output = 'echo "$MASTER_PORT $PET_RDZV_ID" >>"$RUN/seen"; exit 1'
     for number in ("7", "7", "8"):
         job.environ["SLURM_JOB_ID"] = number
-        job.start(said)
+        job.start(output)
     first, again, other = (job.run / "seen").read_text().splitlines()
     assert first == again != other, "a job that is queued again is the same run of torchrun"
     kept = job.run / "slurm" / "rendezvous.7"

@@ -14,7 +14,7 @@ FILES = ("a", "b", "c", "d", "more/a")
 
 
 def started(folder: Path, **environ: str) -> subprocess.CompletedProcess[str]:
-    """A task of job 7, in which the commands of Slurm print what they were told."""
+    """A task of job 7, in which the commands of Slurm print their arguments."""
     for name in ("srun", "sbatch", "squeue", "scontrol"):
         (folder / name).write_text('#!/bin/bash\necho "$(basename "$0") $*"\n')
         (folder / name).chmod(0o755)

@@ -17,8 +17,8 @@ from megatron.config.errors import UserError
 from megatron.config.model import ModelConfig
 from megatron.config.privacy import user_name
 from megatron.layers.parameters import num_parameters
-from tests.neighbours import NOBODY, needs_root
-from tests.solo import Allocations, Solo, random_batch
+from tests.kit.solo import Allocations, Solo, random_batch
+from tests.kit.users import NOBODY, needs_root
 from tests.unit.slurm import recipes
 from tests.unit.slurm.recipes import ROOT, TRAINING, Started
 
@@ -173,7 +173,7 @@ def test_other_ways_to_start(environ: dict[str, str], words: list[str]) -> None:
         ({"DRY_RUN": ""}, "fix: sbatch slurm/train_175b.sh"),
     ],
 )
-def test_mistakes_are_told(environ: dict[str, str], sentence: str) -> None:
+def test_mistakes_are_reported(environ: dict[str, str], sentence: str) -> None:
     with pytest.raises(subprocess.CalledProcessError) as failed:
         Started.by("train_175b", **environ)
     assert failed.value.returncode == 2
@@ -279,7 +279,7 @@ def test_output_of_a_rank_is_in_a_file_and_that_of_the_first_is_not(tmp_path: Pa
     assert output("train.py", SLURMD_NODENAME="n2", RANK="3", LOGS="") == "-u train.py\n"
 
 
-def test_from_elsewhere_a_sentence_says_where_to_submit(tmp_path: Path) -> None:
+def test_from_elsewhere_a_sentence_states_where_to_submit(tmp_path: Path) -> None:
     script = ROOT / "slurm" / "train_175b.sh"
     done = subprocess.run(["bash", script], cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 2
@@ -304,7 +304,7 @@ def text_of(name: str) -> str:
 def test_a_copy_that_another_user_could_have_made_is_not_read(
     tmp_path: Path, owner: int, mode: int, status: int
 ) -> None:
-    """Of the same size, which is all that tells a copy from other files."""
+    """Of the same size, the only mark of a copy."""
     source, disk = tmp_path / "corpus.bin", tmp_path / "disk"
     source.write_bytes(b"tokens")
     copy = Path(f"{disk}{source}")

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import transformers
 
-from tests.checkpoints import BYTES
+from tests.kit.checkpoints import BYTES
 from tests.parity.test_hf import precision
 
 POSITIONS = 24

@@ -19,9 +19,9 @@ from megatron.convert.huggingface.convert import convert_to_huggingface
 from megatron.convert.saved_model import SavedModel
 from megatron.evaluation.harness import language_model_class
 from tasks.evaluate.harness import main
-from tests.checkpoints import save_model
+from tests.kit.checkpoints import save_model
+from tests.kit.solo import Solo, tiny
 from tests.parity.test_hf import precision
-from tests.solo import Solo, tiny
 from tests.unit.tasks.local_tasks import TASKS, write_tasks
 from tests.unit.tasks.models import save_transformers_model
 

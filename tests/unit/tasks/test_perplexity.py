@@ -13,9 +13,9 @@ from lm_eval.tasks.wikitext.preprocess_wikitext import wikitext_detokenizer
 from torch.nn import functional
 
 from tasks.evaluate.perplexity import detokenize_wikitext2, main
-from tests.checkpoints import save_model
+from tests.kit.checkpoints import save_model
+from tests.kit.solo import Solo, tiny
 from tests.parity.test_hf import precision
-from tests.solo import Solo, tiny
 from tests.unit.tasks.models import LEARNT, POSITIONS, save_transformers_model
 
 TEXT = "The café on 5th Street opens at 7.\n\nIt sells 1,200 cups a day; most of them are small. " * 3

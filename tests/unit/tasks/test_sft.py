@@ -12,7 +12,7 @@ import torch
 import transformers
 
 from tasks.finetune import sft
-from tests.runs import column, records
+from tests.kit.runs import column, records
 from tools import convert_checkpoint
 
 TEMPLATE = """{% for m in messages %}{{ m.role }}: {{ m.content }}{{ '<|end|>' if m.role == 'assistant' }}
@@ -23,7 +23,7 @@ PAIRS = ("ab", "cd", "ef", "gh", "ij")
 
 def save_base(folder: Path) -> None:
     """A random Llama whose tokenizer ends documents with id 256, and has ``<|end|>`` as id 257, which is no eos."""
-    from tests.checkpoints import BYTES
+    from tests.kit.checkpoints import BYTES
 
     torch.manual_seed(0)
     sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
@@ -84,9 +84,9 @@ def test_bad_lines_end_the_command_before_anything_is_written(
     argv = f"--pretrained-checkpoint hf:base --chat-data-path train --save saved --run-dir run {FLAGS}".split()
     for options in (argv, [*argv, "--check-config"]):
         assert sft.main(options) == 2
-        told = capfd.readouterr().err
-        assert "1 of 6 conversations cannot be used: train:6" in told
-        assert "--bad-samples skip" in told
+        reported = capfd.readouterr().err
+        assert "1 of 6 conversations cannot be used: train:6" in reported
+        assert "--bad-samples skip" in reported
     assert sorted(path.name for path in tmp_path.iterdir()) == ["base", "train"]
     assert sft.main([*argv, "--bad-samples", "skip", "--check-config"]) == 0
     assert "left out: 1 of 6 conversations cannot be used: train:6" in capfd.readouterr().out

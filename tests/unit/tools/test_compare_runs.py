@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from megatron.arguments.cli import parse
 from megatron.arguments.sources import to_yaml
-from tests.runs import FLAGS
+from tests.kit.runs import FLAGS
 from tools.diff_runs import Change, RunFolder, changed_facts, changed_options, compare_steps, read_run
 
 
@@ -90,7 +90,7 @@ def test_what_a_restart_threw_away_does_not_count(tmp_path: Path) -> None:
     assert read_run(path).lines == {i: line(i) for i in (1, 2, 3)}
 
 
-def test_lines_that_a_crash_cut_off_are_told(tmp_path: Path) -> None:
+def test_lines_that_a_crash_cut_off_are_reported(tmp_path: Path) -> None:
     path = folder(tmp_path / "a", [line(1), 3])
     with (path / "metrics.jsonl").open("a") as file:
         file.write('{"iteration": 2, "lm lo')
@@ -118,14 +118,14 @@ def test_options_of_other_versions(tmp_path: Path) -> None:
     assert changed_options(*map(read_run, paths)) == [Change("warp_drive", None, True)]
 
 
-def test_facts_are_told_and_do_not_count(tmp_path: Path) -> None:
+def test_facts_are_reported_and_do_not_count(tmp_path: Path) -> None:
     facts = [json.dumps({"git_commit": commit, "packages": {"torch": "2.13"}}) for commit in ("abc", "def")]
     a, b = (read_run(folder(tmp_path / name, [], environment_json=text)) for name, text in zip("ab", facts))
     assert changed_facts(a, b) == [Change("git_commit", "abc", "def", counts=False)]
 
 
 @pytest.mark.parametrize(
-    ("name", "text", "told"),
+    ("name", "text", "reported"),
     [
         ("config.yaml", None, "{} has no config.yaml"),
         ("config.yaml", "a: [", "{}/config.yaml cannot be read: while parsing a flow node"),
@@ -134,13 +134,15 @@ def test_facts_are_told_and_do_not_count(tmp_path: Path) -> None:
         ("environment.json", "{", "{}/environment.json cannot be read: "),
     ],
 )
-def test_a_file_that_is_missing_or_damaged_is_told(tmp_path: Path, name: str, text: str | None, told: str) -> None:
+def test_a_file_that_is_missing_or_damaged_is_reported(
+    tmp_path: Path, name: str, text: str | None, reported: str
+) -> None:
     path = folder(tmp_path / "a", [line(1)])
     (path / name).unlink(missing_ok=True)
     if text is not None:
         (path / name).write_text(text)
     (sentence,) = read_run(path).missing
-    assert sentence.startswith(told.format(path))
+    assert sentence.startswith(reported.format(path))
 
 
 def test_a_folder_of_no_run_is_refused(tmp_path: Path) -> None:

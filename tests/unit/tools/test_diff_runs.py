@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from megatron.arguments.sources import from_dict
 from megatron.data.dataset import Dataset
 from megatron.data.loader import build_data
-from tests.runs import before_step, kill, start, tiny_run
+from tests.kit.runs import before_step, kill, start, tiny_run
 from tests.unit.data.pairs import write
 from tools.diff_runs import first_different_index, main, open_samples, read_run
 
@@ -49,7 +49,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-def told(runs: Path, a: str, b: str, capsys: pytest.CaptureFixture[str], *flags: str) -> tuple[int, list[str]]:
+def reported(runs: Path, a: str, b: str, capsys: pytest.CaptureFixture[str], *flags: str) -> tuple[int, list[str]]:
     status = main([str(runs / a), str(runs / b), *flags])
     return status, capsys.readouterr().out.splitlines()
 
@@ -63,7 +63,7 @@ def told(runs: Path, a: str, b: str, capsys: pytest.CaptureFixture[str], *flags:
     ],
 )
 def test_equal_runs(runs: Path, capsys: pytest.CaptureFixture[str], other: str, steps: str) -> None:
-    status, lines = told(runs, "plain", other, capsys)
+    status, lines = reported(runs, "plain", other, capsys)
     assert steps in lines
     assert any(line.startswith("samples: the same up to step") for line in lines)
     assert status == 0
@@ -71,16 +71,16 @@ def test_equal_runs(runs: Path, capsys: pytest.CaptureFixture[str], other: str, 
 
 
 def test_another_way_to_compute_is_equal_within_a_tolerance(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Its options are told and do not count; its numbers do, as far as they are apart."""
-    status, lines = told(runs, "plain", "twice", capsys, "--tolerance", "1e-4")
+    """Its options are shown and do not count; its numbers do, as far as they are apart."""
+    status, lines = reported(runs, "plain", "twice", capsys, "--tolerance", "1e-4")
     assert lines[:3] == [
         "options: equal",
         "  not counted: --micro-batch-size: 1 | 2",
         "  of one start, not counted: --run-dir",
     ]
     assert status == 0
-    assert told(runs, "plain", "twice", capsys)[0] == 1
-    assert told(runs, "twice", "lr", capsys, "--tolerance", "1.0")[0] == 1  # for --lr
+    assert reported(runs, "plain", "twice", capsys)[0] == 1
+    assert reported(runs, "twice", "lr", capsys, "--tolerance", "1.0")[0] == 1  # for --lr
 
 
 @pytest.mark.parametrize("other", ["plain", "lr"])
@@ -94,18 +94,20 @@ def test_without_a_step_in_common_there_is_nothing_to_compare(
     shutil.copytree(runs / "plain", tmp_path / "early")
     early = tmp_path / "early" / "metrics.jsonl"
     early.write_text("".join(t for t in early.read_text().splitlines(True) if json.loads(t)["iteration"] <= 3))
-    status, lines = told(tmp_path, "early", "late", capsys)
+    status, lines = reported(tmp_path, "early", "late", capsys)
     assert status == 2
     assert "steps: not compared, no log line is of the same step; the last are of 3 | 6" in lines
 
 
 def test_another_learning_rate(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    status, lines = told(runs, "plain", "lr", capsys)
+    status, lines = reported(runs, "plain", "lr", capsys)
     assert status == 1
     assert lines[:2] == ["options: 1 differ", "  --lr: 0.01 | 0.011 (relative 9.1e-02)"]
     assert "steps: the log line of step 1 is the first that differs" in lines
     assert "samples: the same up to step 6" in lines
-    assert told(runs, "plain", "lr", capsys, "--tolerance", "0.5")[1][3].startswith("steps: equal to 0.5 up to step 6")
+    assert reported(runs, "plain", "lr", capsys, "--tolerance", "0.5")[1][3].startswith(
+        "steps: equal to 0.5 up to step 6"
+    )
 
 
 class Reordered:
@@ -134,7 +136,7 @@ def train_data(folder: Path) -> Dataset:
 def test_other_samples(runs: Path, capsys: pytest.CaptureFixture[str], other: str) -> None:
     """The first sample that differs, by its tokens, where the order of the data is another, and where their content."""
     by_hand = by_tokens(train_data(runs / "plain"), train_data(runs / other))
-    status, lines = told(runs, "plain", other, capsys)
+    status, lines = reported(runs, "plain", other, capsys)
     assert status == 1
     assert any(line.startswith(f"samples: sample {by_hand} (from 0) is the first that differs") for line in lines)
     assert "samples: their digests differ from the log line of step 1 on" in lines
@@ -149,7 +151,7 @@ def test_a_run_that_was_made_longer_has_its_own_order(runs: Path, capsys: pytest
     assert len(laid_out) > 1
     extended = build_data(config.data, config.training, 31, 1, segments={"train": laid_out}).datasets["train"]
     by_hand = by_tokens(train_data(runs / "planned"), extended)
-    _, lines = told(runs, "planned", "extended", capsys)
+    _, lines = reported(runs, "planned", "extended", capsys)
     assert any(line.startswith(f"samples: sample {by_hand} (from 0) is the first that differs") for line in lines)
 
 
@@ -162,16 +164,16 @@ def test_without_digests_and_without_the_data(runs: Path, tmp_path: Path, capsys
         path.write_text(
             "\n".join(json.dumps({k: v for k, v in line.items() if k != "samples-digest"}) for line in lines)
         )
-    assert "samples: samples 0 to 23 are the same" in told(tmp_path, "plain", "lr", capsys)[1]
-    assert "samples: the data were not opened" in told(tmp_path, "plain", "lr", capsys, "--no-data")[1]
+    assert "samples: samples 0 to 23 are the same" in reported(tmp_path, "plain", "lr", capsys)[1]
+    assert "samples: the data were not opened" in reported(tmp_path, "plain", "lr", capsys, "--no-data")[1]
 
 
-def test_data_that_changed_since_are_told(runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_data_that_changed_since_are_reported(runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for name in ("plain", "seed"):
         shutil.copytree(runs / name, tmp_path / name)
         config = tmp_path / name / "config.yaml"
         config.write_text(config.read_text().replace(f"{runs}/x", f"{runs}/y"))
-    _, lines = told(tmp_path, "plain", "seed", capsys)
+    _, lines = reported(tmp_path, "plain", "seed", capsys)
     assert any(f"the training data that {tmp_path / 'plain'} names are not those that it has read" in x for x in lines)
 
 
@@ -198,6 +200,6 @@ def test_what_is_no_run(runs: Path, tmp_path: Path, capsys: pytest.CaptureFixtur
     assert capsys.readouterr().err.startswith(f"diff_runs: {tmp_path} is not a run folder: ")
     (tmp_path / "new").mkdir()
     shutil.copy(runs / "plain" / "config.yaml", tmp_path / "new")
-    status, lines = told(tmp_path, "new", str(runs / "plain"), capsys)
+    status, lines = reported(tmp_path, "new", str(runs / "plain"), capsys)
     assert status == 2
     assert "steps: not compared, no log line is of the same step; the last are of 0 | 6" in lines

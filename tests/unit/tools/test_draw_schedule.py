@@ -135,7 +135,7 @@ def test_costs_of_a_measured_step_are_medians_by_stage_and_kind() -> None:
 
 
 @pytest.mark.parametrize(
-    ("argv", "told"),
+    ("argv", "reported"),
     [
         ([], "nothing to draw: use one of --schedule, --compare, --measured"),
         (["--schedule", "1f1b", "--measured", "x.json"], "--schedule and --measured to draw"),
@@ -159,16 +159,16 @@ def test_costs_of_a_measured_step_are_medians_by_stage_and_kind() -> None:
         (["--shedule", "zb-v"], "there is no --shedule (did you mean --schedule?)"),
     ],
 )
-def test_flags_that_do_not_go_together(argv: list[str], told: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_flags_that_do_not_go_together(argv: list[str], reported: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="2"):
         main(argv)
-    assert f"draw_schedule: {told}" in capsys.readouterr().err.replace(
+    assert f"draw_schedule: {reported}" in capsys.readouterr().err.replace(
         "argument --pipeline/--pipeline-model-parallel-size: ", ""
     ).replace("argument --f: ", "")
 
 
 @pytest.mark.parametrize(
-    ("argv", "told"),
+    ("argv", "reported"),
     [
         (["--schedule", "zb-v", *SMALL, "--virtual", "3"], "fix: --num-virtual-stages-per-pipeline-rank 2"),
         (["--schedule", "absent.csv"], "there is no file absent.csv"),
@@ -178,9 +178,9 @@ def test_flags_that_do_not_go_together(argv: list[str], told: str, capsys: pytes
         (["--schedule", "1f1b", *SMALL, "--csv", "no/a.csv"], "No such file or directory"),
     ],
 )
-def test_what_cannot_be_drawn(argv: list[str], told: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_cannot_be_drawn(argv: list[str], reported: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(argv) == 1
-    assert told in capsys.readouterr().err
+    assert reported in capsys.readouterr().err
 
 
 def test_a_closed_pipe_ends_it_quietly() -> None:

@@ -85,7 +85,7 @@ def test_ids_and_samples(prefix: str, capsys: pytest.CaptureFixture[str]) -> Non
     ]
 
 
-def test_an_id_that_is_none_is_told_with_its_place(prefix: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_id_that_is_none_is_reported_with_its_place(prefix: str, capsys: pytest.CaptureFixture[str]) -> None:
     spoil(prefix, 257)
     assert main([prefix]) == 0
     assert main([prefix, "--verify", "--samples", "4"]) == 1
@@ -236,7 +236,7 @@ def test_counts_are_those_of_a_dictionary(batches: list[list[int]], share: float
     assert counts.most(3) == sorted(expected.items(), key=lambda item: (-item[1], item[0]))[:3]
 
 
-# --- what an index says ---
+# --- text of an index ---
 
 DOCUMENTS = st.lists(st.lists(st.lists(st.integers(0, 9), max_size=4), max_size=3), max_size=9)
 

@@ -95,7 +95,7 @@ def test_a_job_asks_slurm_for_what_the_cluster_needs(tmp_path: Path, capsys: pyt
     assert "export NETWORK=ethernet" in script
 
 
-def test_a_job_says_where_its_run_is_in_one_way(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_job_states_where_its_run_is_in_one_way(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = f"slurm --nodes 32 {NAMED} --save elsewhere --cluster {tmp_path / 'none'}"
     assert launch.main(arguments.split()) == 2
     assert "RUN=FOLDER sbatch mine.sh" in capsys.readouterr().err

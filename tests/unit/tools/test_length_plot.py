@@ -71,13 +71,13 @@ def test_lengths_that_are_alike_are_marked_once(tmp_path: Path, monkeypatch: pyt
     assert axes.get_title("right") == "1 document, 372K tokens"
 
 
-def test_a_kind_of_picture_that_nobody_knows(tmp_path: Path) -> None:
+def test_a_kind_of_picture_that_no_one_knows(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="xyz"):
         draw_lengths([("x", summary_of(tmp_path, [1]))], tmp_path / "out.xyz")
     assert not list(tmp_path.glob("*out*"))
 
 
-def test_without_matplotlib_it_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_matplotlib_it_states_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     real = builtins.__import__
 
     def without(name: str, *args: Any, **keywords: Any) -> Any:

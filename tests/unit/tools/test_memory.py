@@ -1,4 +1,4 @@
-"""The tool as people call it, and what the documentation says that it prints."""
+"""The tool as people call it, and the output that the documentation shows."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def rows(text: str) -> dict[str, list[float]]:
     return {name: [float(n.replace(",", "").removeprefix("1/")) for n in row.split()] for name, row in cells}
 
 
-def test_zero_saves_what_its_paper_says_where_alignment_is_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+def test_zero_saves_what_its_paper_states_where_alignment_is_nothing(capsys: pytest.CaptureFixture[str]) -> None:
     found = rows(printed(capsys, "--preset", "llama2-7b", "--bf16", "--world-size", "4"))
     gb, ranks = ELEMENTS / 2**30, 4
     expected = {
@@ -57,7 +57,7 @@ def test_the_flags_of_a_run_count(capsys: pytest.CaptureFixture[str]) -> None:
     assert halves[1] == pytest.approx(halves[0] / 2, rel=2e-3)
 
 
-def test_what_is_wrong_is_said_as_by_a_run(capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_is_wrong_is_stated_as_by_a_run(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--preset", "llama2-7b", "--world-size", "3", "--tensor-model-parallel-size", "2"], {}) == 2
     assert "E202" in capsys.readouterr().err
     assert main(["--preset", "tiny-gpt2", "--tokenizer-type", "ByteTokenizer"], {}) == 2
@@ -74,7 +74,7 @@ def test_the_documentation_shows_what_is_printed(capsys: pytest.CaptureFixture[s
         assert printed(capsys, *shlex.split(flags)) == output, flags
 
 
-def test_one_replica_is_told_that_it_shares_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+def test_one_replica_is_warned_that_it_shares_nothing(capsys: pytest.CaptureFixture[str]) -> None:
     tiny = ("--preset", "tiny-llama", "--vocab-size", "256")
     assert printed(capsys, *tiny).endswith("with DP 1: more ranks are --world-size 2\n")
     assert "DP 1:" not in printed(capsys, *tiny, "--world-size", "2")

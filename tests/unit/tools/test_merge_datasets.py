@@ -117,7 +117,7 @@ def test_an_older_record_goes_with_a_newer_one(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("first", ["a", "b"])
 def test_one_tokenizer_under_other_names_and_with_special_tokens_in_texts(tmp_path: Path, first: str) -> None:
-    """The ids mean the same; the record of the whole says that special tokens of texts are among them."""
+    """The ids mean the same; the record of the whole notes that special tokens of texts are among them."""
     settings: dict[str, dict[str, bool]] = {"a": {}, "b": {}} | {first: {"parse_special_tokens": True}}
     for name, other in (("a", "SentencePieceTokenizer"), ("b", "Llama2Tokenizer")):
         with_record(tmp_path / name, TokenizerRecord(other, 9, 2, "same", None, {"</s>": 2}, settings[name]))

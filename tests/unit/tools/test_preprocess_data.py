@@ -28,7 +28,7 @@ from megatron.data.tokenizers.base import Tokenizer
 from megatron.data.tokenizers.engine import EncodeEngine
 from megatron.data.tokenizers.huggingface import ByteTokenizer
 from megatron.data.tokenizers.tokenizer import TokenizerRecord, load_recorded_tokenizer, read_tokenizer_record
-from tests.processes import wait_until_gone
+from tests.kit.processes import wait_until_gone
 from tools import preprocess_data
 from tools.preprocess_data import IGNORED_FLAGS, REFUSED_FLAGS, main
 
@@ -98,7 +98,7 @@ def test_ids_written_as_text(tmp_path: Path) -> None:
         (["--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", "nowhere"], 2, "there is no nowhere"),
     ],
 )
-def test_a_mistake_is_told_in_a_sentence_and_leaves_no_files(
+def test_a_mistake_is_reported_in_a_sentence_and_leaves_no_files(
     corpus: Path,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
@@ -193,7 +193,7 @@ def test_it_runs_without_torch(tmp_path: Path) -> None:
 # --- Megatron-LM's flags ---
 
 
-def test_flags_without_effect_are_taken_and_said(
+def test_flags_without_effect_are_taken_and_stated(
     corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     flags = [word for flag, (has_value, _) in IGNORED_FLAGS.items() for word in ([flag, "3"] if has_value else [flag])]

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from megatron.evaluation.harness import language_model_class
 from pretrain_gpt import main as pretrain
 from tasks.evaluate.perplexity import main as perplexity
-from tests.checkpoints import BYTES
+from tests.kit.checkpoints import BYTES
 from tests.unit.convert.folders import llama, random_weights, write_adapters, write_folder
 from tools.convert_checkpoint import main as convert
 from tools.edit_checkpoint import main as edit

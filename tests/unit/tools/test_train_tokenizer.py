@@ -34,7 +34,7 @@ from megatron.data.tokenizers.huggingface import (
     bytes_to_unicode,
     make_tokenizer_files,
 )
-from tests.processes import wait_until_gone
+from tests.kit.processes import wait_until_gone
 from tests.unit.data.made_tokenizers import TEXT
 from tools import preprocess_data
 from tools.lib import tokenizer_training

@@ -66,7 +66,7 @@ def test_a_shared_piece_that_drifts_is_named() -> None:
     assert join_traces([trace(split(0)), trace(split(1), loss=1.0 + 2.0**-52)]).drifted == ["loss"]
 
 
-def test_a_layer_that_nobody_built_is_an_error() -> None:
+def test_a_layer_that_no_one_built_is_an_error() -> None:
     whole_model = join_traces([trace(whole(0))])
     for grads in ({}, whole_model.grads | {"layers.1": torch.zeros(1)}):
         with pytest.raises(ValueError, match="not in both models"):

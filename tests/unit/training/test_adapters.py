@@ -18,8 +18,8 @@ from megatron.layers.linear import ParallelLinear
 from megatron.layers.parameters import gpt, trainable
 from megatron.training.resume_source import preview_start
 from megatron.training.trainer import Trainer
-from tests.runs import Told, before_step, checkpoint, differences, kill, start, steps, tiny_run
-from tests.solo import one_rank_mesh
+from tests.kit.runs import Outcome, before_step, checkpoint, differences, kill, start, steps, tiny_run
+from tests.kit.solo import one_rank_mesh
 from tests.unit.convert.folders import random_weights, write_folder
 from tools.convert_checkpoint import main as convert
 
@@ -34,7 +34,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "saved" / "iter_0000002"
 
 
-def run(folder: Path, base: Path | str, flags: str = "--lora-rank 2", step: int = 0) -> Told:
+def run(folder: Path, base: Path | str, flags: str = "--lora-rank 2", step: int = 0) -> Outcome:
     """Fine-tune; be killed before ``step``."""
     return start(config_of(folder, base, flags), before_step(step, kill) if step else None)
 

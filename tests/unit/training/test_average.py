@@ -17,7 +17,7 @@ from megatron.convert.weight_source import SourceOptions
 from megatron.evaluation.load import open_pretrained
 from megatron.training.build import build_trainer
 from megatron.training.step import evaluate
-from tests.runs import checkpoint, column, start, tiny_run
+from tests.kit.runs import checkpoint, column, start, tiny_run
 from tools.convert_checkpoint import main
 
 DECAY = 0.75

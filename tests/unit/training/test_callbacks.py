@@ -16,7 +16,7 @@ from megatron.config.plugins import register
 from megatron.training.callbacks.base import Callback
 from megatron.training.loggers.base import Metrics
 from megatron.training.metrics import StepMetrics
-from tests.runs import FLAGS, before_step, column, records, spoil_step, start, tiny_run
+from tests.kit.runs import FLAGS, before_step, column, records, spoil_step, start, tiny_run
 
 SAVING = "--save {}/saved --save-interval 4 --eval-interval 3 --eval-iters 1 --log-interval 2"
 

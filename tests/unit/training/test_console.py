@@ -142,7 +142,7 @@ def test_a_line_on_a_cpu_counts_all_ranks_and_has_no_mfu() -> None:
     assert "mem" not in line
 
 
-def test_a_line_says_what_was_skipped_and_the_loss_scale() -> None:
+def test_a_line_states_what_was_skipped_and_the_loss_scale() -> None:
     line = line_of({**RECORD, "skipped-iterations-count": 2, "loss-scale": 65536.0, "lm loss": math.nan})
     assert "loss - gnorm " in line
     assert " | scale 65.5K | skipped 2 | " in line
@@ -168,7 +168,7 @@ def test_validation() -> None:
 
 
 @pytest.mark.parametrize(("split", "title"), [("valid:wiki", "validation wiki"), ("test", "test")])
-def test_evaluations_are_told_apart(split: str, title: str) -> None:
+def test_evaluations_are_separate(split: str, title: str) -> None:
     line = evaluation_line(500, {"consumed-tokens": 1_024_000, **evaluation_metrics(split, math.nan)})
     assert line.startswith(f"{title} at 500: loss - ppl ")
 

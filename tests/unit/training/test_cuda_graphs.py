@@ -24,8 +24,8 @@ from megatron.training.components.spikes import SpikeGuard
 from megatron.training.cuda_graphs import WARM_UP_STEPS, CudaGraphRecorder, GraphedCallable, StepRunner
 from megatron.training.metrics import StepMetrics
 from megatron.training.trainer import Trainer
-from tests.runs import column, start, tiny_run
-from tests.solo import random_batch
+from tests.kit.runs import column, start, tiny_run
+from tests.kit.solo import random_batch
 
 
 @dataclass

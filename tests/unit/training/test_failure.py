@@ -47,7 +47,7 @@ from megatron.training.failure_report import (
     report_failure,
     running_peers,
 )
-from tests.runs import before_step, column, spoil_step, start, tiny_run
+from tests.kit.runs import before_step, column, spoil_step, start, tiny_run
 
 # ---- Exit status and report
 

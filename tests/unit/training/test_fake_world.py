@@ -23,7 +23,7 @@ from megatron.layers.parameters import num_parameters
 from megatron.planner.memory import rank_state_bytes
 from megatron.training import fake_world as fake
 from megatron.training.fake_world import STATE_PARTS, FakeWorld, fake_world
-from tests.distributed.pool import Pool
+from tests.kit.pool import Pool
 from tests.unit.planner.test_memory import CUT, EXPERTS, config_of, every_rank
 
 ROOT = Path(__file__).parents[3]

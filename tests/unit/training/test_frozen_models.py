@@ -11,7 +11,7 @@ import pytest
 from megatron.config.run import RunConfig
 from megatron.data.build import resolve_epochs
 from tasks.finetune import precompute
-from tests.runs import FLAGS, before_step, column, differences, kill, records, start, steps, tiny_run
+from tests.kit.runs import FLAGS, before_step, column, differences, kill, records, start, steps, tiny_run
 
 TEMPLATE = "{% for m in messages %}{{ m.content }}{% endfor %}"
 MODEL = "--vocab-size 257 --seq-length 16 --max-position-embeddings 16 --fp64"
@@ -44,8 +44,8 @@ def run_of(folder: Path, pairs: Path, more: str = "") -> RunConfig:
 
 
 def trained(folder: Path, config: RunConfig) -> dict[int, dict[str, Any]]:
-    told = start(config)
-    assert (told.status, told.err) == (0, ""), told.err
+    outcome = start(config)
+    assert (outcome.status, outcome.err) == (0, ""), outcome.err
     return steps(folder)
 
 
@@ -115,10 +115,10 @@ def test_a_teacher_beside_the_run_and_in_a_file(tmp_path: Path, base: Path) -> N
 def test_logits_of_other_samples_are_refused(tmp_path: Path, base: Path, change: str, seen: str) -> None:
     flags = f"{MODEL} --objective distillation --distillation-top-k 6"
     written = precomputed("distill", tmp_path / "logits", f"{flags} --teacher-model {base}")
-    told = start(tiny_run(tmp_path / "run", f"{flags} --teacher-logits {written} {change}"))
-    assert told.status == 2
-    assert seen in told.err
-    assert "fix: python tasks/finetune/precompute.py distill --output FOLDER" in told.err
+    outcome = start(tiny_run(tmp_path / "run", f"{flags} --teacher-logits {written} {change}"))
+    assert outcome.status == 2
+    assert seen in outcome.err
+    assert "fix: python tasks/finetune/precompute.py distill --output FOLDER" in outcome.err
 
 
 @pytest.mark.parametrize("lora", ["", "--lora-rank 4"])
@@ -134,23 +134,23 @@ def test_a_killed_run_resumes_to_the_bit(tmp_path: Path, base: Path, pairs: Path
 
 
 def test_what_is_missing_is_named(tmp_path: Path, base: Path, pairs: Path) -> None:
-    told = start(run_of(tmp_path / "none", pairs))
-    assert told.status == 2
-    assert "E322 --objective dpo needs --reference-model\n  fix: --reference-model CHECKPOINT" in told.err
+    outcome = start(run_of(tmp_path / "none", pairs))
+    assert outcome.status == 2
+    assert "E322 --objective dpo needs --reference-model\n  fix: --reference-model CHECKPOINT" in outcome.err
     small = tmp_path / "small"
     assert start(tiny_run(small, f"{MODEL} --train-iters 1 --save {small}/save --vocab-size 30")).status == 0
-    told = start(run_of(tmp_path / "other", pairs, f"--pretrained-checkpoint {base} --reference-model {small}/save"))
-    assert told.status == 2
-    assert "E321 --reference-model" in told.err
-    assert "has a vocabulary of 30, the model one of 257" in told.err
+    outcome = start(run_of(tmp_path / "other", pairs, f"--pretrained-checkpoint {base} --reference-model {small}/save"))
+    assert outcome.status == 2
+    assert "E321 --reference-model" in outcome.err
+    assert "has a vocabulary of 30, the model one of 257" in outcome.err
 
 
 def test_references_of_some_data_only_are_refused(tmp_path: Path, base: Path, pairs: Path) -> None:
     written = precomputed("dpo", tmp_path / "pairs.jsonl", flags_of(pairs, f"--pretrained-checkpoint {base}"))
     more = f"--pretrained-checkpoint {base} --eval-iters 1 --valid-chat-data-path {pairs}"
-    told = start(run_of(tmp_path / "run", written, more))
-    assert told.status == 2
-    assert "the validation data have no ref_chosen_logps and ref_rejected_logps, which other data have" in told.err
+    outcome = start(run_of(tmp_path / "run", written, more))
+    assert outcome.status == 2
+    assert "the validation data have no ref_chosen_logps and ref_rejected_logps, which other data have" in outcome.err
 
 
 def test_evaluation_reads_the_frozen_model_too(tmp_path: Path, base: Path, pairs: Path) -> None:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from megatron.training.checkpointer import Checkpointer, SavedCheckpoint
 from megatron.training.metrics import Goodput
-from tests.runs import before_step, kill, records, start, tiny_run
+from tests.kit.runs import before_step, kill, records, start, tiny_run
 
 
 class Clock:

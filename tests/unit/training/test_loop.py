@@ -38,7 +38,7 @@ from megatron.training.resume_source import read_only_options
 from megatron.training.step import evaluate
 from megatron.training.stop import SIGNALS, STOP_FILE_FOUND, TIME_LIMIT, StopRequest, exit_status
 from megatron.training.trainer import Trainer
-from tests.runs import (
+from tests.kit.runs import (
     before_step,
     column,
     contents,

@@ -106,7 +106,7 @@ def test_the_batch_size_changes_where_its_first_step_begins(tmp_path: Path, draw
     assert dict(zip(steps.get_xdata(), steps.get_ydata())) == {0: 4, 40: 4, 80: 8, 160: 8}
 
 
-def test_several_runs_are_told_apart(tmp_path: Path, drawn: list[Figure]) -> None:
+def test_several_runs_are_distinguished(tmp_path: Path, drawn: list[Figure]) -> None:
     draw_runs({f"run {n}": history(5, 3.0 + n) for n in range(20)} | {"lost": history(3, NAN)}, tmp_path / "a.png")
     bold = [line for line in drawn[0].axes[0].lines if "smoothed" in str(line.get_label())]
     assert [str(line.get_label()).partition(",")[0] for line in bold] == [f"run {n}" for n in range(20)]
@@ -187,7 +187,7 @@ def test_health_of_any_range_and_many_layers_is_drawn(
         (["a", "b/a"], ["{}/a", "b/a"]),
     ],
 )
-def test_names_are_as_short_as_they_tell_apart(tmp_path: Path, folders: list[str], names: list[str]) -> None:
+def test_names_are_as_short_as_is_unambiguous(tmp_path: Path, folders: list[str], names: list[str]) -> None:
     expected = [name.format(tmp_path.name) for name in names]
     assert short_names([tmp_path / folder for folder in folders]) == expected
 

@@ -32,7 +32,7 @@ from megatron.training.callbacks.profiler import (
     StepProfiler,
 )
 from megatron.training.stop import StopRequest
-from tests.runs import before_step, column, records, start, tiny_run
+from tests.kit.runs import before_step, column, records, start, tiny_run
 
 CPU = torch.device("cpu")
 WINDOW = "--profile-step-start 3 --profile-step-end 5"

@@ -32,9 +32,9 @@ from megatron.training import checkpoint_contents, checkpointer, main
 from megatron.training.build import build_trainer
 from megatron.training.main import new_run_id, previous_run_id
 from megatron.training.trainer import Trainer
-from tests.runs import (
+from tests.kit.runs import (
     FLAGS,
-    Told,
+    Outcome,
     before_step,
     checkpoint,
     column,
@@ -59,7 +59,7 @@ def run_of(folder: Path, flags: str = "") -> RunConfig:
     return tiny_run(folder, f"--micro-batch-size 2 --save {folder}/saved --save-interval 2 {flags}")
 
 
-def go_on(folder: Path, flags: str = "") -> Told:
+def go_on(folder: Path, flags: str = "") -> Outcome:
     return start(run_of(folder, flags))
 
 

@@ -27,7 +27,7 @@ from megatron.training.loggers.run_folder import (
     restart_command,
     write_run_folder,
 )
-from tests.runs import start, tiny_run
+from tests.kit.runs import start, tiny_run
 
 
 def test_the_folder_holds_what_is_needed_to_run_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -45,15 +45,17 @@ def test_the_folder_holds_what_is_needed_to_run_again(tmp_path: Path, monkeypatc
 
 
 @pytest.fixture
-def git_says(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str | None, str]]:
+def git_states(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str | None, str]]:
     """The answers of git, one for each start."""
     answers: list[tuple[str | None, str]] = []
     monkeypatch.setattr(run_folder, "git_state", lambda source: answers.pop(0))
     return answers
 
 
-def test_a_second_start_keeps_what_the_first_one_wrote(tmp_path: Path, git_says: list[tuple[str | None, str]]) -> None:
-    git_says += [("f00", "")] * 4
+def test_a_second_start_keeps_what_the_first_one_wrote(
+    tmp_path: Path, git_states: list[tuple[str | None, str]]
+) -> None:
+    git_states += [("f00", "")] * 4
     kept = [write_run_folder(tmp_path, config, "cpu", world_size=1) for config in ("a", "b", "b", "c")]
     assert kept == [[], [tmp_path / "config.1.yaml"], [], [tmp_path / "config.2.yaml"]]
     assert (tmp_path / "config.yaml").read_text() == "c"
@@ -62,8 +64,8 @@ def test_a_second_start_keeps_what_the_first_one_wrote(tmp_path: Path, git_says:
     assert not (tmp_path / "config.3.yaml").exists()
 
 
-def test_files_of_one_start_are_kept_under_one_number(tmp_path: Path, git_says: list[tuple[str | None, str]]) -> None:
-    git_says += [("f00", "+dirty"), ("f00", "+dirty"), ("f00", "")]
+def test_files_of_one_start_are_kept_under_one_number(tmp_path: Path, git_states: list[tuple[str | None, str]]) -> None:
+    git_states += [("f00", "+dirty"), ("f00", "+dirty"), ("f00", "")]
     for config in ("a", "b", "b"):
         kept = write_run_folder(tmp_path, config, "cpu", world_size=1)
     assert [path.name for path in kept] == ["environment.2.json", "uncommitted.2.diff"]
@@ -111,7 +113,7 @@ def test_git_state(tmp_path: Path) -> None:
     assert "+two" in diff
 
 
-def test_the_folder_tells_what_the_run_reads(tmp_path: Path) -> None:
+def test_the_folder_reports_what_the_run_reads(tmp_path: Path) -> None:
     prefixes = [tmp_path / "a", tmp_path / "b"]
     for prefix in prefixes:
         with IndexedDatasetWriter(prefix, np.uint16) as writer:

@@ -36,20 +36,20 @@ from megatron.training import checkpointer
 from megatron.training.build import build_trainer
 from megatron.training.checkpoint_contents import tensors_to_save
 from megatron.training.checkpointer import FINISHED_FILE, Checkpointer, hold_save_folder
-from tests.killed import run_in_process
-from tests.runs import (
+from tests.kit.runs import (
     FLAGS,
     KilledError,
     before_step,
     differences,
     full_disk,
     records,
+    run_in_process,
     saved_steps,
     spoil_step,
     start,
     tiny_run,
 )
-from tests.saves import all_of, before_writing, slowly, wait_on, written_when
+from tests.kit.saves import all_of, before_writing, slowly, wait_on, written_when
 
 EVERY_2 = "--save {0}/saved --save-interval 2"
 ASYNC = f"{EVERY_2} --async-save"
@@ -82,8 +82,8 @@ def disk_with(*free: int) -> Any:
     return patch.object(shutil, "disk_usage", lambda path: SimpleNamespace(free=next(answers, free[-1])))
 
 
-def warnings(told: str) -> list[str]:
-    return [line for line in told.splitlines() if line.startswith("warning: ")]
+def warnings(reported: str) -> list[str]:
+    return [line for line in reported.splitlines() if line.startswith("warning: ")]
 
 
 def test_a_checkpoint_is_of_its_step_however_late_it_is_written(plain: Path, tmp_path: Path) -> None:
@@ -94,8 +94,10 @@ def test_a_checkpoint_is_of_its_step_however_late_it_is_written(plain: Path, tmp
     (skipped,) = warnings(printed.err)
     assert skipped.startswith("warning: step 4 is not saved: the save of step 2, begun ")
     assert "  fix: --save-interval 4\n" in printed.err
-    told_at = [printed.out.index(text) for text in ("\n4/6 ", "saved/iter_0000002: ", "\n6/6 ", "saved/iter_0000006: ")]
-    assert told_at == sorted(told_at)
+    reported_at = [
+        printed.out.index(text) for text in ("\n4/6 ", "saved/iter_0000002: ", "\n6/6 ", "saved/iter_0000006: ")
+    ]
+    assert reported_at == sorted(reported_at)
 
 
 def test_steps_are_taken_while_a_slow_disk_writes_and_the_last_save_waits(plain: Path, tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.runs import FLAGS
+from tests.kit.runs import FLAGS
 
 ROOT = Path(__file__).parents[3]
 LEAK = "LEAKME"

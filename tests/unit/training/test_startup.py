@@ -39,8 +39,8 @@ from megatron.training.startup import (
     start_phrase,
     startup_line,
 )
-from tests.processes import free_port
-from tests.runs import FLAGS, records, start, tiny_run
+from tests.kit.processes import free_port
+from tests.kit.runs import FLAGS, records, start, tiny_run
 
 ROOT = Path(__file__).parents[3]
 VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR")

@@ -14,8 +14,8 @@ from megatron.optimizer.lr_scheduler import Rates
 from megatron.training.build import build_trainer
 from megatron.training.metrics import MetricsWindow
 from megatron.training.step import train_step
-from tests.runs import tiny_run
-from tests.solo import random_batch
+from tests.kit.runs import tiny_run
+from tests.kit.solo import random_batch
 
 LOOKS = ("_local_scalar_dense", "is_nonzero", "nonzero", "masked_select", "_unique2", "equal", "unique_consecutive")
 """Operations that synchronise the host; ``item`` and ``bool`` are the first."""

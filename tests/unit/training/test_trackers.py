@@ -23,10 +23,9 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from megatron.config.logging import LoggingConfig
 from megatron.training.loggers.trackers import TensorBoardLogger, WandbLogger, hyperparameters
-from tests.killed import run_in_process
-from tests.runs import column, records, start, steps, tiny_run
+from tests.kit.runs import column, records, run_in_process, start, steps, tiny_run
+from tests.kit.wandb_server import running
 from tests.unit.arguments.command import codes
-from tests.wandb_server import running
 
 MEGATRON_LM = {
     *("learning-rate", "batch-size", "lm loss", "loss-scale", "grad-norm", "iteration-time", "throughput"),

@@ -24,8 +24,8 @@ from megatron.data import index_cache
 from megatron.data.index_cache import IndexCache
 from megatron.training.loggers.run_logger import RunLogger
 from megatron.training.resume_source import preview_start, stored_config
-from tests.neighbours import NOBODY, as_user, give, needs_root, public_folder
-from tests.runs import FLAGS, start, tiny_run
+from tests.kit.runs import FLAGS, start, tiny_run
+from tests.kit.users import NOBODY, as_user, give, needs_root, public_folder
 from tests.unit.data.pairs import write
 
 pytestmark = needs_root

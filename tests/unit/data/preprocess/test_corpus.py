@@ -44,7 +44,7 @@ from megatron.data.preprocess.corpus import (
     split_lines,
     split_lines_file,
 )
-from tests.neighbours import NOBODY, as_user, needs_root, public_folder
+from tests.kit.users import NOBODY, as_user, needs_root, public_folder
 
 
 @pytest.fixture
@@ -404,7 +404,7 @@ def test_small_texts_share_a_block_and_the_order_is_kept(tmp_path: Path) -> None
     ]
 
 
-def test_a_file_that_shrinks_is_told(tmp_path: Path) -> None:
+def test_a_file_that_shrinks_is_reported(tmp_path: Path) -> None:
     (file,) = write(tmp_path, x_jsonl=b'{"text": "a"}\n' * 10)
     (block,) = split_lines_file(file)
     file.write_bytes(b'{"text": "a"}\n')
@@ -440,7 +440,7 @@ def test_padding_is_no_stream() -> None:
 
 
 @pytest.mark.parametrize("suffix", COMPRESSION_SUFFIXES)
-def test_a_cut_file_is_told_after_what_it_holds(suffix: str) -> None:
+def test_a_cut_file_is_reported_after_what_it_holds(suffix: str) -> None:
     stream = COMPRESS[suffix](TEXT)
     for cut in (4, len(stream) // 2, len(stream) - 1):
         for before in (b"", stream):
@@ -454,7 +454,7 @@ def test_a_cut_file_is_told_after_what_it_holds(suffix: str) -> None:
 
 
 @pytest.mark.parametrize("suffix", COMPRESSION_SUFFIXES)
-def test_a_damaged_or_other_file_is_told(suffix: str) -> None:
+def test_a_damaged_or_other_file_is_reported(suffix: str) -> None:
     stream = bytearray(COMPRESS[suffix](TEXT))
     stream[len(stream) // 2] ^= 0xFF
     for content in (bytes(stream), b"plain text", COMPRESS[suffix](TEXT) + b"plain text"):

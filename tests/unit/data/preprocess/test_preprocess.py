@@ -48,23 +48,23 @@ BYTES = TokenizerOptions("ByteTokenizer")
 
 
 class Heard:
-    """A listener that keeps what it is told."""
+    """A listener that keeps all messages."""
 
     def __init__(self) -> None:
-        self.said: list[str] = []
+        self.output: list[str] = []
         self.updates = 0
 
     def update(self, totals: PreprocessTotals) -> None:
         self.updates += 1
 
     def message(self, text: str) -> None:
-        self.said.append(text)
+        self.output.append(text)
 
 
 def run(plan: PreprocessOptions) -> tuple[PreprocessTotals, list[str]]:
     heard = Heard()
     totals, _ = write_dataset(plan, build_tokenizer(plan.tokenizer_options), heard)
-    return totals, heard.said
+    return totals, heard.output
 
 
 def some_texts(seed: int, count: int) -> list[str]:
@@ -235,7 +235,7 @@ def test_the_first_bad_document_ends_the_run(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a.jsonl", "b.jsonl.gz", "c.jsonl"]
 
 
-def test_many_bad_documents_are_told_twenty_times(tmp_path: Path) -> None:
+def test_many_bad_documents_are_reported_twenty_times(tmp_path: Path) -> None:
     (tmp_path / "x.jsonl").write_bytes(b"{\n" * 1000 + b'{"text": "a"}\n')
     plan = PreprocessOptions(
         [tmp_path / "x.jsonl"], ("text",), str(tmp_path / "out"), BYTES, skip_bad=True, block_bytes=20

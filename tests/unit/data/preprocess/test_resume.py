@@ -50,7 +50,7 @@ def output(plan: PreprocessOptions) -> dict[str, bytes]:
 def run(plan: PreprocessOptions, check: Callable[[], None] = lambda: None) -> list[str]:
     heard = Heard()
     write_dataset(plan, ByteTokenizer(), heard, check)
-    return heard.said
+    return heard.output
 
 
 def killed_at(plan: PreprocessOptions, last: int | None) -> int:
@@ -133,8 +133,8 @@ def test_what_has_been_read_is_not_read_again(plan: PreprocessOptions, monkeypat
         return cut(files, *args)  # type: ignore[arg-type]
 
     monkeypatch.setattr(encode_module, "split_into_blocks", watched)
-    said = run(plan)
-    assert re.fullmatch(r"continuing an interrupted run after 1\d\d documents, 1 of 3 files", said[1])
+    printed = run(plan)
+    assert re.fullmatch(r"continuing an interrupted run after 1\d\d documents, 1 of 3 files", printed[1])
     assert read == plan.files[1:]
     assert not list(Path(plan.prefix).parent.glob("*.part"))
 
@@ -154,8 +154,8 @@ def test_another_run_does_not_continue_it(plan: PreprocessOptions) -> None:
     os.utime(plan.files[2], ns=(0, 0))
     with pytest.raises(DataError, match="other --input"):
         run(plan)
-    said = run(replace(plan, overwrite=True))
-    assert said[1] == "starting over, because an interrupted run had other --input"
+    printed = run(replace(plan, overwrite=True))
+    assert printed[1] == "starting over, because an interrupted run had other --input"
     whole = moved(plan, "whole")
     run(whole)
     assert output_files(plan) == output(whole)
@@ -171,9 +171,9 @@ def test_a_bad_line_is_passed_over_by_the_run_that_continues(plan: PreprocessOpt
     with pytest.raises(DataError, match=r"2\.jsonl:63 is not JSON"):
         run(plan)
     skipping = replace(plan, skip_bad=True)
-    said = run(skipping)
-    assert said[1].startswith("continuing an interrupted run after ")
-    assert said[2].startswith(f"passed over: {plan.files[2]}:63 is not JSON")
+    printed = run(skipping)
+    assert printed[1].startswith("continuing an interrupted run after ")
+    assert printed[2].startswith(f"passed over: {plan.files[2]}:63 is not JSON")
     whole = moved(skipping, "whole")
     run(whole)
     assert output_files(plan) == output(whole)

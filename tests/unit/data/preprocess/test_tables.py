@@ -175,7 +175,7 @@ def test_a_bad_row_is_named(tmp_path: Path, suffix: str, columns: dict[str, obje
     (tmp_path / "y.txt").write_text("y")
     heard = Heard()
     totals, _ = write_dataset(replace(plan, files=[path, tmp_path / "y.txt"], skip_bad=True), ByteTokenizer(), heard)
-    assert heard.said[1] == f"passed over: {path}{message}"
+    assert heard.output[1] == f"passed over: {path}{message}"
     assert totals.bad == 1
     assert pair(f"{plan.prefix}_text_document")[0].decode("utf-16-le") == "good" * good + "y"
 

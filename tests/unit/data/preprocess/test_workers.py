@@ -26,7 +26,7 @@ from megatron.data.preprocess.encode import (
 )
 from megatron.data.tokenizers.huggingface import ByteTokenizer, NullTokenizer
 from megatron.data.tokenizers.tokenizer import TokenizerOptions
-from tests.processes import wait_until_gone
+from tests.kit.processes import wait_until_gone
 
 BYTES = EncodeOptions(("text",), TokenizerOptions("ByteTokenizer"), ByteTokenizer().fingerprint, append_eod=False)
 IDS = replace(
@@ -73,7 +73,7 @@ def test_order_and_back_pressure() -> None:
 
 
 @pytest.mark.parametrize("moment", [0.0, 0.002, 0.01])
-def test_a_dead_worker_is_told_and_the_others_end(moment: float) -> None:
+def test_a_dead_worker_is_reported_and_the_others_end(moment: float) -> None:
     """Also if it dies while it sends a result, of which this process has the beginning only."""
     with encoded(block(number, 4_000_000) for number in range(1000)) as results:
         next(results)
@@ -118,16 +118,16 @@ def test_a_check_ends_the_wait_for_a_long_document() -> None:
 
 
 class Listener:
-    """Keeps what it is told."""
+    """Keeps all messages."""
 
     def __init__(self) -> None:
-        self.told: list[tuple[str, str]] = []
+        self.reported: list[tuple[str, str]] = []
 
     def set_stage(self, stage: str) -> None:
-        self.told.append(("stage", stage))
+        self.reported.append(("stage", stage))
 
     def message(self, text: str) -> None:
-        self.told.append(("message", text))
+        self.reported.append(("message", text))
 
     def tick(self) -> None: ...
 
@@ -148,10 +148,10 @@ def work(plan: str, report: Report) -> str:
     return f"{plan} done"
 
 
-def test_what_a_process_returns_tells_and_raises() -> None:
+def test_what_a_process_returns_reports_and_raises() -> None:
     listener = Listener()
     assert run_in_subprocess(work, "work", listener) == "work done"
-    assert listener.told == [("stage", "a stage"), ("message", "a sentence")]
+    assert listener.reported == [("stage", "a stage"), ("message", "a sentence")]
     with pytest.raises(DataError, match="bad data\n  fix: mend them") as bad:
         run_in_subprocess(work, "bad", Listener())
     assert (bad.value.seen, bad.value.fixes) == ("bad data", ("mend them",))

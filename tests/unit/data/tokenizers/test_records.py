@@ -139,7 +139,7 @@ def test_gpt2_has_one_fingerprint_in_each_of_its_forms(tmp_path: Path) -> None:
 
 
 def test_ranks_have_one_fingerprint_whatever_their_file(tmp_path: Path) -> None:
-    """Llama 3's ``tokenizer.model`` is a file of ranks; the record keeps it with a suffix that tells so."""
+    """Llama 3's ``tokenizer.model`` is a file of ranks; the record keeps it with a suffix for it."""
     one = TikTokenizer(tiktoken_file(tmp_path / "tokenizer.model"), "v2")
     two = TikTokenizer(tiktoken_file(tmp_path / "vocab.json"))
     assert one.fingerprint == two.fingerprint != TikTokenizer(tmp_path / "vocab.json", "v1").fingerprint

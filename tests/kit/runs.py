@@ -6,6 +6,7 @@ import errno
 import io
 import json
 import os
+import time
 from collections.abc import Callable, Iterator
 from contextlib import (
     AbstractContextManager,
@@ -33,6 +34,7 @@ from megatron.layers.residual import Residual
 from megatron.training import checkpointer, main
 from megatron.training.callbacks.profiler import is_layer
 from megatron.training.trainer import Trainer
+from tests.kit.processes import ForkedProgram
 
 T = TypeVar("T")
 
@@ -92,7 +94,7 @@ def part_of(trainer: Trainer, kind: type[T]) -> T:
 
 
 class KilledError(BaseException):
-    """Ends a run as ``kill -9`` does, as far as its files can tell: nobody catches it, nothing more is saved."""
+    """Ends a run as ``kill -9`` does, as far as its files show: it is not caught, and nothing more is saved."""
 
 
 def kill(trainer: Trainer) -> None:
@@ -107,7 +109,7 @@ def misread(trainer: Trainer) -> None:
 
 def full_disk(*at: int) -> AbstractContextManager[Any]:
     """The disk takes nothing when these steps are saved."""
-    original = checkpointer.save_sharded
+    original = checkpointer.save_sharded  # type: ignore[attr-defined]
 
     def no_space(fd: int, content: object) -> int:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -121,7 +123,7 @@ def full_disk(*at: int) -> AbstractContextManager[Any]:
 
 
 @dataclass
-class Told:
+class Outcome:
     """The outcome of one start of a run, seen from outside.
 
     Attributes:
@@ -139,9 +141,9 @@ class Told:
 
 def start(
     config: RunConfig, event: AbstractContextManager[Any] | None = None, rank: int = 0, world_size: int = 1
-) -> Told:
+) -> Outcome:
     """Run ``config`` in this process from its start to its end, with ``event`` happening; draws no picture."""
-    printed, place = Told(), {"RANK": str(rank), "WORLD_SIZE": str(world_size), "LOCAL_RANK": str(rank)}
+    printed, place = Outcome(), {"RANK": str(rank), "WORLD_SIZE": str(world_size), "LOCAL_RANK": str(rank)}
     no_picture = patch("megatron.training.loggers.run_logger.draw_plots", lambda *arguments: None)
     around = patch.dict(os.environ, place), no_picture, event or nullcontext(), _noting(printed.samples)
     with ExitStack() as stack, redirect_stdout(io.StringIO()) as out, redirect_stderr(io.StringIO()) as err:
@@ -225,3 +227,59 @@ def differences(first: Path, second: Path) -> list[str]:
 
 def _same_bits(a: Tensor, b: Tensor) -> bool:
     return a.dtype == b.dtype and a.shape == b.shape and torch.equal(*(t.flatten().view(torch.uint8) for t in (a, b)))
+
+
+PROCESS_SECONDS = 120.0
+"""Limit for a run in a process of its own."""
+
+
+def run_in_process(
+    folder: Path, flags: str, kill_after: int = 0, ready: Callable[[], bool] = lambda: True, **environment: str
+) -> int:
+    """Start the run in a process of its own, and wait for its end.
+
+    Args:
+        folder: its ``--run-dir``.
+        flags: more of them.
+        kill_after: step after which it waits, and the process and its children get SIGKILL; 0 for never.
+        ready: asked again and again when it waits there, until the time has come.
+        environment: more of its variables.
+
+    Returns:
+        The exit status, -9 for a run that was killed.
+
+    Raises:
+        TimeoutError: when it takes too long.
+    """
+    deadline = time.monotonic() + PROCESS_SECONDS
+    output = folder.with_name(f"{folder.name}.output")
+    with patch.dict(os.environ):
+        os.environ.pop("WANDB_SERVICE", None)  # of an earlier start
+        program = ForkedProgram(_run_and_wait, folder, kill_after, flags, output=output, environment=environment)
+    with program:
+        while program.poll() is None:
+            if kill_after and _reached(folder, kill_after) and ready():
+                program.kill()
+            elif time.monotonic() > deadline:
+                raise TimeoutError(f"the run in {folder} takes more than {PROCESS_SECONDS:.0f} s")
+            else:
+                time.sleep(0.05)
+        return program.wait(0.0)
+
+
+def _run_and_wait(folder: Path, wait_after: int, flags: str) -> int:
+    """The process itself."""
+    waiting = before_step(wait_after + 1 if wait_after else 0, lambda trainer: time.sleep(PROCESS_SECONDS))
+    printed = start(tiny_run(folder, flags), waiting)
+    print(printed.out, printed.err, sep="\n")
+    return printed.status or 0
+
+
+def _reached(folder: Path, step: int) -> bool:
+    """Whether the last start of the run has reported ``step``."""
+    path = folder / "metrics.jsonl"
+    if not path.exists() or not path.read_bytes().endswith(b"\n"):
+        return False
+    lines = records(folder, "iteration")
+    begun = max(i for i, line in enumerate(lines) if line.get("event") == "start")
+    return any(line["iteration"] == step for line in lines[begun + 1 :] if "lm loss" in line)

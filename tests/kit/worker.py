@@ -19,10 +19,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+
+from tests.kit import shared_memory_group
 
 SOURCE = __file__
 
@@ -37,7 +40,7 @@ class Job:
     Attributes:
         rendezvous: a path that no other job uses, where the ranks of this one find each other.
         timeout: seconds the job may take; a collective that misses a rank raises after half of it.
-        check_collectives: compare kind, shape and dtype of every collective over its group before it runs.
+        backend: of the default process group.
     """
 
     rank: int
@@ -46,7 +49,7 @@ class Job:
     args: tuple[Any, ...]
     rendezvous: str
     timeout: float
-    check_collectives: bool
+    backend: str
 
 
 @dataclass(frozen=True)
@@ -100,7 +103,9 @@ def _serve(connection: Connection) -> bool:
     try:
         answer = pickle.dumps(Reply(_run(pickle.loads(message))))
     except BaseException as error:
-        connection.send_bytes(pickle.dumps(_raised(error)))
+        raised = _raised(error)
+        shared_memory_group.close_board()
+        connection.send_bytes(pickle.dumps(raised))
         return False
     connection.send_bytes(answer)
     return True
@@ -123,16 +128,18 @@ def _run(job: Job) -> Any:
     if dist.is_initialized():
         dist.destroy_process_group()
     gc.collect()  # groups that cycles of references keep: each has a thread that polls every 10 ms
+    shared_memory_group.close_board()
     if job.world_size > 1:
         _join_process_group(job)
     return job.function(job.rank, job.world_size, *job.args)
 
 
 def _join_process_group(job: Job) -> None:
-    level = dist.DebugLevel.DETAIL if job.check_collectives else dist.DebugLevel.OFF  # type: ignore[attr-defined]
-    dist.set_debug_level(level)  # type: ignore[attr-defined]
+    if job.backend == shared_memory_group.SHARED_MEMORY:
+        shared_memory_group.register()
+        shared_memory_group.open_board(Path(f"{job.rendezvous}-logs"), job.rank, job.world_size, job.timeout / 2)
     dist.init_process_group(
-        "gloo",
+        job.backend,
         init_method=f"file://{job.rendezvous}",
         rank=job.rank,
         world_size=job.world_size,

@@ -37,12 +37,13 @@ class Server(ThreadingHTTPServer):
         name = re.search(r"(?:query|mutation) (\w+)", query)
         address = self.environment["WANDB_BASE_URL"]
         files = [{"name": name, "uploadUrl": f"{address}/storage"} for name in variables.get("files", [])]
-        return {
+        answers: dict[str, dict[str, Any]] = {
             "RunResumeStatus": {"model": {"entity": {"name": "us"}, "bucket": self._bucket() if self.begun else None}},
             "UpsertBucket": {"upsertBucket": {"bucket": self._bucket(), "inserted": not self.begun}},
             "CreateRunFiles": {"createRunFiles": {"uploadHeaders": [], "files": files}},
             "ServerFeaturesQuery": {"serverInfo": {"features": []}},
-        }.get(name[1] if name else "", {})
+        }
+        return answers.get(name[1] if name else "", {})
 
     def _bucket(self) -> dict[str, Any]:
         tail = [json.dumps(row) for row in self.rows[-1:]]

@@ -32,8 +32,9 @@ from megatron.training.components.adapter_base import initialize_magnitudes
 from megatron.training.frozen_models import FrozenModelInputs
 from megatron.training.step import evaluate, train_step
 from megatron.training.trainer import Trainer
-from tests.distributed.pool import PATIENCE, Pool
-from tests.runs import part_of
+from tests.kit.pool import PATIENCE, Pool
+from tests.kit.runs import part_of
+from tests.kit.shared_memory_group import BACKEND
 from tools.lib.verify_parallel import RankTrace, StepDeviation, StepTrace, compare_traces, join_traces, trace_step
 
 SEQ_LENGTH = 24
@@ -198,9 +199,9 @@ def evaluation(rank: int, world_size: int, case: Case) -> tuple[float, float]:
     return before, evaluate(trainer).item()
 
 
-def run_on(pool: Pool, case: Case, timeout: float = PATIENCE) -> list[StepTrace]:
+def run_on(pool: Pool, case: Case, timeout: float = PATIENCE, backend: str = BACKEND) -> list[StepTrace]:
     """The steps of a case, each put together from all its ranks, which have ``timeout`` seconds for it."""
-    ranks = pool.run(case.world_size, run_in_small_tiles, case, timeout=timeout, check_collectives=False)
+    ranks = pool.run(case.world_size, run_in_small_tiles, case, timeout=timeout, backend=backend)
     return [join_traces(step) for step in zip(*ranks)]
 
 

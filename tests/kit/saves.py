@@ -12,7 +12,7 @@ from unittest.mock import patch
 
 from megatron.checkpoint.folder import CheckpointFolder
 from megatron.training import checkpointer
-from tests.runs import before_step
+from tests.kit.runs import before_step
 
 SECONDS = 30.0
 """After which something that is waited for will not come any more."""
@@ -30,7 +30,7 @@ def all_of(*contexts: Any) -> Iterator[None]:
 @contextmanager
 def before_writing(act: Callable[[int], None]) -> Iterator[None]:
     """Call ``act`` with the step of each checkpoint before it is written, by whoever writes it."""
-    original = checkpointer.save_sharded
+    original = checkpointer.save_sharded  # type: ignore[attr-defined]
 
     def write(folder: Path, *arguments: Any) -> None:
         act(int(folder.name[5:]))
@@ -48,7 +48,7 @@ def slowly(seconds: float, *at: int) -> Any:
 @contextmanager
 def over_before(begins: int) -> Iterator[None]:
     """Step ``begins`` waits for the first save in a thread to be over."""
-    over, real = threading.Event(), checkpointer.run_in_background
+    over, real = threading.Event(), checkpointer.run_in_background  # type: ignore[attr-defined]
 
     def in_background(work: Callable[[], Any], name: str) -> Any:
         future = real(work, name)

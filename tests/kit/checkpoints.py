@@ -35,6 +35,6 @@ def save_model(
         tensors[name] = GlobalTensor(spec.shape, spec.view, parameter.dtype, parts)
     config = RunConfig(model=chunk.config, precision=PrecisionConfig(params_dtype=params_dtype))
     state: dict[str, Any] = {"iteration": step, "consumed_samples": 0}
-    path = CheckpointFolder(folder).path(step)
+    path = folder / CheckpointFolder(folder).path(step).name
     save_sharded(path, tensors, state, to_dict(config), Group(), dict(files))
     return path

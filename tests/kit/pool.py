@@ -13,6 +13,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import pickle
+import shutil
 import signal
 import tempfile
 import time
@@ -24,12 +25,11 @@ from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import Any, TypeVar
 
-from tests.distributed.worker import DUMP_STACKS, SOURCE, Job, Raised, Reply, work
+from tests.kit.processes import fork_server
+from tests.kit.shared_memory_group import BACKEND
+from tests.kit.worker import DUMP_STACKS, SOURCE, Job, Raised, Reply, work
 
 T = TypeVar("T")
-
-PRELOAD = ["torch._dynamo", "pytest", "tests.runs", "tests.distributed.drive", "tests.distributed.worker"]
-"""Imported once by the server that workers are forked from; building an optimizer needs torch._dynamo (2 s)."""
 
 PATIENCE = 300.0
 """Seconds a job may take: many times what the longest needs, so that a slow or busy machine changes no verdict."""
@@ -70,8 +70,7 @@ class Worker:
     @classmethod
     def start(cls, log: Path) -> Worker:
         """Fork a worker from the server (0.05 s; 3 s for the first, which starts the server)."""
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(PRELOAD)
+        context = fork_server()
         pipe, theirs = context.Pipe()
         process = context.Process(target=work, args=(theirs, str(log)), daemon=True)
         process.start()
@@ -145,20 +144,19 @@ class Pool:
         function: Callable[..., T],
         *args: Any,
         timeout: float = PATIENCE,
-        check_collectives: bool = True,
+        backend: str = BACKEND,
     ) -> list[T]:
         """Call ``function(rank, world_size, *args)`` on ``world_size`` ranks and return their results in rank order.
 
-        The ranks share a default gloo process group of this job alone; one rank alone has none. Workers see the
-        environment of the time the first pool started, not later changes.
+        The ranks share a default process group of this job alone; one rank alone has none. Workers see the environment
+        of the time the first pool started, not later changes.
 
         Args:
             world_size: ranks, at most ``max_workers``.
             function: importable by its module and name; so must the classes of ``args`` and of the results be.
             args: the same for every rank.
             timeout: seconds for the whole job; a collective that waits for half of it raises on its rank.
-            check_collectives: collectives that differ between ranks fail at once, instead of at their timeout or by
-                an abort; costs two thirds of a small collective's time.
+            backend: of the process group; ``gloo`` for what depends on how sockets fail or take time.
 
         Raises:
             RankError: a rank raised, died or did not answer in time.
@@ -171,13 +169,14 @@ class Pool:
         self._jobs += 1
         try:
             for rank, worker in enumerate(workers):
-                worker.send(Job(rank, world_size, function, args, str(rendezvous), timeout, check_collectives))
+                worker.send(Job(rank, world_size, function, args, str(rendezvous), timeout, backend))
             replies, failures = _await(workers, timeout)
         except BaseException:
             self._discard(workers)
             raise
         finally:
             rendezvous.unlink(missing_ok=True)
+            shutil.rmtree(f"{rendezvous}-logs", ignore_errors=True)
         if failures:
             self._discard(workers)
             raise RankError(_explain(function, world_size, failures))

@@ -40,11 +40,11 @@ def as_user(uid: int, act: Callable[[], T], groups: Sequence[int] = ()) -> T:
             os._exit(0)
     os.close(sender)
     with open(receiver, "rb") as pipe:
-        result, error = pickle.load(pipe)
+        result, raised = pickle.load(pipe)
     os.waitpid(child, 0)
-    if error is not None:
-        raise error
-    return result  # type: ignore[no-any-return]
+    if raised is not None:
+        raise raised
+    return result
 
 
 @contextmanager

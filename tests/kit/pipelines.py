@@ -167,7 +167,7 @@ class Letter:
     def wait(self) -> Tensor:
         """As that of :class:`comm.Pending`."""
         if not self.over.wait(20):
-            raise TimeoutError("nobody is at the other end")
+            raise TimeoutError("there is no other end")
         return self.result
 
 
