@@ -167,7 +167,7 @@ def test_placements() -> None:
 @pytest.mark.parametrize(
     "name", ["gate and up", "shared heads", "keys of shared heads", "padded vocabulary", "padding alone", "experts"]
 )
-def test_what_dtensors_cannot_express_is_refused(name: str, rank: int) -> None:
+def test_layouts_without_a_dtensor_placement_are_refused(name: str, rank: int) -> None:
     shard = DenseSharding(rank, 2)
     spec = {
         "gate and up": shard.split((16, 6), 1, Init(), (2, 8, 6)),

@@ -139,7 +139,7 @@ def test_replicas_follow_the_papers(case: str) -> None:
         assert all(torch.equal(first[name], other[name]) for name in first)
 
 
-def test_who_joins_receives_outer_weights_and_position() -> None:
+def test_a_joining_replica_receives_outer_weights_and_position() -> None:
     flags = f"{FP64} --train-iters 12 --diloco-sync-interval 3"
     store = dist.HashStore()
     first, second, third = (Replica(replica_config(flags, 3, timeout=1.0), store, index) for index in range(3))
@@ -241,7 +241,7 @@ def test_a_replica_with_absurd_weights_is_left_out_by_all(kind: str, count: int,
     assert (taken[0] - mean).abs().max() <= tolerance * mean.abs().max()
 
 
-def test_who_is_left_out_of_a_mean() -> None:
+def test_outlying_replicas_are_excluded_from_the_mean() -> None:
     def excluded(*norms: float | None) -> set[int]:
         facts = [{"starting": norm is None} | ({} if norm is None else {"norm": norm}) for norm in norms]
         return {*left_out([Member(index, str(index), each) for index, each in enumerate(facts)])}
@@ -517,7 +517,7 @@ def live_and_die(
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 30))])
-def test_whoever_dies_at_any_moment_every_round_is_the_mean_of_its_members(seed: int) -> None:
+def test_every_round_is_the_mean_of_its_members_despite_crashes_at_any_moment(seed: int) -> None:
     random = np.random.default_rng(seed)
     options = random.choice(["", "--diloco-fragments 2", "--diloco-fragments 2 --diloco-delay 1 --diloco-mix 0.5"])
     flags = f"{FP64} --train-iters 16 --diloco-sync-interval 2 {options}"

@@ -103,7 +103,7 @@ def test_every_layout_of_a_run_evaluates_like_one_process(pool: Pool, place: Pla
     check(tmp_path, place, tasks)
 
 
-def test_what_cannot_be_evaluated_is_refused_at_the_start(pool: Pool, place: Place, tmp_path: Path) -> None:
+def test_unsupported_evaluation_tasks_are_refused_at_the_start(pool: Pool, place: Place, tmp_path: Path) -> None:
     config = config_of(place, tmp_path, "--tensor-model-parallel-size 2 --sequence-parallel", "written", 2)
     for status, error in pool.run(2, train, config):
         assert status == 2

@@ -95,7 +95,7 @@ def test_weights_alone_need_a_mode_that_is_named(written: Path, capsys: pytest.C
     ("flags", "code"),
     [("--hidden-size 64", "E821"), ("--norm-epsilon 1e-4", "E822"), ("--seq-length 16", "E823"), ("--lr 2e-3", "E825")],
 )
-def test_what_differs_from_the_command_line_is_refused(written: Path, flags: str, code: str) -> None:
+def test_a_checkpoint_that_contradicts_the_command_line_is_refused(written: Path, flags: str, code: str) -> None:
     with pytest.raises(UserError) as error:
         preview_start(run_from(written / "llama_torch_dist_tp2", flags), 1)
     assert code in {problem.code for problem in error.value.problems}

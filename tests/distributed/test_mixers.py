@@ -167,7 +167,7 @@ def test_products_are_those_that_torch_counts(plan: dict[str, Any]) -> None:
     assert expected(model(), training) == counted(model(), training, fused=True)
 
 
-def test_what_a_mixer_does_not_support_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_features_a_mixer_does_not_support_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     run = "--mock-data --vocab-size 257 --train-iters 9 --seq-length 64 --preset tiny-gpt2"
     words = f"{run} --plugin {NAME} --token-mixers gated-linear --context-parallel-size 2"
     with pytest.raises(UserError, match="gated-linear does not support context parallelism") as raised:

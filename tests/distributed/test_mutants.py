@@ -121,7 +121,7 @@ def test_every_site_that_runs_was_found_by_reading(exercised: dict[str, set[Site
     assert set().union(*exercised.values()) == {call.site for call in CALLS}
 
 
-def test_what_needs_a_gpu_is_still_there() -> None:
+def test_gpu_only_call_sites_still_exist() -> None:
     assert {(call.site.file, call.function) for call in calls()} >= set(GPU_ONLY)
 
 
@@ -229,7 +229,7 @@ def run_with_dirty_padding(rank: int, world_size: int, case: Case) -> list[RankT
 
 
 @pytest.mark.parametrize("name", ["dp2", "zero1", "hsdp"])
-def test_what_lies_between_gradients_matters_nowhere(pool: Pool, name: str) -> None:
+def test_padding_between_gradients_changes_no_result(pool: Pool, name: str) -> None:
     detector = DETECTORS[name]
     assert verdict(pool, detector, run_with_dirty_padding, *detector.args) == "right"
 

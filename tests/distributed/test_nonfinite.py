@@ -130,7 +130,7 @@ def test_the_first_cause_is_named(pool: Pool, name: str) -> None:
     assert printed == [f"the loss or gradient of step 1 is not finite; first on {where}"] * case.world_size
 
 
-def test_what_does_not_happen_again_is_said_so(pool: Pool) -> None:
+def test_a_nonfinite_value_that_does_not_recur_is_reported_as_such(pool: Pool) -> None:
     (printed, _) = pool.run(2, explained, DP2, ())
     assert printed.startswith("the loss or gradient of step 1 is not finite, but all values before the sum")
 

@@ -86,7 +86,7 @@ def test_an_error_of_one_rank_is_the_same_on_every_rank(pool: Pool) -> None:
 @pytest.mark.parametrize(
     "value", [(1, 2), {1: 2}, {1, 2}, b"x", float("nan"), Path("x"), ResumeSource(), [{"deep": (1,)}]]
 )
-def test_what_is_not_json_is_refused_where_it_is_sent(value: Any) -> None:
+def test_objects_that_are_not_json_are_refused_by_the_sender(value: Any) -> None:
     for exchange in (comm.all_gather_objects, comm.gather_objects, comm.broadcast_object):
         with pytest.raises(TypeError, match="ranks exchange only JSON, which ") as raised:
             exchange(value, comm.Group())

@@ -214,7 +214,7 @@ def test_weights_that_come_late_are_waited_for(pool: Pool, name: str) -> None:
 
 
 @pytest.mark.slow
-def test_who_does_not_wait_for_them_is_found_out(pool: Pool) -> None:
+def test_a_forward_without_waits_for_the_gathers_is_detected(pool: Pool) -> None:
     case = case_of("optim", 2, BF16)
     (right, *_), *_ = pool.run(case.world_size, run, case, "plain")
     (wrong, *_), *_ = pool.run(case.world_size, run, case, "no waits")

@@ -147,7 +147,7 @@ def test_a_killed_rank_is_named_and_replaced(own_pool: Pool) -> None:
     assert not set(before) & set(after)
 
 
-def test_what_a_dead_rank_printed_is_shown(pool: Pool) -> None:
+def test_output_of_a_dead_rank_is_shown(pool: Pool) -> None:
     with pytest.raises(RankError, match="last words"):
         pool.run(1, kill_on, 0)
 

@@ -192,7 +192,7 @@ def test_all_ranks_pass_over_the_same_damaged_checkpoint(pool: Pool, killed: Pat
 
 
 @pytest.mark.parametrize(("rank", "first"), [(0, 3), (1, 5)])
-def test_what_one_rank_cannot_read_does_not_part_the_ranks(pool: Pool, killed: Path, rank: int, first: int) -> None:
+def test_files_unreadable_by_one_rank_give_one_decision(pool: Pool, killed: Path, rank: int, first: int) -> None:
     """Only the first rank reads the small files; what it finds holds for all."""
     ranks = go_on(pool, run_of(killed), "unreadable files", 4, rank)
     assert [(printed.status, printed.err, min(printed.samples)) for printed in ranks] == [(0, "", first)] * 2

@@ -123,7 +123,7 @@ def at_another_rank(rank: int, size: int) -> bool:
     return bool(x.isnan().all())
 
 
-def test_what_a_reduction_leaves_elsewhere_is_no_number(pool: Pool) -> None:
+def test_a_reduction_leaves_nan_on_the_other_ranks(pool: Pool) -> None:
     assert pool.run(2, at_another_rank) == [False, True]
 
 
@@ -159,7 +159,7 @@ def sum_of_wrong_dtype(rank: int, size: int) -> None:
 
 
 @pytest.mark.parametrize("function", [sum_of_columns, sum_of_wrong_dtype])
-def test_what_another_backend_might_refuse_is_refused(pool: Pool, function: Callable[[int, int], None]) -> None:
+def test_tensors_refused_by_other_backends_are_refused(pool: Pool, function: Callable[[int, int], None]) -> None:
     with pytest.raises(RankError, match="cannot be sent"):
         pool.run(2, function)
 

@@ -87,7 +87,7 @@ def overlapped(rank: int, world_size: int) -> tuple[float, float]:
     return waits[0], waits[1]
 
 
-def test_what_is_overlapped_is_not_waited_for(pool: Pool) -> None:
+def test_overlapped_communication_counts_as_hidden(pool: Pool) -> None:
     exposed, hidden = pool.run(2, overlapped)[1]
     assert NAP * 0.9 <= exposed < NAP + SOON
     assert hidden < SOON

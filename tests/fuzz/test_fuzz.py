@@ -63,7 +63,7 @@ PLANTED: list[tuple[Callable[[bytes], object], tuple[int, str]]] = [
 
 
 @pytest.mark.parametrize(("read", "expected"), PLANTED, ids=lambda value: str(value)[:40])
-def test_what_is_wrong_is_noticed(
+def test_wrong_answers_are_recorded(
     read: Callable[[bytes], object], expected: tuple[int, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(fuzz, "CLEAN", (DataError,))

@@ -83,7 +83,7 @@ def ignored_files(paths: Iterable[str]) -> set[str]:
     return {path for path in paths if ignored.fullmatch(path) and f"!{path}" not in patterns}
 
 
-def test_what_is_ignored_is_nothing_of_the_project() -> None:
+def test_no_tracked_file_is_ignored() -> None:
     kept = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()
     assert ignored_files(kept) == set()
     others = {"megatron/config/__pycache__/run.pyc", ".git/config"}
@@ -98,7 +98,7 @@ def test_credentials_stay_out_of_an_image(path: str) -> None:
     assert any(re.fullmatch(as_regex(pattern), path) for pattern in patterns)
 
 
-def test_what_is_built_on_and_compiled_never_changes() -> None:
+def test_images_and_compiled_sources_are_pinned() -> None:
     text = DOCKERFILE.read_text()
     images = re.findall(r"^ARG \w+_IMAGE=(\S+)$", text, re.M)
     assert len(images) == 2

@@ -91,7 +91,7 @@ def test_layers_are_strict(name: str, source: str) -> None:
         ("torch.load(path, weights_only=True)\ncomm.all_gather_objects(a, b)", 0),
     ],
 )
-def test_what_may_run_a_strangers_code_is_found(source: str, count: int) -> None:
+def test_unsafe_unpickling_is_found(source: str, count: int) -> None:
     assert len(rules.unpickling([Module.parse("megatron.layers.module", source)])) == count
 
 
@@ -118,7 +118,7 @@ def test_a_load_that_may_run_code_is_found(source: str) -> None:
     assert len(rules.remote_code(source)) == 1
 
 
-def test_what_does_not_run_at_import_is_not_an_eager_import() -> None:
+def test_imports_inside_functions_are_not_eager() -> None:
     source = (
         "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import torch\ndef f() -> None:\n    import triton"
     )

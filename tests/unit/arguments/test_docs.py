@@ -21,7 +21,7 @@ def test_every_code_is_explained_and_no_other() -> None:
     assert set(explained) == used
 
 
-def test_what_only_the_start_finds_is_listed() -> None:
+def test_codes_that_only_the_start_reports_are_listed() -> None:
     """All codes outside the modules that ``--check-config`` calls, but those of other programs."""
     checked = ("arguments/", "config/", "planner/", "distributed/layout.py", "training/machine.py")
     checked += ("training/resume_source.py", "training/failure_report.py", "convert/megatron_lm/flags.py")

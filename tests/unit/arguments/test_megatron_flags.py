@@ -348,7 +348,7 @@ def test_another_meaning_is_noted(line: str, note: str) -> None:
         "--vocab-extra-ids 100",
     ],
 )
-def test_what_would_change_the_run_is_refused(line: str) -> None:
+def test_flags_that_would_change_the_run_are_refused(line: str) -> None:
     assert [problem.code for problem in problems(line)] in (["E001"], ["E004"])
 
 

@@ -192,7 +192,7 @@ def bench_of(out: Path, seconds: float) -> gpu_case.Bench:
 
 
 @pytest.mark.parametrize("seconds", [20.0, pytest.param(1000.0, marks=pytest.mark.slow)])
-def test_what_a_verdict_needs_comes_first(seconds: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_trials_for_the_verdict_run_first(seconds: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     clock, out = Clock(monkeypatch, build=4.0), tmp_path / "case.json"
     gpu_case.run(bench_of(out, seconds))
     printed = json.loads(out.read_text())
@@ -256,7 +256,7 @@ def test_the_best_is_profiled_alone_if_memory_has_room_for_one(
     assert [*printed.get("profiles", {})] == profiled
 
 
-def test_what_runs_out_of_memory_beside_others_is_tried_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_settings_that_run_out_of_memory_are_retried_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     Clock(monkeypatch, build=1.0)
     bench, made = bench_of(tmp_path / "case.json", 100.0), gpu_contestants.Ours.make
     bench.challenge("best", gpu_contestants.Ours(2))
@@ -319,7 +319,7 @@ def by_hand(operation: str, buffers: list[Tensor], rank: int) -> Tensor:
 
 @pytest.mark.parametrize("ranks", [2, 3, 8])
 @pytest.mark.parametrize("operation", OPERATIONS)
-def test_what_is_right(operation: str, ranks: int) -> None:
+def test_expected_results_equal_the_definition_of_the_operation(operation: str, ranks: int) -> None:
     x = torch.empty(4 * ranks, dtype=torch.float64)
     buffers = [bandwidth.filled(x, ranks, rank) for rank in range(ranks)]
     for rank in range(ranks):
@@ -375,7 +375,7 @@ def test_both_compute_the_same(name: str) -> None:
     assert torch.equal(case.weight.grad, plain)
 
 
-def test_what_an_action_costs() -> None:
+def test_the_cost_of_an_action() -> None:
     row = {"actions": 10, "computing": 4, "micros": {"runtime": [300.0, 500.0, 400.0], "plain": [100.0, 200.0, 200.0]}}
     assert pipeline.price(row) == [20.0, 30.0, 20.0]
     result = {"schedules": {"zb-h1": row}, "rounds": 3, "microbatches": 8, "load": 0.5}

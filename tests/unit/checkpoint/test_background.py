@@ -122,7 +122,7 @@ def test_work_goes_on_beside_the_caller() -> None:
     assert (future.result(10), seen) == ("done", ["save of step 3"])
 
 
-def test_what_it_raises_comes_with_the_result() -> None:
+def test_exceptions_are_raised_by_result() -> None:
     def work() -> None:
         raise MemoryError("none left")
 

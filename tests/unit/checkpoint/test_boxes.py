@@ -133,7 +133,7 @@ def test_folded(data: st.DataObject) -> None:
     assert np.array_equal(counted(view, pieces), counted(view, [box]))
 
 
-def test_what_is_no_view() -> None:
+def test_shapes_that_are_no_view_are_rejected() -> None:
     assert format.match_view_dims((12, 5), (2, 6, 5)) == (slice(0, 2), slice(2, 3))
     assert (
         format.match_view_dims((12, 5), (5, 12))

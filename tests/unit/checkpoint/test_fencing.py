@@ -291,7 +291,7 @@ def test_no_locks_and_the_newest_has_it(tmp_path: Path, monkeypatch: pytest.Monk
     ],
     ids=str,
 )
-def test_who_supersedes_and_who_is_refused(tmp_path: Path, start: JobStart, taken: bool) -> None:
+def test_a_later_start_supersedes_and_any_other_is_refused(tmp_path: Path, start: JobStart, taken: bool) -> None:
     with acquire_lease(tmp_path, start=OLD) as old:
         if taken:
             with acquire_lease(tmp_path, start=start) as new:

@@ -215,7 +215,7 @@ def test_a_publication_that_is_cut_off_is_finished(
     assert before != "link" or (other / MARKER).exists()
 
 
-def test_what_is_not_ours_is_not_replaced(tmp_path: Path) -> None:
+def test_foreign_folders_are_not_replaced(tmp_path: Path) -> None:
     final = tmp_path / "iter_0000001"
     final.mkdir()
     (final / "mp_rank_00").mkdir()

@@ -91,7 +91,7 @@ def test_a_lock_that_fails_for_another_reason(tmp_path: Path, monkeypatch: pytes
         pass
 
 
-def test_where_nothing_can_be_written(tmp_path: Path) -> None:
+def test_a_path_below_a_file_is_refused_with_a_fix(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     sentence = r"no checkpoint can be written to .*: Not a directory\n  fix: --save"
     with pytest.raises(StorageError, match=sentence), acquire_lease(tmp_path / "file" / "runs"):
@@ -110,7 +110,7 @@ def test_a_disk_that_is_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         pass
 
 
-def test_where_the_system_does_not_know_the_holder_the_claim_is_quoted_with_caution(
+def test_the_claim_is_quoted_with_caution_if_the_system_does_not_know_the_holder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(durable_files, "LOCKS", tmp_path / "none")

@@ -33,7 +33,7 @@ def test_the_bytes_of_a_rank() -> None:
     assert local_bytes(tensors) == 2 * 6 * 8
 
 
-def test_where_there_is_room_nothing_is_reported(tmp_path: Path) -> None:
+def test_nothing_is_reported_with_enough_free_space(tmp_path: Path) -> None:
     assert with_free(lambda: 100, tmp_path, 100) is None
 
 
@@ -50,7 +50,7 @@ def test_a_run_that_can_go_on_elsewhere_names_its_checkpoint(tmp_path: Path) -> 
     assert f"--load {tmp_path} --save A_FOLDER_ELSEWHERE" in str(with_free(lambda: 1, tmp_path, 2))
 
 
-def test_what_a_save_that_was_cut_off_has_left_is_no_loss(tmp_path: Path) -> None:
+def test_remains_of_an_interrupted_save_are_deleted_for_space(tmp_path: Path) -> None:
     save(tmp_path / "iter_0000002", small())
     left = tmp_path / "iter_0000004.tmp"
     left.mkdir()

@@ -101,7 +101,7 @@ def test_each_file_comes_from_the_nearest_good_copy(
         assert choose_sources(checkpoint, needs, bad) == expected
 
 
-def test_what_a_folder_holds(tmp_path: Path) -> None:
+def test_node_checkpoints_of_a_folder_are_listed_newest_first(tmp_path: Path) -> None:
     runs = CheckpointFolder(tmp_path)
     for iteration in (1, 2, 3, 4):
         save(runs.path(iteration), content(iteration))

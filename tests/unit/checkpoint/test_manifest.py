@@ -43,7 +43,7 @@ def make(folder: Path, change: Callable[[dict[str, Any]], object] = lambda data:
     return folder
 
 
-def test_what_was_written_is_read(tmp_path: Path) -> None:
+def test_open_returns_the_written_content(tmp_path: Path) -> None:
     manifest = Manifest.open(make(tmp_path))
     assert manifest == Manifest(tmp_path, VERSION, {"w": TENSOR}, FILES, {"iteration": 3, "loss": 0.1}, {"model": {}})
     assert manifest.total_bytes == 42
@@ -124,7 +124,7 @@ def pipe(name: str) -> Callable[[Path], object]:
         (lambda folder: os.truncate(folder / MANIFEST, 2**33), "manifest.json cannot be read: Larger than 512.00 MiB"),
     ],
 )
-def test_what_is_missing_or_cut_short(tmp_path: Path, fault: Callable[[Path], object], sentence: str) -> None:
+def test_missing_or_cut_files_are_reported(tmp_path: Path, fault: Callable[[Path], object], sentence: str) -> None:
     make(tmp_path)
     fault(tmp_path)
     with pytest.raises(DamagedCheckpointError, match=sentence):

@@ -268,7 +268,7 @@ def test_a_file_that_fails_leaves_no_parts(store: Store, monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize("fault", ["503", "500", "reset", "truncated", "slow"])
-def test_what_goes_wrong_once_is_mended(store: Store, fault: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_transient_faults_are_retried(store: Store, fault: str, capsys: pytest.CaptureFixture[str]) -> None:
     runs = CheckpointFolder(RUN)
     kinds = "GET List" if fault == "truncated" else ""
     with failing(store, times(fault, 2, kinds)):
@@ -381,7 +381,7 @@ def test_a_store_that_does_not_answer_is_no_damage(store: Store, fault: str) -> 
         Manifest.open(runs.path(3))
 
 
-def test_who_writes_there_is_noted_or_refused(store: Store) -> None:
+def test_writers_are_recorded_and_refused_without_access(store: Store) -> None:
     with acquire_lease(RUN), acquire_lease(RUN):
         assert json.loads(store.objects["bucket/runs/a/claim.json"])["epoch"] == 2
     assert CheckpointFolder(RUN).named() == []

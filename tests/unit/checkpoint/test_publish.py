@@ -93,7 +93,7 @@ def test_a_failed_save_puts_the_link_back(
     assert not other.leftovers
 
 
-def test_what_a_failed_save_cannot_delete_is_not_published_later(
+def test_files_that_a_failed_save_cannot_delete_are_not_published_later(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The marker is staged, the disk refuses the next rename, and then the deletion in the middle."""

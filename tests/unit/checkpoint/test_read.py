@@ -107,7 +107,7 @@ def test_a_tensor_without_elements(tmp_path: Path) -> None:
     load_sharded(manifest, {"none": GlobalTensor((0, 5), (0, 5), torch.float32, ())}, ALONE)
 
 
-def test_what_does_not_fit_is_told_at_once(tmp_path: Path) -> None:
+def test_all_mismatches_are_reported_at_once(tmp_path: Path) -> None:
     save(tmp_path / "iter_1", small())
     wanted = {
         "a": GlobalTensor((24, 5), (24, 5), torch.float32, ()),

@@ -22,7 +22,7 @@ def cut(path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["tensors_00000.safetensors", "tokenizer/tokenizer.json"])
 @pytest.mark.parametrize(("change", "seen"), [(os.unlink, "is missing"), (cut, "has 1 bytes")])
-def test_what_somebody_else_removes_is_not_published(
+def test_a_save_disturbed_by_another_process_is_not_published(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, change: Callable[[Path], None], seen: str
 ) -> None:
     """As two processes do that save the same step: one makes the folder anew while the other writes."""

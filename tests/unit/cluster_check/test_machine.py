@@ -82,7 +82,7 @@ def test_a_node_that_differs_is_named(tmp_path: Path, facts: dict[str, Any], nam
         (["mlx5_0:1 400 Gb/sec (4X NDR) ACTIVE"], {"NCCL_IB_DISABLE": "1"}, 0.0),
     ],
 )
-def test_what_a_fabric_carries(ports: list[str], environment: dict[str, str], rate: float) -> None:
+def test_the_rate_of_a_fabric(ports: list[str], environment: dict[str, str], rate: float) -> None:
     assert checks.fabric_rate({"infiniband": ports, "environment": environment}) == rate
 
 
@@ -216,7 +216,7 @@ def test_a_rename_that_is_not_atomic(tmp_path: Path) -> None:
     assert "reads found a file torn or missing" in rename.detail
 
 
-def test_what_is_torn(tmp_path: Path) -> None:
+def test_torn_pages_are_recognized(tmp_path: Path) -> None:
     path = tmp_path / "page"
     assert filesystem.is_torn(path)
     for content, torn in ((b"x" * PAGE_BYTES, False), (b"x" * 10, True), (b"x" * (PAGE_BYTES - 1) + b"y", True)):
@@ -273,7 +273,7 @@ def test_the_page_and_the_data(tmp_path: Path) -> None:
         (ClusterReport("", "", [part(FAILED)], left=["layouts"]), "unfinished, layouts still to come, FAILED already"),
     ],
 )
-def test_what_was_not_tried_has_not_passed(report: ClusterReport, verdict: str, tmp_path: Path) -> None:
+def test_skipped_checks_do_not_pass(report: ClusterReport, verdict: str, tmp_path: Path) -> None:
     assert report.verdict == verdict
     assert report.markdown().startswith(f"# Cluster acceptance: {verdict}\n")
     report.write(tmp_path)

@@ -101,7 +101,7 @@ def all_fail(name: str, program: Sequence[Any]) -> int:
     return 0 if name == "machine" else 1
 
 
-def test_what_fails_does_not_end_the_rest(tmp_path: Path) -> None:
+def test_a_failed_check_does_not_end_the_others(tmp_path: Path) -> None:
     report, started = run(tmp_path, all_fail)
     assert report.failed
     assert [part.verdict for part in report.parts] == [OK, FAILED, FAILED, FAILED]
@@ -224,7 +224,7 @@ def test_a_program_runs_with_its_words_and_finds_the_library(tmp_path: Path) -> 
     assert f"ignore::{ports[0]}" in logs[0].splitlines()[0]
 
 
-def test_what_hangs_is_ended_with_all_that_it_started(tmp_path: Path) -> None:
+def test_a_hanging_check_is_killed_with_its_children(tmp_path: Path) -> None:
     hang = (
         "import os, signal, subprocess, sys, time\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
         "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'])\n"
@@ -388,7 +388,7 @@ WRONG: dict[str, tuple[str, Callable[[Path], Callable[[], int | None]], str]] = 
 
 
 @pytest.mark.parametrize("fault", WRONG)
-def test_what_goes_wrong_is_reported(tmp_path: Path, fault: str) -> None:
+def test_faults_are_reported(tmp_path: Path, fault: str) -> None:
     name, act, sentence = WRONG[fault]
     part, _ = tried(tmp_path, **{name: act(tmp_path)})
     (bad,) = [check for check in part.checks if check.verdict == FAILED]

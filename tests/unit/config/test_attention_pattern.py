@@ -106,7 +106,7 @@ ERRORS = {
 
 
 @pytest.mark.parametrize("text", ERRORS)
-def test_what_is_no_pattern(text: str) -> None:
+def test_invalid_patterns_are_refused(text: str) -> None:
     for whole in (text, f"global,{text}") if text else (text,):
         with pytest.raises(ValueError, match=r"\w") as error:
             parse_layers(whole)

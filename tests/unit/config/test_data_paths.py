@@ -62,7 +62,7 @@ WORDS = st.lists(st.sampled_from(["0.3", "0", "-1", "nan", "inf", "1e308", "a", 
 
 @settings(max_examples=50, derandomize=True, deadline=None)
 @given(WORDS)
-def test_what_is_offered_instead_is_a_blend(words: list[str]) -> None:
+def test_suggested_fixes_are_valid_blends(words: list[str]) -> None:
     for problem in blend_problems(DataPathArgs(tuple(words), "--data-path")):
         for fix in problem.fixes:
             mended = DataPathArgs(tuple(shlex.split(fix)[1:]), "--data-path")
@@ -163,12 +163,12 @@ def test_shares_of_a_split_are_those_of_numpy(weights: list[float]) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "a", "1,2,3,4", "-1,2", "1e3,1", "0,0,0", "1,,1", "nan"])
-def test_what_is_no_split(text: str) -> None:
+def test_invalid_splits_are_refused(text: str) -> None:
     with pytest.raises(ValueError, match=r"is not up to three numbers|has no weight above 0"):
         split_shares(text)
 
 
-def test_what_cannot_be_understood_is_told_at_once() -> None:
+def test_all_problems_are_reported_at_once() -> None:
     data = DataConfig(
         train_data_path=("0", "a", "1", "b"),
         valid_data_path=("1", "c", "d", "e"),

@@ -81,7 +81,7 @@ AGENT = {"TORCHELASTIC_RUN_ID": "a", "TORCHELASTIC_RESTART_COUNT": "1"}
         ({"SLURM_RESTART_COUNT": "2", "SLURM_STEP_ID": "1"}, JobStart(), ""),
     ],
 )
-def test_which_start_of_which_job(environ: dict[str, str], start: JobStart, text: str) -> None:
+def test_the_start_is_read_from_the_environment(environ: dict[str, str], start: JobStart, text: str) -> None:
     assert JobStart.read(environ) == start
     assert str(start) == text
 

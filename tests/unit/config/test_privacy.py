@@ -56,7 +56,7 @@ def folder() -> Iterator[Path]:
         (NOBODY, NOBODY, 0o777, f"it belongs to {user_name(NOBODY)}", f"it belongs to {user_name(NOBODY)}"),
     ],
 )
-def test_whose_files_a_folder_may_hold(
+def test_folders_open_to_others_are_refused(
     folder: Path, owner: int, group: int, mode: int, private: str, shared: str
 ) -> None:
     os.chown(folder, owner, group)
@@ -88,7 +88,7 @@ def test_whose_files_a_folder_may_hold(
         (MATE, MATE, 0o1777, f"{{above}} belongs to user {MATE}"),
     ],
 )
-def test_who_can_put_another_folder_in_its_place(folder: Path, owner: int, group: int, mode: int, problem: str) -> None:
+def test_folders_others_can_replace_are_refused(folder: Path, owner: int, group: int, mode: int, problem: str) -> None:
     give(folder, ME, 0o700)
     os.chown(folder.parent, owner, group)
     folder.parent.chmod(mode)
@@ -165,14 +165,14 @@ def test_a_file_system_without_owners_and_modes_is_as_good_as_any(
 
 
 @pytest.mark.parametrize("around", [0o700, 0o755, 0o1777])
-def test_what_is_new_is_closed_to_others(tmp_path: Path, around: int) -> None:
+def test_new_files_are_closed_to_others(tmp_path: Path, around: int) -> None:
     tmp_path.chmod(around)
     assert private_mode(tmp_path, privacy.PRIVATE_FILE) == 0o600
     make_folder(tmp_path / "a" / "b", private=True)
     assert [stat.S_IMODE((tmp_path / name).stat().st_mode) for name in ("a", "a/b")] == [0o700, 0o700]
 
 
-def test_what_is_new_in_a_folder_of_a_group_is_open_to_it(tmp_path: Path) -> None:
+def test_new_files_in_a_group_folder_are_open_to_the_group(tmp_path: Path) -> None:
     before = os.umask(0o002)
     try:
         tmp_path.chmod(0o2770)

@@ -433,7 +433,7 @@ YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 
         (LLAMA3 | {"rope_scaling": {"rope_type": []}}, "rope_type [] is not supported"),
     ],
 )
-def test_what_is_not_here_is_refused_by_name(config: dict[str, Any], said: str) -> None:
+def test_unsupported_features_are_refused_by_name(config: dict[str, Any], said: str) -> None:
     with pytest.raises(UserError) as caught:
         model(config)
     assert said in str(caught.value)

@@ -162,7 +162,7 @@ def test_boxes_are_those_of_the_whole(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_what_is_refused_leaves_nothing(
+def test_a_refused_call_leaves_no_files(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], flags: list[str], message: str
 ) -> None:
     chunk = build(tiny(**LLAMA))

@@ -95,7 +95,7 @@ def test_the_answers_and_what_ends_them_are_marked(template: str, turns: list[tu
         "{% if false %}{% raw %}{% generation %}{% endraw %}{% endif %}",
     ],
 )
-def test_what_only_looks_like_a_generation_block_marks_nothing(unused: str) -> None:
+def test_text_that_resembles_a_generation_block_marks_no_answer(unused: str) -> None:
     turns = messages(*CONVERSATIONS[1])
     found, plain = (tokenizer(template).conversation(turns) for template in (unused + PLAIN, PLAIN))
     assert found.ids.tolist() == plain.ids.tolist()

@@ -30,7 +30,7 @@ from megatron.data.errors import (
         (errno.EIO, "e/out", "e/out cannot be read: W"),
     ],
 )
-def test_what_the_disk_refuses(number: int, file: str | None, reported: str) -> None:
+def test_disk_errors_are_described(number: int, file: str | None, reported: str) -> None:
     assert str(disk_error(OSError(number, "W", file), "d/out", "--output")) == reported
 
 

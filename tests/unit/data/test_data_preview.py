@@ -32,7 +32,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.mark.parametrize("harm", ["cut", "magic", "empty"])
-def test_what_is_no_dataset_is_refused_as_at_the_start(harm: str) -> None:
+def test_invalid_datasets_are_refused_as_at_the_start(harm: str) -> None:
     index = Path(write(Path("a"), 5) + ".idx")
     content = index.read_bytes()
     index.write_bytes({"cut": content[:-1], "magic": b"x" + content[1:], "empty": b""}[harm])

@@ -113,7 +113,7 @@ def test_an_entry_of_other_facts_is_not_used(tmp_path: Path) -> None:
     assert "describes other tables" in cache.notes[0]
 
 
-def test_what_is_mapped_is_the_file_that_was_proved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_mapped_file_is_the_verified_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     entry = fill(tmp_path)
     proving = hashlib.file_digest
 

@@ -43,7 +43,7 @@ def test_files_of_megatron_are_read(case: str, sequences: int, vocab: int) -> No
     documents=st.lists(st.lists(st.lists(st.integers(0, 127), max_size=4), max_size=3), max_size=9),
     code=st.sampled_from(sorted(LETTERS)),
 )
-def test_what_an_independent_writer_packs_is_read(
+def test_files_of_an_independent_writer_are_read(
     tmp_path_factory: pytest.TempPathFactory, documents: list[list[list[int]]], code: int
 ) -> None:
     folder = tmp_path_factory.mktemp("any")
@@ -195,7 +195,7 @@ def test_a_foreign_file_is_refused(small: Path, kind: str, suffix: str) -> None:
         IndexedDataset(small)
 
 
-def test_what_helps_fits_what_is_wrong(small: Path) -> None:
+def test_the_fix_fits_the_error(small: Path) -> None:
     with pytest.raises(DataError, match=rf"fix: give the path without \.bin: {small}$"):
         IndexedDataset(f"{small}.bin")
     with pytest.raises(DataError, match=r"fix: give the path without \.bin/\.idx, as"):

@@ -50,11 +50,11 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_what_the_system_allows_is_asked_for(folder: Path) -> None:
+def test_the_limit_is_raised_to_the_maximum(folder: Path) -> None:
     assert printed(folder, 50, 1024) == ["[]", "(1024, 1024)"]
 
 
-def test_where_that_does_not_do_the_remedy_is_told(folder: Path) -> None:
+def test_a_maximum_that_is_too_low_is_reported_with_a_fix(folder: Path) -> None:
     (message, limits) = printed(folder, 50, 150)
     assert "Too many open files" in message
     assert "ulimit -n 65536" in message

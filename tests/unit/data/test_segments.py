@@ -242,7 +242,7 @@ def test_files_too_short_for_a_sample(uneven: list[str], tmp_path: Path) -> None
     build(DataConfig(train_data_path=("1", uneven[0], "1", str(tmp_path / "tiny"))), eval_iters=0)
 
 
-def test_what_no_split_can_mend(corpora: dict[str, str], tmp_path: Path) -> None:
+def test_datasets_too_small_for_any_split_are_refused(corpora: dict[str, str], tmp_path: Path) -> None:
     with IndexedDatasetWriter(tmp_path / "one", np.uint16) as writer:
         writer.add_document([1] * 100)
     with pytest.raises(DataError, match=r"one have 0 tokens \(0 of its 1 sequences .*\n  fix: a dataset of more"):
@@ -277,7 +277,7 @@ def test_a_longer_run_keeps_the_samples_of_a_blend(corpora: dict[str, str], weig
     assert read(again, "train", 200) == read(longer, "train", 200)
 
 
-def test_what_a_blend_is_made_of_is_in_its_fingerprint(corpora: dict[str, str]) -> None:
+def test_the_fingerprint_depends_on_every_part_of_a_blend(corpora: dict[str, str]) -> None:
     wiki, code, tiny = corpora.values()
     blends = [
         ("7", wiki, "3", code),

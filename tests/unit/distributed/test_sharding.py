@@ -102,7 +102,7 @@ def test_local_tensors_hold_their_pieces(name: str, tp: int) -> None:
 
 
 @pytest.mark.parametrize("tp", [1, 2, 4, 8])
-def test_what_is_summed_over_sharers(tp: int) -> None:
+def test_partial_gradients_are_marked_for_summation(tp: int) -> None:
     """Partial gradients: sequence-parallel norms and shared keys and values; nothing else."""
     shard = DenseSharding(0, tp)
     assert shard.replicate((5,), INIT, partial=True).pieces[0].partial

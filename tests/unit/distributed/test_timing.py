@@ -132,7 +132,7 @@ def test_a_level_times_its_phases_and_those_below(level: int) -> None:
     }
 
 
-def test_what_is_not_timed_shares_one_context() -> None:
+def test_untimed_spans_share_one_context() -> None:
     assert Timers(0, CPU)("optimizer") is NO_SPAN
     with pytest.raises(KeyError):
         Timers(2, CPU)("optimiser")

@@ -240,7 +240,7 @@ def test_nothing_but_torch_serves_a_cpu(table: Operation) -> None:
 
 
 @pytest.mark.parametrize("table", [LINEAR, ADAM])
-def test_what_is_not_installed_is_missing_on_gpus(table: Operation) -> None:
+def test_packages_that_are_not_installed_are_missing_on_gpus(table: Operation) -> None:
     reason = table.candidates["apex"].missing(torch.device("cuda"), torch.bfloat16)
     assert reason is not None
     assert "cannot be imported" in reason

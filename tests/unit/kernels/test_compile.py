@@ -106,7 +106,7 @@ def test_every_region_and_recomputation(recompute: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("drop", [False, True])
-def test_what_recomputation_drops_is_dropped(drop: bool) -> None:
+def test_recomputed_activations_are_freed(drop: bool) -> None:
     """A compiled activation keeps nothing between it and what it feeds."""
     made = []
 
@@ -127,9 +127,7 @@ DTYPES = [torch.bfloat16, torch.float64]
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("operation", COMPILED)
-def test_what_is_to_be_compiled_proves_to_be_torch(
-    monkeypatch: pytest.MonkeyPatch, operation: str, dtype: torch.dtype
-) -> None:
+def test_compiled_operations_equal_torch(monkeypatch: pytest.MonkeyPatch, operation: str, dtype: torch.dtype) -> None:
     """As one graph, which is then run eagerly: quick."""
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
     made, before = OPERATIONS[operation].candidates["compiled"].make(), graphs()

@@ -135,7 +135,7 @@ def test_a_reference_that_fails_on_the_device_ends_no_run(monkeypatch: pytest.Mo
     assert notes == ["kernels: torch", f"kernels: norm=compiled is left out: {failure}"]
 
 
-def test_what_is_not_there_is_refused_by_name_and_left_out_in_general(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unavailable_kernels_are_refused_by_name_and_skipped_in_groups(monkeypatch: pytest.MonkeyPatch) -> None:
     offer(monkeypatch, Candidate(lambda: None, lambda device, dtype: "there is no compiler"), "compiled")
     kernels, notes = select_kernels(("compiled", *OTHERS), CPU, torch.float32)
     assert kernels == Kernels()

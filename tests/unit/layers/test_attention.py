@@ -185,7 +185,7 @@ def test_documents_do_not_see_each_other(position_embedding_type: str) -> None:
 
 
 @pytest.mark.parametrize(("window", "reach"), [(None, LENGTH), (3, 5), (1, 1)])
-def test_how_far_a_token_is_seen(window: int | None, reach: int) -> None:
+def test_a_token_affects_only_positions_within_reach(window: int | None, reach: int) -> None:
     """Never by earlier tokens; with a window, by ``window - 1`` later ones per layer (two layers here)."""
     solo = Solo.build(tiny(window_size=window))
     batch = random_batch(tiny(), length=LENGTH)

@@ -334,7 +334,7 @@ def test_every_element_counts_once_in_the_norm_however_it_is_cut(
     assert total == pytest.approx(sum(i * i for n in elements.values() for i in range(n)), rel=1e-13)
 
 
-def test_whoever_skips_spikes_needs_a_loss() -> None:
+def test_skip_spikes_needs_a_loss() -> None:
     solo = Solo.build(CONFIG, optimizer=OptimizerConfig(skip_spikes=6.0))
     with pytest.raises(ValueError, match="pass it to update"):
         solo.optimizer.update(RATES, torch.ones(()), hooks=solo.hooks)

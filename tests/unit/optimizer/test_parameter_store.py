@@ -121,7 +121,7 @@ def test_parameters_are_views_and_keep_their_values() -> None:
     assert loss == other, "buffers are a matter of memory alone"
 
 
-def test_what_is_used_first_is_gathered_first(gathers: Gathers) -> None:
+def test_parameters_are_gathered_in_order_of_use(gathers: Gathers) -> None:
     model, weights, _ = layers(4, overlap=True)
     weights.start_gather()
     assert gathers.started == [parameter.data_ptr() for parameter in model.parameters()]

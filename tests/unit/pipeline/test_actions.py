@@ -118,7 +118,7 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
         PipelineSchedule.load(tmp_path / "empty.csv")
 
 
-def test_what_a_schedule_states_of_itself() -> None:
+def test_properties_of_a_schedule() -> None:
     schedule = PipelineSchedule(
         "v", (tuple(map(Action.parse, ("0F0", "3F0", "3SEND_B0", "0B0"))), (Action(1, "I", 4), Action(2, "F", 2)))
     )
@@ -173,7 +173,7 @@ def slots(rank: tuple[Action, ...]) -> list[tuple[int, Action]]:
 
 @settings(max_examples=40, derandomize=True, deadline=None)
 @given(schedules(ranks=6, chunks=3, microbatches=10))
-def test_what_crosses_ranks_is_sent_once_and_received_once_in_the_same_order(schedule: PipelineSchedule) -> None:
+def test_tensors_between_ranks_are_sent_and_received_once_in_the_same_order(schedule: PipelineSchedule) -> None:
     placement = schedule.placement
     found = add_communication(schedule)
     assert found.only(COMPUTE_KINDS).ranks == schedule.ranks
@@ -236,7 +236,7 @@ def test_communication_that_a_schedule_brings_along_stays() -> None:
     assert add_communication(found) is found
 
 
-def test_what_no_one_makes_or_takes_is_not_moved() -> None:
+def test_tensors_without_producer_or_consumer_are_not_sent() -> None:
     assert lines(add_communication(program("0F0 0F1", "1F0 1F2"))) == ["0F0 0SEND_F0 0F1", "1RECV_F0 1F0 1F2"]
 
 
@@ -266,7 +266,7 @@ def test_both_ends_name_the_same_channel() -> None:
         ("1SEND_F3", "1SEND_F3 has no channel: stages 1 and 2 are both on rank 1"),
     ],
 )
-def test_what_has_no_channel(text: str, sentence: str) -> None:
+def test_actions_without_a_channel_are_refused(text: str, sentence: str) -> None:
     with pytest.raises(ScheduleError) as error:
         channel_of(Action.parse(text), (0, 1, 1))
     assert error.value.sentence == sentence

@@ -298,7 +298,7 @@ def test_ranks_have_the_layers_that_were_stated(
             assert len({n for n, r in zip(counts(found), placement) if r == rank}) == 1
 
 
-def test_what_ranks_cannot_share_is_refused_with_the_numbers_beside_it() -> None:
+def test_uneven_splits_are_refused_with_the_nearest_sizes() -> None:
     with pytest.raises(ScheduleError, match="10 layers do not fill PP4 x VPP1 equally") as caught:
         split_by_rank(10, range(4), 3, None)
     assert [fix.split()[1] for fix in caught.value.fixes[:2]] == ["1", "4"]
@@ -357,7 +357,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("layout", REFUSED, ids=lambda layout: layout[:12])
-def test_what_is_no_layout_of_the_model_is_refused(layout: str) -> None:
+def test_invalid_layouts_are_refused(layout: str) -> None:
     with pytest.raises(ScheduleError) as caught:
         parse_layout(layout, 2)
     assert REFUSED[layout] in caught.value.sentence

@@ -262,7 +262,7 @@ def test_an_output_that_does_not_depend_on_the_input_is_an_error() -> None:
         stage.backward(0, torch.ones(2), torch.ones(()))
 
 
-def test_what_is_recorded_is_the_order_of_the_work() -> None:
+def test_the_recorded_timeline_follows_the_order_of_execution() -> None:
     program, ends = program_of("zb-h1", 1, 3), Ends()
     pipeline = pipeline_of(program, 0, {}, ends)
     with record_timeline(pipeline, Group(), torch.device("cpu")) as recorder:

@@ -241,7 +241,7 @@ def test_a_step_without_work() -> None:
     assert (empty.makespan, empty.span, empty.bubble, empty.span_bubble, empty.peak_memory) == (0, 0, 0, 0, (0, 0))
 
 
-def test_what_never_arrives_is_named() -> None:
+def test_a_deadlock_names_the_missing_message() -> None:
     with pytest.raises(ScheduleError, match="rank 1 waits for 1RECV_F0 forever") as error:
         simulate(make_schedule("1f1b", 2, 1, 2), StageCosts.uniform(2))
     assert "add_communication" in error.value.fixes[0]

@@ -132,7 +132,7 @@ def breakages(draw: st.DrawFn) -> tuple[str, list[Action], PipelineSchedule, tup
 
 @settings(max_examples=150, derandomize=True, deadline=None)
 @given(breakages())
-def test_what_is_broken_is_refused_and_what_is_not_is_not(
+def test_only_broken_schedules_are_refused(
     breakage: tuple[str, list[Action], PipelineSchedule, tuple[int, ...]],
 ) -> None:
     what, touched, found, placement = breakage

@@ -88,7 +88,7 @@ def test_waiting_for_a_transfer_is_hatched_and_nothing_else() -> None:
     assert ["waits for a transfer" in texts for texts in labels] == [True, False]
 
 
-def test_what_is_held_stands_beneath() -> None:
+def test_memory_is_drawn_below_the_timeline() -> None:
     made = timeline("1f1b", 4, 1, 8)
     figure = drawn({"": made}, limit=6.0)
     memory = figure.axes[1]
@@ -180,7 +180,7 @@ def labels(timeline: Timeline) -> list[object]:
 
 
 @pytest.mark.parametrize("name", sorted(SCHEDULES))
-def test_what_is_written_is_read(name: str, tmp_path: Path) -> None:
+def test_a_simulated_trace_survives_a_round_trip(name: str, tmp_path: Path) -> None:
     stages = 3 * (SCHEDULES[name].chunks or 2)
     costs = StageCosts((0.1,) * stages, (0.3,) * stages, (0.7,) * stages, 1e-6, 1e-5, (2.5,) * stages, (1.5,) * stages)
     made = simulate(add_communication(make_schedule(name, 3, stages // 3, 7)), costs)
@@ -192,7 +192,7 @@ def test_what_is_written_is_read(name: str, tmp_path: Path) -> None:
     assert read.peak_memory == made.peak_memory
 
 
-def test_what_was_measured_is_read(tmp_path: Path) -> None:
+def test_a_measured_trace_survives_a_round_trip(tmp_path: Path) -> None:
     write_trace(MEASURED, tmp_path / "trace.json")
     read = read_trace(tmp_path / "trace.json")
     assert read == MEASURED
@@ -248,7 +248,7 @@ def test_an_event_that_cannot_be_is_refused(changes: dict[str, Any], words: str,
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"otherData": {"ranks": 1}}', '{"otherData": 3}', "null"])
-def test_what_is_no_timeline_is_refused_with_the_way_to_make_one(text: str, tmp_path: Path) -> None:
+def test_files_that_are_no_timeline_are_refused_with_a_fix(text: str, tmp_path: Path) -> None:
     path = tmp_path / "trace.json"
     path.write_text(text)
     with pytest.raises(ScheduleError, match=r"trace\.json cannot be read as a timeline: ") as error:

@@ -14,7 +14,7 @@ from tests.unit.slurm.test_recipes import SMALL_NODES
 
 
 @pytest.mark.parametrize("recipe", TRAINING)
-def test_what_a_run_stated_of_its_saves_and_layout_does_not_stop_its_evaluation(recipe: str, tmp_path: Path) -> None:
+def test_save_and_layout_flags_of_a_run_do_not_stop_its_evaluation(recipe: str, tmp_path: Path) -> None:
     nodes = str(SMALL_NODES[recipe])
     config = Started.by(recipe, SMALL="1", RUN=str(tmp_path), SLURM_JOB_NUM_NODES=nodes).config()
     assert config.checkpoint.keep_last

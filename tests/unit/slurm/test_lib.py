@@ -137,7 +137,7 @@ def job(tmp_path: Path) -> Job:
     ],
 )
 @pytest.mark.parametrize("launcher", ["srun", "torchrun"])
-def test_what_becomes_of_a_start(
+def test_the_outcome_of_a_start(
     job: Job, case: str, status: int, expected: str, reported: list[str], launcher: str
 ) -> None:
     job.environ |= {"LAUNCHER": launcher, "MAX_RESTARTS": "0" if launcher == "srun" else "3"}
@@ -149,7 +149,7 @@ def test_what_becomes_of_a_start(
     assert ("--max-restarts=3" in job.calls("srun")[0]) == (launcher == "torchrun")
 
 
-def test_who_may_not_queue_again_gets_instructions(job: Job) -> None:
+def test_a_denied_requeue_prints_instructions(job: Job) -> None:
     job.environ["DENIED"] = "1"
     status, message = job.start("exit 1")
     assert status == 1
@@ -276,7 +276,7 @@ def test_ranks_that_do_not_stop_are_left_to_slurm(job: Job) -> None:
     assert "requeue 7" in job.calls("scontrol")
 
 
-def test_what_slurm_ends_is_left_to_slurm(job: Job) -> None:
+def test_a_job_ended_by_slurm_is_not_requeued(job: Job) -> None:
     assert job.signalled(f"{UNTIL_STOPPED}; exit 1", signal.SIGTERM)[0] == 143
     assert job.calls("scontrol") == []
 

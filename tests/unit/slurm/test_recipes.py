@@ -35,7 +35,7 @@ def test_flags_are_those_of_a_run_through_every_stage_of_its_batch(recipe: str) 
     assert batch_size_stages(config.training, config.parallel.data_parallel_size(started.world_size))
 
 
-def test_what_the_examples_start_they_have_checked_before() -> None:
+def test_examples_check_their_flags_before_they_start() -> None:
     """The flags of an example depend on its text, so it asks ``--check-config`` itself, and ends if they are bad."""
     for script in (ROOT / "examples").glob("quickstart.sh"):
         calls = [line for line in script.read_text().splitlines() if re.search(r"pretrain_gpt.py .*\"\$@\"", line)]
@@ -181,7 +181,7 @@ def test_mistakes_are_reported(environ: dict[str, str], sentence: str) -> None:
 
 
 @pytest.mark.parametrize("recipe", ["evaluate", "convert_to_hf"])
-def test_what_follows_a_run_asks_for_its_folder(recipe: str, tmp_path: Path) -> None:
+def test_recipes_that_follow_a_run_require_its_folder(recipe: str, tmp_path: Path) -> None:
     with pytest.raises(subprocess.CalledProcessError) as failed:
         Started.by(recipe, DRY_RUN="", SLURM_JOB_ID="7", RUN=str(tmp_path))
     assert f"fix: RUN=runs/mine sbatch slurm/{recipe}.sh" in failed.value.stderr

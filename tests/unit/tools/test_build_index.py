@@ -94,7 +94,7 @@ def test_a_folder_that_takes_nothing_is_a_failure(tmp_path: Path, capsys: pytest
         (["--data-path", CASES[0], "--data-cache-path", "x", "--seq-length", "0"], "seq"),
     ],
 )
-def test_what_cannot_be_built_is_reported(
+def test_errors_are_reported(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],

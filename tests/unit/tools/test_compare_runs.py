@@ -81,7 +81,7 @@ def test_a_loss_that_is_not_finite_is_one_in_both_or_differs() -> None:
     assert compare_steps(a, b, tolerance=1.0).changes == (Change("lm loss", None, 3.0),)
 
 
-def test_what_a_restart_threw_away_does_not_count(tmp_path: Path) -> None:
+def test_steps_discarded_by_a_restart_do_not_count(tmp_path: Path) -> None:
     lost = [line(3, **{"lm loss": 9.0}), line(4, **{"lm loss": 9.0})]
     again = [{"event": "start", "iteration": 2, "consumed-tokens": 64}, line(3)]
     path = folder(

@@ -60,9 +60,7 @@ def test_from_an_object_store(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert "s3://bucket/run is in an object store" in capsys.readouterr().err
 
 
-def test_what_was_passed_over_and_what_was_not_compared_is_said(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_skipped_checkpoints_and_comparisons_are_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model = llama(window_size=500, max_position_embeddings=1000)
     for step in (7, 9):
         write_checkpoint(tmp_path / "save" / f"iter_{step:07d}", model)

@@ -195,7 +195,7 @@ def test_a_tolerance_is_a_distance(runs: Path, flags: tuple[str, str]) -> None:
         main([str(runs / "plain"), str(runs / "plain"), *flags])
 
 
-def test_what_is_no_run(runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_folder_that_is_no_run_is_refused(runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([str(runs / "plain"), str(tmp_path)]) == 2
     assert capsys.readouterr().err.startswith(f"diff_runs: {tmp_path} is not a run folder: ")
     (tmp_path / "new").mkdir()

@@ -86,7 +86,7 @@ def measured_file(path: Path, segment: float, late: float) -> Timeline:
     return made
 
 
-def test_what_was_measured_stands_under_what_it_should_be(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_measured_times_are_printed_below_simulated_ones(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     measured = measured_file(tmp_path / "m.json", 0.25, late=3.0)
     capsys.readouterr()
     assert main(["--measured", "m.json"]) == 0
@@ -178,7 +178,7 @@ def test_flags_that_do_not_go_together(argv: list[str], reported: str, capsys: p
         (["--schedule", "1f1b", *SMALL, "--csv", "no/a.csv"], "No such file or directory"),
     ],
 )
-def test_what_cannot_be_drawn(argv: list[str], reported: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_invalid_arguments_are_refused(argv: list[str], reported: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(argv) == 1
     assert reported in capsys.readouterr().err
 

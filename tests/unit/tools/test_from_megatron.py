@@ -73,7 +73,7 @@ def test_a_script_becomes_the_run_it_would_start(
     assert [path.name for path in tmp_path.iterdir()] == ["train.sh"], "the script ran in a folder of its own"
 
 
-def test_what_is_missing_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_missing_settings_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert from_megatron.main([script(tmp_path, more="--fp4-format e2m1 --lr 2 --min-lr x"), "/results"]) == 1
     output = capsys.readouterr().out
     rows, flags = translated(output)
@@ -97,7 +97,7 @@ def test_a_script_that_launches_nothing_is_refused(tmp_path: Path, capsys: pytes
         "os.write(2, b'x' * 1_000_000)",
     ],
 )
-def test_what_a_script_leaves_behind_is_read_within_limits(
+def test_output_of_a_script_is_read_within_limits(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], hostile: str
 ) -> None:
     assert from_megatron.main([script(tmp_path, f'python -c "import os; {hostile}"\n')]) == 2
@@ -123,7 +123,7 @@ def test_refusals_and_notes_are_those_of_the_run(capsys: pytest.CaptureFixture[s
     assert "\nnote: activation is gelu_tanh" in output
 
 
-def test_what_a_script_leaves_running_is_ended(tmp_path: Path) -> None:
+def test_background_processes_of_a_script_are_killed(tmp_path: Path) -> None:
     marker = tmp_path / "marker"
     began = time.monotonic()
     from_megatron.main([script(tmp_path, f"(while sleep 0.1; do date >>{marker}; done) &\n{TORCHRUN}"), "/results"])

@@ -135,7 +135,7 @@ def test_weights_are_rounded_into_the_format_of_the_run(tmp_path: Path, capsys: 
         (["--prompts", "/none"], 2, "--prompts /none cannot be read: No such file or directory"),
     ],
 )
-def test_what_cannot_work_is_stated(
+def test_invalid_arguments_are_refused(
     saved: Path, flags: list[str], status: int, message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["--load", str(saved), *flags]) == status
@@ -163,7 +163,7 @@ def test_nothing_to_load(
     assert message.replace("FOLDER", str(tmp_path)) in capsys.readouterr().err
 
 
-def test_what_was_passed_over_is_stated(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_skipped_checkpoints_are_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for step in (10, 20):
         path = save_model(model(step), tmp_path, step)
     (path / "COMPLETE").unlink()

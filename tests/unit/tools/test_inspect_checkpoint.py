@@ -66,7 +66,7 @@ def test_verify(runs: CheckpointFolder, capsys: pytest.CaptureFixture[str]) -> N
         ("ls", "iter_0000001", "{0} is a checkpoint itself\n  fix: show {0}"),
     ],
 )
-def test_what_the_command_is_not_for(
+def test_unsupported_paths_are_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], command: str, path: str, sentence: str
 ) -> None:
     if path == "iter_0000001":
@@ -149,7 +149,7 @@ def test_diff(runs: CheckpointFolder, tmp_path: Path, capsys: pytest.CaptureFixt
     ]
 
 
-def test_what_belongs_to_one_start_makes_no_difference(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_settings_of_one_start_do_not_count_as_differences(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for name, lr in {"a": 0.1, "b": 0.1, "c": 0.2}.items():
         config = {"checkpoint": {"save": name}, "logging": {"run_dir": name}, "optimizer": {"lr": lr}}
         state = {"iteration": 1, "run_id": name, "goodput": {"starts": 1 if name == "a" else 2}}
@@ -174,7 +174,7 @@ def test_what_belongs_to_one_start_makes_no_difference(tmp_path: Path, capsys: p
         (torch.tensor([0.0, float("nan"), 2, 3]), "max abs nan, relative nan"),
     ],
 )
-def test_how_a_tensor_differs(
+def test_the_difference_of_a_tensor_is_described(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], values: torch.Tensor, line: str
 ) -> None:
     save(tmp_path / "a", {"w": Sample(torch.arange(4.0), (4,))})
@@ -184,7 +184,7 @@ def test_how_a_tensor_differs(
     assert main(["diff", str(tmp_path / "b"), str(tmp_path / "b")]) == 0  # a NaN is identical to itself
 
 
-def test_what_cannot_be_read(runs: CheckpointFolder, capsys: pytest.CaptureFixture[str]) -> None:
+def test_unreadable_checkpoints_are_refused(runs: CheckpointFolder, capsys: pytest.CaptureFixture[str]) -> None:
     (files_of(runs.path(2)) / MANIFEST).write_text("{}")
     for command in (["show"], ["diff", str(runs.path(1))]):
         assert main([*command, str(runs.path(2))]) == 2

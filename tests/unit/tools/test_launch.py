@@ -135,7 +135,7 @@ def test_a_layout_that_is_named_is_left_alone(tmp_path: Path, capsys: pytest.Cap
         ("slurm --nodes 8 --preset llama3-70b --mock-data", "E304"),
     ],
 )
-def test_what_no_start_would_take_is_not_written(
+def test_scripts_with_invalid_flags_are_not_written(
     arguments: str, code: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert launch.main([*arguments.split(), "--cluster", str(tmp_path / "none")]) == 2

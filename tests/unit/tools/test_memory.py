@@ -57,7 +57,7 @@ def test_the_flags_of_a_run_count(capsys: pytest.CaptureFixture[str]) -> None:
     assert halves[1] == pytest.approx(halves[0] / 2, rel=2e-3)
 
 
-def test_what_is_wrong_is_stated_as_by_a_run(capsys: pytest.CaptureFixture[str]) -> None:
+def test_errors_are_reported_as_by_a_run(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--preset", "llama2-7b", "--world-size", "3", "--tensor-model-parallel-size", "2"], {}) == 2
     assert "E202" in capsys.readouterr().err
     assert main(["--preset", "tiny-gpt2", "--tokenizer-type", "ByteTokenizer"], {}) == 2

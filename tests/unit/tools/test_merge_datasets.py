@@ -242,14 +242,14 @@ def test_merged_is_what_one_preprocessing_of_all_text_writes(
     ]
 
 
-def test_what_does_not_go_together_is_a_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_incompatible_inputs_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     inputs = [str(write(tmp_path / dtype, [[1]], dtype)) for dtype in ("u2", "i4")]
     assert main(["--input", *inputs, "--output-prefix", str(tmp_path / "all")]) == 1
     assert capsys.readouterr().err.startswith(f"merge_datasets: {inputs[0]} holds uint16, {inputs[1]} int32")
     assert not (tmp_path / "all.bin").exists()
 
 
-def test_what_is_there_stays_unless_it_is_to_be_overwritten(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_existing_files_are_kept_without_overwrite(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     flags = ["--input", str(write(tmp_path / "a", [[1]])), "--output-prefix", str(write(tmp_path / "all", [[2]]))]
     before = content(tmp_path)
     assert main(flags) == 2

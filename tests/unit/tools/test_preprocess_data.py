@@ -160,7 +160,7 @@ def test_a_tokenizer_of_before_leaves_nothing(corpus: Path, tmp_path: Path, mode
     assert not kept.exists()
 
 
-def test_what_is_there_stays_unless_it_is_to_be_overwritten(
+def test_existing_files_are_kept_without_overwrite(
     corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run(tmp_path, "--input", str(corpus), "--json-keys", "title") == 0
@@ -210,7 +210,7 @@ def test_flags_without_effect_are_taken_and_stated(
         ("--workers=0", "--workers is 0, must be at least 1"),
     ],
 )
-def test_what_is_not_done_is_refused_by_name(
+def test_unsupported_flags_are_refused_by_name(
     corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], flag: str, message: str
 ) -> None:
     with pytest.raises(SystemExit) as caught:

@@ -154,7 +154,7 @@ def test_generated_texts_are_escaped_on_a_terminal_only(terminal: bool, monkeypa
     assert out.getvalue() == (SHOWN if terminal else EVIL) * 2 + "\n"
 
 
-def test_what_libraries_log_about_files(capfd: pytest.CaptureFixture[str]) -> None:
+def test_log_lines_of_libraries_are_escaped(capfd: pytest.CaptureFixture[str]) -> None:
     escape_library_logs()
     logger = logging.getLogger("a library")
     logger.addHandler(logging.StreamHandler())

@@ -201,7 +201,7 @@ def test_without_adapters_it_is_a_start_from_weights(tmp_path: Path, base: Path)
     assert differences(tmp_path / "a/saved/iter_0000006", tmp_path / "b/saved/iter_0000006") == []
 
 
-def test_what_is_loaded_is_what_was_trained(tmp_path: Path, base: Path) -> None:
+def test_loaded_weights_equal_the_trained_ones(tmp_path: Path, base: Path) -> None:
     """From the checkpoint of adapters alone, for inference."""
     kept = []
     config = config_of(tmp_path, base, "--lora-rank 2 --params-dtype fp64")

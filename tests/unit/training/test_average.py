@@ -69,7 +69,7 @@ def test_it_is_evaluated_and_the_run_notices_nothing_of_that(tmp_path: Path) -> 
     assert evaluate(trainer).item() == losses[-1]
 
 
-def test_where_a_checkpoint_has_none_it_starts_from_the_weights(tmp_path: Path) -> None:
+def test_the_average_starts_from_the_weights_if_the_checkpoint_has_none(tmp_path: Path) -> None:
     run(tmp_path, "--exit-interval 3")
     out = run(tmp_path, f"--ema-decay {DECAY} --load {tmp_path}/saved --resume-mode new-schedule")
     assert "the checkpoint has no average of the weights: it starts from the weights" in out

@@ -38,7 +38,7 @@ def test_a_config_file_counts_as_flags_do(tmp_path_factory: pytest.TempPathFacto
     assert default_variables(run(f"--config {file}", 4).config, 4, {}, 16, cuda=True)[CONNECTIONS] == "32"
 
 
-def test_what_is_set_stays() -> None:
+def test_existing_variables_are_kept() -> None:
     config = run("").config
     environ = {CONNECTIONS: "8", "PYTORCH_CUDA_ALLOC_CONF": "", "TORCHINDUCTOR_COMPILE_THREADS": "3"}
     assert "CUDA_DEVICE_MAX_CONNECTIONS=8" in set_variables(config, True, environ)

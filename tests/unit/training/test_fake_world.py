@@ -209,7 +209,7 @@ def test_a_pattern_that_names_nothing_is_refused_though_another_rank_might_have_
         ),
     ],
 )
-def test_what_makes_no_sense_is_refused(flags: str, environ: dict[str, str], sentence: str) -> None:
+def test_contradictory_settings_are_refused(flags: str, environ: dict[str, str], sentence: str) -> None:
     with pytest.raises(UserError) as caught:
         parse(f"{TINY} {flags}".split(), environ)
     (problem,) = caught.value.problems

@@ -133,7 +133,7 @@ def test_a_killed_run_resumes_to_the_bit(tmp_path: Path, base: Path, pairs: Path
     assert differences(*(tmp_path / name / "save" / "iter_0000005" for name in ("whole", "killed"))) == []
 
 
-def test_what_is_missing_is_named(tmp_path: Path, base: Path, pairs: Path) -> None:
+def test_a_missing_or_incompatible_reference_model_is_refused(tmp_path: Path, base: Path, pairs: Path) -> None:
     outcome = start(run_of(tmp_path / "none", pairs))
     assert outcome.status == 2
     assert "E322 --objective dpo needs --reference-model\n  fix: --reference-model CHECKPOINT" in outcome.err

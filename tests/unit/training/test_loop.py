@@ -96,7 +96,7 @@ def test_a_ramp_and_a_last_batch_that_is_not_full(tmp_path: Path) -> None:
     assert column(tmp_path, "consumed-samples") == [2, 4, 8, 14, 20, 26]
 
 
-def test_where_no_label_counts_there_is_no_loss_and_no_harm(tmp_path: Path) -> None:
+def test_batches_without_labels_give_zero_loss_and_finite_weights(tmp_path: Path) -> None:
     def masked(masks: MaskBuilder, tokens: Any, labels: Any) -> BatchArrays:
         return BatchArrays(tokens, labels, np.zeros(tokens.shape, dtype=np.float32), None, None)
 

@@ -121,7 +121,7 @@ def test_megatron_lm_s_backend_is_left_to_a_machine_without_gpus(
         ("--run-dir /proc/1/run --cuda-graph step", ["E701", "E906"]),
     ],
 )
-def test_what_needs_a_gpu_is_refused_at_once(
+def test_flags_that_need_a_gpu_are_refused_together(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, flags: str, codes: list[str]
 ) -> None:
     monkeypatch.setattr(os, "access", lambda path, mode: False)  # only the run folder is asked about

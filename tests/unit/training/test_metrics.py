@@ -159,7 +159,7 @@ def test_one_rank_alone_has_nobody_to_wait_for(clock: Clock) -> None:
     assert not waits(record)
 
 
-def test_what_happened_before_the_first_step_and_in_pauses_is_not_of_the_steps(clock: Clock, nobody_else: None) -> None:
+def test_times_before_the_first_step_and_in_pauses_are_excluded(clock: Clock, nobody_else: None) -> None:
     timers = Timers(1, CPU)
     group = Group((0, 1), 0, None, "tp")
 
@@ -337,7 +337,7 @@ def test_the_table_has_every_metric_and_no_other(nobody_else: None) -> None:
     assert general(lists) == {name for name, metric in METRICS.items() if metric.unit.startswith("list of")}
 
 
-def test_what_does_not_apply_is_left_out(clock: Clock) -> None:
+def test_metrics_that_do_not_apply_are_omitted(clock: Clock) -> None:
     window = MetricsWindow(CPU, seq_length=1)
     window.add(step(1.0), samples=1)
     clock.now += 1.0
@@ -363,7 +363,7 @@ def test_the_tables_in_the_documentation_are_those_of_the_code() -> None:
 RANK = of_rank(1.0, {"tp": 0.1, "dp": 0.1}, {"batch-generator": 0.01, "optimizer": 0.2})
 
 
-def test_who_is_fullest_and_who_is_slowest() -> None:
+def test_the_fullest_and_the_slowest_rank_are_found() -> None:
     """Steps take all ranks the same time; the slowest is the one for which the others wait."""
     ranks = [RANK, RANK | {"mem-max-allocated-bytes": 27, MEMORY_CAPACITY: 81}, RANK, RANK]
     ranks[2] = of_rank(1.0, {"tp": 0.02, "dp": 0.02}, {"batch-generator": 0.03, "optimizer": 0.1})
@@ -376,7 +376,7 @@ def test_who_is_fullest_and_who_is_slowest() -> None:
     assert seen["data-wait"] == 0.03
 
 
-def test_what_ranks_send_is_their_mean() -> None:
+def test_sent_bytes_are_averaged_over_ranks() -> None:
     seen = compare_ranks([RANK | {"sent-bytes-tp": 2.0, "sent-bytes-dp": n} for n in (1.0, 5.0)])
     assert (seen["sent-bytes-tp"], seen["sent-bytes-dp"]) == (2.0, 3.0)
 

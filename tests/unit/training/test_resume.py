@@ -632,7 +632,7 @@ def test_old_checkpoints_have_one_evaluation_only(tmp_path: Path) -> None:
     assert column(tmp_path, "iteration", "lm loss test") == [6]
 
 
-def test_what_a_checkpoint_holds(tmp_path: Path) -> None:
+def test_tensors_and_numbers_of_a_checkpoint(tmp_path: Path) -> None:
     """Compared with the trainer at the end of the same run, by parameter name."""
     go_on(tmp_path, "--bf16")
     tensors, numbers = checkpoint(tmp_path / "saved/iter_0000006")

@@ -194,7 +194,7 @@ def test_changes_are_reported_as_at_the_start(capsys: pytest.CaptureFixture[str]
         ("--ckpt-step 3", "E812", "mine has no checkpoint of step 3; it has 4, 2\n  fix: --ckpt-step 4"),
     ],
 )
-def test_what_the_start_refuses_is_refused(
+def test_checkpoints_that_the_start_refuses_are_refused(
     capsys: pytest.CaptureFixture[str], flags: str, code: str, said: str
 ) -> None:
     save(Path("mine"))

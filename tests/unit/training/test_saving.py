@@ -231,7 +231,7 @@ def test_old_checkpoints_that_cannot_be_deleted_do_not_end_a_run(tmp_path: Path)
 @pytest.mark.parametrize(
     ("flags", "kept"), [(f"{ASYNC} --keep-last 1", [6]), (f"{EVERY_2} --keep-last 1 --keep-every 4", [4, 6])]
 )
-def test_which_checkpoints_are_kept(tmp_path: Path, flags: str, kept: list[int]) -> None:
+def test_retention_flags_select_the_kept_checkpoints(tmp_path: Path, flags: str, kept: list[int]) -> None:
     assert start(run_of(tmp_path, f"{flags} --exit-interval 4")).status == 0
     assert start(run_of(tmp_path, flags)).status == 0
     assert saved_steps(tmp_path / "saved") == kept

@@ -158,7 +158,7 @@ class Holder:
         os.waitpid(self.pid, 0)
 
 
-def test_who_holds_the_lock_of_a_run_is_named_and_can_be_got_rid_of(scratch: Path) -> None:
+def test_the_lock_holder_of_a_run_is_named_and_can_be_removed(scratch: Path) -> None:
     """Another user has locked the claim of an earlier version of this program, whose process is dead."""
     flags = f"--save {scratch}/run/saved --save-interval 1 --lr-decay-style constant --train-iters"
     assert start(tiny_run(scratch / "run", f"{flags} 1")).status == 0
@@ -252,7 +252,7 @@ def test_a_group_can_share_a_run_and_a_cache(scratch: Path) -> None:
 
 
 @pytest.mark.parametrize("flag", ["--load {0}", "--load {0}/saved", "--save {0}/saved"])
-def test_what_cannot_be_opened_is_refused_in_a_sentence(scratch: Path, flag: str) -> None:
+def test_files_without_permission_are_refused(scratch: Path, flag: str) -> None:
     run = scratch / "run"
     assert start(tiny_run(run, f"--save {run}/saved")).status == 0
 

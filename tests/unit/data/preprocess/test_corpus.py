@@ -103,7 +103,7 @@ def test_links_out_of_a_folder_or_pattern_are_not_read(tree: Path, given: str) -
 
 
 @pytest.mark.parametrize("given", ["", "**/*.py"])
-def test_what_cannot_be_read_is_counted_in_one_note(tree: Path, given: str) -> None:
+def test_unreadable_files_are_counted_in_one_note(tree: Path, given: str) -> None:
     expected = names(tree, [str(tree)])
     (tree / "gone.py").symlink_to("/nowhere/gone.py")
     (tree / "round.py").symlink_to("round.py")
@@ -124,7 +124,7 @@ def test_what_cannot_be_read_is_counted_in_one_note(tree: Path, given: str) -> N
 
 
 @needs_root
-def test_what_belongs_to_another_user_is_passed_over() -> None:
+def test_files_of_another_user_are_skipped() -> None:
     """As root's files are on a share that squashes root, or lost+found beside a corpus."""
     with public_folder() as folder:
         for name in ("a.txt", "closed.txt", "lost+found/b.txt", "sub/c.txt"):

@@ -280,7 +280,7 @@ def test_keys_that_cannot_be(tmp_path: Path) -> None:
         run(PreprocessOptions([], ("a/b",), str(tmp_path / "out"), BYTES))
 
 
-def test_where_one_key_cannot_be_written_all_stay_as_they_were(tmp_path: Path) -> None:
+def test_no_output_changes_if_one_key_cannot_be_written(tmp_path: Path) -> None:
     corpus = tmp_path / "a.jsonl"
     plan = PreprocessOptions([corpus], ("title", "text"), str(tmp_path / "out"), BYTES)
     corpus.write_bytes(b'{"title": "a", "text": "b"}\n')
@@ -318,7 +318,7 @@ def test_an_input_that_grows_while_it_is_read_is_refused(tmp_path: Path) -> None
     assert [path.name for path in tmp_path.iterdir()] == ["a.jsonl"]
 
 
-def test_what_a_check_raises_after_the_last_block_leaves_nothing(tmp_path: Path) -> None:
+def test_an_error_of_a_check_after_the_last_block_leaves_no_files(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_bytes(b"a")
 
     class Ended(BaseException):
@@ -370,7 +370,7 @@ def apart(encoded: EncodedBatch) -> list[list[int]]:
     return [part.tolist() for part in np.split(encoded.ids, np.cumsum(encoded.lengths))[:-1]]
 
 
-def test_what_the_tokenizer_refuses_is_bad_too() -> None:
+def test_documents_that_the_tokenizer_refuses_count_as_bad() -> None:
     null = NullTokenizer(10)
     block = block_of({"text": "1 2"}, {"text": "x"}, "not JSON\n", {"text": "12"}, {"text": "9"})
     done = encoder(tokenizer=null)(block)

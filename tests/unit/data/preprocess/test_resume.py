@@ -123,7 +123,7 @@ def interrupted(plan: PreprocessOptions, blocks: int = 9) -> None:
         run(plan, check)
 
 
-def test_what_has_been_read_is_not_read_again(plan: PreprocessOptions, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_processed_input_is_not_read_again(plan: PreprocessOptions, monkeypatch: pytest.MonkeyPatch) -> None:
     interrupted(plan, 10)
     read: list[Path] = []
     cut = encode_module.split_into_blocks

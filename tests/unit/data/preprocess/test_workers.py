@@ -88,7 +88,7 @@ def test_a_dead_worker_is_reported_and_the_others_end(moment: float) -> None:
     assert not workers()
 
 
-def test_what_a_worker_raises_is_raised_here() -> None:
+def test_worker_exceptions_are_raised_by_the_parent() -> None:
     with (
         encoded(map(block, range(9)), replace(BYTES, fingerprint="other")) as results,
         pytest.raises(DataError, match="the files of the tokenizer have changed"),
@@ -148,7 +148,7 @@ def work(plan: str, report: Report) -> str:
     return f"{plan} done"
 
 
-def test_what_a_process_returns_reports_and_raises() -> None:
+def test_a_subprocess_passes_on_results_reports_and_exceptions() -> None:
     listener = Listener()
     assert run_in_subprocess(work, "work", listener) == "work done"
     assert listener.reported == [("stage", "a stage"), ("message", "a sentence")]
