@@ -36,9 +36,9 @@ NODES_OF_A_RUN = 4
 MESSAGE_TIMEOUT = 5
 """Seconds that Slurm waits for an answer, more than its KillWait.
 
-A node answers to the kill of a step (``srun --kill-on-bad-exit``) after KillWait. Where that is too late, Slurm says it
-once more after a minute; a job that was queued again, and has begun meanwhile, then loses a step that has the same
-number. (Of no other use: elsewhere, a job waits for two minutes before it begins again.)
+A node answers to the kill of a step (``srun --kill-on-bad-exit``) after KillWait. If that is too late, Slurm repeats
+the kill after a minute; a job that was requeued and has begun meanwhile then loses a step with the same number.
+(Otherwise this has no effect: a job waits for two minutes before it begins again.)
 """
 
 GPUS = 8
@@ -56,15 +56,15 @@ def soak(trials: Trials, faults: int, jobs: int) -> list[Trial]:
                 number = waiting.pop(future)
                 made[number] = trial = future.result()
                 happened = sum(len(trial.outcomes) for trial in made.values())
-                tell(f"{happened:>4} faults  {number:>3} {line(trial)}, {trial.seconds:.0f} s")
+                print_now(f"{happened:>4} faults  {number:>3} {line(trial)}, {trial.seconds:.0f} s")
                 if happened < faults:
                     number = next(numbers)
                     waiting[pool.submit(trials.make, number)] = number
     return [made[number] for number in sorted(made)]
 
 
-def tell(text: str) -> None:
-    """Say something at once."""
+def print_now(text: str) -> None:
+    """Print a line at once."""
     print(text, flush=True)
 
 
@@ -113,7 +113,7 @@ def main(argv: Sequence[str]) -> int:
         setups = [setup for setup in setups if setup.where == "here"]
         with_slurm = False
     with places(options.jobs, with_slurm) as (folder, cluster):
-        trials = Trials(folder, options.seed, options.per_run, setups, options.kinds, cluster, tell)
+        trials = Trials(folder, options.seed, options.per_run, setups, options.kinds, cluster, print_now)
         made = soak(trials, options.faults, options.jobs)
     options.output.write_text("\n".join([*report(made, options.seed), ""]))
     if any(trial.wrong for trial in made):

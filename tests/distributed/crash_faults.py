@@ -151,7 +151,7 @@ def step_of(path: Path) -> int:
 
 
 def is_whole(copies: Sequence[Path]) -> bool:
-    """Whether every byte of a checkpoint is as its checksums say, in one of several copies of each file."""
+    """Return True if every byte of a checkpoint matches its checksum in one of several copies of each file."""
     described = [path for path in copies if _is_described(path)]
     if not described:
         return False

@@ -77,7 +77,7 @@ class Ended:
     Attributes:
         statuses: of all ranks, negative for signals.
         printed: what rank 0 wrote to its two streams.
-        errors: what any rank wrote besides: only the first that fails tells of it.
+        errors: other output of all ranks; only the first rank that fails reports its failure.
         seconds: it took.
         calls: names and paths of the calls of each rank that touched checkpoints.
         late: seconds after a rank was killed until all others had ended by themselves; 0 where they were killed.
@@ -208,15 +208,15 @@ class Before:
         """Return the notes that a start should have printed and has not."""
         found = []
         if self.newest and f": step {self.newest}, " not in printed:
-            found.append(f"does not say that it goes on from step {self.newest}")
+            found.append(f"does not report that it resumes from step {self.newest}")
         if not self.newest and "starts from scratch" not in printed:
-            found.append("does not say that it starts from scratch")
+            found.append("does not report that it starts from scratch")
         for path in self.broken:
             is_named = any(
                 words in printed for words in (f"passed over {path}:", f"  {path.name}: ", f"removed {path.name}:")
             )
             if step_of(path) > self.newest and not is_named:
-                found.append(f"does not say why {path.name} is passed over")
+                found.append(f"does not report why {path.name} is passed over")
         return found
 
 

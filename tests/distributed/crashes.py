@@ -2,7 +2,7 @@
 
 ``python -m tests.distributed.crashes --faults 200`` writes ``tests/golden/crashes.txt``. A trial is a whole run of a
 tiny model on one to four ranks, with up to three faults, one after the other. After each, the next start must go on
-from the newest checkpoint of which every byte is right (judged without the library), say what it passes over, and end
+from the newest checkpoint without a wrong byte (checked without the library), name what it skips, and end
 with the parameters, moments and losses of the undisturbed run, to the bit.
 """
 

@@ -107,7 +107,7 @@ def training(case: Case, function: Callable[..., Any] = run_case) -> Detector:
 
 
 def ask_for_a_stop(rank: int, world_size: int) -> int:
-    """The last rank got SIGTERM; everyone must hear of it."""
+    """Return the stop code of this rank after only the last rank got SIGTERM."""
     mesh = Mesh(Layout.from_config(ParallelConfig(), world_size), rank)
     request = StopRequest(mesh.world, torch.device("cpu"))
     request.restore()
@@ -115,8 +115,8 @@ def ask_for_a_stop(rank: int, world_size: int) -> int:
     return request.poll()
 
 
-def tell_of_the_start(rank: int, world_size: int, case: Case) -> float:
-    """The last rank took 100 s to import; everyone must hear of it."""
+def gather_startup_times(rank: int, world_size: int, case: Case) -> float:
+    """Return the longest import time, which must be the 100 s of the last rank on every rank."""
     trainer, printed = build_trainer(case.config(), rank, world_size), list[Mapping[str, float]]()
     startup = StartupTimer()
     startup.seconds |= dict.fromkeys(PHASES, 0.0) | {"imports": 100.0 if rank == world_size - 1 else 3.0}
@@ -132,7 +132,7 @@ def name_the_run(rank: int, world_size: int) -> str:
 
 
 def explain(rank: int, world_size: int, case: Case) -> str:
-    """The last rank's loss is not finite; everyone must say which."""
+    """Return this rank's report of a loss that is not finite on the last rank only."""
     trainer = build_trainer(case.config(), rank, world_size)
     if rank == world_size - 1:
         torch.nn.init.constant_(trainer.chunks[0].get_parameter("layers.1.mlp.linear_fc1.weight"), float("nan"))
@@ -149,7 +149,7 @@ def skip_together(rank: int, world_size: int, case: Case) -> bool:
 
 
 def find_the_beginning(rank: int, world_size: int) -> bool:
-    """Rank 0 looks for checkpoints; whether this rank hears that there are none."""
+    """Return True if this rank learns that rank 0 has found no checkpoint."""
     mesh = Mesh(Layout.from_config(ParallelConfig(), world_size), rank)
     try:
         return choose_resume_source(CheckpointConfig(), mesh.world).fresh
@@ -158,7 +158,7 @@ def find_the_beginning(rank: int, world_size: int) -> bool:
 
 
 def compare_data(rank: int, world_size: int) -> bool:
-    """The last rank reads other samples; whether this rank hears of it."""
+    """Return True if this rank detects that the last rank reads other samples."""
     mesh = Mesh(Layout.from_config(ParallelConfig(), world_size), rank)
     training = TrainingConfig(seq_length=8, train_iters=1, seed=int(rank == world_size - 1))
     try:
@@ -169,7 +169,7 @@ def compare_data(rank: int, world_size: int) -> bool:
 
 
 def compare_kernels(rank: int, world_size: int) -> bool:
-    """The last rank computes with other kernels; whether this rank hears of it."""
+    """Return True if this rank detects that the last rank uses other kernels."""
     mesh = Mesh(Layout.from_config(ParallelConfig(), world_size), rank)
     try:
         check_same_kernels("compiled" if rank == world_size - 1 else "torch", mesh.world)
@@ -179,7 +179,7 @@ def compare_kernels(rank: int, world_size: int) -> bool:
 
 
 def compare_schedules(rank: int, world_size: int) -> bool:
-    """The last rank's file of a schedule is another one; whether this rank hears of it."""
+    """Return True if this rank detects that the last rank has another schedule."""
     mesh = Mesh(Layout.from_config(ParallelConfig(), world_size), rank)
     try:
         check_same_schedule(make_schedule("gpipe" if rank == world_size - 1 else "1f1b", 2, 1, 4), mesh.world)
@@ -198,7 +198,7 @@ def factors_of_another_stage(rank: int, world_size: int, case: Case) -> bool:
 
 
 def timeline_of_a_step(rank: int, world_size: int, case: Case) -> bool:
-    """Whether this rank hears when each action of all ranks ran."""
+    """Return True if this rank's timeline has the actions of all ranks."""
     trainer = build_trainer(case.config(), rank, world_size)
     batches = batches_of(trainer, case, 0)
     with record_timeline(trainer.pipeline, trainer.mesh.group("pp"), trainer.device) as recorder:
@@ -248,20 +248,20 @@ def finds_like_one_process(function: Callable[..., Any], case: Case, ranks: Sequ
 
 
 class Listener(SharedModel):
-    """Keeps what it is asked to hear."""
+    """Model that records the argument of its last call."""
 
-    def hear(self, word: str) -> None:
-        self.heard = word
+    def receive(self, word: str) -> None:
+        self.word = word
 
 
-def hear_of_passes(rank: int, world_size: int) -> str:
-    """Rank 0 starts a pass; what this rank hears of it."""
+def receive_passes(rank: int, world_size: int) -> str:
+    """Return the call that this rank receives when rank 0 starts a pass."""
     mesh: Any = SimpleNamespace(mesh=Mesh(Layout.from_config(ParallelConfig(), world_size), rank))
     listener = Listener(mesh, None, (), 1)
-    listener.heard = ""
+    listener.word = ""
     with suppress(ValueError):
-        listener.run(lambda: listener.call("hear", "pass"))
-    return listener.heard
+        listener.run(lambda: listener.call("receive", "pass"))
+    return listener.word
 
 
 def digest_of_a_step(rank: int, world_size: int, case: Case) -> bool:
@@ -275,8 +275,8 @@ def digest_of_a_step(rank: int, world_size: int, case: Case) -> bool:
         return False
 
 
-def tell_of_ranks(rank: int, world_size: int) -> list[RankStats]:
-    """Each rank has times of its own to tell; all must hear them as they are."""
+def gather_stats_of_ranks(rank: int, world_size: int) -> list[RankStats]:
+    """Return the times of all ranks; each rank contributes different ones."""
     mesh = Mesh(Layout.from_config(ParallelConfig(), world_size), rank)
     return gather_rank_stats(_times_of(rank), mesh.world, torch.device("cpu"))
 
@@ -332,8 +332,8 @@ def reports_like_one_process(case: Case, ranks: Sequence[list[dict[str, float]]]
     return all(difference(*pair, zeros=False) <= TOLERANCE for pair in pairs)
 
 
-def tells_like_one_process(case: Case, ranks: Sequence[list[dict[str, float]]]) -> bool:
-    """Whether the loss and the losses of routers are those of one process."""
+def routes_like_one_process(case: Case, ranks: Sequence[list[dict[str, float]]]) -> bool:
+    """Return True if the loss and the router losses equal the ones of one process."""
     alone = router_losses(0, 1, case.twin())
     pairs = [
         (got[name], step[name]) for steps in ranks for got, step in zip(steps, alone, strict=True) for name in step
@@ -348,7 +348,7 @@ def healthy(twin: Case) -> list[dict[str, float]]:
 
 
 def flipped_bit(rank: int, world_size: int, case: Case) -> str:
-    """A bit of the last rank's weight flips; what every rank says."""
+    """Return this rank's report after a bit of the last rank's weight flips."""
     trainer = build_trainer(case.config(), rank, world_size)
     if rank == world_size - 1:
         trainer.chunks[0].get_parameter(FLIPPED).detach().view(torch.int64)[0] ^= 1
@@ -515,7 +515,7 @@ DETECTORS: dict[str, Detector] = {
     "passes-pp2": Detector(2, passes, (PP2,), partial(finds_like_one_process, passes, PP2)),
     "continuations-dp2": Detector(2, continuations, (DP2,), partial(finds_like_one_process, continuations, DP2)),
     "logits-pp2": Detector(2, logits_of_stages, (PP2,), partial(finds_like_one_process, logits_of_stages, PP2)),
-    "start of a pass": Detector(2, hear_of_passes, (), lambda ranks: list(ranks) == ["pass", "pass"]),
+    "start of a pass": Detector(2, receive_passes, (), lambda ranks: list(ranks) == ["pass", "pass"]),
     "cp3": training(CP3, run_in_small_tiles),
     "cp2-gathered": training(CP2_GATHERED, run_in_small_tiles),
     "cp2-heads": training(CP2_HEADS, run_in_small_tiles),
@@ -525,10 +525,10 @@ DETECTORS: dict[str, Detector] = {
     "timeline": Detector(2, timeline_of_a_step, (PP2,), lambda ranks: list(ranks) == [True, True]),
     "large-logits": Detector(2, large_logits, (), _is_plain_cross_entropy),
     "stop": Detector(2, ask_for_a_stop, (), lambda ranks: list(ranks) == [143, 143]),
-    "start-up": Detector(2, tell_of_the_start, (DP2,), lambda ranks: list(ranks) == [100.0, 100.0]),
+    "start-up": Detector(2, gather_startup_times, (DP2,), lambda ranks: list(ranks) == [100.0, 100.0]),
     "name": Detector(2, name_the_run, (), lambda ranks: len(set(ranks)) == 1),
     "beginning": Detector(2, find_the_beginning, (), lambda ranks: list(ranks) == [True, True]),
-    "ranks": Detector(2, tell_of_ranks, (), lambda ranks: list(ranks) == 2 * [[_times_of(0), _times_of(1)]]),
+    "ranks": Detector(2, gather_stats_of_ranks, (), lambda ranks: list(ranks) == 2 * [[_times_of(0), _times_of(1)]]),
     "window": Detector(2, begin_a_window, (), lambda ranks: max(ranks) - min(ranks) < LATE_SECONDS / 2),
     "data": Detector(2, compare_data, (), lambda ranks: list(ranks) == [True, True]),
     "kernels": Detector(2, compare_kernels, (), lambda ranks: list(ranks) == [True, True]),
@@ -536,7 +536,7 @@ DETECTORS: dict[str, Detector] = {
     "digest": Detector(2, digest_of_a_step, (DP2,), lambda ranks: list(ranks) == [True, True]),
     "digest-cp2": Detector(2, digest_of_a_step, (CP2_HEADS,), lambda ranks: list(ranks) == [True, True]),
     "nonfinite": Detector(2, explain, (DP2,), lambda ranks: all(text.startswith(NONFINITE) for text in ranks)),
-    "routers": Detector(2, router_losses, (MOE_TP2,), partial(tells_like_one_process, MOE_TP2)),
+    "routers": Detector(2, router_losses, (MOE_TP2,), partial(routes_like_one_process, MOE_TP2)),
     "health": Detector(2, report, (TP2_SP,), partial(reports_like_one_process, TP2_SP)),
     "health-cp2": Detector(2, report, (CP2_HEADS,), partial(reports_like_one_process, CP2_HEADS)),
     "health-cp2-late": Detector(2, report, (CP2_LATE,), partial(reports_like_one_process, CP2_LATE)),

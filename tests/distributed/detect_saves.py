@@ -58,7 +58,7 @@ def save_rows(rank: int, world_size: int) -> list[float]:
 
 
 def is_busy(rank: int, world_size: int) -> bool:
-    """The last rank is still at a save; everyone must hear of it."""
+    """Return True if this rank knows that the last rank is still saving."""
     saver: Any = SimpleNamespace(
         _poll=lambda: None,
         _pending=(CheckpointContents(1, {}, 0, {}), Future()) if rank == world_size - 1 else None,
@@ -72,7 +72,7 @@ def is_busy(rank: int, world_size: int) -> bool:
 
 
 def sizes_of_a_save(rank: int, world_size: int, case: Case) -> list[int]:
-    """Bytes of a checkpoint, and of one on the nodes, which log only says so."""
+    """Return the bytes of a checkpoint, and of a local checkpoint as it is logged."""
     trainer = build_trainer(case.config(), rank, world_size)
     printed: list[int] = []
     log: Any = SimpleNamespace(checkpoint=lambda path, size, seconds: printed.append(size), warning=printed.append)
@@ -134,20 +134,20 @@ def find_damage(rank: int, world_size: int, case: Case) -> list[tuple[int, str]]
         return sorted((node, str(files.index(file))) for node, file in bad)
 
 
-def tell_what_is_needed(rank: int, world_size: int, case: Case) -> dict[int, list[str]]:
-    """The files that every node needs, as this rank has heard."""
-    trainer, heard = build_trainer(case.config(), rank, world_size), {}
+def exchange_needs(rank: int, world_size: int, case: Case) -> dict[int, list[str]]:
+    """Return the files that every node needs, as this rank knows them."""
+    trainer, found_needs = build_trainer(case.config(), rank, world_size), {}
 
     def proved(
         tier: NodeCheckpoints, checkpoint: Any, manifest: Any, needs: Mapping[int, frozenset[str]]
     ) -> tuple[Any, Any]:
-        heard.update({node: sorted(files) for node, files in needs.items()})
+        found_needs.update({node: sorted(files) for node, files in needs.items()})
         return {}, {}
 
     with a_node(rank, world_size) as tier, patch.object(NodeCheckpoints, "_choose_verified", proved):
         saved_on(tier, trainer)
         tier.fetch(tier.find()[0][0], tensors_to_save(trainer))
-    return heard
+    return found_needs
 
 
 def bring_back_what_is_needed(rank: int, world_size: int, case: Case) -> bool:
@@ -178,6 +178,6 @@ SAVES: dict[str, Detector] = {
     "exchange": Detector(2, exchange_files, (), lambda ranks: list(ranks) == [True, True]),
     "nodes": Detector(2, count_nodes, (), lambda ranks: list(ranks) == [2, 2]),
     "damage": Detector(2, find_damage, (ZERO1,), lambda ranks: list(ranks) == 2 * [[(0, "0"), (1, "1")]]),
-    "needs": Detector(2, tell_what_is_needed, (ZERO1,), lambda ranks: _alike(map(str, ranks))),
+    "needs": Detector(2, exchange_needs, (ZERO1,), lambda ranks: _alike(map(str, ranks))),
     "bring back": Detector(2, bring_back_what_is_needed, (ZERO1,), lambda ranks: list(ranks) == [True, True]),
 }

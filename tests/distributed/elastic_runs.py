@@ -76,7 +76,7 @@ class Plan:
 
 
 def disturbed(folder: Path, plans: tuple[Plan, ...]) -> AbstractContextManager[Any]:
-    """Within it, ranks do what ``plans`` say, and what has been done is marked in ``folder``.
+    """Disturb ranks according to ``plans``, and record each disturbance in ``folder``.
 
     Fewer ranks than a plan is for take their time, so that others can join them before.
     """

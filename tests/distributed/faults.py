@@ -292,7 +292,7 @@ def replicas_not_summed() -> AbstractContextManager[Any]:
 
 
 def partial_flipped(parameter: str) -> AbstractContextManager[Any]:
-    """One parameter says the opposite of what is true about its copies' gradients: a share each, or the whole."""
+    """Flip the flag of one parameter that its copies hold partial gradients."""
     original = BuildContext.declare
 
     def declare(self: BuildContext, specs: dict[str, ShardSpec]) -> BuildContext:

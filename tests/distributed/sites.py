@@ -66,7 +66,7 @@ def strays() -> list[str]:
 
 
 def _sources() -> list[tuple[Path, ast.Module]]:
-    """The files that say the name of an operation at all."""
+    """Return the files that contain the name of an operation."""
     files = {path: path.read_text() for path in sorted((ROOT / "megatron").rglob("*.py"))}
     named = {path: text for path, text in files.items() if any(op in text for op in OPS)}
     return [(path, ast.parse(text)) for path, text in named.items() if path != Path(comm.__file__)]

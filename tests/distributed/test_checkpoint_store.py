@@ -101,7 +101,7 @@ def full_disk(rank: int, world: int, path: Path, failing: int, call: str) -> tup
 
 
 @pytest.mark.parametrize(("failing", "call"), [(0, "write"), (2, "write"), (2, "fsync"), (0, "rename")])
-def test_a_disk_that_refuses_one_rank_is_told_to_all(pool: Pool, tmp_path: Path, failing: int, call: str) -> None:
+def test_a_disk_error_on_one_rank_is_raised_on_all_ranks(pool: Pool, tmp_path: Path, failing: int, call: str) -> None:
     runs = CheckpointFolder(tmp_path)
     pool.run(3, save_halves, runs.path(1))
     found = pool.run(3, full_disk, runs.path(2), failing, call)
@@ -120,7 +120,7 @@ def load_first_half(rank: int, world: int, path: Path) -> tuple[str, str]:
     return outcome(lambda: load_sharded(Manifest.open(path), wanted, group(rank, world)))
 
 
-def test_a_damaged_chunk_is_told_to_all(pool: Pool, tmp_path: Path) -> None:
+def test_a_damaged_chunk_is_reported_on_all_ranks(pool: Pool, tmp_path: Path) -> None:
     path = tmp_path / "iter_1"
     pool.run(2, save_halves, path)
     chunk = Manifest.open(path).tensors["optim.exp_avg.a"].chunks[-1]

@@ -581,11 +581,11 @@ def test_a_stopped_set_of_replicas_ends_as_if_nothing_had_happened(
     def all_of(name: str, flags: str = "") -> list[Outcome]:
         configs = [run_of(tmp_path / f"{name}{index}", f"{LAYOUTS[layout]} {server} {flags}") for index in range(2)]
         acts = [partial(pool.run, 2, run_rank, each) for pool, each in zip(pools, configs)]
-        return [told for tolds in together(acts) for told in tolds]
+        return [outcome for outcomes in together(acts) for outcome in outcomes]
 
-    assert [told.status for told in all_of("whole")] == [0] * 4
+    assert [outcome.status for outcome in all_of("whole")] == [0] * 4
     for _ in range(2):  # a round is in progress after step 4, and nothing is after step 8
-        assert [told.status for told in all_of("parts", "--exit-interval 4")] == [0] * 4
+        assert [outcome.status for outcome in all_of("parts", "--exit-interval 4")] == [0] * 4
     middle = Manifest.open(tmp_path / "parts0/saved/iter_0000004")
     assert any(name.startswith("optim.outer_grad.") for name in middle.tensors)
     ends = {name: by_stream(tmp_path.glob(f"{name}*/saved/iter_0000008")) for name in ("whole", "parts")}
@@ -612,20 +612,20 @@ def test_a_lost_server_ends_replicas_with_a_checkpoint_from_which_they_go_on(poo
         flags = f"--save {tmp_path}/NAME/saved --train-iters 8 --diloco-sync-interval 2 --diloco-timeout 20 {server}"
         configs = [tiny_run(tmp_path / name, flags.replace("NAME", name)) for name in "ab"]
         acts = [partial(pool.run, 1, run_rank, each, *changes) for pool, each in zip(pools, configs)]
-        return [told for tolds in together(acts) for told in tolds]
+        return [outcome for outcomes in together(acts) for outcome in outcomes]
 
     process, server = start_server()
     try:
-        for told in all_of(server, 4, process.pid, 0.3):
-            assert told.status == 1
-            assert "the DiLoCo server is gone" in told.err
+        for outcome in all_of(server, 4, process.pid, 0.3):
+            assert outcome.status == 1
+            assert "the DiLoCo server is gone" in outcome.err
         assert [saved_steps(tmp_path / name / "saved") for name in "ab"] == [[4], [4]]
     finally:
         process.kill()
         process.wait()
     process, server = start_server()
     try:
-        assert [told.status for told in all_of(server)] == [0, 0]
+        assert [outcome.status for outcome in all_of(server)] == [0, 0]
     finally:
         process.terminate()
     assert process.wait() == 0
@@ -636,8 +636,10 @@ def test_a_lost_server_ends_replicas_with_a_checkpoint_from_which_they_go_on(poo
 def test_diloco_is_turned_on_and_off_at_a_checkpoint(pools: list[Pool], server: str, tmp_path: Path) -> None:
     def run(flags: str) -> Outcome:
         schedule = "--lr-decay-style constant --resume-mode new-schedule"
-        (told,) = pools[0].run(1, run_rank, tiny_run(tmp_path / "run", f"--save {tmp_path}/saved {schedule} {flags}"))
-        return told
+        (outcome,) = pools[0].run(
+            1, run_rank, tiny_run(tmp_path / "run", f"--save {tmp_path}/saved {schedule} {flags}")
+        )
+        return outcome
 
     own = f"--diloco-sync-interval 2 --diloco-replicas 1 --diloco-timeout 5 {server}"
     assert run("--train-iters 3").status == 0

@@ -175,7 +175,7 @@ PACKINGS = {
 
 
 def conversations_of(folder: Path, objective: str, pattern: str, flags: str, ranks: int = 1) -> RunConfig:
-    """A step on all conversations, in samples of 24 positions if not said otherwise."""
+    """A step on all conversations, in samples of 24 positions by default."""
     path = folder / "lines.jsonl"
     path.write_text("".join(json.dumps(line) + "\n" for line in OBJECTIVES[objective]))
     kind = "" if objective == "sft" else " --objective dpo"

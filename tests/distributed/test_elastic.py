@@ -113,7 +113,7 @@ def assert_near(folder: Path, calm: Path) -> None:
 
 @pytest.mark.slow
 def test_the_loss_of_the_agents_store_ends_all_of_them_at_once(tmp_path: Path) -> None:
-    """Nothing is left in which they could meet, so whoever started them has to start them again; it then goes on."""
+    """No rendezvous is left, so all agents have to be started again; the run then resumes."""
     plans = (Plan("die with agent", 0, 6, world=2),)
     with job(tmp_path, LONG, nodes=2, plans=plans) as struck:
         host = struck.add()

@@ -55,7 +55,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_a_layout_tells_what_one_process_tells(pool: Pool, name: str) -> None:
+def test_router_losses_of_a_layout_equal_one_process(pool: Pool, name: str) -> None:
     case = CASES[name]
     ranks = pool.run(case.world_size, router_losses, case)
     assert all(steps == ranks[0] for steps in ranks)
@@ -130,7 +130,7 @@ def test_rows_arrive_by_expert_and_come_back_to_their_tokens(pool: Pool, sizes: 
 
 
 def all_the_same(rank: int, world_size: int, case: Case) -> tuple[float, float]:
-    """Loss and norm of a step in which the routers cannot tell experts apart: most ranks have nothing to compute."""
+    """Loss and norm of a step in which the routers score all experts alike: most ranks have nothing to compute."""
     trainer = build_trainer(case.config(), rank, world_size)
     for name, parameter in trainer.params.items():
         if name.endswith("router.weight"):
@@ -173,7 +173,7 @@ def by_hand(model: ModelConfig, logits_SBE: Sequence[Tensor], mask_BS: Tensor) -
 
 
 @pytest.mark.parametrize("topk", [1, 2, 3])
-def test_it_is_what_loops_over_tokens_say(topk: int) -> None:
+def test_router_losses_equal_a_loop_over_tokens(topk: int) -> None:
     model = replace(EXPERTS, moe_router_topk=topk, moe_router_pre_softmax=topk == 1)
     case, logits = Case(model, training=TrainingConfig(micro_batch_size=4), steps=1), []
     trainer = build_trainer(case.config(), 0, 1)

@@ -114,7 +114,7 @@ class Dense:
 
 
 @pytest.mark.parametrize("clip", [0.0, 0.1])
-def test_it_is_what_a_dense_model_says(clip: float) -> None:
+def test_reports_equal_a_dense_model(clip: float) -> None:
     case = Case(BARE, optimizer=OptimizerConfig(adam_eps=1e-5, clip_grad=clip), steps=1)
     trainer = build_trainer(case.config(), 0, 1)
     weights = {name: p.view(trainer.specs[name].local_shape) for name, p in trainer.params.items()}
@@ -208,7 +208,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_a_layout_says_what_one_process_says(pool: Pool, name: str) -> None:
+def test_reports_of_a_layout_equal_one_process(pool: Pool, name: str) -> None:
     case = CASES[name]
     ranks = pool.run(case.world_size, report, case)
     assert all(records == ranks[0] for records in ranks)

@@ -102,7 +102,9 @@ def refused(rank: int, world: int, folder: Path, failing: int, call: str, at: in
 @pytest.mark.parametrize(
     ("failing", "call", "at"), [(1, "open", 1), pytest.param(2, "mkdir", 0, marks=pytest.mark.slow)]
 )
-def test_a_full_disk_on_one_rank_is_told_to_all(pool: Pool, tmp_path: Path, failing: int, call: str, at: int) -> None:
+def test_a_full_disk_on_one_rank_is_reported_on_all(
+    pool: Pool, tmp_path: Path, failing: int, call: str, at: int
+) -> None:
     pool.run(WORLD, step, tmp_path, 1)
     (text,) = {*pool.run(WORLD, refused, tmp_path, failing, call, at)}
     assert f": the disk is full (rank {failing}); no local checkpoint was written" in text
@@ -152,7 +154,7 @@ def crowded(rank: int, world: int, folder: Path, node: int, free: int) -> str:
     return ""
 
 
-def test_a_node_without_room_for_its_files_and_copies_is_told_to_all(pool: Pool, tmp_path: Path) -> None:
+def test_a_node_without_space_for_files_and_copies_is_reported_on_all_ranks(pool: Pool, tmp_path: Path) -> None:
     """A quarter of a checkpoint is each rank's; of two nodes, each has two and the copies of two."""
     pool.run(WORLD, step, tmp_path, 1)
     needed, node = sum(local_bytes(parts(rank, 0)) for rank in range(WORLD)), 1
@@ -167,7 +169,7 @@ BLOCK = 1000
 
 
 def ring(rank: int, world: int, folder: Path, sizes: list[int], act: Callable[[int], None] | None) -> str:
-    """Each rank's file goes to the next rank; what the disk said."""
+    """Send each rank's file to the next rank, and return the error of the disk."""
     sent, received = folder / f"{rank}.out", folder / f"{rank}.in"
     sent.write_bytes(random.Random(rank).randbytes(sizes[rank]))
     if act is not None:
@@ -206,7 +208,7 @@ def broken(rank: int, world: int, folder: Path, sizes: list[int], what: str) -> 
 @pytest.mark.parametrize("what", ["source", "target"])
 def test_a_disk_that_refuses_one_rank_stops_no_other(pool: Pool, tmp_path: Path, what: str) -> None:
     printed = pool.run(WORLD, broken, tmp_path, [2 * BLOCK] * WORLD, what)
-    other = "other bytes" if what == "source" else ""  # zeros came, which nobody keeps once rank 1 has told
+    other = "other bytes" if what == "source" else ""  # zeros, discarded once rank 1 has reported its error
     assert printed[1].startswith(("OSError 1.out", "FileExistsError 1.in.part", "IsADirectoryError"))
     assert printed[2] == other
     assert (printed[0], printed[3]) == ("", "")

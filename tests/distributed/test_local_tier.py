@@ -1,6 +1,6 @@
-"""Checkpoints on the nodes' own disks: whatever is lost of them, a run goes on from the newest whole one, or says why.
+"""Checkpoints on the nodes' disks: after any loss, a run resumes from the newest complete one or reports why not.
 
-Where no test says otherwise, two ranks are two nodes, each with a folder of its own.
+By default, two ranks are two nodes, each with its own folder.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def run_of(folder: Path, flags: str = ZERO, save_interval: int = 2, world_size: 
 
 @contextmanager
 def on_nodes(rank: int, per_node: int) -> Iterator[None]:
-    """This rank is on a machine of ``per_node`` ranks, as torchrun says it."""
+    """Place this rank on a machine of ``per_node`` ranks through the variables of torchrun."""
     with patch.dict(os.environ, {"LOCAL_WORLD_SIZE": str(per_node), "LOCAL_RANK": str(rank % per_node)}):
         yield
 
@@ -214,7 +214,7 @@ def test_a_durable_one_that_rots_unseen_has_its_like_on_the_nodes(pool: Pool, tm
     assert "resumed from ./node0/iter_0000005: step 5," in message
 
 
-def test_one_node_keeps_checkpoints_and_says_what_that_is_worth(pool: Pool, tmp_path: Path) -> None:
+def test_one_node_keeps_checkpoints_and_warns_that_there_is_no_copy(pool: Pool, tmp_path: Path) -> None:
     printed = go_on(pool, run_of(tmp_path), per_node=2, killed_at=4)
     assert "--local-save on one node: no other has a copy, so a lost node loses the checkpoints on it" in printed.out
     printed = go_on(pool, run_of(tmp_path), per_node=2)
@@ -242,7 +242,7 @@ def test_checkpoints_of_another_run_are_refused(pool: Pool, run: Path) -> None:
 
 
 def test_the_same_words_elsewhere_are_another_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A ``--save`` folder is said from where the run is started."""
+    """A ``--save`` folder is relative to the working directory of the start."""
     for place in ("a", "b"):
         (tmp_path / place).mkdir()
     flags = f"--save saved --local-save {tmp_path}/node --local-save-interval 1"

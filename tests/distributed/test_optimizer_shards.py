@@ -177,7 +177,7 @@ def run(rank: int, size: int, case: Case, how: str) -> tuple[list[float], list[d
                 with part_of(trainer, AverageWeights).in_model():
                     numbers.append(evaluate(trainer).item())
                 with part_of(trainer, AverageWeights).in_model():
-                    pass  # nobody looks, and all is as it was
+                    pass  # entering and leaving alone restores the weights
                 numbers.append(evaluate(trainer).item())
     return numbers, saved, pending
 

@@ -1,4 +1,4 @@
-"""Another token changes what may see it, and not a bit of anything else, whoever holds keys and queries."""
+"""A changed token changes the positions that may see it, and not a bit of any other, on every rank."""
 
 from __future__ import annotations
 

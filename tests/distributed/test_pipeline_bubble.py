@@ -1,6 +1,6 @@
 """A measured bubble is the simulated one: stages that compute for a given time, on four ranks, under every schedule.
 
-Time is a clock of the test. Tensors carry it from rank to rank: whoever waits for one goes on no sooner than it was
+Time is a clock of the test. Tensors carry it from rank to rank: a rank that waits for one goes on no sooner than it was
 made. So the load of the machine changes nothing that the recorder measures.
 """
 

@@ -78,7 +78,7 @@ def test_four_ranks_to_the_bit(pool: Pool, address: tuple[str, Store]) -> None:
     assert len({name.split("/")[0] for name in manifest.folder.files()}) == 4 + 2  # of ranks, "a", manifest
 
 
-def test_a_rank_that_is_refused_is_told_of_on_all(pool: Pool, address: tuple[str, Store]) -> None:
+def test_a_refused_rank_is_reported_on_all_ranks(pool: Pool, address: tuple[str, Store]) -> None:
     assert pool.run(4, write_and_read, address[0], 1) == [[]] * 4
     address[1].fault = lambda r: "403" if r.kind == "PUT" and "00003" in r.key else None
     (printed,) = {*pool.run(4, fail_to_write, address[0])}

@@ -29,7 +29,7 @@ WORDS = "embedding.word_embeddings.weight"
 NORM, FC1, QKV = (f"layers.1.{n}.weight" for n in ("input_layernorm", "mlp.linear_fc1", "self_attention.linear_qkv"))
 
 
-def told(rank: int, world_size: int, case: Case, name: str, at: int, master: bool, element: int) -> str:
+def check_message(rank: int, world_size: int, case: Case, name: str, at: int, master: bool, element: int) -> str:
     """Return the check's report after a step and a bit that flips on rank ``at``."""
     config = replace(case.config(), logging=LoggingConfig(check_weight_hash_across_dp_replicas_interval=2))
     trainer = build_trainer(config, rank, world_size)
@@ -55,14 +55,14 @@ CASES: dict[str, tuple[Case, str, int, bool, int, str]] = {
     "a copy of a key": (TP4, QKV, 3, False, -1, f"{QKV} is not the same on ranks 2, 3\n"),
     "a tied weight's copy": (PP4, WORDS, 3, False, 40, f"{WORDS} is not the same on ranks 0, 3\n"),
     "its master's shard": (PP2_TP2, WORDS, 2, True, 5, f"the master of {WORDS} is not the same on ranks 0, 2\n"),
-    "queries that nobody shares": (TP4, QKV, 3, False, 0, ""),
+    "queries without a copy": (TP4, QKV, 3, False, 0, ""),
 }
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_a_flipped_bit_is_named(pool: Pool, name: str) -> None:
     case, *damage, expected = CASES[name]
-    texts = pool.run(case.world_size, told, case, *damage)
+    texts = pool.run(case.world_size, check_message, case, *damage)
     if not expected:
         assert texts == [""] * case.world_size
         return

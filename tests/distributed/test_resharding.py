@@ -76,12 +76,12 @@ def check(pool: Pool, folder: Path, pair: Reshard) -> None:
         assert leg.digest == whole[0].digest
 
 
-def check_file(path: Path, told: set[int], expected: int) -> None:
+def check_file(path: Path, reported: set[int], expected: int) -> None:
     """Each element is in the checkpoint once, and nothing besides."""
     manifest = Manifest.open(path)
     assert all(bool((count == 1).all()) for count in times_written(manifest).values())
     assert sum(bytes_of_files(manifest).values()) == expected
-    assert told == {expected}
+    assert reported == {expected}
 
 
 def test_the_pairs_are_of_all_kinds() -> None:

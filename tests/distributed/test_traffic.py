@@ -70,7 +70,7 @@ REPLICAS = (
 )
 
 
-def test_replicas_send_what_the_formulas_say(pool: Pool) -> None:
+def test_replicas_send_the_bytes_of_the_formulas(pool: Pool) -> None:
     found = pool.run(4, step, REPLICAS)
     for number, flags in enumerate(REPLICAS):
         expected: dict[str, float] = defaultdict(float, data_parallel_traffic(config_of(flags, 4), 4))
@@ -183,7 +183,7 @@ CONTEXTS = (
 )
 
 
-def test_context_parallel_ranks_send_what_the_formulas_say(pool: Pool) -> None:
+def test_context_parallel_ranks_send_the_bytes_of_the_formulas(pool: Pool) -> None:
     found = pool.run(4, step, CONTEXTS)
     for number, flags in enumerate(CONTEXTS):
         sent: dict[str, float] = defaultdict(float)

@@ -1,4 +1,4 @@
-"""Who waits for whom, on real ranks: what the meter of the mesh, the comparison of ranks and a window say of it."""
+"""Waits between real ranks, as reported by the groups of the mesh, the comparison of ranks and a metrics window."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ def gathered(rank: int, world_size: int) -> list[RankStats]:
     return gather_rank_stats(measured(rank), mesh_of(rank, world_size).world, CPU)
 
 
-def test_every_rank_hears_what_all_have_to_say(pool: Pool) -> None:
+def test_every_rank_receives_the_stats_of_all_ranks(pool: Pool) -> None:
     assert pool.run(3, gathered) == 3 * [[measured(rank) for rank in range(3)]]
 
 

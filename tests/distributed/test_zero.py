@@ -40,7 +40,7 @@ MIXED = replace(MODEL, add_bias_linear=False, **EXPERTS["balanced"])
 
 
 def case(dp: int, model: ModelConfig = MODEL, samples: int | None = None, **parallel: Any) -> Case:
-    """Micro-batches of one sample, two on each replica unless somebody says how many; small buckets."""
+    """Return a case with micro-batches of one sample, two per replica by default, and small buckets."""
     return Case(
         model,
         ParallelConfig(ddp_bucket_size=4000, **parallel),

@@ -1,6 +1,6 @@
 """Ten losses of two small models in two number formats.
 
-``python -m tests.golden.losses`` writes them anew: only in a commit that says why the numbers change.
+``python -m tests.golden.losses`` writes them anew: only in a commit that explains why the numbers change.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Time on a GPU: what the events tell, and that timing waits for nothing."""
+"""Timing on a GPU: the times of the events, and no synchronization."""
 
 from __future__ import annotations
 

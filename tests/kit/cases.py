@@ -40,7 +40,7 @@ from tools.lib.verify_parallel import RankTrace, StepDeviation, StepTrace, compa
 SEQ_LENGTH = 24
 """Context parallelism of 2, 3 and 4 cuts it, and TP of up to 8 / CP cuts each part."""
 GLOBAL_BATCH = 4
-"""Samples, where a case does not say otherwise."""
+"""Default number of samples."""
 LR = 1e-2
 RATES = Rates(LR, 0.1, decoupled_lr=LR / 4)
 

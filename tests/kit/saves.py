@@ -29,7 +29,7 @@ def all_of(*contexts: Any) -> Iterator[None]:
 
 @contextmanager
 def before_writing(act: Callable[[int], None]) -> Iterator[None]:
-    """Call ``act`` with the step of each checkpoint before it is written, by whoever writes it."""
+    """Call ``act`` with the step of each checkpoint before it is written, in the process that writes it."""
     original = checkpointer.save_sharded  # type: ignore[attr-defined]
 
     def write(folder: Path, *arguments: Any) -> None:

@@ -114,7 +114,7 @@ def _serve(connection: Connection) -> bool:
 def _raised(error: BaseException) -> Raised:
     summary = "".join(traceback.format_exception_only(error)).splitlines()[0]
     frames = error.__traceback__
-    while frames and frames.tb_frame.f_code.co_filename == SOURCE:  # ours say nothing about the job
+    while frames and frames.tb_frame.f_code.co_filename == SOURCE:  # frames of this file are no part of the job
         frames = frames.tb_next
     details = "".join(traceback.format_exception(error.with_traceback(frames)))
     return Raised(textwrap.shorten(summary, 200), details, time.monotonic())

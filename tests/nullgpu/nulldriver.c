@@ -1,5 +1,5 @@
 // A CUDA driver (libcuda.so.1) for Triton and Inductor: modules load, kernels launch, nothing is computed. Launches and
-// loaded modules are recorded by nullcuda.c. It is also NVML (libnvidia-ml.so.1), which tells torch how GPUs are connected.
+// loaded modules are recorded by nullcuda.c. It is also NVML (libnvidia-ml.so.1), which shows torch how GPUs are connected.
 
 #define _GNU_SOURCE
 #include <cuda.h>

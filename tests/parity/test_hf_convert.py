@@ -280,7 +280,7 @@ def test_export_of_a_trained_model(name: str, tmp_path: Path) -> None:
 
 
 def write_trained(path: Path, ours: Solo) -> Manifest:
-    """A checkpoint of weights and moments, padding of the vocabulary left out as the specs say."""
+    """Write a checkpoint of weights and moments without the padding of the vocabulary, as the specs require."""
     tensors = {}
     held = {"": dict(ours.optimizer.main_params)} | {f"optim.{k}.": t for k, t in ours.optimizer.state().items()}
     for prefix, values in held.items():

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Installs what tests/slurm needs on Debian and Ubuntu (16 s, 4 MB): Slurm itself, and iproute2.
 #   bash tests/slurm/install.sh
-# Where it cannot, it says why and fails; the tests then skip. What is there already is left alone.
+# If it cannot, it prints why and fails; the tests then skip. Existing files are left alone.
 set -euo pipefail
 
 export PATH=$PATH:/usr/sbin:/sbin

@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
 # A throw-away, real Slurm cluster on one machine: slurmctld and N slurmd, each "machine" in namespaces of its own.
 #
-#   minislurm.sh check                    says why it cannot run here, if it cannot
+#   minislurm.sh check                    prints why it cannot run here, if it cannot
 #   minislurm.sh up DIR [NODES] [GPUS]    a login node (which is the controller too) and n1, n2, ... with fake GPUs
 #   minislurm.sh login DIR COMMAND...     run sbatch, squeue, scontrol, ... on the login node
 #   minislurm.sh on DIR NODE COMMAND...   run a command inside a node
-#   minislurm.sh poweroff DIR NODE        all that runs on the node is gone at once, and no packet says so
+#   minislurm.sh poweroff DIR NODE        all that runs on the node is gone at once, and no packet shows it
 #   minislurm.sh poweron DIR NODE         boot it again
 #   minislurm.sh unplug|plug DIR NODE     cut the node's network; its processes and its disks go on
 #   minislurm.sh down DIR                 end everything; DIR stays, with all logs
@@ -99,7 +99,7 @@ SlurmctldHost=login($net.1)
 SlurmUser=root
 SlurmdUser=root
 AuthType=auth/munge
-# A requeued job waits until its credential has expired: 120 s unless told, and below 5 that is what one gets.
+# A requeued job waits until its credential has expired: 120 s by default, also for values below 5.
 AuthInfo=socket=$dir/run/munge.socket,cred_expire=5
 CredType=cred/munge
 StateSaveLocation=$dir/state
@@ -130,7 +130,7 @@ SchedulerParameters=batch_sched_delay=0,sched_interval=2,sched_min_interval=0,bf
 JobRequeue=1
 # 1: a node that came back from the dead is used again, one that an operator has put down is not.
 ReturnToService=1
-# A dead node is told as down after 11 s.
+# A dead node is reported down after 11 s.
 SlurmctldTimeout=10
 SlurmdTimeout=5
 MessageTimeout=${MINISLURM_MESSAGE_TIMEOUT:-3}
@@ -168,7 +168,7 @@ cable() { # ACTION...: `ip link` where the bridge is
     nsenter -t "$pid" -n ip link "$@"
 }
 
-boot() { # MACHINE: start its pid 1 and wait until it has told its number
+boot() { # MACHINE: start its pid 1 and wait until it has printed its number
     rm -f "$dir/run/$1.pid"
     setsid unshare --net --uts --mount --pid --fork --kill-child "$self" _init "$dir" "$1" \
         >>"$dir/log/$1.out" 2>&1 </dev/null &
@@ -191,7 +191,7 @@ power_on() { # NODE
 power_off() { # NODE
     local pid
     pid=$(pid_of "$1")
-    cable set "v$1" down 2>/dev/null || true # first, or the kernel would tell its peers that connections are closed
+    cable set "v$1" down 2>/dev/null || true # first, or the kernel would close connections to its peers
     kill -9 "$pid"
     rm -f "$dir/run/$1.pid"
     wait_until_gone "$pid"
@@ -261,7 +261,7 @@ down() {
     wait_until_gone "${gone[@]}"
 }
 
-is_machine() { # PID: numbers are used again; it is one of ours only if it says so
+is_machine() { # PID: numbers are used again; it is one of ours only with our mark
     grep -qzFx -- "$dir" "/proc/$1/cmdline" 2>/dev/null && grep -qzFx _init "/proc/$1/cmdline" 2>/dev/null
 }
 

@@ -1,4 +1,4 @@
-"""Processes of a run, found from outside: whoever inherits its mark belongs to it, in whatever namespace it is."""
+"""Find the processes of a run from outside: a process that inherits its mark belongs to it, in any namespace."""
 
 from __future__ import annotations
 

@@ -100,7 +100,7 @@ class Trials:
         setups: Sequence[Setup],
         kinds: Sequence[str],
         cluster: Cluster | None,
-        tell: Callable[[str], None],
+        report: Callable[[str], None],
     ) -> None:
         """Make none yet.
 
@@ -111,10 +111,10 @@ class Trials:
             setups: to make, in turn.
             kinds: of faults; those of them that can happen to a setup.
             cluster: for setups on Slurm.
-            tell: called with every fault.
+            report: called with every fault.
         """
         self._folder, self._seed, self._most, self._setups, self._cluster = folder, seed, most, setups, cluster
-        self._report = tell
+        self._report = report
         self._kinds = {where: [kind for kind in table if kind in kinds] for where, table in TABLES.items()}
         self._references: dict[Setup, Path] = {}
         self._making = {setup: threading.Lock() for setup in setups}

@@ -46,11 +46,11 @@ def lint(text: str) -> str:
     return done.stdout + done.stderr
 
 
-def test_hadolint_has_nothing_to_say() -> None:
+def test_hadolint_finds_no_problem() -> None:
     assert lint(DOCKERFILE.read_text()) == ""
 
 
-def test_hadolint_sees_what_is_wrong() -> None:
+def test_hadolint_finds_a_planted_problem() -> None:
     assert "DL3002" in lint("FROM python:3.12-slim\nUSER root\n")
 
 

@@ -125,7 +125,7 @@ RESTARTS = "--plugin restarts --lr-decay-style restarts --min-lr 1e-3"
 
 
 def test_options_and_a_learning_rate_schedule(run: Run, tmp_path: Path) -> None:
-    """The learning rate falls and rises as the formula says; flags, files and checkpoints have the option."""
+    """The learning rate follows the formula; flags, files and checkpoints have the option."""
     save, file = tmp_path / "save", tmp_path / "mine.yaml"
     assert run(tmp_path / "run", f"{RESTARTS} --restart-samples 8 --save {save}") == 0
     expected = [1e-3 + 9e-3 * 0.5 * (1 + math.cos(math.pi * (4 * step % 8) / 8)) for step in range(6)]
@@ -330,7 +330,7 @@ def test_a_wrong_attention_kernel_is_refused(run: Run, tmp_path: Path, capfd: py
 
 
 def test_optimizer(run: Run, tmp_path: Path) -> None:
-    """Weights move as the formula says, from one checkpoint to the next; a resumed run ends with the same bits."""
+    """Weights follow the formula between checkpoints; a resumed run ends with the same bits."""
     save, again = tmp_path / "save", tmp_path / "again"
     flags = "--plugin signum --optimizer signum --train-iters 3 --lr-decay-style constant --weight-decay 0.1"
     assert run(tmp_path / "run", f"{flags} --save {save} --save-interval 1") == 0

@@ -32,11 +32,11 @@ def test_flops_of_the_presets() -> None:
         assert message == [f"{matmul_parameters(config.model) / 1e6:.1f}M", *(f"{count / 1e9:.3f}" for count in counts)]
 
 
-def test_kernels_are_those_there_are() -> None:
+def test_the_table_lists_all_kernels() -> None:
     assert {operation: tuple(names.split(", ")) for operation, names in table("operation")} == KERNEL_CANDIDATES
 
 
-def test_metrics_have_the_names_it_says() -> None:
+def test_metrics_of_the_tables_exist() -> None:
     logged = METRICS.keys() | {"communication-tp"}
     for _, metrics, _ in table("column"):
         assert set(re.findall(r"[a-z][a-z-]+", metrics.replace("...", ""))) <= logged

@@ -53,9 +53,9 @@ def found(config: RunConfig, ranks: int = 1, doubtful: set[str] | None = None) -
 
 
 def test_bad_configurations_are_refused_in_these_words() -> None:
-    told = dict(zip([case.title for case in CASES], GOLDEN.read_text().split("\n\n"), strict=True))
+    reported = dict(zip([case.title for case in CASES], GOLDEN.read_text().split("\n\n"), strict=True))
     assert {case.title: f"{case.title}\n{case.reported()}" for case in CASES} == {
-        t: s.strip("\n") for t, s in told.items()
+        t: s.strip("\n") for t, s in reported.items()
     }
 
 
@@ -63,7 +63,9 @@ def test_every_code_of_a_check_is_in_the_golden_file() -> None:
     files = [*(ROOT / "megatron/config").rglob("*.py"), *(ROOT / "megatron/arguments").rglob("*.py")]
     files.append(ROOT / "megatron/convert/huggingface/config.py")
     used = set(re.findall(r"\b(E\d{3})\b", "".join(path.read_text() for path in files)))
-    of_checkpoints = {code for code, _ in CHANGE_ERRORS.values()} - {"E821"}  # a config.json may only say another model
+    of_checkpoints = {code for code, _ in CHANGE_ERRORS.values()} - {
+        "E821"
+    }  # another model, so from a config.json only
     assert used - of_checkpoints - {"E013", "E852"} == set(re.findall(r"^(E\d{3}) ", GOLDEN.read_text(), re.MULTILINE))
 
 
@@ -201,15 +203,15 @@ SCHEDULES = st.fixed_dictionaries(
 def test_schedules_are_accepted_exactly_where_their_parts_fit(given: dict[str, Any], iters: int, batch: int) -> None:
     training = TrainingConfig(train_iters=iters, global_batch_size=batch)
     config = replace(GOOD, training=training, optimizer=OptimizerConfig(**given))
-    told = set(found(config))
-    if "E402" in told:
+    reported = set(found(config))
+    if "E402" in reported:
         return
     warmup, decay, final, _ = schedule_lengths(config, 1)
     final = final if given["lr_decay_style"] == "WSD" else None
     fits = warmup < decay and (final is None or final <= decay - warmup)
     complete = given["lr_decay_style"] != "WSD" or final is not None
-    assert (told == set()) == (fits and complete)
-    assert told <= {"E403", "E404"}
+    assert (reported == set()) == (fits and complete)
+    assert reported <= {"E403", "E404"}
 
 
 def test_files_that_exist_are_accepted_and_similar_ones_suggested(tmp_path: Path) -> None:
@@ -237,8 +239,8 @@ def test_files_that_exist_are_accepted_and_similar_ones_suggested(tmp_path: Path
     folder = tmp_path / "of_text"
     folder.mkdir()
     (folder / "web.txt").touch()
-    [told] = fixes(data_path=(f"{folder}/web_text_document",))
-    assert f"--input {folder}/web.txt --output-prefix {folder}/web " in told[0]
+    [reported] = fixes(data_path=(f"{folder}/web_text_document",))
+    assert f"--input {folder}/web.txt --output-prefix {folder}/web " in reported[0]
 
 
 def test_a_pretrained_model_is_where_the_folder_that_is_saved_to_starts(tmp_path: Path) -> None:
@@ -264,8 +266,8 @@ def test_a_number_may_be_the_name_of_a_file(tmp_path: Path, monkeypatch: pytest.
 @pytest.mark.parametrize("flag", ["--data-path", "--load", "--save", "--data-args-path", "--load hf:", "--stop-file"])
 def test_a_name_too_long_for_any_file_is_no_file(flag: str) -> None:
     long = flag + ("" if flag.endswith(":") else " ") + "x" * 5000
-    told = codes(long, base=f"{MODEL} --vocab-size 9 --train-iters 1", read_model=read_model_values)
-    assert set(told) <= {"E501", "E503", "E507", "E801", "E850"}
+    reported = codes(long, base=f"{MODEL} --vocab-size 9 --train-iters 1", read_model=read_model_values)
+    assert set(reported) <= {"E501", "E503", "E507", "E801", "E850"}
 
 
 def test_patterns_must_match_a_parameter() -> None:
@@ -380,7 +382,7 @@ BALANCED = "--moe-router-load-balancing-type seq_aux_loss --moe-aux-loss-coeff 0
 
 
 @pytest.mark.parametrize(
-    ("flags", "told"),
+    ("flags", "reported"),
     [
         (f"--moe-router-topk 2 {BALANCED}", []),
         (f"--moe-router-topk 1 --moe-router-pre-softmax {BALANCED}", []),
@@ -391,16 +393,16 @@ BALANCED = "--moe-router-load-balancing-type seq_aux_loss --moe-aux-loss-coeff 0
         ("--moe-aux-loss-coeff 0.01", ["depends on the micro-batches"]),
     ],
 )
-def test_notes_on_experts(flags: str, told: list[str]) -> None:
+def test_notes_on_experts(flags: str, reported: list[str]) -> None:
     words = "every weight is 1", "no balancing loss", "depends on the micro-batches"
     lines = notes(f"{EXPERTS} {flags}")
-    assert [word for word in words if word in lines] == told
+    assert [word for word in words if word in lines] == reported
     offered = re.findall(r"no balancing loss \((.*?)\)", lines)
     assert "no balancing loss" not in notes(f"{EXPERTS} {flags} {' '.join(offered)}")
 
 
 @pytest.mark.parametrize(
-    ("flags", "told"),
+    ("flags", "reported"),
     [
         ("--window-size 1023", ""),
         ("--window-size 1024", "--window-size 1024 has no effect: samples have 1024 tokens"),
@@ -421,14 +423,14 @@ def test_notes_on_experts(flags: str, told: list[str]) -> None:
         ("--attention-pattern 'local:64*2,global' --num-layers 6", ""),
     ],
 )
-def test_notes_on_patterns_of_attention(flags: str, told: str) -> None:
+def test_notes_on_patterns_of_attention(flags: str, reported: str) -> None:
     lines = notes(flags)
-    assert told in lines
-    assert lines == "" or told
+    assert reported in lines
+    assert lines == "" or reported
 
 
 def test_ranks_of_torchrun_that_hold_no_whole_models() -> None:
-    def told(flags: str, nodes: int) -> tuple[str, ...]:
+    def reported(flags: str, nodes: int) -> tuple[str, ...]:
         environ = {"RANK": "0", "WORLD_SIZE": str(nodes * 4), "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "4"}
         argv = f"{MODEL} {RUN} --num-layers 8 --num-attention-heads 8 {flags}".split()
         with pytest.raises(UserError) as refused:
@@ -436,14 +438,14 @@ def test_ranks_of_torchrun_that_hold_no_whole_models() -> None:
         (problem,) = refused.value.problems
         return (problem.code, problem.sentence, *problem.fixes)
 
-    code, sentence, *fixes = told("--tensor-model-parallel-size 2 --pipeline-model-parallel-size 4", nodes=3)
+    code, sentence, *fixes = reported("--tensor-model-parallel-size 2 --pipeline-model-parallel-size 4", nodes=3)
     assert (code, fixes[:2]) == ("E202", ["torchrun --nnodes 2", "torchrun --nnodes 4"])
     assert sentence.endswith("TP x PP = 8: 3 nodes of 4, and whole models need a multiple of 2")
-    assert told("--pipeline-model-parallel-size 8", nodes=1)[2:4] == (
+    assert reported("--pipeline-model-parallel-size 8", nodes=1)[2:4] == (
         "torchrun --nnodes 2",
         "--pipeline-model-parallel-size 4",
     )
-    by_number = told("--pipeline-model-parallel-size 8 --check-config --world-size 12", nodes=1)
+    by_number = reported("--pipeline-model-parallel-size 8 --check-config --world-size 12", nodes=1)
     assert not any("--nnodes" in fix for fix in by_number)
     heads = "--num-attention-heads 8 --tensor-model-parallel-size"
     assert problems(f"{heads} 4 --check-config --world-size 6")[0].fixes[0] == "--tensor-model-parallel-size 2"
@@ -471,8 +473,8 @@ def test_notes_on_compressed_gradients() -> None:
     assert "--grad-compression int8 has no effect: there is one data-parallel rank" in notes("--grad-compression int8")
     assert re.search(r"to other replicas instead of .* \(3\.8 times less\)", notes("--grad-compression int8", 4))
     instances = "--use-distributed-optimizer --num-distributed-optimizer-instances 2"
-    told = notes(f"--grad-compression powersgd:1 {instances}", 4)
-    less = re.search(r"to other instances instead of .* \(([\d.]+) times less\)", told)
+    reported = notes(f"--grad-compression powersgd:1 {instances}", 4)
+    less = re.search(r"to other instances instead of .* \(([\d.]+) times less\)", reported)
     assert less is not None
     assert float(less[1]) > 10
 
@@ -480,16 +482,16 @@ def test_notes_on_compressed_gradients() -> None:
 def test_notes_on_sharded_gradients_and_instances() -> None:
     """Three micro-batches, all in fp32: three reduce-scatters and a gather, where ZeRO-1 has one of each."""
     flags = "--num-layers 8 --hidden-size 256 --data-parallel-sharding-strategy optim_grads --global-batch-size"
-    told = notes(f"{flags} 12", 4)
-    assert "each of 3 micro-batches" in told
-    ours, theirs = (float(number) for number in re.findall(r"([\d.]+) MiB", told))
+    reported = notes(f"{flags} 12", 4)
+    assert "each of 3 micro-batches" in reported
+    ours, theirs = (float(number) for number in re.findall(r"([\d.]+) MiB", reported))
     assert ours / theirs == pytest.approx((3 + 1) / 2, rel=1e-3)
     assert notes(f"{flags} 4", 4) == ""
-    told = notes(f"{flags.replace('optim_grads', 'optim_grads_params')} 12 --overlap-param-gather", 4)
-    ours, kept, theirs = (float(number) for number in re.findall(r"([\d.]+) MiB", told))
+    reported = notes(f"{flags.replace('optim_grads', 'optim_grads_params')} 12 --overlap-param-gather", 4)
+    ours, kept, theirs = (float(number) for number in re.findall(r"([\d.]+) MiB", reported))
     assert kept / theirs == pytest.approx((3 + 1) / 2, rel=1e-3), "three reduce-scatters and a gather"
     assert ours / theirs == pytest.approx((3 + 3 * 2) / 2, rel=0.1), "where a block is not kept, two gathers each"
-    assert "--overlap-param-gather has no effect" in told
+    assert "--overlap-param-gather has no effect" in reported
     assert notes(f"{MUON} --data-parallel-sharding-strategy optim_grads_params", 16) == "", "no matrix is whole"
     sharded = "--use-distributed-optimizer --num-distributed-optimizer-instances"
     for ranks, instances in ((1, 1), (4, 1), (4, 2), (4, 4)):
@@ -551,7 +553,7 @@ def test_the_schedule_of_an_evaluation_is_proven_too(monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.parametrize(
-    ("flags", "told"),
+    ("flags", "reported"),
     [
         ("--pipeline-model-parallel-size 2 --num-layers 5", "5 layers do not divide over 2 stages"),
         ("--pipeline-model-parallel-size 2 --num-layers 5 --pipeline-model-parallel-layout auto", ""),
@@ -564,11 +566,11 @@ def test_the_schedule_of_an_evaluation_is_proven_too(monkeypatch: pytest.MonkeyP
         ("--account-for-loss-in-pipeline-split", "has no effect without several stages"),
     ],
 )
-def test_notes_on_pipelines(flags: str, told: str) -> None:
+def test_notes_on_pipelines(flags: str, reported: str) -> None:
     lines = notes(f"--seq-length 64 {flags}", 2 if "pipeline-model-parallel-size" in flags else 1)
-    assert told in lines
+    assert reported in lines
     assert lines.count("\n") == 0
-    assert bool(lines) is bool(told)
+    assert bool(lines) is bool(reported)
 
 
 def test_a_layout_by_cost_is_named_where_it_saves_much() -> None:
@@ -586,7 +588,7 @@ CP = f"{LONG} --context-parallel-size"
 
 
 @pytest.mark.parametrize(
-    ("flags", "told"),
+    ("flags", "reported"),
     [
         # as many bytes, or not much less; between nodes
         ("8", ""),
@@ -635,11 +637,11 @@ CP = f"{LONG} --context-parallel-size"
         ("8 --seq-length 512 --global-batch-size 8192", ": --context-parallel-size 1 uses the ranks for more samples"),
     ],
 )
-def test_notes_on_context_parallelism(flags: str, told: str) -> None:
+def test_notes_on_context_parallelism(flags: str, reported: str) -> None:
     lines = notes(f"{CP} {flags}", 64)
-    assert told in lines
+    assert reported in lines
     assert lines.count("\n") == 0
-    assert bool(lines) is bool(told)
+    assert bool(lines) is bool(reported)
 
 
 def test_a_noted_method_is_accepted_and_not_noted() -> None:

@@ -8,7 +8,7 @@ from tools.generate_docs import FLAGS, flags_page
 ROOT = Path(__file__).parents[3]
 
 
-def test_the_flag_reference_is_what_the_code_says() -> None:
+def test_the_flag_reference_is_up_to_date() -> None:
     assert FLAGS.read_text() == flags_page(), "run: python tools/generate_docs.py"
 
 

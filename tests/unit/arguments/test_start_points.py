@@ -99,8 +99,8 @@ def test_notes_on_save_intervals() -> None:
     assert notes("--save ckpt --save-interval 10") == ""
     local = "--save new --local-save here --local-save-interval 10"
     assert "--local-save without --save-interval" in notes(local)
-    for interval, told in ((5, True), (10, True), (20, False)):
-        assert ("do not reduce the steps lost" in notes(f"{local} --save-interval {interval}")) is told
+    for interval, noted in ((5, True), (10, True), (20, False)):
+        assert ("do not reduce the steps lost" in notes(f"{local} --save-interval {interval}")) is noted
 
 
 @pytest.mark.parametrize(
@@ -135,7 +135,7 @@ def test_object_stores_may_hold_checkpoints(monkeypatch: pytest.MonkeyPatch) -> 
             raise TimeoutError
 
     monkeypatch.setattr(RemotePath, "folders", silent)
-    assert holds_checkpoints("memory://another")  # it may; whoever opens it reports the error
+    assert holds_checkpoints("memory://another")  # it may; opening it reports the error
 
 
 def test_a_missing_library_is_reported_once() -> None:

@@ -41,7 +41,7 @@ def file_of(path: Path, name: str) -> Path:
 
 
 def content(value: float) -> dict[str, Sample]:
-    """Tensors that tell which save wrote them."""
+    """Return tensors whose values identify the save that wrote them."""
     return {name: Sample(sample.tensor + value, sample.view) for name, sample in small().items()}
 
 
@@ -127,7 +127,7 @@ def killed_at(target: int, act: Callable[[], None], torn: bool = True) -> int:
 
 
 def check_survivors(runs: CheckpointFolder) -> None:
-    """The newest checkpoint that is offered is whole, the others say why not; saving and removing go on."""
+    """Check that the newest candidate is complete, the others have a reason, and saving and removing still work."""
     for folder in (runs, CheckpointFolder(runs.folder / "new")):
         found = folder.candidates()
         assert all(f.manifest or "has no COMPLETE" in str(f.problem) for f in found)

@@ -9,11 +9,11 @@ looks at what is there, and saves. Then the old one goes on to its end, and not 
 | the rename that makes its staging folder  | a draft, which counts for nothing  | refused: a later start    |
 | any step of taking over from a third      | its folder, with that of the third | ENOENT at its next rename |
 | making staging/X                          | an empty staging folder            | ENOENT                    |
-| a write, sync or close in X (any rank)    | X without a marker: removed        | writes to nobody's file   |
+| a write, sync or close in X (any rank)    | X without a marker: removed        | writes to a removed file  |
 | the rename of the staged marker           | likewise                           | ENOENT                    |
 | staging/X/attempt -> X/attempt            | X with a marker: published         | ENOENT, X is the new's    |
 | staging/X/COMPLETE -> X/COMPLETE          | X with a marker: published         | ENOENT, X is the new's    |
-| the sync after it                         | X                                  | told, or done             |
+| the sync after it                         | X                                  | an error, or done         |
 | removing the older attempt                | X, and the older attempt: removed  | ENOENT, or done           |
 | retention: W -> staging/W.gone            | W                                  | ENOENT, W is there        |
 | retention: inside of W.gone               | W.gone: removed                    | ENOENT, or done           |
@@ -92,7 +92,7 @@ def refused(lease: Lease) -> None:
 
 
 def old_start(folder: Path, scenario: Callable[[Lease], None]) -> Exception | None:
-    """A start that does as the scenario says; how it ended."""
+    """Run a start of the scenario, and return its error."""
     try:
         with acquire_lease(folder, start=OLD) as lease:
             try:
@@ -120,7 +120,7 @@ def new_start(lease: Lease, saves: bool) -> list[int]:
 
 
 def everything(folder: Path) -> dict[str, bytes | None]:
-    """All names in a folder, and the bytes of files; drafts of claims are nobody's."""
+    """All names in a folder, and the bytes of files; drafts of claims do not count."""
     paths = [path for path in folder.rglob("*") if "." not in path.relative_to(folder).parts[0][1:].removesuffix(".")]
     return {str(path.relative_to(folder)): path.read_bytes() if path.is_file() else None for path in paths}
 
@@ -305,7 +305,7 @@ def test_a_later_start_supersedes_and_any_other_is_refused(tmp_path: Path, start
         old.check()
 
 
-def test_a_lock_that_a_lost_machine_still_has_is_told_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_lock_of_a_lost_machine_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with acquire_lease(tmp_path):
         monkeypatch.setattr(socket, "gethostname", lambda: "another")
         with (
@@ -315,8 +315,8 @@ def test_a_lock_that_a_lost_machine_still_has_is_told_of(tmp_path: Path, monkeyp
             pass
 
 
-def test_a_file_that_a_hanging_process_has_open_refuses_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On NFS: what is removed while a process of the same machine has it open stays under another name until then."""
+def test_a_file_open_in_a_hanging_process_blocks_no_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On NFS, a file removed while a process of the same machine has it open keeps another name until it is closed."""
     real = os.unlink
 
     def unlink(path: Any, *, dir_fd: int | None = None) -> None:

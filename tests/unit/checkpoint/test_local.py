@@ -188,7 +188,7 @@ def test_killed_at_every_call_of_a_save(tmp_path: Path) -> None:
 
 
 def check_failures(folder: Path, targets: list[int]) -> None:
-    """The old checkpoint stays, nothing else does, and the next save works; or nobody needed the call."""
+    """Check that only the old checkpoint stays and the next save works, or that the failed call was not needed."""
     for target in targets:
         step(folder, 1)
         with watched(failing(target, errno.ENOSPC, once=True)):

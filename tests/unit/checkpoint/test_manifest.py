@@ -78,7 +78,7 @@ def chunk_of(data: dict[str, Any]) -> dict[str, Any]:
         lambda data: data["tensors"]["w"].update(shape=[0], view=[0, 2**62, 2**62], chunks=[]),
         lambda data: data["tensors"]["w"].update(view=[2, 3] + [1] * 7),
         lambda data: data["state"].update(deep=json.loads("[" * 40 + "]" * 40)),
-        # a stranger's checkpoint may not say where its files are written when they are copied
+        # a checkpoint of unknown origin may not choose where its files are copied to
         *(
             lambda data, name=name: data["files"].update({name: data["files"]["tokenizer/t.json"]})
             for name in ("../x", "/x", "tokenizer/x/..", "./x", "", "x\0")

@@ -49,7 +49,7 @@ RUN = RemotePath("s3://bucket/runs/a")
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[tuple[str, Store]]:
-    """A store, and s3fs told that there is no other."""
+    """Serve a store, and configure s3fs to use no other."""
     s3fs.S3FileSystem.clear_instance_cache()
     with serving() as both, pytest.MonkeyPatch.context() as patch:
         patch.setenv("AWS_EC2_METADATA_DISABLED", "true")
@@ -60,7 +60,7 @@ def server() -> Iterator[tuple[str, Store]]:
 
 @pytest.fixture
 def store(server: tuple[str, Store], monkeypatch: pytest.MonkeyPatch) -> Store:
-    """An empty store; nobody waits long before asking again."""
+    """Return an empty store, with short delays between retries."""
     found = server[1]
     found.objects.clear()
     found.uploads.clear()
@@ -356,7 +356,7 @@ def test_a_store_that_refuses_fails_the_save_only(store: Store, fault: str, fix:
         assert store.objects == before
 
 
-def test_a_missing_bucket_is_said(store: Store) -> None:
+def test_a_missing_bucket_is_reported(store: Store) -> None:
     with pytest.raises(StorageError, match="no such object or bucket") as caught:
         save(RemotePath("s3://missing/run/iter_0000001"), small())
     assert "create the bucket" in str(caught.value)

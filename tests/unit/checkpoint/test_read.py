@@ -128,7 +128,7 @@ def test_all_mismatches_are_reported_at_once(tmp_path: Path) -> None:
 
 
 def test_a_checkpoint_with_a_hole_is_not_read(tmp_path: Path) -> None:
-    """Even when whoever made the hole knew how to make a marker."""
+    """Even with a valid marker."""
     path = tmp_path / "iter_1"
     save_sharded(
         path, {"a": small()["a"].entry([Box((0, 0, 0), (1, 12, 5)), Box((1, 0, 0), (1, 12, 5))])}, {}, {}, ALONE
@@ -211,7 +211,7 @@ def test_reader_refuses_what_is_not_there(tmp_path: Path) -> None:
         reader.read("a", Box((0, 0, 0), (3, 1, 1)))
 
 
-def test_saving_says_nothing(tmp_path: Path) -> None:
+def test_saving_prints_no_warning(tmp_path: Path) -> None:
     with warnings.catch_warnings(action="error"):
         save(tmp_path / "iter_1", small())
         load_sharded(Manifest.open(tmp_path / "iter_1"), {"a": small()["a"].empty([])}, ALONE)

@@ -104,7 +104,7 @@ def test_gpus_that_are_not_found(device: str, driver: str | None, gpus: tuple[in
     assert all(check.detail.startswith(sentence) for check in part.checks)
 
 
-def test_a_rank_of_which_nothing_is_heard(tmp_path: Path, facts: dict[str, Any]) -> None:
+def test_a_rank_without_a_report(tmp_path: Path, facts: dict[str, Any]) -> None:
     part = ranks(tmp_path, facts, lambda rank, reported: None if rank == 3 else reported)
     assert part.verdict == FAILED
     assert part.checks[-1].detail == "no report from ranks 3"
@@ -230,13 +230,13 @@ def test_torn_pages_are_recognized(tmp_path: Path) -> None:
 
 
 def part(*verdicts: str) -> CheckSection:
-    return CheckSection("x", [CheckResult(f"what {i}", verdict, f"told {i}") for i, verdict in enumerate(verdicts)])
+    return CheckSection("x", [CheckResult(f"what {i}", verdict, f"detail {i}") for i, verdict in enumerate(verdicts)])
 
 
 def test_the_headline_is_the_first_that_is_not_well() -> None:
     assert section_summary(part(OK, OK)) == "2 checks"
     assert section_summary(part(OK)) == "1 check"
-    assert section_summary(part(OK, WARNING, FAILED, FAILED)) == "what 2: told 2"
+    assert section_summary(part(OK, WARNING, FAILED, FAILED)) == "what 2: detail 2"
     assert section_summary(part()) == ""
 
 
@@ -248,8 +248,8 @@ def test_the_page_and_the_data(tmp_path: Path) -> None:
     ClusterReport("4 ranks", "tools/acceptance.py", [part(OK), bad]).write(tmp_path)
     page = (tmp_path / MARKDOWN).read_text()
     assert page.startswith("# Cluster acceptance: FAILED\n\n4 ranks\n\nStarted as `tools/acceptance.py`.\n")
-    assert "\n| x | FAILED | 0 | what 1: told 1 |\n" in page
-    assert "\n- **FAILED** what 1: told 1\n" in page
+    assert "\n| x | FAILED | 0 | what 1: detail 1 |\n" in page
+    assert "\n- **FAILED** what 1: detail 1\n" in page
     assert "\nNumbers:\n\n| a | b |\n| --- | --- |\n| 1 \\| 2 | 3 |\n" in page
     assert page.endswith("```\nthe end\nof it\n```\n")
     printed = json.loads((tmp_path / JSON).read_text())

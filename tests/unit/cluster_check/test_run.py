@@ -55,7 +55,7 @@ class Pretended:
     """A launcher whose programs write what was prepared for them.
 
     Attributes:
-        ranks: that say they are there.
+        ranks: that report themselves.
         act: called with the name and the words of every program; returns its exit status.
         started: names of the programs.
     """
@@ -211,13 +211,13 @@ def program(path: Path, text: str) -> Path:
 
 
 def test_a_program_runs_with_its_words_and_finds_the_library(tmp_path: Path) -> None:
-    tell = "import os, sys, megatron.config.launch\nprint(sys.argv[1:], os.environ['MASTER_PORT'])\nsys.exit(3)\n"
+    echo = "import os, sys, megatron.config.launch\nprint(sys.argv[1:], os.environ['MASTER_PORT'])\nsys.exit(3)\n"
     starts = RankLauncher([sys.executable, "-B", "-W", "ignore::{port}"], tmp_path)
-    outcomes = [starts.run("tell", [program(tmp_path / "tell.py", tell), "a b", tmp_path], 60) for _ in range(2)]
+    outcomes = [starts.run("echo", [program(tmp_path / "echo.py", echo), "a b", tmp_path], 60) for _ in range(2)]
     logs = [outcome.log.read_text() for outcome in outcomes]
     assert [outcome.status for outcome in outcomes] == [3, 3]
     assert outcomes[0].ended == "exit status 3"
-    assert [outcome.log.name for outcome in outcomes] == ["01-tell.log", "02-tell.log"]
+    assert [outcome.log.name for outcome in outcomes] == ["01-echo.log", "02-echo.log"]
     assert f"['a b', '{tmp_path}'] " in logs[0]
     ports = [log.split()[-1] for log in logs]
     assert ports[0] != ports[1]
@@ -400,7 +400,7 @@ CLUSTERS = [(2, 1), (2, 2), (3, 3), (4, 2), (4, 4), (5, 1), (6, 3), (8, 4), (12,
 
 
 @pytest.mark.parametrize(("ranks", "per_node"), CLUSTERS)
-def test_all_fit_the_ranks_and_are_what_their_names_say(ranks: int, per_node: int) -> None:
+def test_all_layouts_fit_the_ranks_and_their_names(ranks: int, per_node: int) -> None:
     for case in layout_cases(ranks, per_node):
         config = trace_config(f"{batch_flags(ranks)} {case.flags}", case.experts, "bf16", "cpu", 0, ranks)
         named = {axis.lower(): int(size) for axis, size in re.findall(r"\b(TP|PP|DP|CP)(\d+)", case.name)}

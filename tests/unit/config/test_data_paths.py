@@ -138,7 +138,7 @@ def test_every_validation_set_has_a_source() -> None:
         (["/a", "b/a"], ["a", "b-a"]),
     ],
 )
-def test_names_tell_sets_apart(prefixes: list[str], names: list[str]) -> None:
+def test_names_of_sets_are_unique(prefixes: list[str], names: list[str]) -> None:
     assert list(unique_names(prefixes)) == names
     assert len(names) == len(set(names))
 

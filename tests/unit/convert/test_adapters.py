@@ -233,7 +233,7 @@ def test_a_broken_adapter_is_refused_by_name(
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("changes", "message"),
     [
         ({"peft_type": "LOHA"}, 'peft_type "LOHA" is not supported, only "LORA"'),
         ({"task_type": "SEQ_CLS"}, 'task_type "SEQ_CLS" is not supported, only "CAUSAL_LM" or null'),
@@ -257,12 +257,12 @@ def test_a_broken_adapter_is_refused_by_name(
     ],
 )
 def test_options_that_are_not_supported(
-    changes: dict[str, Any], said: str, adapter: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    changes: dict[str, Any], message: str, adapter: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     changed_json(adapter / "adapter_config.json", **changes)
     capsys.readouterr()
     assert main(["--load-peft", str(adapter), "--save", f"{tmp_path}/out"]) == 1
-    assert said in capsys.readouterr().err
+    assert message in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
 
 

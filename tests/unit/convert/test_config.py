@@ -387,7 +387,7 @@ YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 
 
 
 @pytest.mark.parametrize(
-    ("config", "said"),
+    ("config", "message"),
     [
         (GPT2 | {"scale_attn_weights": False}, "scale_attn_weights false is not supported, only true"),
         (GPT2 | {"embd_pdrop": 0.2}, "embd_pdrop 0.2"),
@@ -433,21 +433,21 @@ YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 
         (LLAMA3 | {"rope_scaling": {"rope_type": []}}, "rope_type [] is not supported"),
     ],
 )
-def test_unsupported_features_are_refused_by_name(config: dict[str, Any], said: str) -> None:
+def test_unsupported_features_are_refused_by_name(config: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError) as caught:
         model(config)
-    assert said in str(caught.value)
+    assert message in str(caught.value)
     assert str(caught.value).startswith("E851 config.json: ")
 
 
-def test_everything_wrong_is_told_at_once() -> None:
+def test_all_errors_are_reported_at_once() -> None:
     with pytest.raises(UserError) as caught:
         model(LLAMA3 | {"quantization_config": {}, "logit_scale": 2.0, "rope_scaling": {"rope_type": "su"}})
     assert len(caught.value.problems) == 3
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("changes", "message"),
     [
         ({"rotary_interleaved": True}, "rotary_interleaved True"),
         ({"rotary_percent": 0.5, "qk_layernorm": True}, "rotary_percent 0.5"),
@@ -461,10 +461,10 @@ def test_everything_wrong_is_told_at_once() -> None:
         ({"num_experts": 4, "qk_layernorm": True, "moe_shared_expert_intermediate_size": 64}, "moe_shared_expert"),
     ],
 )
-def test_model_that_no_family_has_is_refused_by_option(changes: dict[str, Any], said: str) -> None:
+def test_model_that_no_family_has_is_refused_by_option(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match="E852") as caught:
         build_config_json(replace(preset("tiny-llama"), **changes))
-    assert said in str(caught.value)
+    assert message in str(caught.value)
 
 
 def test_family_is_the_first_that_can() -> None:

@@ -83,7 +83,7 @@ def _sentencepiece(flags: tuple[tuple[str, Any], ...]) -> bytes:
 
 
 def sentencepiece_model(path: Path, **flags: Any) -> Path:
-    """A ``.model`` file, as Llama's unless the ``flags`` of the library's trainer say otherwise."""
+    """Write a ``.model`` file like Llama's, changed by ``flags`` of the library's trainer."""
     content = _sentencepiece(tuple((name, tuple(v) if isinstance(v, list) else v) for name, v in flags.items()))
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(content)

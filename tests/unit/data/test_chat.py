@@ -158,8 +158,8 @@ CALLING = """{% if tools %}{{ tools | tojson }}
 
 def calling(call: dict[str, Any], **content: Any) -> list[dict[str, Any]]:
     """A question, a call of a tool, and the answer."""
-    said = {"role": "assistant", "tool_calls": [call], **content}
-    return [*messages(("user", "1+?")), said, *messages(("tool", "2"), ("assistant", "It is 2"))]
+    call_turn = {"role": "assistant", "tool_calls": [call], **content}
+    return [*messages(("user", "1+?")), call_turn, *messages(("tool", "2"), ("assistant", "It is 2"))]
 
 
 def in_parts(turns: list[dict[str, Any]]) -> list[dict[str, Any]]:

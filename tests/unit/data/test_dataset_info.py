@@ -1,4 +1,4 @@
-"""How large the vocabulary is, and who says so."""
+"""The size of the vocabulary and its sources."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def recorded(tmp_path: Path) -> DataConfig:
     return DataConfig(data_path=(record(tmp_path / "x", NullTokenizer(500)),))
 
 
-def test_the_record_says_it_and_a_larger_size_may_be_asked_for(recorded: DataConfig) -> None:
+def test_the_record_gives_the_vocabulary_size_and_flags_can_enlarge_it(recorded: DataConfig) -> None:
     assert [resolve_vocab_size(recorded, size) for size in (None, 500, 512)] == [500, 500, 512]
     with pytest.raises(DataError, match=r"499 is too small for NullTokenizer.*\n  fix: --vocab-size 500"):
         resolve_vocab_size(recorded, 499)
@@ -79,7 +79,7 @@ def test_entries_that_no_text_can_use(recorded: DataConfig) -> None:
 
 
 @pytest.mark.parametrize("mock", [True, False])
-def test_without_a_record_the_flags_say_it(tmp_path: Path, mock: bool) -> None:
+def test_without_a_record_flags_give_the_vocabulary_size(tmp_path: Path, mock: bool) -> None:
     bare = DataConfig(mock_data=mock, data_path=() if mock else (str(tmp_path / "x"),))
     null = replace(bare, tokenizer_type="NullTokenizer")
     assert resolve_vocab_size(bare, 77) == 77
@@ -110,13 +110,13 @@ def test_datasets_of_different_tokenizers_are_refused(tmp_path: Path) -> None:
             resolve_vocab_size(data, 300)
 
 
-def test_a_dataset_without_a_record_is_trusted_and_told(tmp_path: Path) -> None:
+def test_a_dataset_without_a_record_is_accepted_with_a_note(tmp_path: Path) -> None:
     a, b, c = record(tmp_path / "a", ByteTokenizer()), str(tmp_path / "b"), str(tmp_path / "c")
     mixed = DataConfig(data_path=(b, a, c))
     assert resolve_vocab_size(mixed, None) == 257
     assert f"no tokenizer is recorded beside {b} and 1 more" in (note_missing_records(mixed) or "")
     assert note_missing_records(DataConfig(data_path=(a,))) is None
-    assert note_missing_records(DataConfig(data_path=(b, c))) is None, "nobody has one"
+    assert note_missing_records(DataConfig(data_path=(b, c))) is None, "no dataset has one"
 
 
 # --- flags and records ---
@@ -142,7 +142,7 @@ def test_the_tokenizer_that_flags_name_is_compared_with_the_record(tmp_path: Pat
     assert resolve_vocab_size(replace(data, tokenizer_model=None), 300) == 300
 
 
-def test_without_a_record_the_named_tokenizer_says_everything(tmp_path: Path, straight: str) -> None:
+def test_without_a_record_the_named_tokenizer_is_used(tmp_path: Path, straight: str) -> None:
     bare = DataConfig(data_path=(str(tmp_path / "x"),))
     data = replace(bare, tokenizer_type=HF, tokenizer_model=straight)
     assert resolve_vocab_size(data, None) == 257
@@ -153,16 +153,16 @@ def test_without_a_record_the_named_tokenizer_says_everything(tmp_path: Path, st
 
 
 def test_the_end_of_a_document() -> None:
-    """From the flag or from the tokenizer, which must not say different things."""
+    """From the flag or from the tokenizer, which must agree."""
     known, silent = TokenizerInfo("ByteTokenizer", 257, 256), DataConfig(data_path=("x",))
-    said = replace(silent, eod_id=256)
+    stated = replace(silent, eod_id=256)
     assert [find_eod_id(silent, who, 300) for who in (None, known)] == [None, 256]
-    assert [find_eod_id(said, who, 300) for who in (None, known)] == [256, 256]
+    assert [find_eod_id(stated, who, 300) for who in (None, known)] == [256, 256]
     with pytest.raises(DataError, match=r"--eod-id 256, but the vocabulary has ids 0\.\.99"):
-        find_eod_id(said, None, 100)
+        find_eod_id(stated, None, 100)
     message = r"ByteTokenizer of the data ends documents with 256\n  fix: --eod-id 256 \| --set"
     with pytest.raises(DataError, match=message):
-        find_eod_id(replace(said, eod_id=0), known, 300)
+        find_eod_id(replace(stated, eod_id=0), known, 300)
 
 
 @pytest.mark.parametrize(

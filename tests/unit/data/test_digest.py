@@ -91,7 +91,7 @@ def test_identities_come_from_the_tables(files: DataConfig) -> None:
 
 
 @pytest.mark.parametrize("mock", [False, True])
-def test_parts_add_up_whoever_reads_them(files: DataConfig, mock: bool) -> None:
+def test_digests_of_parts_add_up_for_any_number_of_ranks(files: DataConfig, mock: bool) -> None:
     """Three steps of four ranks, each summing its own micro-batches, against one number for all."""
     source = build(MOCK if mock else files, train_iters=6)
     whole = source.digest("train", 8, 32)

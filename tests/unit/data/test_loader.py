@@ -130,7 +130,7 @@ def test_reading_past_the_end_is_refused() -> None:
 @pytest.mark.parametrize(
     ("split", "sequences", "missing", "fix"),
     [
-        (None, 10, "validation", "--split 9,1,0"),  # nobody asked for test data
+        (None, 10, "validation", "--split 9,1,0"),  # no test data were requested
         ("969, 30, 1", 10, "validation", "--split 8,1,1"),
         (None, 1, "validation", "--eval-iters 0"),
         ("1,0,0", 10, "validation", "--split 9,1,0"),
@@ -193,13 +193,13 @@ def test_summary_counts_epochs() -> None:
     assert train == "train      400 samples, 12,800 generated tokens over 256 ids"
 
 
-@pytest.mark.parametrize(("epochs", "told"), [(4, []), (5, ["5.0 times"])])
-def test_many_epochs_are_told(tmp_path: Path, epochs: int, told: list[str]) -> None:
+@pytest.mark.parametrize(("epochs", "expected"), [(4, []), (5, ["5.0 times"])])
+def test_many_epochs_are_noted(tmp_path: Path, epochs: int, expected: list[str]) -> None:
     data = write(tmp_path / "x", [[1] * 32] * 8)
     training = replace(TRAINING, global_batch_size=8, train_iters=epochs, eval_iters=0)
     notes = build_data(data, training, 1000, 1).summary()[1:]
-    assert len(notes) == len(told)
-    assert all(note.startswith("note       training reads") and words in note for note, words in zip(notes, told))
+    assert len(notes) == len(expected)
+    assert all(note.startswith("note       training reads") and words in note for note, words in zip(notes, expected))
 
 
 # --- a run that goes on ---

@@ -1,4 +1,4 @@
-"""Every split of every way to say where data come from, read through the loader; and what a longer run appends."""
+"""Every split of every way to name datasets, read through the loader, and the data that a longer run appends."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ SIZES = {"wiki": 60, "code": 45, "tiny": 5}
 
 @pytest.fixture(scope="module")
 def corpora(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """Prefixes of datasets whose ids say which one they are from: 100.., 200.., 300.."""
+    """Return prefixes of datasets with distinct ids: 100.., 200.., 300.."""
     folder, random, prefixes = tmp_path_factory.mktemp("corpora"), np.random.default_rng(1), {}
     for number, (name, documents) in enumerate(SIZES.items(), start=1):
         prefixes[name] = str(folder / name)
@@ -97,7 +97,7 @@ def test_without_weights_every_source_is_read_once_and_then_anew(corpora: dict[s
         which, sample = build_blend_index(sizes, count)
         wanted += [epoch[k][j].tokens.tolist() for k, j in zip(which.tolist(), sample.tolist())]
     assert read(source, "train", 240) == wanted
-    assert source.notes == (), "nobody resumed, so nothing was used up"
+    assert source.notes == (), "a fresh run has used up no data"
     again = build(DataConfig(train_data_path=tuple(corpora.values())), source.segments, train_iters=30, eval_iters=0)
     assert read(again, "train", 240) == wanted
 
@@ -191,8 +191,8 @@ def test_the_source_without_a_part_is_named_and_the_fix_works(corpora: dict[str,
     assert list(build(replace(data, split="3,1,1")).used) == ["train", "valid", "test"]
 
 
-def test_test_data_that_nobody_asked_for_may_be_missing(corpora: dict[str, str]) -> None:
-    """With the default split; then it is told, and a split that is written out must give what it says."""
+def test_test_data_may_be_missing_with_the_default_split(corpora: dict[str, str]) -> None:
+    """With the default split there is a note; an explicit split must give the data that it names."""
     wiki, code, tiny = corpora.values()
     data = DataConfig(data_path=("1", wiki, "1", code))
     source = build(data)

@@ -264,8 +264,8 @@ def test_it_answers(host: int) -> None:
     assert launch.register_failure()
     assert launch.has_any_rank_failed()
     assert not launch.register_failure()
-    launch.publish_text("a", "said")
-    assert launch.read_texts(["a", "b"]) == {"a": "said"}
+    launch.publish_text("a", "text")
+    assert launch.read_texts(["a", "b"]) == {"a": "text"}
 
 
 def test_one_that_hangs_is_waited_for_once(host: int, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -273,7 +273,7 @@ def test_one_that_hangs_is_waited_for_once(host: int, monkeypatch: pytest.Monkey
     os.kill(host, signal.SIGSTOP)
     assert launch.register_failure()
     assert launch.has_any_rank_failed()
-    launch.publish_text("a", "said")
+    launch.publish_text("a", "text")
     assert launch.read_texts(["a"]) == {}
     assert len(launch._unanswered) == 1
 

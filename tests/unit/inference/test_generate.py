@@ -110,7 +110,7 @@ def test_a_stop_token_ends_its_prompt_only() -> None:
     assert generate(chunk, prompts, NEW, GREEDY, stop_ids={stop}) == expected
 
 
-def test_tokens_are_told_one_by_one() -> None:
+def test_tokens_are_reported_one_by_one() -> None:
     chunk = model()
     prompts = prompts_of(chunk.config)
     printed: list[tuple[int, int, bool]] = []

@@ -239,10 +239,10 @@ def test_without_a_compiler_there_is_a_reason(monkeypatch: pytest.MonkeyPatch) -
 @pytest.mark.parametrize(
     ("owner", "mode", "is_used"), [(None, 0, True), (0, 0o755, True), (0, 0o775, False), (NOBODY, 0o755, False)]
 )
-def test_compiled_code_is_cached_where_nobody_else_can_write(
+def test_compiled_code_is_cached_in_a_folder_closed_to_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, owner: int | None, mode: int, is_used: bool
 ) -> None:
-    """PyTorch's own folder has a name that is known, in a folder where everybody may make it."""
+    """PyTorch's default folder has a predictable name, in a folder where any user can create it."""
     (tmp_path / "tmp").mkdir(mode=0o1777)
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "tmp"))
     monkeypatch.setenv("HOME", str(tmp_path / "home"))

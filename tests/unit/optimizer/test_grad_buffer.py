@@ -183,12 +183,12 @@ WRONG = [
 ]
 
 
-@pytest.mark.parametrize(("given", "told"), WRONG)
-def test_a_wrong_number_of_contributions_is_an_error(given: str, told: str) -> None:
+@pytest.mark.parametrize(("given", "message"), WRONG)
+def test_a_wrong_number_of_contributions_is_an_error(given: str, message: str) -> None:
     buckets, grad_accumulator = build()
     buckets.start_step(1)
     contribute(grad_accumulator, *given.split())
-    with pytest.raises(RuntimeError, match=told):
+    with pytest.raises(RuntimeError, match=message):
         buckets.finish()
 
 
@@ -236,7 +236,7 @@ class Scattered:
 
     Attributes:
         started: buffers of all sums, in order.
-        pending: sums that nobody has waited for.
+        pending: sums that have not been waited for.
         most: so many were on their way at once.
     """
 
@@ -409,12 +409,12 @@ def test_no_part_has_half_of_what_one_rank_updates_whole(monkeypatch: pytest.Mon
     assert found == dict.fromkeys(SPECS, 1)
 
 
-@pytest.mark.parametrize(("given_names", "told"), WRONG)
-def test_a_wrong_number_is_told_where_gradients_are_streamed_too(given_names: str, told: str) -> None:
+@pytest.mark.parametrize(("given_names", "message"), WRONG)
+def test_a_wrong_number_of_contributions_is_an_error_with_streamed_gradients(given_names: str, message: str) -> None:
     with streaming() as (buckets, grad_accumulator, _):
         buckets.start_step(1)
         contribute(grad_accumulator, *given_names.split())
-        with pytest.raises(RuntimeError, match=told):
+        with pytest.raises(RuntimeError, match=message):
             buckets.finish()
         buckets.start_step(1)
         for name, spec in SPECS.items():

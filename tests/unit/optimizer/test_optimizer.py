@@ -202,7 +202,7 @@ def test_flat_views_cover_every_element_once() -> None:
     assert flat[16:20].tolist() == [16, 17, 18, 19]
 
 
-def test_a_spike_is_skipped_and_told_apart_from_what_is_not_finite() -> None:
+def test_a_spike_is_skipped_and_not_counted_as_nonfinite() -> None:
     """Weights, moments, counts, average and gradients stay; the next step goes on."""
     config = OptimizerConfig(skip_spikes=6.0, spike_window=8, ema_decay=0.5)
     solo, loss = Solo.build(CONFIG, optimizer=config), torch.tensor(1.0)

@@ -1,4 +1,4 @@
-"""Weights in flat buffers: views, gathered in the order of use, and waited for by whoever uses them."""
+"""Weights in flat buffers: views, gathers in the order of use, and waits before use."""
 
 from __future__ import annotations
 

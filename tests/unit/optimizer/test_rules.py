@@ -281,11 +281,11 @@ def test_the_last_pattern_that_matches_counts() -> None:
     for name in SPECS:
         expected = [factor for pattern, factor in patterns.items() if fnmatch(name, pattern)][-1]
         assert rates[name][1] == expected
-        assert decays[name][2] == expected, "said of a vector, it decays"
+        assert decays[name][2] == expected, "a pattern that matches a vector makes it decay"
 
 
 def test_muon_leaves_to_adam_what_is_no_matrix_of_a_block() -> None:
-    """Each with its own rate and decay, whoever moves it."""
+    """Each with its own rate and decay under either rule."""
     config = OptimizerConfig(optimizer="muon", decoupled_lr=1e-3, lr_factors=("layers.1.*=0.5",))
     found = {name: (g.rule, g.decoupled, g.lr_factor) for g in param_groups(SPECS, config) for name in g.names}
     assert found.keys() == SPECS.keys()

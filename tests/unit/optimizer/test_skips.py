@@ -113,7 +113,7 @@ def expected(history: list[tuple[float, float]], deviations: float, window: int)
     return verdicts
 
 
-def told(guard: SpikeGuard, history: list[tuple[float, float]]) -> list[bool]:
+def decisions(guard: SpikeGuard, history: list[tuple[float, float]]) -> list[bool]:
     return [bool(guard.is_spike(*torch.tensor([loss, norm], dtype=torch.float64))) for loss, norm in history]
 
 
@@ -121,7 +121,7 @@ def told(guard: SpikeGuard, history: list[tuple[float, float]]) -> list[bool]:
 @given(steps, st.sampled_from([0.7, 1.3, 2.9]), st.integers(2, 7))
 @example([(1.0, 1.0), (1.5, 1.0), (1.0, 1.0), (9.0, 1.0), (1.0, 9.0), (9.0, 9.0)], 2.9, 6)
 def test_verdicts_are_those_of_a_plain_list(history: list[tuple[float, float]], deviations: float, window: int) -> None:
-    assert told(SpikeGuard(deviations, window, "cpu"), history) == expected(history, deviations, window)
+    assert decisions(SpikeGuard(deviations, window, "cpu"), history) == expected(history, deviations, window)
 
 
 @pytest.mark.parametrize("seen", [0, 3, 8, 13])
@@ -130,10 +130,10 @@ def test_state_goes_through_json_into_any_window(seen: int, window: int) -> None
     generator = torch.Generator().manual_seed(seen)
     history = torch.rand(seen + 6, 2, generator=generator, dtype=torch.float64).tolist()
     before, after = SpikeGuard(0.5, 8, "cpu"), SpikeGuard(0.5, window, "cpu")
-    told(before, history[:seen])
+    decisions(before, history[:seen])
     state = json.loads(json.dumps(before.state_dict()))
     assert state == {"losses": [a for a, _ in history[:seen]][-8:], "grad_norms": [b for _, b in history[:seen]][-8:]}
     after.load_state_dict(state)
     fresh = SpikeGuard(0.5, window, "cpu")
-    told(fresh, history[max(0, seen - 8) : seen])
-    assert told(after, history[seen:]) == told(fresh, history[seen:])
+    decisions(fresh, history[max(0, seen - 8) : seen])
+    assert decisions(after, history[seen:]) == decisions(fresh, history[seen:])

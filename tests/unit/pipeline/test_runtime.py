@@ -276,11 +276,11 @@ def test_the_recorded_timeline_follows_the_order_of_execution() -> None:
     assert all(interval.start < interval.end for interval in intervals)
 
 
-@pytest.mark.parametrize("tells", [True, False])
+@pytest.mark.parametrize("reports_completion", [True, False])
 def test_an_output_that_was_sent_is_kept_until_its_gradient_is_back(
-    tells: bool, monkeypatch: pytest.MonkeyPatch
+    reports_completion: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """At the latest, as where a send does not tell that it is over; and all that is sent and received is waited for."""
+    """A send that does not report completion is freed at the latest then; every send and receive is waited for."""
     program, ends, outputs, waits = program_of("1f1b", 2, 6), Ends(), [], []
     send, wait = Post.start_send, Letter.wait
 
@@ -296,7 +296,7 @@ def test_an_output_that_was_sent_is_kept_until_its_gradient_is_back(
 
     monkeypatch.setattr(Post, "start_send", start_send)
     monkeypatch.setattr(Letter, "wait", counted)
-    if not tells:
+    if not reports_completion:
         monkeypatch.setattr(Letter, "is_done", lambda letter: False)
 
     def work(rank: int, roads: Roads) -> None:
@@ -305,7 +305,7 @@ def test_an_output_that_was_sent_is_kept_until_its_gradient_is_back(
         def note(action: Action) -> AbstractContextManager[None]:
             if action.stage == 0 and action.kind == "B":
                 assert all(output() is None for output in outputs[: action.microbatch + 1])
-                assert tells or all(output() is not None for output in outputs[action.microbatch + 1 :])
+                assert reports_completion or all(output() is not None for output in outputs[action.microbatch + 1 :])
             return nullcontext()
 
         pipeline.record = note

@@ -136,9 +136,7 @@ def test_every_start_and_end_is_that_of_the_relaxation(drawn: tuple[PipelineSche
 
 
 @pytest.mark.parametrize(("ranks", "microbatches"), [(2, 6), (4, 12), (8, 24), (8, 40)])
-def test_zero_bubble_schedules_are_as_their_papers_say_where_all_take_equally_long(
-    ranks: int, microbatches: int
-) -> None:
+def test_zero_bubble_schedules_match_their_papers_for_equal_costs(ranks: int, microbatches: int) -> None:
     """Span and memory: arXiv 2401.10241, table 2 and section 6. The makespan adds the last rank's late start."""
     for name, chunks, span, memory in [
         ("zb-h1", 1, 3 * microbatches + ranks - 1, ranks),

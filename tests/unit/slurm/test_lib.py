@@ -126,7 +126,7 @@ def job(tmp_path: Path) -> Job:
 @pytest.mark.parametrize(
     ("case", "status", "expected", "reported"),
     [
-        pytest.param(f"{FINISH}; exit 9", 0, "slurm: finished", [], id="the marker ends it whatever srun says"),
+        pytest.param(f"{FINISH}; exit 9", 0, "slurm: finished", [], id="the marker ends it whatever srun returns"),
         pytest.param(f"{SAVE}; exit 0", 0, "has not finished", ["requeue 7"], id="status 0 without it is no end"),
         pytest.param('echo n1 n3 >"$ALLOCATED"; exit 1', 0, "queued again", ["requeue 7"], id="a node is lost"),
         pytest.param(

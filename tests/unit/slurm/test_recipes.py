@@ -23,7 +23,7 @@ from tests.unit.slurm import recipes
 from tests.unit.slurm.recipes import ROOT, TRAINING, Started
 
 SMALL_NODES = {"train_175b": 3, "train_gpt2_124m": 1, "train_llama3_70b": 2, "train_llama3_8b": 2}
-"""Nodes on which the recipes say that SMALL=1 runs."""
+"""Nodes of each recipe with SMALL=1."""
 
 
 @pytest.mark.parametrize("recipe", TRAINING)

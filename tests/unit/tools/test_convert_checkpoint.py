@@ -74,21 +74,21 @@ def test_skipped_checkpoints_and_comparisons_are_reported(tmp_path: Path, capsys
 
 
 @pytest.mark.parametrize(
-    ("rotary", "logits", "said"),
+    ("rotary", "logits", "message"),
     [
         (0.0, 0.0, "logits by 0.0e+00 (0.0e+00 of the largest)"),
         (1e-7, 2e-7, "logits by 2.0e-07 (2.0e-07 of the largest)"),
         (3e-7, 2e-7, "logits by 2.0e-07 (2.0e-07 of the largest); at worst rotary by 3.0e-07 (3.0e-07 of the largest)"),
     ],
 )
-def test_the_worst_difference_is_told_beside_that_of_the_logits(
-    rotary: float, logits: float, said: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+def test_the_worst_difference_is_printed_beside_the_logits(
+    rotary: float, logits: float, message: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     differences = [OutputDifference("rotary", rotary, rotary), OutputDifference("logits", logits, logits)]
     done = ConversionResult(Path("x"), llama(), differences)
     monkeypatch.setattr("tools.convert_checkpoint.convert", lambda args: done)
     assert main(["--load", "a", "--save-hf", "x"]) == 0
-    assert capsys.readouterr().out.splitlines()[1] == f"transformers computes the same: {said}"
+    assert capsys.readouterr().out.splitlines()[1] == f"transformers computes the same: {message}"
 
 
 def test_errors_are_sentences(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -266,7 +266,7 @@ def test_a_broken_checkpoint_is_refused_by_name_and_leaves_nothing(
 
 
 @pytest.mark.parametrize(
-    ("argv", "said"),
+    ("argv", "message"),
     [
         ([], "one of the arguments --load --load-hf --load-megatron --load-peft is required"),
         (["--load-hf", "a"], "one of the arguments --save --save-megatron --save-hf --save-peft is required"),
@@ -285,11 +285,11 @@ def test_a_broken_checkpoint_is_refused_by_name_and_leaves_nothing(
         (["--load", "a", "--save-hf", "b", "--max-shard-size", "5XB"], "'5XB' is not a size such as 5GB"),
     ],
 )
-def test_wrong_flags(argv: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_wrong_flags(argv: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
         main(argv)
     assert caught.value.code == 2
-    assert said in capsys.readouterr().err
+    assert message in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("target", ["--save", "--save-hf"])

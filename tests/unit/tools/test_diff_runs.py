@@ -156,7 +156,7 @@ def test_a_run_that_was_made_longer_has_its_own_order(runs: Path, capsys: pytest
 
 
 def test_without_digests_and_without_the_data(runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Lines of an older version say nothing of samples: the data do, where they may be opened."""
+    """Lines of an older version have no digest of samples; the data are compared if they can be opened."""
     for name in ("plain", "lr"):
         shutil.copytree(runs / name, tmp_path / name)
         path = tmp_path / name / "metrics.jsonl"

@@ -108,7 +108,7 @@ def test_show(runs: CheckpointFolder, capsys: pytest.CaptureFixture[str]) -> Non
     assert "  model.hidden_size = 5" in lines
 
 
-def test_show_says_what_it_passes_over(runs: CheckpointFolder, capsys: pytest.CaptureFixture[str]) -> None:
+def test_show_reports_skipped_checkpoints(runs: CheckpointFolder, capsys: pytest.CaptureFixture[str]) -> None:
     (runs.path(2) / MARKER).unlink()
     assert main(["show", str(runs.folder)]) == 0
     out, err = capsys.readouterr()

@@ -1,4 +1,4 @@
-"""Scripts that start runs: what is in them, that shells take them, and that they start what they say."""
+"""Scripts that start runs: their content, their syntax, and the runs that they start."""
 
 from __future__ import annotations
 

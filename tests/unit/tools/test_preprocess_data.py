@@ -285,7 +285,7 @@ def test_a_signal_that_a_library_swallows_is_not_lost(
 
 @pytest.mark.slow  # starts the command four times
 @pytest.mark.parametrize("workers", ["1", "2"])
-def test_a_signal_is_heard_whenever_it_comes(long_corpus: Path, tmp_path: Path, workers: str) -> None:
+def test_a_signal_ends_the_command_at_any_time(long_corpus: Path, tmp_path: Path, workers: str) -> None:
     tokenizer = huggingface.byte_tokenizer()
     (tmp_path / "model").mkdir()
     for name, content in huggingface.make_tokenizer_files(tokenizer).items():

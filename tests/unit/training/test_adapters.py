@@ -149,7 +149,7 @@ def test_adapters_do_not_start_from_a_whole_model(tmp_path: Path, base: Path) ->
         assert refused.status == 2
         assert f"E806 {path} holds a whole model, not adapters\n  fix: {fix}\n" in refused.err
     adapters = f"--lora-rank 2 --pretrained-checkpoint {base} --load {base} --resume-mode weights-only"
-    with pytest.raises(UserError, match=r"E806 .* holds a whole model, not adapters"):  # --check-config says the same
+    with pytest.raises(UserError, match=r"E806 .* holds a whole model, not adapters"):  # as under --check-config
         preview_start(tiny_run(tmp_path / "c", adapters), 1)
     folder = llama_folder(tmp_path)
     with pytest.raises(UserError, match=rf"E806 --load {folder} holds no adapters, .*\n  fix: drop --load"):

@@ -27,7 +27,7 @@ def test_a_price_is_in_microseconds_of_processor_time() -> None:
             pass
 
     assert 900 < price(busy, calls=5, rounds=3)[0] < 2000
-    assert price(lambda: time.sleep(0.002), calls=3, rounds=3)[0] < 1000  # sleeping is nobody's price
+    assert price(lambda: time.sleep(0.002), calls=3, rounds=3)[0] < 1000  # sleep takes no processor time
 
 
 def test_a_spread_is_median_lowest_highest() -> None:

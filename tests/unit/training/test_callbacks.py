@@ -90,7 +90,7 @@ def test_an_evaluation_alone_takes_no_step(tmp_path: Path) -> None:
     assert calls == ["6 start", "6 evaluate", "6 evaluate", "6 stop"]
 
 
-def test_every_callback_hears_of_the_end_by_an_error(tmp_path: Path) -> None:
+def test_every_callback_is_called_after_an_error(tmp_path: Path) -> None:
     calls = journal()
 
     @register("callback", "fragile")

@@ -105,12 +105,12 @@ NO_WAITS: Metrics = dict.fromkeys(f"communication-{axes}" for axes in ("tp", "pp
         ({"mem-max-rank": None}, "mem 27/80G |", True),
     ],
 )
-def test_columns_that_say_nothing_are_left_out(change: dict[str, Any], column: str, shown: bool) -> None:
+def test_columns_without_information_are_omitted(change: dict[str, Any], column: str, shown: bool) -> None:
     assert (column in line_of({**LARGE, **change})) is shown
 
 
-def test_a_wait_for_data_outlives_the_columns_that_say_little() -> None:
-    """That the data are in time is the first to go, that they are not stays."""
+def test_a_wait_for_data_is_dropped_after_minor_columns() -> None:
+    """A short wait for data is dropped first, a long one stays."""
     slow = {**LARGE, "data-wait": 3.8}
     assert "data 50%" in line_of(slow, 100)
     assert "data" not in line_of(LARGE, 100)

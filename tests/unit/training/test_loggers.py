@@ -225,8 +225,8 @@ def test_a_superseded_start_writes_no_more_into_the_folder(tmp_path: Path, monke
     log.train(RECORD)
     before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
     superseded.append("by another")
-    log.note("nobody reads this")
-    log.warning("nor this")
+    log.note("not written")
+    log.warning("not written either")
     log.stepped(13, 52, lambda: RECORD)
     with pytest.raises(SupersededError), log:
         log.train(RECORD)
@@ -381,7 +381,7 @@ def test_a_logger_that_hangs_delays_the_end_only_and_its_records_do_not_pile_up(
     gate.set()
 
 
-def test_numbers_are_told_from_texts_and_lists_and_validation_sets_are_named() -> None:
+def test_only_numbers_are_tracked_and_validation_sets_are_named() -> None:
     values = {"lm loss": 2.5, "mfu": None, "text": "x", "skipped-iterations": [1, 2], "starts": 2, "flag": True}
     assert scalar_metrics(values) == {"lm loss": 2.5, "starts": 2}
     of_one = {"validation-set": "wiki", "lm loss validation": 2.0, "lm loss validation ppl": 7.4, "iteration": 3}

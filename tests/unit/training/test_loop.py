@@ -392,12 +392,12 @@ def test_skip_train_does_not_disturb_a_run_that_is_at_work(saved_run: Path) -> N
     assert len(set(ids)) == 2, "an evaluation is no part of the run, in no place that it reports to"
 
 
-def test_a_signal_ends_skip_train_at_once(saved_run: Path, tmp_path: Path, heard: list[int]) -> None:
+def test_a_signal_ends_skip_train_at_once(saved_run: Path, tmp_path: Path, received: list[int]) -> None:
     signalling = patch(
         "megatron.training.loop.evaluate_and_log", lambda *arguments: signal.raise_signal(signal.SIGTERM)
     )
     start(tiny_run(tmp_path, SKIPPING.format(saved_run) + " --skip-train"), signalling)
-    assert heard == [signal.SIGTERM] * 2  # as many as there are splits: nobody else listened
+    assert received == [signal.SIGTERM] * 2  # one per split: no handler of the run was installed
 
 
 @pytest.mark.parametrize("own", [True, False])
@@ -523,7 +523,7 @@ def test_time_that_is_up_before_the_first_step_still_leaves_one(tmp_path: Path) 
 
 
 @pytest.fixture
-def heard() -> Iterator[list[int]]:
+def received() -> Iterator[list[int]]:
     """Signals that reach the previous handlers."""
     numbers: list[int] = []
     previous = {s: signal.signal(s, lambda number, frame: numbers.append(number)) for s in SIGNALS}
@@ -533,28 +533,28 @@ def heard() -> Iterator[list[int]]:
 
 
 def test_a_second_signal_has_its_default_effect_unless_it_is_the_echo_of_a_launcher(
-    heard: list[int], monkeypatch: pytest.MonkeyPatch
+    received: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     request = StopRequest(Group(), torch.device("meta"))  # one rank reads no tensor, which would raise here
     assert (request.poll(), request.profile_request) == (0, NO_REQUEST)
     for _ in range(3):
         signal.raise_signal(signal.SIGTERM)
-    assert (request.poll(), heard) == (128 + signal.SIGTERM, [])
+    assert (request.poll(), received) == (128 + signal.SIGTERM, [])
     monkeypatch.setattr(stop_request, "ECHO_SECONDS", -1.0)
     signal.raise_signal(signal.SIGINT)
-    assert (request.poll(), heard) == (128 + signal.SIGTERM, [signal.SIGINT])
+    assert (request.poll(), received) == (128 + signal.SIGTERM, [signal.SIGINT])
 
 
 @pytest.mark.parametrize(("since", "answer"), [(None, 0), (400.5, 0), (399.9, TIME_LIMIT)])
 def test_the_time_limit_counts_from_a_given_start(
-    heard: list[int], monkeypatch: pytest.MonkeyPatch, since: float | None, answer: int
+    received: list[int], monkeypatch: pytest.MonkeyPatch, since: float | None, answer: int
 ) -> None:
     monkeypatch.setattr(stop_request, "time", SimpleNamespace(monotonic=lambda: 1000.0))
     request = StopRequest(Group(), CPU, minutes=10.0, since=since)
     assert request.poll() == answer
 
 
-def test_a_file_is_the_last_of_all_reasons(heard: list[int], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_stop_file_comes_last(received: list[int], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     now = [0.0]
     monkeypatch.setattr(stop_request, "time", SimpleNamespace(monotonic=lambda: now[-1]))
     request = StopRequest(Group(), CPU, minutes=1.0, file=tmp_path)
@@ -567,4 +567,4 @@ def test_a_file_is_the_last_of_all_reasons(heard: list[int], monkeypatch: pytest
     assert [exit_status(code) for code in (0, *codes)] == [0, 0, 124, 138]
     request.restore()
     signal.raise_signal(signal.SIGTERM)
-    assert heard == [signal.SIGTERM]
+    assert received == [signal.SIGTERM]

@@ -75,7 +75,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 
 @pytest.fixture
-def nobody_else(monkeypatch: pytest.MonkeyPatch) -> None:
+def single_process(monkeypatch: pytest.MonkeyPatch) -> None:
     """Groups of several ranks that are all in the same place."""
     monkeypatch.setattr(comm, "all_reduce", lambda x, group, op="sum": x)
 
@@ -144,7 +144,7 @@ def test_spikes_are_skips_with_a_finite_gradient(clock: Clock) -> None:
     assert (record["spikes-skipped"], record["lm loss"]) == (2, 3.0)  # a skipped update has a loss
 
 
-def test_one_rank_alone_has_nobody_to_wait_for(clock: Clock) -> None:
+def test_one_rank_alone_has_no_waits(clock: Clock) -> None:
     timers = Timers(1, CPU)
     window = MetricsWindow(CPU, seq_length=1, timers=timers, timing_option="all")
     for _ in range(2):
@@ -159,7 +159,7 @@ def test_one_rank_alone_has_nobody_to_wait_for(clock: Clock) -> None:
     assert not waits(record)
 
 
-def test_times_before_the_first_step_and_in_pauses_are_excluded(clock: Clock, nobody_else: None) -> None:
+def test_times_before_the_first_step_and_in_pauses_are_excluded(clock: Clock, single_process: None) -> None:
     timers = Timers(1, CPU)
     group = Group((0, 1), 0, None, "tp")
 
@@ -179,7 +179,7 @@ def test_times_before_the_first_step_and_in_pauses_are_excluded(clock: Clock, no
     assert times(record) == {"optimizer-time": 1.0}
 
 
-def test_bytes_are_those_of_a_step_and_pauses_send_none_of_them(clock: Clock, nobody_else: None) -> None:
+def test_sent_bytes_are_per_step_without_pauses(clock: Clock, single_process: None) -> None:
     group = Group((0, 1), 0, None, "tp")
     group.sends("all-reduce", 100.0)  # before the first step
     window = MetricsWindow(CPU, seq_length=1, world=group)
@@ -194,7 +194,7 @@ def test_bytes_are_those_of_a_step_and_pauses_send_none_of_them(clock: Clock, no
     assert record["sent-bytes-tp"] == 7.0
 
 
-def test_waits_that_nobody_sees_are_not_told_as_none(clock: Clock, nobody_else: None) -> None:
+def test_waits_that_are_not_measured_are_not_reported_as_zero(clock: Clock, single_process: None) -> None:
     window = MetricsWindow(CPU, seq_length=1, world=Group((0, 1), 0, None, "tp"), recorded=lambda: "step")
     clock.now += 1.0
     window.add(step(3.0), samples=1)
@@ -203,16 +203,14 @@ def test_waits_that_nobody_sees_are_not_told_as_none(clock: Clock, nobody_else: 
 
 
 @pytest.mark.parametrize(
-    ("recorded", "told"),
+    ("recorded", "expected"),
     [
         ("none", {"batch-generator", "forward-backward", "optimizer", "optimizer-inner-step"}),
         ("optimizer", {"batch-generator", "forward-backward", "optimizer"}),
         ("step", {"batch-generator"}),
     ],
 )
-def test_phases_of_the_few_steps_that_were_not_replayed_are_not_told_as_those_of_all(
-    clock: Clock, recorded: str, told: set[str]
-) -> None:
+def test_phases_measured_in_eager_steps_only_are_not_reported(clock: Clock, recorded: str, expected: set[str]) -> None:
     timers = Timers(2, CPU)
     window = MetricsWindow(CPU, seq_length=1, timers=timers, recorded=lambda: recorded)
     for name in ("batch-generator", "forward-backward", "optimizer", "optimizer-inner-step"):
@@ -220,11 +218,11 @@ def test_phases_of_the_few_steps_that_were_not_replayed_are_not_told_as_those_of
             clock.now += 1.0
     window.add(step(3.0), samples=1)
     record = window.read(iteration=1, consumed_samples=1, rates=Rates(0.0, 0.0))
-    assert times(record).keys() == {f"{name}-time" for name in told}
+    assert times(record).keys() == {f"{name}-time" for name in expected}
 
 
 def test_asking_the_ranks_is_no_communication_of_the_next_steps(
-    clock: Clock, nobody_else: None, monkeypatch: pytest.MonkeyPatch
+    clock: Clock, single_process: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     group = Group((0, 1), 0, None, "world")
 
@@ -329,7 +327,7 @@ def general(logged: Iterable[str]) -> set[str]:
     return {re.sub(f"^({timers})-time", "TIMER-time", name) for name in named if not name.startswith(CONSOLE_PREFIX)}
 
 
-def test_the_table_has_every_metric_and_no_other(nobody_else: None) -> None:
+def test_the_table_has_every_metric_and_no_other(single_process: None) -> None:
     found = everything()
     assert general(found) == general(METRICS)
     assert evaluation_metrics("valid:wiki", 4.0, {"ema": 5.0}).keys() == EVALUATION_METRICS.keys()
@@ -381,8 +379,8 @@ def test_sent_bytes_are_averaged_over_ranks() -> None:
     assert (seen["sent-bytes-tp"], seen["sent-bytes-dp"]) == (2.0, 3.0)
 
 
-def test_the_share_of_waits_is_that_of_the_mean_step() -> None:
-    """0.4 s of two steps that took 1 and 3 s, whoever waited."""
+def test_the_share_of_waits_is_relative_to_the_mean_step() -> None:
+    """0.4 s of waits in two steps that took 1 and 3 s."""
     seen = compare_ranks([RANK, RANK | {"iteration-time": 3.0}])
     assert seen["communication-share"] == pytest.approx(0.4 / 4.0)
 
@@ -399,7 +397,7 @@ def test_waits_for_the_pipeline_are_no_communication() -> None:
     assert "bubble" not in compare_ranks([RANK])
 
 
-def test_one_rank_is_compared_with_nobody() -> None:
+def test_one_rank_has_no_comparison() -> None:
     seen = compare_ranks([RANK])
     assert not {"slowest-rank", "slowest-rank-excess", "mem-max-rank"} & seen.keys()
     assert timer_metrics([RANK], "all")["optimizer-time"] == 0.2

@@ -175,12 +175,12 @@ def test_a_trace_that_the_disk_does_not_take_leaves_nothing(tmp_path: Path) -> N
     assert "could not be written; is the disk full?" in printed.err
 
 
-def test_a_profile_that_cannot_be_told_is_kept(tmp_path: Path) -> None:
-    def say(text: str) -> None:
+def test_a_profile_that_cannot_be_announced_is_kept(tmp_path: Path) -> None:
+    def announce(text: str) -> None:
         raise ValueError("the console is closed")
 
     config = ProfilingConfig(profile=True, profile_step_start=1, profile_step_end=2)
-    profiler = Profiler(config, str(tmp_path), 0, CPU, [], say)
+    profiler = Profiler(config, str(tmp_path), 0, CPU, [], announce)
     with pytest.raises(ValueError, match="the console is closed"), profiler.step(1):
         torch.ones(1)
     assert kept(tmp_path) == of_steps(1, 1)
@@ -306,7 +306,7 @@ def test_layers_that_are_computed_anew_are_seen_again(tmp_path: Path) -> None:
 
 
 class Clock:
-    """Seconds that pass when a test says so."""
+    """Clock that a test advances."""
 
     def __init__(self) -> None:
         self.now = 100.0
@@ -342,7 +342,7 @@ def test_a_signal_is_a_wish_once(tmp_path: Path) -> None:
     assert [asked.take(), asked.take(), printed] == [ProfileRequest(DEFAULT_PROFILE_STEPS), NO_REQUEST, []]
 
 
-def test_without_a_run_folder_a_signal_is_told_and_ends_nothing() -> None:
+def test_a_signal_without_a_run_folder_prints_a_message_and_ends_nothing() -> None:
     asked, printed = requests(None)
     signal.raise_signal(signal.SIGUSR2)
     assert asked.take() == NO_REQUEST
@@ -359,7 +359,7 @@ def test_without_a_run_folder_a_signal_is_told_and_ends_nothing() -> None:
         ("pipeline 3", ProfileRequest(pipeline=3)),
     ],
 )
-def test_a_file_says_what_and_how_many_steps_and_goes(
+def test_a_profile_file_gives_kind_and_steps_and_is_removed(
     tmp_path: Path, clock: Clock, text: str, wish: ProfileRequest
 ) -> None:
     asked, printed = requests(tmp_path)
@@ -380,7 +380,7 @@ def test_a_file_says_what_and_how_many_steps_and_goes(
         "\0\xff",
     ],
 )
-def test_a_file_that_says_something_else_is_told(tmp_path: Path, clock: Clock, text: str) -> None:
+def test_an_invalid_profile_file_is_reported(tmp_path: Path, clock: Clock, text: str) -> None:
     asked, printed = requests(tmp_path)
     (tmp_path / "PROFILE").write_text(text)
     assert asked.take() == NO_REQUEST
@@ -400,7 +400,7 @@ def test_the_file_is_looked_for_once_a_second_and_by_rank_0(tmp_path: Path, cloc
     assert [other.take(), asked.take(), asked.take()] == [NO_REQUEST, ProfileRequest(DEFAULT_PROFILE_STEPS), NO_REQUEST]
 
 
-def test_a_file_that_cannot_be_removed_is_told_once(tmp_path: Path, clock: Clock) -> None:
+def test_a_file_that_cannot_be_removed_is_reported_once(tmp_path: Path, clock: Clock) -> None:
     asked, printed = requests(tmp_path)
     (tmp_path / "PROFILE").mkdir()
     for _ in range(3):
@@ -424,9 +424,9 @@ def test_a_stop_and_a_wish_are_agreed_on_together(tmp_path: Path) -> None:
 
 
 def test_the_signal_is_given_back(tmp_path: Path) -> None:
-    heard: list[int] = []
-    signal.signal(signal.SIGUSR2, lambda number, frame: heard.append(number))
+    received: list[int] = []
+    signal.signal(signal.SIGUSR2, lambda number, frame: received.append(number))
     asked, _ = requests(tmp_path)
     asked.restore()
     signal.raise_signal(signal.SIGUSR2)
-    assert (asked.take(), heard) == (NO_REQUEST, [signal.SIGUSR2])
+    assert (asked.take(), received) == (NO_REQUEST, [signal.SIGUSR2])

@@ -91,7 +91,7 @@ def refusal(error: UserError) -> str:
     return "none" if code in ("E811", "E812") else code
 
 
-def said_at_the_start(config: RunConfig) -> str:
+def notes_at_the_start(config: RunConfig) -> str:
     """Return what the run itself would start from, or its error."""
     try:
         origin = choose_resume_source(config.checkpoint, world_group(0, 1))
@@ -100,7 +100,7 @@ def said_at_the_start(config: RunConfig) -> str:
     return "nothing" if origin.fresh else str(origin.weights or origin.paths[0])
 
 
-def said_before(config: RunConfig) -> str:
+def previewed_notes(config: RunConfig) -> str:
     try:
         notes = preview_start(config, 1).notes
     except UserError as error:
@@ -140,8 +140,8 @@ def test_it_is_the_checkpoint_that_the_start_takes(
             resume_mode="weights-only" if weights_only else "exact",
         )
         config = replace(CONFIG, checkpoint=options)
-        start = said_at_the_start(config)
-        assert said_before(config) == start
+        start = notes_at_the_start(config)
+        assert previewed_notes(config) == start
         assert recalls(options) == (str(here) in start)
 
 
@@ -176,7 +176,7 @@ def test_changes_are_reported_as_at_the_start(capsys: pytest.CaptureFixture[str]
 
 
 @pytest.mark.parametrize(
-    ("flags", "code", "said"),
+    ("flags", "code", "message"),
     [
         (
             "--num-layers 5",
@@ -195,14 +195,14 @@ def test_changes_are_reported_as_at_the_start(capsys: pytest.CaptureFixture[str]
     ],
 )
 def test_checkpoints_that_the_start_refuses_are_refused(
-    capsys: pytest.CaptureFixture[str], flags: str, code: str, said: str
+    capsys: pytest.CaptureFixture[str], flags: str, code: str, message: str
 ) -> None:
     save(Path("mine"))
     save(Path("mine"), 2)
     status, out, err = checked(capsys, "--save", "mine", *flags.split())
     assert (status, out) == (2, "")
     assert f"{code} " in err
-    assert said in err
+    assert message in err
 
 
 def test_a_missing_checkpoint_is_reported_with_the_options_it_would_have_set(

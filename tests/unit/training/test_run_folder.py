@@ -71,15 +71,15 @@ def test_files_of_one_start_are_kept_under_one_number(tmp_path: Path, git_states
     assert [path.name for path in kept] == ["environment.2.json", "uncommitted.2.diff"]
     assert json.loads((tmp_path / "environment.2.json").read_text())["git_uncommitted_changes"]
     assert (tmp_path / "uncommitted.2.diff").read_text() == "+dirty"
-    assert not (tmp_path / "uncommitted.diff").exists()  # which would say that this start had changes too
+    assert not (tmp_path / "uncommitted.diff").exists()  # or this start would seem to have changes too
 
 
 def test_the_command_can_be_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "say.py").write_text("import sys; print(sys.argv[1:])")
+    (tmp_path / "echo.py").write_text("import sys; print(sys.argv[1:])")
     monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}:{run_folder.os.environ['PATH']}")
     script = tmp_path / "command.sh"
-    script.write_text(restart_command({}, ["say.py", "--split", "969, 30, 1"], 1))
+    script.write_text(restart_command({}, ["echo.py", "--split", "969, 30, 1"], 1))
     done = subprocess.run(["sh", str(script)], cwd="..", capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "['--split', '969, 30, 1']"
 

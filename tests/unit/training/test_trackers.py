@@ -124,7 +124,7 @@ def logger(
     client: Client,
     folder: Path,
     iteration: int = 0,
-    told: list[str] | None = None,
+    notes: list[str] | None = None,
     config: dict[str, Any] | None = None,
     **more: Any,
 ) -> WandbLogger:
@@ -132,7 +132,7 @@ def logger(
     module = SimpleNamespace(init=client.init, Settings=lambda **settings: settings)
     with patch.dict(sys.modules, wandb=module):
         return WandbLogger(
-            options, config or {"a": 1}, "run12345", iteration, [].append if told is None else told.append
+            options, config or {"a": 1}, "run12345", iteration, [].append if notes is None else notes.append
         )
 
 
@@ -226,22 +226,22 @@ def test_an_evaluation_that_the_previous_start_missed_joins_the_first_row(tmp_pa
 
 
 def test_the_error_of_a_start_is_not_that_of_the_next_and_a_rollback_is_noted(tmp_path: Path) -> None:
-    client, told = Client(offline=False), list[str]()
+    client, notes = Client(offline=False), list[str]()
     first = logger(client, tmp_path)
     for step in (1, 2, 3):
         first.log(step, values(step, 0.5))
     first.event(3, "error", {"text": "no more of this"})
     first.close()
     assert (client.summary, client.exit_code) == ({"error": "no more of this"}, 1)
-    logger(client, tmp_path, 1, told)
+    logger(client, tmp_path, 1, notes)
     assert client.summary == {"error": ""}
-    assert told == [
+    assert notes == [
         "Weights & Biases: URL",
         "Weights & Biases has this run up to step 3 and continues there from step 4",
     ]
     client.offline = True
-    logger(client, tmp_path / "a b", 0, told)
-    assert told[2].endswith(f"send all starts with: wandb sync '{tmp_path}/a b/wandb'/offline-run-*-run12345")
+    logger(client, tmp_path / "a b", 0, notes)
+    assert notes[2].endswith(f"send all starts with: wandb sync '{tmp_path}/a b/wandb'/offline-run-*-run12345")
 
 
 def test_restarts_are_counted(tmp_path: Path) -> None:
@@ -253,7 +253,7 @@ def test_restarts_are_counted(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("error", "told"),
+    ("error", "notes"),
     [
         (
             RuntimeError("No API key configured. Use `wandb login` to log in."),
@@ -263,11 +263,11 @@ def test_restarts_are_counted(tmp_path: Path) -> None:
         (TimeoutError(), "it raised TimeoutError: WANDB_MODE=offline writes to this disk"),
     ],
 )
-def test_a_client_that_cannot_open_its_run_comes_with_a_fix(tmp_path: Path, error: Exception, told: str) -> None:
+def test_a_client_that_cannot_open_its_run_comes_with_a_fix(tmp_path: Path, error: Exception, notes: str) -> None:
     client = Client(offline=False)
     with patch.object(client, "init", side_effect=error), pytest.raises(RuntimeError) as raised:
         logger(client, tmp_path)
-    assert str(raised.value) == told
+    assert str(raised.value) == notes
 
 
 @pytest.mark.parametrize("mode", ["foo", ""])

@@ -117,7 +117,7 @@ def test_checkpoints_and_a_run_folder_of_another_user_are_not_used(scratch: Path
 
 
 def take(path: Path) -> str:
-    """Lock a file as whoever can only read it; what became of it."""
+    """Lock a file with read access only, and return the outcome."""
     try:
         file = os.open(path, os.O_RDONLY)
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

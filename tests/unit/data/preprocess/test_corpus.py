@@ -87,7 +87,7 @@ def test_a_link_to_a_file_of_the_folder_is_passed_over(tree: Path) -> None:
 
 @pytest.mark.parametrize("given", ["", "*.py", "**/*.py"])
 def test_links_out_of_a_folder_or_pattern_are_not_read(tree: Path, given: str) -> None:
-    """A corpus from a stranger may have links to any file of whoever reads it."""
+    """A corpus of unknown origin may have links to any file of the user who reads it."""
     secret = tree.with_name("secret")
     secret.write_text("password")
     (tree / "leak.py").symlink_to("../secret")

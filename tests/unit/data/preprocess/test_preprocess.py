@@ -47,7 +47,7 @@ WORDS += ["\r\n", "\t", "\n\n", "\U0001f469\u200d\U0001f467", "e\u0301", "é", "
 BYTES = TokenizerOptions("ByteTokenizer")
 
 
-class Heard:
+class RecordingListener:
     """A listener that keeps all messages."""
 
     def __init__(self) -> None:
@@ -62,9 +62,9 @@ class Heard:
 
 
 def run(plan: PreprocessOptions) -> tuple[PreprocessTotals, list[str]]:
-    heard = Heard()
-    totals, _ = write_dataset(plan, build_tokenizer(plan.tokenizer_options), heard)
-    return totals, heard.output
+    messages = RecordingListener()
+    totals, _ = write_dataset(plan, build_tokenizer(plan.tokenizer_options), messages)
+    return totals, messages.output
 
 
 def some_texts(seed: int, count: int) -> list[str]:
@@ -314,7 +314,7 @@ def test_an_input_that_grows_while_it_is_read_is_refused(tmp_path: Path) -> None
 
     plan = PreprocessOptions([corpus], ("text",), str(tmp_path / "out"), BYTES)
     with pytest.raises(DataError, match=r"a\.jsonl was changed while it was read"):
-        write_dataset(plan, build_tokenizer(BYTES), Heard(), grow)
+        write_dataset(plan, build_tokenizer(BYTES), RecordingListener(), grow)
     assert [path.name for path in tmp_path.iterdir()] == ["a.jsonl"]
 
 
@@ -336,7 +336,7 @@ def test_an_error_of_a_check_after_the_last_block_leaves_no_files(tmp_path: Path
     for last in (0, 1):
         plan = PreprocessOptions([tmp_path / "a.txt"], ("text",), str(tmp_path / "out"), BYTES)
         with pytest.raises(Ended):
-            write_dataset(plan, build_tokenizer(BYTES), Heard(), end_at(last))
+            write_dataset(plan, build_tokenizer(BYTES), RecordingListener(), end_at(last))
         assert [path.name for path in tmp_path.iterdir()] == ["a.txt"]
 
 

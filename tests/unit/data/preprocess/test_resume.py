@@ -19,7 +19,7 @@ from megatron.data.preprocess import encode as encode_module
 from megatron.data.preprocess.encode import PreprocessOptions, write_dataset
 from megatron.data.tokenizers.huggingface import ByteTokenizer
 from megatron.data.tokenizers.tokenizer import TokenizerOptions
-from tests.unit.data.preprocess.test_preprocess import Heard
+from tests.unit.data.preprocess.test_preprocess import RecordingListener
 
 KEYS = ("text", "title")
 NAMES = sorted(f"out_{key}_document.{suffix}" for key in KEYS for suffix in ("bin", "idx", "tokens.json"))
@@ -48,9 +48,9 @@ def output(plan: PreprocessOptions) -> dict[str, bytes]:
 
 
 def run(plan: PreprocessOptions, check: Callable[[], None] = lambda: None) -> list[str]:
-    heard = Heard()
-    write_dataset(plan, ByteTokenizer(), heard, check)
-    return heard.output
+    messages = RecordingListener()
+    write_dataset(plan, ByteTokenizer(), messages, check)
+    return messages.output
 
 
 def killed_at(plan: PreprocessOptions, last: int | None) -> int:

@@ -28,7 +28,7 @@ from megatron.data.preprocess.corpus import find_text_files, read_documents, spo
 from megatron.data.preprocess.encode import PreprocessOptions, write_dataset
 from megatron.data.tokenizers.huggingface import ByteTokenizer
 from megatron.data.tokenizers.tokenizer import TokenizerOptions
-from tests.unit.data.preprocess.test_preprocess import Heard, pair
+from tests.unit.data.preprocess.test_preprocess import RecordingListener, pair
 
 SUFFIXES = (".jsonl", ".json", ".parquet", ".arrow", ".txt")
 
@@ -96,7 +96,7 @@ def encoded(name: str, folder: Path, workers: int = 1, block_bytes: int = 20_000
             workers=workers,
             block_bytes=block_bytes,
         )
-        totals, _ = write_dataset(plan, ByteTokenizer(), Heard())
+        totals, _ = write_dataset(plan, ByteTokenizer(), RecordingListener())
         assert totals.stored_bytes == sum(file.stat().st_size for file in files)
     assert not list(folder.glob("*.jsonl"))
     return [pair(str(folder / f"out_{key}_document")) for key in plan.keys]
@@ -167,15 +167,15 @@ def test_a_bad_row_is_named(tmp_path: Path, suffix: str, columns: dict[str, obje
     parquet.write_table(table, path) if suffix == ".parquet" else write_arrow(path, table)
     plan = PreprocessOptions([path], ("text",), str(tmp_path / "out"), TokenizerOptions("ByteTokenizer"))
     with pytest.raises(DataError) as caught:
-        write_dataset(plan, ByteTokenizer(), Heard())
+        write_dataset(plan, ByteTokenizer(), RecordingListener())
     assert caught.value.seen == f"{path}{message}"
     assert (caught.value.fixes[-1] == "--on-bad-line skip") is bool(good), (
         "not for what would lose the rest of the file"
     )
     (tmp_path / "y.txt").write_text("y")
-    heard = Heard()
-    totals, _ = write_dataset(replace(plan, files=[path, tmp_path / "y.txt"], skip_bad=True), ByteTokenizer(), heard)
-    assert heard.output[1] == f"passed over: {path}{message}"
+    messages = RecordingListener()
+    totals, _ = write_dataset(replace(plan, files=[path, tmp_path / "y.txt"], skip_bad=True), ByteTokenizer(), messages)
+    assert messages.output[1] == f"passed over: {path}{message}"
     assert totals.bad == 1
     assert pair(f"{plan.prefix}_text_document")[0].decode("utf-16-le") == "good" * good + "y"
 
