@@ -24,10 +24,10 @@ for name in EARLY:
 
 STEPS = 8
 SECONDS = 400.0
-"""How long a start may take, on a machine that has other things to do: then it hangs."""
+"""Seconds after which a start on a busy machine counts as hanging."""
 
 HANG = 240.0
-"""How long ranks may take to notice that another one is gone: a few times the timeout of a collective."""
+"""Seconds in which ranks must notice a lost rank: a few times the timeout of a collective."""
 
 
 @dataclass(frozen=True)
@@ -50,15 +50,15 @@ class Setup:
 
     @property
     def is_local(self) -> bool:
-        """Whether nodes keep checkpoints of their own."""
+        """Return True if nodes keep local checkpoints."""
         return "--local-save" in self.way
 
     def durable(self, folder: Path) -> Path:
-        """Where the checkpoints are that every rank sees."""
+        """Return the folder of the shared checkpoints."""
         return folder / "saved"
 
     def nodes(self, folder: Path) -> list[Path]:
-        """Where those of the nodes are."""
+        """Return the folders of the local checkpoints."""
         return [folder / f"node{n}" for n in range(self.ranks // self.node)] if self.is_local else []
 
     def flags(self, folder: Path) -> str:
@@ -72,7 +72,7 @@ class Setup:
 
 @dataclass(frozen=True)
 class Ended:
-    """How a start ended.
+    """The end of a start.
 
     Attributes:
         statuses: of all ranks, negative for signals.
@@ -221,7 +221,7 @@ class Before:
 
 
 def same_end(setup: Setup, folder: Path, reference: Path) -> list[str]:
-    """Where a run's end is not that of the undisturbed one, to the bit: tensors and numbers, losses of steps."""
+    """Return differences, to the bit, from the end of the undisturbed run: tensors, numbers and losses."""
     last = f"saved/iter_{STEPS:07d}"
     found = differences(folder / last, reference / last)
     apart = [step for step, numbers in steps(reference).items() if steps(folder).get(step) != numbers]

@@ -189,7 +189,7 @@ def compare_schedules(rank: int, world_size: int) -> bool:
 
 
 def factors_of_another_stage(rank: int, world_size: int, case: Case) -> bool:
-    """Whether this rank begins, though a pattern of learning rates is for parameters of the other stage alone."""
+    """Return True if this rank starts with a learning-rate pattern that only matches the other stage."""
     try:
         build_trainer(case.config(), rank, world_size)
     except UserError:
@@ -265,7 +265,7 @@ def receive_passes(rank: int, world_size: int) -> str:
 
 
 def digest_of_a_step(rank: int, world_size: int, case: Case) -> bool:
-    """Whether what all ranks have read in a step passes for what they should have read."""
+    """Return True if the digest of a step matches the samples of all ranks."""
     trainer = build_trainer(case.config(), rank, world_size)
     trainer.next_batches()
     trainer.progress.consumed_samples += trainer.reader.next_batch_size

@@ -151,7 +151,7 @@ def exchange_needs(rank: int, world_size: int, case: Case) -> dict[int, list[str
 
 
 def bring_back_what_is_needed(rank: int, world_size: int, case: Case) -> bool:
-    """The last node has lost all; whether it gets the files that its own rank needs, which are not those of others."""
+    """Return True if the last node, which has lost all files, gets the ones that its own rank needs."""
     trainer = build_trainer(case.config(), rank, world_size)
     with a_node(rank, world_size) as tier:
         folder = saved_on(tier, trainer)

@@ -93,7 +93,7 @@ class Replica:
             self.history.append(weights(trainer))
 
     def close(self) -> None:
-        """Let its connections be closed, as those of a dead process are."""
+        """Close its connections, like the ones of a dead process."""
         if hasattr(self, "diloco") and hasattr(self.diloco, "replicas"):
             self.diloco.replicas.close_group()
 

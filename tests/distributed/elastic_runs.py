@@ -30,10 +30,10 @@ PAUSE = 0.03
 """Seconds before every step: something else can happen meanwhile."""
 
 LAST_CALL_SECONDS = 3
-"""How long agents that are enough wait for more of them; 30 is torchrun's."""
+"""Seconds that a sufficient number of agents waits for more of them; torchrun's default is 30."""
 
 OWN_STORE = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
-"""Ranks of a start meet in a store of their own, not in that of the agents, which knows the ranks of earlier starts."""
+"""Ranks of a start meet in their own store, not in the agents' store, which has the ranks of earlier starts."""
 
 Strike = Callable[[Trainer], None]
 
@@ -170,7 +170,7 @@ class Job:
         return "\n".join(path.read_text(errors="replace") for path in sorted(self.folder.glob("agent*.txt")))
 
     def struck(self) -> bool:
-        """Whether everything has happened that was planned."""
+        """Return True if every planned disturbance has happened."""
         return len(list(self.folder.glob("struck*"))) == len(self.plans)
 
     def step(self) -> int:

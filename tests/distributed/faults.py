@@ -90,7 +90,7 @@ def parts_in_another_order() -> AbstractContextManager[Any]:
 
 
 def part_lost() -> AbstractContextManager[Any]:
-    """The product of the last rank's rows is that of the first one's."""
+    """Return the first rank's product for the last rank's rows."""
     return _with_parts(lambda parts: [*parts[:-1], parts[0]])
 
 
@@ -362,7 +362,7 @@ def seed_applied_twice() -> AbstractContextManager[Any]:
 
 
 def activation_of_another_microbatch() -> AbstractContextManager[Any]:
-    """A stage takes the input of micro-batch 0 for that of micro-batch 1 too."""
+    """Use the input of micro-batch 0 for micro-batch 1 too."""
     original = Stage.forward
     first: dict[int, Tensor] = {}
 
@@ -375,7 +375,7 @@ def activation_of_another_microbatch() -> AbstractContextManager[Any]:
 
 
 def gradient_of_another_microbatch() -> AbstractContextManager[Any]:
-    """A stage takes the gradient that came last for that of this micro-batch, in one place."""
+    """Use the last received gradient for this micro-batch in one place."""
     original = Stage.backward
     last: dict[int, Tensor] = {}
 
@@ -397,7 +397,7 @@ def labels_of_another_microbatch() -> AbstractContextManager[Any]:
 
 
 def loss_of_every_stage() -> AbstractContextManager[Any]:
-    """The loss that is reported is that of one stage times their number."""
+    """Report the loss of one stage times the number of stages."""
     original = step.mean_loss
 
     def mean_loss(trainer: Trainer, sums: Mapping[str, Tensor], tokens: Tensor) -> Tensor:

@@ -63,7 +63,7 @@ def _with_chunks(change: Callable[[PassedKeyValues, int, list[int]], Sequence[ra
 
 
 def chunks_of_the_next_rank() -> AbstractContextManager[Any]:
-    """Keys have the positions of those of the rank after their owner."""
+    """Give keys the positions of the rank after their owner."""
 
     def change(self: PassedKeyValues, step: int, seen: list[int]) -> Sequence[range]:
         chunks = chunks_of(self.length, self.ring.size, (self._peers(step)[1] + 1) % self.ring.size)

@@ -86,7 +86,7 @@ def dirty_padding() -> AbstractContextManager[Any]:
 
 @contextmanager
 def padding_in_the_norm() -> Iterator[None]:
-    """The norm is that of whole parts of buckets."""
+    """Compute the norm of whole parts of buckets."""
     original = distributed_optimizer.GradNorm.__init__
 
     def init(self: Any, specs: Any, grads: GradBuffer, mesh: Any) -> None:

@@ -259,7 +259,7 @@ Grid = tuple[str, int, int]
 
 
 def valid(choice: Choice) -> bool:
-    """Whether a choice can be completed so that it breaks no rule."""
+    """Return True if a choice can be completed without breaking a rule."""
     if choice.get("fp8", "no") != "no":
         shared = int(choice.get("tp", "1")[0]) > choice.get("kv_heads", 4)  # heads whose gradients are in parts
         if shared or choice.get("mlp_chunk") or "adapters" in choice or choice.get("experts", "none") != "none":
@@ -292,7 +292,7 @@ def _grids(fitting: Fitting, known: tuple[tuple[str, Any], ...]) -> frozenset[Gr
 
 @cache
 def _members(fitting: Fitting) -> tuple[Mapping[tuple[str, Any], int], Mapping[Grid, int]]:
-    """Which of what fits together has a value, and a grid: bit ``i`` for number ``i``."""
+    """Return bit sets of the choices with each value and each grid: bit ``i`` for choice ``i``."""
     values: dict[tuple[str, Any], int] = defaultdict(int)
     grids: dict[Grid, int] = defaultdict(int)
     for i, c in enumerate(fitting()):
@@ -354,7 +354,7 @@ def contexts() -> tuple[Choice, ...]:
 
 
 def _has_key_bias(choice: Choice) -> bool:
-    """Whether keys have one: its gradient may be rounding alone, of which Lion would take the sign for a direction."""
+    """Return True if keys have a bias: its gradient may be rounding alone, whose sign Lion would follow."""
     normed = choice.get("qk_norm", "no") != "no" and choice.get("norm", "RMSNorm") == "LayerNorm"
     return normed or choice.get("biases", "no") != "no"
 
@@ -429,7 +429,7 @@ def case_of(choice: Choice) -> Case:
 
 
 def stages_on_a_rank(schedule: str) -> int | None:
-    """How many it needs; None for any number."""
+    """Return the number of stages per rank that a schedule needs; None for any number."""
     return SCHEDULES[schedule].chunks if schedule in SCHEDULES else None
 
 

@@ -59,7 +59,7 @@ class Reshard:
 
     @property
     def exact(self) -> bool:
-        """Whether losses are those of the other layout to rounding of fp64, not of the weights' format."""
+        """Return True if losses match the other layout to fp64 rounding, not to the weights' format."""
         return self.before.precision.params_dtype == "fp64"
 
 

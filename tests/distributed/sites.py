@@ -1,4 +1,4 @@
-"""Where the library communicates: found by reading it, watched and broken while it runs.
+"""Communication sites of the library: found in its source, watched and broken while it runs.
 
 A site is a call of a raw collective, or of one end of a channel, of ``megatron.distributed.comm`` outside that file.
 """
@@ -198,7 +198,7 @@ repeated message would block its receiver, so zeros or the previous message stan
 
 @dataclass
 class Message:
-    """How the messages of a channel change on their way; ``before`` is what this end saw last, as it was.
+    """Mutation of the messages of a channel; ``before`` is the previous message at this end.
 
     Exchanges of one shape are a channel.
     """

@@ -1,4 +1,4 @@
-"""Checkpoints of adapters in other layouts than that of their run; every rank reads its part of the frozen weights."""
+"""Adapter checkpoints in other layouts than their run's; every rank reads its part of the frozen weights."""
 
 from __future__ import annotations
 

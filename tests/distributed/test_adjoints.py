@@ -88,7 +88,7 @@ COLLECTIVES: dict[str, tuple[bool, bool, Callable[[Sequence[Tensor], int], Tenso
     "gather_rows": (False, False, lambda xs, rank: torch.cat(list(xs))),
     "reduce_scatter_rows": (False, False, lambda xs, rank: rows_of(sum(xs[1:], xs[0]), rank, len(xs))),
 }
-"""Whether x is the same on all ranks, whether y is, and the formula of ``rank``'s output from all inputs."""
+"""Two flags, for x and y equal on all ranks, and the formula of ``rank``'s output from all inputs."""
 
 
 def apply_collective(rank: int, size: int, name: str) -> Products:
@@ -116,7 +116,7 @@ def test_collectives(pool: Pool, name: str, size: int) -> None:
 
 
 def rows_from(source: int, target: int) -> int:
-    """How many rows one rank has for another: from none to five."""
+    """Return the number of rows that one rank has for another: from 0 to 5."""
     return (3 * source + 5 * target + source * target) % 6
 
 

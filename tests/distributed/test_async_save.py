@@ -86,7 +86,7 @@ def run_rank(
 
 
 def equal(folder: Path, other: Path, *steps: int) -> bool:
-    """Whether both have these checkpoints, to the bit, and the first no others."""
+    """Return True if both have these checkpoints, to the bit, and the first has no others."""
     names = [f"saved/iter_{step:07d}" for step in steps]
     return saved_steps(folder / "saved") == [*steps] and not any(differences(folder / n, other / n) for n in names)
 
@@ -100,7 +100,7 @@ def plain(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("layout", ["zero1", *(pytest.param(name, marks=LONG) for name in ("tp2-sp", "pp2"))])
-def test_they_are_those_that_are_saved_at_once(pool: Pool, tmp_path: Path, layout: str) -> None:
+def test_async_saves_match_synchronous_ones(pool: Pool, tmp_path: Path, layout: str) -> None:
     for name, flags in (("plain", ""), ("async", "--async-save")):
         config = run_of(tmp_path / name, f"{flags} {LAYOUTS[layout]}", every=4)
         assert [printed.status for printed in pool.run(RANKS, run_rank, config)] == [0, 0]

@@ -84,7 +84,7 @@ def build(mesh: Mesh, sequence_parallel: bool) -> tuple[nn.ModuleDict, dict[str,
 
 
 def compare_with_dtensors(rank: int, size: int, sequence_parallel: bool) -> dict[str, tuple[Tensor, Tensor]]:
-    """Return our output and gradients as global tensors, and those of a computation with DTensors."""
+    """Return our output and gradients as global tensors, and the results of DTensors."""
     mesh = mesh_of(rank, size, 2)
     where = mesh.device_mesh()
     axes = where.mesh_dim_names
@@ -118,7 +118,7 @@ def compare_with_dtensors(rank: int, size: int, sequence_parallel: bool) -> dict
 
 
 @pytest.mark.parametrize("sequence_parallel", [False, True])
-def test_layers_compute_what_dtensors_compute(pool: Pool, sequence_parallel: bool) -> None:
+def test_layers_match_dtensors(pool: Pool, sequence_parallel: bool) -> None:
     for found in pool.run(4, compare_with_dtensors, sequence_parallel):
         assert set(found) == {"y", "x", "fc1.weight", "fc1.bias", "fc2.weight", "fc2.bias"}
         for ours, theirs in found.values():

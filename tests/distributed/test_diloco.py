@@ -310,7 +310,7 @@ def test_malformed_values_in_the_store_end_in_sentences(key: str) -> None:
 
 
 def test_a_mean_that_is_not_finite_ends_all_members() -> None:
-    """Of replicas that report other norms than those of what they send."""
+    """Replicas that report other norms than the ones of their updates."""
     store = dist.HashStore()
 
     def lie(index: int) -> None:
@@ -328,7 +328,7 @@ def test_a_mean_that_is_not_finite_ends_all_members() -> None:
 SECRET = b"0123456789abcdef"
 
 
-def test_only_who_has_the_secret_changes_the_store(tmp_path: Path) -> None:
+def test_the_store_changes_only_with_the_secret(tmp_path: Path) -> None:
     _, port = serve("127.0.0.1", 0, SECRET)
     store = connect(f"127.0.0.1:{port}", 5, SECRET)
     store.set("key", b"\x00\xff")
@@ -390,7 +390,7 @@ def test_the_memory_of_the_server_is_bounded(
         Replicas(store, 0, 1, 2, timeout=1)._ask(store.set, "too large", "x" * (8 << 20))
 
 
-def test_strangers_do_not_take_the_place_of_replicas(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unknown_clients_do_not_take_the_place_of_replicas(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(replica_store, "CONNECTIONS", 3)
     port = serve("127.0.0.1", 0, SECRET)[1]
     with ExitStack() as strangers:
@@ -453,7 +453,7 @@ def test_malformed_answers_of_a_server_end_in_sentences(answer: list[bytes], bef
             replicas._replace("key", "", "value")
 
 
-def test_a_replica_that_others_gave_up_ends_and_one_index_is_of_one_replica() -> None:
+def test_an_abandoned_replica_ends_and_an_index_has_one_replica() -> None:
     flags = f"{FP64} --train-iters 6 --diloco-sync-interval 2"
     store = dist.HashStore()
     first, second = (Replica(replica_config(flags, timeout=0.8), store, index) for index in range(2))
@@ -469,7 +469,7 @@ def test_a_replica_that_others_gave_up_ends_and_one_index_is_of_one_replica() ->
         second.train(2)
 
 
-def test_the_furthest_of_those_that_start_is_what_others_receive() -> None:
+def test_others_receive_the_state_of_the_most_advanced_replica() -> None:
     def member(index: int, starting: bool, rounds: int, iteration: int) -> Member:
         return Member(
             index, str(index), {"starting": starting, "rounds": rounds, "position": [iteration, 4 * iteration]}

@@ -53,7 +53,7 @@ class Layout:
 
     @property
     def ranks(self) -> int:
-        """How many there are."""
+        """Return their number."""
         return self.tp * self.cp
 
     def config(self, prefix: Path, **flags: bool) -> RunConfig:
@@ -191,7 +191,7 @@ def conversations_of(folder: Path, objective: str, pattern: str, flags: str, ran
         ("dpo", "rope", "chunked:4+first:1,dilated:3:2+first:3"),
     ],
 )
-def test_conversations_train_alike_however_they_are_packed(
+def test_training_does_not_depend_on_packing(
     pool: Pool, tmp_path: Path, objective: str, positions: str, pattern: str
 ) -> None:
     def config(flags: str = "", ranks: int = 1) -> RunConfig:

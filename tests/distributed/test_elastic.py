@@ -96,7 +96,7 @@ def test_a_lost_node_makes_the_run_smaller_until_it_is_back(tmp_path: Path) -> N
 
 
 def assert_near(folder: Path, calm: Path) -> None:
-    """All numbers of all steps are those of a calm run but for the order of sums, and the same samples were read."""
+    """Check that all numbers match an undisturbed run up to the order of sums, and that it read the same samples."""
     got, expected = steps(folder), steps(calm)
     assert got.keys() == expected.keys()
     for step, numbers in expected.items():

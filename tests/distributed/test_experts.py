@@ -1,4 +1,4 @@
-"""The statistics of routers are the same on every layout, and those of a loop over tokens."""
+"""Router statistics are the same on every layout, and match a loop over tokens."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def expert_loads(metrics: dict[str, float]) -> dict[str, float]:
 
 
 @pytest.mark.parametrize("name", ["dp2, tp2, ep2, etp2", "pp2, dp2, ep2, everything recomputed"])
-def test_health_of_experts_is_that_of_one_process(pool: Pool, name: str) -> None:
+def test_health_of_experts_matches_one_process(pool: Pool, name: str) -> None:
     case = CASES[name]
     ranks = pool.run(case.world_size, report, case)
     assert all(records == ranks[0] for records in ranks)
@@ -113,7 +113,7 @@ def factor_of_rank(rank: int) -> float:
 
 
 @pytest.mark.parametrize("sizes", [{"ep": 4, "etp": 1}, {"ep": 2, "etp": 2, "tp": 2, "sp": True}, {"ep": 2, "etp": 1}])
-def test_rows_arrive_by_expert_and_come_back_to_their_tokens(pool: Pool, sizes: dict[str, int]) -> None:
+def test_rows_arrive_by_expert_and_return_to_their_tokens(pool: Pool, sizes: dict[str, int]) -> None:
     ranks = pool.run(4, travel, sizes)
     held, together = 4 // sizes["ep"], sizes["ep"] * sizes["etp"]
     for rank, (there, back, gradient, ep) in enumerate(ranks):
@@ -207,7 +207,7 @@ def test_losses_that_are_not_in_use_are_not_router_losses(changes: dict[str, obj
     assert [*router_losses(0, 1, case)[0]] == ["lm loss", *names]
 
 
-def test_balance_of_one_micro_batch_is_that_of_its_sequences_together() -> None:
+def test_balance_of_a_micro_batch_matches_its_joined_sequences() -> None:
     """With one sequence in a micro-batch both kinds of the loss are the same."""
     both = [
         router_losses(

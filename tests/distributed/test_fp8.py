@@ -1,4 +1,4 @@
-"""Linears in FP8: every layout quantises the same values, and quantised weights are those of the current step."""
+"""Linears in FP8: every layout quantises the same values, and quantised weights are up to date."""
 
 from __future__ import annotations
 
@@ -277,7 +277,7 @@ def test_a_curve_of_300_steps_is_within_the_noise_of_bf16() -> None:
     assert all(abs(loss - sum(plain) / 4) < max(plain) - min(plain) for loss in found.values())
 
 
-def test_the_planner_knows_the_casts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_planner_counts_the_casts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two bytes per weight of a linear in FP8, all kept at the end of a step."""
     wanted = CASES["first-last"]
     trainer = build_trainer(replace(wanted, parallel=ParallelConfig(), dp=1).config(), 0, 1)

@@ -89,7 +89,7 @@ def alone(name: str, sampling: str) -> tuple[torch.Tensor, list[list[int]]]:
         ("post-norm-all-heads", "greedy", 4),
     ],
 )
-def test_every_rank_writes_what_one_alone_does(pool: Pool, name: str, sampling: str, tp: int) -> None:
+def test_generation_of_every_rank_matches_one_process(pool: Pool, name: str, sampling: str, tp: int) -> None:
     expected_logits, expected = alone(name, sampling)
     assert len({token for ids in expected for token in ids}) > 4
     ranks = pool.run(tp, write, replace(MODEL, **MODELS[name]), SAMPLINGS[sampling])
@@ -180,7 +180,7 @@ STAGES = {
 
 
 @pytest.mark.parametrize("name", STAGES)
-def test_the_stages_of_a_pipeline_write_what_one_process_does(pool: Pool, name: str) -> None:
+def test_the_stages_of_a_pipeline_write_the_files_of_one_process(pool: Pool, name: str) -> None:
     case = STAGES[name]
     (chunk,) = build_trainer(case.twin().config(), 0, 1).chunks.values()
     expected = generate(chunk, PROMPTS, NEW, SAMPLINGS["sampled"], indices=(7, 0, 3, 4))

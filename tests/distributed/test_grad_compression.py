@@ -91,7 +91,7 @@ def sum_in_int8(rank: int, size: int, length: int, keys: list[int]) -> list[Tens
 
 
 @pytest.mark.parametrize(("size", "length"), [(2, 256), (3, 1000), (4, 70)])
-def test_int8_sums_are_those_of_one_process(pool: Pool, size: int, length: int) -> None:
+def test_int8_sums_match_one_process(pool: Pool, size: int, length: int) -> None:
     """Bit by bit, on all ranks; within the stated error."""
     keys = [5, 2**62 + 12345]
     ranks = pool.run(size, sum_in_int8, length, keys)
@@ -126,7 +126,7 @@ def test_int8_is_exact_in_the_mean() -> None:
 
 
 @pytest.mark.parametrize("spoilt", [float("nan"), float("inf"), -float("inf")])
-def test_int8_passes_on_what_is_not_finite(spoilt: float) -> None:
+def test_int8_passes_on_nonfinite_values(spoilt: float) -> None:
     """Non-finite values stay non-finite, so that every rank skips the step; other blocks are unchanged."""
     x = torch.randn(1, 4 * INT8_BLOCK)
     plain = dequantize(quantize(x, torch.tensor(1), 0)[0])
@@ -288,7 +288,7 @@ CUTS = {
 
 
 @pytest.mark.parametrize(("name", "text"), [*product(CUTS, METHODS)])
-def test_sums_and_errors_are_those_of_one_process(pool: Pool, name: str, text: str) -> None:
+def test_sums_and_errors_match_one_process(pool: Pool, name: str, text: str) -> None:
     """Also after a step that was skipped. All replicas have the same bits."""
     size, cut = CUTS[name]
     ranks = pool.run(size, reduced, cut, text)
@@ -434,7 +434,7 @@ WAYS = list(product(LAYOUTS, (*METHODS, "int8")))
     [pytest.param(*way, marks=() if number % 4 == 0 else pytest.mark.slow) for number, way in enumerate(WAYS)],
 )
 def test_copies_of_the_weights_stay_equal(pool: Pool, name: str, method: str) -> None:
-    """On replicas, tensor-parallel ranks and stages, with losses near those of plain gradients."""
+    """On replicas, tensor-parallel ranks and stages, with losses near an uncompressed run."""
     dp, model, parallel = LAYOUTS[name]
     plain = replace(case(dp, model, **parallel), precision=PrecisionConfig(params_dtype="bf16"), steps=4)
     compressed = replace(plain, parallel=replace(plain.parallel, grad_compression=method))
@@ -620,7 +620,7 @@ SENT = (
 )
 
 
-def test_bytes_are_those_of_the_formulas(pool: Pool) -> None:
+def test_bytes_match_the_formulas(pool: Pool) -> None:
     found = pool.run(4, step, SENT)
     for number, flags in enumerate(SENT):
         for rank, sent in enumerate(found):
@@ -629,7 +629,7 @@ def test_bytes_are_those_of_the_formulas(pool: Pool) -> None:
             assert of_axes(sent[number], "dp") == pytest.approx(expected, rel=1e-12), flags
 
 
-def test_only_what_instances_exchange_is_compressed() -> None:
+def test_only_traffic_between_instances_is_compressed() -> None:
     """The formula of HSDP: the reduce-scatter and the weights as before, the all-reduce many times smaller."""
     flags = f"{HSDP} --global-batch-size 12 --hidden-size 256"
     plain = data_parallel_traffic(config_of(flags, 4), 4)

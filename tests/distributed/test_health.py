@@ -231,7 +231,7 @@ def test_each_micro_batch_is_looked_at_once(recompute: str) -> None:
     assert not any(module._forward_hooks for module in trainer.chunks[0].modules())
 
 
-def test_logits_are_those_of_the_patterns_and_the_documents() -> None:
+def test_logits_match_the_patterns_and_the_documents() -> None:
     case = Case(PATTERNS, documents=DOCUMENTS["attention"])
     trainer = build_trainer(case.config(), 0, 1)
     batches = batches_of(trainer, case, 0)

@@ -321,7 +321,7 @@ def test_the_product_crosses_every_schedule_with_every_size_of_the_pipeline() ->
     assert len([*product.layouts()]) + len([*product.models()]) > 1500
 
 
-def test_the_product_crosses_what_is_cut_with_how_experts_are_dealt_out() -> None:
+def test_the_product_crosses_sharding_with_expert_layouts() -> None:
     crossed = [*product.sharings()]
     assert {(c["pp"], c["dp"], c["zero"]) for c in crossed} == {
         (pp, dp, zero)

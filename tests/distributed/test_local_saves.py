@@ -138,7 +138,7 @@ def on_the_disk(rank: int, world: int, folder: Path) -> list[str]:
 
 
 def test_copies_are_on_the_disk_as_well(pool: Pool, tmp_path: Path) -> None:
-    """A rank writes its own tensors and those of a rank of the other node."""
+    """A rank writes its own tensors and the copies of a rank of the other node."""
     for rank, kept in enumerate(pool.run(WORLD, on_the_disk, tmp_path)):
         assert {f"tensors_{rank:05d}.safetensors", f"tensors_{(rank + 2) % WORLD:05d}.safetensors.part"} <= {*kept}
 

@@ -241,7 +241,7 @@ def test_checkpoints_of_another_run_are_refused(pool: Pool, run: Path) -> None:
     assert of(run, 0, MANIFEST).exists()
 
 
-def test_the_same_words_elsewhere_are_another_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_same_flags_in_another_folder_are_another_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A ``--save`` folder is relative to the working directory of the start."""
     for place in ("a", "b"):
         (tmp_path / place).mkdir()
@@ -257,7 +257,7 @@ def test_the_same_words_elsewhere_are_another_run(tmp_path: Path, monkeypatch: p
     assert "resumed from " in start(config, nullcontext()).out
 
 
-def test_a_step_before_what_the_nodes_have_is_refused(pool: Pool, run: Path) -> None:
+def test_a_step_older_than_the_local_checkpoints_is_refused(pool: Pool, run: Path) -> None:
     shutil.rmtree(run / "saved/iter_0000004")
     assert "E813" in refused(pool, run_of(run, f"{ZERO} --ckpt-step 2"))
 

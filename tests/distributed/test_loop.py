@@ -82,7 +82,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("layout", [pytest.param("tp2-sp", marks=pytest.mark.slow), "dp2", "pp2"])
-def test_a_run_is_that_of_one_process(pool: Pool, tmp_path: Path, alone: Path, layout: str) -> None:
+def test_a_run_matches_one_process(pool: Pool, tmp_path: Path, alone: Path, layout: str) -> None:
     config = tiny_run(tmp_path, f"{EVALUATED} --exit-interval 5 {LAYOUTS[layout]}", 2)
     assert run_two(pool, config) == WELL
     for kind, steps in (("lm loss", [1, 2, 3, 4, 5]), ("lm loss validation", [2, 4])):
@@ -90,7 +90,7 @@ def test_a_run_is_that_of_one_process(pool: Pool, tmp_path: Path, alone: Path, l
         assert column(tmp_path, kind, kind) == pytest.approx(column(alone, kind, kind)[: len(steps)], rel=1e-4)
 
 
-def test_an_evaluation_alone_is_that_of_any_layout(pool: Pool, tmp_path: Path, alone: Path) -> None:
+def test_evaluation_matches_in_any_layout(pool: Pool, tmp_path: Path, alone: Path) -> None:
     config = tiny_run(tmp_path, f"--load {alone}/saved {EVALUATED} --skip-train {PP2}", 2)
     assert run_two(pool, config) == WELL
     for kind in ("lm loss validation", "lm loss test"):

@@ -23,7 +23,7 @@ RUN = (
     "--min-lr 1e-4 --lr-decay-style cosine --lr-warmup-iters 2 --weight-decay 0.1 --adam-beta2 0.95 --mock-data "
     "--hidden-dropout 0 --attention-dropout 0 --tokenizer-type NullTokenizer --device cpu"
 )
-"""Flags of the run that wrote the checkpoints, without those of its model, which the checkpoint has."""
+"""Flags of the run that wrote the checkpoints, without model flags, which the checkpoint has."""
 
 
 @pytest.fixture(scope="module")
@@ -116,7 +116,7 @@ def test_an_option_that_is_missing_here_is_named(
     assert "qk_l2_norm True, mtp_num_layers 1: the model here has no such option" in output
 
 
-def test_the_newest_is_what_megatron_lm_has_recorded(written: Path, tmp_path: Path) -> None:
+def test_the_newest_checkpoint_is_the_one_that_megatron_lm_recorded(written: Path, tmp_path: Path) -> None:
     source, folder = written / "llama_torch_dist_tp2", tmp_path / "run"
     for step in (5, 9, 12):
         (folder / f"iter_{step:07d}").mkdir(parents=True)

@@ -144,7 +144,7 @@ def test_documents_do_not_see_each_other() -> None:
 
 
 @pytest.mark.parametrize("positions", ["rope", "none"])
-def test_text_of_states_is_that_of_reading_everything_anew(positions: str) -> None:
+def test_generation_from_states_matches_rereading(positions: str) -> None:
     chunk = Solo.build(model(position_embedding_type=positions)).chunk
     prompts, greedy = [[5, 6, 7, 8, 9], [1], [3, 2, 1]], SamplingParams(0.0)
     expected = [reread(chunk, prompt, number, greedy) for number, prompt in enumerate(prompts)]
@@ -152,7 +152,7 @@ def test_text_of_states_is_that_of_reading_everything_anew(positions: str) -> No
 
 
 @pytest.mark.parametrize("more", ["", f"{LLAMA} --token-mixers gated-linear attention --num-layers 3", LONG])
-def test_the_forecast_is_what_a_step_keeps(more: str) -> None:
+def test_the_forecast_matches_the_tensors_of_a_step(more: str) -> None:
     flags = f"--plugin {NAME} --token-mixers gated-linear {more}"
     (((kept, _), peak),) = measured(0, 1, (flags,))
     (((forward, _)),) = activation_memory(config_of(flags), 1)
@@ -162,7 +162,7 @@ def test_the_forecast_is_what_a_step_keeps(more: str) -> None:
 
 
 @pytest.mark.parametrize("plan", [{}, {"recompute_granularity": "full"}])
-def test_products_are_those_that_torch_counts(plan: dict[str, Any]) -> None:
+def test_products_match_the_count_of_torch(plan: dict[str, Any]) -> None:
     training = TrainingConfig(**plan)
     assert expected(model(), training) == counted(model(), training, fused=True)
 

@@ -1,4 +1,4 @@
-"""Which rank, module or gradient went wrong first, where several ranks compute one model or copies of it."""
+"""The first cause of a nonfinite loss among several ranks: rank, module or gradient."""
 
 from __future__ import annotations
 

@@ -106,7 +106,7 @@ CUTS = {
 
 
 @pytest.mark.parametrize("name", CUTS)
-def test_sums_of_all_ranks_come_to_who_updates_them(pool: Pool, name: str) -> None:
+def test_sums_of_all_ranks_reach_the_owner(pool: Pool, name: str) -> None:
     size, cut = CUTS[name]
     ranks = pool.run(size, sums, cut)
     owners = size if cut.strategy == "no_shard" else cut.instances
@@ -201,7 +201,7 @@ OVERLAPPED = {
 
 
 @pytest.mark.parametrize("name", OVERLAPPED)
-def test_weights_that_come_late_are_waited_for(pool: Pool, name: str) -> None:
+def test_late_weights_are_waited_for(pool: Pool, name: str) -> None:
     """Steps, saving, evaluation with averages, the comparison of copies: as where nothing is late, to the bit."""
     case = OVERLAPPED[name]
     at_once, delayed = (pool.run(case.world_size, run, case, how) for how in ("plain", "late"))
@@ -288,7 +288,7 @@ SAVED = {
 
 
 @pytest.mark.parametrize("name", SAVED)
-def test_a_checkpoint_is_as_large_as_foretold(pool: Pool, name: str) -> None:
+def test_a_checkpoint_has_the_predicted_size(pool: Pool, name: str) -> None:
     """Masters are saved whole however they are kept, and each rule's moments only where it has them."""
     (written, formula), *others = pool.run(SAVED[name].world_size, sizes, SAVED[name])
     assert written == formula

@@ -45,7 +45,7 @@ def test_a_padded_batch_trains_like_one_process(pool: Pool, name: str) -> None:
 
 
 def test_padding_is_no_part_of_an_evaluation(pool: Pool) -> None:
-    """Its micro-batches, unlike those of the other tests, are read as a run reads them."""
+    """Its micro-batches are read as in a run, unlike in the other tests."""
     ((before, after),) = pool.run(1, evaluation, Case(samples=8))
     for got in pool.run(3, evaluation, Case(samples=8, dp=3, training=PADDED)):
         assert got == pytest.approx((before, after), rel=TOLERANCE_FP64)

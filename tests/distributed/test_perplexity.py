@@ -29,7 +29,7 @@ ALL = [pytest.param(task, [*LAYOUTS], marks=pytest.mark.slow) for task in ("perp
 
 
 @pytest.mark.parametrize(("task", "names"), [("perplexity", ["tp2-pp2"]), ("lambada", ["dp3"]), *ALL])
-def test_every_layout_measures_what_one_process_does(pool: Pool, tmp_path: Path, task: str, names: list[str]) -> None:
+def test_measurements_of_a_layout_match_one_process(pool: Pool, tmp_path: Path, task: str, names: list[str]) -> None:
     chunk = Solo.build(tiny(vocab_size=257, num_layers=4, position_embedding_type="rope")).chunk
     save_model(chunk, tmp_path / "save", params_dtype="fp64")
     data = tmp_path / "text.jsonl"
@@ -46,7 +46,7 @@ def test_every_layout_measures_what_one_process_does(pool: Pool, tmp_path: Path,
         assert json.loads((tmp_path / f"{name}.json").read_text()) == pytest.approx(expected, rel=1e-10)
 
 
-def test_a_layout_that_does_not_fit_is_one_sentence(pool: Pool, tmp_path: Path) -> None:
+def test_a_layout_that_does_not_fit_is_refused(pool: Pool, tmp_path: Path) -> None:
     save_model(Solo.build(tiny(vocab_size=257), torch.float32).chunk, tmp_path / "save")
     (tmp_path / "text.txt").write_text(TEXT)
     flags = f"--load {tmp_path}/save --data {tmp_path}/text.txt --device cpu --pipeline-model-parallel-size 2"

@@ -121,7 +121,7 @@ def expected(pattern: str, documents: str, position: int) -> set[tuple[int, int]
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_a_token_changes_what_sees_it_and_nothing_else(pool: Pool, name: str) -> None:
+def test_a_token_changes_only_positions_that_see_it(pool: Pool, name: str) -> None:
     parallel, training = LAYOUTS[name]
     ranks = pool.run(parallel.model_ranks, perturbed, parallel, training)
     for what in ranks[0]:

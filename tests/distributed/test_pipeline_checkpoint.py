@@ -43,7 +43,7 @@ def piped(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_it_holds_what_one_process_saves(alone: Path, piped: Path) -> None:
+def test_the_checkpoint_matches_one_process(alone: Path, piped: Path) -> None:
     (got, numbers), (wanted, expected) = (checkpoint(run / "saved/iter_0000004") for run in (piped, alone))
     assert got.keys() == wanted.keys()
     for name, tensor in wanted.items():
@@ -68,7 +68,7 @@ GRID = "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --sequen
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_a_hugging_face_model_comes_back_from_four_ranks(pool: Pool, name: str, tmp_path: Path) -> None:
+def test_a_hugging_face_model_survives_a_round_trip_through_four_ranks(pool: Pool, name: str, tmp_path: Path) -> None:
     """A step of size 0 on a grid of TP and stages."""
     model = BY_NAME[name].config()
     weights = random_weights(model)

@@ -1,4 +1,4 @@
-"""How a run on a pipeline ends when a rank fails in a step: with one report, and the action of every rank."""
+"""Failures in a step of a pipeline run: one report, with the action of every rank."""
 
 from __future__ import annotations
 

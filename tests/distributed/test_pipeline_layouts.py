@@ -109,7 +109,7 @@ FP32 = PrecisionConfig(params_dtype="fp32")
 
 
 def same(one: Sequence[StepTrace], other: Sequence[StepTrace], norm: bool = True) -> bool:
-    """Whether two runs are equal to the bit in loss, gradients and weights of all steps, and in the ``norm``."""
+    """Return True if two runs are equal to the bit in loss, gradients, weights and ``norm`` of all steps."""
 
     def equal(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
         return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
@@ -189,7 +189,7 @@ def test_an_overflow_on_one_stage_is_skipped_on_all(pool: Pool) -> None:
 
 
 @pytest.mark.parametrize(("schedule", "dp"), [("interleaved", 1), ("zb-v", 2)])
-def test_evaluation_is_that_of_one_process(pool: Pool, schedule: str, dp: int) -> None:
+def test_evaluation_matches_one_process(pool: Pool, schedule: str, dp: int) -> None:
     case = replace(pipeline(2, schedule, 2, layers=5, hidden_dropout=0.1), dp=dp)
     expected = evaluation(0, 1, case.twin())
     assert expected[0] != expected[1]

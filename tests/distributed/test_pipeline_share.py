@@ -1,4 +1,4 @@
-"""The bubble in a run's log lines is that of the schedule, wherever a rank waits."""
+"""The bubble in a run's log lines matches the schedule, wherever a rank waits."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def run_rank(rank: int, world_size: int, config: RunConfig) -> int | None:
 
 
 @pytest.mark.parametrize("flags", ["--num-layers 4 --num-virtual-stages-per-pipeline-rank 2"], ids=["vpp2"])
-def test_the_bubble_of_a_run_is_that_of_its_schedule(pool: Pool, tmp_path: Path, flags: str) -> None:
+def test_the_bubble_of_a_run_matches_its_schedule(pool: Pool, tmp_path: Path, flags: str) -> None:
     config = tiny_run(tmp_path, f"--pipeline-model-parallel-size 2 {flags}", 2)
     assert pool.run(2, run_rank, config) == [0, 0]
     program = build_program(config.parallel, 4)

@@ -47,7 +47,7 @@ DISTILLATION: dict[str, Any] = {"objective": "distillation", "distillation_label
 
 
 def in_layouts(choices: list[Choice], *short: int) -> pytest.MarkDecorator:
-    """Run a test in these layouts; in CI in those of these numbers among all."""
+    """Run a test in these layouts; CI runs only the ones with these numbers."""
     layouts = [
         pytest.param(choice, marks=() if LAYOUTS.index(choice) in short else pytest.mark.slow) for choice in choices
     ]

@@ -162,7 +162,7 @@ def memory_of_start(rank: int, world_size: int, config: RunConfig, hf: Path | No
 
 
 def anonymous_bytes() -> int:
-    """Memory of this process that is not that of files."""
+    """Return the memory of this process without mapped files."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("RssAnon"))
 

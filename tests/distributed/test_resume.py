@@ -198,7 +198,7 @@ def test_files_unreadable_by_one_rank_give_one_decision(pool: Pool, killed: Path
     assert [(printed.status, printed.err, min(printed.samples)) for printed in ranks] == [(0, "", first)] * 2
 
 
-def test_a_folder_that_another_run_has(pool: Pool, tmp_path: Path) -> None:
+def test_a_folder_in_use_by_another_run_is_refused(pool: Pool, tmp_path: Path) -> None:
     with acquire_lease(tmp_path / "saved"):
         ranks = go_on(pool, run_of(tmp_path))
     assert [(printed.status, printed.samples) for printed in ranks] == [(1, {}), (1, {})]

@@ -1,4 +1,4 @@
-"""Scores of tokens, and frozen models: the same in every layout as those of plain logits on one process."""
+"""Scores of tokens, and frozen models: equal in every layout to plain logits on one process."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ LAYOUTS: dict[str, Case] = {
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_scores_are_those_of_plain_logits_in_every_layout(pool: Pool, name: str) -> None:
+def test_scores_match_plain_logits_in_every_layout(pool: Pool, name: str) -> None:
     case = LAYOUTS[name]
     scores, loss = expected(case.twin())
     assert {True, False} == {greedy for _, flags in scores for greedy in flags} or case.model is FEW

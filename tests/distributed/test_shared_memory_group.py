@@ -79,7 +79,7 @@ def in_subgroups(rank: int, size: int) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_every_operation_gives_what_gloo_gives(pool: Pool, dtype: torch.dtype) -> None:
+def test_every_operation_matches_gloo(pool: Pool, dtype: torch.dtype) -> None:
     ops = [dist.ReduceOp.SUM, dist.ReduceOp.MAX, dist.ReduceOp.MIN, dist.ReduceOp.PRODUCT]
     jobs: list[Callable[..., list[Tensor]]] = [partial(reduced, op=op) for op in ops if dtype != torch.bool]
     for job in [*jobs, gathered, exchanged]:

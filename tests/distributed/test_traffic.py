@@ -79,7 +79,7 @@ def test_replicas_send_the_bytes_of_the_formulas(pool: Pool) -> None:
             assert of_axes(rank[number], "dp") == pytest.approx(expected, rel=1e-12), flags
 
 
-def test_the_formulas_are_those_of_textbooks() -> None:
+def test_the_formulas_match_textbooks() -> None:
     """For P parameters in fp32: 2 P (n-1)/n elements without ZeRO and with ZeRO-1, and m + 1 times half of it."""
     config = config_of("--global-batch-size 12", 4)
     assert get_num_microbatches(config.training, 4) == 3

@@ -179,7 +179,7 @@ def test_a_window_names_the_slowest_rank(pool: Pool) -> None:
     assert all(r is not None and r["communication-dp"] == record["communication-dp"] for r in records)
 
 
-def test_a_rank_whose_peers_are_gone_reports_itself(pool: Pool) -> None:
+def test_a_rank_without_peers_reports_itself(pool: Pool) -> None:
     record, _ = pool.run(2, a_window, True)
     assert record is not None
     assert not {"slowest-rank", "mem-max-rank"} & record.keys()

@@ -95,7 +95,7 @@ IN_BF16 = {
 
 @pytest.mark.parametrize("name", IN_BF16)
 def test_stage_1_changes_no_bit_of_weights_in_bf16(pool: Pool, name: str) -> None:
-    """Whose masters, remainders and rounded moments are cut; what is rounded at random is by its place in the model."""
+    """Main params, remainders and moments are sharded; stochastic rounding depends on the position in the model."""
     whole = replace(CASES["three"], precision=PrecisionConfig(params_dtype="bf16"), optimizer=IN_BF16[name])
     check_same(run_on(pool, strategy(whole, **STAGE_1, overlap_param_gather=True)), run_on(pool, whole))
 

@@ -1076,7 +1076,7 @@ def megatron_dist(folder: Path) -> Target:
 
 
 def difference(one: bytes, other: bytes) -> int:
-    """How many bytes differ, roughly; the original that an input was made from is the nearest one."""
+    """Return the approximate number of different bytes; an input's original is the nearest one."""
     return sum(a != b for a, b in zip(one, other)) + abs(len(one) - len(other))
 
 

@@ -104,7 +104,7 @@ def gradients(trainer: Trainer, batches: Sequence[MicroBatch]) -> tuple[float, d
 
 
 def distance(found: dict[str, Tensor], right: dict[str, Tensor]) -> dict[str, float]:
-    """How far tensors are from what they should be: of each, and of all together under ``all``; relative."""
+    """Return the relative error of each tensor, and of all together under ``all``."""
     each = {name: ((t - right[name]).norm() / right[name].norm()).item() for name, t in found.items()}
     both = [torch.cat([t.flatten() for t in some.values()]) for some in (found, right)]
     return each | {"all": ((both[0] - both[1]).norm() / both[1].norm()).item()}

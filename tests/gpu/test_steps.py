@@ -201,7 +201,7 @@ def test_a_resumed_run_equals_one_that_was_never_stopped(
 
 
 @pytest.mark.parametrize("flags", ["--bf16", "", "--bf16 --exp-avg-dtype bf16 --ema-decay 0.9", "--optimizer lion"])
-def test_memory_is_what_the_formula_states(device: torch.device, flags: str) -> None:
+def test_memory_matches_the_formula(device: torch.device, flags: str) -> None:
     config = config_of(device, flags)
     gc.collect()  # of tests before
     before = torch.cuda.memory_allocated() if device.type == "cuda" else 0

@@ -43,7 +43,7 @@ def batches_of(count: int) -> list[MicroBatch]:
 
 
 class _Linear(torch.autograd.Function):
-    """``y = x W^T``, whose weight gradient goes to a grad_accumulator as that of the model's linears does."""
+    """``y = x W^T``, whose weight gradient goes to a grad_accumulator like the gradients of the model's linears."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, name: str, grad_accumulator: GradAccumulator) -> Tensor:
@@ -161,11 +161,11 @@ class Letter:
     over: threading.Event = field(default_factory=threading.Event)
 
     def is_done(self) -> bool:
-        """As that of :class:`comm.Pending`."""
+        """Like :class:`comm.Pending`."""
         return self.over.is_set()
 
     def wait(self) -> Tensor:
-        """As that of :class:`comm.Pending`."""
+        """Like :class:`comm.Pending`."""
         if not self.over.wait(20):
             raise TimeoutError("there is no other end")
         return self.result

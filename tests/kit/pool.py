@@ -38,7 +38,7 @@ GRACE = 3.0
 """Seconds the other ranks get to finish or fail once one has failed; most fail by themselves when a peer is gone."""
 
 TAIL_LINES = 40
-"""How much of a rank's output an error shows."""
+"""Characters of a rank's output that an error shows."""
 
 OWN_FRAMES = (f'File "{SOURCE}"', f'File "{Path(multiprocessing.__file__).parent}', 'File "<string>"')
 """The lower end of every worker's stack."""
@@ -50,7 +50,7 @@ class RankError(RuntimeError):
 
 @dataclass(frozen=True)
 class Failure:
-    """How a rank failed: ``summary`` in one line, ``details`` (a traceback, or the last output), ``order`` of blame."""
+    """Failure of a rank: ``summary`` in one line, ``details`` (traceback or last output), ``order`` of blame."""
 
     rank: int
     summary: str

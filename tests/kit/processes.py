@@ -100,12 +100,12 @@ def _call(function: Callable[..., int], args: tuple[Any, ...], output: str, envi
     file = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     for stream in (1, 2):
         os.dup2(file, stream)
-    sys.stdout, sys.stderr = (os.fdopen(stream, "w", buffering=1) for stream in (1, 2))  # not those of the server
+    sys.stdout, sys.stderr = (os.fdopen(stream, "w", buffering=1) for stream in (1, 2))  # not the server's
     sys.exit(function(*args))
 
 
 def is_alive(process: int) -> bool:
-    """Whether there is a process of this number that has not ended; a zombie has."""
+    """Return True if a process of this number is running; a zombie is not."""
     try:
         return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except OSError:

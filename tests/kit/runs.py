@@ -276,7 +276,7 @@ def _run_and_wait(folder: Path, wait_after: int, flags: str) -> int:
 
 
 def _reached(folder: Path, step: int) -> bool:
-    """Whether the last start of the run has reported ``step``."""
+    """Return True if the last start of the run has reported ``step``."""
     path = folder / "metrics.jsonl"
     if not path.exists() or not path.read_bytes().endswith(b"\n"):
         return False

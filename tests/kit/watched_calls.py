@@ -58,7 +58,7 @@ def refuse(name: str, path: str) -> None:
     """Fail as a full disk does.
 
     Raises:
-        OSError: ENOSPC, for those of ``REFUSED``.
+        OSError: ENOSPC, for the calls in ``REFUSED``.
     """
     if name in REFUSED:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), path)

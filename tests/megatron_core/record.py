@@ -18,7 +18,7 @@ from tests.unit.convert.megatron_lm import common_state, entries
 
 FILE = Path(__file__).parents[1] / "golden" / "megatron_exports.json"
 READ = re.compile(r"(?:_compare|_set_arg)\(\s*'(\w+)'")
-"""How its loader names the arguments that it compares with those of the run, or takes over."""
+"""Names in its loader of the arguments that it compares with the run or takes over."""
 
 
 def plain(value: Any) -> Any:

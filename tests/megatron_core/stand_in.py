@@ -1,6 +1,6 @@
 """Stand-in for Transformer Engine, which needs a GPU to be built: its modules in PyTorch, on one rank, without FP8.
 
-Parameters, ``_extra_state`` and results are those of Transformer Engine; Megatron-LM's own classes for them, and its
+Parameters, ``_extra_state`` and results match Transformer Engine; Megatron-LM's own classes for them, and its
 specs, are used as they are. `install` must run before Megatron-LM is imported.
 """
 

@@ -114,7 +114,7 @@ Lane = tuple[int, int]
 
 
 class StreamClocks:
-    """How much of every lane's work is done before the next work of a lane begins, by the events between them."""
+    """Work of every lane that events order before the next work of a lane."""
 
     def __init__(self) -> None:
         self.issued: Counter[Lane] = Counter()
@@ -123,7 +123,7 @@ class StreamClocks:
         self._host: dict[int, Counter[Lane]] = defaultdict(Counter)  # by thread
 
     def known(self, event: Event, other: Lane) -> int:
-        """Return how many operations of the lane ``other`` are done before that of ``event`` begins."""
+        """Return the number of operations of the lane ``other`` that end before the one of ``event`` begins."""
         lane = event.stream, event.capture
         return self.issued[other] if lane == other else max(self._known[lane][other], self._host[event.thread][other])
 

@@ -96,7 +96,7 @@ def through_gloo(exchange: Callable[[Any, Group], Any], twins: dict[tuple[int, .
 
 
 def as_if_finite(sample: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """Return a function that samples tokens and finds every tensor true, that of the check of logits among them."""
+    """Return a function that samples tokens and finds every tensor true, also in the check of logits."""
 
     def call(*arguments: Any) -> torch.Tensor:
         with patch.object(torch.Tensor, "__bool__", lambda tensor: True):

@@ -168,7 +168,7 @@ def test_freezes_all_but_adapters(llama: Path) -> None:
 
 
 def test_initial_values_have_the_variance_of_peft(llama: Path) -> None:
-    """A has that of its uniform distribution between -1/sqrt(in) and 1/sqrt(in), and B is 0."""
+    """A is uniform between -1/sqrt(in) and 1/sqrt(in), and B is 0."""
     config = replace(read_model_config(llama), hidden_size=256, ffn_hidden_size=512, lora_rank=64)
     for name, values in Solo.build(config).chunk.params.items():
         if name.endswith("lora_a"):

@@ -77,7 +77,7 @@ def test_greedy_in_fp32_with_an_end(name: str) -> None:
 
 
 @pytest.mark.parametrize("family", ["GPT2", "Llama"])
-def test_the_tool_writes_what_transformers_does(
+def test_the_output_of_the_tool_matches_transformers(
     tmp_path: Path, family: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """From a folder that `transformers` wrote, tokenizer and all: the whole text, up to the end that it names."""

@@ -41,7 +41,7 @@ OTHERS = [
     ("form", "layers", "layout", "ranks"),
     [*((form, layers, "", 1) for form in FORMS for layers in ("local", "transformer_engine")), *OTHERS],
 )
-def test_megatron_lm_loads_every_form_and_continues_alike(
+def test_megatron_lm_loads_every_form_and_continues_equally(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, form: str, layers: str, layout: str, ranks: int
 ) -> None:
     monkeypatch.chdir(tmp_path)

@@ -174,7 +174,7 @@ def test_an_adapter_computes_the_same_here_and_is_written_as_it_was(case: str, t
 
 
 @pytest.mark.parametrize("case", cases("DoRA of a part", "interleaved", "transposed DoRA"))
-def test_merged_models_are_those_of_peft(case: str, tmp_path: Path) -> None:
+def test_merged_models_match_peft(case: str, tmp_path: Path) -> None:
     make_adapter(tmp_path, case)
     imported(tmp_path)
     base = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf")

@@ -42,7 +42,7 @@ UNTIED = replace(MODEL, num_layers=LAYERS, untie_embeddings_and_output_weights=T
 """Stages of PyTorch's share no weights, and pad no vocabulary."""
 
 MISDESCRIBED = "Schedule1F1B"
-"""Its order is not what it runs: in torch 2.13 the last rank's first forward is that of micro-batch 1, not 0."""
+"""Its order is not what it runs: in torch 2.13 the last rank's first forward is micro-batch 1, not 0."""
 
 Gradients = dict[str, Tensor]
 
@@ -190,7 +190,7 @@ SHORT = {"Schedule1F1B", "ScheduleInterleaved1F1B", "ScheduleZBVZeroBubble"}
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=() if n in SHORT else pytest.mark.slow) for n in SCHEDULES])
-def test_gradients_are_those_of_stock_pytorch(pool: Pool, tmp_path: Path, name: str) -> None:
+def test_gradients_match_stock_pytorch(pool: Pool, tmp_path: Path, name: str) -> None:
     ranks = 2 if name in ("ScheduleGPipe", "ScheduleInterleaved1F1B") else 4
     results = pool.run(ranks, compared, name, tmp_path, backend="gloo")
     seen: list[str] = []

@@ -183,7 +183,7 @@ def compare(solo: Solo, loss: Tensor, model: nn.Module) -> None:
 
 
 @pytest.mark.parametrize("kind", ["sigmoid", "sigmoid_norm", "ipo"])
-def test_losses_gradients_and_metrics_are_those_of_trl(kind: str) -> None:
+def test_losses_gradients_and_metrics_match_trl(kind: str) -> None:
     """Packed into micro-batches of two samples and one, of two pairs and of one."""
     model, reference = llama(0), llama(1)
     of = pairs()
@@ -208,7 +208,7 @@ def ratios(model: nn.Module, reference: nn.Module, of: Sequence[Pair]) -> Tensor
 
 
 @pytest.mark.parametrize("kind", ["kto_pair", "sigmoid", "sigmoid_norm"])
-def test_losses_and_gradients_are_those_of_the_formulas(kind: str) -> None:
+def test_losses_and_gradients_match_the_formulas(kind: str) -> None:
     """KTO of pairs and the label smoothing of cDPO, which this version of TRL does not have."""
     model, reference = llama(0), llama(1)
     of = pairs()

@@ -184,7 +184,7 @@ LONG = {"FSDP2 on three", "FSDP2 on four, two copies"}
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow if n in LONG else ()) for n in BESIDE])
-def test_trains_like_what_pytorch_has(pool: Pool, name: str) -> None:
+def test_training_matches_pytorch(pool: Pool, name: str) -> None:
     cases, instances = BESIDE[name]
     for errors in pool.run(cases[0].world_size, run_beside, cases, instances, backend="gloo"):
         assert max(errors) < TOLERANCE, errors
@@ -207,7 +207,7 @@ class BytesSent(TorchDispatchMode):
 
 
 def bytes_beside(rank: int, world_size: int, case: Case) -> tuple[float, float]:
-    """Return the bytes that this rank sends in all-gathers and reduce-scatters of a step: ours, and those of FSDP2."""
+    """Return the bytes that this rank sends in all-gathers and reduce-scatters of a step: ours, and FSDP2's."""
     trainer = build_trainer(case.config(), rank, world_size)
     plain = Plain(case.model, trainer.specs["embedding.word_embeddings.weight"].local_shape[0]).double()
     model, batches = sharded(plain, 1), batches_of(trainer, case, 0)

@@ -20,7 +20,7 @@ def test_nodes_have_names_and_gpus_of_their_own(cluster: Cluster) -> None:
     assert sorted(cluster.log(job).split("\n"))[1:] == ["n1 n1 0,1", "n2 n2 0,1"]
 
 
-def test_a_cluster_whose_owner_is_killed_comes_down() -> None:
+def test_a_cluster_ends_with_its_owner() -> None:
     if why := slurm.obstacle():
         pytest.skip(why)
     with slurm.temporary_folder() as root:

@@ -57,7 +57,7 @@ COMPLETE = '[ "$start" != 0 ] || : >"$RUN"/checkpoints/iter_0000007/COMPLETE'
 
 
 @pytest.mark.slow  # tests/unit/slurm/test_lib.py checks it with stand-ins; test_training.py queues jobs again
-def test_srun_that_succeeds_is_not_believed_and_a_chain_without_progress_stops(cluster: Cluster) -> None:
+def test_a_chain_without_progress_stops_although_srun_succeeds(cluster: Cluster) -> None:
     job = Job(cluster, "stalled", FIRST_TASK_SAVES, "sleep 1", COMPLETE, "exit 0", MAX_STALLED="1")
     ended = cluster.wait(job.number)
     assert (ended["JobState"], ended["ExitCode"], ended["Restarts"]) == ("FAILED", "1:0", "1")
@@ -131,7 +131,7 @@ def test_a_chain_goes_on_after_a_killed_job_with_the_same_copies_of_its_data_and
     log = cluster.log(job.number)
     assert "finished" in log, "one log for all jobs"
     agents = [line.split(maxsplit=4) for line in log.splitlines() if line.startswith("agent")]
-    assert [words[2] for words in agents] == ["n1:", "n1:"], "those of other nodes are in files"
+    assert [words[2] for words in agents] == ["n1:", "n1:"], "the output of other nodes is in files"
     assert agents[0][3] == agents[1][3], "the copy is reused"
     assert f"--data-path {copy} " in agents[1][4]
     logs = sorted(path.relative_to(job.folder).as_posix() for path in job.folder.glob("logs/*/*"))

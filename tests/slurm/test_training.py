@@ -35,7 +35,7 @@ def test_a_run_that_nothing_happens_to_ends_with_its_marker(undisturbed: Trainin
     assert undisturbed.starts() == [0]
     logs = {path.name for path in (undisturbed.folder / "logs").rglob("*.log")}
     ranks = {f"n{1 + r // undisturbed.shape.ranks}-rank{r}.log" for r in range(1, undisturbed.shape.size)}
-    assert logs == ranks | {f"n{node}.log" for node in range(2, undisturbed.shape.nodes + 1)}, "and those of agents"
+    assert logs == ranks | {f"n{node}.log" for node in range(2, undisturbed.shape.nodes + 1)}, "and logs of agents"
     assert cluster.job(undisturbed.job)["Restarts"] == "0"
 
 
@@ -112,7 +112,7 @@ def plug_in(training: Training, node: str) -> None:
 
 
 def assert_no_one_else_has_written(training: Training, since: int) -> None:
-    """The records are those of one start, from its first on."""
+    """The records belong to one start, from its first on."""
     new = training.records()[since:]
     begin = new.index(next(record for record in new if record.get("event") == "start"))
     assert not any(record.get("event") in ("start", "stop", "error") for record in new[begin + 1 :])

@@ -1,7 +1,7 @@
 """A run that is kept going on this machine as a cluster would: torchrun's agents, started again until it has finished.
 
 What stands in for Slurm counts the starts as Slurm does, and is as harsh as it may be: an agent that is killed leaves
-its ranks behind, which go on, as those of a node do that the others cannot reach any more.
+its ranks behind, which go on, like the ranks of a node that the others cannot reach any more.
 """
 
 from __future__ import annotations

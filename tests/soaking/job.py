@@ -62,7 +62,7 @@ class Setup:
 
 @dataclass(frozen=True)
 class Mark:
-    """How things were right before a fault: the length of the log, and the output of its supervisor."""
+    """State right before a fault: the length of the log, and the output of its supervisor."""
 
     offset: int
     state: str
@@ -87,7 +87,7 @@ class Job(ABC):
 
     @abstractmethod
     def is_over(self) -> bool:
-        """Whether nothing more will happen: it has finished, or was given up."""
+        """Return True if the job has finished or was given up."""
 
     @abstractmethod
     def state(self) -> str:
@@ -112,11 +112,11 @@ class Job(ABC):
 
     @property
     def checkpoints(self) -> Path:
-        """Where it saves."""
+        """Return the folder of its checkpoints."""
         return self.folder / "checkpoints"
 
     def is_finished(self) -> bool:
-        """Whether the run reports its last step as taken and saved."""
+        """Return True if the run reports its last step as taken and saved."""
         return (self.folder / "finished.json").exists()
 
     def processes(self) -> list[Process]:
@@ -135,11 +135,11 @@ class Job(ABC):
         return found if len(found) == self.setup.nodes * self.setup.ranks else {}
 
     def mark(self) -> Mark:
-        """How things are."""
+        """Return the current state."""
         return Mark(self.log.stat().st_size, self.state())
 
     def has_noticed(self, mark: Mark, moment: float) -> bool:
-        """Whether anything shows that somebody has noticed what happened at ``moment``, right after ``mark``."""
+        """Return True if there is a sign that the fault at ``moment``, right after ``mark``, was noticed."""
         self.progress.read()
         with self.log.open("rb") as file:
             file.seek(mark.offset)
@@ -163,7 +163,7 @@ class Job(ABC):
         return True
 
     def tail(self, lines: int = 80) -> str:
-        """The last lines of its log but those of steps."""
+        """Return the last lines of its log, without lines of steps."""
         if not self.log.exists():
             return ""
         message = self.log.read_text(errors="replace").splitlines()

@@ -22,7 +22,7 @@ class Process:
 
     Attributes:
         pid: its number.
-        parent: that of its parent.
+        parent: the number of its parent.
         born: when it began, in ticks since the boot: a number may belong to another process later.
         command: how it was started.
         environ: with which variables.
@@ -36,7 +36,7 @@ class Process:
 
     @property
     def is_alive(self) -> bool:
-        """Whether it is there still, and not a zombie."""
+        """Return True if it is running and not a zombie."""
         stat = _stat(self.pid)
         return stat is not None and int(stat[19]) == self.born and stat[0] != "Z"
 

@@ -1,4 +1,4 @@
-"""How far a run is, from its ``metrics.jsonl`` while it grows."""
+"""Progress of a run, from its ``metrics.jsonl`` while it grows."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Progress:
         return next((record["iteration"] for record in reversed(self.records) if is_step(record)), 0)
 
     def reported_since(self, moment: float) -> bool:
-        """Whether the run has reported a start, a stop or a mishap since then."""
+        """Return True if the run has reported a start, a stop or a fault since then."""
         return any(record.get("event") in ("start", "stop", "error", "warning") for record in self.since(moment))
 
     def since(self, moment: float) -> list[dict[str, Any]]:
@@ -57,7 +57,7 @@ class Progress:
 
 
 def is_step(record: dict[str, Any]) -> bool:
-    """Whether a record is of a training step."""
+    """Return True if a record is of a training step."""
     return "lm loss" in record and "event" not in record
 
 

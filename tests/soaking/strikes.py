@@ -107,7 +107,7 @@ def kill_in_save(job: HereJob, chance: random.Random) -> Strike | None:
 
 
 def _happens(job: Job, what: Callable[[], bool]) -> bool:
-    """Whether something happens before the run is over, and in time."""
+    """Return True if a condition holds in time and before the run is over."""
     try:
         return job.until(what, SECONDS)
     except TimeoutError:

@@ -113,7 +113,7 @@ def test_the_judge_takes_one_curve_in_one_start_or_several(records: list[dict[st
         [*SAVED, *UNDISTURBED],  # so were three
     ],
 )
-def test_the_judge_sees_what_is_wrong(records: list[dict[str, Any]]) -> None:
+def test_the_judge_finds_every_fault(records: list[dict[str, Any]]) -> None:
     assert complaints(records, 4, EXPECTED) != []
 
 

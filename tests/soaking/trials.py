@@ -67,7 +67,7 @@ class Outcome:
 
     @property
     def is_in_time(self) -> bool:
-        """Whether both came within the time that they may take."""
+        """Return True if both came in time."""
         if self.noticed is None or self.again is None:
             return False
         return self.noticed < DETECTION_SECONDS and self.again < RECOVERY_SECONDS
@@ -109,7 +109,7 @@ class Trials:
             seed: on which they depend.
             most: faults of one run.
             setups: to make, in turn.
-            kinds: of faults; those of them that can happen to a setup.
+            kinds: of faults; a setup gets the possible ones.
             cluster: for setups on Slurm.
             report: called with every fault.
         """

@@ -276,7 +276,7 @@ PRINTERS = (
     "megatron.config.text",
     *("tools.generate_docs", "tools.trace_step"),
 )
-"""Modules that may call ``print``: that of `echo`, and programs that print no names from files."""
+"""Modules that may call ``print``: the module of `echo`, and programs that print no names from files."""
 
 
 def plain_prints(modules: Sequence[Module]) -> list[str]:

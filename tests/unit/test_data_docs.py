@@ -50,14 +50,14 @@ def blocks(text: str) -> Iterator[Block]:
 
 
 def matches(shown: str, real: str) -> bool:
-    """Whether the output is the one shown; there, a line of dots stands for any lines, dots in a line for any text."""
+    """Return True if the output matches the page, where dots stand for any text and a line of dots for any lines."""
     lines = [MEASURED.sub("#", line) for line in shown.splitlines()]
     patterns = ["(?:.*\n)*?" if line == ANY else re.escape(line).replace(re.escape(ANY), ".*") + "\n" for line in lines]
     return re.fullmatch("".join(patterns), MEASURED.sub("#", real)) is not None
 
 
 def run(commands: str) -> tuple[int, str]:
-    """Status of the last command, and what all print: those of this project run in this process, others in bash."""
+    """Return the last status and all output; commands of this project run in this process, others in bash."""
     status, printed = 0, io.StringIO()
     parts = OURS.split(re.sub(r" *\\\n *", " ", commands))
     for shell, name, flags in zip(parts[::3], [*parts[1::3], ""], [*parts[2::3], ""], strict=True):
@@ -71,7 +71,7 @@ def run(commands: str) -> tuple[int, str]:
     return status, printed.getvalue()
 
 
-def test_every_command_does_what_the_page_shows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_command_prints_the_output_of_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PATH", str(Path(sys.executable).parent), prepend=":")
     monkeypatch.setattr("megatron.training.loggers.run_logger.draw_plots", lambda *arguments: None)

@@ -45,7 +45,7 @@ def pins(name: str) -> dict[str, str]:
     return {canonicalize_name(package): version for package, version in found}
 
 
-def test_the_pinned_packages_are_those_that_are_needed() -> None:
+def test_the_pinned_packages_match_the_dependencies() -> None:
     extras, run = dependencies.by_extra(), pins("requirements.txt")
     wanted = set().union(*(names for extra, names in extras.items() if extra not in OF_USERS))
     assert wanted <= set(run)
@@ -55,7 +55,7 @@ def test_the_pinned_packages_are_those_that_are_needed() -> None:
 
 def test_a_run_needs_fifty_packages() -> None:
     core = dependencies.by_extra()["core"]
-    assert len(core) <= 52  # two more than now: those of a dependency change with it
+    assert len(core) <= 52  # two more than now, because requirements of a dependency change
     assert not {"wandb", "tensorboard", "gigatoken", "orjson", "matplotlib", "pyarrow", "grpcio"} & core
 
 

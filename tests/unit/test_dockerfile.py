@@ -67,8 +67,8 @@ def test_packages_are_installed_before_the_code_is_copied() -> None:
     assert found["code"][:2] == ["FROM packages AS code", "COPY . ."]
 
 
-def test_the_steps_are_those_of_the_set_up_script() -> None:
-    """Which every run of these tests takes, from a fresh clone."""
+def test_the_steps_match_the_setup_script() -> None:
+    """Every test run from a fresh clone takes these steps."""
     script = (ROOT / "tools" / "setup_env.sh").read_text()
     script = script.partition("setup_install_run()")[2].replace('"$setup_root/requirements.txt"', "requirements.txt")
     steps = re.findall(r"^    setup_install (.*?)(?: #.*)?$", script, re.M)

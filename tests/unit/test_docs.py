@@ -54,7 +54,7 @@ def test_these_are_the_pages() -> None:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_links_lead_somewhere(page: Path) -> None:
+def test_links_have_targets(page: Path) -> None:
     for target in re.findall(r"\]\(([^)\s]+)\)", FENCE.sub("", page.read_text())):
         name, _, anchor = target.partition("#")
         if name.startswith("http"):
@@ -106,7 +106,7 @@ def commands(text: str) -> Iterator[tuple[str, int]]:
 
 @pytest.mark.parametrize("page", [page for page in PAGES if page.stem != "data"], ids=lambda page: page.name)
 def test_training_commands_pass_the_checks(page: Path) -> None:
-    """Data are replaced by generated ones, checkpoints by a preset; test_data_docs.py runs those of docs/data.md."""
+    """Generated data replace data, a preset replaces checkpoints; test_data_docs.py runs the commands of docs/data.md."""
     for flags, ranks in commands(page.read_text()):
         if "hf:" in flags or "--help" in flags:
             continue
@@ -136,7 +136,7 @@ def test_flags_of_the_readme_exist(capsys: pytest.CaptureFixture[str]) -> None:
     assert set(re.findall(r"(?<![\w-])--[a-z][a-z0-9-]+", PAGES[0].read_text())) <= known
 
 
-def test_the_table_of_layouts_is_that_of_the_log() -> None:
+def test_the_table_of_layouts_matches_the_log() -> None:
     text, rows = (ROOT / "docs" / "performance.md").read_text(), product.markdown_rows(product.FILE.read_text())
     table = text.split("### Layouts")[1].split("\n\n")[2].splitlines()
     assert table[2:] == rows

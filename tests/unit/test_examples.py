@@ -112,7 +112,7 @@ def test_the_notebook_shows_its_pictures() -> None:
 
 
 @pytest.mark.slow  # installs torch
-def test_the_notebook_installs_what_it_needs(tmp_path: Path) -> None:
+def test_the_notebook_installs_its_dependencies(tmp_path: Path) -> None:
     """In an environment that holds Jupyter's kernel alone, from a fresh clone."""
     faulthandler.cancel_dump_traceback_later()
     clone, environment = tmp_path / "a clone", tmp_path / "environment"

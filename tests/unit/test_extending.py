@@ -174,7 +174,7 @@ def test_options_without_effect_and_the_help(run: Run, tmp_path: Path, capsys: p
     ("role", "mode", "status"),
     [("schedule", "exact", 2), ("schedule", "new-schedule", 0), ("state", "new-schedule", 2), ("free", "exact", 0)],
 )
-def test_the_role_of_an_option_decides_what_a_resumed_run_may_change(
+def test_the_role_of_an_option_decides_whether_a_resumed_run_may_change_it(
     run: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str], role: str, mode: str, status: int
 ) -> None:
     module, save, changed = tmp_path / "restarts.py", tmp_path / "save", "--restart-samples 4"
@@ -287,7 +287,7 @@ def test_objective(run: Run, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("sizes", "pattern"), [("3, 100", "local:3"), ("1, 1", "global"), ("8, 9", "global")])
 def test_attention_pattern(run: Run, tmp_path: Path, sizes: str, pattern: str) -> None:
-    """With these sizes the rule is that of a built-in pattern, alone and before a layer of another one."""
+    """With these sizes the rule equals a built-in pattern, alone and before a layer of another one."""
     module = tmp_path / "strided.py"
     module.write_text(module.read_text().replace("WINDOW, STRIDE = 128, 64", f"WINDOW, STRIDE = {sizes}"))
     for layers in ("{}", "{},local:2"):

@@ -39,7 +39,7 @@ def config_of(size: str, method: str, flags: str = "") -> RunConfig:
 
 
 @pytest.mark.parametrize("flags", ["", "--num-query-groups 2 --tensor-model-parallel-size 2 --micro-batch-size 3"])
-def test_formulas_are_those_of_the_planner(flags: str) -> None:
+def test_formulas_match_the_planner(flags: str) -> None:
     formulas = {method: cells for method, *cells in rows("method")}
     assert [*formulas] == [*CP_COMM_TYPES]
     for size, method, a in ((8, "p2p", 1), (16, "all_gather", 1), (16, "a2a", 16), (16, "a2a+p2p 4 4", 4)):
@@ -54,7 +54,7 @@ def test_formulas_are_those_of_the_planner(flags: str) -> None:
         assert (traffic.sent, traffic.in_flight) == pytest.approx((sent, held)), method
 
 
-def test_bytes_are_those_of_the_planner() -> None:
+def test_bytes_match_the_planner() -> None:
     header = re.findall(r"\n\| CP, method \| (.*) \|", TEXT)[0].split(" | ")
     assert len(header) == 3
     for case, *cells in rows("CP, method"):
@@ -78,7 +78,7 @@ def test_pictures_are_the_masks() -> None:
     assert {part.split(":")[0] for name in drawn for part in name.split("+")} == {*described[:-1]}
 
 
-def test_activations_are_those_of_the_planner() -> None:
+def test_activations_match_the_planner() -> None:
     layout = "--tensor-model-parallel-size 4 --sequence-parallel"
     for flags, kept in rows("further flags"):
         config = config_of("8", "p2p", f"{layout} {flags.replace('none', '')}")

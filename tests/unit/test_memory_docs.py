@@ -1,4 +1,4 @@
-"""Numbers and flags of docs/memory.md are those of the planner and of the parser."""
+"""Numbers and flags of docs/memory.md match the planner and the parser."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def config_of(flags: str) -> RunConfig:
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row[0])
-def test_forecasts_are_those_of_the_planner(row: list[str]) -> None:
+def test_forecasts_match_the_planner(row: list[str]) -> None:
     flags, state, peak, host, sent, fits = row
     words = flags.replace("`", "").replace(" full", f" {STANDS_FOR['full']}").replace(" low", f" {STANDS_FOR['Low']}")
     config = config_of(words)
@@ -41,7 +41,7 @@ def test_forecasts_are_those_of_the_planner(row: list[str]) -> None:
     assert fits == ("yes" if float(peak) < LIMIT else "no")
 
 
-def test_stages_send_what_the_table_states() -> None:
+def test_stages_send_the_messages_of_the_table() -> None:
     """With m micro-batches; ZeRO-3 with resharding gathers a little less, as the last block is gathered once."""
     m = 16
     weights = 2 * 6_738_415_616

@@ -1,4 +1,4 @@
-"""The conventions, names and choices in docs/performance.md are those of the code."""
+"""The conventions, names and choices in docs/performance.md match the code."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_metrics_of_the_tables_exist() -> None:
     assert {metric for metric, *_ in table("metric")} <= logged
 
 
-def test_bytes_of_zero_are_those_of_the_formula() -> None:
+def test_bytes_of_zero_match_the_formula() -> None:
     run = "--preset llama2-7b --bf16 --mock-data --train-iters 1 --micro-batch-size 1 --world-size 8 --check-config"
     strategies = dict(zip("012", ZERO_STAGES))
     for stage, instances, *cells in table("ZeRO"):

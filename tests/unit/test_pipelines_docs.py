@@ -50,7 +50,7 @@ def commands() -> list[tuple[str, list[str]]]:
     return found
 
 
-def test_commands_print_what_is_beneath_them(
+def test_commands_print_the_output_of_the_page(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("COLUMNS", "120")
@@ -89,7 +89,7 @@ def timeline(name: str, p: int, v: int, m: int, f: Fraction, i: Fraction, w: Fra
 
 
 @pytest.mark.parametrize("row", rows("schedule | stages on a rank"), ids=lambda row: row[0])
-def test_formulas_are_what_the_simulator_states_exactly(row: list[str]) -> None:
+def test_formulas_match_the_simulator_exactly(row: list[str]) -> None:
     name, chunks, idle, where, memory = row
     sizes = [(p, m) for p in (1, 2, 3, 4, 6) for m in (2 * p, 3 * p, 2 * p + 1) if where != "p divides m" or m % p == 0]
     for p, m in sizes:

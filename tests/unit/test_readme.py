@@ -1,4 +1,4 @@
-"""The README's length and figures: each figure is that of a committed result."""
+"""The README's length and figures: each figure is in a committed result."""
 
 from __future__ import annotations
 
@@ -27,20 +27,20 @@ def test_it_fits_on_two_pages() -> None:
     assert len(TEXT.splitlines()) <= 120
 
 
-def test_layouts_are_those_of_the_log() -> None:
+def test_layouts_match_the_log() -> None:
     rows = [row.strip("| ").split(" | ") for row in product.markdown_rows(product.FILE.read_text())]
     cases = sum(int(row[1].replace(",", "")) for row in rows)
     worst = max((row[4] for row in rows), key=float)
     assert f"{cases:,} of {cases:,} agree; largest relative error of a gradient {worst}" in TEXT
 
 
-def test_speeds_are_those_of_the_results() -> None:
+def test_speeds_match_the_results() -> None:
     found = {label: ratio for kind in result("train_step").values() for label, ratio in kind["ratios"].items()}
     eager, fused = (found[f"tokens/s of ours / transformers{rest}"] for rest in ("", ", fused gelu"))
     assert f"{figure(eager)}; {figure(fused)} with its gelu fused" in TEXT
 
 
-def test_speeds_on_a_gpu_are_those_of_the_results() -> None:
+def test_speeds_on_a_gpu_match_the_results() -> None:
     found = {case["case"]: standings(case) for case in result("gpu")["cases"]}
     rates = {name: (v["best"]["tokens/s"], v["transformers"]["tokens/s"]) for name, v in found.items()}
     ratios = {name: ours / theirs for name, (ours, theirs) in rates.items()}
@@ -52,6 +52,6 @@ def test_speeds_on_a_gpu_are_those_of_the_results() -> None:
         assert row in (ROOT / "docs" / "performance.md").read_text()
 
 
-def test_faults_are_those_of_the_log() -> None:
+def test_faults_match_the_log() -> None:
     (faults,) = re.findall(r"^(\d+ of \d+) faults survived", (ROOT / "tests" / "golden" / "soak.txt").read_text())
     assert f"| {faults} |" in TEXT

@@ -212,7 +212,7 @@ def test_a_path_of_a_machine_is_found(before: str) -> None:
     assert rules.absolute_paths(f"docs{path} tests") == []
 
 
-def test_dependencies_are_those_imported() -> None:
+def test_dependencies_match_the_imports() -> None:
     statement = re.compile(r"^[ \t]*(?:import ([\w.]+)|from ([\w.]+) import )", re.MULTILINE)
     texts = "".join(path.read_text(encoding="utf-8") for path in text_files() if path.suffix == ".py")
     imported = {name for names in statement.findall(texts) for name in names if name}

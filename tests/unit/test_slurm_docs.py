@@ -32,7 +32,7 @@ def test_every_script_is_named() -> None:
     assert SCRIPTS.keys() <= named
 
 
-def test_words_of_the_environment_are_those_that_the_scripts_read() -> None:
+def test_environment_variables_match_the_ones_that_the_scripts_read() -> None:
     message = set(re.findall(r"(?<![\w$-])([A-Z][A-Z_]{2,})=", TEXT)) | set(
         re.findall(r"`([A-Z]+_[A-Z]+)` \(\d+\)", TEXT)
     )
@@ -41,7 +41,7 @@ def test_words_of_the_environment_are_those_that_the_scripts_read() -> None:
     assert {name for name in message if not name.startswith(("NCCL_", "TORCH_", "FI_"))} - read == FOREIGN
 
 
-def test_settings_are_those_that_the_scripts_read() -> None:
+def test_settings_match_the_variables_that_the_scripts_read() -> None:
     """One table has them all; recipes around training explain what only they read."""
     shown = {name for row in table("setting") for name in re.findall(r"`([A-Z_]+)`", row[0])}
     asked = set(re.findall(r"\$\{([A-Z_]+)(?::-|:\+)", SHARED))
@@ -65,12 +65,12 @@ def values(heading: str) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("network", NETWORKS)
-def test_settings_of_the_network_are_those_that_a_dry_run_shows(network: str) -> None:
+def test_settings_of_the_network_match_a_dry_run(network: str) -> None:
     shown = exported("train_llama3_8b", NETWORK=network, IFNAME="IFNAME")
     assert shown == values(network) | values("variable")
 
 
-def test_networks_are_those_of_the_scripts_and_of_the_launcher() -> None:
+def test_networks_match_the_scripts_and_the_launcher() -> None:
     assert set(launch.NETWORKS) == set(NETWORKS)
     (row,) = [row for row in table("setting") if row[0] == "`NETWORK`"]
     assert set(re.findall(r"`(\w+)`", row[2])) == set(NETWORKS)
@@ -94,7 +94,7 @@ def exported(recipe: str, *flags: str, **environ: str) -> dict[str, str]:
     return dict(word.split("=", 1) for _, word in lines)
 
 
-def test_files_of_a_run_are_those_that_the_script_keeps() -> None:
+def test_files_of_a_run_match_the_files_that_the_script_keeps() -> None:
     named = {row[0].strip("`").split(".")[0] for row in table("in `$RUN`") if row[0].startswith("`slurm/")}
     kept = {f"slurm/{name}" for name in re.findall(r"\$STATE\"?/(\w+)", SHARED)}
     assert named == kept

@@ -23,7 +23,7 @@ THERE = "tests/golden/megatron/case0"
 
 @dataclass(frozen=True)
 class Case:
-    """A command line after ``RUN`` (or ``base``), on ``ranks`` ranks; srun starts those of several ``machines``."""
+    """A command line after ``RUN`` (or ``base``), on ``ranks`` ranks; srun starts the ranks of several ``machines``."""
 
     flags: str
     ranks: int = 1

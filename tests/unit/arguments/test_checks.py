@@ -52,7 +52,7 @@ def found(config: RunConfig, ranks: int = 1, doubtful: set[str] | None = None) -
     return [problem.code for problem in find_problems(config, ranks, doubtful or set())]
 
 
-def test_bad_configurations_are_refused_in_these_words() -> None:
+def test_messages_for_bad_configurations_match_the_golden_file() -> None:
     reported = dict(zip([case.title for case in CASES], GOLDEN.read_text().split("\n\n"), strict=True))
     assert {case.title: f"{case.title}\n{case.reported()}" for case in CASES} == {
         t: s.strip("\n") for t, s in reported.items()
@@ -83,7 +83,7 @@ def test_every_fix_solves_its_problem() -> None:
 
 
 STATES_WHAT_WAS_MEANT = ("E001", "E002", "E004", "E011", "E014", "E104", *(code for code, _ in CHANGE_ERRORS.values()))
-"""Codes of problems whose fix gives a value that is missing, was misspelt, or is that of the start point."""
+"""Codes of problems whose fix gives a value that is missing, was misspelt, or comes from the start point."""
 
 
 def of_model_and_data(line: str) -> dict[str, Any]:

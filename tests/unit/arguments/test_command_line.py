@@ -241,7 +241,7 @@ def test_help_of_no_section_is_refused(word: str, fix: str) -> None:
     assert all(group in problem.sentence for group in GROUPS)
 
 
-def test_words_belong_to_the_flag_before_them() -> None:
+def test_arguments_belong_to_the_flag_before_them() -> None:
     found = problems("--frobnicate 1 --bf16 stray --nonsense=2")
     assert [problem.sentence.partition(":")[0] for problem in found] == ["--frobnicate", "stray", "--nonsense"]
     sentences = {p.sentence for p in problems("--run-dir -bf16 --lr -1e-4")}
@@ -254,7 +254,7 @@ def test_words_belong_to_the_flag_before_them() -> None:
     assert codes("--num-layer 3") == ["E001"], "flags are not abbreviated"
 
 
-def test_notes_name_what_may_not_be_meant(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_notes_name_settings_that_may_be_mistakes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
     there = "tests/golden/megatron/case0"
     sets = f"--valid-data-path 1 {there} 2 {there} --multiple-validation-sets --split 9,1,0 --eod-id 3"
@@ -266,7 +266,7 @@ def test_notes_name_what_may_not_be_meant(monkeypatch: pytest.MonkeyPatch) -> No
     assert notes("--disable-bias-linear --swiglu") == ""
 
 
-def test_notes_on_options_without_effect_leave_out_those_of_a_preset() -> None:
+def test_notes_on_options_without_effect_omit_options_of_a_preset() -> None:
     sgd = run("--preset tiny-llama --optimizer sgd")
     assert sgd.config.optimizer.adam_beta2 == 0.95  # of the preset
     assert not any("no effect" in note for note in sgd.notes)

@@ -1,4 +1,4 @@
-"""Compare a checkpoint's options with those of the run that starts from it."""
+"""Compare a checkpoint's options with the run that starts from it."""
 
 from __future__ import annotations
 
@@ -183,7 +183,7 @@ def test_a_longer_context_is_a_new_run_of_the_same_weights() -> None:
     assert codes(compared("", rope, "weights-only")) == ["E821"]
 
 
-def test_the_length_of_a_run_that_changed_its_batch_is_what_it_was_from_there() -> None:
+def test_a_changed_batch_size_keeps_the_length_of_the_run() -> None:
     """50 steps of 4 samples, then 50 of 8: 600 samples, not the 800 that 100 steps of 8 would have."""
     saved, begin = to_dict(run()), (50, 200)
     assert codes(compare_configs(saved, run("--lr-decay-samples 600"), "exact", begin=begin)) == []

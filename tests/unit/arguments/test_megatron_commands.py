@@ -53,7 +53,7 @@ def verdicts(folder: Path) -> dict[str, str]:
         return {command["name"]: verdict(command, folder) for command in json.load(file)["commands"]}
 
 
-def test_real_command_lines_start_or_name_what_is_missing(tmp_path: Path) -> None:
+def test_real_command_lines_start_or_name_missing_features(tmp_path: Path) -> None:
     found = verdicts(tmp_path)
     assert [f"{name}: {text}" for name, text in found.items()] == GOLDEN.read_text().splitlines()
     named = [set(re.findall(r"E\d{3}", text)) <= MISSING_FEATURES for text in found.values()]
@@ -103,7 +103,7 @@ def test_no_fix_of_300_misspellings_changes_the_type_or_sense_of_a_flag() -> Non
     assert right > 200
 
 
-def test_a_flag_with_a_word_of_another_flag_gets_no_fix() -> None:
+def test_a_flag_with_an_argument_of_another_flag_gets_no_fix() -> None:
     dice, words = random.Random(8), sorted({part for flag in SPELLINGS for part in flag[2:].split("-")})
     known = {*SPELLINGS, *OWN_FLAGS, *foreign_flags().handled, *foreign_flags().replaced, *foreign_flags().renamed}
     swapped = set()

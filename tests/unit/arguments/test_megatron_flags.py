@@ -73,7 +73,7 @@ def test_names_of_other_trainers_are_in_one_table_and_fixes_name_flags() -> None
         assert offered <= {*SPELLINGS, *OWN_FLAGS, name, "--nproc-per-node"}, name
 
 
-def test_an_applied_flag_is_what_it_stands_for() -> None:
+def test_an_applied_flag_sets_its_options() -> None:
     beside = "--preset tiny-gpt2 --recompute-granularity full --num-layers 4 --bf16 --qk-layernorm"
     values = {
         "--activations-checkpoint-granularity": "full",
@@ -113,7 +113,7 @@ def test_flags_that_are_ours_take_the_same_kind_of_value() -> None:
         assert takes_none or flag.spelling in WIDER or setting.scalar is scalar, flag
 
 
-def test_defaults_are_those_of_megatron_or_differ_for_a_reason() -> None:
+def test_defaults_match_megatron_or_differ_for_a_reason() -> None:
     def same(setting: Setting, default: str) -> bool:
         words = setting.spell(setting.default).split()[1:]
         if default == "None" or setting.default is None:
@@ -149,7 +149,7 @@ def test_a_script_of_megatron_runs() -> None:
     assert (model.kv_groups, model.head_dim, model.activation, model.add_bias_linear) == (2, 8, "swiglu", False)
     (ignored,) = (note for note in parsed.notes if note.startswith("ignored, as docs/flags.md explains: --"))
     assert set(re.findall(r"--[\w-]+", ignored)) == {word for word in script.split() if FLAGS.find(word)}
-    assert len(parsed.summary().splitlines()) <= 15 - len(("train", "valid")), "those of the data are added to a run's"
+    assert len(parsed.summary().splitlines()) <= 15 - len(("train", "valid")), "a run adds the lines of its data"
     assert (parsed.config.parallel.zero_stage, parsed.config.parallel.overlap_param_gather) == (1, True)
 
 

@@ -35,7 +35,7 @@ def test_parameters_are_the_published_number() -> None:
 
 
 @pytest.mark.parametrize("preset", ["tiny-gpt2", "tiny-llama"])
-def test_parameters_are_those_transformers_builds(preset: str) -> None:
+def test_parameters_match_transformers(preset: str) -> None:
     import torch
     from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig
 
@@ -70,7 +70,7 @@ def test_presets_are_accepted_set_the_same_options_and_have_no_dropout(preset: s
     assert optimizer == {name for name in PRESETS["tiny-llama"] if SETTINGS[name].group == "optimizer"}
 
 
-def test_a_batch_far_from_that_of_the_paper_is_noted() -> None:
+def test_a_batch_far_from_the_papers_is_noted() -> None:
     def noted(flags: str) -> list[str]:
         return [note for note in run(f"--train-iters 100 {flags}").notes if note.startswith("TOKENS PER STEP")]
 

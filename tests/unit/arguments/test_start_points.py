@@ -79,7 +79,7 @@ def test_refused_folders(flags: str, code: str, tmp_path: Path) -> None:
     assert problem.fixes
 
 
-def test_folders_that_are_several_words(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_invalid_folders_are_refused_with_a_fix(monkeypatch: pytest.MonkeyPatch) -> None:
     assert codes("--load a b --save c d --finetune") == ["E002", "E002"]
     fixes = problems("--load ckpt/iter_0000100 --ckpt-step 200")[0].fixes
     assert fixes == ("--load ckpt", "--set checkpoint.ckpt_step=null")

@@ -49,7 +49,7 @@ RESULTS: dict[str, Any] = {
 }
 
 
-def test_figures_are_those_of_the_rounds_or_else_of_the_trials() -> None:
+def test_figures_come_from_the_rounds_or_else_from_the_trials() -> None:
     found = gpu.standings(RESULTS)
     assert found["best"] | {"setting": "", "how": ""} == {
         "tokens/s": 62_500.0,
@@ -270,7 +270,7 @@ def test_settings_that_run_out_of_memory_are_retried_alone(tmp_path: Path, monke
     assert bench.measure(gpu_contestants.Ours(4)).error is None
 
 
-def test_a_later_run_keeps_what_it_does_not_measure(
+def test_a_later_run_keeps_results_it_does_not_measure(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(gpu, "measure", lambda case, seconds, rehearse: RESULTS | {"case": case})
@@ -326,7 +326,7 @@ def test_expected_results_equal_the_definition_of_the_operation(operation: str, 
         assert torch.allclose(bandwidth.expected(operation, x, ranks, rank), by_hand(operation, buffers, rank))
 
 
-def test_shares_of_the_bus_are_those_of_nccl_tests() -> None:
+def test_shares_of_the_bus_match_nccl_tests() -> None:
     shares = {
         "all-reduce": 1.75,
         "reduce-scatter": 0.875,

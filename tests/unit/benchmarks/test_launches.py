@@ -44,7 +44,7 @@ def lists() -> tuple[list[Tensor], list[Tensor]]:
         (lambda: A @ B, 0),
     ],
 )
-def test_bytes_are_those_of_distinct_inputs_and_outputs(work: Callable[[], Any], moved: int) -> None:
+def test_bytes_count_distinct_inputs_and_outputs(work: Callable[[], Any], moved: int) -> None:
     traffic = Traffic(set(), "cpu")
     with traffic:
         work()
@@ -99,6 +99,6 @@ def test_a_step_takes_the_time_of_its_parts() -> None:
     assert step_seconds(counts | {"host_ms": 500.0}, H200) == 0.5
 
 
-def test_the_page_is_that_of_the_figures() -> None:
+def test_the_page_matches_the_figures() -> None:
     figures = json.loads((RESULTS / "launches.json").read_text())
     assert launches.page(figures) + "\n" == (RESULTS / "launches.md").read_text()

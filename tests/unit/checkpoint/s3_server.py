@@ -53,7 +53,7 @@ class Store:
 
     @property
     def kinds(self) -> Counter[str]:
-        """How often each kind of request came."""
+        """Return the number of requests of each kind."""
         return Counter(request.kind for request in self.requests)
 
 

@@ -49,7 +49,7 @@ class Sample:
         return self._global(tuple(TensorPart(box, torch.full(box.size, 77, dtype=dtype)) for box in boxes), dtype)
 
     def is_in(self, filled: GlobalTensor) -> bool:
-        """Whether every part has its elements, to the bit."""
+        """Return True if every part has its elements, to the bit."""
         seen = self.tensor.view(self.view)
         return all(same(part.resolve(), seen[part.box.slices].to(filled.dtype)) for part in filled.parts)
 
@@ -117,7 +117,7 @@ def all_of(tensors: Mapping[str, Sample]) -> dict[str, GlobalTensor]:
 
 
 def files_of(path: Path) -> Path:
-    """Where the files of a checkpoint are."""
+    """Return the folder with the files of a checkpoint."""
     return local_path(Manifest.read(path).folder)
 
 

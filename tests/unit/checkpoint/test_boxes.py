@@ -147,7 +147,7 @@ def test_shapes_that_are_no_view_are_rejected() -> None:
 
 @quick
 @given(st.data())
-def test_the_index_finds_what_a_search_finds(data: st.DataObject) -> None:
+def test_the_index_matches_a_search(data: st.DataObject) -> None:
     shape = data.draw(shapes)
     among = data.draw(st.lists(box_of(shape), max_size=8)) + data.draw(partition_of(format.whole_box(shape)))
     box = data.draw(box_of(shape))

@@ -7,7 +7,7 @@ looks at what is there, and saves. Then the old one goes on to its end, and not 
 |-------------------------------------------|------------------------------------|---------------------------|
 | taking the folder                         | nothing of it                      | refused: a later start    |
 | the rename that makes its staging folder  | a draft, which counts for nothing  | refused: a later start    |
-| any step of taking over from a third      | its folder, with that of the third | ENOENT at its next rename |
+| any step of taking over from a third      | its folder, and the third's folder | ENOENT at its next rename |
 | making staging/X                          | an empty staging folder            | ENOENT                    |
 | a write, sync or close in X (any rank)    | X without a marker: removed        | writes to a removed file  |
 | the rename of the staged marker           | likewise                           | ENOENT                    |
@@ -237,7 +237,7 @@ def test_files_of_other_ranks_make_no_folder(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("what", [".epoch-1", "."])
-def test_a_workshop_that_somebody_has_removed_is_made_again(tmp_path: Path, what: str) -> None:
+def test_a_removed_staging_folder_is_made_again(tmp_path: Path, what: str) -> None:
     folder = tmp_path / "saved"
     with acquire_lease(folder, start=OLD) as lease:
         save_as(lease, 1, 1)

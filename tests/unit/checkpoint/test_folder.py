@@ -1,4 +1,4 @@
-"""Which checkpoints a folder has, which may go, and what is left when a save or a removal was cut off."""
+"""Checkpoints of a folder, their removal, and leftovers of interrupted saves and removals."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_the_newest_that_can_be_trusted(tmp_path: Path) -> None:
     assert [found.path.name for found in passed_over] == ["iter_0000040", "iter_0000030"]
     assert "does not match" in str(passed_over[1].problem)
     assert [runs.newest(step)[0].path for step in (20, 10)] == [runs.path(20), runs.path(10)]
-    assert runs.newest(10)[1] == []  # those of other steps were not asked for
+    assert runs.newest(10)[1] == []  # other steps were not requested
 
 
 def test_no_newest(tmp_path: Path) -> None:
@@ -140,7 +140,7 @@ def test_later_ones_that_were_passed_over_do_not_count(tmp_path: Path) -> None:
     assert [found.iteration for found in runs.candidates()] == [40, 30]
 
 
-def test_retain_removes_leftovers_and_finishes_what_was_complete(tmp_path: Path) -> None:
+def test_retain_removes_leftovers_and_publishes_complete_attempts(tmp_path: Path) -> None:
     make(tmp_path / "iter_0000001.tmp", complete=False)
     make(tmp_path / "iter_0000002.tmp", 2)
     make(tmp_path / "iter_0000003", 3)

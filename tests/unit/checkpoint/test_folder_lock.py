@@ -122,7 +122,7 @@ def test_the_claim_is_quoted_with_caution_if_the_system_does_not_know_the_holder
 
 
 def test_a_lease_reaches_other_ranks_as_it_is(tmp_path: Path) -> None:
-    """Also that of a job whose number is none, as outside of Slurm."""
+    """Also the lease of a job without a number, as outside of Slurm."""
     with acquire_lease(tmp_path, start=JobStart(job="abc", chain="x")) as lease:
         sent = json.loads(json.dumps(lease.to_json()))
         assert Lease.from_json(tmp_path, sent) == lease
@@ -143,7 +143,7 @@ def test_a_lease_reaches_other_ranks_as_it_is(tmp_path: Path) -> None:
         *((name, "missing") for name in ("pid", "host", "token", "since", "start", "epoch")),
     ],
 )  # fmt: skip
-def test_an_odd_claim_is_one_of_an_unknown_holder(tmp_path: Path, name: str, value: object) -> None:
+def test_an_invalid_claim_has_an_unknown_holder(tmp_path: Path, name: str, value: object) -> None:
     """A folder of a stranger may have one, and it may be locked."""
     with acquire_lease(tmp_path, start=JobStart(job="5", group="g")) as lease:
         claim = json.loads(lease.text)

@@ -100,7 +100,7 @@ def test_the_documented_program_reads_any(tmp_path: Path) -> None:
     assert_equal(tmp_path / "c")
 
 
-def test_the_documented_program_knows_every_type(tmp_path: Path) -> None:
+def test_the_documented_program_supports_every_type(tmp_path: Path) -> None:
     noise = torch.Generator().manual_seed(1)
     tensors = {}
     for name, dtype in DTYPES.items():

@@ -1,4 +1,4 @@
-"""Which of what the nodes have makes up a checkpoint; and one node alone, whose saves are cut off everywhere."""
+"""Checkpoints from the files of several nodes, and one node alone with saves interrupted everywhere."""
 
 from __future__ import annotations
 

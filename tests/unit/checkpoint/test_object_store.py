@@ -283,7 +283,7 @@ def test_transient_faults_are_retried(store: Store, fault: str, capsys: pytest.C
         assert "attempt 1 of 5" in capsys.readouterr().err
 
 
-def test_a_part_that_fails_begins_the_file_anew(
+def test_a_failed_part_restarts_the_file(
     store: Store, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(object_store, "PART", 5 << 20)
@@ -394,7 +394,7 @@ def test_writers_are_recorded_and_refused_without_access(store: Store) -> None:
 
 
 def test_an_old_start_puts_no_marker_and_deletes_nothing(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whether the new one began before the old one's save, or in the middle of it."""
+    """A new start before the old one's save, or in the middle of it."""
     runs, tensors, real = CheckpointFolder(RUN), all_of(small()), save_module.write_rank_file
     with acquire_lease(RUN) as old, ExitStack() as stack:
         save_sharded(runs.path(1), tensors, {}, {}, ALONE, lease=old)
@@ -496,7 +496,7 @@ def test_an_attempt_whose_marker_may_be_there_is_not_removed(store: Store) -> No
     assert is_whole(Manifest.open(path), 1)
 
 
-def test_leftovers_are_those_of_no_marker(store: Store) -> None:
+def test_folders_without_a_marker_are_leftovers(store: Store) -> None:
     path = RUN / "iter_0000001"
     save(path, content(1))
     inside = Manifest.open(path).inside

@@ -47,7 +47,7 @@ def test_a_link_counts_as_a_checkpoint(forked: tuple[CheckpointFolder, Checkpoin
 
 
 @pytest.mark.parametrize("dangling", [False, True])
-def test_saving_replaces_a_link_and_not_what_it_leads_to(
+def test_saving_replaces_a_link_and_not_its_target(
     forked: tuple[CheckpointFolder, CheckpointFolder], dangling: bool
 ) -> None:
     one, other = forked

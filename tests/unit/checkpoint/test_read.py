@@ -190,7 +190,7 @@ def test_an_error_of_a_part_is_raised_as_it_is(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_state_config_and_files_come_back(tmp_path: Path) -> None:
+def test_state_config_and_files_survive_a_round_trip(tmp_path: Path) -> None:
     source = tmp_path / "tokenizer.json"
     source.write_bytes(b"{}")
     state = {"iteration": 7, "scale": 0.1, "digest": "f" * 16, "splits": {"train": [1, 2]}, "none": None}
@@ -202,7 +202,7 @@ def test_state_config_and_files_come_back(tmp_path: Path) -> None:
     assert (manifest.read_file("tokenizer/t.json"), manifest.read_file("x")) == (b"{}", b"1")
 
 
-def test_reader_refuses_what_is_not_there(tmp_path: Path) -> None:
+def test_reader_refuses_missing_regions(tmp_path: Path) -> None:
     save(tmp_path / "iter_1", small())
     reader = CheckpointReader(Manifest.open(tmp_path / "iter_1"))
     with pytest.raises(CheckpointError, match="has no tensor b"):

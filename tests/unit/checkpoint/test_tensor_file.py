@@ -34,7 +34,7 @@ def written(path: Path) -> TensorFileWriter:
     return file
 
 
-def test_the_library_reads_what_we_write(tmp_path: Path) -> None:
+def test_the_library_reads_our_files(tmp_path: Path) -> None:
     path = tmp_path / "x.safetensors"
     record = written(path).record
     found = load_file(path)
@@ -48,7 +48,7 @@ def test_the_library_reads_what_we_write(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("by_library", [True, False])
-def test_we_read_what_either_writes(tmp_path: Path, by_library: bool) -> None:
+def test_files_of_both_writers_are_read(tmp_path: Path, by_library: bool) -> None:
     path = tmp_path / "x.safetensors"
     if by_library:
         save_file({key: tensor.contiguous() for key, tensor in TENSORS.items()}, path, {"format": "pt"})
@@ -94,7 +94,7 @@ def bytes_of(key: str, table: str) -> int:
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(key))
 
 
-def test_tensors_come_as_announced(tmp_path: Path) -> None:
+def test_tensors_arrive_as_announced(tmp_path: Path) -> None:
     entries = [("a", torch.float32, (2,)), ("b", torch.float32, (2,))]
     with pytest.raises(ValueError, match="is not the next entry"), TensorFileWriter(tmp_path / "1", entries) as file:
         file.write("b", torch.zeros(2))

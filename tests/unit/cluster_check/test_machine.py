@@ -51,7 +51,7 @@ def ranks(
     return part
 
 
-def test_nodes_that_are_alike(tmp_path: Path, facts: dict[str, Any]) -> None:
+def test_equal_nodes_pass(tmp_path: Path, facts: dict[str, Any]) -> None:
     part = ranks(tmp_path, facts)
     assert part.verdict == OK
     assert [row[:2] for row in part.tables["Nodes"]] == [("node", "ranks"), ("n0", "2"), ("n1", "2")]

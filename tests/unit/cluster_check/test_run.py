@@ -210,7 +210,7 @@ def program(path: Path, text: str) -> Path:
     return path
 
 
-def test_a_program_runs_with_its_words_and_finds_the_library(tmp_path: Path) -> None:
+def test_a_program_gets_its_arguments_and_finds_the_library(tmp_path: Path) -> None:
     echo = "import os, sys, megatron.config.launch\nprint(sys.argv[1:], os.environ['MASTER_PORT'])\nsys.exit(3)\n"
     starts = RankLauncher([sys.executable, "-B", "-W", "ignore::{port}"], tmp_path)
     outcomes = [starts.run("echo", [program(tmp_path / "echo.py", echo), "a b", tmp_path], 60) for _ in range(2)]
@@ -247,7 +247,7 @@ def test_a_launcher_that_is_asked_to_end_may_end_its_ranks(tmp_path: Path) -> No
     assert outcome.log.read_text().endswith("here\ngoodbye\n")
 
 
-def test_the_tail_is_what_ranks_wrote(tmp_path: Path) -> None:
+def test_the_tail_is_the_output_of_ranks(tmp_path: Path) -> None:
     log = tmp_path / "x.log"
     agent = "W1122 12:06:08.012 3133 torch/distributed/elastic/multiprocessing/api.py:1028] Sending process 1 SIGTERM"
     log.write_text("\n".join([*(f"line {i}" for i in range(100)), "error on rank 1: out of luck", agent, "Root Cause"]))

@@ -1,4 +1,4 @@
-"""Which files a run reads, against the rules of Megatron-LM's own arguments written down once more."""
+"""Files that a run reads, against an independent copy of Megatron-LM's rules for its arguments."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def as_megatron_reads(words: list[str]) -> tuple[list[str], list[float] | None] 
 
 @settings(max_examples=50, derandomize=True, deadline=None)
 @given(st.lists(st.sampled_from(["0.3", "1", "2e-3", "7", "a", "b/c", "d.1"]), min_size=1, max_size=7))
-def test_lists_mean_what_they_mean_to_megatron(words: list[str]) -> None:
+def test_lists_are_read_as_by_megatron(words: list[str]) -> None:
     theirs, found = as_megatron_reads(words), list(blend_problems(DataPathArgs(tuple(words), "--data-path")))
     assert (theirs is None) == (found != [])
     assert theirs is None or plain(read_blend(words)) == theirs
@@ -154,7 +154,7 @@ def test_a_name_is_one_word(name: str) -> None:
 
 @given(st.lists(st.floats(0, 1e6, allow_subnormal=False), min_size=1, max_size=3).filter(any))
 @settings(max_examples=50, derandomize=True, deadline=None)
-def test_shares_of_a_split_are_those_of_numpy(weights: list[float]) -> None:
+def test_shares_of_a_split_match_numpy(weights: list[float]) -> None:
     """As Megatron-LM divides, to the bit: the last one may decide where a dataset is cut."""
     text = ",".join(f"{weight:f}" for weight in weights)
     read = np.array([float(word) for word in text.split(",")] + [0.0] * (3 - len(weights)))

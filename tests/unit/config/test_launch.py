@@ -108,7 +108,7 @@ STRANGERS = [
 
 
 @pytest.mark.parametrize("starts", LATER)
-def test_a_later_start_follows_every_earlier_one_of_its_job_and_no_one_else(starts: list[JobStart]) -> None:
+def test_a_later_start_follows_only_earlier_ones_of_its_job(starts: list[JobStart]) -> None:
     for place, start in enumerate(starts):
         assert all(start.follows(earlier) for earlier in starts[:place])
         assert not any(start.follows(later) for later in starts[place + 1 :])
@@ -173,7 +173,7 @@ exit_process(0)
 
 
 @pytest.mark.slow
-def test_a_thread_that_comes_back_from_torch_does_not_abort_a_run_that_is_done() -> None:
+def test_a_thread_returning_from_torch_does_not_abort_a_finished_run() -> None:
     """As ``sys.exit`` lets it: with -6, and "terminate called without an active exception"."""
     assert subprocess.run([sys.executable, "-c", COMES_BACK], stderr=subprocess.DEVNULL, timeout=60).returncode == 0
 

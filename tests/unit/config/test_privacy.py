@@ -1,4 +1,4 @@
-"""Which folders may hold another user's files, what new ones let others do, and what looks like a credential."""
+"""Folders that may hold another user's files, permissions of new ones, and texts that look like credentials."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def test_folders_others_can_replace_are_refused(folder: Path, owner: int, group:
 
 
 @needs_root
-def test_a_link_above_belongs_to_somebody_too(folder: Path) -> None:
+def test_the_owner_of_a_link_above_is_checked(folder: Path) -> None:
     give(folder, ME, 0o700)
     link = folder.with_name("link")
     link.symlink_to(folder)
@@ -115,7 +115,7 @@ def test_a_link_above_belongs_to_somebody_too(folder: Path) -> None:
 
 
 @needs_root
-def test_a_link_is_as_good_as_its_owner_and_what_it_leads_to(folder: Path) -> None:
+def test_owner_and_target_of_a_link_are_checked(folder: Path) -> None:
     give(folder, ME, 0o700)
     link = folder.with_name("link")
     link.symlink_to(folder)
@@ -132,7 +132,7 @@ def test_a_link_is_as_good_as_its_owner_and_what_it_leads_to(folder: Path) -> No
 
 
 @needs_root
-def test_root_of_a_container_uses_what_its_user_has_mounted(folder: Path) -> None:
+def test_root_of_a_container_uses_mounts_of_its_user(folder: Path) -> None:
     """A folder of the user, but no other user's, and none that is not mounted."""
     for name, owner in (("mine", ME), ("mine/run", ME), ("mine/his", MATE), ("place", 0)):
         (folder / name).mkdir()

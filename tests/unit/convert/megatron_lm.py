@@ -182,7 +182,7 @@ def write_ranks(
     grouped: bool = False,
     optimizer: bool = False,
 ) -> Path:
-    """Write a checkpoint of step 7 in the format ``torch``; ``chunks`` are those of each pipeline rank."""
+    """Write a checkpoint of step 7 in the format ``torch``; ``chunks`` has the chunks of each pipeline rank."""
     padded = -(-model.vocab // (16 * tp)) * 16 * tp
     sizes = {"tensor_model_parallel_size": tp, "pipeline_model_parallel_size": pp, "expert_model_parallel_size": ep}
     args = run_arguments(model, padded, expert_tensor_parallel_size=tp, **sizes)
@@ -293,7 +293,7 @@ def change_arguments(source: Path, folder: Path, **changes: Any) -> Path:
 
 
 def entries(path: Path) -> dict[str, Any]:
-    """Sizes and types of the entries of a distributed checkpoint by key, or ``object``; without those of ranks."""
+    """Sizes and types of the entries of a distributed checkpoint by key, or ``object``; without entries of ranks."""
     found = {}
     for key, entry in read_pickle_file(path / ".metadata").state["state_dict_metadata"].items():
         if not key.startswith(("rng_state", "rerun_state_machine_state")):

@@ -264,7 +264,7 @@ def test_published_models_have_the_published_sizes(config: dict[str, Any], milli
     assert model({key: value for key, value in theirs.items() if key != "head_dim" or "head_dim" in written}) == ours
 
 
-def test_the_scale_of_scores_is_that_of_the_default_head_size() -> None:
+def test_scores_are_scaled_for_the_default_head_size() -> None:
     config = {"model_type": "gemma2", "hidden_size": 2304, "num_attention_heads": 8, "query_pre_attn_scalar": 288}
     assert model(config).head_dim == 256
     assert model(config).softmax_scale == 288**-0.5
@@ -571,7 +571,7 @@ def test_transformers_reads_it_the_same(name: str, changes: dict[str, Any], tmp_
     + [{"model_type": kind} for kind in MODEL_FAMILIES],
     ids=lambda c: c["model_type"],
 )
-def test_defaults_are_those_of_transformers(config: dict[str, Any]) -> None:
+def test_defaults_match_transformers(config: dict[str, Any]) -> None:
     kept = {"model_type": config["model_type"]}
     assert model(AutoConfig.for_model(**kept).to_dict()) == model(kept)
     assert model(AutoConfig.for_model(**config).to_dict()) == model(config)

@@ -255,7 +255,7 @@ def test_an_export_killed_before_its_last_step_is_complete(saved: Manifest, empt
     assert not (tmp_path / "a model.tmp").exists()
 
 
-def test_only_what_a_killed_export_left_is_replaced(saved: Manifest, tmp_path: Path) -> None:
+def test_only_leftovers_of_a_killed_export_are_replaced(saved: Manifest, tmp_path: Path) -> None:
     (tmp_path / "hf.tmp").mkdir()
     (tmp_path / "hf.tmp" / PENDING_CONFIG_FILE).write_text("{}")
     (tmp_path / "hf.tmp" / "stale").write_text("x")
@@ -469,7 +469,7 @@ def test_a_failed_conversion_is_deleted_before_another_may_start(
 
 
 def test_side_by_side(saved: Manifest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Files of several threads are those of one; an error in one of them ends the others and leaves nothing."""
+    """Several threads write the same files as one; an error in one of them ends the others and leaves nothing."""
     one = export(saved, tmp_path / "one", shard_bytes=10_000)
     two = export(saved, tmp_path / "two", shard_bytes=10_000, workers=3)
     assert {p.name: p.read_bytes() for p in one.iterdir()} == {p.name: p.read_bytes() for p in two.iterdir()}

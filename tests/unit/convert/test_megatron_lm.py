@@ -639,7 +639,7 @@ def test_tools_read_such_folders(written: Path, capsys: pytest.CaptureFixture[st
 
 
 @pytest.mark.parametrize("kind", ["gpt2", "llama"])
-def test_a_checkpoint_comes_back_as_megatron_lm_has_written_it(written: Path, tmp_path: Path, kind: str) -> None:
+def test_a_megatron_lm_checkpoint_survives_a_round_trip(written: Path, tmp_path: Path, kind: str) -> None:
     source, own, back = written / f"{kind}_torch_dist_tp2", tmp_path / "own", tmp_path / "back"
     assert convert(["--load-megatron", str(source), "--save", str(own)]) == 0
     assert convert(["--load", str(own), "--save-megatron", str(back)]) == 0
@@ -670,7 +670,7 @@ def sizes(found: dict[str, Any]) -> dict[str, Any]:
     return {key: entry for key, entry in found.items() if isinstance(entry, tuple)}
 
 
-def test_the_common_state_is_that_of_megatron_lm(written: Path, tmp_path: Path) -> None:
+def test_the_common_state_matches_megatron_lm(written: Path, tmp_path: Path) -> None:
     source, own, back = written / "gpt2_torch_dist_tp2", tmp_path / "own", tmp_path / "back"
     assert convert(["--load-megatron", str(source), "--save", str(own)]) == 0
     assert convert(["--load", str(own), "--save-megatron", str(back)]) == 0
@@ -728,8 +728,8 @@ def export(folder: Path, form: str, flags: str = "") -> Path:
 
 
 @pytest.mark.parametrize("form", list(FORMS))
-def test_an_export_holds_what_megatron_lm_looks_for(tmp_path: Path, form: str) -> None:
-    """It holds what Megatron-LM writes with its own layers and with those of Transformer Engine, and no more."""
+def test_an_export_holds_the_keys_that_megatron_lm_reads(tmp_path: Path, form: str) -> None:
+    """It holds the keys that Megatron-LM writes with its own and with Transformer Engine's layers, and no others."""
     path, wanted = export(tmp_path, form), EXPORTS[form]
     held, common = plain([entries(path), common_state(path)])
     assert held == wanted["entries"] | wanted["transformer_engine"]

@@ -113,7 +113,7 @@ def test_a_checkpoint_is_found_by_folder_by_step_and_by_itself(tmp_path: Path) -
         open_checkpoint(path)
 
 
-def test_unknown_options_are_noted_and_those_of_the_model_refused(tmp_path: Path) -> None:
+def test_unknown_options_are_noted_and_model_options_refused(tmp_path: Path) -> None:
     path = tmp_path / "iter_0000007"
     write_checkpoint(path, tiny(num_layers=1))
     rewritten(path, lambda content: content["config"]["precision"].update(fp4_recipe="nvfp4"))
@@ -127,7 +127,7 @@ def test_unknown_options_are_noted_and_those_of_the_model_refused(tmp_path: Path
         SavedModel(open_checkpoint(path)[0])
 
 
-def test_models_that_do_not_fit_the_tensors_or_themselves(tmp_path: Path) -> None:
+def test_inconsistent_models_are_refused(tmp_path: Path) -> None:
     manifest = write_checkpoint(tmp_path / "iter_0000007", tiny())
     given: dict[str, Any] = dict(manifest.config["model"])
     manifest.config["model"]["vocab_size"] = None  # as when a tokenizer determines it

@@ -133,7 +133,7 @@ def test_cast_and_all_changes_together(tmp_path: Path) -> None:
     assert torch.equal(down, mean.to(torch.bfloat16).expand(4, -1, -1))
 
 
-def test_boxes_are_those_of_the_whole(tmp_path: Path) -> None:
+def test_boxes_match_the_whole_tensor(tmp_path: Path) -> None:
     _, path = make(tmp_path / "a", num_layers=3)
     changed = Changes(drop_layers=[1], vocab_size=120, num_experts=3).apply(SavedModel(Manifest.open(path)))
     generator = torch.Generator().manual_seed(0)

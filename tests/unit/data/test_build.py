@@ -198,7 +198,7 @@ def test_weights_are_divided_by_their_sum_twice() -> None:
     assert dataset.dataset_index.tolist() != [k for k, _ in megatron_order.interleaved(once, 20)]
 
 
-def test_a_blend_of_many_sources_ends_where_a_source_does_and_holds_what_was_asked(tmp_path: Path) -> None:
+def test_a_blend_of_many_sources_ends_with_a_source_and_holds_the_requested_shares(tmp_path: Path) -> None:
     """Shares rounded up are 1.5 times the 100 samples, of which the largest source would give more than it has."""
     lengths = [[9]] * 60
     parts, _ = written(tmp_path, lengths)
@@ -231,7 +231,7 @@ def test_splits_and_settings_have_entries_of_their_own(tmp_path: Path) -> None:
     assert len([path for path in tmp_path.iterdir() if path.is_dir()]) == len(asked)
 
 
-def test_another_corpus_under_the_same_name_is_built_anew(tmp_path: Path) -> None:
+def test_another_corpus_under_the_same_name_is_rebuilt(tmp_path: Path) -> None:
     one, _ = written(tmp_path, [[5, 9, 9, 4]])
     build_segment(one, None, 10, 4, 1, IndexCache(tmp_path / "cache", TABLE_CHECKS))
     other, texts = written(tmp_path, [[5, 9, 8, 5]])

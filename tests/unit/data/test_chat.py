@@ -1,4 +1,4 @@
-"""Conversations: the ids and masks are those of transformers and trl, and lines that cannot be used are named."""
+"""Conversations: ids and masks match transformers and trl, and unusable lines are named."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def parts(ids: list[int], answers: list[int]) -> list[tuple[int, bytes]]:
 
 @pytest.mark.parametrize("turns", CONVERSATIONS)
 @pytest.mark.parametrize("template", [PLAIN, MARKED])
-def test_the_answers_and_what_ends_them_are_marked(template: str, turns: list[tuple[str, str]]) -> None:
+def test_answers_and_their_ends_are_marked(template: str, turns: list[tuple[str, str]]) -> None:
     found = tokenizer(template).conversation(messages(*turns))
     expected: list[tuple[int, bytes]] = []
     for role, content in turns:
@@ -207,7 +207,7 @@ FORMS = {
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_ids_and_labels_are_those_of_trl(form: str, tmp_path: Path) -> None:
+def test_ids_and_labels_match_trl(form: str, tmp_path: Path) -> None:
     from datasets import Dataset
     from transformers import LlamaConfig, LlamaForCausalLM
     from trl import SFTConfig, SFTTrainer
@@ -456,7 +456,7 @@ def test_offsets_that_do_not_fit_the_text_are_noticed(monkeypatch: pytest.Monkey
         chat.conversation(turns)
 
 
-def test_columns_of_other_names_are_those_of_trl() -> None:
+def test_columns_with_other_names_match_trl() -> None:
     from trl import maybe_convert_to_chatml
 
     chat = tokenizer(MARKED)

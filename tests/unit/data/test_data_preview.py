@@ -172,7 +172,7 @@ def test_many_epochs_are_noted_as_at_the_start(split: tuple[str, ...]) -> None:
         "--mock-data",
     ],
 )
-def test_fingerprints_are_those_of_the_samples_that_a_run_builds(flags: str) -> None:
+def test_fingerprints_match_the_samples_of_a_run(flags: str) -> None:
     write(Path("a"), 100), write(Path("b"), 90, tokens=11)
     config = parse([*RUN, *flags.split()], {}).config
     built = build_data(config.data, config.training, config.model.vocab, 1).fingerprints

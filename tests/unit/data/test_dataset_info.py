@@ -49,7 +49,7 @@ def test_the_record_gives_the_vocabulary_size_and_flags_can_enlarge_it(recorded:
         resolve_vocab_size(recorded, 499)
 
 
-def test_weights_that_know_fewer_ids_are_not_made_larger(recorded: DataConfig) -> None:
+def test_weights_with_fewer_ids_are_not_enlarged(recorded: DataConfig) -> None:
     with pytest.raises(DataError, match=r"499 is too small for .*: the weights in hf:theirs") as error:
         resolve_vocab_size(recorded, 499, "hf:theirs")
     assert "--vocab-size" not in str(error.value)

@@ -81,7 +81,7 @@ def only_segment(source: DataSource) -> GPTDataset:
     return dataset
 
 
-def test_identities_come_from_the_tables(files: DataConfig) -> None:
+def test_sample_hashes_match_the_tables(files: DataConfig) -> None:
     dataset = only_segment(build(files))
     places = np.arange(len(dataset))
     assert dataset.sample_hashes(places).tolist() == [identity_by_hand(dataset, i) for i in places]

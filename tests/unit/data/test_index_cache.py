@@ -92,7 +92,7 @@ def empty(path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["a.npy", ABOUT])
 @pytest.mark.parametrize("damage", [cut, flip, empty, Path.unlink])
-def test_damage_is_found_reported_and_mended(tmp_path: Path, name: str, damage: Callable[[Path], None]) -> None:
+def test_damage_is_found_reported_and_repaired(tmp_path: Path, name: str, damage: Callable[[Path], None]) -> None:
     entry = fill(tmp_path)
     damage(entry / name)
     cache = IndexCache(tmp_path)
@@ -362,7 +362,7 @@ def ask_in_vain(folder: Path, log: Path, processes: int) -> None:
     note(log, f"{same(found, example())} {is_mapped(found['a'])}: {cache.notes[0].rpartition('(')[2]}")
 
 
-def test_all_who_wait_for_a_process_that_cannot_publish_build_at_once(tmp_path: Path) -> None:
+def test_processes_that_wait_for_a_failed_publisher_build_at_once(tmp_path: Path) -> None:
     folder, log = tmp_path / "folder", tmp_path / "log"
     processes = [SPAWN.Process(target=ask_in_vain, args=(folder, log, 5)) for _ in range(5)]
     for process in processes:

@@ -73,7 +73,7 @@ def test_tables_that_are_written_block_by_block(tmp_path: Path, monkeypatch: pyt
     assert seen == [5, 5, 5, 5, 5, 1] * 2
 
 
-def test_memory_does_not_grow_with_what_is_written(tmp_path: Path) -> None:
+def test_memory_does_not_grow_with_the_output(tmp_path: Path) -> None:
     ids, lengths = np.zeros(50_000, dtype=np.uint16), np.ones(50_000, dtype=np.int64)
     with IndexedDatasetWriter(tmp_path / "x", np.uint16) as writer:
         writer.add_documents(ids, lengths)
@@ -163,7 +163,7 @@ def killed(prefix: Path) -> None:
     subprocess.run([sys.executable, "-c", script, str(prefix)], cwd=Path(__file__).parents[3], check=False)
 
 
-def test_a_killed_writer_leaves_no_pair_and_what_it_leaves_can_be_removed(tmp_path: Path) -> None:
+def test_a_killed_writer_leaves_no_pair_and_its_leftovers_can_be_removed(tmp_path: Path) -> None:
     killed(tmp_path / "x")
     (left,) = tmp_path.iterdir()
     assert left.name.split(".")[1::2] == ["bin", "part"]

@@ -44,7 +44,7 @@ def step_batches(
     ]
 
 
-def test_requested_samples_are_those_of_megatron() -> None:
+def test_requested_samples_match_megatron() -> None:
     assert requested_samples(TRAINING, 2) == {"train": 50 * 8, "valid": (50 // 20 + 1) * 3 * 8, "test": 3 * 8}
     by_samples = replace(TRAINING, train_iters=None, train_samples=403)
     assert requested_samples(by_samples, 2) == {"train": 403, "valid": (50 // 20 + 1) * 3 * 8, "test": 3 * 8}

@@ -1,4 +1,4 @@
-"""Which samples a rank reads, what their masks are, and generated samples."""
+"""Samples of a rank, their masks, and generated samples."""
 
 from __future__ import annotations
 
@@ -223,7 +223,7 @@ def test_a_table_of_successors_predicts_it_as_well_as_documented() -> None:
 
 @pytest.mark.parametrize("masks", [MaskBuilder(), MaskBuilder(2, None, True, True, True)])
 def test_context_parallel_ranks_read_their_tokens_of_the_same_samples(tmp_path: Path, masks: MaskBuilder) -> None:
-    """Documents stay whole: keys are those of all ranks."""
+    """Documents stay whole: each rank has the keys of all ranks."""
     data = replace(build_trainer(tiny_run(tmp_path), 0, 1).data, masks=masks)
     rows, ids = (range(2, 4), range(4, 6)), [*range(2, 6)]
     whole, part = (data.micro_batch("train", range(2, 4), 5, rows=r) for r in (None, rows))

@@ -88,7 +88,7 @@ def test_every_conversation_is_read_once_an_epoch_and_whole(lengths: list[int], 
 MANY = [3, 3, 5, 5, 5, 2, 9, 7, 1, 4, 6, 6, 8, 2, 2] * 4 + [10]
 
 
-def test_the_order_is_that_of_seed_and_epoch() -> None:
+def test_the_order_depends_on_seed_and_epoch() -> None:
     dataset, size = packed(MANY), packed(MANY).epoch_samples
     epochs = [[dataset.members(size * epoch + i).tolist() for i in range(size)] for epoch in range(3)]
     assert all(a != b for a, b in pairwise(epochs))
@@ -106,7 +106,7 @@ def test_the_order_is_that_of_seed_and_epoch() -> None:
     assert np.mean(other.sample_hashes(places) == hashes) < 0.2
 
 
-def test_the_fingerprint_is_that_of_content_and_order() -> None:
+def test_the_fingerprint_depends_on_content_and_order() -> None:
     base = packed(MANY).fingerprint
     assert base == packed(MANY, seed=2, first=8).fingerprint
     changed = PackedDataset(conversations(MANY, salt=1), 10, 4, 1, 1000)

@@ -1,4 +1,4 @@
-"""Preferences: the ids and labels are those of trl, pairs stay together, and lines that cannot be used are named."""
+"""Preferences: ids and labels match trl, pairs stay together, and unusable lines are named."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ IN_PARTS = [{key: in_parts(turns) for key, turns in record.items()} for record i
 
 
 @pytest.mark.parametrize("records", [TEXTS, MESSAGES, WITHOUT_PROMPT, TEXTS_WITHOUT_PROMPT, CALLED, IN_PARTS])
-def test_ids_and_labels_are_those_of_trl(records: list[dict[str, Any]], tmp_path: Path) -> None:
+def test_ids_and_labels_match_trl(records: list[dict[str, Any]], tmp_path: Path) -> None:
     from datasets import Dataset
     from transformers import LlamaConfig, LlamaForCausalLM
     from trl import DPOConfig, DPOTrainer

@@ -84,7 +84,7 @@ def test_a_blend_is_cut_source_by_source(corpora: dict[str, str]) -> None:
     assert (train.count(1), train.count(2)) == (56, 24)
 
 
-def test_without_weights_every_source_is_read_once_and_then_anew(corpora: dict[str, str]) -> None:
+def test_without_weights_every_source_is_read_once_per_epoch(corpora: dict[str, str]) -> None:
     names = list(corpora)
     source = build(DataConfig(train_data_path=tuple(corpora.values())), train_iters=30, eval_iters=0)
     sizes = [len(plain(corpora[name], None)) for name in names]

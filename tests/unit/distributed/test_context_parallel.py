@@ -1,4 +1,4 @@
-"""Which tokens context-parallel ranks hold, and how much they compute."""
+"""Tokens of context-parallel ranks, and the work of each."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_all_ranks_of_a_ring_see_equally_many_keys(ring: int) -> None:
     assert sorted(i for chunk in chunks_of_all(length, ring) for i in chunk) == [*range(length)]
 
 
-def test_rows_between_are_those_of_the_ranges_one_after_the_other() -> None:
+def test_rows_between_match_the_concatenated_ranges() -> None:
     ranges = (range(3, 7), range(20, 22), range(9, 10))
     every = [i for part in ranges for i in part]
     for start, stop in product(range(len(every) + 1), repeat=2):

@@ -147,7 +147,7 @@ def test_accumulate_adds() -> None:
     assert contributions == ["b"]
 
 
-def test_w_gathers_one_product_ahead_and_lets_go_of_what_it_has_used(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_w_gathers_one_product_ahead_and_frees_used_ones(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows of a column linear's input and of a row linear's output gradient, in turns."""
     group, events = Group((0, 1), 0), list[str]()
     alive, shards = list[int](), list[StorageWeakRef]()

@@ -39,7 +39,7 @@ MOST_TURNS = 8
 @pytest.mark.parametrize("ranks", [2, 3, 4, 7, 16, 64])
 @pytest.mark.parametrize("shape", ["a line", "a circle", "a V"])
 def test_channels_open_in_a_few_turns_however_many_ranks_there_are(shape: str, ranks: int) -> None:
-    """An edge opens once both of its ranks have opened those of theirs that are before it."""
+    """An edge opens once both of its ranks have opened their earlier edges."""
     there = [*range(ranks)]
     placement = {"a line": there, "a circle": there * 2, "a V": there + there[::-1]}[shape]
     edges, turn = channels(placement), Counter[int]()
@@ -63,7 +63,7 @@ def test_in_a_pretended_world_no_one_answers_and_no_one_disagrees() -> None:
     assert not dist.is_initialized(), "whatever happens inside"
 
 
-def test_every_rank_knows_of_the_same_groups_and_is_in_its_own() -> None:
+def test_every_rank_has_the_same_list_of_groups_and_its_own() -> None:
     """Shards of the optimizer's state on pairs of ranks; key/value heads on pairs, too."""
     layout = Layout({"pp": 4, "dp": 4, "cp": 1, "tp": 4, "edp": 4, "ep": 1, "etp": 4})
     printed = set()
@@ -190,7 +190,7 @@ def test_mesh_alone_needs_no_torch_distributed() -> None:
     assert comm.all_gather_objects("x", mesh.world) == ["x"]
 
 
-def test_mesh_knows_only_the_groups_it_created() -> None:
+def test_the_mesh_has_only_the_groups_it_created() -> None:
     with pytest.raises(KeyError):
         one_rank_mesh().group("dp", "tp")
     with pytest.raises(ValueError, match="no group was created"):
@@ -259,7 +259,7 @@ def host(monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
     launch._unanswered.clear()
 
 
-def test_it_answers(host: int) -> None:
+def test_the_host_answers(host: int) -> None:
     assert not launch.has_any_rank_failed()
     assert launch.register_failure()
     assert launch.has_any_rank_failed()

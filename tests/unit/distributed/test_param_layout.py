@@ -1,4 +1,4 @@
-"""Who updates what: packing, shares, and the boxes that lie in a share, against brute force."""
+"""Parameter ownership: packing, shards, and the boxes inside a shard, against brute force."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ class Viewed:
         return Viewed(self.array[index])
 
 
-def test_buckets_are_cut_when_full_and_by_what_parameters_have_in_common() -> None:
+def test_buckets_are_cut_by_size_and_by_parameter_properties() -> None:
     keys = {"a": 1, "b": 2, "c": 1, "d": 1}
     sizes = dict.fromkeys(keys, ALIGNMENT)
     assert partition_into_buckets(keys, sizes, dict.fromkeys((1, 2), 2 * ALIGNMENT)) == [

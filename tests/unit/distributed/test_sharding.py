@@ -44,7 +44,7 @@ CONSTRUCTORS |= {name: lambda s, a=a: s.qkv(*a, INIT) for name, a in QKV.items()
 
 
 def divides(name: str, tp: int) -> bool:
-    """Whether ``tp`` ranks can hold this parameter."""
+    """Return True if ``tp`` ranks can hold this parameter."""
     if name not in QKV:
         return 840 % tp == 0
     groups, queries, _ = QKV[name]
@@ -205,7 +205,7 @@ def test_groups_are_slices_of_the_grid(name: str, axes: tuple[str, ...]) -> None
 @pytest.mark.parametrize(
     ("sizes", "world", "name"), [({"tp": 3}, 8, "TP x PP x CP = 3"), ({"tp": 2, "ep": 3}, 8, "PP x EP x expert-TP = 6")]
 )
-def test_refuses_what_does_not_divide(sizes: dict[str, int], world: int, name: str) -> None:
+def test_refuses_sizes_that_do_not_divide(sizes: dict[str, int], world: int, name: str) -> None:
     with pytest.raises(ValueError, match=f"{world} ranks are not a multiple of {name}"):
         layout(**sizes, world=world)
 

@@ -91,7 +91,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Gpu:
     return gpu
 
 
-def test_spans_of_a_gpu_are_those_of_its_stream(gpu: Gpu) -> None:
+def test_spans_of_a_gpu_match_its_stream(gpu: Gpu) -> None:
     """However fast the host is: what counts is what lies between the events."""
     watch = Stopwatch()
     for name, milliseconds in (("tp", 3.0), ("dp", 5.0), ("tp", 4.0)):
@@ -122,7 +122,7 @@ def test_a_stream_that_is_captured_is_left_alone(gpu: Gpu) -> None:
 
 
 @pytest.mark.parametrize("level", [0, 1, 2])
-def test_a_level_times_its_phases_and_those_below(level: int) -> None:
+def test_a_level_times_its_phases_and_lower_levels(level: int) -> None:
     timers = Timers(level, CPU)
     for name in PHASES:
         with timers(name):

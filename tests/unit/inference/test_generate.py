@@ -69,7 +69,7 @@ class Noted(nn.Module):
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_generation_equals_reading_everything_anew(name: str) -> None:
+def test_generation_equals_a_full_forward_per_token(name: str) -> None:
     """Tokens, in one batch of prompts of different lengths, in batches of two, and alone; and logits."""
     chunk = model(**CONFIGS[name])
     prompts = prompts_of(chunk.config)
@@ -148,7 +148,7 @@ class EndsWith9(IdCodec):
     end = 9
 
 
-def test_stop_ids_are_those_of_the_first_file_that_names_them() -> None:
+def test_stop_ids_come_from_the_first_file_that_names_them() -> None:
     for contents, expected in [
         ({"generation_config": {"eos_token_id": [5, 6]}, "config": {"eos_token_id": 7}}, {5, 6}),
         ({"generation_config": {"eos_token_id": 0}}, {0}),

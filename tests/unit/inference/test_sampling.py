@@ -47,9 +47,7 @@ def by_transformers(logits_BV: Tensor, sampling: SamplingParams) -> Tensor:
     top_k=st.none() | st.integers(1, 60),
     top_p=st.none() | st.floats(0.01, 0.999) | st.just(1.0),
 )
-def test_filters_equal_those_of_transformers(
-    seed: int, temperature: float, top_k: int | None, top_p: float | None
-) -> None:
+def test_filters_match_transformers(seed: int, temperature: float, top_k: int | None, top_p: float | None) -> None:
     ours = filter_logits(logits(seed), SamplingParams(temperature, top_k, top_p))
     theirs = by_transformers(logits(seed), SamplingParams(temperature, top_k, top_p))
     assert torch.equal(ours.isinf(), theirs.isinf())

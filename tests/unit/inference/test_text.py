@@ -102,7 +102,7 @@ def test_a_character_appears_when_it_is_whole() -> None:
     assert streamed(tokenizer, [], ids) == ["", "", "", "\U0001f600", "x", ""]
 
 
-def test_words_keep_their_blanks() -> None:
+def test_arguments_keep_their_blanks() -> None:
     tokenizer = codec("sentencepiece")
     prompt = tokenizer.encode("the")
     assert prompt[0] == 1
@@ -111,7 +111,7 @@ def test_words_keep_their_blanks() -> None:
 
 
 def test_the_end_is_the_one_that_the_configuration_names() -> None:
-    """The rules are those of the data's tokenizers, which their tests list."""
+    """The rules match the data's tokenizers, whose tests list them."""
     files = {"tokenizer.json": byte_level().to_str().encode()}
     for named, end in ((None, "<|endoftext|>"), ("x", "x"), ({"content": "x"}, "x")):
         given = files | {"tokenizer_config.json": json.dumps({"eos_token": named}).encode()}
@@ -127,7 +127,7 @@ def test_padding_and_truncation_of_training_are_off() -> None:
     assert TextCodec({"tokenizer.json": other.to_str().encode()}).encode(text) == tokenizer.encode(text).ids
 
 
-def test_ids_and_text_are_those_of_transformers(tmp_path: Path) -> None:
+def test_ids_and_text_match_transformers(tmp_path: Path) -> None:
     for name, build in TOKENIZERS.items():
         PreTrainedTokenizerFast(tokenizer_object=build()).save_pretrained(tmp_path / name)
         theirs = AutoTokenizer.from_pretrained(tmp_path / name)

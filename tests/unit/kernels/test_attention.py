@@ -164,7 +164,7 @@ def test_boundaries_are_where_documents_begin(documents: list[list[int]]) -> Non
 
 
 def test_boundaries_that_are_known_are_not_looked_for(double: FlashAttention) -> None:
-    """Which would wait for the device."""
+    """A conversion would synchronize with the device."""
     documents, known = torch.tensor([[0, 0, 1, 1, 1]]), torch.tensor([0, 2, 5], dtype=torch.int32)
     q, k, v = torch.randn(3, 5, 1, 2, 8)
     attend = ATTENTION.candidates["varlen"].make()

@@ -91,7 +91,7 @@ class FlashDouble:
         scale: float | None = None,
         window_size_left: int | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Weights are those of ``logsumexp``, which is not that of these keys alone."""
+        """Weights follow ``logsumexp``, which covers more than these keys."""
         assert logsumexp.is_contiguous()
         left, places = -1 if window_size_left is None else window_size_left, [slice(None)]
         tensors = [grad_out, query, key, value, out]
@@ -197,7 +197,7 @@ def test_bands_are_few() -> None:
 
 
 @pytest.mark.parametrize("seed", range(0, 200, 25))
-def test_attention_in_bands_is_that_of_the_dense_mask(flash: FlashDouble, seed: int) -> None:
+def test_attention_in_bands_matches_the_dense_mask(flash: FlashDouble, seed: int) -> None:
     """Forward and gradients, in fp64; keys and queries of any positions."""
     for each in range(seed, seed + 25):
         mask = random_mask(1000 + each, 24, samples=2)
@@ -217,7 +217,7 @@ def test_attention_in_bands_is_that_of_the_dense_mask(flash: FlashDouble, seed: 
             torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-12)
 
 
-def test_layers_and_ranks_share_what_a_mask_has_computed() -> None:
+def test_layers_and_ranks_share_the_results_of_a_mask() -> None:
     documents = (torch.arange(64) // 9).expand(1, -1)
     whole = AttentionMask.of_sequence(64, CPU, documents=documents)
     for _ in range(2):

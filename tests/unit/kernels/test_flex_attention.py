@@ -85,7 +85,7 @@ def test_blocks_hold_the_mask(
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 @pytest.mark.parametrize("documents", [False, True])
 @pytest.mark.parametrize("name", PATTERNS)
-def test_attention_is_that_of_torch(monkeypatch: pytest.MonkeyPatch, name: str, documents: bool) -> None:
+def test_attention_matches_torch(monkeypatch: pytest.MonkeyPatch, name: str, documents: bool) -> None:
     """In fp64, with grouped heads and queries after cached keys; gradients only exist on GPUs (tests/gpu)."""
     monkeypatch.setattr(flex_attention, "compiled", lambda function: lambda: function)
     attend, mask = flex_attention.make(), masks(name, documents, first_query=20)
@@ -104,7 +104,7 @@ def test_masks_of_positions_are_kept_across_steps_and_of_documents_in_a_micro_ba
     assert flex_attention.block_mask(first) is not flex_attention.block_mask(second)
 
 
-def test_flex_takes_what_flash_attention_does_not() -> None:
+def test_flex_supports_masks_that_flash_attention_does_not() -> None:
     covers = ATTENTION.candidates["flex"].covers
     assert covers is not None
 

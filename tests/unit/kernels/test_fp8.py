@@ -123,7 +123,7 @@ def test_products_of_rounded_values(recipe: Float8Recipe) -> None:
 
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda r: f"{r.name}-{r.format}")
-def test_errors_are_those_of_the_formats(recipe: Float8Recipe) -> None:
+def test_errors_match_the_formats(recipe: Float8Recipe) -> None:
     """3 bits of e4m3: 2^-4 at most, 2.6 % in the mean square; 2 bits of e5m2: twice that; the two factors add up.
 
     Numbers far below the largest of their block lose more, so rows and columns are of one magnitude here.

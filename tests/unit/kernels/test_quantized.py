@@ -19,7 +19,7 @@ NF4 = (
 """The values of appendix E of arXiv 2305.14314."""
 
 
-def test_codes_are_those_of_the_paper() -> None:
+def test_codes_match_the_paper() -> None:
     assert normal_float_codes() == pytest.approx(NF4, abs=1e-6)
 
 
@@ -46,7 +46,7 @@ def test_errors_are_at_most_half_a_step(precision: str, bytes_of_block: int, dty
 
 
 @pytest.mark.parametrize("precision", ["int8", "nf4"])
-def test_memory_of_a_conversion_is_that_foretold(precision: str) -> None:
+def test_memory_of_a_conversion_matches_the_forecast(precision: str) -> None:
     weight = torch.randn(256, 512, generator=torch.Generator().manual_seed(0))
     packed = quantize(weight, precision)
     with LiveMemory() as memory:

@@ -109,7 +109,7 @@ def test_one_that_computes_wrongly_is_left_out_where_the_choice_is_free(monkeypa
     assert notes[1].startswith("kernels: norm=compiled is left out: it differs from torch by")
 
 
-def test_one_that_computes_rightly_in_another_order_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_kernel_with_another_order_of_sums_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
     def other_order(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
         wide = x.float()
         wide = wide if bias is None else wide - wide.mean(-1, keepdim=True)
@@ -144,7 +144,7 @@ def test_unavailable_kernels_are_refused_by_name_and_skipped_in_groups(monkeypat
         select_kernels(("norm=compiled", "attention=flash_attn"), CPU, torch.float32)
 
 
-def test_deterministic_refuses_what_promises_no_equal_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_deterministic_refuses_nondeterministic_features(monkeypatch: pytest.MonkeyPatch) -> None:
     offer(monkeypatch, Candidate(lambda: Kernels().norm, deterministic=False))
     assert select_kernels(("norm=apex",), CPU, torch.float32)[0] == Kernels()
     with pytest.raises(UserError, match="E902 --deterministic does not go with --kernels norm=apex"):
@@ -233,7 +233,7 @@ def test_nothing_happens_unless_it_is_wanted() -> None:
     assert not torch.are_deterministic_algorithms_enabled()
 
 
-def test_a_gpu_gets_what_cublas_and_nccl_need() -> None:
+def test_a_gpu_run_sets_the_variables_of_cublas_and_nccl() -> None:
     environ: dict[str, str] = {}
     assert len(make_deterministic(True, CUDA, environ)) == 1
     assert environ == {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "NCCL_ALGO": "^NVLS,NVLSTree"}

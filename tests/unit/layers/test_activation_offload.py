@@ -58,7 +58,7 @@ def test_changes_no_bit_and_returns_its_buffers(model: str, plan: str) -> None:
 
 
 @pytest.mark.parametrize("plan", ["none", "full", "mlp"])
-def test_host_bytes_grow_by_what_a_block_keeps(plan: str) -> None:
+def test_host_bytes_grow_by_the_bytes_of_a_block(plan: str) -> None:
     """With everything offloaded, they are what is alive on the device without offload, block by block."""
     model = MODELS["llama"]
 

@@ -118,7 +118,7 @@ SINKS: dict[str, Callable[[SelfAttention, int], Tensor | float]] = {
     "off-by-one": lambda layer, head: 1.0,
     "learnable": learnt,
 }
-"""Summand of the denominator of the softmax besides those of the keys, by layer and head."""
+"""Additional summand of the softmax denominator, by layer and head."""
 
 CONFIGS: dict[str, dict[str, Any]] = {
     "mha": {},
@@ -230,7 +230,7 @@ def operands(seed: int) -> tuple[Tensor, Tensor]:
 @pytest.mark.parametrize("pattern", PATTERNS)
 @settings(max_examples=8, deadline=None, derandomize=True)
 @given(seed=st.integers(0, 1000), tile=st.sampled_from([1, 4, 200, 1 << 20]))
-def test_it_is_that_of_the_visible_pairs(pattern: str, documents: bool, seed: int, tile: int) -> None:
+def test_it_matches_the_visible_pairs(pattern: str, documents: bool, seed: int, tile: int) -> None:
     q, k = operands(seed)
     ids = torch.tensor([[0] * 4 + [1] * 7, [0, 1, 1, 2, 2, 2, 3, 4, 4, 4, 4]]) if documents else None
     with pytest.MonkeyPatch.context() as patch:
@@ -407,7 +407,7 @@ SCALINGS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("name", SCALINGS)
-def test_scalings_are_those_of_transformers(name: str) -> None:
+def test_scalings_match_transformers(name: str) -> None:
     transformers = pytest.importorskip("transformers")
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 

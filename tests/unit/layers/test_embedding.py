@@ -1,4 +1,4 @@
-"""Embeddings and their gradients against those of torch, with one rank and with a part of the rows."""
+"""Embeddings and their gradients against torch, with one rank and with a part of the rows."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def tokens(seed: int) -> Tensor:
 
 @pytest.mark.parametrize("given", [False, True], ids=["positions 0..s-1", "positions given"])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
-def test_gradients_are_those_of_torch(dtype: torch.dtype, given: bool) -> None:
+def test_gradients_match_torch(dtype: torch.dtype, given: bool) -> None:
     """Over two micro-batches; what an earlier step left in the buffers is overwritten, in rows without a token too."""
     solo = Solo.build(CONFIG, dtype)
     embedding = solo.chunk.embedding

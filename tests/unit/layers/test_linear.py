@@ -27,7 +27,7 @@ LINEARS: dict[str, type[ParallelLinear]] = {
 
 
 def build(config: ModelConfig, name: str) -> ParallelLinear:
-    """A linear of the first block, in a fresh context; magnitudes are those of the frozen weight."""
+    """A linear of the first block, in a fresh context; magnitudes come from the frozen weight."""
     specs = {key: spec for key, spec in parameters.gpt(config).items() if key.startswith(f"layers.0.{name}.")}
     params: dict[str, torch.nn.Parameter] = {}
     context = BuildContext(one_rank_mesh(), GradAccumulator.to_grad(params), torch.float64, model=config, params=params)

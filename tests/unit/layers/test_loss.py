@@ -178,7 +178,7 @@ def test_full_logits_never_exist() -> None:
 
 
 @pytest.mark.parametrize("softcap", [None, 0.5])
-def test_logits_are_those_of_the_loss(softcap: float | None) -> None:
+def test_logits_match_the_loss(softcap: float | None) -> None:
     """For every real entry of the vocabulary and none of its padding."""
     config = tiny(final_logit_softcapping=softcap)
     chunk = Solo.build(config).chunk.eval()

@@ -98,7 +98,7 @@ def losses_by_hand(config: ModelConfig, weight: Tensor, x_SBH: Tensor, mask_BS: 
 
 @pytest.mark.parametrize("kind", ["seq_aux_loss", "aux_loss"])
 @pytest.mark.parametrize("topk", [1, 2])
-def test_losses_and_gradients_are_those_of_loops(kind: str, topk: int) -> None:
+def test_losses_and_gradients_match_loops(kind: str, topk: int) -> None:
     changes = {"moe_router_load_balancing_type": kind, "moe_router_topk": topk}
     made, gradients = router(moe_aux_loss_coeff=0.3, moe_z_loss_coeff=0.07, **changes)
     x_SBH = hidden().requires_grad_()
@@ -197,7 +197,7 @@ def test_every_token_is_at_each_of_its_experts_once(chosen: tuple[Tensor, int]) 
 
 @QUICK
 @given(choices())
-def test_results_come_back_to_their_token_in_the_order_of_its_choices(chosen: tuple[Tensor, int]) -> None:
+def test_results_return_to_their_token_in_the_order_of_its_choices(chosen: tuple[Tensor, int]) -> None:
     experts_TK, experts = chosen
     route = DispatchPlan.plan(experts_TK, experts, 1, Group())
     factors = torch.arange(1.0, experts + 1, dtype=torch.float64)
@@ -287,7 +287,7 @@ def by_hand(config: ModelConfig, w: dict[str, Tensor], x_SBH: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("drop_activation", [False, True], ids=["kept", "activation dropped"])
 @pytest.mark.parametrize("name", MODELS)
-def test_output_and_gradients_are_those_of_a_loop(name: str, drop_activation: bool) -> None:
+def test_output_and_gradients_match_a_loop(name: str, drop_activation: bool) -> None:
     made = Made(config_of(name), *(["activation"] if drop_activation else []))
     weights = {n: p.detach().clone().requires_grad_() for n, p in made.context.params.items()}
     ours, theirs = hidden().requires_grad_(), hidden().requires_grad_()
@@ -357,7 +357,7 @@ def test_a_fault_is_noticed(fault: str, monkeypatch: pytest.MonkeyPatch) -> None
             lambda self, name, x, dy, rows=None: original(self, name, x, dy, _last_as_first(rows)),
         )
     with pytest.raises(AssertionError):
-        test_output_and_gradients_are_those_of_a_loop("two of four", False)
+        test_output_and_gradients_match_a_loop("two of four", False)
 
 
 def _last_as_first(rows: Any) -> Any:

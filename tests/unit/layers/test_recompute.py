@@ -145,7 +145,7 @@ class Between:
 
 
 @pytest.mark.parametrize("drop", [False, True])
-def test_feed_drops_what_lies_between(drop: bool) -> None:
+def test_feed_drops_the_bytes_between(drop: bool) -> None:
     producer = Between()
     x = torch.randn(50, 8, dtype=torch.float64, requires_grad=True)
     weight = torch.randn(8, 8, dtype=torch.float64, requires_grad=True)

@@ -41,7 +41,7 @@ def test_noise_is_uniform_and_as_large_as_documented(documents: Tensor | None) -
     assert len(noise.unique()) > 2000, "tokens, samples and channels have their own noise"
 
 
-def test_noise_is_that_of_step_and_sample_and_none_in_evaluation() -> None:
+def test_noise_depends_on_step_and_sample_and_is_off_in_evaluation() -> None:
     batch = random_batch(CONFIG)
     first = embedded(ALPHA, batch)
     assert torch.equal(embedded(ALPHA, batch), first)
@@ -51,7 +51,7 @@ def test_noise_is_that_of_step_and_sample_and_none_in_evaluation() -> None:
     assert torch.equal(embedded(ALPHA, batch, training=False), embedded(0.0, batch))
 
 
-def test_gradients_are_those_at_the_noisy_embeddings() -> None:
+def test_gradients_are_taken_at_the_noisy_embeddings() -> None:
     """By central differences along the gradient."""
     solo = Solo.build(CONFIG, training=TrainingConfig(neftune_alpha=ALPHA))
     batch, weight = random_batch(CONFIG), solo.params["embedding.word_embeddings.weight"]

@@ -1,4 +1,4 @@
-"""Objectives: those of plugins against next-token prediction, through the model, a step and a captured step."""
+"""Objectives of plugins against next-token prediction, through the model, a step and a captured step."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ def test_a_step_divides_by_the_objectives_weight_and_reports_its_metrics(tmp_pat
 
 
 def test_named_tensors_are_inputs_of_a_captured_step(tmp_path: Path) -> None:
-    """Every step has other weights, so one that replays those of the capture has another loss."""
+    """Every step has other weights, so a step that replays the captured ones has another loss."""
     eager, captured = trainer_of(tmp_path / "eager", "weighted"), trainer_of(tmp_path / "captured", "weighted")
     run, tape = recorded(captured, "step")
     for step in range(WARM_UP_STEPS + 3):

@@ -28,7 +28,7 @@ class Script:
         return self.add("kernel", "add", stream, 8, 128, capture)
 
     def order(self, before: int, after: int, event: int = 77) -> Script:
-        """Work of ``after`` waits for that of ``before``."""
+        """Make the work of ``after`` wait for the work of ``before``."""
         return self.add("event", "eventRecord", before, event).add("wait", "streamWaitEvent", after, event, before)
 
     def collective(self, comm: str, stream: int = COMPUTE, op: str = "allReduce", count: int = 4) -> Script:

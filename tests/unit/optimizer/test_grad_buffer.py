@@ -395,7 +395,7 @@ def test_a_narrow_wire_rounds_every_addend_once(pool: Pool, size: int, dtype: to
     assert ((ranks[0][1].double() - exact).abs() <= bound + UNIT * (exact.abs() + bound)).all()
 
 
-def test_no_part_has_half_of_what_one_rank_updates_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_uncut_parameters_are_whole_on_one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Mesh, "optimizer_replica_group", lambda self, *axes: Group())
     found: dict[str, int] = dict.fromkeys(SPECS, 0)
     for rank in range(RANKS):

@@ -183,7 +183,7 @@ def normal(spec: ShardSpec, seed: int) -> Tensor:
 
 @pytest.mark.parametrize("optimizer", ["adam", "lion"])
 @pytest.mark.parametrize("tp", [2, 4])
-def test_every_layout_rounds_alike(optimizer: str, tp: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_layout_rounds_equally(optimizer: str, tp: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """To the bit, copies on several ranks too; and wherever blocks are cut."""
     config = OptimizerConfig(optimizer=optimizer, exp_avg_dtype="bf16", exp_avg_sq_dtype="bf16")
     alone = specs_of(DenseSharding(0, 1))
@@ -213,7 +213,7 @@ def test_skips_leave_every_bit_and_no_trace(optimizer: str) -> None:
     assert [count.item() for count in rule.step_counts] == counts == [4.0]
 
 
-def test_a_slow_moment_grows_where_rounding_to_nearest_would_stand_still() -> None:
+def test_a_slow_moment_grows_although_rounding_to_nearest_would_not() -> None:
     """The mean of squares moves by a thousandth of the gap in each step, a quarter of a bf16 step."""
     spec = DenseSharding(0, 1).split((100, 100), 0, INIT)
     rule = made({"w": torch.zeros(100, 100)}, {"w": spec}, BF16, 0)
@@ -228,7 +228,7 @@ def test_a_slow_moment_grows_where_rounding_to_nearest_would_stand_still() -> No
 
 @pytest.mark.parametrize("kinds", [("exp_avg",), ("exp_avg_sq",), ("exp_avg", "exp_avg_sq")])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
-def test_the_first_step_is_that_of_wide_moments(kinds: tuple[str, ...], dtype: torch.dtype) -> None:
+def test_the_first_step_matches_wide_moments(kinds: tuple[str, ...], dtype: torch.dtype) -> None:
     """An update is made with moments before they are rounded; those that are wide stay exactly so."""
     formats = {f"{kind}_dtype": "bf16" for kind in kinds}
     specs = specs_of(DenseSharding(0, 1))

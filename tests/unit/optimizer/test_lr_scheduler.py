@@ -66,7 +66,7 @@ def test_worked_values(style: str, wsd_style: str, samples: int, expected: float
 
 @pytest.mark.parametrize("style", STYLES)
 @pytest.mark.parametrize("floor", [None, 0.05])
-def test_the_decoupled_rate_is_that_of_a_run_with_its_peak_and_floor(style: str, floor: float | None) -> None:
+def test_the_decoupled_rate_matches_a_run_with_its_peak_and_floor(style: str, floor: float | None) -> None:
     """As in Megatron-LM, whose groups have a largest and a smallest rate of their own in one schedule."""
     options = {"lr_decay_style": style, "lr_wsd_decay_samples": 400, "lr_warmup_init": 0.02, "lr_warmup_samples": 100}
     both = schedule(lr=1.0, min_lr=0.1, decoupled_lr=0.5, decoupled_min_lr=floor, **options)
@@ -81,7 +81,7 @@ def test_the_decoupled_rate_is_that_of_a_run_with_its_peak_and_floor(style: str,
 
 @pytest.mark.parametrize(("rule", "factor"), [("none", 1.0), ("linear", 4.0), ("sqrt", 2.0)])
 @pytest.mark.parametrize("style", STYLES)
-def test_scaled_rates_are_those_of_a_run_with_scaled_options(style: str, rule: str, factor: float) -> None:
+def test_scaled_rates_match_a_run_with_scaled_options(style: str, rule: str, factor: float) -> None:
     options = {"lr_decay_style": style, "lr_wsd_decay_samples": 400, "lr_warmup_init": 0.02, "lr_warmup_samples": 100}
     rates = {"lr": 0.75, "min_lr": 0.125, "decoupled_lr": 0.5, "decoupled_min_lr": 0.0625}
     training = TrainingConfig(train_samples=1000, global_batch_size=64, rampup_batch_size=(16, 16, 300))

@@ -163,7 +163,7 @@ def held(spec: ShardSpec, stored: Tensor) -> Tensor:
 @pytest.mark.parametrize("tp", [1, 2, 4])
 @pytest.mark.parametrize("name", LOGICAL)
 def test_parts_of_all_ranks_are_the_matrices(name: str, tp: int) -> None:
-    """The Gram matrix summed over ranks is that of the whole matrix, of which each row counts once."""
+    """The Gram matrix summed over ranks equals the whole matrix's, with each row counted once."""
     factory, split, matrices = LOGICAL[name]
     specs = [factory(DenseSharding(rank, tp)) for rank in range(tp)]
     stored = draw(*specs[0].shape)

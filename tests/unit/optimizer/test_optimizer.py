@@ -48,7 +48,7 @@ def state(solo: Solo) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("clip", [0.0, 0.01, 1e9])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
-def test_norm_and_clipping_are_those_of_torch(dtype: torch.dtype, clip: float) -> None:
+def test_norm_and_clipping_match_torch(dtype: torch.dtype, clip: float) -> None:
     solo = Solo.build(CONFIG, dtype, optimizer=OptimizerConfig(clip_grad=clip))
     solo.backward(BATCHES)
     reference = [nn.Parameter(torch.zeros_like(g)) for g in solo.buckets.grads.values()]
@@ -66,7 +66,7 @@ def test_norm_and_clipping_are_those_of_torch(dtype: torch.dtype, clip: float) -
         torch.testing.assert_close(grad, param.grad, rtol=10 * tolerance, atol=0, msg=lambda m, n=name: f"{n}: {m}")
 
 
-def test_norm_counts_what_this_rank_owns() -> None:
+def test_norm_counts_owned_shards() -> None:
     """Copies count on their first holder only, vocabulary padding nowhere."""
     init, squares = Init(), []
     for rank in range(2):
@@ -263,7 +263,7 @@ def test_groups_move_like_parameters_of_torch_with_rates_of_their_own(rule: str)
         torch.testing.assert_close(param.detach(), twins[name], rtol=1e-13, atol=0, msg=lambda m, n=name: f"{n}: {m}")
 
 
-def test_masters_collect_what_bf16_would_lose() -> None:
+def test_main_params_keep_updates_below_bf16_precision() -> None:
     """Each update is far below a bf16 step; a hundred of them are not."""
     solo = Solo.build(CONFIG, torch.bfloat16)
     main_params = solo.optimizer.main_params

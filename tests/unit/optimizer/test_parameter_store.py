@@ -141,7 +141,7 @@ def test_every_module_waits_for_its_own_weights(gathers: Gathers) -> None:
     assert gathers.waited == gathers.started, "each is waited for once"
 
 
-def test_weights_are_not_gathered_anew_while_they_are_on_their_way(gathers: Gathers) -> None:
+def test_weights_are_not_gathered_again_during_a_gather(gathers: Gathers) -> None:
     _, weights, _ = layers(2, overlap=True)
     weights.start_gather()
     weights.start_gather()

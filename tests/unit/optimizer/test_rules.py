@@ -98,7 +98,7 @@ def test_equals_torch(name: str, dtype: torch.dtype, tolerance: float) -> None:
 @pytest.mark.parametrize("garbage", [float("nan"), float("inf"), 1.0])
 @pytest.mark.parametrize("name", RULES)
 def test_a_skipped_step_changes_no_bit(name: str, garbage: float) -> None:
-    """Neither then nor later: the steps after it are those of a run that never saw it."""
+    """Neither then nor later: later steps match a run without it."""
     seen, spared = tensors(torch.float32), tensors(torch.float32)
     rule, reference = RULES[name](seen, CONFIG), RULES[name](spared, CONFIG)
     for step in range(4):
@@ -217,7 +217,7 @@ BATCHES = [random_batch(PARAM_CONFIG, seed=seed) for seed in (1, 2)]
 
 @settings(max_examples=200, deadline=None, derandomize=True)
 @given(st.floats(width=32, allow_nan=False, allow_infinity=False))
-def test_every_number_comes_back_to_the_bit_and_its_weight_is_the_nearest(value: float) -> None:
+def test_every_number_survives_to_the_bit_and_its_weight_is_the_nearest(value: float) -> None:
     master = torch.tensor([value])
     weight, rest = split_fp32(master)
     assert torch.equal(join_fp32(weight, rest).view(torch.int32), master.view(torch.int32))
@@ -228,7 +228,7 @@ def test_every_number_comes_back_to_the_bit_and_its_weight_is_the_nearest(value:
 
 @pytest.mark.parametrize("optimizer", ["adam", "lion", "sgd"])
 @pytest.mark.parametrize("moments", ["fp32", "bf16"])
-def test_a_run_is_that_of_whole_masters(optimizer: str, moments: str) -> None:
+def test_a_run_matches_unsharded_main_params(optimizer: str, moments: str) -> None:
     """Weights may differ where a master is a tie; in these few steps none is before the last."""
     formats = {} if optimizer == "sgd" else {"exp_avg_dtype": moments}
     whole, lean = (
@@ -284,7 +284,7 @@ def test_the_last_pattern_that_matches_counts() -> None:
         assert decays[name][2] == expected, "a pattern that matches a vector makes it decay"
 
 
-def test_muon_leaves_to_adam_what_is_no_matrix_of_a_block() -> None:
+def test_muon_leaves_other_parameters_than_matrices_of_blocks_to_adam() -> None:
     """Each with its own rate and decay under either rule."""
     config = OptimizerConfig(optimizer="muon", decoupled_lr=1e-3, lr_factors=("layers.1.*=0.5",))
     found = {name: (g.rule, g.decoupled, g.lr_factor) for g in param_groups(SPECS, config) for name in g.names}

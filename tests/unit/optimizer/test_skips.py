@@ -120,7 +120,7 @@ def decisions(guard: SpikeGuard, history: list[tuple[float, float]]) -> list[boo
 @settings(max_examples=80, deadline=None, derandomize=True)
 @given(steps, st.sampled_from([0.7, 1.3, 2.9]), st.integers(2, 7))
 @example([(1.0, 1.0), (1.5, 1.0), (1.0, 1.0), (9.0, 1.0), (1.0, 9.0), (9.0, 9.0)], 2.9, 6)
-def test_verdicts_are_those_of_a_plain_list(history: list[tuple[float, float]], deviations: float, window: int) -> None:
+def test_verdicts_match_a_plain_list(history: list[tuple[float, float]], deviations: float, window: int) -> None:
     assert decisions(SpikeGuard(deviations, window, "cpu"), history) == expected(history, deviations, window)
 
 

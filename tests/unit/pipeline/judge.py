@@ -40,7 +40,7 @@ class Play:
                 self.held[placement[-1]]["gradient", len(placement) - 1, microbatch] += 1
 
     def comes_to_its_end(self) -> bool:
-        """Whether every rank gets through, with everything done once and nothing left over."""
+        """Return True if every rank finishes, with every action done once and no message left."""
         while any(self.moves(rank) for rank in range(len(self.scripts))):
             self.deliver()
         all_held = sum(self.held, Counter())
@@ -49,7 +49,7 @@ class Play:
         return not any(left) and all_held == wanted
 
     def moves(self, rank: int) -> bool:
-        """Whether the rank can do its next action; then it is done."""
+        """Do the rank's next action if it is possible, and return True then."""
         if not self.scripts[rank]:
             return False
         action = self.scripts[rank][0]

@@ -154,7 +154,7 @@ def partner(action: Action) -> Action:
 
 
 def taker(receive: Action, rank: tuple[Action, ...]) -> int:
-    """Where the computing action stands that takes a tensor, in a schedule."""
+    """Return the position in a schedule of the compute action that takes a tensor."""
     stage, kind, microbatch = receive
     kinds = (FORWARD,) if kind == RECV_F else ("B", "I")
     return next(i for i, a in enumerate(rank) if (a.stage, a.microbatch) == (stage, microbatch) and a.kind in kinds)

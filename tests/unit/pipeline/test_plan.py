@@ -140,7 +140,7 @@ def test_programs_are_the_schedules_by_name_and_are_proven(name: str, ranks: int
 
 @settings(max_examples=20, derandomize=True, deadline=None)
 @given(st.sampled_from(["1f1b", "interleaved", "gpipe"]), st.integers(1, 6), st.integers(1, 3), st.integers(1, 4))
-def test_the_bubble_is_that_of_the_formulas(name: str, ranks: int, chunks: int, rounds: int) -> None:
+def test_the_bubble_matches_the_formulas(name: str, ranks: int, chunks: int, rounds: int) -> None:
     chunks, count = (1 if name == "1f1b" else chunks), ranks * rounds
     parallel = plan.resolve_pipeline(model(30), pipeline(ranks, chunks, name))
     expected = Fraction(ranks - 1, chunks * count + ranks - 1)
@@ -256,13 +256,13 @@ def test_no_split_is_better_balanced(
     assert unevenness(found) == min(map(unevenness, every_split(layers, stages)))
 
 
-def test_a_large_output_layer_stands_alone() -> None:
+def test_a_large_output_layer_gets_its_own_stage() -> None:
     assert counts(split_by_cost(6, range(4), LayerCosts(1, 0, 5))) == [2, 2, 2, 0]
     assert counts(split_by_cost(2, range(4), LayerCosts(1))) == [0, 1, 1, 0]
 
 
 @pytest.mark.parametrize(("embedding", "output"), [*product((False, True), repeat=2)])
-def test_equal_stages_count_what_is_stated_to_count(embedding: bool, output: bool) -> None:
+def test_split_equally_counts_embedding_and_output(embedding: bool, output: bool) -> None:
     for layers, stages in product(range(1, 20), range(1, 7)):
         found = split_equally(layers, stages, embedding, output)
         total = layers + embedding + output
@@ -401,7 +401,7 @@ def test_a_file_without_some_stage_is_named(tmp_path: Path) -> None:
         plan.virtual_stages(model(8), pipeline(2, schedule=str(path)))
 
 
-def test_groups_of_the_interleaved_schedule_are_those_asked_for() -> None:
+def test_groups_of_the_interleaved_schedule_follow_the_flag() -> None:
     grouped = pipeline(2, 2, microbatch_group_size_per_virtual_pipeline_stage=4)
     parallel = plan.resolve_pipeline(model(8), grouped)
     assert plan.build_schedule(parallel, 8) == make_schedule("interleaved", 2, 2, 8, group=4)

@@ -72,7 +72,7 @@ def assert_equal(ends: Ends, expected: Mapping[str, Tensor], microbatches: int) 
 
 @pytest.mark.parametrize("name", SCHEDULES)
 @pytest.mark.parametrize(("ranks", "microbatches"), [(1, 3), (3, 7), (4, 4)])
-def test_gradients_are_those_of_a_plain_loop(name: str, ranks: int, microbatches: int) -> None:
+def test_gradients_match_a_plain_loop(name: str, ranks: int, microbatches: int) -> None:
     program, ends = program_of(name, ranks, microbatches), Ends()
     run_all(program, ends)
     assert_equal(ends, plain_loop(program.stages, microbatches), microbatches)
@@ -178,7 +178,7 @@ def test_weight_gradients_are_computed_in_their_own_action(name: str) -> None:
         assert any(action.kind == "W" for action, _ in noted)
 
 
-def test_an_error_names_its_action_and_the_next_run_begins_anew() -> None:
+def test_an_error_names_its_action_and_the_next_run_is_clean() -> None:
     program, ends, faults = program_of("1f1b", 1, 4), Ends(), [ValueError("too hot")]
 
     def dress(chunk: LinearStage) -> Chunk:
@@ -226,7 +226,7 @@ def test_a_stage_keeps_no_output() -> None:
     torch.testing.assert_close(dx, (1 + slope).expand(2, 4))
 
 
-def test_a_stage_lets_go_of_its_input_after_backward() -> None:
+def test_a_stage_frees_its_input_after_backward() -> None:
     stage = Stage(1, lambda x, batch: ((x**2).sum(), torch.zeros(())))  # type: ignore[operator]
     [batch] = batches_of(1)
     x = torch.ones(3)
@@ -239,7 +239,7 @@ def test_a_stage_lets_go_of_its_input_after_backward() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
-def test_seeds_take_the_format_of_what_they_seed(dtype: torch.dtype) -> None:
+def test_gradient_seeds_take_the_dtype_of_the_outputs(dtype: torch.dtype) -> None:
     def chunk(x: Tensor | None, batch: MicroBatch) -> tuple[Tensor, Tensor]:
         assert x is not None
         return (x * 2).sum(), x.float().sum() * 3
@@ -438,7 +438,7 @@ def costs_of(stages: int, build: Build) -> StageCosts:
 
 @pytest.mark.parametrize("build", [linear_stages, gpt_stages])
 @pytest.mark.parametrize("name", SCHEDULES)
-def test_bytes_are_the_simulators_count_times_those_of_an_action(name: str, build: Build) -> None:
+def test_bytes_are_the_simulated_count_times_the_bytes_of_an_action(name: str, build: Build) -> None:
     program = program_of(name, 3, MICROBATCHES)
     costs = costs_of(program.stages, build)
     expected = simulate(program, costs)

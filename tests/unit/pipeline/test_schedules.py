@@ -38,7 +38,7 @@ def test_every_size_ends_and_does_everything_once(name: str) -> None:
         assert schedule.placement == ((*range(p), *reversed(range(p))) if name in V_SHAPED else loop)
 
 
-def test_the_clock_sees_deadlocks_and_what_is_missing_or_twice() -> None:
+def test_the_clock_finds_deadlocks_and_missing_or_duplicate_actions() -> None:
     first, *others = make_schedule("1f1b", 4, 1, 8).ranks
     small_groups = ScheduleSize(ranks=8, chunks=2, microbatches=16, group=4)
     with pytest.raises(StuckError, match="0F"):
@@ -165,7 +165,7 @@ def written_by_stock(kind: type, p: int, v: int, m: int, path: Path) -> Pipeline
 
 
 def is_in_stock(name: str, p: int, v: int, m: int) -> bool:
-    """Whether PyTorch has the schedule: one stage on a rank, rounds of one size, a DualPipe with all its phases.
+    """Return True if PyTorch has the schedule: one stage per rank, rounds of one size, a DualPipe with all its phases.
 
     Its 1F1B with fewer micro-batches than ranks does some that do not exist."""
     unequal = m % max(1, m // p)
@@ -173,7 +173,7 @@ def is_in_stock(name: str, p: int, v: int, m: int) -> bool:
 
 
 @pytest.mark.parametrize("name", STOCK)
-def test_order_is_that_of_pytorch(name: str, tmp_path: Path) -> None:
+def test_order_matches_pytorch(name: str, tmp_path: Path) -> None:
     """Equal wherever PyTorch has the schedule, but for the last rank's forwards in 1F1B, which it counts from 1."""
     compared = [size for size in sizes(name, ranks=5, microbatches=14) if is_in_stock(name, *size)]
     for size in compared:

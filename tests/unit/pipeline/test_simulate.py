@@ -32,7 +32,7 @@ What = tuple[str, Action]
 """``compute`` or ``transfer``, and the action; a transfer's is its send."""
 
 Rules = dict[What, tuple[float, list[What | None]]]
-"""How long it takes, and what has to be over before."""
+"""Duration, and the actions that must end before."""
 
 
 def relaxed(program: PipelineSchedule, costs: StageCosts) -> dict[What, tuple[float, float]]:
@@ -121,7 +121,7 @@ def programs(draw: st.DrawFn) -> tuple[PipelineSchedule, StageCosts]:
 
 @settings(derandomize=True, deadline=None, max_examples=40)
 @given(programs())
-def test_every_start_and_end_is_that_of_the_relaxation(drawn: tuple[PipelineSchedule, StageCosts]) -> None:
+def test_every_start_and_end_matches_the_relaxation(drawn: tuple[PipelineSchedule, StageCosts]) -> None:
     program, costs = drawn
     validate_program(program)
     made = simulate(program, costs)
@@ -188,7 +188,7 @@ def test_rates_from_times_of_real_machines_are_the_published_ones(row: tuple[flo
 
 
 @pytest.mark.parametrize("name", sorted(SCHEDULES))
-def test_peaks_are_those_of_the_proof_and_memory_is_counted_in_its_unit(name: str) -> None:
+def test_peaks_match_the_proof_in_its_unit_of_memory(name: str) -> None:
     chunks = SCHEDULES[name].chunks or 2
     program = add_communication(make_schedule(name, 4, chunks, 9))
     peaks, stages = validate_program(program), 4 * chunks
@@ -289,7 +289,7 @@ def problems(draw: st.DrawFn) -> tuple[int, int, int, StageCosts, float | None]:
 
 @settings(derandomize=True, deadline=None, max_examples=15)
 @given(problems())
-def test_it_is_valid_fits_and_is_never_worse_than_by_hand(
+def test_it_is_valid_fits_and_is_never_worse_than_handwritten_ones(
     drawn: tuple[int, int, int, StageCosts, float | None],
 ) -> None:
     ranks, chunks, microbatches, costs, limit = drawn
@@ -306,13 +306,13 @@ def test_it_is_valid_fits_and_is_never_worse_than_by_hand(
     ("ranks", "chunks", "microbatches", "costs", "limit", "gain"),
     [
         (4, 2, 8, StageCosts.uniform(8, latency=0.6), 16, 0.10),  # communication
-        (4, 1, 8, StageCosts.uniform(4, 1.0, 1.2, 0.8, 0.1), 6, 0.07),  # memory between that of ZB-H1 and of ZB-H2
+        (4, 1, 8, StageCosts.uniform(4, 1.0, 1.2, 0.8, 0.1), 6, 0.07),  # memory between ZB-H1 and ZB-H2
         (4, 1, 8, StageCosts((1, 1, 1, 1.5), (1, 1, 1, 1.5), (0.5,) * 4), 6, 0.03),  # a slow last stage
         (4, 1, 8, StageCosts.uniform(4, 1, 2, 1), 6, 0.05),  # slow input gradients
         (4, 3, 12, StageCosts.uniform(12), 12, math.inf),  # three stages on a rank in little memory: none by hand
     ],
 )
-def test_it_is_better_than_all_by_hand(
+def test_it_is_better_than_every_handwritten_schedule(
     ranks: int, chunks: int, microbatches: int, costs: StageCosts, limit: float | None, gain: float
 ) -> None:
     found = search_schedule(ranks, chunks, microbatches, costs, limit)

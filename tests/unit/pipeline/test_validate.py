@@ -77,7 +77,7 @@ def test_thousands_of_schedules_are_valid(schedule: PipelineSchedule) -> None:
 
 @settings(max_examples=40, derandomize=True, deadline=None)
 @given(schedules(ranks=4, chunks=3, microbatches=6))
-def test_schedules_come_to_their_end_by_the_judge_too(schedule: PipelineSchedule) -> None:
+def test_the_judge_confirms_that_schedules_finish(schedule: PipelineSchedule) -> None:
     found = add_communication(schedule)
     assert Play(found, schedule.placement).comes_to_its_end()
     for evaluation in (found.only(EVALUATION_KINDS), add_communication(schedule.only((FORWARD,)))):

@@ -159,7 +159,7 @@ ONE_RANK = [
 
 
 @pytest.mark.parametrize("flags", ONE_RANK)
-def test_kept_tensors_are_those_of_a_step(flags: str) -> None:
+def test_kept_tensors_match_a_step(flags: str) -> None:
     (((kept, _), peak),) = measured(0, 1, (flags,))
     (((forward, _)),) = activation_memory(config_of(flags), 1)
     assert kept == pytest.approx(forward.after, rel=0.02)
@@ -168,7 +168,7 @@ def test_kept_tensors_are_those_of_a_step(flags: str) -> None:
 
 
 @pytest.mark.parametrize("flags", ONE_RANK[1:28:2])
-def test_kept_tensors_in_16_bits_are_those_of_a_step(flags: str) -> None:
+def test_kept_tensors_in_16_bits_match_a_step(flags: str) -> None:
     """Norms compute in fp32: some keep a copy in place of their input."""
     (((kept, _), _),) = measured(0, 1, (f"{flags} --bf16",))
     (((forward, _)),) = activation_memory(config_of(f"{flags} --bf16"), 1)
@@ -176,7 +176,7 @@ def test_kept_tensors_in_16_bits_are_those_of_a_step(flags: str) -> None:
 
 
 @pytest.mark.parametrize("more", ["", f"{LLAMA} --bf16", f"{LLAMA} --lora-dora", f"{LLAMA} --lora-target linear_qkv"])
-def test_with_adapters_no_more_is_kept_than_foretold(more: str) -> None:
+def test_memory_with_adapters_is_within_the_forecast(more: str) -> None:
     """Frozen norms and linears without adapters keep less than trained ones."""
     flags = f"--lora-rank 4 --pretrained-checkpoint NOT_READ {more}"
     (((kept, _), peak),) = measured(0, 1, (flags,))
@@ -219,7 +219,7 @@ CONTEXT_PARALLEL = {
 }
 
 
-def test_kept_tensors_are_those_of_every_rank(pool: Pool) -> None:
+def test_kept_tensors_match_every_rank(pool: Pool) -> None:
     found = pool.run(2, measured, TWO_RANKS)
     for number, flags in enumerate(TWO_RANKS):
         config = config_of(flags, 2)
@@ -272,7 +272,7 @@ def host_pools(rank: int, ranks: int, flags: tuple[str, ...]) -> list[int]:
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_host_memory_is_what_is_offloaded(pool: Pool, ranks: int) -> None:
+def test_host_memory_counts_offloaded_tensors(pool: Pool, ranks: int) -> None:
     some = [each for each in OFFLOADED if ("pipeline" in each) == (ranks == 2)]
     flags = tuple(
         f"{each} --global-batch-size 8 --cpu-offloading-num-layers 2 --min-offloaded-tensor-size 2000" for each in some

@@ -20,7 +20,7 @@ def random_pattern(dice: random.Random) -> AttentionPattern:
 
 
 @pytest.mark.parametrize("seed", range(40))
-def test_chunks_and_work_are_those_of_the_mask(seed: int) -> None:
+def test_chunks_and_work_match_the_mask(seed: int) -> None:
     dice = random.Random(seed)
     pattern, ring = random_pattern(dice), dice.choice((2, 3, 4))
     length = 2 * ring * dice.randint(4, 24)

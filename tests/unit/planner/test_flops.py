@@ -110,19 +110,19 @@ def expected(model: ModelConfig, training: TrainingConfig) -> float:
 
 
 @pytest.mark.parametrize("changes", MODELS.values(), ids=MODELS)
-def test_every_model_switch_costs_what_torch_counts(changes: dict[str, Any]) -> None:
+def test_flops_of_every_model_switch_match_torch(changes: dict[str, Any]) -> None:
     model = tiny(**changes)
     assert expected(model, TrainingConfig()) == counted(model, TrainingConfig())
 
 
 @pytest.mark.parametrize("changes", EXPERTS.values(), ids=EXPERTS)
-def test_experts_cost_what_torch_counts_of_the_tokens_that_chose_them(changes: dict[str, Any]) -> None:
+def test_flops_of_experts_match_torch(changes: dict[str, Any]) -> None:
     model = tiny(**changes)
     assert expected(model, TrainingConfig()) == counted(model, TrainingConfig(), fused=True)
 
 
 def test_frozen_weights_have_two_products() -> None:
-    """Torch counts those of adapters too, three with A and three with B, but no product that is added in place."""
+    """Torch counts adapter products too, three with A and three with B, but no product that is added in place."""
     model, rank = tiny(num_query_groups=2, activation="swiglu", lora_rank=3), 3
     linears = [spec for name, spec in gpt(model).items() if re.search(r"linear_\w+\.weight", name)]
     narrow = sum(6 * len(linear_parts(spec)) * rank * sum(spec.shape) for spec in linears)
@@ -131,7 +131,7 @@ def test_frozen_weights_have_two_products() -> None:
 
 @pytest.mark.parametrize("dropout", [0.0, 0.1])
 @pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
-def test_every_recompute_plan_costs_what_torch_counts(plan: dict[str, Any], dropout: float) -> None:
+def test_flops_of_every_recompute_plan_match_torch(plan: dict[str, Any], dropout: float) -> None:
     model = tiny(num_layers=3, num_query_groups=2, attention_dropout=dropout, hidden_dropout=dropout)
     training = TrainingConfig(**plan)
     assert expected(model, training) == counted(model, training, fused=True)
@@ -194,7 +194,7 @@ def test_causal_counts_the_keys_that_tokens_see(pattern: str) -> None:
         assert seen.max() <= most
 
 
-def test_layers_cost_what_their_patterns_cost() -> None:
+def test_flops_of_layers_follow_their_patterns() -> None:
     model, training = tiny(num_layers=5, attention_pattern="local:8*2,global"), TrainingConfig(seq_length=64)
     one_each = [tiny(num_layers=1, attention_pattern=pattern) for pattern in ("local:8", "global")]
     for keys in (causal_attention_keys, full_attention_keys):

@@ -59,7 +59,7 @@ def storages(tensors: Iterable[Tensor]) -> dict[int, int]:
 
 
 def tensors_of(thing: Any, seen: set[int]) -> Iterator[Tensor]:
-    """All tensors that an object has, and those of the objects that it has."""
+    """Return all tensors of an object and of the objects that it has."""
     if id(thing) in seen or isinstance(thing, type | str | bytes | int | float | RunConfig):
         return
     seen.add(id(thing))
@@ -128,7 +128,7 @@ OPTIMIZERS = [
 @pytest.mark.parametrize(
     ("dtype", "optimizer"), [*product(("fp32", "bf16"), OPTIMIZERS), ("fp64", "adam"), ("fp16", OPTIMIZERS[5])]
 )
-def test_bytes_of_each_part_are_those_that_a_run_allocates(dtype: str, optimizer: str) -> None:
+def test_bytes_of_each_part_match_the_allocations_of_a_run(dtype: str, optimizer: str) -> None:
     config = config_of(f"--params-dtype {dtype} --optimizer {optimizer}")
     trainer = build_trainer(config, 0, 1)
     assert allocated(trainer) == max_state_bytes(config, 1) == rank_state_bytes(config, 1, 0)
@@ -291,7 +291,7 @@ def lent(rank: int, world_size: int, flags: str) -> tuple[int, int]:
 
 @pytest.mark.parametrize("stage", [2, 3])
 @pytest.mark.parametrize("more", ["", "--pipeline-model-parallel-size 2 --pipeline-schedule zb-h1", EXPERTS])
-def test_whole_buckets_of_gradients_are_no_more_than_is_foretold(pool: Pool, more: str, stage: int) -> None:
+def test_whole_buckets_of_gradients_are_within_the_forecast(pool: Pool, more: str, stage: int) -> None:
     ranks = 2 if not more.startswith("--pipe") else 4
     flags = f"{SMALL} {STAGES[2 * stage - 2 + (stage > 2)]} --global-batch-size 8 --num-layers 8 {more}"
     bound = reduction_buffer_bytes(config_of(flags, ranks), ranks)
@@ -319,7 +319,7 @@ GATHERS = (
 
 
 @pytest.mark.parametrize("more", GATHERS)
-def test_whole_weights_of_zero_3_are_those_foretold(more: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_whole_weights_of_zero_3_match_the_forecast(more: str, monkeypatch: pytest.MonkeyPatch) -> None:
     config = config_of(f"{SMALL} optim_grads_params --global-batch-size 8 --num-layers 6 {more}", 4)
     layout = Layout.from_config(config.parallel, 4)
     start, buffers, held = WeightBuffer.start_gather, list[WeightBuffer](), list[int]()
@@ -338,7 +338,7 @@ def test_whole_weights_of_zero_3_are_those_foretold(more: str, monkeypatch: pyte
             train_step(trainer, trainer.next_batches(), Rates(1e-3, 0.0))
         assert not storages(each.whole for each in buffers), "all are free after a step"
         foretold = gathered_weight_bytes(config, layout, pp)
-        assert max(held) == foretold or (pp > 0 and max(held) < foretold), "micro-batches in flight are those of rank 0"
+        assert max(held) == foretold or (pp > 0 and max(held) < foretold), "rank 0 has the most micro-batches in flight"
 
 
 @pytest.mark.parametrize(
@@ -357,7 +357,7 @@ def test_whole_weights_of_zero_3_are_those_foretold(more: str, monkeypatch: pyte
         ("--context-parallel-size 4 --use-distributed-optimizer --overlap-param-gather", 4),
     ],
 )
-def test_communicators_are_those_that_a_mesh_creates(flags: str, ranks: int) -> None:
+def test_communicators_match_a_mesh(flags: str, ranks: int) -> None:
     config = config_of(f"{flags} --global-batch-size 32", ranks)
     layout = Layout.from_config(config.parallel, ranks)
     for pp, rank in enumerate(layout.group_of(0, ("pp",))):

@@ -74,7 +74,7 @@ def formula(m: ModelConfig, experts: int | None) -> int:
 
 
 @pytest.mark.parametrize("m", [*dense(), *mixtures()])
-def test_their_number_is_that_of_a_closed_formula(m: ModelConfig) -> None:
+def test_their_number_matches_a_closed_formula(m: ModelConfig) -> None:
     assert num_parameters(m) == formula(m, m.num_experts) == sum(spec.numel for spec in gpt(m).values())
     assert num_parameters(m, active=True) == formula(m, m.num_experts and m.moe_router_topk)
 
@@ -138,7 +138,7 @@ PIPELINES = (
 
 
 @pytest.mark.parametrize("tp", [1, 2, 4])
-def test_every_rank_builds_what_the_planner_sums(tp: int) -> None:
+def test_every_rank_builds_the_parameters_of_the_planner(tp: int) -> None:
     for model, pipeline in zip(dense()[tp - 1 :: 3], cycle(PIPELINES)):
         parallel = replace(pipeline, tensor_model_parallel_size=tp)
         check(model, parallel, tp * pipeline.pipeline_model_parallel_size)

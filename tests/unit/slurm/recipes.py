@@ -38,7 +38,7 @@ class Started:
 
     Attributes:
         words: of the whole command, srun's first.
-        flags: those of the program.
+        flags: of the program.
         world_size: ranks.
     """
 

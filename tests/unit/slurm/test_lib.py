@@ -297,7 +297,7 @@ def test_a_spare_takes_the_place_of_a_node_whose_device_fails(job: Job, launcher
     assert int(until) == pytest.approx(time.time() + 24 * 3600, abs=60)
 
 
-def test_without_a_spare_slurm_is_asked_for_another_node(job: Job) -> None:
+def test_without_a_spare_node_slurm_is_asked_for_another(job: Job) -> None:
     job.environ["CLUSTER"] = "n1 n2 n3 n4"
     assert job.start(fail_device("n2"))[0] == 0
     assert job.calls("scontrol") == ["requeue 7", "update JobId=7 ExcNodeList=n2"]
@@ -376,7 +376,7 @@ def test_starts_that_slurm_ends_do_not_count_as_stalled(job: Job) -> None:
     assert [job.start("exit 1", restart)[0] for restart in range(4, 7)] == [0, 0, 1]
 
 
-def test_jobs_that_share_a_run_do_not_touch_what_the_other_remembers(job: Job) -> None:
+def test_jobs_that_share_a_run_do_not_change_each_others_state(job: Job) -> None:
     stop = job.run / "slurm" / "stop.6.0"
     stop.parent.mkdir(parents=True)
     stop.touch()
@@ -418,7 +418,7 @@ def test_flags_that_would_be_overridden_are_refused(job: Job, flags: tuple[str, 
 
 
 def wait_for(path: Path, words: str) -> None:
-    """Until a file has the words of a start, and not those of its check."""
+    """Wait until a file has the arguments of a start, not of its check."""
     deadline = time.monotonic() + 30
     while not path.exists() or not [x for x in path.read_text().splitlines() if words in x and "--check" not in x]:
         assert time.monotonic() < deadline

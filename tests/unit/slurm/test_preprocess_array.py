@@ -1,4 +1,4 @@
-"""Which files a task of ``slurm/preprocess_array.sh`` takes, and what is merged, without a Slurm."""
+"""Files of each task of ``slurm/preprocess_array.sh``, and the merge, without Slurm."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ SMALL_NODES = {"train_175b": 3, "train_gpt2_124m": 1, "train_llama3_70b": 2, "tr
 
 
 @pytest.mark.parametrize("recipe", TRAINING)
-def test_flags_are_those_of_a_run_through_every_stage_of_its_batch(recipe: str) -> None:
+def test_flags_match_a_run_through_every_stage_of_its_batch(recipe: str) -> None:
     started = Started.by(recipe)
     config = started.config()
     assert num_parameters(config.model) > 1e8
@@ -84,7 +84,7 @@ def test_the_header_is_true(recipe: str) -> None:
 
 
 @pytest.mark.parametrize("recipe", ["train_175b", "train_llama3_8b"])
-def test_activations_are_those_that_a_layer_keeps(recipe: str) -> None:
+def test_activations_match_the_tensors_that_a_layer_keeps(recipe: str) -> None:
     """Of the recipe's model made smaller: what one layer more has alive after its forward pass."""
     large = Started.by(recipe).config().model
     heads, groups = 4, 4 * large.kv_groups // large.num_attention_heads
@@ -107,15 +107,15 @@ def kept_bytes(model: ModelConfig, samples: int, length: int) -> int:
         return made.alive
 
 
-def test_the_interval_of_saves_is_what_the_header_finds_best() -> None:
+def test_the_save_interval_matches_the_best_one_of_the_header() -> None:
     best = int(re.findall(r"= (\d+) steps is best", "\n".join(recipes.header("train_175b")))[0])
     interval = Started.by("train_175b").config().checkpoint.save_interval
     assert interval is not None
     assert abs(interval - best) / best < 0.1
 
 
-def test_figures_of_the_large_one_are_those_of_its_papers() -> None:
-    """Literals, in case that the formulas above and those of the library are wrong together."""
+def test_figures_of_the_large_model_match_its_papers() -> None:
+    """Literals, in case the formulas above and in the library are wrong together."""
     started = Started.by("train_175b")
     config = started.config()
     assert started.world_size == 1024 == 8 * 16 * 8
@@ -250,7 +250,7 @@ def test_files_are_staged_once_whole_and_only_if_there_is_room(tmp_path: Path) -
     assert stage().returncode == 1
 
 
-def test_output_of_a_rank_is_in_a_file_and_that_of_the_first_is_not(tmp_path: Path) -> None:
+def test_only_the_first_ranks_output_is_not_in_a_file(tmp_path: Path) -> None:
     (tmp_path / "python").write_text(
         '#!/bin/sh\necho "$*"${PET_RDZV_ENDPOINT+ at $PET_RDZV_ENDPOINT}\necho error >&2\n'
     )
@@ -279,7 +279,7 @@ def test_output_of_a_rank_is_in_a_file_and_that_of_the_first_is_not(tmp_path: Pa
     assert output("train.py", SLURMD_NODENAME="n2", RANK="3", LOGS="") == "-u train.py\n"
 
 
-def test_from_elsewhere_a_sentence_states_where_to_submit(tmp_path: Path) -> None:
+def test_a_submission_from_another_folder_names_the_folder_to_use(tmp_path: Path) -> None:
     script = ROOT / "slurm" / "train_175b.sh"
     done = subprocess.run(["bash", script], cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 2

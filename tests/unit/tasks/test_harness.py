@@ -1,4 +1,4 @@
-"""Answers to lm-eval's requests, compared one by one with those of its own model of Hugging Face folders."""
+"""Answers to lm-eval's requests, compared one by one with its own model of Hugging Face folders."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def theirs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 @pytest.fixture(scope="module")
 def manager(tmp_path_factory: pytest.TempPathFactory) -> TaskManager:
-    """The tasks in files, without those of lm-eval, which take seconds to list."""
+    """Return the tasks in files, without lm-eval's own, which take seconds to list."""
     return TaskManager(include_path=write_tasks(tmp_path_factory.mktemp("tasks")), include_defaults=False)
 
 
@@ -74,7 +74,7 @@ def assert_same(found: Any, expected: Any, tolerance: float) -> None:
 
 
 @pytest.mark.parametrize("fewshot", [0, pytest.param(1, marks=pytest.mark.slow)])
-def test_every_answer_is_that_of_the_hf_model(theirs: tuple[Path, Any], manager: TaskManager, fewshot: int) -> None:
+def test_every_answer_matches_the_hf_model(theirs: tuple[Path, Any], manager: TaskManager, fewshot: int) -> None:
     folder, model = theirs
     with precision(torch.float64):
         reference = HFLM(pretrained=model, tokenizer=AutoTokenizer.from_pretrained(folder), batch_size=3)
@@ -134,7 +134,7 @@ def test_a_checkpoint_is_evaluated_like_its_export(tmp_path: Path, capsys: pytes
         assert numbers == pytest.approx({name: found[task][name] for name in numbers}, rel=1e-4)
 
 
-def test_chat_templates_are_those_of_the_hf_model(theirs: tuple[Path, Any]) -> None:
+def test_chat_templates_match_the_hf_model(theirs: tuple[Path, Any]) -> None:
     folder, model = theirs
     template = (
         "{% for m in messages %}{% if m.role == 'system' %}{{ raise_exception('no') }}{% endif %}<{{ m.role }}>"
@@ -158,7 +158,7 @@ def test_chat_templates_are_those_of_the_hf_model(theirs: tuple[Path, Any]) -> N
 
 
 @pytest.mark.usefixtures("_only_local_tasks")
-def test_wrong_requests_are_one_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_wrong_requests_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = write_tasks(tmp_path)
     task = folder / "written.yaml"
     (folder / "long.yaml").write_text(task.read_text().replace("max_gen_toks: 9", "max_gen_toks: 24") + "task: long\n")

@@ -59,7 +59,7 @@ def sliding_loss(model: Any, ids: torch.Tensor, length: int, stride: int) -> tup
 
 
 @pytest.mark.parametrize(("length", "stride"), [(POSITIONS, 7), (POSITIONS, POSITIONS - 1), (10, 5)])
-def test_perplexity_is_that_of_a_plain_loop(theirs: tuple[Path, Any], tmp_path: Path, length: int, stride: int) -> None:
+def test_perplexity_matches_a_plain_loop(theirs: tuple[Path, Any], tmp_path: Path, length: int, stride: int) -> None:
     folder, model = theirs
     data = tmp_path / "text.txt"
     data.write_text(TEXT)
@@ -87,7 +87,7 @@ def test_documents_of_jsonl_are_scored_apart(theirs: tuple[Path, Any], tmp_path:
     assert found["loss"] == pytest.approx(sum(loss for loss, _ in losses) / found["tokens"], rel=1e-10)
 
 
-def test_wikitext_is_detokenised_and_its_own_words_count(theirs: tuple[Path, Any], tmp_path: Path) -> None:
+def test_wikitext_is_detokenised_and_counted_by_original_words(theirs: tuple[Path, Any], tmp_path: Path) -> None:
     assert detokenize_wikitext2(WIKITEXT) == wikitext_detokenizer({"page": WIKITEXT})
     folder, model = theirs
     data = tmp_path / "wiki.test.tokens"
@@ -120,7 +120,7 @@ def test_lambada_predicts_last_words(theirs: tuple[Path, Any], tmp_path: Path) -
     assert found["word perplexity"] == pytest.approx(math.exp(-total / len(texts)), rel=1e-10)
 
 
-def test_wrong_requests_are_one_sentence(
+def test_wrong_requests_are_refused(
     theirs: tuple[Path, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder, _ = theirs

@@ -57,7 +57,7 @@ def test_a_run_builds_nothing_any_more(tmp_path: Path, monkeypatch: pytest.Monke
         assert dataset[0].tokens.tolist() == in_memory.datasets[split][0].tokens.tolist()
 
 
-def test_only_what_is_missing_is_built(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_only_missing_indexes_are_built(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     flags = [*RUN, "--data-path", CASES[0], "--data-cache-path", str(tmp_path)]
     assert main(flags) == 0
     capsys.readouterr()

@@ -69,7 +69,7 @@ def test_a_tolerance_is_relative_and_not_for_samples() -> None:
 
 
 def test_means_of_other_steps_are_not_compared() -> None:
-    """A loss is the mean since the line before; the other values are those of one step."""
+    """A loss is the mean since the line before; the other values belong to one step."""
     every, second = run_of(*map(line, range(1, 5))), run_of(line(2, **{"lm loss": 9.0}), line(4, **{"lm loss": 9.0}))
     assert compare_steps(every, second).differs_at is None
     assert compare_steps(every, run_of(line(2), line(4, **{"grad-norm": 9.0}))).differs_at == 4
@@ -98,7 +98,7 @@ def test_lines_that_a_crash_cut_off_are_reported(tmp_path: Path) -> None:
     assert (list(run.lines), run.missing) == ([1], [f"{path / 'metrics.jsonl'}: 2 lines cannot be read"])
 
 
-def test_options_are_those_of_the_run_and_of_how_it_is_computed_and_of_one_start(tmp_path: Path) -> None:
+def test_changed_options_are_reported_with_their_role(tmp_path: Path) -> None:
     a = read_run(folder(tmp_path / "a", []))
     b = read_run(folder(tmp_path / "b", [], "--lr 2e-2 --exit-interval 3 --seed 7 --kernels torch"))
     assert changed_options(a, b) == [
@@ -161,5 +161,5 @@ def test_a_folder_of_no_run_is_refused(tmp_path: Path) -> None:
         (Change("uncommitted changes", "x\n" * 5, None), "uncommitted changes: 5 lines, 10 characters | nothing"),
     ],
 )
-def test_a_change_in_words(change: Change, text: str) -> None:
+def test_the_description_of_a_change(change: Change, text: str) -> None:
     assert str(change) == text

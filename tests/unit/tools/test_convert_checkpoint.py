@@ -293,7 +293,7 @@ def test_wrong_flags(argv: list[str], message: str, capsys: pytest.CaptureFixtur
 
 
 @pytest.mark.parametrize("target", ["--save", "--save-hf"])
-def test_a_checkpoint_of_ours_is_not_one_of_megatron_lm(
+def test_our_checkpoint_is_not_taken_for_megatron_lms(
     target: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     source = write_checkpoint(tmp_path / "run" / "iter_0000007", llama()).path

@@ -145,7 +145,7 @@ def test_other_samples(runs: Path, capsys: pytest.CaptureFixture[str], other: st
 
 
 def test_a_run_that_was_made_longer_has_its_own_order(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The order of samples is frozen in segments; those of a run that went on are not those of one planned as long."""
+    """The order of samples is frozen in segments; an extended run has other segments than one planned as long."""
     config = from_dict(yaml.safe_load((runs / "extended" / "config.yaml").read_text()))
     laid_out = json.loads((runs / "extended" / "data.json").read_text())["train"]["laid_out_for_samples"]
     assert len(laid_out) > 1

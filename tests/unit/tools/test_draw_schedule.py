@@ -34,7 +34,7 @@ def table(text: str) -> dict[str, list[str]]:
     return {row[0]: row[1:] for row in rows}
 
 
-def test_the_bubbles_are_those_of_the_formulas(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_bubbles_match_the_formulas(capsys: pytest.CaptureFixture[str]) -> None:
     argv = ["--compare", "1f1b", "interleaved", "gpipe", "--virtual", "3", "--pipeline", "4", "--microbatches", "8"]
     assert main([*argv, "--f", "2", "--i", "3", "--w", "1"]) == 0
     rows = table(capsys.readouterr().out)

@@ -111,7 +111,7 @@ def test_flags(capsys: pytest.CaptureFixture[str]) -> None:
     assert parse([*flags, "--check-config"], {}).config.training.recompute_granularity == "full"
 
 
-def test_refusals_and_notes_are_those_of_the_run(capsys: pytest.CaptureFixture[str]) -> None:
+def test_refusals_and_notes_match_the_run(capsys: pytest.CaptureFixture[str]) -> None:
     flags = "--learning-rate 1e-3 --position-embedding-type alibi --num-query-groups 2 --disable-bias-linear"
     assert from_megatron.main(["--", *f"{MODEL} {RUN} {flags}".split()]) == 1
     output = capsys.readouterr().out
@@ -194,7 +194,7 @@ OF_CHECKPOINT = (
     "--min-lr 1e-4 --lr-decay-style cosine --lr-warmup-iters 2 --weight-decay 0.1 --adam-beta2 0.95 --mock-data "
     "--hidden-dropout 0 --attention-dropout 0"
 )
-"""Flags of the run that wrote the checkpoint, without those of its model."""
+"""Flags of the run that wrote the checkpoint, without model flags."""
 
 
 def test_a_folder_of_megatron_lm_gets_a_prefix_and_its_arguments_are_compared(

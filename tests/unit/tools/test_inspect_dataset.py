@@ -222,7 +222,7 @@ def dataset(folder: Path, documents: list[list[list[int]]], code: int = 4) -> In
     batches=st.lists(st.lists(st.integers(-3, 20) | st.integers(-(2**62), 2**62), max_size=8), max_size=5),
     share=st.floats(0, 1),
 )
-def test_counts_are_those_of_a_dictionary(batches: list[list[int]], share: float) -> None:
+def test_counts_match_a_dictionary(batches: list[list[int]], share: float) -> None:
     counts, numbers = ValueCounts(), sorted(number for batch in batches for number in batch)
     for batch in batches:
         counts.add(np.array(batch, dtype=np.int64))

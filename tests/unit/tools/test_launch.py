@@ -84,7 +84,7 @@ def test_shells_find_no_fault(where: str, tmp_path: Path, capsys: pytest.Capture
     assert done.stdout == ""
 
 
-def test_a_job_asks_slurm_for_what_the_cluster_needs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_job_requests_the_resources_of_the_cluster(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     flags = "--partition gpu --account lab --time 12:00:00 --network ethernet --gpus-per-node 4"
     script = written(capsys, tmp_path / "none", f"slurm --nodes 32 {flags} {NAMED}")
     asked = [line.removeprefix("#SBATCH ") for line in script.splitlines() if line.startswith("#SBATCH")]
@@ -165,7 +165,7 @@ def test_a_cluster_is_asked_for_once(
     assert "--partition=other" in written(capsys, path, f"slurm --nodes 16 {NAMED} --partition other")
 
 
-def test_a_network_that_no_recipe_knows(capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_unknown_network_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         launch.main(["slurm", *LARGE.split(), "--network", "ib"])
     assert "choose from" in capsys.readouterr().err
@@ -177,7 +177,7 @@ def test_a_file_that_describes_no_cluster(tmp_path: Path, capsys: pytest.Capture
     assert capsys.readouterr().err.startswith("E006")
 
 
-def test_every_host_gets_the_same_words(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_host_gets_the_same_arguments(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     script = written(capsys, tmp_path / "none", f"ssh --hosts first,second --gpus-per-node 2 {TINY}")
     printed = stand_in(tmp_path, "ssh", 'echo "$3 : $(cat)"')
     done = run(script, tmp_path, printed, "--run-dir", "a b")
@@ -237,9 +237,7 @@ def test_no_setting_becomes_a_command_or_another_option(
      '{"time": 5}', '{"partition": ["a"]}', '{"account": {"a": 1}}', "[" * 100_000, '{"gpus_per_node": 0}', "\\x00",
      '{"network": "token ring"}', '{"gpus_per_node": 1e999}', '{"gpus_per_node": 99999999999}'],
 )  # fmt: skip
-def test_a_setting_of_another_type_is_a_sentence(
-    content: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_setting_of_another_type_is_refused(content: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "cluster.json").write_text(content)
     assert launch.main([*f"slurm {NAMED}".split(), "--cluster", str(tmp_path / "cluster.json")]) == 2
     assert "E006" in capsys.readouterr().err
@@ -254,7 +252,7 @@ def test_a_host_is_a_name(hosts: str, tmp_path: Path, capsys: pytest.CaptureFixt
     assert "--hosts NAME" in capsys.readouterr().err
 
 
-def test_flags_of_a_run_are_words_of_the_script(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_flags_of_a_run_are_passed_by_the_script(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     hostile = "x\n#SBATCH --wrap=id\ntouch made '$(touch made)' \x1b[2J"
     arguments = ["slurm", "--nodes", "8", *NAMED.split(), "--wandb-exp-name", hostile]
     assert launch.main([*arguments, "--cluster", str(tmp_path / "none")]) == 0

@@ -57,7 +57,7 @@ def test_one_panel_for_each_pair_also_without_tokens(tmp_path: Path) -> None:
     assert not list(tmp_path.glob(".partial*"))
 
 
-def test_lengths_that_are_alike_are_marked_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_equal_lengths_are_marked_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     drawn: list[Figure] = []
     save = Figure.savefig
     monkeypatch.setattr(
@@ -71,13 +71,13 @@ def test_lengths_that_are_alike_are_marked_once(tmp_path: Path, monkeypatch: pyt
     assert axes.get_title("right") == "1 document, 372K tokens"
 
 
-def test_a_kind_of_picture_that_no_one_knows(tmp_path: Path) -> None:
+def test_an_unknown_image_format_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="xyz"):
         draw_lengths([("x", summary_of(tmp_path, [1]))], tmp_path / "out.xyz")
     assert not list(tmp_path.glob("*out*"))
 
 
-def test_without_matplotlib_it_states_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_matplotlib_it_names_the_package_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     real = builtins.__import__
 
     def without(name: str, *args: Any, **keywords: Any) -> Any:

@@ -26,7 +26,7 @@ def rows(text: str) -> dict[str, list[float]]:
     return {name: [float(n.replace(",", "").removeprefix("1/")) for n in row.split()] for name, row in cells}
 
 
-def test_zero_saves_what_its_paper_states_where_alignment_is_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+def test_zero_saves_the_bytes_of_its_paper_without_alignment(capsys: pytest.CaptureFixture[str]) -> None:
     found = rows(printed(capsys, "--preset", "llama2-7b", "--bf16", "--world-size", "4"))
     gb, ranks = ELEMENTS / 2**30, 4
     expected = {
@@ -66,7 +66,7 @@ def test_errors_are_reported_as_by_a_run(capsys: pytest.CaptureFixture[str]) -> 
     assert "tools/memory.py" in capsys.readouterr().out
 
 
-def test_the_documentation_shows_what_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_documentation_shows_the_printed_output(capsys: pytest.CaptureFixture[str]) -> None:
     text = (ROOT / "docs" / "performance.md").read_text(encoding="utf-8")
     shown = re.findall(r"^```\n\$ python tools/memory\.py (.*)\n((?:.*\n)*?)```$", text, re.MULTILINE)
     assert shown

@@ -225,9 +225,7 @@ def preprocessed(folder: Path, name: str, texts: list[str]) -> Path:
     return folder / name
 
 
-def test_merged_is_what_one_preprocessing_of_all_text_writes(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_merged_data_match_one_preprocessing_of_all_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     texts = ["first", "", "zwölf", "x" * 300, "last"]
     inputs = [preprocessed(tmp_path, "a", texts[:2]), preprocessed(tmp_path, "b", texts[2:])]
     whole = preprocessed(tmp_path, "whole", texts)

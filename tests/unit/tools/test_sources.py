@@ -21,7 +21,7 @@ from tools.inspect_checkpoint import main as inspect
 
 MODEL = llama(vocab_size=259, max_position_embeddings=32)
 BASE = ("own", "store", "hf", "megatron")
-"""Forms of one model. The others are those of the same model with adapters."""
+"""Forms of one model. The others are forms of the same model with adapters."""
 
 ADAPTED = ("adapters", "peft")
 CHECKPOINTS = ("own", "store", "megatron", "adapters")

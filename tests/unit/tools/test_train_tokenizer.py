@@ -246,7 +246,7 @@ def merged(word: tuple[str, ...], pair: tuple[str, str]) -> tuple[str, ...]:
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_merges_are_those_of_the_algorithm(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_merges_match_the_algorithm(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     texts = some_texts(seed, 30)
     trained = train_bpe(documents(texts), MIN_BPE_SIZE + 40)
     made = tokenizers.Tokenizer.from_buffer(trained.files[TOKENIZER_JSON])

@@ -83,7 +83,7 @@ def test_checkpoints_hold_the_adapters_alone(tmp_path: Path, base: Path) -> None
     [("checkpoint", "fp64"), ("hf", "fp64"), pytest.param("checkpoint", "bf16", id="bf16")],
 )
 def test_starts_as_the_base(tmp_path: Path, base: Path, kind: str, dtype: str) -> None:
-    """The loss of the first step, before any update, is that of the frozen weights."""
+    """The loss of the first step, before any update, equals the loss of the frozen weights."""
     location, losses = llama_folder(tmp_path) if kind == "hf" else str(base), []
     for name, flags in {"full": "", "lora": "--lora-rank 2", "dora": "--lora-rank 2 --lora-dora"}.items():
         assert run(tmp_path / name, location, f"{flags} --train-iters 1 --params-dtype {dtype}").status == 0
@@ -176,7 +176,7 @@ def test_options_that_change_the_base(
     assert convert([*export, "--save-peft", f"{tmp_path}/peft"]) == 1
     assert "does not compute what the base's does: --norm-epsilon: base 1e-05" in capsys.readouterr().err
     assert not (tmp_path / "peft").exists()
-    if kind == "checkpoint":  # that of a folder is read with the flags
+    if kind == "checkpoint":  # a folder's is read with the flags
         assert "E821 " in run(tmp_path / "wide", location, "--lora-rank 2 --ffn-hidden-size 64").err
 
 

@@ -52,8 +52,8 @@ def test_the_average_of_every_step_follows_from_the_main_parameters(tmp_path: Pa
     check(tmp_path, weights_and_average(tmp_path, 1)[1], 2)
 
 
-def test_it_is_evaluated_and_the_run_notices_nothing_of_that(tmp_path: Path) -> None:
-    """The weights that follow are those of a run without evaluations; the loss, that of a model with the average."""
+def test_evaluation_of_it_does_not_change_the_run(tmp_path: Path) -> None:
+    """Later weights match a run without evaluations; the loss belongs to a model with the average."""
     flags = f"--ema-decay {DECAY} --params-dtype fp32"
     run(tmp_path / "quiet", flags)
     out = run(tmp_path / "run", f"{flags} --eval-iters 1 --eval-interval 2")
@@ -76,7 +76,7 @@ def test_the_average_starts_from_the_weights_if_the_checkpoint_has_none(tmp_path
     check(tmp_path, weights_and_average(tmp_path, 3)[0], 4)
 
 
-def test_those_who_use_the_model_may_take_it(tmp_path: Path) -> None:
+def test_the_average_can_be_loaded_as_the_model(tmp_path: Path) -> None:
     run(tmp_path, f"--ema-decay {DECAY}")
     manifest, _ = open_checkpoint(tmp_path / "saved")
     weights, average = weights_and_average(tmp_path, 6)

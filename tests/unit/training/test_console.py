@@ -142,7 +142,7 @@ def test_a_line_on_a_cpu_counts_all_ranks_and_has_no_mfu() -> None:
     assert "mem" not in line
 
 
-def test_a_line_states_what_was_skipped_and_the_loss_scale() -> None:
+def test_a_line_states_skipped_steps_and_the_loss_scale() -> None:
     line = line_of({**RECORD, "skipped-iterations-count": 2, "loss-scale": 65536.0, "lm loss": math.nan})
     assert "loss - gnorm " in line
     assert " | scale 65.5K | skipped 2 | " in line

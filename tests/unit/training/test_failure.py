@@ -64,7 +64,7 @@ def left(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 @pytest.mark.parametrize("status", [0, 143])
-def test_the_status_is_that_of_the_loop(
+def test_run_returns_the_status_of_the_loop(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, left: list[str], status: int
 ) -> None:
     monkeypatch.setattr(main, "train", lambda *arguments: status)
@@ -464,7 +464,7 @@ def test_the_signal_is_seen_where_no_handler_runs(ended: Ended) -> None:
     assert seen_before_the_end == [[]]
 
 
-def test_peers_are_the_processes_that_were_started_alike() -> None:
+def test_peers_are_processes_with_the_same_command() -> None:
     """Two children of this process are ranks, as another one sees them; then one is killed."""
     sleeps = [sys.executable, "-c", "import time; time.sleep(60)"]
     ranks, other = [subprocess.Popen(sleeps) for _ in range(2)], subprocess.Popen(["sleep", "60"])

@@ -41,7 +41,7 @@ def world_of(flags: str, ranks: int, rank: int = 0) -> FakeWorld:
     return fake_world(config_of(f"--global-batch-size 48 {flags}", ranks), ranks, rank)
 
 
-def test_a_rank_holds_what_the_same_rank_of_a_run_allocates(pool: Pool) -> None:
+def test_a_rank_holds_the_memory_that_a_run_allocates(pool: Pool) -> None:
     tried = CUT[7], CUT[10], CUT[-2]
     for rank, allocated in enumerate(pool.run(4, every_rank, tried)):
         for flags, held in zip(tried, allocated, strict=True):
@@ -172,7 +172,7 @@ def test_known_shapes(flags: str, ranks: int) -> None:
     assert world.report().count("\n") >= len(world.pipeline)
 
 
-def test_bytes_that_differ_from_the_prediction_are_an_error_which_leaves_no_groups(
+def test_bytes_that_differ_from_the_prediction_are_an_error(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(fake, "rank_state_bytes", lambda *args: rank_state_bytes(*args) | {"weights": 0})

@@ -24,7 +24,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     return Clock(monkeypatch)
 
 
-def test_a_run_that_is_killed_loses_what_was_not_saved(clock: Clock) -> None:
+def test_a_killed_run_loses_unsaved_steps_only(clock: Clock) -> None:
     run = Goodput()
     clock.now += 10  # building
     clock.now += 50

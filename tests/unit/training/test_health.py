@@ -27,7 +27,7 @@ REPORT = {
 }
 
 
-def test_a_line_names_the_layers_that_stand_out() -> None:
+def test_a_line_names_outlying_layers() -> None:
     line = health_line(1240, REPORT)
     assert line == (
         "health at 1240: gradient .03 layers.0 to 1.50 head | update 1.2e-3, most 2.5e-2 layers.0"
@@ -35,7 +35,7 @@ def test_a_line_names_the_layers_that_stand_out() -> None:
     )
 
 
-def test_nan_stands_out() -> None:
+def test_nan_is_highlighted() -> None:
     bad = {"health/activation-rms/layers.0": NAN, "health/activation-rms/layers.1": 7.0}
     assert "activations nan layers.0 |" in health_line(1, REPORT | bad)
 
@@ -71,7 +71,7 @@ def grad_norms(sums: torch.Tensor, step: StepMetrics) -> dict[str, float]:
     return {name.removeprefix(prefix): value for name, value in values.items() if name.startswith(prefix)}
 
 
-def test_a_gradient_that_is_not_finite_is_that_of_its_layer_alone() -> None:
+def test_a_nonfinite_gradient_is_reported_for_its_layer_alone() -> None:
     sums = torch.ones(3, 8, dtype=torch.float64)
     sums[0, 0], sums[1, 0] = 64.0, math.inf
     assert grad_norms(sums, metrics(math.inf, 4.0)) == {

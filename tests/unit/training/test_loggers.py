@@ -104,7 +104,7 @@ def test_a_run_leaves_console_lines_metrics_and_a_picture(tmp_path: Path, capsys
     assert from_dict(tree).training.train_iters == 100
 
 
-def test_metric_names_are_those_of_megatron_lm() -> None:
+def test_metric_names_match_megatron_lm() -> None:
     """Dashboards depend on these; a change here breaks them."""
     assert METRICS.keys() >= {
         *("world-size", "learning-rate", "batch-size", "lm loss", "loss-scale", "grad-norm", "iteration-time"),
@@ -136,7 +136,7 @@ def test_a_console_on_a_full_disk_costs_the_run_nothing_else(tmp_path: Path, mon
     assert [line.get("lm loss", line.get("text")) for line in lines(tmp_path)[1:]] == [2.5, "look"]
 
 
-def test_a_folder_used_again_is_continued_and_keeps_what_differs(
+def test_a_reused_folder_is_continued_and_keeps_different_files(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with run_log(tmp_path) as log:

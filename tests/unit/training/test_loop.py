@@ -173,7 +173,7 @@ def test_an_overflow_stops_the_run_only_if_no_smaller_loss_scale_can_cure_it(tmp
     [("", True), ("--fp16 --initial-loss-scale 16 --min-loss-scale 16", True)]
     + [("--fp16 --initial-loss-scale 16 --hysteresis 1", False), ("--skip-spikes 3 --ema-decay 0.9", True)],
 )
-def test_a_flag_that_is_read_a_step_late_ends_the_run_with_the_same_weights_and_words(
+def test_a_flag_read_one_step_late_ends_the_run_with_the_same_weights_and_message(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, flags: str, ends: bool
 ) -> None:
     """As on GPUs: the step after the bad one is taken, and changes nothing."""
@@ -210,7 +210,7 @@ def test_a_flag_that_is_read_a_step_late_ends_the_run_with_the_same_weights_and_
     assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
 
 
-def test_a_flag_is_read_before_what_uses_the_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_late_flag_is_read_before_the_step_is_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(features, "NonFiniteCheck", lambda trainer: NonFiniteCheck(trainer, late=True))
     for number, flags in enumerate(("--log-interval 3", "--eval-interval 3 --eval-iters 1", "--save-interval 3")):
         folder = tmp_path / str(number)
@@ -371,7 +371,7 @@ def test_skip_train_evaluates_as_the_run_did_and_changes_nothing(saved_run: Path
 
 
 @pytest.mark.parametrize(("flags", "step"), [("--ckpt-step 3", 3), ("--resume-mode weights-only --seed 7", 0)])
-def test_skip_train_evaluates_what_is_asked_for(saved_run: Path, tmp_path: Path, flags: str, step: int) -> None:
+def test_skip_train_evaluates_the_requested_splits(saved_run: Path, tmp_path: Path, flags: str, step: int) -> None:
     flags = f"--load {saved_run}/saved {flags} --eval-iters 2 --skip-train"
     assert start(tiny_run(tmp_path, flags)).status == 0
     kind = "lm loss validation"
@@ -401,7 +401,7 @@ def test_a_signal_ends_skip_train_at_once(saved_run: Path, tmp_path: Path, recei
 
 
 @pytest.mark.parametrize("own", [True, False])
-def test_skip_train_loads_what_a_run_would_begin_with(tmp_path: Path, own: bool) -> None:
+def test_skip_train_loads_the_weights_of_a_start(tmp_path: Path, own: bool) -> None:
     save = tmp_path / "save"
     if own:
         (save / "iter_0000003").mkdir(parents=True)

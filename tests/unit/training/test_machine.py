@@ -131,7 +131,7 @@ def test_flags_that_need_a_gpu_are_refused_together(
     assert checked(capsys, f"{TINY} --check-config --world-size 1 {flags}")[0] == 0
 
 
-def test_kernels_that_need_a_gpu_are_those_that_the_registry_refuses() -> None:
+def test_kernels_that_need_a_gpu_match_the_refusals_of_the_registry() -> None:
     cpu, config = torch.device("cpu"), parse(f"{TINY} --device cpu".split(), {}).config
     operations = OPERATIONS | {"fp8": fp8_operation(Float8Recipe("e4m3", "tensorwise", False))}
     for operation, name in ((operation, name) for operation, names in KERNEL_CANDIDATES.items() for name in names):

@@ -290,7 +290,7 @@ def test_adding_a_step_reads_no_value() -> None:
         window.read(iteration=1, consumed_samples=1, rates=Rates(0.0, 0.0))
 
 
-def test_memory_covers_what_this_process_holds() -> None:
+def test_memory_covers_the_allocations_of_this_process() -> None:
     block = torch.ones(2**20, dtype=torch.float64)
     used, total = peak_memory(CPU)
     assert block.nbytes < used < total
@@ -321,7 +321,7 @@ def everything() -> dict[str, Any]:
 
 
 def general(logged: Iterable[str]) -> set[str]:
-    """Names with AXES and TIMER in the place of what they stand for, without those of the console."""
+    """Names with AXES and TIMER in the place of what they stand for, without metrics of the console."""
     timers = "|".join(sorted(PHASES, key=len, reverse=True))
     named = (re.sub(r"^(communication|sent-bytes)-tp$", r"\1-AXES", name) for name in logged)
     return {re.sub(f"^({timers})-time", "TIMER-time", name) for name in named if not name.startswith(CONSOLE_PREFIX)}
@@ -344,7 +344,7 @@ def test_metrics_that_do_not_apply_are_omitted(clock: Clock) -> None:
     assert not {name for name in found if several.match(name)}
 
 
-def test_the_tables_in_the_documentation_are_those_of_the_code() -> None:
+def test_the_tables_in_the_documentation_match_the_code() -> None:
     text = OPERATIONS.read_text()
     assert text == operations_page(text), "run: python tools/generate_docs.py"
     for name in summarize_health(

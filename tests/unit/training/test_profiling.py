@@ -233,7 +233,7 @@ def recorded(config: ProfilingConfig, tmp_path: Path, steps: range, asked: dict[
         ({4: 1, 8: 9}, ["step_000003-000004", "step_000005-000005", "step_000009-000009"]),
     ],
 )
-def test_wishes_and_the_chosen_steps_go_together(tmp_path: Path, asked: dict[int, int], found: list[str]) -> None:
+def test_profile_requests_and_chosen_steps_combine(tmp_path: Path, asked: dict[int, int], found: list[str]) -> None:
     config = ProfilingConfig(profile=True, profile_step_start=3, profile_step_end=5)
     assert recorded(config, tmp_path, range(1, 10), asked) == found
 
@@ -292,7 +292,7 @@ def test_on_a_gpu_memory_is_a_snapshot(tmp_path: Path, cuda_memory: list[tuple[s
     ]
 
 
-def test_layers_that_are_computed_anew_are_seen_again(tmp_path: Path) -> None:
+def test_recomputed_layers_are_recorded_again(tmp_path: Path) -> None:
     """Also where that ends in the middle of a layer, as soon as everything that backward needs is there."""
     flags = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
     start(tiny_run(tmp_path, f"--profile --profile-step-start 2 --profile-step-end 3 {flags}"))
@@ -334,7 +334,7 @@ def requests(run_dir: Path | None, rank: int = 0) -> tuple[ProfileRequestListene
     return ProfileRequestListener(None if run_dir is None else str(run_dir), rank, printed.append), printed
 
 
-def test_a_signal_is_a_wish_once(tmp_path: Path) -> None:
+def test_a_signal_is_one_request(tmp_path: Path) -> None:
     asked, printed = requests(tmp_path, rank=3)
     assert asked.take() == NO_REQUEST
     signal.raise_signal(signal.SIGUSR2)
@@ -410,7 +410,7 @@ def test_a_file_that_cannot_be_removed_is_reported_once(tmp_path: Path, clock: C
     assert "is ignored from now on, because it cannot be read and removed" in sentence
 
 
-def test_a_stop_and_a_wish_are_agreed_on_together(tmp_path: Path) -> None:
+def test_a_stop_and_a_profile_request_are_agreed_on_together(tmp_path: Path) -> None:
     asked, _ = requests(tmp_path)
     stop = StopRequest(Group(), torch.device("cpu"), profiles=asked)
     try:

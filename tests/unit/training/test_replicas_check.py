@@ -29,7 +29,7 @@ def _signed(number: int) -> int:
 
 
 @pytest.mark.parametrize("dtype", BITS)
-def test_a_digest_is_that_of_the_formula(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_digest_matches_the_formula(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     x = torch.randn(7, 5, generator=torch.Generator().manual_seed(0)).to(dtype)
     assert bit_hash(x).item() == by_python(x)
     assert bit_hash(x.t()).item() == by_python(x.t())

@@ -51,7 +51,7 @@ from tests.unit.convert.folders import opened, random_weights, write_folder
 
 STEPS = 9
 LENGTH = f"--train-iters {STEPS}"
-"""Not a multiple of the save interval: the last checkpoint is that of the end."""
+"""Not a multiple of the save interval: the last checkpoint is of the end."""
 
 
 def run_of(folder: Path, flags: str = "") -> RunConfig:
@@ -184,7 +184,7 @@ def test_samples_that_are_not_the_stream_s_are_noticed_at_the_save(tmp_path: Pat
     assert saved_steps(tmp_path / "saved") == [2]
 
 
-def test_other_documents_are_refused_and_the_way_out_that_is_offered_is_one(
+def test_other_documents_are_refused_and_the_offered_fix_works(
     reading: tuple[Path, str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder, flags = reading
@@ -302,7 +302,7 @@ def test_when_all_are_damaged_nothing_is_begun(killed: Path) -> None:
     assert printed.err.count("flipped") == 2
 
 
-def test_a_damaged_checkpoint_newer_than_those_a_run_writes_costs_none_of_them(killed: Path) -> None:
+def test_a_newer_damaged_checkpoint_removes_no_checkpoint_of_the_run(killed: Path) -> None:
     flip(file_of(killed / "saved/iter_0000004", TENSORS))
     printed = start(run_of(killed, "--keep-last 1 --save-interval 1"), before_step(4, kill))
     assert sorted(printed.samples) == [3]
@@ -501,7 +501,7 @@ def test_a_new_schedule(killed: Path, change: str) -> None:
     assert (again.status, again.samples) == (0, {})
 
 
-def test_a_longer_run_reads_what_the_shorter_one_did_first(killed: Path, tmp_path: Path) -> None:
+def test_a_longer_run_begins_with_the_samples_of_the_shorter_one(killed: Path, tmp_path: Path) -> None:
     whole = go_on(killed).samples
     longer = go_on(killed, "--train-iters 9 --resume-mode new-schedule")
     assert [number for step in (7, 8, 9) for number, _ in longer.samples[step]] == [*range(24, 36)]

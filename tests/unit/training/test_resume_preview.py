@@ -124,7 +124,7 @@ LOADS = st.sampled_from([None, "hf:model", "a", "b", "a/iter_0000004", "b/iter_0
 @example({4: "cut off"}, {}, True, None, None, False)
 @example({4: "cut off"}, {4: "whole"}, True, "b", None, False)
 @settings(max_examples=50, deadline=None, derandomize=True)
-def test_it_is_the_checkpoint_that_the_start_takes(
+def test_the_preview_names_the_checkpoint_of_the_start(
     own: dict[int, str], others: dict[int, str], saves: bool, load: str | None, step: int | None, weights_only: bool
 ) -> None:
     with TemporaryDirectory() as folder:

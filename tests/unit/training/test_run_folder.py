@@ -30,7 +30,7 @@ from megatron.training.loggers.run_folder import (
 from tests.kit.runs import start, tiny_run
 
 
-def test_the_folder_holds_what_is_needed_to_run_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_folder_holds_everything_to_run_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "argv", ["pretrain_gpt.py", "--lr", "1e-3"])
     monkeypatch.setattr(run_folder, "PACKAGES", (*run_folder.PACKAGES, "no-such-package"))
     folder = tmp_path / "runs" / "a"
@@ -52,9 +52,7 @@ def git_states(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str | None, str]]:
     return answers
 
 
-def test_a_second_start_keeps_what_the_first_one_wrote(
-    tmp_path: Path, git_states: list[tuple[str | None, str]]
-) -> None:
+def test_a_second_start_keeps_the_files_of_the_first(tmp_path: Path, git_states: list[tuple[str | None, str]]) -> None:
     git_states += [("f00", "")] * 4
     kept = [write_run_folder(tmp_path, config, "cpu", world_size=1) for config in ("a", "b", "b", "c")]
     assert kept == [[], [tmp_path / "config.1.yaml"], [], [tmp_path / "config.2.yaml"]]
@@ -113,7 +111,7 @@ def test_git_state(tmp_path: Path) -> None:
     assert "+two" in diff
 
 
-def test_the_folder_reports_what_the_run_reads(tmp_path: Path) -> None:
+def test_the_folder_records_the_data_of_the_run(tmp_path: Path) -> None:
     prefixes = [tmp_path / "a", tmp_path / "b"]
     for prefix in prefixes:
         with IndexedDatasetWriter(prefix, np.uint16) as writer:
@@ -160,7 +158,7 @@ class FailingDisk:
         self.file.close()
 
 
-def test_lines_are_on_disk_at_once_and_what_json_cannot_hold_is_null(tmp_path: Path) -> None:
+def test_lines_are_on_disk_at_once_and_nonfinite_numbers_are_null(tmp_path: Path) -> None:
     path = tmp_path / "m.jsonl"
     for iteration, value in enumerate((2.5, math.nan, math.inf, -math.inf)):
         lines = JsonLinesLogger(path, warn=pytest.fail)
@@ -201,7 +199,7 @@ def test_a_full_disk_warns_once_and_is_used_again_when_it_can(tmp_path: Path, ro
     assert len(path.read_text().splitlines()) == (2 if room else 1)
 
 
-def test_a_person_reads_what_happened_when(tmp_path: Path) -> None:
+def test_incidents_are_listed_with_their_times(tmp_path: Path) -> None:
     path = tmp_path / "incidents.md"
     at = {"time": 86400.0}
     first = IncidentLogger(path)
@@ -261,7 +259,7 @@ def read(path: Path, *lines: dict[str, Any] | str) -> RunHistory:
     return read_history(path)
 
 
-def test_reads_what_a_run_wrote(tmp_path: Path) -> None:
+def test_reads_the_output_of_a_run(tmp_path: Path) -> None:
     history = read(
         tmp_path / "m.jsonl",
         started(0),

@@ -337,7 +337,7 @@ def test_a_longer_run_takes_it_back_before_its_first_step(tmp_path: Path) -> Non
     assert [proof and proof["iteration"] for proof in seen] == [6, None, 8]
 
 
-def test_a_start_that_is_superseded_does_not_take_back_the_proof_of_a_later_one(tmp_path: Path) -> None:
+def test_a_superseded_start_keeps_the_finished_file_of_a_later_one(tmp_path: Path) -> None:
     mark = Checkpointer.mark_finished
 
     def later(saver: Checkpointer, done: bool) -> None:
@@ -351,7 +351,7 @@ def test_a_start_that_is_superseded_does_not_take_back_the_proof_of_a_later_one(
     assert "E817" in failed.err
 
 
-def test_a_run_that_has_nothing_to_do_has_its_last_checkpoint_in_its_own_folder(tmp_path: Path) -> None:
+def test_a_finished_run_has_its_last_checkpoint_in_its_own_folder(tmp_path: Path) -> None:
     """As when it starts from the last checkpoint of another folder."""
     start(run_of(tmp_path / "old"))
     again = start(run_of(tmp_path, f"{EVERY_2} --load {tmp_path}/old/saved"))

@@ -319,7 +319,7 @@ def now(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     return times
 
 
-def test_each_phase_has_what_none_inside_it_has(now: list[float]) -> None:
+def test_each_phase_excludes_its_inner_phases(now: list[float]) -> None:
     watch = StartupTimer(90.0, "python")
     watch.enter("flags")
     now.append(101.0)
@@ -363,7 +363,7 @@ def test_without_a_proc_file_system_the_process_begins_now(now: list[float], mon
     assert process_start_time() == 100.0
 
 
-def test_the_line_names_what_took_long_and_who_took_much_longer() -> None:
+def test_the_line_names_slow_phases_and_slow_ranks() -> None:
     mine = dict.fromkeys(PHASES, 0.0) | {"imports": 3.06, "data": 0.04, "first step": 10.0}
     assert startup_line(mine, mine) == "start-up 13.1s: imports 3.1 first step 10.0"
     longest = mine | {"imports": 9.0, "first step": 10.9}

@@ -35,7 +35,7 @@ def hang(folder: Path, flags: str) -> int:
                 time.sleep(0.01)
         real(final, staged)
 
-    # on a busy machine the save of step 4 would be skipped, because that of step 2 is still being written
+    # on a busy machine the save of step 4 would be skipped, because the save of step 2 is still being written
     early = over_before(4) if "async" in flags else nullcontext()
     often = patch.object(run_logger, "SUPERSEDED_CHECK_SECONDS", CHECK_SECONDS)
     with patch.object(publish, "publish_staged", stalling), early, often:

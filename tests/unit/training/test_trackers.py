@@ -190,7 +190,7 @@ STARTS = st.lists(st.tuples(st.integers(1, 9), st.integers(0, 3), st.booleans())
 
 @settings(max_examples=30, derandomize=True, deadline=None)
 @given(starts=STARTS, offline=st.booleans())
-def test_steps_appear_once_and_in_order_and_a_crash_costs_what_had_not_arrived(
+def test_steps_appear_once_and_in_order_and_a_crash_loses_unsent_ones(
     starts: list[tuple[int, int, bool]], offline: bool
 ) -> None:
     """Starts that take some steps and end well or are killed; saved every 4 steps."""
@@ -225,7 +225,7 @@ def test_an_evaluation_that_the_previous_start_missed_joins_the_first_row(tmp_pa
     assert [(step, row.get("lm loss validation")) for step, row in client.kept] == [(1, None), (2, 1.0)]
 
 
-def test_the_error_of_a_start_is_not_that_of_the_next_and_a_rollback_is_noted(tmp_path: Path) -> None:
+def test_the_error_of_a_start_is_cleared_by_the_next_and_a_rollback_is_noted(tmp_path: Path) -> None:
     client, notes = Client(offline=False), list[str]()
     first = logger(client, tmp_path)
     for step in (1, 2, 3):
@@ -308,7 +308,7 @@ def test_weights_and_biases_that_is_turned_off_leaves_nothing(tmp_path: Path, mo
     assert not (tmp_path / "run/wandb").exists()
 
 
-def test_prompts_are_continued_after_each_evaluation_and_training_goes_on_as_without(tmp_path: Path) -> None:
+def test_prompts_are_continued_after_each_evaluation_without_effect_on_training(tmp_path: Path) -> None:
     (tmp_path / "prompts").write_text("1 2 3\n4\n")
     flags = "--train-iters 4 --eval-interval 2 --eval-iters 1"
     sampled = f"{flags} --sample-prompts {tmp_path}/prompts --tensorboard-dir {tmp_path}/board"

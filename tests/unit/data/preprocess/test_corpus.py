@@ -162,7 +162,7 @@ def test_a_pattern_follows_no_folder_to_elsewhere(tree: Path) -> None:
 
 
 @pytest.mark.parametrize("pattern", ["**", "**/*", "a/**/*.py", "**/skip/*.py", "*/**/*.py", "**/**/[ab].py", "**/.*"])
-def test_a_recursive_pattern_matches_what_glob_does(tree: Path, pattern: str) -> None:
+def test_a_recursive_pattern_matches_like_glob(tree: Path, pattern: str) -> None:
     for name in (".hidden.py", ".git/a.py", "a/.x"):
         (tree / name).parent.mkdir(exist_ok=True)
         (tree / name).write_text("")
@@ -440,7 +440,7 @@ def test_padding_is_no_stream() -> None:
 
 
 @pytest.mark.parametrize("suffix", COMPRESSION_SUFFIXES)
-def test_a_cut_file_is_reported_after_what_it_holds(suffix: str) -> None:
+def test_a_cut_file_is_reported_after_its_documents(suffix: str) -> None:
     stream = COMPRESS[suffix](TEXT)
     for cut in (4, len(stream) // 2, len(stream) - 1):
         for before in (b"", stream):
@@ -510,7 +510,7 @@ any_line = (
 
 
 @pytest.mark.usefixtures("reader")
-def test_the_fast_way_gives_what_the_careful_way_gives() -> None:
+def test_the_fast_path_matches_the_careful_path() -> None:
     @settings(max_examples=50, deadline=None, derandomize=True)
     @given(st.lists(any_line, max_size=4), st.booleans(), st.sampled_from([("a",), ("b", "a")]))
     def check(lines: list[str], ended: bool, keys: tuple[str, ...]) -> None:

@@ -129,7 +129,7 @@ def pair(prefix: str) -> tuple[bytes, bytes]:
     ("workers", "engine", "block_bytes"),
     [(1, "hf", 1), (1, "gigatoken", 1 << 20), (2, "gigatoken", 700), (3, "auto", 2000)],
 )
-def test_the_bytes_are_those_of_a_plain_loop(
+def test_the_bytes_match_a_plain_loop(
     corpus: Path,
     records: list[dict[str, str]],
     model: Path,
@@ -340,7 +340,7 @@ def test_an_error_of_a_check_after_the_last_block_leaves_no_files(tmp_path: Path
         assert [path.name for path in tmp_path.iterdir()] == ["a.txt"]
 
 
-def test_the_sample_is_the_beginning_of_what_can_be_read(tmp_path: Path) -> None:
+def test_the_sample_is_the_beginning_of_the_readable_text(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_bytes(b'{\n{"text": "first"}\n\n{"text": "second", "b": "x"}\n')
     (tmp_path / "b.txt").write_bytes(b"caf\xe9")
     (tmp_path / "c.txt").write_bytes(b"y" * (2 << 20))

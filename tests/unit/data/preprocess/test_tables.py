@@ -49,7 +49,7 @@ def write_arrow(path: Path, table: pa.Table, stream: bool = False, rows: int = 1
 
 @pytest.fixture(scope="module")
 def corpora(tmp_path_factory: pytest.TempPathFactory, rows: list[dict[str, object]]) -> Iterator[dict[str, str]]:
-    """The rows in every form, each written by another library; the values are those of ``--input``."""
+    """The rows in every form, each written by another library; the values are the values of ``--input``."""
     folder = tmp_path_factory.mktemp("forms")
     lines = "".join(json.dumps(row) + "\n" for row in rows).encode()
     compressed = {"gz": gzip.compress, "zst": zstandard.compress, "bz2": bz2.compress, "xz": lzma.compress}

@@ -33,7 +33,7 @@ from tests.unit.data.made_tokenizers import TEXT, apart, bpe, options_for, sente
 
 
 class PanicException(BaseException):
-    """Called as that of the libraries written in Rust."""
+    """Same signature as in the Rust libraries."""
 
 
 @pytest.fixture(scope="module")
@@ -130,7 +130,7 @@ def test_a_difference_is_found_and_shown(
         choose_engine(tokenizer, sample, "gigatoken")
 
 
-def test_the_edge_cases_find_what_no_sample_has(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_edge_cases_detect_differences_that_samples_miss(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
     """If gigatoken read the special tokens, it would encode those spelled out in text."""
     monkeypatch.setattr(engine_module, "_without_special_tokens", lambda content: content)
     assert "<|endoftext|>" in choose_engine(tokenizer, ["nothing special"]).reason

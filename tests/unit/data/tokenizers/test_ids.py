@@ -140,9 +140,7 @@ def without_specials(texts: list[str], tokenizer: Tokenizer) -> list[str]:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_ids_are_those_of_the_library_of_the_export_and_of_gigatoken(
-    cases: dict[str, Case], name: str, tmp_path: Path
-) -> None:
+def test_ids_match_the_library_the_export_and_gigatoken(cases: dict[str, Case], name: str, tmp_path: Path) -> None:
     ours, found = cases[name].ours, cases[name]
     texts = without_specials(TEXTS, ours)
     own = apart(ours.encode_batch(texts))
@@ -306,7 +304,7 @@ def test_patterns_and_sizes_of_tiktoken(tmp_path: Path) -> None:
     assert TikTokenizer(file, "v2", 7).hugging_face_files() == {}, "a special token is also a word"
 
 
-def test_byte_level_letters_are_those_of_the_library() -> None:
+def test_byte_level_letters_match_the_library() -> None:
     assert sorted(bytes_to_unicode()) == sorted(pre_tokenizers.ByteLevel.alphabet())
     for byte in range(128):
         ((word, _),) = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False).pre_tokenize_str(chr(byte))

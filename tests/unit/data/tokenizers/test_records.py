@@ -93,7 +93,7 @@ def test_a_chat_template_stays_with_the_tokenizer(model: Path, tmp_path: Path) -
     assert {name: found[name] for name in more} == more
 
 
-def test_fingerprints_are_those_of_earlier_versions() -> None:
+def test_fingerprints_match_earlier_versions() -> None:
     """The formulas are in the next test; these have no files."""
     assert [ByteTokenizer().fingerprint, NullTokenizer(300).fingerprint] == ["6ed9e52746c4633e", "b46b1f504b5461cd"]
     assert NullTokenizer(300).fingerprint != NullTokenizer(301).fingerprint
