@@ -9,13 +9,12 @@ from torch import Tensor, nn
 from megatron.config.model import ModelConfig
 from megatron.kernels.bias import with_bias_gradient
 from megatron.layers.context import BuildContext, ForwardContext
-from megatron.layers.dropout import hidden_dropout
 from megatron.layers.mixers.base import Mixer
 from megatron.layers.mixers.registry import block_mixers
 from megatron.layers.norm import NoNorm, Norm
 from megatron.layers.recompute import recompute, recompute_producer
 from megatron.layers.recompute_plan import RecomputePlan
-from megatron.layers.residual import MixerOutput, Residual, add_losses
+from megatron.layers.residual import MixerOutput, Residual, add_losses, hidden_dropout
 
 
 class ResidualLayer:

@@ -16,14 +16,13 @@ from megatron.kernels.attention_mask import AttentionMask
 from megatron.kernels.rotary import RotaryEmbedding
 from megatron.layers import parameters
 from megatron.layers.context import BuildContext, ForwardContext
-from megatron.layers.dropout import embedding_noise, hidden_dropout
 from megatron.layers.embedding import Embedding
 from megatron.layers.kv_cache import KVCache
 from megatron.layers.loss import OutputLayer
 from megatron.layers.norm import Norm
 from megatron.layers.recompute import recompute
 from megatron.layers.recompute_plan import RecomputePlan
-from megatron.layers.residual import Residual, add_losses
+from megatron.layers.residual import Residual, add_losses, embedding_noise, hidden_dropout
 from megatron.model.block import build_block
 from megatron.model.objective import make_objective
 from megatron.pipeline.partition import StageLayers, stages_from_counts

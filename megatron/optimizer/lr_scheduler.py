@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from typing import TYPE_CHECKING
 
 from megatron.config.batch import ScheduleLengths
@@ -113,7 +113,11 @@ class LearningRateSchedule(WithPluginOptions):
         """Return the learning rate of the step that starts after ``samples`` samples."""
         if self.warmup > 0 and samples <= self.warmup:
             return self.warmup_init + (self.peak - self.warmup_init) * samples / self.warmup
-        return {**registered("lr_schedule"), **STYLES}[self.style](self, samples)
+        return self._curve(self, samples)
+
+    @cached_property
+    def _curve(self) -> Callable[[LearningRateSchedule, int], float]:
+        return {**registered("lr_schedule"), **STYLES}[self.style]
 
     def progress(self, samples: int) -> float:
         """Return the part of the decay that is over: 0 after the warm-up, 1 at the end of the decay and after it."""

@@ -86,7 +86,6 @@ def build_trainer(
         timers,
         progress,
         BatchReader(config, progress, mesh, device, context.cp, timers),
-        context.fp8.casts,
         tuple(notes),
         clock,
     )

@@ -5,15 +5,16 @@ from __future__ import annotations
 from pathlib import Path
 
 from megatron.config.plugins import registered
-from megatron.training.callbacks.base import Callback, name_in_errors
+from megatron.training.callbacks.base import Callback
 from megatron.training.callbacks.export import HuggingFaceExport
 from megatron.training.callbacks.health import HealthReport, ReplicaCheck
 from megatron.training.callbacks.profiler import StepProfiler
 from megatron.training.checkpointer import OtherCheckpoints
-from megatron.training.component import Component
+from megatron.training.component import Component, name_in_errors
 from megatron.training.components.adapter_base import AdapterBase
 from megatron.training.components.average import AverageWeights
 from megatron.training.components.grad_compression import CompressionState, UnusedErrors
+from megatron.training.components.kept_casts import KeptCasts
 from megatron.training.components.nonfinite import NonFiniteCheck
 from megatron.training.components.optimizer_state import OptimizerState
 from megatron.training.components.spikes import SpikeGuard
@@ -39,6 +40,8 @@ def build_components(trainer: Trainer) -> list[Component]:
         components.append(spikes)
     if config.optimizer.ema_decay is not None:
         components.append(AverageWeights(optimizer, config.optimizer.ema_decay))
+    if config.precision.fp8_format is not None and not config.parallel.reshards_after_forward:  # ZeRO-3 frees weights
+        components.append(KeptCasts(next(iter(trainer.chunks.values())).context.fp8.casts))
     if config.model.lora_rank is not None:
         components.append(AdapterBase(trainer))
     if config.training.objective in FROZEN_MODELS:

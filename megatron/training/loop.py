@@ -13,8 +13,8 @@ from torch import Tensor
 
 from megatron.data.dataset import split_kind
 from megatron.optimizer.lr_scheduler import Rates
-from megatron.training.callbacks.base import CallbackList
 from megatron.training.checkpointer import Checkpointer
+from megatron.training.component import CallbackList
 from megatron.training.cuda_graphs import StepRunner
 from megatron.training.loggers.run_logger import RunLogger
 from megatron.training.metrics import Goodput, MetricsWindow, StepMetrics, evaluation_metrics
@@ -49,7 +49,7 @@ def train(
         NonFiniteError: with ``on_nonfinite`` stop.
         StorageError: if the last checkpoint, or ``finished.json``, cannot be written.
     """
-    callbacks = CallbackList(trainer, log)
+    callbacks = CallbackList(trainer.components, trainer.optimizer.weights, log)
     skip_train = trainer.config.training.skip_train
     status = 0
     try:
@@ -92,7 +92,7 @@ def take_steps(
     window = start_window(trainer, run_step, goodput)
     leave = False
     while not leave:
-        callbacks.on_step_start(window)
+        callbacks.on_step_start(window, trainer.iteration + 1)
         samples, rates = trainer.reader.next_batch_size, trainer.schedule.rates(trainer.consumed_samples)
         metrics = take_step(trainer, run_step, callbacks, samples, rates)
         window.add(metrics, samples)

@@ -7,7 +7,7 @@ Built by :func:`megatron.training.build.build_trainer`. A step reads its micro-b
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
@@ -25,7 +25,6 @@ from megatron.distributed.mesh import Mesh
 from megatron.distributed.micro_batch import MicroBatch
 from megatron.distributed.sharding import ShardSpec
 from megatron.distributed.timing import Clock, Timers, no_clock
-from megatron.kernels.fp8 import WeightCasts
 from megatron.model.gpt import GPTChunk
 from megatron.model.objective import Objective
 from megatron.optimizer.distributed_optimizer import DistributedOptimizer
@@ -56,7 +55,6 @@ class Trainer:
     timers: Timers
     progress: Progress
     reader: BatchReader
-    weight_casts: WeightCasts
     notes: tuple[str, ...] = ()  # on kernels and overlap; the start of the run logs them
     clock: Clock = no_clock  # of the phases of the start
     schedule: LearningRateSchedule = field(init=False)  # set by :meth:`start_at`
@@ -123,9 +121,9 @@ class Trainer:
         program = program or _program(self.config.parallel, len(batches), loss_grad is None)
         for chunk in self.chunks.values():
             chunk.train(loss_grad is not None)
-        # ZeRO-3 frees weights between their uses, and so their quantised copies.
-        kept = nullcontext() if self.config.parallel.reshards_after_forward else self.weight_casts.kept()
-        with kept:
+        with ExitStack() as contexts:
+            for component in self.components:
+                contexts.enter_context(component.while_computing())
             self.pipeline.run(program.ranks[self.mesh.coordinate["pp"]], batches, loss_grad, self.timers)
         self.optimizer.weights.release()
 

@@ -121,6 +121,7 @@ def gather_startup_times(rank: int, world_size: int, case: Case) -> float:
     startup = StartupTimer()
     startup.seconds |= dict.fromkeys(PHASES, 0.0) | {"imports": 100.0 if rank == world_size - 1 else 3.0}
     report, metrics = StartupReport(trainer, startup), cast(StepMetrics, None)
+    trainer.components.append(report)
     report.log = cast(RunLogger, SimpleNamespace(start_up=lambda mine, longest: printed.append(longest)))
     report.on_step_end(metrics)
     return printed[0]["imports"]

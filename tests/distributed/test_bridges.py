@@ -59,7 +59,7 @@ def test_the_example_trains_like_linears_of_torch(pool: Pool) -> None:
         expected.append(loss.item())
     assert expected[-1] < 0.8 * expected[0]
     assert example["train"](one_rank_mesh(), dtype=torch.float64)[1] == pytest.approx(expected, rel=1e-12)
-    for losses, weights in pool.run(2, run_example):
+    for losses, weights in pool.run(2, run_example, backend="gloo"):
         assert losses == pytest.approx(expected, rel=1e-12)
         for name, parameter in plain.named_parameters():
             torch.testing.assert_close(weights[name], parameter.detach(), rtol=1e-9, atol=1e-12)
@@ -119,7 +119,7 @@ def compare_with_dtensors(rank: int, size: int, sequence_parallel: bool) -> dict
 
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 def test_layers_match_dtensors(pool: Pool, sequence_parallel: bool) -> None:
-    for found in pool.run(4, compare_with_dtensors, sequence_parallel):
+    for found in pool.run(4, compare_with_dtensors, sequence_parallel, backend="gloo"):
         assert set(found) == {"y", "x", "fc1.weight", "fc1.bias", "fc2.weight", "fc2.bias"}
         for ours, theirs in found.values():
             assert ours.abs().max() > 1e-3
@@ -137,7 +137,7 @@ def slices_of_the_mesh(rank: int, size: int) -> dict[str, Any]:
 
 
 def test_a_stage_is_a_slice_of_the_device_mesh(pool: Pool) -> None:
-    for found in pool.run(8, slices_of_the_mesh):
+    for found in pool.run(8, slices_of_the_mesh, backend="gloo"):
         assert found == {"names": ("pp", "dp_cp", "tp"), "shape": (2, 2, 2), "whole": True}
 
 

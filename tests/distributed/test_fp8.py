@@ -286,7 +286,7 @@ def test_the_planner_counts_the_casts(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def run_and_count(*arguments: Any) -> None:
         run(*arguments)
-        kept.append(sum(cast.data.nbytes for cast in (trainer.weight_casts._casts or {}).values()))
+        kept.append(sum(cast.data.nbytes for cast in (trainer.chunks[0].context.fp8.casts._casts or {}).values()))
 
     monkeypatch.setattr(trainer.pipeline, "run", run_and_count)
     train_step(trainer, batches_of(trainer, wanted, 0), RATES)

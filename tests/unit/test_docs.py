@@ -106,7 +106,7 @@ def commands(text: str) -> Iterator[tuple[str, int]]:
 
 @pytest.mark.parametrize("page", [page for page in PAGES if page.stem != "data"], ids=lambda page: page.name)
 def test_training_commands_pass_the_checks(page: Path) -> None:
-    """Generated data replace data, a preset replaces checkpoints; test_data_docs.py runs the commands of docs/data.md."""
+    """Data are generated and checkpoints replaced by a preset; test_data_docs.py runs docs/data.md."""
     for flags, ranks in commands(page.read_text()):
         if "hf:" in flags or "--help" in flags:
             continue

@@ -25,10 +25,23 @@ FEATURES = {
 }
 """Words of features, as regular expressions."""
 
-CEILING: dict[str, int] = {}
+CEILING = {
+    "adapters": 0,
+    "quantised weights": 2,
+    "FP8": 2,
+    "offload": 20,
+    "gradient compression": 16,
+    "DiLoCo": 10,
+    "moving average": 5,
+    "Muon": 0,
+    "context parallelism": 21,
+    "experts": 20,
+    "spikes and non-finite": 6,
+    "NEFTune": 3,
+}
 """Lines of code on the path of a step that name a feature: lower a number when it falls."""
 
-MAX_FILES = 62
+MAX_FILES = 64
 """Files that a step passes through, its log line included."""
 
 
@@ -41,7 +54,7 @@ def test_no_more_lines_of_the_step_name_a_feature() -> None:
     found = {}
     for feature, words in FEATURES.items():
         found[feature] = sum(bool(re.search(words, line, re.I)) for file in files for line in code_lines(file))
-    assert found == CEILING
+    assert found == CEILING, "a number that rose needs a seam; one that fell is the new ceiling"
 
 
 def code_lines(file: Path) -> list[str]:

@@ -12,7 +12,7 @@ from megatron.training.trainer import Trainer
 
 
 class StartupReport(Component):
-    """Times the first step, and logs the time of each phase on this and the slowest rank."""
+    """Times the first step, logs the time of each phase on this and the slowest rank, and leaves the run."""
 
     pauses = False
 
@@ -22,13 +22,11 @@ class StartupReport(Component):
 
     def on_step_start(self) -> None:
         """See :class:`Component`."""
-        if self._startup.running:
-            self._startup.enter("first step")
+        self._startup.enter("first step")
 
     def on_step_end(self, metrics: StepMetrics) -> None:
         """See :class:`Component`."""
-        if not self._startup.running:
-            return
+        self._trainer.components.remove(self)
         device, world = self._trainer.device, self._trainer.mesh.world
         if device.type == "cuda":
             torch.cuda.synchronize(device)  # the first step counts until the GPU has finished it

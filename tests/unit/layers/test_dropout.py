@@ -15,7 +15,7 @@ from megatron.kernels.attention_mask import FULL, AttentionMask, Tile
 from megatron.kernels.block_attention import AttentionDropout
 from megatron.layers import attention, dropout
 from megatron.layers.context import ForwardContext
-from megatron.layers.dropout import hidden_dropout
+from megatron.layers.residual import hidden_dropout
 from tests.kit.solo import Solo, random_batch, tiny
 
 S, B, H = 64, 6, 96

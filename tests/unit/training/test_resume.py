@@ -643,4 +643,4 @@ def test_tensors_and_numbers_of_a_checkpoint(tmp_path: Path) -> None:
     assert tensors["embedding.word_embeddings.weight"].shape == (31, 16)  # and not the 128 rows of the padded one
     assert (numbers["iteration"], numbers["consumed_samples"], numbers["optimizer"]) == (6, 24, {"steps": 6})
     assert numbers["data"]["digest"] == f"{trainer.data.digest('train', 0, 24):016x}"
-    assert numbers["loss_scaler"] == {}
+    assert "loss_scaler" not in numbers
