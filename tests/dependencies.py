@@ -1,4 +1,4 @@
-"""The packages that this one needs, from the metadata of those that are installed: who brings them, and their licences.
+"""The packages that this one needs, from the metadata of installed ones, with their origin and licences.
 
 python -m tests.dependencies                     all: name, version, licence, and the extra that brings it
 python -m tests.dependencies | grep -c ' core '  how many a run needs

@@ -1,4 +1,4 @@
-"""Runs that are disturbed at random and have to get over it by themselves, while somebody holds a stop-watch.
+"""Runs that are disturbed at random and must recover by themselves within a time limit.
 
 ``python -m tests.soak --faults 200 --seed 1`` writes ``tests/golden/soak.txt``. Each run is of a tiny model on one to
 four ranks, kept going as a batch job is: by torchrun on this machine, or by ``slurm/train_175b.sh`` on a real Slurm.

@@ -1,4 +1,4 @@
-"""Runs that are disturbed at random, started again, and must end as if nothing had happened.
+"""Runs that are disturbed at random, started again, and must end like an undisturbed run.
 
 ``python -m tests.distributed.crashes --faults 200`` writes ``tests/golden/crashes.txt``. A trial is a whole run of a
 tiny model on one to four ranks, with up to three faults, one after the other. After each, the next start must go on

@@ -1,4 +1,4 @@
-"""Small jobs that notice when something is wrong with a layout: what every mutant has to survive, and must not."""
+"""Small jobs that detect faults of a layout; every mutant must fail one of them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Small jobs that notice when ranks misunderstand each other about checkpoints; as those in ``detect``."""
+"""Small jobs that detect faults in the communication about checkpoints; like the jobs in ``detect``."""
 
 from __future__ import annotations
 

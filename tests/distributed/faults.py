@@ -1,4 +1,4 @@
-"""Faults that sharded training is known for, each a patch of the library that holds while a context is open."""
+"""Typical faults of sharded training, each a patch of the library within a context."""
 
 from __future__ import annotations
 

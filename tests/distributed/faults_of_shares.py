@@ -1,4 +1,4 @@
-"""Faults of what replicas cut among themselves and of experts, each a patch of the library while a context is open."""
+"""Faults of data-parallel sharding and of experts, each a patch of the library within a context."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The factors of the layout matrix, what may be combined, and how a choice becomes a case."""
+"""The factors of the layout matrix, the rules for combinations, and the case of a choice."""
 
 from __future__ import annotations
 

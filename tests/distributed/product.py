@@ -1,4 +1,4 @@
-"""The full product of the factors that decide how a model is cut: ``python -m tests.distributed.product``.
+"""The full product of the factors of model sharding: ``python -m tests.distributed.product``.
 
 Takes four hours on two cores, ``--every 7`` half an hour. Four products: of layouts, every schedule on all grids of up
 to eight ranks; of what replicas cut among themselves and of how experts are dealt out; of models, on few of these; and

@@ -1,4 +1,4 @@
-"""Runs that are saved on one layout and go on on another, drawn at random from the factors of the layout matrix."""
+"""Runs that are saved on one layout and resumed on another, drawn at random from the factors of the layout matrix."""
 
 from __future__ import annotations
 

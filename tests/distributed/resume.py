@@ -1,4 +1,4 @@
-"""Driving runs that are saved on one layout and go on on another: what the resume tests run on every rank."""
+"""Drivers of the resume tests on every rank: runs saved on one layout and resumed on another."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The acceptance of a cluster: content with the library as it is, and not with a collective that is wrong."""
+"""The acceptance of a cluster: it accepts the library as it is, and rejects a faulty collective."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ranks that would read different data do not begin: a copy on one machine may be older than the others."""
+"""Ranks with different data do not start: a copy on one machine may be older than the others."""
 
 from __future__ import annotations
 

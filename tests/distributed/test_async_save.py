@@ -1,4 +1,4 @@
-"""Saves beside the steps on several ranks: they agree on what is skipped, lost and saved, whichever of them is slow."""
+"""Background saves on several ranks: they agree on skipped, lost and finished saves, whichever rank is slow."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Runs that are disturbed and started again end as if nothing had happened; a short form of ``crashes``."""
+"""Runs that are disturbed and started again end like an undisturbed run; a short form of ``crashes``."""
 
 from __future__ import annotations
 

@@ -340,9 +340,9 @@ def test_the_store_changes_only_with_the_secret(tmp_path: Path) -> None:
     replayed = b""
     framed = bytes(36) + b"\0\0\0\x50" + bytes(80)
     for junk in (b"", bytes(100), b"\xff" * 100, b"GET / HTTP/1.1\r\n\r\n" * 9, framed):
-        with socket.create_connection(("127.0.0.1", port)) as stranger:
-            replayed = stranger.recv(1000)
-            stranger.sendall(junk)
+        with socket.create_connection(("127.0.0.1", port)) as outsider:
+            replayed = outsider.recv(1000)
+            outsider.sendall(junk)
     assert SECRET not in replayed
     assert store.get("key") == b"\x00\xff"
     (tmp_path / "short").write_text("abc")
@@ -393,15 +393,15 @@ def test_the_memory_of_the_server_is_bounded(
 def test_unknown_clients_do_not_take_the_place_of_replicas(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(replica_store, "CONNECTIONS", 3)
     port = serve("127.0.0.1", 0, SECRET)[1]
-    with ExitStack() as strangers:
-        idle = [strangers.enter_context(socket.create_connection(("127.0.0.1", port))) for _ in range(8)]
-        for stranger in idle:
-            stranger.settimeout(20)
+    with ExitStack() as outsiders:
+        idle = [outsiders.enter_context(socket.create_connection(("127.0.0.1", port))) for _ in range(8)]
+        for outsider in idle:
+            outsider.settimeout(20)
         stores = [connect(f"127.0.0.1:{port}", 20, SECRET) for _ in range(3)]
-        for stranger in idle:  # all had to leave
+        for outsider in idle:  # all had to leave
             with suppress(ConnectionResetError):
-                assert stranger.recv(1000).startswith(GREETING)
-                assert stranger.recv(1000) == b""
+                assert outsider.recv(1000).startswith(GREETING)
+                assert outsider.recv(1000) == b""
     for number, store in enumerate(stores):
         store.set("key", str(number))
     with pytest.raises(UserError, match=r"E954.*as many as it accepts"):

@@ -1,4 +1,4 @@
-"""Torchrun's agents start ranks again, more or fewer of them: the run goes on as if nothing had happened."""
+"""Torchrun's agents restart more or fewer ranks: the run resumes and ends like an undisturbed one."""
 
 from __future__ import annotations
 

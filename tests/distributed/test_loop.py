@@ -1,4 +1,4 @@
-"""Whole runs on several ranks: ends that all agree on, evaluation over replicas, errors outcome once."""
+"""Whole runs on several ranks: agreed ends, evaluation over replicas, errors reported once."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The plugin of docs/mixers.md: layouts, checkpoints, documents, text, forecasts, and what is refused."""
+"""The plugin of docs/mixers.md: layouts, checkpoints, documents, text, forecasts, and refusals."""
 
 from __future__ import annotations
 
@@ -157,8 +157,8 @@ def test_the_forecast_matches_the_tensors_of_a_step(more: str) -> None:
     (((kept, _), peak),) = measured(0, 1, (flags,))
     (((forward, _)),) = activation_memory(config_of(flags), 1)
     assert kept == pytest.approx(forward.after, rel=0.02)
-    (foretold,) = peak_activations(config_of(flags), 1)
-    assert peak == pytest.approx(sum(foretold.values()), rel=0.1)
+    (predicted,) = peak_activations(config_of(flags), 1)
+    assert peak == pytest.approx(sum(predicted.values()), rel=0.1)
 
 
 @pytest.mark.parametrize("plan", [{}, {"recompute_granularity": "full"}])

@@ -1,4 +1,4 @@
-"""Values and errors that ranks exchange: they arrive as they were, and nothing that a rank sends runs on another."""
+"""Values and errors that ranks exchange: they arrive unchanged, and no rank executes another's data."""
 
 from __future__ import annotations
 

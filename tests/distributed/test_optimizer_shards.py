@@ -131,14 +131,14 @@ PLAIN = comm.start_all_gather
 
 
 class Late(Pending):
-    """A gather that begins only when somebody waits for it: until then the weights of others are old."""
+    """A gather that begins only in the wait for it: until then the weights of other ranks are old."""
 
     def __init__(self, part: Tensor, group: Group, out: Tensor) -> None:
         super().__init__(out)
         self.of = part.clone(), group
 
     def wait(self) -> Tensor:
-        """Gather what was there at the start."""
+        """Gather the values at the start."""
         part, group = self.of
         return PLAIN(part, group, self.result).wait()
 

@@ -1,4 +1,4 @@
-"""A batch that the ranks cannot share is filled up with samples that do not count: it trains as without them."""
+"""A batch that does not divide over the ranks is padded with samples that do not count in training."""
 
 from __future__ import annotations
 

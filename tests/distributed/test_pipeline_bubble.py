@@ -1,4 +1,4 @@
-"""A measured bubble is the simulated one: stages that compute for a given time, on four ranks, under every schedule.
+"""The measured bubble equals the simulated one: stages of a given time, on four ranks, under every schedule.
 
 Time is a clock of the test. Tensors carry it from rank to rank: a rank that waits for one goes on no sooner than it was
 made. So the load of the machine changes nothing that the recorder measures.

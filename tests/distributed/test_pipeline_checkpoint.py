@@ -1,4 +1,4 @@
-"""Whoever reads a checkpoint need not know that a pipeline wrote it."""
+"""A checkpoint of a pipeline reads like any other."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Pipelines train like one process: corners that the layout matrix does not get to, and what is equal to the bit."""
+"""Pipelines train like one process: corner cases beside the layout matrix, and equality to the bit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The runtime on real ranks: gradients, and the report when one of them fails in the middle of a schedule."""
+"""The runtime on real ranks: gradients, and the report of a failure inside a schedule."""
 
 from __future__ import annotations
 

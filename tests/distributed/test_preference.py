@@ -1,4 +1,4 @@
-"""Preference optimization and distillation train in every layout like one process, with frozen models beside them."""
+"""Preference optimization and distillation, with frozen models, train in every layout like one process."""
 
 from __future__ import annotations
 

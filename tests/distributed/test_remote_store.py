@@ -1,4 +1,4 @@
-"""Runs that save to an object store on this machine, alone and on four ranks; nothing outside is asked."""
+"""Runs that save to an object store on this machine, on one and on four ranks, without network access."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Copies of weights that drift apart by a bit are found, wherever they are."""
+"""Copies of weights that differ by one bit are found on any rank."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Checkpoints of every layout load on any other, to the bit, and the run goes on as if nothing had happened.
+"""Checkpoints of every layout load on any other, to the bit, and the run continues unchanged.
 
 What is cut differs: by TP, PP, EP, ZeRO and its copies, Muon's whole matrices, bf16 moments, masters as remainders.
 """

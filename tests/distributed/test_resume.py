@@ -1,4 +1,4 @@
-"""Runs that go on: on any other layout, after signals, failures and changes of mind, on several ranks."""
+"""Resumed runs: on any other layout, after signals, failures and changed flags, on several ranks."""
 
 from __future__ import annotations
 

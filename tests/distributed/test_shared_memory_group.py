@@ -1,4 +1,4 @@
-"""The backend on which most jobs of the pool run: each operation gives what gloo gives, and misuse is an error."""
+"""The backend of most jobs of the pool: each operation matches gloo, and misuse is an error."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The tool that checks a user's layout: silent when all is well, and it names what is not."""
+"""The tool that checks a user's layout: it names faults, and prints nothing otherwise."""
 
 from __future__ import annotations
 

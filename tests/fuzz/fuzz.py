@@ -1,4 +1,4 @@
-"""Mutated files of every kind that a stranger may have made: ``python -m tests.fuzz.fuzz [--seconds 600]``.
+"""Mutated files of every kind that may come from an unknown source: ``python -m tests.fuzz.fuzz [--seconds 600]``.
 
 A file is refused with a sentence, or read as an independent reader reads it: numpy, `safetensors`, `json`, `yaml`. No
 input may raise anything else, end the process, take more memory than `MEMORY` or more time than `SECONDS`.

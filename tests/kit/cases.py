@@ -1,4 +1,4 @@
-"""Driving training steps on generated micro-batches with masks, documents and positions: what the layout tests run."""
+"""Training steps of the layout tests, on generated micro-batches with masks, documents and positions."""
 
 from __future__ import annotations
 

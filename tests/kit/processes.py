@@ -113,7 +113,7 @@ def is_alive(process: int) -> bool:
 
 
 def wait_until_gone(processes: Iterable[int], seconds: float = 10.0) -> None:
-    """Wait for the end of processes that somebody else has to reap.
+    """Wait for the end of processes that another process has to reap.
 
     Raises:
         AssertionError: when one of them is alive for longer than ``seconds``.

@@ -1,4 +1,4 @@
-"""Whole runs of a model so small that a step takes milliseconds: what tests of the training loop drive."""
+"""Whole runs for tests of the training loop, with a model so small that a step takes milliseconds."""
 
 from __future__ import annotations
 

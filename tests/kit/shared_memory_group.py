@@ -106,7 +106,7 @@ class Log:
             _libc.syscall(FUTEX, ctypes.c_void_p(self._bell), FUTEX_WAKE, 1, None, None, 0)
 
     def sleep(self, bell: int) -> None:
-        """Sleep until somebody wakes this rank, or has done so since it had this count."""
+        """Sleep until another rank wakes this one, or has done so since it had this count."""
         self.words[ASLEEP] = 1
         if self.words[BELL] == bell:
             _libc.syscall(FUTEX, ctypes.c_void_p(self._bell), FUTEX_WAIT, ctypes.c_uint32(bell), ctypes.byref(_SLEEP))

@@ -1,4 +1,4 @@
-"""A model with its gradient buckets and optimizer in one process: what unit and parity tests drive."""
+"""A model with its gradient buckets and optimizer in one process, for unit and parity tests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Other users of this machine, for tests that run as root: what they can do is tried in processes of theirs."""
+"""Other users of this machine, for tests that run as root and fork processes of these users."""
 
 from __future__ import annotations
 

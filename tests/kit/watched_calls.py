@@ -1,4 +1,4 @@
-"""Standing between a process and the file system: something happens before each call that touches certain files."""
+"""Hooks before each call to the file system that touches certain files."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Record what Megatron-LM itself writes for every form, and reads of the arguments of a run.
+"""Record the checkpoints of Megatron-LM in every form, and the arguments that it reads from a run.
 
 ``python -m tests.megatron_core.record`` writes ``tests/golden/megatron_exports.json``; see `tests.megatron_core.forms`.
 """

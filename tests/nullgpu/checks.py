@@ -1,4 +1,4 @@
-"""Check what ranks have asked of their GPUs. Every function returns a list of problems, empty if all is well.
+"""Check the GPU calls of ranks. Every function returns a list of problems.
 
 None of them needs a GPU, real or null: they read traces.
 """

@@ -1,4 +1,4 @@
-"""Faults that a rehearsal must notice: each function returns a context in which the library has it."""
+"""Faults that a rehearsal must detect: each function returns a context in which the library has the fault."""
 
 from __future__ import annotations
 

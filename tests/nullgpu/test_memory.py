@@ -81,8 +81,8 @@ def test_peak(name: str, record_property: Callable[[str, object], None]) -> None
     for column, values in zip(("peak", "forecast"), zip(*found)):
         record_property(column, ", ".join(f"{int(value) / 2**30:.2f}" for value in values))
     record_property("ranks", ranks)
-    for peak, foretold in found:
-        assert int(foretold) == pytest.approx(int(peak), rel=0.05)
+    for peak, predicted in found:
+        assert int(predicted) == pytest.approx(int(peak), rel=0.05)
 
 
 def measure(argv: list[str]) -> tuple[int, int]:
@@ -118,11 +118,11 @@ def measure(argv: list[str]) -> tuple[int, int]:
     activations = peak_activations(config, layout.sizes["dp"])[layout.coordinate(rank)["pp"]]
     parts = max_peak_bytes(config, ranks)
     during = [parts[kind] for kind in ("gathered weights", "reduction", "FP8 weights")]
-    foretold = sum((*rank_state_bytes(config, ranks, rank).values(), *activations.values(), *during))
+    predicted = sum((*rank_state_bytes(config, ranks, rank).values(), *activations.values(), *during))
     peak = torch.cuda.max_memory_allocated()
     if ranks > 1:
         dist.barrier(dist.new_group(backend="gloo"))  # the first rank keeps the store
-    return peak, foretold
+    return peak, predicted
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""LoRA and DoRA against peft on the same Llama of transformers, in fp64, and what a model with adapters trains."""
+"""LoRA and DoRA against peft on the same Llama of transformers, in fp64, and the trained parameters."""
 
 from __future__ import annotations
 

@@ -47,7 +47,7 @@ class Cluster:
         """Start it; returns when all nodes are idle.
 
         Args:
-            root: a folder that everybody can enter, with a short path; see ``minislurm.sh``.
+            root: a folder that all users can enter, with a short path; see ``minislurm.sh``.
             nodes: without the login node.
             gpus: of each node; they are none, but Slurm counts and deals them out.
             switches: the nodes of every leaf switch, as in ``n1,n3 n2,n4``; none means no topology.
@@ -219,7 +219,7 @@ class Cluster:
 def temporary_folder() -> Iterator[Path]:
     """A folder for one cluster; what is left of the cluster is brought down and the folder removed in the end."""
     root = Path(tempfile.mkdtemp(prefix="ms."))
-    root.chmod(0o755)  # munge refuses a folder that not everybody may enter
+    root.chmod(0o755)  # munge refuses a folder that is closed to some users
     try:
         yield root
     finally:

@@ -1,4 +1,4 @@
-"""A run that somebody keeps going, as those see it who disturb and judge it."""
+"""A supervised run, as seen by the code that disturbs and checks it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A rank of a run that is disturbed: ``pretrain_gpt.py``, whose saves somebody outside can have go wrong.
+"""A rank of a disturbed run: ``pretrain_gpt.py`` with saves that can be made to fail from outside.
 
 Started by torchrun as ``-m tests.soaking.rank FLAGS``. What happens is in files in ``RUN_DIR/soak``, looked at
 before each call to the file system that touches a checkpoint: ``full`` (there is no room, for any rank), and

@@ -1,4 +1,4 @@
-"""Faults of a run: in its ranks, in what started them, in its saves, and in the nodes it is on."""
+"""Faults of a run: in its ranks, launchers, saves and nodes."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def _lose_group(job: Job, chance: random.Random, number: signal.Signals, what: s
     return Strike(f"an agent {what}", time.time(), afterwards=thaw)
 
 
-# ---- saves, into which a rank lets somebody interfere
+# ---- saves, with faults from outside
 
 
 def kill_in_save(job: HereJob, chance: random.Random) -> Strike | None:

@@ -1,4 +1,4 @@
-"""A short soak, what the long one has found, and whether the judge sees what is wrong."""
+"""A short soak, regressions from the long one, and the judge on planted faults."""
 
 from __future__ import annotations
 

@@ -280,7 +280,7 @@ PRINTERS = (
 
 
 def plain_prints(modules: Sequence[Module]) -> list[str]:
-    """Calls of ``print``, which pass control characters in the names of a stranger's files on to a terminal."""
+    """Calls of ``print``, which pass control characters in names of untrusted files on to a terminal."""
     return [
         f"{module.name}:{node.lineno} prints; names are escaped by megatron.config.text.echo"
         for module in modules
@@ -302,7 +302,7 @@ def remote_code(text: str) -> list[str]:
 
 
 def absolute_paths(text: str) -> list[str]:
-    """Paths of somebody's machine in ``text``."""
+    """Absolute paths of one machine in ``text``."""
     return re.findall(r"(?<![\w.$}/\])>-])/(?:home|root|work|Users|mnt|scratch|opt|data|workspace)/[\w./-]+", text)
 
 

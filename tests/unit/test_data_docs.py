@@ -1,4 +1,4 @@
-"""Every command of docs/data.md runs, in order, and prints what the page shows."""
+"""Every command of docs/data.md runs, in order, and prints the output on the page."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The quickstart as a user runs it: its mistakes, its crash half-way, what it leaves and the next commands."""
+"""The quickstart as a user runs it: its mistakes, its crash half-way, its output and the next commands."""
 
 from __future__ import annotations
 

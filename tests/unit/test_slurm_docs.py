@@ -1,4 +1,4 @@
-"""docs/slurm.md against the scripts that it is about: their names, their words, their settings, what they start."""
+"""docs/slurm.md against its scripts: their names, arguments, settings and runs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Checkpoint folders and Hugging Face models: what is refused, and what a run takes from its start point."""
+"""Checkpoint folders and Hugging Face models: refusals, and the options that a run takes from its start point."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """An object store on this machine that speaks as much of S3 as checkpoints need, and fails on request.
 
-Objects are bytes in memory. Signatures are not looked at. Buckets are there as soon as somebody writes to them, but
+Objects are bytes in memory. Signatures are not looked at. Buckets exist from the first write to them, but
 those called ``missing...`` never are.
 """
 

@@ -122,7 +122,7 @@ def files_of(path: Path) -> Path:
 
 
 def forge(path: Path, change: Callable[[bytes], bytes]) -> None:
-    """Change the manifest of a checkpoint as somebody does who knows how to make a marker."""
+    """Change the manifest of a checkpoint, and write a valid marker."""
     manifest = Manifest.read(path)
     content = change((files_of(path) / MANIFEST).read_bytes())
     (files_of(path) / MANIFEST).write_bytes(content)

@@ -1,4 +1,4 @@
-"""A copy in the host's memory, and a thread: what is written is what was there when the copy was made."""
+"""A copy in the host's memory, and a thread: the file has the values at the time of the copy."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The benchmark of checkpoints runs, in small, and finds that what it loads is what it saved."""
+"""The benchmark of checkpoints runs, in small, and verifies that it loads the saved values."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Boxes against brute force: a numpy array that counts who holds each element."""
+"""Boxes against brute force: a numpy array that counts the holders of each element."""
 
 from __future__ import annotations
 

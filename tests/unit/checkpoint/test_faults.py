@@ -1,4 +1,4 @@
-"""Everything that can happen to a checkpoint while it is written, and afterwards: the run goes on with a whole one.
+"""Faults of a checkpoint while it is written, and afterwards: the run resumes from a complete one.
 
 A save is cut off by SIGKILL before each call it makes to the system, and in the middle of each write; every call is
 made to fail; every file is truncated, changed and removed.

@@ -178,7 +178,7 @@ def interleave(template: Path, scenario: Callable[[Lease], None], saves: bool, p
 
 @pytest.fixture
 def template(tmp_path: Path) -> Path:
-    """Two checkpoints, what starts before the old one have left, and what somebody has who held nothing."""
+    """Two checkpoints, leftovers of earlier starts, and files without a lease."""
     folder = tmp_path / "template"
     for iteration in (1, 2):
         save(folder / f"iter_{iteration:07d}", content(iteration))
@@ -252,7 +252,7 @@ def test_a_removed_staging_folder_is_made_again(tmp_path: Path, what: str) -> No
 
 @pytest.mark.parametrize("what", [".epoch-1", "."])
 def test_a_number_that_is_given_again_is_not_the_old_starts(tmp_path: Path, what: str) -> None:
-    """Somebody begins anew in an empty folder, and a start of before lives."""
+    """A new start takes an emptied folder while an earlier start lives."""
     folder = tmp_path / "saved"
     with acquire_lease(folder, start=OLD) as old:
         shutil.rmtree(folder / what)

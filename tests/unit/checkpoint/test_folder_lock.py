@@ -144,7 +144,7 @@ def test_a_lease_reaches_other_ranks_as_it_is(tmp_path: Path) -> None:
     ],
 )  # fmt: skip
 def test_an_invalid_claim_has_an_unknown_holder(tmp_path: Path, name: str, value: object) -> None:
-    """A folder of a stranger may have one, and it may be locked."""
+    """A folder of unknown origin may have one, and it may be locked."""
     with acquire_lease(tmp_path, start=JobStart(job="5", group="g")) as lease:
         claim = json.loads(lease.text)
         group, _, field = name.rpartition(".")

@@ -1,4 +1,4 @@
-"""Checkpoints of every version, and docs/formats.md: its programs run, and what they read is what we read."""
+"""Checkpoints of every version, and docs/formats.md: its programs run, and read the same values as the library."""
 
 from __future__ import annotations
 

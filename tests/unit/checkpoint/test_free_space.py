@@ -1,4 +1,4 @@
-"""Room on the disk, asked before a checkpoint is written: `shutil.disk_usage` returns what the test wants."""
+"""The check of free disk space before a save, with `shutil.disk_usage` patched."""
 
 from __future__ import annotations
 

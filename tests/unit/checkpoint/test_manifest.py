@@ -1,4 +1,4 @@
-"""A manifest is what was written, proved by the marker, or it is refused."""
+"""A manifest is read as written, verified by the marker, or refused."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ FILES = {"tensors_00000.safetensors": FileRecord(40, 16, "f" * 16), "tokenizer/t
 
 
 def make(folder: Path, change: Callable[[dict[str, Any]], object] = lambda data: None) -> Path:
-    """A checkpoint whose manifest was changed by somebody who knows how to make a marker."""
+    """Write a checkpoint with a changed manifest and a valid marker."""
     data = json.loads(encode_manifest({"w": TENSOR}, FILES, {"iteration": 3, "loss": 0.1}, {"model": {}}))
     change(data)
     content = json.dumps(data).encode()

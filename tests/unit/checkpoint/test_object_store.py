@@ -279,7 +279,7 @@ def test_transient_faults_are_retried(store: Store, fault: str, capsys: pytest.C
         assert f"{RUN}/iter_0000001" in err
     with failing(store, times(fault, 2, kinds)):
         assert is_whole(runs.newest()[0], 1)
-    if fault not in ("slow", "reset"):  # a connection that is gone may be the one that the library opens anew
+    if fault not in ("slow", "reset"):  # a connection that is gone may be one that the library reopens
         assert "attempt 1 of 5" in capsys.readouterr().err
 
 

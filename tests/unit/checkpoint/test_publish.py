@@ -1,4 +1,4 @@
-"""Links are taken away, never what they lead to; and a save that fails leaves the best there was."""
+"""Links are removed, never their targets; and a failed save keeps the previous checkpoint."""
 
 from __future__ import annotations
 

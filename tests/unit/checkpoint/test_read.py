@@ -1,4 +1,4 @@
-"""Write and read by one process: what is streamed, what is converted, what is refused."""
+"""Write and read by one process: streaming, conversion, refusals."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A checkpoint is published when all that was written is still there."""
+"""A checkpoint is published only if all its files are still there."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def cut(path: Path) -> None:
 def test_a_save_disturbed_by_another_process_is_not_published(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, change: Callable[[Path], None], seen: str
 ) -> None:
-    """As two processes do that save the same step: one makes the folder anew while the other writes."""
+    """Two processes save the same step: one recreates the folder while the other writes."""
     path, real = tmp_path / "iter_0000002", publish.write_file
     save(path, small(), iteration=2)
 

@@ -1,4 +1,4 @@
-"""Files that anybody may have made: pipes, devices, sparse files, deep and expanding texts, links to elsewhere."""
+"""Files of unknown origin: pipes, devices, sparse files, deep and expanding texts, links to elsewhere."""
 
 from __future__ import annotations
 

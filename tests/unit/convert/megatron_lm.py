@@ -1,4 +1,4 @@
-"""Megatron-LM's checkpoints for tests: those it has written, and others in its formats, written here.
+"""Megatron-LM's checkpoints for tests: original ones, and others in its formats, written here.
 
 `write_ranks` and `write_torch_dist` cut and name tensors as docs of the formats describe, one statement for each kind
 of tensor; they share nothing with the reader.

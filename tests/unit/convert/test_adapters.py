@@ -1,4 +1,4 @@
-"""Checkpoints with adapters and folders of PEFT: what is merged, by a formula, and what is refused."""
+"""Checkpoints with adapters and folders of PEFT: merging, against a formula, and refusals."""
 
 from __future__ import annotations
 

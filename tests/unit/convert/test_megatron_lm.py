@@ -1,4 +1,4 @@
-"""Megatron-LM's checkpoints are read to the bit in every format and layout, and nothing in them is executed."""
+"""Megatron-LM's checkpoints are read to the bit in every format and layout, without execution of their content."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Changed models: their tensors by hand, their logits, and what is refused."""
+"""Changed models: their tensors by hand, their logits, and refusals."""
 
 from __future__ import annotations
 

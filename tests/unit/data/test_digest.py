@@ -1,4 +1,4 @@
-"""The digest of samples: against the sum written out, and against everything that should change it."""
+"""The digest of samples: against the sum written out, and its dependence on all inputs."""
 
 from __future__ import annotations
 

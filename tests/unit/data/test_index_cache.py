@@ -1,4 +1,4 @@
-"""The folder of tables: one builds, all get the same, and nothing damaged or out of date is ever used."""
+"""The folder of tables: one process builds, all read the same, and damaged or outdated tables are not used."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The gradient grad_accumulator: now or later, the same numbers; and nothing gets lost unnoticed."""
+"""The gradient accumulator: immediate and deferred gradients are equal, and a lost one is an error."""
 
 from __future__ import annotations
 

@@ -109,7 +109,7 @@ def test_every_rank_has_the_same_list_of_groups_and_its_own() -> None:
 def test_communicators_open_in_one_order_so_that_no_rank_waits_for_a_later_one(
     monkeypatch: pytest.MonkeyPatch, sizes: dict[str, int]
 ) -> None:
-    """Replay what each rank opens: a group, or a channel, opens once all of its ranks have come to it."""
+    """Replay the groups and channels that each rank opens: one opens once all of its ranks have reached it."""
     layout = Layout({"edp": sizes["dp"] * sizes["cp"] // 2, "ep": 2, "etp": sizes["tp"], **sizes})
     size, stages = layout.world_size, tuple(range(sizes["pp"]))
     opens: list[list[tuple[int, ...]]] = []

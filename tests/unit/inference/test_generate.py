@@ -1,4 +1,4 @@
-"""Generation with a cache against reading the whole text anew for every token; stop tokens and layouts of a model."""
+"""Generation with a cache against a full forward for every token; stop tokens and layouts of a model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Compiled regions compute what eager ones do, and are compiled once. Compiling takes seconds, so the rest is slow."""
+"""Compiled regions match eager ones, and are compiled once. Compiling takes seconds, so the rest is slow."""
 
 from __future__ import annotations
 

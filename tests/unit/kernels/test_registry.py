@@ -1,4 +1,4 @@
-"""Choosing implementations: what is there, what proves right, what was asked for, what is deterministic."""
+"""The choice of implementations by availability, correctness, flags and determinism."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Activation offload: what goes to the host, when the device's memory is free, and that gradients stay the same."""
+"""Activation offload: offloaded tensors, the release of device memory, and unchanged gradients."""
 
 from __future__ import annotations
 

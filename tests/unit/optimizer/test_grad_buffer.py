@@ -1,4 +1,4 @@
-"""Buckets of gradients: who shares one, when they are reduced, and what reductions round."""
+"""Gradient buckets: their parameters, the time of their reduction, and its rounding."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Optimizer offload: which shards go to the host, when gradients follow, and that checkpoints know nothing of it."""
+"""Optimizer offload: shards and gradients on the host, and unchanged checkpoints."""
 
 from __future__ import annotations
 

@@ -188,7 +188,7 @@ def test_an_observed_update_is_the_same(options: dict[str, Any], monkeypatch: py
 
 
 def test_flat_views_cover_every_element_once() -> None:
-    """Neighbours are joined, also out of order; not across gaps, nor with what is not contiguous."""
+    """Neighbours are joined, also out of order; not across gaps or with noncontiguous tensors."""
     flat, other = torch.arange(100.0), torch.arange(100.0, 200.0)
     views = [flat[8:16].view(2, 4), other[:10], flat[:8], flat[20:30], flat[30:60].view(5, 6)[:, :3], flat[60:61]]
     merged = flat_runs(views)

@@ -30,7 +30,7 @@ WIDTH = 16
 
 
 class Late(Pending):
-    """Weights of other ranks that come at the last moment: when somebody waits for them."""
+    """Weights of other ranks that arrive only in the wait for them."""
 
     def __init__(self, out: Tensor, arrive: Callable[[Tensor], None]) -> None:
         super().__init__(out)

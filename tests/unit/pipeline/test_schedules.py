@@ -1,4 +1,4 @@
-"""Every schedule ends, computes everything once, and has the bubble and the memory that it states."""
+"""Every schedule ends, computes everything once, and has its stated bubble and memory."""
 
 from __future__ import annotations
 

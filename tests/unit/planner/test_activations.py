@@ -1,4 +1,4 @@
-"""Activations: the planner's sum of what blocks keep, and the memory that is live in real steps."""
+"""Activations: the planner's sum of kept tensors, and the live memory of real steps."""
 
 from __future__ import annotations
 
@@ -163,8 +163,8 @@ def test_kept_tensors_match_a_step(flags: str) -> None:
     (((kept, _), peak),) = measured(0, 1, (flags,))
     (((forward, _)),) = activation_memory(config_of(flags), 1)
     assert kept == pytest.approx(forward.after, rel=0.02)
-    (foretold,) = peak_activations(config_of(flags), 1)
-    assert peak == pytest.approx(sum(foretold.values()), rel=0.1)
+    (predicted,) = peak_activations(config_of(flags), 1)
+    assert peak == pytest.approx(sum(predicted.values()), rel=0.1)
 
 
 @pytest.mark.parametrize("flags", ONE_RANK[1:28:2])
@@ -182,8 +182,8 @@ def test_memory_with_adapters_is_within_the_forecast(more: str) -> None:
     (((kept, _), peak),) = measured(0, 1, (flags,))
     (((forward, _)),) = activation_memory(config_of(flags), 1)
     assert 0.7 * forward.after < kept < 1.02 * forward.after
-    (foretold,) = peak_activations(config_of(flags), 1)
-    assert 0.7 * sum(foretold.values()) < peak < 1.1 * sum(foretold.values())
+    (predicted,) = peak_activations(config_of(flags), 1)
+    assert 0.7 * sum(predicted.values()) < peak < 1.1 * sum(predicted.values())
 
 
 TP = "--tensor-model-parallel-size 2"
@@ -241,10 +241,10 @@ def test_context_parallel_ranks_keep_their_part(pool: Pool, ranks: int) -> None:
     for number, each in enumerate(flags):
         config = config_of(each, ranks)
         ((forward, _),) = activation_memory(config, 1)
-        (foretold,) = peak_activations(config, 1)
+        (predicted,) = peak_activations(config, 1)
         for kept, _ in (of_rank[number] for of_rank in found):
             assert kept[0] == pytest.approx(forward.after, rel=0.02), each
-        assert max(of_rank[number][1] for of_rank in found) == pytest.approx(sum(foretold.values()), rel=0.1), each
+        assert max(of_rank[number][1] for of_rank in found) == pytest.approx(sum(predicted.values()), rel=0.1), each
 
 
 OFFLOADED = (
@@ -279,8 +279,8 @@ def test_host_memory_counts_offloaded_tensors(pool: Pool, ranks: int) -> None:
     )
     found = pool.run(ranks, host_pools, flags)
     for number, each in enumerate(flags):
-        foretold = peak_host_activations(config_of(each, ranks), 1)
-        for rank, size in enumerate(foretold):
+        predicted = peak_host_activations(config_of(each, ranks), 1)
+        for rank, size in enumerate(predicted):
             assert found[rank][number] == pytest.approx(size, rel=0.02), each
             assert size > 0
 
@@ -291,5 +291,5 @@ def test_offloaded_blocks_are_on_the_device_two_at_a_time(model: str, layers: in
     """Host buffers are memory too here; they are all in use when the device has most."""
     flags = f"{LONG} {model} --num-layers 5 --cpu-offloading-num-layers {layers} --min-offloaded-tensor-size 1000"
     (((_, peak),)) = measured(0, 1, (flags,))
-    (foretold,), (host,) = (of(config_of(flags), 1) for of in (peak_activations, peak_host_activations))
-    assert peak - host == pytest.approx(sum(foretold.values()), rel=0.05)
+    (predicted,), (host,) = (of(config_of(flags), 1) for of in (peak_activations, peak_host_activations))
+    assert peak - host == pytest.approx(sum(predicted.values()), rel=0.05)

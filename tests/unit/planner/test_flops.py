@@ -1,4 +1,4 @@
-"""The FLOP table against what torch counts in a real forward and backward, and against formulas written out."""
+"""The FLOP table against torch's count in a real forward and backward, and against explicit formulas."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The forecast memory of a rank is what it allocates."""
+"""The memory forecast of a rank against its allocations."""
 
 from __future__ import annotations
 
@@ -210,9 +210,9 @@ def test_so_they_are_on_every_rank_whatever_is_cut(pool: Pool) -> None:
     found = pool.run(4, every_rank, CUT)
     for number, flags in enumerate(CUT):
         config = config_of(flags, 4)
-        foretold = [rank_state_bytes(config, 4, rank) for rank in range(4)]
-        assert [rank[number] for rank in found] == foretold, flags
-        assert max(foretold, key=lambda parts: sum(parts.values())) == max_state_bytes(config, 4), flags
+        predicted = [rank_state_bytes(config, 4, rank) for rank in range(4)]
+        assert [rank[number] for rank in found] == predicted, flags
+        assert max(predicted, key=lambda parts: sum(parts.values())) == max_state_bytes(config, 4), flags
 
 
 def allocated_in_two(trainer: Trainer) -> tuple[dict[str, int], dict[str, int]]:
@@ -337,8 +337,10 @@ def test_whole_weights_of_zero_3_match_the_forecast(more: str, monkeypatch: pyte
             trainer.start_at(0, 0)
             train_step(trainer, trainer.next_batches(), Rates(1e-3, 0.0))
         assert not storages(each.whole for each in buffers), "all are free after a step"
-        foretold = gathered_weight_bytes(config, layout, pp)
-        assert max(held) == foretold or (pp > 0 and max(held) < foretold), "rank 0 has the most micro-batches in flight"
+        predicted = gathered_weight_bytes(config, layout, pp)
+        assert max(held) == predicted or (pp > 0 and max(held) < predicted), (
+            "rank 0 has the most micro-batches in flight"
+        )
 
 
 @pytest.mark.parametrize(

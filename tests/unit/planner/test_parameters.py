@@ -1,4 +1,4 @@
-"""The declared parameters against a closed formula, and against what the layers of every rank build."""
+"""The declared parameters against a closed formula, and against the layers of every rank."""
 
 from __future__ import annotations
 

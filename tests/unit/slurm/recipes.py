@@ -1,4 +1,4 @@
-"""The recipes of ``slurm/`` as tests see them: what each would start, and the arithmetic that its header owes."""
+"""The recipes of ``slurm/``: the runs that each would start, and the arithmetic of its header."""
 
 from __future__ import annotations
 

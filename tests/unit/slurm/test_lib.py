@@ -174,7 +174,7 @@ def test_a_chain_without_progress_stops(job: Job) -> None:
     assert status == 1
     assert "3 starts have brought no new checkpoint (newest: none)" in message
     assert job.calls("scontrol").count("requeue 7") == 2
-    assert job.start(FINISH, 3)[0] == 1, "nor is it started when Slurm itself has queued it again"
+    assert job.start(FINISH, 3)[0] == 1, "it is not started when Slurm itself has requeued it"
     job.environ["SLURM_JOB_ID"] = "8"
     assert job.start(FINISH)[0] == 0, "who submits it again has done something about it"
 
@@ -219,7 +219,7 @@ def test_a_chain_of_jobs_without_progress_ends(chain: Job) -> None:
         assert ("3 starts have brought no new checkpoint" in message) is last
         assert chain.calls("scancel") == (["8"] if last else [])
     chain.environ["SLURM_JOB_ID"] = "10"
-    assert chain.start(FINISH)[0] == 1, "nor does one start that was queued besides"
+    assert chain.start(FINISH)[0] == 1, "a job that was queued besides does not start"
 
 
 def test_jobs_of_a_chain_that_slurm_ends_without_a_checkpoint_count(chain: Job) -> None:

@@ -1,4 +1,4 @@
-"""The tables of a run, laid out before it: the same that the run finds, and a table of what there is."""
+"""The index tables of a run, built before it: the run finds them, and the tool lists them."""
 
 from __future__ import annotations
 

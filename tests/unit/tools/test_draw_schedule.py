@@ -1,4 +1,4 @@
-"""The tool as people call it: what it prints, what it writes, what it refuses."""
+"""The command line of the tool: its output, its files and its refusals."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The tool as people call it, and the output that the documentation shows."""
+"""The command line of the tool, and the output in the documentation."""
 
 from __future__ import annotations
 

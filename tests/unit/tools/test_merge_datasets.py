@@ -1,4 +1,4 @@
-"""Pairs put end to end: the bytes of one preprocessing, what does not go together, and the tool."""
+"""Merged pairs: the bytes of one preprocessing, incompatible inputs, and the tool."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The set-up of the Python environment, with a program in the place of Python that records what it is asked for."""
+"""The set-up of the Python environment, with a program in the place of Python that records its arguments."""
 
 from __future__ import annotations
 

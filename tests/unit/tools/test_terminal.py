@@ -1,4 +1,4 @@
-"""Names in a stranger's files reach a terminal without the characters that control it."""
+"""Names in untrusted files reach a terminal without control characters."""
 
 from __future__ import annotations
 

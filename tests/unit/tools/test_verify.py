@@ -1,4 +1,4 @@
-"""Putting global tensors together from what ranks hold, and refusing what does not add up to one."""
+"""Global tensors assembled from the shards of ranks, and refusals of incomplete ones."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Runs with adapters: what they start from, what their checkpoints hold, and how they resume."""
+"""Runs with adapters: their start points, checkpoints and resumption."""
 
 from __future__ import annotations
 

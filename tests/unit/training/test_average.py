@@ -1,4 +1,4 @@
-"""The moving average of the weights: from step to step, through checkpoints, out to those who use the model."""
+"""The moving average of the weights: from step to step, through checkpoints, and in exports of the model."""
 
 from __future__ import annotations
 

@@ -167,8 +167,8 @@ def test_known_shapes(flags: str, ranks: int) -> None:
     config = parse([*argv, "--world-size", str(ranks), "--global-batch-size", "128"], {}).config
     world = fake_world(config, ranks, ranks - 1)
     assert world.parameters == num_parameters(config.model)
-    foretold = rank_state_bytes(config, ranks, ranks - 1)
-    assert world.chosen.state == {part: foretold[part] for part in STATE_PARTS}
+    predicted = rank_state_bytes(config, ranks, ranks - 1)
+    assert world.chosen.state == {part: predicted[part] for part in STATE_PARTS}
     assert world.report().count("\n") >= len(world.pipeline)
 
 

@@ -1,4 +1,4 @@
-"""The words and numbers of a health report; what it measures is tested in tests/distributed/test_health.py."""
+"""The words and numbers of a health report; its measurements are tested in tests/distributed/test_health.py."""
 
 from __future__ import annotations
 

@@ -452,7 +452,7 @@ def test_a_signal_saves(tmp_path: Path, whole: Path, number: signal.Signals) -> 
     assert (printed.status, printed.err) == (status, "")
     assert f"stopped by {why} after step 3 of 6" in printed.out
     assert column(tmp_path, "iteration") == [3]
-    assert evaluated(tmp_path) == [1, 2]  # not another one while somebody waits
+    assert evaluated(tmp_path) == [1, 2]  # no second evaluation during a wait
     assert saved_steps(tmp_path / "saved") == [3]
 
 

@@ -1,4 +1,4 @@
-"""The pictures of runs: what is in them, and the tool that draws them."""
+"""The plots of runs: their content, and the tool that draws them."""
 
 from __future__ import annotations
 

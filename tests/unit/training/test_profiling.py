@@ -1,4 +1,4 @@
-"""Profiles of chosen steps, and of those that are asked for while a run goes on."""
+"""Profiles of chosen steps, and on request during a run."""
 
 from __future__ import annotations
 

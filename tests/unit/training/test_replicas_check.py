@@ -1,4 +1,4 @@
-"""Digests of weights against plain integers, and the words for what differs where."""
+"""Digests of weights against plain integers, and the description of differences."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Resuming: a killed run ends as if nothing had happened; which checkpoint is loaded, how much of it, what may change.
+"""Resuming: a killed run ends like an undisturbed one; the choice of a checkpoint, its content, and changes of options.
 
 What ``--check-config`` reports too is in ``test_resume_preview``.
 """

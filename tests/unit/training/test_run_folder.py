@@ -1,4 +1,4 @@
-"""The run folder: what a run writes to be run again, its metrics line by line, and their history."""
+"""The run folder: the files to run again, the metrics line by line, and their history."""
 
 from __future__ import annotations
 
@@ -286,7 +286,7 @@ def test_a_restart_throws_later_steps_away(tmp_path: Path) -> None:
     assert [(point.iteration, point.loss) for point in history.train] == [(10, 2.0), (20, 1.5)]
     assert [point.iteration for point in history.evaluations] == [10]
     assert history.restarts == [400]
-    fresh = read(tmp_path / "m.jsonl", started(0), train(10), started(0), train(5))  # in the same folder, but anew
+    fresh = read(tmp_path / "m.jsonl", started(0), train(10), started(0), train(5))  # a fresh run in the same folder
     assert ([point.iteration for point in fresh.train], fresh.restarts) == ([5], [])
 
 

@@ -1,4 +1,4 @@
-"""The start of a run: flags on several ranks, its device, its times, what identifies it, and reading ahead."""
+"""The start of a run: flags on several ranks, its device, its times, its identity, and prefetching."""
 
 from __future__ import annotations
 

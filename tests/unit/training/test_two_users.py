@@ -1,4 +1,4 @@
-"""Two users on one machine: no file of one is of any use to the other, and none that the other has planted is used."""
+"""Two users on one machine: neither can read the other's files, and planted files are not used."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ def test_checkpoints_and_a_run_folder_of_another_user_are_not_used(scratch: Path
     printed = start(tiny_run(scratch / "run", "--train-iters 2"))
     assert printed.status == 2
     assert f"E701 the run folder {scratch}/run cannot be written: it belongs to {HIM}" in printed.err
-    assert not (scratch / "target").exists(), "nor is anything written where a link of the other user leads"
+    assert not (scratch / "target").exists(), "no file is written through a link of the other user"
 
 
 def take(path: Path) -> str:

@@ -1,4 +1,4 @@
-"""Work in other processes: what comes back, in which order, how much is on the way, and how they end."""
+"""Work in other processes: results, their order, the work in flight, and the end of the processes."""
 
 from __future__ import annotations
 

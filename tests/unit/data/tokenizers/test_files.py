@@ -1,4 +1,4 @@
-"""Tokenizer files: what is read, which token ends a document, and errors of missing, damaged and unsuitable files."""
+"""Tokenizer files: their content, the end-of-document token, and errors of missing, damaged and unsuitable files."""
 
 from __future__ import annotations
 

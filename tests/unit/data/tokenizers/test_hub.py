@@ -29,7 +29,7 @@ CODE = (
 
 
 def build(name: str, cwd: Path, **environment: str) -> subprocess.CompletedProcess[str]:
-    """Build the tokenizer of a name in a new process, which reads the environment anew."""
+    """Build the tokenizer of a name in a new process, which reads the environment again."""
     clean = {key: value for key, value in os.environ.items() if not key.startswith(("HF_", "HUGGING"))}
     there = clean | {"PYTHONPATH": str(ROOT), "HF_HOME": str(cwd / "home"), "HF_HUB_DISABLE_TELEMETRY": "1"}
     command = [sys.executable, "-c", CODE, name]
