@@ -13,7 +13,7 @@ from megatron.distributed.micro_batch import MicroBatch
 from megatron.distributed.random import stable_hash
 from megatron.kernels.attention_mask import FULL, AttentionMask, Tile
 from megatron.kernels.block_attention import AttentionDropout
-from megatron.layers import attention, dropout
+from megatron.layers import attention
 from megatron.layers.context import ForwardContext
 from megatron.layers.residual import hidden_dropout
 from tests.kit.solo import Solo, random_batch, tiny
