@@ -137,6 +137,7 @@ def run_state(trainer: Trainer) -> dict[str, Any]:
     """
     progress = trainer.progress
     iteration, consumed_samples = progress.batches_since
+    states = {component.name: dict(component.state_dict()) for component in trainer.components if component.name}
     return {
         "iteration": progress.iteration,
         "consumed_samples": progress.consumed_samples,
@@ -144,7 +145,7 @@ def run_state(trainer: Trainer) -> dict[str, Any]:
         "evaluated": dict(progress.evaluated),
         "losses": {split: loss for split, loss in progress.losses.items() if math.isfinite(loss)},
         "run_id": progress.run_id,
-        **{component.name: dict(component.state_dict()) for component in trainer.components if component.name},
+        **{name: state for name, state in states.items() if state},
         "written_by": {
             "layout": dict(trainer.mesh.layout.sizes),
             "torch": torch.__version__,
