@@ -15,8 +15,6 @@ from tests.kit.pool import Pool
 from tests.kit.solo import Solo, tiny
 
 TEXT = "Four windows, and a part of a fifth, of 16 tokens each: so ranks have unequal work.\n"
-IMPORTS = 240.0
-"""Seconds of a job, whose ranks may import transformers first."""
 LAYOUTS = {
     "dp3": (3, 1, 1),
     "tp2": (2, 2, 1),

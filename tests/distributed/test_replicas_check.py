@@ -24,7 +24,6 @@ TP4 = Case(GQA, ParallelConfig(tensor_model_parallel_size=4))
 DP4 = Case(dp=4, precision=BF16)
 PP2_TP2 = Case(parallel=ParallelConfig(tensor_model_parallel_size=2, pipeline_model_parallel_size=2), precision=BF16)
 PP4 = Case(parallel=ParallelConfig(pipeline_model_parallel_size=4))
-PP2_DP2 = Case(parallel=ParallelConfig(pipeline_model_parallel_size=2), dp=2)
 WORDS = "embedding.word_embeddings.weight"
 NORM, FC1, QKV = (f"layers.1.{n}.weight" for n in ("input_layernorm", "mlp.linear_fc1", "self_attention.linear_qkv"))
 

@@ -39,6 +39,7 @@ from tests.distributed.resharding import (
 from tests.distributed.resume import BEFORE, gathered, load_and_go_on, save_and_go_on, save_at_once
 from tests.kit.cases import Case
 from tests.kit.pool import Pool
+from tests.kit.processes import anonymous_bytes
 from tests.kit.runs import checkpoint
 from tests.unit.convert.folders import llama, random_weights, write_folder
 
@@ -159,12 +160,6 @@ def memory_of_start(rank: int, world_size: int, config: RunConfig, hf: Path | No
     stop.set()
     watcher.join()
     return max(peak, anonymous_bytes()) - before
-
-
-def anonymous_bytes() -> int:
-    """Return the memory of this process without mapped files."""
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("RssAnon"))
 
 
 @pytest.mark.parametrize("start", ["fresh", "hf"])

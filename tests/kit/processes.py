@@ -112,6 +112,12 @@ def is_alive(process: int) -> bool:
         return False
 
 
+def anonymous_bytes() -> int:
+    """Return the memory of this process without mapped files."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("RssAnon"))
+
+
 def wait_until_gone(processes: Iterable[int], seconds: float = 10.0) -> None:
     """Wait for the end of processes that another process has to reap.
 

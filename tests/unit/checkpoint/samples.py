@@ -26,11 +26,6 @@ def attempt(path: Path) -> Path:
     return next(path.glob("attempt-*"), path)
 
 
-def contents(folder: Path) -> dict[str, bytes]:
-    """All files in a folder and those inside it, by their names there."""
-    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
-
-
 @dataclass(frozen=True)
 class Sample:
     """A tensor of its stored shape, and the view boxes refer to."""

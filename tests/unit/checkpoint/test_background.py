@@ -18,7 +18,9 @@ from megatron.checkpoint.format import Manifest, whole_box
 from megatron.checkpoint.load import CheckpointReader
 from megatron.checkpoint.save import ALIGNMENT, HostCopyBuffer, local_bytes, run_in_background, save_sharded
 from megatron.checkpoint.tensor_file import GlobalTensor, TensorPart
-from tests.unit.checkpoint.samples import ALONE, attempt, contents, partition, same, samples
+from tests.kit.processes import anonymous_bytes
+from tests.kit.runs import contents
+from tests.unit.checkpoint.samples import ALONE, attempt, partition, same, samples
 
 
 def parts_of(seed: int) -> dict[str, GlobalTensor]:
@@ -72,26 +74,20 @@ def test_a_checkpoint_of_the_copy_has_the_same_bytes(tmp_path: Path) -> None:
     assert plain == copied
 
 
-def anonymous() -> int:
-    """Bytes of memory of this process that belong to no file."""
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("RssAnon"))
-
-
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="RssAnon is Linux's")
 def test_the_memory_it_takes_is_bounded(tmp_path: Path) -> None:
     """That of the parts at the start, and less than a tenth more while it is written."""
     save_sharded(tmp_path / "first", parts_whole(1 << 10), {}, {}, ALONE)  # what is imported at the first save
     tensors = parts_whole(6 << 20)
-    size, before = local_bytes(tensors), anonymous()
+    size, before = local_bytes(tensors), anonymous_bytes()
     staging = HostCopyBuffer(tensors)
-    assert abs(anonymous() - before - size) < 0.05 * size
+    assert abs(anonymous_bytes() - before - size) < 0.05 * size
     for number in range(2):
         copies = staging.copy(tensors)
         future = run_in_background(partial(save_sharded, tmp_path / f"save-{number}", copies, {}, {}, ALONE), "save")
-        seen = [anonymous()]
+        seen = [anonymous_bytes()]
         while not wait([future], 0.005).done:
-            seen.append(anonymous())
+            seen.append(anonymous_bytes())
         future.result()
         assert max(seen) - before < 1.1 * size
     found = CheckpointReader(Manifest.open(tmp_path / "save-1")).read("t0")

@@ -24,11 +24,11 @@ from megatron.checkpoint.load import CheckpointReader, load_sharded
 from megatron.checkpoint.save import save_sharded
 from megatron.checkpoint.tensor_file import GlobalTensor, TensorPart
 from megatron.distributed.sharding import Box
+from tests.kit.runs import contents
 from tests.unit.checkpoint.samples import (
     ALONE,
     Sample,
     attempt,
-    contents,
     forge,
     partition,
     same,

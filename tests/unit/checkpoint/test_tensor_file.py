@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 from megatron.checkpoint.durable_files import checksum
 from megatron.checkpoint.errors import DamagedCheckpointError
 from megatron.checkpoint.tensor_file import DTYPES, TensorFile, TensorFileWriter
+from tests.kit.processes import anonymous_bytes
 from tests.unit.checkpoint.samples import same
 
 TENSORS = {
@@ -65,10 +66,10 @@ def test_files_of_both_writers_are_read(tmp_path: Path, by_library: bool) -> Non
 def test_a_tensor_is_the_file_s_pages(tmp_path: Path) -> None:
     path = tmp_path / "x.safetensors"
     save_file({"a": torch.ones(8 << 20)}, path)
-    before = anonymous()
+    before = anonymous_bytes()
     tensor = TensorFile(path).tensor("a")
     assert tensor.sum() == 8 << 20
-    assert anonymous() - before < 4 << 20  # of 32 MB
+    assert anonymous_bytes() - before < 4 << 20  # of 32 MB
     tensor[0] = 5  # only this process sees it
     assert load_file(path)["a"][0] == 1
 
@@ -82,11 +83,6 @@ def test_a_file_may_be_larger_than_the_memory(tmp_path: Path) -> None:
     path.write_bytes(len(text).to_bytes(8, "little") + text)
     os.truncate(path, 8 + len(text) + 8 * count)
     assert TensorFile(path).tensor("a")[-2:].tolist() == [0.0, 0.0]
-
-
-def anonymous() -> int:
-    """Bytes of this process that are no pages of a file."""
-    return bytes_of("RssAnon", "/proc/self/status")
 
 
 def bytes_of(key: str, table: str) -> int:
