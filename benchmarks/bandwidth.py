@@ -41,7 +41,7 @@ from megatron.training.failure_report import host_name
 
 MB = 2**20
 SIZES = {"cuda": (1, 4, 16, 64, 256), "cpu": (1, 4)}
-"""Buffers, in MB, where the flags do not say."""
+"""Default sizes of buffers in MB."""
 
 SECONDS = 0.2
 """About how long an operation is repeated; at least ``TIMES`` and at most ``MOST`` times."""
@@ -73,7 +73,7 @@ class Figure:
 
 @dataclass(frozen=True)
 class Ring:
-    """What a rank needs to hand something to the next of its group, and to take it from the one before."""
+    """State of a rank to send to the next rank of its group and receive from the previous one."""
 
     group: Group
     to: Channel

@@ -42,7 +42,7 @@ ALONE = Group()
 KINDS = ("weight", "bias")
 PREFIXES = ("", "optim.exp_avg.", "optim.exp_avg_sq.")
 MEGABYTES, HIDDEN = 1000, 1024
-"""What results are kept for."""
+"""Sizes of the committed results."""
 
 LINES = {"save / raw write": ("raw write", "save"), "load / raw read": ("raw read", "load")}
 
@@ -151,7 +151,7 @@ def take_turns(folder: Path, tensors: Mapping[str, Tensor], repeats: int) -> dic
 
 
 def standstill(folder: Path, tensors: Mapping[str, Tensor], repeats: int) -> list[float]:
-    """Seconds that an asynchronous save keeps its caller, over those of a memcpy: median, lowest and highest round."""
+    """Return the blocking time of an asynchronous save over a memcpy: median, lowest and highest round."""
     saved, found = entries(tensors), []
     staging = HostCopyBuffer(saved)
     places = {name: copy.parts[0].resolve() for name, copy in staging.copy(saved).items()}

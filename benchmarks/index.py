@@ -57,7 +57,7 @@ def weights_of(sources: int) -> list[float]:
 def take_turns(
     rounds: int, clock: Callable[[], float], ours: Callable[[], object], theirs: Callable[[], object]
 ) -> list[float]:
-    """How many times as long ``theirs`` takes as ``ours``, in each round."""
+    """Return the time of ``theirs`` over ``ours`` in each round."""
     ratios = []
     for _ in range(rounds):
         seconds = [timed(clock, action) for action in (ours, theirs)]

@@ -55,7 +55,7 @@ SINKS = {
     "console and TensorBoard": ("--tensorboard-dir", "{}/tensorboard"),
     "console and Weights & Biases, offline": ("--wandb-project", "overhead", "--wandb-save-dir", "{}/wandb"),
 }
-"""What a log line goes to, and the flags of it; ``{}`` is a folder."""
+"""Destinations of a log line, and their flags; ``{}`` is a folder."""
 
 
 def configuration(args: argparse.Namespace, folder: str, *flags: str) -> RunConfig:

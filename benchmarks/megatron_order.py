@@ -64,7 +64,7 @@ def tables(lengths: list[int], indices: list[int], size: int | None, seq_length:
 
 
 def walk(lengths: list[int], count: int, seq_length: int) -> list[tuple[int, int]]:
-    """Where each sample starts, and where the last ends, going from sequence to sequence."""
+    """Return the start of each sample and the end of the last, sequence by sequence."""
     rows, place, offset = [(0, 0)], 0, 0
     for _ in range(count):
         remaining = seq_length + EXTRA

@@ -42,12 +42,12 @@ RATES = Rates(1e-4, 0.01)
 CLIP, GRADIENT = 1.0, 1e-5
 """The largest norm, and the size of gradients: a rank alone knows its part of the norm only, so none may be clipped."""
 LAYERS, RANKS, ROUNDS = 6, (1, 2, 4, 8), 7
-"""What results are kept for."""
+"""Sizes of the committed results."""
 
 WHOLE, RULE = "update", "rule alone"
 OFFLOADED = "1, offloaded"
 Contestant = Mapping[str, Callable[[], object]]
-"""What is timed, by :data:`WHOLE` and :data:`RULE`."""
+"""Timed work, by :data:`WHOLE` and :data:`RULE`."""
 
 
 @dataclass(frozen=True)

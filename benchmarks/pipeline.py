@@ -40,7 +40,7 @@ MOST = 50.0
 
 TITLE = "# The runtime of pipelines beside a plain loop, CPU, one thread"
 RECV = {FORWARD: RECV_F, BACKWARD: RECV_B, INPUT: RECV_B}
-"""What brings the tensor that an action takes, where it comes from another rank."""
+"""Action that brings the input of an action from another rank."""
 
 
 @dataclass

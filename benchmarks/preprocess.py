@@ -42,7 +42,7 @@ ENDINGS = (", ", ". ", "; ", ": ", "? ", "! ", ' "', '" ', " (", ") ", " - ", ".
 
 
 def word(rank: int) -> str:
-    """How the word of a rank is spelled: frequent ones are short, as in a language."""
+    """Return the spelling of the word of a rank: frequent words are short, as in a language."""
     spelled, rank = "", rank + 1
     while rank:
         rank, syllable = divmod(rank, len(SYLLABLES))
@@ -174,7 +174,7 @@ def ours(corpus: Path, model: Path, threads: int) -> tuple[float, int]:
 
 
 def seconds_of(*arguments: str) -> float:
-    """How long Python takes with these arguments."""
+    """Return the seconds that Python takes with these arguments."""
     started = time.perf_counter()
     subprocess.run(
         [sys.executable, *arguments], check=True, capture_output=True, env=os.environ | {"PYTHONPATH": str(ROOT)}

@@ -38,7 +38,7 @@ from megatron.training.checkpoint_contents import local_tensors, restore_run, ru
 from megatron.training.trainer import Trainer
 
 LAYERS, LIMIT, INTERVAL = 18, 1e9, 0.002
-"""What results are kept for; bytes; seconds between two looks at a process's memory."""
+"""Layers of the committed results; bytes; seconds between two readings of a process's memory."""
 
 ZERO = "--data-parallel-sharding-strategy"
 WRITTEN = (4, f"--tensor-model-parallel-size 2 {ZERO} optim")

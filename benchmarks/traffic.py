@@ -160,5 +160,5 @@ class Traffic(TorchDispatchMode):
 
 
 def key(t: Tensor) -> tuple[Any, ...]:
-    """Return what tells apart the memory of two tensors."""
+    """Return a key that is unique to the memory of a tensor."""
     return t.data_ptr(), t.shape, t.stride(), t.dtype

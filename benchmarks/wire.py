@@ -56,7 +56,7 @@ WIRES = {
     "PowerSGD, rank 4": "--grad-compression powersgd:4",
     "top 1%": "--grad-compression topk:0.01",
 }
-"""How gradients are sent; the last two replace an all-reduce, so they need ZeRO-0 here."""
+"""Forms in which gradients are sent; the last two replace an all-reduce, so they need ZeRO-0 here."""
 
 RESHARD, KEEP = "--reshard-after-forward", "--no-reshard-after-forward"
 REMAINDERS = f"{RESHARD} --store-param-remainders"

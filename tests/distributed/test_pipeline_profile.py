@@ -24,13 +24,13 @@ LAYOUTS = {
 CHOSEN = "--profile-pipeline --profile-step-start 2 --profile-step-end 4"
 
 
-def run_rank(rank: int, world_size: int, config: RunConfig, wish: str = "") -> tuple[int | None, str]:
-    """A rank's exit status, and what it wrote to stderr; ``wish`` is asked in step 2."""
+def run_rank(rank: int, world_size: int, config: RunConfig, request: str = "") -> tuple[int | None, str]:
+    """Return a rank's exit status and stderr; ``request`` is written in step 2."""
 
     def ask(trainer: Trainer) -> None:
-        (Path(str(config.logging.run_dir)) / "PROFILE").write_text(wish)
+        (Path(str(config.logging.run_dir)) / "PROFILE").write_text(request)
 
-    asking = before_step(2, ask) if wish and rank == 0 else None
+    asking = before_step(2, ask) if request and rank == 0 else None
     with patch("megatron.training.callbacks.profiler.FILE_CHECK_SECONDS", 0.0):
         printed = start(config, asking, rank, world_size)
     return printed.status, printed.err

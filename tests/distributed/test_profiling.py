@@ -15,18 +15,18 @@ from megatron.training.trainer import Trainer
 from tests.kit.pool import Pool
 from tests.kit.runs import before_step, column, start, tiny_run
 
-WISHES = ("signal", "file", "nothing")
+REQUESTS = ("signal", "file", "nothing")
 
 
 def run_rank(
-    rank: int, world_size: int, config: RunConfig, wish: str, wishing: int
+    rank: int, world_size: int, config: RunConfig, request: str, requesting: int
 ) -> tuple[int | None, str, list[str]]:
-    """A rank's exit status, what it wrote to stderr, and of profiles; rank ``wishing`` wants one in step 2."""
+    """Return a rank's exit status, stderr and notes on profiles; rank ``requesting`` requests one in step 2."""
 
     def ask(trainer: Trainer) -> None:
-        if wish == "signal" and rank == wishing:
+        if request == "signal" and rank == requesting:
             signal.raise_signal(signal.SIGUSR2)
-        if wish == "file" and rank == wishing:
+        if request == "file" and rank == requesting:
             (Path(str(config.logging.run_dir)) / "PROFILE").touch()
 
     with patch("megatron.training.callbacks.profiler.FILE_CHECK_SECONDS", 0.0):
@@ -54,21 +54,21 @@ LAYOUTS = {
 @pytest.mark.parametrize("axes", [pytest.param("tp", marks=pytest.mark.slow), "bubble"])
 def test_ranks_agree_on_the_steps_and_the_run_is_the_same(pool: Pool, tmp_path: Path, axes: str) -> None:
     layout = LAYOUTS[axes] + " --global-batch-size 2"
-    for wish in WISHES:
-        ranks = "0 1" if wish == "signal" else "1"
+    for request in REQUESTS:
+        ranks = "0 1" if request == "signal" else "1"
         flags = f"--profile-ranks {ranks} {layout}"
-        config = tiny_run(tmp_path / wish, flags, world_size=2)
-        wishing = 1 if wish == "signal" else 0  # only rank 0 looks for the file
+        config = tiny_run(tmp_path / request, flags, world_size=2)
+        requesting = 1 if request == "signal" else 0  # only rank 0 looks for the file
         recorded = "profile of steps 3 to 4"
         asked = f"profile requested of steps 3 to 4, recorded on --profile-ranks {ranks}"
         printed = {"signal": [[asked, recorded], [recorded]], "file": [[asked], [recorded]], "nothing": [[], []]}
-        outcome = pool.run(2, run_rank, config, wish, wishing)
-        assert outcome == [(0, "", lines) for lines in printed[wish]]
+        outcome = pool.run(2, run_rank, config, request, requesting)
+        assert outcome == [(0, "", lines) for lines in printed[request]]
     assert kept(tmp_path / "signal") == [f"step_000003-000004_rank_{rank}.json.gz" for rank in (0, 1)]
     assert kept(tmp_path / "file") == ["step_000003-000004_rank_1.json.gz"]
     assert kept(tmp_path / "nothing") == []
     for name in ("lm loss", "grad-norm", "samples-digest"):
-        with_signal, with_file, alone = (column(tmp_path / wish, name) for wish in WISHES)
+        with_signal, with_file, alone = (column(tmp_path / request, name) for request in REQUESTS)
         assert with_signal == with_file == alone
 
     found = ranges(tmp_path / "signal" / "profiles" / kept(tmp_path / "signal")[1])

@@ -272,7 +272,7 @@ def test_a_signal_that_a_library_swallows_is_not_lost(
     """As Rust code does that calls Python, and takes what is raised there for a failure of its own."""
     choose = encode_module.choose_engine
 
-    def swallowing(tokenizer: Tokenizer, sample: Sequence[str], wish: str) -> EncodeEngine:
+    def swallowing(tokenizer: Tokenizer, sample: Sequence[str], choice: str) -> EncodeEngine:
         with suppress(BaseException):
             os.kill(os.getpid(), signal.SIGTERM)
         return choose(tokenizer, sample, "hf")

@@ -350,7 +350,7 @@ def test_a_signal_without_a_run_folder_prints_a_message_and_ends_nothing() -> No
 
 
 @pytest.mark.parametrize(
-    ("text", "wish"),
+    ("text", "expected"),
     [
         ("", ProfileRequest(DEFAULT_PROFILE_STEPS)),
         (" 12 \n", ProfileRequest(12)),
@@ -360,11 +360,11 @@ def test_a_signal_without_a_run_folder_prints_a_message_and_ends_nothing() -> No
     ],
 )
 def test_a_profile_file_gives_kind_and_steps_and_is_removed(
-    tmp_path: Path, clock: Clock, text: str, wish: ProfileRequest
+    tmp_path: Path, clock: Clock, text: str, expected: ProfileRequest
 ) -> None:
     asked, printed = requests(tmp_path)
     (tmp_path / "PROFILE").write_text(text)
-    assert asked.take() == wish
+    assert asked.take() == expected
     assert (list(tmp_path.iterdir()), printed) == ([], [])
 
 
