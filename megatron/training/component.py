@@ -168,6 +168,10 @@ class Component(UpdateHook):
             metrics: 0-d tensors on the device; reading one waits for the device.
         """
 
+    def metrics(self) -> Metrics:
+        """Return values to add to a log line, by names such as ``mine/average``; not collective, and not paused."""
+        return {}
+
     def on_log(self, metrics: Metrics) -> None:
         """Act after the log line of ``metrics``, which covers the steps since the last one."""
 

@@ -118,6 +118,8 @@ def take_steps(
             callbacks.settle()
         if leave or is_due(log_interval, iteration):
             record = read(samples_digest=f"{trainer.reader.samples_digest():016x}")
+            for component in trainer.components:
+                record |= component.metrics()
             log.train(record)
             trainer.progress.losses["train"] = record["lm loss"]
             callbacks.on_log(window, record)

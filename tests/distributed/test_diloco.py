@@ -147,9 +147,9 @@ def test_a_joining_replica_receives_outer_weights_and_position() -> None:
     together([partial(each.train, 5) for each in (first, second)])
     assert not any("joined" in note for note in first.log.notes)
     joining = ThreadPoolExecutor(1).submit(third.start)
-    while not (
-        hasattr(getattr(third, "diloco", None), "replicas") and store.check([f"ready/{third.diloco.replicas.id}"])
-    ):
+    while not hasattr(getattr(third, "diloco", None), "replicas"):
+        time.sleep(0.01)
+    while not store.check([f"ready/{third.diloco.replicas.id}"]):
         time.sleep(0.01)
     together([partial(each.train, 6) for each in (first, second)])
     notes = joining.result()
