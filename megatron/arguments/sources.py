@@ -66,7 +66,8 @@ class ConfigSource:
         """Record that a value cannot be read; ``spelling`` is the flag or key, ``words`` are those after it."""
         fixes: tuple[str, ...] = ()
         if setting.choices:
-            fixes = (f"{setting.flag} {'|'.join(setting.choices)}",)
+            one = len(setting.choices) == 1 and setting.option.kind is not None  # of a plugin that was forgotten
+            fixes = ("--plugin MODULE",) if one else (f"{setting.flag} {'|'.join(setting.choices)}",)
         elif setting.length:
             fixes = (f"{setting.flag} {setting.metavar}",)
         elif setting.scalar is bool:

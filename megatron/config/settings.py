@@ -146,7 +146,8 @@ class Setting:
         if self.choices and item is not None and item not in self.choices:
             same = [choice for choice in self.choices if choice.lower() == str(item).lower()]
             if not same:
-                raise ValueError(f"{item!r} is not one of {', '.join(self.choices)}")
+                or_plugin = ", nor a name that a --plugin registers" if self.option.kind else ""
+                raise ValueError(f"{item!r} is not one of {', '.join(self.choices)}{or_plugin}")
             item = same[0]
         return item
 
