@@ -170,8 +170,7 @@ def holds(condition: str, config: RunConfig, or_plugin: bool = False) -> bool:
 
 
 def _term_holds(term: str, config: RunConfig, or_plugin: bool) -> bool:
-    positive = term.removeprefix("not ")
-    name, relation, operand = re.fullmatch(r"(\w+)(!=|>=|=|>|)(.*)", positive).groups()  # type: ignore[union-attr]
+    positive, name, relation, operand = _parse_term(term)
     value, kind = SETTINGS[name].value_in(config), SETTINGS[name].option.kind
     if relation == "":
         found = value is not None and value is not False and value != ()
@@ -181,7 +180,15 @@ def _term_holds(term: str, config: RunConfig, or_plugin: bool) -> bool:
     else:
         found = (str(value) in operand.split("|")) == (relation == "=")
         found = found or (or_plugin and relation == "=" and kind is not None and value in registered(kind))
-    return found == (positive == term)
+    return found == positive
+
+
+@cache
+def _parse_term(term: str) -> tuple[bool, str, str, str]:
+    """Return False after ``not``, and the field, relation and operand of a term."""
+    positive = term.removeprefix("not ")
+    name, relation, operand = re.fullmatch(r"(\w+)(!=|>=|=|>|)(.*)", positive).groups()  # type: ignore[union-attr]
+    return positive == term, name, relation, operand
 
 
 def _as_type(value: Any, scalar: type) -> Any:

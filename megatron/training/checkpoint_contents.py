@@ -8,6 +8,7 @@ generator state is saved, and nothing depends on the layout.
 
 from __future__ import annotations
 
+import json
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -27,7 +28,8 @@ from megatron.convert.weight_source import WeightSource, fill_weights
 from megatron.distributed import comm
 from megatron.distributed.param_layout import ShardBox, shard_boxes
 from megatron.optimizer.main_params import accum_dtype
-from megatron.training.component import Component
+from megatron.training.component import Component, name_in_errors
+from megatron.training.loggers.console import print_warning
 from megatron.training.resume_source import Position, is_own_checkpoint, position_of
 from megatron.training.trainer import Trainer
 
@@ -51,17 +53,31 @@ class CheckpointContents:
         """
         started = time.monotonic()
         for component in trainer.components:
-            component.before_save()
+            with name_in_errors(component.plugin, "before_save"):
+                component.before_save()
         tensors, size = tensors_to_save(trainer), bytes_to_save(trainer)
         return cls(trainer.iteration, tensors, size, run_state(trainer), started)
 
 
-def local_tensors(trainer: Trainer, components: Sequence[Component] | None = None) -> dict[str, Tensor]:
-    """Return this rank's shards of the tensors of components, by default with the main parameters, by name."""
-    shards = dict(trainer.optimizer.main_params) if components is None else {}
-    for component in trainer.components if components is None else components:
-        for kind, tensors in component.tensors().items():
-            shards |= {f"optim.{kind}.{name}": tensor for name, tensor in tensors.items()}
+def local_tensors(trainer: Trainer) -> dict[str, Tensor]:
+    """Return this rank's shards of all tensors of a checkpoint that belong to a parameter, by name."""
+    return dict(trainer.optimizer.main_params) | tensors_of(trainer.components)
+
+
+def tensors_of(components: Sequence[Component]) -> dict[str, Tensor]:
+    """Return this rank's shards of the tensors of components, by name.
+
+    Raises:
+        ValueError: if a kind is not a word, or belongs to two components.
+    """
+    shards: dict[str, Tensor] = {}
+    owners: dict[str, Component] = {}
+    for component in components:
+        with name_in_errors(component.plugin, "tensors"):
+            for kind, tensors in component.tensors().items():
+                if not kind.isidentifier() or owners.setdefault(kind, component) is not component:
+                    raise ValueError(f"the kind of tensors {kind!r} is not a word, or in use")
+                shards |= {f"optim.{kind}.{name}": tensor for name, tensor in tensors.items()}
     return shards
 
 
@@ -75,8 +91,7 @@ def tensors_to_save(trainer: Trainer) -> dict[str, GlobalTensor]:
         name: (accum_dtype(weight.dtype), partial(main_params.__getitem__, name))
         for name, weight in main_params.weights.items()
     }
-    of_components = local_tensors(trainer, trainer.components)
-    readers |= {name: (tensor.dtype, tensor.detach) for name, tensor in of_components.items()}
+    readers |= {name: (tensor.dtype, tensor.detach) for name, tensor in tensors_of(trainer.components).items()}
     counted = trainer.buckets.counted_shards()
     entries = {}
     for name, (dtype, whole) in readers.items():
@@ -137,7 +152,7 @@ def run_state(trainer: Trainer) -> dict[str, Any]:
     """
     progress = trainer.progress
     iteration, consumed_samples = progress.batches_since
-    states = {component.name: dict(component.state_dict()) for component in trainer.components if component.name}
+    states = {component.name: _state_of(component) for component in trainer.components if component.name}
     return {
         "iteration": progress.iteration,
         "consumed_samples": progress.consumed_samples,
@@ -152,6 +167,19 @@ def run_state(trainer: Trainer) -> dict[str, Any]:
             "version": package_version(),
         },
     }
+
+
+def _state_of(component: Component) -> dict[str, Any]:
+    """Return the state of a component; that of a callback is left out, with a warning, if it is not JSON."""
+    with name_in_errors(component.plugin, "state_dict"):
+        state = dict(component.state_dict())
+    if component.plugin is not None:
+        try:
+            json.dumps(state, allow_nan=False)
+        except (TypeError, ValueError) as error:
+            print_warning(f"the state of the {component.name} is not saved: {error}")
+            return {}
+    return state
 
 
 def restore_run(trainer: Trainer, manifest: Manifest, batches_since: Position) -> list[str]:
@@ -172,41 +200,35 @@ def restore_run(trainer: Trainer, manifest: Manifest, batches_since: Position) -
     evaluated = saved.get("evaluated", {})
     progress.evaluated = dict(evaluated) if isinstance(evaluated, Mapping) else {"valid": evaluated}  # old checkpoints
     progress.losses = dict(saved.get("losses", {}))
-    notes = restore_components(trainer, manifest, trainer.components, dict(trainer.optimizer.main_params))
+    notes = _restore_components(trainer, manifest)
     if is_own_checkpoint(manifest.path, trainer.config.checkpoint):  # otherwise a fork, with a run ID of its own
         progress.run_id = str(saved.get("run_id", ""))  # old checkpoints have none
     return notes
 
 
-def restore_components(
-    trainer: Trainer,
-    manifest: Manifest,
-    components: Sequence[Component],
-    main_params: Mapping[str, Tensor] | None = None,
-) -> list[str]:
-    """Load the state of components, and main parameters, from a checkpoint; return notes. Collective.
-
-    Raises:
-        DamagedCheckpointError: on every rank, if the checkpoint's checksums do not match.
-        UserError: if a component cannot continue from the checkpoint.
-    """
-    notes = [note for component in components for note in component.prepare(manifest)]
+def _restore_components(trainer: Trainer, manifest: Manifest) -> list[str]:
+    """Load the main parameters and the state of components; return notes."""
+    components, main_params = trainer.components, dict(trainer.optimizer.main_params)
+    names = {component.name for component in components}
+    lost = [key for key in manifest.state if key.startswith("callback ") and key not in names]
+    notes = [f"the checkpoint has state of the {key}, which no plugin registers: it is not kept" for key in lost]
+    for component in components:
+        notes += component.prepare(manifest)
     kinds = {name.split(".", 2)[1] for name in manifest.tensors if name.startswith("optim.")}
-    missing = [c for c in components if c.missing is not None and c.tensors() and kinds.isdisjoint(c.tensors())]
-    wanted = local_tensors(trainer, [component for component in components if component not in missing])
-    load_sharded(manifest, tensors_to_load(trainer, {**(main_params or {}), **wanted}), trainer.mesh.world)
-    if main_params is not None:
-        trainer.optimizer.main_params.set(main_params)
-        trainer.optimizer.write_weights()
+    missing = [c for c in components if c.missing is not None and not kinds.issuperset(c.tensors())]
+    wanted = main_params | tensors_of([component for component in components if component not in missing])
+    load_sharded(manifest, tensors_to_load(trainer, wanted), trainer.mesh.world)
+    trainer.optimizer.main_params.set(main_params)
+    trainer.optimizer.write_weights()
     own = is_own_checkpoint(manifest.path, trainer.config.checkpoint)
     for component in components:
-        notes += component.load(manifest)
-        state = manifest.state.get(component.name) if component.name and (own or not component.is_of_run) else None
-        if component in missing:
-            component.on_weights_loaded()
-            notes.append(str(component.missing))
-        elif state:  # empty if the run that saved had none, such as a constant loss scale
-            component.load_state_dict(state)
+        with name_in_errors(component.plugin, "loading"):
+            notes += component.load(manifest)
+            if component in missing:
+                component.on_weights_loaded()
+                notes.append(str(component.missing).format(name=component.name))
+            elif (state := manifest.state.get(component.name)) and (own or not component.is_of_run):
+                component.load_state_dict(state)
     return notes
 
 

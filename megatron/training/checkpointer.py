@@ -10,7 +10,7 @@ import json
 import os
 import time
 from base64 import b64decode, b64encode
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, wait
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
@@ -57,12 +57,10 @@ from megatron.training.callbacks.base import Callback
 from megatron.training.checkpoint_contents import (
     CheckpointContents,
     bytes_to_save,
-    restore_components,
     restore_run,
     restore_weights,
     tensors_to_save,
 )
-from megatron.training.component import Component
 from megatron.training.loggers.run_logger import RunLogger
 from megatron.training.metrics import MetricsWindow
 from megatron.training.resume_source import (
@@ -174,8 +172,6 @@ class Checkpointer:
         self._pending: tuple[CheckpointContents, Future[SavedCheckpoint]] | None = None  # in the background
         self._lost_contact = False  # the last background save failed because another rank did not answer
         self._staging: HostCopyBuffer | None = None
-        # Checkpoint that the run was resumed from, until the first step.
-        self.resumed: Manifest | None = None
 
     # ---- Loading
 
@@ -232,7 +228,6 @@ class Checkpointer:
                     loaded = f"weights from {manifest.path}"
                 else:
                     notes += restore_run(trainer, manifest, batches_since)
-                    self.resumed = manifest
                     position = f"step {trainer.iteration}, {trainer.consumed_samples:,} samples"
                     loaded = f"resumed from {manifest.path}: {position}"
             except DamagedCheckpointError as error:
@@ -240,15 +235,6 @@ class Checkpointer:
                 continue
             return [*notes, loaded, *changes]
         raise UserError([Problem("E811", "\n  ".join(["no checkpoint can be used:", *notes]))])
-
-    def restore(self, components: Sequence[Component]) -> list[str]:
-        """Load components that were created when the run was loaded; return notes. Collective."""
-        if self.resumed is None:
-            return []
-        known = {component.name for component in components}
-        lost = [key for key in self.resumed.state if key.startswith("callback ") and key not in known]
-        notes = [f"the checkpoint has state of the {key}, which no plugin registers: it is not kept" for key in lost]
-        return notes + restore_components(self.trainer, self.resumed, components)
 
     def _tokenizer_files(self, manifest: Manifest) -> dict[str, bytes]:
         def read() -> dict[str, str]:

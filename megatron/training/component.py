@@ -46,9 +46,9 @@ class Component(UpdateHook):
     is_of_run: bool = False
     """True for state that another run does not take over when it starts from a checkpoint of this one."""
 
-    missing: str | None = "the checkpoint lacks tensors of a callback, which starts anew"
-    """Note on a checkpoint without any of :meth:`tensors`, after which :meth:`on_weights_loaded` is called; None for a
-    component without which no checkpoint can be resumed."""
+    missing: str | None = "the checkpoint lacks tensors of the {name}, which starts anew"
+    """Note on a checkpoint without a kind of :meth:`tensors`, after which :meth:`on_weights_loaded` is called; None for
+    a component without which no checkpoint can be resumed."""
 
     plugin: str | None = None
     """Name under which a plugin has registered it; errors name it."""
@@ -81,7 +81,7 @@ class Component(UpdateHook):
     def tensors(self) -> Kinds:
         """Return the tensors of the state, sharded like the main parameters; they are saved and loaded in place.
 
-        In checkpoints they are ``optim.{kind}.{parameter}``, so kinds are unique in a run.
+        In checkpoints they are ``optim.{kind}.{parameter}``, so kinds are words, and unique in a run.
         """
         return {}
 
@@ -262,14 +262,8 @@ class CallbackList:
         self._call_paused("on_iteration_end", self._due, window)
 
     def on_stop(self, error: BaseException | None) -> None:
-        """See :class:`Component`. Every callback is called; after an error, further errors are warnings."""
-        for callback in self._components:
-            try:
-                self._call("on_stop", [callback], error)
-            except Exception as other:
-                if error is None:
-                    raise
-                print_warning(f"{type(callback).__name__}.on_stop failed after the error, too: {other}")
+        """See :class:`Component`."""
+        stop_components(self._components, error)
 
     def _call_paused(self, hook: str, found: Iterable[Component], window: MetricsWindow, *arguments: object) -> None:
         """Call a hook on those callbacks that override it, with the weights complete and the clock of steps paused."""
@@ -287,9 +281,21 @@ class CallbackList:
         return getattr(type(callback), hook) is not getattr(Component, hook)
 
     def _call(self, hook: str, callbacks: Iterable[Component], *arguments: object) -> None:
-        for callback in callbacks:
+        for callback in [*callbacks]:  # they may leave the run
             with name_in_errors(callback.plugin, hook):
                 getattr(callback, hook)(*arguments)
+
+
+def stop_components(components: Iterable[Component], error: BaseException | None) -> None:
+    """Call ``on_stop`` of every component; after an error, further errors are warnings."""
+    for component in components:
+        try:
+            with name_in_errors(component.plugin, "on_stop"):
+                component.on_stop(error)
+        except Exception as other:
+            if error is None:
+                raise
+            print_warning(f"{type(component).__name__}.on_stop failed after the error, too: {other}")
 
 
 @contextmanager

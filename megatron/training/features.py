@@ -1,4 +1,4 @@
-"""All components of a run, in the order in which they act. This is the one list of them."""
+"""The components of a run, in the order in which they act; main adds what belongs to the start itself."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def build_components(trainer: Trainer) -> list[Component]:
 def build_callbacks(
     trainer: Trainer, log: RunLogger, stop: StopRequest, others: OtherCheckpoints | None = None
 ) -> list[Component]:
-    """Create the components that act in the loop alone, when the start of the run is loaded; those of plugins last."""
+    """Create the components that act in the loop alone, when the start of the run is loaded."""
     config, logging = trainer.config, trainer.config.logging
     callbacks: list[Component] = []
     if config.training.on_nonfinite == "stop":
@@ -77,11 +77,11 @@ def build_callbacks(
         callbacks.append(HuggingFaceExport(trainer, Path(checkpoint.save), checkpoint.save_hf_interval))
     if others is not None:
         callbacks += others.callbacks(trainer)
-    return callbacks + plugin_callbacks(trainer)
+    return callbacks
 
 
 def plugin_callbacks(trainer: Trainer) -> list[Component]:
-    """Create the callbacks that plugins have registered.
+    """Create the callbacks that plugins have registered, before the start of the run is loaded.
 
     Raises:
         TypeError: if a plugin registers something else.

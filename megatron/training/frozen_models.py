@@ -145,7 +145,8 @@ class FrozenModelInputs(Component):
             self._model, self._mode = trainer, partial(adapters_disabled, trainer.chunks.values())
             return ["reference model: this one without its adapters"]
         location = frozen_location(config)
-        self._model = open_frozen(config, trainer.mesh, trainer.device, location)
+        with trainer.clock("checkpoint"):
+            self._model = open_frozen(config, trainer.mesh, trainer.device, location)
         return [f"{name.replace('_', ' ')}: {location}"]
 
     def on_batches(self, batches: list[MicroBatch]) -> list[MicroBatch]:

@@ -27,12 +27,13 @@ from megatron.training.build import build_trainer
 from megatron.training.build_model import choose_device, join_distributed
 from megatron.training.callbacks.profiler import ProfileRequestListener
 from megatron.training.checkpointer import Checkpointer, OtherCheckpoints, choose_resume_source, hold_save_folder
+from megatron.training.component import stop_components
 from megatron.training.components.goodput import GoodputState
 from megatron.training.components.startup import StartupReport
 from megatron.training.cuda_graphs import StepRunner
 from megatron.training.environment import set_variables
 from megatron.training.failure_report import PeerWatchdog, StartRefusedError, explain_error, report_failure
-from megatron.training.features import build_callbacks
+from megatron.training.features import build_callbacks, plugin_callbacks
 from megatron.training.loggers.console import print_warning
 from megatron.training.loggers.run_folder import METRICS_FILE, data_summary, read_json_lines
 from megatron.training.loggers.run_logger import RunLogger
@@ -127,7 +128,8 @@ def build_and_train(
         startup.enter("other")
         trainer = build_trainer(config, world.rank, world.size, fresh=source.fresh, clock=startup)
         goodput = Goodput(startup.began)
-        trainer.components.append(GoodputState(goodput))
+        plugins = plugin_callbacks(trainer)
+        trainer.components += [GoodputState(goodput), *plugins]
         stop.world = trainer.mesh.world
         run_step = StepRunner(trainer)
         checkpointer = Checkpointer(trainer, lease, others)
@@ -138,8 +140,7 @@ def build_and_train(
             for component in trainer.components:
                 notes += component.on_start(lambda: bool(stop.local_code()))
         except BaseException as error:
-            for component in trainer.components:
-                component.on_stop(error)
+            stop_components(trainer.components, error)
             raise
         facts = start_facts(os.environ, None if lease is None else lease.epoch)
         previous = None if run_dir is None or not source.fresh else Path(run_dir) / METRICS_FILE
@@ -165,10 +166,11 @@ def build_and_train(
         for text in (*notes, "\n".join([summary(config, world.size, **position), *trainer.data.summary()])):
             log.note(text)
         with refuse_start_on_error():
-            callbacks = [StartupReport(trainer, startup), *build_callbacks(trainer, log, stop, others)]
-            for note in checkpointer.restore(callbacks):
-                log.note(note)
-            trainer.components += callbacks
+            before = len(trainer.components) - len(plugins)  # those of plugins are called last
+            trainer.components[before:before] = [
+                StartupReport(trainer, startup),
+                *build_callbacks(trainer, log, stop, others),
+            ]
         return train(trainer, run_step, log, stop, checkpointer, goodput)
 
 

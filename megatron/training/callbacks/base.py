@@ -32,5 +32,5 @@ class Callback(Component):
     """
 
     def __init__(self, trainer: Trainer) -> None:
-        """Keep the parts of the run. Called after a checkpoint is loaded and before training starts."""
+        """Keep the parts of the run. Its weights, data and position are those of the start from ``on_start`` on."""
         self.trainer = trainer

@@ -14,9 +14,10 @@ from megatron.config import plugins
 from megatron.config.errors import Problem, UserError
 from megatron.config.plugins import register
 from megatron.training.callbacks.base import Callback
+from megatron.training.component import Kinds
 from megatron.training.loggers.base import Metrics
 from megatron.training.metrics import StepMetrics
-from tests.kit.runs import FLAGS, before_step, column, records, spoil_step, start, tiny_run
+from tests.kit.runs import FLAGS, before_step, checkpoint, column, records, spoil_step, start, tiny_run
 
 SAVING = "--save {}/saved --save-interval 4 --eval-interval 3 --eval-iters 1 --log-interval 2"
 
@@ -103,6 +104,51 @@ def test_every_callback_is_called_after_an_error(tmp_path: Path) -> None:
     assert calls[-1] == "2 stop NonFiniteError"
     assert "warning: Fragile.on_stop failed" in ran.err
     assert "step 3 is not finite" in ran.err
+
+
+@pytest.mark.parametrize("kind", ["exp_avg", "a.b"])
+def test_kinds_of_tensors_are_words_that_no_other_component_uses(tmp_path: Path, kind: str) -> None:
+    @register("callback", "greedy")
+    class Greedy(Callback):
+        def tensors(self) -> Kinds:
+            return {kind: dict(self.trainer.optimizer.main_params)}
+
+    ran = start(tiny_run(tmp_path, f"--save {tmp_path}/saved"))
+    assert ran.status == 1
+    assert f"the kind of tensors {kind!r} is not a word, or in use" in ran.err
+    assert "callback greedy (--plugin), in tensors" in ran.err
+
+
+def test_state_that_is_no_json_is_left_out_with_a_warning(tmp_path: Path) -> None:
+    @register("callback", "odd")
+    class Odd(Callback):
+        def state_dict(self) -> dict[str, float]:
+            return {"average": float("nan")}
+
+    ran = start(tiny_run(tmp_path, f"--save {tmp_path}/saved"))
+    assert ran.status == 0
+    assert "warning: the state of the callback odd is not saved: Out of range float values" in ran.err
+    assert "callback odd" not in checkpoint(tmp_path / "saved/iter_0000006")[1]
+
+
+def test_a_callback_with_a_new_kind_of_tensors_starts_anew(tmp_path: Path) -> None:
+    reset = []
+
+    class Growing(Callback):
+        kinds = ("first",)
+
+        def tensors(self) -> Kinds:
+            return {kind: dict(self.trainer.optimizer.main_params) for kind in self.kinds}
+
+        def on_weights_loaded(self) -> None:
+            reset.append(self.kinds)
+
+    register("callback", "growing")(Growing)
+    start(tiny_run(tmp_path, f"--save {tmp_path}/saved --exit-interval 3"))
+    Growing.kinds = ("first", "second")
+    ran = start(tiny_run(tmp_path, f"--save {tmp_path}/saved"))
+    assert (ran.status, reset) == (0, [("first", "second")])
+    assert "the checkpoint lacks tensors of the callback growing, which starts anew" in ran.out
 
 
 def test_a_callback_changes_no_number_and_no_time(tmp_path: Path) -> None:
