@@ -23,9 +23,7 @@ from megatron.checkpoint.tensor_file import DTYPES
 from megatron.config.run import RunConfig
 from megatron.convert.adapters import MergedWeights
 from megatron.convert.base_model import BaseModel
-from megatron.convert.huggingface.config import (
-    check_model_config,
-)
+from megatron.convert.huggingface.config import check_model_config
 from megatron.convert.tokenizer_files import SmallFiles, saved_tokenizer_files
 from megatron.convert.weight_source import ModelSource
 from megatron.distributed.sharding import Box, ShardSpec

@@ -45,7 +45,11 @@ class ModelSource(WeightSource, Protocol):
 
 @dataclass(frozen=True)
 class SourceOptions:
-    """Which model of a location to open, and how. Options that do not apply to its scheme are refused."""
+    """Which model of a location to open, and how.
+
+    Options of a user that do not apply to the scheme of the location are refused; ``model`` and ``model_type`` are hints
+    of programs, which weights without their own configuration need.
+    """
 
     step: int | None = None  # of the checkpoint; None for the newest valid one
     average: bool = False  # the moving average of the weights

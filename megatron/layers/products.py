@@ -1,6 +1,6 @@
 """The products of a linear with its weight: ``x W^T``, ``dy W`` and ``dy^T x``, and how they communicate.
 
-A layer of the tensor-parallel region (:mod:`megatron.layers.linear`) knows the interface alone. What multiplies is a
+A layer of the tensor-parallel region (:mod:`megatron.layers.linear`) has the interface alone. What multiplies is a
 provider: a plain weight here, other weights and additions to them in files beside this one, which
 :func:`megatron.layers.providers.build_product` asks in order.
 """
@@ -71,11 +71,8 @@ class LinearProduct(ABC):
     scales: tuple[str, ...] = ()
 
     def __init__(self, context: BuildContext, column: bool) -> None:
-        self.name, self.comm, self.grad_accumulator = (
-            context.prefix,
-            LinearComm.of(context, column),
-            context.grad_accumulator,
-        )
+        self.name, self.comm = context.prefix, LinearComm.of(context, column)
+        self.grad_accumulator = context.grad_accumulator
 
     @abstractmethod
     def forward(self, x: Tensor, bias: Tensor | None, *weights: Tensor) -> tuple[Product, Weights]:

@@ -84,10 +84,8 @@ class PartialGradReducer:
         self._partial: list[tuple[Group, list[Tensor]]] = [
             (mesh.tp_subgroup(tp_ranks), grads) for tp_ranks, grads in sorted(views.items())
         ]
-        self._tied_group, self._tied = (
-            mesh.embedding_group,
-            [x for name, x in buckets.grads.items() if specs[name].tied],
-        )
+        self._tied_group = mesh.embedding_group
+        self._tied = [gradient for name, gradient in buckets.grads.items() if specs[name].tied]
 
     def reduce(self) -> None:
         """Sum the gradients in place: one all-reduce per set of ranks, and one per tied weight."""

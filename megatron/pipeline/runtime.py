@@ -1,4 +1,4 @@
-"""Run one rank's part of a pipeline program: a loop over actions that knows no schedule.
+"""Run one rank's part of a pipeline program: a loop over actions, whatever the schedule.
 
 Sends and receives are posted in program order without blocking; only a computing action waits, for its input.
 :mod:`megatron.pipeline.communication` defines this model of communication, :mod:`megatron.pipeline.validate` proves
@@ -153,11 +153,8 @@ class Pipeline:
         Raises:
             Exception: that of an action, with a note that names the action.
         """
-        self._batches, self._loss_grad, self._clock = (
-            [replace(b, loss_grad=loss_grad) for b in batches],
-            loss_grad,
-            clock,
-        )
+        self._batches = [replace(batch, loss_grad=loss_grad) for batch in batches]
+        self._loss_grad, self._clock = loss_grad, clock
         self._received: dict[Action, Pending] = {}  # by RECV, also for tensors from a stage on this rank
         self._to_send: dict[Action, Tensor] = {}  # by the SEND that follows
         self._sends: dict[int, dict[Action, Pending]] = defaultdict(dict)  # by target rank, in order

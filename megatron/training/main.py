@@ -60,9 +60,8 @@ def run(config: RunConfig, notes: Sequence[str] = (), startup: StartupTimer | No
         first step, 1 after any other error. After an error the process should exit at once, because
         torch.distributed stays open.
     """
-    with (
-        ExitStack() as signals
-    ):  # handled until the error is reported: launchers send SIGTERM as soon as a rank has exited
+    # Signals are handled until the error is reported: launchers send SIGTERM as soon as a rank has exited.
+    with ExitStack() as signals:
         try:
             status = join_and_train(config, notes, startup or StartupTimer(), signals)
         except Exception as error:
