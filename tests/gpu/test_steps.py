@@ -210,7 +210,7 @@ def test_memory_matches_the_formula(device: torch.device, flags: str) -> None:
     if device.type == "cuda":
         held = torch.cuda.memory_allocated() - before
     else:
-        moments = [t for kind in o.extra_state().values() for t in kind.values()]
+        moments = [t for c in trainer.components for kind in c.tensors().values() for t in kind.values()]
         kept = [
             *trainer.params.values(),
             *(b.shard for b in trainer.buckets.buckets),
