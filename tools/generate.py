@@ -13,8 +13,6 @@ from io import StringIO
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tools.lib.locations import source_options
-
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # if this checkout is not installed
 
 if __name__ == "__main__":  # until main has a handler of its own; the imports below take a while
@@ -26,7 +24,7 @@ from megatron.config.launch import Launch, exit_process
 from megatron.config.plugins import load_plugins
 from megatron.config.text import echo
 from megatron.inference.text import InferenceError
-from tools.lib.locations import add_model_flags
+from tools.lib.locations import add_model_flags, source_options
 
 if TYPE_CHECKING:
     from megatron.evaluation.load import PretrainedModel

@@ -18,8 +18,6 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tools.lib.locations import source_options
-
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # if this checkout is not installed
 
 from megatron.checkpoint.durable_files import publish_file
@@ -32,7 +30,7 @@ from megatron.data.chat import numbered_lines
 from megatron.data.errors import DataError
 from megatron.data.preprocess.corpus import BadDocumentError, parse_record, text_of
 from megatron.inference.text import InferenceError
-from tools.lib.locations import add_model_flags
+from tools.lib.locations import add_model_flags, source_options
 
 if TYPE_CHECKING:
     from megatron.inference.scoring import ComputingModel

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import re
 import statistics
@@ -248,3 +249,34 @@ def test_imports_and_declarations_are_read() -> None:
         '[project]\ndependencies = ["A>=1"]\n[project.optional-dependencies]\nx = ["b-c ; python_version > 3", "d[e]"]'
     )
     assert rules.declared_dependencies(text) == {"a", "b-c", "d"}
+
+
+PROGRAMS = [
+    path
+    for folder in ("tools", "tasks")
+    for path in sorted((ROOT / folder).rglob("*.py"))
+    if "__main__" in path.read_text()
+]
+
+
+@pytest.mark.parametrize("program", PROGRAMS, ids=lambda path: path.stem)
+def test_a_program_finds_this_checkout_before_it_imports_from_it(program: Path) -> None:
+    """``python tools/X.py`` has the folder of X on its path, and not that of the checkout."""
+    assert imports_too_early(program.read_text()) == []
+
+
+def test_early_imports_are_found() -> None:
+    assert imports_too_early("import os\nfrom tools.lib import x\nsys.path.insert(0, 'y')") == ["tools.lib"]
+    assert imports_too_early("import os\nsys.path.insert(0, 'y')\nfrom tools.lib import x") == []
+
+
+def imports_too_early(source: str) -> list[str]:
+    """Return the modules of the checkout that a program imports before it adds it to the path."""
+    early = []
+    for statement in ast.parse(source).body:
+        if "sys.path.insert" in ast.unparse(statement):
+            break
+        names = [statement.module or ""] if isinstance(statement, ast.ImportFrom) else []
+        names += [alias.name for alias in statement.names] if isinstance(statement, ast.Import) else []
+        early += [name for name in names if name.split(".")[0] in ("megatron", "tools", "tasks", "pretrain_gpt")]
+    return early
