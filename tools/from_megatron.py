@@ -34,6 +34,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # if this checkout is not installed
+
 from megatron.arguments.cli import ParsedArguments, flags_config, parse, parse_flags, with_our_words
 from megatron.arguments.compatibility import compare_configs
 from megatron.arguments.megatron_flags import (

@@ -47,8 +47,8 @@ class ModelSource(WeightSource, Protocol):
 class SourceOptions:
     """Which model of a location to open, and how.
 
-    Options of a user that do not apply to the scheme of the location are refused. ``model`` and ``model_type`` come from
-    programs, for weights without a configuration of their own.
+    Options of a user that do not apply to the scheme of the location are refused. ``model`` and ``model_type`` come
+    from programs, for weights without a configuration of their own.
     """
 
     step: int | None = None  # of the checkpoint; None for the newest valid one
