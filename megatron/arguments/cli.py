@@ -238,7 +238,7 @@ def parse(
 
 @dataclass
 class Findings:
-    """What is wrong with a command line, and what is worth knowing about it."""
+    """The problems of a command line, and notes on it."""
 
     problems: list[Problem] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)

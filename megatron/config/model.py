@@ -183,7 +183,7 @@ class ModelConfig:
     Example: 'local:4096*5,global'."""
 
     token_mixers: tuple[str, ...] = option(("attention",), role="shape", choices=("attention",), kind="mixer")
-    """What mixes the tokens in each layer, before its MLP, repeated over the layers: attention, or the name of a
+    """Mixers of the tokens, the residual layers before the MLPs, repeated over the layers: attention, or the name of a
     plugin's mixer. Example: mine mine mine attention."""
     softmax_scale: float | None = option(None, role="function", above=0, example=0.0625)
     """Factor on the products of queries and keys. Default: 1/sqrt(kv_channels)."""

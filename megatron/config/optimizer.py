@@ -17,7 +17,7 @@ RULE_STATE = {
     "lion": ("exp_avg",),
     "muon": ("exp_avg",),
 }
-"""What each built-in update rule keeps of every element. Muon updates the matrices of blocks, and adam the rest."""
+"""State of each built-in update rule per element. Muon updates the matrices of blocks, and adam the rest."""
 
 
 def state_kinds(rule: str) -> tuple[str, ...]:

@@ -56,7 +56,7 @@ class SourceUsage(NamedTuple):
 
 
 class SampleRequest(NamedTuple):
-    """What a dataset made by code is asked for: samples ``first`` to ``first + samples - 1`` of a split."""
+    """A request to a dataset made by code, for samples ``first`` to ``first + samples - 1`` of a split."""
 
     split: str  # train, valid or test
     first: int

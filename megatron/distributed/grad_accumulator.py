@@ -66,7 +66,7 @@ DeferredWgrad = tuple[str, Operand, Operand, Sequence[int] | None, Callable[...,
 
 
 class GradTarget(Protocol):
-    """Where gradients are accumulated: tensors by the names of their parameters."""
+    """The tensors to which gradients are added, by the names of their parameters."""
 
     def target(self, name: str) -> Tensor:
         """Return the tensor for the next contribution: local stored shape, at least fp32."""

@@ -289,7 +289,7 @@ class ExpertSharding:
 
 @dataclass(frozen=True)
 class Sharding:
-    """What determines a rank's part of every parameter."""
+    """The sizes and ranks that determine a rank's part of every parameter."""
 
     dense: DenseSharding
     expert: ExpertSharding

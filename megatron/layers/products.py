@@ -27,7 +27,7 @@ Parameters = Mapping[str, Any]
 
 
 class LinearComm(NamedTuple):
-    """How a linear of the tensor-parallel region communicates."""
+    """Communication of a linear of the tensor-parallel region."""
 
     # Column-parallel, else row-parallel.
     column: bool

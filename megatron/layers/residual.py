@@ -18,7 +18,7 @@ from megatron.layers.context import ForwardContext
 
 
 class MixerOutput(NamedTuple):
-    """What a mixer returns."""
+    """Output of a mixer."""
 
     # ``[S(/tp), B, H]``, added to the residual stream.
     y: Tensor

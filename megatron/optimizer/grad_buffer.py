@@ -28,7 +28,7 @@ from megatron.optimizer.reduction import Reduction
 
 
 class ReductionListener(Protocol):
-    """What acts as soon as a bucket is reduced."""
+    """Observer of buckets whose reduction is complete."""
 
     def on_reduced(self, bucket: Bucket) -> None:
         """Act when :attr:`Bucket.shard` has the sum over all ranks."""

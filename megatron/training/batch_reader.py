@@ -31,7 +31,7 @@ DIGEST_MODULUS = 2**64
 
 @dataclass
 class Progress:
-    """Where a run is."""
+    """Position of a run: steps, samples, evaluations."""
 
     iteration: int = 0  # steps taken
     consumed_samples: int = 0

@@ -1,4 +1,4 @@
-"""What a checkpoint holds: read from a trainer to be saved, and loaded into one.
+"""Contents of a checkpoint: read from a trainer to be saved, and loaded into one.
 
 Tensors are global and named: weights in the precision of the main parameters, and tensors of components under
 ``optim.{kind}.{name}``. The rest is plain numbers: the position of the run, and the state of components. Initial
@@ -36,7 +36,7 @@ from megatron.training.trainer import Trainer
 
 @dataclass(frozen=True)
 class CheckpointContents:
-    """What one checkpoint holds, beside the configuration and the files of the run."""
+    """Contents of one checkpoint, beside the configuration and the files of the run."""
 
     iteration: int  # steps taken
     tensors: Mapping[str, GlobalTensor]  # this rank's parts

@@ -86,6 +86,7 @@ CASES = (
     Case("--lr fast --seq-length 1e3 --hidden-size 12.5"),
     Case("--lr nan --min-lr=inf"),
     Case("--normalization BatchNorm --lr-decay-style exponential"),
+    Case("--token-mixers gated"),
     Case("--recompute-granularity selective --recompute-modules layernorm mlp core-attn"),
     Case("--rampup-batch-size 16 16"),
     Case("--rampup-batch-size 16 8 many"),
