@@ -21,9 +21,9 @@ from megatron.distributed.layout import Layout
 from megatron.distributed.mesh import Mesh
 from megatron.distributed.param_layout import ALIGNMENT, MAX_REDUCTIONS_IN_FLIGHT
 from megatron.distributed.sharding import DenseSharding, Init, ShardSpec
-from megatron.optimizer.buckets import ShardedBucket
-from megatron.optimizer.grad_buffer import GradBuffer
-from megatron.optimizer.reduction import ReduceHandle, Reduction, RoundedReduction
+from megatron.optimizer.build import build_grad_buffer
+from megatron.optimizer.grad_buffer import GradBuffer, ReduceHandle, Reduction, ShardedBucket
+from megatron.optimizer.grad_compression import RoundedReduction
 from tests.kit.pool import Pool
 from tests.kit.solo import one_rank_mesh
 
@@ -47,7 +47,7 @@ def build(
     specs, grad_accumulator = specs or SPECS, GradAccumulator()
     dtypes = dict.fromkeys(specs, torch.float32) | (dtypes or {})
     config = ParallelConfig(ddp_bucket_size=size, overlap_grad_reduce=overlap, **changes)
-    return GradBuffer(
+    return build_grad_buffer(
         specs, dtypes, one_rank_mesh(), grad_accumulator, torch.device("cpu"), config, uncut
     ), grad_accumulator
 

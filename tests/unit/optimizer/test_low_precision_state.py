@@ -17,7 +17,7 @@ from megatron.distributed.sharding import DenseSharding, Init, ShardSpec
 from megatron.kernels.adam import AdamKernel, AdamSettings, AdamState, adam
 from megatron.kernels.dropout import random_bits
 from megatron.optimizer import low_precision_state
-from megatron.optimizer.build_rules import build_rule
+from megatron.optimizer.build import build_rule
 from megatron.optimizer.low_precision_state import stochastic_round
 from megatron.optimizer.main_params import MainParams
 from megatron.optimizer.param_groups import ParamGroup

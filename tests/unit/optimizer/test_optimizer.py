@@ -17,10 +17,11 @@ from megatron.distributed.comm import Group
 from megatron.distributed.grad_accumulator import GradAccumulator
 from megatron.distributed.mesh import Mesh
 from megatron.distributed.sharding import DenseSharding, Init, ShardSpec
+from megatron.optimizer.build import build_grad_buffer
 from megatron.optimizer.distributed_optimizer import GradNorm
-from megatron.optimizer.flat_views import flat_runs
 from megatron.optimizer.grad_buffer import GradBuffer
 from megatron.optimizer.lr_scheduler import Rates
+from megatron.optimizer.main_params import flat_runs
 from megatron.optimizer.rules import BLOCK_ELEMENTS, RULES, UpdateArgs
 from tests.kit.solo import Solo, one_rank_mesh, random_batch, tiny
 
@@ -33,7 +34,7 @@ def buckets_of(
     specs: dict[str, ShardSpec], dtype: torch.dtype = torch.float32, uncut: Collection[str] = (), **changes: Any
 ) -> GradBuffer:
     dtypes, config = dict.fromkeys(specs, dtype), ParallelConfig(**changes)
-    return GradBuffer(specs, dtypes, one_rank_mesh(), GradAccumulator(), torch.device("cpu"), config, uncut)
+    return build_grad_buffer(specs, dtypes, one_rank_mesh(), GradAccumulator(), torch.device("cpu"), config, uncut)
 
 
 def state(solo: Solo) -> dict[str, Tensor]:
@@ -191,7 +192,7 @@ def test_flat_views_cover_every_element_once() -> None:
     """Neighbours are joined, also out of order; not across gaps or with noncontiguous tensors."""
     flat, other = torch.arange(100.0), torch.arange(100.0, 200.0)
     views = [flat[8:16].view(2, 4), other[:10], flat[:8], flat[20:30], flat[30:60].view(5, 6)[:, :3], flat[60:61]]
-    merged = flat_runs(views)
+    merged = [view for _, view in flat_runs(views)]
     assert sorted(torch.cat([x.flatten() for x in merged]).tolist()) == sorted(
         torch.cat([x.flatten() for x in views]).tolist()
     )
