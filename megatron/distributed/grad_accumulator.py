@@ -58,7 +58,7 @@ class WgradOperand:
     def wait(self) -> Tensor:
         """Return all rows."""
         pending = self.start().pending
-        return pending.wait() if pending is not None else self.shard
+        return self.shard if pending is None else pending.wait()
 
 
 DeferredWgrad = tuple[str, Operand, Operand, Sequence[int] | None, Callable[..., None]]
