@@ -220,13 +220,6 @@ def matrix_blocks(
     return sorted(blocks, key=lambda block: block.place)
 
 
-def segments_outside(blocks: Sequence[MatrixBlock], length: int) -> list[tuple[int, int]]:
-    """Return the ranges of a part of ``length`` elements that are in none of its blocks, ascending."""
-    starts = [0, *(block.place + block.numel for block in blocks)]
-    stops = [*(block.place for block in blocks), length]
-    return [(start, stop) for start, stop in zip(starts, stops) if start < stop]
-
-
 MIN_PART_RATIO = 2
 """Minimum ratio of a rank's part of an uncut bucket to its largest parameter. Larger buckets have less padding."""
 

@@ -139,6 +139,10 @@ class Bucket:
 
     # This rank's part, [elements / shards]: the sum over all ranks after :meth:`finish`.
     shard: Tensor
+    # Parameters that miss contributions of the step.
+    unfinished: int
+    # The listener knows of the sum.
+    reported: bool
 
     def __init__(self, layout: BucketLayout, reduction: Reduction, flush: Callable[[], None]) -> None:
         """Create the bucket; ``flush`` adds contributions that are counted but still queued."""
@@ -366,14 +370,12 @@ class GradBuffer(GradTarget):
         # else flat.
         self.grads = {name: self.shard_view(self._bucket_of[name].shard, name) for name in self.shards}
         self._missing: dict[str, int] = {}  # contributions, by parameter
-        self._unfinished: dict[int, int] = {}  # parameters that miss contributions, by id of the bucket
         self._reducing = True
         self._copies_gradients = any(bucket.reduction.copies_gradients for bucket in buckets)
         # With a listener, or with reductions that copy the gradients, only the newest few reductions are left in flight
         # during backward.
         self._listener: ReductionListener | None = None
         self._in_flight = deque[Bucket]()
-        self._reported: set[int] = set()  # ids of buckets that were reported to the listener
         self._grad_accumulator = grad_accumulator
         grad_accumulator.bind(self)
 
@@ -434,10 +436,9 @@ class GradBuffer(GradTarget):
         """
         self._grad_accumulator.discard_pending()
         self._missing = {name: microbatches * spec.contributions for name, spec in self.specs.items()}
-        self._unfinished = {id(bucket): len(bucket.specs) for bucket in self.buckets}
         self._in_flight.clear()
-        self._reported.clear()
         for bucket in self.buckets:
+            bucket.unfinished, bucket.reported = len(bucket.specs), False
             bucket.start_step()
             bucket.reduction.start_step(step)
 
@@ -449,9 +450,9 @@ class GradBuffer(GradTarget):
         """Count a contribution; the last one of a bucket starts its reduction."""
         bucket = self._bucket_of[name]
         self._missing[name] -= 1
-        self._unfinished[id(bucket)] -= self._missing[name] == 0
+        bucket.unfinished -= self._missing[name] == 0
         if self._reducing:
-            complete = self._unfinished[id(bucket)] == 0
+            complete = bucket.unfinished == 0
             bucket.contributed(name, complete, self.overlap)
             if complete and (self._copies_gradients or self._listener is not None):
                 self._in_flight.append(bucket)
@@ -504,8 +505,8 @@ class GradBuffer(GradTarget):
                 self._report(bucket)
 
     def _report(self, bucket: Bucket) -> None:
-        if self._listener is not None and id(bucket) not in self._reported:
-            self._reported.add(id(bucket))
+        if self._listener is not None and not bucket.reported:
+            bucket.reported = True
             self._listener.on_reduced(bucket)
 
     def discard(self) -> None:

@@ -22,7 +22,7 @@ from torch import Tensor
 from megatron.config.parallel import GradCompression
 from megatron.distributed import comm
 from megatron.distributed.comm import Group, Pending
-from megatron.distributed.param_layout import ALIGNMENT, MatrixBlock, round_up, segments_outside
+from megatron.distributed.param_layout import ALIGNMENT, MatrixBlock, round_up
 from megatron.distributed.random import stable_hash
 from megatron.kernels.dropout import mix, random_bits
 from megatron.optimizer.grad_buffer import ReduceHandle, Reduction
@@ -206,7 +206,9 @@ class ErrorFeedback(Reduction):
         self.blocks = list(blocks)
         # Outside the blocks it is 0, except after loading another layout.
         self.error = torch.zeros_like(part)
-        self._outside = segments_outside(self.blocks, len(part))
+        starts = [0, *(block.place + block.numel for block in self.blocks)]
+        stops = [*(block.place for block in self.blocks), len(part)]
+        self._outside = [(start, stop) for start, stop in zip(starts, stops) if start < stop]
         self._next_error: Tensor | None = None
 
     def start_step(self, step: int) -> None:

@@ -21,7 +21,7 @@ from megatron.optimizer.muon import (
     orthogonalize,
     update_scale,
 )
-from megatron.optimizer.param_groups import is_muon_param
+from megatron.optimizer.param_groups import rule_of
 from megatron.optimizer.rules import UpdateArgs
 from tests.kit.solo import Solo, one_rank_mesh, random_batch, tiny
 
@@ -230,7 +230,7 @@ def test_a_model_moves_matrix_by_matrix(model: str, mode: str, nesterov: bool) -
         grads = solo.snapshot()
         for name, old in before.items():
             got = solo.params[name].detach()
-            if not is_muon_param(name, solo.chunk.specs[name]):
+            if rule_of(name, solo.chunk.specs[name], chosen) != "muon":
                 continue
             momentum = momenta[name].mul_(0.9).add_(grads[name], alpha=0.1)
             direction = 0.9 * momentum + 0.1 * grads[name] if nesterov else momentum
@@ -245,4 +245,5 @@ def test_a_model_moves_matrix_by_matrix(model: str, mode: str, nesterov: bool) -
         if step == 0:
             adam.step(batches, lr, decay)
             for name, spec in solo.chunk.specs.items():
-                assert torch.equal(solo.params[name], adam.params[name]) != is_muon_param(name, spec), name
+                by_adam = rule_of(name, spec, chosen) == "adam"
+                assert torch.equal(solo.params[name], adam.params[name]) == by_adam, name

@@ -195,7 +195,6 @@ def test_idle_time_is_separate() -> None:
     made = simulate(program, StageCosts.uniform(2, 2, 1, 1, latency=1, transfer=2))
     assert made.intervals[1] == (Interval(Action(1, "F", 0), 5, 7), Interval(Action(1, "B", 0), 7, 9))
     assert made.exposed == (((9, 12),), ((2, 5),))
-    assert made.exposed_time == (3, 3)
     assert (made.makespan, made.spans, made.span) == (14, (14, 4), 14)
     assert made.bubble == pytest.approx(1 - 8 / 28)
 
