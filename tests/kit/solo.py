@@ -26,7 +26,7 @@ from megatron.kernels.registry import Kernels
 from megatron.layers.activation_offload import ActivationOffload, NoOffload
 from megatron.layers.context import BuildContext
 from megatron.model.gpt import GPTChunk, build_gpt
-from megatron.optimizer.build import build_grad_buffer
+from megatron.optimizer.build import build_grad_buffer, build_optimizer
 from megatron.optimizer.distributed_optimizer import DistributedOptimizer, UpdateHook, UpdateResult
 from megatron.optimizer.grad_buffer import GradBuffer
 from megatron.optimizer.lr_scheduler import Rates
@@ -118,7 +118,7 @@ class Solo:
             offload.leave_out(buffer.whole for buffer in weights.buffers)
         chunk.train()
         rules = optimizer or OptimizerConfig()
-        built = DistributedOptimizer(weights, chunk.specs, buckets, mesh, rules)
+        built = build_optimizer(weights, chunk.specs, buckets, mesh, rules)
         guard = SpikeGuard.from_config(rules, torch.device("cpu"))
         hooks: list[UpdateHook] = [] if guard is None else [guard]
         hooks += [] if rules.ema_decay is None else [AverageWeights(built, rules.ema_decay)]

@@ -17,8 +17,7 @@ from megatron.distributed.grad_accumulator import GradAccumulator
 from megatron.distributed.mesh import Mesh
 from megatron.distributed.sharding import DenseSharding, Init
 from megatron.layers.context import BuildContext
-from megatron.optimizer.build import build_grad_buffer
-from megatron.optimizer.distributed_optimizer import DistributedOptimizer
+from megatron.optimizer.build import build_grad_buffer, build_optimizer
 from megatron.optimizer.grad_buffer import GradBuffer
 from megatron.optimizer.lr_scheduler import Rates
 from megatron.optimizer.parameter_store import ParameterStore
@@ -172,7 +171,7 @@ def test_nothing_moves_weights_that_are_on_their_way(gathers: Gathers, moves: st
     )
     config = OptimizerConfig(clip_grad=0.0)
     weights = ParameterStore(context.params, buckets, parallel)
-    optimizer = DistributedOptimizer(weights, context.specs, buckets, context.mesh, config)
+    optimizer = build_optimizer(weights, context.specs, buckets, context.mesh, config)
     average = AverageWeights(optimizer, 0.5)
     for _ in range(2):
         buckets.buckets[0].shard.fill_(1.0)
