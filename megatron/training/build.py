@@ -13,7 +13,8 @@ from megatron.config.run import RunConfig
 from megatron.distributed.timing import Clock, Timers, no_clock
 from megatron.optimizer.build import build_grad_buffer, build_optimizer
 from megatron.optimizer.param_groups import rule_of
-from megatron.optimizer.parameter_store import ParameterStore, ShardedParameterStore
+from megatron.optimizer.parameter_store import ParameterStore
+from megatron.optimizer.sharded_parameter_store import ShardedParameterStore
 from megatron.training.batch_reader import BatchReader, Progress
 from megatron.training.build_model import build_context, build_mesh, build_pipeline, build_stages, choose_device
 from megatron.training.components.loss_scaler import LossScaler
