@@ -135,9 +135,6 @@ def test_communicators_open_in_one_order_so_that_no_rank_waits_for_a_later_one(
         assert at != before, "every rank waits"
 
 
-ALONE = Group()
-
-
 class Work:
     """Fills the result only when it is waited for."""
 
