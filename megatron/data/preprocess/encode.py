@@ -67,6 +67,7 @@ from megatron.data.tokenizers.tokenizer import (
     build_tokenizer,
 )
 
+BLOCK_FORMAT = 2  # increased when the same files are cut into other blocks: the position of a run counts them
 SAVE_SECONDS = 10.0  # between savings of the state of a run
 MAX_DESCRIBED = 20  # bad documents of a block described; the others are only counted
 SPOT_CHECK_BYTES = 300  # bytes of a block that the tokenizer's own library encodes too
@@ -430,7 +431,7 @@ def _settings(
         "--append-eod": str(plan.append_eod),
         "--engine": engine.name,
         "--max-line-bytes": str(plan.max_line_bytes),
-        "versions of libraries": f"{libraries}, blocks of {plan.block_bytes}",
+        "versions of libraries": f"{libraries}, blocks {BLOCK_FORMAT} of {plan.block_bytes}",
     }
 
 

@@ -25,7 +25,7 @@ from hypothesis import strategies as st
 
 from megatron.data.errors import DataError
 from megatron.data.preprocess import corpus
-from megatron.data.preprocess.compression import COMPRESSION_SUFFIXES, DamagedStreamError, decompress
+from megatron.data.preprocess.streams import COMPRESSION_SUFFIXES, DamagedStreamError, decompress
 from megatron.data.preprocess.corpus import (
     BadDocument,
     BadDocumentError,
