@@ -52,12 +52,7 @@ def dataset_prefixes(data: DataConfig) -> tuple[str, ...]:
 
 
 def resolve_vocab_size(data: DataConfig, vocab_size: int | None, weights: str | None = None) -> int:
-    """Return the vocabulary size: ``vocab_size`` if given, else that of the data's tokenizer.
-
-    Args:
-        data: the data options.
-        vocab_size: if known.
-        weights: source of pretrained weights with that vocabulary size; None for a new model.
+    """Return the vocabulary size: ``vocab_size`` if given, as by the source of ``weights``, else that of the tokenizer.
 
     Raises:
         DataError: when the size is unknown or too small for the tokenizer, or when datasets were written with different

@@ -37,7 +37,8 @@ import numpy as np
 
 from megatron.checkpoint.durable_files import checksum, publish_file
 from megatron.config.files import parse_json, read_small
-from megatron.data.errors import DataError, pluralize
+from megatron.config.text import counted
+from megatron.data.errors import DataError
 from megatron.data.indexed_writer import RESUME, IndexedDatasetWriter, id_dtype, publish_all, remove_unfinished_files
 from megatron.data.preprocess.corpus import (
     BLOCK_BYTES,
@@ -262,13 +263,7 @@ Report = Callable[[str, str], object]  # called with "stage" or "message", and t
 def run_in_subprocess(
     function: Callable[[Argument, Report], Result], plan: Argument, progress: StageProgress
 ) -> Result:
-    """Return ``function(plan, report)``, called in another process, which ends with this call, however the call ends.
-
-    Args:
-        function: to call; the function, its argument and its result must be picklable.
-        plan: its argument.
-        progress: receives the reports of the function, and ticks.
-    """
+    """Return ``function(plan, report)``, called in another process, which ends with this call, however that ends."""
     show = {"stage": progress.set_stage, "message": progress.message}
     with _worker(_call_function, function, plan) as worker:
         while True:
@@ -304,12 +299,7 @@ class EncoderPool:
         """Yield each block with its encoding, in the order of the blocks. The pool cannot be used again.
 
         Only `BLOCKS_PER_WORKER` blocks per worker are taken ahead, so that memory use is bounded. If the generator is
-        closed early, the workers end at once.
-
-        Args:
-            blocks: to encode.
-            engine: name of the engine.
-            check: called a few times per second while waiting; its exceptions end the work.
+        closed early, the workers end at once. ``check`` is called while waiting; its exceptions end the work.
         """
         pending: deque[tuple[Block, Future[EncodedBlock]]] = deque()
 
@@ -449,7 +439,7 @@ def _resume(plan: PreprocessOptions, settings: dict[str, str], message: Callable
         if state.bad[0] and not plan.skip_bad:
             other.append("--on-bad-line")
         if not other:
-            position = f"{state.files:,} of {pluralize(len(plan.files), 'files')}"
+            position = f"{state.files:,} of {counted(len(plan.files), 'file')}"
             message(f"continuing an interrupted run after {state.totals.documents:,} documents, {position}")
             return state
         differs = f"an interrupted run had other {', '.join(other)}"
@@ -473,13 +463,8 @@ def write_dataset(
 
     The files of the tokenizer are copied to ``<prefix>_<key>_document.tokenizer/``. An empty text is a document without
     sequences and without end-of-document id. A bad document is skipped under all keys. An exception leaves no file
-    under its final name. The state is saved every `SAVE_SECONDS`, and the same plan continues from there.
-
-    Args:
-        plan: settings.
-        tokenizer: that of the plan.
-        progress: receives the choice of engine, skipped documents and progress.
-        check: called between blocks until the files are renamed to their final names; its exceptions end the work.
+    under its final name. The state is saved every `SAVE_SECONDS`, and the same plan continues from there. ``check`` is
+    called between blocks until the files are renamed to their final names; its exceptions end the work.
 
     Raises:
         DataError: if a document is invalid, or there is none. No file is left under its final name.

@@ -61,12 +61,6 @@ def test_a_batch_that_groups_do_not_fill_is_refused(batch: int) -> None:
         rank_micro_batches(0, batch, 2, 0, 3)
 
 
-@pytest.mark.parametrize("rank", [-1, 3])
-def test_a_rank_that_does_not_exist_is_refused(rank: int) -> None:
-    with pytest.raises(ValueError, match=f"rank {rank} of 3"):
-        rank_micro_batches(0, 6, 2, rank, 3)
-
-
 @settings(max_examples=50, deadline=None)
 @given(st.integers(0, 1000), st.integers(1, 40), st.integers(1, 4), st.integers(1, 5))
 def test_a_padded_batch_is_a_full_one_cut_off(consumed: int, batch: int, micro: int, size: int) -> None:
@@ -135,12 +129,6 @@ def test_every_rule_one_token_at_a_time(rows: list[list[int]], masks: MaskBuilde
         assert positions[i].tolist() == wanted["positions"]
         hidden = [k > q or documents[i, k] != documents[i, q] for q in range(s) for k in range(s)]
         assert hidden == wanted["hidden"]
-
-
-@pytest.mark.parametrize("flag", FLAGS)
-def test_a_mask_of_documents_needs_their_end(flag: str) -> None:
-    with pytest.raises(ValueError, match="end-of-document id"):
-        MaskBuilder(**{flag: True})
 
 
 def test_the_labels_of_the_longest_prefix_do_not_count() -> None:

@@ -25,7 +25,6 @@ from hypothesis import strategies as st
 
 from megatron.data.errors import DataError
 from megatron.data.preprocess import corpus
-from megatron.data.preprocess.streams import COMPRESSION_SUFFIXES, DamagedStreamError, decompress
 from megatron.data.preprocess.corpus import (
     BadDocument,
     BadDocumentError,
@@ -44,6 +43,7 @@ from megatron.data.preprocess.corpus import (
     split_lines,
     split_lines_file,
 )
+from megatron.data.preprocess.streams import COMPRESSION_SUFFIXES, DamagedStreamError, decompress
 from tests.kit.users import NOBODY, as_user, needs_root, public_folder
 
 
