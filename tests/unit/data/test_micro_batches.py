@@ -44,17 +44,6 @@ def test_order_of_megatron_and_every_sample_once(shape: tuple[int, int, int, int
     assert sorted(i for mine in by_rank for m in mine for i in m) == list(range(consumed, consumed + batch))
 
 
-@settings(max_examples=50, deadline=None)
-@given(SHAPE)
-def test_steps_follow_each_other_as_one_stream(shape: tuple[int, int, int, int]) -> None:
-    """Two steps are the two halves of one twice as large: a batch ramp moves no sample."""
-    consumed, micro, size, groups = shape
-    batch = micro * size * groups
-    for rank in range(size):
-        halves = [rank_micro_batches(at, batch, micro, rank, size) for at in (consumed, consumed + batch)]
-        assert halves[0] + halves[1] == rank_micro_batches(consumed, 2 * batch, micro, rank, size)
-
-
 @pytest.mark.parametrize("batch", [7, 5, 0, -6])
 def test_a_batch_that_groups_do_not_fill_is_refused(batch: int) -> None:
     with pytest.raises(ValueError, match=f"{batch} is not a multiple of micro-batch 2 x DP 3 = 6"):
