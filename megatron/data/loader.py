@@ -35,7 +35,6 @@ from megatron.data.build import (
 from megatron.data.chat import load_conversations
 from megatron.data.dataset import DIGEST_BLOCK, Dataset, Sample, sample_digest, split_heading, split_kind, split_label
 from megatron.data.dataset_info import (
-    TokenizerInfo,
     check_vocab_size,
     find_eod_id,
     find_tokenizer_info,
@@ -46,6 +45,7 @@ from megatron.data.errors import DataError
 from megatron.data.index_cache import IndexCache
 from megatron.data.indexed_dataset import raise_open_file_limit
 from megatron.data.teacher_logits import with_teacher_logits
+from megatron.data.tokenizers.tokenizer import TokenizerRecord
 
 if TYPE_CHECKING:
     import torch
@@ -489,7 +489,7 @@ def build_data(
     return replace(source, datasets=with_teacher_logits(datasets, used, digest, folder, training.distillation_top_k))
 
 
-def build_masks(data: DataConfig, known: TokenizerInfo | None, vocab_size: int, prefix: int = 0) -> MaskBuilder:
+def build_masks(data: DataConfig, known: TokenizerRecord | None, vocab_size: int, prefix: int = 0) -> MaskBuilder:
     """Return the masks of a run."""
     if data.generated or data.chat_data_path:
         return MaskBuilder(prefix=prefix)

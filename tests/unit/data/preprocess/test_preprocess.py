@@ -17,7 +17,7 @@ import tokenizers
 from megatron.data.errors import DataError
 from megatron.data.preprocess import encode as encode_module
 from megatron.data.preprocess.corpus import MAX_REPORTED, LineBlock, TextDocument, find_text_files
-from megatron.data.preprocess.encode import BlockEncoder, EncodeOptions, PreprocessOptions, output_prefix, write_dataset
+from megatron.data.preprocess.encode import BlockEncoder, PreprocessOptions, output_prefix, write_dataset
 from megatron.data.progress import PreprocessTotals
 from megatron.data.tokenizers.base import EncodedBatch, Tokenizer
 from megatron.data.tokenizers.engine import EncodeEngine
@@ -340,7 +340,7 @@ def test_the_sample_is_the_beginning_of_the_readable_text(tmp_path: Path) -> Non
 
 
 BYTE_TOKENIZER = ByteTokenizer()
-OPTIONS = EncodeOptions(("text",), TokenizerOptions("ByteTokenizer"), BYTE_TOKENIZER.fingerprint, append_eod=False)
+OPTIONS = PreprocessOptions((), ("text",), "", BYTES)
 FILE = Path("x.jsonl")
 
 
@@ -349,10 +349,8 @@ def block_of(*records: object) -> LineBlock:
     return LineBlock(FILE, content, len(content), first=True, last=True)
 
 
-def encoder(
-    job: EncodeOptions = OPTIONS, tokenizer: Tokenizer = BYTE_TOKENIZER, engine: EncodeEngine | None = None
-) -> BlockEncoder:
-    return BlockEncoder(job, tokenizer, engine or EncodeEngine("numpy", "", tokenizer.encode_batch))
+def encoder(tokenizer: Tokenizer = BYTE_TOKENIZER, engine: EncodeEngine | None = None) -> BlockEncoder:
+    return BlockEncoder(OPTIONS, tokenizer, engine or EncodeEngine("numpy", "", tokenizer.encode_batch))
 
 
 def apart(encoded: EncodedBatch) -> list[list[int]]:
