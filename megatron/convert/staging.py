@@ -10,21 +10,41 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from threading import Event
 from types import TracebackType
 from typing import Any, Self
 
 from megatron.checkpoint.durable_files import LockState, lock_holder, make_folder, sync_file, sync_folder, try_lock
-from megatron.checkpoint.errors import CheckpointError, DamagedCheckpointError
+from megatron.checkpoint.errors import CheckpointError, DamagedCheckpointError, StorageError
 from megatron.checkpoint.format import Manifest
 from megatron.checkpoint.load import CheckpointReader
 from megatron.checkpoint.save import RankFile
 
 JOURNAL = "conversion.jsonl"
+
+
+@contextmanager
+def disk_errors(building: Path, flag: str = "--save-hf") -> Iterator[None]:
+    """Raise StorageError for an error of the disk while ``building``, the folder of ``flag``, is written."""
+    try:
+        yield
+    except OSError as error:
+        seen = f"{error.filename or building}: {error.strerror or error}"
+        raise StorageError(f"{seen}; nothing was exported", f"{flag} A_FOLDER_ELSEWHERE") from error
+
+
+@contextmanager
+def removed_on_error(folder: Path) -> Iterator[None]:
+    """Delete a folder if the block raises, as far as the disk allows it."""
+    try:
+        yield
+    except BaseException:
+        shutil.rmtree(folder, ignore_errors=True)
+        raise
 
 
 class StagingFolder:
