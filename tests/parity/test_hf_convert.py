@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,6 @@ from megatron.arguments.sources import to_dict
 from megatron.checkpoint.format import Manifest
 from megatron.checkpoint.save import save_sharded
 from megatron.checkpoint.tensor_file import GlobalTensor, TensorPart
-from megatron.config.model import ModelConfig
 from megatron.config.precision import PrecisionConfig
 from megatron.config.run import RunConfig
 from megatron.config.training import TrainingConfig
@@ -28,7 +26,7 @@ from megatron.convert.weight_source import fill_weights
 from megatron.distributed.comm import Group
 from megatron.distributed.micro_batch import MicroBatch
 from tests.kit.solo import Solo, random_batch
-from tests.parity.families import everything_in_double, from_experts, from_gpt2, from_gpt_oss, from_llama, from_neox
+from tests.parity.families import everything_in_double, translate
 from tests.unit.convert.folders import ignore, opened
 
 transformers = pytest.importorskip("transformers")
@@ -53,11 +51,6 @@ class Shape:
         for parameter in model.parameters():  # their initial biases are 0 and their norms 1: both would hide mistakes
             nn.init.normal_(parameter, mean=float(parameter.dim() == 1), std=0.2)
         return model.eval()
-
-    def translate(self, tensors: Mapping[str, Tensor], config: ModelConfig) -> dict[str, Tensor]:
-        if config.num_experts:
-            return (from_gpt_oss if self.family == "GptOss" else from_experts)(tensors, config)
-        return {"GPT2": from_gpt2, "GPTNeoX": from_neox}.get(self.family, from_llama)(tensors, config)
 
 
 def gpt2_shape(rng: random.Random) -> Shape:
@@ -205,7 +198,7 @@ def assert_same_numbers(shape: Shape, ours: Solo, theirs: nn.Module) -> None:
     ours.chunk.train()
     assert ours.backward([batch]).item() == pytest.approx(expected.item(), rel=1e-11)
     grads = {name: parameter.grad for name, parameter in twin.named_parameters() if parameter.grad is not None}
-    reference = shape.translate(grads, ours.chunk.config)
+    reference = translate(shape.family, grads, ours.chunk.config)
     assert reference.keys() == ours.buckets.grads.keys()
     scale = max(grad.norm() for grad in reference.values())
     for name, grad in reference.items():  # a key bias has no gradient but rounding: hence the floor

@@ -26,7 +26,7 @@ transformers = pytest.importorskip("transformers")
 COEFFICIENT = 0.3
 
 
-@pytest.mark.parametrize("name", [name for name, case in BY_NAME.items() if "num_experts" in case.ours])
+@pytest.mark.parametrize("name", [name for name, case in BY_NAME.items() if case.has_experts])
 def test_balancing_loss_of_a_batch_is_transformers(name: str) -> None:
     """Of one layer: theirs takes all layers as one, and counts a token's choices without dividing by their number."""
     case = BY_NAME[name]

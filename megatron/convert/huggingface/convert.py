@@ -10,14 +10,13 @@ from __future__ import annotations
 import json
 import shlex
 import shutil
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from itertools import cycle, groupby
 from math import prod
 from pathlib import Path
-from threading import Event, Lock
 from typing import Any
 
 import torch
@@ -77,7 +76,15 @@ from megatron.convert.huggingface.weights import (
 )
 from megatron.convert.model_card import CARD_FILE, OTHER_CARD_FILE, model_card
 from megatron.convert.saved_model import SavedModel
-from megatron.convert.staging import JOURNAL, StagingFolder, disk_errors, removed_on_error
+from megatron.convert.staging import (
+    JOURNAL,
+    Progress,
+    ProgressCallback,
+    StagedFile,
+    StagingFolder,
+    disk_errors,
+    removed_on_error,
+)
 from megatron.convert.tokenizer_files import (
     GENERATION_CONFIG_FILE,
     TOKENIZER_PREFIX,
@@ -90,9 +97,6 @@ from megatron.data.errors import DataError
 from megatron.data.tokenizers.huggingface import TOKENIZER_CONFIG, TOKENIZER_JSON, find_eod_id, find_special_token
 from megatron.distributed.sharding import Box
 from megatron.layers.context import DTYPES
-
-ProgressCallback = Callable[[str, int, int], None]
-"""Progress callback: (name of the last tensor, bytes written, bytes to write)."""
 
 PENDING_CONFIG_FILE = "config.json.unfinished"
 """Name of config.json until the folder is complete."""
@@ -116,22 +120,6 @@ class ConversionResult:
     differences: Sequence[OutputDifference]  # to transformers; empty without a check
     kept: int = 0  # files that an interrupted conversion had completed
     architecture: str = ""  # class of transformers that an export is for
-
-
-class _Progress:
-    """Counts written bytes and reports them; threads report one at a time."""
-
-    def __init__(self, report: ProgressCallback, total: int) -> None:
-        self._report, self._total, self._done = report, total, 0
-        self._lock, self.stop = Lock(), Event()
-
-    def add(self, name: str, size: int) -> None:
-        """Count ``size`` bytes of a tensor; raise CancelledError once ``stop`` is set."""
-        with self._lock:
-            if self.stop.is_set():
-                raise CancelledError
-            self._done += size
-            self._report(name, self._done, self._total)
 
 
 # ---- From Hugging Face ----
@@ -177,14 +165,13 @@ def convert_from_huggingface(
         make_folder(path.parent, private=True)
         staging = StagingFolder(staged / ATTEMPT, identity)
     with staging, removed_on_error(staged), storage_errors(path, 0, None):
-        kept = len(staging.complete)
-        missing = (group for i, group in enumerate(groups) if rank_file_name(i) not in staging.complete)
-        progress = _Progress(report, sum(sizes[name] for group in missing for name in group))
         files = {
-            rank_file_name(i): partial(_write_tensors, staging.folder, i, group, source, stored, progress)
+            rank_file_name(i): StagedFile(
+                sum(sizes[name] for name in group), partial(_write_tensors, staging.folder, i, group, source, stored)
+            )
             for i, group in enumerate(groups)
         }
-        ranks = staging.write(files, workers, progress.stop)
+        ranks = staging.write(files, workers, report)
         manifest = build_manifest(ranks, write_small_files(staging.folder, extra.files), extra)
         write_file(staging.folder / MANIFEST, manifest)
         sync_folder(staging.folder)
@@ -193,7 +180,7 @@ def convert_from_huggingface(
         staging.close_journal()
         publish_file(staged / MARKER, marker_content(manifest, ATTEMPT))
         durable_rename(staged, path)
-    return ConversionResult(path, saved.model, differences, kept)
+    return ConversionResult(path, saved.model, differences, staging.kept)
 
 
 def new_checkpoint(save: Path, iteration: int = 0) -> Path:
@@ -225,7 +212,7 @@ def _imported_extras(source: HuggingFaceWeights, dtype: str | None) -> Checkpoin
 
 
 def _write_tensors(
-    folder: Path, number: int, names: Sequence[str], source: HuggingFaceWeights, dtype: torch.dtype, progress: _Progress
+    folder: Path, number: int, names: Sequence[str], source: HuggingFaceWeights, dtype: torch.dtype, progress: Progress
 ) -> RankFile:
     """Write one file of a checkpoint, block by block."""
     # for all blocks: new memory costs a page fault every 4 KB
@@ -234,7 +221,7 @@ def _write_tensors(
     return write_rank_file(folder, number, tensors)
 
 
-def _global_tensor(source: HuggingFaceWeights, name: str, memory: Tensor, progress: _Progress) -> GlobalTensor:
+def _global_tensor(source: HuggingFaceWeights, name: str, memory: Tensor, progress: Progress) -> GlobalTensor:
     """Return a tensor whose parts are read, into ``memory``, only when they are written."""
     spec, dtype = source.specs[name], memory.dtype
 
@@ -323,7 +310,6 @@ def convert_to_huggingface(
     with disk_errors(building):
         staging = StagingFolder(building, identity)
     with staging, removed_on_error(building), disk_errors(building):
-        kept = len(staging.complete)
         pending_config = building / PENDING_CONFIG_FILE
         write_file(pending_config, _json(config))
         _write_weights(staging, source, shards, workers or 4 // source.dtype.itemsize, report)
@@ -334,7 +320,7 @@ def convert_to_huggingface(
         staging.close_journal()
         durable_rename(pending_config, building / CONFIG_FILE)
         durable_rename(building, folder)  # replaces an empty folder
-    return ConversionResult(folder, saved.model, differences, kept, config["architectures"][0])
+    return ConversionResult(folder, saved.model, differences, staging.kept, config["architectures"][0])
 
 
 class RoundedWeights:
@@ -383,12 +369,11 @@ def _write_weights(
     """Write the weights files that are not complete, and their index if there are several."""
     size = source.dtype.itemsize
     sizes = {name: sum(prod(parts[0].stored) * size for parts in tensors) for name, tensors in shards.items()}
-    progress = _Progress(report, sum(sizes[name] for name in shards if name not in staging.complete))
     files = {
-        name: partial(_write_shard, staging.folder / name, tensors, source, progress)
+        name: StagedFile(sizes[name], partial(_write_shard, staging.folder / name, tensors, source))
         for name, tensors in shards.items()
     }
-    staging.write(files, workers, progress.stop)
+    staging.write(files, workers, report)
     if len(shards) > 1:
         weight_map = {parts[0].name: name for name, tensors in shards.items() for parts in tensors}
         index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": weight_map}
@@ -396,7 +381,7 @@ def _write_weights(
 
 
 def _write_shard(
-    path: Path, tensors: Sequence[Sequence[TensorMapping]], source: RoundedWeights, progress: _Progress
+    path: Path, tensors: Sequence[Sequence[TensorMapping]], source: RoundedWeights, progress: Progress
 ) -> RankFile:
     """Write a weights file, one tensor while the next is read; return its size and checksums."""
     entries: list[TensorEntry] = [(parts[0].name, source.dtype, parts[0].stored) for parts in tensors]

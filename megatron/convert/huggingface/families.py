@@ -74,14 +74,7 @@ _GPT2 = ModelFamily(
         "scale_attn_by_inverse_layer_idx": (False,),
         "add_cross_attention": (False,),
     },
-    always={
-        "position_embedding_type": "learned_absolute",
-        "normalization": "LayerNorm",
-        "add_bias_linear": True,
-        "qk_layernorm": False,
-        "window_size": None,
-        "num_experts": None,
-    },
+    always={},
     weights={
         "embedding.word_embeddings": ("v h", {"transformer.wte": "v, h"}),
         "embedding.position_embeddings": ("t h", {"transformer.wpe": "t, h"}),
@@ -112,7 +105,7 @@ def _read_llama_bias(config: JsonObject) -> FieldValues:
 
 
 _SWIGLU: FieldValues = {"normalization": "RMSNorm", "activation": "swiglu"}
-_NO_BIAS: FieldValues = {"add_bias_linear": False, "add_qkv_bias": False}
+_NO_BIAS: FieldValues = {"add_bias_linear": False}
 
 _COLUMNS = (
     ("num_layers", "num_hidden_layers"),
@@ -173,7 +166,7 @@ _LLAMA = ModelFamily(
         ),
     ),
     fixed={"hidden_act": ("silu", "swish")},
-    always={**_SWIGLU, "qk_layernorm": False, "window_size": None, "num_experts": None},
+    always={**_SWIGLU},
     weights={
         "embedding.word_embeddings": ("v h", {"model.embed_tokens": "v, h"}),
         "layers.{i}.input_layernorm": ("h", {"model.layers.{i}.input_layernorm": "h"}),
@@ -209,7 +202,7 @@ _MISTRAL = replace(
         rope(),
         WINDOW,
     ),
-    always={**_SWIGLU, **_NO_BIAS, "qk_layernorm": False, "num_experts": None},
+    always={**_SWIGLU, **_NO_BIAS},
 )
 
 
@@ -243,14 +236,14 @@ _QWEN2 = replace(
     _LLAMA,
     architecture="Qwen2ForCausalLM",
     keys=(*_llama_keys("qwen2"), rope(), _QWEN_WINDOW),
-    always={**_SWIGLU, "qk_layernorm": False, "num_experts": None, "add_bias_linear": False, "add_qkv_bias": True},
+    always={**_SWIGLU, "add_bias_linear": False, "add_qkv_bias": True},
 )
 _QWEN3 = replace(
     _LLAMA,
     architecture="Qwen3ForCausalLM",
     keys=(*_llama_keys("qwen3"), rope(), _QWEN_WINDOW),
     fixed={**_LLAMA.fixed, "attention_bias": (False,)},
-    always={**_SWIGLU, **_NO_BIAS, "num_experts": None, "qk_layernorm": True},
+    always={**_SWIGLU, **_NO_BIAS, "qk_layernorm": True},
 )
 
 # ---- Mixtures of experts ----
@@ -300,13 +293,7 @@ _MIXTRAL = replace(
         _BALANCING_LOSS,
     ),
     fixed={**_LLAMA.fixed, "router_jitter_noise": (0.0,)},
-    always={
-        **_SWIGLU,
-        **_NO_BIAS,
-        "qk_layernorm": False,
-        "moe_shared_expert_intermediate_size": None,
-        "moe_router_pre_softmax": False,
-    },
+    always={**_SWIGLU, **_NO_BIAS},
     weights={**_LLAMA.weights, **expert_weights("model.layers.{i}.block_sparse_moe", "w1", "w3", "w2")},
     stacked=_STACKED,
 )
@@ -357,7 +344,7 @@ _QWEN3_MOE = replace(
         "decoder_sparse_step": (1,),
         "mlp_only_layers": ([], None),
     },
-    always={**_SWIGLU, **_NO_BIAS, "qk_layernorm": True, "moe_shared_expert_intermediate_size": None},
+    always={**_SWIGLU, **_NO_BIAS, "qk_layernorm": True},
     weights={**_LLAMA.weights, **expert_weights("model.layers.{i}.mlp", "gate_proj", "up_proj", "down_proj")},
     stacked=_STACKED,
 )
@@ -388,10 +375,6 @@ _GPT_OSS = replace(
         "activation_func_clamp_value": 7.0,
         "glu_linear_offset": 1.0,
         "softmax_type": "learnable",
-        "add_bias_linear": True,
-        "qk_layernorm": False,
-        "moe_shared_expert_intermediate_size": None,
-        "moe_router_pre_softmax": False,
     },
     weights={
         **_LLAMA.weights,
@@ -449,13 +432,7 @@ _NEOX = ModelFamily(
         KeyGroup(can=_DIVIDES_HIDDEN),
     ),
     fixed={"attention_bias": (True,)},
-    always={
-        "normalization": "LayerNorm",
-        "add_bias_linear": True,
-        "qk_layernorm": False,
-        "window_size": None,
-        "num_experts": None,
-    },
+    always={},
     weights={
         "embedding.word_embeddings": ("v h", {"gpt_neox.embed_in": "v, h"}),
         "layers.{i}.input_layernorm": ("h", {"gpt_neox.layers.{i}.input_layernorm": "h"}),
@@ -490,15 +467,7 @@ _OLMO2 = replace(
         KeyGroup(can=_DIVIDES_HIDDEN),
     ),
     fixed={**_LLAMA.fixed, "attention_bias": (False,)},
-    always={
-        **_SWIGLU,
-        **_NO_BIAS,
-        "layernorm_placement": "post",
-        "qk_layernorm": True,
-        "qk_layernorm_scope": "all",
-        "window_size": None,
-        "num_experts": None,
-    },
+    always={**_SWIGLU, **_NO_BIAS, "layernorm_placement": "post", "qk_layernorm": True, "qk_layernorm_scope": "all"},
     weights={
         **{ours: row for ours, row in _LLAMA.weights.items() if "put_layernorm" not in ours and "pre_mlp" not in ours},
         **_POST_NORMS,
@@ -510,7 +479,6 @@ _OLMO3 = replace(
     _OLMO2,
     architecture="Olmo3ForCausalLM",
     keys=(*_OLMO2.keys[:-2], rope_of_kinds(5e5, 5e5), layer_types(4), _OLMO2.keys[-1]),
-    always={name: value for name, value in _OLMO2.always.items() if name != "window_size"},
 )
 
 # ---- Gemma ----
@@ -535,14 +503,7 @@ _GEMMA2 = replace(
     architecture="Gemma2ForCausalLM",
     keys=(*_llama_keys("gemma2"), *_GEMMA_KEYS, softcaps(50.0, 30.0), rope(), layer_types(2)),
     fixed={"attention_bias": (False,), "use_bidirectional_attention": (None, False)},
-    always={
-        **_NO_BIAS,
-        "normalization": "RMSNorm",
-        "layernorm_placement": "sandwich",
-        "apply_layernorm_1p": True,
-        "qk_layernorm": False,
-        "num_experts": None,
-    },
+    always={**_NO_BIAS, "normalization": "RMSNorm", "layernorm_placement": "sandwich", "apply_layernorm_1p": True},
     weights={
         **_LLAMA.weights,
         **_POST_NORMS,
@@ -588,7 +549,7 @@ _PHI3 = replace(
         ConfigKey("window_size", "sliding_window", None),
         KeyGroup(("attention_bias",), can=_DIVIDES_HIDDEN),  # published, but not used by transformers
     ),
-    always={**_SWIGLU, **_NO_BIAS, "qk_layernorm": False, "num_experts": None},
+    always={**_SWIGLU, **_NO_BIAS},
     weights={
         **_LLAMA.weights,
         "layers.{i}.self_attention.linear_qkv": (
@@ -622,7 +583,7 @@ _SMOLLM3 = replace(
         ),
         _LLAMA.keys[-1],
     ),
-    always={**_SWIGLU, "qk_layernorm": False, "num_experts": None},
+    always={**_SWIGLU},
     tied_by_default=True,
 )
 
@@ -659,7 +620,7 @@ _STARCODER2 = replace(
         ),
     ),
     fixed={},
-    always={"normalization": "LayerNorm", "qk_layernorm": False, "num_experts": None},
+    always={},
     weights={
         **_LLAMA.weights,
         "layers.{i}.mlp.linear_fc1": ("f h", {"model.layers.{i}.mlp.c_fc": "f, h"}),

@@ -136,7 +136,7 @@ class ModelFamily:
     keys: tuple[ConfigKey | KeyGroup, ...]
     # keys with the only supported values; the first is the value of a missing key
     fixed: Mapping[str, tuple[Any, ...]]
-    # fields of ModelConfig with the only supported value
+    # fields of ModelConfig with the only supported value; those that no row names have their default
     always: FieldValues
     # where all tensors are stored that a model can have
     weights: WeightRows

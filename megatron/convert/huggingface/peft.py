@@ -50,7 +50,7 @@ from megatron.convert.huggingface.convert import (
     raise_if_overflow,
 )
 from megatron.convert.huggingface.keys import JsonObject
-from megatron.convert.huggingface.weights import SUPPORTED_DTYPES, map_tensors
+from megatron.convert.huggingface.weights import map_tensors, tensor_findings
 from megatron.convert.saved_model import SavedModel
 from megatron.convert.staging import disk_errors, removed_on_error
 from megatron.convert.tokenizer_files import SmallFiles, files_to_carry, find_tokenizer_files
@@ -481,20 +481,8 @@ def _read_modules(folder: Path, config: JsonObject, linears: Mapping[str, PeftLi
         for name, rank in ranks.items()
         for suffix, shape in zip(suffixes, linears[name].shapes(rank))
     }
-    both = [key for key in file.keys if key in expected]
-    findings = {
-        "lacks": expected.keys() - {*both},
-        "holds tensors that no adapter of this model has": {*file.keys} - {*both},
-        "holds tensors of another shape than its options and the model have": [
-            f"{key} {list(file.shape(key))} instead of {list(expected[key])}"
-            for key in both
-            if file.shape(key) != expected[key]
-        ],
-        "holds tensors of an unsupported data type": [
-            f"{key} {file.dtype(key)}" for key in both if file.dtype(key) not in (*SUPPORTED_DTYPES, torch.float64)
-        ],
-    }
-    raise_if_any(path, findings)
+    strange = {"holds tensors that no adapter of this model has": {*file.keys} - expected.keys()}
+    raise_if_any(path, tensor_findings(dict.fromkeys(file.keys, file), expected, torch.float64) | strange)
     if not ranks:
         raise CheckpointError(f"{path} holds no adapter")
     modules = []

@@ -36,11 +36,11 @@ from megatron.checkpoint.save import save_sharded
 from megatron.checkpoint.tensor_file import GlobalTensor, TensorPart
 from megatron.config.batch import lr_scale, schedule_lengths
 from megatron.config.run import RunConfig
-from megatron.convert.huggingface.convert import ProgressCallback, check_target, new_checkpoint
+from megatron.convert.huggingface.convert import check_target, new_checkpoint
 from megatron.convert.megatron_lm.checkpoint import BLOCK_ELEMENTS, MOMENTS, view_parts
 from megatron.convert.megatron_lm.model import their_names, unwritable_options, write_arguments
 from megatron.convert.saved_model import SavedModel
-from megatron.convert.staging import disk_errors, removed_on_error
+from megatron.convert.staging import ProgressCallback, disk_errors, removed_on_error
 from megatron.distributed.comm import Group
 from megatron.distributed.sharding import Box, ShardSpec, padded_vocab_size
 from megatron.layers.context import DTYPES

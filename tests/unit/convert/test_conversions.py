@@ -36,7 +36,6 @@ from megatron.convert.huggingface import convert
 from megatron.convert.huggingface.check import SAMPLE_TEXTS, TOLERANCE, MismatchError
 from megatron.convert.huggingface.convert import (
     PENDING_CONFIG_FILE,
-    ProgressCallback,
     convert_from_huggingface,
     convert_to_huggingface,
     special_token_ids,
@@ -45,7 +44,7 @@ from megatron.convert.huggingface.convert import (
 from megatron.convert.huggingface.families import MODEL_FAMILIES, ModelFamily
 from megatron.convert.saved_model import SavedModel
 from megatron.convert.sources import open_checkpoint
-from megatron.convert.staging import JOURNAL
+from megatron.convert.staging import JOURNAL, ProgressCallback
 from megatron.data.tokenizers.huggingface import (
     END_OF_DOCUMENT,
     HuggingFaceTokenizer,
