@@ -20,7 +20,7 @@ from megatron.config.conditions import holds
 from megatron.config.errors import Problem
 from megatron.config.option import Need
 from megatron.config.run import RunConfig
-from megatron.config.settings import SPELLINGS
+from megatron.config.settings import SETTINGS, SPELLINGS
 from megatron.config.text import did_you_mean
 
 KEEP_SCHEDULE_FLAGS = ("--use-checkpoint-opt_param-scheduler", "--use-checkpoint-opt-param-scheduler")
@@ -106,11 +106,8 @@ OTHER_MEANINGS = (
 
 @dataclass(frozen=True)
 class ForeignFlags:
-    """The sections of megatron_flags.yaml, which explains them, by flag."""
+    """The sections of megatron_flags.yaml, which explains them, by flag; with the spellings of our options."""
 
-    different_defaults: Mapping[str, Mapping[str, str]]
-    values: Mapping[str, Mapping[str, str]]  # of flags that both programs have, with ours
-    missing_values: Mapping[str, Mapping[str, str]]  # of flags that both programs have, with what is missing
     handled: Mapping[str, ForeignFlag]  # also by beginnings of names, which end with a hyphen
     renamed: Mapping[str, str]
     replaced: Mapping[str, ForeignFlag]
@@ -140,27 +137,25 @@ def foreign_flags() -> ForeignFlags:
     text = resources.files(__package__).joinpath("megatron_flags.yaml").read_text(encoding="utf-8")
     tree = yaml.load(text, getattr(yaml, "CSafeLoader", yaml.SafeLoader))
     handled: dict[str, ForeignFlag] = {}
-    for feature, names in tree["settings_of"].items():
-        reason = f"it is a setting of {feature.split()[0]}"
-        handled |= {name: ForeignFlag("setting", reason, feature=feature) for name in names.split()}
+    for features, names in tree["settings_of"].items():
+        feature = features.split()[0]
+        setting = ForeignFlag("setting", f"it is a setting of {feature}", feature=features)
+        if feature in SPELLINGS:  # the feature is here now, but perhaps not all of its settings
+            setting = ForeignFlag("refused", f"this setting of {feature} is not implemented")
+        handled |= dict.fromkeys(names.split(), setting)
     handled |= {name: flag("refused", reason) for name, reason in tree["refused_prefixes"].items()}
     handled |= {name: ForeignFlag("applied", words=words) for name, words in tree["applied"].items()}
+    spelled = {name: setting.flag for setting in SETTINGS.values() for name in setting.option.spellings}
+    handled |= {name: ForeignFlag("applied", words=f"{ours} {{}}") for name, ours in spelled.items()}
     for kind in ("ignored", "refused"):
         handled |= {name: flag(kind, entry) for names, entry in tree[kind].items() for name in names.split()}
     handled = {
         name: replace(each, condition=condition(name)) if each.kind == "refused" else each
         for name, each in handled.items()
+        if name not in SPELLINGS
     }
     replaced = {name: flag("refused", entry) for name, entry in tree["replaced"].items()}
-    return ForeignFlags(
-        tree["different_defaults"],
-        tree["values"],
-        tree["missing_values"],
-        handled,
-        tree["renamed"],
-        replaced,
-        tree["gpt_neox"],
-    )
+    return ForeignFlags(handled, tree["renamed"], replaced, tree["gpt_neox"])
 
 
 def applies(condition: str | Callable[[RunConfig], bool], spellings: Collection[str], config: RunConfig) -> bool:
@@ -176,7 +171,7 @@ def apply_foreign_values(spelling: str, words: Sequence[str]) -> list[str]:
 
     The same word for every layer becomes one.
     """
-    theirs = foreign_flags().values.get(spelling, {})
+    theirs = SPELLINGS[spelling].option.megatron.values
     plain = [word.strip("[],") for word in words]
     ours = [theirs.get(word, word) for word in plain]
     return ours[:1] if spelling in PER_LAYER and len(set(ours)) == 1 else ours
@@ -216,7 +211,7 @@ def apply_foreign_flags(
 
 def missing_value(spelling: str, words: Sequence[str]) -> str:
     """Return what is missing for the value of a flag that both programs have; empty if nothing is known to be."""
-    missing = foreign_flags().missing_values.get(spelling, {})
+    missing = SPELLINGS[spelling].option.megatron.missing
     plain = [word.strip("[],") for word in words]
     found = [missing[word] for word in plain if word in missing]
     return found[0] if found else missing.get("several", "") if len(plain) > 1 else ""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from megatron.config.option import Need, WithPluginOptions, option
+from megatron.config.option import MegatronOption, Need, WithPluginOptions, option
 
 CHAT_DATA = Need("chat_data_path")
 
@@ -112,9 +112,23 @@ class DataConfig(WithPluginOptions):
     sample. Conversations always do."""
     eod_mask_loss: bool = option(False, role="data", needs=DOCUMENTS)
     """Exclude the prediction after the end of a document from the loss."""
-    tokenizer_type: str | None = option(None, role="free", choices=TOKENIZER_TYPES, parse=_tokenizer_type)
+    tokenizer_type: str | None = option(
+        None,
+        role="free",
+        choices=TOKENIZER_TYPES,
+        parse=_tokenizer_type,
+        megatron=MegatronOption(values={"PretrainedFromHF": "HuggingFaceTokenizer"}),
+    )
     """Tokenizer of the data. Default: the one recorded with the data."""
-    tokenizer_model: str | None = option(None, role="free", needs=TOKENIZER_WITH_MODEL)
+    tokenizer_model: str | None = option(
+        None,
+        role="free",
+        needs=TOKENIZER_WITH_MODEL,
+        spellings=(
+            "--tokenizer-name-or-path",
+            "--tokenizer-file",
+        ),
+    )
     """Tokenizer to load: a file, a folder, or a name on the Hugging Face hub."""
     vocab_file: str | None = option(None, role="free", needs=GPT2_BPE)
     """GPT2BPETokenizer: vocab.json."""
@@ -126,7 +140,9 @@ class DataConfig(WithPluginOptions):
     """TikTokenizer: ids reserved for special tokens."""
     follow_links: bool = option(False, role="start")
     """Also read files to which links lead out of the folder of a tokenizer or of a Hugging Face model."""
-    eod_id: int | None = option(None, role="data", at_least=0, needs=DOCUMENT_OPTIONS)
+    eod_id: int | None = option(
+        None, role="data", at_least=0, needs=DOCUMENT_OPTIONS, spellings=("--null-tokenizer-eod-id",)
+    )
     """Id of the end-of-document token. Default: as recorded with the data, or that of the tokenizer."""
 
     refused: ClassVar = """

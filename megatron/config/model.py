@@ -18,6 +18,7 @@ from megatron.config.experts import ExpertOptions
 from megatron.config.option import (
     MAX_LAYERS,
     MAX_SIZE,
+    MegatronOption,
     Need,
     Run,
     WithPluginOptions,
@@ -99,7 +100,7 @@ def _no_rope_freq(text: str) -> str:
 class TransformerOptions(WithPluginOptions):
     """Shape and arithmetic of a decoder-only transformer."""
 
-    num_layers: int = option(2, role="shape", at_least=1, at_most=MAX_LAYERS)
+    num_layers: int = option(2, role="shape", at_least=1, at_most=MAX_LAYERS, spellings=("--encoder-num-layers",))
     """Number of transformer blocks."""
     hidden_size: int = option(128, role="shape", at_least=1, at_most=MAX_SIZE)
     """Width of the residual stream."""
@@ -107,7 +108,13 @@ class TransformerOptions(WithPluginOptions):
     """Hidden width of the MLP. Default: 4 x hidden_size; gated 2/3 of that, rounded down to a multiple of 64."""
     num_attention_heads: int = option(4, role="shape", at_least=1, at_most=MAX_SIZE)
     """Number of query heads."""
-    num_query_groups: int | None = option(None, role="shape", at_least=1, at_most=MAX_SIZE)
+    num_query_groups: int | None = option(
+        None,
+        role="shape",
+        at_least=1,
+        at_most=MAX_SIZE,
+        megatron=MegatronOption("1, with --group-query-attention", "one per query head"),
+    )
     """Number of key/value heads. Default: one per query head (MHA); 1 is MQA."""
     kv_channels: int | None = option(None, role="shape", at_least=1, at_most=MAX_SIZE)
     """Channels per head. Default: hidden_size / num_attention_heads."""
@@ -129,6 +136,13 @@ class TransformerOptions(WithPluginOptions):
         role="shape",
         choices=("learned_absolute", "rope", "yarn", "none"),
         aliases={"--use-rotary-position-embeddings": "rope"},
+        megatron=MegatronOption(
+            missing={
+                "alibi": "ALiBi positions are not implemented",
+                "relative": "relative position biases are not implemented",
+                "mrope": "multimodal rotary positions are not implemented",
+            }
+        ),
     )
     """Position embedding."""
     max_position_embeddings: int | None = option(None, role="shape", at_least=1, at_most=MAX_SIZE)

@@ -69,9 +69,11 @@ class MegatronOption:
 
     default: str = ""  # if it is another one
     reason: str = ""  # for ours
-    spellings: tuple[str, ...] = ()  # flags of other names that take the same value
     values: Mapping[str, str] = field(default_factory=dict)  # their words, and ours for the same
     missing: Mapping[str, str] = field(default_factory=dict)  # words for what is not here; ``several``: of many words
+
+
+ZERO_IS_NONE = MegatronOption(values={"0": "null"})
 
 
 @dataclass(frozen=True)
@@ -88,6 +90,8 @@ class Option:
     # Extra flags and the constants they store, for the negative and shorthand spellings of Megatron-LM:
     # ``--disable-bias-linear`` stores False in ``add_bias_linear``.
     aliases: Mapping[str, Any] = field(default_factory=dict)
+    # Other spellings of the flag in Megatron-LM, and by Megatron-LM's earlier releases; they take the same value.
+    spellings: tuple[str, ...] = ()
     formerly: str = ""  # group of the field in the files of earlier versions
     parse: Callable[[str], Any] | None = None  # converts the flag's text, raises ValueError; default: by type
     example: float | None = None  # suggested in place of a number that is not allowed and has no default

@@ -8,7 +8,7 @@ from math import ceil, lcm, prod
 from typing import ClassVar
 
 from megatron.config.errors import Problem
-from megatron.config.option import Need, Run, option
+from megatron.config.option import MegatronOption, Need, Run, option
 from megatron.config.text import divisors, flag, flag_fixes, multiples_as_fixes, nearest, nearest_multiples
 
 PIPELINE_SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb-h1", "zb-h2", "zb-v", "dualpipe-v", "searched")
@@ -86,7 +86,7 @@ INTERLEAVED = Need(
 class ParallelConfig:
     """Sizes of the rank grid, pipeline schedule and data-parallel communication."""
 
-    tensor_model_parallel_size: int = option(1, role="free", at_least=1)
+    tensor_model_parallel_size: int = option(1, role="free", at_least=1, spellings=("--model-parallel-size",))
     """Tensor parallelism: ranks that shard each layer's matrices (TP)."""
     sequence_parallel: bool = option(False, role="free", needs=Need("tensor_model_parallel_size>1", "TP above 1"))
     """Shard the sequence over TP ranks outside the tensor-parallel regions."""
@@ -143,7 +143,9 @@ class ParallelConfig:
     """Backend of torch.distributed. Default: nccl on GPUs, gloo on CPUs."""
     distributed_timeout_minutes: float = option(10.0, role="free", above=0)
     """Timeout of every collective. A collective that takes longer ends the run."""
-    overlap_grad_reduce: bool = option(True, role="free")
+    overlap_grad_reduce: bool = option(
+        True, role="free", megatron=MegatronOption("off", "the results are the same, and it is not slower")
+    )
     """Overlap the reduction of gradient buckets with the backward pass."""
     ddp_bucket_size: int | None = option(None, role="free", at_least=1)
     """Elements per gradient bucket. Default: 40 million, or 1 million times DP x CP if that is more."""

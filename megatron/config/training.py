@@ -9,7 +9,14 @@ from typing import ClassVar
 
 from megatron.config.objective import ObjectiveOptions
 from megatron.config.offload import ActivationOffloadOptions
-from megatron.config.option import MAX_SIZE, Need, WithPluginOptions, option
+from megatron.config.option import (
+    MAX_SIZE,
+    ZERO_IS_NONE,
+    MegatronOption,
+    Need,
+    WithPluginOptions,
+    option,
+)
 
 MAX_BATCH = 10**6
 """Samples in a batch; a ramp has at most as many steps."""
@@ -50,9 +57,9 @@ def _checked_batch_steps(text: str) -> str:
 class StepOptions(WithPluginOptions):
     """Options of samples and steps, of their evaluation, and of recomputation."""
 
-    seq_length: int = option(1024, role="data", at_least=1, at_most=MAX_SIZE)
+    seq_length: int = option(1024, role="data", at_least=1, at_most=MAX_SIZE, spellings=("--encoder-seq-length",))
     """Tokens per sample."""
-    micro_batch_size: int = option(1, role="free", at_least=1, at_most=MAX_BATCH)
+    micro_batch_size: int = option(1, role="free", at_least=1, at_most=MAX_BATCH, spellings=("--batch-size",))
     """Samples per micro-batch of a rank."""
     global_batch_size: int | None = option(None, role="schedule", at_least=1, at_most=MAX_BATCH)
     """Samples per step over all ranks. Default: micro_batch_size x DP."""
@@ -68,16 +75,20 @@ class StepOptions(WithPluginOptions):
     """Samples to train on, instead of train_iters."""
     num_epochs: int | None = option(None, role="schedule", at_least=1, needs=CHAT_DATA)
     """Passes over chat_data_path to train for, instead of train_iters."""
-    eval_interval: int | None = option(1000, role="free", at_least=1, needs=(EVALUATION, TRAINING_STEPS))
+    eval_interval: int | None = option(
+        1000, role="free", at_least=1, needs=(EVALUATION, TRAINING_STEPS), megatron=ZERO_IS_NONE
+    )
     """Steps between evaluations, besides the one at the end; null for only that one, or with num_epochs for one at the
     end of each epoch."""
-    eval_iters: int = option(0, role="free", at_least=0)
+    eval_iters: int = option(0, role="free", at_least=0, megatron=MegatronOption("100", "evaluation is opt-in"))
     """Global batches per evaluation; 0 turns evaluation off."""
-    exit_interval: int | None = option(None, role="start", at_least=1, needs=TRAINING_STEPS)
+    exit_interval: int | None = option(None, role="start", at_least=1, needs=TRAINING_STEPS, megatron=ZERO_IS_NONE)
     """Stop cleanly after a step that is a multiple of this."""
-    exit_duration_in_mins: float | None = option(None, role="start", above=0, example=60, needs=TRAINING_STEPS)
+    exit_duration_in_mins: float | None = option(
+        None, role="start", above=0, example=60, needs=TRAINING_STEPS, megatron=ZERO_IS_NONE
+    )
     """Stop cleanly with exit status 124 after the first step that ends this many minutes after the start."""
-    stop_file: str | None = option(None, role="start", needs=TRAINING_STEPS)
+    stop_file: str | None = option(None, role="start", needs=TRAINING_STEPS, spellings=("--kill-switch-path",))
     """Stop cleanly with exit status 0 after the next step once this file exists."""
     skip_train: bool = option(False, role="start")
     """Only evaluate the loaded checkpoint on the validation and test data."""
@@ -88,18 +99,37 @@ class StepOptions(WithPluginOptions):
     on_nonfinite: str = option("stop", role="free", choices=("skip", "stop"))
     """Action when the loss or a gradient is NaN or infinite: skip the update, or stop the run."""
     recompute_granularity: str | None = option(
-        None, role="free", choices=("full", "selective"), aliases={"--recompute-activations": "selective"}
+        None,
+        role="free",
+        choices=("full", "selective"),
+        aliases={"--recompute-activations": "selective"},
+        spellings=("--activations-checkpoint-granularity",),
     )
     """Activation recomputation in the backward pass: full (whole blocks) or selective (recompute_modules)."""
     recompute_method: str | None = option(None, role="free", choices=("uniform", "block"), needs=FULL_RECOMPUTE)
     """full: uniform (groups of recompute_num_layers; the default) or block (the first recompute_num_layers blocks)."""
-    recompute_num_layers: int | None = option(None, role="free", at_least=1, needs=FULL_RECOMPUTE)
+    recompute_num_layers: int | None = option(
+        None,
+        role="free",
+        at_least=1,
+        needs=FULL_RECOMPUTE,
+        spellings=(
+            "--activations-checkpoint-num-layers",
+            "--checkpoint-num-layers",
+        ),
+    )
     """full: blocks per group (uniform, default 1) or recomputed per stage (block, default all)."""
     recompute_modules: tuple[str, ...] = option(
         ("layernorm", "activation"),
         role="free",
         choices=("layernorm", "activation", "core_attn", "mlp"),
         needs=Need("recompute_granularity=selective"),
+        megatron=MegatronOption(
+            "core_attn",
+            "recomputing attention saves nothing with SDPA",
+            values={"moe_act": "activation", "moe": "mlp", "shared_experts": "mlp"},
+            missing={"mla_up_proj": "multi-head latent attention is not implemented"},
+        ),
     )
     """selective: modules to recompute."""
 

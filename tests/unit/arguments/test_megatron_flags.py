@@ -12,7 +12,7 @@ import yaml
 from megatron import arguments
 from megatron.arguments.cli import OWN_FLAGS
 from megatron.arguments.megatron_flags import foreign_flags
-from megatron.config.settings import SPELLINGS, Setting
+from megatron.config.settings import SETTINGS, SPELLINGS, Setting
 from tests.unit.arguments.command import codes, notes, problems, run
 
 FLAGS = foreign_flags()
@@ -40,6 +40,7 @@ def read() -> list[Flag]:
 
 
 MEGATRON = {flag.spelling: flag for flag in read()}
+DIFFERENT_DEFAULTS = [setting.flag for setting in SETTINGS.values() if setting.option.megatron.default]
 OURS = [flag for flag in MEGATRON.values() if flag.spelling in SPELLINGS]
 
 
@@ -125,8 +126,8 @@ def test_defaults_match_megatron_or_differ_for_a_reason() -> None:
         return default in (str(setting.default) if setting.scalar is bool else words[0], str(words))
 
     main = {flag.spelling: flag for flag in OURS if flag.spelling == SPELLINGS[flag.spelling].flag}
-    assert {s for s, flag in main.items() if not same(SPELLINGS[s], flag.default)} <= set(FLAGS.different_defaults)
-    assert set(FLAGS.different_defaults) <= set(SPELLINGS) & set(MEGATRON)
+    assert {s for s, flag in main.items() if not same(SPELLINGS[s], flag.default)} <= set(DIFFERENT_DEFAULTS)
+    assert set(DIFFERENT_DEFAULTS) <= set(MEGATRON)
 
 
 def test_a_script_of_megatron_runs() -> None:
@@ -232,7 +233,7 @@ def test_defaults_that_are_written_out_change_nothing(beside: str) -> None:
     for flag in MEGATRON.values():
         setting = SPELLINGS.get(flag.spelling)
         absent = flag.kind == "flag" or flag.default in ("None", "[]", "") or flag.spelling in WITH_EFFECT
-        if absent or (setting and (setting.name in ours or flag.spelling in FLAGS.different_defaults)):
+        if absent or (setting and (setting.name in ours or flag.spelling in DIFFERENT_DEFAULTS)):
             continue
         written.append(
             f"{flag.spelling} {flag.default.rpartition('.')[2] if 'Backend' in flag.default else flag.default}"
@@ -250,7 +251,7 @@ def test_values_of_missing_features_are_named() -> None:
     for flag in OURS:
         have = SPELLINGS[flag.spelling].choices
         for value in set(flag.choices) - set(have) if have else ():
-            if value in FLAGS.values.get(flag.spelling, {}):
+            if value in SPELLINGS[flag.spelling].option.megatron.values:
                 continue
             beside = "--optimizer muon" if "muon" in flag.spelling else ""
             beside += " --num-experts 4 --disable-bias-linear --fp8-format e4m3"
@@ -288,7 +289,7 @@ HERE = {
 
 def test_reasons_are_true() -> None:
     reasons = {flag.reason for flag in [*FLAGS.handled.values(), *FLAGS.replaced.values()] if flag.kind == "refused"}
-    reasons |= {reason for values in FLAGS.missing_values.values() for reason in values.values()}
+    reasons |= {reason for setting in SETTINGS.values() for reason in setting.option.megatron.missing.values()}
     for reason in reasons:
         for word, options in HERE.items():
             assert word not in reason.lower() or any(option in reason for option in options.split("|")), reason
