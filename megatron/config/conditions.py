@@ -78,10 +78,8 @@ class Rule:
     @classmethod
     def parse(cls, text: str) -> Rule:
         """Read a paragraph: the condition, then code and sentence, then ``fix:`` and fixes between bars."""
-        found = re.fullmatch(r"(.*) (E\d{3}) (.*) fix: (.*)", " ".join(text.split()))
-        if found is None:
-            raise ValueError(f"no rule: {text}")
-        condition, code, sentence, fixes = found.groups()
+        message, _, fixes = " ".join(text.split()).partition(" fix: ")
+        condition, code, sentence = re.split(r" (E\d{3}) ", message, maxsplit=1)
         return cls(condition, code, sentence, tuple(fixes.split(" | ")))
 
     def problem(self, config: RunConfig) -> Problem:

@@ -7,7 +7,7 @@ a run resumes (``role``), and of what is set without effect (``needs``).
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import Any, get_type_hints
+from typing import Any
 
 from megatron.config.checkpoint import CheckpointConfig
 from megatron.config.compute import ComputeConfig
@@ -58,7 +58,7 @@ class RunConfig(WithPluginOptions):
         """Return the configuration with the options of plugins, also in the groups that components get."""
         changed: dict[str, Any] = {
             name: replace(group, plugin_options=options)
-            for name in get_type_hints(RunConfig)
+            for name in vars(self)
             if isinstance(group := getattr(self, name), WithPluginOptions)
         }
         return replace(self, plugin_options=options, **changed)

@@ -243,10 +243,11 @@ class _OptionTable(Mapping[str, T]):
 
     def __init__(self, name: str) -> None:
         self._name = name
+        self._built_in: dict[str, T] = getattr(_tables(()), name)
 
     def _now(self) -> dict[str, T]:
-        table: dict[str, T] = getattr(_tables(tuple(option_groups().items())), self._name)
-        return table
+        plugins = option_groups()
+        return getattr(_tables(tuple(plugins.items())), self._name) if plugins else self._built_in
 
     def __getitem__(self, key: str) -> T:
         return self._now()[key]
