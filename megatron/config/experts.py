@@ -15,7 +15,7 @@ EXPERTS = Need("num_experts")
 SEVERAL_LOSSES = "several balancing losses at once are not implemented"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, init=False, eq=False, repr=False)
 class ExpertOptions:
     """Options of the experts that take the place of a block's MLP."""
 

@@ -96,7 +96,7 @@ def _no_rope_freq(text: str) -> str:
     return text
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, init=False, eq=False, repr=False)
 class TransformerOptions(WithPluginOptions):
     """Shape and arithmetic of a decoder-only transformer."""
 

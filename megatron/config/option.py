@@ -120,7 +120,8 @@ def option(default: Any, *, role: str, needs: str | Need | Sequence[str | Need] 
     A class of options carries what belongs to it: rules on combinations (`megatron.config.conditions.Rule`) in a text
     ``refused``, and methods that are found by the beginnings of their names. These take the whole configuration and the
     number of ranks: ``check_...`` yields problems, ``note_...`` yields notes of one line on a configuration without
-    problems, and ``row_...`` returns that row of the summary, or what is added to it.
+    problems, and ``row_...`` returns that row of the summary, or what is added to it. A class from which a group
+    inherits is a dataclass without methods of its own (``init=False, eq=False, repr=False``), which take time to make.
     """
     conditions = (needs,) if isinstance(needs, (str, Need)) else needs
     needed = tuple(Need(each) if isinstance(each, str) else each for each in conditions)

@@ -53,7 +53,7 @@ def _checked_batch_steps(text: str) -> str:
     return text
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, init=False, eq=False, repr=False)
 class StepOptions(WithPluginOptions):
     """Options of samples and steps, of their evaluation, and of recomputation."""
 
