@@ -17,7 +17,7 @@ from dataclasses import fields, is_dataclass
 from functools import cache
 from itertools import pairwise
 from types import UnionType
-from typing import Any, NamedTuple, TypeVar, get_args, get_origin, get_type_hints
+from typing import Any, NamedTuple, TypeVar, get_args, get_origin
 
 from megatron.config.errors import Problem, UserError
 from megatron.config.option import Option
@@ -183,7 +183,7 @@ def help_texts(module: str) -> dict[str, str]:
     return texts
 
 
-BUILT_IN_GROUPS = {name: cls for name, cls in get_type_hints(RunConfig).items() if name != "plugin_options"}
+BUILT_IN_GROUPS = {name: type(group) for name, group in vars(RunConfig()).items() if is_dataclass(group)}
 
 
 class _Tables(NamedTuple):
@@ -219,15 +219,20 @@ def _tables(plugins: tuple[tuple[str, type], ...]) -> _Tables:
     return tables
 
 
+@cache
+def _type_of(annotation: Any) -> Any:
+    """Return the type of a field, whose annotation may be a text; evaluating each text once makes programs start fast."""
+    return eval(annotation) if isinstance(annotation, str) else annotation
+
+
 def _settings_of(group: str, cls: type) -> list[Setting]:
     """Return the settings of a group; TypeError unless it is a frozen dataclass of fields declared with ``option``."""
     if not (is_dataclass(cls) and cls.__dataclass_params__.frozen and group.isidentifier()):  # type: ignore[attr-defined]
         raise TypeError("register a frozen dataclass under a name of letters, digits and underscores")
-    hints = get_type_hints(cls)
     settings = []
     for each in fields(cls):
         if "option" in each.metadata:
-            settings.append(Setting(group, each.name, each.default, each.metadata["option"], hints[each.name]))
+            settings.append(Setting(group, each.name, each.default, each.metadata["option"], _type_of(each.type)))
         elif each.name != "plugin_options":
             raise TypeError(f"declare the field {each.name} with option(...)")
     if unknown := [setting.name for setting in settings if setting.scalar not in NOUNS]:
@@ -243,11 +248,10 @@ class _OptionTable(Mapping[str, T]):
 
     def __init__(self, name: str) -> None:
         self._name = name
-        self._built_in: dict[str, T] = getattr(_tables(()), name)
 
     def _now(self) -> dict[str, T]:
-        plugins = option_groups()
-        return getattr(_tables(tuple(plugins.items())), self._name) if plugins else self._built_in
+        table: dict[str, T] = getattr(_tables(tuple(option_groups().items())), self._name)
+        return table
 
     def __getitem__(self, key: str) -> T:
         return self._now()[key]
