@@ -115,8 +115,11 @@ def rules() -> list[Rule]:
 
 def group_methods(config: RunConfig, prefix: str) -> Iterator[Callable[[RunConfig, int], Any]]:
     """Yield the methods of all classes of options whose names begin with ``check_``, ``note_`` or ``row_``."""
-    for name in GROUPS:
-        group = config.group(name)
-        for cls in reversed(type(group).__mro__):
-            found = (method for method, each in vars(cls).items() if method.startswith(prefix) and isfunction(each))
-            yield from (getattr(group, method) for method in found)
+    for name, cls in GROUPS.items():
+        yield from (getattr(config.group(name), method) for method in _methods_of(cls, prefix))
+
+
+@cache
+def _methods_of(cls: type, prefix: str) -> list[str]:
+    own = (vars(each).items() for each in reversed(cls.__mro__))
+    return [name for items in own for name, each in items if name.startswith(prefix) and isfunction(each)]

@@ -44,12 +44,11 @@ class RunConfig(WithPluginOptions):
 
     def group(self, name: str) -> Any:
         """Return the options of a group, built in or of a plugin."""
-        groups = option_groups()
-        return self.plugin(groups[name]) if name in groups else getattr(self, name)
+        return getattr(self, name) if name in vars(self) else self.plugin(option_groups()[name])
 
     def with_group(self, name: str, options: Any) -> RunConfig:
         """Return the configuration with another group of options."""
-        if name not in option_groups():
+        if name in vars(self):
             return replace(self, **{name: options})
         others = (each for each in self.plugin_options if type(each) is not type(options))
         return self.with_plugin_options((*others, options))

@@ -11,7 +11,7 @@ import inspect
 import math
 import shlex
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import ItemsView, Iterator, Mapping, ValuesView
 from contextlib import suppress
 from dataclasses import fields, is_dataclass
 from functools import cache
@@ -221,7 +221,7 @@ def _tables(plugins: tuple[tuple[str, type], ...]) -> _Tables:
 
 @cache
 def _type_of(annotation: Any) -> Any:
-    """Return the type of a field, whose annotation may be a text; evaluating each text once makes programs start fast."""
+    """Return the type of a field; annotations are texts, and evaluating each once makes programs start fast."""
     return eval(annotation) if isinstance(annotation, str) else annotation
 
 
@@ -264,6 +264,12 @@ class _OptionTable(Mapping[str, T]):
 
     def __len__(self) -> int:
         return len(self._now())
+
+    def items(self) -> ItemsView[str, T]:
+        return self._now().items()
+
+    def values(self) -> ValuesView[T]:
+        return self._now().values()
 
 
 GROUPS: Mapping[str, type] = _OptionTable("groups")
