@@ -10,7 +10,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # if this checkout is not installed
 
-from megatron.arguments.megatron_flags import OTHER_MEANINGS, ForeignFlags, foreign_flags
+from megatron.arguments.megatron_flags import ForeignFlags, foreign_flags, other_meanings
 from megatron.arguments.presets import PAPER_TOKENS_PER_STEP, PRESETS
 from megatron.arguments.sources import build_config
 from megatron.config.option import Need
@@ -86,9 +86,8 @@ def _megatron() -> Iterator[str]:
     yield "\nThese have another meaning in Megatron-LM 0.20, with a note at startup:\n"
     yield "| flag | if | note |"
     yield "|---|---|---|"
-    for meaning in OTHER_MEANINGS:
-        conditions = " and ".join(f"`{condition}`" for condition in meaning.conditions if isinstance(condition, str))
-        yield _row(f"`{meaning.flag}`", conditions, meaning.note)
+    for given, terms, note in other_meanings():
+        yield _row(f"`{given}`", " and ".join(f"`{term}`" for term in terms), note)
     yield from _applied(flags)
     yield "\nThese are accepted and ignored, with a note at startup:\n"
     yield "| flag | reason |"

@@ -76,6 +76,7 @@ class Rule:
     fixes: tuple[str, ...]  # also with ``{name%other}``: the nearest multiples of ``other``, a fix for each
 
     @classmethod
+    @cache
     def parse(cls, text: str) -> Rule:
         """Read a paragraph: the condition, then code and sentence, then ``fix:`` and fixes between bars."""
         message, _, fixes = " ".join(text.split()).partition(" fix: ")
@@ -103,14 +104,20 @@ def _filled(text: str, config: RunConfig) -> list[str]:
     return texts
 
 
+def paragraphs(name: str) -> list[str]:
+    """Return the paragraphs of a text that classes of options have, those of loaded plugins too."""
+    return [text for group in GROUPS.values() for text in _paragraphs_of(group, name)]
+
+
 @cache
-def _rules_of(cls: type) -> list[Rule]:
-    return [Rule.parse(each) for each in vars(cls).get("refused", "").split("\n\n") if each.strip()]
+def _paragraphs_of(cls: type, name: str) -> list[str]:
+    texts = (vars(each).get(name, "") for each in reversed(cls.__mro__))
+    return [each for text in texts for each in text.split("\n\n") if each.strip()]
 
 
 def rules() -> list[Rule]:
-    """Return the rules of all classes of options, those of loaded plugins too: paragraphs of ``refused``."""
-    return [rule for group in GROUPS.values() for cls in reversed(group.__mro__) for rule in _rules_of(cls)]
+    """Return the rules of all classes of options."""
+    return [Rule.parse(text) for text in paragraphs("refused")]
 
 
 def group_methods(config: RunConfig, prefix: str) -> Iterator[Callable[[RunConfig, int], Any]]:

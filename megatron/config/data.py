@@ -57,11 +57,9 @@ TOKENIZER_WITH_MODEL = Need(
 )
 
 
-def _tokenizer_type(text: str) -> str:
-    """Return the tokenizer type; raise ValueError for unsupported types of Megatron-LM."""
+def _check_tokenizer_type(text: str) -> None:
     if text in UNSUPPORTED_TOKENIZER_TYPES:
         raise ValueError(f"{text} of Megatron-LM is not supported: it {UNSUPPORTED_TOKENIZER_TYPES[text]}")
-    return text
 
 
 @dataclass(frozen=True)
@@ -116,7 +114,7 @@ class DataConfig(WithPluginOptions):
         None,
         role="free",
         choices=TOKENIZER_TYPES,
-        parse=_tokenizer_type,
+        check=_check_tokenizer_type,
         megatron=MegatronOption(values={"PretrainedFromHF": "HuggingFaceTokenizer"}),
     )
     """Tokenizer of the data. Default: the one recorded with the data."""
@@ -144,6 +142,18 @@ class DataConfig(WithPluginOptions):
         None, role="data", at_least=0, needs=DOCUMENT_OPTIONS, spellings=("--null-tokenizer-eod-id",)
     )
     """Id of the end-of-document token. Default: as recorded with the data, or that of the tokenizer."""
+
+    other_meanings: ClassVar = """
+    --reset-position-ids and position_embedding_type=rope|yarn and not reset_attention_mask
+      --reset-position-ids restarts rotary positions in every document; Megatron-LM restarts learned positions only
+
+    --reset-attention-mask and --no-create-attention-mask-in-dataloader
+      attention is restricted to documents; Megatron-LM would not restrict it without masks
+
+    --eod-mask-loss and not --calculate-per-token-loss
+      --eod-mask-loss: the loss is the mean over the unmasked tokens of the global batch; Megatron-LM averages each
+      micro-batch, then the micro-batches, without --calculate-per-token-loss
+    """
 
     refused: ClassVar = """
     eod_id>=vocab_size

@@ -52,12 +52,6 @@ def _window(text: str) -> int | None:
     return None if left == -1 else left + 1
 
 
-def _attention_pattern(text: str) -> str:
-    """Check the patterns of attention; they are kept as text."""
-    parse_layers(text)
-    return text
-
-
 def _layer_list(node: ast.expr) -> list[int]:
     """Evaluate sums and multiples of lists of 0 and 1; ValueError for other expressions."""
     match node:
@@ -88,12 +82,6 @@ def no_rope_layers(text: str) -> tuple[int, ...]:
     if not layers:
         raise ValueError(f"{text!r} is neither a number of layers nor a list of 0 and 1, such as ([0]*3+[1]*1)*9")
     return tuple(layers)
-
-
-def _no_rope_freq(text: str) -> str:
-    """Check which layers have no rotary embedding; they are kept as text."""
-    no_rope_layers(text)
-    return text
 
 
 @dataclass(frozen=True, init=False, eq=False, repr=False)
@@ -158,7 +146,7 @@ class TransformerOptions(WithPluginOptions):
     others."""
     rotary_seq_len_interpolation_factor: float = option(1.0, role="function", at_least=1, needs=ROPE)
     """Divide positions by this factor (linear interpolation)."""
-    no_rope_freq: str | None = option(None, role="function", parse=_no_rope_freq, needs=ROTARY)
+    no_rope_freq: str | None = option(None, role="function", check=no_rope_layers, needs=ROTARY)
     """Layers without rotary embedding: every N-th, or a list with 1 for them and 0 for the others, repeated over the
     layers. Example: '[0]*3+[1]'."""
     use_rope_scaling: bool = option(False, role="function", needs=ROPE)
@@ -186,7 +174,7 @@ class TransformerOptions(WithPluginOptions):
     window_size: int | None = option(None, role="function", at_least=1, at_most=MAX_SIZE, parse=_window)
     """Sliding window: a token attends to itself and the window_size - 1 tokens before it. Megatron-LM's form L,0 means
     L+1, and -1 no limit."""
-    attention_pattern: str | None = option(None, role="function", parse=_attention_pattern)
+    attention_pattern: str | None = option(None, role="function", check=parse_layers)
     """Attention of each layer, repeated over the layers: global, local:WINDOW, chunked:SIZE, dilated:WINDOW:STEP,
     prefix:TOKENS, or the name of a plugin's pattern. A part +first:TOKENS keeps the first tokens visible, *N repeats.
     Example: 'local:4096*5,global'."""
@@ -249,6 +237,21 @@ class TransformerOptions(WithPluginOptions):
     """Standard deviation of the initial weights; output projections use std/sqrt(2 x num_layers)."""
     z_loss_coeff: float = option(0.0, role="schedule", at_least=0, needs=CROSS_ENTROPY)
     """Weight of PaLM's z-loss, the squared log-partition of the logits."""
+
+    other_meanings: ClassVar = """
+    --num-query-groups and not --group-query-attention and num_attention_heads>kv_groups
+      --num-query-groups is in effect, and the model has as many heads of keys and values; Megatron-LM would ignore it
+      without --group-query-attention
+
+    --rope-scaling-factor and use_rope_scaling and not rope_scaling_factor=8.0
+      --rope-scaling-factor is in effect; Megatron-LM reads it and scales by 8
+
+    --openai-gelu and --no-bias-gelu-fusion
+      activation is gelu_tanh; Megatron-LM without fused biases computes the exact form: --activation gelu
+
+    --disable-bias-linear and activation=gelu_tanh and not --activation
+      activation is gelu_tanh; Megatron-LM without biases computes the exact form: --activation gelu
+    """
 
     refused: ClassVar = """
     ffn=0

@@ -67,12 +67,6 @@ class GradCompression:
         return ceil(self.ratio * elements)
 
 
-def _grad_compression(text: str) -> str:
-    """Check the method; it is kept as text."""
-    GradCompression.parse(text)
-    return text
-
-
 CONTEXT_PARALLEL = Need("context_parallel_size>1", "CP above 1")
 ZERO_3 = Need("data_parallel_sharding_strategy=optim_grads_params")
 SEVERAL_STAGES = Need("several_stages", "several stages")
@@ -151,7 +145,7 @@ class ParallelConfig:
     """Elements per gradient bucket. Default: 40 million, or 1 million times DP x CP if that is more."""
     grad_reduce_in_bf16: bool = option(False, role="free")
     """Send gradients between data-parallel ranks as bf16. They are summed in fp32."""
-    grad_compression: str = option("none", role="free", parse=_grad_compression)
+    grad_compression: str = option("none", role="free", check=GradCompression.parse)
     """Compress the gradients that data-parallel ranks send: powersgd:RANK (low-rank factors) or topk:RATIO (the largest
     elements), both with error feedback and for the all-reduce between optimizer instances or without ZeRO, or int8
     (stochastically rounded, also for the reduce-scatter of ZeRO). Default: none."""

@@ -138,10 +138,10 @@ class Setting:
     def _convert_item(self, value: Any) -> Any:
         if self.many and self.scalar is str and type(value) in (int, float):
             value = str(value)  # in a list of texts, such as weights and prefixes, numbers need no quotes
-        if isinstance(value, str) and self.option.parse:
-            item = self.option.parse(value)
-        else:
-            item = _as_type(value, self.scalar)
+        parse, check = self.option.parse, self.option.check
+        if isinstance(value, str) and check:
+            check(value)
+        item = parse(value) if isinstance(value, str) and parse else _as_type(value, self.scalar)
         if self.option.kind and not self.choices and item is not None:
             raise ValueError(f"no plugin registers {item!r} as {self.option.kind}")
         if self.choices and item is not None and item not in self.choices:

@@ -32,25 +32,20 @@ EVALUATION = Need("eval_iters>0 or valid_chat_data_path", "--eval-iters above 0"
 TRAINING_STEPS = Need("not skip_train", "training steps (--skip-train takes none)")
 
 
-def parse_batch_steps(words: Iterable[str]) -> list[tuple[int, int]]:
+def parse_batch_steps(words: str | Iterable[str]) -> list[tuple[int, int]]:
     """Parse ``--step-batch-size-schedule``; returns each global batch after the number of tokens it begins at.
 
     Raises:
         ValueError: for a word that is not ``TOKENS:BATCH``.
     """
     steps = []
-    for word in " ".join(words).replace(",", " ").split():
+    for word in (words if isinstance(words, str) else " ".join(words)).replace(",", " ").split():
         match = re.fullmatch(r"(\d+(?:\.\d+)?)([KMBT]?):([1-9]\d*)", word, re.IGNORECASE)
         if match is None:
             raise ValueError(f"{word!r} is not TOKENS:BATCH, such as 200B:768")
         number, unit, size = match.groups()
         steps.append((round(float(number) * 1000 ** " KMBT".index(unit.upper() or " ")), int(size)))
     return steps
-
-
-def _checked_batch_steps(text: str) -> str:
-    parse_batch_steps([text])
-    return text
 
 
 @dataclass(frozen=True, init=False, eq=False, repr=False)
@@ -67,7 +62,7 @@ class StepOptions(WithPluginOptions):
     """Pad a global batch that DP x micro_batch_size does not divide with samples that do not count."""
     rampup_batch_size: tuple[int, int, int] | None = option(None, role="schedule", at_least=1)
     """START INCREMENT SAMPLES: grow the global batch from START by INCREMENT over the first SAMPLES samples."""
-    step_batch_size_schedule: tuple[str, ...] = option((), role="schedule", parse=_checked_batch_steps)
+    step_batch_size_schedule: tuple[str, ...] = option((), role="schedule", check=parse_batch_steps)
     """TOKENS:BATCH ...: global batch from a number of tokens on, such as 0:384 200B:768, with K, M, B or T."""
     train_iters: int | None = option(None, role="schedule", at_least=1)
     """Steps to train for."""
@@ -132,6 +127,12 @@ class StepOptions(WithPluginOptions):
         ),
     )
     """selective: modules to recompute."""
+
+    other_meanings: ClassVar = """
+    --rampup-batch-size
+      --rampup-batch-size: the batch grows, as in Megatron-LM's earlier releases; release 0.20 reads the flag and
+      trains with full batches
+    """
 
     refused: ClassVar = """
     skip_train and not eval_iters>0
