@@ -18,7 +18,7 @@ ZERO_STAGES = {"no_shard": 0, "optim": 1, "optim_grads": 2, "optim_grads_params"
 """ZeRO stage (arXiv 1910.02054) of each data-parallel sharding strategy."""
 
 TP_OVERLAP_METHODS = ("pipelined", "symmetric_memory")
-"""Ways to overlap tensor-parallel communication; :mod:`megatron.distributed.tensor_parallel` has them."""
+"""Ways to overlap tensor-parallel communication; :mod:`megatron.distributed.mappings` has them."""
 
 CP_COMM_TYPES = ("p2p", "all_gather", "a2a", "a2a+p2p")
 """Communication of context-parallel attention; :mod:`megatron.distributed.context_parallel` has them."""

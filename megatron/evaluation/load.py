@@ -19,9 +19,9 @@ from megatron.config.parallel import ParallelConfig
 from megatron.config.precision import PrecisionConfig
 from megatron.config.run import RunConfig
 from megatron.config.training import TrainingConfig
-from megatron.convert.sources import WHOLE, open_source
+from megatron.convert.sources import WHOLE, SourceOptions, open_source
 from megatron.convert.tokenizer_files import by_huggingface_names, find_tokenizer_files
-from megatron.convert.weight_source import ModelSource, SourceOptions, fill_weights
+from megatron.convert.weight_source import ModelSource, fill_weights
 from megatron.distributed.grad_accumulator import GradAccumulator
 from megatron.distributed.launch import init_distributed
 from megatron.distributed.mesh import Mesh
