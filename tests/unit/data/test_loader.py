@@ -25,6 +25,7 @@ TRAINING = TrainingConfig(
     seq_length=32, micro_batch_size=2, global_batch_size=8, train_iters=50, eval_interval=20, eval_iters=3, seed=1234
 )
 FILES = DataConfig(data_path=(str(GOLDEN),), split="90,8,2")
+BLEND = DataConfig(data_path=("0.7", str(GOLDEN), "0.3", str(GOLDEN.with_name("case1"))), split="8,1,1")
 MOCK = DataConfig(mock_data=True)
 
 
@@ -206,12 +207,16 @@ def read(source: DataSource, places: range, split: str = "train") -> list[list[i
     return source.micro_batch(split, places, step=0).tokens.tolist()
 
 
-@pytest.mark.parametrize("data", [FILES, MOCK], ids=["files", "mock"])
+@pytest.mark.parametrize(
+    "data",
+    [FILES, BLEND, replace(BLEND, data_path=BLEND.data_path[1::2]), MOCK],
+    ids=["files", "blend", "without weights", "mock"],
+)
 @pytest.mark.parametrize("iters", [10, 51, 400])
 def test_a_run_of_another_length_keeps_its_samples(data: DataConfig, iters: int) -> None:
-    source = build_data(data, TRAINING, 1000, 1)
+    source = build_data(data, TRAINING, 60_000, 1)
     assert source.segments == {"train": (400,), "valid": (72,), "test": (24,)}
-    other = build_data(data, replace(TRAINING, train_iters=iters), 1000, 1, segments=source.segments)
+    other = build_data(data, replace(TRAINING, train_iters=iters), 60_000, 1, segments=source.segments)
     common = range(min(400, 8 * iters))
     assert read(other, common) == read(source, common)
     assert other.digest("train", 0, len(common)) == source.digest("train", 0, len(common))
