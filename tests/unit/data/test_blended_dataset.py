@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import builtins
 import json
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -82,22 +81,6 @@ def test_a_blend_of_many_sources() -> None:
 def test_weights_that_are_none_are_refused(weights: list[float], sentence: str) -> None:
     with pytest.raises(DataError, match=sentence):
         build_blend_index(weights, 10)
-
-
-def test_without_numba_the_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    importing = builtins.__import__
-
-    def missing(name: str, *args: Any, **kwargs: Any) -> Any:
-        if name == "numba":
-            raise ImportError(name)
-        return importing(name, *args, **kwargs)
-
-    monkeypatch.setattr(builtins, "__import__", missing)
-    blended_dataset._compiled.cache_clear()
-    assert len(build_blend_index([1, 2], 1000)[0]) == 1000
-    with pytest.raises(DataError, match="numba is needed for blends") as caught:
-        build_blend_index([1, 2], 500_000)
-    assert "pip install numba" in str(caught.value)
 
 
 # --- samples ---

@@ -438,12 +438,6 @@ def test_a_damaged_or_other_file_is_reported(suffix: str) -> None:
             unpacked(suffix, content)
 
 
-def test_a_missing_library_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "zstandard", None)
-    with pytest.raises(DataError, match=r"zstandard is needed for \.zst files\n  fix: pip install zstandard"):
-        unpacked(".zst", b"")
-
-
 @pytest.mark.parametrize("suffix", COMPRESSION_SUFFIXES)
 def test_pieces_are_small_however_well_a_text_compresses(suffix: str) -> None:
     size = 40_000_000
