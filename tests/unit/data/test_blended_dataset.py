@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from contextlib import AbstractContextManager
-from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -22,8 +21,8 @@ from megatron.data.dataset import Dataset
 from megatron.data.errors import DataError
 from megatron.data.gpt_dataset import GPTDataset, build_sample_order
 from megatron.data.indexed_dataset import IndexedDataset
+from tests.unit.data.pairs import GOLDEN
 
-GOLDEN = Path(__file__).parents[2] / "golden" / "megatron"
 BLENDS = json.loads((GOLDEN / "cases.json").read_text())["blends"]
 
 

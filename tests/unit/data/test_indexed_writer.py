@@ -19,9 +19,8 @@ from hypothesis import strategies as st
 from megatron.data.errors import DataError
 from megatron.data.indexed_dataset import IndexedDataset
 from megatron.data.indexed_writer import IndexedDatasetWriter, id_dtype, publish_all, remove_unfinished_files
-from tests.unit.data.pairs import LETTERS, NAMES, content, packed, pair, write
+from tests.unit.data.pairs import GOLDEN, LETTERS, NAMES, content, packed, pair, write
 
-GOLDEN = Path(__file__).parents[2] / "golden" / "megatron"
 LIMITS = {code: (np.iinfo(NAMES[code]).min, np.iinfo(NAMES[code]).max) for code in LETTERS if code not in (6, 7)}
 
 

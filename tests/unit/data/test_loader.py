@@ -16,9 +16,10 @@ from megatron.data.errors import DataError
 from megatron.data.gpt_dataset import GPTDataset, build_sample_order
 from megatron.data.indexed_dataset import IndexedDataset
 from megatron.data.loader import DataSource, build_data, requested_samples
-from megatron.data.tokenizers.tokenizer import RECORD_SUFFIX, TokenizerRecord
+from megatron.data.tokenizers.tokenizer import TokenizerRecord
 from megatron.distributed.micro_batch import MicroBatch
 from tests.unit.data import pairs
+from tests.unit.data.made_tokenizers import record
 
 GOLDEN = Path(__file__).parents[2] / "golden" / "megatron" / "case0"
 TRAINING = TrainingConfig(
@@ -298,8 +299,7 @@ def test_documents_of_a_sample(packed: DataConfig, flags: tuple[str, ...]) -> No
 
 def with_record(data: DataConfig, eod: int, pad: int | None = None) -> DataConfig:
     """The data with a record of a tokenizer, from which the end of a document is known."""
-    record = TokenizerRecord("HuggingFaceTokenizer", 10, eod, "0" * 16, pad)
-    Path(f"{data.data_path[0]}.{RECORD_SUFFIX}").write_bytes(record.to_bytes())
+    record(Path(data.data_path[0]), TokenizerRecord("HuggingFaceTokenizer", 10, eod, "0" * 16, pad))
     return replace(data, eod_id=None)
 
 
