@@ -15,8 +15,8 @@ import torch
 
 from megatron.distributed import comm
 from megatron.distributed.comm import Group
+from megatron.distributed.host_memory import HostCopy
 from megatron.training.callbacks.profiler import NO_REQUEST, ProfileRequest, ProfileRequestListener
-from megatron.training.host_copy import HostCopy
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 

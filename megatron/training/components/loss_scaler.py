@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -50,6 +51,7 @@ class DynamicLossScaler(LossScaler):
     """
 
     name = "loss_scaler"
+    state_types: ClassVar[Mapping[str, Any]] = {"scale": float, "good_steps": int, "lives": float}
 
     def __init__(
         self,

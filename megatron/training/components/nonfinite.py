@@ -7,12 +7,12 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from megatron.distributed.host_memory import HostCopy
 from megatron.distributed.micro_batch import MicroBatch
 from megatron.optimizer.distributed_optimizer import UpdateResult
 from megatron.training.callbacks.health import explain_nonfinite
 from megatron.training.component import Component
 from megatron.training.failure_report import NonFiniteError
-from megatron.training.host_copy import HostCopy
 from megatron.training.trainer import Trainer
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 from megatron.distributed import comm
 from megatron.distributed.comm import Group
@@ -15,6 +15,7 @@ class OptimizerState(Component):
     """State of the update rules of a run, and the number of updates."""
 
     name = "optimizer"
+    state_types: ClassVar[Mapping[str, Any]] = {"steps": int}
     missing = None
     memory_part = "moments"
 
