@@ -29,7 +29,7 @@ CEILING = {
     "adapters": 0,
     "quantised weights": 2,
     "FP8": 2,
-    "offload": 20,
+    "offload": 17,
     "gradient compression": 16,
     "DiLoCo": 10,
     "moving average": 5,
