@@ -21,7 +21,7 @@ from megatron.optimizer.distributed_optimizer import DistributedOptimizer
 from megatron.optimizer.grad_buffer import GradBuffer
 from megatron.optimizer.lr_scheduler import Rates
 from megatron.optimizer.parameter_store import ParameterStore
-from megatron.training.components.average import AverageWeights
+from megatron.training.components.optimizer_state import AverageWeights
 from tests.kit.solo import Solo, one_rank_mesh, random_batch, tiny
 
 CONFIG = tiny(num_query_groups=2)
