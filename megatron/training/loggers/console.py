@@ -1,7 +1,7 @@
 """Metrics of a run by name, and their lines on the console: compact numbers, and fewer columns on narrow terminals.
 
-`METRICS` names every metric of a log line. The console takes its columns from it, and `tools/generate_docs.py` the
-tables of docs/operations.md.
+`METRICS` names every metric of a log line, for which `tools/generate_docs.py` writes the tables of docs/operations.md.
+`COLUMNS` are those that the console shows.
 """
 
 from __future__ import annotations
@@ -11,7 +11,8 @@ import shutil
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import NamedTuple
+from functools import partial
+from typing import Any, NamedTuple
 
 from megatron.config.privacy import redact
 from megatron.config.text import echo, format_bytes
@@ -98,166 +99,124 @@ GOODPUT_MIN_SECONDS = 600.0
 """Goodput is shown from this age of a run on; before, it mostly measures the start-up time."""
 
 
-COMM_MEANING = "comm: share of waiting for other ranks, by axes"
-
-
 class Column(NamedTuple):
     """Column of the console's log line, for log lines that have the metric."""
 
+    metric: str
     group: int  # groups are separated by ``|``
     drop_order: int  # on a narrow terminal, the column with the highest number is dropped first
-    text: Callable[[Metrics], str]  # of the metrics of a log line; empty to leave the column out
+    text: Callable[[Any, Metrics], str]  # of its value and all of the log line; empty to leave the column out
     meaning: str  # for the legend
 
 
 class Metric(NamedTuple):
-    """Unit and meaning of a metric, and its columns in the console."""
+    """Unit and meaning of a metric."""
 
     unit: str
     help: str
-    columns: tuple[Column, ...] = ()
 
 
-def _number(
-    name: str, group: int, drop_order: int, label: str, formatted: Callable[[float], str], meaning: str
-) -> tuple[Column]:
-    """Return the column of one formatted number behind a label."""
-    return (Column(group, drop_order, lambda metrics: f"{label} {formatted(metrics[name])}", f"{label}: {meaning}"),)
+def _speed(tokens: float, metrics: Metrics, of_gpu: bool) -> str:
+    """Format tokens per second: of one rank on GPUs, of all on CPUs."""
+    return f"{format_compact(tokens)} tok/s{'/gpu' * of_gpu}" if metrics[ON_GPU] is of_gpu else ""
 
 
-def _progress(metrics: Metrics) -> str:
-    total = str(metrics[TOTAL_ITERATIONS])
-    return f"{metrics['iteration']:>{len(total)}}/{total}"
-
-
-def _speed(metrics: Metrics) -> str:
-    return "" if metrics[ON_GPU] else f"{format_compact(metrics['tokens-per-second'])} tok/s"
-
-
-def _speed_of_gpu(metrics: Metrics) -> str:
-    return f"{format_compact(metrics['tokens-per-second-per-gpu'])} tok/s/gpu" if metrics[ON_GPU] else ""
-
-
-def _skipped(metrics: Metrics) -> str:
-    return f"skipped {count}" if (count := metrics["skipped-iterations-count"]) else ""
-
-
-def _scale(metrics: Metrics) -> str:
-    return f"scale {format_compact(metrics['loss-scale'])}" if metrics["loss-scale"] != 1 else ""
-
-
-def _waits(metrics: Metrics) -> str:
+def _waits(total: float, metrics: Metrics) -> str:
     """Format the shares of the step by axes: ``(tp6 pp3 dp2)``. They add up to the total."""
-    waits = metrics_under("communication-", metrics)
-    total = waits.pop("share")
+    waits = {n: x for n, x in metrics_under("communication-", metrics).items() if n != "share"}
     scale = total / (sum(waits.values()) or 1.0)
     shown = [f"{axes}{x * scale * 100:.0f}" for axes, x in waits.items() if x * scale >= MIN_SHOWN_SHARE]
     return f"({' '.join(shown)})" if shown else ""
 
 
-def _data(metrics: Metrics, long: bool) -> str:
-    share = float(metrics["data-wait"] / metrics["iteration-time"])
+def _data(wait: float, metrics: Metrics, long: bool) -> str:
+    share = wait / metrics["iteration-time"]
     return f"data {share:.0%}" if (share >= MIN_SHOWN_SHARE) is long else ""
 
 
-def _memory(metrics: Metrics) -> str:
+def _memory(used: int, metrics: Metrics) -> str:
     rank = f" r{metrics['mem-max-rank']}" if "mem-max-rank" in metrics else ""
-    return f"mem {format_memory(metrics['mem-max-allocated-bytes'], metrics[MEMORY_CAPACITY])}{rank}"
+    return f"mem {format_memory(used, metrics[MEMORY_CAPACITY])}{rank}"
 
 
-def _slow_rank(metrics: Metrics) -> str:
-    excess = metrics["slowest-rank-excess"]
+def _slow_rank(excess: float, metrics: Metrics) -> str:
     return f"slow r{metrics['slowest-rank']} +{excess:.0%}" if excess >= SLOW_RANK_EXCESS else ""
 
 
-def _goodput(metrics: Metrics) -> str:
+def _goodput(goodput: float, metrics: Metrics) -> str:
     """Format the goodput of a run that was started again, or of an older one that loses time."""
-    goodput = metrics["goodput"]
     lossy = metrics["run-seconds"] >= GOODPUT_MIN_SECONDS and goodput < 1 - MIN_SHOWN_SHARE
     return f"goodput {goodput:.1%}" if lossy or metrics["starts"] > 1 else ""
 
 
+WAITS = "comm: share of waiting for other ranks, by axes"
+COLUMNS = (
+    Column("iteration", 0, 0, lambda x, m: f"{x:>{len(str(m[TOTAL_ITERATIONS]))}}/{m[TOTAL_ITERATIONS]}", "step/steps"),
+    Column("consumed-tokens", 0, 5, lambda x, _: f"{format_compact(x)} tok", "tokens so far"),
+    Column("lm loss", 1, 0, lambda x, _: f"loss {format_loss(x)}", "loss: mean since the last line"),
+    Column("grad-norm", 1, 3, lambda x, _: f"gnorm {format_plain(x)}", "gnorm: norm of the gradient"),
+    Column("learning-rate", 1, 6, lambda x, _: f"lr {format_exponent(x)}", "lr: learning rate"),
+    Column("seq_load_balancing_loss", 1, 7, lambda x, _: f"balance {format_loss(x)}", "balance: of experts, 1 is best"),
+    Column("load_balancing_loss", 1, 7, lambda x, _: f"balance {format_loss(x)}", "balance: of experts, 1 is best"),
+    Column("z_loss", 1, 7, lambda x, _: f"router z {format_loss(x)}", "router z: z-loss"),
+    Column(
+        "loss-scale", 6, 7, lambda x, _: "" if x == 1 else f"scale {format_compact(x)}", "scale: of the loss in fp16"
+    ),
+    Column("iteration-time", 2, 4, lambda x, _: format_step_time(x), "time of a step"),
+    Column(
+        "tokens-per-second", 2, 2, lambda x, m: "" if m[ON_GPU] else f"{format_compact(x)} tok/s", "tokens per second"
+    ),
+    Column("tokens-per-second-per-gpu", 2, 2, partial(_speed, of_gpu=True), "the same of a GPU"),
+    Column("mfu", 2, 3, lambda x, _: "" if x is None else f"MFU {x:.1%}", "MFU: share of the peak FLOP/s"),
+    Column("skipped-iterations-count", 7, 1, lambda x, _: f"skipped {x}" if x else "", "skipped: updates left out"),
+    Column(
+        "communication-share", 3, 6, lambda x, _: f"comm {x:.0%}", "comm: share of waiting for other ranks, by axes"
+    ),
+    Column("communication-share", 3, 10, _waits, "comm: share of waiting for other ranks, by axes"),
+    Column("bubble", 3, 5, lambda x, _: f"bubble {x:.1%}", "bubble: of the pipeline"),
+    Column("data-wait", 3, 9, partial(_data, long=False), "data: share of waiting for data"),
+    Column("data-wait", 3, 4, partial(_data, long=True), "data: share of waiting for data"),
+    Column("slowest-rank-excess", 5, 7, _slow_rank, "slow: the slowest rank, over the median"),
+    Column("mem-max-allocated-bytes", 4, 8, _memory, "mem: peak/capacity"),
+    Column("goodput", 8, 8, _goodput, "goodput: share of time in steps that count"),
+    Column(SECONDS_LEFT, 8, 2, lambda x, _: f"ETA {format_duration(x)}", "ETA: time left"),
+)
+
 METRICS = {
-    "iteration": Metric("steps", "number of the step, from 1", (Column(0, 0, _progress, "step/steps"),)),
+    "iteration": Metric("steps", "number of the step, from 1"),
     "consumed-samples": Metric("samples", "of all steps so far"),
-    "consumed-tokens": Metric(
-        "tokens",
-        "of all steps so far",
-        (Column(0, 5, lambda m: f"{format_compact(m['consumed-tokens'])} tok", "tokens so far"),),
-    ),
-    "lm loss": Metric(
-        "nats per token",
-        "window: mean over its steps with a finite loss, skipped updates included",
-        _number("lm loss", 1, 0, "loss", format_loss, "mean since the last line"),
-    ),
-    "grad-norm": Metric(
-        "",
-        "step: global gradient norm before clipping",
-        _number("grad-norm", 1, 3, "gnorm", format_plain, "norm of the gradient"),
-    ),
-    "learning-rate": Metric("", "step", _number("learning-rate", 1, 6, "lr", format_exponent, "learning rate")),
+    "consumed-tokens": Metric("tokens", "of all steps so far"),
+    "lm loss": Metric("nats per token", "window: mean over its steps with a finite loss, skipped updates included"),
+    "grad-norm": Metric("", "step: global gradient norm before clipping"),
+    "learning-rate": Metric("", "step"),
     "seq_load_balancing_loss": Metric(
         "",
         "window: balance of experts per sequence, without coefficient, mean over layers; "
         "from 1 (balanced) to the number of experts",
-        _number("seq_load_balancing_loss", 1, 7, "balance", format_loss, "of experts, 1 is best"),
     ),
-    "load_balancing_loss": Metric(
-        "",
-        "window: the same per micro-batch",
-        _number("load_balancing_loss", 1, 7, "balance", format_loss, "of experts, 1 is best"),
-    ),
-    "z_loss": Metric(
-        "",
-        "window: squared log-partition of the routers, without coefficient, mean over layers",
-        _number("z_loss", 1, 7, "router z", format_loss, "z-loss"),
-    ),
+    "load_balancing_loss": Metric("", "window: the same per micro-batch"),
+    "z_loss": Metric("", "window: squared log-partition of the routers, without coefficient, mean over layers"),
     "decoupled-learning-rate": Metric("", "step: of embedding and output layer, with `--decoupled-lr`"),
     "weight-decay": Metric("", "step"),
     "batch-size": Metric("samples", "step"),
-    "loss-scale": Metric(
-        "",
-        "step",
-        (Column(6, 7, _scale, "scale: of the loss in fp16"),),
-    ),
+    "loss-scale": Metric("", "step"),
     "iteration-time": Metric(
         "seconds per step",
         "window: wall time, without evaluations, saves, health reports and comparisons of weight copies",
-        (Column(2, 4, lambda m: format_step_time(m["iteration-time"]), "time of a step"),),
     ),
-    "tokens-per-second": Metric(
-        "tokens/s",
-        "window: of all ranks together",
-        (Column(2, 2, _speed, "tokens per second"),),
-    ),
-    "tokens-per-second-per-gpu": Metric(
-        "tokens/s",
-        "window: of one rank",
-        (Column(2, 2, _speed_of_gpu, "the same of a GPU"),),
-    ),
+    "tokens-per-second": Metric("tokens/s", "window: of all ranks together"),
+    "tokens-per-second-per-gpu": Metric("tokens/s", "window: of one rank"),
     "throughput": Metric("TFLOP/s", "window: of one rank, as counted by Megatron-LM"),
     "mfu": Metric(
         "0 to 1",
         "window: [model FLOPs utilisation](performance.md#mfu-and-hfu) by 6N + 12Lhs; null if the peak is unknown",
-        (Column(2, 3, lambda m: "" if m["mfu"] is None else f"MFU {m['mfu']:.1%}", "MFU: share of the peak FLOP/s"),),
     ),
     "mfu-causal": Metric("0 to 1", "window: utilisation that counts unmasked attention scores only"),
     "hfu": Metric("0 to 1", "window: utilisation including recomputation"),
     "skipped-iterations": Metric("list of steps", "window: with a skipped update; `metrics.jsonl` only"),
-    "skipped-iterations-count": Metric(
-        "steps",
-        "window: their number",
-        (Column(7, 1, _skipped, "skipped: updates left out"),),
-    ),
+    "skipped-iterations-count": Metric("steps", "window: their number"),
     "spikes-skipped": Metric("steps", "window: those of them with a finite gradient that was an outlier"),
-    "communication-share": Metric(
-        "0 to 1",
-        "window: sum of all `communication-AXES` as a share of the step",
-        (
-            Column(3, 6, lambda m: f"comm {m['communication-share']:.0%}", COMM_MEANING),
-            Column(3, 10, _waits, COMM_MEANING),
-        ),
-    ),
+    "communication-share": Metric("0 to 1", "window: sum of all `communication-AXES` as a share of the step"),
     "communication-AXES": Metric(
         "seconds per step", "window: waiting for other ranks, by `tp`, `dp`, ..., `world`; mean of the ranks"
     ),
@@ -266,50 +225,25 @@ METRICS = {
         "window: sent by a rank in [a ring](performance.md#bytes-on-the-wire), by the same axes, `pp` for pipeline "
         "neighbours; mean of the ranks",
     ),
-    "bubble": Metric(
-        "0 to 1",
-        "window: share of the step waiting for other ranks of the pipeline; mean of the ranks",
-        (Column(3, 5, lambda m: f"bubble {m['bubble']:.1%}", "bubble: of the pipeline"),),
-    ),
-    "data-wait": Metric(
-        "seconds per step",
-        "window: waiting for micro-batches, on the slowest rank",
-        (
-            Column(3, 9, lambda m: _data(m, long=False), "data: share of waiting for data"),
-            Column(3, 4, lambda m: _data(m, long=True), "data: share of waiting for data"),
-        ),
-    ),
+    "bubble": Metric("0 to 1", "window: share of the step waiting for other ranks of the pipeline; mean of the ranks"),
+    "data-wait": Metric("seconds per step", "window: waiting for micro-batches, on the slowest rank"),
     "slowest-rank": Metric("rank", "window: with the longest own time: the step less its waits for other ranks"),
-    "slowest-rank-excess": Metric(
-        "0 to 1",
-        "window: excess of that time over the median rank's",
-        (Column(5, 7, _slow_rank, "slow: the slowest rank, over the median"),),
-    ),
+    "slowest-rank-excess": Metric("0 to 1", "window: excess of that time over the median rank's"),
     "mem-max-allocated-bytes": Metric(
-        "bytes",
-        "peak so far on the fullest rank: allocated on its GPU, or resident on a CPU",
-        (Column(4, 8, _memory, "mem: peak/capacity"),),
+        "bytes", "peak so far on the fullest rank: allocated on its GPU, or resident on a CPU"
     ),
     "mem-max-rank": Metric("rank", "the fullest rank"),
-    "goodput": Metric(
-        "0 to 1",
-        "share of `run-seconds` spent in steps that were not lost",
-        (Column(8, 8, _goodput, "goodput: share of time in steps that count"),),
-    ),
+    "goodput": Metric("0 to 1", "share of `run-seconds` spent in steps that were not lost"),
     "run-seconds": Metric("seconds", "since the run's first start"),
     "starts": Metric("", "of the run so far"),
-    SECONDS_LEFT: Metric(
-        "seconds",
-        "for the remaining samples",
-        _number(SECONDS_LEFT, 8, 2, "ETA", format_duration, "time left"),
-    ),
+    SECONDS_LEFT: Metric("seconds", "for the remaining samples"),
     "samples-digest": Metric("16 digits", "of all samples consumed: equal if two runs read the same"),
     "world-size": Metric("ranks", "number of ranks"),
     "TIMER-time": Metric("seconds per step", "window: longest of all ranks, with `--timing-log-level` 1 or higher"),
     "TIMER-time-min": Metric("seconds per step", "window: shortest, with `--timing-log-option minmax`"),
     "TIMER-time-by-rank": Metric("list of seconds", "window: of each rank, with `--timing-log-option all`"),
 }
-"""Every metric of a log line, by Megatron-LM's name where it has the metric, with its columns in console order.
+"""Every metric of a log line, by Megatron-LM's name where it has the metric.
 
 "Step" is the last step, "window" all steps since the previous line. ``AXES`` and ``TIMER`` stand for mesh axes and for
 the phases of ``distributed.timing.PHASES``. Metrics that do not apply, such as communication on one rank, are left out.
@@ -396,7 +330,7 @@ class ConsoleLogger:
 
 
 def progress_line(step: int, metrics: Metrics, width: int | None = None) -> str:
-    """Return the line of one log step, at most ``width`` characters wide (None: all columns of ``METRICS``).
+    """Return the line of one log step, at most ``width`` characters wide (None: all columns of ``COLUMNS``).
 
     ``1240/95368 3.90B tok | loss 2.4137 gnorm .41 lr 6.0e-5 | 7.60s 404 tok/s/gpu MFU 44.0%``
     ``| comm 11% (tp6 pp3 dp2) data 0% | mem 27/80G r113 | slow r731 +4% | goodput 97.9% ETA 8d7h``
@@ -421,8 +355,8 @@ def legend_line(step: int, metrics: Metrics) -> str:
 def _columns(step: int, metrics: Metrics) -> list[tuple[Column, str]]:
     """Return the columns that a log step has, with their texts."""
     values = {"iteration": step, **metrics}
-    columns = [column for name, metric in METRICS.items() if name in values for column in metric.columns]
-    return [(column, text) for column in columns if (text := column.text(values))]
+    columns = [column for column in COLUMNS if column.metric in values]
+    return [(column, text) for column in columns if (text := column.text(values[column.metric], values))]
 
 
 def _join(columns: Sequence[tuple[Column, str]], separator: str) -> str:
