@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from megatron.arguments.validate import MAX_PROFILE_STEPS
 from megatron.config.files import read_small
+from megatron.config.profiling import MAX_PROFILE_STEPS
 from megatron.distributed import comm
 from megatron.distributed.comm import Group
 from megatron.distributed.micro_batch import MicroBatch
