@@ -17,7 +17,7 @@ from megatron.optimizer.parameter_store import ParameterStore
 from megatron.optimizer.sharded_parameter_store import ShardedParameterStore
 from megatron.training.batch_reader import BatchReader, Progress
 from megatron.training.build_model import build_context, build_mesh, build_pipeline, build_stages, choose_device
-from megatron.training.components.loss_scaler import LossScaler
+from megatron.training.components.precision import LossScaler
 from megatron.training.features import build_components
 from megatron.training.trainer import Trainer
 

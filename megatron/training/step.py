@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -36,6 +37,8 @@ def train_step(
     Returns:
         Device scalars, equal on all ranks.
     """
+    if trainer.device.type == "cuda":
+        rates = rates_on(trainer.device, rates)
     scale = trainer.scaler.scale.clone()  # the scaler updates its own in place
     tokens = count_tokens(trainer, batches)
     trainer.buckets.start_step(len(batches), trainer.iteration)
@@ -57,6 +60,16 @@ def train_step(
     for component in trainer.components:
         component.after_step(outcome)
     return StepMetrics(loss, outcome.grad_norm, outcome.skipped, scale, outcome.nonfinite, extra)
+
+
+def rates_on(device: torch.device, rates: Rates) -> Rates:
+    """Return the learning rates as fp32 scalars on a device, filled in by a kernel and so without synchronisation."""
+
+    def scalar(rate: float | Tensor) -> Tensor:
+        return rate if isinstance(rate, Tensor) else torch.full((), rate, dtype=torch.float32, device=device)
+
+    decoupled_lr = None if rates.decoupled_lr is None else scalar(rates.decoupled_lr)
+    return replace(rates, lr=scalar(rates.lr), decoupled_lr=decoupled_lr)
 
 
 @torch.no_grad()

@@ -35,7 +35,7 @@ from megatron.pipeline.plan import build_program
 from megatron.pipeline.runtime import Pipeline
 from megatron.training.batch_reader import BatchReader, Progress
 from megatron.training.component import Component
-from megatron.training.components.loss_scaler import LossScaler
+from megatron.training.components.precision import LossScaler
 
 
 @dataclass
