@@ -364,6 +364,15 @@ class ModelConfig:
             return 0.0
         return 2.0 if self.lora_alpha is None else self.lora_alpha / self.lora_rank
 
+    @property
+    def router_losses(self) -> dict[str, float]:
+        """Coefficients of the losses of routers that are not 0, by Megatron-LM's names."""
+        names = {"aux_loss": "load_balancing_loss", "seq_aux_loss": "seq_load_balancing_loss"}
+        coefficients = {"z_loss": self.moe_z_loss_coeff or 0.0}
+        if self.moe_router_load_balancing_type in names:
+            coefficients = {names[self.moe_router_load_balancing_type]: self.moe_aux_loss_coeff} | coefficients
+        return {name: coefficient for name, coefficient in coefficients.items() if coefficient}
+
     def adapts(self, linear: str) -> bool:
         """Return True if ``lora_target`` matches the global name of a linear, or of a part such as ``...qkv.q``."""
         return any(fnmatchcase(linear, form) for each in self.lora_target for form in (each, f"*.{each}"))
