@@ -11,7 +11,7 @@ row          ``[O, I/tp]``   matmul, scatter  gather, matmul   matmul with the g
 
 Without sequence parallelism, gather does nothing and scatter is an all-reduce. With it, they are an all-gather and a
 reduce-scatter of rows of the sequence, which ``--tp-comm-overlap`` pipelines with the matmul beside them
-(:mod:`megatron.distributed.tensor_parallel`).
+(:mod:`megatron.distributed.mappings`).
 
 What multiplies is a :class:`LinearProduct`. That of a plain weight is here; the providers of other weights, and of
 additions to them, are in files beside this one (:mod:`megatron.layers.providers`), and are asked first.
@@ -32,7 +32,7 @@ from torch.autograd.function import once_differentiable
 
 from megatron.distributed.comm import Group, Pending
 from megatron.distributed.grad_accumulator import WgradOperand
-from megatron.distributed.tensor_parallel import REPLICATED, SEQUENCE_PARALLEL, Product, TPComm
+from megatron.distributed.mappings import REPLICATED, SEQUENCE_PARALLEL, Product, TPComm
 from megatron.layers.context import BuildContext
 
 Weights = tuple[Tensor | None, ...]
