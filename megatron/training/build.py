@@ -68,7 +68,8 @@ def build_trainer(
         optimizer = build_optimizer(
             weights, specs, buckets, mesh, config.optimizer, config.training.seed, context.kernels.adam
         )
-    context.offload.leave_out(buffer.whole for buffer in weights.buffers)
+    if context.offload is not None:
+        context.offload.leave_out(buffer.whole for buffer in weights.buffers)
     for chunk in chunks.values():
         weights.gather_before_use(chunk.parts)
     timers, progress = Timers(config.logging.timing_log_level, device), Progress()

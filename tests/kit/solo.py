@@ -24,7 +24,7 @@ from megatron.distributed.mesh import Mesh
 from megatron.distributed.micro_batch import MicroBatch
 from megatron.distributed.sharding import ShardSpec
 from megatron.kernels.registry import Kernels
-from megatron.layers.activation_offload import ActivationOffload, NoOffload
+from megatron.layers.activation_offload import ActivationOffload
 from megatron.layers.context import BuildContext
 from megatron.model.gpt import GPTChunk, build_gpt
 from megatron.optimizer.build import build_grad_buffer, build_optimizer
@@ -114,14 +114,14 @@ class Solo:
         optimizer: OptimizerConfig | None = None,
         bucket_size: int = 20_000,
         kernels: Kernels | None = None,
-        offload: ActivationOffload | NoOffload | None = None,
+        offload: ActivationOffload | None = None,
     ) -> Solo:
         """A freshly initialised model in training mode; small buckets, so that there are several."""
         mesh, grad_accumulator = one_rank_mesh(), GradAccumulator()
         chunk = build_gpt(
             config,
             training or TrainingConfig(),
-            BuildContext(mesh, grad_accumulator, dtype, kernels=kernels or Kernels(), offload=offload or NoOffload()),
+            BuildContext(mesh, grad_accumulator, dtype, kernels=kernels or Kernels(), offload=offload),
         )
         params = chunk.params
         dtypes = {name: p.dtype for name, p in params.items()}

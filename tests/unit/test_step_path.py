@@ -27,15 +27,15 @@ FEATURES = {
 
 CEILING = {
     "adapters": 0,
-    "quantised weights": 2,
-    "FP8": 2,
-    "offload": 17,
+    "quantised weights": 0,
+    "FP8": 0,
+    "offload": 4,
     "gradient compression": 13,
     "DiLoCo": 10,
     "moving average": 5,
     "Muon": 0,
-    "context parallelism": 15,
-    "experts": 19,
+    "context parallelism": 13,
+    "experts": 8,
     "spikes and non-finite": 6,
     "NEFTune": 3,
 }
