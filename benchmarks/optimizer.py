@@ -30,8 +30,8 @@ from megatron.distributed.grad_accumulator import GradAccumulator
 from megatron.distributed.mesh import Mesh
 from megatron.distributed.sharding import ShardSpec
 from megatron.layers.parameters import gpt, num_parameters
+from megatron.optimizer.build import build_grad_buffer
 from megatron.optimizer.distributed_optimizer import DistributedOptimizer
-from megatron.optimizer.grad_buffer import GradBuffer
 from megatron.optimizer.lr_scheduler import Rates
 from megatron.optimizer.offload import HostMemory
 from megatron.optimizer.parameter_store import ParameterStore
@@ -84,8 +84,8 @@ def ours(
     params = {name: nn.Parameter(value) for name, value in values_of(specs, 0, 0.02).items()}
     parallel = replace(config.parallel, data_parallel_sharding_strategy="optim")
     dtypes = {name: p.dtype for name, p in params.items()}
-    buckets = GradBuffer(specs, dtypes, mesh, GradAccumulator(), torch.device("cpu"), parallel)
-    weights = ParameterStore(params, buckets, mesh, parallel)
+    buckets = build_grad_buffer(specs, dtypes, mesh, GradAccumulator(), torch.device("cpu"), parallel)
+    weights = ParameterStore(params, buckets, parallel)
     optimizer = DistributedOptimizer(
         weights, specs, buckets, mesh, replace(config.optimizer, optimizer_cpu_offload=offload)
     )

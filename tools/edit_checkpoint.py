@@ -84,8 +84,7 @@ def main(argv: Sequence[str]) -> int:
 
     from megatron.checkpoint.errors import CheckpointError
     from megatron.config.errors import UserError
-    from megatron.convert.sources import open_checkpoints
-    from megatron.convert.weight_source import SourceOptions
+    from megatron.convert.sources import SourceOptions, open_checkpoints
     from tools.lib.surgery import Changes, change_checkpoint
 
     signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # if this checkout is not installed
 
-import megatron.convert.megatron_lm.checkpoint  # noqa: F401  (registers the reader of these checkpoints)
 from megatron.checkpoint.errors import CheckpointError, NewerVersionError, strip_folder
 from megatron.checkpoint.folder import CheckpointFolder
 from megatron.checkpoint.format import MARKER, Manifest

@@ -16,10 +16,11 @@ from typing import Any
 
 from megatron.arguments.checks.checkpoint import holds_checkpoints
 from megatron.arguments.sources import ConfigSource
+from megatron.config.conditions import holds
 from megatron.config.errors import Problem
 from megatron.config.option import Need
 from megatron.config.run import RunConfig
-from megatron.config.settings import SPELLINGS, holds
+from megatron.config.settings import SPELLINGS
 from megatron.config.text import did_you_mean
 
 KEEP_SCHEDULE_FLAGS = ("--use-checkpoint-opt_param-scheduler", "--use-checkpoint-opt-param-scheduler")

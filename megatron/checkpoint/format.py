@@ -25,6 +25,7 @@ from megatron.checkpoint.durable_files import checksum
 from megatron.checkpoint.errors import DamagedCheckpointError, NewerVersionError, read_error
 from megatron.checkpoint.location import Location, local_path, parse_location
 from megatron.config.files import raise_if_deep, read_small
+from megatron.config.schemes import MEGATRON_PREFIX
 from megatron.distributed.sharding import Box
 
 View = tuple[int, ...]
@@ -376,10 +377,7 @@ MEGATRON_LM_NEWEST = "latest_checkpointed_iteration.txt"
 """The file that marks a folder of Megatron-LM's checkpoints, with the iteration of the newest."""
 
 FOREIGN_READERS: dict[str, Callable[[Path], Manifest]] = {}
-"""Functions that make the manifest of another program's checkpoint; each is registered where it is defined."""
-
-MEGATRON_LM = "megatron"
-"""Name of the reader of Megatron-LM's checkpoints."""
+"""Functions that make the manifest of another program's checkpoint, by scheme: filled by `megatron.convert.sources`."""
 
 MEGATRON_LM_RANK = re.compile(r"mp_rank_(\d{2,})(?:_(\d{3,}))?(?:_(\d{3,}))?")
 """The folder of a rank in a checkpoint of Megatron-LM."""
@@ -401,7 +399,7 @@ def read_manifest(path: Location) -> tuple[bytes, str]:
     A checkpoint of Megatron-LM has none: its manifest is made from its files.
     """
     if isinstance(path, Path) and is_megatron_lm(path):
-        made = FOREIGN_READERS[MEGATRON_LM](path)
+        made = FOREIGN_READERS[MEGATRON_PREFIX](path)
         return encode_manifest(made.tensors, made.files, made.state, made.config), made.inside
     mark = _read(path, MARKER)
     inside = marker_folder(mark)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 from megatron.config.option import Need, option
 from megatron.config.training import TRAINING_STEPS
@@ -61,6 +62,20 @@ class CheckpointConfig:
     )
     """Restore from load, or without it from save: exact (everything), new-schedule (everything, but batch size, run
     length, optimizer settings and schedules from the flags), or weights-only."""
+
+    refused: ClassVar = """
+    lora_rank and not pretrained_checkpoint
+    E806 --lora-rank {lora_rank} trains adapters of a model, and none is given
+      fix: --pretrained-checkpoint hf:DIR | --pretrained-checkpoint RUN
+
+    save and save_hf_interval%save_interval
+    E805 --save-hf-interval {save_hf_interval} is not a multiple of --save-interval {save_interval}
+      fix: --save-hf-interval {save_hf_interval%save_interval}
+
+    save_hf_interval and save and not save_interval
+    E805 --save-hf-interval needs --save-interval, because it exports checkpoints
+      fix: --save-interval {save_hf_interval} | drop --save-hf-interval
+    """
 
     @property
     def first_start(self) -> CheckpointConfig:

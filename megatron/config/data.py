@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from megatron.config.option import Need, WithPluginOptions, option
 
@@ -127,6 +128,20 @@ class DataConfig(WithPluginOptions):
     """Also read files to which links lead out of the folder of a tokenizer or of a Hugging Face model."""
     eod_id: int | None = option(None, role="data", at_least=0, needs=DOCUMENT_OPTIONS)
     """Id of the end-of-document token. Default: as recorded with the data, or that of the tokenizer."""
+
+    refused: ClassVar = """
+    eod_id>=vocab_size
+    E508 --eod-id {eod_id} is not in the vocabulary: ids are 0 to {vocab_size-1}
+      fix: --eod-id {vocab_size-1} | --vocab-size {eod_id+1}
+
+    chat_data_path and eval_iters>0 and not valid_chat_data_path
+    E505 there are no conversations to evaluate on
+      fix: --valid-chat-data-path FILE | --eval-iters 0
+
+    cuda_graph=step and reset_attention_mask
+    E910 --cuda-graph step cannot capture attention to documents, which end at other tokens in every step
+      fix: --cuda-graph optimizer | --cuda-graph none
+    """
 
     @property
     def generated(self) -> bool:

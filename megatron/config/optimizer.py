@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from typing import ClassVar
 
-from megatron.config.option import Need, WithPluginOptions, option
+from megatron.config.errors import Problem
+from megatron.config.option import Need, Run, WithPluginOptions, option
 from megatron.config.plugins import registered
 from megatron.config.training import MAX_BATCH
 
@@ -151,6 +153,39 @@ class OptimizerConfig(WithPluginOptions):
     """Skip an update whose loss or gradient norm is this many standard deviations above the mean of spike_window."""
     spike_window: int = option(128, role="schedule", at_least=2, needs=Need("skip_spikes"))
     """Previous steps over which skip_spikes computes mean and standard deviation."""
+
+    refused: ClassVar = """
+    cuda_graph=optimizer|step and weight_decay_incr_style!=constant
+    E908 --cuda-graph {cuda_graph} needs a constant weight decay, and --weight-decay-incr-style
+      {weight_decay_incr_style} changes it
+      fix: --weight-decay-incr-style constant | --cuda-graph none
+
+    cuda_graph=optimizer|step and optimizer_cpu_offload
+    E940 --cuda-graph {cuda_graph} cannot capture the updates of --optimizer-cpu-offload, which the host computes
+      fix: --cuda-graph none | drop --optimizer-cpu-offload
+    """
+
+    @property
+    def first_moment(self) -> bool:
+        """True if the update rule keeps a first moment that may be stored in bf16."""
+        return self.optimizer != "muon" and "exp_avg" in state_kinds(self.optimizer)
+
+    @property
+    def second_moment(self) -> bool:
+        """True if the update rule keeps a second moment."""
+        return "exp_avg_sq" in state_kinds(self.optimizer)
+
+    def check_weight_decay(self, config: Run, world_size: int) -> Iterator[Problem]:
+        """Check that a constant weight decay has one value, and a changing one a start and an end."""
+        style = self.weight_decay_incr_style
+        ends = {"--start-weight-decay": self.start_weight_decay, "--end-weight-decay": self.end_weight_decay}
+        for name, value in ends.items():
+            if style == "constant" and value is not None:
+                fixes = ("--weight-decay-incr-style linear", f"drop {name} and use --weight-decay {value:g}")
+                yield Problem("E405", f"{name} has no effect on a constant weight decay", fixes)
+            elif style != "constant" and value is None:
+                fixes = (f"{name} {self.weight_decay:g}", "--weight-decay-incr-style constant")
+                yield Problem("E405", f"a {style} weight decay needs {name}", fixes)
 
 
 def parse_factor(text: str) -> tuple[str, float]:

@@ -7,7 +7,7 @@ a run resumes (``role``), and of what is set without effect (``needs``).
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, get_type_hints
 
 from megatron.config.checkpoint import CheckpointConfig
 from megatron.config.compute import ComputeConfig
@@ -19,7 +19,7 @@ from megatron.config.model import ModelConfig
 from megatron.config.optimizer import OptimizerConfig
 from megatron.config.option import WithPluginOptions
 from megatron.config.parallel import ParallelConfig
-from megatron.config.plugins import registered
+from megatron.config.plugins import option_groups
 from megatron.config.precision import PrecisionConfig
 from megatron.config.profiling import ProfilingConfig
 from megatron.config.training import TrainingConfig
@@ -44,11 +44,12 @@ class RunConfig(WithPluginOptions):
 
     def group(self, name: str) -> Any:
         """Return the options of a group, built in or of a plugin."""
-        return self.plugin(registered("options")[name]) if name in registered("options") else getattr(self, name)
+        groups = option_groups()
+        return self.plugin(groups[name]) if name in groups else getattr(self, name)
 
     def with_group(self, name: str, options: Any) -> RunConfig:
         """Return the configuration with another group of options."""
-        if name not in registered("options"):
+        if name not in option_groups():
             return replace(self, **{name: options})
         others = (each for each in self.plugin_options if type(each) is not type(options))
         return self.with_plugin_options((*others, options))
@@ -56,7 +57,9 @@ class RunConfig(WithPluginOptions):
     def with_plugin_options(self, options: tuple[Any, ...]) -> RunConfig:
         """Return the configuration with the options of plugins, also in the groups that components get."""
         changed: dict[str, Any] = {
-            name: replace(getattr(self, name), plugin_options=options) for name in ("training", "optimizer", "data")
+            name: replace(group, plugin_options=options)
+            for name in get_type_hints(RunConfig)
+            if isinstance(group := getattr(self, name), WithPluginOptions)
         }
         return replace(self, plugin_options=options, **changed)
 

@@ -5,9 +5,11 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import ClassVar
 
-from megatron.config.model import MAX_SIZE
-from megatron.config.option import Need, WithPluginOptions, option
+from megatron.config.objective import ObjectiveOptions
+from megatron.config.offload import ActivationOffloadOptions
+from megatron.config.option import MAX_SIZE, Need, WithPluginOptions, option
 
 MAX_BATCH = 10**6
 """Samples in a batch; a ramp has at most as many steps."""
@@ -21,16 +23,6 @@ DENSE_MLP = Need("not num_experts or moe_shared_expert_intermediate_size", "an M
 EVALUATION = Need("eval_iters>0 or valid_chat_data_path", "--eval-iters above 0")
 
 TRAINING_STEPS = Need("not skip_train", "training steps (--skip-train takes none)")
-
-
-DPO = Need("objective=dpo")
-
-DISTILLATION = Need("objective=distillation")
-
-SMOOTHED = Need(
-    "objective=dpo and dpo_loss_type=sigmoid|sigmoid_norm",
-    "--objective dpo and --dpo-loss-type sigmoid or sigmoid_norm",
-)
 
 
 def parse_batch_steps(words: Iterable[str]) -> list[tuple[int, int]]:
@@ -55,8 +47,8 @@ def _checked_batch_steps(text: str) -> str:
 
 
 @dataclass(frozen=True)
-class TrainingConfig(WithPluginOptions):
-    """Run length, batch size, recomputation and evaluation."""
+class StepOptions(WithPluginOptions):
+    """Options of samples and steps, of their evaluation, and of recomputation."""
 
     seq_length: int = option(1024, role="data", at_least=1, at_most=MAX_SIZE)
     """Tokens per sample."""
@@ -110,41 +102,26 @@ class TrainingConfig(WithPluginOptions):
         needs=Need("recompute_granularity=selective"),
     )
     """selective: modules to recompute."""
-    cpu_offloading_num_layers: int = option(0, role="free", at_least=0)
-    """Offload what the first blocks of every stage keep for backward to host memory. Recomputed groups of blocks, whose
-    inputs are offloaded, count by their first block."""
-    min_offloaded_tensor_size: int = option(
-        1024 * 1024, role="free", at_least=1, needs=Need("cpu_offloading_num_layers>0", "offload")
-    )
-    """Elements of the smallest tensor that activation offload moves."""
-    objective: str = option(
-        "next_token", role="schedule", choices=("next_token", "dpo", "distillation"), kind="objective"
-    )
-    """Loss that training minimises: next_token (cross-entropy, and z_loss_coeff), dpo (preferences), distillation
-    (divergence from a teacher), or the name of a plugin."""
-    reference_model: str | None = option(None, role="start", needs=DPO)
-    """Frozen model that log-ratios of preferences are relative to: a checkpoint, a folder of checkpoints, hf:DIR,
-    megatron:DIR or peft:DIR. Default: the columns ref_chosen_logps and ref_rejected_logps of the data; without these
-    the model that the run starts from."""
-    teacher_model: str | None = option(None, role="start", needs=DISTILLATION)
-    """Model whose most likely tokens the student learns, of any size but with the same vocabulary: a checkpoint, a
-    folder of checkpoints, hf:DIR, megatron:DIR or peft:DIR."""
-    teacher_logits: str | None = option(None, role="start", needs=DISTILLATION)
-    """Folder that tasks/finetune/precompute.py has written for these data, instead of teacher_model."""
-    dpo_loss_type: str = option(
-        "sigmoid", role="schedule", choices=("sigmoid", "sigmoid_norm", "ipo", "kto_pair"), needs=DPO
-    )
-    """Loss of a pair: sigmoid (DPO), sigmoid_norm (of log-probabilities per token), ipo or kto_pair."""
-    dpo_beta: float = option(0.1, role="schedule", above=0, needs=DPO)
-    """Factor of the log-ratios to the reference model; for ipo the regularisation tau."""
-    dpo_label_smoothing: float = option(0.0, role="schedule", at_least=0, below=0.5, needs=SMOOTHED)
-    """Probability that the preference of a pair is wrong (conservative DPO)."""
-    distillation_top_k: int = option(32, role="schedule", at_least=1, needs=DISTILLATION)
-    """Most likely tokens of the teacher that the student is trained on, at each position."""
-    distillation_temperature: float = option(1.0, role="schedule", above=0, needs=DISTILLATION)
-    """Divisor of the logits of teacher and student in the divergence, which is multiplied by its square."""
-    distillation_label_weight: float = option(0.0, role="schedule", at_least=0, at_most=1, needs=DISTILLATION)
-    """Weight of the cross-entropy of the labels in the loss; the divergence has the rest."""
+
+    refused: ClassVar = """
+    skip_train and not eval_iters>0
+    E312 --skip-train only evaluates, and --eval-iters 0 turns evaluation off
+      fix: --eval-iters 100 | drop --skip-train
+
+    recompute_granularity=full and recompute_num_layers>num_layers
+    E306 {recompute_num_layers} layers cannot be recomputed: the model has {num_layers}
+      fix: --recompute-num-layers {num_layers}
+
+    recompute_granularity=selective and not recompute_modules
+    E306 --recompute-granularity selective needs --recompute-modules
+      fix: --recompute-modules layernorm activation | drop --recompute-granularity
+    """
+
+
+@dataclass(frozen=True)
+class TrainingConfig(ObjectiveOptions, ActivationOffloadOptions, StepOptions):
+    """Run length, batch size, recomputation and evaluation."""
+
     neftune_alpha: float = option(0.0, role="schedule", at_least=0)
     """Noise on the embeddings in training (NEFTune): uniform, of up to this / sqrt(tokens of the document x hidden
     size)."""
@@ -154,3 +131,9 @@ class TrainingConfig(WithPluginOptions):
     mlp_chunk_size: int | None = option(None, role="free", at_least=1, needs=DENSE_MLP)
     """Tokens per chunk of the MLP on a rank: chunks are computed one after the other, and again in backward. Default:
     all at once."""
+
+    refused: ClassVar = """
+    cuda_graph=step and neftune_alpha>0
+    E907 --cuda-graph step does not support --neftune-alpha: every step would add the same noise
+      fix: --neftune-alpha 0 | --cuda-graph optimizer | --cuda-graph none
+    """

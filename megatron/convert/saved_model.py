@@ -11,14 +11,11 @@ from threading import local
 import torch
 from torch import Tensor
 
-import megatron.convert.megatron_lm.checkpoint  # noqa: F401  (registers the reader of these checkpoints)
 from megatron.arguments.compatibility import tensor_differences, unknown_options
 from megatron.arguments.sources import from_dict
 from megatron.checkpoint.errors import CheckpointError, raise_if_any
-from megatron.checkpoint.folder import CheckpointFolder
 from megatron.checkpoint.format import Manifest
 from megatron.checkpoint.load import CheckpointReader
-from megatron.checkpoint.location import Location
 from megatron.checkpoint.tensor_file import DTYPES
 from megatron.config.run import RunConfig
 from megatron.convert.adapters import MergedWeights
@@ -31,26 +28,6 @@ from megatron.layers.parameters import WORD_EMBEDDINGS, gpt, trainable
 
 EMA_PREFIX = "optim.ema."
 """Prefix of the names of averaged weights in a checkpoint."""
-
-
-def open_checkpoint(path: Location, step: int | None = None) -> tuple[Manifest, list[str]]:
-    """Open a checkpoint folder, or the newest valid checkpoint (or that of ``step``) in a ``--save`` folder.
-
-    Returns:
-        The manifest, and notes for the user: which checkpoint it is, which newer ones were skipped and why, and
-        options in it that this version does not know.
-
-    Raises:
-        CheckpointError: when there is none, or a newer version wrote it.
-        DamagedCheckpointError: when it is damaged.
-    """
-    manifest, skipped = CheckpointFolder(path).newest(step)
-    notes = [f"from {manifest.path}, step {manifest.state.get('iteration')}"]
-    notes += [f"passed over {found.path}: {found.problem}" for found in skipped]
-    unknown = unknown_options(manifest.config)
-    if unknown:
-        notes.append(f"it has options that this version does not know: {', '.join(unknown)}")
-    return manifest, notes
 
 
 class StoredTensors:

@@ -7,7 +7,6 @@ What :func:`megatron.convert.sources.open_source` returns for a location is a `M
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 from types import MappingProxyType
@@ -41,24 +40,6 @@ class ModelSource(WeightSource, Protocol):
 
     def small_files(self) -> SmallFiles:
         """Return tokenizer files and generation settings."""
-
-
-@dataclass(frozen=True)
-class SourceOptions:
-    """Which model of a location to open, and how.
-
-    Options of a user that do not apply to the scheme of the location are refused. ``model`` and ``model_type`` come
-    from programs, for weights without a configuration of their own.
-    """
-
-    step: int | None = None  # of the checkpoint; None for the newest valid one
-    average: bool = False  # the moving average of the weights
-    # The model that adapters belong to, if it is not where they name it.
-    pretrained: str | None = None
-    follow_links: bool = False  # also read files to which links lead out of a folder
-    model: ModelConfig | None = None  # that weights of Hugging Face must fit; None for that of their config.json
-    model_type: str | None = None  # of transformers, whose linears adapters of PEFT name; None for that of their base
-    flag: str = "--load"  # which gives the location, for messages
 
 
 @torch.no_grad()

@@ -113,10 +113,6 @@ class ChatTokenizer:
         has no special token at its end, the one that follows it ends it, such as the marker of the next role; after a
         marked answer, only one that closes the turn.
 
-        Args:
-            messages: at least one.
-            options: ``tools``, and other names of the template.
-
         Raises:
             BadDocumentError: if the template refuses the conversation, or renders the messages before an answer
                 differently once it follows, or the tokens of the answers do not decode to their text.
@@ -445,13 +441,9 @@ class Conversations(NamedTuple):
 
 
 def load_conversations(data: DataConfig, split: str, seq_length: int, pairs: bool = False) -> Conversations:
-    """Return the conversations of the ``train`` or ``valid`` files.
+    """Return the conversations of the ``train`` or ``valid`` files, in ``pairs`` if their lines are preferences.
 
-    Args:
-        data: names the files, the tokenizer and the chat template.
-        split: name of the split.
-        seq_length: tokens per sample; a longer conversation, or pair of them, cannot be used.
-        pairs: lines are preferences.
+    A conversation or pair that is longer than ``seq_length`` cannot be used.
 
     Raises:
         DataError: if a file cannot be read, or with ``bad_samples`` error if a line cannot be used; else if none can.

@@ -10,7 +10,7 @@ from typing import Any, Self
 
 from megatron.config.parallel import ParallelConfig
 from megatron.config.plugins import load_plugins
-from megatron.convert.weight_source import SourceOptions
+from megatron.convert.sources import SourceOptions
 from megatron.evaluation.load import open_pretrained
 from megatron.inference.harness import HarnessModel, SharedModel, as_language_model
 from megatron.inference.text import InferenceError

@@ -11,18 +11,17 @@ from typing import Any
 
 import torch
 
-from megatron.arguments.checks.model import check_heads_divide, check_mlp_divides
 from megatron.config.compute import ComputeConfig
-from megatron.config.errors import UserError
+from megatron.config.errors import Problem, UserError
 from megatron.config.launch import Launch
 from megatron.config.model import ModelConfig
 from megatron.config.parallel import ParallelConfig
 from megatron.config.precision import PrecisionConfig
 from megatron.config.run import RunConfig
 from megatron.config.training import TrainingConfig
-from megatron.convert.sources import WHOLE, open_source
+from megatron.convert.sources import WHOLE, SourceOptions, open_source
 from megatron.convert.tokenizer_files import by_huggingface_names, find_tokenizer_files
-from megatron.convert.weight_source import ModelSource, SourceOptions, fill_weights
+from megatron.convert.weight_source import ModelSource, fill_weights
 from megatron.distributed.grad_accumulator import GradAccumulator
 from megatron.distributed.launch import init_distributed
 from megatron.distributed.mesh import Mesh
@@ -85,8 +84,7 @@ class PretrainedModel:
             precision=PrecisionConfig(params_dtype=dtype or self.source.precision),
             compute=ComputeConfig(kernels=("torch",)),
         )
-        problems = [p for check in (check_heads_divide, check_mlp_divides) for p in check(config, launch.world_size)]
-        if problems:
+        if problems := _division_problems(config, launch.world_size):
             raise UserError(problems)
         mesh = build_mesh(config, launch.rank, launch.world_size)
         return FrozenModel.build(config, mesh, device, self.source)
@@ -113,6 +111,12 @@ def open_pretrained(load: str, options: SourceOptions = WHOLE) -> PretrainedMode
     return PretrainedModel(source, files, codec, stop_ids(files, codec))
 
 
+def _division_problems(config: RunConfig, world_size: int) -> list[Problem]:
+    """Return the problems of sharding heads and MLP over the tensor-parallel ranks."""
+    checks = (config.model.check_heads_divide, config.model.check_mlp_divides)
+    return [problem for check in checks for problem in check(config, world_size)]
+
+
 def check_tensor_parallel_size(model: ModelConfig, tp: int, world_size: int) -> None:
     """Raise InferenceError unless the model can be sharded over ``tp`` ranks, which must be all ranks."""
     if tp != world_size:
@@ -122,8 +126,7 @@ def check_tensor_parallel_size(model: ModelConfig, tp: int, world_size: int) -> 
 
     def find_errors(tp: int) -> list[str]:
         config = RunConfig(model=model, parallel=ParallelConfig(tensor_model_parallel_size=tp))
-        checks = (check_heads_divide, check_mlp_divides)
-        return [problem.sentence for check in checks for problem in check(config, tp)]
+        return [problem.sentence for problem in _division_problems(config, tp)]
 
     errors = find_errors(tp)
     if errors:

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from megatron.distributed import comm
 from megatron.distributed.comm import Pending
 from megatron.distributed.grad_accumulator import WgradOperand
-from megatron.distributed.tensor_parallel import Product
+from megatron.distributed.mappings import Product
 from megatron.layers.adapter_parameters import adapted_parts, linear_parts, part_of_rows
 from megatron.layers.context import BuildContext
 from megatron.layers.products import LinearGradients, LinearProduct, Parameters, PlainProduct, Weights

@@ -14,11 +14,11 @@ from megatron.config.model import ModelConfig
 from megatron.distributed.comm import Group
 from megatron.distributed.context_parallel import ContextParallel
 from megatron.distributed.grad_accumulator import GradAccumulator
+from megatron.distributed.mappings import TPComm
 from megatron.distributed.mesh import Mesh
 from megatron.distributed.micro_batch import MicroBatch
 from megatron.distributed.random import initialize
 from megatron.distributed.sharding import DenseSharding, ExpertSharding, Sharding, ShardSpec, Specs
-from megatron.distributed.tensor_parallel import TPComm
 from megatron.kernels.attention_mask import AttentionMask, Ranges
 from megatron.kernels.fp8 import Float8Layers
 from megatron.kernels.quantized import quantize

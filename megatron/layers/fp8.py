@@ -35,7 +35,7 @@ from torch import Tensor
 from megatron.distributed import comm
 from megatron.distributed.comm import Group, Pending
 from megatron.distributed.grad_accumulator import Operand, WgradOperand
-from megatron.distributed.tensor_parallel import REPLICATED, Product
+from megatron.distributed.mappings import REPLICATED, Product
 from megatron.kernels.fp8 import Block, Float8Kernel, Float8Tensor
 from megatron.layers.context import BuildContext
 from megatron.layers.products import LinearGradients, LinearProduct, Weights

@@ -11,7 +11,7 @@ row          ``[O, I/tp]``   matmul, scatter  gather, matmul   matmul with the g
 
 Without sequence parallelism, gather does nothing and scatter is an all-reduce. With it, they are an all-gather and a
 reduce-scatter of rows of the sequence, which ``--tp-comm-overlap`` pipelines with the matmul beside them
-(:mod:`megatron.distributed.tensor_parallel`). What multiplies is a provider's (:mod:`megatron.layers.products`).
+(:mod:`megatron.distributed.mappings`). What multiplies is a provider's (:mod:`megatron.layers.products`).
 
 The gradient of a bias, the sum of ``dy`` over its rows, is computed by the kernel that consumes ``y``
 (:mod:`megatron.kernels.bias`): its backward has ``dy`` in registers.

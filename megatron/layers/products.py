@@ -16,7 +16,7 @@ from torch import Tensor
 
 from megatron.distributed.comm import Group, Pending
 from megatron.distributed.grad_accumulator import WgradOperand
-from megatron.distributed.tensor_parallel import REPLICATED, SEQUENCE_PARALLEL, Product, TPComm
+from megatron.distributed.mappings import REPLICATED, SEQUENCE_PARALLEL, Product, TPComm
 from megatron.layers.context import BuildContext
 
 Weights = tuple[Tensor | None, ...]

@@ -141,11 +141,11 @@ class GPTChunk(nn.Module):
         s, device, context = batch.tokens.shape[1], batch.tokens.device, self.context
         rotary = {kind: embedding(s, batch.positions) for kind, embedding in self.rotary.items()}
         cached, documents = (0, batch.documents) if cache is None else (cache.length, cache.documents(batch.tokens))
-        tokens = (range(cached + batch.length),)
-        queries = (range(cached, cached + batch.length),)
+        length = batch.seq_length or s
+        tokens, queries = (range(cached + length),), (range(cached, cached + length),)
         known = documents, batch.host_documents, batch.boundaries, batch.pattern_restarts or cache is not None
         masks = {pattern: AttentionMask(queries, tokens, device, pattern, *known) for pattern in self.patterns}
-        rows = (range(s),) if context.cp is None or batch.seq_length is None else context.cp.rows(batch.length)
+        rows = (range(s),) if context.cp is None or batch.seq_length is None else context.cp.rows(length)
         if context.sequence_parallel:
             share = s // context.tp.size
             rows = rows_between(rows, context.tp.rank * share, (context.tp.rank + 1) * share)

@@ -25,11 +25,10 @@ from megatron.distributed.param_layout import shard_boxes
 from megatron.distributed.sharding import ShardSpec
 from megatron.distributed.timing import Clock, no_clock
 from megatron.kernels.adam import LARGE_RUN, AdamKernel, adam
-from megatron.optimizer.build_rules import build_memory, build_rules
-from megatron.optimizer.flat_views import flat_runs
+from megatron.optimizer.build import build_memory, build_rules
 from megatron.optimizer.grad_buffer import GradBuffer
 from megatron.optimizer.lr_scheduler import Rates
-from megatron.optimizer.main_params import MainParams
+from megatron.optimizer.main_params import MainParams, flat_runs
 from megatron.optimizer.param_groups import ParamGroup
 from megatron.optimizer.parameter_store import ParameterStore
 from megatron.optimizer.rules import UpdateArgs
@@ -53,7 +52,7 @@ class GradNorm:
             for slot in shard_boxes(spec, share, spec.owned):
                 box = slot.view_in(gradient)
                 boxes += [box] if box.is_cuda else box.view(-1).split(NORM_BLOCK)
-        self._counted = flat_runs(boxes) if boxes and boxes[0].is_cuda else boxes
+        self._counted = [flat for _, flat in flat_runs(boxes)] if boxes and boxes[0].is_cuda else boxes
         self._world = mesh.world
         self._zero = torch.zeros((), dtype=torch.float64, device=buckets.device)
 

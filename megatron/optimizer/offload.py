@@ -23,12 +23,10 @@ from torch import Tensor
 
 from megatron.distributed.host_memory import CopyStream, host_buffer
 from megatron.distributed.sharding import ShardSpec
-from megatron.optimizer.buckets import Bucket
-from megatron.optimizer.flat_views import adjacent_runs, flat_runs
-from megatron.optimizer.grad_buffer import GradBuffer, ReductionListener
-from megatron.optimizer.main_params import ShardMemory
+from megatron.optimizer.grad_buffer import Bucket, GradBuffer, ReductionListener
+from megatron.optimizer.main_params import copy_runs
 from megatron.optimizer.parameter_store import ParameterStore
-from megatron.optimizer.rules import UpdateArgs
+from megatron.optimizer.rules import ShardMemory, UpdateArgs
 
 Copies = list[tuple[Tensor, Tensor]]
 """Pairs of a device tensor and its host copy, both flat."""
@@ -60,8 +58,12 @@ class HostMemory(ShardMemory, ReductionListener):
             mine = [name for name in bucket.specs if name in names]
             late = [name for name in mine if specs[name].tied or any(p.partial for p in specs[name].pieces)]
             for key, some in ((0, late), (id(bucket), [name for name in mine if name not in late])):
-                self._grads[key] += _mirror({name: buckets.grads[name] for name in some}, grads)
-            for shard, weight in _mirror({n: self._uploaded[n] for n in mine if n in self._uploaded}, weights):
+                copies, on_host = copy_runs({name: buckets.grads[name] for name in some}, _host_memory)
+                self._grads[key] += copies
+                grads |= on_host
+            copies, on_host = copy_runs({n: self._uploaded[n] for n in mine if n in self._uploaded}, _host_memory)
+            weights |= on_host
+            for shard, weight in copies:
                 weight.copy_(shard)
         super().__init__(weights, grads)
         buckets.report_to(self)
@@ -119,14 +121,5 @@ class HostMemory(ShardMemory, ReductionListener):
         self._copies.synchronize()
 
 
-def _mirror(tensors: Mapping[str, Tensor], views: dict[str, Tensor]) -> Copies:
-    """Allocate host memory for device tensors, and put views of it into ``views``; adjacent tensors stay adjacent."""
-    names, copies = [*tensors], []
-    for run in adjacent_runs([*tensors.values()]):
-        of_run = {names[index]: tensors[names[index]] for index in run}
-        (flat,) = flat_runs([*of_run.values()])
-        host = host_buffer(flat.numel(), flat.dtype, flat.device)
-        copies.append((flat.view(-1), host))
-        for (name, tensor), part in zip(of_run.items(), host.split([t.numel() for t in of_run.values()])):
-            views[name] = part.view(tensor.shape)
-    return copies
+def _host_memory(flat: Tensor) -> Tensor:
+    return host_buffer(flat.numel(), flat.dtype, flat.device)

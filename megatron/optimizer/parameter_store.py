@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
-from math import prod
 from typing import Any
 
 import torch
@@ -26,11 +25,8 @@ from megatron.config.parallel import ParallelConfig
 from megatron.distributed import comm
 from megatron.distributed.comm import Group, Pending
 from megatron.distributed.host_memory import CopyStream, host_buffer
-from megatron.distributed.mesh import Mesh
-from megatron.distributed.param_layout import Packing, ParamShard
-from megatron.distributed.sharding import ShardSpec
-from megatron.optimizer.flat_views import param_view, shard_view
-from megatron.optimizer.grad_buffer import GradBuffer
+from megatron.distributed.param_layout import ParamShard
+from megatron.optimizer.grad_buffer import BucketLayout, GradBuffer
 
 Initialize = Callable[[str, Tensor], None]
 """Writes the initial values of the parameter ``name`` into a zeroed tensor of its local shape."""
@@ -88,7 +84,6 @@ class ParameterStore:
         self,
         params: Mapping[str, nn.Parameter],
         buckets: GradBuffer,
-        mesh: Mesh,
         config: ParallelConfig,
         initialize: Initialize | None = None,
     ) -> None:
@@ -97,7 +92,6 @@ class ParameterStore:
         Args:
             params: by name; they become views of the buffers.
             buckets: of their gradients.
-            mesh: the groups.
             config: overlap of gathering; for a sharded store also when weights are freed, and how many blocks are
                 prefetched.
             initialize: writes the initial values; None to take those of ``params``.
@@ -112,38 +106,27 @@ class ParameterStore:
         self.buffers: list[WeightBuffer] = []
         self._buffer_of: dict[int, WeightBuffer] = {}  # by id of the parameter
         self._buffers_of: dict[nn.Module, list[WeightBuffer]] = {}  # by block
-        for bucket in buckets.buckets:
-            layout = bucket.layout
-            group = mesh.weight_gather_group(*next(iter(bucket.specs.values())).reduce_axes)
-            buffer = self._add_buffer(params, bucket.specs, layout.packing, group, initialize)
-            self.shards |= {
-                name: buckets.shard_view(buffer.part, name) for name in bucket.specs if name in buckets.shards
-            }
+        for layout in (*(bucket.layout for bucket in buckets.buckets), *buckets.frozen):
+            buffer = self._add_buffer(params, layout, initialize)
+            for name, spec in layout.specs.items():
+                if (share := layout.shard(name)) is not None:
+                    held = layout.shard_view(buffer.part, name, share)
+                    if spec.frozen:
+                        self.frozen[name], self.frozen_shards[name] = held, share
+                    else:
+                        self.shards[name] = held
         self.shards = {name: self.shards[name] for name in buckets.shards}
-        for frozen in buckets.frozen:
-            group = frozen.shards
-            buffer = self._add_buffer(params, frozen.specs, frozen.packing, group, initialize)
-            for name, spec in frozen.specs.items():
-                share = frozen.packing.shard_in_part(name, prod(spec.local_shape), group.rank, group.size)
-                if share is not None:
-                    self.frozen_shards[name] = share
-                    self.frozen[name] = shard_view(buffer.part, frozen.packing, group.rank, name, spec, share)
 
     def _add_buffer(
-        self,
-        params: Mapping[str, nn.Parameter],
-        specs: Mapping[str, ShardSpec],
-        packing: Packing,
-        group: Group,
-        initialize: Initialize | None,
+        self, params: Mapping[str, nn.Parameter], layout: BucketLayout, initialize: Initialize | None
     ) -> WeightBuffer:
         """Move the parameters of a bucket into a buffer."""
-        first = params[next(iter(specs))]
-        whole = torch.zeros(packing.size, dtype=first.dtype, device=first.device)
+        first, group = params[next(iter(layout.specs))], layout.gather
+        whole = torch.zeros(layout.packing.size, dtype=first.dtype, device=first.device)
         buffer = WeightBuffer(whole, whole.view(group.size, -1)[group.rank], group)
         nan = whole.new_full((), torch.nan if whole.is_floating_point() else 0)
-        for name, spec in specs.items():
-            view = param_view(whole, packing, name, spec)
+        for name in layout.specs:
+            view = layout.view(whole, name)
             if initialize is None:
                 view.copy_(params[name].detach())
             else:

@@ -13,7 +13,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from itertools import accumulate, groupby
 
-from megatron.config.model import MAX_LAYERS
+from megatron.config.option import MAX_LAYERS
 from megatron.config.text import flag_fixes, nearest
 from megatron.pipeline.actions import ScheduleError
 

@@ -154,7 +154,7 @@ class BatchReader(Component):
     def _read(self, split: str, first: int, size: int) -> list[MicroBatch]:
         data, mesh = self.source, self._mesh
         places = data.rank_places(split, first, size, mesh.dp_rank, mesh.dp_size)
-        if split == "train" and mesh.group("cp").rank == 0:  # its peers read the same samples
+        if split == "train" and mesh.coordinate["cp"] == 0:  # its peers read the same samples
             self.digest_read += data.digest_places(split, places)
         rows = None if self.cp is None else self.cp.rows(data.seq_length)
         return [data.micro_batch(split, group, self._progress.iteration, self._device, rows) for group in places]

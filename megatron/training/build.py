@@ -11,8 +11,8 @@ from torch import Tensor
 
 from megatron.config.run import RunConfig
 from megatron.distributed.timing import Clock, Timers, no_clock
+from megatron.optimizer.build import build_grad_buffer
 from megatron.optimizer.distributed_optimizer import DistributedOptimizer
-from megatron.optimizer.grad_buffer import GradBuffer
 from megatron.optimizer.param_groups import rule_of
 from megatron.optimizer.parameter_store import ParameterStore, ShardedParameterStore
 from megatron.training.batch_reader import BatchReader, Progress
@@ -55,7 +55,7 @@ def build_trainer(
     with clock("optimizer"):
         dtypes = {name: param.dtype for name, param in params.items()}
         uncut = {name for name, spec in specs.items() if rule_of(name, spec, config.optimizer) == "muon"}
-        buckets = GradBuffer(
+        buckets = build_grad_buffer(
             specs, dtypes, mesh, context.grad_accumulator, device, parallel, uncut, config.training.seed
         )
         store = ShardedParameterStore if parallel.zero_stage == 3 else ParameterStore
@@ -64,7 +64,7 @@ def build_trainer(
             if not specs[name].frozen or config.checkpoint.pretrained_checkpoint is None:
                 context.initialize(name, zeros)
 
-        weights = store(params, buckets, mesh, parallel, initialize)
+        weights = store(params, buckets, parallel, initialize)
         optimizer = DistributedOptimizer(
             weights, specs, buckets, mesh, config.optimizer, config.training.seed, context.kernels.adam
         )

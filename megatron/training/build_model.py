@@ -29,9 +29,9 @@ from megatron.distributed.context_parallel import ContextParallel
 from megatron.distributed.grad_accumulator import GradAccumulator
 from megatron.distributed.launch import init_distributed, world_group
 from megatron.distributed.layout import Layout
+from megatron.distributed.mappings import PIPELINED, SYMMETRIC_MEMORY, TPComm
 from megatron.distributed.mesh import Mesh
 from megatron.distributed.micro_batch import MicroBatch
-from megatron.distributed.tensor_parallel import PIPELINED, SYMMETRIC_MEMORY, TPComm
 from megatron.kernels.compile import set_matmul_precision
 from megatron.kernels.fp8 import Float8Layers, Float8Recipe
 from megatron.kernels.linear import TORCH_LINEAR

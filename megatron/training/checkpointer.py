@@ -36,7 +36,7 @@ from megatron.checkpoint.save import HostCopyBuffer, disk_space_problem, run_in_
 from megatron.config.checkpoint import CheckpointConfig
 from megatron.config.errors import Problem, UserError
 from megatron.config.launch import JobStart
-from megatron.convert.sources import open_source
+from megatron.convert.sources import SourceOptions, open_source
 from megatron.convert.tokenizer_files import (
     TOKENIZER_PREFIX,
     SmallFiles,
@@ -45,7 +45,6 @@ from megatron.convert.tokenizer_files import (
     tokenizer_notes,
     with_end_ids,
 )
-from megatron.convert.weight_source import SourceOptions
 from megatron.data.blended_dataset import segments_of
 from megatron.data.chat import end_ids
 from megatron.data.dataset_info import tokenizer_files_to_save

@@ -17,8 +17,8 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch import Tensor
 
-from megatron.arguments.rules import NO_CUDA_GRAPH
-from megatron.arguments.validate import choose_cuda_graph, no_gpu_problem
+from megatron.arguments.validate import choose_cuda_graph
+from megatron.config.compute import NO_CUDA_GRAPH, no_gpu_problem
 from megatron.config.errors import Problem, UserError
 from megatron.distributed import comm
 from megatron.distributed.micro_batch import MicroBatch

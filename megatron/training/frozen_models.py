@@ -22,8 +22,8 @@ from megatron.config.parallel import ParallelConfig
 from megatron.config.run import RunConfig
 from megatron.config.schemes import HUGGING_FACE_PREFIX
 from megatron.config.text import flag
-from megatron.convert.sources import open_source
-from megatron.convert.weight_source import SourceOptions, WeightSource, fill_weights
+from megatron.convert.sources import SourceOptions, open_source
+from megatron.convert.weight_source import WeightSource, fill_weights
 from megatron.data.dataset import split_label
 from megatron.data.errors import DataError
 from megatron.distributed.launch import run_on_rank0

@@ -18,8 +18,7 @@ from megatron.checkpoint.lease import Lease
 from megatron.config.errors import UserError
 from megatron.config.launch import end_refused_start
 from megatron.config.run import RunConfig
-from megatron.convert.sources import open_source
-from megatron.convert.weight_source import SourceOptions
+from megatron.convert.sources import SourceOptions, open_source
 from megatron.data.errors import DataError
 from megatron.distributed.launch import destroy_distributed, enable_flight_recorder, run_on_rank0, world_group
 from megatron.kernels.compile import make_deterministic

@@ -14,7 +14,6 @@ from math import prod
 from pathlib import Path
 from typing import Any, Self
 
-import megatron.convert.megatron_lm.checkpoint  # noqa: F401  (registers the reader of these checkpoints)
 from megatron.arguments.checks.checkpoint import holds_checkpoints
 from megatron.arguments.checks.training import schedule_problems
 from megatron.arguments.compatibility import compare_configs, resume_mode_fixes, stored_tensors_problem
@@ -28,8 +27,9 @@ from megatron.config.data_paths import train_data_flag
 from megatron.config.errors import Problem, UserError
 from megatron.config.option import Role
 from megatron.config.run import RunConfig
-from megatron.config.schemes import HUGGING_FACE_PREFIX, MEGATRON_PREFIX
+from megatron.config.schemes import MEGATRON_PREFIX
 from megatron.config.text import listed, shell_word
+from megatron.convert.sources import checkpoint_location
 from megatron.data.dataset import split_label
 
 BATCH_OPTIONS = {"global_batch_size", "rampup_batch_size", "step_batch_size_schedule"}
@@ -168,9 +168,9 @@ def _load_folder(options: CheckpointConfig) -> tuple[Location | None, int | None
 
     If ``load`` is a single checkpoint ``FOLDER/iter_N``, these are its folder and N.
     """
-    if options.load is None or options.load.startswith(HUGGING_FACE_PREFIX):
+    path = None if options.load is None else checkpoint_location(options.load)
+    if path is None:
         return None, options.ckpt_step
-    path = parse_location(options.load)
     match = CHECKPOINT_NAME.fullmatch(path.name)
     return (path.parent, int(match[1])) if match else (path, options.ckpt_step)
 

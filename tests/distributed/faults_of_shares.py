@@ -17,10 +17,8 @@ from megatron.distributed.param_layout import BucketKey, ParamShard
 from megatron.layers import moe
 from megatron.layers.loss import OutputLayer
 from megatron.optimizer import distributed_optimizer
-from megatron.optimizer.buckets import Bucket, BufferPool, GradBucket, ShardedBucket
-from megatron.optimizer.grad_buffer import GradBuffer
+from megatron.optimizer.grad_buffer import Bucket, BufferPool, GradBuffer, ReduceHandle, Reduction, ShardedBucket
 from megatron.optimizer.parameter_store import ParameterStore, ShardedParameterStore, WeightBuffer
-from megatron.optimizer.reduction import ReduceHandle, Reduction
 
 
 def shard_off_by_one() -> AbstractContextManager[Any]:
@@ -73,15 +71,15 @@ def choices_counted_locally() -> AbstractContextManager[Any]:
 
 def dirty_padding() -> AbstractContextManager[Any]:
     """No fault by itself: what lies between the gradients of a bucket is not zero."""
-    original = GradBucket.start_step
+    original = Bucket.start_step
 
-    def start_step(self: GradBucket) -> None:
+    def start_step(self: Bucket) -> None:
         original(self)
         self._buffer.fill_(1.0)
         for name in self.specs:
             self.target(name).zero_()
 
-    return patch.object(GradBucket, "start_step", start_step)
+    return patch.object(Bucket, "start_step", start_step)
 
 
 @contextmanager
@@ -108,8 +106,8 @@ def one_microbatch_dropped() -> AbstractContextManager[Any]:
     reduce = ShardedBucket._reduce
 
     def _reduce(self: ShardedBucket, in_flight: int) -> None:
-        if not self.left_out and self._buffer is not None:  # type: ignore[attr-defined]
-            self._buffer.zero_()
+        if not self.left_out and self._whole is not None:  # type: ignore[attr-defined]
+            self._whole.zero_()
             self.left_out = True  # type: ignore[attr-defined]
         reduce(self, in_flight)
 
@@ -118,7 +116,7 @@ def one_microbatch_dropped() -> AbstractContextManager[Any]:
 
 def stale_gradients_added_to() -> AbstractContextManager[Any]:
     """Add to the gradients of an earlier step or micro-batch instead of overwriting them."""
-    return patch.object(Bucket, "is_first", lambda self, name: False)
+    return patch.object(Bucket, "claim", lambda self, name: (self.target(name), False))
 
 
 def shards_of_the_last_step_added_to() -> AbstractContextManager[Any]:

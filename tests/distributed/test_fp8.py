@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from torch import Tensor
 
-from megatron.arguments.checks.fp8 import check_fp8_sizes
+from megatron.arguments.checks.parameters import check_fp8_sizes
 from megatron.arguments.cli import parse
 from megatron.config.optimizer import OptimizerConfig
 from megatron.config.parallel import ParallelConfig

@@ -18,7 +18,7 @@ from megatron.distributed.grad_accumulator import GradAccumulator
 from megatron.distributed.layout import Layout
 from megatron.distributed.mesh import Mesh
 from megatron.distributed.sharding import DenseSharding, ExpertSharding, Init, ShardSpec
-from megatron.optimizer.grad_buffer import GradBuffer
+from megatron.optimizer.build import build_grad_buffer
 from megatron.planner.memory import checkpoint_bytes
 from megatron.training import checkpointer
 from megatron.training.build import build_trainer
@@ -75,7 +75,7 @@ def sums(rank: int, size: int, cut: Cut) -> Sums:
     )
     mesh = Mesh(Layout.from_config(config, size), rank, optimizer_instances=config.optimizer_instances)
     grad_accumulator, dtypes = GradAccumulator(), dict.fromkeys(SPECS, torch.float32)
-    buckets = GradBuffer(SPECS, dtypes, mesh, grad_accumulator, torch.device("cpu"), config, cut.uncut)
+    buckets = build_grad_buffer(SPECS, dtypes, mesh, grad_accumulator, torch.device("cpu"), config, cut.uncut)
     for step in range(2):
         buckets.start_step(MICROBATCHES)
         turns = [name for name, spec in SPECS.items() for _ in range(MICROBATCHES * spec.contributions)]

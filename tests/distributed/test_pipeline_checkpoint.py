@@ -11,7 +11,8 @@ from safetensors.torch import load_file
 from megatron.arguments.cli import parse
 from megatron.convert.huggingface.config import read_config, read_model_values
 from megatron.convert.huggingface.convert import convert_to_huggingface
-from megatron.convert.saved_model import SavedModel, open_checkpoint
+from megatron.convert.saved_model import SavedModel
+from megatron.convert.sources import open_checkpoint
 from megatron.pipeline.schedules import make_schedule
 from tests.distributed.resume import run_rank
 from tests.kit.pool import Pool

@@ -14,7 +14,8 @@ from megatron.config.model import ModelConfig
 from megatron.config.parallel import ParallelConfig
 from megatron.config.precision import PrecisionConfig
 from megatron.config.training import TrainingConfig
-from megatron.convert.saved_model import SavedModel, open_checkpoint
+from megatron.convert.saved_model import SavedModel
+from megatron.convert.sources import open_checkpoint
 from megatron.distributed.grad_accumulator import GradAccumulator
 from megatron.inference.scoring import score_tokens
 from megatron.layers.context import BuildContext

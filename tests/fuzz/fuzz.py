@@ -996,7 +996,7 @@ def expect_weights(path: Path, stored: Callable[[str], Any]) -> object:
 
     from megatron.checkpoint.format import Manifest
     from megatron.checkpoint.load import CheckpointReader
-    from megatron.convert.megatron_lm.names import their_names
+    from megatron.convert.megatron_lm.model import their_names
 
     found = Manifest.open(path)
     reader = CheckpointReader(found)

@@ -26,6 +26,7 @@ from megatron.kernels.registry import Kernels
 from megatron.layers.activation_offload import ActivationOffload, NoOffload
 from megatron.layers.context import BuildContext
 from megatron.model.gpt import GPTChunk, build_gpt
+from megatron.optimizer.build import build_grad_buffer
 from megatron.optimizer.distributed_optimizer import DistributedOptimizer, UpdateHook, UpdateResult
 from megatron.optimizer.grad_buffer import GradBuffer
 from megatron.optimizer.lr_scheduler import Rates
@@ -76,13 +77,10 @@ class Gradients(GradTarget):
         self.tensors, self.stale = tensors, set(stale)
         self.contributions: list[str] = []
 
-    def target(self, name: str) -> Tensor:
-        return self.tensors[name]
-
-    def is_first(self, name: str) -> bool:
+    def claim(self, name: str) -> tuple[Tensor, bool]:
         first = name in self.stale
         self.stale.discard(name)
-        return first
+        return self.tensors[name], first
 
     def contributed(self, name: str) -> None:
         self.contributions.append(name)
@@ -119,8 +117,8 @@ class Solo:
         params = chunk.params
         dtypes = {name: p.dtype for name, p in params.items()}
         parallel = ParallelConfig(ddp_bucket_size=bucket_size)
-        buckets = GradBuffer(chunk.specs, dtypes, mesh, grad_accumulator, torch.device("cpu"), parallel)
-        weights = ParameterStore(params, buckets, mesh, parallel)
+        buckets = build_grad_buffer(chunk.specs, dtypes, mesh, grad_accumulator, torch.device("cpu"), parallel)
+        weights = ParameterStore(params, buckets, parallel)
         if offload is not None:
             offload.leave_out(buffer.whole for buffer in weights.buffers)
         chunk.train()

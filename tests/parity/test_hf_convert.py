@@ -22,7 +22,8 @@ from megatron.config.precision import PrecisionConfig
 from megatron.config.run import RunConfig
 from megatron.config.training import TrainingConfig
 from megatron.convert.huggingface.convert import convert_from_huggingface, convert_to_huggingface
-from megatron.convert.saved_model import SavedModel, open_checkpoint
+from megatron.convert.saved_model import SavedModel
+from megatron.convert.sources import open_checkpoint
 from megatron.convert.weight_source import fill_weights
 from megatron.distributed.comm import Group
 from megatron.distributed.micro_batch import MicroBatch

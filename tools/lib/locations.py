@@ -3,18 +3,13 @@
 from __future__ import annotations
 
 import argparse
-from typing import TYPE_CHECKING
 
-from megatron.checkpoint.location import Location, parse_location
+from megatron.checkpoint.location import Location
 from megatron.config.errors import UserError
 from megatron.config.files import add_links_flag
-from megatron.config.schemes import HUGGING_FACE_PREFIX, PEFT_PREFIX, split_scheme
 from megatron.config.settings import SETTINGS
 from megatron.config.text import shell_word
-
-if TYPE_CHECKING:
-    from megatron.convert.weight_source import SourceOptions
-
+from megatron.convert.sources import SourceOptions, checkpoint_location
 
 LOCATIONS = (
     "a folder of checkpoints, one of them, s3://BUCKET/RUN, hf:DIR or hf:ORG/NAME of Hugging Face, megatron:DIR of "
@@ -31,19 +26,22 @@ def add_pretrained_flag(parser: argparse.ArgumentParser | argparse._ArgumentGrou
 
 def location_argument(text: str) -> Location:
     """Parse the location of checkpoints; argparse would print a refused one, which holds a credential."""
-    if split_scheme(text)[0] in (HUGGING_FACE_PREFIX, PEFT_PREFIX):
-        imported = f"python tools/convert_checkpoint.py --load {shell_word(text)} --save NEW"
-        raise argparse.ArgumentTypeError(f"{text} is not a checkpoint; {imported} writes one")
     try:
-        return parse_location(text)
+        location = checkpoint_location(text)
     except UserError as error:
         raise argparse.ArgumentTypeError(str(error)) from error
+    if location is None:
+        imported = f"python tools/convert_checkpoint.py --load {shell_word(text)} --save NEW"
+        raise argparse.ArgumentTypeError(f"{text} is not a checkpoint; {imported} writes one")
+    return location
 
 
 def source_argument(text: str) -> str:
     """Return a location of any scheme, checked as `location_argument` does for checkpoints."""
-    if split_scheme(text)[0] not in (HUGGING_FACE_PREFIX, PEFT_PREFIX):
-        location_argument(text)
+    try:
+        checkpoint_location(text)
+    except UserError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
     return text
 
 
@@ -67,7 +65,5 @@ def add_model_flags(model: argparse._ArgumentGroup) -> None:
 
 def source_options(args: argparse.Namespace) -> SourceOptions:
     """Return which model of ``--load`` the flags choose."""
-    from megatron.convert.weight_source import SourceOptions
-
     average, kind = bool(vars(args).get("ema")), vars(args).get("model_type")
     return SourceOptions(args.ckpt_step, average, args.pretrained_checkpoint, args.follow_links, model_type=kind)

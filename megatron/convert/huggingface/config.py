@@ -28,8 +28,8 @@ from megatron.convert.huggingface.keys import (
     JsonObject,
     ModelFamily,
     UnsupportedConfigError,
+    exported,
     read_bool,
-    with_one_window,
 )
 from megatron.data.errors import DataError
 
@@ -194,8 +194,7 @@ def model_config_values(config: JsonObject, where: str) -> FieldValues:
         UserError: naming every unknown key and unsupported value.
     """
     family = model_families()[read_model_type(config, where)]
-    usual = {name: value for name, value in family.usual.items() if name != "attention_pattern"}  # a flag may set it
-    values: FieldValues = {"num_query_groups": None, "kv_channels": None} | usual | family.always
+    values: FieldValues = {"num_query_groups": None, "kv_channels": None} | family.always
     problems = [
         Problem("E851", f"{where}: {sentence}", fixes) for sentence, fixes in _unsupported(config, family, where)
     ]
@@ -247,7 +246,7 @@ def model_type_for(model: ModelConfig, wanted: str | None = None) -> str:
     Raises:
         UserError: when there is none, naming the options that the closest model types lack.
     """
-    model, families = with_one_window(model), model_families()
+    model, families = exported(model), model_families()
     if wanted is not None and wanted not in families:
         raise UserError([Problem("E852", f"there is no model type {wanted}, only {', '.join(families)}")])
     lacking = {kind: family.lacks(model) for kind, family in families.items() if wanted in (None, kind)}
@@ -276,7 +275,7 @@ def build_config_json(
     Raises:
         UserError: when no family computes exactly the same, or a size is not set.
     """
-    model = with_one_window(model)
+    model = exported(model)
     kind = model_type_for(model, kind)
     family = model_families()[kind]
     for name in ("vocab_size", "max_position_embeddings"):

@@ -1,7 +1,6 @@
 """Supported model types of transformers, each one record: its ``config.json``, and where its tensors are stored.
 
-A family does not name the options of `keys.SWITCHES` that it lacks. :mod:`megatron.convert.huggingface.keys` explains
-the records.
+:mod:`megatron.convert.huggingface.keys` explains the records.
 """
 
 from __future__ import annotations
@@ -17,6 +16,7 @@ from megatron.convert.huggingface.keys import (
     GEGLUS,
     GELUS,
     HAS_LAYER_TYPES,
+    ROPE_OPTIONS,
     ROTATES,
     WINDOW,
     Capabilities,
@@ -143,10 +143,8 @@ _LLAMA = ModelFamily(
             ("attention_bias", "mlp_bias"),
             _read_llama_bias,
             lambda m: {"attention_bias": m.add_bias_linear, "mlp_bias": m.add_bias_linear},
-            {
-                "add_qkv_bias": lambda m: m.qkv_bias == m.add_bias_linear,
-                **_DIVIDES_HIDDEN,
-            },
+            {"add_qkv_bias": lambda m: m.qkv_bias == m.add_bias_linear, **_DIVIDES_HIDDEN},
+            ("add_bias_linear",),
         ),
     ),
     fixed={"hidden_act": ("silu", "swish")},
@@ -229,6 +227,7 @@ _QWEN_WINDOW = KeyGroup(
     _read_qwen_window,
     _write_qwen_window,
     HAS_LAYER_TYPES,
+    ("window_size",),
 )
 _QWEN_KEYS = with_defaults(
     *_SHARED_KEYS, intermediate_size=22016, num_key_value_heads=32, vocab_size=151936, max_position_embeddings=32768
@@ -274,7 +273,11 @@ _STACKED: WeightRows = {
     "layers.{i}.mlp.experts.linear_fc1.weight": ("e p f h", {"model.layers.{i}.mlp.experts.gate_up_proj": "e, p f, h"}),
     "layers.{i}.mlp.experts.linear_fc2.weight": ("e h f", {"model.layers.{i}.mlp.experts.down_proj": "e, h, f"}),
 }
-_EXPERT_WIDTH = KeyGroup((), lambda c: {"moe_ffn_hidden_size": None}, lambda m: {"intermediate_size": m.expert_ffn})
+_EXPERT_WIDTH = KeyGroup(
+    read=lambda c: {"moe_ffn_hidden_size": None},
+    write=lambda m: {"intermediate_size": m.expert_ffn},
+    options=("moe_ffn_hidden_size",),
+)
 """The width of the experts, where it has no key of its own."""
 
 
@@ -340,6 +343,7 @@ _QWEN3_MOE = replace(
             ("use_sliding_window", "sliding_window", "max_window_layers"),
             lambda c: {"window_size": read_number(WINDOW, c) if read_bool(c, "use_sliding_window", False) else None},
             lambda m: {"use_sliding_window": m.window_size is not None, "sliding_window": m.window_size},
+            options=("window_size",),
         ),
         KeyGroup(
             ("num_experts", "num_local_experts"),
@@ -351,6 +355,7 @@ _QWEN3_MOE = replace(
             ("norm_topk_prob",),
             lambda c: {"moe_router_pre_softmax": not read_bool(c, "norm_topk_prob", False)},
             lambda m: {"norm_topk_prob": not m.moe_router_pre_softmax},
+            options=("moe_router_pre_softmax",),
         ),
         _BALANCING_LOSS,
     ),
@@ -458,12 +463,13 @@ _NEOX = ModelFamily(
             _read_neox_rope,
             _write_neox_rope,
             ROTATES,
+            (*ROPE_OPTIONS, "rotary_percent"),
         ),
         KeyGroup(
             ("use_parallel_residual",),
             lambda c: {"parallel_attention": read_bool(c, "use_parallel_residual", True)},
             lambda m: {"use_parallel_residual": m.parallel_attention},
-            {"parallel_attention": lambda m: True},
+            options=("parallel_attention",),
         ),
         KeyGroup(("classifier_dropout",)),  # of another head
         KeyGroup(can=_EQUAL_HEADS),
@@ -662,7 +668,8 @@ _SMOLLM3 = replace(
             ),
             read_no_rope_layers,
             write_no_rope_layers,
-            {**HAS_LAYER_TYPES, **_HEADS_SPLIT_HIDDEN, "no_rope_freq": lambda m: True},
+            {**HAS_LAYER_TYPES, **_HEADS_SPLIT_HIDDEN},
+            ("window_size", "no_rope_freq"),
         ),
         _LLAMA.keys[-1],
     ),
@@ -709,6 +716,7 @@ _STARCODER2 = replace(
             lambda c: {"add_bias_linear": read_bool(c, "use_bias", True), "add_qkv_bias": False},
             lambda m: {"use_bias": m.add_bias_linear},
             {"add_qkv_bias": lambda m: m.qkv_bias == m.add_bias_linear, **_HEADS_SPLIT_HIDDEN},
+            ("add_bias_linear",),
         ),
     ),
     fixed={},

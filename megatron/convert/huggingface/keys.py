@@ -21,11 +21,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
+from megatron.arguments.validate import is_met
 from megatron.config.attention_pattern import CAUSAL, MAX_LAYERS, MAX_TOKENS, format_layers
 from megatron.config.model import ModelConfig
+from megatron.config.option import Option, Role
+from megatron.config.run import RunConfig
 
 JsonObject = dict[str, Any]
 FieldValues = dict[str, Any]
@@ -52,30 +55,18 @@ def resolved(model: ModelConfig, name: str) -> Any:
     return getattr(model, _RESOLVED.get(name, name))
 
 
-SWITCHES = (
-    "attention_pattern",
-    "softmax_scale",
-    "attn_logit_softcapping",
-    "softmax_type",
-    "final_logit_softcapping",
-    "layernorm_placement",
-    "apply_layernorm_1p",
-    "parallel_attention",
-    "qk_layernorm_scope",
-    "rotary_base_local",
-    "no_rope_freq",
-    "embedding_multiplier",
-    "residual_multiplier",
-    "logits_scaling",
-    "activation_func_clamp_value",
-    "glu_linear_offset",
-    "token_mixers",
-)
-"""Fields of `ModelConfig` with their default in all families that do not name them."""
+def effective_options(model: ModelConfig) -> dict[str, Option]:
+    """Return the options of a model that have an effect, and another value than their default."""
+    changed = {
+        each.name: each.metadata["option"] for each in fields(model) if getattr(model, each.name) != each.default
+    }
+    run = RunConfig(model=model)
+    return {name: option for name, option in changed.items() if all(is_met(need, run) for need in option.needs)}
 
 
-def with_one_window(model: ModelConfig) -> ModelConfig:
-    """Return the model with ``window_size`` in place of attention patterns that are the same window in all layers."""
+def exported(model: ModelConfig) -> ModelConfig:
+    """Return the model without adapters, with ``window_size`` in place of patterns that are the same window."""
+    model = model.base
     patterns = {model.pattern(layer) for layer in range(model.num_layers)}
     if model.attention_pattern is None or len(patterns) > 1 or not all(p.only_window for p in patterns):
         return model
@@ -101,6 +92,11 @@ class ConfigKey:
         """Keys of config.json that `read` uses."""
         return (self.theirs,)
 
+    @property
+    def options(self) -> tuple[str, ...]:
+        """Fields of `ModelConfig` that `write` uses."""
+        return (self.ours,)
+
     def read(self, config: JsonObject) -> FieldValues:
         """Return our field from a config.json."""
         return {self.ours: read_number(self, config)}
@@ -122,6 +118,8 @@ class KeyGroup:
     write: Callable[[ModelConfig], FieldValues] = lambda model: {}
     # which values of our options the keys can express
     can: Capabilities = field(default_factory=dict)
+    # options of which they can express every value
+    options: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -152,19 +150,19 @@ class ModelFamily:
         """Name of the output layer's weight in the files."""
         return f"{next(iter(self.weights['output_layer'][1]))}.weight"
 
+    @property
+    def options(self) -> set[str]:
+        """The fields of `ModelConfig` that the family names: an export expresses these, or refuses their values."""
+        named = (name for row in self.keys for name in (*row.options, *row.can))
+        return {*self.always, *named, "untie_embeddings_and_output_weights"}
+
     def lacks(self, model: ModelConfig) -> list[str]:
         """Return the options of a model that the family cannot express."""
         lacking = [name for name, value in self.always.items() if resolved(model, name) != value]
         lacking += [name for row in self.keys for name, can in row.can.items() if not can(model)]
-        lacking += [name for name, default in self.usual.items() if getattr(model, name) != default]
-        return lacking
-
-    @property
-    def usual(self) -> FieldValues:
-        """The fields in `SWITCHES` that the family does not name, and their defaults."""
-        named = {*self.always, *(name for row in self.keys for name in row.can)}
-        named |= {row.ours for row in self.keys if isinstance(row, ConfigKey)}
-        return {name: getattr(ModelConfig, name) for name in SWITCHES if name not in named}
+        changed = effective_options(model).items()
+        roles = Role.SHAPE, Role.FUNCTION
+        return lacking + [n for n, option in changed if option.role in roles and n not in self.options]
 
 
 def read_number(key: ConfigKey, config: JsonObject) -> Any:
@@ -298,12 +296,12 @@ def _scaling(model: ModelConfig) -> JsonObject | None:
     return {"rope_type": kind, **scaling} if scaling else None
 
 
-ROTATES: Capabilities = {
-    "position_embedding_type": lambda m: m.position_embedding_type in ("rope", "yarn"),
-    "rotary_interleaved": lambda m: not m.rotary_interleaved,
-}
-"""Limits of the rotary embeddings of all families."""
-WHOLE_HEADS: Capabilities = {"rotary_percent": lambda m: m.rotary_percent == 1.0}
+ROPE_OPTIONS = (
+    *("position_embedding_type", "rotary_base", "use_rope_scaling", "yarn_correction_range_round_to_int"),
+    *(key.ours for keys in _SCALINGS.values() for key in keys),
+)
+"""Options that `read_rope` reads and `write_rope` writes."""
+ROTATES: Capabilities = {"position_embedding_type": lambda m: m.position_embedding_type in ("rope", "yarn")}
 
 
 def rope(theta: float = 10000.0, scaling: JsonObject | None = None) -> KeyGroup:
@@ -317,7 +315,7 @@ def rope(theta: float = 10000.0, scaling: JsonObject | None = None) -> KeyGroup:
         keys = write_rope(model)
         return keys | {"rope_scaling": keys["rope_scaling"] or (None if scaling is None else {"rope_type": "default"})}
 
-    return KeyGroup(ROPE_KEYS, read, write, {**ROTATES, **WHOLE_HEADS})
+    return KeyGroup(ROPE_KEYS, read, write, ROTATES, ROPE_OPTIONS)
 
 
 def plain_rope() -> KeyGroup:
@@ -330,13 +328,11 @@ def plain_rope() -> KeyGroup:
             raise UnsupportedConfigError("rotary embeddings of this model type are not scaled, as in transformers")
         return values
 
-    def can_write(model: ModelConfig) -> bool:
-        return model.position_embedding_type == "rope" and _scaling(model) is None
-
     def write(model: ModelConfig) -> FieldValues:
         return write_rope(model) | {"partial_rotary_factor": model.rotary_percent}
 
-    return KeyGroup(ROPE_KEYS, read, write, {**ROTATES, "position_embedding_type": can_write})
+    can: Capabilities = {"position_embedding_type": lambda m: m.position_embedding_type == "rope"}
+    return KeyGroup(ROPE_KEYS, read, write, can, ("rotary_base", "rotary_percent"))
 
 
 def rope_of_kinds(theta: float, local_theta: float, local_key: str | None = None) -> KeyGroup:
@@ -381,8 +377,7 @@ def rope_of_kinds(theta: float, local_theta: float, local_key: str | None = None
         equal = model.rotary_base_local in (None, model.rotary_base)
         return (_scaling(model) is None or not any(windows)) and (equal or local_key is not None)
 
-    can = {**ROTATES, **WHOLE_HEADS, "rotary_base_local": can_write}
-    return KeyGroup((*ROPE_KEYS, *locals_), read, write, can)
+    return KeyGroup((*ROPE_KEYS, *locals_), read, write, {**ROTATES, "rotary_base_local": can_write}, ROPE_OPTIONS)
 
 
 # ---- Layers with a window ----
@@ -444,6 +439,7 @@ def layer_types(period: int | None = None) -> KeyGroup:
         ),
         write,
         HAS_LAYER_TYPES,
+        ("window_size",),
     )
 
 
@@ -503,8 +499,8 @@ def softcaps(attention: float | None, logits: float | None) -> KeyGroup:
     def read(config: JsonObject) -> FieldValues:
         return {n: read_number(ConfigKey(n, n, 0.0, optional=True), defaults | config) for n in defaults}
 
-    can = dict.fromkeys(defaults, lambda model: True)
-    return KeyGroup(tuple(defaults), read, lambda m: {name: getattr(m, name) for name in defaults}, can)
+    names = tuple(defaults)
+    return KeyGroup(names, read, lambda m: {name: getattr(m, name) for name in names}, options=names)
 
 
 GELUS = {"gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "gelu": "gelu", "relu2": "relu2"}

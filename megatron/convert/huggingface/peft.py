@@ -32,7 +32,8 @@ from megatron.checkpoint.save import save_sharded
 from megatron.checkpoint.tensor_file import GlobalTensor, TensorFile, TensorFileWriter, TensorPart
 from megatron.config.checkpoint import CheckpointConfig
 from megatron.config.errors import Problem, UserError
-from megatron.config.model import MAX_SIZE, ModelConfig
+from megatron.config.model import ModelConfig
+from megatron.config.option import MAX_SIZE
 from megatron.config.precision import PrecisionConfig
 from megatron.config.run import RunConfig
 from megatron.config.schemes import HUGGING_FACE_PREFIX, split_scheme
@@ -99,14 +100,11 @@ def peft_linears(kind: str, model: ModelConfig) -> dict[str, PeftLinear]:
         model: architecture.
 
     Raises:
-        CheckpointError: when the family has no place for some of our linears.
+        UserError: when the family has no place for some of our linears.
     """
     weights = {name: spec for name, spec in gpt(model).items() if ADAPTABLE.fullmatch(name.removesuffix(".weight"))}
     biases = {name.replace(".weight", ".bias"): replace(spec, view=spec.view[:-1]) for name, spec in weights.items()}
-    try:
-        places = map_tensors(kind, weights | biases)
-    except KeyError as error:
-        raise CheckpointError(f"{kind} of transformers has nothing for {error.args[0]}") from error
+    places = map_tensors(kind, weights | biases)
     found = {}
     for name, weight in weights.items():
         ours = name.removesuffix(".weight")

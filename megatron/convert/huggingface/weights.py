@@ -28,16 +28,12 @@ from megatron.config.text import listed
 from megatron.config.training import TrainingConfig
 from megatron.convert.huggingface.config import (
     CONFIG_FILE,
-    model_folder,
     read_config,
-    read_model_config,
     read_model_type,
-    refuse_outside_links,
 )
 from megatron.convert.huggingface.families import model_families
 from megatron.convert.huggingface.keys import ModelFamily
 from megatron.convert.tokenizer_files import SmallFiles, find_tokenizer_files
-from megatron.convert.weight_source import SourceOptions
 from megatron.distributed.grad_accumulator import GradAccumulator
 from megatron.distributed.layout import Layout
 from megatron.distributed.mesh import Mesh
@@ -83,7 +79,7 @@ def map_tensors(
         stacked: the experts of a layer are stored as one tensor, if the family may do so.
 
     Raises:
-        KeyError: naming our tensors that the family lacks.
+        UserError: naming our tensors that the family lacks.
     """
     family = model_families()[kind]
     rows = {**family.weights, **(family.stacked if stacked else {})}
@@ -112,7 +108,8 @@ def map_tensors(
                 mappings += _map_tensor(name, their.replace("{e}", e), stored, sizes, lacking)
         found[name] = tuple(mappings)
     if missing:
-        raise KeyError(", ".join(missing))
+        sentence = f"Hugging Face's {kind} has nothing for {listed(missing, MAX_NAMES)}"
+        raise UserError([Problem("E852", sentence)])
     return found
 
 
@@ -187,10 +184,7 @@ class HuggingFaceWeights:
                 f"{folder / CONFIG_FILE} has {described}, but {folder} has {len(self._files):,} tensors"
             )
         self.specs: Mapping[str, ShardSpec] = gpt(model)  # of all tensors, by our names
-        try:
-            mappings = map_tensors(kind, self.specs, stacked)
-        except KeyError as error:
-            raise CheckpointError(f"{folder} is a {kind}, which has nothing for {error.args[0]}") from error
+        mappings = map_tensors(kind, self.specs, stacked)
         family = model_families()[kind]
         # a model saved without its head has no prefix
         prefix = "" if any(key.startswith(family.prefix) for key in self._files) else family.prefix
@@ -274,27 +268,6 @@ class HuggingFaceWeights:
         if head.dtype != words.dtype or head.shape != words.shape:
             return False
         return torch.equal(head.view(torch.uint8), words.view(torch.uint8))
-
-
-def open_huggingface(place: str, options: SourceOptions) -> HuggingFaceWeights:
-    """Open ``hf:DIR`` or ``hf:ORG/NAME``.
-
-    Raises:
-        UserError: if an option does not apply, the folder's model is not supported, or links lead out of it.
-        CheckpointError: as `HuggingFaceWeights`.
-    """
-    given = {
-        f"--ckpt-step {options.step}: a Hugging Face folder holds one model": options.step is not None,
-        "--ema: a Hugging Face folder holds one set of weights": options.average,
-        "--pretrained-checkpoint: a Hugging Face folder holds no adapters": options.pretrained is not None,
-    }
-    refused = [sentence for sentence, wrong in given.items() if wrong]
-    if refused:
-        raise UserError([Problem("E803", each, (f"drop {re.split('[ :]', each)[0]}",)) for each in refused])
-    folder = model_folder(place)
-    if not options.follow_links:
-        refuse_outside_links(folder)
-    return HuggingFaceWeights(folder, options.model or read_model_config(folder))
 
 
 def open_weights(folder: Path) -> dict[str, TensorFile]:

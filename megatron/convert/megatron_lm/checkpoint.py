@@ -24,10 +24,8 @@ from typing import Any, NamedTuple
 from megatron.checkpoint.durable_files import Crc32, checksum
 from megatron.checkpoint.errors import DamagedCheckpointError, describe_findings
 from megatron.checkpoint.format import (
-    FOREIGN_READERS,
     ITEM_BYTES,
     JSON,
-    MEGATRON_LM,
     MEGATRON_LM_RANK,
     FileRecord,
     Manifest,
@@ -50,8 +48,7 @@ from megatron.config.errors import UserError
 from megatron.config.files import open_regular
 from megatron.config.model import ModelConfig
 from megatron.config.text import clipped, format_bytes, listed
-from megatron.convert.megatron_lm.flags import Arguments, read_arguments
-from megatron.convert.megatron_lm.names import find_place
+from megatron.convert.megatron_lm.model import Arguments, find_place, read_arguments
 from megatron.convert.megatron_lm.pickles import Record, StoredTensor, read_pickle_file, read_torch_file
 from megatron.distributed.sharding import Box, DenseSharding, ExpertSharding, Sharding, ShardSpec
 from megatron.layers.parameters import WORD_EMBEDDINGS, gpt
@@ -180,9 +177,6 @@ def read_checkpoint(path: Path) -> Manifest:
         return _read_unchanged(path, tuple((str(file), stat.st_size, stat.st_mtime_ns) for file, stat in files))
     except OSError as error:
         raise DamagedCheckpointError(f"{error.filename or path} cannot be read: {error.strerror or error}") from error
-
-
-FOREIGN_READERS[MEGATRON_LM] = read_checkpoint
 
 
 @lru_cache(maxsize=1)  # a start opens the same checkpoint several times

@@ -40,8 +40,7 @@ from megatron.config.batch import lr_scale, schedule_lengths
 from megatron.config.run import RunConfig
 from megatron.convert.huggingface.convert import ProgressCallback, check_target, new_checkpoint
 from megatron.convert.megatron_lm.checkpoint import BLOCK_ELEMENTS, MOMENTS, view_parts
-from megatron.convert.megatron_lm.flags import unwritable_options, write_arguments
-from megatron.convert.megatron_lm.names import their_names
+from megatron.convert.megatron_lm.model import their_names, unwritable_options, write_arguments
 from megatron.convert.saved_model import SavedModel
 from megatron.distributed.comm import Group
 from megatron.distributed.sharding import Box, ShardSpec, padded_vocab_size
@@ -283,7 +282,7 @@ def _common_state(config: RunConfig, state: Mapping[str, Any], args: dict[str, A
         "max_lr": schedule.peak,
         "lr_warmup_steps": int(schedule.warmup),
         "num_steps": consumed,
-        "lr_decay_style": schedule.style,
+        "lr_decay_style": options.lr_decay_style,
         "lr_decay_steps": int(schedule.decay),
         "min_lr": schedule.floor,
         "start_wd": schedule.weight_decay_start,

@@ -22,9 +22,8 @@ import torch
 from torch import nn
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from megatron.arguments.validate import MAX_PROFILE_STEPS
 from megatron.config.files import read_small
-from megatron.config.profiling import ProfilingConfig
+from megatron.config.profiling import MAX_PROFILE_STEPS, ProfilingConfig
 from megatron.distributed.timing import profiler_range
 from megatron.pipeline.recorder import record_timeline
 from megatron.planner.timeline import write_trace

@@ -14,9 +14,9 @@ from megatron.checkpoint.errors import CheckpointError
 from megatron.checkpoint.format import Manifest
 from megatron.config.errors import Problem, UserError
 from megatron.convert.base_model import BaseModel
-from megatron.convert.sources import open_source
+from megatron.convert.sources import SourceOptions, open_source
 from megatron.convert.tokenizer_files import files_to_carry, tokenizer_notes
-from megatron.convert.weight_source import SourceOptions, WeightSource, fill_weights
+from megatron.convert.weight_source import WeightSource, fill_weights
 from megatron.distributed.launch import gather_results, run_on_rank0
 from megatron.kernels.quantized import quantize
 from megatron.layers.adapters import adapted_row_norms

@@ -15,12 +15,12 @@ from hypothesis import strategies as st
 
 from megatron.arguments.cli import flags_config, parse, parse_flags, separate_choices
 from megatron.arguments.compatibility import CHANGE_ERRORS
-from megatron.arguments.rules import GRAPH_RULES, RULES
 from megatron.arguments.sources import build_config
 from megatron.arguments.summary import summary
 from megatron.arguments.validate import choose_cuda_graph, find_problems, is_met
 from megatron.config.batch import schedule_lengths
 from megatron.config.compute import KERNEL_CANDIDATES
+from megatron.config.conditions import holds, rules, value_of
 from megatron.config.data import DataConfig
 from megatron.config.data_paths import SOURCE_OPTIONS
 from megatron.config.errors import Problem, UserError
@@ -28,7 +28,7 @@ from megatron.config.model import ModelConfig
 from megatron.config.optimizer import OptimizerConfig
 from megatron.config.parallel import PIPELINE_SCHEDULES, ParallelConfig
 from megatron.config.run import RunConfig
-from megatron.config.settings import SETTINGS, holds
+from megatron.config.settings import SETTINGS
 from megatron.config.training import TrainingConfig
 from megatron.convert.huggingface.config import read_model_values
 from megatron.distributed.sharding import DenseSharding, Init
@@ -707,9 +707,10 @@ def test_sizes_have_upper_limits() -> None:
 
 def test_conditions_name_fields() -> None:
     """Every rule and every need can be read; none of the rules refuses the defaults."""
-    for rule in (*RULES, *GRAPH_RULES):
+    for rule in rules():
         assert not holds(rule.condition, GOOD)
-        assert "{" not in str(rule.problem(GOOD))
+        for name in re.findall(r"{(\w+)|[+%*-](\w+)}", " ".join([rule.sentence, *rule.fixes])):
+            assert "".join(name).isdecimal() or value_of("".join(name), GOOD) is not ...
     for setting in SETTINGS.values():
         for need in setting.option.needs:
             assert is_met(need, GOOD) in (True, False)

@@ -22,8 +22,7 @@ from megatron.checkpoint.load import CheckpointReader
 from megatron.convert.base_model import BaseModel
 from megatron.convert.huggingface.weights import HuggingFaceWeights
 from megatron.convert.saved_model import SavedModel
-from megatron.convert.sources import open_saved
-from megatron.convert.weight_source import SourceOptions
+from megatron.convert.sources import SourceOptions, open_saved
 from tests.unit.convert.folders import llama, random_weights, write_adapters, write_folder
 from tests.unit.tools.test_convert_checkpoint import assert_refused, changed_json, changed_tensors
 from tools.convert_checkpoint import main

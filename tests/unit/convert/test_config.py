@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from dataclasses import fields, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from megatron.config import plugins
 from megatron.config.attention_pattern import format_layers
 from megatron.config.errors import UserError
 from megatron.config.model import ModelConfig
+from megatron.config.option import option
 from megatron.convert.huggingface import families
 from megatron.convert.huggingface.config import (
     CONFIG_FILE,
@@ -34,7 +35,9 @@ from megatron.convert.huggingface.config import (
 from megatron.convert.huggingface.convert import convert_from_huggingface, convert_to_huggingface
 from megatron.convert.huggingface.families import MODEL_FAMILIES, model_families
 from megatron.convert.huggingface.keys import ConfigKey, ModelFamily
-from megatron.convert.saved_model import SavedModel, open_checkpoint
+from megatron.convert.megatron_lm.model import unwritable_options
+from megatron.convert.saved_model import SavedModel
+from megatron.convert.sources import open_checkpoint
 from megatron.layers.parameters import num_parameters
 from tests.unit.convert.folders import ignore, llama, opened, random_weights, write_folder
 
@@ -465,6 +468,32 @@ def test_model_that_no_family_has_is_refused_by_option(changes: dict[str, Any], 
     with pytest.raises(UserError, match="E852") as caught:
         build_config_json(replace(preset("tiny-llama"), **changes))
     assert message in str(caught.value)
+
+
+@dataclass(frozen=True)
+class NewModel(ModelConfig):
+    """A model with an option that no table knows."""
+
+    sparse_attention: bool = option(False, role="function", needs="position_embedding_type=rope")
+
+
+@pytest.mark.parametrize("kind", MODEL_FAMILIES)
+def test_options_that_a_family_does_not_name_are_refused(kind: str) -> None:
+    """Those that have an effect, and of which it does not name; what it reads, it names."""
+    config = {"model_type": kind}
+    read = model_config_values(config, "config.json")
+    assert read.keys() <= MODEL_FAMILIES[kind].options
+    rotary = {"position_embedding_type": "rope"}
+    new = NewModel(**read | rotary, sparse_attention=True)
+    with pytest.raises(UserError, match=rf"E852 Hugging Face's {kind} has no .*sparse_attention True"):
+        model_type_for(new, kind)
+    assert "sparse_attention" in unwritable_options(new)
+    for model in (
+        NewModel(**read, lora_rank=4),
+        replace(new, **read | {"position_embedding_type": "learned_absolute"}),
+    ):
+        assert "sparse_attention" not in MODEL_FAMILIES[kind].lacks(model)
+        assert "sparse_attention" not in unwritable_options(model)
 
 
 def test_family_is_the_first_that_can() -> None:

@@ -43,7 +43,8 @@ from megatron.convert.huggingface.convert import (
     split_into_shards,
 )
 from megatron.convert.huggingface.families import MODEL_FAMILIES, ModelFamily
-from megatron.convert.saved_model import SavedModel, open_checkpoint
+from megatron.convert.saved_model import SavedModel
+from megatron.convert.sources import open_checkpoint
 from megatron.convert.staging import JOURNAL
 from megatron.data.tokenizers.huggingface import (
     END_OF_DOCUMENT,

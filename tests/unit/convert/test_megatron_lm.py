@@ -38,7 +38,8 @@ from megatron.config.model import ModelConfig
 from megatron.convert.huggingface.check import run_own_model
 from megatron.convert.huggingface.convert import RoundedWeights
 from megatron.convert.megatron_lm.pickles import read_pickle_file, read_torch_file
-from megatron.convert.saved_model import SavedModel, open_checkpoint
+from megatron.convert.saved_model import SavedModel
+from megatron.convert.sources import open_checkpoint
 from megatron.distributed.comm import Group
 from megatron.layers.parameters import gpt
 from tests.kit.runs import checkpoint

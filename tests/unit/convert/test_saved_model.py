@@ -19,7 +19,8 @@ from megatron.config.errors import UserError
 from megatron.config.run import RunConfig
 from megatron.convert.huggingface.convert import convert_from_huggingface
 from megatron.convert.huggingface.weights import HuggingFaceWeights
-from megatron.convert.saved_model import SavedModel, open_checkpoint
+from megatron.convert.saved_model import SavedModel
+from megatron.convert.sources import open_checkpoint
 from megatron.convert.tokenizer_files import saved_tokenizer_files
 from megatron.layers.parameters import num_parameters
 from tests.kit.solo import tiny

@@ -34,7 +34,8 @@ from megatron.convert import weight_source
 from megatron.convert.huggingface.config import build_config_json, refuse_outside_links
 from megatron.convert.huggingface.families import MODEL_FAMILIES
 from megatron.convert.huggingface.weights import HuggingFaceWeights, TensorMapping, build_on_meta, map_tensors
-from megatron.convert.weight_source import SourceOptions, fill_weights, read_in_blocks
+from megatron.convert.sources import SourceOptions
+from megatron.convert.weight_source import fill_weights, read_in_blocks
 from megatron.distributed.comm import Group
 from megatron.distributed.grad_accumulator import GradAccumulator
 from megatron.distributed.sharding import Box
@@ -291,7 +292,7 @@ def test_another_model_is_refused(tmp_path: Path) -> None:
         HuggingFaceWeights(folder, replace(model, num_layers=3))
     with pytest.raises(CheckpointError, match=r"lacks: model\.layers\.0\.input_layernorm\.bias"):
         HuggingFaceWeights(folder, replace(model, normalization="LayerNorm"))
-    with pytest.raises(CheckpointError, match=r"is a llama, which has nothing for .*position_embeddings\.weight"):
+    with pytest.raises(UserError, match=r"E852 Hugging Face's llama has nothing for .*position_embeddings\.weight"):
         HuggingFaceWeights(folder, replace(model, position_embedding_type="learned_absolute"))
 
 

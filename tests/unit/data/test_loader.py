@@ -15,10 +15,10 @@ from megatron.config.training import TrainingConfig
 from megatron.data.errors import DataError
 from megatron.data.gpt_dataset import GPTDataset, build_sample_order
 from megatron.data.indexed_dataset import IndexedDataset
-from megatron.data.indexed_writer import IndexedDatasetWriter
 from megatron.data.loader import DataSource, build_data, requested_samples
 from megatron.data.tokenizers.tokenizer import RECORD_SUFFIX, TokenizerRecord
 from megatron.distributed.micro_batch import MicroBatch
+from tests.unit.data import pairs
 
 GOLDEN = Path(__file__).parents[2] / "golden" / "megatron" / "case0"
 TRAINING = TrainingConfig(
@@ -29,10 +29,7 @@ MOCK = DataConfig(mock_data=True)
 
 
 def write(prefix: Path, documents: list[list[int]]) -> DataConfig:
-    with IndexedDatasetWriter(prefix, np.int32) as writer:
-        for document in documents:
-            writer.add_document(document)
-    return DataConfig(data_path=(str(prefix),), split="1")
+    return DataConfig(data_path=(str(pairs.write(prefix, documents, np.int32)),), split="1")
 
 
 def step_batches(

@@ -129,24 +129,6 @@ def test_small_contributions_survive_in_bf16() -> None:
     assert target.item() == 300
 
 
-def test_add_rows_adds_repeated_indices() -> None:
-    target = torch.zeros(4, 2)
-    grad_accumulator, contributions = bound(w=target)
-    grad_accumulator.accumulate_rows(
-        "w", torch.tensor([1, 3, 1, 1]), torch.tensor([[1.0, 2], [3, 4], [5, 6], [7, 8]]).bfloat16()
-    )
-    assert target.tolist() == [[0, 0], [13, 16], [0, 0], [3, 4]]
-    assert contributions == ["w"]
-
-
-def test_accumulate_adds() -> None:
-    target = torch.full((3,), 10.0)
-    grad_accumulator, contributions = bound(b=target)
-    grad_accumulator.accumulate("b", torch.tensor([1.0, 2, 3], dtype=torch.bfloat16))
-    assert target.tolist() == [11, 12, 13]
-    assert contributions == ["b"]
-
-
 def test_w_gathers_one_product_ahead_and_frees_used_ones(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows of a column linear's input and of a row linear's output gradient, in turns."""
     group, events = Group((0, 1), 0), list[str]()

@@ -6,7 +6,7 @@ import os
 import signal
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
 
@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron.distributed import comm, launch, mappings
+from megatron.distributed import comm, launch
 from megatron.distributed.comm import (
     ALL_GATHER,
     ALL_REDUCE,
@@ -26,7 +26,6 @@ from megatron.distributed.comm import (
     all_reduce,
     broadcast_object,
 )
-from megatron.distributed.grad_accumulator import WgradOperand
 from megatron.distributed.launch import fake_process_group, world_group
 from megatron.distributed.layout import Layout
 from megatron.distributed.mesh import GroupInfo, Mesh, alternate_edges
@@ -156,19 +155,10 @@ class Work:
 def test_pending_waits_once() -> None:
     result = torch.zeros(2)
     work: Any = Work(result)
-    pending = Pending(result, work)
+    pending = Pending(result, [work])
     assert pending.wait() is result
     assert pending.wait().tolist() == [7.0, 7.0]
     assert work.waits == 1
-
-
-@pytest.mark.parametrize(
-    "operation",
-    [mappings.copy_to_region, mappings.reduce_from_region, mappings.gather_rows, mappings.reduce_scatter_rows],
-)
-def test_collectives_alone_return_their_input(operation: Callable[..., torch.Tensor]) -> None:
-    x = torch.randn(4, 2, requires_grad=True)
-    assert operation(x, ALONE) is x
 
 
 @pytest.mark.parametrize("on_gpu", [True, False])
@@ -282,20 +272,3 @@ def test_one_that_is_gone_has_no_answer(host: int) -> None:
     os.kill(host, signal.SIGKILL)
     assert launch.register_failure()
     assert launch.read_texts(["a"]) == {}
-
-
-def test_pending_without_work_is_there() -> None:
-    result = torch.ones(1)
-    assert Pending(result).wait() is result
-
-
-@pytest.mark.parametrize("operation", [comm.all_reduce, comm.all_gather, comm.reduce_scatter])
-def test_raw_operations_alone_return_their_input(operation: Callable[..., torch.Tensor]) -> None:
-    x = torch.randn(4, 2)
-    assert operation(x, ALONE) is x
-
-
-def test_rows_alone_are_whole() -> None:
-    x = torch.randn(4, 2)
-    assert WgradOperand(x).wait() is x
-    assert WgradOperand(x, ALONE).start().wait() is x

@@ -17,6 +17,7 @@ from megatron.distributed.grad_accumulator import GradAccumulator
 from megatron.distributed.mesh import Mesh
 from megatron.distributed.sharding import DenseSharding, Init
 from megatron.layers.context import BuildContext
+from megatron.optimizer.build import build_grad_buffer
 from megatron.optimizer.distributed_optimizer import DistributedOptimizer
 from megatron.optimizer.grad_buffer import GradBuffer
 from megatron.optimizer.lr_scheduler import Rates
@@ -82,6 +83,12 @@ def gathers(monkeypatch: pytest.MonkeyPatch) -> Gathers:
 SQUARE = DenseSharding(0, 1).split((WIDTH, WIDTH), 0, Init(1.0))
 
 
+def buckets_of(context: BuildContext, dtype: torch.dtype, config: ParallelConfig) -> GradBuffer:
+    """Gradients of what was declared."""
+    specs, cpu = context.specs, torch.device("cpu")
+    return build_grad_buffer(specs, dict.fromkeys(specs, dtype), context.mesh, context.grad_accumulator, cpu, config)
+
+
 def layers(count: int, overlap: bool, awaited: bool = True) -> tuple[nn.Sequential, ParameterStore, GradBuffer]:
     """Square layers, each in a bucket of its own."""
     context = BuildContext(one_rank_mesh(), GradAccumulator(), torch.float64)
@@ -90,8 +97,10 @@ def layers(count: int, overlap: bool, awaited: bool = True) -> tuple[nn.Sequenti
         layer.weight = context.declare({f"layers.{i}": SQUARE}).parameter(f"layers.{i}")
     config = ParallelConfig(ddp_bucket_size=WIDTH, use_distributed_optimizer=True, overlap_param_gather=overlap)
     dtypes = dict.fromkeys(context.specs, torch.float64)
-    buckets = GradBuffer(context.specs, dtypes, context.mesh, context.grad_accumulator, torch.device("cpu"), config)
-    weights = ParameterStore(context.params, buckets, context.mesh, config)
+    buckets = build_grad_buffer(
+        context.specs, dtypes, context.mesh, context.grad_accumulator, torch.device("cpu"), config
+    )
+    weights = ParameterStore(context.params, buckets, config)
     if awaited:
         weights.gather_before_use(model)
     return model, weights, buckets
@@ -158,9 +167,11 @@ def test_nothing_moves_weights_that_are_on_their_way(gathers: Gathers, moves: st
     context.declare({name: SQUARE}).parameter(name)
     parallel = ParallelConfig(use_distributed_optimizer=True, overlap_grad_reduce=False, overlap_param_gather=True)
     dtypes = {name: torch.float32}
-    buckets = GradBuffer(context.specs, dtypes, context.mesh, context.grad_accumulator, torch.device("cpu"), parallel)
+    buckets = build_grad_buffer(
+        context.specs, dtypes, context.mesh, context.grad_accumulator, torch.device("cpu"), parallel
+    )
     config = OptimizerConfig(clip_grad=0.0)
-    weights = ParameterStore(context.params, buckets, context.mesh, parallel)
+    weights = ParameterStore(context.params, buckets, parallel)
     optimizer = DistributedOptimizer(weights, context.specs, buckets, context.mesh, config)
     average = AverageWeights(optimizer, 0.5)
     for _ in range(2):

@@ -18,7 +18,7 @@ from megatron.distributed.launch import fake_process_group
 from megatron.distributed.layout import Layout
 from megatron.distributed.mesh import CHANNEL_USES
 from megatron.layers.parameters import num_parameters
-from megatron.optimizer import buckets
+from megatron.optimizer import grad_buffer
 from megatron.optimizer.lr_scheduler import Rates
 from megatron.optimizer.parameter_store import WeightBuffer
 from megatron.planner.memory import (
@@ -77,7 +77,7 @@ def tensors_of(thing: Any, seen: set[int]) -> Iterator[Tensor]:
 
 def compression_of(trainer: Trainer) -> Iterator[Tensor]:
     """Errors and factors of compressed gradients."""
-    for reduction in trainer.buckets.reductions().values():
+    for reduction in (bucket.reduction for bucket in trainer.buckets.buckets):
         yield from () if reduction.error is None else (reduction.error,)
         yield from (q for _, q in reduction.factors())
 
@@ -279,12 +279,12 @@ def lent(rank: int, world_size: int, flags: str) -> tuple[int, int]:
     trainer = build_trainer(config_of(flags, world_size), rank, world_size)
     made: list[int] = []
 
-    def noted(room: buckets.BucketLayout, elements: int) -> Tensor:
+    def noted(room: grad_buffer.BucketLayout, elements: int) -> Tensor:
         made.append(elements * room.dtype.itemsize)
         return torch.zeros(elements, dtype=room.dtype)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(buckets.BucketLayout, "zeros", noted)
+        patch.setattr(grad_buffer.BucketLayout, "zeros", noted)
         train_step(trainer, trainer.next_batches(), Rates(1e-3, 0.0))
     return sum(made), sum(p.numel() * 4 for p in trainer.params.values())
 

@@ -12,8 +12,8 @@ from torch import Tensor
 from megatron.checkpoint.errors import CheckpointError
 from megatron.checkpoint.format import whole_box
 from megatron.config.errors import UserError
-from megatron.convert.saved_model import EMA_PREFIX, SavedModel, open_checkpoint
-from megatron.convert.weight_source import SourceOptions
+from megatron.convert.saved_model import EMA_PREFIX, SavedModel
+from megatron.convert.sources import SourceOptions, open_checkpoint
 from megatron.evaluation.load import open_pretrained
 from megatron.training.build import build_trainer
 from megatron.training.step import evaluate

@@ -292,7 +292,7 @@ def test_communication_of_a_failed_capture_is_neither_waited_for_nor_counted(
     class Torn(Tape):
         def record(self, work: Callable[[], Any]) -> Any:
             def tear(*_: Any) -> None:
-                lost.extend(pending for pending in begun if pending.work is not None)
+                lost.extend(pending for pending in begun if pending.works)
                 if lost:
                     raise RuntimeError("operation not permitted when stream is capturing")
 

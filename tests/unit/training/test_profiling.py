@@ -18,8 +18,7 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from megatron.arguments.validate import MAX_PROFILE_STEPS
-from megatron.config.profiling import ProfilingConfig
+from megatron.config.profiling import MAX_PROFILE_STEPS, ProfilingConfig
 from megatron.distributed.comm import Group
 from megatron.distributed.timing import PHASES, profiler_range
 from megatron.training.callbacks import profiler as profiler_module

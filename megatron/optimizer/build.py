@@ -1,26 +1,106 @@
-"""Builds what an optimizer is configured to have: the update rules, and the memory of what they update."""
+"""Build what a configuration asks for: buckets and their reductions, update rules, and where these update."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from functools import partial
 
 import torch
 
 from megatron.config.optimizer import OptimizerConfig
+from megatron.config.parallel import ParallelConfig
+from megatron.distributed.comm import Group
+from megatron.distributed.grad_accumulator import GradAccumulator
 from megatron.distributed.mesh import Mesh
-from megatron.distributed.param_layout import ParamShard
+from megatron.distributed.param_layout import BucketKey, ParamShard, matrix_blocks, plan_buckets
 from megatron.distributed.sharding import ShardSpec
 from megatron.kernels.adam import AdamKernel, adam
-from megatron.optimizer.grad_buffer import GradBuffer
+from megatron.layers.parameters import trainable
+from megatron.optimizer.grad_buffer import Bucket, BucketLayout, BufferPool, GradBuffer, Reduction, ShardedBucket
+from megatron.optimizer.grad_compression import Int8Reduction, PowerSGD, RoundedReduction, TopK
 from megatron.optimizer.low_precision_state import LowPrecisionRule
-from megatron.optimizer.main_params import MainParams, ShardMemory
+from megatron.optimizer.main_params import MainParams
 from megatron.optimizer.muon import Muon
 from megatron.optimizer.offload import HostMemory
 from megatron.optimizer.param_groups import ParamGroup, offloaded_params, param_groups
 from megatron.optimizer.parameter_store import ParameterStore
-from megatron.optimizer.rules import AdamW, ElementwiseRule, UpdateRule, update_rule
+from megatron.optimizer.rules import AdamW, ElementwiseRule, ShardMemory, UpdateRule, update_rule
+
+
+def build_grad_buffer(
+    specs: Mapping[str, ShardSpec],
+    dtypes: Mapping[str, torch.dtype],
+    mesh: Mesh,
+    grad_accumulator: GradAccumulator,
+    device: torch.device,
+    config: ParallelConfig,
+    uncut: Collection[str] = (),
+    seed: int = 0,
+) -> GradBuffer:
+    """Allocate the gradients of trained parameters, and bind the accumulator to them.
+
+    Args:
+        specs: of all parameters, in the order of forward.
+        dtypes: of the same parameters.
+        mesh: the groups.
+        grad_accumulator: will write into the buckets.
+        device: of the buffers.
+        config: bucket size, ZeRO stage, communication dtype and overlap.
+        uncut: parameters that are not divided between ranks, except in ZeRO-3.
+        seed: of the run; keys the random numbers of reductions.
+
+    """
+    buckets, frozen, pool = list[Bucket](), list[BucketLayout](), BufferPool()
+    keys = {
+        name: BucketKey.of(name, spec, str(dtypes[name]), name in uncut, config.zero_stage)
+        for name, spec in specs.items()
+    }
+
+    def group_sizes(axes: tuple[str, ...]) -> tuple[int, int]:
+        return mesh.optimizer_shard_group(*axes).size, mesh.optimizer_replica_group(*axes).size
+
+    for shape in plan_buckets(specs, keys, config.bucket_size(mesh.dp_cp.size), group_sizes):
+        axes, in_bucket = shape.key.axes, {name: specs[name] for name in shape.sizes}
+        shards, copies = mesh.optimizer_shard_group(*axes), mesh.optimizer_replica_group(*axes)
+        gather = mesh.weight_gather_group(*axes)
+        if shape.key.frozen and not shape.key.block:  # whole on every rank
+            shards = gather = Group((mesh.rank,))
+        dtype = torch.promote_types(dtypes[next(iter(in_bucket))], torch.float32)
+        layout = BucketLayout(in_bucket, shape.packing, shards, copies, gather, dtype, device)
+        if shape.key.frozen:
+            frozen.append(layout)
+            continue
+        reduction = build_reduction(config, layout, seed, len(buckets))
+        if config.zero_stage >= 2 and shards.size > 1:
+            buckets.append(ShardedBucket(layout, reduction, grad_accumulator.flush, pool))
+        else:
+            buckets.append(Bucket(layout, reduction, grad_accumulator.flush))
+    return GradBuffer(
+        trainable(specs), buckets, frozen, grad_accumulator, device, config.zero_stage, config.overlap_grad_reduce
+    )
+
+
+def build_reduction(config: ParallelConfig, layout: BucketLayout, *identity: object) -> Reduction:
+    """Create the reduction of a bucket.
+
+    Args:
+        config: communication dtype and compression.
+        layout: of the bucket.
+        identity: keys random numbers: seed of the run and number of the bucket.
+    """
+    compression, shards, copies = config.compression, layout.shards, layout.copies
+    if config.grad_reduce_in_bf16:
+        return RoundedReduction(shards, copies, torch.bfloat16)
+    if compression is None or (compression.has_errors and copies.size == 1):
+        return Reduction(shards, copies)
+    if not compression.has_errors:
+        return Int8Reduction(shards, copies, *identity)
+    blocks = matrix_blocks(layout.packing, layout.specs, shards.rank, shards.size, compression.rank)
+    part = layout.zeros(layout.packing.size // shards.size)
+    if compression.method == "topk":
+        return TopK(shards, copies, blocks, part, compression)
+    return PowerSGD(shards, copies, blocks, part, compression, *identity)
 
 
 def build_memory(

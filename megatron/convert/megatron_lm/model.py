@@ -1,11 +1,12 @@
-"""The arguments of a Megatron-LM run as values of our options, and back."""
+"""Models of Megatron-LM: the arguments of a run as values of our options, the names of tensors as ours, and back."""
 
 from __future__ import annotations
 
+import re
 import reprlib
 from collections.abc import Mapping
 from contextlib import suppress
-from typing import Any
+from typing import Any, NamedTuple
 
 from megatron.arguments.megatron_flags import apply_foreign_values, foreign_flags
 from megatron.arguments.sources import LENGTH_OPTIONS, Values, build_config, to_dict
@@ -14,7 +15,8 @@ from megatron.config.model import ModelConfig
 from megatron.config.option import Role
 from megatron.config.run import RunConfig
 from megatron.config.settings import SETTINGS
-from megatron.convert.huggingface.config import check_model_config
+from megatron.convert.huggingface.config import check_model_config, words
+from megatron.convert.huggingface.keys import effective_options
 from megatron.convert.megatron_lm.pickles import Record
 
 MOMENT_DTYPES = ("exp_avg_dtype", "exp_avg_sq_dtype")
@@ -45,10 +47,16 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
 ACTIVATIONS = {"swiglu": "swiglu", "quick_geglu": "quick_geglu", "squared_relu": "relu2"}
 """Arguments that select an activation -> the activation here."""
 
-LACKING = """attention_pattern z_loss_coeff embedding_multiplier residual_multiplier logits_scaling rotary_base_local
-rope_original_max_position rope_low_freq_factor rope_high_freq_factor softmax_scale attn_logit_softcapping
-final_logit_softcapping layernorm_placement parallel_attention qk_layernorm_scope token_mixers"""
-"""Options of a model that Megatron-LM does not have."""
+WRITTEN = words(
+    """num_layers hidden_size ffn_hidden_size num_attention_heads num_query_groups kv_channels vocab_size
+    make_vocab_size_divisible_by untie_embeddings_and_output_weights position_embedding_type max_position_embeddings
+    rotary_base rotary_percent rotary_interleaved rotary_seq_len_interpolation_factor no_rope_freq use_rope_scaling
+    rope_scaling_factor window_size softmax_type normalization apply_layernorm_1p norm_epsilon qk_layernorm activation
+    activation_func_clamp_value glu_linear_offset add_bias_linear add_qkv_bias hidden_dropout attention_dropout
+    init_method_std num_experts moe_router_topk moe_ffn_hidden_size moe_shared_expert_intermediate_size
+    moe_router_pre_softmax moe_router_load_balancing_type moe_aux_loss_coeff moe_z_loss_coeff"""
+)
+"""Options of a model that Megatron-LM has: the others must have no effect."""
 
 NOT_COMPARED = ("data_parallel_sharding_strategy", "recompute_modules", "vocab_size", "make_vocab_size_divisible_by")
 """Options of the same name as an argument that is unused in most runs, or has another meaning."""
@@ -244,7 +252,65 @@ def write_arguments(config: RunConfig, state: Mapping[str, Any], padded_vocab_si
 
 def unwritable_options(model: ModelConfig) -> list[str]:
     """Return options of a model that Megatron-LM does not have."""
-    found = [name for name in LACKING.split() if getattr(model, name) != SETTINGS[name].default]
+    found = [name for name in effective_options(model) if name not in WRITTEN]
     found += [f"activation {model.activation}"] if model.activation in ("geglu", "geglu_tanh") else []
     found += ["position_embedding_type yarn"] if model.position_embedding_type == "yarn" else []
     return found + (["rotary_seq_len_interpolation_factor"] if model.rotary_seq_len_interpolation_factor % 1 else [])
+
+
+# ---- Names of tensors ----
+
+NAMES = (
+    ("layers.{i}.input_layernorm.", "decoder.layers.{i}.self_attention.linear_qkv.layer_norm_"),
+    ("layers.{i}.input_layernorm.", "decoder.layers.{i}.input_layernorm."),
+    ("layers.{i}.pre_mlp_layernorm.", "decoder.layers.{i}.mlp.linear_fc1.layer_norm_"),
+    ("layers.{i}.pre_mlp_layernorm.", "decoder.layers.{i}.pre_mlp_layernorm."),
+    ("layers.{i}.mlp.experts.", "decoder.layers.{i}.mlp.experts.experts."),
+    ("layers.{i}.mlp.experts.", "decoder.layers.{i}.mlp.experts.local_experts.{e}."),
+    ("layers.{i}.", "decoder.layers.{i}."),
+    ("final_layernorm.", "decoder.final_layernorm."),
+    ("", ""),
+)
+"""Beginnings of our names and of theirs. ``{i}`` is the layer, which torch_dist leaves out, and ``{e}`` the expert of
+the rank. The first row whose beginning of their name fits applies. Grouped experts are numbered at the end of their
+name, as in ``weight3``."""
+
+
+class Place(NamedTuple):
+    """Our name of one of their tensors, and the layer and the expert in theirs."""
+
+    name: str  # ours; the layer is a placeholder {i} if their name has none
+    layer: int | None  # in their name: of the pipeline stage, or None
+    expert: int | None  # of the rank; None for tensors that are no single expert's
+
+
+_PATTERNS = tuple(
+    (ours, re.compile(re.escape(theirs).replace(r"\.\{i\}", r"(?:\.(?P<i>\d+))?").replace(r"\{e\}", r"(?P<e>\d+)")))
+    for ours, theirs in NAMES
+)
+
+
+def find_place(theirs: str) -> Place:
+    """Return our name of the tensor ``theirs``, whether or not a model here has one of that name."""
+    ours, match = next((row, match) for row, pattern in _PATTERNS if (match := pattern.match(theirs)))
+    found, rest = match.groupdict(), theirs[match.end() :]
+    expert = found.get("e")
+    numbered = re.fullmatch(r"(linear_fc[12]\.[A-Za-z_]+)(\d+)", rest.removeprefix("mlp.experts."))
+    if numbered and expert is None and rest.startswith("mlp.experts."):
+        rest, expert = f"mlp.experts.{numbered[1]}", numbered[2]
+    layer = found.get("i")
+    return Place(ours + rest, None if layer is None else int(layer), None if expert is None else int(expert))
+
+
+def their_names(ours: str, experts: bool) -> list[str]:
+    """Return the names in torch_dist under which Megatron-LM looks for a tensor of ours, without layer.
+
+    Its own layers and those of Transformer Engine use the same names, except for the norm before experts.
+
+    Args:
+        ours: our name, with ``{i}`` for the layer.
+        experts: the model has experts in place of the MLP.
+    """
+    fitting = [row for row in NAMES if ours.startswith(row[0]) and "{e}" not in row[1]]
+    count = 2 if experts and ours.startswith("layers.{i}.pre_mlp_layernorm.") else 1
+    return [(theirs + ours.removeprefix(beginning)).replace(".{i}", "") for beginning, theirs in fitting[:count]]
