@@ -24,7 +24,7 @@ from megatron.distributed.mesh import Mesh
 from megatron.distributed.micro_batch import MicroBatch
 from megatron.distributed.sharding import ShardSpec
 from megatron.kernels.registry import Kernels
-from megatron.layers.activation_offload import ActivationOffload, NoOffload
+from megatron.layers.activation_offload import ActivationOffload
 from megatron.layers.context import BuildContext
 from megatron.model.gpt import GPTChunk, build_gpt
 from megatron.optimizer.build import build_grad_buffer, build_optimizer
@@ -32,7 +32,7 @@ from megatron.optimizer.distributed_optimizer import DistributedOptimizer, Updat
 from megatron.optimizer.grad_buffer import GradBuffer
 from megatron.optimizer.lr_scheduler import Rates
 from megatron.optimizer.parameter_store import ParameterStore
-from megatron.training.components.average import AverageWeights
+from megatron.training.components.optimizer_state import AverageWeights
 from megatron.training.components.spikes import SpikeGuard
 
 TINY = ModelConfig(
@@ -53,9 +53,14 @@ def tiny(**changes: Any) -> ModelConfig:
     return replace(TINY, **changes)
 
 
+def mesh_of(rank: int, world_size: int, **sizes: Any) -> Mesh:
+    """The mesh of a rank, with sizes of a `ParallelConfig`."""
+    return Mesh(Layout.from_config(ParallelConfig(**sizes), world_size), rank)
+
+
 def one_rank_mesh() -> Mesh:
     """The mesh of a process that is alone."""
-    return Mesh(Layout.from_config(ParallelConfig(), 1), 0)
+    return mesh_of(0, 1)
 
 
 def random_batch(config: ModelConfig, samples: int = 2, length: int = 16, seed: int = 0, **changes: Any) -> MicroBatch:
@@ -114,14 +119,14 @@ class Solo:
         optimizer: OptimizerConfig | None = None,
         bucket_size: int = 20_000,
         kernels: Kernels | None = None,
-        offload: ActivationOffload | NoOffload | None = None,
+        offload: ActivationOffload | None = None,
     ) -> Solo:
         """A freshly initialised model in training mode; small buckets, so that there are several."""
         mesh, grad_accumulator = one_rank_mesh(), GradAccumulator()
         chunk = build_gpt(
             config,
             training or TrainingConfig(),
-            BuildContext(mesh, grad_accumulator, dtype, kernels=kernels or Kernels(), offload=offload or NoOffload()),
+            BuildContext(mesh, grad_accumulator, dtype, kernels=kernels or Kernels(), offload=offload),
         )
         params = chunk.params
         dtypes = {name: p.dtype for name, p in params.items()}
