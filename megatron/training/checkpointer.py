@@ -16,7 +16,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from megatron.arguments.sources import to_dict
 from megatron.checkpoint.durable_files import publish_file
@@ -52,13 +52,12 @@ from megatron.data.packed_dataset import PackedDataset
 from megatron.distributed import comm
 from megatron.distributed.comm import Group
 from megatron.distributed.launch import is_peer_lost, run_on_rank0
-from megatron.training.callbacks.base import Callback
 from megatron.training.checkpoint_contents import (
     CheckpointContents,
-    bytes_to_save,
     restore_run,
     restore_weights,
     tensors_to_save,
+    total_bytes,
 )
 from megatron.training.loggers.run_logger import RunLogger
 from megatron.training.resume_source import (
@@ -69,6 +68,9 @@ from megatron.training.resume_source import (
     passed_over_note,
 )
 from megatron.training.trainer import Trainer
+
+if TYPE_CHECKING:
+    from megatron.training.local_checkpoints import NodeCheckpoints
 
 WAIT_NOTE_SECONDS = 30.0
 """Seconds between log lines while waiting for a save."""
@@ -82,25 +84,6 @@ FINISHED_FILE = "finished.json"
 Scripts that requeue a job test it. A launcher's exit status is not enough: it is lost with the node of the batch
 script, and a scheduler may report 0 itself.
 """
-
-
-class OtherCheckpoints(Protocol):
-    """Further checkpoints of a run, such as on the nodes' own disks. All methods are collective."""
-
-    def add_to(self, source: ResumeSource | UserError) -> ResumeSource:
-        """Add candidates to those in ``save`` and ``load``; raise the error if there are none."""
-
-    def connect(self, trainer: Trainer) -> list[str]:
-        """Prepare to load and save on the ranks of a trainer; return notes."""
-
-    def open(self, trainer: Trainer, path: Location) -> tuple[Manifest, list[str]] | None:
-        """Make an added candidate readable; return its manifest and notes, or raise DamagedCheckpointError.
-
-        Return None for candidates from elsewhere.
-        """
-
-    def callbacks(self, trainer: Trainer) -> list[Callback]:
-        """Return the callbacks that save."""
 
 
 @contextmanager
@@ -123,9 +106,7 @@ def hold_save_folder(save: str | None, world: Group) -> Iterator[Lease | None]:
         yield lease
 
 
-def choose_resume_source(
-    options: CheckpointConfig, world: Group, others: OtherCheckpoints | None = None
-) -> ResumeSource:
+def choose_resume_source(options: CheckpointConfig, world: Group, nodes: NodeCheckpoints | None = None) -> ResumeSource:
     """Return what the run starts from, the same on every rank; collective. Rank 0 searches ``save`` and ``load``.
 
     Raises:
@@ -134,10 +115,10 @@ def choose_resume_source(
     try:
         source = ResumeSource.from_json(run_on_rank0(lambda: find_resume_source(options).to_json(), world))
     except NoCheckpointError as error:
-        if others is None:
+        if nodes is None:
             raise
-        return others.add_to(error)
-    return source if others is None else others.add_to(source)
+        return nodes.add_to(error)
+    return source if nodes is None else nodes.add_to(source)
 
 
 @dataclass(frozen=True)
@@ -154,17 +135,17 @@ class SavedCheckpoint:
 class Checkpointer:
     """Loads what a run starts from, and saves it: synchronously, or with ``async_save`` in a thread of each rank."""
 
-    def __init__(self, trainer: Trainer, lease: Lease | None = None, others: OtherCheckpoints | None = None) -> None:
+    def __init__(self, trainer: Trainer, lease: Lease | None = None, nodes: NodeCheckpoints | None = None) -> None:
         """Load and save the state of ``trainer``.
 
         Args:
             trainer: the run.
             lease: this start's lease on the ``save`` folder.
-            others: further places that hold checkpoints of the run.
+            nodes: further checkpoints of the run, on the nodes' own disks.
         """
         self.trainer = trainer
         self.lease = lease
-        self.others = others
+        self.nodes = nodes
         self.options = trainer.config.checkpoint
         self.world = trainer.mesh.world
         self.pending: tuple[CheckpointContents, Future[SavedCheckpoint]] | None = None  # in the background
@@ -185,7 +166,7 @@ class Checkpointer:
             DataError: if the data cannot be opened.
         """
         trainer, config = self.trainer, self.trainer.config
-        notes = [*source.notes, *([] if self.others is None else self.others.connect(trainer))]
+        notes = [*source.notes, *([] if self.nodes is None else self.nodes.connect(trainer))]
         tokenizer = tokenizer_files_to_save(config.data, config.model.vocab)
         trainer.files = own_files = {TOKENIZER_PREFIX + name: content for name, content in tokenizer.items()}
         for component in trainer.components:
@@ -203,7 +184,8 @@ class Checkpointer:
         if isinstance(train, PackedDataset):
             trainer.files = with_end_ids(trainer.files, end_ids(config.data, train.conversations))
         if self.options.save is not None and trainer.iteration < trainer.total_steps:
-            run_on_rank0(partial(self._check_disk_space, bytes_to_save(trainer)), self.world)
+            size = total_bytes(tensors_to_save(trainer), self.world)
+            run_on_rank0(partial(self._check_disk_space, size), self.world)
         return notes
 
     def _load_newest(self, source: ResumeSource, notes: list[str], own_files: SmallFiles) -> list[str]:
@@ -211,7 +193,7 @@ class Checkpointer:
         trainer = self.trainer
         for path in source.paths:
             try:
-                opened = None if self.others is None else self.others.open(trainer, path)
+                opened = None if self.nodes is None else self.nodes.open(trainer, path)
                 manifest, more = opened or (open_manifest(path, self.world), [])
                 notes += more
                 found = self._tokenizer_files(manifest)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from torch import Tensor
 
@@ -43,6 +43,9 @@ class Component(UpdateHook):
 
     is_of_run: bool = False
     """True for state that another run does not take over when it starts from a checkpoint of this one."""
+
+    state_types: ClassVar[Mapping[str, Any]] = {}
+    """Types in :meth:`state_dict`, as of `odd_values`; a checkpoint with others is passed over. Empty for any."""
 
     missing: str | None = "the checkpoint lacks tensors of the {name}, which starts anew"
     """Note on a checkpoint without a kind of :meth:`tensors`, after which :meth:`on_weights_loaded` is called; None for

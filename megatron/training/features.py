@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from megatron.config.plugins import registered
 from megatron.training.callbacks.base import Callback
 from megatron.training.callbacks.export import HuggingFaceExport
 from megatron.training.callbacks.health import HealthReport, ReplicaCheck
 from megatron.training.callbacks.profiler import StepProfiler
-from megatron.training.checkpointer import OtherCheckpoints
 from megatron.training.component import Component, name_in_errors
 from megatron.training.components.adapter_base import AdapterBase
 from megatron.training.components.grad_compression import ERROR_KIND, CompressionState
@@ -22,6 +22,9 @@ from megatron.training.frozen_models import FROZEN_MODELS, FrozenModelInputs
 from megatron.training.loggers.run_logger import RunLogger
 from megatron.training.stop import NonFiniteCheck, StopRequest
 from megatron.training.trainer import Trainer
+
+if TYPE_CHECKING:
+    from megatron.training.local_checkpoints import NodeCheckpoints
 
 
 def build_components(trainer: Trainer) -> list[Component]:
@@ -58,7 +61,7 @@ def build_components(trainer: Trainer) -> list[Component]:
 
 
 def build_callbacks(
-    trainer: Trainer, log: RunLogger, stop: StopRequest, others: OtherCheckpoints | None = None
+    trainer: Trainer, log: RunLogger, stop: StopRequest, others: NodeCheckpoints | None = None
 ) -> list[Component]:
     """Create the components that act in the loop alone, when the start of the run is loaded."""
     config, logging = trainer.config, trainer.config.logging

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -24,7 +24,7 @@ from megatron.distributed.launch import destroy_distributed, enable_flight_recor
 from megatron.kernels.compile import make_deterministic
 from megatron.training.build import build_trainer
 from megatron.training.build_model import choose_device, join_distributed
-from megatron.training.checkpointer import Checkpointer, OtherCheckpoints, choose_resume_source, hold_save_folder
+from megatron.training.checkpointer import Checkpointer, choose_resume_source, hold_save_folder
 from megatron.training.component import stopped_after_errors
 from megatron.training.components.times import GoodputState, StartupReport
 from megatron.training.cuda_graphs import StepRunner
@@ -38,6 +38,9 @@ from megatron.training.metrics import Goodput
 from megatron.training.resume_source import read_only_options
 from megatron.training.startup import JOB_FACTS, StartFacts, StartupTimer, start_facts, start_phrase
 from megatron.training.stop import StopRequest
+
+if TYPE_CHECKING:
+    from megatron.training.local_checkpoints import NodeCheckpoints
 
 REFUSAL_SECONDS = 1.0
 """Seconds that a rank whose start is refused waits for the others of its machine."""
@@ -96,7 +99,7 @@ def join_and_train(config: RunConfig, notes: Sequence[str], startup: StartupTime
         config.logging.run_dir,
     )
     signals.callback(stop.restore)
-    others: AbstractContextManager[OtherCheckpoints | None] = nullcontext()
+    others: AbstractContextManager[NodeCheckpoints | None] = nullcontext()
     if config.checkpoint.local_save is not None:
         from megatron.training.local_checkpoints import NodeCheckpoints  # optional
 
@@ -111,7 +114,7 @@ def build_and_train(
     stop: StopRequest,
     startup: StartupTimer,
     lease: Lease | None,
-    others: OtherCheckpoints | None,
+    others: NodeCheckpoints | None,
 ) -> int:
     """Build the trainer, load the checkpoint that the run resumes from, if any, and train; return the exit status."""
     world, run_dir = stop.world, config.logging.run_dir

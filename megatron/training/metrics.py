@@ -142,7 +142,7 @@ class StepMetrics:
     skipped: Tensor  # nonzero if the update was skipped
     loss_scale: Tensor  # used in this step
     nonfinite: Tensor  # nonzero if a gradient was not finite; any other skipped update is a spike
-    # MoE router losses and metrics of the objective, by name; the same names in every step
+    # auxiliary losses and metrics of the objective, by name; the same names in every step
     extra: Mapping[str, Tensor] = field(default_factory=dict)
 
 

@@ -165,6 +165,11 @@ class Trainer:
         """Objective of the run, the same on every rank."""
         return next(iter(self.chunks.values())).objective
 
+    @property
+    def auxiliary_losses(self) -> Mapping[str, float]:
+        """Coefficients of the auxiliary losses of the model by name, the same on every rank."""
+        return next(iter(self.chunks.values())).auxiliary_losses
+
 
 @lru_cache(maxsize=4)  # a large one takes 16 MiB, and every stage of a batch ramp has its own
 def _program(parallel: ParallelConfig, num_microbatches: int, evaluation: bool) -> PipelineSchedule:

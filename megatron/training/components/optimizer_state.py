@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -20,6 +20,7 @@ class OptimizerState(Component):
     """State of the update rules of a run, and the number of updates."""
 
     name = "optimizer"
+    state_types: ClassVar[Mapping[str, Any]] = {"steps": int}
     missing = None
     memory_part = "moments"
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -51,6 +52,7 @@ class DynamicLossScaler(LossScaler):
     """
 
     name = "loss_scaler"
+    state_types: ClassVar[Mapping[str, Any]] = {"scale": float, "good_steps": int, "lives": float}
     minimum: float
 
     def __init__(

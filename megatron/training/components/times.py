@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -18,6 +18,7 @@ class GoodputState(Component):
     """Goodput of this run; another run that starts from its checkpoint begins with its own."""
 
     name = "goodput"
+    state_types: ClassVar[Mapping[str, Any]] = {"first_start": float, "productive_seconds": float, "starts": int}
     is_of_run = True
 
     def __init__(self, goodput: Goodput) -> None:

@@ -24,7 +24,7 @@ from collections.abc import Callable, Container, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -80,6 +80,7 @@ class Diloco(Component):
     """Synchronises this replica with the others. Its state is that of the outer optimizer."""
 
     name = "outer"
+    state_types: ClassVar[Mapping[str, Any]] = dict.fromkeys(("rounds", "iteration", "consumed_samples"), int)
     missing = "the checkpoint has no outer weights: DiLoCo starts from the weights"
     memory_part = "outer"
     pauses = False
