@@ -26,7 +26,7 @@ LAYOUTS = {
 ALL = [pytest.param(task, [*LAYOUTS], marks=pytest.mark.slow) for task in ("perplexity", "lambada")]
 
 
-@pytest.mark.parametrize(("task", "names"), [("perplexity", ["tp2-pp2"]), ("lambada", ["dp3"]), *ALL])
+@pytest.mark.parametrize(("task", "names"), [("perplexity", ["pp2"]), ("lambada", ["tp2"]), *ALL])
 def test_measurements_of_a_layout_match_one_process(pool: Pool, tmp_path: Path, task: str, names: list[str]) -> None:
     chunk = Solo.build(tiny(vocab_size=257, num_layers=4, position_embedding_type="rope")).chunk
     save_model(chunk, tmp_path / "save", params_dtype="fp64")
