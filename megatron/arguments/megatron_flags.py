@@ -139,14 +139,6 @@ def apply_foreign_flags(
     return applied, others, [f"applied: {' and '.join(flags)} as {text}" for text, flags in done.items()]
 
 
-def missing_value(spelling: str, words: Sequence[str]) -> str:
-    """Return what is missing for the value of a flag that both programs have; empty if nothing is known to be."""
-    missing = SPELLINGS[spelling].option.megatron.missing
-    plain = [word.strip("[],") for word in words]
-    found = [missing[word] for word in plain if word in missing]
-    return found[0] if found else missing.get("several", "") if len(plain) > 1 else ""
-
-
 def check_unknown_flags(
     foreign: Iterable[Sequence[str]], config: RunConfig, others: Iterable[str] = ()
 ) -> tuple[ConfigSource, list[str]]:
