@@ -93,7 +93,8 @@ def foreign_flags() -> ForeignFlags:
         if name not in SPELLINGS
     }
     replaced = {name: flag("refused", entry) for name, entry in tree["replaced"].items()}
-    return ForeignFlags(handled, tree["renamed"], replaced, tree["gpt_neox"])
+    renamed = {theirs: ours for ours, names in tree["renamed"].items() for theirs in names.split()}
+    return ForeignFlags(handled, renamed, replaced, tree["gpt_neox"])
 
 
 def apply_foreign_values(spelling: str, words: Sequence[str]) -> list[str]:
