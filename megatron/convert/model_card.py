@@ -22,7 +22,7 @@ from megatron.config.privacy import redact
 from megatron.config.run import RunConfig
 from megatron.config.settings import SETTINGS
 from megatron.config.text import counted, package_version, printable
-from megatron.convert.adapters import describe_adapters
+from megatron.convert.saved_model import describe_adapters
 from megatron.layers.parameters import num_parameters
 
 CARD_FILE = "README.md"

@@ -13,7 +13,7 @@ import torch
 
 from megatron.arguments.checks.model import check_heads_divide, check_mlp_divides
 from megatron.config.compute import ComputeConfig
-from megatron.config.errors import UserError
+from megatron.config.errors import Problem, UserError
 from megatron.config.launch import Launch
 from megatron.config.model import ModelConfig
 from megatron.config.parallel import ParallelConfig
@@ -26,8 +26,7 @@ from megatron.convert.weight_source import ModelSource, fill_weights
 from megatron.distributed.grad_accumulator import GradAccumulator
 from megatron.distributed.launch import init_distributed
 from megatron.distributed.mesh import Mesh
-from megatron.inference.text import Codec, InferenceError, open_codec
-from megatron.inference.tokenizer import load_tokenizer, stop_ids
+from megatron.inference.text import Codec, InferenceError, load_tokenizer, open_codec, stop_ids
 from megatron.layers.context import DTYPES, BuildContext
 from megatron.model.gpt import GPTChunk, build_gpt
 from megatron.pipeline.plan import resolve_pipeline
@@ -85,8 +84,7 @@ class PretrainedModel:
             precision=PrecisionConfig(params_dtype=dtype or self.source.precision),
             compute=ComputeConfig(kernels=("torch",)),
         )
-        problems = [p for check in (check_heads_divide, check_mlp_divides) for p in check(config, launch.world_size)]
-        if problems:
+        if problems := _undivided(config, launch.world_size):
             raise UserError(problems)
         mesh = build_mesh(config, launch.rank, launch.world_size)
         return FrozenModel.build(config, mesh, device, self.source)
@@ -113,6 +111,11 @@ def open_pretrained(load: str, options: SourceOptions = WHOLE) -> PretrainedMode
     return PretrainedModel(source, files, codec, stop_ids(files, codec))
 
 
+def _undivided(config: RunConfig, ranks: int) -> list[Problem]:
+    """Return what of the model does not divide over the ranks."""
+    return [*check_heads_divide(config, ranks), *check_mlp_divides(config, ranks)]
+
+
 def check_tensor_parallel_size(model: ModelConfig, tp: int, world_size: int) -> None:
     """Raise InferenceError unless the model can be sharded over ``tp`` ranks, which must be all ranks."""
     if tp != world_size:
@@ -122,8 +125,7 @@ def check_tensor_parallel_size(model: ModelConfig, tp: int, world_size: int) -> 
 
     def find_errors(tp: int) -> list[str]:
         config = RunConfig(model=model, parallel=ParallelConfig(tensor_model_parallel_size=tp))
-        checks = (check_heads_divide, check_mlp_divides)
-        return [problem.sentence for check in checks for problem in check(config, tp)]
+        return [problem.sentence for problem in _undivided(config, tp)]
 
     errors = find_errors(tp)
     if errors:

