@@ -164,9 +164,9 @@ class ModelFamily:
         """Return the options of a model that the family cannot express."""
         lacking = [name for name, value in self.always.items() if resolved(model, name) != value]
         lacking += [name for row in self.keys for name, can in row.can.items() if not can(model)]
+        named, roles = self.options, (Role.SHAPE, Role.FUNCTION)
         changed = effective_options(model).items()
-        roles = Role.SHAPE, Role.FUNCTION
-        return lacking + [n for n, option in changed if option.role in roles and n not in self.options]
+        return lacking + [name for name, option in changed if option.role in roles and name not in named]
 
 
 def read_number(key: ConfigKey, config: JsonObject) -> Any:
