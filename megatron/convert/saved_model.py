@@ -15,15 +15,15 @@ from torch import Tensor
 from megatron.arguments.compatibility import tensor_differences, unknown_options
 from megatron.arguments.sources import from_dict
 from megatron.checkpoint.errors import CheckpointError, raise_if_any
-from megatron.checkpoint.format import Manifest, relative_box, split_box, whole_box
+from megatron.checkpoint.format import Manifest, split_box, whole_box
 from megatron.checkpoint.load import CheckpointReader
-from megatron.checkpoint.tensor_file import DTYPES, copy_tiled
+from megatron.checkpoint.tensor_file import DTYPES
 from megatron.config.model import ModelConfig
 from megatron.config.run import RunConfig
 from megatron.convert.base_model import BaseModel
 from megatron.convert.huggingface.config import check_model_config
 from megatron.convert.tokenizer_files import SmallFiles, saved_tokenizer_files
-from megatron.convert.weight_source import BLOCK_ELEMENTS, ModelSource, WeightSource
+from megatron.convert.weight_source import BLOCK_ELEMENTS, ModelSource, WeightSource, fill_in_blocks
 from megatron.distributed.sharding import Box, ShardSpec
 from megatron.layers.adapter_parameters import adapted_parts, part_of_rows
 from megatron.layers.parameters import WORD_EMBEDDINGS, gpt, trainable
@@ -106,8 +106,7 @@ class MergedWeights:
 
     def fill(self, name: str, view: tuple[int, ...], box: Box, out: Tensor) -> None:
         """As :meth:`read`, into a tensor of shape ``box.size`` and any strides and floating-point type."""
-        for block in split_box(box, BLOCK_ELEMENTS):
-            copy_tiled(out[relative_box(block, box).slices], self.read(name, view, block))
+        fill_in_blocks(self, name, view, box, out)
 
     def adapter(self, name: str) -> Tensor:
         """Return a tensor of the adapters in its stored shape."""

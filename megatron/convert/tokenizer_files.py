@@ -70,8 +70,7 @@ def saved_tokenizer_files(manifest: Manifest) -> dict[str, bytes]:
 
 def by_huggingface_names(carried: SmallFiles) -> dict[str, bytes]:
     """Return the content of these files by their names in a Hugging Face folder."""
-    contents = {name: file if isinstance(file, bytes) else file.read_bytes() for name, file in carried.items()}
-    return {name.removeprefix(TOKENIZER_PREFIX): content for name, content in contents.items()}
+    return {name.removeprefix(TOKENIZER_PREFIX): _bytes(file) for name, file in carried.items()}
 
 
 TOKENIZER_JSON = TOKENIZER_PREFIX + "tokenizer.json"

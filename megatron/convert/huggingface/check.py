@@ -29,7 +29,7 @@ from megatron.config.text import listed
 from megatron.config.training import TrainingConfig
 from megatron.convert.huggingface.config import CONFIG_FILE
 from megatron.convert.huggingface.weights import build_on_meta, open_weights
-from megatron.convert.weight_source import WeightSource, read_in_blocks
+from megatron.convert.weight_source import WeightSource, fill_in_blocks
 from megatron.data.tokenizers.huggingface import (
     TOKENIZER_CONFIG,
     TOKENIZER_JSON,
@@ -215,7 +215,9 @@ def run_own_model(model: ModelConfig, source: WeightSource, tokens_BS: Tensor, p
 
     def load(name: str) -> Tensor:
         spec = chunk.specs[name]
-        return read_in_blocks(source, name, spec.view, whole_box(spec.view), torch.float32).reshape(spec.shape)
+        value = torch.empty(spec.view)
+        fill_in_blocks(source, name, spec.view, whole_box(spec.view), value)
+        return value.view(spec.shape)
 
     weights = LazyWeightLoader(chunk, load, {"output_layer.weight": head.name})
     for name, module in chunk.named_modules():
