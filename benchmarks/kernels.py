@@ -48,13 +48,9 @@ class Weight(GradTarget):
 
     gradient: Tensor
 
-    def target(self, name: str) -> Tensor:
-        """Return the gradient."""
-        return self.gradient
-
-    def is_first(self, name: str) -> bool:
-        """Return False."""
-        return False
+    def claim(self, name: str) -> tuple[Tensor, bool]:
+        """Return the gradient, to which contributions are added."""
+        return self.gradient, False
 
     def contributed(self, name: str) -> None:
         """Count nothing."""

@@ -10,8 +10,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # if this checkout is not installed
 
-from megatron.config.text import echo, shell_word
-from megatron.data.errors import DataError, ToolParser, pluralize, run_tool
+from megatron.config.text import counted, echo, shell_word
+from megatron.data.errors import DataError, ToolParser, run_tool
 from megatron.data.indexed_writer import (
     MergeInput,
     check_compatible,
@@ -64,7 +64,7 @@ def merge_and_report(args: argparse.Namespace) -> None:
     check_compatible(parts)
     check_output(args.input, parts, args.output_prefix)
     for part in parts:
-        echo(f"{part.prefix}: {pluralize(part.documents, 'documents')}, {pluralize(part.tokens, 'tokens')}")
+        echo(f"{part.prefix}: {counted(part.documents, 'document')}, {counted(part.tokens, 'token')}")
     meter = ByteProgress(sys.stderr, sum(part.num_bytes for part in parts))
     with closing(meter):
         merge_datasets(parts, args.output_prefix, meter.add)

@@ -8,6 +8,7 @@ and all problems, of spelling and of values, are reported at once.
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import shlex
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Set
@@ -15,7 +16,6 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from megatron.arguments.checks.model import suggest_nodes
 from megatron.arguments.compatibility import compare_configs
 from megatron.arguments.help import OWN_FLAGS, asks_for_help, help_text, make_parser
 from megatron.arguments.megatron_flags import (
@@ -24,8 +24,8 @@ from megatron.arguments.megatron_flags import (
     check_unknown_flags,
     implied_default_problems,
     implied_values,
+    meaning_notes,
     missing_value,
-    other_meanings,
     unsupported,
 )
 from megatron.arguments.presets import PRESETS, preset_batch_notes
@@ -45,7 +45,7 @@ from megatron.arguments.sources import (
     to_dict,
 )
 from megatron.arguments.summary import summary
-from megatron.arguments.validate import NOTES, find_problems, is_met, unused_option_notes
+from megatron.arguments.validate import find_notes, find_problems, is_met, unused_option_notes
 from megatron.config.checkpoint import CheckpointConfig
 from megatron.config.data_paths import SOURCE_OPTIONS
 from megatron.config.errors import Problem, UserError, credential_problem
@@ -55,7 +55,7 @@ from megatron.config.plugins import load_plugins
 from megatron.config.privacy import redact
 from megatron.config.run import RunConfig
 from megatron.config.settings import SETTINGS, SPELLINGS, Setting
-from megatron.config.text import did_you_mean, echo
+from megatron.config.text import did_you_mean, echo, nearest_multiples
 
 
 @dataclass(frozen=True)
@@ -211,7 +211,7 @@ def parse(
     findings.add(ignored)
     findings.add(problem for source in sources for problem in source.problems)
     findings.add(implied_default_problems(flags.spellings, config))
-    findings.add(each.note for each in other_meanings(flags.spellings, config))
+    findings.add(note for _, note in meaning_notes(flags.spellings, config))
     if not (findings.problems or start.unreadable):  # after a mistake elsewhere, nothing may be missing
         findings.add(_missing_problems(values, start, about))
     world_size = _world_size(line.known, config, launch)
@@ -227,13 +227,32 @@ def parse(
         raise UserError([*(() if no_folder else start.unreadable), *findings.problems], findings.notes)
     resolved = resolve(config, world_size)
     findings.add(start.inherited(resolve(flags_only, world_size), resolved))
-    findings.add(note for notes_of in NOTES for note in notes_of(config, world_size))
+    findings.add(find_notes(config, world_size))
     findings.add(launch_notes(environ))
     findings.add(unused_option_notes(config, merge_values(source.values for source in given)))
     findings.add(preset_batch_notes(line.known.preset, resolved, world_size))  # last, and so nearest to the summary
     fake_rank = line.known.fake_rank or 0 if line.known.fake_world else None
     here = not line.check_only or (line.known.world_size is None and world_size == launch.world_size)
     return ParsedArguments(resolved, world_size, line.check_only, tuple(findings.notes), fake_rank, here)
+
+
+def suggest_nodes(problem: Problem, config: RunConfig, world_size: int, launch: Launch) -> Problem:
+    """Rephrase E202 as a number of nodes for a job started by torchrun; return other problems unchanged.
+
+    After the loss of a node, the remaining ranks may not hold whole models, and the fix is a number of nodes.
+    """
+    each = launch.local_size
+    by_nodes = launch.launcher == "torchrun" and launch.world_size == world_size and each > 1 and not world_size % each
+    if problem.code != "E202" or not by_nodes:
+        return problem
+    unit = config.parallel.model_ranks // math.gcd(config.parallel.model_ranks, each)
+    if unit == 1:
+        return problem
+    nodes = world_size // each
+    counted = "1 node" if nodes == 1 else f"{nodes} nodes"
+    enough = (f"torchrun --nnodes {n}" for n in nearest_multiples(nodes, unit))
+    sentence = f"{problem.sentence}: {counted} of {each}, and whole models need a multiple of {unit}"
+    return Problem("E202", sentence, (*enough, *(fix for fix in problem.fixes if fix.startswith("--"))))
 
 
 @dataclass
@@ -342,7 +361,7 @@ def _keeps_meaning(setting: Setting, value: Any, config: RunConfig, given: Colle
     absent = setting.name not in given
     if setting.name in SOURCES:
         return absent or _files(value) == _files(setting.value_in(config))
-    if setting.group != "model" and setting.option.role not in (Role.SHAPE, Role.FUNCTION, Role.DATA):
+    if setting.section != "model" and setting.option.role not in (Role.SHAPE, Role.FUNCTION, Role.DATA):
         return True
     return bool(value == setting.value_in(config)) or (absent and setting.name in NEEDED)
 

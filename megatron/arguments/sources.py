@@ -9,7 +9,7 @@ from __future__ import annotations
 import shlex
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +17,7 @@ from megatron.config.batch import full_global_batch_size
 from megatron.config.data_paths import SOURCE_OPTIONS
 from megatron.config.errors import MOST_PROBLEMS, Problem, UserError
 from megatron.config.files import parse_yaml, read_small
-from megatron.config.model import ModelConfig
-from megatron.config.plugins import registered
+from megatron.config.plugins import option_groups
 from megatron.config.run import RunConfig
 from megatron.config.schemes import HUGGING_FACE_PREFIX
 from megatron.config.settings import GROUPS, SETTINGS, Setting
@@ -158,8 +157,10 @@ def from_hugging_face(load: Any, read_model: ModelReader | None) -> ConfigSource
             raise UserError([Problem("E850", f"this program does not read Hugging Face models, such as {folder}")])
         return ConfigSource(_limit_seq_length(read_model(folder)))
     except UserError as error:
-        # The model is unknown: its fields are not checked.
-        return ConfigSource(problems=list(error.problems), doubtful={f.name for f in fields(ModelConfig)})
+        unknown = {
+            name for name, setting in SETTINGS.items() if setting.section == "model"
+        }  # fields that are not checked
+        return ConfigSource(problems=list(error.problems), doubtful=unknown)
 
 
 def from_checkpoint(saved: Mapping[str, Any]) -> ConfigSource:
@@ -196,7 +197,7 @@ def build_config(values: Values) -> RunConfig:
     for name, value in values.items():
         groups[SETTINGS[name].group][name] = value
     built = {group: cls(**groups[group]) for group, cls in GROUPS.items()}
-    plugins = tuple(built.pop(group) for group in registered("options"))
+    plugins = tuple(built.pop(group) for group in option_groups())
     return RunConfig(**built).with_plugin_options(plugins)
 
 
@@ -248,10 +249,10 @@ def from_dict(tree: Mapping[str, Any]) -> RunConfig:
 
 def to_dict(config: RunConfig) -> dict[str, dict[str, Any]]:
     """Return group -> field -> value, in plain YAML and JSON types."""
-    tree: dict[str, dict[str, Any]] = {group: {} for group in GROUPS}
+    tree: dict[str, dict[str, Any]] = {}
     for name, setting in SETTINGS.items():
         value = setting.value_in(config)
-        tree[setting.group][name] = list(value) if isinstance(value, tuple) else value
+        tree.setdefault(setting.section, {})[name] = list(value) if isinstance(value, tuple) else value
     return tree
 
 

@@ -14,6 +14,7 @@ from megatron.config.batch import (
     lr_scale,
     padding_samples,
 )
+from megatron.config.conditions import group_methods
 from megatron.config.model import ModelConfig
 from megatron.config.run import RunConfig
 from megatron.config.text import counted, format_bytes
@@ -51,20 +52,33 @@ def summary(config: RunConfig, world_size: int, iteration: int = 0, consumed_sam
         "memory": memory,
         "peak": peak,
         "host": host,
-        **training_rows(config, world_size, iteration, consumed_samples),
+        **_training_rows(config, world_size, iteration, consumed_samples),
         "saves": _saves(config, world_size),
     }
-    return "\n".join(f"{name:<11}{row}" for name, row in rows.items() if row)
+    shown = _with_rows_of_options(rows, config, world_size)
+    return "\n".join(f"{name:<11}{row}" for name, row in shown.items() if row)
 
 
-def training_rows(config: RunConfig, world_size: int, *begin: int) -> dict[str, str]:
-    """Return the rows on batches, optimizer and precision, by name; ``begin``: steps and samples before."""
+def training_rows(config: RunConfig, world_size: int) -> dict[str, str]:
+    """Return the rows on batches, optimizer and precision, by name."""
+    return _with_rows_of_options(_training_rows(config, world_size), config, world_size)
+
+
+def _with_rows_of_options(rows: dict[str, str], config: RunConfig, world_size: int) -> dict[str, str]:
+    """Return the rows with what classes of options add to them, and with rows of their own."""
+    for row in group_methods(config, "row_"):
+        name = row.__name__.removeprefix("row_")
+        rows[name] = "; ".join(filter(None, (rows.get(name), row(config, world_size))))
+    return rows
+
+
+def _training_rows(config: RunConfig, world_size: int, *begin: int) -> dict[str, str]:
+    """Return those rows without what classes of options add; ``begin``: steps and samples before."""
     return {
         "batch": _batch(config, world_size),
         "ramp": _ramp(config, world_size),
         "length": _length(config, world_size, *begin),
         "optimizer": _optimizer(config, world_size),
-        "diloco": _diloco(config),
         "precision": _precision(config),
     }
 
@@ -82,12 +96,7 @@ def _ranks(config: RunConfig, world_size: int) -> str:
     hierarchy = f" {' x '.join(map(str, groups))}" if parallel.cp_comm_type == "a2a+p2p" else ""
     context = f"CP {cp} ({parallel.cp_comm_type}{hierarchy}) x " if cp > 1 else ""
     held = "copies of the model" if parallel.zero_stage < 3 else "shards of the model"
-    row = f"{world_size} = {pipeline}DP {dp} ({held}) x {context}TP {tp} ({sharing})"
-    if config.model.num_experts is not None:
-        ep = parallel.expert_model_parallel_size
-        copies = world_size // (pp * ep * parallel.expert_tp)
-        row += f"; experts: DP {copies} x EP {ep} x TP {parallel.expert_tp}"
-    return row
+    return f"{world_size} = {pipeline}DP {dp} ({held}) x {context}TP {tp} ({sharing})"
 
 
 def _pipeline(config: RunConfig, world_size: int) -> str:
@@ -240,22 +249,6 @@ def _optimizer(config: RunConfig, world_size: int) -> str:
     elif optimizer.lr_warmup_iters:
         row += f", warm-up {optimizer.lr_warmup_iters:,} steps"
     return f"{row}, clip {optimizer.clip_grad:g}"
-
-
-def _diloco(config: RunConfig) -> str:
-    options = config.diloco
-    if options.diloco_sync_interval is None:
-        return ""
-    fragments = options.diloco_fragments
-    every = f"every {counted(options.diloco_sync_interval, 'step')}"
-    if fragments > 1:
-        steps = counted(options.diloco_sync_interval // fragments, "step")
-        every += f", one of {fragments} fragments every {steps}"
-    if options.diloco_delay:
-        every += f", exchanged during {counted(options.diloco_delay, 'step')}, mix {options.diloco_mix:g}"
-    rounded = " as int8" if options.diloco_int8 else ""
-    update = f"outer SGD {options.diloco_outer_lr:g}, Nesterov momentum {options.diloco_outer_momentum:g}"
-    return f"{counted(options.diloco_replicas, 'replica')}, synchronised{rounded} {every}; {update}"
 
 
 def _precision(config: RunConfig) -> str:

@@ -1,159 +1,28 @@
 """All checks of a configuration: ``find_problems`` runs them and reports everything at once.
 
-Numbers are checked against their limits first; later checks skip values already known to be wrong. The checks of the
-model, parallelism, training, data and checkpoints are in ``checks/``. Those of kernels, the stop file, logging folders,
-profiling and CUDA graphs, and of options that are set without effect (``needs`` of their fields), are here.
+Numbers are checked against their limits first; later checks skip values already known to be wrong. Classes of options
+have rules and checks of their own (`megatron.config.option.option`); those that need more than options, such as
+parameters and schedules, are in ``checks/``. The choice of CUDA graphs, and the report of options that are set without
+effect (``needs`` of their fields), are here.
 """
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Set
 from contextlib import suppress
 from dataclasses import replace
-from functools import partial
-from importlib.util import find_spec
-from os.path import exists, isdir  # unlike pathlib's they do not raise for a very long name
-from pathlib import Path
 from typing import Any, NoReturn
 
-from megatron.arguments.checks import (
-    adapters,
-    checkpoint,
-    context_parallel,
-    data,
-    diloco,
-    fp8,
-    grad_compression,
-    model,
-    objective,
-    offload,
-    training,
-)
-from megatron.arguments.checks.checkpoint import holds_checkpoints
-from megatron.arguments.rules import GRAPH_RULES, NO_CUDA_GRAPH, OPTIMIZER_ONLY, RULES, broken_rules
-from megatron.checkpoint.location import parse_location
-from megatron.config.batch import final_iteration, get_num_microbatches
-from megatron.config.compute import CPU_KERNELS, KERNEL_CANDIDATES, kernel_choices, kernel_problems
+from megatron.arguments.checks import checkpoint, communication, data, parameters, pipeline, training
+from megatron.config.batch import get_num_microbatches
+from megatron.config.conditions import group_methods, holds, rules
 from megatron.config.errors import Problem
-from megatron.config.optimizer import state_kinds
 from megatron.config.option import Need
 from megatron.config.plugins import registered
 from megatron.config.run import RunConfig
-from megatron.config.schemes import HUGGING_FACE_PREFIX
-from megatron.config.settings import SETTINGS, Setting, holds
+from megatron.config.settings import SETTINGS, Setting
 from megatron.pipeline.actions import ScheduleError
 from megatron.pipeline.plan import DEFAULT_VIRTUAL_SCHEDULE, schedule_name, virtual_stages
-
-
-def check_stop_file(config: RunConfig, world_size: int) -> Iterator[Problem]:
-    """Check that the stop file can be created and is cheap to poll: rank 0 looks for it after every step."""
-    name = config.training.stop_file
-    if name is None:
-        return
-    path = parse_location(name)
-    if name == "":
-        yield Problem("E311", "--stop-file '' names no file", ("--stop-file runs/mine/stop", "drop --stop-file"))
-    elif not isinstance(path, Path):
-        sentence = f"--stop-file {path} must be on a disk, because it is polled after every step"
-        yield Problem("E311", sentence, ("--stop-file runs/mine/stop",))
-    elif isdir(path):
-        sentence = f"--stop-file {path} is a folder, so the run would stop at once"
-        yield Problem("E311", sentence, (f"--stop-file {path / 'stop'}",))
-    elif not isdir(path.parent):
-        sentence = f"--stop-file {path}: the folder {path.parent} does not exist"
-        yield Problem("E311", sentence, (f"mkdir -p {path.parent}",))
-
-
-def check_required_checkpoint(config: RunConfig, world_size: int) -> Iterator[Problem]:
-    """Check that there is a checkpoint for flags that need one."""
-    checkpoint = config.checkpoint
-    load = checkpoint.first_start.load
-    folders = {"--load": load, "--save": checkpoint.save}
-    if (load or "").startswith(HUGGING_FACE_PREFIX) or any(map(holds_checkpoints, folders.values())):
-        return
-    reason = "".join(f"; {flag} {folder} contains none" for flag, folder in folders.items() if folder is not None)
-    if config.training.skip_train:
-        sentence = f"--skip-train needs a checkpoint to evaluate{reason}"
-        yield Problem("E312", sentence, ("--load RUN", "drop --skip-train"))
-    elif checkpoint.exit_on_missing_checkpoint:
-        sentence = f"--exit-on-missing-checkpoint needs a checkpoint to start from{reason}"
-        yield Problem("E801", sentence, ("--load RUN", "drop --exit-on-missing-checkpoint"))
-
-
-def check_kernels(config: RunConfig, world_size: int) -> Iterator[Problem]:
-    """Check that every word of ``--kernels`` names an operation or an implementation that this model can use."""
-    words = config.compute.kernels
-    problems = list(kernel_problems(words))
-    yield from problems
-    if problems:
-        return
-    choices = kernel_choices(words)
-    for operation, choice in choices.items() if config.training.device == "cpu" else ():
-        on_cpu = CPU_KERNELS[:1] if operation == "fp8" else CPU_KERNELS
-        if choice.alone and choice.name in KERNEL_CANDIDATES[operation] and choice.name not in on_cpu:
-            sentence = f"--kernels {operation}={choice.name} needs a GPU, and this run uses a CPU"
-            yield Problem("E903", sentence, (f"--kernels {operation}=auto",))
-    parallel, choice = config.parallel, choices["attention"]
-    if not choice.alone or choice.name == "torch":
-        return
-    if config.model.attention_dropout > 0.0:
-        sentence = (
-            f"--kernels attention={choice.name} cannot be used with --attention-dropout "
-            f"{config.model.attention_dropout:g}: only PyTorch's unfused attention drops weights"
-        )
-        yield Problem("E903", sentence, ("--attention-dropout 0", "--kernels attention=auto"))
-        return
-    model = config.model
-    scores = f"--softmax-type {model.softmax_type}" if model.softmax_type != "vanilla" else ""
-    if not scores and model.attn_logit_softcapping is not None and choice.name in ("cudnn", "varlen"):
-        scores = "--attn-logit-softcapping"
-    if scores:
-        sentence = f"--kernels attention={choice.name} cannot be used with {scores}"
-        yield Problem("E903", sentence, ("--kernels attention=auto",))
-    elif parallel.context_parallel_size > parallel.cp_head_ranks:
-        sentence = (
-            f"--kernels attention={choice.name} cannot be used with --cp-comm-type {parallel.cp_comm_type}: "
-            "only PyTorch's attention merges the results for the keys of several ranks"
-        )
-        yield Problem("E903", sentence, ("--kernels attention=auto", "--cp-comm-type a2a"))
-
-
-CAPTURES = ("optimizer", "step")
-"""Values of ``--cuda-graph`` that always capture; ``auto`` does only where nothing speaks against it."""
-
-
-def no_gpu_problem(mode: str) -> Problem:
-    """Return the problem of a run that captures ``mode`` on a CPU."""
-    return Problem("E906", f"--cuda-graph {mode} needs a GPU, and this run uses a CPU", (NO_CUDA_GRAPH,))
-
-
-def check_graph_backend(config: RunConfig, world_size: int) -> Iterator[Problem]:
-    """Reject gloo: it communicates from the CPU, which a graph does not capture."""
-    mode, parallel = config.compute.cuda_graph, config.parallel
-    if mode not in CAPTURES or parallel.distributed_backend != "gloo":
-        return
-    if (parallel.model_ranks if mode == "optimizer" else world_size) > 1:
-        sentence = f"--cuda-graph {mode} cannot capture the communication of --distributed-backend gloo"
-        yield Problem("E909", sentence, ("--distributed-backend nccl", NO_CUDA_GRAPH))
-
-
-def check_graph_attention(config: RunConfig, world_size: int) -> Iterator[Problem]:
-    """Reject capturing patterns that need FlexAttention, which is untested."""
-    model = config.model
-    if config.compute.cuda_graph != "step":
-        return
-    try:
-        windows = all(model.pattern(layer).only_window for layer in range(model.num_layers))
-    except ValueError:  # reported by the check of the pattern
-        return
-    if not windows:
-        sentence = f"--cuda-graph step is untested with --attention-pattern {model.attention_pattern}"
-        yield Problem("E917", sentence, OPTIMIZER_ONLY)
-
-
-GRAPH_CHECKS = (check_graph_backend, check_graph_attention)
-"""Checks of ``--cuda-graph step`` on a GPU, besides ``GRAPH_RULES``."""
 
 MAX_GRAPH_ELEMENTS = 2**25
 """Largest hidden state of a micro-batch, in elements on a rank, for which ``--cuda-graph auto`` captures steps. A layer
@@ -179,9 +48,9 @@ def choose_cuda_graph(config: RunConfig, world_size: int, cuda: bool = True) -> 
     if not cuda:
         return "none", "this run uses a CPU"
     step = replace(config, compute=replace(config.compute, cuda_graph="step"))
-    for found in (broken_rules(GRAPH_RULES, step), *(check(step, world_size) for check in GRAPH_CHECKS)):
-        if (problem := next(found, None)) is not None:
-            return "none", problem.sentence
+    broken = [each.problem(step) for each in rules() if "cuda_graph=" in each.condition and holds(each.condition, step)]
+    if broken or (broken := [each for check in group_methods(step, "check_graph") for each in check(step, world_size)]):
+        return "none", broken[0].sentence
     mixers = [("mixer", name) for name in config.model.token_mixers]
     for kind, name in (("objective", training.objective), ("optimizer", config.optimizer.optimizer), *mixers):
         if name in registered(kind):
@@ -197,94 +66,6 @@ def choose_cuda_graph(config: RunConfig, world_size: int, cuda: bool = True) -> 
     return "step", f"{size}, at most {MAX_GRAPH_ELEMENTS:,}: the host would be the limit"
 
 
-def check_empty_names(config: RunConfig, world_size: int) -> Iterator[Problem]:
-    """Reject empty names of folders and projects."""
-    for setting in SETTINGS.values():
-        if setting.group == "logging" and setting.value_in(config) == "":
-            yield Problem("E702", f"{setting.flag} '' is empty", (f"drop {setting.flag}", f"{setting.flag} NAME"))
-
-
-def check_run_folder(config: RunConfig, world_size: int) -> Iterator[Problem]:
-    """Check that ``--run-dir`` is a folder or can be created. Rank 0 finds out later whether it is writable."""
-    if not config.logging.run_dir:
-        return
-    folder = Path(config.logging.run_dir)
-    existing = next(path for path in (folder, *folder.parents) if exists(path))
-    if not isdir(existing):
-        where = "it" if existing == folder else str(existing)
-        yield Problem("E701", f"--run-dir {folder}: {where} is a file, not a folder", (f"--run-dir {existing}-run",))
-
-
-MAX_PROFILE_STEPS = 20
-"""Largest number of steps in one profile. The profiler keeps all events in memory: 6 MB a step for 2 layers and 4
-micro-batches."""
-
-
-def check_sample_prompts(config: RunConfig, world_size: int) -> Iterator[Problem]:
-    """Check that the prompts can be read; texts are generated by whole models only."""
-    path = config.logging.sample_prompts
-    if path is not None and config.training.eval_iters and not Path(path).is_file():
-        sentence = f"--sample-prompts {path}: there is no such file; it has a prompt per line"
-        yield Problem("E708", sentence, ("drop --sample-prompts",))
-    names = ("pipeline_model_parallel_size", "expert_model_parallel_size", "sequence_parallel")
-    for name in names if config.logging.sample_prompts is not None else ():
-        if (value := getattr(config.parallel, name, 1)) > 1 or value is True:
-            setting = SETTINGS[name]
-            sentence = f"--sample-prompts generates text without {setting.flag} only"
-            fixes = (setting.spell(setting.default), "drop --sample-prompts")
-            yield Problem("E708", sentence, fixes)
-
-
-def check_evaluated_tasks(config: RunConfig, world_size: int) -> Iterator[Problem]:
-    """Check that lm-eval is installed and the folder of tasks exists; the tasks themselves are loaded at the start."""
-    folder = config.evaluation.evaluate_tasks_path
-    if not config.evaluation.evaluate_tasks:
-        return
-    if find_spec("lm_eval") is None:
-        sentence = "--evaluate-tasks needs lm-eval, which is not installed"
-        yield Problem("E709", sentence, ("pip install 'megatron-pretrain[evaluate]'", "drop --evaluate-tasks"))
-    if folder is not None and not isdir(folder):
-        yield Problem("E709", f"--evaluate-tasks-path {folder} is not a folder", ("drop --evaluate-tasks-path",))
-
-
-def check_window(config: RunConfig, world_size: int) -> Iterator[Problem]:
-    """Check that the last step to profile comes after the first, and not too long after it."""
-    profiling = config.profiling
-    start, end = profiling.profile_step_start, profiling.profile_step_end
-    if (profiling.profile or profiling.profile_memory) and end - start > MAX_PROFILE_STEPS:
-        limit = f"at most {MAX_PROFILE_STEPS} fit, because all events stay in memory"
-        fixes = (f"--profile-step-end {start + MAX_PROFILE_STEPS}",)
-        yield Problem("E706", f"a profile of {end - start:,} steps; {limit}", fixes)
-    if profiling.requested and end <= start:
-        sentence = f"--profile-step-end {end} must be above --profile-step-start {start}"
-        yield Problem("E705", sentence, (f"--profile-step-end {start + 2}",))
-
-
-def check_ranks(config: RunConfig, world_size: int) -> Iterator[Problem]:
-    """Check that the chosen ranks exist, even without steps: a running job can be asked for a profile."""
-    ranks = config.profiling.profile_ranks
-    beyond = [rank for rank in ranks if rank >= world_size]
-    if beyond:
-        existing = " ".join(str(rank) for rank in ranks if rank < world_size)
-        available = "only rank 0 exists" if world_size == 1 else f"ranks are 0 to {world_size - 1}"
-        yield Problem("E704", f"--profile-ranks {beyond[0]}: {available}", (f"--profile-ranks {existing or 0}",))
-
-
-def profiling_notes(config: RunConfig, world_size: int) -> Iterator[str]:
-    """Yield a note if the run ends before the profile starts."""
-    profiling = config.profiling
-    steps = final_iteration(config.training, config.parallel.data_parallel_size(world_size))
-    start = profiling.profile_step_start
-    if profiling.requested and start > steps:
-        yield f"--profile-step-start {start}: no profile, because the run ends with step {steps:,}"
-
-
-def cuda_graph_notes(config: RunConfig, world_size: int) -> Iterator[str]:
-    """Yield a note if health reports keep every step from using the graph."""
-    if config.compute.cuda_graph == "step" and config.logging.log_health_interval == 1:
-        yield "--log-health-interval 1: --cuda-graph step has no effect, because steps with a health report run eagerly"
-
-
 def _has_interleaved_stages(config: RunConfig) -> bool:
     """Return True for the interleaved schedule. Invalid schedules are reported by the pipeline checks."""
     try:
@@ -294,17 +75,9 @@ def _has_interleaved_stages(config: RunConfig) -> bool:
     return stages > 1 and schedule_name(config.parallel, stages) == DEFAULT_VIRTUAL_SCHEDULE
 
 
-def _keeps(kind: str, config: RunConfig) -> bool:
-    """Return True if the update rule keeps a moment that may be stored in bf16."""
-    rule = config.optimizer.optimizer
-    return kind in state_kinds(rule) and (rule != "muon" or kind == "exp_avg_sq")
-
-
 CONDITIONS: Mapping[str, Callable[[RunConfig], bool]] = {
     "several_stages": lambda c: c.parallel.pipeline_model_parallel_size > 1 or virtual_stages(c.model, c.parallel) > 1,
     "interleaved_stages": _has_interleaved_stages,
-    "first_moment": partial(_keeps, "exp_avg"),
-    "second_moment": partial(_keeps, "exp_avg_sq"),
 }
 """Conditions of options that follow from several fields, and so cannot be computed in ``config``."""
 
@@ -333,46 +106,23 @@ def _no_effect(unused: Sequence[Setting], need: Need) -> str:
     return f"{subject} no effect without {need}"
 
 
-Check = Callable[[RunConfig, int], Iterator[Problem]]
+MODULES = (parameters, pipeline, communication, training, data, checkpoint)
+"""Checks and notes that need more than the options, besides those that the classes of options have."""
 
 
-def _checks() -> list[Check]:
-    """Return the functions named ``check_...`` of the modules of checks, in order."""
-    own = sys.modules[__name__]
-    modules = (
-        model,
-        adapters,
-        context_parallel,
-        grad_compression,
-        training,
-        objective,
-        diloco,
-        offload,
-        fp8,
-        data,
-        checkpoint,
-        own,
-    )
-    return [f for each in modules for name, f in vars(each).items() if name.startswith("check_")]
+def _functions(config: RunConfig, check: bool) -> Iterator[Callable[[RunConfig, int], Iterator[Any]]]:
+    """Yield the checks of a configuration, or what notes on it."""
+    yield from group_methods(config, "check_" if check else "note_")
+    for module in MODULES:
+        for name, function in vars(module).items():
+            if name.startswith("check_") if check else name.endswith("_notes"):
+                yield function
 
 
-NOTES = (
-    training.batch_notes,
-    training.learning_rate_notes,
-    data.data_notes,
-    checkpoint.checkpoint_notes,
-    profiling_notes,
-    cuda_graph_notes,
-    model.attention_notes,
-    model.pipeline_notes,
-    model.expert_notes,
-    model.sharding_notes,
-    context_parallel.context_parallel_notes,
-    grad_compression.grad_compression_notes,
-    fp8.fp8_notes,
-    diloco.diloco_notes,
-)
-"""Functions of a configuration without problems and the number of ranks; they yield notes of one line."""
+def find_notes(config: RunConfig, world_size: int) -> Iterator[str]:
+    """Yield notes of one line on a configuration without problems."""
+    for function in _functions(config, check=False):
+        yield from function(config, world_size)
 
 
 def find_problems(config: RunConfig, world_size: int, doubtful: Set[str] = frozenset()) -> list[Problem]:
@@ -397,10 +147,11 @@ def find_problems(config: RunConfig, world_size: int, doubtful: Set[str] = froze
     known = config
     for setting in (SETTINGS[name] for name in wrong):
         known = known.with_group(setting.group, replace(known.group(setting.group), **{setting.name: _Unknown()}))
-    for rule in (*RULES, *GRAPH_RULES):
+    for rule in rules():
         with suppress(_UnknownError):
-            found.extend(broken_rules([rule], known))
-    for check in _checks():
+            if holds(rule.condition, known):
+                found.append(rule.problem(known))
+    for check in _functions(known, check=True):
         with suppress(_UnknownError):
             found.extend(check(known, world_size))
     return found

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
-from megatron.config.option import Need, option
+from megatron.config.option import ZERO_IS_NONE, Need, option
 from megatron.config.training import TRAINING_STEPS
 
 RESUME_MODES = ("exact", "new-schedule", "weights-only")
@@ -26,7 +27,14 @@ class CheckpointConfig:
     save: str | None = option(None, role="start")
     """Folder for checkpoints, or s3://BUCKET/RUN. If it holds checkpoints, the run resumes from the newest valid
     one."""
-    save_interval: int | None = option(None, role="start", at_least=1, needs=(SAVE, TRAINING_STEPS))
+    save_interval: int | None = option(
+        None,
+        role="start",
+        at_least=1,
+        needs=(SAVE, TRAINING_STEPS),
+        megatron=ZERO_IS_NONE,
+        spellings=("--persistent-save-interval",),
+    )
     """Steps between checkpoints. Default: only when the run ends or stops."""
     keep_last: int | None = option(None, role="start", at_least=1, needs=(SAVE, TRAINING_STEPS))
     """Number of checkpoints to keep; older ones are deleted after each save. Default: all."""
@@ -61,6 +69,20 @@ class CheckpointConfig:
     )
     """Restore from load, or without it from save: exact (everything), new-schedule (everything, but batch size, run
     length, optimizer settings and schedules from the flags), or weights-only."""
+
+    refused: ClassVar = """
+    lora_rank and not pretrained_checkpoint
+    E806 --lora-rank {lora_rank} trains adapters of a model, and none is given
+      fix: --pretrained-checkpoint hf:DIR | --pretrained-checkpoint RUN
+
+    save and save_hf_interval%save_interval
+    E805 --save-hf-interval {save_hf_interval} is not a multiple of --save-interval {save_interval}
+      fix: --save-hf-interval {save_hf_interval%save_interval}
+
+    save_hf_interval and save and not save_interval
+    E805 --save-hf-interval needs --save-interval, because it exports checkpoints
+      fix: --save-interval {save_hf_interval} | drop --save-hf-interval
+    """
 
     @property
     def first_start(self) -> CheckpointConfig:

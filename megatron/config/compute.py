@@ -4,11 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 from megatron.config.errors import Problem
-from megatron.config.option import option
+from megatron.config.option import Run, option
 from megatron.config.plugins import registered
 from megatron.config.text import did_you_mean
+
+NO_CUDA_GRAPH = "--cuda-graph none"
+
+
+def no_gpu_problem(mode: str) -> Problem:
+    """Return the problem of a run that captures ``mode`` on a CPU."""
+    return Problem("E906", f"--cuda-graph {mode} needs a GPU, and this run uses a CPU", (NO_CUDA_GRAPH,))
 
 
 @dataclass(frozen=True)
@@ -28,6 +36,76 @@ class ComputeConfig:
     be captured and micro-batches are so short that the host would be the limit, else none."""
     reduced_precision_reduction: bool = option(False, role="free")
     """Let matrix products on GPUs add partial sums in bf16 or fp16, as PyTorch does by default, instead of fp32."""
+
+    refused: ClassVar = """
+    cuda_graph=optimizer|step and device=cpu
+    E906 --cuda-graph {cuda_graph} needs a GPU, and this run uses a CPU
+      fix: --cuda-graph none
+    """
+
+    def check_kernels(self, config: Run, world_size: int) -> Iterator[Problem]:
+        """Check that every word of ``--kernels`` names an operation or an implementation that this model can use."""
+        problems = list(kernel_problems(self.kernels))
+        yield from problems
+        if problems:
+            return
+        choices = kernel_choices(self.kernels)
+        for operation, choice in choices.items() if config.training.device == "cpu" else ():
+            on_cpu = CPU_KERNELS[:1] if operation == "fp8" else CPU_KERNELS
+            if choice.alone and choice.name in KERNEL_CANDIDATES[operation] and choice.name not in on_cpu:
+                sentence = f"--kernels {operation}={choice.name} needs a GPU, and this run uses a CPU"
+                yield Problem("E903", sentence, (f"--kernels {operation}=auto",))
+        parallel, choice = config.parallel, choices["attention"]
+        if not choice.alone or choice.name == "torch":
+            return
+        if config.model.attention_dropout > 0.0:
+            sentence = (
+                f"--kernels attention={choice.name} cannot be used with --attention-dropout "
+                f"{config.model.attention_dropout:g}: only PyTorch's unfused attention drops weights"
+            )
+            yield Problem("E903", sentence, ("--attention-dropout 0", "--kernels attention=auto"))
+            return
+        model = config.model
+        scores = f"--softmax-type {model.softmax_type}" if model.softmax_type != "vanilla" else ""
+        if not scores and model.attn_logit_softcapping is not None and choice.name in ("cudnn", "varlen"):
+            scores = "--attn-logit-softcapping"
+        if scores:
+            sentence = f"--kernels attention={choice.name} cannot be used with {scores}"
+            yield Problem("E903", sentence, ("--kernels attention=auto",))
+        elif parallel.context_parallel_size > parallel.cp_head_ranks:
+            sentence = (
+                f"--kernels attention={choice.name} cannot be used with --cp-comm-type {parallel.cp_comm_type}: "
+                "only PyTorch's attention merges the results for the keys of several ranks"
+            )
+            yield Problem("E903", sentence, ("--kernels attention=auto", "--cp-comm-type a2a"))
+
+    def check_graph_backend(self, config: Run, world_size: int) -> Iterator[Problem]:
+        """Reject gloo: it communicates from the CPU, which a graph does not capture."""
+        mode, parallel = self.cuda_graph, config.parallel
+        if mode not in ("optimizer", "step") or parallel.distributed_backend != "gloo":
+            return
+        if (parallel.model_ranks if mode == "optimizer" else world_size) > 1:
+            sentence = f"--cuda-graph {mode} cannot capture the communication of --distributed-backend gloo"
+            yield Problem("E909", sentence, ("--distributed-backend nccl", NO_CUDA_GRAPH))
+
+    def check_graph_attention(self, config: Run, world_size: int) -> Iterator[Problem]:
+        """Reject capturing patterns that need FlexAttention, which is untested."""
+        model = config.model
+        if self.cuda_graph != "step":
+            return
+        try:
+            windows = all(model.pattern(layer).only_window for layer in range(model.num_layers))
+        except ValueError:  # reported by the check of the pattern
+            return
+        if not windows:
+            sentence = f"--cuda-graph step is untested with --attention-pattern {model.attention_pattern}"
+            yield Problem("E917", sentence, ("--cuda-graph optimizer", NO_CUDA_GRAPH))
+
+    def note_cuda_graph(self, config: Run, world_size: int) -> Iterator[str]:
+        """Yield a note if health reports keep every step from using the graph."""
+        if self.cuda_graph == "step" and config.logging.log_health_interval == 1:
+            eager = "--cuda-graph step has no effect, because steps with a health report run eagerly"
+            yield f"--log-health-interval 1: {eager}"
 
 
 KERNEL_CANDIDATES: dict[str, tuple[str, ...]] = {

@@ -3,13 +3,28 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterable
-from dataclasses import dataclass, replace
-from fnmatch import fnmatchcase
+import math
+import re
+import shlex
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from functools import cache
+from typing import ClassVar
 
-from megatron.config.attention_pattern import AttentionPattern, parse_layers
-from megatron.config.option import Need, option
+from megatron.config.adapters import AdapterOptions
+from megatron.config.attention_pattern import AttentionPattern, format_layers, parse_layers, split_layers
+from megatron.config.errors import Problem
+from megatron.config.experts import ExpertOptions
+from megatron.config.option import (
+    MAX_LAYERS,
+    MAX_SIZE,
+    MegatronOption,
+    Need,
+    Run,
+    WithPluginOptions,
+    option,
+)
+from megatron.config.text import divisors, flag_fixes, multiples_as_fixes, nearest
 
 GATED_ACTIVATIONS = ("swiglu", "geglu", "geglu_tanh", "quick_geglu")
 """Activations whose first projection has a second half, the gate."""
@@ -20,19 +35,8 @@ ROPE = Need("position_embedding_type=rope")
 ROPE_SCALING = Need("use_rope_scaling")
 YARN = Need("position_embedding_type=yarn")
 QK_NORM = Need("qk_layernorm")
-EXPERTS = Need("num_experts")
 GATED = Need(f"activation={'|'.join(GATED_ACTIVATIONS)}", "a gated activation")
 CROSS_ENTROPY = Need("objective!=dpo|distillation", "--objective next_token")
-LORA = Need("lora_rank")
-
-QUANTIZED_BITS = {"int8": 8, "nf4": 4}
-"""Bits of a weight by ``frozen_weights_precision``, without its share of a scale."""
-
-QUANTIZED_BLOCK = 64
-"""Inputs of a row that share a scale, of 4 bytes."""
-
-MAX_LAYERS, MAX_SIZE = 10_000, 10**9
-"""Limits of the sizes of a model, which bound memory and time before anything is built."""
 
 
 def _window(text: str) -> int | None:
@@ -46,12 +50,6 @@ def _window(text: str) -> int | None:
     if right != [0] or left < -1:
         raise ValueError(f"{text!r}: a causal window is left,0 with left >= 0, or -1 for no limit")
     return None if left == -1 else left + 1
-
-
-def _attention_pattern(text: str) -> str:
-    """Check the patterns of attention; they are kept as text."""
-    parse_layers(text)
-    return text
 
 
 def _layer_list(node: ast.expr) -> list[int]:
@@ -86,25 +84,11 @@ def no_rope_layers(text: str) -> tuple[int, ...]:
     return tuple(layers)
 
 
-def _no_rope_freq(text: str) -> str:
-    """Check which layers have no rotary embedding; they are kept as text."""
-    no_rope_layers(text)
-    return text
+@dataclass(frozen=True, init=False, eq=False, repr=False)
+class TransformerOptions(WithPluginOptions):
+    """Shape and arithmetic of a decoder-only transformer."""
 
-
-@dataclass(frozen=True)
-class ModelConfig:
-    """Decoder-only transformer.
-
-    Query heads share key/value heads in groups (``n`` = num_attention_heads, ``g`` = num_query_groups)::
-
-        MHA: g = n      GQA: 1 < g < n      MQA: g = 1
-        q q q q         q q q q             q q q q
-        | | | |          \\|   |/             \\ \\/ /
-        k k k k          k     k               k
-    """
-
-    num_layers: int = option(2, role="shape", at_least=1, at_most=MAX_LAYERS)
+    num_layers: int = option(2, role="shape", at_least=1, at_most=MAX_LAYERS, spellings=("--encoder-num-layers",))
     """Number of transformer blocks."""
     hidden_size: int = option(128, role="shape", at_least=1, at_most=MAX_SIZE)
     """Width of the residual stream."""
@@ -112,7 +96,13 @@ class ModelConfig:
     """Hidden width of the MLP. Default: 4 x hidden_size; gated 2/3 of that, rounded down to a multiple of 64."""
     num_attention_heads: int = option(4, role="shape", at_least=1, at_most=MAX_SIZE)
     """Number of query heads."""
-    num_query_groups: int | None = option(None, role="shape", at_least=1, at_most=MAX_SIZE)
+    num_query_groups: int | None = option(
+        None,
+        role="shape",
+        at_least=1,
+        at_most=MAX_SIZE,
+        megatron=MegatronOption("1, with --group-query-attention", "one per query head"),
+    )
     """Number of key/value heads. Default: one per query head (MHA); 1 is MQA."""
     kv_channels: int | None = option(None, role="shape", at_least=1, at_most=MAX_SIZE)
     """Channels per head. Default: hidden_size / num_attention_heads."""
@@ -134,6 +124,13 @@ class ModelConfig:
         role="shape",
         choices=("learned_absolute", "rope", "yarn", "none"),
         aliases={"--use-rotary-position-embeddings": "rope"},
+        megatron=MegatronOption(
+            missing={
+                "alibi": "ALiBi positions are not implemented",
+                "relative": "relative position biases are not implemented",
+                "mrope": "multimodal rotary positions are not implemented",
+            }
+        ),
     )
     """Position embedding."""
     max_position_embeddings: int | None = option(None, role="shape", at_least=1, at_most=MAX_SIZE)
@@ -149,7 +146,7 @@ class ModelConfig:
     others."""
     rotary_seq_len_interpolation_factor: float = option(1.0, role="function", at_least=1, needs=ROPE)
     """Divide positions by this factor (linear interpolation)."""
-    no_rope_freq: str | None = option(None, role="function", parse=_no_rope_freq, needs=ROTARY)
+    no_rope_freq: str | None = option(None, role="function", check=no_rope_layers, needs=ROTARY)
     """Layers without rotary embedding: every N-th, or a list with 1 for them and 0 for the others, repeated over the
     layers. Example: '[0]*3+[1]'."""
     use_rope_scaling: bool = option(False, role="function", needs=ROPE)
@@ -177,7 +174,7 @@ class ModelConfig:
     window_size: int | None = option(None, role="function", at_least=1, at_most=MAX_SIZE, parse=_window)
     """Sliding window: a token attends to itself and the window_size - 1 tokens before it. Megatron-LM's form L,0 means
     L+1, and -1 no limit."""
-    attention_pattern: str | None = option(None, role="function", parse=_attention_pattern)
+    attention_pattern: str | None = option(None, role="function", check=parse_layers)
     """Attention of each layer, repeated over the layers: global, local:WINDOW, chunked:SIZE, dilated:WINDOW:STEP,
     prefix:TOKENS, or the name of a plugin's pattern. A part +first:TOKENS keeps the first tokens visible, *N repeats.
     Example: 'local:4096*5,global'."""
@@ -241,41 +238,87 @@ class ModelConfig:
     z_loss_coeff: float = option(0.0, role="schedule", at_least=0, needs=CROSS_ENTROPY)
     """Weight of PaLM's z-loss, the squared log-partition of the logits."""
 
-    num_experts: int | None = option(None, role="shape", at_least=2, at_most=MAX_SIZE)
-    """Number of experts per block, in place of the MLP (mixture of experts). Default: none."""
-    moe_router_topk: int = option(2, role="function", at_least=1, at_most=MAX_SIZE, needs="num_experts")
-    """Number of experts per token."""
-    moe_ffn_hidden_size: int | None = option(None, role="shape", at_least=1, at_most=MAX_SIZE, needs=EXPERTS)
-    """Hidden width of an expert. Default: that of the MLP."""
-    moe_shared_expert_intermediate_size: int | None = option(
-        None, role="shape", at_least=1, at_most=MAX_SIZE, needs=EXPERTS
-    )
-    """Hidden width of a shared expert, which processes every token. Default: no shared expert."""
-    moe_router_pre_softmax: bool = option(False, role="function", needs=EXPERTS)
-    """Apply the softmax over all experts before the top-k, instead of over the chosen experts."""
-    moe_router_load_balancing_type: str = option(
-        "seq_aux_loss", role="schedule", choices=("seq_aux_loss", "aux_loss", "none"), needs="num_experts"
-    )
-    """Scope of the load-balancing loss: each sequence (seq_aux_loss), or, as in the Switch Transformer, each
-    micro-batch of a rank (aux_loss), which makes it depend on the layout."""
-    moe_aux_loss_coeff: float = option(0.0, role="schedule", at_least=0, needs=EXPERTS)
-    """Weight of the load-balancing loss."""
-    moe_z_loss_coeff: float | None = option(None, role="schedule", at_least=0, needs=EXPERTS)
-    """Weight of ST-MoE's z-loss, the squared log-partition of the router's logits. Default: 0."""
+    other_meanings: ClassVar = """
+    --num-query-groups and not --group-query-attention and num_attention_heads>kv_groups
+      --num-query-groups is in effect, and the model has as many heads of keys and values; Megatron-LM would ignore it
+      without --group-query-attention
 
-    lora_rank: int | None = option(None, role="shape", at_least=1, at_most=MAX_SIZE)
-    """Train adapters of this rank (LoRA) beside linears of the model in pretrained_checkpoint, and freeze all its
-    parameters."""
-    lora_alpha: float | None = option(None, role="function", above=0, needs=LORA, example=32)
-    """Scale what adapters add by this / lora_rank. Default: 2 x lora_rank."""
-    lora_target: tuple[str, ...] = option(("linear_*",), role="shape", needs=LORA)
-    """Shell patterns of the linears with adapters, such as linear_qkv, linear_qkv.q, linear_fc1.gate or
-    layers.0.mlp.*; experts have none."""
-    lora_dora: bool = option(False, role="shape", needs=LORA)
-    """Train the magnitudes of the rows of adapted weights too (DoRA)."""
-    frozen_weights_precision: str | None = option(None, role="function", choices=("int8", "nf4"), needs=LORA)
-    """Keep the frozen weights of attention and MLP as 8-bit integers or 4-bit NormalFloat, with a scale for 64 inputs;
-    each product converts them. Default: as params_dtype."""
+    --rope-scaling-factor and use_rope_scaling and not rope_scaling_factor=8.0
+      --rope-scaling-factor is in effect; Megatron-LM reads it and scales by 8
+
+    --openai-gelu and --no-bias-gelu-fusion
+      activation is gelu_tanh; Megatron-LM without fused biases computes the exact form: --activation gelu
+
+    --disable-bias-linear and activation=gelu_tanh and not --activation
+      activation is gelu_tanh; Megatron-LM without biases computes the exact form: --activation gelu
+    """
+
+    refused: ClassVar = """
+    ffn=0
+    E103 hidden size {hidden_size} with {activation}: the MLP's width, 8/3 of it rounded down to 64s, is 0
+      fix: --ffn-hidden-size {hidden_size*4} | --hidden-size 24
+
+    not vocab_size and tokenizer_type=NullTokenizer
+    E104 NullTokenizer does not know the size of the vocabulary
+      fix: --vocab-size 50257
+
+    not vocab_size and generated and not tokenizer_type
+    E104 the size of the vocabulary is unknown: generated tokens have no tokenizer
+      fix: --vocab-size 50257 | --tokenizer-type ByteTokenizer
+
+    seq_length>max_position_embeddings
+    E105 samples of {seq_length} tokens exceed the model's {max_position_embeddings} positions
+      fix: --seq-length {max_position_embeddings} | --max-position-embeddings {seq_length}
+
+    use_rope_scaling and rotary_seq_len_interpolation_factor!=1.0
+    E107 --use-rope-scaling and --rotary-seq-len-interpolation-factor both stretch the rotary frequencies
+      fix: drop --use-rope-scaling | drop --rotary-seq-len-interpolation-factor
+
+    use_rope_scaling and rope_low_freq_factor>=rope_high_freq_factor
+    E107 --rope-low-freq-factor {rope_low_freq_factor} is not below --rope-high-freq-factor {rope_high_freq_factor}
+      fix: --rope-low-freq-factor 1 --rope-high-freq-factor 4
+
+    position_embedding_type=yarn and not yarn_original_max_position_embeddings
+    E107 yarn needs the context length of the model before its extension
+      fix: --yarn-original-max-position-embeddings {seq_length}
+
+    position_embedding_type=yarn and yarn_beta_slow>=yarn_beta_fast
+    E107 --yarn-beta-slow {yarn_beta_slow} is not below --yarn-beta-fast {yarn_beta_fast}
+      fix: --yarn-beta-slow 1 --yarn-beta-fast 32
+
+    window_size and attention_pattern
+    E109 --window-size {window_size} and --attention-pattern both set what a token attends to
+      fix: drop --window-size | drop --attention-pattern
+
+    cuda_graph=step and attn_logit_softcapping
+    E917 --cuda-graph step is untested with --attn-logit-softcapping {attn_logit_softcapping}
+      fix: --cuda-graph optimizer | --cuda-graph none
+
+    cuda_graph=step and softmax_type!=vanilla
+    E917 --cuda-graph step is untested with --softmax-type {softmax_type}
+      fix: --cuda-graph optimizer | --cuda-graph none
+
+    qk_layernorm and qk_layernorm_scope=all and normalization!=RMSNorm
+    E110 --qk-layernorm-scope all divides by an RMS, which --normalization {normalization} does not
+      fix: --qk-layernorm-scope head | --normalization RMSNorm
+
+    cuda_graph=step and hidden_dropout>0 or cuda_graph=step and attention_dropout>0
+    E907 --cuda-graph step does not support dropout: every step would drop the same elements
+      fix: --hidden-dropout 0 --attention-dropout 0 | --cuda-graph optimizer | --cuda-graph none
+    """
+
+
+@dataclass(frozen=True)
+class ModelConfig(AdapterOptions, ExpertOptions, TransformerOptions):
+    """Decoder-only transformer.
+
+    Query heads share key/value heads in groups (``n`` = num_attention_heads, ``g`` = num_query_groups)::
+
+        MHA: g = n      GQA: 1 < g < n      MQA: g = 1
+        q q q q         q q q q             q q q q
+        | | | |          \\|   |/             \\ \\/ /
+        k k k k          k     k               k
+    """
 
     def mixers(self, layer: int) -> tuple[str, ...]:
         """Return the names of the mixers of a layer, in order: each is a residual layer ``x + mixer(norm(x))``."""
@@ -345,30 +388,6 @@ class ModelConfig:
         return self.vocab_size
 
     @property
-    def base(self) -> ModelConfig:
-        """The model without adapters."""
-        full = replace(self, lora_rank=None, lora_alpha=None, frozen_weights_precision=None)
-        return replace(full, lora_target=ModelConfig.lora_target, lora_dora=False)
-
-    @property
-    def quantized_block_bytes(self) -> int | None:
-        """Bytes of ``QUANTIZED_BLOCK`` inputs of a row of quantised weights; None without such weights."""
-        if self.frozen_weights_precision is None or self.lora_rank is None:
-            return None
-        return QUANTIZED_BLOCK * QUANTIZED_BITS[self.frozen_weights_precision] // 8 + 4
-
-    @property
-    def lora_scale(self) -> float:
-        """Factor of what adapters add; 0 without adapters."""
-        if self.lora_rank is None:
-            return 0.0
-        return 2.0 if self.lora_alpha is None else self.lora_alpha / self.lora_rank
-
-    def adapts(self, linear: str) -> bool:
-        """Return True if ``lora_target`` matches the global name of a linear, or of a part such as ``...qkv.q``."""
-        return any(fnmatchcase(linear, form) for each in self.lora_target for form in (each, f"*.{each}"))
-
-    @property
     def qkv_bias(self) -> bool:
         """True if the QKV projection has a bias."""
         return self.add_bias_linear or self.add_qkv_bias
@@ -394,3 +413,120 @@ class ModelConfig:
         if self.position_embedding_type not in ("rope", "yarn"):
             return 0
         return int(self.head_dim * self.rotary_percent)
+
+    def check_head_width(self, config: Run, world_size: int) -> Iterator[Problem]:
+        """Without ``kv_channels``, check that the heads divide the hidden size."""
+        hidden, heads = self.hidden_size, self.num_attention_heads
+        if self.kv_channels is None and hidden % heads:
+            fixes = (
+                *flag_fixes("--num-attention-heads", nearest(heads, divisors(hidden))),
+                *multiples_as_fixes("--hidden-size", hidden, heads),
+                f"--kv-channels {max(1, hidden // heads)}",
+            )
+            yield Problem("E101", f"hidden size {hidden} does not divide into {heads} heads", fixes)
+
+    def check_query_groups(self, config: Run, world_size: int) -> Iterator[Problem]:
+        """Check that every key/value head serves the same number of query heads."""
+        heads, groups = self.num_attention_heads, self.kv_groups
+        if heads % groups:
+            fixes = flag_fixes("--num-query-groups", nearest(groups, divisors(heads)))
+            yield Problem("E102", f"{heads} query heads cannot share {groups} key/value heads evenly", fixes)
+
+    def check_rotary_channels(self, config: Run, world_size: int) -> Iterator[Problem]:
+        """Check that an even number of channels is rotated."""
+        if self.position_embedding_type not in ("rope", "yarn"):
+            return
+        rotated, channels = self.rotary_dim, self.head_dim
+        if rotated < 2 or rotated % 2:
+            whole = (f"--kv-channels {channels + 1}",) if channels % 2 else ()
+            even = nearest(rotated, range(2, channels + 1, 2))
+            shares = (
+                math.ceil(10_000 * n / channels) / 10_000 for n in even
+            )  # up: the number of channels is rounded down
+            sentence = f"{rotated} of {channels} channels per head would be rotated; the number must be even"
+            yield Problem("E106", sentence, (*whole, *(f"--rotary-percent {share:g}" for share in shares)))
+
+    def check_no_rope_freq(self, config: Run, world_size: int) -> Iterator[Problem]:
+        """Check that a list of layers without RoPE has at most as many entries as the model has layers."""
+        if self.no_rope_freq is None or (entries := len(no_rope_layers(self.no_rope_freq))) <= self.num_layers:
+            return
+        sentence = f"--no-rope-freq {self.no_rope_freq} is for {entries} layers, and the model has {self.num_layers}"
+        yield Problem("E111", sentence, ("drop --no-rope-freq", f"--num-layers {entries}"))
+
+    def check_heads_divide(self, config: Run, world_size: int) -> Iterator[Problem]:
+        """Check that TP divides the query heads, and that key/value heads and TP divide one another."""
+        heads, groups = self.num_attention_heads, self.kv_groups
+        tp = config.parallel.tensor_model_parallel_size
+        if heads % tp:
+            fit = [n for n in divisors(heads) if world_size % n == 0]
+            sizes = flag_fixes("--tensor-model-parallel-size", nearest(tp, fit))
+            fixes = sizes + multiples_as_fixes("--num-attention-heads", heads, tp)
+            yield Problem("E203", f"{heads} heads do not divide over TP {tp}", fixes)
+        elif groups % tp and tp % groups:
+            fit = [n for n in divisors(heads) if n % tp == 0 or tp % n == 0]
+            sentence = f"{groups} key/value heads and TP {tp}: neither is a multiple of the other"
+            yield Problem("E203", sentence, flag_fixes("--num-query-groups", nearest(groups, fit)))
+
+    def check_mlp_divides(self, config: Run, world_size: int) -> Iterator[Problem]:
+        """Check that TP divides the width of the MLP, or of the shared expert that replaces it."""
+        tp, option_flag, module, width = (
+            config.parallel.tensor_model_parallel_size,
+            "--ffn-hidden-size",
+            "an MLP",
+            self.ffn,
+        )
+        if self.num_experts is not None:
+            option_flag, module = "--moe-shared-expert-intermediate-size", "a shared expert"
+            width = self.moe_shared_expert_intermediate_size or 0
+        if width % tp:
+            sentence = f"{module} of width {width} does not divide over TP {tp}"
+            yield Problem("E204", sentence, multiples_as_fixes(option_flag, width, tp))
+
+    def check_sequence_parallel(self, config: Run, world_size: int) -> Iterator[Problem]:
+        """Check that TP divides the sequence length, or a context-parallel rank's part, under sequence parallelism."""
+        parallel, length = config.parallel, config.training.seq_length
+        tp, cp = parallel.tensor_model_parallel_size, parallel.context_parallel_size
+        if parallel.sequence_parallel and length % (tp * cp):
+            over = f"TP {tp}" if cp == 1 else f"TP {tp} x CP {cp}"
+            sentence = f"sequence parallelism: samples of {length} tokens do not divide over {over}"
+            fixes = (*multiples_as_fixes("--seq-length", length, parallel.sequence_multiple), "--no-sequence-parallel")
+            yield Problem("E205", sentence, fixes)
+
+    def check_attention_pattern(self, config: Run, world_size: int) -> Iterator[Problem]:
+        """Check that layers have all patterns of attention, and that labels are left to predict."""
+        length = config.training.seq_length
+        if self.attention_pattern is None:
+            return
+        count, prefix = len(parse_layers(self.attention_pattern)), self.attention_prefix
+        if count > self.num_layers:
+            sentence = f"--attention-pattern has patterns for {count} layers, and the model has {self.num_layers}"
+            shorter = format_layers(split_layers(self.attention_pattern)[: self.num_layers])
+            yield Problem("E109", sentence, (f"--attention-pattern {shlex.quote(shorter)}", f"--num-layers {count}"))
+        if prefix >= length:
+            shorter = re.sub(
+                r"prefix:(\d+)",
+                lambda found: found[0] if int(found[1]) < length else f"prefix:{length // 2 or 1}",
+                self.attention_pattern,
+            )
+            sentence = f"--attention-pattern prefix:{prefix} leaves no label of a sample of {length} tokens to predict"
+            longer, limit = f"--seq-length {2 * prefix}", self.max_position_embeddings
+            if limit is not None and limit < 2 * prefix:
+                longer += f" --max-position-embeddings {2 * prefix}"
+            yield Problem("E109", sentence, (f"--attention-pattern {shlex.quote(shorter)}", longer))
+
+    def note_attention(self, config: Run, world_size: int) -> Iterator[str]:
+        """Yield notes about windows that hide nothing, and about patterns that end in the middle."""
+        length = config.training.seq_length
+        if self.window_size is not None and self.window_size >= length:
+            yield f"--window-size {self.window_size} has no effect: samples have {length} tokens"
+        if self.attention_pattern is None:
+            return
+        for text in dict.fromkeys(part.partition("*")[0].strip() for part in self.attention_pattern.split(",")):
+            pattern = AttentionPattern.parse(text)
+            limits = [limit for limit in (pattern.window, pattern.chunk) if limit is not None]
+            if limits and min(limits) >= length and pattern.dilation == 1:
+                yield f"--attention-pattern {text} hides nothing: samples have {length} tokens"
+        count = len(parse_layers(self.attention_pattern))
+        if self.num_layers % count:
+            layers = f"{self.num_layers} layers; the last repeat is cut"
+            yield f"--attention-pattern: {count} patterns do not divide {layers}"

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from math import ceil, lcm
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from math import ceil, lcm, prod
+from typing import ClassVar
 
-from megatron.config.option import Need, option
+from megatron.config.errors import Problem
+from megatron.config.option import MegatronOption, Need, Run, option
+from megatron.config.text import divisors, flag, flag_fixes, multiples_as_fixes, nearest, nearest_multiples
 
 PIPELINE_SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb-h1", "zb-h2", "zb-v", "dualpipe-v", "searched")
 """Names of schedules; :mod:`megatron.pipeline.schedules` builds them."""
@@ -14,7 +18,7 @@ ZERO_STAGES = {"no_shard": 0, "optim": 1, "optim_grads": 2, "optim_grads_params"
 """ZeRO stage (arXiv 1910.02054) of each data-parallel sharding strategy."""
 
 TP_OVERLAP_METHODS = ("pipelined", "symmetric_memory")
-"""Ways to overlap tensor-parallel communication; :mod:`megatron.distributed.tensor_parallel` has them."""
+"""Ways to overlap tensor-parallel communication; :mod:`megatron.distributed.mappings` has them."""
 
 CP_COMM_TYPES = ("p2p", "all_gather", "a2a", "a2a+p2p")
 """Communication of context-parallel attention; :mod:`megatron.distributed.context_parallel` has them."""
@@ -63,12 +67,6 @@ class GradCompression:
         return ceil(self.ratio * elements)
 
 
-def _grad_compression(text: str) -> str:
-    """Check the method; it is kept as text."""
-    GradCompression.parse(text)
-    return text
-
-
 CONTEXT_PARALLEL = Need("context_parallel_size>1", "CP above 1")
 ZERO_3 = Need("data_parallel_sharding_strategy=optim_grads_params")
 SEVERAL_STAGES = Need("several_stages", "several stages")
@@ -82,7 +80,7 @@ INTERLEAVED = Need(
 class ParallelConfig:
     """Sizes of the rank grid, pipeline schedule and data-parallel communication."""
 
-    tensor_model_parallel_size: int = option(1, role="free", at_least=1)
+    tensor_model_parallel_size: int = option(1, role="free", at_least=1, spellings=("--model-parallel-size",))
     """Tensor parallelism: ranks that shard each layer's matrices (TP)."""
     sequence_parallel: bool = option(False, role="free", needs=Need("tensor_model_parallel_size>1", "TP above 1"))
     """Shard the sequence over TP ranks outside the tensor-parallel regions."""
@@ -139,13 +137,15 @@ class ParallelConfig:
     """Backend of torch.distributed. Default: nccl on GPUs, gloo on CPUs."""
     distributed_timeout_minutes: float = option(10.0, role="free", above=0)
     """Timeout of every collective. A collective that takes longer ends the run."""
-    overlap_grad_reduce: bool = option(True, role="free")
+    overlap_grad_reduce: bool = option(
+        True, role="free", megatron=MegatronOption("off", "the results are the same, and it is not slower")
+    )
     """Overlap the reduction of gradient buckets with the backward pass."""
     ddp_bucket_size: int | None = option(None, role="free", at_least=1)
     """Elements per gradient bucket. Default: 40 million, or 1 million times DP x CP if that is more."""
     grad_reduce_in_bf16: bool = option(False, role="free")
     """Send gradients between data-parallel ranks as bf16. They are summed in fp32."""
-    grad_compression: str = option("none", role="free", parse=_grad_compression)
+    grad_compression: str = option("none", role="free", check=GradCompression.parse)
     """Compress the gradients that data-parallel ranks send: powersgd:RANK (low-rank factors) or topk:RATIO (the largest
     elements), both with error feedback and for the all-reduce between optimizer instances or without ZeRO, or int8
     (stochastically rounded, also for the reduce-scatter of ZeRO). Default: none."""
@@ -167,6 +167,72 @@ class ParallelConfig:
     param_cpu_offload: bool = option(False, role="free", needs=ZERO_3)
     """ZeRO-3: keep each rank's shards of the weights in host memory, and copy them to the device for every gather.
     Needs optimizer_cpu_offload."""
+
+    refused: ClassVar = """
+    tp_comm_overlap_method=symmetric_memory and device=cpu
+    E930 --tp-comm-overlap-method symmetric_memory needs GPUs, and this run uses CPUs
+      fix: --tp-comm-overlap-method pipelined
+
+    cuda_graph=step and tp_comm_overlap_method=symmetric_memory
+    E931 --tp-comm-overlap-method symmetric_memory is untested with --cuda-graph step
+      fix: --tp-comm-overlap-method pipelined | --cuda-graph optimizer | --cuda-graph none
+
+    cuda_graph=step and pipeline_model_parallel_size>1
+    E912 --cuda-graph step is untested with pipeline parallelism; there are {pipeline_model_parallel_size} pipeline
+      ranks
+      fix: --cuda-graph optimizer | --cuda-graph none
+
+    cuda_graph=step and context_parallel_size>1
+    E917 --cuda-graph step is untested with context parallelism; there are {context_parallel_size} context-parallel
+      ranks
+      fix: --cuda-graph optimizer | --cuda-graph none
+
+    distributed_backend=nccl and device=cpu
+    E206 the nccl backend cannot serve CPUs
+      fix: --distributed-backend gloo | --device cuda
+
+    grad_compression!=none and grad_reduce_in_bf16
+    E216 --grad-compression {grad_compression} and --grad-reduce-in-bf16 are two ways to send gradients
+      fix: --no-grad-reduce-in-bf16 | --grad-compression none
+
+    grad_compression!=none|int8 and params_dtype=fp16
+    E216 --grad-compression {grad_compression} keeps errors of gradients, and the loss scale of fp16 changes their
+      unit
+      fix: --bf16 | --grad-compression int8
+
+    cuda_graph=step and grad_compression!=none
+    E918 --cuda-graph step cannot capture --grad-compression {grad_compression}
+      fix: --cuda-graph optimizer | --grad-compression none
+
+    use_distributed_optimizer and data_parallel_sharding_strategy=no_shard
+    E215 --use-distributed-optimizer and no_shard contradict each other
+      fix: drop --use-distributed-optimizer | --data-parallel-sharding-strategy optim
+
+    cuda_graph=step and zero_stage=3
+    E913 --cuda-graph step cannot capture optim_grads_params, which frees and allocates weights (ZeRO-3)
+      fix: --cuda-graph optimizer | --cuda-graph none
+
+    num_distributed_optimizer_instances>1 and zero_stage=0
+    E215 {num_distributed_optimizer_instances} optimizer instances need a sharded optimizer
+      fix: --use-distributed-optimizer | --num-distributed-optimizer-instances 1
+
+    overlap_param_gather and zero_stage=0
+    E215 --overlap-param-gather needs a sharded optimizer: without one, no weights are gathered
+      fix: --use-distributed-optimizer | --no-overlap-param-gather
+
+    cuda_graph=optimizer|step and overlap_param_gather and zero_stage=1|2
+    E913 --cuda-graph {cuda_graph} cannot capture --overlap-param-gather, which ends in the next step
+      fix: --no-overlap-param-gather | --cuda-graph none
+
+    offloads_weights and optimizer=muon
+    E943 --param-cpu-offload: muon updates matrices on the device
+      fix: drop --param-cpu-offload
+
+    offloads_weights and optimizer!=muon and not optimizer_cpu_offload or offloads_weights and optimizer!=muon and
+    optimizer_offload_fraction!=1.0
+    E943 --param-cpu-offload needs --optimizer-cpu-offload of all parameters
+      fix: --optimizer-cpu-offload --optimizer-offload-fraction 1 | drop --param-cpu-offload
+    """
 
     def bucket_size(self, data_parallel_ranks: int) -> int:
         """Return the elements per gradient bucket; by default they grow with the ranks that a bucket is cut for."""
@@ -212,12 +278,38 @@ class ParallelConfig:
         sizes = {"a2a": self.context_parallel_size, "a2a+p2p": next(iter(self.hierarchical_context_parallel_sizes), 1)}
         return sizes.get(self.cp_comm_type, 1)
 
+    def context_parallel_methods(self, heads: int, most: int) -> list[ParallelConfig]:
+        """Return the layout with each method that the attention heads allow: p2p, a2a+p2p and a2a.
+
+        Args:
+            heads: of the model.
+            most: largest number of ranks that exchange heads; a2a+p2p has as many as possible.
+        """
+        size, found = self.context_parallel_size, {}
+        for among in divisors(size):
+            method = "p2p" if among == 1 else "a2a" if among == size else "a2a+p2p"
+            sizes = (among, size // among) if method == "a2a+p2p" else ()
+            if among <= max(1, most) and heads // self.tensor_model_parallel_size % among == 0:
+                found[method] = replace(self, cp_comm_type=method, hierarchical_context_parallel_sizes=sizes)
+        return [*found.values()]
+
+    @property
+    def context_parallel_flags(self) -> str:
+        """The flags of the method."""
+        sizes = self.hierarchical_context_parallel_sizes if self.cp_comm_type == "a2a+p2p" else ()
+        groups = f" --hierarchical-context-parallel-sizes {' '.join(map(str, sizes))}" if sizes else ""
+        return f"--cp-comm-type {self.cp_comm_type}{groups}"
+
+    @property
+    def sequence_ranks(self) -> int:
+        """Ranks over which the rows of a sequence are distributed."""
+        return self.context_parallel_size * (self.tensor_model_parallel_size if self.sequence_parallel else 1)
+
     @property
     def sequence_multiple(self) -> int:
         """Number that divides the sequence length: every rank gets equally many tokens, and a ring rank two chunks."""
-        cp, tp = self.context_parallel_size, self.tensor_model_parallel_size
-        ring = cp // self.cp_head_ranks
-        return lcm(cp * tp if self.sequence_parallel else cp, 2 * ring if ring > 1 else 1)
+        ring = self.context_parallel_size // self.cp_head_ranks
+        return lcm(self.sequence_ranks, 2 * ring if ring > 1 else 1)
 
     def kv_copies(self, groups: int) -> int:
         """Return how many times a2a repeats each of ``groups`` key/value heads, so that its ranks can share them."""
@@ -241,3 +333,97 @@ class ParallelConfig:
     def weight_replicas(self, world_size: int) -> int:
         """Return the ranks that hold the same weights and reduce their gradients: DP x CP."""
         return self.data_parallel_size(world_size) * self.context_parallel_size
+
+    @property
+    def replica_axes(self) -> str:
+        """The axes of the ranks that hold the same weights."""
+        return "DP" if self.context_parallel_size == 1 else "DP x CP"
+
+    def check_world_size(self, config: Run, world_size: int) -> Iterator[Problem]:
+        """Check that the ranks of one model divide the world size."""
+        if world_size % self.model_ranks == 0:
+            return
+        name = "TP" if self.model_ranks == self.tensor_model_parallel_size else "TP x PP"
+        name += " x CP" if self.context_parallel_size > 1 else ""
+        ranks = "1 rank is" if world_size == 1 else f"{world_size} ranks are"
+        smaller: list[str] = []
+        for axis in ("tensor_model_parallel_size", "pipeline_model_parallel_size"):
+            size = getattr(self, axis)
+            others = self.model_ranks // size
+            fit = [n for n in divisors(size) if n < size and world_size % (n * others) == 0]
+            smaller += flag_fixes(flag(axis), fit[-1:])
+        enough = max(nearest_multiples(world_size, self.model_ranks))
+        start = f"torchrun --nproc-per-node {enough}" if enough <= 8 else f"start {enough} ranks"
+        yield Problem("E202", f"{ranks} not a multiple of {name} = {self.model_ranks}", (*smaller, start))
+
+    def check_instances(self, config: Run, world_size: int) -> Iterator[Problem]:
+        """Check that the optimizer instances divide the data-parallel ranks, and the ranks with the same experts."""
+        count = self.num_distributed_optimizer_instances
+        if not self.zero_stage or world_size % self.model_ranks:
+            return
+        replicas = self.weight_replicas(world_size)
+        sizes = {self.replica_axes: replicas}
+        experts = self.expert_model_parallel_size * self.expert_tp * self.pipeline_model_parallel_size
+        if config.model.num_experts is not None and world_size % experts == 0:
+            sizes["expert DP"] = world_size // experts
+        for name, size in sizes.items():
+            if size % count:
+                sentence = f"{count} optimizer instances do not divide {name} = {size}"
+                fit = [n for n in divisors(size) if all(other % n == 0 for other in sizes.values())]
+                fit = [n for n in fit if n < replicas] or fit  # one rank per instance would shard nothing
+                fixes = flag_fixes("--num-distributed-optimizer-instances", nearest(count, fit))
+                yield Problem("E215", sentence, fixes)
+
+    def check_grad_compression(self, config: Run, world_size: int) -> Iterator[Problem]:
+        """Reject error feedback without an all-reduce."""
+        replicas = self.weight_replicas(world_size)
+        if (
+            self.compression is None
+            or not self.compression.has_errors
+            or self.optimizer_instances != 1
+            or replicas == 1
+        ):
+            return
+        yield Problem(
+            "E216",
+            f"--grad-compression {self.grad_compression} compresses the all-reduce between optimizer instances, but "
+            f"there is one instance: its {replicas} ranks reduce by a reduce-scatter",
+            (
+                f"--num-distributed-optimizer-instances {divisors(replicas)[1]}",
+                "--data-parallel-sharding-strategy no_shard",
+                "--grad-compression int8",
+            ),
+        )
+
+    def check_context_parallel(self, config: Run, world_size: int) -> Iterator[Problem]:
+        """Check that the context-parallel ranks form the groups of the method, and that sequence and heads divide."""
+        length, sizes = config.training.seq_length, self.hierarchical_context_parallel_sizes
+        size, method = self.context_parallel_size, self.cp_comm_type
+        if size == 1:
+            return
+        if method == "a2a+p2p" and (len(sizes) != 2 or prod(sizes) != size or min(sizes) == 1):
+            given = f", not {' '.join(map(str, sizes))}" if sizes else ""
+            sentence = (
+                f"a2a+p2p needs the ranks of an a2a group and the number of groups, above 1 and with product {size}"
+            )
+            fixes = sorted(self._methods_as_fixes(config), key=lambda fix: method not in fix)
+            yield Problem("E201", sentence + given, tuple(fixes))
+            return
+        among = self.cp_head_ranks
+        ring = size // among
+        if length % replace(self, sequence_parallel=False).sequence_multiple:
+            parts = f"{2 * ring} chunks, two per rank" if among == 1 else f"{size} parts"
+            if 1 < among < size:
+                parts = f"{2 * ring} chunks, of which two are shared by {among} ranks"
+            sentence = f"CP {size} ({method}): samples of {length} tokens do not divide into {parts}"
+            yield Problem("E201", sentence, multiples_as_fixes("--seq-length", length, self.sequence_multiple))
+        tp = self.tensor_model_parallel_size
+        heads = config.model.num_attention_heads // tp
+        if heads % among and config.model.num_attention_heads % tp == 0:  # E203 reports the latter
+            per_rank = " per TP rank" if tp > 1 else ""
+            sentence = f"{method}: {heads} heads{per_rank} do not divide over {among} ranks"
+            yield Problem("E201", sentence, self._methods_as_fixes(config))
+
+    def _methods_as_fixes(self, config: Run) -> tuple[str, ...]:
+        methods = self.context_parallel_methods(config.model.num_attention_heads, self.context_parallel_size)
+        return tuple(each.context_parallel_flags for each in methods)

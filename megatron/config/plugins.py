@@ -30,6 +30,7 @@ KINDS = (
     "metric_logger",
     "mixer",
     "model_family",
+    "model_options",
     "objective",
     "optimizer",
     "options",
@@ -62,6 +63,11 @@ def register(kind: str, name: str) -> Callable[[T], T]:
 def registered(kind: str) -> Mapping[str, Any]:
     """Return what plugins have added to a kind, by name."""
     return _registered[kind]
+
+
+def option_groups() -> dict[str, type]:
+    """Return the classes of options that plugins have registered, those of the model last."""
+    return _registered["options"] | _registered["model_options"]
 
 
 def load_plugins(names: Sequence[str]) -> None:

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
+from math import gcd
+from typing import ClassVar
 
-from megatron.config.option import Need, option
+from megatron.config.errors import Problem
+from megatron.config.option import MegatronOption, Need, Run, option
+from megatron.config.text import multiples_as_fixes
 
 FP16 = Need("params_dtype=fp16", "fp16")
 
@@ -13,6 +18,9 @@ DYNAMIC_LOSS_SCALE = Need("params_dtype!=fp16 or not loss_scale", "a dynamic los
 FP8 = Need("fp8_format")
 
 FIRST_LAST_LAYERS_BF16 = Need("first_last_layers_bf16")
+
+FP8_MULTIPLES = {"tensorwise": 16, "rowwise": 16, "blockwise": 128, "mxfp8": 32}
+"""Divisor of the sizes of a rank's matrices: of a block, or of cuBLAS for 8-bit operands."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +47,15 @@ class PrecisionConfig:
     fp8_format: str | None = option(None, role="free", choices=("e4m3", "hybrid"))
     """Multiply the linears of blocks in FP8. hybrid: gradients as e5m2, the rest as e4m3. Weights keep their type."""
     fp8_recipe: str = option(
-        "tensorwise", role="free", choices=("tensorwise", "rowwise", "blockwise", "mxfp8", "delayed"), needs=FP8
+        "tensorwise",
+        role="free",
+        choices=("tensorwise", "rowwise", "blockwise", "mxfp8", "delayed"),
+        needs=FP8,
+        megatron=MegatronOption(
+            "delayed",
+            "scales of the current tensor need no history and do not depend on the layout",
+            missing={"custom": "recipes in Python files are not supported"},
+        ),
     )
     """Elements that share a scale: tensorwise, rowwise, blockwise (1 x 128; weights 128 x 128) or mxfp8 (1 x 32). The
     last two need fp8_format e4m3. delayed is refused."""
@@ -52,7 +68,54 @@ class PrecisionConfig:
     num_layers_at_end_in_bf16: int = option(1, role="free", at_least=0, needs=(FP8, FIRST_LAST_LAYERS_BF16))
     """Number of last layers out of FP8."""
 
+    refused: ClassVar = """
+    params_dtype=fp16 and not loss_scale and min_loss_scale>initial_loss_scale
+    E406 --initial-loss-scale {initial_loss_scale} is below --min-loss-scale {min_loss_scale}
+      fix: --min-loss-scale {initial_loss_scale} | --initial-loss-scale {min_loss_scale}
+
+    fp8_format and fp8_recipe=delayed
+    E920 --fp8-recipe delayed is not supported: scales always come from the current tensor
+      fix: --fp8-recipe tensorwise
+
+    fp8_format=hybrid and fp8_recipe=blockwise|mxfp8
+    E920 --fp8-recipe {fp8_recipe} has e4m3 gradients only; their blocks need no wider range
+      fix: --fp8-format e4m3 | --fp8-recipe tensorwise
+    """
+
     def layer_in_fp8(self, layer: int, num_layers: int) -> bool:
         """Return True if the linears of a block, by its global index, are in FP8."""
         start, end = self.num_layers_at_start_in_bf16, num_layers - self.num_layers_at_end_in_bf16
         return self.fp8_format is not None and (not self.first_last_layers_bf16 or start <= layer < end)
+
+    def check_fp8_chunks(self, config: Run, world_size: int) -> Iterator[Problem]:
+        """Check that chunks of the MLP do not divide the rows that share a scale."""
+        parallel, recipe = config.parallel, self.fp8_recipe
+        size, samples = config.training.mlp_chunk_size, config.training.micro_batch_size
+        rows = config.training.seq_length // parallel.sequence_ranks
+        if self.fp8_format is None or recipe not in FP8_MULTIPLES or size is None or size >= rows:
+            return
+        of, chunk = FP8_MULTIPLES[recipe], f"--mlp-chunk-size {size}"
+        if recipe in ("tensorwise", "rowwise"):
+            sentence = f"{chunk} would give each chunk a scale: those of --fp8-recipe {recipe} cover all rows"
+            yield Problem(
+                "E925", sentence, ("drop --mlp-chunk-size", "--fp8-format e4m3 --fp8-recipe mxfp8", "drop --fp8-format")
+            )
+        elif size * samples % of:
+            sentence = f"{chunk} x --micro-batch-size {samples} is no multiple of {of}, as --fp8-recipe {recipe} needs"
+            yield Problem("E925", sentence, multiples_as_fixes("--mlp-chunk-size", size, of // gcd(of, samples)))
+
+    def check_fp8_layers(self, config: Run, world_size: int) -> Iterator[Problem]:
+        """Check that a layer is left for FP8."""
+        layers = config.model.num_layers
+        if self.fp8_format is None or any(self.layer_in_fp8(layer, layers) for layer in range(layers)):
+            return
+        start, end = self.num_layers_at_start_in_bf16, self.num_layers_at_end_in_bf16
+        sentence = (
+            f"--first-last-layers-bf16 keeps {start} first and {end} last of {layers} layers out of FP8: none is left"
+        )
+        yield Problem("E924", sentence, ("drop --fp8-format", "--no-first-last-layers-bf16"))
+
+    def note_overlap(self, config: Run, world_size: int) -> Iterator[str]:
+        """Yield a note about layers whose communication does not overlap with products."""
+        if self.fp8_format is not None and config.parallel.tp_comm_overlap:
+            yield "--tp-comm-overlap does not apply to layers in FP8"

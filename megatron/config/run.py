@@ -19,7 +19,7 @@ from megatron.config.model import ModelConfig
 from megatron.config.optimizer import OptimizerConfig
 from megatron.config.option import WithPluginOptions
 from megatron.config.parallel import ParallelConfig
-from megatron.config.plugins import registered
+from megatron.config.plugins import option_groups
 from megatron.config.precision import PrecisionConfig
 from megatron.config.profiling import ProfilingConfig
 from megatron.config.training import TrainingConfig
@@ -44,11 +44,11 @@ class RunConfig(WithPluginOptions):
 
     def group(self, name: str) -> Any:
         """Return the options of a group, built in or of a plugin."""
-        return self.plugin(registered("options")[name]) if name in registered("options") else getattr(self, name)
+        return getattr(self, name) if name in vars(self) else self.plugin(option_groups()[name])
 
     def with_group(self, name: str, options: Any) -> RunConfig:
         """Return the configuration with another group of options."""
-        if name not in registered("options"):
+        if name in vars(self):
             return replace(self, **{name: options})
         others = (each for each in self.plugin_options if type(each) is not type(options))
         return self.with_plugin_options((*others, options))
@@ -56,7 +56,9 @@ class RunConfig(WithPluginOptions):
     def with_plugin_options(self, options: tuple[Any, ...]) -> RunConfig:
         """Return the configuration with the options of plugins, also in the groups that components get."""
         changed: dict[str, Any] = {
-            name: replace(getattr(self, name), plugin_options=options) for name in ("training", "optimizer", "data")
+            name: replace(group, plugin_options=options)
+            for name in vars(self)
+            if isinstance(group := getattr(self, name), WithPluginOptions)
         }
         return replace(self, plugin_options=options, **changed)
 

@@ -9,20 +9,19 @@ from __future__ import annotations
 import ast
 import inspect
 import math
-import re
 import shlex
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import ItemsView, Iterator, Mapping, ValuesView
 from contextlib import suppress
 from dataclasses import fields, is_dataclass
 from functools import cache
 from itertools import pairwise
 from types import UnionType
-from typing import Any, NamedTuple, TypeVar, get_args, get_origin, get_type_hints
+from typing import Any, NamedTuple, TypeVar, get_args, get_origin
 
 from megatron.config.errors import Problem, UserError
 from megatron.config.option import Option
-from megatron.config.plugins import registered
+from megatron.config.plugins import option_groups, registered
 from megatron.config.run import RunConfig
 from megatron.config.text import flag, format_number
 
@@ -34,9 +33,10 @@ class Setting:
 
     def __init__(self, group: str, name: str, default: Any, option: Option, hint: Any) -> None:
         """Parse the annotation: a scalar, ``tuple[int, int]`` or ``tuple[str, ...]``, each optionally ``| None``."""
-        self.group = group  # field of RunConfig
+        self.group = group  # field of RunConfig, or name of a plugin's class
+        self.section = "model" if group in registered("model_options") else group  # of files and checkpoints
         self.name = name  # unique over all groups
-        self.key = f"{group}.{name}"  # as in --set
+        self.key = f"{self.section}.{name}"  # as in --set
         self.default = default
         self.option = option
         self.optional = isinstance(hint, UnionType)  # None is allowed
@@ -55,7 +55,8 @@ class Setting:
     @property
     def help(self) -> str:
         """The docstring below the field; empty where only compiled files are installed."""
-        return help_texts(GROUPS[self.group].__module__).get(self.name, "")
+        owner = next(cls for cls in GROUPS[self.group].__mro__ if self.name in vars(cls).get("__annotations__", ()))
+        return help_texts(owner.__module__).get(self.name, "")
 
     @property
     def choices(self) -> tuple[str, ...]:
@@ -64,7 +65,7 @@ class Setting:
 
     def is_in(self, group: str) -> bool:
         """Return True if files have the field in a group, now or in an earlier version."""
-        return group in (self.group, self.option.formerly)
+        return group in (self.group, self.section, self.option.formerly)
 
     def value_in(self, config: RunConfig) -> Any:
         """Return the value of the field in a configuration."""
@@ -137,10 +138,10 @@ class Setting:
     def _convert_item(self, value: Any) -> Any:
         if self.many and self.scalar is str and type(value) in (int, float):
             value = str(value)  # in a list of texts, such as weights and prefixes, numbers need no quotes
-        if isinstance(value, str) and self.option.parse:
-            item = self.option.parse(value)
-        else:
-            item = _as_type(value, self.scalar)
+        parse, check = self.option.parse, self.option.check
+        if isinstance(value, str) and check:
+            check(value)
+        item = parse(value) if isinstance(value, str) and parse else _as_type(value, self.scalar)
         if self.option.kind and not self.choices and item is not None:
             raise ValueError(f"no plugin registers {item!r} as {self.option.kind}")
         if self.choices and item is not None and item not in self.choices:
@@ -150,45 +151,6 @@ class Setting:
                 raise ValueError(f"{item!r} is not one of {', '.join(self.choices)}{or_plugin}")
             item = same[0]
         return item
-
-
-def holds(condition: str, config: RunConfig, or_plugin: bool = False) -> bool:
-    """Return True if a condition on fields holds, such as ``optimizer!=muon and adam_eps or not save``.
-
-    A term is ``field`` (it is set, or on), ``field=value|value``, ``field!=value|value``, or a comparison with a number
-    or another field, false unless both are set: ``field>other``, ``field>=other``. It may follow ``not``; ``and`` binds
-    more tightly than ``or``.
-
-    Args:
-        condition: as text.
-        config: of the run.
-        or_plugin: ``field=value`` holds for names that plugins register too: they may use the options of what is
-            built in.
-    """
-    alternatives = (each.split(" and ") for each in condition.split(" or "))
-    return any(all(_term_holds(term, config, or_plugin) for term in terms) for terms in alternatives)
-
-
-def _term_holds(term: str, config: RunConfig, or_plugin: bool) -> bool:
-    positive, name, relation, operand = _parse_term(term)
-    value, kind = SETTINGS[name].value_in(config), SETTINGS[name].option.kind
-    if relation == "":
-        found = value is not None and value is not False and value != ()
-    elif relation in (">", ">="):
-        other = SETTINGS[operand].value_in(config) if operand in SETTINGS else float(operand)
-        found = None not in (value, other) and (value > other or (relation == ">=" and value == other))
-    else:
-        found = (str(value) in operand.split("|")) == (relation == "=")
-        found = found or (or_plugin and relation == "=" and kind is not None and value in registered(kind))
-    return found == positive
-
-
-@cache
-def _parse_term(term: str) -> tuple[bool, str, str, str]:
-    """Return False after ``not``, and the field, relation and operand of a term."""
-    positive = term.removeprefix("not ")
-    name, relation, operand = re.fullmatch(r"(\w+)(!=|>=|=|>|)(.*)", positive).groups()  # type: ignore[union-attr]
-    return positive == term, name, relation, operand
 
 
 def _as_type(value: Any, scalar: type) -> Any:
@@ -221,7 +183,7 @@ def help_texts(module: str) -> dict[str, str]:
     return texts
 
 
-BUILT_IN_GROUPS = {name: cls for name, cls in get_type_hints(RunConfig).items() if name != "plugin_options"}
+BUILT_IN_GROUPS = {name: type(group) for name, group in vars(RunConfig()).items() if is_dataclass(group)}
 
 
 class _Tables(NamedTuple):
@@ -257,15 +219,20 @@ def _tables(plugins: tuple[tuple[str, type], ...]) -> _Tables:
     return tables
 
 
+@cache
+def _type_of(annotation: Any) -> Any:
+    """Return the type of a field; annotations are texts, and evaluating each once makes programs start fast."""
+    return eval(annotation) if isinstance(annotation, str) else annotation
+
+
 def _settings_of(group: str, cls: type) -> list[Setting]:
     """Return the settings of a group; TypeError unless it is a frozen dataclass of fields declared with ``option``."""
     if not (is_dataclass(cls) and cls.__dataclass_params__.frozen and group.isidentifier()):  # type: ignore[attr-defined]
         raise TypeError("register a frozen dataclass under a name of letters, digits and underscores")
-    hints = get_type_hints(cls)
     settings = []
     for each in fields(cls):
         if "option" in each.metadata:
-            settings.append(Setting(group, each.name, each.default, each.metadata["option"], hints[each.name]))
+            settings.append(Setting(group, each.name, each.default, each.metadata["option"], _type_of(each.type)))
         elif each.name != "plugin_options":
             raise TypeError(f"declare the field {each.name} with option(...)")
     if unknown := [setting.name for setting in settings if setting.scalar not in NOUNS]:
@@ -283,7 +250,7 @@ class _OptionTable(Mapping[str, T]):
         self._name = name
 
     def _now(self) -> dict[str, T]:
-        table: dict[str, T] = getattr(_tables(tuple(registered("options").items())), self._name)
+        table: dict[str, T] = getattr(_tables(tuple(option_groups().items())), self._name)
         return table
 
     def __getitem__(self, key: str) -> T:
@@ -297,6 +264,12 @@ class _OptionTable(Mapping[str, T]):
 
     def __len__(self) -> int:
         return len(self._now())
+
+    def items(self) -> ItemsView[str, T]:
+        return self._now().items()
+
+    def values(self) -> ValuesView[T]:
+        return self._now().values()
 
 
 GROUPS: Mapping[str, type] = _OptionTable("groups")

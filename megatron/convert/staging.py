@@ -120,8 +120,9 @@ class StagingFolder:
             reader = CheckpointReader(manifest)
             for name in file.files:
                 reader.verify_head(name)
-            for tensor, chunk in file.chunks:
-                reader.verify(tensor, chunk)
+            for tensor, record in file.tensors.items():
+                for chunk in record.chunks:
+                    reader.verify(tensor, chunk)
             return file
         return None
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
 
 from megatron.config.data import DataConfig
@@ -36,28 +36,13 @@ PAD_TOKEN_ROLES = ("bos_token", "eos_token", "unk_token", "cls_token", "sep_toke
 """Other roles that the padding token may have."""
 
 
-@dataclass(frozen=True)
-class TokenizerInfo:
-    """Properties of the tokenizer that wrote the data."""
-
-    tokenizer_type: str  # value of --tokenizer-type
-    vocab_size: int  # number of ids
-    eod: int  # the id that ends a document
-    pad: int | None = None  # the padding id; None if there is none or it has another role too
-
-
 def dataset_prefixes(data: DataConfig) -> tuple[str, ...]:
     """Return every dataset that the splits read, once; none for generated data."""
     return tuple(dict.fromkeys(prefix for source in data_sources(data).values() for prefix in source.blend.prefixes))
 
 
 def resolve_vocab_size(data: DataConfig, vocab_size: int | None, weights: str | None = None) -> int:
-    """Return the vocabulary size: ``vocab_size`` if given, else that of the data's tokenizer.
-
-    Args:
-        data: the data options.
-        vocab_size: if known.
-        weights: source of pretrained weights with that vocabulary size; None for a new model.
+    """Return the vocabulary size: ``vocab_size`` if given, as by the source of ``weights``, else that of the tokenizer.
 
     Raises:
         DataError: when the size is unknown or too small for the tokenizer, or when datasets were written with different
@@ -67,7 +52,7 @@ def resolve_vocab_size(data: DataConfig, vocab_size: int | None, weights: str | 
     return check_vocab_size(find_tokenizer_info(data, vocab_size), vocab_size, weights)
 
 
-def check_vocab_size(known: TokenizerInfo | None, vocab_size: int | None, weights: str | None = None) -> int:
+def check_vocab_size(known: TokenizerRecord | None, vocab_size: int | None, weights: str | None = None) -> int:
     """Return the vocabulary size: ``vocab_size`` if given, else that of the ``known`` tokenizer."""
     size = known.vocab_size if vocab_size is None and known is not None else vocab_size
     if size is None:
@@ -89,7 +74,7 @@ def check_vocab_size(known: TokenizerInfo | None, vocab_size: int | None, weight
     return size
 
 
-def note_unused_entries(known: TokenizerInfo | None, vocab_size: int) -> str | None:
+def note_unused_entries(known: TokenizerRecord | None, vocab_size: int) -> str | None:
     """Return a note if the model's vocabulary is more than twice that of the data's tokenizer."""
     if known is None or vocab_size <= 2 * known.vocab_size:
         return None
@@ -109,10 +94,11 @@ def note_missing_records(data: DataConfig) -> str | None:
     return f"no tokenizer is recorded beside {missing[0]}{more}; that of the other data is assumed"
 
 
-def find_tokenizer_info(data: DataConfig, vocab_size: int | None) -> TokenizerInfo | None:
-    """Return the tokenizer recorded beside the data, else the one that the flags name; None without either.
+def find_tokenizer_info(data: DataConfig, vocab_size: int | None) -> TokenizerRecord | None:
+    """Return the record of the tokenizer beside the data, else of the one that the flags name; None without either.
 
     The record alone is enough. If flags name a tokenizer's files, that tokenizer is built and compared with the record.
+    A padding id that has another role too is left out.
 
     Raises:
         DataError: when it cannot be built, or datasets were written with different tokenizers, or another than ``data``
@@ -131,7 +117,7 @@ def find_tokenizer_info(data: DataConfig, vocab_size: int | None) -> TokenizerIn
             )
     named = tokenizer_from_flags(data, vocab_size) if _tokenizer_files(data) or not records else None
     if not records:
-        return None if named is None else _tokenizer_info(TokenizerRecord.of(named), named.files)
+        return None if named is None else _without_shared_pad(TokenizerRecord.of(named), named.files)
     prefix, record = max(records, key=lambda item: item[1].special_ids is not None)  # older ones have fewer fields
     if named is not None and not was_written_with(prefix, named):
         given = _tokenizer_files(data)
@@ -143,7 +129,7 @@ def find_tokenizer_info(data: DataConfig, vocab_size: int | None) -> TokenizerIn
         )
     folder = Path(f"{prefix}.{FILES_SUFFIX}")
     paths = [folder / name for name in (TOKENIZER_CONFIG, SPECIAL_TOKENS_MAP)]  # they assign roles to special tokens
-    return _tokenizer_info(record, {path.name: read_tokenizer_file(path) for path in paths if path.is_file()})
+    return _without_shared_pad(record, {path.name: read_tokenizer_file(path) for path in paths if path.is_file()})
 
 
 def _describe(record: TokenizerRecord) -> str:
@@ -170,7 +156,7 @@ def tokenizer_files_to_save(data: DataConfig, vocab_size: int | None) -> Mapping
     return files
 
 
-def find_eod_id(data: DataConfig, known: TokenizerInfo | None, vocab_size: int) -> int | None:
+def find_eod_id(data: DataConfig, known: TokenizerRecord | None, vocab_size: int) -> int | None:
     """Return the id that ends a document; None if unknown."""
     if data.eod_id is None:
         return None if known is None else known.eod
@@ -195,10 +181,8 @@ def _records(data: DataConfig) -> dict[str, TokenizerRecord | None]:
     return {prefix: read_tokenizer_record(prefix, named) for prefix in dataset_prefixes(data)}
 
 
-def _tokenizer_info(record: TokenizerRecord, files: Mapping[str, bytes]) -> TokenizerInfo:
-    """Read the properties from a record, and from ``files`` whether its padding token has another role too."""
-    pad = None if record.pad == record.eod else record.pad
+def _without_shared_pad(record: TokenizerRecord, files: Mapping[str, bytes]) -> TokenizerRecord:
+    """Return a record without its padding id if that ends documents, or by the ``files`` has another role too."""
     word = find_special_token(files, "pad_token")
-    if word is not None and any(find_special_token(files, role) == word for role in PAD_TOKEN_ROLES):
-        pad = None
-    return TokenizerInfo(record.tokenizer_type, record.vocab_size, record.eod, pad)
+    is_shared = word is not None and any(find_special_token(files, role) == word for role in PAD_TOKEN_ROLES)
+    return replace(record, pad=None) if is_shared or record.pad == record.eod else record

@@ -106,14 +106,7 @@ def stop_on_signals() -> Iterator[StopSignal]:
 
 
 def run_tool(parser: ToolParser, run: Callable[[StopSignal], int | None], output: str | Path, flag: str) -> int:
-    """Run a tool's work and return its exit status.
-
-    Args:
-        parser: prints errors.
-        run: the work; may return an exit status.
-        output: path that the tool writes.
-        flag: the flag that sets ``output``.
-    """
+    """Run a tool's work, which writes ``output``, the value of ``flag``; return its exit status."""
     try:
         with stop_on_signals() as stop:
             return run(stop) or 0
@@ -137,8 +130,3 @@ def disk_error(error: OSError, output: str | Path, flag: str) -> DataError:
             return DataError(f"{error.filename} cannot be read: {why}")
     free_space = ("make room on that disk",) if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG) else ()
     return DataError(f"{output} cannot be written: {why}", *free_space, f"another {flag}")
-
-
-def pluralize(number: int, things: str) -> str:
-    """Format a count with its noun: ``1 document``, ``2 documents``."""
-    return f"{number:,} {things.removesuffix('s') if number == 1 else things}"

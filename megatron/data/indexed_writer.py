@@ -450,10 +450,7 @@ def check_output(inputs: Sequence[str], parts: Sequence[MergeInput], output: str
 def merge_datasets(parts: Sequence[MergeInput], output: str, report: Callable[[int], None] = lambda _: None) -> None:
     """Write the pair ``output``, with the tokenizer record and files of the part with the most complete record.
 
-    Args:
-        parts: pairs that passed `check_compatible`.
-        output: prefix of the two files.
-        report: called with the size in bytes of every block copied.
+    The parts have passed `check_compatible`. ``report`` is called with the size in bytes of every block copied.
 
     Raises:
         DataError: when a part has changed since it was checked.

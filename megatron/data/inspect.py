@@ -119,14 +119,7 @@ class IdCheck:
 def check_ids(
     data: IndexedDataset, vocab_size: int | None, eod: int | None, report: Callable[[int], None] = lambda _: None
 ) -> IdCheck:
-    """Check every id, block by block (opening the pair has checked every pointer).
-
-    Args:
-        data: whole numbers.
-        vocab_size: ids must be below it; None if unknown.
-        eod: the id that ends a document; None if unknown.
-        report: called with the size in bytes of every block.
-    """
+    """Check every id, block by block, and ``report`` their bytes; ``vocab_size`` and ``eod`` are None if unknown."""
     ids, wrong, first = ValueCounts(), 0, None
     for start in range(0, data.num_tokens, TOKEN_BLOCK):
         block = data.tokens[start : start + TOKEN_BLOCK]

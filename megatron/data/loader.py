@@ -35,7 +35,6 @@ from megatron.data.build import (
 from megatron.data.chat import load_conversations
 from megatron.data.dataset import DIGEST_BLOCK, Dataset, Sample, sample_digest, split_heading, split_kind, split_label
 from megatron.data.dataset_info import (
-    TokenizerInfo,
     check_vocab_size,
     find_eod_id,
     find_tokenizer_info,
@@ -46,6 +45,7 @@ from megatron.data.errors import DataError
 from megatron.data.index_cache import IndexCache
 from megatron.data.indexed_dataset import raise_open_file_limit
 from megatron.data.teacher_logits import with_teacher_logits
+from megatron.data.tokenizers.tokenizer import TokenizerRecord
 
 if TYPE_CHECKING:
     import torch
@@ -62,28 +62,17 @@ def rank_micro_batches(
 
     The global batch is the next ``global_batch`` places. It is cut into groups of ``micro_batch * dp_size``; of each
     group, data-parallel rank ``r`` computes places ``[r * micro_batch, (r + 1) * micro_batch)`` (Megatron-LM's "single"
-    order), so a growing batch size never moves a sample to another place.
-
-    Args:
-        consumed_samples: samples read before this batch.
-        global_batch: samples in the global batch.
-        micro_batch: samples in a micro-batch.
-        dp_rank: this rank's data-parallel index.
-        dp_size: number of data-parallel ranks.
-        padded: allow a last group that is not full. Its micro-batches are then shorter, or empty ranges at the end of
-            the global batch; all ranks have equally many.
+    order), so a growing batch size never moves a sample to another place. If ``padded``, the last group need not be
+    full: its micro-batches are then shorter, or empty ranges at the end of the global batch.
 
     Raises:
-        ValueError: when the groups do not fill the global batch and ``padded`` is False, or ``dp_rank`` is out of
-            range.
+        ValueError: when the groups do not fill the global batch and ``padded`` is False.
     """
     group = micro_batch * dp_size
     if group <= 0 or global_batch <= 0 or (global_batch % group and not padded):
         raise ValueError(
             f"a global batch of {global_batch} is not a multiple of micro-batch {micro_batch} x DP {dp_size} = {group}"
         )
-    if not 0 <= dp_rank < dp_size:
-        raise ValueError(f"data-parallel rank {dp_rank} of {dp_size} does not exist")
     end = consumed_samples + global_batch
     starts = (first + dp_rank * micro_batch for first in range(consumed_samples, end, group))
     return [range(min(start, end), min(start + micro_batch, end)) for start in starts]
@@ -138,10 +127,6 @@ class MaskBuilder:
     mask_eod_loss: bool = False  # no loss where the input is ``eod``: the start of a document cannot be predicted
     reset_pattern: bool = False  # attention patterns restart in every document
     prefix: int = 0  # first tokens that attend to each other in both directions: no loss where the label is visible
-
-    def __post_init__(self) -> None:
-        if self.eod is None and (self.reset_positions or self.reset_attention or self.mask_eod_loss):
-            raise ValueError("document masks need the end-of-document id")
 
     def describe(self) -> str | None:
         """Describe the masks for the run's summary; None if there are none."""
@@ -432,14 +417,14 @@ def build_data(
 
     Args:
         data: the source files.
-        training: the number of samples and the batch size.
-        vocab_size: size of the model's vocabulary.
-        dp_size: data-parallel ranks, which the default batch size depends on.
-        splits: names of the splits to build; None for all.
+        training: the number of samples and the batch size, which also depends on ``dp_size``.
+        vocab_size: of the model.
+        dp_size: data-parallel ranks.
+        splits: to build; None for all.
         segments: `DataSource.segments` of the run being resumed. Entries of splits that are not built are passed on.
         begin: steps taken and samples consumed before.
-        prefix: of the model's attention, see `MaskBuilder`.
-        stream: of training samples, see `DataSource`.
+        prefix: see `MaskBuilder`.
+        stream: see `DataSource`.
 
     Raises:
         DataError: when files are damaged, a needed split has no data, or the tokenizer does not fit the options.
@@ -504,7 +489,7 @@ def build_data(
     return replace(source, datasets=with_teacher_logits(datasets, used, digest, folder, training.distillation_top_k))
 
 
-def build_masks(data: DataConfig, known: TokenizerInfo | None, vocab_size: int, prefix: int = 0) -> MaskBuilder:
+def build_masks(data: DataConfig, known: TokenizerRecord | None, vocab_size: int, prefix: int = 0) -> MaskBuilder:
     """Return the masks of a run."""
     if data.generated or data.chat_data_path:
         return MaskBuilder(prefix=prefix)

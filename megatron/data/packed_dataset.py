@@ -75,8 +75,8 @@ class PackedDataset(Dataset):
             seq_length: positions of a sample.
             batch: global batch size; an epoch is a multiple of it.
             seed: of the order.
-            num_samples: number of samples; the stream has no end.
-            first: of the places.
+            num_samples: of the stream, which has no end.
+            first: place of the first one.
         """
         self.seq_length = seq_length
         self.conversations, self._seed, self._num_samples, self._first = conversations, seed, num_samples, first

@@ -36,13 +36,8 @@ class DatasetUse(NamedTuple):
 def preview_data(config: RunConfig, world_size: int, iteration: int = 0, consumed_samples: int = 0) -> list[str]:
     """Return lines for the configuration summary, one per dataset; none for mock data.
 
-    Reads only the size and the header of each file, unless a split might be too small for a sample.
-
-    Args:
-        config: checked configuration, resolved or not, vocabulary size included.
-        world_size: number of ranks.
-        iteration: steps already taken.
-        consumed_samples: samples already consumed.
+    Reads only the size and the header of each file, unless a split might be too small for a sample. ``iteration`` and
+    ``consumed_samples`` are where the run begins.
 
     Raises:
         UserError: if the data options are invalid.

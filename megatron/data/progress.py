@@ -108,12 +108,9 @@ class PreprocessProgress(ProgressLine):
     """Show `PreprocessTotals`."""
 
     def __init__(self, stream: TextIO, input_bytes: int, interval: int | None = None) -> None:
-        """Write to ``stream``.
+        """Show the part of ``input_bytes`` that is read.
 
-        Args:
-            stream: a terminal, or a file.
-            input_bytes: final value of `PreprocessTotals.stored_bytes`.
-            interval: documents between lines in a file; by default a line is written every `FILE_INTERVAL`. 0 for none.
+        A file gets a line every ``interval`` documents, by default every `FILE_INTERVAL`; 0 for none.
         """
         line = "[{bar:24}] {percentage:5.1f}% | {desc} | {remaining} left"
         super().__init__(stream, line, total=max(1, input_bytes), disable=interval == 0)

@@ -14,7 +14,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron.config.files import parse_json, read_small
-from megatron.data.dataset import Dataset, Sample, SourceUsage
+from megatron.data.blended_dataset import ConcatDataset
+from megatron.data.dataset import Dataset, Sample
 from megatron.data.errors import DataError
 
 INDEX = "teacher.json"
@@ -26,38 +27,26 @@ def array_path(folder: Path, split: str, name: str) -> Path:
     return folder / f"{split}.{name}.npy"
 
 
-class TeacherDataset(Dataset):
+class TeacherDataset(ConcatDataset):
     """Samples with the logits of the teacher."""
 
     def __init__(self, dataset: Dataset, arrays: Mapping[str, NDArray[Any]], k: int) -> None:
         """Add the ``k`` first logits and ids ``[samples, s, k or more]`` to the samples of a dataset."""
-        self.seq_length, self._dataset, self._arrays, self._k = dataset.seq_length, dataset, arrays, k
+        super().__init__([dataset])
+        self._arrays, self._k = arrays, k
 
     def __len__(self) -> int:
         return len(self._arrays["ids"])
 
     def __getitem__(self, i: int) -> Sample:
         ids, logits = (self._arrays[name][i, :, : self._k] for name in ("ids", "logits"))
-        sample = self._dataset[i]
+        sample = super().__getitem__(i)
         extra = {**sample.extra, "teacher_ids": ids.astype(np.int64), "teacher_logits": np.array(logits)}
         return sample._replace(extra=extra)
 
-    @property
-    def fingerprint(self) -> str:
-        """That of the samples."""
-        return self._dataset.fingerprint
-
-    def sample_hashes(self, places: NDArray[np.int64]) -> NDArray[np.uint64]:
-        """Return the hashes of the samples."""
-        return self._dataset.sample_hashes(places)
-
-    def source_usage(self, samples: int) -> tuple[SourceUsage, ...]:
-        """Return what the samples read."""
-        return self._dataset.source_usage(samples)
-
     def describe(self, tokens: int) -> str:
         """Describe the samples."""
-        return self._dataset.describe(tokens)
+        return self.segments[0].describe(tokens)
 
 
 def with_teacher_logits(
@@ -67,14 +56,9 @@ def with_teacher_logits(
     folder: Path,
     k: int,
 ) -> dict[str, Dataset]:
-    """Return data sets whose samples have the ``k`` largest logits of the teacher.
+    """Return the data sets by split, with the ``k`` largest logits of the teacher in ``folder``.
 
-    Args:
-        datasets: by split.
-        used: samples that the run reads of each.
-        digest: returns the digest of consecutive samples of a split, from its name, the first one and the end.
-        folder: output of precompute.py.
-        k: logits per token.
+    ``digest`` returns that of consecutive samples of a split, from its name, the first one and the end.
 
     Raises:
         DataError: if the folder cannot be read, or is that of other samples, of fewer, or with fewer logits.

@@ -137,40 +137,23 @@ class Pending:
     """The result of asynchronous communication, or a tensor that is being sent."""
 
     result: Tensor
-    work: dist.Work | None = None
+    works: Sequence[dist.Work] = ()
     group: Group | Channel = field(default_factory=Group)
-
-    def wait(self) -> Tensor:
-        """Wait for the communication, and return the result."""
-        if self.work is not None:
-            with self.group.blocked(self.result):
-                self.work.wait()
-            self.work = None
-        return self.result
-
-    def is_done(self) -> bool:
-        """Return True if :meth:`wait` would return at once. Always False for gloo before ``wait``."""
-        return self.work is None or self.work.is_completed()
-
-
-@dataclass
-class PendingExchange:
-    """Messages between this rank and others of a group, and the tensor into whose parts they are received."""
-
-    result: Tensor
-    group: Group
-    works: list[dist.Work]
-    # Kept until they are sent.
+    # Other tensors that are being sent.
     sent: Sequence[Tensor] = ()
 
     def wait(self) -> Tensor:
-        """Wait for all messages, and return the result."""
+        """Wait for the communication, and return the result."""
         if self.works:
             with self.group.blocked(self.result):
                 for work in self.works:
                     work.wait()
-            self.works, self.sent = [], ()
+            self.works = self.sent = ()
         return self.result
+
+    def is_done(self) -> bool:
+        """Return True if :meth:`wait` would return at once. Always False for gloo before ``wait``."""
+        return all(work.is_completed() for work in self.works)
 
 
 def new_group(ranks: Sequence[int], timeout: timedelta | None, description: str) -> dist.ProcessGroup:
@@ -202,56 +185,56 @@ def open_communicator(handle: dist.ProcessGroup | None) -> None:
 def start_all_reduce(x: Tensor, group: Group, op: str = "sum") -> Pending:
     """Start an :func:`all_reduce`."""
     if group.size == 1:
-        return Pending(x, None, group)
+        return Pending(x)
     group.sends(ALL_REDUCE, 2 * x.nbytes)
-    return Pending(x, dist.all_reduce(x, _OPS[op], group.handle, async_op=True), group)
+    return Pending(x, [dist.all_reduce(x, _OPS[op], group.handle, async_op=True)], group)
 
 
 def start_all_gather(x: Tensor, group: Group, out: Tensor | None = None) -> Pending:
     """Start an :func:`all_gather` into ``out``; ``x`` may be this rank's rows of it."""
     if group.size == 1:
-        return Pending(x, None, group)
+        return Pending(x)
     if out is None:
         out = _rows_like(x, x.shape[0] * group.size)
     elif not x.is_cuda and x.untyped_storage()._cdata == out.untyped_storage()._cdata:
         x = x.clone()  # NCCL supports gathering in place; gloo does not document it
     group.sends(ALL_GATHER, out.nbytes)
-    return Pending(out, _all_gather(out, x.contiguous(), group=group.handle, async_op=True), group)
+    return Pending(out, [_all_gather(out, x.contiguous(), group=group.handle, async_op=True)], group)
 
 
 def start_reduce_scatter(x: Tensor, group: Group, out: Tensor | None = None) -> Pending:
     """Start a :func:`reduce_scatter`; on GPUs into ``out``, which may be this rank's rows of ``x``."""
     if group.size == 1:
-        return Pending(x, None, group)
+        return Pending(x)
     if out is None or not x.is_cuda:  # NCCL supports reducing in place; gloo does not document it
         out = _rows_like(x, x.shape[0] // group.size)
     group.sends(REDUCE_SCATTER, x.nbytes)
-    return Pending(out, _reduce_scatter(out, x.contiguous(), group=group.handle, async_op=True), group)
+    return Pending(out, [_reduce_scatter(out, x.contiguous(), group=group.handle, async_op=True)], group)
 
 
 def start_broadcast(x: Tensor, group: Group, source: int) -> Pending:
     """Start copying ``x`` of rank ``source`` of the group into ``x`` of the others."""
     if group.size == 1:
-        return Pending(x, None, group)
+        return Pending(x)
     group.sends(BROADCAST, x.nbytes)
-    return Pending(x, dist.broadcast(x, group.ranks[source], group.handle, async_op=True), group)
+    return Pending(x, [dist.broadcast(x, group.ranks[source], group.handle, async_op=True)], group)
 
 
 def start_reduce(x: Tensor, group: Group, target: int) -> Pending:
     """Start summing ``x`` over ranks, in place on rank ``target`` of the group; on the others ``x`` becomes invalid."""
     if group.size == 1:
-        return Pending(x, None, group)
+        return Pending(x)
     group.sends(REDUCE, x.nbytes)
-    return Pending(x, dist.reduce(x, group.ranks[target], _OPS["sum"], group.handle, async_op=True), group)
+    return Pending(x, [dist.reduce(x, group.ranks[target], _OPS["sum"], group.handle, async_op=True)], group)
 
 
 def start_all_to_all(x: Tensor, group: Group) -> Pending:
     """Start an all-to-all of ``[size * n, ...]``: ``n`` rows for every rank -> ``n`` rows from every rank."""
     if group.size == 1:
-        return Pending(x, None, group)
+        return Pending(x)
     out = torch.empty_like(x)
     group.sends(ALL_TO_ALL, x.nbytes)
-    return Pending(out, dist.all_to_all_single(out, x.contiguous(), group=group.handle, async_op=True), group)
+    return Pending(out, [dist.all_to_all_single(out, x.contiguous(), group=group.handle, async_op=True)], group)
 
 
 def all_to_all_rows(x: Tensor, sent: Sequence[int], received: Sequence[int], group: Group) -> Tensor:
@@ -269,17 +252,19 @@ def all_to_all_rows(x: Tensor, sent: Sequence[int], received: Sequence[int], gro
 def start_send(x: Tensor, channel: Channel) -> Pending:
     """Start sending ``x``, which must not change until the send is complete."""
     channel.meter.sends(PIPELINE, SEND, x.nbytes)
-    return Pending(x, dist.isend(x, channel.target, channel.handle), channel)
+    work = dist.isend(x, channel.target, channel.handle)
+    return Pending(x, () if work is None else (work,), channel)
 
 
 def start_receive(out: Tensor, channel: Channel) -> Pending:
     """Start receiving the next message into ``out``, of the shape and dtype that is sent."""
-    return Pending(out, dist.irecv(out, channel.source, channel.handle), channel)
+    work = dist.irecv(out, channel.source, channel.handle)
+    return Pending(out, () if work is None else (work,), channel)
 
 
 def start_exchange(
     sent: Sequence[tuple[Tensor, int]], received: Sequence[tuple[Tensor, int]], result: Tensor, group: Group
-) -> PendingExchange:
+) -> Pending:
     """Start to exchange messages with other ranks of a group.
 
     Two ranks have to start the exchanges with messages between them in the same order.
@@ -287,7 +272,7 @@ def start_exchange(
     Args:
         sent: contiguous tensors, and the rank in the group to send each to.
         received: parts of ``result``, and the rank to receive each from.
-        result: returned by :meth:`PendingExchange.wait`.
+        result: returned by :meth:`Pending.wait`.
         group: of the ranks.
 
     """
@@ -295,7 +280,7 @@ def start_exchange(
     operations = [dist.P2POp(operation, x, group.ranks[peer], group.handle) for operation, x, peer in messages]
     group.meter.sends(group.axes, SEND, sum(x.nbytes for x, _ in sent))
     works = dist.batch_isend_irecv(operations) if operations else []
-    return PendingExchange(result, group, works, [x for x, _ in sent])
+    return Pending(result, works, group, [x for x, _ in sent])
 
 
 def all_reduce(x: Tensor, group: Group, op: str = "sum") -> Tensor:

@@ -26,18 +26,10 @@ import torch
 from torch import Tensor
 
 from megatron.distributed import comm, mappings
-from megatron.distributed.comm import Group, PendingExchange
+from megatron.distributed.comm import Group, Pending
 from megatron.distributed.layout import chunks_of
-from megatron.kernels.attention_mask import AttentionMask, Ranges
-from megatron.kernels.block_attention import (
-    PLAIN_SCORES,
-    AttentionDropout,
-    AttentionKernel,
-    AttentionScores,
-    KeyValues,
-    Use,
-    block_attention,
-)
+from megatron.kernels.attention_mask import PLAIN_SCORES, AttentionKernel, AttentionMask, AttentionScores, Ranges
+from megatron.kernels.block_attention import AttentionDropout, KeyValues, Use, block_attention
 
 
 def chunks_of_all(length: int, size: int) -> Ranges:
@@ -192,7 +184,7 @@ class PassedKeyValues:
             (2, *k_TBGD.shape), dtype=torch.promote_types(k_TBGD.dtype, torch.float32), device=k_TBGD.device
         )
         by_chunk = own.unflatten(1, (2, -1))
-        returning: tuple[list[int], PendingExchange] | None = None
+        returning: tuple[list[int], Pending] | None = None
 
         def add_returned() -> None:
             if returning is not None:
@@ -234,7 +226,7 @@ class PassedKeyValues:
             chunks = chunks_of(self.length, self.ring.size, self._peers(step)[1])
             yield step, seen, k, v, mask.with_keys(tuple(chunks[i] for i in seen))
 
-    def _pass(self, owned: Sequence[Tensor], mask: AttentionMask, step: int) -> tuple[list[int], PendingExchange]:
+    def _pass(self, owned: Sequence[Tensor], mask: AttentionMask, step: int) -> tuple[list[int], Pending]:
         """Start to send this rank's chunks that the target of a step sees, and to receive the source's seen here."""
         target, source = self._peers(step)
         seen = self._seen(mask, self.ring.rank, source)
@@ -243,7 +235,7 @@ class PassedKeyValues:
         sent = [[t[i] for i in wanted] for t in owned]
         return seen, self._start(sent, target, buffer, source)
 
-    def _start(self, sent: Sequence[Iterable[Tensor]], target: int, buffer: Tensor, source: int) -> PendingExchange:
+    def _start(self, sent: Sequence[Iterable[Tensor]], target: int, buffer: Tensor, source: int) -> Pending:
         """Start to exchange chunks: dimension 0 of each tensor sent, dimension 1 of the buffer."""
         leaving = [(chunk.contiguous(), target) for t in sent for chunk in t]
         return comm.start_exchange(leaving, [(chunk, source) for t in buffer for chunk in t], buffer, self.ring)

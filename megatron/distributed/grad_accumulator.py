@@ -58,7 +58,7 @@ class WgradOperand:
     def wait(self) -> Tensor:
         """Return all rows."""
         pending = self.start().pending
-        return pending.wait() if pending is not None else self.shard
+        return self.shard if pending is None else pending.wait()
 
 
 DeferredWgrad = tuple[str, Operand, Operand, Sequence[int] | None, Callable[..., None]]
@@ -68,13 +68,11 @@ DeferredWgrad = tuple[str, Operand, Operand, Sequence[int] | None, Callable[...,
 class GradTarget(Protocol):
     """The tensors to which gradients are added, by the names of their parameters."""
 
-    def target(self, name: str) -> Tensor:
-        """Return the tensor for the next contribution: local stored shape, at least fp32."""
+    def claim(self, name: str) -> tuple[Tensor, bool]:
+        """Return the tensor for the next contribution, local stored shape and at least fp32.
 
-    def is_first(self, name: str) -> bool:
-        """Return True if the next contribution overwrites the target, whose content is left from an earlier step.
-
-        It is called once for each contribution, after :meth:`target`.
+        Also True if the contribution overwrites it, because its content is left from an earlier step. To be called once
+        for each contribution.
         """
 
     def contributed(self, name: str) -> None:
@@ -84,11 +82,8 @@ class GradTarget(Protocol):
 class _Unbound:
     """The target of an accumulator without gradient buffers."""
 
-    def target(self, name: str) -> Tensor:
+    def claim(self, name: str) -> tuple[Tensor, bool]:
         raise RuntimeError(f"the gradient of {name} has no buffer: call bind() before backward")
-
-    def is_first(self, name: str) -> bool:
-        return False
 
     def contributed(self, name: str) -> None:
         pass
@@ -173,8 +168,8 @@ class GradAccumulator:
             deferred = name, x.ungathered(), dy.ungathered(), rows, multiply
             self._queues.setdefault(self._deferred_to, []).append(deferred)
             return None
-        target, x_rows, dy_rows = self._buffers.target(name), x.start().wait(), dy.wait()
-        first = self._buffers.is_first(name)
+        x_rows, dy_rows = x.start().wait(), dy.wait()
+        target, first = self._buffers.claim(name)
         if rows is None:
             multiply(target, x_rows, dy_rows, beta=float(not first))
         else:
@@ -193,15 +188,15 @@ class GradAccumulator:
 
         At least one call is needed.
         """
-        target = self._buffers.target(name)
-        betas = chain((float(not self._buffers.is_first(name)),), repeat(1.0))
+        target, first = self._buffers.claim(name)
+        betas = chain((float(not first),), repeat(1.0))
         yield lambda x, dy: self.multiply(target, x, dy, beta=next(betas))
         self._contributed(name)
 
     def accumulate_rows(self, name: str, rows: Tensor | slice, dy: Tensor) -> Tensor | None:
         """Add ``dy`` ``[n, h]`` to rows of an embedding's gradient, given as indices ``[n]`` or as a range."""
-        target = self._buffers.target(name)
-        if self._buffers.is_first(name):
+        target, first = self._buffers.claim(name)
+        if first:
             target.zero_()
         if isinstance(rows, slice):
             target[rows].add_(dy)
@@ -217,8 +212,8 @@ class GradAccumulator:
                 self.flush()
             self._queued_vectors[name] = grad
         else:
-            target = self._buffers.target(name)
-            target.copy_(grad) if self._buffers.is_first(name) else target.add_(grad)
+            target, first = self._buffers.claim(name)
+            target.copy_(grad) if first else target.add_(grad)
         self._contributed(name)
         return None
 
@@ -227,8 +222,8 @@ class GradAccumulator:
         queued, self._queued_vectors = self._queued_vectors, {}
         groups: dict[tuple[bool, torch.dtype], list[tuple[Tensor, Tensor]]] = defaultdict(list)
         for name, grad in queued.items():
-            target = self._buffers.target(name)
-            groups[self._buffers.is_first(name), grad.dtype].append((target, grad))
+            target, first = self._buffers.claim(name)
+            groups[first, grad.dtype].append((target, grad))
         for (first, dtype), pairs in groups.items():
             targets, grads = map(list, zip(*pairs))
             if first:
@@ -289,11 +284,6 @@ class GradAccumulator:
         """True inside :meth:`deferring_wgrad`."""
         return self._deferred_to is not None
 
-    @property
-    def queued(self) -> int:
-        """Number of weight gradients that are deferred."""
-        return sum(map(len, self._queues.values()))
-
 
 @dataclass(frozen=True)
 class ParameterGrads(GradTarget):
@@ -301,17 +291,13 @@ class ParameterGrads(GradTarget):
 
     params: Mapping[str, nn.Parameter]
 
-    def target(self, name: str) -> Tensor:
-        """Return ``Parameter.grad``, zero where there is none."""
+    def claim(self, name: str) -> tuple[Tensor, bool]:
+        """Return ``Parameter.grad``, zero where there is none, and False: contributions are added."""
         parameter = self.params[name]
         if parameter.grad is None:
             parameter.grad_dtype = torch.promote_types(parameter.dtype, torch.float32)
             parameter.grad = torch.zeros_like(parameter, dtype=parameter.grad_dtype)
-        return parameter.grad
-
-    def is_first(self, name: str) -> bool:
-        """Return False: contributions are added."""
-        return False
+        return parameter.grad, False
 
     def contributed(self, name: str) -> None:
         """Count nothing."""

@@ -70,32 +70,33 @@ LATE_SECONDS = 8.0
 """Seconds after which ranks that have not joined are reported, and once a minute from then on."""
 
 
-class _JoinWait:
-    """Polls until ranks have joined, so that signals are handled meanwhile, and names those that are missing."""
+def _wait_for_ranks(
+    done: Callable[[], bool], missing: Callable[[], Sequence[int]], place: str, end: float, reports: bool
+) -> None:
+    """Poll until ``done()``, so that signals are handled meanwhile; print the missing ranks if ``reports``.
 
-    def __init__(self, place: str, timeout: timedelta) -> None:
-        self._place = place  # ranks that are to join, and where
-        self._report_at = time.monotonic() + LATE_SECONDS
-        self._end = time.monotonic() + timeout.total_seconds()
+    Args:
+        done: True when the ranks have joined.
+        missing: returns those that have not.
+        place: ranks that are to join, and where.
+        end: of the timeout, on the monotonic clock.
+        reports: this rank prints.
 
-    def until(self, done: Callable[[], bool], missing: Callable[[], Sequence[int]], reports: bool) -> None:
-        """Return when ``done()``; print the missing ranks if ``reports``.
-
-        Raises:
-            MissingRanksError: after the timeout.
-        """
-        pause = 0.01
-        while not done():
-            expired = time.monotonic() > self._end
-            if expired or (reports and time.monotonic() > self._report_at):
-                self._report_at = time.monotonic() + 60.0
-                ranks = missing()
-                text = f"waiting for {len(ranks)} of {self._place}: {listed_ranks(ranks)}"
-                if expired:
-                    raise MissingRanksError(f"{text}; --distributed-timeout-minutes are over")
-                echo(text, file=sys.stderr, flush=True)
-            time.sleep(pause)
-            pause = min(0.5, 1.25 * pause)
+    Raises:
+        MissingRanksError: after the timeout.
+    """
+    pause, report_at = 0.01, time.monotonic() + LATE_SECONDS
+    while not done():
+        expired = time.monotonic() > end
+        if expired or (reports and time.monotonic() > report_at):
+            report_at = time.monotonic() + 60.0
+            ranks = missing()
+            text = f"waiting for {len(ranks)} of {place}: {listed_ranks(ranks)}"
+            if expired:
+                raise MissingRanksError(f"{text}; --distributed-timeout-minutes are over")
+            echo(text, file=sys.stderr, flush=True)
+        time.sleep(pause)
+        pause = min(0.5, 1.25 * pause)
 
 
 def open_store(launch: Launch, timeout: timedelta) -> dist.distributed_c10d.Store:
@@ -110,9 +111,9 @@ def open_store(launch: Launch, timeout: timedelta) -> dist.distributed_c10d.Stor
         MissingRanksError: when not all ranks join within ``timeout``.
     """
     host, size = os.environ["MASTER_ADDR"], launch.world_size
-    wait = _JoinWait(f"{size} ranks at {host}:{launch.port}", timeout)
+    waiting = f"{size} ranks at {host}:{launch.port}", time.monotonic() + timeout.total_seconds()
     if launch.rank:
-        wait.until(lambda: _is_listening(host, launch.port), lambda: [0], reports=launch.local_rank == 0)
+        _wait_for_ranks(lambda: _is_listening(host, launch.port), lambda: [0], *waiting, launch.local_rank == 0)
     try:
         store: dist.distributed_c10d.Store = dist.TCPStore(  # type: ignore[attr-defined]
             host,
@@ -138,9 +139,9 @@ def open_store(launch: Launch, timeout: timedelta) -> dist.distributed_c10d.Stor
         return [rank for rank in range(size) if not store.check([f"joined/{rank}"])]
 
     if launch.rank == 0:
-        wait.until(lambda: not missing(), missing, reports=True)
+        _wait_for_ranks(lambda: not missing(), missing, *waiting, reports=True)
         store.set("joined/all", "")
-    wait.until(lambda: store.check(["joined/all"]), missing, reports=False)
+    _wait_for_ranks(lambda: store.check(["joined/all"]), missing, *waiting, reports=False)
     return store
 
 

@@ -85,6 +85,12 @@ class Mesh:
             for g in layout.groups(("tp",))
             for i in range(0, len(g), tp_ranks_per_kv_head)
         ]
+        # All ranks; those with the same shards and other data (with CP); and tensor-parallel peers.
+        self.world, self.dp_cp, self.tp = self.group(*DENSE_AXES), self.group("dp", "cp"), self.group("tp")
+        # The ranks of this pipeline, in its order; time blocked on them counts as ``BUBBLE``.
+        self.pipeline = replace(self.group("pp"), axes=BUBBLE)
+        # Index of the part of the global batch that this rank reads, and number of parts.
+        self.dp_rank, self.dp_size = self.coordinate["dp"], layout.sizes["dp"]
         self._kv_group = self._create(kv_blocks, "tp", label="kv")
         cp_groups = layout.groups(("cp",))
         shares = [g[i : i + cp_head_ranks] for g in cp_groups for i in range(0, len(g), cp_head_ranks)]
@@ -114,16 +120,6 @@ class Mesh:
         """
         return self._groups[axes]
 
-    @property
-    def tp(self) -> Group:
-        """Tensor-parallel peers."""
-        return self.group("tp")
-
-    @property
-    def dp_cp(self) -> Group:
-        """Data-parallel peers (including CP): ranks with the same shards and other data."""
-        return self.group("dp", "cp")
-
     def optimizer_shard_group(self, *axes: str) -> Group:
         """Return the ranks of the reduction group ``axes`` that shard one replica of the optimizer state (ZeRO)."""
         return self._optimizer_groups[axes][0]
@@ -150,11 +146,6 @@ class Mesh:
         name = self._name(axes)
         return self._create(blocks, name, label="shards"), self._create(copies, name, label="copies")
 
-    @property
-    def pipeline(self) -> Group:
-        """The ranks of this pipeline, in its order; time blocked on them counts as ``BUBBLE``."""
-        return replace(self.group("pp"), axes=BUBBLE)
-
     def device_mesh(self) -> DeviceMesh:
         """Return torch's mesh of all ranks, with the groups of this one.
 
@@ -171,21 +162,6 @@ class Mesh:
         ranks = torch.arange(self.layout.world_size).view([group.size for _, group in groups])
         names = tuple("_".join(axes) for axes, _ in groups)
         return DeviceMesh.from_group(handles, "cuda" if self.world.uses_nccl else "cpu", ranks, mesh_dim_names=names)
-
-    @property
-    def dp_rank(self) -> int:
-        """Index of the part of the global batch that this rank reads."""
-        return self.coordinate["dp"]
-
-    @property
-    def dp_size(self) -> int:
-        """Number of parts into which the global batch is divided."""
-        return self.layout.sizes["dp"]
-
-    @property
-    def world(self) -> Group:
-        """All ranks."""
-        return self.group("pp", "dp", "cp", "tp")
 
     def background_group(self) -> Group:
         """Create a gloo group of all ranks, for background threads. Collective."""

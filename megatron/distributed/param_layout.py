@@ -6,11 +6,11 @@ parameters, moments and averages all follow this one map. It is arithmetic witho
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from math import prod
-from typing import Any, TypeVar
+from typing import Any
 
 from megatron.distributed.sharding import Box, ShardPiece, ShardSpec
 
@@ -220,13 +220,6 @@ def matrix_blocks(
     return sorted(blocks, key=lambda block: block.place)
 
 
-def segments_outside(blocks: Sequence[MatrixBlock], length: int) -> list[tuple[int, int]]:
-    """Return the ranges of a part of ``length`` elements that are in none of its blocks, ascending."""
-    starts = [0, *(block.place + block.numel for block in blocks)]
-    stops = [*(block.place for block in blocks), length]
-    return [(start, stop) for start, stop in zip(starts, stops) if start < stop]
-
-
 MIN_PART_RATIO = 2
 """Minimum ratio of a rank's part of an uncut bucket to its largest parameter. Larger buckets have less padding."""
 
@@ -256,6 +249,8 @@ def plan_buckets(
 ) -> Iterator[BucketShape]:
     """Yield the buckets of a rank's parameters in the order in which their gradients are expected to be complete.
 
+    Parameters are taken in reverse order. A bucket is closed once it reaches its capacity.
+
     Args:
         specs: of all parameters, in the order of forward.
         keys: of the same parameters.
@@ -263,64 +258,30 @@ def plan_buckets(
         group_sizes: maps reduction axes to the ranks that shard a bucket, and those that hold the same shard.
     """
     sizes = {name: prod(spec.local_shape) for name, spec in specs.items()}
-    limits = bucket_capacities(keys, sizes, limit, lambda axes: group_sizes(axes)[0])
-    for key, names in partition_into_buckets(keys, sizes, limits):
+    buckets: list[tuple[BucketKey, dict[str, int]]] = []
+    filled: dict[BucketKey, int] = {}  # elements of the last bucket of each key
+    capacity = {key: _capacity(key, keys, sizes, limit, group_sizes(key.axes)[0]) for key in {*keys.values()}}
+    last: dict[BucketKey, dict[str, int]] = {}
+    for name in reversed([*keys]):
+        key = keys[name]
+        if key not in last or filled[key] >= capacity[key]:
+            last[key], filled[key] = {}, 0
+            buckets.append((key, last[key]))
+        last[key][name] = sizes[name]
+        filled[key] += round_up(sizes[name], ALIGNMENT)
+    for key, in_bucket in buckets:
         shards, copies = (1, 1) if key.frozen and not key.block else group_sizes(key.axes)
-        in_bucket = {name: sizes[name] for name in names}
         yield BucketShape(key, in_bucket, pack(in_bucket, shards, copies, key.uncut), shards, copies)
 
 
-def bucket_capacities(
-    keys: Mapping[str, BucketKey], sizes: Mapping[str, int], limit: int, shards: Callable[[tuple[str, ...]], int]
-) -> dict[BucketKey, int]:
-    """Return the capacity in elements of the buckets of each key.
+def _capacity(key: BucketKey, keys: Mapping[str, BucketKey], sizes: Mapping[str, int], limit: int, shards: int) -> int:
+    """Return the elements at which a bucket is closed.
 
     All parts of a bucket are as long as the fullest. Where parameters are not divided, a few of them over many ranks
     would be mostly padding, so these buckets are larger, and of equal size.
-
-    Args:
-        keys: of all parameters, by name.
-        sizes: elements of all parameters.
-        limit: capacity of ordinary buckets.
-        shards: maps reduction axes to the number of parts of a bucket.
-
     """
-    limits = {}
-    for key in dict.fromkeys(keys.values()):
-        limits[key] = limit
-        ranks = shards(key.axes)
-        if key.uncut and ranks > 1:
-            padded = [round_up(sizes[name], ALIGNMENT) for name in keys if keys[name] == key]
-            count = max(1, sum(padded) // max(limit, MIN_PART_RATIO * ranks * max(padded)))
-            limits[key] = -(-sum(padded) // count)
-    return limits
-
-
-K = TypeVar("K", bound=Hashable)
-
-
-def partition_into_buckets(
-    keys: Mapping[str, K], sizes: Mapping[str, int], limits: Mapping[K, int]
-) -> list[tuple[K, list[str]]]:
-    """Group parameters into buckets, in reverse order; a bucket is closed once it reaches its capacity.
-
-    Args:
-        keys: of all parameters, in the order of forward.
-        sizes: elements of all parameters.
-        limits: capacity in elements, by key.
-
-    Returns:
-        Key and parameter names of each bucket.
-
-    """
-    buckets: list[tuple[K, list[str]]] = []
-    open_: dict[K, tuple[list[str], int]] = {}
-    for name in reversed(list(keys)):
-        limit = limits[keys[name]]
-        names, filled = open_.get(keys[name], ([], limit))
-        if filled >= limit:
-            names, filled = [], 0
-            buckets.append((keys[name], names))
-        names.append(name)
-        open_[keys[name]] = names, filled + round_up(sizes[name], ALIGNMENT)
-    return buckets
+    if not key.uncut or shards == 1:
+        return limit
+    padded = [round_up(sizes[name], ALIGNMENT) for name in keys if keys[name] == key]
+    count = max(1, sum(padded) // max(limit, MIN_PART_RATIO * shards * max(padded)))
+    return -(-sum(padded) // count)

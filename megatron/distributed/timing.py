@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from types import TracebackType
+from typing import Any
 
 import torch
 from torch.autograd import profiler
@@ -53,11 +53,9 @@ class Stopwatch:
 
     def span(self, name: str, cuda: bool) -> AbstractContextManager[None]:
         """Measure the body under ``name``; ``cuda`` if the current GPU does the work."""
-        if not self._running:
+        if not self._running or (cuda and torch.cuda.is_current_stream_capturing()):
             return NO_SPAN
-        if not cuda:
-            return _HostSpan(self, name)
-        return NO_SPAN if torch.cuda.is_current_stream_capturing() else _DeviceSpan(self, name)
+        return _Span(self, name, cuda)
 
     def add(self, name: str, seconds: float) -> None:
         """Add ``seconds`` that were measured elsewhere."""
@@ -101,34 +99,20 @@ class Stopwatch:
             self._free += (start, end)
 
 
-class _HostSpan(AbstractContextManager[None]):
-    __slots__ = ("_began", "_name", "_watch")
+class _Span(AbstractContextManager[None]):
+    __slots__ = ("_cuda", "_name", "_start", "_watch")
 
-    def __init__(self, watch: Stopwatch, name: str) -> None:
-        self._watch, self._name = watch, name
-
-    def __enter__(self) -> None:
-        self._began = time.perf_counter()
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._watch.add(self._name, time.perf_counter() - self._began)
-
-
-class _DeviceSpan(AbstractContextManager[None]):
-    __slots__ = ("_began", "_name", "_watch")
-
-    def __init__(self, watch: Stopwatch, name: str) -> None:
-        self._watch, self._name = watch, name
+    def __init__(self, watch: Stopwatch, name: str, cuda: bool) -> None:
+        self._watch, self._name, self._cuda = watch, name, cuda
 
     def __enter__(self) -> None:
-        self._began = self._watch.mark()
+        self._start: Any = self._watch.mark() if self._cuda else time.perf_counter()
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._watch.ended(self._name, self._began)
+    def __exit__(self, *_: object) -> None:
+        if self._cuda:
+            self._watch.ended(self._name, self._start)
+        else:
+            self._watch.add(self._name, time.perf_counter() - self._start)
 
 
 COMMUNICATION_PREFIX = "communication "

@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 
-from megatron.arguments.checks.model import check_heads_divide, check_mlp_divides
 from megatron.config.compute import ComputeConfig
 from megatron.config.errors import Problem, UserError
 from megatron.config.launch import Launch
@@ -84,7 +83,7 @@ class PretrainedModel:
             precision=PrecisionConfig(params_dtype=dtype or self.source.precision),
             compute=ComputeConfig(kernels=("torch",)),
         )
-        if problems := _undivided(config, launch.world_size):
+        if problems := _division_problems(config, launch.world_size):
             raise UserError(problems)
         mesh = build_mesh(config, launch.rank, launch.world_size)
         return FrozenModel.build(config, mesh, device, self.source)
@@ -111,9 +110,10 @@ def open_pretrained(load: str, options: SourceOptions = WHOLE) -> PretrainedMode
     return PretrainedModel(source, files, codec, stop_ids(files, codec))
 
 
-def _undivided(config: RunConfig, ranks: int) -> list[Problem]:
-    """Return what of the model does not divide over the ranks."""
-    return [*check_heads_divide(config, ranks), *check_mlp_divides(config, ranks)]
+def _division_problems(config: RunConfig, world_size: int) -> list[Problem]:
+    """Return the problems of sharding heads and MLP over the tensor-parallel ranks."""
+    checks = (config.model.check_heads_divide, config.model.check_mlp_divides)
+    return [problem for check in checks for problem in check(config, world_size)]
 
 
 def check_tensor_parallel_size(model: ModelConfig, tp: int, world_size: int) -> None:
@@ -125,7 +125,7 @@ def check_tensor_parallel_size(model: ModelConfig, tp: int, world_size: int) -> 
 
     def find_errors(tp: int) -> list[str]:
         config = RunConfig(model=model, parallel=ParallelConfig(tensor_model_parallel_size=tp))
-        return [problem.sentence for problem in _undivided(config, tp)]
+        return [problem.sentence for problem in _division_problems(config, tp)]
 
     errors = find_errors(tp)
     if errors:

@@ -13,7 +13,7 @@ from statistics import NormalDist
 import torch
 from torch import Tensor
 
-from megatron.config.model import QUANTIZED_BITS, QUANTIZED_BLOCK
+from megatron.config.adapters import QUANTIZED_BITS, QUANTIZED_BLOCK
 
 INT8_MAX = 127
 """Code of the largest value of a block."""

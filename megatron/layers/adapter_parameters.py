@@ -8,7 +8,8 @@ from collections.abc import Callable
 from dataclasses import replace
 from math import prod
 
-from megatron.config.model import QUANTIZED_BLOCK, ModelConfig
+from megatron.config.adapters import QUANTIZED_BLOCK
+from megatron.config.model import ModelConfig
 from megatron.distributed.sharding import Box, Init, Sharding, ShardSpec, Specs
 
 Dims = tuple[int, ...]

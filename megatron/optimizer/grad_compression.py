@@ -1,4 +1,6 @@
-"""Compression of gradient sums over data-parallel ranks, for networks on which sending them takes most of a step.
+"""Gradient sums over data-parallel ranks that send less, for networks on which sending takes most of a step.
+
+16 bits: every addend is rounded once.
 
 int8: every block of :data:`INT8_BLOCK` elements is sent as integers and one fp32 scale, stochastically rounded, so a
 sum is exact in the mean and needs no state. An all-reduce is an all-to-all of quantised addends, a sum in fp32 in rank
@@ -20,10 +22,46 @@ from torch import Tensor
 from megatron.config.parallel import GradCompression
 from megatron.distributed import comm
 from megatron.distributed.comm import Group, Pending
-from megatron.distributed.param_layout import ALIGNMENT, MatrixBlock, round_up, segments_outside
+from megatron.distributed.param_layout import ALIGNMENT, MatrixBlock, round_up
 from megatron.distributed.random import stable_hash
 from megatron.kernels.dropout import mix, random_bits
-from megatron.optimizer.reduction import ReduceHandle, Reduction
+from megatron.optimizer.grad_buffer import ReduceHandle, Reduction
+
+
+class RoundedReduction(Reduction):
+    """Sums gradients in their dtype, but communicates them in a shorter one: each addend is rounded once.
+
+    The sum of an all-reduce is rounded once more.
+    """
+
+    copies_gradients = True
+
+    def __init__(self, shards: Group, copies: Group, comm_dtype: torch.dtype) -> None:
+        """Create the reduction; ``comm_dtype`` is that of communication."""
+        super().__init__(shards, copies)
+        self._comm_dtype = comm_dtype
+
+    def start_reduce_scatter(self, x: Tensor) -> ReduceHandle:
+        """Start summing a bucket ``[n]`` over ``shards``; the result is this rank's part ``[n / shards]``."""
+        return super().start_reduce_scatter(x) if self.shards.size == 1 else self._start_sum(x, self.shards)
+
+    def start_all_reduce(self, part: Tensor) -> ReduceHandle:
+        """Start summing a part over ``copies``, whose number divides its length."""
+        if self.copies.size == 1:
+            return super().start_all_reduce(part)
+        addends = self._start_sum(part, self.copies)
+
+        def finish(received: Tensor) -> Tensor:
+            own = addends.finish(received).to(self._comm_dtype)
+            return comm.all_gather(own, self.copies).to(part.dtype)
+
+        return ReduceHandle(addends.pending, finish)
+
+    def _start_sum(self, x: Tensor, group: Group) -> ReduceHandle:
+        """Start a reduce-scatter: each rank receives the addends of its part, and adds them in rank order."""
+        addends = comm.start_all_to_all(x.to(self._comm_dtype), group)
+        return ReduceHandle(addends, lambda parts: parts.view(group.size, -1).sum(0, dtype=x.dtype))
+
 
 INT8_BLOCK = ALIGNMENT
 """Elements with one scale. Parameters start at multiples of it in a bucket, so no block mixes two of them: copies of a
@@ -168,7 +206,9 @@ class ErrorFeedback(Reduction):
         self.blocks = list(blocks)
         # Outside the blocks it is 0, except after loading another layout.
         self.error = torch.zeros_like(part)
-        self._outside = segments_outside(self.blocks, len(part))
+        starts = [0, *(block.place + block.numel for block in self.blocks)]
+        stops = [*(block.place for block in self.blocks), len(part)]
+        self._outside = [(start, stop) for start, stop in zip(starts, stops) if start < stop]
         self._next_error: Tensor | None = None
 
     def start_step(self, step: int) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import partial
 from typing import TYPE_CHECKING
 
 from megatron.config.batch import ScheduleLengths
@@ -52,12 +52,12 @@ class LearningRateSchedule(WithPluginOptions):
     There is no state: resuming, or a growing batch size, needs none.
     """
 
-    # Learning rate after the warm-up.
+    # Learning rate at the end of the warm-up.
     peak: float
     # Learning rate after the decay.
     floor: float
-    # A choice of ``--lr-decay-style``.
-    style: str
+    # Learning rate after the warm-up.
+    shape: LearningRateStyle
     # Length of the linear warm-up from ``warmup_init`` to ``peak``.
     warmup: float
     warmup_init: float
@@ -91,7 +91,7 @@ class LearningRateSchedule(WithPluginOptions):
         return cls(
             peak=config.lr * scale,
             floor=config.min_lr * scale,
-            style=config.lr_decay_style,
+            shape={**registered("lr_schedule"), **STYLES}[config.lr_decay_style],
             warmup=lengths.warmup,
             warmup_init=config.lr_warmup_init,
             decay=lengths.decay,
@@ -113,11 +113,7 @@ class LearningRateSchedule(WithPluginOptions):
         """Return the learning rate of the step that starts after ``samples`` samples."""
         if self.warmup > 0 and samples <= self.warmup:
             return self.warmup_init + (self.peak - self.warmup_init) * samples / self.warmup
-        return self._curve(self, samples)
-
-    @cached_property
-    def _curve(self) -> Callable[[LearningRateSchedule, int], float]:
-        return {**registered("lr_schedule"), **STYLES}[self.style]
+        return self.shape(self, samples)
 
     def progress(self, samples: int) -> float:
         """Return the part of the decay that is over: 0 after the warm-up, 1 at the end of the decay and after it."""

@@ -1,7 +1,5 @@
 """Main parameters, in at least fp32, which the optimizer updates, and the model weights rounded from them.
 
-:class:`ShardMemory` is where this rank's shards are updated.
-
 For bf16 weights, a main parameter may be stored as the 16 bits that the weight lacks: half of the memory, without
 loss. The weight is then the main parameter rounded to nearest with ties away from zero, where an ordinary cast rounds
 ties to even: one value in 131,072 differs, in its last bit.
@@ -9,14 +7,12 @@ ties to even: one value in 131,072 differs, in its last bit.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from megatron.kernels.adam import round_to
-from megatron.optimizer.flat_views import adjacent_runs, flat_runs
-from megatron.optimizer.rules import UpdateArgs
 
 LOW_BITS = 16
 """Bits of fp32 that bf16 lacks."""
@@ -39,36 +35,6 @@ def accum_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
-class ShardMemory:
-    """Weights and gradients of this rank's shards, by name, in the memory where they are updated: that of the device.
-
-    A subclass keeps some of them elsewhere, and copies between there and the device.
-    """
-
-    # Parameters that the host updates.
-    on_host: frozenset[str] = frozenset()
-
-    def __init__(self, weights: Mapping[str, Tensor], grads: Mapping[str, Tensor]) -> None:
-        """Create the memory. Gradients elsewhere are valid after an update."""
-        self.weights, self.grads = weights, grads
-
-    def start(self, skip: Tensor, factor: Tensor) -> None:
-        """Start copying what updates elsewhere need: the device scalars of :class:`UpdateArgs`, and gradients."""
-
-    def local(self, args: UpdateArgs, names: Sequence[str]) -> UpdateArgs:
-        """Return the arguments of the update of ``names`` in the memory of these parameters."""
-        return args
-
-    def upload(self, names: Collection[str] | None = None) -> None:
-        """Start copying weights to the device, all by default."""
-
-    def wait(self) -> None:
-        """Let the device wait for the copies."""
-
-    def synchronize(self) -> None:
-        """Let the host wait for all copies, before it changes :attr:`weights`."""
-
-
 class MainParams(Mapping[str, Tensor]):
     """Main parameters by name; for fp32 and fp64 weights, the weights themselves."""
 
@@ -85,24 +51,17 @@ class MainParams(Mapping[str, Tensor]):
         # ``self[name]`` returns changes nothing: use :meth:`set`.
         self.remainders: dict[str, Tensor] = {}
         self._plain: dict[str, Tensor] = {}
-        # Weights and their main parameters, both flat.
-        self._copies: list[tuple[Tensor, Tensor]] = []
-        narrow = []
+        narrow = {}
         for name, weight in weights.items():
             if as_remainders and weight.dtype == torch.bfloat16:
                 self.remainders[name] = torch.zeros_like(weight, dtype=torch.int16)
             else:
                 self._plain[name] = weight
                 if weight.dtype != accum_dtype(weight.dtype):
-                    narrow.append(name)
+                    narrow[name] = weight
         # Main parameters are laid out like the weights, so that few kernels round all of them.
-        for run in adjacent_runs([weights[name] for name in narrow]):
-            names = [narrow[index] for index in run]
-            (flat,) = flat_runs([weights[name] for name in names])
-            main = flat.to(accum_dtype(flat.dtype)).view(-1)
-            self._copies.append((flat.view(-1), main))
-            for name, part in zip(names, main.split([weights[name].numel() for name in names])):
-                self._plain[name] = part.view(weights[name].shape)
+        self._copies, wide = copy_runs(narrow, lambda flat: flat.to(accum_dtype(flat.dtype)))
+        self._plain |= wide
 
     def __getitem__(self, name: str) -> Tensor:
         if name in self.remainders:
@@ -130,3 +89,49 @@ class MainParams(Mapping[str, Tensor]):
     def write_weights(self) -> None:
         """Round main parameters to the weights, except those with remainders."""
         round_to((weights, main) for weights, main in self._copies)
+
+
+def flat_runs(tensors: Sequence[Tensor]) -> list[tuple[list[int], Tensor]]:
+    """Merge contiguous tensors that follow one another in memory without a gap.
+
+    Returns:
+        As few views as possible of all elements, and the indices of the tensors that each covers, in order. A view of
+        several tensors is flat.
+    """
+    runs: list[list[int]] = []
+    end: tuple[int, int] | None = None
+    places = [(x.untyped_storage()._cdata, int(x.storage_offset())) for x in tensors]
+    for index in sorted(range(len(tensors)), key=places.__getitem__):
+        x, (storage, offset) = tensors[index], places[index]
+        if x.is_contiguous() and end == (storage, offset):
+            runs[-1].append(index)
+        else:
+            runs.append([index])
+        end = (storage, offset + x.numel()) if x.is_contiguous() else None
+    merged = []
+    for run in runs:
+        first, total = tensors[run[0]], sum(tensors[index].numel() for index in run)
+        merged.append((run, first.as_strided((total,), (1,)) if len(run) > 1 else first))
+    return merged
+
+
+def copy_runs(
+    tensors: Mapping[str, Tensor], copy: Callable[[Tensor], Tensor]
+) -> tuple[list[tuple[Tensor, Tensor]], dict[str, Tensor]]:
+    """Copy contiguous tensors, so that those that follow one another in memory stay together.
+
+    Args:
+        tensors: by name.
+        copy: returns a tensor as large as a flat one.
+
+    Returns:
+        Pairs of originals and copies, both flat, as few as possible; and the copies by name.
+    """
+    names, pairs, copies = [*tensors], [], {}
+    for run, whole in flat_runs([*tensors.values()]):
+        flat = whole.view(-1)
+        copied = copy(flat)
+        pairs.append((flat, copied))
+        for index, part in zip(run, copied.split([tensors[names[index]].numel() for index in run])):
+            copies[names[index]] = part.view(tensors[names[index]].shape)
+    return pairs, copies

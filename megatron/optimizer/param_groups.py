@@ -69,11 +69,10 @@ def offloaded_params(elements: Mapping[str, int], specs: Mapping[str, ShardSpec]
     return chosen
 
 
-def is_muon_param(name: str, spec: ShardSpec) -> bool:
-    """Return True if Muon updates a parameter: matrices of blocks, not the embeddings or the output layer."""
-    return name.startswith("layers.") and len(spec.shape) == 2
-
-
 def rule_of(name: str, spec: ShardSpec, config: OptimizerConfig) -> str:
-    """Return the name of a parameter's update rule; with Muon, Adam updates all but the matrices of blocks."""
-    return config.optimizer if config.optimizer != "muon" or is_muon_param(name, spec) else "adam"
+    """Return the name of a parameter's update rule.
+
+    Muon updates the matrices of blocks. Adam updates the rest, also the embeddings and the output layer.
+    """
+    is_matrix = name.startswith("layers.") and len(spec.shape) == 2
+    return config.optimizer if config.optimizer != "muon" or is_matrix else "adam"

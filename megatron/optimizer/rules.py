@@ -148,8 +148,6 @@ class ElementwiseRule(UpdateRule):
     @torch.no_grad()
     def update(self, args: UpdateArgs) -> None:
         """Update the parameters, and round them to ``args.weights``."""
-        if not self.params:
-            return
         if not self.fused:
             args = args.scaled()
         if self.handles_skip and args.observe is None:

@@ -171,11 +171,6 @@ class Timeline:
             exposed.append(tuple(waits))
         return tuple(exposed)
 
-    @property
-    def exposed_time(self) -> tuple[float, ...]:
-        """Total of ``exposed`` for each rank."""
-        return tuple(sum(end - start for start, end in waits) for waits in self.exposed)
-
     @cached_property
     def memory(self) -> tuple[tuple[HeldMemory, ...], ...]:
         """Changes of memory, by rank."""

@@ -11,13 +11,13 @@ from torch import Tensor
 
 from megatron.config.run import RunConfig
 from megatron.distributed.timing import Clock, Timers, no_clock
-from megatron.optimizer.distributed_optimizer import DistributedOptimizer
-from megatron.optimizer.grad_buffer import GradBuffer
+from megatron.optimizer.build import build_grad_buffer, build_optimizer
 from megatron.optimizer.param_groups import rule_of
-from megatron.optimizer.parameter_store import ParameterStore, ShardedParameterStore
+from megatron.optimizer.parameter_store import ParameterStore
+from megatron.optimizer.sharded_parameter_store import ShardedParameterStore
 from megatron.training.batch_reader import BatchReader, Progress
 from megatron.training.build_model import build_context, build_mesh, build_pipeline, build_stages, choose_device
-from megatron.training.components.loss_scaler import LossScaler
+from megatron.training.components.precision import LossScaler
 from megatron.training.features import build_components
 from megatron.training.trainer import Trainer
 
@@ -55,7 +55,7 @@ def build_trainer(
     with clock("optimizer"):
         dtypes = {name: param.dtype for name, param in params.items()}
         uncut = {name for name, spec in specs.items() if rule_of(name, spec, config.optimizer) == "muon"}
-        buckets = GradBuffer(
+        buckets = build_grad_buffer(
             specs, dtypes, mesh, context.grad_accumulator, device, parallel, uncut, config.training.seed
         )
         store = ShardedParameterStore if parallel.zero_stage == 3 else ParameterStore
@@ -64,11 +64,12 @@ def build_trainer(
             if not specs[name].frozen or config.checkpoint.pretrained_checkpoint is None:
                 context.initialize(name, zeros)
 
-        weights = store(params, buckets, mesh, parallel, initialize)
-        optimizer = DistributedOptimizer(
+        weights = store(params, buckets, parallel, initialize)
+        optimizer = build_optimizer(
             weights, specs, buckets, mesh, config.optimizer, config.training.seed, context.kernels.adam
         )
-    context.offload.leave_out(buffer.whole for buffer in weights.buffers)
+    if context.offload is not None:
+        context.offload.leave_out(buffer.whole for buffer in weights.buffers)
     for chunk in chunks.values():
         weights.gather_before_use(chunk.parts)
     timers, progress = Timers(config.logging.timing_log_level, device), Progress()

@@ -15,14 +15,14 @@ from torch import Tensor
 from megatron.distributed import comm, mappings
 from megatron.distributed.comm import Group
 from megatron.distributed.grad_accumulator import GradAccumulator, Operand, WgradOperand
+from megatron.distributed.mappings import PIPELINED, Product
 from megatron.distributed.micro_batch import MicroBatch
 from megatron.distributed.sharding import DenseSharding, ShardSpec
-from megatron.distributed.tensor_parallel import PIPELINED, Product
 from megatron.kernels.block_attention import AttentionDropout
 from megatron.layers import attention, linear, loss
 from megatron.layers.adapters import LowRankProduct
 from megatron.layers.context import BuildContext, ForwardContext
-from megatron.layers.products import LinearProduct
+from megatron.layers.linear import LinearProduct
 from megatron.model.gpt import GPTChunk
 from megatron.optimizer import distributed_optimizer
 from megatron.optimizer.distributed_optimizer import PartialGradReducer

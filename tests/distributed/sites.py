@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from megatron.distributed import comm
-from megatron.distributed.comm import Channel, Group, Pending, PendingExchange
+from megatron.distributed.comm import Channel, Group, Pending
 
 ROOT = Path(comm.__file__).parents[2]
 TENSOR_OPS = ("all_reduce", "all_gather", "reduce_scatter")
@@ -120,7 +120,7 @@ def broken(target: Site, how: str) -> Iterator[None]:
             return _tamper(site.op, original, value, road, Message(MESSAGES[how], before, road))
         if site.op == EXCHANGE_OP:
             came = original(value, road, *rest).wait()
-            return PendingExchange(came.copy_(Message(MESSAGES[how], before, came.shape)(came)), rest[1], [])
+            return Pending(came.copy_(Message(MESSAGES[how], before, came.shape)(came)))
         return (ROWS if site.op == ROWS_OP else MUTATIONS)[how](site.op, original, value, road, *rest, **named)
 
     with _intercepted(mutate):
@@ -221,7 +221,7 @@ class Tampered(Pending):
 
     def wait(self) -> Tensor:
         """The changed message; changed once."""
-        arrived = self.work is not None
+        arrived = bool(self.works)
         result = super().wait()
         return result.copy_(self.message(result)) if arrived else result
 
@@ -230,7 +230,7 @@ def _tamper(name: str, original: Operation, value: Tensor, channel: Channel, mes
     if name == "start_send":
         return original(message(value), channel)
     pending = original(value, channel)
-    return Tampered(pending.result, pending.work, pending.group, message)
+    return Tampered(pending.result, pending.works, pending.group, message=message)
 
 
 @contextmanager

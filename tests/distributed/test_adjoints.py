@@ -22,12 +22,12 @@ from megatron.distributed.comm import Group
 from megatron.distributed.context_parallel import ContextParallel
 from megatron.distributed.grad_accumulator import GradAccumulator
 from megatron.distributed.layout import Layout
+from megatron.distributed.mappings import PIPELINED, TPComm
 from megatron.distributed.mesh import Mesh
 from megatron.distributed.sharding import Init
-from megatron.distributed.tensor_parallel import PIPELINED, TPComm
 from megatron.kernels.attention import sdpa
 from megatron.kernels.attention_mask import AttentionMask
-from megatron.kernels.bias import with_bias_gradient
+from megatron.kernels.linear import with_bias_gradient
 from megatron.kernels.registry import Kernels
 from megatron.layers import parameters
 from megatron.layers.context import BuildContext

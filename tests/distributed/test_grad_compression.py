@@ -27,9 +27,8 @@ from megatron.distributed.layout import Layout
 from megatron.distributed.mesh import Mesh
 from megatron.distributed.param_layout import MatrixBlock, matrix_blocks, pack
 from megatron.kernels.dropout import mix, random_bits
-from megatron.optimizer.buckets import BucketLayout
-from megatron.optimizer.build_buckets import build_reduction
-from megatron.optimizer.grad_buffer import GradBuffer
+from megatron.optimizer.build import build_grad_buffer, build_reduction
+from megatron.optimizer.grad_buffer import BucketLayout
 from megatron.optimizer.grad_compression import (
     INT8_BLOCK,
     ROUNDING,
@@ -42,8 +41,8 @@ from megatron.planner.memory import checkpoint_bytes, data_parallel_traffic
 from megatron.training.build import build_trainer
 from megatron.training.checkpointer import Checkpointer, choose_resume_source
 from megatron.training.components.grad_compression import CompressionState
-from megatron.training.components.nonfinite import NonFiniteCheck
 from megatron.training.step import train_step
+from megatron.training.stop import NonFiniteCheck
 from megatron.training.trainer import Trainer
 from tests.distributed.resume import advance
 from tests.distributed.test_local_tier import go_on as local_go_on
@@ -178,14 +177,14 @@ def reduced(rank: int, size: int, cut: Cut, method: str) -> list[Held]:
     )
     mesh = Mesh(Layout.from_config(config, size), rank, optimizer_instances=config.optimizer_instances)
     accumulator, dtypes = GradAccumulator(), dict.fromkeys(SPECS, torch.float64)
-    buckets = GradBuffer(SPECS, dtypes, mesh, accumulator, torch.device("cpu"), config, cut.uncut)
+    buckets = build_grad_buffer(SPECS, dtypes, mesh, accumulator, torch.device("cpu"), config, cut.uncut)
 
     def held() -> Held:
-        reductions = buckets.reductions()
-        kept = {n: r.error for n, r in reductions.items() if r.error is not None}
+        reductions = [bucket.reduction for bucket in buckets.buckets]
+        kept = {n: e for n in buckets.shards if (e := buckets.reduction_of(n).error) is not None}
         errors = {n: buckets.shard_view(error, n).clone().flatten() for n, error in kept.items()}
         assert errors.keys() == buckets.shards.keys()
-        factors = {(b.name, b.first): q.clone() for r in set(reductions.values()) for b, q in r.factors()}
+        factors = {(b.name, b.first): q.clone() for r in reductions for b, q in r.factors()}
         sums = {n: buckets.grads[n].clone().flatten() for n in buckets.shards}
         return Held({n: share.start for n, share in buckets.shards.items()}, sums, errors, factors)
 
@@ -199,7 +198,8 @@ def reduced(rank: int, size: int, cut: Cut, method: str) -> list[Held]:
                     whole[3, 3] = torch.nan
                 accumulator.accumulate(name, whole)
             buckets.finish()
-        buckets.commit_reductions(torch.tensor(float(number == SPOILT)))
+        for bucket in buckets.buckets:
+            bucket.reduction.commit(torch.tensor(float(number == SPOILT)))
         found.append(held())
     return found
 
@@ -365,8 +365,8 @@ def descend(rank: int, size: int, method: str, feedback: bool) -> float:
     rows, columns = specs["layers.1.matrix"].local_shape
     packing = pack({"layers.1.matrix": rows * columns}, 1, size)
     x, world = torch.zeros(packing.size, dtype=torch.float64), world_group(rank, size)
-    layout = BucketLayout(packing, Group(), world, x.dtype, x.device)
-    reduction = build_reduction(ParallelConfig(grad_compression=method), layout, specs, 0)
+    layout = BucketLayout(specs, packing, Group(), world, Group(), x.dtype, x.device)
+    reduction = build_reduction(ParallelConfig(grad_compression=method), layout, 0)
     # Each rank pulls to another point: gradients of ranks do not vanish at the optimum, only their sum does.
     scale = 0.5 + torch.rand(rows * columns, generator=generator, dtype=torch.float64)
     target = torch.randn(rows * columns, generator=generator, dtype=torch.float64)

@@ -44,8 +44,8 @@ EQUIVALENT: dict[tuple[str, str, str, str], str] = {
 
 GPU_ONLY = {
     ("megatron/pipeline/recorder.py", "__init__"): "the barrier from which events on a GPU are measured",
-    ("megatron/distributed/tensor_parallel.py", "_fused_gather_matmul"): "symmetric memory",
-    ("megatron/distributed/tensor_parallel.py", "_fused_matmul_scatter"): "symmetric memory",
+    ("megatron/distributed/mappings.py", "_fused_gather_matmul"): "symmetric memory",
+    ("megatron/distributed/mappings.py", "_fused_matmul_scatter"): "symmetric memory",
     ("megatron/training/build_model.py", "choose_tp_overlap"): "whether all ranks have symmetric memory",
     ("megatron/training/cuda_graphs.py", "_capture"): "whether all ranks have captured a graph",
 }

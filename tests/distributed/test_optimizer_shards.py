@@ -18,13 +18,12 @@ from megatron.distributed.grad_accumulator import GradAccumulator
 from megatron.distributed.layout import Layout
 from megatron.distributed.mesh import Mesh
 from megatron.distributed.sharding import DenseSharding, ExpertSharding, Init, ShardSpec
-from megatron.optimizer.grad_buffer import GradBuffer
+from megatron.optimizer.build import build_grad_buffer
 from megatron.planner.memory import checkpoint_bytes
-from megatron.training import checkpointer
 from megatron.training.build import build_trainer
 from megatron.training.callbacks import health
-from megatron.training.checkpoint_contents import tensors_to_save
-from megatron.training.components.average import AverageWeights
+from megatron.training.checkpoint_contents import tensors_to_save, total_bytes
+from megatron.training.components.optimizer_state import AverageWeights
 from megatron.training.step import evaluate, train_step
 from megatron.training.trainer import Trainer
 from tests.kit.cases import MODEL, RATES, Case, batches_of, compare_with_twin, run_on
@@ -75,7 +74,7 @@ def sums(rank: int, size: int, cut: Cut) -> Sums:
     )
     mesh = Mesh(Layout.from_config(config, size), rank, optimizer_instances=config.optimizer_instances)
     grad_accumulator, dtypes = GradAccumulator(), dict.fromkeys(SPECS, torch.float32)
-    buckets = GradBuffer(SPECS, dtypes, mesh, grad_accumulator, torch.device("cpu"), config, cut.uncut)
+    buckets = build_grad_buffer(SPECS, dtypes, mesh, grad_accumulator, torch.device("cpu"), config, cut.uncut)
     for step in range(2):
         buckets.start_step(MICROBATCHES)
         turns = [name for name, spec in SPECS.items() for _ in range(MICROBATCHES * spec.contributions)]
@@ -275,7 +274,8 @@ def test_muon_moves_whole_matrices_however_they_are_cut(pool: Pool, name: str) -
 def sizes(rank: int, size: int, case: Case) -> tuple[int, int]:
     """Bytes of the tensors of a checkpoint: all that ranks write, and the formula."""
     config = case.config()
-    return checkpointer.bytes_to_save(build_trainer(config, rank, size)), checkpoint_bytes(config)
+    trainer = build_trainer(config, rank, size)
+    return total_bytes(tensors_to_save(trainer), trainer.mesh.world), checkpoint_bytes(config)
 
 
 LEAN = OptimizerConfig(store_param_remainders=True, exp_avg_dtype="bf16", ema_decay=0.9)

@@ -15,7 +15,7 @@ from torch import Tensor
 from megatron.config.parallel import ParallelConfig
 from megatron.distributed import comm
 from megatron.distributed.comm import Pending
-from megatron.distributed.tensor_parallel import PIPELINED, SYMMETRIC_MEMORY, TPComm
+from megatron.distributed.mappings import PIPELINED, SYMMETRIC_MEMORY, TPComm
 from megatron.kernels.linear import TORCH_LINEAR
 from megatron.kernels.registry import Kernels
 from megatron.training.build import build_trainer

@@ -98,11 +98,8 @@ class Ends(GradTarget):
         grad_accumulator.bind(self)
         return grad_accumulator
 
-    def target(self, name: str) -> Tensor:
-        return self.gradients[name]
-
-    def is_first(self, name: str) -> bool:
-        return False
+    def claim(self, name: str) -> tuple[Tensor, bool]:
+        return self.gradients[name], False
 
     def contributed(self, name: str) -> None:
         self.counts[name] += 1

@@ -23,8 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.config.privacy import redact
-from megatron.config.text import echo
-from megatron.data.errors import pluralize
+from megatron.config.text import counted, echo
 from megatron.training.loggers.run_folder import read_history
 from tools.cluster_check import checks, filesystem
 from tools.cluster_check.checks import MODEL_FLAGS, STAGES, TENSOR, ZERO_1, batch_flags, layout_cases
@@ -324,7 +323,7 @@ class ClusterCheck:
             gpus = f"{first['gpus'][0]}, CUDA {first['cuda']}, NCCL {first['nccl']}"
         kind = filesystem.file_system_type(self.folder)
         part.facts["file system"] = kind
-        count = f"{pluralize(self.ranks, 'ranks')} on {pluralize(len(nodes), 'nodes')}"
+        count = f"{counted(self.ranks, 'rank')} on {counted(len(nodes), 'node')}"
         commit = f"commit {first['commit'][:12]}" if first["commit"] else "no git checkout"
         when = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime())
         self.about = f"{count}: {gpus}; torch {first['torch']}; {kind or 'an unknown'} file system; {commit}; {when}."

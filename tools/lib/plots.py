@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from megatron.data.errors import pluralize
+from megatron.config.text import counted
 from megatron.data.inspect import DatasetSummary
-from megatron.training.loggers.formatting import format_compact
+from megatron.training.loggers.console import format_compact
 from megatron.training.loggers.plots import MUTED_COLOR, open_figure
 
 if TYPE_CHECKING:
@@ -58,7 +58,7 @@ def _draw_panel(axes: Axes, summary: DatasetSummary, middle: float) -> None:
     axes.set_yticks([tick for tick in axes.get_yticks() if tick <= 100])  # the space above 100% is for labels
     axes.set_xscale("log")
     axes.set_ylabel("share of all (%)")
-    right = f"{pluralize(summary.documents, 'documents')}, {format_compact(summary.tokens)} tokens"
+    right = f"{counted(summary.documents, 'document')}, {format_compact(summary.tokens)} tokens"
     axes.set_title(right, loc="right", color=MUTED_COLOR, fontsize=10)
 
 

@@ -7,7 +7,7 @@ changes combine, and memory holds one block at a time whatever the size of the m
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any, Protocol
@@ -87,9 +87,9 @@ class AveragedModels:
 
 def _architecture(model: ModelConfig) -> dict[str, Any]:
     """Return the options that determine what a model computes."""
-    whole = resolve(RunConfig(model=model), 1).model
-    names = [f.name for f in fields(ModelConfig) if SETTINGS[f.name].option.role in (Role.SHAPE, Role.FUNCTION)]
-    return {name: getattr(whole, name) for name in names}
+    whole = resolve(RunConfig(model=model), 1)
+    settings = (each for each in SETTINGS.values() if each.section == "model")
+    return {s.name: s.value_in(whole) for s in settings if s.option.role in (Role.SHAPE, Role.FUNCTION)}
 
 
 class WithoutLayers:

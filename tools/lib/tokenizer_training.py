@@ -21,8 +21,8 @@ from pathlib import Path
 from tokenizers import models, trainers
 
 from megatron.checkpoint.durable_files import durable_rename, sync_folder, write_file
-from megatron.config.text import format_bytes
-from megatron.data.errors import DataError, pluralize
+from megatron.config.text import counted, format_bytes
+from megatron.data.errors import DataError
 from megatron.data.preprocess.corpus import MAX_LINE_BYTES, BadDocumentReport, TextDocument, read_documents
 from megatron.data.preprocess.encode import Report
 from megatron.data.tokenizers.huggingface import (
@@ -151,9 +151,9 @@ def _read_corpus(plan: TokenizerTrainingOptions, report: Report, bad: BadDocumen
         num_bytes += document.num_bytes
         if time.monotonic() - last_report >= PROGRESS_SECONDS:
             last_report = time.monotonic()
-            report("stage", f"reading: {pluralize(documents, 'documents')}, {format_bytes(num_bytes)}")
+            report("stage", f"reading: {counted(documents, 'document')}, {format_bytes(num_bytes)}")
         yield document
-    corpus = f"{pluralize(documents, 'documents')}, {format_bytes(num_bytes)}"
+    corpus = f"{counted(documents, 'document')}, {format_bytes(num_bytes)}"
     report("stage", f"training {plan.vocab_size:,} entries on {corpus}")
 
 

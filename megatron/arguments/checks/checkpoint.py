@@ -35,9 +35,6 @@ def check_pretrained_checkpoint(config: RunConfig, world_size: int) -> Iterator[
     """Check that ``--pretrained-checkpoint`` is a model, and with adapters given."""
     location, load, adapters = config.checkpoint.pretrained_checkpoint, config.checkpoint.load, config.model.lora_rank
     if location is None:
-        if adapters is not None:
-            sentence = f"--lora-rank {adapters} trains adapters of a model, and none is given"
-            yield Problem("E806", sentence, ("--pretrained-checkpoint hf:DIR", "--pretrained-checkpoint RUN"))
         return
     if load is not None and load != config.checkpoint.save and adapters is None:
         sentence = "--load and --pretrained-checkpoint both name the weights to start from"
@@ -96,6 +93,41 @@ def _folders_beside(path: Path) -> list[str]:
         return sorted(each.name for each in path.parent.iterdir() if isdir(each))
     except OSError:  # there is no such folder, or it is closed to this user
         return []
+
+
+def check_required_checkpoint(config: RunConfig, world_size: int) -> Iterator[Problem]:
+    """Check that there is a checkpoint for flags that need one."""
+    checkpoint = config.checkpoint
+    load = checkpoint.first_start.load
+    folders = {"--load": load, "--save": checkpoint.save}
+    if (load or "").startswith(HUGGING_FACE_PREFIX) or any(map(holds_checkpoints, folders.values())):
+        return
+    reason = "".join(f"; {flag} {folder} contains none" for flag, folder in folders.items() if folder is not None)
+    if config.training.skip_train:
+        sentence = f"--skip-train needs a checkpoint to evaluate{reason}"
+        yield Problem("E312", sentence, ("--load RUN", "drop --skip-train"))
+    elif checkpoint.exit_on_missing_checkpoint:
+        sentence = f"--exit-on-missing-checkpoint needs a checkpoint to start from{reason}"
+        yield Problem("E801", sentence, ("--load RUN", "drop --exit-on-missing-checkpoint"))
+
+
+def check_stop_file(config: RunConfig, world_size: int) -> Iterator[Problem]:
+    """Check that the stop file can be created and is cheap to poll: rank 0 looks for it after every step."""
+    name = config.training.stop_file
+    if name is None:
+        return
+    path = parse_location(name)
+    if name == "":
+        yield Problem("E311", "--stop-file '' names no file", ("--stop-file runs/mine/stop", "drop --stop-file"))
+    elif not isinstance(path, Path):
+        sentence = f"--stop-file {path} must be on a disk, because it is polled after every step"
+        yield Problem("E311", sentence, ("--stop-file runs/mine/stop",))
+    elif isdir(path):
+        sentence = f"--stop-file {path} is a folder, so the run would stop at once"
+        yield Problem("E311", sentence, (f"--stop-file {path / 'stop'}",))
+    elif not isdir(path.parent):
+        sentence = f"--stop-file {path}: the folder {path.parent} does not exist"
+        yield Problem("E311", sentence, (f"mkdir -p {path.parent}",))
 
 
 def check_links(config: RunConfig, world_size: int) -> Iterator[Problem]:
@@ -180,14 +212,10 @@ def check_local_folder(config: RunConfig, world_size: int) -> Iterator[Problem]:
 
 
 def check_export(config: RunConfig, world_size: int) -> Iterator[Problem]:
-    """Check that ``--save-hf-interval`` exports checkpoints that are saved, from a folder on a disk."""
+    """Check that ``--save-hf-interval`` exports from a folder on a disk."""
     checkpoint = config.checkpoint
-    interval, every = checkpoint.save_hf_interval, checkpoint.save_interval
-    if interval is None or checkpoint.save is None:
+    if checkpoint.save_hf_interval is None or checkpoint.save is None:
         return
-    if every is not None and interval % every:
-        sentence = f"--save-hf-interval {interval} is not a multiple of --save-interval {every}"
-        yield Problem("E805", sentence, (f"--save-hf-interval {(interval // every + 1) * every}",))
     if not isinstance(parse_location(checkpoint.save), Path):
         sentence = (
             f"--save-hf-interval writes to a folder on a disk, and --save {checkpoint.save} is in an object store"

@@ -169,15 +169,6 @@ def check_conversations(config: RunConfig, world_size: int) -> Iterator[Problem]
         yield Problem("E109", sentence, ("drop --attention-pattern",))
 
 
-def check_eod_id(config: RunConfig, world_size: int) -> Iterator[Problem]:
-    """Check that the end-of-document id is in the vocabulary."""
-    eod = config.data.eod_id
-    size = config.model.vocab_size
-    if eod is not None and size is not None and eod >= size:
-        fixes = (f"--eod-id {size - 1}", f"--vocab-size {eod + 1}")
-        yield Problem("E508", f"--eod-id {eod} is not in the vocabulary: ids are 0 to {size - 1}", fixes)
-
-
 def data_notes(config: RunConfig, world_size: int) -> Iterator[str]:
     """Yield notes about repeated prefixes and unused weights."""
     data = config.data

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
-from difflib import get_close_matches
-from fnmatch import fnmatchcase
 
 from megatron.arguments.checks.checkpoint import holds_checkpoints
 from megatron.arguments.sources import LENGTH_OPTIONS
@@ -20,11 +17,9 @@ from megatron.config.batch import (
     schedule_lengths,
 )
 from megatron.config.errors import Problem
-from megatron.config.optimizer import parse_factor
 from megatron.config.run import RunConfig
 from megatron.config.text import divisors, flag, flag_fixes, listed, multiples_as_fixes, nearest
 from megatron.config.training import parse_batch_steps
-from megatron.layers.parameters import gpt
 
 PADDED = "--pad-global-batch"
 
@@ -168,29 +163,6 @@ def learning_rate_notes(config: RunConfig, world_size: int) -> Iterator[str]:
         yield f"fp16: learning rate and weight decay follow the samples, also over skipped steps; {others}; {first}"
 
 
-def check_factors(config: RunConfig, world_size: int) -> Iterator[Problem]:
-    """Check that factors of parameter groups can be parsed, and that every pattern matches a parameter."""
-    parsed = []
-    factors = {"--lr-factors": config.optimizer.lr_factors}
-    factors["--weight-decay-factors"] = config.optimizer.weight_decay_factors
-    for option, texts in factors.items():
-        for text in texts:
-            try:
-                parsed.append((option, *parse_factor(text)))
-            except ValueError as error:
-                yield Problem("E408", f"'{text}' in {option} {error}", (f"{option} 'embedding.*=0.5'",))
-    if not parsed:
-        return
-    # Sizes change no names, and a pattern for norms may be for another model.
-    every = replace(config.model, vocab_size=1, max_position_embeddings=1, qk_layernorm=True)
-    names = [*gpt(replace(every, layernorm_placement="sandwich"))]
-    for option, pattern, factor in parsed:
-        if not any(fnmatchcase(name, pattern) for name in names):
-            nearest = get_close_matches(pattern, names, n=1, cutoff=0.0)[0]
-            sentence = f"'{pattern}' in {option} matches no parameter; one is called {nearest}"
-            yield Problem("E407", sentence, (f"{option} '{nearest}={factor:g}'",))
-
-
 def check_schedule_units(config: RunConfig, world_size: int) -> Iterator[Problem]:
     """Check that each length is given once: in steps, in samples or as a fraction."""
     optimizer = config.optimizer
@@ -246,15 +218,10 @@ def _length_flag(name: str, in_samples: bool, samples: float, unit: int | None, 
     return f"{flag(name)}-iters {max(least, int(samples // unit))}"
 
 
-def check_weight_decay(config: RunConfig, world_size: int) -> Iterator[Problem]:
-    """Check that a constant weight decay has one value, and a changing one a start and an end."""
-    optimizer = config.optimizer
-    style = optimizer.weight_decay_incr_style
-    ends = {"--start-weight-decay": optimizer.start_weight_decay, "--end-weight-decay": optimizer.end_weight_decay}
-    for name, value in ends.items():
-        if style == "constant" and value is not None:
-            fixes = ("--weight-decay-incr-style linear", f"drop {name} and use --weight-decay {value:g}")
-            yield Problem("E405", f"{name} has no effect on a constant weight decay", fixes)
-        elif style != "constant" and value is None:
-            fixes = (f"{name} {optimizer.weight_decay:g}", "--weight-decay-incr-style constant")
-            yield Problem("E405", f"a {style} weight decay needs {name}", fixes)
+def profiling_notes(config: RunConfig, world_size: int) -> Iterator[str]:
+    """Yield a note if the run ends before the profile starts."""
+    profiling = config.profiling
+    steps = final_iteration(config.training, config.parallel.data_parallel_size(world_size))
+    start = profiling.profile_step_start
+    if profiling.requested and start > steps:
+        yield f"--profile-step-start {start}: no profile, because the run ends with step {steps:,}"

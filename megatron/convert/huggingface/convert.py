@@ -37,6 +37,7 @@ from megatron.checkpoint.format import (
     MANIFEST,
     MARKER,
     TensorChunk,
+    TensorRecord,
     encode_manifest,
     marker_content,
     parse_manifest,
@@ -54,7 +55,14 @@ from megatron.checkpoint.save import (
     write_rank_file,
     write_small_files,
 )
-from megatron.checkpoint.tensor_file import GlobalTensor, TensorEntry, TensorFileWriter, TensorPart, copy_tiled
+from megatron.checkpoint.tensor_file import (
+    DTYPE_NAMES,
+    GlobalTensor,
+    TensorEntry,
+    TensorFileWriter,
+    TensorPart,
+    copy_tiled,
+)
 from megatron.config.files import parse_json
 from megatron.config.model import ModelConfig
 from megatron.config.precision import PrecisionConfig
@@ -385,13 +393,14 @@ def _write_shard(
 ) -> RankFile:
     """Write a weights file, one tensor while the next is read; return its size and checksums."""
     entries: list[TensorEntry] = [(parts[0].name, source.dtype, parts[0].stored) for parts in tensors]
-    chunks: list[tuple[str, TensorChunk]] = []
+    records: dict[str, TensorRecord] = {}
     # two for all tensors: new memory costs a page fault every 4 KB
     buffers = torch.empty(2, max(prod(parts[0].stored) for parts in tensors), dtype=source.dtype)
 
     def write(name: str, theirs: Tensor) -> None:
-        written = file.write(name, theirs)
-        chunks.append((name, TensorChunk(whole_box(tuple(theirs.shape)), path.name, *written)))
+        written, shape = file.write(name, theirs), tuple(theirs.shape)
+        chunk = TensorChunk(whole_box(shape), path.name, *written)
+        records[name] = TensorRecord(DTYPE_NAMES[source.dtype], shape, shape, (chunk,))
         progress.add(name, written[1])
 
     with TensorFileWriter(path, entries, {"format": "pt"}) as file, ThreadPoolExecutor(1) as writer:
@@ -405,7 +414,7 @@ def _write_shard(
             writing = writer.submit(write, parts[0].name, theirs)
         if writing is not None:
             writing.result()
-    return RankFile({}, chunks, {path.name: file.record})
+    return RankFile(records, {path.name: file.record})
 
 
 def split_into_shards(sizes: Sequence[int], limit: int) -> list[slice]:

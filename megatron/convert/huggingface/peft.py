@@ -31,7 +31,8 @@ from megatron.checkpoint.save import save_sharded
 from megatron.checkpoint.tensor_file import GlobalTensor, TensorFile, TensorFileWriter, TensorPart
 from megatron.config.checkpoint import CheckpointConfig
 from megatron.config.errors import Problem, UserError
-from megatron.config.model import MAX_SIZE, ModelConfig
+from megatron.config.model import ModelConfig
+from megatron.config.option import MAX_SIZE
 from megatron.config.precision import PrecisionConfig
 from megatron.config.run import RunConfig
 from megatron.config.schemes import HUGGING_FACE_PREFIX, split_scheme

@@ -274,7 +274,7 @@ def _common_state(config: RunConfig, state: Mapping[str, Any], args: dict[str, A
         "max_lr": schedule.peak,
         "lr_warmup_steps": int(schedule.warmup),
         "num_steps": consumed,
-        "lr_decay_style": schedule.style,
+        "lr_decay_style": options.lr_decay_style,
         "lr_decay_steps": int(schedule.decay),
         "min_lr": schedule.floor,
         "start_wd": schedule.weight_decay_start,

@@ -13,17 +13,17 @@ from __future__ import annotations
 import argparse
 import codecs
 import glob
+import io
 import json
-import math
 import os
 import re
 import shlex
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from fnmatch import fnmatchcase
 from functools import cache
 from pathlib import Path
-from typing import IO, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import xxhash
 
@@ -31,8 +31,16 @@ from megatron.checkpoint.durable_files import LockState, try_lock
 from megatron.config.files import FOLLOW_LINKS, OUTSIDE, add_links_flag, readable_files, walk_folders
 from megatron.config.text import echo, listed
 from megatron.data.errors import DataError
-from megatron.data.preprocess.compression import COMPRESSION_SUFFIXES, DamagedStreamError, decompress
-from megatron.data.preprocess.json_text import BEGINS_WITH_VALUES, json_values
+from megatron.data.preprocess.streams import (
+    READ_BYTES,
+    PieceReader,
+    compression_suffix,
+    decompress,
+    holds_values,
+    json_values,
+    read_pieces,
+    recode_fix,
+)
 from megatron.data.preprocess.tables import (
     TABLE_SUFFIXES,
     Row,
@@ -149,7 +157,7 @@ def _read_slowly(line: bytes, file: Path) -> object:
         return json.loads(line.decode("utf-8-sig"))
     except UnicodeDecodeError as error:
         encoding = "UTF-16" if line.startswith(UTF_16_BOMS) else "LATIN1"
-        raise BadDocumentError(f" is not UTF-8 text: {error.reason}", *_recode(file, encoding)) from error
+        raise BadDocumentError(f" is not UTF-8 text: {error.reason}", recode_fix(file, encoding)) from error
     except RecursionError as error:
         raise BadDocumentError(" is nested too deeply", FIX_LINE) from error
     except ValueError as error:
@@ -185,60 +193,37 @@ def split_lines(content: bytes) -> list[bytes]:
 
 def _read_plain_text(file: Path, block: FileBlock, check_utf8: bool) -> bytes:
     """Return the content of a plain file; raise BadDocumentError if it is damaged, too large, or not text."""
-    max_bytes = block.max_bytes
-    try:
-        with open(file, "rb") as stream:
-            if compression_suffix(file):
-                content = _join(decompress(file, stream), max_bytes)
-            else:
-                fits = block.stored <= max_bytes or os.fstat(stream.fileno()).st_size <= max_bytes
-                content = stream.read() if fits else None
-    except DamagedStreamError as error:
-        raise BadDocumentError(f" {error}", "copy it again", _exclude(file)) from error
-    if content is None:
-        raise BadDocumentError(*_too_long(max_bytes), _exclude(file))
+    max_bytes, exclude = block.max_bytes, f"--exclude {shlex.quote(file.name)}"
+    with open(file, "rb") as stream:
+        if compression_suffix(file):
+            text = PieceReader(decompress(file, stream))
+            content = io.BufferedReader(text).read(max_bytes + 1)
+            if text.damage is not None:
+                raise BadDocumentError(f" {text.damage}", "copy it again", exclude) from text.damage
+            fits = len(content) <= max_bytes
+        else:
+            fits = block.stored <= max_bytes or os.fstat(stream.fileno()).st_size <= max_bytes
+            content = stream.read() if fits else b""
+    if not fits:
+        raise BadDocumentError(*_too_long(max_bytes), exclude)
     if content.startswith(UTF_16_BOMS):
-        raise BadDocumentError(" is UTF-16, not UTF-8 text", *_recode(file, "UTF-16"))
+        raise BadDocumentError(" is UTF-16, not UTF-8 text", recode_fix(file, "UTF-16"))
     if b"\0" in content:
         seen = f" is not text: byte {content.index(0):,} is NUL"
-        raise BadDocumentError(seen, "remove this file", _exclude(file))
+        raise BadDocumentError(seen, "remove this file", exclude)
     try:
         if check_utf8:
             content.decode()
     except UnicodeDecodeError as error:
         seen = f" is not UTF-8 text: byte {error.start:,}: {error.reason}"
-        raise BadDocumentError(seen, *_recode(file, "LATIN1"), _exclude(file)) from error
+        raise BadDocumentError(seen, recode_fix(file, "LATIN1"), exclude) from error
     return content
-
-
-def _join(pieces: Iterable[bytes], max_bytes: int) -> bytes | None:
-    """Return the pieces as one; None if they have more than ``max_bytes``."""
-    kept: list[bytes] = []
-    for piece in pieces:
-        kept.append(piece)
-        max_bytes -= len(piece)
-        if max_bytes < 0:
-            return None
-    return b"".join(kept)
-
-
-def _exclude(file: Path) -> str:
-    return f"--exclude {shlex.quote(file.name)}"
-
-
-def _recode(file: Path, encoding: str) -> tuple[str, ...]:
-    """Return the command that converts a file to UTF-8."""
-    if compression_suffix(file):
-        return (f"decompress it and convert it from {encoding} with iconv",)
-    name, new = shlex.quote(str(file)), shlex.quote(str(file.with_stem(f"{file.stem}.utf8")))
-    return (f"iconv -f {encoding} -t UTF-8 {name} > {new}",)
 
 
 UNFINISHED = ".part"  # ends the names of files that are written, which a folder does not contribute
 JSON_LINES_SUFFIXES = (".jsonl", ".json", ".ndjson")
 BLOCK_BYTES = 2 << 20
 MAX_LINE_BYTES = 1 << 27  # default of --max-line-bytes
-SEARCH_BYTES = 1 << 16  # read at once in search of the end of a line, which may be long
 
 
 class LineBlock(NamedTuple):
@@ -290,12 +275,6 @@ def is_plain(file: Path) -> bool:
     return not is_json_lines(file) and not is_table(file)
 
 
-def compression_suffix(file: Path) -> str:
-    """Return the suffix of the compression in lower case, or an empty string."""
-    suffix = file.suffix.lower()
-    return suffix if suffix in COMPRESSION_SUFFIXES else ""
-
-
 def uncompressed_name(file: Path) -> str:
     """Return the file name without the suffix of its compression."""
     return file.name[: len(file.name) - len(compression_suffix(file))]
@@ -332,133 +311,41 @@ def split_lines_file(
 
     A file that is a JSON array, or objects over several lines, has a line for each value.
     """
-    cut = _cut_values if _holds_values(file) else _cut_compressed if compression_suffix(file) else _cut_lines
-    return cut(file, min(block_bytes, max_line_bytes), max_line_bytes)  # so only the last line of a block is too long
-
-
-def _cut_lines(file: Path, block_bytes: int, max_line_bytes: int) -> Iterator[LineBlock]:
-    start, size = 0, file.stat().st_size
+    head_bytes = (
+        min(block_bytes, max_line_bytes) - 1
+    )  # so only the last line of a block, which is then read, is too long
+    size, done, first, last = file.stat().st_size, 0, True, False
     with open(file, "rb") as stream:
-
-        def skip_line(limit: float = math.inf) -> int:
-            """Return the end of the line at the position of the stream, or a place in it after ``limit``."""
-            while stream.readline(SEARCH_BYTES)[-1:] not in (b"\n", b"") and stream.tell() < limit:
-                pass
-            return min(stream.tell(), size)
-
-        while True:
-            stream.seek(start + block_bytes - 1)
-            good = end = skip_line(start + block_bytes + max_line_bytes)
-            if end - start > max_line_bytes:
-                stream.seek(start)
-                line = start + stream.read(block_bytes - 1).rfind(b"\n") + 1
-                stream.seek(end - 1)
-                if end - line - (stream.read(1) == b"\n") > max_line_bytes:
-                    good = line
-            if good > start or end == start:
-                yield LineBlock(file, range(start, good), good - start, first=start == 0, last=good == size)
-            if good < end:
-                yield LineBlock(file, b"", end - good, good == 0, last=False, damage=_too_long(max_line_bytes))
-                stream.seek(end - 1)
-                end = skip_line()
-            elif end == size:
-                return
-            start = end
-
-
-def _read_pieces(file: Path, stream: IO[bytes]) -> Iterator[bytes]:
-    """Yield the content of a file, decompressed."""
-    return decompress(file, stream) if compression_suffix(file) else iter(lambda: stream.read(SEARCH_BYTES), b"")
-
-
-def _holds_values(file: Path) -> bool:
-    """Return True if a file begins with a JSON array of something, or with an object over several lines."""
-    start = b""
-    with open(file, "rb") as stream, suppress(DamagedStreamError):
-        for piece in _read_pieces(file, stream):
-            start = (start + piece).removeprefix(codecs.BOM_UTF8).lstrip()
-            if len(start) >= SEARCH_BYTES // 16:
-                break
-    return BEGINS_WITH_VALUES.match(start) is not None
-
-
-def _cut_values(file: Path, block_bytes: int, max_value_bytes: int) -> Iterator[LineBlock]:
-    """Yield the blocks of a file of JSON values, those of arrays or one after another; a value becomes a line."""
-    first, stored = True, 0
-    damage: tuple[str, ...] = ()
-    lines: list[bytes] = []
-    size = 0  # of the lines
-    with open(file, "rb") as stream:
-        try:
-            for line in json_values(_read_pieces(file, stream), max_value_bytes):
-                lines.append(line)
-                size += len(line)
-                if size >= block_bytes:
-                    yield LineBlock(file, b"".join(lines), stream.tell() - stored, first, last=False)
-                    first, stored, lines, size = False, stream.tell(), [], 0
-        except DamagedStreamError as error:
-            damage = (f" {error}", "copy the file again")
-        except UnicodeDecodeError as error:
-            damage = (f" is not UTF-8 text: {error.reason}", *_recode(file, "LATIN1"))
-        except ValueError as error:
-            damage = (f" is not JSON from here on: {error}", "mend this value")
-    yield LineBlock(file, b"".join(lines), file.stat().st_size - stored, first, last=True, damage=damage)
-
-
-def _cut_compressed(file: Path, block_bytes: int, max_line_bytes: int) -> Iterator[LineBlock]:
-    pieces: list[bytes] = []
-    size = 0  # of the pieces
-    block_start = 0  # in the compressed file
-    first = True
-    damage: tuple[str, ...] = ()
-    with open(file, "rb") as stream:
-        try:
-            for piece in _without_long_lines(decompress(file, stream), max_line_bytes):
-                if piece is None:
-                    content = b"".join(pieces)
-                    for lines, why in ((content[: content.rfind(b"\n") + 1], ()), (b"", _too_long(max_line_bytes))):
-                        if lines or why:
-                            yield LineBlock(file, lines, stream.tell() - block_start, first, last=False, damage=why)
-                            block_start, first = stream.tell(), False
-                    pieces, size = [], 0
-                    continue
-                size += len(piece)
-                end = piece.rfind(b"\n") + 1 if size >= block_bytes else 0
-                pieces.append(piece[:end] if end else piece)
-                if end:
-                    yield LineBlock(file, b"".join(pieces), stream.tell() - block_start, first, last=False)
-                    pieces = [piece[end:]]
-                    size = len(piece) - end
-                    block_start = stream.tell()
-                    first = False
-        except DamagedStreamError as error:
-            damage = (f" {error}", "copy the file again")
-        stored = file.stat().st_size - block_start
-    content = b"".join(pieces)
-    if damage:
-        content = content[: content.rfind(b"\n") + 1]
-    yield LineBlock(file, content, stored, first, last=True, damage=damage)
-
-
-def _without_long_lines(pieces: Iterable[bytes], max_bytes: int) -> Iterator[bytes | None]:
-    """Yield the pieces of a text, and None once a line is longer than ``max_bytes``, whose rest is left out."""
-    line = 0  # bytes so far of the line that the next piece continues
-    for piece in (large[at : at + max_bytes] for large in pieces for at in range(0, len(large), max_bytes)):
-        end = piece.find(b"\n")
-        if line > max_bytes:
-            if end < 0:
-                continue
-            piece, line = piece[end + 1 :], 0
-            end = piece.find(b"\n")
-        line += len(piece) if end < 0 else end
-        if line > max_bytes:
-            yield None
-            if end < 0:
-                continue
-            piece = piece[end + 1 :]
-        if end >= 0:
-            line = len(piece) - 1 - piece.rfind(b"\n")
-        yield piece
+        pieces, has_values = read_pieces(file, stream), holds_values(file)
+        is_stored = not has_values and not compression_suffix(file)  # as it is read: a worker can read it itself
+        raw = PieceReader(json_values(file, pieces, max_line_bytes) if has_values else pieces)
+        text = stream if is_stored else io.BufferedReader(raw, READ_BYTES)
+        while not last:
+            parts = [text.read(head_bytes)]
+            length, line = len(parts[0]), len(parts[0]) - parts[0].rfind(b"\n") - 1  # bytes read, and of the last line
+            while True:
+                part = text.readline(READ_BYTES)
+                length, line = length + len(part), line + len(part)
+                if not is_stored:
+                    parts.append(part)
+                if part[-1:] in (b"\n", b"") or line > max_line_bytes:
+                    break
+            is_long = line - part.endswith(b"\n") > max_line_bytes
+            last = not is_long and not text.peek(1)
+            is_cut = last and raw.damage is not None and not part.endswith(b"\n")
+            good = length - line if is_long or is_cut else length
+            if good or not is_long:
+                content = range(done, done + good) if is_stored else b"".join(parts)[:good]
+                end = size if last else done + good if is_stored else stream.tell()
+                damage = () if raw.damage is None or not last else (f" {raw.damage}", *raw.damage.fixes)
+                yield LineBlock(file, content, end - done, first, last, damage)
+                done, first = end, False
+            if is_long:
+                while part[-1:] not in (b"\n", b""):
+                    part = text.readline(READ_BYTES)
+                end = stream.tell()
+                yield LineBlock(file, b"", end - done, first, last=False, damage=_too_long(max_line_bytes))
+                done, first = end, False
 
 
 def _too_long(max_bytes: int) -> tuple[str, ...]:
@@ -714,7 +601,7 @@ class BadDocumentReport:
         self._lines += lines
         self._documents += documents
         if isinstance(block, LineBlock) and block.last and not self._documents:
-            fixes = ("remove this file", _exclude(block.file), SKIP_BAD_FLAG)
+            fixes = ("remove this file", f"--exclude {shlex.quote(block.file.name)}", SKIP_BAD_FLAG)
             self._add_error(DataError(f"{block.file} has no documents", *fixes))
 
     def _add_error(self, error: DataError) -> None:

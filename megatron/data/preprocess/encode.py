@@ -37,7 +37,8 @@ import numpy as np
 
 from megatron.checkpoint.durable_files import checksum, publish_file
 from megatron.config.files import parse_json, read_small
-from megatron.data.errors import DataError, pluralize
+from megatron.config.text import counted
+from megatron.data.errors import DataError
 from megatron.data.indexed_writer import RESUME, IndexedDatasetWriter, id_dtype, publish_all, remove_unfinished_files
 from megatron.data.preprocess.corpus import (
     BLOCK_BYTES,
@@ -67,19 +68,27 @@ from megatron.data.tokenizers.tokenizer import (
     build_tokenizer,
 )
 
+BLOCK_FORMAT = 2  # increased when the same files are cut into other blocks: the position of a run counts them
 SAVE_SECONDS = 10.0  # between savings of the state of a run
 MAX_DESCRIBED = 20  # bad documents of a block described; the others are only counted
 SPOT_CHECK_BYTES = 300  # bytes of a block that the tokenizer's own library encodes too
 
 
 @dataclass(frozen=True)
-class EncodeOptions:
-    """Settings of a worker."""
+class PreprocessOptions:
+    """Settings of a preprocessing run."""
 
-    keys: tuple[str, ...]  # JSON keys of the texts
+    files: Sequence[Path]  # read in this order
+    keys: tuple[str, ...]  # JSON keys of the texts; each gets its own token files
+    prefix: str  # path and beginning of the names of the token files
     tokenizer_options: TokenizerOptions
-    fingerprint: str  # of the tokenizer, compared in every worker
-    append_eod: bool  # append the end-of-document id to every text that is not empty
+    append_eod: bool = False  # append the end-of-document id to every text that is not empty
+    engine: str = "auto"  # one of `engine.ENGINES`
+    workers: int = 1  # processes that encode; 1 means this process
+    skip_bad: bool = False  # skip invalid documents instead of failing
+    block_bytes: int = BLOCK_BYTES  # bytes of text that a worker encodes at once
+    max_line_bytes: int = MAX_LINE_BYTES  # of a line or a plain file; a longer one is an invalid document
+    overwrite: bool = False  # start over if an interrupted run had other settings, instead of failing
 
 
 class EncodedBlock(NamedTuple):
@@ -98,8 +107,8 @@ class EncodedBlock(NamedTuple):
 class BlockEncoder:
     """Encode blocks one after the other."""
 
-    def __init__(self, options: EncodeOptions, tokenizer: Tokenizer, engine: EncodeEngine) -> None:
-        self._options = options
+    def __init__(self, plan: PreprocessOptions, tokenizer: Tokenizer, engine: EncodeEngine) -> None:
+        self._plan = plan
         self._tokenizer = tokenizer
         self._engine = engine
         self._dtype = id_dtype(tokenizer.vocab_size)
@@ -128,7 +137,7 @@ class BlockEncoder:
 
     def _read(self, block: Block) -> tuple[list[list[bytes]], list[tuple[Path, int]], list[BadDocument]]:
         """Return for each key the texts in UTF-8, the file and line of each valid document, and the bad documents."""
-        keys = self._options.keys
+        keys = self._plan.keys
         if isinstance(block, LineBlock) and not block.damage and not is_table(block.file):
             columns = parse_valid_lines(block.read(), keys)
             if columns is not None:
@@ -161,7 +170,7 @@ class BlockEncoder:
             seen = f"the tokenizer gave ids {ids.min()}..{ids.max()}"
             raise DataError(f"{seen}, but its vocab_size is {self._tokenizer.vocab_size}", "another --tokenizer-model")
         ids = ids.astype(self._dtype)
-        if not self._options.append_eod:
+        if not self._plan.append_eod:
             return EncodedBatch(ids, lengths)
         ends = np.cumsum(lengths)[lengths > 0]
         return EncodedBatch(np.insert(ids, ends, self._tokenizer.eod), lengths + (lengths > 0))
@@ -261,13 +270,7 @@ Report = Callable[[str, str], object]  # called with "stage" or "message", and t
 def run_in_subprocess(
     function: Callable[[Argument, Report], Result], plan: Argument, progress: StageProgress
 ) -> Result:
-    """Return ``function(plan, report)``, called in another process, which ends with this call, however the call ends.
-
-    Args:
-        function: to call; the function, its argument and its result must be picklable.
-        plan: its argument.
-        progress: receives the reports of the function, and ticks.
-    """
+    """Return ``function(plan, report)``, called in another process, which ends with this call, however that ends."""
     show = {"stage": progress.set_stage, "message": progress.message}
     with _worker(_call_function, function, plan) as worker:
         while True:
@@ -288,10 +291,12 @@ def _call_function(connection: Connection, function: Callable[[Argument, Report]
 class EncoderPool:
     """Pool of processes that encode blocks."""
 
-    def __init__(self, options: EncodeOptions, count: int) -> None:
-        """Start ``count`` processes and return while they initialize."""
+    def __init__(self, plan: PreprocessOptions, fingerprint: str) -> None:
+        """Start the processes and return while they initialize a tokenizer, which must have this fingerprint."""
+        plan = replace(plan, files=(), tokenizer_options=plan.tokenizer_options.local())
         with ExitStack() as stack:
-            self._workers = [stack.enter_context(_worker(_encode_blocks, options)) for _ in range(count)]
+            starts = (_worker(_encode_blocks, plan, fingerprint) for _ in range(plan.workers))
+            self._workers = [stack.enter_context(worker) for worker in starts]
             self.close = stack.pop_all().close
         self._idle: SimpleQueue[Worker] = SimpleQueue()
         for worker in self._workers:
@@ -303,12 +308,7 @@ class EncoderPool:
         """Yield each block with its encoding, in the order of the blocks. The pool cannot be used again.
 
         Only `BLOCKS_PER_WORKER` blocks per worker are taken ahead, so that memory use is bounded. If the generator is
-        closed early, the workers end at once.
-
-        Args:
-            blocks: to encode.
-            engine: name of the engine.
-            check: called a few times per second while waiting; its exceptions end the work.
+        closed early, the workers end at once. ``check`` is called while waiting; its exceptions end the work.
         """
         pending: deque[tuple[Block, Future[EncodedBlock]]] = deque()
 
@@ -343,39 +343,22 @@ class EncoderPool:
             self._idle.put(worker)
 
 
-def _encode_blocks(connection: Connection, options: EncodeOptions) -> None:
+def _encode_blocks(connection: Connection, plan: PreprocessOptions, fingerprint: str) -> None:
     """Run a worker, on one thread, since there are as many workers as there should be threads."""
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    tokenizer = build_tokenizer(options.tokenizer_options)
-    if tokenizer.fingerprint != options.fingerprint:
+    tokenizer = build_tokenizer(plan.tokenizer_options)
+    if tokenizer.fingerprint != fingerprint:
         raise DataError("the files of the tokenizer have changed", "rerun when no process is writing them")
     encoder: BlockEncoder | None = None
     while True:
         engine, block = connection.recv()
-        encoder = encoder or BlockEncoder(options, tokenizer, build_engine(tokenizer, engine))
+        encoder = encoder or BlockEncoder(plan, tokenizer, build_engine(tokenizer, engine))
         answer = encoder(block)  # kept until the next one, so that malloc keeps its memory
         connection.send_bytes(pickle.dumps(answer, protocol=5))  # copies the ids less often than `send`
 
 
 SAMPLE_BYTES = 1 << 20  # of texts, on which gigatoken is compared with the tokenizer's own library
 SAMPLE_SEARCH_BYTES = 8 << 20  # of the input, read to find that many
-
-
-@dataclass(frozen=True)
-class PreprocessOptions:
-    """Settings of a preprocessing run."""
-
-    files: Sequence[Path]  # read in this order
-    keys: tuple[str, ...]  # JSON keys of the texts; each gets its own token files
-    prefix: str  # path and beginning of the names of the token files
-    tokenizer_options: TokenizerOptions
-    append_eod: bool = False  # append the end-of-document id to every text that is not empty
-    engine: str = "auto"  # one of `engine.ENGINES`
-    workers: int = 1  # processes that encode; 1 means this process
-    skip_bad: bool = False  # skip invalid documents instead of failing
-    block_bytes: int = BLOCK_BYTES  # bytes of text that a worker encodes at once
-    max_line_bytes: int = MAX_LINE_BYTES  # of a line or a plain file; a longer one is an invalid document
-    overwrite: bool = False  # start over if an interrupted run had other settings, instead of failing
 
 
 def output_prefix(prefix: str, key: str) -> str:
@@ -430,7 +413,7 @@ def _settings(
         "--append-eod": str(plan.append_eod),
         "--engine": engine.name,
         "--max-line-bytes": str(plan.max_line_bytes),
-        "versions of libraries": f"{libraries}, blocks of {plan.block_bytes}",
+        "versions of libraries": f"{libraries}, blocks {BLOCK_FORMAT} of {plan.block_bytes}",
     }
 
 
@@ -448,7 +431,7 @@ def _resume(plan: PreprocessOptions, settings: dict[str, str], message: Callable
         if state.bad[0] and not plan.skip_bad:
             other.append("--on-bad-line")
         if not other:
-            position = f"{state.files:,} of {pluralize(len(plan.files), 'files')}"
+            position = f"{state.files:,} of {counted(len(plan.files), 'file')}"
             message(f"continuing an interrupted run after {state.totals.documents:,} documents, {position}")
             return state
         differs = f"an interrupted run had other {', '.join(other)}"
@@ -472,13 +455,8 @@ def write_dataset(
 
     The files of the tokenizer are copied to ``<prefix>_<key>_document.tokenizer/``. An empty text is a document without
     sequences and without end-of-document id. A bad document is skipped under all keys. An exception leaves no file
-    under its final name. The state is saved every `SAVE_SECONDS`, and the same plan continues from there.
-
-    Args:
-        plan: settings.
-        tokenizer: that of the plan.
-        progress: receives the choice of engine, skipped documents and progress.
-        check: called between blocks until the files are renamed to their final names; its exceptions end the work.
+    under its final name. The state is saved every `SAVE_SECONDS`, and the same plan continues from there. ``check`` is
+    called between blocks until the files are renamed to their final names; its exceptions end the work.
 
     Raises:
         DataError: if a document is invalid, or there is none. No file is left under its final name.
@@ -486,15 +464,11 @@ def write_dataset(
     """
     _check_keys(plan)
     before = [file.stat() for file in plan.files]
-    options = EncodeOptions(plan.keys, plan.tokenizer_options.local(), tokenizer.fingerprint, plan.append_eod)
     Path(plan.prefix).parent.mkdir(parents=True, exist_ok=True)
     with ExitStack() as stack:
-        workers = stack.enter_context(closing(EncoderPool(options, plan.workers))) if plan.workers > 1 else None
-        sample = (
-            read_sample(plan.files, plan.keys, plan.max_line_bytes)
-            if tokenizer.files and plan.engine != OWN_LIBRARY
-            else []
-        )
+        pool = stack.enter_context(closing(EncoderPool(plan, tokenizer.fingerprint))) if plan.workers > 1 else None
+        is_compared = tokenizer.files and plan.engine != OWN_LIBRARY
+        sample = read_sample(plan.files, plan.keys, plan.max_line_bytes) if is_compared else []
         engine = choose_engine(tokenizer, sample, plan.engine)
         check()
         progress.message(f"engine: {engine.name} ({engine.reason})")
@@ -518,12 +492,9 @@ def write_dataset(
         next_save = time.monotonic() + SAVE_SECONDS
         unread = split_into_blocks(plan.files[state.files :], plan.keys, plan.block_bytes, plan.max_line_bytes)
         blocks = islice(unread, state.blocks, None)
-        encode = BlockEncoder(options, tokenizer, engine)
-        results = (
-            ((block, encode(block)) for block in blocks)
-            if workers is None
-            else workers.encoded(blocks, engine.name, check)
-        )
+        encode = BlockEncoder(plan, tokenizer, engine)
+        here = ((block, encode(block)) for block in blocks)
+        results = here if pool is None else pool.encoded(blocks, engine.name, check)
         for block, result in stack.enter_context(closing(results)):
             check()
             if result.differs is not None:

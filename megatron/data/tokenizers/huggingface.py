@@ -266,33 +266,25 @@ def resolve_tokenizer_path(path: str | Path) -> Path:
 
 @cache
 def resolve_hub_name(path: str | Path, files: tuple[str, ...], flag: str) -> Path:
-    """Return ``path``, or the local folder that ``files`` of ``org/name`` were downloaded to from the hub.
+    """Return ``path``, or the local folder that ``files`` (names or patterns) of ``org/name`` on the hub are in.
 
     The hub is queried once per process. ``HF_ENDPOINT``, ``HF_TOKEN``, ``HF_HOME`` and ``HF_HUB_OFFLINE`` apply.
 
-    Args:
-        path: of a file or folder, or a name on the hub.
-        files: names or patterns.
-        flag: that takes the folder, for the error message.
-
     Raises:
-        DataError: if the download fails.
+        DataError: if the download fails; ``flag`` would take the folder.
     """
     name = str(path)
     if not re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", name) or Path(path).exists():
         return Path(path)
-    failure = f"{name} is not a local folder, and"
-    try:
-        import huggingface_hub
-    except ImportError as error:
-        raise DataError(f"{failure} huggingface_hub is not installed", "pip install huggingface_hub") from error
+    import huggingface_hub
+
     try:
         return Path(huggingface_hub.snapshot_download(name, allow_patterns=list(files)))
     except Exception as error:  # many classes: of the hub, the network and the disk
         wanted = " ".join(f"--include '{file}'" for file in files)
         first = str(error).strip().splitlines() or [type(error).__name__]
         raise DataError(
-            f"{failure} downloading it from the hub failed: {first[0]}",
+            f"{name} is not a local folder, and downloading it from the hub failed: {first[0]}",
             f"where there is a network: hf download {name} {wanted} --local-dir DIR, then {flag}",
             "HF_TOKEN=... for a gated model",
         ) from error
@@ -320,10 +312,6 @@ def find_eod_id(files: Mapping[str, bytes], ids: Mapping[str, int]) -> int | Non
 
     It is the ``eos_token`` of ``tokenizer_config.json``, else of ``special_tokens_map.json``. If neither names one, it
     is ``<|endoftext|>`` or ``</s>``. None if that token has no id; a named token is never replaced by another.
-
-    Args:
-        files: contents of the tokenizer's files, by name.
-        ids: ids of all its tokens.
 
     Raises:
         DataError: if a file is not JSON or its entry is not a token.

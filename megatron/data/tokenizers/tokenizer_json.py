@@ -19,7 +19,7 @@ ESCAPED_SPACE = "\u2581"
 
 
 def from_sentencepiece(model: Any, special: Collection[str]) -> str | None:
-    """Convert a SentencePiece model; None if the format cannot express it.
+    """Convert a SentencePiece ``ModelProto`` with these special tokens; None if the format cannot express it.
 
     The format differs from SentencePiece:
 
@@ -27,10 +27,6 @@ def from_sentencepiece(model: Any, special: Collection[str]) -> str | None:
     * a normalization table (NFKC) is applied to whole grapheme clusters: a character with its marks, or CR LF;
     * text on both sides of a matched symbol is normalized separately, with its own dummy prefix and removal of spaces;
     * two merges cannot have the same score, where SentencePiece takes the left one.
-
-    Args:
-        model: the ``ModelProto``.
-        special: spelling of the special tokens.
     """
     trainer, normalizer = model.trainer_spec, model.normalizer_spec
     if trainer.model_type != trainer.BPE or normalizer.precompiled_charsmap:
@@ -68,13 +64,7 @@ def from_sentencepiece(model: Any, special: Collection[str]) -> str | None:
 
 
 def from_tiktoken(ranks: Mapping[bytes, int], pattern: str, special: Mapping[str, int]) -> str | None:
-    """Convert tiktoken ranks; None if a special token is spelled like a byte sequence.
-
-    Args:
-        ranks: byte sequences and their ids, in merge order.
-        pattern: pre-tokenization regex.
-        special: special tokens and their ids.
-    """
+    """Convert tiktoken ranks, in merge order; None if a special token is spelled like a byte sequence."""
     letters = bytes_to_unicode()
     spelled = {token: "".join(letters[byte] for byte in token) for token in ranks}
     vocabulary = {spelled[token]: number for token, number in ranks.items()}

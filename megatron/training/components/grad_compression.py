@@ -28,7 +28,8 @@ from megatron.optimizer.distributed_optimizer import UpdateResult
 from megatron.optimizer.grad_buffer import GradBuffer
 from megatron.training.component import Component
 
-ERROR_NAME = re.compile(r"optim\.grad_error_(\d+)\.(.*)")
+ERROR_KIND = "grad_error_"
+ERROR_NAME = re.compile(rf"optim\.{ERROR_KIND}(\d+)\.(.*)")
 FACTOR_PREFIX = "optim.powersgd_q_"
 
 
@@ -52,12 +53,15 @@ class CompressionState(Component):
 
     def after_step(self, outcome: UpdateResult) -> None:
         """See :class:`Component`."""
-        self._buckets.commit_reductions(outcome.skipped)
+        with torch.no_grad():
+            for bucket in self._buckets.buckets:
+                bucket.reduction.commit(outcome.skipped)
 
     def errors(self) -> dict[str, ReplicaErrors]:
         """Return the errors of this rank by parameter."""
         found = {}
-        for name, reduction in self._buckets.reductions().items():
+        for name in self._buckets.shards:
+            reduction = self._buckets.reduction_of(name)
             if reduction.error is not None:
                 spec, copies = self._specs[name], reduction.copies
                 stages = self._mesh.embedding_group.size if spec.tied else 1
@@ -81,8 +85,8 @@ class CompressionState(Component):
     def _factors(self) -> dict[str, Tensor]:
         """Return PowerSGD's factors by name, ``[matrices, columns, rank]``; the same on ranks of all replicas."""
         found = {}
-        for reduction in dict.fromkeys(self._buckets.reductions().values()):
-            for block, q in reduction.factors():
+        for bucket in self._buckets.buckets:
+            for block, q in bucket.reduction.factors():
                 spec = self._specs[block.name]
                 boxes = shard_boxes(spec, ParamShard(block.first, block.first + block.numel))
                 if boxes:  # none if all rows are padding of the vocabulary
@@ -115,7 +119,8 @@ class CompressionState(Component):
     def load(self, manifest: Manifest) -> Sequence[str]:
         """Load errors and factors by the rule of this module; see :class:`Component`."""
         saved = _saved_sources(manifest)
-        self._buckets.reset_reductions()  # a checkpoint that turned out to be damaged may have been loaded in part
+        for bucket in self._buckets.buckets:  # a checkpoint that turned out to be damaged may have been loaded in part
+            bucket.reduction.reset()
         errors, factors, world = self.errors(), self._factors(), self._mesh.world
         found = self.tensors_to_load(manifest)
         merged = {name: own for name, own in errors.items() if len(saved.get(name, [])) != own.sources}
@@ -141,14 +146,6 @@ class CompressionState(Component):
         if any(name not in found for name in factors):
             notes.append("PowerSGD starts with random factors where the checkpoint has none for this layout and rank")
         return notes
-
-
-class UnusedErrors(Component):
-    """Notes on a checkpoint with errors of compressed gradients in a run that keeps none."""
-
-    def prepare(self, manifest: Manifest) -> Sequence[str]:
-        """See :class:`Component`."""
-        return ["the checkpoint's errors of compressed gradients are not used"] if _saved_sources(manifest) else []
 
 
 def _whole(x: Tensor, write: bool = True) -> GlobalTensor:

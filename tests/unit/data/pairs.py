@@ -1,15 +1,30 @@
-"""Pairs of token files for tests: written by the project, and independently of it from the text of the format."""
+"""Files for tests: pairs of token files, by the project and independently of it; compressed text."""
 
 from __future__ import annotations
 
+import bz2
+import gzip
+import lzma
 import struct
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
+import zstandard
 from numpy.typing import DTypeLike
 
 from megatron.data.indexed_writer import IndexedDatasetWriter
+
+GOLDEN = Path(__file__).parents[2] / "golden" / "megatron"
+"""Files of Megatron-LM."""
+
+COMPRESS: dict[str, Callable[[bytes], bytes]] = {
+    ".gz": gzip.compress,
+    ".zst": zstandard.ZstdCompressor(write_checksum=True).compress,
+    ".bz2": bz2.compress,
+    ".xz": lzma.compress,
+}
+"""By suffix."""
 
 LETTERS = {1: "B", 2: "b", 3: "h", 4: "i", 5: "q", 6: "d", 7: "f", 8: "H"}
 """Code of the ids' type in the format, and its letter for ``struct``."""

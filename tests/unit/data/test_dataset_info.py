@@ -11,7 +11,6 @@ import tokenizers
 
 from megatron.config.data import DataConfig
 from megatron.data.dataset_info import (
-    TokenizerInfo,
     dataset_prefixes,
     find_eod_id,
     find_tokenizer_info,
@@ -21,21 +20,13 @@ from megatron.data.dataset_info import (
     tokenizer_files_to_save,
 )
 from megatron.data.errors import DataError
-from megatron.data.tokenizers.base import Tokenizer
 from megatron.data.tokenizers.huggingface import ByteTokenizer, HuggingFaceTokenizer, NullTokenizer, byte_tokenizer
 from megatron.data.tokenizers.huggingface import make_tokenizer_files as files_of
-from megatron.data.tokenizers.tokenizer import FILES_SUFFIX, RECORD_SUFFIX, TokenizerRecord
-from tests.unit.data.made_tokenizers import write_files
+from megatron.data.tokenizers.tokenizer import FILES_SUFFIX, TokenizerRecord
+from tests.unit.data.made_tokenizers import record, write_files
 
 HF = "HuggingFaceTokenizer"
 FACTS = TokenizerRecord(HF, 257, 256, "0" * 16)
-
-
-def record(prefix: Path, facts: TokenizerRecord | Tokenizer) -> str:
-    """Leave a record beside a dataset that need not be there."""
-    found = facts if isinstance(facts, TokenizerRecord) else TokenizerRecord.of(facts)
-    Path(f"{prefix}.{RECORD_SUFFIX}").write_bytes(found.to_bytes())
-    return str(prefix)
 
 
 @pytest.fixture
@@ -146,7 +137,7 @@ def test_without_a_record_the_named_tokenizer_is_used(tmp_path: Path, straight: 
     bare = DataConfig(data_path=(str(tmp_path / "x"),))
     data = replace(bare, tokenizer_type=HF, tokenizer_model=straight)
     assert resolve_vocab_size(data, None) == 257
-    assert find_tokenizer_info(data, None) == TokenizerInfo(HF, 257, 256)
+    assert find_tokenizer_info(data, None) == TokenizerRecord.of(HuggingFaceTokenizer(straight))
     assert tokenizer_files_to_save(data, None) == {file.name: file.read_bytes() for file in Path(straight).iterdir()}
     assert (find_tokenizer_info(bare, None), dict(tokenizer_files_to_save(bare, None))) == (None, {})
     assert tokenizer_files_to_save(DataConfig(mock_data=True, tokenizer_type="ByteTokenizer"), None) == {}
@@ -154,7 +145,7 @@ def test_without_a_record_the_named_tokenizer_is_used(tmp_path: Path, straight: 
 
 def test_the_end_of_a_document() -> None:
     """From the flag or from the tokenizer, which must agree."""
-    known, silent = TokenizerInfo("ByteTokenizer", 257, 256), DataConfig(data_path=("x",))
+    known, silent = TokenizerRecord.of(ByteTokenizer()), DataConfig(data_path=("x",))
     stated = replace(silent, eod_id=256)
     assert [find_eod_id(silent, who, 300) for who in (None, known)] == [None, 256]
     assert [find_eod_id(stated, who, 300) for who in (None, known)] == [256, 256]
@@ -183,4 +174,4 @@ def test_padding_that_has_another_role_is_none(
     if role is not None:
         config = json.dumps({"pad_token": {"content": "<p>"}, role: "<p>"}).encode()
         write_files(Path(f"{prefix}.{FILES_SUFFIX}"), {"tokenizer_config.json": config})
-    assert find_tokenizer_info(DataConfig(data_path=(prefix,)), None) == TokenizerInfo(HF, 257, 256, meant)
+    assert find_tokenizer_info(DataConfig(data_path=(prefix,)), None) == replace(FACTS, pad=meant)

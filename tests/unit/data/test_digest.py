@@ -17,8 +17,8 @@ from megatron.data.dataset import DIGEST_BLOCK, sample_digest, splitmix64
 from megatron.data.errors import DataError
 from megatron.data.gpt_dataset import GPTDataset
 from megatron.data.indexed_dataset import FINGERPRINT_BLOCK_BYTES, FINGERPRINT_BLOCKS, IndexedDataset
-from megatron.data.indexed_writer import IndexedDatasetWriter
 from megatron.data.loader import DataSource, build_data
+from tests.unit.data import pairs
 
 TRAINING = TrainingConfig(
     seq_length=8, micro_batch_size=2, global_batch_size=8, train_iters=10, eval_interval=5, eval_iters=1, seed=7
@@ -28,10 +28,8 @@ MASK = 2**64 - 1
 
 
 def write(prefix: Path, lengths: list[int], first_id: int = 0) -> DataConfig:
-    with IndexedDatasetWriter(prefix, np.uint16) as writer:
-        for i, length in enumerate(lengths):
-            writer.add_document((np.arange(length) + 31 * i + first_id) % 500)
-    return DataConfig(data_path=(str(prefix),), split="9,3,0")
+    documents = ((np.arange(length) + 31 * i + first_id) % 500 for i, length in enumerate(lengths))
+    return DataConfig(data_path=(str(pairs.write(prefix, documents)),), split="9,3,0")
 
 
 @pytest.fixture
@@ -54,10 +52,10 @@ def mix_by_hand(x: int) -> int:
 
 @settings(max_examples=50, deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 2**62), st.integers(0, MASK))), st.integers(0, MASK))
-def test_the_sum_written_out(pairs: list[tuple[int, int]], salt: int) -> None:
-    places = np.array([place for place, _ in pairs], dtype=np.int64)
-    identities = np.array([identity for _, identity in pairs], dtype=np.uint64)
-    expected = sum(mix_by_hand(mix_by_hand(place ^ salt) ^ identity) for place, identity in pairs) & MASK
+def test_the_sum_written_out(hashed: list[tuple[int, int]], salt: int) -> None:
+    places = np.array([place for place, _ in hashed], dtype=np.int64)
+    identities = np.array([identity for _, identity in hashed], dtype=np.uint64)
+    expected = sum(mix_by_hand(mix_by_hand(place ^ salt) ^ identity) for place, identity in hashed) & MASK
     assert sample_digest(places, identities, salt) == expected
 
 
@@ -172,10 +170,7 @@ def test_boundaries_of_sequences_count(tmp_path: Path) -> None:
     """The same ids, cut elsewhere."""
     marks = set()
     for lengths in ([10, 20], [20, 10]):
-        with IndexedDatasetWriter(tmp_path / "x", np.uint16) as writer:
-            for length in lengths:
-                writer.add_document(np.ones(length, dtype=np.uint16))
-        marks.add(IndexedDataset(tmp_path / "x").fingerprint)
+        marks.add(IndexedDataset(pairs.write(tmp_path / "x", [[1] * length for length in lengths])).fingerprint)
     assert len(marks) == 2
 
 
@@ -183,10 +178,7 @@ def test_of_a_large_file_first_and_last_bytes_and_documents_count(tmp_path: Path
     size = 4 * FINGERPRINT_BLOCKS * FINGERPRINT_BLOCK_BYTES
 
     def mark(ids: np.ndarray, documents: int) -> str:
-        with IndexedDatasetWriter(tmp_path / "x", np.uint16) as writer:
-            for part in np.split(ids, documents):
-                writer.add_document(part)
-        return IndexedDataset(tmp_path / "x").fingerprint
+        return IndexedDataset(pairs.write(tmp_path / "x", np.split(ids, documents))).fingerprint
 
     ids = np.random.default_rng(1).integers(0, 500, size // 2)
     changed = []

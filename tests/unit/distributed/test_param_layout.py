@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from math import prod
 
 import numpy as np
@@ -13,12 +14,11 @@ from megatron.distributed.param_layout import (
     ALIGNMENT,
     MIN_PART_RATIO,
     BucketKey,
+    BucketShape,
     ParamShard,
-    bucket_capacities,
     contiguous_boxes,
     pack,
-    partition_into_buckets,
-    round_up,
+    plan_buckets,
     shard_boxes,
 )
 from megatron.distributed.sharding import DENSE_REDUCE_AXES, DenseSharding, ExpertSharding, Init, ShardSpec
@@ -103,52 +103,42 @@ class Viewed:
         return Viewed(self.array[index])
 
 
-def test_buckets_are_cut_by_size_and_by_parameter_properties() -> None:
-    keys = {"a": 1, "b": 2, "c": 1, "d": 1}
-    sizes = dict.fromkeys(keys, ALIGNMENT)
-    assert partition_into_buckets(keys, sizes, dict.fromkeys((1, 2), 2 * ALIGNMENT)) == [
-        (1, ["d", "c"]),
-        (2, ["b"]),
-        (1, ["a"]),
-    ]
-    assert partition_into_buckets(keys, sizes, dict.fromkeys((1, 2), 1)) == [
-        (1, ["d"]),
-        (1, ["c"]),
-        (2, ["b"]),
-        (1, ["a"]),
-    ]
-    assert round_up(65, 64) == 128
+def planned(keys: dict[str, BucketKey], sizes: dict[str, int], limit: int, ranks: int = 1) -> list[BucketShape]:
+    specs = {name: DenseSharding(0, 1).replicate((size,), INIT, partial=False) for name, size in sizes.items()}
+    return list(plan_buckets(specs, keys, limit, lambda axes: (ranks, 1)))
+
+
+KEY = BucketKey("fp32", DENSE_REDUCE_AXES, tied=False, uncut=False, vector=False)
+UNCUT = replace(KEY, uncut=True)
+
+
+@pytest.mark.parametrize(("limit", "expected"), [(2 * ALIGNMENT, ["dc", "b", "a"]), (1, ["d", "c", "b", "a"])])
+def test_buckets_are_cut_by_size_and_by_parameter_properties(limit: int, expected: list[str]) -> None:
+    keys = {"a": KEY, "b": replace(KEY, dtype="bf16"), "c": KEY, "d": KEY}
+    found = planned(keys, dict.fromkeys(keys, ALIGNMENT), limit)
+    assert ["".join(shape.sizes) for shape in found] == expected
 
 
 @QUICK
 @given(st.lists(st.integers(1, 400), min_size=1, max_size=40), st.integers(1, 9), st.integers(1, 4000))
 def test_uncut_buckets_are_large_enough_to_be_dealt_out(elements: list[int], ranks: int, limit: int) -> None:
     """One that holds all matrices wastes little where there are many; a small one would waste nearly all."""
-    key = BucketKey("fp32", DENSE_REDUCE_AXES, tied=False, uncut=True, vector=False)
     sizes = {str(i): n * ALIGNMENT for i, n in enumerate(elements)}
-    keys = dict.fromkeys(sizes, key)
-    limits = bucket_capacities(keys, sizes, limit * ALIGNMENT, lambda axes: ranks)
+    found = planned(dict.fromkeys(sizes, UNCUT), sizes, limit * ALIGNMENT, ranks)
+    packed = [shape.packing.size for shape in found]
     if ranks == 1:
-        assert limits == {key: limit * ALIGNMENT}, "without cuts, size is as asked for"
+        plain = planned(dict.fromkeys(sizes, KEY), sizes, limit * ALIGNMENT)
+        assert [[*a.sizes] for a in found] == [[*b.sizes] for b in plain], "without cuts, size is as asked for"
         return
     largest, total = max(sizes.values()), sum(sizes.values())
-    packings = [
-        pack({n: sizes[n] for n in names}, ranks, 1, True) for _, names in partition_into_buckets(keys, sizes, limits)
-    ]
-    assert sum(packing.size for packing in packings) <= total + len(packings) * ranks * largest
+    assert sum(packed) <= total + len(packed) * ranks * largest
     if total >= MIN_PART_RATIO * ranks * largest:
-        full = [packing.size for packing in packings[:-1]]
-        assert all(size <= (limits[key] + largest) * (1 + 1 / MIN_PART_RATIO) for size in full)
+        capacity = total // max(1, total // max(limit * ALIGNMENT, MIN_PART_RATIO * ranks * largest)) + 1
+        assert all(size <= (capacity + largest) * (1 + 1 / MIN_PART_RATIO) for size in packed[:-1])
 
 
 def test_few_matrices_go_into_one_bucket() -> None:
     """Sixteen of one size over four ranks: no padding, where half of buckets of two would be."""
-    key = BucketKey("fp32", DENSE_REDUCE_AXES, tied=False, uncut=True, vector=False)
     sizes = {str(i): ALIGNMENT for i in range(16)}
-    keys = dict.fromkeys(sizes, key)
-    limits = bucket_capacities(keys, sizes, 2 * ALIGNMENT, lambda axes: 4)
-    packings = [
-        pack({name: sizes[name] for name in names}, 4, 1, True)
-        for _, names in partition_into_buckets(keys, sizes, limits)
-    ]
-    assert [packing.size for packing in packings] == [MIN_PART_RATIO * 4 * ALIGNMENT] * (4 // MIN_PART_RATIO)
+    found = planned(dict.fromkeys(sizes, UNCUT), sizes, 2 * ALIGNMENT, 4)
+    assert [shape.packing.size for shape in found] == [MIN_PART_RATIO * 4 * ALIGNMENT] * (4 // MIN_PART_RATIO)

@@ -36,13 +36,6 @@ def loaded(path: Path, text: str) -> PipelineSchedule:
     return PipelineSchedule.load(path)
 
 
-@settings(derandomize=True, deadline=None)
-@given(ACTIONS)
-def test_text_parses_back(action: Action) -> None:
-    assert Action.parse(str(action)) == action
-    assert Action.parse(f" {str(action).lower()} ") == action
-
-
 @pytest.mark.parametrize("text", ["", "F0", "2F", "2X0", "2F0 3F0", "-1F0", "2F0x", "2.0F1", "9" * 5000 + "F0", "²F0"])
 def test_text_that_is_no_action_is_quoted(text: str) -> None:
     with pytest.raises(ScheduleError, match="is not an action") as error:
@@ -58,6 +51,7 @@ def test_text_that_is_no_action_is_quoted(text: str) -> None:
         ("None", []),
         ("none", []),
         ("2f0", ["2F0"]),
+        ("3recv_b0", ["3RECV_B0"]),
         (" 2I10 ", ["2I10"]),
         ("(0F3;3B1)OVERLAP_F_B", ["0F3", "3B1"]),
         ("0F0; 0F1;", ["0F0", "0F1"]),
@@ -144,15 +138,6 @@ def lines(found: PipelineSchedule) -> list[str]:
     return [" ".join(map(str, actions)) for actions in found.ranks]
 
 
-def partner(action: Action) -> Action:
-    """By its name: what the rank at the other end of a channel does with the same tensor."""
-    stage, kind, microbatch = action
-    forward = kind.endswith("F")
-    step = 1 if (kind.startswith("SEND") == forward) else -1
-    kinds = (SEND_F, RECV_F) if forward else (SEND_B, RECV_B)
-    return Action(stage + step, kinds[kind in (SEND_F, SEND_B)], microbatch)
-
-
 def taker(receive: Action, rank: tuple[Action, ...]) -> int:
     """Return the position in a schedule of the compute action that takes a tensor."""
     stage, kind, microbatch = receive
@@ -169,33 +154,6 @@ def slots(rank: tuple[Action, ...]) -> list[tuple[int, Action]]:
         elif action.kind in (RECV_F, RECV_B):
             found.append((before, action))
     return found
-
-
-@settings(max_examples=40, derandomize=True, deadline=None)
-@given(schedules(ranks=6, chunks=3, microbatches=10))
-def test_tensors_between_ranks_are_sent_and_received_once_in_the_same_order(schedule: PipelineSchedule) -> None:
-    placement = schedule.placement
-    found = add_communication(schedule)
-    assert found.only(COMPUTE_KINDS).ranks == schedule.ranks
-    crossing = {
-        Action(stage, SEND_F if step > 0 else SEND_B, microbatch)
-        for step in (1, -1)
-        for stage, rank in enumerate(placement)
-        for microbatch in range(schedule.microbatches)
-        if 0 <= stage + step < len(placement) and placement[stage + step] != rank
-    }
-    sent: dict[Edge, list[Action]] = defaultdict(list)
-    received: dict[Edge, list[Action]] = defaultdict(list)
-    for rank, actions in enumerate(found.ranks):
-        for action in actions:
-            if action.kind in (SEND_F, SEND_B):
-                sent[rank, placement[partner(action).stage]].append(action)
-            elif action.kind in COMMUNICATION_KINDS:
-                received[placement[partner(action).stage], rank].append(action)
-    every = [action for order in sent.values() for action in order]
-    assert sorted(every) == sorted(crossing)
-    assert {edge: [partner(action) for action in order] for edge, order in sent.items()} == received
-    assert set(sent) <= set(channels(placement))
 
 
 @settings(max_examples=40, derandomize=True, deadline=None)
@@ -249,11 +207,11 @@ def test_channels_of_a_loop_and_of_a_v() -> None:
 
 def test_both_ends_name_the_same_channel() -> None:
     placement = (0, 1, 2, 2, 1, 0)
-    for text, edge in {"0SEND_F0": (0, 1), "3SEND_F0": (2, 1), "4SEND_B7": (1, 2), "1SEND_B7": (1, 0)}.items():
-        action = Action.parse(text)
-        assert channel_of(action, placement) == channel_of(peer_action(action), placement) == edge
-        assert peer_action(action) == partner(action)
-        assert peer_action(peer_action(action)) == action
+    ends = {"0SEND_F0 1RECV_F0": (0, 1), "3SEND_F0 4RECV_F0": (2, 1), "4SEND_B7 3RECV_B7": (1, 2)}
+    for text, edge in ends.items():
+        sent, received = map(Action.parse, text.split())
+        assert channel_of(sent, placement) == channel_of(received, placement) == edge
+        assert (peer_action(sent), peer_action(received)) == (received, sent)
 
 
 @pytest.mark.parametrize(

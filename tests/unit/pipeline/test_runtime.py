@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import random
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -16,16 +16,11 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from megatron.config.model import ModelConfig
-from megatron.config.training import TrainingConfig
 from megatron.distributed.comm import Channel, Group
 from megatron.distributed.grad_accumulator import GradAccumulator
 from megatron.distributed.micro_batch import MicroBatch
-from megatron.layers.context import BuildContext
-from megatron.model.gpt import build_chunks
 from megatron.pipeline.actions import COMPUTE_KINDS, EVALUATION_KINDS, Action, PipelineSchedule
 from megatron.pipeline.communication import add_communication
-from megatron.pipeline.partition import StageLayers
 from megatron.pipeline.recorder import record_timeline
 from megatron.pipeline.runtime import Chunk, Pipeline, Stage
 from megatron.pipeline.schedules import SCHEDULES
@@ -45,7 +40,7 @@ from tests.kit.pipelines import (
     plain_loop,
     program_of,
 )
-from tests.kit.solo import Gradients, one_rank_mesh
+from tests.kit.solo import Gradients
 
 Roads = Mapping[tuple[int, int], Channel]
 
@@ -366,30 +361,9 @@ class WatchedSink(GradAccumulator):
         return super().accumulate_wgrad(name, x, dy, *rest, **named)
 
 
-Build = Callable[[Sequence[int], int, WatchedSink], dict[int, nn.Module]]
-
-
 def linear_stages(numbers: Sequence[int], stages: int, grad_accumulator: WatchedSink) -> dict[int, nn.Module]:
     chunks: dict[int, nn.Module] = {number: LinearStage(number, stages, grad_accumulator) for number in numbers}
-    targets = {str(number): torch.zeros(8, 8, dtype=torch.float64) for number in numbers}
-    grad_accumulator.bind(Gradients(targets))
-    return chunks
-
-
-def gpt_stages(numbers: Sequence[int], stages: int, grad_accumulator: WatchedSink) -> dict[int, nn.Module]:
-    """One block each, in the first after the embedding, in the last before the loss."""
-    model = ModelConfig(
-        num_layers=stages,
-        hidden_size=16,
-        num_attention_heads=2,
-        ffn_hidden_size=32,
-        vocab_size=32,
-        max_position_embeddings=8,
-    )
-    context = BuildContext(one_rank_mesh(), grad_accumulator, torch.float64)
-    stages_here = {n: StageLayers(range(n, n + 1), n == 0, n + 1 == stages) for n in numbers}
-    chunks: dict[int, nn.Module] = {**build_chunks(model, TrainingConfig(), context, stages_here)}
-    grad_accumulator.bind(Gradients({name: torch.zeros_like(p) for name, p in context.params.items()}))
+    grad_accumulator.bind(Gradients({str(number): torch.zeros(8, 8, dtype=torch.float64) for number in numbers}))
     return chunks
 
 
@@ -399,14 +373,13 @@ def lasting(chunks: Mapping[int, nn.Module], batches: Sequence[MicroBatch]) -> l
     return kept + [tensor for b in batches for tensor in (b.tokens, b.labels, b.loss_mask, b.sample_ids)]
 
 
-def watch(program: PipelineSchedule, rank: int, roads: Mapping[tuple[int, int], Channel], build: Build) -> list[Held]:
+def watch(program: PipelineSchedule, rank: int, roads: Roads) -> list[Held]:
     """Return the bytes that a rank holds after each of its computing actions."""
     numbers = [stage for stage, place in enumerate(program.placement) if place == rank]
     grad_accumulator, batches, held = WatchedSink(), batches_of(program.microbatches), []
-    chunks = build(numbers, program.stages, grad_accumulator)
+    chunks = linear_stages(numbers, program.stages, grad_accumulator)
     grad_accumulator.ledger = ledger = Ledger([*lasting(chunks, batches), MEMORY_SEED])
-    buffers = empty if build is linear_stages else buffer
-    pipeline = Pipeline(chunks, program.placement, rank, roads, buffers, grad_accumulator)
+    pipeline = Pipeline(chunks, program.placement, rank, roads, empty, grad_accumulator)
 
     @contextmanager
     def note(action: Action) -> Iterator[None]:
@@ -420,29 +393,24 @@ def watch(program: PipelineSchedule, rank: int, roads: Mapping[tuple[int, int], 
     return held
 
 
-def buffer(batch: MicroBatch) -> Tensor:
-    return torch.empty(3, 1, 16, dtype=torch.float64)
-
-
-def costs_of(stages: int, build: Build) -> StageCosts:
+def costs_of(stages: int) -> StageCosts:
     """Measure the bytes that one micro-batch of each stage holds, on one rank that has them all."""
     order = [Action(stage, "F", 0) for stage in range(stages)]
     order += [Action(stage, kind, 0) for stage in reversed(range(stages)) for kind in "IW"]
     schedule = PipelineSchedule("alone", (tuple(order),))
-    [held] = in_threads(schedule, partial(watch, schedule, build=build))
+    [held] = in_threads(schedule, partial(watch, schedule))
     forward, backward = held[:stages], held[stages:]
     activation = [after[0] - before[0] for before, after in zip([(0, 0), *forward], forward)]
     weights = [after_input[1] for after_input in reversed(backward[::2])]
     return replace(StageCosts.uniform(stages), activation=tuple(activation), weight_memory=tuple(weights))
 
 
-@pytest.mark.parametrize("build", [linear_stages, gpt_stages])
 @pytest.mark.parametrize("name", SCHEDULES)
-def test_bytes_are_the_simulated_count_times_the_bytes_of_an_action(name: str, build: Build) -> None:
+def test_bytes_are_the_simulated_count_times_the_bytes_of_an_action(name: str) -> None:
     program = program_of(name, 3, MICROBATCHES)
-    costs = costs_of(program.stages, build)
+    costs = costs_of(program.stages)
     expected = simulate(program, costs)
-    found = in_threads(program, partial(watch, program, build=build))
+    found = in_threads(program, partial(watch, program))
     for rank, held in enumerate(found):
         assert held == [(memory.activations, memory.weights) for memory in expected.memory[rank]]
         assert max(sum(now) for now in held) == expected.peak_memory[rank]

@@ -10,9 +10,9 @@ from torch.distributed.pipelining import schedules as stock
 
 from megatron.pipeline.actions import Action, PipelineSchedule, ScheduleError, ScheduleSize
 from megatron.pipeline.communication import add_communication
-from megatron.pipeline.schedules import SCHEDULES, interleaved, make_schedule, microbatch_groups, sequential_schedule
+from megatron.pipeline.schedules import SCHEDULES, make_schedule, microbatch_groups, sequential_schedule
+from megatron.pipeline.simulate import StageCosts, Timeline, simulate
 from megatron.pipeline.validate import validate_program
-from tests.unit.pipeline.clock import StuckError, bubbles, clock, memory
 
 V_SHAPED = ("zb-v", "dualpipe-v")
 
@@ -28,46 +28,48 @@ def sizes(name: str, ranks: int, microbatches: int) -> Iterator[tuple[int, int, 
             yield from ((p, v, m) for m in range(1, microbatches + 1))
 
 
+def bubble(schedule: PipelineSchedule, seconds: tuple[float, float, float]) -> float:
+    """The longest time that a rank idles between its first and its last action; communication takes none."""
+    made = timeline(schedule, seconds)
+    return max(span - busy for span, busy in zip(made.spans, made.busy))
+
+
+def timeline(schedule: PipelineSchedule, seconds: tuple[float, float, float] = (1, 1, 1)) -> Timeline:
+    """Every stage takes ``seconds`` for F, I and W."""
+    return simulate(add_communication(schedule), StageCosts.uniform(schedule.stages, *seconds))
+
+
+def memory(name: str, p: int, v: int, m: int) -> list[int]:
+    """The most (stage, micro-batch) pairs between F and the end of backward, by rank; proves the schedule, too."""
+    return [*validate_program(add_communication(make_schedule(name, p, v, m))).both]
+
+
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_every_size_ends_and_does_everything_once(name: str) -> None:
     for p, v, m in sizes(name, ranks=5, microbatches=9):
         schedule = make_schedule(name, p, v, m)
-        clock(schedule)
+        validate_program(add_communication(schedule))
         assert (schedule.stages, schedule.microbatches) == (p * v, m)
         loop = tuple(stage % p for stage in range(p * v))
         assert schedule.placement == ((*range(p), *reversed(range(p))) if name in V_SHAPED else loop)
 
 
-def test_the_clock_finds_deadlocks_and_missing_or_duplicate_actions() -> None:
-    first, *others = make_schedule("1f1b", 4, 1, 8).ranks
-    small_groups = ScheduleSize(ranks=8, chunks=2, microbatches=16, group=4)
-    with pytest.raises(StuckError, match="0F"):
-        clock(PipelineSchedule("broken", tuple(tuple(interleaved(rank, small_groups)) for rank in range(8))))
-    with pytest.raises(AssertionError):
-        clock(PipelineSchedule("broken", (first[:-1], *others)))
-    with pytest.raises(AssertionError, match="twice"):
-        clock(PipelineSchedule("broken", ((*first, first[0]), *others)))
-
-
-@pytest.mark.parametrize("seconds", [{"F": 1, "B": 2}, {"F": 3, "B": 5}, {"F": 2, "B": 1}])
+@pytest.mark.parametrize("seconds", [(1, 1, 1), (3, 4, 1), (2, 1, 0)])
 @pytest.mark.parametrize("name", ["gpipe", "1f1b", "interleaved"])
-def test_bubble_is_the_formula(name: str, seconds: dict[str, int]) -> None:
+def test_bubble_is_the_formula(name: str, seconds: tuple[int, int, int]) -> None:
     """(p - 1)(f + b) / v of a rank's f and b, which are v times a stage's."""
     for p, v, m in sizes(name, ranks=5, microbatches=11):
         if m >= p:
-            bubble = (p - 1) * (seconds["F"] + seconds["B"])
-            assert max(bubbles(make_schedule(name, p, v, m), seconds)) == bubble, (p, v, m)
+            assert bubble(make_schedule(name, p, v, m), seconds) == (p - 1) * sum(seconds), (p, v, m)
 
 
 def test_memory_is_the_formula() -> None:
     for p, v, m in sizes("gpipe", ranks=5, microbatches=11):
-        assert [memory(actions) for actions in make_schedule("gpipe", p, v, m).ranks] == [v * m] * p
+        assert memory("gpipe", p, v, m) == [v * m] * p
         g = len(next(microbatch_groups(ScheduleSize(p, v, m, p))))
         expected = [min(v * m, 2 * (p - rank - 1) + (v - 1) * g + 1) for rank in range(p)]
-        assert [memory(actions) for actions in make_schedule("interleaved", p, v, m).ranks] == expected
-        assert [memory(actions) for actions in make_schedule("1f1b", p, 1, m).ranks] == [
-            min(m, p - r) for r in range(p)
-        ]
+        assert memory("interleaved", p, v, m) == expected
+        assert memory("1f1b", p, 1, m) == [min(m, p - r) for r in range(p)]
 
 
 @pytest.mark.parametrize(
@@ -120,7 +122,7 @@ def test_refusals(arguments: tuple[str, int, int, int], sentence: str, fixes: tu
 def test_one_by_one_no_two_ranks_work_at_a_time(placement: tuple[int, ...]) -> None:
     schedule = sequential_schedule(placement, microbatches=3)
     assert schedule.placement == placement
-    assert max(end for _, end in clock(schedule)) == 3 * len(placement) * 3
+    assert timeline(schedule).makespan == 3 * len(placement) * 3
     peaks = validate_program(add_communication(schedule))
     assert peaks.activations == tuple(placement.count(rank) for rank in range(1 + max(placement)))
 
@@ -204,22 +206,21 @@ SECONDS = [(1, 1, 1), (3, 3, 2), (2, 3, 2)]
 """f, i and w of a stage, with w <= f and w <= i."""
 
 
-def durations(f: int, i: int, w: int) -> dict[str, int]:
-    return {"F": f, "B": i + w, "I": i, "W": w}
-
-
-def peaks(name: str, p: int, m: int) -> list[int]:
-    return [memory(actions) for actions in make_schedule(name, p, 2 if "-v" in name else 1, m).ranks]
-
-
 @pytest.mark.parametrize("seconds", SECONDS)
 @pytest.mark.parametrize("p", [1, 2, 4, 7])
 def test_bubbles_of_zb_h1_and_h2(p: int, seconds: tuple[int, int, int]) -> None:
     f, i, w = seconds
     for m in (p, 2 * p - 1, 2 * p, 3 * p + 1, 6 * p):
-        assert max(bubbles(make_schedule("zb-h1", p, 1, m), durations(f, i, w))) == (p - 1) * (f + i - w)
+        assert bubble(make_schedule("zb-h1", p, 1, m), seconds) == (p - 1) * (f + i - w)
         if m >= 2 * p - 1:
-            assert max(bubbles(make_schedule("zb-h2", p, 1, m), durations(f, i, w))) == (p - 1) * max(0, f + i - 2 * w)
+            assert bubble(make_schedule("zb-h2", p, 1, m), seconds) == (p - 1) * max(0, f + i - 2 * w)
+
+
+@pytest.mark.parametrize("p", [1, 2, 4, 7])
+def test_the_v_has_no_bubble(p: int) -> None:
+    """Where f = i = w and m >= 2p - 1."""
+    for m in (2 * p - 1, 3 * p, 6 * p):
+        assert bubble(make_schedule("zb-v", p, 2, m), (1, 1, 1)) == 0
 
 
 @pytest.mark.parametrize("seconds", [(1, 1, 1), (3, 2, 1), (3, 3, 2)])
@@ -228,20 +229,19 @@ def test_bubble_of_dualpipe_v(p: int, seconds: tuple[int, int, int]) -> None:
     """Half of (p - 1)(f + i - w), where w <= i <= f <= b; a stage's seconds are half of a rank's."""
     f, i, w = seconds
     for m in (2 * p, 2 * p + 1, 5 * p):
-        assert max(bubbles(make_schedule("dualpipe-v", p, 2, m), durations(f, i, w))) == (p - 1) * (f + i - w)
+        assert bubble(make_schedule("dualpipe-v", p, 2, m), seconds) == (p - 1) * (f + i - w)
 
 
-def test_memory() -> None:
+def test_memory_of_zero_bubble_schedules() -> None:
     """ZB-H1 as 1F1B, ZB-H2 one less than twice that, ZB-V as 1F1B, DualPipeV half a micro-batch more."""
     for p in (1, 2, 3, 5):
         for m in range(1, 5 * p):
-            assert peaks("zb-h1", p, m) == [min(m, p)] * p
-            assert peaks("zb-h2", p, m) == [min(m, 2 * p - 1)] * p
-            assert max(peaks("zb-v", p, m)) == min(2 * m, 2 * p)
-            assert max(peaks("dualpipe-v", p, m)) == min(2 * m, 2 * p + 1)
-            if m >= 2 * p:
-                assert set(peaks("zb-v", p, m)) == {2 * p}
-                assert set(peaks("dualpipe-v", p, m)) == {2 * p + 1}
+            assert memory("zb-h1", p, 1, m) == [min(m, p)] * p
+            assert memory("zb-h2", p, 1, m) == [min(m, 2 * p - 1)] * p
+            for name, most in (("zb-v", 2 * p), ("dualpipe-v", 2 * p + 1)):
+                found = memory(name, p, 2, m)
+                assert max(found) == min(2 * m, most)
+                assert m < 2 * p or set(found) == {most}
 
 
 def test_weights_follow_inputs_in_order() -> None:

@@ -18,9 +18,9 @@ from megatron.distributed.launch import fake_process_group
 from megatron.distributed.layout import Layout
 from megatron.distributed.mesh import CHANNEL_USES
 from megatron.layers.parameters import num_parameters
-from megatron.optimizer import buckets
+from megatron.optimizer import grad_buffer
 from megatron.optimizer.lr_scheduler import Rates
-from megatron.optimizer.parameter_store import WeightBuffer
+from megatron.optimizer.sharded_parameter_store import ShardedWeightBuffer
 from megatron.planner.memory import (
     checkpoint_bytes,
     communicator_bytes,
@@ -34,7 +34,7 @@ from megatron.planner.memory import (
 )
 from megatron.training.build import build_trainer
 from megatron.training.checkpoint_contents import local_tensors, parameter_name
-from megatron.training.components.average import AverageWeights
+from megatron.training.components.optimizer_state import AverageWeights
 from megatron.training.diloco.component import Diloco
 from megatron.training.step import train_step
 from megatron.training.trainer import Trainer
@@ -77,7 +77,7 @@ def tensors_of(thing: Any, seen: set[int]) -> Iterator[Tensor]:
 
 def compression_of(trainer: Trainer) -> Iterator[Tensor]:
     """Errors and factors of compressed gradients."""
-    for reduction in trainer.buckets.reductions().values():
+    for reduction in (bucket.reduction for bucket in trainer.buckets.buckets):
         yield from () if reduction.error is None else (reduction.error,)
         yield from (q for _, q in reduction.factors())
 
@@ -279,12 +279,12 @@ def lent(rank: int, world_size: int, flags: str) -> tuple[int, int]:
     trainer = build_trainer(config_of(flags, world_size), rank, world_size)
     made: list[int] = []
 
-    def noted(room: buckets.BucketLayout, elements: int) -> Tensor:
+    def noted(room: grad_buffer.BucketLayout, elements: int) -> Tensor:
         made.append(elements * room.dtype.itemsize)
         return torch.zeros(elements, dtype=room.dtype)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(buckets.BucketLayout, "zeros", noted)
+        patch.setattr(grad_buffer.BucketLayout, "zeros", noted)
         train_step(trainer, trainer.next_batches(), Rates(1e-3, 0.0))
     return sum(made), sum(p.numel() * 4 for p in trainer.params.values())
 
@@ -322,13 +322,13 @@ GATHERS = (
 def test_whole_weights_of_zero_3_match_the_forecast(more: str, monkeypatch: pytest.MonkeyPatch) -> None:
     config = config_of(f"{SMALL} optim_grads_params --global-batch-size 8 --num-layers 6 {more}", 4)
     layout = Layout.from_config(config.parallel, 4)
-    start, buffers, held = WeightBuffer.start_gather, list[WeightBuffer](), list[int]()
+    start, buffers, held = ShardedWeightBuffer.start_gather, list[ShardedWeightBuffer](), list[int]()
 
-    def measure(buffer: WeightBuffer) -> None:
+    def measure(buffer: ShardedWeightBuffer) -> None:
         start(buffer)
         held.append(sum(storages(each.whole for each in buffers).values()))
 
-    monkeypatch.setattr(WeightBuffer, "start_gather", measure)
+    monkeypatch.setattr(ShardedWeightBuffer, "start_gather", measure)
     for pp, rank in enumerate(layout.group_of(0, ("pp",))):
         held.clear()
         with fake_process_group(rank, 4):

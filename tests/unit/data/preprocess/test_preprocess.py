@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import bz2
 import gzip
 import json
-import lzma
 import struct
 from collections.abc import Callable, Sequence
 from itertools import accumulate
@@ -15,17 +13,18 @@ from random import Random
 import numpy as np
 import pytest
 import tokenizers
-import zstandard
 
 from megatron.data.errors import DataError
 from megatron.data.preprocess import encode as encode_module
 from megatron.data.preprocess.corpus import MAX_REPORTED, LineBlock, TextDocument, find_text_files
-from megatron.data.preprocess.encode import BlockEncoder, EncodeOptions, PreprocessOptions, output_prefix, write_dataset
+from megatron.data.preprocess.encode import BlockEncoder, PreprocessOptions, output_prefix, write_dataset
 from megatron.data.progress import PreprocessTotals
 from megatron.data.tokenizers.base import EncodedBatch, Tokenizer
 from megatron.data.tokenizers.engine import EncodeEngine
 from megatron.data.tokenizers.huggingface import ByteTokenizer, NullTokenizer
 from megatron.data.tokenizers.tokenizer import TokenizerOptions, build_tokenizer, load_recorded_tokenizer
+from tests.unit.data.made_tokenizers import apart
+from tests.unit.data.pairs import COMPRESS
 from tools.lib.tokenizer_training import save_tokenizer, train_bpe
 
 WORDS = [
@@ -86,20 +85,11 @@ def records() -> list[dict[str, str]]:
     return [{"title": a, "text": b} for a, b in zip(some_texts(1, 400), some_texts(2, 400))]
 
 
-COMPRESS: dict[str, Callable[[bytes], bytes]] = {
-    "": bytes,
-    ".gz": gzip.compress,
-    ".zst": zstandard.compress,
-    ".bz2": bz2.compress,
-    ".xz": lzma.compress,
-}
-
-
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory: pytest.TempPathFactory, records: list[dict[str, str]]) -> Path:
     """The records in five files, one of each compression, with blank lines, in two ways to write JSON."""
     folder = tmp_path_factory.mktemp("corpus")
-    for part, (suffix, compress) in enumerate(COMPRESS.items()):
+    for part, (suffix, compress) in enumerate({"": bytes, **COMPRESS}.items()):
         lines = [json.dumps(r, ensure_ascii=i % 2 == 0) for i, r in enumerate(records[80 * part : 80 * part + 80])]
         content = "\n".join(lines).replace("\n", "\n \n", part).encode() + b"\n" * (part % 2)
         (folder / f"{part}.jsonl{suffix}").write_bytes(compress(content))
@@ -351,7 +341,7 @@ def test_the_sample_is_the_beginning_of_the_readable_text(tmp_path: Path) -> Non
 
 
 BYTE_TOKENIZER = ByteTokenizer()
-OPTIONS = EncodeOptions(("text",), TokenizerOptions("ByteTokenizer"), BYTE_TOKENIZER.fingerprint, append_eod=False)
+OPTIONS = PreprocessOptions((), ("text",), "", BYTES)
 FILE = Path("x.jsonl")
 
 
@@ -360,14 +350,8 @@ def block_of(*records: object) -> LineBlock:
     return LineBlock(FILE, content, len(content), first=True, last=True)
 
 
-def encoder(
-    job: EncodeOptions = OPTIONS, tokenizer: Tokenizer = BYTE_TOKENIZER, engine: EncodeEngine | None = None
-) -> BlockEncoder:
-    return BlockEncoder(job, tokenizer, engine or EncodeEngine("numpy", "", tokenizer.encode_batch))
-
-
-def apart(encoded: EncodedBatch) -> list[list[int]]:
-    return [part.tolist() for part in np.split(encoded.ids, np.cumsum(encoded.lengths))[:-1]]
+def encoder(tokenizer: Tokenizer = BYTE_TOKENIZER, engine: EncodeEngine | None = None) -> BlockEncoder:
+    return BlockEncoder(OPTIONS, tokenizer, engine or EncodeEngine("numpy", "", tokenizer.encode_batch))
 
 
 def test_documents_that_the_tokenizer_refuses_count_as_bad() -> None:

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import bz2
-import gzip
 import json
-import lzma
 import os
 import shutil
 import subprocess
@@ -19,7 +16,6 @@ from random import Random
 import datasets
 import pyarrow as pa
 import pytest
-import zstandard
 from pyarrow import parquet
 
 from megatron.data.errors import DataError
@@ -28,6 +24,7 @@ from megatron.data.preprocess.corpus import find_text_files, read_documents, spo
 from megatron.data.preprocess.encode import PreprocessOptions, write_dataset
 from megatron.data.tokenizers.huggingface import ByteTokenizer
 from megatron.data.tokenizers.tokenizer import TokenizerOptions
+from tests.unit.data.pairs import COMPRESS
 from tests.unit.data.preprocess.test_preprocess import RecordingListener, pair
 
 SUFFIXES = (".jsonl", ".json", ".parquet", ".arrow", ".txt")
@@ -52,10 +49,8 @@ def corpora(tmp_path_factory: pytest.TempPathFactory, rows: list[dict[str, objec
     """The rows in every form, each written by another library; the values are the values of ``--input``."""
     folder = tmp_path_factory.mktemp("forms")
     lines = "".join(json.dumps(row) + "\n" for row in rows).encode()
-    compressed = {"gz": gzip.compress, "zst": zstandard.compress, "bz2": bz2.compress, "xz": lzma.compress}
-    for name, compress in compressed.items():
-        (folder / f"c.jsonl.{name}").write_bytes(compress(lines))
-    (folder / "c.jsonl").write_bytes(lines)
+    for suffix, compress in {"": bytes, **COMPRESS}.items():
+        (folder / f"c.jsonl{suffix}").write_bytes(compress(lines))
     dataset = datasets.Dataset.from_list(rows)
     dataset.to_parquet(folder / "small-groups.parquet", batch_size=50)
     table = pa.Table.from_pylist(rows)

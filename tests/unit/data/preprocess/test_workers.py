@@ -19,8 +19,8 @@ from megatron.data.preprocess.corpus import Block, LineBlock
 from megatron.data.preprocess.encode import (
     BLOCKS_PER_WORKER,
     EncodedBlock,
-    EncodeOptions,
     EncoderPool,
+    PreprocessOptions,
     Report,
     run_in_subprocess,
 )
@@ -28,11 +28,9 @@ from megatron.data.tokenizers.huggingface import ByteTokenizer, NullTokenizer
 from megatron.data.tokenizers.tokenizer import TokenizerOptions
 from tests.kit.processes import wait_until_gone
 
-BYTES = EncodeOptions(("text",), TokenizerOptions("ByteTokenizer"), ByteTokenizer().fingerprint, append_eod=False)
-IDS = replace(
-    BYTES, tokenizer_options=TokenizerOptions("NullTokenizer", vocab_size=10), fingerprint=NullTokenizer(10).fingerprint
-)
 WORKERS = 2
+BYTES = PreprocessOptions((), ("text",), "", TokenizerOptions("ByteTokenizer"), workers=WORKERS)
+IDS = replace(BYTES, tokenizer_options=TokenizerOptions("NullTokenizer", vocab_size=10), workers=1)
 
 
 def block(number: int, size: int = 50_000) -> LineBlock:
@@ -46,9 +44,11 @@ def workers() -> list[SpawnProcess]:
 
 
 @contextmanager
-def encoded(blocks: Iterable[Block], options: EncodeOptions = BYTES) -> Iterator[Iterator[tuple[Block, EncodedBlock]]]:
+def encoded(
+    blocks: Iterable[Block], fingerprint: str = ByteTokenizer().fingerprint
+) -> Iterator[Iterator[tuple[Block, EncodedBlock]]]:
     """The blocks as two workers encode them."""
-    with closing(EncoderPool(options, WORKERS)) as pool, closing(pool.encoded(blocks, "numpy")) as results:
+    with closing(EncoderPool(BYTES, fingerprint)) as pool, closing(pool.encoded(blocks, "numpy")) as results:
         yield results
 
 
@@ -90,7 +90,7 @@ def test_a_dead_worker_is_reported_and_the_others_end(moment: float) -> None:
 
 def test_worker_exceptions_are_raised_by_the_parent() -> None:
     with (
-        encoded(map(block, range(9)), replace(BYTES, fingerprint="other")) as results,
+        encoded(map(block, range(9)), "other") as results,
         pytest.raises(DataError, match="the files of the tokenizer have changed"),
     ):
         next(results)
@@ -108,7 +108,7 @@ def test_a_check_ends_the_wait_for_a_long_document() -> None:
         if raised > began + 1:
             raise KeyboardInterrupt
 
-    with pytest.raises(KeyboardInterrupt), closing(EncoderPool(IDS, 1)) as pool:
+    with pytest.raises(KeyboardInterrupt), closing(EncoderPool(IDS, NullTokenizer(10).fingerprint)) as pool:
         list(pool.encoded([long], "numpy", check))
     assert time.monotonic() < raised + 4
     assert not workers()
