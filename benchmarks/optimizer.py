@@ -30,10 +30,10 @@ from megatron.distributed.grad_accumulator import GradAccumulator
 from megatron.distributed.mesh import Mesh
 from megatron.distributed.sharding import ShardSpec
 from megatron.layers.parameters import gpt, num_parameters
-from megatron.optimizer.build import build_grad_buffer
+from megatron.optimizer.build import build_grad_buffer, build_optimizer
 from megatron.optimizer.distributed_optimizer import DistributedOptimizer
 from megatron.optimizer.lr_scheduler import Rates
-from megatron.optimizer.offload import HostMemory
+from megatron.optimizer.offload import OffloadedOptimizer
 from megatron.optimizer.parameter_store import ParameterStore
 
 RATES = Rates(1e-4, 0.01)
@@ -86,15 +86,13 @@ def ours(
     dtypes = {name: p.dtype for name, p in params.items()}
     buckets = build_grad_buffer(specs, dtypes, mesh, GradAccumulator(), torch.device("cpu"), parallel)
     weights = ParameterStore(params, buckets, parallel)
-    optimizer = DistributedOptimizer(
-        weights, specs, buckets, mesh, replace(config.optimizer, optimizer_cpu_offload=offload)
-    )
+    optimizer = build_optimizer(weights, specs, buckets, mesh, replace(config.optimizer, optimizer_cpu_offload=offload))
     for name, gradient in values_of(specs, 1, GRADIENT).items():
         buckets.accumulated(name).copy_(gradient)
     one, go = torch.ones(()), torch.zeros(())
 
     def update() -> None:
-        if isinstance(optimizer.memory, HostMemory):  # gradients are copied to the host
+        if isinstance(optimizer, OffloadedOptimizer):  # gradients are copied to the host
             for bucket in buckets.buckets:
                 optimizer.memory.on_reduced(bucket)
         optimizer.update(RATES, one)

@@ -85,7 +85,7 @@ def save(rank: int, world_size: int, layers: int, flags: str, folder: str) -> in
 def load(rank: int, world_size: int, layers: int, flags: str, folder: str) -> tuple[int, int, int, float]:
     """Load it; returns the sum of its bits, bytes held before, the peak above them, and seconds."""
     trainer = build_trainer(config_of(layers, world_size, flags), rank, world_size, fresh=False)
-    weights = [b.whole if b.is_whole else b.part for b in trainer.optimizer.weights.buffers]
+    weights = [b.whole if b.whole.untyped_storage().nbytes() else b.part for b in trainer.optimizer.weights.buffers]
     touch([*local_tensors(trainer).values(), *weights, *(bucket.shard for bucket in trainer.buckets.buckets)])
     gc.collect()
     before, started = status_bytes("RssAnon"), time.perf_counter()

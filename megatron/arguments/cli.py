@@ -24,8 +24,8 @@ from megatron.arguments.megatron_flags import (
     check_unknown_flags,
     implied_default_problems,
     implied_values,
+    meaning_notes,
     missing_value,
-    other_meanings,
     unsupported,
 )
 from megatron.arguments.presets import PRESETS, preset_batch_notes
@@ -211,7 +211,7 @@ def parse(
     findings.add(ignored)
     findings.add(problem for source in sources for problem in source.problems)
     findings.add(implied_default_problems(flags.spellings, config))
-    findings.add(each.note for each in other_meanings(flags.spellings, config))
+    findings.add(note for _, note in meaning_notes(flags.spellings, config))
     if not (findings.problems or start.unreadable):  # after a mistake elsewhere, nothing may be missing
         findings.add(_missing_problems(values, start, about))
     world_size = _world_size(line.known, config, launch)

@@ -284,11 +284,6 @@ class GradAccumulator:
         """True inside :meth:`deferring_wgrad`."""
         return self._deferred_to is not None
 
-    @property
-    def queued(self) -> int:
-        """Number of weight gradients that are deferred."""
-        return sum(map(len, self._queues.values()))
-
 
 @dataclass(frozen=True)
 class ParameterGrads(GradTarget):

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import groupby
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar, Concatenate, ParamSpec
 
 from torch import Tensor
 
@@ -26,6 +26,8 @@ from megatron.training.resume_source import ResumeSource
 if TYPE_CHECKING:
     from megatron.training.loggers.run_logger import RunLogger
     from megatron.training.metrics import MetricsWindow, StepMetrics
+
+P = ParamSpec("P")
 
 Kinds = Mapping[str, Mapping[str, Tensor]]
 """Tensors of this rank by kind and global name of their parameter, each with the shape of the parameter's shard."""
@@ -45,6 +47,9 @@ class Component(UpdateHook):
 
     is_of_run: bool = False
     """True for state that another run does not take over when it starts from a checkpoint of this one."""
+
+    state_types: ClassVar[Mapping[str, Any]] = {}
+    """Types in :meth:`state_dict`, as of `odd_values`; a checkpoint with others is passed over. Empty for any."""
 
     missing: str | None = "the checkpoint lacks tensors of the {name}, which starts anew"
     """Note on a checkpoint without a kind of :meth:`tensors`, after which :meth:`on_weights_loaded` is called; None for
@@ -200,8 +205,11 @@ class Component(UpdateHook):
         """Act last in an iteration: the step is logged, evaluated and saved if due. A step hook."""
 
 
-STEP_END_HOOKS = "on_step_end", "on_iteration_end"
-"""Hooks that are called after a step."""
+Hook = Callable[Concatenate[Component, P], object]
+"""A hook of components, such as ``Component.on_log``, which overriding ones are called in place of."""
+
+STEP_HOOKS = "on_step_start", "on_step_end", "on_iteration_end"
+"""Hooks that are called in the steps of :attr:`Component.interval` only."""
 
 
 class CallbackList:
@@ -222,68 +230,51 @@ class CallbackList:
     @property
     def pausing(self) -> bool:
         """True if a callback pauses the clock at the end of this step, which waits for the device."""
-        return any(self._overrides(c, hook) and c.pauses for c in self._due for hook in STEP_END_HOOKS)
+        return any(_overrides(c, hook) and c.pauses for c in self._due for hook in STEP_HOOKS[1:])
 
-    def on_train_start(self) -> None:
-        """See :class:`Component`."""
-        self._call("on_train_start", self._components)
-
-    def on_step_start(self, window: MetricsWindow, step: int) -> None:
-        """See :class:`Component`. With a ``window``, whose clock they pause, methods are collective."""
+    def start_step(self, window: MetricsWindow, step: int) -> None:
+        """Call ``on_step_start`` of the components that act in step number ``step``; collective."""
         self._due = [c for c in self._components if step % c.interval == 0]
-        self._call_paused("on_step_start", self._due, window)
+        self.call_paused(Component.on_step_start, window)
 
-    def on_step_taken(self, batches: Sequence[MicroBatch]) -> None:
-        """See :class:`Component`."""
-        self._call("on_step_taken", self._components, batches)
+    def call(self, hook: Hook[P], *arguments: P.args, **options: P.kwargs) -> None:
+        """Call a hook of every component."""
+        self._call(hook.__name__, self._components, *arguments)
 
-    def settle(self) -> None:
-        """See :class:`Component`."""
-        self._call("settle", self._components)
+    def call_paused(self, hook: Hook[P], window: MetricsWindow, *arguments: P.args, **options: P.kwargs) -> None:
+        """Call a hook of those that override it, with the weights complete and the clock of steps paused; collective.
 
-    def on_step_end(self, window: MetricsWindow, metrics: StepMetrics) -> None:
-        """See :class:`Component`."""
-        self._call_paused("on_step_end", self._due, window, metrics)
-
-    def on_log(self, window: MetricsWindow, metrics: Metrics) -> None:
-        """See :class:`Component`."""
-        self._call_paused("on_log", self._components, window, metrics)
-
-    def on_evaluate(self, metrics: Metrics) -> None:
-        """See :class:`Component`; the clock is paused during evaluations."""
-        self._call("on_evaluate", self._components, metrics)
-
-    def on_save(self, path: Location) -> None:
-        """See :class:`Component`."""
-        self._call("on_save", self._components, path)
-
-    def on_iteration_end(self, window: MetricsWindow) -> None:
-        """See :class:`Component`."""
-        self._call_paused("on_iteration_end", self._due, window)
-
-    def on_stop(self, error: BaseException | None) -> None:
-        """See :class:`Component`."""
-        stop_components(self._components, error)
-
-    def _call_paused(self, hook: str, found: Iterable[Component], window: MetricsWindow, *arguments: object) -> None:
-        """Call a hook on those callbacks that override it, with the weights complete and the clock of steps paused."""
-        overriding = [c for c in found if self._overrides(c, hook)]
-        for pauses, group in groupby(overriding, key=lambda callback: callback.pauses):
+        Step hooks are called in the steps of their interval, and without a pause of components that exclude it.
+        """
+        name = hook.__name__
+        found = [c for c in (self._due if name in STEP_HOOKS else self._components) if _overrides(c, name)]
+        for pauses, group in groupby(found, key=lambda callback: callback.pauses):
             if not pauses:
-                self._call(hook, group, *arguments)
+                self._call(name, group, *arguments)
                 continue
             with window.paused():
                 self._weights.wait()
-                self._call(hook, group, *arguments)
+                self._call(name, group, *arguments)
 
     @staticmethod
-    def _overrides(callback: Component, hook: str) -> bool:
-        return getattr(type(callback), hook) is not getattr(Component, hook)
-
-    def _call(self, hook: str, callbacks: Iterable[Component], *arguments: object) -> None:
+    def _call(hook: str, callbacks: Iterable[Component], *arguments: object) -> None:
         for callback in [*callbacks]:  # they may leave the run
             with name_in_errors(callback.plugin, hook):
                 getattr(callback, hook)(*arguments)
+
+
+def _overrides(callback: Component, hook: str) -> bool:
+    return getattr(type(callback), hook) is not getattr(Component, hook)
+
+
+@contextmanager
+def stopped_after_errors(components: Iterable[Component]) -> Iterator[None]:
+    """Stop the components after an error inside, before their run has begun."""
+    try:
+        yield
+    except BaseException as error:
+        stop_components(components, error)
+        raise
 
 
 def stop_components(components: Iterable[Component], error: BaseException | None) -> None:

@@ -35,7 +35,7 @@ from megatron.pipeline.plan import build_program
 from megatron.pipeline.runtime import Pipeline
 from megatron.training.batch_reader import BatchReader, Progress
 from megatron.training.component import Component
-from megatron.training.components.loss_scaler import LossScaler
+from megatron.training.components.precision import LossScaler
 
 
 @dataclass
@@ -159,6 +159,11 @@ class Trainer:
     def objective(self) -> Objective:
         """Objective of the run, the same on every rank."""
         return next(iter(self.chunks.values())).objective
+
+    @property
+    def auxiliary_losses(self) -> Mapping[str, float]:
+        """Coefficients of the auxiliary losses of the model by name, the same on every rank."""
+        return next(iter(self.chunks.values())).auxiliary_losses
 
 
 @lru_cache(maxsize=4)  # a large one takes 16 MiB, and every stage of a batch ramp has its own

@@ -43,7 +43,7 @@ from megatron.training.build import build_trainer
 from megatron.training.build_model import check_same_kernels, check_same_schedule
 from megatron.training.callbacks.health import check_weight_copies, explain_nonfinite
 from megatron.training.checkpointer import choose_resume_source
-from megatron.training.components.startup import StartupReport
+from megatron.training.components.times import StartupReport
 from megatron.training.loggers.run_logger import RunLogger
 from megatron.training.main import new_run_id
 from megatron.training.metrics import MetricsWindow, RankStats, StepMetrics, gather_rank_stats

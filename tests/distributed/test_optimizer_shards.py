@@ -21,11 +21,10 @@ from megatron.distributed.sharding import DenseSharding, ExpertSharding, Init, S
 from megatron.optimizer.build import build_grad_buffer
 from megatron.optimizer.grad_buffer import GradBuffer
 from megatron.planner.memory import checkpoint_bytes
-from megatron.training import checkpointer
 from megatron.training.build import build_trainer
 from megatron.training.callbacks import health
-from megatron.training.checkpoint_contents import tensors_to_save
-from megatron.training.components.average import AverageWeights
+from megatron.training.checkpoint_contents import tensors_to_save, total_bytes
+from megatron.training.components.optimizer_state import AverageWeights
 from megatron.training.step import evaluate, train_step
 from megatron.training.trainer import Trainer
 from tests.kit.cases import MODEL, RATES, Case, batches_of, compare_with_twin, run_on
@@ -281,7 +280,8 @@ def test_muon_moves_whole_matrices_however_they_are_cut(pool: Pool, name: str) -
 def sizes(rank: int, size: int, case: Case) -> tuple[int, int]:
     """Bytes of the tensors of a checkpoint: all that ranks write, and the formula."""
     config = case.config()
-    return checkpointer.bytes_to_save(build_trainer(config, rank, size)), checkpoint_bytes(config)
+    trainer = build_trainer(config, rank, size)
+    return total_bytes(tensors_to_save(trainer), trainer.mesh.world), checkpoint_bytes(config)
 
 
 LEAN = OptimizerConfig(store_param_remainders=True, exp_avg_dtype="bf16", ema_decay=0.9)

@@ -9,7 +9,7 @@ from megatron.config.compute import KERNEL_CANDIDATES
 from megatron.config.parallel import ZERO_STAGES
 from megatron.planner.flops import FlopsPerToken, matmul_parameters
 from megatron.planner.memory import data_parallel_traffic
-from megatron.training.loggers.base import METRICS
+from megatron.training.loggers.console import METRICS
 from tests.unit.pages import ROOT, page, rows
 
 TEXT = page("performance")

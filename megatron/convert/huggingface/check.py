@@ -37,7 +37,7 @@ from megatron.data.tokenizers.huggingface import (
     parse_tokenizer,
 )
 from megatron.distributed.micro_batch import MicroBatch
-from megatron.kernels.rotary import RotaryEmbedding
+from megatron.kernels.qkv import RotaryEmbedding
 
 
 class LazyWeightLoader:

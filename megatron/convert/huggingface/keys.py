@@ -56,12 +56,16 @@ def resolved(model: ModelConfig, name: str) -> Any:
 
 
 def effective_options(model: ModelConfig) -> dict[str, Option]:
-    """Return the options of a model that have an effect, and another value than their default."""
-    changed = {
-        each.name: each.metadata["option"] for each in fields(model) if getattr(model, each.name) != each.default
-    }
+    """Return the options of a model that have an effect: another value than their default, or than it implies."""
     run = RunConfig(model=model)
-    return {name: option for name, option in changed.items() if all(is_met(need, run) for need in option.needs)}
+
+    def has_effect(name: str, option: Option) -> bool:
+        default: FieldValues = {name: getattr(type(model), name)}
+        changed = resolved(model, name) != resolved(replace(model, **default), name)
+        return changed and all(is_met(need, run) for need in option.needs)
+
+    options = {each.name: each.metadata["option"] for each in fields(model)}
+    return {name: option for name, option in options.items() if has_effect(name, option)}
 
 
 def exported(model: ModelConfig) -> ModelConfig:
@@ -132,7 +136,7 @@ class ModelFamily:
     keys: tuple[ConfigKey | KeyGroup, ...]
     # keys with the only supported values; the first is the value of a missing key
     fixed: Mapping[str, tuple[Any, ...]]
-    # fields of ModelConfig with the only supported value
+    # fields of ModelConfig with the only supported value; those that no row names have their default
     always: FieldValues
     # where all tensors are stored that a model can have
     weights: WeightRows
@@ -320,19 +324,20 @@ def rope(theta: float = 10000.0, scaling: JsonObject | None = None) -> KeyGroup:
 
 def plain_rope() -> KeyGroup:
     """Return the keys of rotary embeddings of a part of each head, which are not scaled."""
+    options = "rotary_base", "rotary_percent"
 
     def read(config: JsonObject) -> FieldValues:
         values = read_rope(config, partial=True)
         scaled = values["use_rope_scaling"] or "rotary_seq_len_interpolation_factor" in values
         if scaled or values["position_embedding_type"] != "rope":
             raise UnsupportedConfigError("rotary embeddings of this model type are not scaled, as in transformers")
-        return values
+        return {name: values[name] for name in ("position_embedding_type", *options)}
 
     def write(model: ModelConfig) -> FieldValues:
         return write_rope(model) | {"partial_rotary_factor": model.rotary_percent}
 
     can: Capabilities = {"position_embedding_type": lambda m: m.position_embedding_type == "rope"}
-    return KeyGroup(ROPE_KEYS, read, write, can, ("rotary_base", "rotary_percent"))
+    return KeyGroup(ROPE_KEYS, read, write, can, options)
 
 
 def rope_of_kinds(theta: float, local_theta: float, local_key: str | None = None) -> KeyGroup:

@@ -276,18 +276,15 @@ def resolve_hub_name(path: str | Path, files: tuple[str, ...], flag: str) -> Pat
     name = str(path)
     if not re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", name) or Path(path).exists():
         return Path(path)
-    failure = f"{name} is not a local folder, and"
-    try:
-        import huggingface_hub
-    except ImportError as error:
-        raise DataError(f"{failure} huggingface_hub is not installed", "pip install huggingface_hub") from error
+    import huggingface_hub
+
     try:
         return Path(huggingface_hub.snapshot_download(name, allow_patterns=list(files)))
     except Exception as error:  # many classes: of the hub, the network and the disk
         wanted = " ".join(f"--include '{file}'" for file in files)
         first = str(error).strip().splitlines() or [type(error).__name__]
         raise DataError(
-            f"{failure} downloading it from the hub failed: {first[0]}",
+            f"{name} is not a local folder, and downloading it from the hub failed: {first[0]}",
             f"where there is a network: hf download {name} {wanted} --local-dir DIR, then {flag}",
             "HF_TOKEN=... for a gated model",
         ) from error

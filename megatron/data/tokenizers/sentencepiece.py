@@ -99,12 +99,9 @@ class Llama2Tokenizer(SentencePieceTokenizer):
 
 def parse_model(content: bytes, file: Path) -> Any:
     """Return the ``ModelProto`` of a model file; raise DataError if ``content`` is not a SentencePiece model."""
-    try:
-        from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
+    from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
 
-        protobuf = import_module("sentencepiece.sentencepiece_model_pb2")
-    except ImportError as error:
-        raise DataError(f"sentencepiece is needed for {file}", "pip install sentencepiece protobuf") from error
+    protobuf = import_module("sentencepiece.sentencepiece_model_pb2")
     try:
         model = protobuf.ModelProto.FromString(content)
         problem = "" if model.pieces else "it has no pieces"

@@ -29,8 +29,8 @@ from megatron.config.plugins import registered
 from megatron.config.privacy import redact
 from megatron.config.run import RunConfig
 from megatron.training.failure_report import describe_error
-from megatron.training.loggers.base import CONSOLE_PREFIX, MetricLogger, Metrics, error_summary
-from megatron.training.loggers.console import ConsoleLogger, print_line, print_warning
+from megatron.training.loggers.base import MetricLogger, Metrics, error_summary
+from megatron.training.loggers.console import CONSOLE_PREFIX, ConsoleLogger, print_line, print_warning
 from megatron.training.loggers.plots import draw_health, draw_runs
 from megatron.training.loggers.run_folder import (
     HEALTH_FILE,

@@ -19,9 +19,8 @@ from hypothesis import strategies as st
 from megatron.data.errors import DataError
 from megatron.data.indexed_dataset import IndexedDataset
 from megatron.data.indexed_writer import IndexedDatasetWriter, id_dtype, publish_all, remove_unfinished_files
-from tests.unit.data.pairs import LETTERS, NAMES, content, packed, pair, write
+from tests.unit.data.pairs import GOLDEN, LETTERS, NAMES, content, packed, pair, write
 
-GOLDEN = Path(__file__).parents[2] / "golden" / "megatron"
 LIMITS = {code: (np.iinfo(NAMES[code]).min, np.iinfo(NAMES[code]).max) for code in LETTERS if code not in (6, 7)}
 
 
@@ -33,6 +32,7 @@ def small(tmp_path: Path) -> Path:
 @pytest.mark.parametrize("case", ["case0", "case1", "case2"])
 def test_files_of_megatron_are_written_again_byte_for_byte(tmp_path: Path, case: str) -> None:
     golden = IndexedDataset(GOLDEN / case)
+    assert golden.dtype.name == ("int32" if case == "case2" else "uint16")
     write(tmp_path / "copy", [golden[i].tolist() for i in range(len(golden))], golden.dtype)
     assert pair(tmp_path / "copy") == pair(GOLDEN / case)
 

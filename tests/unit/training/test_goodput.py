@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import json
 import time
 from pathlib import Path
 
@@ -24,28 +23,6 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     return Clock(monkeypatch)
 
 
-def test_a_killed_run_loses_unsaved_steps_only(clock: Clock) -> None:
-    run = Goodput()
-    clock.now += 10  # building
-    clock.now += 50
-    run.add(50)
-    saved = json.loads(json.dumps(run.state_dict()))
-    clock.now += 30
-    run.add(30)  # killed: these steps are lost
-    assert run.value() == pytest.approx(80 / 90)
-    clock.now += 100  # in the queue
-
-    again = Goodput()
-    again.load_state_dict(saved)
-    clock.now += 10
-    assert again.value() == pytest.approx(50 / 200)
-    clock.now += 40
-    again.add(40)
-    assert again.value() == pytest.approx(90 / 240)
-    assert again.starts == 2
-    assert again.run_seconds() == 240
-
-
 def test_the_start_of_the_process_counts(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(time, "monotonic", lambda: 1000.0)
     assert Goodput(started=980.0).run_seconds() == 20.0
@@ -55,7 +32,7 @@ def test_a_clock_that_was_set_back_gives_no_share(clock: Clock) -> None:
     run = Goodput()
     assert run.value() is None
     clock.now += 100
-    run.add(100)
+    run.productive_seconds += 100
     assert run.value() == 1.0
     clock.now -= 50
     assert run.value() is None
@@ -76,7 +53,7 @@ def test_it_is_the_share_of_the_history(spans: list[tuple[str, int]]) -> None:
         for what, seconds in spans:
             clock.now += seconds
             if what == "step":
-                run.add(seconds)
+                run.productive_seconds += seconds
                 history.append(seconds)
             elif what == "save":
                 kept, saved = len(history), run.state_dict()
@@ -86,6 +63,7 @@ def test_it_is_the_share_of_the_history(spans: list[tuple[str, int]]) -> None:
                 history = history[:kept]
         clock.now += 1
         assert run.value() == pytest.approx(sum(history) / (clock.now - first))
+        assert run.run_seconds() == clock.now - first
 
 
 def test_a_run_that_was_killed_and_continued(tmp_path: Path) -> None:
