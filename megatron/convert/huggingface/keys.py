@@ -64,7 +64,7 @@ def effective_options(model: ModelConfig) -> dict[str, Option]:
         changed = resolved(model, name) != resolved(replace(model, **default), name)
         return changed and all(is_met(need, run) for need in option.needs)
 
-    options = {each.name: each.metadata["option"] for each in fields(model)}
+    options = {each.name: each.metadata["option"] for each in fields(model) if "option" in each.metadata}
     return {name: option for name, option in options.items() if has_effect(name, option)}
 
 
