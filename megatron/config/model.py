@@ -6,10 +6,10 @@ import ast
 import math
 import re
 import shlex
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 from megatron.config.adapters import AdapterOptions
 from megatron.config.attention_pattern import AttentionPattern, format_layers, parse_layers, split_layers
@@ -315,6 +315,15 @@ class TransformerOptions(WithPluginOptions):
     """
 
 
+class RotaryTable(NamedTuple):
+    """Cosines and sines that a mixer rotates channels by, which its layers share with others of the same table."""
+
+    # Of :meth:`ModelConfig.rotary_kind`.
+    kind: str
+    # Rotated channels of a head.
+    channels: int
+
+
 @dataclass(frozen=True)
 class ModelConfig(AdapterOptions, ExpertOptions, TransformerOptions):
     """Decoder-only transformer.
@@ -401,7 +410,7 @@ class ModelConfig(AdapterOptions, ExpertOptions, TransformerOptions):
 
     def rotary_kind(self, layer: int) -> str | None:
         """Return the rotary embedding of a layer: ``global``, ``local`` (``rotary_base_local``), or None."""
-        if not self.rotary_dim or "attention" not in self.mixers(layer):
+        if self.position_embedding_type not in ("rope", "yarn"):
             return None
         if self.no_rope_freq is not None:
             layers = no_rope_layers(self.no_rope_freq)
@@ -409,10 +418,6 @@ class ModelConfig(AdapterOptions, ExpertOptions, TransformerOptions):
                 return None
         local = self.rotary_base_local is not None and self.pattern(layer).window is not None
         return "local" if local else "global"
-
-    def rotary_kinds(self, layers: Iterable[int]) -> list[str]:
-        """Return the different rotary embeddings of some layers."""
-        return [*dict.fromkeys(kind for layer in layers if (kind := self.rotary_kind(layer)) is not None)]
 
     @property
     def rotary_dim(self) -> int:
