@@ -21,7 +21,7 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # if this checkout is not installed
 
 from megatron.arguments.compatibility import role_of
-from megatron.arguments.sources import from_dict
+from megatron.arguments.sources import build_config, from_dict, from_mapping
 from megatron.config.errors import UserError
 from megatron.config.files import TABLE_FILE_BYTES, parse_json, parse_yaml, read_small
 from megatron.config.option import Role
@@ -133,10 +133,12 @@ def changed_options(a: RunFolder, b: RunFolder) -> list[Change]:
     defaults = {name: setting.default for name, setting in SETTINGS.items()}  # of options that a version did not have
     left = {**defaults, **a.options}
     right = {**defaults, **b.options}
+    configs = build_config(from_mapping(left, "a").values), build_config(from_mapping(right, "b").values)
     changes = []
     for name in dict.fromkeys((*SETTINGS, *left, *right)):
         if left.get(name) != right.get(name):
-            flag, role = (SETTINGS[name].flag, role_of(name, left, right)) if name in SETTINGS else (name, None)
+            known = name in SETTINGS
+            flag, role = (SETTINGS[name].flag, role_of(name, left, right, configs)) if known else (name, None)
             counts, of_one_start = role not in (Role.FREE, Role.START), role is Role.START
             changes.append(Change(flag, left.get(name), right.get(name), counts, of_one_start))
     return changes

@@ -42,7 +42,7 @@ from megatron.arguments.megatron_flags import (
     apply_foreign_flags,
     foreign_flags,
     ignore_reason,
-    other_meanings,
+    meaning_notes,
 )
 from megatron.checkpoint.format import MEGATRON_LM_NEWEST, is_megatron_lm
 from megatron.config.checkpoint import CheckpointConfig
@@ -355,7 +355,7 @@ def translate(run: Run, problems: Sequence[Problem]) -> tuple[list[tuple[str, st
     command_line = parse_flags(run.flags)
     config = flags_config(command_line)
     spellings = {word.partition("=")[0] for word in run.flags}
-    dropped = {each.flag: each.note for each in other_meanings(spellings, config) if each.dropped}
+    dropped = {flag: note for flag, note in meaning_notes(spellings, config) if "would ignore it" in note}
     rows, flags, reported = list(run.rows), list[str](), set[Problem]()
 
     def add(words: Sequence[str], verdict: str, text: str, here: Sequence[str]) -> None:

@@ -10,13 +10,13 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # if this checkout is not installed
 
-from megatron.arguments.megatron_flags import OTHER_MEANINGS, ForeignFlags, foreign_flags
+from megatron.arguments.megatron_flags import ForeignFlags, foreign_flags, other_meanings
 from megatron.arguments.presets import PAPER_TOKENS_PER_STEP, PRESETS
 from megatron.arguments.sources import build_config
 from megatron.config.option import Need
 from megatron.config.settings import GROUPS, SETTINGS
 from megatron.layers.parameters import num_parameters
-from megatron.training.loggers.base import CONSOLE_PREFIX, DILOCO_METRICS, EVALUATION_METRICS, METRICS, Metric
+from megatron.training.loggers.console import CONSOLE_PREFIX, DILOCO_METRICS, EVALUATION_METRICS, METRICS, Metric
 
 ROOT = Path(__file__).resolve().parents[1]
 FLAGS = ROOT / "docs" / "flags.md"
@@ -80,17 +80,14 @@ def _megatron() -> Iterator[str]:
     yield "Flags that exist in both have the same meaning. These have another default:\n"
     yield "| flag | Megatron-LM | here |"
     yield "|---|---|---|"
-    for spelling, default in flags.different_defaults.items():
-        yield _row(f"`{spelling}`", default["theirs"], default["reason"])
+    for each in SETTINGS.values():
+        if (theirs := each.option.megatron).default:
+            yield _row(f"`{each.flag}`", theirs.default, theirs.reason)
     yield "\nThese have another meaning in Megatron-LM 0.20, with a note at startup:\n"
     yield "| flag | if | note |"
     yield "|---|---|---|"
-    for each in OTHER_MEANINGS:
-        yield _row(
-            f"`{each.flag}`",
-            " and ".join(f"`{condition}`" for condition in each.conditions if isinstance(condition, str)),
-            each.note,
-        )
+    for given, terms, note in other_meanings():
+        yield _row(f"`{given}`", " and ".join(f"`{term}`" for term in terms), note)
     yield from _applied(flags)
     yield "\nThese are accepted and ignored, with a note at startup:\n"
     yield "| flag | reason |"
@@ -103,6 +100,10 @@ def _megatron() -> Iterator[str]:
             by_reason.setdefault(flag.reason, []).append(name)
     for reason, names in by_reason.items():
         yield _row(" ".join(names), reason)
+    yield from _refused(flags)
+
+
+def _refused(flags: ForeignFlags) -> Iterator[str]:
     yield "\nThese are refused, because they change the model, the data or the optimization, or promise a check that is"
     yield "not here. The values in the last column are ignored, and flags where they have no effect in Megatron-LM:\n"
     yield "| flag | reason | instead | ignored |"
@@ -117,9 +118,9 @@ def _megatron() -> Iterator[str]:
     yield "\nSo are these values:\n"
     yield "| flag | value | reason |"
     yield "|---|---|---|"
-    for spelling, missing in flags.missing_values.items():
-        for value, reason in missing.items():
-            yield _row(f"`{spelling}`", "several" if value == "several" else f"`{value}`", reason)
+    for each in SETTINGS.values():
+        for value, reason in each.option.megatron.missing.items():
+            yield _row(f"`{each.flag}`", "several" if value == "several" else f"`{value}`", reason)
     yield ""
 
 
@@ -130,9 +131,9 @@ def _applied(flags: ForeignFlags) -> Iterator[str]:
     for spelling, flag in flags.handled.items():
         if flag.kind == "applied":
             yield _row(f"`{spelling}`", f"`{flag.words.replace('{}', 'VALUE')}`")
-    for spelling, values in flags.values.items():
-        for theirs, ours in values.items():
-            yield _row(f"`{spelling} {theirs}`", f"`{spelling} {ours}`")
+    for each in SETTINGS.values():
+        for theirs, ours in each.option.megatron.values.items():
+            yield _row(f"`{each.flag} {theirs}`", f"`{each.flag} {ours}`")
 
 
 def operations_page(text: str) -> str:

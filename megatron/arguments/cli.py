@@ -24,8 +24,7 @@ from megatron.arguments.megatron_flags import (
     check_unknown_flags,
     implied_default_problems,
     implied_values,
-    missing_value,
-    other_meanings,
+    meaning_notes,
     unsupported,
 )
 from megatron.arguments.presets import PRESETS, preset_batch_notes
@@ -79,8 +78,11 @@ def with_our_words(flag: GivenFlag) -> GivenFlag:
 def _value_of_missing_feature(flag: GivenFlag) -> str:
     """Return what is missing for the value of a flag; empty for one that this program may have."""
     several = len(flag.words) > 1 and not flag.setting.many
-    unknown = flag.setting.choices and any(word not in flag.setting.choices for word in flag.words)
-    return missing_value(flag.spelling, flag.words) if several or unknown else ""
+    if not (several or (flag.setting.choices and any(word not in flag.setting.choices for word in flag.words))):
+        return ""
+    missing = flag.setting.option.megatron.missing
+    found = [missing[word] for word in (word.strip("[],") for word in flag.words) if word in missing]
+    return found[0] if found else missing.get("several", "") if len(flag.words) > 1 else ""
 
 
 @dataclass(frozen=True)
@@ -211,7 +213,7 @@ def parse(
     findings.add(ignored)
     findings.add(problem for source in sources for problem in source.problems)
     findings.add(implied_default_problems(flags.spellings, config))
-    findings.add(each.note for each in other_meanings(flags.spellings, config))
+    findings.add(note for _, note in meaning_notes(flags.spellings, config))
     if not (findings.problems or start.unreadable):  # after a mistake elsewhere, nothing may be missing
         findings.add(_missing_problems(values, start, about))
     world_size = _world_size(line.known, config, launch)

@@ -21,13 +21,12 @@ from megatron.arguments.sources import (
     from_mapping,
     resolve,
 )
+from megatron.arguments.validate import is_met
 from megatron.checkpoint.errors import describe_findings
 from megatron.config.batch import schedule_lengths
 from megatron.config.checkpoint import CheckpointConfig
-from megatron.config.data import DOCUMENT_BOUNDARY_OPTIONS
 from megatron.config.data_paths import DEFAULT_SPLIT, split_shares
 from megatron.config.errors import Problem
-from megatron.config.model import GATED_ACTIVATIONS
 from megatron.config.option import Role
 from megatron.config.run import RunConfig
 from megatron.config.settings import SETTINGS
@@ -56,13 +55,6 @@ CHANGE_ERRORS = {
     Role.SCHEDULE: ("E825", "the batch, the length or the schedule is not the {}'s"),
 }
 """Error codes and messages of changes that are not allowed."""
-
-SAME_SHAPES = {
-    "position_embedding_type": (("rope", "yarn", "none"),),
-    "activation": (GATED_ACTIVATIONS, ("gelu", "gelu_tanh", "relu2")),
-    "softmax_type": (("vanilla", "off-by-one"),),
-}
-"""Values of a SHAPE field with the same tensor shapes: a change between them is one of FUNCTION."""
 
 
 @dataclass(frozen=True)
@@ -103,7 +95,7 @@ def compare_configs(
     before = _values(then) | unreadable
     after = _values(now)
     changed = [field for field in SETTINGS if field in unreadable or not _same(field, before[field], after[field])]
-    roles = {field: role_of(field, before, after) for field in changed}
+    roles = {field: role_of(field, before, after, (then, now)) for field in changed}
     if _schedule(then, begin) == _schedule(now, begin):  # the same lengths, in other units or without effect
         same_lengths = {field for names in LENGTH_OPTIONS for field in names} - unreadable.keys()
         roles |= dict.fromkeys(same_lengths & roles.keys(), Role.FREE)
@@ -158,7 +150,7 @@ def resume_mode_fixes(role: Role, options: CheckpointConfig, own: bool) -> Itera
         yield f"{named}--resume-mode weights-only"
 
 
-def role_of(name: str, before: Values, after: Values) -> Role:
+def role_of(name: str, before: Values, after: Values, configs: tuple[RunConfig, RunConfig]) -> Role:
     """Return the role of a field, which may depend on its values and on other fields."""
     if name == "max_position_embeddings" and after["position_embedding_type"] != "learned_absolute":
         return Role.FREE  # no tensor has that length, and no sample is longer
@@ -166,15 +158,9 @@ def role_of(name: str, before: Values, after: Values) -> Role:
         return Role.FREE  # the bias exists either way
     if name == "split" and not all(values["data_path"] or values["data_args_path"] for values in (before, after)):
         return Role.FREE  # one of them reads whole files; contents are compared
-    if name == "eod_id" and not any(values[flag] for values in (before, after) for flag in DOCUMENT_BOUNDARY_OPTIONS):
-        return Role.FREE  # ends of documents are not used
-    if name.startswith("moe_") and before["num_experts"] is after["num_experts"] is None:
-        return Role.FREE  # there are no experts
-    if name in ("lora_target", "lora_dora") and before["lora_rank"] is after["lora_rank"] is None:
-        return Role.FREE  # there are no adapters
-    if name == "qk_layernorm_scope" and before["qk_layernorm"] is after["qk_layernorm"] is False:
-        return Role.FREE  # there are no such norms
-    if any(before[name] in alike and after[name] in alike for alike in SAME_SHAPES.get(name, ())):
+    if not any(all(is_met(need, config) for need in SETTINGS[name].option.needs) for config in configs):
+        return Role.FREE  # it had no effect, and has none
+    if any(before[name] in alike and after[name] in alike for alike in SETTINGS[name].option.same_shapes):
         return Role.FUNCTION
     return SETTINGS[name].option.role
 

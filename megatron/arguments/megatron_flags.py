@@ -6,7 +6,7 @@ megatron_flags.yaml holds the flags, with what happens to each and why.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from functools import cache
@@ -16,11 +16,11 @@ from typing import Any
 
 from megatron.arguments.checks.checkpoint import holds_checkpoints
 from megatron.arguments.sources import ConfigSource
-from megatron.config.conditions import holds
+from megatron.config.conditions import holds, paragraphs
 from megatron.config.errors import Problem
 from megatron.config.option import Need
 from megatron.config.run import RunConfig
-from megatron.config.settings import SPELLINGS
+from megatron.config.settings import SETTINGS, SPELLINGS
 from megatron.config.text import did_you_mean
 
 KEEP_SCHEDULE_FLAGS = ("--use-checkpoint-opt_param-scheduler", "--use-checkpoint-opt-param-scheduler")
@@ -43,74 +43,9 @@ class ForeignFlag:
 
 
 @dataclass(frozen=True)
-class OtherMeaning:
-    """A flag of both programs that has another meaning in Megatron-LM 0.20 if all conditions hold. Ours counts here.
-
-    A condition is a flag on the command line (``--x``, ``not --x``), a condition on fields (`holds`), or a predicate of
-    the configuration.
-    """
-
-    flag: str
-    conditions: tuple[str | Callable[[RunConfig], bool], ...]
-    note: str  # both meanings
-    dropped: bool = False  # tools/from_megatron.py leaves the flag out
-
-
-OTHER_MEANINGS = (
-    OtherMeaning(
-        "--num-query-groups",
-        ("not --group-query-attention", lambda c: c.model.kv_groups != c.model.num_attention_heads),
-        "--num-query-groups is in effect, and the model has as many heads of keys and values; Megatron-LM would ignore "
-        "it without --group-query-attention",
-        dropped=True,
-    ),
-    OtherMeaning(
-        "--reset-position-ids",
-        ("position_embedding_type=rope|yarn", "not reset_attention_mask"),
-        "--reset-position-ids restarts rotary positions in every document; Megatron-LM restarts learned positions only",
-    ),
-    OtherMeaning(
-        "--reset-attention-mask",
-        ("--no-create-attention-mask-in-dataloader",),
-        "attention is restricted to documents; Megatron-LM would not restrict it without masks",
-    ),
-    OtherMeaning(
-        "--rope-scaling-factor",
-        ("use_rope_scaling", "not rope_scaling_factor=8.0"),
-        "--rope-scaling-factor is in effect; Megatron-LM reads it and scales by 8",
-    ),
-    OtherMeaning(
-        "--openai-gelu",
-        ("--no-bias-gelu-fusion",),
-        "activation is gelu_tanh; Megatron-LM without fused biases computes the exact form: --activation gelu",
-    ),
-    OtherMeaning(
-        "--disable-bias-linear",
-        ("activation=gelu_tanh", "not --activation"),
-        "activation is gelu_tanh; Megatron-LM without biases computes the exact form: --activation gelu",
-    ),
-    OtherMeaning(
-        "--eod-mask-loss",
-        ("not --calculate-per-token-loss",),
-        "--eod-mask-loss: the loss is the mean over the unmasked tokens of the global batch; Megatron-LM averages each "
-        "micro-batch, then the micro-batches, without --calculate-per-token-loss",
-    ),
-    OtherMeaning(
-        "--rampup-batch-size",
-        (),
-        "--rampup-batch-size: the batch grows, as in Megatron-LM's earlier releases; release 0.20 reads the flag and "
-        "trains with full batches",
-    ),
-)
-
-
-@dataclass(frozen=True)
 class ForeignFlags:
-    """The sections of megatron_flags.yaml, which explains them, by flag."""
+    """The sections of megatron_flags.yaml, which explains them, by flag; with the spellings of our options."""
 
-    different_defaults: Mapping[str, Mapping[str, str]]
-    values: Mapping[str, Mapping[str, str]]  # of flags that both programs have, with ours
-    missing_values: Mapping[str, Mapping[str, str]]  # of flags that both programs have, with what is missing
     handled: Mapping[str, ForeignFlag]  # also by beginnings of names, which end with a hyphen
     renamed: Mapping[str, str]
     replaced: Mapping[str, ForeignFlag]
@@ -140,35 +75,26 @@ def foreign_flags() -> ForeignFlags:
     text = resources.files(__package__).joinpath("megatron_flags.yaml").read_text(encoding="utf-8")
     tree = yaml.load(text, getattr(yaml, "CSafeLoader", yaml.SafeLoader))
     handled: dict[str, ForeignFlag] = {}
-    for feature, names in tree["settings_of"].items():
-        reason = f"it is a setting of {feature.split()[0]}"
-        handled |= {name: ForeignFlag("setting", reason, feature=feature) for name in names.split()}
+    for features, names in tree["settings_of"].items():
+        feature = features.split()[0]
+        setting = ForeignFlag("setting", f"it is a setting of {feature}", feature=features)
+        if feature in SPELLINGS:  # the feature is here now, but perhaps not all of its settings
+            setting = ForeignFlag("refused", f"this setting of {feature} is not implemented")
+        handled |= dict.fromkeys(names.split(), setting)
     handled |= {name: flag("refused", reason) for name, reason in tree["refused_prefixes"].items()}
     handled |= {name: ForeignFlag("applied", words=words) for name, words in tree["applied"].items()}
+    spelled = {name: setting.flag for setting in SETTINGS.values() for name in setting.option.spellings}
+    handled |= {name: ForeignFlag("applied", words=f"{ours} {{}}") for name, ours in spelled.items()}
     for kind in ("ignored", "refused"):
         handled |= {name: flag(kind, entry) for names, entry in tree[kind].items() for name in names.split()}
     handled = {
         name: replace(each, condition=condition(name)) if each.kind == "refused" else each
         for name, each in handled.items()
+        if name not in SPELLINGS
     }
     replaced = {name: flag("refused", entry) for name, entry in tree["replaced"].items()}
-    return ForeignFlags(
-        tree["different_defaults"],
-        tree["values"],
-        tree["missing_values"],
-        handled,
-        tree["renamed"],
-        replaced,
-        tree["gpt_neox"],
-    )
-
-
-def applies(condition: str | Callable[[RunConfig], bool], spellings: Collection[str], config: RunConfig) -> bool:
-    """Return True if a condition of an `OtherMeaning` holds for the flags on a command line and its configuration."""
-    if not isinstance(condition, str):
-        return condition(config)
-    flag = condition.removeprefix("not ")
-    return (flag in spellings) == (flag == condition) if flag.startswith("--") else holds(condition, config)
+    renamed = {theirs: ours for ours, names in tree["renamed"].items() for theirs in names.split()}
+    return ForeignFlags(handled, renamed, replaced, tree["gpt_neox"])
 
 
 def apply_foreign_values(spelling: str, words: Sequence[str]) -> list[str]:
@@ -176,7 +102,7 @@ def apply_foreign_values(spelling: str, words: Sequence[str]) -> list[str]:
 
     The same word for every layer becomes one.
     """
-    theirs = foreign_flags().values.get(spelling, {})
+    theirs = SPELLINGS[spelling].option.megatron.values
     plain = [word.strip("[],") for word in words]
     ours = [theirs.get(word, word) for word in plain]
     return ours[:1] if spelling in PER_LAYER and len(set(ours)) == 1 else ours
@@ -212,14 +138,6 @@ def apply_foreign_flags(
         text = " ".join(chain(*here)) or "nothing, because another flag sets the same"
         done.setdefault(text, []).append(" ".join([spelling, *arguments]))
     return applied, others, [f"applied: {' and '.join(flags)} as {text}" for text, flags in done.items()]
-
-
-def missing_value(spelling: str, words: Sequence[str]) -> str:
-    """Return what is missing for the value of a flag that both programs have; empty if nothing is known to be."""
-    missing = foreign_flags().missing_values.get(spelling, {})
-    plain = [word.strip("[],") for word in words]
-    found = [missing[word] for word in plain if word in missing]
-    return found[0] if found else missing.get("several", "") if len(plain) > 1 else ""
 
 
 def check_unknown_flags(
@@ -357,12 +275,29 @@ def implied_default_problems(spellings: Collection[str], config: RunConfig) -> I
         yield Problem("E004", sentence, ("--resume-mode exact", f"drop {keep}"))
 
 
-def other_meanings(spellings: Collection[str], config: RunConfig) -> list[OtherMeaning]:
-    """Return the flags of a command line that have another meaning in Megatron-LM.
+def other_meanings() -> list[tuple[str, list[str], str]]:
+    """Return the flags that have another meaning in Megatron-LM 0.20 under conditions, and notes on it.
+
+    A condition is a flag on the command line (``--x``, ``not --x``) or a term of `holds`.
+    """
+    found = []
+    for text in paragraphs("other_meanings"):
+        condition, _, note = text.strip().partition("\n")
+        flag, *terms = condition.split(" and ")
+        found.append((flag, terms, " ".join(note.split())))
+    return found
+
+
+def meaning_notes(spellings: Collection[str], config: RunConfig) -> Iterator[tuple[str, str]]:
+    """Yield the flags of a command line that have another meaning in Megatron-LM, with the notes; ours counts here.
 
     Args:
         spellings: flags on the command line.
         config: that they make.
     """
-    given = [each for each in OTHER_MEANINGS if each.flag in spellings]
-    return [each for each in given if all(applies(condition, spellings, config) for condition in each.conditions)]
+
+    def applies(term: str) -> bool:
+        flag = term.removeprefix("not ")
+        return (flag in spellings) == (flag == term) if flag.startswith("--") else holds(term, config)
+
+    yield from ((flag, note) for flag, terms, note in other_meanings() if all(map(applies, (flag, *terms))))

@@ -17,7 +17,7 @@ QUANTIZED_BLOCK = 64
 """Inputs of a row that share a scale, of 4 bytes."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, init=False, eq=False, repr=False)
 class AdapterOptions:
     """Options of adapters."""
 

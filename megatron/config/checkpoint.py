@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
-from megatron.config.option import Need, option
+from megatron.config.option import ZERO_IS_NONE, Need, option
 from megatron.config.training import TRAINING_STEPS
 
 RESUME_MODES = ("exact", "new-schedule", "weights-only")
@@ -27,7 +27,14 @@ class CheckpointConfig:
     save: str | None = option(None, role="start")
     """Folder for checkpoints, or s3://BUCKET/RUN. If it holds checkpoints, the run resumes from the newest valid
     one."""
-    save_interval: int | None = option(None, role="start", at_least=1, needs=(SAVE, TRAINING_STEPS))
+    save_interval: int | None = option(
+        None,
+        role="start",
+        at_least=1,
+        needs=(SAVE, TRAINING_STEPS),
+        megatron=ZERO_IS_NONE,
+        spellings=("--persistent-save-interval",),
+    )
     """Steps between checkpoints. Default: only when the run ends or stops."""
     keep_last: int | None = option(None, role="start", at_least=1, needs=(SAVE, TRAINING_STEPS))
     """Number of checkpoints to keep; older ones are deleted after each save. Default: all."""

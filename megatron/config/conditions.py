@@ -76,12 +76,11 @@ class Rule:
     fixes: tuple[str, ...]  # also with ``{name%other}``: the nearest multiples of ``other``, a fix for each
 
     @classmethod
+    @cache
     def parse(cls, text: str) -> Rule:
         """Read a paragraph: the condition, then code and sentence, then ``fix:`` and fixes between bars."""
-        found = re.fullmatch(r"(.*) (E\d{3}) (.*) fix: (.*)", " ".join(text.split()))
-        if found is None:
-            raise ValueError(f"no rule: {text}")
-        condition, code, sentence, fixes = found.groups()
+        message, _, fixes = " ".join(text.split()).partition(" fix: ")
+        condition, code, sentence = re.split(r" (E\d{3}) ", message, maxsplit=1)
         return cls(condition, code, sentence, tuple(fixes.split(" | ")))
 
     def problem(self, config: RunConfig) -> Problem:
@@ -105,20 +104,29 @@ def _filled(text: str, config: RunConfig) -> list[str]:
     return texts
 
 
+def paragraphs(name: str) -> list[str]:
+    """Return the paragraphs of a text that classes of options have, those of loaded plugins too."""
+    return [text for group in GROUPS.values() for text in _paragraphs_of(group, name)]
+
+
 @cache
-def _rules_of(cls: type) -> list[Rule]:
-    return [Rule.parse(each) for each in vars(cls).get("refused", "").split("\n\n") if each.strip()]
+def _paragraphs_of(cls: type, name: str) -> list[str]:
+    texts = (vars(each).get(name, "") for each in reversed(cls.__mro__))
+    return [each for text in texts for each in text.split("\n\n") if each.strip()]
 
 
 def rules() -> list[Rule]:
-    """Return the rules of all classes of options, those of loaded plugins too: paragraphs of ``refused``."""
-    return [rule for group in GROUPS.values() for cls in reversed(group.__mro__) for rule in _rules_of(cls)]
+    """Return the rules of all classes of options."""
+    return [Rule.parse(text) for text in paragraphs("refused")]
 
 
 def group_methods(config: RunConfig, prefix: str) -> Iterator[Callable[[RunConfig, int], Any]]:
     """Yield the methods of all classes of options whose names begin with ``check_``, ``note_`` or ``row_``."""
-    for name in GROUPS:
-        group = config.group(name)
-        for cls in reversed(type(group).__mro__):
-            found = (method for method, each in vars(cls).items() if method.startswith(prefix) and isfunction(each))
-            yield from (getattr(group, method) for method in found)
+    for name, cls in GROUPS.items():
+        yield from (getattr(config.group(name), method) for method in _methods_of(cls, prefix))
+
+
+@cache
+def _methods_of(cls: type, prefix: str) -> list[str]:
+    own = (vars(each).items() for each in reversed(cls.__mro__))
+    return [name for items in own for name, each in items if name.startswith(prefix) and isfunction(each)]

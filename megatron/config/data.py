@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from megatron.config.option import Need, WithPluginOptions, option
+from megatron.config.option import MegatronOption, Need, WithPluginOptions, option
 
 CHAT_DATA = Need("chat_data_path")
 
@@ -57,11 +57,9 @@ TOKENIZER_WITH_MODEL = Need(
 )
 
 
-def _tokenizer_type(text: str) -> str:
-    """Return the tokenizer type; raise ValueError for unsupported types of Megatron-LM."""
+def _check_tokenizer_type(text: str) -> None:
     if text in UNSUPPORTED_TOKENIZER_TYPES:
         raise ValueError(f"{text} of Megatron-LM is not supported: it {UNSUPPORTED_TOKENIZER_TYPES[text]}")
-    return text
 
 
 @dataclass(frozen=True)
@@ -112,9 +110,23 @@ class DataConfig(WithPluginOptions):
     sample. Conversations always do."""
     eod_mask_loss: bool = option(False, role="data", needs=DOCUMENTS)
     """Exclude the prediction after the end of a document from the loss."""
-    tokenizer_type: str | None = option(None, role="free", choices=TOKENIZER_TYPES, parse=_tokenizer_type)
+    tokenizer_type: str | None = option(
+        None,
+        role="free",
+        choices=TOKENIZER_TYPES,
+        check=_check_tokenizer_type,
+        megatron=MegatronOption(values={"PretrainedFromHF": "HuggingFaceTokenizer"}),
+    )
     """Tokenizer of the data. Default: the one recorded with the data."""
-    tokenizer_model: str | None = option(None, role="free", needs=TOKENIZER_WITH_MODEL)
+    tokenizer_model: str | None = option(
+        None,
+        role="free",
+        needs=TOKENIZER_WITH_MODEL,
+        spellings=(
+            "--tokenizer-name-or-path",
+            "--tokenizer-file",
+        ),
+    )
     """Tokenizer to load: a file, a folder, or a name on the Hugging Face hub."""
     vocab_file: str | None = option(None, role="free", needs=GPT2_BPE)
     """GPT2BPETokenizer: vocab.json."""
@@ -126,8 +138,22 @@ class DataConfig(WithPluginOptions):
     """TikTokenizer: ids reserved for special tokens."""
     follow_links: bool = option(False, role="start")
     """Also read files to which links lead out of the folder of a tokenizer or of a Hugging Face model."""
-    eod_id: int | None = option(None, role="data", at_least=0, needs=DOCUMENT_OPTIONS)
+    eod_id: int | None = option(
+        None, role="data", at_least=0, needs=DOCUMENT_OPTIONS, spellings=("--null-tokenizer-eod-id",)
+    )
     """Id of the end-of-document token. Default: as recorded with the data, or that of the tokenizer."""
+
+    other_meanings: ClassVar = """
+    --reset-position-ids and position_embedding_type=rope|yarn and not reset_attention_mask
+      --reset-position-ids restarts rotary positions in every document; Megatron-LM restarts learned positions only
+
+    --reset-attention-mask and --no-create-attention-mask-in-dataloader
+      attention is restricted to documents; Megatron-LM would not restrict it without masks
+
+    --eod-mask-loss and not --calculate-per-token-loss
+      --eod-mask-loss: the loss is the mean over the unmasked tokens of the global batch; Megatron-LM averages each
+      micro-batch, then the micro-batches, without --calculate-per-token-loss
+    """
 
     refused: ClassVar = """
     eod_id>=vocab_size

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from megatron.config.errors import Problem
-from megatron.config.option import MAX_SIZE, Need, Run, option
+from megatron.config.option import MAX_SIZE, ZERO_IS_NONE, MegatronOption, Need, Run, option
 from megatron.config.text import divisors, flag_fixes, multiples_as_fixes, nearest
 
 EXPERTS = Need("num_experts")
@@ -15,11 +15,11 @@ EXPERTS = Need("num_experts")
 SEVERAL_LOSSES = "several balancing losses at once are not implemented"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, init=False, eq=False, repr=False)
 class ExpertOptions:
     """Options of the experts that take the place of a block's MLP."""
 
-    num_experts: int | None = option(None, role="shape", at_least=2, at_most=MAX_SIZE)
+    num_experts: int | None = option(None, role="shape", at_least=2, at_most=MAX_SIZE, megatron=ZERO_IS_NONE)
     """Number of experts per block, in place of the MLP (mixture of experts). Default: none."""
     moe_router_topk: int = option(2, role="function", at_least=1, at_most=MAX_SIZE, needs="num_experts")
     """Number of experts per token."""
@@ -32,11 +32,26 @@ class ExpertOptions:
     moe_router_pre_softmax: bool = option(False, role="function", needs=EXPERTS)
     """Apply the softmax over all experts before the top-k, instead of over the chosen experts."""
     moe_router_load_balancing_type: str = option(
-        "seq_aux_loss", role="schedule", choices=("seq_aux_loss", "aux_loss", "none"), needs="num_experts"
+        "seq_aux_loss",
+        role="schedule",
+        choices=("seq_aux_loss", "aux_loss", "none"),
+        needs="num_experts",
+        megatron=MegatronOption(
+            "aux_loss",
+            "the loss does not depend on the layout; with --moe-aux-loss-coeff the default is aux_loss here, too",
+            missing={
+                "sinkhorn": "sinkhorn routing is not implemented",
+                "global_aux_loss": "a balancing loss over the global batch is not implemented",
+                "quantile_balancing": "quantile balancing is not implemented",
+                "several": SEVERAL_LOSSES,
+            },
+        ),
     )
     """Scope of the load-balancing loss: each sequence (seq_aux_loss), or, as in the Switch Transformer, each
     micro-batch of a rank (aux_loss), which makes it depend on the layout."""
-    moe_aux_loss_coeff: float = option(0.0, role="schedule", at_least=0, needs=EXPERTS)
+    moe_aux_loss_coeff: float = option(
+        0.0, role="schedule", at_least=0, needs=EXPERTS, megatron=MegatronOption(missing={"several": SEVERAL_LOSSES})
+    )
     """Weight of the load-balancing loss."""
     moe_z_loss_coeff: float | None = option(None, role="schedule", at_least=0, needs=EXPERTS)
     """Weight of ST-MoE's z-loss, the squared log-partition of the router's logits. Default: 0."""
@@ -70,6 +85,15 @@ class ExpertOptions:
     E214 --moe-router-topk {moe_router_topk} exceeds the {num_experts} experts
       fix: --moe-router-topk {num_experts}
     """
+
+    @property
+    def router_losses(self) -> dict[str, float]:
+        """Coefficients of the losses of routers that are not 0, by Megatron-LM's names."""
+        names = {"aux_loss": "load_balancing_loss", "seq_aux_loss": "seq_load_balancing_loss"}
+        coefficients = {"z_loss": self.moe_z_loss_coeff or 0.0}
+        if self.moe_router_load_balancing_type in names:
+            coefficients = {names[self.moe_router_load_balancing_type]: self.moe_aux_loss_coeff} | coefficients
+        return {name: coefficient for name, coefficient in coefficients.items() if coefficient}
 
     def check_expert_layout(self, config: Run, world_size: int) -> Iterator[Problem]:
         """Check that experts divide over EP, and that EP x expert TP divides a pipeline stage."""

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import ClassVar
 
 from megatron.config.errors import Problem
-from megatron.config.option import Need, Run, option
+from megatron.config.option import MegatronOption, Need, Run, option
 from megatron.config.text import flag
 from megatron.config.training import EVALUATION
 
@@ -22,19 +22,21 @@ TIMERS = Need("timing_log_level>0", "--timing-log-level above 0")
 class LoggingConfig:
     """Console output, metric files and experiment trackers."""
 
-    log_interval: int = option(10, role="free", at_least=1)
+    log_interval: int = option(
+        10, role="free", at_least=1, megatron=MegatronOption("100", "a log line every ten steps")
+    )
     """Steps between log lines. The loss is the mean over them, the gradient norm that of the last."""
     run_dir: str | None = option(None, role="start")
     """Folder for the resolved config, metrics.jsonl, plots and profiles."""
     tensorboard_dir: str | None = option(None, role="start")
     """Folder for TensorBoard files."""
-    wandb_project: str | None = option(None, role="start")
+    wandb_project: str | None = option(None, role="start", spellings=("--wandb-project-name",))
     """Weights & Biases project. WANDB_MODE=offline keeps the data on disk."""
-    wandb_exp_name: str | None = option(None, role="start", needs=WANDB)
+    wandb_exp_name: str | None = option(None, role="start", needs=WANDB, spellings=("--wandb-name",))
     """Name of the Weights & Biases run. Default: the name of run_dir."""
     wandb_save_dir: str | None = option(None, role="start", needs=WANDB)
     """Folder for files of Weights & Biases. Default: run_dir, or the current folder."""
-    wandb_entity: str | None = option(None, role="start", needs=WANDB)
+    wandb_entity: str | None = option(None, role="start", needs=WANDB, spellings=("--wandb-entity-name",))
     """Weights & Biases user or team. Default: that of the login."""
     wandb_group: str | None = option(None, role="start", needs=WANDB)
     """Group of the Weights & Biases run."""

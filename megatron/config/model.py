@@ -18,6 +18,7 @@ from megatron.config.experts import ExpertOptions
 from megatron.config.option import (
     MAX_LAYERS,
     MAX_SIZE,
+    MegatronOption,
     Need,
     Run,
     WithPluginOptions,
@@ -49,12 +50,6 @@ def _window(text: str) -> int | None:
     if right != [0] or left < -1:
         raise ValueError(f"{text!r}: a causal window is left,0 with left >= 0, or -1 for no limit")
     return None if left == -1 else left + 1
-
-
-def _attention_pattern(text: str) -> str:
-    """Check the patterns of attention; they are kept as text."""
-    parse_layers(text)
-    return text
 
 
 def _layer_list(node: ast.expr) -> list[int]:
@@ -89,17 +84,11 @@ def no_rope_layers(text: str) -> tuple[int, ...]:
     return tuple(layers)
 
 
-def _no_rope_freq(text: str) -> str:
-    """Check which layers have no rotary embedding; they are kept as text."""
-    no_rope_layers(text)
-    return text
-
-
-@dataclass(frozen=True)
+@dataclass(frozen=True, init=False, eq=False, repr=False)
 class TransformerOptions(WithPluginOptions):
     """Shape and arithmetic of a decoder-only transformer."""
 
-    num_layers: int = option(2, role="shape", at_least=1, at_most=MAX_LAYERS)
+    num_layers: int = option(2, role="shape", at_least=1, at_most=MAX_LAYERS, spellings=("--encoder-num-layers",))
     """Number of transformer blocks."""
     hidden_size: int = option(128, role="shape", at_least=1, at_most=MAX_SIZE)
     """Width of the residual stream."""
@@ -107,7 +96,13 @@ class TransformerOptions(WithPluginOptions):
     """Hidden width of the MLP. Default: 4 x hidden_size; gated 2/3 of that, rounded down to a multiple of 64."""
     num_attention_heads: int = option(4, role="shape", at_least=1, at_most=MAX_SIZE)
     """Number of query heads."""
-    num_query_groups: int | None = option(None, role="shape", at_least=1, at_most=MAX_SIZE)
+    num_query_groups: int | None = option(
+        None,
+        role="shape",
+        at_least=1,
+        at_most=MAX_SIZE,
+        megatron=MegatronOption("1, with --group-query-attention", "one per query head"),
+    )
     """Number of key/value heads. Default: one per query head (MHA); 1 is MQA."""
     kv_channels: int | None = option(None, role="shape", at_least=1, at_most=MAX_SIZE)
     """Channels per head. Default: hidden_size / num_attention_heads."""
@@ -128,7 +123,15 @@ class TransformerOptions(WithPluginOptions):
         "learned_absolute",
         role="shape",
         choices=("learned_absolute", "rope", "yarn", "none"),
+        same_shapes=(("rope", "yarn", "none"),),
         aliases={"--use-rotary-position-embeddings": "rope"},
+        megatron=MegatronOption(
+            missing={
+                "alibi": "ALiBi positions are not implemented",
+                "relative": "relative position biases are not implemented",
+                "mrope": "multimodal rotary positions are not implemented",
+            }
+        ),
     )
     """Position embedding."""
     max_position_embeddings: int | None = option(None, role="shape", at_least=1, at_most=MAX_SIZE)
@@ -144,7 +147,7 @@ class TransformerOptions(WithPluginOptions):
     others."""
     rotary_seq_len_interpolation_factor: float = option(1.0, role="function", at_least=1, needs=ROPE)
     """Divide positions by this factor (linear interpolation)."""
-    no_rope_freq: str | None = option(None, role="function", parse=_no_rope_freq, needs=ROTARY)
+    no_rope_freq: str | None = option(None, role="function", check=no_rope_layers, needs=ROTARY)
     """Layers without rotary embedding: every N-th, or a list with 1 for them and 0 for the others, repeated over the
     layers. Example: '[0]*3+[1]'."""
     use_rope_scaling: bool = option(False, role="function", needs=ROPE)
@@ -172,7 +175,7 @@ class TransformerOptions(WithPluginOptions):
     window_size: int | None = option(None, role="function", at_least=1, at_most=MAX_SIZE, parse=_window)
     """Sliding window: a token attends to itself and the window_size - 1 tokens before it. Megatron-LM's form L,0 means
     L+1, and -1 no limit."""
-    attention_pattern: str | None = option(None, role="function", parse=_attention_pattern)
+    attention_pattern: str | None = option(None, role="function", check=parse_layers)
     """Attention of each layer, repeated over the layers: global, local:WINDOW, chunked:SIZE, dilated:WINDOW:STEP,
     prefix:TOKENS, or the name of a plugin's pattern. A part +first:TOKENS keeps the first tokens visible, *N repeats.
     Example: 'local:4096*5,global'."""
@@ -184,7 +187,12 @@ class TransformerOptions(WithPluginOptions):
     """Factor on the products of queries and keys. Default: 1/sqrt(kv_channels)."""
     attn_logit_softcapping: float | None = option(None, role="function", above=0, example=50)
     """Cap the scores of attention smoothly, before the mask: cap x tanh(score / cap), as Gemma 2."""
-    softmax_type: str = option("vanilla", role="shape", choices=("vanilla", "learnable", "off-by-one"))
+    softmax_type: str = option(
+        "vanilla",
+        role="shape",
+        choices=("vanilla", "learnable", "off-by-one"),
+        same_shapes=(("vanilla", "off-by-one"),),
+    )
     """Sink of attention: another score of each head that the softmax sums, without a value. learnable is a parameter of
     each head (GPT-OSS), off-by-one is 0, vanilla is none."""
     final_logit_softcapping: float | None = option(None, role="function", above=0, example=30)
@@ -209,6 +217,7 @@ class TransformerOptions(WithPluginOptions):
         "gelu_tanh",
         role="shape",
         choices=("gelu", "gelu_tanh", "swiglu", "geglu", "geglu_tanh", "quick_geglu", "relu2"),
+        same_shapes=(GATED_ACTIVATIONS, ("gelu", "gelu_tanh", "relu2")),
         aliases={
             "--swiglu": "swiglu",
             "--quick-geglu": "quick_geglu",
@@ -235,6 +244,21 @@ class TransformerOptions(WithPluginOptions):
     """Standard deviation of the initial weights; output projections use std/sqrt(2 x num_layers)."""
     z_loss_coeff: float = option(0.0, role="schedule", at_least=0, needs=CROSS_ENTROPY)
     """Weight of PaLM's z-loss, the squared log-partition of the logits."""
+
+    other_meanings: ClassVar = """
+    --num-query-groups and not --group-query-attention and num_attention_heads>kv_groups
+      --num-query-groups is in effect, and the model has as many heads of keys and values; Megatron-LM would ignore it
+      without --group-query-attention
+
+    --rope-scaling-factor and use_rope_scaling and not rope_scaling_factor=8.0
+      --rope-scaling-factor is in effect; Megatron-LM reads it and scales by 8
+
+    --openai-gelu and --no-bias-gelu-fusion
+      activation is gelu_tanh; Megatron-LM without fused biases computes the exact form: --activation gelu
+
+    --disable-bias-linear and activation=gelu_tanh and not --activation
+      activation is gelu_tanh; Megatron-LM without biases computes the exact form: --activation gelu
+    """
 
     refused: ClassVar = """
     ffn=0

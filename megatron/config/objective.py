@@ -17,7 +17,7 @@ SMOOTHED = Need(
 )
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, init=False, eq=False, repr=False)
 class ObjectiveOptions:
     """Options of the objective."""
 

@@ -8,7 +8,7 @@ from typing import ClassVar
 from megatron.config.option import Need, option
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, init=False, eq=False, repr=False)
 class ActivationOffloadOptions:
     """Options of activation offload."""
 

@@ -9,7 +9,7 @@ from fnmatch import fnmatchcase
 from typing import ClassVar
 
 from megatron.config.errors import Problem
-from megatron.config.option import Need, Run, WithPluginOptions, option
+from megatron.config.option import MegatronOption, Need, Run, WithPluginOptions, option
 from megatron.config.plugins import registered
 from megatron.config.training import MAX_BATCH
 
@@ -26,6 +26,10 @@ def state_kinds(rule: str) -> tuple[str, ...]:
     """Return what an update rule, built in or registered by a plugin, keeps of every element."""
     return RULE_STATE[rule] if rule in RULE_STATE else getattr(registered("optimizer").get(rule), "state_kinds", ())
 
+
+MOMENTS = MegatronOption(
+    missing={"fp16": "moments in fp16 are not implemented", "fp8": "moments in fp8 are not implemented"}
+)
 
 LR_SCALING = Need("lr_scaling=linear|sqrt")
 
@@ -46,7 +50,16 @@ SECOND_MOMENT = Need("second_moment", "--optimizer adam")
 class OptimizerConfig(WithPluginOptions):
     """Optimizer, learning rate and weight decay schedules. Schedules count samples, not steps."""
 
-    optimizer: str = option("adam", role="state", choices=tuple(RULE_STATE), kind="optimizer")
+    optimizer: str = option(
+        "adam",
+        role="state",
+        choices=tuple(RULE_STATE),
+        kind="optimizer",
+        megatron=MegatronOption(
+            values={"dist_muon": "muon"},
+            missing={"soap": "SOAP is not implemented", "adaptive_muon": "adaptive Muon is not implemented"},
+        ),
+    )
     """Update rule; adam is AdamW."""
     lr: float = option(1e-4, role="schedule", at_least=0)
     """Peak learning rate."""
@@ -76,7 +89,9 @@ class OptimizerConfig(WithPluginOptions):
     """Steps of WSD's final decay."""
     lr_wsd_decay_samples: int | None = option(None, role="schedule", at_least=1, needs=WSD)
     """Samples of WSD's final decay."""
-    lr_warmup_fraction: float | None = option(None, role="schedule", at_least=0, below=1, example=0.01)
+    lr_warmup_fraction: float | None = option(
+        None, role="schedule", at_least=0, below=1, example=0.01, spellings=("--warmup",)
+    )
     """Warm-up length as a fraction of the decay length."""
     lr_warmup_iters: int = option(0, role="schedule", at_least=0)
     """Warm-up steps."""
@@ -114,7 +129,13 @@ class OptimizerConfig(WithPluginOptions):
     """Use Nesterov momentum in muon."""
     muon_num_ns_steps: int = option(5, role="schedule", at_least=1, needs="optimizer=muon")
     """Newton-Schulz iterations of muon."""
-    muon_fp32_matmul_prec: str = option("medium", role="free", choices=("medium", "high"), needs="optimizer=muon")
+    muon_fp32_matmul_prec: str = option(
+        "medium",
+        role="free",
+        choices=("medium", "high"),
+        needs="optimizer=muon",
+        megatron=MegatronOption(missing={"low": "products of muon in low precision are not implemented"}),
+    )
     """Matrix products of muon's iterations on a GPU: medium (rounded to bf16) or high (fp32). CPUs use fp32."""
     muon_scale_mode: str = option(
         "spectral", role="schedule", choices=("spectral", "unit_rms_norm", "shape_scaling"), needs="optimizer=muon"
@@ -126,9 +147,9 @@ class OptimizerConfig(WithPluginOptions):
     """Treat the query, key and value weights as separate matrices in muon."""
     store_param_remainders: bool = option(False, role="free", needs=PARAM_REMAINDERS)
     """With bf16 weights, store only the lower 16 bits of each fp32 main param."""
-    exp_avg_dtype: str = option("fp32", role="free", choices=("fp32", "bf16"), needs=FIRST_MOMENT)
+    exp_avg_dtype: str = option("fp32", role="free", choices=("fp32", "bf16"), needs=FIRST_MOMENT, megatron=MOMENTS)
     """Data type of adam's and lion's first moment."""
-    exp_avg_sq_dtype: str = option("fp32", role="free", choices=("fp32", "bf16"), needs=SECOND_MOMENT)
+    exp_avg_sq_dtype: str = option("fp32", role="free", choices=("fp32", "bf16"), needs=SECOND_MOMENT, megatron=MOMENTS)
     """Data type of adam's second moment."""
     optimizer_cpu_offload: bool = option(False, role="free")
     """Keep main params, moments and averages in host memory, and update them on the CPU. Muon's matrices stay on the

@@ -69,9 +69,11 @@ class MegatronOption:
 
     default: str = ""  # if it is another one
     reason: str = ""  # for ours
-    spellings: tuple[str, ...] = ()  # flags of other names that take the same value
     values: Mapping[str, str] = field(default_factory=dict)  # their words, and ours for the same
     missing: Mapping[str, str] = field(default_factory=dict)  # words for what is not here; ``several``: of many words
+
+
+ZERO_IS_NONE = MegatronOption(values={"0": "null"})
 
 
 @dataclass(frozen=True)
@@ -84,12 +86,16 @@ class Option:
     # allowed words, for a tuple of every item; `Setting.choices` adds those of plugins
     choices: tuple[str, ...] = ()
     kind: str | None = None  # of plugins whose names are allowed too
+    same_shapes: tuple[tuple[str, ...], ...] = ()  # words between which a change keeps the shapes: one of FUNCTION
     append: bool = False  # a repeated flag adds to the tuple instead of replacing it
     # Extra flags and the constants they store, for the negative and shorthand spellings of Megatron-LM:
     # ``--disable-bias-linear`` stores False in ``add_bias_linear``.
     aliases: Mapping[str, Any] = field(default_factory=dict)
+    # Other spellings of the flag in Megatron-LM, and by Megatron-LM's earlier releases; they take the same value.
+    spellings: tuple[str, ...] = ()
     formerly: str = ""  # group of the field in the files of earlier versions
     parse: Callable[[str], Any] | None = None  # converts the flag's text, raises ValueError; default: by type
+    check: Callable[[str], Any] | None = None  # raises ValueError for a text that is not allowed
     example: float | None = None  # suggested in place of a number that is not allowed and has no default
     megatron: MegatronOption = MegatronOption()
 
@@ -113,10 +119,12 @@ def option(default: Any, *, role: str, needs: str | Need | Sequence[str | Need] 
         properties: limits of a number (``at_least``, ``above``, ``at_most``, ``below``), and other attributes of
             :class:`Option`.
 
-    A class of options carries what belongs to it: rules on combinations (`megatron.config.conditions.Rule`) in a text
-    ``refused``, and methods that are found by the beginnings of their names. These take the whole configuration and the
-    number of ranks: ``check_...`` yields problems, ``note_...`` yields notes of one line on a configuration without
-    problems, and ``row_...`` returns that row of the summary, or what is added to it.
+    A class of options carries what belongs to it, in texts of paragraphs and in methods. ``refused`` has rules on
+    combinations (`megatron.config.conditions.Rule`), ``other_meanings`` notes on flags that mean something else in
+    Megatron-LM (`megatron.arguments.megatron_flags`). Methods take the whole configuration and the number of ranks:
+    ``check_...`` yields problems, ``note_...`` yields notes of one line on a configuration without problems, and
+    ``row_...`` returns that row of the summary, or what is added to it. A class from which a group inherits is a
+    dataclass without methods of its own (``init=False, eq=False, repr=False``), which take time to make.
     """
     conditions = (needs,) if isinstance(needs, (str, Need)) else needs
     needed = tuple(Need(each) if isinstance(each, str) else each for each in conditions)

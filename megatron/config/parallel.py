@@ -8,7 +8,7 @@ from math import ceil, lcm, prod
 from typing import ClassVar
 
 from megatron.config.errors import Problem
-from megatron.config.option import Need, Run, option
+from megatron.config.option import MegatronOption, Need, Run, option
 from megatron.config.text import divisors, flag, flag_fixes, multiples_as_fixes, nearest, nearest_multiples
 
 PIPELINE_SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb-h1", "zb-h2", "zb-v", "dualpipe-v", "searched")
@@ -67,12 +67,6 @@ class GradCompression:
         return ceil(self.ratio * elements)
 
 
-def _grad_compression(text: str) -> str:
-    """Check the method; it is kept as text."""
-    GradCompression.parse(text)
-    return text
-
-
 CONTEXT_PARALLEL = Need("context_parallel_size>1", "CP above 1")
 ZERO_3 = Need("data_parallel_sharding_strategy=optim_grads_params")
 SEVERAL_STAGES = Need("several_stages", "several stages")
@@ -86,7 +80,7 @@ INTERLEAVED = Need(
 class ParallelConfig:
     """Sizes of the rank grid, pipeline schedule and data-parallel communication."""
 
-    tensor_model_parallel_size: int = option(1, role="free", at_least=1)
+    tensor_model_parallel_size: int = option(1, role="free", at_least=1, spellings=("--model-parallel-size",))
     """Tensor parallelism: ranks that shard each layer's matrices (TP)."""
     sequence_parallel: bool = option(False, role="free", needs=Need("tensor_model_parallel_size>1", "TP above 1"))
     """Shard the sequence over TP ranks outside the tensor-parallel regions."""
@@ -143,13 +137,15 @@ class ParallelConfig:
     """Backend of torch.distributed. Default: nccl on GPUs, gloo on CPUs."""
     distributed_timeout_minutes: float = option(10.0, role="free", above=0)
     """Timeout of every collective. A collective that takes longer ends the run."""
-    overlap_grad_reduce: bool = option(True, role="free")
+    overlap_grad_reduce: bool = option(
+        True, role="free", megatron=MegatronOption("off", "the results are the same, and it is not slower")
+    )
     """Overlap the reduction of gradient buckets with the backward pass."""
     ddp_bucket_size: int | None = option(None, role="free", at_least=1)
     """Elements per gradient bucket. Default: 40 million, or 1 million times DP x CP if that is more."""
     grad_reduce_in_bf16: bool = option(False, role="free")
     """Send gradients between data-parallel ranks as bf16. They are summed in fp32."""
-    grad_compression: str = option("none", role="free", parse=_grad_compression)
+    grad_compression: str = option("none", role="free", check=GradCompression.parse)
     """Compress the gradients that data-parallel ranks send: powersgd:RANK (low-rank factors) or topk:RATIO (the largest
     elements), both with error feedback and for the all-reduce between optimizer instances or without ZeRO, or int8
     (stochastically rounded, also for the reduce-scatter of ZeRO). Default: none."""

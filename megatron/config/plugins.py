@@ -67,7 +67,7 @@ def registered(kind: str) -> Mapping[str, Any]:
 
 def option_groups() -> dict[str, type]:
     """Return the classes of options that plugins have registered, those of the model last."""
-    return {**registered("options"), **registered("model_options")}
+    return _registered["options"] | _registered["model_options"]
 
 
 def load_plugins(names: Sequence[str]) -> None:

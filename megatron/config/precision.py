@@ -8,7 +8,7 @@ from math import gcd
 from typing import ClassVar
 
 from megatron.config.errors import Problem
-from megatron.config.option import Need, Run, option
+from megatron.config.option import MegatronOption, Need, Run, option
 from megatron.config.text import multiples_as_fixes
 
 FP16 = Need("params_dtype=fp16", "fp16")
@@ -47,7 +47,15 @@ class PrecisionConfig:
     fp8_format: str | None = option(None, role="free", choices=("e4m3", "hybrid"))
     """Multiply the linears of blocks in FP8. hybrid: gradients as e5m2, the rest as e4m3. Weights keep their type."""
     fp8_recipe: str = option(
-        "tensorwise", role="free", choices=("tensorwise", "rowwise", "blockwise", "mxfp8", "delayed"), needs=FP8
+        "tensorwise",
+        role="free",
+        choices=("tensorwise", "rowwise", "blockwise", "mxfp8", "delayed"),
+        needs=FP8,
+        megatron=MegatronOption(
+            "delayed",
+            "scales of the current tensor need no history and do not depend on the layout",
+            missing={"custom": "recipes in Python files are not supported"},
+        ),
     )
     """Elements that share a scale: tensorwise, rowwise, blockwise (1 x 128; weights 128 x 128) or mxfp8 (1 x 32). The
     last two need fp8_format e4m3. delayed is refused."""

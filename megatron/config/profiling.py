@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from megatron.config.errors import Problem
-from megatron.config.option import Need, Run, option
+from megatron.config.option import MegatronOption, Need, Run, option
 
 PROFILE = Need("profile or profile_memory or profile_pipeline", "--profile, --profile-memory or --profile-pipeline")
 
@@ -32,7 +32,13 @@ class ProfilingConfig:
     """First recorded step."""
     profile_step_end: int = option(12, role="start", at_least=2, needs=PROFILE)
     """Step before which recording ends."""
-    profile_ranks: tuple[int, ...] = option((0,), role="start", at_least=0, needs="run_dir")
+    profile_ranks: tuple[int, ...] = option(
+        (0,),
+        role="start",
+        at_least=0,
+        needs="run_dir",
+        megatron=MegatronOption("none", "a requested profile is always recorded"),
+    )
     """Ranks that record."""
     pytorch_profiler_collect_shapes: bool = option(False, role="start", needs="run_dir")
     """Record the shapes of operator inputs."""

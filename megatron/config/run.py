@@ -7,7 +7,7 @@ a run resumes (``role``), and of what is set without effect (``needs``).
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import Any, get_type_hints
+from typing import Any
 
 from megatron.config.checkpoint import CheckpointConfig
 from megatron.config.compute import ComputeConfig
@@ -44,12 +44,11 @@ class RunConfig(WithPluginOptions):
 
     def group(self, name: str) -> Any:
         """Return the options of a group, built in or of a plugin."""
-        groups = option_groups()
-        return self.plugin(groups[name]) if name in groups else getattr(self, name)
+        return getattr(self, name) if name in vars(self) else self.plugin(option_groups()[name])
 
     def with_group(self, name: str, options: Any) -> RunConfig:
         """Return the configuration with another group of options."""
-        if name not in option_groups():
+        if name in vars(self):
             return replace(self, **{name: options})
         others = (each for each in self.plugin_options if type(each) is not type(options))
         return self.with_plugin_options((*others, options))
@@ -58,7 +57,7 @@ class RunConfig(WithPluginOptions):
         """Return the configuration with the options of plugins, also in the groups that components get."""
         changed: dict[str, Any] = {
             name: replace(group, plugin_options=options)
-            for name in get_type_hints(RunConfig)
+            for name in vars(self)
             if isinstance(group := getattr(self, name), WithPluginOptions)
         }
         return replace(self, plugin_options=options, **changed)

@@ -11,13 +11,13 @@ import inspect
 import math
 import shlex
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import ItemsView, Iterator, Mapping, ValuesView
 from contextlib import suppress
 from dataclasses import fields, is_dataclass
 from functools import cache
 from itertools import pairwise
 from types import UnionType
-from typing import Any, NamedTuple, TypeVar, get_args, get_origin, get_type_hints
+from typing import Any, NamedTuple, TypeVar, get_args, get_origin
 
 from megatron.config.errors import Problem, UserError
 from megatron.config.option import Option
@@ -138,10 +138,10 @@ class Setting:
     def _convert_item(self, value: Any) -> Any:
         if self.many and self.scalar is str and type(value) in (int, float):
             value = str(value)  # in a list of texts, such as weights and prefixes, numbers need no quotes
-        if isinstance(value, str) and self.option.parse:
-            item = self.option.parse(value)
-        else:
-            item = _as_type(value, self.scalar)
+        parse, check = self.option.parse, self.option.check
+        if isinstance(value, str) and check:
+            check(value)
+        item = parse(value) if isinstance(value, str) and parse else _as_type(value, self.scalar)
         if self.option.kind and not self.choices and item is not None:
             raise ValueError(f"no plugin registers {item!r} as {self.option.kind}")
         if self.choices and item is not None and item not in self.choices:
@@ -183,7 +183,7 @@ def help_texts(module: str) -> dict[str, str]:
     return texts
 
 
-BUILT_IN_GROUPS = {name: cls for name, cls in get_type_hints(RunConfig).items() if name != "plugin_options"}
+BUILT_IN_GROUPS = {name: type(group) for name, group in vars(RunConfig()).items() if is_dataclass(group)}
 
 
 class _Tables(NamedTuple):
@@ -219,15 +219,21 @@ def _tables(plugins: tuple[tuple[str, type], ...]) -> _Tables:
     return tables
 
 
+@cache
+def _evaluated(annotation: str) -> Any:
+    """Return the type of a field; to evaluate each annotation once makes programs start fast."""
+    return eval(annotation)
+
+
 def _settings_of(group: str, cls: type) -> list[Setting]:
     """Return the settings of a group; TypeError unless it is a frozen dataclass of fields declared with ``option``."""
     if not (is_dataclass(cls) and cls.__dataclass_params__.frozen and group.isidentifier()):  # type: ignore[attr-defined]
         raise TypeError("register a frozen dataclass under a name of letters, digits and underscores")
-    hints = get_type_hints(cls)
     settings = []
     for each in fields(cls):
+        hint = _evaluated(each.type) if isinstance(each.type, str) else each.type
         if "option" in each.metadata:
-            settings.append(Setting(group, each.name, each.default, each.metadata["option"], hints[each.name]))
+            settings.append(Setting(group, each.name, each.default, each.metadata["option"], hint))
         elif each.name != "plugin_options":
             raise TypeError(f"declare the field {each.name} with option(...)")
     if unknown := [setting.name for setting in settings if setting.scalar not in NOUNS]:
@@ -259,6 +265,12 @@ class _OptionTable(Mapping[str, T]):
 
     def __len__(self) -> int:
         return len(self._now())
+
+    def items(self) -> ItemsView[str, T]:
+        return self._now().items()
+
+    def values(self) -> ValuesView[T]:
+        return self._now().values()
 
 
 GROUPS: Mapping[str, type] = _OptionTable("groups")

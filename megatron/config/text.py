@@ -9,8 +9,8 @@ import os
 import re
 import shlex
 import tomllib
-from collections.abc import Container, Iterable, Sequence
-from difflib import SequenceMatcher
+from collections.abc import Iterable, Sequence
+from difflib import get_close_matches
 from functools import cache
 from pathlib import Path
 from typing import TextIO
@@ -54,45 +54,26 @@ def shell_word(word: str) -> str:
 def did_you_mean(word: str, known: Iterable[str]) -> str | None:
     """Return the one known name that ``word`` is a misspelling of, or None.
 
-    At most one character in five differs. Numbers and the count of words are the same, both or neither begin with a
-    negation, no word that differs is one of another name, and no other name is as near: a different name is no
-    misspelling, however much of it is the same.
+    A different name is no misspelling, however much of it is the same: numbers, negation and the count of words are
+    equal, and no word that differs is one of another name.
     """
-    names = [*known]
-    vocabulary = {part for name in names for part in _parts(name)}
-    distances = {name: distance for name in names if (distance := _misspelling(word, name, vocabulary)) is not None}
-    least = min(distances.values(), default=0)
-    closest = [name for name, distance in distances.items() if distance == least]
-    return closest[0] if len(closest) == 1 else None
+    names, (parts, *shape) = [*known], _shape(word)
+    vocabulary, letters = {part for name in names for part in _shape(name)[0]}, "".join(parts)
+    alike = {}
+    for name in names:
+        meant, *other = _shape(name)
+        same_words = all(typed == part or typed not in vocabulary for typed, part in zip(parts, meant))
+        if shape == other and same_words and letters.startswith("no") <= "".join(meant).startswith("no"):
+            alike["".join(meant)] = name
+    close = get_close_matches(letters, alike, n=2, cutoff=0.75)
+    return alike[close[0]] if len(close) == 1 or letters in alike else None
 
 
-def _parts(name: str) -> list[str]:
-    return re.split(r"[-_]+", name.lower())
-
-
-def _misspelling(word: str, name: str, vocabulary: Container[str]) -> int | None:
-    """Return the number of characters that differ if ``word`` may be a misspelling of ``name``, else None."""
-    letters, meant = "".join(_parts(word)), "".join(_parts(name))
-    if letters == meant:
-        return 0
-    if letters.startswith("no") and not meant.startswith("no"):
-        return None  # it may be a misspelt --no-
-    most = max(1, len(meant) // 5)
-    if _shape(word) != _shape(name) or abs(len(letters) - len(meant)) > most:
-        return None
-    if any(typed != part and typed in vocabulary for typed, part in zip(_parts(word), _parts(name))):
-        return None
-    if sorted(letters) == sorted(meant):
-        return 1  # two letters changed places
-    parts = SequenceMatcher(None, letters, meant, autojunk=False).get_opcodes()
-    differing = sum(max(i2 - i1, j2 - j1) for tag, i1, i2, j1, j2 in parts if tag != "equal")
-    return differing if differing <= most else None
-
-
-def _shape(name: str) -> tuple[list[str], bool, int]:
-    """Return what a misspelling does not change: numbers, negation and the count of words."""
+def _shape(name: str) -> tuple[list[str], list[str], bool, int]:
+    """Return the words of a name, and what a misspelling does not change: numbers, negation, and the count of words."""
+    parts = re.split(r"[-_]+", name.lower())
     negated = re.match(r"-*(no|disable|skip)[-_]", name) is not None
-    return re.findall(r"\d+", name), negated, len(_parts(name))
+    return parts, re.findall(r"\d+", name), negated, len(parts)
 
 
 def nearest(value: int, among: Iterable[int]) -> list[int]:

@@ -9,7 +9,14 @@ from typing import ClassVar
 
 from megatron.config.objective import ObjectiveOptions
 from megatron.config.offload import ActivationOffloadOptions
-from megatron.config.option import MAX_SIZE, Need, WithPluginOptions, option
+from megatron.config.option import (
+    MAX_SIZE,
+    ZERO_IS_NONE,
+    MegatronOption,
+    Need,
+    WithPluginOptions,
+    option,
+)
 
 MAX_BATCH = 10**6
 """Samples in a batch; a ramp has at most as many steps."""
@@ -25,14 +32,14 @@ EVALUATION = Need("eval_iters>0 or valid_chat_data_path", "--eval-iters above 0"
 TRAINING_STEPS = Need("not skip_train", "training steps (--skip-train takes none)")
 
 
-def parse_batch_steps(words: Iterable[str]) -> list[tuple[int, int]]:
+def parse_batch_steps(words: str | Iterable[str]) -> list[tuple[int, int]]:
     """Parse ``--step-batch-size-schedule``; returns each global batch after the number of tokens it begins at.
 
     Raises:
         ValueError: for a word that is not ``TOKENS:BATCH``.
     """
     steps = []
-    for word in " ".join(words).replace(",", " ").split():
+    for word in (words if isinstance(words, str) else " ".join(words)).replace(",", " ").split():
         match = re.fullmatch(r"(\d+(?:\.\d+)?)([KMBT]?):([1-9]\d*)", word, re.IGNORECASE)
         if match is None:
             raise ValueError(f"{word!r} is not TOKENS:BATCH, such as 200B:768")
@@ -41,18 +48,13 @@ def parse_batch_steps(words: Iterable[str]) -> list[tuple[int, int]]:
     return steps
 
 
-def _checked_batch_steps(text: str) -> str:
-    parse_batch_steps([text])
-    return text
-
-
-@dataclass(frozen=True)
+@dataclass(frozen=True, init=False, eq=False, repr=False)
 class StepOptions(WithPluginOptions):
     """Options of samples and steps, of their evaluation, and of recomputation."""
 
-    seq_length: int = option(1024, role="data", at_least=1, at_most=MAX_SIZE)
+    seq_length: int = option(1024, role="data", at_least=1, at_most=MAX_SIZE, spellings=("--encoder-seq-length",))
     """Tokens per sample."""
-    micro_batch_size: int = option(1, role="free", at_least=1, at_most=MAX_BATCH)
+    micro_batch_size: int = option(1, role="free", at_least=1, at_most=MAX_BATCH, spellings=("--batch-size",))
     """Samples per micro-batch of a rank."""
     global_batch_size: int | None = option(None, role="schedule", at_least=1, at_most=MAX_BATCH)
     """Samples per step over all ranks. Default: micro_batch_size x DP."""
@@ -60,7 +62,7 @@ class StepOptions(WithPluginOptions):
     """Pad a global batch that DP x micro_batch_size does not divide with samples that do not count."""
     rampup_batch_size: tuple[int, int, int] | None = option(None, role="schedule", at_least=1)
     """START INCREMENT SAMPLES: grow the global batch from START by INCREMENT over the first SAMPLES samples."""
-    step_batch_size_schedule: tuple[str, ...] = option((), role="schedule", parse=_checked_batch_steps)
+    step_batch_size_schedule: tuple[str, ...] = option((), role="schedule", check=parse_batch_steps)
     """TOKENS:BATCH ...: global batch from a number of tokens on, such as 0:384 200B:768, with K, M, B or T."""
     train_iters: int | None = option(None, role="schedule", at_least=1)
     """Steps to train for."""
@@ -68,16 +70,20 @@ class StepOptions(WithPluginOptions):
     """Samples to train on, instead of train_iters."""
     num_epochs: int | None = option(None, role="schedule", at_least=1, needs=CHAT_DATA)
     """Passes over chat_data_path to train for, instead of train_iters."""
-    eval_interval: int | None = option(1000, role="free", at_least=1, needs=(EVALUATION, TRAINING_STEPS))
+    eval_interval: int | None = option(
+        1000, role="free", at_least=1, needs=(EVALUATION, TRAINING_STEPS), megatron=ZERO_IS_NONE
+    )
     """Steps between evaluations, besides the one at the end; null for only that one, or with num_epochs for one at the
     end of each epoch."""
-    eval_iters: int = option(0, role="free", at_least=0)
+    eval_iters: int = option(0, role="free", at_least=0, megatron=MegatronOption("100", "evaluation is opt-in"))
     """Global batches per evaluation; 0 turns evaluation off."""
-    exit_interval: int | None = option(None, role="start", at_least=1, needs=TRAINING_STEPS)
+    exit_interval: int | None = option(None, role="start", at_least=1, needs=TRAINING_STEPS, megatron=ZERO_IS_NONE)
     """Stop cleanly after a step that is a multiple of this."""
-    exit_duration_in_mins: float | None = option(None, role="start", above=0, example=60, needs=TRAINING_STEPS)
+    exit_duration_in_mins: float | None = option(
+        None, role="start", above=0, example=60, needs=TRAINING_STEPS, megatron=ZERO_IS_NONE
+    )
     """Stop cleanly with exit status 124 after the first step that ends this many minutes after the start."""
-    stop_file: str | None = option(None, role="start", needs=TRAINING_STEPS)
+    stop_file: str | None = option(None, role="start", needs=TRAINING_STEPS, spellings=("--kill-switch-path",))
     """Stop cleanly with exit status 0 after the next step once this file exists."""
     skip_train: bool = option(False, role="start")
     """Only evaluate the loaded checkpoint on the validation and test data."""
@@ -88,20 +94,45 @@ class StepOptions(WithPluginOptions):
     on_nonfinite: str = option("stop", role="free", choices=("skip", "stop"))
     """Action when the loss or a gradient is NaN or infinite: skip the update, or stop the run."""
     recompute_granularity: str | None = option(
-        None, role="free", choices=("full", "selective"), aliases={"--recompute-activations": "selective"}
+        None,
+        role="free",
+        choices=("full", "selective"),
+        aliases={"--recompute-activations": "selective"},
+        spellings=("--activations-checkpoint-granularity",),
     )
     """Activation recomputation in the backward pass: full (whole blocks) or selective (recompute_modules)."""
     recompute_method: str | None = option(None, role="free", choices=("uniform", "block"), needs=FULL_RECOMPUTE)
     """full: uniform (groups of recompute_num_layers; the default) or block (the first recompute_num_layers blocks)."""
-    recompute_num_layers: int | None = option(None, role="free", at_least=1, needs=FULL_RECOMPUTE)
+    recompute_num_layers: int | None = option(
+        None,
+        role="free",
+        at_least=1,
+        needs=FULL_RECOMPUTE,
+        spellings=(
+            "--activations-checkpoint-num-layers",
+            "--checkpoint-num-layers",
+        ),
+    )
     """full: blocks per group (uniform, default 1) or recomputed per stage (block, default all)."""
     recompute_modules: tuple[str, ...] = option(
         ("layernorm", "activation"),
         role="free",
         choices=("layernorm", "activation", "core_attn", "mlp"),
         needs=Need("recompute_granularity=selective"),
+        megatron=MegatronOption(
+            "core_attn",
+            "recomputing attention saves nothing with SDPA",
+            values={"moe_act": "activation", "moe": "mlp", "shared_experts": "mlp"},
+            missing={"mla_up_proj": "multi-head latent attention is not implemented"},
+        ),
     )
     """selective: modules to recompute."""
+
+    other_meanings: ClassVar = """
+    --rampup-batch-size
+      --rampup-batch-size: the batch grows, as in Megatron-LM's earlier releases; release 0.20 reads the flag and
+      trains with full batches
+    """
 
     refused: ClassVar = """
     skip_train and not eval_iters>0

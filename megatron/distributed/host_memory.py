@@ -1,4 +1,4 @@
-"""Host memory that holds what a GPU offloads, the side stream that copies between them, and copies of small tensors.
+"""Host memory that holds what a GPU offloads, and the side stream that copies between them.
 
 On a CPU the "device" is host memory too; the same code then makes plain copies.
 """
@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -62,24 +61,3 @@ class CopyStream:
         """Let the host wait for all copies issued so far."""
         if self._stream is not None:
             self._stream.record_event().synchronize()
-
-
-class HostCopy:
-    """A small tensor on its way to the host, copied without waiting for the device."""
-
-    def __init__(self, tensor: Tensor) -> None:
-        """Start the copy."""
-        self._event = None
-        if tensor.is_cuda:
-            self._values = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-            self._values.copy_(tensor, non_blocking=True)
-            self._event = torch.cuda.Event()
-            self._event.record()
-        else:
-            self._values = tensor.clone()
-
-    def read(self) -> Any:
-        """Return the values as Python numbers; wait for them if they have not arrived."""
-        if self._event is not None and not self._event.query():
-            self._event.synchronize()
-        return self._values.tolist()

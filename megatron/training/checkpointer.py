@@ -1,4 +1,4 @@
-"""Save a run and load it: ``Checkpointer`` with ``load``, ``maybe_save`` and ``wait``.
+"""Save a run and load it: ``Checkpointer`` with ``load``, ``save`` and ``wait``.
 
 :mod:`megatron.training.checkpoint_contents` is what a checkpoint holds, and
 :mod:`megatron.training.resume_source` chooses the one that a start loads.
@@ -58,7 +58,6 @@ from megatron.training.checkpoint_contents import (
     total_bytes,
 )
 from megatron.training.loggers.run_logger import RunLogger
-from megatron.training.metrics import MetricsWindow
 from megatron.training.resume_source import (
     NoCheckpointError,
     ResumeSource,
@@ -139,7 +138,7 @@ class Checkpointer:
         self.nodes = nodes
         self.options = trainer.config.checkpoint
         self.world = trainer.mesh.world
-        self._pending: tuple[CheckpointContents, Future[SavedCheckpoint]] | None = None  # in the background
+        self.pending: tuple[CheckpointContents, Future[SavedCheckpoint]] | None = None  # in the background
         self._lost_contact = False  # the last background save failed because another rank did not answer
         self._staging: HostCopyBuffer | None = None
 
@@ -246,27 +245,14 @@ class Checkpointer:
                 log.warning(f"the save in progress failed, too: {other}")
             raise
 
-    @property
-    def is_due(self) -> bool:
-        """True if the current step is to be saved."""
-        options = self.options
-        return bool(options.save and options.save_interval and self.trainer.iteration % options.save_interval == 0)
+    def save(self, needed: bool) -> None:
+        """Save now; collective. If it is ``needed``, wait until it is written, and raise the disk's errors.
 
-    def maybe_save(self, window: MetricsWindow, last: bool) -> None:
-        """Save if a save is due, or after the last step of this start; collective. Report a finished background save.
-
-        If the disk refuses, training goes on with the existing checkpoints, except after the ``last`` step.
+        If the disk refuses another save, training goes on with the existing checkpoints.
 
         Raises:
-            StorageError: if the last checkpoint cannot be written.
+            StorageError: if the checkpoint is needed and cannot be written.
         """
-        self._poll()
-        if self.is_due or (last and self.options.save is not None):
-            with window.paused():
-                self.save(needed=last)
-
-    def save(self, needed: bool) -> None:
-        """Save now; collective. If it is ``needed``, wait until it is written, and raise the disk's errors."""
         self._log.flush()  # a run that resumes from this checkpoint must still have all records before it
         if needed:
             self.wait()
@@ -274,7 +260,7 @@ class Checkpointer:
             if self._staging is None:
                 self._report(self.write())
             elif not self._is_busy():
-                self._pending = self._save_in_background(self._staging)
+                self.pending = self._save_in_background(self._staging)
         except StorageError as error:
             if needed:
                 raise
@@ -284,14 +270,14 @@ class Checkpointer:
 
     def wait(self, needed: bool = False, at_most: float = float("inf")) -> None:
         """Wait up to ``at_most`` seconds for the save in progress, with a log line from time to time."""
-        if self._pending is None:
+        if self.pending is None:
             return
-        contents, outcome = self._pending
+        contents, outcome = self.pending
         deadline = time.monotonic() + at_most
         while (left := deadline - time.monotonic()) > 0 and not wait([outcome], min(WAIT_NOTE_SECONDS, left)).done:
             seconds = time.monotonic() - contents.started
             self._log.note(f"waiting for the checkpoint of step {contents.iteration}: {seconds:.0f}s so far")
-        self._poll(needed)
+        self.poll(needed)
 
     def write(self) -> SavedCheckpoint:
         """Write a checkpoint into the ``save`` folder and delete those that need not be kept; collective.
@@ -336,12 +322,12 @@ class Checkpointer:
 
     def _is_busy(self) -> bool:
         """Return True, with a warning, if any rank is still writing; collective."""
-        self._poll()
-        states = comm.all_gather_objects([self._pending is not None, self._lost_contact], self.world)
+        self.poll()
+        states = comm.all_gather_objects([self.pending is not None, self._lost_contact], self.world)
         if any(busy for busy, _ in states):
             last = "the last save"  # finished on this rank, but not on another
-            if self._pending is not None:
-                contents, _ = self._pending
+            if self.pending is not None:
+                contents, _ = self.pending
                 last = f"the save of step {contents.iteration}, begun {time.monotonic() - contents.started:.0f}s ago,"
             interval = self.options.save_interval or 1
             self._log.warning(
@@ -354,11 +340,11 @@ class Checkpointer:
             self._lost_contact = False
         return False
 
-    def _poll(self, needed: bool = False) -> None:
+    def poll(self, needed: bool = False) -> None:
         """Report the outcome of a finished background save; raise its error unless it is the disk's."""
-        if self._pending is None or not self._pending[1].done():
+        if self.pending is None or not self.pending[1].done():
             return
-        (contents, outcome), self._pending = self._pending, None
+        (contents, outcome), self.pending = self.pending, None
         try:
             self._report(outcome.result())
         except StorageError as error:

@@ -61,7 +61,7 @@ def is_busy(rank: int, world_size: int) -> bool:
     """Return True if this rank knows that the last rank is still saving."""
     saver: Any = SimpleNamespace(
         _poll=lambda: None,
-        _pending=(CheckpointContents(1, {}, {}), Future()) if rank == world_size - 1 else None,
+        pending=(CheckpointContents(1, {}, {}), Future()) if rank == world_size - 1 else None,
         _lost_contact=False,
         _log=SimpleNamespace(warning=lambda text: None),
         world=world_group(rank, world_size),

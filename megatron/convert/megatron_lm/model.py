@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any, NamedTuple
 
-from megatron.arguments.megatron_flags import apply_foreign_values, foreign_flags
+from megatron.arguments.megatron_flags import apply_foreign_values
 from megatron.arguments.sources import LENGTH_OPTIONS, Values, build_config, to_dict
 from megatron.config.errors import Problem, UserError
 from megatron.config.model import ModelConfig
@@ -172,7 +172,7 @@ def _dtype(name: str) -> str:
 
 def _run_values(args: Arguments) -> Values:
     """Return the other options of a run that its arguments have in common with ours."""
-    defaults = {flag.removeprefix("--").replace("-", "_") for flag in foreign_flags().different_defaults}
+    defaults = {name for name, setting in SETTINGS.items() if setting.option.megatron.default}
     values: Values = {}
     for name, setting in SETTINGS.items():
         skipped = setting.group == "model" or setting.option.role is Role.START or name in (*NOT_COMPARED, *defaults)

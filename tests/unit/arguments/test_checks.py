@@ -16,7 +16,6 @@ from hypothesis import strategies as st
 from megatron.arguments.cli import flags_config, parse, parse_flags, separate_choices
 from megatron.arguments.compatibility import CHANGE_ERRORS
 from megatron.arguments.sources import build_config
-from megatron.arguments.summary import summary
 from megatron.arguments.validate import choose_cuda_graph, find_problems, is_met
 from megatron.config.batch import schedule_lengths
 from megatron.config.compute import KERNEL_CANDIDATES
@@ -34,9 +33,8 @@ from megatron.convert.huggingface.config import read_model_values
 from megatron.distributed.sharding import DenseSharding, Init
 from megatron.pipeline import plan
 from megatron.pipeline.actions import PipelineSchedule, ScheduleError
-from megatron.pipeline.partition import AUTO
 from megatron.pipeline.schedules import make_schedule
-from tests.unit.arguments.bad_configs import CASES, GOLDEN
+from tests.unit.arguments.bad_configs import GOLDEN, NOTES, read
 from tests.unit.arguments.command import MODEL, RUN, codes, notes, problems, run
 
 ROOT = Path(__file__).parents[3]
@@ -52,11 +50,10 @@ def found(config: RunConfig, ranks: int = 1, doubtful: set[str] | None = None) -
     return [problem.code for problem in find_problems(config, ranks, doubtful or set())]
 
 
-def test_messages_for_bad_configurations_match_the_golden_file() -> None:
-    reported = dict(zip([case.title for case in CASES], GOLDEN.read_text().split("\n\n"), strict=True))
-    assert {case.title: f"{case.title}\n{case.reported()}" for case in CASES} == {
-        t: s.strip("\n") for t, s in reported.items()
-    }
+@pytest.mark.parametrize("path", [GOLDEN, NOTES], ids=lambda path: path.stem)
+def test_answers_match_the_golden_files(path: Path) -> None:
+    cases = read(path)
+    assert {case.title: case.answer() for case in cases} == {case.title: text for case, text in cases.items()}
 
 
 def test_every_code_of_a_check_is_in_the_golden_file() -> None:
@@ -70,15 +67,15 @@ def test_every_code_of_a_check_is_in_the_golden_file() -> None:
 
 
 def test_every_fix_solves_its_problem() -> None:
-    for case in CASES:
-        for problem in problems(case.flags, case.ranks, case.base, read_model=read_model_values):
+    for case in read(GOLDEN):
+        for problem in problems(case.flags, case.ranks, "", read_model=read_model_values):
             if (
                 problem.code <= "E009" or problem.code == "E014"
             ):  # something must be taken out first, or a name filled in
                 continue
             for fix in (*problem.fixes, *problem.choices):
                 if fix.startswith("--") and not re.search(r"\b(PREFIX|N)\b", fix):
-                    left = problems(f"{case.flags} {fix}", case.ranks, case.base, read_model=read_model_values)
+                    left = problems(f"{case.flags} {fix}", case.ranks, "", read_model=read_model_values)
                     assert problem.sentence not in [p.sentence for p in left], (case.title, fix)
 
 
@@ -98,9 +95,9 @@ def of_model_and_data(line: str) -> dict[str, Any]:
 
 def test_no_fix_changes_the_model_or_the_data() -> None:
     tried = 0
-    for case in CASES:
-        line = f"{case.base} {case.flags}"
-        for problem in problems(case.flags, case.ranks, case.base, read_model=read_model_values):
+    for case in read(GOLDEN):
+        line = case.flags
+        for problem in problems(case.flags, case.ranks, "", read_model=read_model_values):
             missing = "is not supported" in problem.sentence or "no such flag" in problem.sentence
             assert not (missing and any(fix.startswith("drop ") for fix in problem.fixes))
             if problem.code in STATES_WHAT_WAS_MEANT or "--set" in line or "--config" in line:
@@ -281,21 +278,6 @@ def test_patterns_must_match_a_parameter() -> None:
     assert codes(base=base) == ["E407"]
 
 
-def test_samples_that_fill_no_step_are_noted_and_not_counted() -> None:
-    flags = "--set train_iters=null --global-batch-size 64 --train-samples"
-    assert "the last 40 are not used" in notes(f"{flags} 1000")
-    assert "\nlength     15 steps, 960 samples, " in run(f"{flags} 1000").summary()
-    assert notes(f"{flags} 960") == ""
-
-
-def test_linear_scaling_without_a_warm_up_is_noted() -> None:
-    flags = "--global-batch-size 64 --lr-base-batch-size 16 --lr-scaling"
-    assert "the first step has 4 times --lr" in notes(f"{flags} linear")
-    assert notes(f"{flags} linear --lr-warmup-iters 2") == notes(f"{flags} sqrt") == ""
-    assert notes("--global-batch-size 8 --lr-base-batch-size 16 --lr-scaling linear") == "", "the rate falls"
-    assert "--lr-base-batch-size has no effect" in notes("--lr-base-batch-size 16")
-
-
 def test_cuda_graphs_of_documents_and_of_health_reports() -> None:
     for name in ("auto", *KERNEL_CANDIDATES["attention"]):
         assert "E910" in codes(f"--cuda-graph step --reset-attention-mask --kernels compiled attention={name}")
@@ -375,58 +357,6 @@ def test_a_stop_file_needs_a_folder_and_a_name(tmp_path: Path) -> None:
 def test_an_evaluation_needs_weights_and_batches(tmp_path: Path, save: str, eval_iters: int, count: int) -> None:
     (tmp_path / "SAVED/iter_0000003").mkdir(parents=True)
     assert codes(f"--skip-train --save {tmp_path}/{save} --eval-iters {eval_iters}") == ["E312"] * count
-
-
-EXPERTS = "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --disable-bias-linear --num-experts 4"
-BALANCED = "--moe-router-load-balancing-type seq_aux_loss --moe-aux-loss-coeff 0.01"
-
-
-@pytest.mark.parametrize(
-    ("flags", "reported"),
-    [
-        (f"--moe-router-topk 2 {BALANCED}", []),
-        (f"--moe-router-topk 1 --moe-router-pre-softmax {BALANCED}", []),
-        (f"--moe-router-topk 1 {BALANCED}", ["every weight is 1"]),
-        ("--moe-router-topk 2", ["no balancing loss"]),
-        ("--moe-router-load-balancing-type none --moe-aux-loss-coeff 0.01", ["no balancing loss"]),
-        ("--moe-router-load-balancing-type aux_loss --moe-aux-loss-coeff 0.01", ["depends on the micro-batches"]),
-        ("--moe-aux-loss-coeff 0.01", ["depends on the micro-batches"]),
-    ],
-)
-def test_notes_on_experts(flags: str, reported: list[str]) -> None:
-    words = "every weight is 1", "no balancing loss", "depends on the micro-batches"
-    lines = notes(f"{EXPERTS} {flags}")
-    assert [word for word in words if word in lines] == reported
-    offered = re.findall(r"no balancing loss \((.*?)\)", lines)
-    assert "no balancing loss" not in notes(f"{EXPERTS} {flags} {' '.join(offered)}")
-
-
-@pytest.mark.parametrize(
-    ("flags", "reported"),
-    [
-        ("--window-size 1023", ""),
-        ("--window-size 1024", "--window-size 1024 has no effect: samples have 1024 tokens"),
-        ("--attention-pattern 'local:1023, chunked:1023'", ""),
-        ("--attention-pattern dilated:1024:2", ""),
-        ("--attention-pattern prefix:1023", ""),
-        ("--attention-pattern 'global,local:2000'", "--attention-pattern local:2000 hides nothing: samples have 1024"),
-        (
-            "--attention-pattern chunked:1024",
-            "--attention-pattern chunked:1024 hides nothing: samples have 1024 tokens",
-        ),
-        ("--attention-pattern local:5,chunked:1024+first:3", "chunked:1024+first:3 hides nothing"),
-        ("--attention-pattern local:2000+chunked:500", ""),
-        (
-            "--attention-pattern 'local:64*2,global' --num-layers 7",
-            "--attention-pattern: 3 patterns do not divide 7 layers; the last repeat is cut",
-        ),
-        ("--attention-pattern 'local:64*2,global' --num-layers 6", ""),
-    ],
-)
-def test_notes_on_patterns_of_attention(flags: str, reported: str) -> None:
-    lines = notes(flags)
-    assert reported in lines
-    assert lines == "" or reported
 
 
 def test_ranks_of_torchrun_that_hold_no_whole_models() -> None:
@@ -550,121 +480,6 @@ def test_the_schedule_of_an_evaluation_is_proven_too(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(plan, "peak_counts", lambda parallel, count: None)
     assert codes("--pipeline-model-parallel-size 2 --num-layers 2 --global-batch-size 3 --eval-iters 1", 2) == ["E211"]
     plan.validated_program.cache_clear()
-
-
-@pytest.mark.parametrize(
-    ("flags", "reported"),
-    [
-        ("--pipeline-model-parallel-size 2 --num-layers 5", "5 layers do not divide over 2 stages"),
-        ("--pipeline-model-parallel-size 2 --num-layers 5 --pipeline-model-parallel-layout auto", ""),
-        (
-            "--pipeline-model-parallel-size 2 --pipeline-schedule interleaved",
-            "interleaved with VPP 1 has the same bubble",
-        ),
-        ("--pipeline-schedule gpipe", "--pipeline-schedule gpipe has no effect"),
-        ("--num-virtual-stages-per-pipeline-rank 2", "--num-virtual-stages-per-pipeline-rank 2 has no effect"),
-        ("--account-for-loss-in-pipeline-split", "has no effect without several stages"),
-    ],
-)
-def test_notes_on_pipelines(flags: str, reported: str) -> None:
-    lines = notes(f"--seq-length 64 {flags}", 2 if "pipeline-model-parallel-size" in flags else 1)
-    assert reported in lines
-    assert lines.count("\n") == 0
-    assert bool(lines) is bool(reported)
-
-
-def test_a_layout_by_cost_is_named_where_it_saves_much() -> None:
-    large = "--preset llama3-8b --tensor-model-parallel-size 8 --pipeline-model-parallel-size 4 --global-batch-size 256"
-    large += " --num-virtual-stages-per-pipeline-rank 4 --vocab-size 128256"
-    assert notes(large, 64) == f"{AUTO} reduces the bubble from 17.7% to 4.9%"
-    assert "(17.7% as these stages cost)" in summary(run(large, 64).config, 64)
-    assert "(4.9% as these stages cost)" in summary(run(f"{large} {AUTO}", 64).config, 64)
-    for flags in (AUTO, "--vocab-size 8192", "--account-for-loss-in-pipeline-split --num-layers 31"):
-        assert "reduces the bubble" not in notes(f"{large} {flags}", 64)
-
-
-LONG = "--preset llama3-8b --bf16 --seq-length 131072 --max-position-embeddings 131072 --global-batch-size 32"
-CP = f"{LONG} --context-parallel-size"
-
-
-@pytest.mark.parametrize(
-    ("flags", "reported"),
-    [
-        # as many bytes, or not much less; between nodes
-        ("8", ""),
-        ("8 --cp-comm-type a2a", ""),
-        ("8 --cp-comm-type a2a+p2p --hierarchical-context-parallel-sizes 2 4", ""),
-        # many key/value heads
-        (
-            "8 --set model.num_query_groups=32",
-            "p2p sends 3.94 GiB per layer and micro-batch; with --cp-comm-type a2a it is 896.00 MiB",
-        ),
-        ("8 --set model.num_query_groups=32 --tensor-model-parallel-size 2", "; with --cp-comm-type a2a+p2p "),
-        # few
-        (
-            "8 --set model.num_query_groups=2 --cp-comm-type a2a",
-            "head is repeated 4 times; with --cp-comm-type p2p it is 252.00 MiB",
-        ),
-        (
-            "8 --set model.num_query_groups=1 --cp-comm-type a2a",
-            "head is repeated 8 times; with --cp-comm-type p2p it is 126.00 MiB",
-        ),
-        # patterns that hide most
-        ("8 --cp-comm-type all_gather --window-size 4096", "sends 1.31 GiB"),
-        ("8 --cp-comm-type all_gather --window-size 4096", "; with --cp-comm-type p2p it is 168.00 MiB"),
-        ("8 --cp-comm-type a2a --attention-pattern chunked:8192", "; with --cp-comm-type p2p it is 0 bytes"),
-        ("8 --cp-comm-type a2a --attention-pattern local:4096,global", ""),
-        # several nodes
-        (
-            "32 --cp-comm-type a2a",
-            "while attention waits; with --cp-comm-type a2a+p2p --hierarchical-context-parallel-sizes 8 4 it is "
-            "248.00 MiB, and heads are exchanged inside a node",
-        ),
-        ("32", "; with --cp-comm-type a2a+p2p --hierarchical-context-parallel-sizes 8 4 it is 248.00 MiB"),
-        # whose slowest rank is much slower
-        (
-            "4 --set model.num_query_groups=32 --attention-pattern chunked:40000",
-            ", and its slowest rank computes 1.35 times the mean; with --cp-comm-type a2a it is 1.50 GiB",
-        ),
-        # documents, which only a run knows
-        ("8 --set model.num_query_groups=32 --reset-attention-mask", "has no effect without documents"),
-        # short
-        (
-            "8 --seq-length 4096 --global-batch-size 1024",
-            "CP 8 leaves a rank 512 tokens of a sample, too few to hide messages behind: --context-parallel-size 4 "
-            "uses the ranks for more samples",
-        ),
-        ("8 --seq-length 512 --global-batch-size 8192", ": --context-parallel-size 1 uses the ranks for more samples"),
-    ],
-)
-def test_notes_on_context_parallelism(flags: str, reported: str) -> None:
-    lines = notes(f"{CP} {flags}", 64)
-    assert reported in lines
-    assert lines.count("\n") == 0
-    assert bool(lines) is bool(reported)
-
-
-def test_a_noted_method_is_accepted_and_not_noted() -> None:
-    for flags in ("8 --set model.num_query_groups=32", "32", "8 --cp-comm-type a2a --set model.num_query_groups=1"):
-        lines = notes(f"{CP} {flags}", 64)
-        better = re.findall(r"; with (--cp-comm-type .*?) it is ", lines)
-        before = re.sub("--cp-comm-type a2a", "", flags)
-        assert notes(f"{CP} {before} {better[0]}", 64) == "", flags
-
-
-def test_context_parallel_sizes_without_effect_are_noted() -> None:
-    lines = notes(f"{CP} 4 --hierarchical-context-parallel-sizes 2 2", 4)
-    assert lines == "--hierarchical-context-parallel-sizes has no effect without --cp-comm-type a2a+p2p"
-    assert "--cp-comm-type has no effect without CP above 1" in notes("--cp-comm-type a2a")
-
-
-def test_a_method_for_each_layer_is_one_method() -> None:
-    flags = "--context-parallel-size 4 --cp-comm-type"
-    assert run(f"{flags} allgather allgather", 4).config.parallel.cp_comm_type == "all_gather"
-    assert run(f"{flags} a2a a2a", 4).config == run(f"{flags} a2a", 4).config
-    assert codes(f"{flags} a2a p2p", 4) == ["E002"]
-    sizes = run(f"{flags} a2a+p2p --hierarchical-context-parallel-sizes [2, 2]", 4)
-    assert sizes.config.parallel.hierarchical_context_parallel_sizes == (2, 2)
 
 
 NUMBER = 2**63 - 1

@@ -19,11 +19,14 @@ import pytest
 import yaml
 
 from megatron.arguments.cli import parse
+from megatron.arguments.compatibility import compare_configs
 from megatron.arguments.help import make_parser
+from megatron.arguments.megatron_flags import foreign_flags
 from megatron.arguments.presets import PRESETS
 from megatron.arguments.sources import (
     build_config,
     flat_values,
+    from_checkpoint,
     from_dict,
     from_mapping,
     merge_values,
@@ -32,6 +35,7 @@ from megatron.arguments.sources import (
     to_dict,
     to_yaml,
 )
+from megatron.arguments.validate import choose_cuda_graph
 from megatron.config import plugins
 from megatron.config.data import DataConfig
 from megatron.config.errors import Problem, UserError
@@ -393,7 +397,9 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         "optimizer: {optimizer: yours}\ncompute: {plugin: [mine_plugin, yours_plugin]}\n"
     )
     modules = set(sys.modules)
+    foreign_flags.cache_clear()
     yield tmp_path
+    foreign_flags.cache_clear()
     for name in set(sys.modules) - modules:
         if name.endswith("_plugin"):
             del sys.modules[name]
@@ -453,3 +459,73 @@ def test_names_are_registered_once_and_kinds_are_known() -> None:
         register("optimizer", "a")(float)
     with pytest.raises(ValueError, match="no kind"):
         register("optimiser", "a")
+
+
+GATED = '''
+from dataclasses import dataclass
+from megatron.config.errors import Problem
+from megatron.config.option import MegatronOption, option
+from megatron.config.plugins import register
+
+@register("model_options", "gated")
+@dataclass(frozen=True)
+class Gated:
+    """Gates of a plugin's mixer."""
+
+    gated_width: int = option(8, role="shape", at_least=1, megatron=MegatronOption(values={"0": "null"}))
+    gated_heads: int = option(2, role="shape", at_least=1, spellings=("--number-of-gates",), needs="gated_on")
+    gated_on: bool = option(False, role="function", aliases={"--multi-latent-attention": True})
+    refused = """
+    gated_on and gated_width%gated_heads
+    E213 {gated_width} channels of gates do not divide over {gated_heads} heads
+      fix: --gated-width {gated_width%gated_heads} | --gated-heads {gated_width*1}
+
+    gated_on and cuda_graph=step
+    E907 gates are not captured
+      fix: --cuda-graph none
+    """
+
+    def check_gates(self, config, world_size):
+        if self.gated_on and self.gated_width > config.model.hidden_size:
+            yield Problem("E213", "gates are wider than the model")
+
+    def note_gates(self, config, world_size):
+        if self.gated_on:
+            yield "gates are on"
+
+    def row_model(self, config, world_size):
+        return f"{self.gated_heads} gates" if self.gated_on else ""
+'''
+
+
+@pytest.mark.usefixtures("folder")
+def test_options_of_a_plugins_model_are_checked_and_saved_with_the_model() -> None:
+    """One file brings options, rules, a check, a note, a row of the summary, and spellings of Megatron-LM."""
+    Path("gated_plugin.py").write_text(GATED)
+    saved_without = to_dict(run().config)
+    flags = "--plugin gated_plugin --multi-latent-attention --number-of-gates 4"
+    parsed = run(flags)
+    assert parsed.config.model.plugin(registered("model_options")["gated"]).gated_heads == 4
+    assert "gates are on" in parsed.notes
+    assert "; 4 gates\n" in parsed.summary()
+    (problem,) = problems(f"{flags} --gated-width 6")
+    assert (problem.code, problem.choices) == ("E213", ("--gated-width 4", "--gated-width 8", "--gated-heads 6"))
+    assert codes(f"{flags} --set model.gated_width=400") == codes(f"{flags} --gated-width 400") == ["E213"]
+    config = run(f"{flags} --hidden-dropout 0 --attention-dropout 0").config
+    assert choose_cuda_graph(config, 1) == ("none", "gates are not captured")
+    assert "of --multi-latent-attention is not implemented" in problems(f"{flags} --q-lora-rank 8")[0].sentence
+    saved = to_dict(parsed.config)
+    assert saved["model"]["gated_heads"] == 4
+    assert from_dict(saved) == parsed.config
+    assert from_checkpoint(saved).values["gated_heads"] == 4
+    assert compare_configs(saved, parsed.config, "weights-only").problems == ()
+    other = run(f"{flags} --number-of-gates 8").config
+    assert [p.code for p in compare_configs(saved, other, "weights-only").problems] == ["E821"]
+    assert compare_configs(saved_without, run("--plugin gated_plugin --gated-heads 8").config, "exact").problems == ()
+
+
+def test_a_models_options_need_their_plugin() -> None:
+    config = run().config
+    saved = to_dict(config)
+    saved["model"]["gated_heads"] = 4
+    assert [problem.code for problem in compare_configs(saved, config, "weights-only").problems] == ["E822"]

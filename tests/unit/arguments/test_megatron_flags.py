@@ -12,7 +12,7 @@ import yaml
 from megatron import arguments
 from megatron.arguments.cli import OWN_FLAGS
 from megatron.arguments.megatron_flags import foreign_flags
-from megatron.config.settings import SPELLINGS, Setting
+from megatron.config.settings import SETTINGS, SPELLINGS, Setting
 from tests.unit.arguments.command import codes, notes, problems, run
 
 FLAGS = foreign_flags()
@@ -40,6 +40,7 @@ def read() -> list[Flag]:
 
 
 MEGATRON = {flag.spelling: flag for flag in read()}
+DIFFERENT_DEFAULTS = [setting.flag for setting in SETTINGS.values() if setting.option.megatron.default]
 OURS = [flag for flag in MEGATRON.values() if flag.spelling in SPELLINGS]
 
 
@@ -125,8 +126,8 @@ def test_defaults_match_megatron_or_differ_for_a_reason() -> None:
         return default in (str(setting.default) if setting.scalar is bool else words[0], str(words))
 
     main = {flag.spelling: flag for flag in OURS if flag.spelling == SPELLINGS[flag.spelling].flag}
-    assert {s for s, flag in main.items() if not same(SPELLINGS[s], flag.default)} <= set(FLAGS.different_defaults)
-    assert set(FLAGS.different_defaults) <= set(SPELLINGS) & set(MEGATRON)
+    assert {s for s, flag in main.items() if not same(SPELLINGS[s], flag.default)} <= set(DIFFERENT_DEFAULTS)
+    assert set(DIFFERENT_DEFAULTS) <= set(MEGATRON)
 
 
 def test_a_script_of_megatron_runs() -> None:
@@ -183,23 +184,6 @@ def test_ignored_flags_change_nothing() -> None:
         assert next(n for n in with_it.notes if n not in without.notes).startswith(f"ignored: {spelling}")
 
 
-def test_notes_on_ignored_flags() -> None:
-    reported = notes("--use-flash-attn --num-workers 4 --sequence-parallel --transformer-impl local").splitlines()
-    assert [line.partition(" because ")[0] for line in reported[:3]] == [
-        "ignored: --use-flash-attn",
-        "ignored: --num-workers 4",
-        "ignored: --transformer-impl local",
-    ]
-    assert "--use-mcore-models, --transformer-impl local because" in notes(
-        "--use-mcore-models --transformer-impl local"
-    )
-    for flag in ("--log-batch-size-to-tensorboard", "--no-log-learnig-rate-to-tensorboard", "--data-impl mmap"):
-        assert notes(flag).startswith(f"ignored: {flag} because ")
-    assert codes("--dataloader-type=single") == []
-    assert codes("--dataloader-type cyclic") == ["E004"]
-    assert codes("--data-impl cached") == ["E001"]
-
-
 def test_masks_that_megatron_would_not_make_are_noted() -> None:
     flags = f"--data-path {GOLDEN}/megatron/case0 --set data.mock_data=false --no-create-attention-mask-in-dataloader"
     printed = "attention is restricted to documents; Megatron-LM would not restrict it without masks"
@@ -232,7 +216,7 @@ def test_defaults_that_are_written_out_change_nothing(beside: str) -> None:
     for flag in MEGATRON.values():
         setting = SPELLINGS.get(flag.spelling)
         absent = flag.kind == "flag" or flag.default in ("None", "[]", "") or flag.spelling in WITH_EFFECT
-        if absent or (setting and (setting.name in ours or flag.spelling in FLAGS.different_defaults)):
+        if absent or (setting and (setting.name in ours or flag.spelling in DIFFERENT_DEFAULTS)):
             continue
         written.append(
             f"{flag.spelling} {flag.default.rpartition('.')[2] if 'Backend' in flag.default else flag.default}"
@@ -250,7 +234,7 @@ def test_values_of_missing_features_are_named() -> None:
     for flag in OURS:
         have = SPELLINGS[flag.spelling].choices
         for value in set(flag.choices) - set(have) if have else ():
-            if value in FLAGS.values.get(flag.spelling, {}):
+            if value in SPELLINGS[flag.spelling].option.megatron.values:
                 continue
             beside = "--optimizer muon" if "muon" in flag.spelling else ""
             beside += " --num-experts 4 --disable-bias-linear --fp8-format e4m3"
@@ -258,22 +242,6 @@ def test_values_of_missing_features_are_named() -> None:
             named = [p for p in found if p.sentence.startswith(flag.spelling)]
             assert [bool(re.search("is not supported: .{12}", p.sentence)) for p in named] == [True], (flag, found)
             assert flag.spelling == "--tokenizer-type" or named[0].fixes == named[0].choices == ()
-
-
-@pytest.mark.parametrize(
-    "line",
-    [
-        "--batch-invariant-mode",
-        "--rerun-mode validate_results",
-        "--rerun-mode report_stats --result-rejected-tracker-filename F",
-        "--gpu-sniff-test-interval 100",
-        "--exit-signal 12 --exit-signal-handler",
-        "--moe-router-dtype fp64 --num-experts 4 --disable-bias-linear",
-    ],
-)
-def test_flags_that_promise_something_are_refused(line: str) -> None:
-    (problem,) = problems(line)
-    assert (problem.code, problem.fixes, problem.choices) == ("E004", (), ())
 
 
 HERE = {
@@ -288,7 +256,7 @@ HERE = {
 
 def test_reasons_are_true() -> None:
     reasons = {flag.reason for flag in [*FLAGS.handled.values(), *FLAGS.replaced.values()] if flag.kind == "refused"}
-    reasons |= {reason for values in FLAGS.missing_values.values() for reason in values.values()}
+    reasons |= {reason for setting in SETTINGS.values() for reason in setting.option.megatron.missing.values()}
     for reason in reasons:
         for word, options in HERE.items():
             assert word not in reason.lower() or any(option in reason for option in options.split("|")), reason
@@ -306,93 +274,3 @@ def test_no_refusal_of_a_flag_has_a_fix_that_drops_it() -> None:
     found = problems(f"{on} {' '.join(f'{name}x 7' if name.endswith('-') else f'{name} 7' for name in refused)}")
     assert len(found) > 100
     assert [p for p in found if any(fix.startswith("drop ") for fix in p.fixes) and p.code in ("E001", "E004")] == []
-
-
-@pytest.mark.parametrize(
-    ("line", "note"),
-    [
-        ("--num-query-groups 2", "Megatron-LM would ignore it"),
-        ("--num-query-groups 2 --group-query-attention", ""),
-        ("--num-query-groups 4", ""),
-        ("--set model.num_query_groups=2", ""),
-        ("--preset tiny-llama", ""),
-        ("--reset-position-ids --position-embedding-type rope --eod-id 0", "restarts learned positions only"),
-        ("--reset-position-ids --eod-id 0", ""),
-        ("--reset-position-ids --reset-attention-mask --position-embedding-type rope --eod-id 0", ""),
-        ("--position-embedding-type rope --use-rope-scaling --rope-scaling-factor 32", "scales by 8"),
-        ("--position-embedding-type rope --use-rope-scaling --rope-scaling-factor 8", ""),
-        ("--openai-gelu --no-bias-gelu-fusion", "the exact form: --activation gelu"),
-        ("--openai-gelu", ""),
-        ("--eod-mask-loss --eod-id 0", "averages each micro-batch"),
-        ("--eod-mask-loss --calculate-per-token-loss --eod-id 0", ""),
-        ("--rampup-batch-size 2 2 8 --global-batch-size 4", "trains with full batches"),
-        ("--fp16", "Megatron-LM's and accelerate's do not advance"),
-        ("--params-dtype fp16", "Megatron-LM's and accelerate's do not advance"),
-        ("--fp16 --loss-scale 1024", ""),
-        ("--bf16", ""),
-    ],
-)
-def test_another_meaning_is_noted(line: str, note: str) -> None:
-    notes_of = [each for each in notes(line).splitlines() if "Megatron-LM" in each]
-    assert len(notes_of) == bool(note)
-    assert note in "".join(notes_of)
-
-
-@pytest.mark.parametrize(
-    "line",
-    [
-        "--fim-rate 0.5",
-        "--muon-tp-mode blockwise",
-        "--deepspeed zero3.json",
-        "--zero-stage 3",
-        "--vocab-extra-ids 100",
-    ],
-)
-def test_flags_that_would_change_the_run_are_refused(line: str) -> None:
-    assert [problem.code for problem in problems(line)] in (["E001"], ["E004"])
-
-
-@pytest.mark.parametrize(
-    "line",
-    [
-        "--fim-rate 0",
-        "--vocab-extra-ids 0",
-        "--head-lr-mult 1.0",
-        "--softmax-type vanilla",
-        "--deepspeed",
-        "--mtp-num-layers 0",
-        "--save-interval 0 --save x --persistent-save-interval 0",
-        "--exit-interval 0 --eval-interval 0 --exit-duration-in-mins 0",
-        "--num-experts 0 --moe-layer-freq [0]*3+[1]*2 --moe-router-load-balancing-type sinkhorn --moe-latent-size 8",
-        "--rerun-mode disabled --exit-signal 15 --spec local",
-        "--mscale 0.7 --relative-attention-num-buckets 8 --mrope-section 1 2",
-        "--fp8-output-proj --muon-use-syrk",
-        "--attention-head-type multihead",
-    ],
-)
-def test_values_that_change_nothing_are_accepted(line: str) -> None:
-    assert problems(line) == ()
-
-
-@pytest.mark.parametrize(
-    ("freq", "codes_of"),
-    [
-        ("1", []),
-        ("[1,1]", []),
-        ("([1]*2)", []),
-        ("[1]+[1]", []),
-        ("([1]*1+[1]*1)", []),
-        ("[1, 1]", []),
-        ("2", ["E004"]),
-        ("[1,0]", ["E004"]),
-        ("([0]*1+[1]*1)", ["E004"]),
-    ],
-)
-def test_layers_with_experts_may_be_written_out(freq: str, codes_of: list[str]) -> None:
-    assert codes(f"--num-experts 4 --disable-bias-linear --moe-layer-freq '{freq}'") == codes_of
-
-
-def test_a_flag_that_another_one_overrides_is_not_applied() -> None:
-    assert "--no-bias-gelu-fusion as --activation gelu" in notes("--no-bias-gelu-fusion")
-    unused = "--no-bias-gelu-fusion as nothing, because another flag sets the same"
-    assert unused in notes("--swiglu --no-bias-gelu-fusion")
