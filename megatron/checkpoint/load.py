@@ -12,7 +12,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from io import FileIO
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
 import torch
 import xxhash
@@ -42,8 +42,6 @@ if TYPE_CHECKING:
 
 READ_ATTEMPTS = 3
 """Reads of a chunk from an object store before a wrong checksum counts as damage: transfers may corrupt data."""
-
-T = TypeVar("T")
 
 
 class DiskFile:

@@ -9,11 +9,12 @@ first copied to host memory and written in a thread. Free disk space is checked 
 from __future__ import annotations
 
 import errno
+import os
 import shutil
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -39,7 +40,7 @@ from megatron.checkpoint.format import (
     relative_box,
     split_box,
 )
-from megatron.checkpoint.lease import Lease, raise_if_superseded
+from megatron.checkpoint.lease import Lease, acquire_lease, raise_if_superseded
 from megatron.checkpoint.location import Location
 from megatron.checkpoint.publish import Attempt, save_elsewhere_flags
 from megatron.checkpoint.tensor_file import (
@@ -51,6 +52,7 @@ from megatron.checkpoint.tensor_file import (
     TensorPart,
 )
 from megatron.config.errors import Problem
+from megatron.config.launch import JobStart
 from megatron.config.text import format_bytes
 from megatron.distributed import comm
 from megatron.distributed.comm import Group
@@ -74,6 +76,23 @@ class CheckpointExtras:
     files: Mapping[str, Path | bytes]  # small files by name, as content or as a path to copy
 
 
+@contextmanager
+def share_lease(folder: Location, group: Group, leader: int = 0, flag: str = "--save") -> Iterator[Lease]:
+    """Let the rank ``leader`` acquire the lease on ``folder``; all ranks that name it get the lease. Collective.
+
+    Raises:
+        CheckpointError: on every rank of the group, as :func:`acquire_lease`.
+    """
+    with ExitStack() as stack:
+
+        def acquire() -> list[Any]:
+            if group.rank != leader:
+                return []
+            return stack.enter_context(acquire_lease(folder, flag, JobStart.read(os.environ))).to_json()
+
+        yield Lease.from_json(folder, gather_results(acquire, group)[leader])
+
+
 def save_sharded(
     folder: Location,
     tensors: Mapping[str, GlobalTensor],
@@ -82,8 +101,8 @@ def save_sharded(
     group: Group,
     files: Mapping[str, Path | bytes] | None = None,
     lease: Lease | None = None,
-) -> None:
-    """Write a checkpoint; when the call returns it is published and on disk.
+) -> int:
+    """Write a checkpoint; when the call returns it is published and on disk. Return the bytes of its tensors.
 
     Collective; errors are raised on every rank, and then nothing is published. An existing checkpoint of that name is
     replaced only when the new one is complete.
@@ -95,15 +114,15 @@ def save_sharded(
         config: options, as JSON; rank 0's is written.
         group: the ranks that write.
         files: small files by name inside the checkpoint, as content or as a path to copy; rank 0's are written.
-        lease: lease of this start on the folder that contains the checkpoint.
+        lease: lease of this start on the folder that contains the checkpoint; then free space is checked before.
 
     Raises:
-        StorageError: if the disk fails on any rank.
+        StorageError: if the disk fails on any rank, or has too little space.
         SupersededError: if a later start holds the folder.
         TypeError, ValueError: if the parts are not a partition of the tensors, or state or config is not JSON.
     """
     attempt = Attempt(folder, lease.staging if lease else None)
-    CheckpointSave(attempt, tensors, CheckpointExtras(state, config, files or {}), group, lease).run()
+    return CheckpointSave(attempt, tensors, CheckpointExtras(state, config, files or {}), group, lease).run()
 
 
 @dataclass
@@ -123,8 +142,9 @@ class CheckpointSave:
         self.written: dict[str, FileRecord] = {}  # as far as this rank knows
         self.manifest = ""  # on ranks that lead
 
-    def run(self) -> None:
-        """Save; collective. After an error delete what was written."""
+    def run(self) -> int:
+        """Save, and return the bytes of the tensors; collective. After an error delete what was written."""
+        self.sizes = gather_results(lambda: local_bytes(self.tensors), self.group)  # of all ranks
         try:
             self.attempt = replace(self.attempt, name=gather_results(self._safely(self.start), self.group)[0])
             outcome, own_error = call_safely(self._safely(self.write))
@@ -137,6 +157,7 @@ class CheckpointSave:
             if self.started and not is_peer_lost(error):  # then others may still be writing
                 self.attempt.discard()
             raise
+        return sum(self.sizes)
 
     def _safely(self, act: Callable[[], T]) -> Callable[[], T]:
         def call() -> T:
@@ -149,11 +170,19 @@ class CheckpointSave:
         """Create the folder; return its name, of which rank 0's is used."""
         if self.leads:
             encode_manifest({}, {}, self.extra.state, self.extra.config)  # raises before anything is written
+            self.check_space()
             if self.lease is not None:
                 self.lease.ready()
             self.attempt.start()
             self.started = True
         return self.attempt.name
+
+    def check_space(self) -> None:
+        """Raise StorageError if the disk is too small; a program without a lease may not delete leftovers for it."""
+        if self.lease is None:
+            return
+        if problem := disk_space_problem(self.lease.folder, sum(self.sizes), self.lease):
+            raise StorageError(str(problem))
 
     def write(self) -> JSON:
         """Write this rank's file, and on a rank that leads the small files; return the former."""

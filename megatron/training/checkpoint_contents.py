@@ -42,7 +42,6 @@ class CheckpointContents:
 
     iteration: int  # steps taken
     tensors: Mapping[str, GlobalTensor]  # this rank's parts
-    bytes: int  # of the tensors of all ranks
     state: Mapping[str, Any]  # progress of the run
     started: float = field(default_factory=time.monotonic)  # when the save began
 
@@ -57,8 +56,7 @@ class CheckpointContents:
         for component in trainer.components:
             with name_in_errors(component.plugin, "before_save"):
                 component.before_save()
-        tensors = tensors_to_save(trainer)
-        return cls(trainer.iteration, tensors, total_bytes(tensors, trainer.mesh.world), run_state(trainer), started)
+        return cls(trainer.iteration, tensors_to_save(trainer), run_state(trainer), started)
 
 
 def local_tensors(trainer: Trainer) -> dict[str, Tensor]:

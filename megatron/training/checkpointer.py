@@ -7,12 +7,11 @@
 from __future__ import annotations
 
 import json
-import os
 import time
 from base64 import b64decode, b64encode
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, wait
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -29,13 +28,12 @@ from megatron.checkpoint.errors import (
 )
 from megatron.checkpoint.folder import CheckpointFolder
 from megatron.checkpoint.format import Manifest
-from megatron.checkpoint.lease import Lease, acquire_lease, raise_if_superseded
+from megatron.checkpoint.lease import Lease, raise_if_superseded
 from megatron.checkpoint.load import open_manifest
 from megatron.checkpoint.location import Location, parse_location
-from megatron.checkpoint.save import HostCopyBuffer, disk_space_problem, run_in_background, save_sharded
+from megatron.checkpoint.save import HostCopyBuffer, disk_space_problem, run_in_background, save_sharded, share_lease
 from megatron.config.checkpoint import CheckpointConfig
 from megatron.config.errors import Problem, UserError
-from megatron.config.launch import JobStart
 from megatron.convert.sources import SourceOptions, open_source
 from megatron.convert.tokenizer_files import (
     TOKENIZER_PREFIX,
@@ -86,8 +84,7 @@ script, and a scheduler may report 0 itself.
 """
 
 
-@contextmanager
-def hold_save_folder(save: str | None, world: Group) -> Iterator[Lease | None]:
+def hold_save_folder(save: str | None, world: Group) -> AbstractContextManager[Lease | None]:
     """Create the ``save`` folder and hold its lease for this run; every rank gets the lease.
 
     An unwritable folder is found before the first step. An earlier start of the same job that still holds the lease
@@ -96,14 +93,7 @@ def hold_save_folder(save: str | None, world: Group) -> Iterator[Lease | None]:
     Raises:
         CheckpointError: on every rank, if another run holds the lease, or the folder cannot be written.
     """
-    with ExitStack() as stack:
-        lease = None
-        if save is not None:
-            start = JobStart.read(os.environ)
-            folder = parse_location(save)
-            held = run_on_rank0(lambda: stack.enter_context(acquire_lease(folder, start=start)).to_json(), world)
-            lease = Lease.from_json(folder, held)
-        yield lease
+    return nullcontext() if save is None else share_lease(parse_location(save), world)
 
 
 def choose_resume_source(options: CheckpointConfig, world: Group, nodes: NodeCheckpoints | None = None) -> ResumeSource:
@@ -185,7 +175,12 @@ class Checkpointer:
             trainer.files = with_end_ids(trainer.files, end_ids(config.data, train.conversations))
         if self.options.save is not None and trainer.iteration < trainer.total_steps:
             size = total_bytes(tensors_to_save(trainer), self.world)
-            run_on_rank0(partial(self._check_disk_space, size), self.world)
+
+            def check_space() -> None:
+                if problem := disk_space_problem(parse_location(str(self.options.save)), size, self.lease):
+                    raise UserError([problem])
+
+            run_on_rank0(check_space, self.world)
         return notes
 
     def _load_newest(self, source: ResumeSource, notes: list[str], own_files: SmallFiles) -> list[str]:
@@ -294,20 +289,16 @@ class Checkpointer:
         return self._write(CheckpointContents.of(self.trainer), self.world)
 
     def _write(self, contents: CheckpointContents, group: Group, blocking: float | None = None) -> SavedCheckpoint:
-        """Write a checkpoint if it fits, then delete the ones that need not be kept; collective over ``group``.
+        """Write a checkpoint, then delete the ones that need not be kept; collective over ``group``.
 
         All disk access is in here, so with ``async_save`` a hanging disk does not block training. Rank 0 deletes older
         checkpoints only after it has opened the new one as a start would.
         """
         options, trainer = self.options, self.trainer
-        try:
-            run_on_rank0(partial(self._check_disk_space, contents.bytes), group)
-        except UserError as error:
-            raise StorageError(str(error.problems[0])) from None
         folder = CheckpointFolder(parse_location(str(options.save)))
         path = folder.path(contents.iteration)
         config = to_dict(trainer.config)
-        save_sharded(path, contents.tensors, contents.state, config, group, trainer.files, self.lease)
+        size = save_sharded(path, contents.tensors, contents.state, config, group, trainer.files, self.lease)
         warning = None
         if group.rank == 0:
             try:
@@ -319,11 +310,7 @@ class Checkpointer:
             except (CheckpointError, OSError) as error:
                 raise_if_superseded(self.lease)
                 warning = f"older checkpoints are not deleted: {error}"
-        return SavedCheckpoint(path, contents.bytes, time.monotonic() - contents.started, blocking, warning)
-
-    def _check_disk_space(self, size: int) -> None:
-        if problem := disk_space_problem(parse_location(str(self.options.save)), size, self.lease):
-            raise UserError([problem])
+        return SavedCheckpoint(path, size, time.monotonic() - contents.started, blocking, warning)
 
     def _save_in_background(self, staging: HostCopyBuffer) -> tuple[CheckpointContents, Future[SavedCheckpoint]]:
         """Copy the contents of a checkpoint, after which steps may be taken, and write them in a thread."""

@@ -13,7 +13,7 @@ from __future__ import annotations
 import errno
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -30,7 +30,6 @@ from megatron.checkpoint.errors import (
     CheckpointError,
     DamagedCheckpointError,
     StorageError,
-    SupersededError,
     strip_folder,
 )
 from megatron.checkpoint.folder import NODE_PLACEHOLDER, CheckpointFolder, node_folder
@@ -43,21 +42,21 @@ from megatron.checkpoint.format import (
     marker_folder,
     parse_manifest,
 )
-from megatron.checkpoint.lease import Lease, acquire_lease, raise_if_superseded
+from megatron.checkpoint.lease import Lease, raise_if_superseded
 from megatron.checkpoint.location import Location, local_path, parse_location
 from megatron.checkpoint.publish import Attempt, delete_checkpoint
 from megatron.checkpoint.save import (
     CheckpointExtras,
     CheckpointSave,
     disk_space_message,
-    local_bytes,
     rank_file_name,
+    share_lease,
 )
 from megatron.checkpoint.tensor_file import GlobalTensor
 from megatron.checkpoint.verify import chunks_by_file, list_file_damage
 from megatron.config.checkpoint import CheckpointConfig
 from megatron.config.errors import Problem, UserError
-from megatron.config.launch import JobStart, Launch
+from megatron.config.launch import Launch
 from megatron.distributed import comm
 from megatron.distributed.comm import Channel, Group, Pending
 from megatron.distributed.launch import gather_results, run_on_rank0
@@ -92,7 +91,7 @@ class LocalCheckpoint:
     mark: str  # content of the marker; equal on nodes that took part in the same save
     run: str | None  # the ``--save`` folder of the run that wrote it
     # by node, the files that are present with their full size; only nodes that have the manifest
-    files: Mapping[int, frozenset[str]]
+    files: dict[int, frozenset[str]]
     names: tuple[str, ...] = ()  # of all files of the checkpoint
 
     @property
@@ -145,25 +144,16 @@ class NodeCheckpoints:
             UserError: if the nodes have different numbers of ranks.
         """
         nodes = cls.join(options, world)
+        pattern = str(options.local_save)
         with ExitStack() as stack:
-
-            def acquire() -> list[Any]:
-                if not nodes.is_leader:
-                    return []
-                try:
-                    start = JobStart.read(os.environ)
-                    return stack.enter_context(acquire_lease(nodes.folder, "--local-save", start)).to_json()
-                except (StorageError, SupersededError):
+            try:
+                leader = nodes.ranks(nodes.node)[0]
+                nodes.lease = stack.enter_context(share_lease(nodes.folder, world, leader, "--local-save"))
+            except CheckpointError as error:
+                if type(error) is not CheckpointError or nodes.count == 1 or NODE_PLACEHOLDER in pattern:
                     raise
-                except CheckpointError as error:
-                    pattern = str(options.local_save)
-                    if nodes.count == 1 or NODE_PLACEHOLDER in pattern:
-                        raise
-                    shared = f"where nodes share a disk: --local-save {Path(pattern) / NODE_PLACEHOLDER}"
-                    raise CheckpointError(f"{error} | {shared}") from error
-
-            held = gather_results(acquire, world)[nodes.ranks(nodes.node)[0]]
-            nodes.lease = Lease.from_json(nodes.folder, held)
+                shared = f"where nodes share a disk: --local-save {Path(pattern) / NODE_PLACEHOLDER}"
+                raise CheckpointError(f"{error} | {shared}") from error
             yield nodes
 
     @property
@@ -258,19 +248,13 @@ class NodeCheckpoints:
         """Return the checkpoints on the nodes, newest first, and notes on invalid ones."""
 
         def read() -> list[Any]:
-            if not self.is_leader:
-                return [[], []]
-            held, notes = list_node_checkpoints(self.folder, self.node, self.lease)
-            return [[[c.iteration, c.mark, c.run, sorted(c.files[self.node]), [*c.names]] for c in held], notes]
+            return [*list_node_checkpoints(self.folder, self.lease)] if self.is_leader else [[], []]
 
-        parts, notes = list[LocalCheckpoint](), list[str]()
-        for node, (held, of_node) in zip(self.node_of, gather_results(read, self.group)):
-            notes += [f"node {node}: {note}" for note in of_node]
-            parts += [
-                LocalCheckpoint(iteration, mark, run, {node: frozenset(files)}, tuple(names))
-                for iteration, mark, run, files, names in held
-            ]
-        return merge_node_checkpoints(parts), notes
+        held, notes = list[tuple[int, list[Any]]](), list[str]()
+        for node, (of_node, problems) in zip(self.node_of, gather_results(read, self.group)):
+            held += [(node, entry) for entry in of_node]
+            notes += [f"node {node}: {note}" for note in problems]
+        return merge_node_checkpoints(held), notes
 
     def connect(self, trainer: Trainer) -> list[str]:
         """Open communicators of the trainer's ranks, to load and save; return notes."""
@@ -411,8 +395,8 @@ class NodeCheckpoints:
 
     # ---- Saving
 
-    def save(self, iteration: int, tensors: Mapping[str, GlobalTensor], extra: CheckpointExtras) -> Path:
-        """Write a checkpoint to the nodes' folders; return its folder on this node.
+    def save(self, iteration: int, tensors: Mapping[str, GlobalTensor], extra: CheckpointExtras) -> int:
+        """Write a checkpoint to the nodes' folders; return the bytes of its tensors.
 
         Older checkpoints are kept: see :meth:`delete_others`.
 
@@ -422,8 +406,7 @@ class NodeCheckpoints:
         """
         final = self.path(iteration)
         name = run_on_rank0(lambda: Attempt(final).name, self.group)  # the same on all nodes
-        NodeSave(Attempt(final, self.staging, name), tensors, extra, self.group, self.lease, self).run()
-        return final
+        return NodeSave(Attempt(final, self.staging, name), tensors, extra, self.group, self.lease, self).run()
 
     def delete_others(self, iteration: int) -> str | None:
         """Delete all other checkpoints from the nodes' folders; return the error of a disk, or None."""
@@ -453,22 +436,15 @@ class NodeSave(CheckpointSave):
         super().__post_init__()
         self.leads = self.nodes.is_leader
 
-    def run(self) -> None:
-        """See :class:`CheckpointSave`."""
-        self._sizes = comm.all_gather_objects(local_bytes(self.tensors), self.group)
-        super().run()
-
-    def start(self) -> str:
-        """Check that the disk has space for this node's files, and copies of the previous one's."""
-        if self.leads:
-            nodes = self.nodes
-            kept = {nodes.node, (nodes.node - 1) % nodes.count}
-            size = sum(self._sizes[rank] for node in kept for rank in nodes.ranks(node))
-            message = disk_space_message(nodes.folder, size, self.lease)
-            if message is not None:
-                sentence = f"{message} (rank {nodes.rank}); no local checkpoint was written"
-                raise StorageError(sentence, "free some space", "--local-save ELSEWHERE")
-        return super().start()
+    def check_space(self) -> None:
+        """Raise StorageError unless the disk has space for this node's files, and copies of the previous one's."""
+        nodes = self.nodes
+        kept = {nodes.node, (nodes.node - 1) % nodes.count}
+        size = sum(self.sizes[rank] for node in kept for rank in nodes.ranks(node))
+        message = disk_space_message(nodes.folder, size, self.lease)
+        if message is not None:
+            sentence = f"{message} (rank {nodes.rank}); no local checkpoint was written"
+            raise StorageError(sentence, "free some space", "--local-save ELSEWHERE")
 
     def complete(self) -> None:
         """Send this rank's file, if it has written one, to the next node, and receive one from the previous node."""
@@ -488,36 +464,36 @@ class NodeSave(CheckpointSave):
         super().complete()
 
 
-def list_node_checkpoints(
-    folder: Path, node: int, lease: Lease | None = None
-) -> tuple[list[LocalCheckpoint], list[str]]:
-    """Recover a node's folder from interrupted saves; return what it holds, and notes on invalid checkpoints."""
+def list_node_checkpoints(folder: Path, lease: Lease | None = None) -> tuple[list[list[Any]], list[str]]:
+    """Recover a node's folder from interrupted saves; return what it holds, as JSON, and notes on invalid checkpoints.
+
+    Of a checkpoint, these are iteration, marker, run, the files that are present, and the names of all files.
+    """
     checkpoints = CheckpointFolder(folder)
     checkpoints.retain(None, lease=lease)  # deletes leftovers only
-    held, notes = [], []
+    held, notes = list[list[Any]](), []
     for iteration, path in checkpoints.named():
         try:
             manifest = Manifest.read(path)
         except DamagedCheckpointError as error:
-            notes.append(f"passed over {path}: {strip_folder(path, error)}")
+            notes.append(passed_over_note(path, error))
             continue
-        files = set()
+        files = []
         for name in manifest.files:
             with suppress(DamagedCheckpointError):
                 manifest.check_file(name)
-                files.add(name)
-        mark = local_path(path / MARKER).read_text()
+                files.append(name)
         run = manifest.config.get("checkpoint", {}).get("save")
-        held.append(LocalCheckpoint(iteration, mark, run, {node: frozenset(files)}, tuple(manifest.files)))
+        held.append([iteration, local_path(path / MARKER).read_text(), run, files, [*manifest.files]])
     return held, notes
 
 
-def merge_node_checkpoints(parts: Iterable[LocalCheckpoint]) -> list[LocalCheckpoint]:
+def merge_node_checkpoints(held: Iterable[tuple[int, Sequence[Any]]]) -> list[LocalCheckpoint]:
     """Merge what each node has into checkpoints, newest first; of one iteration, those on more nodes first."""
     merged: dict[tuple[int, str], LocalCheckpoint] = {}
-    for part in parts:
-        same_save = merged.get((part.iteration, part.mark), part)
-        merged[part.iteration, part.mark] = replace(same_save, files={**same_save.files, **part.files})
+    for node, (iteration, mark, run, files, names) in held:
+        found = merged.setdefault((iteration, mark), LocalCheckpoint(iteration, mark, run, {}, tuple(names)))
+        found.files[node] = frozenset(files)
     return sorted(merged.values(), key=lambda found: (found.iteration, len(found.files), found.mark), reverse=True)
 
 
@@ -652,8 +628,8 @@ class LocalSave(Callback):
         if isinstance(save, Path):  # absolute, because the next start may have another working directory
             config["checkpoint"]["save"] = str(save.absolute())
         extras = CheckpointExtras(contents.state, config, trainer.files)
-        path = self._nodes.save(trainer.iteration, contents.tensors, extras)
+        size = self._nodes.save(trainer.iteration, contents.tensors, extras)
         warning = self._nodes.delete_others(trainer.iteration)
-        self.log.checkpoint(path, contents.bytes, time.monotonic() - contents.started)
+        self.log.checkpoint(self._nodes.path(trainer.iteration), size, time.monotonic() - contents.started)
         if warning:
             self.log.warning(warning)

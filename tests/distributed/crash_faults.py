@@ -21,25 +21,15 @@ from tests.kit.watched_calls import REAL, refuse, watched_calls
 
 @dataclass(frozen=True)
 class Fault:
-    """A fault of one rank of a start.
+    """A fault of one rank of a start."""
 
-    Attributes:
-        kind: ``kill`` (at a call), ``full disk`` (at a call, and at those that follow), ``kill at a moment``.
-        rank: the one it happens to.
-        call: number of the call, counted from 0 over those that touch the checkpoints.
-        calls: that fail, of a full disk.
-        torn: whether a write that is the last leaves half of its bytes.
-        moment: seconds from the start.
-        patient: whether the other ranks are left to find out by themselves; a launcher would kill them.
-    """
-
-    kind: str
+    kind: str  # ``kill`` (at a call), ``full disk`` (at a call, and at those that follow), ``kill at a moment``
     rank: int
-    call: int = 0
-    calls: int = 1
-    torn: bool = False
-    moment: float = 0.0
-    patient: bool = True
+    call: int = 0  # counted from 0 over those that touch the checkpoints
+    calls: int = 1  # that fail, of a full disk
+    torn: bool = False  # a write that is the last leaves half of its bytes
+    moment: float = 0.0  # seconds from the start
+    patient: bool = True  # the other ranks find out by themselves; a launcher would kill them
 
     def __str__(self) -> str:
         if self.kind == "kill at a moment":
@@ -53,14 +43,7 @@ class Watch:
     """Counts this process's calls that touch files under some folders, and has a fault happen at one of them."""
 
     def __init__(self, folders: Sequence[Path], fault: Fault | None, notes: Path) -> None:
-        """Begin at 0.
-
-        Args:
-            folders: of checkpoints.
-            fault: None to count only.
-            notes: file for the names of the calls, one a line; the last is the one at which the fault happened.
-
-        """
+        """Begin at 0. The names of the calls go to the file ``notes``, last the one at which the fault happened."""
         self._folders, self._fault = tuple(f"{folder}/" for folder in folders), fault
         self._numbers = itertools.count()
         self._notes = os.open(notes, os.O_WRONLY | os.O_CREAT | os.O_APPEND)

@@ -32,21 +32,13 @@ HANG = 240.0
 
 @dataclass(frozen=True)
 class Setup:
-    """A run: how many ranks, how they share the model, and how it is saved.
-
-    Attributes:
-        name: for people.
-        ranks: processes.
-        layout: flags of which the numbers depend.
-        way: flags of which they do not.
-        node: ranks of a node.
-    """
+    """A run: how many ranks, how they share the model, and how it is saved."""
 
     name: str
     ranks: int
-    layout: str
-    way: str = "--save-interval 2"
-    node: int = 0
+    layout: str  # flags on which the numbers depend
+    way: str = "--save-interval 2"  # flags on which they do not
+    node: int = 0  # ranks of a node
 
     @property
     def is_local(self) -> bool:
@@ -72,23 +64,14 @@ class Setup:
 
 @dataclass(frozen=True)
 class Ended:
-    """The end of a start.
+    """The end of a start."""
 
-    Attributes:
-        statuses: of all ranks, negative for signals.
-        printed: what rank 0 wrote to its two streams.
-        errors: other output of all ranks; only the first rank that fails reports its failure.
-        seconds: it took.
-        calls: names and paths of the calls of each rank that touched checkpoints.
-        late: seconds after a rank was killed until all others had ended by themselves; 0 where they were killed.
-    """
-
-    statuses: tuple[int, ...]
-    printed: str
-    errors: str
+    statuses: tuple[int, ...]  # of all ranks, negative for signals
+    printed: str  # by rank 0, to both streams
+    errors: str  # printed by the others; only the first rank that fails reports its failure
     seconds: float
-    calls: tuple[tuple[str, ...], ...]
-    late: float = 0.0
+    calls: tuple[tuple[str, ...], ...]  # names and paths of the calls of each rank that touched checkpoints
+    late: float = 0.0  # seconds after a rank was killed until all others had ended by themselves, if they did
 
 
 def start(setup: Setup, folder: Path, fault: Fault | None = None) -> Ended:
@@ -148,17 +131,7 @@ def _rank(setup: Setup, folder: Path, rank: int, port: int, fault: Fault | None)
 
 
 def _await(pids: list[int], statuses: dict[int, int], began: float, fault: Fault | None) -> float:
-    """Wait for all; kill at the moment that was chosen, and those that a launcher would kill.
-
-    Args:
-        pids: the processes.
-        statuses: filled with how each ends.
-        began: when they were started, on ``time.monotonic()``.
-        fault: what is going to happen.
-
-    Returns:
-        Seconds after a rank was killed until all others had ended by themselves; 0 where they were killed.
-    """
+    """Wait for all, and kill at the moment that was chosen, and what a launcher would kill; return ``Ended.late``."""
     died = 0.0
     while left := [pid for pid in pids if pid not in statuses]:
         for pid in left:

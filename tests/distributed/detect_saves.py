@@ -61,7 +61,7 @@ def is_busy(rank: int, world_size: int) -> bool:
     """Return True if this rank knows that the last rank is still saving."""
     saver: Any = SimpleNamespace(
         poll=lambda: None,
-        pending=(CheckpointContents(1, {}, 0, {}), Future()) if rank == world_size - 1 else None,
+        pending=(CheckpointContents(1, {}, {}), Future()) if rank == world_size - 1 else None,
         _lost_contact=False,
         _log=SimpleNamespace(warning=lambda text: None),
         world=world_group(rank, world_size),
@@ -115,7 +115,8 @@ def count_nodes(rank: int, world_size: int) -> int:
 def saved_on(tier: NodeCheckpoints, trainer: Trainer) -> Path:
     """The folder of a checkpoint on this node."""
     extra = CheckpointExtras(run_state(trainer), to_dict(trainer.config), trainer.files)
-    return tier.save(0, tensors_to_save(trainer), extra)
+    tier.save(0, tensors_to_save(trainer), extra)
+    return tier.path(0)
 
 
 def find_damage(rank: int, world_size: int, case: Case) -> list[tuple[int, str]]:

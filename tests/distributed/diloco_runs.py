@@ -119,20 +119,14 @@ class Killed(SystemExit):
 
 
 class Mortality:
-    """Kills replicas at a request to the store or in the middle of an exchange, and records what the others make of it.
-
-    Attributes:
-        left: by the identity of a replica's store, how many requests it has left.
-        exchanges: by the same, how many sums over the members; one is of a part of a round.
-        gradients: of a round, by the index of the replica.
-        rounds: by round, what every replica took from it: indices of members that contributed, and their average.
-    """
+    """Kills replicas at a request to the store or in an exchange, and records what the others make of it."""
 
     def __init__(self, seed: int) -> None:
-        self.left: dict[int, int] = {}
-        self.exchanges: dict[int, int] = {}
+        self.left: dict[int, int] = {}  # requests that a replica has left, by the identity of its store
+        self.exchanges: dict[int, int] = {}  # the same of sums over the members, each of a part of a round
         self.random = Random(seed)
-        self.gradients: dict[int, dict[int, Tensor]] = {}
+        self.gradients: dict[int, dict[int, Tensor]] = {}  # of a round, by the index of the replica
+        # by round, what every replica took from it: indices of members that contributed, and their average
         self.rounds: dict[int, list[tuple[tuple[int, ...], Tensor]]] = {}
 
     @contextmanager
@@ -193,16 +187,7 @@ def run_rank(
     process: int | None = None,
     pause: float = 0.0,
 ) -> Outcome:
-    """One rank of a replica that is a run of its own.
-
-    Args:
-        rank: of the replica.
-        world_size: ranks of the replica.
-        config: of the replica.
-        kills_before: a step before which it kills a process.
-        process: this one; itself for None.
-        pause: seconds before every step.
-    """
+    """One rank of a replica that is a run of its own; before a step it may kill a ``process``, by default itself."""
 
     def strike(trainer: Trainer) -> None:
         time.sleep(pause)

@@ -40,19 +40,12 @@ def _raise_signal(number: signal.Signals, trainer: Trainer) -> None:
 
 @dataclass(frozen=True)
 class Leg:
-    """The state of one rank at the checkpoint, and its continuation.
+    """The state of one rank at the checkpoint, and its continuation."""
 
-    Attributes:
-        state: masters as ``weights``, moments as ``grads``.
-        losses: of the steps after it.
-        digest: of all samples in the end.
-        bytes: of the tensors in a checkpoint, as reported.
-    """
-
-    state: RankTrace
-    losses: list[float]
-    digest: int
-    bytes: int
+    state: RankTrace  # main parameters as ``weights``, moments as ``grads``
+    losses: list[float]  # of the steps after it
+    digest: int  # of all samples in the end
+    bytes: int  # of the tensors in a checkpoint, as reported
 
 
 def save_and_go_on(rank: int, world_size: int, config: RunConfig) -> Leg:

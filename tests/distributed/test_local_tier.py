@@ -28,7 +28,7 @@ from megatron.training.local_checkpoints import NodeCheckpoints
 from tests.distributed.resume import ACTIONS
 from tests.kit.pool import Pool
 from tests.kit.runs import Outcome, before_step, differences, start, steps, tiny_run
-from tests.unit.checkpoint.samples import files_of
+from tests.unit.checkpoint.samples import files_of, flip
 
 ZERO = "--use-distributed-optimizer"
 TP2 = "--tensor-model-parallel-size 2 --sequence-parallel"
@@ -96,13 +96,6 @@ def of(run: Path, node: int, name: str = "") -> Path:
 
 def tensors(rank: int) -> str:
     return f"tensors_{rank:05d}.safetensors"
-
-
-def flip(path: Path) -> None:
-    """Another last byte."""
-    content = bytearray(path.read_bytes())
-    content[-1] ^= 1
-    path.write_bytes(content)
 
 
 def cut(path: Path) -> None:

@@ -114,10 +114,10 @@ def full_disk(*at: int) -> AbstractContextManager[Any]:
     def no_space(fd: int, content: object) -> int:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    def write(folder: Path, *arguments: Any) -> None:
+    def write(folder: Path, *arguments: Any) -> Any:
         refusing = patch.object(os, "write", no_space) if int(folder.name[5:]) in at else nullcontext()
         with refusing:
-            original(folder, *arguments)
+            return original(folder, *arguments)
 
     return patch.object(checkpointer, "save_sharded", write)
 

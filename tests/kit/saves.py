@@ -32,9 +32,9 @@ def before_writing(act: Callable[[int], None]) -> Iterator[None]:
     """Call ``act`` with the step of each checkpoint before it is written, in the process that writes it."""
     original = checkpointer.save_sharded  # type: ignore[attr-defined]
 
-    def write(folder: Path, *arguments: Any) -> None:
+    def write(folder: Path, *arguments: Any) -> Any:
         act(int(folder.name[5:]))
-        original(folder, *arguments)
+        return original(folder, *arguments)
 
     with patch.object(checkpointer, "save_sharded", write):
         yield

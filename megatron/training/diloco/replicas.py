@@ -128,7 +128,8 @@ class StoreClient(distributed_c10d.Store):
 
     def set(self, key: str, value: str | bytes) -> None:
         """Set a value."""
-        self._request(b"set", key.encode(), _to_bytes(value), certain=True)
+        content = value.encode() if isinstance(value, str) else bytes(value)
+        self._request(b"set", key.encode(), content, certain=True)
 
     def get(self, key: str) -> bytes:
         """Return a value, once it is there; raise DistStoreError after the timeout."""
@@ -152,6 +153,8 @@ class StoreClient(distributed_c10d.Store):
         """Set a value that is ``expected`` (empty for none), and return the one that is there then."""
         return self._request(b"compare_set", key.encode(), expected.encode(), value.encode(), values=1, certain=True)[1]
 
+    # torch calls these, too
+
     def delete_key(self, key: str) -> bool:
         """Delete a key; return False if there is none."""
         return bool(self._request(b"delete", key.encode()))
@@ -159,10 +162,6 @@ class StoreClient(distributed_c10d.Store):
     def set_timeout(self, timeout: timedelta) -> None:
         """Set the time for a key to appear."""
         self._seconds = timeout.total_seconds()
-
-
-def _to_bytes(value: str | bytes) -> bytes:
-    return value.encode() if isinstance(value, str) else bytes(value)
 
 
 def connect(server: str, timeout: float, secret: bytes = b"") -> distributed_c10d.Store:

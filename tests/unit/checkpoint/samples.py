@@ -119,6 +119,18 @@ def files_of(path: Path) -> Path:
     return local_path(Manifest.read(path).folder)
 
 
+def file_of(path: Path, name: str) -> Path:
+    """Return a file of a checkpoint on disk that was saved once, or its marker."""
+    return path / name if name == MARKER else attempt(path) / name
+
+
+def flip(path: Path) -> None:
+    """Change a bit of a file."""
+    content = bytearray(path.read_bytes())
+    content[-5] ^= 1
+    path.write_bytes(content)
+
+
 def forge(path: Path, change: Callable[[bytes], bytes]) -> None:
     """Change the manifest of a checkpoint, and write a valid marker."""
     manifest = Manifest.read(path)

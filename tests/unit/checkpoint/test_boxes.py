@@ -45,18 +45,6 @@ def counted(shape: tuple[int, ...], found: list[Box]) -> np.ndarray:
 
 
 @quick
-@given(st.data())
-def test_intersection(data: st.DataObject) -> None:
-    shape = data.draw(shapes)
-    a, b = data.draw(box_of(shape)), data.draw(box_of(shape))
-    both = counted(shape, [a]) * counted(shape, [b])
-    shared = format.intersect(a, b)
-    assert np.array_equal(both, counted(shape, [shared] if shared else []))
-    if shared:
-        assert np.array_equal(both[a.slices][format.relative_box(shared, a).slices], both[shared.slices])
-
-
-@quick
 @given(st.data(), st.integers(1, 40))
 def test_cut(data: st.DataObject, limit: int) -> None:
     shape = data.draw(shapes)
@@ -71,18 +59,12 @@ def test_cut(data: st.DataObject, limit: int) -> None:
 
 @quick
 @given(st.data())
-def test_a_partition_is_proved(data: st.DataObject) -> None:
+def test_any_boxes_against_counting(data: st.DataObject) -> None:
     shape = data.draw(shapes)
     pieces = data.draw(st.permutations(data.draw(partition_of(format.whole_box(shape)))))
     assert format.partition_problem(shape, pieces) is None
     assert format.partition_problem(shape, pieces[1:]) is not None
     assert "overlap" in str(format.partition_problem(shape, [*pieces, pieces[0]]))
-
-
-@quick
-@given(st.data())
-def test_any_boxes_against_counting(data: st.DataObject) -> None:
-    shape = data.draw(shapes)
     pieces = data.draw(st.lists(box_of(shape), max_size=4))
     assert (format.partition_problem(shape, pieces) is None) == bool((counted(shape, pieces) == 1).all())
 

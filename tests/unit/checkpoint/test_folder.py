@@ -120,14 +120,6 @@ def test_a_damaged_one_does_not_count_as_kept(tmp_path: Path) -> None:
     assert [(f.iteration, bool(f.manifest)) for f in runs.candidates()] == [(40, False), (30, True)]
 
 
-def test_later_ones_that_were_passed_over_do_not_count(tmp_path: Path) -> None:
-    runs = CheckpointFolder(tmp_path)
-    for iteration in (10, 20, 30, 40):
-        make(runs.path(iteration))
-    assert runs.retain(1, newest=30) == [runs.path(20), runs.path(10)]
-    assert [found.iteration for found in runs.candidates()] == [40, 30]
-
-
 def test_retain_removes_leftovers_and_publishes_complete_attempts(tmp_path: Path) -> None:
     make(tmp_path / "iter_0000001.tmp", complete=False)
     make(tmp_path / "iter_0000002.tmp", 2)

@@ -17,7 +17,6 @@ from megatron.training.local_checkpoints import (
     LocalCheckpoint,
     NodeCheckpoints,
     choose_sources,
-    list_node_checkpoints,
     merge_node_checkpoints,
 )
 from tests.unit.checkpoint.samples import ALONE, all_of, files_of, save
@@ -54,13 +53,9 @@ def test_ranks_and_their_neighbours() -> None:
     assert [nodes.neighbour(1) for nodes in cyclic] == [1, 0, 3, 2]
 
 
-def held(node: int, iteration: int, mark: str, *files: str) -> LocalCheckpoint:
-    return LocalCheckpoint(iteration, mark, RUN, {node: frozenset(files)}, ("a", "b", "c"))
-
-
 def test_nodes_with_the_same_mark_have_parts_of_one_save() -> None:
-    parts = [held(0, 3, "x", "a"), held(0, 2, "y", "a"), held(1, 3, "z", "b"), held(2, 3, "x", "c")]
-    found = merge_node_checkpoints(parts)
+    parts = [(0, (3, "x", "a")), (0, (2, "y", "a")), (1, (3, "z", "b")), (2, (3, "x", "c"))]
+    found = merge_node_checkpoints((node, (step, mark, RUN, [file], "abc")) for node, (step, mark, file) in parts)
     assert [(c.iteration, c.mark, sorted(c.files)) for c in found] == [(3, "x", [0, 2]), (3, "z", [1]), (2, "y", [0])]
     assert found[0].missing == ["b"]
     assert merge_node_checkpoints([]) == []
@@ -103,12 +98,12 @@ def test_node_checkpoints_of_a_folder_are_listed_newest_first(tmp_path: Path) ->
     (runs.path(4) / MARKER).write_text("0" * 16)
     (files_of(tmp_path / "iter_0000003") / "tensors_00000.safetensors").unlink()
     runs.path(2).rename(tmp_path / "iter_0000002.tmp")  # whole, and lacks nothing but its name
-    found, notes = list_node_checkpoints(tmp_path, 0)
+    found, notes = tier(tmp_path).find()
     assert [(h.iteration, len(h.files[0])) for h in found] == [(3, 1), (2, 2), (1, 2)]
     assert found[0].mark == (tmp_path / "iter_0000003" / MARKER).read_text()
     (note,) = notes
-    assert note.startswith(f"passed over {runs.path(4)}: {MANIFEST} is missing, or {MARKER} has flipped bytes")
-    assert list_node_checkpoints(tmp_path / "none", 0) == ([], [])
+    assert note.startswith(f"node 0: passed over {runs.path(4)}: {MANIFEST} is missing, or {MARKER} has flipped bytes")
+    assert tier(tmp_path / "none").find() == ([], [])
 
 
 def tier(folder: Path) -> NodeCheckpoints:

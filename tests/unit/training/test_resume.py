@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 import pretrain_gpt
-from megatron.checkpoint.format import marker_content
+from megatron.checkpoint.format import MANIFEST, MARKER
 from megatron.config.run import RunConfig
 from megatron.convert.huggingface.convert import convert_from_huggingface
 from megatron.data.errors import DataError
@@ -47,7 +47,7 @@ from tests.kit.runs import (
     steps,
     tiny_run,
 )
-from tests.unit.checkpoint.samples import attempt, forge
+from tests.unit.checkpoint.samples import file_of, flip, forge
 from tests.unit.convert.folders import opened, random_weights, write_folder
 
 STEPS = 9
@@ -259,19 +259,7 @@ def test_other_evaluation_data_are_noted_and_training_resumes_unchanged(tmp_path
 # ---- Damage
 
 
-def flip(path: Path) -> None:
-    content = bytearray(path.read_bytes())
-    content[-5] ^= 1
-    path.write_bytes(content)
-
-
-TENSORS, MANIFEST, MARKER = "tensors_00000.safetensors", "manifest.json", "COMPLETE"
-
-
-def file_of(path: Path, name: str) -> Path:
-    return path / name if name == MARKER else attempt(path) / name
-
-
+TENSORS = "tensors_00000.safetensors"
 DAMAGE: dict[str, tuple[Callable[[Path], None], str, str]] = {
     "a bit flipped": (flip, TENSORS, "flipped"),  # found when tensors are read
     "missing": (Path.unlink, TENSORS, "tensors_00000.safetensors is missing"),
@@ -357,10 +345,7 @@ def test_the_rest_of_a_first_save_is_no_checkpoint(tmp_path: Path) -> None:
 def test_a_checkpoint_of_a_newer_version_is_not_passed_over(killed: Path) -> None:
     """It is not damaged: resuming from the previous one would replace it."""
     path = killed / "saved/iter_0000004"
-    inner = attempt(path)
-    content = (inner / MANIFEST).read_bytes().replace(b'"version":1', b'"version":99')
-    (inner / MANIFEST).write_bytes(content)
-    (path / MARKER).write_bytes(marker_content(content, inner.name))
+    forge(path, lambda content: content.replace(b'"version":1', b'"version":99'))
     printed = go_on(killed)
     assert (printed.status, printed.samples) == (2, {})
     assert printed.err.startswith(f"error: E811 {path} was written by a newer version: ")

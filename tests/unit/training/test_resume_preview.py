@@ -26,6 +26,7 @@ from megatron.distributed.launch import world_group
 from megatron.layers.parameters import gpt
 from megatron.training.checkpointer import choose_resume_source
 from megatron.training.resume_source import preview_start, stored_config
+from tests.unit.checkpoint.samples import forge
 
 ROOT = Path(__file__).parents[3]
 FLAGS = "--seq-length 1024 --num-layers 3 --hidden-size 48 --num-attention-heads 4 --norm-epsilon 1e-6 --vocab-size 300"
@@ -57,9 +58,7 @@ def damage(path: Path) -> None:
 
 def outdate(path: Path) -> None:
     """Give it a newer format version."""
-    content = (path / MANIFEST).read_bytes().replace(b'"version":1', b'"version":2')
-    (path / MANIFEST).write_bytes(content)
-    (path / MARKER).write_bytes(marker_content(content))
+    forge(path, lambda content: content.replace(b'"version":1', b'"version":2'))
 
 
 def unnamed(path: Path) -> None:
