@@ -15,6 +15,7 @@ import codecs
 import glob
 import io
 import json
+import math
 import os
 import re
 import shlex
@@ -23,7 +24,7 @@ from contextlib import ExitStack, contextmanager
 from fnmatch import fnmatchcase
 from functools import cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import IO, Any, NamedTuple
 
 import xxhash
 
@@ -311,38 +312,72 @@ def split_lines_file(
 
     A file that is a JSON array, or objects over several lines, has a line for each value.
     """
-    head_bytes = (
-        min(block_bytes, max_line_bytes) - 1
-    )  # so only the last line of a block, which is then read, is too long
+    head_bytes = min(block_bytes, max_line_bytes) - 1  # before the end of the last line: only that line can be too long
+    if (has_values := holds_values(file)) or compression_suffix(file):
+        return _cut_stream(file, has_values, head_bytes, max_line_bytes)
+    return _cut_stored(file, head_bytes, max_line_bytes)
+
+
+def _cut_stored(file: Path, head_bytes: int, max_line_bytes: int) -> Iterator[LineBlock]:
+    """Cut a file that is read as it is: only ends of lines are read here, the rest by workers at the same time."""
+    size, start = file.stat().st_size, 0
+    with open(file, "rb") as stream:
+        while True:
+            stream.seek(start + head_bytes)
+            part = _skip_line(stream, max_line_bytes)
+            good = end = min(stream.tell(), size)
+            if end - start > max_line_bytes:
+                stream.seek(start)
+                line = start + stream.read(head_bytes).rfind(b"\n") + 1
+                good = line if end - line - part.endswith(b"\n") > max_line_bytes else end
+                stream.seek(end)
+            if good > start or end == start:
+                yield LineBlock(file, range(start, good), good - start, start == 0, last=good == size)
+            if good < end:
+                if not part.endswith(b"\n"):
+                    _skip_line(stream)
+                start = stream.tell()
+                yield LineBlock(file, b"", start - good, good == 0, last=False, damage=_too_long(max_line_bytes))
+            elif end == size:
+                return
+            else:
+                start = end
+
+
+def _skip_line(stream: IO[bytes], limit: float = math.inf) -> bytes:
+    """Read the rest of a line, or more than ``limit`` bytes of it, in parts; return the last part."""
+    part = b" "
+    while part[-1:] not in (b"\n", b"") and limit >= 0:
+        part = stream.readline(READ_BYTES)
+        limit -= len(part)
+    return part
+
+
+def _cut_stream(file: Path, has_values: bool, head_bytes: int, max_line_bytes: int) -> Iterator[LineBlock]:
+    """Cut a file that is decompressed, or whose values become lines."""
     size, done, first, last = file.stat().st_size, 0, True, False
     with open(file, "rb") as stream:
-        pieces, has_values = read_pieces(file, stream), holds_values(file)
-        is_stored = not has_values and not compression_suffix(file)  # as it is read: a worker can read it itself
+        pieces = read_pieces(file, stream)
         raw = PieceReader(json_values(file, pieces, max_line_bytes) if has_values else pieces)
-        text = stream if is_stored else io.BufferedReader(raw, READ_BYTES)
+        text = io.BufferedReader(raw, READ_BYTES)
         while not last:
-            parts = [text.read(head_bytes)]
-            length, line = len(parts[0]), len(parts[0]) - parts[0].rfind(b"\n") - 1  # bytes read, and of the last line
-            while True:
-                part = text.readline(READ_BYTES)
-                length, line = length + len(part), line + len(part)
-                if not is_stored:
-                    parts.append(part)
-                if part[-1:] in (b"\n", b"") or line > max_line_bytes:
-                    break
-            is_long = line - part.endswith(b"\n") > max_line_bytes
+            head = text.read(head_bytes)
+            whole = head.rfind(b"\n") + 1
+            tail = text.readline(max_line_bytes + 2 - len(head[whole:]))
+            content = head + tail
+            is_long = len(content) - whole - tail.endswith(b"\n") > max_line_bytes
             last = not is_long and not text.peek(1)
-            is_cut = last and raw.damage is not None and not part.endswith(b"\n")
-            good = length - line if is_long or is_cut else length
-            if good or not is_long:
-                content = range(done, done + good) if is_stored else b"".join(parts)[:good]
-                end = size if last else done + good if is_stored else stream.tell()
+            is_cut = last and raw.damage is not None and not content.endswith(b"\n")
+            if is_long or is_cut:
+                content = head[:whole]
+            if content or not is_long:
+                end = size if last else stream.tell()
                 damage = () if raw.damage is None or not last else (f" {raw.damage}", *raw.damage.fixes)
                 yield LineBlock(file, content, end - done, first, last, damage)
                 done, first = end, False
             if is_long:
-                while part[-1:] not in (b"\n", b""):
-                    part = text.readline(READ_BYTES)
+                if not tail.endswith(b"\n"):
+                    _skip_line(text)
                 end = stream.tell()
                 yield LineBlock(file, b"", end - done, first, last=False, damage=_too_long(max_line_bytes))
                 done, first = end, False
