@@ -261,19 +261,15 @@ class FileBlock(NamedTuple):
 Block = LineBlock | FileBlock
 
 
-def is_json_lines(file: Path) -> bool:
-    """Return True if the name is that of a JSON-lines file, ignoring case and compression."""
-    return uncompressed_name(file).lower().removesuffix(UNFINISHED).endswith(JSON_LINES_SUFFIXES)
-
-
 def is_table(file: Path) -> bool:
     """Return True if the name is that of a Parquet or Arrow file, ignoring case."""
     return file.name.lower().endswith(TABLE_SUFFIXES)
 
 
 def is_plain(file: Path) -> bool:
-    """Return True for a file that is one document."""
-    return not is_json_lines(file) and not is_table(file)
+    """Return True for a file that is one document: no table, and no JSON lines, ignoring case and compression."""
+    name = uncompressed_name(file).lower().removesuffix(UNFINISHED)
+    return not name.endswith(JSON_LINES_SUFFIXES) and not is_table(file)
 
 
 def uncompressed_name(file: Path) -> str:
