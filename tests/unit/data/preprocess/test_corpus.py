@@ -32,7 +32,6 @@ from megatron.data.preprocess.corpus import (
     FileBlock,
     LineBlock,
     TextDocument,
-    find_text_files,
     load_block,
     parse_line,
     parse_valid_lines,
@@ -42,6 +41,7 @@ from megatron.data.preprocess.corpus import (
     split_lines,
     split_lines_file,
 )
+from megatron.data.preprocess.files import find_text_files
 from megatron.data.preprocess.streams import COMPRESSION_SUFFIXES, DamagedStreamError, decompress
 from tests.kit.users import NOBODY, as_user, needs_root, public_folder
 from tests.unit.data.pairs import COMPRESS
