@@ -50,7 +50,7 @@ def removed_on_error(folder: Path) -> Iterator[None]:
         raise
 
 
-class Progress:
+class ConversionProgress:
     """Counts written bytes and reports them; threads report one at a time."""
 
     def __init__(self, report: ProgressCallback, total: int) -> None:
@@ -70,7 +70,7 @@ class StagedFile(NamedTuple):
     """A file of a conversion."""
 
     bytes: int  # of its tensors
-    write: Callable[[Progress], RankFile]
+    write: Callable[[ConversionProgress], RankFile]
 
 
 class StagingFolder:
@@ -133,7 +133,7 @@ class StagingFolder:
     def write(self, files: Mapping[str, StagedFile], workers: int, report: ProgressCallback) -> list[RankFile]:
         """Write the files that are not complete, in up to ``workers`` threads; return all in their order."""
         missing = [file for name, file in files.items() if name not in self.complete]
-        progress = Progress(report, sum(file.bytes for file in missing))
+        progress = ConversionProgress(report, sum(file.bytes for file in missing))
         if workers == 1:
             for file in missing:
                 self._finish(file.write(progress))

@@ -70,7 +70,7 @@ def resized(case: Case, seed: int) -> Case:
     if case.family in HEAD_DIM:
         sizes |= {"head_dim": 2 * rng.randint(1, 7)}
         if not case.theirs.get("attention_bias"):
-            sizes["hidden_size"] = heads * rng.randint(3, 9)
+            sizes["hidden_size"] = case.theirs.get("hidden_size", heads * rng.randint(3, 9))
     if case.family == "GPTNeoX":
         del sizes["num_key_value_heads"]
         sizes["use_parallel_residual"] = rng.random() < 0.5

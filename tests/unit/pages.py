@@ -13,6 +13,6 @@ def page(name: str) -> str:
 
 
 def rows(text: str, heading: str) -> list[list[str]]:
-    """Return the cells of the last table whose header begins so."""
-    table = text[text.rindex(f"\n| {heading} |") :].split("\n\n")[0].strip().splitlines()[2:]
+    """Return the cells of the first table whose header begins so."""
+    table = text[text.index(f"\n| {heading} |") :].split("\n\n")[0].strip().splitlines()[2:]
     return [[cell.strip() for cell in row[1:-1].split("|")] for row in table]

@@ -35,7 +35,7 @@ def config_of(size: str, method: str, flags: str = "") -> RunConfig:
 
 @pytest.mark.parametrize("flags", ["", "--num-query-groups 2 --tensor-model-parallel-size 2 --micro-batch-size 3"])
 def test_formulas_match_the_planner(flags: str) -> None:
-    formulas = {method: cells for method, *cells in rows(PLAIN, "method")}
+    formulas = {method: cells for method, *cells in rows(PLAIN, "method | bytes")}
     assert [*formulas] == [*CP_COMM_TYPES]
     for size, method, a in ((8, "p2p", 1), (16, "all_gather", 1), (16, "a2a", 16), (16, "a2a+p2p 4 4", 4)):
         config = config_of(str(size), method, flags)

@@ -86,7 +86,7 @@ from megatron.convert.model_card import CARD_FILE, OTHER_CARD_FILE, model_card
 from megatron.convert.saved_model import SavedModel
 from megatron.convert.staging import (
     JOURNAL,
-    Progress,
+    ConversionProgress,
     ProgressCallback,
     StagedFile,
     StagingFolder,
@@ -220,7 +220,12 @@ def _imported_extras(source: HuggingFaceWeights, dtype: str | None) -> Checkpoin
 
 
 def _write_tensors(
-    folder: Path, number: int, names: Sequence[str], source: HuggingFaceWeights, dtype: torch.dtype, progress: Progress
+    folder: Path,
+    number: int,
+    names: Sequence[str],
+    source: HuggingFaceWeights,
+    dtype: torch.dtype,
+    progress: ConversionProgress,
 ) -> RankFile:
     """Write one file of a checkpoint, block by block."""
     # for all blocks: new memory costs a page fault every 4 KB
@@ -229,7 +234,7 @@ def _write_tensors(
     return write_rank_file(folder, number, tensors)
 
 
-def _global_tensor(source: HuggingFaceWeights, name: str, memory: Tensor, progress: Progress) -> GlobalTensor:
+def _global_tensor(source: HuggingFaceWeights, name: str, memory: Tensor, progress: ConversionProgress) -> GlobalTensor:
     """Return a tensor whose parts are read, into ``memory``, only when they are written."""
     spec, dtype = source.specs[name], memory.dtype
 
@@ -389,7 +394,7 @@ def _write_weights(
 
 
 def _write_shard(
-    path: Path, tensors: Sequence[Sequence[TensorMapping]], source: RoundedWeights, progress: Progress
+    path: Path, tensors: Sequence[Sequence[TensorMapping]], source: RoundedWeights, progress: ConversionProgress
 ) -> RankFile:
     """Write a weights file, one tensor while the next is read; return its size and checksums."""
     entries: list[TensorEntry] = [(parts[0].name, source.dtype, parts[0].stored) for parts in tensors]

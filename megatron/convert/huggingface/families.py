@@ -16,8 +16,6 @@ from megatron.convert.huggingface.keys import (
     GEGLUS,
     GELUS,
     HAS_LAYER_TYPES,
-    ROPE_OPTIONS,
-    ROTATES,
     WINDOW,
     Capabilities,
     ConfigKey,
@@ -30,19 +28,16 @@ from megatron.convert.huggingface.keys import (
     activation,
     equal_dropout,
     layer_types,
-    plain_rope,
     read_bool,
     read_layer_types,
     read_no_rope_layers,
     read_number,
-    read_rope,
     rope,
     rope_of_kinds,
     softcaps,
     softmax_scale,
     write_layer_types,
     write_no_rope_layers,
-    write_rope,
 )
 
 # ---- GPT-2 ----
@@ -396,17 +391,6 @@ _GPT_OSS = replace(
 # ---- GPT-NeoX ----
 
 
-def _read_neox_rope(config: JsonObject) -> FieldValues:
-    names = {"rope_theta": "rotary_emb_base", "partial_rotary_factor": "rotary_pct"}
-    defaults = {"rope_theta": 10000.0, "partial_rotary_factor": 0.25}
-    return read_rope(config | {name: config.get(key, defaults[name]) for name, key in names.items()}, partial=True)
-
-
-def _write_neox_rope(model: ModelConfig) -> FieldValues:
-    keys = {"rotary_emb_base": model.rotary_base, "rotary_pct": model.rotary_percent}
-    return keys | {"rope_scaling": write_rope(model)["rope_scaling"]}
-
-
 _NEOX = ModelFamily(
     architecture="GPTNeoXForCausalLM",
     keys=(
@@ -415,13 +399,7 @@ _NEOX = ModelFamily(
         ConfigKey("hidden_dropout", "hidden_dropout", 0.0),
         ConfigKey("attention_dropout", "attention_dropout", 0.0),
         activation("hidden_act", "gelu", GELUS),
-        KeyGroup(
-            ("rotary_pct", "rotary_emb_base", "rope_parameters", "rope_scaling"),
-            _read_neox_rope,
-            _write_neox_rope,
-            ROTATES,
-            (*ROPE_OPTIONS, "rotary_percent"),
-        ),
+        rope(fraction=0.25, names=("rotary_emb_base", "rotary_pct")),
         KeyGroup(
             ("use_parallel_residual",),
             lambda c: {"parallel_attention": read_bool(c, "use_parallel_residual", True)},
@@ -545,7 +523,7 @@ _PHI3 = replace(
     keys=(
         *_llama_keys("phi3"),
         *equal_dropout("resid_pdrop", "embd_pdrop", 0.0),
-        plain_rope(),
+        rope(fraction=1.0, scaled=False),
         ConfigKey("window_size", "sliding_window", None),
         KeyGroup(("attention_bias",), can=_DIVIDES_HIDDEN),  # published, but not used by transformers
     ),

@@ -36,7 +36,6 @@ from megatron.config.option import MAX_SIZE
 from megatron.config.precision import PrecisionConfig
 from megatron.config.run import RunConfig
 from megatron.config.schemes import HUGGING_FACE_PREFIX, split_scheme
-from megatron.convert.adapters import MergedWeights, describe_adapters
 from megatron.convert.base_model import BaseModel
 from megatron.convert.huggingface.config import (
     model_type_for,
@@ -52,7 +51,7 @@ from megatron.convert.huggingface.convert import (
 )
 from megatron.convert.huggingface.keys import JsonObject
 from megatron.convert.huggingface.weights import map_tensors, tensor_findings
-from megatron.convert.saved_model import SavedModel
+from megatron.convert.saved_model import MergedWeights, SavedModel, describe_adapters
 from megatron.convert.staging import disk_errors, removed_on_error
 from megatron.convert.tokenizer_files import SmallFiles, files_to_carry, find_tokenizer_files
 from megatron.convert.weight_source import ModelSource

@@ -274,7 +274,7 @@ def tensor_findings(
     held = {key: files[key] for key in expected if key in files}
     return {
         "lacks": expected.keys() - held.keys(),
-        "holds tensors of another shape than its options ask for": [
+        "holds tensors of another shape than its configuration asks for": [
             f"{key} {list(file.shape(key))} instead of {list(expected[key])}"
             for key, file in held.items()
             if file.shape(key) != expected[key]

@@ -10,7 +10,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from megatron.checkpoint.errors import CheckpointError
 from megatron.config.model import ModelConfig
 from megatron.convert.huggingface.check import (
     TOLERANCE,
@@ -83,12 +82,8 @@ def test_faults_of_one_tensor_are_named(tmp_path: Path) -> None:
     with pytest.raises(MismatchError, match=r"lacks model\.layers\.1\.mlp\.up_proj\.weight"):
         compare(write_folder(tmp_path / "less", model, less), model, good)
 
-    broken = {norm: weights[norm].clone(), key: weights[key].clone()}
-    broken[norm][0], broken[key][-1, 2] = torch.nan, -torch.inf
-    bad = write_folder(tmp_path / "bad", model, weights | broken, shards=2)
-    with pytest.raises(CheckpointError, match=rf"bad holds tensors .* NaN or infinite: {key}, {norm}$"):
-        compare(bad, model)
-    one_side = write_folder(tmp_path / "side", model, weights | {norm: broken[norm]})
+    broken = weights[norm].clone().fill_(torch.nan)
+    one_side = write_folder(tmp_path / "side", model, weights | {norm: broken})
     with pytest.raises(MismatchError, match="the first to differ is logits by inf"):
         compare(good, model, one_side)
 

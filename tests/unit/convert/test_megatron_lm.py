@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import collections
 import functools
-import io
 import json
 import os
 import pickle
@@ -16,7 +15,6 @@ import struct
 import subprocess
 import sys
 import tracemalloc
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +34,7 @@ from megatron.config.errors import UserError
 from megatron.config.model import ModelConfig
 from megatron.convert.huggingface.check import run_own_model
 from megatron.convert.huggingface.convert import RoundedWeights
-from megatron.convert.megatron_lm.pickles import read_pickle_file, read_torch_file
+from megatron.convert.megatron_lm.pickles import read_torch_file
 from megatron.convert.saved_model import SavedModel
 from megatron.convert.sources import open_checkpoint
 from megatron.distributed.comm import Group
@@ -279,6 +277,8 @@ HOSTILE = {
     + b"h\x00h\x01\x85R" * 20_000
     + b"e.",
     "a long name": b"c" + b"a" * 10**6 + b"\nx\n.",
+    "a place among many": b"K\x01r\xff\xff\xff\x7f" + b"h\x00.",
+    "very many bytes": b"\x96" + (1 << 40).to_bytes(8, "little") + b".",
     "a long number as a key": b"}\x8b\x00\x00\x10\x00" + b"\x7f" * (1 << 20) + b"Ns.",
 }
 READ_HOSTILE = """
@@ -370,49 +370,6 @@ def places(metadata: Any, length: int) -> None:
         place.length = length
 
 
-@pytest.mark.parametrize("axis", ["tensor", "pipeline", "expert"])
-def test_sizes_of_ranks_are_compared_with_the_files(tmp_path: Path, axis: str) -> None:
-    folder = write_ranks(tmp_path, DENSE, random_tensors(DENSE))
-    args = {f"{axis}_model_parallel_size": 10**12}
-    change_content(newest(folder) / "mp_rank_00" / "model_optim_rng.pt", lambda c: vars(c["args"]).update(args))
-    with pytest.raises(DamagedCheckpointError, match=f"fewer than {axis}_model_parallel_size|does not fit the args"):
-        Manifest.open(newest(folder))
-
-
-@pytest.mark.parametrize(
-    "content", [b"K\x01r\xff\xff\xff\x7f.", b"\x80\x05\x96" + (1 << 40).to_bytes(8, "little") + b"."]
-)
-def test_a_pickle_does_not_choose_how_much_memory_it_takes(tmp_path: Path, content: bytes) -> None:
-    (tmp_path / "x").write_bytes(content)
-    tracemalloc.start()
-    with suppress(DamagedCheckpointError):
-        read_pickle_file(tmp_path / "x")
-    _, peak = tracemalloc.get_traced_memory()
-    tracemalloc.stop()
-    assert peak < 1 << 20
-
-
-def test_pickles_change_nothing_outside_of_their_file(tmp_path: Path) -> None:
-    """Substitutes may be called and changed by a pickle: this has no effect on the next file."""
-    empty = dict.fromkeys(("items", "__init__", "__class__"), argparse.Namespace)
-    stream = io.BytesIO()
-    pickle.Pickler(stream, 2).dump(Build(collections.OrderedDict, (), (None, empty)))
-    changes = b"cargparse\nNamespace\n(dS'x'\nI1\nsb.", b"cargparse\nNamespace\n(N(dS'__init__'\nI1\nstb.", b"P1\n."
-    for number, content in enumerate((stream.getvalue(), *changes)):
-        file = tmp_path / str(number)
-        file.write_bytes(content)
-        with suppress(DamagedCheckpointError):
-            read_pickle_file(file)
-    assert collections.OrderedDict(a=1).items()
-    assert argparse.Namespace(a=1).a == 1
-    assert not hasattr(argparse.Namespace, "x")
-    bytes_of_another = io.BytesIO()
-    pickle.dump(Call(os.system, f"touch {tmp_path}/mark"), bytes_of_another)
-    torch.save({"_extra_state": bytes_of_another}, tmp_path / "nested.pt")
-    read_torch_file(tmp_path / "nested.pt")  # stays bytes
-    assert not (tmp_path / "mark").exists()
-
-
 @pytest.mark.parametrize(
     ("change", "sentence"),
     [
@@ -487,6 +444,16 @@ CHANGES: dict[str, tuple[str, Any, str]] = {
         "00_000",
         lambda c: vars(c["args"]).update(tensor_model_parallel_size=1),
         "holds more ranks than TP 1 and PP 2 of its args",
+    ),
+    "args have very many ranks": (
+        "00_000",
+        lambda c: vars(c["args"]).update(pipeline_model_parallel_size=10**12),
+        "4 ranks, fewer than pipeline_model_parallel_size 1000000000000",
+    ),
+    "args have experts in parallel": (
+        "00_000",
+        lambda c: vars(c["args"]).update(expert_model_parallel_size=10**12),
+        "mp_rank_00_000 does not fit the args: TP, pipeline, expert",
     ),
 }
 """The rank, what changes in its content, and the sentence."""
