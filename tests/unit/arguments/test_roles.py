@@ -246,7 +246,7 @@ LEFT_OUT = {
         dpo_loss_type dpo_beta dpo_label_smoothing
         distillation_top_k distillation_temperature distillation_label_weight""",
     "it is over before the first checkpoint": "init_method_std",
-    "others are plugins'": "objective plugin_dataset",
+    "others are plugins'": "objective plugin plugin_dataset",
 }
 UNTRIED = {name for names in LEFT_OUT.values() for name in names.split()}
 TRIED = sorted(
