@@ -16,7 +16,7 @@ from megatron.distributed.grad_accumulator import GradAccumulator
 from megatron.distributed.layout import Layout
 from megatron.distributed.mesh import Mesh
 from megatron.distributed.sharding import Init
-from megatron.kernels.bias import with_bias_gradient
+from megatron.kernels.linear import with_bias_gradient
 from megatron.layers.context import BuildContext
 from megatron.layers.linear import ColumnParallelLinear, RowParallelLinear
 

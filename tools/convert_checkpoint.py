@@ -194,13 +194,12 @@ def main(argv: Sequence[str]) -> int:
 
 def convert(args: argparse.Namespace) -> ConversionResult | str:
     """Run the conversion of the flags; return its result, or what was written."""
-    from megatron.convert.adapters import describe_adapters
     from megatron.convert.huggingface.config import refuse_outside_links
     from megatron.convert.huggingface.convert import convert_from_huggingface, convert_to_huggingface
     from megatron.convert.huggingface.peft import PeftAdapters, export_peft, import_peft
     from megatron.convert.huggingface.weights import HuggingFaceWeights
     from megatron.convert.megatron_lm.save import import_megatron_lm, save_megatron_lm
-    from megatron.convert.saved_model import SavedModel
+    from megatron.convert.saved_model import SavedModel, describe_adapters
     from megatron.convert.sources import open_source
 
     report, checked = ProgressPrinter(), not args.no_check

@@ -25,7 +25,7 @@ RUN = (
     " --train-iters 3 --log-interval 1 --lr 1e-3 --lr-decay-style constant --device cpu"
 )
 PHASES = ("flags", "set-up", "step", "save")
-SETUP, STEP, SAVE = "join_and_train", "CallbackList.on_step_start", "Checkpointer.save"
+SETUP, STEP, SAVE = "join_and_train", "CallbackList.start_step", "Checkpointer.save"
 """Functions whose entry begins a phase: the second step is counted, and everything called within the save."""
 TRACED_STEP = 2
 

@@ -40,6 +40,14 @@ class FoundCheckpoint:
     problem: str | None  # why it is not valid, without the path of the folder
 
 
+def _open(iteration: int, path: Location, expected: type[CheckpointError]) -> FoundCheckpoint:
+    """Open a checkpoint; ``expected`` errors make it invalid."""
+    try:
+        return FoundCheckpoint(iteration, path, Manifest.open(path), None)
+    except expected as error:
+        return FoundCheckpoint(iteration, path, None, strip_folder(path, error))
+
+
 @dataclass(frozen=True)
 class CheckpointFolder:
     """The checkpoints of a run, in its ``--save`` folder."""
@@ -65,13 +73,7 @@ class CheckpointFolder:
 
         Checks the marker, the manifest's checksum and the sizes of all files; tensors are verified when they are read.
         """
-        found = []
-        for iteration, path in self.named():
-            try:
-                found.append(FoundCheckpoint(iteration, path, Manifest.open(path), None))
-            except CheckpointError as error:
-                found.append(FoundCheckpoint(iteration, path, None, strip_folder(path, error)))
-        return found
+        return [_open(iteration, path, CheckpointError) for iteration, path in self.named()]
 
     def newest(self, step: int | None = None) -> tuple[Manifest, list[FoundCheckpoint]]:
         """Return the newest valid checkpoint, and the newer invalid ones that were skipped.
@@ -88,19 +90,19 @@ class CheckpointFolder:
         """
         if self.is_checkpoint:
             manifest = Manifest.open(self.folder)
-            found = manifest.state.get("iteration")
-            if step not in (None, found):
-                message = f"{self.folder} is the checkpoint of step {found}, not {step}"
-                raise CheckpointError(message, f"--ckpt-step {found}")
+            taken = manifest.state.get("iteration")
+            if step not in (None, taken):
+                message = f"{self.folder} is the checkpoint of step {taken}, not {step}"
+                raise CheckpointError(message, f"--ckpt-step {taken}")
             return manifest, []
         passed_over: list[FoundCheckpoint] = []
         for iteration, path in self.named():
             if step not in (None, iteration):
                 continue
-            try:
-                return Manifest.open(path), passed_over
-            except DamagedCheckpointError as error:
-                passed_over.append(FoundCheckpoint(iteration, path, None, strip_folder(path, error)))
+            found = _open(iteration, path, DamagedCheckpointError)
+            if found.manifest is not None:
+                return found.manifest, passed_over
+            passed_over.append(found)
         which = "a checkpoint" if step is None else f"a checkpoint of step {step}"
         reasons = "".join(f"\n  {skipped.path.name}: {skipped.problem}" for skipped in passed_over)
         usable = f" that can be used:{reasons}" if reasons else ""
@@ -113,9 +115,12 @@ class CheckpointFolder:
         if isinstance(self.folder, Path):
             stagings = [self.folder, *_nested_staging(self.folder)]
             found += [path for staging in stagings for path in staged_leftovers(self.folder, staging)]
+        return [*found, *self._unpublished()]
+
+    def _unpublished(self) -> Iterator[Location]:
+        """Yield attempts that no marker names."""
         for _, path in self.named():
-            found += [path] if is_interrupted(path) else leftovers(path)
-        return found
+            yield from [path] if is_interrupted(path) else leftovers(path)
 
     def retain(
         self,
@@ -146,9 +151,8 @@ class CheckpointFolder:
             for staged in staged_leftovers(self.folder, staging or self.folder):
                 finish_staged(self.folder, staged)
                 delete_checkpoint(staged, staging)
-        for _, path in self.named():
-            for entry in [path] if is_interrupted(path) else leftovers(path):
-                self._remove(entry, lease)
+        for entry in self._unpublished():
+            self._remove(entry, lease)
         if keep_last is None:
             return []
         deleted: list[Location] = []

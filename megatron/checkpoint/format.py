@@ -342,21 +342,27 @@ def encode_manifest(
     tensors: Mapping[str, TensorRecord], files: Mapping[str, FileRecord], state: Mapping[str, Any], config: JSON
 ) -> bytes:
     """Return the content of manifest.json; TypeError or ValueError if state or config is not JSON, as NaN is not."""
-    tensor_entries = {}
-    for name, record in sorted(tensors.items()):
-        chunks = [vars(chunk.box) | vars(chunk) for chunk in record.chunks]
-        for chunk in chunks:
-            del chunk["box"]
-        tensor_entries[name] = vars(record) | {"chunks": chunks}
-    content = {
-        "format": FORMAT,
-        "version": VERSION,
-        "files": {name: vars(record) for name, record in sorted(files.items())},
-        "tensors": tensor_entries,
-        "state": state,
-        "config": config,
-    }
+    content = {"format": FORMAT, "version": VERSION, **encode_records(tensors, files), "state": state, "config": config}
     return json.dumps(content, allow_nan=False, separators=(",", ":")).encode()
+
+
+def encode_records(tensors: Mapping[str, TensorRecord], files: Mapping[str, FileRecord]) -> JSON:
+    """Return the records as in a manifest, as JSON."""
+
+    def chunk_entry(chunk: TensorChunk) -> JSON:
+        place = {"start": [*chunk.box.start], "size": [*chunk.box.size], "file": chunk.file, "offset": chunk.offset}
+        return place | {"bytes": chunk.bytes, "xxh3": chunk.xxh3}
+
+    tensor_entries = {
+        name: {
+            "dtype": record.dtype,
+            "shape": [*record.shape],
+            "view": [*record.view],
+            "chunks": [*map(chunk_entry, record.chunks)],
+        }
+        for name, record in sorted(tensors.items())
+    }
+    return {"files": {name: vars(record) for name, record in sorted(files.items())}, "tensors": tensor_entries}
 
 
 def _read(folder: Location, name: str) -> bytes:
@@ -423,12 +429,8 @@ def parse_manifest(path: Location, content: bytes, inside: str = "") -> Manifest
                 f"this program supports up to {VERSION}",
                 "update this program",
             )
-        files = {_checked_name(name): FileRecord(**record) for name, record in data["files"].items()}
-        for record in files.values():
-            _checked_digest(record.xxh3)
-        for numbers in ((data["version"],), *((record.bytes, record.head) for record in files.values())):
-            to_dims(numbers)
-        tensors = {name: _tensor(record, files) for name, record in data["tensors"].items()}
+        to_dims((data["version"],))
+        tensors, files = parse_records(data)
         for part in ("state", "config"):
             if not isinstance(raise_if_deep(data[part]), dict):
                 raise ValueError(f"{data[part]!r} is not an object of named values")
@@ -436,6 +438,15 @@ def parse_manifest(path: Location, content: bytes, inside: str = "") -> Manifest
     except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
         reason = error if type(error) is ValueError else repr(error)
         raise DamagedCheckpointError(f"{path / MANIFEST} is not valid for its version: {reason}") from error
+
+
+def parse_records(data: JSON) -> tuple[dict[str, TensorRecord], dict[str, FileRecord]]:
+    """Read what :func:`encode_records` has returned; KeyError, TypeError, ValueError or AttributeError if it is odd."""
+    files = {_checked_name(name): FileRecord(**record) for name, record in data["files"].items()}
+    for record in files.values():
+        _checked_digest(record.xxh3)
+        to_dims((record.bytes, record.head))
+    return {name: _tensor(record, files) for name, record in data["tensors"].items()}, files
 
 
 def to_dims(numbers: Iterable[int]) -> tuple[int, ...]:

@@ -124,13 +124,13 @@ class Lease:
 
     def to_json(self) -> list[Any]:
         """Return the lease as JSON, for other ranks."""
-        return [self.epoch, asdict(self.holder), [*self.notes]]
+        return [self.text.decode(), [*self.notes]]
 
     @classmethod
     def from_json(cls, folder: Location, data: Sequence[Any]) -> Self:
         """Read what :meth:`to_json` has returned on the rank that holds the lease on ``folder``."""
-        epoch, holder, notes = data
-        return cls(folder, epoch, LeaseHolder(**holder | {"start": JobStart(**holder["start"])}), tuple(notes))
+        text, notes = data
+        return cls(folder, *parse_lease(text), tuple(notes))
 
     def check(self) -> None:
         """Raise SupersededError if a later start holds the folder.
@@ -334,7 +334,7 @@ def current_lease(folder: Location) -> Lease | None:
     return Lease(folder, epoch, parse_lease(text)[1])
 
 
-def parse_lease(text: bytes) -> tuple[int, LeaseHolder]:
+def parse_lease(text: str | bytes) -> tuple[int, LeaseHolder]:
     """Parse a lease file to epoch and holder; epoch 0 and an unknown holder if it is invalid."""
     try:
         data = parse_json(text)

@@ -13,6 +13,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from importlib.util import find_spec
 from pathlib import PurePosixPath
 from types import TracebackType
@@ -66,36 +67,6 @@ def translate_errors(place: object) -> Iterator[None]:
         raise OSError(number, text, str(place)) from error  # Python makes it a FileNotFoundError or the like
 
 
-def is_permanent(error: OSError) -> bool:
-    """Return True if retrying after an error of `translate_errors` is useless."""
-    return error.errno != errno.EIO
-
-
-def retry(action: Callable[[], T]) -> T:
-    """Call ``action`` until it succeeds, with exponential backoff after transient errors; raise the last error."""
-
-    def report(state: RetryCallState) -> None:
-        error = state.outcome.exception() if state.outcome else None
-        if isinstance(error, OSError) and state.next_action:
-            again = f"attempt {state.attempt_number} of {ATTEMPTS}, retrying in {state.next_action.sleep:.1f} s"
-            print_warning(f"{error.filename}: {error.strerror}; {again}")
-
-    attempts = Retrying(
-        retry=retry_if_exception(lambda error: isinstance(error, OSError) and not is_permanent(error)),
-        stop=stop_after_attempt(ATTEMPTS),
-        wait=lambda state: FIRST_WAIT * 2 ** (state.attempt_number - 1) * random.uniform(0.5, 1.5),  # spreads the ranks
-        before_sleep=report,
-        reraise=True,
-    )
-    return attempts(action)
-
-
-def print_warning(text: str) -> None:
-    """Print a warning to stderr, on any rank."""
-    with suppress(OSError):  # a closed console must not fail a save
-        echo(f"warning: {redact(text)}", file=sys.stderr, flush=True)
-
-
 PART = 32 << 20
 """Bytes of an upload part; a rank holds two or three, and a store accepts 10,000 parts per object."""
 
@@ -140,11 +111,6 @@ class RemotePath:
         return PurePosixPath(self._key).name
 
     @property
-    def suffix(self) -> str:
-        """Suffix of the name, with its dot."""
-        return PurePosixPath(self._key).suffix
-
-    @property
     def parent(self) -> RemotePath:
         """Parent folder; that of a bucket is the bucket itself."""
         return RemotePath(self.uri.rpartition("/")[0]) if self._key else self
@@ -160,24 +126,19 @@ class RemotePath:
 
     def exists(self) -> bool:
         """Return True if there is an object of this name or below it."""
-        return bool(self._info())
-
-    def is_file(self) -> bool:
-        """Return True if there is an object of this name."""
-        return self._info().get("type") == "file"
-
-    def is_dir(self) -> bool:
-        """Return True if there are objects below this path."""
-        return self._info().get("type") == "directory"
+        try:
+            return bool(self.call(lambda fs, key: fs.info(key)))
+        except FileNotFoundError:
+            return False
 
     def modified(self) -> float:
         """Return when the object was written, in seconds since 1970."""
-        return float(self._call(lambda fs, key: fs.modified(key)).timestamp())
+        return float(self.call(lambda fs, key: fs.modified(key)).timestamp())
 
     def folders(self) -> list[RemotePath]:
         """Return the folders directly inside."""
         try:
-            entries = self._call(lambda fs, key: fs.ls(key, detail=True))
+            entries = self.call(lambda fs, key: fs.ls(key, detail=True))
         except FileNotFoundError:
             return []
         names = {PurePosixPath(entry["name"].rstrip("/")).name for entry in entries if entry["type"] == "directory"}
@@ -191,24 +152,17 @@ class RemotePath:
             return {name.strip("/")[start:]: entry["size"] for name, entry in fs.find(key, detail=True).items()}
 
         try:
-            return self._call(find)
+            return self.call(find)
         except FileNotFoundError:
             return {}
 
     def read_bytes(self) -> bytes:
         """Return the content of an object."""
-        return bytes(self._call(lambda fs, key: fs.cat_file(key)))
-
-    def read_into(self, offset: int, buffer: memoryview) -> None:
-        """Fill ``buffer`` with the bytes of an object from ``offset`` on; OSError if the object is too short."""
-        starts = list(range(0, len(buffer), RANGE))
-        for first in range(0, len(starts), RANGES):
-            ranges = [(start, min(start + RANGE, len(buffer))) for start in starts[first : first + RANGES]]
-            self._call(lambda fs, key, ranges=ranges: _fetch(fs, key, offset, ranges, buffer))
+        return bytes(self.call(lambda fs, key: fs.cat_file(key)))
 
     def write_bytes(self, content: bytes | memoryview) -> None:
         """Create or replace a small object; after an OSError it may exist nevertheless."""
-        self._call(lambda fs, key: fs.pipe_file(key, bytes(content)))
+        self.call(lambda fs, key: fs.pipe_file(key, bytes(content)))
 
     def reader(self, size: int) -> RemoteReader:
         """Return a reader of an object of ``size`` bytes."""
@@ -233,38 +187,46 @@ class RemotePath:
         return f"{self} needs a library that is not installed: {package}", f"pip install {package}"
 
     def retry(self, action: Callable[[], T]) -> T:
-        """Call ``action`` again after transient errors."""
-        return retry(action)
+        """Call ``action`` until it succeeds, with exponential backoff after transient errors; raise the last error."""
+
+        def report(state: RetryCallState) -> None:
+            error = state.outcome.exception() if state.outcome else None
+            if isinstance(error, OSError) and state.next_action:
+                again = f"attempt {state.attempt_number} of {ATTEMPTS}, retrying in {state.next_action.sleep:.1f} s"
+                self.warn(f"{error.strerror}; {again}")
+
+        attempts = Retrying(
+            retry=retry_if_exception(lambda error: isinstance(error, OSError) and error.errno == errno.EIO),
+            stop=stop_after_attempt(ATTEMPTS),
+            wait=lambda state: FIRST_WAIT * 2 ** (state.attempt_number - 1) * random.uniform(0.5, 1.5),  # spreads ranks
+            before_sleep=report,
+            reraise=True,
+        )
+        return attempts(action)
 
     def warn(self, text: str) -> None:
-        """Print a warning about this object."""
-        print_warning(f"{self}: {text}")
+        """Print a warning about this object to stderr, on any rank."""
+        with suppress(OSError):  # a closed console must not fail a save
+            echo(f"warning: {redact(f'{self}: {text}')}", file=sys.stderr, flush=True)
 
     def remove(self) -> None:
         """Delete an object if it exists."""
         with suppress(FileNotFoundError):
-            self._call(lambda fs, key: fs.rm_file(key))
+            self.call(lambda fs, key: fs.rm_file(key))
 
     def remove_all(self) -> None:
         """Delete every object below this path."""
         with suppress(FileNotFoundError):
-            self._call(lambda fs, key: fs.rm(key, recursive=True))
+            self.call(lambda fs, key: fs.rm(key, recursive=True))
 
-    def _info(self) -> dict[str, Any]:
-        """Return the store's description of the path; {} if there is nothing."""
-        try:
-            return dict(self._call(lambda fs, key: fs.info(key)))
-        except FileNotFoundError:
-            return {}
-
-    def _call(self, request: Callable[..., T]) -> T:
+    def call(self, request: Callable[..., T]) -> T:
         """Return the result of a library call, retried on transient errors."""
 
         def once() -> T:
             with translate_errors(self):
                 return request(*_open_store(self))
 
-        return retry(once)
+        return self.retry(once)
 
 
 def _open_store(path: RemotePath) -> tuple[Any, str]:
@@ -283,17 +245,6 @@ def _open_store(path: RemotePath) -> tuple[Any, str]:
     if path.scheme in ("s3", "s3a"):
         store.retries = 1  # retried and reported here; retries of the library below remain
     return store, key
-
-
-def _fetch(store: Any, key: str, offset: int, ranges: list[tuple[int, int]], buffer: memoryview) -> None:
-    """Read ranges of an object concurrently, each into its position in ``buffer``."""
-    starts = [offset + start for start, _ in ranges]
-    stops = [offset + stop for _, stop in ranges]
-    contents = store.cat_ranges([key] * len(ranges), starts, stops, on_error="raise")
-    for (start, stop), content in zip(ranges, contents):
-        if len(content) != stop - start:
-            raise OSError(f"received {len(content)} of {stop - start} requested bytes")
-        buffer[start:stop] = content
 
 
 class RemoteFileWriter:
@@ -316,25 +267,18 @@ class RemoteFileWriter:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Complete the upload, or discard it after an exception."""
+        """Complete the upload; after an exception discard its parts as far as possible."""
+        complete = False
         try:
             if kind is None:
                 with translate_errors(self._path):
                     self._file.close()
-        except OSError:
-            self._discard()
-            raise
-        if kind is not None:
-            self._discard()
-
-    def _discard(self) -> None:
-        """Discard the uploaded parts as far as possible, and keep the library from completing them later."""
-        try:
-            self._file.discard()
-        except Exception:  # the store is unreachable
-            return
+                complete = True
         finally:
-            self._file.closed = True
+            if not complete:
+                with suppress(Exception):  # the store is unreachable
+                    self._file.discard()
+                self._file.closed = True  # keeps the library from completing it later
 
 
 READ_AHEAD = 1 << 20
@@ -351,17 +295,32 @@ class RemoteReader:
         self._ahead, self._start = memoryview(b""), 0
 
     def read(self, offset: int, buffer: memoryview) -> int:
-        """Fill ``buffer``."""
+        """Fill ``buffer``; OSError if the object is too short."""
         if len(buffer) >= READ_AHEAD:
-            self._path.read_into(offset, buffer)
+            self._fetch(offset, buffer)
             return len(buffer)
         first = offset - self._start
         if not 0 <= first <= len(self._ahead) - len(buffer):
             ahead = memoryview(bytearray(max(len(buffer), min(READ_AHEAD, self._size - offset))))
-            self._path.read_into(offset, ahead)
+            self._fetch(offset, ahead)
             self._ahead, self._start, first = ahead, offset, 0
         buffer[:] = self._ahead[first : first + len(buffer)]
         return len(buffer)
+
+    def _fetch(self, offset: int, buffer: memoryview) -> None:
+        """Read ranges of the object concurrently, each into its position in ``buffer``."""
+
+        def read(store: Any, key: str, ranges: list[tuple[int, int]]) -> None:
+            starts, stops = ([offset + place for place in places] for places in zip(*ranges))
+            contents = store.cat_ranges([key] * len(ranges), starts, stops, on_error="raise")
+            for (start, stop), content in zip(ranges, contents):
+                if len(content) != stop - start:
+                    raise OSError(f"received {len(content)} of {stop - start} requested bytes")
+                buffer[start:stop] = content
+
+        ranges = [(start, min(start + RANGE, len(buffer))) for start in range(0, len(buffer), RANGE)]
+        for first in range(0, len(ranges), RANGES):
+            self._path.call(partial(read, ranges=ranges[first : first + RANGES]))
 
     def close(self) -> None:
         """Do nothing: requests are independent."""

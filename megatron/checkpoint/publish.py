@@ -143,6 +143,10 @@ def is_interrupted(path: Location) -> bool:
     return path.is_dir() and not path.is_symlink() and all(n.startswith(ATTEMPT_PREFIX) for n in os.listdir(path))
 
 
+OLD_LINK, NEW_FOLDER = "link", "new"
+"""Names in a staged save: the link that the checkpoint replaces, and the checkpoint's folder before it has its name."""
+
+
 @dataclass(frozen=True)
 class Attempt:
     """One attempt to save a checkpoint: `start`, write the files to `folder`, then `publish` or `discard`."""
@@ -153,26 +157,29 @@ class Attempt:
     name: str = field(default_factory=lambda: f"{ATTEMPT_PREFIX}{secrets.token_hex(6)}")
 
     @property
+    def staged(self) -> Path:
+        """Folder in which the save is staged, on a disk."""
+        final = local_path(self.final)
+        return final.with_name(f"{final.name}.tmp") if self.staging is None else self.staging / final.name
+
+    @property
     def folder(self) -> Location:
         """Folder to which all ranks write their files."""
-        if not isinstance(self.final, Path):
-            return self.final / self.name
-        return _staged_path(self.final, self.staging) / self.name
+        return (self.staged if isinstance(self.final, Path) else self.final) / self.name
 
     def start(self) -> None:
         """Create the folder; StorageError if the path of the checkpoint is used for something else."""
         if not isinstance(self.final, Path):
             return
         raise_unless_replaceable(self.final)
-        staged = _staged_path(self.final, self.staging)
         if self.staging is None:
             make_folder(self.final.parent, private=True)
-        finish_staged(self.final.parent, staged)
-        _delete(staged)
+        finish_staged(self.final.parent, self.staged)
+        _delete(self.staged)
         try:
-            os.mkdir(staged)
+            os.mkdir(self.staged)
             if self.name:
-                os.mkdir(staged / self.name)
+                os.mkdir(self.staged / self.name)
         except OSError:
             self.discard()
             raise
@@ -190,36 +197,23 @@ class Attempt:
         """
         mark = marker_content(manifest, self.name)
         if not isinstance(self.final, Path):
-            (self.final / MARKER).write_bytes(mark)
+            write_file(self.final / MARKER, mark)
             return
-        staged = _staged_path(self.final, self.staging)
-        publish_file(staged / MARKER, mark)
-        publish_staged(self.final, staged)
+        publish_file(self.staged / MARKER, mark)
+        publish_staged(self.final, self.staged)
         with suppress(OSError):  # published; `CheckpointFolder.retain` deletes the rest
             for path in leftovers(self.final):
                 delete_checkpoint(path, self.staging)
-            _delete(staged)
+            _delete(self.staged)
 
     def discard(self) -> None:
         """Delete the files of a failed attempt, as far as possible, unless it was published."""
-        folder = self.folder
         with suppress(OSError):
-            if not isinstance(folder, Path):  # with a manifest, the marker may be there and only the answer lost
-                if not (folder / MANIFEST).exists():
-                    folder.remove_all()
-            elif isinstance(self.final, Path):
-                staged = _staged_path(self.final, self.staging)
-                withdraw_staged(self.final, staged, self.name)
-                _delete(staged)
-
-
-OLD_LINK, NEW_FOLDER = "link", "new"
-"""Names in a staged save: the link that the checkpoint replaces, and the checkpoint's folder before it has its name."""
-
-
-def _staged_path(final: Path, staging: Path | None) -> Path:
-    """Return the folder in which a save is staged."""
-    return final.with_name(f"{final.name}.tmp") if staging is None else staging / final.name
+            if isinstance(self.final, Path):
+                withdraw_staged(self.final, self.staged, self.name)
+                _delete(self.staged)
+            elif not (self.folder / MANIFEST).exists():  # else the marker may be there, and only the answer was lost
+                _delete(self.folder)
 
 
 def publish_staged(final: Path, staged: Path) -> None:
@@ -295,7 +289,7 @@ def delete_checkpoint(path: Location, staging: Path | None = None) -> None:
     """
     if not isinstance(path, Path):
         (path / MARKER).remove()
-        path.remove_all()
+        _delete(path)
     elif os.path.lexists(path):
         inside = CHECKPOINT_NAME.fullmatch(path.parent.name) is not None
         name = f"{path.parent.name}.{path.name}.gone" if inside else f"{path.name}.gone"
@@ -306,9 +300,11 @@ def delete_checkpoint(path: Location, staging: Path | None = None) -> None:
         _delete(target)
 
 
-def _delete(path: Path) -> None:
+def _delete(path: Location) -> None:
     """Delete a file, a folder or a link if it exists."""
-    if path.is_symlink() or path.is_file():
+    if not isinstance(path, Path):
+        path.remove_all()
+    elif path.is_symlink() or path.is_file():
         os.unlink(path)
     elif path.exists():
         shutil.rmtree(path)

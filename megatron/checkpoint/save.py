@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from threading import Thread
 from typing import Any, Self, TypeVar
@@ -22,15 +23,18 @@ from typing import Any, Self, TypeVar
 import torch
 
 from megatron.checkpoint.durable_files import checksum, make_folder, sync_folder, write_file
-from megatron.checkpoint.errors import StorageError, describe_os_error, is_disk_full
+from megatron.checkpoint.errors import DamagedCheckpointError, StorageError, describe_os_error, is_disk_full
 from megatron.checkpoint.folder import CheckpointFolder
 from megatron.checkpoint.format import (
     JSON,
     FileRecord,
+    Manifest,
     TensorChunk,
     TensorRecord,
     encode_manifest,
+    encode_records,
     match_view_dims,
+    parse_records,
     partition_problem,
     relative_box,
     split_box,
@@ -38,13 +42,20 @@ from megatron.checkpoint.format import (
 from megatron.checkpoint.lease import Lease, raise_if_superseded
 from megatron.checkpoint.location import Location
 from megatron.checkpoint.publish import Attempt, save_elsewhere_flags
-from megatron.checkpoint.tensor_file import DTYPE_NAMES, GlobalTensor, TensorEntry, TensorFileWriter, TensorPart
+from megatron.checkpoint.tensor_file import (
+    ALIGNMENT,
+    DTYPE_NAMES,
+    GlobalTensor,
+    TensorEntry,
+    TensorFileWriter,
+    TensorPart,
+)
 from megatron.config.errors import Problem
 from megatron.config.text import format_bytes
 from megatron.distributed import comm
 from megatron.distributed.comm import Group
 from megatron.distributed.host_memory import page_lock
-from megatron.distributed.launch import call_safely, is_peer_lost, raise_first_error, run_on_rank0
+from megatron.distributed.launch import call_safely, gather_results, is_peer_lost, raise_first_error, run_on_rank0
 from megatron.distributed.param_layout import round_up
 from megatron.distributed.sharding import Box
 
@@ -52,6 +63,15 @@ CHUNK_BYTES = 64 << 20
 """Maximum bytes of a chunk, the unit of reading: larger chunks need more memory and waste more on small boxes."""
 
 T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class CheckpointExtras:
+    """Content of a checkpoint besides tensors."""
+
+    state: Mapping[str, Any]  # plain numbers, as JSON
+    config: dict[str, Any]  # options, as JSON
+    files: Mapping[str, Path | bytes]  # small files by name, as content or as a path to copy
 
 
 def save_sharded(
@@ -82,90 +102,107 @@ def save_sharded(
         SupersededError: if a later start holds the folder.
         TypeError, ValueError: if the parts are not a partition of the tensors, or state or config is not JSON.
     """
-    extra = CheckpointExtras(state, config, files or {})
-
-    def start() -> str:
-        encode_manifest({}, {}, state, config)  # raises before anything is written
-        with storage_errors(folder, group.rank, lease):
-            if lease is not None:
-                lease.ready()
-            attempt = Attempt(folder, staging)
-            attempt.start()
-        return attempt.name
-
-    def write() -> JSON:
-        place = attempt.folder
-        with storage_errors(folder, group.rank, lease):
-            if isinstance(place, Path):
-                return write_rank_file(place, group.rank, tensors).to_json()
-            # a failed multipart upload must restart from the beginning
-            return place.retry(lambda: write_rank_file(place, group.rank, tensors)).to_json()
-
-    def publish() -> None:
-        ranks = [RankFile.from_json(data) for data in raise_first_error(outcomes, own_error)]
-        with storage_errors(folder, group.rank, lease):
-            small = write_small_files(attempt.folder, extra.files)
-            content = build_manifest(ranks, small, extra)
-            attempt.write_manifest(content)
-            _check_lengths(
-                attempt.folder, small | {name: record for rank in ranks for name, record in rank.files.items()}
-            )
-            if lease is not None and not isinstance(folder, Path):  # on disk, staging fences this start off
-                lease.check()
-            attempt.publish(content)
-
-    staging = lease.staging if lease else None
-    attempt = Attempt(folder, staging, run_on_rank0(start, group))
-    try:
-        outcome, own_error = call_safely(write)
-        outcomes = comm.gather_objects(outcome, group)
-        run_on_rank0(publish, group)
-    except Exception as error:
-        if group.rank == 0 and not is_peer_lost(error):  # then others may still be writing
-            attempt.discard()
-        raise
+    attempt = Attempt(folder, lease.staging if lease else None)
+    CheckpointSave(attempt, tensors, CheckpointExtras(state, config, files or {}), group, lease).run()
 
 
-@dataclass(frozen=True)
-class CheckpointExtras:
-    """Content of a checkpoint besides tensors."""
+@dataclass
+class CheckpointSave:
+    """One rank's part in a save, whose phases follow one another on all ranks. Those that lead publish: here rank 0."""
 
-    state: Mapping[str, Any]  # plain numbers, as JSON
-    config: dict[str, Any]  # options, as JSON
-    files: Mapping[str, Path | bytes]  # small files by name, as content or as a path to copy
+    attempt: Attempt
+    tensors: Mapping[str, GlobalTensor]
+    extra: CheckpointExtras
+    group: Group
+    lease: Lease | None
 
+    local = False  # to the nodes' own disks
 
-TensorKind = tuple[tuple[int, ...], tuple[int, ...], str]
-"""Shape, view and type of a tensor, by its name in safetensors."""
+    def __post_init__(self) -> None:
+        self.leads, self.started = self.group.rank == 0, False
+        self.written: dict[str, FileRecord] = {}  # as far as this rank knows
+        self.manifest = ""  # on ranks that lead
+
+    def run(self) -> None:
+        """Save; collective. After an error delete what was written."""
+        try:
+            self.attempt = replace(self.attempt, name=gather_results(self._safely(self.start), self.group)[0])
+            outcome, own_error = call_safely(self._safely(self.write))
+            outcomes = comm.gather_objects(outcome, self.group)
+            built = run_on_rank0(lambda: self.build(raise_first_error(outcomes, own_error)), self.group)
+            self.manifest = self.manifest or built
+            gather_results(self._safely(self.complete), self.group)
+            gather_results(self._safely(self.publish), self.group)
+        except Exception as error:
+            if self.started and not is_peer_lost(error):  # then others may still be writing
+                self.attempt.discard()
+            raise
+
+    def _safely(self, act: Callable[[], T]) -> Callable[[], T]:
+        def call() -> T:
+            with storage_errors(self.attempt.final, self.group.rank, self.lease, self.local):
+                return act()
+
+        return call
+
+    def start(self) -> str:
+        """Create the folder; return its name, of which rank 0's is used."""
+        if self.leads:
+            encode_manifest({}, {}, self.extra.state, self.extra.config)  # raises before anything is written
+            if self.lease is not None:
+                self.lease.ready()
+            self.attempt.start()
+            self.started = True
+        return self.attempt.name
+
+    def write(self) -> JSON:
+        """Write this rank's file, and on a rank that leads the small files; return the former."""
+        place = self.attempt.folder
+        if self.leads:
+            self.written |= write_small_files(place, self.extra.files)
+        write = partial(write_rank_file, place, self.group.rank, self.tensors)
+        if isinstance(place, Path):
+            return write().to_json()
+        return (place / rank_file_name(self.group.rank)).retry(write).to_json()  # a failed upload begins again
+
+    def build(self, files: Sequence[JSON]) -> str:
+        """Build the manifest on rank 0; return it if other ranks lead, too."""
+        ranks = [RankFile.from_json(data) for data in files]
+        self.manifest = build_manifest(ranks, self.written, self.extra).decode()
+        for rank in ranks:
+            self.written |= rank.files
+        return self.manifest if self.local else ""
+
+    def complete(self) -> None:
+        """Write the manifest."""
+        if self.leads:
+            self.attempt.write_manifest(self.manifest.encode())
+
+    def publish(self) -> None:
+        """Write the marker."""
+        if self.leads:
+            if not self.local:
+                _check_visible(self.attempt.folder, self.written)
+            if self.lease is not None and not isinstance(self.attempt.final, Path):  # on disk, staging fences it off
+                self.lease.check()
+            self.attempt.publish(self.manifest.encode())
 
 
 @dataclass(frozen=True)
 class RankFile:
     """Chunks and file that one rank has written of a checkpoint."""
 
-    kinds: dict[str, TensorKind]  # of all its tensors
-    chunks: list[tuple[str, TensorChunk]]  # each with the name of its tensor
+    tensors: dict[str, TensorRecord]  # all of the rank, with the chunks that it has written
     files: dict[str, FileRecord]  # the rank's file; none if it had no elements to write
 
     def to_json(self) -> JSON:
         """Return it as JSON, for other ranks."""
-        return {
-            "kinds": {name: [[*shape], [*view], dtype] for name, (shape, view, dtype) in self.kinds.items()},
-            "chunks": [
-                [name, [*chunk.box.start], [*chunk.box.size], chunk.file, chunk.offset, chunk.bytes, chunk.xxh3]
-                for name, chunk in self.chunks
-            ],
-            "files": {name: vars(record) for name, record in self.files.items()},
-        }
+        return encode_records(self.tensors, self.files)
 
     @classmethod
     def from_json(cls, data: JSON) -> Self:
         """Read what :meth:`to_json` has returned on another rank."""
-        kinds = {name: (tuple(shape), tuple(view), dtype) for name, (shape, view, dtype) in data["kinds"].items()}
-        chunks = [
-            (name, TensorChunk(Box(tuple(start), tuple(size)), *rest)) for name, start, size, *rest in data["chunks"]
-        ]
-        return cls(kinds, chunks, {name: FileRecord(**record) for name, record in data["files"].items()})
+        return cls(*parse_records(data))
 
 
 @contextmanager
@@ -212,26 +249,29 @@ def rank_file_name(rank: int) -> str:
 def write_rank_file(folder: Location, rank: int, tensors: Mapping[str, GlobalTensor]) -> RankFile:
     """Write the parts of a rank to its file, chunk by chunk; each part is computed when it is written, then freed."""
     name = rank_file_name(rank)
-    kinds = {key: (tensor.shape, tensor.view, DTYPE_NAMES[tensor.dtype]) for key, tensor in tensors.items()}
     parts, entries = list[tuple[str, TensorPart, list[Box]]](), list[TensorEntry]()
     for key, tensor in tensors.items():
         for part in tensor.parts:
             boxes = list(split_box(part.box, CHUNK_BYTES // tensor.dtype.itemsize))
-            if boxes:
-                parts.append((key, part, boxes))
+            parts.append((key, part, boxes))
             entries += [(f"{key}@{','.join(map(str, box.start))}", tensor.dtype, box.size) for box in boxes]
-    if not entries:
-        return RankFile(kinds, [], {})
-    keys = iter(key for key, _, _ in entries)
-    chunks = []
-    with TensorFileWriter(folder / name, entries) as file:
-        for key, part, boxes in parts:
-            content = part.resolve()
-            for box in boxes:
-                written = file.write(next(keys), content[relative_box(box, part.box).slices])
-                chunks.append((key, TensorChunk(box, name, *written)))
-            del content  # before the next part is computed
-    return RankFile(kinds, chunks, {name: file.record})
+    chunks = defaultdict[str, list[TensorChunk]](list)
+    files = {}
+    if entries:
+        keys = iter(key for key, _, _ in entries)
+        with TensorFileWriter(folder / name, entries) as file:
+            for key, part, boxes in parts:
+                content = part.resolve()
+                for box in boxes:
+                    written = file.write(next(keys), content[relative_box(box, part.box).slices])
+                    chunks[key].append(TensorChunk(box, name, *written))
+                del content  # before the next part is computed
+        files[name] = file.record
+    records = {
+        key: TensorRecord(DTYPE_NAMES[tensor.dtype], tensor.shape, tensor.view, tuple(chunks[key]))
+        for key, tensor in tensors.items()
+    }
+    return RankFile(records, files)
 
 
 def build_manifest(ranks: Sequence[RankFile], small: Mapping[str, FileRecord], extra: CheckpointExtras) -> bytes:
@@ -239,24 +279,22 @@ def build_manifest(ranks: Sequence[RankFile], small: Mapping[str, FileRecord], e
 
     Raises ValueError, with all problems, if ranks disagree about a tensor or their chunks do not partition it.
     """
-    kinds: dict[str, TensorKind] = {}
-    chunks: dict[str, list[TensorChunk]] = defaultdict(list)
+    tensors: dict[str, TensorRecord] = {}
+    chunks = defaultdict[str, list[TensorChunk]](list)
     files, problems = dict(small), []
     for number, rank in enumerate(ranks):
         files |= rank.files
-        for name, kind in rank.kinds.items():
-            if kinds.setdefault(name, kind) != kind:
-                problems.append(f"{name}: {kind} on rank {number}, {kinds[name]} on another rank")
-        for name, chunk in rank.chunks:
-            chunks[name].append(chunk)
-    tensors = {}
-    for name, (shape, view, dtype) in kinds.items():
-        if match_view_dims(shape, view) is None:
-            problems.append(f"{name}: {list(view)} is not a view of {list(shape)}")
-        elif problem := partition_problem(view, [chunk.box for chunk in chunks[name]]):
+        for name, record in rank.tensors.items():
+            kind = replace(record, chunks=())
+            if tensors.setdefault(name, kind) != kind:
+                problems.append(f"{name}: {kind} on rank {number}, {tensors[name]} on another rank")
+            chunks[name] += record.chunks
+    for name, record in tensors.items():
+        if match_view_dims(record.shape, record.view) is None:
+            problems.append(f"{name}: {list(record.view)} is not a view of {list(record.shape)}")
+        elif problem := partition_problem(record.view, [chunk.box for chunk in chunks[name]]):
             problems.append(f"{name}: {problem}")
-        ordered = sorted(chunks[name], key=lambda chunk: chunk.box.start)
-        tensors[name] = TensorRecord(dtype, shape, view, tuple(ordered))
+        tensors[name] = replace(record, chunks=tuple(sorted(chunks[name], key=lambda chunk: chunk.box.start)))
     if problems:
         raise ValueError("the parts of all ranks do not partition the tensors:\n" + "\n".join(problems))
     return encode_manifest(tensors, files, extra.state, extra.config)
@@ -275,25 +313,16 @@ def write_small_files(folder: Location, files: Mapping[str, Path | bytes]) -> di
     return records
 
 
-def _check_lengths(folder: Location, files: Mapping[str, FileRecord]) -> None:
-    """Check that all files are visible here, not on another disk or removed by another process."""
-    if not isinstance(folder, Path):
-        lengths = folder.files()
-    else:
-        lengths = {name: (folder / name).stat().st_size for name in files if (folder / name).exists()}
-    for name, record in files.items():
-        seen = lengths.get(name)
-        if seen != record.bytes:
-            found = "is missing" if seen is None else f"has {seen} bytes"
-            raise StorageError(
-                f"{folder / name} {found} where {record.bytes} bytes were written: another process writes to "
-                f"{folder.parent}, or not all ranks see the same folder; no checkpoint was written",
-                "--save A_FOLDER_OF_ITS_OWN",
-            )
-
-
-ALIGNMENT = 64
-"""Bytes; every part starts at a multiple."""
+def _check_visible(folder: Location, files: Mapping[str, FileRecord]) -> None:
+    """Check that all files are in the folder that this rank sees: others may have written to another one."""
+    seen, sizes = Manifest(folder, 0, {}, dict(files), {}, {}), None if isinstance(folder, Path) else folder.files()
+    try:
+        for name in files:
+            seen.check_file(name, sizes)
+    except DamagedCheckpointError as error:
+        why = f"another process writes to {folder.parent}, or not all ranks see the same folder"
+        fix = "--save A_FOLDER_OF_ITS_OWN"
+        raise StorageError(f"{error}: {why}; no checkpoint was written", fix) from error
 
 
 class HostCopyBuffer:

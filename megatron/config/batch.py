@@ -7,6 +7,7 @@ and decay, given in steps, samples or as a fraction, to samples.
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import NamedTuple
 
 from megatron.config.run import RunConfig
@@ -194,6 +195,7 @@ LOSS_CHUNK_TOKENS, LOSS_CHUNK_BYTES = 1024, 1 << 30
 """Unit of the tokens per chunk of the loss, and the most bytes of a chunk's logits on a GPU."""
 
 
+@lru_cache
 def loss_chunk_tokens(tokens: int, bytes_per_token: int, on_gpu: bool) -> int:
     """Return the default of ``--cross-entropy-chunk-size``, the tokens whose logits exist at a time.
 

@@ -91,6 +91,15 @@ class ExpertOptions:
       fix: --moe-router-topk {num_experts}
     """
 
+    @property
+    def router_losses(self) -> dict[str, float]:
+        """Coefficients of the losses of routers that are not 0, by Megatron-LM's names."""
+        names = {"aux_loss": "load_balancing_loss", "seq_aux_loss": "seq_load_balancing_loss"}
+        coefficients = {"z_loss": self.moe_z_loss_coeff or 0.0}
+        if self.moe_router_load_balancing_type in names:
+            coefficients = {names[self.moe_router_load_balancing_type]: self.moe_aux_loss_coeff} | coefficients
+        return {name: coefficient for name, coefficient in coefficients.items() if coefficient}
+
     def check_expert_layout(self, config: Run, world_size: int) -> Iterator[Problem]:
         """Check that experts divide over EP, and that EP x expert TP divides a pipeline stage."""
         parallel, model = config.parallel, config.model

@@ -101,7 +101,7 @@ def find_recorded_base(manifest: Manifest, pretrained: str | None = None) -> Bas
     location = recorded_base(manifest).location
     fix = f"--pretrained-checkpoint {'ITS_LOCATION' if pretrained is None else shell_word(location)}"
     try:
-        if pretrained is None and not is_local_or_beside(parse_location(location), manifest.path):
+        if pretrained is None and _is_elsewhere(parse_location(location), manifest.path):
             text = f"it is in a store that only the checkpoint names, {location}; to read it there, name it yourself"
             raise CheckpointError(text)  # a stranger's checkpoint must not choose where this machine sends requests
         base = BaseModel.find(pretrained or location)
@@ -114,14 +114,11 @@ def find_recorded_base(manifest: Manifest, pretrained: str | None = None) -> Bas
     return base
 
 
-def is_local_or_beside(location: Location, checkpoint: Location) -> bool:
-    """Return True for a location on disk, or in the bucket of a checkpoint."""
-    if isinstance(location, Path):
-        return True
-    return not isinstance(checkpoint, Path) and (location.scheme, location.bucket) == (
-        checkpoint.scheme,
-        checkpoint.bucket,
-    )
+def _is_elsewhere(location: Location, checkpoint: Location) -> bool:
+    """Return True for a location in a store, unless the checkpoint is in the same bucket."""
+    if isinstance(location, Path) or isinstance(checkpoint, Path):
+        return not isinstance(location, Path)
+    return (location.scheme, location.bucket) != (checkpoint.scheme, checkpoint.bucket)
 
 
 def _manifest_digest(manifest: Manifest) -> str:

@@ -22,7 +22,7 @@ from megatron.config.privacy import redact
 from megatron.config.run import RunConfig
 from megatron.config.settings import SETTINGS
 from megatron.config.text import counted, package_version, printable
-from megatron.convert.adapters import describe_adapters
+from megatron.convert.saved_model import describe_adapters
 from megatron.layers.parameters import num_parameters
 
 CARD_FILE = "README.md"
@@ -49,13 +49,12 @@ def model_card(manifest: Manifest, model: ModelConfig, architecture: str, dtype:
         rows |= dict(_training(manifest))
     versions = f"{package_version()}, transformers {importlib.metadata.version('transformers')}"
     rows["exported with"] = versions
-    lines = [f"| {name} | {_cell(text)} |" for name, text in rows.items() if text]
+    cells = {
+        name: redact(printable(text)).replace("\n", " ").replace("|", r"\|") for name, text in rows.items() if text
+    }
+    lines = [f"| {name} | {cell} |" for name, cell in cells.items()]
     head = ["---", "library_name: transformers", "pipeline_tag: text-generation", "---", "", f"# {architecture}", ""]
     return "\n".join([*head, "| | |", "|---|---|", *lines, ""]).encode()
-
-
-def _cell(text: str) -> str:
-    return redact(printable(text)).replace("\n", " ").replace("|", r"\|")
 
 
 def _shape(model: ModelConfig) -> str:

@@ -70,8 +70,7 @@ def saved_tokenizer_files(manifest: Manifest) -> dict[str, bytes]:
 
 def by_huggingface_names(carried: SmallFiles) -> dict[str, bytes]:
     """Return the content of these files by their names in a Hugging Face folder."""
-    contents = {name: file if isinstance(file, bytes) else file.read_bytes() for name, file in carried.items()}
-    return {name.removeprefix(TOKENIZER_PREFIX): content for name, content in contents.items()}
+    return {name.removeprefix(TOKENIZER_PREFIX): _bytes(file) for name, file in carried.items()}
 
 
 TOKENIZER_JSON = TOKENIZER_PREFIX + "tokenizer.json"
@@ -92,7 +91,9 @@ def files_to_carry(recorded: SmallFiles, carried: SmallFiles) -> dict[str, Path 
     same = TOKENIZER_JSON in carried and not tokenizer_notes(recorded, carried)
     kept = {name: content for name, content in carried.items() if same or not name.startswith(TOKENIZER_PREFIX)}
     if GENERATION_CONFIG_FILE in kept and not same:  # its special token ids belong to another tokenizer
-        kept[GENERATION_CONFIG_FILE] = _without_special_ids(_bytes(kept[GENERATION_CONFIG_FILE]))
+        settings = _generation_settings(_bytes(kept[GENERATION_CONFIG_FILE]))
+        others = {name: value for name, value in settings.items() if name not in SPECIAL_TOKEN_IDS}
+        kept[GENERATION_CONFIG_FILE] = json.dumps(others).encode()
     return kept | dict(recorded)
 
 
@@ -125,12 +126,6 @@ def tokenizer_notes(recorded: SmallFiles, carried: SmallFiles) -> list[str]:
 
 def _bytes(content: Path | bytes) -> bytes:
     return content if isinstance(content, bytes) else content.read_bytes()
-
-
-def _without_special_ids(generation: bytes) -> bytes:
-    """Return a generation_config.json without special token ids."""
-    settings = _generation_settings(generation)
-    return json.dumps({name: value for name, value in settings.items() if name not in SPECIAL_TOKEN_IDS}).encode()
 
 
 def _generation_settings(generation: bytes) -> dict[str, Any]:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from megatron.checkpoint.format import relative_box, split_box
+from megatron.checkpoint.tensor_file import copy_tiled
 from megatron.config.model import ModelConfig
 from megatron.convert.tokenizer_files import SmallFiles
 from megatron.distributed.param_layout import ParamShard, shard_boxes
@@ -68,11 +69,7 @@ BLOCK_ELEMENTS = 16 << 20
 """Elements per block: those of one checkpoint chunk in fp32."""
 
 
-def read_in_blocks(source: WeightSource, name: str, view: tuple[int, ...], box: Box, dtype: torch.dtype) -> Tensor:
-    """Return the elements of ``box`` of a tensor, of shape ``box.size``, converted to ``dtype``."""
-    if box.numel <= BLOCK_ELEMENTS:
-        return source.read(name, view, box).to(dtype)
-    out = torch.empty(box.size, dtype=dtype)
+def fill_in_blocks(source: WeightSource, name: str, view: tuple[int, ...], box: Box, out: Tensor) -> None:
+    """Read ``box`` of a tensor into one of shape ``box.size`` and any strides and floating-point type."""
     for block in split_box(box, BLOCK_ELEMENTS):
-        out[relative_box(block, box).slices] = source.read(name, view, block)
-    return out
+        copy_tiled(out[relative_box(block, box).slices], source.read(name, view, block))

@@ -90,10 +90,8 @@ def _interleave(weights: NDArray[np.float64], total: int) -> BlendIndex:
 @cache
 def _compiled() -> Any:
     """Compile `_interleave`, without fast math, so that sums are rounded as in Python."""
-    try:
-        import numba
-    except ImportError as error:
-        raise DataError("numba is needed for blends of so many samples", "pip install numba") from error
+    import numba  # takes a while
+
     return numba.njit("Tuple((int16[::1], int64[::1]))(float64[::1], int64)")(_interleave)
 
 

@@ -288,12 +288,12 @@ def encode_record(tokenizer: ChatTokenizer, record: Mapping[str, object]) -> Con
     """
     record = _in_roles(record)
     if "messages" in record:
-        found = tokenizer.conversation(_messages(record["messages"]), **_template_options(record))
+        found = tokenizer.conversation(_messages(record["messages"]), **template_options(record))
     elif "prompt" in record and "completion" in record:
         if isinstance(record["prompt"], list):
             prompt = _messages(record["prompt"], "prompt", answered=False)
             answer = _messages(record["completion"], "completion")
-            (found,) = tokenizer.continuations(prompt, answer, **_template_options(record))
+            (found,) = tokenizer.continuations(prompt, answer, **template_options(record))
         else:
             (found,) = tokenizer.completions(text_of(record, "prompt"), text_of(record, "completion"))
             if not text_of(record, "completion").strip():
@@ -335,7 +335,7 @@ def encode_pair(tokenizer: ChatTokenizer, record: Mapping[str, object]) -> tuple
             before = turns[0][:shared]
         if not before:
             raise BadDocumentError(": 'chosen' and 'rejected' begin with different messages, and there is no 'prompt'")
-        found = tokenizer.continuations(before, *(each[shared:] for each in turns), **_template_options(record))
+        found = tokenizer.continuations(before, *(each[shared:] for each in turns), **template_options(record))
     for key, conversation in zip(("chosen", "rejected"), found):
         if not conversation.answers[1:].any():
             raise BadDocumentError(f": '{key}' has no token to answer with")
@@ -357,17 +357,6 @@ def _in_roles(record: Mapping[str, object]) -> dict[str, Any]:
         if isinstance(found.get(key), list):
             found[key] = [renamed(each, "from", "value") if isinstance(each, dict) else each for each in found[key]]
     return found
-
-
-def _template_options(record: Mapping[str, object]) -> dict[str, Any]:
-    """Return the arguments of the chat template in a JSON object: ``tools`` and ``chat_template_kwargs``, as in TRL."""
-    tools = record.get("tools")
-    if isinstance(tools, str):
-        with convert_library_errors(BadDocumentError, ": 'tools' is not JSON"):
-            tools = json.loads(tools)
-    if not isinstance(tools, list | None) or not all(isinstance(tool, dict) for tool in tools or ()):
-        raise BadDocumentError(": 'tools' is not an array of objects")
-    return {"tools": tools, **template_options(record.get("chat_template_kwargs"))}
 
 
 def _messages(value: object, key: str = "messages", answered: bool = True) -> list[Mapping[str, Any]]:

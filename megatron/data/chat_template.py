@@ -16,6 +16,7 @@ from megatron.data import chat_rendering
 from megatron.data.chat_rendering import MEMORY_BYTES, Request, Span
 from megatron.data.errors import DataError
 from megatron.data.preprocess.corpus import JSON_TYPE_NAMES, BadDocumentError
+from megatron.data.tokenizers.base import convert_library_errors
 
 CPU_SECONDS = 10.0  # per request
 MAX_REQUEST = 1 << 25  # bytes of JSON; what the process makes of them takes several times as much
@@ -31,12 +32,18 @@ RESERVED = frozenset(
 """Arguments of ``apply_chat_template`` and names of a template that a line cannot set."""
 
 
-def template_options(options: object) -> dict[str, Any]:
-    """Return the ``chat_template_kwargs`` of a JSON object, which may have texts, numbers and booleans.
+def template_options(record: Mapping[str, object]) -> dict[str, Any]:
+    """Return the arguments of the chat template in a JSON object: ``tools`` and ``chat_template_kwargs``, as in TRL.
 
     Raises:
-        BadDocumentError: if they are something else. ``chat_template`` is checked where the names are known.
+        BadDocumentError: if they have another form. ``chat_template`` is checked where the names are known.
     """
+    tools, options = record.get("tools"), record.get("chat_template_kwargs")
+    if isinstance(tools, str):
+        with convert_library_errors(BadDocumentError, ": 'tools' is not JSON"):
+            tools = json.loads(tools)
+    if not isinstance(tools, list | None) or not all(isinstance(tool, dict) for tool in tools or ()):
+        raise BadDocumentError(": 'tools' is not an array of objects")
     if not isinstance(options, dict | None):
         raise BadDocumentError(": 'chat_template_kwargs' is not an object")
     for name, value in (options or {}).items():
@@ -46,7 +53,7 @@ def template_options(options: object) -> dict[str, Any]:
             what = JSON_TYPE_NAMES[type(value)]
             seen = f": '{name[:80]}' in 'chat_template_kwargs' is {what}; it has texts, numbers and booleans"
             raise BadDocumentError(seen)
-    return options or {}
+    return {"tools": tools, **(options or {})}
 
 
 class Rendered(NamedTuple):

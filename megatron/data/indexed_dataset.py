@@ -22,6 +22,7 @@ import errno
 import hashlib
 import mmap
 import os
+import resource
 import struct
 from contextlib import suppress
 from functools import cached_property
@@ -54,10 +55,6 @@ FINGERPRINT_BLOCK_BYTES, FINGERPRINT_BLOCKS = 4096, 64  # of .bin that a fingerp
 
 def raise_open_file_limit() -> None:
     """Raise the soft limit on open files, against which mapped files count, to the hard limit, if permitted."""
-    try:
-        import resource
-    except ImportError:
-        return
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != hard:
         with suppress(OSError, ValueError):  # some systems report a hard limit that they refuse to set

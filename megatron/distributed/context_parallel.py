@@ -28,16 +28,8 @@ from torch import Tensor
 from megatron.distributed import comm, mappings
 from megatron.distributed.comm import Group, Pending
 from megatron.distributed.layout import chunks_of
-from megatron.kernels.attention_mask import AttentionMask, Ranges
-from megatron.kernels.block_attention import (
-    PLAIN_SCORES,
-    AttentionDropout,
-    AttentionKernel,
-    AttentionScores,
-    KeyValues,
-    Use,
-    block_attention,
-)
+from megatron.kernels.attention_mask import PLAIN_SCORES, AttentionKernel, AttentionMask, AttentionScores, Ranges
+from megatron.kernels.block_attention import AttentionDropout, KeyValues, Use, block_attention
 
 
 def chunks_of_all(length: int, size: int) -> Ranges:

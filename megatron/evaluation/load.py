@@ -26,8 +26,7 @@ from megatron.convert.weight_source import ModelSource, fill_weights
 from megatron.distributed.grad_accumulator import GradAccumulator
 from megatron.distributed.launch import init_distributed
 from megatron.distributed.mesh import Mesh
-from megatron.inference.text import Codec, InferenceError, open_codec
-from megatron.inference.tokenizer import load_tokenizer, stop_ids
+from megatron.inference.text import Codec, InferenceError, load_tokenizer, open_codec, stop_ids
 from megatron.layers.context import DTYPES, BuildContext
 from megatron.model.gpt import GPTChunk, build_gpt
 from megatron.pipeline.plan import resolve_pipeline

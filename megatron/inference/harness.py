@@ -6,7 +6,6 @@ with the harness's own model of Hugging Face folders (``hf``), so the answers to
 
 from __future__ import annotations
 
-import math
 from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
@@ -18,7 +17,7 @@ from megatron.config.errors import Problem, UserError
 from megatron.distributed import comm
 from megatron.distributed.launch import call_safely, raise_first_error
 from megatron.inference.generate import PipelinedModel, SamplingParams, generate
-from megatron.inference.scoring import ComputingModel, score_tokens
+from megatron.inference.scoring import ComputingModel, log_likelihoods
 from megatron.inference.text import InferenceError
 
 MAX_LENGTH = 2048
@@ -81,8 +80,7 @@ class SharedModel:
 
     def score(self, requests: Sequence[tuple[list[int], int]]) -> list[tuple[float, bool]]:
         """Return the log-probability of the last tokens of sequences, and whether all are the most likely."""
-        scores = score_tokens(self.model, requests, self.batch_size)
-        return [(math.fsum(log_probs), all(greedy)) for log_probs, greedy in scores]
+        return log_likelihoods(self.model, requests, self.batch_size)
 
     def continue_texts(
         self, prompts: Sequence[list[int]], max_new_tokens: int, until: Sequence[str], sampling: Mapping[str, Any]

@@ -9,6 +9,7 @@ Shapes: B samples, S tokens of a sample, H hidden.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from itertools import accumulate, pairwise
@@ -138,6 +139,14 @@ def score_tokens(
     comm.all_reduce(comm.all_reduce(scores_2T, readers), model.mesh.pipeline)
     log_probs, greedy = scores_2T[0].tolist(), (scores_2T[1] > 0).tolist()
     return [(log_probs[start:stop], greedy[start:stop]) for start, stop in pairwise(starts)]
+
+
+def log_likelihoods(
+    model: ComputingModel, requests: Sequence[tuple[Sequence[int], int]], batch_size: int = 8
+) -> list[tuple[float, bool]]:
+    """Return the log-probability of the last tokens of each sequence, and whether all are the most likely."""
+    scores = score_tokens(model, requests, batch_size)
+    return [(math.fsum(log_probs), all(greedy)) for log_probs, greedy in scores]
 
 
 def _measure_tokens(hidden_SBH: Tensor, batch: MicroBatch, output_layer: OutputLayer) -> tuple[Tensor, Tensor]:

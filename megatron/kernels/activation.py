@@ -10,13 +10,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron.config.model import GATED_ACTIVATIONS
-from megatron.kernels.bias import with_bias_gradient
 from megatron.kernels.compile import compiled, compiler_missing, triton_missing, triton_region
+from megatron.kernels.linear import with_bias_gradient
 from megatron.kernels.operation import Candidate, KernelCheck, Operation
 
 ActivationKernel = Callable[..., Tensor]
 """``activation(x, bias, name, limit=None, offset=0.0) -> y``, ``name`` one of :data:`ACTIVATIONS`; on ``bias`` see
-``kernels/bias.py``."""
+``kernels/linear.py``."""
 
 _gelu_tanh = partial(F.gelu, approximate="tanh")
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {

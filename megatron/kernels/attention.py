@@ -16,15 +16,8 @@ from torch import Tensor
 from torch.backends.cuda import SDPAParams, can_use_cudnn_attention, can_use_flash_attention
 
 from megatron.config.attention_pattern import CAUSAL, AttentionPattern
-from megatron.kernels.attention_mask import AttentionMask
-from megatron.kernels.block_attention import (
-    FLEX_BLOCK,
-    PLAIN_SCORES,
-    AttentionKernel,
-    AttentionScores,
-    block_attention,
-    cudnn_is_fast,
-)
+from megatron.kernels.attention_mask import PLAIN_SCORES, AttentionKernel, AttentionMask, AttentionScores
+from megatron.kernels.block_attention import FLEX_BLOCK, block_attention, cudnn_is_fast
 from megatron.kernels.compile import compiler_missing
 from megatron.kernels.operation import HALF_DTYPES, Candidate, KernelCheck, Operation, half_on_gpu, missing_modules
 

@@ -1,7 +1,7 @@
-"""Attention masks: which queries see which keys, and which blocks of them are full, partial or empty.
+"""What attention computes: the mask, which keys a query sees, and how their products become scores.
 
 A mask is known from the positions of its queries and keys, the attention pattern and the documents. Kernels read these
-or work block by block; no ``S x S`` tensor is needed.
+or work block by block, where blocks are full, partial or empty; no ``S x S`` tensor is needed.
 
 Shapes: B samples, L tokens of the sequence, S queries, T keys.
 """
@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache, wraps
 from itertools import accumulate
-from typing import Any, NamedTuple, TypeVar, cast
+from typing import Any, NamedTuple, Protocol, TypeVar, cast
 
 import numpy as np
 import torch
@@ -341,6 +341,45 @@ class AttentionMask:
         first, last = group[0], group[-1]
         queries, keys = slice(first.queries.start, last.queries.stop), slice(first.keys.start, last.keys.stop)
         return first._replace(queries=queries, keys=keys, boundaries=(ends, max(lengths)))
+
+
+@dataclass(frozen=True)
+class AttentionScores:
+    """How products of queries and keys become scores, and what else the softmax sums."""
+
+    # Factor on the products; None for 1 / sqrt(D).
+    scale: float | None = None
+    # Scores are ``softcap * tanh(scale * q k / softcap)`` (Gemma 2, arXiv 2408.00118).
+    softcap: float | None = None
+    # [N]: the score of one more key per query head, whose value is zero (attention sink, arXiv 2309.17453).
+    sink: Tensor | None = None
+
+    def factor(self, channels: int) -> float:
+        """Return the factor on the products of heads of ``channels`` channels."""
+        return channels**-0.5 if self.scale is None else self.scale
+
+    @property
+    def plain(self) -> bool:
+        """True if all kernels compute them."""
+        return self.softcap is None and self.sink is None
+
+
+PLAIN_SCORES = AttentionScores()
+
+
+class AttentionKernel(Protocol):
+    """An implementation of attention."""
+
+    def __call__(
+        self,
+        q_SBND: Tensor,
+        k_TBGD: Tensor,
+        v_TBGD: Tensor,
+        mask: AttentionMask,
+        scores: AttentionScores = PLAIN_SCORES,
+        /,
+    ) -> Tensor:
+        """Return the outputs of all queries, of the shape of ``q_SBND``."""
 
 
 def _joined(bands: Sequence[Tile]) -> list[Tile]:

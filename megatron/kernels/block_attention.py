@@ -21,7 +21,16 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.backends.cuda import SDPAParams, can_use_cudnn_attention
 
-from megatron.kernels.attention_mask import BAND, FULL, PARTIAL, TRIANGLE, AttentionMask, Tile
+from megatron.kernels.attention_mask import (
+    BAND,
+    FULL,
+    PARTIAL,
+    PLAIN_SCORES,
+    TRIANGLE,
+    AttentionMask,
+    AttentionScores,
+    Tile,
+)
 from megatron.kernels.dropout import keep_mask
 from megatron.kernels.operation import half_on_gpu
 
@@ -34,45 +43,6 @@ UNFUSED_BLOCK = 1024
 
 FLEX_BLOCK = 128
 """Side of the blocks of a mask that FlexAttention skips or not, in tokens."""
-
-
-@dataclass(frozen=True)
-class AttentionScores:
-    """How products of queries and keys become scores, and what else the softmax sums."""
-
-    # Factor on the products; None for 1 / sqrt(D).
-    scale: float | None = None
-    # Scores are ``softcap * tanh(scale * q k / softcap)`` (Gemma 2, arXiv 2408.00118).
-    softcap: float | None = None
-    # [N]: the score of one more key per query head, whose value is zero (attention sink, arXiv 2309.17453).
-    sink: Tensor | None = None
-
-    def factor(self, channels: int) -> float:
-        """Return the factor on the products of heads of ``channels`` channels."""
-        return channels**-0.5 if self.scale is None else self.scale
-
-    @property
-    def plain(self) -> bool:
-        """True if all kernels compute them."""
-        return self.softcap is None and self.sink is None
-
-
-PLAIN_SCORES = AttentionScores()
-
-
-class AttentionKernel(Protocol):
-    """An implementation of attention."""
-
-    def __call__(
-        self,
-        q_SBND: Tensor,
-        k_TBGD: Tensor,
-        v_TBGD: Tensor,
-        mask: AttentionMask,
-        scores: AttentionScores = PLAIN_SCORES,
-        /,
-    ) -> Tensor:
-        """Return the outputs of all queries, of the shape of ``q_SBND``."""
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,16 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 from megatron.config.attention_pattern import AttentionPattern
-from megatron.kernels.attention_mask import FULL, PARTIAL, TRIANGLE, AttentionMask
-from megatron.kernels.block_attention import FLEX_BLOCK, PLAIN_SCORES, AttentionKernel, AttentionScores
+from megatron.kernels.attention_mask import (
+    FULL,
+    PARTIAL,
+    PLAIN_SCORES,
+    TRIANGLE,
+    AttentionKernel,
+    AttentionMask,
+    AttentionScores,
+)
+from megatron.kernels.block_attention import FLEX_BLOCK
 from megatron.kernels.compile import compiled
 
 

@@ -1,4 +1,8 @@
-"""The three matrix products of a linear layer: forward, input gradient and weight gradient.
+"""The three matrix products of a linear layer, forward, input gradient and weight gradient, and that of its bias.
+
+A linear adds its bias in forward. Backward needs the sum of ``dy`` over all rows, and ``dy`` is what the backward of
+the consumer of ``y`` computes: the activation, the split into q, k and v, dropout, or the residual sum. So a consumer
+takes the bias as an argument that has no effect on its values, and also returns its gradient, from the same kernel.
 
 Shapes: T any leading dimensions (tokens), I in, O out.
 """
@@ -12,6 +16,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from megatron.kernels.operation import Candidate, KernelCheck, Operation, half_on_gpu, missing_modules
 
@@ -44,6 +49,27 @@ def accumulate_wgrad(target: Tensor, x: Tensor, dy: Tensor, beta: float = 1.0) -
 
 
 TORCH_LINEAR = LinearKernel(F.linear, input_gradient, accumulate_wgrad)
+
+
+def column_sum(dy: Tensor) -> Tensor:
+    """``[..., O] -> [O]``, summed in at least fp32."""
+    return dy.flatten(0, -2).sum(0, dtype=torch.promote_types(dy.dtype, torch.float32))
+
+
+def with_bias_gradient(y: Tensor, bias: Tensor | None) -> Tensor:
+    """Return ``y``, which contains ``bias``; in backward the bias receives the column sum of ``dy``."""
+    return y if bias is None or not bias.requires_grad else _BiasGradient.apply(y, bias)
+
+
+class _BiasGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, y: Tensor, bias: Tensor) -> Tensor:
+        return y.view_as(y)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor]:
+        return dy, column_sum(dy)
 
 
 def _fused_wgrad(target: Tensor, x: Tensor, dy: Tensor, beta: float = 1.0) -> None:

@@ -14,8 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megatron.kernels.bias import with_bias_gradient
 from megatron.kernels.compile import compiled, compiler_missing, triton_missing, triton_region
+from megatron.kernels.linear import with_bias_gradient
 from megatron.kernels.operation import HALF_DTYPES, Candidate, KernelCheck, Operation, missing_modules
 
 MAX_TRITON_WIDTH = 8192
@@ -28,7 +28,7 @@ Weight and bias may be wider than ``x``; the result is rounded once."""
 
 AddNormKernel = Callable[[Tensor, Tensor, Tensor | None, Tensor, Tensor | None, float], tuple[Tensor, Tensor]]
 """``add_norm(x_RW, y_RW, y_bias_W, weight_W, bias_W, eps) -> (x + y, norm(x + y))``; on ``y_bias`` see
-``kernels/bias.py``."""
+``kernels/linear.py``."""
 
 
 def norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:

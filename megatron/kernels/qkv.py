@@ -1,23 +1,115 @@
 """Split of the fused projection into queries, keys and values, with their norms and rotary positions.
 
+Rotary position embeddings (RoPE, Su et al. 2021) are plain, Llama-3 scaled or YaRN.
+
 Shapes: S sequence, B batch, G key/value heads, X query heads per key/value head, N = G X, D channels of a head,
 O = G (X + 2) D: of each key/value head its queries, then its key, then its value.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import cache
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from megatron.kernels.bias import with_bias_gradient
+from megatron.config.model import ModelConfig
 from megatron.kernels.compile import compiled, compiler_missing, triton_missing, triton_region
+from megatron.kernels.linear import with_bias_gradient
 from megatron.kernels.norm import norm
 from megatron.kernels.operation import Candidate, KernelCheck, Operation
-from megatron.kernels.rotary import RotaryCosSin, rotate
+
+
+@dataclass(frozen=True)
+class RotaryCosSin:
+    """Cosines and sines of the rotation angles, ``[S, B or 1, 1, rotary_dim]``."""
+
+    cos: Tensor
+    sin: Tensor
+    # Rotate channel pairs (0, 1), (2, 3).. instead of (i, i + rotary_dim/2).
+    interleaved: bool
+
+
+class RotaryEmbedding:
+    """Rotary frequencies of some layers of a model (``ModelConfig.rotary_kind``).
+
+    Angles are computed in at least fp32, cosines and sines returned in ``dtype``.
+    """
+
+    def __init__(self, config: ModelConfig, kind: str, dtype: torch.dtype, device: torch.device) -> None:
+        self.interleaved = config.rotary_interleaved
+        self.dtype = dtype
+        frequencies, self.scale = _frequencies(config, kind)
+        self.frequencies = frequencies.to(device, torch.promote_types(dtype, torch.float32))
+
+    def __call__(self, seq_length: int, positions_BS: Tensor | None) -> RotaryCosSin:
+        """Return cosines and sines of positions 0..seq_length-1, or of the given ones."""
+        if positions_BS is None:
+            positions_BS = torch.arange(seq_length, device=self.frequencies.device).unsqueeze(0)
+        angles = positions_BS.t()[..., None, None] * self.frequencies
+        angles = angles.repeat_interleave(2, -1) if self.interleaved else torch.cat((angles, angles), -1)
+        cos, sin = angles.cos() * self.scale, angles.sin() * self.scale
+        return RotaryCosSin(cos.to(self.dtype), sin.to(self.dtype), self.interleaved)
+
+
+def _frequencies(config: ModelConfig, kind: str) -> tuple[Tensor, float]:
+    """Return angular frequencies ``[rotary_dim/2]`` in fp64, and the factor on cosine and sine."""
+    exponents = torch.arange(0, config.rotary_dim, 2, dtype=torch.float64) / config.rotary_dim
+    if kind == "local" and config.rotary_base_local is not None:
+        return config.rotary_base_local**-exponents, 1.0
+    frequencies = config.rotary_base**-exponents / config.rotary_seq_len_interpolation_factor
+    if config.position_embedding_type == "yarn":
+        return _yarn(config, frequencies), 0.1 * math.log(config.rotary_scaling_factor) + 1.0
+    return (_llama3(config, frequencies) if config.use_rope_scaling else frequencies), 1.0
+
+
+def _llama3(config: ModelConfig, frequencies: Tensor) -> Tensor:
+    """Apply Llama 3.1's scaling: long wavelengths are stretched, short ones kept, with a ramp in between."""
+    wavelengths = 2 * math.pi / frequencies
+    low, high = config.rope_low_freq_factor, config.rope_high_freq_factor
+    kept = ((config.rope_original_max_position / wavelengths - low) / (high - low)).clamp(0, 1)
+    return frequencies * (kept + (1 - kept) / config.rope_scaling_factor)
+
+
+def _yarn(config: ModelConfig, frequencies: Tensor) -> Tensor:
+    """Apply YaRN (Peng et al. 2023, eq. 17-23): interpolate channels with few rotations over the original context."""
+    original, dim = config.yarn_original_max_position_embeddings, config.rotary_dim
+    if original is None:
+        raise ValueError("yarn needs yarn_original_max_position_embeddings")
+
+    def channel(rotations: float) -> float:
+        return dim * math.log(original / (rotations * 2 * math.pi)) / (2 * math.log(config.rotary_base))
+
+    low, high = channel(config.yarn_beta_fast), channel(config.yarn_beta_slow)
+    if config.yarn_correction_range_round_to_int:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, dim - 1)
+    ramp = ((torch.arange(dim // 2, dtype=torch.float64) - low) / max(high - low, 1e-3)).clamp(0, 1)
+    return frequencies * ((1 - ramp) + ramp / config.rotary_scaling_factor)
+
+
+def rotate(x_SBND: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
+    """Rotate the first channels of every head.
+
+    Args:
+        x_SBND: ``[sequence, batch, heads, channels]``.
+        cos: of the angles, ``[S, B or 1, 1, channels to rotate]``.
+        sin: likewise.
+        interleaved: rotate channel pairs (0,1),(2,3).. instead of (i, i + width/2).
+
+    """
+    width = cos.shape[-1]
+    x = x_SBND[..., :width]
+    if interleaved:
+        rotated_90 = torch.stack((-x[..., 1::2], x[..., 0::2]), dim=-1).flatten(-2)
+    else:
+        rotated_90 = torch.cat((-x[..., width // 2 :], x[..., : width // 2]), dim=-1)
+    rotated = x * cos + rotated_90 * sin
+    return rotated if width == x_SBND.shape[-1] else torch.cat((rotated, x_SBND[..., width:]), dim=-1)
 
 
 class HeadNorms(NamedTuple):
@@ -46,7 +138,7 @@ def split_qkv(
     """Split, normalise and rotate.
 
     Args:
-        qkv_SBO: output of the projection, which contains ``bias_O`` (see :mod:`megatron.kernels.bias`).
+        qkv_SBO: output of the projection, which contains ``bias_O`` (see :mod:`megatron.kernels.linear`).
         bias_O: of the projection.
         heads: number of key/value heads, and channels of a head.
         norms: None for no norms.

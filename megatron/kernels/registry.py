@@ -15,7 +15,7 @@ from megatron.config.plugins import registered
 from megatron.kernels.activation import ACTIVATION, ActivationKernel, activation
 from megatron.kernels.adam import ADAM, AdamKernel, adam
 from megatron.kernels.attention import ATTENTION, sdpa
-from megatron.kernels.block_attention import AttentionKernel
+from megatron.kernels.attention_mask import AttentionKernel
 from megatron.kernels.cross_entropy import CROSS_ENTROPY, EAGER_CROSS_ENTROPY, CrossEntropyKernel
 from megatron.kernels.dropout import DROPOUT, DropoutKernel, dropout
 from megatron.kernels.fp8 import Float8Kernel, Float8Recipe, fp8_operation

@@ -18,8 +18,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megatron.kernels.qkv import HeadNorms, compiled_split_qkv
-from megatron.kernels.rotary import RotaryCosSin
+from megatron.kernels.qkv import HeadNorms, RotaryCosSin, compiled_split_qkv
 
 PROGRAMS = 512
 """Programs over rows: about 4 per multiprocessor; their column sums are a few percent of the traffic."""

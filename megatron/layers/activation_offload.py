@@ -34,17 +34,6 @@ MAX_UNRELEASED = 1
 """Blocks whose copies may be incomplete when the next one begins."""
 
 
-class NoOffload:
-    """Keeps everything on the device, in the place of an :class:`ActivationOffload`."""
-
-    def leave_out(self, tensors: Iterable[Tensor]) -> None:
-        """Do nothing: no tensor moves."""
-
-    def blocks(self, tables: Iterable[Tensor]) -> BlockContext:
-        """Return contexts that do nothing."""
-        return nullcontext
-
-
 class HostPool:
     """Host buffers that offloaded memory uses in turn; they live as long as the run."""
 
@@ -156,10 +145,10 @@ class ActivationOffload:
         self._unreleased: deque[_Copied] = deque()
 
     @classmethod
-    def from_config(cls, config: TrainingConfig, device: torch.device) -> ActivationOffload | NoOffload:
+    def from_config(cls, config: TrainingConfig, device: torch.device) -> ActivationOffload | None:
         """Return the offload that the flags select."""
         layers = config.cpu_offloading_num_layers
-        return cls(device, layers, config.min_offloaded_tensor_size) if layers else NoOffload()
+        return cls(device, layers, config.min_offloaded_tensor_size) if layers else None
 
     def leave_out(self, tensors: Iterable[Tensor]) -> None:
         """Leave saved tensors in the storage of these on the device, such as weights."""

@@ -1,4 +1,4 @@
-"""Low-rank adapters of linears: LoRA (arXiv 2106.09685) and DoRA (arXiv 2402.09353).
+"""Low-rank adapters of linears: LoRA (arXiv 2106.09685) and DoRA (arXiv 2402.09353); and quantised frozen weights.
 
 The weight W of an adapted layer is frozen. The layer multiplies by ``W + s B A``, with A ``[R, I]`` and B ``[O, R]`` of
 rank R. All products are inside the communication of :mod:`megatron.layers.linear`. In backward ``u = s x A^T`` and
@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -28,10 +28,28 @@ from megatron.distributed import comm
 from megatron.distributed.comm import Pending
 from megatron.distributed.grad_accumulator import WgradOperand
 from megatron.distributed.mappings import Product
+from megatron.kernels.quantized import dequantize
 from megatron.layers.adapter_parameters import adapted_parts, linear_parts, part_of_rows
 from megatron.layers.context import BuildContext
-from megatron.layers.products import LinearGradients, LinearProduct, Parameters, PlainProduct, Weights
-from megatron.layers.quantized import QuantizedProduct
+from megatron.layers.linear import LinearGradients, LinearProduct, Parameters, PlainProduct, Weights
+
+
+class QuantizedProduct(PlainProduct):
+    """The products with a quantised weight, which each pass converts to the dtype of the activations."""
+
+    def __init__(self, context: BuildContext, column: bool, precision: str) -> None:
+        super().__init__(context, column)
+        self.precision, self.dtype = precision, context.dtype
+
+    @classmethod
+    def of(cls, context: BuildContext, column: bool) -> Self | None:
+        """Return the products of the layer under construction, or None if its weight is not declared as bytes."""
+        precision = context.spec("weight").precision
+        return None if precision is None else cls(context, column, precision)
+
+    def dense(self, weight: Tensor) -> Tensor:
+        """Return the weight ``[O, I]``."""
+        return dequantize(weight, self.precision, self.dtype)
 
 
 class LowRankProduct(LinearProduct):

@@ -18,16 +18,15 @@ from megatron.config.attention_pattern import AttentionPattern
 from megatron.config.model import ModelConfig
 from megatron.distributed import mappings
 from megatron.distributed.random import stable_hash
-from megatron.kernels.attention_mask import FULL, AttentionMask
-from megatron.kernels.bias import with_bias_gradient
-from megatron.kernels.block_attention import PLAIN_SCORES, AttentionDropout, AttentionScores, block_attention
+from megatron.kernels.attention_mask import FULL, PLAIN_SCORES, AttentionMask, AttentionScores
+from megatron.kernels.block_attention import AttentionDropout, block_attention
+from megatron.kernels.linear import with_bias_gradient
 from megatron.kernels.qkv import HeadNorms
-from megatron.layers.context import BuildContext, ForwardContext
+from megatron.layers.context import BuildContext, ForwardContext, MixerOutput
 from megatron.layers.linear import ColumnParallelLinear, RowParallelLinear
 from megatron.layers.norm import Norm, widened
 from megatron.layers.recompute import recompute
 from megatron.layers.recompute_plan import RecomputePlan
-from megatron.layers.residual import MixerOutput
 
 
 class CoreAttention(nn.Module):

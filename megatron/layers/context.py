@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -21,14 +23,22 @@ from megatron.distributed.random import initialize
 from megatron.distributed.sharding import DenseSharding, ExpertSharding, Sharding, ShardSpec, Specs
 from megatron.kernels.attention_mask import AttentionMask, Ranges
 from megatron.kernels.fp8 import Float8Layers
+from megatron.kernels.linear import with_bias_gradient
+from megatron.kernels.qkv import RotaryCosSin
 from megatron.kernels.quantized import quantize
 from megatron.kernels.registry import Kernels
-from megatron.kernels.rotary import RotaryCosSin
-from megatron.layers.activation_offload import ActivationOffload, NoOffload
 from megatron.layers.kv_cache import KVCache
+
+if TYPE_CHECKING:
+    from megatron.layers.activation_offload import ActivationOffload
 
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 """Dtypes by the choices of ``--params-dtype``."""
+
+
+ProductProvider = Callable[["BuildContext", bool], Any]
+"""Takes the context of a linear, and True if it is column-parallel. Returns its products, a
+:class:`megatron.layers.linear.LinearProduct`, or None if its weights are not declared as the provider's."""
 
 
 @dataclass(frozen=True)
@@ -57,8 +67,10 @@ class BuildContext:
     fp8: Float8Layers = field(default_factory=Float8Layers)
     # Of the model that the layers belong to.
     model: ModelConfig = field(default_factory=ModelConfig)
+    # Asked in order for the products of a linear; the last answer is a plain weight's.
+    providers: Sequence[ProductProvider] = ()
     # Shared by all chunks.
-    offload: ActivationOffload | NoOffload = field(default_factory=NoOffload)
+    offload: ActivationOffload | None = None
     # The parameters declared, and those built so far, by global name.
     specs: Specs = field(default_factory=dict)
     params: dict[str, nn.Parameter] = field(default_factory=dict)
@@ -172,13 +184,27 @@ class ForwardContext:
     rows: Ranges = ()
     kernels: Kernels = Kernels()
 
-    @property
-    def rotary_tables(self) -> list[Tensor]:
-        """Cosines and sines of all rotary embeddings."""
-        return [table for found in self.rotary.values() for table in (found.cos, found.sin)]
-
     @cached_property
     def row_positions(self) -> Tensor:
         """Positions of the rows, int64 ``[S(/cp/tp)]``."""
         device = self.batch.tokens.device
         return torch.cat([torch.arange(r.start, r.stop, device=device) for r in self.rows])
+
+
+Losses = Mapping[str, Tensor]
+"""Auxiliary losses by name, each a scalar, summed over layers."""
+
+
+class MixerOutput(NamedTuple):
+    """Output of a mixer."""
+
+    # ``[S(/tp), B, H]``, added to the residual stream.
+    y: Tensor
+    # The bias that y contains, if its gradient is still to be taken (:mod:`megatron.kernels.linear`).
+    bias: Tensor | None = None
+    # Auxiliary losses by name, as the mixer declares them: sums over this rank's tokens, times their coefficients.
+    losses: Losses = MappingProxyType({})
+
+    def sum(self) -> Tensor:
+        """Return ``y`` with the gradient of its bias."""
+        return with_bias_gradient(self.y, self.bias)

@@ -38,7 +38,7 @@ from megatron.distributed.grad_accumulator import Operand, WgradOperand
 from megatron.distributed.mappings import REPLICATED, Product
 from megatron.kernels.fp8 import Block, Float8Kernel, Float8Tensor
 from megatron.layers.context import BuildContext
-from megatron.layers.products import LinearGradients, LinearProduct, Weights
+from megatron.layers.linear import LinearGradients, LinearProduct, Weights
 
 ROWS, COLUMNS = 0, 1
 """Dimensions of a matrix."""

@@ -11,23 +11,135 @@ row          ``[O, I/tp]``   matmul, scatter  gather, matmul   matmul with the g
 
 Without sequence parallelism, gather does nothing and scatter is an all-reduce. With it, they are an all-gather and a
 reduce-scatter of rows of the sequence, which ``--tp-comm-overlap`` pipelines with the matmul beside them
-(:mod:`megatron.distributed.mappings`). What multiplies is a provider's (:mod:`megatron.layers.products`).
+(:mod:`megatron.distributed.mappings`).
+
+What multiplies is a :class:`LinearProduct`. That of a plain weight is here; the providers of other weights, and of
+additions to them, are in files beside this one (:mod:`megatron.layers.providers`), and are asked first.
 
 The gradient of a bias, the sum of ``dy`` over its rows, is computed by the kernel that consumes ``y``
-(:mod:`megatron.kernels.bias`): its backward has ``dy`` in registers.
+(:mod:`megatron.kernels.linear`): its backward has ``dy`` in registers.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple, Self
 
 from torch import Tensor, nn
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
+from megatron.distributed.comm import Group, Pending
+from megatron.distributed.grad_accumulator import WgradOperand
+from megatron.distributed.mappings import REPLICATED, SEQUENCE_PARALLEL, Product, TPComm
 from megatron.layers.context import BuildContext
-from megatron.layers.products import LinearProduct
-from megatron.layers.providers import build_product
+
+Weights = tuple[Tensor | None, ...]
+"""A value per weight of a product: the tensors themselves, or their gradients."""
+
+Parameters = Mapping[str, Any]
+"""The parameters of a layer by local name, of which ``bias`` may be missing."""
+
+
+class LinearComm(NamedTuple):
+    """Communication of a linear of the tensor-parallel region."""
+
+    # Column-parallel, else row-parallel.
+    column: bool
+    # Tensor-parallel peers.
+    tp: Group
+    # The ranks that hold the other rows of ``x``, and of ``dy``; None where this rank has all that it multiplies.
+    x_group: Group | None
+    dy_group: Group | None
+    # Communication of a product, and of one that another product hides.
+    tp_comm: TPComm
+    hidden_tp_comm: TPComm
+
+    @classmethod
+    def of(cls, context: BuildContext, column: bool) -> Self:
+        """Return the communication of the layer under construction."""
+        plain = SEQUENCE_PARALLEL if context.sequence_parallel else REPLICATED
+        overlapped = context.tp_overlap if context.sequence_parallel and context.tp_overlap else plain
+        group = context.tp if context.sequence_parallel else None
+        x_group, dy_group = (group, None) if column else (None, group)
+        return cls(column, context.tp, x_group, dy_group, overlapped, plain)
+
+
+class LinearGradients(NamedTuple):
+    """The products of one backward pass."""
+
+    # ``dy -> dy W``
+    input_gradient: Product
+    # Accumulates ``dy^T x`` and returns what backward returns for each weight. Takes all rows of ``dy``, as
+    # ``LinearComm.tp_comm`` gathers them.
+    accumulate: Callable[[Tensor], Weights]
+    # ``accumulate`` multiplies, which hides communication, rather than deferring its product.
+    immediate: bool = False
+
+
+class LinearProduct(ABC):
+    """The products of one linear."""
+
+    # Local names of the parameters that are multiplied, and whose gradients the products compute; and of those that
+    # scale the outputs, which autograd differentiates.
+    weights: tuple[str, ...] = ("weight",)
+    scales: tuple[str, ...] = ()
+
+    def __init__(self, context: BuildContext, column: bool) -> None:
+        self.name, self.comm = context.prefix, LinearComm.of(context, column)
+        self.grad_accumulator = context.grad_accumulator
+
+    @abstractmethod
+    def forward(self, x: Tensor, bias: Tensor | None, *weights: Tensor) -> tuple[Product, Weights]:
+        """Return ``x -> x W^T + c``, and the tensors to save for :meth:`backward`."""
+
+    @abstractmethod
+    def backward(self, dy: Tensor, *saved: Any) -> LinearGradients:
+        """Begin the products of a backward pass with this rank's rows of ``dy``."""
+
+    def apply(self, function: type[Function], x: Tensor, parameters: Parameters) -> Tensor:
+        """Apply a layer's function of ``(x, bias, product, *weights)``."""
+        y: Tensor = function.apply(x, parameters.get("bias"), self, *[parameters[name] for name in self.weights])
+        return y
+
+
+class PlainProduct(LinearProduct):
+    """The products with a weight of the activations' dtype."""
+
+    def __init__(self, context: BuildContext, column: bool) -> None:
+        super().__init__(context, column)
+        self.kernel, self.weight_name = context.kernels.linear, context.name("weight")
+
+    def dense(self, weight: Tensor) -> Tensor:
+        """Return the weight ``[O, I]``."""
+        return weight
+
+    def forward(self, x: Tensor, bias: Tensor | None, *weights: Tensor) -> tuple[Product, Weights]:
+        """Return ``x -> x W^T + c``; save the weight, and ``x`` unless the weight is frozen."""
+        (weight,) = weights
+        dense = self.dense(weight)
+
+        def compute(rows: Tensor) -> Tensor:
+            return self.kernel.forward(rows, dense, bias)
+
+        return Product(compute, dense.t(), bias), (weight, x if weight.requires_grad else None)
+
+    def backward(self, dy: Tensor, weight: Tensor, x: Tensor | None) -> LinearGradients:
+        """Begin ``dy W`` and, with ``x``, ``dy^T x``."""
+        dense, accumulator = self.dense(weight), self.grad_accumulator
+        rows = None if x is None else accumulator.wgrad_input(x, self.comm.x_group)
+
+        def compute(rows: Tensor) -> Tensor:
+            return self.kernel.input_gradient(rows, dense)
+
+        def accumulate(full_dy: Tensor) -> Weights:
+            if rows is None:
+                return (None,)
+            dy_rows = WgradOperand(dy, self.comm.dy_group, Pending(full_dy))
+            return (accumulator.accumulate_wgrad(self.weight_name, rows, dy_rows),)
+
+        return LinearGradients(Product(compute, dense), accumulate, rows is not None and not accumulator.defers_wgrad)
 
 
 class _ColumnParallelFunction(Function):
@@ -92,7 +204,9 @@ class ParallelLinear(nn.Module):
 
     def __init__(self, context: BuildContext) -> None:
         super().__init__()
-        self.name, self.product = context.prefix, build_product(context, self.column)
+        providers = (*context.providers, PlainProduct)
+        products = (provider(context, self.column) for provider in providers)
+        self.name, self.product = context.prefix, next(product for product in products if product is not None)
         self.weight, self.bias = context.parameter("weight"), context.bias(autograd=True)
         for name in (*self.product.weights[1:], *self.product.scales):
             self.register_parameter(name, context.parameter(name, autograd=name in self.product.scales))

@@ -9,11 +9,10 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from megatron.config.model import ModelConfig
-from megatron.layers.context import BuildContext, ForwardContext
+from megatron.layers.context import BuildContext, ForwardContext, MixerOutput
 from megatron.layers.linear import ColumnParallelLinear, RowParallelLinear
 from megatron.layers.recompute import recompute_producer
 from megatron.layers.recompute_plan import RecomputePlan
-from megatron.layers.residual import MixerOutput
 
 
 class MLP(nn.Module):
@@ -35,7 +34,10 @@ class MLP(nn.Module):
 
     def apply_to_rows(self, x_SBH: Tensor) -> Tensor:
         """Apply the MLP to any number of rows at once."""
-        return recompute_producer(self._activate, self.linear_fc1(x_SBH), self.linear_fc2, self.drop_activation)
+        up = self.linear_fc1(x_SBH)
+        if self.drop_activation:
+            return recompute_producer(self._activate, up, self.linear_fc2)
+        return self.linear_fc2(self._activate(up))
 
     def _activate(self, x: Tensor) -> Tensor:
         return self.kernels.activation(x, self.linear_fc1.bias, *self.activation)

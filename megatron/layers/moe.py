@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -24,12 +25,11 @@ from megatron.distributed import comm, mappings
 from megatron.distributed.comm import Group
 from megatron.distributed.grad_accumulator import WgradOperand
 from megatron.distributed.micro_batch import MicroBatch
-from megatron.kernels.bias import column_sum
-from megatron.layers.context import BuildContext, ForwardContext
+from megatron.kernels.linear import column_sum
+from megatron.layers.context import BuildContext, ForwardContext, Losses, MixerOutput
 from megatron.layers.mlp import MLP
 from megatron.layers.recompute import recompute_producer
 from megatron.layers.recompute_plan import RecomputePlan
-from megatron.layers.residual import MixerOutput
 
 
 class Routing(NamedTuple):
@@ -39,9 +39,9 @@ class Routing(NamedTuple):
     experts: Tensor
     # Their weights [T, K], in at least fp32.
     weights: Tensor
-    # [2]: this rank's part of the balancing loss and of the z-loss, times their coefficients. Like the token losses
-    # they are sums: divided by the tokens of the global batch they become means over it.
-    losses: Tensor
+    # This rank's parts of the losses, times their coefficients. Like the token losses they are sums: divided by the
+    # tokens of the global batch they become means over it.
+    losses: Losses
 
 
 class Router(nn.Module):
@@ -49,7 +49,7 @@ class Router(nn.Module):
 
     def __init__(self, config: ModelConfig, context: BuildContext) -> None:
         super().__init__()
-        self.config, self.context = config, context
+        self.config, self.context, self.coefficients = config, context, config.router_losses
         self.weight, self.bias = context.parameter("weight", autograd=True), context.bias(autograd=True)
 
     def forward(self, x_SBH: Tensor, batch: MicroBatch) -> Routing:
@@ -64,14 +64,16 @@ class Router(nn.Module):
         )
         return Routing(experts, weights, self._losses(logits_SBE, probs_SBE, experts, batch))
 
-    def _losses(self, logits_SBE: Tensor, probs_SBE: Tensor, experts_TK: Tensor, batch: MicroBatch) -> Tensor:
-        config, zero = self.config, logits_SBE.new_zeros(())
+    def _losses(self, logits_SBE: Tensor, probs_SBE: Tensor, experts_TK: Tensor, batch: MicroBatch) -> Losses:
+        losses: dict[str, Tensor] = {}
         if not self.training:
-            return torch.stack([zero, zero])
-        balanced = config.moe_aux_loss_coeff > 0 and config.moe_router_load_balancing_type != "none"
-        balancing_loss = self._balancing_loss(probs_SBE, experts_TK, batch) if balanced else zero
-        z_loss = self._z_loss(logits_SBE, batch) if config.moe_z_loss_coeff else zero
-        return torch.stack([config.moe_aux_loss_coeff * balancing_loss, (config.moe_z_loss_coeff or 0.0) * z_loss])
+            return losses
+        for name, coefficient in self.coefficients.items():
+            if name == "z_loss":
+                losses[name] = coefficient * self._z_loss(logits_SBE, batch)
+            else:
+                losses[name] = coefficient * self._balancing_loss(probs_SBE, experts_TK, batch)
+        return losses
 
     def _balancing_loss(self, probs_SBE: Tensor, experts_TK: Tensor, batch: MicroBatch) -> Tensor:
         """Return ``E sum_e f_e P_e`` (arXiv 2101.03961) of every sequence, times its unmasked tokens, summed.
@@ -267,15 +269,15 @@ class Experts(nn.Module):
 
     def forward(self, x_RH: Tensor, rows: Sequence[int]) -> Tensor:
         """Apply every expert to its rows."""
-        up = self.linear_fc1(x_RH, rows)
-        return recompute_producer(self._activate, up, lambda x: self.linear_fc2(x, rows), self.drop_activation)
+        up, down = self.linear_fc1(x_RH, rows), partial(self.linear_fc2, rows=rows)
+        return recompute_producer(self._activate, up, down) if self.drop_activation else down(self._activate(up))
 
     def _activate(self, x: Tensor) -> Tensor:
         return self.kernels.activation(x, None, *self.activation)
 
 
 class MixtureOfExperts(nn.Module):
-    """``[S(/tp), B, H] -> [S(/tp), B, H]``, and the router's losses ``[2]``; TP ranks route their part."""
+    """``[S(/tp), B, H] -> [S(/tp), B, H]``, and the router's losses; TP ranks route their part."""
 
     def __init__(self, config: ModelConfig, context: BuildContext, layer: int, plan: RecomputePlan) -> None:
         super().__init__()

@@ -1,16 +1,30 @@
-"""LayerNorm and RMSNorm over the last dimension."""
+"""The residual stream between layers, and its norms: LayerNorm and RMSNorm over the last dimension."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from megatron.config.model import ModelConfig
+from megatron.kernels.linear import with_bias_gradient
 from megatron.layers.context import BuildContext
-from megatron.layers.residual import Residual
+
+
+class Residual(NamedTuple):
+    """The hidden state as a sum ``x + y`` that is still to be taken: the next norm takes it in its own kernel."""
+
+    x: Tensor
+    # Output of a mixer; None if there is nothing to add.
+    y: Tensor | None = None
+    # The bias that y contains, if its gradient is still to be taken.
+    y_bias: Tensor | None = None
+
+    def sum(self) -> Tensor:
+        """Return ``x + y``."""
+        return self.x if self.y is None else self.x + with_bias_gradient(self.y, self.y_bias)
 
 
 class Norm(nn.Module):

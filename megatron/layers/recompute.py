@@ -21,16 +21,14 @@ def recompute(function: Callable[..., T], *inputs: Any) -> T:
     return out
 
 
-def recompute_producer(
-    producer: Callable[[Tensor], Tensor], x: Tensor, consumer: Callable[[Tensor], T], drop: bool
-) -> T:
-    """Return ``consumer(producer(x))``; with ``drop``, the tensor between them is recomputed in backward.
+def recompute_producer(producer: Callable[[Tensor], Tensor], x: Tensor, consumer: Callable[[Tensor], T]) -> T:
+    """Return ``consumer(producer(x))``; the tensor between them is recomputed in backward.
 
     Checkpointing the producer alone would save nothing, because the consumer keeps the producer's output as its own
     input. So wherever the consumer saves that tensor, a closure that recomputes it from ``x`` is saved instead. Hooks
     around this call, such as those of activation offload, get the other tensors that the consumer saves.
     """
-    if not (drop and torch.is_grad_enabled()):
+    if not torch.is_grad_enabled():
         return consumer(producer(x))
     between = recompute(producer, x)
     address, shape = between.data_ptr(), between.shape

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -13,18 +13,19 @@ from megatron.config.training import TrainingConfig
 from megatron.distributed.context_parallel import rows_between
 from megatron.distributed.micro_batch import MicroBatch
 from megatron.kernels.attention_mask import AttentionMask
-from megatron.kernels.rotary import RotaryEmbedding
+from megatron.kernels.qkv import RotaryEmbedding
 from megatron.layers import parameters
 from megatron.layers.context import BuildContext, ForwardContext
 from megatron.layers.embedding import Embedding
 from megatron.layers.kv_cache import KVCache
 from megatron.layers.loss import OutputLayer
-from megatron.layers.norm import Norm
-from megatron.layers.recompute import recompute
+from megatron.layers.mixers.registry import auxiliary_losses
+from megatron.layers.norm import Norm, Residual
+from megatron.layers.providers import PROVIDERS
 from megatron.layers.recompute_plan import RecomputePlan
-from megatron.layers.residual import Residual, add_losses, embedding_noise, hidden_dropout
-from megatron.model.block import build_block
+from megatron.model.block import build_block, embedding_noise, hidden_dropout
 from megatron.model.objective import make_objective
+from megatron.model.segments import compose_blocks
 from megatron.pipeline.partition import StageLayers, stages_from_counts
 
 
@@ -68,12 +69,12 @@ class GPTChunk(nn.Module):
         self.config, self.context, self.sums = config, context, LossSums()
         # Specs and parameters of all chunks of this rank, by global name.
         self.specs, self.params = context.specs, context.params
-        self.recompute = RecomputePlan.from_config(training, len(stage.layers))
+        plan = RecomputePlan.from_config(training, len(stage.layers))
         self.last, self.neftune_alpha = stage.last, training.neftune_alpha
         self.patterns = {config.pattern(i) for i in stage.layers}
         self.embedding = Embedding(config, context.submodule("embedding")) if stage.first else None
-        blocks = {str(i): build_block(config, context.block(i), i, self.recompute) for i in stage.layers}
-        self.layers = nn.ModuleDict(blocks)
+        blocks = {str(i): build_block(config, context.block(i), i, plan) for i in stage.layers}
+        self.layers, self.run_blocks = nn.ModuleDict(blocks), compose_blocks([*blocks.values()], plan, context)
         self.final_layernorm: Norm | None = None
         self.output_layer: OutputLayer | None = None
         if self.last:
@@ -85,6 +86,8 @@ class GPTChunk(nn.Module):
         self.cache: KVCache | None = None
         # Only the last chunk computes the loss, but all need the weights of micro-batches in it.
         self.objective = make_objective(config, training, context)
+        # Of the whole model too: coefficients by name.
+        self.auxiliary_losses = auxiliary_losses(config)
         self.rotary = {
             kind: RotaryEmbedding(config, kind, context.dtype, context.device)
             for kind in config.rotary_kinds(stage.layers)
@@ -108,12 +111,12 @@ class GPTChunk(nn.Module):
             x_SBH = self._embed(self.embedding, ctx)
         if x_SBH is None:
             raise ValueError("only the first chunk runs without an input")
-        residual, router_losses = self._run_blocks(x_SBH, ctx)
+        residual, losses = self.run_blocks(Residual(x_SBH), {}, ctx)
         out = self._loss(residual, batch) if self.last else residual.sum()
-        if router_losses is None:
-            return out, torch.zeros((), dtype=torch.promote_types(out.dtype, torch.float32), device=out.device)
-        self.sums.add("router losses", router_losses)
-        return out, router_losses.sum()
+        for name, loss in losses.items():
+            self.sums.add(name, loss)
+        zero = torch.zeros((), dtype=torch.promote_types(out.dtype, torch.float32), device=out.device)
+        return out, sum(losses.values(), zero)
 
     @torch.no_grad()
     def logits(self, tokens_BS: Tensor, cache: KVCache | None = None, last: int = 0) -> Tensor:
@@ -131,7 +134,7 @@ class GPTChunk(nn.Module):
             raise ValueError("logits are those of a whole model after .eval()")
         batch = MicroBatch.of_tokens(tokens_BS, cache.positions(tokens_BS) if cache is not None else None)
         ctx = self._forward_context(batch, cache)
-        residual, _ = self._run_blocks(self._embed(self.embedding, ctx), ctx)
+        residual, _ = self.run_blocks(Residual(self._embed(self.embedding, ctx)), {}, ctx)
         if cache is not None:
             cache.advance(tokens_BS.shape[1])
         _, n_SBH = self.final_layernorm(Residual(residual.sum()[-last:]))  # -0 is the first row
@@ -167,41 +170,6 @@ class GPTChunk(nn.Module):
             self.sums.add(name, value)
         return loss
 
-    def _run_blocks(self, x_SBH: Tensor, ctx: ForwardContext) -> tuple[Residual, Tensor | None]:
-        """Return the hidden state after the blocks, and the sum of the router losses (None without experts)."""
-        blocks, offloaded = [*self.layers.values()], self.context.offload.blocks(ctx.rotary_tables)
-        residual, losses = Residual(x_SBH), None
-        for numbers, recomputed in self.recompute.segments(len(blocks), self.training):
-            run = _run_again if recomputed else _run
-            with offloaded(numbers.start):
-                residual, losses = run(blocks[numbers.start : numbers.stop], residual, losses, ctx)
-        return residual, losses
-
-
-def _run(
-    blocks: Sequence[nn.Module], residual: Residual, losses: Tensor | None, ctx: ForwardContext
-) -> tuple[Residual, Tensor | None]:
-    """Run consecutive blocks."""
-    for block in blocks:
-        residual, added = block(residual, ctx)
-        losses = add_losses(losses, added)
-    return residual, losses
-
-
-def _run_again(
-    blocks: Sequence[nn.Module], residual: Residual, losses: Tensor | None, ctx: ForwardContext
-) -> tuple[Residual, Tensor | None]:
-    """Run consecutive blocks, and again in backward, for which one tensor is kept."""
-    x_SBH, losses = recompute(_run_to_sum, blocks, residual.sum(), losses, ctx)
-    return Residual(x_SBH), losses
-
-
-def _run_to_sum(
-    blocks: Sequence[nn.Module], x_SBH: Tensor, losses: Tensor | None, ctx: ForwardContext
-) -> tuple[Tensor, Tensor | None]:
-    residual, losses = _run(blocks, Residual(x_SBH), losses, ctx)
-    return residual.sum(), losses
-
 
 def build_gpt(config: ModelConfig, training: TrainingConfig, context: BuildContext) -> GPTChunk:
     """Build the whole model as one chunk.
@@ -222,9 +190,12 @@ def build_chunks(
     """
     layers = [layer for stage in stages.values() for layer in stage.layers]
     first, last = any(stage.first for stage in stages.values()), any(stage.last for stage in stages.values())
-    context = replace(context, model=config).declare(parameters.gpt(config, context.sharding, layers, first, last))
+    specs = parameters.gpt(config, context.sharding, layers, first, last)
+    context = replace(context, model=config, providers=PROVIDERS).declare(specs)
     chunks = {index: GPTChunk(config, training, context, stage) for index, stage in stages.items()}
-    if [*context.params] != [*context.specs]:
-        missing = ", ".join(context.specs.keys() - context.params.keys()) or "none, but in another order"
-        raise RuntimeError(f"the layers do not build the parameters that are declared: {missing}")
+    if missing := [name for name in context.specs if name not in context.params]:
+        raise RuntimeError(f"the layers do not build parameters that are declared: {', '.join(missing)}")
+    for declared, built in zip(context.specs, context.params):
+        if declared != built:
+            raise RuntimeError(f"the layers build {built} where {declared} is declared: put them in the same order")
     return chunks

@@ -45,7 +45,7 @@ class Objective(ABC):
     def weight(self, batch: MicroBatch) -> Tensor:
         """Return the weight of a micro-batch in the global loss, 0-d and fp64: its number of unmasked tokens.
 
-        All ranks call it, on the same micro-batches as the last stage. MoE router losses are divided by the same sum
+        All ranks call it, on the same micro-batches as the last stage. Auxiliary losses are divided by the same sum
         of weights, so with another weight than tokens their coefficients mean something else.
         """
         return batch.loss_mask.sum(dtype=torch.float64)

@@ -17,15 +17,16 @@ from megatron.distributed.param_layout import BucketKey, ParamShard, matrix_bloc
 from megatron.distributed.sharding import ShardSpec
 from megatron.kernels.adam import AdamKernel, adam
 from megatron.layers.parameters import trainable
+from megatron.optimizer.distributed_optimizer import DistributedOptimizer
 from megatron.optimizer.grad_buffer import Bucket, BucketLayout, BufferPool, GradBuffer, Reduction, ShardedBucket
 from megatron.optimizer.grad_compression import Int8Reduction, PowerSGD, RoundedReduction, TopK
 from megatron.optimizer.low_precision_state import LowPrecisionRule
 from megatron.optimizer.main_params import MainParams
 from megatron.optimizer.muon import Muon
-from megatron.optimizer.offload import HostMemory
+from megatron.optimizer.offload import HostMemory, OffloadedOptimizer
 from megatron.optimizer.param_groups import ParamGroup, offloaded_params, param_groups
 from megatron.optimizer.parameter_store import ParameterStore
-from megatron.optimizer.rules import AdamW, ElementwiseRule, ShardMemory, UpdateRule, update_rule
+from megatron.optimizer.rules import AdamW, ElementwiseRule, UpdateRule, update_rule
 
 
 def build_grad_buffer(
@@ -103,20 +104,39 @@ def build_reduction(config: ParallelConfig, layout: BucketLayout, *identity: obj
     return PowerSGD(shards, copies, blocks, part, compression, *identity)
 
 
-def build_memory(
-    specs: Mapping[str, ShardSpec], buckets: GradBuffer, weights: ParameterStore, config: OptimizerConfig
-) -> ShardMemory:
-    """Return weights and gradients of this rank's shards, in the memory where they are updated."""
+def build_optimizer(
+    weights: ParameterStore,
+    specs: Mapping[str, ShardSpec],
+    buckets: GradBuffer,
+    mesh: Mesh,
+    config: OptimizerConfig,
+    seed: int = 0,
+    kernel: AdamKernel = adam,
+) -> DistributedOptimizer:
+    """Allocate main parameters and state.
+
+    Args:
+        weights: of the model.
+        specs: of the parameters, by global name.
+        buckets: of their gradients.
+        mesh: the groups.
+        config: rules and their options, clipping, offload.
+        seed: of the run; keys the stochastic rounding of bf16 moments.
+        kernel: the implementation of Adam; it may need a GPU.
+    """
     in_order = [name for bucket in buckets.buckets for name in bucket.specs if name in buckets.shards]
     on_host = offloaded_params({name: buckets.shards[name].numel for name in in_order}, specs, config)
-    if on_host:
-        return HostMemory(on_host, specs, buckets, weights)
-    return ShardMemory(weights.shards, buckets.grads)
+    memory = HostMemory(on_host, specs, buckets, weights) if on_host else None
+    main_params = MainParams(memory.weights if memory else weights.shards, config.store_param_remainders)
+    groups = _build_rules(main_params, on_host, specs, buckets, mesh, config, seed, kernel)
+    if memory:
+        return OffloadedOptimizer(memory, weights, specs, buckets, mesh, config, main_params, groups)
+    return DistributedOptimizer(weights, specs, buckets, mesh, config, main_params, groups)
 
 
-def build_rules(
+def _build_rules(
     main_params: MainParams,
-    memory: ShardMemory,
+    on_host: Collection[str],
     specs: Mapping[str, ShardSpec],
     buckets: GradBuffer,
     mesh: Mesh,
@@ -126,20 +146,10 @@ def build_rules(
 ) -> list[tuple[ParamGroup, UpdateRule]]:
     """Return the groups of parameters that this rank updates, and their rules.
 
-    The order of groups, and so of Muon's collectives, is the same on all ranks.
-
-    Args:
-        main_params: to update.
-        memory: of their weights. Parameters that the host updates are in the last groups.
-        specs: of the parameters.
-        buckets: of the gradients.
-        mesh: the groups.
-        config: rules and their options.
-        seed: of the run; keys the stochastic rounding of bf16 moments.
-        kernel: the implementation of Adam; it may need a GPU.
+    The order of groups, and so of Muon's collectives, is the same on all ranks. Those that the host updates come last.
     """
     built: list[tuple[ParamGroup, UpdateRule]] = []
-    for group in param_groups(buckets.specs, config, memory.on_host):
+    for group in param_groups(buckets.specs, config, on_host):
         held = replace(group, names=tuple(name for name in group.names if name in buckets.shards))
         divided = group.rule == "muon" and buckets.zero_stage == 3
         if not held.names and not divided:

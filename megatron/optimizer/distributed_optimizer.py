@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -24,14 +23,13 @@ from megatron.distributed.mesh import Mesh
 from megatron.distributed.param_layout import shard_boxes
 from megatron.distributed.sharding import ShardSpec
 from megatron.distributed.timing import Clock, no_clock
-from megatron.kernels.adam import LARGE_RUN, AdamKernel, adam
-from megatron.optimizer.build import build_memory, build_rules
+from megatron.kernels.adam import LARGE_RUN
 from megatron.optimizer.grad_buffer import GradBuffer
 from megatron.optimizer.lr_scheduler import Rates
 from megatron.optimizer.main_params import MainParams, flat_runs
 from megatron.optimizer.param_groups import ParamGroup
 from megatron.optimizer.parameter_store import ParameterStore
-from megatron.optimizer.rules import UpdateArgs
+from megatron.optimizer.rules import UpdateArgs, UpdateRule
 
 NORM_BLOCK = 1 << 14
 """Elements per norm on the CPU: torch's CPU kernel adds sequentially and loses precision over more."""
@@ -142,31 +140,18 @@ class DistributedOptimizer:
         buckets: GradBuffer,
         mesh: Mesh,
         config: OptimizerConfig,
-        seed: int = 0,
-        kernel: AdamKernel = adam,
+        main_params: MainParams,
+        groups: Sequence[tuple[ParamGroup, UpdateRule]],
     ) -> None:
-        """Allocate main parameters and state.
-
-        Args:
-            weights: of the model.
-            specs: of the parameters, by global name.
-            buckets: of their gradients.
-            mesh: the groups.
-            config: rule, clipping.
-            seed: of the run; keys the stochastic rounding of bf16 moments.
-            kernel: the implementation of Adam.
-
-        """
+        """Create the optimizer from its parts; see :func:`megatron.optimizer.build.build_optimizer`."""
         self.buckets, self.config, self.weights = buckets, config, weights
         self.partial_grads = PartialGradReducer(specs, buckets, mesh)
         self.norm = GradNorm(specs, buckets, mesh)
-        self.memory = build_memory(specs, buckets, weights, config)
-        # Of this rank's shards by name, where they are updated. A gradient on the host is that of the last update.
-        self.grads = self.memory.grads
+        # Gradients of this rank's shards by name, where these are updated.
+        self.grads = buckets.grads
         # This rank's shards by name: of the local stored shape if a shard is the whole parameter, else flat. For fp32
-        # and fp64 models the weights themselves, or their copies on the host.
-        self.main_params = MainParams(self.memory.weights, config.store_param_remainders)
-        self.groups = build_rules(self.main_params, self.memory, specs, buckets, mesh, config, seed, kernel)
+        # and fp64 models the weights themselves.
+        self.main_params, self.groups = main_params, groups
         # Called as ``(name, start, before, after)`` for every block of elements that an update changes, from the flat
         # element ``start`` of this rank's shard; see :data:`UpdateObserver`.
         self.observe_update: Callable[[str, int, Tensor, Tensor], None] | None = None
@@ -225,16 +210,16 @@ class DistributedOptimizer:
 
     def _update(self, rates: Rates, skip: Tensor, factor: Tensor, hooks: Sequence[UpdateHook]) -> None:
         """Multiply the gradients by ``factor``, and update main parameters and weights; see :class:`UpdateArgs`."""
-        self.memory.start(skip, factor)
         for group, rule in self.groups:
-            args = self.memory.local(self._update_args(group, rates, skip, factor), group.names)
-            rule.update(args)
-            for hook in hooks:
-                hook.after_update(group.names, args.skip)
-            self.memory.upload(group.names)
+            self._update_group(group, rule, self._update_args(group, rates, skip, factor), hooks)
+
+    def _update_group(self, group: ParamGroup, rule: UpdateRule, args: UpdateArgs, hooks: Sequence[UpdateHook]) -> None:
+        rule.update(args)
+        for hook in hooks:
+            hook.after_update(group.names, args.skip)
 
     def _update_args(self, group: ParamGroup, rates: Rates, skip: Tensor, factor: Tensor) -> UpdateArgs:
-        rate = rates.decoupled_lr if group.decoupled else rates.lr
+        rate, observe = rates.decoupled_lr if group.decoupled else rates.lr, self.observe_update
         if rate is None:
             raise ValueError("decoupled_lr is configured: pass Rates with a decoupled_lr")
         return UpdateArgs(
@@ -244,28 +229,21 @@ class DistributedOptimizer:
             skip,
             factor,
             [self.main_params.weights[name] for name in group.names],
-            None if self.observe_update is None else partial(self._observe, group.names),
+            None if observe is None else lambda index, *elements: observe(group.names[index], *elements),
         )
-
-    def _observe(self, names: Sequence[str], index: int, start: int, before: Tensor, after: Tensor) -> None:
-        if self.observe_update is not None:
-            self.observe_update(names[index], start, before, after)
 
     def wait(self) -> None:
         """Wait until the weights are complete, so that main parameters may be changed."""
         self.weights.wait()
-        self.memory.synchronize()
 
     @torch.no_grad()
     def write_weights(self) -> None:
         """Round the main parameters to the weights, and gather these on all ranks."""
         self.main_params.write_weights()
-        self.memory.upload()
         self._publish_weights()
 
     def _publish_weights(self) -> None:
         """Gather the weights of this rank's shards on all ranks."""
-        self.memory.wait()
         self.weights.start_gather()
 
     def state(self) -> dict[str, dict[str, Tensor]]:

@@ -1,12 +1,13 @@
 """Main gradients of a rank, in buckets that are summed over data-parallel ranks while backward continues.
 
-The path of a gradient, through this file from the bottom to the top:
+The path of a gradient, through this file from top to bottom:
 
 1. Backward of a layer adds to the tensor that :meth:`GradBuffer.claim` returns, and then calls
    :meth:`GradBuffer.contributed` (:mod:`megatron.distributed.grad_accumulator` does both).
-2. The last contribution to a :class:`Bucket` of a step starts its sum; in a :class:`ShardedBucket`, that of each
+2. The last contribution of a step to a :class:`Bucket` starts its sum; to a :class:`ShardedBucket`, the last of each
    micro-batch does.
 3. A :class:`Reduction` sums the bucket. :meth:`GradBuffer.finish` waits for all sums.
+4. A :class:`BucketLayout` has the place of each parameter in a bucket, and the shard that this rank updates.
 
 A bucket has the gradients (at least fp32) of parameters of one dtype and one reduction group, in the order in which
 backward is expected to compute them. It is not zeroed: the first contribution to a gradient overwrites what an earlier
@@ -32,106 +33,182 @@ from megatron.distributed.param_layout import MAX_REDUCTIONS_IN_FLIGHT, MatrixBl
 from megatron.distributed.sharding import ShardSpec
 
 
-@dataclass
-class ReduceHandle:
-    """A reduction in flight."""
+class ReductionListener(Protocol):
+    """Observer of buckets whose reduction is complete."""
 
-    pending: Pending
-    # Computes the sum from what was communicated.
-    finish: Callable[[Tensor], Tensor] = lambda x: x
-
-    def wait(self) -> Tensor:
-        """Wait for the sum, and return it flat."""
-        return self.finish(self.pending.wait())
+    def on_reduced(self, bucket: Bucket) -> None:
+        """Act when :attr:`Bucket.shard` has the sum over all ranks."""
 
 
-class Reduction:
-    """Sums a bucket over data-parallel ranks in two steps.
+class GradBuffer(GradTarget):
+    """All main gradients of a rank."""
 
-    A reduce-scatter over the ranks that shard the optimizer state (``shards``) leaves each rank the part that it
-    updates. An all-reduce sums this part over the ranks that hold the same one (``copies``). Without ZeRO there is only
-    the all-reduce. Gradients are sent as they are; subclasses (:mod:`megatron.optimizer.grad_compression`) send less.
-    """
+    def __init__(
+        self,
+        specs: Mapping[str, ShardSpec],
+        buckets: Sequence[Bucket],
+        frozen: Sequence[BucketLayout],
+        grad_accumulator: GradAccumulator,
+        device: torch.device,
+        zero_stage: int,
+        overlap: bool,
+    ) -> None:
+        """Bind the accumulator to the buckets; see :func:`megatron.optimizer.build.build_grad_buffer`."""
+        # Specs of the parameters that are trained; their buckets in the order in which they are expected to be
+        # complete; and layouts of weights without gradients.
+        self.specs, self.buckets, self.frozen = specs, buckets, frozen
+        # With ``overlap``, a bucket is reduced as soon as it is complete, instead of all at the end of the step.
+        self.device, self.zero_stage, self.overlap = device, zero_stage, overlap
+        self._bucket_of = {name: bucket for bucket in buckets for name in bucket.specs}
+        # The shard of each parameter that this rank updates; parameters without one are not listed.
+        self.shards = self._shards(over_copies=False)
+        # Gradients of these shards after :meth:`finish`: of the local stored shape if a shard is the whole parameter,
+        # else flat.
+        self.grads = {name: self.shard_view(self._bucket_of[name].shard, name) for name in self.shards}
+        self._missing: dict[str, int] = {}  # contributions, by parameter
+        self._reducing = True
+        self._copies_gradients = any(bucket.reduction.copies_gradients for bucket in buckets)
+        # With a listener, or with reductions that copy the gradients, only the newest few reductions are left in flight
+        # during backward.
+        self._listener: ReductionListener | None = None
+        self._in_flight = deque[Bucket]()
+        self._grad_accumulator = grad_accumulator
+        grad_accumulator.bind(self)
 
-    # A reduction in flight needs as much memory as the gradients.
-    copies_gradients = False
-    # What this rank has not sent yet, in the layout of its part; None for a reduction that sends everything.
-    error: Tensor | None = None
+    def start_step(self, microbatches: int, step: int = 0) -> None:
+        """Forget the gradients of the previous step and expect this many micro-batches.
 
-    def __init__(self, shards: Group, copies: Group) -> None:
-        self.shards, self.copies = shards, copies
-
-    def start_reduce_scatter(self, x: Tensor) -> ReduceHandle:
-        """Start summing a bucket ``[n]`` over ``shards``; the result is this rank's part ``[n / shards]``.
-
-        ``x`` must not change until the sum is complete. On GPUs the sum overwrites this rank's part of it.
+        ``step`` is the number of steps taken before; reductions that round at random key it by this.
         """
-        return ReduceHandle(comm.start_reduce_scatter(x, self.shards, x.view(self.shards.size, -1)[self.shards.rank]))
+        self._grad_accumulator.discard_pending()
+        self._missing = {name: microbatches * spec.contributions for name, spec in self.specs.items()}
+        self._in_flight.clear()
+        for bucket in self.buckets:
+            bucket.unfinished, bucket.reported = len(bucket.specs), False
+            bucket.start_step()
+            bucket.reduction.start_step(step)
 
-    def start_all_reduce(self, part: Tensor) -> ReduceHandle:
-        """Start summing a part over ``copies``; the sum may overwrite ``part``."""
-        return ReduceHandle(comm.start_all_reduce(part, self.copies))
+    def claim(self, name: str) -> tuple[Tensor, bool]:
+        """Return the tensor for the next contribution to a gradient, and True if that overwrites what is there."""
+        return self._bucket_of[name].claim(name)
 
-    def start_step(self, step: int) -> None:
-        """Begin a step, and forget what an aborted one has left; ``step`` is the number of steps taken before."""
+    def contributed(self, name: str) -> None:
+        """Count a contribution; the last one of a bucket starts its reduction."""
+        bucket = self._bucket_of[name]
+        self._missing[name] -= 1
+        bucket.unfinished -= self._missing[name] == 0
+        if self._reducing:
+            complete = bucket.unfinished == 0
+            bucket.contributed(name, complete, self.overlap)
+            if complete and (self._copies_gradients or self._listener is not None):
+                self._in_flight.append(bucket)
+                if len(self._in_flight) > MAX_REDUCTIONS_IN_FLIGHT:
+                    oldest = self._in_flight.popleft()
+                    if oldest.wait_early() and self.overlap:
+                        self._report(oldest)
 
-    def commit(self, skipped: Tensor) -> None:
-        """Keep the state after a step, unless the scalar ``skipped`` is not 0; without synchronisation."""
+    def finish(self) -> None:
+        """Wait until the gradients of this rank's shards are summed over all data-parallel ranks.
 
-    def reset(self) -> None:
-        """Return to the initial state."""
+        Raises:
+            RuntimeError: when a parameter got fewer or more contributions than its spec declares.
 
-    def factors(self) -> Sequence[tuple[MatrixBlock, Tensor]]:
-        """Return state that belongs to matrices of the part, equal on all ``copies``."""
-        return ()
+        """
+        for name, missing in self._missing.items():
+            if missing:
+                raise RuntimeError(
+                    f"the gradient of {name} misses {missing} contributions: ShardSpec.contributions differs from the "
+                    "number of times that its layer's backward adds to it"
+                )
+        while self._in_flight:
+            self._in_flight.popleft().wait_early()
+        scattered: deque[Bucket] = deque()
+        for bucket in self.buckets:
+            bucket.finish_scatter()
+            scattered.append(bucket)
+            if self._copies_gradients and len(scattered) > MAX_REDUCTIONS_IN_FLIGHT:
+                scattered.popleft().finish()
+        for bucket in scattered:
+            bucket.finish()
+        if self._listener is not None:
+            for bucket in self.buckets:
+                self._report(bucket)
 
+    def report_to(self, listener: ReductionListener) -> None:
+        """Report every bucket to ``listener`` once per step, when its sum is complete."""
+        self._listener = listener
 
-@dataclass(frozen=True)
-class BucketLayout:
-    """Parameters that share flat buffers: one of weights and, unless they are frozen, one of gradients."""
+    def _report(self, bucket: Bucket) -> None:
+        if self._listener is not None and not bucket.reported:
+            bucket.reported = True
+            self._listener.on_reduced(bucket)
 
-    specs: Mapping[str, ShardSpec]
-    packing: Packing
-    # Ranks that shard the bucket.
-    shards: Group
-    # Ranks that hold the same shard.
-    copies: Group
-    # The ranks of ``shards``, with a communicator for weights.
-    gather: Group
-    # Of the gradients, at least fp32.
-    dtype: torch.dtype
-    device: torch.device
+    def accumulated(self, name: str) -> Tensor:
+        """Return the gradient accumulated so far and not reduced, ``spec.local_shape``."""
+        bucket = self._bucket_of[name]
+        found = bucket.target(name)
+        bucket.complete()
+        return found
 
-    def zeros(self, elements: int) -> Tensor:
-        """Allocate a flat buffer of zeros for gradients."""
-        return torch.zeros(elements, dtype=self.dtype, device=self.device)
+    @contextmanager
+    def without_reduction(self) -> Iterator[None]:
+        """Accumulate gradients without reducing them, for inspection by :meth:`accumulated`."""
+        self._reducing = False
+        try:
+            yield
+        finally:
+            self._reducing = True
 
-    def view(self, buffer: Tensor, name: str) -> Tensor:
-        """Return a view of a parameter, ``spec.local_shape``, in a whole buffer."""
-        shape, offset = self.specs[name].local_shape, self.packing.offsets[name]
-        return buffer[offset : offset + prod(shape)].view(shape)
+    def discard(self) -> None:
+        """Forget the reductions of a step that was captured, and so never ran."""
+        for bucket in self.buckets:
+            bucket.discard()
 
-    def shard(self, name: str, over_copies: bool = False) -> ParamShard | None:
-        """Return this rank's shard of a parameter; ``over_copies`` divides it among ranks with the same one."""
-        part, parts = self.shards.rank, self.shards.size
-        if over_copies:
-            part, parts = part * self.copies.size + self.copies.rank, parts * self.copies.size
-        return self.packing.shard_in_part(name, prod(self.specs[name].local_shape), part, parts)
+    def counted_shards(self) -> dict[str, ParamShard]:
+        """Return the shards that this rank counts in norms and checkpoints: every element is counted by one rank.
 
-    def shard_view(self, part: Tensor, name: str, share: ParamShard) -> Tensor:
-        """Return a view of elements of a parameter in this rank's part of a buffer.
+        They are the same for ZeRO-0 and 1, so the order of summation is, too. The exception is Muon: its undivided
+        parameters lie elsewhere in a bucket that is sharded. ZeRO-2 and 3 have other buckets. There, norms agree up to
+        rounding.
+        """
+        return self._shards(over_copies=True)
+
+    def _shards(self, over_copies: bool) -> dict[str, ParamShard]:
+        found = {name: self._bucket_of[name].layout.shard(name, over_copies) for name in self.specs}
+        return {name: share for name, share in found.items() if share is not None}
+
+    def shard_view(self, part: Tensor, name: str) -> Tensor:
+        """Return a view of this rank's shard in its part of a bucket, or in a buffer with the same layout."""
+        return self._bucket_of[name].layout.shard_view(part, name, self.shards[name])
+
+    def gather_shards(
+        self, shard: Callable[[str], Tensor], names: Collection[str]
+    ) -> Iterator[tuple[str, slice, Tensor]]:
+        """Gather tensors of the parameters' shapes, one bucket at a time; collective over the ranks that share it.
 
         Args:
-            part: ``[elements / shards]``.
-            name: of the parameter.
-            share: a range inside this rank's shard.
+            shard: computes this rank's shard of the tensor ``name``.
+            names: of the parameters, the same on all ranks.
 
-        Returns:
-            A view of the local stored shape if the range is the whole parameter, else flat.
+        Yields:
+            Name, this rank's elements of the flattened tensor, and the tensor, ``spec.local_shape``, of those of which
+            this rank has a shard.
+
         """
-        first, shape = self.packing.offsets[name] + share.start, self.specs[name].local_shape
-        found = part.narrow(0, first - self.shards.rank * part.numel(), share.numel)
-        return found.view(shape) if share.numel == prod(shape) else found
+        for bucket in self.buckets:
+            if not any(name in names for name in bucket.specs):
+                continue
+            part = torch.zeros_like(bucket.shard)
+            held = {name: self.shards[name] for name in bucket.specs if name in names and name in self.shards}
+            for name in held:
+                self.shard_view(part, name).copy_(shard(name))
+            whole = comm.all_gather(part, bucket.layout.shards)
+            for name, own in held.items():
+                yield name, slice(own.start, own.stop), bucket.layout.view(whole, name)
+
+    def reduction_of(self, name: str) -> Reduction:
+        """Return the reduction of the bucket of a parameter."""
+        return self._bucket_of[name].reduction
 
 
 class Bucket:
@@ -229,40 +306,6 @@ class Bucket:
             self._sum = None
 
 
-class BufferPool:
-    """Full-size gradient buffers that sharded buckets use in turn, and their reductions in flight."""
-
-    def __init__(self) -> None:
-        self._free: dict[tuple[int, torch.dtype], list[Tensor]] = defaultdict(list)
-        self._in_flight: deque[tuple[ReduceHandle, Tensor, Tensor, bool]] = deque()
-
-    def take(self, layout: BucketLayout) -> Tensor:
-        """Return a buffer for a whole bucket, with any content."""
-        free = self._free[layout.packing.size, layout.dtype]
-        return free.pop() if free else layout.zeros(layout.packing.size)
-
-    def reduce(self, buffer: Tensor, reduction: Reduction, own: Tensor, first: bool) -> None:
-        """Start the reduce-scatter of a buffer, whose result will be added to ``own``, or overwrite it if ``first``."""
-        total = reduction.start_reduce_scatter(buffer)
-        self._in_flight.append((total, buffer, own, first))
-
-    def wait(self, left: int) -> None:
-        """Wait for all but the newest ``left`` reductions, and recycle their buffers."""
-        while len(self._in_flight) > left:
-            total, buffer, own, first = self._in_flight.popleft()
-            own.copy_(total.wait()) if first else own.add_(total.wait())
-            self._free[buffer.numel(), buffer.dtype].append(buffer)
-
-    def reduces(self, own: Tensor) -> bool:
-        """Return True if a reduction into ``own`` is in flight."""
-        return any(target is own for _, _, target, _ in self._in_flight)
-
-    def discard(self) -> None:
-        """Forget all buffers and reductions."""
-        self._free.clear()
-        self._in_flight.clear()
-
-
 class ShardedBucket(Bucket):
     """Gradients of some parameters, of which this rank stores only its shard (ZeRO-2 and 3).
 
@@ -330,186 +373,137 @@ class ShardedBucket(Bucket):
         self._sum = self.reduction.start_all_reduce(self.shard)
 
 
-class ReductionListener(Protocol):
-    """Observer of buckets whose reduction is complete."""
+class BufferPool:
+    """Full-size gradient buffers that sharded buckets use in turn, and their reductions in flight."""
 
-    def on_reduced(self, bucket: Bucket) -> None:
-        """Act when :attr:`Bucket.shard` has the sum over all ranks."""
+    def __init__(self) -> None:
+        self._free: dict[tuple[int, torch.dtype], list[Tensor]] = defaultdict(list)
+        self._in_flight: deque[tuple[ReduceHandle, Tensor, Tensor, bool]] = deque()
 
+    def take(self, layout: BucketLayout) -> Tensor:
+        """Return a buffer for a whole bucket, with any content."""
+        free = self._free[layout.packing.size, layout.dtype]
+        return free.pop() if free else layout.zeros(layout.packing.size)
 
-class GradBuffer(GradTarget):
-    """All main gradients of a rank."""
+    def reduce(self, buffer: Tensor, reduction: Reduction, own: Tensor, first: bool) -> None:
+        """Start the reduce-scatter of a buffer, whose result will be added to ``own``, or overwrite it if ``first``."""
+        total = reduction.start_reduce_scatter(buffer)
+        self._in_flight.append((total, buffer, own, first))
 
-    def __init__(
-        self,
-        specs: Mapping[str, ShardSpec],
-        buckets: Sequence[Bucket],
-        frozen: Sequence[BucketLayout],
-        grad_accumulator: GradAccumulator,
-        device: torch.device,
-        zero_stage: int,
-        overlap: bool,
-    ) -> None:
-        """Bind the accumulator to the buckets; see :func:`megatron.optimizer.build.build_grad_buffer`.
+    def wait(self, left: int) -> None:
+        """Wait for all but the newest ``left`` reductions, and recycle their buffers."""
+        while len(self._in_flight) > left:
+            total, buffer, own, first = self._in_flight.popleft()
+            own.copy_(total.wait()) if first else own.add_(total.wait())
+            self._free[buffer.numel(), buffer.dtype].append(buffer)
 
-        Args:
-            specs: of the parameters that are trained, in the order of forward.
-            buckets: of the same parameters, in the order in which they are expected to be complete.
-            frozen: layouts of weights without gradients.
-            grad_accumulator: will write into the buckets.
-            device: of the buckets.
-            zero_stage: 0 to 3.
-            overlap: reduce a bucket as soon as it is complete, instead of all at the end of the step.
-        """
-        self.specs, self.buckets, self.frozen = specs, buckets, frozen
-        self.device, self.zero_stage, self.overlap = device, zero_stage, overlap
-        self._bucket_of = {name: bucket for bucket in buckets for name in bucket.specs}
-        # The shard of each parameter that this rank updates; parameters without one are not listed.
-        self.shards = self._shards(over_copies=False)
-        # Gradients of these shards after :meth:`finish`: of the local stored shape if a shard is the whole parameter,
-        # else flat.
-        self.grads = {name: self.shard_view(self._bucket_of[name].shard, name) for name in self.shards}
-        self._missing: dict[str, int] = {}  # contributions, by parameter
-        self._reducing = True
-        self._copies_gradients = any(bucket.reduction.copies_gradients for bucket in buckets)
-        # With a listener, or with reductions that copy the gradients, only the newest few reductions are left in flight
-        # during backward.
-        self._listener: ReductionListener | None = None
-        self._in_flight = deque[Bucket]()
-        self._grad_accumulator = grad_accumulator
-        grad_accumulator.bind(self)
-
-    def report_to(self, listener: ReductionListener) -> None:
-        """Report every bucket to ``listener`` once per step, when its sum is complete."""
-        self._listener = listener
-
-    def _shards(self, over_copies: bool) -> dict[str, ParamShard]:
-        found = {name: self._bucket_of[name].layout.shard(name, over_copies) for name in self.specs}
-        return {name: share for name, share in found.items() if share is not None}
-
-    def counted_shards(self) -> dict[str, ParamShard]:
-        """Return the shards that this rank counts in norms and checkpoints: every element is counted by one rank.
-
-        They are the same for ZeRO-0 and 1, so the order of summation is, too. The exception is Muon: its undivided
-        parameters lie elsewhere in a bucket that is sharded. ZeRO-2 and 3 have other buckets. There, norms agree up to
-        rounding.
-        """
-        return self._shards(over_copies=True)
-
-    def shard_view(self, part: Tensor, name: str) -> Tensor:
-        """Return a view of this rank's shard in its part of a bucket, or in a buffer with the same layout."""
-        return self._bucket_of[name].layout.shard_view(part, name, self.shards[name])
-
-    def gather_shards(
-        self, shard: Callable[[str], Tensor], names: Collection[str]
-    ) -> Iterator[tuple[str, slice, Tensor]]:
-        """Gather tensors of the parameters' shapes, one bucket at a time; collective over the ranks that share it.
-
-        Args:
-            shard: computes this rank's shard of the tensor ``name``.
-            names: of the parameters, the same on all ranks.
-
-        Yields:
-            Name, this rank's elements of the flattened tensor, and the tensor, ``spec.local_shape``, of those of which
-            this rank has a shard.
-
-        """
-        for bucket in self.buckets:
-            if not any(name in names for name in bucket.specs):
-                continue
-            part = torch.zeros_like(bucket.shard)
-            held = {name: self.shards[name] for name in bucket.specs if name in names and name in self.shards}
-            for name in held:
-                self.shard_view(part, name).copy_(shard(name))
-            whole = comm.all_gather(part, bucket.layout.shards)
-            for name, own in held.items():
-                yield name, slice(own.start, own.stop), bucket.layout.view(whole, name)
-
-    def reduction_of(self, name: str) -> Reduction:
-        """Return the reduction of the bucket of a parameter."""
-        return self._bucket_of[name].reduction
-
-    def start_step(self, microbatches: int, step: int = 0) -> None:
-        """Forget the gradients of the previous step and expect this many micro-batches.
-
-        ``step`` is the number of steps taken before; reductions that round at random key it by this.
-        """
-        self._grad_accumulator.discard_pending()
-        self._missing = {name: microbatches * spec.contributions for name, spec in self.specs.items()}
-        self._in_flight.clear()
-        for bucket in self.buckets:
-            bucket.unfinished, bucket.reported = len(bucket.specs), False
-            bucket.start_step()
-            bucket.reduction.start_step(step)
-
-    def claim(self, name: str) -> tuple[Tensor, bool]:
-        """Return the tensor for the next contribution to a gradient, and True if that overwrites what is there."""
-        return self._bucket_of[name].claim(name)
-
-    def contributed(self, name: str) -> None:
-        """Count a contribution; the last one of a bucket starts its reduction."""
-        bucket = self._bucket_of[name]
-        self._missing[name] -= 1
-        bucket.unfinished -= self._missing[name] == 0
-        if self._reducing:
-            complete = bucket.unfinished == 0
-            bucket.contributed(name, complete, self.overlap)
-            if complete and (self._copies_gradients or self._listener is not None):
-                self._in_flight.append(bucket)
-                if len(self._in_flight) > MAX_REDUCTIONS_IN_FLIGHT:
-                    oldest = self._in_flight.popleft()
-                    if oldest.wait_early() and self.overlap:
-                        self._report(oldest)
-
-    def accumulated(self, name: str) -> Tensor:
-        """Return the gradient accumulated so far and not reduced, ``spec.local_shape``."""
-        bucket = self._bucket_of[name]
-        found = bucket.target(name)
-        bucket.complete()
-        return found
-
-    @contextmanager
-    def without_reduction(self) -> Iterator[None]:
-        """Accumulate gradients without reducing them, for inspection by :meth:`accumulated`."""
-        self._reducing = False
-        try:
-            yield
-        finally:
-            self._reducing = True
-
-    def finish(self) -> None:
-        """Wait until the gradients of this rank's shards are summed over all data-parallel ranks.
-
-        Raises:
-            RuntimeError: when a parameter got fewer or more contributions than its spec declares.
-
-        """
-        for name, missing in self._missing.items():
-            if missing:
-                raise RuntimeError(
-                    f"the gradient of {name} misses {missing} contributions: ShardSpec.contributions differs from the "
-                    "number of times that its layer's backward adds to it"
-                )
-        while self._in_flight:
-            self._in_flight.popleft().wait_early()
-        scattered: deque[Bucket] = deque()
-        for bucket in self.buckets:
-            bucket.finish_scatter()
-            scattered.append(bucket)
-            if self._copies_gradients and len(scattered) > MAX_REDUCTIONS_IN_FLIGHT:
-                scattered.popleft().finish()
-        for bucket in scattered:
-            bucket.finish()
-        if self._listener is not None:
-            for bucket in self.buckets:
-                self._report(bucket)
-
-    def _report(self, bucket: Bucket) -> None:
-        if self._listener is not None and not bucket.reported:
-            bucket.reported = True
-            self._listener.on_reduced(bucket)
+    def reduces(self, own: Tensor) -> bool:
+        """Return True if a reduction into ``own`` is in flight."""
+        return any(target is own for _, _, target, _ in self._in_flight)
 
     def discard(self) -> None:
-        """Forget the reductions of a step that was captured, and so never ran."""
-        for bucket in self.buckets:
-            bucket.discard()
+        """Forget all buffers and reductions."""
+        self._free.clear()
+        self._in_flight.clear()
+
+
+class Reduction:
+    """Sums a bucket over data-parallel ranks in two steps.
+
+    A reduce-scatter over the ranks that shard the optimizer state (``shards``) leaves each rank the part that it
+    updates. An all-reduce sums this part over the ranks that hold the same one (``copies``). Without ZeRO there is only
+    the all-reduce. Gradients are sent as they are; subclasses (:mod:`megatron.optimizer.grad_compression`) send less.
+    """
+
+    # A reduction in flight needs as much memory as the gradients.
+    copies_gradients = False
+    # What this rank has not sent yet, in the layout of its part; None for a reduction that sends everything.
+    error: Tensor | None = None
+
+    def __init__(self, shards: Group, copies: Group) -> None:
+        self.shards, self.copies = shards, copies
+
+    def start_reduce_scatter(self, x: Tensor) -> ReduceHandle:
+        """Start summing a bucket ``[n]`` over ``shards``; the result is this rank's part ``[n / shards]``.
+
+        ``x`` must not change until the sum is complete. On GPUs the sum overwrites this rank's part of it.
+        """
+        return ReduceHandle(comm.start_reduce_scatter(x, self.shards, x.view(self.shards.size, -1)[self.shards.rank]))
+
+    def start_all_reduce(self, part: Tensor) -> ReduceHandle:
+        """Start summing a part over ``copies``; the sum may overwrite ``part``."""
+        return ReduceHandle(comm.start_all_reduce(part, self.copies))
+
+    def start_step(self, step: int) -> None:
+        """Begin a step, and forget what an aborted one has left; ``step`` is the number of steps taken before."""
+
+    def commit(self, skipped: Tensor) -> None:
+        """Keep the state after a step, unless the scalar ``skipped`` is not 0; without synchronisation."""
+
+    def reset(self) -> None:
+        """Return to the initial state."""
+
+    def factors(self) -> Sequence[tuple[MatrixBlock, Tensor]]:
+        """Return state that belongs to matrices of the part, equal on all ``copies``."""
+        return ()
+
+
+@dataclass
+class ReduceHandle:
+    """A reduction in flight."""
+
+    pending: Pending
+    # Computes the sum from what was communicated.
+    finish: Callable[[Tensor], Tensor] = lambda x: x
+
+    def wait(self) -> Tensor:
+        """Wait for the sum, and return it flat."""
+        return self.finish(self.pending.wait())
+
+
+@dataclass(frozen=True)
+class BucketLayout:
+    """Parameters that share flat buffers: one of weights and, unless they are frozen, one of gradients."""
+
+    specs: Mapping[str, ShardSpec]
+    packing: Packing
+    # Ranks that shard the bucket.
+    shards: Group
+    # Ranks that hold the same shard.
+    copies: Group
+    # The ranks of ``shards``, with a communicator for weights.
+    gather: Group
+    # Of the gradients, at least fp32.
+    dtype: torch.dtype
+    device: torch.device
+
+    def zeros(self, elements: int) -> Tensor:
+        """Allocate a flat buffer of zeros for gradients."""
+        return torch.zeros(elements, dtype=self.dtype, device=self.device)
+
+    def view(self, buffer: Tensor, name: str) -> Tensor:
+        """Return a view of a parameter, ``spec.local_shape``, in a whole buffer."""
+        shape, offset = self.specs[name].local_shape, self.packing.offsets[name]
+        return buffer[offset : offset + prod(shape)].view(shape)
+
+    def shard(self, name: str, over_copies: bool = False) -> ParamShard | None:
+        """Return this rank's shard of a parameter; ``over_copies`` divides it among ranks with the same one."""
+        part, parts = self.shards.rank, self.shards.size
+        if over_copies:
+            part, parts = part * self.copies.size + self.copies.rank, parts * self.copies.size
+        return self.packing.shard_in_part(name, prod(self.specs[name].local_shape), part, parts)
+
+    def shard_view(self, part: Tensor, name: str, share: ParamShard) -> Tensor:
+        """Return a view of elements of a parameter in this rank's part of a buffer.
+
+        Args:
+            part: ``[elements / shards]``.
+            name: of the parameter.
+            share: a range inside this rank's shard.
+
+        Returns:
+            A view of the local stored shape if the range is the whole parameter, else flat.
+        """
+        first, shape = self.packing.offsets[name] + share.start, self.specs[name].local_shape
+        found = part.narrow(0, first - self.shards.rank * part.numel(), share.numel)
+        return found.view(shape) if share.numel == prod(shape) else found

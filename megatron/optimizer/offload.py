@@ -17,22 +17,26 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from megatron.distributed.host_memory import CopyStream, host_buffer
 from megatron.distributed.sharding import ShardSpec
+from megatron.optimizer.distributed_optimizer import DistributedOptimizer, UpdateHook
 from megatron.optimizer.grad_buffer import Bucket, GradBuffer, ReductionListener
+from megatron.optimizer.lr_scheduler import Rates
 from megatron.optimizer.main_params import copy_runs
+from megatron.optimizer.param_groups import ParamGroup
 from megatron.optimizer.parameter_store import ParameterStore
-from megatron.optimizer.rules import ShardMemory, UpdateArgs
+from megatron.optimizer.rules import UpdateArgs, UpdateRule
 
 Copies = list[tuple[Tensor, Tensor]]
 """Pairs of a device tensor and its host copy, both flat."""
 
 
-class HostMemory(ShardMemory, ReductionListener):
+class HostMemory(ReductionListener):
     """Host copies of the gradients and weights that the CPU updates, and the copies between host and device."""
 
     def __init__(
@@ -65,7 +69,8 @@ class HostMemory(ShardMemory, ReductionListener):
             weights |= on_host
             for shard, weight in copies:
                 weight.copy_(shard)
-        super().__init__(weights, grads)
+        # Of this rank's shards by name, where they are updated. A gradient on the host is that of the last update.
+        self.weights, self.grads = weights, grads
         buckets.report_to(self)
         self._scalars = host_buffer(2, torch.float64, self._device)
         # The scalars of the step, once they are on the host.
@@ -119,6 +124,39 @@ class HostMemory(ShardMemory, ReductionListener):
         with self._copies.ordered():  # the current stream has waited for those
             pass
         self._copies.synchronize()
+
+
+class OffloadedOptimizer(DistributedOptimizer):
+    """Updates some shards in host memory."""
+
+    def __init__(self, memory: HostMemory, *arguments: Any) -> None:
+        """Create the optimizer from ``arguments`` of :class:`DistributedOptimizer`."""
+        super().__init__(*arguments)
+        self.memory, self.grads = memory, memory.grads
+
+    def _update(self, rates: Rates, skip: Tensor, factor: Tensor, hooks: Sequence[UpdateHook]) -> None:
+        self.memory.start(skip, factor)
+        super()._update(rates, skip, factor, hooks)
+
+    def _update_group(self, group: ParamGroup, rule: UpdateRule, args: UpdateArgs, hooks: Sequence[UpdateHook]) -> None:
+        super()._update_group(group, rule, self.memory.local(args, group.names), hooks)
+        self.memory.upload(group.names)
+
+    def wait(self) -> None:
+        """Wait until the weights are complete, so that main parameters may be changed."""
+        super().wait()
+        self.memory.synchronize()
+
+    @torch.no_grad()
+    def write_weights(self) -> None:
+        """Round the main parameters to the weights, and gather these on all ranks."""
+        self.main_params.write_weights()
+        self.memory.upload()
+        self._publish_weights()
+
+    def _publish_weights(self) -> None:
+        self.memory.wait()
+        super()._publish_weights()
 
 
 def _host_memory(flat: Tensor) -> Tensor:

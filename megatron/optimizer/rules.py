@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -92,36 +92,6 @@ class UpdateArgs:
         round_to((weight, param) for weight, param in zip(self.weights, params) if weight is not param)
 
 
-class ShardMemory:
-    """Weights and gradients of this rank's shards, by name, in the memory where they are updated: that of the device.
-
-    A subclass keeps some of them elsewhere, and copies between there and the device.
-    """
-
-    # Parameters that the host updates.
-    on_host: frozenset[str] = frozenset()
-
-    def __init__(self, weights: Mapping[str, Tensor], grads: Mapping[str, Tensor]) -> None:
-        """Create the memory. Gradients elsewhere are valid after an update."""
-        self.weights, self.grads = weights, grads
-
-    def start(self, skip: Tensor, factor: Tensor) -> None:
-        """Start copying what updates elsewhere need: the device scalars of :class:`UpdateArgs`, and gradients."""
-
-    def local(self, args: UpdateArgs, names: Sequence[str]) -> UpdateArgs:
-        """Return the arguments of the update of ``names`` in the memory of these parameters."""
-        return args
-
-    def upload(self, names: Collection[str] | None = None) -> None:
-        """Start copying weights to the device, all by default."""
-
-    def wait(self) -> None:
-        """Let the device wait for the copies."""
-
-    def synchronize(self) -> None:
-        """Let the host wait for all copies, before it changes :attr:`weights`."""
-
-
 class UpdateRule(ABC):
     """Updates the parameters of one group: this rank's shards of them, in at least fp32.
 
@@ -178,8 +148,6 @@ class ElementwiseRule(UpdateRule):
     @torch.no_grad()
     def update(self, args: UpdateArgs) -> None:
         """Update the parameters, and round them to ``args.weights``."""
-        if not self.params:
-            return
         if not self.fused:
             args = args.scaled()
         if self.handles_skip and args.observe is None:

@@ -100,17 +100,11 @@ def split_by_cost(layers: int, placement: Sequence[int], costs: LayerCosts) -> t
     later one takes the layer: it keeps fewer activations, and the first one has the embedding's weight.
 
     Args:
-        layers: of the model.
+        layers: of the model, at least the number of stages minus 2.
         placement: rank of every stage.
         costs: of the model's parts.
-
-    Raises:
-        ScheduleError: if there are too few layers.
     """
     stages, ranks = len(placement), range(1 + max(placement))
-    if stages > layers + 2:
-        sentence = f"{format_layers(layers)}, an embedding and an output layer do not fill {stages} stages"
-        raise ScheduleError(sentence, f"--num-layers {stages - 2}")
     counts = [int(0 < stage < stages - 1) for stage in range(stages)]
     spent = [count * costs.layer for count in counts]
     spent[0] += costs.embedding

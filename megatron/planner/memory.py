@@ -337,8 +337,8 @@ def gathered_weight_bytes(config: RunConfig, layout: Layout, pp_rank: int) -> in
     """Return the most bytes of whole weights that ZeRO-3 has at a time on a pipeline rank, beside the rank's part.
 
     With resharding these are a block and the prefetched ones, and what is kept for the backward that follows
-    (:class:`megatron.optimizer.parameter_store.ShardedParameterStore`). Otherwise all weights are whole at the end of
-    forward. Buckets that one rank holds alone are not gathered.
+    (:mod:`megatron.optimizer.sharded_parameter_store`). Otherwise all weights are whole at the end of forward. Buckets
+    that one rank holds alone are not gathered.
     """
     parallel = config.parallel
     if parallel.zero_stage < 3:

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from socket import gethostname
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from megatron.checkpoint.format import Manifest
-from megatron.config.batch import full_global_batch_size, global_batch_size_at
+from megatron.config.batch import batch_size_stages
 from megatron.config.run import RunConfig
 from megatron.config.text import listed, listed_ranks
 from megatron.data.dataset import split_label
@@ -42,8 +42,7 @@ class Progress:
     run_id: str = ""  # the same through all starts of the run
 
 
-@dataclass(frozen=True)
-class Prefetched:
+class Prefetched(NamedTuple):
     """This rank's micro-batches of the next step, read before the step begins."""
 
     place: tuple[int, int]  # first sample of the global batch, and its number of samples
@@ -85,6 +84,8 @@ class BatchReader(Component):
         self._digest = 0, 0  # number of samples and digest of the last :meth:`samples_digest`
         self._prefetched: Prefetched | None = None
         self._stream = 0  # of training samples, among those of the replicas
+        # First sample and size of the global batches, ascending.
+        self._batch_sizes = batch_size_stages(config.training, mesh.dp_size)
 
     def open(self, segments: Mapping[str, Sequence[int]] | None = None) -> None:
         """Open the data at the position of the run; collective.
@@ -120,7 +121,10 @@ class BatchReader(Component):
     @property
     def next_batch_size(self) -> int:
         """Samples of the next global batch."""
-        return global_batch_size_at(self._config.training, self._mesh.dp_size, self._progress.consumed_samples)
+        return self._batch_size_after(self._progress.consumed_samples)
+
+    def _batch_size_after(self, samples: int) -> int:
+        return next(size for first, size in reversed(self._batch_sizes) if first <= samples)
 
     def next_batches(self) -> list[MicroBatch]:
         """Return this rank's micro-batches of the next step, prefetched or read now."""
@@ -136,7 +140,7 @@ class BatchReader(Component):
         if self._progress.iteration + 1 >= self._progress.total_steps:
             return
         first = self._progress.consumed_samples + self.next_batch_size
-        place = first, global_batch_size_at(self._config.training, self._mesh.dp_size, first)
+        place = first, self._batch_size_after(first)
         digest_before = self.digest_read
         try:
             with self._timers("batch-generator"):  # a GPU that finishes its step meanwhile idles during this
@@ -148,7 +152,7 @@ class BatchReader(Component):
 
     def evaluation_batches(self, split: str, index: int) -> list[MicroBatch]:
         """Return this rank's micro-batches of global batch ``index`` of a validation or test split."""
-        size = full_global_batch_size(self._config.training, self._mesh.dp_size)
+        size = self._batch_sizes[-1][1]
         return self._read(split, index * size, size)
 
     def _read(self, split: str, first: int, size: int) -> list[MicroBatch]:
@@ -223,25 +227,30 @@ def check_same_data(data: DataSource, world: Group) -> None:
         + " + ".join(f"{count:,}" for count in data.segments[name])
         for name, fingerprint in data.fingerprints.items()
     }
-    gathered: list[list[Any]] = comm.all_gather_objects([gethostname(), layout], world)
-    hosts = [host for host, _ in gathered]
-    by_rank = [splits for _, splits in gathered]
-    names = dict.fromkeys(name for splits in by_rank for name in splits)
-    differing = [name for name in names if len({splits.get(name) for splits in by_rank}) > 1]
+    differing, versions = differences(layout, world)
     if differing:
-        versions = [splits.get(differing[0], "nothing") for splits in by_rank]
         kinds = " and ".join(map(split_label, differing))
         raise DataError(
-            f"the {kinds} data are not the same on all ranks: {describe_versions(versions, hosts)}",
+            f"the {kinds} data are not the same on all ranks: {versions}",
             "copy the same files to every machine, or use files on a shared file system",
         )
 
 
-def describe_versions(versions: Sequence[str], hosts: Sequence[str]) -> str:
-    """Return a phrase such as ``ranks 0, 1 (node1): A; rank 2 (node2): B``."""
+def differences(mine: Mapping[str, str], world: Group) -> tuple[list[str], str]:
+    """Compare texts of this rank with those of the others; collective.
+
+    Returns:
+        The names of texts that are not the same on all ranks, and a phrase on the first of them such as
+        ``ranks 0, 1 (node1): A; rank 2 (node2): B``.
+    """
+    gathered: list[list[Any]] = comm.all_gather_objects([gethostname(), dict(mine)], world)
+    names = dict.fromkeys(name for _, texts in gathered for name in texts)
+    differing = [name for name in names if len({texts.get(name) for _, texts in gathered}) > 1]
+    members: dict[str, list[int]] = {}
+    for rank, (_, texts) in enumerate(gathered if differing else ()):
+        members.setdefault(texts.get(differing[0], "nothing"), []).append(rank)
     described = []
-    for version in dict.fromkeys(versions):
-        ranks = [rank for rank, other in enumerate(versions) if other == version]
-        machines = list(dict.fromkeys(hosts[rank] for rank in ranks))
-        described.append(f"{listed_ranks(ranks)} ({listed(machines)}): {version}")
-    return "; ".join(described)
+    for version, ranks in members.items():
+        machines = dict.fromkeys(gathered[rank][0] for rank in ranks)
+        described.append(f"{listed_ranks(ranks)} ({listed([*machines])}): {version}")
+    return differing, "; ".join(described)

@@ -11,13 +11,13 @@ from torch import Tensor
 
 from megatron.config.run import RunConfig
 from megatron.distributed.timing import Clock, Timers, no_clock
-from megatron.optimizer.build import build_grad_buffer
-from megatron.optimizer.distributed_optimizer import DistributedOptimizer
+from megatron.optimizer.build import build_grad_buffer, build_optimizer
 from megatron.optimizer.param_groups import rule_of
-from megatron.optimizer.parameter_store import ParameterStore, ShardedParameterStore
+from megatron.optimizer.parameter_store import ParameterStore
+from megatron.optimizer.sharded_parameter_store import ShardedParameterStore
 from megatron.training.batch_reader import BatchReader, Progress
 from megatron.training.build_model import build_context, build_mesh, build_pipeline, build_stages, choose_device
-from megatron.training.components.loss_scaler import LossScaler
+from megatron.training.components.precision import LossScaler
 from megatron.training.features import build_components
 from megatron.training.trainer import Trainer
 
@@ -65,10 +65,11 @@ def build_trainer(
                 context.initialize(name, zeros)
 
         weights = store(params, buckets, parallel, initialize)
-        optimizer = DistributedOptimizer(
+        optimizer = build_optimizer(
             weights, specs, buckets, mesh, config.optimizer, config.training.seed, context.kernels.adam
         )
-    context.offload.leave_out(buffer.whole for buffer in weights.buffers)
+    if context.offload is not None:
+        context.offload.leave_out(buffer.whole for buffer in weights.buffers)
     for chunk in chunks.values():
         weights.gather_before_use(chunk.parts)
     timers, progress = Timers(config.logging.timing_log_level, device), Progress()

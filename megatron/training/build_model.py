@@ -12,7 +12,6 @@ import time
 from collections.abc import Mapping
 from datetime import timedelta
 from functools import partial
-from socket import gethostname
 
 import torch
 from torch import Tensor
@@ -43,28 +42,24 @@ from megatron.pipeline.actions import PipelineSchedule
 from megatron.pipeline.communication import channels
 from megatron.pipeline.plan import SCHEDULE_SUFFIX, build_program, stage_layers
 from megatron.pipeline.runtime import Pipeline
-from megatron.training.batch_reader import describe_versions
+from megatron.training.batch_reader import differences
 from megatron.training.machine import missing_gpu_problem
 
 
 def check_same_kernels(chosen: str, world: Group) -> None:
     """Raise a UserError on every rank if they chose different kernels: copies of a weight would differ. Collective."""
-    if differences := _differences(chosen, world):
-        raise UserError([Problem("E904", f"ranks would compute differently: {differences}", ("--kernels torch",))])
+    differing, versions = differences({"kernels": chosen}, world)
+    if differing:
+        raise UserError([Problem("E904", f"ranks would compute differently: {versions}", ("--kernels torch",))])
 
 
 def check_same_schedule(schedule: PipelineSchedule, world: Group) -> None:
     """Raise a UserError on every rank if they read different pipeline schedules: they would deadlock. Collective."""
     digest = hashlib.blake2b(repr(schedule.ranks).encode(), digest_size=8).hexdigest()
-    if differences := _differences(digest, world):
-        sentence = f"{schedule.name} is not the same on all ranks: {differences}"
+    differing, versions = differences({"schedule": digest}, world)
+    if differing:
+        sentence = f"{schedule.name} is not the same on all ranks: {versions}"
         raise UserError([Problem("E212", sentence, ("copy the same file to every machine",))])
-
-
-def _differences(mine: str, world: Group) -> str:
-    """Describe which ranks have which version, or return an empty string if all have the same; collective."""
-    hosts, versions = zip(*comm.all_gather_objects([gethostname(), mine], world))
-    return describe_versions(versions, hosts) if len(set(versions)) > 1 else ""
 
 
 def choose_device(name: str) -> torch.device:

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron.checkpoint.errors import DamagedCheckpointError
 from megatron.checkpoint.format import Manifest
 from megatron.checkpoint.load import load_sharded
 from megatron.checkpoint.save import local_bytes
@@ -26,11 +27,12 @@ from megatron.checkpoint.tensor_file import GlobalTensor, TensorPart
 from megatron.config.text import package_version
 from megatron.convert.weight_source import WeightSource, fill_weights
 from megatron.distributed import comm
+from megatron.distributed.comm import Group
 from megatron.distributed.param_layout import ShardBox, shard_boxes
 from megatron.optimizer.main_params import accum_dtype
 from megatron.training.component import Component, name_in_errors
 from megatron.training.loggers.console import print_warning
-from megatron.training.resume_source import Position, is_own_checkpoint, position_of
+from megatron.training.resume_source import Position, is_own_checkpoint, position_of, state_problem
 from megatron.training.trainer import Trainer
 
 
@@ -55,8 +57,8 @@ class CheckpointContents:
         for component in trainer.components:
             with name_in_errors(component.plugin, "before_save"):
                 component.before_save()
-        tensors, size = tensors_to_save(trainer), bytes_to_save(trainer)
-        return cls(trainer.iteration, tensors, size, run_state(trainer), started)
+        tensors = tensors_to_save(trainer)
+        return cls(trainer.iteration, tensors, total_bytes(tensors, trainer.mesh.world), run_state(trainer), started)
 
 
 def local_tensors(trainer: Trainer) -> dict[str, Tensor]:
@@ -109,9 +111,9 @@ def tensors_to_save(trainer: Trainer) -> dict[str, GlobalTensor]:
     return entries
 
 
-def bytes_to_save(trainer: Trainer) -> int:
-    """Return the bytes of all tensors of a checkpoint; collective."""
-    return sum(comm.all_gather_objects(local_bytes(tensors_to_save(trainer)), trainer.mesh.world))
+def total_bytes(tensors: Mapping[str, GlobalTensor], group: Group) -> int:
+    """Return the bytes of the parts of all ranks; collective."""
+    return sum(comm.all_gather_objects(local_bytes(tensors), group))
 
 
 def _elements(whole: Callable[[], Tensor], mine: slice, box: ShardBox) -> Tensor:
@@ -191,10 +193,13 @@ def restore_run(trainer: Trainer, manifest: Manifest, batches_since: Position) -
         batches_since: steps and samples at which the current batch size options took effect.
 
     Raises:
-        DamagedCheckpointError: on every rank, if the checkpoint's checksums do not match.
+        DamagedCheckpointError: on every rank, if checksums do not match, or the state of a component is odd.
         DataError: if the data cannot be opened.
         UserError: if the training data are not those that the run was reading.
     """
+    types = {component.name: component.state_types for component in trainer.components if component.state_types}
+    if problem := state_problem(manifest, types, [c.name for c in trainer.components if c.missing is None]):
+        raise DamagedCheckpointError(f"{manifest.path}: {problem}")
     saved, progress = manifest.state, trainer.progress
     trainer.start_at(*position_of(manifest), saved["data"]["stretches"], batches_since)
     evaluated = saved.get("evaluated", {})

@@ -1,4 +1,4 @@
-"""Save a run and load it: ``Checkpointer`` with ``load``, ``maybe_save`` and ``wait``.
+"""Save a run and load it: ``Checkpointer`` with ``load``, ``save`` and ``wait``.
 
 :mod:`megatron.training.checkpoint_contents` is what a checkpoint holds, and
 :mod:`megatron.training.resume_source` chooses the one that a start loads.
@@ -16,7 +16,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from megatron.arguments.sources import to_dict
 from megatron.checkpoint.durable_files import publish_file
@@ -52,16 +52,14 @@ from megatron.data.packed_dataset import PackedDataset
 from megatron.distributed import comm
 from megatron.distributed.comm import Group
 from megatron.distributed.launch import is_peer_lost, run_on_rank0
-from megatron.training.callbacks.base import Callback
 from megatron.training.checkpoint_contents import (
     CheckpointContents,
-    bytes_to_save,
     restore_run,
     restore_weights,
     tensors_to_save,
+    total_bytes,
 )
 from megatron.training.loggers.run_logger import RunLogger
-from megatron.training.metrics import MetricsWindow
 from megatron.training.resume_source import (
     NoCheckpointError,
     ResumeSource,
@@ -70,6 +68,9 @@ from megatron.training.resume_source import (
     passed_over_note,
 )
 from megatron.training.trainer import Trainer
+
+if TYPE_CHECKING:
+    from megatron.training.local_checkpoints import NodeCheckpoints
 
 WAIT_NOTE_SECONDS = 30.0
 """Seconds between log lines while waiting for a save."""
@@ -83,25 +84,6 @@ FINISHED_FILE = "finished.json"
 Scripts that requeue a job test it. A launcher's exit status is not enough: it is lost with the node of the batch
 script, and a scheduler may report 0 itself.
 """
-
-
-class OtherCheckpoints(Protocol):
-    """Further checkpoints of a run, such as on the nodes' own disks. All methods are collective."""
-
-    def add_to(self, source: ResumeSource | UserError) -> ResumeSource:
-        """Add candidates to those in ``save`` and ``load``; raise the error if there are none."""
-
-    def connect(self, trainer: Trainer) -> list[str]:
-        """Prepare to load and save on the ranks of a trainer; return notes."""
-
-    def open(self, trainer: Trainer, path: Location) -> tuple[Manifest, list[str]] | None:
-        """Make an added candidate readable; return its manifest and notes, or raise DamagedCheckpointError.
-
-        Return None for candidates from elsewhere.
-        """
-
-    def callbacks(self, trainer: Trainer) -> list[Callback]:
-        """Return the callbacks that save."""
 
 
 @contextmanager
@@ -124,9 +106,7 @@ def hold_save_folder(save: str | None, world: Group) -> Iterator[Lease | None]:
         yield lease
 
 
-def choose_resume_source(
-    options: CheckpointConfig, world: Group, others: OtherCheckpoints | None = None
-) -> ResumeSource:
+def choose_resume_source(options: CheckpointConfig, world: Group, nodes: NodeCheckpoints | None = None) -> ResumeSource:
     """Return what the run starts from, the same on every rank; collective. Rank 0 searches ``save`` and ``load``.
 
     Raises:
@@ -135,10 +115,10 @@ def choose_resume_source(
     try:
         source = ResumeSource.from_json(run_on_rank0(lambda: find_resume_source(options).to_json(), world))
     except NoCheckpointError as error:
-        if others is None:
+        if nodes is None:
             raise
-        return others.add_to(error)
-    return source if others is None else others.add_to(source)
+        return nodes.add_to(error)
+    return source if nodes is None else nodes.add_to(source)
 
 
 @dataclass(frozen=True)
@@ -155,20 +135,20 @@ class SavedCheckpoint:
 class Checkpointer:
     """Loads what a run starts from, and saves it: synchronously, or with ``async_save`` in a thread of each rank."""
 
-    def __init__(self, trainer: Trainer, lease: Lease | None = None, others: OtherCheckpoints | None = None) -> None:
+    def __init__(self, trainer: Trainer, lease: Lease | None = None, nodes: NodeCheckpoints | None = None) -> None:
         """Load and save the state of ``trainer``.
 
         Args:
             trainer: the run.
             lease: this start's lease on the ``save`` folder.
-            others: further places that hold checkpoints of the run.
+            nodes: further checkpoints of the run, on the nodes' own disks.
         """
         self.trainer = trainer
         self.lease = lease
-        self.others = others
+        self.nodes = nodes
         self.options = trainer.config.checkpoint
         self.world = trainer.mesh.world
-        self._pending: tuple[CheckpointContents, Future[SavedCheckpoint]] | None = None  # in the background
+        self.pending: tuple[CheckpointContents, Future[SavedCheckpoint]] | None = None  # in the background
         self._lost_contact = False  # the last background save failed because another rank did not answer
         self._staging: HostCopyBuffer | None = None
 
@@ -186,7 +166,7 @@ class Checkpointer:
             DataError: if the data cannot be opened.
         """
         trainer, config = self.trainer, self.trainer.config
-        notes = [*source.notes, *([] if self.others is None else self.others.connect(trainer))]
+        notes = [*source.notes, *([] if self.nodes is None else self.nodes.connect(trainer))]
         tokenizer = tokenizer_files_to_save(config.data, config.model.vocab)
         trainer.files = own_files = {TOKENIZER_PREFIX + name: content for name, content in tokenizer.items()}
         for component in trainer.components:
@@ -204,7 +184,8 @@ class Checkpointer:
         if isinstance(train, PackedDataset):
             trainer.files = with_end_ids(trainer.files, end_ids(config.data, train.conversations))
         if self.options.save is not None and trainer.iteration < trainer.total_steps:
-            run_on_rank0(partial(self._check_disk_space, bytes_to_save(trainer)), self.world)
+            size = total_bytes(tensors_to_save(trainer), self.world)
+            run_on_rank0(partial(self._check_disk_space, size), self.world)
         return notes
 
     def _load_newest(self, source: ResumeSource, notes: list[str], own_files: SmallFiles) -> list[str]:
@@ -212,7 +193,7 @@ class Checkpointer:
         trainer = self.trainer
         for path in source.paths:
             try:
-                opened = None if self.others is None else self.others.open(trainer, path)
+                opened = None if self.nodes is None else self.nodes.open(trainer, path)
                 manifest, more = opened or (open_manifest(path, self.world), [])
                 notes += more
                 found = self._tokenizer_files(manifest)
@@ -269,27 +250,14 @@ class Checkpointer:
                 log.warning(f"the save in progress failed, too: {other}")
             raise
 
-    @property
-    def is_due(self) -> bool:
-        """True if the current step is to be saved."""
-        options = self.options
-        return bool(options.save and options.save_interval and self.trainer.iteration % options.save_interval == 0)
+    def save(self, needed: bool) -> None:
+        """Save now; collective. If it is ``needed``, wait until it is written, and raise the disk's errors.
 
-    def maybe_save(self, window: MetricsWindow, last: bool) -> None:
-        """Save if a save is due, or after the last step of this start; collective. Report a finished background save.
-
-        If the disk refuses, training goes on with the existing checkpoints, except after the ``last`` step.
+        If the disk refuses another save, training goes on with the existing checkpoints.
 
         Raises:
-            StorageError: if the last checkpoint cannot be written.
+            StorageError: if the checkpoint is needed and cannot be written.
         """
-        self._poll()
-        if self.is_due or (last and self.options.save is not None):
-            with window.paused():
-                self.save(needed=last)
-
-    def save(self, needed: bool) -> None:
-        """Save now; collective. If it is ``needed``, wait until it is written, and raise the disk's errors."""
         self._log.flush()  # a run that resumes from this checkpoint must still have all records before it
         if needed:
             self.wait()
@@ -297,7 +265,7 @@ class Checkpointer:
             if self._staging is None:
                 self._report(self.write())
             elif not self._is_busy():
-                self._pending = self._save_in_background(self._staging)
+                self.pending = self._save_in_background(self._staging)
         except StorageError as error:
             if needed:
                 raise
@@ -307,14 +275,14 @@ class Checkpointer:
 
     def wait(self, needed: bool = False, at_most: float = float("inf")) -> None:
         """Wait up to ``at_most`` seconds for the save in progress, with a log line from time to time."""
-        if self._pending is None:
+        if self.pending is None:
             return
-        contents, outcome = self._pending
+        contents, outcome = self.pending
         deadline = time.monotonic() + at_most
         while (left := deadline - time.monotonic()) > 0 and not wait([outcome], min(WAIT_NOTE_SECONDS, left)).done:
             seconds = time.monotonic() - contents.started
             self._log.note(f"waiting for the checkpoint of step {contents.iteration}: {seconds:.0f}s so far")
-        self._poll(needed)
+        self.poll(needed)
 
     def write(self) -> SavedCheckpoint:
         """Write a checkpoint into the ``save`` folder and delete those that need not be kept; collective.
@@ -367,12 +335,12 @@ class Checkpointer:
 
     def _is_busy(self) -> bool:
         """Return True, with a warning, if any rank is still writing; collective."""
-        self._poll()
-        states = comm.all_gather_objects([self._pending is not None, self._lost_contact], self.world)
+        self.poll()
+        states = comm.all_gather_objects([self.pending is not None, self._lost_contact], self.world)
         if any(busy for busy, _ in states):
             last = "the last save"  # finished on this rank, but not on another
-            if self._pending is not None:
-                contents, _ = self._pending
+            if self.pending is not None:
+                contents, _ = self.pending
                 last = f"the save of step {contents.iteration}, begun {time.monotonic() - contents.started:.0f}s ago,"
             interval = self.options.save_interval or 1
             self._log.warning(
@@ -385,11 +353,11 @@ class Checkpointer:
             self._lost_contact = False
         return False
 
-    def _poll(self, needed: bool = False) -> None:
+    def poll(self, needed: bool = False) -> None:
         """Report the outcome of a finished background save; raise its error unless it is the disk's."""
-        if self._pending is None or not self._pending[1].done():
+        if self.pending is None or not self.pending[1].done():
             return
-        (contents, outcome), self._pending = self._pending, None
+        (contents, outcome), self.pending = self.pending, None
         try:
             self._report(outcome.result())
         except StorageError as error:

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from itertools import groupby
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from torch import Tensor
 
@@ -18,14 +17,13 @@ from megatron.checkpoint.location import Location
 from megatron.checkpoint.tensor_file import GlobalTensor
 from megatron.distributed.micro_batch import MicroBatch
 from megatron.optimizer.distributed_optimizer import UpdateHook, UpdateResult
-from megatron.optimizer.parameter_store import ParameterStore
 from megatron.training.loggers.base import Metrics
 from megatron.training.loggers.console import print_warning
 from megatron.training.resume_source import ResumeSource
 
 if TYPE_CHECKING:
     from megatron.training.loggers.run_logger import RunLogger
-    from megatron.training.metrics import MetricsWindow, StepMetrics
+    from megatron.training.metrics import StepMetrics
 
 Kinds = Mapping[str, Mapping[str, Tensor]]
 """Tensors of this rank by kind and global name of their parameter, each with the shape of the parameter's shard."""
@@ -45,6 +43,9 @@ class Component(UpdateHook):
 
     is_of_run: bool = False
     """True for state that another run does not take over when it starts from a checkpoint of this one."""
+
+    state_types: ClassVar[Mapping[str, Any]] = {}
+    """Types in :meth:`state_dict`, as of `odd_values`; a checkpoint with others is passed over. Empty for any."""
 
     missing: str | None = "the checkpoint lacks tensors of the {name}, which starts anew"
     """Note on a checkpoint without a kind of :meth:`tensors`, after which :meth:`on_weights_loaded` is called; None for
@@ -200,90 +201,14 @@ class Component(UpdateHook):
         """Act last in an iteration: the step is logged, evaluated and saved if due. A step hook."""
 
 
-STEP_END_HOOKS = "on_step_end", "on_iteration_end"
-"""Hooks that are called after a step."""
-
-
-class CallbackList:
-    """Calls the hooks of components in order, and names a user's callback in the errors that it raises."""
-
-    def __init__(self, components: list[Component], weights: ParameterStore, log: RunLogger) -> None:
-        """Give the components the log. They may leave the list in a hook; ``weights`` are those of the model."""
-        self._components, self._weights = components, weights
-        self._due: list[Component] = []  # in the current step
-        for component in components:
-            component.log = log
-
-    @property
-    def observes_modules(self) -> bool:
-        """True if a callback of this step uses hooks of modules."""
-        return any(callback.observes_modules for callback in self._due)
-
-    @property
-    def pausing(self) -> bool:
-        """True if a callback pauses the clock at the end of this step, which waits for the device."""
-        return any(self._overrides(c, hook) and c.pauses for c in self._due for hook in STEP_END_HOOKS)
-
-    def on_train_start(self) -> None:
-        """See :class:`Component`."""
-        self._call("on_train_start", self._components)
-
-    def on_step_start(self, window: MetricsWindow, step: int) -> None:
-        """See :class:`Component`. With a ``window``, whose clock they pause, methods are collective."""
-        self._due = [c for c in self._components if step % c.interval == 0]
-        self._call_paused("on_step_start", self._due, window)
-
-    def on_step_taken(self, batches: Sequence[MicroBatch]) -> None:
-        """See :class:`Component`."""
-        self._call("on_step_taken", self._components, batches)
-
-    def settle(self) -> None:
-        """See :class:`Component`."""
-        self._call("settle", self._components)
-
-    def on_step_end(self, window: MetricsWindow, metrics: StepMetrics) -> None:
-        """See :class:`Component`."""
-        self._call_paused("on_step_end", self._due, window, metrics)
-
-    def on_log(self, window: MetricsWindow, metrics: Metrics) -> None:
-        """See :class:`Component`."""
-        self._call_paused("on_log", self._components, window, metrics)
-
-    def on_evaluate(self, metrics: Metrics) -> None:
-        """See :class:`Component`; the clock is paused during evaluations."""
-        self._call("on_evaluate", self._components, metrics)
-
-    def on_save(self, path: Location) -> None:
-        """See :class:`Component`."""
-        self._call("on_save", self._components, path)
-
-    def on_iteration_end(self, window: MetricsWindow) -> None:
-        """See :class:`Component`."""
-        self._call_paused("on_iteration_end", self._due, window)
-
-    def on_stop(self, error: BaseException | None) -> None:
-        """See :class:`Component`."""
-        stop_components(self._components, error)
-
-    def _call_paused(self, hook: str, found: Iterable[Component], window: MetricsWindow, *arguments: object) -> None:
-        """Call a hook on those callbacks that override it, with the weights complete and the clock of steps paused."""
-        overriding = [c for c in found if self._overrides(c, hook)]
-        for pauses, group in groupby(overriding, key=lambda callback: callback.pauses):
-            if not pauses:
-                self._call(hook, group, *arguments)
-                continue
-            with window.paused():
-                self._weights.wait()
-                self._call(hook, group, *arguments)
-
-    @staticmethod
-    def _overrides(callback: Component, hook: str) -> bool:
-        return getattr(type(callback), hook) is not getattr(Component, hook)
-
-    def _call(self, hook: str, callbacks: Iterable[Component], *arguments: object) -> None:
-        for callback in [*callbacks]:  # they may leave the run
-            with name_in_errors(callback.plugin, hook):
-                getattr(callback, hook)(*arguments)
+@contextmanager
+def stopped_after_errors(components: Iterable[Component]) -> Iterator[None]:
+    """Stop the components after an error inside, before their run has begun."""
+    try:
+        yield
+    except BaseException as error:
+        stop_components(components, error)
+        raise
 
 
 def stop_components(components: Iterable[Component], error: BaseException | None) -> None:

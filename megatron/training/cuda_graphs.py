@@ -27,7 +27,7 @@ from megatron.optimizer.distributed_optimizer import UpdateResult
 from megatron.optimizer.lr_scheduler import Rates
 from megatron.training.loggers.console import print_warning
 from megatron.training.metrics import StepMetrics
-from megatron.training.step import train_step
+from megatron.training.step import rates_on, train_step
 from megatron.training.trainer import Trainer
 
 WARM_UP_STEPS = 3
@@ -156,8 +156,8 @@ def _clone_tensors(value: Any) -> Any:
 class StepRunner:
     """Take steps according to ``--cuda-graph``: eagerly, with a captured optimizer update, or captured as a whole.
 
-    On GPUs learning rates are always fp32 scalars in GPU memory, so with ``--deterministic`` captured steps equal eager
-    ones to the bit.
+    On GPUs learning rates are always fp32 scalars in GPU memory (:func:`~megatron.training.step.rates_on`), so with
+    ``--deterministic`` captured steps equal eager ones to the bit.
     """
 
     def __init__(self, trainer: Trainer, recorder: CudaGraphRecorder | None = None) -> None:
@@ -183,17 +183,16 @@ class StepRunner:
             work: Callable[[Any, Inputs], Any] = self._update if mode == "optimizer" else self._step
             self.recording = GraphedCallable(work, recorder, self._capture)
 
-    def __call__(self, batches: Sequence[MicroBatch], rates: Rates, eager: bool = False) -> StepMetrics:
-        """Run :func:`megatron.training.step.train_step`; ``eager`` if hooks observe modules, as for health reports.
+    def __call__(self, batches: Sequence[MicroBatch], rates: Rates) -> StepMetrics:
+        """Run :func:`megatron.training.step.train_step`.
 
         Raises:
             UserError: if the capture that an option asks for fails.
         """
         recording = self.recording
-        if recording is not None or self.trainer.device.type == "cuda":
-            rates = self._on_device(rates)
-        if recording is None or eager:
+        if recording is None:
             return train_step(self.trainer, batches, rates)
+        rates = rates_on(self.trainer.device, rates)
         try:
             if self.mode == "step":
                 return self._replay_step(recording, batches, rates)
@@ -240,15 +239,6 @@ class StepRunner:
             inputs += [getattr(batch, name) for name in TENSOR_FIELDS]
             inputs += [batch.extra[name] for name in extra]
         return recording((rates.weight_decay, extra), inputs)
-
-    def _on_device(self, rates: Rates) -> Rates:
-        """Return the learning rates as device scalars, filled in by a kernel and so without synchronisation."""
-
-        def scalar(rate: float | Tensor) -> Tensor:
-            return torch.full((), float(rate), dtype=torch.float32, device=self.trainer.device)
-
-        decoupled_lr = None if rates.decoupled_lr is None else scalar(rates.decoupled_lr)
-        return replace(rates, lr=scalar(rates.lr), decoupled_lr=decoupled_lr)
 
     def _step(self, constants: tuple[float, tuple[str, ...]], inputs: Inputs) -> StepMetrics:
         (weight_decay, extra), (lr, decoupled_lr, *columns) = constants, inputs

@@ -28,12 +28,6 @@ from megatron.planner.memory import rank_state_bytes
 from megatron.training.build import build_trainer
 from megatron.training.trainer import Trainer
 
-STATE_PARTS = ("weights", "gradients", "main params", "moments", "average", "outer")
-"""The parts of :data:`megatron.planner.memory.STATE_KINDS` that are counted."""
-
-OTHER_RANKS = "the rest of its pipeline"
-"""Name of the phase in which the other ranks are built."""
-
 
 @dataclass(frozen=True)
 class BuiltRank:
@@ -43,7 +37,7 @@ class BuiltRank:
     stages: Mapping[int, StageLayers]  # its layers, by stage number
     parameters: int  # elements of its parameters, vocabulary padding included
     whole: Mapping[str, int]  # elements of the same parameters over all ranks, without padding, by global name
-    state: Mapping[str, int]  # bytes by ``STATE_PARTS``
+    state: Mapping[str, int]  # bytes by those of ``planner.memory.STATE_KINDS`` that have tensors
     groups: tuple[GroupInfo, ...]  # process groups of the whole world
 
     @property
@@ -126,7 +120,7 @@ def fake_world(config: RunConfig, world_size: int, rank: int, started: float | N
         watch.add("flags and imports", time.monotonic() - started)
     members = layout.group_of(rank, ("pp",))
     chosen = _build(config, world_size, rank, lambda name: watch.span(name, False))
-    with watch.span(OTHER_RANKS, False):
+    with watch.span("the rest of its pipeline", False):
         pipeline = [chosen if other == rank else _build(config, world_size, other) for other in members]
     world = FakeWorld(layout, rank, tuple(pipeline), watch.pop())
     layers, parameters = config.model.num_layers, num_parameters(config.model)
@@ -148,20 +142,20 @@ def _build(config: RunConfig, world_size: int, rank: int, clock: Clock = no_cloc
             built_state_bytes(trainer),
             tuple(trainer.mesh.created),
         )
-    predicted = {part: size for part, size in rank_state_bytes(config, world_size, rank).items() if part in STATE_PARTS}
+    predicted = {part: size for part, size in rank_state_bytes(config, world_size, rank).items() if part in built.state}
     if built.state != predicted:
         raise RuntimeError(f"rank {rank} holds {built.state} bytes, where {predicted} are predicted")
     return built
 
 
 def built_state_bytes(trainer: Trainer) -> dict[str, int]:
-    """Return the bytes of tensor storage by :data:`STATE_PARTS`; storage shared by two parts counts for the first.
+    """Return the bytes of tensor storage of weights, gradients, main parameters and components.
 
-    So fp32 weights, which are their own main parameters, count as weights.
+    Storage shared by two parts counts for the first: fp32 weights, which are their own main parameters, are weights.
     """
     optimizer = trainer.optimizer
     main_params, remainders = optimizer.main_params, optimizer.main_params.remainders
-    tensors: dict[str, Iterable[Tensor]] = dict.fromkeys(STATE_PARTS, ()) | {
+    tensors: dict[str, Iterable[Tensor]] = {
         "weights": [buffer.part for buffer in optimizer.weights.buffers],
         "gradients": [bucket.shard for bucket in trainer.buckets.buckets],
         "main params": [remainders[name] if name in remainders else main_params[name] for name in main_params],

@@ -3,26 +3,28 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from megatron.config.plugins import registered
 from megatron.training.callbacks.base import Callback
 from megatron.training.callbacks.export import HuggingFaceExport
 from megatron.training.callbacks.health import HealthReport, ReplicaCheck
 from megatron.training.callbacks.profiler import StepProfiler
-from megatron.training.checkpointer import OtherCheckpoints
 from megatron.training.component import Component, name_in_errors
 from megatron.training.components.adapter_base import AdapterBase
-from megatron.training.components.average import AverageWeights
-from megatron.training.components.grad_compression import CompressionState, UnusedErrors
-from megatron.training.components.kept_casts import KeptCasts
-from megatron.training.components.nonfinite import NonFiniteCheck
-from megatron.training.components.optimizer_state import OptimizerState
+from megatron.training.components.grad_compression import ERROR_KIND, CompressionState
+from megatron.training.components.optimizer_state import AverageWeights, OptimizerState
+from megatron.training.components.precision import KeptCasts
 from megatron.training.components.spikes import SpikeGuard
-from megatron.training.diloco.component import Diloco, LeftReplica
+from megatron.training.diloco.component import Diloco
+from megatron.training.diloco.outer_optimizer import PARAM
 from megatron.training.frozen_models import FROZEN_MODELS, FrozenModelInputs
 from megatron.training.loggers.run_logger import RunLogger
-from megatron.training.stop import StopRequest
+from megatron.training.stop import NonFiniteCheck, StopRequest
 from megatron.training.trainer import Trainer
+
+if TYPE_CHECKING:
+    from megatron.training.local_checkpoints import NodeCheckpoints
 
 
 def build_components(trainer: Trainer) -> list[Component]:
@@ -30,12 +32,19 @@ def build_components(trainer: Trainer) -> list[Component]:
     config, optimizer = trainer.config, trainer.optimizer
     compression = config.parallel.compression
     keeps_errors = compression is not None and compression.has_errors
+    is_replica = config.diloco.diloco_sync_interval is not None
+    unused = {}
+    if not keeps_errors:
+        unused[ERROR_KIND] = "the checkpoint's errors of compressed gradients are not used"
+    if not is_replica:
+        unused[f"{PARAM}."] = "the checkpoint is a DiLoCo replica's: it continues from this replica's weights, alone"
     components: list[Component] = [
-        OptimizerState(optimizer, trainer.mesh.world),
+        OptimizerState(optimizer, trainer.mesh.world, unused),
         trainer.scaler,
         trainer.reader,
-        CompressionState(trainer.buckets, trainer.specs, trainer.mesh) if keeps_errors else UnusedErrors(),
     ]
+    if keeps_errors:
+        components.append(CompressionState(trainer.buckets, trainer.specs, trainer.mesh))
     if (spikes := SpikeGuard.from_config(config.optimizer, trainer.device)) is not None:
         components.append(spikes)
     if config.optimizer.ema_decay is not None:
@@ -46,12 +55,13 @@ def build_components(trainer: Trainer) -> list[Component]:
         components.append(AdapterBase(trainer))
     if config.training.objective in FROZEN_MODELS:
         components.append(FrozenModelInputs(trainer))
-    components.append(LeftReplica() if config.diloco.diloco_sync_interval is None else Diloco(trainer))
+    if is_replica:
+        components.append(Diloco(trainer))
     return components
 
 
 def build_callbacks(
-    trainer: Trainer, log: RunLogger, stop: StopRequest, others: OtherCheckpoints | None = None
+    trainer: Trainer, log: RunLogger, stop: StopRequest, others: NodeCheckpoints | None = None
 ) -> list[Component]:
     """Create the components that act in the loop alone, when the start of the run is loaded."""
     config, logging = trainer.config, trainer.config.logging

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import zip_longest
 from pathlib import Path
-from typing import Any, Self, TypeVar
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -38,7 +38,6 @@ from megatron.checkpoint.format import (
     MANIFEST,
     MARKER,
     BoxIndex,
-    FileRecord,
     Manifest,
     marker_content,
     marker_folder,
@@ -49,13 +48,10 @@ from megatron.checkpoint.location import Location, local_path, parse_location
 from megatron.checkpoint.publish import Attempt, delete_checkpoint
 from megatron.checkpoint.save import (
     CheckpointExtras,
-    RankFile,
-    build_manifest,
+    CheckpointSave,
     disk_space_message,
     local_bytes,
-    storage_errors,
-    write_rank_file,
-    write_small_files,
+    rank_file_name,
 )
 from megatron.checkpoint.tensor_file import GlobalTensor
 from megatron.checkpoint.verify import chunks_by_file, list_file_damage
@@ -75,7 +71,7 @@ from megatron.training.checkpoint_contents import (
 from megatron.training.resume_source import (
     ResumeSource,
     applies_to_own_checkpoints,
-    newest_own_step,
+    is_own_checkpoint,
     passed_over_note,
     step_of,
 )
@@ -86,8 +82,6 @@ BLOCK_BYTES = 16 << 20
 
 FileCopy = tuple[int, str]
 """A node, and the name of a file that it has or needs."""
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -110,7 +104,7 @@ class LocalCheckpoint:
 
 @dataclass
 class NodeCheckpoints:
-    """The nodes' folders of checkpoints, as seen by one rank; `megatron.training.checkpointer.OtherCheckpoints`."""
+    """The nodes' folders of checkpoints, as seen by one rank."""
 
     folder: Path  # of this rank's node
     node_of: tuple[int, ...]  # node of every rank, counted from 0; all have equally many ranks
@@ -231,7 +225,8 @@ class NodeCheckpoints:
             return ResumeSource(paths, mode=mode, notes=(*reasons, *notes))
         if not paths:
             return replace(source, notes=(*source.notes, *notes))
-        durable, newest = newest_own_step(source, options), step_of(paths[0])
+        durable = next((step_of(path) for path in source.paths if is_own_checkpoint(path, options)), -1)
+        newest = step_of(paths[0])
         if newest > durable:
             other = f"the newest is of step {durable}" if durable >= 0 else "there is none"
             notes.append(f"the nodes have a checkpoint of step {newest}; {other} in --save")
@@ -419,74 +414,16 @@ class NodeCheckpoints:
     def save(self, iteration: int, tensors: Mapping[str, GlobalTensor], extra: CheckpointExtras) -> Path:
         """Write a checkpoint to the nodes' folders; return its folder on this node.
 
-        It is published on a node only when all files and copies are on the disks of all nodes. Older checkpoints are
-        kept: see :meth:`delete_others`.
+        Older checkpoints are kept: see :meth:`delete_others`.
 
         Raises:
             StorageError: if a disk fails; the older checkpoint is then unchanged.
             ValueError: if the parts of all ranks do not partition the tensors.
         """
         final = self.path(iteration)
-        name = gather_results(lambda: Attempt(final).name, self.group)[0]  # the same on all nodes
-        attempt = Attempt(final, self.staging, name)
-        try:
-            self._write(attempt, tensors, extra)
-        except Exception:
-            if self.is_leader:
-                attempt.discard()
-            raise
+        name = run_on_rank0(lambda: Attempt(final).name, self.group)  # the same on all nodes
+        NodeSave(Attempt(final, self.staging, name), tensors, extra, self.group, self.lease, self).run()
         return final
-
-    def _write(self, attempt: Attempt, tensors: Mapping[str, GlobalTensor], extra: CheckpointExtras) -> None:
-        folder, leads = local_path(attempt.folder), self.is_leader
-
-        def on_all_ranks(action: Callable[[], T]) -> list[T]:
-            def guarded() -> T:
-                with storage_errors(attempt.final, self.rank, self.lease, local=True):
-                    return action()
-
-            return gather_results(guarded, self.group)
-
-        def on_leaders(action: Callable[[], object]) -> None:
-            on_all_ranks(lambda: action() if leads else None)
-
-        sizes = on_all_ranks(lambda: local_bytes(tensors))
-        on_leaders(lambda: self._start(attempt, sizes))
-        written = on_all_ranks(
-            lambda: {name: vars(file) for name, file in write_small_files(folder, extra.files).items()} if leads else {}
-        )
-        small = {name: FileRecord(**file) for name, file in written[0].items()}
-        parts = on_all_ranks(lambda: write_rank_file(folder, self.rank, tensors).to_json())
-        ranks = [RankFile.from_json(part) for part in parts]
-        content = run_on_rank0(lambda: build_manifest(ranks, small, extra).decode(), self.group).encode()
-        on_all_ranks(lambda: self._copy_to_next_node(folder, ranks))
-        on_leaders(lambda: attempt.write_manifest(content))
-        on_leaders(lambda: attempt.publish(content))
-
-    def _start(self, attempt: Attempt, sizes: list[int]) -> None:
-        """Create the attempt's folder if the disk has space for this node's files and copies of the previous one's."""
-        kept = {self.node, (self.node - 1) % self.count}
-        size = sum(sizes[rank] for node in kept for rank in self.ranks(node))
-        message = disk_space_message(self.folder, size, self.lease)
-        if message is not None:
-            sentence = f"{message} (rank {self.rank}); no local checkpoint was written"
-            raise StorageError(sentence, "free some space", "--local-save ELSEWHERE")
-        if self.lease is not None:
-            self.lease.ready()
-        attempt.start()
-
-    def _copy_to_next_node(self, folder: Path, ranks: list[RankFile]) -> None:
-        """Send this rank's file, if it has written one, to the next node, and receive one from the previous node."""
-
-        def transfer(writer: int, peer: int) -> FileTransfer | None:
-            files = [FileTransfer(folder / name, peer, record.bytes) for name, record in ranks[writer].files.items()]
-            return files[0] if files else None
-
-        following, previous = self.neighbour(1), self.neighbour(-1)
-        if self.count > 1:
-            error = send_and_receive(transfer(self.rank, following), transfer(previous, previous), self.file_group)
-            if error is not None:
-                raise error
 
     def delete_others(self, iteration: int) -> str | None:
         """Delete all other checkpoints from the nodes' folders; return the error of a disk, or None."""
@@ -502,6 +439,53 @@ class NodeCheckpoints:
             raise_if_superseded(self.lease)
             return f"older local checkpoints are not deleted: {error}"
         return None
+
+
+@dataclass
+class NodeSave(CheckpointSave):
+    """A save to the nodes' disks, published on a node only when all files and copies are on the disks of all nodes."""
+
+    nodes: NodeCheckpoints
+
+    local = True
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.leads = self.nodes.is_leader
+
+    def run(self) -> None:
+        """See :class:`CheckpointSave`."""
+        self._sizes = comm.all_gather_objects(local_bytes(self.tensors), self.group)
+        super().run()
+
+    def start(self) -> str:
+        """Check that the disk has space for this node's files, and copies of the previous one's."""
+        if self.leads:
+            nodes = self.nodes
+            kept = {nodes.node, (nodes.node - 1) % nodes.count}
+            size = sum(self._sizes[rank] for node in kept for rank in nodes.ranks(node))
+            message = disk_space_message(nodes.folder, size, self.lease)
+            if message is not None:
+                sentence = f"{message} (rank {nodes.rank}); no local checkpoint was written"
+                raise StorageError(sentence, "free some space", "--local-save ELSEWHERE")
+        return super().start()
+
+    def complete(self) -> None:
+        """Send this rank's file, if it has written one, to the next node, and receive one from the previous node."""
+        nodes, folder = self.nodes, local_path(self.attempt.folder)
+        mine = folder / rank_file_name(nodes.rank)
+        sizes = gather_results(lambda: mine.stat().st_size if mine.exists() else None, self.group)
+
+        def transfer(writer: int, peer: int) -> FileTransfer | None:
+            size = sizes[writer]
+            return None if size is None else FileTransfer(folder / rank_file_name(writer), peer, size)
+
+        if nodes.count > 1:
+            following, previous = nodes.neighbour(1), nodes.neighbour(-1)
+            sent, received = transfer(nodes.rank, following), transfer(previous, previous)
+            if (error := send_and_receive(sent, received, nodes.file_group)) is not None:
+                raise error
+        super().complete()
 
 
 def list_node_checkpoints(
@@ -582,18 +566,10 @@ class FileTransfer:
 def send_and_receive(
     sent: FileTransfer | None, received: FileTransfer | None, group: Group, staging: Path | None = None
 ) -> OSError | None:
-    """Send a file to one rank of a group while receiving one from another; the peers must make the matching calls.
+    """Send a file to one rank of a group while receiving one from another; return this rank's first I/O error.
 
-    When the call returns, the received file is on disk and has replaced a previous one of that name.
-
-    Args:
-        sent: file to send, if any.
-        received: file to receive, if any.
-        group: the ranks.
-        staging: folder for the file while it is incomplete; by default its own.
-
-    Returns:
-        The first I/O error of this rank; None if there was none.
+    The peers make the matching calls. The received file is on disk at the end, and has replaced one of its name; while
+    it is incomplete it is in ``staging``, by default in the folder of its own.
     """
     errors: list[OSError] = []
     blocks = _exchange_blocks(sent, received, group, errors)

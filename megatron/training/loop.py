@@ -7,25 +7,30 @@ line, an evaluation, a save or the end.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 from functools import partial
+from itertools import groupby
+from typing import Concatenate, ParamSpec
 
 from torch import Tensor
 
+from megatron.checkpoint.location import Location
 from megatron.data.dataset import split_kind
 from megatron.optimizer.lr_scheduler import Rates
 from megatron.training.checkpointer import Checkpointer
-from megatron.training.component import CallbackList
+from megatron.training.component import Component, name_in_errors, stop_components
 from megatron.training.cuda_graphs import StepRunner
 from megatron.training.loggers.run_logger import RunLogger
 from megatron.training.metrics import Goodput, MetricsWindow, StepMetrics, evaluation_metrics
-from megatron.training.step import evaluate
+from megatron.training.step import evaluate, train_step
 from megatron.training.stop import TIME_LIMIT, StopRequest, exit_status
 from megatron.training.trainer import Trainer
 
 
 def train(
     trainer: Trainer,
-    run_step: StepRunner,
+    graphs: StepRunner | None,
     log: RunLogger,
     stop: StopRequest,
     checkpointer: Checkpointer,
@@ -35,7 +40,7 @@ def train(
 
     Args:
         trainer: at the position to start from, with all its components.
-        run_step: takes a step, eagerly or by replaying a CUDA graph.
+        graphs: takes steps by replaying CUDA graphs; None to take them eagerly.
         log: reports metrics and events.
         stop: requests to stop.
         checkpointer: saves the run.
@@ -49,11 +54,15 @@ def train(
         NonFiniteError: with ``on_nonfinite`` stop.
         StorageError: if the last checkpoint, or ``finished.json``, cannot be written.
     """
-    callbacks = CallbackList(trainer.components, trainer.optimizer.weights, log)
+
+    def on_save(path: Location) -> None:
+        callbacks.call(Component.on_save, path)
+
+    callbacks = CallbackList(trainer, log)
     skip_train = trainer.config.training.skip_train
     status = 0
     try:
-        callbacks.on_train_start()
+        callbacks.call(Component.on_train_start)
         if skip_train:
             stop.restore()  # nothing has to be saved, so a signal may end the process at once
             for split in trainer.data.used:
@@ -63,13 +72,13 @@ def train(
         else:
             if trainer.iteration < trainer.total_steps:
                 checkpointer.mark_finished(False)
-            with checkpointer.saving(log, callbacks.on_save):
-                status = take_steps(trainer, run_step, log, stop, callbacks, checkpointer, goodput)
+            with checkpointer.saving(log, on_save):
+                status = take_steps(trainer, graphs, log, stop, callbacks, checkpointer, goodput)
         trainer.optimizer.weights.wait()  # other ranks may still be gathering weights from this one
     except BaseException as error:
-        callbacks.on_stop(error)
+        stop_components(trainer.components, error)
         raise
-    callbacks.on_stop(None)
+    stop_components(trainer.components, None)
     if not skip_train and trainer.iteration >= trainer.total_steps:
         checkpointer.mark_finished(True)
     return status
@@ -77,7 +86,7 @@ def train(
 
 def take_steps(
     trainer: Trainer,
-    run_step: StepRunner,
+    graphs: StepRunner | None,
     log: RunLogger,
     stop: StopRequest,
     callbacks: CallbackList,
@@ -88,47 +97,55 @@ def take_steps(
     stop_code = finish_previous_start(trainer, log, stop, callbacks, checkpointer)
     if stop_code or trainer.iteration >= trainer.total_steps:
         return exit_status(stop_code)
-    training, log_interval = trainer.config.training, trainer.config.logging.log_interval
-    window = start_window(trainer, run_step, goodput)
+    training = trainer.config.training
+    logging, checkpoint = trainer.config.logging, trainer.config.checkpoint
+    window = MetricsWindow(
+        trainer.device,
+        training.seq_length,
+        world=trainer.mesh.world,
+        timers=trainer.timers,
+        goodput=goodput,
+        timing_option=logging.timing_log_option,
+    )
     leave = False
     while not leave:
-        callbacks.on_step_start(window, trainer.iteration + 1)
+        callbacks.start_step(window, trainer.iteration + 1)
         samples, rates = trainer.reader.next_batch_size, trainer.schedule.rates(trainer.consumed_samples)
-        metrics = take_step(trainer, run_step, callbacks, samples, rates)
+        metrics = take_step(trainer, graphs, callbacks, samples, rates)
         window.add(metrics, samples)
         iteration, consumed_samples = trainer.iteration, trainer.consumed_samples
-        read = partial(window.read, iteration=iteration, consumed_samples=consumed_samples, rates=rates)
+        captured = "none" if graphs is None else graphs.mode
+        read = partial(
+            window.read, iteration=iteration, consumed_samples=consumed_samples, rates=rates, captured=captured
+        )
         log.stepped(iteration, consumed_samples, partial(read, alone=True))  # read if the run fails early
         last = iteration == trainer.total_steps
+        exits, logs = is_due(training.exit_interval, iteration), is_due(logging.log_interval, iteration)
+        saves = checkpoint.save is not None and is_due(checkpoint.save_interval, iteration)
+        splits = evaluations_due(trainer)
         # what follows waits for the device anyway, and uses the step's results
-        settled = (
-            last
-            or any(is_due(interval, iteration) for interval in (training.exit_interval, log_interval))
-            or bool(evaluations_due(trainer))
-            or checkpointer.is_due
-            or callbacks.pausing
-        )
+        settled = last or exits or logs or saves or bool(splits) or callbacks.pausing
         if settled:
-            callbacks.settle()
-        callbacks.on_step_end(window, metrics)
+            callbacks.call(Component.settle)
+        callbacks.call_paused(Component.on_step_end, window, metrics)
 
         stop_code = stop.poll(settled)
-        leave = bool(stop_code) or last or is_due(training.exit_interval, iteration)
+        leave = bool(stop_code) or last or exits
         if leave:
-            callbacks.settle()
-        if leave or is_due(log_interval, iteration):
+            callbacks.call(Component.settle)
+        if leave or logs:
             record = read(samples_digest=f"{trainer.reader.samples_digest():016x}")
-            for component in trainer.components:
+            for component in trainer.acting(Component.metrics):
                 record |= component.metrics()
             log.train(record)
             trainer.progress.losses["train"] = record["lm loss"]
-            callbacks.on_log(window, record)
+            callbacks.call_paused(Component.on_log, window, record)
         if last or not stop_code:  # a run that has to stop does not evaluate first
-            for split in evaluations_due(trainer):
+            for split in splits:
                 with window.paused():
                     evaluate_and_log(trainer, split, log, callbacks)
-        checkpointer.maybe_save(window, leave)
-        callbacks.on_iteration_end(window)
+        save_if_due(checkpointer, window, saves or (leave and checkpoint.save is not None), leave)
+        callbacks.call_paused(Component.on_iteration_end, window)
     if last:
         return 0
     cause = stop.reason(stop_code) if stop_code else f"--exit-interval {training.exit_interval}"
@@ -137,19 +154,22 @@ def take_steps(
 
 
 def take_step(
-    trainer: Trainer, run_step: StepRunner, callbacks: CallbackList, samples: int, rates: Rates
+    trainer: Trainer, graphs: StepRunner | None, callbacks: CallbackList, samples: int, rates: Rates
 ) -> StepMetrics:
-    """Take the next step, of ``samples`` samples, and count it.
+    """Take the next step, of ``samples`` samples, and count it; eagerly if a callback uses hooks of modules.
 
     Raises:
         NonFiniteError: with ``on_nonfinite`` stop.
     """
     with trainer.timers("batch-generator"):
         batches = trainer.next_batches()
-    metrics = run_step(batches, rates, eager=callbacks.observes_modules)
+    if graphs is None or callbacks.observes_modules:
+        metrics = train_step(trainer, batches, rates)
+    else:
+        metrics = graphs(batches, rates)
     if trainer.device.type == "cuda":  # the GPU is busy with the step, and the host is idle
         trainer.reader.prefetch()
-    callbacks.on_step_taken(batches)
+    callbacks.call(Component.on_step_taken, batches)
     trainer.progress.iteration += 1
     trainer.progress.consumed_samples += samples
     return metrics
@@ -158,6 +178,19 @@ def take_step(
 def is_due(interval: int | None, iteration: int) -> bool:
     """Return True in every ``interval``-th iteration; never for None."""
     return interval is not None and iteration % interval == 0
+
+
+def save_if_due(checkpointer: Checkpointer, window: MetricsWindow, due: bool, last: bool) -> None:
+    """Report a background save that has finished, and save if it is due; collective.
+
+    Raises:
+        StorageError: if the checkpoint after the ``last`` step of this start cannot be written.
+    """
+    if checkpointer.pending is not None:
+        checkpointer.poll()
+    if due:
+        with window.paused():
+            checkpointer.save(needed=last)
 
 
 def finish_previous_start(
@@ -189,19 +222,6 @@ def finish_previous_start(
     return 0
 
 
-def start_window(trainer: Trainer, run_step: StepRunner, goodput: Goodput) -> MetricsWindow:
-    """Return the window that collects step metrics; its clock starts on all ranks together."""
-    return MetricsWindow(
-        trainer.device,
-        trainer.config.training.seq_length,
-        world=trainer.mesh.world,
-        timers=trainer.timers,
-        goodput=goodput,
-        timing_option=trainer.config.logging.timing_log_option,
-        recorded=lambda: run_step.mode,
-    )
-
-
 def evaluations_due(trainer: Trainer) -> list[str]:
     """Return the splits to evaluate after the current step and not evaluated yet; test splits only after the last."""
     iteration = trainer.iteration
@@ -225,4 +245,65 @@ def evaluate_and_log(trainer: Trainer, split: str, log: RunLogger, callbacks: Ca
     further = {name: value.item() for name, value in metrics.items()}
     evaluated = evaluation_metrics(split, loss, others, further, trainer.objective.is_cross_entropy)
     log.log(evaluated)
-    callbacks.on_evaluate(evaluated)
+    callbacks.call(Component.on_evaluate, evaluated)
+
+
+P = ParamSpec("P")
+
+Hook = Callable[Concatenate[Component, P], object]
+"""A hook, such as ``Component.on_log``; the methods that override it are called."""
+
+STEP_HOOKS = "on_step_start", "on_step_end", "on_iteration_end"
+"""Hooks that are called in the steps of :attr:`Component.interval` only."""
+
+
+class CallbackList:
+    """Calls the hooks of components in order, and names a user's callback in the errors that it raises."""
+
+    def __init__(self, trainer: Trainer, log: RunLogger) -> None:
+        """Give the components of a run its log. They may leave the run in a hook."""
+        self._trainer = trainer
+        self._step = 0  # the current one
+        for component in trainer.components:
+            component.log = log
+
+    @property
+    def observes_modules(self) -> bool:
+        """True if a callback of this step uses hooks of modules."""
+        return any(c.observes_modules and self._step % c.interval == 0 for c in self._trainer.components)
+
+    @property
+    def pausing(self) -> bool:
+        """True if a callback pauses the clock at the end of this step, which waits for the device."""
+        acting = self._trainer.acting(Component.on_step_end) + self._trainer.acting(Component.on_iteration_end)
+        return any(c.pauses and self._step % c.interval == 0 for c in acting)
+
+    def start_step(self, window: MetricsWindow, step: int) -> None:
+        """Call ``on_step_start`` of the components that act in step number ``step``; collective."""
+        self._step = step
+        self.call_paused(Component.on_step_start, window)
+
+    def call(self, hook: Hook[P], *arguments: P.args, **options: P.kwargs) -> None:
+        """Call a hook of the components that override it."""
+        self._call(hook.__name__, self._trainer.acting(hook), *arguments)
+
+    def call_paused(self, hook: Hook[P], window: MetricsWindow, *arguments: P.args, **options: P.kwargs) -> None:
+        """Call a hook with the weights complete and the clock of steps paused; collective.
+
+        Step hooks are called in the steps of their interval, and without a pause of components that exclude it.
+        """
+        name = hook.__name__
+        found = [c for c in self._trainer.acting(hook) if name not in STEP_HOOKS or self._step % c.interval == 0]
+        for pauses, group in groupby(found, key=lambda component: component.pauses):
+            if not pauses:
+                self._call(name, group, *arguments)
+                continue
+            with window.paused():
+                self._trainer.optimizer.weights.wait()
+                self._call(name, group, *arguments)
+
+    @staticmethod
+    def _call(hook: str, components: Iterable[Component], *arguments: object) -> None:
+        for component in components:
+            with nullcontext() if component.plugin is None else name_in_errors(component.plugin, hook):
+                getattr(component, hook)(*arguments)

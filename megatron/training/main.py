@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -24,23 +24,23 @@ from megatron.distributed.launch import destroy_distributed, enable_flight_recor
 from megatron.kernels.compile import make_deterministic
 from megatron.training.build import build_trainer
 from megatron.training.build_model import choose_device, join_distributed
-from megatron.training.callbacks.profiler import ProfileRequestListener
-from megatron.training.checkpointer import Checkpointer, OtherCheckpoints, choose_resume_source, hold_save_folder
-from megatron.training.component import stop_components
-from megatron.training.components.goodput import GoodputState
-from megatron.training.components.startup import StartupReport
+from megatron.training.checkpointer import Checkpointer, choose_resume_source, hold_save_folder
+from megatron.training.component import stopped_after_errors
+from megatron.training.components.times import GoodputState, StartupReport
 from megatron.training.cuda_graphs import StepRunner
-from megatron.training.environment import set_variables
 from megatron.training.failure_report import PeerWatchdog, StartRefusedError, explain_error, report_failure
 from megatron.training.features import build_callbacks, plugin_callbacks
-from megatron.training.loggers.console import print_warning
 from megatron.training.loggers.run_folder import METRICS_FILE, data_summary, read_json_lines
 from megatron.training.loggers.run_logger import RunLogger
 from megatron.training.loop import train
+from megatron.training.machine import set_variables
 from megatron.training.metrics import Goodput
 from megatron.training.resume_source import read_only_options
 from megatron.training.startup import JOB_FACTS, StartFacts, StartupTimer, start_facts, start_phrase
 from megatron.training.stop import StopRequest
+
+if TYPE_CHECKING:
+    from megatron.training.local_checkpoints import NodeCheckpoints
 
 REFUSAL_SECONDS = 1.0
 """Seconds that a rank whose start is refused waits for the others of its machine."""
@@ -95,11 +95,11 @@ def join_and_train(config: RunConfig, notes: Sequence[str], startup: StartupTime
         device,
         training.exit_duration_in_mins,
         startup.began,
-        ProfileRequestListener(config.logging.run_dir, rank, print_warning),
-        Path(training.stop_file) if training.stop_file and rank == 0 else None,
+        training.stop_file,
+        config.logging.run_dir,
     )
     signals.callback(stop.restore)
-    others: AbstractContextManager[OtherCheckpoints | None] = nullcontext()
+    others: AbstractContextManager[NodeCheckpoints | None] = nullcontext()
     if config.checkpoint.local_save is not None:
         from megatron.training.local_checkpoints import NodeCheckpoints  # optional
 
@@ -114,11 +114,11 @@ def build_and_train(
     stop: StopRequest,
     startup: StartupTimer,
     lease: Lease | None,
-    others: OtherCheckpoints | None,
+    others: NodeCheckpoints | None,
 ) -> int:
     """Build the trainer, load the checkpoint that the run resumes from, if any, and train; return the exit status."""
     world, run_dir = stop.world, config.logging.run_dir
-    with refuse_start_on_error(), PeerWatchdog(world):
+    with refuse_start_on_error(), PeerWatchdog(world), ExitStack() as cleanup:
         source = choose_resume_source(config.resume_options, world, others)
         if (weights := source.weights) is not None:  # before memory is allocated for sizes that its tensors lack
             options = SourceOptions(model=config.model, follow_links=True)  # links are checked with the flags
@@ -128,18 +128,15 @@ def build_and_train(
         goodput = Goodput(startup.began)
         plugins = plugin_callbacks(trainer)
         trainer.components += [GoodputState(goodput), *plugins]
+        cleanup.enter_context(stopped_after_errors(trainer.components))
         stop.world = trainer.mesh.world
-        run_step = StepRunner(trainer)
+        graphs = StepRunner(trainer)
         checkpointer = Checkpointer(trainer, lease, others)
-        try:
-            with startup("checkpoint"):
-                held = () if lease is None else lease.notes
-                notes = [*notes, *held, *trainer.notes, *run_step.notes, *checkpointer.load(source)]
-            for component in trainer.components:
-                notes += component.on_start(lambda: bool(stop.local_code()))
-        except BaseException as error:
-            stop_components(trainer.components, error)
-            raise
+        with startup("checkpoint"):
+            held = () if lease is None else lease.notes
+            notes = [*notes, *held, *trainer.notes, *graphs.notes, *checkpointer.load(source)]
+        for component in trainer.components:
+            notes += component.on_start(lambda: bool(stop.local_code()))
         facts = start_facts(os.environ, None if lease is None else lease.epoch)
         previous = None if run_dir is None or not source.fresh else Path(run_dir) / METRICS_FILE
         known = trainer.progress.run_id
@@ -161,15 +158,15 @@ def build_and_train(
             **position,
         )
     with log, PeerWatchdog(world, trainer.pipeline if config.parallel.pipeline_model_parallel_size > 1 else None):
-        for text in (*notes, "\n".join([summary(config, world.size, **position), *trainer.data.summary()])):
-            log.note(text)
-        with refuse_start_on_error():
+        with refuse_start_on_error(), stopped_after_errors(trainer.components):
+            for text in (*notes, "\n".join([summary(config, world.size, **position), *trainer.data.summary()])):
+                log.note(text)
             before = len(trainer.components) - len(plugins)  # those of plugins are called last
             trainer.components[before:before] = [
                 StartupReport(trainer, startup),
                 *build_callbacks(trainer, log, stop, others),
             ]
-        return train(trainer, run_step, log, stop, checkpointer, goodput)
+        return train(trainer, None if graphs.mode == "none" else graphs, log, stop, checkpointer, goodput)
 
 
 @contextmanager
@@ -192,9 +189,7 @@ def previous_run_id(metrics: Path, facts: StartFacts) -> str:
     ``metrics.jsonl`` is the only record of the ID before the first checkpoint.
     """
     last: Mapping[str, Any] = {}
-    with suppress(OSError):  # the first start
-        for line in read_json_lines(metrics):
-            if line is not None and line.get("event") == "start":
-                last = line
+    with suppress(OSError, IndexError):  # the first start
+        last = [line for line in read_json_lines(metrics) if line is not None and line.get("event") == "start"][-1]
     same_job = any(name in facts for name in JOB_FACTS) and all(last.get(name) == facts.get(name) for name in JOB_FACTS)
     return str(last.get("run-id", "")) if same_job else ""

@@ -15,7 +15,7 @@ import resource
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import MappingProxyType
@@ -32,7 +32,8 @@ from megatron.distributed.comm import BUBBLE, Group
 from megatron.distributed.timing import CUDA_GRAPH_PHASES, Timers
 from megatron.optimizer.lr_scheduler import Rates
 from megatron.planner.flops import FlopsPerToken
-from megatron.training.loggers.base import MEMORY_CAPACITY, ON_GPU, SECONDS_LEFT, TOTAL_ITERATIONS, Metrics
+from megatron.training.loggers.base import Metrics
+from megatron.training.loggers.console import MEMORY_CAPACITY, ON_GPU, SECONDS_LEFT, TOTAL_ITERATIONS
 
 
 class Goodput:
@@ -49,10 +50,6 @@ class Goodput:
         self.first_start = time.time() - elapsed  # seconds since 1970
         self.productive_seconds = 0.0
         self.starts = 1  # of the run, this one included
-
-    def add(self, seconds: float) -> None:
-        """Add ``seconds`` of training steps."""
-        self.productive_seconds += seconds
 
     def run_seconds(self) -> float:
         """Return the seconds since the run's first start."""
@@ -145,7 +142,7 @@ class StepMetrics:
     skipped: Tensor  # nonzero if the update was skipped
     loss_scale: Tensor  # used in this step
     nonfinite: Tensor  # nonzero if a gradient was not finite; any other skipped update is a spike
-    # MoE router losses and metrics of the objective, by name; the same names in every step
+    # auxiliary losses and metrics of the objective, by name; the same names in every step
     extra: Mapping[str, Tensor] = field(default_factory=dict)
 
 
@@ -165,7 +162,6 @@ class MetricsWindow:
         timers: Timers | None = None,
         goodput: Goodput | None = None,
         timing_option: str = "minmax",
-        recorded: Callable[[], str] = lambda: "none",
     ) -> None:
         """Start an empty window. Collective over ``world``.
 
@@ -176,8 +172,6 @@ class MetricsWindow:
             timers: of this rank; None for no timers.
             goodput: accounts the time spent in steps; None for a new run.
             timing_option: ``--timing-log-option``: ``max``, ``minmax`` or ``all``.
-            recorded: returns what is captured, a value of ``--cuda-graph``: waits and phases inside a replayed graph
-                cannot be measured and are left out.
         """
         self.device = device
         self.seq_length = seq_length
@@ -185,8 +179,7 @@ class MetricsWindow:
         self.timers = timers or Timers(0, device)
         self.goodput = goodput or Goodput()
         self._timing_option = timing_option
-        self._recorded = recorded
-        self._steps: list[Tensor] = []
+        self._steps: list[Tensor] = []  # scalars of each
         self._samples: list[int] = []
         self._extra_names: tuple[str, ...] = ()
         self._barrier()
@@ -222,6 +215,7 @@ class MetricsWindow:
         consumed_samples: int,
         rates: Rates,
         samples_digest: str | None = None,
+        captured: str = "none",
         alone: bool = False,
     ) -> dict[str, Any]:
         """Return the metrics of the steps since the last call and start a new window. Waits for the device.
@@ -231,6 +225,8 @@ class MetricsWindow:
             consumed_samples: samples of the whole run so far.
             rates: learning rates and weight decay of the last step.
             samples_digest: hexadecimal digest of the samples consumed so far.
+            captured: what CUDA graphs replay, a value of ``--cuda-graph``: waits and phases inside a replayed graph
+                cannot be measured and are left out.
             alone: report this rank only, without communication. Otherwise collective over ``world``.
 
         Returns:
@@ -239,12 +235,11 @@ class MetricsWindow:
         if not self._steps:
             raise ValueError("no step since the last log line: read the window only after add")
         losses, norms, skips, scales, nonfinite, *extra = torch.stack(self._steps, dim=1).tolist()
-        now = self._add_goodput()
-        steps = len(self._steps)
+        now, steps = self._add_goodput(), len(self._steps)
         seconds = now - self._window_start
         tokens_per_second = sum(self._samples) * self.seq_length / seconds
         skipped = [i for i, skip in enumerate(skips) if skip]
-        mine = self._rank_stats(seconds / steps)
+        mine = self._rank_stats(seconds / steps, captured)
         with self.world.meter.paused():
             ranks = gather_rank_stats(mine, Group() if alone else self.world, self.device)
         metrics = {
@@ -272,22 +267,19 @@ class MetricsWindow:
             "samples-digest": samples_digest,
             **(timer_metrics(ranks, self._timing_option) if self.timers.level else {}),
         }
-        self._steps = []
-        self._samples = []
-        self._window_start = now
+        self._steps, self._samples, self._window_start = [], [], now
         return {name: value for name, value in metrics.items() if value is not None}
 
-    def _rank_stats(self, seconds_per_step: float) -> RankStats:
+    def _rank_stats(self, seconds_per_step: float, captured: str) -> RankStats:
         """Return the measurements of this rank since the last call."""
         steps = len(self._steps)
         waits = {axes: seconds / steps for axes, seconds in self.world.meter.pop().items()}
         sent = dict.fromkeys((axes for axes in waits if axes != BUBBLE), 0.0)
         for (axes, _), count in self.world.meter.pop_bytes_sent().items():
             sent[axes] = sent.get(axes, 0.0) + count / steps
-        recorded = self._recorded()
-        if self.world.size == 1 or recorded == "step":  # waits inside a replayed graph cannot be measured
+        if self.world.size == 1 or captured == "step":
             waits, sent = {}, {}
-        replayed = CUDA_GRAPH_PHASES[recorded]
+        replayed = CUDA_GRAPH_PHASES[captured]
         used, capacity = peak_memory(self.device)
         return {
             "iteration-time": seconds_per_step,
@@ -301,7 +293,7 @@ class MetricsWindow:
     def _add_goodput(self) -> float:
         """Account the time since the last call as spent in steps, and return the current time."""
         now = time.perf_counter()
-        self.goodput.add(now - self._last_goodput_time)
+        self.goodput.productive_seconds += now - self._last_goodput_time
         self._last_goodput_time = now
         return now
 

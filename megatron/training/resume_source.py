@@ -7,7 +7,7 @@ with those stored in the checkpoint.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from math import prod
@@ -43,16 +43,11 @@ STATE: Mapping[Any, Any] = {
     "consumed_samples": int,
     "batches_since": {"iteration": int, "consumed_samples": int},
     "losses": {str: float},
-    "optimizer": {"steps": int},
-    "loss_scaler": {"scale": float, "good_steps": int, "lives": float},
-    "outer": {"rounds": int, "iteration": int, "consumed_samples": int},
-    "spikes": {"losses": [float], "grad_norms": [float]},
-    "goodput": {"first_start": float, "productive_seconds": float, "starts": int},
     "data": {"stretches": {str: [int]}, "fingerprints": {str: str}, "digest": str},
     "base": {"location": str, "digest": str},
     "written_by": {"layout": {str: int}},
 }
-"""Types in the state of a checkpoint: ``int`` is a count, ``float`` any number, the key ``str`` any name."""
+"""Types of what is read of a checkpoint's state before the components read theirs, see :func:`odd_values`."""
 
 
 class NoCheckpointError(UserError):
@@ -158,11 +153,6 @@ def read_only_options(options: CheckpointConfig) -> CheckpointConfig:
     return replace(options, local_save=None, local_save_interval=None)
 
 
-def newest_own_step(source: ResumeSource, options: CheckpointConfig) -> int:
-    """Return the step of the newest own checkpoint in ``source.paths``; -1 if there is none."""
-    return next((step_of(path) for path in source.paths if is_own_checkpoint(path, options)), -1)
-
-
 def _load_folder(options: CheckpointConfig) -> tuple[Location | None, int | None]:
     """Return the folder named by ``load``, and the requested step.
 
@@ -184,19 +174,9 @@ def _select(
     own: bool = False,
     option: str = "--load",
 ) -> ResumeSource:
-    """Return the newest usable checkpoint of ``named`` and the ones before it.
+    """Return the newest usable checkpoint of ``named``, which are sorted by step, and the ones before it.
 
-    Args:
-        folder: of the checkpoints.
-        named: steps and paths, newest first.
-        step: the only one to consider; None for any.
-        mode: how much of the checkpoint to load.
-        notes: those of the result begin with.
-        own: the run saves to ``folder``.
-        option: that names ``folder``, for messages.
-
-    Raises:
-        UserError: if none is usable, or newer ones would take precedence at the next start.
+    UserError if none is usable, or newer ones would take precedence at the next start. ``own``: the run saves there.
     """
     wanted = [path for iteration, path in named if step in (None, iteration)]
     newer = [path for iteration, path in named if step is not None and iteration > step and is_complete(path)]
@@ -238,26 +218,28 @@ def _problem(path: Location) -> str | None:
         return str(error)
     weights = {name: t for name, t in manifest.tensors.items() if not name.startswith("optim.")}
     shapes = {name: (tensor.shape, tensor.view) for name, tensor in weights.items()}
-    return _state_problem(manifest.state) or stored_tensors_problem(manifest.config, shapes) or None
+    required = ["data"] if "optimizer" in manifest.state else []  # otherwise the checkpoint holds weights alone
+    return state_problem(manifest, STATE, required) or stored_tensors_problem(manifest.config, shapes) or None
 
 
-def _state_problem(state: Mapping[str, Any]) -> str:
-    """Return which values of a checkpoint's state a run cannot continue from; empty if there are none."""
-    names = {name for name in STATE if state.get(name, {}) != {}}
-    if "optimizer" in state:  # otherwise the checkpoint holds weights alone
-        names |= {"optimizer", "data"}
-    odd = [value for name in sorted(names) for value in _odd_values(state.get(name), STATE[name], name)]
+def state_problem(manifest: Manifest, types: Mapping[str, Any], required: Collection[str]) -> str:
+    """Return which values of a checkpoint's state are not of their ``types``, by key, or missing; empty for none."""
+    names = {name for name in types if name in required or manifest.state.get(name, {}) != {}}
+    odd = [value for name in sorted(names) for value in odd_values(manifest.state.get(name), types[name], name)]
     return f"odd or missing in the state of its manifest: {listed(odd)}" if odd else ""
 
 
-def _odd_values(value: object, form: Any, name: str) -> Iterator[str]:
-    """Yield the names of values that have another type than in ``form``."""
+def odd_values(value: object, form: Any, name: str) -> Iterator[str]:
+    """Yield the names of values that have another type than in ``form``.
+
+    In ``form``, ``int`` is a count, ``float`` any number, ``[T]`` a list, and the key ``str`` any name.
+    """
     if isinstance(form, Mapping) and isinstance(value, Mapping):
         for key in value if str in form else form:
-            yield from _odd_values(value.get(key), form.get(key, form.get(str)), f"{name}.{key}")
+            yield from odd_values(value.get(key), form.get(key, form.get(str)), f"{name}.{key}")
     elif isinstance(form, list) and isinstance(value, list):
         for each in value:
-            yield from _odd_values(each, form[0], f"{name}[]")
+            yield from odd_values(each, form[0], f"{name}[]")
     elif type(value) is int and form in (int, float):
         if not (0 if form is int else -(2**63)) <= value < 2**63:
             yield name

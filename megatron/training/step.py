@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -11,6 +12,7 @@ from megatron.distributed import comm
 from megatron.distributed.micro_batch import MicroBatch
 from megatron.optimizer.distributed_optimizer import UpdateResult
 from megatron.optimizer.lr_scheduler import Rates
+from megatron.training.component import Component
 from megatron.training.metrics import StepMetrics
 from megatron.training.trainer import Trainer
 
@@ -36,17 +38,19 @@ def train_step(
     Returns:
         Device scalars, equal on all ranks.
     """
+    if trainer.device.type == "cuda":
+        rates = rates_on(trainer.device, rates)
     scale = trainer.scaler.scale.clone()  # the scaler updates its own in place
     tokens = count_tokens(trainer, batches)
     trainer.buckets.start_step(len(batches), trainer.iteration)
     loss_grad = scale / tokens.clamp(min=1.0)
-    for component in trainer.components:
+    for component in trainer.acting(Component.on_loss_grad):
         loss_grad = component.on_loss_grad(loss_grad)
     with trainer.timers("forward-backward"):
         trainer.compute(batches, loss_grad)
     sums = collect_sums(trainer)
     loss = mean_loss(trainer, sums, tokens)
-    extra = router_losses(trainer, sums, tokens)
+    extra = auxiliary_losses(trainer, sums, tokens)
     extra |= {name: mean_loss(trainer, sums, tokens, name) for name in trainer.objective.metric_names}
     trainer.optimizer.reduce_gradients(trainer.timers)
     with trainer.timers("optimizer"):
@@ -54,9 +58,19 @@ def train_step(
             outcome = trainer.optimizer.update(rates, scale, loss, trainer.timers, trainer.components)
         else:
             outcome = update(rates, scale, loss)
-    for component in trainer.components:
+    for component in trainer.acting(Component.after_step):
         component.after_step(outcome)
     return StepMetrics(loss, outcome.grad_norm, outcome.skipped, scale, outcome.nonfinite, extra)
+
+
+def rates_on(device: torch.device, rates: Rates) -> Rates:
+    """Return the learning rates as fp32 scalars on a device, filled in by a kernel and so without synchronisation."""
+
+    def scalar(rate: float | Tensor) -> Tensor:
+        return rate if isinstance(rate, Tensor) else torch.full((), rate, dtype=torch.float32, device=device)
+
+    decoupled_lr = None if rates.decoupled_lr is None else scalar(rates.decoupled_lr)
+    return replace(rates, lr=scalar(rates.lr), decoupled_lr=decoupled_lr)
 
 
 @torch.no_grad()
@@ -104,21 +118,15 @@ def mean_loss(trainer: Trainer, sums: Mapping[str, Tensor], tokens: Tensor, name
     return comm.all_reduce(stage_sum, trainer.mesh.pipeline) / tokens.clamp(min=1.0)
 
 
-def router_losses(trainer: Trainer, sums: Mapping[str, Tensor], tokens: Tensor) -> dict[str, Tensor]:
-    """Return the enabled MoE router losses, each a mean over tokens and layers, by Megatron-LM's names; collective.
+def auxiliary_losses(trainer: Trainer, sums: Mapping[str, Tensor], tokens: Tensor) -> dict[str, Tensor]:
+    """Return the auxiliary losses that the mixers declare, each a mean over tokens and layers, by name; collective.
 
-    As in Megatron-LM they are divided by their coefficients again, so that perfect balance is 1. Each rank holds a
-    part of every loss, also for a sequence that several ranks share.
+    As in Megatron-LM they are divided by their coefficients again. Each rank holds a part of every loss, also for a
+    sequence that several ranks share.
     """
-    model = trainer.config.model
-    names = {"aux_loss": "load_balancing_loss", "seq_aux_loss": "seq_load_balancing_loss"}
-    balance = names.get(model.moe_router_load_balancing_type, "")
-    coefficients = {
-        balance: model.moe_aux_loss_coeff if balance else 0.0,
-        "z_loss": model.moe_z_loss_coeff or 0.0,
-    }
-    if model.num_experts is None or not any(coefficients.values()):
+    coefficients = trainer.auxiliary_losses
+    if not coefficients:
         return {}
-    local = sums.get("router losses", tokens.new_zeros(2))
-    means = comm.all_reduce(local, trainer.mesh.world) / (tokens.clamp(min=1.0) * model.num_layers)
-    return {name: mean / coefficient for mean, (name, coefficient) in zip(means, coefficients.items()) if coefficient}
+    local = torch.stack([sums.get(name, torch.zeros_like(tokens)) for name in coefficients])
+    means = comm.all_reduce(local, trainer.mesh.world) / (tokens.clamp(min=1.0) * trainer.config.model.num_layers)
+    return {name: mean / coefficient for (name, coefficient), mean in zip(coefficients.items(), means)}

@@ -1,6 +1,6 @@
-"""Stop all ranks after the same step: on a signal to any of them, a time limit, or a file.
+"""Stop all ranks after the same step: on a signal to any of them, a time limit, a file, or a step that failed.
 
-Requests for a profile travel in the same collective, so they cost nothing extra.
+Requests for a profile are read here, too, because they travel in the same collective, so they cost nothing extra.
 """
 
 from __future__ import annotations
@@ -8,15 +8,25 @@ from __future__ import annotations
 import os
 import signal
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
+from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
+from megatron.config.files import read_small
+from megatron.config.profiling import MAX_PROFILE_STEPS
 from megatron.distributed import comm
 from megatron.distributed.comm import Group
-from megatron.training.callbacks.profiler import NO_REQUEST, ProfileRequest, ProfileRequestListener
-from megatron.training.host_copy import HostCopy
+from megatron.distributed.micro_batch import MicroBatch
+from megatron.optimizer.distributed_optimizer import UpdateResult
+from megatron.training.callbacks.health import explain_nonfinite
+from megatron.training.component import Component
+from megatron.training.failure_report import NonFiniteError
+from megatron.training.loggers.console import print_warning
+from megatron.training.trainer import Trainer
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 
@@ -35,10 +45,54 @@ def exit_status(stop_code: int) -> int:
     return 0 if stop_code == STOP_FILE_FOUND else stop_code
 
 
+class HostCopy:
+    """A small tensor on its way to the host, copied without waiting for the device."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        """Start the copy."""
+        self._event = None
+        if tensor.is_cuda:
+            self._values = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+            self._values.copy_(tensor, non_blocking=True)
+            self._event = torch.cuda.Event()
+            self._event.record()
+        else:
+            self._values = tensor.clone()
+
+    def read(self) -> Any:
+        """Return the values as Python numbers; wait for them if they have not arrived."""
+        if self._event is not None and not self._event.query():
+            self._event.synchronize()
+        return self._values.tolist()
+
+
+REQUEST_SIGNAL = signal.SIGUSR2
+REQUEST_FILE = "PROFILE"
+PIPELINE_REQUEST = "pipeline"
+"""In the file, alone or before a number: request a timeline of the pipeline's actions instead of a profile."""
+
+DEFAULT_PROFILE_STEPS = 2
+"""Default number of steps."""
+
+FILE_CHECK_SECONDS = 1.0
+"""Interval between checks for the file, which may be slow on cluster file systems."""
+
+
+class ProfileRequest(NamedTuple):
+    """Number of following steps to record."""
+
+    profile: int = 0  # steps of a profile
+    pipeline: int = 0  # steps of a pipeline timeline
+
+
+NO_REQUEST = ProfileRequest()
+
+
 class StopRequest:
     """Record the first signal to this process, watch the time limit and the stop file; :meth:`poll` combines ranks.
 
-    A second signal has its default effect, so that an impatient user can end the process.
+    A second signal has its default effect, so that an impatient user can end the process. Requests for a profile, by
+    SIGUSR2 or a file in the run folder, are read with it.
     """
 
     def __init__(
@@ -47,34 +101,39 @@ class StopRequest:
         device: torch.device,
         minutes: float | None = None,
         since: float | None = None,
-        profiles: ProfileRequestListener | None = None,
-        file: Path | None = None,
+        file: str | None = None,
+        run_dir: str | None = None,
     ) -> None:
-        """Install the signal handlers.
+        """Install the signal handlers. Rank 0 looks for files, because cluster file systems may be slow.
 
         Args:
             world: all ranks.
             device: this rank's device.
             minutes: time limit; None for none.
             since: start of the time limit on the clock of ``time.monotonic()``; None for now.
-            profiles: profile requests to this rank; :meth:`restore` also restores their signal handler.
-            file: stops the run once it exists. Give it to one rank only: cluster file systems may be slow.
+            file: stops the run once it exists.
+            run_dir: folder for profiles, which may hold a request; None refuses requests.
         """
         self.world = world
         self.device = device
-        self.profiles = profiles
         self.profile_request = NO_REQUEST  # the profile request of the last :meth:`poll`, the same on every rank
-        self._file = file
+        self._file = file if world.rank == 0 else None
+        self._has_run_dir = run_dir is not None
+        self._profile_file = Path(run_dir) / REQUEST_FILE if run_dir is not None and world.rank == 0 else None
+        self._next_check = 0.0  # for the profile file, on the clock of ``time.monotonic()``
+        self._profile_signalled = False
         self._late = device.type == "cuda"  # requests are read one call late, so that the host need not wait
         self._unread: list[HostCopy] = []
         since = time.monotonic() if since is None else since
         self._deadline = None if minutes is None else since + 60.0 * minutes
         self._signal = 0  # the first one received
         self._received = 0.0  # when
-        self._previous = {s: signal.signal(s, self._handle) for s in SIGNALS}
+        self._previous = {s: signal.signal(s, self._handle) for s in (*SIGNALS, REQUEST_SIGNAL)}
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        if not self._signal:
+        if number == REQUEST_SIGNAL:
+            self._profile_signalled = True
+        elif not self._signal:
             self._signal = number
             self._received = time.monotonic()
         elif time.monotonic() - self._received > ECHO_SECONDS:
@@ -85,10 +144,10 @@ class StopRequest:
         """Return the stop code, or 0 to continue; the same on every rank. Collective.
 
         128 + the highest signal number received by any rank, else ``TIME_LIMIT`` if it is over on any rank, else
-        ``STOP_FILE_FOUND`` if any rank sees the file. With several GPUs, and not ``now``, it is that of the previous
+        ``STOP_FILE_FOUND`` if rank 0 sees the file. With several GPUs, and not ``now``, it is that of the previous
         call. Give ``now`` alike on all ranks.
         """
-        requests = [self.local_code(), *(NO_REQUEST if self.profiles is None else self.profiles.take())]
+        requests = [self.local_code(), *self._local_profile_request()]
         if self.world.size > 1:  # a single rank needs no tensor
             sent = torch.tensor(requests, pin_memory=self.device.type == "cuda").to(self.device, non_blocking=True)
             self._unread.append(HostCopy(comm.all_reduce(sent, self.world, op="max")))
@@ -118,5 +177,83 @@ class StopRequest:
         """Restore the previous signal handlers."""
         for number, handler in self._previous.items():
             signal.signal(number, handler)
-        if self.profiles is not None:
-            self.profiles.restore()
+
+    def _local_profile_request(self) -> ProfileRequest:
+        """Return the requests to this rank since the last call; those of one kind are one with the most steps."""
+        request = NO_REQUEST
+        if self._profile_file is not None and time.monotonic() >= self._next_check:
+            self._next_check = time.monotonic() + FILE_CHECK_SECONDS
+            request = self._read_profile_file(self._profile_file)
+        if self._profile_signalled:
+            self._profile_signalled = False
+            if self._has_run_dir:
+                return request._replace(profile=max(DEFAULT_PROFILE_STEPS, request.profile))
+            print_warning(f"{REQUEST_SIGNAL.name} requests a profile, which needs --run-dir; this run has none")
+        return request
+
+    def _read_profile_file(self, file: Path) -> ProfileRequest:
+        """Read and remove the request file, if it exists."""
+        try:
+            text = read_small(file).decode(errors="replace").strip()
+            file.unlink()
+        except FileNotFoundError:
+            return NO_REQUEST
+        except OSError as error:
+            print_warning(f"{file} is ignored from now on, because it cannot be read and removed: {error}")
+            self._profile_file = None
+            return NO_REQUEST
+        number = text.removeprefix(PIPELINE_REQUEST).strip() or str(DEFAULT_PROFILE_STEPS)
+        if number.isdecimal() and len(number) < 10 and 0 < int(number) <= MAX_PROFILE_STEPS:
+            kind = "pipeline" if text.startswith(PIPELINE_REQUEST) else "profile"
+            return NO_REQUEST._replace(**{kind: int(number)})
+        rule = f"{REQUEST_FILE} may be empty, for {DEFAULT_PROFILE_STEPS} steps, or contain a number of steps up to"
+        rule += f" {MAX_PROFILE_STEPS}, alone or after the word '{PIPELINE_REQUEST}'"
+        print_warning(f"no profile: {rule}; it contains {text[:40]!r}")
+        return NO_REQUEST
+
+
+class NonFiniteCheck(Component):
+    """Ends the run after a step whose loss or gradient is not finite, unless a smaller loss scale can cure it.
+
+    On GPUs the flag is read after the next step. That step changes nothing, so the failed one is explained with the
+    weights that it has used.
+    """
+
+    def __init__(self, trainer: Trainer, late: bool | None = None) -> None:
+        """Start with no step; ``late`` reads flags one step late, by default on GPUs."""
+        self._trainer = trainer
+        self._late = trainer.device.type == "cuda" if late is None else late
+        # 0-d, nonzero after a step that is to end the run.
+        self.halted = torch.zeros((), device=trainer.device)
+        self._unread: tuple[HostCopy, Sequence[MicroBatch]] | None = None
+
+    def on_loss_grad(self, loss_grad: Tensor) -> Tensor:
+        """See :class:`Component`; gradients that are not finite let every rank skip the update."""
+        return loss_grad.where(self.halted == 0, torch.nan)
+
+    def after_step(self, outcome: UpdateResult) -> None:
+        """See :class:`Component`."""
+        minimum = self._trainer.scaler.minimum
+        self.halted.copy_(outcome.nonfinite if minimum is None else outcome.nonfinite * (outcome.loss_scale <= minimum))
+
+    def on_step_taken(self, batches: Sequence[MicroBatch]) -> None:
+        """Check this step, or the one before it if flags are read late; see :class:`Component`.
+
+        Raises:
+            NonFiniteError: with the first module whose output, or parameter whose gradient, is not finite.
+        """
+        previous, self._unread = self._unread, (HostCopy(self.halted), batches)
+        self._check(previous) if self._late else self.settle()
+
+    def settle(self) -> None:
+        """Check the last step; see :class:`Component`.
+
+        Raises:
+            NonFiniteError: see :meth:`on_step_taken`.
+        """
+        unread, self._unread = self._unread, None
+        self._check(unread)
+
+    def _check(self, step: tuple[HostCopy, Sequence[MicroBatch]] | None) -> None:
+        if step is not None and step[0].read():
+            raise NonFiniteError(explain_nonfinite(self._trainer, step[1]))

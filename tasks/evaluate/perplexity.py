@@ -162,20 +162,15 @@ class Evaluation:
     stride: int
     batch_size: int
 
-    def log_likelihoods(self, requests: Sequence[Request]) -> list[tuple[float, bool]]:
-        """Return the log-probability of each request, and whether all its tokens are the most likely; collective."""
-        from megatron.inference.scoring import score_tokens
-
-        scores = score_tokens(self.model, requests, self.batch_size)
-        return [(math.fsum(log_probs), all(greedy)) for log_probs, greedy in scores]
-
     def perplexity(self, texts: Sequence[str], originals: Sequence[str]) -> dict[str, float]:
         """Return the perplexity by token, word and byte; words and bytes are those of ``originals``. Collective."""
+        from megatron.inference.scoring import log_likelihoods
+
         requests = [r for text in texts for r in windows(self.tokenizer.encode(text), self.length, self.stride)]
         tokens = sum(count for _, count in requests)
         if not tokens:
             raise InferenceError("the text has fewer than 2 tokens, so none can be predicted")
-        loss = -math.fsum(log_prob for log_prob, _ in self.log_likelihoods(requests))
+        loss = -math.fsum(log_prob for log_prob, _ in log_likelihoods(self.model, requests, self.batch_size))
         words = sum(len(text.split()) for text in originals)
         size = sum(len(text.encode()) for text in originals)
         return {
@@ -194,6 +189,8 @@ class Evaluation:
 
         A word is predicted if each of its tokens is the most likely one after those before it.
         """
+        from megatron.inference.scoring import log_likelihoods
+
         requests = []
         for number, text in enumerate(texts, start=1):
             context, _, word = text.rstrip().rpartition(" ")
@@ -203,7 +200,7 @@ class Evaluation:
                 seen = f"text {number} has no last word after others that a window of {self.length} tokens holds"
                 raise InferenceError(seen, "one passage of at least two words per line")
             requests.append((tokens[-self.length :], count))
-        scores = self.log_likelihoods(requests)
+        scores = log_likelihoods(self.model, requests, self.batch_size)
         return {
             "passages": len(texts),
             "accuracy": sum(predicted for _, predicted in scores) / len(scores),

@@ -27,7 +27,7 @@ from megatron.distributed.launch import gather_results, run_on_rank0, world_grou
 from megatron.distributed.sharding import Box
 from megatron.training import local_checkpoints
 from megatron.training.build import build_trainer
-from megatron.training.checkpoint_contents import bytes_to_save, run_state, tensors_to_save
+from megatron.training.checkpoint_contents import run_state, tensors_to_save, total_bytes
 from megatron.training.checkpointer import CheckpointContents, Checkpointer
 from megatron.training.local_checkpoints import FileTransfer, LocalSave, NodeCheckpoints, files_needed
 from megatron.training.trainer import Trainer
@@ -61,7 +61,7 @@ def is_busy(rank: int, world_size: int) -> bool:
     """Return True if this rank knows that the last rank is still saving."""
     saver: Any = SimpleNamespace(
         _poll=lambda: None,
-        _pending=(CheckpointContents(1, {}, 0, {}), Future()) if rank == world_size - 1 else None,
+        pending=(CheckpointContents(1, {}, 0, {}), Future()) if rank == world_size - 1 else None,
         _lost_contact=False,
         _log=SimpleNamespace(warning=lambda text: None),
         world=world_group(rank, world_size),
@@ -80,7 +80,7 @@ def sizes_of_a_save(rank: int, world_size: int, case: Case) -> list[int]:
         save = LocalSave(trainer, tier, 1)
         save.log = log
         save._save()
-    return [bytes_to_save(trainer), *printed]
+    return [total_bytes(tensors_to_save(trainer), trainer.mesh.world), *printed]
 
 
 def exchange_files(rank: int, world_size: int) -> bool:

@@ -22,7 +22,7 @@ from megatron.kernels.block_attention import AttentionDropout
 from megatron.layers import attention, linear, loss
 from megatron.layers.adapters import LowRankProduct
 from megatron.layers.context import BuildContext, ForwardContext
-from megatron.layers.products import LinearProduct
+from megatron.layers.linear import LinearProduct
 from megatron.model.gpt import GPTChunk
 from megatron.optimizer import distributed_optimizer
 from megatron.optimizer.distributed_optimizer import PartialGradReducer

@@ -18,7 +18,8 @@ from megatron.layers import moe
 from megatron.layers.loss import OutputLayer
 from megatron.optimizer import distributed_optimizer
 from megatron.optimizer.grad_buffer import Bucket, BufferPool, GradBuffer, ReduceHandle, Reduction, ShardedBucket
-from megatron.optimizer.parameter_store import ParameterStore, ShardedParameterStore, WeightBuffer
+from megatron.optimizer.parameter_store import ParameterStore
+from megatron.optimizer.sharded_parameter_store import ShardedParameterStore, ShardedWeightBuffer
 
 
 def shard_off_by_one() -> AbstractContextManager[Any]:
@@ -144,7 +145,7 @@ def gradients_reduced_twice() -> AbstractContextManager[Any]:
 # ---- of weights that are gathered around their use
 
 
-def _gathering(gather: Callable[[WeightBuffer, Tensor], None]) -> AbstractContextManager[Any]:
+def _gathering(gather: Callable[[ShardedWeightBuffer, Tensor], None]) -> AbstractContextManager[Any]:
     """Gather the matrices of one block by another function, of the buffer and its part at the beginning."""
     original = ShardedParameterStore.__init__
 
@@ -160,9 +161,9 @@ def _gathering(gather: Callable[[WeightBuffer, Tensor], None]) -> AbstractContex
 def weights_of_the_last_step_gathered() -> AbstractContextManager[Any]:
     """A block computes with the weights before the update."""
 
-    def gather(buffer: WeightBuffer, old: Tensor) -> None:
+    def gather(buffer: ShardedWeightBuffer, old: Tensor) -> None:
         new, buffer.part = buffer.part, old
-        WeightBuffer.start_gather(buffer)
+        ShardedWeightBuffer.start_gather(buffer)
         buffer.part = new
 
     return _gathering(gather)
@@ -171,8 +172,8 @@ def weights_of_the_last_step_gathered() -> AbstractContextManager[Any]:
 def weights_of_the_next_rank_gathered() -> AbstractContextManager[Any]:
     """The parts of a block's weights are in the order of ranks that begins with the second."""
 
-    def gather(buffer: WeightBuffer, _: Tensor) -> None:
-        WeightBuffer.start_gather(buffer)
+    def gather(buffer: ShardedWeightBuffer, _: Tensor) -> None:
+        ShardedWeightBuffer.start_gather(buffer)
         buffer.wait()
         buffer.whole.copy_(buffer.whole.view(buffer.group.size, -1).roll(1, 0).flatten())
 
@@ -183,12 +184,12 @@ def weights_not_gathered_for_backward() -> AbstractContextManager[Any]:
     """Backward of a block finds memory in place of its weights."""
     original = ShardedParameterStore._before_backward
 
-    def gather(buffer: WeightBuffer) -> None:
+    def gather(buffer: ShardedWeightBuffer) -> None:
         buffer.is_whole = True
         buffer.whole.zero_()
 
     def before_backward(self: ShardedParameterStore, *arguments: Any) -> None:
-        with patch.object(WeightBuffer, "start_gather", gather):
+        with patch.object(ShardedWeightBuffer, "start_gather", gather):
             original(self, *arguments)
 
     return patch.object(ShardedParameterStore, "_before_backward", before_backward)
@@ -226,7 +227,7 @@ def tied_weight_not_gathered_for_the_output() -> AbstractContextManager[Any]:
     """The output layer has no weights of its own, and so gathers none."""
     original = ShardedParameterStore._buffers
 
-    def buffers(self: ShardedParameterStore, block: nn.Module) -> list[WeightBuffer]:
+    def buffers(self: ShardedParameterStore, block: nn.Module) -> list[ShardedWeightBuffer]:
         return [] if isinstance(block, OutputLayer) else original(self, block)
 
     return patch.object(ShardedParameterStore, "_buffers", buffers)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
@@ -18,7 +17,7 @@ from megatron.checkpoint.format import Manifest
 from megatron.config.run import RunConfig
 from megatron.distributed.launch import world_group
 from megatron.training.build import build_trainer
-from megatron.training.checkpoint_contents import bytes_to_save, local_tensors, parameter_name
+from megatron.training.checkpoint_contents import local_tensors, parameter_name, tensors_to_save, total_bytes
 from megatron.training.checkpointer import Checkpointer, choose_resume_source
 from megatron.training.step import train_step
 from megatron.training.stop import SIGNALS
@@ -33,13 +32,6 @@ BEFORE, AFTER = 2, 10
 def save_at_once(rank: int, world_size: int, config: RunConfig) -> None:
     """Save a run before its first step."""
     Checkpointer(build_trainer(config, rank, world_size)).write()
-
-
-def die_within(trainer: Trainer) -> None:
-    """Be killed in the middle of the next forward pass, as the operating system does it."""
-    kill_now = partial(os.kill, os.getpid(), signal.SIGKILL)
-    for chunk in trainer.chunks.values():
-        chunk.register_forward_hook(lambda *arguments: kill_now())
 
 
 def _raise_signal(number: signal.Signals, trainer: Trainer) -> None:
@@ -86,7 +78,8 @@ def go_on(trainer: Trainer) -> Leg:
     moments = {name: pieces for name, pieces in tensors.items() if name.startswith("optim.")}
     state = RankTrace(0.0, 0.0, moments, weights)
     losses = advance(trainer, trainer.total_steps - trainer.iteration)
-    return Leg(state, losses, trainer.reader.consumed_digest(), bytes_to_save(trainer))
+    size = total_bytes(tensors_to_save(trainer), trainer.mesh.world)
+    return Leg(state, losses, trainer.reader.consumed_digest(), size)
 
 
 def _pieces(trainer: Trainer, parameter: str, share: Tensor) -> list[TracedPiece]:
@@ -125,7 +118,6 @@ def _unreadable(step: int) -> Callable[[Manifest], dict[str, bytes]]:
 
 ACTIONS: dict[str, Callable[[Trainer], None]] = {
     "kill": kill,
-    "die": die_within,
     "misread": misread,
     **{number.name: partial(_raise_signal, number) for number in SIGNALS},
 }

@@ -27,7 +27,7 @@ from megatron.distributed.mesh import Mesh
 from megatron.distributed.sharding import Init
 from megatron.kernels.attention import sdpa
 from megatron.kernels.attention_mask import AttentionMask
-from megatron.kernels.bias import with_bias_gradient
+from megatron.kernels.linear import with_bias_gradient
 from megatron.kernels.registry import Kernels
 from megatron.layers import parameters
 from megatron.layers.context import BuildContext

@@ -607,7 +607,6 @@ def test_a_lost_server_ends_replicas_with_a_checkpoint_from_which_they_go_on(poo
     def start_server() -> tuple[subprocess.Popen[str], str]:
         tool = [sys.executable, "tools/diloco_server.py", "--port", "0"]
         process = subprocess.Popen(tool, stdout=subprocess.PIPE, text=True)
-        assert process.stdout is not None
         return process, f"--diloco-server {process.stdout.readline().split()[-1]}"
 
     def all_of(server: str, *changes: Any) -> list[Outcome]:

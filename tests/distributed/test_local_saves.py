@@ -5,7 +5,6 @@ Ranks that are killed in one are in ``crashes``.
 
 from __future__ import annotations
 
-import errno
 import os
 import random
 import shutil
@@ -28,8 +27,9 @@ from megatron.distributed.sharding import Box
 from megatron.training import local_checkpoints as exchange_module
 from megatron.training.local_checkpoints import FileTransfer, NodeCheckpoints, send_and_receive
 from tests.kit.pool import Pool
+from tests.kit.watched_calls import refuse, watched_calls
 from tests.unit.checkpoint.samples import Sample
-from tests.unit.checkpoint.test_faults import content, watched
+from tests.unit.checkpoint.test_faults import content
 
 WORLD = 4
 NODES = (0, 0, 1, 1)
@@ -83,16 +83,15 @@ def newest(rank: int, world: int, folder: Path) -> int:
 
 def refused(rank: int, world: int, folder: Path, failing: int, call: str, at: int) -> str:
     """Return the error where a rank's disk is full from its ``at``-th ``call`` on."""
-    count = 0
+    calls = list[str]()
 
-    def before(name: str, number: int, args: tuple[Any, ...]) -> None:
-        nonlocal count
-        count += name == call
-        if rank == failing and name == call and count > at:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    def before(name: str, path: str, args: tuple[Any, ...]) -> None:
+        calls.append(name)
+        if rank == failing and name == call and calls.count(call) > at:
+            refuse(name, path)
 
     try:
-        with watched(before):
+        with watched_calls(lambda path: True, before):
             step(rank, world, folder, 2)
     except StorageError as error:
         return str(error)
@@ -115,26 +114,15 @@ def test_a_full_disk_on_one_rank_is_reported_on_all(
 
 def on_the_disk(rank: int, world: int, folder: Path) -> list[str]:
     """Files that this rank's second save asks the disk to keep after it wrote to them for the last time."""
-    names: dict[int, str] = {}
-    dirty, kept, real = set[str](), set[str](), os.open
+    calls: dict[str, list[str]] = {}
 
-    def opened(path: Any, *args: Any, **kwargs: Any) -> int:
-        fd = real(path, *args, **kwargs)
-        names[fd] = os.path.basename(path)
-        return fd
+    def before(name: str, path: str, args: tuple[Any, ...]) -> None:
+        if name in ("write", "fsync"):
+            calls.setdefault(os.path.basename(path), []).append(name)
 
-    def before(name: str, number: int, args: tuple[Any, ...]) -> None:
-        if name == "write" and args[0] in names:
-            dirty.add(names[args[0]])
-        elif name == "fsync" and names.get(args[0]) in dirty:
-            dirty.discard(names[args[0]])
-            kept.add(names[args[0]])
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(os, "open", opened)
-        with watched(before):
-            step(rank, world, folder, 2)
-    return sorted(kept - dirty)
+    with watched_calls(lambda path: True, before):
+        step(rank, world, folder, 2)
+    return sorted(name for name, made in calls.items() if made[-1] == "fsync")
 
 
 def test_copies_are_on_the_disk_as_well(pool: Pool, tmp_path: Path) -> None:

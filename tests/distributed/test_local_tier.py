@@ -178,7 +178,7 @@ def resave(rank: int, world_size: int, config: RunConfig, per_node: int, folder:
         nodes = NodeCheckpoints.join(config.checkpoint, world)
         origin = choose_resume_source(config.checkpoint, world, nodes)
         trainer = build_trainer(config, rank, world_size, fresh=origin.fresh)
-        notes = Checkpointer(trainer, others=nodes).load(origin)
+        notes = Checkpointer(trainer, nodes=nodes).load(origin)
         save_sharded(folder, tensors_to_save(trainer), run_state(trainer), {}, trainer.mesh.world)
     return notes
 

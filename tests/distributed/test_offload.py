@@ -13,6 +13,7 @@ from megatron.config.parallel import ParallelConfig
 from megatron.config.precision import PrecisionConfig
 from megatron.config.training import TrainingConfig
 from megatron.layers.activation_offload import ActivationOffload
+from megatron.optimizer.offload import OffloadedOptimizer
 from megatron.training.build import build_trainer
 from megatron.training.step import train_step
 from tests.distributed.test_optimizer_shards import EXPERTS, GQA, noted
@@ -43,8 +44,8 @@ def steps_of(rank: int, size: int, case: Case) -> tuple[list[tuple[dict[str, Ten
     for step in range(case.steps):
         train_step(trainer, batches_of(trainer, case, step), RATES)
         found.append((noted(trainer), {name: grad.clone() for name, grad in trainer.optimizer.grads.items()}))
-    memory = trainer.optimizer.memory
-    held = sum(memory.weights[name].nbytes for name in memory.on_host)
+    memory = trainer.optimizer.memory if isinstance(trainer.optimizer, OffloadedOptimizer) else None
+    held = sum(memory.weights[name].nbytes for name in memory.on_host) if memory else 0
     activations = next(iter(trainer.chunks.values())).context.offload
     return found, held, activations.pool.size if isinstance(activations, ActivationOffload) else 0
 

@@ -19,12 +19,12 @@ from megatron.distributed.layout import Layout
 from megatron.distributed.mesh import Mesh
 from megatron.distributed.sharding import DenseSharding, ExpertSharding, Init, ShardSpec
 from megatron.optimizer.build import build_grad_buffer
+from megatron.optimizer.grad_buffer import GradBuffer
 from megatron.planner.memory import checkpoint_bytes
-from megatron.training import checkpointer
 from megatron.training.build import build_trainer
 from megatron.training.callbacks import health
-from megatron.training.checkpoint_contents import tensors_to_save
-from megatron.training.components.average import AverageWeights
+from megatron.training.checkpoint_contents import tensors_to_save, total_bytes
+from megatron.training.components.optimizer_state import AverageWeights
 from megatron.training.step import evaluate, train_step
 from megatron.training.trainer import Trainer
 from tests.kit.cases import MODEL, RATES, Case, batches_of, compare_with_twin, run_on
@@ -50,11 +50,25 @@ Sums = dict[str, tuple[int, int, Tensor]]
 class Cut:
     """Sharding of the buckets."""
 
-    strategy: str
+    strategy: str = "no_shard"
     instances: int = 1
     overlap: bool = True
     in_bf16: bool = False
     uncut: tuple[str, ...] = ()
+
+    def build(self, rank: int, size: int, dtype: torch.dtype, **rest: Any) -> tuple[GradBuffer, GradAccumulator]:
+        """Return the gradient buffer of a rank, and what adds to it; ``rest`` is of the `ParallelConfig`."""
+        config = ParallelConfig(
+            data_parallel_sharding_strategy=self.strategy,
+            num_distributed_optimizer_instances=self.instances,
+            overlap_grad_reduce=self.overlap,
+            grad_reduce_in_bf16=self.in_bf16,
+            **rest,
+        )
+        mesh = Mesh(Layout.from_config(config, size), rank, optimizer_instances=config.optimizer_instances)
+        accumulator, dtypes = GradAccumulator(), dict.fromkeys(SPECS, dtype)
+        device = torch.device("cpu")
+        return build_grad_buffer(SPECS, dtypes, mesh, accumulator, device, config, self.uncut), accumulator
 
 
 def gradient(rank: int, name: str, number: int) -> Tensor:
@@ -66,16 +80,7 @@ def gradient(rank: int, name: str, number: int) -> Tensor:
 
 def sums(rank: int, size: int, cut: Cut) -> Sums:
     """Two steps of gradients that come out of turn."""
-    config = ParallelConfig(
-        data_parallel_sharding_strategy=cut.strategy,
-        num_distributed_optimizer_instances=cut.instances,
-        overlap_grad_reduce=cut.overlap,
-        grad_reduce_in_bf16=cut.in_bf16,
-        ddp_bucket_size=300,
-    )
-    mesh = Mesh(Layout.from_config(config, size), rank, optimizer_instances=config.optimizer_instances)
-    grad_accumulator, dtypes = GradAccumulator(), dict.fromkeys(SPECS, torch.float32)
-    buckets = build_grad_buffer(SPECS, dtypes, mesh, grad_accumulator, torch.device("cpu"), config, cut.uncut)
+    buckets, grad_accumulator = cut.build(rank, size, torch.float32, ddp_bucket_size=300)
     for step in range(2):
         buckets.start_step(MICROBATCHES)
         turns = [name for name, spec in SPECS.items() for _ in range(MICROBATCHES * spec.contributions)]
@@ -275,7 +280,8 @@ def test_muon_moves_whole_matrices_however_they_are_cut(pool: Pool, name: str) -
 def sizes(rank: int, size: int, case: Case) -> tuple[int, int]:
     """Bytes of the tensors of a checkpoint: all that ranks write, and the formula."""
     config = case.config()
-    return checkpointer.bytes_to_save(build_trainer(config, rank, size)), checkpoint_bytes(config)
+    trainer = build_trainer(config, rank, size)
+    return total_bytes(tensors_to_save(trainer), trainer.mesh.world), checkpoint_bytes(config)
 
 
 LEAN = OptimizerConfig(store_param_remainders=True, exp_avg_dtype="bf16", ema_decay=0.9)

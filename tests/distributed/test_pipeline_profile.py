@@ -31,7 +31,7 @@ def run_rank(rank: int, world_size: int, config: RunConfig, request: str = "") -
         (Path(str(config.logging.run_dir)) / "PROFILE").write_text(request)
 
     asking = before_step(2, ask) if request and rank == 0 else None
-    with patch("megatron.training.callbacks.profiler.FILE_CHECK_SECONDS", 0.0):
+    with patch("megatron.training.stop.FILE_CHECK_SECONDS", 0.0):
         printed = start(config, asking, rank, world_size)
     return printed.status, printed.err
 

@@ -11,7 +11,7 @@ import pytest
 from torch import Tensor, nn
 
 from megatron.config.run import RunConfig
-from megatron.layers.residual import Residual
+from megatron.layers.norm import Residual
 from megatron.pipeline.plan import build_program
 from megatron.pipeline.simulate import StageCosts, simulate
 from megatron.training.trainer import Trainer

@@ -29,7 +29,7 @@ def run_rank(
         if request == "file" and rank == requesting:
             (Path(str(config.logging.run_dir)) / "PROFILE").touch()
 
-    with patch("megatron.training.callbacks.profiler.FILE_CHECK_SECONDS", 0.0):
+    with patch("megatron.training.stop.FILE_CHECK_SECONDS", 0.0):
         outcome = start(config, before_step(2, ask), rank, world_size)
     lines = [line for line in outcome.out.splitlines() if line.startswith(("profile of", "profile requested"))]
     return outcome.status, outcome.err, [line.partition(":")[0] for line in lines]

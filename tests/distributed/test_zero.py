@@ -17,10 +17,10 @@ from megatron.config.parallel import ParallelConfig
 from megatron.config.precision import PrecisionConfig
 from megatron.config.training import TrainingConfig
 from megatron.inference.generate import SamplingParams, generate
-from megatron.optimizer.parameter_store import WeightBuffer
+from megatron.optimizer.sharded_parameter_store import ShardedWeightBuffer
 from megatron.training.build import build_trainer
 from megatron.training.callbacks.health import check_weight_copies
-from megatron.training.components.average import AverageWeights
+from megatron.training.components.optimizer_state import AverageWeights
 from megatron.training.step import evaluate, train_step
 from tests.distributed.grid import EXPERTS, choices
 from tests.distributed.grid import RECOMPUTE as RECOMPUTED
@@ -210,9 +210,9 @@ def watch(rank: int, size: int, case: Case) -> Watched:
     trainer, seen = build_trainer(config, rank, size), Watched()
     store, (chunk,) = trainer.optimizer.weights, trainer.chunks.values()
     block_of = {id(p): ".".join(name.split(".")[:2]) for name, p in trainer.params.items()}
-    start = WeightBuffer.start_gather
+    start = ShardedWeightBuffer.start_gather
 
-    def start_gather(buffer: WeightBuffer) -> None:
+    def start_gather(buffer: ShardedWeightBuffer) -> None:
         start(buffer)
         block = block_of[id(buffer.views[0][0])]
         if seen.gathers[-1:] != [block]:
@@ -227,7 +227,7 @@ def watch(rank: int, size: int, case: Case) -> Watched:
     rest()
     for step in range(2):
         seen.gathers.clear()
-        with patch.object(WeightBuffer, "start_gather", start_gather):
+        with patch.object(ShardedWeightBuffer, "start_gather", start_gather):
             seen.losses.append(train_step(trainer, batches_of(trainer, case, step), RATES).loss.item())
         rest()
     with part_of(trainer, AverageWeights).in_model():

@@ -511,8 +511,7 @@ def tokenizer_settings(folder: Path) -> Target:
     """The files beside tokenizer.json and in a model's folder: special tokens, and what ends a text."""
     from megatron.convert.huggingface.convert import special_token_ids
     from megatron.data.tokenizers.tokenizer import TokenizerOptions, build_tokenizer
-    from megatron.inference.text import open_codec
-    from megatron.inference.tokenizer import stop_ids
+    from megatron.inference.text import open_codec, stop_ids
     from tests.unit.data.made_tokenizers import bpe
 
     tokenizer = bpe(300).to_str().encode()
@@ -994,11 +993,11 @@ def expect_weights(path: Path, stored: Callable[[str], Any]) -> object:
     """Read a checkpoint of Megatron-LM, whose weights are those that ``stored`` returns for a name of theirs."""
     import torch
 
-    from megatron.checkpoint.format import Manifest
     from megatron.checkpoint.load import CheckpointReader
     from megatron.convert.megatron_lm.model import their_names
+    from megatron.convert.sources import open_checkpoint
 
-    found = Manifest.open(path)
+    found, _ = open_checkpoint(path)
     reader = CheckpointReader(found)
     for name in reader.names:
         if name.startswith("layers.") or not name.startswith("optim."):

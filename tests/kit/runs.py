@@ -30,7 +30,7 @@ from megatron.checkpoint.format import Manifest
 from megatron.checkpoint.load import CheckpointReader
 from megatron.config.run import RunConfig
 from megatron.convert.huggingface.config import read_model_values
-from megatron.layers.residual import Residual
+from megatron.layers.norm import Residual
 from megatron.training import checkpointer, main
 from megatron.training.callbacks.profiler import is_layer
 from megatron.training.trainer import Trainer

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -22,16 +22,17 @@ from megatron.distributed.grad_accumulator import GradAccumulator, GradTarget
 from megatron.distributed.layout import Layout
 from megatron.distributed.mesh import Mesh
 from megatron.distributed.micro_batch import MicroBatch
+from megatron.distributed.sharding import ShardSpec
 from megatron.kernels.registry import Kernels
-from megatron.layers.activation_offload import ActivationOffload, NoOffload
+from megatron.layers.activation_offload import ActivationOffload
 from megatron.layers.context import BuildContext
 from megatron.model.gpt import GPTChunk, build_gpt
-from megatron.optimizer.build import build_grad_buffer
+from megatron.optimizer.build import build_grad_buffer, build_optimizer
 from megatron.optimizer.distributed_optimizer import DistributedOptimizer, UpdateHook, UpdateResult
 from megatron.optimizer.grad_buffer import GradBuffer
 from megatron.optimizer.lr_scheduler import Rates
 from megatron.optimizer.parameter_store import ParameterStore
-from megatron.training.components.average import AverageWeights
+from megatron.training.components.optimizer_state import AverageWeights
 from megatron.training.components.spikes import SpikeGuard
 
 TINY = ModelConfig(
@@ -52,9 +53,14 @@ def tiny(**changes: Any) -> ModelConfig:
     return replace(TINY, **changes)
 
 
+def mesh_of(rank: int, world_size: int, **sizes: Any) -> Mesh:
+    """The mesh of a rank, with sizes of a `ParallelConfig`."""
+    return Mesh(Layout.from_config(ParallelConfig(**sizes), world_size), rank)
+
+
 def one_rank_mesh() -> Mesh:
     """The mesh of a process that is alone."""
-    return Mesh(Layout.from_config(ParallelConfig(), 1), 0)
+    return mesh_of(0, 1)
 
 
 def random_batch(config: ModelConfig, samples: int = 2, length: int = 16, seed: int = 0, **changes: Any) -> MicroBatch:
@@ -63,6 +69,19 @@ def random_batch(config: ModelConfig, samples: int = 2, length: int = 16, seed: 
     ids = torch.randint(0, config.vocab, (samples, length + 1), generator=generator)
     mask = (torch.rand(samples, length, generator=generator) > 0.2).float()
     return replace(MicroBatch(ids[:, :-1], ids[:, 1:], mask, torch.arange(samples) + 100 * seed, seed), **changes)
+
+
+def grad_buffer_of(
+    specs: Mapping[str, ShardSpec],
+    dtypes: torch.dtype | Mapping[str, torch.dtype],
+    config: ParallelConfig,
+    grad_accumulator: GradAccumulator | None = None,
+    uncut: Collection[str] = (),
+) -> GradBuffer:
+    """The gradients of one rank."""
+    of_each = dict.fromkeys(specs, dtypes) if isinstance(dtypes, torch.dtype) else dtypes
+    accumulator, device = grad_accumulator or GradAccumulator(), torch.device("cpu")
+    return build_grad_buffer(specs, of_each, one_rank_mesh(), accumulator, device, config, uncut)
 
 
 class Gradients(GradTarget):
@@ -100,25 +119,25 @@ class Solo:
         optimizer: OptimizerConfig | None = None,
         bucket_size: int = 20_000,
         kernels: Kernels | None = None,
-        offload: ActivationOffload | NoOffload | None = None,
+        offload: ActivationOffload | None = None,
     ) -> Solo:
         """A freshly initialised model in training mode; small buckets, so that there are several."""
         mesh, grad_accumulator = one_rank_mesh(), GradAccumulator()
         chunk = build_gpt(
             config,
             training or TrainingConfig(),
-            BuildContext(mesh, grad_accumulator, dtype, kernels=kernels or Kernels(), offload=offload or NoOffload()),
+            BuildContext(mesh, grad_accumulator, dtype, kernels=kernels or Kernels(), offload=offload),
         )
         params = chunk.params
         dtypes = {name: p.dtype for name, p in params.items()}
         parallel = ParallelConfig(ddp_bucket_size=bucket_size)
-        buckets = build_grad_buffer(chunk.specs, dtypes, mesh, grad_accumulator, torch.device("cpu"), parallel)
+        buckets = grad_buffer_of(chunk.specs, dtypes, parallel, grad_accumulator)
         weights = ParameterStore(params, buckets, parallel)
         if offload is not None:
             offload.leave_out(buffer.whole for buffer in weights.buffers)
         chunk.train()
         rules = optimizer or OptimizerConfig()
-        built = DistributedOptimizer(weights, chunk.specs, buckets, mesh, rules)
+        built = build_optimizer(weights, chunk.specs, buckets, mesh, rules)
         guard = SpikeGuard.from_config(rules, torch.device("cpu"))
         hooks: list[UpdateHook] = [] if guard is None else [guard]
         hooks += [] if rules.ema_decay is None else [AverageWeights(built, rules.ema_decay)]

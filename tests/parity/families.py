@@ -17,6 +17,13 @@ from megatron.config.model import ModelConfig
 Tensors = Mapping[str, Tensor]
 
 
+def translate(family: str, tensors: Tensors, config: ModelConfig) -> dict[str, Tensor]:
+    """Of a ``family`` of transformers, by its name before ``ForCausalLM``."""
+    if config.num_experts:
+        return (from_gpt_oss if family == "GptOss" else from_experts)(tensors, config)
+    return {"GPT2": from_gpt2, "GPTNeoX": from_neox}.get(family, from_llama)(tensors, config)
+
+
 def from_gpt2(t: Tensors, config: ModelConfig) -> dict[str, Tensor]:
     """Of ``GPT2LMHeadModel``, whose Conv1D weights are ``[in, out]``."""
     out = {

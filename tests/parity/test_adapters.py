@@ -25,6 +25,7 @@ from megatron.layers.adapters import adapted_row_norms, adapters_disabled
 from megatron.layers.parameters import gpt, trainable
 from tests.kit.solo import Solo, random_batch
 from tests.parity.families import everything_in_double
+from tests.parity.test_hf import Case
 
 KINDS = {"A": "a", "B": "b", "magnitude_vector": "magnitude"}
 GROUPS, HEADS, WIDTH, RANK = 2, 4, 8, 3
@@ -49,19 +50,9 @@ FUSED = {
 @pytest.fixture(scope="module")
 def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     torch.manual_seed(0)
-    config = transformers.LlamaConfig(
-        vocab_size=101,
-        hidden_size=HEADS * WIDTH,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=HEADS,
-        num_key_value_heads=GROUPS,
-        max_position_embeddings=16,
-        initializer_range=0.2,
-        tie_word_embeddings=False,
-    )
+    sizes = {"num_key_value_heads": GROUPS, "max_position_embeddings": 16, "initializer_range": 0.2}
     folder = tmp_path_factory.mktemp("llama")
-    transformers.LlamaForCausalLM(config).save_pretrained(folder)
+    Case("llama", "Llama", sizes).reference().save_pretrained(folder)
     return folder
 
 

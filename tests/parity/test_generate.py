@@ -7,7 +7,6 @@ and of nearly equal logits another may be the largest.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 
 import pytest
 import torch
@@ -15,8 +14,6 @@ import torch
 from megatron.inference.generate import SamplingParams, generate
 from tests.parity.families import copy_into
 from tests.parity.test_hf import BY_NAME, Pair, precision
-from tests.unit.inference.test_text import byte_level, sentencepiece_like
-from tools.generate import main
 
 GREEDY = SamplingParams(0.0)
 LENGTHS = (3, 7, 1, 5)
@@ -74,45 +71,3 @@ def test_greedy_in_fp32_with_an_end(name: str) -> None:
     expected = by_transformers(pair, prompts, end)
     assert min(map(len, expected)) < NEW
     assert generate(pair.ours.chunk, prompts, NEW, GREEDY, stop_ids=[end]) == expected
-
-
-@pytest.mark.parametrize("family", ["GPT2", "Llama"])
-def test_the_output_of_the_tool_matches_transformers(
-    tmp_path: Path, family: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """From a folder that `transformers` wrote, tokenizer and all: the whole text, up to the end that it names."""
-    import transformers
-
-    torch.manual_seed(4)
-    tokenizer = byte_level() if family == "GPT2" else sentencepiece_like()
-    shape = {"vocab_size": tokenizer.get_vocab_size(), "eos_token_id": 40, "bos_token_id": None}
-    if family == "GPT2":
-        config = transformers.GPT2Config(n_embd=32, n_layer=2, n_head=4, n_positions=64, **shape)
-        theirs = transformers.GPT2LMHeadModel(config)
-    else:
-        config = transformers.LlamaConfig(
-            hidden_size=32,
-            intermediate_size=48,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            max_position_embeddings=64,
-            **shape,
-        )
-        theirs = transformers.LlamaForCausalLM(config)
-    for parameter in theirs.parameters():
-        torch.nn.init.normal_(parameter, mean=float(parameter.dim() == 1), std=0.2)
-    if family == "Llama":  # among bytes that make no character its decoder spoils those that do
-        torch.nn.init.zeros_(theirs.lm_head.weight[3:259])
-    theirs.save_pretrained(tmp_path)
-    transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(tmp_path)
-    codec = transformers.AutoTokenizer.from_pretrained(tmp_path)
-    prompt = "the naïve fox"
-    ids = codec(prompt, return_tensors="pt").input_ids
-    out = transformers.AutoModelForCausalLM.from_pretrained(tmp_path).generate(
-        ids, do_sample=False, max_new_tokens=30, pad_token_id=0
-    )[0]
-    whole = codec.decode(out[:-1] if out[-1] == 40 else out, skip_special_tokens=True)
-    start = codec.decode(ids[0], skip_special_tokens=True)
-    assert main(["--load", f"hf:{tmp_path}", "--prompt", prompt, "--max-new-tokens", "30", "--greedy"]) == 0
-    assert capsys.readouterr().out == prompt + whole.removeprefix(start) + "\n"

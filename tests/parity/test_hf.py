@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,18 +13,12 @@ from torch import Tensor, nn
 from megatron.config.model import ModelConfig
 from megatron.config.optimizer import OptimizerConfig
 from megatron.config.training import TrainingConfig
+from megatron.convert.huggingface.config import model_config_values
+from megatron.convert.huggingface.families import MODEL_FAMILIES
+from megatron.convert.huggingface.keys import ConfigKey
 from megatron.distributed.micro_batch import MicroBatch
-from tests.kit.solo import Solo, random_batch, tiny
-from tests.parity.families import (
-    Tensors,
-    copy_into,
-    everything_in_double,
-    from_experts,
-    from_gpt2,
-    from_gpt_oss,
-    from_llama,
-    from_neox,
-)
+from tests.kit.solo import Solo, random_batch
+from tests.parity.families import copy_into, everything_in_double, translate
 
 transformers = pytest.importorskip("transformers")
 
@@ -37,27 +30,21 @@ IGNORED = -100  # the label `transformers` leaves out
 
 @dataclass(frozen=True)
 class Case:
-    """One architecture, described twice."""
+    """One architecture of transformers. Ours is read from its config.json."""
 
     name: str
     family: str
-    ours: dict[str, Any] = field(default_factory=dict)
     theirs: dict[str, Any] = field(default_factory=dict)
+    ours: dict[str, Any] = field(default_factory=dict)  # options that the config.json does not have
 
     def config(self) -> ModelConfig:
-        if self.family == "GPT2":
-            return tiny(norm_epsilon=EPSILON, **self.ours)
-        llama = {
-            "position_embedding_type": "rope",
-            "normalization": "RMSNorm",
-            "activation": "swiglu",
-            "add_bias_linear": False,
-            "ffn_hidden_size": 48,
-            "untie_embeddings_and_output_weights": True,
-        }
-        return tiny(norm_epsilon=EPSILON, **(llama | self.ours))
+        given = self.their_config().to_dict()
+        if given["model_type"] not in MODEL_FAMILIES:
+            known = {key.theirs for key in MODEL_FAMILIES["llama"].keys if isinstance(key, ConfigKey)}
+            given = {name: value for name, value in given.items() if name in known} | {"model_type": "llama"}
+        return ModelConfig(**model_config_values(given, self.name) | self.ours)
 
-    def reference(self) -> nn.Module:
+    def their_config(self) -> Any:
         if self.family == "GPT2":
             sizes = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 16, "layer_norm_epsilon": EPSILON}
             sizes |= {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
@@ -66,18 +53,23 @@ class Case:
             sizes |= {"intermediate_size": 48, "max_position_embeddings": 64, "tie_word_embeddings": False}
             eps = {"StableLm": "layer_norm_eps", "GPTNeoX": "layer_norm_eps", "Starcoder2": "norm_epsilon"}
             sizes |= {eps.get(self.family, "rms_norm_eps"): EPSILON, "pad_token_id": None}
-        if "num_experts" in self.ours:
-            sizes |= {"num_local_experts": self.ours["num_experts"], "experts_implementation": "eager"}
-        config = getattr(transformers, f"{self.family}Config")(
+            if self.family in ("Qwen3", "Qwen3Moe", "GptOss", "Ministral"):
+                sizes |= {"head_dim": 8}
+            if self.family == "GPTNeoX":
+                del sizes["num_key_value_heads"]
+        if self.has_experts:
+            sizes |= {"experts_implementation": "eager"}
+        return getattr(transformers, f"{self.family}Config")(
             **({"vocab_size": 101, "attn_implementation": "sdpa", "use_cache": False} | sizes | self.theirs)
         )
-        return transformers.AutoModelForCausalLM.from_config(config).train()
+
+    def reference(self) -> nn.Module:
+        model: nn.Module = transformers.AutoModelForCausalLM.from_config(self.their_config())
+        return model.train()
 
     @property
-    def translate(self) -> Callable[[Tensors, ModelConfig], dict[str, Tensor]]:
-        if "num_experts" in self.ours:
-            return from_gpt_oss if self.family == "GptOss" else from_experts
-        return {"GPT2": from_gpt2, "GPTNeoX": from_neox}.get(self.family, from_llama)
+    def has_experts(self) -> bool:
+        return "num_local_experts" in self.theirs
 
 
 LLAMA3 = {
@@ -90,228 +82,71 @@ LLAMA3 = {
 }
 YARN = {"rope_type": "yarn", "rope_theta": 100.0, "factor": 4.0, "original_max_position_embeddings": 64}
 YARN |= {"beta_fast": 8.0, "beta_slow": 1.0}
-MILLION = {"rotary_base": 1e6}  # Mixtral's default
 PLAIN = {"rope_type": "default", "rope_theta": 10000.0}
+HALF = {"rope_parameters": PLAIN | {"partial_rotary_factor": 0.5}}
+GROUPED = {"num_key_value_heads": 2}
 LAYERS = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 5}
 OF_KINDS = {
     "sliding_attention": {"rope_type": "default", "rope_theta": 50.0},
     "full_attention": {"rope_type": "linear", "rope_theta": 300.0, "factor": 2.0},
 }
 ONE_BASE = OF_KINDS | {"sliding_attention": {"rope_type": "default", "rope_theta": 300.0}}
-GEMMA = {  # the square root of its hidden size is exact in all data types
-    "hidden_size": 64,
-    "kv_channels": 8,
-    "num_query_groups": 2,
-    "layernorm_placement": "sandwich",
-    "apply_layernorm_1p": True,
-    "activation": "geglu_tanh",
-    "embedding_multiplier": 8.0,
-    "attention_pattern": "local:5,global",
-    "softmax_scale": 0.25,
-    "final_logit_softcapping": 3.0,
-}
-THEIR_GEMMA = LAYERS | {
-    "hidden_size": 64,
-    "head_dim": 8,
-    "num_key_value_heads": 2,
-    "query_pre_attn_scalar": 16,
-    "final_logit_softcapping": 3.0,
-    "attn_implementation": "eager",
-}
-OLMO = {"layernorm_placement": "post", "qk_layernorm": True, "qk_layernorm_scope": "all", "num_query_groups": 2}
+EAGER = {"attn_implementation": "eager"}
+GEMMA = LAYERS | GROUPED | EAGER | {"hidden_size": 64, "head_dim": 8}  # whose square root is exact in all data types
+GEMMA |= {"query_pre_attn_scalar": 16, "final_logit_softcapping": 3.0}
+FACTORS = {"attention_multiplier": 0.3, "embedding_multiplier": 3.0, "residual_multiplier": 0.25, "logits_scaling": 1.5}
+SMALL_EXPERTS = {"num_experts_per_tok": 2, "num_local_experts": 4, "moe_intermediate_size": 12}
 
 CASES = [
     Case("gpt2", "GPT2"),
-    Case(
-        "gpt2-untied-gelu",
-        "GPT2",
-        {"untie_embeddings_and_output_weights": True, "activation": "gelu"},
-        {"tie_word_embeddings": False, "activation_function": "gelu"},
-    ),
-    Case("gpt2-relu2", "GPT2", {"activation": "relu2"}, {"activation_function": "relu2"}),
+    Case("gpt2-untied-gelu", "GPT2", {"tie_word_embeddings": False, "activation_function": "gelu"}),
+    Case("gpt2-relu2", "GPT2", {"activation_function": "relu2"}),
     Case("llama", "Llama"),
-    Case("llama-tied", "Llama", {"untie_embeddings_and_output_weights": False}, {"tie_word_embeddings": True}),
-    Case("llama-gqa", "Llama", {"num_query_groups": 2}, {"num_key_value_heads": 2}),
-    Case(
-        "llama-mqa-wide",
-        "Llama",
-        {"num_query_groups": 1, "kv_channels": 12},
-        {"num_key_value_heads": 1, "head_dim": 12},
-    ),
-    Case("llama-interleaved", "Llama", {"num_query_groups": 2, "rotary_interleaved": True}, {"num_key_value_heads": 2}),
-    Case("llama-biases", "Llama", {"add_bias_linear": True}, {"attention_bias": True, "mlp_bias": True}),
-    Case(
-        "llama3-scaling",
-        "Llama",
-        {"use_rope_scaling": True, "rotary_base": 500.0, "rope_original_max_position": 16},
-        {"rope_parameters": LLAMA3},
-    ),
-    Case(
-        "llama-yarn",
-        "Llama",
-        {
-            "position_embedding_type": "yarn",
-            "rotary_base": 100.0,
-            "rotary_scaling_factor": 4.0,
-            "yarn_original_max_position_embeddings": 64,
-            "yarn_beta_fast": 8.0,
-        },
-        {"rope_parameters": YARN, "max_position_embeddings": 256},
-    ),
-    Case("qwen2-qkv-bias", "Qwen2", {"add_qkv_bias": True}),
-    Case(
-        "qwen3-qk-norm",
-        "Qwen3",
-        {"qk_layernorm": True, "num_query_groups": 2},
-        {"num_key_value_heads": 2, "head_dim": 8},
-    ),
-    Case("mixtral", "Mixtral", MILLION | {"num_experts": 4, "num_query_groups": 2}, {"num_key_value_heads": 2}),
-    Case(
-        "mixtral-three-of-five",
-        "Mixtral",
-        MILLION | {"num_experts": 5, "moe_router_topk": 3},
-        {"num_experts_per_tok": 3},
-    ),
+    Case("llama-tied", "Llama", {"tie_word_embeddings": True}),
+    Case("llama-gqa", "Llama", GROUPED),
+    Case("llama-mqa-wide", "Llama", {"num_key_value_heads": 1, "head_dim": 12}),
+    Case("llama-interleaved", "Llama", GROUPED, {"rotary_interleaved": True}),
+    Case("llama-biases", "Llama", {"attention_bias": True, "mlp_bias": True}),
+    Case("llama3-scaling", "Llama", {"rope_parameters": LLAMA3}),
+    Case("llama-yarn", "Llama", {"rope_parameters": YARN, "max_position_embeddings": 256}),
+    Case("qwen2-qkv-bias", "Qwen2"),
+    Case("qwen3-qk-norm", "Qwen3", GROUPED),
+    Case("mixtral", "Mixtral", GROUPED | {"num_local_experts": 4}),
+    Case("mixtral-three-of-five", "Mixtral", {"num_local_experts": 5, "num_experts_per_tok": 3}),
     Case(
         "qwen3-moe",
         "Qwen3Moe",
-        {
-            "qk_layernorm": True,
-            "num_query_groups": 2,
-            "num_experts": 8,
-            "moe_router_topk": 3,
-            "moe_ffn_hidden_size": 12,
-        },
-        {
-            "num_key_value_heads": 2,
-            "head_dim": 8,
-            "num_experts_per_tok": 3,
-            "moe_intermediate_size": 12,
-            "norm_topk_prob": True,
-        },
+        GROUPED | SMALL_EXPERTS | {"num_local_experts": 8, "num_experts_per_tok": 3, "norm_topk_prob": True},
     ),
-    Case(
-        "qwen3-moe-shares-of-all",
-        "Qwen3Moe",
-        {"qk_layernorm": True, "num_experts": 4, "moe_router_pre_softmax": True, "moe_ffn_hidden_size": 12},
-        {"head_dim": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 12, "norm_topk_prob": False},
-    ),
+    Case("qwen3-moe-shares-of-all", "Qwen3Moe", SMALL_EXPERTS | {"norm_topk_prob": False}),
     Case(
         "gpt-oss",
         "GptOss",
-        {
-            "position_embedding_type": "yarn",
-            "rotary_base": 100.0,
-            "rotary_scaling_factor": 4.0,
-            "yarn_original_max_position_embeddings": 64,
-            "yarn_beta_fast": 8.0,
-            "yarn_correction_range_round_to_int": False,
-            "attention_pattern": "local:5,global",
-            "num_query_groups": 2,
-            "softmax_type": "learnable",
-            "activation": "quick_geglu",
-            "activation_func_clamp_value": 7.0,
-            "glu_linear_offset": 1.0,
-            "add_bias_linear": True,
-            "num_experts": 4,
-        },
-        {
-            "rope_parameters": YARN | {"truncate": False},
-            "max_position_embeddings": 256,
-            "sliding_window": 5,
-            "num_key_value_heads": 2,
-            "head_dim": 8,
-            "num_experts_per_tok": 2,
-            "attn_implementation": "eager",
-        },
+        GROUPED
+        | EAGER
+        | LAYERS
+        | {"num_local_experts": 4, "num_experts_per_tok": 2}
+        | {"rope_parameters": YARN | {"truncate": False}, "max_position_embeddings": 256},
     ),
+    Case("gpt-neox", "GPTNeoX", HALF),
+    Case("olmo2", "Olmo2", GROUPED),
+    Case("olmo3", "Olmo3", LAYERS | GROUPED | {"rope_parameters": ONE_BASE}),
+    Case("gemma2", "Gemma2", GEMMA | {"attn_logit_softcapping": 2.0}),
+    Case("gemma3", "Gemma3Text", GEMMA | {"rope_parameters": OF_KINDS}),
+    Case("phi3", "Phi3", GROUPED | EAGER | HALF | {"sliding_window": 5}),
+    Case("smollm3", "SmolLM3", {"no_rope_layers": [1, 0]}),
+    Case("granite", "Granite", FACTORS),
+    Case("starcoder2", "Starcoder2", GROUPED | {"sliding_window": 5}),
+    Case("mistral-window", "Mistral", {"sliding_window": 5}),
+    Case("qwen3-layers", "Qwen3", GROUPED | LAYERS | {"use_sliding_window": True}),
     Case(
-        "gpt-neox",
-        "GPTNeoX",
-        {
-            "normalization": "LayerNorm",
-            "activation": "gelu",
-            "add_bias_linear": True,
-            "parallel_attention": True,
-            "rotary_percent": 0.5,
-        },
-        {"rope_parameters": PLAIN | {"partial_rotary_factor": 0.5}},
-    ),
-    Case("olmo2", "Olmo2", OLMO, {"num_key_value_heads": 2}),
-    Case(
-        "olmo3",
-        "Olmo3",
-        OLMO
-        | {"attention_pattern": "local:5,global", "rotary_base": 300.0, "rotary_base_local": 300.0}
-        | {"rotary_seq_len_interpolation_factor": 2.0},
-        LAYERS | {"num_key_value_heads": 2, "rope_parameters": ONE_BASE},
-    ),
-    Case("gemma2", "Gemma2", GEMMA | {"attn_logit_softcapping": 2.0}, THEIR_GEMMA | {"attn_logit_softcapping": 2.0}),
-    Case(
-        "gemma3",
-        "Gemma3Text",
-        GEMMA
-        | {"qk_layernorm": True, "rotary_base": 300.0, "rotary_base_local": 50.0}
-        | {"rotary_seq_len_interpolation_factor": 2.0},
-        THEIR_GEMMA | {"rope_parameters": OF_KINDS},
-    ),
-    Case(
-        "phi3",
-        "Phi3",
-        {"num_query_groups": 2, "rotary_percent": 0.5, "window_size": 5},
-        {
-            "num_key_value_heads": 2,
-            "sliding_window": 5,
-            "rope_parameters": PLAIN | {"partial_rotary_factor": 0.5},
-            "attn_implementation": "eager",
-        },
-    ),
-    Case("smollm3", "SmolLM3", {"no_rope_freq": "2", "rotary_base": 2e6}, {"no_rope_layers": [1, 0]}),
-    Case(
-        "granite",
-        "Granite",
-        {"softmax_scale": 0.3, "embedding_multiplier": 3.0, "residual_multiplier": 0.25, "logits_scaling": 1.5},
-        {
-            "attention_multiplier": 0.3,
-            "embedding_multiplier": 3.0,
-            "residual_multiplier": 0.25,
-            "logits_scaling": 1.5,
-        },
-    ),
-    Case(
-        "starcoder2",
-        "Starcoder2",
-        {
-            "normalization": "LayerNorm",
-            "activation": "gelu_tanh",
-            "add_bias_linear": True,
-            "num_query_groups": 2,
-            "window_size": 5,
-        },
-        {"num_key_value_heads": 2, "sliding_window": 5},
-    ),
-    Case("mistral-window", "Mistral", {"window_size": 5}, {"sliding_window": 5}),
-    Case(
-        "qwen3-layers",
-        "Qwen3",
-        {"qk_layernorm": True, "num_query_groups": 2, "attention_pattern": "local:5,global"},
-        {"num_key_value_heads": 2, "head_dim": 8, "use_sliding_window": True, "sliding_window": 5}
-        | {"layer_types": ["sliding_attention", "full_attention"]},
-    ),
-    Case(
-        "ministral-layers",
-        "Ministral",
-        {"attention_pattern": "global,local:3"},
-        {"head_dim": 8, "sliding_window": 3, "layer_types": ["full_attention", "sliding_attention"]},
+        "ministral-layers", "Ministral", {"sliding_window": 3, "layer_types": ["full_attention", "sliding_attention"]}
     ),
     Case(
         "stablelm-partial-rotary",
         "StableLm",
-        {"normalization": "LayerNorm", "rotary_percent": 0.5, "add_qkv_bias": True},
-        {
-            "use_qkv_bias": True,
-            "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5},
-        },
+        HALF | {"use_qkv_bias": True},
+        {"normalization": "LayerNorm", "norm_epsilon": EPSILON, "rotary_percent": 0.5, "add_qkv_bias": True},
     ),
 ]
 BY_NAME = {case.name: case for case in CASES}
@@ -344,13 +179,13 @@ class Pair:
         return pair
 
     def their_weights(self) -> dict[str, Tensor]:
-        return self.case.translate({n: p.detach() for n, p in self.theirs.named_parameters()}, self.config)
+        return translate(self.case.family, {n: p.detach() for n, p in self.theirs.named_parameters()}, self.config)
 
     def their_grads(self) -> dict[str, Tensor]:
         grads = {n: p.grad for n, p in self.theirs.named_parameters()}
         missing = [n for n, g in grads.items() if g is None]
         assert not missing, f"the reference has no gradient for {missing}"
-        return self.case.translate(grads, self.config)  # type: ignore[arg-type]
+        return translate(self.case.family, grads, self.config)  # type: ignore[arg-type]
 
     def their_backward(self, batches: list[MicroBatch]) -> Tensor:
         """The whole batch at once; the mean over its unmasked labels."""

@@ -18,24 +18,21 @@ from megatron.convert.huggingface.config import CONFIG_FILE, read_model_config
 from megatron.convert.huggingface.weights import HuggingFaceWeights
 from megatron.distributed.sharding import Box
 from tests.kit.solo import random_batch
-from tests.parity.test_hf import BY_NAME, Pair, precision
-from tests.parity.test_hf_convert import Shape
+from tests.parity.test_hf import BY_NAME, Case, Pair, precision
+from tests.parity.test_hf_convert import build
 
 transformers = pytest.importorskip("transformers")
 
 COEFFICIENT = 0.3
 
 
-@pytest.mark.parametrize("name", [name for name, case in BY_NAME.items() if "num_experts" in case.ours])
+@pytest.mark.parametrize("name", [name for name, case in BY_NAME.items() if case.has_experts])
 def test_balancing_loss_of_a_batch_is_transformers(name: str) -> None:
     """Of one layer: theirs takes all layers as one, and counts a token's choices without dividing by their number."""
     case = BY_NAME[name]
-    changes = {
-        "num_layers": 1,
-        "moe_router_load_balancing_type": "aux_loss",
-        "moe_aux_loss_coeff": COEFFICIENT,
-    }
+    changes = {"moe_router_load_balancing_type": "aux_loss", "moe_aux_loss_coeff": COEFFICIENT}
     theirs = {"num_hidden_layers": 1, "output_router_logits": True, "router_aux_loss_coef": COEFFICIENT}
+    theirs |= {name: value[:1] for name, value in case.theirs.items() if name == "layer_types"}
     pair = Pair.build(replace(case, ours=case.ours | changes, theirs=case.theirs | theirs), torch.float64)
     batch = random_batch(pair.config, samples=3)
     batch = replace(batch, labels=batch.labels.contiguous(), loss_mask=torch.ones_like(batch.loss_mask))
@@ -47,22 +44,12 @@ def test_balancing_loss_of_a_batch_is_transformers(name: str) -> None:
     assert out.aux_loss > 1
 
 
-SMALL = {
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "hidden_size": 32,
-    "intermediate_size": 40,
-    "vocab_size": 90,
-    "num_local_experts": 3,
-    "num_experts_per_tok": 2,
-    "max_position_embeddings": 64,
-}
+SMALL = {"num_key_value_heads": 2, "intermediate_size": 40, "num_local_experts": 3, "num_experts_per_tok": 2}
 SHAPES = [
-    Shape("Mixtral", SMALL),
-    Shape("Qwen3Moe", SMALL | {"head_dim": 12, "moe_intermediate_size": 20, "norm_topk_prob": True}),
+    Case("mixtral", "Mixtral", SMALL),
+    Case("qwen3-moe", "Qwen3Moe", SMALL | {"head_dim": 12, "moe_intermediate_size": 20, "norm_topk_prob": True}),
 ]
-GPT_OSS = Shape("GptOss", SMALL | {"head_dim": 12, "sliding_window": 5})
+GPT_OSS = Case("gpt-oss", "GptOss", SMALL | {"head_dim": 12, "sliding_window": 5})
 
 
 def checked(folder: Path) -> float:
@@ -74,17 +61,17 @@ def checked(folder: Path) -> float:
 @pytest.mark.parametrize("stacked", [False, True])
 @pytest.mark.parametrize("shape", [*SHAPES, GPT_OSS], ids=lambda shape: shape.family)
 def test_the_check_of_a_conversion_reads_experts_as_transformers_does(
-    shape: Shape, stacked: bool, tmp_path: Path
+    shape: Case, stacked: bool, tmp_path: Path
 ) -> None:
     """Stored one by one or as one tensor for all of a layer."""
-    shape.build(seed=3).save_pretrained(tmp_path, save_original_format=not stacked)
+    build(shape, seed=3).save_pretrained(tmp_path, save_original_format=not stacked)
     names = load_file(tmp_path / "model.safetensors")
     assert any(name.endswith("experts.gate_up_proj") for name in names) == (stacked or shape is GPT_OSS)
     assert checked(tmp_path) < 2e-6
 
 
 def test_weights_in_mxfp4_are_refused(tmp_path: Path) -> None:
-    GPT_OSS.build(seed=3).save_pretrained(tmp_path)
+    build(GPT_OSS, seed=3).save_pretrained(tmp_path)
     config = json.loads((tmp_path / CONFIG_FILE).read_text())
     quantised = config | {"quantization_config": {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}}
     (tmp_path / CONFIG_FILE).write_text(json.dumps(quantised))
@@ -104,16 +91,16 @@ class Swapped(HuggingFaceWeights):
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: shape.family)
-def test_swapped_experts_are_found(shape: Shape, tmp_path: Path) -> None:
-    shape.build(seed=3).save_pretrained(tmp_path)
+def test_swapped_experts_are_found(shape: Case, tmp_path: Path) -> None:
+    build(shape, seed=3).save_pretrained(tmp_path)
     model = read_model_config(tmp_path)
     with pytest.raises(MismatchError, match="block 0"):
         check_model(tmp_path, tmp_path / CONFIG_FILE, model, Swapped(tmp_path, model))
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: shape.family)
-def test_a_missing_expert_is_named(shape: Shape, tmp_path: Path) -> None:
-    shape.build(seed=3).save_pretrained(tmp_path)
+def test_a_missing_expert_is_named(shape: Case, tmp_path: Path) -> None:
+    build(shape, seed=3).save_pretrained(tmp_path)
     file = tmp_path / "model.safetensors"
     tensors = load_file(file)
     lost = next(name for name in tensors if ".experts.2." in name)

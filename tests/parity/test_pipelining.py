@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import csv
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -11,20 +11,20 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from megatron.config.parallel import ParallelConfig
 from megatron.config.training import TrainingConfig
 from megatron.distributed.micro_batch import MicroBatch
 from megatron.pipeline.actions import PipelineSchedule
 from megatron.pipeline.communication import add_communication
-from megatron.pipeline.partition import StageLayers
 from megatron.pipeline.plan import stage_layers
 from megatron.pipeline.validate import validate_program
 from megatron.training.build import build_trainer
 from megatron.training.trainer import Trainer
 from tests.kit.cases import MODEL, Case, batches_of
 from tests.kit.pool import Pool
+from tests.parity.plain import PlainStage
 
 SCHEDULES = {
     "ScheduleGPipe": ("gpipe", 1),
@@ -59,61 +59,15 @@ def case_of(schedule: str, ranks: int) -> Case:
 # ---- PyTorch's side
 
 
-class PlainStage(nn.Module):
-    """Some layers of a GPT-2 in plain PyTorch. Ours has the sequence first; here the batch is, as it is to be cut."""
-
-    def __init__(self, stage: StageLayers, weights: Mapping[str, Tensor]) -> None:
-        super().__init__()
-        self.stage = stage
-        prefixes = [f"layers.{i}." for i in stage.layers] + ["embedding."] * stage.first
-        prefixes += ["final_layernorm.", "output_layer."] * stage.last
-        mine = {name: w for name, w in weights.items() if name.startswith(tuple(prefixes))}
-        self.weights = nn.ParameterDict({name.replace(".", "/"): w.detach().clone() for name, w in mine.items()})
-
-    def gradients(self) -> Gradients:
-        """By global name."""
-        return {name.replace("/", "."): w.grad for name, w in self.weights.items() if w.grad is not None}
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Tokens ``[B, S]`` or a hidden state ``[B, S, H]`` to a hidden state or logits ``[B, S, V]``."""
-        if self.stage.first:
-            x = (
-                F.embedding(x, self.at("embedding.word_embeddings"))
-                + self.at("embedding.position_embeddings")[: x.shape[1]]
-            )
-        for i in self.stage.layers:
-            x = x + self.attention(self.norm(x, f"layers.{i}.input_layernorm"), f"layers.{i}.self_attention")
-            x = x + self.mlp(self.norm(x, f"layers.{i}.pre_mlp_layernorm"), f"layers.{i}.mlp")
-        return F.linear(self.norm(x, "final_layernorm"), self.at("output_layer")) if self.stage.last else x
-
-    def attention(self, x_BSH: Tensor, name: str) -> Tensor:
-        b, s, h = x_BSH.shape
-        q, k, v = self.linear(x_BSH, f"{name}.linear_qkv").view(b, s, MODEL.num_attention_heads, 3, -1).unbind(3)
-        q, k, v = (part.transpose(1, 2) for part in (q, k, v))
-        heads = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        return self.linear(heads.transpose(1, 2).reshape(b, s, h), f"{name}.linear_proj")
-
-    def mlp(self, x: Tensor, name: str) -> Tensor:
-        inner = F.gelu(self.linear(x, f"{name}.linear_fc1"), approximate="tanh")
-        return self.linear(inner, f"{name}.linear_fc2")
-
-    def linear(self, x: Tensor, name: str) -> Tensor:
-        return F.linear(x, self.at(name), self.at(name, "bias"))
-
-    def norm(self, x: Tensor, name: str) -> Tensor:
-        return F.layer_norm(x, x.shape[-1:], self.at(name), self.at(name, "bias"), MODEL.norm_epsilon)
-
-    def at(self, module: str, kind: str = "weight") -> Tensor:
-        return self.weights[f"{module}.{kind}".replace(".", "/")]
-
-
 def stock(name: str, trainer: Trainer, batches: Sequence[MicroBatch]) -> tuple[Any, list[PlainStage]]:
     """PyTorch's schedule over plain stages with the trainer's weights."""
     from torch.distributed import pipelining
 
     mesh, layers = trainer.mesh, stage_layers(trainer.config.model, trainer.config.parallel)
     here = [stage for stage, rank in enumerate(mesh.placement) if rank == mesh.coordinate["pp"]]
-    modules = [PlainStage(layers[stage], trainer.params) for stage in here]
+    modules = [PlainStage(UNTIED, layers[stage], UNTIED.vocab).double() for stage in here]
+    for module in modules:
+        module.load_state_dict({name: trainer.params[name].detach() for name in module.state_dict()})
     stages = [
         pipelining.PipelineStage(module, stage, len(layers), trainer.device) for stage, module in zip(here, modules)
     ]
@@ -176,7 +130,7 @@ def compared(rank: int, world_size: int, name: str, folder: Path) -> Found:
     batches = batches_of(trainer, case, 0)
     schedule, modules = stock(name, trainer, batches)
     step_of(schedule, trainer, batches)
-    theirs = {weight: gradient for module in modules for weight, gradient in module.gradients().items()}
+    theirs = {name: p.grad for module in modules for name, p in module.named_parameters() if p.grad is not None}
     in_our_order = ours(trainer, batches, None)
     if name == MISDESCRIBED:
         return Found(theirs, in_our_order, in_our_order)

@@ -15,22 +15,15 @@ from torch import Tensor, nn
 
 from megatron.config.training import TrainingConfig
 from megatron.distributed.micro_batch import MicroBatch
-from tests.kit.solo import Solo, tiny
+from tests.kit.solo import Solo
 from tests.parity.families import copy_into, everything_in_double, from_llama
+from tests.parity.test_hf import Case
 
 transformers = pytest.importorskip("transformers")
 dpo_trainer = pytest.importorskip("trl.trainer.dpo_trainer")
 
-LLAMA = tiny(
-    position_embedding_type="rope",
-    normalization="RMSNorm",
-    activation="swiglu",
-    add_bias_linear=False,
-    ffn_hidden_size=48,
-    untie_embeddings_and_output_weights=True,
-    norm_epsilon=1e-3,
-    max_position_embeddings=64,
-)
+CASE = Case("llama", "Llama", {"initializer_range": 0.2})
+LLAMA = CASE.config()
 BETA = 0.3
 PROMPTS, ANSWERS = (3, 5, 2, 4), ((4, 6), (5, 3), (2, 7), (6, 6))
 """Tokens of the prompts, and of the preferred and the other answer of each."""
@@ -46,21 +39,7 @@ def double() -> Iterator[None]:
 
 def llama(seed: int) -> nn.Module:
     torch.manual_seed(seed)
-    config = transformers.LlamaConfig(
-        vocab_size=101,
-        hidden_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=4,
-        intermediate_size=48,
-        max_position_embeddings=64,
-        tie_word_embeddings=False,
-        rms_norm_eps=1e-3,
-        initializer_range=0.2,
-        pad_token_id=None,
-    )
-    model: nn.Module = transformers.AutoModelForCausalLM.from_config(config)
-    return model.double()
+    return CASE.reference().double()
 
 
 def pairs(seed: int = 0) -> list[Pair]:

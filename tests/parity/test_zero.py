@@ -23,52 +23,26 @@ from megatron.config.parallel import ParallelConfig
 from megatron.config.training import TrainingConfig
 from megatron.distributed.comm import ALL_GATHER, REDUCE_SCATTER
 from megatron.distributed.micro_batch import MicroBatch
+from megatron.pipeline.partition import StageLayers
 from megatron.training.build import build_trainer
 from megatron.training.step import train_step
 from tests.kit.cases import LR, MODEL, RATES, Case, batches_of
 from tests.kit.pool import Pool
+from tests.parity.plain import PlainStage
 
 CLIP = 0.5
 STEPS = 5
 
 
-class Block(nn.Module):
-    """Attention and an MLP, each after a norm and beside a residual stream."""
-
-    def __init__(self, c: ModelConfig) -> None:
-        super().__init__()
-        h, self.heads = c.hidden_size, c.num_attention_heads
-        self.input_layernorm, self.pre_mlp_layernorm = nn.LayerNorm(h), nn.LayerNorm(h)
-        self.self_attention = nn.ModuleDict({"linear_qkv": nn.Linear(h, 3 * h), "linear_proj": nn.Linear(h, h)})
-        self.mlp = nn.ModuleDict({"linear_fc1": nn.Linear(h, c.ffn), "linear_fc2": nn.Linear(c.ffn, h)})
-
-    def forward(self, x: Tensor) -> Tensor:
-        qkv = self.self_attention["linear_qkv"](self.input_layernorm(x))
-        q, k, v = qkv.unflatten(-1, (self.heads, 3, -1)).permute(3, 0, 2, 1, 4)
-        seen = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
-        x = x + self.self_attention["linear_proj"](seen)
-        up = F.gelu(self.mlp["linear_fc1"](self.pre_mlp_layernorm(x)), approximate="tanh")
-        return x + self.mlp["linear_fc2"](up)
-
-
-class Plain(nn.Module):
+class Plain(PlainStage):
     """The transformer; its forward is the summed loss of a micro-batch, over labels that count."""
 
     def __init__(self, c: ModelConfig, rows: int) -> None:
-        super().__init__()
+        super().__init__(c, StageLayers(range(c.num_layers), True, True), rows)
         self.vocabulary = c.vocab
-        tables = {"word_embeddings": rows, "position_embeddings": c.max_position_embeddings or 0}
-        self.embedding = nn.ModuleDict({name: nn.Embedding(n, c.hidden_size) for name, n in tables.items()})
-        self.layers = nn.ModuleList(Block(c) for _ in range(c.num_layers))
-        self.final_layernorm = nn.LayerNorm(c.hidden_size)
-        self.output_layer = nn.Linear(c.hidden_size, rows, bias=False)
 
-    def forward(self, batch: MicroBatch) -> Tensor:
-        positions = torch.arange(batch.tokens.shape[1])
-        x = self.embedding["word_embeddings"](batch.tokens) + self.embedding["position_embeddings"](positions)
-        for layer in self.layers:
-            x = layer(x)
-        logits = self.output_layer(self.final_layernorm(x))[..., : self.vocabulary]
+    def forward(self, batch: MicroBatch) -> Tensor:  # type: ignore[override]
+        logits = super().forward(batch.tokens)[..., : self.vocabulary]
         losses = F.cross_entropy(logits.flatten(0, 1), batch.labels.flatten(), reduction="none")
         return (losses * batch.loss_mask.flatten()).sum()
 
@@ -80,7 +54,7 @@ def sharded(plain: Plain, instances: int) -> nn.Module:
     world = torch.distributed.get_world_size()
     shape, names = ((world,), ("shard",)) if instances == 1 else ((instances, world // instances), ("copy", "shard"))
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
-    for layer in plain.layers:
+    for layer in plain.layers.values():
         fully_shard(layer, mesh=mesh)
     fully_shard(plain, mesh=mesh)
     return plain

@@ -11,7 +11,7 @@ import numpy as np
 
 from megatron.config.text import counted
 from megatron.data.inspect import DatasetSummary
-from megatron.training.loggers.formatting import format_compact
+from megatron.training.loggers.console import format_compact
 from megatron.training.loggers.plots import MUTED_COLOR, open_figure
 
 if TYPE_CHECKING:

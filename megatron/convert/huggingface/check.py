@@ -29,7 +29,7 @@ from megatron.config.text import listed
 from megatron.config.training import TrainingConfig
 from megatron.convert.huggingface.config import CONFIG_FILE
 from megatron.convert.huggingface.weights import build_on_meta, open_weights
-from megatron.convert.weight_source import WeightSource, read_in_blocks
+from megatron.convert.weight_source import WeightSource, fill_in_blocks
 from megatron.data.tokenizers.huggingface import (
     TOKENIZER_CONFIG,
     TOKENIZER_JSON,
@@ -37,7 +37,7 @@ from megatron.data.tokenizers.huggingface import (
     parse_tokenizer,
 )
 from megatron.distributed.micro_batch import MicroBatch
-from megatron.kernels.rotary import RotaryEmbedding
+from megatron.kernels.qkv import RotaryEmbedding
 
 
 class LazyWeightLoader:
@@ -154,18 +154,14 @@ def check_model(
     wrong = next((difference for difference in found if difference.relative > TOLERANCE), None)
     if wrong is not None:
         if wrong.absolute == float("inf"):
-            raise_if_any(folder, {"holds tensors with values that are NaN or infinite": nonfinite_tensors(folder)})
+            extremes = {key: file.tensor(key).aminmax() for key, file in open_weights(folder).items()}  # NaN propagates
+            odd = [key for key, (least, most) in extremes.items() if not (least.isfinite() and most.isfinite())]
+            raise_if_any(folder, {"holds tensors with values that are NaN or infinite": odd})
         raise MismatchError(
             f"transformers computes other numbers from {folder} than this model: the first to differ is {wrong}; "
             f"the final {found[-1]}; rounding explains up to {TOLERANCE:g} of the largest"
         )
     return found
-
-
-def nonfinite_tensors(folder: Path) -> list[str]:
-    """Return the names of the tensors in a folder's files with NaN or infinite values."""
-    extremes = {key: file.tensor(key).aminmax() for key, file in open_weights(folder).items()}  # NaN propagates
-    return [key for key, (least, greatest) in extremes.items() if not (least.isfinite() and greatest.isfinite())]
 
 
 def sample_inputs(model: ModelConfig) -> tuple[Tensor, Tensor]:
@@ -215,7 +211,9 @@ def run_own_model(model: ModelConfig, source: WeightSource, tokens_BS: Tensor, p
 
     def load(name: str) -> Tensor:
         spec = chunk.specs[name]
-        return read_in_blocks(source, name, spec.view, whole_box(spec.view), torch.float32).reshape(spec.shape)
+        value = torch.empty(spec.view)
+        fill_in_blocks(source, name, spec.view, whole_box(spec.view), value)
+        return value.view(spec.shape)
 
     weights = LazyWeightLoader(chunk, load, {"output_layer.weight": head.name})
     for name, module in chunk.named_modules():

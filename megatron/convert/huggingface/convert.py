@@ -10,15 +10,13 @@ from __future__ import annotations
 import json
 import shlex
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from itertools import cycle, groupby
 from math import prod
 from pathlib import Path
-from threading import Event, Lock
 from typing import Any
 
 import torch
@@ -33,12 +31,13 @@ from megatron.checkpoint.durable_files import (
     sync_folder,
     write_file,
 )
-from megatron.checkpoint.errors import CheckpointError, StorageError
+from megatron.checkpoint.errors import CheckpointError
 from megatron.checkpoint.folder import CheckpointFolder
 from megatron.checkpoint.format import (
     MANIFEST,
     MARKER,
     TensorChunk,
+    TensorRecord,
     encode_manifest,
     marker_content,
     parse_manifest,
@@ -46,7 +45,7 @@ from megatron.checkpoint.format import (
     whole_box,
 )
 from megatron.checkpoint.location import local_path
-from megatron.checkpoint.publish import ATTEMPT_PREFIX, delete_checkpoint
+from megatron.checkpoint.publish import ATTEMPT_PREFIX
 from megatron.checkpoint.save import (
     CheckpointExtras,
     RankFile,
@@ -56,8 +55,15 @@ from megatron.checkpoint.save import (
     write_rank_file,
     write_small_files,
 )
-from megatron.checkpoint.tensor_file import GlobalTensor, TensorEntry, TensorFileWriter, TensorPart, copy_tiled
-from megatron.config.files import TABLE_FILE_BYTES, parse_json, read_small
+from megatron.checkpoint.tensor_file import (
+    DTYPE_NAMES,
+    GlobalTensor,
+    TensorEntry,
+    TensorFileWriter,
+    TensorPart,
+    copy_tiled,
+)
+from megatron.config.files import parse_json
 from megatron.config.model import ModelConfig
 from megatron.config.precision import PrecisionConfig
 from megatron.config.run import RunConfig
@@ -78,7 +84,15 @@ from megatron.convert.huggingface.weights import (
 )
 from megatron.convert.model_card import CARD_FILE, OTHER_CARD_FILE, model_card
 from megatron.convert.saved_model import SavedModel
-from megatron.convert.staging import JOURNAL, StagingFolder
+from megatron.convert.staging import (
+    JOURNAL,
+    ConversionProgress,
+    ProgressCallback,
+    StagedFile,
+    StagingFolder,
+    disk_errors,
+    removed_on_error,
+)
 from megatron.convert.tokenizer_files import (
     GENERATION_CONFIG_FILE,
     TOKENIZER_PREFIX,
@@ -91,9 +105,6 @@ from megatron.data.errors import DataError
 from megatron.data.tokenizers.huggingface import TOKENIZER_CONFIG, TOKENIZER_JSON, find_eod_id, find_special_token
 from megatron.distributed.sharding import Box
 from megatron.layers.context import DTYPES
-
-ProgressCallback = Callable[[str, int, int], None]
-"""Progress callback: (name of the last tensor, bytes written, bytes to write)."""
 
 PENDING_CONFIG_FILE = "config.json.unfinished"
 """Name of config.json until the folder is complete."""
@@ -117,22 +128,6 @@ class ConversionResult:
     differences: Sequence[OutputDifference]  # to transformers; empty without a check
     kept: int = 0  # files that an interrupted conversion had completed
     architecture: str = ""  # class of transformers that an export is for
-
-
-class _Progress:
-    """Counts written bytes and reports them; threads report one at a time."""
-
-    def __init__(self, report: ProgressCallback, total: int) -> None:
-        self._report, self._total, self._done = report, total, 0
-        self._lock, self.stop = Lock(), Event()
-
-    def add(self, name: str, size: int) -> None:
-        """Count ``size`` bytes of a tensor; raise CancelledError once ``stop`` is set."""
-        with self._lock:
-            if self.stop.is_set():
-                raise CancelledError
-            self._done += size
-            self._report(name, self._done, self._total)
 
 
 # ---- From Hugging Face ----
@@ -177,32 +172,23 @@ def convert_from_huggingface(
     with storage_errors(path, 0, None):
         make_folder(path.parent, private=True)
         staging = StagingFolder(staged / ATTEMPT, identity)
-    with staging:
-        try:
-            with storage_errors(path, 0, None):
-                kept = len(staging.complete)
-                progress = _Progress(
-                    report,
-                    sum(sizes[n] for i, g in enumerate(groups) if rank_file_name(i) not in staging.complete for n in g),
-                )
-                files = {
-                    rank_file_name(i): partial(_write_tensors, staging.folder, i, group, source, stored, progress)
-                    for i, group in enumerate(groups)
-                }
-                ranks = staging.write(files, workers, progress.stop)
-                manifest = build_manifest(ranks, write_small_files(staging.folder, extra.files), extra)
-                write_file(staging.folder / MANIFEST, manifest)
-                sync_folder(staging.folder)
-                saved = SavedModel(parse_manifest(staged, manifest, ATTEMPT))
-                differences = check_model(folder, folder / CONFIG_FILE, saved.model, saved, stored) if checked else ()
-                staging.close_journal()
-                publish_file(staged / MARKER, marker_content(manifest, ATTEMPT))
-                _publish(staged, path)
-        except BaseException:
-            with suppress(OSError):  # NFS keeps a name for the journal until it is closed
-                delete_checkpoint(staged)
-            raise
-    return ConversionResult(path, saved.model, differences, kept)
+    with staging, removed_on_error(staged), storage_errors(path, 0, None):
+        files = {
+            rank_file_name(i): StagedFile(
+                sum(sizes[name] for name in group), partial(_write_tensors, staging.folder, i, group, source, stored)
+            )
+            for i, group in enumerate(groups)
+        }
+        ranks = staging.write(files, workers, report)
+        manifest = build_manifest(ranks, write_small_files(staging.folder, extra.files), extra)
+        write_file(staging.folder / MANIFEST, manifest)
+        sync_folder(staging.folder)
+        saved = SavedModel(parse_manifest(staged, manifest, ATTEMPT))
+        differences = check_model(folder, folder / CONFIG_FILE, saved.model, saved, stored) if checked else ()
+        staging.close_journal()
+        publish_file(staged / MARKER, marker_content(manifest, ATTEMPT))
+        durable_rename(staged, path)
+    return ConversionResult(path, saved.model, differences, staging.kept)
 
 
 def new_checkpoint(save: Path, iteration: int = 0) -> Path:
@@ -211,13 +197,6 @@ def new_checkpoint(save: Path, iteration: int = 0) -> Path:
     if checkpoints.named():
         raise CheckpointError(f"{save} holds checkpoints already", "--save A_NEW_FOLDER")
     return local_path(checkpoints.path(iteration))
-
-
-def _publish(staged: Path, path: Path) -> None:
-    try:
-        durable_rename(staged, path)
-    except OSError as error:
-        raise StorageError(f"{path}: {error.strerror or error}; nothing was written", "--save A_NEW_FOLDER") from error
 
 
 def _file_versions(folder: Path) -> dict[str, list[int]]:
@@ -233,25 +212,20 @@ def _imported_extras(source: HuggingFaceWeights, dtype: str | None) -> Checkpoin
     config, settings = resolve(RunConfig(model=source.model, precision=precision), 1), read_config(source.folder)
     special_ids = {name: settings[name] for name in SPECIAL_TOKEN_IDS if settings.get(name) is not None}
     carried = find_tokenizer_files(source.folder)
-    for path in carried.values():
+    for name, path in carried.items():
         if path.suffix == ".json":
-            _check_json(path)
+            _json_object({name: path.read_bytes()}, name)
     files: dict[str, Path | bytes] = {GENERATION_CONFIG_FILE: json.dumps(special_ids).encode(), **carried}
     return CheckpointExtras({"iteration": 0, "consumed_samples": 0}, to_dict(config), files)
 
 
-def _check_json(path: Path) -> None:
-    """Raise CheckpointError unless a file holds a JSON object."""
-    try:
-        content = parse_json(read_small(path, TABLE_FILE_BYTES))
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path} is no JSON: {error}") from error
-    if not isinstance(content, dict):
-        raise CheckpointError(f"{path} holds {type(content).__name__}, not an object")
-
-
 def _write_tensors(
-    folder: Path, number: int, names: Sequence[str], source: HuggingFaceWeights, dtype: torch.dtype, progress: _Progress
+    folder: Path,
+    number: int,
+    names: Sequence[str],
+    source: HuggingFaceWeights,
+    dtype: torch.dtype,
+    progress: ConversionProgress,
 ) -> RankFile:
     """Write one file of a checkpoint, block by block."""
     # for all blocks: new memory costs a page fault every 4 KB
@@ -260,7 +234,7 @@ def _write_tensors(
     return write_rank_file(folder, number, tensors)
 
 
-def _global_tensor(source: HuggingFaceWeights, name: str, memory: Tensor, progress: _Progress) -> GlobalTensor:
+def _global_tensor(source: HuggingFaceWeights, name: str, memory: Tensor, progress: ConversionProgress) -> GlobalTensor:
     """Return a tensor whose parts are read, into ``memory``, only when they are written."""
     spec, dtype = source.specs[name], memory.dtype
 
@@ -346,27 +320,20 @@ def convert_to_huggingface(
         "manifest": checksum(encode_manifest(manifest.tensors, manifest.files, manifest.state, manifest.config)),
         "shards": checksum(repr((shards, source.dtype, saved.average)).encode()),
     }
-    with disk_errors_as_storage_errors(building):
+    with disk_errors(building):
         staging = StagingFolder(building, identity)
-    with staging:
-        try:
-            kept = len(staging.complete)
-            pending_config = building / PENDING_CONFIG_FILE
-            with disk_errors_as_storage_errors(building):
-                write_file(pending_config, _json(config))
-                _write_weights(staging, source, shards, workers or 4 // source.dtype.itemsize, report)
-                for name, content in files.items():
-                    write_file(building / name, content)
-                sync_folder(building)
-            differences = check_model(building, pending_config, saved.model, source) if checked else ()
-            with disk_errors_as_storage_errors(building):
-                staging.close_journal()
-                durable_rename(pending_config, building / CONFIG_FILE)
-                durable_rename(building, folder)  # replaces an empty folder
-        except BaseException:
-            shutil.rmtree(building, ignore_errors=True)
-            raise
-    return ConversionResult(folder, saved.model, differences, kept, config["architectures"][0])
+    with staging, removed_on_error(building), disk_errors(building):
+        pending_config = building / PENDING_CONFIG_FILE
+        write_file(pending_config, _json(config))
+        _write_weights(staging, source, shards, workers or 4 // source.dtype.itemsize, report)
+        for name, content in files.items():
+            write_file(building / name, content)
+        sync_folder(building)
+        differences = check_model(building, pending_config, saved.model, source) if checked else ()
+        staging.close_journal()
+        durable_rename(pending_config, building / CONFIG_FILE)
+        durable_rename(building, folder)  # replaces an empty folder
+    return ConversionResult(folder, saved.model, differences, staging.kept, config["architectures"][0])
 
 
 class RoundedWeights:
@@ -392,16 +359,6 @@ class RoundedWeights:
                 self.read(mapping.ours, view, block)  # raises if only the rounded values are infinite
 
 
-@contextmanager
-def disk_errors_as_storage_errors(building: Path, flag: str = "--save-hf") -> Iterator[None]:
-    """Raise StorageError for an error of the disk while ``building``, the folder of ``flag``, is written."""
-    try:
-        yield
-    except OSError as error:
-        seen = f"{error.filename or building}: {error.strerror or error}"
-        raise StorageError(f"{seen}; nothing was exported", f"{flag} A_FOLDER_ELSEWHERE") from error
-
-
 Shards = dict[str, list[list[TensorMapping]]]
 """Tensors of each weights file, by its name; of each tensor the parts that it joins."""
 
@@ -425,12 +382,11 @@ def _write_weights(
     """Write the weights files that are not complete, and their index if there are several."""
     size = source.dtype.itemsize
     sizes = {name: sum(prod(parts[0].stored) * size for parts in tensors) for name, tensors in shards.items()}
-    progress = _Progress(report, sum(sizes[name] for name in shards if name not in staging.complete))
     files = {
-        name: partial(_write_shard, staging.folder / name, tensors, source, progress)
+        name: StagedFile(sizes[name], partial(_write_shard, staging.folder / name, tensors, source))
         for name, tensors in shards.items()
     }
-    staging.write(files, workers, progress.stop)
+    staging.write(files, workers, report)
     if len(shards) > 1:
         weight_map = {parts[0].name: name for name, tensors in shards.items() for parts in tensors}
         index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": weight_map}
@@ -438,17 +394,18 @@ def _write_weights(
 
 
 def _write_shard(
-    path: Path, tensors: Sequence[Sequence[TensorMapping]], source: RoundedWeights, progress: _Progress
+    path: Path, tensors: Sequence[Sequence[TensorMapping]], source: RoundedWeights, progress: ConversionProgress
 ) -> RankFile:
     """Write a weights file, one tensor while the next is read; return its size and checksums."""
     entries: list[TensorEntry] = [(parts[0].name, source.dtype, parts[0].stored) for parts in tensors]
-    chunks: list[tuple[str, TensorChunk]] = []
+    records: dict[str, TensorRecord] = {}
     # two for all tensors: new memory costs a page fault every 4 KB
     buffers = torch.empty(2, max(prod(parts[0].stored) for parts in tensors), dtype=source.dtype)
 
     def write(name: str, theirs: Tensor) -> None:
-        written = file.write(name, theirs)
-        chunks.append((name, TensorChunk(whole_box(tuple(theirs.shape)), path.name, *written)))
+        written, shape = file.write(name, theirs), tuple(theirs.shape)
+        chunk = TensorChunk(whole_box(shape), path.name, *written)
+        records[name] = TensorRecord(DTYPE_NAMES[source.dtype], shape, shape, (chunk,))
         progress.add(name, written[1])
 
     with TensorFileWriter(path, entries, {"format": "pt"}) as file, ThreadPoolExecutor(1) as writer:
@@ -462,7 +419,7 @@ def _write_shard(
             writing = writer.submit(write, parts[0].name, theirs)
         if writing is not None:
             writing.result()
-    return RankFile({}, chunks, {path.name: file.record})
+    return RankFile(records, {path.name: file.record})
 
 
 def split_into_shards(sizes: Sequence[int], limit: int) -> list[slice]:

@@ -5,10 +5,10 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
 
 from megatron.config.model import ModelConfig
 from megatron.config.plugins import registered
@@ -16,8 +16,6 @@ from megatron.convert.huggingface.keys import (
     GEGLUS,
     GELUS,
     HAS_LAYER_TYPES,
-    ROPE_OPTIONS,
-    ROTATES,
     WINDOW,
     Capabilities,
     ConfigKey,
@@ -30,29 +28,23 @@ from megatron.convert.huggingface.keys import (
     activation,
     equal_dropout,
     layer_types,
-    plain_rope,
     read_bool,
     read_layer_types,
     read_no_rope_layers,
     read_number,
-    read_rope,
     rope,
     rope_of_kinds,
     softcaps,
     softmax_scale,
     write_layer_types,
     write_no_rope_layers,
-    write_rope,
 )
 
 # ---- GPT-2 ----
 
 _WIDTH = ConfigKey("hidden_size", "n_embd", 768)
-_HEADS_SPLIT_HIDDEN: Capabilities = {"kv_channels": lambda m: m.head_dim * m.num_attention_heads == m.hidden_size}
-_EQUAL_HEADS: Capabilities = {
-    "num_query_groups": lambda m: m.kv_groups == m.num_attention_heads,
-    **_HEADS_SPLIT_HIDDEN,
-}
+_DIVIDES_HIDDEN: Capabilities = {"hidden_size": lambda m: m.hidden_size % m.num_attention_heads == 0}
+"""Required by transformers."""
 
 _GPT2 = ModelFamily(
     architecture="GPT2LMHeadModel",
@@ -70,21 +62,14 @@ _GPT2 = ModelFamily(
         activation("activation_function", "gelu_new", GELUS),
         # the default of ModelConfig
         KeyGroup(read=lambda c: {"ffn_hidden_size": None} if c.get("n_inner") == 4 * read_number(_WIDTH, c) else {}),
-        KeyGroup(can=_EQUAL_HEADS),
+        KeyGroup(can=_DIVIDES_HIDDEN),
     ),
     fixed={
         "scale_attn_weights": (True,),
         "scale_attn_by_inverse_layer_idx": (False,),
         "add_cross_attention": (False,),
     },
-    always={
-        "position_embedding_type": "learned_absolute",
-        "normalization": "LayerNorm",
-        "add_bias_linear": True,
-        "qk_layernorm": False,
-        "window_size": None,
-        "num_experts": None,
-    },
+    always={},
     weights={
         "embedding.word_embeddings": ("v h", {"transformer.wte": "v, h"}),
         "embedding.position_embeddings": ("t h", {"transformer.wpe": "t, h"}),
@@ -115,29 +100,57 @@ def _read_llama_bias(config: JsonObject) -> FieldValues:
 
 
 _SWIGLU: FieldValues = {"normalization": "RMSNorm", "activation": "swiglu"}
-_NO_BIAS: FieldValues = {"add_bias_linear": False, "add_qkv_bias": False}
+_NO_BIAS: FieldValues = {"add_bias_linear": False}
 
-_DIVIDES_HIDDEN: Capabilities = {"hidden_size": lambda m: m.hidden_size % m.num_attention_heads == 0}
-"""Required by transformers."""
-_SIZES = (
-    ConfigKey("num_layers", "num_hidden_layers", 32),
-    ConfigKey("hidden_size", "hidden_size", 4096),
-    ConfigKey("ffn_hidden_size", "intermediate_size", 11008),
-    ConfigKey("num_attention_heads", "num_attention_heads", 32),
-    ConfigKey("vocab_size", "vocab_size", 32000),
-    ConfigKey("max_position_embeddings", "max_position_embeddings", 2048),
-    ConfigKey("init_method_std", "initializer_range", 0.02),
+_COLUMNS = (
+    ("num_layers", "num_hidden_layers"),
+    ("hidden_size", "hidden_size"),
+    ("ffn_hidden_size", "intermediate_size"),
+    ("num_attention_heads", "num_attention_heads"),
+    ("vocab_size", "vocab_size"),
+    ("max_position_embeddings", "max_position_embeddings"),
+    ("init_method_std", "initializer_range"),
+    ("num_query_groups", "num_key_value_heads"),
+    ("kv_channels", "head_dim"),
+    ("norm_epsilon", "rms_norm_eps"),
 )
+_DEFAULTS = """
+             layers hidden   MLP  heads   words positions      std k/v heads head_dim  eps
+llama            32   4096  11008    32   32000      2048     0.02      null     null 1e-6
+mistral          32   4096  14336    32   32000    131072     0.02         8     null 1e-6
+qwen2            32   4096  22016    32  151936     32768     0.02        32     null 1e-6
+qwen3            32   4096  22016    32  151936     32768     0.02        32      128 1e-6
+mixtral          32   4096  14336    32   32000    131072     0.02         8     null 1e-5
+qwen3_moe        24   2048   6144    32  151936     32768     0.02         4     null 1e-6
+gpt_oss          36   2880   2880    64  201088    131072     0.02         8       64 1e-5
+gpt_neox         44   6144  24576    64   50432      2048     0.02         -        -    -
+olmo2            32   4096  11008    32   50304      2048     0.02      null        - 1e-5
+gemma2           26   2304   9216     8  256000      8192     0.02         4      256 1e-6
+gemma3_text      26   2304   9216     8  262208    131072     0.02         4      256 1e-6
+phi3             32   3072   8192    32   32064      4096     0.02      null        - 1e-5
+smollm3          36   2048  11008    16  128256     32768     0.02         4        - 1e-6
+granite          32   4096  11008    32   32000      2048     0.02      null        - 1e-6
+starcoder2       30   3072  12288    24   49152      4096 0.018042         2        -    -
+"""
+"""transformers' defaults of the keys in ``_COLUMNS`` by model type; "-" for keys that it does not have."""
+
+
+def _sizes(kind: str) -> tuple[ConfigKey, ...]:
+    """Return the keys of a row of ``_DEFAULTS``."""
+    row = next(line.split()[1:] for line in _DEFAULTS.splitlines() if line.startswith(f"{kind} "))
+    return tuple(ConfigKey(*names, json.loads(value)) for names, value in zip(_COLUMNS, row) if value != "-")
+
+
+def _llama_keys(kind: str) -> tuple[ConfigKey | KeyGroup, ...]:
+    """Return the keys that Llama and its relatives have, but for rotary embeddings and biases."""
+    dropout = KeyGroup(read=lambda config: {"hidden_dropout": 0.0})  # an export omits it
+    return *_sizes(kind), ConfigKey("attention_dropout", "attention_dropout", 0.0), dropout
+
 
 _LLAMA = ModelFamily(
     architecture="LlamaForCausalLM",
     keys=(
-        *_SIZES,
-        ConfigKey("num_query_groups", "num_key_value_heads", None),
-        ConfigKey("kv_channels", "head_dim", None),
-        ConfigKey("norm_epsilon", "rms_norm_eps", 1e-6),
-        ConfigKey("attention_dropout", "attention_dropout", 0.0),
-        KeyGroup(read=lambda config: {"hidden_dropout": 0.0}),  # an export omits it
+        *_llama_keys("llama"),
         rope(),
         KeyGroup(
             ("attention_bias", "mlp_bias"),
@@ -148,7 +161,7 @@ _LLAMA = ModelFamily(
         ),
     ),
     fixed={"hidden_act": ("silu", "swish")},
-    always={**_SWIGLU, "qk_layernorm": False, "window_size": None, "num_experts": None},
+    always={**_SWIGLU},
     weights={
         "embedding.word_embeddings": ("v h", {"model.embed_tokens": "v, h"}),
         "layers.{i}.input_layernorm": ("h", {"model.layers.{i}.input_layernorm": "h"}),
@@ -175,32 +188,16 @@ _LLAMA = ModelFamily(
     prefix="model.",
     buffers=(r"layers\.\d+\.self_attn\.rotary_emb\.inv_freq", r"rotary_emb\.inv_freq"),
 )
-_SHARED_KEYS = _LLAMA.keys[:-2]
-"""Llama's keys that its relatives have too: those before its rotary embeddings and biases."""
-
-
-def _without(*names: str) -> tuple[ConfigKey | KeyGroup, ...]:
-    """Return the keys that Llama's relatives share, without some."""
-    return tuple(key for key in _SHARED_KEYS if not {*names} & {*key.names})
-
-
-def with_defaults(*keys: ConfigKey | KeyGroup, **defaults: Any) -> tuple[ConfigKey | KeyGroup, ...]:
-    """Return keys with the defaults of another class, by the names in its config.json."""
-    return tuple(
-        replace(key, default=defaults.get(key.theirs, key.default)) if isinstance(key, ConfigKey) else key
-        for key in keys
-    )
-
 
 _MISTRAL = replace(
     _LLAMA,
     architecture="MistralForCausalLM",
     keys=(
-        *with_defaults(*_SHARED_KEYS, intermediate_size=14336, num_key_value_heads=8, max_position_embeddings=131072),
+        *_llama_keys("mistral"),
         rope(),
         WINDOW,
     ),
-    always={**_SWIGLU, **_NO_BIAS, "qk_layernorm": False, "num_experts": None},
+    always={**_SWIGLU, **_NO_BIAS},
 )
 
 
@@ -229,22 +226,19 @@ _QWEN_WINDOW = KeyGroup(
     HAS_LAYER_TYPES,
     ("window_size",),
 )
-_QWEN_KEYS = with_defaults(
-    *_SHARED_KEYS, intermediate_size=22016, num_key_value_heads=32, vocab_size=151936, max_position_embeddings=32768
-)
 
 _QWEN2 = replace(
     _LLAMA,
     architecture="Qwen2ForCausalLM",
-    keys=(*_QWEN_KEYS, rope(), _QWEN_WINDOW),
-    always={**_SWIGLU, "qk_layernorm": False, "num_experts": None, "add_bias_linear": False, "add_qkv_bias": True},
+    keys=(*_llama_keys("qwen2"), rope(), _QWEN_WINDOW),
+    always={**_SWIGLU, "add_bias_linear": False, "add_qkv_bias": True},
 )
 _QWEN3 = replace(
     _LLAMA,
     architecture="Qwen3ForCausalLM",
-    keys=(*with_defaults(*_QWEN_KEYS, head_dim=128), rope(), _QWEN_WINDOW),
+    keys=(*_llama_keys("qwen3"), rope(), _QWEN_WINDOW),
     fixed={**_LLAMA.fixed, "attention_bias": (False,)},
-    always={**_SWIGLU, **_NO_BIAS, "num_experts": None, "qk_layernorm": True},
+    always={**_SWIGLU, **_NO_BIAS, "qk_layernorm": True},
 )
 
 # ---- Mixtures of experts ----
@@ -285,13 +279,7 @@ _MIXTRAL = replace(
     _LLAMA,
     architecture="MixtralForCausalLM",
     keys=(
-        *with_defaults(
-            *_SHARED_KEYS,
-            intermediate_size=14336,
-            num_key_value_heads=8,
-            max_position_embeddings=131072,
-            rms_norm_eps=1e-5,
-        ),
+        *_llama_keys("mixtral"),
         ConfigKey("moe_router_topk", "num_experts_per_tok", 2),
         rope(theta=1e6),
         ConfigKey("window_size", "sliding_window", None),
@@ -300,13 +288,7 @@ _MIXTRAL = replace(
         _BALANCING_LOSS,
     ),
     fixed={**_LLAMA.fixed, "router_jitter_noise": (0.0,)},
-    always={
-        **_SWIGLU,
-        **_NO_BIAS,
-        "qk_layernorm": False,
-        "moe_shared_expert_intermediate_size": None,
-        "moe_router_pre_softmax": False,
-    },
+    always={**_SWIGLU, **_NO_BIAS},
     weights={**_LLAMA.weights, **expert_weights("model.layers.{i}.block_sparse_moe", "w1", "w3", "w2")},
     stacked=_STACKED,
 )
@@ -327,15 +309,7 @@ _QWEN3_MOE = replace(
     _LLAMA,
     architecture="Qwen3MoeForCausalLM",
     keys=(
-        *with_defaults(
-            *_SHARED_KEYS,
-            num_hidden_layers=24,
-            hidden_size=2048,
-            intermediate_size=6144,
-            num_key_value_heads=4,
-            vocab_size=151936,
-            max_position_embeddings=32768,
-        ),
+        *_llama_keys("qwen3_moe"),
         ConfigKey("moe_ffn_hidden_size", "moe_intermediate_size", 768),
         ConfigKey("moe_router_topk", "num_experts_per_tok", 8),
         rope(),
@@ -365,7 +339,7 @@ _QWEN3_MOE = replace(
         "decoder_sparse_step": (1,),
         "mlp_only_layers": ([], None),
     },
-    always={**_SWIGLU, **_NO_BIAS, "qk_layernorm": True, "moe_shared_expert_intermediate_size": None},
+    always={**_SWIGLU, **_NO_BIAS, "qk_layernorm": True},
     weights={**_LLAMA.weights, **expert_weights("model.layers.{i}.mlp", "gate_proj", "up_proj", "down_proj")},
     stacked=_STACKED,
 )
@@ -380,18 +354,7 @@ _GPT_OSS = replace(
     _LLAMA,
     architecture="GptOssForCausalLM",
     keys=(
-        *with_defaults(
-            *_SHARED_KEYS,
-            num_hidden_layers=36,
-            hidden_size=2880,
-            intermediate_size=2880,
-            num_attention_heads=64,
-            num_key_value_heads=8,
-            head_dim=64,
-            vocab_size=201088,
-            max_position_embeddings=131072,
-            rms_norm_eps=1e-5,
-        ),
+        *_llama_keys("gpt_oss"),
         ConfigKey("moe_router_topk", "num_experts_per_tok", 4),
         ConfigKey("num_experts", "num_local_experts", 128, can=_HAS_EXPERTS),
         _EXPERT_WIDTH,
@@ -407,10 +370,6 @@ _GPT_OSS = replace(
         "activation_func_clamp_value": 7.0,
         "glu_linear_offset": 1.0,
         "softmax_type": "learnable",
-        "add_bias_linear": True,
-        "qk_layernorm": False,
-        "moe_shared_expert_intermediate_size": None,
-        "moe_router_pre_softmax": False,
     },
     weights={
         **_LLAMA.weights,
@@ -432,39 +391,15 @@ _GPT_OSS = replace(
 # ---- GPT-NeoX ----
 
 
-def _read_neox_rope(config: JsonObject) -> FieldValues:
-    names = {"rope_theta": "rotary_emb_base", "partial_rotary_factor": "rotary_pct"}
-    defaults = {"rope_theta": 10000.0, "partial_rotary_factor": 0.25}
-    return read_rope(config | {name: config.get(key, defaults[name]) for name, key in names.items()}, partial=True)
-
-
-def _write_neox_rope(model: ModelConfig) -> FieldValues:
-    keys = {"rotary_emb_base": model.rotary_base, "rotary_pct": model.rotary_percent}
-    return keys | {"rope_scaling": write_rope(model)["rope_scaling"]}
-
-
 _NEOX = ModelFamily(
     architecture="GPTNeoXForCausalLM",
     keys=(
-        *with_defaults(
-            *_SIZES,
-            num_hidden_layers=44,
-            hidden_size=6144,
-            intermediate_size=24576,
-            num_attention_heads=64,
-            vocab_size=50432,
-        ),
+        *_sizes("gpt_neox"),
         ConfigKey("norm_epsilon", "layer_norm_eps", 1e-5),
         ConfigKey("hidden_dropout", "hidden_dropout", 0.0),
         ConfigKey("attention_dropout", "attention_dropout", 0.0),
         activation("hidden_act", "gelu", GELUS),
-        KeyGroup(
-            ("rotary_pct", "rotary_emb_base", "rope_parameters", "rope_scaling"),
-            _read_neox_rope,
-            _write_neox_rope,
-            ROTATES,
-            (*ROPE_OPTIONS, "rotary_percent"),
-        ),
+        rope(fraction=0.25, names=("rotary_emb_base", "rotary_pct")),
         KeyGroup(
             ("use_parallel_residual",),
             lambda c: {"parallel_attention": read_bool(c, "use_parallel_residual", True)},
@@ -472,16 +407,10 @@ _NEOX = ModelFamily(
             options=("parallel_attention",),
         ),
         KeyGroup(("classifier_dropout",)),  # of another head
-        KeyGroup(can=_EQUAL_HEADS),
+        KeyGroup(can=_DIVIDES_HIDDEN),
     ),
     fixed={"attention_bias": (True,)},
-    always={
-        "normalization": "LayerNorm",
-        "add_bias_linear": True,
-        "qk_layernorm": False,
-        "window_size": None,
-        "num_experts": None,
-    },
+    always={},
     weights={
         "embedding.word_embeddings": ("v h", {"gpt_neox.embed_in": "v, h"}),
         "layers.{i}.input_layernorm": ("h", {"gpt_neox.layers.{i}.input_layernorm": "h"}),
@@ -511,20 +440,12 @@ _OLMO2 = replace(
     _LLAMA,
     architecture="Olmo2ForCausalLM",
     keys=(
-        *with_defaults(*_without("head_dim"), vocab_size=50304, rms_norm_eps=1e-5),
+        *_llama_keys("olmo2"),
         rope(),
-        KeyGroup(can=_HEADS_SPLIT_HIDDEN),
+        KeyGroup(can=_DIVIDES_HIDDEN),
     ),
     fixed={**_LLAMA.fixed, "attention_bias": (False,)},
-    always={
-        **_SWIGLU,
-        **_NO_BIAS,
-        "layernorm_placement": "post",
-        "qk_layernorm": True,
-        "qk_layernorm_scope": "all",
-        "window_size": None,
-        "num_experts": None,
-    },
+    always={**_SWIGLU, **_NO_BIAS, "layernorm_placement": "post", "qk_layernorm": True, "qk_layernorm_scope": "all"},
     weights={
         **{ours: row for ours, row in _LLAMA.weights.items() if "put_layernorm" not in ours and "pre_mlp" not in ours},
         **_POST_NORMS,
@@ -536,7 +457,6 @@ _OLMO3 = replace(
     _OLMO2,
     architecture="Olmo3ForCausalLM",
     keys=(*_OLMO2.keys[:-2], rope_of_kinds(5e5, 5e5), layer_types(4), _OLMO2.keys[-1]),
-    always={name: value for name, value in _OLMO2.always.items() if name != "window_size"},
 )
 
 # ---- Gemma ----
@@ -547,17 +467,6 @@ def _scaled_embedding(model: ModelConfig) -> bool:
 
 
 _GEMMA_KEYS = (
-    *with_defaults(
-        *_SHARED_KEYS,
-        num_hidden_layers=26,
-        hidden_size=2304,
-        intermediate_size=9216,
-        num_attention_heads=8,
-        num_key_value_heads=4,
-        head_dim=256,
-        vocab_size=256000,
-        max_position_embeddings=8192,
-    ),
     activation("hidden_activation", "gelu_pytorch_tanh", GEGLUS),
     KeyGroup(("hidden_act",)),  # published, but not used by transformers
     KeyGroup(
@@ -570,16 +479,9 @@ _GEMMA_KEYS = (
 _GEMMA2 = replace(
     _LLAMA,
     architecture="Gemma2ForCausalLM",
-    keys=(*_GEMMA_KEYS, softcaps(50.0, 30.0), rope(), layer_types(2)),
+    keys=(*_llama_keys("gemma2"), *_GEMMA_KEYS, softcaps(50.0, 30.0), rope(), layer_types(2)),
     fixed={"attention_bias": (False,), "use_bidirectional_attention": (None, False)},
-    always={
-        **_NO_BIAS,
-        "normalization": "RMSNorm",
-        "layernorm_placement": "sandwich",
-        "apply_layernorm_1p": True,
-        "qk_layernorm": False,
-        "num_experts": None,
-    },
+    always={**_NO_BIAS, "normalization": "RMSNorm", "layernorm_placement": "sandwich", "apply_layernorm_1p": True},
     weights={
         **_LLAMA.weights,
         **_POST_NORMS,
@@ -598,7 +500,8 @@ _GEMMA3 = replace(
     _GEMMA2,
     architecture="Gemma3ForCausalLM",
     keys=(
-        *with_defaults(*_GEMMA_KEYS, vocab_size=262208, max_position_embeddings=131072),
+        *_llama_keys("gemma3_text"),
+        *_GEMMA_KEYS,
         softcaps(None, None),
         rope_of_kinds(1e6, 1e4, "rope_local_base_freq"),
         replace(
@@ -618,20 +521,13 @@ _PHI3 = replace(
     _LLAMA,
     architecture="Phi3ForCausalLM",
     keys=(
-        *with_defaults(
-            *_without("head_dim"),
-            hidden_size=3072,
-            intermediate_size=8192,
-            vocab_size=32064,
-            max_position_embeddings=4096,
-            rms_norm_eps=1e-5,
-        ),
+        *_llama_keys("phi3"),
         *equal_dropout("resid_pdrop", "embd_pdrop", 0.0),
-        plain_rope(),
+        rope(fraction=1.0, scaled=False),
         ConfigKey("window_size", "sliding_window", None),
-        KeyGroup(("attention_bias",), can=_HEADS_SPLIT_HIDDEN),  # published, but not used by transformers
+        KeyGroup(("attention_bias",), can=_DIVIDES_HIDDEN),  # published, but not used by transformers
     ),
-    always={**_SWIGLU, **_NO_BIAS, "qk_layernorm": False, "num_experts": None},
+    always={**_SWIGLU, **_NO_BIAS},
     weights={
         **_LLAMA.weights,
         "layers.{i}.self_attention.linear_qkv": (
@@ -647,15 +543,7 @@ _SMOLLM3 = replace(
     _LLAMA,
     architecture="SmolLM3ForCausalLM",
     keys=(
-        *with_defaults(
-            *_without("head_dim"),
-            num_hidden_layers=36,
-            hidden_size=2048,
-            num_attention_heads=16,
-            num_key_value_heads=4,
-            vocab_size=128256,
-            max_position_embeddings=32768,
-        ),
+        *_llama_keys("smollm3"),
         rope(theta=2e6),
         KeyGroup(
             (
@@ -668,12 +556,12 @@ _SMOLLM3 = replace(
             ),
             read_no_rope_layers,
             write_no_rope_layers,
-            {**HAS_LAYER_TYPES, **_HEADS_SPLIT_HIDDEN},
+            {**HAS_LAYER_TYPES, **_DIVIDES_HIDDEN},
             ("window_size", "no_rope_freq"),
         ),
         _LLAMA.keys[-1],
     ),
-    always={**_SWIGLU, "qk_layernorm": False, "num_experts": None},
+    always={**_SWIGLU},
     tied_by_default=True,
 )
 
@@ -681,12 +569,12 @@ _GRANITE = replace(
     _LLAMA,
     architecture="GraniteForCausalLM",
     keys=(
-        *_without("head_dim"),
+        *_llama_keys("granite"),
         rope(),
         softmax_scale("attention_multiplier", 1.0, 1),
         *(ConfigKey(name, name, 1.0) for name in ("embedding_multiplier", "residual_multiplier", "logits_scaling")),
         _LLAMA.keys[-1],
-        KeyGroup(can=_HEADS_SPLIT_HIDDEN),
+        KeyGroup(can=_DIVIDES_HIDDEN),
     ),
 )
 
@@ -694,17 +582,7 @@ _STARCODER2 = replace(
     _LLAMA,
     architecture="Starcoder2ForCausalLM",
     keys=(
-        *with_defaults(
-            *_without("head_dim", "rms_norm_eps"),
-            num_hidden_layers=30,
-            hidden_size=3072,
-            intermediate_size=12288,
-            num_attention_heads=24,
-            num_key_value_heads=2,
-            vocab_size=49152,
-            max_position_embeddings=4096,
-            initializer_range=0.018042,
-        ),
+        *_llama_keys("starcoder2"),
         ConfigKey("norm_epsilon", "norm_epsilon", 1e-5),
         *equal_dropout("residual_dropout", "embedding_dropout", 0.0),
         KeyGroup(("activation_function", "mlp_type", "norm_type")),  # published, but not used by transformers
@@ -715,12 +593,12 @@ _STARCODER2 = replace(
             ("use_bias",),
             lambda c: {"add_bias_linear": read_bool(c, "use_bias", True), "add_qkv_bias": False},
             lambda m: {"use_bias": m.add_bias_linear},
-            {"add_qkv_bias": lambda m: m.qkv_bias == m.add_bias_linear, **_HEADS_SPLIT_HIDDEN},
+            {"add_qkv_bias": lambda m: m.qkv_bias == m.add_bias_linear, **_DIVIDES_HIDDEN},
             ("add_bias_linear",),
         ),
     ),
     fixed={},
-    always={"normalization": "LayerNorm", "qk_layernorm": False, "num_experts": None},
+    always={},
     weights={
         **_LLAMA.weights,
         "layers.{i}.mlp.linear_fc1": ("f h", {"model.layers.{i}.mlp.c_fc": "f, h"}),

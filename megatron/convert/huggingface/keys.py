@@ -56,12 +56,16 @@ def resolved(model: ModelConfig, name: str) -> Any:
 
 
 def effective_options(model: ModelConfig) -> dict[str, Option]:
-    """Return the options of a model that have an effect, and another value than their default."""
-    changed = {
-        each.name: each.metadata["option"] for each in fields(model) if getattr(model, each.name) != each.default
-    }
+    """Return the options of a model that have an effect: another value than their default, or than it implies."""
     run = RunConfig(model=model)
-    return {name: option for name, option in changed.items() if all(is_met(need, run) for need in option.needs)}
+
+    def has_effect(name: str, option: Option) -> bool:
+        default: FieldValues = {name: getattr(type(model), name)}
+        changed = resolved(model, name) != resolved(replace(model, **default), name)
+        return changed and all(is_met(need, run) for need in option.needs)
+
+    options = {each.name: each.metadata["option"] for each in fields(model) if "option" in each.metadata}
+    return {name: option for name, option in options.items() if has_effect(name, option)}
 
 
 def exported(model: ModelConfig) -> ModelConfig:
@@ -132,7 +136,7 @@ class ModelFamily:
     keys: tuple[ConfigKey | KeyGroup, ...]
     # keys with the only supported values; the first is the value of a missing key
     fixed: Mapping[str, tuple[Any, ...]]
-    # fields of ModelConfig with the only supported value
+    # fields of ModelConfig with the only supported value; those that no row names have their default
     always: FieldValues
     # where all tensors are stored that a model can have
     weights: WeightRows
@@ -160,9 +164,9 @@ class ModelFamily:
         """Return the options of a model that the family cannot express."""
         lacking = [name for name, value in self.always.items() if resolved(model, name) != value]
         lacking += [name for row in self.keys for name, can in row.can.items() if not can(model)]
+        named, roles = self.options, (Role.SHAPE, Role.FUNCTION)
         changed = effective_options(model).items()
-        roles = Role.SHAPE, Role.FUNCTION
-        return lacking + [n for n, option in changed if option.role in roles and n not in self.options]
+        return lacking + [name for name, option in changed if option.role in roles and name not in named]
 
 
 def read_number(key: ConfigKey, config: JsonObject) -> Any:
@@ -304,35 +308,46 @@ ROPE_OPTIONS = (
 ROTATES: Capabilities = {"position_embedding_type": lambda m: m.position_embedding_type in ("rope", "yarn")}
 
 
-def rope(theta: float = 10000.0, scaling: JsonObject | None = None) -> KeyGroup:
-    """Return the keys of rotary embeddings; the arguments are transformers' defaults of them."""
+def rope(
+    theta: float = 10000.0,
+    scaling: JsonObject | None = None,
+    fraction: float | None = None,
+    names: tuple[str, str] = ("rope_theta", "partial_rotary_factor"),
+    scaled: bool = True,
+) -> KeyGroup:
+    """Return the keys of rotary embeddings.
+
+    Args:
+        theta: transformers' default of the base.
+        scaling: its default of ``rope_scaling``.
+        fraction: its default of the fraction of channels that are rotated; None if all are.
+        names: the keys of base and fraction.
+        scaled: the model type has scaling.
+    """
+    base, part = names
 
     def read(config: JsonObject) -> FieldValues:
         default = {} if config.get("rope_parameters") or config.get("rope_scaling") else {"rope_scaling": scaling}
-        return read_rope({"rope_theta": theta} | config | default)
-
-    def write(model: ModelConfig) -> FieldValues:
-        keys = write_rope(model)
-        return keys | {"rope_scaling": keys["rope_scaling"] or (None if scaling is None else {"rope_type": "default"})}
-
-    return KeyGroup(ROPE_KEYS, read, write, ROTATES, ROPE_OPTIONS)
-
-
-def plain_rope() -> KeyGroup:
-    """Return the keys of rotary embeddings of a part of each head, which are not scaled."""
-
-    def read(config: JsonObject) -> FieldValues:
-        values = read_rope(config, partial=True)
-        scaled = values["use_rope_scaling"] or "rotary_seq_len_interpolation_factor" in values
-        if scaled or values["position_embedding_type"] != "rope":
+        given = {"rope_theta": config.get(base, theta)}
+        given |= {} if fraction is None else {"partial_rotary_factor": config.get(part, fraction)}
+        values = read_rope(config | given | default, partial=fraction is not None)
+        if scaled:
+            return values
+        if values.keys() & {key.ours for keys in _SCALINGS.values() for key in keys}:
             raise UnsupportedConfigError("rotary embeddings of this model type are not scaled, as in transformers")
-        return values
+        return {name: values[name] for name in options}
 
     def write(model: ModelConfig) -> FieldValues:
-        return write_rope(model) | {"partial_rotary_factor": model.rotary_percent}
+        own = {} if part == "partial_rotary_factor" else {part: model.rotary_percent}  # before the others
+        scaling_of_model = _scaling(model) or (None if scaling is None else {"rope_type": "default"})
+        keys = {base: model.rotary_base, **own, "rope_scaling": scaling_of_model}
+        return keys if fraction is None else keys | {part: model.rotary_percent}
 
-    can: Capabilities = {"position_embedding_type": lambda m: m.position_embedding_type == "rope"}
-    return KeyGroup(ROPE_KEYS, read, write, can, ("rotary_base", "rotary_percent"))
+    kinds = ("rope", "yarn") if scaled else ("rope",)
+    options = ROPE_OPTIONS if scaled else ("position_embedding_type", "rotary_base")
+    options += () if fraction is None else ("rotary_percent",)
+    can: Capabilities = {"position_embedding_type": lambda m: m.position_embedding_type in kinds}
+    return KeyGroup((*names, "rope_parameters", "rope_scaling", _LENGTH), read, write, can, options)
 
 
 def rope_of_kinds(theta: float, local_theta: float, local_key: str | None = None) -> KeyGroup:

@@ -12,7 +12,6 @@ import json
 import math
 import os
 import re
-import shutil
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -37,7 +36,6 @@ from megatron.config.option import MAX_SIZE
 from megatron.config.precision import PrecisionConfig
 from megatron.config.run import RunConfig
 from megatron.config.schemes import HUGGING_FACE_PREFIX, split_scheme
-from megatron.convert.adapters import MergedWeights, describe_adapters
 from megatron.convert.base_model import BaseModel
 from megatron.convert.huggingface.config import (
     model_type_for,
@@ -48,13 +46,13 @@ from megatron.convert.huggingface.config import (
 )
 from megatron.convert.huggingface.convert import (
     check_target,
-    disk_errors_as_storage_errors,
     new_checkpoint,
     raise_if_overflow,
 )
 from megatron.convert.huggingface.keys import JsonObject
-from megatron.convert.huggingface.weights import SUPPORTED_DTYPES, map_tensors
-from megatron.convert.saved_model import SavedModel
+from megatron.convert.huggingface.weights import map_tensors, tensor_findings
+from megatron.convert.saved_model import MergedWeights, SavedModel, describe_adapters
+from megatron.convert.staging import disk_errors, removed_on_error
 from megatron.convert.tokenizer_files import SmallFiles, files_to_carry, find_tokenizer_files
 from megatron.convert.weight_source import ModelSource
 from megatron.distributed.comm import Group
@@ -216,19 +214,15 @@ def export_peft(
         for name, rounded in tensors.items():
             raise_if_overflow(name, rounded, exact[name])
     building = folder.with_name(f"{folder.name}.tmp{os.getpid()}")
-    with disk_errors_as_storage_errors(building, flag):
+    with disk_errors(building, flag), removed_on_error(building):
         building.mkdir(parents=True)
-        try:
-            entries = [(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()]
-            with TensorFileWriter(building / ADAPTER_WEIGHTS_FILE, entries, {"format": "pt"}) as file:
-                for name, tensor in tensors.items():
-                    file.write(name, tensor)
-            write_file(building / ADAPTER_CONFIG_FILE, (json.dumps(config, indent=2) + "\n").encode())
-            sync_folder(building)
-            durable_rename(building, folder)  # replaces an empty folder
-        except BaseException:
-            shutil.rmtree(building, ignore_errors=True)
-            raise
+        entries = [(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()]
+        with TensorFileWriter(building / ADAPTER_WEIGHTS_FILE, entries, {"format": "pt"}) as file:
+            for name, tensor in tensors.items():
+                file.write(name, tensor)
+        write_file(building / ADAPTER_CONFIG_FILE, (json.dumps(config, indent=2) + "\n").encode())
+        sync_folder(building)
+        durable_rename(building, folder)  # replaces an empty folder
     return saved.merged.model
 
 
@@ -487,20 +481,8 @@ def _read_modules(folder: Path, config: JsonObject, linears: Mapping[str, PeftLi
         for name, rank in ranks.items()
         for suffix, shape in zip(suffixes, linears[name].shapes(rank))
     }
-    both = [key for key in file.keys if key in expected]
-    findings = {
-        "lacks": expected.keys() - {*both},
-        "holds tensors that no adapter of this model has": {*file.keys} - {*both},
-        "holds tensors of another shape than its options and the model have": [
-            f"{key} {list(file.shape(key))} instead of {list(expected[key])}"
-            for key in both
-            if file.shape(key) != expected[key]
-        ],
-        "holds tensors of an unsupported data type": [
-            f"{key} {file.dtype(key)}" for key in both if file.dtype(key) not in (*SUPPORTED_DTYPES, torch.float64)
-        ],
-    }
-    raise_if_any(path, findings)
+    strange = {"holds tensors that no adapter of this model has": {*file.keys} - expected.keys()}
+    raise_if_any(path, tensor_findings(dict.fromkeys(file.keys, file), expected, torch.float64) | strange)
     if not ranks:
         raise CheckpointError(f"{path} holds no adapter")
     modules = []

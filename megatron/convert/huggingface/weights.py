@@ -7,7 +7,7 @@ of any of our tensors without the rest.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import reduce
 from itertools import product
@@ -243,19 +243,10 @@ class HuggingFaceWeights:
         # A tied output layer may be stored too, if it equals the embedding.
         untied = [family.head] if family.head in unused and not self._head_equals_embedding(family.head) else []
         unused.discard(family.head)
-        shapes, dtypes = [], []
-        for key in expected.keys() & self._files.keys():
-            shape, dtype = self._files[key].shape(key), self._files[key].dtype(key)
-            if shape != expected[key]:
-                shapes.append(f"{key} {list(shape)} instead of {list(expected[key])}")
-            if dtype not in SUPPORTED_DTYPES:
-                dtypes.append(f"{key} {dtype}")
         findings = {
-            "lacks": expected.keys() - self._files.keys(),
+            **tensor_findings(self._files, expected),
             "ties the output layer to the embedding in config.json, but stores another": untied,
             "holds tensors that the model does not have": unused,
-            "holds tensors of another shape than in config.json": shapes,
-            "holds tensors of an unsupported data type": dtypes,
         }
         raise_if_any(self.folder, findings)
 
@@ -268,6 +259,32 @@ class HuggingFaceWeights:
         if head.dtype != words.dtype or head.shape != words.shape:
             return False
         return torch.equal(head.view(torch.uint8), words.view(torch.uint8))
+
+
+def tensor_findings(
+    files: Mapping[str, TensorFile], expected: Mapping[str, tuple[int, ...]], *more: torch.dtype
+) -> dict[str, Collection[str]]:
+    """Return the tensors that are missing, or not as ``expected``, by what is wrong with them.
+
+    Args:
+        files: the file of each tensor.
+        expected: shapes by name.
+        more: data types besides ``SUPPORTED_DTYPES`` that are read.
+    """
+    held = {key: files[key] for key in expected if key in files}
+    return {
+        "lacks": expected.keys() - held.keys(),
+        "holds tensors of another shape than its configuration asks for": [
+            f"{key} {list(file.shape(key))} instead of {list(expected[key])}"
+            for key, file in held.items()
+            if file.shape(key) != expected[key]
+        ],
+        "holds tensors of an unsupported data type": [
+            f"{key} {file.dtype(key)}"
+            for key, file in held.items()
+            if file.dtype(key) not in (*SUPPORTED_DTYPES, *more)
+        ],
+    }
 
 
 def open_weights(folder: Path) -> dict[str, TensorFile]:

@@ -50,6 +50,7 @@ from megatron.config.model import ModelConfig
 from megatron.config.text import clipped, format_bytes, listed
 from megatron.convert.megatron_lm.model import Arguments, find_place, read_arguments
 from megatron.convert.megatron_lm.pickles import Record, StoredTensor, read_pickle_file, read_torch_file
+from megatron.distributed.param_layout import ParamShard, contiguous_boxes
 from megatron.distributed.sharding import Box, DenseSharding, ExpertSharding, Sharding, ShardSpec
 from megatron.layers.parameters import WORD_EMBEDDINGS, gpt
 
@@ -568,33 +569,9 @@ def view_parts(box: Box, shape: tuple[int, ...], view: tuple[int, ...]) -> Itera
     rows = max(0, len(shape) - 2)  # dimensions before are taken one by one, those after as a whole
     lead = [range(a, b) for a, b in zip(inside.start[:rows], box_end(inside)[:rows])]
     for at in product(*lead):
-        for run in _interval_boxes(inside.start[rows], box_end(inside)[rows], view[groups[rows]]):
-            first = sum(i * stride for i, stride in zip(run.start, row_major_strides(view[groups[rows]])))
+        for first, run in contiguous_boxes(view[groups[rows]], ParamShard(inside.start[rows], box_end(inside)[rows])):
             start, size = (*at, *run.start), (*(1 for _ in at), *run.size)
             for dim in range(rows + 1, len(shape)):
                 start, size = (*start, inside.start[dim]), (*size, inside.size[dim])
             place = zip((*at, first), box.start, strides)
             yield Box(start, size), sum((i - a) * stride for i, a, stride in place)
-
-
-def _interval_boxes(first: int, last: int, view: tuple[int, ...]) -> Iterator[Box]:
-    """Yield boxes of ``view`` that hold the elements ``first`` to ``last`` of its row-major order, in this order."""
-    if len(view) == 1:
-        if first < last:
-            yield Box((first,), (last - first,))
-        return
-    inner = prod(view[1:])
-    begin, end = -(-first // inner), last // inner
-    if begin > end:  # inside of one row
-        begin = end = first // inner
-        head = (first, last)
-    else:
-        head = (first, begin * inner)
-    row = first // inner
-    for part in _interval_boxes(head[0] - row * inner, head[1] - row * inner, view[1:]) if head[0] < head[1] else ():
-        yield Box((row, *part.start), (1, *part.size))
-    if begin < end:
-        yield Box((begin, *(0 for _ in view[1:])), (end - begin, *view[1:]))
-    if head[1] != last:
-        for part in _interval_boxes(0, last - end * inner, view[1:]):
-            yield Box((end, *part.start), (1, *part.size))

@@ -9,8 +9,6 @@ import argparse
 import io
 import json
 import re
-import shlex
-import shutil
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -31,17 +29,18 @@ from torch.distributed.checkpoint.state_dict_saver import save
 
 from megatron.arguments.sources import from_dict, resolve
 from megatron.checkpoint.durable_files import sync_folder, write_file
-from megatron.checkpoint.errors import CheckpointError, StorageError
+from megatron.checkpoint.errors import CheckpointError
 from megatron.checkpoint.format import MEGATRON_LM_NEWEST, Manifest, split_box
 from megatron.checkpoint.load import CheckpointReader
 from megatron.checkpoint.save import save_sharded
 from megatron.checkpoint.tensor_file import GlobalTensor, TensorPart
 from megatron.config.batch import lr_scale, schedule_lengths
 from megatron.config.run import RunConfig
-from megatron.convert.huggingface.convert import ProgressCallback, check_target, new_checkpoint
+from megatron.convert.huggingface.convert import check_target, new_checkpoint
 from megatron.convert.megatron_lm.checkpoint import BLOCK_ELEMENTS, MOMENTS, view_parts
 from megatron.convert.megatron_lm.model import their_names, unwritable_options, write_arguments
 from megatron.convert.saved_model import SavedModel
+from megatron.convert.staging import ProgressCallback, disk_errors, removed_on_error
 from megatron.distributed.comm import Group
 from megatron.distributed.sharding import Box, ShardSpec, padded_vocab_size
 from megatron.layers.context import DTYPES
@@ -79,8 +78,8 @@ def save_megatron_lm(saved: SavedModel, folder: Path, report: ProgressCallback) 
     iteration = int(saved.manifest.state.get("iteration", 0))
     path = folder / f"iter_{iteration:07d}"
     plan = _Plan(saved, config, report)
-    existed = folder.exists()
-    with _removed_on_error(folder, path if existed else folder):
+    made = path if folder.exists() else folder
+    with disk_errors(folder, "--save-megatron"), removed_on_error(made), _error_of_rank():
         path.mkdir(parents=True)
         writer = FileSystemWriter(path, thread_count=1, sync_files=True)
         with warnings.catch_warnings():
@@ -120,20 +119,13 @@ def _stored_dtype(name: str) -> torch.dtype:
 
 
 @contextmanager
-def _removed_on_error(folder: Path, made: Path) -> Iterator[None]:
-    """Delete what was ``made`` of a folder if writing into it fails."""
+def _error_of_rank() -> Iterator[None]:
+    """Raise the error of our own that `save` wraps as that of a rank."""
     try:
         yield
-    except OSError as error:
-        shutil.rmtree(made, ignore_errors=True)
-        seen = f"{error.filename or folder}: {error.strerror or error}"
-        raise StorageError(
-            f"{seen}; nothing was written", f"--save-megatron {shlex.quote(str(folder))}-elsewhere"
-        ) from error
     except BaseException as error:
-        shutil.rmtree(made, ignore_errors=True)
-        cause = getattr(error, "failures", {}).get(0)  # save wraps the errors of a rank
-        if cause is not None and isinstance(cause[0], CheckpointError):
+        cause = getattr(error, "failures", {}).get(0)
+        if cause is not None and isinstance(cause[0], CheckpointError | OSError):
             raise cause[0] from error
         raise
 

@@ -15,8 +15,6 @@ from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any
 
-from megatron.data.errors import DataError
-
 COMPRESSION_SUFFIXES = (".gz", ".zst", ".bz2", ".xz")
 MAX_PIECE_BYTES = 16 << 20  # approximate upper limit of the text yielded at once
 READ_BYTES_OF_SUFFIX = {".gz": 1 << 14, ".zst": 1 << 9, ".bz2": 1 << 14, ".xz": 1 << 14}
@@ -89,7 +87,6 @@ def decompress(file: Path, stream: IO[bytes]) -> Iterator[bytes]:
 
     Raises:
         DamagedStreamError: if the file is truncated or not in the format of its suffix.
-        DataError: if the required library is missing.
     """
     suffix = compression_suffix(file)
     new_decompressor, error_type = _library(suffix)
@@ -121,10 +118,8 @@ def _library(suffix: str) -> tuple[Callable[[], Any], type[Exception]]:
         return bz2.BZ2Decompressor, OSError
     if suffix == ".xz":
         return lambda: lzma.LZMADecompressor(memlimit=MAX_WINDOW_BYTES), lzma.LZMAError
-    try:
-        import zstandard
-    except ImportError as error:
-        raise DataError("zstandard is needed for .zst files", "pip install zstandard") from error
+    import zstandard
+
     return zstandard.ZstdDecompressor(max_window_size=MAX_WINDOW_BYTES).decompressobj, zstandard.ZstdError
 
 

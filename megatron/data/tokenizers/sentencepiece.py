@@ -10,7 +10,12 @@ from pathlib import Path
 from typing import Any
 
 from megatron.data.errors import DataError
-from megatron.data.tokenizers.base import LibraryTokenizer, num_encoder_threads, read_tokenizer_file
+from megatron.data.tokenizers.base import (
+    LibraryTokenizer,
+    convert_library_errors,
+    num_encoder_threads,
+    read_tokenizer_file,
+)
 from megatron.data.tokenizers.huggingface import SENTENCEPIECE_MODEL, files_with_config
 
 MARK_PATTERN = re.compile(r"<.+>|\[.+\]", re.DOTALL)  # user-defined symbols that are treated as control symbols
@@ -99,12 +104,9 @@ class Llama2Tokenizer(SentencePieceTokenizer):
 
 def parse_model(content: bytes, file: Path) -> Any:
     """Return the ``ModelProto`` of a model file; raise DataError if ``content`` is not a SentencePiece model."""
-    try:
-        from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
+    from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
 
-        protobuf = import_module("sentencepiece.sentencepiece_model_pb2")
-    except ImportError as error:
-        raise DataError(f"sentencepiece is needed for {file}", "pip install sentencepiece protobuf") from error
+    protobuf = import_module("sentencepiece.sentencepiece_model_pb2")
     try:
         model = protobuf.ModelProto.FromString(content)
         problem = "" if model.pieces else "it has no pieces"
@@ -129,7 +131,5 @@ def _processor_with(model: Any, special: list[int], kind: str, file: Path) -> An
     changed.CopyFrom(model)
     for number in special:
         changed.pieces[number].type = changed.pieces[number].Type.Value(kind)
-    try:
+    with convert_library_errors(DataError, f"{file}: not a model that SentencePiece can read", "copy it again"):
         return sentencepiece.SentencePieceProcessor(model_proto=changed.SerializeToString())
-    except Exception as error:  # RuntimeError, or another class of its bindings
-        raise DataError(f"{file}: not a model that SentencePiece can read: {error}", "copy it again") from error

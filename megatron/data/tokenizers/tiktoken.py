@@ -127,10 +127,8 @@ class TikTokenizer(LibraryTokenizer):
         self.vocab_size = 1 + max(self._known)
         self.eod = self.special_ids.get(END_OF_DOCUMENT, self.special_ids.get("</s>", -1))
         self.pad = self.special_ids.get("<pad>")
-        try:
-            import tiktoken
-        except ImportError as error:
-            raise DataError(f"tiktoken is needed for {file}", "pip install tiktoken") from error
+        import tiktoken
+
         with convert_library_errors(DataError, f"{file}: not ranks that tiktoken can use", "copy it again"):
             self._encoding = tiktoken.Encoding(
                 file.stem, pat_str=self._pattern, mergeable_ranks=self._ranks, special_tokens=dict(self.special_ids)

@@ -76,6 +76,10 @@ class Mixer:
         """
         raise NotImplementedError
 
+    def losses(self, config: ModelConfig) -> dict[str, float]:
+        """Return the coefficients of its auxiliary losses, by the names under which their means are logged."""
+        return {}
+
     def matmuls(self, config: ModelConfig, plan: RecomputePlan, keys: float) -> dict[str, Matmul]:
         """Return the matrix products by name; by default those with the weight matrices.
 

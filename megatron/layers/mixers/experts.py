@@ -46,6 +46,10 @@ class ExpertsMixer(Mixer):
 
         return MixtureOfExperts(config, context, layer, plan)
 
+    def losses(self, config: ModelConfig) -> dict[str, float]:
+        """Return the coefficients of the losses of the router."""
+        return config.router_losses
+
     def linears(self, shape: ActivationShape) -> list[LinearShape]:
         """Return the linears of the experts, if each is chosen equally often, and of the shared expert."""
         specs, rows = self.parameters(shape.model, shape.sharding).items(), _expert_rows(shape)

@@ -21,6 +21,12 @@ def find_mixer(name: str) -> Mixer:
     return mixer
 
 
+def auxiliary_losses(config: ModelConfig) -> dict[str, float]:
+    """Return the coefficients of the auxiliary losses of a model, by name."""
+    mixers = dict.fromkeys(name for mixers in config.kinds_of_layers for name in mixers)
+    return {name: each for mixer in mixers for name, each in find_mixer(mixer).losses(config).items()}
+
+
 def block_mixers(config: ModelConfig, layer: int) -> list[Mixer]:
     """Return the mixers of a block, in order, by its global index."""
     return [find_mixer(name) for name in config.mixers(layer)]

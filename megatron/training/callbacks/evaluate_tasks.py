@@ -9,8 +9,7 @@ from megatron.config.errors import Problem, UserError
 from megatron.convert.tokenizer_files import by_huggingface_names
 from megatron.distributed.launch import run_on_rank0
 from megatron.inference.harness import HarnessModel, SharedModel, as_language_model
-from megatron.inference.text import InferenceError, open_codec
-from megatron.inference.tokenizer import load_tokenizer, stop_ids
+from megatron.inference.text import InferenceError, load_tokenizer, open_codec, stop_ids
 from megatron.training.callbacks.base import Callback
 from megatron.training.metrics import StepMetrics
 from megatron.training.trainer import Trainer

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import astuple, dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -25,7 +25,7 @@ from megatron.distributed import comm
 from megatron.distributed.comm import Group
 from megatron.distributed.micro_batch import MicroBatch
 from megatron.distributed.param_layout import ParamShard, shard_boxes
-from megatron.distributed.sharding import Box, ShardPiece
+from megatron.distributed.sharding import ShardPiece
 from megatron.layers.attention import CoreAttention, largest_logit
 from megatron.layers.moe import Router, Routing
 from megatron.pipeline.communication import add_communication
@@ -309,12 +309,11 @@ _WORD_DTYPES = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _STRIDE = 0x1E3779B97F4A7C15
 
 
-@dataclass(frozen=True)
-class WeightCopy:
+class WeightCopy(NamedTuple):
     """One rank's copy of a part of a parameter."""
 
     what: str  # layers.0.mlp.linear_fc1.weight, or "the master of" it
-    place: Box  # in the global parameter
+    place: str  # in the global parameter
     digest: int  # of its bits
 
 
@@ -324,13 +323,8 @@ def check_weight_copies(trainer: Trainer) -> None:
     Raises:
         UserError: on every rank if copies differ, with the step, the first parameter and the ranks.
     """
-    mine: list[list[Any]] = [
-        [copy.what, [*copy.place.start], [*copy.place.size], copy.digest] for copy in find_differing_copies(trainer)
-    ]
-    by_rank = [
-        [WeightCopy(what, Box(tuple(start), tuple(size)), digest) for what, start, size, digest in copies]
-        for copies in comm.all_gather_objects(mine, trainer.mesh.world)
-    ]
+    mine: list[list[Any]] = [[*copy] for copy in find_differing_copies(trainer)]
+    by_rank = [[WeightCopy(*copy) for copy in copies] for copies in comm.all_gather_objects(mine, trainer.mesh.world)]
     names = list(dict.fromkeys(copy.what for copies in by_rank for copy in copies))
     if not names:
         return
@@ -361,7 +355,7 @@ def find_differing_copies(trainer: Trainer) -> list[WeightCopy]:
         mine = digests[indices]
         copies = comm.all_gather(mine, by_ranks[ranks]).view(len(ranks), -1)
         differing.update(indices[(copies != mine).any(0)].tolist())
-    return [WeightCopy(parts[i][0], parts[i][1].global_box, int(digests[i])) for i in sorted(differing)]
+    return [WeightCopy(parts[i][0], str(parts[i][1].global_box), int(digests[i])) for i in sorted(differing)]
 
 
 def _copied_parts(trainer: Trainer) -> Iterator[tuple[str, ShardPiece, Tensor, list[Group]]]:
@@ -388,7 +382,7 @@ def _copied_parts(trainer: Trainer) -> Iterator[tuple[str, ShardPiece, Tensor, l
 
 def describe_difference(what: str, by_rank: Sequence[Sequence[WeightCopy]]) -> str:
     """Describe on which ranks copies of a parameter differ from the majority, if there is a majority."""
-    by_place: dict[Box, dict[int, int]] = defaultdict(dict)  # digests by rank
+    by_place: dict[str, dict[int, int]] = defaultdict(dict)  # digests by rank
     for rank, copies in enumerate(by_rank):
         for copy in copies:
             if copy.what == what:

@@ -1,7 +1,7 @@
 """Profile selected or requested steps: Chrome traces, tables, GPU memory snapshots and pipeline timelines.
 
 Steps are selected with `--profile-step-start` and `--profile-step-end`, or requested from a running job with SIGUSR2
-or the file PROFILE in the run folder (`ProfileRequestListener`). In a trace, every step is a range that contains its
+or the file PROFILE in the run folder (`megatron.training.stop`). In a trace, every step is a range that contains its
 phases, the layers and the communication of every mesh axis. Errors of the profiler are warnings and never end the
 run.
 """
@@ -10,19 +10,14 @@ from __future__ import annotations
 
 import gzip
 import re
-import signal
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from types import FrameType
-from typing import NamedTuple
 
 import torch
 from torch import nn
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from megatron.config.files import read_small
 from megatron.config.profiling import MAX_PROFILE_STEPS, ProfilingConfig
 from megatron.distributed.timing import profiler_range
 from megatron.pipeline.recorder import record_timeline
@@ -31,84 +26,8 @@ from megatron.training.callbacks.base import Callback
 from megatron.training.loggers.console import print_line, print_warning
 from megatron.training.loggers.run_logger import RunLogger
 from megatron.training.metrics import StepMetrics
+from megatron.training.stop import ProfileRequest
 from megatron.training.trainer import Trainer
-
-REQUEST_SIGNAL = signal.SIGUSR2
-REQUEST_FILE = "PROFILE"
-PIPELINE_REQUEST = "pipeline"
-"""In the file, alone or before a number: request a timeline of the pipeline's actions instead of a profile."""
-
-DEFAULT_PROFILE_STEPS = 2
-"""Default number of steps."""
-
-FILE_CHECK_SECONDS = 1.0
-"""Interval between checks for the file, which may be slow on cluster file systems."""
-
-
-class ProfileRequest(NamedTuple):
-    """Number of following steps to record."""
-
-    profile: int = 0  # steps of a profile
-    pipeline: int = 0  # steps of a pipeline timeline
-
-
-NO_REQUEST = ProfileRequest()
-
-
-class ProfileRequestListener:
-    """Receives profile requests on this rank."""
-
-    def __init__(self, run_dir: str | None, rank: int, warn: Callable[[str], None]) -> None:
-        """Install the signal handler. Rank 0 checks ``run_dir`` for the file; without one, requests are refused."""
-        self._has_run_dir = run_dir is not None
-        self._warn = warn
-        self._signalled = False
-        self._file = Path(run_dir) / REQUEST_FILE if run_dir is not None and rank == 0 else None
-        self._next_check = 0.0  # for the file, on the clock of ``time.monotonic()``
-        self._previous = signal.signal(REQUEST_SIGNAL, self._handle)
-
-    def _handle(self, number: int, frame: FrameType | None) -> None:
-        self._signalled = True
-
-    def take(self) -> ProfileRequest:
-        """Return the requests since the last call, those of one kind merged into one with the most steps."""
-        request = NO_REQUEST
-        if self._file is not None and time.monotonic() >= self._next_check:
-            self._next_check = time.monotonic() + FILE_CHECK_SECONDS
-            request = self._read_file(self._file)
-        if self._signalled:
-            self._signalled = False
-            if self._has_run_dir:
-                return request._replace(profile=max(DEFAULT_PROFILE_STEPS, request.profile))
-            self._warn(f"{REQUEST_SIGNAL.name} requests a profile, which needs --run-dir; this run has none")
-        return request
-
-    def _read_file(self, file: Path) -> ProfileRequest:
-        """Read and remove the request file, if it exists."""
-        try:
-            text = read_small(file).decode(errors="replace").strip()
-            file.unlink()
-        except FileNotFoundError:
-            return NO_REQUEST
-        except OSError as error:
-            self._warn(f"{file} is ignored from now on, because it cannot be read and removed: {error}")
-            self._file = None
-            return NO_REQUEST
-        number = text.removeprefix(PIPELINE_REQUEST).strip() or str(DEFAULT_PROFILE_STEPS)
-        if number.isdecimal() and len(number) < 10 and 0 < int(number) <= MAX_PROFILE_STEPS:
-            kind = "pipeline" if text.startswith(PIPELINE_REQUEST) else "profile"
-            return NO_REQUEST._replace(**{kind: int(number)})
-        rule = (
-            f"{REQUEST_FILE} may be empty, for {DEFAULT_PROFILE_STEPS} steps, "
-            f"or contain a number of steps up to {MAX_PROFILE_STEPS}"
-        )
-        self._warn(f"no profile: {rule}, alone or after the word '{PIPELINE_REQUEST}'; it contains {text[:40]!r}")
-        return NO_REQUEST
-
-    def restore(self) -> None:
-        """Restore the previous signal handler."""
-        signal.signal(REQUEST_SIGNAL, self._previous)
-
 
 PROFILE_FOLDER = "profiles"
 """Subfolder of the run folder."""

@@ -28,7 +28,8 @@ from megatron.optimizer.distributed_optimizer import UpdateResult
 from megatron.optimizer.grad_buffer import GradBuffer
 from megatron.training.component import Component
 
-ERROR_NAME = re.compile(r"optim\.grad_error_(\d+)\.(.*)")
+ERROR_KIND = "grad_error_"
+ERROR_NAME = re.compile(rf"optim\.{ERROR_KIND}(\d+)\.(.*)")
 FACTOR_PREFIX = "optim.powersgd_q_"
 
 
@@ -145,14 +146,6 @@ class CompressionState(Component):
         if any(name not in found for name in factors):
             notes.append("PowerSGD starts with random factors where the checkpoint has none for this layout and rank")
         return notes
-
-
-class UnusedErrors(Component):
-    """Notes on a checkpoint with errors of compressed gradients in a run that keeps none."""
-
-    def prepare(self, manifest: Manifest) -> Sequence[str]:
-        """See :class:`Component`."""
-        return ["the checkpoint's errors of compressed gradients are not used"] if _saved_sources(manifest) else []
 
 
 def _whole(x: Tensor, write: bool = True) -> GlobalTensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -20,6 +21,7 @@ class SpikeGuard(Component):
     """
 
     name = "spikes"
+    state_types: ClassVar[Mapping[str, Any]] = {"losses": [float], "grad_norms": [float]}
 
     def __init__(self, deviations: float, window: int, device: torch.device | str) -> None:
         """Start with an empty window.

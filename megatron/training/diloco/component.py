@@ -24,7 +24,7 @@ from collections.abc import Callable, Container, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -40,7 +40,7 @@ from megatron.distributed.comm import Group
 from megatron.distributed.launch import is_peer_lost, run_on_rank0
 from megatron.optimizer.grad_compression import int8_all_reduce
 from megatron.training.component import Component, Kinds
-from megatron.training.diloco.outer_optimizer import GRAD, PARAM, OuterOptimizer
+from megatron.training.diloco.outer_optimizer import GRAD, OuterOptimizer
 from megatron.training.diloco.replica_store import read_secret
 from megatron.training.diloco.replicas import Member, ReplicaError, Replicas, connect
 from megatron.training.failure_report import NonFiniteError
@@ -80,6 +80,7 @@ class Diloco(Component):
     """Synchronises this replica with the others. Its state is that of the outer optimizer."""
 
     name = "outer"
+    state_types: ClassVar[Mapping[str, Any]] = dict.fromkeys(("rounds", "iteration", "consumed_samples"), int)
     missing = "the checkpoint has no outer weights: DiLoCo starts from the weights"
     memory_part = "outer"
     pauses = False
@@ -445,16 +446,6 @@ class Diloco(Component):
                     comm.all_reduce(torch.zeros(1), group)
                 if group.rank in targets:
                     tensors[name].view(-1).copy_(host)
-
-
-class LeftReplica(Component):
-    """Notes on a checkpoint of a DiLoCo replica in a run without DiLoCo."""
-
-    def prepare(self, manifest: Manifest) -> Sequence[str]:
-        """See :class:`Component`."""
-        if not any(name.startswith(f"optim.{PARAM}.") for name in manifest.tensors):
-            return ()
-        return ["the checkpoint is a DiLoCo replica's: it continues from this replica's weights, alone"]
 
 
 def left_out(members: Sequence[Member]) -> dict[int, str]:

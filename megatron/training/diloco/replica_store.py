@@ -257,12 +257,7 @@ def _size(key: bytes, value: bytes) -> int:
 
 
 def serve(host: str, port: int, secret: bytes = b"") -> tuple[StoreServer, int]:
-    """Host the store of a run in a thread; return it and its port.
-
-    Args:
-        host: address to listen on.
-        port: 0 picks one.
-        secret: that clients must have; empty for none.
+    """Host the store of a run in a thread; return it and its port, which 0 picks.
 
     Raises:
         OSError: if the address cannot be used.

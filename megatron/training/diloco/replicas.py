@@ -75,17 +75,7 @@ class StoreClient(distributed_c10d.Store):
     """A connection to a :class:`~megatron.training.diloco.replica_store.StoreServer`, also for gloo's rendezvous."""
 
     def __init__(self, host: str, port: int, timeout: float, secret: bytes = b"") -> None:
-        """Connect.
-
-        Args:
-            host: of the server.
-            port: of the server.
-            timeout: seconds for an answer, and for a key to appear.
-            secret: of the run.
-
-        Raises:
-            OSError: if there is no server, or it has another secret.
-        """
+        """Connect; OSError if there is no server, or it has another secret. ``timeout`` is in seconds."""
         super().__init__()
         self._seconds, self._lock = timeout, threading.Lock()
         self._socket = socket.create_connection((host, port), timeout)
@@ -109,16 +99,9 @@ class StoreClient(distributed_c10d.Store):
             raise OtherSecretError(f"it does not have the secret of this replica ({error})") from error
 
     def _request(self, *fields: bytes, values: int = 0, certain: bool = False) -> list[bytes]:
-        """Return the ``values`` of the answer after its first field; nothing for ``none``.
+        """Return the answer ``ok`` with so many ``values``; [] for ``none``, unless ``certain`` excludes it.
 
-        Args:
-            fields: of the request.
-            values: that ``ok`` has.
-            certain: ``none`` is no answer to this request.
-
-        Raises:
-            ReplicaError: if the server refuses the request, or answers something else.
-            RuntimeError: if it is gone.
+        ReplicaError if the server refuses the request, or answers something else; RuntimeError if it is gone.
         """
         with self._lock:
             try:

@@ -1,4 +1,8 @@
-"""Console lines of a run: compact numbers, and fewer columns on narrow terminals."""
+"""Metrics of a run by name, and their lines on the console: compact numbers, and fewer columns on narrow terminals.
+
+`METRICS` names every metric of a log line, for which `tools/generate_docs.py` writes the tables of docs/operations.md.
+`COLUMNS` are those that the console shows.
+"""
 
 from __future__ import annotations
 
@@ -7,18 +11,262 @@ import shutil
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import partial
+from typing import Any, NamedTuple
 
 from megatron.config.privacy import redact
 from megatron.config.text import echo, format_bytes
-from megatron.training.loggers.base import LEGEND, METRICS, Column, Metrics, metrics_under
-from megatron.training.loggers.formatting import (
-    format_compact,
-    format_exponent,
-    format_loss,
-    format_plain,
-    format_step_time,
-)
+from megatron.training.loggers.base import Metrics, metrics_under
 from megatron.training.startup import startup_line
+
+
+def format_loss(nats: float) -> str:
+    """Format with four decimals; ``-`` if not finite."""
+    return f"{nats:.4f}" if math.isfinite(nats) else "-"
+
+
+def format_compact(number: float, *, trim: bool = False) -> str:
+    """Format with three digits and a unit: ``3.90B``, ``12.3K``, ``404``; ``trim`` drops trailing zeros: ``3.9B``."""
+    if abs(number) < 999.5 and number == int(number):
+        return f"{number:.0f}"
+    for unit in ("", "K", "M", "B", "T"):
+        if abs(number) < 999.5 or unit == "T":
+            break
+        number /= 1000
+    digits = format_three_digits(number)
+    return (digits.rstrip("0").rstrip(".") if trim and "." in digits else digits) + unit
+
+
+def format_three_digits(number: float) -> str:
+    """Format with up to two decimals: ``1.23``, ``12.3``, ``123``."""
+    decimals = 2 if abs(number) < 9.995 else 1 if abs(number) < 99.95 else 0
+    return f"{number:.{decimals}f}"
+
+
+def format_plain(number: float) -> str:
+    """Format with three digits and no leading zero, or in scientific notation: ``.41``, ``12.3``, ``4.1e5``."""
+    if not math.isfinite(number) or number == 0:
+        return f"{number:.0f}"
+    if not 0.01 <= abs(number) < 99_999.5:
+        return format_exponent(number)
+    return format_three_digits(number).removeprefix("0")
+
+
+def format_exponent(number: float) -> str:
+    """Format in scientific notation with two digits: ``6.0e-5``; ``0``."""
+    if number == 0 or not math.isfinite(number):
+        return f"{number:.0f}"
+    digits, power = f"{number:.1e}".split("e")
+    return f"{digits}e{int(power)}"
+
+
+def format_step_time(seconds: float) -> str:
+    """Format as ``7.60s``, or as ``76.0ms`` below a tenth of a second."""
+    return f"{format_three_digits(seconds)}s" if seconds >= 0.0995 else f"{format_three_digits(seconds * 1000)}ms"
+
+
+def format_duration(seconds: float) -> str:
+    """Format in the two largest units: ``8d7h``, ``3h05m``, ``4m09s``, ``12s``."""
+    for name, size, lower_name, lower in (("d", 86400, "h", 3600), ("h", 3600, "m", 60), ("m", 60, "s", 1)):
+        rounded = round(seconds / lower) * lower
+        if rounded >= size:
+            rest = rounded % size // lower
+            return f"{rounded // size}{name}{rest if name == 'd' else f'{rest:02d}'}{lower_name}"
+    return f"{round(seconds)}s"
+
+
+def format_memory(used_bytes: int, total_bytes: int) -> str:
+    """Format used and total memory in GiB: ``27/80G``, ``0.6/16G``."""
+    used, total = used_bytes / 2**30, total_bytes / 2**30
+    return f"{used:.{1 if used < 9.95 else 0}f}/{total:.0f}G"
+
+
+CONSOLE_PREFIX = "console/"
+"""Prefix of metrics for the console only."""
+
+MEMORY_CAPACITY = f"{CONSOLE_PREFIX}mem-capacity-bytes"
+TOTAL_ITERATIONS = f"{CONSOLE_PREFIX}total-iterations"
+SECONDS_LEFT = f"{CONSOLE_PREFIX}seconds-left"
+ON_GPU = f"{CONSOLE_PREFIX}on-gpu"
+
+MIN_SHOWN_SHARE = 0.005
+"""Smallest share that is shown; whole percents would show smaller ones as 0%."""
+
+SLOW_RANK_EXCESS = 0.03
+"""The slowest rank is shown if its own time exceeds the median rank's by this share."""
+
+GOODPUT_MIN_SECONDS = 600.0
+"""Goodput is shown from this age of a run on; before, it mostly measures the start-up time."""
+
+
+class Column(NamedTuple):
+    """Column of the console's log line, for log lines that have the metric."""
+
+    metric: str
+    group: int  # groups are separated by ``|``
+    drop_order: int  # on a narrow terminal, the column with the highest number is dropped first
+    text: Callable[[Any, Metrics], str]  # of its value and all of the log line; empty to leave the column out
+    meaning: str  # for the legend
+
+
+class Metric(NamedTuple):
+    """Unit and meaning of a metric."""
+
+    unit: str
+    help: str
+
+
+def _speed(tokens: float, metrics: Metrics, of_gpu: bool) -> str:
+    """Format tokens per second: of one rank on GPUs, of all on CPUs."""
+    return f"{format_compact(tokens)} tok/s{'/gpu' * of_gpu}" if metrics[ON_GPU] is of_gpu else ""
+
+
+def _waits(total: float, metrics: Metrics) -> str:
+    """Format the shares of the step by axes: ``(tp6 pp3 dp2)``. They add up to the total."""
+    waits = {n: x for n, x in metrics_under("communication-", metrics).items() if n != "share"}
+    scale = total / (sum(waits.values()) or 1.0)
+    shown = [f"{axes}{x * scale * 100:.0f}" for axes, x in waits.items() if x * scale >= MIN_SHOWN_SHARE]
+    return f"({' '.join(shown)})" if shown else ""
+
+
+def _data(wait: float, metrics: Metrics, long: bool) -> str:
+    share = wait / metrics["iteration-time"]
+    return f"data {share:.0%}" if (share >= MIN_SHOWN_SHARE) is long else ""
+
+
+def _memory(used: int, metrics: Metrics) -> str:
+    rank = f" r{metrics['mem-max-rank']}" if "mem-max-rank" in metrics else ""
+    return f"mem {format_memory(used, metrics[MEMORY_CAPACITY])}{rank}"
+
+
+def _slow_rank(excess: float, metrics: Metrics) -> str:
+    return f"slow r{metrics['slowest-rank']} +{excess:.0%}" if excess >= SLOW_RANK_EXCESS else ""
+
+
+def _goodput(goodput: float, metrics: Metrics) -> str:
+    """Format the goodput of a run that was started again, or of an older one that loses time."""
+    lossy = metrics["run-seconds"] >= GOODPUT_MIN_SECONDS and goodput < 1 - MIN_SHOWN_SHARE
+    return f"goodput {goodput:.1%}" if lossy or metrics["starts"] > 1 else ""
+
+
+WAITS = "comm: share of waiting for other ranks, by axes"
+COLUMNS = (
+    Column("iteration", 0, 0, lambda x, m: f"{x:>{len(str(m[TOTAL_ITERATIONS]))}}/{m[TOTAL_ITERATIONS]}", "step/steps"),
+    Column("consumed-tokens", 0, 5, lambda x, _: f"{format_compact(x)} tok", "tokens so far"),
+    Column("lm loss", 1, 0, lambda x, _: f"loss {format_loss(x)}", "loss: mean since the last line"),
+    Column("grad-norm", 1, 3, lambda x, _: f"gnorm {format_plain(x)}", "gnorm: norm of the gradient"),
+    Column("learning-rate", 1, 6, lambda x, _: f"lr {format_exponent(x)}", "lr: learning rate"),
+    Column("seq_load_balancing_loss", 1, 7, lambda x, _: f"balance {format_loss(x)}", "balance: of experts, 1 is best"),
+    Column("load_balancing_loss", 1, 7, lambda x, _: f"balance {format_loss(x)}", "balance: of experts, 1 is best"),
+    Column("z_loss", 1, 7, lambda x, _: f"router z {format_loss(x)}", "router z: z-loss"),
+    Column(
+        "loss-scale", 6, 7, lambda x, _: "" if x == 1 else f"scale {format_compact(x)}", "scale: of the loss in fp16"
+    ),
+    Column("iteration-time", 2, 4, lambda x, _: format_step_time(x), "time of a step"),
+    Column(
+        "tokens-per-second", 2, 2, lambda x, m: "" if m[ON_GPU] else f"{format_compact(x)} tok/s", "tokens per second"
+    ),
+    Column("tokens-per-second-per-gpu", 2, 2, partial(_speed, of_gpu=True), "the same of a GPU"),
+    Column("mfu", 2, 3, lambda x, _: "" if x is None else f"MFU {x:.1%}", "MFU: share of the peak FLOP/s"),
+    Column("skipped-iterations-count", 7, 1, lambda x, _: f"skipped {x}" if x else "", "skipped: updates left out"),
+    Column(
+        "communication-share", 3, 6, lambda x, _: f"comm {x:.0%}", "comm: share of waiting for other ranks, by axes"
+    ),
+    Column("communication-share", 3, 10, _waits, "comm: share of waiting for other ranks, by axes"),
+    Column("bubble", 3, 5, lambda x, _: f"bubble {x:.1%}", "bubble: of the pipeline"),
+    Column("data-wait", 3, 9, partial(_data, long=False), "data: share of waiting for data"),
+    Column("data-wait", 3, 4, partial(_data, long=True), "data: share of waiting for data"),
+    Column("slowest-rank-excess", 5, 7, _slow_rank, "slow: the slowest rank, over the median"),
+    Column("mem-max-allocated-bytes", 4, 8, _memory, "mem: peak/capacity"),
+    Column("goodput", 8, 8, _goodput, "goodput: share of time in steps that count"),
+    Column(SECONDS_LEFT, 8, 2, lambda x, _: f"ETA {format_duration(x)}", "ETA: time left"),
+)
+
+METRICS = {
+    "iteration": Metric("steps", "number of the step, from 1"),
+    "consumed-samples": Metric("samples", "of all steps so far"),
+    "consumed-tokens": Metric("tokens", "of all steps so far"),
+    "lm loss": Metric("nats per token", "window: mean over its steps with a finite loss, skipped updates included"),
+    "grad-norm": Metric("", "step: global gradient norm before clipping"),
+    "learning-rate": Metric("", "step"),
+    "seq_load_balancing_loss": Metric(
+        "",
+        "window: balance of experts per sequence, without coefficient, mean over layers; "
+        "from 1 (balanced) to the number of experts",
+    ),
+    "load_balancing_loss": Metric("", "window: the same per micro-batch"),
+    "z_loss": Metric("", "window: squared log-partition of the routers, without coefficient, mean over layers"),
+    "decoupled-learning-rate": Metric("", "step: of embedding and output layer, with `--decoupled-lr`"),
+    "weight-decay": Metric("", "step"),
+    "batch-size": Metric("samples", "step"),
+    "loss-scale": Metric("", "step"),
+    "iteration-time": Metric(
+        "seconds per step",
+        "window: wall time, without evaluations, saves, health reports and comparisons of weight copies",
+    ),
+    "tokens-per-second": Metric("tokens/s", "window: of all ranks together"),
+    "tokens-per-second-per-gpu": Metric("tokens/s", "window: of one rank"),
+    "throughput": Metric("TFLOP/s", "window: of one rank, as counted by Megatron-LM"),
+    "mfu": Metric(
+        "0 to 1",
+        "window: [model FLOPs utilisation](performance.md#mfu-and-hfu) by 6N + 12Lhs; null if the peak is unknown",
+    ),
+    "mfu-causal": Metric("0 to 1", "window: utilisation that counts unmasked attention scores only"),
+    "hfu": Metric("0 to 1", "window: utilisation including recomputation"),
+    "skipped-iterations": Metric("list of steps", "window: with a skipped update; `metrics.jsonl` only"),
+    "skipped-iterations-count": Metric("steps", "window: their number"),
+    "spikes-skipped": Metric("steps", "window: those of them with a finite gradient that was an outlier"),
+    "communication-share": Metric("0 to 1", "window: sum of all `communication-AXES` as a share of the step"),
+    "communication-AXES": Metric(
+        "seconds per step", "window: waiting for other ranks, by `tp`, `dp`, ..., `world`; mean of the ranks"
+    ),
+    "sent-bytes-AXES": Metric(
+        "bytes per step",
+        "window: sent by a rank in [a ring](performance.md#bytes-on-the-wire), by the same axes, `pp` for pipeline "
+        "neighbours; mean of the ranks",
+    ),
+    "bubble": Metric("0 to 1", "window: share of the step waiting for other ranks of the pipeline; mean of the ranks"),
+    "data-wait": Metric("seconds per step", "window: waiting for micro-batches, on the slowest rank"),
+    "slowest-rank": Metric("rank", "window: with the longest own time: the step less its waits for other ranks"),
+    "slowest-rank-excess": Metric("0 to 1", "window: excess of that time over the median rank's"),
+    "mem-max-allocated-bytes": Metric(
+        "bytes", "peak so far on the fullest rank: allocated on its GPU, or resident on a CPU"
+    ),
+    "mem-max-rank": Metric("rank", "the fullest rank"),
+    "goodput": Metric("0 to 1", "share of `run-seconds` spent in steps that were not lost"),
+    "run-seconds": Metric("seconds", "since the run's first start"),
+    "starts": Metric("", "of the run so far"),
+    SECONDS_LEFT: Metric("seconds", "for the remaining samples"),
+    "samples-digest": Metric("16 digits", "of all samples consumed: equal if two runs read the same"),
+    "world-size": Metric("ranks", "number of ranks"),
+    "TIMER-time": Metric("seconds per step", "window: longest of all ranks, with `--timing-log-level` 1 or higher"),
+    "TIMER-time-min": Metric("seconds per step", "window: shortest, with `--timing-log-option minmax`"),
+    "TIMER-time-by-rank": Metric("list of seconds", "window: of each rank, with `--timing-log-option all`"),
+}
+"""Every metric of a log line, by Megatron-LM's name where it has the metric.
+
+"Step" is the last step, "window" all steps since the previous line. ``AXES`` and ``TIMER`` stand for mesh axes and for
+the phases of ``distributed.timing.PHASES``. Metrics that do not apply, such as communication on one rank, are left out.
+"""
+
+DILOCO_METRICS = {
+    "diloco-round": Metric("", "rounds so far"),
+    "diloco-members": Metric("replicas", "that took part"),
+    "diloco-attempts": Metric("", "exchanges until one was committed; above 1 after the loss of a member"),
+    "diloco-seconds": Metric("seconds", "from the arrival of this replica to the end of the exchange"),
+    "diloco-blocked-seconds": Metric("seconds", "of these in which no step was taken"),
+    "diloco-sent-bytes": Metric("bytes", "sent by rank 0"),
+    "diloco-outer-grad-norm": Metric("", "norm of the averaged progress"),
+}
+"""Metrics of a round of DiLoCo."""
+
+EVALUATION_METRICS = {
+    "lm loss validation": Metric("nats per token", "mean over `--eval-iters` batches"),
+    "lm loss validation ppl": Metric("", "exp of the loss, if it is a cross-entropy"),
+    "lm loss validation ema": Metric("nats per token", "loss with the average of the weights, with `--ema-decay`"),
+    "validation-set": Metric("name", "which one, if there are several"),
+}
+"""Every metric of an evaluation; evaluations of test data have ``test`` in place of ``validation``."""
 
 
 def print_line(text: str) -> None:
@@ -61,7 +309,9 @@ class ConsoleLogger:
     def log_step(self, step: int, metrics: Metrics) -> None:
         """Print the line of a log step."""
         width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
-        print_line(progress_line(step, metrics, width))
+        with suppress(OSError):  # as in print_line; the line has numbers alone
+            sys.stdout.write(f"{progress_line(step, metrics, width)}\n")
+            sys.stdout.flush()
 
     def event(self, step: int, kind: str, fields: Metrics) -> None:
         """Print an event. Starts are in the summary of the run, and errors are printed when the process ends."""
@@ -80,7 +330,7 @@ class ConsoleLogger:
 
 
 def progress_line(step: int, metrics: Metrics, width: int | None = None) -> str:
-    """Return the line of one log step, at most ``width`` characters wide (None: all columns of ``METRICS``).
+    """Return the line of one log step, at most ``width`` characters wide (None: all columns of ``COLUMNS``).
 
     ``1240/95368 3.90B tok | loss 2.4137 gnorm .41 lr 6.0e-5 | 7.60s 404 tok/s/gpu MFU 44.0%``
     ``| comm 11% (tp6 pp3 dp2) data 0% | mem 27/80G r113 | slow r731 +4% | goodput 97.9% ETA 8d7h``
@@ -88,7 +338,7 @@ def progress_line(step: int, metrics: Metrics, width: int | None = None) -> str:
     Loss, time and speed are means over the steps since the previous line; the rest is of the last step. Columns of the
     second half are shown only if they apply: on several ranks, with a slow rank, after a restart.
     """
-    shown = [(column, text) for _, column, text in _columns(step, metrics)]
+    shown = _columns(step, metrics)
     while True:
         line = _join(shown, " ")
         if width is None or len(line) <= width or len(shown) == 1:
@@ -98,15 +348,15 @@ def progress_line(step: int, metrics: Metrics, width: int | None = None) -> str:
 
 def legend_line(step: int, metrics: Metrics) -> str:
     """Return what the columns of a log step are, in their order."""
-    known = {LEGEND[name]: column for name, column, _ in _columns(step, metrics)}
-    return _join([(column, text) for text, column in known.items()], ", ")
+    known = {column.meaning: column for column, _ in _columns(step, metrics)}
+    return _join([(column, meaning) for meaning, column in known.items()], ", ")
 
 
-def _columns(step: int, metrics: Metrics) -> list[tuple[str, Column, str]]:
-    """Return the columns that a log step has, with the names of their metrics and their texts."""
+def _columns(step: int, metrics: Metrics) -> list[tuple[Column, str]]:
+    """Return the columns that a log step has, with their texts."""
     values = {"iteration": step, **metrics}
-    columns = [(name, column) for name, metric in METRICS.items() for column in metric.columns if name in values]
-    return [(name, column, text) for name, column in columns if (text := column.text(values))]
+    columns = [column for column in COLUMNS if column.metric in values]
+    return [(column, text) for column in columns if (text := column.text(values[column.metric], values))]
 
 
 def _join(columns: Sequence[tuple[Column, str]], separator: str) -> str:

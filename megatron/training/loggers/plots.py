@@ -17,7 +17,7 @@ import numpy as np
 from megatron.checkpoint.durable_files import publish_file
 from megatron.config.text import printable
 from megatron.training.loggers.base import metrics_under
-from megatron.training.loggers.formatting import format_compact, format_exponent, format_plain
+from megatron.training.loggers.console import format_compact, format_exponent, format_plain
 from megatron.training.loggers.run_folder import HistoryPoint, RunHistory
 
 if TYPE_CHECKING:

@@ -7,8 +7,6 @@ those called ``missing...`` never are.
 from __future__ import annotations
 
 import hashlib
-import json
-import os
 import re
 import socket
 import struct
@@ -66,23 +64,9 @@ class Handler(BaseHTTPRequestHandler):
     def log_message(self, *_: object) -> None:
         """Nothing."""
 
-    def do_GET(self) -> None:
-        self.handle_one("GET")
-
-    def do_HEAD(self) -> None:
-        self.handle_one("HEAD")
-
-    def do_PUT(self) -> None:
-        self.handle_one("PUT")
-
-    def do_POST(self) -> None:
-        self.handle_one("POST")
-
-    def do_DELETE(self) -> None:
-        self.handle_one("DELETE")
-
-    def handle_one(self, method: str) -> None:
-        url = urlsplit(self.path)
+    def handle_one(self) -> None:
+        """Answer a request of any method, or make it fail."""
+        method, url = self.command, urlsplit(self.path)
         key, query = unquote(url.path).strip("/"), {k: v[0] for k, v in parse_qs(url.query, True).items()}
         body = self.body()
         kind = self.kind(method, key, query)
@@ -110,6 +94,8 @@ class Handler(BaseHTTPRequestHandler):
         if fault == "corrupt" and content:
             content = content[:-1] + bytes([content[-1] ^ 1])
         self.reply(status, headers, content, method == "HEAD", cut=fault == "truncated")
+
+    do_GET = do_HEAD = do_PUT = do_POST = do_DELETE = handle_one  # noqa: N815
 
     def kind(self, method: str, key: str, query: dict[str, str]) -> str:
         if method == "POST":
@@ -255,9 +241,3 @@ def settings(address: str) -> dict[str, object]:
     """Return s3fs's settings for a server: that address and no other, meaningless keys, no unseen repetition."""
     quick = {"retries": {"max_attempts": 0}, "connect_timeout": 5, "read_timeout": 5}
     return {"endpoint_url": address, "key": "none", "secret": "none", "config_kwargs": quick}
-
-
-def environment(address: str) -> dict[str, str]:
-    """The same for a process of its own, whose other settings of S3 it must not see."""
-    kept = {name: value for name, value in os.environ.items() if not name.startswith(("AWS_", "FSSPEC_"))}
-    return kept | {"FSSPEC_S3": json.dumps(settings(address)), "AWS_EC2_METADATA_DISABLED": "true"}

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import random
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -129,3 +132,15 @@ def save(path: Location, tensors: Mapping[str, Sample], **state: object) -> None
     save_sharded(
         path, all_of(tensors), state, {"model": {"hidden_size": 5}}, ALONE, {"tokenizer/tokenizer.json": b"{}"}
     )
+
+
+def refuse_renames(patch: pytest.MonkeyPatch, refused: Callable[[Path], bool], code: int = errno.EIO) -> None:
+    """Let the disk refuse renames to some targets."""
+    real = os.rename
+
+    def rename(source: Path, target: Path) -> None:
+        if refused(Path(target)):
+            raise OSError(code, os.strerror(code), str(target))
+        real(source, target)
+
+    patch.setattr(os, "rename", rename)

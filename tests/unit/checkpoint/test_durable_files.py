@@ -17,7 +17,7 @@ from megatron.checkpoint.errors import StorageError
 from megatron.checkpoint.format import Manifest
 from megatron.checkpoint.lease import LEASE_FILE, acquire_lease
 from megatron.checkpoint.verify import list_damage
-from tests.unit.checkpoint.samples import save, small
+from tests.unit.checkpoint.samples import refuse_renames, save, small
 
 
 def refuse_sync(patch: pytest.MonkeyPatch, code: int, folders: bool) -> None:
@@ -49,18 +49,6 @@ def test_every_other_sync_must_succeed(
         save(tmp_path / "runs" / "iter_0000001", small())
 
 
-def refuse_renames(patch: pytest.MonkeyPatch, name: str) -> None:
-    """Let the disk be full whenever something is to be called ``name``."""
-    real = os.rename
-
-    def rename(source: Path, target: Path) -> None:
-        if Path(target).name == name:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(target))
-        real(source, target)
-
-    patch.setattr(os, "rename", rename)
-
-
 @pytest.mark.parametrize("moment", ["COMPLETE", "iter_0000002"])  # the second has the marker, and goes nevertheless
 @pytest.mark.parametrize("older", [True, False])
 def test_a_save_elsewhere_goes_on_from_the_older_checkpoints(
@@ -68,7 +56,7 @@ def test_a_save_elsewhere_goes_on_from_the_older_checkpoints(
 ) -> None:
     if older:
         save(tmp_path / "iter_0000001", small())
-    refuse_renames(monkeypatch, moment)
+    refuse_renames(monkeypatch, lambda target: target.name == moment, errno.ENOSPC)
     with pytest.raises(StorageError) as caught:
         save(tmp_path / "iter_0000002", small())
     load = f"--load {tmp_path} " if older else ""

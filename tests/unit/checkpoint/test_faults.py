@@ -7,6 +7,7 @@ made to fail; every file is truncated, changed and removed.
 from __future__ import annotations
 
 import errno
+import itertools
 import json
 import os
 import random
@@ -15,8 +16,8 @@ import resource
 import shutil
 import signal
 import subprocess
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,12 +25,13 @@ from typing import Any
 import pytest
 import torch
 
+from megatron.checkpoint import publish
 from megatron.checkpoint.errors import CheckpointError, DamagedCheckpointError, StorageError, strip_folder
 from megatron.checkpoint.folder import CheckpointFolder
 from megatron.checkpoint.format import MANIFEST, MARKER, Manifest, marker_content, whole_box
 from megatron.checkpoint.load import CheckpointReader, load_sharded
 from megatron.checkpoint.verify import list_damage
-from tests.kit.watched_calls import CALLS
+from tests.kit.watched_calls import watched_calls
 from tests.unit.checkpoint.samples import ALONE, Sample, attempt, same, save, small
 
 FILES = ["tensors_00000.safetensors", "tokenizer/tokenizer.json", MANIFEST, MARKER]
@@ -52,24 +54,10 @@ def is_whole(manifest: Manifest, value: float) -> bool:
     )
 
 
-@contextmanager
-def watched(before: Callable[[str, int, tuple[Any, ...]], None]) -> Iterator[None]:
-    """Ask ``before(name, number, arguments)`` before each of ``CALLS``, counted from 0."""
-    count = 0
-
-    def wrap(name: str, real: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            nonlocal count
-            count += 1
-            before(name, count - 1, args)
-            return real(*args, **kwargs)
-
-        return call
-
-    with pytest.MonkeyPatch.context() as patch:
-        for name in CALLS:
-            patch.setattr(os, name, wrap(name, getattr(os, name)))
-        yield
+def watched(before: Callable[[str, int, tuple[Any, ...]], None]) -> AbstractContextManager[None]:
+    """Ask ``before(name, number, arguments)`` before each call to the file system, counted from 0."""
+    numbers = itertools.count()
+    return watched_calls(lambda path: True, lambda name, path, args: before(name, next(numbers), args))
 
 
 def again(runs: CheckpointFolder) -> None:
@@ -168,22 +156,10 @@ def test_killed_at_every_call(template: Path, scenario: Callable[[CheckpointFold
 
 def test_the_marker_is_made_when_all_else_is_on_the_disk(template: Path) -> None:
     """Since a power cut cannot be tried: files are synced after their last write, then folders, then the marker."""
-    events, paths = [], {}
-    real = os.open
-
-    def opened(path: Any, *args: Any, **kwargs: Any) -> int:
-        fd = real(path, *args, **kwargs)
-        paths[fd] = Path(path).name if isinstance(path, str | Path) else ""
-        return fd
-
-    def before(name: str, number: int, args: tuple[Any, ...]) -> None:
-        events.append((name, paths[args[0]] if name in ("write", "fsync", "close") else Path(args[0]).name))
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(os, "open", opened)
-        with watched(before):
-            save(CheckpointFolder(template).path(3), content(3))
-    done = [event for event in events if event[0] in ("write", "fsync", "rename")]
+    events: list[tuple[str, str]] = []
+    with watched_calls(lambda path: True, lambda name, path, args: events.append((name, path))):
+        save(CheckpointFolder(template / "new").path(3), content(3))
+    done = [(name, Path(path).name) for name, path in events if name in ("write", "fsync", "rename")]
     names = ["tensors_00000.safetensors", "tokenizer.json", MANIFEST, f"{MARKER}.part"]
     for name in names:
         syncs = [i for i, event in enumerate(done) if event == ("fsync", name)]
@@ -196,28 +172,8 @@ def test_the_marker_is_made_when_all_else_is_on_the_disk(template: Path) -> None
     assert max(files) < synced < moved
     assert done.index(("fsync", f"{MARKER}.part")) < moved
     assert done[moved:] == [("rename", inner), ("fsync", "iter_0000003"), ("rename", MARKER), ("fsync", "iter_0000003")]
-    assert ("fsync", template.name) in done[:moved]  # the name of the new folder
-
-
-def test_the_name_of_a_new_folder_is_on_the_disk(tmp_path: Path) -> None:
-    """Or a power cut would take the whole --save folder with it."""
-    folders, synced = {}, set()
-    real = os.open
-
-    def opened(path: Any, *args: Any, **kwargs: Any) -> int:
-        fd = real(path, *args, **kwargs)
-        folders[fd] = str(path)
-        return fd
-
-    def before(name: str, number: int, args: tuple[Any, ...]) -> None:
-        if name == "fsync":
-            synced.add(folders[args[0]])
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(os, "open", opened)
-        with watched(before):
-            save(tmp_path / "runs" / "one" / "iter_0000001", content(1))
-    assert {str(tmp_path), str(tmp_path / "runs"), str(tmp_path / "runs" / "one")} <= synced
+    # or a power cut would take the whole --save folder with it
+    assert {("fsync", template.name), ("fsync", "new")} <= {*done[:moved]}
 
 
 def failing(target: int, code: int, once: bool) -> Callable[[str, int, tuple[Any, ...]], None]:
@@ -302,12 +258,6 @@ def test_a_disk_that_is_full(tmp_path: Path) -> None:
         assert is_whole(Manifest.open(runs.path(1)), 1)
     finally:
         subprocess.run(["umount", disk], check=True)
-
-
-def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    with pytest.raises(StorageError, match="Not a directory"):
-        save(tmp_path / "file" / "iter_0000001", content(1))
 
 
 def load(runs: CheckpointFolder) -> tuple[int, list[str]]:
@@ -398,7 +348,26 @@ def test_bytes_that_no_checksum_speaks_for_are_found(template: Path) -> None:
     assert reason == f"{inner / chunk['file']}: bytes {start} to {end} have no checksum, or two"
 
 
-def test_nothing_can_be_read(template: Path) -> None:
-    for iteration in (1, 2):
-        (CheckpointFolder(template).path(iteration) / MARKER).unlink()
-    assert load(CheckpointFolder(template))[0] == 0
+@pytest.mark.parametrize("name", ["tensors_00000.safetensors", "tokenizer/tokenizer.json"])
+@pytest.mark.parametrize(
+    ("change", "seen"), [(os.unlink, "is missing"), (lambda path: os.truncate(path, 1), "is truncated")]
+)
+def test_a_save_disturbed_by_another_process_is_not_published(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, change: Callable[[Path], None], seen: str
+) -> None:
+    """Two processes save the same step: one recreates the folder while the other writes."""
+    path, real = tmp_path / "iter_0000002", publish.write_file
+    save(path, small(), iteration=2)
+
+    def disturbed(file: Path, content: bytes) -> None:
+        if file.name == MANIFEST:
+            change(file.parent / name)
+        real(file, content)
+
+    monkeypatch.setattr(publish, "write_file", disturbed)
+    with pytest.raises(StorageError, match=rf"{re.escape(name)} {seen}.*: another process writes to"):
+        save(path, small(), iteration=3)
+    assert [found.name for found in tmp_path.iterdir()] == [path.name]
+    manifest = Manifest.open(path)
+    assert manifest.state == {"iteration": 2}
+    assert list(list_damage(manifest)) == []

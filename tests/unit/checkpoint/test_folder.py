@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import os
-import random
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
-from megatron.checkpoint.errors import CheckpointError, DamagedCheckpointError, NewerVersionError, StorageError
+from megatron.checkpoint.errors import CheckpointError, DamagedCheckpointError, StorageError
 from megatron.checkpoint.folder import CheckpointFolder
 from megatron.checkpoint.format import MANIFEST, MARKER, encode_manifest, marker_content
 from megatron.checkpoint.publish import Attempt
@@ -80,17 +79,6 @@ def test_no_newest(tmp_path: Path) -> None:
         runs.newest()
     with pytest.raises(CheckpointError, match=r"does not hold a checkpoint of step 3$"):
         runs.newest(3)
-
-
-def test_a_checkpoint_of_a_newer_version_is_not_passed_over(tmp_path: Path) -> None:
-    runs = CheckpointFolder(tmp_path)
-    make(runs.path(10))
-    text = (make(runs.path(20)) / MANIFEST).read_text().replace('"version":1', '"version":2')
-    (runs.path(20) / MANIFEST).write_text(text)
-    (runs.path(20) / MARKER).write_bytes(marker_content(text.encode()))
-    with pytest.raises(NewerVersionError):
-        runs.newest()
-    assert runs.newest(10)[0].path == runs.path(10)
 
 
 def test_one_checkpoint_by_its_own_folder(tmp_path: Path) -> None:
@@ -223,20 +211,3 @@ def test_foreign_folders_are_not_replaced(tmp_path: Path) -> None:
         Attempt(final).start()
     CheckpointFolder(tmp_path).retain(1)
     assert (final / "mp_rank_00").exists()
-
-
-def test_random_saves_and_retains(tmp_path: Path) -> None:
-    """Against a list of numbers."""
-    draw, expected = random.Random(3), set()
-    runs = CheckpointFolder(tmp_path)
-    for _ in range(40):
-        iteration = draw.randint(1, 12)
-        if iteration not in expected:
-            make(runs.path(iteration), iteration)
-            expected.add(iteration)
-        if draw.random() < 0.3:
-            last, every = draw.randint(1, 4), draw.choice([None, 3, 5])
-            runs.retain(last, every)
-            newest = sorted(expected)[-last:]
-            expected = {i for i in expected if i in newest or (every and i % every == 0)}
-        assert {found.iteration for found in runs.candidates()} == expected

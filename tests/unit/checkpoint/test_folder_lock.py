@@ -11,6 +11,7 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -34,7 +35,6 @@ def test_another_process_is_named_and_its_death_frees_the_folder(tmp_path: Path)
     root = Path(__file__).parents[3]
     command = [sys.executable, "-c", HOLDER, str(tmp_path)]
     with subprocess.Popen(command, cwd=root, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
-        assert other.stdout is not None
         assert other.stdout.readline() == "held\n"
         for _ in range(2):  # a refusal does not take the lock away
             with pytest.raises(CheckpointError) as caught, acquire_lease(tmp_path):
@@ -58,9 +58,10 @@ def test_another_process_is_named_and_its_death_frees_the_folder(tmp_path: Path)
 
 
 def test_held_until_the_end_of_the_block(tmp_path: Path) -> None:
-    folder = tmp_path / "a" / "b"
-    for _ in range(2):
-        with acquire_lease(folder), pytest.raises(CheckpointError, match="is in use by process"), acquire_lease(folder):
+    folder, link = tmp_path / "a" / "b", tmp_path / "link"
+    link.symlink_to("a")
+    for same in (folder, link / "b"):
+        with acquire_lease(folder), pytest.raises(CheckpointError, match="is in use by process"), acquire_lease(same):
             pass
     with pytest.raises(ZeroDivisionError), acquire_lease(folder):
         raise ZeroDivisionError
@@ -68,45 +69,21 @@ def test_held_until_the_end_of_the_block(tmp_path: Path) -> None:
         assert CheckpointFolder(folder).candidates() == []
 
 
-def test_through_a_link_it_is_the_same_folder(tmp_path: Path) -> None:
-    (tmp_path / "link").symlink_to("real")
-    (tmp_path / "real").mkdir()
-    with (
-        acquire_lease(tmp_path / "real"),
-        pytest.raises(CheckpointError, match="in use"),
-        acquire_lease(tmp_path / "link"),
-    ):
-        pass
+@pytest.mark.parametrize(
+    ("module", "call", "code"), [(fcntl, "flock", errno.EIO), (os, "write", errno.ENOSPC), (os, "mkdir", errno.ENOTDIR)]
+)
+def test_a_folder_that_cannot_be_held_is_refused_with_a_fix(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, module: Any, call: str, code: int
+) -> None:
+    def fails(*arguments: object) -> None:
+        raise OSError(code, os.strerror(code))
 
-
-def test_a_lock_that_fails_for_another_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def flock(file: int, operation: int) -> None:
-        raise OSError(errno.EIO, os.strerror(errno.EIO))
-
-    monkeypatch.setattr(fcntl, "flock", flock)
-    with (
-        pytest.raises(StorageError, match=r"written to .*: Input/output error"),
-        acquire_lease(tmp_path),
-    ):
-        pass
-
-
-def test_a_path_below_a_file_is_refused_with_a_fix(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    sentence = r"no checkpoint can be written to .*: Not a directory\n  fix: --save"
-    with pytest.raises(StorageError, match=sentence), acquire_lease(tmp_path / "file" / "runs"):
-        pass
-
-
-def test_a_disk_that_is_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def write(file: int, content: bytes) -> int:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    monkeypatch.setattr(os, "write", write)
-    with pytest.raises(StorageError, match="No space left on device"), acquire_lease(tmp_path):
+    monkeypatch.setattr(module, call, fails)
+    sentence = rf"no checkpoint can be written to .*{os.strerror(code)}\n  fix: --save"
+    with pytest.raises(StorageError, match=sentence), acquire_lease(tmp_path / "runs"):
         pass
     monkeypatch.undo()
-    with acquire_lease(tmp_path):
+    with acquire_lease(tmp_path / "runs"):
         pass
 
 
@@ -153,7 +130,6 @@ def test_an_invalid_claim_has_an_unknown_holder(tmp_path: Path, name: str, value
             del claim[field]
         (tmp_path / ".epoch-1" / LEASE_FILE).write_text(json.dumps(claim))
         found = current_lease(tmp_path)
-        assert found is not None
         assert "unknown machine" in str(found.holder)
         with pytest.raises(CheckpointError, match=r"is (of|in use by) process 0 on an unknown machine since 1970"):
             acquire_lease(tmp_path, start=JobStart(job="5", restart=1)).__enter__()

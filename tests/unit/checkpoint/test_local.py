@@ -1,19 +1,14 @@
-"""Checkpoints from the files of several nodes, and one node alone with saves interrupted everywhere."""
+"""Checkpoints from the files of several nodes, and one node alone."""
 
 from __future__ import annotations
 
-import errno
-import random
-import shutil
-import signal
-from functools import partial
 from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron.checkpoint.errors import DamagedCheckpointError, NewerVersionError, StorageError
+from megatron.checkpoint.errors import DamagedCheckpointError
 from megatron.checkpoint.folder import CheckpointFolder, is_local_checkpoint, node_folder
 from megatron.checkpoint.format import MANIFEST, MARKER, Manifest
 from megatron.checkpoint.save import CheckpointExtras
@@ -25,8 +20,8 @@ from megatron.training.local_checkpoints import (
     list_node_checkpoints,
     merge_node_checkpoints,
 )
-from tests.unit.checkpoint.samples import ALONE, all_of, files_of, forge, save
-from tests.unit.checkpoint.test_faults import content, failing, is_whole, killed_at, watched
+from tests.unit.checkpoint.samples import ALONE, all_of, files_of, save
+from tests.unit.checkpoint.test_faults import content, is_whole
 
 RUN = "runs/a"
 
@@ -116,14 +111,6 @@ def test_node_checkpoints_of_a_folder_are_listed_newest_first(tmp_path: Path) ->
     assert list_node_checkpoints(tmp_path / "none", 0) == ([], [])
 
 
-def test_a_newer_version_is_not_passed_over(tmp_path: Path) -> None:
-    path = tmp_path / "iter_0000001"
-    save(path, content(1))
-    forge(path, lambda text: text.replace(b'"version":1', b'"version":9'))
-    with pytest.raises(NewerVersionError):
-        list_node_checkpoints(tmp_path, 0)
-
-
 def tier(folder: Path) -> NodeCheckpoints:
     return NodeCheckpoints(folder, (0,), ALONE, ALONE)
 
@@ -152,72 +139,3 @@ def test_one_node_alone(tmp_path: Path) -> None:
         assert newest(tmp_path) == iteration
     assert [path.name for path in tmp_path.iterdir()] == ["iter_0000002"]
     Manifest.open(tmp_path / "iter_0000002")
-
-
-def calls_of_a_step(folder: Path) -> list[str]:
-    calls: list[str] = []
-    step(folder, 1)
-    with watched(lambda name, number, args: calls.append(name)):
-        step(folder, 2)
-    shutil.rmtree(folder)
-    return calls
-
-
-def check_kills(folder: Path, targets: list[int]) -> None:
-    seen = []
-    for target in targets:
-        step(folder, 1)
-        assert killed_at(target, partial(step, folder, 2)) == -signal.SIGKILL
-        seen.append(newest(folder))
-        step(folder, 3)
-        assert newest(folder) == 3
-        assert [path.name for path in folder.iterdir()] == ["iter_0000003"]
-        shutil.rmtree(folder)
-    assert seen == sorted(seen)  # at first the old one, and from some call on the new one
-    assert {seen[0], seen[-1]} == {1, 2}
-
-
-def test_killed_in_a_save(tmp_path: Path) -> None:
-    count, draw = len(calls_of_a_step(tmp_path / "calls")), random.Random(3)
-    check_kills(tmp_path / "run", sorted({0, count - 1, *draw.sample(range(count), 6)}))
-
-
-@pytest.mark.slow
-def test_killed_at_every_call_of_a_save(tmp_path: Path) -> None:
-    check_kills(tmp_path / "run", [*range(len(calls_of_a_step(tmp_path / "calls")))])
-
-
-def check_failures(folder: Path, targets: list[int]) -> None:
-    """Check that only the old checkpoint stays and the next save works, or that the failed call was not needed."""
-    for target in targets:
-        step(folder, 1)
-        with watched(failing(target, errno.ENOSPC, once=True)):
-            extra = CheckpointExtras({}, {"checkpoint": {"save": RUN}}, {"tokenizer/tokenizer.json": b"{}"})
-            try:
-                tier(folder).save(2, all_of(content(2)), extra)
-                warning = tier(folder).delete_others(2)
-                assert warning is None or "older local checkpoints are not deleted" in warning
-                expected = 2
-            except StorageError as error:
-                expected, text = 1, str(error)
-        assert newest(folder) == expected, target
-        if expected == 1:
-            assert "the disk is full (rank 0); no local checkpoint was written" in text
-            assert [path.name for path in folder.iterdir()] == ["iter_0000001"]
-        step(folder, 3)
-        assert [path.name for path in folder.iterdir()] == ["iter_0000003"]
-        shutil.rmtree(folder)
-
-
-def test_a_call_of_each_kind_fails(tmp_path: Path) -> None:
-    calls, draw = calls_of_a_step(tmp_path / "calls"), random.Random(3)
-    kinds = sorted({*calls} - {"close"})  # files are synced before they are closed
-    assert {*kinds} >= {"open", "write", "fsync", "mkdir", "rename"}
-    places = [[target for target, name in enumerate(calls) if name == kind] for kind in kinds]
-    check_failures(tmp_path / "run", [target for some in places for target in draw.sample(some, min(2, len(some)))])
-
-
-@pytest.mark.slow
-def test_every_call_of_a_save_fails(tmp_path: Path) -> None:
-    calls = calls_of_a_step(tmp_path / "calls")
-    check_failures(tmp_path / "run", [target for target, name in enumerate(calls) if name != "close"])

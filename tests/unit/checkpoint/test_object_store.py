@@ -106,7 +106,7 @@ def test_uris_are_places_in_stores() -> None:
     path = parse_location("S3://bucket/runs/a/")
     assert path == RUN
     assert str(path / "iter_0000001") == "s3://bucket/runs/a/iter_0000001"
-    assert (path.name, path.parent, path.suffix) == ("a", RemotePath("s3://bucket/runs"), "")
+    assert (path.name, path.parent) == ("a", RemotePath("s3://bucket/runs"))
     assert isinstance(path, RemotePath)
     assert (path.scheme, path.bucket, path.resolve()) == ("s3", "bucket", path)
     bucket = RemotePath("s3://bucket")
@@ -128,7 +128,6 @@ def test_a_library_that_is_missing_is_named() -> None:
         with pytest.raises(OSError, match="not installed: adlfs; pip install adlfs"):
             RemotePath("az://b/x").exists()
     missing = RemotePath("zz://b/x").missing_library()
-    assert missing is not None
     assert "zz:// is not a known kind of store" in missing[0]
 
 
@@ -138,11 +137,8 @@ def test_objects_and_what_is_around_them(store: Store) -> None:
     (RUN.parent / "ab").write_bytes(b"beside")
     assert RUN.folders() == [RUN / "iter_1", RUN / "iter_2"]
     assert RUN.files() == {name: len(name) for name in ("iter_1/x", "iter_1/deep/y", "iter_2/x", "alone")}
-    assert (RUN / "iter_1").is_dir()
-    assert not (RUN / "iter_1").is_file()
-    assert (RUN / "alone").is_file()
-    assert not (RUN / "al").exists()
     assert (RUN / "alone").modified() > 1.7e9
+    assert [(RUN / name).exists() for name in ("iter_1", "alone", "al")] == [True, True, False]
     (RUN / "alone").remove()
     (RUN / "alone").remove()
     (RUN / "iter_1").remove_all()
@@ -171,7 +167,6 @@ def test_every_error_becomes_one_of_the_system(error: Exception, number: int) ->
     with pytest.raises(OSError, match=str(RUN)) as caught, object_store.translate_errors(RUN):
         raise error
     assert (caught.value.errno, caught.value.filename) == (number, str(RUN))
-    assert object_store.is_permanent(caught.value) == (number != errno.EIO)
     assert type(caught.value) is type(OSError(number, ""))
 
 
@@ -190,10 +185,10 @@ def test_calls_are_repeated_later_and_later(
         return "done"
 
     if failures < object_store.ATTEMPTS:
-        assert object_store.retry(act) == "done"
+        assert RUN.retry(act) == "done"
     else:
         with pytest.raises(OSError, match="no answer"):
-            object_store.retry(act)
+            RUN.retry(act)
     printed = capsys.readouterr().err.splitlines()
     assert len(waits) == len(printed) == min(failures, object_store.ATTEMPTS - 1)
     for i, (wait, line) in enumerate(zip(waits, printed)):

@@ -16,7 +16,7 @@ from megatron.checkpoint.location import Location, local_path
 from megatron.checkpoint.publish import Attempt, delete_checkpoint, is_complete
 from megatron.config.checkpoint import CheckpointConfig
 from megatron.training.resume_source import find_resume_source
-from tests.unit.checkpoint.samples import save, small
+from tests.unit.checkpoint.samples import refuse_renames, save, small
 from tests.unit.checkpoint.test_folder import make, values
 
 
@@ -78,14 +78,7 @@ def test_a_failed_save_puts_the_link_back(
     forked: tuple[CheckpointFolder, CheckpointFolder], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     one, other = forked
-    real = os.rename
-
-    def rename(source: Path, target: Path) -> None:
-        if Path(target).name.startswith("attempt-"):
-            raise OSError(errno.EIO, os.strerror(errno.EIO))
-        real(source, target)
-
-    monkeypatch.setattr(os, "rename", rename)
+    refuse_renames(monkeypatch, lambda target: target.name.startswith("attempt-"))
     with pytest.raises(StorageError, match="Input/output error"):
         save(other.path(2), small(), value=22)
     assert other.path(2).is_symlink()
@@ -98,19 +91,13 @@ def test_files_that_a_failed_save_cannot_delete_are_not_published_later(
 ) -> None:
     """The marker is staged, the disk refuses the next rename, and then the deletion in the middle."""
     runs = CheckpointFolder(tmp_path)
-    real = os.rename
-
-    def rename(source: Path, target: Path) -> None:
-        if Path(target).parent == runs.path(2):
-            raise OSError(errno.EIO, os.strerror(errno.EIO))
-        real(source, target)
 
     def rmtree(path: Path) -> None:
         next(Path(path).rglob(MANIFEST)).unlink()
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 
     with monkeypatch.context() as patch:
-        patch.setattr(os, "rename", rename)
+        refuse_renames(patch, lambda target: target.parent == runs.path(2))
         patch.setattr(shutil, "rmtree", rmtree)
         with pytest.raises(StorageError):
             save(tmp_path / "iter_0000002", small(), value=2)
@@ -154,16 +141,9 @@ def test_an_attempt_that_could_not_be_withdrawn_is_garbage(
     runs.folder.mkdir()
     if linked:
         runs.path(2).symlink_to(elsewhere)
-    real, refused = os.rename, [False]
-
-    def rename(source: Path, target: Path) -> None:
-        refused[0] = refused[0] or Path(target) == runs.path(2) / MARKER
-        if refused[0]:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        real(source, target)
-
+    targets: list[Path] = []
     with monkeypatch.context() as patch:
-        patch.setattr(os, "rename", rename)
+        refuse_renames(patch, lambda target: targets.append(target) or runs.path(2) / MARKER in targets)
         with pytest.raises(StorageError):
             save(runs.path(2), small(), value=2)
     assert find_resume_source(CheckpointConfig(save=str(runs.folder))).fresh, "no start refuses because of it"
@@ -177,14 +157,14 @@ def test_a_reader_passes_over_a_first_save_that_is_being_published(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     make(tmp_path / "iter_0000001", 1)
-    real, seen = os.rename, list[Location]()
+    seen = list[Location]()
 
-    def rename(source: Path, target: Path) -> None:
-        if Path(target) == tmp_path / "iter_0000002" / MARKER:
+    def look(target: Path) -> bool:
+        if target == tmp_path / "iter_0000002" / MARKER:
             seen.extend(find_resume_source(CheckpointConfig(load=str(tmp_path))).paths)
-        real(source, target)
+        return False
 
-    monkeypatch.setattr(os, "rename", rename)
+    refuse_renames(monkeypatch, look)
     save(tmp_path / "iter_0000002", small(), value=2)
     assert tmp_path / "iter_0000001" in seen
     assert values(tmp_path) == [2, 1]

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import signal
 import time
 import tracemalloc
 from collections.abc import Callable, Iterator
+from contextlib import redirect_stderr
 from pathlib import Path
 
 import pytest
+import torch
 
 from megatron.arguments.sources import read_yaml
 from megatron.checkpoint.errors import CheckpointError
@@ -31,9 +34,10 @@ from megatron.data.errors import DataError
 from megatron.data.index_cache import ABOUT, IndexCache
 from megatron.data.tokenizers.base import read_tokenizer_file
 from megatron.data.tokenizers.tokenizer import read_tokenizer_record
+from megatron.distributed.comm import Group
 from megatron.pipeline.actions import PipelineSchedule, ScheduleError
-from megatron.training.callbacks.profiler import ProfileRequestListener
 from megatron.training.loggers.run_folder import read_history
+from megatron.training.stop import StopRequest
 
 
 @pytest.fixture(autouse=True)
@@ -124,13 +128,13 @@ def options(path: Path) -> None:
 
 
 def profile_notes(path: Path) -> None:
-    notes: list[str] = []
-    listener = ProfileRequestListener(str(path.parent), 0, notes.append)
+    requests, printed = StopRequest(Group(), torch.device("cpu"), run_dir=str(path.parent)), io.StringIO()
     try:
-        listener.take()
+        with redirect_stderr(printed):
+            requests.poll()
     finally:
-        listener.restore()
-    raise DataError(*notes)
+        requests.restore()
+    raise DataError(printed.getvalue())
 
 
 READERS: dict[str, tuple[str, Callable[[Path], object]]] = {

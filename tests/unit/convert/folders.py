@@ -24,6 +24,7 @@ from megatron.convert.huggingface.config import build_config_json, model_type_fo
 from megatron.convert.huggingface.weights import build_on_meta, map_tensors
 from megatron.convert.sources import open_source
 from megatron.distributed.comm import Group
+from megatron.distributed.sharding import ShardSpec
 from megatron.layers.parameters import gpt, trainable
 from tests.kit.solo import tiny
 
@@ -72,6 +73,13 @@ def write_folder(folder: Path, model: ModelConfig, weights: dict[str, Tensor], s
     return folder
 
 
+def whole_tensor(spec: ShardSpec, value: Tensor) -> GlobalTensor:
+    """A tensor of one rank, to be saved."""
+    return GlobalTensor(
+        spec.shape, spec.view, value.dtype, (TensorPart(whole_box(spec.view), value.reshape(spec.view)),)
+    )
+
+
 def write_checkpoint(
     path: Path,
     model: ModelConfig,
@@ -84,10 +92,7 @@ def write_checkpoint(
     tensors = {}
     for name, spec in build_on_meta(model).specs.items():
         for stored in (name, f"optim.exp_avg.{name}"):
-            value = std * torch.randn(spec.view, generator=generator)
-            tensors[stored] = GlobalTensor(
-                spec.shape, spec.view, torch.float32, (TensorPart(whole_box(spec.view), value),)
-            )
+            tensors[stored] = whole_tensor(spec, std * torch.randn(spec.view, generator=generator))
     config = replace(RunConfig(model=model), precision=PrecisionConfig(params_dtype=params_dtype))
     small: dict[str, Path | bytes] = dict(files or {})
     save_sharded(path, tensors, {"iteration": 7}, to_dict(config), Group(), small)
@@ -102,8 +107,7 @@ def write_adapters(path: Path, base: Path, **options: Any) -> Manifest:
     for name, spec in trainable(gpt(model)).items():
         for stored in (name, f"optim.ema.{name}"):
             value = 0.2 * torch.randn(spec.view, generator=generator) + float(name.endswith("magnitude"))
-            part = TensorPart(whole_box(spec.view), value)
-            tensors[stored] = GlobalTensor(spec.shape, spec.view, value.dtype, (part,))
+            tensors[stored] = whole_tensor(spec, value)
     state = {"iteration": 7, "base": BaseModel.find(f"hf:{base}").record}
     save_sharded(path, tensors, state, to_dict(RunConfig(model=model)), Group())
     return Manifest.open(path)

@@ -104,48 +104,46 @@ def rank_tensors(
     """
     t, tp = at["tp"], at["TP"]
     found: dict[str, Any] = {}
+    words, head = "embedding.word_embeddings.weight", "output_layer.weight"
     if layers.start == 0:
-        found["embedding.word_embeddings.weight"] = padded_rows(ours["embedding.word_embeddings.weight"], padded).chunk(
-            tp
-        )[t]
+        found[words] = padded_rows(ours[words], padded).chunk(tp)[t]
     for number, layer in enumerate(layers):
-        mine, theirs = f"layers.{layer}.", f"decoder.layers.{number}."
+        theirs = f"decoder.layers.{number}."
         qkv, fc1 = theirs + "self_attention.linear_qkv.", theirs + "mlp.linear_fc1."
-        found[f"{qkv}layer_norm_weight" if grouped else theirs + "input_layernorm.weight"] = ours[
-            mine + "input_layernorm.weight"
-        ]
-        found[qkv + "weight"] = ours[mine + "self_attention.linear_qkv.weight"].chunk(tp)[t]
+
+        def own(name: str, dim: int | None = None, layer: int = layer) -> Tensor:
+            whole = ours[f"layers.{layer}.{name}.weight"]
+            return whole if dim is None else whole.chunk(tp, dim)[t]
+
+        found[f"{qkv}layer_norm_weight" if grouped else theirs + "input_layernorm.weight"] = own("input_layernorm")
+        found[qkv + "weight"] = own("self_attention.linear_qkv", 0)
         found[qkv + "_extra_state"] = None
-        found[theirs + "self_attention.linear_proj.weight"] = ours[mine + "self_attention.linear_proj.weight"].chunk(
-            tp, 1
-        )[t]
+        found[theirs + "self_attention.linear_proj.weight"] = own("self_attention.linear_proj", 1)
         for norm in ("q_layernorm", "k_layernorm") if model.qk_layernorm else ():
-            found[f"{theirs}self_attention.{norm}.weight"] = ours[f"{mine}self_attention.{norm}.weight"]
+            found[f"{theirs}self_attention.{norm}.weight"] = own(f"self_attention.{norm}")
         fused = grouped and model.num_experts is None
         norm = f"{fc1}layer_norm_weight" if fused else theirs + "pre_mlp_layernorm.weight"
-        found[norm] = ours[mine + "pre_mlp_layernorm.weight"]
+        found[norm] = own("pre_mlp_layernorm")
         if model.num_experts is None:
-            found[fc1 + "weight"] = gate_and_up(ours[mine + "mlp.linear_fc1.weight"], t, tp)
-            found[theirs + "mlp.linear_fc2.weight"] = ours[mine + "mlp.linear_fc2.weight"].chunk(tp, 1)[t]
+            found[fc1 + "weight"] = gate_and_up(own("mlp.linear_fc1"), t, tp)
+            found[theirs + "mlp.linear_fc2.weight"] = own("mlp.linear_fc2", 1)
             continue
-        found[theirs + "mlp.router.weight"] = ours[mine + "mlp.router.weight"]
+        found[theirs + "mlp.router.weight"] = own("mlp.router")
         local = model.num_experts // at["EP"]
         for e in range(local):
             for fc in ("linear_fc1", "linear_fc2"):
-                every = ours[f"{mine}mlp.experts.{fc}.weight"].chunk(model.num_experts)[at["ep"] * local + e]
+                every = own(f"mlp.experts.{fc}").chunk(model.num_experts)[at["ep"] * local + e]
                 part = gate_and_up(every, t, tp) if fc == "linear_fc1" else every.chunk(tp, 1)[t]
                 key = f"{fc}.weight{e}" if grouped else f"local_experts.{e}.{fc}.weight"
                 found[f"{theirs}mlp.experts.{key}"] = part
         shared = "mlp.shared_experts."
-        found[theirs + shared + "linear_fc1.weight"] = gate_and_up(ours[mine + shared + "linear_fc1.weight"], t, tp)
-        found[theirs + shared + "linear_fc2.weight"] = ours[mine + shared + "linear_fc2.weight"].chunk(tp, 1)[t]
+        found[theirs + shared + "linear_fc1.weight"] = gate_and_up(own(shared + "linear_fc1"), t, tp)
+        found[theirs + shared + "linear_fc2.weight"] = own(shared + "linear_fc2", 1)
     if layers.stop == model.num_layers:
         found["decoder.final_layernorm.weight"] = ours["final_layernorm.weight"]
-        head = "embedding.word_embeddings.weight"
-        if model.untie_embeddings_and_output_weights:
-            head = "output_layer.weight"
-        if model.untie_embeddings_and_output_weights or layers.start:
-            found["output_layer.weight"] = padded_rows(ours[head], padded).chunk(tp)[t]
+        untied = model.untie_embeddings_and_output_weights
+        if untied or layers.start:
+            found[head] = padded_rows(ours[head if untied else words], padded).chunk(tp)[t]
     return {key: value.clone() if isinstance(value, Tensor) else value for key, value in found.items()}
 
 

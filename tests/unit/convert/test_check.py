@@ -10,7 +10,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from megatron.checkpoint.errors import CheckpointError
 from megatron.config.model import ModelConfig
 from megatron.convert.huggingface.check import (
     TOLERANCE,
@@ -21,7 +20,6 @@ from megatron.convert.huggingface.check import (
     sample_inputs,
     uncovered_by_check,
 )
-from megatron.convert.huggingface.families import MODEL_FAMILIES
 from megatron.convert.huggingface.weights import HuggingFaceWeights
 from tests.kit.solo import tiny
 from tests.unit.convert.folders import llama, random_weights, write_folder
@@ -84,12 +82,8 @@ def test_faults_of_one_tensor_are_named(tmp_path: Path) -> None:
     with pytest.raises(MismatchError, match=r"lacks model\.layers\.1\.mlp\.up_proj\.weight"):
         compare(write_folder(tmp_path / "less", model, less), model, good)
 
-    broken = {norm: weights[norm].clone(), key: weights[key].clone()}
-    broken[norm][0], broken[key][-1, 2] = torch.nan, -torch.inf
-    bad = write_folder(tmp_path / "bad", model, weights | broken, shards=2)
-    with pytest.raises(CheckpointError, match=rf"bad holds tensors .* NaN or infinite: {key}, {norm}$"):
-        compare(bad, model)
-    one_side = write_folder(tmp_path / "side", model, weights | {norm: broken[norm]})
+    broken = weights[norm].clone().fill_(torch.nan)
+    one_side = write_folder(tmp_path / "side", model, weights | {norm: broken})
     with pytest.raises(MismatchError, match="the first to differ is logits by inf"):
         compare(good, model, one_side)
 
@@ -108,17 +102,6 @@ def test_changed_config_is_seen(key: str, value: object, seen: str, tmp_path: Pa
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {key: value}))
     with pytest.raises(MismatchError, match=f"the first to differ is {seen}"):
-        compare(folder, model)
-
-
-@pytest.mark.parametrize("kind", ["llama", "gpt2"])
-def test_a_wrong_row_of_the_table_is_seen(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    model, family = MODELS[kind], MODEL_FAMILIES[kind]
-    folder = write_folder(tmp_path / "m", model, random_weights(model))
-    swaps = {"h, x g d": "h, g x d", "p[:1] f, h": "p[1:] f, h", "p[1:] f, h": "p[:1] f, h"}
-    rows = {o: (axes, {n: swaps.get(a, a) for n, a in theirs.items()}) for o, (axes, theirs) in family.weights.items()}
-    monkeypatch.setitem(MODEL_FAMILIES, kind, replace(family, weights=rows))
-    with pytest.raises(MismatchError, match="the first to differ is block 0"):
         compare(folder, model)
 
 

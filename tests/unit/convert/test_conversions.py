@@ -9,7 +9,6 @@ import re
 import shutil
 import signal
 import subprocess
-import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
@@ -27,16 +26,14 @@ from torch import Tensor
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from megatron.checkpoint.durable_files import LockState, try_lock
-from megatron.checkpoint.errors import CheckpointError, DamagedCheckpointError, StorageError
+from megatron.checkpoint.errors import CheckpointError, StorageError
 from megatron.checkpoint.folder import CheckpointFolder
 from megatron.checkpoint.format import Manifest, whole_box
-from megatron.config.errors import UserError
 from megatron.config.text import package_version
 from megatron.convert.huggingface import convert
 from megatron.convert.huggingface.check import SAMPLE_TEXTS, TOLERANCE, MismatchError
 from megatron.convert.huggingface.convert import (
     PENDING_CONFIG_FILE,
-    ProgressCallback,
     convert_from_huggingface,
     convert_to_huggingface,
     special_token_ids,
@@ -45,7 +42,7 @@ from megatron.convert.huggingface.convert import (
 from megatron.convert.huggingface.families import MODEL_FAMILIES, ModelFamily
 from megatron.convert.saved_model import SavedModel
 from megatron.convert.sources import open_checkpoint
-from megatron.convert.staging import JOURNAL
+from megatron.convert.staging import JOURNAL, ProgressCallback
 from megatron.data.tokenizers.huggingface import (
     END_OF_DOCUMENT,
     HuggingFaceTokenizer,
@@ -57,7 +54,6 @@ from megatron.data.tokenizers.huggingface import (
 from megatron.inference.text import TextCodec
 from megatron.layers.context import DTYPES
 from megatron.layers.parameters import num_parameters
-from tests.kit.processes import ForkedProgram
 from tests.kit.runs import records, start, tiny_run
 from tests.kit.solo import Allocations, tiny
 from tests.parity.families import from_gpt2, from_llama
@@ -309,7 +305,7 @@ def inodes(folder: Path) -> dict[str, tuple[int, int]]:
     return {path.name: (path.stat().st_ino, path.stat().st_mtime_ns) for path in folder.glob("*.safetensors")}
 
 
-def test_a_killed_export_continues(saved: Manifest, tmp_path: Path) -> None:
+def test_a_killed_export_continues(saved: Manifest, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Only complete files are kept, from the same source with the same options."""
     whole = weights_of(export(saved, tmp_path / "whole"))
     out, staging = tmp_path / "out", tmp_path / "out.tmp"
@@ -340,6 +336,9 @@ def test_a_killed_export_continues(saved: Manifest, tmp_path: Path) -> None:
     (staging / "stranger").write_text("x")
     assert kept() == {*complete[2:]}
     assert not (out / "stranger").exists()
+    kill()
+    assert main(["--load", str(saved.path), "--save-hf", str(out), "--max-shard-size", "10KB", "--no-check"]) == 0
+    assert re.match(r"continued: \d+ files of an interrupted conversion were complete\n", capsys.readouterr().out)
     before = kill()
     assert kept(dtype=torch.bfloat16) == set()
     before = kill()
@@ -412,27 +411,6 @@ def test_a_killed_import_continues(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     kill()
     with patch.dict(MODEL_FAMILIES, llama=with_swapped_halves()):
         assert convert_from_huggingface(opened(folder), save, ignore, checked=False).kept == 0
-
-
-def test_a_killed_program_continues(tmp_path: Path, saved: Manifest, capsys: pytest.CaptureFixture[str]) -> None:
-    """SIGKILL to the program itself, as soon as two of its files are complete."""
-    sizes = {"hidden_size": 256, "ffn_hidden_size": 256, "kv_channels": None, "num_layers": 8}
-    source = write_checkpoint(tmp_path / "iter_0000007", llama(**sizes)).path
-    flags = ["--load", str(source), "--save-hf", str(tmp_path / "out"), "--max-shard-size", "100KB", "--no-check"]
-    journal, deadline = tmp_path / "out.tmp" / JOURNAL, time.monotonic() + 60
-    with ForkedProgram(main, flags, output=tmp_path / "output") as process:
-        while not journal.exists() or journal.read_bytes().count(b"\n") < 3:
-            assert process.poll() is None
-            assert time.monotonic() < deadline
-            time.sleep(0.002)
-        process.kill()
-    assert process.poll() == -signal.SIGKILL
-    assert not (tmp_path / "out").exists()
-    assert main([*flags, "--workers", "2"]) == 0
-    continued = r"continued: \d+ files of an interrupted conversion were complete\n"
-    assert re.match(continued, capsys.readouterr().out)
-    whole = weights_of(export(Manifest.open(source), tmp_path / "whole"))
-    assert all(torch.equal(whole[name], value) for name, value in weights_of(tmp_path / "out").items())
 
 
 def test_two_conversions_do_not_write_to_one_folder(saved: Manifest, tmp_path: Path) -> None:
@@ -511,20 +489,6 @@ def test_weights_are_stored_in_the_data_type_that_is_asked_for(dtype: str, tmp_p
             convert_from_huggingface(opened(folder), tmp_path / "other", ignore, dtype=dtype)
 
 
-def test_config_has_another_name_until_the_end(saved: Manifest, tmp_path: Path) -> None:
-    seen: list[set[str]] = []
-
-    def stop_at_the_end(name: str, done: int, total: int) -> None:
-        seen.append({path.name for path in (tmp_path / "hf.tmp").iterdir()})
-        if done == total:
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        export(saved, tmp_path / "hf", report=stop_at_the_end)
-    assert all(PENDING_CONFIG_FILE in names and "config.json" not in names for names in seen)
-    assert list(tmp_path.iterdir()) == []
-
-
 @pytest.mark.parametrize(("call", "number"), [("write", 1), ("write", 5), ("fsync", 2), ("rename", 1), ("rename", 2)])
 def test_a_failing_disk_leaves_nothing(
     call: str, number: int, saved: Manifest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -542,21 +506,6 @@ def test_a_failing_disk_leaves_nothing(
     with pytest.raises(StorageError, match="No space left on device; nothing was exported"):
         export(saved, tmp_path / "hf", shard_bytes=20_000)
     assert list(tmp_path.iterdir()) == []
-
-
-def test_a_checkpoint_that_is_damaged_or_has_no_family(tmp_path: Path) -> None:
-    path = tmp_path / "iter_0000007"
-    write_checkpoint(path, llama())
-    file = next(path.rglob("*.safetensors"))
-    content = bytearray(file.read_bytes())
-    content[Manifest.open(path).tensors["final_layernorm.weight"].chunks[0].offset] ^= 1
-    file.write_bytes(content)
-    with pytest.raises(DamagedCheckpointError, match="flipped bytes"):
-        export(Manifest.open(path), tmp_path / "hf")
-    other = write_checkpoint(tmp_path / "iter_0000008", llama(activation="relu2"))
-    with pytest.raises(UserError, match="activation relu2"):
-        export(other, tmp_path / "hf")
-    assert {p.name for p in tmp_path.iterdir()} == {"iter_0000007", "iter_0000008"}
 
 
 # --- tokenizers ---

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import collections
 import functools
-import io
 import json
 import os
 import pickle
@@ -16,7 +15,6 @@ import struct
 import subprocess
 import sys
 import tracemalloc
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -29,15 +27,14 @@ from torch import Tensor
 from megatron.arguments.cli import parse
 from megatron.arguments.sources import to_dict
 from megatron.checkpoint.errors import CheckpointError, DamagedCheckpointError
-from megatron.checkpoint.format import Manifest, whole_box
+from megatron.checkpoint.format import Manifest
 from megatron.checkpoint.load import CheckpointReader
 from megatron.checkpoint.save import save_sharded
-from megatron.checkpoint.tensor_file import GlobalTensor, TensorPart
 from megatron.config.errors import UserError
 from megatron.config.model import ModelConfig
 from megatron.convert.huggingface.check import run_own_model
 from megatron.convert.huggingface.convert import RoundedWeights
-from megatron.convert.megatron_lm.pickles import read_pickle_file, read_torch_file
+from megatron.convert.megatron_lm.pickles import read_torch_file
 from megatron.convert.saved_model import SavedModel
 from megatron.convert.sources import open_checkpoint
 from megatron.distributed.comm import Group
@@ -45,7 +42,7 @@ from megatron.layers.parameters import gpt
 from tests.kit.runs import checkpoint
 from tests.megatron_core.forms import FLAGS, FORMS
 from tests.megatron_core.record import plain
-from tests.unit.convert.folders import card_of
+from tests.unit.convert.folders import card_of, whole_tensor
 from tests.unit.convert.megatron_lm import (
     common_state,
     entries,
@@ -222,9 +219,7 @@ def test_a_pickle_that_names_anything_else_is_refused_and_executes_nothing(
     mark, hostile = tmp_path / "mark", gadgets(tmp_path / "mark")[name]
     folder = write_ranks(tmp_path / "run", DENSE, random_tensors(DENSE), tp=2)
     file = newest(folder) / "mp_rank_01" / "model_optim_rng.pt"
-    content = torch.load(file, weights_only=False)
-    content["rng_state"] = [{"a": [hostile]}] if nested else hostile
-    torch.save(content, file)
+    change_content(file, lambda c: c.update(rng_state=[{"a": [hostile]}] if nested else hostile))
     names = name.replace("builtins", "(builtins|__builtin__)")
     with pytest.raises(DamagedCheckpointError, match=f"model_optim_rng.pt names {names}, which is not read"):
         Manifest.open(newest(folder))
@@ -282,6 +277,8 @@ HOSTILE = {
     + b"h\x00h\x01\x85R" * 20_000
     + b"e.",
     "a long name": b"c" + b"a" * 10**6 + b"\nx\n.",
+    "a place among many": b"K\x01r\xff\xff\xff\x7f" + b"h\x00.",
+    "very many bytes": b"\x96" + (1 << 40).to_bytes(8, "little") + b".",
     "a long number as a key": b"}\x8b\x00\x00\x10\x00" + b"\x7f" * (1 << 20) + b"Ns.",
 }
 READ_HOSTILE = """
@@ -373,49 +370,6 @@ def places(metadata: Any, length: int) -> None:
         place.length = length
 
 
-@pytest.mark.parametrize("axis", ["tensor", "pipeline", "expert"])
-def test_sizes_of_ranks_are_compared_with_the_files(tmp_path: Path, axis: str) -> None:
-    folder = write_ranks(tmp_path, DENSE, random_tensors(DENSE))
-    args = {f"{axis}_model_parallel_size": 10**12}
-    change_content(newest(folder) / "mp_rank_00" / "model_optim_rng.pt", lambda c: vars(c["args"]).update(args))
-    with pytest.raises(DamagedCheckpointError, match=f"fewer than {axis}_model_parallel_size|does not fit the args"):
-        Manifest.open(newest(folder))
-
-
-@pytest.mark.parametrize(
-    "content", [b"K\x01r\xff\xff\xff\x7f.", b"\x80\x05\x96" + (1 << 40).to_bytes(8, "little") + b"."]
-)
-def test_a_pickle_does_not_choose_how_much_memory_it_takes(tmp_path: Path, content: bytes) -> None:
-    (tmp_path / "x").write_bytes(content)
-    tracemalloc.start()
-    with suppress(DamagedCheckpointError):
-        read_pickle_file(tmp_path / "x")
-    _, peak = tracemalloc.get_traced_memory()
-    tracemalloc.stop()
-    assert peak < 1 << 20
-
-
-def test_pickles_change_nothing_outside_of_their_file(tmp_path: Path) -> None:
-    """Substitutes may be called and changed by a pickle: this has no effect on the next file."""
-    empty = dict.fromkeys(("items", "__init__", "__class__"), argparse.Namespace)
-    stream = io.BytesIO()
-    pickle.Pickler(stream, 2).dump(Build(collections.OrderedDict, (), (None, empty)))
-    changes = b"cargparse\nNamespace\n(dS'x'\nI1\nsb.", b"cargparse\nNamespace\n(N(dS'__init__'\nI1\nstb.", b"P1\n."
-    for number, content in enumerate((stream.getvalue(), *changes)):
-        file = tmp_path / str(number)
-        file.write_bytes(content)
-        with suppress(DamagedCheckpointError):
-            read_pickle_file(file)
-    assert collections.OrderedDict(a=1).items()
-    assert argparse.Namespace(a=1).a == 1
-    assert not hasattr(argparse.Namespace, "x")
-    bytes_of_another = io.BytesIO()
-    pickle.dump(Call(os.system, f"touch {tmp_path}/mark"), bytes_of_another)
-    torch.save({"_extra_state": bytes_of_another}, tmp_path / "nested.pt")
-    read_torch_file(tmp_path / "nested.pt")  # stays bytes
-    assert not (tmp_path / "mark").exists()
-
-
 @pytest.mark.parametrize(
     ("change", "sentence"),
     [
@@ -430,10 +384,7 @@ def test_pickles_change_nothing_outside_of_their_file(tmp_path: Path) -> None:
 )
 def test_arguments_that_there_are_none_of_here_are_refused_by_name(tmp_path: Path, change: Any, sentence: str) -> None:
     folder = write_ranks(tmp_path, DENSE, random_tensors(DENSE))
-    file = newest(folder) / "mp_rank_00" / "model_optim_rng.pt"
-    content = torch.load(file, weights_only=False)
-    vars(content["args"]).update(change)
-    torch.save(content, file)
+    change_content(newest(folder) / "mp_rank_00" / "model_optim_rng.pt", lambda c: vars(c["args"]).update(change))
     with pytest.raises(UserError, match=sentence.replace("[", r"\[").replace("]", r"\]")) as error:
         Manifest.open(newest(folder))
     assert [problem.code for problem in error.value.problems] == ["E854"]
@@ -447,75 +398,78 @@ def change_content(file: Path, change: Any) -> None:
 
 
 QKV = "decoder.layers.0.self_attention.linear_qkv.weight"
-DAMAGE: dict[str, tuple[Any, str]] = {
-    "a rank is missing": (
-        lambda path: shutil.rmtree(path / "mp_rank_01_001"),
-        "lacks mp_rank_01_001, of TP 2 and PP 2",
-    ),
-    "a file is missing": (
-        lambda path: (path / "mp_rank_01_001/model_optim_rng.pt").unlink(),
-        "mp_rank_01_001/model_optim_rng.pt cannot be read",
-    ),
-    "a file is cut": (
-        lambda path: os.truncate(path / "mp_rank_01_001/model_optim_rng.pt", 9000),
-        "model_optim_rng.pt is truncated",
-    ),
+DAMAGE: dict[str, tuple[str, Any, str]] = {
+    "a rank is missing": ("01_001", lambda file: shutil.rmtree(file.parent), "lacks mp_rank_01_001, of TP 2 and PP 2"),
+    "a file is missing": ("01_001", Path.unlink, "mp_rank_01_001/model_optim_rng.pt cannot be read"),
+    "a file is cut": ("01_001", lambda file: os.truncate(file, 9000), "model_optim_rng.pt is truncated"),
+}
+"""The rank, what happens to its file, and the sentence."""
+CHANGES: dict[str, tuple[str, Any, str]] = {
     "a tensor is missing": (
-        lambda path: change_content(path / "mp_rank_01_000/model_optim_rng.pt", lambda c: c["model0"].pop(QKV)),
+        "01_000",
+        lambda c: c["model0"].pop(QKV),
         rf"does not hold all of {QKV}: element \[1, 0, 0, 0\] is not covered",
     ),
     "a tensor is too many": (
-        lambda path: change_content(
-            path / "mp_rank_01_000/model_optim_rng.pt", lambda c: c["model0"].update(x=torch.ones(1))
-        ),
+        "01_000",
+        lambda c: c["model0"].update(x=torch.ones(1)),
         "holds tensors that the model of its args does not have: x",
     ),
     "a tensor has another shape": (
-        lambda path: change_content(
-            path / "mp_rank_01_000/model_optim_rng.pt", lambda c: c["model0"].update({QKV: torch.ones(4, 16)})
-        ),
+        "01_000",
+        lambda c: c["model0"].update({QKV: torch.ones(4, 16)}),
         rf"another shape than in its args: {QKV} \[4, 16\] instead of \[16, 16\] in .*mp_rank_01_000",
     ),
     "a tensor has gaps": (
-        lambda path: change_content(
-            path / "mp_rank_01_000/model_optim_rng.pt", lambda c: c["model0"].update({QKV: torch.ones(16, 16).T})
-        ),
+        "01_000",
+        lambda c: c["model0"].update({QKV: torch.ones(16, 16).T}),
         f"{QKV} is not stored in row-major order",
     ),
     "the order of rows is older": (
-        lambda path: change_content(
-            path / "mp_rank_00_000/model_optim_rng.pt", lambda c: c.update(checkpoint_version=2.0)
-        ),
+        "00_000",
+        lambda c: c.update(checkpoint_version=2.0),
         "checkpoint_version 2.0, with another order of queries, keys and values",
     ),
     "the output layer is not the embedding": (
-        lambda path: change_content(
-            path / "mp_rank_01_001/model_optim_rng.pt", lambda c: c["model1"]["output_layer.weight"].add_(1)
-        ),
+        "01_001",
+        lambda c: c["model1"]["output_layer.weight"].add_(1),
         "ties the output layer to the embedding in args, but output_layer.weight differs",
     ),
     "args deny the layers": (
-        lambda path: change_content(
-            path / "mp_rank_00_000/model_optim_rng.pt", lambda c: vars(c["args"]).update(num_layers=4)
-        ),
+        "00_000",
+        lambda c: vars(c["args"]).update(num_layers=4),
         "holds tensors that the model of its args does not have",
     ),
     "args deny the ranks": (
-        lambda path: change_content(
-            path / "mp_rank_00_000/model_optim_rng.pt", lambda c: vars(c["args"]).update(tensor_model_parallel_size=1)
-        ),
+        "00_000",
+        lambda c: vars(c["args"]).update(tensor_model_parallel_size=1),
         "holds more ranks than TP 1 and PP 2 of its args",
     ),
+    "args have very many ranks": (
+        "00_000",
+        lambda c: vars(c["args"]).update(pipeline_model_parallel_size=10**12),
+        "4 ranks, fewer than pipeline_model_parallel_size 1000000000000",
+    ),
+    "args have experts in parallel": (
+        "00_000",
+        lambda c: vars(c["args"]).update(expert_model_parallel_size=10**12),
+        "mp_rank_00_000 does not fit the args: TP, pipeline, expert",
+    ),
 }
+"""The rank, what changes in its content, and the sentence."""
 
 
-@pytest.mark.parametrize("damage", list(DAMAGE))
+@pytest.mark.parametrize("damage", [*DAMAGE, *CHANGES])
 def test_damage_is_named_by_file_and_tensor(tmp_path: Path, damage: str) -> None:
-    folder = write_ranks(tmp_path, DENSE, random_tensors(DENSE), tp=2, pp=2, chunks=2)
-    change, sentence = DAMAGE[damage]
-    change(newest(folder))
+    folder = newest(write_ranks(tmp_path, DENSE, random_tensors(DENSE), tp=2, pp=2, chunks=2))
+    rank, change, sentence = (DAMAGE | CHANGES)[damage]
+    file = folder / f"mp_rank_{rank}" / "model_optim_rng.pt"
+    if damage in DAMAGE:
+        change(file)
+    else:
+        change_content(file, change)
     with pytest.raises(DamagedCheckpointError, match=sentence):
-        Manifest.open(newest(folder))
+        Manifest.open(folder)
 
 
 @pytest.mark.parametrize("layout", ["torch_dist_tp2", "legacy_tp1"])
@@ -651,12 +605,8 @@ def test_a_megatron_lm_checkpoint_survives_a_round_trip(written: Path, tmp_path:
         assert torch.equal(tensor, again[name]), name
     assert (state["iteration"], state["consumed_samples"], state["optimizer"]) == (5, 20, {"steps": 5})
     written_entries, wanted = entries(newest(back)), entries(newest(source))
-    padded = {key: tuple(384 if n == 512 else n for n in size) for key, (size, _) in sizes(wanted).items()}
-    assert sizes(written_entries).keys() == padded.keys()
-    assert {key: size for key, (size, _) in sizes(written_entries).items()} == padded
-    assert {key: kind for key, (_, kind) in sizes(written_entries).items()} == {
-        k: v for k, (_, v) in sizes(wanted).items()
-    }
+    padded = {key: (tuple(384 if n == 512 else n for n in size), of) for key, (size, of) in sizes(wanted).items()}
+    assert sizes(written_entries) == padded
     assert written_entries.keys() == wanted.keys() | {"decoder.final_layernorm._extra_state/shard_0_1"}
     assert (back / "latest_checkpointed_iteration.txt").read_text() == "5"
     key = "optimizer.state.exp_avg.decoder.layers.mlp.linear_fc1.weight"
@@ -664,6 +614,8 @@ def test_a_megatron_lm_checkpoint_survives_a_round_trip(written: Path, tmp_path:
     dcp.load(plain, checkpoint_id=newest(back), no_dist=True)
     names = [f"optim.exp_avg.layers.{i}.mlp.linear_fc1.weight" for i in range(len(plain[key]))]
     assert torch.equal(plain[key], torch.stack([theirs[name] for name in names]))
+    if kind == "gpt2":
+        check_common_state(*(common_state(newest(folder)) for folder in (source, back)))
 
 
 def sizes(found: dict[str, Any]) -> dict[str, Any]:
@@ -671,29 +623,20 @@ def sizes(found: dict[str, Any]) -> dict[str, Any]:
     return {key: entry for key, entry in found.items() if isinstance(entry, tuple)}
 
 
-def test_the_common_state_matches_megatron_lm(written: Path, tmp_path: Path) -> None:
-    source, own, back = written / "gpt2_torch_dist_tp2", tmp_path / "own", tmp_path / "back"
-    assert convert(["--load-megatron", str(source), "--save", str(own)]) == 0
-    assert convert(["--load", str(own), "--save-megatron", str(back)]) == 0
-    theirs, ours = (common_state(newest(folder)) for folder in (source, back))
+def check_common_state(theirs: dict[str, Any], ours: dict[str, Any]) -> None:
+    """The state of a run, and the arguments that describe it, are Megatron-LM's."""
     for name in ("iteration", "checkpoint_version", "opt_param_scheduler", "content_metadata"):
         assert ours[name] == theirs[name], name
     for group, wanted in zip(*(c["optimizer"]["optimizer"]["param_groups"] for c in (ours, theirs)), strict=True):
-        assert group == {name: pytest.approx(wanted[name]) for name in group if name != "bias_correction"} | {
-            "bias_correction": True
-        }
-    same = set(ours["args"]) & set(theirs["args"])
-    layout = {"tensor_model_parallel_size", "world_size", "padded_vocab_size", "distributed_backend"}
+        expected = {name: pytest.approx(wanted[name]) for name in group if name != "bias_correction"}
+        assert group == expected | {"bias_correction": True}
     shape = (
         *("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups", "kv_channels"),
         *("max_position_embeddings", "layernorm_epsilon", "normalization", "swiglu", "add_bias_linear", "add_qkv_bias"),
         *("untie_embeddings_and_output_weights", "position_embedding_type", "vocab_size", "params_dtype", "seed"),
-        *("bias_gelu_fusion", "openai_gelu", "squared_relu", "group_query_attention", "consumed_train_samples", "lr"),
+        *("bias_gelu_fusion", "openai_gelu", "group_query_attention", "consumed_train_samples", "lr"),
     )
-    assert set(shape) <= same | {"squared_relu"}
-    assert {n: ours["args"][n] for n in shape if n in same - layout} == {
-        n: theirs["args"][n] for n in shape if n in same - layout
-    }
+    assert {n: ours["args"][n] for n in shape} == {n: theirs["args"][n] for n in shape}
 
 
 def test_experts_are_written_part_by_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -716,9 +659,7 @@ def export(folder: Path, form: str, flags: str = "") -> Path:
     tensors = {}
     for name, value in random_tensors(config.model).items():
         for prefix, each in {"": value, **{f"optim.{kind}.": x for kind, x in moments_of(value).items()}}.items():
-            view = gpt(config.model)[name].view
-            part = TensorPart(whole_box(view), each.view(view))
-            tensors[prefix + name] = GlobalTensor(tuple(each.shape), view, each.dtype, (part,))
+            tensors[prefix + name] = whole_tensor(gpt(config.model)[name], each)
     batches = {"iteration": 0, "consumed_samples": 0}
     state = {"iteration": 1, "consumed_samples": 4, "optimizer": {"steps": 1}, "batches_since": batches}
     own = folder / "own" / "iter_0000001"
@@ -753,16 +694,10 @@ def test_experts_of_a_run_with_expert_parallelism_have_an_optimizer_of_their_own
     assert common["opt_param_scheduler"] == EXPORTS["experts"]["opt_param_scheduler"]
 
 
-def test_a_megatron_lm_checkpoint_becomes_a_hugging_face_model(written: Path, tmp_path: Path, capsys: Any) -> None:
-    source = written / "llama_legacy_tp2_pp2"
-    assert convert(["--load-megatron", str(source), "--save-hf", str(tmp_path / "hf")]) == 0
-    assert "transformers computes the same" in capsys.readouterr().out
-
-
 def test_the_card_of_a_run_of_megatron_lm_invents_nothing(written: Path, tmp_path: Path) -> None:
     """Directly and through a checkpoint of ours, it has the options that the arguments have."""
     source, own, out = written / "llama_torch_dist_tp2", tmp_path / "own", tmp_path / "hf"
-    assert convert(["--load-megatron", str(source), "--save-hf", str(out), "--no-check"]) == 0
+    assert convert(["--load-megatron", str(source), "--save-hf", str(out)]) == 0  # compared with transformers
     assert convert(["--load-megatron", str(source), "--save", str(own)]) == 0
     assert convert(["--load", str(own), "--save-hf", str(tmp_path / "again"), "--no-check"]) == 0
     assert (tmp_path / "again" / "README.md").read_text() == (out / "README.md").read_text()

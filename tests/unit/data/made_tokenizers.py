@@ -14,9 +14,9 @@ import sentencepiece
 import tokenizers
 from tokenizers import models, trainers
 
-from megatron.data.tokenizers.base import EncodedBatch
+from megatron.data.tokenizers.base import EncodedBatch, Tokenizer
 from megatron.data.tokenizers.huggingface import END_OF_DOCUMENT, byte_level_bpe, bytes_to_unicode, make_tokenizer_files
-from megatron.data.tokenizers.tokenizer import TokenizerOptions
+from megatron.data.tokenizers.tokenizer import FILES_SUFFIX, RECORD_SUFFIX, TokenizerOptions, TokenizerRecord
 
 TEXT = [
     "The cat sat on the mat, and the hat sat on the cat; the bat did not.",
@@ -47,6 +47,15 @@ def write_files(folder: Path, files: Mapping[str, bytes]) -> Path:
     for name, content in files.items():
         (folder / name).write_bytes(content)
     return folder
+
+
+def record(prefix: Path, written: TokenizerRecord | Tokenizer) -> str:
+    """Leave the record, and the files of a tokenizer, beside a dataset that need not be there; return the prefix."""
+    found = written if isinstance(written, TokenizerRecord) else TokenizerRecord.of(written)
+    Path(f"{prefix}.{RECORD_SUFFIX}").write_bytes(found.to_bytes())
+    if isinstance(written, Tokenizer) and written.files:
+        write_files(Path(f"{prefix}.{FILES_SUFFIX}"), written.files)
+    return str(prefix)
 
 
 def hugging_face(folder: Path) -> Path:

@@ -15,6 +15,9 @@ from numpy.typing import DTypeLike
 
 from megatron.data.indexed_writer import IndexedDatasetWriter
 
+GOLDEN = Path(__file__).parents[2] / "golden" / "megatron"
+"""Files of Megatron-LM."""
+
 COMPRESS: dict[str, Callable[[bytes], bytes]] = {
     ".gz": gzip.compress,
     ".zst": zstandard.ZstdCompressor(write_checksum=True).compress,

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import builtins
 import json
 from contextlib import AbstractContextManager
-from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -23,8 +21,8 @@ from megatron.data.dataset import Dataset
 from megatron.data.errors import DataError
 from megatron.data.gpt_dataset import GPTDataset, build_sample_order
 from megatron.data.indexed_dataset import IndexedDataset
+from tests.unit.data.pairs import GOLDEN
 
-GOLDEN = Path(__file__).parents[2] / "golden" / "megatron"
 BLENDS = json.loads((GOLDEN / "cases.json").read_text())["blends"]
 
 
@@ -82,22 +80,6 @@ def test_a_blend_of_many_sources() -> None:
 def test_weights_that_are_none_are_refused(weights: list[float], sentence: str) -> None:
     with pytest.raises(DataError, match=sentence):
         build_blend_index(weights, 10)
-
-
-def test_without_numba_the_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    importing = builtins.__import__
-
-    def missing(name: str, *args: Any, **kwargs: Any) -> Any:
-        if name == "numba":
-            raise ImportError(name)
-        return importing(name, *args, **kwargs)
-
-    monkeypatch.setattr(builtins, "__import__", missing)
-    blended_dataset._compiled.cache_clear()
-    assert len(build_blend_index([1, 2], 1000)[0]) == 1000
-    with pytest.raises(DataError, match="numba is needed for blends") as caught:
-        build_blend_index([1, 2], 500_000)
-    assert "pip install numba" in str(caught.value)
 
 
 # --- samples ---

@@ -24,9 +24,7 @@ from megatron.data.gpt_dataset import GPTDataset
 from megatron.data.index_cache import ABOUT, IndexCache
 from megatron.data.indexed_dataset import IndexedDataset
 from megatron.data.loader import DataSource
-from tests.unit.data.pairs import write_packed
-
-GOLDEN = Path(__file__).parents[2] / "golden" / "megatron"
+from tests.unit.data.pairs import GOLDEN, write_packed
 
 
 def build_segment(

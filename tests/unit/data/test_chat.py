@@ -316,47 +316,31 @@ def unmarked(role: str, content: str) -> Pieces:
 
 TURN = "<|im_start|>{{ m.role }}\n{% generation %}{{ m.content }}<|im_end|>{% endgeneration %}{{ '\n' }}"
 OTHER = "<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>{{ '\n' }}"
-HERE = f"{{% if m.role == 'assistant' %}}{TURN}{{% else %}}{OTHER}{{% endif %}}"
-ANSWERS = "{% for m in messages %}{% if m.role == 'assistant' %}"
-OTHERS = "{% else %}{{ '<|' + m.role + '|> ' + m.content + ' ' }}{% endif %}{% endfor %}"
+IF = "{% if m.role == 'assistant' %}"
+HERE = IF + TURN + "{% else %}" + OTHER + "{% endif %}"
+FOR, END = "{% for m in messages %}", "{% endfor %}"
+OTHERS = "{% else %}{{ '<|' + m.role + '|> ' + m.content + ' ' }}{% endif %}" + END
+
+
+def marking(text: str, before: str = "", after: str = "") -> str:
+    """A template in which ``text`` is the answer."""
+    return FOR + IF + before + "{% generation %}{{ " + text + " }}" + after + "{% endgeneration %}" + OTHERS
+
+
 BY_HAND: dict[str, tuple[str, Callable[[str, str], Pieces]]] = {
-    "marked": (f"{{% for m in messages %}}{HERE}{{% endfor %}}", in_chatml),
-    "in a macro": (
-        f"{{% macro turn(m) %}}{HERE}{{% endmacro %}}{{% for m in messages %}}{{{{ turn(m) }}}}{{% endfor %}}",
-        in_chatml,
-    ),
-    "in a filter": (
-        f"{{% filter replace('#', '') %}}{{% for m in messages %}}{HERE}{{% endfor %}}{{% endfilter %}}",
-        in_chatml,
-    ),
-    "content": (
-        f"{{% for m in messages %}}{HERE}{{% endfor %}}".replace(
-            "<|im_end|>{% endgeneration %}", "{% endgeneration %}<|im_end|>"
-        ),
-        in_chatml,
-    ),
-    "spaces": (
-        f"{ANSWERS}<|assistant|>{{% generation %}}{{{{ ' ' + m.content }}}} <|im_end|>{{% endgeneration %}}{OTHERS}",
-        with_spaces,
-    ),
-    "space at the end": (
-        f"{ANSWERS}{{{{ '<|assistant|>\n' }}}}{{% generation %}}{{{{ m.content + ' ' }}}}{{% endgeneration %}}{OTHERS}",
-        at_its_end,
-    ),
-    "nothing else": (
-        f"{ANSWERS}{{% generation %}}{{{{ m.content }}}}{{% endgeneration %}}{OTHERS}".replace(
-            " ' + m.content + ' '", "' + m.content"
-        ),
-        whole,
-    ),
-    "unmarked": (
-        f"{{% for m in messages %}}{OTHER}{{% endfor %}}"
-        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}",
-        unmarked,
-    ),
+    "marked": (FOR + HERE + END, in_chatml),
+    "in a macro": ("{% macro turn(m) %}" + HERE + "{% endmacro %}" + FOR + "{{ turn(m) }}" + END, in_chatml),
+    "in a filter": ("{% filter replace('#', '') %}" + FOR + HERE + END + "{% endfilter %}", in_chatml),
+    "content": (FOR + HERE.replace("<|im_end|>{% endgeneration %}", "{% endgeneration %}<|im_end|>") + END, in_chatml),
+    "spaces": (marking("' ' + m.content", "<|assistant|>", " <|im_end|>"), with_spaces),
+    "space at the end": (marking("m.content + ' '", "{{ '<|assistant|>\n' }}"), at_its_end),
+    "nothing else": (marking("m.content").replace(" ' + m.content + ' '", "' + m.content"), whole),
+    "unmarked": (FOR + OTHER + END + "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}", unmarked),
     "next role": (
-        "{% for m in messages %}{{ '<|' + m.role + '|>\n' + m.content }}{% endfor %}"
-        "{% if add_generation_prompt %}{{ '<|assistant|>\n' }}{% endif %}",
+        FOR
+        + "{{ '<|' + m.role + '|>\n' + m.content }}"
+        + END
+        + "{% if add_generation_prompt %}{{ '<|assistant|>\n' }}{% endif %}",
         glm,
     ),
 }

@@ -20,21 +20,13 @@ from megatron.data.dataset_info import (
     tokenizer_files_to_save,
 )
 from megatron.data.errors import DataError
-from megatron.data.tokenizers.base import Tokenizer
 from megatron.data.tokenizers.huggingface import ByteTokenizer, HuggingFaceTokenizer, NullTokenizer, byte_tokenizer
 from megatron.data.tokenizers.huggingface import make_tokenizer_files as files_of
-from megatron.data.tokenizers.tokenizer import FILES_SUFFIX, RECORD_SUFFIX, TokenizerRecord
-from tests.unit.data.made_tokenizers import write_files
+from megatron.data.tokenizers.tokenizer import FILES_SUFFIX, TokenizerRecord
+from tests.unit.data.made_tokenizers import record, write_files
 
 HF = "HuggingFaceTokenizer"
 FACTS = TokenizerRecord(HF, 257, 256, "0" * 16)
-
-
-def record(prefix: Path, facts: TokenizerRecord | Tokenizer) -> str:
-    """Leave a record beside a dataset that need not be there."""
-    found = facts if isinstance(facts, TokenizerRecord) else TokenizerRecord.of(facts)
-    Path(f"{prefix}.{RECORD_SUFFIX}").write_bytes(found.to_bytes())
-    return str(prefix)
 
 
 @pytest.fixture

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,9 +16,8 @@ from megatron.config.data_paths import SPLITS
 from megatron.data.errors import DataError
 from megatron.data.gpt_dataset import GPTDataset, SampleOrder, build_sample_order, split_ranges
 from megatron.data.indexed_dataset import IndexedDataset
-from tests.unit.data.pairs import write_packed
+from tests.unit.data.pairs import GOLDEN, write_packed
 
-GOLDEN = Path(__file__).parents[2] / "golden" / "megatron"
 CASES = {f"case{case['case']}": case for case in json.loads((GOLDEN / "cases.json").read_text())["cases"]}
 ASKED = {"train": "n", "valid": "nv", "test": "nt"}
 

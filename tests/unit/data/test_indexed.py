@@ -19,23 +19,12 @@ from megatron.data.errors import DataError
 from megatron.data.indexed_dataset import INDEX_HEADER, IndexedDataset
 from tests.unit.data.pairs import LETTERS, NAMES, packed, write
 
-GOLDEN = Path(__file__).parents[2] / "golden" / "megatron"
 S, D = 5, 6  # sequences and boundaries of the small dataset below
 
 
 @pytest.fixture
 def small(tmp_path: Path) -> Path:
     return write(tmp_path / "small", [list(range(n)) for n in (2, 3, 4, 5, 6)])
-
-
-@pytest.mark.parametrize(
-    ("case", "sequences", "vocab"), [("case0", 200, 1000), ("case1", 50, 50257), ("case2", 30, 100000)]
-)
-def test_files_of_megatron_are_read(case: str, sequences: int, vocab: int) -> None:
-    golden = IndexedDataset(GOLDEN / case)
-    assert (len(golden), len(golden.documents)) == (sequences, sequences + 1)
-    assert golden.dtype.name == ("uint16" if vocab < 65500 else "int32")
-    assert 0 <= golden.tokens.min() <= golden.tokens.max() < vocab
 
 
 @settings(max_examples=50, deadline=None, derandomize=True)

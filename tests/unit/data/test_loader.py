@@ -16,15 +16,17 @@ from megatron.data.errors import DataError
 from megatron.data.gpt_dataset import GPTDataset, build_sample_order
 from megatron.data.indexed_dataset import IndexedDataset
 from megatron.data.loader import DataSource, build_data, requested_samples
-from megatron.data.tokenizers.tokenizer import RECORD_SUFFIX, TokenizerRecord
+from megatron.data.tokenizers.tokenizer import TokenizerRecord
 from megatron.distributed.micro_batch import MicroBatch
 from tests.unit.data import pairs
+from tests.unit.data.made_tokenizers import record
 
 GOLDEN = Path(__file__).parents[2] / "golden" / "megatron" / "case0"
 TRAINING = TrainingConfig(
     seq_length=32, micro_batch_size=2, global_batch_size=8, train_iters=50, eval_interval=20, eval_iters=3, seed=1234
 )
 FILES = DataConfig(data_path=(str(GOLDEN),), split="90,8,2")
+BLEND = DataConfig(data_path=("0.7", str(GOLDEN), "0.3", str(GOLDEN.with_name("case1"))), split="8,1,1")
 MOCK = DataConfig(mock_data=True)
 
 
@@ -206,12 +208,16 @@ def read(source: DataSource, places: range, split: str = "train") -> list[list[i
     return source.micro_batch(split, places, step=0).tokens.tolist()
 
 
-@pytest.mark.parametrize("data", [FILES, MOCK], ids=["files", "mock"])
+@pytest.mark.parametrize(
+    "data",
+    [FILES, BLEND, replace(BLEND, data_path=BLEND.data_path[1::2]), MOCK],
+    ids=["files", "blend", "without weights", "mock"],
+)
 @pytest.mark.parametrize("iters", [10, 51, 400])
 def test_a_run_of_another_length_keeps_its_samples(data: DataConfig, iters: int) -> None:
-    source = build_data(data, TRAINING, 1000, 1)
+    source = build_data(data, TRAINING, 60_000, 1)
     assert source.segments == {"train": (400,), "valid": (72,), "test": (24,)}
-    other = build_data(data, replace(TRAINING, train_iters=iters), 1000, 1, segments=source.segments)
+    other = build_data(data, replace(TRAINING, train_iters=iters), 60_000, 1, segments=source.segments)
     common = range(min(400, 8 * iters))
     assert read(other, common) == read(source, common)
     assert other.digest("train", 0, len(common)) == source.digest("train", 0, len(common))
@@ -293,8 +299,7 @@ def test_documents_of_a_sample(packed: DataConfig, flags: tuple[str, ...]) -> No
 
 def with_record(data: DataConfig, eod: int, pad: int | None = None) -> DataConfig:
     """The data with a record of a tokenizer, from which the end of a document is known."""
-    record = TokenizerRecord("HuggingFaceTokenizer", 10, eod, "0" * 16, pad)
-    Path(f"{data.data_path[0]}.{RECORD_SUFFIX}").write_bytes(record.to_bytes())
+    record(Path(data.data_path[0]), TokenizerRecord("HuggingFaceTokenizer", 10, eod, "0" * 16, pad))
     return replace(data, eod_id=None)
 
 

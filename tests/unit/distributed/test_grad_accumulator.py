@@ -12,7 +12,6 @@ from megatron.distributed.grad_accumulator import GradAccumulator, WgradOperand
 from tests.kit.solo import Gradients, Solo, random_batch, tiny
 
 CONFIG = tiny(num_query_groups=2, activation="swiglu", normalization="RMSNorm", ffn_hidden_size=48)
-LINEARS = 4 * CONFIG.num_layers
 BATCHES = [random_batch(CONFIG, seed=seed) for seed in (1, 2)]
 
 
@@ -29,12 +28,10 @@ def test_deferred_weight_gradients_are_the_same_bits() -> None:
     immediate, deferred = Solo.build(CONFIG), Solo.build(CONFIG)
     immediate.backward(BATCHES)
     input_gradients(deferred)
-    assert deferred.grad_accumulator.queued == len(BATCHES) * LINEARS
     weight = "layers.0.mlp.linear_fc1.weight"
     assert not deferred.buckets.grads[weight].any(), "a deferred gradient was computed at once"
     for index in range(len(BATCHES)):
         deferred.grad_accumulator.run_deferred(0, index)
-        assert deferred.grad_accumulator.queued == (len(BATCHES) - 1 - index) * LINEARS
     deferred.buckets.finish()
     for name, grad in immediate.buckets.grads.items():
         assert torch.equal(grad, deferred.buckets.grads[name]), name

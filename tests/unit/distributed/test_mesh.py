@@ -16,9 +16,6 @@ import torch.distributed as dist
 
 from megatron.distributed import comm, launch
 from megatron.distributed.comm import (
-    ALL_GATHER,
-    ALL_REDUCE,
-    REDUCE_SCATTER,
     CommMeter,
     Group,
     Pending,
@@ -138,9 +135,6 @@ def test_communicators_open_in_one_order_so_that_no_rank_waits_for_a_later_one(
         assert at != before, "every rank waits"
 
 
-ALONE = Group()
-
-
 class Work:
     """Fills the result only when it is waited for."""
 
@@ -185,31 +179,6 @@ def test_the_mesh_has_only_the_groups_it_created() -> None:
         one_rank_mesh().group("dp", "tp")
     with pytest.raises(ValueError, match="no group was created"):
         one_rank_mesh().tp_subgroup((0, 1))
-
-
-@pytest.mark.parametrize("ranks", [2, 3, 4, 7])
-def test_a_ring_of_ranks(ranks: int) -> None:
-    """A tensor falls into as many blocks as there are ranks; in n - 1 rounds each rank sends one to the next.
-
-    After the first n - 1 rounds each has the sum of one block, after n - 1 more all have all.
-    """
-    size, sent = 4 * 3 * ranks, 0
-    holds = [{rank} for rank in range(ranks)]  # blocks whose sum a rank has at the end of the first half
-    for _ in range(ranks - 1):
-        sent += size // ranks
-    scattered, gathered = sent, 0
-    while any(len(blocks) < ranks for blocks in holds):
-        holds = [blocks | holds[rank - 1] for rank, blocks in enumerate(holds)]
-        gathered += size // ranks
-    group = Group(tuple(range(ranks)), 0, None, "dp")
-    group.sends(REDUCE_SCATTER, size)
-    group.sends(ALL_GATHER, size)
-    group.sends(ALL_REDUCE, 2 * size)
-    assert group.meter.pop_bytes_sent() == {
-        ("dp", REDUCE_SCATTER): scattered,
-        ("dp", ALL_GATHER): gathered,
-        ("dp", ALL_REDUCE): scattered + gathered,
-    }
 
 
 def test_bytes_add_up_until_they_are_taken_and_not_in_pauses() -> None:

@@ -12,8 +12,7 @@ from torch import Tensor, nn
 from megatron.config.model import ModelConfig
 from megatron.evaluation.load import check_tensor_parallel_size
 from megatron.inference.generate import SamplingParams, generate, sample_tokens, uniform_draw
-from megatron.inference.text import IdCodec, InferenceError
-from megatron.inference.tokenizer import stop_ids
+from megatron.inference.text import IdCodec, InferenceError, stop_ids
 from megatron.model.gpt import GPTChunk
 from tests.kit.solo import Solo, tiny
 

@@ -18,8 +18,7 @@ from megatron.config.attention_pattern import CAUSAL, AttentionPattern
 from megatron.config.compute import KERNEL_CANDIDATES
 from megatron.kernels import attention, registry
 from megatron.kernels.attention import ATTENTION, sdpa
-from megatron.kernels.attention_mask import AttentionMask
-from megatron.kernels.block_attention import PLAIN_SCORES, AttentionScores
+from megatron.kernels.attention_mask import PLAIN_SCORES, AttentionMask, AttentionScores
 from megatron.kernels.operation import check_kernel, combine
 from megatron.kernels.registry import select_kernels
 from tests.unit.kernels.doubles import FlashAttention, install

@@ -14,16 +14,8 @@ from megatron.config import plugins
 from megatron.config.attention_pattern import KIND, AttentionPattern
 from megatron.kernels import block_attention as module
 from megatron.kernels.attention import sdpa
-from megatron.kernels.attention_mask import AttentionMask, Ranges, Tile
-from megatron.kernels.block_attention import (
-    PLAIN_SCORES,
-    AttentionDropout,
-    AttentionScores,
-    KeyValues,
-    LocalKeyValues,
-    Use,
-    block_attention,
-)
+from megatron.kernels.attention_mask import PLAIN_SCORES, AttentionMask, AttentionScores, Ranges, Tile
+from megatron.kernels.block_attention import AttentionDropout, KeyValues, LocalKeyValues, Use, block_attention
 from megatron.kernels.dropout import keep_mask
 
 CPU = torch.device("cpu")

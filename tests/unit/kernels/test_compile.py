@@ -105,8 +105,7 @@ def test_every_region_and_recomputation(recompute: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("drop", [False, True])
-def test_recomputed_activations_are_freed(drop: bool) -> None:
+def test_recomputed_activations_are_freed() -> None:
     """A compiled activation keeps nothing between it and what it feeds."""
     made = []
 
@@ -115,8 +114,8 @@ def test_recomputed_activations_are_freed(drop: bool) -> None:
         return y.matmul(weight)
 
     x, weight = torch.randn(48, 64, requires_grad=True), torch.randn(32, 8, requires_grad=True)
-    out = recompute_producer(lambda t: compiled_kernels().activation(t, None, "swiglu"), x, consume, drop)
-    assert made[0].expired() is drop
+    out = recompute_producer(lambda t: compiled_kernels().activation(t, None, "swiglu"), x, consume)
+    assert made[0].expired()
     out.sum().backward()
     expected = Kernels().activation(x, None, "swiglu").t() @ torch.ones(48, 8)
     torch.testing.assert_close(weight.grad, expected.detach())

@@ -11,8 +11,7 @@ from megatron.config import plugins
 from megatron.config.attention_pattern import AttentionPattern
 from megatron.kernels import flex_attention, registry
 from megatron.kernels.attention import ATTENTION, sdpa
-from megatron.kernels.attention_mask import AttentionMask
-from megatron.kernels.block_attention import PLAIN_SCORES, AttentionScores
+from megatron.kernels.attention_mask import PLAIN_SCORES, AttentionMask, AttentionScores
 
 CPU = torch.device("cpu")
 

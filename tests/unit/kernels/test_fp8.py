@@ -25,6 +25,7 @@ from megatron.kernels.operation import check_kernel
 from megatron.kernels.registry import Kernels
 from megatron.layers.context import BuildContext
 from megatron.layers.linear import ColumnParallelLinear
+from megatron.layers.providers import PROVIDERS
 from tests.kit.solo import Gradients, one_rank_mesh
 
 RECIPES = [
@@ -88,7 +89,12 @@ def outcome(recipe: Float8Recipe) -> list[Tensor]:
     accumulator, kernels = GradAccumulator(), Kernels(fp8=Float8Kernel(recipe))
     accumulator.bind(Gradients({"layers.0.weight": gradient}))
     context = BuildContext(
-        one_rank_mesh(), accumulator, torch.float64, kernels=kernels, fp8=Float8Layers(frozenset({0}))
+        one_rank_mesh(),
+        accumulator,
+        torch.float64,
+        kernels=kernels,
+        fp8=Float8Layers(frozenset({0})),
+        providers=PROVIDERS,
     ).block(0)
     layer = ColumnParallelLinear(context.declare({"weight": context.sharding.dense.split(weight.shape, 0, Init(0.0))}))
     layer.weight.data.copy_(weight)

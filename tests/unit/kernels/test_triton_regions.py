@@ -22,8 +22,7 @@ from triton.runtime import interpreter
 from megatron.kernels import triton_regions as regions
 from megatron.kernels.activation import TRITON_ACTIVATIONS, activation
 from megatron.kernels.norm import add_norm, norm
-from megatron.kernels.qkv import split_qkv
-from megatron.kernels.rotary import RotaryCosSin
+from megatron.kernels.qkv import RotaryCosSin, split_qkv
 
 ROWS, BATCH = 5, 3
 

@@ -17,16 +17,15 @@ from megatron.config.attention_pattern import AttentionPattern
 from megatron.config.model import ModelConfig
 from megatron.distributed.grad_accumulator import GradAccumulator
 from megatron.distributed.micro_batch import MicroBatch
-from megatron.kernels.attention_mask import AttentionMask
-from megatron.kernels.block_attention import AttentionScores
-from megatron.kernels.rotary import RotaryEmbedding, rotate
+from megatron.kernels.attention_mask import AttentionMask, AttentionScores
+from megatron.kernels.qkv import RotaryEmbedding, rotate
 from megatron.layers import attention as attention_module
 from megatron.layers.attention import SelfAttention, largest_logit
 from megatron.layers.context import BuildContext, ForwardContext
 from megatron.layers.kv_cache import KVCache
 from megatron.layers.mixers.registry import MIXERS
+from megatron.layers.norm import Residual
 from megatron.layers.recompute_plan import RecomputePlan
-from megatron.layers.residual import Residual
 from tests.kit.solo import Allocations, Solo, one_rank_mesh, random_batch, tiny
 
 LENGTH = 12

@@ -13,9 +13,10 @@ from megatron.distributed.micro_batch import MicroBatch
 from megatron.distributed.random import stable_hash
 from megatron.kernels.attention_mask import FULL, AttentionMask, Tile
 from megatron.kernels.block_attention import AttentionDropout
-from megatron.layers import attention, residual
+from megatron.layers import attention
 from megatron.layers.context import ForwardContext
-from megatron.layers.residual import hidden_dropout
+from megatron.model import block
+from megatron.model.block import hidden_dropout
 from tests.kit.solo import Solo, random_batch, tiny
 
 S, B, H = 64, 6, 96
@@ -118,7 +119,7 @@ def test_every_site_has_a_key_of_its_own(monkeypatch: pytest.MonkeyPatch) -> Non
         keys.append(stable_hash(*parts))
         return keys[-1]
 
-    for module in (attention, residual):
+    for module in (attention, block):
         monkeypatch.setattr(module, "stable_hash", recording)
     Solo.build(DROPPING).chunk(None, random_batch(DROPPING))
     assert len(set(keys)) == len(keys) == 1 + 3 * DROPPING.num_layers, (

@@ -15,6 +15,7 @@ from megatron.layers import parameters
 from megatron.layers.adapters import adapted_row_norms, adapters_disabled
 from megatron.layers.context import BuildContext
 from megatron.layers.linear import ColumnParallelLinear, ParallelLinear, RowParallelLinear
+from megatron.layers.providers import PROVIDERS
 from tests.kit.solo import one_rank_mesh, tiny
 
 WIDE = tiny(hidden_size=64, ffn_hidden_size=128, lora_rank=2)
@@ -30,7 +31,8 @@ def build(config: ModelConfig, name: str) -> ParallelLinear:
     """A linear of the first block, in a fresh context; magnitudes come from the frozen weight."""
     specs = {key: spec for key, spec in parameters.gpt(config).items() if key.startswith(f"layers.0.{name}.")}
     params: dict[str, torch.nn.Parameter] = {}
-    context = BuildContext(one_rank_mesh(), GradAccumulator.to_grad(params), torch.float64, model=config, params=params)
+    gradients = GradAccumulator.to_grad(params)
+    context = BuildContext(one_rank_mesh(), gradients, torch.float64, model=config, providers=PROVIDERS, params=params)
     linear = LINEARS[name](context.declare(specs).block(0).submodule(name))
     assert [*params] == [*specs]
     for key, norms in adapted_row_norms(linear).items():

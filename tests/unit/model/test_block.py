@@ -14,7 +14,7 @@ from megatron.config.model import ModelConfig
 from megatron.config.training import TrainingConfig
 from megatron.distributed.micro_batch import MicroBatch
 from megatron.kernels.registry import Kernels
-from megatron.layers.residual import Residual
+from megatron.layers.norm import Residual
 from tests.kit.solo import Solo, random_batch, tiny
 
 GPT = tiny(num_layers=3)

@@ -21,11 +21,10 @@ from megatron.distributed.layout import Layout
 from megatron.distributed.mesh import Mesh
 from megatron.distributed.param_layout import ALIGNMENT, MAX_REDUCTIONS_IN_FLIGHT
 from megatron.distributed.sharding import DenseSharding, Init, ShardSpec
-from megatron.optimizer.build import build_grad_buffer
 from megatron.optimizer.grad_buffer import GradBuffer, ReduceHandle, Reduction, ShardedBucket
 from megatron.optimizer.grad_compression import RoundedReduction
 from tests.kit.pool import Pool
-from tests.kit.solo import one_rank_mesh
+from tests.kit.solo import grad_buffer_of
 
 SHARD = DenseSharding(0, 1)
 SPECS = {
@@ -45,11 +44,9 @@ def build(
     **changes: Any,
 ) -> tuple[GradBuffer, GradAccumulator]:
     specs, grad_accumulator = specs or SPECS, GradAccumulator()
-    dtypes = dict.fromkeys(specs, torch.float32) | (dtypes or {})
     config = ParallelConfig(ddp_bucket_size=size, overlap_grad_reduce=overlap, **changes)
-    return build_grad_buffer(
-        specs, dtypes, one_rank_mesh(), grad_accumulator, torch.device("cpu"), config, uncut
-    ), grad_accumulator
+    dtypes = dict.fromkeys(specs, torch.float32) | (dtypes or {})
+    return grad_buffer_of(specs, dtypes, config, grad_accumulator, uncut), grad_accumulator
 
 
 def names(buckets: GradBuffer) -> list[list[str]]:

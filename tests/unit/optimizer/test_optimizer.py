@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
 from dataclasses import replace
 from typing import Any
 
@@ -14,27 +13,17 @@ from torch import Tensor, nn
 from megatron.config.optimizer import OptimizerConfig
 from megatron.config.parallel import ParallelConfig
 from megatron.distributed.comm import Group
-from megatron.distributed.grad_accumulator import GradAccumulator
 from megatron.distributed.mesh import Mesh
-from megatron.distributed.sharding import DenseSharding, Init, ShardSpec
-from megatron.optimizer.build import build_grad_buffer
+from megatron.distributed.sharding import DenseSharding, Init
 from megatron.optimizer.distributed_optimizer import GradNorm
-from megatron.optimizer.grad_buffer import GradBuffer
 from megatron.optimizer.lr_scheduler import Rates
 from megatron.optimizer.main_params import flat_runs
 from megatron.optimizer.rules import BLOCK_ELEMENTS, RULES, UpdateArgs
-from tests.kit.solo import Solo, one_rank_mesh, random_batch, tiny
+from tests.kit.solo import Solo, grad_buffer_of, one_rank_mesh, random_batch, tiny
 
 CONFIG = tiny(num_query_groups=2)
 RATES = Rates(1e-3, 0.1)
 BATCHES = [random_batch(CONFIG, seed=seed) for seed in (1, 2)]
-
-
-def buckets_of(
-    specs: dict[str, ShardSpec], dtype: torch.dtype = torch.float32, uncut: Collection[str] = (), **changes: Any
-) -> GradBuffer:
-    dtypes, config = dict.fromkeys(specs, dtype), ParallelConfig(**changes)
-    return build_grad_buffer(specs, dtypes, one_rank_mesh(), GradAccumulator(), torch.device("cpu"), config, uncut)
 
 
 def state(solo: Solo) -> dict[str, Tensor]:
@@ -78,7 +67,7 @@ def test_norm_counts_owned_shards() -> None:
             "vocabulary": shard.vocabulary(5, 3, 4, init),  # 4 rows and 1, of 4 each
             "qkv": shard.qkv(1, 2, (2, 3), init),
         }
-        buckets = buckets_of(specs)
+        buckets = grad_buffer_of(specs, torch.float32, ParallelConfig())
         for gradient in buckets.grads.values():
             gradient.fill_(3.0)
         squares.append(GradNorm(specs, buckets, one_rank_mesh()).compute().square().item())
@@ -293,7 +282,7 @@ def test_every_element_counts_once_in_the_norm_however_it_is_cut(
     for rank in range(shards * copies):
         part, copy = divmod(rank, copies)
         cut_over(monkeypatch, Group(tuple(range(shards)), part), Group(tuple(range(copies)), copy))
-        buckets = buckets_of(specs, torch.float64, use_distributed_optimizer=True)
+        buckets = grad_buffer_of(specs, torch.float64, ParallelConfig(use_distributed_optimizer=True))
         for bucket in buckets.buckets:
             bucket.shard.fill_(1e9)  # what alignment leaves between parameters counts nowhere
         for name, grad in buckets.grads.items():

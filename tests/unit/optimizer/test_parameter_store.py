@@ -17,13 +17,12 @@ from megatron.distributed.grad_accumulator import GradAccumulator
 from megatron.distributed.mesh import Mesh
 from megatron.distributed.sharding import DenseSharding, Init
 from megatron.layers.context import BuildContext
-from megatron.optimizer.build import build_grad_buffer
-from megatron.optimizer.distributed_optimizer import DistributedOptimizer
+from megatron.optimizer.build import build_optimizer
 from megatron.optimizer.grad_buffer import GradBuffer
 from megatron.optimizer.lr_scheduler import Rates
 from megatron.optimizer.parameter_store import ParameterStore
-from megatron.training.components.average import AverageWeights
-from tests.kit.solo import Solo, one_rank_mesh, random_batch, tiny
+from megatron.training.components.optimizer_state import AverageWeights
+from tests.kit.solo import Solo, grad_buffer_of, one_rank_mesh, random_batch, tiny
 
 CONFIG = tiny(num_query_groups=2)
 PARTS = Group((0, 1), 0)
@@ -83,12 +82,6 @@ def gathers(monkeypatch: pytest.MonkeyPatch) -> Gathers:
 SQUARE = DenseSharding(0, 1).split((WIDTH, WIDTH), 0, Init(1.0))
 
 
-def buckets_of(context: BuildContext, dtype: torch.dtype, config: ParallelConfig) -> GradBuffer:
-    """Gradients of what was declared."""
-    specs, cpu = context.specs, torch.device("cpu")
-    return build_grad_buffer(specs, dict.fromkeys(specs, dtype), context.mesh, context.grad_accumulator, cpu, config)
-
-
 def layers(count: int, overlap: bool, awaited: bool = True) -> tuple[nn.Sequential, ParameterStore, GradBuffer]:
     """Square layers, each in a bucket of its own."""
     context = BuildContext(one_rank_mesh(), GradAccumulator(), torch.float64)
@@ -96,10 +89,7 @@ def layers(count: int, overlap: bool, awaited: bool = True) -> tuple[nn.Sequenti
     for i, layer in enumerate(model):
         layer.weight = context.declare({f"layers.{i}": SQUARE}).parameter(f"layers.{i}")
     config = ParallelConfig(ddp_bucket_size=WIDTH, use_distributed_optimizer=True, overlap_param_gather=overlap)
-    dtypes = dict.fromkeys(context.specs, torch.float64)
-    buckets = build_grad_buffer(
-        context.specs, dtypes, context.mesh, context.grad_accumulator, torch.device("cpu"), config
-    )
+    buckets = grad_buffer_of(context.specs, torch.float64, config)
     weights = ParameterStore(context.params, buckets, config)
     if awaited:
         weights.gather_before_use(model)
@@ -166,13 +156,10 @@ def test_nothing_moves_weights_that_are_on_their_way(gathers: Gathers, moves: st
     name = "layers.0.w"
     context.declare({name: SQUARE}).parameter(name)
     parallel = ParallelConfig(use_distributed_optimizer=True, overlap_grad_reduce=False, overlap_param_gather=True)
-    dtypes = {name: torch.float32}
-    buckets = build_grad_buffer(
-        context.specs, dtypes, context.mesh, context.grad_accumulator, torch.device("cpu"), parallel
-    )
+    buckets = grad_buffer_of(context.specs, torch.float32, parallel)
     config = OptimizerConfig(clip_grad=0.0)
     weights = ParameterStore(context.params, buckets, parallel)
-    optimizer = DistributedOptimizer(weights, context.specs, buckets, context.mesh, config)
+    optimizer = build_optimizer(weights, context.specs, buckets, context.mesh, config)
     average = AverageWeights(optimizer, 0.5)
     for _ in range(2):
         buckets.buckets[0].shard.fill_(1.0)

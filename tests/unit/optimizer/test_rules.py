@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from fnmatch import fnmatch
 from functools import partial
 from typing import Any
 
@@ -239,35 +238,6 @@ def test_a_run_matches_unsharded_main_params(optimizer: str, moments: str) -> No
 SPECS: dict[str, ShardSpec] = dict(build_on_meta(tiny(untie_embeddings_and_output_weights=True)).specs)
 
 
-def by_name(config: OptimizerConfig) -> dict[str, tuple[bool, float, float]]:
-    groups = param_groups(SPECS, config)
-    keys = [(g.decoupled, g.lr_factor, g.weight_decay_factor) for g in groups]
-    assert len(keys) == len(set(keys)), "one call of the rule for what is treated alike"
-    names = [name for g in groups for name in g.names]
-    assert sorted(names) == sorted(SPECS)
-    return {name: key for g, key in zip(groups, keys) for name in g.names}
-
-
-def test_embedding_and_output_layer_follow_the_decoupled_rate() -> None:
-    """Not the positions, nor biases: Megatron-LM marks these two weights only."""
-    found = by_name(OptimizerConfig(decoupled_lr=1e-3))
-    assert {name for name, key in found.items() if key[0]} == {
-        "embedding.word_embeddings.weight",
-        "output_layer.weight",
-    }
-    assert not any(key[0] for key in by_name(OptimizerConfig()).values())
-
-
-def test_the_last_pattern_that_matches_counts() -> None:
-    patterns = {"*": 3.0, "layers.*.mlp.*": 0.5, "layers.1.*": 0.25, "*.bias": 0.0}
-    words = tuple(f"{pattern}={factor}" for pattern, factor in patterns.items())
-    rates, decays = by_name(OptimizerConfig(lr_factors=words)), by_name(OptimizerConfig(weight_decay_factors=words))
-    for name in SPECS:
-        expected = [factor for pattern, factor in patterns.items() if fnmatch(name, pattern)][-1]
-        assert rates[name][1] == expected
-        assert decays[name][2] == expected, "a pattern that matches a vector makes it decay"
-
-
 def test_muon_leaves_other_parameters_than_matrices_of_blocks_to_adam() -> None:
     """Each with its own rate and decay under either rule."""
     config = OptimizerConfig(optimizer="muon", decoupled_lr=1e-3, lr_factors=("layers.1.*=0.5",))
@@ -278,13 +248,6 @@ def test_muon_leaves_other_parameters_than_matrices_of_blocks_to_adam() -> None:
         assert rule == ("muon" if matrix else "adam"), name
         assert decoupled == (name in ("embedding.word_embeddings.weight", "output_layer.weight"))
         assert factor == (0.5 if name.startswith("layers.1.") else 1.0)
-
-
-@pytest.mark.parametrize("name", RULES)
-def test_nothing_to_update(name: str) -> None:
-    rule = RULES[name]([], CONFIG)
-    rule.update(UpdateArgs([], 0.1, 0.01, GO))
-    assert not any(rule.state.values())
 
 
 def test_lion_needs_two_blocks_besides(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from megatron.config.precision import PrecisionConfig
 from megatron.optimizer.distributed_optimizer import UpdateResult
-from megatron.training.components.loss_scaler import DynamicLossScaler, LossScaler
+from megatron.training.components.precision import DynamicLossScaler, LossScaler
 from megatron.training.components.spikes import SpikeGuard
 
 
@@ -84,7 +84,7 @@ def test_constant_scales_stay(dtype: str, loss_scale: float | None, expected: fl
         scaler.after_step(UpdateResult(*[torch.tensor(1.0)] * 5))
     assert scaler.scale.item() == expected
     assert scaler.state_dict() == {}
-    assert scaler.incurable(torch.tensor(1.0), scaler.scale)
+    assert scaler.minimum is None
 
 
 def test_state_of_a_constant_scale_is_refused() -> None:

@@ -20,7 +20,7 @@ from megatron.distributed.mesh import CHANNEL_USES
 from megatron.layers.parameters import num_parameters
 from megatron.optimizer import grad_buffer
 from megatron.optimizer.lr_scheduler import Rates
-from megatron.optimizer.parameter_store import WeightBuffer
+from megatron.optimizer.sharded_parameter_store import ShardedWeightBuffer
 from megatron.planner.memory import (
     checkpoint_bytes,
     communicator_bytes,
@@ -34,7 +34,7 @@ from megatron.planner.memory import (
 )
 from megatron.training.build import build_trainer
 from megatron.training.checkpoint_contents import local_tensors, parameter_name
-from megatron.training.components.average import AverageWeights
+from megatron.training.components.optimizer_state import AverageWeights
 from megatron.training.diloco.component import Diloco
 from megatron.training.step import train_step
 from megatron.training.trainer import Trainer
@@ -322,13 +322,13 @@ GATHERS = (
 def test_whole_weights_of_zero_3_match_the_forecast(more: str, monkeypatch: pytest.MonkeyPatch) -> None:
     config = config_of(f"{SMALL} optim_grads_params --global-batch-size 8 --num-layers 6 {more}", 4)
     layout = Layout.from_config(config.parallel, 4)
-    start, buffers, held = WeightBuffer.start_gather, list[WeightBuffer](), list[int]()
+    start, buffers, held = ShardedWeightBuffer.start_gather, list[ShardedWeightBuffer](), list[int]()
 
-    def measure(buffer: WeightBuffer) -> None:
+    def measure(buffer: ShardedWeightBuffer) -> None:
         start(buffer)
         held.append(sum(storages(each.whole for each in buffers).values()))
 
-    monkeypatch.setattr(WeightBuffer, "start_gather", measure)
+    monkeypatch.setattr(ShardedWeightBuffer, "start_gather", measure)
     for pp, rank in enumerate(layout.group_of(0, ("pp",))):
         held.clear()
         with fake_process_group(rank, 4):

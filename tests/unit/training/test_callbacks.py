@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -104,6 +105,26 @@ def test_every_callback_is_called_after_an_error(tmp_path: Path) -> None:
     assert calls[-1] == "2 stop NonFiniteError"
     assert "warning: Fragile.on_stop failed" in ran.err
     assert "step 3 is not finite" in ran.err
+
+
+@pytest.mark.parametrize("where", ["on_start", "the log", "other callbacks"])
+def test_a_start_that_fails_before_the_loop_stops_callbacks_once(tmp_path: Path, where: str) -> None:
+    calls, flags = journal(), ""
+
+    @register("callback", "picky")
+    class Picky(Callback):
+        def on_start(self, stopped: Callable[[], bool]) -> Sequence[str]:
+            if where == "on_start":
+                raise UserError([Problem("E999", "no such thing")])
+            return ()
+
+    if where == "the log":
+        (tmp_path / "metrics.jsonl").mkdir()
+    elif where == "other callbacks":
+        (tmp_path / "prompts.txt").write_text("a prompt, and no tokenizer")
+        flags = f"--sample-prompts {tmp_path}/prompts.txt --eval-iters 1"
+    ran = start(tiny_run(tmp_path, flags))
+    assert (ran.status, calls) == (2, ["0 stop UserError"]), ran.err
 
 
 @pytest.mark.parametrize("kind", ["exp_avg", "a.b"])

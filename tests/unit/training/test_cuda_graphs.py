@@ -142,15 +142,6 @@ def test_recorded_steps_equal_eager_ones(mode: str, flags: str, tmp_path: Path) 
     assert tape.repetitions > 0
 
 
-def test_a_watched_step_is_taken_eagerly(tmp_path: Path) -> None:
-    trainer = trainer_of(tmp_path, "--hidden-dropout 0 --attention-dropout 0")
-    run, tape = recorded(trainer, "step")
-    batch = random_batch(trainer.config.model, 4, 8)
-    for _ in range(WARM_UP_STEPS + 2):
-        run([batch], Rates(1e-3, 0.0), eager=True)
-    assert tape == Tape(tape.state)
-
-
 def test_nothing_is_recorded_on_a_cpu(tmp_path: Path) -> None:
     trainer = trainer_of(tmp_path)
     object.__setattr__(trainer.config.compute, "cuda_graph", "optimizer")

@@ -8,6 +8,7 @@ import shlex
 import subprocess
 import time
 from collections import Counter
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from megatron.config.errors import UserError
 from megatron.layers.parameters import num_parameters
 from megatron.planner.memory import rank_state_bytes
 from megatron.training import fake_world as fake
-from megatron.training.fake_world import STATE_PARTS, FakeWorld, fake_world
+from megatron.training.fake_world import FakeWorld, fake_world
 from tests.kit.pool import Pool
 from tests.unit.planner.test_memory import CUT, EXPERTS, config_of, every_rank
 
@@ -37,6 +38,14 @@ TINY = "--preset tiny-gpt2 --mock-data --vocab-size 257 --train-iters 1"
 OF_THE_MODEL = ("model", "parallel", "training", "optimizer", "precision")
 
 
+COUNTED = ("weights", "gradients", "main params", "moments", "average", "outer")
+
+
+def counted(state: Mapping[str, int]) -> dict[str, int]:
+    """Return the kinds of state that have tensors in a world that is not allocated."""
+    return {kind: size for kind, size in state.items() if size and kind in COUNTED}
+
+
 def world_of(flags: str, ranks: int, rank: int = 0) -> FakeWorld:
     return fake_world(config_of(f"--global-batch-size 48 {flags}", ranks), ranks, rank)
 
@@ -45,8 +54,7 @@ def test_a_rank_holds_the_memory_that_a_run_allocates(pool: Pool) -> None:
     tried = CUT[7], CUT[10], CUT[-2]
     for rank, allocated in enumerate(pool.run(4, every_rank, tried)):
         for flags, held in zip(tried, allocated, strict=True):
-            state = fake_world(config_of(flags, 4), 4, rank).chosen.state
-            assert state == {part: held[part] for part in STATE_PARTS}, (rank, flags)
+            assert counted(fake_world(config_of(flags, 4), 4, rank).chosen.state) == counted(held), (rank, flags)
     assert not dist.is_initialized()
 
 
@@ -78,7 +86,7 @@ def test_every_rank_of_a_pipeline_is_accounted_for(gpt3: FakeWorld) -> None:
     assert sum(gpt3.chosen.whole.values()) == 6 * of_a_block[0]
     assert gpt3.chosen.state["gradients"] == 4 * gpt3.chosen.parameters
     assert gpt3.chosen.state["moments"] == 8 * gpt3.chosen.parameters // 8
-    assert {*gpt3.seconds} == {"groups", "kernels", "model", "optimizer", fake.OTHER_RANKS}
+    assert {*gpt3.seconds} == {"groups", "kernels", "model", "optimizer", "the rest of its pipeline"}
     report = gpt3.report()
     assert "rank 77 of 1,024, nothing allocated: pp 1, dp 1, cp 0, tp 5\n" in report
     assert "together 96 layers and 174,604,259,328 parameters, each counted once: the model's\n" in report
@@ -167,8 +175,7 @@ def test_known_shapes(flags: str, ranks: int) -> None:
     config = parse([*argv, "--world-size", str(ranks), "--global-batch-size", "128"], {}).config
     world = fake_world(config, ranks, ranks - 1)
     assert world.parameters == num_parameters(config.model)
-    predicted = rank_state_bytes(config, ranks, ranks - 1)
-    assert world.chosen.state == {part: predicted[part] for part in STATE_PARTS}
+    assert counted(world.chosen.state) == counted(rank_state_bytes(config, ranks, ranks - 1))
     assert world.report().count("\n") >= len(world.pipeline)
 
 

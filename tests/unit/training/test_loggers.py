@@ -24,13 +24,8 @@ from megatron.config.model import ModelConfig
 from megatron.config.run import RunConfig
 from megatron.config.training import TrainingConfig
 from megatron.training.loggers import console, run_logger
-from megatron.training.loggers.base import (
-    MEMORY_CAPACITY,
-    METRICS,
-    Metrics,
-    error_summary,
-    scalar_metrics,
-)
+from megatron.training.loggers.base import Metrics, error_summary, scalar_metrics
+from megatron.training.loggers.console import MEMORY_CAPACITY, METRICS
 from megatron.training.loggers.run_logger import BackgroundLogger, RunLogger
 from megatron.training.metrics import evaluation_metrics
 

@@ -24,10 +24,7 @@ from megatron.training import features
 from megatron.training import stop as stop_request
 from megatron.training.build import build_trainer
 from megatron.training.callbacks.health import HealthReport
-from megatron.training.callbacks.profiler import NO_REQUEST
 from megatron.training.checkpointer import Checkpointer
-from megatron.training.components.nonfinite import NonFiniteCheck
-from megatron.training.cuda_graphs import StepRunner
 from megatron.training.failure_report import NonFiniteError
 from megatron.training.features import build_callbacks
 from megatron.training.loggers.run_folder import read_history
@@ -36,7 +33,15 @@ from megatron.training.loop import train
 from megatron.training.metrics import Goodput
 from megatron.training.resume_source import read_only_options
 from megatron.training.step import evaluate
-from megatron.training.stop import SIGNALS, STOP_FILE_FOUND, TIME_LIMIT, StopRequest, exit_status
+from megatron.training.stop import (
+    NO_REQUEST,
+    SIGNALS,
+    STOP_FILE_FOUND,
+    TIME_LIMIT,
+    NonFiniteCheck,
+    StopRequest,
+    exit_status,
+)
 from megatron.training.trainer import Trainer
 from tests.kit.runs import (
     before_step,
@@ -64,7 +69,7 @@ def trained(folder: Path, flags: str = "") -> tuple[int, Trainer]:
     try:
         with RunLogger(config, world_size=1, device=trainer.device) as log:
             trainer.components += build_callbacks(trainer, log, stop)
-            return train(trainer, StepRunner(trainer), log, stop, Checkpointer(trainer), Goodput()), trainer
+            return train(trainer, None, log, stop, Checkpointer(trainer), Goodput()), trainer
     finally:
         stop.restore()
 
@@ -557,7 +562,7 @@ def test_the_time_limit_counts_from_a_given_start(
 def test_a_stop_file_comes_last(received: list[int], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     now = [0.0]
     monkeypatch.setattr(stop_request, "time", SimpleNamespace(monotonic=lambda: now[-1]))
-    request = StopRequest(Group(), CPU, minutes=1.0, file=tmp_path)
+    request = StopRequest(Group(), CPU, minutes=1.0, file=str(tmp_path))
     codes = [request.poll()]
     now.append(60.0)
     codes.append(request.poll())

@@ -7,7 +7,9 @@ import re
 import statistics
 import time
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -28,7 +30,9 @@ from megatron.optimizer.lr_scheduler import Rates
 from megatron.planner.flops import FlopsPerToken
 from megatron.training import metrics
 from megatron.training.callbacks.health import summarize_health
-from megatron.training.loggers.base import (
+from megatron.training.checkpointer import Checkpointer, SavedCheckpoint
+from megatron.training.loggers.base import Metrics
+from megatron.training.loggers.console import (
     CONSOLE_PREFIX,
     EVALUATION_METRICS,
     MEMORY_CAPACITY,
@@ -36,7 +40,6 @@ from megatron.training.loggers.base import (
     ON_GPU,
     SECONDS_LEFT,
     TOTAL_ITERATIONS,
-    Metrics,
 )
 from megatron.training.metrics import (
     BUBBLE_TIME,
@@ -52,6 +55,7 @@ from megatron.training.metrics import (
     peak_memory,
     timer_metrics,
 )
+from tests.kit.runs import before_step, kill, records, start, tiny_run
 from tools.generate_docs import OPERATIONS, operations_page
 
 CPU = torch.device("cpu")
@@ -106,6 +110,11 @@ def waits(record: dict[str, Any]) -> dict[str, Any]:
     return {name: x for name, x in record.items() if name.startswith("communication-")}
 
 
+def read(window: MetricsWindow, steps: int = 1, **options: Any) -> dict[str, Any]:
+    """Read after ``steps`` steps of one sample."""
+    return window.read(iteration=steps, consumed_samples=steps, rates=Rates(0.0, 0.0), **options)
+
+
 def test_a_window_becomes_one_record(clock: Clock) -> None:
     window = MetricsWindow(CPU, seq_length=10)
     window.add(step(4.0, grad_norm=0.5), samples=2)
@@ -122,26 +131,21 @@ def test_a_window_becomes_one_record(clock: Clock) -> None:
     assert record["tokens-per-second"] == (2 + 4 + 6) * 10 / 6.0
 
 
-def test_reading_starts_a_new_window(clock: Clock) -> None:
+def test_reading_starts_a_new_window_and_spikes_are_skips_with_a_finite_gradient(clock: Clock) -> None:
     window = MetricsWindow(CPU, seq_length=1)
-    for loss in (1.0, 5.0):
-        window.add(step(loss), samples=1)
-        clock.now += 2.0
-        record = window.read(iteration=1, consumed_samples=1, rates=Rates(0.0, 0.0))
-        assert (record["lm loss"], record["iteration-time"]) == (loss, 2.0)
-    with pytest.raises(ValueError, match="no step"):
-        window.read(iteration=1, consumed_samples=1, rates=Rates(0.0, 0.0))
-
-
-def test_spikes_are_skips_with_a_finite_gradient(clock: Clock) -> None:
-    window = MetricsWindow(CPU, seq_length=1)
+    window.add(step(1.0), samples=1)
+    clock.now += 2.0
+    assert read(window)["iteration-time"] == 2.0
     for nonfinite in (True, False, False):
         window.add(replace(step(3.0, skipped=True), nonfinite=torch.tensor(nonfinite)), samples=1)
-    window.add(replace(step(3.0), nonfinite=torch.tensor(False)), samples=1)
-    clock.now += 1.0
-    record = window.read(iteration=8, consumed_samples=1, rates=Rates(0.0, 0.0))
+    window.add(step(3.0), samples=1)
+    clock.now += 2.0
+    record = read(window, 8)
     assert (record["skipped-iterations"], record["skipped-iterations-count"]) == ([5, 6, 7], 3)
     assert (record["spikes-skipped"], record["lm loss"]) == (2, 3.0)  # a skipped update has a loss
+    assert record["iteration-time"] == 0.5
+    with pytest.raises(ValueError, match="no step"):
+        read(window)
 
 
 def test_one_rank_alone_has_no_waits(clock: Clock) -> None:
@@ -152,11 +156,11 @@ def test_one_rank_alone_has_no_waits(clock: Clock) -> None:
             with timers(name):
                 clock.now += 0.5
         window.add(step(3.0), samples=1)
-    record = window.read(iteration=2, consumed_samples=2, rates=Rates(0.0, 0.0))
+    record = read(window, 2)
     assert (record["iteration-time"], record["data-wait"]) == (1.0, 0.5)
     assert times(record) == {"batch-generator-time": 0.5, "optimizer-time": 0.5}
-    assert not {"communication-share", "mem-max-rank", "slowest-rank", "slowest-rank-excess"} & record.keys()
-    assert not waits(record)
+    several = re.compile(r"communication|sent|bubble|slowest|mem-max-rank|.*-time-|decoupled|samples-digest")
+    assert not {name for name in record if several.match(name)}
 
 
 def test_times_before_the_first_step_and_in_pauses_are_excluded(clock: Clock, single_process: None) -> None:
@@ -173,7 +177,7 @@ def test_times_before_the_first_step_and_in_pauses_are_excluded(clock: Clock, si
     window.add(step(3.0), samples=1)
     with window.paused():
         wait()
-    record = window.read(iteration=1, consumed_samples=1, rates=Rates(0.0, 0.0), alone=True)
+    record = read(window, alone=True)
     assert record["iteration-time"] == 1.0
     assert waits(record) == {"communication-tp": 1.0, "communication-share": 1.0}
     assert times(record) == {"optimizer-time": 1.0}
@@ -190,35 +194,30 @@ def test_sent_bytes_are_per_step_without_pauses(clock: Clock, single_process: No
         window.add(step(3.0), samples=1)
     with window.paused():
         group.sends("send", 100.0)
-    record = window.read(iteration=2, consumed_samples=2, rates=Rates(0.0, 0.0), alone=True)
+    record = read(window, 2, alone=True)
     assert record["sent-bytes-tp"] == 7.0
 
 
-def test_waits_that_are_not_measured_are_not_reported_as_zero(clock: Clock, single_process: None) -> None:
-    window = MetricsWindow(CPU, seq_length=1, world=Group((0, 1), 0, None, "tp"), recorded=lambda: "step")
-    clock.now += 1.0
-    window.add(step(3.0), samples=1)
-    record = window.read(iteration=1, consumed_samples=1, rates=Rates(0.0, 0.0), alone=True)
-    assert waits(record) == {}
-
-
 @pytest.mark.parametrize(
-    ("recorded", "expected"),
+    ("captured", "expected"),
     [
         ("none", {"batch-generator", "forward-backward", "optimizer", "optimizer-inner-step"}),
         ("optimizer", {"batch-generator", "forward-backward", "optimizer"}),
         ("step", {"batch-generator"}),
     ],
 )
-def test_phases_measured_in_eager_steps_only_are_not_reported(clock: Clock, recorded: str, expected: set[str]) -> None:
-    timers = Timers(2, CPU)
-    window = MetricsWindow(CPU, seq_length=1, timers=timers, recorded=lambda: recorded)
+def test_what_a_graph_replays_is_not_measured_and_not_reported_as_zero(
+    clock: Clock, single_process: None, captured: str, expected: set[str]
+) -> None:
+    timers, group = Timers(2, CPU), Group((0, 1), 0, None, "tp")
+    window = MetricsWindow(CPU, seq_length=1, world=group, timers=timers)
     for name in ("batch-generator", "forward-backward", "optimizer", "optimizer-inner-step"):
-        with timers(name):
+        with timers(name), group.blocked(torch.zeros(())):
             clock.now += 1.0
     window.add(step(3.0), samples=1)
-    record = window.read(iteration=1, consumed_samples=1, rates=Rates(0.0, 0.0))
+    record = read(window, captured=captured, alone=True)
     assert times(record).keys() == {f"{name}-time" for name in expected}
+    assert bool(waits(record)) is (captured != "step")
 
 
 def test_asking_the_ranks_is_no_communication_of_the_next_steps(
@@ -237,7 +236,7 @@ def test_asking_the_ranks_is_no_communication_of_the_next_steps(
         with group.blocked(torch.zeros(())):
             clock.now += 0.25
         window.add(step(3.0), samples=1)
-        record = window.read(iteration=1, consumed_samples=1, rates=Rates(0.0, 0.0))
+        record = read(window)
         assert record["communication-world"] == 0.25
 
 
@@ -253,16 +252,16 @@ def test_steps_count_towards_goodput_before_a_pause_ends_and_once(clock: Clock) 
     for seconds in (7.0, 10.0):
         clock.now += 3.0
         window.add(step(3.0), samples=1)
-        window.read(iteration=2, consumed_samples=2, rates=Rates(0.0, 0.0))
+        read(window, 2)
         assert goodput.productive_seconds == seconds
 
 
-@pytest.mark.parametrize("loss", [math.nan, math.inf])
-def test_no_finite_loss_is_no_loss(clock: Clock, loss: float) -> None:
+def test_no_finite_loss_is_no_loss(clock: Clock) -> None:
     window = MetricsWindow(CPU, seq_length=1)
-    window.add(step(loss, skipped=True), samples=1)
+    for loss in (math.nan, math.inf):
+        window.add(step(loss, skipped=True), samples=1)
     clock.now += 1.0
-    assert math.isnan(window.read(iteration=1, consumed_samples=1, rates=Rates(0.0, 0.0))["lm loss"])
+    assert math.isnan(read(window)["lm loss"])
 
 
 def test_a_pause_that_fails_does_not_count_either(clock: Clock) -> None:
@@ -270,15 +269,10 @@ def test_a_pause_that_fails_does_not_count_either(clock: Clock) -> None:
     window = MetricsWindow(CPU, seq_length=1)
     window.add(step(1.0), samples=1)
     clock.now += 1.0
-
-    def fail() -> None:
-        with window.paused():
-            clock.now += 100.0
-            raise OSError("evaluation")
-
-    with pytest.raises(OSError, match="evaluation"):
-        fail()
-    assert window.read(iteration=1, consumed_samples=1, rates=Rates(0.0, 0.0), alone=True)["iteration-time"] == 1.0
+    with suppress(OSError), window.paused():
+        clock.now += 100.0
+        raise OSError("evaluation")
+    assert read(window, alone=True)["iteration-time"] == 1.0
 
 
 def test_adding_a_step_reads_no_value() -> None:
@@ -287,7 +281,7 @@ def test_adding_a_step_reads_no_value() -> None:
     window = MetricsWindow(torch.device("meta"), seq_length=1)
     window.add(StepMetrics(scalar, scalar, scalar.bool(), scalar, scalar.bool()), samples=1)
     with pytest.raises(NotImplementedError):
-        window.read(iteration=1, consumed_samples=1, rates=Rates(0.0, 0.0))
+        read(window)
 
 
 def test_memory_covers_the_allocations_of_this_process() -> None:
@@ -335,15 +329,6 @@ def test_the_table_has_every_metric_and_no_other(single_process: None) -> None:
     assert general(lists) == {name for name, metric in METRICS.items() if metric.unit.startswith("list of")}
 
 
-def test_metrics_that_do_not_apply_are_omitted(clock: Clock) -> None:
-    window = MetricsWindow(CPU, seq_length=1)
-    window.add(step(1.0), samples=1)
-    clock.now += 1.0
-    several = re.compile(r"communication|sent|bubble|slowest|mem-max-rank|.*-time-|decoupled|samples-digest")
-    found = window.read(iteration=1, consumed_samples=1, rates=Rates(0.1, 0.01))
-    assert not {name for name in found if several.match(name)}
-
-
 def test_the_tables_in_the_documentation_match_the_code() -> None:
     text = OPERATIONS.read_text()
     assert text == operations_page(text), "run: python tools/generate_docs.py"
@@ -374,14 +359,11 @@ def test_the_fullest_and_the_slowest_rank_are_found() -> None:
     assert seen["data-wait"] == 0.03
 
 
-def test_sent_bytes_are_averaged_over_ranks() -> None:
-    seen = compare_ranks([RANK | {"sent-bytes-tp": 2.0, "sent-bytes-dp": n} for n in (1.0, 5.0)])
-    assert (seen["sent-bytes-tp"], seen["sent-bytes-dp"]) == (2.0, 3.0)
-
-
-def test_the_share_of_waits_is_relative_to_the_mean_step() -> None:
+def test_sent_bytes_are_averaged_and_the_share_of_waits_is_relative_to_the_mean_step() -> None:
     """0.4 s of waits in two steps that took 1 and 3 s."""
-    seen = compare_ranks([RANK, RANK | {"iteration-time": 3.0}])
+    ranks = [RANK | {"sent-bytes-tp": 2.0, "sent-bytes-dp": n, "iteration-time": n} for n in (1.0, 3.0)]
+    seen = compare_ranks(ranks)
+    assert (seen["sent-bytes-tp"], seen["sent-bytes-dp"]) == (2.0, 2.0)
     assert seen["communication-share"] == pytest.approx(0.4 / 4.0)
 
 
@@ -397,14 +379,9 @@ def test_waits_for_the_pipeline_are_no_communication() -> None:
     assert "bubble" not in compare_ranks([RANK])
 
 
-def test_one_rank_has_no_comparison() -> None:
-    seen = compare_ranks([RANK])
-    assert not {"slowest-rank", "slowest-rank-excess", "mem-max-rank"} & seen.keys()
-    assert timer_metrics([RANK], "all")["optimizer-time"] == 0.2
-
-
 def test_options_of_timers() -> None:
     ranks = [RANK, RANK | {"batch-generator-time": 0.0, "optimizer-time": 0.4}]
+    assert timer_metrics([RANK], "all")["optimizer-time"] == 0.2
     assert timer_metrics(ranks, "max")["optimizer-time"] == 0.4
     assert timer_metrics(ranks, "minmax")["optimizer-time-min"] == 0.2
     assert timer_metrics(ranks, "all")["optimizer-time-by-rank"] == [0.2, 0.4]
@@ -482,3 +459,86 @@ def test_yardstick_of_a_run() -> None:
     assert values["mfu"] == throughput_model.metrics(record())["mfu"]
     assert values["hfu"] == pytest.approx(100 * FlopsPerToken.from_config(again).hardware / 312e12)
     assert not cpu.on_gpu
+
+
+# ---- Goodput
+
+
+def test_the_start_of_the_process_counts_and_a_clock_that_was_set_back_gives_no_share(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now = [1.7e9]
+    monkeypatch.setattr(time, "time", lambda: now[0])
+    monkeypatch.setattr(time, "monotonic", lambda: 1000.0)
+    assert Goodput(started=980.0).run_seconds() == 20.0
+    run = Goodput()
+    assert run.value() is None
+    now[0] += 100
+    run.productive_seconds += 100
+    assert run.value() == 1.0
+    now[0] -= 50
+    assert run.value() is None
+
+
+SPANS = st.lists(st.tuples(st.sampled_from(["step", "idle", "save", "crash"]), st.integers(1, 100)), max_size=20)
+
+
+@settings(max_examples=50, derandomize=True)
+@given(SPANS)
+def test_it_is_the_share_of_the_history(spans: list[tuple[str, int]]) -> None:
+    """Compared with a list of steps that a crash cuts off at the last save."""
+    now, history, kept = [1.7e9], list[int](), 0
+    with patch.object(time, "time", lambda: now[0]):
+        run = Goodput()
+        saved = run.state_dict()
+        for what, seconds in spans:
+            now[0] += seconds
+            if what == "step":
+                run.productive_seconds += seconds
+                history.append(seconds)
+            elif what == "save":
+                kept, saved = len(history), run.state_dict()
+            elif what == "crash":
+                run = Goodput()
+                run.load_state_dict(saved)
+                history = history[:kept]
+        now[0] += 1
+        assert run.value() == pytest.approx(sum(history) / (now[0] - 1.7e9))
+        assert run.run_seconds() == now[0] - 1.7e9
+
+
+def test_a_run_that_was_killed_and_continued(tmp_path: Path) -> None:
+    """Steps 1 and 2 of the first start count, its lost step 3 does not, and all later ones do."""
+    flags = f"--train-iters 5 --save {tmp_path}/saved --save-interval 2 --eval-interval 2 --eval-iters 1"
+    for number in (4, 0):
+        start(tiny_run(tmp_path, flags), before_step(number, kill))
+    history = {record["iteration"]: record for record in records(tmp_path)}  # the later one of a step taken twice
+    assert [record["starts"] for record in history.values()] == [1, 1, 2, 2, 2]
+    productive = 0.0
+    for record in history.values():
+        productive += record["iteration-time"]
+        assert record["goodput"] * record["run-seconds"] == pytest.approx(
+            productive, rel=0.01, abs=0.01
+        )  # between a line and the save after it
+        assert record["run-seconds"] > productive
+
+
+def test_a_fork_has_a_goodput_of_its_own(tmp_path: Path) -> None:
+    start(tiny_run(tmp_path / "a", f"--exit-interval 3 --save {tmp_path}/saved"))
+    start(tiny_run(tmp_path / "b", f"--load {tmp_path}/saved --save {tmp_path}/others"))
+    found = [(record["iteration"], record["starts"]) for record in records(tmp_path / "b")]
+    assert found == [(4, 1), (5, 1), (6, 1)]
+
+
+def test_saving_is_no_part_of_a_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write = Checkpointer.write
+
+    def slowly(checkpointer: Checkpointer) -> SavedCheckpoint:
+        time.sleep(1.0)
+        return write(checkpointer)
+
+    monkeypatch.setattr(Checkpointer, "write", slowly)
+    start(tiny_run(tmp_path, f"--train-iters 3 --save {tmp_path}/saved --save-interval 1 --log-interval 3"))
+    (record,) = records(tmp_path)
+    assert record["iteration-time"] < 0.6
+    assert record["run-seconds"] > 2.0  # two saves come before the line

@@ -9,7 +9,7 @@ import os
 import resource
 import signal
 import tracemalloc
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,18 +19,18 @@ import pytest
 import torch
 
 from megatron.config.profiling import MAX_PROFILE_STEPS, ProfilingConfig
+from megatron.distributed import comm
 from megatron.distributed.comm import Group
 from megatron.distributed.timing import PHASES, profiler_range
+from megatron.training import stop as stop_module
 from megatron.training.callbacks import profiler as profiler_module
-from megatron.training.callbacks.profiler import (
+from megatron.training.callbacks.profiler import Profiler, StepProfiler
+from megatron.training.stop import (
     DEFAULT_PROFILE_STEPS,
     NO_REQUEST,
-    Profiler,
     ProfileRequest,
-    ProfileRequestListener,
-    StepProfiler,
+    StopRequest,
 )
-from megatron.training.stop import StopRequest
 from tests.kit.runs import before_step, column, records, start, tiny_run
 
 CPU = torch.device("cpu")
@@ -118,7 +118,7 @@ def test_a_step_that_fails_is_in_its_profile(tmp_path: Path) -> None:
 
 
 def test_a_file_asks_a_running_job_for_profiles(tmp_path: Path, undisturbed: list[tuple[float, float]]) -> None:
-    with patch("megatron.training.callbacks.profiler.FILE_CHECK_SECONDS", 0.0):
+    with patch("megatron.training.stop.FILE_CHECK_SECONDS", 0.0):
         printed = start(tiny_run(tmp_path), before_step(2, lambda trainer: (tmp_path / "PROFILE").write_text("3\n")))
     assert printed.status == 0
     assert kept(tmp_path) == of_steps(3, 5)
@@ -317,115 +317,110 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
-    monkeypatch.setattr(profiler_module, "time", SimpleNamespace(monotonic=clock.monotonic))
+    monkeypatch.setattr(stop_module, "time", SimpleNamespace(monotonic=clock.monotonic))
     return clock
 
 
-@pytest.fixture(autouse=True)
-def _signals_as_they_were() -> Iterator[None]:
+@pytest.fixture
+def stops(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., StopRequest]]:
+    """Makes requests on ranks whose peers have none."""
+    made: list[StopRequest] = []
     before = signal.getsignal(signal.SIGUSR2)
-    yield
+    monkeypatch.setattr(comm, "all_reduce", lambda x, group, op: x)
+
+    def make(run_dir: Path | None, rank: int = 0) -> StopRequest:
+        world = Group((0, 1), rank) if rank else Group()
+        made.append(StopRequest(world, CPU, run_dir=None if run_dir is None else str(run_dir)))
+        return made[-1]
+
+    yield make
+    for stop in reversed(made):
+        stop.restore()
     signal.signal(signal.SIGUSR2, before)
 
 
-def requests(run_dir: Path | None, rank: int = 0) -> tuple[ProfileRequestListener, list[str]]:
-    printed: list[str] = []
-    return ProfileRequestListener(None if run_dir is None else str(run_dir), rank, printed.append), printed
+def asked(stop: StopRequest) -> ProfileRequest:
+    assert stop.poll() == 0
+    return stop.profile_request
 
 
-def test_a_signal_is_one_request(tmp_path: Path) -> None:
-    asked, printed = requests(tmp_path, rank=3)
-    assert asked.take() == NO_REQUEST
+BY_SIGNAL = ProfileRequest(DEFAULT_PROFILE_STEPS)
+
+
+def test_signals_are_one_request_that_is_agreed_on_with_a_stop(
+    tmp_path: Path, stops: Callable[..., StopRequest], capsys: pytest.CaptureFixture[str]
+) -> None:
+    received: list[int] = []
+    signal.signal(signal.SIGUSR2, lambda number, frame: received.append(number))
+    stop = stops(tmp_path, rank=1)
+    assert asked(stop) == NO_REQUEST
     signal.raise_signal(signal.SIGUSR2)
     signal.raise_signal(signal.SIGUSR2)
-    assert [asked.take(), asked.take(), printed] == [ProfileRequest(DEFAULT_PROFILE_STEPS), NO_REQUEST, []]
-
-
-def test_a_signal_without_a_run_folder_prints_a_message_and_ends_nothing() -> None:
-    asked, printed = requests(None)
+    assert [asked(stop), asked(stop)] == [BY_SIGNAL, NO_REQUEST]
+    signal.raise_signal(signal.SIGUSR1)
+    assert (stop.poll(), stop.profile_request) == (128 + signal.SIGUSR1, NO_REQUEST)
+    stop.restore()
     signal.raise_signal(signal.SIGUSR2)
-    assert asked.take() == NO_REQUEST
-    assert printed == ["SIGUSR2 requests a profile, which needs --run-dir; this run has none"]
+    assert (stop.poll(), stop.profile_request, received) == (128 + signal.SIGUSR1, NO_REQUEST, [signal.SIGUSR2])
+    assert capsys.readouterr().err == ""
+
+
+def test_a_signal_without_a_run_folder_prints_a_message_and_ends_nothing(
+    stops: Callable[..., StopRequest], capsys: pytest.CaptureFixture[str]
+) -> None:
+    stop = stops(None)
+    signal.raise_signal(signal.SIGUSR2)
+    assert asked(stop) == NO_REQUEST
+    sentence = "warning: SIGUSR2 requests a profile, which needs --run-dir; this run has none\n"
+    assert capsys.readouterr().err == sentence
+
+
+INVALID = "warning: no profile: PROFILE may be empty, for 2 steps, or contain a number of steps up to 20"
 
 
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        ("", ProfileRequest(DEFAULT_PROFILE_STEPS)),
+        ("", BY_SIGNAL),
         (" 12 \n", ProfileRequest(12)),
         (str(MAX_PROFILE_STEPS), ProfileRequest(MAX_PROFILE_STEPS)),
         ("pipeline\n", ProfileRequest(pipeline=DEFAULT_PROFILE_STEPS)),
         ("pipeline 3", ProfileRequest(pipeline=3)),
+        *((text, NO_REQUEST) for text in ("0", "two", "3 pipeline", "2.5", str(MAX_PROFILE_STEPS + 1), "9" * 5000)),
+        ("\0\xff", NO_REQUEST),
     ],
 )
 def test_a_profile_file_gives_kind_and_steps_and_is_removed(
-    tmp_path: Path, clock: Clock, text: str, expected: ProfileRequest
+    tmp_path: Path, stops: Callable[..., StopRequest], capsys: pytest.CaptureFixture[str], text: str, expected: object
 ) -> None:
-    asked, printed = requests(tmp_path)
+    stop = stops(tmp_path)
     (tmp_path / "PROFILE").write_text(text)
-    assert asked.take() == expected
-    assert (list(tmp_path.iterdir()), printed) == ([], [])
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        "0",
-        "two",
-        "3 pipeline",
-        "2.5",
-        str(MAX_PROFILE_STEPS + 1),
-        "9" * 5000,
-        "\0\xff",
-    ],
-)
-def test_an_invalid_profile_file_is_reported(tmp_path: Path, clock: Clock, text: str) -> None:
-    asked, printed = requests(tmp_path)
-    (tmp_path / "PROFILE").write_text(text)
-    assert asked.take() == NO_REQUEST
+    assert asked(stop) == expected
     assert list(tmp_path.iterdir()) == []
-    (sentence,) = printed
-    assert sentence.startswith("no profile: PROFILE may be empty, for 2 steps, or contain a number of steps up to 20")
-    assert len(sentence) < 250
+    printed = capsys.readouterr().err
+    assert printed.startswith(INVALID) if expected == NO_REQUEST else printed == ""
+    assert len(printed) < 250
 
 
-def test_the_file_is_looked_for_once_a_second_and_by_rank_0(tmp_path: Path, clock: Clock) -> None:
-    (asked, _), (other, _) = requests(tmp_path), requests(tmp_path, rank=1)
-    assert asked.take() == NO_REQUEST
+def test_the_file_is_looked_for_once_a_second_and_by_rank_0(
+    tmp_path: Path, clock: Clock, stops: Callable[..., StopRequest]
+) -> None:
+    stop, other = stops(tmp_path), stops(tmp_path, rank=1)
+    assert asked(stop) == NO_REQUEST
     (tmp_path / "PROFILE").touch()
     clock.now += 0.9
-    assert [asked.take(), other.take()] == [NO_REQUEST, NO_REQUEST]
+    assert [asked(stop), asked(other)] == [NO_REQUEST, NO_REQUEST]
     clock.now += 0.2
-    assert [other.take(), asked.take(), asked.take()] == [NO_REQUEST, ProfileRequest(DEFAULT_PROFILE_STEPS), NO_REQUEST]
+    assert [asked(other), asked(stop), asked(stop)] == [NO_REQUEST, BY_SIGNAL, NO_REQUEST]
 
 
-def test_a_file_that_cannot_be_removed_is_reported_once(tmp_path: Path, clock: Clock) -> None:
-    asked, printed = requests(tmp_path)
+def test_a_file_that_cannot_be_removed_is_reported_once(
+    tmp_path: Path, clock: Clock, stops: Callable[..., StopRequest], capsys: pytest.CaptureFixture[str]
+) -> None:
+    stop = stops(tmp_path)
     (tmp_path / "PROFILE").mkdir()
     for _ in range(3):
-        assert asked.take() == NO_REQUEST
+        assert asked(stop) == NO_REQUEST
         clock.now += 2.0
-    (sentence,) = printed
+    (sentence,) = capsys.readouterr().err.splitlines()
     assert "is ignored from now on, because it cannot be read and removed" in sentence
-
-
-def test_a_stop_and_a_profile_request_are_agreed_on_together(tmp_path: Path) -> None:
-    asked, _ = requests(tmp_path)
-    stop = StopRequest(Group(), torch.device("cpu"), profiles=asked)
-    try:
-        assert (stop.poll(), stop.profile_request) == (0, NO_REQUEST)
-        signal.raise_signal(signal.SIGUSR2)
-        assert (stop.poll(), stop.profile_request) == (0, ProfileRequest(DEFAULT_PROFILE_STEPS))
-        signal.raise_signal(signal.SIGUSR1)
-        assert (stop.poll(), stop.profile_request) == (128 + signal.SIGUSR1, NO_REQUEST)
-    finally:
-        stop.restore()
-
-
-def test_the_signal_is_given_back(tmp_path: Path) -> None:
-    received: list[int] = []
-    signal.signal(signal.SIGUSR2, lambda number, frame: received.append(number))
-    asked, _ = requests(tmp_path)
-    asked.restore()
-    signal.raise_signal(signal.SIGUSR2)
-    assert (asked.take(), received) == (NO_REQUEST, [signal.SIGUSR2])

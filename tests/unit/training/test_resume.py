@@ -12,6 +12,7 @@ import re
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -46,7 +47,7 @@ from tests.kit.runs import (
     steps,
     tiny_run,
 )
-from tests.unit.checkpoint.samples import attempt
+from tests.unit.checkpoint.samples import attempt, forge
 from tests.unit.convert.folders import opened, random_weights, write_folder
 
 STEPS = 9
@@ -290,6 +291,30 @@ def test_a_damaged_checkpoint_is_passed_over_and_replaced(killed: Path, how: str
     assert why in message
     assert f"resumed from {killed}/saved/iter_0000002: step 2, 8 samples" in printed.out
     assert saved_steps(killed / "saved") == [2, 4, 6]
+
+
+def test_a_checkpoint_in_which_a_component_has_an_odd_state_is_passed_over(tmp_path: Path) -> None:
+    odd: dict[str, tuple[Any, str]] = {
+        "optimizer": ({}, "optimizer.steps"),
+        "loss_scaler": ({"scale": True, "good_steps": 0, "lives": -1}, "loss_scaler.scale"),
+        "spikes": ({"losses": [1, 2.5, "3"], "grad_norms": []}, "spikes.losses[]"),
+        "goodput": (1, "goodput"),
+    }
+    flags = "--fp16 --skip-spikes 3 --save-interval 1"
+    start(run_of(tmp_path, flags), before_step(6, kill))
+    for step, (name, (state, _)) in enumerate(odd.items(), 2):
+        forge(tmp_path / f"saved/iter_{step:07d}", partial(with_state, name, state))
+    printed = go_on(tmp_path, flags)
+    assert (printed.status, sorted(printed.samples)) == (0, [2, 3, 4, 5, 6])
+    reasons = re.findall(r"^passed over .*: odd or missing in the state of its manifest: (.*)$", printed.out, re.M)
+    assert reasons == [named for _, named in reversed(odd.values())]
+
+
+def with_state(name: str, state: Any, content: bytes) -> bytes:
+    """Replace the state of a component in a manifest."""
+    manifest = json.loads(content)
+    manifest["state"][name] = state
+    return json.dumps(manifest).encode()
 
 
 def test_when_all_are_damaged_nothing_is_begun(killed: Path) -> None:

@@ -26,6 +26,7 @@ from transformers import AutoModelForCausalLM
 
 import pretrain_gpt
 from megatron.checkpoint.errors import CheckpointError, DamagedCheckpointError
+from megatron.checkpoint.folder import CheckpointFolder
 from megatron.checkpoint.format import MARKER, Manifest
 from megatron.checkpoint.lease import acquire_lease
 from megatron.checkpoint.load import CheckpointReader
@@ -204,28 +205,27 @@ def test_an_error_that_no_disk_explains_ends_the_run(tmp_path: Path) -> None:
     assert "ZeroDivisionError: a bug" in printed.err
 
 
-def test_older_ones_stay_where_the_new_one_cannot_be_opened(tmp_path: Path) -> None:
-    original = Manifest.open
+@pytest.mark.parametrize(
+    ("flags", "call", "error"),
+    [
+        (ASYNC_4, (Manifest, "open"), DamagedCheckpointError("iter_0000006 is truncated")),
+        (EVERY_4, (CheckpointFolder, "retain"), OSError(errno.EROFS, os.strerror(errno.EROFS), "iter_0000004")),
+    ],
+)
+def test_older_ones_stay_if_the_new_one_cannot_be_opened_or_the_disk_refuses(
+    tmp_path: Path, flags: str, call: tuple[Any, str], error: Exception
+) -> None:
+    real = getattr(*call)
 
-    def open_(path: Path) -> Manifest:
-        if path.name == "iter_0000006":
-            raise DamagedCheckpointError(f"{path} is truncated")
-        return original(path)
+    def fails(*arguments: Any, **named: Any) -> Any:
+        if (tmp_path / "saved/iter_0000006" / MARKER).exists():
+            raise error
+        return real(*arguments, **named)
 
-    printed = start(run_of(tmp_path, f"{ASYNC_4} --keep-last 1"), patch.object(Manifest, "open", open_))
+    printed = start(run_of(tmp_path, f"{flags} --keep-last 1"), patch.object(*call, fails))
     assert printed.status == 0
-    assert f"older checkpoints are not deleted: {tmp_path}/saved/iter_0000006 is truncated" in printed.err
+    assert f"warning: older checkpoints are not deleted: {error}" in printed.err
     assert saved_steps(tmp_path / "saved") == [4, 6]
-
-
-def test_old_checkpoints_that_cannot_be_deleted_do_not_end_a_run(tmp_path: Path) -> None:
-    def retain(*arguments: object, **named: object) -> None:
-        raise OSError(errno.EROFS, os.strerror(errno.EROFS), "iter_0000002")
-
-    refusing = patch("megatron.training.checkpointer.CheckpointFolder.retain", retain)
-    printed = start(run_of(tmp_path, f"{EVERY_2} --keep-last 1"), refusing)
-    assert printed.status == 0
-    assert "warning: older checkpoints are not deleted: [Errno 30] Read-only file system: 'iter_0000002'" in printed.err
 
 
 @pytest.mark.parametrize(
@@ -250,7 +250,7 @@ def test_main_parameters_stored_as_remainders_are_computed_when_written(tmp_path
 # ---- finished.json: it exists exactly if the last step has been taken and saved
 
 
-def finished(folder: Path) -> dict[str, Any] | None:
+def finished(folder: Path) -> Any:
     """Return the content of the file, or None."""
     path = folder / FINISHED_FILE
     return json.loads(path.read_text()) if path.exists() else None
@@ -268,18 +268,12 @@ def test_a_run_that_has_ended_is_proven_to_have(tmp_path: Path) -> None:
         assert start(run_of(tmp_path)).status == 0
     assert seen[1][-1] == 6, "it comes after the checkpoint"
     proof = finished(tmp_path)
-    assert proof is not None
     assert proof.keys() == {"iteration", "consumed-samples", "run-id", "checkpoint", "time"}
     assert (proof["iteration"], proof["consumed-samples"]) == (6, 24)
     assert proof["checkpoint"] == str(tmp_path / "saved/iter_0000006")
     assert proof["run-id"] == records(tmp_path, "run-id")[0]["run-id"]
-
-
-def test_without_checkpoints_it_names_none(tmp_path: Path) -> None:
-    assert start(tiny_run(tmp_path)).status == 0
-    proof = finished(tmp_path)
-    assert proof is not None
-    assert proof["checkpoint"] is None
+    assert start(tiny_run(tmp_path / "unsaved")).status == 0
+    assert finished(tmp_path / "unsaved")["checkpoint"] is None
 
 
 @pytest.mark.parametrize(
@@ -322,9 +316,7 @@ def test_the_next_start_writes_it(tmp_path: Path, event: Any) -> None:
     again = start(run_of(tmp_path))
     assert (again.status, again.samples, again.err) == (0, {}, "")
     assert "nothing to do: this run ends with step 6, and 6 are taken" in again.out
-    proof = finished(tmp_path)
-    assert proof is not None
-    assert proof["checkpoint"] == str(tmp_path / "saved/iter_0000006")
+    assert finished(tmp_path)["checkpoint"] == str(tmp_path / "saved/iter_0000006")
 
 
 def test_a_longer_run_takes_it_back_before_its_first_step(tmp_path: Path) -> None:
@@ -356,9 +348,7 @@ def test_a_finished_run_has_its_last_checkpoint_in_its_own_folder(tmp_path: Path
     start(run_of(tmp_path / "old"))
     again = start(run_of(tmp_path, f"{EVERY_2} --load {tmp_path}/old/saved"))
     assert (again.status, again.samples, saved_steps(tmp_path / "saved")) == (0, {}, [6])
-    proof = finished(tmp_path)
-    assert proof is not None
-    assert proof["checkpoint"] == str(tmp_path / "saved/iter_0000006")
+    assert finished(tmp_path)["checkpoint"] == str(tmp_path / "saved/iter_0000006")
 
 
 def test_a_file_that_cannot_be_removed_stops_the_start(tmp_path: Path) -> None:

@@ -23,6 +23,7 @@ from megatron.data.tokenizers.base import EncodedBatch, Tokenizer
 from megatron.data.tokenizers.engine import EncodeEngine
 from megatron.data.tokenizers.huggingface import ByteTokenizer, NullTokenizer
 from megatron.data.tokenizers.tokenizer import TokenizerOptions, build_tokenizer, load_recorded_tokenizer
+from tests.unit.data.made_tokenizers import apart
 from tests.unit.data.pairs import COMPRESS
 from tools.lib.tokenizer_training import save_tokenizer, train_bpe
 
@@ -351,10 +352,6 @@ def block_of(*records: object) -> LineBlock:
 
 def encoder(tokenizer: Tokenizer = BYTE_TOKENIZER, engine: EncodeEngine | None = None) -> BlockEncoder:
     return BlockEncoder(OPTIONS, tokenizer, engine or EncodeEngine("numpy", "", tokenizer.encode_batch))
-
-
-def apart(encoded: EncodedBatch) -> list[list[int]]:
-    return [part.tolist() for part in np.split(encoded.ids, np.cumsum(encoded.lengths))[:-1]]
 
 
 def test_documents_that_the_tokenizer_refuses_count_as_bad() -> None:

@@ -148,8 +148,6 @@ def test_requested_engines(tokenizer: Tokenizer) -> None:
     assert fast.name == choose_engine(tokenizer, TEXT).name
     assert not fast.encode_batch(["the cat", "", "sat"]).ids.flags.owndata, "ids are not copied"
     assert build_engine(tokenizer, own.name).encode_batch == tokenizer.encode_batch
-    with pytest.raises(DataError, match=r"there is no engine 'fast'\n  fix: --engine auto \| --engine gigatoken"):
-        choose_engine(tokenizer, TEXT, "fast")
 
 
 def test_tokenizers_without_gigatoken(tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -84,12 +84,8 @@ def sentencepiece_case(name: str, folder: Path) -> Case:
     ours = build_tokenizer(TokenizerOptions("SentencePieceTokenizer", str(path)))
     pad = theirs.pad_id() if theirs.pad_id() >= 0 else None
     assert (ours.vocab_size, ours.eod, ours.pad) == (theirs.get_piece_size(), theirs.eos_id(), pad)
-    marks = [
-        "<s>",
-        "</s>",
-        *(["<ctl>", "<|im_start|>", "[SEP]"] if "symbols" in name else []),
-        *(["<pad>"] * bool(pad)),
-    ]
+    symbols = ["<ctl>", "<|im_start|>", "[SEP]"] if "symbols" in name else []
+    marks = ["<s>", "</s>", *symbols, *["<pad>"] * bool(pad)]
     assert ours.special_ids == {mark: theirs.piece_to_id(mark) for mark in marks}
     return Case(ours, theirs.encode, exported, fast, name in ("llama", "unigram", "symbols", "no-prefix", "pad"))
 

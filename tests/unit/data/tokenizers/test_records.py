@@ -16,7 +16,6 @@ from transformers import GPT2Tokenizer
 
 from megatron.data.dataset import fingerprint
 from megatron.data.errors import DataError
-from megatron.data.tokenizers.base import Tokenizer
 from megatron.data.tokenizers.huggingface import (
     END_OF_DOCUMENT,
     TOKENIZER_CONFIG,
@@ -41,20 +40,12 @@ from megatron.data.tokenizers.tokenizer import (
     read_tokenizer_record,
     was_written_with,
 )
-from tests.unit.data.made_tokenizers import gpt2, options_for, tiktoken_file, write_files
+from tests.unit.data.made_tokenizers import gpt2, options_for, record, tiktoken_file, write_files
 
 TEXTUAL = [name for name in TOKENIZER_TYPES if name not in ("ByteTokenizer", "NullTokenizer")]
 
 
-def record(prefix: Path, tokenizer: Tokenizer) -> Path:
-    """Write the record that preprocessing leaves beside a dataset, and return the prefix."""
-    Path(f"{prefix}.{RECORD_SUFFIX}").write_bytes(TokenizerRecord.of(tokenizer).to_bytes())
-    if tokenizer.files:
-        write_files(Path(f"{prefix}.{FILES_SUFFIX}"), tokenizer.files)
-    return prefix
-
-
-def change(prefix: Path, **values: object) -> None:
+def change(prefix: str, **values: object) -> None:
     """Change fields of a record."""
     path = Path(f"{prefix}.{RECORD_SUFFIX}")
     path.write_text(json.dumps(json.loads(path.read_text()) | values))

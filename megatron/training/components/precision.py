@@ -1,13 +1,16 @@
-"""Loss scaling for fp16, on the device."""
+"""Components of low precision: the loss scale of fp16, on the device, and the quantised weights of FP8."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from megatron.config.precision import PrecisionConfig
+from megatron.kernels.fp8 import WeightCasts
 from megatron.optimizer.distributed_optimizer import UpdateResult
 from megatron.training.component import Component
 
@@ -16,6 +19,9 @@ GROWTH, BACKOFF = 2.0, 0.5
 
 class LossScaler(Component):
     """Constant factor on the loss, which keeps small fp16 gradients from underflowing to zero."""
+
+    minimum: float | None = None
+    """Scale above which a step that overflows may succeed later, at a smaller one; None for a constant scale."""
 
     def __init__(self, scale: float, device: torch.device | str) -> None:
         # The current scale, a 0-d tensor that is updated in place.
@@ -36,10 +42,6 @@ class LossScaler(Component):
             hysteresis=config.hysteresis,
         )
 
-    def incurable(self, found_inf: Tensor, scale: Tensor) -> Tensor:
-        """Return ``found_inf`` of a step at ``scale``, or 0 if the step may succeed at a smaller scale."""
-        return found_inf
-
 
 class DynamicLossScaler(LossScaler):
     """Factor that follows overflows.
@@ -50,6 +52,8 @@ class DynamicLossScaler(LossScaler):
     """
 
     name = "loss_scaler"
+    state_types: ClassVar[Mapping[str, Any]] = {"scale": float, "good_steps": int, "lives": float}
+    minimum: float
 
     def __init__(
         self,
@@ -85,10 +89,6 @@ class DynamicLossScaler(LossScaler):
         self._good_steps.copy_(torch.where(grow, 0, good_steps))
         self._lives.copy_(torch.where(grow, self.hysteresis, lives))
 
-    def incurable(self, found_inf: Tensor, scale: Tensor) -> Tensor:
-        """See :class:`LossScaler`."""
-        return found_inf * (scale <= self.minimum)
-
     def state_dict(self) -> dict[str, float | int]:
         """Return the state as plain numbers. Synchronises host and device."""
         return {
@@ -111,3 +111,15 @@ class DynamicLossScaler(LossScaler):
         self.scale.fill_(state["scale"])
         self._good_steps.fill_(state["good_steps"])
         self._lives.fill_(state["lives"])
+
+
+class KeptCasts(Component):
+    """Quantises every weight once in a step or an evaluation, rather than at each use."""
+
+    def __init__(self, casts: WeightCasts) -> None:
+        """Keep ``casts``."""
+        self._casts = casts
+
+    def while_computing(self) -> AbstractContextManager[None]:
+        """See :class:`Component`."""
+        return self._casts.kept()
