@@ -270,14 +270,6 @@ def test_notes_name_settings_that_may_be_mistakes(monkeypatch: pytest.MonkeyPatc
     assert notes("--disable-bias-linear --swiglu") == ""
 
 
-def test_notes_on_options_without_effect_omit_options_of_a_preset() -> None:
-    sgd = run("--preset tiny-llama --optimizer sgd")
-    assert sgd.config.optimizer.adam_beta2 == 0.95  # of the preset
-    assert not any("no effect" in note for note in sgd.notes)
-    expected = "--adam-beta2 and --adam-eps have no effect without --optimizer adam or muon"
-    assert notes("--optimizer sgd --adam-beta2 0.95 --adam-eps 1e-6") == expected
-
-
 def test_ranks_to_check_for() -> None:
     argv = f"{MODEL} {RUN}".split()
     srun = {"SLURM_STEP_ID": "0", "SLURM_PROCID": "1", "SLURM_NTASKS": "16", "SLURM_LOCALID": "1", "SLURM_NNODES": "2"}

@@ -13,7 +13,7 @@ from megatron import arguments
 from megatron.arguments.cli import OWN_FLAGS
 from megatron.arguments.megatron_flags import foreign_flags
 from megatron.config.settings import SETTINGS, SPELLINGS, Setting
-from tests.unit.arguments.command import codes, notes, problems, run
+from tests.unit.arguments.command import codes, problems, run
 
 FLAGS = foreign_flags()
 GOLDEN = Path(__file__).parents[2] / "golden"
@@ -182,13 +182,6 @@ def test_ignored_flags_change_nothing() -> None:
         with_it, without = run(f"{flags} {spelling} {value}"), run(flags)
         assert with_it.config == without.config
         assert next(n for n in with_it.notes if n not in without.notes).startswith(f"ignored: {spelling}")
-
-
-def test_masks_that_megatron_would_not_make_are_noted() -> None:
-    flags = f"--data-path {GOLDEN}/megatron/case0 --set data.mock_data=false --no-create-attention-mask-in-dataloader"
-    printed = "attention is restricted to documents; Megatron-LM would not restrict it without masks"
-    assert printed in notes(f"{flags} --reset-attention-mask")
-    assert printed not in notes(flags)
 
 
 def test_other_names_are_corrected_with_their_value() -> None:
