@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import logging
 import math
 import os
@@ -155,7 +154,9 @@ def listed_ranks(ranks: Sequence[int], most: int = 4) -> str:
 @cache
 def package_version() -> str:
     """Return the name and version of this package, installed or in a checkout."""
+    from importlib import metadata  # slow to import, and seldom needed
+
     project = Path(__file__).resolve().parents[2] / "pyproject.toml"
     if project.exists():
         return f"megatron-pretrain {tomllib.loads(project.read_text())['project']['version']}"
-    return f"megatron-pretrain {importlib.metadata.version('megatron-pretrain')}"
+    return f"megatron-pretrain {metadata.version('megatron-pretrain')}"
