@@ -395,7 +395,7 @@ def test_every_schedule_takes_every_batch_of_a_ramp(name: str) -> None:
         assert parallel.num_virtual_stages_per_pipeline_rank == (plan.required_virtual_stages(parallel) or 1)
 
 
-def test_a_resolved_pipeline_passes_again_and_groups_need_several_stages_per_rank() -> None:
+def test_a_resolved_pipeline_passes_again() -> None:
     flags = "--pipeline-model-parallel-size 2 --num-layers 8"
     layers = f"{flags} --num-layers-per-virtual-pipeline-stage 2"
     parallel = run(layers, 2).config.parallel
@@ -403,10 +403,6 @@ def test_a_resolved_pipeline_passes_again_and_groups_need_several_stages_per_ran
     assert chosen == (2, "interleaved")
     again = f"--num-virtual-stages-per-pipeline-rank {chosen[0]} --pipeline-schedule {chosen[1]}"
     assert run(f"{layers} {again}", 2).config.parallel == parallel
-    group = f"{flags} --microbatch-group-size-per-virtual-pipeline-stage 4"
-    assert notes(f"{group} --num-virtual-stages-per-pipeline-rank 2", 2) == ""
-    for schedule in ("", "--pipeline-schedule zb-v", "--pipeline-schedule interleaved"):
-        assert "has no effect without the interleaved schedule" in notes(f"{group} {schedule}", 2)
 
 
 def test_the_batch_that_a_schedule_file_cannot_run_is_named_with_its_first_sample(tmp_path: Path) -> None:

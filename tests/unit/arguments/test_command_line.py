@@ -258,18 +258,6 @@ def test_arguments_belong_to_the_flag_before_them() -> None:
     assert codes("--num-layer 3") == ["E001"], "flags are not abbreviated"
 
 
-def test_notes_name_settings_that_may_be_mistakes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(ROOT)
-    there = "tests/golden/megatron/case0"
-    sets = f"--valid-data-path 1 {there} 2 {there} --multiple-validation-sets --split 9,1,0 --eod-id 3"
-    found = run(f"--train-data-path {there} {sets}", base="--vocab-size 257 --train-iters 100").notes
-    starts = ("--valid-data-path contains", "the weights of --valid", "--split has no effect", "--eod-id has no effect")
-    assert len(found) == len(starts)
-    assert all(note.startswith(start) for note, start in zip(found, starts))
-    assert "exact form: --activation gelu" in notes("--disable-bias-linear")
-    assert notes("--disable-bias-linear --swiglu") == ""
-
-
 def test_ranks_to_check_for() -> None:
     argv = f"{MODEL} {RUN}".split()
     srun = {"SLURM_STEP_ID": "0", "SLURM_PROCID": "1", "SLURM_NTASKS": "16", "SLURM_LOCALID": "1", "SLURM_NNODES": "2"}
