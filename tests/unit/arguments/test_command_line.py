@@ -494,6 +494,7 @@ def test_options_of_a_plugins_model_are_checked_and_saved_with_the_model() -> No
     config = run(f"{flags} --hidden-dropout 0 --attention-dropout 0").config
     assert choose_cuda_graph(config, 1) == ("none", "gates are not captured")
     assert "of --multi-latent-attention is not implemented" in problems(f"{flags} --q-lora-rank 8")[0].sentence
+    assert "ignored: --q-lora-rank 8 because it has no effect" in notes("--plugin gated_plugin --q-lora-rank 8")
     saved = to_dict(parsed.config)
     assert saved["model"]["gated_heads"] == 4
     assert from_dict(saved) == parsed.config
