@@ -265,6 +265,10 @@ class TransformerOptions(WithPluginOptions):
     E103 hidden size {hidden_size} with {activation}: the MLP's width, 8/3 of it rounded down to 64s, is 0
       fix: --ffn-hidden-size {hidden_size*4} | --hidden-size 24
 
+    not num_experts and ffn%tensor_model_parallel_size
+    E204 an MLP of width {ffn} does not divide over TP {tensor_model_parallel_size}
+      fix: --ffn-hidden-size {ffn%tensor_model_parallel_size}
+
     not vocab_size and tokenizer_type=NullTokenizer
     E104 NullTokenizer does not know the size of the vocabulary
       fix: --vocab-size 50257
@@ -452,9 +456,7 @@ class ModelConfig(AdapterOptions, ExpertOptions, TransformerOptions):
         if rotated < 2 or rotated % 2:
             whole = (f"--kv-channels {channels + 1}",) if channels % 2 else ()
             even = nearest(rotated, range(2, channels + 1, 2))
-            shares = (
-                math.ceil(10_000 * n / channels) / 10_000 for n in even
-            )  # up: the number of channels is rounded down
+            shares = (math.ceil(10_000 * n / channels) / 10_000 for n in even)  # up: channels are rounded down
             sentence = f"{rotated} of {channels} channels per head would be rotated; the number must be even"
             yield Problem("E106", sentence, (*whole, *(f"--rotary-percent {share:g}" for share in shares)))
 
@@ -478,21 +480,6 @@ class ModelConfig(AdapterOptions, ExpertOptions, TransformerOptions):
             fit = [n for n in divisors(heads) if n % tp == 0 or tp % n == 0]
             sentence = f"{groups} key/value heads and TP {tp}: neither is a multiple of the other"
             yield Problem("E203", sentence, flag_fixes("--num-query-groups", nearest(groups, fit)))
-
-    def check_mlp_divides(self, config: Run, world_size: int) -> Iterator[Problem]:
-        """Check that TP divides the width of the MLP, or of the shared expert that replaces it."""
-        tp, option_flag, module, width = (
-            config.parallel.tensor_model_parallel_size,
-            "--ffn-hidden-size",
-            "an MLP",
-            self.ffn,
-        )
-        if self.num_experts is not None:
-            option_flag, module = "--moe-shared-expert-intermediate-size", "a shared expert"
-            width = self.moe_shared_expert_intermediate_size or 0
-        if width % tp:
-            sentence = f"{module} of width {width} does not divide over TP {tp}"
-            yield Problem("E204", sentence, multiples_as_fixes(option_flag, width, tp))
 
     def check_sequence_parallel(self, config: Run, world_size: int) -> Iterator[Problem]:
         """Check that TP divides the sequence length, or a context-parallel rank's part, under sequence parallelism."""
