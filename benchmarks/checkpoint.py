@@ -21,7 +21,6 @@ import shutil
 import statistics
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from math import prod
@@ -31,7 +30,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.record import conditions, keep, machine
+from benchmarks.record import conditions, options, ratios, reset_peak_memory, run, spreads, status_bytes, timed
 from megatron.checkpoint.format import Manifest, whole_box
 from megatron.checkpoint.load import load_sharded
 from megatron.checkpoint.save import HostCopyBuffer, run_in_background, save_sharded
@@ -41,8 +40,6 @@ from megatron.distributed.comm import Group
 ALONE = Group()
 KINDS = ("weight", "bias")
 PREFIXES = ("", "optim.exp_avg.", "optim.exp_avg_sq.")
-MEGABYTES, HIDDEN = 1000, 1024
-"""Sizes of the committed results."""
 
 LINES = {"save / raw write": ("raw write", "save"), "load / raw read": ("raw read", "load")}
 
@@ -130,10 +127,9 @@ def take_turns(folder: Path, tensors: Mapping[str, Tensor], repeats: int) -> dic
 
     def time_all(actions: dict[str, Callable[[], None]], round_: int) -> None:
         for name in sorted(actions, reverse=bool(round_ % 2)):
-            start = time.perf_counter()
-            actions[name]()
+            spent = timed(actions[name])
             if round_:
-                seconds[name].append(time.perf_counter() - start)
+                seconds[name].append(spent)
             forget(p for p in (raw, *path.rglob("*")) if p.is_file())
 
     for round_ in range(repeats + 1):
@@ -152,63 +148,42 @@ def take_turns(folder: Path, tensors: Mapping[str, Tensor], repeats: int) -> dic
 
 def standstill(folder: Path, tensors: Mapping[str, Tensor], repeats: int) -> list[float]:
     """Return the blocking time of an asynchronous save over a memcpy: median, lowest and highest round."""
-    saved, found = entries(tensors), []
+    saved, pending = entries(tensors), []
     staging = HostCopyBuffer(saved)
     places = {name: copy.parts[0].resolve() for name, copy in staging.copy(saved).items()}
+    seconds: dict[str, list[float]] = {"memcpy": [], "save": []}
 
     def by_memcpy() -> None:
         for name, tensor in tensors.items():
             ctypes.memmove(places[name].data_ptr(), tensor.data_ptr(), tensor.nbytes)
 
+    def start_save() -> None:
+        copies = staging.copy(saved)
+        pending.append(run_in_background(partial(save_sharded, path, copies, {}, {}, ALONE), "save"))
+
     for round_ in range(repeats + 1):
-        path, seconds = folder / f"iter_{round_:07d}", {}
-        for name in sorted(("memcpy", "save"), reverse=bool(round_ % 2)):
-            start = time.perf_counter()
-            if name == "memcpy":
-                by_memcpy()
-                seconds[name] = time.perf_counter() - start
-                continue
-            copies = staging.copy(saved)
-            outcome = run_in_background(partial(save_sharded, path, copies, {}, {}, ALONE), "save")
-            seconds[name] = time.perf_counter() - start
-            outcome.result()
-            shutil.rmtree(path)
-        if round_:
-            found.append(seconds["save"] / seconds["memcpy"])
-    return [round(x, 3) for x in (statistics.median(found), min(found), max(found))]
+        path = folder / f"iter_{round_:07d}"
+        for name in sorted(seconds, reverse=bool(round_ % 2)):
+            seconds[name].append(timed(by_memcpy if name == "memcpy" else start_save))
+            if pending:
+                pending.pop().result()
+                shutil.rmtree(path)
+    return ratios(seconds["save"][1:], seconds["memcpy"][1:])
 
 
 def peak_memory(folder: Path, tensors: Mapping[str, Tensor]) -> int:
     """Bytes by which a save of transposed tensors raises the memory of the process (Linux)."""
     saved = entries(tensors, transposed=True)
-    Path("/proc/self/clear_refs").write_text("5")  # reset the peak
-    before = _status("VmRSS")
+    before = reset_peak_memory()
     save_sharded(folder / "iter_0000002", saved, {}, {}, ALONE)
-    return _status("VmHWM") - before
-
-
-def _status(key: str) -> int:
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(key))
-
-
-def ratios(seconds: Mapping[str, Sequence[float]]) -> dict[str, list[float]]:
-    """Speed over raw speed as ``[median, lowest, highest]``."""
-    found = {}
-    for line, (raw, ours) in LINES.items():
-        values = sorted(a / b for a, b in zip(seconds[raw], seconds[ours]))
-        found[line] = [round(x, 3) for x in (statistics.median(values), values[0], values[-1])]
-    return found
+    return status_bytes("VmHWM") - before
 
 
 def page(result: Mapping[str, Any]) -> str:
     """Return the page of results."""
-    text = ["# Checkpoint, one process, fp32, local disk", "", "| ratio of speeds | median | lowest | highest |"]
-    text += ["|---|---|---|---|"]
-    text += [f"| {line} | {m:.2f} | {low:.2f} | {high:.2f} |" for line, (m, low, high) in result["ratios"].items()]
-    middle, lowest, highest = result["standstill"]
-    text += ["", "| seconds that training stands still, over seconds of a memcpy | median | lowest | highest |"]
-    text += ["|---|---|---|---|", f"| asynchronous save | {middle:.2f} | {lowest:.2f} | {highest:.2f} |"]
+    text = ["# Checkpoint, one process, fp32, local disk", *spreads("ratio of speeds", result["ratios"])]
+    still = {"asynchronous save": result["standstill"]}
+    text += spreads("seconds that training stands still, over seconds of a memcpy", still)
     speeds = ", ".join(f"{name} {speed}" for name, speed in result["megabytes_per_second"].items())
     text += [
         "",
@@ -220,45 +195,32 @@ def page(result: Mapping[str, Any]) -> str:
     return "\n".join(text)
 
 
-def main(argv: Sequence[str]) -> int:
-    """Measure, print, and write if asked to."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--folder", type=Path, default=Path(), help="on the disk to measure (default: this one)")
-    parser.add_argument("--megabytes", type=int, default=MEGABYTES, help="less for a quick look")
-    parser.add_argument("--hidden-size", type=int, default=HIDDEN, help="width of the layers")
-    parser.add_argument("--repeats", type=int, default=5, help="rounds")
-    parser.add_argument("--write", action="store_true", help="keep the result under benchmarks/results")
-    args = parser.parse_args(argv)
-    if args.write and (args.megabytes, args.hidden_size) != (MEGABYTES, HIDDEN):
-        parser.error("results are kept for the default size only: leave out --write, or --megabytes and --hidden-size")
+def measure(args: argparse.Namespace) -> dict[str, Any]:
+    """Return the figures."""
     torch.set_num_threads(1)
-    load, tensors = os.getloadavg()[0], model(args.megabytes, args.hidden_size)
+    tensors = model(args.megabytes, args.hidden_size)
     megabytes = sum(tensor.nbytes for tensor in tensors.values()) / 1e6
     with tempfile.TemporaryDirectory(dir=args.folder) as folder:
         seconds = take_turns(Path(folder), tensors, args.repeats)
         still = standstill(Path(folder), tensors, args.repeats)
         peak = peak_memory(Path(folder), tensors) / 1e6
-    speeds = {name: round(megabytes / statistics.median(values)) for name, values in seconds.items()}
-    for name, speed in speeds.items():
-        print(f"{name:10} {speed:6} MB/s")
-    measured = ratios(seconds)
-    for line, (middle, lowest, highest) in measured.items():
-        print(f"{line}: {middle:.2f} ({lowest:.2f} .. {highest:.2f})")
-    print("asynchronous save, standstill / memcpy: {:.2f} ({:.2f} .. {:.2f})".format(*still))
-    print(f"memory a save takes beyond the tensors: {peak:.0f} MB")
-    if args.write:
-        result: dict[str, Any] = {
-            "ratios": measured,
-            "standstill": still,
-            "megabytes": round(megabytes),
-            "tensors": len(tensors),
-            "rounds": args.repeats,
-            "load": round(load, 1),
-            "megabytes_per_second": speeds,
-            "peak_megabytes": round(peak),
-        } | machine("torch")
-        keep("checkpoint", result, page(result))
-    return 0
+    return {
+        "ratios": {line: ratios(seconds[raw], seconds[ours]) for line, (raw, ours) in LINES.items()},
+        "standstill": still,
+        "megabytes": round(megabytes),
+        "tensors": len(tensors),
+        "megabytes_per_second": {name: round(megabytes / statistics.median(s)) for name, s in seconds.items()},
+        "peak_megabytes": round(peak),
+    }
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run the benchmark."""
+    parser = options(__doc__)
+    parser.add_argument("--folder", type=Path, default=Path(), help="on the disk to measure (default: this one)")
+    parser.add_argument("--megabytes", type=int, default=1000, help="less for a quick look")
+    parser.add_argument("--hidden-size", type=int, default=1024, help="width of the layers")
+    return run("checkpoint", parser, argv, measure, page, fixed=("megabytes", "hidden_size"))
 
 
 if __name__ == "__main__":

@@ -12,17 +12,16 @@ from __future__ import annotations
 
 import argparse
 import gc
-import os
 import statistics
+import sys
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from benchmarks.ranks import run_ranks
-from benchmarks.record import conditions, keep, machine
+from benchmarks.record import conditions, options, reset_peak_memory, run, status_bytes, table
 from megatron.arguments.cli import parse
 from megatron.config.attention_pattern import CAUSAL, AttentionPattern
 from megatron.config.run import RunConfig
@@ -66,17 +65,6 @@ def config_of(flags: str, length: int, size: int, method: str) -> RunConfig:
     return parse(flags.split(), {"RANK": "0", "WORLD_SIZE": str(size)}).config
 
 
-def memory(field: str) -> int:
-    """Return a figure of this process in ``/proc/self/status``, in KiB."""
-    return next(int(line.split()[1]) for line in Path("/proc/self/status").read_text().splitlines() if field in line)
-
-
-def reset_peak_memory() -> int:
-    """Let the peak (``VmHWM``) start from the memory in use; return that, in KiB. Linux only."""
-    Path("/proc/self/clear_refs").write_text("5")
-    return memory("VmRSS")
-
-
 def measure_steps(rank: int, world_size: int, config: RunConfig, steps: int) -> dict[str, Any]:
     """Return this rank's processor seconds and bytes sent per step, the last loss, and the growth of peak memory."""
     trainer = build_trainer(config, rank, world_size)
@@ -90,12 +78,13 @@ def measure_steps(rank: int, world_size: int, config: RunConfig, steps: int) -> 
         began = time.process_time()
         loss = train_step(trainer, batches, rates).loss
         seconds.append(time.process_time() - began)
-        trainer.iteration, trainer.progress.consumed_samples = trainer.iteration + 1, trainer.consumed_samples + 1
-    peak = memory("VmHWM")
+        trainer.progress.iteration += 1
+        trainer.progress.consumed_samples += 1
+    peak = status_bytes("VmHWM")
     # All-reduces are those of gradients and of the loss.
     sent = sum(count for (axes, how), count in meter.pop_bytes_sent().items() if axes == "cp" and how != ALL_REDUCE)
     typical = statistics.median(seconds[1:] or seconds)
-    return {"seconds": typical, "bytes": sent, "loss": loss.item(), "KiB": peak - before}
+    return {"seconds": typical, "bytes": sent, "loss": loss.item(), "KiB": (peak - before) // 1024}
 
 
 def measure_long_step(rank: int, world_size: int, size: int, method: str) -> dict[str, Any]:
@@ -187,62 +176,53 @@ def long_rows() -> list[dict[str, Any]]:
 
 def page(result: dict[str, Any]) -> str:
     """Return the results as Markdown."""
+    heads = ("CP", "method", "seconds / one process", "lowest", "highest", "MB sent", "/ formula", "loss differs by")
+    rows = [
+        [r["CP"], r["method"], *(f"{r[name]:.2f}" for name in ("ratio", "low", "high"))]
+        + [f"{r['bytes'] / 1e6:.2f}", f"{r['bytes'] / r['formula']:.4f}", f"{r['loss']:.0e}"]
+        for r in result["steps"]
+    ]
+    sparse = [
+        [r["pattern"], *(f"{r[name]:.3f}" for name in ("share", "time", "low", "high"))] for r in result["sparse"]
+    ]
     lines = [
         "# Context parallelism and block-sparse attention, CPU, one thread a rank",
         "",
         f"A step on one sample of {LENGTH:,} tokens, two layers of width 256, fp32. Processor seconds of all ranks",
         f"over those of one process: median of {ROUNDS} alternating rounds (goal {GOAL}). Bytes sent by a rank: mean.",
-        "",
-        "| CP | method | seconds / one process | lowest | highest | MB sent | / formula | loss differs by |",
-        "|---|---|---|---|---|---|---|---|",
-    ]
-    lines += [
-        f"| {r['CP']} | {r['method']} | {r['ratio']:.2f} | {r['low']:.2f} | {r['high']:.2f} | {r['bytes'] / 1e6:.2f} | "
-        f"{r['bytes'] / r['formula']:.4f} | {r['loss']:.0e} |"
-        for r in result["steps"]
-    ]
-    lines += [
+        *table(heads, rows),
         "",
         f"Attention of {SPARSE_LENGTH:,} tokens, 4 heads of 64, fp32, forward and backward: processor seconds over",
         "those of plain causal attention (SDPA), beside the share of its scores that is computed.",
-        "",
-        "| pattern | scores | seconds | lowest | highest |",
-        "|---|---|---|---|---|",
-    ]
-    lines += [
-        f"| {r['pattern']} | {r['share']:.3f} | {r['time']:.3f} | {r['low']:.3f} | {r['high']:.3f} |"
-        for r in result["sparse"]
+        *table(("pattern", "scores", "seconds", "lowest", "highest"), sparse),
     ]
     if result["long"]:
+        one = result["long"][0]["MiB"]
+        long = [
+            [r["CP"], r["method"], f"{r['loss']:.6f}", f"{r['MiB']:,.0f}", f"{r['MiB'] / one:.2f}"]
+            for r in result["long"]
+        ]
         lines += [
             "",
             f"A step on one sample of {LONG_LENGTH:,} tokens (layers `local:8192,global`, width 32): growth of",
             "the peak memory of a rank in the step, after a step on a short sample.",
-            "",
-            "| CP | method | loss | MiB | of one process |",
-            "|---|---|---|---|---|",
-        ]
-        one = result["long"][0]["MiB"]
-        lines += [
-            f"| {r['CP']} | {r['method']} | {r['loss']:.6f} | {r['MiB']:,.0f} | {r['MiB'] / one:.2f} |"
-            for r in result["long"]
+            *table(("CP", "method", "loss", "MiB", "of one process"), long),
         ]
     return "\n".join([*lines, "", conditions(result)])
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    """Measure, print, and with ``--write`` keep."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--write", action="store_true", help="keep the results in benchmarks/results")
-    parser.add_argument("--long", action="store_true", help="train on one sample of 131,072 tokens too")
-    args = parser.parse_args(argv)
+def measure(args: argparse.Namespace) -> dict[str, Any]:
+    """Return all figures."""
     torch.set_num_threads(1)
-    result = machine("torch") | {"load": round(os.getloadavg()[0], 1)}
-    result |= {"sparse": sparse_rows(), "steps": step_rows(), "long": long_rows() if args.long else []}
-    print(page(result))
-    if args.write:
-        keep("context_parallel", result, page(result))
+    return {"sparse": sparse_rows(), "steps": step_rows(), "long": long_rows() if args.long else []}
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run the benchmark."""
+    parser = options(__doc__, rounds=None)
+    parser.add_argument("--long", action="store_true", help="train on one sample of 131,072 tokens too")
+    return run("context_parallel", parser, argv, measure, page)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main(sys.argv[1:]))

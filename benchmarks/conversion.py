@@ -29,7 +29,7 @@ from statistics import median
 
 import torch
 
-from benchmarks.record import keep, machine
+from benchmarks.record import RESULTS, keep, machine, options, table
 from megatron.checkpoint.durable_files import BLOCK, NewFile
 from megatron.checkpoint.tensor_file import TensorFileWriter
 from megatron.config.model import ModelConfig
@@ -206,17 +206,17 @@ COLUMNS = (
 
 def describe(measured: dict[str, Measured]) -> list[str]:
     """Return a table of the measurements, sizes in MB."""
-    lines = [f"| {' | '.join(COLUMNS)} |", "|---" * len(COLUMNS) + "|"]
+    rows = []
     for name, m in measured.items():
-        sizes = " | ".join(f"{size / 1e6:,.0f}" for size in (m.read, m.written, m.largest, m.peak, m.bound))
-        own, raw = ((m.read + m.written) / 1e6 / median(seconds) for seconds in (m.seconds, m.copy_seconds))
-        lines.append(f"| {name} | {sizes} | {own:,.0f} | {raw:,.0f} | {m.speed_ratio:.2f} | {m.checked_seconds:.0f} |")
-    return lines
+        sizes = (f"{size / 1e6:,.0f}" for size in (m.read, m.written, m.largest, m.peak, m.bound))
+        speeds = (f"{(m.read + m.written) / 1e6 / median(seconds):,.0f}" for seconds in (m.seconds, m.copy_seconds))
+        rows.append([name, *sizes, *speeds, f"{m.speed_ratio:.2f}", f"{m.checked_seconds:.0f}"])
+    return table(COLUMNS, rows)
 
 
 def write(measured: dict[str, Measured], load: float) -> None:
     """Keep the result, after those of other sizes; ``load`` is that of the machine before the start."""
-    page = Path(__file__).parent / "results" / "conversion.json"
+    page = RESULTS / "conversion.json"
     kept = json.loads(page.read_text())["measured"] if page.exists() else {}
     sized = {f"{name}, {4 * m.parameters / 1e9:.0f} GB": m for name, m in measured.items()}
     found = {name: Measured(**values) for name, values in kept.items()} | sized
@@ -225,19 +225,17 @@ def write(measured: dict[str, Measured], load: float) -> None:
     note = (
         f"Sizes in MB. One process, two files at a time, bf16 on the side of Hugging Face; {', '.join(where.values())}."
     )
-    keep("conversion", content, "\n".join([TITLE, "", *describe(found), "", note]))
+    keep("conversion", content, "\n".join([TITLE, *describe(found), "", note]))
 
 
 def main(argv: Sequence[str]) -> int:
     """Measure, print, and write if asked to."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = options(__doc__, rounds=3)
     parser.add_argument("--family", choices=tuple(SHAPES), action="append", help="(both)")
     parser.add_argument("--size", type=parse_size, default=parse_size("5GB"), help="of the checkpoint (5GB)")
     parser.add_argument("--hidden-size", type=int, default=2048, help="a multiple of 32")
     parser.add_argument("--vocab-size", type=int, default=128256)
-    parser.add_argument("--repeats", type=int, default=3, help="conversions and copies of each kind (3)")
     parser.add_argument("--folder", default=None, help="where to put 2.5 times the size (the system's choice)")
-    parser.add_argument("--write", action="store_true", help="keep the result under benchmarks/results")
     args = parser.parse_args(argv)
     measured: dict[str, Measured] = {}
     load = os.getloadavg()[1]

@@ -10,19 +10,18 @@ they take turns in one process with one thread; a ratio is the median over round
 from __future__ import annotations
 
 import argparse
-import os
-import statistics
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import peft
 import torch
 import transformers
 
-from benchmarks.record import keep, machine
-from benchmarks.train_step import CLOCKS, Step, compare, our_step, take_turns, their_step
+from benchmarks.record import conditions, options, ratios, rounds_of, run, spreads
+from benchmarks.train_step import Step, compare_steps, our_step, their_step
 from megatron.arguments.cli import parse
 from megatron.convert.huggingface.config import read_model_values
 from megatron.training.build import build_trainer
@@ -43,16 +42,9 @@ def their_model(layers: int) -> transformers.LlamaForCausalLM:
 
 def our_trainer(folder: Path, flags: Sequence[str]) -> Trainer:
     """Build a trainer that starts from the model in ``folder`` as the command line would."""
-    common = [
-        "--pretrained-checkpoint",
-        f"hf:{folder}",
-        "--seq-length",
-        str(SEQUENCE),
-        "--mock-data",
-        "--device",
-        "cpu",
-    ]
-    config = parse([*common, "--train-iters", "1000", *flags], {}, read_model=read_model_values).config
+    common = ["--pretrained-checkpoint", f"hf:{folder}", "--seq-length", str(SEQUENCE), "--mock-data"]
+    common += ["--device", "cpu", "--train-iters", "1000"]
+    config = parse([*common, *flags], {}, read_model=read_model_values).config
     source = find_resume_source(config.resume_options)
     trainer = build_trainer(config, 0, 1, fresh=source.fresh)
     Checkpointer(trainer).load(source)
@@ -74,43 +66,27 @@ def contestants(folder: Path, layers: int) -> dict[str, Step]:
     }
 
 
-def report(seconds: Mapping[str, Sequence[float]], args: argparse.Namespace) -> str:
+def page(result: dict[str, Any]) -> str:
     """Return the ratios and where they were measured, as Markdown."""
-    ratios = {
-        f"tokens/s of ours, LoRA / {name}": ratio
-        for name, ratio in compare(seconds, [name for name in seconds if name != "ours, LoRA"]).items()
-    }
-    facts = machine("torch", "transformers", "peft")
-    lines = ["# Training adapters, Llama of 134M parameters, LoRA of rank 16, fp32, sequence 512, CPU, one thread", ""]
-    lines += ["| ratio | median | lowest | highest |", "|---|---|---|---|"]
-    lines += [f"| {name} | {middle:.2f} | {low:.2f} | {high:.2f} |" for name, (middle, low, high) in ratios.items()]
-    versions = ", ".join(f"{key} {facts[key]}" for key in ("python", "torch", "transformers", "peft"))
-    lines += ["", f"{args.repeats} alternating rounds, {args.clock} time; {facts['processor']}, load {args.load:.1f}"]
-    text = "\n".join(lines) + f" before the start; {versions}."
-    if args.write:
-        results = {"ratios": ratios, "rounds": args.repeats, "clock": args.clock, "load": args.load} | facts
-        keep("finetune", results, text)
-    return text
+    title = "# Training adapters, Llama of 134M parameters, LoRA of rank 16, fp32, sequence 512, CPU, one thread"
+    where = f"{rounds_of(result)}; {conditions(result, 'torch', 'transformers', 'peft')}"
+    return "\n".join([title, *spreads("ratio", result["ratios"]), "", where])
+
+
+def measure(args: argparse.Namespace) -> dict[str, Any]:
+    """Return the ratios."""
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory() as folder:
+        (ours, first), *others = compare_steps(contestants(Path(folder), args.num_layers), args).items()
+    return {"ratios": {f"tokens/s of {ours} / {name}": ratios(seconds, first) for name, seconds in others}}
 
 
 def main(argv: Sequence[str]) -> int:
-    """Measure, print, and write if asked to."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    """Run the benchmark."""
+    parser = options(__doc__, clock=True)
     parser.add_argument("--num-layers", type=int, default=12, help="fewer for a quick look")
-    parser.add_argument("--repeats", type=int, default=5, help="rounds")
-    parser.add_argument("--clock", choices=CLOCKS, default="wall", help="processor: where others use the machine too")
-    parser.add_argument("--write", action="store_true", help="keep the result under benchmarks/results")
-    args = parser.parse_args(argv)
-    if args.write and args.num_layers != 12:
-        parser.error("results are kept for 12 layers only: leave out --write or --num-layers")
-    args.load = os.getloadavg()[0]  # of the last minute: other work on the machine
-    torch.set_num_threads(1)
-    with tempfile.TemporaryDirectory() as folder:
-        seconds = take_turns(contestants(Path(folder), args.num_layers), args)
-    for name, values in seconds.items():
-        print(f"{name:20} {SEQUENCE / statistics.median(values):8.1f} tokens/s")
-    print(report(seconds, args))
-    return 0
+    packages = ("torch", "transformers", "peft")
+    return run("finetune", parser, argv, measure, page, packages, fixed=("num_layers",))
 
 
 if __name__ == "__main__":

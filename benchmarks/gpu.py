@@ -26,6 +26,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks import record
+
 ROOT = Path(__file__).parents[1]
 CASES = ("124M-s1024", "1B-s2048", "1B-s4096", "8B-shape-s8192")
 SPEEDUP = 1.2
@@ -139,26 +141,23 @@ def _met(yes: bool) -> str:
 
 def table(case: Mapping[str, Any]) -> list[str]:
     """Return the Markdown of a case."""
-    lines = ["", f"## {case['case']}", ""]
+    lines = ["", f"## {case['case']}"]
     if "failure" in case:
-        lines += [f"The process failed ({case['failure']}). These are its results until then.", ""]
+        lines += ["", f"The process failed ({case['failure']}). These are its results until then."]
     found = standings(case)
-    lines += [
-        "| | tokens/s | MFU | causal | ms a step | GiB | measured | setting |",
-        "|---|---|---|---|---|---|---|---|",
-    ]
+    rows = []
     for line, v in found.items():
-        mfu = f"{v['MFU']:.1%} | {v['causal']:.1%}" if v["MFU"] is not None else "- | -"
-        figures = f"{v['tokens/s']:,.0f} | {mfu} | {1e3 * v['seconds']:.1f} | {v['GiB']:.1f}"
-        lines.append(f"| {line} | {figures} | {v['how']} | `{v['setting']}` |")
+        mfu = ["-" if v[name] is None else f"{v[name]:.1%}" for name in ("MFU", "causal")]
+        cells = [f"{v['tokens/s']:,.0f}", *mfu, f"{1e3 * v['seconds']:.1f}", f"{v['GiB']:.1f}"]
+        rows.append([line, *cells, v["how"], f"`{v['setting']}`"])
+    lines += record.table(("", "tokens/s", "MFU", "causal", "ms a step", "GiB", "measured", "setting"), rows)
     notes = [*verdict(case, found), *([PUBLISHED[case["case"]]] if case["case"] in PUBLISHED else [])]
     lines += ["", *(f"* {note}" for note in [*notes, *case.get("notes", ())])]
-    lines += ["", "All trials:", "", "| | setting | ms a step | GiB |", "|---|---|---|---|"]
+    trials = []
     for trial in case.get("trials", ()):
         time_of = f"{1e3 * statistics.median(trial['seconds']):.1f}" if trial["seconds"] else trial["error"]
-        cells = trial["implementation"], f"`{trial['name']}`", time_of, f"{trial['peak_bytes'] / 2**30:.1f}"
-        lines.append(f"| {' | '.join(cells)} |")
-    return lines
+        trials.append([trial["implementation"], f"`{trial['name']}`", time_of, f"{trial['peak_bytes'] / 2**30:.1f}"])
+    return [*lines, "", "All trials:", *record.table(("", "setting", "ms a step", "GiB"), trials)]
 
 
 def write(folder: Path, results: Mapping[str, Any]) -> None:

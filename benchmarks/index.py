@@ -9,10 +9,8 @@ median over rounds. The larger shapes are ours alone: one process, one core, in 
 from __future__ import annotations
 
 import argparse
-import os
 import statistics
 import sys
-import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -21,13 +19,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from benchmarks import megatron_order
-from benchmarks.record import keep, machine
+from benchmarks.record import CLOCKS, conditions, options, run, table, take_turns, timed
 from megatron.data import gpt_dataset
 from megatron.data.blended_dataset import build_blend_index, normalize_weights
 from megatron.data.gpt_dataset import SampleOrder, build_sample_order
 
 TITLE = "# Laying out samples, one core, in memory"
-CLOCKS = {"wall": time.perf_counter, "processor": time.process_time}
 SEED = 1234
 
 SHAPES = {
@@ -54,24 +51,6 @@ def weights_of(sources: int) -> list[float]:
     return normalize_weights(np.random.RandomState(sources).random_sample(sources) + 0.1).tolist()
 
 
-def take_turns(
-    rounds: int, clock: Callable[[], float], ours: Callable[[], object], theirs: Callable[[], object]
-) -> list[float]:
-    """Return the time of ``theirs`` over ``ours`` in each round."""
-    ratios = []
-    for _ in range(rounds):
-        seconds = [timed(clock, action) for action in (ours, theirs)]
-        ratios.append(seconds[1] / seconds[0])
-    return ratios
-
-
-def timed(clock: Callable[[], float], action: Callable[[], object]) -> float:
-    """Seconds an action takes."""
-    start = clock()
-    action()
-    return clock() - start
-
-
 def against_description(rounds: int, clock: Callable[[], float]) -> dict[str, list[float]]:
     """Ratios of one round after another, by what is made.
 
@@ -93,20 +72,18 @@ def against_description(rounds: int, clock: Callable[[], float]) -> dict[str, li
     ]
     if not all(agree):
         raise RuntimeError(f"the two sides do not make the same: {agree}")
-    return {
-        "tables of 400,000 samples": take_turns(
-            rounds,
-            clock,
-            lambda: build_sample_order(held, part, size, seq_length, SEED),
-            lambda: megatron_order.tables(listed, list(part), size, seq_length, SEED),
-        ),
-        "blend of 10 sources, 200,000 samples": take_turns(
-            rounds,
-            clock,
-            lambda: build_blend_index(weights, places),
-            lambda: megatron_order.interleaved(weights, places),
-        ),
+    sides: dict[str, dict[str, Callable[[], object]]] = {
+        "tables of 400,000 samples": {
+            "ours": lambda: build_sample_order(held, part, size, seq_length, SEED),
+            "theirs": lambda: megatron_order.tables(listed, list(part), size, seq_length, SEED),
+        },
+        "blend of 10 sources, 200,000 samples": {
+            "ours": lambda: build_blend_index(weights, places),
+            "theirs": lambda: megatron_order.interleaved(weights, places),
+        },
     }
+    taken = {name: take_turns(both, rounds, clock) for name, both in sides.items()}
+    return {name: [b / a for a, b in zip(both["ours"], both["theirs"])] for name, both in taken.items()}
 
 
 def tables_per_second(rounds: int, clock: Callable[[], float]) -> dict[str, dict[str, float]]:
@@ -116,16 +93,16 @@ def tables_per_second(rounds: int, clock: Callable[[], float]) -> dict[str, dict
         held = lengths(sequences, mean)
         build = partial(build_sample_order, held, range(len(held)), size, seq_length, SEED)
         order = build()
-        whole = statistics.median(timed(clock, build) for _ in range(rounds))
+        whole = statistics.median(timed(build, clock) for _ in range(rounds))
         samples = len(order.shuffle_index) / 1e6
         found[name] = {"millions": samples, "epochs": order.epochs, "all": samples / whole}
-        for table, make in separately(held, order).items():
-            seconds = statistics.median(timed(clock, make) for _ in range(rounds))
-            found[name][table] = len(order.tables[table]) / seconds / 1e6
+        for part, make in separately(held, order).items():
+            rows = len(make())
+            found[name][part] = rows / statistics.median(timed(make, clock) for _ in range(rounds)) / 1e6
     return found
 
 
-def separately(held: NDArray[np.int32], order: SampleOrder) -> dict[str, Callable[[], object]]:
+def separately(held: NDArray[np.int32], order: SampleOrder) -> dict[str, Callable[[], NDArray[Any]]]:
     """Return a function for each table of an order that builds it alone."""
     samples, random = len(order.shuffle_index), np.random.RandomState(SEED)
     sequences = np.arange(order.part.start, order.part.stop)
@@ -143,56 +120,47 @@ def blends_per_second(rounds: int, clock: Callable[[], float]) -> dict[str, floa
         weights, places = weights_of(sources), max(200_000, 20_000_000 // sources)
         blend = partial(build_blend_index, weights, places)
         blend()  # compiles
-        seconds = statistics.median(timed(clock, blend) for _ in range(rounds))
+        seconds = statistics.median(timed(blend, clock) for _ in range(rounds))
         found[name] = places / seconds / 1e6
     return found
 
 
-def report(result: Mapping[str, Any]) -> str:
+def page(result: Mapping[str, Any]) -> str:
     """Return the page of results."""
-    text = [TITLE, "", "| ratio of times, description / ours | median | lowest | highest |", "|---|---|---|---|"]
-    for name, ratios in result["ratios"].items():
-        text.append(f"| {name} | {statistics.median(ratios):.0f} | {min(ratios):.0f} | {max(ratios):.0f} |")
+    compared = {
+        name: [f"{x:.0f}" for x in (statistics.median(ratios), min(ratios), max(ratios))]
+        for name, ratios in result["ratios"].items()
+    }
+    heads = ("ratio of times, description / ours", "median", "lowest", "highest")
+    text = [TITLE, *table(heads, ((name, *figures) for name, figures in compared.items()))]
     columns = ("millions", "epochs", "all", *TABLES)
-    heads = ("M samples", "epochs", "M samples/s", *(f"M rows/s of {table}" for table in TABLES))
-    text += ["", f"| shape | {' | '.join(heads)} |", "|---" * (len(heads) + 1) + "|"]
-    for name, row in result["tables"].items():
-        text.append(f"| {name} | {' | '.join(f'{row[column]:.3g}' for column in columns)} |")
-    text += ["", "| blend | M samples/s |", "|---|---|"]
-    text += [f"| {name} | {speed:.1f} |" for name, speed in result["blends"].items()]
-    versions = ", ".join(f"{key} {result[key]}" for key in ("python", "numpy", "numba"))
+    heads = ("shape", "M samples", "epochs", "M samples/s", *(f"M rows/s of {part}" for part in TABLES))
+    text += table(heads, ((name, *(f"{row[c]:.3g}" for c in columns)) for name, row in result["tables"].items()))
+    text += table(("blend", "M samples/s"), ((name, f"{speed:.1f}") for name, speed in result["blends"].items()))
     text += [
         "",
         "Documents, samples and shuffle are the tables of an order. Where a sample is longer than most sequences, "
         "shuffling the sequences takes most of the time; that generator is part of the order and cannot be another.",
         "",
-        f"Median of {result['rounds']} alternating rounds, {result['clock']} time; {result['processor']}, "
-        f"load {result['load']:.1f} before the start; {versions}.",
+        f"Median of {result['rounds']} alternating rounds, {result['clock']} time; "
+        f"{conditions(result, 'numpy', 'numba')}",
     ]
     return "\n".join(text)
 
 
-def main(argv: Sequence[str]) -> int:
-    """Measure, print, and write if asked to."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--repeats", type=int, default=5, help="rounds")
-    parser.add_argument("--clock", choices=CLOCKS, default="wall", help="processor: where others use the machine too")
-    parser.add_argument("--write", action="store_true", help="keep the result under benchmarks/results")
-    args = parser.parse_args(argv)
-    clock, load = CLOCKS[args.clock], os.getloadavg()[0]
-    result: dict[str, Any] = {
+def measure(args: argparse.Namespace) -> dict[str, Any]:
+    """Return all figures."""
+    clock = CLOCKS[args.clock]
+    return {
         "ratios": against_description(args.repeats, clock),
         "tables": tables_per_second(args.repeats, clock),
         "blends": blends_per_second(args.repeats, clock),
-        "rounds": args.repeats,
-        "clock": args.clock,
-        "load": load,
-    } | machine("numpy", "numba")
-    page = report(result)
-    print(page)
-    if args.write:
-        keep("index", result, page)
-    return 0
+    }
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run the benchmark."""
+    return run("index", options(__doc__, clock=True), argv, measure, page, ("numpy", "numba"))
 
 
 if __name__ == "__main__":

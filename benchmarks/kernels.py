@@ -10,19 +10,17 @@ of two neighbouring measurements. Memory is the most that was held at a time bey
 from __future__ import annotations
 
 import argparse
-import os
-import statistics
 import sys
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
-from benchmarks.record import keep, machine
+from benchmarks.record import CLOCKS, check_same, options, ratios, run, table, take_turns
 from megatron.arguments.cli import parse
 from megatron.distributed.comm import Group
 from megatron.distributed.grad_accumulator import GradAccumulator, GradTarget
@@ -33,7 +31,6 @@ from megatron.training.build import build_trainer
 from megatron.training.step import train_step
 
 PLAIN = "F.linear + F.cross_entropy"
-CLOCKS = {"wall": time.perf_counter, "processor": time.process_time}
 LLAMA = (
     "--preset tiny-llama --num-layers 4 --hidden-size 256 --ffn-hidden-size 768 --num-attention-heads 4"
     " --num-query-groups 2 --seq-length 512 --max-position-embeddings 512 --vocab-size 8192 --micro-batch-size 2"
@@ -86,7 +83,7 @@ def losses(args: argparse.Namespace, dtype: torch.dtype) -> dict[str, Callable[[
         return run
 
     return {
-        "F.linear + F.cross_entropy": plain,
+        PLAIN: plain,
         "in chunks, eager": fused("torch"),
         "in chunks, compiled": fused("compiled"),
     }
@@ -104,23 +101,11 @@ def steps(dropout: str) -> dict[str, Callable[[], Tensor]]:
     return {name: step(name) for name in ("torch", "compiled")}
 
 
-def take_turns(contestants: Mapping[str, Callable[[], Tensor]], args: argparse.Namespace) -> dict[str, list[float]]:
-    """Seconds of each, round by round, after a round that warms up and compiles.
-
-    Raises:
-        RuntimeError: when they do not compute the same.
-
-    """
-    first, *others = (run().item() for run in contestants.values())
-    if any(abs(value - first) > 1e-2 * abs(first) for value in others):
-        raise RuntimeError(f"the contestants do not compute the same: {first}, {others}")
-    seconds: dict[str, list[float]] = {name: [] for name in contestants}
-    for _ in range(args.repeats):
-        for name, run in contestants.items():
-            began = CLOCKS[args.clock]()
-            run()
-            seconds[name].append(CLOCKS[args.clock]() - began)
-    return seconds
+def speeds(contestants: Mapping[str, Callable[[], Tensor]], args: argparse.Namespace) -> dict[str, list[float]]:
+    """Return the spread of the first one's time over each other's, after a call of each that warms up and compiles."""
+    check_same({name: lambda act=act: act().item() for name, act in contestants.items()}, 1e-2)
+    (_, first), *others = take_turns(contestants, args.repeats, CLOCKS[args.clock]).items()
+    return {name: ratios(first, seconds) for name, seconds in others}
 
 
 def peak(run: Callable[[], Tensor]) -> int:
@@ -135,79 +120,49 @@ def peak(run: Callable[[], Tensor]) -> int:
     return most
 
 
-def ratios(seconds: Mapping[str, Sequence[float]]) -> dict[str, list[float]]:
-    """``[median, lowest, highest]`` over rounds of the first one's time over each other's."""
-    first, *_ = seconds.values()
-    found = {}
-    for name, values in list(seconds.items())[1:]:
-        each = sorted(a / b for a, b in zip(first, values))
-        found[name] = [round(x, 3) for x in (statistics.median(each), each[0], each[-1])]
-    return found
-
-
-def measure(args: argparse.Namespace) -> dict[str, dict[str, dict[str, list[float] | float]]]:
+def measure(args: argparse.Namespace) -> dict[str, Any]:
     """All of it: by what was measured, by contestant, the ratio of speed and the megabytes."""
+    torch.set_num_threads(1)
     found: dict[str, dict[str, dict[str, list[float] | float]]] = {}
     shape = f"{args.tokens} tokens, vocabulary {args.vocabulary}, width {args.hidden}, chunks of {args.chunk}"
     for name, dtype in (("fp32", torch.float32), ("bf16", torch.bfloat16)):
         runs = losses(args, dtype)
         # Products in bf16 are emulated on many CPUs, so that only their memory is of interest.
-        seconds = take_turns(runs, args if name == "fp32" else argparse.Namespace(repeats=1, clock=args.clock))
-        speed = ratios(seconds) if name == "fp32" else {}
+        speed = speeds(runs, args if name == "fp32" else argparse.Namespace(repeats=1, clock=args.clock))
         found[f"loss, {name}, {shape}"] = {
-            one: {"megabytes": round(peak(run) / 2**20, 1)} | ({"speed": speed[one]} if one in speed else {})
+            one: {"megabytes": round(peak(run) / 2**20, 1)}
+            | ({"speed": speed[one]} if name == "fp32" and one in speed else {})
             for one, run in runs.items()
         }
     for dropout in ("0", "0.1"):
         runs = steps(dropout)
-        speed = ratios(take_turns(runs, args))
+        speed = speeds(runs, args)
         title = f"training step, Llama of 4 layers and width 256, fp32, 2 x 512 tokens, hidden dropout {dropout}"
         found[title] = {one: ({"speed": speed[one]} if one in speed else {}) for one in runs}
-    return found
+    return {"measured": found}
 
 
-def table(found: Mapping[str, Mapping[str, Mapping[str, object]]], facts: Mapping[str, object]) -> str:
+def page(result: Mapping[str, Any]) -> str:
     """Return the results as Markdown."""
     text = ["# Kernels on a CPU, one thread"]
-    for title, contestants in found.items():
-        text += [
-            "",
-            f"## {title}",
-            "",
-            "| | speed, times the first | lowest | highest | peak, MB |",
-            "|---|---|---|---|---|",
-        ]
+    for title, contestants in result["measured"].items():
+        rows = []
         for name, values in contestants.items():
-            speed = values.get("speed")
-            shown = " | ".join(f"{x:.2f}" for x in speed) if isinstance(speed, list) else " |  | "
-            text.append(f"| {name} | {shown} | {values.get('megabytes', '')} |")
-    text += ["", ", ".join(f"{key} {value}" for key, value in facts.items()) + "."]
-    return "\n".join(text) + "\n"
+            speed = [f"{x:.2f}" for x in values["speed"]] if "speed" in values else ["", "", ""]
+            rows.append([name, *speed, values.get("megabytes", "")])
+        text += ["", f"## {title}", *table(("", "speed, times the first", "lowest", "highest", "peak, MB"), rows)]
+    facts = {key: value for key, value in result.items() if key != "measured"}
+    return "\n".join([*text, "", ", ".join(f"{key} {value}" for key, value in facts.items()) + "."])
 
 
 def main(argv: Sequence[str]) -> int:
-    """Measure, print, and write if asked to."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    """Run the benchmark."""
+    parser = options(__doc__, clock=True)
     parser.add_argument("--tokens", type=int, default=2048)
     parser.add_argument("--vocabulary", type=int, default=50304)
     parser.add_argument("--hidden", type=int, default=256)
     parser.add_argument("--chunk", type=int, default=256)
-    parser.add_argument("--repeats", type=int, default=5, help="rounds")
-    parser.add_argument("--clock", choices=CLOCKS, default="wall", help="processor: where others use the machine too")
-    parser.add_argument("--write", action="store_true", help="keep the result under benchmarks/results")
-    args = parser.parse_args(argv)
-    load = os.getloadavg()[0]
-    torch.set_num_threads(1)
-    found = measure(args)
-    facts = {
-        "rounds": args.repeats,
-        "clock": args.clock,
-        "load before the start": round(load, 1),
-    } | machine("torch")
-    print(table(found, facts))
-    if args.write:
-        keep("kernels", {"measured": found} | facts, table(found, facts))
-    return 0
+    return run("kernels", parser, argv, measure, page)
 
 
 if __name__ == "__main__":

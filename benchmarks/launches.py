@@ -14,7 +14,6 @@ Rows of torchtitan need version 0.2.2, datasets, tensorboard, torchdata and tyro
 
 from __future__ import annotations
 
-import argparse
 import gc
 import importlib
 import importlib.util
@@ -35,18 +34,8 @@ from torch import Tensor, nn
 
 from benchmarks import gpu_contestants
 from benchmarks.gpu_contestants import BETAS, CLIP, EPS, Ours, Theirs
-from benchmarks.record import RESULTS, keep, versions
-from benchmarks.roofline import (
-    GAP,
-    GEMM_RATES,
-    GRAPH_GAP,
-    H100,
-    H200,
-    PEAK_FLOPS,
-    Gpu,
-    gpu_seconds,
-    step_seconds,
-)
+from benchmarks.record import RESULTS, keep, options, table, versions
+from benchmarks.roofline import GAP, GEMM_RATES, GRAPH_GAP, H100, H200, PEAK_FLOPS, Gpu, gpu_seconds, step_seconds
 from benchmarks.traffic import Traffic
 from megatron.config.run import RunConfig
 from megatron.kernels import registry
@@ -288,23 +277,19 @@ def prediction(case: Case, counts: Mapping[str, Any], gpu: Gpu) -> dict[str, flo
     }
 
 
-def table(name: str, rows: Mapping[str, Any]) -> list[str]:
+def table_of(name: str, rows: Mapping[str, Any]) -> list[str]:
     """Return the rows of a case as Markdown."""
     case = CASES[name]
-    lines = [
-        "",
-        f"## {name}: {case.layers} layers, {case.micro_batches} x {case.micro_batch} samples a step",
-        "",
-    ]
-    lines += ["| | launches a layer (GEMMs) | MB a layer | host ms a layer | rest: launches, MB, host ms | "]
-    lines[-1] += "step: launches, syncs, host ms | predicted GPU ms | predicted MFU (causal) |"
-    lines += ["|---|--:|--:|--:|--:|--:|--:|--:|"]
+    heads = ("", "launches a layer (GEMMs)", "MB a layer", "host ms a layer", "rest: launches, MB, host ms")
+    heads += ("step: launches, syncs, host ms", "predicted GPU ms", "predicted MFU (causal)")
+    found = list[list[str]]()
     for title, row in rows.items():
         if "error" in row:
-            lines.append(f"| {title} | not measured: {row['error']} | | | | | | |")
+            found.append([title, f"not measured: {row['error']}", *[""] * 6])
             continue
         whole, predicted = row["whole"], prediction(case, row["whole"], H200)
         cells = [
+            title,
             f"{per_layer(row, 'launches'):.1f} ({per_layer(row, 'gemms'):.0f})",
             f"{per_layer(row, 'bytes') / 1e6:,.0f}",
             f"{per_layer(row, 'host_ms'):.2f}",
@@ -313,8 +298,9 @@ def table(name: str, rows: Mapping[str, Any]) -> list[str]:
             f"{predicted['gpu_ms']:.1f}",
             f"{predicted['mfu']:.1%} ({predicted['mfu_causal']:.1%})",
         ]
-        lines.append(f"| {title} | {' | '.join(cells)} |")
-    return lines
+        found.append(cells)
+    title = f"## {name}: {case.layers} layers, {case.micro_batches} x {case.micro_batch} samples a step"
+    return ["", title, *table(heads, found, "lrrrrrrr")]
 
 
 def goals(rows: Mapping[str, Mapping[str, Any]]) -> list[str]:
@@ -351,13 +337,15 @@ def goals(rows: Mapping[str, Mapping[str, Any]]) -> list[str]:
 def checks(found: Mapping[str, Mapping[str, Any]]) -> list[str]:
     """Return what the roofline predicts for an H100 beside what was measured on one."""
     lines = ["", "## The roofline on an H100, beside measurements", ""]
-    lines += ["One rate, that of large matrix products, was chosen to fit the rows of `transformers`.", ""]
-    lines += ["| case | | predicted ms | measured ms | predicted / measured |", "|---|---|--:|--:|--:|"]
-    for name, rows in found.items():
-        for (title, row), ms in zip(rows.items(), MILLISECONDS[name]):
-            seconds = step_seconds(row["whole"], H100)
-            lines.append(f"| {name} | {title} | {1e3 * seconds:.1f} | {ms:.1f} | {1e3 * seconds / ms:.2f} |")
-    return lines
+    lines += ["One rate, that of large matrix products, was chosen to fit the rows of `transformers`."]
+    compared = [
+        (name, title, 1e3 * step_seconds(row["whole"], H100), ms)
+        for name, rows in found.items()
+        for (title, row), ms in zip(rows.items(), MILLISECONDS[name])
+    ]
+    heads = ("case", "", "predicted ms", "measured ms", "predicted / measured")
+    shown = [[name, title, f"{ours:.1f}", f"{ms:.1f}", f"{ours / ms:.2f}"] for name, title, ours, ms in compared]
+    return lines + table(heads, shown, "llrrr")
 
 
 NOTES = f"""
@@ -398,7 +386,7 @@ def page(result: Mapping[str, Any]) -> str:
             before = {
                 f"{title}, at {result['before at']}": row for title, row in result["before"].get(name, {}).items()
             }
-            lines += table(name, before | result["rows"][name])
+            lines += table_of(name, before | result["rows"][name])
     lines += checks(result["checks"])
     if all({"ours", NO_GRAPH, RIVAL} <= set(result["rows"].get(name, {})) for name in CASES):
         lines += ["", "## Goals", "", *goals(result["rows"]), "", UNDECIDED]
@@ -408,15 +396,11 @@ def page(result: Mapping[str, Any]) -> str:
 
 def main(argv: Sequence[str]) -> int:
     """Count, print, and write if asked to."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = options(__doc__, rounds=None)
     parser.add_argument("--cases", nargs="*", choices=CASES, default=[*CASES])
     parser.add_argument("--implementations", nargs="*", choices=IMPLEMENTATIONS, default=[*IMPLEMENTATIONS])
-    parser.add_argument("--write", action="store_true", help="add the rows to benchmarks/results/launches.json")
-    parser.add_argument(
-        "--before",
-        action="store_true",
-        help="write rows of an earlier commit, a tree of which is in PYTHONPATH",
-    )
+    text = "write rows of an earlier commit, a tree of which is in PYTHONPATH"
+    parser.add_argument("--before", action="store_true", help=text)
     parser.add_argument("--row", nargs=2, metavar=("CASE", "IMPLEMENTATION"), help="print one row as JSON")
     args = parser.parse_args(argv)
     if "nullcuda" not in os.environ.get("LD_PRELOAD", ""):

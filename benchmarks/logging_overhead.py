@@ -26,7 +26,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.record import keep, machine
+from benchmarks.record import conditions, options, run, spread, spreads
 from megatron.arguments.cli import parse
 from megatron.config.run import RunConfig
 from megatron.distributed.comm import Group
@@ -146,11 +146,6 @@ def take_turns(blocks: Mapping[str, Callable[[], None]], rounds: int) -> dict[st
     return seconds
 
 
-def spread(values: Sequence[float]) -> list[float]:
-    """Median, lowest and highest, to four digits."""
-    return [float(f"{x:.4g}") for x in (statistics.median(values), min(values), max(values))]
-
-
 def per_step(args: argparse.Namespace, trainer: Trainer) -> dict[str, list[float]]:
     """Microseconds of what every step does."""
     window, metrics, group = MetricsWindow(CPU, 1), made_up(), Group()
@@ -239,24 +234,18 @@ def price(part: Callable[[], None], calls: int, rounds: int) -> list[float]:
 
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
-    """Everything, and what it was measured on."""
-    load = os.getloadavg()[0]  # of the last minute: what others do on the machine
+    """Return all figures."""
+    torch.set_num_threads(1)
+    os.environ["WANDB_MODE"] = "offline"
     result = side_by_side(args)
     with tempfile.TemporaryDirectory() as folder:
         trainer = build_trainer(configuration(args, folder), 0, 1)
-    shape = {"layers": args.num_layers, "hidden": args.hidden_size, "sequence": args.seq_length}
-    return (
-        result
-        | {
-            "every step": per_step(args, trainer),
-            "every log line": per_line(args),
-            "shape": shape,
-            "steps_per_line": args.steps,
-            "rounds": args.repeats,
-            "load": round(load, 1),
-        }
-        | machine("torch")
-    )
+    return result | {
+        "every step": per_step(args, trainer),
+        "every log line": per_line(args),
+        "shape": {"layers": args.num_layers, "hidden": args.hidden_size, "sequence": args.seq_length},
+        "steps_per_line": args.steps,
+    }
 
 
 def together(result: Mapping[str, Any]) -> float:
@@ -277,41 +266,29 @@ def page(result: Mapping[str, Any]) -> str:
         "",
         f"A bare step takes {result['bare_step_ms']} ms ({shape}). A line every {result['steps_per_line']} steps",
         "goes to the console, metrics.jsonl, TensorBoard and Weights & Biases.",
+        *spreads("step with all of it / bare step", result["ratios"], ".4f"),
     ]
-    text += ["", "| step with all of it / bare step | median | lowest | highest |", "|---|---|---|---|"]
-    text += [f"| {name} | {m:.4f} | {a:.4f} | {b:.4f} |" for name, (m, a, b) in result["ratios"].items()]
     for part in ("every step", "every log line"):
-        text += ["", f"| microseconds of {part} | median | lowest | highest |", "|---|---|---|---|"]
-        text += [f"| {name} | {m:.3g} | {a:.3g} | {b:.3g} |" for name, (m, a, b) in result[part].items()]
+        text += spreads(f"microseconds of {part}", result[part], ".3g")
     text += [
         "",
         "Microseconds are processor time of the thread that trains.",
         f"All parts together: {together(result):.0f} a step.",
         "",
-        f"{result['rounds']} rounds; {result['processor']}, load {result['load']} before the start; "
-        f"python {result['python']}, torch {result['torch']}.",
+        f"{result['rounds']} rounds; {conditions(result)}",
     ]
-    return "\n".join(text) + "\n"
+    return "\n".join(text)
 
 
 def main(argv: Sequence[str]) -> int:
-    """Measure, print, and write if asked to."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    """Run the benchmark."""
+    parser = options(__doc__, rounds=41)
     parser.add_argument("--num-layers", type=int, default=2)
     parser.add_argument("--hidden-size", type=int, default=64)
     parser.add_argument("--seq-length", type=int, default=64)
     parser.add_argument("--steps", type=int, default=10, help="of a block, and so from line to line")
-    parser.add_argument("--repeats", type=int, default=41, help="rounds")
     parser.add_argument("--calls", type=int, default=2000, help="of every part in a round")
-    parser.add_argument("--write", action="store_true", help="keep the result under benchmarks/results")
-    args = parser.parse_args(argv)
-    torch.set_num_threads(1)
-    os.environ["WANDB_MODE"] = "offline"
-    result = measure(args)
-    print(page(result), end="")
-    if args.write:
-        keep("logging_overhead", result, page(result))
-    return 0
+    return run("logging_overhead", parser, argv, measure, page)
 
 
 if __name__ == "__main__":

@@ -13,8 +13,6 @@ from the same weights and gradients, and must reach the same weights. `offloaded
 from __future__ import annotations
 
 import argparse
-import os
-import statistics
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -24,7 +22,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from benchmarks.record import conditions, keep, machine
+from benchmarks.record import conditions, options, run, spread, table, timed
 from megatron.arguments.cli import parse
 from megatron.config.run import RunConfig
 from megatron.distributed.comm import Group
@@ -41,8 +39,7 @@ from megatron.optimizer.parameter_store import ParameterStore
 RATES = Rates(1e-4, 0.01)
 CLIP, GRADIENT = 1.0, 1e-5
 """The largest norm, and the size of gradients: a rank alone knows its part of the norm only, so none may be clipped."""
-LAYERS, RANKS, ROUNDS = 6, (1, 2, 4, 8), 7
-"""Sizes of the committed results."""
+RANKS = 1, 2, 4, 8
 
 WHOLE, RULE = "update", "rule alone"
 OFFLOADED = "1, offloaded"
@@ -134,7 +131,7 @@ def check(optimizer: DistributedOptimizer, params: Mapping[str, nn.Parameter]) -
             raise RuntimeError(f"{name} is not moved as torch moves it")
 
 
-def measure(config: RunConfig, ranks: Sequence[int], rounds: int) -> dict[str, dict[str, list[float]]]:
+def ratios_of(config: RunConfig, ranks: Sequence[int], rounds: int) -> dict[str, dict[str, list[float]]]:
     """Ratios of every round by what is timed, and by the number of ranks: all our ranks' seconds over torch's."""
     specs = gpt(config.model)
     params, torchs = theirs(config, specs)
@@ -149,25 +146,20 @@ def measure(config: RunConfig, ranks: Sequence[int], rounds: int) -> dict[str, d
                 check(optimizer, params)
         for _ in range(rounds):
             for name, (n, _, contestant) in sides.items():
-                reference = seconds(torchs[what])
-                ratios[what][name].append(n * seconds(contestant[what]) / reference)
+                reference = timed(torchs[what], time.thread_time)  # the machine may have other work
+                ratios[what][name].append(n * timed(contestant[what], time.thread_time) / reference)
     return ratios
-
-
-def seconds(action: Callable[[], object]) -> float:
-    """Of this thread's processor time: the machine may have other work."""
-    start = time.thread_time()
-    action()
-    return time.thread_time() - start
 
 
 def page(result: Mapping[str, Any]) -> str:
     """Return the page of results."""
-    text = ["# AdamW cut by ZeRO-1 beside torch's fused AdamW on the whole model, CPU, one thread", ""]
-    text += ["| ranks | update of all ranks / clip_grad_norm_ and step | rule alone / step |", "|--:|---|---|"]
+    heads = ("ranks", "update of all ranks / clip_grad_norm_ and step", "rule alone / step")
+    rows = []
     for name in result["ratios"][WHOLE]:
         cells = (result["ratios"][what][name] for what in (WHOLE, RULE))
-        text.append(f"| {name} | " + " | ".join(f"{m:.2f} ({low:.2f}-{high:.2f})" for m, low, high in cells) + " |")
+        rows.append([name, *(f"{m:.2f} ({low:.2f}-{high:.2f})" for m, low, high in cells)])
+    text = ["# AdamW cut by ZeRO-1 beside torch's fused AdamW on the whole model, CPU, one thread"]
+    text += table(heads, rows, "rll")
     text += [
         "",
         f"One rank's seconds x ranks; {result['parameters']:,} parameters of GPT-2's shapes in fp32, median and range "
@@ -176,35 +168,24 @@ def page(result: Mapping[str, Any]) -> str:
     return "\n".join(text)
 
 
-def main(argv: Sequence[str]) -> int:
-    """Measure, print, and write if asked to."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--num-layers", type=int, default=LAYERS, help="less for a quick look")
-    parser.add_argument("--repeats", type=int, default=ROUNDS, help="rounds")
-    parser.add_argument("--write", action="store_true", help="keep the result under benchmarks/results")
-    args = parser.parse_args(argv)
-    if args.write and args.num_layers != LAYERS:
-        parser.error("results are kept for the default size only: leave out --write, or --num-layers")
+def measure(args: argparse.Namespace) -> dict[str, Any]:
+    """Return the ratios."""
     torch.set_num_threads(1)
-    load = os.getloadavg()[0]
     flags = f"--preset gpt2-124m --num-layers {args.num_layers} --mock-data --train-iters 1 --clip-grad {CLIP}"
     config = parse(flags.split(), {}).config
-    found = measure(config, RANKS, args.repeats)
-    figures = {
-        what: {n: [round(x, 3) for x in (statistics.median(v), min(v), max(v))] for n, v in of_ranks.items()}
-        for what, of_ranks in found.items()
-    }
-    result: dict[str, Any] = {
-        "ratios": figures,
+    found = ratios_of(config, RANKS, args.repeats)
+    return {
+        "ratios": {what: {n: spread(v) for n, v in of_ranks.items()} for what, of_ranks in found.items()},
         "ranks": RANKS,
-        "rounds": args.repeats,
         "parameters": num_parameters(config.model),
-        "load": round(load, 1),
-    } | machine("torch")
-    print(page(result))
-    if args.write:
-        keep("optimizer", result, page(result))
-    return 0
+    }
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run the benchmark."""
+    parser = options(__doc__, rounds=7)
+    parser.add_argument("--num-layers", type=int, default=6, help="less for a quick look")
+    return run("optimizer", parser, argv, measure, page, fixed=("num_layers",))
 
 
 if __name__ == "__main__":

@@ -11,7 +11,6 @@ take turns; the price of an action is the difference over their number, in the p
 from __future__ import annotations
 
 import argparse
-import os
 import statistics
 import sys
 import time
@@ -24,7 +23,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
-from benchmarks.record import keep, machine
+from benchmarks.record import conditions, options, run, spread, table, timed
 from megatron.distributed import comm
 from megatron.distributed.comm import Channel, Pending
 from megatron.distributed.grad_accumulator import GradAccumulator
@@ -106,7 +105,7 @@ class Case:
         return step
 
 
-def measure(name: str, args: argparse.Namespace) -> dict[str, Any]:
+def measure_one(name: str, args: argparse.Namespace) -> dict[str, Any]:
     """Actions of a step by what they are, and microseconds of a step of every round, by the runtime and plain."""
     case = Case.of(name, args.microbatches)
     micros: dict[str, list[float]] = {"runtime": [], "plain": []}
@@ -114,11 +113,9 @@ def measure(name: str, args: argparse.Namespace) -> dict[str, Any]:
     with patch.multiple(comm, start_send=nothing_moves, start_receive=nothing_moves):
         for number in range(args.repeats + 1):  # the first one warms up
             for what, step in steps.items():
-                began = time.thread_time()
-                for _ in range(args.steps):
-                    step()
+                spent = sum(timed(step, time.thread_time) for _ in range(args.steps))
                 if number:
-                    micros[what].append((time.thread_time() - began) / args.steps * 1e6)
+                    micros[what].append(spent / args.steps * 1e6)
     computing = sum(action.kind in COMPUTE_KINDS for action in case.actions)
     return {"actions": len(case.actions), "computing": computing, "micros": micros}
 
@@ -133,49 +130,40 @@ def price(row: Mapping[str, Any]) -> list[float]:
     return [(ours - plain) / row["actions"] for ours, plain in zip(row["micros"]["runtime"], row["micros"]["plain"])]
 
 
-def report(result: Mapping[str, Any]) -> str:
+def page(result: Mapping[str, Any]) -> str:
     """Return the page of results."""
-    heads = ("actions", "of them computing", "added to an action, us", "lowest", "highest", "step / plain loop")
-    text = [TITLE, "", f"| schedule | {' | '.join(heads)} |", "|---" * (len(heads) + 1) + "|"]
+    heads = ("schedule", "actions", "of them computing", "added to an action, us", "lowest", "highest")
+    rows = []
     for name, row in result["schedules"].items():
-        added = price(row)
         ratio = statistics.median(a / b for a, b in zip(row["micros"]["runtime"], row["micros"]["plain"]))
-        figures = [f"{figure:.1f}" for figure in (statistics.median(added), min(added), max(added), ratio)]
-        text.append(f"| {name} | {row['actions']} | {row['computing']} | {' | '.join(figures)} |")
+        rows.append([name, row["actions"], row["computing"], *(f"{x:.1f}" for x in (*spread(price(row)), ratio))])
     above = [name for name, row in result["schedules"].items() if statistics.median(price(row)) > MOST]
     verdict = f"above {MOST:.0f} us: {', '.join(above)}" if above else f"all below {MOST:.0f} us"
-    text += [
+    text = [
+        TITLE,
+        *table((*heads, "step / plain loop"), rows),
         "",
         f"Rank {RANK} of {RANKS}, {result['microbatches']} micro-batches, stages of one product of 1 x {WIDTH} and "
         f"{WIDTH} x {WIDTH}; {verdict} for an action, sends and receives counted, the time of torch.distributed not. "
         "Such a stage computes next to nothing, so the ratio is the worst there is.",
         "",
-        f"Median of {result['rounds']} alternating rounds, processor time of the thread; {result['processor']}, "
-        f"load {result['load']:.1f} before the start; python {result['python']}, torch {result['torch']}.",
+        f"Median of {result['rounds']} alternating rounds, processor time of the thread; {conditions(result)}",
     ]
     return "\n".join(text)
 
 
+def measure(args: argparse.Namespace) -> dict[str, Any]:
+    """Return the figures of all schedules."""
+    torch.set_num_threads(1)
+    return {"microbatches": args.microbatches, "schedules": {name: measure_one(name, args) for name in SCHEDULES}}
+
+
 def main(argv: Sequence[str]) -> int:
-    """Measure, print, and write if asked to."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    """Run the benchmark."""
+    parser = options(__doc__, rounds=7)
     parser.add_argument("--microbatches", type=int, default=32, help="of a step")
     parser.add_argument("--steps", type=int, default=20, help="that are timed together")
-    parser.add_argument("--repeats", type=int, default=7, help="rounds, each after the other's")
-    parser.add_argument("--write", action="store_true", help="keep the result under benchmarks/results")
-    args = parser.parse_args(argv)
-    torch.set_num_threads(1)
-    result = {
-        "load": os.getloadavg()[0],
-        "rounds": args.repeats,
-        "microbatches": args.microbatches,
-        "schedules": {name: measure(name, args) for name in SCHEDULES},
-    } | machine("torch")
-    page = report(result)
-    print(page)
-    if args.write:
-        keep("pipeline", result, page)
-    return 0
+    return run("pipeline", parser, argv, measure, page)
 
 
 if __name__ == "__main__":

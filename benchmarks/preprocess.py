@@ -12,7 +12,6 @@ the time to read their tokenizer, are not counted. "After its start" leaves out 
 
 from __future__ import annotations
 
-import argparse
 import json
 import multiprocessing
 import os
@@ -27,7 +26,7 @@ from pathlib import Path
 
 import numpy as np
 
-from benchmarks.record import keep, versions
+from benchmarks.record import keep, options, table, timed, versions
 from tools.preprocess_data import available_cores
 
 ROOT = Path(__file__).parents[1]
@@ -133,9 +132,7 @@ def gigatoken_alone(corpus: Path, model: Path, threads: int) -> tuple[float, int
 
     tokenizer = gigatoken.Tokenizer(model)
     texts, size = texts_of(corpus)
-    started = time.perf_counter()
-    tokenizer.encode_batch(texts, parallel=threads > 1)
-    return time.perf_counter() - started, size
+    return timed(lambda: tokenizer.encode_batch(texts, parallel=threads > 1)), size
 
 
 def hf_loop(corpus: Path, model: Path, threads: int) -> tuple[float, int]:
@@ -175,11 +172,8 @@ def ours(corpus: Path, model: Path, threads: int) -> tuple[float, int]:
 
 def seconds_of(*arguments: str) -> float:
     """Return the seconds that Python takes with these arguments."""
-    started = time.perf_counter()
-    subprocess.run(
-        [sys.executable, *arguments], check=True, capture_output=True, env=os.environ | {"PYTHONPATH": str(ROOT)}
-    )
-    return time.perf_counter() - started
+    command, environ = [sys.executable, *arguments], os.environ | {"PYTHONPATH": str(ROOT)}
+    return timed(lambda: subprocess.run(command, check=True, capture_output=True, env=environ))
 
 
 OURS, ALONE, BATCHED, LOOP = "ours, end to end", "gigatoken alone", "HF batched", "HF document by document"
@@ -223,18 +217,18 @@ def one_round(corpus: Path, tiny: Path, model: Path, threads: int) -> dict[str, 
 
 def describe(rounds: Sequence[dict[str, float]]) -> list[str]:
     """Return a table with the median and range of the rounds."""
-    lines = ["| | median | range |", "|---|---|---|"]
+    rows = []
     for name in rounds[0]:
         found = sorted(one[name] for one in rounds)
         digits = 2 if found[-1] < 10 else 0
         middle, low, high = (f"{x:,.{digits}f}" for x in (statistics.median(found), found[0], found[-1]))
-        lines.append(f"| {name} | {middle} | {low} to {high} |")
-    return lines
+        rows.append([name, middle, f"{low} to {high}"])
+    return table(("", "median", "range"), rows)
 
 
 def main(argv: Sequence[str]) -> int:
     """Measure, print, and write if asked to."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = options(__doc__, rounds=None)
     parser.add_argument("--megabytes", type=float, default=200, help="of text (200)")
     parser.add_argument("--input", type=Path, help="JSONL file to use (default: generated text)")
     parser.add_argument(
@@ -245,7 +239,6 @@ def main(argv: Sequence[str]) -> int:
     )
     parser.add_argument("--rounds", type=int, default=5, help="of which the median is taken (5)")
     parser.add_argument("--folder", help="where to put some GB for a while (the system's choice)")
-    parser.add_argument("--write", action="store_true", help="keep the result under benchmarks/results")
     args = parser.parse_args(argv)
     load = os.getloadavg()[0]
     with tempfile.TemporaryDirectory(dir=args.folder) as folder:
@@ -269,7 +262,7 @@ def main(argv: Sequence[str]) -> int:
     print("\n".join(lines))
     if args.write:
         content = {"rounds": rounds, "setting": setting, "versions": measured_with}
-        keep("preprocess", content, "\n".join([TITLE, "", *lines]))
+        keep("preprocess", content, "\n".join([TITLE, *lines]))
     return 0
 
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import gc
-import os
 import sys
 import tempfile
 import threading
@@ -24,7 +23,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.ranks import run_ranks
-from benchmarks.record import conditions, keep, machine
+from benchmarks.record import conditions, options, run, status_bytes, table
 from megatron.arguments.cli import parse
 from megatron.arguments.sources import to_dict
 from megatron.checkpoint.format import Manifest
@@ -37,8 +36,8 @@ from megatron.training.build import build_trainer
 from megatron.training.checkpoint_contents import local_tensors, restore_run, run_state, tensors_to_save
 from megatron.training.trainer import Trainer
 
-LAYERS, LIMIT, INTERVAL = 18, 1e9, 0.002
-"""Layers of the committed results; bytes; seconds between two readings of a process's memory."""
+LIMIT, INTERVAL = 1e9, 0.002
+"""Bytes; seconds between two readings of a process's memory."""
 
 ZERO = "--data-parallel-sharding-strategy"
 WRITTEN = (4, f"--tensor-model-parallel-size 2 {ZERO} optim")
@@ -89,7 +88,7 @@ def load(rank: int, world_size: int, layers: int, flags: str, folder: str) -> tu
     weights = [b.whole if b.whole.untyped_storage().nbytes() else b.part for b in trainer.optimizer.weights.buffers]
     touch([*local_tensors(trainer).values(), *weights, *(bucket.shard for bucket in trainer.buckets.buckets)])
     gc.collect()
-    before, started = anonymous(), time.perf_counter()
+    before, started = status_bytes("RssAnon"), time.perf_counter()
     peak = peak_while(lambda: restore_run(trainer, Manifest.open(Path(folder) / "iter_0000000"), (0, 0)))
     seconds = time.perf_counter() - started
     return bits(trainer), before, peak - before, seconds
@@ -103,12 +102,12 @@ def touch(tensors: Iterable[Tensor]) -> None:
 
 
 def peak_while(action: Callable[[], object]) -> int:
-    """Return the peak anonymous memory of this process during ``action``."""
-    peak, done = [anonymous()], threading.Event()
+    """Return the peak anonymous memory of this process during ``action``, without mapped files."""
+    peak, done = [status_bytes("RssAnon")], threading.Event()
 
     def look() -> None:
         while not done.wait(INTERVAL):
-            peak[0] = max(peak[0], anonymous())
+            peak[0] = max(peak[0], status_bytes("RssAnon"))
 
     watcher = threading.Thread(target=look, daemon=True)
     watcher.start()
@@ -117,16 +116,10 @@ def peak_while(action: Callable[[], object]) -> int:
     finally:
         done.set()
         watcher.join()
-    return max(peak[0], anonymous())
+    return max(peak[0], status_bytes("RssAnon"))
 
 
-def anonymous() -> int:
-    """Bytes of this process that are no mapped file."""
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(1024 * int(line.split()[1]) for line in lines if line.startswith("RssAnon:"))
-
-
-def measure(folder: Path, layers: int) -> list[dict[str, Any]]:
+def load_all(folder: Path, layers: int) -> list[dict[str, Any]]:
     """One row for each layout that loads.
 
     Raises:
@@ -148,12 +141,14 @@ def measure(folder: Path, layers: int) -> list[dict[str, Any]]:
 
 def page(result: dict[str, Any]) -> str:
     """Return the page of results."""
-    text = ["# Loading a checkpoint in another layout", ""]
-    text += ["| ranks | layout | held before, MB | loading takes in addition, MB | seconds |", "|--:|---|--:|--:|--:|"]
-    for row in result["rows"]:
-        cells = row["ranks"], f"`{row['flags']}`", f"{row['held'] / 1e6:,.0f}", f"{row['extra'] / 1e6:,.0f}"
-        text.append("| " + " | ".join(map(str, (*cells, row["seconds"]))) + " |")
-    text += [
+    heads = ("ranks", "layout", "held before, MB", "loading takes in addition, MB", "seconds")
+    rows = [
+        [row["ranks"], f"`{row['flags']}`", f"{row['held'] / 1e6:,.0f}", f"{row['extra'] / 1e6:,.0f}", row["seconds"]]
+        for row in result["rows"]
+    ]
+    text = [
+        "# Loading a checkpoint in another layout",
+        *table(heads, rows, "rlrrr"),
         "",
         f"{result['bytes'] / 1e9:.2f} GB, written by `{WRITTEN[1]}` on {WRITTEN[0]} ranks; RssAnon of the rank that "
         f"takes most, all of it held before was touched; limit {LIMIT / 1e9:.0f} GB. All bits were those that were "
@@ -162,24 +157,19 @@ def page(result: dict[str, Any]) -> str:
     return "\n".join(text)
 
 
-def main(argv: Sequence[str]) -> int:
-    """Measure, print, and write if asked to."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--folder", type=Path, default=None, help="for the checkpoint (default: a temporary one)")
-    parser.add_argument("--num-layers", type=int, default=LAYERS, help="less for a quick look")
-    parser.add_argument("--write", action="store_true", help="keep the result under benchmarks/results")
-    args = parser.parse_args(argv)
-    if args.write and args.num_layers != LAYERS:
-        parser.error("results are kept for the default size only: leave out --write, or --num-layers")
-    load = os.getloadavg()[0]
+def measure(args: argparse.Namespace) -> dict[str, Any]:
+    """Return a row for each layout, and the size of the checkpoint."""
     with tempfile.TemporaryDirectory(dir=args.folder) as folder:
-        rows = measure(Path(folder), args.num_layers)
-    size = checkpoint_bytes(config_of(args.num_layers, 1, ""))
-    result = {"rows": rows, "bytes": size, "load": round(load, 1)} | machine("torch")
-    print(page(result))
-    if args.write:
-        keep("resharding", result, page(result))
-    return 0
+        rows = load_all(Path(folder), args.num_layers)
+    return {"rows": rows, "bytes": checkpoint_bytes(config_of(args.num_layers, 1, ""))}
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run the benchmark."""
+    parser = options(__doc__, rounds=None)
+    parser.add_argument("--folder", type=Path, default=None, help="for the checkpoint (default: a temporary one)")
+    parser.add_argument("--num-layers", type=int, default=18, help="less for a quick look")
+    return run("resharding", parser, argv, measure, page, fixed=("num_layers",))
 
 
 if __name__ == "__main__":

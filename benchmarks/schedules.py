@@ -14,23 +14,20 @@ import argparse
 import cProfile
 import gc
 import io
-import os
 import pstats
 import statistics
 import sys
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from benchmarks.record import keep, machine
+from benchmarks.record import CLOCKS, options, run, table
 from megatron.pipeline.communication import add_communication
 from megatron.pipeline.schedules import SCHEDULES, make_schedule
 from megatron.pipeline.simulate import StageCosts, simulate
 from megatron.pipeline.validate import validate_program
 
 TITLE = "# Schedules before they run: microseconds per action"
-CLOCKS = {"wall": time.perf_counter, "processor": time.process_time}
 PASSES = ("made", "communication", "proof", "simulation")
 COLLECTOR = "garbage collection"
 LIMIT = 10.0
@@ -81,7 +78,7 @@ def collecting(clock: Callable[[], float]) -> Iterator[list[float]]:
         gc.callbacks.remove(note)
 
 
-def measure(name: str, args: argparse.Namespace) -> dict[str, Any]:
+def measure_one(name: str, args: argparse.Namespace) -> dict[str, Any]:
     """Sizes of a schedule, and by pass the microseconds per action of every round."""
     chunks = stages_on_rank(name, args.chunks)
     micros: dict[str, list[float]] = {column: [] for column in (*PASSES, COLLECTOR)}
@@ -97,26 +94,22 @@ def total(row: Mapping[str, Any]) -> list[float]:
     return [sum(spent) for spent in zip(*(row["micros"][column] for column in PASSES))]
 
 
-def report(result: Mapping[str, Any]) -> str:
+def page(result: Mapping[str, Any]) -> str:
     """Return the page of results."""
     figures = ("all", "lowest", "highest", f"of all, {COLLECTOR}", "all, per computing action")
-    heads = ("stages on a rank", "actions", *PASSES, *figures)
-    text = [TITLE, "", f"| schedule | {' | '.join(heads)} |", "|---" * (len(heads) + 1) + "|"]
+    rows = []
     for name, row in result["schedules"].items():
+        medians = {column: statistics.median(spent) for column, spent in row["micros"].items()}
         whole = total(row)
-        medians = [f"{statistics.median(row['micros'][column]):.2f}" for column in PASSES]
-        cells = [
-            str(row["chunks"]),
-            f"{row['actions']:,}",
-            *medians,
-            *(f"{figure:.2f}" for figure in (statistics.median(whole), min(whole), max(whole))),
-            f"{statistics.median(row['micros'][COLLECTOR]):.2f}",
-            f"{statistics.median(whole) * row['actions'] / row['computing']:.1f}",
-        ]
-        text.append(f"| {name} | {' | '.join(cells)} |")
+        whole = [statistics.median(whole), min(whole), max(whole)]
+        shown = [f"{x:.2f}" for x in (*(medians[column] for column in PASSES), *whole, medians[COLLECTOR])]
+        rows.append([name, row["chunks"], f"{row['actions']:,}", *shown])
+        rows[-1].append(f"{whole[0] * row['actions'] / row['computing']:.1f}")
     above = [name for name, row in result["schedules"].items() if statistics.median(total(row)) > LIMIT]
     verdict = f"above {LIMIT:.0f} microseconds: {', '.join(above)}" if above else f"all below {LIMIT:.0f} microseconds"
-    text += [
+    text = [
+        TITLE,
+        *table(("schedule", "stages on a rank", "actions", *PASSES, *figures), rows),
         "",
         f"{result['ranks']} ranks, {result['microbatches']} micro-batches; {verdict}. An action is one of the program: "
         "something computed, sent or received.",
@@ -138,35 +131,25 @@ def profile(name: str, args: argparse.Namespace) -> str:
     return text.getvalue()
 
 
+def measure(args: argparse.Namespace) -> dict[str, Any]:
+    """Return the figures of all schedules."""
+    found = {name: measure_one(name, args) for name in args.schedules}
+    return {"schedules": found, "ranks": args.ranks, "microbatches": args.microbatches}
+
+
 def main(argv: Sequence[str]) -> int:
-    """Measure, print, and write if asked to."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    """Run the benchmark."""
+    parser = options(__doc__, clock=True)
     parser.add_argument("--schedules", nargs="+", choices=SCHEDULES, default=list(SCHEDULES))
     parser.add_argument("--ranks", type=int, default=64)
     parser.add_argument("--chunks", type=int, default=8, help="stages on each rank, where they can be chosen")
     parser.add_argument("--microbatches", type=int, default=512)
-    parser.add_argument("--repeats", type=int, default=5, help="rounds")
-    parser.add_argument("--clock", choices=CLOCKS, default="wall", help="processor: where others use the machine too")
     parser.add_argument("--profile", action="store_true", help="show where the time goes instead")
-    parser.add_argument("--write", action="store_true", help="keep the result under benchmarks/results")
     args = parser.parse_args(argv)
     if args.profile:
         print("\n".join(profile(name, args) for name in args.schedules))
         return 0
-    load = os.getloadavg()[0]
-    result: dict[str, Any] = {
-        "schedules": {name: measure(name, args) for name in args.schedules},
-        "ranks": args.ranks,
-        "microbatches": args.microbatches,
-        "rounds": args.repeats,
-        "clock": args.clock,
-        "load": load,
-    } | machine()
-    page = report(result)
-    print(page)
-    if args.write:
-        keep("schedules", result, page)
-    return 0
+    return run("schedules", parser, argv, measure, page, packages=())
 
 
 if __name__ == "__main__":

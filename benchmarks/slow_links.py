@@ -26,7 +26,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from benchmarks.record import RESULTS, conditions, keep, machine
+from benchmarks.record import RESULTS, conditions, options, run, table
 from megatron.arguments.cli import parse
 from megatron.layers.parameters import num_parameters
 
@@ -111,7 +111,7 @@ def sent(namespace: str) -> int:
     return int(link["stats64"]["tx"]["bytes"])
 
 
-def run(case: Case, corpus: Path, folder: Path, target: float | None) -> dict[str, Any]:
+def run_case(case: Case, corpus: Path, folder: Path, target: float | None) -> dict[str, Any]:
     """Train until the validation loss is ``target``, or for :data:`STEPS` steps; return the figures of the run.
 
     Raises:
@@ -194,12 +194,9 @@ def link(rate: str | None) -> str:
 
 def page(result: Mapping[str, Any]) -> str:
     """Return the page of results."""
-    rows, target = result["rows"], result["target"]
-    _, first = reached(rows[0]["curve"], target) or (0, 0.0)
-    text = ["# Seconds to equal loss on slow links", ""]
-    text += ["| link | method | steps | seconds a step | seconds | plain at 200 Mbit/s / this | sent, MB a step |"]
-    text += ["|---|---|--:|--:|--:|--:|--:|"]
-    for row in rows:
+    target, rows = result["target"], []
+    _, first = reached(result["rows"][0]["curve"], target) or (0, 0.0)
+    for row in result["rows"]:
         found = reached(row["curve"], target)
         steps, seconds = row["curve"][-1][:2]
         cells = [link(row["rate"]), row["method"] + (f" `{row['flags']}`" if row["flags"] else "")]
@@ -207,15 +204,14 @@ def page(result: Mapping[str, Any]) -> str:
             lowest = min(loss for *_, loss in row["curve"])
             cells += [f"{steps}: {lowest:.2f} only", f"{seconds / (steps - 1):.2f}", f"({seconds:.0f})", ""]
         else:
-            cells += [
-                f"{found[0]:.0f}",
-                f"{found[1] / (found[0] - 1):.2f}",
-                f"{found[1]:.0f}",
-                f"{first / found[1]:.2f}",
-            ]
-        text.append("| " + " | ".join([*cells, f"{row['sent'] / 1e6:.2f} ({row['on link'] / 1e6:.2f})"]) + " |")
+            steps, seconds = found
+            cells += [f"{steps:.0f}", f"{seconds / (steps - 1):.2f}", f"{seconds:.0f}", f"{first / seconds:.2f}"]
+        rows.append([*cells, f"{row['sent'] / 1e6:.2f} ({row['on link'] / 1e6:.2f})"])
+    heads = ("link", "method", "steps", "seconds a step", "seconds", "plain at 200 Mbit/s / this", "sent, MB a step")
     model = parse([*MODEL.split(), *["--vocab-size", "4096", "--mock-data", "--train-iters", "1"]], {}).config.model
-    text += [
+    text = [
+        "# Seconds to equal loss on slow links",
+        *table(heads, rows, "llrrrrr"),
         "",
         f"Until the validation loss is {target:.2f}, that of plain data parallelism after {STEPS} steps; between "
         f"evaluations, interpolated. Two replicas of {num_parameters(model):,} fp32 parameters, 512 tokens each a "
@@ -257,31 +253,32 @@ def make_corpus(folder: Path) -> Path:
     return folder / "corpus_text_document"
 
 
-def main(argv: Sequence[str]) -> int:
-    """Measure, print, and write if asked to."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--corpus", type=Path, help="prefix of token files (default: the quickstart's)")
-    parser.add_argument("--write", action="store_true", help="keep the result under benchmarks/results")
-    args = parser.parse_args(argv)
-    if os.geteuid():
-        parser.error("network namespaces need root")
+def measure(args: argparse.Namespace) -> dict[str, Any]:
+    """Run all cases; the first sets the target."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that namespaces are removed
-    load, rows, target = os.getloadavg()[0], list[dict[str, Any]](), None
+    rows, target = list[dict[str, Any]](), None
     with tempfile.TemporaryDirectory() as name:
         corpus = args.corpus.resolve() if args.corpus else make_corpus(Path(name))
         for number, case in enumerate(CASES):
             folder = Path(name, str(number))
             folder.mkdir()
-            rows.append({"load": os.getloadavg()[0]} | run(case, corpus, folder, target))
+            rows.append({"load": os.getloadavg()[0]} | run_case(case, corpus, folder, target))
             target = target or rows[0]["curve"][-1][2]
             steps, seconds, loss = rows[-1]["curve"][-1]
             print(f"{case.rate} {case.method}: {steps} steps, {seconds:.0f} s, loss {loss:.3f}", file=sys.stderr)
-    result = {"rows": rows, "target": target, "load": round(load, 1)} | machine("torch")
-    print(page(result))
+    result = {"rows": rows, "target": target}
     if args.write:
-        keep("slow_links", result, page(result))
         draw(result, RESULTS / "slow_links.png")
-    return 0
+    return result
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run the benchmark."""
+    parser = options(__doc__, rounds=None)
+    parser.add_argument("--corpus", type=Path, help="prefix of token files (default: the quickstart's)")
+    if os.geteuid():
+        parser.error("network namespaces need root")
+    return run("slow_links", parser, argv, measure, page)
 
 
 if __name__ == "__main__":

@@ -12,21 +12,33 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import os
 import statistics
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 import transformers
 from torch import nn
 
-from benchmarks.record import RESULTS, keep, machine
+from benchmarks.ranks import run_ranks
+from benchmarks.record import (
+    CLOCKS,
+    RESULTS,
+    check_same,
+    conditions,
+    keep,
+    machine,
+    options,
+    ratios,
+    rounds_of,
+    spreads,
+    take_turns,
+)
 from megatron.arguments.cli import parse
 from megatron.convert.huggingface.weights import HuggingFaceWeights
 from megatron.distributed.micro_batch import MicroBatch
@@ -38,8 +50,6 @@ from megatron.training.trainer import Trainer
 
 LEARNING_RATE, WEIGHT_DECAY, CLIP = 1e-4, 0.01, 1.0
 TITLE = "# Training step, GPT-2 124M, fp32, sequence 512, CPU, one thread per process"
-
-CLOCKS = {"wall": time.perf_counter, "processor": time.process_time}
 
 Step = Callable[[], float]
 """Takes one training step and returns its loss."""
@@ -100,43 +110,21 @@ def against_transformers(args: argparse.Namespace) -> dict[str, list[float]]:
         restore_weights(trainer, HuggingFaceWeights(Path(folder), trainer.config.model))
     (batch,) = trainer.next_batches()
     steps = {"ours": our_step(trainer)} | {name: their_step(model, batch) for name, model in models.items()}
-    return take_turns(steps, args)
+    return compare_steps(steps, args)
 
 
-def take_turns(
-    steps: Mapping[str, Step], args: argparse.Namespace, together: Callable[[], None] = lambda: None
+def compare_steps(
+    steps: Mapping[str, Step], args: argparse.Namespace, together: Callable[[], object] = lambda: None
 ) -> dict[str, list[float]]:
-    """Return the seconds of ``args.repeats`` rounds of one step each, on ``args.clock``, after a round that warms up.
-
-    Args:
-        steps: by contestant.
-        args: of the command line.
-        together: barrier with the other processes, if there are any.
-
-    Raises:
-        RuntimeError: when the contestants do not compute the same loss from the same weights.
-
-    """
-    losses = {name: step() for name, step in steps.items()}
-    reference = next(iter(losses.values()))
-    if not all(math.isclose(loss, reference, rel_tol=1e-5) for loss in losses.values()):
-        raise RuntimeError(f"the contestants do not compute the same: {losses}")
-    seconds: dict[str, list[float]] = {name: [] for name in steps}
-    clock = CLOCKS[args.clock]
-    for _ in range(args.repeats):
-        for name, step in steps.items():
-            together()
-            start = clock()
-            step()
-            seconds[name].append(clock() - start)
+    """Return the seconds of each step, by contestant; all must compute the same loss from the same weights."""
+    check_same(steps, 1e-5)
+    seconds = take_turns(steps, args.repeats, CLOCKS[args.clock], together)
     together()
     return seconds
 
 
-def tensor_parallel_rank(rank: int, args: argparse.Namespace, folder: str) -> None:
-    """Run one of the processes. Rank 0 also takes the single-process steps, and writes the seconds to a file."""
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=args.tp)
+def tensor_parallel_rank(rank: int, world_size: int, args: argparse.Namespace) -> dict[str, list[float]]:
+    """Return the seconds of each step, by contestant, on one of the processes; rank 0 also takes those of one alone."""
     alone = our_step(our_trainer(args)) if rank == 0 else lambda: 0.0
 
     def one_process() -> float:
@@ -150,88 +138,53 @@ def tensor_parallel_rank(rank: int, args: argparse.Namespace, folder: str) -> No
         f"TP={args.tp}, sequence parallel, overlap": ("--sequence-parallel", "--tp-comm-overlap"),
     }
     steps = {name: our_step(our_trainer(args, rank, args.tp, flags)) for name, flags in variants.items()}
-    seconds = take_turns({"one process": one_process} | steps, args, dist.barrier)
-    if rank == 0:
-        Path(folder, "seconds").write_text(json.dumps(seconds))
-    dist.destroy_process_group()
-
-
-def against_one_process(args: argparse.Namespace) -> dict[str, list[float]]:
-    """Return the seconds of each step, by contestant."""
-    with tempfile.TemporaryDirectory() as folder:
-        torch.multiprocessing.spawn(tensor_parallel_rank, (args, folder), nprocs=args.tp)
-        return json.loads(Path(folder, "seconds").read_text())
-
-
-def compare(
-    seconds: Mapping[str, Sequence[float]], others: Sequence[str], factor: float = 1.0
-) -> dict[str, list[float]]:
-    """``[median, lowest, highest]`` over rounds of each other contestant's time / (factor x the first one's time)."""
-    first, *_ = seconds.values()
-    ratios = {name: sorted(b / (factor * a) for a, b in zip(first, seconds[name])) for name in others}
-    return {name: [round(x, 3) for x in (statistics.median(r), r[0], r[-1])] for name, r in ratios.items()}
+    return compare_steps({"one process": one_process} | steps, args, dist.barrier)
 
 
 def lines(args: argparse.Namespace, seconds: Mapping[str, Sequence[float]]) -> dict[str, list[float]]:
     """Return the reported ratios as ``[median, lowest, highest]``, by sentence."""
-    _, *others = seconds
+    (_, first), *others = seconds.items()
     if args.tp == 1:
-        return {f"tokens/s of ours / {name}": r for name, r in compare(seconds, others).items()}
-    ratios = compare(seconds, others, 1.0 / args.tp)
-    return {f"process-seconds of {name} / one process": r for name, r in ratios.items()}
+        return {f"tokens/s of ours / {name}": ratios(other, first) for name, other in others}
+    work = {name: [args.tp * x for x in other] for name, other in others}
+    return {f"process-seconds of {name} / one process": ratios(other, first) for name, other in work.items()}
 
 
-def write(name: str, measured: Mapping[str, Sequence[float]], args: argparse.Namespace) -> None:
-    """Add to the results, replacing those of an earlier run of the same kind."""
-    path = RESULTS / "train_step.json"
-    results = json.loads(path.read_text()) if path.exists() else {}
-    results[name] = {
-        "ratios": dict(measured),
-        "rounds": args.repeats,
-        "clock": args.clock,
-        "load": args.load,
-    } | machine("torch", "transformers")
+def page(results: Mapping[str, Any]) -> str:
+    """Return the page of all kinds of comparisons."""
     text = [TITLE]
     for kind, result in results.items():
-        text += ["", f"## {kind}", "", "| ratio | median | lowest | highest |", "|---|---|---|---|"]
-        text += [f"| {label} | {m:.2f} | {a:.2f} | {b:.2f} |" for label, (m, a, b) in result["ratios"].items()]
-        versions = ", ".join(f"{key} {result[key]}" for key in ("python", "torch", "transformers"))
-        text += [
-            "",
-            f"{result['rounds']} alternating rounds, {result['clock']} time; {result['processor']}, "
-            f"load {result['load']:.1f} before the start; {versions}.",
-        ]
-    keep("train_step", results, "\n".join(text))
+        text += ["", f"## {kind}", *spreads("ratio", result["ratios"])]
+        text += ["", f"{rounds_of(result)}; {conditions(result, 'torch', 'transformers')}"]
+    return "\n".join(text)
 
 
 def main(argv: Sequence[str]) -> int:
-    """Measure, print, and write if asked to."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    """Measure, print, and with ``--write`` replace the results of the same kind."""
+    parser = options(__doc__, clock=True)
     parser.add_argument(
         "--tp", type=int, default=1, help="processes to compare with one (1: compare with transformers)"
     )
     parser.add_argument("--micro-batch-size", type=int, default=1, help="sequences of a step")
     parser.add_argument("--num-layers", type=int, default=12, help="fewer for a quick look")
-    parser.add_argument("--repeats", type=int, default=5, help="rounds")
-    parser.add_argument("--clock", choices=CLOCKS, default="wall", help="processor: where others use the machine too")
-    parser.add_argument("--write", action="store_true", help="keep the result under benchmarks/results")
     args = parser.parse_args(argv)
     if args.tp > 1 and args.clock != "wall":
         parser.error("with --tp only the wall clock counts the time spent waiting for one another: --clock wall")
     if args.write and args.num_layers != 12:
         parser.error("results are kept for 12 layers only: leave out --write or --num-layers")
-    args.load = os.getloadavg()[0]  # of the last minute: other work on the machine
+    load = os.getloadavg()[0]
     torch.set_num_threads(1)
-    seconds = against_transformers(args) if args.tp == 1 else against_one_process(args)
-    tokens = 512 * args.micro_batch_size
+    seconds = against_transformers(args) if args.tp == 1 else run_ranks(args.tp, tensor_parallel_rank, args)[0]
     for name, values in seconds.items():
-        print(f"{name:26} {tokens / statistics.median(values):8.1f} tokens/s")
-    measured = lines(args, seconds)
-    for label, (middle, lowest, highest) in measured.items():
-        print(f"{label}: {middle:.2f} ({lowest:.2f} .. {highest:.2f})")
+        print(f"{name:26} {512 * args.micro_batch_size / statistics.median(values):8.1f} tokens/s")
+    kind = "transformers" if args.tp == 1 else f"{args.tp} processes beside one"
+    measured = {"ratios": lines(args, seconds), "rounds": args.repeats, "clock": args.clock, "load": load}
+    results = {f"{kind}, micro-batch {args.micro_batch_size}": measured | machine("torch", "transformers")}
+    print(page(results))
     if args.write:
-        against = "transformers" if args.tp == 1 else f"{args.tp} processes beside one"
-        write(f"{against}, micro-batch {args.micro_batch_size}", measured, args)
+        path = RESULTS / "train_step.json"
+        results = (json.loads(path.read_text()) if path.exists() else {}) | results
+        keep("train_step", results, page(results))
     return 0
 
 

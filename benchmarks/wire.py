@@ -26,7 +26,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from benchmarks.ranks import run_ranks
-from benchmarks.record import keep, versions
+from benchmarks.record import options, run, table
 from megatron.arguments.cli import parse
 from megatron.config.batch import get_num_microbatches
 from megatron.config.parallel import ZERO_STAGES
@@ -191,31 +191,31 @@ def run_all(rank: int, world_size: int, ways: Sequence[Way], beside: Sequence[Wa
     return counts, [(*run_ours(rank, world_size, way), *run_fsdp(rank, world_size, way)) for way in beside]
 
 
-def page(rows: Sequence[dict[str, Any]], beside: Sequence[dict[str, Any]]) -> str:
+def page(result: dict[str, Any]) -> str:
     """Return the page of results."""
-    text = ["# Bytes that a rank sends in a step, 4 replicas, bf16 weights", ""]
-    text += ["| ZeRO | micro-batches | gradients travel as | counted = formula, a small Llama | Llama-2 7B, formula |"]
-    text += ["|--:|--:|---|---|---|"]
-    for row in rows:
-        cells = row["stage"], row["micro-batches"], row["wire"], describe(row["small"], 2**20, "MB")
-        text.append("| " + " | ".join(map(str, (*cells, describe(row["large"], 2**30, "GB")))) + " |")
-    text += [
+    rows = [
+        [row["stage"], row["micro-batches"], row["wire"]]
+        + [describe(row["small"], 2**20, "MB"), describe(row["large"], 2**30, "GB")]
+        for row in result["rows"]
+    ]
+    beside = []
+    for row in result["beside"]:
+        shown = [row[name] for name in ("sent", "FSDP2 sent", "peak", "FSDP2 peak")]
+        cells = ["" if figure is None else f"{figure / 2**20:,.1f}" for figure in shown]
+        beside.append([row["micro-batches"], f"`{row['flags']}`", *cells])
+    model = config_of(WIDE, Way("optim_grads_params", 1)).model
+    heads = ("ZeRO", "micro-batches", "gradients travel as", "counted = formula, a small Llama", "Llama-2 7B, formula")
+    others = ("micro-batches", "flags", "sent, MB: ours", "FSDP2", "peak memory, MB: ours", "FSDP2")
+    text = [
+        "# Bytes that a rank sends in a step, 4 replicas, bf16 weights",
+        *table(heads, rows, "rr"),
         "",
         "As a ring sends them (`megatron/distributed/comm.py`); every rank sends as much; MB are 2^20 bytes, GB 2^30. "
         "Counted on real ranks over gloo, whose own algorithms may send more; all counts were equal to the formula to "
         "the byte.",
         "",
         "## ZeRO-3 beside FSDP2",
-        "",
-        "| micro-batches | flags | sent, MB: ours | FSDP2 | peak memory, MB: ours | FSDP2 |",
-        "|--:|---|--:|--:|--:|--:|",
-    ]
-    for row in beside:
-        shown = [row[name] for name in ("sent", "FSDP2 sent", "peak", "FSDP2 peak")]
-        cells = ["" if figure is None else f"{figure / 2**20:,.1f}" for figure in shown]
-        text.append("| " + " | ".join([str(row["micro-batches"]), f"`{row['flags']}`", *cells]) + " |")
-    model = config_of(WIDE, Way("optim_grads_params", 1)).model
-    text += [
+        *table(others, beside, "rlrrrr"),
         "",
         f"A Llama of {num_parameters(model):,} parameters, {RANKS} ranks, sequences of 32 tokens, bf16 weights, fp32 "
         "gradients and state; ours and that of `transformers` with `fully_shard` on each block and on the model. Bytes "
@@ -234,11 +234,8 @@ def describe(sent: dict[str, float], unit: int, name: str) -> str:
     return f"{sum(sent.values()) / unit:,.2f} {name}: {parts}"
 
 
-def main(argv: Sequence[str]) -> int:
-    """Count, print, and write if asked to."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--write", action="store_true", help="keep the result under benchmarks/results")
-    args = parser.parse_args(argv)
+def measure(args: argparse.Namespace) -> dict[str, Any]:
+    """Count all ways."""
     ways = [Way(*way) for way in product(ZERO_STAGES, MICROBATCHES, ("fp32", "bf16", "int8"))]
     ways += [Way("no_shard", 1, wire) for wire in ("PowerSGD, rank 4", "top 1%")]
     sharded = [Way("optim_grads_params", *way) for way in product(MICROBATCHES, ("fp32",), (RESHARD, KEEP))]
@@ -250,10 +247,12 @@ def main(argv: Sequence[str]) -> int:
         most = [None if None in of_ranks else max(of_ranks) for of_ranks in zip(*ranks)]
         named = dict(zip(("sent", "peak", "FSDP2 sent", "FSDP2 peak"), most))
         beside.append({"micro-batches": way.batches, "flags": way.more} | named)
-    print(page(rows, beside))
-    if args.write:
-        keep("wire", {"rows": rows, "beside": beside} | versions("torch", "transformers"), page(rows, beside))
-    return 0
+    return {"rows": rows, "beside": beside}
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run the benchmark."""
+    return run("wire", options(__doc__, rounds=None), argv, measure, page, ("torch", "transformers"))
 
 
 if __name__ == "__main__":

@@ -10,8 +10,6 @@ from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # `tools` is not an installed package
-
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # if this checkout is not installed
 
 if __name__ == "__main__":  # until main has a handler of its own; the imports below take a while

@@ -25,7 +25,6 @@ from megatron.arguments.megatron_flags import (
     implied_default_problems,
     implied_values,
     meaning_notes,
-    missing_value,
     unsupported,
 )
 from megatron.arguments.presets import PRESETS, preset_batch_notes
@@ -79,8 +78,11 @@ def with_our_words(flag: GivenFlag) -> GivenFlag:
 def _value_of_missing_feature(flag: GivenFlag) -> str:
     """Return what is missing for the value of a flag; empty for one that this program may have."""
     several = len(flag.words) > 1 and not flag.setting.many
-    unknown = flag.setting.choices and any(word not in flag.setting.choices for word in flag.words)
-    return missing_value(flag.spelling, flag.words) if several or unknown else ""
+    if not (several or (flag.setting.choices and any(word not in flag.setting.choices for word in flag.words))):
+        return ""
+    missing = flag.setting.option.megatron.missing
+    found = [missing[word] for word in (word.strip("[],") for word in flag.words) if word in missing]
+    return found[0] if found else missing.get("several", "") if len(flag.words) > 1 else ""
 
 
 @dataclass(frozen=True)

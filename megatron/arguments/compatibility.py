@@ -27,7 +27,6 @@ from megatron.config.batch import schedule_lengths
 from megatron.config.checkpoint import CheckpointConfig
 from megatron.config.data_paths import DEFAULT_SPLIT, split_shares
 from megatron.config.errors import Problem
-from megatron.config.model import GATED_ACTIVATIONS
 from megatron.config.option import Role
 from megatron.config.run import RunConfig
 from megatron.config.settings import SETTINGS
@@ -56,13 +55,6 @@ CHANGE_ERRORS = {
     Role.SCHEDULE: ("E825", "the batch, the length or the schedule is not the {}'s"),
 }
 """Error codes and messages of changes that are not allowed."""
-
-SAME_SHAPES = {
-    "position_embedding_type": (("rope", "yarn", "none"),),
-    "activation": (GATED_ACTIVATIONS, ("gelu", "gelu_tanh", "relu2")),
-    "softmax_type": (("vanilla", "off-by-one"),),
-}
-"""Values of a SHAPE field with the same tensor shapes: a change between them is one of FUNCTION."""
 
 
 @dataclass(frozen=True)
@@ -168,7 +160,7 @@ def role_of(name: str, before: Values, after: Values, configs: tuple[RunConfig, 
         return Role.FREE  # one of them reads whole files; contents are compared
     if not any(all(is_met(need, config) for need in SETTINGS[name].option.needs) for config in configs):
         return Role.FREE  # it had no effect, and has none
-    if any(before[name] in alike and after[name] in alike for alike in SAME_SHAPES.get(name, ())):
+    if any(before[name] in alike and after[name] in alike for alike in SETTINGS[name].option.same_shapes):
         return Role.FUNCTION
     return SETTINGS[name].option.role
 

@@ -93,7 +93,8 @@ def foreign_flags() -> ForeignFlags:
         if name not in SPELLINGS
     }
     replaced = {name: flag("refused", entry) for name, entry in tree["replaced"].items()}
-    return ForeignFlags(handled, tree["renamed"], replaced, tree["gpt_neox"])
+    renamed = {theirs: ours for ours, names in tree["renamed"].items() for theirs in names.split()}
+    return ForeignFlags(handled, renamed, replaced, tree["gpt_neox"])
 
 
 def apply_foreign_values(spelling: str, words: Sequence[str]) -> list[str]:
@@ -137,14 +138,6 @@ def apply_foreign_flags(
         text = " ".join(chain(*here)) or "nothing, because another flag sets the same"
         done.setdefault(text, []).append(" ".join([spelling, *arguments]))
     return applied, others, [f"applied: {' and '.join(flags)} as {text}" for text, flags in done.items()]
-
-
-def missing_value(spelling: str, words: Sequence[str]) -> str:
-    """Return what is missing for the value of a flag that both programs have; empty if nothing is known to be."""
-    missing = SPELLINGS[spelling].option.megatron.missing
-    plain = [word.strip("[],") for word in words]
-    found = [missing[word] for word in plain if word in missing]
-    return found[0] if found else missing.get("several", "") if len(plain) > 1 else ""
 
 
 def check_unknown_flags(

@@ -123,6 +123,7 @@ class TransformerOptions(WithPluginOptions):
         "learned_absolute",
         role="shape",
         choices=("learned_absolute", "rope", "yarn", "none"),
+        same_shapes=(("rope", "yarn", "none"),),
         aliases={"--use-rotary-position-embeddings": "rope"},
         megatron=MegatronOption(
             missing={
@@ -186,7 +187,12 @@ class TransformerOptions(WithPluginOptions):
     """Factor on the products of queries and keys. Default: 1/sqrt(kv_channels)."""
     attn_logit_softcapping: float | None = option(None, role="function", above=0, example=50)
     """Cap the scores of attention smoothly, before the mask: cap x tanh(score / cap), as Gemma 2."""
-    softmax_type: str = option("vanilla", role="shape", choices=("vanilla", "learnable", "off-by-one"))
+    softmax_type: str = option(
+        "vanilla",
+        role="shape",
+        choices=("vanilla", "learnable", "off-by-one"),
+        same_shapes=(("vanilla", "off-by-one"),),
+    )
     """Sink of attention: another score of each head that the softmax sums, without a value. learnable is a parameter of
     each head (GPT-OSS), off-by-one is 0, vanilla is none."""
     final_logit_softcapping: float | None = option(None, role="function", above=0, example=30)
@@ -211,6 +217,7 @@ class TransformerOptions(WithPluginOptions):
         "gelu_tanh",
         role="shape",
         choices=("gelu", "gelu_tanh", "swiglu", "geglu", "geglu_tanh", "quick_geglu", "relu2"),
+        same_shapes=(GATED_ACTIVATIONS, ("gelu", "gelu_tanh", "relu2")),
         aliases={
             "--swiglu": "swiglu",
             "--quick-geglu": "quick_geglu",

@@ -86,6 +86,7 @@ class Option:
     # allowed words, for a tuple of every item; `Setting.choices` adds those of plugins
     choices: tuple[str, ...] = ()
     kind: str | None = None  # of plugins whose names are allowed too
+    same_shapes: tuple[tuple[str, ...], ...] = ()  # words between which a change keeps the shapes: one of FUNCTION
     append: bool = False  # a repeated flag adds to the tuple instead of replacing it
     # Extra flags and the constants they store, for the negative and shorthand spellings of Megatron-LM:
     # ``--disable-bias-linear`` stores False in ``add_bias_linear``.

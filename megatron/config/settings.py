@@ -220,9 +220,9 @@ def _tables(plugins: tuple[tuple[str, type], ...]) -> _Tables:
 
 
 @cache
-def _type_of(annotation: Any) -> Any:
-    """Return the type of a field; annotations are texts, and evaluating each once makes programs start fast."""
-    return eval(annotation) if isinstance(annotation, str) else annotation
+def _evaluated(annotation: str) -> Any:
+    """Return the type of a field; to evaluate each annotation once makes programs start fast."""
+    return eval(annotation)
 
 
 def _settings_of(group: str, cls: type) -> list[Setting]:
@@ -231,8 +231,9 @@ def _settings_of(group: str, cls: type) -> list[Setting]:
         raise TypeError("register a frozen dataclass under a name of letters, digits and underscores")
     settings = []
     for each in fields(cls):
+        hint = _evaluated(each.type) if isinstance(each.type, str) else each.type
         if "option" in each.metadata:
-            settings.append(Setting(group, each.name, each.default, each.metadata["option"], _type_of(each.type)))
+            settings.append(Setting(group, each.name, each.default, each.metadata["option"], hint))
         elif each.name != "plugin_options":
             raise TypeError(f"declare the field {each.name} with option(...)")
     if unknown := [setting.name for setting in settings if setting.scalar not in NOUNS]:

@@ -62,11 +62,13 @@ def did_you_mean(word: str, known: Iterable[str]) -> str | None:
     alike = {}
     for name in names:
         meant, *other = _shape(name)
+        if "".join(meant) == letters:  # only hyphens differ
+            return name
         same_words = all(typed == part or typed not in vocabulary for typed, part in zip(parts, meant))
         if shape == other and same_words and letters.startswith("no") <= "".join(meant).startswith("no"):
             alike["".join(meant)] = name
     close = get_close_matches(letters, alike, n=2, cutoff=0.75)
-    return alike[close[0]] if len(close) == 1 or letters in alike else None
+    return alike[close[0]] if len(close) == 1 else None
 
 
 def _shape(name: str) -> tuple[list[str], list[str], bool, int]:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain, repeat
-from typing import Any, Protocol, Self
+from typing import Any, NamedTuple, Protocol, Self
 
 import torch
 from torch import Tensor, nn
@@ -61,8 +61,14 @@ class WgradOperand:
         return self.shard if pending is None else pending.wait()
 
 
-DeferredWgrad = tuple[str, Operand, Operand, Sequence[int] | None, Callable[..., None]]
-"""A deferred weight gradient: the arguments of :meth:`GradAccumulator.accumulate_wgrad`."""
+class DeferredWgrad(NamedTuple):
+    """A deferred weight gradient: the arguments of :meth:`GradAccumulator.accumulate_wgrad`."""
+
+    name: str
+    x: Operand
+    dy: Operand
+    rows: Sequence[int] | None
+    multiply: Callable[..., None]
 
 
 class GradTarget(Protocol):
@@ -165,7 +171,7 @@ class GradAccumulator:
         """
         multiply = multiply or self.multiply
         if self._deferred_to is not None:
-            deferred = name, x.ungathered(), dy.ungathered(), rows, multiply
+            deferred = DeferredWgrad(name, x.ungathered(), dy.ungathered(), rows, multiply)
             self._queues.setdefault(self._deferred_to, []).append(deferred)
             return None
         x_rows, dy_rows = x.start().wait(), dy.wait()
@@ -274,10 +280,11 @@ class GradAccumulator:
         """
         queue = self._queues.pop((chunk, microbatch), [])[::-1]
         while queue:
-            name, x, dy, rows, multiply = queue.pop()
-            for operand in (x, dy, *(queue[-1][1:3] if queue else ())):
-                operand.start()
-            self.accumulate_wgrad(name, x, dy, rows, multiply)
+            product = queue.pop()
+            for started in (product, *queue[-1:]):
+                started.x.start()
+                started.dy.start()
+            self.accumulate_wgrad(*product)
 
     @property
     def defers_wgrad(self) -> bool:

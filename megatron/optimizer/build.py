@@ -128,13 +128,13 @@ def build_optimizer(
     on_host = offloaded_params({name: buckets.shards[name].numel for name in in_order}, specs, config)
     memory = HostMemory(on_host, specs, buckets, weights) if on_host else None
     main_params = MainParams(memory.weights if memory else weights.shards, config.store_param_remainders)
-    groups = build_rules(main_params, on_host, specs, buckets, mesh, config, seed, kernel)
+    groups = _build_rules(main_params, on_host, specs, buckets, mesh, config, seed, kernel)
     if memory:
         return OffloadedOptimizer(memory, weights, specs, buckets, mesh, config, main_params, groups)
     return DistributedOptimizer(weights, specs, buckets, mesh, config, main_params, groups)
 
 
-def build_rules(
+def _build_rules(
     main_params: MainParams,
     on_host: Collection[str],
     specs: Mapping[str, ShardSpec],
@@ -146,17 +146,7 @@ def build_rules(
 ) -> list[tuple[ParamGroup, UpdateRule]]:
     """Return the groups of parameters that this rank updates, and their rules.
 
-    The order of groups, and so of Muon's collectives, is the same on all ranks.
-
-    Args:
-        main_params: to update.
-        on_host: parameters that the host updates; they are in the last groups.
-        specs: of the parameters.
-        buckets: of the gradients.
-        mesh: the groups.
-        config: rules and their options.
-        seed: of the run; keys the stochastic rounding of bf16 moments.
-        kernel: the implementation of Adam; it may need a GPU.
+    The order of groups, and so of Muon's collectives, is the same on all ranks. Those that the host updates come last.
     """
     built: list[tuple[ParamGroup, UpdateRule]] = []
     for group in param_groups(buckets.specs, config, on_host):

@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -144,18 +143,7 @@ class DistributedOptimizer:
         main_params: MainParams,
         groups: Sequence[tuple[ParamGroup, UpdateRule]],
     ) -> None:
-        """Create the optimizer; see :func:`megatron.optimizer.build.build_optimizer`.
-
-        Args:
-            weights: of the model.
-            specs: of the parameters, by global name.
-            buckets: of their gradients.
-            mesh: the groups.
-            config: clipping.
-            main_params: of this rank's shards.
-            groups: parameters that are updated together, and their rules.
-
-        """
+        """Create the optimizer from its parts; see :func:`megatron.optimizer.build.build_optimizer`."""
         self.buckets, self.config, self.weights = buckets, config, weights
         self.partial_grads = PartialGradReducer(specs, buckets, mesh)
         self.norm = GradNorm(specs, buckets, mesh)
@@ -231,7 +219,7 @@ class DistributedOptimizer:
             hook.after_update(group.names, args.skip)
 
     def _update_args(self, group: ParamGroup, rates: Rates, skip: Tensor, factor: Tensor) -> UpdateArgs:
-        rate = rates.decoupled_lr if group.decoupled else rates.lr
+        rate, observe = rates.decoupled_lr if group.decoupled else rates.lr, self.observe_update
         if rate is None:
             raise ValueError("decoupled_lr is configured: pass Rates with a decoupled_lr")
         return UpdateArgs(
@@ -241,12 +229,8 @@ class DistributedOptimizer:
             skip,
             factor,
             [self.main_params.weights[name] for name in group.names],
-            None if self.observe_update is None else partial(self._observe, group.names),
+            None if observe is None else lambda index, *elements: observe(group.names[index], *elements),
         )
-
-    def _observe(self, names: Sequence[str], index: int, start: int, before: Tensor, after: Tensor) -> None:
-        if self.observe_update is not None:
-            self.observe_update(names[index], start, before, after)
 
     def wait(self) -> None:
         """Wait until the weights are complete, so that main parameters may be changed."""

@@ -53,18 +53,11 @@ class GradBuffer(GradTarget):
         zero_stage: int,
         overlap: bool,
     ) -> None:
-        """Bind the accumulator to the buckets; see :func:`megatron.optimizer.build.build_grad_buffer`.
-
-        Args:
-            specs: of the parameters that are trained, in the order of forward.
-            buckets: of the same parameters, in the order in which they are expected to be complete.
-            frozen: layouts of weights without gradients.
-            grad_accumulator: will write into the buckets.
-            device: of the buckets.
-            zero_stage: 0 to 3.
-            overlap: reduce a bucket as soon as it is complete, instead of all at the end of the step.
-        """
+        """Bind the accumulator to the buckets; see :func:`megatron.optimizer.build.build_grad_buffer`."""
+        # Specs of the parameters that are trained; their buckets in the order in which they are expected to be
+        # complete; and layouts of weights without gradients.
         self.specs, self.buckets, self.frozen = specs, buckets, frozen
+        # With ``overlap``, a bucket is reduced as soon as it is complete, instead of all at the end of the step.
         self.device, self.zero_stage, self.overlap = device, zero_stage, overlap
         self._bucket_of = {name: bucket for bucket in buckets for name in bucket.specs}
         # The shard of each parameter that this rank updates; parameters without one are not listed.

@@ -16,7 +16,8 @@ Validator, simulator and runtime share this model of communication:
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import product
 
 from megatron.pipeline.actions import (
     BACKWARD,
@@ -146,3 +147,53 @@ def _sends_and_receives(
             latest = min(latest, consumer)  # keeps the order of the sends
             receives[rank][max(latest - 1, 0)].append(receive)
     return sends, receives
+
+
+class DeadlockError(ScheduleError):
+    """Ranks of a program that wait forever."""
+
+    def __init__(self, waits: Mapping[int, tuple[Action, Action]]) -> None:
+        """Name one of them; ``waits`` has, by rank, the awaited SEND and the action that waits for it."""
+        rank, (send, _) = next(iter(waits.items()))
+        super().__init__(
+            f"deadlock: rank {rank} waits for {peer_action(send)} forever",
+            "let add_communication place the sends and receives, and validate the program",
+        )
+        self.waits = waits
+
+
+def execution_order(program: PipelineSchedule) -> Iterator[tuple[int, Action]]:
+    """Yield the actions of all ranks, each with its rank and after the SEND of the tensor that it waits for.
+
+    Ranks are followed one after the other, each as far as possible. Takes time linear in the number of actions.
+
+    Raises:
+        DeadlockError: if no rank can advance before the end.
+    """
+    placement = program.placement
+    awaited: dict[tuple[int, str], tuple[int, str]] = {}  # by stage and kind of action, those of the SEND
+    for stage, kind in product(range(len(placement)), RECEIVE_FOR):
+        if (receive := required_receive(stage, kind, placement)) is not None:
+            awaited[stage, kind] = peer_action(Action(stage, receive, 0))[:2]
+    sent: set[tuple[int, str, int]] = set()
+    waiting: dict[tuple[int, str, int], int] = {}  # rank by awaited SEND
+    position = [0] * len(program.ranks)  # of the next action of each rank
+    ready = list(range(len(program.ranks)))
+    while ready:
+        rank = ready.pop()
+        actions = program.ranks[rank]
+        for index in range(position[rank], len(actions)):
+            action = actions[index]
+            stage, kind, microbatch = action
+            if kind in (SEND_F, SEND_B):
+                sent.add(action)
+                if action in waiting:
+                    ready.append(waiting.pop(action))
+            elif (stage, kind) in awaited and (*awaited[stage, kind], microbatch) not in sent:
+                waiting[(*awaited[stage, kind], microbatch)] = rank
+                position[rank] = index
+                break
+            yield rank, action
+    if waiting:
+        blocked = ((rank, send, program.ranks[rank][position[rank]]) for send, rank in waiting.items())
+        raise DeadlockError({rank: (Action(*send), action) for rank, send, action in blocked})

@@ -28,7 +28,7 @@ from megatron.pipeline.actions import (
     PipelineSchedule,
     ScheduleError,
 )
-from megatron.pipeline.communication import RECEIVE_FOR, channel_of, peer_action, required_receive
+from megatron.pipeline.communication import RECEIVE_FOR, channel_of, execution_order, peer_action, required_receive
 
 
 @dataclass(frozen=True)
@@ -210,8 +210,8 @@ def _idle(busy: float, whole: float) -> float:
 def simulate(program: PipelineSchedule, costs: StageCosts) -> Timeline:
     """Return the timeline of ``program`` if every action and transfer starts as early as possible.
 
-    Each rank is followed until it needs a tensor whose transfer cannot be timed yet, and resumed when it can. The
-    result does not depend on the order of ranks.
+    A receive precedes its consumer, and the receives of a channel are in the order of its sends, as
+    :func:`megatron.pipeline.validate.validate_program` proves.
 
     Raises:
         ScheduleError: if the costs are for another number of stages, or the program deadlocks.
@@ -226,41 +226,22 @@ def simulate(program: PipelineSchedule, costs: StageCosts) -> Timeline:
     kinds = {(a.stage, a.kind) for actions in program.ranks for a in actions if a.kind in COMMUNICATION_KINDS}
     edges = {(stage, kind): channel_of(Action(stage, kind, 0), placement) for stage, kind in kinds}
     channels = {edge: _Channel(*edge, costs.latency + costs.transfer) for edge in sorted(edges.values())}
-    arrivals: dict[Action, float] = {}  # by RECV, end of each transfer that can be timed
-    waiting: dict[Action, int] = {}  # by RECV, rank that is blocked on it
+    arrivals: dict[Action, float] = {}  # by RECV, end of each transfer
     intervals: list[list[Interval]] = [[] for _ in program.ranks]
     clock: list[float] = [0] * len(program.ranks)
-    position = [0] * len(program.ranks)  # of the next action of each rank
-    runnable = list(range(len(program.ranks)))
-    while runnable:
-        rank = runnable.pop()
-        while position[rank] < len(program.ranks[rank]):
-            action = program.ranks[rank][position[rank]]
-            stage, kind, microbatch = action
-            if kind in COMMUNICATION_KINDS:
-                transfer = channels[edges[stage, kind]].post(action, clock[rank])
-                if transfer is not None:
-                    receive = peer_action(transfer.action)
-                    arrivals[receive] = transfer.end
-                    if receive in waiting:
-                        runnable.append(waiting.pop(receive))
-            else:
-                seconds, needed = needs[stage, kind]
-                start = clock[rank]
-                if needed is not None:
-                    receive = Action(stage, needed, microbatch)
-                    if receive not in arrivals:
-                        waiting[receive] = rank
-                        break
-                    start = max(start, arrivals[receive])
-                clock[rank] = start + seconds
-                intervals[rank].append(Interval(action, start, clock[rank]))
-            position[rank] += 1
-    for receive, rank in waiting.items():
-        raise ScheduleError(
-            f"deadlock: rank {rank} waits for {receive} forever",
-            "let add_communication place the sends and receives, and validate the program",
-        )
+    for rank, action in execution_order(program):
+        stage, kind, microbatch = action
+        if kind in COMMUNICATION_KINDS:
+            transfer = channels[edges[stage, kind]].post(action, clock[rank])
+            if transfer is not None:
+                arrivals[peer_action(transfer.action)] = transfer.end
+            continue
+        seconds, needed = needs[stage, kind]
+        start = clock[rank]
+        if needed is not None:
+            start = max(start, arrivals[Action(stage, needed, microbatch)])
+        clock[rank] = start + seconds
+        intervals[rank].append(Interval(action, start, clock[rank]))
     transfers = tuple(transfer for channel in channels.values() for transfer in channel.transfers)
     return Timeline(program.name, tuple(map(tuple, intervals)), transfers, costs.activation, costs.weight_memory)
 

@@ -7,20 +7,18 @@ length:
 2. Per channel: receives match the sends, in the same order. A rank posts in program order, so with equal orders both
    sides have posted transfer k-1 when they post k: no transfer is blocked by another one, and each is delayed only by
    its SEND.
-3. All ranks: each advances until it needs a tensor whose SEND has not been reached. If no rank can advance before the
-   end, ranks wait for each other in a cycle.
+3. All ranks (:func:`megatron.pipeline.communication.execution_order`): each advances until it needs a tensor whose SEND
+   has not been reached. If no rank can advance before the end, ranks wait for each other in a cycle.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import product
 
 from megatron.pipeline.actions import (
     BACKWARD,
     COMMUNICATION_KINDS,
-    COMPUTE_KINDS,
     EVALUATION_KINDS,
     FORWARD,
     INPUT,
@@ -33,7 +31,14 @@ from megatron.pipeline.actions import (
     PipelineSchedule,
     ScheduleError,
 )
-from megatron.pipeline.communication import PEER_STAGE_OFFSET, channel_of, channels, peer_action, required_receive
+from megatron.pipeline.communication import (
+    PEER_STAGE_OFFSET,
+    DeadlockError,
+    channel_of,
+    channels,
+    execution_order,
+    peer_action,
+)
 
 REMOVE_COMMUNICATION_FIX = "leave SEND and RECV out of the file: they are added automatically"
 SHOWN = 4
@@ -73,7 +78,11 @@ def validate_program(program: PipelineSchedule, evaluation: bool = False) -> Pea
     needs = _needs(program.placement, evaluation)
     _check_ranks(program, needs)
     _check_channels(program)
-    _check_progress(program)
+    try:
+        for _ in execution_order(program):
+            pass
+    except DeadlockError as error:
+        raise _deadlock(program, error.waits) from None
     if evaluation:
         nothing = (0,) * len(program.ranks)
         return PeakCounts(nothing, nothing, nothing)
@@ -192,38 +201,8 @@ def _check_channels(program: PipelineSchedule) -> None:
                 )
 
 
-def _check_progress(program: PipelineSchedule) -> None:
-    """Advance all ranks as far as possible; reject a program that does not reach its end."""
-    placement = program.placement
-    # by stage and kind of action, stage and kind of the SEND that it waits for
-    awaited: list[dict[str, tuple[int, str]]] = [{} for _ in placement]
-    for stage, kind in product(range(len(placement)), COMPUTE_KINDS):
-        receive = required_receive(stage, kind, placement)
-        if receive is not None:
-            awaited[stage][kind] = peer_action(Action(stage, receive, 0))[:2]
-    sent: set[tuple[int, str, int]] = set()
-    waiting: dict[tuple[int, str, int], tuple[int, Action]] = {}  # by awaited SEND: rank and blocked action
-    remaining = [iter(actions) for actions in program.ranks]
-    ready = list(range(len(remaining)))
-    while ready:
-        rank = ready.pop()
-        for action in remaining[rank]:
-            stage, kind, microbatch = action
-            if kind in (SEND_F, SEND_B):
-                sent.add(action)
-                if action in waiting:
-                    ready.append(waiting.pop(action)[0])
-            elif kind in awaited[stage]:
-                send = (*awaited[stage][kind], microbatch)
-                if send not in sent:
-                    waiting[send] = rank, action
-                    break
-    if waiting:
-        raise _deadlock(program, {rank: (Action(*send), action) for send, (rank, action) in waiting.items()})
-
-
 def _deadlock(program: PipelineSchedule, waits: Mapping[int, tuple[Action, Action]]) -> ScheduleError:
-    """Return the error for a deadlock; ``waits`` has, by rank, the awaited SEND and the action that waits for it."""
+    """Return the error that names the ranks of a cycle; arguments as for :class:`DeadlockError`."""
     sources = {rank: program.placement[send.stage] for rank, (send, _) in waits.items()}
     seen: list[int] = []
     rank = min(waits)

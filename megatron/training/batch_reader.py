@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from socket import gethostname
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -42,8 +42,7 @@ class Progress:
     run_id: str = ""  # the same through all starts of the run
 
 
-@dataclass(frozen=True)
-class Prefetched:
+class Prefetched(NamedTuple):
     """This rank's micro-batches of the next step, read before the step begins."""
 
     place: tuple[int, int]  # first sample of the global batch, and its number of samples

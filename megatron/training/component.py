@@ -8,8 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from itertools import groupby
-from typing import TYPE_CHECKING, Any, ClassVar, Concatenate, ParamSpec
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from torch import Tensor
 
@@ -18,16 +17,13 @@ from megatron.checkpoint.location import Location
 from megatron.checkpoint.tensor_file import GlobalTensor
 from megatron.distributed.micro_batch import MicroBatch
 from megatron.optimizer.distributed_optimizer import UpdateHook, UpdateResult
-from megatron.optimizer.parameter_store import ParameterStore
 from megatron.training.loggers.base import Metrics
 from megatron.training.loggers.console import print_warning
 from megatron.training.resume_source import ResumeSource
 
 if TYPE_CHECKING:
     from megatron.training.loggers.run_logger import RunLogger
-    from megatron.training.metrics import MetricsWindow, StepMetrics
-
-P = ParamSpec("P")
+    from megatron.training.metrics import StepMetrics
 
 Kinds = Mapping[str, Mapping[str, Tensor]]
 """Tensors of this rank by kind and global name of their parameter, each with the shape of the parameter's shard."""
@@ -203,68 +199,6 @@ class Component(UpdateHook):
 
     def on_iteration_end(self) -> None:
         """Act last in an iteration: the step is logged, evaluated and saved if due. A step hook."""
-
-
-Hook = Callable[Concatenate[Component, P], object]
-"""A hook of components, such as ``Component.on_log``, which overriding ones are called in place of."""
-
-STEP_HOOKS = "on_step_start", "on_step_end", "on_iteration_end"
-"""Hooks that are called in the steps of :attr:`Component.interval` only."""
-
-
-class CallbackList:
-    """Calls the hooks of components in order, and names a user's callback in the errors that it raises."""
-
-    def __init__(self, components: list[Component], weights: ParameterStore, log: RunLogger) -> None:
-        """Give the components the log. They may leave the list in a hook; ``weights`` are those of the model."""
-        self._components, self._weights = components, weights
-        self._due: list[Component] = []  # in the current step
-        for component in components:
-            component.log = log
-
-    @property
-    def observes_modules(self) -> bool:
-        """True if a callback of this step uses hooks of modules."""
-        return any(callback.observes_modules for callback in self._due)
-
-    @property
-    def pausing(self) -> bool:
-        """True if a callback pauses the clock at the end of this step, which waits for the device."""
-        return any(_overrides(c, hook) and c.pauses for c in self._due for hook in STEP_HOOKS[1:])
-
-    def start_step(self, window: MetricsWindow, step: int) -> None:
-        """Call ``on_step_start`` of the components that act in step number ``step``; collective."""
-        self._due = [c for c in self._components if step % c.interval == 0]
-        self.call_paused(Component.on_step_start, window)
-
-    def call(self, hook: Hook[P], *arguments: P.args, **options: P.kwargs) -> None:
-        """Call a hook of every component."""
-        self._call(hook.__name__, self._components, *arguments)
-
-    def call_paused(self, hook: Hook[P], window: MetricsWindow, *arguments: P.args, **options: P.kwargs) -> None:
-        """Call a hook of those that override it, with the weights complete and the clock of steps paused; collective.
-
-        Step hooks are called in the steps of their interval, and without a pause of components that exclude it.
-        """
-        name = hook.__name__
-        found = [c for c in (self._due if name in STEP_HOOKS else self._components) if _overrides(c, name)]
-        for pauses, group in groupby(found, key=lambda callback: callback.pauses):
-            if not pauses:
-                self._call(name, group, *arguments)
-                continue
-            with window.paused():
-                self._weights.wait()
-                self._call(name, group, *arguments)
-
-    @staticmethod
-    def _call(hook: str, callbacks: Iterable[Component], *arguments: object) -> None:
-        for callback in [*callbacks]:  # they may leave the run
-            with name_in_errors(callback.plugin, hook):
-                getattr(callback, hook)(*arguments)
-
-
-def _overrides(callback: Component, hook: str) -> bool:
-    return getattr(type(callback), hook) is not getattr(Component, hook)
 
 
 @contextmanager

@@ -122,23 +122,19 @@ def explain_error(error: BaseException) -> str:
 
 def describe_error(error: BaseException) -> str:
     """Return one line for the records; after lost contact, the error that the lost rank published if there is one."""
-    return redact(_describe_error(error))
-
-
-def _describe_error(error: BaseException) -> str:
-    if isinstance(error, EXPECTED_ERRORS):
-        return str(error)
     notes = "".join(f", {note}" for note in getattr(error, "__notes__", ()))  # such as the failing pipeline action
-    if not is_peer_lost(error):
-        return f"{type(error).__name__}: {error}{notes}"
-    if published := read_texts([FIRST_FAILURE_KEY]).get(FIRST_FAILURE_KEY):
-        return published
-    # the last clause of the first line, such as "[file:line] Read error [address]: Connection reset by peer"
-    line = next(iter(str(error).strip().splitlines()), "no reason is given")
-    cause = re.sub(r" ?\[[^]]*\](:\d+)?", "", line).split(". ")[0].split(": ")[-1].strip(" .:")
-    if len(cause) > MAX_CAUSE_CHARS:
-        cause = f"{cause[:MAX_CAUSE_CHARS].rstrip()}..."
-    return f"{LOST_CONTACT} ({cause}){notes}"
+    if isinstance(error, EXPECTED_ERRORS):
+        text = str(error)
+    elif not is_peer_lost(error):
+        text = f"{type(error).__name__}: {error}{notes}"
+    elif not (text := read_texts([FIRST_FAILURE_KEY]).get(FIRST_FAILURE_KEY, "")):
+        # the last clause of the first line, such as "[file:line] Read error [address]: Connection reset by peer"
+        line = next(iter(str(error).strip().splitlines()), "no reason is given")
+        cause = re.sub(r" ?\[[^]]*\](:\d+)?", "", line).split(". ")[0].split(": ")[-1].strip(" .:")
+        if len(cause) > MAX_CAUSE_CHARS:
+            cause = f"{cause[:MAX_CAUSE_CHARS].rstrip()}..."
+        text = f"{LOST_CONTACT} ({cause}){notes}"
+    return redact(text)
 
 
 FAILURES_FILE = "failures.jsonl"

@@ -28,9 +28,6 @@ from megatron.planner.memory import rank_state_bytes
 from megatron.training.build import build_trainer
 from megatron.training.trainer import Trainer
 
-OTHER_RANKS = "the rest of its pipeline"
-"""Name of the phase in which the other ranks are built."""
-
 
 @dataclass(frozen=True)
 class BuiltRank:
@@ -123,7 +120,7 @@ def fake_world(config: RunConfig, world_size: int, rank: int, started: float | N
         watch.add("flags and imports", time.monotonic() - started)
     members = layout.group_of(rank, ("pp",))
     chosen = _build(config, world_size, rank, lambda name: watch.span(name, False))
-    with watch.span(OTHER_RANKS, False):
+    with watch.span("the rest of its pipeline", False):
         pipeline = [chosen if other == rank else _build(config, world_size, other) for other in members]
     world = FakeWorld(layout, rank, tuple(pipeline), watch.pop())
     layers, parameters = config.model.num_layers, num_parameters(config.model)

@@ -7,7 +7,11 @@ line, an evaluation, a save or the end.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 from functools import partial
+from itertools import groupby
+from typing import Concatenate, ParamSpec
 
 from torch import Tensor
 
@@ -15,7 +19,7 @@ from megatron.checkpoint.location import Location
 from megatron.data.dataset import split_kind
 from megatron.optimizer.lr_scheduler import Rates
 from megatron.training.checkpointer import Checkpointer
-from megatron.training.component import CallbackList, Component, stop_components
+from megatron.training.component import Component, name_in_errors, stop_components
 from megatron.training.cuda_graphs import StepRunner
 from megatron.training.loggers.run_logger import RunLogger
 from megatron.training.metrics import Goodput, MetricsWindow, StepMetrics, evaluation_metrics
@@ -54,7 +58,7 @@ def train(
     def on_save(path: Location) -> None:
         callbacks.call(Component.on_save, path)
 
-    callbacks = CallbackList(trainer.components, trainer.optimizer.weights, log)
+    callbacks = CallbackList(trainer, log)
     skip_train = trainer.config.training.skip_train
     status = 0
     try:
@@ -131,7 +135,7 @@ def take_steps(
             callbacks.call(Component.settle)
         if leave or logs:
             record = read(samples_digest=f"{trainer.reader.samples_digest():016x}")
-            for component in trainer.components:
+            for component in trainer.acting(Component.metrics):
                 record |= component.metrics()
             log.train(record)
             trainer.progress.losses["train"] = record["lm loss"]
@@ -242,3 +246,64 @@ def evaluate_and_log(trainer: Trainer, split: str, log: RunLogger, callbacks: Ca
     evaluated = evaluation_metrics(split, loss, others, further, trainer.objective.is_cross_entropy)
     log.log(evaluated)
     callbacks.call(Component.on_evaluate, evaluated)
+
+
+P = ParamSpec("P")
+
+Hook = Callable[Concatenate[Component, P], object]
+"""A hook, such as ``Component.on_log``; the methods that override it are called."""
+
+STEP_HOOKS = "on_step_start", "on_step_end", "on_iteration_end"
+"""Hooks that are called in the steps of :attr:`Component.interval` only."""
+
+
+class CallbackList:
+    """Calls the hooks of components in order, and names a user's callback in the errors that it raises."""
+
+    def __init__(self, trainer: Trainer, log: RunLogger) -> None:
+        """Give the components of a run its log. They may leave the run in a hook."""
+        self._trainer = trainer
+        self._step = 0  # the current one
+        for component in trainer.components:
+            component.log = log
+
+    @property
+    def observes_modules(self) -> bool:
+        """True if a callback of this step uses hooks of modules."""
+        return any(c.observes_modules and self._step % c.interval == 0 for c in self._trainer.components)
+
+    @property
+    def pausing(self) -> bool:
+        """True if a callback pauses the clock at the end of this step, which waits for the device."""
+        acting = self._trainer.acting(Component.on_step_end) + self._trainer.acting(Component.on_iteration_end)
+        return any(c.pauses and self._step % c.interval == 0 for c in acting)
+
+    def start_step(self, window: MetricsWindow, step: int) -> None:
+        """Call ``on_step_start`` of the components that act in step number ``step``; collective."""
+        self._step = step
+        self.call_paused(Component.on_step_start, window)
+
+    def call(self, hook: Hook[P], *arguments: P.args, **options: P.kwargs) -> None:
+        """Call a hook of the components that override it."""
+        self._call(hook.__name__, self._trainer.acting(hook), *arguments)
+
+    def call_paused(self, hook: Hook[P], window: MetricsWindow, *arguments: P.args, **options: P.kwargs) -> None:
+        """Call a hook with the weights complete and the clock of steps paused; collective.
+
+        Step hooks are called in the steps of their interval, and without a pause of components that exclude it.
+        """
+        name = hook.__name__
+        found = [c for c in self._trainer.acting(hook) if name not in STEP_HOOKS or self._step % c.interval == 0]
+        for pauses, group in groupby(found, key=lambda component: component.pauses):
+            if not pauses:
+                self._call(name, group, *arguments)
+                continue
+            with window.paused():
+                self._trainer.optimizer.weights.wait()
+                self._call(name, group, *arguments)
+
+    @staticmethod
+    def _call(hook: str, components: Iterable[Component], *arguments: object) -> None:
+        for component in components:
+            with nullcontext() if component.plugin is None else name_in_errors(component.plugin, hook):
+                getattr(component, hook)(*arguments)

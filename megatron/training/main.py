@@ -28,12 +28,12 @@ from megatron.training.checkpointer import Checkpointer, choose_resume_source, h
 from megatron.training.component import stopped_after_errors
 from megatron.training.components.times import GoodputState, StartupReport
 from megatron.training.cuda_graphs import StepRunner
-from megatron.training.environment import set_variables
 from megatron.training.failure_report import PeerWatchdog, StartRefusedError, explain_error, report_failure
 from megatron.training.features import build_callbacks, plugin_callbacks
 from megatron.training.loggers.run_folder import METRICS_FILE, data_summary, read_json_lines
 from megatron.training.loggers.run_logger import RunLogger
 from megatron.training.loop import train
+from megatron.training.machine import set_variables
 from megatron.training.metrics import Goodput
 from megatron.training.resume_source import read_only_options
 from megatron.training.startup import JOB_FACTS, StartFacts, StartupTimer, start_facts, start_phrase
@@ -189,9 +189,7 @@ def previous_run_id(metrics: Path, facts: StartFacts) -> str:
     ``metrics.jsonl`` is the only record of the ID before the first checkpoint.
     """
     last: Mapping[str, Any] = {}
-    with suppress(OSError):  # the first start
-        for line in read_json_lines(metrics):
-            if line is not None and line.get("event") == "start":
-                last = line
+    with suppress(OSError, IndexError):  # the first start
+        last = [line for line in read_json_lines(metrics) if line is not None and line.get("event") == "start"][-1]
     same_job = any(name in facts for name in JOB_FACTS) and all(last.get(name) == facts.get(name) for name in JOB_FACTS)
     return str(last.get("run-id", "")) if same_job else ""

@@ -12,6 +12,7 @@ from megatron.distributed import comm
 from megatron.distributed.micro_batch import MicroBatch
 from megatron.optimizer.distributed_optimizer import UpdateResult
 from megatron.optimizer.lr_scheduler import Rates
+from megatron.training.component import Component
 from megatron.training.metrics import StepMetrics
 from megatron.training.trainer import Trainer
 
@@ -43,7 +44,7 @@ def train_step(
     tokens = count_tokens(trainer, batches)
     trainer.buckets.start_step(len(batches), trainer.iteration)
     loss_grad = scale / tokens.clamp(min=1.0)
-    for component in trainer.components:
+    for component in trainer.acting(Component.on_loss_grad):
         loss_grad = component.on_loss_grad(loss_grad)
     with trainer.timers("forward-backward"):
         trainer.compute(batches, loss_grad)
@@ -57,7 +58,7 @@ def train_step(
             outcome = trainer.optimizer.update(rates, scale, loss, trainer.timers, trainer.components)
         else:
             outcome = update(rates, scale, loss)
-    for component in trainer.components:
+    for component in trainer.acting(Component.after_step):
         component.after_step(outcome)
     return StepMetrics(loss, outcome.grad_norm, outcome.skipped, scale, outcome.nonfinite, extra)
 

@@ -6,7 +6,7 @@ Built by :func:`megatron.training.build.build_trainer`. A step reads its micro-b
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -98,13 +98,18 @@ class Trainer:
             if component is not by:
                 component.on_weights_loaded()
 
+    def acting(self, hook: Callable[..., object]) -> list[Component]:
+        """Return the components that override a hook, such as ``Component.on_batches``, in the order of the list."""
+        name = hook.__name__
+        return [component for component in self.components if getattr(type(component), name) is not hook]
+
     def next_batches(self) -> list[MicroBatch]:
         """Return this rank's micro-batches of the next step."""
         return self.complete(self.reader.next_batches())
 
     def complete(self, batches: list[MicroBatch]) -> list[MicroBatch]:
         """Return micro-batches with what components add to them. Collective."""
-        for component in self.components:
+        for component in self.acting(Component.on_batches):
             batches = component.on_batches(batches)
         return batches
 
@@ -122,7 +127,7 @@ class Trainer:
         for chunk in self.chunks.values():
             chunk.train(loss_grad is not None)
         with ExitStack() as contexts:
-            for component in self.components:
+            for component in self.acting(Component.while_computing):
                 contexts.enter_context(component.while_computing())
             self.pipeline.run(program.ranks[self.mesh.coordinate["pp"]], batches, loss_grad, self.timers)
         self.optimizer.weights.release()

@@ -26,8 +26,6 @@ from megatron.data.loader import MaskBuilder, build_data
 from megatron.distributed.comm import Group
 from megatron.distributed.grad_accumulator import GradAccumulator
 from megatron.distributed.launch import run_on_rank0, world_group
-from megatron.distributed.layout import Layout
-from megatron.distributed.mesh import Mesh
 from megatron.distributed.micro_batch import MicroBatch
 from megatron.distributed.param_layout import MatrixBlock
 from megatron.inference.generate import PipelinedModel
@@ -55,7 +53,7 @@ from megatron.training.stop import StopRequest
 from tests.distributed.faults import infinite_gradient
 from tests.distributed.vitals import difference, report, router_losses
 from tests.kit.cases import MODEL, RATES, Case, batches_of, compare_with_twin, run_case, run_in_small_tiles
-from tests.kit.solo import Gradients
+from tests.kit.solo import Gradients, mesh_of
 from tools.lib.verify_parallel import RankTrace, join_traces
 
 TOLERANCE, TOLERANCE_BF16 = 1e-8, 0.02
@@ -108,7 +106,7 @@ def training(case: Case, function: Callable[..., Any] = run_case) -> Detector:
 
 def ask_for_a_stop(rank: int, world_size: int) -> int:
     """Return the stop code of this rank after only the last rank got SIGTERM."""
-    mesh = Mesh(Layout.from_config(ParallelConfig(), world_size), rank)
+    mesh = mesh_of(rank, world_size)
     request = StopRequest(mesh.world, torch.device("cpu"))
     request.restore()
     request._signal = 15 if rank == world_size - 1 else 0
@@ -129,7 +127,7 @@ def gather_startup_times(rank: int, world_size: int, case: Case) -> float:
 
 def name_the_run(rank: int, world_size: int) -> str:
     """The run's name, which must be one on all ranks."""
-    return run_on_rank0(new_run_id, Mesh(Layout.from_config(ParallelConfig(), world_size), rank).world)
+    return run_on_rank0(new_run_id, mesh_of(rank, world_size).world)
 
 
 def explain(rank: int, world_size: int, case: Case) -> str:
@@ -151,51 +149,44 @@ def skip_together(rank: int, world_size: int, case: Case) -> bool:
 
 def find_the_beginning(rank: int, world_size: int) -> bool:
     """Return True if this rank learns that rank 0 has found no checkpoint."""
-    mesh = Mesh(Layout.from_config(ParallelConfig(), world_size), rank)
+    mesh = mesh_of(rank, world_size)
     try:
         return choose_resume_source(CheckpointConfig(), mesh.world).fresh
     except TypeError:
         return False
 
 
-def compare_data(rank: int, world_size: int) -> bool:
-    """Return True if this rank detects that the last rank reads other samples."""
-    mesh = Mesh(Layout.from_config(ParallelConfig(), world_size), rank)
-    training = TrainingConfig(seq_length=8, train_iters=1, seed=int(rank == world_size - 1))
+def is_refused(act: Callable[..., object], *arguments: Any) -> bool:
+    """Return True if a call ends with an error for a user."""
     try:
-        check_same_data(build_data(DataConfig(mock_data=True), training, 31, world_size), mesh.world)
-    except DataError:
+        act(*arguments)
+    except (UserError, DataError):
         return True
     return False
+
+
+def compare_data(rank: int, world_size: int) -> bool:
+    """Return True if this rank detects that the last rank reads other samples."""
+    training = TrainingConfig(seq_length=8, train_iters=1, seed=int(rank == world_size - 1))
+    data = build_data(DataConfig(mock_data=True), training, 31, world_size)
+    return is_refused(check_same_data, data, mesh_of(rank, world_size).world)
 
 
 def compare_kernels(rank: int, world_size: int) -> bool:
     """Return True if this rank detects that the last rank uses other kernels."""
-    mesh = Mesh(Layout.from_config(ParallelConfig(), world_size), rank)
-    try:
-        check_same_kernels("compiled" if rank == world_size - 1 else "torch", mesh.world)
-    except UserError:
-        return True
-    return False
+    kernels = "compiled" if rank == world_size - 1 else "torch"
+    return is_refused(check_same_kernels, kernels, mesh_of(rank, world_size).world)
 
 
 def compare_schedules(rank: int, world_size: int) -> bool:
     """Return True if this rank detects that the last rank has another schedule."""
-    mesh = Mesh(Layout.from_config(ParallelConfig(), world_size), rank)
-    try:
-        check_same_schedule(make_schedule("gpipe" if rank == world_size - 1 else "1f1b", 2, 1, 4), mesh.world)
-    except UserError:
-        return True
-    return False
+    schedule = make_schedule("gpipe" if rank == world_size - 1 else "1f1b", 2, 1, 4)
+    return is_refused(check_same_schedule, schedule, mesh_of(rank, world_size).world)
 
 
 def factors_of_another_stage(rank: int, world_size: int, case: Case) -> bool:
     """Return True if this rank starts with a learning-rate pattern that only matches the other stage."""
-    try:
-        build_trainer(case.config(), rank, world_size)
-    except UserError:
-        return False
-    return True
+    return not is_refused(build_trainer, case.config(), rank, world_size)
 
 
 def timeline_of_a_step(rank: int, world_size: int, case: Case) -> bool:
@@ -257,7 +248,7 @@ class Listener(SharedModel):
 
 def receive_passes(rank: int, world_size: int) -> str:
     """Return the call that this rank receives when rank 0 starts a pass."""
-    mesh: Any = SimpleNamespace(mesh=Mesh(Layout.from_config(ParallelConfig(), world_size), rank))
+    mesh: Any = SimpleNamespace(mesh=mesh_of(rank, world_size))
     listener = Listener(mesh, None, (), 1)
     listener.word = ""
     with suppress(ValueError):
@@ -278,7 +269,7 @@ def digest_of_a_step(rank: int, world_size: int, case: Case) -> bool:
 
 def gather_stats_of_ranks(rank: int, world_size: int) -> list[RankStats]:
     """Return the times of all ranks; each rank contributes different ones."""
-    mesh = Mesh(Layout.from_config(ParallelConfig(), world_size), rank)
+    mesh = mesh_of(rank, world_size)
     return gather_rank_stats(_times_of(rank), mesh.world, torch.device("cpu"))
 
 
@@ -288,7 +279,7 @@ def _times_of(rank: int) -> RankStats:
 
 def begin_a_window(rank: int, world_size: int) -> float:
     """The last rank comes late; when, by the machine's clock, this one was let into its window of steps."""
-    mesh = Mesh(Layout.from_config(ParallelConfig(), world_size), rank)
+    mesh = mesh_of(rank, world_size)
     time.sleep(LATE_SECONDS if rank == world_size - 1 else 0.0)
     MetricsWindow(torch.device("cpu"), 8, world=mesh.world)
     return time.monotonic()
@@ -296,7 +287,7 @@ def begin_a_window(rank: int, world_size: int) -> float:
 
 def large_logits(rank: int, world_size: int) -> tuple[float, torch.Tensor]:
     """Twice the cross-entropy of logits around +-1000, whose exponentials do not exist, and this rank's part of dx."""
-    mesh = Mesh(Layout.from_config(ParallelConfig(tensor_model_parallel_size=world_size), world_size), rank)
+    mesh = mesh_of(rank, world_size, tensor_model_parallel_size=world_size)
     x, weight, labels = _extreme()
     rows = weight.shape[0] // world_size
     mine = weight[rank * rows : (rank + 1) * rows].clone()
@@ -362,7 +353,7 @@ def flipped_bit(rank: int, world_size: int, case: Case) -> str:
 
 def plan_a_route(rank: int, world_size: int) -> tuple[tuple[int, ...], ...]:
     """Each rank has tokens of its own for four experts; how many it sends, gets, and has for each of its experts."""
-    mesh = Mesh(Layout.from_config(ParallelConfig(expert_model_parallel_size=world_size), world_size), rank)
+    mesh = mesh_of(rank, world_size, expert_model_parallel_size=world_size)
     route = DispatchPlan.plan(torch.tensor(CHOSEN[rank]), 4, 1, mesh.group("ep", "etp"))
     return route.sent, route.received, route.counts
 

@@ -35,7 +35,7 @@ def run_and_compare(rank: int, world_size: int, config: RunConfig) -> list[list[
     gather = ParameterStore.start_gather
 
     def late(weights: ParameterStore) -> None:
-        time.sleep(0.3 * rank)
+        time.sleep(0.1 * rank)
         gather(weights)
 
     lateness = patch.object(ParameterStore, "start_gather", late)

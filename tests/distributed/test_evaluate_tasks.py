@@ -91,7 +91,8 @@ LAYOUTS = {
 """Ranks, flags and tasks."""
 
 
-SHORT = ("tp2-pp2", "zero3-dp2")
+SHORT = ("zero3-dp2", "tp2-sp", "vpp")
+"""On two ranks, each of which takes seconds to import lm-eval."""
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=() if n in SHORT else pytest.mark.slow) for n in LAYOUTS])

@@ -21,13 +21,10 @@ from megatron.config.precision import PrecisionConfig
 from megatron.config.run import RunConfig
 from megatron.distributed import comm
 from megatron.distributed.comm import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, REDUCE_SCATTER, Group
-from megatron.distributed.grad_accumulator import GradAccumulator
 from megatron.distributed.launch import world_group
-from megatron.distributed.layout import Layout
-from megatron.distributed.mesh import Mesh
 from megatron.distributed.param_layout import MatrixBlock, matrix_blocks, pack
 from megatron.kernels.dropout import mix, random_bits
-from megatron.optimizer.build import build_grad_buffer, build_reduction
+from megatron.optimizer.build import build_reduction
 from megatron.optimizer.grad_buffer import BucketLayout
 from megatron.optimizer.grad_compression import (
     INT8_BLOCK,
@@ -47,7 +44,7 @@ from megatron.training.trainer import Trainer
 from tests.distributed.resume import advance
 from tests.distributed.test_local_tier import go_on as local_go_on
 from tests.distributed.test_local_tier import run_of as local_run
-from tests.distributed.test_optimizer_shards import MICROBATCHES, SPECS
+from tests.distributed.test_optimizer_shards import MICROBATCHES, SPECS, Cut
 from tests.distributed.test_traffic import config_of, of_axes, ring, step
 from tests.distributed.test_zero import MIXED, PP2, SHARED, STAGE_1, STAGE_2, TP2_SP, case
 from tests.kit.cases import RATES, batches_of, run_on
@@ -140,16 +137,6 @@ def test_int8_passes_on_nonfinite_values(spoilt: float) -> None:
 
 
 @dataclass(frozen=True)
-class Cut:
-    """Sharding of the buckets."""
-
-    strategy: str = "no_shard"
-    instances: int = 1
-    overlap: bool = True
-    uncut: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True)
 class Held:
     """A rank's state after a step, by parameter: index of the shard's first element, sums and errors."""
 
@@ -168,16 +155,7 @@ def fine(rank: int, name: str, number: int) -> Tensor:
 
 def reduced(rank: int, size: int, cut: Cut, method: str) -> list[Held]:
     """The start, and the state after each step."""
-    config = ParallelConfig(
-        data_parallel_sharding_strategy=cut.strategy,
-        num_distributed_optimizer_instances=cut.instances,
-        overlap_grad_reduce=cut.overlap,
-        ddp_bucket_size=10**6,
-        grad_compression=method,
-    )
-    mesh = Mesh(Layout.from_config(config, size), rank, optimizer_instances=config.optimizer_instances)
-    accumulator, dtypes = GradAccumulator(), dict.fromkeys(SPECS, torch.float64)
-    buckets = build_grad_buffer(SPECS, dtypes, mesh, accumulator, torch.device("cpu"), config, cut.uncut)
+    buckets, accumulator = cut.build(rank, size, torch.float64, ddp_bucket_size=10**6, grad_compression=method)
 
     def held() -> Held:
         reductions = [bucket.reduction for bucket in buckets.buckets]

@@ -167,7 +167,7 @@ def test_a_file_stops_all_ranks_after_the_same_step_and_they_end_well(pool: Pool
 
 def test_the_first_cause_names_its_machine_once(pool: Pool, tmp_path: Path) -> None:
     """The other rank only loses contact, and prints nothing."""
-    ranks = run_two(pool, tiny_run(tmp_path, f"{TP2_SP} --distributed-timeout-minutes 0.1", 2), "an error in step 3")
+    ranks = run_two(pool, tiny_run(tmp_path, f"{TP2_SP} --distributed-timeout-minutes 0.05", 2), "an error in step 3")
     assert [status for status, _ in ranks] == [1, 1]
     assert ranks[0][1] == ""
     assert ranks[1][1].startswith("error on rank 1 on node1: Traceback")

@@ -36,7 +36,7 @@ EQUIVALENT: dict[tuple[str, str, str, str], str] = {
     ("megatron/layers/loss.py", "forward", "max", "doubled"): "the maximum of equal numbers is theirs",
     ("megatron/layers/loss.py", "_token_scores", "max", "doubled"): "the maximum of equal numbers is theirs",
     ("megatron/training/stop.py", "poll", "max", "doubled"): "the maximum of equal numbers is theirs",
-    ("megatron/training/components/startup.py", "on_step_end", "max", "doubled"): "equal numbers",
+    ("megatron/training/components/times.py", "on_step_end", "max", "doubled"): "equal numbers",
     ("megatron/training/metrics.py", "_barrier", "sum", "doubled"): "ranks that meet twice have met",
     ("megatron/training/metrics.py", "_barrier", "sum", "mis-scaled"): "the number is not used",
 }

@@ -19,6 +19,7 @@ from megatron.distributed.layout import Layout
 from megatron.distributed.mesh import Mesh
 from megatron.distributed.sharding import DenseSharding, ExpertSharding, Init, ShardSpec
 from megatron.optimizer.build import build_grad_buffer
+from megatron.optimizer.grad_buffer import GradBuffer
 from megatron.planner.memory import checkpoint_bytes
 from megatron.training.build import build_trainer
 from megatron.training.callbacks import health
@@ -49,11 +50,25 @@ Sums = dict[str, tuple[int, int, Tensor]]
 class Cut:
     """Sharding of the buckets."""
 
-    strategy: str
+    strategy: str = "no_shard"
     instances: int = 1
     overlap: bool = True
     in_bf16: bool = False
     uncut: tuple[str, ...] = ()
+
+    def build(self, rank: int, size: int, dtype: torch.dtype, **rest: Any) -> tuple[GradBuffer, GradAccumulator]:
+        """Return the gradient buffer of a rank, and what adds to it; ``rest`` is of the `ParallelConfig`."""
+        config = ParallelConfig(
+            data_parallel_sharding_strategy=self.strategy,
+            num_distributed_optimizer_instances=self.instances,
+            overlap_grad_reduce=self.overlap,
+            grad_reduce_in_bf16=self.in_bf16,
+            **rest,
+        )
+        mesh = Mesh(Layout.from_config(config, size), rank, optimizer_instances=config.optimizer_instances)
+        accumulator, dtypes = GradAccumulator(), dict.fromkeys(SPECS, dtype)
+        device = torch.device("cpu")
+        return build_grad_buffer(SPECS, dtypes, mesh, accumulator, device, config, self.uncut), accumulator
 
 
 def gradient(rank: int, name: str, number: int) -> Tensor:
@@ -65,16 +80,7 @@ def gradient(rank: int, name: str, number: int) -> Tensor:
 
 def sums(rank: int, size: int, cut: Cut) -> Sums:
     """Two steps of gradients that come out of turn."""
-    config = ParallelConfig(
-        data_parallel_sharding_strategy=cut.strategy,
-        num_distributed_optimizer_instances=cut.instances,
-        overlap_grad_reduce=cut.overlap,
-        grad_reduce_in_bf16=cut.in_bf16,
-        ddp_bucket_size=300,
-    )
-    mesh = Mesh(Layout.from_config(config, size), rank, optimizer_instances=config.optimizer_instances)
-    grad_accumulator, dtypes = GradAccumulator(), dict.fromkeys(SPECS, torch.float32)
-    buckets = build_grad_buffer(SPECS, dtypes, mesh, grad_accumulator, torch.device("cpu"), config, cut.uncut)
+    buckets, grad_accumulator = cut.build(rank, size, torch.float32, ddp_bucket_size=300)
     for step in range(2):
         buckets.start_step(MICROBATCHES)
         turns = [name for name, spec in SPECS.items() for _ in range(MICROBATCHES * spec.contributions)]

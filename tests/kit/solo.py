@@ -53,9 +53,14 @@ def tiny(**changes: Any) -> ModelConfig:
     return replace(TINY, **changes)
 
 
+def mesh_of(rank: int, world_size: int, **sizes: Any) -> Mesh:
+    """The mesh of a rank, with sizes of a `ParallelConfig`."""
+    return Mesh(Layout.from_config(ParallelConfig(**sizes), world_size), rank)
+
+
 def one_rank_mesh() -> Mesh:
     """The mesh of a process that is alone."""
-    return Mesh(Layout.from_config(ParallelConfig(), 1), 0)
+    return mesh_of(0, 1)
 
 
 def random_batch(config: ModelConfig, samples: int = 2, length: int = 16, seed: int = 0, **changes: Any) -> MicroBatch:

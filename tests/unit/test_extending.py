@@ -85,10 +85,6 @@ def test_blocks_are_short(name: str, block: str) -> None:
     assert len(block.splitlines()) <= 50
 
 
-def test_the_page_is_short() -> None:
-    assert len(PAGE.read_text().splitlines()) <= 450
-
-
 def test_callback(run: Run, tmp_path: Path) -> None:
     folder, save = tmp_path / "run", tmp_path / "save"
     assert run(folder, f"--train-iters 3 --plugin weight_norm --save {save} --save-interval 1") == 0

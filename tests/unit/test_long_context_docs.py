@@ -17,19 +17,14 @@ from megatron.config.parallel import CP_COMM_TYPES
 from megatron.config.run import RunConfig
 from megatron.planner.communication import attention_traffic
 from megatron.planner.memory import max_peak_bytes
+from tests.unit.pages import ROOT, page, rows
 
-ROOT = Path(__file__).parents[2]
-TEXT = (ROOT / "docs" / "long_context.md").read_text()
+TEXT = page("long_context")
+PLAIN = TEXT.replace("`", "")
 MODEL = (
     "--preset llama3-8b --bf16 --mock-data --vocab-size 128256 --train-iters 1 --seq-length 131072 "
     "--max-position-embeddings 131072 --check-config"
 )
-
-
-def rows(heading: str) -> list[list[str]]:
-    """Return the cells of the last table whose header begins so, without backticks."""
-    table = TEXT[TEXT.rindex(f"\n| {heading} |") :].split("\n\n")[0].strip().splitlines()[2:]
-    return [[cell.strip().replace("`", "") for cell in row[1:-1].split(" | ")] for row in table]
 
 
 def config_of(size: str, method: str, flags: str = "") -> RunConfig:
@@ -40,7 +35,7 @@ def config_of(size: str, method: str, flags: str = "") -> RunConfig:
 
 @pytest.mark.parametrize("flags", ["", "--num-query-groups 2 --tensor-model-parallel-size 2 --micro-batch-size 3"])
 def test_formulas_match_the_planner(flags: str) -> None:
-    formulas = {method: cells for method, *cells in rows("method")}
+    formulas = {method: cells for method, *cells in rows(PLAIN, "method | bytes")}
     assert [*formulas] == [*CP_COMM_TYPES]
     for size, method, a in ((8, "p2p", 1), (16, "all_gather", 1), (16, "a2a", 16), (16, "a2a+p2p 4 4", 4)):
         config = config_of(str(size), method, flags)
@@ -57,7 +52,7 @@ def test_formulas_match_the_planner(flags: str) -> None:
 def test_bytes_match_the_planner() -> None:
     header = re.findall(r"\n\| CP, method \| (.*) \|", TEXT)[0].split(" | ")
     assert len(header) == 3
-    for case, *cells in rows("CP, method"):
+    for case, *cells in rows(PLAIN, "CP, method"):
         size, _, method = case.partition(" ")
         configs = [config_of(size, method, f"--attention-pattern {pattern}") for pattern in header]
         assert cells == [str(round(attention_traffic(config).sent / 2**20)) for config in configs], case
@@ -73,20 +68,16 @@ def test_pictures_are_the_masks() -> None:
     for name, picture in drawn.items():
         allows = AttentionPattern.parse(name).allows
         assert picture == [["#" if allows(query, key) else "." for key in range(8)] for query in range(8)], name
-    described = [name.split(":")[0].strip("+") for name, _ in rows("pattern")]
+    described = [name.split(":")[0].strip("+") for name, _ in rows(PLAIN, "pattern")]
     assert described == ["global", "local", "chunked", "dilated", "first", "prefix", "a plugin's"]
     assert {part.split(":")[0] for name in drawn for part in name.split("+")} == {*described[:-1]}
 
 
 def test_activations_match_the_planner() -> None:
     layout = "--tensor-model-parallel-size 4 --sequence-parallel"
-    for flags, kept in rows("further flags"):
+    for flags, kept in rows(PLAIN, "further flags"):
         config = config_of("8", "p2p", f"{layout} {flags.replace('none', '')}")
         assert kept == f"{max_peak_bytes(config, 32)['activations'] / 2**30:.2f}", flags
-
-
-def test_the_page_is_short() -> None:
-    assert len(TEXT.splitlines()) <= 200
 
 
 @pytest.mark.slow

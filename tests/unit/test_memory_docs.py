@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from pathlib import Path
 
 import pytest
 
@@ -11,8 +10,9 @@ from megatron.arguments.cli import parse
 from megatron.config.parallel import ZERO_STAGES
 from megatron.config.run import RunConfig
 from megatron.planner.memory import STATE_KINDS, data_parallel_traffic, max_host_bytes, max_peak_bytes
+from tests.unit.pages import page
 
-TEXT = (Path(__file__).parents[2] / "docs" / "memory.md").read_text()
+TEXT = page("memory")
 RANKS, LIMIT = 4, 23
 RUN = (
     f"--mock-data --train-iters 1 --check-config --preset llama2-7b --bf16 --global-batch-size 64 --world-size {RANKS}"
@@ -54,7 +54,3 @@ def test_stages_send_the_messages_of_the_table() -> None:
         expected = sum(int(t[1] or 1) * (m if t[2] else 1) * size[t[3]] for t in terms if t) * (RANKS - 1) / RANKS
         assert all(terms)
         assert sum(data_parallel_traffic(config, RANKS).values()) == pytest.approx(expected, rel=0.02), formula
-
-
-def test_the_page_is_short() -> None:
-    assert len(TEXT.splitlines()) <= 100

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from pathlib import Path
 
 from megatron.arguments.cli import parse
 from megatron.config.compute import KERNEL_CANDIDATES
@@ -11,20 +10,14 @@ from megatron.config.parallel import ZERO_STAGES
 from megatron.planner.flops import FlopsPerToken, matmul_parameters
 from megatron.planner.memory import data_parallel_traffic
 from megatron.training.loggers.console import METRICS
+from tests.unit.pages import ROOT, page, rows
 
-ROOT = Path(__file__).parents[2]
-TEXT = (ROOT / "docs" / "performance.md").read_text()
-OF_TOOLS = {"--write", "--every", "--tp", "--out", "--output", "--cases", "--tests"}
-
-
-def table(heading: str) -> list[list[str]]:
-    """Cells of the rows of the last table whose first line begins with ``heading``, without backticks."""
-    rows = TEXT[TEXT.rindex(f"\n| {heading} |") :].split("\n\n")[0].strip().splitlines()[2:]
-    return [[cell.strip().replace("`", "") for cell in row[1:-1].split("|")] for row in rows]
+TEXT = page("performance")
+PLAIN = TEXT.replace("`", "")
 
 
 def test_flops_of_the_presets() -> None:
-    for preset, seq_length, *message in table("model"):
+    for preset, seq_length, *message in rows(PLAIN, "model"):
         argv = ["--preset", preset, "--seq-length", seq_length, "--mock-data", "--train-iters", "1"]
         config = parse([*argv, "--recompute-granularity", "full"], {}).config
         flops = FlopsPerToken.from_config(config)
@@ -33,20 +26,20 @@ def test_flops_of_the_presets() -> None:
 
 
 def test_the_table_lists_all_kernels() -> None:
-    assert {operation: tuple(names.split(", ")) for operation, names in table("operation")} == KERNEL_CANDIDATES
+    assert {operation: tuple(names.split(", ")) for operation, names in rows(PLAIN, "operation")} == KERNEL_CANDIDATES
 
 
 def test_metrics_of_the_tables_exist() -> None:
     logged = METRICS.keys() | {"communication-tp"}
-    for _, metrics, _ in table("column"):
+    for _, metrics, _ in rows(PLAIN, "column"):
         assert set(re.findall(r"[a-z][a-z-]+", metrics.replace("...", ""))) <= logged
-    assert {metric for metric, *_ in table("metric")} <= logged
+    assert {metric for metric, *_ in rows(PLAIN, "metric")} <= logged
 
 
 def test_bytes_of_zero_match_the_formula() -> None:
     run = "--preset llama2-7b --bf16 --mock-data --train-iters 1 --micro-batch-size 1 --world-size 8 --check-config"
     strategies = dict(zip("012", ZERO_STAGES))
-    for stage, instances, *cells in table("ZeRO"):
+    for stage, instances, *cells in rows(PLAIN, "ZeRO"):
         for microbatches, cell in zip((1, 4, 16), cells, strict=True):
             flags = f"--data-parallel-sharding-strategy {strategies[stage]} --global-batch-size {8 * microbatches}"
             flags += f" --num-distributed-optimizer-instances {instances}"
@@ -54,16 +47,11 @@ def test_bytes_of_zero_match_the_formula() -> None:
             assert cell == " / ".join(f"{sum(data_parallel_traffic(c, 8).values()) / 2**30:.1f}" for c in configs)
 
 
-def test_every_flag_exists() -> None:
-    known = set(re.findall(r"--[a-z0-9-]+", (ROOT / "docs" / "flags.md").read_text())) | OF_TOOLS
-    assert set(re.findall(r"(?<![\w-])--[a-z][a-z0-9-]+(?![a-z0-9-]*\*)", TEXT)) <= known
-
-
 def test_every_figure_has_its_command() -> None:
-    for _, commands, result in table("what"):
+    for _, commands, result in rows(PLAIN, "what"):
         name = re.findall(r"python -m benchmarks\.(\w+)", commands)[0]
         assert (ROOT / "benchmarks" / f"{name}.py").exists()
         assert result == f"[{name}](../benchmarks/results/{name}.md)"
     assert {path.stem for path in (ROOT / "benchmarks" / "results").glob("*.md")} <= {
-        re.findall(r"benchmarks\.(\w+)", commands)[0] for _, commands, _ in table("what")
+        re.findall(r"benchmarks\.(\w+)", commands)[0] for _, commands, _ in rows(PLAIN, "what")
     }

@@ -14,11 +14,11 @@ from megatron.pipeline.communication import add_communication
 from megatron.pipeline.schedules import SCHEDULES, make_schedule
 from megatron.pipeline.search import SEARCHED
 from megatron.pipeline.simulate import StageCosts, Timeline, simulate
+from tests.unit.pages import ROOT, page, rows
 from tools.draw_schedule import main
 
-ROOT = Path(__file__).parents[2]
 IMAGES = ROOT / "docs" / "images" / "pipelines"
-TEXT = (ROOT / "docs" / "pipelines.md").read_text()
+TEXT = page("pipelines")
 BLOCKS = re.findall(r"^```\n(.*?)^```", TEXT, re.MULTILINE | re.DOTALL)
 TOOL = "python tools/draw_schedule.py "
 GRID = [*product((1, 2, 3), repeat=3)]
@@ -31,11 +31,6 @@ TIMES = {
     "f = i = w": [(1, 1, 1), (3, 3, 3)],
 }
 """F, I and W under each condition of the table of formulas."""
-
-
-def rows(heading: str) -> list[list[str]]:
-    table = TEXT[TEXT.index(f"\n| {heading} |") :].split("\n\n")[0].strip().splitlines()[2:]
-    return [[cell.strip() for cell in row[1:-1].split("|")] for row in table]
 
 
 def commands() -> list[tuple[str, list[str]]]:
@@ -88,7 +83,7 @@ def timeline(name: str, p: int, v: int, m: int, f: Fraction, i: Fraction, w: Fra
     return simulate(add_communication(make_schedule(name, p, v, m)), costs)
 
 
-@pytest.mark.parametrize("row", rows("schedule | stages on a rank"), ids=lambda row: row[0])
+@pytest.mark.parametrize("row", rows(TEXT, "schedule | stages on a rank"), ids=lambda row: row[0])
 def test_formulas_match_the_simulator_exactly(row: list[str]) -> None:
     name, chunks, idle, where, memory = row
     sizes = [(p, m) for p in (1, 2, 3, 4, 6) for m in (2 * p, 3 * p, 2 * p + 1) if where != "p divides m" or m % p == 0]
@@ -102,14 +97,14 @@ def test_formulas_match_the_simulator_exactly(row: list[str]) -> None:
 
 
 def test_every_schedule_has_a_row_a_section_and_a_picture() -> None:
-    assert [row[0] for row in rows("schedule | stages on a rank")] == [*SCHEDULES]
+    assert [row[0] for row in rows(TEXT, "schedule | stages on a rank")] == [*SCHEDULES]
     assert re.findall(r"^### (\S+)\n", TEXT, re.MULTILINE) == [*SCHEDULES, SEARCHED]
     for name in (*SCHEDULES, SEARCHED):
         assert f"](images/pipelines/{name}.png)" in TEXT
     for section in TEXT.split("\n### ")[1:]:
         name = section.split("\n")[0]
         assert name not in SCHEDULES or "\nSource: " in section
-    for _, advice in rows("you have"):
+    for _, advice in rows(TEXT, "you have"):
         assert {*re.findall("`(.+?)`", advice)} <= {*SCHEDULES, SEARCHED}
 
 
@@ -122,12 +117,6 @@ def test_pictures_are_there_and_none_is_left_over() -> None:
     loop = re.findall(r"for name in ([^;]+);", drawn)[0].split()
     made = {*loop, *re.findall(r"--out docs/images/pipelines/(\w+)\.png", drawn)}
     assert {f"{name}.png" for name in made} == {*linked}
-
-
-def test_flags_exist() -> None:
-    known = set(re.findall(r"--[a-z0-9-]+", (ROOT / "docs" / "flags.md").read_text()))
-    known |= {"--nproc-per-node"} | set(re.findall(r'"(--[a-z]+)"', (ROOT / "tools" / "draw_schedule.py").read_text()))
-    assert set(re.findall(r"(?<![\w-])--[a-z][a-z0-9-]+", TEXT)) <= known
 
 
 def test_the_tables_that_are_printed_have_every_schedule() -> None:

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import importlib
+import io
 import os
+import runpy
 import shlex
 import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import chdir, redirect_stderr, redirect_stdout
+from multiprocessing.connection import Client, Listener
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 
@@ -63,17 +70,59 @@ sys.exit(max(os.waitstatus_to_exitcode(os.waitpid(rank, 0)[1]) for rank in ranks
 """In the place of torchrun: the ranks are forked after one import of torch, the dearest part of a short run."""
 
 
-@pytest.fixture
-def forked(checkout: Path) -> Path:
-    """That checkout, in which two ranks cost little more than one."""
-    torchrun = checkout / "bin" / "torchrun"
-    torchrun.parent.mkdir()
-    program = f'exec {shlex.quote(sys.executable)} -c {shlex.quote(FORKED % free_port())} "$@"\n'
-    torchrun.write_text("#!/bin/sh\n" + program)  # a path with a space is no interpreter
-    torchrun.chmod(0o755)
-    with (checkout / "tools" / "setup_env.sh").open("a") as file:
-        file.write("export PATH=$PWD/bin:$PATH\n")
-    return checkout
+ASKING = """
+import sys
+from multiprocessing.connection import Client
+
+with Client(%r) as tests:
+    tests.send(sys.argv[1:])
+    status, out, err = tests.recv()
+sys.stdout.write(out)
+sys.stderr.write(err)
+sys.exit(status)
+"""
+"""In the place of ``python``: the program runs in the process of these tests, which has imported everything."""
+
+
+def quickstart_here(*arguments: str, cwd: Path, root: Path) -> subprocess.CompletedProcess[str]:
+    """Run the script in a checkout, and its programs in this process; ranks of a training run are forked."""
+    shims = {"torchrun": FORKED % free_port()}
+    with Listener() as listener, ThreadPoolExecutor(1) as threads, chdir(root):
+        shims["python"] = ASKING % listener.address
+        (root / "bin").mkdir(exist_ok=True)
+        for name, program in shims.items():
+            command = f'exec {shlex.quote(sys.executable)} -c {shlex.quote(program)} "$@"\n'
+            (root / "bin" / name).write_text("#!/bin/sh\n" + command)  # a path with a space is no interpreter
+            (root / "bin" / name).chmod(0o755)
+        with (root / "tools" / "setup_env.sh").open("a") as file:
+            file.write("export PATH=$PWD/bin:$PATH\n")
+        script = threads.submit(quickstart, *arguments, cwd=cwd, root=root)
+        script.add_done_callback(lambda _: Client(listener.address).close())
+        while True:
+            with listener.accept() as caller:
+                try:
+                    caller.send(run_python(*caller.recv()))
+                except EOFError:
+                    return script.result()
+
+
+def run_python(first: str, *words: str) -> tuple[int, str, str]:
+    """Return the exit status and the output of the arguments of ``python``."""
+    status = 0
+    with redirect_stdout(io.StringIO()) as out, redirect_stderr(io.StringIO()) as err:
+        try:
+            if first == "-c":
+                with patch.object(sys, "argv", words):
+                    exec(words[0], {})
+            elif first.startswith("examples/"):
+                with patch.object(sys, "argv", [first, *words]):
+                    runpy.run_path(first)
+            else:
+                status = importlib.import_module(first.removesuffix(".py").replace("/", ".")).main([*words])
+        except Exception as error:
+            print(repr(error), file=sys.stderr)
+            status = 1
+    return status, out.getvalue(), err.getvalue()
 
 
 @pytest.mark.parametrize(
@@ -104,11 +153,12 @@ def test_help(tmp_path: Path) -> None:
     assert "--input-dir DIR" in done.stdout
 
 
-def test_killed_half_way_on_one_layout_and_ended_on_another(tmp_path: Path, forked: Path) -> None:
+def test_killed_half_way_on_one_layout_and_ended_on_another(tmp_path: Path, checkout: Path) -> None:
     write_text(tmp_path / "text")
     (tmp_path / "text" / "sitecustomize.txt").symlink_to("/etc/hostname")  # as in Debian's library of Python
     flags = ["--", "--eval-interval", "5", "--eval-iters", "1", "--seq-length", "128"]
-    done = quickstart("--input-dir", "text", "--steps", "10", "--out", "run", *flags, cwd=tmp_path, root=forked)
+    flags = ["--input-dir", "text", "--steps", "10", "--out", "run", *flags]
+    done = quickstart_here(*flags, cwd=tmp_path, root=checkout)
     assert done.returncode == 0, done.stderr
     before, after = done.stdout.split("== killed at step ")
     assert before.count(": 1 not read: ") == 2, "by the tokenizer's training and by preprocessing"
@@ -159,7 +209,7 @@ def test_text_under_another_key_and_a_folder_that_is_in_use(tmp_path: Path, chec
         (tmp_path / name).mkdir()
         (tmp_path / name / "mine").touch()
     flags = ["--input-dir", "text", "--out", "run/"]
-    refused = quickstart(*flags, cwd=tmp_path, root=checkout)
+    refused = quickstart_here(*flags, cwd=tmp_path, root=checkout)
     assert refused.returncode == 1
     assert "there is something in run already; this time, all goes to run-3\n" in refused.stdout
     assert "a.jsonl:1 has no key 'text'; its keys: body\n  fix: --json-keys KEY" in refused.stderr
@@ -167,7 +217,7 @@ def test_text_under_another_key_and_a_folder_that_is_in_use(tmp_path: Path, chec
     (tmp_path / "b.jsonl").write_text('{"body": "jumps over the lazy dog"}\n')
     (tmp_path / "text" / "c.jsonl").symlink_to("../b.jsonl")
     fixes = ["--json-keys", "body", "--on-bad-line", "skip", "--follow-links"]
-    done = quickstart(*flags, *fixes, "--", "--num-layers", "0", cwd=tmp_path, root=checkout)
+    done = quickstart_here(*flags, *fixes, "--", "--num-layers", "0", cwd=tmp_path, root=checkout)
     assert "files: 3, documents: 201, empty texts: 0, passed over: 1" in done.stdout
     assert (tmp_path / "run-3" / "tokenizer" / "tokenizer.json").exists()
     assert (tmp_path / "run-3" / "data" / "corpus_body_document.idx").exists()

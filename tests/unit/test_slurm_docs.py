@@ -5,14 +5,13 @@ from __future__ import annotations
 import re
 import shlex
 import subprocess
-from pathlib import Path
 
 import pytest
 
+from tests.unit.pages import ROOT, page, rows
 from tools import launch
 
-ROOT = Path(__file__).parents[2]
-TEXT = (ROOT / "docs" / "slurm.md").read_text()
+TEXT = page("slurm")
 SCRIPTS = {path.name: path.read_text() for path in (ROOT / "slurm").glob("*.sh")}
 SHARED = "".join(text for text in SCRIPTS.values() if "\n#SBATCH" not in text)
 """The file that the recipes source."""
@@ -21,14 +20,8 @@ FOREIGN = {"APEX", "WANDB_MODE"}
 NETWORKS = ("infiniband", "roce", "ethernet", "efa", "slingshot")
 
 
-def table(heading: str) -> list[list[str]]:
-    """The cells of the table whose head begins so."""
-    rows = TEXT[TEXT.index(f"\n| {heading} |") :].split("\n\n")[0].strip().splitlines()[2:]
-    return [[cell.strip() for cell in row[1:-1].split("|")] for row in rows]
-
-
 def test_every_script_is_named() -> None:
-    named = {name for row in table("script") for name in re.findall(r"`(\w+\.sh)`", row[0])}
+    named = {name for row in rows(TEXT, "script") for name in re.findall(r"`(\w+\.sh)`", row[0])}
     assert SCRIPTS.keys() <= named
 
 
@@ -43,7 +36,7 @@ def test_environment_variables_match_the_ones_that_the_scripts_read() -> None:
 
 def test_settings_match_the_variables_that_the_scripts_read() -> None:
     """One table has them all; recipes around training explain what only they read."""
-    shown = {name for row in table("setting") for name in re.findall(r"`([A-Z_]+)`", row[0])}
+    shown = {name for row in rows(TEXT, "setting") for name in re.findall(r"`([A-Z_]+)`", row[0])}
     asked = set(re.findall(r"\$\{([A-Z_]+)(?::-|:\+)", SHARED))
     foreign = {name for name in asked if name.startswith(("SLURM", "NCCL_", "CUDA_", "TORCH_", "OMP_", "PYTHONPATH"))}
     assert shown - {"DATA"} == asked - foreign - {"CHAIN_ID", "RANK", "LOGS", "STEPS", "SAVE_EVERY"}
@@ -52,14 +45,14 @@ def test_settings_match_the_variables_that_the_scripts_read() -> None:
 @pytest.mark.parametrize("name", ["MAX_RESTARTS", "MAX_STALLED", "STOP_SECONDS", "BAD_NODE_HOURS", "SPARES"])
 def test_figures_are_the_defaults(name: str) -> None:
     (default,) = re.findall(rf"{name}=\$\{{{name}:-(\d+)\}}", SHARED)
-    in_table = {row[1] for row in table("setting") if row[0] == f"`{name}`"}
+    in_table = {row[1] for row in rows(TEXT, "setting") if row[0] == f"`{name}`"}
     assert in_table | set(re.findall(rf"`{name}` \((\d+)\)", TEXT)) == {default}
 
 
 def values(heading: str) -> dict[str, str]:
     """The variables of a table and their values, in backticks."""
     found: dict[str, str] = {}
-    for names, value, *_ in table(heading):
+    for names, value, *_ in rows(TEXT, heading):
         found |= dict.fromkeys(re.findall(r"`([^`]+)`", names), value.strip("`"))
     return found
 
@@ -72,7 +65,7 @@ def test_settings_of_the_network_match_a_dry_run(network: str) -> None:
 
 def test_networks_match_the_scripts_and_the_launcher() -> None:
     assert set(launch.NETWORKS) == set(NETWORKS)
-    (row,) = [row for row in table("setting") if row[0] == "`NETWORK`"]
+    (row,) = [row for row in rows(TEXT, "setting") if row[0] == "`NETWORK`"]
     assert set(re.findall(r"`(\w+)`", row[2])) == set(NETWORKS)
 
 
@@ -80,7 +73,7 @@ def test_caches() -> None:
     shown = exported("train_llama3_8b", CACHE="CACHE")
     expected = {"HF_HOME": "CACHE/huggingface", "WANDB_CACHE_DIR": "CACHE/wandb", "WANDB_DATA_DIR": "CACHE/wandb"}
     assert expected.items() <= shown.items()
-    named = {name for row in table("variable") for name in re.findall(r"`([A-Z_]+)`", row[0])}
+    named = {name for row in rows(TEXT, "variable") for name in re.findall(r"`([A-Z_]+)`", row[0])}
     assert "NCCL_DEBUG" in named
     assert all(f"`{name}`" in TEXT for name in expected)
 
@@ -95,6 +88,6 @@ def exported(recipe: str, *flags: str, **environ: str) -> dict[str, str]:
 
 
 def test_files_of_a_run_match_the_files_that_the_script_keeps() -> None:
-    named = {row[0].strip("`").split(".")[0] for row in table("in `$RUN`") if row[0].startswith("`slurm/")}
+    named = {row[0].strip("`").split(".")[0] for row in rows(TEXT, "in `$RUN`") if row[0].startswith("`slurm/")}
     kept = {f"slurm/{name}" for name in re.findall(r"\$STATE\"?/(\w+)", SHARED)}
     assert named == kept

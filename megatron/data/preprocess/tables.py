@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from megatron.config.files import parse_json, read_small
 from megatron.config.text import clipped, listed, shell_word
 from megatron.data.errors import DataError
+from megatron.data.tokenizers.base import convert_library_errors
 
 TABLE_SUFFIXES = (".parquet", ".arrow")
 TEXT_TYPES = ("string", "large_string", "string_view", "binary", "large_binary", "binary_view", "null")
@@ -229,18 +230,13 @@ def hugging_face_files(name: str) -> list[Path]:
     except ImportError as error:
         raise DataError(f"datasets is needed for --input {name}", TABLES_FIX) from error
     path, *parts = name.removeprefix("hf:").split(":")
-    try:
+    fix = f"where there is a network: hf download {path} --repo-type dataset --local-dir DIR, then --input DIR"
+    failure = f"--input {name}: loading the dataset failed"
+    with convert_library_errors(DataError, failure, fix, "HF_TOKEN=... for a gated dataset"):
         if len(parts) == 1 and parts[0] not in datasets.get_dataset_config_names(path):
             parts.insert(0, "")
         config, split = [*parts, "", ""][:2]
         splits = datasets.load_dataset(path, config or None, keep_in_memory=False)
-    except Exception as error:  # many classes: of the hub, the network, the disk and the formats
-        first = str(error).strip().splitlines() or [type(error).__name__]
-        raise DataError(
-            f"--input {name}: loading the dataset failed: {first[0]}",
-            f"where there is a network: hf download {path} --repo-type dataset --local-dir DIR, then --input DIR",
-            "HF_TOKEN=... for a gated dataset",
-        ) from error
     split = split or (next(iter(splits)) if len(splits) == 1 else "")
     if split not in splits:
         fixes = [f"--input {shell_word(':'.join(filter(None, ('hf', path, config, each))))}" for each in splits]

@@ -40,7 +40,7 @@ def convert_library_errors(error: type[Exception], failure: str, *fixes: str) ->
     except BaseException as cause:
         if not isinstance(cause, Exception) and type(cause).__name__ != RUST_PANIC:
             raise
-        message = (str(cause) or type(cause).__name__).partition("\n")[0]
+        message = (str(cause).strip() or type(cause).__name__).partition("\n")[0]
         raise error(f"{failure}: {message}", *fixes) from cause
 
 

@@ -278,16 +278,11 @@ def resolve_hub_name(path: str | Path, files: tuple[str, ...], flag: str) -> Pat
         return Path(path)
     import huggingface_hub
 
-    try:
+    wanted = " ".join(f"--include '{file}'" for file in files)
+    fix = f"where there is a network: hf download {name} {wanted} --local-dir DIR, then {flag}"
+    failure = f"{name} is not a local folder, and downloading it from the hub failed"
+    with convert_library_errors(DataError, failure, fix, "HF_TOKEN=... for a gated model"):
         return Path(huggingface_hub.snapshot_download(name, allow_patterns=list(files)))
-    except Exception as error:  # many classes: of the hub, the network and the disk
-        wanted = " ".join(f"--include '{file}'" for file in files)
-        first = str(error).strip().splitlines() or [type(error).__name__]
-        raise DataError(
-            f"{name} is not a local folder, and downloading it from the hub failed: {first[0]}",
-            f"where there is a network: hf download {name} {wanted} --local-dir DIR, then {flag}",
-            "HF_TOKEN=... for a gated model",
-        ) from error
 
 
 def _read_files(path: Path) -> dict[str, bytes]:
@@ -414,11 +409,9 @@ def _gpt2_tokenizer(vocab: Path, merges: Path) -> tokenizers.Tokenizer:
     if is_json == [False, True]:
         fix = f"--vocab-file {shlex.quote(str(merges))} --merge-file {shlex.quote(str(vocab))}"
         raise DataError(f"{merges} is a vocabulary and {vocab} is not: the two files are swapped", fix)
-    try:
+    with convert_library_errors(DataError, f"{vocab} and {merges} are not the files of one BPE", "download both again"):
         vocabulary, pairs = models.BPE.read_file(str(vocab), str(merges))
         tokenizer = byte_level_bpe(models.BPE(vocabulary, pairs), words=True)
-    except Exception as error:  # the library raises no other class
-        raise DataError(f"{vocab} and {merges} are not the files of one BPE: {error}", "download both again") from error
     if len(set(vocabulary.values())) < len(vocabulary):
         raise DataError(f"{vocab} has a duplicate id", "download it again")
     missing = [token for token in (*bytes_to_unicode(), END_OF_DOCUMENT) if token not in vocabulary]

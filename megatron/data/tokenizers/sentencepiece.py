@@ -10,7 +10,12 @@ from pathlib import Path
 from typing import Any
 
 from megatron.data.errors import DataError
-from megatron.data.tokenizers.base import LibraryTokenizer, num_encoder_threads, read_tokenizer_file
+from megatron.data.tokenizers.base import (
+    LibraryTokenizer,
+    convert_library_errors,
+    num_encoder_threads,
+    read_tokenizer_file,
+)
 from megatron.data.tokenizers.huggingface import SENTENCEPIECE_MODEL, files_with_config
 
 MARK_PATTERN = re.compile(r"<.+>|\[.+\]", re.DOTALL)  # user-defined symbols that are treated as control symbols
@@ -126,7 +131,5 @@ def _processor_with(model: Any, special: list[int], kind: str, file: Path) -> An
     changed.CopyFrom(model)
     for number in special:
         changed.pieces[number].type = changed.pieces[number].Type.Value(kind)
-    try:
+    with convert_library_errors(DataError, f"{file}: not a model that SentencePiece can read", "copy it again"):
         return sentencepiece.SentencePieceProcessor(model_proto=changed.SerializeToString())
-    except Exception as error:  # RuntimeError, or another class of its bindings
-        raise DataError(f"{file}: not a model that SentencePiece can read: {error}", "copy it again") from error

@@ -179,15 +179,8 @@ class TokenizerRecord:
     @classmethod
     def of(cls, tokenizer: Tokenizer) -> TokenizerRecord:
         """Return the record of a tokenizer."""
-        return cls(
-            type(tokenizer).__name__,
-            tokenizer.vocab_size,
-            tokenizer.eod,
-            tokenizer.fingerprint,
-            tokenizer.pad,
-            dict(tokenizer.special_ids),
-            dict(tokenizer.settings),
-        )
+        facts = {field.name: getattr(tokenizer, field.name) for field in fields(cls)[1:]}
+        return cls(type(tokenizer).__name__, **facts)
 
     def check(self) -> None:
         """Raise ValueError if a field has a value that no tokenizer has."""

@@ -117,8 +117,7 @@ class RunLogger:
 
     def _open_folder(self, folder: Path, resolved_config: str, device: str, data: Mapping[str, object]) -> str | None:
         """Open the run folder; return a note if an earlier start has used it."""
-        metrics = folder / METRICS_FILE
-        warnings = list[str]()
+        metrics, warnings = folder / METRICS_FILE, list[str]()
         try:
             used_before = metrics.exists()
             renamed = write_run_folder(folder, resolved_config, device, self._world_size, data, warnings.append)
@@ -140,11 +139,10 @@ class RunLogger:
         options = config.logging
         used = options.tensorboard_dir is not None or options.wandb_project is not None
         hparams = hyperparameters(config, device, self._world_size) if used else {}
-        iteration, consumed_samples = self._progress["iteration"], self._progress["consumed-samples"]
+        iteration, samples = self._progress["iteration"], self._progress["consumed-samples"]
         if options.tensorboard_dir is not None:
-            folder = Path(options.tensorboard_dir)
-            position = iteration, consumed_samples
-            self.add("TensorBoard", partial(TensorBoardLogger, folder, to_yaml(config), *position, hparams))
+            place = Path(options.tensorboard_dir), to_yaml(config), iteration, samples
+            self.add("TensorBoard", partial(TensorBoardLogger, *place, hparams))
         if options.wandb_project is not None and os.environ.get("WANDB_MODE") == "disabled":
             print_line("Weights & Biases is turned off by WANDB_MODE=disabled")
         elif options.wandb_project is not None:
@@ -254,12 +252,9 @@ class RunLogger:
                 with suppress(OSError):  # a file system that does not answer must not end the run
                     self._check_superseded()
             except SupersededError as error:
-                self._drop_loggers(error)
+                self._superseded = error
+                self._loggers.clear()
         return self._superseded is None
-
-    def _drop_loggers(self, error: SupersededError) -> None:
-        self._superseded = error
-        self._loggers.clear()
 
     def flush(self) -> None:
         """Let loggers write what they buffer, before a checkpoint from which training may resume."""
@@ -281,7 +276,8 @@ class RunLogger:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if isinstance(error, SupersededError):
-            self._drop_loggers(error)
+            self._superseded = error
+            self._loggers.clear()
         elif error is not None and self.enabled and self._owns_run(at_once=True):
             if self._read_pending is not None:
                 try:

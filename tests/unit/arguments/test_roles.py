@@ -77,7 +77,7 @@ def test_a_change_of_shape_is_refused_for_any_use_of_the_weights(base: str, name
         except (ValueError, AssertionError) as error:
             pytest.fail(f"{name}={value!r} is no model ({error}): add a row for it to OTHER_VALUES")
         refused = compare_configs(saved, resolve(RunConfig(model=after), 1), "weights-only").problems != ()
-        assert refused == expected, f"role of {name}={value!r}, or a row of SAME_SHAPES (compatibility.py), in {base}"
+        assert refused == expected, f"role of {name}={value!r}, or its same_shapes, in {base}"
 
 
 ROPE = "--position-embedding-type rope --rotary-base 10"  # waves of 6 to 35 tokens, in samples of 8

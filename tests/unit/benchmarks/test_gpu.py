@@ -1,11 +1,10 @@
-"""Benchmarks in miniature: of one GPU rehearsed on a CPU, of bandwidth, pipelines and schedules."""
+"""Benchmarks in miniature: of one GPU rehearsed on a CPU, of pipelines and schedules."""
 
 from __future__ import annotations
 
 import json
 import subprocess
 import sys
-from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,13 +13,9 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from torch import Tensor
 
-from benchmarks import bandwidth, gpu, gpu_case, gpu_contestants, pipeline, schedules
-from benchmarks.bandwidth import EVERYWHERE, OPERATIONS, Figure
+from benchmarks import gpu, gpu_case, gpu_contestants, pipeline, schedules
 from megatron.distributed import comm
-from megatron.distributed.launch import world_group
-from tests.kit.pool import Pool, RankError
 from tests.kit.processes import wait_until_gone
 
 RESULTS: dict[str, Any] = {
@@ -173,6 +168,7 @@ class Clock:
         monkeypatch.setattr(
             gpu_case, "time", SimpleNamespace(monotonic=lambda: self.now, perf_counter=lambda: self.now)
         )
+        monkeypatch.setattr(gpu_case, "gc", SimpleNamespace(collect=lambda: None))  # there is no memory to free
         monkeypatch.setattr(gpu_case, "profile", lambda bench, step: "")
 
     def _make(self, setting: Any) -> Any:
@@ -303,67 +299,6 @@ def test_rather_fewer_cases_than_none_with_a_verdict(tmp_path: Path, monkeypatch
     assert all(80 < seconds < 100 for seconds in given)
 
 
-def by_hand(operation: str, buffers: list[Tensor], rank: int) -> Tensor:
-    """Compute a rank's result of an operation from all ranks' buffers, without communication."""
-    ranks = len(buffers)
-    parts = [x.chunk(ranks) for x in buffers]
-    total = torch.stack(buffers).sum(0)
-    return {
-        "all-reduce": total,
-        "reduce-scatter": total.chunk(ranks)[rank],
-        "all-gather": torch.cat([parts[other][other] for other in range(ranks)]),
-        "all-to-all": torch.cat([parts[other][rank] for other in range(ranks)]),
-        "send/receive": buffers[rank - 1],
-    }[operation]
-
-
-@pytest.mark.parametrize("ranks", [2, 3, 8])
-@pytest.mark.parametrize("operation", OPERATIONS)
-def test_expected_results_equal_the_definition_of_the_operation(operation: str, ranks: int) -> None:
-    x = torch.empty(4 * ranks, dtype=torch.float64)
-    buffers = [bandwidth.filled(x, ranks, rank) for rank in range(ranks)]
-    for rank in range(ranks):
-        assert torch.allclose(bandwidth.expected(operation, x, ranks, rank), by_hand(operation, buffers, rank))
-
-
-def test_shares_of_the_bus_match_nccl_tests() -> None:
-    shares = {
-        "all-reduce": 1.75,
-        "reduce-scatter": 0.875,
-        "all-gather": 0.875,
-        "all-to-all": 0.875,
-        "send/receive": 1.0,
-    }
-    assert {operation: bandwidth.share_of_bus(operation, 8) for operation in OPERATIONS} == shares
-
-
-def measured(rank: int, ranks: int, sizes: tuple[int, ...], wrong: bool) -> list[Figure]:
-    """Return the benchmark's results of three ranks; ``wrong`` when nothing is sent in an all-to-all."""
-    fault = patch.object(comm, "start_all_to_all", lambda x, group: comm.Pending(x)) if wrong else nullcontext()
-    world = world_group(rank, ranks)
-    with fault, patch.object(bandwidth, "SECONDS", 0.0):
-        printed = bandwidth.figures_of({EVERYWHERE: world}, world, sizes, torch.device("cpu"))
-    return [Figure(**figure) for figure in printed["figures"]]
-
-
-def test_ranks_are_measured(pool: Pool) -> None:
-    ranks = pool.run(3, measured, (1,), False)
-    assert ranks[0] == ranks[1] == ranks[2]  # the slowest rank's time, on all
-    assert [figure.operation for figure in ranks[0]] == [*OPERATIONS]
-    for figure in ranks[0]:
-        share = bandwidth.share_of_bus(figure.operation, 3)
-        assert figure.bus == pytest.approx(share * (2**20 // 12 * 12) / figure.seconds / 1e9, rel=1e-3)
-    page = bandwidth.page(ranks[0]).splitlines()
-    assert page[1] == "bus bandwidth, GB/s: all ranks, groups of 3"
-    assert page[2].split() == ["1", "MB"]
-    assert [line.split()[0] for line in page[3:]] == [*OPERATIONS]
-
-
-def test_a_wrong_result_is_reported(pool: Pool) -> None:
-    with pytest.raises(RankError, match="all-to-all of 1 MB over all ranks gives a wrong result on rank"):
-        pool.run(2, measured, (1,), True)
-
-
 @pytest.mark.parametrize("name", ["gpipe", "1f1b", "zb-h1", "zb-h2"])  # those that hand nothing over on a rank
 def test_both_compute_the_same(name: str) -> None:
     case = pipeline.Case.of(name, 3)
@@ -380,11 +315,11 @@ def test_the_cost_of_an_action() -> None:
     assert pipeline.price(row) == [20.0, 30.0, 20.0]
     result = {"schedules": {"zb-h1": row}, "rounds": 3, "microbatches": 8, "load": 0.5}
     machine = {"processor": "a processor", "python": "3", "torch": "2"}
-    page = pipeline.report(result | machine)
+    page = pipeline.page(result | machine)
     assert "| zb-h1 | 10 | 4 | 20.0 | 20.0 | 30.0 | 2.5 |" in page
     assert "all below 50 us" in page
     row["micros"]["runtime"] = [1000.0] * 3
-    assert "above 50 us: zb-h1" in pipeline.report(result | machine)
+    assert "above 50 us: zb-h1" in pipeline.page(result | machine)
 
 
 def test_a_small_pipeline_is_measured(capsys: pytest.CaptureFixture[str]) -> None:
@@ -402,19 +337,8 @@ def test_sums_medians_and_what_is_above_the_limit() -> None:
     row = {"chunks": 1, "actions": 3000, "computing": 1000, "micros": micros | {schedules.COLLECTOR: [0.5] * 3}}
     result = {"schedules": {"zb-h1": row}, "ranks": 4, "microbatches": 8, "rounds": 3, "clock": "wall"}
     machine = {"processor": "a processor", "load": 0.5, "python": "3"}
-    page = schedules.report(result | machine)
+    page = schedules.page(result | machine)
     assert "| zb-h1 | 1 | 3,000 | 2.00 | 4.00 | 2.00 | 1.00 | 10.00 | 8.00 | 12.00 | 0.50 | 30.0 |" in page
     assert "all below 10 microseconds" in page
     row["micros"]["proof"] = [9.0] * 3
-    assert "above 10 microseconds: zb-h1" in schedules.report(result | machine)
-
-
-def test_buffers_differ_in_every_part_of_every_rank() -> None:
-    x = torch.empty(40)
-    assert len({value for rank in range(4) for value in bandwidth.filled(x, 4, rank).tolist()}) == 16
-
-
-def test_one_rank_alone_is_refused(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("WORLD_SIZE", raising=False)
-    assert bandwidth.main([]) == 2
-    assert "E202 bandwidth needs at least two ranks\n  fix: torchrun" in capsys.readouterr().err
+    assert "above 10 microseconds: zb-h1" in schedules.page(result | machine)

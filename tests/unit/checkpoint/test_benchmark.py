@@ -7,18 +7,19 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.checkpoint import main, ratios
+from benchmarks.checkpoint import main
+from benchmarks.record import ratios
 
 
 def test_it_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--folder", str(tmp_path), "--megabytes", "1", "--hidden-size", "64", "--repeats", "2"]) == 0
     out = capsys.readouterr().out
-    assert re.findall(r"^(save / raw write|load / raw read): \d+\.\d\d ", out, re.MULTILINE) == [
+    assert re.findall(r"^\| (save / raw write|load / raw read) \| \d+\.\d\d ", out, re.MULTILINE) == [
         "save / raw write",
         "load / raw read",
     ]
-    assert re.search(r"^asynchronous save, standstill / memcpy: \d+\.\d\d \(", out, re.MULTILINE)
-    assert "memory a save takes" in out
+    assert re.search(r"^\| asynchronous save \| \d+\.\d\d \|", out, re.MULTILINE)
+    assert "A save takes " in out
     assert list(tmp_path.iterdir()) == []
 
 
@@ -28,5 +29,4 @@ def test_results_are_of_one_size() -> None:
 
 
 def test_a_ratio_is_of_neighbours() -> None:
-    seconds = {"raw write": [1.0, 4.0, 1.0], "save": [2.0, 4.0, 4.0], "raw read": [1.0] * 3, "load": [1.0] * 3}
-    assert ratios(seconds)["save / raw write"] == [0.5, 0.25, 1.0]
+    assert ratios([1.0, 4.0, 1.0], [2.0, 4.0, 4.0]) == [0.5, 0.25, 1.0]

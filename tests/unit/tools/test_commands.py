@@ -93,8 +93,15 @@ def test_shells_complete_commands_and_flags(line: str, offered: set[str], tmp_pa
     pytest.importorskip("argcomplete")
     asked = {"_ARGCOMPLETE": "1", "COMP_LINE": line, "COMP_POINT": str(len(line)), "_ARGCOMPLETE_IFS": "\n"}
     asked["_ARGCOMPLETE_STDOUT_FILENAME"] = str(tmp_path / "found")
-    program = "import sys; sys.argv = sys.argv[1:]; from megatron.__main__ import main; main()"
-    subprocess.run([sys.executable, "-c", program, line.split()[0]], cwd=ROOT, env=os.environ | asked, check=True)
+    child = os.fork()  # argcomplete ends the process
+    if child == 0:
+        try:
+            os.environ |= asked
+            sys.argv = [line.split()[0]]
+            commands.main()
+        finally:
+            os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     assert {word.strip() for word in (tmp_path / "found").read_text().split("\n")} == offered
 
 

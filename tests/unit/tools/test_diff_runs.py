@@ -198,6 +198,8 @@ def test_a_tolerance_is_a_distance(runs: Path, flags: tuple[str, str]) -> None:
 def test_a_folder_that_is_no_run_is_refused(runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([str(runs / "plain"), str(tmp_path)]) == 2
     assert capsys.readouterr().err.startswith(f"diff_runs: {tmp_path} is not a run folder: ")
+    assert main([str(runs / "plain"), str(tmp_path / "nowhere")]) == 2
+    assert "nowhere is not a folder: pass the folders given to the runs as --run-dir" in capsys.readouterr().err
     (tmp_path / "new").mkdir()
     shutil.copy(runs / "plain" / "config.yaml", tmp_path / "new")
     status, lines = reported(tmp_path, "new", str(runs / "plain"), capsys)

@@ -220,7 +220,7 @@ def test_a_folder_of_megatron_lm_gets_a_prefix_and_its_arguments_are_compared(
     assert translated(capsys.readouterr().out)[1][-2:] == ["--load", str(tmp_path / "absent")]
 
 
-def test_a_script_sees_no_secret_and_leaves_no_process(tmp_path: Path) -> None:
+def test_a_script_sees_no_secret_and_leaves_no_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where no namespaces are allowed; there it sees other processes, but not this program's environment."""
     hostile = f"""
 out={tmp_path}
@@ -232,16 +232,11 @@ while [ ! -s $out/alive ]; do /bin/sleep 0.05; done
 {TORCHRUN}
 """
     path = script(tmp_path, hostile)
-    program = (
-        "import sys; from tools import from_megatron as f; f.NAMESPACES = sys.argv[1]; sys.exit(f.main(sys.argv[2:]))"
-    )
+    monkeypatch.setenv("SECRET", "hunter2")
     for namespaces in (from_megatron.NAMESPACES, "--not-allowed"):
         (tmp_path / "alive").unlink(missing_ok=True)
-        command = [sys.executable, "-c", program, namespaces, path, "/results"]
-        done = subprocess.run(
-            command, env=os.environ | {"SECRET": "hunter2"}, capture_output=True, text=True, check=False
-        )
-        assert done.returncode == 0, done.stderr
+        monkeypatch.setattr(from_megatron, "NAMESPACES", namespaces)
+        assert from_megatron.main([path, "/results"]) == 0
         assert "hunter2" not in (tmp_path / "variables").read_text()
         size = (tmp_path / "alive").stat().st_size
         time.sleep(0.3)

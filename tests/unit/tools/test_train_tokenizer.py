@@ -359,15 +359,6 @@ def test_a_failing_disk_leaves_nothing(tmp_path: Path, monkeypatch: pytest.Monke
     assert list(tmp_path.iterdir()) == []
 
 
-def test_it_starts_from_any_folder(tmp_path: Path) -> None:
-    """As a script of a checkout, of which only ``megatron`` is installed."""
-    environ = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    command = [sys.executable, str(ROOT / "tools" / "train_tokenizer.py"), "--help"]
-    done = subprocess.run(command, cwd=tmp_path, env=environ, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    assert "--vocab-size" in done.stdout
-
-
 def test_frequent_words_become_pieces() -> None:
     trained = train_sentencepiece(documents(["ab ab ab ab cd cd"] * 5), MIN_SENTENCEPIECE_SIZE + 20, "bpe", 10)
     pieces = [piece.piece for piece in ModelProto.FromString(trained.files[SENTENCEPIECE_MODEL]).pieces]

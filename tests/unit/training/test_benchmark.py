@@ -7,7 +7,8 @@ import time
 
 import pytest
 
-from benchmarks.logging_overhead import CLOCKS, SINKS, main, price, spread, take_turns, together
+from benchmarks.logging_overhead import CLOCKS, SINKS, main, price, take_turns, together
+from benchmarks.record import spread
 
 
 def test_blocks_take_turns_after_a_round_that_warms_up() -> None:

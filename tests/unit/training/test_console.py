@@ -116,11 +116,15 @@ def test_a_wait_for_data_is_dropped_after_minor_columns() -> None:
     assert "data" not in line_of(LARGE, 100)
 
 
-def test_narrow_terminals_lose_the_new_columns_first() -> None:
-    lines = [line_of(LARGE, width) for width in range(30, 230)]
-    assert all(len(line) <= width for line, width in zip(lines, range(30, 230)))
-    assert lines[-1] == WIDEST
-    assert "(tp6" not in line_of(LARGE, len(WIDEST) - 1)
+@pytest.mark.parametrize(("record", "full"), [(RECORD, FULL), (LARGE, WIDEST)])
+def test_narrow_terminals_get_fewer_columns_and_lose_the_new_ones_first(record: Metrics, full: str) -> None:
+    lines = {width: line_of(record, width) for width in range(30, 230)}
+    assert all(len(line) <= width for width, line in lines.items())
+    assert all(line.startswith(" 1240/95368") and "loss 2.4137" in line for line in lines.values())
+    assert (lines[30], lines[229]) == (" 1240/95368 | loss 2.4137", full)
+    assert [*map(len, lines.values())] == sorted(map(len, lines.values()))
+    assert "(tp6" not in lines[len(full) - 1]
+    assert line_of({**record, "skipped-iterations-count": 1}, 40) == " 1240/95368 | loss 2.4137 | skipped 1"
 
 
 def test_timers_have_a_line_of_their_own() -> None:
@@ -148,29 +152,17 @@ def test_a_line_states_skipped_steps_and_the_loss_scale() -> None:
     assert " | scale 65.5K | skipped 2 | " in line
 
 
-def test_narrow_terminals_get_fewer_columns() -> None:
-    lines = [line_of(RECORD, width) for width in range(30, 130)]
-    assert all(len(line) <= width for line, width in zip(lines, range(30, 130)))
-    assert all(line.startswith(" 1240/95368") and "loss 2.4137" in line for line in lines)
-    assert lines[-1] == FULL
-    assert lines[0] == " 1240/95368 | loss 2.4137"
-    assert [len(line) for line in lines] == sorted(len(line) for line in lines)
-
-
-def test_a_skipped_step_outlives_almost_every_column() -> None:
-    line = line_of({**RECORD, "skipped-iterations-count": 1}, 40)
-    assert line == " 1240/95368 | loss 2.4137 | skipped 1"
-
-
-def test_validation() -> None:
-    line = evaluation_line(500, {"consumed-tokens": 1_024_000, **evaluation_metrics("valid", math.log(12.0))})
-    assert line == "validation at 500: loss 2.4849 ppl 12.0 (1.02M tok)"
-
-
-@pytest.mark.parametrize(("split", "title"), [("valid:wiki", "validation wiki"), ("test", "test")])
-def test_evaluations_are_separate(split: str, title: str) -> None:
-    line = evaluation_line(500, {"consumed-tokens": 1_024_000, **evaluation_metrics(split, math.nan)})
-    assert line.startswith(f"{title} at 500: loss - ppl ")
+@pytest.mark.parametrize(
+    ("split", "loss", "line"),
+    [
+        ("valid", math.log(12.0), "validation at 500: loss 2.4849 ppl 12.0 (1.02M tok)"),
+        ("valid:wiki", math.nan, "validation wiki at 500: loss - ppl nan (1.02M tok)"),
+        ("test", math.nan, "test at 500: loss - ppl nan (1.02M tok)"),
+    ],
+)
+def test_evaluations_are_separate(split: str, loss: float, line: str) -> None:
+    metrics = {"consumed-tokens": 1_024_000, **evaluation_metrics(split, loss)}
+    assert evaluation_line(500, metrics) == line
 
 
 NUMBERS: dict[Callable[[float], str], dict[float, str]] = {

@@ -1,4 +1,4 @@
-"""Runs that this machine cannot hold are refused before torch is imported; others are not."""
+"""Runs that this machine cannot hold are refused before torch is imported; variables that a run sets for libraries."""
 
 from __future__ import annotations
 
@@ -21,11 +21,12 @@ from megatron.arguments.validate import find_problems
 from megatron.config import machine
 from megatron.config.compute import KERNEL_CANDIDATES
 from megatron.config.errors import UserError
-from megatron.config.launch import end_refused_start
+from megatron.config.launch import end_refused_start, ranks_per_node
 from megatron.kernels.fp8 import Float8Recipe, fp8_operation
 from megatron.kernels.registry import OPERATIONS
 from megatron.planner.memory import max_state_bytes
-from megatron.training.machine import fit_to_machine
+from megatron.training.machine import ALLOCATOR, CONNECTIONS, default_variables, fit_to_machine, set_variables
+from tests.unit.arguments.command import run
 
 TINY = "--preset tiny-llama --mock-data --vocab-size 512 --train-iters 5"
 LARGE = "--preset llama3-8b --mock-data --vocab-size 128256 --train-iters 5"
@@ -239,3 +240,76 @@ def test_a_refused_start_under_torchrun_is_short(tmp_path: Path) -> None:
     assert any(line.startswith("  traceback : E001 --layers") for line in report)
     assert done.stderr.count("E001 ") == 2  # from one rank, and in the report of torchrun
     assert done.stderr.count("Traceback (most recent call last)") == 1  # of torchrun itself
+
+
+# ---- Environment variables for CUDA, NCCL, gloo and Inductor
+
+TP2, PP2 = "--tensor-model-parallel-size 2", "--pipeline-model-parallel-size 2"
+SHORT = "--hidden-dropout 0 --attention-dropout 0"
+
+
+@pytest.mark.parametrize(
+    ("flags", "ranks", "queues", "segments"),
+    [
+        (SHORT, 1, "32", False),
+        (f"{SHORT} --cuda-graph none", 1, "32", True),
+        ("--hidden-dropout 0.1", 1, "32", True),
+        (TP2, 2, "1", True),
+        (f"{TP2} {SHORT}", 2, "1", False),
+        (PP2, 2, "32", True),
+        (f"{TP2} {PP2}", 4, "32", True),
+    ],
+)
+def test_defaults_follow_the_layout_and_the_graphs(flags: str, ranks: int, queues: str, segments: bool) -> None:
+    found = default_variables(run(flags, ranks).config, ranks, {}, 16, cuda=True)
+    assert found[CONNECTIONS] == queues
+    assert (found.get(ALLOCATOR[0]) == "expandable_segments:True") is segments
+    assert found["NCCL_GRAPH_REGISTER"] == "0"
+    assert "TORCH_GLOO_LAZY_INIT" not in found
+
+
+def test_a_config_file_counts_as_flags_do(tmp_path_factory: pytest.TempPathFactory) -> None:
+    file = tmp_path_factory.mktemp("config") / "pp.yaml"
+    file.write_text("parallel:\n  tensor_model_parallel_size: 2\n  pipeline_model_parallel_size: 2\n")
+    assert default_variables(run(f"--config {file}", 4).config, 4, {}, 16, cuda=True)[CONNECTIONS] == "32"
+
+
+def test_existing_variables_are_kept() -> None:
+    config = run("").config
+    environ = {CONNECTIONS: "8", "PYTORCH_CUDA_ALLOC_CONF": "", "TORCHINDUCTOR_COMPILE_THREADS": "3"}
+    assert "CUDA_DEVICE_MAX_CONNECTIONS=8" in set_variables(config, True, environ)
+    assert environ == {**environ, CONNECTIONS: "8", "TORCHINDUCTOR_COMPILE_THREADS": "3"}
+    assert ALLOCATOR[0] not in environ
+
+
+def test_a_pipeline_with_one_queue_is_refused() -> None:
+    config = run(PP2, 2).config
+    with pytest.raises(UserError, match="E916 CUDA_DEVICE_MAX_CONNECTIONS=1 cannot"):
+        set_variables(config, True, {CONNECTIONS: "1"})
+    assert set_variables(config, False, {CONNECTIONS: "1"})
+    assert set_variables(run(TP2, 2).config, True, {CONNECTIONS: "1"})
+
+
+@pytest.mark.parametrize(("ranks", "lazy"), [(1, False), (64, False), (65, True), (1024, True)])
+@pytest.mark.parametrize("cuda", [False, True])
+def test_gloo_connects_every_pair_of_few_ranks_only(ranks: int, lazy: bool, cuda: bool) -> None:
+    found = default_variables(run("").config, ranks, {}, 16, cuda)
+    assert (found.get("TORCH_GLOO_LAZY_INIT") == "1") is lazy
+
+
+SRUN = {"SLURM_STEP_ID": "0", "SLURM_PROCID": "9", "SLURM_NTASKS": "20", "SLURM_LOCALID": "1", "MASTER_ADDR": "n1"}
+
+
+@pytest.mark.parametrize(
+    ("environ", "ranks"),
+    [
+        ({}, 1),
+        ({"RANK": "9", "WORLD_SIZE": "16", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "8"}, 8),
+        ({**SRUN, "SLURM_STEP_TASKS_PER_NODE": "8(x2),4"}, 8),
+        (SRUN, 2),
+    ],
+)
+def test_cores_are_divided_among_the_ranks_of_a_node(environ: dict[str, str], ranks: int) -> None:
+    assert ranks_per_node(environ) == ranks
+    threads = default_variables(run("").config, 1, environ, 100, cuda=True)["TORCHINDUCTOR_COMPILE_THREADS"]
+    assert threads == str(min(32, 100 // ranks))
