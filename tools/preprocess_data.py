@@ -18,8 +18,9 @@ if __name__ == "__main__":  # until main has a handler of its own; the imports b
 from megatron.config.text import echo, shell_word
 from megatron.data.errors import DataError, StopSignal, ToolParser, run_tool
 from megatron.data.indexed_writer import check_not_existing, id_dtype
-from megatron.data.preprocess.corpus import BLOCK_BYTES, add_input_flags, find_text_files, spool_pipes
+from megatron.data.preprocess.corpus import BLOCK_BYTES
 from megatron.data.preprocess.encode import PreprocessOptions, RunState, output_prefix, write_dataset
+from megatron.data.preprocess.files import add_input_flags, find_text_files, spool_pipes
 from megatron.data.progress import PreprocessProgress, PreprocessTotals
 from megatron.data.tokenizers.base import Tokenizer
 from megatron.data.tokenizers.engine import ENGINES

@@ -79,7 +79,8 @@ def foreign_flags() -> ForeignFlags:
         feature = features.split()[0]
         setting = ForeignFlag("setting", f"it is a setting of {feature}", feature=features)
         if feature in SPELLINGS:  # the feature is here now, but perhaps not all of its settings
-            setting = ForeignFlag("refused", f"this setting of {feature} is not implemented")
+            reason = f"this setting of {feature} is not implemented"
+            setting = ForeignFlag("refused", reason, condition=SPELLINGS[feature].name)
         handled |= dict.fromkeys(names.split(), setting)
     handled |= {name: flag("refused", reason) for name, reason in tree["refused_prefixes"].items()}
     handled |= {name: ForeignFlag("applied", words=words) for name, words in tree["applied"].items()}
@@ -88,7 +89,7 @@ def foreign_flags() -> ForeignFlags:
     for kind in ("ignored", "refused"):
         handled |= {name: flag(kind, entry) for names, entry in tree[kind].items() for name in names.split()}
     handled = {
-        name: replace(each, condition=condition(name)) if each.kind == "refused" else each
+        name: replace(each, condition=each.condition or condition(name)) if each.kind == "refused" else each
         for name, each in handled.items()
         if name not in SPELLINGS
     }

@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 
 from megatron.arguments.checks import checkpoint, communication, data, parameters, pipeline, training
 from megatron.config.batch import get_num_microbatches
-from megatron.config.conditions import group_methods, holds, rules
+from megatron.config.conditions import broken_rules, group_methods, holds, rules
 from megatron.config.errors import Problem
 from megatron.config.option import Need
 from megatron.config.plugins import registered
@@ -48,8 +48,9 @@ def choose_cuda_graph(config: RunConfig, world_size: int, cuda: bool = True) -> 
     if not cuda:
         return "none", "this run uses a CPU"
     step = replace(config, compute=replace(config.compute, cuda_graph="step"))
-    broken = [each.problem(step) for each in rules() if "cuda_graph=" in each.condition and holds(each.condition, step)]
-    if broken or (broken := [each for check in group_methods(step, "check_graph") for each in check(step, world_size)]):
+    broken = [*broken_rules(step, (each for each in rules() if "cuda_graph=" in each.condition))]
+    broken += [problem for check in group_methods(step, "check_graph") for problem in check(step, world_size)]
+    if broken:
         return "none", broken[0].sentence
     mixers = [("mixer", name) for name in config.model.token_mixers]
     for kind, name in (("objective", training.objective), ("optimizer", config.optimizer.optimizer), *mixers):
@@ -149,8 +150,7 @@ def find_problems(config: RunConfig, world_size: int, doubtful: Set[str] = froze
         known = known.with_group(setting.group, replace(known.group(setting.group), **{setting.name: _Unknown()}))
     for rule in rules():
         with suppress(_UnknownError):
-            if holds(rule.condition, known):
-                found.append(rule.problem(known))
+            found.extend(broken_rules(known, [rule]))
     for check in _functions(known, check=True):
         with suppress(_UnknownError):
             found.extend(check(known, world_size))

@@ -12,11 +12,8 @@ RESUME_MODES = ("exact", "new-schedule", "weights-only")
 """Resume modes, from the one that restores most of a checkpoint to the one that restores least."""
 
 SAVE = Need("save", "a folder to save to")
-
 LOCAL_SAVE = Need("local_save")
-
 KEEP_LAST = Need("not save or keep_last", "--keep-last")
-
 START_POINT = Need("load or save", "a checkpoint to start from")
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cache
 from inspect import isfunction
@@ -118,6 +118,11 @@ def _paragraphs_of(cls: type, name: str) -> list[str]:
 def rules() -> list[Rule]:
     """Return the rules of all classes of options."""
     return [Rule.parse(text) for text in paragraphs("refused")]
+
+
+def broken_rules(config: RunConfig, rules: Iterable[Rule]) -> Iterator[Problem]:
+    """Yield the problems of rules whose condition holds."""
+    return (rule.problem(config) for rule in rules if holds(rule.condition, config))
 
 
 def group_methods(config: RunConfig, prefix: str) -> Iterator[Callable[[RunConfig, int], Any]]:

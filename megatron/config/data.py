@@ -35,22 +35,16 @@ UNSUPPORTED_TOKENIZER_TYPES = {
 
 DATA_FILES = Need("not mock_data and not plugin_dataset", "data in files")
 TOKEN_FILES = Need("not mock_data and not plugin_dataset and not chat_data_path", "files of tokens")
-
 DOCUMENTS = Need(
     "not mock_data and not plugin_dataset and not chat_data_path",
     "documents (generated tokens have none, and conversations are always separate)",
 )
-
 DOCUMENT_OPTIONS = Need(
     " or ".join(DOCUMENT_BOUNDARY_OPTIONS), "--reset-position-ids, --reset-attention-mask or --eod-mask-loss"
 )
-
 LAYER_PATTERNS = Need("attention_pattern")
-
 GPT2_BPE = Need("tokenizer_type=GPT2BPETokenizer")
-
 TIKTOKEN = Need("tokenizer_type=TikTokenizer")
-
 TOKENIZER_WITH_MODEL = Need(
     "tokenizer_type=HuggingFaceTokenizer|SentencePieceTokenizer|GPTSentencePieceTokenizer|Llama2Tokenizer|TikTokenizer",
     "a --tokenizer-type that reads it",
@@ -119,13 +113,7 @@ class DataConfig(WithPluginOptions):
     )
     """Tokenizer of the data. Default: the one recorded with the data."""
     tokenizer_model: str | None = option(
-        None,
-        role="free",
-        needs=TOKENIZER_WITH_MODEL,
-        spellings=(
-            "--tokenizer-name-or-path",
-            "--tokenizer-file",
-        ),
+        None, role="free", needs=TOKENIZER_WITH_MODEL, spellings=("--tokenizer-name-or-path", "--tokenizer-file")
     )
     """Tokenizer to load: a file, a folder, or a name on the Hugging Face hub."""
     vocab_file: str | None = option(None, role="free", needs=GPT2_BPE)

@@ -61,6 +61,11 @@ class ExpertOptions:
     E213 expert parallelism of {expert_model_parallel_size} needs experts
       fix: --num-experts {expert_model_parallel_size*4} | --expert-model-parallel-size 1
 
+    num_experts and moe_shared_expert_intermediate_size%tensor_model_parallel_size
+    E204 a shared expert of width {moe_shared_expert_intermediate_size} does not divide over TP
+    {tensor_model_parallel_size}
+      fix: --moe-shared-expert-intermediate-size {moe_shared_expert_intermediate_size%tensor_model_parallel_size}
+
     num_experts and expert_ffn%expert_tp
     E213 experts of width {expert_ffn} do not divide over TP {expert_tp}
       fix: --moe-ffn-hidden-size {expert_ffn%expert_tp}

@@ -160,23 +160,18 @@ def limit_spinning(environ: MutableMapping[str, str]) -> None:
         environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 
-def threads_exceed_cores(environ: Mapping[str, str], cores: int | None = None) -> bool:
-    """Return True if the ranks of this machine together have more OpenMP threads than ``cores``.
-
-    Args:
-        environ: environment of this rank.
-        cores: of the machine; None counts those that this process may use.
-    """
-    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+def threads_exceed_cores(environ: Mapping[str, str]) -> bool:
+    """Return True if the ranks of this machine together have more OpenMP threads than there are cores."""
+    usable = cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     launch = Launch.read(environ)
     ranks = launch.local_size
     if launch.launcher == "srun":  # it may bind each rank to cores of its own
-        cores = cores or os.cpu_count() or 1
+        cores = os.cpu_count() or 1
         counts = re.findall(r"(?:^|,)(\d+)", environ.get("SLURM_STEP_TASKS_PER_NODE", ""))  # such as 4(x2),3
         ranks = max([ranks, *map(int, counts)])
     first = environ.get("OMP_NUM_THREADS", "").split(",")[0].strip()
     threads = int(first) if first.isdecimal() and int(first) else usable
-    return ranks * threads > (cores or usable)
+    return ranks * threads > cores
 
 
 def _step(environ: Mapping[str, str]) -> int:

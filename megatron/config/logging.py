@@ -14,7 +14,6 @@ from megatron.config.text import flag
 from megatron.config.training import EVALUATION
 
 WANDB = Need("wandb_project")
-
 TIMERS = Need("timing_log_level>0", "--timing-log-level above 0")
 
 

@@ -6,10 +6,10 @@ import ast
 import math
 import re
 import shlex
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 from megatron.config.adapters import AdapterOptions
 from megatron.config.attention_pattern import AttentionPattern, format_layers, parse_layers, split_layers
@@ -265,6 +265,10 @@ class TransformerOptions(WithPluginOptions):
     E103 hidden size {hidden_size} with {activation}: the MLP's width, 8/3 of it rounded down to 64s, is 0
       fix: --ffn-hidden-size {hidden_size*4} | --hidden-size 24
 
+    not num_experts and ffn%tensor_model_parallel_size
+    E204 an MLP of width {ffn} does not divide over TP {tensor_model_parallel_size}
+      fix: --ffn-hidden-size {ffn%tensor_model_parallel_size}
+
     not vocab_size and tokenizer_type=NullTokenizer
     E104 NullTokenizer does not know the size of the vocabulary
       fix: --vocab-size 50257
@@ -313,6 +317,15 @@ class TransformerOptions(WithPluginOptions):
     E907 --cuda-graph step does not support dropout: every step would drop the same elements
       fix: --hidden-dropout 0 --attention-dropout 0 | --cuda-graph optimizer | --cuda-graph none
     """
+
+
+class RotaryTable(NamedTuple):
+    """Cosines and sines that a mixer rotates channels by, which its layers share with others of the same table."""
+
+    # Of :meth:`ModelConfig.rotary_kind`.
+    kind: str
+    # Rotated channels of a head.
+    channels: int
 
 
 @dataclass(frozen=True)
@@ -401,7 +414,7 @@ class ModelConfig(AdapterOptions, ExpertOptions, TransformerOptions):
 
     def rotary_kind(self, layer: int) -> str | None:
         """Return the rotary embedding of a layer: ``global``, ``local`` (``rotary_base_local``), or None."""
-        if not self.rotary_dim or "attention" not in self.mixers(layer):
+        if self.position_embedding_type not in ("rope", "yarn"):
             return None
         if self.no_rope_freq is not None:
             layers = no_rope_layers(self.no_rope_freq)
@@ -409,10 +422,6 @@ class ModelConfig(AdapterOptions, ExpertOptions, TransformerOptions):
                 return None
         local = self.rotary_base_local is not None and self.pattern(layer).window is not None
         return "local" if local else "global"
-
-    def rotary_kinds(self, layers: Iterable[int]) -> list[str]:
-        """Return the different rotary embeddings of some layers."""
-        return [*dict.fromkeys(kind for layer in layers if (kind := self.rotary_kind(layer)) is not None)]
 
     @property
     def rotary_dim(self) -> int:
@@ -447,9 +456,7 @@ class ModelConfig(AdapterOptions, ExpertOptions, TransformerOptions):
         if rotated < 2 or rotated % 2:
             whole = (f"--kv-channels {channels + 1}",) if channels % 2 else ()
             even = nearest(rotated, range(2, channels + 1, 2))
-            shares = (
-                math.ceil(10_000 * n / channels) / 10_000 for n in even
-            )  # up: the number of channels is rounded down
+            shares = (math.ceil(10_000 * n / channels) / 10_000 for n in even)  # up: channels are rounded down
             sentence = f"{rotated} of {channels} channels per head would be rotated; the number must be even"
             yield Problem("E106", sentence, (*whole, *(f"--rotary-percent {share:g}" for share in shares)))
 
@@ -473,21 +480,6 @@ class ModelConfig(AdapterOptions, ExpertOptions, TransformerOptions):
             fit = [n for n in divisors(heads) if n % tp == 0 or tp % n == 0]
             sentence = f"{groups} key/value heads and TP {tp}: neither is a multiple of the other"
             yield Problem("E203", sentence, flag_fixes("--num-query-groups", nearest(groups, fit)))
-
-    def check_mlp_divides(self, config: Run, world_size: int) -> Iterator[Problem]:
-        """Check that TP divides the width of the MLP, or of the shared expert that replaces it."""
-        tp, option_flag, module, width = (
-            config.parallel.tensor_model_parallel_size,
-            "--ffn-hidden-size",
-            "an MLP",
-            self.ffn,
-        )
-        if self.num_experts is not None:
-            option_flag, module = "--moe-shared-expert-intermediate-size", "a shared expert"
-            width = self.moe_shared_expert_intermediate_size or 0
-        if width % tp:
-            sentence = f"{module} of width {width} does not divide over TP {tp}"
-            yield Problem("E204", sentence, multiples_as_fixes(option_flag, width, tp))
 
     def check_sequence_parallel(self, config: Run, world_size: int) -> Iterator[Problem]:
         """Check that TP divides the sequence length, or a context-parallel rank's part, under sequence parallelism."""

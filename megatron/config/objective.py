@@ -8,9 +8,7 @@ from typing import ClassVar
 from megatron.config.option import Need, option
 
 DPO = Need("objective=dpo")
-
 DISTILLATION = Need("objective=distillation")
-
 SMOOTHED = Need(
     "objective=dpo and dpo_loss_type=sigmoid|sigmoid_norm",
     "--objective dpo and --dpo-loss-type sigmoid or sigmoid_norm",

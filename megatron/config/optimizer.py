@@ -32,17 +32,11 @@ MOMENTS = MegatronOption(
 )
 
 LR_SCALING = Need("lr_scaling=linear|sqrt")
-
 LR_DECAY = Need("lr_decay_style!=constant", "a learning rate that decays")
-
 WSD = Need("lr_decay_style=WSD")
-
 WARMUP = Need("lr_warmup_fraction>0 or lr_warmup_iters>0 or lr_warmup_samples>0", "a warm-up")
-
 PARAM_REMAINDERS = Need("params_dtype=bf16 and optimizer!=muon", "--bf16 and --optimizer adam, lion or sgd")
-
 FIRST_MOMENT = Need("first_moment", "--optimizer adam or lion")
-
 SECOND_MOMENT = Need("second_moment", "--optimizer adam")
 
 

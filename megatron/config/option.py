@@ -123,7 +123,8 @@ def option(default: Any, *, role: str, needs: str | Need | Sequence[str | Need] 
     combinations (`megatron.config.conditions.Rule`), ``other_meanings`` notes on flags that mean something else in
     Megatron-LM (`megatron.arguments.megatron_flags`). Methods take the whole configuration and the number of ranks:
     ``check_...`` yields problems, ``note_...`` yields notes of one line on a configuration without problems, and
-    ``row_...`` returns that row of the summary, or what is added to it. A class from which a group inherits is a
+    ``row_...`` returns that row of the summary, or what is added to it. Rules on ``cuda_graph=`` and methods
+    ``check_graph_...`` decide what ``--cuda-graph auto`` captures, too. A class from which a group inherits is a
     dataclass without methods of its own (``init=False, eq=False, repr=False``), which take time to make.
     """
     conditions = (needs,) if isinstance(needs, (str, Need)) else needs

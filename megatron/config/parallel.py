@@ -376,24 +376,16 @@ class ParallelConfig:
 
     def check_grad_compression(self, config: Run, world_size: int) -> Iterator[Problem]:
         """Reject error feedback without an all-reduce."""
-        replicas = self.weight_replicas(world_size)
-        if (
-            self.compression is None
-            or not self.compression.has_errors
-            or self.optimizer_instances != 1
-            or replicas == 1
-        ):
+        replicas, compression = self.weight_replicas(world_size), self.compression
+        if compression is None or not compression.has_errors or self.optimizer_instances != 1 or replicas == 1:
             return
-        yield Problem(
-            "E216",
+        sentence = (
             f"--grad-compression {self.grad_compression} compresses the all-reduce between optimizer instances, but "
-            f"there is one instance: its {replicas} ranks reduce by a reduce-scatter",
-            (
-                f"--num-distributed-optimizer-instances {divisors(replicas)[1]}",
-                "--data-parallel-sharding-strategy no_shard",
-                "--grad-compression int8",
-            ),
+            f"there is one instance: its {replicas} ranks reduce by a reduce-scatter"
         )
+        instances = f"--num-distributed-optimizer-instances {divisors(replicas)[1]}"
+        without = "--data-parallel-sharding-strategy no_shard"
+        yield Problem("E216", sentence, (instances, without, "--grad-compression int8"))
 
     def check_context_parallel(self, config: Run, world_size: int) -> Iterator[Problem]:
         """Check that the context-parallel ranks form the groups of the method, and that sequence and heads divide."""

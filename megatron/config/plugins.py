@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from importlib import import_module, metadata
+from importlib import import_module
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -78,9 +78,13 @@ def load_plugins(names: Sequence[str]) -> None:
     Raises:
         UserError: when a plugin cannot be found or fails while it is imported.
     """
-    found = {point.name: point for point in metadata.entry_points(group=ENTRY_POINTS)} if names else {}
+    if not names:
+        return
+    from importlib import metadata  # slow to import, and seldom needed
+
+    found = {point.name: point for point in metadata.entry_points(group=ENTRY_POINTS)}
     here = str(Path.cwd())
-    if names and here not in sys.path:
+    if here not in sys.path:
         sys.path.append(here)
     problems = []
     for name in names:

@@ -12,11 +12,8 @@ from megatron.config.option import MegatronOption, Need, Run, option
 from megatron.config.text import multiples_as_fixes
 
 FP16 = Need("params_dtype=fp16", "fp16")
-
 DYNAMIC_LOSS_SCALE = Need("params_dtype!=fp16 or not loss_scale", "a dynamic loss scale")
-
 FP8 = Need("fp8_format")
-
 FIRST_LAST_LAYERS_BF16 = Need("first_last_layers_bf16")
 
 FP8_MULTIPLES = {"tensorwise": 16, "rowwise": 16, "blockwise": 128, "mxfp8": 32}

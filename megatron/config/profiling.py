@@ -10,7 +10,6 @@ from megatron.config.errors import Problem
 from megatron.config.option import MegatronOption, Need, Run, option
 
 PROFILE = Need("profile or profile_memory or profile_pipeline", "--profile, --profile-memory or --profile-pipeline")
-
 RUN_DIR = Need("run_dir")
 
 MAX_PROFILE_STEPS = 20

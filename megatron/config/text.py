@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import logging
 import math
 import os
@@ -10,7 +9,7 @@ import re
 import shlex
 import tomllib
 from collections.abc import Iterable, Sequence
-from difflib import get_close_matches
+from difflib import SequenceMatcher
 from functools import cache
 from pathlib import Path
 from typing import TextIO
@@ -54,19 +53,27 @@ def shell_word(word: str) -> str:
 def did_you_mean(word: str, known: Iterable[str]) -> str | None:
     """Return the one known name that ``word`` is a misspelling of, or None.
 
-    A different name is no misspelling, however much of it is the same: numbers, negation and the count of words are
-    equal, and no word that differs is one of another name.
+    At most one character in five differs, and no other name is as near. A different name is no misspelling, however
+    much of it is the same: numbers, negation and the count of words are equal, and no word that differs is one of
+    another name.
     """
     names, (parts, *shape) = [*known], _shape(word)
     vocabulary, letters = {part for name in names for part in _shape(name)[0]}, "".join(parts)
-    alike = {}
+    distances = {}
     for name in names:
-        meant, *other = _shape(name)
-        same_words = all(typed == part or typed not in vocabulary for typed, part in zip(parts, meant))
-        if shape == other and same_words and letters.startswith("no") <= "".join(meant).startswith("no"):
-            alike["".join(meant)] = name
-    close = get_close_matches(letters, alike, n=2, cutoff=0.75)
-    return alike[close[0]] if len(close) == 1 or letters in alike else None
+        words, *other = _shape(name)
+        meant = "".join(words)
+        if meant == letters:  # only hyphens differ
+            return name
+        same_words = all(typed == part or typed not in vocabulary for typed, part in zip(parts, words))
+        if shape == other and same_words and letters.startswith("no") <= meant.startswith("no"):
+            edits = SequenceMatcher(None, letters, meant, autojunk=False).get_opcodes()
+            differing = sum(max(i2 - i1, j2 - j1) for tag, i1, i2, j1, j2 in edits if tag != "equal")
+            swapped = sorted(letters) == sorted(meant)  # two letters changed places
+            distances[name] = 1 if swapped else differing if differing <= max(1, len(meant) // 5) else math.inf
+    least = min(distances.values(), default=math.inf)
+    closest = [name for name, distance in distances.items() if distance == least < math.inf]
+    return closest[0] if len(closest) == 1 else None
 
 
 def _shape(name: str) -> tuple[list[str], list[str], bool, int]:
@@ -155,7 +162,9 @@ def listed_ranks(ranks: Sequence[int], most: int = 4) -> str:
 @cache
 def package_version() -> str:
     """Return the name and version of this package, installed or in a checkout."""
+    from importlib import metadata  # slow to import, and seldom needed
+
     project = Path(__file__).resolve().parents[2] / "pyproject.toml"
     if project.exists():
         return f"megatron-pretrain {tomllib.loads(project.read_text())['project']['version']}"
-    return f"megatron-pretrain {importlib.metadata.version('megatron-pretrain')}"
+    return f"megatron-pretrain {metadata.version('megatron-pretrain')}"

@@ -22,13 +22,9 @@ MAX_BATCH = 10**6
 """Samples in a batch; a ramp has at most as many steps."""
 
 CHAT_DATA = Need("chat_data_path")
-
 FULL_RECOMPUTE = Need("recompute_granularity=full")
-
 DENSE_MLP = Need("not num_experts or moe_shared_expert_intermediate_size", "an MLP beside the experts")
-
 EVALUATION = Need("eval_iters>0 or valid_chat_data_path", "--eval-iters above 0")
-
 TRAINING_STEPS = Need("not skip_train", "training steps (--skip-train takes none)")
 
 
@@ -108,10 +104,7 @@ class StepOptions(WithPluginOptions):
         role="free",
         at_least=1,
         needs=FULL_RECOMPUTE,
-        spellings=(
-            "--activations-checkpoint-num-layers",
-            "--checkpoint-num-layers",
-        ),
+        spellings=("--activations-checkpoint-num-layers", "--checkpoint-num-layers"),
     )
     """full: blocks per group (uniform, default 1) or recomputed per stage (block, default all)."""
     recompute_modules: tuple[str, ...] = option(

@@ -24,7 +24,7 @@ from megatron.data.tokenizers.tokenizer import (
     TokenizerRecord,
     build_tokenizer,
     have_same_ids,
-    hugging_face_files_of,
+    load_recorded_tokenizer,
     read_tokenizer_record,
     was_written_with,
 )
@@ -34,11 +34,6 @@ NEEDS_VOCAB_SIZE = ("NullTokenizer", "TikTokenizer")
 
 PAD_TOKEN_ROLES = ("bos_token", "eos_token", "unk_token", "cls_token", "sep_token", "mask_token")
 """Other roles that the padding token may have."""
-
-
-def dataset_prefixes(data: DataConfig) -> tuple[str, ...]:
-    """Return every dataset that the splits read, once; none for generated data."""
-    return tuple(dict.fromkeys(prefix for source in data_sources(data).values() for prefix in source.blend.prefixes))
 
 
 def resolve_vocab_size(data: DataConfig, vocab_size: int | None, weights: str | None = None) -> int:
@@ -147,8 +142,8 @@ def tokenizer_from_flags(data: DataConfig, vocab_size: int | None) -> Tokenizer 
 def tokenizer_files_to_save(data: DataConfig, vocab_size: int | None) -> Mapping[str, bytes]:
     """Return the tokenizer files, by name, that are saved with a model trained on the data; none for generated data."""
     recorded = next((prefix for prefix, record in _records(data).items() if record is not None), None)
-    if recorded is not None:
-        return hugging_face_files_of(recorded)
+    if recorded is not None and (tokenizer := load_recorded_tokenizer(recorded)) is not None:
+        return tokenizer.hugging_face_files()
     named = None if data.mock_data else tokenizer_from_flags(data, vocab_size)
     files = {} if named is None else named.hugging_face_files()
     if files and data.chat_template is not None:
@@ -178,7 +173,8 @@ def _tokenizer_files(data: DataConfig) -> dict[str, str]:
 def _records(data: DataConfig) -> dict[str, TokenizerRecord | None]:
     """Read the record beside each dataset, which must have the tokenizer type of the flags if they name only a type."""
     named = None if _tokenizer_files(data) else data.tokenizer_type
-    return {prefix: read_tokenizer_record(prefix, named) for prefix in dataset_prefixes(data)}
+    prefixes = dict.fromkeys(prefix for source in data_sources(data).values() for prefix in source.blend.prefixes)
+    return {prefix: read_tokenizer_record(prefix, named) for prefix in prefixes}
 
 
 def _without_shared_pad(record: TokenizerRecord, files: Mapping[str, bytes]) -> TokenizerRecord:

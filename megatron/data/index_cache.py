@@ -199,21 +199,15 @@ def _mapped(path: Path, size: int, checksum: str) -> NDArray[Any]:
         if hashlib.file_digest(file, xxhash.xxh3_64).hexdigest() != checksum:
             raise ValueError(f"{path.name} has another checksum")
         file.seek(0)
-        shape, dtype = _read_npy_header(file)
+        try:
+            if npy.read_magic(file) != (1, 0):
+                raise ValueError("another version of the format")
+            shape, _, dtype = npy.read_array_header_1_0(file)
+        except Exception as error:  # of many classes: the header is a literal of Python
+            raise ValueError(f"{path.name} has no header of an array: {error}") from error
         if dtype.kind not in "iuf" or file.tell() + math.prod(shape) * dtype.itemsize != size:
             raise ValueError(f"{path.name} holds no table of numbers")  # of objects, the bytes would be pointers
         return np.asarray(np.memmap(file, dtype, "r", file.tell(), shape))
-
-
-def _read_npy_header(file: IO[bytes]) -> tuple[tuple[int, ...], np.dtype[Any]]:
-    """Return shape and type of an array; raise ValueError if there is none."""
-    try:
-        if npy.read_magic(file) != (1, 0):
-            raise ValueError("another version of the format")
-        shape, _, dtype = npy.read_array_header_1_0(file)
-    except Exception as error:  # of many classes: the header is a literal of Python
-        raise ValueError(f"it has no header of an array: {error}") from error
-    return shape, dtype
 
 
 def _publish(path: Path, about: Mapping[str, Any], tables: Tables) -> None:

@@ -148,7 +148,8 @@ class MaskBuilder:
         loss_mask = np.ones(tokens.shape, dtype=np.float32)
         ids = positions = documents = None
         if self.eod is not None:
-            ids = document_ids(tokens, self.eod)
+            ids = np.zeros(tokens.shape, dtype=np.int64)  # documents that end before; the id belongs to what it ends
+            np.cumsum(tokens[:, :-1] == self.eod, axis=1, out=ids[:, 1:])
             positions = positions_in_documents(ids) if self.reset_positions else None
             documents = ids if self.reset_attention else None
             loss_mask[(tokens == self.eod) & self.mask_eod_loss] = 0.0
@@ -159,13 +160,6 @@ class MaskBuilder:
             tokens, labels = (np.where(row == self.pad, PAD_REPLACEMENT, row) for row in (tokens, labels))
         boundaries = None if documents is None else document_boundaries(documents)
         return BatchArrays(tokens, labels, loss_mask, positions, documents, boundaries)
-
-
-def document_ids(tokens: NDArray[np.int64], eod: int) -> NDArray[np.int64]:
-    """Return how many documents end before each of ``tokens [b, s]``; ``eod`` is part of the document it ends."""
-    ended = np.zeros(tokens.shape, dtype=np.int64)
-    np.cumsum(tokens[:, :-1] == eod, axis=1, out=ended[:, 1:])
-    return ended
 
 
 def document_boundaries(documents: NDArray[np.int64]) -> NDArray[np.int32]:

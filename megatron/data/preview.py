@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
 from megatron.config.batch import final_consumed_samples
 from megatron.config.data import DOCUMENT_BOUNDARY_OPTIONS
 from megatron.config.data_paths import SPLITS, Blend, SplitSource, data_sources, split_shares
 from megatron.config.run import RunConfig
+from megatron.config.text import listed
 from megatron.data.build import file_segment_builders, resolve_sources
 from megatron.data.dataset import split_heading, split_kind
 from megatron.data.dataset_info import find_tokenizer_info
@@ -106,7 +107,7 @@ def _rows(sources: Mapping[str, SplitSource], tokens: int) -> Iterator[str]:
             yield split_heading(name) + next(lines)
             yield from (f"{'':<11}{line}" for line in lines)
         if len(sources) > MAX_DATASETS_SHOWN:
-            yield f"{'':<11}and {_shorten(list(sources)[MAX_DATASETS_SHOWN:])}"
+            yield f"{'':<11}and {listed(list(sources)[MAX_DATASETS_SHOWN:], MAX_DATASETS_SHOWN)}"
         return
     shares = split_shares(ratios)
     parts = ", ".join(f"{split} {_percent(share)}" for split, share in zip(SPLITS, shares) if share)
@@ -114,12 +115,7 @@ def _rows(sources: Mapping[str, SplitSource], tokens: int) -> Iterator[str]:
     yield from (f"{'':<11}{line}" for line in _datasets(sources["train"].blend, tokens, shares[0]))
     sets = [name.partition(":")[2] for name in sources if ":" in name]
     if sets:
-        yield f"{'valid':<11}each by itself: {_shorten(sets)}"
-
-
-def _shorten(names: Sequence[str]) -> str:
-    more = f" and {len(names) - MAX_DATASETS_SHOWN:,} more" if len(names) > MAX_DATASETS_SHOWN else ""
-    return ", ".join(names[:MAX_DATASETS_SHOWN]) + more
+        yield f"{'valid':<11}each by itself: {listed(sets, MAX_DATASETS_SHOWN)}"
 
 
 def _datasets(blend: Blend, tokens: int, part: float = 1.0) -> Iterator[str]:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from megatron.config.compute import ComputeConfig
+from megatron.config.conditions import broken_rules, rules
 from megatron.config.errors import Problem, UserError
 from megatron.config.launch import Launch
 from megatron.config.model import ModelConfig
@@ -112,8 +113,8 @@ def open_pretrained(load: str, options: SourceOptions = WHOLE) -> PretrainedMode
 
 def _division_problems(config: RunConfig, world_size: int) -> list[Problem]:
     """Return the problems of sharding heads and MLP over the tensor-parallel ranks."""
-    checks = (config.model.check_heads_divide, config.model.check_mlp_divides)
-    return [problem for check in checks for problem in check(config, world_size)]
+    of_mlp = broken_rules(config, (rule for rule in rules() if rule.condition.endswith("%tensor_model_parallel_size")))
+    return [*config.model.check_heads_divide(config, world_size), *of_mlp]
 
 
 def check_tensor_parallel_size(model: ModelConfig, tp: int, world_size: int) -> None:

@@ -26,24 +26,24 @@ from megatron.kernels.operation import Candidate, KernelCheck, Operation
 
 @dataclass(frozen=True)
 class RotaryCosSin:
-    """Cosines and sines of the rotation angles, ``[S, B or 1, 1, rotary_dim]``."""
+    """Cosines and sines of the rotation angles, ``[S, B or 1, 1, channels]``."""
 
     cos: Tensor
     sin: Tensor
-    # Rotate channel pairs (0, 1), (2, 3).. instead of (i, i + rotary_dim/2).
+    # Rotate channel pairs (0, 1), (2, 3).. instead of (i, i + channels/2).
     interleaved: bool
 
 
 class RotaryEmbedding:
-    """Rotary frequencies of some layers of a model (``ModelConfig.rotary_kind``).
+    """Rotary frequencies of ``channels`` of a head in some layers of a model, a kind of ``ModelConfig.rotary_kind``.
 
     Angles are computed in at least fp32, cosines and sines returned in ``dtype``.
     """
 
-    def __init__(self, config: ModelConfig, kind: str, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, config: ModelConfig, kind: str, channels: int, dtype: torch.dtype, device: torch.device) -> None:
         self.interleaved = config.rotary_interleaved
         self.dtype = dtype
-        frequencies, self.scale = _frequencies(config, kind)
+        frequencies, self.scale = _frequencies(config, kind, channels)
         self.frequencies = frequencies.to(device, torch.promote_types(dtype, torch.float32))
 
     def __call__(self, seq_length: int, positions_BS: Tensor | None) -> RotaryCosSin:
@@ -56,9 +56,9 @@ class RotaryEmbedding:
         return RotaryCosSin(cos.to(self.dtype), sin.to(self.dtype), self.interleaved)
 
 
-def _frequencies(config: ModelConfig, kind: str) -> tuple[Tensor, float]:
-    """Return angular frequencies ``[rotary_dim/2]`` in fp64, and the factor on cosine and sine."""
-    exponents = torch.arange(0, config.rotary_dim, 2, dtype=torch.float64) / config.rotary_dim
+def _frequencies(config: ModelConfig, kind: str, channels: int) -> tuple[Tensor, float]:
+    """Return angular frequencies ``[channels/2]`` in fp64, and the factor on cosine and sine."""
+    exponents = torch.arange(0, channels, 2, dtype=torch.float64) / channels
     if kind == "local" and config.rotary_base_local is not None:
         return config.rotary_base_local**-exponents, 1.0
     frequencies = config.rotary_base**-exponents / config.rotary_seq_len_interpolation_factor
@@ -77,7 +77,7 @@ def _llama3(config: ModelConfig, frequencies: Tensor) -> Tensor:
 
 def _yarn(config: ModelConfig, frequencies: Tensor) -> Tensor:
     """Apply YaRN (Peng et al. 2023, eq. 17-23): interpolate channels with few rotations over the original context."""
-    original, dim = config.yarn_original_max_position_embeddings, config.rotary_dim
+    original, dim = config.yarn_original_max_position_embeddings, 2 * len(frequencies)
     if original is None:
         raise ValueError("yarn needs yarn_original_max_position_embeddings")
 

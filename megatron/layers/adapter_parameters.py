@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from math import prod
 
@@ -15,8 +15,32 @@ from megatron.distributed.sharding import Box, Init, Sharding, ShardSpec, Specs
 Dims = tuple[int, ...]
 """A value per dimension of a tensor."""
 
-ADAPTABLE = re.compile(r"layers\.\d+\.(self_attention|mlp|mlp\.shared_experts)\.linear_\w+")
-"""Global names of the linears that may have adapters."""
+
+class AdapterSwitch:
+    """Whether the linears of a model compute with their adapters; they share it."""
+
+    def __init__(self) -> None:
+        self.on = True
+
+    @contextmanager
+    def off(self) -> Iterator[None]:
+        """Let the linears compute with their frozen weights alone inside."""
+        before, self.on = self.on, False
+        try:
+            yield
+        finally:
+            self.on = before
+
+
+def is_adaptable(parameter: str, spec: ShardSpec) -> bool:
+    """Return True for the weight of a linear that may have adapters, by its name: those of mixers but experts."""
+    return is_linear(parameter) and not spec.expert
+
+
+def is_linear(parameter: str) -> bool:
+    """Return True for the weight of a linear of a mixer, by its name."""
+    module, _, kind = parameter.rpartition(".")
+    return kind == "weight" and module.rpartition(".")[2].startswith("linear_")
 
 
 def linear_parts(weight: ShardSpec) -> tuple[str, ...]:
@@ -45,7 +69,7 @@ def adapted_parts(config: ModelConfig, linear: str, weight: ShardSpec) -> tuple[
         linear: global name.
         weight: of the linear.
     """
-    if config.lora_rank is None or not ADAPTABLE.fullmatch(linear):
+    if config.lora_rank is None or not is_adaptable(f"{linear}.weight", weight):
         return ()
     whole, parts = config.adapts(linear), linear_parts(weight)
     return tuple(i for i, part in enumerate(parts) if whole or (part and config.adapts(f"{linear}.{part}")))
@@ -57,7 +81,7 @@ def with_adapters(config: ModelConfig, rank: int, sharding: Sharding, specs: Spe
     for name, spec in specs.items():
         linear, _, local = name.rpartition(".")
         found[name], size = replace(spec, frozen=True), config.quantized_block_bytes
-        if size is not None and local == "weight" and ADAPTABLE.fullmatch(linear):
+        if size is not None and is_adaptable(name, spec):
             found[name] = replace(_packed(found[name], size), precision=config.frozen_weights_precision)
         weight = specs.get(f"{linear}.weight", spec)
         last = local == "bias" or f"{linear}.bias" not in specs
@@ -86,11 +110,15 @@ def _adapters(config: ModelConfig, rank: int, sharding: Sharding, weight: ShardS
     """Declare LoRA's matrices A ``[parts x rank, in]`` and B ``[out, rank]``, and DoRA's magnitudes ``[out]``.
 
     The variance of A is that of PEFT's uniform distribution. Its gradient is partial where the outputs are sharded,
-    that of B where the inputs are.
+    that of B where the inputs are, both where a replicated linear multiplies a part of the rows.
     """
     (out, inputs), dense = weight.shape, sharding.dense
     init, view = Init(1 / math.sqrt(3 * inputs)), (parts, rank, inputs) if parts > 1 else (rank, inputs)
-    if weight.row_parallel:
+    if dense.size > 1 and weight.local_shape == weight.shape:
+        a = dense.replicate((rank, inputs), init, partial=sharding.sequence_parallel)
+        b = dense.replicate((out, rank), Init(), partial=sharding.sequence_parallel)
+        magnitude = dense.replicate((out,), Init(), partial=sharding.sequence_parallel)
+    elif weight.row_parallel:
         a = dense.split((rank, inputs), 1, init)
         b = dense.replicate((out, rank), Init(), partial=True)
         magnitude = dense.replicate((out,), Init(), partial=sharding.sequence_parallel)

@@ -17,8 +17,7 @@ Only narrow operands are communicated for them: a column-parallel layer scatters
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any, Self
 
 import torch
@@ -31,21 +30,21 @@ from megatron.distributed.mappings import Product
 from megatron.kernels.quantized import dequantize
 from megatron.layers.adapter_parameters import adapted_parts, linear_parts, part_of_rows
 from megatron.layers.context import BuildContext
-from megatron.layers.linear import LinearGradients, LinearProduct, Parameters, PlainProduct, Weights
+from megatron.layers.linear import LinearGradients, LinearProduct, Parallel, Parameters, PlainProduct, Weights
 
 
 class QuantizedProduct(PlainProduct):
     """The products with a quantised weight, which each pass converts to the dtype of the activations."""
 
-    def __init__(self, context: BuildContext, column: bool, precision: str) -> None:
-        super().__init__(context, column)
+    def __init__(self, context: BuildContext, parallel: Parallel, precision: str) -> None:
+        super().__init__(context, parallel)
         self.precision, self.dtype = precision, context.dtype
 
     @classmethod
-    def of(cls, context: BuildContext, column: bool) -> Self | None:
+    def of(cls, context: BuildContext, parallel: Parallel) -> Self | None:
         """Return the products of the layer under construction, or None if its weight is not declared as bytes."""
         precision = context.spec("weight").precision
-        return None if precision is None else cls(context, column, precision)
+        return None if precision is None else cls(context, parallel, precision)
 
     def dense(self, weight: Tensor) -> Tensor:
         """Return the weight ``[O, I]``."""
@@ -61,10 +60,10 @@ class LowRankProduct(LinearProduct):
 
     weights = ("weight", "lora_a", "lora_b")
 
-    def __init__(self, context: BuildContext, column: bool) -> None:
-        super().__init__(context, column)
-        self.base = QuantizedProduct.of(context, column) or PlainProduct(context, column)
-        self.scale, self.enabled = context.model.lora_scale, True
+    def __init__(self, context: BuildContext, parallel: Parallel) -> None:
+        super().__init__(context, parallel)
+        self.base = QuantizedProduct.of(context, parallel) or PlainProduct(context, parallel)
+        self.scale, self.switch = context.model.lora_scale, context.adapters
         # [O, parts, 1]: True for the part of each output row, without those that have no adapter. None for one part.
         self.own: Tensor | None = None
         weight = context.spec("weight")
@@ -73,12 +72,12 @@ class LowRankProduct(LinearProduct):
             self.own = (torch.tensor(part_of_rows(weight)).unsqueeze(1) == parts).unsqueeze(2).to(context.device)
 
     @classmethod
-    def of(cls, context: BuildContext, column: bool) -> LowRankProduct | None:
+    def of(cls, context: BuildContext, parallel: Parallel) -> LowRankProduct | None:
         """Return the products of the layer under construction, or None if no adapter is declared for it."""
         if context.name("lora_a") not in context.specs:
             return None
         return (MagnitudeProduct if context.name("lora_magnitude") in context.specs else LowRankProduct)(
-            context, column
+            context, parallel
         )
 
     def output_matrix(self, b: Tensor) -> Tensor:
@@ -122,8 +121,8 @@ class LowRankProduct(LinearProduct):
         return multiply_and_select
 
     def apply(self, function: type[torch.autograd.Function], x: Tensor, parameters: Parameters) -> Tensor:
-        """Apply a layer's function, to the frozen weight alone while the adapter is not enabled."""
-        return super().apply(function, x, parameters) if self.enabled else self.base.apply(function, x, parameters)
+        """Apply a layer's function, to the frozen weight alone while adapters are off."""
+        return super().apply(function, x, parameters) if self.switch.on else self.base.apply(function, x, parameters)
 
 
 def _adding(product: Product, first: Tensor, second: Tensor) -> Product:
@@ -142,8 +141,8 @@ class MagnitudeProduct(LowRankProduct):
 
     scales = ("lora_magnitude",)
 
-    def __init__(self, context: BuildContext, column: bool) -> None:
-        super().__init__(context, column)
+    def __init__(self, context: BuildContext, parallel: Parallel) -> None:
+        super().__init__(context, parallel)
         # Squares of the rows of W, of this rank's inputs alone; computed at their first use.
         self._frozen_squares: Tensor | None = None
 
@@ -153,7 +152,7 @@ class MagnitudeProduct(LowRankProduct):
         A row of norm 0 has factor 1; its own is 0/0.
         """
         y = super().apply(function, x, parameters)
-        if not self.enabled:
+        if not self.switch.on:
             return y
         bias, magnitude, norms = parameters.get("bias"), parameters["lora_magnitude"], self.row_norms(parameters)
         scaled = norms > 0
@@ -178,7 +177,7 @@ class MagnitudeProduct(LowRankProduct):
         a, sb = a.to(weight.dtype), self.output_matrix(b).to(weight.dtype)
         products = torch.addmm(2.0 * weight.matmul(a.t()), sb, a.matmul(a.t()))
         squares = self._frozen_squares + (sb * products).sum(1)
-        squares = squares if self.comm.column else comm.all_reduce(squares, self.comm.tp)
+        squares = comm.all_reduce(squares, self.comm.tp) if self.comm.parallel == "row" else squares
         return squares.clamp(min=0.0).sqrt()  # rounding may make a sum of nearly nothing negative
 
 
@@ -192,17 +191,3 @@ def adapted_row_norms(module: nn.Module) -> dict[str, Tensor]:
     """Return the row norms of the adapted weights in a module, by the names of their magnitudes. Collective."""
     scaled = [(linear, p) for linear, p in adapted_linears(module).items() if isinstance(p, MagnitudeProduct)]
     return {f"{product.name}.lora_magnitude": product.row_norms(linear._parameters) for linear, product in scaled}
-
-
-@contextmanager
-def adapters_disabled(modules: Iterable[nn.Module]) -> Iterator[None]:
-    """Let the linears in modules compute with their frozen weights alone inside."""
-    products = [product for module in modules for product in adapted_linears(module).values()]
-    enabled = [product.enabled for product in products]
-    for product in products:
-        product.enabled = False
-    try:
-        yield
-    finally:
-        for product, was in zip(products, enabled):
-            product.enabled = was

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron.config.attention_pattern import AttentionPattern
-from megatron.config.model import ModelConfig
+from megatron.config.model import ModelConfig, RotaryTable
 from megatron.distributed import mappings
 from megatron.distributed.random import stable_hash
 from megatron.kernels.attention_mask import FULL, PLAIN_SCORES, AttentionMask, AttentionScores
@@ -78,9 +78,16 @@ class CoreAttention(nn.Module):
 class SelfAttention(nn.Module):
     """QKV projection, core attention and output projection: ``[S(/tp), B, H] -> [S(/tp), B, H]``."""
 
-    def __init__(self, config: ModelConfig, context: BuildContext, layer: int, plan: RecomputePlan) -> None:
+    def __init__(
+        self,
+        config: ModelConfig,
+        context: BuildContext,
+        layer: int,
+        plan: RecomputePlan,
+        rotary: RotaryTable | None,
+    ) -> None:
         super().__init__()
-        self.kernels, self.tp, self.rotary = context.kernels, context.tp, config.rotary_kind(layer)
+        self.kernels, self.tp, self.rotary = context.kernels, context.tp, rotary
         self.name, self.recompute_core = context.name("core_attention"), "core_attn" in plan.modules
         self.linear_qkv = ColumnParallelLinear(context.submodule("linear_qkv"))
         self.linear_proj = RowParallelLinear(context.submodule("linear_proj"))

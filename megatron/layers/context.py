@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron.config.attention_pattern import AttentionPattern
-from megatron.config.model import ModelConfig
+from megatron.config.model import ModelConfig, RotaryTable
 from megatron.distributed.comm import Group
 from megatron.distributed.context_parallel import ContextParallel
 from megatron.distributed.grad_accumulator import GradAccumulator
@@ -27,6 +27,7 @@ from megatron.kernels.linear import with_bias_gradient
 from megatron.kernels.qkv import RotaryCosSin
 from megatron.kernels.quantized import quantize
 from megatron.kernels.registry import Kernels
+from megatron.layers.adapter_parameters import AdapterSwitch
 from megatron.layers.kv_cache import KVCache
 
 if TYPE_CHECKING:
@@ -36,9 +37,9 @@ DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, 
 """Dtypes by the choices of ``--params-dtype``."""
 
 
-ProductProvider = Callable[["BuildContext", bool], Any]
-"""Takes the context of a linear, and True if it is column-parallel. Returns its products, a
-:class:`megatron.layers.linear.LinearProduct`, or None if its weights are not declared as the provider's."""
+ProductProvider = Callable[["BuildContext", Any], Any]
+"""Takes the context of a linear, and what a rank holds of it (:data:`megatron.layers.linear.Parallel`). Returns its
+products, a :class:`megatron.layers.linear.LinearProduct`, or None if its weights are not declared as the provider's."""
 
 
 @dataclass(frozen=True)
@@ -70,6 +71,7 @@ class BuildContext:
     # Asked in order for the products of a linear; the last answer is a plain weight's.
     providers: Sequence[ProductProvider] = ()
     # Shared by all chunks.
+    adapters: AdapterSwitch = field(default_factory=AdapterSwitch)
     offload: ActivationOffload | None = None
     # The parameters declared, and those built so far, by global name.
     specs: Specs = field(default_factory=dict)
@@ -173,8 +175,8 @@ class ForwardContext:
     batch: MicroBatch
     # Of the whole sequence, by the attention patterns of the layers.
     masks: Mapping[AttentionPattern, AttentionMask]
-    # By the kinds of the layers' rotary embeddings.
-    rotary: Mapping[str, RotaryCosSin] = field(default_factory=dict)
+    # By the tables that the mixers of the layers read.
+    rotary: Mapping[RotaryTable, RotaryCosSin] = field(default_factory=dict)
     # Keys and values of earlier tokens; None outside generation.
     cache: KVCache | None = None
     # Of dropout, which is applied in training only.

@@ -1,4 +1,4 @@
-"""Column- and row-parallel linear layers in FP8.
+"""Linear layers in FP8.
 
 The quantised values are those of one process with the same micro-batches: scales cover the whole matrix, whichever
 ranks hold its parts. A scale whose block is cut over ranks is the maximum of theirs, in one all-reduce over all axes
@@ -11,6 +11,7 @@ layer        weight              ``x``                  ``dy``
 ===========  ==================  =====================  =====================
 column       ``[O/tp, I]``       ``[T/cp/sp, I]``       ``[T/cp, O/tp]``
 row          ``[O, I/tp]``       ``[T/cp, I/tp]``       ``[T/cp/sp, O]``
+replicated   ``[O, I]``          ``[T/cp/sp, I]``       ``[T/cp/sp, O]``
 ===========  ==================  =====================  =====================
 
 So these ranks share a scale (blocks of the other recipes are not cut):
@@ -38,7 +39,7 @@ from megatron.distributed.grad_accumulator import Operand, WgradOperand
 from megatron.distributed.mappings import REPLICATED, Product
 from megatron.kernels.fp8 import Block, Float8Kernel, Float8Tensor
 from megatron.layers.context import BuildContext
-from megatron.layers.linear import LinearGradients, LinearProduct, Weights
+from megatron.layers.linear import LinearGradients, LinearProduct, Parallel, Weights
 
 ROWS, COLUMNS = 0, 1
 """Dimensions of a matrix."""
@@ -83,8 +84,8 @@ class Float8Operand:
 class Float8Product(LinearProduct):
     """The products with a weight in FP8."""
 
-    def __init__(self, context: BuildContext, column: bool, kernel: Float8Kernel) -> None:
-        super().__init__(context, column)
+    def __init__(self, context: BuildContext, parallel: Parallel, kernel: Float8Kernel) -> None:
+        super().__init__(context, parallel)
         self.kernel, self.casts, self.weight_name = kernel, context.fp8.casts, context.name("weight")
         self.mesh = context.mesh
         # Products gather their rows themselves, quantised.
@@ -92,14 +93,18 @@ class Float8Product(LinearProduct):
         self.comm = self.comm._replace(tp_comm=scatters, hidden_tp_comm=scatters)
         outside: Cuts = (("cp", "tp") if context.sequence_parallel else ("cp",)), ()
         inside: Cuts = ("cp",), ("tp",)
-        # Of ``x`` and ``dy``: one lies outside the tensor-parallel region, the other inside.
-        self.x_cuts, self.dy_cuts = (outside, inside) if column else (inside, outside)
+        # Of ``x`` and ``dy``, which lie outside the tensor-parallel region or inside; and of the weight.
+        self.x_cuts, self.dy_cuts, self.weight_cuts = {
+            "column": (outside, inside, (("tp",), ())),
+            "row": (inside, outside, ((), ("tp",))),
+            "replicated": (outside, outside, ((), ())),
+        }[parallel]
 
     @classmethod
-    def of(cls, context: BuildContext, column: bool) -> Self | None:
+    def of(cls, context: BuildContext, parallel: Parallel) -> Self | None:
         """Return the products of the layer under construction, or None if it is not in FP8."""
         kernel = context.kernels.fp8
-        return None if kernel is None or context.layer not in context.fp8.layers else cls(context, column, kernel)
+        return None if kernel is None or context.layer not in context.fp8.layers else cls(context, parallel, kernel)
 
     def quantize(
         self, x: Tensor, block: Block, dtype: torch.dtype, cuts: Cuts, transposed: bool, scale: Tensor | None = None
@@ -149,8 +154,7 @@ class Float8Product(LinearProduct):
             block, dtype = self.kernel.recipe.block(along, weight=True), self.kernel.recipe.forward_dtype
             shared = along == ROWS and block == self.kernel.recipe.block(COLUMNS, weight=True)
             scale = self.weight_operand(weight, COLUMNS).scale if shared else None
-            cuts = (("tp",), ()) if self.comm.column else ((), ("tp",))
-            return self.quantize(weight, block, dtype, cuts, along == ROWS, scale)
+            return self.quantize(weight, block, dtype, self.weight_cuts, along == ROWS, scale)
 
         return self.casts.get((self.weight_name, along), quantize)
 

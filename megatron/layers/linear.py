@@ -1,4 +1,4 @@
-"""Column- and row-parallel linear layers.
+"""Column- and row-parallel linear layers, and replicated ones.
 
 Shapes: S sequence, B batch, I in, O out; a suffix ``/tp`` means sharded over the tensor-parallel ranks.
 
@@ -7,6 +7,7 @@ layer        weight          forward          input gradient   weight gradient
 ===========  ==============  ===============  ===============  ===============================
 column       ``[O/tp, I]``   gather, matmul   matmul, scatter  gather of the input, matmul
 row          ``[O, I/tp]``   matmul, scatter  gather, matmul   matmul with the gathered ``dy``
+replicated   ``[O, I]``      matmul           matmul           matmul
 ===========  ==============  ===============  ===============  ===============================
 
 Without sequence parallelism, gather does nothing and scatter is an all-reduce. With it, they are an all-gather and a
@@ -24,7 +25,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple, Self
+from typing import Any, Literal, NamedTuple, Self
 
 from torch import Tensor, nn
 from torch.autograd import Function
@@ -38,6 +39,9 @@ from megatron.layers.context import BuildContext
 Weights = tuple[Tensor | None, ...]
 """A value per weight of a product: the tensors themselves, or their gradients."""
 
+Parallel = Literal["column", "row", "replicated"]
+"""What a tensor-parallel rank holds of a weight ``[O, I]``: some outputs, some inputs, or all of it."""
+
 Parameters = Mapping[str, Any]
 """The parameters of a layer by local name, of which ``bias`` may be missing."""
 
@@ -45,9 +49,8 @@ Parameters = Mapping[str, Any]
 class LinearComm(NamedTuple):
     """Communication of a linear of the tensor-parallel region."""
 
-    # Column-parallel, else row-parallel.
-    column: bool
-    # Tensor-parallel peers.
+    parallel: Parallel
+    # The ranks that hold the other parts of the weight.
     tp: Group
     # The ranks that hold the other rows of ``x``, and of ``dy``; None where this rank has all that it multiplies.
     x_group: Group | None
@@ -57,13 +60,15 @@ class LinearComm(NamedTuple):
     hidden_tp_comm: TPComm
 
     @classmethod
-    def of(cls, context: BuildContext, column: bool) -> Self:
+    def of(cls, context: BuildContext, parallel: Parallel) -> Self:
         """Return the communication of the layer under construction."""
+        if parallel == "replicated":
+            return cls(parallel, Group(), None, None, REPLICATED, REPLICATED)
         plain = SEQUENCE_PARALLEL if context.sequence_parallel else REPLICATED
         overlapped = context.tp_overlap if context.sequence_parallel and context.tp_overlap else plain
         group = context.tp if context.sequence_parallel else None
-        x_group, dy_group = (group, None) if column else (None, group)
-        return cls(column, context.tp, x_group, dy_group, overlapped, plain)
+        x_group, dy_group = (group, None) if parallel == "column" else (None, group)
+        return cls(parallel, context.tp, x_group, dy_group, overlapped, plain)
 
 
 class LinearGradients(NamedTuple):
@@ -86,8 +91,8 @@ class LinearProduct(ABC):
     weights: tuple[str, ...] = ("weight",)
     scales: tuple[str, ...] = ()
 
-    def __init__(self, context: BuildContext, column: bool) -> None:
-        self.name, self.comm = context.prefix, LinearComm.of(context, column)
+    def __init__(self, context: BuildContext, parallel: Parallel) -> None:
+        self.name, self.comm = context.prefix, LinearComm.of(context, parallel)
         self.grad_accumulator = context.grad_accumulator
 
     @abstractmethod
@@ -107,8 +112,8 @@ class LinearProduct(ABC):
 class PlainProduct(LinearProduct):
     """The products with a weight of the activations' dtype."""
 
-    def __init__(self, context: BuildContext, column: bool) -> None:
-        super().__init__(context, column)
+    def __init__(self, context: BuildContext, parallel: Parallel) -> None:
+        super().__init__(context, parallel)
         self.kernel, self.weight_name = context.kernels.linear, context.name("weight")
 
     def dense(self, weight: Tensor) -> Tensor:
@@ -200,12 +205,12 @@ class ParallelLinear(nn.Module):
     """A linear of the tensor-parallel region."""
 
     function: type[Function]
-    column: bool
+    parallel: Parallel
 
     def __init__(self, context: BuildContext) -> None:
         super().__init__()
         providers = (*context.providers, PlainProduct)
-        products = (provider(context, self.column) for provider in providers)
+        products = (provider(context, self.parallel) for provider in providers)
         self.name, self.product = context.prefix, next(product for product in products if product is not None)
         self.weight, self.bias = context.parameter("weight"), context.bias(autograd=True)
         for name in (*self.product.weights[1:], *self.product.scales):
@@ -219,10 +224,19 @@ class ParallelLinear(nn.Module):
 class ColumnParallelLinear(ParallelLinear):
     """``[S(/tp), B, I] -> [S, B, O/tp]``: each rank computes a part of the outputs."""
 
-    function, column = _ColumnParallelFunction, True
+    function, parallel = _ColumnParallelFunction, "column"
 
 
 class RowParallelLinear(ParallelLinear):
     """``[S, B, I/tp] -> [S(/tp), B, O]``: each rank holds a part of the inputs; outputs are summed over ranks."""
 
-    function, column = _RowParallelFunction, False
+    function, parallel = _RowParallelFunction, "row"
+
+
+class ReplicatedLinear(ParallelLinear):
+    """``[S(/tp), B, I] -> [S(/tp), B, O]``: each rank has the whole weight, and multiplies the rows that it has.
+
+    Its parameters are declared by :func:`megatron.layers.mixers.base.replicated_projection`.
+    """
+
+    function, parallel = _ColumnParallelFunction, "replicated"

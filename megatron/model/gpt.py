@@ -19,7 +19,7 @@ from megatron.layers.context import BuildContext, ForwardContext
 from megatron.layers.embedding import Embedding
 from megatron.layers.kv_cache import KVCache
 from megatron.layers.loss import OutputLayer
-from megatron.layers.mixers.registry import auxiliary_losses
+from megatron.layers.mixers.registry import auxiliary_losses, rotary_tables
 from megatron.layers.norm import Norm, Residual
 from megatron.layers.providers import PROVIDERS
 from megatron.layers.recompute_plan import RecomputePlan
@@ -89,8 +89,8 @@ class GPTChunk(nn.Module):
         # Of the whole model too: coefficients by name.
         self.auxiliary_losses = auxiliary_losses(config)
         self.rotary = {
-            kind: RotaryEmbedding(config, kind, context.dtype, context.device)
-            for kind in config.rotary_kinds(stage.layers)
+            table: RotaryEmbedding(config, *table, context.dtype, context.device)
+            for table in rotary_tables(config, stage.layers)
         }
 
     @property
@@ -142,7 +142,7 @@ class GPTChunk(nn.Module):
 
     def _forward_context(self, batch: MicroBatch, cache: KVCache | None = None) -> ForwardContext:
         s, device, context = batch.tokens.shape[1], batch.tokens.device, self.context
-        rotary = {kind: embedding(s, batch.positions) for kind, embedding in self.rotary.items()}
+        rotary = {table: embedding(s, batch.positions) for table, embedding in self.rotary.items()}
         cached, documents = (0, batch.documents) if cache is None else (cache.length, cache.documents(batch.tokens))
         length = batch.seq_length or s
         tokens, queries = (range(cached + length),), (range(cached, cached + length),)

@@ -19,7 +19,7 @@ from megatron.config.run import RunConfig
 from megatron.distributed.sharding import padded_vocab_size
 from megatron.layers.mixers.activations import INDEX_BYTES, INPUT, MASK_BYTES, ActivationShape, KeptTensor
 from megatron.layers.mixers.base import Mixer
-from megatron.layers.mixers.registry import find_mixer
+from megatron.layers.mixers.registry import find_mixer, rotary_tables
 from megatron.layers.recompute_plan import RecomputePlan
 from megatron.pipeline.actions import COMPUTE_KINDS, FORWARD, WEIGHT, Action
 from megatron.pipeline.actions import INPUT as INPUT_GRADIENT
@@ -121,8 +121,8 @@ class StageMemory:
         kept += _embedding(shape) if stage.first else 0
         own_positions = config.parallel.context_parallel_size > 1 or config.data.reset_position_ids
         rows = shape.tokens if own_positions else shape.tokens // shape.samples
-        tables = 2 * len(shape.model.rotary_kinds(stage.layers))  # cosines and sines
-        kept += tables * rows * shape.model.rotary_dim * shape.width
+        channels = sum(table.channels for table in rotary_tables(shape.model, stage.layers))
+        kept += 2 * rows * channels * shape.width  # cosines and sines
         loss, loss_forward = _loss(shape) if stage.last else (0, 0)
         wgrad = sum(block.wgrad for block in blocks)
         return cls(kept, loss, wgrad, max(loss_forward, forward - loss), backward, host)

@@ -26,6 +26,7 @@ from megatron.config.run import RunConfig
 from megatron.distributed.layout import chunks_of
 from megatron.layers.mixers.activations import DTYPE_BYTES
 from megatron.layers.mixers.attention import CORE
+from megatron.layers.mixers.registry import block_mixers
 from megatron.layers.recompute_plan import RecomputePlan
 from megatron.pipeline.plan import stage_layers
 
@@ -56,20 +57,25 @@ def attention_traffic(config: RunConfig) -> AttentionTraffic:
     """Return the cost of context parallelism of a run."""
     model, parallel, training = config.model, config.parallel, config.training
     tp, cp, heads_ranks = parallel.tensor_model_parallel_size, parallel.context_parallel_size, parallel.cp_head_ranks
-    ring, groups, gathers = cp // heads_ranks, max(1, model.kv_groups // tp), parallel.cp_comm_type == "all_gather"
-    of_head = training.micro_batch_size * training.seq_length // cp * model.head_dim
-    of_head *= DTYPE_BYTES[config.precision.params_dtype]
-    queries = of_head * model.num_attention_heads // tp
-    keys = 2 * of_head * groups * parallel.kv_copies(model.kv_groups)
-    p2p = all_gather = a2a = 0.0
+    ring, gathers = cp // heads_ranks, parallel.cp_comm_type == "all_gather"
+    tokens = training.micro_batch_size * training.seq_length // cp
+    of_element = tokens * DTYPE_BYTES[config.precision.params_dtype]
+    p2p = all_gather = a2a = in_flight = 0.0
     work = [0.0] * ring
     plans = [(stage, RecomputePlan.from_config(training, stage.count)) for stage in stage_layers(model, parallel)]
     places = [(layer, layer - stage.layers.start < plan.blocks) for stage, plan in plans for layer in stage.layers]
     core = CORE in plans[0][1].modules
-    attending = [(layer, again) for layer, again in places if "attention" in model.mixers(layer)]
+    attending = [
+        (layer, again, exchanged)
+        for layer, again in places
+        for mixer in block_mixers(model, layer)
+        if (exchanged := mixer.exchanged(model, tp)) is not None
+    ]
     if not attending:
         return AttentionTraffic(p2p=0.0, all_gather=0.0, a2a=0.0, balance=1.0, in_flight=0.0)
-    for layer, again in attending:
+    for layer, again, exchanged in attending:
+        queries, keys = of_element * exchanged[0], of_element * exchanged[1] * parallel.kv_copies(model.kv_groups)
+        in_flight = max(in_flight, keys * (ring if gathers else min(2, ring - 1)))
         pattern = model.pattern(layer)
         passes = 3 + (again or core)
         if gathers:
@@ -85,7 +91,7 @@ def attention_traffic(config: RunConfig) -> AttentionTraffic:
         all_gather=all_gather / layers,
         a2a=a2a / layers,
         balance=max(work) * ring / sum(work),
-        in_flight=keys * (ring if gathers else min(2, ring - 1)),
+        in_flight=in_flight,
     )
 
 

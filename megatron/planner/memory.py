@@ -32,8 +32,9 @@ from megatron.distributed.param_layout import (
     plan_buckets,
 )
 from megatron.distributed.sharding import EXPERT_REDUCE_AXES, Sharding, Specs
-from megatron.layers.adapter_parameters import ADAPTABLE, adapted_parts, linear_parts
+from megatron.layers.adapter_parameters import adapted_parts, is_adaptable, linear_parts
 from megatron.layers.mixers.activations import DTYPE_BYTES, INDEX_BYTES
+from megatron.layers.mixers.registry import rotary_tables
 from megatron.layers.parameters import block_of_any_kind, gpt, trainable
 from megatron.layers.recompute_plan import RecomputePlan
 from megatron.optimizer.param_groups import offloaded_params, rule_of
@@ -254,8 +255,9 @@ class _StageState:
     def of(cls, config: RunConfig, layout: Layout, pp: int) -> _StageState:
         optimizer, parallel, wide = config.optimizer, config.parallel, main_param_bytes(config)
         specs = rank_parameters(config.model, parallel, pp)
-        rotaries = sum(len(config.model.rotary_kinds(s.layers)) for s in stages_by_rank(config.model, parallel)[pp])
-        common = Counter(buffers=rotaries * (config.model.rotary_dim // 2 * wide))
+        stages = stages_by_rank(config.model, parallel)[pp]
+        tables = (table for stage in stages for table in rotary_tables(config.model, stage.layers))
+        common = Counter(buffers=sum(table.channels // 2 * wide for table in tables))
         common["buffers"] += _adapter_rows(config.model, specs)
         if optimizer.skip_spikes is not None:
             common["buffers"] += 3 * INDEX_BYTES * optimizer.spike_window
@@ -441,8 +443,7 @@ def converted_weight_bytes(config: RunConfig) -> int:
     stages = (rank_parameters(model, config.parallel, pp) for pp in range(config.parallel.pipeline_model_parallel_size))
     rows = max(sum(prod(spec.local_shape) for spec in specs.values() if spec.wide) for specs in stages)
     specs = block_of_any_kind(model.base, Sharding.of_first_rank(config.parallel))
-    weights = (spec for name, spec in specs.items() if ADAPTABLE.fullmatch(f"layers.0.{name.removesuffix('.weight')}"))
-    return each * max(prod(spec.local_shape) for spec in weights) + rows * wide
+    return each * max(prod(spec.local_shape) for n, spec in specs.items() if is_adaptable(n, spec)) + rows * wide
 
 
 def reduction_buffer_bytes(config: RunConfig, world_size: int) -> int:

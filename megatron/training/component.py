@@ -133,7 +133,8 @@ class Component(UpdateHook):
     def on_stop(self, error: BaseException | None) -> None:
         """Act once when the run ends on this rank: after its last step, a request to stop, or an error.
 
-        After an error do not communicate, because other ranks may still be in a step.
+        After an error do not communicate, because other ranks may still be in a step. A start that fails is stopped,
+        too, maybe before ``on_start`` or without a log.
         """
 
     # ---- In the loop

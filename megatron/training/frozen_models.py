@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from functools import partial
 from itertools import chain
 from typing import Any, Self
 
@@ -30,7 +29,6 @@ from megatron.distributed.launch import run_on_rank0
 from megatron.distributed.mesh import Mesh
 from megatron.distributed.micro_batch import MicroBatch
 from megatron.inference.scoring import ComputingModel, Measure, record
-from megatron.layers.adapters import adapters_disabled
 from megatron.layers.loss import OutputLayer
 from megatron.model.gpt import GPTChunk
 from megatron.pipeline.plan import LAYER_SPLIT_OPTIONS, build_program
@@ -142,7 +140,7 @@ class FrozenModelInputs(Component):
             raise DataError(seen, "python tasks/finetune/precompute.py dpo")
         without_adapters = config.model.lora_rank is not None and config.checkpoint.load is None
         if name == "reference_model" and location is None and without_adapters:
-            self._model, self._mode = trainer, partial(adapters_disabled, trainer.chunks.values())
+            self._model, self._mode = trainer, next(iter(trainer.chunks.values())).context.adapters.off
             return ["reference model: this one without its adapters"]
         location = frozen_location(config)
         with trainer.clock("checkpoint"):

@@ -60,7 +60,7 @@ def save_rows(rank: int, world_size: int) -> list[float]:
 def is_busy(rank: int, world_size: int) -> bool:
     """Return True if this rank knows that the last rank is still saving."""
     saver: Any = SimpleNamespace(
-        _poll=lambda: None,
+        poll=lambda: None,
         pending=(CheckpointContents(1, {}, {}), Future()) if rank == world_size - 1 else None,
         _lost_contact=False,
         _log=SimpleNamespace(warning=lambda text: None),

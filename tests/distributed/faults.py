@@ -22,7 +22,7 @@ from megatron.kernels.block_attention import AttentionDropout
 from megatron.layers import attention, linear, loss
 from megatron.layers.adapters import LowRankProduct
 from megatron.layers.context import BuildContext, ForwardContext
-from megatron.layers.linear import LinearProduct
+from megatron.layers.linear import LinearProduct, Parallel
 from megatron.model.gpt import GPTChunk
 from megatron.optimizer import distributed_optimizer
 from megatron.optimizer.distributed_optimizer import PartialGradReducer
@@ -49,8 +49,8 @@ def bias_added_by_every_rank() -> AbstractContextManager[Any]:
 def _adapters_changed(change: Callable[[LowRankProduct], None]) -> AbstractContextManager[Any]:
     original = LowRankProduct.__init__
 
-    def init(self: LowRankProduct, context: BuildContext, column: bool) -> None:
-        original(self, context, column)
+    def init(self: LowRankProduct, context: BuildContext, parallel: Parallel) -> None:
+        original(self, context, parallel)
         change(self)
 
     return patch.object(LowRankProduct, "__init__", init)

@@ -173,6 +173,12 @@ def test_features_a_mixer_does_not_support_are_refused(monkeypatch: pytest.Monke
     with pytest.raises(UserError, match="gated-linear does not support context parallelism") as raised:
         parse(words.split(), {"RANK": "0", "WORLD_SIZE": "2"})
     assert [problem.code for problem in raised.value.problems] == ["E115"]
+    with pytest.raises(UserError, match="gated-linear does not divide over TP 3") as raised:
+        parse(
+            f"{run} --plugin {NAME} --token-mixers gated-linear --tensor-model-parallel-size 3".split(),
+            {"RANK": "0", "WORLD_SIZE": "3"},
+        )
+    assert "E116" in [problem.code for problem in raised.value.problems]
     monkeypatch.setattr(type(find_mixer("gated-linear")), "supports", ())
     with pytest.raises(UserError, match="does not support documents"):
         parse([*words.split(), "--reset-attention-mask", "--eod-id", "0"], {"RANK": "0", "WORLD_SIZE": "2"})

@@ -21,7 +21,7 @@ from megatron.convert.huggingface.config import read_model_config
 from megatron.convert.huggingface.weights import HuggingFaceWeights
 from megatron.convert.weight_source import fill_weights
 from megatron.distributed.micro_batch import MicroBatch
-from megatron.layers.adapters import adapted_row_norms, adapters_disabled
+from megatron.layers.adapters import adapted_row_norms
 from megatron.layers.parameters import gpt, trainable
 from tests.kit.solo import Solo, random_batch
 from tests.parity.families import everything_in_double
@@ -153,7 +153,7 @@ def test_freezes_all_but_adapters(llama: Path) -> None:
     changed = {name for name, p in solo.chunk.params.items() if not torch.equal(p, before[name])}
     assert changed == names - {name for name in names if name.endswith("lora_a")}, "A has no gradient where B is 0"
     adapted, _ = solo.chunk(None, batch)
-    with adapters_disabled([solo.chunk]):
+    with solo.chunk.context.adapters.off():
         assert torch.equal(solo.chunk(None, batch)[0], base)
     assert not torch.allclose(adapted, base)
 
@@ -175,7 +175,7 @@ def test_a_row_of_norm_0_starts_as_it_is(llama: Path) -> None:
     solo = build(llama, ("linear_*",), dora=True, empty=f"{linear}.weight")
     assert solo.chunk.params[f"{linear}.lora_magnitude"][3] == 0.0
     batch = random_batch(solo.chunk.config)
-    with adapters_disabled([solo.chunk]):
+    with solo.chunk.context.adapters.off():
         base, _ = solo.chunk(None, batch)
     torch.testing.assert_close(solo.chunk(None, batch)[0], base, rtol=1e-12, atol=0)
     solo.step([batch], lr=0.01, weight_decay=0.0)

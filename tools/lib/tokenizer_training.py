@@ -23,8 +23,9 @@ from tokenizers import models, trainers
 from megatron.checkpoint.durable_files import durable_rename, sync_folder, write_file
 from megatron.config.text import counted, format_bytes
 from megatron.data.errors import DataError
-from megatron.data.preprocess.corpus import MAX_LINE_BYTES, BadDocumentReport, TextDocument, read_documents
+from megatron.data.preprocess.corpus import BadDocumentReport, TextDocument, read_documents
 from megatron.data.preprocess.encode import Report
+from megatron.data.preprocess.files import MAX_LINE_BYTES
 from megatron.data.tokenizers.huggingface import (
     END_OF_DOCUMENT,
     NO_EXPORT_NOTE,

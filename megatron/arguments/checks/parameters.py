@@ -12,14 +12,16 @@ from math import lcm
 
 from megatron.config.adapters import QUANTIZED_BLOCK
 from megatron.config.errors import Problem
+from megatron.config.model import ModelConfig
 from megatron.config.optimizer import parse_factor
+from megatron.config.parallel import ParallelConfig
 from megatron.config.precision import FP8_MULTIPLES
 from megatron.config.run import RunConfig
 from megatron.config.settings import SETTINGS
-from megatron.config.text import listed, multiples_as_fixes
+from megatron.config.text import divisors, flag_fixes, listed, multiples_as_fixes
 from megatron.distributed.sharding import Sharding
-from megatron.layers.adapter_parameters import ADAPTABLE, adapted_parts, linear_parts
-from megatron.layers.mixers.registry import find_mixer
+from megatron.layers.adapter_parameters import adapted_parts, is_adaptable, linear_parts
+from megatron.layers.mixers.registry import MIXERS, find_mixer
 from megatron.layers.parameters import block_of_any_kind, gpt
 
 MAX_ELEMENTS = 2**48
@@ -36,6 +38,28 @@ def check_mixers(config: RunConfig, world_size: int) -> Iterator[Problem]:
         for feature, (fix, is_asked) in asked.items():
             if is_asked and feature not in find_mixer(name).supports:
                 yield Problem("E115", f"--token-mixers {name} does not support {feature}", (fix,))
+
+
+def check_mixers_divide(config: RunConfig, world_size: int) -> Iterator[Problem]:
+    """Check that TP divides what the mixers of plugins shard; other checks know the sizes of the built-in ones."""
+    parallel = config.parallel
+    for name in dict.fromkeys(config.model.token_mixers):
+        if name in MIXERS:
+            continue
+        if (error := _division_error(name, config.model, parallel)) is not None:
+            tp = parallel.tensor_model_parallel_size
+            smaller = (replace(parallel, tensor_model_parallel_size=n) for n in reversed(divisors(tp)))
+            fit = [each for each in smaller if _division_error(name, config.model, each) is None]
+            fixes = flag_fixes("--tensor-model-parallel-size", [each.tensor_model_parallel_size for each in fit[:1]])
+            yield Problem("E116", f"--token-mixers {name} does not divide over TP {tp}: {error}", fixes)
+
+
+def _division_error(mixer: str, model: ModelConfig, parallel: ParallelConfig) -> ValueError | None:
+    try:
+        find_mixer(mixer).parameters(model, Sharding.of_first_rank(parallel))
+    except ValueError as error:
+        return error
+    return None
 
 
 def check_tensor_sizes(config: RunConfig, world_size: int) -> Iterator[Problem]:
@@ -88,8 +112,7 @@ def check_frozen_weights(config: RunConfig, world_size: int) -> Iterator[Problem
     except ValueError:
         return  # a dimension does not divide, which other checks report
     for name, spec in specs.items():
-        linear, _, local = f"layers.0.{name}".rpartition(".")
-        if local == "weight" and ADAPTABLE.fullmatch(linear) and spec.local_view[-1] % QUANTIZED_BLOCK:
+        if is_adaptable(name, spec) and spec.local_view[-1] % QUANTIZED_BLOCK:
             sentence = (
                 f"--frozen-weights-precision {precision} has a scale for {QUANTIZED_BLOCK} inputs, and a rank's {name} "
                 f"has {spec.local_view[-1]}"

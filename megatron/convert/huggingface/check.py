@@ -203,7 +203,7 @@ def run_own_model(model: ModelConfig, source: WeightSource, tokens_BS: Tensor, p
     # the loss is not used: chunks of 1 token keep its memory small
     training = TrainingConfig(cross_entropy_chunk_size=1)
     chunk = build_on_meta(replace(model, make_vocab_size_divisible_by=1), training)
-    chunk.rotary = {kind: RotaryEmbedding(model, kind, torch.float32, torch.device("cpu")) for kind in chunk.rotary}
+    chunk.rotary = {t: RotaryEmbedding(model, *t, torch.float32, torch.device("cpu")) for t in chunk.rotary}
     chunk.eval()
     head, norm = chunk.output_layer, chunk.final_layernorm
     if head is None or norm is None:
@@ -225,7 +225,7 @@ def run_own_model(model: ModelConfig, source: WeightSource, tokens_BS: Tensor, p
     weights.load(head)
     logits_SBV = head.logits(normed.stacked[0])
     weights.release(head)
-    angles = _angles({kind: (rotary.frequencies, rotary.scale) for kind, rotary in chunk.rotary.items()})
+    angles = _angles({table.kind: (rotary.frequencies, rotary.scale) for table, rotary in chunk.rotary.items()})
     return ModelOutputs(blocks.stacked, logits_SBV.transpose(0, 1), angles)
 
 

@@ -57,7 +57,7 @@ from megatron.convert.tokenizer_files import SmallFiles, files_to_carry, find_to
 from megatron.convert.weight_source import ModelSource
 from megatron.distributed.comm import Group
 from megatron.distributed.sharding import Box, ShardSpec
-from megatron.layers.adapter_parameters import ADAPTABLE, linear_parts, part_of_rows
+from megatron.layers.adapter_parameters import is_adaptable, linear_parts, part_of_rows
 from megatron.layers.context import DTYPES
 from megatron.layers.parameters import gpt, trainable
 
@@ -100,7 +100,7 @@ def peft_linears(kind: str, model: ModelConfig) -> dict[str, PeftLinear]:
     Raises:
         UserError: when the family has no place for some of our linears.
     """
-    weights = {name: spec for name, spec in gpt(model).items() if ADAPTABLE.fullmatch(name.removesuffix(".weight"))}
+    weights = {name: spec for name, spec in gpt(model).items() if is_adaptable(name, spec)}
     biases = {name.replace(".weight", ".bias"): replace(spec, view=spec.view[:-1]) for name, spec in weights.items()}
     places = map_tensors(kind, weights | biases)
     found = {}

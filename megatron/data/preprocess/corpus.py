@@ -1,36 +1,27 @@
-"""Find text files and read their documents, in an order that depends only on the file names.
+"""Read the documents of text files, in the order of the files.
 
-`find_text_files` expands files, patterns, folders and datasets, and rejects what would be read twice. A file of JSON
-lines holds one document per line, a table one per row; any other file is one document. Compressed files are
-decompressed as streams. `spool_pipes` copies standard input and pipes to files first.
-`split_into_blocks` cuts files into blocks of whole lines or rows, or of plain files, that a worker encodes at once; the
-block size changes neither the documents nor their order. `read_block` yields the documents of a block, and a
-`BadDocument` for each invalid one.
+A file of JSON lines holds one document per line, a table one per row; any other file is one document. Compressed files
+are decompressed as streams. `split_into_blocks` cuts files into blocks of whole lines or rows, or of plain files, that
+a worker encodes at once; the block size changes neither the documents nor their order. `read_block` yields the
+documents of a block, and a `BadDocument` for each invalid one.
 """
 
 from __future__ import annotations
 
-import argparse
 import codecs
-import glob
 import io
 import json
+import math
 import os
-import re
 import shlex
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
-from fnmatch import fnmatchcase
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import IO, Any, NamedTuple
 
-import xxhash
-
-from megatron.checkpoint.durable_files import LockState, try_lock
-from megatron.config.files import FOLLOW_LINKS, OUTSIDE, add_links_flag, readable_files, walk_folders
-from megatron.config.text import echo, listed
+from megatron.config.text import echo
 from megatron.data.errors import DataError
+from megatron.data.preprocess.files import MAX_LINE_BYTES, is_plain, is_table
 from megatron.data.preprocess.streams import (
     READ_BYTES,
     PieceReader,
@@ -41,15 +32,7 @@ from megatron.data.preprocess.streams import (
     read_pieces,
     recode_fix,
 )
-from megatron.data.preprocess.tables import (
-    TABLE_SUFFIXES,
-    Row,
-    UnreadableTableError,
-    hugging_face_files,
-    parse_rows,
-    read_batches,
-    saved_dataset_files,
-)
+from megatron.data.preprocess.tables import Row, UnreadableTableError, parse_rows, read_batches
 
 UTF_16_BOMS = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
 JSON_TYPE_NAMES: dict[type, str] = {
@@ -220,10 +203,7 @@ def _read_plain_text(file: Path, block: FileBlock, check_utf8: bool) -> bytes:
     return content
 
 
-UNFINISHED = ".part"  # ends the names of files that are written, which a folder does not contribute
-JSON_LINES_SUFFIXES = (".jsonl", ".json", ".ndjson")
 BLOCK_BYTES = 2 << 20
-MAX_LINE_BYTES = 1 << 27  # default of --max-line-bytes
 
 
 class LineBlock(NamedTuple):
@@ -260,26 +240,6 @@ class FileBlock(NamedTuple):
 Block = LineBlock | FileBlock
 
 
-def is_json_lines(file: Path) -> bool:
-    """Return True if the name is that of a JSON-lines file, ignoring case and compression."""
-    return uncompressed_name(file).lower().removesuffix(UNFINISHED).endswith(JSON_LINES_SUFFIXES)
-
-
-def is_table(file: Path) -> bool:
-    """Return True if the name is that of a Parquet or Arrow file, ignoring case."""
-    return file.name.lower().endswith(TABLE_SUFFIXES)
-
-
-def is_plain(file: Path) -> bool:
-    """Return True for a file that is one document."""
-    return not is_json_lines(file) and not is_table(file)
-
-
-def uncompressed_name(file: Path) -> str:
-    """Return the file name without the suffix of its compression."""
-    return file.name[: len(file.name) - len(compression_suffix(file))]
-
-
 def split_into_blocks(
     files: Sequence[Path], keys: Sequence[str], block_bytes: int = BLOCK_BYTES, max_line_bytes: int = MAX_LINE_BYTES
 ) -> Iterator[Block]:
@@ -311,38 +271,72 @@ def split_lines_file(
 
     A file that is a JSON array, or objects over several lines, has a line for each value.
     """
-    head_bytes = (
-        min(block_bytes, max_line_bytes) - 1
-    )  # so only the last line of a block, which is then read, is too long
+    head_bytes = min(block_bytes, max_line_bytes) - 1  # before the end of the last line: only that line can be too long
+    if (has_values := holds_values(file)) or compression_suffix(file):
+        return _cut_stream(file, has_values, head_bytes, max_line_bytes)
+    return _cut_stored(file, head_bytes, max_line_bytes)
+
+
+def _cut_stored(file: Path, head_bytes: int, max_line_bytes: int) -> Iterator[LineBlock]:
+    """Cut a file that is read as it is: only ends of lines are read here, the rest by workers at the same time."""
+    size, start = file.stat().st_size, 0
+    with open(file, "rb") as stream:
+        while True:
+            stream.seek(start + head_bytes)
+            part = _skip_line(stream, max_line_bytes)
+            good = end = min(stream.tell(), size)
+            if end - start > max_line_bytes:
+                stream.seek(start)
+                line = start + stream.read(head_bytes).rfind(b"\n") + 1
+                good = line if end - line - part.endswith(b"\n") > max_line_bytes else end
+                stream.seek(end)
+            if good > start or end == start:
+                yield LineBlock(file, range(start, good), good - start, start == 0, last=good == size)
+            if good < end:
+                if not part.endswith(b"\n"):
+                    _skip_line(stream)
+                start = stream.tell()
+                yield LineBlock(file, b"", start - good, good == 0, last=False, damage=_too_long(max_line_bytes))
+            elif end == size:
+                return
+            else:
+                start = end
+
+
+def _skip_line(stream: IO[bytes], limit: float = math.inf) -> bytes:
+    """Read the rest of a line, or more than ``limit`` bytes of it, in parts; return the last part."""
+    part = b" "
+    while part[-1:] not in (b"\n", b"") and limit >= 0:
+        part = stream.readline(READ_BYTES)
+        limit -= len(part)
+    return part
+
+
+def _cut_stream(file: Path, has_values: bool, head_bytes: int, max_line_bytes: int) -> Iterator[LineBlock]:
+    """Cut a file that is decompressed, or whose values become lines."""
     size, done, first, last = file.stat().st_size, 0, True, False
     with open(file, "rb") as stream:
-        pieces, has_values = read_pieces(file, stream), holds_values(file)
-        is_stored = not has_values and not compression_suffix(file)  # as it is read: a worker can read it itself
+        pieces = read_pieces(file, stream)
         raw = PieceReader(json_values(file, pieces, max_line_bytes) if has_values else pieces)
-        text = stream if is_stored else io.BufferedReader(raw, READ_BYTES)
+        text = io.BufferedReader(raw, READ_BYTES)
         while not last:
-            parts = [text.read(head_bytes)]
-            length, line = len(parts[0]), len(parts[0]) - parts[0].rfind(b"\n") - 1  # bytes read, and of the last line
-            while True:
-                part = text.readline(READ_BYTES)
-                length, line = length + len(part), line + len(part)
-                if not is_stored:
-                    parts.append(part)
-                if part[-1:] in (b"\n", b"") or line > max_line_bytes:
-                    break
-            is_long = line - part.endswith(b"\n") > max_line_bytes
+            head = text.read(head_bytes)
+            whole = head.rfind(b"\n") + 1
+            tail = text.readline(max_line_bytes + 2 - len(head[whole:]))
+            content = head + tail
+            is_long = len(content) - whole - tail.endswith(b"\n") > max_line_bytes
             last = not is_long and not text.peek(1)
-            is_cut = last and raw.damage is not None and not part.endswith(b"\n")
-            good = length - line if is_long or is_cut else length
-            if good or not is_long:
-                content = range(done, done + good) if is_stored else b"".join(parts)[:good]
-                end = size if last else done + good if is_stored else stream.tell()
+            is_cut = last and raw.damage is not None and not content.endswith(b"\n")
+            if is_long or is_cut:
+                content = head[:whole]
+            if content or not is_long:
+                end = size if last else stream.tell()
                 damage = () if raw.damage is None or not last else (f" {raw.damage}", *raw.damage.fixes)
                 yield LineBlock(file, content, end - done, first, last, damage)
                 done, first = end, False
             if is_long:
-                while part[-1:] not in (b"\n", b""):
-                    part = text.readline(READ_BYTES)
+                if not tail.endswith(b"\n"):
+                    _skip_line(text)
                 end = stream.tell()
                 yield LineBlock(file, b"", end - done, first, last=False, damage=_too_long(max_line_bytes))
                 done, first = end, False
@@ -369,196 +363,6 @@ def _cut_table(file: Path, keys: Sequence[str], block_bytes: int, max_row_bytes:
 
 SKIP_BAD_FLAG = "--on-bad-line skip"
 MAX_REPORTED = 20  # bad documents reported one by one; the others are only counted
-UNSUPPORTED_FORMATS = (".zip", ".tar", ".tgz", ".7z")
-UNSUPPORTED_COMPRESSIONS = {
-    ".zstd": "mv {0} {1}.zst",
-    ".z": "uncompress {0}",
-    ".lz4": "lz4 -d {0}",
-    ".br": "brotli -d {0}",
-}
-"""Suffixes of unsupported compressions, and the command that decompresses such a file."""
-
-
-def _positive(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not a whole number of at least 1")
-    return int(text)
-
-
-def add_input_flags(parser: argparse.ArgumentParser) -> None:
-    """Add the input flags of a data tool: ``input``, ``json_keys``, ``suffix``, ``exclude`` and more."""
-    add = parser.add_argument_group("input").add_argument
-    folder_files = "files to read from a folder, in the order of their paths, also if .gz, .zst, .bz2 or .xz follows"
-    suffixes = [*JSON_LINES_SUFFIXES, *TABLE_SUFFIXES, ".txt"]
-    inputs = (
-        "files, quoted patterns, folders, datasets of the hub hf:NAME[:CONFIG][:SPLIT], standard input (-) or pipes"
-    )
-    keys = "keys of an object's texts, or columns of a table (text)"
-    longest = f"longest line or plain file, in bytes; a longer one is an invalid document ({MAX_LINE_BYTES:,})"
-    bad_lines = "at an invalid document: stop (fail), or report it, count it and continue"
-    add("--input", nargs="+", required=True, metavar="PATH", help=inputs)
-    add("--json-keys", nargs="+", default=["text"], metavar="KEY", help=keys)
-    add("--suffix", nargs="+", default=suffixes, metavar=".EXT", help=f"{folder_files} ({' '.join(suffixes)})")
-    add("--exclude", nargs="+", default=[], metavar="NAME", help="files and folders to skip inside a folder")
-    add("--max-line-bytes", type=_positive, default=MAX_LINE_BYTES, metavar="N", help=longest)
-    add("--on-bad-line", choices=("fail", "skip"), default="fail", help=bad_lines)
-    add_links_flag(parser)
-
-
-@contextmanager
-def spool_pipes(inputs: Sequence[str], output: str) -> Iterator[list[str]]:
-    """Replace standard input (``-``) and pipes among ``inputs`` by copies beside ``output``, removed at the end.
-
-    The copies are JSON lines. Their time is a checksum of the content, so that a run that continues an interrupted one
-    recognizes the same content.
-
-    Raises:
-        DataError: if another process is writing a copy.
-    """
-    names: list[str] = []
-    copies: list[Path] = []
-    files = ExitStack()  # the copies, which stay locked
-    try:
-        for name in inputs:
-            is_pipe = os.path.exists(name) and not os.path.isfile(name) and not os.path.isdir(name)
-            if name == "-" or is_pipe or name.startswith(("/dev/stdin", "/dev/fd/")):
-                path = Path(f"{output}.pipe{len(copies)}.jsonl{UNFINISHED}")
-                path.parent.mkdir(parents=True, exist_ok=True)
-                copy = files.enter_context(path.open("ab"))
-                if try_lock(copy) is LockState.HELD:
-                    raise DataError(f"{path}: another process is writing it", "another --output-prefix")
-                copies.append(path)
-                copy.truncate(0)
-                digest = xxhash.xxh3_64()
-                with open(0 if name == "-" else name, "rb", closefd=name != "-") as pipe:
-                    while piece := pipe.read(BLOCK_BYTES):
-                        copy.write(piece)
-                        digest.update(piece)
-                copy.flush()
-                os.utime(path, ns=(0, digest.intdigest() % 10**18))
-                name = str(path)
-            names.append(name)
-        yield names
-    finally:
-        for path in copies:
-            path.unlink(missing_ok=True)
-        files.close()
-
-
-def find_text_files(
-    inputs: Sequence[str],
-    suffixes: Collection[str],
-    exclude: Collection[str],
-    follow_links: bool = False,
-    note: Callable[[str], object] = echo,
-) -> list[Path]:
-    """Return the files named by ``inputs``: files, glob patterns like ``data/*.jsonl``, folders, or ``hf:NAME``.
-
-    A folder contributes all files below it that end in one of ``suffixes`` (ignoring case, compressed or not), sorted
-    by path, without files and folders named in ``exclude``. Patterns are sorted too. An existing file name is never
-    treated as a pattern. Folders and patterns contribute each file once, without what `readable_files` leaves out,
-    which a ``note`` names. A folder written by `save_to_disk` of Hugging Face `datasets` contributes the rows of the
-    dataset. Inputs that match no file, unsupported formats, and documents that would be read twice are errors.
-    """
-    files: list[Path] = []
-    for name in inputs:
-        unread: list[str] = []
-        folder = None
-        if os.path.isdir(name):
-            folder = Path(name)
-            found = _walk(folder, suffixes, exclude, follow_links, unread)
-        elif name.startswith("hf:"):
-            found = hugging_face_files(name)
-        elif os.path.isfile(name):
-            found = [Path(name)]
-        else:
-            folder = Path(re.split(r"[^/]*[*?[]", name)[0])
-            found = [path for path in _match(name, folder, follow_links, unread) if not os.path.isdir(path)]
-        if folder is not None:
-            found = readable_files(folder, found, follow_links, unread)
-            _refuse_copies(found)
-        fixes = [FOLLOW_LINKS] if any(OUTSIDE in each for each in unread) else []
-        summary = f"--input {name}: {len(unread):,} not read: {listed(unread)}"
-        if not found:
-            raise DataError(summary, *fixes) if unread else _no_files(name, suffixes)
-        if unread:
-            note("; ".join([summary, *(f"{fix} reads what is {OUTSIDE}" for fix in fixes)]))
-        files += found
-    seen: dict[str, Path] = {}
-    for file in files:
-        _check_format(file)
-        other = seen.setdefault(os.path.realpath(file), file)
-        if other is not file:
-            why = f"{file} is given twice" if file == other else f"{file} is {other}, which is given too"
-            fix = "name it once; to repeat a corpus, give it a weight: pretrain_gpt.py --data-path 2 PREFIX"
-            raise DataError(f"--input: {why}: its documents would be read twice", fix)
-    return files
-
-
-def _no_files(name: str, suffixes: Collection[str]) -> DataError:
-    why = f"no file below it ends in {' or '.join(suffixes)}" if os.path.isdir(name) else "there is no such file"
-    return DataError(f"--input {name}: {why}", "--input FILE.jsonl", "--input FOLDER --suffix .txt")
-
-
-def _check_format(file: Path) -> None:
-    suffix = file.suffix.lower()
-    failure = f"{file}: {file.suffix} files are not supported"
-    if suffix in UNSUPPORTED_FORMATS:
-        raise DataError(failure, "write its documents as lines of a .jsonl file")
-    if suffix in UNSUPPORTED_COMPRESSIONS:
-        name, unpacked = shlex.quote(str(file)), shlex.quote(str(file.with_suffix("")))
-        raise DataError(failure, UNSUPPORTED_COMPRESSIONS[suffix].format(name, unpacked))
-
-
-def _walk(
-    folder: Path, suffixes: Collection[str], exclude: Collection[str], follow_links: bool, unread: list[str]
-) -> list[Path]:
-    wanted = tuple(suffix.lower() for suffix in suffixes)
-    found: list[Path] = []
-    for path, folders, names in walk_folders(folder, exclude, follow_links, unread):
-        files = [Path(path, name) for name in names if name not in exclude]
-        if saved := saved_dataset_files(Path(path)):
-            files, folders[:] = saved, []
-        found += [file for file in files if _ends_in(file, wanted)]
-    return found
-
-
-def _match(pattern: str, folder: Path, follow_links: bool, unread: list[str]) -> list[Path]:
-    """Return the paths that match a pattern; ``**``, which follows every link in `glob`, walks as in a folder."""
-    parts = Path(pattern).relative_to(folder).parts
-    if "**" not in parts:
-        return [*map(Path, glob.glob(pattern))]
-    walk = walk_folders(folder, (), follow_links, unread)
-    files = (Path(path, name) for path, _, names in walk for name in names)
-    return [file for file in files if _fits(file.relative_to(folder).parts, parts)]
-
-
-def _fits(parts: Sequence[str], pattern: Sequence[str]) -> bool:
-    if not parts or not pattern:
-        return not parts and pattern in ((), ("**",))
-    if pattern[0] == "**" and _fits(parts, pattern[1:]):
-        return True
-    is_hidden = parts[0].startswith(".") and not pattern[0].startswith(".")
-    if is_hidden or not fnmatchcase(parts[0], pattern[0]):
-        return False
-    return _fits(parts[1:], pattern[pattern[0] != "**" :])
-
-
-def _ends_in(file: Path, wanted: tuple[str, ...]) -> bool:
-    names = [file.name.lower(), uncompressed_name(file).lower()]
-    if file.suffix.lower() in UNSUPPORTED_COMPRESSIONS:
-        names.append(file.stem.lower())
-    return any(name.endswith(wanted) for name in names)
-
-
-def _refuse_copies(files: Collection[Path]) -> None:
-    """Raise DataError for files that differ only in their compression."""
-    seen: dict[Path, Path] = {}
-    for file in sorted(files):
-        other = seen.setdefault(file.with_name(uncompressed_name(file)), file)
-        if other != file:
-            why = f"{file} lies beside {other}: the same documents would be read twice"
-            raise DataError(why, f"--exclude {shlex.quote(file.name)}", "name both files with --input")
 
 
 def check_single_key(file: Path, keys: Sequence[str]) -> None:

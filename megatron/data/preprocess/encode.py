@@ -42,7 +42,6 @@ from megatron.data.errors import DataError
 from megatron.data.indexed_writer import RESUME, IndexedDatasetWriter, id_dtype, publish_all, remove_unfinished_files
 from megatron.data.preprocess.corpus import (
     BLOCK_BYTES,
-    MAX_LINE_BYTES,
     BadDocument,
     BadDocumentReport,
     Block,
@@ -50,12 +49,12 @@ from megatron.data.preprocess.corpus import (
     LineBlock,
     TextDocument,
     check_single_key,
-    is_table,
     load_block,
     parse_valid_lines,
     read_block,
     split_into_blocks,
 )
+from megatron.data.preprocess.files import MAX_LINE_BYTES, is_table
 from megatron.data.progress import PreprocessProgress, PreprocessTotals, StageProgress
 from megatron.data.tokenizers.base import EncodedBatch, Tokenizer
 from megatron.data.tokenizers.engine import GIGATOKEN, OWN_LIBRARY, EncodeEngine, build_engine, choose_engine

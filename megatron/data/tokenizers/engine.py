@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron.config.text import format_bytes
+from megatron.config.text import clipped, format_bytes
 from megatron.data.errors import DataError
 from megatron.data.tokenizers.base import EncodedBatch, Tokenizer, convert_library_errors, unicode_text
 from megatron.data.tokenizers.huggingface import TOKENIZER_JSON
@@ -142,7 +142,8 @@ def _refuse_added_tokens(file: Mapping[str, Any]) -> None:
             seen = "in the normalized text"
         else:
             continue
-        raise _GigatokenError(f"this tokenizer matches {_shorten(token['content'])} {seen}, which gigatoken does not")
+        word = clipped(token["content"], 60)
+        raise _GigatokenError(f"this tokenizer matches {word!a} {seen}, which gigatoken does not")
 
 
 def _encode_batch(fast: Any, texts: Sequence[str | bytes]) -> EncodedBatch:
@@ -178,7 +179,7 @@ def _compare(tokenizer: Tokenizer, encode_batch: EncodeBatch, texts: Sequence[st
         return
     own_ids, fast_ids = (np.split(encoded.ids, np.cumsum(encoded.lengths))[:-1] for encoded in (own, fast))
     different = next(text for text, one, other in zip(texts, own_ids, fast_ids) if not np.array_equal(one, other))
-    raise _GigatokenError(f"gigatoken and {tokenizer.library} give different ids, first for {_shorten(different)}")
+    raise _GigatokenError(f"gigatoken and {tokenizer.library} give different ids, first for {clipped(different, 60)!a}")
 
 
 def _texts_around(tokens: Sequence[str]) -> list[str]:
@@ -202,7 +203,3 @@ def _overlaps(tokens: Sequence[str]) -> list[str]:
     suffixes = [(token, token[start:]) for token in tokens for start in range(1, len(token))]
     texts = (token + other[len(suffix) :] for token, suffix in suffixes for other in by_prefix.get(suffix, ()))
     return list(islice(texts, MAX_OVERLAPS))
-
-
-def _shorten(text: str) -> str:
-    return ascii(text if len(text) <= 60 else text[:60] + "...")

@@ -296,13 +296,3 @@ def load_recorded_tokenizer(prefix: str | Path, tokenizer_type: str | None = Non
     if current != record:
         raise DataError(f"{prefix}.{RECORD_SUFFIX} records {record}, but that tokenizer is now {current}", REWRITE_FIX)
     return tokenizer
-
-
-def hugging_face_files_of(prefix: str | Path) -> dict[str, bytes]:
-    """Return the Hugging Face files, by name, of the tokenizer that wrote a dataset.
-
-    Empty without a record and for NullTokenizer. Those of a ByteTokenizer give the same ids, except that
-    ``transformers`` encodes ``<|endoftext|>`` in text as one id unless ``split_special_tokens=True``.
-    """
-    tokenizer = load_recorded_tokenizer(prefix)
-    return {} if tokenizer is None else tokenizer.hugging_face_files()

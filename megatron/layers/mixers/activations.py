@@ -10,8 +10,8 @@ from typing import NamedTuple
 from megatron.config.compute import kernel_choices
 from megatron.config.model import ModelConfig
 from megatron.config.run import RunConfig
-from megatron.distributed.sharding import Sharding, ShardSpec
-from megatron.layers.adapter_parameters import ADAPTABLE
+from megatron.distributed.sharding import Sharding, ShardSpec, Specs
+from megatron.layers.adapter_parameters import adapted_parts
 from megatron.layers.recompute_plan import RecomputePlan
 
 DTYPE_BYTES = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2}
@@ -135,8 +135,11 @@ class ActivationShape:
     def linear(self, weight: ShardSpec, rows: int | None = None, deferred: bool = True) -> LinearShape:
         """Return the sizes of a linear; ``rows`` that it multiplies at a time, by default all tokens."""
         rows = self.tokens if rows is None else rows
+        # A replicated linear multiplies the rows of the residual stream that a rank has.
+        replicated = self.tp > 1 and weight.local_shape == weight.shape and not weight.expert
+        rows = rows // self.row_ranks if replicated else rows
         outputs, inputs = rows * prod(weight.local_view[weight.expert : -1]), rows * weight.local_view[-1]
-        if weight.expert:
+        if weight.expert or replicated:
             return LinearShape(inputs, outputs, outputs, 0, weight.row_parallel, deferred)
         scattered = self.hidden if weight.row_parallel else outputs
         return LinearShape(inputs, outputs, scattered, self.gathered(rows), weight.row_parallel, deferred)
@@ -159,11 +162,18 @@ class ActivationShape:
             if not (centred and on_cpu and not self.widens(norm)):  # which computes them again
                 yield KeptTensor("statistics of the norm", rows * (1 + centred), self.wide, recomputed_by)
 
-    def magnitudes(self, linear: str, elements: int, *recomputed_by: str) -> Iterator[KeptTensor]:
-        """Yield the outputs of a linear that DoRA multiplies by its magnitudes, if it does in any layer."""
+    def magnitudes(self, module: str, specs: Specs, rows: int | None = None, *again: str) -> Iterator[KeptTensor]:
+        """Yield the outputs of linears that DoRA multiplies by their magnitudes, if it does in any layer.
+
+        Args:
+            module: local name of the module of the linears in a block.
+            specs: of its parameters.
+            rows: that a linear multiplies at a time, by default all tokens.
+            again: what computes them again.
+        """
         model = self.model
-        parts = ("", ".q", ".k", ".v") if linear.endswith("qkv") else ("", ".gate", ".up")
-        names = (f"layers.{layer}.{linear}{part}" for layer in range(model.num_layers) for part in parts)
-        may = model.lora_rank is not None and model.lora_dora and ADAPTABLE.fullmatch(f"layers.0.{linear}")
-        if may and any(map(model.adapts, names)):
-            yield KeptTensor(f"{linear}: output before its magnitudes", elements, self.width, recomputed_by)
+        for name, weight in specs.items() if model.lora_dora else ():
+            linear = f"{module}.{name}".removesuffix(".weight")
+            if any(adapted_parts(model, f"layers.{layer}.{linear}", weight) for layer in range(model.num_layers)):
+                elements = self.linear(weight, rows).scattered
+                yield KeptTensor(f"{linear}: output before its magnitudes", elements, self.width, again)

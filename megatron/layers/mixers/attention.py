@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from megatron.config.attention_pattern import CAUSAL
 from megatron.config.compute import kernel_choices
-from megatron.config.model import ModelConfig
+from megatron.config.model import ModelConfig, RotaryTable
 from megatron.distributed.sharding import Init, Sharding, Specs
 from megatron.layers.mixers.activations import INDEX_BYTES, MASK_BYTES, ActivationShape, KeptTensor
 from megatron.layers.mixers.base import Matmul, Mixer, linear, norm, norm_init, output_projection, under
@@ -62,7 +62,17 @@ class AttentionMixer(Mixer):
         """Build the module."""
         from megatron.layers.attention import SelfAttention
 
-        return SelfAttention(config, context, layer, plan)
+        return SelfAttention(config, context, layer, plan, self.rotary(config, layer))
+
+    def rotary(self, config: ModelConfig, layer: int) -> RotaryTable | None:
+        """Return the table of the layer, unless it has no rotary positions."""
+        kind = config.rotary_kind(layer)
+        return None if kind is None else RotaryTable(kind, config.rotary_dim)
+
+    def exchanged(self, config: ModelConfig, tp: int) -> tuple[int, int]:
+        """Return the elements of queries, and of keys and values."""
+        groups = max(1, config.kv_groups // tp)
+        return config.num_attention_heads * config.head_dim // tp, 2 * groups * config.head_dim
 
     def matmuls(self, config: ModelConfig, plan: RecomputePlan, keys: float) -> dict[str, Matmul]:
         """Return the products of the projections, and queries times keys and scores times values.
@@ -78,8 +88,7 @@ class AttentionMixer(Mixer):
         heads = HeadShape.of(shape)
         yield shape.input("layernorm")
         yield from _split_qkv(shape, heads)
-        yield from shape.magnitudes("self_attention.linear_qkv", heads.queries + 2 * heads.keys)
-        yield from shape.magnitudes("self_attention.linear_proj", shape.hidden)
+        yield from shape.magnitudes(self.module, self.parameters(shape.model, shape.sharding))
         count = shape.model.num_attention_heads // shape.tp
         yield KeptTensor("logsumexp of attention", shape.tokens * count, shape.wide, (CORE,))
         if heads.ranks > 1:

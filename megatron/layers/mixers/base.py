@@ -14,8 +14,9 @@ from dataclasses import replace
 from math import prod
 from typing import TYPE_CHECKING, NamedTuple
 
-from megatron.config.model import ModelConfig
+from megatron.config.model import ModelConfig, RotaryTable
 from megatron.distributed.sharding import UNSHARDED, Init, Sharding, ShardSpec, Specs
+from megatron.layers.adapter_parameters import is_linear
 from megatron.layers.mixers.activations import ActivationShape, KeptTensor, LinearShape
 from megatron.layers.recompute_plan import RecomputePlan
 
@@ -76,6 +77,18 @@ class Mixer:
         """
         raise NotImplementedError
 
+    def rotary(self, config: ModelConfig, layer: int) -> RotaryTable | None:
+        """Return the table of rotary positions that it reads from ``ctx.rotary`` in a layer; None if it does not."""
+        return None
+
+    def exchanged(self, config: ModelConfig, tp: int) -> tuple[int, int] | None:
+        """Return the elements of a token's queries, and of its keys and values, that context parallelism exchanges.
+
+        Those of a rank, as :class:`megatron.distributed.context_parallel.ContextParallel` computes attention. None for
+        a mixer that is no attention.
+        """
+        return None
+
     def losses(self, config: ModelConfig) -> dict[str, float]:
         """Return the coefficients of its auxiliary losses, by the names under which their means are logged."""
         return {}
@@ -111,9 +124,11 @@ class Mixer:
 
         By default what column-parallel linears give and row-parallel ones take.
         """
-        yield shape.input("layernorm", *self.recomputed_as)
+        again = self.recomputed_as
+        yield shape.input("layernorm", *again)
         for linear in self.linears(shape):
-            yield linear.kept(shape.width, *self.recomputed_as)
+            yield linear.kept(shape.width, *again)
+        yield from shape.magnitudes(self.module, self.parameters(shape.model, shape.sharding), None, *again)
 
     def temporary(self, shape: ActivationShape) -> tuple[int, int]:
         """Return the most bytes besides, in the module's forward and in its backward.
@@ -132,12 +147,6 @@ def active_numel(config: ModelConfig, spec: ShardSpec) -> int:
     return spec.numel * config.moe_router_topk // (config.num_experts or 1) if spec.expert else spec.numel
 
 
-def is_linear(parameter: str) -> bool:
-    """Return True for the weight of a linear, by its local name."""
-    module, _, kind = parameter.rpartition(".")
-    return kind == "weight" and module.rpartition(".")[2].startswith("linear_")
-
-
 def under(**modules: Specs) -> Specs:
     """Prefix the parameters of submodules with their names."""
     return {f"{module}.{name}": spec for module, specs in modules.items() for name, spec in specs.items()}
@@ -154,6 +163,13 @@ def input_projection(config: ModelConfig, sharding: Sharding, view: tuple[int, .
     weight = sharding.dense.split((rows, h), dim, Init(config.init_method_std), (*view, h))
     bias = sharding.dense.split((rows,), dim, Init(), view) if config.add_bias_linear else None
     return linear(replace(weight, matrices=dim), bias)
+
+
+def replicated_projection(config: ModelConfig, sharding: Sharding, outputs: int) -> Specs:
+    """Declare a linear of the hidden state that every rank computes of its rows, such as a down-projection."""
+    weight = (outputs, config.hidden_size), Init(config.init_method_std), sharding.sequence_parallel
+    bias = sharding.dense.replicate((outputs,), Init(), sharding.sequence_parallel) if config.add_bias_linear else None
+    return linear(sharding.dense.replicate(*weight), bias)
 
 
 def output_projection(config: ModelConfig, sharding: Sharding, inputs: int) -> Specs:

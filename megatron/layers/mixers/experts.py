@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING
 
 from megatron.config.model import ModelConfig
 from megatron.distributed.sharding import Init, Sharding, ShardSpec, Specs
+from megatron.layers.adapter_parameters import is_linear
 from megatron.layers.mixers.activations import INDEX_BYTES, ActivationShape, KeptTensor, LinearShape
-from megatron.layers.mixers.base import Mixer, is_linear, linear, output_std, under
+from megatron.layers.mixers.base import Mixer, linear, output_std, under
 from megatron.layers.mixers.feed_forward import mlp_kept, mlp_linears, mlp_parameters
 from megatron.layers.recompute_plan import RecomputePlan
 
@@ -77,9 +78,9 @@ class ExpertsMixer(Mixer):
         yield KeptTensor("dispatch: permutations", 4 * rows, INDEX_BYTES, again)
         yield KeptTensor("experts: input", rows * h, shape.width, again, True)
         yield KeptTensor("experts: output", rows * h, wide, again)
-        yield from mlp_kept(shape, "mlp.experts", linears[:2])
+        yield from mlp_kept(shape, "mlp.experts", {}, linears[:2])
         if len(linears) > 2:
-            yield from mlp_kept(shape, "mlp.shared_experts", linears[2:])
+            yield from mlp_kept(shape, "mlp.shared_experts", _shared(model, shape.sharding), linears[2:])
 
 
 def _shared(config: ModelConfig, sharding: Sharding) -> Specs:

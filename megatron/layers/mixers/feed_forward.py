@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING
 
 from megatron.config.model import ModelConfig
 from megatron.distributed.sharding import Sharding, Specs
+from megatron.layers.adapter_parameters import is_linear
 from megatron.layers.mixers.activations import CHUNKS, ActivationShape, KeptTensor, LinearShape
-from megatron.layers.mixers.base import Matmul, Mixer, input_projection, is_linear, output_projection, under
+from megatron.layers.mixers.base import Matmul, Mixer, input_projection, output_projection, under
 from megatron.layers.recompute_plan import RecomputePlan
 
 if TYPE_CHECKING:
@@ -51,7 +52,8 @@ class FeedForwardMixer(Mixer):
     def kept(self, shape: ActivationShape) -> Iterator[KeptTensor]:
         """Yield the input, what fc1 gives and what fc2 takes."""
         yield shape.input("layernorm", "mlp")
-        yield from mlp_kept(shape, "mlp", self.linears(shape))
+        specs = self.parameters(shape.model, shape.sharding)
+        yield from mlp_kept(shape, "mlp", specs, mlp_linears(shape, specs))
 
 
 def chunk_tokens(shape: ActivationShape) -> int | None:
@@ -72,8 +74,8 @@ def mlp_linears(shape: ActivationShape, specs: Specs) -> list[LinearShape]:
     return [shape.linear(spec, chunk, chunk is None) for name, spec in specs.items() if is_linear(name)]
 
 
-def mlp_kept(shape: ActivationShape, module: str, linears: list[LinearShape]) -> Iterator[KeptTensor]:
-    """Yield what an MLP keeps between its linears."""
+def mlp_kept(shape: ActivationShape, module: str, specs: Specs, linears: list[LinearShape]) -> Iterator[KeptTensor]:
+    """Yield what an MLP keeps between its linears; ``specs`` of those that may have adapters."""
     model, width, (fc1, fc2) = shape.model, shape.width, linears
     again = ("mlp",) if fc1.deferred else (CHUNKS,)
     yield fc1.kept(width, *again)
@@ -82,5 +84,4 @@ def mlp_kept(shape: ActivationShape, module: str, linears: list[LinearShape]) ->
         tensors = 1 + (model.activation == "quick_geglu") + (limit is not None) + (limit is not None or offset != 0)
         yield KeptTensor("parts of the gated product", tensors * fc2.inputs, width, ("activation", *again))
     yield fc2.kept(width, "activation", *again)
-    yield from shape.magnitudes(f"{module}.linear_fc1", fc1.outputs, *again)
-    yield from shape.magnitudes(f"{module}.linear_fc2", shape.hidden, *again)
+    yield from shape.magnitudes(module, specs, chunk_tokens(shape), *again)

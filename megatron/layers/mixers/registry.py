@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
-from megatron.config.model import ModelConfig
+from megatron.config.model import ModelConfig, RotaryTable
 from megatron.config.plugins import registered
 from megatron.layers.mixers.attention import AttentionMixer
 from megatron.layers.mixers.base import Mixer
@@ -25,6 +25,12 @@ def auxiliary_losses(config: ModelConfig) -> dict[str, float]:
     """Return the coefficients of the auxiliary losses of a model, by name."""
     mixers = dict.fromkeys(name for mixers in config.kinds_of_layers for name in mixers)
     return {name: each for mixer in mixers for name, each in find_mixer(mixer).losses(config).items()}
+
+
+def rotary_tables(config: ModelConfig, layers: Iterable[int]) -> list[RotaryTable]:
+    """Return the different tables of rotary positions that the mixers of some layers read."""
+    tables = (mixer.rotary(config, layer) for layer in layers for mixer in block_mixers(config, layer))
+    return [*dict.fromkeys(table for table in tables if table is not None)]
 
 
 def block_mixers(config: ModelConfig, layer: int) -> list[Mixer]:

@@ -258,26 +258,6 @@ def test_arguments_belong_to_the_flag_before_them() -> None:
     assert codes("--num-layer 3") == ["E001"], "flags are not abbreviated"
 
 
-def test_notes_name_settings_that_may_be_mistakes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(ROOT)
-    there = "tests/golden/megatron/case0"
-    sets = f"--valid-data-path 1 {there} 2 {there} --multiple-validation-sets --split 9,1,0 --eod-id 3"
-    found = run(f"--train-data-path {there} {sets}", base="--vocab-size 257 --train-iters 100").notes
-    starts = ("--valid-data-path contains", "the weights of --valid", "--split has no effect", "--eod-id has no effect")
-    assert len(found) == len(starts)
-    assert all(note.startswith(start) for note, start in zip(found, starts))
-    assert "exact form: --activation gelu" in notes("--disable-bias-linear")
-    assert notes("--disable-bias-linear --swiglu") == ""
-
-
-def test_notes_on_options_without_effect_omit_options_of_a_preset() -> None:
-    sgd = run("--preset tiny-llama --optimizer sgd")
-    assert sgd.config.optimizer.adam_beta2 == 0.95  # of the preset
-    assert not any("no effect" in note for note in sgd.notes)
-    expected = "--adam-beta2 and --adam-eps have no effect without --optimizer adam or muon"
-    assert notes("--optimizer sgd --adam-beta2 0.95 --adam-eps 1e-6") == expected
-
-
 def test_ranks_to_check_for() -> None:
     argv = f"{MODEL} {RUN}".split()
     srun = {"SLURM_STEP_ID": "0", "SLURM_PROCID": "1", "SLURM_NTASKS": "16", "SLURM_LOCALID": "1", "SLURM_NNODES": "2"}
@@ -514,6 +494,7 @@ def test_options_of_a_plugins_model_are_checked_and_saved_with_the_model() -> No
     config = run(f"{flags} --hidden-dropout 0 --attention-dropout 0").config
     assert choose_cuda_graph(config, 1) == ("none", "gates are not captured")
     assert "of --multi-latent-attention is not implemented" in problems(f"{flags} --q-lora-rank 8")[0].sentence
+    assert "ignored: --q-lora-rank 8 because it has no effect" in notes("--plugin gated_plugin --q-lora-rank 8")
     saved = to_dict(parsed.config)
     assert saved["model"]["gated_heads"] == 4
     assert from_dict(saved) == parsed.config

@@ -13,7 +13,7 @@ from megatron import arguments
 from megatron.arguments.cli import OWN_FLAGS
 from megatron.arguments.megatron_flags import foreign_flags
 from megatron.config.settings import SETTINGS, SPELLINGS, Setting
-from tests.unit.arguments.command import codes, notes, problems, run
+from tests.unit.arguments.command import codes, problems, run
 
 FLAGS = foreign_flags()
 GOLDEN = Path(__file__).parents[2] / "golden"
@@ -154,24 +154,6 @@ def test_a_script_of_megatron_runs() -> None:
     assert (parsed.config.parallel.zero_stage, parsed.config.parallel.overlap_param_gather) == (1, True)
 
 
-def test_the_data_of_a_script_of_megatron(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(GOLDEN)
-    script = """
-        --data-path 0.3 megatron/case0 0.7 megatron/case0 --split 949,50,1 --data-cache-path cache
-        --tokenizer-type GPT2BPETokenizer --vocab-file vocab.json --merge-file merges.txt --vocab-size 50257
-        --reset-position-ids --reset-attention-mask --eod-mask-loss --seq-length 128 --train-samples 1000
-        --num-dataset-builder-threads 4 --mid-level-dataset-surplus 0.005 --null-tokenizer-pad-id -1 --no-mmap-bin-files
-    """
-    parsed = run(" ".join(script.split()), base="")
-    data = parsed.config.data
-    assert data.data_path == ("0.3", "megatron/case0", "0.7", "megatron/case0")
-    assert (data.split, data.data_cache_path, data.vocab_file) == ("949,50,1", "cache", "vocab.json")
-    assert (data.reset_position_ids, data.reset_attention_mask, data.eod_mask_loss) == (True, True, True)
-    printed = [note.partition(":")[0] for note in parsed.notes]
-    more = ["--eod-mask-loss", "--data-path contains megatron/case0 more than once"]
-    assert printed == ["ignored", "ignored", "ignored", *more]
-
-
 def test_ignored_flags_change_nothing() -> None:
     beside = {"--group-query-attention": "--num-query-groups 4", "--no-position-embedding": "--swiglu"}
     for spelling in [name for name in MEGATRON if (flag := FLAGS.find(name)) and flag.kind in ("ignored", "setting")]:
@@ -182,13 +164,6 @@ def test_ignored_flags_change_nothing() -> None:
         with_it, without = run(f"{flags} {spelling} {value}"), run(flags)
         assert with_it.config == without.config
         assert next(n for n in with_it.notes if n not in without.notes).startswith(f"ignored: {spelling}")
-
-
-def test_masks_that_megatron_would_not_make_are_noted() -> None:
-    flags = f"--data-path {GOLDEN}/megatron/case0 --set data.mock_data=false --no-create-attention-mask-in-dataloader"
-    printed = "attention is restricted to documents; Megatron-LM would not restrict it without masks"
-    assert printed in notes(f"{flags} --reset-attention-mask")
-    assert printed not in notes(flags)
 
 
 def test_other_names_are_corrected_with_their_value() -> None:

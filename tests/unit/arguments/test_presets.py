@@ -70,14 +70,5 @@ def test_presets_are_accepted_set_the_same_options_and_have_no_dropout(preset: s
     assert optimizer == {name for name in PRESETS["tiny-llama"] if SETTINGS[name].group == "optimizer"}
 
 
-def test_a_batch_far_from_the_papers_is_noted() -> None:
-    def noted(flags: str) -> list[str]:
-        return [note for note in run(f"--train-iters 100 {flags}").notes if note.startswith("TOKENS PER STEP")]
-
-    (note,) = noted("--preset gpt2-124m")
-    assert note.startswith("TOKENS PER STEP: 1,024 here, 500,000 in the paper that the learning rate 0.0006 of ")
-    assert "set --global-batch-size 496, " in note
-    for enough in ("--global-batch-size 496", "--lr 1e-4", "--lr-scaling sqrt --lr-base-batch-size 496"):
-        assert noted(f"--preset gpt2-124m {enough}") == []
-    assert noted("--preset tiny-llama --vocab-size 257") == []
+def test_every_preset_of_a_paper_has_its_batch() -> None:
     assert {*PAPER_TOKENS_PER_STEP} == {name for name in PRESETS if not name.startswith("tiny")}

@@ -24,7 +24,7 @@ from megatron.checkpoint.object_store import RemotePath
 from megatron.config.checkpoint import CheckpointConfig
 from megatron.config.errors import Problem, UserError
 from megatron.convert.huggingface.config import read_model_values
-from tests.unit.arguments.command import MODEL, RUN, codes, notes, problems, run
+from tests.unit.arguments.command import MODEL, RUN, codes, problems, run
 
 ROOT = Path(__file__).parents[3]
 
@@ -92,15 +92,6 @@ def test_invalid_folders_are_refused_with_a_fix(monkeypatch: pytest.MonkeyPatch)
     real = os.access
     monkeypatch.setattr(os, "access", lambda path, mode: Path(path).name != "other" and real(path, mode))
     assert codes("--save other/deep/er") == ["E802"]
-
-
-def test_notes_on_save_intervals() -> None:
-    assert notes("--save ckpt").startswith("--save without --save-interval")
-    assert notes("--save ckpt --save-interval 10") == ""
-    local = "--save new --local-save here --local-save-interval 10"
-    assert "--local-save without --save-interval" in notes(local)
-    for interval, noted in ((5, True), (10, True), (20, False)):
-        assert ("do not reduce the steps lost" in notes(f"{local} --save-interval {interval}")) is noted
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,6 @@ import tokenizers
 
 from megatron.config.data import DataConfig
 from megatron.data.dataset_info import (
-    dataset_prefixes,
     find_eod_id,
     find_tokenizer_info,
     note_missing_records,
@@ -84,13 +83,6 @@ def test_without_a_record_flags_give_the_vocabulary_size(tmp_path: Path, mock: b
 # --- several datasets ---
 
 
-def test_every_dataset_is_named_once() -> None:
-    assert dataset_prefixes(DataConfig(data_path=("3", "b", "1", "a", "2", "b"))) == ("b", "a")
-    per_split = DataConfig(train_data_path=("a", "b"), valid_data_path=("c",), test_data_path=("a",))
-    assert dataset_prefixes(per_split) == ("a", "b", "c")
-    assert dataset_prefixes(DataConfig(mock_data=True)) == ()
-
-
 def test_datasets_of_different_tokenizers_are_refused(tmp_path: Path) -> None:
     a, b = (record(tmp_path / name, ByteTokenizer()) for name in "ab")
     c = record(tmp_path / "c", NullTokenizer(9))
@@ -103,7 +95,7 @@ def test_datasets_of_different_tokenizers_are_refused(tmp_path: Path) -> None:
 
 def test_a_dataset_without_a_record_is_accepted_with_a_note(tmp_path: Path) -> None:
     a, b, c = record(tmp_path / "a", ByteTokenizer()), str(tmp_path / "b"), str(tmp_path / "c")
-    mixed = DataConfig(data_path=(b, a, c))
+    mixed = DataConfig(train_data_path=("1", b, "1", a, "1", b), test_data_path=(c,))
     assert resolve_vocab_size(mixed, None) == 257
     assert f"no tokenizer is recorded beside {b} and 1 more" in (note_missing_records(mixed) or "")
     assert note_missing_records(DataConfig(data_path=(a,))) is None

@@ -182,18 +182,6 @@ def test_a_folder_that_cannot_be_written(
     assert is_mapped(IndexCache(tmp_path).tables("order", FACTS, example)["a"])
 
 
-def test_a_file_that_cannot_grow_any_more(tmp_path: Path) -> None:
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    cache = IndexCache(tmp_path)
-    try:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (4000, limits[1]))
-        assert same(cache.tables("order", FACTS, example), example())
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    assert cache.notes == [f"{tmp_path} cannot be used (File too large): tables are built in memory"]
-    assert list(tmp_path.iterdir()) == []
-
-
 def test_a_folder_that_could_not_be_written_is_only_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fill(tmp_path)
     cache = IndexCache(tmp_path)
@@ -373,3 +361,4 @@ def test_processes_that_wait_for_a_failed_publisher_build_at_once(tmp_path: Path
     assert len(printed) == 5
     reasons = {"File too large", "another process could not write to it"}
     assert {*printed} == {f"True False: {reason}): tables are built in memory" for reason in reasons}
+    assert list(folder.iterdir()) == []

@@ -23,7 +23,7 @@ from megatron.layers import attention as attention_module
 from megatron.layers.attention import SelfAttention, largest_logit
 from megatron.layers.context import BuildContext, ForwardContext
 from megatron.layers.kv_cache import KVCache
-from megatron.layers.mixers.registry import MIXERS
+from megatron.layers.mixers.registry import MIXERS, rotary_tables
 from megatron.layers.norm import Residual
 from megatron.layers.recompute_plan import RecomputePlan
 from tests.kit.solo import Allocations, Solo, one_rank_mesh, random_batch, tiny
@@ -68,7 +68,9 @@ def test_mask(pattern: str, documents: Tensor | None) -> None:
 def attention(config: ModelConfig) -> SelfAttention:
     context = BuildContext(one_rank_mesh(), GradAccumulator(), torch.float64)
     context = context.declare(MIXERS["attention"].parameters(config, context.sharding))
-    return SelfAttention(config, context, 0, RecomputePlan())
+    layer = MIXERS["attention"].build(config, context, 0, RecomputePlan())
+    assert isinstance(layer, SelfAttention)
+    return layer
 
 
 def scene_of(config: ModelConfig, documents: Tensor | None) -> ForwardContext:
@@ -302,7 +304,7 @@ ROPE = {"position_embedding_type": "rope", "kv_channels": HEAD_DIM, "rotary_base
 
 
 def rotary(config: ModelConfig, dtype: torch.dtype = torch.float64) -> RotaryEmbedding:
-    return RotaryEmbedding(config, "global", dtype, torch.device("cpu"))
+    return RotaryEmbedding(config, "global", config.rotary_dim, dtype, torch.device("cpu"))
 
 
 def as_complex(x: Tensor, interleaved: bool) -> Tensor:
@@ -341,7 +343,7 @@ def test_is_multiplication_by_a_complex_phase(interleaved: bool, percent: float)
 def test_layers_without_rotary_embedding(text: str, without: list[int]) -> None:
     config = tiny(**ROPE, num_layers=6, no_rope_freq=text)
     assert [layer for layer in range(6) if config.rotary_kind(layer) is None] == without
-    assert config.rotary_kinds(range(6)) == ["global"] * (len(without) < 6)
+    assert rotary_tables(config, range(6)) == [("global", config.rotary_dim)] * (len(without) < 6)
 
 
 def test_layers_with_a_window_may_have_a_base_of_their_own_without_scaling() -> None:
@@ -357,7 +359,7 @@ def test_layers_with_a_window_may_have_a_base_of_their_own_without_scaling() -> 
     assert {replace(config, rotary_base_local=None).rotary_kind(layer) for layer in range(4)} == {"global"}
     exponents = torch.arange(0, HEAD_DIM, 2, dtype=torch.float64) / HEAD_DIM
     for kind, expected in (("local", 30.0**-exponents), ("global", 100.0**-exponents / 4)):
-        found = RotaryEmbedding(config, kind, torch.float64, torch.device("cpu"))
+        found = RotaryEmbedding(config, kind, config.rotary_dim, torch.float64, torch.device("cpu"))
         torch.testing.assert_close(found.frequencies, expected, rtol=1e-14, atol=0.0)
         assert found.scale == 1.0
 

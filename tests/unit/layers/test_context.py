@@ -11,6 +11,7 @@ from megatron.config.training import TrainingConfig
 from megatron.distributed.grad_accumulator import GradAccumulator
 from megatron.distributed.sharding import Init
 from megatron.layers.context import BuildContext
+from megatron.layers.mixers.attention import AttentionMixer
 from megatron.model.gpt import build_chunks, build_gpt
 from megatron.pipeline.partition import stages_from_counts
 from tests.kit.solo import one_rank_mesh, tiny
@@ -38,6 +39,14 @@ def test_a_parameter_is_declared_and_built_once_unless_it_is_tied() -> None:
 def test_a_layer_that_builds_less_than_is_declared_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(BuildContext, "bias", lambda self, autograd=False: None)
     with pytest.raises(RuntimeError, match=r"do not build .*layers\.0\.self_attention\.linear_qkv\.bias"):
+        build_gpt(tiny(), TrainingConfig(), context())
+
+
+def test_a_layer_that_builds_in_another_order_than_declared_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    original = AttentionMixer.parameters
+    monkeypatch.setattr(AttentionMixer, "parameters", lambda *given: dict([*original(*given).items()][::-1]))
+    built, declared = (f"layers\\.0\\.self_attention\\.linear_{name}" for name in ("qkv.weight", "proj.bias"))
+    with pytest.raises(RuntimeError, match=f"build {built} where {declared} is declared"):
         build_gpt(tiny(), TrainingConfig(), context())
 
 

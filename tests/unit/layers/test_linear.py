@@ -12,7 +12,7 @@ from megatron.config.model import ModelConfig
 from megatron.distributed.grad_accumulator import GradAccumulator
 from megatron.kernels.quantized import dequantize
 from megatron.layers import parameters
-from megatron.layers.adapters import adapted_row_norms, adapters_disabled
+from megatron.layers.adapters import adapted_row_norms
 from megatron.layers.context import BuildContext
 from megatron.layers.linear import ColumnParallelLinear, ParallelLinear, RowParallelLinear
 from megatron.layers.providers import PROVIDERS
@@ -94,7 +94,7 @@ def test_disabled_adapters_leave_the_frozen_weight() -> None:
     linear.lora_b.data.fill_(0.5)
     x = draw(0, 3, 64)
     frozen, adapted = x.matmul(linear.weight.t()) + linear.bias, linear(x)
-    with adapters_disabled([linear]):
+    with linear.product.switch.off():
         torch.testing.assert_close(linear(x), frozen, rtol=1e-12, atol=1e-12)
     assert torch.equal(linear(x), adapted)
     assert not torch.allclose(adapted, frozen)

@@ -13,7 +13,6 @@ from megatron.config.errors import UserError
 from megatron.config.run import RunConfig
 from megatron.evaluation.load import open_pretrained
 from megatron.kernels.quantized import dequantize, normal_float_codes
-from megatron.layers.adapters import adapters_disabled
 from megatron.layers.linear import ParallelLinear
 from megatron.layers.parameters import gpt, trainable
 from megatron.training.resume_source import preview_start
@@ -210,7 +209,7 @@ def test_loaded_weights_equal_the_trained_ones(tmp_path: Path, base: Path) -> No
     model = open_pretrained(str(tmp_path / "saved")).build(one_rank_mesh(), "fp64", torch.device("cpu"))
     tokens = torch.arange(8).unsqueeze(0)
     torch.testing.assert_close(model.logits(tokens), chunk.eval().logits(tokens), rtol=1e-12, atol=1e-12)
-    with adapters_disabled([chunk]):
+    with chunk.context.adapters.off():
         frozen = open_pretrained(str(base)).build(one_rank_mesh(), "fp64", torch.device("cpu"))
         torch.testing.assert_close(frozen.logits(tokens), chunk.logits(tokens), rtol=0, atol=0)
     assert not torch.allclose(frozen.logits(tokens), model.logits(tokens))

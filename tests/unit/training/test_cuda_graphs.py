@@ -170,6 +170,8 @@ def test_a_whole_run_is_recorded(tmp_path: Path) -> None:
     assert losses[1] == losses[2] == pytest.approx(losses[0], rel=1e-6)
     # an update does not know the batch, so a ramp does not change it
     assert [tape.recordings for tape in tapes] == [0, 1, 2]
+    # of 20 steps, 5 with a health report are eager, and the first 3 of each shape
+    assert [tape.repetitions for tape in tapes] == [0, 12, 9]
 
 
 class Stream:

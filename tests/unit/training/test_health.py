@@ -1,4 +1,7 @@
-"""The words and numbers of a health report; its measurements are tested in tests/distributed/test_health.py."""
+"""The words and numbers of a health report, and of a comparison of weight copies.
+
+What is measured on several ranks is tested in tests/distributed.
+"""
 
 from __future__ import annotations
 
@@ -6,8 +9,18 @@ import math
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from megatron.training.callbacks.health import layer_name, square_sum, summarize_health
+from megatron.training.callbacks import health
+from megatron.training.callbacks.health import (
+    WeightCopy,
+    bit_hash,
+    describe_difference,
+    layer_name,
+    square_sum,
+    summarize_health,
+)
 from megatron.training.loggers.console import health_line
 from megatron.training.metrics import StepMetrics
 
@@ -86,3 +99,65 @@ def test_no_gradient_at_all_is_zero() -> None:
     sums = torch.ones(3, 8, dtype=torch.float64)
     sums[:, 0] = 0.0
     assert grad_norms(sums, metrics(0.0, 1.0)) == dict.fromkeys(("embedding", "layers.0", "head", "total"), 0.0)
+
+
+# ---- Copies of the weights
+
+BITS = {torch.bfloat16: torch.int16, torch.float32: torch.int32, torch.float64: torch.int64}
+
+
+@pytest.mark.parametrize("dtype", BITS)
+def test_a_digest_follows_from_values_and_places_alone(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    x = torch.randn(7, 5, generator=torch.Generator().manual_seed(0)).to(dtype)
+    whole, turned = bit_hash(x), bit_hash(x.t().contiguous())
+    assert bit_hash(x.t()) == turned != whole
+    monkeypatch.setattr(health, "HASH_BLOCK", 4)
+    assert bit_hash(x) == whole
+    assert bit_hash(torch.empty(0, 4)) == 0
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(st.sampled_from(list(BITS)), st.integers(0, 99), st.integers(0, 63))
+def test_one_bit_changes_it(dtype: torch.dtype, at: int, bit: int) -> None:
+    x = torch.randn(100, generator=torch.Generator().manual_seed(1)).to(dtype)
+    before = bit_hash(x).item()
+    words = x.view(BITS[dtype])
+    words[at] ^= torch.tensor(1, dtype=words.dtype) << bit % (8 * x.element_size())
+    assert bit_hash(x).item() != before
+
+
+def test_places_count() -> None:
+    x = torch.arange(6.0)
+    assert len({bit_hash(x[torch.tensor(order)]).item() for order in ([0, 1, 2], [1, 0, 2], [0, 2, 1], [2, 1, 0])}) == 4
+
+
+HERE, THERE = "here", "there"
+WORDS: dict[str, tuple[list[list[WeightCopy]], str]] = {
+    "two": ([[WeightCopy("w", HERE, 1)], [WeightCopy("w", HERE, 2)]], "is not the same on ranks 0, 1"),
+    "most": (
+        [[WeightCopy("w", HERE, 1)], [WeightCopy("w", HERE, 2)], [], [WeightCopy("w", HERE, 1)]],
+        "on rank 1 differs from ranks 0, 3",
+    ),
+    "another parameter": (
+        [[WeightCopy("v", HERE, 3), WeightCopy("w", HERE, 1)], [WeightCopy("v", HERE, 4)], [WeightCopy("w", HERE, 2)]],
+        "is not the same on ranks 0, 2",
+    ),
+    "two places": (
+        [
+            [WeightCopy("w", HERE, 1), WeightCopy("w", THERE, 5)],
+            [WeightCopy("w", HERE, 1), WeightCopy("w", THERE, 6)],
+            [WeightCopy("w", HERE, 2)],
+        ],
+        "is not the same on ranks 0, 1, 2",
+    ),
+    "three of three": (
+        [[WeightCopy("w", HERE, 1)], [WeightCopy("w", HERE, 2)], [WeightCopy("w", HERE, 3)]],
+        "on ranks 0, 1, 2",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WORDS)
+def test_the_ranks_are_named(name: str) -> None:
+    copies, printed = WORDS[name]
+    assert describe_difference("w", copies).endswith(printed)

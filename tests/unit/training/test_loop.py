@@ -225,8 +225,10 @@ def test_a_late_flag_is_read_before_the_step_is_used(tmp_path: Path, monkeypatch
                 parameter.data.fill_(torch.nan)
 
         flags = f"--log-interval 100 {flags} --save {folder}/saved"
-        with before_step(3, spoil), pytest.raises(NonFiniteError, match="step 3 is"):
+        further = list[Trainer]()
+        with before_step(3, spoil), before_step(4, further.append), pytest.raises(NonFiniteError, match="step 3 is"):
             trained(folder, flags)
+        assert further == []
         assert saved_steps(folder / "saved") == []
         assert column(folder, "iteration", "lm loss validation") == []
 

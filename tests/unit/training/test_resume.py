@@ -436,7 +436,7 @@ def test_sizes_of_a_hugging_face_model_are_compared_before_they_are_built(
     monkeypatch.delattr(main, "build_trainer")
     refused = start(large)
     assert refused.status == 1
-    assert "holds tensors of another shape than its config.json" in refused.err
+    assert "holds tensors of another shape than its configuration asks for" in refused.err
 
 
 def test_converted_weights_cannot_be_resumed_from(tmp_path: Path, gpt2: tuple[Path, dict[str, Tensor]]) -> None:

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import tempfile
 import tracemalloc
+import zlib
 from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -31,7 +32,6 @@ from megatron.data.preprocess.corpus import (
     FileBlock,
     LineBlock,
     TextDocument,
-    find_text_files,
     load_block,
     parse_line,
     parse_valid_lines,
@@ -41,6 +41,7 @@ from megatron.data.preprocess.corpus import (
     split_lines,
     split_lines_file,
 )
+from megatron.data.preprocess.files import find_text_files
 from megatron.data.preprocess.streams import COMPRESSION_SUFFIXES, DamagedStreamError, decompress
 from tests.kit.users import NOBODY, as_user, needs_root, public_folder
 from tests.unit.data.pairs import COMPRESS
@@ -427,6 +428,16 @@ def test_a_cut_file_is_reported_after_its_documents(suffix: str) -> None:
             seen = b"".join(held)
             assert ((TEXT if before else b"") + TEXT).startswith(seen)
             assert len(seen) >= len(TEXT) * bool(before)
+
+
+@pytest.mark.parametrize("ended", [False, True])
+def test_a_line_that_is_cut_is_no_document(tmp_path: Path, ended: bool) -> None:
+    packer, (file,) = zlib.compressobj(wbits=31), write(tmp_path, x_jsonl_gz=b"")
+    text = b'{"text": "a"}\n{"text": "b' if not ended else b'{"text": "a"}\n'
+    file.write_bytes(packer.compress(text) + packer.flush(zlib.Z_SYNC_FLUSH))
+    report = BadDocumentReport(skip=True, message=lambda text: None)
+    assert [document.texts for document in read_documents([file], ["text"], report)] == [("a",)]
+    assert report.count == 1
 
 
 @pytest.mark.parametrize("suffix", COMPRESSION_SUFFIXES)

@@ -16,8 +16,9 @@ import tokenizers
 
 from megatron.data.errors import DataError
 from megatron.data.preprocess import encode as encode_module
-from megatron.data.preprocess.corpus import MAX_REPORTED, LineBlock, TextDocument, find_text_files
+from megatron.data.preprocess.corpus import MAX_REPORTED, LineBlock, TextDocument
 from megatron.data.preprocess.encode import BlockEncoder, PreprocessOptions, output_prefix, write_dataset
+from megatron.data.preprocess.files import find_text_files
 from megatron.data.progress import PreprocessTotals
 from megatron.data.tokenizers.base import EncodedBatch, Tokenizer
 from megatron.data.tokenizers.engine import EncodeEngine

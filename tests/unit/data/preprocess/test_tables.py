@@ -20,8 +20,9 @@ from pyarrow import parquet
 
 from megatron.data.errors import DataError
 from megatron.data.preprocess import tables
-from megatron.data.preprocess.corpus import find_text_files, read_documents, spool_pipes
+from megatron.data.preprocess.corpus import read_documents
 from megatron.data.preprocess.encode import PreprocessOptions, write_dataset
+from megatron.data.preprocess.files import find_text_files, spool_pipes
 from megatron.data.tokenizers.huggingface import ByteTokenizer
 from megatron.data.tokenizers.tokenizer import TokenizerOptions
 from tests.unit.data.pairs import COMPRESS
