@@ -1,16 +1,10 @@
 """Publish checkpoints: a private folder for each attempt to save, and one marker that names the valid one.
 
-    SAVE/iter_0000100/attempt-5f3a90c1d2e4/   the files and the manifest of one save
-    SAVE/iter_0000100/COMPLETE                names that folder and holds the checksum of its manifest
-
-The marker is all that makes a checkpoint. It is written last, and replaced atomically when the same step is saved
-again; an attempt that no marker names is garbage. This holds on disks and in object stores. An object is written
-atomically, so in a store every file is uploaded to its final name.
-
-On a disk, a save is staged in a folder of its own, ``.epoch-7/iter_0000100/`` (see :mod:`megatron.checkpoint.lease`;
-``iter_0000100.tmp/`` for tools, which hold no lease). The attempt is written there, then the marker beside it. Two
-renames publish them: the attempt into ``iter_0000100/``, then the marker. Deletion is a rename of the checkpoint into
-the staging folder, where it is removed file by file. Two properties follow.
+docs/formats.md has the files, the steps of a save, and what a crash can leave. The marker is all that makes a
+checkpoint: it is written last, and replaced atomically when the same step is saved again. An attempt that no marker
+names is garbage. In an object store, where an object is written atomically, every file is uploaded to its final name.
+On a disk, a save is staged (`Attempt.staged`, see :mod:`megatron.checkpoint.lease`), and two renames publish it: of the
+attempt, then of the marker. To delete a checkpoint, it is renamed into the staging folder first.
 
 * **Fencing.** Everything under ``SAVE/iter_*`` changes only by renames out of and into the staging folder of a start.
   A new start renames the staging folders of earlier ones into its own, before it looks for checkpoints. From then on
@@ -19,12 +13,9 @@ the staging folder, where it is removed file by file. Two properties follow.
   done. `publish_staged` does those that are left, so it is called again after a crash; without a staged marker the
   save was incomplete and is deleted.
 
-A checkpoint of version 1.0 has no attempt folder: its files lie beside a marker without a name. It can be read,
-replaced and deleted like the others. What its saves left, ``iter_N.tmp`` and ``iter_N.replaced``, is published if it is
-complete and ``iter_N`` is not, otherwise deleted. ``iter_N`` may be a symbolic link, for example to a checkpoint of
-another run: it is read through, but only the link is replaced or deleted.
-
-All functions raise OSError if the disk fails, the staging folder is gone, or the store does not answer.
+A checkpoint of version 1.0, whose files lie beside a marker without a name, is read, replaced and deleted like the
+others. ``iter_N`` may be a symbolic link: it is read through, but only the link is replaced or deleted. All functions
+raise OSError if the disk fails, the staging folder is gone, or the store does not answer.
 """
 
 from __future__ import annotations
