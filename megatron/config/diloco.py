@@ -42,6 +42,8 @@ class DilocoConfig:
     diloco_timeout: float = option(60.0, role="start", above=0, needs=DILOCO)
     """Seconds without a heartbeat after which a replica counts as dead."""
 
+    state_copies: ClassVar = {"outer": ("diloco_sync_interval", 2)}  # outer weights and momentum
+
     refused: ClassVar = """
     diloco_sync_interval and optimizer_cpu_offload
     E941 --optimizer-cpu-offload is untested with --diloco-sync-interval

@@ -169,6 +169,8 @@ class OptimizerConfig(WithPluginOptions):
     spike_window: int = option(128, role="schedule", at_least=2, needs=Need("skip_spikes"))
     """Previous steps over which skip_spikes computes mean and standard deviation."""
 
+    state_copies: ClassVar = {"average": ("ema_decay", 1)}
+
     refused: ClassVar = """
     cuda_graph=optimizer|step and weight_decay_incr_style!=constant
     E908 --cuda-graph {cuda_graph} needs a constant weight decay, and --weight-decay-incr-style
@@ -179,6 +181,11 @@ class OptimizerConfig(WithPluginOptions):
     E940 --cuda-graph {cuda_graph} cannot capture the updates of --optimizer-cpu-offload, which the host computes
       fix: --cuda-graph none | drop --optimizer-cpu-offload
     """
+
+    @property
+    def buffer_bytes(self) -> int:
+        """Bytes of the window of loss, gradient norm and step of ``skip_spikes``."""
+        return 0 if self.skip_spikes is None else 3 * 8 * self.spike_window
 
     @property
     def first_moment(self) -> bool:

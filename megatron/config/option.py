@@ -123,9 +123,11 @@ def option(default: Any, *, role: str, needs: str | Need | Sequence[str | Need] 
     combinations (`megatron.config.conditions.Rule`), ``other_meanings`` notes on flags that mean something else in
     Megatron-LM (`megatron.arguments.megatron_flags`). Methods take the whole configuration and the number of ranks:
     ``check_...`` yields problems, ``note_...`` yields notes of one line on a configuration without problems, and
-    ``row_...`` returns that row of the summary, or what is added to it. Rules on ``cuda_graph=`` and methods
-    ``check_graph_...`` decide what ``--cuda-graph auto`` captures, too. A class from which a group inherits is a
-    dataclass without methods of its own (``init=False, eq=False, repr=False``), which take time to make.
+    ``row_...`` returns that row of the summary, or what is added to it. The memory forecast reads ``state_copies``,
+    copies of the main parameters that a feature keeps (part of the report -> option that turns it on, and their
+    number), and ``buffer_bytes``, its other bytes on a rank. Rules on ``cuda_graph=`` and methods ``check_graph_...``
+    decide what ``--cuda-graph auto`` captures, too. A class from which a group inherits is a dataclass without methods
+    of its own (``init=False, eq=False, repr=False``), which take time to make.
     """
     conditions = (needs,) if isinstance(needs, (str, Need)) else needs
     needed = tuple(Need(each) if isinstance(each, str) else each for each in conditions)

@@ -71,10 +71,21 @@ WEIGHT_BYTES = DTYPE_BYTES | {QUANTIZED: 1}
 REMAINDER_BYTES = 2
 """Bytes of a main param stored as the remainder of its bf16 weight."""
 
-STATE_KINDS = ("weights", "gradients", "main params", "moments", "average", "compression", "outer", "buffers")
-"""Kinds of persistent state. Masters are the main params, average is the EMA, compression the errors of compressed
-gradients and PowerSGD's factors, outer DiLoCo's outer weights and momentum. Buffers are rotary frequencies, the window
-of the spike filter, and global row indices of parameters with low-precision state."""
+
+def _feature_copies(config: RunConfig) -> dict[str, int]:
+    """Return the copies of its main parameters that the features of a run keep, by part (see `config.option`)."""
+    return {
+        part: copies * (getattr(group, option) is not None)
+        for group in (*vars(config).values(), *config.plugin_options)
+        for part, (option, copies) in getattr(group, "state_copies", {}).items()
+    }
+
+
+OF_FEATURES = tuple(_feature_copies(RunConfig()))
+STATE_KINDS = ("weights", "gradients", "main params", "moments", *OF_FEATURES, "compression", "buffers")
+"""Kinds of persistent state. Masters are the main params, average is the EMA, outer DiLoCo's outer weights and
+momentum, compression the errors of compressed gradients and PowerSGD's factors. Buffers are rotary frequencies, those
+that options declare, and global row indices of parameters with low-precision state."""
 
 
 def max_state_bytes(config: RunConfig, world_size: int) -> dict[str, int]:
@@ -161,8 +172,7 @@ def checkpoint_bytes(config: RunConfig, world_size: int = 1) -> int:
 
     PowerSGD's factors of rows that only pad the vocabulary are counted, though they are not saved.
     """
-    copies = 1 + (config.optimizer.ema_decay is not None) + 2 * (config.diloco.diloco_sync_interval is not None)
-    weights = main_param_bytes(config) * copies
+    weights = main_param_bytes(config) * (1 + sum(_feature_copies(config).values()))
     whole = trainable(gpt(config.model)).items()
     size = sum(spec.numel * (weights + _moments(rule_of(n, spec, config.optimizer), config)[0]) for n, spec in whole)
     compression, parallel = config.parallel.compression, config.parallel
@@ -259,8 +269,8 @@ class _StageState:
         tables = (table for stage in stages for table in rotary_tables(config.model, stage.layers))
         common = Counter(buffers=sum(table.channels // 2 * wide for table in tables))
         common["buffers"] += _adapter_rows(config.model, specs)
-        if optimizer.skip_spikes is not None:
-            common["buffers"] += 3 * INDEX_BYTES * optimizer.spike_window
+        common["buffers"] += sum(getattr(group, "buffer_bytes", 0) for group in vars(config).values())
+        copies = _feature_copies(config)
         counts = {expert: _shards(parallel, layout, expert)[0] for expert in (False, True)}
         sharded = {expert: [Counter[str]() for _ in range(count)] for expert, count in counts.items()}
         shares: dict[bool, list[list[tuple[int, str, int, Counter[str]]]]]
@@ -286,8 +296,7 @@ class _StageState:
                 state = Counter[str]()
                 state["main params"] = elements * main_bytes
                 state["moments"] = elements * moment_bytes
-                state["average"] = elements * wide * (optimizer.ema_decay is not None)
-                state["outer"] = 2 * elements * wide * (config.diloco.diloco_sync_interval is not None)
+                state.update({part: number * elements * wide for part, number in copies.items()})
                 state["buffers"] = spec.local_shape[0] * INDEX_BYTES * (remainders or rounded)
                 shares[spec.expert][shard].append((number, name, elements, state))
         return cls(config, specs, common, sharded, shares)
@@ -307,7 +316,8 @@ class _StageState:
                 weight_bytes = wide if self.specs[name].wide else DTYPE_BYTES[self.config.precision.params_dtype]
                 host["weights"] += elements * weight_bytes * (not in_host)
                 host["gradients"] += elements * wide
-        return {kind: device[kind] for kind in STATE_KINDS}, {kind: host[kind] for kind in STATE_KINDS}
+        kinds = dict.fromkeys((*STATE_KINDS, *_feature_copies(self.config)))  # plugins have parts of their own
+        return {kind: device[kind] for kind in kinds}, {kind: host[kind] for kind in kinds}
 
 
 def _adapter_rows(model: ModelConfig, specs: Specs) -> int:

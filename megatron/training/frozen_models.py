@@ -16,13 +16,12 @@ import torch
 from torch import Tensor
 
 from megatron.config.errors import Problem, UserError
-from megatron.config.model import ModelConfig
 from megatron.config.parallel import ParallelConfig
 from megatron.config.run import RunConfig
 from megatron.config.schemes import HUGGING_FACE_PREFIX
 from megatron.config.text import flag
 from megatron.convert.sources import SourceOptions, open_source
-from megatron.convert.weight_source import WeightSource, fill_weights
+from megatron.convert.weight_source import ModelSource, fill_weights
 from megatron.data.dataset import split_label
 from megatron.data.errors import DataError
 from megatron.distributed.launch import run_on_rank0
@@ -67,35 +66,25 @@ class FrozenModel:
     pipeline: Pipeline
 
     @classmethod
-    def build(
-        cls,
-        config: RunConfig,
-        mesh: Mesh,
-        device: torch.device,
-        source: WeightSource,
-        model: ModelConfig | None = None,
-        dtype: str | None = None,
-    ) -> Self:
+    def build(cls, config: RunConfig, mesh: Mesh, device: torch.device, source: ModelSource) -> Self:
         """Build this rank's chunks, and read its shards of the weights. Collective.
 
         Args:
-            config: of the run whose layout the model has, resolved.
+            config: of the run whose layout and data type the model has, resolved.
             mesh: of that run.
             device: of this rank.
-            source: of the weights.
-            model: architecture; None for that of ``config``.
-            dtype: of weights and activations, a choice of ``--params-dtype``; None for that of ``config``.
+            source: of the architecture and the weights.
 
         Raises:
             UserError: if the layers cannot be split over the stages of the mesh.
             CheckpointError: if the weights cannot be read.
         """
-        if model is not None and model.num_layers != config.model.num_layers:  # the options may not fit other layers
+        if source.model.num_layers != config.model.num_layers:  # the options may not fit other layers
             defaults: dict[str, Any] = {n: getattr(ParallelConfig(), n) for n in chain(*LAYER_SPLIT_OPTIONS)}
             config = replace(config, parallel=replace(config.parallel, **defaults))
-        precision = replace(config.precision, params_dtype=dtype or config.precision.params_dtype, fp8_format=None)
+        precision = replace(config.precision, fp8_format=None)
         training = replace(config.training, objective="next_token")
-        config = replace(config, model=model or config.model, precision=precision, training=training)
+        config = replace(config, model=source.model, precision=precision, training=training)
         context, _ = build_context(config, mesh, device, draw_initial_values=False, allocate=True)
         chunks = build_stages(config, context)
         fill_weights(context.specs, context.params, source)
@@ -191,4 +180,4 @@ def open_frozen(config: RunConfig, mesh: Mesh, device: torch.device, location: s
     if source.model.vocab != config.model.vocab:
         sentence = f"{name} {location} has a vocabulary of {source.model.vocab}, the model one of {config.model.vocab}"
         raise UserError([Problem("E321", sentence, (f"{name} A_MODEL_OF_THE_SAME_TOKENIZER",))])
-    return FrozenModel.build(config, mesh, device, source, source.model)
+    return FrozenModel.build(config, mesh, device, source)

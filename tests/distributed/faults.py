@@ -221,7 +221,7 @@ def weight_gradient_empty() -> Iterator[None]:
     def run(self: GradAccumulator, chunk: int, microbatch: int) -> None:
         queue = self._queues[chunk, microbatch]
         if microbatch == 1:
-            queue[:] = [(name, WgradOperand(torch.zeros_like(x.wait())), *rest) for name, x, *rest in queue]
+            queue[:] = [each._replace(x=WgradOperand(torch.zeros_like(each.x.wait()))) for each in queue]
         original(self, chunk, microbatch)
 
     with deferred(), patch.object(GradAccumulator, "run_deferred", run):

@@ -115,7 +115,8 @@ def frozen_scores(rank: int, world_size: int, case: Case, folder: Path) -> Score
     """Scores of another model, within a run."""
     trainer = build_trainer(replace(case.config(), precision=PrecisionConfig()), rank, world_size)
     saved = SavedModel(open_checkpoint(folder)[0])
-    frozen = FrozenModel.build(trainer.config, trainer.mesh, trainer.device, saved, saved.model, "fp64")
+    config = replace(trainer.config, precision=PrecisionConfig(params_dtype="fp64"))
+    frozen = FrozenModel.build(config, trainer.mesh, trainer.device, saved)
     assert not any(p.requires_grad for chunk in frozen.chunks.values() for p in chunk.parameters())
     return score_tokens(frozen, requests_for(saved.model), batch_size=3)
 

@@ -76,7 +76,7 @@ def attention(config: ModelConfig) -> SelfAttention:
 def scene_of(config: ModelConfig, documents: Tensor | None) -> ForwardContext:
     batch = random_batch(config, length=LENGTH, documents=documents)
     masks = {config.pattern(0): mask_of(config.attention_pattern or "global", LENGTH, documents)}
-    angles = {"global": rotary(config)(LENGTH, None)} if config.rotary_dim else {}
+    angles = {table: rotary(config)(LENGTH, None) for table in rotary_tables(config, [0])}
     return ForwardContext(batch, masks, angles, training=True)
 
 
