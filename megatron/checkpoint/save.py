@@ -146,13 +146,12 @@ class CheckpointSave:
         """Save, and return the bytes of the tensors; collective. After an error delete what was written."""
         self.sizes = gather_results(lambda: local_bytes(self.tensors), self.group)  # of all ranks
         try:
-            self.attempt = replace(self.attempt, name=gather_results(self._safely(self.start), self.group)[0])
+            start = self._safely(self.start)
+            name = gather_results(start, self.group)[0] if self.local else run_on_rank0(start, self.group)
+            self.attempt = replace(self.attempt, name=name)
             outcome, own_error = call_safely(self._safely(self.write))
             outcomes = comm.gather_objects(outcome, self.group)
-            built = run_on_rank0(lambda: self.build(raise_first_error(outcomes, own_error)), self.group)
-            self.manifest = self.manifest or built
-            gather_results(self._safely(self.complete), self.group)
-            gather_results(self._safely(self.publish), self.group)
+            self.conclude(lambda: raise_first_error(outcomes, own_error))
         except Exception as error:
             if self.started and not is_peer_lost(error):  # then others may still be writing
                 self.attempt.discard()
@@ -194,13 +193,23 @@ class CheckpointSave:
             return write().to_json()
         return (place / rank_file_name(self.group.rank)).retry(write).to_json()  # a failed upload begins again
 
+    def conclude(self, files: Callable[[], list[JSON]]) -> None:
+        """Write manifest and marker; ``files`` returns on rank 0 what the ranks have written, or raises their error."""
+
+        def act() -> None:
+            self.build(files())
+            self.complete()
+            self.publish()
+
+        run_on_rank0(self._safely(act), self.group)
+
     def build(self, files: Sequence[JSON]) -> str:
-        """Build the manifest on rank 0; return it if other ranks lead, too."""
+        """Build the manifest, on rank 0, and return it."""
         ranks = [RankFile.from_json(data) for data in files]
         self.manifest = build_manifest(ranks, self.written, self.extra).decode()
         for rank in ranks:
             self.written |= rank.files
-        return self.manifest if self.local else ""
+        return self.manifest
 
     def complete(self) -> None:
         """Write the manifest."""

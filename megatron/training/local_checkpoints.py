@@ -34,6 +34,7 @@ from megatron.checkpoint.errors import (
 )
 from megatron.checkpoint.folder import NODE_PLACEHOLDER, CheckpointFolder, node_folder
 from megatron.checkpoint.format import (
+    JSON,
     MANIFEST,
     MARKER,
     BoxIndex,
@@ -445,6 +446,12 @@ class NodeSave(CheckpointSave):
         if message is not None:
             sentence = f"{message} (rank {nodes.rank}); no local checkpoint was written"
             raise StorageError(sentence, "free some space", "--local-save ELSEWHERE")
+
+    def conclude(self, files: Callable[[], list[JSON]]) -> None:
+        """Write manifest and marker on every node, each when all ranks are done with what comes before it."""
+        self.manifest = run_on_rank0(lambda: self.build(files()), self.group)
+        gather_results(self._safely(self.complete), self.group)
+        gather_results(self._safely(self.publish), self.group)
 
     def complete(self) -> None:
         """Send this rank's file, if it has written one, to the next node, and receive one from the previous node."""
