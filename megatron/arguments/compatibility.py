@@ -158,11 +158,14 @@ def role_of(name: str, before: Values, after: Values, configs: tuple[RunConfig, 
         return Role.FREE  # the bias exists either way
     if name == "split" and not all(values["data_path"] or values["data_args_path"] for values in (before, after)):
         return Role.FREE  # one of them reads whole files; contents are compared
-    if not any(all(is_met(need, config) for need in SETTINGS[name].option.needs) for config in configs):
+    option = SETTINGS[name].option
+    if option.role is Role.START:
+        return Role.START
+    if not any(all(is_met(need, config) for need in option.needs) for config in configs):
         return Role.FREE  # it had no effect, and has none
-    if any(before[name] in alike and after[name] in alike for alike in SETTINGS[name].option.same_shapes):
+    if any(before[name] in alike and after[name] in alike for alike in option.same_shapes):
         return Role.FUNCTION
-    return SETTINGS[name].option.role
+    return option.role
 
 
 def _same(name: str, before: Any, after: Any) -> bool:

@@ -163,7 +163,8 @@ def _suggest(setting: Setting, value: Any) -> Any:
     if setting.many:
         return setting.default or tuple(item if option.allows(item) else least for item in value)
     suggestions = (most if most is not None and value > most else None, setting.default, option.example, least)
-    return setting.scalar(next(number for number in suggestions if number is not None))
+    above = option.bounds.get("above", 0)
+    return setting.scalar(next((number for number in suggestions if number is not None), above + 1))
 
 
 class _UnknownError(Exception):

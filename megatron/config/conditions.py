@@ -29,9 +29,10 @@ def value_of(name: str, config: RunConfig) -> Any:
 def holds(condition: str, config: RunConfig, or_plugin: bool = False) -> bool:
     """Return True if a condition holds, such as ``optimizer!=muon and adam_eps or not save``.
 
-    A term is ``name`` (of a field or property that is set, or on), ``name=value|value``, ``name!=value|value``, or a
-    comparison with a number or another field, false unless both are set: ``name>other``, ``name>=other``, and
-    ``name%other`` if it is no multiple. It may follow ``not``; ``and`` binds more tightly than ``or``.
+    A term is ``name`` (of a field or property that is set, or on), ``name=value|value``, ``name!=value|value`` (a list
+    has, or has not, one of the values), or a comparison with a number or another field, false unless both are set:
+    ``name>other``, ``name>=other``, and ``name%other`` if it is no multiple. It may follow ``not``; ``and`` binds more
+    tightly than ``or``.
 
     Args:
         condition: as text.
@@ -52,7 +53,8 @@ def _term_holds(term: str, config: RunConfig, or_plugin: bool) -> bool:
         other = float(operand) if operand.isdecimal() else value_of(operand, config)
         found = None not in (value, other) and bool(RELATIONS[relation](value, other))
     else:
-        found = (str(value) in operand.split("|")) == (relation == "=")
+        values = value if isinstance(value, tuple) else (value,)
+        found = any(str(each) in operand.split("|") for each in values) == (relation == "=")
         kind = SETTINGS[name].option.kind if name in SETTINGS else None
         found = found or (or_plugin and relation == "=" and kind is not None and value in registered(kind))
     return found == positive

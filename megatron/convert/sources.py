@@ -134,7 +134,7 @@ def open_huggingface(place: str, options: SourceOptions) -> HuggingFaceWeights:
     from megatron.convert.huggingface.weights import HuggingFaceWeights
 
     given = {"ckpt_step": options.step, "ema": options.average, "pretrained_checkpoint": options.pretrained}
-    _refuse("a Hugging Face folder", given)
+    _refuse("a Hugging Face folder holds one set of weights, and no adapters", given)
     folder = model_folder(place)
     if not options.follow_links:
         refuse_outside_links(folder)
@@ -145,7 +145,7 @@ def open_peft(place: str, options: SourceOptions) -> PeftAdapters:
     """Open an adapter of PEFT, and the model that it belongs to."""
     from megatron.convert.huggingface.peft import PeftAdapters, find_named_base
 
-    _refuse("a folder of PEFT", {"ckpt_step": options.step, "ema": options.average})
+    _refuse("a folder of PEFT holds one adapter", {"ckpt_step": options.step, "ema": options.average})
     folder = Path(place)
     if not options.follow_links:
         refuse_outside_links(folder)
@@ -153,11 +153,10 @@ def open_peft(place: str, options: SourceOptions) -> PeftAdapters:
     return PeftAdapters(folder, base, _open_base(base, options), options.model_type)
 
 
-def _refuse(kind: str, given: Mapping[str, object]) -> None:
-    """Raise UserError for ``given`` options that weights of this ``kind`` do not have."""
+def _refuse(sentence: str, given: Mapping[str, object]) -> None:
+    """Raise UserError with the reason for ``given`` options that weights of a kind do not have."""
     flags = [f"--{name.replace('_', '-')}" for name, value in given.items() if value not in (None, False)]
     if flags:
-        sentence = f"{kind} holds one set of weights"
         raise UserError([Problem("E803", f"{flag}: {sentence}", (f"drop {flag}",)) for flag in flags])
 
 

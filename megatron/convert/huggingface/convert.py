@@ -212,9 +212,9 @@ def _imported_extras(source: HuggingFaceWeights, dtype: str | None) -> Checkpoin
     config, settings = resolve(RunConfig(model=source.model, precision=precision), 1), read_config(source.folder)
     special_ids = {name: settings[name] for name in SPECIAL_TOKEN_IDS if settings.get(name) is not None}
     carried = find_tokenizer_files(source.folder)
-    for name, path in carried.items():
+    for path in carried.values():
         if path.suffix == ".json":
-            _json_object({name: path.read_bytes()}, name)
+            _json_object(path.read_bytes(), str(path))
     files: dict[str, Path | bytes] = {GENERATION_CONFIG_FILE: json.dumps(special_ids).encode(), **carried}
     return CheckpointExtras({"iteration": 0, "consumed_samples": 0}, to_dict(config), files)
 
@@ -499,7 +499,7 @@ def special_token_ids(files: Mapping[str, bytes], entries: int) -> dict[str, int
     if largest >= entries:
         seen = f"the tokenizer has ids up to {largest}, but the model's vocabulary {entries} entries"
         raise CheckpointError(seen, "--tokenizer ANOTHER_FOLDER")
-    generation = _json_object(files, GENERATION_CONFIG_FILE)
+    generation = _tokenizer_json(files, GENERATION_CONFIG_FILE)
     try:
         named = {name: find_special_token(files, name.removesuffix("_id")) for name in SPECIAL_TOKEN_IDS}
         found = {name: None if token is None else ids.get(token) for name, token in named.items()}
@@ -511,7 +511,7 @@ def special_token_ids(files: Mapping[str, bytes], entries: int) -> dict[str, int
 
 def _generation_config(files: Mapping[str, bytes], special: Mapping[str, int | list[int] | None]) -> bytes:
     """Return a generation_config.json with the special tokens of config.json; unchanged if it has them already."""
-    settings = _json_object(files, GENERATION_CONFIG_FILE)
+    settings = _tokenizer_json(files, GENERATION_CONFIG_FILE)
     wanted = settings | {name: value for name, value in special.items() if value is not None}
     unchanged = GENERATION_CONFIG_FILE in files and wanted == settings
     return files[GENERATION_CONFIG_FILE] if unchanged else _json(wanted)
@@ -521,7 +521,7 @@ def _tokenizer_config(files: Mapping[str, bytes], model: ModelConfig) -> dict[st
     """Return a tokenizer_config.json with the number of positions as ``model_max_length`` if it has no length."""
     if not any(name in files for name in (TOKENIZER_JSON, TOKENIZER_CONFIG)):
         return {}
-    settings = _json_object(files, TOKENIZER_CONFIG)
+    settings = _tokenizer_json(files, TOKENIZER_CONFIG)
     length = settings.get("model_max_length")
     if isinstance(length, int | float) and 0 < length < NO_LENGTH:
         return {}
@@ -530,7 +530,7 @@ def _tokenizer_config(files: Mapping[str, bytes], model: ModelConfig) -> dict[st
 
 def _vocabulary(files: Mapping[str, bytes]) -> dict[str, int]:
     """Return token -> id of tokenizer.json; empty if there is no such file."""
-    tokenizer = _json_object(files, TOKENIZER_JSON)
+    tokenizer = _tokenizer_json(files, TOKENIZER_JSON)
     try:
         vocabulary = tokenizer.get("model", {}).get("vocab", {})
         pairs = vocabulary.items() if isinstance(vocabulary, dict) else ((t, i) for i, (t, _) in enumerate(vocabulary))
@@ -541,15 +541,20 @@ def _vocabulary(files: Mapping[str, bytes]) -> dict[str, int]:
         raise CheckpointError(seen, "--tokenizer ANOTHER_FOLDER") from error
 
 
-def _json_object(files: Mapping[str, bytes], name: str) -> dict[str, Any]:
-    """Return the content of a JSON file, or an empty object if there is no such file."""
+def _tokenizer_json(files: Mapping[str, bytes], name: str) -> dict[str, Any]:
+    """Return the content of a JSON file of a tokenizer, or an empty object if there is no such file."""
+    return _json_object(files.get(name, b"{}"), f"the tokenizer's {name}", "--tokenizer ANOTHER_FOLDER")
+
+
+def _json_object(content: bytes, name: str, *fixes: str) -> dict[str, Any]:
+    """Return the content of a JSON file."""
     try:
-        content = parse_json(files.get(name, b"{}"))
+        parsed = parse_json(content)
     except ValueError as error:
-        raise CheckpointError(f"the tokenizer's {name} is no JSON: {error}", "--tokenizer ANOTHER_FOLDER") from error
-    if not isinstance(content, dict):
-        raise CheckpointError(f"the tokenizer's {name} is no JSON object", "--tokenizer ANOTHER_FOLDER")
-    return content
+        raise CheckpointError(f"{name} is no JSON: {error}", *fixes) from error
+    if not isinstance(parsed, dict):
+        raise CheckpointError(f"{name} is no JSON object", *fixes)
+    return parsed
 
 
 def _json(content: Mapping[str, Any]) -> bytes:

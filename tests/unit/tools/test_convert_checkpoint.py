@@ -165,12 +165,15 @@ BROKEN_MODELS: dict[str, tuple[Callable[[Path], object], str]] = {
     "config with a larger vocabulary": (lambda f: changed_json(f / "config.json", vocab_size=102), HEAD),
     "config of another type": (lambda f: changed_json(f / "config.json", model_type="gpt2"), "config.json"),
     "config with another function": (lambda f: changed_json(f / "config.json", hidden_act="relu"), "hidden_act"),
-    "generation cut": (lambda f: (f / "generation_config.json").write_text("{"), r"generation_config\.json is no JSON"),
+    "generation cut": (
+        lambda f: (f / "generation_config.json").write_text("{"),
+        r"hf/generation_config\.json is no JSON",
+    ),
     "generation no object": (lambda f: (f / "generation_config.json").write_text("3"), r"is no JSON object"),
     "tokenizer cut": (lambda f: (f / "tokenizer.json").write_text('{"model'), r"tokenizer\.json is no JSON"),
     "tokenizer settings cut": (
         lambda f: (f / "tokenizer_config.json").write_text("{"),
-        r"tokenizer_config\.json is no",
+        r"hf/tokenizer_config\.json is no",
     ),
 }
 
