@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from megatron.config.plugins import registered
 from megatron.training.callbacks.base import Callback
@@ -13,12 +14,12 @@ from megatron.training.callbacks.profiler import StepProfiler
 from megatron.training.component import Component, name_in_errors
 from megatron.training.components.adapter_base import AdapterBase
 from megatron.training.components.grad_compression import ERROR_KIND, CompressionState
+from megatron.training.components.kept_casts import KeptCasts
 from megatron.training.components.optimizer_state import AverageWeights, OptimizerState
-from megatron.training.components.precision import KeptCasts
 from megatron.training.components.spikes import SpikeGuard
 from megatron.training.diloco.component import Diloco
 from megatron.training.diloco.outer_optimizer import PARAM
-from megatron.training.frozen_models import FROZEN_MODELS, FrozenModelInputs
+from megatron.training.frozen_models import FrozenModelInputs
 from megatron.training.loggers.run_logger import RunLogger
 from megatron.training.stop import NonFiniteCheck, StopRequest
 from megatron.training.trainer import Trainer
@@ -27,37 +28,37 @@ if TYPE_CHECKING:
     from megatron.training.local_checkpoints import NodeCheckpoints
 
 
+class Feature(Protocol):
+    """A class of components."""
+
+    def create(self, trainer: Trainer) -> Component | None:
+        """Return the component, or None if the configuration does not ask for it."""
+
+
+FEATURES: Sequence[Feature] = (
+    CompressionState,
+    SpikeGuard,
+    AverageWeights,
+    KeptCasts,
+    AdapterBase,
+    FrozenModelInputs,
+    Diloco,
+)
+"""Features with state, or which act around a step, in the order in which they act."""
+
+UNUSED: Mapping[str, tuple[type[Component], str]] = {
+    ERROR_KIND: (CompressionState, "the checkpoint's errors of compressed gradients are not used"),
+    f"{PARAM}.": (Diloco, "the checkpoint is a DiLoCo replica's: it continues from this replica's weights, alone"),
+}
+"""Beginnings of kinds of tensors in a checkpoint -> the feature, and a note if the run does not have it."""
+
+
 def build_components(trainer: Trainer) -> list[Component]:
     """Create the components that the configuration asks for, before the start of the run is loaded."""
-    config, optimizer = trainer.config, trainer.optimizer
-    compression = config.parallel.compression
-    keeps_errors = compression is not None and compression.has_errors
-    is_replica = config.diloco.diloco_sync_interval is not None
-    unused = {}
-    if not keeps_errors:
-        unused[ERROR_KIND] = "the checkpoint's errors of compressed gradients are not used"
-    if not is_replica:
-        unused[f"{PARAM}."] = "the checkpoint is a DiLoCo replica's: it continues from this replica's weights, alone"
-    components: list[Component] = [
-        OptimizerState(optimizer, trainer.mesh.world, unused),
-        trainer.scaler,
-        trainer.reader,
-    ]
-    if keeps_errors:
-        components.append(CompressionState(trainer.buckets, trainer.specs, trainer.mesh))
-    if (spikes := SpikeGuard.from_config(config.optimizer, trainer.device)) is not None:
-        components.append(spikes)
-    if config.optimizer.ema_decay is not None:
-        components.append(AverageWeights(optimizer, config.optimizer.ema_decay))
-    if config.precision.fp8_format is not None and not config.parallel.reshards_after_forward:  # ZeRO-3 frees weights
-        components.append(KeptCasts(next(iter(trainer.chunks.values())).context.fp8.casts))
-    if config.model.lora_rank is not None:
-        components.append(AdapterBase(trainer))
-    if config.training.objective in FROZEN_MODELS:
-        components.append(FrozenModelInputs(trainer))
-    if is_replica:
-        components.append(Diloco(trainer))
-    return components
+    created = [component for feature in FEATURES if (component := feature.create(trainer)) is not None]
+    kinds = {type(component) for component in created}
+    unused = {kind: note for kind, (feature, note) in UNUSED.items() if feature not in kinds}
+    return [OptimizerState(trainer.optimizer, trainer.mesh.world, unused), trainer.scaler, trainer.reader, *created]
 
 
 def build_callbacks(

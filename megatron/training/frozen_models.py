@@ -108,6 +108,11 @@ class FrozenModelInputs(Component):
         # Context of the passes.
         self._mode: Callable[[], AbstractContextManager[object]] = nullcontext
 
+    @classmethod
+    def create(cls, trainer: Trainer) -> Self | None:
+        """See :class:`Feature`."""
+        return cls(trainer) if trainer.config.training.objective in FROZEN_MODELS else None
+
     def on_start(self, stopped: Callable[[], bool]) -> Sequence[str]:
         """Open the frozen model that the data need; see :class:`Component`.
 

@@ -138,8 +138,9 @@ class Solo:
         chunk.train()
         rules = optimizer or OptimizerConfig()
         built = build_optimizer(weights, chunk.specs, buckets, mesh, rules)
-        guard = SpikeGuard.from_config(rules, torch.device("cpu"))
-        hooks: list[UpdateHook] = [] if guard is None else [guard]
+        hooks: list[UpdateHook] = []
+        if rules.skip_spikes is not None:
+            hooks.append(SpikeGuard(rules.skip_spikes, rules.spike_window, "cpu"))
         hooks += [] if rules.ema_decay is None else [AverageWeights(built, rules.ema_decay)]
         return cls(chunk, grad_accumulator, buckets, built, hooks)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Self
 
 import torch
 
@@ -34,6 +34,11 @@ class AdapterBase(Component):
         """Read nothing yet."""
         self._trainer = trainer
         self._base: BaseModel | None = None  # once it is read
+
+    @classmethod
+    def create(cls, trainer: Trainer) -> Self | None:
+        """See :class:`Feature`."""
+        return None if trainer.config.model.lora_rank is None else cls(trainer)
 
     def before_load(self, source: ResumeSource) -> Sequence[str]:
         """Read the frozen weights, and without adapters to load, start magnitudes; see :class:`Component`.

@@ -14,6 +14,7 @@ import re
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -27,6 +28,7 @@ from megatron.distributed.sharding import Box, ShardSpec
 from megatron.optimizer.distributed_optimizer import UpdateResult
 from megatron.optimizer.grad_buffer import GradBuffer
 from megatron.training.component import Component
+from megatron.training.trainer import Trainer
 
 ERROR_KIND = "grad_error_"
 ERROR_NAME = re.compile(rf"optim\.{ERROR_KIND}(\d+)\.(.*)")
@@ -50,6 +52,13 @@ class CompressionState(Component):
     def __init__(self, buckets: GradBuffer, specs: Mapping[str, ShardSpec], mesh: Mesh) -> None:
         """Save and load what ``buckets`` keep of parameters with ``specs``."""
         self._buckets, self._specs, self._mesh = buckets, specs, mesh
+
+    @classmethod
+    def create(cls, trainer: Trainer) -> Self | None:
+        """See :class:`Feature`."""
+        compression = trainer.config.parallel.compression
+        keeps_errors = compression is not None and compression.has_errors
+        return cls(trainer.buckets, trainer.specs, trainer.mesh) if keeps_errors else None
 
     def after_step(self, outcome: UpdateResult) -> None:
         """See :class:`Component`."""

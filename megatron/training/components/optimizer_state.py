@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor
@@ -14,6 +14,7 @@ from megatron.distributed import comm
 from megatron.distributed.comm import Group
 from megatron.optimizer.distributed_optimizer import DistributedOptimizer
 from megatron.training.component import Component, Kinds
+from megatron.training.trainer import Trainer
 
 
 class OptimizerState(Component):
@@ -64,6 +65,12 @@ class AverageWeights(Component):
         self._optimizer, self._decay = optimizer, decay
         # By name of the parameter.
         self.average = {name: value.clone() for name, value in optimizer.main_params.items()}
+
+    @classmethod
+    def create(cls, trainer: Trainer) -> Self | None:
+        """See :class:`Feature`."""
+        decay = trainer.config.optimizer.ema_decay
+        return None if decay is None else cls(trainer.optimizer, decay)
 
     def tensors(self) -> Kinds:
         """See :class:`Component`."""

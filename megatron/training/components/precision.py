@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from contextlib import AbstractContextManager
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from megatron.config.precision import PrecisionConfig
-from megatron.kernels.fp8 import WeightCasts
 from megatron.optimizer.distributed_optimizer import UpdateResult
 from megatron.training.component import Component
 
@@ -111,15 +109,3 @@ class DynamicLossScaler(LossScaler):
         self.scale.fill_(state["scale"])
         self._good_steps.fill_(state["good_steps"])
         self._lives.fill_(state["lives"])
-
-
-class KeptCasts(Component):
-    """Quantises every weight once in a step or an evaluation, rather than at each use."""
-
-    def __init__(self, casts: WeightCasts) -> None:
-        """Keep ``casts``."""
-        self._casts = casts
-
-    def while_computing(self) -> AbstractContextManager[None]:
-        """See :class:`Component`."""
-        return self._casts.kept()

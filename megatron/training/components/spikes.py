@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor
 
-from megatron.config.optimizer import OptimizerConfig
 from megatron.training.component import Component
+from megatron.training.trainer import Trainer
 
 
 class SpikeGuard(Component):
@@ -37,9 +37,10 @@ class SpikeGuard(Component):
         self._age = torch.arange(window, 0, -1, device=device)
 
     @classmethod
-    def from_config(cls, config: OptimizerConfig, device: torch.device | str) -> SpikeGuard | None:
-        """Return the configured guard, or None without ``skip_spikes``."""
-        return None if config.skip_spikes is None else cls(config.skip_spikes, config.spike_window, device)
+    def create(cls, trainer: Trainer) -> Self | None:
+        """See :class:`Feature`."""
+        options = trainer.config.optimizer
+        return None if options.skip_spikes is None else cls(options.skip_spikes, options.spike_window, trainer.device)
 
     def before_update(self, loss: Tensor | None, grad_norm: Tensor) -> Tensor | None:
         """See :class:`UpdateHook`.

@@ -24,7 +24,7 @@ from collections.abc import Callable, Container, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor
@@ -103,6 +103,11 @@ class Diloco(Component):
             if (spec.tied and trainer.mesh.embedding_group.size > 1)
             or any(len(piece.tp_ranks) > 1 for piece in spec.pieces)
         }
+
+    @classmethod
+    def create(cls, trainer: Trainer) -> Self | None:
+        """See :class:`Feature`."""
+        return None if trainer.config.diloco.diloco_sync_interval is None else cls(trainer)
 
     def connect(self, wanted: int | None = None, store: Any = None) -> None:
         """Claim an index, which selects the samples of this replica; collective over its ranks.
