@@ -1,4 +1,4 @@
-"""What logging adds to a step: steps with all of it beside steps with none, and the price of every part.
+"""Cost of logging in a step: steps with all of it beside steps with none, and the price of every part.
 
     python -m benchmarks.logging_overhead            # prints; --write keeps the result
 

@@ -1,4 +1,4 @@
-"""What the runtime of pipelines adds to an action: a rank's part of a step beside a plain loop of the same calls.
+"""Overhead of the pipeline runtime per action: a rank's part of a step beside a plain loop of the same calls.
 
     python -m benchmarks.pipeline            # prints; --write keeps the result
 

@@ -1,4 +1,4 @@
-"""What benchmarks share: options, rounds, tables, the machine and versions of a measurement, the folder of results."""
+"""Common parts of benchmarks: options, rounds, tables, machine and versions of a measurement, folder of results."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ DEFAULT_RDZV_ID = "none"
 
 @dataclass(frozen=True)
 class JobStart:
-    """Which start of which job a process belongs to. A later start takes over the run's checkpoint folder."""
+    """Job of a process, and number of its start. A later start takes over the run's checkpoint folder."""
 
     job: str | None = None  # number of the Slurm job
     cluster: str | None = None  # Slurm cluster; job numbers are unique in one

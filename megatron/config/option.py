@@ -65,7 +65,7 @@ class WithPluginOptions:
 
 @dataclass(frozen=True)
 class MegatronOption:
-    """What is different about a field in Megatron-LM."""
+    """Differences between a field here and the flag of that name in Megatron-LM."""
 
     default: str = ""  # if it is another one
     reason: str = ""  # for ours

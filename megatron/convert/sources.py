@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class SourceOptions:
-    """Which model of a location to open, and how.
+    """Options for opening a model at a location.
 
     Options of a user that do not apply to the scheme of the location are refused. ``model`` and ``model_type`` come
     from programs, for weights without a configuration of their own.

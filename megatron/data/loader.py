@@ -118,7 +118,7 @@ def stacked_extra(samples: Sequence[Sample]) -> dict[str, NDArray[Any]]:
 
 @dataclass(frozen=True)
 class MaskBuilder:
-    """Which masks a run derives from the special ids in its samples."""
+    """Masks that a run derives from the special ids in its samples."""
 
     eod: int | None = None  # the id that ends a document; None if no mask needs it
     pad: int | None = None  # the padding id; None if there is none, or if it has another meaning too

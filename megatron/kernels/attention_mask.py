@@ -1,4 +1,4 @@
-"""What attention computes: the mask, which keys a query sees, and how their products become scores.
+"""Attention masks, and the options that turn products of queries and keys into scores.
 
 A mask is known from the positions of its queries and keys, the attention pattern and the documents. Kernels read these
 or work block by block, where blocks are full, partial or empty; no ``S x S`` tensor is needed.

@@ -17,7 +17,7 @@ Dims = tuple[int, ...]
 
 
 class AdapterSwitch:
-    """Whether the linears of a model compute with their adapters; they share it."""
+    """Switch that all linears of a model share: they compute with their adapters, or without."""
 
     def __init__(self) -> None:
         self.on = True

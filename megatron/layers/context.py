@@ -104,7 +104,7 @@ class BuildContext:
 
     @property
     def sharding(self) -> Sharding:
-        """What determines this rank's part of a parameter."""
+        """Layout that determines this rank's part of a parameter."""
         here, sizes = self.mesh.coordinate, self.mesh.layout.sizes
         experts = ExpertSharding(here["ep"], sizes["ep"], here["etp"], sizes["etp"])
         return Sharding(DenseSharding(self.tp.rank, self.tp.size), experts, self.sequence_parallel)

@@ -40,7 +40,7 @@ Weights = tuple[Tensor | None, ...]
 """A value per weight of a product: the tensors themselves, or their gradients."""
 
 Parallel = Literal["column", "row", "replicated"]
-"""What a tensor-parallel rank holds of a weight ``[O, I]``: some outputs, some inputs, or all of it."""
+"""Part of a weight ``[O, I]`` on a tensor-parallel rank: some outputs, some inputs, or all of it."""
 
 Parameters = Mapping[str, Any]
 """The parameters of a layer by local name, of which ``bias`` may be missing."""

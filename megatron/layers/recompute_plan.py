@@ -1,4 +1,4 @@
-"""Which activations are computed again in backward, without torch: the model carries it out, the planner counts it."""
+"""Plan of the activations to recompute in backward; without torch, for the model and the planner."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What runs the blocks of a chunk, composed once: one after the other, again in backward, or with offloading."""
+"""Compose the blocks of a chunk once, at build: plain, recomputed in backward, or with activation offload."""
 
 from __future__ import annotations
 

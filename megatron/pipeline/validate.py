@@ -45,7 +45,7 @@ SHOWN = 4
 """Ranks of a cycle named in a message."""
 
 RESULTS = (FORWARD, INPUT, WEIGHT, RECV_B, RECV_F, SEND_F, SEND_B)
-"""What every stage does with each micro-batch, in the order in which it is reported missing; a B is an I and a W."""
+"""Actions of every stage for each micro-batch, in the order of reports of missing ones; a B is an I and a W."""
 
 _Needs = Sequence[Mapping[str, Sequence[tuple[int, str]]]]
 """By stage and kind: the results (stage, kind) that an action needs on its rank. Impossible kinds are absent."""

@@ -13,15 +13,17 @@ from megatron.training.callbacks.health import HealthReport, ReplicaCheck
 from megatron.training.callbacks.profiler import StepProfiler
 from megatron.training.component import Component, name_in_errors
 from megatron.training.components.adapter_base import AdapterBase
+from megatron.training.components.average import AverageWeights
 from megatron.training.components.grad_compression import ERROR_KIND, CompressionState
 from megatron.training.components.kept_casts import KeptCasts
-from megatron.training.components.optimizer_state import AverageWeights, OptimizerState
+from megatron.training.components.nonfinite import NonFiniteCheck
+from megatron.training.components.optimizer_state import OptimizerState
 from megatron.training.components.spikes import SpikeGuard
 from megatron.training.diloco.component import Diloco
 from megatron.training.diloco.outer_optimizer import PARAM
 from megatron.training.frozen_models import FrozenModelInputs
 from megatron.training.loggers.run_logger import RunLogger
-from megatron.training.stop import NonFiniteCheck, StopRequest
+from megatron.training.stop import StopRequest
 from megatron.training.trainer import Trainer
 
 if TYPE_CHECKING:

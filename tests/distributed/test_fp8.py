@@ -24,7 +24,7 @@ from megatron.kernels.fp8 import Float8Kernel, WeightCasts
 from megatron.optimizer.lr_scheduler import Rates
 from megatron.planner.memory import fp8_weight_bytes
 from megatron.training.build import build_trainer
-from megatron.training.components.optimizer_state import AverageWeights
+from megatron.training.components.average import AverageWeights
 from megatron.training.step import evaluate, train_step
 from tests.kit.cases import LR, MODEL, RATES, SEQ_LENGTH, Case, batches_of, pipeline, run_case, run_on
 from tests.kit.pool import Pool

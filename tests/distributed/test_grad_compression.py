@@ -38,8 +38,8 @@ from megatron.planner.memory import checkpoint_bytes, data_parallel_traffic
 from megatron.training.build import build_trainer
 from megatron.training.checkpointer import Checkpointer, choose_resume_source
 from megatron.training.components.grad_compression import CompressionState
+from megatron.training.components.nonfinite import NonFiniteCheck
 from megatron.training.step import train_step
-from megatron.training.stop import NonFiniteCheck
 from megatron.training.trainer import Trainer
 from tests.distributed.resume import advance
 from tests.distributed.test_local_tier import go_on as local_go_on

@@ -24,7 +24,7 @@ from megatron.planner.memory import checkpoint_bytes
 from megatron.training.build import build_trainer
 from megatron.training.callbacks import health
 from megatron.training.checkpoint_contents import tensors_to_save, total_bytes
-from megatron.training.components.optimizer_state import AverageWeights
+from megatron.training.components.average import AverageWeights
 from megatron.training.step import evaluate, train_step
 from megatron.training.trainer import Trainer
 from tests.kit.cases import MODEL, RATES, Case, batches_of, compare_with_twin, run_on

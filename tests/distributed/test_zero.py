@@ -20,7 +20,7 @@ from megatron.inference.generate import SamplingParams, generate
 from megatron.optimizer.sharded_parameter_store import ShardedWeightBuffer
 from megatron.training.build import build_trainer
 from megatron.training.callbacks.health import check_weight_copies
-from megatron.training.components.optimizer_state import AverageWeights
+from megatron.training.components.average import AverageWeights
 from megatron.training.step import evaluate, train_step
 from tests.distributed.grid import EXPERTS, choices
 from tests.distributed.grid import RECOMPUTE as RECOMPUTED

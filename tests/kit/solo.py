@@ -32,7 +32,7 @@ from megatron.optimizer.distributed_optimizer import DistributedOptimizer, Updat
 from megatron.optimizer.grad_buffer import GradBuffer
 from megatron.optimizer.lr_scheduler import Rates
 from megatron.optimizer.parameter_store import ParameterStore
-from megatron.training.components.optimizer_state import AverageWeights
+from megatron.training.components.average import AverageWeights
 from megatron.training.components.spikes import SpikeGuard
 
 TINY = ModelConfig(

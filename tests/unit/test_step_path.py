@@ -41,7 +41,7 @@ CEILING = {
 }
 """Lines of code on the path of a step that name a feature: lower a number when it falls."""
 
-MAX_FILES = 37
+MAX_FILES = 38
 """Files that a step passes through, its log line included."""
 
 

@@ -15,7 +15,7 @@ LOCATIONS = (
     "a folder of checkpoints, one of them, s3://BUCKET/RUN, hf:DIR or hf:ORG/NAME of Hugging Face, megatron:DIR of "
     "Megatron-LM, or peft:DIR, an adapter"
 )
-"""What every program loads."""
+"""Description of the locations that every program loads."""
 
 
 def add_pretrained_flag(parser: argparse.ArgumentParser | argparse._ArgumentGroup) -> None:

@@ -22,7 +22,7 @@ from megatron.distributed.grad_accumulator import GradAccumulator
 from megatron.layers.context import BuildContext
 from megatron.model.gpt import build_gpt
 from megatron.training.build import build_trainer
-from megatron.training.components.optimizer_state import AverageWeights
+from megatron.training.components.average import AverageWeights
 from megatron.training.step import train_step
 from tests.kit.runs import tiny_run
 from tests.kit.solo import one_rank_mesh, tiny

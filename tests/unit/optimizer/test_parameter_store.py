@@ -21,7 +21,7 @@ from megatron.optimizer.build import build_optimizer
 from megatron.optimizer.grad_buffer import GradBuffer
 from megatron.optimizer.lr_scheduler import Rates
 from megatron.optimizer.parameter_store import ParameterStore
-from megatron.training.components.optimizer_state import AverageWeights
+from megatron.training.components.average import AverageWeights
 from tests.kit.solo import Solo, grad_buffer_of, one_rank_mesh, random_batch, tiny
 
 CONFIG = tiny(num_query_groups=2)

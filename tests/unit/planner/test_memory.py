@@ -34,7 +34,7 @@ from megatron.planner.memory import (
 )
 from megatron.training.build import build_trainer
 from megatron.training.checkpoint_contents import local_tensors, parameter_name
-from megatron.training.components.optimizer_state import AverageWeights
+from megatron.training.components.average import AverageWeights
 from megatron.training.diloco.component import Diloco
 from megatron.training.step import train_step
 from megatron.training.trainer import Trainer

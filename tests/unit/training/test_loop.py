@@ -28,6 +28,7 @@ from megatron.training import stop as stop_request
 from megatron.training.build import build_trainer
 from megatron.training.callbacks.health import HealthReport
 from megatron.training.checkpointer import Checkpointer
+from megatron.training.components.nonfinite import NonFiniteCheck
 from megatron.training.failure_report import NonFiniteError
 from megatron.training.features import build_callbacks
 from megatron.training.loggers.run_folder import read_history
@@ -41,7 +42,6 @@ from megatron.training.stop import (
     SIGNALS,
     STOP_FILE_FOUND,
     TIME_LIMIT,
-    NonFiniteCheck,
     StopRequest,
     exit_status,
 )
