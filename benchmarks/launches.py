@@ -39,7 +39,7 @@ from benchmarks.roofline import GAP, GEMM_RATES, GRAPH_GAP, H100, H200, PEAK_FLO
 from benchmarks.traffic import Traffic
 from megatron.config.run import RunConfig
 from megatron.kernels import registry
-from megatron.layers import moe
+from megatron.layers import dispatch
 from megatron.planner.flops import FlopsPerToken
 
 ROOT = Path(__file__).parents[1]
@@ -226,7 +226,7 @@ def row_of(name: str, implementation: str) -> dict[str, Any]:
     """Return the figures of a whole step, and of steps with one micro-batch at both depths."""
     torch.backends.cuda.enable_cudnn_sdp(False)  # cuDNN's attention cannot run on the null GPU
     registry.check_kernel = lambda *_, **__: None  # zeros fail every check
-    moe.DispatchPlan.plan = evenly(moe.DispatchPlan.plan)
+    dispatch.DispatchPlan.plan = evenly(dispatch.DispatchPlan.plan)
     case = (CASES | MEASURED)[name]
     row = {"whole": measure(implementation, case, case.layers, case.micro_batches)}
     for layers in DEPTHS if name in CASES else ():

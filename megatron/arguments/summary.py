@@ -137,6 +137,8 @@ def _model(model: ModelConfig) -> str:
         mlp = f"{model.moe_router_topk} of {model.num_experts} {model.activation} experts of {model.expert_ffn}"
         shared = model.moe_shared_expert_intermediate_size
         mlp += f" and a shared one of {shared}" if shared else ""
+        if model.dense_layers:
+            mlp += f", in {model.dense_layers} layers a {model.activation} MLP of {model.ffn}"
     shape = f"{model.num_layers} layers, hidden {model.hidden_size}, {heads}, {mlp}"
     return f"{shape}, {model.normalization}, positions {model.position_embedding_type}"
 

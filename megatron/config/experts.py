@@ -4,13 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from typing import ClassVar
 
 from megatron.config.errors import Problem
-from megatron.config.option import MAX_SIZE, ZERO_IS_NONE, MegatronOption, Need, Run, option
-from megatron.config.text import divisors, flag_fixes, multiples_as_fixes, nearest
+from megatron.config.option import MAX_LAYERS, MAX_SIZE, ZERO_IS_NONE, MegatronOption, Need, Run, option
+from megatron.config.text import divisors, flag_fixes, multiples_as_fixes, nearest, selected_layers
 
 EXPERTS = Need("num_experts")
+
+
+@cache
+def expert_layers(text: str) -> tuple[int, ...]:
+    """Parse ``--moe-layer-freq``; return 1 for layers with experts, to be repeated over the layers.
+
+    Raises:
+        ValueError: for anything else.
+    """
+    return selected_layers(text, MAX_LAYERS, first=True)
+
 
 SEVERAL_LOSSES = "several balancing losses at once are not implemented"
 
@@ -23,6 +35,9 @@ class ExpertOptions:
     """Number of experts per block, in place of the MLP (mixture of experts). Default: none."""
     moe_router_topk: int = option(2, role="function", at_least=1, at_most=MAX_SIZE, needs="num_experts")
     """Number of experts per token."""
+    moe_layer_freq: str = option("1", role="shape", check=expert_layers, needs=EXPERTS)
+    """Layers with experts, the first of every N, or a list with 1 for them and 0 for layers with an MLP, repeated over
+    the layers. Example: '[0]*3+[1]*58'."""
     moe_ffn_hidden_size: int | None = option(None, role="shape", at_least=1, at_most=MAX_SIZE, needs=EXPERTS)
     """Hidden width of an expert. Default: that of the MLP."""
     moe_shared_expert_intermediate_size: int | None = option(
@@ -90,6 +105,11 @@ class ExpertOptions:
     E214 --moe-router-topk {moe_router_topk} exceeds the {num_experts} experts
       fix: --moe-router-topk {num_experts}
     """
+
+    def has_experts(self, layer: int) -> bool:
+        """Return True if a layer has experts."""
+        layers = expert_layers(self.moe_layer_freq)
+        return self.num_experts is not None and bool(layers[layer % len(layers)])
 
     @property
     def router_losses(self) -> dict[str, float]:

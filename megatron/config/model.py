@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import math
 import re
 import shlex
@@ -24,7 +23,7 @@ from megatron.config.option import (
     WithPluginOptions,
     option,
 )
-from megatron.config.text import divisors, flag_fixes, multiples_as_fixes, nearest
+from megatron.config.text import divisors, flag_fixes, multiples_as_fixes, nearest, selected_layers
 
 GATED_ACTIVATIONS = ("swiglu", "geglu", "geglu_tanh", "quick_geglu")
 """Activations whose first projection has a second half, the gate."""
@@ -52,20 +51,6 @@ def _window(text: str) -> int | None:
     return None if left == -1 else left + 1
 
 
-def _layer_list(node: ast.expr) -> list[int]:
-    """Evaluate sums and multiples of lists of 0 and 1; ValueError for other expressions."""
-    match node:
-        case ast.List(elts=items) if all(isinstance(item, ast.Constant) and item.value in (0, 1) for item in items):
-            return [int(ast.literal_eval(item)) for item in items]
-        case ast.BinOp(left=left, op=ast.Add(), right=right):
-            return _layer_list(left) + _layer_list(right)
-        case ast.BinOp(left=left, op=ast.Mult(), right=ast.Constant(value=int(times))):
-            layers = _layer_list(left)
-            if len(layers) * times <= MAX_LAYERS:
-                return layers * times
-    raise ValueError
-
-
 @cache
 def no_rope_layers(text: str) -> tuple[int, ...]:
     """Parse ``N``, for every N-th layer, or ``([0]*3+[1]*1)*9``; return 1 for layers without RoPE, to be repeated.
@@ -73,15 +58,7 @@ def no_rope_layers(text: str) -> tuple[int, ...]:
     Raises:
         ValueError: for anything else.
     """
-    if text.isdecimal() and 0 < int(text) <= MAX_LAYERS:
-        return (0,) * (int(text) - 1) + (1,)
-    try:
-        layers = _layer_list(ast.parse(text.strip(), mode="eval").body)
-    except (SyntaxError, ValueError, RecursionError, MemoryError):
-        layers = []
-    if not layers:
-        raise ValueError(f"{text!r} is neither a number of layers nor a list of 0 and 1, such as ([0]*3+[1]*1)*9")
-    return tuple(layers)
+    return selected_layers(text, MAX_LAYERS, first=False)
 
 
 @dataclass(frozen=True, init=False, eq=False, repr=False)
@@ -265,7 +242,7 @@ class TransformerOptions(WithPluginOptions):
     E103 hidden size {hidden_size} with {activation}: the MLP's width, 8/3 of it rounded down to 64s, is 0
       fix: --ffn-hidden-size {hidden_size*4} | --hidden-size 24
 
-    not num_experts and ffn%tensor_model_parallel_size
+    dense_layers and ffn%tensor_model_parallel_size
     E204 an MLP of width {ffn} does not divide over TP {tensor_model_parallel_size}
       fix: --ffn-hidden-size {ffn%tensor_model_parallel_size}
 
@@ -343,12 +320,17 @@ class ModelConfig(AdapterOptions, ExpertOptions, TransformerOptions):
     def mixers(self, layer: int) -> tuple[str, ...]:
         """Return the names of the mixers of a layer, in order: each is a residual layer ``x + mixer(norm(x))``."""
         token_mixer = self.token_mixers[layer % len(self.token_mixers)]
-        return token_mixer, "mlp" if self.num_experts is None else "experts"
+        return token_mixer, "experts" if self.has_experts(layer) else "mlp"
 
     @property
     def kinds_of_layers(self) -> list[tuple[str, ...]]:
         """The different :meth:`mixers` of the layers, in the order of the first of each."""
-        return [*dict.fromkeys(map(self.mixers, range(min(self.num_layers, len(self.token_mixers)))))]
+        return [*dict.fromkeys(map(self.mixers, range(self.num_layers)))]
+
+    @property
+    def dense_layers(self) -> int:
+        """Number of layers with an MLP."""
+        return sum(not self.has_experts(layer) for layer in range(self.num_layers))
 
     @property
     def head_dim(self) -> int:

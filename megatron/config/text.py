@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import logging
 import math
 import os
@@ -168,3 +169,40 @@ def package_version() -> str:
     if project.exists():
         return f"megatron-pretrain {tomllib.loads(project.read_text())['project']['version']}"
     return f"megatron-pretrain {metadata.version('megatron-pretrain')}"
+
+
+def _layer_list(node: ast.expr, longest: int) -> list[int]:
+    """Evaluate sums and multiples of lists of 0 and 1; ValueError for other expressions."""
+    match node:
+        case ast.List(elts=items) if all(isinstance(item, ast.Constant) and item.value in (0, 1) for item in items):
+            return [int(ast.literal_eval(item)) for item in items]
+        case ast.BinOp(left=left, op=ast.Add(), right=right):
+            return _layer_list(left, longest) + _layer_list(right, longest)
+        case ast.BinOp(left=left, op=ast.Mult(), right=ast.Constant(value=int(times))):
+            layers = _layer_list(left, longest)
+            if len(layers) * times <= longest:
+                return layers * times
+    raise ValueError
+
+
+def selected_layers(text: str, longest: int, first: bool) -> tuple[int, ...]:
+    """Parse ``N``, which selects a layer of every N, or a list such as ``([0]*3+[1]*1)*9``; return 1 for the selected.
+
+    Args:
+        text: to parse.
+        longest: most entries of the list.
+        first: ``N`` selects the first of every N layers, not the last.
+
+    Raises:
+        ValueError: for anything else.
+    """
+    if text.isdecimal() and 0 < int(text) <= longest:
+        others = (0,) * (int(text) - 1)
+        return (1, *others) if first else (*others, 1)
+    try:
+        layers = _layer_list(ast.parse(text.strip(), mode="eval").body, longest)
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        layers = []
+    if not layers:
+        raise ValueError(f"{text!r} is neither a number of layers nor a list of 0 and 1, such as ([0]*3+[1]*1)*9")
+    return tuple(layers)

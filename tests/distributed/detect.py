@@ -31,8 +31,8 @@ from megatron.distributed.param_layout import MatrixBlock
 from megatron.inference.generate import PipelinedModel
 from megatron.inference.harness import SharedModel
 from megatron.inference.scoring import record, score_tokens
+from megatron.layers.dispatch import DispatchPlan
 from megatron.layers.loss import VocabularyShard, linear_cross_entropy, token_losses
-from megatron.layers.moe import DispatchPlan
 from megatron.optimizer.grad_compression import Int8Reduction, PowerSGD, TopK
 from megatron.pipeline.actions import COMPUTE_KINDS
 from megatron.pipeline.plan import build_program

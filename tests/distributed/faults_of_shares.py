@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from megatron.distributed.comm import Group
 from megatron.distributed.param_layout import BucketKey, ParamShard
-from megatron.layers import moe
+from megatron.layers import router
 from megatron.layers.loss import OutputLayer
 from megatron.optimizer import distributed_optimizer
 from megatron.optimizer.grad_buffer import Bucket, BufferPool, GradBuffer, ReduceHandle, Reduction, ShardedBucket
@@ -66,8 +66,8 @@ def experts_summed_over_all_replicas() -> AbstractContextManager[Any]:
 
 def choices_counted_locally() -> AbstractContextManager[Any]:
     """Ranks that share a sequence balance the experts by their own part of it."""
-    local = vars(moe.comm) | {"all_reduce": lambda x, group: x}
-    return patch.object(moe, "comm", SimpleNamespace(**local))
+    local = vars(router.comm) | {"all_reduce": lambda x, group: x}
+    return patch.object(router, "comm", SimpleNamespace(**local))
 
 
 def dirty_padding() -> AbstractContextManager[Any]:

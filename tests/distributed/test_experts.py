@@ -14,7 +14,8 @@ from megatron.config.parallel import ParallelConfig
 from megatron.config.training import TrainingConfig
 from megatron.distributed.layout import Layout
 from megatron.distributed.mesh import Mesh
-from megatron.layers.moe import DispatchPlan, Router, Routing
+from megatron.layers.dispatch import DispatchPlan
+from megatron.layers.router import Router, Routing
 from megatron.training.build import build_trainer
 from megatron.training.loggers.console import health_line
 from megatron.training.step import train_step

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from megatron.distributed import comm
 from megatron.distributed.comm import Group
 from megatron.inference import generate
-from megatron.layers.moe import DispatchPlan
+from megatron.layers.dispatch import DispatchPlan
 from megatron.training.cuda_graphs import StepRunner
 from megatron.training.trainer import Trainer
 from tests.nullgpu import faults

@@ -27,7 +27,7 @@ from megatron.distributed.micro_batch import MicroBatch
 from megatron.distributed.param_layout import ParamShard, shard_boxes
 from megatron.distributed.sharding import ShardPiece
 from megatron.layers.attention import CoreAttention, largest_logit
-from megatron.layers.moe import Router, Routing
+from megatron.layers.router import Router, Routing
 from megatron.pipeline.communication import add_communication
 from megatron.pipeline.schedules import sequential_schedule
 from megatron.training.callbacks.base import Callback

@@ -16,11 +16,13 @@ from megatron.config.model import ModelConfig
 from megatron.config.training import TrainingConfig
 from megatron.distributed.comm import Group
 from megatron.distributed.grad_accumulator import GradAccumulator
-from megatron.layers import moe
 from megatron.layers.context import BuildContext, ForwardContext
+from megatron.layers.dispatch import DispatchPlan, Permutation
+from megatron.layers.experts import GroupedLinear
 from megatron.layers.mixers.registry import MIXERS
-from megatron.layers.moe import DispatchPlan, MixtureOfExperts, Permutation, Router, Routing
+from megatron.layers.moe import MixtureOfExperts
 from megatron.layers.recompute_plan import RecomputePlan
+from megatron.layers.router import Router, Routing
 from tests.kit.solo import Gradients, Solo, one_rank_mesh, random_batch, tiny
 
 LENGTH, SAMPLES, EXPERTS = 6, 3, 5
@@ -348,8 +350,8 @@ def test_a_fault_is_noticed(fault: str, monkeypatch: pytest.MonkeyPatch) -> None
     if fault == "unweighted":
         monkeypatch.setattr(torch, "einsum", lambda equation, weights, parts: parts.sum(1))
     if fault == "experts swapped":
-        product = moe.GroupedLinear.forward
-        monkeypatch.setattr(moe.GroupedLinear, "forward", lambda self, x, rows: product(self, x, rows[::-1]))
+        product = GroupedLinear.forward
+        monkeypatch.setattr(GroupedLinear, "forward", lambda self, x, rows: product(self, x, rows[::-1]))
     if fault == "gradients of others' rows":
         original = GradAccumulator.accumulate_wgrad
         monkeypatch.setattr(
