@@ -89,7 +89,7 @@ class GPTChunk(nn.Module):
         # Of the whole model too: coefficients by name.
         self.auxiliary_losses = auxiliary_losses(config)
         self.rotary = {
-            table: RotaryEmbedding(config, *table, context.dtype, context.device)
+            table: RotaryEmbedding(config, table, context.dtype, context.device)
             for table in rotary_tables(config, stage.layers)
         }
 
