@@ -119,10 +119,24 @@ class Experts(nn.Module):
         self.linear_fc1 = GroupedLinear(context.submodule("linear_fc1"))
         self.linear_fc2 = GroupedLinear(context.submodule("linear_fc2"))
 
-    def forward(self, x_RH: Tensor, offsets: Tensor) -> Tensor:
-        """Apply every expert to its rows."""
-        up, down = self.linear_fc1(x_RH, offsets), partial(self.linear_fc2, offsets=offsets)
-        return recompute_producer(self._activate, up, down) if self.drop_activation else down(self._activate(up))
+    def forward(self, x_RH: Tensor, offsets: Tensor, row_weights: Tensor | None = None) -> Tensor:
+        """Apply every expert to its rows.
 
-    def _activate(self, x: Tensor) -> Tensor:
-        return self.kernels.activation(x, None, *self.activation)
+        The weights of rows are applied between the linears, where a kernel reads and writes the rows anyway:
+        ``p (W2 a + b) = W2 (p a) + p b``. So the results of a token can be added as they are.
+
+        Args:
+            x_RH: rows, sorted by expert.
+            offsets: cumulative numbers of rows of the experts, int32 ``[E]``.
+            row_weights: factors of the results ``[R]``, in at least fp32. They have a gradient.
+
+        """
+        activate = partial(self._activate, offsets=offsets, row_weights=row_weights)
+        down = partial(self.linear_fc2, offsets=offsets, row_weights=row_weights)
+        up = self.linear_fc1(x_RH, offsets)
+        return recompute_producer(activate, up, down) if self.drop_activation else down(activate(up))
+
+    def _activate(self, x: Tensor, offsets: Tensor, row_weights: Tensor | None) -> Tensor:
+        if row_weights is None:
+            return self.kernels.activation(x, None, *self.activation)
+        return self.kernels.activation(x, None, *self.activation, row_weights, offsets[-1:])
