@@ -37,7 +37,7 @@ class MixtureOfExperts(nn.Module):
         routing = self.router(x_SBH, ctx.batch)
         x_TH = x_SBH.flatten(0, 1)
         plan = DispatchPlan.plan(routing.experts, self.config.num_experts or 0, self.tp_size, self.group)
-        parts_TCH = plan.combine(self.experts(plan.dispatch(x_TH), plan.counts), len(x_TH))
+        parts_TCH = plan.combine(self.experts(plan.dispatch(x_TH), plan.offsets), len(x_TH))
         weights_TC = routing.weights.repeat_interleave(self.tp_size, dim=1)
         y = torch.einsum("tc,tch->th", weights_TC, parts_TCH.to(weights_TC.dtype)).to(x_TH.dtype).view_as(x_SBH)
         if self.shared_experts is not None:

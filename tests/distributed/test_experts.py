@@ -101,7 +101,7 @@ def travel(rank: int, world_size: int, sizes: dict[str, int]) -> tuple[Tensor, T
     there = route.dispatch(x_TH)
     held = 4 // sizes["ep"]
     factors = torch.arange(1.0 + held * mesh.coordinate["ep"], 9, dtype=torch.float64)[:held]
-    rows = there * factors.repeat_interleave(torch.tensor(route.counts)).unsqueeze(1)
+    rows = there * factors.repeat_interleave(route.offsets.diff(prepend=torch.zeros(1, dtype=torch.int32))).unsqueeze(1)
     back = route.combine(rows, TOKENS)
     (back * factor_of_rank(rank)).sum().backward()
     assert x_TH.grad is not None

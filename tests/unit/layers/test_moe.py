@@ -15,7 +15,7 @@ from torch import Tensor
 from megatron.config.model import ModelConfig
 from megatron.config.training import TrainingConfig
 from megatron.distributed.comm import Group
-from megatron.distributed.grad_accumulator import GradAccumulator
+from megatron.distributed.grad_accumulator import GradAccumulator, WgradOperand
 from megatron.layers.context import BuildContext, ForwardContext
 from megatron.layers.dispatch import DispatchPlan, Permutation
 from megatron.layers.experts import GroupedLinear
@@ -192,8 +192,8 @@ def test_every_token_is_at_each_of_its_experts_once(chosen: tuple[Tensor, int]) 
     route = DispatchPlan.plan(experts_TK, experts, 1, Group())
     x_TH = rows(tokens)
     expected = [(e, t) for e in range(experts) for t in range(tokens) if e in experts_TK[t]]
-    assert route.counts == tuple(sum(e == at for at, _ in expected) for e in range(experts))
-    assert sum(route.counts) == tokens * topk, "one is lost"
+    assert route.offsets.tolist() == [sum(at <= e for at, _ in expected) for e in range(experts)]
+    assert route.offsets[-1] == tokens * topk, "one is lost"
     assert torch.equal(route.dispatch(x_TH), x_TH[[t for _, t in expected]])
 
 
@@ -204,7 +204,8 @@ def test_results_return_to_their_token_in_the_order_of_its_choices(chosen: tuple
     route = DispatchPlan.plan(experts_TK, experts, 1, Group())
     factors = torch.arange(1.0, experts + 1, dtype=torch.float64)
     x_TH = rows(len(experts_TK)).requires_grad_()
-    y_RH = route.dispatch(x_TH) * factors.repeat_interleave(torch.tensor(route.counts)).unsqueeze(1)
+    counts = route.offsets.diff(prepend=torch.zeros(1, dtype=torch.int32))
+    y_RH = route.dispatch(x_TH) * factors.repeat_interleave(counts).unsqueeze(1)
     parts_TCH = route.combine(y_RH, len(experts_TK))
     assert torch.equal(parts_TCH, x_TH.unsqueeze(1) * factors[experts_TK].unsqueeze(-1))
     dy = torch.randn(parts_TCH.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
@@ -350,19 +351,14 @@ def test_a_fault_is_noticed(fault: str, monkeypatch: pytest.MonkeyPatch) -> None
     if fault == "unweighted":
         monkeypatch.setattr(torch, "einsum", lambda equation, weights, parts: parts.sum(1))
     if fault == "experts swapped":
-        product = GroupedLinear.forward
-        monkeypatch.setattr(GroupedLinear, "forward", lambda self, x, rows: product(self, x, rows[::-1]))
+        by_expert = GroupedLinear.by_expert
+        monkeypatch.setattr(GroupedLinear, "by_expert", lambda self, weight: by_expert(self, weight).flip(0))
     if fault == "gradients of others' rows":
         original = GradAccumulator.accumulate_wgrad
         monkeypatch.setattr(
             GradAccumulator,
             "accumulate_wgrad",
-            lambda self, name, x, dy, rows=None: original(self, name, x, dy, _last_as_first(rows)),
+            lambda self, name, x, dy, *rest: original(self, name, WgradOperand(x.wait().roll(1, 0)), dy, *rest),
         )
     with pytest.raises(AssertionError):
         test_output_and_gradients_match_a_loop("two of four", False)
-
-
-def _last_as_first(rows: Any) -> Any:
-    """Rows of the last expert counted as the first one's."""
-    return None if rows is None else [rows[0] + rows[-1], *rows[1:-1], 0]
