@@ -135,7 +135,8 @@ class ExpertOptions:
             yield Problem("E213", f"{model.num_experts} experts do not divide over EP {ep}", fixes)
         if world_size % parallel.model_ranks == 0 and ranks % (ep * tp):
             sentence = f"EP {ep} x expert TP {tp} does not divide the {ranks} ranks of a pipeline stage"
-            yield Problem("E213", sentence, smaller)
+            narrower = nearest(tp, [n for n in divisors(tp) if ranks % (ep * n) == 0])
+            yield Problem("E213", sentence, (*smaller, *flag_fixes("--expert-tensor-parallel-size", narrower)))
 
     def note_experts(self, config: Run, world_size: int) -> Iterator[str]:
         """Yield notes about losses that depend on the layout, unbalanced experts, and routers without a gradient."""

@@ -69,12 +69,18 @@ def effective_options(model: ModelConfig) -> dict[str, Option]:
 
 
 def exported(model: ModelConfig) -> ModelConfig:
-    """Return the model without adapters, with ``window_size`` in place of patterns that are the same window."""
+    """Return the model without adapters, with windows of some layers as a pattern, and one of all as ``window_size``."""
     model = model.base
-    patterns = {model.pattern(layer) for layer in range(model.num_layers)}
-    if model.attention_pattern is None or len(patterns) > 1 or not all(p.only_window for p in patterns):
+    patterns = [model.pattern(layer) for layer in range(model.num_layers)]
+    plain = model.attention_pattern is None and model.window_attn_skip_freq is None
+    if plain or not all(pattern.only_window for pattern in patterns):
         return model
-    return replace(model, attention_pattern=None, window_size=patterns.pop().window)
+    windows = [pattern.window for pattern in patterns]
+    if len({*windows}) == 1:
+        return replace(model, attention_pattern=None, window_attn_skip_freq=None, window_size=windows[0])
+    texts = ["global" if window is None else f"local:{window}" for window in windows]
+    pattern = model.attention_pattern or format_layers(texts)
+    return replace(model, attention_pattern=pattern, window_attn_skip_freq=None, window_size=None)
 
 
 class UnsupportedConfigError(ValueError):

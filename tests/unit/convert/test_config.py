@@ -236,6 +236,8 @@ def test_layers_of_two_kinds_are_patterns() -> None:
         assert (written["layer_types"], written["sliding_window"]) == (LAYER_TYPES, window)
         theirs = AutoConfig.for_model(**written)
         assert (theirs.layer_types, theirs.sliding_window) == (LAYER_TYPES, window)
+        by_freq = replace(ours, attention_pattern=None, window_size=window, window_attn_skip_freq="6")
+        assert build_config_json(by_freq) == written
         assert model(theirs.to_dict()) == model(written) == ours
 
 
