@@ -35,9 +35,9 @@ class ExpertOptions:
     """Number of experts per block, in place of the MLP (mixture of experts). Default: none."""
     moe_router_topk: int = option(2, role="function", at_least=1, at_most=MAX_SIZE, needs="num_experts")
     """Number of experts per token."""
-    moe_layer_freq: str = option("1", role="shape", check=expert_layers, needs=EXPERTS)
-    """Layers with experts, the first of every N, or a list with 1 for them and 0 for layers with an MLP, repeated over
-    the layers. Example: '[0]*3+[1]*58'."""
+    moe_layer_freq: str | None = option(None, role="shape", check=expert_layers, needs=EXPERTS)
+    """Layers with experts: the first of every N, or a list with 1 for them and 0 for layers with an MLP, repeated over
+    the layers. Default: all. Example: '[0]*3+[1]*58'."""
     moe_ffn_hidden_size: int | None = option(None, role="shape", at_least=1, at_most=MAX_SIZE, needs=EXPERTS)
     """Hidden width of an expert. Default: that of the MLP."""
     moe_shared_expert_intermediate_size: int | None = option(
@@ -108,7 +108,7 @@ class ExpertOptions:
 
     def has_experts(self, layer: int) -> bool:
         """Return True if a layer has experts."""
-        layers = expert_layers(self.moe_layer_freq)
+        layers = expert_layers(self.moe_layer_freq or "1")
         return self.num_experts is not None and bool(layers[layer % len(layers)])
 
     @property

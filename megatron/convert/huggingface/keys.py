@@ -69,7 +69,7 @@ def effective_options(model: ModelConfig) -> dict[str, Option]:
 
 
 def exported(model: ModelConfig) -> ModelConfig:
-    """Return the model without adapters, with windows of some layers as a pattern, and one of all as ``window_size``."""
+    """Return the model without adapters, with a window of all layers as ``window_size``, and others as a pattern."""
     model = model.base
     patterns = [model.pattern(layer) for layer in range(model.num_layers)]
     plain = model.attention_pattern is None and model.window_attn_skip_freq is None

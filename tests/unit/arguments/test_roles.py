@@ -46,6 +46,7 @@ OTHER_VALUES: dict[str, Any] = {
     "attention_pattern": "local:4,global",
     "no_rope_freq": "2",
     "window_attn_skip_freq": "2",
+    "moe_layer_freq": "2",
     "lora_target": ("linear_qkv",),
 }
 
