@@ -398,6 +398,11 @@ class ModelConfig(AdapterOptions, ExpertOptions, TransformerOptions):
         return self.moe_ffn_hidden_size or self.ffn
 
     @property
+    def expert_hidden(self) -> int:
+        """Width of what an expert takes and gives."""
+        return self.moe_latent_size or self.hidden_size
+
+    @property
     def vocab(self) -> int:
         """Vocabulary size; ValueError until a flag or the tokenizer has set it."""
         if self.vocab_size is None:
