@@ -118,6 +118,13 @@ def from_experts(t: Tensors, config: ModelConfig) -> dict[str, Tensor]:
         names = [(place, f"{place}.{gate}.weight") for place in places for gate in ("gate", "router", "router.layer")]
         theirs, gate = next((place, name) for place, name in names if name in t)
         out[f"layers.{i}.mlp.router.weight"] = t[gate]
+        shared = f"{theirs}.shared_expert{'' if f'{theirs}.shared_expert_gate.weight' in t else 's'}"
+        if f"{shared}.down_proj.weight" in t:
+            gate_up = [t[f"{shared}.{x}_proj.weight"] for x in ("gate", "up")]
+            out[f"layers.{i}.mlp.shared_experts.linear_fc1.weight"] = torch.cat(gate_up)
+            out[f"layers.{i}.mlp.shared_experts.linear_fc2.weight"] = t[f"{shared}.down_proj.weight"]
+        if f"{shared}_gate.weight" in t:
+            out[f"layers.{i}.mlp.shared_experts.gate_weight"] = t[f"{shared}_gate.weight"]
         up, down = _of_experts(t, f"{theirs}.experts", config.num_experts or 0)
         out[f"layers.{i}.mlp.experts.linear_fc1.weight"] = up.flatten(0, 1)
         out[f"layers.{i}.mlp.experts.linear_fc2.weight"] = down.flatten(0, 1)

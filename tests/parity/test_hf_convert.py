@@ -41,7 +41,18 @@ def build(case: Case, seed: int) -> nn.Module:
     return model.eval()
 
 
-HEAD_DIM = ("Llama", "Mistral", "Ministral", "Qwen3", "Mixtral", "Qwen3Moe", "GptOss", "Gemma2", "Gemma3Text")
+HEAD_DIM = (
+    "Llama",
+    "Mistral",
+    "Ministral",
+    "Qwen3",
+    "Mixtral",
+    "Qwen3Moe",
+    "Qwen2Moe",
+    "GptOss",
+    "Gemma2",
+    "Gemma3Text",
+)
 """Families whose heads need not split the hidden size."""
 
 

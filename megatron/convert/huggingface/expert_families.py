@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+from megatron.config.model import ModelConfig
 from megatron.convert.huggingface.dense_families import (
     DIVIDES_HIDDEN,
     GRANITE_KEYS,
@@ -14,6 +15,7 @@ from megatron.convert.huggingface.dense_families import (
     llama_keys,
 )
 from megatron.convert.huggingface.keys import (
+    HAS_LAYER_TYPES,
     WINDOW,
     Capabilities,
     ConfigKey,
@@ -25,8 +27,10 @@ from megatron.convert.huggingface.keys import (
     layer_types,
     layers_with_experts,
     read_bool,
+    read_layer_types,
     read_number,
     rope,
+    write_layer_types,
 )
 
 _HAS_EXPERTS: Capabilities = {"num_experts": lambda m: m.num_experts is not None}
@@ -120,6 +124,8 @@ def _write_sparse_layers(chosen: Sequence[bool]) -> FieldValues:
 
 _EXPERT_ROWS = expert_weights("model.layers.{i}.mlp", "gate_proj", "up_proj", "down_proj")
 
+_SPARSE = layers_with_experts(24, ("decoder_sparse_step", "mlp_only_layers"), _read_sparse_layers, _write_sparse_layers)
+
 QWEN3_MOE = replace(
     LLAMA,
     architecture="Qwen3MoeForCausalLM",
@@ -135,7 +141,7 @@ QWEN3_MOE = replace(
             options=("window_size",),
         ),
         _count(128, _HAS_EXPERTS, "num_experts", "num_local_experts"),
-        layers_with_experts(24, ("decoder_sparse_step", "mlp_only_layers"), _read_sparse_layers, _write_sparse_layers),
+        _SPARSE,
         _NORMED,
         _BALANCING_LOSS,
     ),
@@ -143,6 +149,76 @@ QWEN3_MOE = replace(
     always={**SWIGLU, **NO_BIAS, "qk_layernorm": True},
     weights={**LLAMA.weights, **_EXPERT_ROWS},
     stacked=_STACKED,
+)
+
+
+def _shared_expert(module: str) -> WeightRows:
+    """Return the rows of the shared expert in ``module`` of a layer."""
+    return {
+        "layers.{i}.mlp.shared_experts.linear_fc1": (
+            "p f h",
+            {f"{module}.gate_proj": "p[:1] f, h", f"{module}.up_proj": "p[1:] f, h"},
+        ),
+        "layers.{i}.mlp.shared_experts.linear_fc2": ("h f", {f"{module}.down_proj": "h, f"}),
+    }
+
+
+def _read_alternating_window(config: JsonObject) -> FieldValues:
+    """Read the window of Qwen2-MoE, which every second of its first layers has."""
+    first = read_number(ConfigKey("", "max_window_layers", 28), config)
+    window = read_number(WINDOW, config) if read_bool(config, "use_sliding_window", False) else None
+    layers = {"num_hidden_layers": 24} | config
+    return read_layer_types(layers, window, lambda layer: layer % 2 == 0 and layer < first)
+
+
+def _write_alternating_window(model: ModelConfig) -> FieldValues:
+    keys = write_layer_types(model, always=True)
+    return {"use_sliding_window": keys["sliding_window"] is not None} | keys
+
+
+QWEN2_MOE = replace(
+    QWEN3_MOE,
+    architecture="Qwen2MoeForCausalLM",
+    keys=(
+        *llama_keys("qwen2_moe"),
+        ConfigKey("moe_ffn_hidden_size", "moe_intermediate_size", 1408),
+        ConfigKey(
+            "moe_shared_expert_intermediate_size",
+            "shared_expert_intermediate_size",
+            5632,
+            can={"moe_shared_expert_intermediate_size": lambda m: m.moe_shared_expert_intermediate_size is not None},
+        ),
+        ConfigKey("moe_router_topk", "num_experts_per_tok", 4),
+        rope(),
+        KeyGroup(
+            ("use_sliding_window", "sliding_window", "max_window_layers", "layer_types"),
+            _read_alternating_window,
+            _write_alternating_window,
+            HAS_LAYER_TYPES,
+            ("window_size",),
+        ),
+        KeyGroup(
+            ("qkv_bias",),
+            lambda c: {"add_qkv_bias": read_bool(c, "qkv_bias", True)},
+            lambda m: {"qkv_bias": m.qkv_bias},
+            options=("add_qkv_bias",),
+        ),
+        ConfigKey("num_experts", "num_experts", 60, can=_HAS_EXPERTS),
+        _SPARSE,
+        _NORMED,
+        _BALANCING_LOSS,
+    ),
+    fixed=LLAMA.fixed,
+    always={**SWIGLU, **NO_BIAS, "moe_shared_expert_gate": True},
+    weights={
+        **LLAMA.weights,
+        **_EXPERT_ROWS,
+        **_shared_expert("model.layers.{i}.mlp.shared_expert"),
+        "layers.{i}.mlp.shared_experts.gate_weight": (
+            "u h",
+            {"model.layers.{i}.mlp.shared_expert_gate.weight": "u, h"},
+        ),
+    },
 )
 
 OLMOE = replace(

@@ -31,6 +31,7 @@ MODEL_FAMILIES: dict[str, ModelFamily] = {
     "smollm3": dense.SMOLLM3,
     "starcoder2": dense.STARCODER2,
     "granite": dense.GRANITE,
+    "qwen2_moe": experts.QWEN2_MOE,
     "olmoe": experts.OLMOE,
     "granitemoe": experts.GRANITE_MOE,
 }
@@ -52,7 +53,6 @@ MISSING: Mapping[str, str] = {
     "olmo": "norms without weights",
     "opt": "learned positions with an offset",
     "stablelm": "a family of a plugin, as in docs/extending.md",
-    "qwen2_moe": "a gate of the shared expert",
     "dbrx": "clipped queries, keys and values",
     "llama4_text": "norms of queries and keys without weights",
     "gemma3n_text": "embeddings in every layer",

@@ -14,7 +14,7 @@ inputs. Rows contain only views, permutations, slices and joins, so they are inv
 set of slices of theirs.
 
 Axes: v vocabulary, t positions, h hidden, g key/value heads, x queries, key and value of a group, d channels of a head,
-o outputs of all heads, p gate and up, f width of the MLP, e experts.
+o outputs of all heads, p gate and up, f width of the MLP, e experts, u one gate.
 """
 
 from __future__ import annotations

@@ -181,6 +181,7 @@ def test_published_config_of_other_families() -> None:
     [
         (MIXTRAL, 46.7, 12.9),
         (QWEN3_MOE, 30.5, 3.3),
+        (PUBLISHED["qwen2_moe"], 14.3, 2.7),
         (PUBLISHED["olmoe"], 6.92, 1.28),
         (PUBLISHED["granitemoe"], 1.33, 0.43),
     ],
@@ -192,7 +193,7 @@ def test_published_mixtures_have_the_published_sizes(
     ours = model(config)
     assert num_parameters(ours) / 1e9 == pytest.approx(billions, abs=0.06)
     assert num_parameters(ours, active=True) / 1e9 == pytest.approx(active_billions, abs=0.06)
-    assert ours.moe_router_pre_softmax == (config["model_type"] == "olmoe")
+    assert ours.moe_router_pre_softmax == (config["model_type"] in ("olmoe", "qwen2_moe"))
     written = build_config_json(ours)
     assert written["model_type"] == config["model_type"]
     assert model(written) == ours
