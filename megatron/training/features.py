@@ -15,6 +15,7 @@ from megatron.training.component import Component, name_in_errors
 from megatron.training.components.adapter_base import AdapterBase
 from megatron.training.components.average import AverageWeights
 from megatron.training.components.grad_compression import ERROR_KIND, CompressionState
+from megatron.training.components.head_weights import HeadWeights
 from megatron.training.components.kept_casts import KeptCasts
 from megatron.training.components.nonfinite import NonFiniteCheck
 from megatron.training.components.optimizer_state import OptimizerState
@@ -44,6 +45,7 @@ FEATURES: Sequence[Feature] = (
     KeptCasts,
     AdapterBase,
     FrozenModelInputs,
+    HeadWeights,
     Diloco,
 )
 """Features with state, or which act around a step, in the order in which they act."""
