@@ -23,6 +23,7 @@ from megatron.config.option import (
     WithPluginOptions,
     option,
 )
+from megatron.config.router import RouterOptions
 from megatron.config.text import divisors, flag_fixes, multiples_as_fixes, nearest, selected_layers
 
 GATED_ACTIVATIONS = ("swiglu", "geglu", "geglu_tanh", "quick_geglu")
@@ -306,7 +307,7 @@ class RotaryTable(NamedTuple):
 
 
 @dataclass(frozen=True)
-class ModelConfig(AdapterOptions, ExpertOptions, TransformerOptions):
+class ModelConfig(AdapterOptions, RouterOptions, ExpertOptions, TransformerOptions):
     """Decoder-only transformer.
 
     Query heads share key/value heads in groups (``n`` = num_attention_heads, ``g`` = num_query_groups)::
