@@ -24,6 +24,7 @@ from megatron.config.option import (
     WithPluginOptions,
     option,
 )
+from megatron.config.router import RouterOptions
 from megatron.config.text import divisors, flag_fixes, multiples_as_fixes, nearest, selected_layers
 
 GATED_ACTIVATIONS = ("swiglu", "geglu", "geglu_tanh", "quick_geglu")
@@ -307,7 +308,7 @@ class RotaryTable(NamedTuple):
 
 
 @dataclass(frozen=True)
-class ModelConfig(AdapterOptions, ExpertOptions, MultiTokenOptions, TransformerOptions):
+class ModelConfig(AdapterOptions, RouterOptions, ExpertOptions, MultiTokenOptions, TransformerOptions):
     """Decoder-only transformer.
 
     Query heads share key/value heads in groups (``n`` = num_attention_heads, ``g`` = num_query_groups)::
