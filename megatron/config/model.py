@@ -14,6 +14,7 @@ from megatron.config.adapters import AdapterOptions
 from megatron.config.attention_pattern import AttentionPattern, format_layers, parse_layers, split_layers
 from megatron.config.errors import Problem
 from megatron.config.experts import ExpertOptions
+from megatron.config.multi_token import MultiTokenOptions
 from megatron.config.option import (
     MAX_LAYERS,
     MAX_SIZE,
@@ -23,6 +24,7 @@ from megatron.config.option import (
     WithPluginOptions,
     option,
 )
+from megatron.config.router import RouterOptions
 from megatron.config.text import divisors, flag_fixes, multiples_as_fixes, nearest, selected_layers
 
 GATED_ACTIVATIONS = ("swiglu", "geglu", "geglu_tanh", "quick_geglu")
@@ -320,7 +322,7 @@ class RotaryTable(NamedTuple):
 
 
 @dataclass(frozen=True)
-class ModelConfig(AdapterOptions, ExpertOptions, TransformerOptions):
+class ModelConfig(AdapterOptions, RouterOptions, ExpertOptions, MultiTokenOptions, TransformerOptions):
     """Decoder-only transformer.
 
     Query heads share key/value heads in groups (``n`` = num_attention_heads, ``g`` = num_query_groups)::
@@ -335,6 +337,11 @@ class ModelConfig(AdapterOptions, ExpertOptions, TransformerOptions):
         """Return the names of the mixers of a layer, in order: each is a residual layer ``x + mixer(norm(x))``."""
         token_mixer = self.token_mixers[layer % len(self.token_mixers)]
         return token_mixer, "experts" if self.has_experts(layer) else "mlp"
+
+    @property
+    def head_layers(self) -> tuple[int, ...]:
+        """Layers whose kind of block the heads have, which predict further tokens beside the output layer."""
+        return (self.num_layers - 1,) * self.prediction_depths
 
     @property
     def kinds_of_layers(self) -> list[tuple[str, ...]]:
