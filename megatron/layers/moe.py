@@ -37,7 +37,7 @@ class MixtureOfExperts(nn.Module):
 
     def forward(self, x_SBH: Tensor, ctx: ForwardContext) -> MixerOutput:
         """Route every token, and apply its experts."""
-        routing = self.router(x_SBH, ctx.batch)
+        routing = self.router(x_SBH, ctx)
         x_TH = self.fc1_latent_proj(x_SBH).flatten(0, 1)
         plan = DispatchPlan.plan(routing.experts, self.config.num_experts or 0, self.tp_size, self.group)
         parts_TCH = plan.combine(self.experts(plan.dispatch(x_TH), plan.offsets), len(x_TH))
