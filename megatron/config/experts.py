@@ -97,10 +97,6 @@ class ExpertOptions:
     E922 --fp8-format does not support --num-experts: experts are not multiplied in FP8
       fix: drop --fp8-format
 
-    cuda_graph=step and num_experts
-    E214 --cuda-graph step does not support experts: their numbers of tokens differ in every step
-      fix: --cuda-graph none
-
     num_experts and moe_router_topk>num_experts
     E214 --moe-router-topk {moe_router_topk} exceeds the {num_experts} experts
       fix: --moe-router-topk {num_experts}

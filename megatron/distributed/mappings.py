@@ -83,42 +83,44 @@ class _ScatterRows(torch.autograd.Function):
 class _AllToAll:
     """An all-to-all in both directions."""
 
+    # Under way in the current direction.
+    pending: comm.Pending
+
     def __init__(self, sent: Sequence[int] | None, received: Sequence[int] | None, group: Group) -> None:
         self.sent, self.received, self.group = sent, received, group
-        self.forward: comm.Pending | None = None
-        self.backward: comm.Pending | None = None
+
+    def wait(self) -> Tensor:
+        result = self.pending.wait()
+        del self.pending
+        return result
 
 
 class _StartAllToAll(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, transfer: _AllToAll) -> Tensor:
         ctx.transfer = transfer
-        transfer.forward = comm.start_all_to_all_rows(x, transfer.sent, transfer.received, transfer.group)
-        return transfer.forward.result.detach()  # an object of its own, or it would hold itself
+        transfer.pending = comm.start_all_to_all_rows(x, transfer.sent, transfer.received, transfer.group)
+        return transfer.pending.result.detach()  # an object of its own, or it would hold itself
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
         transfer: _AllToAll = ctx.transfer
-        pending, transfer.backward = transfer.backward, None
-        assert pending is not None
-        return pending.wait(), None
+        return transfer.wait(), None
 
 
 class _FinishAllToAll(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, y: Tensor, transfer: _AllToAll) -> Tensor:
         ctx.transfer = transfer
-        pending, transfer.forward = transfer.forward, None
-        assert pending is not None
-        pending.wait()
+        transfer.wait()
         return y.view_as(y)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
         transfer: _AllToAll = ctx.transfer
-        transfer.backward = comm.start_all_to_all_rows(dy, transfer.received, transfer.sent, transfer.group)
+        transfer.pending = comm.start_all_to_all_rows(dy, transfer.received, transfer.sent, transfer.group)
         return dy, None  # of the shape that autograd expects; the other half returns the gradient
 
 

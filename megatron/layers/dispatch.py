@@ -22,7 +22,6 @@ this rank, R rows of experts.
 
 from __future__ import annotations
 
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -32,9 +31,12 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from megatron.config.dispatch import ExchangeBuffers
+from megatron.config.plugins import registered
 from megatron.distributed import comm, mappings
 from megatron.distributed.comm import Group
 from megatron.kernels.rows import SumRowsKernel, sum_rows
+from megatron.layers.context import BuildContext
 
 # ---- Copies of rows, and their sums
 
@@ -338,27 +340,18 @@ class ExactDispatcher(Dispatcher):
 
 @dataclass(frozen=True)
 class BoundedDispatcher(Dispatcher):
-    """Sends a block of fixed size to every rank.
+    """Sends a block of fixed size to every rank; :class:`ExchangeBuffers` has the sizes."""
 
-    The bound is a factor b: buffers hold what arrives if the experts of a rank are chosen b times as often as the mean
-    of all ranks. Rows of experts are at most b T K (times expert-TP), and rows for each rank T (1 - (1 - b / EP)^K),
-    from tokens of which none of K choices falls on it.
-    """
-
-    def block(self, tokens: int) -> int:
-        """Return the number of rows for each rank."""
-        share = min(1.0, self.bound * self.tp_size / self.group.size)
-        return min(tokens, math.ceil(tokens * (1.0 - (1.0 - share) ** self.topk)))
-
-    def expert_rows(self, tokens: int) -> int:
-        """Return the number of rows for the experts of a rank."""
-        most = self.group.size * self.block(tokens) * min(self.topk, self.local)
-        return min(most, math.ceil(self.bound * tokens * self.topk * self.tp_size))
+    def buffers(self, tokens: int) -> ExchangeBuffers:
+        """Return the rows of the buffers."""
+        ep, bound = self.group.size // self.tp_size, self.bound
+        return ExchangeBuffers.of(bound, tokens, self.topk, self.local, ep, self.tp_size)
 
     def dispatch(self, x_TH: Tensor, experts_TK: Tensor, weights_TK: Tensor, drops: bool) -> Exchange:
         """See :class:`Dispatcher`; all ranks need the same number of tokens."""
         tokens, size, targets = len(x_TH), self.group.size, _Targets.of(experts_TK, self)
-        block, copies = self.block(tokens), targets.keys.shape[1]
+        buffers, copies = self.buffers(tokens), targets.keys.shape[1]
+        block = buffers.block
         (order, places, ends), keys = targets.ordered, targets.keys.flatten()
         starts = torch.cat([ends.new_zeros(1), ends])
         within = places - starts.index_select(0, keys)
@@ -366,12 +359,34 @@ class BoundedDispatcher(Dispatcher):
         places = (keys * block + within).where(fits, size * block)
         source = torch.full((size * block + 1,), tokens, device=order.device)
         source.scatter_(0, places, torch.arange(len(places), device=order.device) // copies)
-        overflowed = (starts.diff() > block).any()
-        weights_TK = weights_TK.masked_fill(overflowed, torch.nan)
+        overflowed = None
+        if buffers.expert_rows < size * tokens * min(self.topk, self.local):
+            overflowed = (starts.diff() > block).any()
+            weights_TK = weights_TK.masked_fill(overflowed, torch.nan)
         rows = RowCopies(source[:-1], places.view(-1, copies), False, False, self.kernel)
         sent = (x_TH, experts_TK, weights_TK)
-        return _AllToAll.start(self, rows, (None, None), sent, self.expert_rows(tokens), overflowed)
+        return _AllToAll.start(self, rows, (None, None), sent, buffers.expert_rows, overflowed)
 
 
 DISPATCHERS: dict[str, type[Dispatcher]] = {"exact": ExactDispatcher, "bounded": BoundedDispatcher}
 """Dispatchers by the names of ``--moe-exchange``; plugins register further ones as ``dispatcher``."""
+
+
+def build_dispatchers(context: BuildContext) -> tuple[Dispatcher, Dispatcher]:
+    """Return the dispatchers of training steps, and of everything else, where ranks may have other numbers of tokens.
+
+    Without EP, all ranks of expert-TP get all tokens: then the blocks of the bounded exchange are always full.
+    """
+    model, parallel, kernel = context.model, context.parallel, context.kernels.sum_rows
+    group, tp_size = context.mesh.group("ep", "etp"), context.mesh.layout.sizes["etp"]
+    arguments = group, tp_size, model.num_experts or 0, model.moe_router_topk, kernel
+    if group.size == 1:
+        return LocalDispatcher(*arguments), LocalDispatcher(*arguments)
+    name = parallel.exchange(context.device.type == "cuda", context.dtype == torch.float16)
+    if name in registered("dispatcher"):
+        made: Dispatcher = registered("dispatcher")[name](*arguments, parallel.moe_exchange_bound)
+        return made, made
+    exact = ExactDispatcher(*arguments)
+    if group.size == tp_size:
+        return BoundedDispatcher(*arguments), exact
+    return DISPATCHERS[name](*arguments, parallel.moe_exchange_bound), exact

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from megatron.config.model import ModelConfig
 from megatron.layers.context import BuildContext, ForwardContext, MixerOutput
-from megatron.layers.dispatch import Dispatcher, ExactDispatcher, ExpertRows, LocalDispatcher
+from megatron.layers.dispatch import Exchange, ExpertRows, build_dispatchers
 from megatron.layers.experts import Experts
 from megatron.layers.mlp import MLP
 from megatron.layers.recompute_plan import RecomputePlan
@@ -30,22 +30,28 @@ class MixtureOfExperts(nn.Module):
         self.shared_experts: MLP | None = None
         if config.moe_shared_expert_intermediate_size:
             self.shared_experts = MLP(config, context.submodule("shared_experts"), layer, plan)
-        group, tp_size = context.mesh.group("ep", "etp"), context.mesh.layout.sizes["etp"]
-        kind = LocalDispatcher if group.size == 1 else ExactDispatcher
-        self.dispatcher: Dispatcher = kind(
-            group, tp_size, config.num_experts or 0, config.moe_router_topk, context.kernels.sum_rows
-        )
+        self.training_dispatcher, self.other_dispatcher = build_dispatchers(context)
+        self.parts = 2 if context.parallel.overlap_moe_expert_parallel_comm else 1
+        self.overlaps_shared = context.parallel.moe_shared_expert_overlap
+        # True once tokens did not fit in a buffer of the exchange.
+        self.overflowed = torch.zeros((), dtype=torch.bool, device=context.device)
 
     def forward(self, x_SBH: Tensor, ctx: ForwardContext) -> MixerOutput:
         """Route every token, and apply its experts."""
         routing = self.router(x_SBH, ctx.batch)
-        exchange = self.dispatcher.dispatch(x_SBH.flatten(0, 1), routing.experts, routing.weights, False)
-        tokens = exchange.wait()
-        rows = ExpertRows.of(tokens, self.dispatcher.local, self.context.kernels.sum_rows)
-        counts = rows.offsets.diff(prepend=rows.offsets.new_zeros(1)).tolist()
-        y_RH = self.experts(rows.rows.copy(tokens.x), counts)
-        y_RH = (y_RH * rows.weights(tokens.weights).unsqueeze(1)).to(y_RH.dtype)
-        y = exchange.combine(rows.rows.add(y_RH))().view_as(x_SBH)
+        dispatcher = self.training_dispatcher if self.training else self.other_dispatcher
+        sent = (t.tensor_split(self.parts) for t in (x_SBH.flatten(0, 1), routing.experts, routing.weights))
+        exchanges = [dispatcher.dispatch(*part, False) for part in zip(*sent)]
+        finish_shared = None
+        if self.shared_experts is not None and self.overlaps_shared:
+            finish_shared = self.shared_experts.start(x_SBH, ctx)
+        returning = [self._compute(exchange, dispatcher.local) for exchange in exchanges]
+        shared = None
         if self.shared_experts is not None:
-            y = y + self.shared_experts(x_SBH, ctx).sum()
+            shared = finish_shared().sum() if finish_shared else None
+        results = [wait() for wait in returning]
+        y_TH = results[0] if self.parts == 1 else torch.cat(results)
+        y = y_TH.view_as(x_SBH)
+        if self.shared_experts is not None:
+            y = y + (self.shared_experts(x_SBH, ctx).sum() if shared is None else shared)
         return MixerOutput(y, losses=routing.losses)

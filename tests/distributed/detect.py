@@ -352,7 +352,7 @@ def flipped_bit(rank: int, world_size: int, case: Case) -> str:
 
 
 def plan_a_route(rank: int, world_size: int) -> tuple[list[int], list[int]]:
-    """Each rank has tokens of its own for four experts; the rows of each of its experts, and the ranks of the tokens."""
+    """Each rank has tokens of its own for four experts; the last rows of its experts, and the ranks of the tokens."""
     mesh = mesh_of(rank, world_size, expert_model_parallel_size=world_size)
     x_TH = torch.full((3, 1), float(rank))
     chosen = torch.tensor(CHOSEN[rank])

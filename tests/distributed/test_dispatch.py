@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -31,8 +31,6 @@ class Travel:
     bound: float | None = None
     # EP, expert-TP
     sizes: tuple[int, int] = (4, 1)
-    fault: str = ""
-    more: dict[str, Any] = field(default_factory=dict)
 
     def inputs(self, rank: int) -> tuple[Tensor, Tensor, Tensor]:
         """Return a rank's tokens, their choices and the weights of these."""
@@ -82,7 +80,8 @@ def travel(rank: int, world_size: int, case: Travel) -> tuple[Tensor, Tensor, Te
     y_RH = torch.cat([*parts, padding]) * rows.weights(tokens.weights).unsqueeze(1)
     y_TH = sent.combine(rows.rows.add(y_RH))()
     y_TH.backward(torch.full_like(y_TH, 1.0 + rank))
-    assert x_TH.grad is not None and weights_TK.grad is not None
+    assert x_TH.grad is not None
+    assert weights_TK.grad is not None
     overflowed = tokens.overflowed is not None and bool(tokens.overflowed)
     return y_TH.detach(), x_TH.grad, weights_TK.grad, overflowed, len(x_RH)
 
@@ -163,7 +162,7 @@ def test_blocks_hold_what_a_popular_rank_gets(experts: int, topk: int, ep: int) 
     generator = torch.Generator().manual_seed(0)
     chosen = torch.randint(ep, (20_000, topk), generator=generator)
     one, all_of_them = (BoundedDispatcher(group, 1, experts, topk, bound=b) for b in (1.0, float(ep)))
-    assert one.block(20_000) == pytest.approx((chosen == 0).any(1).sum().item(), rel=0.03)
-    assert one.expert_rows(600) == 600 * topk
-    assert all_of_them.block(600) == 600
-    assert all_of_them.expert_rows(600) == ep * 600 * min(topk, experts // ep)
+    assert one.buffers(20_000).block == pytest.approx((chosen == 0).any(1).sum().item(), rel=0.03)
+    assert one.buffers(600).expert_rows == 600 * topk
+    assert all_of_them.buffers(600).block == 600
+    assert all_of_them.buffers(600).expert_rows == ep * 600 * min(topk, experts // ep)
