@@ -135,8 +135,9 @@ def _model(model: ModelConfig) -> str:
         mlp = f"{model.activation} MLP of {model.ffn}"
     else:
         mlp = f"{model.moe_router_topk} of {model.num_experts} {model.activation} experts of {model.expert_ffn}"
-        shared = model.moe_shared_expert_intermediate_size
-        mlp += f" and a shared one of {shared}" if shared else ""
+        mlp += f" in a space of {model.moe_latent_size}" if model.moe_latent_size else ""
+        shared, gated = model.moe_shared_expert_intermediate_size, "gated " * model.moe_shared_expert_gate
+        mlp += f" and a {gated}shared one of {shared}" if shared else ""
         if model.dense_layers:
             mlp += f", in {model.dense_layers} layers a {model.activation} MLP of {model.ffn}"
     shape = f"{model.num_layers} layers, hidden {model.hidden_size}, {heads}, {mlp}"

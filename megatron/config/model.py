@@ -242,7 +242,7 @@ class TransformerOptions(WithPluginOptions):
     E103 hidden size {hidden_size} with {activation}: the MLP's width, 8/3 of it rounded down to 64s, is 0
       fix: --ffn-hidden-size {hidden_size*4} | --hidden-size 24
 
-    dense_layers and ffn%tensor_model_parallel_size
+    dense_layers>0 and ffn%tensor_model_parallel_size
     E204 an MLP of width {ffn} does not divide over TP {tensor_model_parallel_size}
       fix: --ffn-hidden-size {ffn%tensor_model_parallel_size}
 
@@ -381,6 +381,11 @@ class ModelConfig(AdapterOptions, ExpertOptions, TransformerOptions):
     def expert_ffn(self) -> int:
         """Hidden width of an expert."""
         return self.moe_ffn_hidden_size or self.ffn
+
+    @property
+    def expert_hidden(self) -> int:
+        """Width of what an expert takes and gives."""
+        return self.moe_latent_size or self.hidden_size
 
     @property
     def vocab(self) -> int:

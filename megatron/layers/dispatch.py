@@ -32,6 +32,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megatron.config.dispatch import ExchangeBuffers
+from megatron.config.model import ModelConfig
 from megatron.config.plugins import registered
 from megatron.distributed import comm, mappings
 from megatron.distributed.comm import Group
@@ -372,12 +373,12 @@ DISPATCHERS: dict[str, type[Dispatcher]] = {"exact": ExactDispatcher, "bounded":
 """Dispatchers by the names of ``--moe-exchange``; plugins register further ones as ``dispatcher``."""
 
 
-def build_dispatchers(context: BuildContext) -> tuple[Dispatcher, Dispatcher]:
+def build_dispatchers(model: ModelConfig, context: BuildContext) -> tuple[Dispatcher, Dispatcher]:
     """Return the dispatchers of training steps, and of everything else, where ranks may have other numbers of tokens.
 
     Without EP, all ranks of expert-TP get all tokens: then the blocks of the bounded exchange are always full.
     """
-    model, parallel, kernel = context.model, context.parallel, context.kernels.sum_rows
+    parallel, kernel = context.parallel, context.kernels.sum_rows
     group, tp_size = context.mesh.group("ep", "etp"), context.mesh.layout.sizes["etp"]
     arguments = group, tp_size, model.num_experts or 0, model.moe_router_topk, kernel
     if group.size == 1:

@@ -45,6 +45,7 @@ OTHER_VALUES: dict[str, Any] = {
     "yarn_original_max_position_embeddings": 8,
     "attention_pattern": "local:4,global",
     "no_rope_freq": "2",
+    "moe_layer_freq": "2",
     "lora_target": ("linear_qkv",),
 }
 

@@ -157,6 +157,15 @@ MODELS: dict[str, dict[str, Any]] = {
     "all of three": {"num_experts": 3, "moe_router_topk": 3, "moe_ffn_hidden_size": 7},
     "gated": {"num_experts": 4, "activation": "swiglu", "moe_ffn_hidden_size": 9},
     "gated, shared": {"num_experts": 4, "activation": "swiglu", "moe_shared_expert_intermediate_size": 11},
+    "shared, gate": {"num_experts": 3, "moe_shared_expert_intermediate_size": 5, "moe_shared_expert_gate": True},
+    "latent": {"num_experts": 4, "moe_latent_size": 6, "moe_ffn_hidden_size": 9},
+    "latent, gated, shared": {
+        "num_experts": 4,
+        "activation": "swiglu",
+        "moe_latent_size": 20,
+        "moe_shared_expert_intermediate_size": 11,
+        "moe_shared_expert_gate": True,
+    },
     "many": {"num_experts": 40, "moe_ffn_hidden_size": 3, "activation": "relu2"},  # most have no token
     "losses": {"num_experts": 4, **LOSSES},
 }
@@ -200,12 +209,15 @@ def by_hand(config: ModelConfig, w: dict[str, Tensor], x_SBH: Tensor) -> Tensor:
         logits = w["router.weight"] @ x
         chosen = sorted(range(count), key=lambda e: -logits[e].item())[: config.moe_router_topk]
         shares = logits.exp() / (logits.exp().sum() if config.moe_router_pre_softmax else logits[chosen].exp().sum())
-        y = torch.zeros_like(x)
+        sent = w["fc1_latent_proj.weight"] @ x if config.moe_latent_size else x
+        y = torch.zeros_like(sent)
         for e in chosen:
-            y = y + shares[e] * (downs[e] @ activated(config, ups[e] @ x))
+            y = y + shares[e] * (downs[e] @ activated(config, ups[e] @ sent))
+        y = w["fc2_latent_proj.weight"] @ y if config.moe_latent_size else y
         if config.moe_shared_expert_intermediate_size:
             up, down = (w[f"shared_experts.linear_fc{i}.weight"] for i in (1, 2))
-            y = y + down @ activated(config, up @ x)
+            gate = 1 / (1 + (-w["shared_experts.gate_weight"][0] @ x).exp()) if config.moe_shared_expert_gate else 1.0
+            y = y + gate * (down @ activated(config, up @ x))
         out.append(y)
     return torch.stack(out).view_as(x_SBH)
 
