@@ -50,8 +50,8 @@ class MixtureOfExperts(nn.Module):
         routing = self.router(x_SBH, ctx.batch)
         x_TH = self.fc1_latent_proj(x_SBH).flatten(0, 1)
         dispatcher = self.training_dispatcher if self.training else self.other_dispatcher
-        parts = zip(*(t.tensor_split(self.parts) for t in (x_TH, routing.experts, routing.weights)))
-        exchanges = [dispatcher.dispatch(*part, False) for part in parts]
+        parts = (t.tensor_split(self.parts) for t in (x_TH, routing.experts, routing.weights))
+        exchanges = [dispatcher.dispatch(x, experts, weights, False) for x, experts, weights in zip(*parts)]
         shared, finish_shared = self.shared_experts, None
         if shared is not None and self.overlaps_shared:
             finish_shared = shared.start(x_SBH, ctx)
