@@ -80,7 +80,12 @@ def heads_of(config: ModelConfig, sharding: Sharding = UNSHARDED) -> dict[str, S
 
 
 def trainable(specs: Mapping[str, ShardSpec]) -> Specs:
-    """Return those of the parameters that are trained, which checkpoints hold."""
+    """Return those of the parameters that the optimizer trains."""
+    return {name: spec for name, spec in specs.items() if spec.has_gradient}
+
+
+def in_checkpoints(specs: Mapping[str, ShardSpec]) -> Specs:
+    """Return those of the parameters that checkpoints hold: the trained ones and the buffers."""
     return {name: spec for name, spec in specs.items() if not spec.frozen}
 
 

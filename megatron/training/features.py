@@ -14,6 +14,8 @@ from megatron.training.callbacks.profiler import StepProfiler
 from megatron.training.component import Component, name_in_errors
 from megatron.training.components.adapter_base import AdapterBase
 from megatron.training.components.average import AverageWeights
+from megatron.training.components.expert_loads import KIND as EXPERT_LOADS
+from megatron.training.components.expert_loads import ExpertLoadBalance
 from megatron.training.components.grad_compression import ERROR_KIND, CompressionState
 from megatron.training.components.head_weights import HeadWeights
 from megatron.training.components.kept_casts import KeptCasts
@@ -40,6 +42,7 @@ class Feature(Protocol):
 
 FEATURES: Sequence[Feature] = (
     CompressionState,
+    ExpertLoadBalance,
     SpikeGuard,
     AverageWeights,
     KeptCasts,
@@ -52,6 +55,7 @@ FEATURES: Sequence[Feature] = (
 
 UNUSED: Mapping[str, tuple[type[Component], str]] = {
     ERROR_KIND: (CompressionState, "the checkpoint's errors of compressed gradients are not used"),
+    EXPERT_LOADS: (ExpertLoadBalance, "the checkpoint's loads of experts are not used"),
     f"{PARAM}.": (Diloco, "the checkpoint is a DiLoCo replica's: it continues from this replica's weights, alone"),
 }
 """Beginnings of kinds of tensors in a checkpoint -> the feature, and a note if the run does not have it."""

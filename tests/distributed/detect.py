@@ -352,16 +352,16 @@ def flipped_bit(rank: int, world_size: int, case: Case) -> str:
 
 
 def plan_a_route(rank: int, world_size: int) -> tuple[tuple[int, ...], ...]:
-    """Each rank has tokens of its own for four experts; how many it sends, gets, and has for each of its experts."""
+    """Each rank has tokens of its own for four experts; how many it sends and gets, and where each expert's end."""
     mesh = mesh_of(rank, world_size, expert_model_parallel_size=world_size)
     route = DispatchPlan.plan(torch.tensor(CHOSEN[rank]), 4, 1, mesh.group("ep", "etp"))
-    return route.sent, route.received, route.counts
+    return route.sent, route.received, tuple(route.offsets.tolist())
 
 
 CHOSEN = [[[0, 1], [0, 1], [0, 3]], [[3, 2], [3, 2], [3, 2]]]
 """Experts of each rank's tokens: rank 0 has the first two."""
 
-PLANNED = [((5, 1), (5, 0), (3, 2)), ((0, 6), (1, 6), (3, 4))]
+PLANNED = [((5, 1), (5, 0), (3, 5)), ((0, 6), (1, 6), (3, 7))]
 """The results, counted by hand."""
 
 
@@ -422,7 +422,12 @@ HSDP = replace(ZERO1, parallel=replace(ZERO1.parallel, num_distributed_optimizer
 BF16_WIRE = replace(DP2, parallel=replace(DP2.parallel, grad_reduce_in_bf16=True), optimizer=OptimizerConfig("sgd"))
 
 _EXPERTS = replace(
-    MODEL, num_experts=4, add_bias_linear=False, moe_ffn_hidden_size=24, moe_aux_loss_coeff=0.1, moe_z_loss_coeff=0.01
+    MODEL,
+    num_experts=4,
+    add_bias_linear=False,
+    moe_ffn_hidden_size=24,
+    moe_aux_loss_coeff=(0.1,),
+    moe_z_loss_coeff=0.01,
 )
 # FP8 scales depend on the size of a micro-batch. A key/value head that ranks share has gradients in parts.
 _FP8 = replace(TP2, model=replace(MODEL, num_query_groups=2), training=TrainingConfig(micro_batch_size=TP2.samples))
