@@ -9,7 +9,7 @@ from megatron.config.model import ModelConfig, RotaryTable
 from megatron.distributed.sharding import Init, Sharding, Specs
 from megatron.layers.mixers.activations import ActivationShape, KeptTensor
 from megatron.layers.mixers.base import Exchanged, Matmul, Mixer, linear, norm, norm_init, output_projection, under
-from megatron.layers.mixers.core_attention import CORE, CoreShape, Heads
+from megatron.layers.mixers.core_attention import CORE, CoreShape, HeadSizes
 from megatron.layers.recompute_plan import RecomputePlan
 
 if TYPE_CHECKING:
@@ -79,8 +79,8 @@ class AttentionMixer(Mixer):
         return CoreShape.of(shape, _heads(shape.model)).temporary(shape)
 
 
-def _heads(config: ModelConfig) -> Heads:
-    return Heads(config.num_attention_heads, config.kv_groups, config.head_dim, config.head_dim)
+def _heads(config: ModelConfig) -> HeadSizes:
+    return HeadSizes(config.num_attention_heads, config.kv_groups, config.head_dim, config.head_dim)
 
 
 def _split_qkv(shape: ActivationShape, heads: CoreShape) -> Iterator[KeptTensor]:

@@ -25,7 +25,7 @@ CORE = "core_attn"
 """Name of core attention in ``--recompute-modules``."""
 
 
-class Heads(NamedTuple):
+class HeadSizes(NamedTuple):
     """The heads of a layer."""
 
     # Query heads, and key/value heads.
@@ -76,7 +76,7 @@ class CoreShape:
     masked: bool
 
     @classmethod
-    def of(cls, shape: ActivationShape, heads: Heads) -> CoreShape:
+    def of(cls, shape: ActivationShape, heads: HeadSizes) -> CoreShape:
         """Return that of a rank."""
         model, parallel, documents = shape.model, shape.config.parallel, shape.config.data.reset_attention_mask
         own = heads.exchanged(shape.tp)

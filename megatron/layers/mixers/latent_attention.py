@@ -18,7 +18,7 @@ from megatron.layers.mixers.base import (
     replicated_projection,
     under,
 )
-from megatron.layers.mixers.core_attention import CoreShape, Heads
+from megatron.layers.mixers.core_attention import CoreShape, HeadSizes
 from megatron.layers.recompute_plan import RecomputePlan
 
 if TYPE_CHECKING:
@@ -91,6 +91,6 @@ class LatentAttentionMixer(Mixer):
         return CoreShape.of(shape, _heads(shape.model)).temporary(shape)
 
 
-def _heads(config: ModelConfig) -> Heads:
+def _heads(config: ModelConfig) -> HeadSizes:
     channels = config.qk_head_dim + config.qk_pos_emb_head_dim
-    return Heads(config.num_attention_heads, config.num_attention_heads, channels, config.v_head_dim)
+    return HeadSizes(config.num_attention_heads, config.num_attention_heads, channels, config.v_head_dim)
