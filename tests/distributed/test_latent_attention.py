@@ -1,4 +1,4 @@
-"""Latent attention in every layout, beside the options of attention, and from its cache."""
+"""Latent attention, and attention with a gate on its output, in every layout, and from the cache."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from megatron.config.optimizer import OptimizerConfig
 from megatron.config.parallel import ParallelConfig
 from megatron.config.precision import PrecisionConfig
 from megatron.config.training import TrainingConfig
@@ -97,6 +98,28 @@ CASES = {
     "sp, dora": case(SP, {"lora_rank": 2, "lora_dora": True}),
     "sp, fp8": case(SP, FP8, fp8_recipe="tensorwise"),
     "sp, fp8 rowwise, up-projections recomputed": case(SP, FP8, selective("mla_up_proj"), fp8_recipe="rowwise"),
+}
+
+
+def gated(parallel: dict[str, Any], training: dict[str, Any] | None = None, **model: Any) -> Case:
+    changed = replace(MODEL, attention_output_gate=True, num_query_groups=2, position_embedding_type="rope", **model)
+    return Case(changed, ParallelConfig(**parallel), training=TrainingConfig(**training or {}))
+
+
+CASES |= {
+    "gate, heads shared by ranks": gated({"tensor_model_parallel_size": 4}),
+    "gate, sp, core attention recomputed": gated(SP, selective("core_attn", "layernorm"), qk_layernorm=True),
+    "gate, all heads normalised": gated(
+        {"tensor_model_parallel_size": 4, "sequence_parallel": True},
+        normalization="RMSNorm",
+        qk_layernorm=True,
+        qk_layernorm_scope="all",
+    ),
+    "gate, a2a": gated(cp("a2a"), add_bias_linear=False),
+    "gate, lora": gated({"tensor_model_parallel_size": 4}, lora_rank=2, lora_target=("linear_qkv.gate", "*proj")),
+    "gate, muon": replace(
+        gated({"tensor_model_parallel_size": 4}), optimizer=OptimizerConfig(optimizer="muon", adam_eps=1e-5)
+    ),
 }
 
 
