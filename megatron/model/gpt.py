@@ -24,7 +24,7 @@ from megatron.layers.norm import Norm, Residual
 from megatron.layers.providers import PROVIDERS
 from megatron.layers.recompute_plan import RecomputePlan
 from megatron.model.block import build_block, embedding_noise, hidden_dropout
-from megatron.model.heads import build_heads, head_losses
+from megatron.model.multi_token import build_heads, head_losses
 from megatron.model.objective import make_objective
 from megatron.model.segments import compose_blocks
 from megatron.pipeline.partition import StageLayers, stages_from_counts

@@ -7,10 +7,8 @@ from collections.abc import Mapping, Sequence
 
 from torch import Tensor, nn
 
-from megatron.config.model import ModelConfig
-from megatron.config.training import TrainingConfig
 from megatron.distributed.micro_batch import MicroBatch
-from megatron.layers.context import BuildContext, ForwardContext, Losses
+from megatron.layers.context import ForwardContext, Losses
 from megatron.layers.loss import OutputLayer
 
 
@@ -41,15 +39,3 @@ class Heads(nn.Module):
         Both are in units of the objective's: the step divides them by the objective's weight of the global batch. The
         output layer is called once for each head, after all its other calls.
         """
-
-
-def build_heads(config: ModelConfig, training: TrainingConfig, context: BuildContext) -> Heads | None:
-    """Build the heads of a model, after its output layer; None if it has none."""
-    from megatron.model.multi_token import MultiTokenPrediction
-
-    return MultiTokenPrediction(config, training, context) if config.prediction_depths else None
-
-
-def head_losses(config: ModelConfig) -> tuple[str, ...]:
-    """Return the names under which the losses of the heads are logged."""
-    return tuple(f"mtp loss {depth + 1}" for depth in range(config.prediction_depths))

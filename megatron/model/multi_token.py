@@ -33,7 +33,7 @@ from megatron.layers.multi_token_parameters import BLOCK, head_name
 from megatron.layers.norm import Norm, Residual
 from megatron.layers.recompute_plan import RecomputePlan
 from megatron.model.block import add_losses, build_block, hidden_dropout
-from megatron.model.heads import Heads, head_losses
+from megatron.model.heads import Heads
 from megatron.model.segments import compose_blocks
 
 
@@ -112,3 +112,13 @@ class MultiTokenPrediction(Heads):
             loss, cross_entropy = output_layer(h_SBH, labels_BSD[..., depth], mask_BS, loss_grad=batch.loss_grad)
             total, sums[name] = total + loss, cross_entropy / self.coefficient
         return total, sums
+
+
+def build_heads(config: ModelConfig, training: TrainingConfig, context: BuildContext) -> Heads | None:
+    """Build the heads of a model, after its output layer; None if it has none."""
+    return MultiTokenPrediction(config, training, context) if config.prediction_depths else None
+
+
+def head_losses(config: ModelConfig) -> tuple[str, ...]:
+    """Return the names under which the losses of the heads are logged."""
+    return tuple(f"mtp loss {depth + 1}" for depth in range(config.prediction_depths))

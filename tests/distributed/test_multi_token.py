@@ -17,7 +17,7 @@ from megatron.kernels import block_attention
 from megatron.pipeline.plan import resolve_pipeline
 from megatron.training.build import build_trainer
 from megatron.training.step import train_step
-from tests.kit.cases import MODEL, RATES, Case, batches_of, compare_with_twin
+from tests.kit.cases import MODEL, RATES, Case, PackedConversations, batches_of, compare_with_twin
 from tests.kit.pool import Pool
 from tools.lib.verify_parallel import RankTrace, join_traces, trace_step
 
@@ -36,12 +36,67 @@ def case(
 TP = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
 PP = {"pipeline_model_parallel_size": 2}
 UNTIED = {"untie_embeddings_and_output_weights": True}
+EXPERTS = {
+    "num_experts": 4,
+    "moe_layer_freq": "[0,1]",
+    "add_bias_linear": False,
+    "activation": "swiglu",
+    "moe_aux_loss_coeff": 0.1,
+    "moe_z_loss_coeff": 0.1,
+}
 CASES = {
     "tp": case(tensor_model_parallel_size=2),
     "tp, sp, dropout": case({"hidden_dropout": 0.1}, **TP),
     "pp, tied": case(**PP),
     "pp, untied": case(UNTIED, **PP),
     "dp, micro-batches": case(dp=2),
+    "vpp": case({"num_layers": 4}, **PP, num_virtual_stages_per_pipeline_rank=2),
+    "both ends on a rank, untied": case(UNTIED | {"num_layers": 4}, **PP, pipeline_schedule="zb-v"),
+    "both ends on a rank, tied": case({"num_layers": 4}, **PP, pipeline_schedule="zb-v"),
+    "zb": case(UNTIED, **PP, pipeline_schedule="zb-h1"),
+    "a stage of its own": case(UNTIED, **PP, pipeline_model_parallel_layout="Ett|L"),
+    "cp, p2p": case(context_parallel_size=2),
+    "cp, a2a": case(context_parallel_size=2, cp_comm_type="a2a"),
+    "cp, all-gather, documents": replace(case(context_parallel_size=2, cp_comm_type="all_gather"), documents=DOCUMENTS),
+    "sp, cp, conversations": replace(case(context_parallel_size=2, **TP), documents=PackedConversations()),
+    "zero 3": case(UNTIED, 2, data_parallel_sharding_strategy="optim_grads_params"),
+    "zero 3, tied, one prefetched": case(
+        {}, 2, data_parallel_sharding_strategy="optim_grads_params", param_gather_prefetch=1
+    ),
+    "zero 3, pp": case(UNTIED, 2, data_parallel_sharding_strategy="optim_grads_params", **PP),
+    "zero 3, recomputed": case(
+        {}, 2, {"recompute_granularity": "full"}, data_parallel_sharding_strategy="optim_grads_params"
+    ),
+    "zero 2, recomputed": case(
+        {},
+        2,
+        {"recompute_granularity": "selective", "recompute_modules": ("layernorm", "mlp", "core_attn")},
+        data_parallel_sharding_strategy="optim_grads",
+    ),
+    "padded": replace(case({}, 2, {"pad_global_batch": True, "micro_batch_size": 2}), samples=5),
+    "offload": case({}, 1, {"cpu_offloading_num_layers": 1, "min_offloaded_tensor_size": 1}, **PP),
+    "experts": case(EXPERTS, 2, expert_model_parallel_size=2),
+    "experts, etp, pp": case(EXPERTS, 2, expert_model_parallel_size=2, **PP, **TP),
+    "capped, scaled": case(
+        {
+            "final_logit_softcapping": 3.0,
+            "logits_scaling": 2.0,
+            "embedding_multiplier": 3.0,
+            "residual_multiplier": 0.5,
+            "layernorm_placement": "sandwich",
+            "parallel_attention": True,
+            "z_loss_coeff": 0.1,
+        },
+        **TP,
+    ),
+    "none positions LN": case(
+        {"position_embedding_type": "none", "normalization": "LayerNorm", "mtp_num_layers": 1}, **PP
+    ),
+    "window, local rope": case(
+        {"attention_pattern": "global,local:3", "rotary_base_local": 100.0, "num_layers": 3},
+        context_parallel_size=2,
+        **PP,
+    ),
 }
 
 
