@@ -135,8 +135,9 @@ def _model(model: ModelConfig) -> str:
         mlp = f"{model.activation} MLP of {model.ffn}"
     else:
         mlp = f"{model.moe_router_topk} of {model.num_experts} {model.activation} experts of {model.expert_ffn}"
-        shared = model.moe_shared_expert_intermediate_size
-        mlp += f" and a shared one of {shared}" if shared else ""
+        mlp += f" in a space of {model.moe_latent_size}" if model.moe_latent_size else ""
+        shared, gated = model.moe_shared_expert_intermediate_size, "gated " * model.moe_shared_expert_gate
+        mlp += f" and a {gated}shared one of {shared}" if shared else ""
         if model.dense_layers:
             mlp += f", in {model.dense_layers} layers a {model.activation} MLP of {model.ffn}"
     shape = f"{model.num_layers} layers, hidden {model.hidden_size}, {heads}, {mlp}"
@@ -147,7 +148,10 @@ def _attention(model: ModelConfig) -> str:
     """Return the attention patterns of the layers, unless all layers see all earlier tokens."""
     text = model.attention_pattern
     if text is None:
-        return "" if model.window_size is None else f"local:{model.window_size}"
+        some = (
+            model.window_attn_skip_freq and f" in the layers of --window-attn-skip-freq {model.window_attn_skip_freq}"
+        )
+        return "" if model.window_size is None else f"local:{model.window_size}{some or ''}"
     parts = [" x ".join(part.strip().split("*")) for part in text.split(",")]
     repeated = 1 < len(parse_layers(text)) < model.num_layers
     return ", ".join(parts) + (" (repeated)" if repeated else "")

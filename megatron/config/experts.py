@@ -29,15 +29,22 @@ class ExpertOptions:
 
     num_experts: int | None = option(None, role="shape", at_least=2, at_most=MAX_SIZE, megatron=ZERO_IS_NONE)
     """Number of experts per block, in place of the MLP (mixture of experts). Default: none."""
-    moe_layer_freq: str = option("1", role="shape", check=expert_layers, needs=EXPERTS)
-    """Layers with experts, the first of every N, or a list with 1 for them and 0 for layers with an MLP, repeated over
-    the layers. Example: '[0]*3+[1]*58'."""
+    moe_layer_freq: str | None = option(None, role="shape", check=expert_layers, needs=EXPERTS)
+    """Layers with experts: the first of every N, or a list with 1 for them and 0 for layers with an MLP, repeated over
+    the layers. Default: all. Example: '[0]*3+[1]*58'."""
     moe_ffn_hidden_size: int | None = option(None, role="shape", at_least=1, at_most=MAX_SIZE, needs=EXPERTS)
     """Hidden width of an expert. Default: that of the MLP."""
     moe_shared_expert_intermediate_size: int | None = option(
         None, role="shape", at_least=1, at_most=MAX_SIZE, needs=EXPERTS
     )
     """Hidden width of a shared expert, which processes every token. Default: no shared expert."""
+    moe_shared_expert_gate: bool = option(False, role="shape", needs=(EXPERTS, "moe_shared_expert_intermediate_size"))
+    """Multiply the output of the shared expert by a gate, the sigmoid of a linear of the hidden state with one output
+    (Qwen2-MoE)."""
+    moe_latent_size: int | None = option(None, role="shape", at_least=1, at_most=MAX_SIZE, needs=EXPERTS)
+    """Width of the space in which the experts work: the hidden state is projected to it before it is sent to the
+    experts, and their sum is projected back. The router and the shared expert take the hidden state (Nemotron 3
+    Super). Default: the hidden size."""
 
     refused: ClassVar = """
     not num_experts and expert_model_parallel_size>1
@@ -53,9 +60,13 @@ class ExpertOptions:
     E213 experts of width {expert_ffn} do not divide over TP {expert_tp}
       fix: --moe-ffn-hidden-size {expert_ffn%expert_tp}
 
-    num_experts and add_bias_linear and hidden_size%expert_tp
+    num_experts and add_bias_linear and not moe_latent_size and hidden_size%expert_tp
     E213 biases of experts of hidden size {hidden_size} do not divide over TP {expert_tp}
       fix: --hidden-size {hidden_size%expert_tp} | --disable-bias-linear
+
+    num_experts and add_bias_linear and moe_latent_size%expert_tp
+    E213 biases of experts of latent size {moe_latent_size} do not divide over TP {expert_tp}
+      fix: --moe-latent-size {moe_latent_size%expert_tp} | --disable-bias-linear
 
     num_experts and tensor_model_parallel_size>1 and not sequence_parallel
     E214 experts with TP {tensor_model_parallel_size} need sequence parallelism
@@ -72,7 +83,7 @@ class ExpertOptions:
 
     def has_experts(self, layer: int) -> bool:
         """Return True if a layer has experts."""
-        layers = expert_layers(self.moe_layer_freq)
+        layers = expert_layers(self.moe_layer_freq or "1")
         return self.num_experts is not None and bool(layers[layer % len(layers)])
 
     def check_expert_layout(self, config: Run, world_size: int) -> Iterator[Problem]:
@@ -90,7 +101,20 @@ class ExpertOptions:
             yield Problem("E213", f"{model.num_experts} experts do not divide over EP {ep}", fixes)
         if world_size % parallel.model_ranks == 0 and ranks % (ep * tp):
             sentence = f"EP {ep} x expert TP {tp} does not divide the {ranks} ranks of a pipeline stage"
-            yield Problem("E213", sentence, smaller)
+            narrower = nearest(tp, [n for n in divisors(tp) if ranks % (ep * n) == 0])
+            yield Problem("E213", sentence, (*smaller, *flag_fixes("--expert-tensor-parallel-size", narrower)))
+
+    def check_expert_layers(self, config: Run, world_size: int) -> Iterator[Problem]:
+        """Check that a list of layers with experts has no more entries than the model has layers, and selects some."""
+        model, text = config.model, self.moe_layer_freq
+        if model.num_experts is None or text is None:
+            return
+        freq, drop, layers = f"--moe-layer-freq {text}", "drop --moe-layer-freq", model.num_layers
+        if (entries := len(expert_layers(text))) > layers and not text.isdecimal():
+            sentence = f"{freq} is for {entries} layers, and the model has {layers}"
+            yield Problem("E214", sentence, (drop, f"--num-layers {entries}"))
+        elif model.dense_layers == layers:
+            yield Problem("E214", f"{freq} leaves no layer for the {model.num_experts} experts", (drop,))
 
     def row_ranks(self, config: Run, world_size: int) -> str:
         """Return the grid of the ranks for experts."""

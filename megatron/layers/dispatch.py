@@ -73,8 +73,8 @@ class DispatchPlan:
     received: tuple[int, ...]
     # Sorts the R received rows by expert.
     by_expert: Permutation
-    # Rows received for each expert of this rank.
-    counts: tuple[int, ...]
+    # Cumulative numbers of the rows received for the experts of this rank, int32 on the device.
+    offsets: Tensor
     # The ranks that together hold all experts, ordered by EP first, then by expert-TP.
     group: Group
 
@@ -96,12 +96,13 @@ class DispatchPlan:
         sent_counts = sent_counts.view(group.size, local)
         received_counts = comm.start_all_to_all(sent_counts, group).wait()
         # One transfer, so that the host waits once.
-        on_host = torch.cat((sent_counts.sum(1), received_counts.sum(1), received_counts.sum(0))).tolist()
-        sent, received, counts = on_host[: group.size], on_host[group.size : -local], on_host[-local:]
+        on_host = torch.cat((sent_counts.sum(1), received_counts.sum(1))).tolist()
+        sent, received = on_host[: group.size], on_host[group.size :]
         local_experts = torch.arange(local, device=keys.device).repeat(group.size)
         received_experts = local_experts.repeat_interleave(received_counts.flatten(), output_size=sum(received))
         by_expert = Permutation.sorting(received_experts)
-        return cls(Permutation.sorting(keys), tuple(sent), tuple(received), by_expert, tuple(counts), group)
+        offsets = received_counts.sum(0).cumsum(0, dtype=torch.int32)
+        return cls(Permutation.sorting(keys), tuple(sent), tuple(received), by_expert, offsets, group)
 
     def dispatch(self, x_TH: Tensor) -> Tensor:
         """Send every token to its experts: ``[T, H] -> [R, H]``, sorted by expert."""

@@ -17,6 +17,7 @@ from megatron.training.components.average import AverageWeights
 from megatron.training.components.expert_loads import KIND as EXPERT_LOADS
 from megatron.training.components.expert_loads import ExpertLoadBalance
 from megatron.training.components.grad_compression import ERROR_KIND, CompressionState
+from megatron.training.components.head_weights import HeadWeights
 from megatron.training.components.kept_casts import KeptCasts
 from megatron.training.components.nonfinite import NonFiniteCheck
 from megatron.training.components.optimizer_state import OptimizerState
@@ -47,6 +48,7 @@ FEATURES: Sequence[Feature] = (
     KeptCasts,
     AdapterBase,
     FrozenModelInputs,
+    HeadWeights,
     Diloco,
 )
 """Features with state, or which act around a step, in the order in which they act."""

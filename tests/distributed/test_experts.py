@@ -21,7 +21,7 @@ from megatron.training.loggers.console import health_line
 from megatron.training.step import train_step
 from tests.distributed.grid import RECOMPUTE
 from tests.distributed.vitals import difference, report, router_losses
-from tests.kit.cases import MODEL, RATES, Case, batches_of, global_batch
+from tests.kit.cases import MODEL, RATES, Case, batches_of, compare_with_twin, global_batch, run_on
 from tests.kit.pool import Pool
 
 EXPERTS = replace(
@@ -80,6 +80,45 @@ def test_health_of_experts_matches_one_process(pool: Pool, name: str) -> None:
         assert "busiest expert" in health_line(1, got)
 
 
+# ---- dense layers, a narrower space, a gate on the shared expert
+
+LATENT = replace(
+    EXPERTS,
+    add_bias_linear=True,
+    activation="swiglu",
+    moe_layer_freq="[0]+[1]*2",
+    moe_latent_size=12,
+    moe_shared_expert_intermediate_size=16,
+    moe_shared_expert_gate=True,
+)
+MODULES = TrainingConfig(micro_batch_size=1, **RECOMPUTE["all modules"])
+LAYOUTS = {
+    "tp4, ep4": Case(LATENT, parallel(tp=4, sp=True, ep=4, etp=1), steps=2),
+    "tp2, dp2, ep2, etp2, zero 2": Case(
+        LATENT,
+        replace(parallel(tp=2, sp=True, ep=2, etp=2), data_parallel_sharding_strategy="optim_grads"),
+        dp=2,
+        steps=2,
+    ),
+    "pp2, cp2, ep2, modules recomputed": Case(
+        LATENT,
+        replace(parallel(pp=2, ep=2), context_parallel_size=2, pipeline_schedule="zb-h1"),
+        training=MODULES,
+        steps=2,
+    ),
+    "pp2, tp2, lora": Case(replace(LATENT, lora_rank=2), parallel(pp=2, tp=2, sp=True, ep=2, etp=1), steps=2),
+}
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_structures_train_the_same_in_every_layout(pool: Pool, name: str) -> None:
+    case = LAYOUTS[name]
+    steps = run_on(pool, case)
+    assert [step.drifted for step in steps] == [[], []]
+    for deviation in compare_with_twin(steps, case):
+        assert deviation.error <= 1e-10, deviation
+
+
 # ---- rows on their way between ranks
 
 TOKENS, CHOICES = 6, 2
@@ -101,7 +140,7 @@ def travel(rank: int, world_size: int, sizes: dict[str, int]) -> tuple[Tensor, T
     there = route.dispatch(x_TH)
     held = 4 // sizes["ep"]
     factors = torch.arange(1.0 + held * mesh.coordinate["ep"], 9, dtype=torch.float64)[:held]
-    rows = there * factors.repeat_interleave(torch.tensor(route.counts)).unsqueeze(1)
+    rows = there * factors.repeat_interleave(route.offsets.diff(prepend=torch.zeros(1, dtype=torch.int32))).unsqueeze(1)
     back = route.combine(rows, TOKENS)
     (back * factor_of_rank(rank)).sum().backward()
     assert x_TH.grad is not None

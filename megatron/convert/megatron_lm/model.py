@@ -58,7 +58,13 @@ WRITTEN = words(
 )
 """Options of a model that Megatron-LM has: the others must have no effect."""
 
-NOT_COMPARED = ("data_parallel_sharding_strategy", "recompute_modules", "vocab_size", "make_vocab_size_divisible_by")
+NOT_COMPARED = (
+    "data_parallel_sharding_strategy",
+    "recompute_modules",
+    "vocab_size",
+    "make_vocab_size_divisible_by",
+    "moe_layer_freq",
+)
 """Options of the same name as an argument that is unused in most runs, or has another meaning."""
 
 
@@ -216,6 +222,7 @@ def write_arguments(config: RunConfig, state: Mapping[str, Any], padded_vocab_si
         "kv_channels": model.head_dim,
         "ffn_hidden_size": model.ffn,
         "moe_ffn_hidden_size": model.expert_ffn if model.num_experts else None,
+        "moe_layer_freq": 1,
         "add_qkv_bias": model.qkv_bias,
         "max_position_embeddings": model.max_position_embeddings or config.training.seq_length,
         "layernorm_epsilon": model.norm_epsilon,

@@ -7,10 +7,10 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from megatron.config.model import ModelConfig
-from megatron.distributed.sharding import Init, Sharding, ShardSpec, Specs
+from megatron.distributed.sharding import UNSHARDED, Init, Sharding, ShardSpec, Specs
 from megatron.layers.adapter_parameters import is_linear
 from megatron.layers.mixers.activations import INDEX_BYTES, ActivationShape, KeptTensor, LinearShape
-from megatron.layers.mixers.base import Mixer, linear, output_std, under
+from megatron.layers.mixers.base import Mixer, linear, output_std, replicated_projection, under
 from megatron.layers.mixers.feed_forward import mlp_kept, mlp_linears, mlp_parameters
 from megatron.layers.recompute_plan import RecomputePlan
 
@@ -18,6 +18,9 @@ if TYPE_CHECKING:
     from torch import nn
 
     from megatron.layers.context import BuildContext
+
+GATE = "shared_experts.gate_weight"
+"""Name of the weight of the gate of the shared expert."""
 
 
 class ExpertsMixer(Mixer):
@@ -28,13 +31,14 @@ class ExpertsMixer(Mixer):
     supports = ("context parallelism", "documents", "generation")
 
     def parameters(self, config: ModelConfig, sharding: Sharding) -> Specs:
-        """Declare the router, the experts and the shared expert."""
-        experts, h, ffn = config.num_experts or 0, config.hidden_size, config.expert_ffn
+        """Declare the router, the projections around the experts, these, and the shared expert."""
+        experts, h, ffn = config.num_experts or 0, config.expert_hidden, config.expert_ffn
         init = Init(config.init_method_std)
         view = (experts, 2, ffn, h) if config.gated else (experts, ffn, h)
         fc1 = sharding.expert.split(view, len(view) - 2, init)
         fc2 = sharding.expert.split((experts, h, ffn), 2, Init(output_std(config)))
-        weight = sharding.dense.replicate((experts, h), init, partial=sharding.sequence_parallel)
+        routed = experts, config.hidden_size
+        weight = sharding.dense.replicate(routed, init, partial=sharding.sequence_parallel)
         biases: list[ShardSpec | None] = [None] * 3
         if config.add_bias_linear:  # fc2's is sharded over its outputs, which ranks of expert-TP sum
             bias = sharding.dense.replicate((experts,), Init(), partial=sharding.sequence_parallel)
@@ -43,7 +47,8 @@ class ExpertsMixer(Mixer):
         router = linear(weight, biases[0])
         if config.moe_router_enable_expert_bias:
             router["expert_bias"] = replace(sharding.dense.replicate((experts,), Init(), False), buffer=True, wide=True)
-        return under(router=router, experts=linears, shared_experts=_shared(config, sharding))
+        modules = {"router": router} | _latent_projections(config, sharding)
+        return under(**modules, experts=linears, shared_experts=_shared(config, sharding))
 
     def build(self, config: ModelConfig, context: BuildContext, layer: int, plan: RecomputePlan) -> nn.Module:
         """Build the module."""
@@ -54,6 +59,11 @@ class ExpertsMixer(Mixer):
     def losses(self, config: ModelConfig) -> dict[str, float]:
         """Return the coefficients of the losses of the router."""
         return config.router_losses
+
+    def matrices(self, config: ModelConfig) -> dict[str, int]:
+        """Return the elements of the weight matrices, and of the weight of the shared expert's gate."""
+        specs = self.parameters(config, UNSHARDED)
+        return super().matrices(config) | {name: specs[name].numel for name in (GATE,) if name in specs}
 
     def linears(self, shape: ActivationShape) -> list[LinearShape]:
         """Return the linears of the experts, if each is chosen equally often, and of the shared expert."""
@@ -66,16 +76,17 @@ class ExpertsMixer(Mixer):
 
         A router keeps a wide input, and the experts copies of rows.
         """
-        model, h, wide, rows = shape.model, shape.model.hidden_size, shape.wide, _expert_rows(shape)
+        model, h, wide, rows = shape.model, shape.model.expert_hidden, shape.wide, _expert_rows(shape)
         experts, choices, again = model.num_experts or 0, shape.rows * model.moe_router_topk, ("mlp",)
         linears = self.linears(shape)
+        multiplied = len(linears) > 2 or model.moe_latent_size is not None
         if shape.width == wide:
-            yield shape.input(*again, wgrad_input=len(linears) > 2)
+            yield shape.input(*again, wgrad_input=multiplied)
         else:
-            if len(linears) > 2:
+            if multiplied:
                 yield shape.input("layernorm", *again)
             yield KeptTensor("router: input", shape.hidden, wide, again)
-            yield KeptTensor("router: weight", experts * h, wide, again)
+            yield KeptTensor("router: weight", experts * model.hidden_size, wide, again)
         yield KeptTensor("router: probabilities", shape.rows * experts, wide, again)
         yield KeptTensor("router: choices", choices, INDEX_BYTES, again)
         yield KeptTensor("router: weights of the choices", 2 * choices, wide, again)
@@ -83,14 +94,35 @@ class ExpertsMixer(Mixer):
         yield KeptTensor("experts: input", rows * h, shape.width, again, True)
         yield KeptTensor("experts: output", rows * h, wide, again)
         yield from mlp_kept(shape, "mlp.experts", {}, linears[:2])
+        if model.moe_latent_size is not None:
+            yield KeptTensor("experts: sum, the input of fc2_latent_proj", shape.rows * h, shape.width, again, True)
         if len(linears) > 2:
             yield from mlp_kept(shape, "mlp.shared_experts", _shared(model, shape.sharding), linears[2:])
+            if model.moe_shared_expert_gate:
+                yield KeptTensor("shared expert: output, and its gate", shape.hidden + shape.rows, shape.width, again)
 
 
 def _shared(config: ModelConfig, sharding: Sharding) -> Specs:
     """Declare the shared expert, if there is one."""
-    width = config.moe_shared_expert_intermediate_size
-    return mlp_parameters(config, sharding, width) if width else {}
+    width, shape = config.moe_shared_expert_intermediate_size, (1, config.hidden_size)
+    if not width:
+        return {}
+    gate = {}
+    if config.moe_shared_expert_gate:
+        init, partial = Init(config.init_method_std), sharding.sequence_parallel
+        gate = {"gate_weight": sharding.dense.replicate(shape, init, partial)}
+    return mlp_parameters(config, sharding, width) | gate
+
+
+def _latent_projections(config: ModelConfig, sharding: Sharding) -> dict[str, Specs]:
+    """Declare the projections to the space of the experts and back, if it is another one."""
+    if config.moe_latent_size is None:
+        return {}
+    h, replicate, partial = config.hidden_size, sharding.dense.replicate, sharding.sequence_parallel
+    down = replicated_projection(config, sharding, config.moe_latent_size)
+    weight = replicate((h, config.moe_latent_size), Init(output_std(config)), partial)
+    bias = replicate((h,), Init(), partial) if config.add_bias_linear else None
+    return {"fc1_latent_proj": down, "fc2_latent_proj": linear(weight, bias)}
 
 
 def _expert_rows(shape: ActivationShape) -> int:

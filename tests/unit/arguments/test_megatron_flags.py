@@ -108,9 +108,14 @@ def test_flags_that_are_ours_take_the_same_kind_of_value() -> None:
         setting = SPELLINGS[flag.spelling]
         takes_none = setting.scalar is bool or flag.spelling in setting.option.aliases
         assert takes_none == (flag.kind == "flag"), flag
-        scalar = {"int": int, "float": float, "str": str, "tuple_type": int, "no_rope_freq_type": str}.get(
-            flag.kind.split(" ")[0]
-        )
+        scalar = {
+            "int": int,
+            "float": float,
+            "str": str,
+            "tuple_type": int,
+            "no_rope_freq_type": str,
+            "moe_freq_type": str,
+        }.get(flag.kind.split(" ")[0])
         assert takes_none or flag.spelling in WIDER or setting.scalar is scalar, flag
 
 

@@ -45,6 +45,8 @@ OTHER_VALUES: dict[str, Any] = {
     "yarn_original_max_position_embeddings": 8,
     "attention_pattern": "local:4,global",
     "no_rope_freq": "2",
+    "window_attn_skip_freq": "2",
+    "moe_layer_freq": "2",
     "lora_target": ("linear_qkv",),
     "moe_aux_loss_coeff": (0.25,),
 }
@@ -57,7 +59,9 @@ def other_values(name: str, value: Any) -> list[Any]:
         return [choice for choice in choices if choice != value]
     if setting.scalar is bool:
         return [not value]
-    return [OTHER_VALUES.get(name, (value or 0.5) / 2 if setting.scalar is float else 2 * (value or 8))]
+    if name in OTHER_VALUES:
+        return [OTHER_VALUES[name]]
+    return [(value or 0.5) / 2 if setting.scalar is float else 2 * (value or 8)]
 
 
 @cache
@@ -88,6 +92,7 @@ YARN = "--position-embedding-type yarn --rotary-base 10 --yarn-original-max-posi
 CONTEXT = {
     "rotary_scaling": YARN,
     "rotary_base_local": f"{ROPE} --window-size 3",
+    "window_attn": "--window-size 3",
     "no_rope": ROPE,
     "rotary": ROPE,
     "use_rope": ROPE,
@@ -152,7 +157,7 @@ CHANGED = {
     "ddp_bucket_size": "1000",
     "on_nonfinite": "skip",
     "recompute_granularity": "full",
-    "moe_router_num_groups": "4 --moe-router-group-topk 2",
+    "moe_router_num_groups": "2 --moe-router-group-topk 1",
     "moe_router_group_topk": "2",
     "recompute_method": "block",
     "recompute_num_layers": "2",

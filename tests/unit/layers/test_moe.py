@@ -15,7 +15,7 @@ from torch import Tensor
 from megatron.config.model import ModelConfig
 from megatron.config.training import TrainingConfig
 from megatron.distributed.comm import Group
-from megatron.distributed.grad_accumulator import GradAccumulator
+from megatron.distributed.grad_accumulator import GradAccumulator, WgradOperand
 from megatron.distributed.micro_batch import MicroBatch
 from megatron.layers.context import BuildContext, ForwardContext
 from megatron.layers.dispatch import DispatchPlan, Permutation
@@ -197,8 +197,8 @@ def test_every_token_is_at_each_of_its_experts_once(chosen: tuple[Tensor, int]) 
     route = DispatchPlan.plan(experts_TK, experts, 1, Group())
     x_TH = rows(tokens)
     expected = [(e, t) for e in range(experts) for t in range(tokens) if e in experts_TK[t]]
-    assert route.counts == tuple(sum(e == at for at, _ in expected) for e in range(experts))
-    assert sum(route.counts) == tokens * topk, "one is lost"
+    assert route.offsets.tolist() == [sum(at <= e for at, _ in expected) for e in range(experts)]
+    assert route.offsets[-1] == tokens * topk, "one is lost"
     assert torch.equal(route.dispatch(x_TH), x_TH[[t for _, t in expected]])
 
 
@@ -209,7 +209,8 @@ def test_results_return_to_their_token_in_the_order_of_its_choices(chosen: tuple
     route = DispatchPlan.plan(experts_TK, experts, 1, Group())
     factors = torch.arange(1.0, experts + 1, dtype=torch.float64)
     x_TH = rows(len(experts_TK)).requires_grad_()
-    y_RH = route.dispatch(x_TH) * factors.repeat_interleave(torch.tensor(route.counts)).unsqueeze(1)
+    counts = route.offsets.diff(prepend=torch.zeros(1, dtype=torch.int32))
+    y_RH = route.dispatch(x_TH) * factors.repeat_interleave(counts).unsqueeze(1)
     parts_TCH = route.combine(y_RH, len(experts_TK))
     assert torch.equal(parts_TCH, x_TH.unsqueeze(1) * factors[experts_TK].unsqueeze(-1))
     dy = torch.randn(parts_TCH.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
@@ -239,6 +240,15 @@ MODELS: dict[str, dict[str, Any]] = {
     "all of three": {"num_experts": 3, "moe_router_topk": 3, "moe_ffn_hidden_size": 7},
     "gated": {"num_experts": 4, "activation": "swiglu", "moe_ffn_hidden_size": 9},
     "gated, shared": {"num_experts": 4, "activation": "swiglu", "moe_shared_expert_intermediate_size": 11},
+    "shared, gate": {"num_experts": 3, "moe_shared_expert_intermediate_size": 5, "moe_shared_expert_gate": True},
+    "latent": {"num_experts": 4, "moe_latent_size": 6, "moe_ffn_hidden_size": 9},
+    "latent, gated, shared": {
+        "num_experts": 4,
+        "activation": "swiglu",
+        "moe_latent_size": 20,
+        "moe_shared_expert_intermediate_size": 11,
+        "moe_shared_expert_gate": True,
+    },
     "many": {"num_experts": 40, "moe_ffn_hidden_size": 3, "activation": "relu2"},  # most have no token
     "losses": {"num_experts": 4, **LOSSES},
 }
@@ -282,12 +292,15 @@ def by_hand(config: ModelConfig, w: dict[str, Tensor], x_SBH: Tensor) -> Tensor:
         logits = w["router.weight"] @ x
         chosen = sorted(range(count), key=lambda e: -logits[e].item())[: config.moe_router_topk]
         shares = logits.exp() / (logits.exp().sum() if config.moe_router_pre_softmax else logits[chosen].exp().sum())
-        y = torch.zeros_like(x)
+        sent = w["fc1_latent_proj.weight"] @ x if config.moe_latent_size else x
+        y = torch.zeros_like(sent)
         for e in chosen:
-            y = y + shares[e] * (downs[e] @ activated(config, ups[e] @ x))
+            y = y + shares[e] * (downs[e] @ activated(config, ups[e] @ sent))
+        y = w["fc2_latent_proj.weight"] @ y if config.moe_latent_size else y
         if config.moe_shared_expert_intermediate_size:
             up, down = (w[f"shared_experts.linear_fc{i}.weight"] for i in (1, 2))
-            y = y + down @ activated(config, up @ x)
+            gate = 1 / (1 + (-w["shared_experts.gate_weight"][0] @ x).exp()) if config.moe_shared_expert_gate else 1.0
+            y = y + gate * (down @ activated(config, up @ x))
         out.append(y)
     return torch.stack(out).view_as(x_SBH)
 
@@ -355,19 +368,14 @@ def test_a_fault_is_noticed(fault: str, monkeypatch: pytest.MonkeyPatch) -> None
     if fault == "unweighted":
         monkeypatch.setattr(torch, "einsum", lambda equation, weights, parts: parts.sum(1))
     if fault == "experts swapped":
-        product = GroupedLinear.forward
-        monkeypatch.setattr(GroupedLinear, "forward", lambda self, x, rows: product(self, x, rows[::-1]))
+        by_expert = GroupedLinear.by_expert
+        monkeypatch.setattr(GroupedLinear, "by_expert", lambda self, weight: by_expert(self, weight).flip(0))
     if fault == "gradients of others' rows":
         original = GradAccumulator.accumulate_wgrad
         monkeypatch.setattr(
             GradAccumulator,
             "accumulate_wgrad",
-            lambda self, name, x, dy, rows=None: original(self, name, x, dy, _last_as_first(rows)),
+            lambda self, name, x, dy, *rest: original(self, name, WgradOperand(x.wait().roll(1, 0)), dy, *rest),
         )
     with pytest.raises(AssertionError):
         test_output_and_gradients_match_a_loop("two of four", False)
-
-
-def _last_as_first(rows: Any) -> Any:
-    """Rows of the last expert counted as the first one's."""
-    return None if rows is None else [rows[0] + rows[-1], *rows[1:-1], 0]

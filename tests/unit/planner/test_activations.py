@@ -155,6 +155,8 @@ ONE_RANK = [
     ),
     f"{EXPERTS.replace('--swiglu --disable-bias-linear', '--quick-geglu')} --activation-func-clamp-value 2",
     f"{LONG} --seq-length 2048 --attention-dropout 0.1 --micro-batch-size 2 --global-batch-size 2 --mlp-chunk-size 200",
+    f"{EXPERTS} --moe-latent-size 16 --moe-shared-expert-intermediate-size 40 --moe-shared-expert-gate",
+    f"{EXPERTS} --moe-latent-size 48 --moe-layer-freq [0,1]",
 ]
 
 
@@ -167,7 +169,7 @@ def test_kept_tensors_match_a_step(flags: str) -> None:
     assert peak == pytest.approx(sum(predicted.values()), rel=0.1)
 
 
-@pytest.mark.parametrize("flags", ONE_RANK[1:28:2])
+@pytest.mark.parametrize("flags", [*ONE_RANK[1:28:2], *ONE_RANK[-2:]])
 def test_kept_tensors_in_16_bits_match_a_step(flags: str) -> None:
     """Norms compute in fp32: some keep a copy in place of their input."""
     (((kept, _), _),) = measured(0, 1, (f"{flags} --bf16",))
@@ -192,6 +194,8 @@ TWO_RANKS = (
     TP,
     f"{TP} --sequence-parallel {LLAMA}",
     f"{TP} --sequence-parallel {EXPERTS}",
+    f"{TP} --sequence-parallel {EXPERTS} --moe-latent-size 16 --moe-shared-expert-intermediate-size 40"
+    " --moe-shared-expert-gate",
     PP,
     f"{PP} --num-layers 4 {LLAMA} --num-virtual-stages-per-pipeline-rank 2",
     f"{PP} {LLAMA} --pipeline-schedule zb-h1",

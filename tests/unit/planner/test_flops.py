@@ -56,6 +56,9 @@ EXPERTS: dict[str, dict[str, Any]] = {
     "all of three": NO_BIAS | {"num_experts": 3, "moe_router_topk": 3},
     "narrow, gated": NO_BIAS | {"num_experts": 8, "moe_ffn_hidden_size": 12, "activation": "swiglu"},
     "shared expert": NO_BIAS | {"num_experts": 4, "moe_shared_expert_intermediate_size": 20},
+    "gate on the shared expert": NO_BIAS
+    | {"num_experts": 4, "moe_shared_expert_intermediate_size": 20, "moe_shared_expert_gate": True},
+    "latent": NO_BIAS | {"num_experts": 4, "moe_latent_size": 12, "moe_shared_expert_intermediate_size": 20},
     "losses": NO_BIAS | {"num_experts": 4, "moe_aux_loss_coeff": (0.1,), "moe_z_loss_coeff": 0.1},
 }
 PLANS: dict[str, dict[str, Any]] = {

@@ -1,0 +1,28 @@
+"""The shared expert of a mixture of experts, an MLP that processes every token."""
+
+from __future__ import annotations
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from megatron.config.model import ModelConfig
+from megatron.layers.context import BuildContext, ForwardContext, MixerOutput
+from megatron.layers.mlp import MLP
+from megatron.layers.recompute_plan import RecomputePlan
+
+
+class SharedExpert(MLP):
+    """``mlp(x)``, or with a gate ``sigmoid(w . x) mlp(x)`` (Qwen2-MoE, arXiv 2407.10671), on ``[S(/tp), B, H]``."""
+
+    def __init__(self, config: ModelConfig, context: BuildContext, layer: int, plan: RecomputePlan) -> None:
+        super().__init__(config, context, layer, plan)
+        self.gate_weight: nn.Parameter | None = None
+        if config.moe_shared_expert_gate:
+            self.gate_weight = context.parameter("gate_weight", autograd=True)
+
+    def forward(self, x_SBH: Tensor, ctx: ForwardContext) -> MixerOutput:
+        """Apply the MLP, and multiply its output by the gate."""
+        y_SBH = super().forward(x_SBH, ctx).sum()
+        if self.gate_weight is not None:
+            y_SBH = y_SBH * F.linear(x_SBH, self.gate_weight).sigmoid()
+        return MixerOutput(y_SBH)
