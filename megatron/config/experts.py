@@ -76,9 +76,6 @@ class ExpertOptions:
     E922 --fp8-format does not support --num-experts: experts are not multiplied in FP8
       fix: drop --fp8-format
 
-    cuda_graph=step and num_experts
-    E214 --cuda-graph step does not support experts: their numbers of tokens differ in every step
-      fix: --cuda-graph none
     """
 
     def has_experts(self, layer: int) -> bool:

@@ -68,6 +68,7 @@ class DeferredWgrad(NamedTuple):
     x: Operand
     dy: Operand
     multiply: Callable[..., None]
+    last: bool
 
 
 class GradTarget(Protocol):
@@ -151,7 +152,7 @@ class GradAccumulator:
         return rows if self._deferred_to else rows.start()
 
     def accumulate_wgrad(
-        self, name: str, x: Operand, dy: Operand, multiply: Callable[..., None] | None = None
+        self, name: str, x: Operand, dy: Operand, multiply: Callable[..., None] | None = None, last: bool = True
     ) -> Tensor | None:
         """Add ``dy^T x`` to the gradient of a linear's weight, now or, inside :meth:`deferring_wgrad`, in the W action.
 
@@ -160,17 +161,19 @@ class GradAccumulator:
             x: input of the layer ``[..., in]``.
             dy: gradient of its output ``[..., out]``.
             multiply: called as ``multiply(target, x, dy, beta=)`` instead of :attr:`multiply`.
+            last: False for a part of a contribution, of which another follows.
 
         """
         multiply = multiply or self.multiply
         if self._deferred_to is not None:
-            deferred = DeferredWgrad(name, x.ungathered(), dy.ungathered(), multiply)
+            deferred = DeferredWgrad(name, x.ungathered(), dy.ungathered(), multiply, last)
             self._queues.setdefault(self._deferred_to, []).append(deferred)
             return None
         x_rows, dy_rows = x.start().wait(), dy.wait()
         target, first = self._buffers.claim(name)
         multiply(target, x_rows, dy_rows, beta=float(not first))
-        self._contributed(name)
+        if last:
+            self._contributed(name)
         return None
 
     @contextmanager

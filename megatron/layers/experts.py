@@ -36,9 +36,10 @@ class _GroupedLinearFunction(torch.autograd.Function):
         factor: Tensor | None,
         offsets: Tensor,
         layer: GroupedLinear,
+        last: bool,
     ) -> Tensor:
         ctx.save_for_backward(x, weight, bias, factor)
-        ctx.offsets, ctx.layer = offsets, layer
+        ctx.offsets, ctx.layer, ctx.last = offsets, layer, last
         y = layer.kernel.forward(x, layer.by_expert(weight), offsets)
         if bias is not None:
             added = layer.bias_of_rows(bias, offsets, len(x))
@@ -57,7 +58,7 @@ class _GroupedLinearFunction(torch.autograd.Function):
             def multiply(target: Tensor, x: Tensor, dy: Tensor, beta: float = 1.0) -> None:
                 layer.kernel.weight_gradient(layer.by_expert(target), x, dy, offsets, beta)
 
-            dw = grads.accumulate_wgrad(layer.name, grads.wgrad_input(x, None), WgradOperand(dy), multiply)
+            dw = grads.accumulate_wgrad(layer.name, grads.wgrad_input(x, None), WgradOperand(dy), multiply, ctx.last)
         dx = layer.kernel.input_gradient(dy, layer.by_expert(weight), offsets)
         if bias is not None:
             dy_held = dy[:, layer.columns]
@@ -65,7 +66,7 @@ class _GroupedLinearFunction(torch.autograd.Function):
             if factor is not None:
                 rows = layer.bias_of_rows(bias, offsets, len(x))
                 dfactor = (dy_held.to(factor.dtype) * rows.to(factor.dtype)).sum(1)
-        return dx, dw, db, dfactor, None, None
+        return dx, dw, db, dfactor, None, None, None
 
 
 class GroupedLinear(nn.Module):
@@ -85,17 +86,18 @@ class GroupedLinear(nn.Module):
         self.kernel, self.name = context.kernels.grouped_linear, context.name("weight")
         self.grad_accumulator = context.grad_accumulator
 
-    def forward(self, x_RI: Tensor, offsets: Tensor, row_weights: Tensor | None = None) -> Tensor:
+    def forward(self, x_RI: Tensor, offsets: Tensor, row_weights: Tensor | None = None, last: bool = True) -> Tensor:
         """Apply the layer.
 
         Args:
             x_RI: rows, sorted by expert.
             offsets: cumulative numbers of rows of the experts, int32 ``[E]``.
             row_weights: factors of the bias ``[R]``, for rows that are multiplied by them already.
+            last: False if backward adds to the gradient of the weight once more in this micro-batch.
 
         """
         factor = None if self.bias is None else row_weights
-        y: Tensor = _GroupedLinearFunction.apply(x_RI, self.weight, self.bias, factor, offsets, self)
+        y: Tensor = _GroupedLinearFunction.apply(x_RI, self.weight, self.bias, factor, offsets, self, last)
         return y
 
     def by_expert(self, weight: Tensor) -> Tensor:
@@ -119,7 +121,7 @@ class Experts(nn.Module):
         self.linear_fc1 = GroupedLinear(context.submodule("linear_fc1"))
         self.linear_fc2 = GroupedLinear(context.submodule("linear_fc2"))
 
-    def forward(self, x_RH: Tensor, offsets: Tensor, row_weights: Tensor | None = None) -> Tensor:
+    def forward(self, x_RH: Tensor, offsets: Tensor, row_weights: Tensor | None = None, last: bool = True) -> Tensor:
         """Apply every expert to its rows.
 
         The weights of rows are applied between the linears, where a kernel reads and writes the rows anyway:
@@ -129,11 +131,12 @@ class Experts(nn.Module):
             x_RH: rows, sorted by expert.
             offsets: cumulative numbers of rows of the experts, int32 ``[E]``.
             row_weights: factors of the results ``[R]``, in at least fp32. They have a gradient.
+            last: False for a part of the rows whose backward comes before that of another.
 
         """
         activate = partial(self._activate, offsets=offsets, row_weights=row_weights)
-        down = partial(self.linear_fc2, offsets=offsets, row_weights=row_weights)
-        up = self.linear_fc1(x_RH, offsets)
+        down = partial(self.linear_fc2, offsets=offsets, row_weights=row_weights, last=last)
+        up = self.linear_fc1(x_RH, offsets, last=last)
         return recompute_producer(activate, up, down) if self.drop_activation else down(activate(up))
 
     def _activate(self, x: Tensor, offsets: Tensor, row_weights: Tensor | None) -> Tensor:

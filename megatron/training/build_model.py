@@ -178,6 +178,7 @@ def build_context(
         offload=ActivationOffload.from_config(config.training, device),
         fp8=Float8Layers(frozenset(n for n in range(model.num_layers) if precision.layer_in_fp8(n, model.num_layers))),
         model=model,
+        parallel=parallel,
     )
     return context, [*notes, *overlap_notes]
 

@@ -31,7 +31,7 @@ from megatron.distributed.param_layout import MatrixBlock
 from megatron.inference.generate import PipelinedModel
 from megatron.inference.harness import SharedModel
 from megatron.inference.scoring import record, score_tokens
-from megatron.layers.dispatch import DispatchPlan
+from megatron.layers.dispatch import ExactDispatcher, ExpertRows
 from megatron.layers.loss import VocabularyShard, linear_cross_entropy, token_losses
 from megatron.optimizer.grad_compression import Int8Reduction, PowerSGD, TopK
 from megatron.pipeline.actions import COMPUTE_KINDS
@@ -351,17 +351,20 @@ def flipped_bit(rank: int, world_size: int, case: Case) -> str:
     return ""
 
 
-def plan_a_route(rank: int, world_size: int) -> tuple[tuple[int, ...], ...]:
-    """Each rank has tokens of its own for four experts; how many it sends and gets, and where each expert's end."""
+def plan_a_route(rank: int, world_size: int) -> tuple[list[int], list[int]]:
+    """Each rank has tokens of its own for four experts; the last rows of its experts, and the ranks of the tokens."""
     mesh = mesh_of(rank, world_size, expert_model_parallel_size=world_size)
-    route = DispatchPlan.plan(torch.tensor(CHOSEN[rank]), 4, 1, mesh.group("ep", "etp"))
-    return route.sent, route.received, tuple(route.offsets.tolist())
+    x_TH = torch.full((3, 1), float(rank))
+    chosen = torch.tensor(CHOSEN[rank])
+    dispatcher = ExactDispatcher(mesh.group("ep", "etp"), 1, 4, 2)
+    tokens = dispatcher.dispatch(x_TH, chosen, torch.ones(chosen.shape), False).wait()
+    return ExpertRows.of(tokens, 2).offsets.tolist(), tokens.x.flatten().int().tolist()
 
 
 CHOSEN = [[[0, 1], [0, 1], [0, 3]], [[3, 2], [3, 2], [3, 2]]]
 """Experts of each rank's tokens: rank 0 has the first two."""
 
-PLANNED = [((5, 1), (5, 0), (3, 5)), ((0, 6), (1, 6), (3, 7))]
+PLANNED = [([3, 5], [0, 0, 0]), ([3, 7], [0, 1, 1, 1])]
 """The results, counted by hand."""
 
 
