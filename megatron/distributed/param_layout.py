@@ -6,6 +6,7 @@ parameters, moments and averages all follow this one map. It is arithmetic witho
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
@@ -57,9 +58,13 @@ class BucketKey:
         vector = zero_stage >= 2 and len(spec.shape) == 1 and not spec.frozen
         if zero_stage < 3:
             return cls(dtype, spec.reduce_axes, spec.tied, uncut and not spec.frozen, vector, frozen=spec.frozen)
-        first, second = name.split(".")[:2]
-        block = f"{first}.{second}" if first == "layers" else first
-        return cls(dtype, spec.reduce_axes, spec.tied, False, vector, block, spec.frozen)
+        return cls(dtype, spec.reduce_axes, spec.tied, False, vector, block_of(name), spec.frozen)
+
+
+def block_of(name: str) -> str:
+    """Return the block of a parameter: its name up to the first number, such as ``layers.3``, or its first word."""
+    numbered = re.match(r"(?:[a-z_]+\.)+\d+(?=\.)", name)
+    return numbered[0] if numbered else name.partition(".")[0]
 
 
 @dataclass(frozen=True)

@@ -51,7 +51,7 @@ def activation(
         name: of the activation.
         limit: that of ``--activation-func-clamp-value``.
         offset: ``--glu-linear-offset``.
-        row_weights: factors of the results of rows, ``[R]`` for ``x`` ``[R, ...]``, in at least fp32. Has a gradient.
+        row_weights: factors of the results ``[R, ffn]``, in at least fp32 ``[R]``; not together with ``bias``.
         end: int ``[1]``, the number of rows; kernels may leave out those after it, whose results are undefined.
 
     """
@@ -73,13 +73,21 @@ def _triton_covers(
 
 
 def _checks() -> Sequence[KernelCheck]:
-    x = 2.0 * torch.randn(300, 2, 32, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    generator = torch.Generator().manual_seed(0)
+    x = 2.0 * torch.randn(300, 2, 32, generator=generator, dtype=torch.float64)
+    weights, end = torch.rand(300, generator=generator, dtype=torch.float64), torch.tensor([300], dtype=torch.int32)
+
+    def weighted(f: ActivationKernel, t: Sequence[Tensor]) -> Sequence[Tensor]:
+        x, weights = (torch.cat([each, torch.full_like(each[:5], torch.nan)]) for each in t[:2])
+        weights = weights.to(torch.promote_types(weights.dtype, torch.float32))
+        return (f(x, None, "swiglu", None, 0.0, weights, t[2])[:300],)
 
     # One of each kind, because each takes time to compile.
     return [
         KernelCheck(lambda f, t: (f(t[0], t[1], "gelu_tanh"),), (x, x[0, 0])),
         KernelCheck(lambda f, t: (f(t[0], None, "swiglu", None, 0.0),), (x,)),
         KernelCheck(lambda f, t: (f(t[0], None, "quick_geglu", 1.5, 1.0),), (x,)),
+        KernelCheck(weighted, (x[:, 0], weights, end)),
     ]
 
 

@@ -11,11 +11,13 @@ Shapes: R rows, E experts, I in, O out.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
+from megatron.kernels.compile import triton_missing, triton_region
 from megatron.kernels.linear import TORCH_LINEAR, column_sum
 from megatron.kernels.operation import Candidate, KernelCheck, Operation
 
@@ -104,4 +106,53 @@ def _checks() -> Sequence[KernelCheck]:
     return [KernelCheck(run, (*inputs, ends), differentiated=False) for ends in offsets]
 
 
-GROUPED_LINEAR = Operation({"torch": Candidate(lambda: TORCH_GROUPED_LINEAR)}, _checks)
+def _triton() -> GroupedLinearKernel:
+    """Load the Triton kernels."""
+    return cast("GroupedLinearKernel", triton_region("grouped_linear", "triton_grouped")())
+
+
+def _grouped_mm() -> GroupedLinearKernel:
+    """Return PyTorch's products, CUTLASS kernels in two launches, where shapes and addresses suit them.
+
+    Others, and weight gradients, which PyTorch would round to bf16, are left to Triton.
+    """
+    rest = _triton()
+
+    def suits(x: Tensor, weight: Tensor) -> bool:
+        aligned = all(t.data_ptr() % 16 == 0 for t in (x, weight))
+        return len(x) > 0 and aligned and all(size % 8 == 0 for size in weight.shape[1:])
+
+    def forward(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
+        x = x.contiguous()
+        if not suits(x, weight):
+            return rest.forward(x, weight, offsets)
+        return F.grouped_mm(x, weight.transpose(1, 2), offs=offsets)
+
+    def input_gradient(dy: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
+        dy = dy.contiguous()
+        if not suits(dy, weight):
+            return rest.input_gradient(dy, weight, offsets)
+        return F.grouped_mm(dy, weight, offs=offsets)
+
+    return rest._replace(forward=forward, input_gradient=input_gradient)
+
+
+def _grouped_mm_missing(device: torch.device, dtype: torch.dtype) -> str | None:
+    """Return why PyTorch's products cannot be used, or None. On other GPUs they loop over experts on the host."""
+    if device.type != "cuda" or dtype != torch.bfloat16:
+        return "it needs bf16 on a GPU"
+    if not hasattr(F, "grouped_mm"):
+        return f"it needs torch 2.10, and this is {torch.__version__}"
+    if torch.cuda.get_device_capability(device) not in ((9, 0), (10, 0)):
+        return "it needs a GPU of compute capability 9.0 or 10.0"
+    return triton_missing(device, dtype)
+
+
+GROUPED_LINEAR = Operation(
+    {
+        "grouped_mm": Candidate(_grouped_mm, _grouped_mm_missing),
+        "triton": Candidate(_triton, triton_missing),
+        "torch": Candidate(lambda: TORCH_GROUPED_LINEAR),
+    },
+    _checks,
+)

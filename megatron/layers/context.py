@@ -147,8 +147,8 @@ class BuildContext:
             self.initialize(global_name, values)
         else:
             values = torch.empty((), dtype=dtype, device=self.device).expand(spec.local_shape)
-        parameter = nn.Parameter(values, requires_grad=not spec.frozen)
-        if autograd and not spec.frozen:
+        parameter = nn.Parameter(values, requires_grad=spec.has_gradient)
+        if autograd and spec.has_gradient:
             self.grad_accumulator.attach(global_name, parameter)
         self.params[global_name] = parameter
         return parameter

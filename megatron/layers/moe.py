@@ -47,11 +47,14 @@ class MixtureOfExperts(nn.Module):
 
         What lies between the start of an exchange and its end hides it, in backward, too, which goes the other way.
         """
-        routing = self.router(x_SBH, ctx.batch)
+        routing = self.router(x_SBH, ctx)
         x_TH = self.fc1_latent_proj(x_SBH).flatten(0, 1)
         dispatcher = self.training_dispatcher if self.training else self.other_dispatcher
-        parts = (t.tensor_split(self.parts) for t in (x_TH, routing.experts, routing.weights))
-        exchanges = [dispatcher.dispatch(x, experts, weights, False) for x, experts, weights in zip(*parts)]
+        experts_TK, drops = routing.experts, routing.kept is not None
+        if routing.kept is not None:
+            experts_TK = experts_TK.masked_fill(~routing.kept, dispatcher.experts)
+        parts = (t.tensor_split(self.parts) for t in (x_TH, experts_TK, routing.weights))
+        exchanges = [dispatcher.dispatch(x, experts, weights, drops) for x, experts, weights in zip(*parts)]
         shared, finish_shared = self.shared_experts, None
         if shared is not None and self.overlaps_shared:
             finish_shared = shared.start(x_SBH, ctx)

@@ -35,7 +35,7 @@ from megatron.distributed.sharding import EXPERT_REDUCE_AXES, Sharding, Specs
 from megatron.layers.adapter_parameters import adapted_parts, is_adaptable, linear_parts
 from megatron.layers.mixers.activations import DTYPE_BYTES, INDEX_BYTES
 from megatron.layers.mixers.registry import rotary_tables
-from megatron.layers.parameters import block_of_any_kind, gpt, trainable
+from megatron.layers.parameters import block_of_any_kind, gpt, in_checkpoints
 from megatron.layers.recompute_plan import RecomputePlan
 from megatron.optimizer.param_groups import offloaded_params, rule_of
 from megatron.pipeline.actions import BACKWARD, FORWARD, INPUT, WEIGHT
@@ -173,8 +173,11 @@ def checkpoint_bytes(config: RunConfig, world_size: int = 1) -> int:
     PowerSGD's factors of rows that only pad the vocabulary are counted, though they are not saved.
     """
     weights = main_param_bytes(config) * (1 + sum(_feature_copies(config).values()))
-    whole = trainable(gpt(config.model)).items()
-    size = sum(spec.numel * (weights + _moments(rule_of(n, spec, config.optimizer), config)[0]) for n, spec in whole)
+    whole = in_checkpoints(gpt(config.model)).items()
+    size = 0
+    for name, spec in whole:
+        moments = _moments(rule_of(name, spec, config.optimizer), config)[0] if spec.has_gradient else 0
+        size += spec.numel * (weights + moments)
     compression, parallel = config.parallel.compression, config.parallel
     if compression is None or not compression.has_errors:
         return size
@@ -281,6 +284,11 @@ class _StageState:
             common["weights"] += (part if parallel.zero_stage == 3 else size) * weight_bytes
             if bucket.key.frozen:
                 continue
+            if bucket.key.buffer:
+                for name, shard, elements in _shares(bucket):
+                    state = Counter({part: number * elements * wide for part, number in copies.items()})
+                    shares[specs[name].expert][shard].append((number, name, elements, state))
+                continue
             common["gradients"] += (part if parallel.zero_stage >= 2 else size) * wide
             remainders = optimizer.store_param_remainders and bucket.key.dtype == "bf16"
             main_bytes = 0 if weight_bytes == wide else REMAINDER_BYTES if remainders else wide
@@ -304,7 +312,8 @@ class _StageState:
     def at(self, dense: int, expert: int) -> tuple[dict[str, int], dict[str, int]]:
         """Return the bytes of a rank with these shards, on its device and on the host."""
         shares = sorted([*self.shares[False][dense], *self.shares[True][expert]], key=lambda share: share[0])
-        moved = offloaded_params({name: n for _, name, n, _ in shares}, self.specs, self.config.optimizer)
+        trained = {name: n for _, name, n, _ in shares if self.specs[name].has_gradient}
+        moved = offloaded_params(trained, self.specs, self.config.optimizer)
         device, host = self.common + self.sharded[False][dense] + self.sharded[True][expert], Counter[str]()
         in_host = self.config.parallel.offloads_weights
         if in_host:  # not copies, and with the padding of buckets
@@ -484,7 +493,7 @@ def _reduction_buffers(config: RunConfig, layout: Layout, pp: int) -> int:
     copied = 2 * DTYPE_BYTES["bf16"] if config.parallel.grad_reduce_in_bf16 else 0.0
     if config.parallel.grad_compression == "int8":
         copied = 2 * INT8_BYTES
-    trained = (bucket for bucket in bucket_shapes(config, layout, pp) if not bucket.key.frozen)
+    trained = (bucket for bucket in bucket_shapes(config, layout, pp) if bucket.key.has_gradients)
     reduced = [bucket for bucket in trained if bucket.shards * bucket.copies > 1]
     streamed = [bucket for bucket in reduced if config.parallel.zero_stage >= 2 and bucket.shards > 1]
     others = [bucket for bucket in reduced if bucket not in streamed]
@@ -655,7 +664,7 @@ def data_parallel_traffic(config: RunConfig, world_size: int, rank: int = 0) -> 
         over_shards, over_copies = ((n - 1) / n for n in (bucket.shards, bucket.copies))
         times = 1 if gathers is None else gathers[number]
         sent["all-gather"] += times * size * WEIGHT_BYTES[bucket.key.dtype] * over_shards
-        if bucket.key.frozen:
+        if not bucket.key.has_gradients:
             continue
         if rounded is not None:
             sent["all-to-all"] += (reductions * size * over_shards + shard * over_copies) * rounded

@@ -51,7 +51,7 @@ def train_step(
     sums = collect_sums(trainer)
     loss = mean_loss(trainer, sums, tokens)
     extra = auxiliary_losses(trainer, sums, tokens)
-    extra |= {name: mean_loss(trainer, sums, tokens, name) for name in trainer.objective.metric_names}
+    extra |= {name: mean_loss(trainer, sums, tokens, name) for name in trainer.loss_names}
     trainer.optimizer.reduce_gradients(trainer.timers)
     with trainer.timers("optimizer"):
         if update is None:

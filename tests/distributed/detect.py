@@ -425,7 +425,12 @@ HSDP = replace(ZERO1, parallel=replace(ZERO1.parallel, num_distributed_optimizer
 BF16_WIRE = replace(DP2, parallel=replace(DP2.parallel, grad_reduce_in_bf16=True), optimizer=OptimizerConfig("sgd"))
 
 _EXPERTS = replace(
-    MODEL, num_experts=4, add_bias_linear=False, moe_ffn_hidden_size=24, moe_aux_loss_coeff=0.1, moe_z_loss_coeff=0.01
+    MODEL,
+    num_experts=4,
+    add_bias_linear=False,
+    moe_ffn_hidden_size=24,
+    moe_aux_loss_coeff=(0.1,),
+    moe_z_loss_coeff=0.01,
 )
 # FP8 scales depend on the size of a micro-batch. A key/value head that ranks share has gradients in parts.
 _FP8 = replace(TP2, model=replace(MODEL, num_query_groups=2), training=TrainingConfig(micro_batch_size=TP2.samples))

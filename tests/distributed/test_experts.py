@@ -28,7 +28,7 @@ EXPERTS = replace(
     normalization="RMSNorm",
     num_experts=4,
     moe_ffn_hidden_size=24,
-    moe_aux_loss_coeff=0.3,
+    moe_aux_loss_coeff=(0.3,),
     moe_z_loss_coeff=0.02,
 )
 
@@ -184,11 +184,11 @@ def test_router_losses_equal_a_loop_over_tokens(topk: int) -> None:
 @pytest.mark.parametrize(
     ("changes", "names"),
     [
-        ({"moe_aux_loss_coeff": 0.0}, ["z_loss"]),
+        ({"moe_aux_loss_coeff": (0.0,)}, ["z_loss"]),
         ({"moe_z_loss_coeff": None}, ["seq_load_balancing_loss"]),
-        ({"moe_router_load_balancing_type": "aux_loss"}, ["load_balancing_loss", "z_loss"]),
-        ({"moe_router_load_balancing_type": "none"}, ["z_loss"]),
-        ({"moe_aux_loss_coeff": 0.0, "moe_z_loss_coeff": 0.0}, []),
+        ({"moe_router_load_balancing_type": ("aux_loss",)}, ["load_balancing_loss", "z_loss"]),
+        ({"moe_router_load_balancing_type": ("none",)}, ["z_loss"]),
+        ({"moe_aux_loss_coeff": (0.0,), "moe_z_loss_coeff": 0.0}, []),
         ({"num_experts": None}, []),
     ],
 )
@@ -201,7 +201,7 @@ def test_balance_of_a_micro_batch_matches_its_joined_sequences() -> None:
     """With one sequence in a micro-batch both kinds of the loss are the same."""
     both = [
         router_losses(
-            0, 1, Case(replace(EXPERTS, moe_router_load_balancing_type=kind), training=ONE_SAMPLE, masked=False)
+            0, 1, Case(replace(EXPERTS, moe_router_load_balancing_type=(kind,)), training=ONE_SAMPLE, masked=False)
         )
         for kind in ("seq_aux_loss", "aux_loss")
     ]

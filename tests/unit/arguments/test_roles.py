@@ -45,6 +45,7 @@ OTHER_VALUES: dict[str, Any] = {
     "yarn_original_max_position_embeddings": 8,
     "attention_pattern": "local:4,global",
     "no_rope_freq": "2",
+    "window_attn_skip_freq": "2",
     "moe_layer_freq": "2",
     "lora_target": ("linear_qkv",),
 }
@@ -88,6 +89,7 @@ YARN = "--position-embedding-type yarn --rotary-base 10 --yarn-original-max-posi
 CONTEXT = {
     "rotary_scaling": YARN,
     "rotary_base_local": f"{ROPE} --window-size 3",
+    "window_attn": "--window-size 3",
     "no_rope": ROPE,
     "rotary": ROPE,
     "use_rope": ROPE,

@@ -13,6 +13,7 @@ from torch import Tensor
 from megatron.config.model import ModelConfig
 from megatron.config.training import TrainingConfig
 from megatron.distributed.grad_accumulator import GradAccumulator, WgradOperand
+from megatron.distributed.micro_batch import MicroBatch
 from megatron.layers.context import BuildContext, ForwardContext
 from megatron.layers.dispatch import ExpertRows
 from megatron.layers.experts import GroupedLinear
@@ -42,8 +43,12 @@ def hidden(seed: int = 0) -> Tensor:
     return torch.randn(LENGTH, SAMPLES, 32, generator=generator, dtype=torch.float64)
 
 
+def context_of(batch: MicroBatch) -> ForwardContext:
+    return ForwardContext(batch, {}, rows=(range(batch.tokens.shape[1]),))
+
+
 def run(made: Router, x_SBH: Tensor) -> Routing:
-    routing: Routing = made(x_SBH, random_batch(made.config, SAMPLES, LENGTH))
+    routing: Routing = made(x_SBH, context_of(random_batch(made.config, SAMPLES, LENGTH)))
     return routing
 
 
@@ -65,7 +70,7 @@ def best(logits: list[Tensor], topk: int) -> list[int]:
 def test_the_best_are_chosen_and_weighed(topk: int, pre_softmax: bool) -> None:
     made, _ = router(moe_router_topk=topk, moe_router_pre_softmax=pre_softmax)
     x_SBH = hidden()
-    experts, weights, losses = run(made, x_SBH)
+    experts, weights, losses, _ = run(made, x_SBH)
     for s in range(LENGTH):
         for b in range(SAMPLES):
             logits = logits_of(made.weight, x_SBH, s, b)
@@ -80,7 +85,7 @@ def test_the_best_are_chosen_and_weighed(topk: int, pre_softmax: bool) -> None:
 def losses_by_hand(config: ModelConfig, weight: Tensor, x_SBH: Tensor, mask_BS: Tensor) -> tuple[Tensor, Tensor]:
     """Both losses, times their coefficients, summed over tokens that count, by loops."""
     topk, balance, z = config.moe_router_topk, torch.zeros(()), torch.zeros(())
-    together = config.moe_router_load_balancing_type == "aux_loss"
+    together = config.moe_router_load_balancing_type == ("aux_loss",)
     for part in [range(SAMPLES)] if together else [range(b, b + 1) for b in range(SAMPLES)]:
         places = [(s, b) for b in part for s in range(LENGTH)]
         logits = {place: logits_of(weight, x_SBH, *place) for place in places}
@@ -92,14 +97,14 @@ def losses_by_hand(config: ModelConfig, weight: Tensor, x_SBH: Tensor, mask_BS: 
         balance = balance + of_sequence * mask_BS[list(part)].sum()
         for s, b in places:
             z = z + sum(n.exp() for n in logits[s, b]).log() ** 2 * mask_BS[b, s]  # type: ignore[union-attr]
-    return config.moe_aux_loss_coeff * balance, (config.moe_z_loss_coeff or 0.0) * z
+    return config.moe_aux_loss_coeff[0] * balance, (config.moe_z_loss_coeff or 0.0) * z
 
 
 @pytest.mark.parametrize("kind", ["seq_aux_loss", "aux_loss"])
 @pytest.mark.parametrize("topk", [1, 2])
 def test_losses_and_gradients_match_loops(kind: str, topk: int) -> None:
-    changes = {"moe_router_load_balancing_type": kind, "moe_router_topk": topk}
-    made, gradients = router(moe_aux_loss_coeff=0.3, moe_z_loss_coeff=0.07, **changes)
+    changes = {"moe_router_load_balancing_type": (kind,), "moe_router_topk": topk}
+    made, gradients = router(moe_aux_loss_coeff=(0.3,), moe_z_loss_coeff=0.07, **changes)
     x_SBH = hidden().requires_grad_()
     losses = torch.stack([*run(made, x_SBH).losses.values()])
     weight, x = made.weight.detach().clone().requires_grad_(), hidden().requires_grad_()
@@ -116,13 +121,13 @@ def test_losses_and_gradients_match_loops(kind: str, topk: int) -> None:
 @pytest.mark.parametrize("kind", ["seq_aux_loss", "aux_loss"])
 def test_a_sample_without_labels_has_no_part_in_the_losses(kind: str) -> None:
     """Whatever it holds: it fills up a batch."""
-    made, _ = router(moe_aux_loss_coeff=0.3, moe_z_loss_coeff=0.07, moe_router_load_balancing_type=kind)
+    made, _ = router(moe_aux_loss_coeff=(0.3,), moe_z_loss_coeff=0.07, moe_router_load_balancing_type=(kind,))
     batch, found = random_batch(made.config, SAMPLES, LENGTH), []
     for samples in (SAMPLES - 1, SAMPLES):
         mask = batch.loss_mask.clone()
         mask[SAMPLES - 1 :] = 0.0
         cut = replace(batch, tokens=batch.tokens[:samples], loss_mask=mask[:samples])
-        losses = torch.stack([*made(hidden()[:, :samples], cut).losses.values()])
+        losses = torch.stack([*made(hidden()[:, :samples], context_of(cut)).losses.values()])
         (gradient,) = torch.autograd.grad(losses.sum(), made.weight)
         found.append((losses, gradient))
     torch.testing.assert_close(found[0], found[1], rtol=1e-12, atol=1e-14)
@@ -131,13 +136,13 @@ def test_a_sample_without_labels_has_no_part_in_the_losses(kind: str) -> None:
 @pytest.mark.parametrize(
     ("changes", "there"),
     [
-        ({"moe_router_load_balancing_type": "none"}, ["z_loss"]),
+        ({"moe_router_load_balancing_type": ("none",)}, ["z_loss"]),
         ({"moe_z_loss_coeff": None}, ["seq_load_balancing_loss"]),
-        ({"moe_aux_loss_coeff": 0.0, "moe_z_loss_coeff": 0.0}, []),
+        ({"moe_aux_loss_coeff": (0.0,), "moe_z_loss_coeff": 0.0}, []),
     ],
 )
 def test_losses_that_are_off_are_not_computed(changes: dict[str, Any], there: list[str]) -> None:
-    made, _ = router(**{"moe_aux_loss_coeff": 0.3, "moe_z_loss_coeff": 0.07} | changes)
+    made, _ = router(**{"moe_aux_loss_coeff": (0.3,), "moe_z_loss_coeff": 0.07} | changes)
     assert [name for name, loss in run(made, hidden()).losses.items() if loss > 0] == there
 
 
@@ -150,7 +155,7 @@ def test_bf16_tokens_are_judged_in_fp32() -> None:
     assert torch.equal(routing.experts, exact.flatten(0, 1).topk(2).indices)
 
 
-LOSSES = {"moe_aux_loss_coeff": 0.2, "moe_z_loss_coeff": 0.05}
+LOSSES = {"moe_aux_loss_coeff": (0.2,), "moe_z_loss_coeff": 0.05}
 MODELS: dict[str, dict[str, Any]] = {
     "two of four": {"num_experts": 4},
     "one of three": {"num_experts": 3, "moe_router_topk": 1, "moe_router_pre_softmax": True},

@@ -59,7 +59,7 @@ EXPERTS: dict[str, dict[str, Any]] = {
     "gate on the shared expert": NO_BIAS
     | {"num_experts": 4, "moe_shared_expert_intermediate_size": 20, "moe_shared_expert_gate": True},
     "latent": NO_BIAS | {"num_experts": 4, "moe_latent_size": 12, "moe_shared_expert_intermediate_size": 20},
-    "losses": NO_BIAS | {"num_experts": 4, "moe_aux_loss_coeff": 0.1, "moe_z_loss_coeff": 0.1},
+    "losses": NO_BIAS | {"num_experts": 4, "moe_aux_loss_coeff": (0.1,), "moe_z_loss_coeff": 0.1},
 }
 PLANS: dict[str, dict[str, Any]] = {
     "full": FULL,
