@@ -51,14 +51,22 @@ class BucketKey:
     block: str = ""
     # Weights that are not trained: the bucket has no gradients, and is whole on every rank except with ZeRO-3.
     frozen: bool = False
+    # Weights that a component updates: the bucket has no gradients, and is sharded like the others.
+    buffer: bool = False
+
+    @property
+    def has_gradients(self) -> bool:
+        """True for parameters that the optimizer trains."""
+        return not (self.frozen or self.buffer)
 
     @classmethod
     def of(cls, name: str, spec: ShardSpec, dtype: str, uncut: bool, zero_stage: int) -> BucketKey:
         """Return the key of a parameter; ``uncut`` has no effect on ZeRO-3, which divides all parameters."""
-        vector = zero_stage >= 2 and len(spec.shape) == 1 and not spec.frozen
+        vector = zero_stage >= 2 and len(spec.shape) == 1 and spec.has_gradient
         if zero_stage < 3:
-            return cls(dtype, spec.reduce_axes, spec.tied, uncut and not spec.frozen, vector, frozen=spec.frozen)
-        return cls(dtype, spec.reduce_axes, spec.tied, False, vector, block_of(name), spec.frozen)
+            uncut = uncut and spec.has_gradient
+            return cls(dtype, spec.reduce_axes, spec.tied, uncut, vector, frozen=spec.frozen, buffer=spec.buffer)
+        return cls(dtype, spec.reduce_axes, spec.tied, False, vector, block_of(name), spec.frozen, spec.buffer)
 
 
 def block_of(name: str) -> str:

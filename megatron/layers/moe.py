@@ -53,8 +53,8 @@ class MixtureOfExperts(nn.Module):
         experts_TK, drops = routing.experts, routing.kept is not None
         if routing.kept is not None:
             experts_TK = experts_TK.masked_fill(~routing.kept, dispatcher.experts)
-        parts = (t.tensor_split(self.parts) for t in (x_TH, experts_TK, routing.weights))
-        exchanges = [dispatcher.dispatch(x, experts, weights, drops) for x, experts, weights in zip(*parts)]
+        parts = zip(*(t.tensor_split(self.parts) for t in (x_TH, experts_TK, routing.weights)))
+        exchanges = [dispatcher.dispatch(x, experts, weights, drops) for x, experts, weights in parts]
         shared, finish_shared = self.shared_experts, None
         if shared is not None and self.overlaps_shared:
             finish_shared = shared.start(x_SBH, ctx)
