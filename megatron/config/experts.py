@@ -75,7 +75,6 @@ class ExpertOptions:
     fp8_format and num_experts and fp8_recipe=mxfp8
     E922 --fp8-recipe mxfp8 does not support --num-experts: experts have no product in mxfp8
       fix: --fp8-recipe rowwise | --fp8-recipe blockwise
-
     """
 
     def has_experts(self, layer: int) -> bool:
