@@ -136,7 +136,7 @@ def evenly(plan: Any) -> Any:
 
         def even(t: Tensor) -> list[int]:
             tolist(t)  # waits for the GPU, as it does with real counts
-            return [rows, rows, *[rows // experts] * experts]
+            return [rows, rows]
 
         with patch.object(Tensor, "tolist", even):
             return plan(experts_TK, experts, *rest)

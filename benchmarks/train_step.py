@@ -58,9 +58,9 @@ Step = Callable[[], float]
 """Takes one training step and returns its loss."""
 
 LLAMA = (
-    "--hidden-size 512 --num-attention-heads 8 --num-query-groups 2 --swiglu --normalization RMSNorm"
-    " --group-query-attention --position-embedding-type rope --disable-bias-linear --untie-embeddings-and-output-weights --vocab-size 8192"
-    " --moe-aux-loss-coeff 0"
+    "--hidden-size 512 --num-attention-heads 8 --group-query-attention --num-query-groups 2 --swiglu"
+    " --normalization RMSNorm --position-embedding-type rope --disable-bias-linear --vocab-size 8192"
+    " --untie-embeddings-and-output-weights --moe-aux-loss-coeff 0"
 )
 MODELS = {
     "gpt2": ("GPT-2 124M", 12, "--preset gpt2-124m"),

@@ -70,7 +70,7 @@ def with_our_words(flag: GivenFlag) -> GivenFlag:
     """Return a flag with Megatron-LM's words for its value replaced by ours."""
     lists = flag.setting.many and flag.setting.scalar is int  # they may have brackets
     ours = len(flag.words) == 1 and flag.words[0] in flag.setting.choices
-    if ours or not (flag.setting.choices or lists or list(flag.words) == ["0"]):
+    if ours or not (flag.setting.choices or lists or set(flag.words) <= {*flag.setting.option.megatron.values}):
         return flag
     return replace(flag, words=apply_foreign_values(flag.spelling, flag.words))
 

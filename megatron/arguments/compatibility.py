@@ -31,7 +31,7 @@ from megatron.config.option import Role
 from megatron.config.run import RunConfig
 from megatron.config.settings import SETTINGS
 from megatron.distributed.sharding import ShardSpec
-from megatron.layers.parameters import gpt, trainable
+from megatron.layers.parameters import gpt, in_checkpoints
 
 ALLOWED_ROLES = {
     "exact": {Role.START, Role.FREE},
@@ -257,7 +257,7 @@ def stored_tensors_problem(saved: Mapping[str, Any], stored: Mapping[str, Shapes
     in_range = all(SETTINGS[name].allows(value) for name, value in found.values.items())
     if unknown or found.problems or not in_range or model.vocab_size is None:
         return ""
-    return describe_findings(tensor_differences(trainable(gpt(model)), stored))
+    return describe_findings(tensor_differences(in_checkpoints(gpt(model)), stored))
 
 
 def unknown_options(saved: Mapping[str, Any]) -> list[str]:

@@ -248,11 +248,11 @@ def _takes(spelling: str, arguments: Sequence[str]) -> bool:
 
 def implied_values(given: Mapping[str, Any]) -> dict[str, Any]:
     """Return defaults of Megatron-LM's pretrain_gpt.py that follow from the fields that are set."""
-    implied = {}
+    implied: dict[str, Any] = {}
     if given.get("vocab_file") and given.get("merge_file"):
         implied["tokenizer_type"] = "GPT2BPETokenizer"
-    if given.get("moe_aux_loss_coeff"):
-        implied["moe_router_load_balancing_type"] = "aux_loss"
+    if any(given.get("moe_aux_loss_coeff") or ()):
+        implied["moe_router_load_balancing_type"] = ("aux_loss",)
     return {name: value for name, value in implied.items() if not given.get(name)}
 
 

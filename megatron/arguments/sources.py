@@ -39,7 +39,7 @@ LENGTH_OPTIONS = (
 EXCLUSIVE_OPTIONS = (
     *(tuple((name,) for name in names) for names in LENGTH_OPTIONS),
     SOURCE_OPTIONS,
-    (("window_size",), ("attention_pattern",)),
+    (("window_size", "window_attn_skip_freq"), ("attention_pattern",)),
 )
 """Mutually exclusive groups of fields. Setting one in a later source clears the others."""
 

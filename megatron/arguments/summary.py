@@ -148,7 +148,10 @@ def _attention(model: ModelConfig) -> str:
     """Return the attention patterns of the layers, unless all layers see all earlier tokens."""
     text = model.attention_pattern
     if text is None:
-        return "" if model.window_size is None else f"local:{model.window_size}"
+        some = (
+            model.window_attn_skip_freq and f" in the layers of --window-attn-skip-freq {model.window_attn_skip_freq}"
+        )
+        return "" if model.window_size is None else f"local:{model.window_size}{some or ''}"
     parts = [" x ".join(part.strip().split("*")) for part in text.split(",")]
     repeated = 1 < len(parse_layers(text)) < model.num_layers
     return ", ".join(parts) + (" (repeated)" if repeated else "")

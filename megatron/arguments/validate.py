@@ -53,7 +53,8 @@ def choose_cuda_graph(config: RunConfig, world_size: int, cuda: bool = True) -> 
     if broken:
         return "none", broken[0].sentence
     mixers = [("mixer", name) for name in config.model.token_mixers]
-    for kind, name in (("objective", training.objective), ("optimizer", config.optimizer.optimizer), *mixers):
+    others = [("objective", training.objective), ("optimizer", config.optimizer.optimizer)]
+    for kind, name in (*others, ("dispatcher", parallel.moe_exchange), *mixers):
         if name in registered(kind):
             return "none", f"the {kind} {name} is a plugin's, whose Python code a graph would freeze"
     blocks = config.model.num_layers * get_num_microbatches(training, parallel.data_parallel_size(world_size))

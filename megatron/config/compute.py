@@ -117,6 +117,8 @@ KERNEL_CANDIDATES: dict[str, tuple[str, ...]] = {
     "cross_entropy": ("compiled", "torch"),
     "attention": ("cudnn", "flash_attn", "varlen", "flex", "torch"),
     "linear": ("apex", "addmm", "torch"),
+    "grouped_linear": ("grouped_mm", "triton", "torch"),
+    "sum_rows": ("triton", "torch"),
     "adam": ("triton", "apex", "torch"),
     "fp8": ("compiled", "scaled_mm", "torch"),
 }

@@ -14,6 +14,7 @@ from megatron.config.adapters import AdapterOptions
 from megatron.config.attention_pattern import AttentionPattern, format_layers, parse_layers, split_layers
 from megatron.config.errors import Problem
 from megatron.config.experts import ExpertOptions
+from megatron.config.multi_token import MultiTokenOptions
 from megatron.config.option import (
     MAX_LAYERS,
     MAX_SIZE,
@@ -23,6 +24,7 @@ from megatron.config.option import (
     WithPluginOptions,
     option,
 )
+from megatron.config.router import RouterOptions
 from megatron.config.text import divisors, flag_fixes, multiples_as_fixes, nearest, selected_layers
 
 GATED_ACTIVATIONS = ("swiglu", "geglu", "geglu_tanh", "quick_geglu")
@@ -59,6 +61,17 @@ def no_rope_layers(text: str) -> tuple[int, ...]:
         ValueError: for anything else.
     """
     return selected_layers(text, MAX_LAYERS, first=False)
+
+
+@cache
+def window_layers(text: str) -> tuple[int, ...]:
+    """Parse ``N``, for all but every N-th layer, or ``[1,1,0]``; return 1 for layers with the window, to be repeated.
+
+    Raises:
+        ValueError: for anything else.
+    """
+    layers = selected_layers(text, MAX_LAYERS, first=False)
+    return tuple(1 - layer for layer in layers) if text.isdecimal() else layers
 
 
 @dataclass(frozen=True, init=False, eq=False, repr=False)
@@ -152,6 +165,9 @@ class TransformerOptions(WithPluginOptions):
     window_size: int | None = option(None, role="function", at_least=1, at_most=MAX_SIZE, parse=_window)
     """Sliding window: a token attends to itself and the window_size - 1 tokens before it. Megatron-LM's form L,0 means
     L+1, and -1 no limit."""
+    window_attn_skip_freq: str | None = option(None, role="function", check=window_layers, needs="window_size")
+    """Layers with the sliding window: all but every N-th, or a list with 1 for them and 0 for the others, repeated over
+    the layers. Example: '[1]*5+[0]'. Default: all."""
     attention_pattern: str | None = option(None, role="function", check=parse_layers)
     """Attention of each layer, repeated over the layers: global, local:WINDOW, chunked:SIZE, dilated:WINDOW:STEP,
     prefix:TOKENS, or the name of a plugin's pattern. A part +first:TOKENS keeps the first tokens visible, *N repeats.
@@ -306,7 +322,7 @@ class RotaryTable(NamedTuple):
 
 
 @dataclass(frozen=True)
-class ModelConfig(AdapterOptions, ExpertOptions, TransformerOptions):
+class ModelConfig(AdapterOptions, RouterOptions, ExpertOptions, MultiTokenOptions, TransformerOptions):
     """Decoder-only transformer.
 
     Query heads share key/value heads in groups (``n`` = num_attention_heads, ``g`` = num_query_groups)::
@@ -321,6 +337,16 @@ class ModelConfig(AdapterOptions, ExpertOptions, TransformerOptions):
         """Return the names of the mixers of a layer, in order: each is a residual layer ``x + mixer(norm(x))``."""
         token_mixer = self.token_mixers[layer % len(self.token_mixers)]
         return token_mixer, "experts" if self.has_experts(layer) else "mlp"
+
+    @property
+    def head_layers(self) -> tuple[int, ...]:
+        """Layers whose kind of block the heads have, which predict further tokens beside the output layer."""
+        return (self.num_layers - 1,) * self.prediction_depths
+
+    @property
+    def num_blocks(self) -> int:
+        """Number of blocks, those of the heads included."""
+        return self.num_layers + len(self.head_layers)
 
     @property
     def kinds_of_layers(self) -> list[tuple[str, ...]]:
@@ -350,7 +376,8 @@ class ModelConfig(AdapterOptions, ExpertOptions, TransformerOptions):
     def pattern(self, layer: int) -> AttentionPattern:
         """Return the attention pattern of a layer."""
         if self.attention_pattern is None:
-            return AttentionPattern(self.window_size)
+            layers = window_layers(self.window_attn_skip_freq or "[1]")
+            return AttentionPattern(self.window_size if layers[layer % len(layers)] else None)
         patterns = parse_layers(self.attention_pattern)
         return patterns[layer % len(patterns)]
 
@@ -480,7 +507,10 @@ class ModelConfig(AdapterOptions, ExpertOptions, TransformerOptions):
 
     def check_attention_pattern(self, config: Run, world_size: int) -> Iterator[Problem]:
         """Check that layers have all patterns of attention, and that labels are left to predict."""
-        length = config.training.seq_length
+        length, freq = config.training.seq_length, self.window_attn_skip_freq
+        if freq is not None and not freq.isdecimal() and (entries := len(window_layers(freq))) > self.num_layers:
+            sentence = f"--window-attn-skip-freq {freq} is for {entries} layers, and the model has {self.num_layers}"
+            yield Problem("E109", sentence, ("drop --window-attn-skip-freq", f"--num-layers {entries}"))
         if self.attention_pattern is None:
             return
         count, prefix = len(parse_layers(self.attention_pattern)), self.attention_prefix

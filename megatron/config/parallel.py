@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from math import ceil, lcm, prod
 from typing import ClassVar
 
+from megatron.config.dispatch import DispatchOptions
 from megatron.config.errors import Problem
 from megatron.config.option import MegatronOption, Need, Run, option
 from megatron.config.text import divisors, flag, flag_fixes, multiples_as_fixes, nearest, nearest_multiples
@@ -77,7 +78,7 @@ INTERLEAVED = Need(
 
 
 @dataclass(frozen=True)
-class ParallelConfig:
+class ParallelConfig(DispatchOptions):
     """Sizes of the rank grid, pipeline schedule and data-parallel communication."""
 
     tensor_model_parallel_size: int = option(1, role="free", at_least=1, spellings=("--model-parallel-size",))

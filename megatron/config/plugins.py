@@ -25,6 +25,7 @@ KINDS = (
     "attention_pattern",
     "callback",
     "dataset",
+    "dispatcher",
     "kernel",
     "lr_schedule",
     "metric_logger",

@@ -12,6 +12,7 @@ import tomllib
 from collections.abc import Iterable, Sequence
 from difflib import SequenceMatcher
 from functools import cache
+from itertools import groupby
 from pathlib import Path
 from typing import TextIO
 
@@ -206,3 +207,12 @@ def selected_layers(text: str, longest: int, first: bool) -> tuple[int, ...]:
     if not layers:
         raise ValueError(f"{text!r} is neither a number of layers nor a list of 0 and 1, such as ([0]*3+[1]*1)*9")
     return tuple(layers)
+
+
+def format_selected_layers(layers: Sequence[int]) -> str:
+    """Return a text for which :func:`selected_layers`, with ``first``, selects the layers that are not 0."""
+    for period in range(1, len(layers) + 1):
+        if all(bool(flag) == (n % period == 0) for n, flag in enumerate(layers)):
+            return str(period)
+    runs = ((int(flag), len([*run])) for flag, run in groupby(map(bool, layers)))
+    return "+".join(f"[{flag}]*{length}" for flag, length in runs)

@@ -26,7 +26,7 @@ from megatron.convert.tokenizer_files import SmallFiles, saved_tokenizer_files
 from megatron.convert.weight_source import BLOCK_ELEMENTS, ModelSource, WeightSource, fill_in_blocks
 from megatron.distributed.sharding import Box, ShardSpec
 from megatron.layers.adapter_parameters import adapted_parts, part_of_rows
-from megatron.layers.parameters import WORD_EMBEDDINGS, gpt, trainable
+from megatron.layers.parameters import WORD_EMBEDDINGS, gpt, in_checkpoints
 
 EMA_PREFIX = "optim.ema."
 """Prefix of the names of averaged weights in a checkpoint."""
@@ -201,7 +201,7 @@ class SavedModel:
         self.model = stored if base is None else stored.base
         check_model_config(manifest.path, self.model)
         self.specs: Mapping[str, ShardSpec] = gpt(self.model)
-        tensors.check(trainable(gpt(stored)))
+        tensors.check(in_checkpoints(gpt(stored)))
 
     def small_files(self) -> SmallFiles:
         """Return the tokenizer files and generation settings in the checkpoint."""

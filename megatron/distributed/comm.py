@@ -237,16 +237,21 @@ def start_all_to_all(x: Tensor, group: Group) -> Pending:
     return Pending(out, [dist.all_to_all_single(out, x.contiguous(), group=group.handle, async_op=True)], group)
 
 
-def all_to_all_rows(x: Tensor, sent: Sequence[int], received: Sequence[int], group: Group) -> Tensor:
-    """``sent[i]`` rows of ``x`` to every rank ``i``, in rank order -> ``received[i]`` rows from every rank ``i``."""
-    if group.size == 1:
-        return x
+def start_all_to_all_rows(
+    x: Tensor, sent: Sequence[int] | None, received: Sequence[int] | None, group: Group
+) -> Pending:
+    """Start to send ``sent[i]`` rows of ``x`` to every rank ``i``, in rank order, and to get ``received[i]`` from it.
+
+    None is for equally many.
+    """
+    if sent is None or received is None or group.size == 1:
+        return start_all_to_all(x, group)
     out = _rows_like(x, sum(received))
     leaving = sum(sent) - sent[group.rank]
     group.meter.sends(group.axes, ALL_TO_ALL, leaving * x[:1].nbytes)
-    with group.blocked(x):
-        dist.all_to_all_single(out, x.contiguous(), list(received), list(sent), group=group.handle)
-    return out
+    splits = list(received), list(sent)
+    work = dist.all_to_all_single(out, x.contiguous(), *splits, group=group.handle, async_op=True)
+    return Pending(out, [work], group)
 
 
 def start_send(x: Tensor, channel: Channel) -> Pending:

@@ -7,7 +7,7 @@ queued for a later W action of a zero-bubble schedule. ``Parameter.grad`` stays 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain, repeat
@@ -67,8 +67,8 @@ class DeferredWgrad(NamedTuple):
     name: str
     x: Operand
     dy: Operand
-    rows: Sequence[int] | None
     multiply: Callable[..., None]
+    last: bool
 
 
 class GradTarget(Protocol):
@@ -152,40 +152,28 @@ class GradAccumulator:
         return rows if self._deferred_to else rows.start()
 
     def accumulate_wgrad(
-        self,
-        name: str,
-        x: Operand,
-        dy: Operand,
-        rows: Sequence[int] | None = None,
-        multiply: Callable[..., None] | None = None,
+        self, name: str, x: Operand, dy: Operand, multiply: Callable[..., None] | None = None, last: bool = True
     ) -> Tensor | None:
         """Add ``dy^T x`` to the gradient of a linear's weight, now or, inside :meth:`deferring_wgrad`, in the W action.
 
         Args:
-            name: of the weight ``[out, in]``, or of several weights stacked along rows.
+            name: of the weight.
             x: input of the layer ``[..., in]``.
             dy: gradient of its output ``[..., out]``.
-            rows: for stacked weights, the number of input rows of each.
-            multiply: the kernel to use instead of :attr:`multiply`.
+            multiply: called as ``multiply(target, x, dy, beta=)`` instead of :attr:`multiply`.
+            last: False for a part of a contribution, of which another follows.
 
         """
         multiply = multiply or self.multiply
         if self._deferred_to is not None:
-            deferred = DeferredWgrad(name, x.ungathered(), dy.ungathered(), rows, multiply)
+            deferred = DeferredWgrad(name, x.ungathered(), dy.ungathered(), multiply, last)
             self._queues.setdefault(self._deferred_to, []).append(deferred)
             return None
         x_rows, dy_rows = x.start().wait(), dy.wait()
         target, first = self._buffers.claim(name)
-        if rows is None:
-            multiply(target, x_rows, dy_rows, beta=float(not first))
-        else:
-            split = zip(target.chunk(len(rows)), x_rows.split(rows), dy_rows.split(rows), strict=True)
-            for weight_target, weight_x, weight_dy in split:
-                if len(weight_x):
-                    multiply(weight_target, weight_x, weight_dy, beta=float(not first))
-                elif first:
-                    weight_target.zero_()
-        self._contributed(name)
+        multiply(target, x_rows, dy_rows, beta=float(not first))
+        if last:
+            self._contributed(name)
         return None
 
     @contextmanager

@@ -80,16 +80,48 @@ class _ScatterRows(torch.autograd.Function):
         return comm.all_gather(dy, ctx.group), None
 
 
-class _Exchange(torch.autograd.Function):
+class _AllToAll:
+    """An all-to-all in both directions."""
+
+    # Under way in the current direction.
+    pending: comm.Pending
+
+    def __init__(self, sent: Sequence[int] | None, received: Sequence[int] | None, group: Group) -> None:
+        self.sent, self.received, self.group = sent, received, group
+
+    def wait(self) -> Tensor:
+        result = self.pending.wait()
+        del self.pending
+        return result
+
+
+class _StartAllToAll(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, sent: Sequence[int], received: Sequence[int], group: Group) -> Tensor:
-        ctx.sent, ctx.received, ctx.group = sent, received, group
-        return comm.all_to_all_rows(x, sent, received, group)
+    def forward(ctx: Any, x: Tensor, transfer: _AllToAll) -> Tensor:
+        ctx.transfer = transfer
+        transfer.pending = comm.start_all_to_all_rows(x, transfer.sent, transfer.received, transfer.group)
+        return transfer.pending.result.detach()  # an object of its own, or it would hold itself
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None, None]:
-        return comm.all_to_all_rows(dy, ctx.received, ctx.sent, ctx.group), None, None, None
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
+        transfer: _AllToAll = ctx.transfer
+        return transfer.wait(), None
+
+
+class _FinishAllToAll(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, y: Tensor, transfer: _AllToAll) -> Tensor:
+        ctx.transfer = transfer
+        transfer.wait()
+        return y.view_as(y)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
+        transfer: _AllToAll = ctx.transfer
+        transfer.pending = comm.start_all_to_all_rows(dy, transfer.received, transfer.sent, transfer.group)
+        return dy, None  # of the shape that autograd expects; the other half returns the gradient
 
 
 def copy_to_region(x: Tensor, group: Group) -> Tensor:
@@ -124,19 +156,38 @@ def reduce_scatter_rows(x: Tensor, group: Group) -> Tensor:
     return x if group.size == 1 else _ScatterRows.apply(x, group)
 
 
-def all_to_all(x: Tensor, sent: Sequence[int], received: Sequence[int], group: Group) -> Tensor:
-    """Exchange rows (all-to-all): ``x_i`` ``[sum_j n_ij]`` -> ``y_j = concat_i x_i[rows for j]`` ``[sum_i n_ij]``.
+def start_all_to_all(
+    x: Tensor, sent: Sequence[int] | None, received: Sequence[int] | None, group: Group
+) -> Callable[[], Tensor]:
+    """Start to exchange rows (all-to-all): ``x_i`` ``[sum_j n_ij]`` -> ``y_j = concat_i x_i[rows for j]``.
 
-    Its own adjoint, with ``sent`` and ``received`` exchanged.
+    Its own adjoint, with ``sent`` and ``received`` exchanged. The transfer in backward lasts from the backward of the
+    wait to that of the start: what was computed between them in forward hides it in both directions.
 
     Args:
         x: this rank's rows, ordered by target rank.
-        sent: number of rows for each rank.
-        received: number of rows from each rank.
+        sent: number of rows for each rank; None for equally many.
+        received: number of rows from each rank; None for equally many.
         group: the ranks.
 
+    Returns:
+        A function that waits, and returns this rank's ``y``.
     """
-    return x if group.size == 1 else _Exchange.apply(x, sent, received, group)
+    if group.size == 1:
+        return lambda: x
+    transfer = _AllToAll(sent, received, group)
+    y: Tensor = _StartAllToAll.apply(x, transfer)
+
+    def wait() -> Tensor:
+        result: Tensor = _FinishAllToAll.apply(y, transfer)
+        return result
+
+    return wait
+
+
+def all_to_all(x: Tensor, sent: Sequence[int], received: Sequence[int], group: Group) -> Tensor:
+    """Exchange rows as :func:`start_all_to_all` does, and wait for them."""
+    return start_all_to_all(x, sent, received, group)()
 
 
 class Product(NamedTuple):

@@ -6,6 +6,7 @@ parameters, moments and averages all follow this one map. It is arithmetic witho
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
@@ -50,16 +51,28 @@ class BucketKey:
     block: str = ""
     # Weights that are not trained: the bucket has no gradients, and is whole on every rank except with ZeRO-3.
     frozen: bool = False
+    # Weights that a component updates: the bucket has no gradients, and is sharded like the others.
+    buffer: bool = False
+
+    @property
+    def has_gradients(self) -> bool:
+        """True for parameters that the optimizer trains."""
+        return not (self.frozen or self.buffer)
 
     @classmethod
     def of(cls, name: str, spec: ShardSpec, dtype: str, uncut: bool, zero_stage: int) -> BucketKey:
         """Return the key of a parameter; ``uncut`` has no effect on ZeRO-3, which divides all parameters."""
-        vector = zero_stage >= 2 and len(spec.shape) == 1 and not spec.frozen
+        vector = zero_stage >= 2 and len(spec.shape) == 1 and spec.has_gradient
         if zero_stage < 3:
-            return cls(dtype, spec.reduce_axes, spec.tied, uncut and not spec.frozen, vector, frozen=spec.frozen)
-        first, second = name.split(".")[:2]
-        block = f"{first}.{second}" if first == "layers" else first
-        return cls(dtype, spec.reduce_axes, spec.tied, False, vector, block, spec.frozen)
+            uncut = uncut and spec.has_gradient
+            return cls(dtype, spec.reduce_axes, spec.tied, uncut, vector, frozen=spec.frozen, buffer=spec.buffer)
+        return cls(dtype, spec.reduce_axes, spec.tied, False, vector, block_of(name), spec.frozen, spec.buffer)
+
+
+def block_of(name: str) -> str:
+    """Return the block of a parameter: its name up to the first number, such as ``layers.3``, or its first word."""
+    numbered = re.match(r"(?:[a-z_]+\.)+\d+(?=\.)", name)
+    return numbered[0] if numbered else name.partition(".")[0]
 
 
 @dataclass(frozen=True)

@@ -93,6 +93,9 @@ class ShardSpec:
     fused: tuple[int, ...] = ()
     # The parameter is not trained: it has neither a gradient nor optimizer state, and checkpoints do not hold it.
     frozen: bool = False
+    # The parameter has neither a gradient nor optimizer state, like a buffer of ``nn.Module``: a component updates it
+    # (:meth:`megatron.optimizer.distributed_optimizer.UpdateHook.update_buffers`), and checkpoints hold it.
+    buffer: bool = False
     # The parameter is kept in at least fp32.
     wide: bool = False
     # Of a quantised weight, whose elements are bytes: the spec of its values, and the format of the bytes.
@@ -103,6 +106,11 @@ class ShardSpec:
     def expert(self) -> bool:
         """True for parameters of experts."""
         return self.reduce_axes == EXPERT_REDUCE_AXES
+
+    @property
+    def has_gradient(self) -> bool:
+        """True if the optimizer trains the parameter."""
+        return not (self.frozen or self.buffer)
 
     @property
     def numel(self) -> int:

@@ -15,8 +15,8 @@ from megatron.kernels.linear import with_bias_gradient
 from megatron.kernels.operation import Candidate, KernelCheck, Operation
 
 ActivationKernel = Callable[..., Tensor]
-"""``activation(x, bias, name, limit=None, offset=0.0) -> y``, ``name`` one of :data:`ACTIVATIONS`; on ``bias`` see
-``kernels/linear.py``."""
+"""``activation(x, bias, name, limit=None, offset=0.0, row_weights=None, end=None) -> y``, ``name`` one of
+:data:`ACTIVATIONS`; on ``bias`` see ``kernels/linear.py``."""
 
 _gelu_tanh = partial(F.gelu, approximate="tanh")
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -34,33 +34,60 @@ TRITON_ACTIVATIONS = ("gelu", "gelu_tanh", "swiglu", "relu2")
 """Those that the Triton kernel computes."""
 
 
-def activation(x: Tensor, bias: Tensor | None, name: str, limit: float | None = None, offset: float = 0.0) -> Tensor:
+def activation(
+    x: Tensor,
+    bias: Tensor | None,
+    name: str,
+    limit: float | None = None,
+    offset: float = 0.0,
+    row_weights: Tensor | None = None,
+    end: Tensor | None = None,
+) -> Tensor:
     """Apply an activation by name to ``x``, which contains ``bias``.
 
-    Gated ones take ``[..., 2 * ffn/tp]``, gate first. ``limit`` is that of
-    ``--activation-func-clamp-value``, ``offset`` is ``--glu-linear-offset``.
+    Args:
+        x: inputs; of gated activations ``[..., 2 * ffn/tp]``, gate first.
+        bias: that ``x`` contains.
+        name: of the activation.
+        limit: that of ``--activation-func-clamp-value``.
+        offset: ``--glu-linear-offset``.
+        row_weights: factors of the results ``[R, ffn]``, in at least fp32 ``[R]``; not together with ``bias``.
+        end: int ``[1]``, the number of rows; kernels may leave out those after it, whose results are undefined.
+
     """
     function, x = ACTIVATIONS[name], with_bias_gradient(x, bias)
-    if name not in GATED_ACTIVATIONS:
-        return function(x)
-    gate, up = x.chunk(2, dim=-1)
-    if limit is not None:
-        gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
-    return function(gate) * (up + offset if offset else up)
+    if name in GATED_ACTIVATIONS:
+        gate, up = x.chunk(2, dim=-1)
+        if limit is not None:
+            gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+        y = function(gate) * (up + offset if offset else up)
+    else:
+        y = function(x)
+    return y if row_weights is None else (y * row_weights.unsqueeze(-1)).to(y.dtype)
 
 
-def _triton_covers(x: Tensor, bias: Tensor | None, name: str, limit: float | None = None, offset: float = 0.0) -> bool:
+def _triton_covers(
+    x: Tensor, bias: Tensor | None, name: str, limit: float | None = None, offset: float = 0.0, *_: Tensor | None
+) -> bool:
     return name in TRITON_ACTIVATIONS and limit is None and offset == 0.0
 
 
 def _checks() -> Sequence[KernelCheck]:
-    x = 2.0 * torch.randn(300, 2, 32, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    generator = torch.Generator().manual_seed(0)
+    x = 2.0 * torch.randn(300, 2, 32, generator=generator, dtype=torch.float64)
+    weights, end = torch.rand(300, generator=generator, dtype=torch.float64), torch.tensor([300], dtype=torch.int32)
+
+    def weighted(f: ActivationKernel, t: Sequence[Tensor]) -> Sequence[Tensor]:
+        x, weights = (torch.cat([each, torch.full_like(each[:5], torch.nan)]) for each in t[:2])
+        weights = weights.to(torch.promote_types(weights.dtype, torch.float32))
+        return (f(x, None, "swiglu", None, 0.0, weights, t[2])[:300],)
 
     # One of each kind, because each takes time to compile.
     return [
         KernelCheck(lambda f, t: (f(t[0], t[1], "gelu_tanh"),), (x, x[0, 0])),
         KernelCheck(lambda f, t: (f(t[0], None, "swiglu", None, 0.0),), (x,)),
         KernelCheck(lambda f, t: (f(t[0], None, "quick_geglu", 1.5, 1.0),), (x,)),
+        KernelCheck(weighted, (x[:, 0], weights, end)),
     ]
 
 

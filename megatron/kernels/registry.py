@@ -19,10 +19,12 @@ from megatron.kernels.attention_mask import AttentionKernel
 from megatron.kernels.cross_entropy import CROSS_ENTROPY, EAGER_CROSS_ENTROPY, CrossEntropyKernel
 from megatron.kernels.dropout import DROPOUT, DropoutKernel, dropout
 from megatron.kernels.fp8 import Float8Kernel, Float8Recipe, fp8_operation
+from megatron.kernels.grouped_linear import GROUPED_LINEAR, TORCH_GROUPED_LINEAR, GroupedLinearKernel
 from megatron.kernels.linear import LINEAR, TORCH_LINEAR, LinearKernel
 from megatron.kernels.norm import ADD_NORM, NORM, AddNormKernel, NormKernel, add_norm, norm
 from megatron.kernels.operation import Candidate, Covers, Operation, check_kernel, combine, error_summary
 from megatron.kernels.qkv import SPLIT_QKV, SplitQKVKernel, split_qkv
+from megatron.kernels.rows import SUM_ROWS, SumRowsKernel, sum_rows
 
 
 @dataclass(frozen=True)
@@ -37,6 +39,8 @@ class Kernels:
     cross_entropy: CrossEntropyKernel = EAGER_CROSS_ENTROPY
     attention: AttentionKernel = sdpa
     linear: LinearKernel = TORCH_LINEAR
+    grouped_linear: GroupedLinearKernel = TORCH_GROUPED_LINEAR
+    sum_rows: SumRowsKernel = sum_rows
     adam: AdamKernel = adam
     # Of the linears in blocks; None without FP8.
     fp8: Float8Kernel | None = None
@@ -51,6 +55,8 @@ OPERATIONS: dict[str, Operation] = {
     "cross_entropy": CROSS_ENTROPY,
     "attention": ATTENTION,
     "linear": LINEAR,
+    "grouped_linear": GROUPED_LINEAR,
+    "sum_rows": SUM_ROWS,
     "adam": ADAM,
 }
 """Operations by the field names of :class:`Kernels`, with the candidates that ``KERNEL_CANDIDATES`` lists."""
@@ -65,6 +71,7 @@ def select_kernels(
     fp8: Float8Recipe | None = None,
     patterns: Collection[AttentionPattern] = (),
     softcap: bool = False,
+    experts: bool = False,
 ) -> tuple[Kernels, list[str]]:
     """Select the implementations that ``--kernels`` requests, among those that work here.
 
@@ -78,6 +85,7 @@ def select_kernels(
         patterns: of the attention of whole sequences. ``auto`` takes FlexAttention, which has to be compiled, only for
             patterns that other kernels do not cover, or if scores are capped.
         softcap: scores of the attention of whole sequences are capped.
+        experts: the model has experts; otherwise their kernel is not checked, because it takes time to compile.
 
     Returns:
         The kernels, and lines to print: what was selected, and which requested implementations are not used. Calls that
@@ -91,7 +99,7 @@ def select_kernels(
     names: dict[str, str] = {}
     notes: list[str] = []
     problems: list[Problem] = []
-    operations = OPERATIONS if fp8 is None else OPERATIONS | {"fp8": fp8_operation(fp8)}
+    operations = _operations(fp8, experts)
     choices = kernel_choices(words)
     needs_flex = softcap or not all(pattern.only_window for pattern in patterns)
     for operation in operations:
@@ -117,6 +125,12 @@ def select_kernels(
     if problems:
         raise UserError(problems)
     return Kernels(**selected), [_summary(names), *notes]
+
+
+def _operations(fp8: Float8Recipe | None, experts: bool) -> dict[str, Operation]:
+    """Return the operations of a model."""
+    operations = {name: operation for name, operation in OPERATIONS.items() if experts or name != "grouped_linear"}
+    return operations if fp8 is None else operations | {"fp8": fp8_operation(fp8)}
 
 
 @dataclass(frozen=True)

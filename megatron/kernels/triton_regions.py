@@ -263,9 +263,87 @@ class _Activation(torch.autograd.Function):
         return dx, None if partial is None else _summed(partial)[0], None
 
 
-def activation(x: Tensor, bias: Tensor | None, name: str, *_: float | None) -> Tensor:
+@triton.jit
+def _weighted_forward(x, weights, end, y, width, NAME: tl.constexpr, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    if row >= tl.load(end):
+        return
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    mask = columns < width
+    if NAME == "swiglu":
+        at = row * 2 * width + columns
+        value, _ = _value_and_slope(tl.load(x + at, mask, 0.0).to(tl.float32), NAME)
+        value *= tl.load(x + at + width, mask, 0.0).to(tl.float32)
+    else:
+        value, _ = _value_and_slope(tl.load(x + row * width + columns, mask, 0.0).to(tl.float32), NAME)
+    tl.store(y + row * width + columns, value * tl.load(weights + row), mask)
+
+
+@triton.jit
+def _weighted_backward(x, weights, end, dy, dx, dweights, width, NAME: tl.constexpr, BLOCK: tl.constexpr):
+    """``dx = p f'(x) dy`` and ``dp = f(x) dy``, with the weight p of a row."""
+    row = tl.program_id(0).to(tl.int64)
+    if row >= tl.load(end):
+        return
+    weight = tl.load(weights + row)
+    dweight = tl.zeros((BLOCK,), tl.float32)
+    for first in range(0, width, BLOCK):
+        columns = first + tl.arange(0, BLOCK)
+        mask = columns < width
+        at = row * width + columns
+        d = tl.load(dy + at, mask, 0.0).to(tl.float32)
+        if NAME == "swiglu":
+            at += row * width
+            value, slope = _value_and_slope(tl.load(x + at, mask, 0.0).to(tl.float32), NAME)
+            up = tl.load(x + at + width, mask, 0.0).to(tl.float32)
+            dweight += d * value * up
+            d *= weight
+            tl.store(dx + at + width, d * value, mask)
+            d *= up
+        else:
+            value, slope = _value_and_slope(tl.load(x + at, mask, 0.0).to(tl.float32), NAME)
+            dweight += d * value
+            d *= weight
+        tl.store(dx + at, d * slope, mask)
+    tl.store(dweights + row, tl.sum(dweight, 0))
+
+
+class _WeightedActivation(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weights: Tensor, end: Tensor, name: str) -> Tensor:
+        x, weights = x.contiguous(), weights.contiguous()
+        y = x.new_empty(len(x), x.shape[1] // 2 if name == "swiglu" else x.shape[1])
+        if y.numel():
+            _weighted_forward[len(y), triton.cdiv(y.shape[1], TILE)](x, weights, end, y, y.shape[1], name, TILE)
+        ctx.save_for_backward(x, weights)
+        ctx.name, ctx.end = name, end
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        x, weights = ctx.saved_tensors
+        dx, dweights, width = torch.empty_like(x), torch.empty_like(weights), dy.shape[1]
+        if dy.numel():
+            block = min(TILE, triton.next_power_of_2(width))
+            _weighted_backward[len(dy),](x, weights, ctx.end, dy.contiguous(), dx, dweights, width, ctx.name, block)
+        return dx, dweights, None, None
+
+
+def activation(
+    x: Tensor,
+    bias: Tensor | None,
+    name: str,
+    limit: float | None = None,
+    offset: float = 0.0,
+    row_weights: Tensor | None = None,
+    end: Tensor | None = None,
+) -> Tensor:
     """As :func:`megatron.kernels.activation.activation`, without limit and offset."""
-    return _Activation.apply(x, bias, name)
+    if row_weights is None:
+        return _Activation.apply(x, bias, name)
+    end = torch.full((1,), len(x), dtype=torch.int32, device=x.device) if end is None else end
+    return _WeightedActivation.apply(x, row_weights, end, name)
 
 
 @triton.jit

@@ -80,7 +80,7 @@ def with_adapters(config: ModelConfig, rank: int, sharding: Sharding, specs: Spe
     found: Specs = {}
     for name, spec in specs.items():
         linear, _, local = name.rpartition(".")
-        found[name], size = replace(spec, frozen=True), config.quantized_block_bytes
+        found[name], size = replace(spec, frozen=True, buffer=False), config.quantized_block_bytes
         if size is not None and is_adaptable(name, spec):
             found[name] = replace(_packed(found[name], size), precision=config.frozen_weights_precision)
         weight = specs.get(f"{linear}.weight", spec)

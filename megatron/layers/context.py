@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from megatron.config.attention_pattern import AttentionPattern
 from megatron.config.model import ModelConfig, RotaryTable
+from megatron.config.parallel import ParallelConfig
 from megatron.distributed.comm import Group
 from megatron.distributed.context_parallel import ContextParallel
 from megatron.distributed.grad_accumulator import GradAccumulator
@@ -66,8 +67,9 @@ class BuildContext:
     allocate: bool = True
     kernels: Kernels = Kernels()
     fp8: Float8Layers = field(default_factory=Float8Layers)
-    # Of the model that the layers belong to.
+    # Of the model that the layers belong to, and of its layout.
     model: ModelConfig = field(default_factory=ModelConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
     # Asked in order for the products of a linear; the last answer is a plain weight's.
     providers: Sequence[ProductProvider] = ()
     # Shared by all chunks.
@@ -145,8 +147,8 @@ class BuildContext:
             self.initialize(global_name, values)
         else:
             values = torch.empty((), dtype=dtype, device=self.device).expand(spec.local_shape)
-        parameter = nn.Parameter(values, requires_grad=not spec.frozen)
-        if autograd and not spec.frozen:
+        parameter = nn.Parameter(values, requires_grad=spec.has_gradient)
+        if autograd and spec.has_gradient:
             self.grad_accumulator.attach(global_name, parameter)
         self.params[global_name] = parameter
         return parameter

@@ -1,11 +1,13 @@
 """The experts of a rank: grouped linears, which multiply every row by the weight of its expert.
 
-Shapes: R rows, sorted by expert, H hidden, I in, O out.
+Rows are sorted by expert, and ``offsets`` say where those of each expert end; rows after the last are padding
+(:mod:`megatron.kernels.grouped_linear`).
+
+Shapes: R rows, E experts of this rank, H hidden, I in, O out.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -15,41 +17,56 @@ from torch.autograd.function import once_differentiable
 
 from megatron.config.model import ModelConfig
 from megatron.distributed.grad_accumulator import WgradOperand
-from megatron.kernels.linear import column_sum
 from megatron.layers.context import BuildContext
 from megatron.layers.recompute import recompute_producer
 
 
 class _GroupedLinearFunction(torch.autograd.Function):
-    """``y_e = x_e W_e^T + b_e`` for every expert e; backward ``dx_e = dy_e W_e``, ``dW_e = dy_e^T x_e``."""
+    """``y_e = x_e W_e^T + p_e b_e`` for every expert e, with the factors p of rows.
+
+    Backward: ``dx_e = dy_e W_e``, ``dW_e = dy_e^T x_e``, ``db_e = dy_e^T p_e``, ``dp_e = dy_e b_e``.
+    """
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, rows: Sequence[int], layer: GroupedLinear
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        factor: Tensor | None,
+        offsets: Tensor,
+        layer: GroupedLinear,
+        last: bool,
     ) -> Tensor:
-        ctx.save_for_backward(x, weight)
-        ctx.rows, ctx.layer, ctx.has_bias = rows, layer, bias is not None
-        by_expert = zip(x.split(list(rows)), weight.chunk(len(rows)), strict=True)
-        y = torch.cat([layer.kernel.forward(x_e, w_e, None) for x_e, w_e in by_expert])
+        ctx.save_for_backward(x, weight, bias, factor)
+        ctx.offsets, ctx.layer, ctx.last = offsets, layer, last
+        y = layer.kernel.forward(x, layer.by_expert(weight), offsets)
         if bias is not None:
-            for y_e, b_e in zip(y[:, layer.columns].split(list(rows)), bias.chunk(len(rows)), strict=True):
-                y_e += b_e
+            added = layer.bias_of_rows(bias, offsets, len(x))
+            y[:, layer.columns] += added if factor is None else (added * factor.unsqueeze(1)).to(y.dtype)
         return y
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight = ctx.saved_tensors
-        rows: Sequence[int] = ctx.rows
+        x, weight, bias, factor = ctx.saved_tensors
         layer: GroupedLinear = ctx.layer
-        grads = layer.grad_accumulator
-        dw = None
+        grads, offsets = layer.grad_accumulator, ctx.offsets
+        dw = db = dfactor = None
         if ctx.needs_input_grad[1]:
-            dw = grads.accumulate_wgrad(layer.name, grads.wgrad_input(x, None), WgradOperand(dy), rows)
-        by_expert = zip(dy.split(list(rows)), weight.chunk(len(rows)), strict=True)
-        dx = torch.cat([layer.kernel.input_gradient(dy_e, w_e) for dy_e, w_e in by_expert])
-        db = torch.cat([*map(column_sum, dy[:, layer.columns].split(list(rows)))]) if ctx.has_bias else None
-        return dx, dw, db, None, None
+
+            def multiply(target: Tensor, x: Tensor, dy: Tensor, beta: float = 1.0) -> None:
+                layer.kernel.weight_gradient(layer.by_expert(target), x, dy, offsets, beta)
+
+            dw = grads.accumulate_wgrad(layer.name, grads.wgrad_input(x, None), WgradOperand(dy), multiply, ctx.last)
+        dx = layer.kernel.input_gradient(dy, layer.by_expert(weight), offsets)
+        if bias is not None:
+            dy_held = dy[:, layer.columns]
+            db = layer.kernel.bias_gradient(dy_held, offsets, factor).flatten()
+            if factor is not None:
+                rows = layer.bias_of_rows(bias, offsets, len(x))
+                dfactor = (dy_held.to(factor.dtype) * rows.to(factor.dtype)).sum(1)
+        return dx, dw, db, dfactor, None, None, None
 
 
 class GroupedLinear(nn.Module):
@@ -61,19 +78,37 @@ class GroupedLinear(nn.Module):
     def __init__(self, context: BuildContext) -> None:
         super().__init__()
         self.weight, self.bias = context.parameter("weight"), context.bias(autograd=True)
+        self.experts = context.spec("weight").local_view[0]
         if self.bias is not None:
-            width, spec = self.weight.shape[0], context.spec("bias")
-            experts = spec.local_view[0]
-            width, held = width // experts, self.bias.numel() // experts
-            first = spec.pieces[0].global_box.start[-1] if held < width else 0
+            width, held = self.weight.shape[0] // self.experts, self.bias.numel() // self.experts
+            first = context.spec("bias").pieces[0].global_box.start[-1] if held < width else 0
             self.columns = slice(first, first + held)
-        self.kernel, self.name = context.kernels.linear, context.name("weight")
+        self.kernel, self.name = context.kernels.grouped_linear, context.name("weight")
         self.grad_accumulator = context.grad_accumulator
 
-    def forward(self, x_RI: Tensor, rows: Sequence[int]) -> Tensor:
-        """Apply the layer; ``rows`` is the number of rows of each expert."""
-        y: Tensor = _GroupedLinearFunction.apply(x_RI, self.weight, self.bias, rows, self)
+    def forward(self, x_RI: Tensor, offsets: Tensor, row_weights: Tensor | None = None, last: bool = True) -> Tensor:
+        """Apply the layer.
+
+        Args:
+            x_RI: rows, sorted by expert.
+            offsets: cumulative numbers of rows of the experts, int32 ``[E]``.
+            row_weights: factors of the bias ``[R]``, for rows that are multiplied by them already.
+            last: False if backward adds to the gradient of the weight once more in this micro-batch.
+
+        """
+        factor = None if self.bias is None else row_weights
+        y: Tensor = _GroupedLinearFunction.apply(x_RI, self.weight, self.bias, factor, offsets, self, last)
         return y
+
+    def by_expert(self, weight: Tensor) -> Tensor:
+        """View a weight, or its gradient, as ``[E, O, I]``."""
+        return weight.unflatten(0, (self.experts, -1))
+
+    def bias_of_rows(self, bias: Tensor, offsets: Tensor, rows: int) -> Tensor:
+        """Return the bias of the expert of each row; padding gets that of the last expert."""
+        numbers = torch.arange(rows, dtype=offsets.dtype, device=offsets.device)
+        experts = torch.searchsorted(offsets, numbers, right=True).clamp_(max=self.experts - 1)
+        return self.by_expert(bias)[experts]
 
 
 class Experts(nn.Module):
@@ -86,10 +121,25 @@ class Experts(nn.Module):
         self.linear_fc1 = GroupedLinear(context.submodule("linear_fc1"))
         self.linear_fc2 = GroupedLinear(context.submodule("linear_fc2"))
 
-    def forward(self, x_RH: Tensor, rows: Sequence[int]) -> Tensor:
-        """Apply every expert to its rows."""
-        up, down = self.linear_fc1(x_RH, rows), partial(self.linear_fc2, rows=rows)
-        return recompute_producer(self._activate, up, down) if self.drop_activation else down(self._activate(up))
+    def forward(self, x_RH: Tensor, offsets: Tensor, row_weights: Tensor | None = None, last: bool = True) -> Tensor:
+        """Apply every expert to its rows.
 
-    def _activate(self, x: Tensor) -> Tensor:
-        return self.kernels.activation(x, None, *self.activation)
+        The weights of rows are applied between the linears, where a kernel reads and writes the rows anyway:
+        ``p (W2 a + b) = W2 (p a) + p b``. So the results of a token can be added as they are.
+
+        Args:
+            x_RH: rows, sorted by expert.
+            offsets: cumulative numbers of rows of the experts, int32 ``[E]``.
+            row_weights: factors of the results ``[R]``, in at least fp32. They have a gradient.
+            last: False for a part of the rows whose backward comes before that of another.
+
+        """
+        activate = partial(self._activate, offsets=offsets, row_weights=row_weights)
+        down = partial(self.linear_fc2, offsets=offsets, row_weights=row_weights, last=last)
+        up = self.linear_fc1(x_RH, offsets, last=last)
+        return recompute_producer(activate, up, down) if self.drop_activation else down(activate(up))
+
+    def _activate(self, x: Tensor, offsets: Tensor, row_weights: Tensor | None) -> Tensor:
+        if row_weights is None:
+            return self.kernels.activation(x, None, *self.activation)
+        return self.kernels.activation(x, None, *self.activation, row_weights, offsets[-1:])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -32,9 +33,19 @@ class MLP(nn.Module):
         y_SBH = self.apply_to_rows(x_SBH) if self.chunk_size is None else _InChunks.apply(x_SBH, self)
         return MixerOutput(y_SBH, self.linear_fc2.bias)
 
+    def start(self, x_SBH: Tensor, ctx: ForwardContext) -> Callable[[], MixerOutput]:
+        """Apply the first linear; return a function that applies the rest. In chunks all is applied at once."""
+        if self.chunk_size is not None:
+            y_SBH = _InChunks.apply(x_SBH, self)
+            return lambda: MixerOutput(y_SBH, self.linear_fc2.bias)
+        up = self.linear_fc1(x_SBH)
+        return lambda: MixerOutput(self._finish(up), self.linear_fc2.bias)
+
     def apply_to_rows(self, x_SBH: Tensor) -> Tensor:
         """Apply the MLP to any number of rows at once."""
-        up = self.linear_fc1(x_SBH)
+        return self._finish(self.linear_fc1(x_SBH))
+
+    def _finish(self, up: Tensor) -> Tensor:
         if self.drop_activation:
             return recompute_producer(self._activate, up, self.linear_fc2)
         return self.linear_fc2(self._activate(up))

@@ -1,18 +1,20 @@
 """Mixture of experts (MoE): a router, token dispatch, the experts, and the shared expert.
 
-Experts are distributed over EP ranks, and each may be sharded over expert-TP. An all-to-all sends every token to the
-ranks of its experts and back; the output of a token is the weighted sum of its experts' outputs, plus the shared
-expert's. No token is dropped, so message sizes depend on the data and the host waits for the counts once per layer.
+Experts are distributed over EP ranks, and each may be sharded over expert-TP. A dispatcher sends every token to the
+ranks of its experts and its results back; the output of a token is the weighted sum of its experts' outputs, plus the
+shared expert's. The weights are applied inside the experts, so results are only added.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
 
 from megatron.config.model import ModelConfig
 from megatron.layers.context import BuildContext, ForwardContext, MixerOutput
-from megatron.layers.dispatch import DispatchPlan
+from megatron.layers.dispatch import Exchange, ExpertRows, build_dispatchers
 from megatron.layers.experts import Experts
 from megatron.layers.latent_projection import latent_projection
 from megatron.layers.recompute_plan import RecomputePlan
@@ -25,8 +27,7 @@ class MixtureOfExperts(nn.Module):
 
     def __init__(self, config: ModelConfig, context: BuildContext, layer: int, plan: RecomputePlan) -> None:
         super().__init__()
-        self.config, self.context = config, context
-        self.group, self.tp_size = context.mesh.group("ep", "etp"), context.mesh.layout.sizes["etp"]
+        self.config, self.kernels = config, context.kernels
         self.router = Router(config, context.submodule("router"))
         self.fc1_latent_proj = latent_projection(config, context.submodule("fc1_latent_proj"))
         self.fc2_latent_proj = latent_projection(config, context.submodule("fc2_latent_proj"))
@@ -34,16 +35,50 @@ class MixtureOfExperts(nn.Module):
         self.shared_experts: SharedExpert | None = None
         if config.moe_shared_expert_intermediate_size:
             self.shared_experts = SharedExpert(config, context.submodule("shared_experts"), layer, plan)
+        self.training_dispatcher, self.other_dispatcher = build_dispatchers(config, context)
+        # Parts of the tokens, of which one travels while the experts compute another.
+        self.parts = 2 if context.parallel.overlap_moe_expert_parallel_comm else 1
+        self.overlaps_shared = context.parallel.moe_shared_expert_overlap
+        # True once tokens did not fit in a buffer of the exchange.
+        self.overflowed = torch.zeros((), dtype=torch.bool, device=context.device)
 
     def forward(self, x_SBH: Tensor, ctx: ForwardContext) -> MixerOutput:
-        """Route every token, and apply its experts."""
-        routing = self.router(x_SBH, ctx.batch)
+        """Route every token, and apply its experts.
+
+        What lies between the start of an exchange and its end hides it, in backward, too, which goes the other way.
+        """
+        routing = self.router(x_SBH, ctx)
         x_TH = self.fc1_latent_proj(x_SBH).flatten(0, 1)
-        plan = DispatchPlan.plan(routing.experts, self.config.num_experts or 0, self.tp_size, self.group)
-        parts_TCH = plan.combine(self.experts(plan.dispatch(x_TH), plan.counts), len(x_TH))
-        weights_TC = routing.weights.repeat_interleave(self.tp_size, dim=1)
-        y_TH = torch.einsum("tc,tch->th", weights_TC, parts_TCH.to(weights_TC.dtype)).to(x_TH.dtype)
+        dispatcher = self.training_dispatcher if self.training else self.other_dispatcher
+        experts_TK, drops = routing.experts, routing.kept is not None
+        if routing.kept is not None:
+            experts_TK = experts_TK.masked_fill(~routing.kept, dispatcher.experts)
+        parts = zip(*(t.tensor_split(self.parts) for t in (x_TH, experts_TK, routing.weights)))
+        exchanges = [dispatcher.dispatch(x, experts, weights, drops) for x, experts, weights in parts]
+        shared, finish_shared = self.shared_experts, None
+        if shared is not None and self.overlaps_shared:
+            finish_shared = shared.start(x_SBH, ctx)
+        returning = [self._compute(e, dispatcher.local, n == 0) for n, e in enumerate(exchanges)]
+        shared_output = None if finish_shared is None else finish_shared()
+        results = [wait() for wait in returning]
+        y_TH = results[0] if len(results) == 1 else torch.cat(results)
         y = self.fc2_latent_proj(y_TH.unflatten(0, x_SBH.shape[:2]))
-        if self.shared_experts is not None:
-            y = y + self.shared_experts(x_SBH, ctx).y
+        if shared is not None:
+            y = y + (shared(x_SBH, ctx) if shared_output is None else shared_output).y
         return MixerOutput(y, losses=routing.losses)
+
+    def _compute(self, exchange: Exchange, experts: int, first: bool) -> Callable[[], Tensor]:
+        """Apply the experts to tokens that arrive; return a function that waits for the results of this rank's.
+
+        Args:
+            exchange: of the tokens.
+            experts: number of experts of this rank.
+            first: they are the first part of the tokens, and so the last in backward.
+
+        """
+        tokens = exchange.wait()
+        if tokens.overflowed is not None:
+            self.overflowed.logical_or_(tokens.overflowed)
+        rows = ExpertRows.of(tokens, experts, self.kernels.sum_rows)
+        y_RH = self.experts(rows.rows.copy(tokens.x), rows.offsets, rows.weights(tokens.weights), first)
+        return exchange.combine(rows.rows.add(y_RH))

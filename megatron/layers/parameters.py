@@ -15,6 +15,7 @@ from megatron.distributed.sharding import UNSHARDED, Init, Sharding, ShardSpec, 
 from megatron.layers.adapter_parameters import with_adapters
 from megatron.layers.mixers.base import active_numel, hidden_norm, under
 from megatron.layers.mixers.registry import find_mixer
+from megatron.layers.multi_token_parameters import head_name, head_parameters
 
 WORD_EMBEDDINGS = "embedding.word_embeddings.weight"
 """Global name of the word embeddings; with tied embeddings also the weight of the output layer."""
@@ -40,12 +41,16 @@ def gpt(
         ValueError: when a dimension does not divide, or the vocabulary size is not known.
     """
     specs: Specs = {}
-    tied = not config.untie_embeddings_and_output_weights
+    tied, heads = not config.untie_embeddings_and_output_weights, len(config.head_layers)
     if first or last:
         init, multiple = Init(config.init_method_std), config.make_vocab_size_divisible_by
-        words = sharding.dense.vocabulary(config.vocab, config.hidden_size, multiple, init)
-        if tied:
-            words = replace(words, tied=True, contributions=first + last, counted_elsewhere=not first)
+        output = sharding.dense.vocabulary(config.vocab, config.hidden_size, multiple, init)
+        output = replace(output, contributions=1 + heads)  # each head uses it, too
+        # The last stage looks up the tokens of all heads at once.
+        uses = first + last * (output.contributions * tied + (heads > 0))
+        words = replace(output, contributions=uses)
+        if tied or heads:
+            words = replace(words, tied=True, counted_elsewhere=not first)
     if first:
         specs[WORD_EMBEDDINGS] = words
         if config.position_embedding_type == "learned_absolute":
@@ -60,12 +65,27 @@ def gpt(
         specs |= {f"layers.{layer}.{name}": spec for name, spec in blocks[mixers].items()}
     if last:
         specs |= under(final_layernorm=hidden_norm(config, sharding))
-        specs |= {WORD_EMBEDDINGS if tied else "output_layer.weight": words}
+        if not tied:
+            specs["output_layer.weight"] = output
+        if tied or heads:
+            specs[WORD_EMBEDDINGS] = words
+        specs |= under(**heads_of(config, sharding))
     return specs if config.lora_rank is None else with_adapters(config, config.lora_rank, sharding, specs)
 
 
+def heads_of(config: ModelConfig, sharding: Sharding = UNSHARDED) -> dict[str, Specs]:
+    """Declare the heads of the last stage, which predict further tokens, each by its global name."""
+    blocks = (block(config, config.mixers(layer), sharding) for layer in config.head_layers)
+    return {head_name(depth): head_parameters(config, sharding, each) for depth, each in enumerate(blocks)}
+
+
 def trainable(specs: Mapping[str, ShardSpec]) -> Specs:
-    """Return those of the parameters that are trained, which checkpoints hold."""
+    """Return those of the parameters that the optimizer trains."""
+    return {name: spec for name, spec in specs.items() if spec.has_gradient}
+
+
+def in_checkpoints(specs: Mapping[str, ShardSpec]) -> Specs:
+    """Return those of the parameters that checkpoints hold: the trained ones and the buffers."""
     return {name: spec for name, spec in specs.items() if not spec.frozen}
 
 
@@ -76,7 +96,7 @@ def num_parameters(config: ModelConfig, active: bool = False) -> int:
         config: of the model.
         active: count only the experts that one token uses.
     """
-    ends = sum(spec.numel for spec in gpt(config.base, layers=()).values())
+    ends = sum(active_numel(config, s) if active else s.numel for s in gpt(config.base, layers=()).values())
     adapters = num_trainable(config) if config.lora_rank is not None else 0
     return ends + sum(layer_sizes(config, active)) + adapters
 
@@ -93,6 +113,12 @@ def layer_sizes(config: ModelConfig, active: bool = False) -> list[int]:
         for mixers in config.kinds_of_layers
     }
     return [sizes[config.mixers(layer)] for layer in range(config.num_layers)]
+
+
+def head_sizes(config: ModelConfig, active: bool = False) -> list[int]:
+    """Return the number of parameters of each head; ``active`` as in :func:`num_parameters`."""
+    heads = (each.values() for each in heads_of(config).values())
+    return [sum(active_numel(config, s) if active else s.numel for s in specs) for specs in heads]
 
 
 def block(config: ModelConfig, mixers: Iterable[str], sharding: Sharding = UNSHARDED) -> Specs:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextvars import ContextVar
 from typing import Any, TypeVar
 
 import torch
@@ -12,12 +14,33 @@ from torch.utils.checkpoint import checkpoint
 T = TypeVar("T")
 
 
+_recomputing = ContextVar("recomputing", default=False)
+
+
+def is_recomputing() -> bool:
+    """Return True in a function that backward computes again: what it counts has been counted in forward."""
+    return _recomputing.get()
+
+
+@contextmanager
+def _recomputation() -> Iterator[None]:
+    token = _recomputing.set(True)
+    try:
+        yield
+    finally:
+        _recomputing.reset(token)
+
+
 def recompute(function: Callable[..., T], *inputs: Any) -> T:
     """Return ``function(*inputs)``, keeping only the inputs for backward.
 
     Dropout is counter-based, so there is no random state to restore.
     """
-    out: T = checkpoint(function, *inputs, use_reentrant=False, preserve_rng_state=False)
+
+    def contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+        return nullcontext(), _recomputation()
+
+    out: T = checkpoint(function, *inputs, use_reentrant=False, preserve_rng_state=False, context_fn=contexts)
     return out
 
 

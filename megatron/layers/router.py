@@ -1,21 +1,35 @@
 """Router of a mixture of experts: the experts of every token, their weights, and the losses that balance them.
 
+Logits become scores; the best experts are chosen by scores, bias and groups; their scores become weights; choices
+beyond the capacity are dropped; losses balance the experts.
+
 Shapes: S sequence (a part of it under sequence parallelism), B batch, H hidden, T = S x B tokens of this rank,
 E experts, K chosen per token.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+import math
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
 from megatron.config.model import ModelConfig
+from megatron.config.router import LOSS_NAMES
 from megatron.distributed import comm
+from megatron.distributed.comm import Group
 from megatron.distributed.micro_batch import MicroBatch
-from megatron.layers.context import BuildContext, Losses
+from megatron.distributed.random import stable_hash
+from megatron.kernels.dropout import uniform_noise
+from megatron.layers.context import DTYPES, BuildContext, ForwardContext, Losses
+from megatron.layers.recompute import is_recomputing
+
+SINKHORN_ITERATIONS = 16
+"""Of the normalisation of rows and columns, whose choices then no longer change; a fixed number needs no host."""
 
 
 class Routing(NamedTuple):
@@ -23,63 +37,184 @@ class Routing(NamedTuple):
 
     # Indices of the chosen experts [T, K], best first.
     experts: Tensor
-    # Their weights [T, K], in at least fp32.
+    # Their weights [T, K], in at least fp32; 0 for choices that are dropped.
     weights: Tensor
     # This rank's parts of the losses, times their coefficients. Like the token losses they are sums: divided by the
     # tokens of the global batch they become means over it.
     losses: Losses
+    # bool [T, K], False for choices beyond the capacity of an expert; None if nothing is dropped.
+    kept: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class ExpertLoads:
+    """Choices of each expert of a layer, int64 ``[E]``, without those of samples that pad the batch."""
+
+    # Of this rank's tokens in a step: as they are made, and as the scores alone would make them.
+    chosen: Tensor
+    best: Tensor
+    # By the scores alone, of the global batch of the step before.
+    before: Tensor
+
+    @classmethod
+    def zeros(cls, experts: int, device: torch.device) -> ExpertLoads:
+        """Return loads of nothing."""
+        return cls(*(torch.zeros(experts, dtype=torch.int64, device=device) for _ in range(3)))
+
+    def add(self, chosen_BE: Tensor, best_BE: Tensor, real_B: Tensor) -> None:
+        """Add the choices of the samples for which ``real_B`` is True."""
+        self.chosen.add_((chosen_BE * real_B.unsqueeze(1)).sum(0))
+        self.best.add_((best_BE * real_B.unsqueeze(1)).sum(0))
 
 
 class Router(nn.Module):
-    """``logits = W x + b`` in at least fp32, a softmax over the experts, and the largest K of it (arXiv 1701.06538)."""
+    """``logits = W x + b`` in at least fp32, scores of them, and the K best experts (arXiv 1701.06538)."""
 
     def __init__(self, config: ModelConfig, context: BuildContext) -> None:
         super().__init__()
         self.config, self.context, self.coefficients = config, context, config.router_losses
         self.weight, self.bias = context.parameter("weight", autograd=True), context.bias(autograd=True)
+        self.expert_bias: nn.Parameter | None = None
+        if config.moe_router_enable_expert_bias:
+            self.expert_bias = context.parameter("expert_bias")
+        # Counted in training, for :mod:`megatron.training.components.expert_loads`; None if nothing depends on them.
+        self.loads: ExpertLoads | None = None
+        if config.needs_expert_loads:
+            self.loads = ExpertLoads.zeros(config.num_experts or 0, context.device)
 
-    def forward(self, x_SBH: Tensor, batch: MicroBatch) -> Routing:
+    def forward(self, x_SBH: Tensor, ctx: ForwardContext) -> Routing:
         """Choose experts for the tokens of a micro-batch."""
-        dtype = torch.promote_types(x_SBH.dtype, torch.float32)
+        config, topk = self.config, self.config.moe_router_topk
+        logits_SBE = self._logits(x_SBH, ctx)
+        scores_SBE = expert_scores(logits_SBE, config.moe_router_score_function)
+        keys_TE = self._keys(logits_SBE, scores_SBE).flatten(0, 1)
+        experts_TK = choose(keys_TE, topk, config.moe_router_num_groups, config.moe_router_group_topk)
+        weights_TK = self._weights(logits_SBE.flatten(0, 1), scores_SBE.flatten(0, 1), experts_TK)
+        weights_TK = weights_TK.to(torch.promote_types(x_SBH.dtype, torch.float32))
+        kept_TK = None
+        if config.moe_expert_capacity_factor is not None:
+            kept_TK = within_capacity(experts_TK, weights_TK, self._capacity(len(keys_TE)), config)
+            weights_TK = weights_TK * kept_TK
+        if not self.training:
+            return Routing(experts_TK, weights_TK, {}, kept_TK)
+        return Routing(experts_TK, weights_TK, self._balance(logits_SBE, scores_SBE, experts_TK, ctx.batch), kept_TK)
+
+    # ---- Scores
+
+    def _logits(self, x_SBH: Tensor, ctx: ForwardContext) -> Tensor:
+        """Return the logits ``[S, B, E]``; random ones if the balance is forced."""
+        dtype = torch.promote_types(x_SBH.dtype, DTYPES[self.config.moe_router_dtype])
         bias = None if self.bias is None else self.bias.to(dtype)
         logits_SBE = F.linear(x_SBH.to(dtype), self.weight.to(dtype), bias)
-        probs_SBE = logits_SBE.softmax(-1)
-        best, experts = logits_SBE.flatten(0, 1).topk(self.config.moe_router_topk)
-        weights = (
-            probs_SBE.flatten(0, 1).gather(-1, experts) if self.config.moe_router_pre_softmax else best.softmax(-1)
-        )
-        return Routing(experts, weights, self._losses(logits_SBE, probs_SBE, experts, batch))
+        if not self.config.moe_router_force_load_balancing:
+            return logits_SBE
+        key = stable_hash(ctx.seed, ctx.batch.step, self.context.name("weight"))
+        places = ctx.batch.sample_ids.view(1, -1, 1), ctx.row_positions.view(-1, 1, 1)
+        experts = torch.arange(logits_SBE.shape[-1], device=x_SBH.device)
+        random_SBE: Tensor = _StraightThrough.apply(logits_SBE, uniform_noise(key, *places, experts))
+        return random_SBE
 
-    def _losses(self, logits_SBE: Tensor, probs_SBE: Tensor, experts_TK: Tensor, batch: MicroBatch) -> Losses:
+    # ---- Choice
+
+    def _keys(self, logits_SBE: Tensor, scores_SBE: Tensor) -> Tensor:
+        """Return the numbers ``[S, B, E]`` by which experts are chosen, without a gradient."""
+        config = self.config
+        logits_SBE, scores_SBE = logits_SBE.detach(), scores_SBE.detach()
+        if self._uses_sinkhorn:
+            balanced = self.training and not config.moe_router_force_load_balancing
+            return sinkhorn(scores_SBE, self._sequence_group) if balanced else logits_SBE
+        if self.expert_bias is not None:
+            return scores_SBE + self.expert_bias.to(scores_SBE.dtype)
+        if config.moe_router_score_function != "softmax":
+            return scores_SBE
+        # the softmax keeps the order of experts, but not that of sums over groups
+        in_groups = config.moe_router_pre_softmax and config.moe_router_num_groups is not None
+        return scores_SBE if in_groups else logits_SBE
+
+    @property
+    def _uses_sinkhorn(self) -> bool:
+        return "sinkhorn" in self.config.moe_router_load_balancing_type
+
+    @property
+    def _sequence_group(self) -> Group:
+        """The ranks that hold a sequence together."""
+        mesh = self.context.mesh
+        return mesh.group("cp", "tp") if self.context.sequence_parallel else mesh.group("cp")
+
+    # ---- Weights
+
+    def _weights(self, logits_TE: Tensor, scores_TE: Tensor, experts_TK: Tensor) -> Tensor:
+        """Return the weights of the chosen experts."""
+        config, several = self.config, self.config.moe_router_topk > 1
+        if self._uses_sinkhorn:
+            weights_TK = (scores_TE if several else logits_TE.sigmoid()).gather(-1, experts_TK)
+        elif config.moe_router_score_function != "softmax":
+            weights_TK = scores_TE.gather(-1, experts_TK)
+            weights_TK = normalized(weights_TK) if several else weights_TK
+        elif config.moe_router_pre_softmax:
+            weights_TK = scores_TE.gather(-1, experts_TK)
+        else:
+            weights_TK = logits_TE.gather(-1, experts_TK).softmax(-1)
+        factor = config.moe_router_topk_scaling_factor
+        return weights_TK if factor is None else weights_TK * factor
+
+    def _capacity(self, tokens: int) -> int:
+        """Return the number of choices that an expert keeps, of those of this rank's tokens."""
+        mean = tokens * self.config.moe_router_topk / (self.config.num_experts or 1)
+        return min(tokens, math.ceil(mean * (self.config.moe_expert_capacity_factor or 1.0)))
+
+    # ---- Balance
+
+    def _balance(self, logits_SBE: Tensor, scores_SBE: Tensor, experts_TK: Tensor, batch: MicroBatch) -> Losses:
+        """Return the losses, and count the choices of each expert."""
         losses: dict[str, Tensor] = {}
-        if not self.training:
-            return losses
-        for name, coefficient in self.coefficients.items():
-            if name == "z_loss":
-                losses[name] = coefficient * self._z_loss(logits_SBE, batch)
-            else:
-                losses[name] = coefficient * self._balancing_loss(probs_SBE, experts_TK, batch)
+        config, loads = self.config, None if is_recomputing() else self.loads
+        balancing = {name: coefficient for name, coefficient in self.coefficients.items() if name != "z_loss"}
+        if balancing or loads is not None:
+            # unmasked tokens of each sample: none for one that pads the batch, which then does not count
+            counted_B = comm.all_reduce(batch.loss_mask.sum(1).double(), self.context.mesh.group("cp"))
+            chosen_BE = best_BE = count_choices(experts_TK, scores_SBE)
+            if self.expert_bias is not None or config.moe_router_num_groups is not None:
+                best_TK = scores_SBE.detach().flatten(0, 1).topk(config.moe_router_topk).indices
+                best_BE = count_choices(best_TK, scores_SBE)
+            if loads is not None:
+                loads.add(chosen_BE, best_BE, counted_B > 0)
+            probs_SBE = scores_SBE if config.moe_router_score_function == "softmax" else normalized(scores_SBE)
+            for name, coefficient in balancing.items():
+                losses[name] = coefficient * self._balancing_loss(name, probs_SBE, best_BE, counted_B, batch.length)
+        if (coefficient := self.coefficients.get("z_loss", 0.0)) > 0.0:
+            losses["z_loss"] = coefficient * self._z_loss(logits_SBE, batch)
         return losses
 
-    def _balancing_loss(self, probs_SBE: Tensor, experts_TK: Tensor, batch: MicroBatch) -> Tensor:
+    def _balancing_loss(
+        self, name: str, probs_SBE: Tensor, chosen_BE: Tensor, counted_B: Tensor, length: int
+    ) -> Tensor:
         """Return ``E sum_e f_e P_e`` (arXiv 2101.03961) of every sequence, times its unmasked tokens, summed.
 
-        ``f_e`` is the fraction of the sequence's choices that fell on expert e, ``P_e`` the expert's mean probability.
-        The loss is linear in P: once the choices are summed over the ranks of a sequence, each computes its part.
+        ``f_e`` is the fraction of choices that fell on expert e: of the sequence, of all of the micro-batch, or of the
+        global batch of the step before. ``P_e`` is the expert's mean probability in the sequence. The loss is linear in
+        P: once the choices are summed over the ranks of a sequence, each computes its part. The choices are those of
+        the scores alone, without bias and groups (DeepSeek-V3, arXiv 2412.19437).
         """
-        rows, samples, experts = probs_SBE.shape
-        length = batch.length
-        chosen_BE = F.one_hot(experts_TK, experts).sum(1).view(rows, samples, experts).sum(0).to(probs_SBE.dtype)
-        mesh, sequence_parallel = self.context.mesh, self.context.sequence_parallel
-        cp, sequence = mesh.group("cp"), mesh.group("cp", "tp") if sequence_parallel else mesh.group("cp")
-        comm.all_reduce(chosen_BE, sequence)
-        counted_B = comm.all_reduce(batch.loss_mask.sum(1).to(probs_SBE.dtype), cp)
-        f_BE = chosen_BE * (experts / (self.config.moe_router_topk * length))
-        if self.config.moe_router_load_balancing_type == "aux_loss":
+        experts, counted_B = probs_SBE.shape[-1], counted_B.to(probs_SBE.dtype)
+        if name == LOSS_NAMES["global_aux_loss"]:
+            f_BE = self._global_fractions().to(probs_SBE.dtype).unsqueeze(0)
+        else:
+            chosen_BE = comm.all_reduce(chosen_BE.to(probs_SBE.dtype), self._sequence_group)
+            f_BE = chosen_BE * (experts / (self.config.moe_router_topk * length))
+        if name == LOSS_NAMES["aux_loss"]:
             real_B = (counted_B > 0).to(f_BE.dtype)  # samples that pad the batch do not enter the mean
             weight_B = real_B / real_B.sum().clamp(min=1.0)
             f_BE, counted_B = weight_B @ f_BE, real_B * (weight_B @ counted_B)
         return (f_BE * probs_SBE.sum(0) * counted_B.unsqueeze(-1)).sum() / length
+
+    def _global_fractions(self) -> Tensor:
+        """Return ``E f_e`` of the global batch of the step before, fp64 ``[E]``; 1 before the first step."""
+        if self.loads is None:
+            raise ValueError("no loads are counted")
+        before_E = self.loads.before.double()
+        total = before_E.sum()
+        return torch.where(total > 0, before_E * len(before_E) / total.clamp(min=1.0), 1.0)
 
     def _z_loss(self, logits_SBE: Tensor, batch: MicroBatch) -> Tensor:
         """Return the squared log-partition summed over unmasked tokens (arXiv 2202.08906)."""
@@ -87,3 +222,83 @@ class Router(nn.Module):
         first = self.context.tp.rank * rows if self.context.sequence_parallel else 0
         mask_SB = batch.loss_mask.t()[first : first + rows]
         return (logits_SBE.logsumexp(-1).square() * mask_SB).sum()
+
+
+class _StraightThrough(torch.autograd.Function):
+    """``y = replacement``, backward ``dx = dy``."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, replacement: Tensor) -> Tensor:
+        return replacement.to(x.dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
+        return dy, None
+
+
+def expert_scores(logits_SBE: Tensor, function: str) -> Tensor:
+    """Return the scores of the experts, of the shape of the logits."""
+    if function == "softmax":
+        return logits_SBE.softmax(-1)
+    return logits_SBE.sigmoid() if function == "sigmoid" else F.softplus(logits_SBE).sqrt()
+
+
+def normalized(scores: Tensor) -> Tensor:
+    """Divide scores by their sum over the last dimension."""
+    return scores / (scores.sum(-1, keepdim=True) + 1e-20)
+
+
+def choose(keys_TE: Tensor, topk: int, groups: int | None = None, group_topk: int | None = None) -> Tensor:
+    """Return the ``topk`` experts ``[T, K]`` with the largest keys, best first.
+
+    Args:
+        keys_TE: scores or logits.
+        topk: K.
+        groups: number of equal groups of consecutive experts; None for no groups.
+        group_topk: groups to choose first, by the sum of their best K / group_topk keys (DeepSeek-V3).
+    """
+    if groups is not None and group_topk is not None and group_topk < groups:
+        keys_TGE = keys_TE.unflatten(-1, (groups, -1))
+        of_groups_TG = keys_TGE.topk(min(topk // group_topk, keys_TGE.shape[-1])).values.sum(-1)
+        chosen_TG = torch.zeros_like(of_groups_TG, dtype=torch.bool)
+        chosen_TG = chosen_TG.scatter(-1, of_groups_TG.topk(group_topk).indices, True)
+        keys_TE = keys_TGE.masked_fill(~chosen_TG.unsqueeze(-1), -torch.inf).flatten(-2)
+    return keys_TE.topk(topk).indices
+
+
+def count_choices(experts_TK: Tensor, scores_SBE: Tensor) -> Tensor:
+    """Return how often each expert is chosen in each sample, int64 ``[B, E]``."""
+    rows, samples, experts = scores_SBE.shape
+    first_B = torch.arange(samples, device=experts_TK.device).view(1, -1, 1) * experts
+    flat = (experts_TK.view(rows, samples, -1) + first_B).flatten()
+    return flat.new_zeros(samples * experts).index_add_(0, flat, torch.ones_like(flat)).view(samples, experts)
+
+
+@torch.no_grad()
+def sinkhorn(probs_SBE: Tensor, sequence: Group) -> Tensor:
+    """Scale tokens and experts of each sequence so that all experts have the same sum (arXiv 1306.0895).
+
+    Args:
+        probs_SBE: of which every token has the sum 1; a factor of a token does not change the result.
+        sequence: the ranks that hold a sequence together.
+    """
+    scale_BE = torch.ones_like(probs_SBE[0])
+    for _ in range(SINKHORN_ITERATIONS):
+        tokens_SBE = normalized(probs_SBE * scale_BE)
+        scale_BE = scale_BE / (comm.all_reduce(tokens_SBE.sum(0), sequence) + 1e-20)
+    return probs_SBE * scale_BE
+
+
+@torch.no_grad()
+def within_capacity(experts_TK: Tensor, weights_TK: Tensor, capacity: int, config: ModelConfig) -> Tensor:
+    """Return bool ``[T, K]``, True for the first ``capacity`` choices of each expert, by the drop policy."""
+    experts = config.num_experts or 0
+    chosen_TE = torch.zeros(len(experts_TK), experts, dtype=torch.bool, device=experts_TK.device)
+    chosen_TE.scatter_(1, experts_TK, True)
+    if config.moe_token_drop_policy == "position":
+        return chosen_TE.cumsum(0).gather(1, experts_TK) <= capacity
+    keys_TE = weights_TK.new_full(chosen_TE.shape, -1.0).scatter_(1, experts_TK, weights_TK)
+    order_TE = keys_TE.argsort(dim=0, descending=True, stable=True)  # equal weights: the first ones stay
+    kept_TE = torch.zeros_like(chosen_TE).scatter_(0, order_TE[:capacity], True)
+    return kept_TE.gather(1, experts_TK)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -22,7 +24,15 @@ class SharedExpert(MLP):
 
     def forward(self, x_SBH: Tensor, ctx: ForwardContext) -> MixerOutput:
         """Apply the MLP, and multiply its output by the gate."""
-        y_SBH = super().forward(x_SBH, ctx).sum()
+        return self._apply_gate(x_SBH, super().forward(x_SBH, ctx))
+
+    def start(self, x_SBH: Tensor, ctx: ForwardContext) -> Callable[[], MixerOutput]:
+        """See :meth:`MLP.start`."""
+        finish = super().start(x_SBH, ctx)
+        return lambda: self._apply_gate(x_SBH, finish())
+
+    def _apply_gate(self, x_SBH: Tensor, output: MixerOutput) -> MixerOutput:
+        y_SBH = output.sum()
         if self.gate_weight is not None:
             y_SBH = y_SBH * F.linear(x_SBH, self.gate_weight).sigmoid()
         return MixerOutput(y_SBH)

@@ -15,7 +15,7 @@ from megatron.distributed.micro_batch import MicroBatch
 from megatron.kernels.attention_mask import AttentionMask
 from megatron.kernels.qkv import RotaryEmbedding
 from megatron.layers import parameters
-from megatron.layers.context import BuildContext, ForwardContext
+from megatron.layers.context import BuildContext, ForwardContext, Losses
 from megatron.layers.embedding import Embedding
 from megatron.layers.kv_cache import KVCache
 from megatron.layers.loss import OutputLayer
@@ -24,6 +24,7 @@ from megatron.layers.norm import Norm, Residual
 from megatron.layers.providers import PROVIDERS
 from megatron.layers.recompute_plan import RecomputePlan
 from megatron.model.block import build_block, embedding_noise, hidden_dropout
+from megatron.model.multi_token import build_heads, head_losses
 from megatron.model.objective import make_objective
 from megatron.model.segments import compose_blocks
 from megatron.pipeline.partition import StageLayers, stages_from_counts
@@ -71,7 +72,8 @@ class GPTChunk(nn.Module):
         self.specs, self.params = context.specs, context.params
         plan = RecomputePlan.from_config(training, len(stage.layers))
         self.last, self.neftune_alpha = stage.last, training.neftune_alpha
-        self.patterns = {config.pattern(i) for i in stage.layers}
+        kinds = stage.kinds(config.head_layers)
+        self.patterns = {config.pattern(i) for i in kinds}
         self.embedding = Embedding(config, context.submodule("embedding")) if stage.first else None
         blocks = {str(i): build_block(config, context.block(i), i, plan) for i in stage.layers}
         self.layers, self.run_blocks = nn.ModuleDict(blocks), compose_blocks([*blocks.values()], plan, context)
@@ -82,15 +84,18 @@ class GPTChunk(nn.Module):
             self.output_layer = OutputLayer(
                 config, context.submodule("output_layer"), training.cross_entropy_chunk_size
             )
+        # Further predictions of the last chunk, in training.
+        self.heads = build_heads(config, training, context) if self.last else None
         # Keys and values of earlier tokens, of a pass that generates text.
         self.cache: KVCache | None = None
         # Only the last chunk computes the loss, but all need the weights of micro-batches in it.
         self.objective = make_objective(config, training, context)
-        # Of the whole model too: coefficients by name.
+        # Of the whole model too: what a step logs beside the loss, and coefficients by name.
+        self.loss_names = (*self.objective.metric_names, *head_losses(config))
         self.auxiliary_losses = auxiliary_losses(config)
         self.rotary = {
             table: RotaryEmbedding(config, *table, context.dtype, context.device)
-            for table in rotary_tables(config, stage.layers)
+            for table in rotary_tables(config, kinds)
         }
 
     @property
@@ -101,7 +106,8 @@ class GPTChunk(nn.Module):
     @property
     def parts(self) -> list[nn.Module]:
         """The submodules in the order in which forward calls them; together they have all parameters."""
-        parts = (self.embedding, *self.layers.values(), self.final_layernorm, self.output_layer)
+        heads = () if self.heads is None else self.heads.parts
+        parts = (self.embedding, *self.layers.values(), self.final_layernorm, *heads, self.output_layer)
         return [part for part in parts if part is not None]
 
     def forward(self, x_SBH: Tensor | None, batch: MicroBatch) -> tuple[Tensor, Tensor]:
@@ -112,7 +118,7 @@ class GPTChunk(nn.Module):
         if x_SBH is None:
             raise ValueError("only the first chunk runs without an input")
         residual, losses = self.run_blocks(Residual(x_SBH), {}, ctx)
-        out = self._loss(residual, batch) if self.last else residual.sum()
+        out, losses = self._loss(residual, losses, ctx) if self.last else (residual.sum(), losses)
         for name, loss in losses.items():
             self.sums.add(name, loss)
         zero = torch.zeros((), dtype=torch.promote_types(out.dtype, torch.float32), device=out.device)
@@ -161,14 +167,21 @@ class GPTChunk(nn.Module):
         x_SBH = embedding_noise(x_SBH, self.neftune_alpha, ctx)
         return hidden_dropout(x_SBH, self.config.hidden_dropout, ctx, "embedding_dropout")
 
-    def _loss(self, residual: Residual, batch: MicroBatch) -> Tensor:
+    def _loss(self, residual: Residual, losses: Losses, ctx: ForwardContext) -> tuple[Tensor, Losses]:
         if self.final_layernorm is None or self.output_layer is None:
             raise ValueError("only the last chunk has a loss")
         _, n_SBH = self.final_layernorm(residual)
-        loss, metrics = self.objective(n_SBH, batch, self.output_layer)
-        for name, value in {"lm loss": loss, **metrics}.items():
+        heads, states = self.heads if self.training else None, []
+        if heads is not None:  # all blocks first, then all uses of the output layer
+            states, losses = heads(n_SBH, losses, ctx)
+        loss, metrics = self.objective(n_SBH, ctx.batch, self.output_layer)
+        metrics = {"lm loss": loss, **metrics}
+        if heads is not None:
+            added, more = heads.loss(states, ctx.batch, self.output_layer)
+            loss, metrics = loss + added, {**metrics, **more}
+        for name, value in metrics.items():
             self.sums.add(name, value)
-        return loss
+        return loss, losses
 
 
 def build_gpt(config: ModelConfig, training: TrainingConfig, context: BuildContext) -> GPTChunk:

@@ -52,7 +52,7 @@ def build_grad_buffer(
         seed: of the run; keys the random numbers of reductions.
 
     """
-    buckets, frozen, pool = list[Bucket](), list[BucketLayout](), BufferPool()
+    buckets, without_gradients, pool = list[Bucket](), list[BucketLayout](), BufferPool()
     keys = {
         name: BucketKey.of(name, spec, str(dtypes[name]), name in uncut, config.zero_stage)
         for name, spec in specs.items()
@@ -69,8 +69,8 @@ def build_grad_buffer(
             shards = gather = Group((mesh.rank,))
         dtype = torch.promote_types(dtypes[next(iter(in_bucket))], torch.float32)
         layout = BucketLayout(in_bucket, shape.packing, shards, copies, gather, dtype, device)
-        if shape.key.frozen:
-            frozen.append(layout)
+        if not shape.key.has_gradients:
+            without_gradients.append(layout)
             continue
         reduction = build_reduction(config, layout, seed, len(buckets))
         if config.zero_stage >= 2 and shards.size > 1:
@@ -78,7 +78,13 @@ def build_grad_buffer(
         else:
             buckets.append(Bucket(layout, reduction, grad_accumulator.flush))
     return GradBuffer(
-        trainable(specs), buckets, frozen, grad_accumulator, device, config.zero_stage, config.overlap_grad_reduce
+        trainable(specs),
+        buckets,
+        without_gradients,
+        grad_accumulator,
+        device,
+        config.zero_stage,
+        config.overlap_grad_reduce,
     )
 
 

@@ -44,8 +44,9 @@ class GradNorm:
     def __init__(self, specs: Mapping[str, ShardSpec], buckets: GradBuffer, mesh: Mesh) -> None:
         """Collect the gradient views that this rank counts."""
         boxes: list[Tensor] = []
-        for name, share in buckets.counted_shards().items():
-            spec, start = specs[name], buckets.shards[name].start
+        counted = buckets.counted_shards()
+        for name in (name for name in buckets.grads if name in counted):
+            spec, share, start = specs[name], counted[name], buckets.shards[name].start
             gradient = buckets.grads[name].view(-1)[share.start - start : share.stop - start]
             for slot in shard_boxes(spec, share, spec.owned):
                 box = slot.view_in(gradient)
@@ -121,6 +122,14 @@ class UpdateHook:
             grad_norm: before clipping, 0-d, equal on all ranks.
         """
 
+    def update_buffers(self, skipped: Tensor) -> Sequence[str]:
+        """Update main parameters that are no optimizer's (:attr:`ShardSpec.buffer`); return their names.
+
+        Args:
+            skipped: nonzero if they are not to change; 0-d, on the device.
+        """
+        return ()
+
     def after_update(self, names: Sequence[str], skipped: Tensor) -> None:
         """Act after main parameters were updated.
 
@@ -193,6 +202,9 @@ class DistributedOptimizer:
         with clock("optimizer-inner-step"):
             self.weights.wait()
             self._update(rates, outcome.skipped, factor, hooks)
+            for names in [names for hook in hooks if (names := hook.update_buffers(outcome.skipped))]:
+                for hook in hooks:
+                    hook.after_update(names, outcome.skipped)
         with clock("optimizer-copy-main-to-model-params"):
             self._publish_weights()
         return outcome

@@ -47,7 +47,7 @@ class GradBuffer(GradTarget):
         self,
         specs: Mapping[str, ShardSpec],
         buckets: Sequence[Bucket],
-        frozen: Sequence[BucketLayout],
+        without_gradients: Sequence[BucketLayout],
         grad_accumulator: GradAccumulator,
         device: torch.device,
         zero_stage: int,
@@ -55,16 +55,20 @@ class GradBuffer(GradTarget):
     ) -> None:
         """Bind the accumulator to the buckets; see :func:`megatron.optimizer.build.build_grad_buffer`."""
         # Specs of the parameters that are trained; their buckets in the order in which they are expected to be
-        # complete; and layouts of weights without gradients.
-        self.specs, self.buckets, self.frozen = specs, buckets, frozen
+        # complete; and layouts of weights without gradients, frozen ones and buffers.
+        self.specs, self.buckets, self.without_gradients = specs, buckets, without_gradients
         # With ``overlap``, a bucket is reduced as soon as it is complete, instead of all at the end of the step.
         self.device, self.zero_stage, self.overlap = device, zero_stage, overlap
         self._bucket_of = {name: bucket for bucket in buckets for name in bucket.specs}
-        # The shard of each parameter that this rank updates; parameters without one are not listed.
+        self._layout_of = {name: self._bucket_of[name].layout for name in specs}
+        self._layout_of |= {
+            name: layout for layout in without_gradients for name, spec in layout.specs.items() if spec.buffer
+        }
+        # The shard of each trained parameter and buffer that this rank updates; those without one are not listed.
         self.shards = self._shards(over_copies=False)
         # Gradients of these shards after :meth:`finish`: of the local stored shape if a shard is the whole parameter,
         # else flat.
-        self.grads = {name: self.shard_view(self._bucket_of[name].shard, name) for name in self.shards}
+        self.grads = {name: self.shard_view(self._bucket_of[name].shard, name) for name in self.shards if name in specs}
         self._missing: dict[str, int] = {}  # contributions, by parameter
         self._reducing = True
         self._copies_gradients = any(bucket.reduction.copies_gradients for bucket in buckets)
@@ -165,7 +169,7 @@ class GradBuffer(GradTarget):
             bucket.discard()
 
     def counted_shards(self) -> dict[str, ParamShard]:
-        """Return the shards that this rank counts in norms and checkpoints: every element is counted by one rank.
+        """Return the shards, of buffers too, that this rank counts in norms and checkpoints: each element once.
 
         They are the same for ZeRO-0 and 1, so the order of summation is, too. The exception is Muon: its undivided
         parameters lie elsewhere in a bucket that is sharded. ZeRO-2 and 3 have other buckets. There, norms agree up to
@@ -174,12 +178,12 @@ class GradBuffer(GradTarget):
         return self._shards(over_copies=True)
 
     def _shards(self, over_copies: bool) -> dict[str, ParamShard]:
-        found = {name: self._bucket_of[name].layout.shard(name, over_copies) for name in self.specs}
+        found = {name: layout.shard(name, over_copies) for name, layout in self._layout_of.items()}
         return {name: share for name, share in found.items() if share is not None}
 
     def shard_view(self, part: Tensor, name: str) -> Tensor:
         """Return a view of this rank's shard in its part of a bucket, or in a buffer with the same layout."""
-        return self._bucket_of[name].layout.shard_view(part, name, self.shards[name])
+        return self._layout_of[name].shard_view(part, name, self.shards[name])
 
     def gather_shards(
         self, shard: Callable[[str], Tensor], names: Collection[str]

@@ -6,6 +6,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from megatron.config.optimizer import OptimizerConfig, matching_factor, parse_factor
+from megatron.distributed.param_layout import block_of
 from megatron.distributed.sharding import ShardSpec
 
 DECOUPLED_LR_PARAMS = ("embedding.word_embeddings.weight", "output_layer.weight")
@@ -74,5 +75,5 @@ def rule_of(name: str, spec: ShardSpec, config: OptimizerConfig) -> str:
 
     Muon updates the matrices of blocks. Adam updates the rest, also the embeddings and the output layer.
     """
-    is_matrix = name.startswith("layers.") and len(spec.shape) == 2
+    is_matrix = "layers." in block_of(name) and len(spec.shape) == 2
     return config.optimizer if config.optimizer != "muon" or is_matrix else "adam"

@@ -82,7 +82,7 @@ class ParameterStore:
 
         """
         self._config = config
-        layouts = [*(bucket.layout for bucket in buckets.buckets), *buckets.frozen]
+        layouts = [*(bucket.layout for bucket in buckets.buckets), *buckets.without_gradients]
         self.buffers = [self._move(params, layout, initialize) for layout in layouts]
         # By id of the parameter, and by block: indices of the buffers.
         self._index_of = {id(param): i for i, buffer in enumerate(self.buffers) for param, _ in buffer.views}

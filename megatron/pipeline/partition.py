@@ -39,6 +39,10 @@ class StageLayers:
         """Number of blocks; unlike ``len(layers)`` it does not overflow for absurd numbers."""
         return self.layers.stop - self.layers.start
 
+    def kinds(self, head_layers: Sequence[int]) -> tuple[int, ...]:
+        """Return the layers whose kinds of blocks the stage has, those of the heads of the last stage included."""
+        return (*self.layers, *head_layers) if self.last else (*self.layers,)
+
 
 @dataclass(frozen=True)
 class LayerCosts:

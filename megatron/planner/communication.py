@@ -64,6 +64,7 @@ def attention_traffic(config: RunConfig) -> AttentionTraffic:
     work = [0.0] * ring
     plans = [(stage, RecomputePlan.from_config(training, stage.count)) for stage in stage_layers(model, parallel)]
     places = [(layer, layer - stage.layers.start < plan.blocks) for stage, plan in plans for layer in stage.layers]
+    places += [(layer, RecomputePlan.from_config(training, 1).blocks > 0) for layer in model.head_layers]
     core = CORE in plans[0][1].modules
     attending = [
         (layer, again, exchanged)

@@ -107,6 +107,7 @@ class BatchReader(Component):
             begin=begin,
             prefix=config.model.attention_prefix,
             stream=(self._stream, config.diloco.streams),
+            later=config.model.prediction_depths,
         )
         check_same_data(self.source, self._mesh.world)
         self.start_digest = self.source.digest("train", 0, begin[1])

@@ -102,7 +102,15 @@ def choose_kernels(config: RunConfig, mesh: Mesh, device: torch.device) -> tuple
     patterns = {config.model.pattern(i) for i in range(config.model.num_layers)} if whole else set()
     softcap = whole and config.model.attn_logit_softcapping is not None
     kernels, notes = select_kernels(
-        compute.kernels, device, dtype, compute.deterministic, unfused, fp8, patterns, softcap
+        compute.kernels,
+        device,
+        dtype,
+        compute.deterministic,
+        unfused,
+        fp8,
+        patterns,
+        softcap,
+        experts=config.model.num_experts is not None,
     )
     check_same_kernels(notes[0], mesh.world)
     return kernels, notes
@@ -170,6 +178,7 @@ def build_context(
         offload=ActivationOffload.from_config(config.training, device),
         fp8=Float8Layers(frozenset(n for n in range(model.num_layers) if precision.layer_in_fp8(n, model.num_layers))),
         model=model,
+        parallel=parallel,
     )
     return context, [*notes, *overlap_notes]
 

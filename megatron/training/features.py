@@ -14,7 +14,10 @@ from megatron.training.callbacks.profiler import StepProfiler
 from megatron.training.component import Component, name_in_errors
 from megatron.training.components.adapter_base import AdapterBase
 from megatron.training.components.average import AverageWeights
+from megatron.training.components.expert_loads import KIND as EXPERT_LOADS
+from megatron.training.components.expert_loads import ExpertLoadBalance
 from megatron.training.components.grad_compression import ERROR_KIND, CompressionState
+from megatron.training.components.head_weights import HeadWeights
 from megatron.training.components.kept_casts import KeptCasts
 from megatron.training.components.nonfinite import NonFiniteCheck
 from megatron.training.components.optimizer_state import OptimizerState
@@ -39,17 +42,20 @@ class Feature(Protocol):
 
 FEATURES: Sequence[Feature] = (
     CompressionState,
+    ExpertLoadBalance,
     SpikeGuard,
     AverageWeights,
     KeptCasts,
     AdapterBase,
     FrozenModelInputs,
+    HeadWeights,
     Diloco,
 )
 """Features with state, or which act around a step, in the order in which they act."""
 
 UNUSED: Mapping[str, tuple[type[Component], str]] = {
     ERROR_KIND: (CompressionState, "the checkpoint's errors of compressed gradients are not used"),
+    EXPERT_LOADS: (ExpertLoadBalance, "the checkpoint's loads of experts are not used"),
     f"{PARAM}.": (Diloco, "the checkpoint is a DiLoCo replica's: it continues from this replica's weights, alone"),
 }
 """Beginnings of kinds of tensors in a checkpoint -> the feature, and a note if the run does not have it."""

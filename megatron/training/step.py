@@ -51,7 +51,7 @@ def train_step(
     sums = collect_sums(trainer)
     loss = mean_loss(trainer, sums, tokens)
     extra = auxiliary_losses(trainer, sums, tokens)
-    extra |= {name: mean_loss(trainer, sums, tokens, name) for name in trainer.objective.metric_names}
+    extra |= {name: mean_loss(trainer, sums, tokens, name) for name in trainer.loss_names}
     trainer.optimizer.reduce_gradients(trainer.timers)
     with trainer.timers("optimizer"):
         if update is None:
@@ -128,5 +128,5 @@ def auxiliary_losses(trainer: Trainer, sums: Mapping[str, Tensor], tokens: Tenso
     if not coefficients:
         return {}
     local = torch.stack([sums.get(name, torch.zeros_like(tokens)) for name in coefficients])
-    means = comm.all_reduce(local, trainer.mesh.world) / (tokens.clamp(min=1.0) * trainer.config.model.num_layers)
+    means = comm.all_reduce(local, trainer.mesh.world) / (tokens.clamp(min=1.0) * trainer.config.model.num_blocks)
     return {name: mean / coefficient for (name, coefficient), mean in zip(coefficients.items(), means)}

@@ -166,6 +166,11 @@ class Trainer:
         return next(iter(self.chunks.values())).objective
 
     @property
+    def loss_names(self) -> tuple[str, ...]:
+        """Names of the metrics of the objective and of the losses of the heads, which a step logs."""
+        return next(iter(self.chunks.values())).loss_names
+
+    @property
     def auxiliary_losses(self) -> Mapping[str, float]:
         """Coefficients of the auxiliary losses of the model by name, the same on every rank."""
         return next(iter(self.chunks.values())).auxiliary_losses

@@ -31,7 +31,7 @@ from megatron.distributed.param_layout import MatrixBlock
 from megatron.inference.generate import PipelinedModel
 from megatron.inference.harness import SharedModel
 from megatron.inference.scoring import record, score_tokens
-from megatron.layers.dispatch import DispatchPlan
+from megatron.layers.dispatch import ExactDispatcher, ExpertRows
 from megatron.layers.loss import VocabularyShard, linear_cross_entropy, token_losses
 from megatron.optimizer.grad_compression import Int8Reduction, PowerSGD, TopK
 from megatron.pipeline.actions import COMPUTE_KINDS
@@ -351,17 +351,20 @@ def flipped_bit(rank: int, world_size: int, case: Case) -> str:
     return ""
 
 
-def plan_a_route(rank: int, world_size: int) -> tuple[tuple[int, ...], ...]:
-    """Each rank has tokens of its own for four experts; how many it sends, gets, and has for each of its experts."""
+def plan_a_route(rank: int, world_size: int) -> tuple[list[int], list[int]]:
+    """Each rank has tokens of its own for four experts; the last rows of its experts, and the ranks of the tokens."""
     mesh = mesh_of(rank, world_size, expert_model_parallel_size=world_size)
-    route = DispatchPlan.plan(torch.tensor(CHOSEN[rank]), 4, 1, mesh.group("ep", "etp"))
-    return route.sent, route.received, route.counts
+    x_TH = torch.full((3, 1), float(rank))
+    chosen = torch.tensor(CHOSEN[rank])
+    dispatcher = ExactDispatcher(mesh.group("ep", "etp"), 1, 4, 2)
+    tokens = dispatcher.dispatch(x_TH, chosen, torch.ones(chosen.shape), False).wait()
+    return ExpertRows.of(tokens, 2).offsets.tolist(), tokens.x.flatten().int().tolist()
 
 
 CHOSEN = [[[0, 1], [0, 1], [0, 3]], [[3, 2], [3, 2], [3, 2]]]
 """Experts of each rank's tokens: rank 0 has the first two."""
 
-PLANNED = [((5, 1), (5, 0), (3, 2)), ((0, 6), (1, 6), (3, 4))]
+PLANNED = [([3, 5], [0, 0, 0]), ([3, 7], [0, 1, 1, 1])]
 """The results, counted by hand."""
 
 
@@ -422,7 +425,12 @@ HSDP = replace(ZERO1, parallel=replace(ZERO1.parallel, num_distributed_optimizer
 BF16_WIRE = replace(DP2, parallel=replace(DP2.parallel, grad_reduce_in_bf16=True), optimizer=OptimizerConfig("sgd"))
 
 _EXPERTS = replace(
-    MODEL, num_experts=4, add_bias_linear=False, moe_ffn_hidden_size=24, moe_aux_loss_coeff=0.1, moe_z_loss_coeff=0.01
+    MODEL,
+    num_experts=4,
+    add_bias_linear=False,
+    moe_ffn_hidden_size=24,
+    moe_aux_loss_coeff=(0.1,),
+    moe_z_loss_coeff=0.01,
 )
 # FP8 scales depend on the size of a micro-batch. A key/value head that ranks share has gradients in parts.
 _FP8 = replace(TP2, model=replace(MODEL, num_query_groups=2), training=TrainingConfig(micro_batch_size=TP2.samples))

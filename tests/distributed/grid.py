@@ -132,14 +132,14 @@ OPTIMIZERS: dict[str, dict[str, Any]] = {
 EXPERTS: dict[str, dict[str, Any]] = {
     "none": {},
     "two of four": {"num_experts": 4, "moe_ffn_hidden_size": 24},
-    "balanced": {"num_experts": 4, "moe_ffn_hidden_size": 24, "moe_aux_loss_coeff": 0.1, "moe_z_loss_coeff": 0.01},
+    "balanced": {"num_experts": 4, "moe_ffn_hidden_size": 24, "moe_aux_loss_coeff": (0.1,), "moe_z_loss_coeff": 0.01},
     "shared": {
         "num_experts": 4,
         "moe_ffn_hidden_size": 24,
         "moe_router_topk": 1,
         "moe_router_pre_softmax": True,
         "moe_shared_expert_intermediate_size": 32,
-        "moe_aux_loss_coeff": 0.1,
+        "moe_aux_loss_coeff": (0.1,),
     },
 }
 

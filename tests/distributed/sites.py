@@ -23,7 +23,7 @@ ROOT = Path(comm.__file__).parents[2]
 TENSOR_OPS = ("all_reduce", "all_gather", "reduce_scatter")
 OBJECT_OPS = ("all_gather_objects", "gather_objects", "broadcast_object")
 CHANNEL_OPS = ("start_send", "start_receive")
-ROWS_OP = "all_to_all_rows"
+ROWS_OP = "start_all_to_all_rows"
 EXCHANGE_OP = "start_exchange"
 FUSED_OPS = ("all_gather_matmul", "matmul_reduce_scatter")
 STARTED_OPS = tuple(f"start_{op}" for op in (*TENSOR_OPS, "all_to_all", "broadcast", "reduce"))
@@ -172,16 +172,18 @@ MUTATIONS: dict[str, Operation] = {"removed": _removed, "doubled": _doubled, "mi
 """Of collectives."""
 
 
-def _rows_kept(name: str, original: Operation, x: Tensor, sent: Any, received: Sequence[int], group: Group) -> Tensor:
+def _rows_kept(
+    name: str, original: Operation, x: Tensor, sent: Any, received: Sequence[int] | None, group: Group
+) -> Pending:
     """Nothing is sent: this rank's own rows stand for those that would come, as far as there are any."""
-    out = x.new_zeros((sum(received), *x.shape[1:]))
+    out = x.new_zeros((len(x) if received is None else sum(received), *x.shape[1:]))
     out[: len(x)] = x[: len(out)]
-    return out
+    return Pending(out)
 
 
-def _misrouted(name: str, original: Operation, *arguments: Any) -> Tensor:
+def _misrouted(name: str, original: Operation, *arguments: Any) -> Pending:
     """Every row is taken for its neighbour."""
-    return original(*arguments).roll(1, 0)
+    return Pending(original(*arguments).wait().roll(1, 0))
 
 
 ROWS: dict[str, Operation] = {"removed": _rows_kept, "misrouted": _misrouted, "mis-scaled": _mis_scaled}

@@ -91,7 +91,7 @@ def test_right_layouts_pass(pool: Pool, tmp_path: Path, dtype: str, names: list[
         ("DP2", "start_all_reduce"),
         pytest.param("DP2, ZeRO-2", "start_all_gather", marks=LONG),
         pytest.param("TP2 SP", "start_reduce_scatter", marks=LONG),
-        ("EP2 DP2", "all_to_all_rows"),
+        ("EP2 DP2", "start_all_to_all_rows"),
     ],
 )
 def test_a_wrong_collective_fails(pool: Pool, tmp_path: Path, name: str, operation: str) -> None:

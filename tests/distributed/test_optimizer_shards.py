@@ -234,7 +234,7 @@ EXPERTS = replace(
     num_experts=4,
     moe_ffn_hidden_size=16,
     moe_shared_expert_intermediate_size=16,
-    moe_aux_loss_coeff=0.01,
+    moe_aux_loss_coeff=(0.01,),
 )
 MUON = OptimizerConfig(optimizer="muon", adam_eps=1e-5, muon_extra_scale_factor=0.1)
 FUSED = replace(MUON, muon_split_qkv=False, muon_nesterov=True, muon_scale_mode="unit_rms_norm")

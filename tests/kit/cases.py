@@ -16,6 +16,7 @@ from torch import Tensor
 from megatron.config.compute import ComputeConfig
 from megatron.config.data import DataConfig
 from megatron.config.model import ModelConfig
+from megatron.config.multi_token import LATER_MASK, LATER_TOKENS
 from megatron.config.optimizer import OptimizerConfig
 from megatron.config.parallel import ParallelConfig
 from megatron.config.precision import PrecisionConfig
@@ -253,6 +254,10 @@ def global_batch(case: Case, step: int) -> MicroBatch:
     samples = torch.arange(case.samples) + step * case.samples
     restarts = case.documents.reset_pattern
     batch = MicroBatch(tokens, labels, mask * counts, samples, step, positions, documents, pattern_restarts=restarts)
+    if case.model.mtp_num_layers:
+        arrays = columns._replace(loss_mask=batch.loss_mask.numpy())
+        later = arrays.with_later_tokens(case.model.mtp_num_layers, case.documents.eod)
+        batch = replace(batch, extra={name: torch.from_numpy(later.extra[name]) for name in (LATER_TOKENS, LATER_MASK)})
     return with_pairs(batch, generator) if case.training.objective == "dpo" else batch
 
 
@@ -281,8 +286,10 @@ def with_pairs(batch: MicroBatch, generator: torch.Generator) -> MicroBatch:
 def _rows(batch: MicroBatch, rows: range, size: int) -> MicroBatch:
     ids = [*rows, *[rows.stop - 1] * (size - len(rows))]
     cut: dict[str, Any] = {name: x[ids] for name, x in vars(batch).items() if isinstance(x, Tensor)}
-    cut["loss_mask"][len(rows) :] = 0.0
-    return replace(batch, **cut, extra={name: x[ids] for name, x in batch.extra.items()})
+    extra = {name: x[ids] for name, x in batch.extra.items()}
+    for mask in [cut["loss_mask"], *(extra[name] for name in extra if name == LATER_MASK)]:
+        mask[len(rows) :] = 0.0
+    return replace(batch, **cut, extra=extra)
 
 
 def _tokens(batch: MicroBatch, length: int, rows: tuple[range, ...]) -> MicroBatch:

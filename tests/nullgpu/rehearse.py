@@ -109,8 +109,8 @@ def even_plan(plan: Callable[..., DispatchPlan]) -> Callable[..., DispatchPlan]:
     """Return a function that plans as if the router had chosen every expert equally often."""
 
     def call(cls: type, experts_TK: torch.Tensor, experts: int, tp_size: int, group: Group) -> DispatchPlan:
-        rows, local = experts_TK.numel() * tp_size, experts * tp_size // group.size
-        even = [rows // group.size] * (2 * group.size) + [rows // local] * local
+        rows = experts_TK.numel() * tp_size
+        even = [rows // group.size] * (2 * group.size)
         read = torch.Tensor.tolist
         with patch.object(torch.Tensor, "tolist", lambda counts: (read(counts), even)[1]):
             return plan(experts_TK, experts, tp_size, group)

@@ -109,13 +109,22 @@ def from_llama(t: Tensors, config: ModelConfig) -> dict[str, Tensor]:
 
 
 def from_experts(t: Tensors, config: ModelConfig) -> dict[str, Tensor]:
-    """Of ``MixtralForCausalLM`` and ``Qwen3MoeForCausalLM``, from their modules or from their files."""
+    """Of Mixtral and other mixtures of experts, from their modules or from their files."""
     out = from_llama(t, config)
     for i in range(config.num_layers):
-        theirs = f"model.layers.{i}.mlp"
-        if f"{theirs}.gate.weight" not in t:
-            theirs = f"model.layers.{i}.block_sparse_moe"
-        out[f"layers.{i}.mlp.router.weight"] = t[f"{theirs}.gate.weight"]
+        if not config.has_experts(i):
+            continue
+        places = [f"model.layers.{i}.{module}" for module in ("mlp", "block_sparse_moe")]
+        names = [(place, f"{place}.{gate}.weight") for place in places for gate in ("gate", "router", "router.layer")]
+        theirs, gate = next((place, name) for place, name in names if name in t)
+        out[f"layers.{i}.mlp.router.weight"] = t[gate]
+        shared = f"{theirs}.shared_expert{'' if f'{theirs}.shared_expert_gate.weight' in t else 's'}"
+        if f"{shared}.down_proj.weight" in t:
+            gate_up = [t[f"{shared}.{x}_proj.weight"] for x in ("gate", "up")]
+            out[f"layers.{i}.mlp.shared_experts.linear_fc1.weight"] = torch.cat(gate_up)
+            out[f"layers.{i}.mlp.shared_experts.linear_fc2.weight"] = t[f"{shared}.down_proj.weight"]
+        if f"{shared}_gate.weight" in t:
+            out[f"layers.{i}.mlp.shared_experts.gate_weight"] = t[f"{shared}_gate.weight"]
         up, down = _of_experts(t, f"{theirs}.experts", config.num_experts or 0)
         out[f"layers.{i}.mlp.experts.linear_fc1.weight"] = up.flatten(0, 1)
         out[f"layers.{i}.mlp.experts.linear_fc2.weight"] = down.flatten(0, 1)
@@ -140,6 +149,9 @@ def from_gpt_oss(t: Tensors, config: ModelConfig) -> dict[str, Tensor]:
 
 def _of_experts(t: Tensors, place: str, experts: int) -> tuple[Tensor, Tensor]:
     """Gate over up ``[E, 2 * ffn, h]``, and down ``[E, h, ffn]``."""
+    parent = place.rpartition(".")[0]
+    if f"{parent}.input_linear.weight" in t:
+        return t[f"{parent}.input_linear.weight"], t[f"{parent}.output_linear.weight"]
     if f"{place}.gate_up_proj" in t:
         return t[f"{place}.gate_up_proj"], t[f"{place}.down_proj"]
     gate, up, down = ("w1", "w3", "w2") if f"{place}.0.w1.weight" in t else ("gate_proj", "up_proj", "down_proj")

@@ -28,6 +28,9 @@ CLIP = 0.5
 IGNORED = -100  # the label `transformers` leaves out
 
 
+EXPERT_COUNTS = {"num_local_experts", "num_experts"}
+
+
 @dataclass(frozen=True)
 class Case:
     """One architecture of transformers. Ours is read from its config.json."""
@@ -69,7 +72,7 @@ class Case:
 
     @property
     def has_experts(self) -> bool:
-        return "num_local_experts" in self.theirs
+        return bool(EXPERT_COUNTS & self.theirs.keys())
 
 
 LLAMA3 = {
@@ -95,7 +98,11 @@ EAGER = {"attn_implementation": "eager"}
 GEMMA = LAYERS | GROUPED | EAGER | {"hidden_size": 64, "head_dim": 8}  # whose square root is exact in all data types
 GEMMA |= {"query_pre_attn_scalar": 16, "final_logit_softcapping": 3.0}
 FACTORS = {"attention_multiplier": 0.3, "embedding_multiplier": 3.0, "residual_multiplier": 0.25, "logits_scaling": 1.5}
+DEEPER = {"num_hidden_layers": 3}
 SMALL_EXPERTS = {"num_experts_per_tok": 2, "num_local_experts": 4, "moe_intermediate_size": 12}
+SHARED = GROUPED | {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 12}
+SHARED |= {"shared_expert_intermediate_size": 20}
+WINDOWED = DEEPER | {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 2}
 
 CASES = [
     Case("gpt2", "GPT2"),
@@ -119,6 +126,11 @@ CASES = [
         GROUPED | SMALL_EXPERTS | {"num_local_experts": 8, "num_experts_per_tok": 3, "norm_topk_prob": True},
     ),
     Case("qwen3-moe-shares-of-all", "Qwen3Moe", SMALL_EXPERTS | {"norm_topk_prob": False}),
+    Case("qwen3-moe-dense-layers", "Qwen3Moe", SMALL_EXPERTS | DEEPER | {"mlp_only_layers": [0, 2]}),
+    Case("qwen2-moe", "Qwen2Moe", SHARED | {"qkv_bias": False}),
+    Case("qwen2-moe-layers", "Qwen2Moe", SHARED | WINDOWED | {"mlp_only_layers": [0], "norm_topk_prob": True}),
+    Case("olmoe", "Olmoe", GROUPED | {"num_local_experts": 6, "num_experts_per_tok": 3, "norm_topk_prob": False}),
+    Case("granite-moe", "GraniteMoe", GROUPED | FACTORS | {"num_local_experts": 5, "num_experts_per_tok": 2}),
     Case(
         "gpt-oss",
         "GptOss",

@@ -22,7 +22,7 @@ from megatron.distributed.micro_batch import MicroBatch
 from tests.kit.checkpoints import save_model
 from tests.kit.solo import Solo, random_batch
 from tests.parity.families import everything_in_double, translate
-from tests.parity.test_hf import BY_NAME, Case
+from tests.parity.test_hf import BY_NAME, EXPERT_COUNTS, Case
 from tests.unit.convert.folders import ignore, opened
 
 transformers = pytest.importorskip("transformers")
@@ -41,7 +41,18 @@ def build(case: Case, seed: int) -> nn.Module:
     return model.eval()
 
 
-HEAD_DIM = ("Llama", "Mistral", "Ministral", "Qwen3", "Mixtral", "Qwen3Moe", "GptOss", "Gemma2", "Gemma3Text")
+HEAD_DIM = (
+    "Llama",
+    "Mistral",
+    "Ministral",
+    "Qwen3",
+    "Mixtral",
+    "Qwen3Moe",
+    "Qwen2Moe",
+    "GptOss",
+    "Gemma2",
+    "Gemma3Text",
+)
 """Families whose heads need not split the hidden size."""
 
 
@@ -77,9 +88,9 @@ def resized(case: Case, seed: int) -> Case:
         sizes["use_parallel_residual"] = rng.random() < 0.5
     if not {"layer_types", "no_rope_layers"} & case.theirs.keys():
         sizes["num_hidden_layers"] = rng.randint(1, 4)
-    if case.has_experts:
+    for count in EXPERT_COUNTS & case.theirs.keys():
         experts = rng.randint(2, 6)
-        sizes |= {"num_local_experts": experts, "num_experts_per_tok": rng.randint(1, experts)}
+        sizes |= {count: experts, "num_experts_per_tok": rng.randint(1, experts)}
     return replace(case, theirs=case.theirs | shared | sizes)
 
 
@@ -164,7 +175,19 @@ def test_there_and_back(name: str, tmp_path: Path) -> None:
     assert configs[0].get("rope_parameters") == configs[1].get("rope_parameters")
 
 
-OTHERS = ("GPTNeoX", "Olmo2", "Olmo3", "Gemma2", "Gemma3Text", "Phi3", "SmolLM3", "Starcoder2", "Granite")
+OTHERS = (
+    "GPTNeoX",
+    "Olmo2",
+    "Olmo3",
+    "Gemma2",
+    "Gemma3Text",
+    "Phi3",
+    "SmolLM3",
+    "Starcoder2",
+    "Granite",
+    "Olmoe",
+    "GraniteMoe",
+)
 """Families whose config.json has a key for each option in either direction."""
 
 
@@ -173,7 +196,17 @@ def weights_of(folder: Path) -> dict[str, Tensor]:
 
 
 TRAINED = ("gpt2", "llama-gqa", "qwen3-qk-norm", "mixtral", "qwen3-moe", "gpt-oss", "gpt-neox", "olmo2", "olmo3")
-TRAINED += ("gemma2", "gemma3", "phi3", "smollm3", "starcoder2", "granite")
+TRAINED += (
+    "gemma2",
+    "gemma3",
+    "phi3",
+    "smollm3",
+    "starcoder2",
+    "granite",
+    "qwen3-moe-dense-layers",
+    "olmoe",
+    "granite-moe",
+)
 
 
 @pytest.mark.parametrize("name", TRAINED)

@@ -30,7 +30,7 @@ COEFFICIENT = 0.3
 def test_balancing_loss_of_a_batch_is_transformers(name: str) -> None:
     """Of one layer: theirs takes all layers as one, and counts a token's choices without dividing by their number."""
     case = BY_NAME[name]
-    changes = {"moe_router_load_balancing_type": "aux_loss", "moe_aux_loss_coeff": COEFFICIENT}
+    changes = {"moe_router_load_balancing_type": ("aux_loss",), "moe_aux_loss_coeff": (COEFFICIENT,)}
     theirs = {"num_hidden_layers": 1, "output_router_logits": True, "router_aux_loss_coef": COEFFICIENT}
     theirs |= {name: value[:1] for name, value in case.theirs.items() if name == "layer_types"}
     pair = Pair.build(replace(case, ours=case.ours | changes, theirs=case.theirs | theirs), torch.float64)

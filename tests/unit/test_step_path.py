@@ -22,6 +22,7 @@ FEATURES = {
     "experts": r"router|expert|\bmoe\b",
     "spikes and non-finite": r"spike|halted",
     "NEFTune": r"neftune",
+    "multi-token prediction": r"mtp|multi_token|later_tokens",
 }
 """Words of features, as regular expressions."""
 
@@ -38,6 +39,7 @@ CEILING = {
     "experts": 7,
     "spikes and non-finite": 6,
     "NEFTune": 3,
+    "multi-token prediction": 5,
 }
 """Lines of code on the path of a step that name a feature: lower a number when it falls."""
 

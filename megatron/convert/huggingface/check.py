@@ -267,8 +267,14 @@ IGNORED_BUFFERS = (r"rotary_emb\.inv_freq", r"attn\.masked_bias")
 """Buffers that old versions of transformers stored with the weights."""
 
 
-RENAMED = {".mlp.": ".block_sparse_moe.", "lm_head.": "embed_out."}
-"""Parts of names in transformers 5 -> in the files: Mixtral's experts and GPT-NeoX's output layer."""
+RENAMED = {
+    ".mlp.": ".block_sparse_moe.",
+    "lm_head.": "embed_out.",
+    ".router.weight": ".router.layer.weight",
+    ".experts.gate_up_proj": ".input_linear.weight",
+    ".experts.down_proj": ".output_linear.weight",
+}
+"""Parts of names in transformers 5 -> in the files: of Mixtral, GPT-NeoX and Granite's experts."""
 EXPERT_MATRICES = {"gate_up_proj": (("gate_proj", "up_proj"), ("w1", "w3")), "down_proj": (("down_proj",), ("w2",))}
 """Stacked expert parameters of transformers 5 -> names of each expert's matrices in the files: Qwen's and Mixtral's."""
 

@@ -14,13 +14,13 @@ inputs. Rows contain only views, permutations, slices and joins, so they are inv
 set of slices of theirs.
 
 Axes: v vocabulary, t positions, h hidden, g key/value heads, x queries, key and value of a group, d channels of a head,
-o outputs of all heads, p gate and up, f width of the MLP, e experts.
+o outputs of all heads, p gate and up, f width of the MLP, e experts, u one gate.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
@@ -29,6 +29,7 @@ from megatron.config.attention_pattern import CAUSAL, MAX_LAYERS, MAX_TOKENS, fo
 from megatron.config.model import ModelConfig
 from megatron.config.option import Option, Role
 from megatron.config.run import RunConfig
+from megatron.config.text import format_selected_layers
 
 JsonObject = dict[str, Any]
 FieldValues = dict[str, Any]
@@ -69,12 +70,18 @@ def effective_options(model: ModelConfig) -> dict[str, Option]:
 
 
 def exported(model: ModelConfig) -> ModelConfig:
-    """Return the model without adapters, with ``window_size`` in place of patterns that are the same window."""
+    """Return the model without adapters, with a window of all layers as ``window_size``, and others as a pattern."""
     model = model.base
-    patterns = {model.pattern(layer) for layer in range(model.num_layers)}
-    if model.attention_pattern is None or len(patterns) > 1 or not all(p.only_window for p in patterns):
+    patterns = [model.pattern(layer) for layer in range(model.num_layers)]
+    plain = model.attention_pattern is None and model.window_attn_skip_freq is None
+    if plain or not all(pattern.only_window for pattern in patterns):
         return model
-    return replace(model, attention_pattern=None, window_size=patterns.pop().window)
+    windows = [pattern.window for pattern in patterns]
+    if len({*windows}) == 1:
+        return replace(model, attention_pattern=None, window_attn_skip_freq=None, window_size=windows[0])
+    texts = ["global" if window is None else f"local:{window}" for window in windows]
+    pattern = model.attention_pattern or format_layers(texts)
+    return replace(model, attention_pattern=pattern, window_attn_skip_freq=None, window_size=None)
 
 
 class UnsupportedConfigError(ValueError):
@@ -483,6 +490,35 @@ def write_no_rope_layers(model: ModelConfig) -> FieldValues:
     windows = write_layer_types(model, always=True)
     used = windows["sliding_window"] is not None
     return {"no_rope_layers": rotated, "use_sliding_window": used} | windows
+
+
+# ---- Layers with experts ----
+
+
+def layers_with_experts(
+    default: int,
+    names: tuple[str, ...],
+    read: Callable[[JsonObject, int], Sequence[bool]],
+    write: Callable[[Sequence[bool]], FieldValues],
+) -> KeyGroup:
+    """Return the keys that say which layers have experts.
+
+    Args:
+        default: transformers' number of layers.
+        names: the keys.
+        read: says of each layer whether it has experts, from a config.json and the number of layers.
+        write: returns the keys for such a list, or none if they cannot express it.
+    """
+
+    def read_layers(config: JsonObject) -> FieldValues:
+        layers = read_number(ConfigKey("num_layers", "num_hidden_layers", default), config)
+        return {"moe_layer_freq": format_selected_layers(read(config, max(0, min(layers, MAX_LAYERS)))) or "1"}
+
+    def chosen(model: ModelConfig) -> list[bool]:
+        return [model.has_experts(layer) for layer in range(model.num_layers)]
+
+    can: Capabilities = {"moe_layer_freq": lambda m: bool(write(chosen(m)))}
+    return KeyGroup(names, read_layers, lambda m: write(chosen(m)), can)
 
 
 # ---- Attention scores, activations and dropout ----

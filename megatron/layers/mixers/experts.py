@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from megatron.config.model import ModelConfig
@@ -40,10 +41,13 @@ class ExpertsMixer(Mixer):
         weight = sharding.dense.replicate(routed, init, partial=sharding.sequence_parallel)
         biases: list[ShardSpec | None] = [None] * 3
         if config.add_bias_linear:  # fc2's is sharded over its outputs, which ranks of expert-TP sum
-            router = sharding.dense.replicate((experts,), Init(), partial=sharding.sequence_parallel)
-            biases = [router, *(sharding.expert.split_bias(shape, Init()) for shape in (view[:-1], (experts, h)))]
+            bias = sharding.dense.replicate((experts,), Init(), partial=sharding.sequence_parallel)
+            biases = [bias, *(sharding.expert.split_bias(shape, Init()) for shape in (view[:-1], (experts, h)))]
         linears = under(linear_fc1=linear(fc1, biases[1]), linear_fc2=linear(fc2, biases[2]))
-        modules = {"router": linear(weight, biases[0])} | _latent_projections(config, sharding)
+        router = linear(weight, biases[0])
+        if config.moe_router_enable_expert_bias:
+            router["expert_bias"] = replace(sharding.dense.replicate((experts,), Init(), False), buffer=True, wide=True)
+        modules = {"router": router} | _latent_projections(config, sharding)
         return under(**modules, experts=linears, shared_experts=_shared(config, sharding))
 
     def build(self, config: ModelConfig, context: BuildContext, layer: int, plan: RecomputePlan) -> nn.Module:

@@ -99,7 +99,7 @@ class HealthReport(Callback):
             self.logits[row] = torch.maximum(self.logits[row], logit)
 
     def _see_router(self, layer: str, module: Router, inputs: tuple[Any, ...], output: Routing) -> None:
-        x_SBH, batch = inputs
+        x_SBH, batch = inputs[0], inputs[1].batch
         if self._is_first_forward(module, batch):
             counts_T = counted_samples(batch, self._cp).repeat(x_SBH.shape[0]) > 0
             chosen = output.experts[counts_T].flatten()
@@ -127,9 +127,9 @@ class HealthReport(Callback):
         self._hooks.close()
         trainer = self.trainer
         world = trainer.mesh.world
-        for name in self._counted:
+        for name, shard in trainer.optimizer.grads.items():
             row = self.sums[self.rows[layer_name(name)]]
-            for gradient in self._boxes(name, 0, trainer.optimizer.grads[name]):
+            for gradient in self._boxes(name, 0, shard):
                 row[GRADIENT] += square_sum(gradient)
                 row[ZEROS] += gradient.numel() - torch.count_nonzero(gradient)
                 row[ELEMENTS] += gradient.numel()

@@ -69,7 +69,7 @@ class CompressionState(Component):
     def errors(self) -> dict[str, ReplicaErrors]:
         """Return the errors of this rank by parameter."""
         found = {}
-        for name in self._buckets.shards:
+        for name in self._buckets.grads:
             reduction = self._buckets.reduction_of(name)
             if reduction.error is not None:
                 spec, copies = self._specs[name], reduction.copies

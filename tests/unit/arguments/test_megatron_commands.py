@@ -63,7 +63,7 @@ def test_real_command_lines_start_or_name_missing_features(tmp_path: Path) -> No
 
 def test_every_kept_verdict_has_a_reason() -> None:
     for line in GOLDEN.read_text().splitlines():
-        assert re.fullmatch(r"[\w.]+: (starts|E\d{3} .{15,})", line), line
+        assert re.fullmatch(r"[\w.-]+: (starts|E\d{3} .{15,})", line), line
 
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz"

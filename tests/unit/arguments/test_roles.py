@@ -45,8 +45,10 @@ OTHER_VALUES: dict[str, Any] = {
     "yarn_original_max_position_embeddings": 8,
     "attention_pattern": "local:4,global",
     "no_rope_freq": "2",
+    "window_attn_skip_freq": "2",
     "moe_layer_freq": "2",
     "lora_target": ("linear_qkv",),
+    "moe_aux_loss_coeff": (0.25,),
 }
 
 
@@ -88,6 +90,7 @@ YARN = "--position-embedding-type yarn --rotary-base 10 --yarn-original-max-posi
 CONTEXT = {
     "rotary_scaling": YARN,
     "rotary_base_local": f"{ROPE} --window-size 3",
+    "window_attn": "--window-size 3",
     "no_rope": ROPE,
     "rotary": ROPE,
     "use_rope": ROPE,
@@ -107,6 +110,10 @@ CONTEXT = {
     "muon": "--optimizer muon",
     "lora_alpha": "--lora-rank 2 --pretrained-checkpoint NOT_READ",
     "frozen": "--lora-rank 2 --pretrained-checkpoint NOT_READ --hidden-size 64 --ffn-hidden-size 64",
+    "moe_router_bias": "--num-experts 4 --disable-bias-linear --moe-router-score-function sigmoid "
+    "--moe-router-enable-expert-bias --moe-router-bias-update-rate 0.1",
+    "moe_router_group": "--num-experts 8 --disable-bias-linear --moe-router-num-groups 4 --moe-router-group-topk 1",
+    "moe_token_drop": "--num-experts 4 --disable-bias-linear --moe-expert-capacity-factor 0.5",
     "moe": "--num-experts 4 --disable-bias-linear --moe-aux-loss-coeff 0.5",
     "decoupled_min": "--decoupled-lr 1e-3",
     "spike_window": "--skip-spikes 0.01 --spike-window 4",
@@ -148,6 +155,8 @@ CHANGED = {
     "ddp_bucket_size": "1000",
     "on_nonfinite": "skip",
     "recompute_granularity": "full",
+    "moe_router_num_groups": "4 --moe-router-group-topk 2",
+    "moe_router_group_topk": "2",
     "recompute_method": "block",
     "recompute_num_layers": "2",
     "cpu_offloading_num_layers": "1",

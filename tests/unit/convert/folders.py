@@ -25,7 +25,7 @@ from megatron.convert.huggingface.weights import build_on_meta, map_tensors
 from megatron.convert.sources import open_source
 from megatron.distributed.comm import Group
 from megatron.distributed.sharding import ShardSpec
-from megatron.layers.parameters import gpt, trainable
+from megatron.layers.parameters import gpt, in_checkpoints
 from tests.kit.solo import tiny
 
 LLAMA: dict[str, Any] = {
@@ -104,7 +104,7 @@ def write_adapters(path: Path, base: Path, **options: Any) -> Manifest:
     generator = torch.Generator().manual_seed(2)
     model = replace(read_model_config(base), lora_rank=3, **options)
     tensors = {}
-    for name, spec in trainable(gpt(model)).items():
+    for name, spec in in_checkpoints(gpt(model)).items():
         for stored in (name, f"optim.ema.{name}"):
             value = 0.2 * torch.randn(spec.view, generator=generator) + float(name.endswith("magnitude"))
             tensors[stored] = whole_tensor(spec, value)

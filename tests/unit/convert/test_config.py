@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoConfig
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from megatron.arguments.presets import PRESETS
 from megatron.config import plugins
@@ -177,7 +177,15 @@ def test_published_config_of_other_families() -> None:
 
 
 @pytest.mark.parametrize(
-    ("config", "billions", "active_billions"), [(MIXTRAL, 46.7, 12.9), (QWEN3_MOE, 30.5, 3.3)], ids=["8x7B", "30B-A3B"]
+    ("config", "billions", "active_billions"),
+    [
+        (MIXTRAL, 46.7, 12.9),
+        (QWEN3_MOE, 30.5, 3.3),
+        (PUBLISHED["qwen2_moe"], 14.3, 2.7),
+        (PUBLISHED["olmoe"], 6.92, 1.28),
+        (PUBLISHED["granitemoe"], 1.33, 0.43),
+    ],
+    ids=lambda value: value["model_type"] if isinstance(value, dict) else "",
 )
 def test_published_mixtures_have_the_published_sizes(
     config: dict[str, Any], billions: float, active_billions: float
@@ -185,12 +193,14 @@ def test_published_mixtures_have_the_published_sizes(
     ours = model(config)
     assert num_parameters(ours) / 1e9 == pytest.approx(billions, abs=0.06)
     assert num_parameters(ours, active=True) / 1e9 == pytest.approx(active_billions, abs=0.06)
-    assert not ours.moe_router_pre_softmax
-    assert model(build_config_json(ours)) == ours
-    assert (
-        build_config_json(replace(ours, moe_ffn_hidden_size=99))["moe_" * (ours.qk_layernorm) + "intermediate_size"]
-        == 99
-    )
+    assert ours.moe_router_pre_softmax == (config["model_type"] in ("olmoe", "qwen2_moe"))
+    written = build_config_json(ours)
+    assert written["model_type"] == config["model_type"]
+    assert model(written) == ours
+    theirs = AutoConfig.for_model(**written).to_dict()
+    assert model(theirs) == ours, "as transformers would write it"
+    width = "moe_intermediate_size" if "moe_intermediate_size" in config else "intermediate_size"
+    assert build_config_json(replace(ours, moe_ffn_hidden_size=99))[width] == 99
 
 
 def test_experts_of_qwen_are_read_in_both_spellings() -> None:
@@ -199,6 +209,31 @@ def test_experts_of_qwen_are_read_in_both_spellings() -> None:
     assert model(QWEN3_MOE | {"norm_topk_prob": False}).moe_router_pre_softmax
     with pytest.raises(UserError, match="num_experts 128 and num_local_experts 64 contradict each other"):
         model(QWEN3_MOE | {"num_local_experts": 64})
+
+
+@pytest.mark.parametrize(
+    ("keys", "layers"),
+    [
+        ({}, "1"),
+        ({"mlp_only_layers": [0, 1, 2]}, "[0]*3+[1]*5"),
+        ({"decoder_sparse_step": 2}, "[0]*1+[1]*1+[0]*1+[1]*1+[0]*1+[1]*1+[0]*1+[1]*1"),
+        ({"decoder_sparse_step": 4, "mlp_only_layers": [3]}, "[0]*7+[1]*1"),
+        ({"mlp_only_layers": [1, 3, 5, 7]}, "2"),
+    ],
+)
+def test_layers_with_experts_of_qwen(keys: dict[str, Any], layers: str) -> None:
+    config = QWEN3_MOE | {"num_hidden_layers": 8} | keys
+    ours = model(config)
+    assert ours.moe_layer_freq == layers
+    blocks = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config | TINY_MIXTURE)).model.layers
+    assert [ours.has_experts(i) for i in range(8)] == [hasattr(block.mlp, "experts") for block in blocks]
+    assert model(build_config_json(ours)) == ours
+    with pytest.raises(UserError, match="E852 Hugging Face's mixtral has no moe_layer_freq 2"):
+        build_config_json(replace(model(MIXTRAL), moe_layer_freq="2"), kind="mixtral")
+
+
+TINY_MIXTURE = {"hidden_size": 8, "num_attention_heads": 1, "num_key_value_heads": 1, "head_dim": 8, "vocab_size": 9}
+TINY_MIXTURE |= {"num_experts": 2, "num_experts_per_tok": 1, "intermediate_size": 8, "moe_intermediate_size": 8}
 
 
 def test_rope_is_read_in_both_spellings() -> None:
@@ -236,6 +271,8 @@ def test_layers_of_two_kinds_are_patterns() -> None:
         assert (written["layer_types"], written["sliding_window"]) == (LAYER_TYPES, window)
         theirs = AutoConfig.for_model(**written)
         assert (theirs.layer_types, theirs.sliding_window) == (LAYER_TYPES, window)
+        by_freq = replace(ours, attention_pattern=None, window_size=window, window_attn_skip_freq="6")
+        assert build_config_json(by_freq) == written
         assert model(theirs.to_dict()) == model(written) == ours
 
 
@@ -308,7 +345,9 @@ YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 
         (OLMO2 | {"attention_bias": True}, "attention_bias true is not supported"),
         (LLAMA3 | {"architectures": ["LlamaForSequenceClassification"]}, "LlamaForSequenceClassification"),
         (MIXTRAL | {"router_jitter_noise": 0.1}, "router_jitter_noise 0.1"),
-        (QWEN3_MOE | {"decoder_sparse_step": 2}, "decoder_sparse_step 2 is not supported, only 1"),
+        (QWEN3_MOE | {"decoder_sparse_step": 0}, "decoder_sparse_step is 0, not a whole number above 0"),
+        (QWEN3_MOE | {"mlp_only_layers": 3}, "mlp_only_layers are 3, not a list of layers"),
+        (PUBLISHED["olmoe"] | {"clip_qkv": 8.0}, "clip_qkv 8.0 is not supported, only null"),
         (QWEN3 | {"layer_types": [{}, 1]}, "layer_types [{}, 1] are not 24 times full_attention or sliding_attention"),
         (QWEN3 | {"layer_types": "full_attention"}, "layer_types full_attention are not"),
         (QWEN3 | {"layer_types": ["full_attention"] * 27}, "are not 24 times"),

@@ -60,6 +60,11 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         "qwen3_moe",
         {**TIED, "num_experts": 5, "moe_ffn_hidden_size": 7, "qk_layernorm": True, "kv_channels": 10},
     ),
+    "qwen3-moe-dense-layers": (
+        "qwen3_moe",
+        {**LLAMA, "num_layers": 3, "num_experts": 3, "moe_layer_freq": "[0]*1+[1]*2", "qk_layernorm": True},
+    ),
+    "granite-moe": ("granitemoe", {**LLAMA, "num_experts": 3, "moe_ffn_hidden_size": 5, "embedding_multiplier": 2.0}),
     "phi3": ("phi3", {**LLAMA, "rotary_percent": 0.5}),
     "olmo2": (
         "olmo2",

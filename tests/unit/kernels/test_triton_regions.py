@@ -99,3 +99,14 @@ def test_split(angles: tuple[int, int, bool] | None, with_bias: bool) -> None:
         return run
 
     agree(split(regions.split_qkv), split(split_qkv), (qkv, bias))
+
+
+@pytest.mark.parametrize("name", TRITON_ACTIVATIONS)
+def test_weighted_activations(name: str) -> None:
+    """Rows after the last are not read, and their results not compared."""
+
+    def padded(function: Callable[..., Tensor], x: Tensor, weights: Tensor) -> Tensor:
+        x, weights = (torch.cat([t, torch.full_like(t[:2], torch.nan)]) for t in (x, weights))
+        return function(x, None, name, None, 0.0, weights, torch.tensor([7], dtype=torch.int32))[:7].unsqueeze(1)
+
+    agree(lambda *t: padded(regions.activation, *t), lambda *t: padded(activation, *t), (draw(7, 80), draw(7)))

@@ -346,6 +346,24 @@ def test_layers_without_rotary_embedding(text: str, without: list[int]) -> None:
     assert rotary_tables(config, range(6)) == [("global", config.rotary_dim)] * (len(without) < 6)
 
 
+@pytest.mark.parametrize(
+    ("text", "windowed"),
+    [
+        ("3", [0, 1, 3, 4]),
+        ("1", []),
+        ("9", [0, 1, 2, 3, 4, 5]),
+        ("[0, 1]", [1, 3, 5]),
+        ("([1]*2+[0]*1)*2", [0, 1, 3, 4]),
+        (None, [0, 1, 2, 3, 4, 5]),
+    ],
+)
+def test_layers_with_a_window(text: str | None, windowed: list[int]) -> None:
+    """Megatron-LM: ``layer_number % N != 0``, counted from 1, or entry ``layer_number - 1`` of a list."""
+    config = tiny(num_layers=6, window_size=4, window_attn_skip_freq=text)
+    assert [layer for layer in range(6) if config.pattern(layer).window == 4] == windowed
+    assert {config.pattern(layer).window for layer in set(range(6)) - set(windowed)} <= {None}
+
+
 def test_layers_with_a_window_may_have_a_base_of_their_own_without_scaling() -> None:
     """The others are interpolated linearly."""
     config = tiny(

@@ -1,0 +1,85 @@
+"""Exchange of tokens between the ranks of experts: its options, and the sizes of its buffers."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import ClassVar, NamedTuple
+
+from megatron.config.option import Need, option
+
+EXPERT_RANKS = Need("expert_model_parallel_size>1", "EP above 1")
+
+
+@dataclass(frozen=True, init=False, eq=False, repr=False)
+class DispatchOptions:
+    """Options of the exchange of tokens."""
+
+    moe_exchange: str = option(
+        "auto", role="free", choices=("auto", "exact", "bounded"), kind="dispatcher", needs=EXPERT_RANKS
+    )
+    """Exchange of tokens between the ranks of experts: exact sends as many rows as there are, and the host waits for
+    their numbers once per layer and micro-batch; bounded has buffers of fixed size, and the host never waits. Default:
+    bounded on GPUs, exact on CPUs and with fp16. Evaluation and generation are exact."""
+    moe_exchange_bound: float = option(2.0, role="free", at_least=1, needs=EXPERT_RANKS)
+    """bounded: the buffers hold what arrives if the experts of a rank are chosen so many times as often as the mean of
+    all ranks. A step that does not fit has no finite loss and changes no weight; see --on-nonfinite."""
+    moe_shared_expert_overlap: bool = option(
+        False, role="free", needs=("moe_shared_expert_intermediate_size", EXPERT_RANKS)
+    )
+    """Compute the shared expert while tokens travel: its first linear on their way to the experts, the second on their
+    way back."""
+    overlap_moe_expert_parallel_comm: bool = option(False, role="free", needs=EXPERT_RANKS)
+    """Process the tokens of a rank in two halves: one travels while the experts compute the other."""
+
+    refused: ClassVar = """
+    cuda_graph=step and num_experts and expert_model_parallel_size>1 and moe_exchange=exact
+    E214 --cuda-graph step does not support --moe-exchange exact: its numbers of rows differ in every step
+      fix: --moe-exchange bounded | --cuda-graph none
+
+    num_experts and expert_model_parallel_size>1 and moe_exchange=bounded and params_dtype=fp16
+    E214 --moe-exchange bounded does not support fp16: an overflow of its buffers would lower the loss scale
+      fix: --moe-exchange exact | --bf16
+    """
+
+    def exchange(self, on_gpu: bool, fp16: bool) -> str:
+        """Return the dispatcher of a training step that ``auto`` stands for."""
+        if self.moe_exchange != "auto":
+            return self.moe_exchange
+        return "bounded" if on_gpu and not fp16 else "exact"
+
+
+class ExchangeBuffers(NamedTuple):
+    """Rows in the buffers of the bounded exchange, of a rank and micro-batch."""
+
+    # Sent to each rank, and received from it.
+    block: int
+    # Of the experts of a rank.
+    expert_rows: int
+
+    @classmethod
+    def of(cls, bound: float, tokens: int, topk: int, local: int, ep: int, etp: int) -> ExchangeBuffers:
+        """Return the sizes.
+
+        If the experts of a rank are chosen ``bound`` times as often as the mean, ``bound`` T K rows are for them. From
+        a token, none of K choices falls on the rank with a probability of ``(1 - bound / EP)^K``.
+
+        Args:
+            bound: ``--moe-exchange-bound``.
+            tokens: T, of a rank.
+            topk: K, choices of a token.
+            local: experts of a rank.
+            ep: EP.
+            etp: expert-TP: ranks that get the same rows.
+
+        """
+        share = min(1.0, bound / ep)
+        block = min(tokens, math.ceil(tokens * (1.0 - (1.0 - share) ** topk)))
+        most = ep * etp * block * min(topk, local)
+        return cls(block, min(most, math.ceil(bound * tokens * topk * etp)))
+
+
+def ranks_of_token(experts: int, topk: int, ep: int) -> float:
+    """Return the mean number of EP ranks that hold an expert of a token, if all choices are equally likely."""
+    elsewhere = experts - experts // ep
+    return ep * (1.0 - math.comb(elsewhere, topk) / math.comb(experts, topk))

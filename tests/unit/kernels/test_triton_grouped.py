@@ -1,0 +1,89 @@
+"""Grouped linears in Triton's interpreter on a CPU, against stock PyTorch in fp64.
+
+Needs Triton, which PyTorch's build for CPUs lacks: ``TRITON_INTERPRET=1 python -m pytest`` with this file.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+if os.environ.get("TRITON_INTERPRET") != "1":  # read when kernels are defined, Triton's own included
+    pytest.skip("runs in Triton's interpreter only", allow_module_level=True)
+pytest.importorskip("triton")
+
+from triton.runtime import interpreter
+
+from megatron.kernels import triton_grouped
+from megatron.kernels.grouped_linear import GROUPED_LINEAR
+from megatron.kernels.operation import check_kernel
+from megatron.kernels.triton_grouped import MatmulTile
+
+CPU = torch.device("cpu")
+OURS = triton_grouped.grouped_linear
+
+
+@pytest.fixture(autouse=True)
+def integers(monkeypatch: pytest.MonkeyPatch) -> None:
+    patch = interpreter._patch_lang_tensor
+
+    def patched(tensor: Any, scope: Any) -> None:
+        patch(tensor, scope)
+        tensor.__index__ = lambda self: self.handle.data.item()  # NumPy 2.5 rejects int() of an array of one element
+
+    monkeypatch.setattr(interpreter, "_patch_lang_tensor", patched)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize("tile", [None, MatmulTile(32, 64, 32, 4, 1)])
+def test_the_kernels_pass_their_check(
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, tile: MatmulTile | None
+) -> None:
+    """The interpreter does not multiply in bf16. Small tiles are many, and the last of each kind incomplete."""
+    if tile is not None:
+        monkeypatch.setattr(triton_grouped, "_tile", lambda *_: tile)
+    assert check_kernel(GROUPED_LINEAR, OURS, CPU, dtype) is None
+
+
+def test_results_are_equal_to_the_bit_when_repeated() -> None:
+    generator = torch.Generator().manual_seed(0)
+    x, dy, weight = (torch.randn(shape, generator=generator) for shape in ((90, 40), (90, 24), (3, 24, 40)))
+    offsets, outcomes = torch.tensor([50, 50, 80], dtype=torch.int32), []
+    for _ in range(2):
+        target = torch.zeros_like(weight)
+        OURS.weight_gradient(target, x, dy, offsets)
+        rows = OURS.forward(x, weight, offsets)[:80], OURS.input_gradient(dy, weight, offsets)[:80]
+        outcomes.append([target, *rows, OURS.bias_gradient(dy, offsets, None)])
+    assert all(map(torch.equal, *outcomes))
+
+
+def test_no_rows() -> None:
+    weight, offsets = torch.ones(3, 24, 40), torch.zeros(3, dtype=torch.int32)
+    x, dy, target = torch.empty(0, 40), torch.empty(0, 24), torch.full_like(weight, torch.nan)
+    assert OURS.forward(x, weight, offsets).shape == (0, 24)
+    OURS.weight_gradient(target, x, dy, offsets, beta=0.0)
+    assert not target.any()
+    assert not OURS.bias_gradient(dy, offsets, None).any()
+
+
+def shifted(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
+    """A fault: the first row of each expert is counted to the one before."""
+    return OURS.forward(x, weight, (offsets + 1).clamp(max=len(x)).int())
+
+
+@pytest.mark.parametrize(
+    "faulty",
+    [
+        OURS._replace(forward=shifted),
+        OURS._replace(
+            weight_gradient=lambda target, x, dy, offsets, beta=1.0: OURS.weight_gradient(target, x, dy, offsets)
+        ),
+        OURS._replace(bias_gradient=lambda dy, offsets, factor: OURS.bias_gradient(dy, offsets, None)),
+    ],
+)
+def test_a_fault_is_noticed(faulty: Any) -> None:
+    assert check_kernel(GROUPED_LINEAR, faulty, CPU, torch.float32) is not None
