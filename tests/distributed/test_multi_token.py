@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import cache
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -11,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from megatron.arguments.sources import resolve
 from megatron.config.model import ModelConfig
 from megatron.config.parallel import ParallelConfig
 from megatron.config.training import TrainingConfig
@@ -19,7 +21,9 @@ from megatron.kernels import block_attention
 from megatron.pipeline.plan import resolve_pipeline
 from megatron.training.build import build_trainer
 from megatron.training.step import train_step
-from tests.kit.cases import MODEL, RATES, Case, PackedConversations, batch_of, batches_of, compare_with_twin
+from tests.distributed.resharding import loading, saving
+from tests.distributed.resume import gathered, load_and_go_on, save_and_go_on
+from tests.kit.cases import MODEL, RATES, Case, PackedConversations, batch_of, batches_of, compare_with_twin, evaluation
 from tests.kit.pool import Pool
 from tools.lib.verify_parallel import RankTrace, join_traces, trace_step
 
@@ -190,3 +194,28 @@ def test_a_token_changes_the_predictions_that_see_it(pool: Pool, name: str, docu
         expected = {i for i in range(16 - k) if k == 0 or document[i + k + 1] == document[i]}
         of_ranks = [before[k] for before, *_ in found]
         assert expected == {i for at, _, _, mask in of_ranks for i in at[mask[0]].tolist()}
+
+
+def test_a_checkpoint_goes_on_in_another_layout(pool: Pool, tmp_path: Path) -> None:
+    last = {"pipeline_model_parallel_layout": "Ett|mmL"}
+    before, after = (each.config() for each in (case(UNTIED, **TP), case(UNTIED, 2, **PP, **last)))
+    before, after = (
+        resolve(replace(each, training=replace(each.training, train_iters=4)), ranks)
+        for each, ranks in ((before, 2), (after, 4))
+    )
+    whole = pool.run(2, save_and_go_on, saving(before, tmp_path))
+    other = pool.run(4, load_and_go_on, loading(after, tmp_path))
+    saved, loaded = gathered(whole).weights, gathered(other).weights
+    assert "mtp.layers.1.mtp_model_layer.mlp.linear_fc2.weight" in saved
+    assert saved.keys() == loaded.keys()
+    assert all(torch.equal(saved[name], loaded[name]) for name in saved)
+    assert other[0].losses == pytest.approx(whole[0].losses, rel=1e-10)
+
+
+def test_evaluation_does_without_the_heads(pool: Pool) -> None:
+    """The loss of the same weights; before a step, in which the heads change them."""
+    with_heads = case(UNTIED, **PP)
+    without = replace(with_heads, model=replace(with_heads.model, mtp_num_layers=None))
+    (one, _), *_ = pool.run(2, evaluation, with_heads)
+    (other, _), *_ = pool.run(2, evaluation, without)
+    assert one == pytest.approx(other, rel=1e-13)

@@ -196,7 +196,7 @@ def evaluation(rank: int, world_size: int, case: Case) -> tuple[float, float]:
     config = replace(config, training=replace(config.training, eval_iters=2))
     trainer = build_trainer(config, rank, world_size)
     before = evaluate(trainer).item()
-    train_step(trainer, batches_of(trainer, case, 0), RATES)
+    train_step(trainer, trainer.complete(batches_of(trainer, case, 0)), RATES)
     return before, evaluate(trainer).item()
 
 
