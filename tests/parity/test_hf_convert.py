@@ -21,7 +21,7 @@ from megatron.convert.weight_source import fill_weights
 from megatron.distributed.micro_batch import MicroBatch
 from tests.kit.checkpoints import save_model
 from tests.kit.solo import Solo, random_batch
-from tests.parity.families import everything_in_double, translate
+from tests.parity.families import EXPERT_BIAS, everything_in_double, randomise, tensors_of, translate
 from tests.parity.test_hf import BY_NAME, EXPERT_COUNTS, Case
 from tests.unit.convert.folders import ignore, opened
 
@@ -36,8 +36,7 @@ def build(case: Case, seed: int) -> nn.Module:
     """A model of transformers with random weights, in fp32."""
     torch.manual_seed(seed)
     model: nn.Module = transformers.AutoModelForCausalLM.from_config(case.their_config(), **SAME)
-    for parameter in model.parameters():  # their initial biases are 0 and their norms 1: both would hide mistakes
-        nn.init.normal_(parameter, mean=float(parameter.dim() == 1), std=0.2)
+    randomise(model)
     return model.eval()
 
 
@@ -90,7 +89,20 @@ def resized(case: Case, seed: int) -> Case:
         sizes["num_hidden_layers"] = rng.randint(1, 4)
     for count in EXPERT_COUNTS & case.theirs.keys():
         experts = rng.randint(2, 6)
-        sizes |= {count: experts, "num_experts_per_tok": rng.randint(1, experts)}
+        topk = "moe_k" if count == "moe_num_experts" else "num_experts_per_tok"
+        sizes |= {count: experts, topk: rng.randint(1, experts)}
+    if "n_routed_experts" in case.theirs:
+        groups = rng.choice([1, 3])
+        chosen, experts = min(groups, rng.randint(1, 2)), groups * rng.randint(2, 4)
+        sizes |= {"n_routed_experts": experts, "n_group": groups, "topk_group": chosen}
+        sizes |= {"num_experts_per_tok": 2 * chosen, "first_k_dense_replace": rng.randint(0, 1)}
+        sizes |= {"moe_intermediate_size": rng.randint(3, 20), "n_shared_experts": rng.randint(1, 3)}
+    if "kv_lora_rank" in case.theirs:
+        sizes |= {"num_key_value_heads": heads, "kv_lora_rank": rng.randint(3, 20), "v_head_dim": rng.randint(3, 9)}
+        sizes |= {"qk_nope_head_dim": rng.randint(1, 9), "qk_rope_head_dim": 2 * rng.randint(1, 4)}
+        sizes |= {"q_lora_rank": rng.choice([None, rng.randint(3, 20)])}
+        if case.family == "DeepseekV2":  # views channels as complex numbers
+            sizes |= {name: 2 * sizes[name] for name in ("kv_lora_rank", "qk_nope_head_dim")}
     return replace(case, theirs=case.theirs | shared | sizes)
 
 
@@ -100,7 +112,7 @@ CASES = {
     for seed in (1, 2)
     if not case.ours  # which no config.json has
 }
-UNUSED = {"Phi3": {"partial_rotary_factor"}, "Qwen2": {"max_window_layers"}}
+UNUSED = {"DeepseekV2": {"n_group", "topk_group"}, "Phi3": {"partial_rotary_factor"}, "Qwen2": {"max_window_layers"}}
 """Keys that mean nothing where others are set."""
 
 
@@ -155,7 +167,12 @@ def test_there_and_back(name: str, tmp_path: Path) -> None:
     case, number = CASES[name], list(CASES).index(name)
     theirs = build(case, seed=number)
     dtype = (torch.float32, torch.bfloat16, torch.float16)[number % 3]
-    theirs.to(dtype).save_pretrained(tmp_path / "hf", max_shard_size="20KB")
+    theirs.to(dtype)
+    for name, value in tensors_of(theirs).items():
+        if name.endswith(EXPERT_BIAS):  # is in fp32 in all published models
+            module, _, last = name.rpartition(".")
+            getattr(theirs.get_submodule(module), last).data = value.float()
+    theirs.save_pretrained(tmp_path / "hf", max_shard_size="20KB")
     convert_from_huggingface(opened(tmp_path / "hf"), tmp_path / "save", ignore, checked=False)
     saved = SavedModel(open_checkpoint(tmp_path / "save")[0])
     kind = theirs.config.model_type  # another may compute the same
@@ -163,7 +180,7 @@ def test_there_and_back(name: str, tmp_path: Path) -> None:
     before, after = (weights_of(tmp_path / folder) for folder in ("hf", "back"))
     assert before.keys() == after.keys()
     for key, value in before.items():
-        assert value.dtype == after[key].dtype == dtype
+        assert value.dtype == after[key].dtype == (torch.float32 if key.endswith(EXPERT_BIAS) else dtype)
         assert torch.equal(value, after[key]), key
     assert_same_numbers(case, solo(saved), load(tmp_path / "back"))
     configs = [transformers.AutoConfig.from_pretrained(tmp_path / folder).to_dict() for folder in ("hf", "back")]
