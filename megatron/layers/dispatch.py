@@ -228,11 +228,11 @@ class LocalDispatcher(Dispatcher):
 
     def dispatch(self, x_TH: Tensor, experts_TK: Tensor, weights_TK: Tensor, drops: bool) -> Exchange:
         """See :class:`Dispatcher`."""
-        return _Local(Tokens(x_TH, experts_TK, weights_TK, experts_TK.numel(), not drops))
+        return _LocalExchange(Tokens(x_TH, experts_TK, weights_TK, experts_TK.numel(), not drops))
 
 
 @dataclass(frozen=True)
-class _Local(Exchange):
+class _LocalExchange(Exchange):
     tokens: Tokens
 
     def wait(self) -> Tokens:
@@ -243,7 +243,7 @@ class _Local(Exchange):
 
 
 @dataclass(frozen=True)
-class _AllToAll(Exchange):
+class _RankExchange(Exchange):
     """Rows on their way to P ranks, and how to return them."""
 
     dispatcher: Dispatcher
@@ -268,7 +268,7 @@ class _AllToAll(Exchange):
         tokens: tuple[Tensor, Tensor, Tensor],
         expert_rows: int,
         overflowed: Tensor | None = None,
-    ) -> _AllToAll:
+    ) -> _RankExchange:
         """Send rows with their choices: numbers of experts plus 1, so that rows of zeros have none."""
         x_TH, experts_TK, weights_TK = tokens
         choices = torch.cat([weights_TK, (experts_TK + 1).to(weights_TK.dtype)], 1)
@@ -336,7 +336,7 @@ class ExactDispatcher(Dispatcher):
         source = targets.ordered.order[:total] // copies
         places = targets.ordered.places.clamp(max=total).view(-1, copies)
         rows = RowCopies(source, places, True, total == len(targets.ordered.order), self.kernel)
-        return _AllToAll.start(self, rows, (sent, received), (x_TH, experts_TK, weights_TK), expert_rows)
+        return _RankExchange.start(self, rows, (sent, received), (x_TH, experts_TK, weights_TK), expert_rows)
 
 
 @dataclass(frozen=True)
@@ -366,7 +366,7 @@ class BoundedDispatcher(Dispatcher):
             weights_TK = weights_TK.masked_fill(overflowed, torch.nan)
         rows = RowCopies(source[:-1], places.view(-1, copies), False, False, self.kernel)
         sent = (x_TH, experts_TK, weights_TK)
-        return _AllToAll.start(self, rows, (None, None), sent, buffers.expert_rows, overflowed)
+        return _RankExchange.start(self, rows, (None, None), sent, buffers.expert_rows, overflowed)
 
 
 DISPATCHERS: dict[str, type[Dispatcher]] = {"exact": ExactDispatcher, "bounded": BoundedDispatcher}

@@ -115,6 +115,12 @@ def layer_sizes(config: ModelConfig, active: bool = False) -> list[int]:
     return [sizes[config.mixers(layer)] for layer in range(config.num_layers)]
 
 
+def head_sizes(config: ModelConfig, active: bool = False) -> list[int]:
+    """Return the number of parameters of each head; ``active`` as in :func:`num_parameters`."""
+    heads = (each.values() for each in heads_of(config).values())
+    return [sum(active_numel(config, s) if active else s.numel for s in specs) for specs in heads]
+
+
 def block(config: ModelConfig, mixers: Iterable[str], sharding: Sharding = UNSHARDED) -> Specs:
     """Declare a block: residual layers of a norm and a mixer, which are given by name."""
     of_hidden, specs = hidden_norm(config, sharding), Specs()

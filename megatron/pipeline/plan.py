@@ -14,7 +14,7 @@ from pathlib import Path
 from megatron.config.model import ModelConfig
 from megatron.config.parallel import ParallelConfig
 from megatron.config.text import did_you_mean, divisors, flag, flag_fixes, nearest, nearest_multiples
-from megatron.layers.parameters import layer_sizes
+from megatron.layers.parameters import head_sizes, layer_sizes
 from megatron.pipeline.actions import PipelineSchedule, ScheduleError
 from megatron.pipeline.communication import add_communication
 from megatron.pipeline.partition import (
@@ -177,7 +177,7 @@ def stage_layers(model: ModelConfig, parallel: ParallelConfig) -> tuple[StageLay
     if first is not None or last is not None:
         return split_by_rank(layers, stage_placement(parallel, chunks), first, last)
     if layout not in (None, AUTO):
-        return parse_layout(str(layout), layers)
+        return parse_layout(str(layout), layers, len(model.head_layers))
     embedding, output = parallel.account_for_embedding_in_pipeline_split, parallel.account_for_loss_in_pipeline_split
     even = split_equally(layers, stages, embedding, output) if layout is None else None
     if even is None and (embedding or output):
@@ -229,8 +229,9 @@ def layer_costs(model: ModelConfig) -> LayerCosts:
     sequence length. While the vocabulary size is unknown the output layer costs nothing.
     """
     sizes = layer_sizes(model, active=True)
-    layer = sum(sizes) / len(sizes)
-    return LayerCosts(layer, 0.0, (model.vocab_size or 0) * model.hidden_size)
+    layer, heads = sum(sizes) / len(sizes), head_sizes(model, active=True)
+    output = (1 + len(heads)) * (model.vocab_size or 0) * model.hidden_size  # each head uses the output layer, too
+    return LayerCosts(layer, 0.0, sum(heads) + output)
 
 
 def stage_costs(model: ModelConfig, stages: Sequence[StageLayers]) -> tuple[float, ...]:

@@ -20,6 +20,7 @@ from megatron.distributed.sharding import padded_vocab_size
 from megatron.layers.mixers.activations import INDEX_BYTES, INPUT, MASK_BYTES, ActivationShape, KeptTensor
 from megatron.layers.mixers.base import Mixer
 from megatron.layers.mixers.registry import find_mixer, rotary_tables
+from megatron.layers.multi_token_parameters import head_kept
 from megatron.layers.recompute_plan import RecomputePlan
 from megatron.pipeline.actions import COMPUTE_KINDS, FORWARD, WEIGHT, Action
 from megatron.pipeline.actions import INPUT as INPUT_GRADIENT
@@ -117,15 +118,49 @@ class StageMemory:
         shape, kinds = ActivationShape.of(config), config.model.kinds_of_layers
         memory = {mixers: BlockMemory.of(config, mixers) for mixers in kinds}
         blocks = [memory[config.model.mixers(layer)] for layer in stage.layers]
-        kept, forward, backward, host = _blocks(config, shape, blocks) if blocks else (0, 0, 0, 0)
+        offloaded = config.training.cpu_offloading_num_layers
+        kept, forward, backward, host = _blocks(config, shape, blocks, offloaded) if blocks else (0, 0, 0, 0)
         kept += _embedding(shape) if stage.first else 0
         own_positions = config.parallel.context_parallel_size > 1 or config.data.reset_position_ids
         rows = shape.tokens if own_positions else shape.tokens // shape.samples
-        channels = sum(table.channels for table in rotary_tables(shape.model, stage.layers))
+        channels = sum(table.channels for table in rotary_tables(shape.model, stage.kinds(shape.model.head_layers)))
         kept += 2 * rows * channels * shape.width  # cosines and sines
         loss, loss_forward = _loss(shape) if stage.last else (0, 0)
         wgrad = sum(block.wgrad for block in blocks)
+        if stage.last:
+            heads = [memory[config.model.mixers(layer)] for layer in shape.model.head_layers]
+            of_heads = HeadMemory.of(config, shape, heads)
+            forward, backward = (
+                max(forward - of_heads.kept, of_heads.forward),
+                max(backward - of_heads.kept, of_heads.backward),
+            )
+            kept, loss, wgrad = kept + of_heads.kept, loss + of_heads.kept_loss, wgrad + of_heads.wgrad
         return cls(kept, loss, wgrad, max(loss_forward, forward - loss), backward, host)
+
+
+@dataclass(frozen=True)
+class HeadMemory:
+    """Bytes of the heads of the last stage for one micro-batch, as in :class:`StageMemory`."""
+
+    kept: int
+    kept_loss: int
+    wgrad: int
+    forward: int
+    backward: int
+
+    @classmethod
+    def of(cls, config: RunConfig, shape: ActivationShape, blocks: Sequence[BlockMemory]) -> HeadMemory:
+        """Return that of heads with these blocks."""
+        own, (norm, entropy) = [*head_kept(shape)], _kept_by_loss(shape)
+        kept = kept_loss = wgrad = forward = backward = 0
+        for block in reversed(blocks):
+            inside, in_forward, in_backward, _ = _blocks(config, shape, [block], 0)
+            # Later heads keep nothing yet in forward, and nothing more in backward, but the gradients of their states.
+            forward, backward = max(forward, in_forward - kept), max(backward, in_backward - kept)
+            kept += sum(t.size for t in own) + inside + norm
+            kept_loss += entropy
+            wgrad += sum(t.size for t in own if t.wgrad_input) + block.wgrad + shape.residual
+        return cls(kept, kept_loss, wgrad, forward, backward + len(blocks) * shape.residual)
 
 
 def _largest(blocks: Sequence[BlockMemory]) -> tuple[int, int]:
@@ -138,13 +173,15 @@ def _largest(blocks: Sequence[BlockMemory]) -> tuple[int, int]:
     return max(forward), max(backward)
 
 
-def _blocks(config: RunConfig, shape: ActivationShape, blocks: Sequence[BlockMemory]) -> tuple[int, int, int, int]:
+def _blocks(
+    config: RunConfig, shape: ActivationShape, blocks: Sequence[BlockMemory], offloaded: int
+) -> tuple[int, int, int, int]:
     """Return what blocks keep, and the most beside it in the forward and in the backward of one.
 
-    The last number is what they keep on the host.
+    The last number is what they keep on the host: the activations of the first ``offloaded`` blocks.
     """
     training, count, residual = config.training, len(blocks), shape.residual
-    plan, offloaded = RecomputePlan.from_config(training, count), min(training.cpu_offloading_num_layers, count)
+    plan, offloaded = RecomputePlan.from_config(training, count), min(offloaded, count)
     groups = [[*map(blocks.__getitem__, numbers)] for numbers, recomputed in plan.segments(count) if recomputed]
     rest = blocks[plan.blocks :]
     is_moved = shape.hidden >= training.min_offloaded_tensor_size
@@ -172,11 +209,16 @@ def _embedding(shape: ActivationShape) -> int:
     return ids + (shape.hidden * MASK_BYTES if dropped else 0)
 
 
-def _loss(shape: ActivationShape) -> tuple[int, int]:
-    """Return what the final norm and the loss keep until backward, and what they need besides in forward."""
-    model, hidden = shape.model, shape.model.hidden_size * shape.width
+def _kept_by_loss(shape: ActivationShape) -> tuple[int, int]:
+    """Return what a norm before the loss keeps, and the gradient of its output, which the loss keeps."""
     norm = sum(t.size for t in shape.statistics("add_norm", shape.rows, shape.hidden))
     norm += 0 if shape.widens("add_norm") else shape.residual
+    return norm, shape.tokens * shape.model.hidden_size * shape.width
+
+
+def _loss(shape: ActivationShape) -> tuple[int, int]:
+    """Return what the final norm and the loss keep until backward, and what they need besides in forward."""
+    (norm, entropy), model, hidden = _kept_by_loss(shape), shape.model, shape.model.hidden_size * shape.width
     rows = padded_vocab_size(model.vocab, model.make_vocab_size_divisible_by, shape.tp) // shape.tp
     copied = shape.wide if "cross_entropy" in shape.eager and shape.width < shape.wide else 0
     default = loss_chunk_tokens(shape.tokens, rows * (copied or shape.width), shape.on_gpu)
@@ -187,7 +229,7 @@ def _loss(shape: ActivationShape) -> tuple[int, int]:
     waits = shape.config.training.objective != "next_token"
     wgrad = rows * model.hidden_size * shape.wide if waits else 0
     logits += shape.residual if model.logits_scaling != 1.0 else 0  # the scaled hidden states
-    return norm + shape.tokens * hidden + wgrad, shape.residual + shape.gathered(shape.tokens) * shape.width + logits
+    return norm + entropy + wgrad, shape.residual + shape.gathered(shape.tokens) * shape.width + logits
 
 
 class ActionMemory(NamedTuple):

@@ -22,6 +22,7 @@ from megatron.config.training import TrainingConfig
 from megatron.distributed.sharding import padded_vocab_size
 from megatron.layers.mixers.base import Matmul
 from megatron.layers.mixers.registry import block_mixers
+from megatron.layers.multi_token_parameters import head_matmuls
 from megatron.layers.recompute_plan import RecomputePlan
 from megatron.pipeline.plan import stage_layers
 
@@ -35,6 +36,7 @@ class FlopTable:
 
     layers: tuple[dict[str, Matmul], ...]  # per block, by module and product, such as mlp.linear_fc1
     head: Matmul  # output layer
+    heads: tuple[dict[str, Matmul], ...]  # per head that predicts further tokens: its block, and the output layer
     frozen: bool  # weights have no gradients
 
     def cost(self, product: Matmul) -> float:
@@ -44,7 +46,7 @@ class FlopTable:
     @property
     def works(self) -> list[Matmul]:
         """All matrix products."""
-        return [work for layer in self.layers for work in layer.values()] + [self.head]
+        return [work for layer in (*self.layers, *self.heads) for work in layer.values()] + [self.head]
 
     @property
     def model(self) -> float:
@@ -76,17 +78,21 @@ def flop_table(
     Raises:
         ScheduleError: when the pipeline cannot distribute the blocks.
     """
+
+    def products_of(layer: int, plan: RecomputePlan, place: int) -> dict[str, Matmul]:
+        return {
+            f"{mixer.module}.{name}": product._replace(again=product.again + (place < plan.blocks))
+            for mixer in block_mixers(model, layer)
+            for name, product in mixer.matmuls(model, plan, keys[layer]).items()
+        }
+
     layers = []
     for stage in stage_layers(model, parallel):
         plan = RecomputePlan.from_config(training, stage.count)
-        for place, layer in enumerate(stage.layers):
-            products = {
-                f"{mixer.module}.{name}": product._replace(again=product.again + (place < plan.blocks))
-                for mixer in block_mixers(model, layer)
-                for name, product in mixer.matmuls(model, plan, keys[layer]).items()
-            }
-            layers.append(products)
-    return FlopTable(tuple(layers), Matmul(2.0 * model.hidden_size * vocabulary), model.lora_rank is not None)
+        layers += [products_of(layer, plan, place) for place, layer in enumerate(stage.layers)]
+    alone, more = RecomputePlan.from_config(training, 1), head_matmuls(model, vocabulary)
+    heads = tuple(products_of(layer, alone, 0) | more for layer in model.head_layers)
+    return FlopTable(tuple(layers), Matmul(2.0 * model.hidden_size * vocabulary), heads, model.lora_rank is not None)
 
 
 def matmul_parameters(model: ModelConfig) -> int:
@@ -95,8 +101,12 @@ def matmul_parameters(model: ModelConfig) -> int:
     Left out are experts that a token is not routed to, token and position embeddings (lookups; a tied embedding counts
     as the output layer), biases, norms, and vocabulary padding.
     """
-    mixers = (mixer for layer in range(model.num_layers) for mixer in block_mixers(model, layer))
-    return sum(sum(mixer.matrices(model).values()) for mixer in mixers) + model.hidden_size * model.vocab
+    layers = (*range(model.num_layers), *model.head_layers)
+    mixers = (mixer for layer in layers for mixer in block_mixers(model, layer))
+    h, heads = model.hidden_size, len(model.head_layers)
+    return (
+        sum(sum(mixer.matrices(model).values()) for mixer in mixers) + heads * 2 * h * h + (1 + heads) * h * model.vocab
+    )
 
 
 def full_attention_keys(model: ModelConfig, seq_length: int) -> tuple[float, ...]:
@@ -139,7 +149,7 @@ class FlopsPerToken:
         )
         full = flop_table(model, training, full_attention_keys(model, s), model.vocab, config.parallel)
         megatron = flop_table(model, training, [s / 2] * model.num_layers, padded)
-        products = (product for layer in megatron.layers for product in layer.items())
+        products = (product for layer in (*megatron.layers, *megatron.heads) for product in layer.items())
         routers = sum(megatron.cost(each) for name, each in products if name.endswith(".router"))
         return cls(
             full=full.model,

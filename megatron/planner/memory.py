@@ -28,14 +28,15 @@ from megatron.distributed.param_layout import (
     BucketKey,
     BucketShape,
     MatrixBlock,
+    block_of,
     matrix_blocks,
     plan_buckets,
 )
 from megatron.distributed.sharding import EXPERT_REDUCE_AXES, Sharding, Specs
-from megatron.layers.adapter_parameters import adapted_parts, is_adaptable, linear_parts
+from megatron.layers.adapter_parameters import adapted_parts, is_adaptable, is_linear, linear_parts
 from megatron.layers.mixers.activations import DTYPE_BYTES, INDEX_BYTES
 from megatron.layers.mixers.registry import rotary_tables
-from megatron.layers.parameters import block_of_any_kind, gpt, in_checkpoints
+from megatron.layers.parameters import block_of_any_kind, gpt, heads_of, in_checkpoints
 from megatron.layers.recompute_plan import RecomputePlan
 from megatron.optimizer.param_groups import offloaded_params, rule_of
 from megatron.pipeline.actions import BACKWARD, FORWARD, INPUT, WEIGHT
@@ -269,7 +270,9 @@ class _StageState:
         optimizer, parallel, wide = config.optimizer, config.parallel, main_param_bytes(config)
         specs = rank_parameters(config.model, parallel, pp)
         stages = stages_by_rank(config.model, parallel)[pp]
-        tables = (table for stage in stages for table in rotary_tables(config.model, stage.layers))
+        tables = (
+            table for stage in stages for table in rotary_tables(config.model, stage.kinds(config.model.head_layers))
+        )
         common = Counter(buffers=sum(table.channels // 2 * wide for table in tables))
         common["buffers"] += _adapter_rows(config.model, specs)
         common["buffers"] += sum(getattr(group, "buffer_bytes", 0) for group in vars(config).values())
@@ -378,7 +381,7 @@ def gathered_weight_bytes(config: RunConfig, layout: Layout, pp_rank: int) -> in
     # Blocks that are recomputed, and so kept, together.
     group = RecomputePlan.from_config(config.training, 1).group or 1
     for stage in stages_by_rank(config.model, parallel)[pp_rank]:
-        blocks = stage_blocks(stage)
+        blocks = stage_blocks(stage, config.model)
         kept = kept_for_backward(blocks, count)
         in_flight |= kept
         for index, block in enumerate(blocks):
@@ -393,16 +396,18 @@ def gathered_weight_bytes(config: RunConfig, layout: Layout, pp_rank: int) -> in
 def _buckets_by_block(config: RunConfig, layout: Layout, pp_rank: int) -> dict[str, dict[int, BucketShape]]:
     """Return the buckets of ZeRO-3 by block and number; a tied weight is that of two blocks."""
     found: dict[str, dict[int, BucketShape]] = defaultdict(dict)
+    is_tied = not config.model.untie_embeddings_and_output_weights
     for number, bucket in enumerate(bucket_shapes(config, layout, pp_rank)):
-        for block in {bucket.key.block, "output_layer" if bucket.key.tied else bucket.key.block}:
+        for block in {bucket.key.block, "output_layer" if bucket.key.tied and is_tied else bucket.key.block}:
             found[block][number] = bucket
     return found
 
 
-def stage_blocks(stage: StageLayers) -> list[str]:
-    """Return the names of the blocks of a stage, in the order of forward."""
-    layers = [f"layers.{layer}" for layer in stage.layers]
-    return ["embedding"] * stage.first + layers + ["final_layernorm", "output_layer"] * stage.last
+def stage_blocks(stage: StageLayers, model: ModelConfig) -> list[str]:
+    """Return the names of the blocks of a stage, in the order of forward; heads use the embedding, too."""
+    layers, heads = [f"layers.{layer}" for layer in stage.layers], [*heads_of(model)]
+    last = ["final_layernorm", *["embedding", *heads] * bool(heads), "output_layer"]
+    return ["embedding"] * stage.first + layers + last * stage.last
 
 
 def prefetched(blocks: Sequence[str], count: int) -> set[str]:
@@ -422,6 +427,13 @@ def kept_for_backward(blocks: Sequence[str], count: int) -> set[str]:
     return {blocks[-1]} | prefetched(blocks[:-1][::-1], count) - {"embedding"}
 
 
+def layer_of(name: str, model: ModelConfig) -> int | None:
+    """Return the layer that a parameter belongs to, or whose kind of block it is part of; None for others."""
+    block, _, number = block_of(name).rpartition(".")
+    layers = {"layers": range(model.num_layers), "mtp.layers": model.head_layers}
+    return layers[block][int(number)] if block in layers else None
+
+
 def fp8_weight_bytes(config: RunConfig) -> int:
     """Return the bytes of quantised weights on the rank with the most: they are kept in both layouts within a step.
 
@@ -431,13 +443,11 @@ def fp8_weight_bytes(config: RunConfig) -> int:
     by_stage = []
     for pp in range(config.parallel.pipeline_model_parallel_size):
         specs = rank_parameters(model, config.parallel, pp).items()
-        blocks = [(name.split("."), spec) for name, spec in specs if name.startswith("layers.")]
+        blocks = [(layer_of(name, model), name, spec) for name, spec in specs]
         sizes = [
             prod(spec.local_shape)
-            for (_, layer, *_, module, kind), spec in blocks
-            if module.startswith("linear_")
-            and kind == "weight"
-            and precision.layer_in_fp8(int(layer), model.num_layers)
+            for layer, name, spec in blocks
+            if layer is not None and is_linear(name) and precision.layer_in_fp8(layer, model.num_layers)
         ]
         by_stage.append(max(sizes, default=0) if config.parallel.reshards_after_forward else 2 * sum(sizes))
     return max(by_stage)
@@ -610,7 +620,7 @@ def _weight_gathers(config: RunConfig, layout: Layout, pp_rank: int) -> Counter[
     """
     model, parallel, found, held = config.model, config.parallel, Counter[int](), set[int]()
     of_block = _buckets_by_block(config, layout, pp_rank)
-    stages = [stage_blocks(stage) for stage in stage_layers(model, parallel)]
+    stages = [stage_blocks(stage, model) for stage in stage_layers(model, parallel)]
     program = build_program(parallel, get_num_microbatches(config.training, layout.sizes["dp"]))
     for action in program.only((FORWARD, BACKWARD, INPUT)).ranks[pp_rank]:
         blocks, forward = stages[action.stage], action.kind == FORWARD

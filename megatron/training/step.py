@@ -128,5 +128,5 @@ def auxiliary_losses(trainer: Trainer, sums: Mapping[str, Tensor], tokens: Tenso
     if not coefficients:
         return {}
     local = torch.stack([sums.get(name, torch.zeros_like(tokens)) for name in coefficients])
-    means = comm.all_reduce(local, trainer.mesh.world) / (tokens.clamp(min=1.0) * trainer.config.model.num_layers)
+    means = comm.all_reduce(local, trainer.mesh.world) / (tokens.clamp(min=1.0) * trainer.config.model.num_blocks)
     return {name: mean / coefficient for (name, coefficient), mean in zip(coefficients.items(), means)}

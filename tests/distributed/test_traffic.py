@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from itertools import combinations
 
 import pytest
 
 from megatron.arguments.cli import parse
 from megatron.config.batch import get_num_microbatches
+from megatron.config.dispatch import ranks_of_token
 from megatron.config.run import RunConfig
 from megatron.distributed.comm import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, BROADCAST, REDUCE, REDUCE_SCATTER, SEND
 from megatron.layers.parameters import num_parameters
@@ -143,25 +145,33 @@ def test_tensor_parallel_ranks_send_activations(pool: Pool) -> None:
 
 def test_tokens_travel_to_their_experts_and_back(pool: Pool) -> None:
     """Every token goes to all experts, so that what leaves a rank is known without knowing what the router does."""
-    experts, held = 4, 2
+    experts = 4
     flags = (
         f"--num-experts {experts} --moe-router-topk {experts} --expert-model-parallel-size 2 --moe-ffn-hidden-size 16 "
         f"--global-batch-size 4 {ZERO}"
     )
-    every = tuple(f"{flags} {strategy}" for strategy in ("no_shard", "optim", "optim_grads", "optim_grads_params"))
+    strategies = ("no_shard", "optim", "optim_grads", "optim_grads_params", "no_shard --moe-exchange bounded")
+    every = tuple(f"{flags} {strategy}" for strategy in strategies)
     found = pool.run(4, step, every)
-    rows = LENGTH * held  # of each rank, for the experts that the other one has
-    ways = 4 * rows * HIDDEN * 4  # there and back, and the gradients of both
-    counts = 2 * held * 8 // 2
+    ways = 4 * LENGTH * HIDDEN * 4  # a token goes once to the other rank and back, and the gradients of both
+    choices = 2 * LENGTH * 2 * experts * 4  # experts and their weights, and the gradients of these
+    counts = 2 * 8
     for number, case in enumerate(every):
         for rank in found:
-            assert of_axes(rank[number], "ep") == {ALL_TO_ALL: LAYERS * (ways + counts)}
+            sent = ways + choices + (0 if "bounded" in case else counts)
+            assert of_axes(rank[number], "ep") == {ALL_TO_ALL: LAYERS * sent}, case
             expected = data_parallel_traffic(config_of(case, 4), 4)
             both = defaultdict(float, of_axes(rank[number], "dp"))
             for operation, count in of_axes(rank[number], "edp").items():
                 both[operation] += count
             both[ALL_REDUCE] -= 2 * ring(SCALARS, 4)
             assert {o: n for o, n in both.items() if n} == pytest.approx(expected, rel=1e-12), case
+
+
+@pytest.mark.parametrize(("experts", "topk", "ep"), [(8, 2, 4), (16, 8, 8), (12, 3, 2)])
+def test_a_token_goes_once_to_each_rank_of_its_experts(experts: int, topk: int, ep: int) -> None:
+    every = [{e // (experts // ep) for e in chosen} for chosen in combinations(range(experts), topk)]
+    assert ranks_of_token(experts, topk, ep) == pytest.approx(sum(map(len, every)) / len(every), rel=1e-12)
 
 
 CP = "--seq-length 48 --global-batch-size 2 --context-parallel-size 4 --cp-comm-type"

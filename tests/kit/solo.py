@@ -15,9 +15,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from megatron.config.model import ModelConfig
+from megatron.config.multi_token import LATER_MASK, LATER_WEIGHTS
 from megatron.config.optimizer import OptimizerConfig
 from megatron.config.parallel import ParallelConfig
 from megatron.config.training import TrainingConfig
+from megatron.data.later_tokens import later_tokens
 from megatron.distributed.grad_accumulator import GradAccumulator, GradTarget
 from megatron.distributed.layout import Layout
 from megatron.distributed.mesh import Mesh
@@ -64,11 +66,21 @@ def one_rank_mesh() -> Mesh:
 
 
 def random_batch(config: ModelConfig, samples: int = 2, length: int = 16, seed: int = 0, **changes: Any) -> MicroBatch:
-    """Random tokens and labels, about a fifth of the labels masked; ``changes`` replaces fields."""
+    """Random tokens and labels, about a fifth of the labels masked; ``changes`` replaces fields.
+
+    With the later tokens that the model predicts, in a batch of its own.
+    """
     generator = torch.Generator().manual_seed(seed)
     ids = torch.randint(0, config.vocab, (samples, length + 1), generator=generator)
     mask = (torch.rand(samples, length, generator=generator) > 0.2).float()
-    return replace(MicroBatch(ids[:, :-1], ids[:, 1:], mask, torch.arange(samples) + 100 * seed, seed), **changes)
+    batch = replace(MicroBatch(ids[:, :-1], ids[:, 1:], mask, torch.arange(samples) + 100 * seed, seed), **changes)
+    if not config.mtp_num_layers:
+        return batch
+    documents = None if batch.documents is None else batch.documents.numpy()
+    later = later_tokens(batch.labels.numpy(), batch.loss_mask.numpy(), documents, config.mtp_num_layers)
+    extra = {name: torch.from_numpy(column) for name, column in later.items()}
+    extra[LATER_WEIGHTS] = batch.loss_mask.double().sum() / extra[LATER_MASK].double().sum((0, 1))
+    return replace(batch, extra=extra)
 
 
 def grad_buffer_of(

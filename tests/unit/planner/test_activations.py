@@ -127,6 +127,7 @@ ONE_RANK = [
         for modules in ("layernorm activation", "core_attn", "mlp", "layernorm activation core_attn mlp")
     ),
     f"{EXPERTS} --recompute-granularity selective --recompute-modules layernorm activation",
+    *(f"{LLAMA} --mtp-num-layers {more}" for more in ("1", "2 --hidden-dropout 0.1", "2 --recompute-granularity full")),
     f"{LLAMA} --recompute-granularity full",
     f"--num-layers 4 {LLAMA} --recompute-granularity full --recompute-num-layers 3",
     f"--num-layers 4 {LLAMA} --recompute-granularity full --recompute-method block --recompute-num-layers 2",
@@ -190,12 +191,19 @@ def test_memory_with_adapters_is_within_the_forecast(more: str) -> None:
 
 TP = "--tensor-model-parallel-size 2"
 PP = "--pipeline-model-parallel-size 2 --global-batch-size 8"
+ALL_EXPERTS = f"{EXPERTS} --moe-router-topk 4 --global-batch-size 4 --expert-model-parallel-size 2"
+"""The numbers of rows do not depend on the router."""
 TWO_RANKS = (
     TP,
     f"{TP} --sequence-parallel {LLAMA}",
     f"{TP} --sequence-parallel {EXPERTS}",
     f"{TP} --sequence-parallel {EXPERTS} --moe-latent-size 16 --moe-shared-expert-intermediate-size 40"
     " --moe-shared-expert-gate",
+    *(
+        f"{ALL_EXPERTS} --moe-exchange {exchange}"
+        for exchange in ("exact", "bounded", "bounded --moe-exchange-bound 1")
+    ),
+    f"{EXPERTS} --global-batch-size 4 --expert-model-parallel-size 2 --moe-exchange bounded",
     PP,
     f"{PP} --num-layers 4 {LLAMA} --num-virtual-stages-per-pipeline-rank 2",
     f"{PP} {LLAMA} --pipeline-schedule zb-h1",
@@ -203,6 +211,8 @@ TWO_RANKS = (
     f"{PP} --recompute-granularity full",
     f"{PP} {LLAMA} --pipeline-schedule zb-h1 --mlp-chunk-size 16",
     f"{TP} --num-query-groups 1 --mlp-chunk-size 10 --sequence-parallel",
+    f"{TP} --sequence-parallel {LLAMA} --mtp-num-layers 2",
+    f"{PP} {LLAMA} --mtp-num-layers 1 --pipeline-schedule zb-h1",
 )
 CP = f"{LONG} --mlp-chunk-size 100 --context-parallel-size 2"
 GROUPED = "--num-query-groups 2 --position-embedding-type rope"

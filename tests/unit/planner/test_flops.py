@@ -47,6 +47,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "qk norm": {"qk_layernorm": True, "normalization": "RMSNorm"},
     "dropout": {"hidden_dropout": 0.1, "attention_dropout": 0.1},
     "padding": {"vocab_size": 97},
+    "multi-token": {"mtp_num_layers": 2, "position_embedding_type": "rope"},
     "llama": {"num_query_groups": 2, "activation": "swiglu", "position_embedding_type": "rope", "kv_channels": 16},
 }
 NO_BIAS = {"add_bias_linear": False}
@@ -56,6 +57,7 @@ EXPERTS: dict[str, dict[str, Any]] = {
     "all of three": NO_BIAS | {"num_experts": 3, "moe_router_topk": 3},
     "narrow, gated": NO_BIAS | {"num_experts": 8, "moe_ffn_hidden_size": 12, "activation": "swiglu"},
     "shared expert": NO_BIAS | {"num_experts": 4, "moe_shared_expert_intermediate_size": 20},
+    "multi-token": NO_BIAS | {"num_experts": 4, "moe_layer_freq": "[0,1]", **MODELS["multi-token"]},
     "gate on the shared expert": NO_BIAS
     | {"num_experts": 4, "moe_shared_expert_intermediate_size": 20, "moe_shared_expert_gate": True},
     "latent": NO_BIAS | {"num_experts": 4, "moe_latent_size": 12, "moe_shared_expert_intermediate_size": 20},
@@ -172,6 +174,10 @@ def test_weights_of_products_are_the_matrices_that_a_model_holds() -> None:
     held = Solo.build(model).params
     matrices = {name: p.numel() for name, p in held.items() if p.dim() == 2 and "position" not in name}
     assert matmul_parameters(model) == sum(matrices.values())
+    more = replace(model, mtp_num_layers=2, position_embedding_type="rope")
+    held = gpt(more)
+    matrices = {name: spec.numel for name, spec in held.items() if len(spec.shape) == 2}
+    assert matmul_parameters(more) == sum(matrices.values()) + 2 * PADDED * more.hidden_size  # of three predictions
 
 
 PATTERNS = (

@@ -301,6 +301,7 @@ def test_whole_buckets_of_gradients_are_within_the_forecast(pool: Pool, more: st
             assert bound < gradients, "sharding has to need less than the gradients"
 
 
+MTP = "--mtp-num-layers 2 --position-embedding-type rope"
 GATHERS = (
     "",
     "--param-gather-prefetch 0",
@@ -315,6 +316,8 @@ GATHERS = (
     "--pipeline-model-parallel-size 2 --reshard-after-forward --num-virtual-stages-per-pipeline-rank 2",
     "--pipeline-model-parallel-size 2",
     "--num-distributed-optimizer-instances 2 --untie-embeddings-and-output-weights",
+    *(f"{MTP} {more}" for more in ("", "--untie-embeddings-and-output-weights --param-gather-prefetch 0")),
+    f"{MTP} --pipeline-model-parallel-size 2 --reshard-after-forward --untie-embeddings-and-output-weights",
 )
 
 

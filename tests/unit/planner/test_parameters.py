@@ -70,10 +70,18 @@ def formula(m: ModelConfig, experts: int | None) -> int:
         mlp = m.num_experts * h + matrices * h * (experts * m.expert_ffn + (m.moe_shared_expert_intermediate_size or 0))
     positions = (m.max_position_embeddings or 0) * (m.position_embedding_type == "learned_absolute")
     tables = m.vocab * (1 + m.untie_embeddings_and_output_weights) + positions
-    return m.num_layers * (attention + mlp + 2 * h * vectors) + h * (tables + vectors)
+    heads = m.prediction_depths
+    blocks = (m.num_layers + heads) * (attention + mlp + 2 * h * vectors) + heads * (2 * h * h + 3 * h * vectors)
+    return blocks + h * (tables + vectors)
 
 
-@pytest.mark.parametrize("m", [*dense(), *mixtures()])
+MULTI_TOKEN = [
+    replace(BASE, position_embedding_type="rope", mtp_num_layers=2, add_bias_linear=False, num_experts=experts)
+    for experts in (None, 4)
+]
+
+
+@pytest.mark.parametrize("m", [*dense(), *mixtures(), *MULTI_TOKEN])
 def test_their_number_matches_a_closed_formula(m: ModelConfig) -> None:
     assert num_parameters(m) == formula(m, m.num_experts) == sum(spec.numel for spec in gpt(m).values())
     assert num_parameters(m, active=True) == formula(m, m.num_experts and m.moe_router_topk)
