@@ -125,7 +125,7 @@ class Router(nn.Module):
         if not self.config.moe_router_force_load_balancing:
             return logits_SBE
         key = stable_hash(ctx.seed, ctx.batch.step, self.context.name("weight"))
-        places = ctx.batch.sample_ids.view(1, -1, 1), torch.arange(x_SBH.shape[0]).view(-1, 1, 1)
+        places = ctx.batch.sample_ids.view(1, -1, 1), ctx.row_positions.view(-1, 1, 1)
         experts = torch.arange(logits_SBE.shape[-1], device=x_SBH.device)
         random_SBE: Tensor = _StraightThrough.apply(logits_SBE, uniform_noise(key, *places, experts))
         return random_SBE

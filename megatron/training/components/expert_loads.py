@@ -77,7 +77,7 @@ class ExpertLoadBalance(Component):
         """Move this rank's shards of the biases by the loads of the global batch."""
         optimizer, shards = self._trainer.optimizer, self._trainer.buckets.shards
         directions_LE = (loads_LE.sum(-1, keepdim=True) - loads_LE.shape[-1] * loads_LE).sign()
-        moves_LE = directions_LE.double() * (self._rate * (skipped == 0))
+        moves_LE = directions_LE.double() * self._rate * (skipped == 0)
         for router, move_E in zip(self._loads, moves_LE):
             if (name := self._biases.get(router)) is not None:
                 bias, shard = optimizer.main_params[name], shards[name]
