@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
@@ -71,6 +71,17 @@ def expert_balance(rank: int, world_size: int, case: Case) -> list[Balance]:
                 biased = [name for name, router in routers.items() if router.expert_bias is not None]
                 found |= {f"{name} bias": trainer.params[f"{name}.expert_bias"].tolist() for name in biased}
         steps.append(dict(found))
+    return steps
+
+
+def joined_balance(ranks: Sequence[list[Balance]]) -> list[Balance]:
+    """The balance on all ranks, step by step; empty if they differ."""
+    steps: list[Balance] = []
+    for parts in zip(*ranks, strict=True):
+        whole = {name: value for part in parts for name, value in part.items()}
+        if any(whole[name] != value for part in parts for name, value in part.items()):
+            return []
+        steps.append(whole)
     return steps
 
 

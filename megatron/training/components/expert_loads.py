@@ -67,7 +67,8 @@ class ExpertLoadBalance(Component):
         if self._sums:
             best = [loads.chosen if loads.best is None else loads.best for loads in self._loads.values()]
             mesh, totals = self._trainer.mesh, torch.stack([chosen_LE, torch.stack(best)])
-            chosen_LE, best_LE = comm.all_reduce(comm.all_reduce(totals, mesh.dp_cp), mesh.tp)
+            comm.all_reduce(totals, mesh.dp_cp)
+            chosen_LE, best_LE = comm.all_reduce(totals, mesh.tp)
             self._move_biases(chosen_LE, skipped)
             for loads, best_E in zip(self._loads.values(), best_LE):
                 loads.before.copy_(torch.where(skipped == 0, best_E, loads.before))
