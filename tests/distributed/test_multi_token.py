@@ -55,6 +55,14 @@ EXPERTS = {
     "moe_router_score_function": "sigmoid",
     "moe_router_enable_expert_bias": True,
 }
+LATENT = {
+    "multi_latent_attention": True,
+    "q_lora_rank": 16,
+    "kv_lora_rank": 16,
+    "qk_head_dim": 8,
+    "qk_pos_emb_head_dim": 4,
+    "v_head_dim": 8,
+}
 MODULES = {"recompute_granularity": "selective", "recompute_modules": ("layernorm", "mlp", "core_attn")}
 SCALED = {
     "final_logit_softcapping": 3.0,
@@ -92,6 +100,7 @@ CASES = {
         case({}, 2, MODULES, data_parallel_sharding_strategy="optim_grads"), documents=DOCUMENTS
     ),
     "experts, recomputed": case(EXPERTS, 2, {"recompute_granularity": "full"}, expert_model_parallel_size=2),
+    "latent attention, cp, experts, pp": case(LATENT | EXPERTS, context_parallel_size=2, **PP),
     "experts, etp, pp": case(EXPERTS, 2, expert_model_parallel_size=2, **PP, **TP),
 }
 
