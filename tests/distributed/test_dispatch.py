@@ -54,6 +54,10 @@ class Travel:
             chosen[:1] = self.experts
         elif self.choices == "few":  # expert 3 and the last rank have no tokens
             chosen = torch.tensor([0, 2, 1, 4, 5])[: self.topk].expand(tokens, -1)
+        elif self.choices == "pair":  # both experts of the first of four ranks
+            chosen = torch.tensor([0, 1]).expand(tokens, -1)
+        elif self.choices == "own":  # an expert of the rank that has the token
+            chosen = torch.tensor([2 * rank]).expand(tokens, -1)
         x, weights = (torch.randn(tokens, n, generator=generator, dtype=torch.float64) for n in (HIDDEN, self.topk))
         return x.requires_grad_(), chosen, weights.requires_grad_()
 
@@ -125,8 +129,8 @@ CASES = {
     "bounded, expert-TP 2 alone": Travel(sizes=(1, 2), bound=1.0),
 }
 NO_ROOM = {
-    "no room in a block": Travel("one", topk=1, bound=2.0),
-    "no room for rows": Travel("few", topk=2, experts=8, bound=1.5),
+    "in a block": Travel("own", topk=1, bound=2.0),
+    "for rows": Travel("pair", topk=2, bound=3.0),
 }
 
 
