@@ -146,9 +146,9 @@ class RouterOptions:
         return {name: coefficient for name, coefficient in coefficients.items() if coefficient}
 
     @property
-    def needs_expert_loads(self) -> bool:
-        """True if a step depends on the choices of earlier ones."""
-        return self.moe_router_enable_expert_bias or bool(self.balancing_losses.get("global_aux_loss"))
+    def has_global_loss(self) -> bool:
+        """True if a balancing loss uses the loads of the global batch."""
+        return bool(self.balancing_losses.get("global_aux_loss"))
 
     def check_balancing(self, config: Run, world_size: int) -> Iterator[Problem]:
         """Check that kinds of balance can be combined, and have a coefficient each."""
