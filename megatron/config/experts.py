@@ -87,10 +87,9 @@ class ExpertOptions:
     E214 experts with TP {tensor_model_parallel_size} need sequence parallelism
       fix: --sequence-parallel | --tensor-model-parallel-size 1
 
-    fp8_format and num_experts
-    E922 --fp8-format does not support --num-experts: experts are not multiplied in FP8
-      fix: drop --fp8-format
-
+    fp8_format and num_experts and fp8_recipe=mxfp8
+    E922 --fp8-recipe mxfp8 does not support --num-experts: experts have no product in mxfp8
+      fix: --fp8-recipe rowwise | --fp8-recipe blockwise
     """
 
     def has_experts(self, layer: int) -> bool:
@@ -127,6 +126,19 @@ class ExpertOptions:
             yield Problem("E214", sentence, (drop, f"--num-layers {entries}"))
         elif model.dense_layers == layers:
             yield Problem("E214", f"{freq} leaves no layer for the {model.num_experts} experts", (drop,))
+
+    def note_experts_in_fp8(self, config: Run, world_size: int) -> Iterator[str]:
+        """Yield a note about what FP8 means for experts."""
+        precision = config.precision
+        if self.num_experts is None or precision.fp8_format is None:
+            return
+        differences = []
+        if precision.fp8_recipe == "tensorwise":
+            differences.append("a scale for each row, as with rowwise")
+        if precision.fp8_wgrad:
+            differences.append(f"weight gradients in {precision.params_dtype}")
+        if differences:
+            yield f"--fp8-recipe {precision.fp8_recipe}: experts have {' and '.join(differences)}"
 
     def note_few_tokens(self, config: Run, world_size: int) -> Iterator[str]:
         """Yield a note if the experts get so few tokens of a micro-batch that their products are slow on a GPU."""

@@ -14,6 +14,7 @@ from megatron.training.callbacks.profiler import StepProfiler
 from megatron.training.component import Component, name_in_errors
 from megatron.training.components.adapter_base import AdapterBase
 from megatron.training.components.average import AverageWeights
+from megatron.training.components.exchange_overflow import ExchangeOverflow
 from megatron.training.components.expert_loads import KIND as EXPERT_LOADS
 from megatron.training.components.expert_loads import ExpertLoadBalance
 from megatron.training.components.expert_report import ExpertReport
@@ -44,6 +45,7 @@ class Feature(Protocol):
 FEATURES: Sequence[Feature] = (
     CompressionState,
     ExpertLoadBalance,
+    ExchangeOverflow,
     SpikeGuard,
     AverageWeights,
     KeptCasts,

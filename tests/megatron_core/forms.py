@@ -47,6 +47,13 @@ MIXTURE = (
     "--num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 24 --moe-router-load-balancing-type aux_loss "
     "--moe-aux-loss-coeff 0.01"
 )
+SIGMOID = (
+    "--num-experts 8 --moe-router-topk 2 --moe-ffn-hidden-size 24 --moe-router-score-function sigmoid "
+    "--moe-router-enable-expert-bias --moe-router-bias-update-rate 0.02 --moe-router-num-groups 4 "
+    "--moe-router-group-topk 2 --moe-router-topk-scaling-factor 2.5 --moe-router-load-balancing-type seq_aux_loss "
+    "--moe-aux-loss-coeff 0.01 --moe-router-dtype fp32"
+)
+"""A router as in DeepSeek-V3."""
 FORMS = {
     "gpt": "",
     "gpt untied": "--untie-embeddings-and-output-weights --no-bias-gelu-fusion",
@@ -59,8 +66,17 @@ FORMS = {
     "experts with gelu": f"--disable-bias-linear --no-bias-gelu-fusion {MIXTURE} --qk-layernorm",
     "shared experts": f"{LLAMA} {MIXTURE} --moe-shared-expert-intermediate-size 40 --moe-z-loss-coeff 1e-3 "
     "--untie-embeddings-and-output-weights",
+    "windows": f"{LLAMA} --window-size 7,0 --window-attn-skip-freq 2",
+    "dense and experts": f"{LLAMA} {MIXTURE} --moe-layer-freq [0,1] --ffn-hidden-size 80",
+    "expert bias": f"{LLAMA} {SIGMOID} --moe-shared-expert-intermediate-size 40",
+    "latent experts": f"{LLAMA} {MIXTURE} --moe-shared-expert-intermediate-size 40 --moe-shared-expert-gate "
+    "--moe-latent-size 16",
+    "multi-token": f"{LLAMA} {SIGMOID} --moe-layer-freq [0,1] --mtp-num-layers 2 --mtp-loss-scaling-factor 0.3",
 }
 """Flags of models that both programs have; all but the first two differ from a default in several ways."""
+
+TRANSFORMER_ENGINE_ALONE = ("latent experts",)
+"""Forms that its own layers do not have."""
 
 
 def missing() -> str:

@@ -203,7 +203,7 @@ def run_own_model(model: ModelConfig, source: WeightSource, tokens_BS: Tensor, p
     # the loss is not used: chunks of 1 token keep its memory small
     training = TrainingConfig(cross_entropy_chunk_size=1)
     chunk = build_on_meta(replace(model, make_vocab_size_divisible_by=1), training)
-    chunk.rotary = {t: RotaryEmbedding(model, *t, torch.float32, torch.device("cpu")) for t in chunk.rotary}
+    chunk.rotary = {t: RotaryEmbedding(model, t, torch.float32, torch.device("cpu")) for t in chunk.rotary}
     chunk.eval()
     head, norm = chunk.output_layer, chunk.final_layernorm
     if head is None or norm is None:

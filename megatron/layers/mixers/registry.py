@@ -4,14 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
+from megatron.config.latent_attention import LATENT_ATTENTION
 from megatron.config.model import ModelConfig, RotaryTable
 from megatron.config.plugins import registered
 from megatron.layers.mixers.attention import AttentionMixer
 from megatron.layers.mixers.base import Mixer
 from megatron.layers.mixers.experts import ExpertsMixer
 from megatron.layers.mixers.feed_forward import FeedForwardMixer
+from megatron.layers.mixers.latent_attention import LatentAttentionMixer
 
-MIXERS: Mapping[str, Mixer] = {"attention": AttentionMixer(), "mlp": FeedForwardMixer(), "experts": ExpertsMixer()}
+MIXERS: Mapping[str, Mixer] = {
+    "attention": AttentionMixer(),
+    LATENT_ATTENTION: LatentAttentionMixer(),
+    "mlp": FeedForwardMixer(),
+    "experts": ExpertsMixer(),
+}
 """The built-in mixers."""
 
 

@@ -27,6 +27,7 @@ from megatron.distributed.micro_batch import MicroBatch
 from megatron.distributed.param_layout import ParamShard, shard_boxes
 from megatron.distributed.sharding import ShardPiece
 from megatron.layers.attention import CoreAttention, largest_logit
+from megatron.layers.context import ExplainsNonFinite
 from megatron.layers.router import Router
 from megatron.pipeline.communication import add_communication
 from megatron.pipeline.schedules import sequential_schedule
@@ -243,10 +244,15 @@ def explain_nonfinite(trainer: Trainer, batches: Sequence[MicroBatch]) -> str:
     would spread a bad gradient to all ranks. The weights are unchanged, the gradients are overwritten.
     """
     mine = first_nonfinite(trainer, batches)
-    gathered = comm.all_gather_objects([] if mine is None else [*astuple(mine)], trainer.mesh.world)
-    by_rank = [NonFiniteFinding(*values) if values else None for values in gathered]
+    modules = [module for chunk in trainer.chunks.values() for module in chunk.modules()]
+    reasons = [module.nonfinite_reason() for module in modules if isinstance(module, ExplainsNonFinite)]
+    own = next(filter(None, reasons), None), [] if mine is None else [*astuple(mine)]
+    gathered = comm.all_gather_objects([*own], trainer.mesh.world)
+    by_rank = [NonFiniteFinding(*values) if values else None for _, values in gathered]
     found = [finding for finding in by_rank if finding is not None]
     step = f"the loss or gradient of step {batches[0].step + 1} is not finite"
+    if known := next((reason for reason, _ in gathered if reason), None):
+        return f"{step}: {known}"
     if not found:
         return (
             f"{step}, but all values before the sum over ranks were finite when the step was run again: "

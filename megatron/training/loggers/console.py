@@ -129,6 +129,11 @@ def _waits(total: float, metrics: Metrics) -> str:
     return f"({' '.join(shown)})" if shown else ""
 
 
+def _heads(metrics: Metrics) -> str:
+    """Format the losses of further tokens, of depth 1, 2, ..."""
+    return " ".join(["mtp", *(format_loss(x) for x in metrics_under("mtp loss ", metrics).values())])
+
+
 def _data(wait: float, metrics: Metrics, long: bool) -> str:
     share = wait / metrics["iteration-time"]
     return f"data {share:.0%}" if (share >= MIN_SHOWN_SHARE) is long else ""
@@ -161,6 +166,7 @@ COLUMNS = (
     Column("iteration", 0, 0, lambda x, m: f"{x:>{len(str(m[TOTAL_ITERATIONS]))}}/{m[TOTAL_ITERATIONS]}", "step/steps"),
     Column("consumed-tokens", 0, 5, lambda x, _: f"{format_compact(x)} tok", "tokens so far"),
     Column("lm loss", 1, 0, lambda x, _: f"loss {format_loss(x)}", "loss: mean since the last line"),
+    Column("mtp loss 1", 1, 6, lambda _, m: _heads(m), "mtp: losses of the tokens after the next one"),
     Column("grad-norm", 1, 3, lambda x, _: f"gnorm {format_plain(x)}", "gnorm: norm of the gradient"),
     Column("learning-rate", 1, 6, lambda x, _: f"lr {format_exponent(x)}", "lr: learning rate"),
     Column("seq_load_balancing_loss", 1, 7, lambda x, _: f"balance {format_loss(x)}", "balance: of experts, 1 is best"),
@@ -198,6 +204,10 @@ METRICS = {
     "consumed-samples": Metric("samples", "of all steps so far"),
     "consumed-tokens": Metric("tokens", "of all steps so far"),
     "lm loss": Metric("nats per token", "window: mean over its steps with a finite loss, skipped updates included"),
+    "mtp loss N": Metric(
+        "nats per token",
+        "window: of the token N after the next one, with `--mtp-num-layers`; mean over its predictions",
+    ),
     "grad-norm": Metric("", "step: global gradient norm before clipping"),
     "learning-rate": Metric("", "step"),
     "seq_load_balancing_loss": Metric(
