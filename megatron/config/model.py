@@ -357,11 +357,6 @@ class ModelConfig(
         return (self.num_layers - 1,) * self.prediction_depths
 
     @property
-    def num_blocks(self) -> int:
-        """Number of blocks, those of the heads included."""
-        return self.num_layers + len(self.head_layers)
-
-    @property
     def kinds_of_layers(self) -> list[tuple[str, ...]]:
         """The different :meth:`mixers` of the layers, in the order of the first of each."""
         return [*dict.fromkeys(map(self.mixers, range(self.num_layers)))]
