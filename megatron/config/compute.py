@@ -122,6 +122,7 @@ KERNEL_CANDIDATES: dict[str, tuple[str, ...]] = {
     "sum_rows": ("triton", "torch"),
     "adam": ("triton", "apex", "torch"),
     "fp8": ("compiled", "scaled_mm", "torch"),
+    "grouped_fp8": ("scaled_grouped_mm", "triton", "torch"),
 }
 """Implementations of every operation, in the order that ``auto`` tries on a GPU; ``torch`` is always available."""
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from megatron.arguments.compatibility import readable_config
 from megatron.arguments.sources import resolve
-from megatron.arguments.summary import training_rows
+from megatron.arguments.summary import describe_mixers, training_rows
 from megatron.arguments.validate import is_met
 from megatron.checkpoint.format import Manifest
 from megatron.config.data_paths import data_sources, unique_names
@@ -58,9 +58,18 @@ def model_card(manifest: Manifest, model: ModelConfig, architecture: str, dtype:
 
 
 def _shape(model: ModelConfig) -> str:
-    experts = f", {model.moe_router_topk} of {model.num_experts} experts" if model.num_experts else ""
-    heads = f"{model.num_attention_heads} heads on {model.kv_groups} key/value heads"
-    return f"{model.num_layers} layers, hidden {model.hidden_size}, {heads}, MLP {model.ffn}{experts}"
+    parts = [f"{model.num_layers} layers", f"hidden {model.hidden_size}", *describe_mixers(model)]
+    if model.dense_layers:
+        parts.append(f"MLP {model.ffn}")
+    if model.num_experts:
+        parts.append(f"{model.moe_router_topk} of {model.num_experts} experts of width {model.expert_ffn}")
+        if model.dense_layers:
+            parts[-1] += f" in {model.num_layers - model.dense_layers} layers"
+    if model.num_experts and model.moe_shared_expert_intermediate_size:
+        parts.append(f"a shared expert of width {model.moe_shared_expert_intermediate_size}")
+    if model.prediction_depths:
+        parts.append(f"{counted(model.prediction_depths, 'layer')} for further tokens")
+    return ", ".join(parts)
 
 
 def _start(load: str) -> str:

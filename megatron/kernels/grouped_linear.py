@@ -42,7 +42,7 @@ def split_by_expert(x: Tensor, offsets: Tensor) -> list[Tensor]:
     return [x[start:end] for start, end in zip([0, *ends], ends)]
 
 
-def _joined(rows: Sequence[Tensor], total: int) -> Tensor:
+def joined(rows: Sequence[Tensor], total: int) -> Tensor:
     """Concatenate the rows of all experts; rows of padding are 0."""
     padding = total - sum(map(len, rows))
     return torch.cat([*rows, rows[0].new_zeros(padding, rows[0].shape[1])] if padding else list(rows))
@@ -51,13 +51,13 @@ def _joined(rows: Sequence[Tensor], total: int) -> Tensor:
 def forward(x_RI: Tensor, weight_EOI: Tensor, offsets: Tensor) -> Tensor:
     """Return ``x_e W_e^T``."""
     rows = zip(split_by_expert(x_RI, offsets), weight_EOI, strict=True)
-    return _joined([TORCH_LINEAR.forward(x, weight, None) for x, weight in rows], len(x_RI))
+    return joined([TORCH_LINEAR.forward(x, weight, None) for x, weight in rows], len(x_RI))
 
 
 def input_gradient(dy_RO: Tensor, weight_EOI: Tensor, offsets: Tensor) -> Tensor:
     """Return ``dy_e W_e``."""
     rows = zip(split_by_expert(dy_RO, offsets), weight_EOI, strict=True)
-    return _joined([TORCH_LINEAR.input_gradient(dy, weight) for dy, weight in rows], len(dy_RO))
+    return joined([TORCH_LINEAR.input_gradient(dy, weight) for dy, weight in rows], len(dy_RO))
 
 
 def weight_gradient(target_EOI: Tensor, x_RI: Tensor, dy_RO: Tensor, offsets: Tensor, beta: float = 1.0) -> None:

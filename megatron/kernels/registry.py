@@ -19,6 +19,7 @@ from megatron.kernels.attention_mask import AttentionKernel
 from megatron.kernels.cross_entropy import CROSS_ENTROPY, EAGER_CROSS_ENTROPY, CrossEntropyKernel
 from megatron.kernels.dropout import DROPOUT, DropoutKernel, dropout
 from megatron.kernels.fp8 import Float8Kernel, Float8Recipe, fp8_operation
+from megatron.kernels.grouped_fp8 import GroupedFloat8Product, grouped_fp8_operation
 from megatron.kernels.grouped_linear import GROUPED_LINEAR, TORCH_GROUPED_LINEAR, GroupedLinearKernel
 from megatron.kernels.latent_qkv import LATENT_QKV, LatentQKVKernel, latent_qkv
 from megatron.kernels.linear import LINEAR, TORCH_LINEAR, LinearKernel
@@ -46,6 +47,8 @@ class Kernels:
     adam: AdamKernel = adam
     # Of the linears in blocks; None without FP8.
     fp8: Float8Kernel | None = None
+    # Of the experts in these blocks.
+    grouped_fp8: GroupedFloat8Product | None = None
 
 
 OPERATIONS: dict[str, Operation] = {
@@ -121,9 +124,11 @@ def select_kernels(
             elif choice.name == name or not found.absent:
                 notes.append(f"kernels: {operation}={name} is left out: {found.reason}")
         selected[operation], names[operation] = combine(list(parts.values())), "+".join(parts)
-    if fp8 is not None and device.type == "cuda" and names["fp8"] == "torch" and choices["fp8"].name == "auto":
-        reason = operations["fp8"].candidates["scaled_mm"].missing(device, dtype) or notes[-1]
-        fixes = ("--fp8-recipe tensorwise" if dtype == torch.bfloat16 else "--bf16", "--kernels fp8=torch")
+    emulated = [o for o in ("fp8", "grouped_fp8") if names.get(o) == "torch" and choices[o].name == "auto"]
+    if fp8 is not None and device.type == "cuda" and emulated:
+        *_, last, _ = operations[emulated[0]].candidates.values()
+        reason = last.missing(device, dtype) or notes[-1]
+        fixes = ("--fp8-recipe tensorwise" if dtype == torch.bfloat16 else "--bf16", f"--kernels {emulated[0]}=torch")
         problems.append(Problem("E921", f"--fp8-recipe {fp8.name} cannot run on this GPU: {reason}", fixes))
     if problems:
         raise UserError(problems)
@@ -133,7 +138,11 @@ def select_kernels(
 def _operations(fp8: Float8Recipe | None, experts: bool) -> dict[str, Operation]:
     """Return the operations of a model."""
     operations = {name: operation for name, operation in OPERATIONS.items() if experts or name != "grouped_linear"}
-    return operations if fp8 is None else operations | {"fp8": fp8_operation(fp8)}
+    if fp8 is not None:
+        operations["fp8"] = fp8_operation(fp8)
+        if experts:
+            operations["grouped_fp8"] = grouped_fp8_operation(fp8)
+    return operations
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from megatron.kernels.fp8 import Float8Tensor
 from megatron.kernels.grouped_linear import GroupedLinearKernel
 
 WIDE_TILE_ROWS = 96
@@ -36,7 +37,8 @@ def _tile(x: Tensor, many_rows: bool = True) -> MatmulTile:
     """Return tiles whose operands fit in the 99 KiB of shared memory that all GPUs since Ampere have."""
     if x.element_size() == 4:
         return MatmulTile(64, 64, 32, 4, 2)
-    return MatmulTile(128 if many_rows else 64, 128, 64, 8 if many_rows else 4, 3)
+    summed = 128 // x.element_size()
+    return MatmulTile(128 if many_rows else 64, 128, summed, 8 if many_rows else 4, 3)
 
 
 @triton.jit
@@ -54,10 +56,15 @@ def _expert_of(tile, offsets, experts, EXPERTS: tl.constexpr, ROWS: tl.constexpr
 @triton.jit
 def _multiply_rows(
     x_RK, w_ENK, y_RN, offsets, experts, row_tiles, N, K, w_e, w_n, w_k,
+    x_scale, w_scale, xs_r, xs_k, ws_e, ws_n, ws_k,
     EXPERTS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, SUMMED: tl.constexpr, GROUP: tl.constexpr,
-    PRECISION: tl.constexpr,
+    PRECISION: tl.constexpr, SCALED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """``y = x W_e^T`` for rows of expert e."""
+    """``y = x W_e^T`` for rows of expert e.
+
+    SCALED operands in FP8 have a scale for each row of x and BLOCK rows of W: for each SUMMED columns if BLOCK is over
+    1, else for all. Tensor cores sum FP8 products with few digits, so only SUMMED of them are left to these.
+    """
     # Programs that run together share rows and weights: GROUP tiles of rows, column by column.
     column_tiles = tl.cdiv(N, COLUMNS)
     group = tl.program_id(0) // (GROUP * column_tiles)
@@ -78,9 +85,20 @@ def _multiply_rows(
         inside = k < K - first
         x = tl.load(at_x, (rows < end)[:, None] & inside[None, :], 0.0)
         w = tl.load(at_w, inside[:, None] & (columns < N)[None, :], 0.0)
-        total = tl.dot(x, w, total, input_precision=PRECISION)
+        if SCALED:
+            part = tl.dot(x, w)
+            if BLOCK > 1:
+                part *= tl.load(x_scale + rows * xs_r + first // SUMMED * xs_k, rows < end, 0.0)[:, None]
+                at = w_scale + expert * ws_e + columns // BLOCK * ws_n + first // SUMMED * ws_k
+                part *= tl.load(at, columns < N, 0.0)[None, :]
+            total += part
+        else:
+            total = tl.dot(x, w, total, input_precision=PRECISION)
         at_x += SUMMED
         at_w += SUMMED * w_k
+    if SCALED and BLOCK == 1:
+        total *= tl.load(x_scale + rows * xs_r, rows < end, 0.0)[:, None]
+        total *= tl.load(w_scale + expert * ws_e + columns * ws_n, columns < N, 0.0)[None, :]
     at_y = y_RN + rows.to(tl.int64)[:, None] * N + columns[None, :]
     tl.store(at_y, total.to(y_RN.dtype.element_ty), (rows < end)[:, None] & (columns < N)[None, :])
 
@@ -137,18 +155,24 @@ def _sum_rows_of_experts(
     tl.store(out_EO + expert * outputs + o, tl.sum(total, 0), o < outputs)
 
 
-def _times(x: Tensor, weight_ENK: Tensor, offsets: Tensor) -> Tensor:
-    """Return ``x_e W_e^T``; the weight may be transposed."""
+def _times(
+    x: Tensor, weight_ENK: Tensor, offsets: Tensor, dtype: torch.dtype, scales: tuple[Tensor, Tensor] | None = None
+) -> Tensor:
+    """Return ``x_e W_e^T``; the weight may be transposed. Operands in FP8 have scales ``[R, k]`` and ``[E, n, k]``."""
     x, (experts, columns, summed) = x.contiguous(), weight_ENK.shape
-    y = x.new_empty(len(x), columns)
+    y = x.new_empty(len(x), columns, dtype=dtype)
     if not y.numel():
         return y
+    x_scale, w_scale = scales or (None, None)
+    strides = (0,) * 5 if x_scale is None or w_scale is None else (*x_scale.stride(), *w_scale.stride())
+    block = 1 if w_scale is None else columns // w_scale.shape[1]
     tile = _tile(x, len(x) >= WIDE_TILE_ROWS * experts)
     row_tiles = triton.cdiv(len(x), tile.rows) + experts  # at most: each expert has an incomplete one
     _multiply_rows[row_tiles * triton.cdiv(columns, tile.columns),](
         x, weight_ENK, y, offsets, experts, row_tiles, columns, summed, *weight_ENK.stride(),
+        x_scale, w_scale, *strides,
         triton.next_power_of_2(experts), tile.rows, tile.columns, tile.summed, 8, _precision(x),
-        num_warps=tile.warps, num_stages=tile.stages,
+        x_scale is not None, block, num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
     return y
 
@@ -160,12 +184,12 @@ def _precision(x: Tensor) -> str:
 
 def forward(x_RI: Tensor, weight_EOI: Tensor, offsets: Tensor) -> Tensor:
     """Return ``x_e W_e^T``."""
-    return _times(x_RI, weight_EOI, offsets)
+    return _times(x_RI, weight_EOI, offsets, x_RI.dtype)
 
 
 def input_gradient(dy_RO: Tensor, weight_EOI: Tensor, offsets: Tensor) -> Tensor:
     """Return ``dy_e W_e``."""
-    return _times(dy_RO, weight_EOI.transpose(1, 2), offsets)
+    return _times(dy_RO, weight_EOI.transpose(1, 2), offsets, dy_RO.dtype)
 
 
 def weight_gradient(target_EOI: Tensor, x_RI: Tensor, dy_RO: Tensor, offsets: Tensor, beta: float = 1.0) -> None:
@@ -187,6 +211,11 @@ def bias_gradient(dy_RO: Tensor, offsets: Tensor, factor_R: Tensor | None = None
         dy, factor_R, out, offsets, dy.stride(0), outputs, factor_R is not None, 16, 128
     )
     return out
+
+
+def grouped_fp8_product(a: Float8Tensor, b: Float8Tensor, offsets: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return ``A_e B_e^T``; scales cover whole rows, or blocks of 128."""
+    return _times(a.data, b.data, offsets, dtype, (a.scale, b.scale))
 
 
 grouped_linear = GroupedLinearKernel(forward, input_gradient, weight_gradient, bias_gradient)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +24,7 @@ from megatron.distributed.random import initialize
 from megatron.distributed.sharding import DenseSharding, ExpertSharding, Sharding, ShardSpec, Specs
 from megatron.kernels.attention_mask import AttentionMask, Ranges
 from megatron.kernels.fp8 import Float8Layers
+from megatron.kernels.grouped_linear import GroupedLinearKernel
 from megatron.kernels.linear import with_bias_gradient
 from megatron.kernels.qkv import RotaryCosSin
 from megatron.kernels.quantized import quantize
@@ -41,6 +42,9 @@ DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, 
 ProductProvider = Callable[["BuildContext", Any], Any]
 """Takes the context of a linear, and what a rank holds of it (:data:`megatron.layers.linear.Parallel`). Returns its
 products, a :class:`megatron.layers.linear.LinearProduct`, or None if its weights are not declared as the provider's."""
+
+GroupedProvider = Callable[["BuildContext"], GroupedLinearKernel | None]
+"""The same for a grouped linear, the weights of experts."""
 
 
 @dataclass(frozen=True)
@@ -72,6 +76,7 @@ class BuildContext:
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     # Asked in order for the products of a linear; the last answer is a plain weight's.
     providers: Sequence[ProductProvider] = ()
+    grouped_providers: Sequence[GroupedProvider] = ()
     # Shared by all chunks.
     adapters: AdapterSwitch = field(default_factory=AdapterSwitch)
     offload: ActivationOffload | None = None
@@ -197,6 +202,14 @@ class ForwardContext:
 
 Losses = Mapping[str, Tensor]
 """Auxiliary losses by name, each a scalar, summed over layers."""
+
+
+@runtime_checkable
+class ExplainsNonFinite(Protocol):
+    """A module that makes its output NaN on purpose, such as after an overflow that nobody waits for."""
+
+    def nonfinite_reason(self) -> str | None:
+        """Return why it has, or None if it has not."""
 
 
 class MixerOutput(NamedTuple):

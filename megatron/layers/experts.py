@@ -83,8 +83,9 @@ class GroupedLinear(nn.Module):
             width, held = self.weight.shape[0] // self.experts, self.bias.numel() // self.experts
             first = context.spec("bias").pieces[0].global_box.start[-1] if held < width else 0
             self.columns = slice(first, first + held)
-        self.kernel, self.name = context.kernels.grouped_linear, context.name("weight")
-        self.grad_accumulator = context.grad_accumulator
+        products = (provider(context) for provider in context.grouped_providers)
+        self.kernel = next((product for product in products if product is not None), context.kernels.grouped_linear)
+        self.name, self.grad_accumulator = context.name("weight"), context.grad_accumulator
 
     def forward(self, x_RI: Tensor, offsets: Tensor, row_weights: Tensor | None = None, last: bool = True) -> Tensor:
         """Apply the layer.

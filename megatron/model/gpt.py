@@ -21,7 +21,7 @@ from megatron.layers.kv_cache import KVCache
 from megatron.layers.loss import OutputLayer
 from megatron.layers.mixers.registry import auxiliary_losses, rotary_tables
 from megatron.layers.norm import Norm, Residual
-from megatron.layers.providers import PROVIDERS
+from megatron.layers.providers import GROUPED_PROVIDERS, PROVIDERS
 from megatron.layers.recompute_plan import RecomputePlan
 from megatron.model.block import build_block, embedding_noise, hidden_dropout
 from megatron.model.multi_token import build_heads, head_losses
@@ -204,7 +204,7 @@ def build_chunks(
     layers = [layer for stage in stages.values() for layer in stage.layers]
     first, last = any(stage.first for stage in stages.values()), any(stage.last for stage in stages.values())
     specs = parameters.gpt(config, context.sharding, layers, first, last)
-    context = replace(context, model=config, providers=PROVIDERS).declare(specs)
+    context = replace(context, model=config, providers=PROVIDERS, grouped_providers=GROUPED_PROVIDERS).declare(specs)
     chunks = {index: GPTChunk(config, training, context, stage) for index, stage in stages.items()}
     if missing := [name for name in context.specs if name not in context.params]:
         raise RuntimeError(f"the layers do not build parameters that are declared: {', '.join(missing)}")

@@ -66,6 +66,19 @@ def in_chunks(whole: Case) -> Case:
     return replace(whole, training=replace(whole.training, mlp_chunk_size=2))
 
 
+def experts(recipe: str, parallel: ParallelConfig, **rest: Any) -> Case:
+    """Two of four experts per token; a rank's rows come from other ranks, with other micro-batches."""
+    wanted = case(parallel, recipe, model=replace(GATED, num_experts=4, moe_ffn_hidden_size=48), dp=2)
+    return replace(wanted, training=TrainingConfig(micro_batch_size=1), **rest)
+
+
+def wide_experts(parallel: ParallelConfig) -> Case:
+    """In blocks of 128."""
+    wanted = wide("blockwise", 64, 256, parallel)
+    return replace(wanted, model=replace(wanted.model, num_experts=2, moe_router_topk=1, moe_router_pre_softmax=True))
+
+
+ETP2 = replace(TP2_SP, expert_tensor_parallel_size=2)
 ZB = replace(pipeline(2, "zb-v", layers=4), precision=precision("tensorwise"), dp=1)
 CASES = {
     "tensorwise-tp2": case(TP2, "tensorwise"),
@@ -109,6 +122,15 @@ CASES = {
     "blockwise-cp3": wide("blockwise", 32, 256, context(3)),
     "mxfp8-tp2-sp": wide("mxfp8", 16, 64),
     "blockwise-tp2-sp": wide("blockwise", 64, 256),
+    "rowwise-experts-ep2": experts("rowwise", ParallelConfig(expert_model_parallel_size=2)),
+    "rowwise-experts-ep2-etp2": experts("rowwise", replace(ETP2, expert_model_parallel_size=2)),
+    "tensorwise-experts-ep4-tp2-sp": experts(
+        "tensorwise", replace(TP2_SP, expert_model_parallel_size=4, expert_tensor_parallel_size=1)
+    ),
+    "rowwise-experts-biases-etp2": experts(
+        "rowwise", ETP2, model=replace(MODEL, num_experts=4, moe_ffn_hidden_size=48, add_bias_linear=True)
+    ),
+    "blockwise-experts-etp2": wide_experts(ETP2),
     "mxfp8-tp2-sp-chunks": in_chunks(wide("mxfp8", 16, 64)),
     "blockwise-tp2-sp-chunks": in_chunks(wide("blockwise", 64, 256)),
 }
@@ -158,6 +180,7 @@ def run_with_scales_of_parts(rank: int, world_size: int, wanted: Case, forgotten
         ("tensorwise-cp2-tp2-sp", "tp"),
         ("tensorwise-cp2-tp2-sp", "cp"),
         ("rowwise-cp2-heads-tp2-sp", "cp"),
+        ("rowwise-experts-biases-etp2", "etp"),
     ],
 )
 def test_scales_of_parts_are_noticed(pool: Pool, name: str, forgotten: str) -> None:

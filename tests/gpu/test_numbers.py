@@ -17,6 +17,7 @@ from megatron.kernels.attention import sdpa
 from megatron.kernels.attention_mask import AttentionMask
 from megatron.kernels.block_attention import Use, block_attention
 from megatron.kernels.fp8 import BLOCKS, Float8Recipe, fp8_operation
+from megatron.kernels.grouped_fp8 import grouped_fp8_operation
 from megatron.kernels.operation import check_kernel
 from megatron.kernels.registry import OPERATIONS, select_kernels
 from megatron.layers.context import DTYPES
@@ -25,6 +26,7 @@ from tests.gpu.models import batches_of, distance, gradients, trainer_of, twin_o
 pytestmark = pytest.mark.gpu
 
 FP8 = {f"fp8 {name}": fp8_operation(Float8Recipe("e4m3", name)) for name in BLOCKS}
+FP8 |= {f"grouped_fp8 {name}": grouped_fp8_operation(Float8Recipe("e4m3", name)) for name in ("rowwise", "blockwise")}
 
 LIMITS = {"fp32": (1e-6, 1e-5), "bf16": (5e-3, 3e-2), "fp16": (1e-3, 5e-3)}
 """Relative errors of the loss and of all gradients together: some units of rounding of each format."""

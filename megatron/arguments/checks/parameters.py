@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
-from math import lcm
+from math import lcm, prod
 
 from megatron.config.adapters import QUANTIZED_BLOCK
 from megatron.config.errors import Problem
@@ -125,7 +125,7 @@ def check_fp8_sizes(config: RunConfig, world_size: int) -> Iterator[Problem]:
     """Check that the matrices of a rank consist of whole blocks."""
     model, parallel, training = config.model, config.parallel, config.training
     recipe = config.precision.fp8_recipe
-    if config.precision.fp8_format is None or model.num_experts is not None or recipe not in FP8_MULTIPLES:
+    if config.precision.fp8_format is None or recipe not in FP8_MULTIPLES:
         return
     of, other = FP8_MULTIPLES[recipe], ("--fp8-recipe tensorwise",) if FP8_MULTIPLES[recipe] > 16 else ()
     try:
@@ -133,8 +133,9 @@ def check_fp8_sizes(config: RunConfig, world_size: int) -> Iterator[Problem]:
     except ValueError:
         return  # a dimension does not divide, which other checks report
     for name, spec in specs.items():
-        if len(spec.local_shape) == 2 and any(size % of for size in spec.local_shape):
-            rows, columns = spec.local_shape
+        rows, columns = prod(spec.local_view[spec.expert : -1]), spec.local_view[-1]
+        multiplied = len(spec.local_shape) == 2 and name.endswith(".weight") and ".router." not in name
+        if multiplied and (rows % of or columns % of):
             sentence = f"--fp8-recipe {recipe} needs multiples of {of}, and a rank's {name} is {rows} x {columns}"
             yield Problem("E923", sentence, (*other, "drop --fp8-format"))
             break

@@ -67,7 +67,9 @@ def other_values(name: str, value: Any) -> list[Any]:
         return [choice for choice in choices if choice != value]
     if setting.scalar is bool:
         return [not value]
-    return [OTHER_VALUES.get(name, (value or 0.5) / 2 if setting.scalar is float else 2 * (value or 8))]
+    if name in OTHER_VALUES:
+        return [OTHER_VALUES[name]]
+    return [(value or 0.5) / 2 if setting.scalar is float else 2 * (value or 8)]
 
 
 @cache
@@ -176,7 +178,7 @@ CHANGED = {
     "ddp_bucket_size": "1000",
     "on_nonfinite": "skip",
     "recompute_granularity": "full",
-    "moe_router_num_groups": "4 --moe-router-group-topk 2",
+    "moe_router_num_groups": "2 --moe-router-group-topk 1",
     "moe_router_group_topk": "2",
     "recompute_method": "block",
     "recompute_num_layers": "2",

@@ -21,11 +21,13 @@ from megatron.kernels.fp8 import (
     fp8_operation,
     swizzled,
 )
+from megatron.kernels.grouped_fp8 import emulated_grouped_product, experts_recipe, grouped_fp8_operation
 from megatron.kernels.operation import check_kernel
 from megatron.kernels.registry import Kernels
 from megatron.layers.context import BuildContext
+from megatron.layers.experts import GroupedLinear
 from megatron.layers.linear import ColumnParallelLinear
-from megatron.layers.providers import PROVIDERS
+from megatron.layers.providers import GROUPED_PROVIDERS, PROVIDERS
 from tests.kit.solo import Gradients, one_rank_mesh
 
 RECIPES = [
@@ -227,3 +229,81 @@ def test_casts_are_kept_inside_only() -> None:
             assert casts.get(("w", 1), quantize) is made[-1]
     assert casts.get(("w", 0), quantize) is not casts.get(("w", 0), quantize)
     assert len(made) == 6
+
+
+EXPERT_RECIPES = [recipe for recipe in RECIPES if recipe.name != "mxfp8"]
+COUNTS = [0, 128, 1, 127]
+
+
+def experts_outcome(recipe: Float8Recipe, operands: tuple[Tensor, Tensor, Tensor]) -> list[Tensor]:
+    """``y``, ``dx`` and ``dW`` of a grouped linear of four experts, whose last rows are padding."""
+    x, weight, dy = operands
+    gradient = torch.zeros_like(weight)
+    accumulator = GradAccumulator()
+    accumulator.bind(Gradients({"layers.0.weight": gradient}))
+    context = BuildContext(
+        one_rank_mesh(),
+        accumulator,
+        torch.float64,
+        kernels=Kernels(fp8=Float8Kernel(recipe), grouped_fp8=emulated_grouped_product),
+        fp8=Float8Layers(frozenset({0})),
+        grouped_providers=GROUPED_PROVIDERS,
+    ).block(0)
+    spec = context.sharding.expert.split((4, len(weight) // 4, weight.shape[1]), 1, Init(0.0))
+    layer = GroupedLinear(context.declare({"weight": spec}))
+    layer.weight.data.copy_(weight)
+    padded = [torch.cat([t, torch.full_like(t[:3], torch.nan)]) for t in (x, dy)]
+    rows = padded[0].requires_grad_()
+    y = layer(rows, torch.tensor(COUNTS).cumsum(0, dtype=torch.int32))
+    (dx,) = torch.autograd.grad(y, rows, padded[1])
+    return [y.detach()[: len(x)], dx[: len(x)], gradient]
+
+
+def expert_operands() -> tuple[Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    shapes = (256, 384), (4 * 128, 384), (256, 128)
+    x, weight, dy = (torch.randn(*shape, generator=generator, dtype=torch.float64) for shape in shapes)
+    return x, weight, dy
+
+
+def by_expert(x: Tensor, weight: Tensor, dy: Tensor) -> list[list[Tensor]]:
+    split = zip(x.split(COUNTS), weight.chunk(4), dy.split(COUNTS), strict=True)
+    return [[x_e, w_e, dy_e] for x_e, w_e, dy_e in split if len(x_e)]
+
+
+@pytest.mark.parametrize("recipe", EXPERT_RECIPES, ids=lambda r: f"{r.name}-{r.format}")
+def test_experts_multiply_rounded_values(recipe: Float8Recipe) -> None:
+    """Of a row each; weight gradients of values that are not rounded."""
+    name, ahead, back = experts_recipe(recipe).name, recipe.forward_dtype, recipe.gradient_dtype
+    x, weight, dy = expert_operands()
+    x *= torch.logspace(-2, 2, len(x), 2.0).double()[:, None]
+    parts, zero = by_expert(x, weight, dy), torch.zeros(128, 384, dtype=torch.float64)
+    expected = [
+        torch.cat([rounded(x, name, ahead, 1) @ rounded(w, name, ahead, 1, True).t() for x, w, _ in parts]),
+        torch.cat([rounded(dy, name, back, 1) @ rounded(w, name, ahead, 0, True) for _, w, dy in parts]),
+        torch.cat([zero, *(dy.t() @ x for x, _, dy in parts)]),
+    ]
+    for found, right in zip(experts_outcome(recipe, (x, weight, dy)), expected, strict=True):
+        assert distance(found, right) < 1e-12
+
+
+@pytest.mark.parametrize("recipe", EXPERT_RECIPES, ids=lambda r: f"{r.name}-{r.format}")
+def test_errors_of_experts_match_the_formats(recipe: Float8Recipe) -> None:
+    """The bounds of dense linears, see above."""
+    x, weight, dy = (t / t.abs().amax(1, keepdim=True) for t in expert_operands())
+    y, dx, _ = experts_outcome(recipe, (x, weight, dy))
+    parts, one = by_expert(x, weight, dy), 0.028
+    back = one if recipe.gradient_dtype == recipe.forward_dtype else 2 * one
+    assert distance(y, torch.cat([x @ w.t() for x, w, _ in parts])) < math.hypot(one, one)
+    assert distance(dx, torch.cat([dy @ w for _, w, dy in parts])) < math.hypot(one, back)
+
+
+@pytest.mark.parametrize("recipe", EXPERT_RECIPES, ids=lambda r: f"{r.name}-{r.format}")
+def test_the_product_of_experts_passes_its_own_check(recipe: Float8Recipe) -> None:
+    operation = grouped_fp8_operation(recipe)
+    assert check_kernel(operation, emulated_grouped_product, torch.device("cpu"), torch.float32) is None
+
+    def unscaled(a: Float8Tensor, b: Float8Tensor, offsets: Tensor, dtype: torch.dtype) -> Tensor:
+        return emulated_grouped_product(a, b._replace(scale=b.scale.flip(0)), offsets, dtype)
+
+    assert check_kernel(operation, unscaled, torch.device("cpu"), torch.float32) is not None

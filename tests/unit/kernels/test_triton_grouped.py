@@ -19,6 +19,8 @@ pytest.importorskip("triton")
 from triton.runtime import interpreter
 
 from megatron.kernels import triton_grouped
+from megatron.kernels.fp8 import Float8Recipe
+from megatron.kernels.grouped_fp8 import grouped_fp8_operation
 from megatron.kernels.grouped_linear import GROUPED_LINEAR
 from megatron.kernels.operation import check_kernel
 from megatron.kernels.triton_grouped import MatmulTile
@@ -47,6 +49,12 @@ def test_the_kernels_pass_their_check(
     if tile is not None:
         monkeypatch.setattr(triton_grouped, "_tile", lambda *_: tile)
     assert check_kernel(GROUPED_LINEAR, OURS, CPU, dtype) is None
+
+
+@pytest.mark.parametrize("recipe", [("hybrid", "rowwise"), ("e4m3", "rowwise"), ("e4m3", "blockwise")])
+def test_products_in_fp8_pass_their_check(recipe: tuple[str, str]) -> None:
+    operation = grouped_fp8_operation(Float8Recipe(*recipe))
+    assert check_kernel(operation, triton_grouped.grouped_fp8_product, CPU, torch.float32) is None
 
 
 def test_results_are_equal_to_the_bit_when_repeated() -> None:

@@ -23,6 +23,7 @@ from megatron.config.compute import KERNEL_CANDIDATES
 from megatron.config.errors import UserError
 from megatron.config.launch import end_refused_start, ranks_per_node
 from megatron.kernels.fp8 import Float8Recipe, fp8_operation
+from megatron.kernels.grouped_fp8 import grouped_fp8_operation
 from megatron.kernels.registry import OPERATIONS
 from megatron.planner.memory import max_state_bytes
 from megatron.training.machine import ALLOCATOR, CONNECTIONS, default_variables, fit_to_machine, set_variables
@@ -134,7 +135,8 @@ def test_flags_that_need_a_gpu_are_refused_together(
 
 def test_kernels_that_need_a_gpu_match_the_refusals_of_the_registry() -> None:
     cpu, config = torch.device("cpu"), parse(f"{TINY} --device cpu".split(), {}).config
-    operations = OPERATIONS | {"fp8": fp8_operation(Float8Recipe("e4m3", "tensorwise", False))}
+    recipe = Float8Recipe("e4m3", "tensorwise", False)
+    operations = OPERATIONS | {"fp8": fp8_operation(recipe), "grouped_fp8": grouped_fp8_operation(recipe)}
     for operation, name in ((operation, name) for operation, names in KERNEL_CANDIDATES.items() for name in names):
         tried = replace(config, compute=replace(config.compute, kernels=(f"{operation}={name}",)))
         refused = "E903" in [problem.code for problem in find_problems(tried, 1)]

@@ -1,0 +1,124 @@
+"""The products of grouped linears in FP8: rows sorted by expert, times the quantised weight of their expert.
+
+Both operands are quantised along the dimension that is summed (:mod:`megatron.kernels.fp8`). A row's scales depend on
+that row alone, so neither the order of rows nor the ranks that sent them change a value; ``tensorwise`` has the scales
+of ``rowwise`` here. Weight gradients are sums over rows: they are products in 16 bits
+(:mod:`megatron.kernels.grouped_linear`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megatron.kernels.compile import triton_missing, triton_region
+from megatron.kernels.fp8 import Float8Kernel, Float8Recipe, Float8Tensor, emulated_product
+from megatron.kernels.grouped_linear import joined, split_by_expert
+from megatron.kernels.operation import Candidate, KernelCheck, Operation
+
+GroupedFloat8Product = Callable[[Float8Tensor, Float8Tensor, Tensor, torch.dtype], Tensor]
+"""``(a [R, K], b [E, N, K], offsets [E], dtype) -> [R, N]``: rows ``A_e B_e^T``, see ``kernels/grouped_linear.py``."""
+
+
+def experts_recipe(recipe: Float8Recipe) -> Float8Recipe:
+    """Return the recipe of experts."""
+    return replace(recipe, name="rowwise") if recipe.name == "tensorwise" else recipe
+
+
+def emulated_grouped_product(a: Float8Tensor, b: Float8Tensor, offsets: Tensor, dtype: torch.dtype) -> Tensor:
+    """Multiply the dequantised operands, one expert after the other; reads the offsets on the host."""
+    parts = zip(split_by_expert(a.data, offsets), split_by_expert(a.scale, offsets), b.data, b.scale, strict=True)
+    rows = [
+        emulated_product(Float8Tensor(data, scale), Float8Tensor(weight, weight_scale), dtype)
+        if len(data)
+        else data.new_empty(0, len(weight), dtype=dtype)
+        for data, scale, weight, weight_scale in parts
+    ]
+    return joined(rows, len(a.data))
+
+
+def _triton() -> GroupedFloat8Product:
+    """Load the Triton kernel."""
+    return cast("GroupedFloat8Product", triton_region("grouped_fp8_product", "triton_grouped")())
+
+
+def _scaled_grouped_mm() -> GroupedFloat8Product:
+    """Return PyTorch's product, which takes e4m3 with a scale per row; others are left to Triton."""
+    rest, rowwise = _triton(), F.ScalingType.RowWise
+    multiply: Callable[..., Tensor] = cast("Any", F).scaled_grouped_mm
+
+    def product(a: Float8Tensor, b: Float8Tensor, offsets: Tensor, dtype: torch.dtype) -> Tensor:
+        suits = a.data.dtype == b.data.dtype and len(a.data) and all(size % 16 == 0 for size in b.data.shape[1:])
+        if not suits:
+            return rest(a, b, offsets, dtype)
+        return multiply(
+            a.data.contiguous(),
+            b.data.transpose(1, 2),
+            a.scale.flatten(),
+            rowwise,
+            b.scale.flatten(1),
+            rowwise,
+            offs=offsets,
+            output_dtype=dtype,
+        )
+
+    return product
+
+
+def _triton_missing(recipe: Float8Recipe, device: torch.device, dtype: torch.dtype) -> str | None:
+    """Return why a device cannot multiply in FP8, or None."""
+    if device.type != "cuda" or dtype != torch.bfloat16:
+        return "FP8 products need --bf16 on a GPU"
+    if recipe.name == "mxfp8":
+        return "experts have no product in mxfp8"
+    if torch.cuda.get_device_capability(device) < (8, 9):
+        return "it needs a GPU of compute capability 8.9"
+    return triton_missing(device, dtype)
+
+
+def _scaled_grouped_mm_missing(recipe: Float8Recipe, device: torch.device, dtype: torch.dtype) -> str | None:
+    if missing := _triton_missing(recipe, device, dtype):
+        return missing
+    if not hasattr(F, "scaled_grouped_mm"):
+        return f"it needs torch 2.10, and this is {torch.__version__}"
+    suitable = recipe.name == "rowwise" and torch.cuda.get_device_capability(device) in ((9, 0), (10, 0))
+    return None if suitable else "it needs a scale per row and a GPU of compute capability 9.0 or 10.0"
+
+
+def _checks(recipe: Float8Recipe) -> Sequence[KernelCheck]:
+    generator, rows = torch.Generator().manual_seed(0), 300
+    kernel, block = Float8Kernel(recipe), recipe.block(1)
+    x = torch.randn(rows, 384, generator=generator, dtype=torch.float64)
+    weight = torch.randn(4 * 128, 384, generator=generator, dtype=torch.float64)
+
+    def run(product: GroupedFloat8Product, t: Sequence[Tensor]) -> Sequence[Tensor]:
+        x, weight, offsets = t
+        b = kernel.quantize(weight, recipe.block(1, weight=True), recipe.forward_dtype)
+        stacked, end = Float8Tensor(*(each.unflatten(0, (4, -1)) for each in b)), int(offsets[-1])
+        outputs = []
+        for dtype in (recipe.forward_dtype, recipe.gradient_dtype):
+            a = kernel.quantize(x, block, dtype)
+            a.scale[end:] = torch.nan
+            outputs.append(product(a, stacked, offsets, x.dtype)[:end])
+        return outputs
+
+    counts = ([0, 150, 1, 140], [0, 0, rows, 0])
+    offsets = [torch.tensor(each).cumsum(0, dtype=torch.int32) for each in counts]
+    return [KernelCheck(run, (x, weight, ends), differentiated=False) for ends in offsets]
+
+
+def grouped_fp8_operation(of: Float8Recipe) -> Operation:
+    """Return the implementations for the experts of a run with a recipe."""
+    recipe = experts_recipe(of)
+    candidates: dict[str, Candidate] = {
+        "scaled_grouped_mm": Candidate(_scaled_grouped_mm, partial(_scaled_grouped_mm_missing, recipe)),
+        "triton": Candidate(_triton, partial(_triton_missing, recipe)),
+        "torch": Candidate(lambda: emulated_grouped_product),
+    }
+    return Operation(candidates, partial(_checks, recipe))
