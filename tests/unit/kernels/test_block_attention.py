@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from megatron.config import plugins
-from megatron.config.attention_pattern import KIND, AttentionPattern
+from megatron.config.attention_pattern import CAUSAL, KIND, AttentionPattern
 from megatron.kernels import block_attention as module
 from megatron.kernels.attention import sdpa
 from megatron.kernels.attention_mask import PLAIN_SCORES, AttentionMask, AttentionScores, Ranges, Tile
@@ -213,3 +213,24 @@ def test_the_default_attention_uses_tiles_for_all_but_plain_causal_attention(mon
             expected = dense(*leaves, mask, of=of)
             torch.testing.assert_close(sdpa(*leaves, mask, of), expected, rtol=1e-12, atol=1e-12)
     assert len(seen) == 4 * 3 + 2, "capped scores and sinks too"
+
+
+@pytest.mark.parametrize("softcap", [None, 2.0])
+@pytest.mark.parametrize("width", [5, 13])
+def test_values_may_be_narrower_or_wider_than_keys(width: int, softcap: float | None) -> None:
+    """With the default scale, that of keys without padding."""
+    generator = torch.Generator().manual_seed(0)
+    q, k, v, dy = (
+        torch.randn(20, 2, heads, channels, generator=generator, dtype=torch.float64).requires_grad_()
+        for heads, channels in ((4, 8), (2, 8), (2, width), (4, width))
+    )
+    mask = AttentionMask.of_sequence(20, q.device, CAUSAL)
+    y = sdpa(q, k, v, mask, AttentionScores(softcap=softcap))
+    scores = torch.einsum("sbgxd,tbgd->bgxst", q.unflatten(2, (2, 2)), k) * 8**-0.5
+    scores = scores if softcap is None else softcap * (scores / softcap).tanh()
+    weights = scores.masked_fill(torch.ones(20, 20).triu(1).bool(), -torch.inf).softmax(-1)
+    expected = torch.einsum("bgxst,tbgd->sbgxd", weights, v).flatten(2, 3)
+    torch.testing.assert_close(y, expected, rtol=1e-12, atol=1e-12)
+    found, wanted = (torch.autograd.grad(each, (q, k, v), dy) for each in (y, expected))
+    for ours, theirs in zip(found, wanted, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-11, atol=1e-12)
