@@ -171,3 +171,22 @@ def test_a_recomputed_producer_keeps_no_bytes_for_its_consumer() -> None:
     torch.testing.assert_close(x.grad, (2.0 * x.sin() * x.cos() * weight.sum(1)).detach())
     assert alive < x.nbytes, "scalars only; without recomputation the product keeps its input"
     assert producer.calls == 2
+
+
+def test_recomputed_outputs_may_share_memory_and_be_saved_as_views() -> None:
+    x, first, second = (torch.randn(n, 8, dtype=torch.float64, requires_grad=True) for n in (6, 4, 6))
+    calls = []
+
+    def producer(x: Tensor) -> tuple[Tensor, ...]:
+        calls.append(x)
+        left, right = x.sin().square().split((4, 4), 1)
+        return left, right
+
+    def consumer(left: Tensor, right: Tensor) -> Tensor:
+        return (left @ first).sum() * 2 + (right.t() @ second).sin().sum()
+
+    expected = torch.autograd.grad(consumer(*producer(x)), (x, first, second))
+    calls.clear()
+    found = torch.autograd.grad(recompute_producer(producer, consumer, x), (x, first, second))
+    assert all(map(torch.equal, found, expected))
+    assert len(calls) == 2
