@@ -72,6 +72,11 @@ class ExpertsMixer(Mixer):
         experts = [shape.linear(spec, rows) for name, spec in specs if is_linear(name) and spec.expert]
         return experts + mlp_linears(shape, _shared(shape.model, shape.sharding))
 
+    def buffer_bytes(self, config: ModelConfig) -> int:
+        """Return the bytes of the loads: of a step, of the step before, and of the steps since the last log line."""
+        kinds = 3 + config.has_global_loss  # the last one with the choices that were dropped
+        return (kinds * (config.num_experts or 0) + 1) * INDEX_BYTES
+
     def kept(self, shape: ActivationShape) -> Iterator[KeptTensor]:
         """Yield what the router, the dispatch, the experts and the shared expert keep.
 
