@@ -53,7 +53,8 @@ class ExpertLoadBalance(Component):
     @contextmanager
     def while_computing(self) -> Iterator[None]:
         """Count from 0; see :class:`Component`."""
-        torch._foreach_zero_([count for loads in self._loads.values() for count in loads.counted()])
+        if counts := [count for loads in self._loads.values() for count in loads.counted()]:  # none in some stages
+            torch._foreach_zero_(counts)
         yield
 
     @torch.no_grad()
