@@ -27,7 +27,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
@@ -39,7 +38,6 @@ from benchmarks.roofline import GAP, GEMM_RATES, GRAPH_GAP, H100, H200, PEAK_FLO
 from benchmarks.traffic import Traffic
 from megatron.config.run import RunConfig
 from megatron.kernels import registry
-from megatron.layers import dispatch
 from megatron.planner.flops import FlopsPerToken
 
 ROOT = Path(__file__).parents[1]
@@ -54,6 +52,10 @@ LLAMA_1B = (
     "--no-untie-embeddings-and-output-weights"
 )
 MIXTRAL = f"{LLAMA} --vocab-size 32000 --num-experts 8 --moe-router-topk 2"
+QWEN = (
+    f"{LLAMA} --vocab-size 151936 --hidden-size 2048 --kv-channels 128 --num-query-groups 4 --qk-layernorm "
+    "--num-experts 64 --moe-router-topk 8 --moe-ffn-hidden-size 768"
+)
 
 
 @dataclass(frozen=True)
@@ -83,6 +85,7 @@ CASES = {
     "llama3-8b-s2048": Case(f"{LLAMA} --seq-length 2048", 1, 8, 4),
     "llama3-8b-s8192": Case(f"{LLAMA} --seq-length 8192", 1, 8, 4),
     "mixtral-s4096": Case(f"{MIXTRAL} --seq-length 4096", 1, 4, 4),
+    "qwen3-moe-s4096": Case(f"{QWEN} --seq-length 4096", 1, 4, 4),
 }
 """Eight layers of Llama-3-8B and four of Mixtral-8x7B, as more do not fit on one GPU with their optimizer state."""
 
@@ -126,22 +129,6 @@ def step_of(implementation: str, case: Case, layers: int, micro_batches: int) ->
     if who == "transformers":
         return Theirs(case.micro_batch, compiled=how == "compiled").make(model, device)
     return Ours(case.micro_batch, f"{IMPLEMENTATIONS[implementation]} {case.more}").make(model, device)
-
-
-def evenly(plan: Any) -> Any:
-    """Return a dispatch plan that gives every expert as many tokens; a router of zeros gives none."""
-
-    def planned(experts_TK: Tensor, experts: int, *rest: Any) -> Any:
-        rows, tolist = experts_TK.numel(), Tensor.tolist
-
-        def even(t: Tensor) -> list[int]:
-            tolist(t)  # waits for the GPU, as it does with real counts
-            return [rows, rows]
-
-        with patch.object(Tensor, "tolist", even):
-            return plan(experts_TK, experts, *rest)
-
-    return planned
 
 
 def torchtitan(case: Case, layers: int, micro_batches: int, compiled: bool) -> Callable[[], object]:
@@ -226,7 +213,6 @@ def row_of(name: str, implementation: str) -> dict[str, Any]:
     """Return the figures of a whole step, and of steps with one micro-batch at both depths."""
     torch.backends.cuda.enable_cudnn_sdp(False)  # cuDNN's attention cannot run on the null GPU
     registry.check_kernel = lambda *_, **__: None  # zeros fail every check
-    dispatch.DispatchPlan.plan = evenly(dispatch.DispatchPlan.plan)
     case = (CASES | MEASURED)[name]
     row = {"whole": measure(implementation, case, case.layers, case.micro_batches)}
     for layers in DEPTHS if name in CASES else ():

@@ -1,11 +1,13 @@
 """Speed of a training step beside `transformers`, and of two tensor-parallel processes beside one.
 
-    python -m benchmarks.train_step            # against GPT2LMHeadModel with torch's AdamW, one process on a CPU
-    python -m benchmarks.train_step --tp 2     # two processes against one
+    python -m benchmarks.train_step                     # against GPT2LMHeadModel with torch's AdamW, on a CPU
+    python -m benchmarks.train_step --model mixtral     # against MixtralForCausalLM; or qwen3-moe
+    python -m benchmarks.train_step --tp 2              # two processes against one
 
-The model is GPT-2 with 124M parameters in fp32, without dropout, on sequences of 512. Both sides start from the same
-weights, their first losses must agree, and they take turns; a ratio is the median over rounds of two neighbouring
-steps. `transformers` computes GPT-2's activation in pieces, so it also runs with the fused kernel that we use.
+Models are GPT-2 with 124M parameters, and Mixtral and Qwen3-MoE with fewer and narrower layers, in fp32, without
+dropout, on sequences of 512. Both sides start from the same weights, their first losses must agree, and they take
+turns; a ratio is the median over rounds of two neighbouring steps. `transformers` computes GPT-2's activation in
+pieces, so it also runs with the fused kernel that we use; experts run in both of its implementations.
 """
 
 from __future__ import annotations
@@ -40,6 +42,7 @@ from benchmarks.record import (
     take_turns,
 )
 from megatron.arguments.cli import parse
+from megatron.config.model import ModelConfig
 from megatron.convert.huggingface.weights import HuggingFaceWeights
 from megatron.distributed.micro_batch import MicroBatch
 from megatron.optimizer.lr_scheduler import Rates
@@ -49,15 +52,36 @@ from megatron.training.step import train_step
 from megatron.training.trainer import Trainer
 
 LEARNING_RATE, WEIGHT_DECAY, CLIP = 1e-4, 0.01, 1.0
-TITLE = "# Training step, GPT-2 124M, fp32, sequence 512, CPU, one thread per process"
+TITLE = "# Training step, fp32, sequence 512, CPU, one thread per process"
 
 Step = Callable[[], float]
 """Takes one training step and returns its loss."""
 
+LLAMA = (
+    "--hidden-size 512 --num-attention-heads 8 --group-query-attention --num-query-groups 2 --swiglu"
+    " --normalization RMSNorm --position-embedding-type rope --disable-bias-linear --vocab-size 8192"
+    " --untie-embeddings-and-output-weights --moe-aux-loss-coeff 0"
+)
+MODELS = {
+    "gpt2": ("GPT-2 124M", 12, "--preset gpt2-124m"),
+    "mixtral": (
+        "Mixtral of hidden size 512, 8 experts of 1792, top 2",
+        4,
+        f"{LLAMA} --rotary-base 1000000 --norm-epsilon 1e-5 --num-experts 8 --moe-ffn-hidden-size 1792",
+    ),
+    "qwen3-moe": (
+        "Qwen3-MoE of hidden size 512, 64 experts of 192, top 8",
+        4,
+        f"{LLAMA} --rotary-base 1000000 --norm-epsilon 1e-6 --qk-layernorm --num-experts 64 --moe-router-topk 8"
+        " --moe-ffn-hidden-size 192",
+    ),
+}
+"""By name: a title, the layers, and the flags."""
+
 
 def our_trainer(args: argparse.Namespace, rank: int = 0, tp: int = 1, more: Sequence[str] = ()) -> Trainer:
     """Build a trainer as the command line would."""
-    flags = ["--preset", "gpt2-124m", "--num-layers", str(args.num_layers), "--seq-length", "512", "--mock-data"]
+    flags = [*MODELS[args.model][2].split(), "--num-layers", str(args.num_layers), "--seq-length", "512", "--mock-data"]
     flags += ["--micro-batch-size", str(args.micro_batch_size), "--train-iters", "1000", "--device", "cpu"]
     flags += ["--hidden-dropout", "0", "--attention-dropout", "0", "--clip-grad", str(CLIP)]
     flags += ["--tensor-model-parallel-size", str(tp), *more]
@@ -71,13 +95,42 @@ def our_step(trainer: Trainer) -> Step:
     return lambda: train_step(trainer, batches, Rates(LEARNING_RATE, WEIGHT_DECAY)).loss.item()
 
 
-def their_model(args: argparse.Namespace, activation: str) -> nn.Module:
-    """Build the same architecture in `transformers`."""
-    config = transformers.GPT2Config(
-        n_layer=args.num_layers, activation_function=activation, attn_implementation="sdpa"
-    )
-    config.update({"embd_pdrop": 0.0, "resid_pdrop": 0.0, "attn_pdrop": 0.0, "use_cache": False})
-    return transformers.GPT2LMHeadModel(config).train()
+def their_models(args: argparse.Namespace, model: ModelConfig) -> dict[str, nn.Module]:
+    """Build the same architecture in `transformers`, in its variants by name."""
+    if args.model == "gpt2":
+        models = {}
+        for name, activation in (("transformers", "gelu_new"), ("transformers, fused gelu", "gelu_pytorch_tanh")):
+            config = transformers.GPT2Config(
+                n_layer=args.num_layers, activation_function=activation, attn_implementation="sdpa"
+            )
+            config.update({"embd_pdrop": 0.0, "resid_pdrop": 0.0, "attn_pdrop": 0.0, "use_cache": False})
+            models[name] = transformers.GPT2LMHeadModel(config)
+        return models
+    shape = {
+        "hidden_size": model.hidden_size,
+        "num_hidden_layers": args.num_layers,
+        "num_attention_heads": model.num_attention_heads,
+        "num_key_value_heads": model.kv_groups,
+        "head_dim": model.head_dim,
+        "vocab_size": model.vocab,
+        "num_experts_per_tok": model.moe_router_topk,
+        "rms_norm_eps": model.norm_epsilon,
+        "rope_theta": model.rotary_base,
+        "max_position_embeddings": 512,
+        "use_cache": False,
+        "attn_implementation": "sdpa",
+    }
+    if args.model == "mixtral":
+        kind: Any = transformers.MixtralForCausalLM
+        shape |= {"num_local_experts": model.num_experts, "intermediate_size": model.expert_ffn}
+    else:
+        kind = transformers.Qwen3MoeForCausalLM
+        shape |= {"num_experts": model.num_experts, "moe_intermediate_size": model.expert_ffn, "norm_topk_prob": True}
+    names = {"transformers, expert by expert": "eager", "transformers, grouped_mm": "grouped_mm"}
+    return {
+        name: kind(kind.config_class(**shape, experts_implementation=implementation))
+        for name, implementation in names.items()
+    }
 
 
 def their_step(model: nn.Module, batch: MicroBatch) -> Step:
@@ -97,19 +150,15 @@ def their_step(model: nn.Module, batch: MicroBatch) -> Step:
 
 def against_transformers(args: argparse.Namespace) -> dict[str, list[float]]:
     """Return the seconds of each step, by contestant."""
-    models = {
-        "transformers": their_model(args, "gelu_new"),
-        "transformers, fused gelu": their_model(args, "gelu_pytorch_tanh"),
-    }
-    first, *others = models.values()
+    trainer = our_trainer(args)
+    first, *others = (models := their_models(args, trainer.config.model)).values()
     for other in others:
         other.load_state_dict(first.state_dict())
-    trainer = our_trainer(args)
     with tempfile.TemporaryDirectory() as folder:
         first.save_pretrained(folder)
         restore_weights(trainer, HuggingFaceWeights(Path(folder), trainer.config.model))
     (batch,) = trainer.next_batches()
-    steps = {"ours": our_step(trainer)} | {name: their_step(model, batch) for name, model in models.items()}
+    steps = {"ours": our_step(trainer)} | {name: their_step(model.train(), batch) for name, model in models.items()}
     return compare_steps(steps, args)
 
 
@@ -166,12 +215,15 @@ def main(argv: Sequence[str]) -> int:
         "--tp", type=int, default=1, help="processes to compare with one (1: compare with transformers)"
     )
     parser.add_argument("--micro-batch-size", type=int, default=1, help="sequences of a step")
-    parser.add_argument("--num-layers", type=int, default=12, help="fewer for a quick look")
+    parser.add_argument("--model", choices=MODELS, default="gpt2")
+    parser.add_argument("--num-layers", type=int, help="fewer for a quick look")
     args = parser.parse_args(argv)
+    title, layers, _ = MODELS[args.model]
+    args.num_layers = args.num_layers or layers
     if args.tp > 1 and args.clock != "wall":
         parser.error("with --tp only the wall clock counts the time spent waiting for one another: --clock wall")
-    if args.write and args.num_layers != 12:
-        parser.error("results are kept for 12 layers only: leave out --write or --num-layers")
+    if args.write and args.num_layers != layers:
+        parser.error(f"results are kept for {layers} layers only: leave out --write or --num-layers")
     load = os.getloadavg()[0]
     torch.set_num_threads(1)
     seconds = against_transformers(args) if args.tp == 1 else run_ranks(args.tp, tensor_parallel_rank, args)[0]
@@ -179,7 +231,8 @@ def main(argv: Sequence[str]) -> int:
         print(f"{name:26} {512 * args.micro_batch_size / statistics.median(values):8.1f} tokens/s")
     kind = "transformers" if args.tp == 1 else f"{args.tp} processes beside one"
     measured = {"ratios": lines(args, seconds), "rounds": args.repeats, "clock": args.clock, "load": load}
-    results = {f"{kind}, micro-batch {args.micro_batch_size}": measured | machine("torch", "transformers")}
+    kind = f"{title}, {kind}, micro-batch {args.micro_batch_size}"
+    results = {kind: measured | machine("torch", "transformers")}
     print(page(results))
     if args.write:
         path = RESULTS / "train_step.json"

@@ -211,7 +211,7 @@ def resolve(config: RunConfig, world_size: int) -> RunConfig:
     model = replace(
         config.model,
         num_query_groups=config.model.kv_groups,
-        kv_channels=config.model.head_dim,
+        kv_channels=config.model.head_dim if config.model.has_attention else config.model.kv_channels,
         ffn_hidden_size=config.model.ffn,
         max_position_embeddings=config.model.max_position_embeddings or config.training.seq_length,
         lora_alpha=config.model.lora_alpha if rank is None else config.model.lora_scale * rank,

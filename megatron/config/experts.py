@@ -23,6 +23,21 @@ def expert_layers(text: str) -> tuple[int, ...]:
     return selected_layers(text, MAX_LAYERS, first=True)
 
 
+FEW_TOKENS = 64
+"""Rows of a tile of a matrix product on a GPU: experts with fewer tokens use a part of it."""
+
+
+def tokens_per_expert(config: Run) -> float | None:
+    """Return the tokens of a micro-batch that an expert gets if all are chosen equally often; None without experts."""
+    model, parallel, training = config.model, config.parallel, config.training
+    if model.num_experts is None:
+        return None
+    ranks = parallel.expert_model_parallel_size * parallel.expert_tp  # which send tokens to an expert
+    shared = parallel.tensor_model_parallel_size * parallel.context_parallel_size  # parts of a sequence
+    tokens = training.micro_batch_size * training.seq_length / shared
+    return float(tokens * model.moe_router_topk * ranks / model.num_experts)
+
+
 @dataclass(frozen=True, init=False, eq=False, repr=False)
 class ExpertOptions:
     """Options of the experts that take the place of a block's MLP."""
@@ -75,7 +90,6 @@ class ExpertOptions:
     fp8_format and num_experts and fp8_recipe=mxfp8
     E922 --fp8-recipe mxfp8 does not support --num-experts: experts have no product in mxfp8
       fix: --fp8-recipe rowwise | --fp8-recipe blockwise
-
     """
 
     def has_experts(self, layer: int) -> bool:
@@ -125,6 +139,24 @@ class ExpertOptions:
             differences.append(f"weight gradients in {precision.params_dtype}")
         if differences:
             yield f"--fp8-recipe {precision.fp8_recipe}: experts have {' and '.join(differences)}"
+
+    def note_few_tokens(self, config: Run, world_size: int) -> Iterator[str]:
+        """Yield a note if the experts get so few tokens of a micro-batch that their products are slow on a GPU."""
+        if config.training.device == "cpu" or (tokens := tokens_per_expert(config)) is None or tokens >= FEW_TOKENS:
+            return
+        what = f"fewer than the {FEW_TOKENS} rows of a tile of a product"
+        yield f"at balance an expert gets {tokens:.4g} tokens of a micro-batch, {what}: larger micro-batches are faster"
+
+    def row_experts(self, config: Run, world_size: int) -> str:
+        """Return the experts of a rank, and their tokens."""
+        parallel, tokens = config.parallel, tokens_per_expert(config)
+        if self.num_experts is None or tokens is None:
+            return ""
+        ep, tp = parallel.expert_model_parallel_size, parallel.expert_tp
+        ranks = f" (those of a layer are on {ep * tp} neighbouring ranks)" if ep * tp > 1 else ""
+        part = f", 1/{tp} of each" if tp > 1 else ""
+        held = f"{self.num_experts // ep} of {self.num_experts} on a rank{part}{ranks}"
+        return f"{held}; at balance each gets {tokens:,.4g} tokens of a micro-batch"
 
     def row_ranks(self, config: Run, world_size: int) -> str:
         """Return the grid of the ranks for experts."""

@@ -14,6 +14,7 @@ from megatron.config.adapters import AdapterOptions
 from megatron.config.attention_pattern import AttentionPattern, format_layers, parse_layers, split_layers
 from megatron.config.errors import Problem
 from megatron.config.experts import ExpertOptions
+from megatron.config.latent_attention import LATENT_ATTENTION, YARN, LatentAttentionOptions
 from megatron.config.multi_token import MultiTokenOptions
 from megatron.config.option import (
     MAX_LAYERS,
@@ -31,11 +32,12 @@ GATED_ACTIVATIONS = ("swiglu", "geglu", "geglu_tanh", "quick_geglu")
 """Activations whose first projection has a second half, the gate."""
 
 
-ROTARY = Need("position_embedding_type=rope|yarn", "rotary positions")
-ROPE = Need("position_embedding_type=rope")
+ROTARY = Need("position_embedding_type=rope|yarn or has_latent_attention", "rotary positions")
+ROTARY_ATTENTION = Need("position_embedding_type=rope|yarn")
+ROPE = Need("position_embedding_type=rope or rope_type=rope", "--position-embedding-type rope")
 ROPE_SCALING = Need("use_rope_scaling")
-YARN = Need("position_embedding_type=yarn")
 QK_NORM = Need("qk_layernorm")
+ATTENTION = Need("has_attention", "attention without a latent")
 GATED = Need(f"activation={'|'.join(GATED_ACTIVATIONS)}", "a gated activation")
 CROSS_ENTROPY = Need("objective!=dpo|distillation", "--objective next_token")
 
@@ -91,10 +93,11 @@ class TransformerOptions(WithPluginOptions):
         role="shape",
         at_least=1,
         at_most=MAX_SIZE,
+        needs=ATTENTION,
         megatron=MegatronOption("1, with --group-query-attention", "one per query head"),
     )
     """Number of key/value heads. Default: one per query head (MHA); 1 is MQA."""
-    kv_channels: int | None = option(None, role="shape", at_least=1, at_most=MAX_SIZE)
+    kv_channels: int | None = option(None, role="shape", at_least=1, at_most=MAX_SIZE, needs=ATTENTION)
     """Channels per head. Default: hidden_size / num_attention_heads."""
     vocab_size: int | None = option(None, role="shape", at_least=1, at_most=MAX_SIZE)
     """Vocabulary size. Default: that of the tokenizer."""
@@ -128,10 +131,10 @@ class TransformerOptions(WithPluginOptions):
     """Longest supported sequence. Default: seq_length."""
     rotary_base: float = option(10000.0, role="function", above=1, needs=ROTARY)
     """Base of the rotary frequencies (theta)."""
-    rotary_percent: float = option(1.0, role="function", above=0, at_most=1, needs=ROTARY)
+    rotary_percent: float = option(1.0, role="function", above=0, at_most=1, needs=ROTARY_ATTENTION)
     """Fraction of a head's channels that are rotated."""
-    rotary_interleaved: bool = option(False, role="function", needs=ROTARY)
-    """Rotate channel pairs (0,1), (2,3), ... instead of (i, i+d/2)."""
+    rotary_interleaved: bool = option(False, role="function", needs=ROTARY_ATTENTION)
+    """Rotate channel pairs (0,1), (2,3), ... instead of (i, i+d/2). Latent attention always does."""
     rotary_base_local: float | None = option(None, role="function", above=1, needs=ROTARY)
     """Base of the rotary frequencies of layers with a sliding window, which then have no scaling. Default: as the
     others."""
@@ -155,7 +158,7 @@ class TransformerOptions(WithPluginOptions):
     yarn_original_max_position_embeddings: int | None = option(
         None, role="function", at_least=1, at_most=MAX_SIZE, needs=YARN
     )
-    """YaRN: original context length. Required by yarn."""
+    """YaRN: original context length. Required by --position-embedding-type yarn; 4096 for latent attention."""
     yarn_beta_fast: float = option(32.0, role="function", above=0, needs=YARN)
     """YaRN: channels with more rotations than this are unchanged."""
     yarn_beta_slow: float = option(1.0, role="function", above=0, needs=YARN)
@@ -173,11 +176,13 @@ class TransformerOptions(WithPluginOptions):
     prefix:TOKENS, or the name of a plugin's pattern. A part +first:TOKENS keeps the first tokens visible, *N repeats.
     Example: 'local:4096*5,global'."""
 
-    token_mixers: tuple[str, ...] = option(("attention",), role="shape", choices=("attention",), kind="mixer")
-    """Mixers of the tokens, the residual layers before the MLPs, repeated over the layers: attention, or the name of a
-    plugin's mixer. Example: mine mine mine attention."""
+    token_mixers: tuple[str, ...] = option(
+        ("attention",), role="shape", choices=("attention", LATENT_ATTENTION), kind="mixer"
+    )
+    """Mixers of the tokens, the residual layers before the MLPs, repeated over the layers: attention, latent-attention,
+    or the name of a plugin's mixer. Example: mine mine mine attention."""
     softmax_scale: float | None = option(None, role="function", above=0, example=0.0625)
-    """Factor on the products of queries and keys. Default: 1/sqrt(kv_channels)."""
+    """Factor on the products of queries and keys. Default: 1/sqrt(channels of a key)."""
     attn_logit_softcapping: float | None = option(None, role="function", above=0, example=50)
     """Cap the scores of attention smoothly, before the mask: cap x tanh(score / cap), as Gemma 2."""
     softmax_type: str = option(
@@ -203,8 +208,8 @@ class TransformerOptions(WithPluginOptions):
     norm_epsilon: float = option(1e-5, role="function", above=0)
     """Epsilon added to the variance."""
     qk_layernorm: bool = option(False, role="shape")
-    """Normalize queries and keys, before the rotary embedding."""
-    qk_layernorm_scope: str = option("head", role="shape", choices=("head", "all"), needs=QK_NORM)
+    """Normalize queries and keys, before the rotary embedding; in latent attention the latents."""
+    qk_layernorm_scope: str = option("head", role="shape", choices=("head", "all"), needs=(QK_NORM, ATTENTION))
     """Normalize the queries of each head, or those of all heads of the layer at once; keys likewise."""
     activation: str = option(
         "gelu_tanh",
@@ -227,7 +232,7 @@ class TransformerOptions(WithPluginOptions):
     """Add this to the half of a gated activation that is not the gate, after its limits."""
     add_bias_linear: bool = option(True, role="shape", aliases={"--disable-bias-linear": False})
     """Use biases in all linear layers, those of experts and routers included."""
-    add_qkv_bias: bool = option(False, role="shape")
+    add_qkv_bias: bool = option(False, role="shape", needs=ATTENTION)
     """Use a bias in the QKV projection even without add_bias_linear."""
     hidden_dropout: float = option(0.1, role="schedule", at_least=0, below=1)
     """Dropout rate of the embeddings and of each block's two residual branches."""
@@ -282,12 +287,12 @@ class TransformerOptions(WithPluginOptions):
     E107 --rope-low-freq-factor {rope_low_freq_factor} is not below --rope-high-freq-factor {rope_high_freq_factor}
       fix: --rope-low-freq-factor 1 --rope-high-freq-factor 4
 
-    position_embedding_type=yarn and not yarn_original_max_position_embeddings
+    position_embedding_type=yarn and has_attention and not yarn_original_max_position_embeddings
     E107 yarn needs the context length of the model before its extension
       fix: --yarn-original-max-position-embeddings {seq_length}
 
-    position_embedding_type=yarn and yarn_beta_slow>=yarn_beta_fast
-    E107 --yarn-beta-slow {yarn_beta_slow} is not below --yarn-beta-fast {yarn_beta_fast}
+    position_embedding_type=yarn and yarn_beta_slow>yarn_beta_fast
+    E107 --yarn-beta-slow {yarn_beta_slow} is above --yarn-beta-fast {yarn_beta_fast}
       fix: --yarn-beta-slow 1 --yarn-beta-fast 32
 
     window_size and attention_pattern
@@ -319,10 +324,16 @@ class RotaryTable(NamedTuple):
     kind: str
     # Rotated channels of a head.
     channels: int
+    # ``rope`` or ``yarn``, for the kind ``global``.
+    scaling: str = "rope"
+    # Rotate channel pairs (0, 1), (2, 3).. instead of (i, i + channels/2).
+    interleaved: bool = False
 
 
 @dataclass(frozen=True)
-class ModelConfig(AdapterOptions, RouterOptions, ExpertOptions, MultiTokenOptions, TransformerOptions):
+class ModelConfig(
+    AdapterOptions, LatentAttentionOptions, RouterOptions, ExpertOptions, MultiTokenOptions, TransformerOptions
+):
     """Decoder-only transformer.
 
     Query heads share key/value heads in groups (``n`` = num_attention_heads, ``g`` = num_query_groups)::
@@ -336,17 +347,14 @@ class ModelConfig(AdapterOptions, RouterOptions, ExpertOptions, MultiTokenOption
     def mixers(self, layer: int) -> tuple[str, ...]:
         """Return the names of the mixers of a layer, in order: each is a residual layer ``x + mixer(norm(x))``."""
         token_mixer = self.token_mixers[layer % len(self.token_mixers)]
+        if token_mixer == "attention" and self.multi_latent_attention:
+            token_mixer = LATENT_ATTENTION
         return token_mixer, "experts" if self.has_experts(layer) else "mlp"
 
     @property
     def head_layers(self) -> tuple[int, ...]:
         """Layers whose kind of block the heads have, which predict further tokens beside the output layer."""
         return (self.num_layers - 1,) * self.prediction_depths
-
-    @property
-    def num_blocks(self) -> int:
-        """Number of blocks, those of the heads included."""
-        return self.num_layers + len(self.head_layers)
 
     @property
     def kinds_of_layers(self) -> list[tuple[str, ...]]:
@@ -428,7 +436,7 @@ class ModelConfig(AdapterOptions, RouterOptions, ExpertOptions, MultiTokenOption
 
     def rotary_kind(self, layer: int) -> str | None:
         """Return the rotary embedding of a layer: ``global``, ``local`` (``rotary_base_local``), or None."""
-        if self.position_embedding_type not in ("rope", "yarn"):
+        if self.position_embedding_type not in ("rope", "yarn") and LATENT_ATTENTION not in self.mixers(layer):
             return None
         if self.no_rope_freq is not None:
             layers = no_rope_layers(self.no_rope_freq)
@@ -447,7 +455,7 @@ class ModelConfig(AdapterOptions, RouterOptions, ExpertOptions, MultiTokenOption
     def check_head_width(self, config: Run, world_size: int) -> Iterator[Problem]:
         """Without ``kv_channels``, check that the heads divide the hidden size."""
         hidden, heads = self.hidden_size, self.num_attention_heads
-        if self.kv_channels is None and hidden % heads:
+        if self.has_attention and self.kv_channels is None and hidden % heads:
             fixes = (
                 *flag_fixes("--num-attention-heads", nearest(heads, divisors(hidden))),
                 *multiples_as_fixes("--hidden-size", hidden, heads),
@@ -458,13 +466,13 @@ class ModelConfig(AdapterOptions, RouterOptions, ExpertOptions, MultiTokenOption
     def check_query_groups(self, config: Run, world_size: int) -> Iterator[Problem]:
         """Check that every key/value head serves the same number of query heads."""
         heads, groups = self.num_attention_heads, self.kv_groups
-        if heads % groups:
+        if self.has_attention and heads % groups:
             fixes = flag_fixes("--num-query-groups", nearest(groups, divisors(heads)))
             yield Problem("E102", f"{heads} query heads cannot share {groups} key/value heads evenly", fixes)
 
     def check_rotary_channels(self, config: Run, world_size: int) -> Iterator[Problem]:
         """Check that an even number of channels is rotated."""
-        if self.position_embedding_type not in ("rope", "yarn"):
+        if not self.has_attention or self.position_embedding_type not in ("rope", "yarn"):
             return
         rotated, channels = self.rotary_dim, self.head_dim
         if rotated < 2 or rotated % 2:

@@ -13,14 +13,15 @@ a2a             1, CP    all-to-all: every rank gets the whole sequence of some 
 a2a+p2p         both     a2a among neighbouring ranks, p2p between these groups
 ==============  =======  =============================================================================================
 
-Shapes: S tokens of this rank, T tokens of the ring rank (S x A), B batch, N query heads, G key/value heads, D channels.
+Shapes: S tokens of this rank, T tokens of the ring rank (S x A), B batch, N query heads, G key/value heads, D channels,
+which may differ between keys and values.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from math import lcm
+from math import lcm, prod
 
 import torch
 from torch import Tensor
@@ -91,12 +92,12 @@ class ContextParallel:
         if self.heads.size > 1:
             copies = lcm(groups, self.heads.size) // groups
             k_SBGD, v_SBGD = (t.repeat_interleave(copies, 2) if copies > 1 else t for t in (k_SBGD, v_SBGD))
-            sizes = heads // self.heads.size, groups * copies // self.heads.size
-            q_SBND, k_SBGD, v_SBGD = self._gather_rows((q_SBND, k_SBGD, v_SBGD)).split((*sizes, sizes[1]), 2)
+            q_SBND, k_SBGD, v_SBGD = self._gather_rows((q_SBND, k_SBGD, v_SBGD))
+            own = heads // self.heads.size
             if dropout is not None:
-                dropout = replace(dropout, first_head=dropout.first_head + self.heads.rank * sizes[0])
+                dropout = replace(dropout, first_head=dropout.first_head + self.heads.rank * own)
             if scores.sink is not None:
-                scores = replace(scores, sink=scores.sink.split(sizes[0])[self.heads.rank])
+                scores = replace(scores, sink=scores.sink.split(own)[self.heads.rank])
         if self.ring.size > 1:
             chunks = chunks_of(length, self.ring.size, self.ring.rank)
             mask = mask.part(chunks, chunks)
@@ -122,13 +123,15 @@ class ContextParallel:
         k_TBGD = comm.all_gather(comm.all_gather(k_SBGD.detach(), self.heads), self.ring)
         return k_TBGD, replace(mask, queries=self.rows(length), keys=chunks_of_all(length, size))
 
-    def _gather_rows(self, tensors: Sequence[Tensor]) -> Tensor:
-        """Exchange heads for rows: ``[S, B, N, D]`` of each tensor -> ``[T, B, sum of N/A, D]``."""
+    def _gather_rows(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Exchange heads for rows: ``[S, B, N, D] -> [T, B, N/A, D]`` of each tensor, in one message."""
         size = self.heads.size
-        parts = [t.unflatten(2, (size, -1)) for t in tensors]
-        rows_ASBND = torch.cat(parts, 3).movedim(2, 0)
-        rows = [rows_ASBND.shape[1]] * size
-        return mappings.all_to_all(rows_ASBND.flatten(0, 1), rows, rows, self.heads)
+        parts = [t.unflatten(2, (size, -1)).movedim(2, 0).flatten(3) for t in tensors]
+        rows_ASBE = torch.cat(parts, 3)
+        rows = [rows_ASBE.shape[1]] * size
+        received = mappings.all_to_all(rows_ASBE.flatten(0, 1), rows, rows, self.heads)
+        split = received.split([part.shape[3] for part in parts], 2)
+        return [part.unflatten(2, (-1, t.shape[3])) for part, t in zip(split, tensors)]
 
     def _scatter_rows(self, y_TBND: Tensor) -> Tensor:
         """Exchange rows for heads: ``[T, B, N/A, D] -> [S, B, N, D]``."""
@@ -161,6 +164,27 @@ class GatheredKeyValues:
         return k.wait(), v.wait(), mask.with_keys(chunks_of_all(self.length, self.ring.size))
 
 
+Shapes = Sequence[tuple[int, ...]]
+"""Shapes of chunks of keys and of values, ``[chunks, tokens, B, G, D]``."""
+
+
+@dataclass(frozen=True)
+class _Arriving:
+    """Chunks of keys and of values that another rank sends, one after the other in one buffer."""
+
+    buffer: Pending
+    shapes: Shapes
+
+    def wait(self) -> list[Tensor]:
+        """Return the chunks of keys, and those of values."""
+        return _parts(self.buffer.wait(), self.shapes)
+
+
+def _parts(buffer: Tensor, shapes: Shapes) -> list[Tensor]:
+    """Return the parts of a buffer that have these shapes."""
+    return [part.view(shape) for part, shape in zip(buffer.split([*map(prod, shapes)]), shapes)]
+
+
 @dataclass(frozen=True)
 class PassedKeyValues:
     """Keys and values of the other ranks, one rank after the other, the next in flight while one is used.
@@ -180,17 +204,17 @@ class PassedKeyValues:
 
     def backward(self, k_TBGD: Tensor, v_TBGD: Tensor, mask: AttentionMask, use: Use) -> tuple[Tensor, Tensor]:
         """Return the gradients of this rank's keys and values, summed over the ranks that used them."""
-        own = torch.zeros(
-            (2, *k_TBGD.shape), dtype=torch.promote_types(k_TBGD.dtype, torch.float32), device=k_TBGD.device
-        )
-        by_chunk = own.unflatten(1, (2, -1))
-        returning: tuple[list[int], Pending] | None = None
+        wide = torch.promote_types(k_TBGD.dtype, torch.float32)
+        own = [torch.zeros(t.shape, dtype=wide, device=t.device) for t in (k_TBGD, v_TBGD)]
+        by_chunk = [total.unflatten(0, (2, -1)) for total in own]
+        returning: tuple[list[int], _Arriving] | None = None
 
         def add_returned() -> None:
             if returning is not None:
                 chunks, exchange = returning
-                for i, grad in zip(chunks, exchange.wait().unbind(1)):  # indexing with a list would wait for the device
-                    by_chunk[:, i] += grad
+                for total, arrived in zip(by_chunk, exchange.wait()):
+                    for i, grad in zip(chunks, arrived):  # indexing with a list would wait for the device
+                        total[i] += grad
 
         for step, seen, k, v, part in self._steps(k_TBGD, v_TBGD, mask):
             grads = use(k, v, part) if seen else ()
@@ -201,11 +225,10 @@ class PassedKeyValues:
             add_returned()  # of the step before, which had the time of this one
             target, source = self._peers(step)
             lent = self._seen(mask, target, self.ring.rank)
-            buffer = k_TBGD.new_empty(2, len(lent), *by_chunk.shape[2:])
             sent = [grad.unflatten(0, (len(seen), -1)) for grad in grads]
-            returning = lent, self._start(sent, source, buffer, target)
+            returning = lent, self._start(sent, source, [(len(lent), *t.shape[1:]) for t in by_chunk], target, k_TBGD)
         add_returned()
-        dk, dv = own.to(k_TBGD.dtype).unbind()
+        dk, dv = (total.to(k_TBGD.dtype) for total in own)
         return dk, dv
 
     def _steps(
@@ -222,23 +245,26 @@ class PassedKeyValues:
                 yield step, [0, 1], k_TBGD, v_TBGD, mask
                 continue
             seen, exchange = arriving
-            k, v = exchange.wait().flatten(1, 2)
+            k, v = (t.flatten(0, 1) for t in exchange.wait())
             chunks = chunks_of(self.length, self.ring.size, self._peers(step)[1])
             yield step, seen, k, v, mask.with_keys(tuple(chunks[i] for i in seen))
 
-    def _pass(self, owned: Sequence[Tensor], mask: AttentionMask, step: int) -> tuple[list[int], Pending]:
+    def _pass(self, owned: Sequence[Tensor], mask: AttentionMask, step: int) -> tuple[list[int], _Arriving]:
         """Start to send this rank's chunks that the target of a step sees, and to receive the source's seen here."""
         target, source = self._peers(step)
         seen = self._seen(mask, self.ring.rank, source)
-        buffer = owned[0].new_empty(2, len(seen), *owned[0].shape[1:])
         wanted = self._seen(mask, target, self.ring.rank)
         sent = [[t[i] for i in wanted] for t in owned]
-        return seen, self._start(sent, target, buffer, source)
+        return seen, self._start(sent, target, [(len(seen), *t.shape[1:]) for t in owned], source, owned[0])
 
-    def _start(self, sent: Sequence[Iterable[Tensor]], target: int, buffer: Tensor, source: int) -> Pending:
-        """Start to exchange chunks: dimension 0 of each tensor sent, dimension 1 of the buffer."""
+    def _start(
+        self, sent: Sequence[Iterable[Tensor]], target: int, shapes: Shapes, source: int, like: Tensor
+    ) -> _Arriving:
+        """Start to exchange chunks, dimension 0 of each tensor sent and of the shapes received."""
         leaving = [(chunk.contiguous(), target) for t in sent for chunk in t]
-        return comm.start_exchange(leaving, [(chunk, source) for t in buffer for chunk in t], buffer, self.ring)
+        buffer = like.new_empty(sum(map(prod, shapes)))
+        received = [(chunk, source) for t in _parts(buffer, shapes) for chunk in t]
+        return _Arriving(comm.start_exchange(leaving, received, buffer, self.ring), shapes)
 
     def _peers(self, step: int) -> tuple[int, int]:
         """Return the ranks that this one sends to and receives from."""

@@ -1,6 +1,7 @@
 """Core attention without dropout: softmax of scaled scores, times values.
 
-Shapes: S queries, T keys, B batch, N query heads, G key/value heads (N a multiple of G), D channels of a head.
+Shapes: S queries, T keys, B batch, N query heads, G key/value heads (N a multiple of G), D channels of a head, which
+may differ between keys and values.
 """
 
 from __future__ import annotations
@@ -29,8 +30,11 @@ def sdpa(
     mask: AttentionMask,
     scores: AttentionScores = PLAIN_SCORES,
 ) -> Tensor:
-    """Compute plain causal attention with SDPA (without cuDNN, see :func:`cudnn`), any other tile by tile."""
-    if not (mask.is_causal and scores.plain):
+    """Compute plain causal attention with SDPA (without cuDNN, see :func:`cudnn`), any other tile by tile.
+
+    Where keys and values differ in width SDPA would store the full score matrix.
+    """
+    if not (mask.is_causal and scores.plain and k_TBGD.shape[3] == v_TBGD.shape[3]):
         return block_attention(q_SBND, k_TBGD, v_TBGD, mask, scores=scores)
     q_BNSD, k_BGTD, v_BGTD = (t.permute(1, 2, 0, 3) for t in (q_SBND, k_TBGD, v_TBGD))
     queries = q_BNSD.shape[1] // k_BGTD.shape[1]
@@ -77,7 +81,7 @@ def _cudnn_covers(
     inference because cuDNN builds a plan for every new length.
     """
     trained = mask.is_causal and scores.plain and torch.is_grad_enabled()
-    return trained and _can_use(can_use_cudnn_attention, q_SBND)
+    return trained and _can_use(can_use_cudnn_attention, q_SBND, v_TBGD.shape[3])
 
 
 FlashKernel = Callable[[Tensor, Tensor, Tensor, Tensor | None, tuple[int, int], int, AttentionScores], Tensor]
@@ -117,7 +121,7 @@ def _flash_covers(
     scores: AttentionScores = PLAIN_SCORES,
 ) -> bool:
     shape_fits = (
-        q_SBND.shape[3] <= 256
+        q_SBND.shape[3] == v_TBGD.shape[3] <= 256
         and scores.sink is None
         and (mask.queries_end_keys if mask.documents is None else mask.aligned)
     )
@@ -181,7 +185,7 @@ def _varlen_covers(
     scores: AttentionScores = PLAIN_SCORES,
 ) -> bool:
     shape_fits = q_SBND.shape[3] % 8 == 0 and _flash_covers(q_SBND, k_TBGD, v_TBGD, mask, scores)
-    return shape_fits and scores.plain and _can_use(can_use_flash_attention, q_SBND)
+    return shape_fits and scores.plain and _can_use(can_use_flash_attention, q_SBND, v_TBGD.shape[3])
 
 
 def _flex() -> AttentionKernel:
@@ -206,7 +210,8 @@ def _flex_covers(
     In inference lengths are whole blocks, as they are in evaluation: each length of generation would be compiled. Very
     long sequences are left to bands, because the tables of blocks grow with the square of the length.
     """
-    shape_fits = 16 <= q_SBND.shape[3] <= 256 and k_TBGD.shape[0] <= FLEX_LONGEST and scores.sink is None
+    widths = q_SBND.shape[3], v_TBGD.shape[3]
+    shape_fits = min(widths) >= 16 and max(widths) <= 256 and k_TBGD.shape[0] <= FLEX_LONGEST and scores.sink is None
     shape_fits = shape_fits and (torch.is_grad_enabled() or q_SBND.shape[0] % FLEX_BLOCK == 0)
     needed = not mask.pattern.only_window or scores.softcap is not None
     return shape_fits and needed and (mask.aligned or mask.queries_end_keys)
@@ -218,20 +223,23 @@ def _flex_missing(device: torch.device, dtype: torch.dtype) -> str | None:
     )
 
 
-def _can_use(kernel: Callable[[SDPAParams], bool], q_SBND: Tensor) -> bool:
-    """Return True if SDPA could call a kernel on this GPU with these queries and as many keys.
+def _can_use(kernel: Callable[[SDPAParams], bool], q_SBND: Tensor, value_width: int) -> bool:
+    """Return True if SDPA could call a kernel on this GPU with these queries, as many keys, and values.
 
     Limits of the numbers of keys and of key heads are those of SDPA, not of the kernels that are called here.
     """
     q_BNSD = q_SBND.permute(1, 2, 0, 3)
-    return kernel(SDPAParams(q_BNSD, q_BNSD, q_BNSD, None, 0.0, True, False))
+    v_BNSD = q_BNSD
+    if value_width != q_BNSD.shape[3]:
+        v_BNSD = q_BNSD.new_empty(value_width).expand(*q_BNSD.shape[:3], value_width)
+    return kernel(SDPAParams(q_BNSD, q_BNSD, v_BNSD, None, 0.0, True, False))
 
 
 def _missing(kernel: str, can_use: Callable[[SDPAParams], bool]) -> Callable[[torch.device, torch.dtype], str | None]:
     def missing(device: torch.device, dtype: torch.dtype) -> str | None:
         if not half_on_gpu(device, dtype):
             return f"{kernel} needs bf16 or fp16 on a GPU"
-        usable = _can_use(can_use, torch.empty(64, 1, 4, 64, device=device, dtype=dtype))
+        usable = _can_use(can_use, torch.empty(64, 1, 4, 64, device=device, dtype=dtype), 64)
         return None if usable else f"{kernel} is not available on this GPU"
 
     return missing

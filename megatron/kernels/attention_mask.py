@@ -379,7 +379,7 @@ class AttentionKernel(Protocol):
         scores: AttentionScores = PLAIN_SCORES,
         /,
     ) -> Tensor:
-        """Return the outputs of all queries, of the shape of ``q_SBND``."""
+        """Return the outputs of all queries, as wide as the values."""
 
 
 def _joined(bands: Sequence[Tile]) -> list[Tile]:

@@ -7,7 +7,7 @@ attention, arXiv 2310.01889). In backward every tile is computed again from the 
 arrive one part after the other, from wherever they are.
 
 Shapes: S queries, T keys, B batch, N query heads, G key/value heads (N a multiple of G), X query heads per key/value
-head, D channels of a head.
+head, D channels of a head, which may differ between keys and values.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.backends.cuda import SDPAParams, can_use_cudnn_attention
@@ -103,6 +104,22 @@ class LocalKeyValues:
 LOCAL = LocalKeyValues()
 
 
+def equal_widths(
+    q_SBND: Tensor, k_TBGD: Tensor, v_TBGD: Tensor, scores: AttentionScores
+) -> tuple[Tensor, Tensor, Tensor, AttentionScores]:
+    """Pad the narrower of keys and values with zeros, for a kernel that needs equal widths.
+
+    The first channels of its output are the result.
+    """
+    missing = k_TBGD.shape[3] - v_TBGD.shape[3]
+    if missing > 0:
+        v_TBGD = F.pad(v_TBGD, (0, missing))
+    elif missing < 0:
+        scores = replace(scores, scale=scores.factor(q_SBND.shape[3]))
+        q_SBND, k_TBGD = (F.pad(t, (0, -missing)) for t in (q_SBND, k_TBGD))
+    return q_SBND, k_TBGD, v_TBGD, scores
+
+
 def block_attention(
     q_SBND: Tensor,
     k_SBGD: Tensor,
@@ -144,16 +161,19 @@ class _BlockAttention(torch.autograd.Function):
         key_values: KeyValues,
         scores: AttentionScores,
     ) -> Tensor:
-        s, b, n, d = q_SBND.shape
+        s, b, n, _ = q_SBND.shape
         dtype = torch.promote_types(q_SBND.dtype, torch.float32)
-        y_SBND = q_SBND.new_zeros((s, b, n, d), dtype=dtype)  # so that merging the heads later copies nothing
+        pad, width = _padding(dropout, scores), v_SBGD.shape[3]
+        y_SBND = q_SBND.new_zeros((s, b, n, width), dtype=dtype)  # so that merging the heads later copies nothing
         y_BNSD = y_SBND.permute(1, 2, 0, 3)
         lse_BNS = q_SBND.new_full((b, n, s), -torch.inf, dtype=dtype)
 
         def attend(k_TBGD: Tensor, v_TBGD: Tensor, part: AttentionMask) -> None:
-            for tile in _tiles(q_SBND, part, dropout, scores):
-                new = _forward(_TileInputs.of(q_SBND, k_TBGD, v_TBGD, part, tile, dropout, scores))
-                _merge(y_BNSD[tile.samples, :, tile.queries], lse_BNS[tile.samples, :, tile.queries], *new)
+            q, k, v, padded = pad(q_SBND, k_TBGD, v_TBGD, scores)
+            for tile in _tiles(q, v, part, dropout, padded):
+                y, lse = _forward(_TileInputs.of(q, k, v, part, tile, dropout, padded))
+                at = tile.samples, slice(None), tile.queries
+                _merge(y_BNSD[at], lse_BNS[at], y[..., :width], lse)
 
         key_values.forward(k_SBGD, v_SBGD, mask, attend)
         if sink_N is not None:  # it adds to the sums of exponentials only
@@ -173,30 +193,42 @@ class _BlockAttention(torch.autograd.Function):
         if sink_N is not None:  # P (dP - sum(dy y)) of a key whose value is zero
             mean_BNS = dy_SBND.to(lse_BNS.dtype).mul(y_SBND).sum(-1).permute(1, 2, 0)
             dsink_N = -(sink_N.unsqueeze(-1) - lse_BNS).exp_().mul_(mean_BNS).sum((0, 2))
+        pad, width, value_width = _padding(ctx.dropout, ctx.scores), q_SBND.shape[3], v_SBGD.shape[3]
+        dy_SBND, y_SBND = (pad(q_SBND, q_SBND, t, ctx.scores)[2] for t in (dy_SBND, y_SBND))
         dq_SBND = lse_BNS.new_zeros(q_SBND.shape)
         dq_BNSD = dq_SBND.permute(1, 2, 0, 3)
 
         def differentiate(k_TBGD: Tensor, v_TBGD: Tensor, part: AttentionMask) -> tuple[Tensor, Tensor]:
-            dk_TBGD, dv_TBGD = lse_BNS.new_zeros((2, *k_TBGD.shape)).unbind()
+            dk_TBGD, dv_TBGD = (lse_BNS.new_zeros(t.shape) for t in (k_TBGD, v_TBGD))
             dk_BGTD, dv_BGTD = (grad.permute(1, 2, 0, 3) for grad in (dk_TBGD, dv_TBGD))
-            for tile in _tiles(q_SBND, part, ctx.dropout, ctx.scores):
+            q, k, v, scores = pad(q_SBND, k_TBGD, v_TBGD, ctx.scores)
+            for tile in _tiles(q, v, part, ctx.dropout, scores):
                 dy, y = (_rows(t, tile.samples, tile.queries) for t in (dy_SBND, y_SBND))
-                inputs = _TileInputs.of(q_SBND, k_TBGD, v_TBGD, part, tile, ctx.dropout, ctx.scores)
+                inputs = _TileInputs.of(q, k, v, part, tile, ctx.dropout, scores)
                 dq, dk, dv = _backward(inputs, dy, y, lse_BNS[tile.samples, :, tile.queries])
                 del inputs  # before those of the next tile
-                dq_BNSD[tile.samples, :, tile.queries] += dq
-                dk_BGTD[tile.samples, :, tile.keys] += dk
-                dv_BGTD[tile.samples, :, tile.keys] += dv
+                dq_BNSD[tile.samples, :, tile.queries] += dq[..., :width]
+                dk_BGTD[tile.samples, :, tile.keys] += dk[..., :width]
+                dv_BGTD[tile.samples, :, tile.keys] += dv[..., :value_width]
             return dk_TBGD.to(k_TBGD.dtype), dv_TBGD.to(v_TBGD.dtype)
 
         dk_SBGD, dv_SBGD = ctx.key_values.backward(k_SBGD, v_SBGD, ctx.mask, differentiate)
         return dq_SBND.to(q_SBND.dtype), dk_SBGD, dv_SBGD, dsink_N, None, None, None, None
 
 
+def _padding(dropout: AttentionDropout | None, scores: AttentionScores) -> Callable[..., tuple[Any, ...]]:
+    """Return :func:`equal_widths` for fused kernels; products of their own take any widths."""
+    return equal_widths if dropout is None and scores.softcap is None else lambda *inputs: inputs
+
+
 def _tiles(
-    q_SBND: Tensor, mask: AttentionMask, dropout: AttentionDropout | None, scores: AttentionScores
+    q_SBND: Tensor,
+    v_SBGD: Tensor,
+    mask: AttentionMask,
+    dropout: AttentionDropout | None,
+    scores: AttentionScores,
 ) -> list[Tile]:
-    flash = _flash_covers_tiles(q_SBND)
+    flash = _flash_covers_tiles(q_SBND, v_SBGD)
     if dropout is not None or scores.softcap is not None or not (flash or q_SBND.device.type == "cpu"):
         return mask.tiles(UNFUSED_BLOCK, whole=False)
     return mask.bands() if flash and mask.pattern.rule is None else mask.tiles(BLOCK)
@@ -246,7 +278,7 @@ class _TileInputs:
         k, v = (_rows(t, tile.samples, tile.keys) for t in (k_TBGD, v_TBGD))
         dropped = None if dropout is None else dropout.scale(mask, tile, q.shape[1], q.dtype)
         can_fuse = dropout is None and scores.softcap is None
-        flash = can_fuse and tile.kind != PARTIAL and _flash_covers_tiles(q)
+        flash = can_fuse and tile.kind != PARTIAL and _flash_covers_tiles(q, v)
         fused = flash or (can_fuse and q.device.type == "cpu")
         implied = tile.kind in (FULL, BAND) or (tile.kind == TRIANGLE and fused)
         visible = None if implied else mask.dense(tile.samples, tile.queries, tile.keys)
@@ -279,9 +311,10 @@ class _TileInputs:
         return scores if self.visible is None else scores.masked_fill_(~self.visible, -torch.inf)
 
 
-def _flash_covers_tiles(q: Tensor) -> bool:
+def _flash_covers_tiles(q: Tensor, v: Tensor) -> bool:
     """Return True if PyTorch's FlashAttention 2 computes tiles without a mask tensor."""
-    shape_fits = q.shape[3] % 8 == 0 and q.shape[3] <= 256
+    width = max(q.shape[3], v.shape[3])
+    shape_fits = width % 8 == 0 and width <= 256
     return half_on_gpu(q.device, q.dtype) and shape_fits and torch.cuda.get_device_capability(q.device) >= (8, 0)
 
 
@@ -315,7 +348,7 @@ def _forward(tile: _TileInputs) -> tuple[Tensor, Tensor]:
     weights = (scores - lse.masked_fill(lse == -torch.inf, 0.0)).exp_()
     if tile.dropout_scale is not None:
         weights *= tile.dropout_scale
-    y = _product(_by_group(weights.to(q.dtype), k), v).view_as(q)
+    y = _product(_by_group(weights.to(q.dtype), k), v).view(*q.shape[:3], v.shape[3])
     return y, lse.squeeze(-1)
 
 

@@ -17,7 +17,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from megatron.config.model import ModelConfig
+from megatron.config.latent_attention import yarn_mscale
+from megatron.config.model import ModelConfig, RotaryTable
 from megatron.kernels.compile import compiled, compiler_missing, triton_missing, triton_region
 from megatron.kernels.linear import with_bias_gradient
 from megatron.kernels.norm import norm
@@ -35,15 +36,15 @@ class RotaryCosSin:
 
 
 class RotaryEmbedding:
-    """Rotary frequencies of ``channels`` of a head in some layers of a model, a kind of ``ModelConfig.rotary_kind``.
+    """Rotary frequencies of a table, which some layers of a model share.
 
     Angles are computed in at least fp32, cosines and sines returned in ``dtype``.
     """
 
-    def __init__(self, config: ModelConfig, kind: str, channels: int, dtype: torch.dtype, device: torch.device) -> None:
-        self.interleaved = config.rotary_interleaved
+    def __init__(self, config: ModelConfig, table: RotaryTable, dtype: torch.dtype, device: torch.device) -> None:
+        self.interleaved = table.interleaved
         self.dtype = dtype
-        frequencies, self.scale = _frequencies(config, kind, channels)
+        frequencies, self.scale = _frequencies(config, table)
         self.frequencies = frequencies.to(device, torch.promote_types(dtype, torch.float32))
 
     def __call__(self, seq_length: int, positions_BS: Tensor | None) -> RotaryCosSin:
@@ -56,14 +57,18 @@ class RotaryEmbedding:
         return RotaryCosSin(cos.to(self.dtype), sin.to(self.dtype), self.interleaved)
 
 
-def _frequencies(config: ModelConfig, kind: str, channels: int) -> tuple[Tensor, float]:
+def _frequencies(config: ModelConfig, table: RotaryTable) -> tuple[Tensor, float]:
     """Return angular frequencies ``[channels/2]`` in fp64, and the factor on cosine and sine."""
-    exponents = torch.arange(0, channels, 2, dtype=torch.float64) / channels
-    if kind == "local" and config.rotary_base_local is not None:
+    exponents = torch.arange(0, table.channels, 2, dtype=torch.float64) / table.channels
+    if table.kind == "local" and config.rotary_base_local is not None:
         return config.rotary_base_local**-exponents, 1.0
-    frequencies = config.rotary_base**-exponents / config.rotary_seq_len_interpolation_factor
-    if config.position_embedding_type == "yarn":
-        return _yarn(config, frequencies), 0.1 * math.log(config.rotary_scaling_factor) + 1.0
+    frequencies = config.rotary_base**-exponents
+    if table.scaling == "yarn":
+        factor = config.rotary_scaling_factor
+        return _yarn(config, frequencies), yarn_mscale(factor, config.mscale) / yarn_mscale(
+            factor, config.mscale_all_dim
+        )
+    frequencies = frequencies / config.rotary_seq_len_interpolation_factor
     return (_llama3(config, frequencies) if config.use_rope_scaling else frequencies), 1.0
 
 
@@ -77,7 +82,7 @@ def _llama3(config: ModelConfig, frequencies: Tensor) -> Tensor:
 
 def _yarn(config: ModelConfig, frequencies: Tensor) -> Tensor:
     """Apply YaRN (Peng et al. 2023, eq. 17-23): interpolate channels with few rotations over the original context."""
-    original, dim = config.yarn_original_max_position_embeddings, 2 * len(frequencies)
+    original, dim = config.yarn_original_length, 2 * len(frequencies)
     if original is None:
         raise ValueError("yarn needs yarn_original_max_position_embeddings")
 

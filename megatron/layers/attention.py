@@ -3,7 +3,7 @@
 Also the largest attention logit, a sign of instability that fused kernels do not expose.
 
 Shapes: S sequence, T cached tokens plus the sequence, B batch, H hidden, G this rank's key/value heads, N this rank's
-query heads, X query heads per key/value head plus its key and value, D channels of a head.
+query heads, X query heads per key/value head plus its key and value, D channels of a head, V of a value.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from megatron.layers.recompute_plan import RecomputePlan
 class CoreAttention(nn.Module):
     """``softmax(scores(q kᵀ)) v`` of this rank's heads; scores are scaled and capped.
 
-    Maps ``[S, B, N, D], [T, B, G, D], [T, B, G, D] -> [S, B, N D]``. Its only parameter is that of learnable sinks.
+    Maps ``[S, B, N, D], [T, B, G, D], [T, B, G, V] -> [S, B, N V]``. Its only parameter is that of learnable sinks.
     Query heads ``i N/G`` to ``(i+1) N/G`` attend to key/value head ``i``. Context-parallel ranks hold parts of the
     sequence, and exchange what their queries see.
 
@@ -42,16 +42,23 @@ class CoreAttention(nn.Module):
         pattern: which tokens attend to which.
         groups: key/value heads of this rank.
         queries: query heads per key/value head.
+        softmax_scale: factor on the products of queries and keys; None for 1 / sqrt(D).
     """
 
     def __init__(
-        self, config: ModelConfig, context: BuildContext, pattern: AttentionPattern, groups: int, queries: int
+        self,
+        config: ModelConfig,
+        context: BuildContext,
+        pattern: AttentionPattern,
+        groups: int,
+        queries: int,
+        softmax_scale: float | None,
     ) -> None:
         super().__init__()
         self.kernels, self.cp, self.pattern = context.kernels, context.cp, pattern
         self.site, self.dropout = context.name("attention_dropout"), config.attention_dropout
         self.first_head = context.tp.rank * groups * queries
-        self.scores = AttentionScores(config.softmax_scale, config.attn_logit_softcapping)
+        self.scores = AttentionScores(softmax_scale, config.attn_logit_softcapping)
         self.softmax_type, self.softmax_offset = config.softmax_type, None
         if config.softmax_type == "learnable":
             self.softmax_offset = context.submodule("core_attention").parameter("softmax_offset", autograd=True)
@@ -98,7 +105,8 @@ class SelfAttention(nn.Module):
             self.k_layernorm = Norm(config, context.submodule("k_layernorm"))
         groups, rows = context.spec("linear_qkv.weight").local_view[:2]
         self.heads, self.norm_all = (groups, config.head_dim), config.qk_layernorm_scope == "all"
-        self.core_attention = CoreAttention(config, context, config.pattern(layer), groups, rows - 2)
+        pattern, scale = config.pattern(layer), config.softmax_scale
+        self.core_attention = CoreAttention(config, context, pattern, groups, rows - 2, scale)
 
     def forward(self, x_SBH: Tensor, ctx: ForwardContext) -> MixerOutput:
         """Attend within each sample."""

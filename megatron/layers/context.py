@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -202,6 +202,14 @@ class ForwardContext:
 
 Losses = Mapping[str, Tensor]
 """Auxiliary losses by name, each a scalar, summed over layers."""
+
+
+@runtime_checkable
+class ExplainsNonFinite(Protocol):
+    """A module that makes its output NaN on purpose, such as after an overflow that nobody waits for."""
+
+    def nonfinite_reason(self) -> str | None:
+        """Return why it has, or None if it has not."""
 
 
 class MixerOutput(NamedTuple):

@@ -34,17 +34,18 @@ class KVCache:
     def extend(self, layer: str, k_SBGD: Tensor, v_SBGD: Tensor) -> tuple[Tensor, Tensor]:
         """Store a layer's keys and values of the next S tokens; return those of all tokens, ``[T, B, G, D]`` each.
 
+        They may differ in heads and channels.
+
         The new tokens count as read once :meth:`advance` is called, after every layer has stored them.
 
         Raises:
             ValueError: when the capacity is exceeded.
         """
-        s, b, g, d = k_SBGD.shape
-        stop = self.length + s
+        stop = self.length + len(k_SBGD)
         if stop > self.capacity:
             raise ValueError(f"the cache has room for {self.capacity} tokens, not for {stop}")
         if layer not in self._layers:
-            k, v = (k_SBGD.new_empty(b, g, self.capacity, d) for _ in "kv")
+            k, v = (t.new_empty(*t.shape[1:3], self.capacity, t.shape[3]) for t in (k_SBGD, v_SBGD))
             self._layers[layer] = k, v
         for stored_BGTD, new_SBGD in zip(self._layers[layer], (k_SBGD, v_SBGD)):
             stored_BGTD[:, :, self.length : stop] = new_SBGD.permute(1, 2, 0, 3)

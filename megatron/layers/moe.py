@@ -21,6 +21,11 @@ from megatron.layers.recompute_plan import RecomputePlan
 from megatron.layers.router import Router
 from megatron.layers.shared_expert import SharedExpert
 
+OVERFLOW = (
+    "tokens did not fit in the buffers of --moe-exchange bounded; resume with a larger --moe-exchange-bound, or with "
+    "--moe-exchange exact"
+)
+
 
 class MixtureOfExperts(nn.Module):
     """``[S(/tp), B, H] -> [S(/tp), B, H]``, and the router's losses; TP ranks route their part."""
@@ -66,6 +71,10 @@ class MixtureOfExperts(nn.Module):
         if shared is not None:
             y = y + (shared(x_SBH, ctx) if shared_output is None else shared_output).y
         return MixerOutput(y, losses=routing.losses)
+
+    def nonfinite_reason(self) -> str | None:
+        """Return why a step has no finite loss, if this layer knows; reads the device."""
+        return OVERFLOW if bool(self.overflowed) else None
 
     def _compute(self, exchange: Exchange, experts: int, first: bool) -> Callable[[], Tensor]:
         """Apply the experts to tokens that arrive; return a function that waits for the results of this rank's.

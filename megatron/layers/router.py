@@ -48,23 +48,40 @@ class Routing(NamedTuple):
 
 @dataclass(frozen=True)
 class ExpertLoads:
-    """Choices of each expert of a layer, int64 ``[E]``, without those of samples that pad the batch."""
+    """Choices of the experts of a layer, int64, without those of samples that pad the batch."""
 
-    # Of this rank's tokens in a step: as they are made, and as the scores alone would make them.
+    # Of this rank's tokens in a step: choices of each expert [E], as they are made, and as the scores alone would make
+    # them, if the global balancing loss needs these; and all that were dropped [].
     chosen: Tensor
-    best: Tensor
-    # By the scores alone, of the global batch of the step before.
+    best: Tensor | None
+    dropped: Tensor
+    # By the scores alone, of the global batch of the step before [E].
     before: Tensor
 
     @classmethod
-    def zeros(cls, experts: int, device: torch.device) -> ExpertLoads:
+    def zeros(cls, experts: int, global_loss: bool, device: torch.device) -> ExpertLoads:
         """Return loads of nothing."""
-        return cls(*(torch.zeros(experts, dtype=torch.int64, device=device) for _ in range(3)))
+        chosen, best, before = (torch.zeros(experts, dtype=torch.int64, device=device) for _ in range(3))
+        return cls(chosen, best if global_loss else None, chosen.new_zeros(()), before)
 
-    def add(self, chosen_BE: Tensor, best_BE: Tensor, real_B: Tensor) -> None:
+    def counted(self) -> list[Tensor]:
+        """Return what is counted in a step."""
+        return [self.chosen, self.dropped, *([] if self.best is None else [self.best])]
+
+    def add(self, real_B: Tensor, chosen_BE: Tensor, best_BE: Tensor, kept_TK: Tensor | None) -> None:
         """Add the choices of the samples for which ``real_B`` is True."""
-        self.chosen.add_((chosen_BE * real_B.unsqueeze(1)).sum(0))
-        self.best.add_((best_BE * real_B.unsqueeze(1)).sum(0))
+        self.chosen.add_(torch.where(real_B.unsqueeze(1), chosen_BE, 0).sum(0))
+        if self.best is not None:
+            self.best.add_(torch.where(real_B.unsqueeze(1), best_BE, 0).sum(0))
+        if kept_TK is not None:
+            dropped_B = (~kept_TK).view(-1, len(real_B), kept_TK.shape[1]).sum((0, 2))
+            self.dropped.add_(torch.where(real_B, dropped_B, 0).sum())
+
+    def fractions(self) -> Tensor:
+        """Return ``E f_e`` of the global batch of the step before, fp64 ``[E]``; 1 before the first step."""
+        before_E = self.before.double()
+        total = before_E.sum()
+        return torch.where(total > 0, before_E * len(before_E) / total.clamp(min=1.0), 1.0)
 
 
 class Router(nn.Module):
@@ -77,10 +94,8 @@ class Router(nn.Module):
         self.expert_bias: nn.Parameter | None = None
         if config.moe_router_enable_expert_bias:
             self.expert_bias = context.parameter("expert_bias")
-        # Counted in training, for :mod:`megatron.training.components.expert_loads`; None if nothing depends on them.
-        self.loads: ExpertLoads | None = None
-        if config.needs_expert_loads:
-            self.loads = ExpertLoads.zeros(config.num_experts or 0, context.device)
+        # Counted in training, for :mod:`megatron.training.components.expert_loads`.
+        self.loads = ExpertLoads.zeros(config.num_experts or 0, config.has_global_loss, context.device)
 
     def forward(self, x_SBH: Tensor, ctx: ForwardContext) -> Routing:
         """Choose experts for the tokens of a micro-batch."""
@@ -95,9 +110,10 @@ class Router(nn.Module):
         if config.moe_expert_capacity_factor is not None:
             kept_TK = within_capacity(experts_TK, weights_TK, self._capacity(len(keys_TE)), config)
             weights_TK = weights_TK * kept_TK
-        if not self.training:
-            return Routing(experts_TK, weights_TK, {}, kept_TK)
-        return Routing(experts_TK, weights_TK, self._balance(logits_SBE, scores_SBE, experts_TK, ctx.batch), kept_TK)
+        losses: Losses = {}
+        if self.training:
+            losses = self._balance(logits_SBE, scores_SBE, experts_TK, kept_TK, ctx.batch)
+        return Routing(experts_TK, weights_TK, losses, kept_TK)
 
     # ---- Scores
 
@@ -165,40 +181,43 @@ class Router(nn.Module):
 
     # ---- Balance
 
-    def _balance(self, logits_SBE: Tensor, scores_SBE: Tensor, experts_TK: Tensor, batch: MicroBatch) -> Losses:
-        """Return the losses, and count the choices of each expert."""
+    def _balance(
+        self, logits_SBE: Tensor, scores_SBE: Tensor, experts_TK: Tensor, kept_TK: Tensor | None, batch: MicroBatch
+    ) -> Losses:
+        """Count the choices of each expert, and return the losses."""
         losses: dict[str, Tensor] = {}
-        config, loads = self.config, None if is_recomputing() else self.loads
-        balancing = {name: coefficient for name, coefficient in self.coefficients.items() if name != "z_loss"}
-        if balancing or loads is not None:
-            # unmasked tokens of each sample: none for one that pads the batch, which then does not count
-            counted_B = comm.all_reduce(batch.loss_mask.sum(1).double(), self.context.mesh.group("cp"))
-            chosen_BE = best_BE = count_choices(experts_TK, scores_SBE)
-            if self.expert_bias is not None or config.moe_router_num_groups is not None:
-                best_TK = scores_SBE.detach().flatten(0, 1).topk(config.moe_router_topk).indices
-                best_BE = count_choices(best_TK, scores_SBE)
-            if loads is not None:
-                loads.add(chosen_BE, best_BE, counted_B > 0)
-            probs_SBE = scores_SBE if config.moe_router_score_function == "softmax" else normalized(scores_SBE)
-            for name, coefficient in balancing.items():
-                losses[name] = coefficient * self._balancing_loss(name, probs_SBE, best_BE, counted_B, batch.length)
-        if (coefficient := self.coefficients.get("z_loss", 0.0)) > 0.0:
-            losses["z_loss"] = coefficient * self._z_loss(logits_SBE, batch)
+        config = self.config
+        # unmasked tokens of each sample: none for one that pads the batch, which then does not count
+        counted_B = comm.all_reduce(batch.loss_mask.sum(1).to(scores_SBE.dtype), self.context.mesh.group("cp"))
+        chosen_BE = best_BE = count_choices(experts_TK, scores_SBE)
+        by_more = config.moe_router_enable_expert_bias or config.moe_router_num_groups is not None
+        if by_more and config.balancing_losses:
+            best_TK = scores_SBE.detach().flatten(0, 1).topk(config.moe_router_topk).indices
+            best_BE = count_choices(best_TK, scores_SBE)
+        if not is_recomputing():
+            self.loads.add(counted_B > 0, chosen_BE, best_BE, kept_TK)
+        for name, coefficient in self.coefficients.items():
+            if name == "z_loss":
+                losses[name] = coefficient * self._z_loss(logits_SBE, batch)
+            else:
+                losses[name] = coefficient * self._balancing_loss(name, scores_SBE, best_BE, counted_B, batch.length)
         return losses
 
     def _balancing_loss(
-        self, name: str, probs_SBE: Tensor, chosen_BE: Tensor, counted_B: Tensor, length: int
+        self, name: str, scores_SBE: Tensor, chosen_BE: Tensor, counted_B: Tensor, length: int
     ) -> Tensor:
         """Return ``E sum_e f_e P_e`` (arXiv 2101.03961) of every sequence, times its unmasked tokens, summed.
 
         ``f_e`` is the fraction of choices that fell on expert e: of the sequence, of all of the micro-batch, or of the
-        global batch of the step before. ``P_e`` is the expert's mean probability in the sequence. The loss is linear in
-        P: once the choices are summed over the ranks of a sequence, each computes its part. The choices are those of
-        the scores alone, without bias and groups (DeepSeek-V3, arXiv 2412.19437).
+        global batch of the step before. ``P_e`` is the expert's mean probability in the sequence. The choices are those
+        of the scores alone, without bias and groups, and the probabilities the scores divided by their sum, as in
+        DeepSeek-V3 (arXiv 2412.19437). The loss is linear in P: once the choices are summed over the ranks of a
+        sequence, each computes its part.
         """
-        experts, counted_B = probs_SBE.shape[-1], counted_B.to(probs_SBE.dtype)
+        softmax, experts = self.config.moe_router_score_function == "softmax", scores_SBE.shape[-1]
+        probs_SBE = scores_SBE if softmax else normalized(scores_SBE)
         if name == LOSS_NAMES["global_aux_loss"]:
-            f_BE = self._global_fractions().to(probs_SBE.dtype).unsqueeze(0)
+            f_BE = self.loads.fractions().to(probs_SBE.dtype).unsqueeze(0)
         else:
             chosen_BE = comm.all_reduce(chosen_BE.to(probs_SBE.dtype), self._sequence_group)
             f_BE = chosen_BE * (experts / (self.config.moe_router_topk * length))
@@ -207,14 +226,6 @@ class Router(nn.Module):
             weight_B = real_B / real_B.sum().clamp(min=1.0)
             f_BE, counted_B = weight_B @ f_BE, real_B * (weight_B @ counted_B)
         return (f_BE * probs_SBE.sum(0) * counted_B.unsqueeze(-1)).sum() / length
-
-    def _global_fractions(self) -> Tensor:
-        """Return ``E f_e`` of the global batch of the step before, fp64 ``[E]``; 1 before the first step."""
-        if self.loads is None:
-            raise ValueError("no loads are counted")
-        before_E = self.loads.before.double()
-        total = before_E.sum()
-        return torch.where(total > 0, before_E * len(before_E) / total.clamp(min=1.0), 1.0)
 
     def _z_loss(self, logits_SBE: Tensor, batch: MicroBatch) -> Tensor:
         """Return the squared log-partition summed over unmasked tokens (arXiv 2202.08906)."""

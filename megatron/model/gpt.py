@@ -94,7 +94,7 @@ class GPTChunk(nn.Module):
         self.loss_names = (*self.objective.metric_names, *head_losses(config))
         self.auxiliary_losses = auxiliary_losses(config)
         self.rotary = {
-            table: RotaryEmbedding(config, *table, context.dtype, context.device)
+            table: RotaryEmbedding(config, table, context.dtype, context.device)
             for table in rotary_tables(config, kinds)
         }
 

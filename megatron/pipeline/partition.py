@@ -175,26 +175,29 @@ def _counts_by_rank(layers: int, placement: Sequence[int], first: int | None, la
     return [count for count, _ in counts] if fits else None
 
 
-def parse_layout(layout: str, layers: int) -> tuple[StageLayers, ...]:
+def parse_layout(layout: str, layers: int, heads: int = 0) -> tuple[StageLayers, ...]:
     """Parse a layout in Megatron-LM's notation.
 
     ``E`` is the embedding, ``t`` a layer, ``L`` the output layer and the loss, ``|`` separates stages; ``x*n`` repeats
     a letter or a parenthesised group. Commas and blanks are ignored. ``Et*3|(tt|)*29L`` is a stage with the embedding
-    and 3 layers, 29 stages of 2 layers, and a stage with only the output layer.
+    and 3 layers, 29 stages of 2 layers, and a stage with only the output layer. A head of multi-token prediction may
+    be written as ``m`` before the output layer, whose stage has all heads.
 
     Raises:
-        ScheduleError: if it is not a layout of ``layers`` layers; suggests the likely correction.
+        ScheduleError: if it is not a layout of ``layers`` layers and ``heads`` heads; suggests the likely correction.
     """
     try:
-        return _read(layout, layers)
+        return _read(layout, layers, heads)
     except ScheduleError as error:
-        meant = _corrected(layout, layers)
+        meant = _corrected(layout, layers, heads)
         corrected = [f"--pipeline-model-parallel-layout '{meant}'"] if meant else []
         raise ScheduleError(error.sentence, *corrected, *error.fixes) from None
 
 
-def _read(layout: str, layers: int) -> tuple[StageLayers, ...]:
+def _read(layout: str, layers: int, heads: int) -> tuple[StageLayers, ...]:
     stages = expand_layout(layout).split("|")
+    if any("m" in stage for stage in stages):
+        stages[-1] = _without_heads(layout, stages, heads)
     for number, stage in enumerate(stages):
         if not stage:
             raise ScheduleError(f"{layout}: stage {number} is empty", AUTO)
@@ -217,7 +220,20 @@ def _read(layout: str, layers: int) -> tuple[StageLayers, ...]:
     return stages_from_counts([stage.count("t") for stage in stages])
 
 
-def _corrected(layout: str, layers: int) -> str | None:
+def _without_heads(layout: str, stages: Sequence[str], heads: int) -> str:
+    """Return the letters of the last stage without those of the heads."""
+    written = sum(stage.count("m") for stage in stages)
+    given = f"--mtp-num-layers {written}"
+    if not heads:
+        raise ScheduleError(f"{layout}: 'm' is multi-token prediction, which needs {given}", given)
+    if written != heads:
+        raise ScheduleError(f"{layout} has {written} x m, and the model --mtp-num-layers {heads}", given)
+    if not stages[-1].endswith("m" * heads + "L"):
+        raise ScheduleError(f"{layout}: every m is in the last stage, directly before L", AUTO)
+    return stages[-1].replace("m", "")
+
+
+def _corrected(layout: str, layers: int, heads: int) -> str | None:
     """Return the layout with case, E, L or a parenthesis corrected; None unless exactly one such layout exists."""
     text = layout.replace("e", "E").replace("l", "L").replace("T", "t")
     text = ("" if text.lstrip().startswith("E") else "E") + text + ("" if text.rstrip().endswith("L") else "L")
@@ -229,7 +245,7 @@ def _corrected(layout: str, layers: int) -> str | None:
     meanings: dict[tuple[StageLayers, ...], str] = {}
     for spelling in spellings if len(layout) <= MAX_CORRECTED_LAYOUT else ():
         with suppress(ScheduleError):
-            meanings.setdefault(_read(spelling, layers), spelling)
+            meanings.setdefault(_read(spelling, layers, heads), spelling)
     return next(iter(meanings.values())) if len(meanings) == 1 else None
 
 
@@ -248,11 +264,10 @@ def _unmatched(text: str) -> int | None:
 
 LAYOUT_ERRORS = (
     (r"\[", "is not part of a layout: lists of names are not supported, only letters such as 'Et*3|t*4L'"),
-    (r"m", "is multi-token prediction, which is not supported"),
-    (r"[^EtL|()*0-9]", "is not part of a layout, which consists of E, t, L, |, *n and ()"),
+    (r"[^EtmL|()*0-9]", "is not part of a layout, which consists of E, t, m, L, |, *n and ()"),
     (r"(?<=[0-9])\*", "follows another *n, but must follow a letter or a parenthesis"),
     (r"\*(?![0-9])", "has no number after it"),
-    (r"(?<![EtL)0-9])\*", "has no letter or parenthesis before it to repeat"),
+    (r"(?<![EtmL)0-9])\*", "has no letter or parenthesis before it to repeat"),
     (r"(?<![*0-9])[0-9]", "has no * before it"),
 )
 """Contents that a layout without blanks and commas cannot have, and the reason."""
@@ -272,15 +287,14 @@ def expand_layout(layout: str) -> str:
     for fault, why in LAYOUT_ERRORS:
         found = re.search(fault, text)
         if found:
-            fixes = () if fault == "m" else (AUTO,)  # another layout would be another model
-            raise ScheduleError(f"{layout}: '{found[0]}' at character {places[found.start()]} {why}", *fixes)
+            raise ScheduleError(f"{layout}: '{found[0]}' at character {places[found.start()]} {why}", AUTO)
     lone = _unmatched(text)
     if lone is not None:
         why = "is never closed" if text[lone] == "(" else "has no opening parenthesis"
         raise ScheduleError(f"{layout}: '{text[lone]}' at character {places[lone]} {why}", AUTO)
 
     opened: list[list[str]] = [[]]  # the parts within each open parenthesis
-    for part in re.findall(r"[EtL|()]|[0-9]+", text):
+    for part in re.findall(r"[EtmL|()]|[0-9]+", text):
         if part == "(":
             opened.append([])
         elif part == ")":

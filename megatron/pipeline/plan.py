@@ -177,7 +177,7 @@ def stage_layers(model: ModelConfig, parallel: ParallelConfig) -> tuple[StageLay
     if first is not None or last is not None:
         return split_by_rank(layers, stage_placement(parallel, chunks), first, last)
     if layout not in (None, AUTO):
-        return parse_layout(str(layout), layers)
+        return parse_layout(str(layout), layers, len(model.head_layers))
     embedding, output = parallel.account_for_embedding_in_pipeline_split, parallel.account_for_loss_in_pipeline_split
     even = split_equally(layers, stages, embedding, output) if layout is None else None
     if even is None and (embedding or output):

@@ -25,7 +25,7 @@ from megatron.config.attention_pattern import AttentionPattern
 from megatron.config.run import RunConfig
 from megatron.distributed.layout import chunks_of
 from megatron.layers.mixers.activations import DTYPE_BYTES
-from megatron.layers.mixers.attention import CORE
+from megatron.layers.mixers.core_attention import CORE
 from megatron.layers.mixers.registry import block_mixers
 from megatron.layers.recompute_plan import RecomputePlan
 from megatron.pipeline.plan import stage_layers
@@ -75,7 +75,8 @@ def attention_traffic(config: RunConfig) -> AttentionTraffic:
     if not attending:
         return AttentionTraffic(p2p=0.0, all_gather=0.0, a2a=0.0, balance=1.0, in_flight=0.0)
     for layer, again, exchanged in attending:
-        queries, keys = of_element * exchanged[0], of_element * exchanged[1] * parallel.kv_copies(model.kv_groups)
+        queries, output = of_element * exchanged.queries, of_element * exchanged.output
+        keys = of_element * exchanged.keys * parallel.kv_copies(exchanged.groups)
         in_flight = max(in_flight, keys * (ring if gathers else min(2, ring - 1)))
         pattern = model.pattern(layer)
         passes = 3 + (again or core)
@@ -83,8 +84,8 @@ def attention_traffic(config: RunConfig) -> AttentionTraffic:
             all_gather += passes * keys * (ring - 1)
         else:
             p2p += passes * keys * sum(chunks_seen(pattern, training.seq_length, ring)) / ring / 2
-        repeated = 2 * queries + keys if again else queries + keys if core else 0
-        a2a += (2 * (2 * queries + keys) + repeated) * (heads_ranks - 1) / heads_ranks
+        repeated = queries + keys + output if again else queries + keys if core else 0
+        a2a += (2 * (queries + keys + output) + repeated) * (heads_ranks - 1) / heads_ranks
         work = [total + more for total, more in zip(work, ring_work(pattern, training.seq_length, ring))]
     layers = len(attending)
     return AttentionTraffic(

@@ -2,19 +2,32 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+import re
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 from torch import Tensor
 
+from megatron.config import plugins
 from megatron.config.parallel import ParallelConfig
+from megatron.config.training import TrainingConfig
 from megatron.distributed.comm import Group
 from megatron.distributed.layout import Layout
 from megatron.distributed.mesh import Mesh
 from megatron.layers.dispatch import BoundedDispatcher, Dispatcher, ExactDispatcher, ExpertRows
+from megatron.layers.moe import OVERFLOW
+from megatron.training.build import build_trainer
+from megatron.training.callbacks.health import explain_nonfinite
+from megatron.training.step import train_step
+from tests.distributed.grid import RECOMPUTE
+from tests.kit.cases import MODEL, RATES, Case, batches_of, compare_with_twin, run_case, run_on
 from tests.kit.pool import Pool
+from tools.lib.verify_parallel import RankTrace, join_traces
 
 HIDDEN = 3
 
@@ -46,6 +59,10 @@ class Travel:
             chosen[:1] = self.experts
         elif self.choices == "few":  # expert 3 and the last rank have no tokens
             chosen = torch.tensor([0, 2, 1, 4, 5])[: self.topk].expand(tokens, -1)
+        elif self.choices == "pair":  # both experts of the first of four ranks
+            chosen = torch.tensor([0, 1]).expand(tokens, -1)
+        elif self.choices == "own":  # an expert of the rank that has the token
+            chosen = torch.tensor([2 * rank]).expand(tokens, -1)
         x, weights = (torch.randn(tokens, n, generator=generator, dtype=torch.float64) for n in (HIDDEN, self.topk))
         return x.requires_grad_(), chosen, weights.requires_grad_()
 
@@ -117,8 +134,8 @@ CASES = {
     "bounded, expert-TP 2 alone": Travel(sizes=(1, 2), bound=1.0),
 }
 NO_ROOM = {
-    "no room in a block": Travel("one", topk=1, bound=2.0),
-    "no room for rows": Travel("few", topk=2, experts=8, bound=1.5),
+    "in a block": Travel("own", topk=1, bound=2.0),
+    "for rows": Travel("pair", topk=2, bound=3.0),
 }
 
 
@@ -166,3 +183,115 @@ def test_blocks_hold_what_a_popular_rank_gets(experts: int, topk: int, ep: int) 
     assert one.buffers(600).expert_rows == 600 * topk
     assert all_of_them.buffers(600).block == 600
     assert all_of_them.buffers(600).expert_rows == ep * 600 * min(topk, experts // ep)
+
+
+# ---- in a model
+
+EXPERTS = replace(
+    MODEL,
+    add_bias_linear=True,
+    activation="swiglu",
+    num_experts=8,
+    moe_router_topk=3,
+    moe_ffn_hidden_size=16,
+    moe_shared_expert_intermediate_size=16,
+    moe_shared_expert_gate=True,
+)
+BOUNDED = {"moe_exchange": "bounded", "moe_exchange_bound": 4.0}
+HALVES = {"overlap_moe_expert_parallel_comm": True}
+SHARED = {"moe_shared_expert_overlap": True}
+
+
+def layout(**options: Any) -> ParallelConfig:
+    return ParallelConfig(**options)
+
+
+TP2 = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
+EP2, EP4 = ({"expert_model_parallel_size": ep} for ep in (2, 4))
+LAYOUTS = {
+    "ep4, bounded, halves, shared": Case(EXPERTS, layout(**EP4, **BOUNDED, **HALVES, **SHARED), dp=4, steps=2),
+    "tp2, ep2, etp2, halves, modules recomputed": Case(
+        EXPERTS,
+        layout(**TP2, **EP2, expert_tensor_parallel_size=2, **HALVES, **SHARED, **BOUNDED),
+        dp=2,
+        training=TrainingConfig(micro_batch_size=1, **RECOMPUTE["all modules"]),
+        steps=2,
+    ),
+    "pp2, cp2, ep2, zb-h1, halves": Case(
+        EXPERTS,
+        layout(
+            **EP2,
+            **HALVES,
+            pipeline_model_parallel_size=2,
+            context_parallel_size=2,
+            pipeline_schedule="zb-h1",
+            **BOUNDED,
+        ),
+        training=TrainingConfig(micro_batch_size=1),
+        steps=2,
+    ),
+    "dp4, ep2, zero 2, exact, halves, shared, all recomputed": Case(
+        EXPERTS,
+        layout(**EP2, **HALVES, **SHARED, data_parallel_sharding_strategy="optim_grads"),
+        dp=4,
+        training=TrainingConfig(micro_batch_size=1, **RECOMPUTE["uniform 2"]),
+        steps=2,
+    ),
+    "etp2": Case(EXPERTS, layout(**TP2, expert_tensor_parallel_size=2, **SHARED), steps=2),
+}
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_exchanges_train_the_same_in_every_layout(pool: Pool, name: str) -> None:
+    case = LAYOUTS[name]
+    steps = run_on(pool, case)
+    assert [step.drifted for step in steps] == [[], []]
+    for deviation in compare_with_twin(steps, case):
+        assert deviation.error <= 1e-10, deviation
+
+
+def gathered(rank: int, world_size: int, case: Case, module: str) -> list[RankTrace]:
+    """Train with a dispatcher that a plugin registers."""
+    with patch.dict(plugins._registered, {"dispatcher": {}}):
+        exec(module, {"__name__": "gather"})
+        return run_case(rank, world_size, case)
+
+
+@pytest.mark.parametrize("fault", ["", "[rank]"])
+def test_a_dispatcher_from_outside_trains_the_same(pool: Pool, fault: str) -> None:
+    """The one of docs/extending.md; a fault in it is noticed."""
+    page = (Path(__file__).parents[2] / "docs" / "extending.md").read_text()
+    (module,) = (block for block in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if "GatherDispatcher" in block)
+    case = Case(EXPERTS, layout(**EP4, moe_exchange="gather"), dp=4, steps=1)
+    module = module.replace("// dispatcher.tp_size * local", "* 0") if fault else module
+    steps = [join_traces(step) for step in zip(*pool.run(4, gathered, case, module))]
+    worst = max(deviation.error for deviation in compare_with_twin(steps, case))
+    assert worst > 1e-3 if fault else worst <= 1e-10
+
+
+def all_to_one_rank(rank: int, world_size: int, case: Case) -> tuple[float, bool, bool, str]:
+    """A step in which all tokens choose the first experts: loss, skipped, weights unchanged, explanation."""
+    trainer = build_trainer(case.config(), rank, world_size)
+    for name, parameter in trainer.params.items():
+        if name.endswith("router.weight"):
+            torch.nn.init.zeros_(parameter)
+    before = {name: parameter.clone() for name, parameter in trainer.params.items()}
+    batches = batches_of(trainer, case, 0)
+    metrics = train_step(trainer, batches, RATES)
+    same = all(torch.equal(p, before[name]) for name, p in trainer.params.items())
+    explained = explain_nonfinite(trainer, batches) if metrics.loss.isnan() else ""
+    return metrics.loss.item(), bool(metrics.skipped), same, explained
+
+
+@pytest.mark.parametrize("bound", [1.2, 4.0])
+def test_an_overflow_changes_no_weight_and_is_explained(pool: Pool, bound: float) -> None:
+    case = Case(EXPERTS, layout(**EP4, **BOUNDED | {"moe_exchange_bound": bound}), dp=4, steps=1)
+    for loss, skipped, same, explained in pool.run(4, all_to_one_rank, case):
+        if bound == 4.0:
+            assert not skipped
+            assert math.isfinite(loss)
+        else:
+            assert skipped
+            assert same
+            assert math.isnan(loss)
+            assert explained == f"the loss or gradient of step 1 is not finite: {OVERFLOW}"

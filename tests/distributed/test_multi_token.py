@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import cache
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import pytest
+import torch
+from torch import Tensor
 
+from megatron.arguments.sources import resolve
 from megatron.config.model import ModelConfig
 from megatron.config.parallel import ParallelConfig
 from megatron.config.training import TrainingConfig
@@ -17,11 +21,14 @@ from megatron.kernels import block_attention
 from megatron.pipeline.plan import resolve_pipeline
 from megatron.training.build import build_trainer
 from megatron.training.step import train_step
-from tests.kit.cases import MODEL, RATES, Case, PackedConversations, batches_of, compare_with_twin
+from tests.distributed.resharding import loading, saving
+from tests.distributed.resume import gathered, load_and_go_on, save_and_go_on
+from tests.kit.cases import MODEL, RATES, Case, PackedConversations, batch_of, batches_of, compare_with_twin, evaluation
 from tests.kit.pool import Pool
 from tools.lib.verify_parallel import RankTrace, join_traces, trace_step
 
-DOCUMENTS = MaskBuilder(eod=7, reset_positions=True, reset_attention=True)
+EOD = 7
+DOCUMENTS = MaskBuilder(eod=EOD, reset_positions=True, reset_attention=True)
 ROPE = replace(MODEL, position_embedding_type="rope", normalization="RMSNorm")
 
 
@@ -36,67 +43,65 @@ def case(
 TP = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
 PP = {"pipeline_model_parallel_size": 2}
 UNTIED = {"untie_embeddings_and_output_weights": True}
+SHARDED = {"data_parallel_sharding_strategy": "optim_grads_params"}
 EXPERTS = {
     "num_experts": 4,
     "moe_layer_freq": "[0,1]",
     "add_bias_linear": False,
     "activation": "swiglu",
-    "moe_aux_loss_coeff": 0.1,
+    "moe_router_load_balancing_type": ("seq_aux_loss", "global_aux_loss"),
+    "moe_aux_loss_coeff": (0.1, 0.1),
     "moe_z_loss_coeff": 0.1,
+    "moe_router_score_function": "sigmoid",
+    "moe_router_enable_expert_bias": True,
 }
+LATENT = {
+    "multi_latent_attention": True,
+    "q_lora_rank": 16,
+    "kv_lora_rank": 16,
+    "qk_head_dim": 8,
+    "qk_pos_emb_head_dim": 4,
+    "v_head_dim": 8,
+}
+MODULES = {"recompute_granularity": "selective", "recompute_modules": ("layernorm", "mlp", "core_attn")}
+SCALED = {
+    "final_logit_softcapping": 3.0,
+    "logits_scaling": 2.0,
+    "embedding_multiplier": 3.0,
+    "residual_multiplier": 0.5,
+    "layernorm_placement": "sandwich",
+    "parallel_attention": True,
+    "z_loss_coeff": 0.1,
+}
+PLAIN = {"position_embedding_type": "none", "normalization": "LayerNorm", "mtp_num_layers": 1}
+LOCAL = {"attention_pattern": "global,local:3", "rotary_base_local": 100.0, "num_layers": 3}
 CASES = {
-    "tp": case(tensor_model_parallel_size=2),
-    "tp, sp, dropout": case({"hidden_dropout": 0.1}, **TP),
-    "pp, tied": case(**PP),
-    "pp, untied": case(UNTIED, **PP),
-    "dp, micro-batches": case(dp=2),
-    "vpp": case({"num_layers": 4}, **PP, num_virtual_stages_per_pipeline_rank=2),
-    "both ends on a rank, untied": case(UNTIED | {"num_layers": 4}, **PP, pipeline_schedule="zb-v"),
+    "tp, dropout": case({"hidden_dropout": 0.1}, tensor_model_parallel_size=2),
+    "tp, sp, scaled": case(SCALED, **TP),
+    "pp, tied, offload": case({}, 1, {"cpu_offloading_num_layers": 1, "min_offloaded_tensor_size": 1}, **PP),
+    "pp, untied, zb": case(UNTIED, **PP, pipeline_schedule="zb-h1"),
+    "vpp, dropout": case({"num_layers": 4, "hidden_dropout": 0.1}, **PP, num_virtual_stages_per_pipeline_rank=2),
     "both ends on a rank, tied": case({"num_layers": 4}, **PP, pipeline_schedule="zb-v"),
-    "zb": case(UNTIED, **PP, pipeline_schedule="zb-h1"),
-    "a stage of its own": case(UNTIED, **PP, pipeline_model_parallel_layout="Ett|L"),
+    "both ends on a rank, untied": case(UNTIED | {"num_layers": 4}, **PP, pipeline_schedule="dualpipe-v"),
+    "a stage of their own": case(UNTIED, **PP, pipeline_model_parallel_layout="Ett|mmL"),
+    "one, without positions": case(PLAIN, **PP),
+    "dp, micro-batches": case(dp=2),
+    "dp, padded": replace(case({}, 2, {"pad_global_batch": True, "micro_batch_size": 2}), samples=5),
     "cp, p2p": case(context_parallel_size=2),
-    "cp, a2a": case(context_parallel_size=2, cp_comm_type="a2a"),
-    "cp, all-gather, documents": replace(case(context_parallel_size=2, cp_comm_type="all_gather"), documents=DOCUMENTS),
-    "sp, cp, conversations": replace(case(context_parallel_size=2, **TP), documents=PackedConversations()),
-    "zero 3": case(UNTIED, 2, data_parallel_sharding_strategy="optim_grads_params"),
-    "zero 3, tied, one prefetched": case(
-        {}, 2, data_parallel_sharding_strategy="optim_grads_params", param_gather_prefetch=1
+    "cp, a2a, documents": replace(case(context_parallel_size=2, cp_comm_type="a2a"), documents=DOCUMENTS),
+    "cp, all-gather, conversations": replace(
+        case(context_parallel_size=2, cp_comm_type="all_gather"), documents=PackedConversations()
     ),
-    "zero 3, pp": case(UNTIED, 2, data_parallel_sharding_strategy="optim_grads_params", **PP),
-    "zero 3, recomputed": case(
-        {}, 2, {"recompute_granularity": "full"}, data_parallel_sharding_strategy="optim_grads_params"
+    "sp, cp, pp, windows": case(LOCAL, context_parallel_size=2, **PP, **TP),
+    "zero 3, untied": case(UNTIED, 2, **SHARDED, param_gather_prefetch=0),
+    "zero 3, tied, recomputed": case({}, 2, {"recompute_granularity": "full"}, **SHARDED),
+    "zero 3, pp": case(UNTIED, 2, **SHARDED, **PP),
+    "zero 2, recomputed, documents": replace(
+        case({}, 2, MODULES, data_parallel_sharding_strategy="optim_grads"), documents=DOCUMENTS
     ),
-    "zero 2, recomputed": case(
-        {},
-        2,
-        {"recompute_granularity": "selective", "recompute_modules": ("layernorm", "mlp", "core_attn")},
-        data_parallel_sharding_strategy="optim_grads",
-    ),
-    "padded": replace(case({}, 2, {"pad_global_batch": True, "micro_batch_size": 2}), samples=5),
-    "offload": case({}, 1, {"cpu_offloading_num_layers": 1, "min_offloaded_tensor_size": 1}, **PP),
-    "experts": case(EXPERTS, 2, expert_model_parallel_size=2),
+    "experts, recomputed": case(EXPERTS, 2, {"recompute_granularity": "full"}, expert_model_parallel_size=2),
+    "latent attention, cp, experts, pp": case(LATENT | EXPERTS, context_parallel_size=2, **PP),
     "experts, etp, pp": case(EXPERTS, 2, expert_model_parallel_size=2, **PP, **TP),
-    "capped, scaled": case(
-        {
-            "final_logit_softcapping": 3.0,
-            "logits_scaling": 2.0,
-            "embedding_multiplier": 3.0,
-            "residual_multiplier": 0.5,
-            "layernorm_placement": "sandwich",
-            "parallel_attention": True,
-            "z_loss_coeff": 0.1,
-        },
-        **TP,
-    ),
-    "none positions LN": case(
-        {"position_embedding_type": "none", "normalization": "LayerNorm", "mtp_num_layers": 1}, **PP
-    ),
-    "window, local rope": case(
-        {"attention_pattern": "global,local:3", "rotary_base_local": 100.0, "num_layers": 3},
-        context_parallel_size=2,
-        **PP,
-    ),
 }
 
 
@@ -120,9 +125,95 @@ def test_every_layout_computes_the_same(pool: Pool, name: str) -> None:
     one = CASES[name]
     ranks = pool.run(one.world_size, steps_of, one)
     deviations = compare_with_twin([join_traces([trace for trace, _ in step]) for step in zip(*ranks)], one)
-    assert any(deviation.name.startswith("mtp.layers.1.mtp_model_layer") for deviation in deviations)
+    assert any(deviation.name.startswith("mtp.layers.0.mtp_model_layer") for deviation in deviations)
     for deviation in deviations:
         assert deviation.error <= 1e-10, deviation
     for step, (_, expected) in zip(zip(*ranks), alone(one.twin()), strict=True):
-        assert {"mtp loss 1", "mtp loss 2"} <= expected.keys()
+        assert sum("mtp loss" in each for each in expected) == one.model.mtp_num_layers
         assert all(losses == pytest.approx(expected, rel=1e-10) for _, losses in step)
+
+
+def seen(rank: int, ranks: int, given: tuple[Case, list[Tensor]]) -> list[list[tuple[Tensor, Tensor, Tensor, Tensor]]]:
+    """Return for each set of samples, by depth, positions, hidden states, labels and masks of this rank."""
+    one, samples = given
+    trainer, calls = build_trainer(one.config(), rank, ranks), list[Any]()
+    (chunk,) = trainer.chunks.values()
+    assert chunk.output_layer is not None
+    chunk.output_layer.register_forward_pre_hook(lambda _, inputs: calls.append(inputs[:3]))
+    chunk.train()
+    cp, found = trainer.reader.cp, []
+    rows = (range(one.length),) if cp is None else cp.rows(one.length)
+    positions = torch.tensor([i for part in rows for i in part])
+    for ids in samples:
+        batches = batches_of(trainer, one, 0, batch_of(one, ids, torch.ones(ids[:, 1:].shape)))
+        calls.clear()
+        with torch.no_grad():
+            chunk(None, trainer.complete(batches)[0])
+        states = [(x.transpose(0, 1).clone(), labels.clone(), mask > 0) for x, labels, mask in calls]
+        found.append([(positions, *each) for each in states])
+    return found
+
+
+SEEN = {
+    "alone": (1, {}),
+    "cp, p2p": (2, {"context_parallel_size": 2}),
+    "cp, a2a": (2, {"context_parallel_size": 2, "cp_comm_type": "a2a"}),
+}
+
+
+@pytest.mark.parametrize("documents", [False, True])
+@pytest.mark.parametrize("name", SEEN)
+def test_a_token_changes_the_predictions_that_see_it(pool: Pool, name: str, documents: bool) -> None:
+    """Of depth k at position i: those with the token among ``t_0 .. t_{i+k}`` of their document, or as the label."""
+    ranks, parallel = SEEN[name]
+    one = replace(case({"num_layers": 1}, **parallel), samples=1, length=16)
+    ids = torch.randint(EOD + 1, one.model.vocab, (1, 17), generator=torch.Generator().manual_seed(0))
+    if documents:
+        one, ids[0, [4, 10]] = replace(one, documents=DOCUMENTS), EOD
+    document = [ids[0, :i].tolist().count(EOD) for i in range(17)]
+    places = [j for j in range(17) if ids[0, j] != EOD]
+    changed = [ids.where(torch.arange(17) != j, EOD + 1 + ids % 90) for j in places]
+    found = pool.run(ranks, seen, (one, [ids, *changed]))
+    for before, *others in found:
+        counted = 0
+        for j, after in zip(places, others, strict=True):
+            for k, (old, new) in enumerate(zip(before, after, strict=True)):
+                positions, states, labels, mask = old
+                assert torch.equal(mask, new[3])
+                for row, i in enumerate(positions.tolist()):
+                    if not mask[0, row]:
+                        continue
+                    counted += 1
+                    sees = j <= i + k and document[j] == document[i]
+                    assert torch.equal(states[0, row], new[1][0, row]) != sees, (j, k, i)
+                    assert bool(labels[0, row] != new[2][0, row]) == (j == i + k + 1)
+        assert counted > 100
+    for k in range(3):  # all predictions whose label is in the sample and, of a depth, in the document count
+        expected = {i for i in range(16 - k) if k == 0 or document[i + k + 1] == document[i]}
+        of_ranks = [before[k] for before, *_ in found]
+        assert expected == {i for at, _, _, mask in of_ranks for i in at[mask[0]].tolist()}
+
+
+def test_a_checkpoint_goes_on_in_another_layout(pool: Pool, tmp_path: Path) -> None:
+    last = {"pipeline_model_parallel_layout": "Ett|mmL"}
+    before, after = (each.config() for each in (case(UNTIED, **TP), case(UNTIED, 2, **PP, **last)))
+    before, after = (
+        resolve(replace(each, training=replace(each.training, train_iters=4)), ranks)
+        for each, ranks in ((before, 2), (after, 4))
+    )
+    whole = pool.run(2, save_and_go_on, saving(before, tmp_path))
+    other = pool.run(4, load_and_go_on, loading(after, tmp_path))
+    saved, loaded = gathered(whole).weights, gathered(other).weights
+    assert "mtp.layers.1.mtp_model_layer.mlp.linear_fc2.weight" in saved
+    assert saved.keys() == loaded.keys()
+    assert all(torch.equal(saved[name], loaded[name]) for name in saved)
+    assert other[0].losses == pytest.approx(whole[0].losses, rel=1e-10)
+
+
+def test_evaluation_does_without_the_heads(pool: Pool) -> None:
+    """The loss of the same weights; before a step, in which the heads change them."""
+    with_heads = case(UNTIED, **PP)
+    without = replace(with_heads, model=replace(with_heads.model, mtp_num_layers=None))
+    (one, _), *_ = pool.run(2, evaluation, with_heads)
+    (other, _), *_ = pool.run(2, evaluation, without)
+    assert one == pytest.approx(other, rel=1e-13)

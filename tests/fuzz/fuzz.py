@@ -995,14 +995,15 @@ def expect_weights(path: Path, stored: Callable[[str], Any]) -> object:
 
     from megatron.checkpoint.load import CheckpointReader
     from megatron.convert.megatron_lm.model import their_names
+    from megatron.convert.saved_model import SavedModel
     from megatron.convert.sources import open_checkpoint
 
     found, _ = open_checkpoint(path)
-    reader = CheckpointReader(found)
+    reader, model = CheckpointReader(found), SavedModel(found).model
     for name in reader.names:
         if name.startswith("layers.") or not name.startswith("optim."):
             layer = name.split(".")[1] if name.startswith("layers.") else None
-            expected = stored(their_names(name.replace(f"layers.{layer}.", "layers.{i}."), False)[0])
+            expected = stored(their_names(name.replace(f"layers.{layer}.", "layers.{i}."), model)[0])
             tensor = reader.read(name)
             if expected is not None:
                 same = expected[int(layer)] if layer is not None else expected[: len(tensor)]

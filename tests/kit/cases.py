@@ -196,7 +196,7 @@ def evaluation(rank: int, world_size: int, case: Case) -> tuple[float, float]:
     config = replace(config, training=replace(config.training, eval_iters=2))
     trainer = build_trainer(config, rank, world_size)
     before = evaluate(trainer).item()
-    train_step(trainer, batches_of(trainer, case, 0), RATES)
+    train_step(trainer, trainer.complete(batches_of(trainer, case, 0)), RATES)
     return before, evaluate(trainer).item()
 
 
@@ -218,14 +218,14 @@ def compare_with_twin(steps: Sequence[StepTrace], case: Case, gradient_floor: fl
     return [d for i, (got, ref) in enumerate(pairs) for d in compare_traces(i, got, ref, gradient_floor, LR)]
 
 
-def batches_of(trainer: Trainer, case: Case, step: int) -> list[MicroBatch]:
+def batches_of(trainer: Trainer, case: Case, step: int, whole: MicroBatch | None = None) -> list[MicroBatch]:
     """This rank's micro-batches of a step: micro-batch ``m`` of the global batch goes to replica ``m % dp``.
 
     Where the case pads its batch, what is missing of a micro-batch is the sample before it again, of which no label
-    counts.
+    counts. ``whole`` is the global batch, by default that of the step.
     """
     mesh, size = trainer.mesh, trainer.config.training.micro_batch_size
-    whole, padded = global_batch(case, step), trainer.config.training.pad_global_batch
+    whole, padded = whole or global_batch(case, step), trainer.config.training.pad_global_batch
     places = rank_micro_batches(0, case.samples, size, mesh.dp_rank, mesh.dp_size, padded)
     batches = [_rows(whole, mine, size) for mine in places]
     if trainer.reader.cp is None:
@@ -248,6 +248,12 @@ def global_batch(case: Case, step: int) -> MicroBatch:
     if case.documents.eod is not None:
         ends = torch.rand(ids.shape, generator=generator) < 0.25
         ids = ids.masked_fill(ends, case.documents.eod)
+    batch = batch_of(case, ids, mask, step)
+    return with_pairs(batch, generator) if case.training.objective == "dpo" else batch
+
+
+def batch_of(case: Case, ids: Tensor, mask: Tensor, step: int = 0) -> MicroBatch:
+    """Samples of ``ids [b, s + 1]`` as a batch of a case; ``mask`` has the labels that count."""
     columns = case.documents.build(ids[:, :-1].numpy(), ids[:, 1:].numpy())
     tokens, labels, counts = (torch.from_numpy(column) for column in columns[:3])
     positions, documents = (None if c is None else torch.from_numpy(c) for c in columns[3:5])
@@ -258,7 +264,7 @@ def global_batch(case: Case, step: int) -> MicroBatch:
         arrays = columns._replace(loss_mask=batch.loss_mask.numpy())
         later = arrays.with_later_tokens(case.model.mtp_num_layers, case.documents.eod)
         batch = replace(batch, extra={name: torch.from_numpy(later.extra[name]) for name in (LATER_TOKENS, LATER_MASK)})
-    return with_pairs(batch, generator) if case.training.objective == "dpo" else batch
+    return batch
 
 
 def with_pairs(batch: MicroBatch, generator: torch.Generator) -> MicroBatch:

@@ -13,7 +13,16 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from tests.megatron_core.forms import FLAGS, FORMS, GROUPED, THEIRS, missing, run_theirs, write_data
+from tests.megatron_core.forms import (
+    FLAGS,
+    FORMS,
+    GROUPED,
+    THEIRS,
+    TRANSFORMER_ENGINE_ALONE,
+    missing,
+    run_theirs,
+    write_data,
+)
 from tests.unit.convert.megatron_lm import common_state, entries
 
 FILE = Path(__file__).parents[1] / "golden" / "megatron_exports.json"
@@ -65,8 +74,10 @@ def main() -> None:
     names = set(READ.findall(loader.read_text()))
     found = {}
     for form in FORMS:
-        found[form] = write_and_record(form, "local", names)
-        more = write_and_record(form, "transformer_engine", names)["entries"].items()
+        alone = form in TRANSFORMER_ENGINE_ALONE
+        theirs = write_and_record(form, "transformer_engine", names)
+        found[form] = theirs if alone else write_and_record(form, "local", names)
+        more = theirs["entries"].items()
         found[form]["transformer_engine"] = {key: x for key, x in more if found[form]["entries"].get(key) != x}
         print(form, len(found[form]["entries"]), len(found[form]["transformer_engine"]))
     write(found)

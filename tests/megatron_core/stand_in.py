@@ -137,16 +137,22 @@ class GroupedLinear(Stateful):
 
 
 class DotProductAttention(Stateful):
-    """Causal attention of ``[length, batch, heads, channels]``."""
+    """Causal attention of ``[length, batch, heads, channels]``, with a window of earlier tokens or without."""
 
-    def __init__(self, softmax_scale: float | None = None, **options: Any) -> None:
+    def __init__(
+        self, softmax_scale: float | None = None, window_size: tuple[int, int] | None = None, **options: Any
+    ) -> None:
         super().__init__()
         self.scale, self.qkv_format, self.num_splits = softmax_scale, "sbhd", None
+        self.earlier = -1 if window_size is None else window_size[0]
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, *args: Any, **options: Any) -> Tensor:
         """Return the mixed values."""
         q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))
-        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=self.scale, enable_gqa=True)
+        seen = torch.ones(q.shape[-2], k.shape[-2], dtype=torch.bool).tril()
+        if self.earlier >= 0:
+            seen = seen.triu(-self.earlier)
+        mixed = F.scaled_dot_product_attention(q, k, v, seen, scale=self.scale, enable_gqa=True)
         return mixed.permute(2, 0, 1, 3).flatten(2)
 
 

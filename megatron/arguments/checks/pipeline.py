@@ -33,7 +33,7 @@ def check_stages(config: RunConfig, world_size: int) -> Iterator[Problem]:
     layout = parallel.pipeline_model_parallel_layout
     problem = _schedule_problem("E208", plan.required_virtual_stages, parallel)
     if layout not in (None, plan.AUTO):
-        problem = problem or _schedule_problem("E210", parse_layout, layout, model.num_layers)
+        problem = problem or _schedule_problem("E210", parse_layout, layout, model.num_layers, len(model.head_layers))
     problem = problem or _schedule_problem("E209", plan.virtual_stages, model, parallel)
     if problem:
         yield problem

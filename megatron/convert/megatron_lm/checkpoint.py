@@ -52,7 +52,7 @@ from megatron.convert.megatron_lm.model import Arguments, find_place, read_argum
 from megatron.convert.megatron_lm.pickles import Record, StoredTensor, read_pickle_file, read_torch_file
 from megatron.distributed.param_layout import ParamShard, contiguous_boxes
 from megatron.distributed.sharding import Box, DenseSharding, ExpertSharding, Sharding, ShardSpec
-from megatron.layers.parameters import WORD_EMBEDDINGS, gpt
+from megatron.layers.parameters import WORD_EMBEDDINGS, gpt, trainable
 
 RANK_FILE = "model_optim_rng.pt"
 METADATA, COMMON_FILE = ".metadata", "common.pt"
@@ -152,7 +152,7 @@ class _Content:
             raise DamagedCheckpointError(f"{self.path} has no args of the run")
         self.model, self.config = read_arguments(self.args, self.path)
         specs = gpt(self.model)
-        self.weights, self.optimizer = _Table(self.path, specs), _Table(self.path, specs)
+        self.weights, self.optimizer = _Table(self.path, specs), _Table(self.path, trainable(specs))
 
     def tensors(self) -> dict[str, TensorRecord]:
         """Return all tensors; without those of the optimizer if they are incomplete, which `unread` explains."""
@@ -333,7 +333,8 @@ def _add_rank(content: _Content, file: _RankFile, starts: Mapping[tuple[int, int
     for parameter in parameters:
         _add_shard(content.weights, parameter, parameter.name, parameter.tensor)
     try:
-        content.state |= _add_optimizer(content.optimizer, file, parameters)
+        trained = [parameter for parameter in parameters if parameter.spec.has_gradient]
+        content.state |= _add_optimizer(content.optimizer, file, trained)
     except Exception as error:  # as above
         content.unread = f"its optimizer state is not read: {error}"
 

@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import re
 import reprlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple
 
 from megatron.arguments.megatron_flags import apply_foreign_values
 from megatron.arguments.sources import LENGTH_OPTIONS, Values, build_config, to_dict
+from megatron.config.attention_pattern import CAUSAL
 from megatron.config.errors import Problem, UserError
+from megatron.config.latent_attention import LATENT_ATTENTION, LATENT_ORIGINAL_LENGTH
 from megatron.config.model import ModelConfig
 from megatron.config.option import Role
 from megatron.config.run import RunConfig
 from megatron.config.settings import SETTINGS
 from megatron.convert.huggingface.config import check_model_config, words
-from megatron.convert.huggingface.keys import effective_options
+from megatron.convert.huggingface.keys import effective_options, resolved
 from megatron.convert.megatron_lm.pickles import Record
 
 MOMENT_DTYPES = ("exp_avg_dtype", "exp_avg_sq_dtype")
@@ -25,46 +27,58 @@ WRITTEN_GROUPS = ("model", "precision", "training", "optimizer", "data")
 Arguments = Mapping[str, Any]
 """Attributes of the run's ``args``."""
 
-OFF = """multi_latent_attention qk_l2_norm attention_output_gate use_mup apply_residual_connection_post_layernorm
-layernorm_zero_centered_gamma moe_shared_expert_gate moe_router_enable_expert_bias moe_apply_probs_on_input
-is_hybrid_model enable_hyper_connections use_legacy_models head_wise_attn_gate geglu reglu
-moe_router_force_load_balancing"""
-UNSET = """experimental_attention_variant mtp_num_layers moe_latent_size moe_router_num_groups moe_router_group_topk
-moe_router_topk_scaling_factor moe_input_jitter_eps moe_expert_capacity_factor moe_router_force_biased
-linear_attention_freq rotary_base_per_layer heterogeneous_layers_config_path heterogeneous_layers_config_encoded_json
-spec hybrid_layer_pattern hybrid_override_pattern window_attn_skip_freq moe_expert_rank_capacity_factor
-moe_mlp_glu_interleave_size moe_shared_expert_glu_interleave_size mrope_section"""
+OFF = """qk_l2_norm attention_output_gate use_mup apply_residual_connection_post_layernorm
+layernorm_zero_centered_gamma moe_apply_probs_on_input is_hybrid_model enable_hyper_connections use_legacy_models
+head_wise_attn_gate geglu reglu mtp_use_repeated_layer mtp_hsm"""
+UNSET = """experimental_attention_variant moe_input_jitter_eps moe_router_force_biased linear_attention_freq
+rotary_base_per_layer heterogeneous_layers_config_path heterogeneous_layers_config_encoded_json spec
+hybrid_layer_pattern hybrid_override_pattern moe_expert_rank_capacity_factor moe_mlp_glu_interleave_size
+moe_shared_expert_glu_interleave_size mrope_section"""
 NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     **dict.fromkeys(OFF.split(), (False, None)),
     **dict.fromkeys(UNSET.split(), (None, 0)),
-    "position_embedding_type": ("learned_absolute", "rope", "none"),  # not yarn, whose factor is no argument
-    "moe_router_score_function": ("softmax",),
-    "mscale": (1.0, None),
-    "mscale_all_dim": (0.0, None),
+    "position_embedding_type": ("learned_absolute", "rope", "yarn", "none"),
 }
 """Arguments that change what a model computes, and the values that change nothing."""
 
 ACTIVATIONS = {"swiglu": "swiglu", "quick_geglu": "quick_geglu", "squared_relu": "relu2"}
 """Arguments that select an activation -> the activation here."""
 
-WRITTEN = words(
+YARN = {
+    "yarn_original_max_position_embeddings": LATENT_ORIGINAL_LENGTH,
+    "yarn_beta_fast": 32.0,
+    "yarn_beta_slow": 1.0,
+    "yarn_correction_range_round_to_int": True,
+}
+"""Arguments of YaRN, with the values that None means, and that latent attention has always."""
+
+WRITTEN = {*YARN} | words(
     """num_layers hidden_size ffn_hidden_size num_attention_heads num_query_groups kv_channels vocab_size
     make_vocab_size_divisible_by untie_embeddings_and_output_weights position_embedding_type max_position_embeddings
     rotary_base rotary_percent rotary_interleaved rotary_seq_len_interpolation_factor no_rope_freq use_rope_scaling
     rope_scaling_factor window_size softmax_type normalization apply_layernorm_1p norm_epsilon qk_layernorm activation
     activation_func_clamp_value glu_linear_offset add_bias_linear add_qkv_bias hidden_dropout attention_dropout
-    init_method_std num_experts moe_router_topk moe_ffn_hidden_size moe_shared_expert_intermediate_size
-    moe_router_pre_softmax moe_router_load_balancing_type moe_aux_loss_coeff moe_z_loss_coeff"""
+    init_method_std num_experts moe_layer_freq moe_ffn_hidden_size moe_shared_expert_intermediate_size
+    moe_shared_expert_gate moe_latent_size moe_router_topk moe_router_score_function moe_router_pre_softmax
+    moe_router_enable_expert_bias moe_router_bias_update_rate moe_router_num_groups moe_router_group_topk
+    moe_router_topk_scaling_factor moe_router_load_balancing_type moe_aux_loss_coeff moe_z_loss_coeff moe_router_dtype
+    moe_router_force_load_balancing moe_expert_capacity_factor moe_token_drop_policy
+    mtp_num_layers mtp_loss_scaling_factor window_attn_skip_freq
+    multi_latent_attention q_lora_rank kv_lora_rank qk_head_dim qk_pos_emb_head_dim v_head_dim rope_type
+    rotary_scaling_factor mscale mscale_all_dim"""
 )
 """Options of a model that Megatron-LM has: the others must have no effect."""
 
-NOT_COMPARED = (
-    "data_parallel_sharding_strategy",
-    "recompute_modules",
-    "vocab_size",
-    "make_vocab_size_divisible_by",
-    "moe_layer_freq",
-)
+BY_LAYER = ("no_rope_freq", "window_attn_skip_freq", "moe_layer_freq")
+"""Options that select layers: a number or a list of 0 and 1 in arguments, and a text here."""
+
+LISTS = ("moe_router_load_balancing_type", "moe_aux_loss_coeff")
+"""Options that are no list in arguments if they have one value."""
+
+UNUSED = {"moe_layer_freq": "1", "mtp_num_layers": 0, "moe_expert_capacity_factor": -1.0}
+"""Values of arguments that are as good as none."""
+
+NOT_COMPARED = ("data_parallel_sharding_strategy", "recompute_modules", "vocab_size", "make_vocab_size_divisible_by")
 """Options of the same name as an argument that is unused in most runs, or has another meaning."""
 
 
@@ -77,17 +91,14 @@ def model_arguments(args: Arguments) -> dict[str, Any]:
     if args.get("num_experts") is None:
         args = {name: value for name, value in args.items() if not name.startswith("moe_")}
     refused = [f"{name} {_text(args[name])}" for name, usual in NEUTRAL.items() if args.get(name) not in (*usual, None)]
-    if not _every_layer(args.get("moe_layer_freq")):
-        refused.append(f"moe_layer_freq {_text(args['moe_layer_freq'])}")
+    if args.get("position_embedding_type") == "yarn" and not {*YARN} <= args.keys():  # it had other settings
+        refused.append("position_embedding_type 'yarn' of an earlier release")
     if refused:
         raise ValueError(f"{', '.join(refused)}: the model here has no such option")
     found = {name: args[name] for name in SETTINGS if SETTINGS[name].group == "model" and args.get(name) is not None}
     found["norm_epsilon"] = args.get("layernorm_epsilon", args.get("norm_epsilon"))
     found["activation"] = _activation(args)
-    if args.get("use_rotary_position_embeddings"):
-        found["position_embedding_type"] = "rope"
-    elif args.get("add_position_embedding") is False and found.get("position_embedding_type") == "learned_absolute":
-        found["position_embedding_type"] = "none"
+    found |= _positions(args)
     if not args.get("group_query_attention"):
         found["num_query_groups"] = None
     if args.get("add_bias_linear"):
@@ -95,15 +106,24 @@ def model_arguments(args: Arguments) -> dict[str, Any]:
     window = args.get("window_size")
     if window is not None:
         found["window_size"] = ",".join(map(str, window))
-    skipping = args.get("no_rope_freq")
-    if skipping is not None:
-        found["no_rope_freq"] = str([int(each) for each in skipping]) if isinstance(skipping, list) else int(skipping)
+    found |= {name: _layers(args[name]) for name in BY_LAYER if args.get(name) is not None}
+    found |= {name: None for name, usual in UNUSED.items() if found.get(name) == usual}
     return {name: value for name, value in found.items() if value is not None and name not in NOT_COMPARED}
 
 
-def _every_layer(freq: Any) -> bool:
-    """Return True if ``moe_layer_freq`` selects all layers."""
-    return set(freq) == {1} if isinstance(freq, list | tuple) and freq else freq in (None, 1, [], ())
+def _positions(args: Arguments) -> dict[str, Any]:
+    """Return the kind of position embedding, and the settings of YaRN."""
+    kind = args.get("position_embedding_type")
+    if args.get("use_rotary_position_embeddings"):
+        kind = "rope"
+    elif args.get("add_position_embedding") is False and kind == "learned_absolute":
+        kind = "none"
+    yarn = dict.fromkeys(YARN) if kind != "yarn" else {n: x if (x := args[n]) is not None else YARN[n] for n in YARN}
+    return {"position_embedding_type": kind} | (YARN if args.get("multi_latent_attention") else yarn)
+
+
+def _layers(selected: Any) -> str:
+    return str([int(each) for each in selected]) if isinstance(selected, list) else str(int(selected))
 
 
 def _activation(args: Arguments) -> str:
@@ -215,23 +235,31 @@ def write_arguments(config: RunConfig, state: Mapping[str, Any], padded_vocab_si
             args[name] = list(value) if isinstance(value, tuple) else value
     activation = model.activation
     fused = activation == "gelu_tanh" and model.add_bias_linear
-    interpolation, skipping = model.rotary_seq_len_interpolation_factor, model.no_rope_freq is not None
+    layers, interpolation = range(model.num_layers), model.rotary_seq_len_interpolation_factor
+    windows = [model.pattern(layer).window for layer in layers]
+    window = next((each for each in windows if each is not None), None)
+    by_layer = {
+        "no_rope_freq": [int(model.rotary_kind(i) is None) for i in layers] if model.no_rope_freq else None,
+        "window_attn_skip_freq": [int(each is not None) for each in windows] if len({*windows}) > 1 else None,
+        "moe_layer_freq": [int(model.has_experts(i)) for i in layers] if layers_differ(model) else 1,
+    }
+    alone = {name: args[name][0] for name in LISTS if len(args[name]) == 1}
     return args | {
+        **by_layer,
+        **alone,
         "num_query_groups": model.kv_groups,
         "group_query_attention": model.kv_groups != model.num_attention_heads,
         "kv_channels": model.head_dim,
         "ffn_hidden_size": model.ffn,
         "moe_ffn_hidden_size": model.expert_ffn if model.num_experts else None,
-        "moe_layer_freq": 1,
         "add_qkv_bias": model.qkv_bias,
         "max_position_embeddings": model.max_position_embeddings or config.training.seq_length,
         "layernorm_epsilon": model.norm_epsilon,
         **{name: activation == ours for name, ours in ACTIVATIONS.items()},
         "openai_gelu": activation == "gelu_tanh" and not fused,
         "bias_gelu_fusion": fused,
-        "window_size": None if model.window_size is None else (model.window_size - 1, 0),
+        "window_size": None if window is None else (window - 1, 0),
         "rotary_seq_len_interpolation_factor": None if interpolation == 1 else int(interpolation),
-        "no_rope_freq": None if not skipping else [int(model.rotary_kind(i) is None) for i in range(model.num_layers)],
         "add_position_embedding": True,  # what deprecated flags set; the positions have a type
         "use_rotary_position_embeddings": False,
         "padded_vocab_size": padded_vocab_size,
@@ -259,28 +287,37 @@ def write_arguments(config: RunConfig, state: Mapping[str, Any], padded_vocab_si
 
 def unwritable_options(model: ModelConfig) -> list[str]:
     """Return options of a model that Megatron-LM does not have."""
-    found = [name for name in effective_options(model) if name not in WRITTEN]
+    patterns = {model.pattern(layer) for layer in range(model.num_layers)} - {CAUSAL}
+    written = {*WRITTEN, "attention_pattern"} if len(patterns) < 2 and all(p.only_window for p in patterns) else WRITTEN
+    found = [name for name in effective_options(model) if name not in written]
     found += [f"activation {model.activation}"] if model.activation in ("geglu", "geglu_tanh") else []
-    found += ["position_embedding_type yarn"] if model.position_embedding_type == "yarn" else []
+    if model.has_latent_attention:
+        fixed = {name: value for name, value in YARN.items() if resolved(model, name) not in (value, None)}
+        found += [f"{name} other than {value}" for name, value in fixed.items()]
     return found + (["rotary_seq_len_interpolation_factor"] if model.rotary_seq_len_interpolation_factor % 1 else [])
 
 
 # ---- Names of tensors ----
 
-NAMES = (
-    ("layers.{i}.input_layernorm.", "decoder.layers.{i}.self_attention.linear_qkv.layer_norm_"),
-    ("layers.{i}.input_layernorm.", "decoder.layers.{i}.input_layernorm."),
-    ("layers.{i}.pre_mlp_layernorm.", "decoder.layers.{i}.mlp.linear_fc1.layer_norm_"),
-    ("layers.{i}.pre_mlp_layernorm.", "decoder.layers.{i}.pre_mlp_layernorm."),
-    ("layers.{i}.mlp.experts.", "decoder.layers.{i}.mlp.experts.experts."),
-    ("layers.{i}.mlp.experts.", "decoder.layers.{i}.mlp.experts.local_experts.{e}."),
+BLOCKS = (
     ("layers.{i}.", "decoder.layers.{i}."),
-    ("final_layernorm.", "decoder.final_layernorm."),
-    ("", ""),
+    ("mtp.layers.{d}.mtp_model_layer.", "mtp.layers.{d}.transformer_layer."),
+    ("mtp.layers.{d}.mtp_model_layer.", "mtp.layers.{d}.mtp_model_layer."),
 )
-"""Beginnings of our names and of theirs. ``{i}`` is the layer, which torch_dist leaves out, and ``{e}`` the expert of
-the rank. The first row whose beginning of their name fits applies. Grouped experts are numbered at the end of their
-name, as in ``weight3``."""
+"""Beginnings of our names of the tensors of a block and of theirs. ``{i}`` is the layer, which torch_dist leaves out if
+all layers have the same parameters; blocks of multi-token prediction have one name in torch_dist, another in torch."""
+INSIDE = (
+    ("input_layernorm.", "self_attention.linear_qkv.layer_norm_"),
+    ("pre_mlp_layernorm.", "mlp.linear_fc1.layer_norm_"),
+    ("self_attention.q_layernorm.", "self_attention.linear_q_up_proj.layer_norm_"),
+    ("self_attention.kv_layernorm.", "self_attention.linear_kv_up_proj.layer_norm_"),
+    ("mlp.experts.", "mlp.experts.experts."),
+    ("mlp.experts.", "mlp.experts.local_experts.{e}."),
+)
+"""Names inside a block that differ: norms that belong to the linear after them, and experts, of which ``{e}`` is that
+of the rank. Grouped experts are numbered at the end of their name, as in ``weight3``. The first row applies."""
+OUTSIDE = (("final_layernorm.", "decoder.final_layernorm."),)
+"""Other names that differ."""
 
 
 class Place(NamedTuple):
@@ -291,33 +328,69 @@ class Place(NamedTuple):
     expert: int | None  # of the rank; None for tensors that are no single expert's
 
 
-_PATTERNS = tuple(
-    (ours, re.compile(re.escape(theirs).replace(r"\.\{i\}", r"(?:\.(?P<i>\d+))?").replace(r"\{e\}", r"(?P<e>\d+)")))
-    for ours, theirs in NAMES
-)
+def _patterns(rows: Sequence[tuple[str, str]]) -> list[tuple[str, re.Pattern[str]]]:
+    numbers = {r"\.\{i\}": r"(?:\.(?P<i>\d+))?", r"\{d\}": r"(?P<d>\d+)", r"\{e\}": r"(?P<e>\d+)"}
+
+    def pattern(theirs: str) -> str:
+        text = re.escape(theirs)
+        for placeholder, number in numbers.items():
+            text = text.replace(placeholder, number)
+        return text
+
+    return [(ours, re.compile(pattern(theirs))) for ours, theirs in rows]
+
+
+_BLOCKS, _INSIDE, _OUTSIDE = map(_patterns, (BLOCKS, INSIDE, OUTSIDE))
+
+
+def _first(rows: Sequence[tuple[str, re.Pattern[str]]], name: str) -> tuple[str, dict[str, str], str]:
+    """Return what replaces the beginning of a name, the numbers in it, and the rest; the name itself if no row fits."""
+    found = ((ours, match) for ours, pattern in rows if (match := pattern.match(name)))
+    ours, match = next(found, ("", None))
+    return (ours, match.groupdict(), name[match.end() :]) if match else ("", {}, name)
 
 
 def find_place(theirs: str) -> Place:
     """Return our name of the tensor ``theirs``, whether or not a model here has one of that name."""
-    ours, match = next((row, match) for row, pattern in _PATTERNS if (match := pattern.match(theirs)))
-    found, rest = match.groupdict(), theirs[match.end() :]
-    expert = found.get("e")
-    numbered = re.fullmatch(r"(linear_fc[12]\.[A-Za-z_]+)(\d+)", rest.removeprefix("mlp.experts."))
-    if numbered and expert is None and rest.startswith("mlp.experts."):
-        rest, expert = f"mlp.experts.{numbered[1]}", numbered[2]
-    layer = found.get("i")
-    return Place(ours + rest, None if layer is None else int(layer), None if expert is None else int(expert))
+    block, numbers, rest = _first(_BLOCKS, theirs)
+    begin, more, rest = _first(_INSIDE if block else _OUTSIDE, rest)
+    expert, layer = more.get("e"), numbers.get("i")
+    name = begin + rest
+    numbered = re.fullmatch(r"(mlp\.experts\.linear_fc[12]\.[A-Za-z_]+)(\d+)", name)
+    if block and numbered and expert is None:
+        name, expert = numbered[1], numbered[2]
+    ours = block.replace("{d}", numbers.get("d", "")) + name
+    return Place(ours, None if layer is None else int(layer), None if expert is None else int(expert))
 
 
-def their_names(ours: str, experts: bool) -> list[str]:
-    """Return the names in torch_dist under which Megatron-LM looks for a tensor of ours, without layer.
+def their_names(ours: str, model: ModelConfig) -> list[str]:
+    """Return the names in torch_dist under which Megatron-LM looks for a tensor of ours.
 
     Its own layers and those of Transformer Engine use the same names, except for the norm before experts.
 
     Args:
-        ours: our name, with ``{i}`` for the layer.
-        experts: the model has experts in place of the MLP.
+        ours: our name; the layer is ``{i}`` if all layers have the same parameters.
+        model: that has it.
     """
-    fitting = [row for row in NAMES if ours.startswith(row[0]) and "{e}" not in row[1]]
-    count = 2 if experts and ours.startswith("layers.{i}.pre_mlp_layernorm.") else 1
-    return [(theirs + ours.removeprefix(beginning)).replace(".{i}", "") for beginning, theirs in fitting[:count]]
+    where = re.match(r"(?:layers\.(?P<i>\d+|\{i\})|mtp\.layers\.(?P<d>\d+)\.mtp_model_layer)\.", ours)
+    if where is None:
+        return [next((new + ours.removeprefix(old) for old, new in OUTSIDE if ours.startswith(old)), ours)]
+    layer, depth = where["i"], where["d"]
+    if layer is not None:
+        before = "decoder.layers." if layer == "{i}" else f"decoder.layers.{layer}."
+        mixers = model.mixers(0 if layer == "{i}" else int(layer))
+    else:
+        before, mixers = f"mtp.layers.{depth}.transformer_layer.", model.mixers(model.head_layers[int(depth)])
+    name = ours[where.end() :]
+    inside = [row for row in INSIDE if "{e}" not in row[1] and row[0] != "input_layernorm."]
+    if LATENT_ATTENTION not in mixers:  # whose norm is no part of a linear, unlike those of its latents
+        inside = [row for row in INSIDE if "{e}" not in row[1] and "_up_proj" not in row[1]]
+    fitting = [new + name.removeprefix(old) for old, new in inside if name.startswith(old)]
+    if "experts" in mixers and name.startswith("pre_mlp_layernorm."):
+        fitting.append(name)
+    return [before + each for each in fitting or [name]]
+
+
+def layers_differ(model: ModelConfig) -> bool:
+    """Return True if Megatron-LM numbers the layers in torch_dist, because their parameters differ."""
+    return model.dense_layers > 0 and model.num_experts is not None

@@ -38,18 +38,20 @@ from megatron.config.batch import lr_scale, schedule_lengths
 from megatron.config.run import RunConfig
 from megatron.convert.huggingface.convert import check_target, new_checkpoint
 from megatron.convert.megatron_lm.checkpoint import BLOCK_ELEMENTS, MOMENTS, view_parts
-from megatron.convert.megatron_lm.model import their_names, unwritable_options, write_arguments
+from megatron.convert.megatron_lm.model import layers_differ, their_names, unwritable_options, write_arguments
 from megatron.convert.saved_model import SavedModel
 from megatron.convert.staging import ProgressCallback, disk_errors, removed_on_error
 from megatron.distributed.comm import Group
 from megatron.distributed.sharding import Box, ShardSpec, padded_vocab_size
 from megatron.layers.context import DTYPES
-from megatron.layers.parameters import WORD_EMBEDDINGS
+from megatron.layers.parameters import WORD_EMBEDDINGS, trainable
 from megatron.optimizer.lr_scheduler import LearningRateSchedule
 
 VOCABULARY = (WORD_EMBEDDINGS, "output_layer.weight")
 METADATA_JSON = {"sharded_backend": "torch_dist", "sharded_backend_version": 1}
-WITH_EXTRA_STATE = re.compile(r"(decoder\.(?:\w+\.)*(?:linear_\w+|\w+_layernorm)\.)weight")
+WITH_EXTRA_STATE = re.compile(
+    r"((?:decoder|mtp)\.(?:\w+\.)*(?:linear_\w+|\w+_layernorm|fc[12]_latent_proj|eh_proj|enorm|hnorm)\.)weight"
+)
 """Weights of modules that keep an object of their own, which is empty without FP8: of each layer, and of each expert.
 Norms have one in Transformer Engine alone."""
 
@@ -146,18 +148,21 @@ class _Plan(DefaultSavePlanner):
         params_dtype = DTYPES[config.precision.params_dtype]
         args |= {"params_dtype": params_dtype, "exp_avg_dtype": torch.float32, "exp_avg_sq_dtype": torch.float32}
         self._add_object("common_state/shard_0_1", [_common_state(config, state, args, bool(self.kinds))])
-        layers: dict[str, list[str]] = {}  # our names by name without layer
+        layers: dict[str, list[str]] = {}  # our names, by their stack or by itself
         for name in saved.specs:
-            layers.setdefault(re.sub(r"^layers\.\d+\.", "layers.{i}.", name), []).append(name)
+            stack = name if layers_differ(model) else re.sub(r"^layers\.\d+\.", "layers.{i}.", name)
+            layers.setdefault(stack, []).append(name)
         for pattern, names in layers.items():
             spec, rows = saved.specs[names[0]], vocabulary if pattern in VOCABULARY else None
-            for key in their_names(pattern, model.num_experts is not None):
-                self._add_tensor(key, "", names, spec, params_dtype, rows)
-                for kind in self.kinds:
+            dtype = torch.float32 if spec.wide else params_dtype
+            for key in their_names(pattern, model):
+                self._add_tensor(key, "", names, spec, dtype, rows)
+                for kind in self.kinds if spec.has_gradient else ():
                     prefix = "" if kind == "param" else f"optim.{kind}."
                     self._add_tensor(f"optimizer.state.{kind}.{key}", prefix, names, spec, torch.float32, rows)
                 if module := WITH_EXTRA_STATE.fullmatch(key):
-                    counts = (len(names), *spec.view[:1]) if spec.expert else (len(names),)
+                    stacked = "{i}" in pattern
+                    counts = (*(len(names),) * stacked, *spec.view[: int(spec.expert)]) or (1,)
                     size = ".".join(map(str, counts))
                     for at in product(*map(range, counts)):
                         self._add_object(f"{module[1]}_extra_state/shard_{'.'.join(map(str, at))}_{size}", [None])
@@ -168,7 +173,7 @@ class _Plan(DefaultSavePlanner):
         """Return the kinds of optimizer state to write, or why there are none."""
         if saved.merged is not None:
             return (), "the optimizer state is that of adapters, which are merged"
-        moments = {f"optim.{kind}.{name}" for kind in MOMENTS for name in saved.specs}
+        moments = {f"optim.{kind}.{name}" for kind in MOMENTS for name in trainable(saved.specs)}
         if "optimizer" not in saved.manifest.state or not moments <= {*self._reader.names}:
             return (), "the checkpoint has no state of Adam for all weights"
         return ("param", *MOMENTS), ""
@@ -180,10 +185,10 @@ class _Plan(DefaultSavePlanner):
     def _add_tensor(
         self, key: str, prefix: str, names: list[str], spec: ShardSpec, dtype: torch.dtype, rows: int | None
     ) -> None:
-        """Add a tensor: a stack of ours if they are of layers, with ``rows`` rows if it is padded."""
+        """Add a tensor: a stack of ours if they are of all layers, with ``rows`` rows if it is padded."""
         view = spec.view
         shape = (view[0], prod(view[1:-1]), view[-1]) if spec.expert else spec.shape
-        stacked = names[0].startswith("layers.")
+        stacked = names[0].startswith("layers.") and not layers_differ(self._saved.model)
         padded = shape if rows is None else (rows, *shape[1:])
         size = torch.Size((len(names), *padded) if stacked else padded)
         matrices = [range(n) for n in padded[:-2]] if len(padded) > 2 else []  # experts are written one by one

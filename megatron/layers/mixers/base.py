@@ -37,6 +37,18 @@ class Matmul(NamedTuple):
     again: int = 0
 
 
+class Exchanged(NamedTuple):
+    """Elements of a token on a rank that context parallelism exchanges."""
+
+    queries: int
+    # Of keys and values together.
+    keys: int
+    # The result of attention.
+    output: int
+    # Key/value heads of the layer, on all ranks.
+    groups: int
+
+
 class Mixer:
     """The inside of a residual layer; subclasses are its kinds.
 
@@ -81,10 +93,10 @@ class Mixer:
         """Return the table of rotary positions that it reads from ``ctx.rotary`` in a layer; None if it does not."""
         return None
 
-    def exchanged(self, config: ModelConfig, tp: int) -> tuple[int, int] | None:
-        """Return the elements of a token's queries, and of its keys and values, that context parallelism exchanges.
+    def exchanged(self, config: ModelConfig, tp: int) -> Exchanged | None:
+        """Return what context parallelism exchanges.
 
-        Those of a rank, as :class:`megatron.distributed.context_parallel.ContextParallel` computes attention. None for
+        As :class:`megatron.distributed.context_parallel.ContextParallel` computes attention. None for
         a mixer that is no attention.
         """
         return None
@@ -157,19 +169,32 @@ def linear(weight: ShardSpec, bias: ShardSpec | None) -> Specs:
     return {"weight": weight} if bias is None else {"weight": weight, "bias": bias}
 
 
-def input_projection(config: ModelConfig, sharding: Sharding, view: tuple[int, ...]) -> Specs:
-    """Declare a column-parallel linear of the hidden state; the last dimension of its outputs ``view`` is sharded."""
-    rows, dim, h = prod(view), len(view) - 1, config.hidden_size
-    weight = sharding.dense.split((rows, h), dim, Init(config.init_method_std), (*view, h))
-    bias = sharding.dense.split((rows,), dim, Init(), view) if config.add_bias_linear else None
-    return linear(replace(weight, matrices=dim), bias)
+def input_projection(
+    config: ModelConfig,
+    sharding: Sharding,
+    view: tuple[int, ...],
+    inputs: int | None = None,
+    bias: bool | None = None,
+) -> Specs:
+    """Declare a column-parallel linear, by default of the hidden state and with a bias if linears have biases.
+
+    The last dimension of its outputs ``view`` is sharded.
+    """
+    rows, dim, inputs = prod(view), len(view) - 1, inputs or config.hidden_size
+    weight = sharding.dense.split((rows, inputs), dim, Init(config.init_method_std), (*view, inputs))
+    has_bias = config.add_bias_linear if bias is None else bias
+    of_rows = sharding.dense.split((rows,), dim, Init(), view) if has_bias else None
+    return linear(replace(weight, matrices=dim), of_rows)
 
 
-def replicated_projection(config: ModelConfig, sharding: Sharding, outputs: int) -> Specs:
-    """Declare a linear of the hidden state that every rank computes of its rows, such as a down-projection."""
-    weight = (outputs, config.hidden_size), Init(config.init_method_std), sharding.sequence_parallel
-    bias = sharding.dense.replicate((outputs,), Init(), sharding.sequence_parallel) if config.add_bias_linear else None
-    return linear(sharding.dense.replicate(*weight), bias)
+def replicated_projection(
+    config: ModelConfig, sharding: Sharding, outputs: int, inputs: int | None = None, bias: bool | None = None
+) -> Specs:
+    """Declare a linear that every rank computes of its rows, such as a down-projection; defaults as above."""
+    shape, partial = (outputs, inputs or config.hidden_size), sharding.sequence_parallel
+    has_bias = config.add_bias_linear if bias is None else bias
+    of_rows = sharding.dense.replicate((outputs,), Init(), partial) if has_bias else None
+    return linear(sharding.dense.replicate(shape, Init(config.init_method_std), partial), of_rows)
 
 
 def output_projection(config: ModelConfig, sharding: Sharding, inputs: int) -> Specs:

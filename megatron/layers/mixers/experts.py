@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
+from megatron.config.dispatch import ExchangeBuffers, ranks_of_token
 from megatron.config.model import ModelConfig
 from megatron.distributed.sharding import UNSHARDED, Init, Sharding, ShardSpec, Specs
 from megatron.layers.adapter_parameters import is_linear
@@ -67,7 +68,7 @@ class ExpertsMixer(Mixer):
 
     def linears(self, shape: ActivationShape) -> list[LinearShape]:
         """Return the linears of the experts, if each is chosen equally often, and of the shared expert."""
-        specs, rows = self.parameters(shape.model, shape.sharding).items(), _expert_rows(shape)
+        specs, rows = self.parameters(shape.model, shape.sharding).items(), _Travel.of(shape).expert_rows
         experts = [shape.linear(spec, rows) for name, spec in specs if is_linear(name) and spec.expert]
         return experts + mlp_linears(shape, _shared(shape.model, shape.sharding))
 
@@ -76,7 +77,7 @@ class ExpertsMixer(Mixer):
 
         A router keeps a wide input, and the experts copies of rows.
         """
-        model, h, wide, rows = shape.model, shape.model.expert_hidden, shape.wide, _expert_rows(shape)
+        model, h, wide, travel = shape.model, shape.model.expert_hidden, shape.wide, _Travel.of(shape)
         experts, choices, again = model.num_experts or 0, shape.rows * model.moe_router_topk, ("mlp",)
         linears = self.linears(shape)
         multiplied = len(linears) > 2 or model.moe_latent_size is not None
@@ -90,10 +91,12 @@ class ExpertsMixer(Mixer):
         yield KeptTensor("router: probabilities", shape.rows * experts, wide, again)
         yield KeptTensor("router: choices", choices, INDEX_BYTES, again)
         yield KeptTensor("router: weights of the choices", 2 * choices, wide, again)
-        yield KeptTensor("dispatch: permutations", 4 * rows, INDEX_BYTES, again)
-        yield KeptTensor("experts: input", rows * h, shape.width, again, True)
-        yield KeptTensor("experts: output", rows * h, wide, again)
+        yield KeptTensor("dispatch: numbers of rows", travel.numbers, INDEX_BYTES, again)
+        yield KeptTensor("experts: input", travel.expert_rows * h, shape.width, again, True)
         yield from mlp_kept(shape, "mlp.experts", {}, linears[:2])
+        if "activation" in shape.eager:
+            unweighted = linears[1].inputs
+            yield KeptTensor("experts: activation before its weights", unweighted, shape.width, ("activation", *again))
         if model.moe_latent_size is not None:
             yield KeptTensor("experts: sum, the input of fc2_latent_proj", shape.rows * h, shape.width, again, True)
         if len(linears) > 2:
@@ -125,6 +128,31 @@ def _latent_projections(config: ModelConfig, sharding: Sharding) -> dict[str, Sp
     return {"fc1_latent_proj": down, "fc2_latent_proj": linear(weight, bias)}
 
 
-def _expert_rows(shape: ActivationShape) -> int:
-    """Return the rows that the experts of this rank receive if every expert is chosen equally often."""
-    return shape.rows * shape.model.moe_router_topk * shape.config.parallel.expert_tp
+class _Travel(NamedTuple):
+    """Rows of a rank on their way, if every expert is chosen equally often."""
+
+    # Sent to ranks of experts; none without an exchange.
+    sent: int
+    # Tokens that arrive.
+    tokens: int
+    # Of the experts.
+    expert_rows: int
+    # Indices that are kept: the rows of every token and the tokens of every row, at both ends.
+    numbers: int
+
+    @classmethod
+    def of(cls, shape: ActivationShape) -> _Travel:
+        parallel, model, tokens = shape.config.parallel, shape.model, shape.rows
+        topk, ep, etp = model.moe_router_topk, parallel.expert_model_parallel_size, parallel.expert_tp
+        choices, experts = tokens * topk, model.num_experts or 0
+        if ep * etp == 1:
+            return cls(0, tokens, choices, 3 * choices)
+        fp16 = shape.config.precision.params_dtype == "fp16"
+        if ep == 1 or parallel.exchange(shape.on_gpu, fp16) != "exact":
+            bound = parallel.moe_exchange_bound if ep > 1 else 1.0
+            block, expert_rows = ExchangeBuffers.of(bound, tokens, topk, experts // ep, ep, etp)
+            sent = ep * etp * block
+        else:
+            sent = round(tokens * etp * ranks_of_token(experts, topk, ep))
+            expert_rows = choices * etp
+        return cls(sent, sent, expert_rows, sent + choices * etp + 2 * sent * topk + expert_rows)

@@ -26,32 +26,35 @@ class ExpertLoadBalance(Component):
     """Sums the choices of a step over its micro-batches and ranks, and moves the biases of the routers by them.
 
     ``bias += rate * sign(mean load - load)`` (arXiv 2408.15664). Loads are whole numbers, so all ranks and layouts get
-    the same bits. Choices that a capacity drops count, too. A skipped step changes nothing.
+    the same bits. Choices that a capacity drops count, too. A skipped step moves nothing.
     """
 
     def __init__(self, trainer: Trainer, loads: Mapping[str, ExpertLoads]) -> None:
         """Count for the routers of this rank, by the global names of their modules."""
         self._trainer, self._loads, model = trainer, loads, trainer.config.model
-        self._rate = model.moe_router_bias_update_rate
-        self._keeps_loads = bool(model.balancing_losses.get("global_aux_loss"))
-        names = {router: f"{router}.expert_bias" for router in loads}
-        # Names of the biases that this rank updates, at least in part.
-        self._biases = {router: name for router, name in names.items() if name in trainer.optimizer.main_params}
+        self._rate, self._global_loss = model.moe_router_bias_update_rate, model.has_global_loss
+        # Names of the biases that this rank updates, at least in part, by router.
+        biases = {router: f"{router}.expert_bias" for router in loads}
+        self._biases = {router: name for router, name in biases.items() if name in trainer.optimizer.main_params}
+        self._sums = self._global_loss or (model.moe_router_enable_expert_bias and model.lora_rank is None)
+        # Choices of each expert, and those that were dropped, of this rank's tokens in the steps since a reader has set
+        # them to 0; int64 [routers, E + 1], in the order of ``routers``.
+        self.routers, experts = tuple(loads), model.num_experts or 0
+        self.window = torch.zeros(len(loads), experts + 1, dtype=torch.int64, device=trainer.device)
 
     @classmethod
     def create(cls, trainer: Trainer) -> Self | None:
         """See :class:`Feature`."""
-        if not trainer.config.model.needs_expert_loads:
+        if trainer.config.model.num_experts is None:
             return None
         routers = (m for chunk in trainer.chunks.values() for m in chunk.modules() if isinstance(m, Router))
-        return cls(trainer, {router.context.prefix: router.loads for router in routers if router.loads is not None})
+        return cls(trainer, {router.context.prefix: router.loads for router in routers})
 
     @contextmanager
     def while_computing(self) -> Iterator[None]:
-        """Count from zero; see :class:`Component`."""
-        for loads in self._loads.values():
-            loads.chosen.zero_()
-            loads.best.zero_()
+        """Count from 0; see :class:`Component`."""
+        if counts := [count for loads in self._loads.values() for count in loads.counted()]:  # none in some stages
+            torch._foreach_zero_(counts)
         yield
 
     @torch.no_grad()
@@ -59,24 +62,34 @@ class ExpertLoadBalance(Component):
         """Move the biases; see :class:`UpdateHook`. Collective."""
         if not self._loads:
             return ()
-        mesh, optimizer = self._trainer.mesh, self._trainer.optimizer
-        totals_L2E = torch.stack([torch.stack([loads.chosen, loads.best]) for loads in self._loads.values()])
-        comm.all_reduce(comm.all_reduce(totals_L2E, mesh.dp_cp), mesh.tp)
-        chosen_LE, best_LE = totals_L2E.unbind(1)
-        directions_LE = (chosen_LE.sum(-1, keepdim=True) - chosen_LE.shape[-1] * chosen_LE).sign()
-        steps_LE = directions_LE.double() * (self._rate * (skipped == 0))
-        for (router, loads), best_E, step_E in zip(self._loads.items(), best_LE, steps_LE):
-            loads.before.copy_(torch.where(skipped == 0, best_E, loads.before))
-            if (name := self._biases.get(router)) is not None:
-                shard, bias = self._trainer.buckets.shards[name], optimizer.main_params[name]
-                bias.add_(step_E[shard.start : shard.stop].to(bias))
+        chosen_LE = torch.stack([loads.chosen for loads in self._loads.values()])
+        dropped_L1 = torch.stack([loads.dropped for loads in self._loads.values()]).unsqueeze(1)
+        self.window.add_(torch.cat([chosen_LE, dropped_L1], 1))
+        if self._sums:
+            best = [loads.chosen if loads.best is None else loads.best for loads in self._loads.values()]
+            mesh, totals = self._trainer.mesh, torch.stack([chosen_LE, torch.stack(best)])
+            comm.all_reduce(totals, mesh.dp_cp)
+            chosen_LE, best_LE = comm.all_reduce(totals, mesh.tp)
+            self._move_biases(chosen_LE, skipped)
+            for loads, best_E in zip(self._loads.values(), best_LE):
+                loads.before.copy_(torch.where(skipped == 0, best_E, loads.before))
         return [*self._biases.values()]
+
+    def _move_biases(self, loads_LE: Tensor, skipped: Tensor) -> None:
+        """Move this rank's shards of the biases by the loads of the global batch."""
+        optimizer, shards = self._trainer.optimizer, self._trainer.buckets.shards
+        directions_LE = (loads_LE.sum(-1, keepdim=True) - loads_LE.shape[-1] * loads_LE).sign()
+        moves_LE = directions_LE.double() * self._rate * (skipped == 0)
+        for router, move_E in zip(self._loads, moves_LE):
+            if (name := self._biases.get(router)) is not None:
+                bias, shard = optimizer.main_params[name], shards[name]
+                bias.add_(move_E[shard.start : shard.stop].to(bias))
 
     # ---- Checkpoints
 
     def _tensors(self, writes: bool) -> dict[str, GlobalTensor]:
         tensors = {}
-        for router, loads in self._loads.items() if self._keeps_loads else ():
+        for router, loads in self._loads.items() if self._global_loss else ():
             shape = tuple(loads.before.shape)
             part = TensorPart(Box((0,), shape), loads.before)
             tensors[f"optim.{KIND}.{router}"] = GlobalTensor(shape, shape, loads.before.dtype, (part,) * writes)

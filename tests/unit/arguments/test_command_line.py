@@ -454,7 +454,7 @@ class Gated:
 
     gated_width: int = option(8, role="shape", at_least=1, megatron=MegatronOption(values={"0": "null"}))
     gated_heads: int = option(2, role="shape", at_least=1, spellings=("--number-of-gates",), needs="gated_on")
-    gated_on: bool = option(False, role="function", aliases={"--multi-latent-attention": True})
+    gated_on: bool = option(False, role="function", aliases={"--use-mup": True})
     refused = """
     gated_on and gated_width%gated_heads
     E213 {gated_width} channels of gates do not divide over {gated_heads} heads
@@ -483,7 +483,7 @@ def test_options_of_a_plugins_model_are_checked_and_saved_with_the_model() -> No
     """One file brings options, rules, a check, a note, a row of the summary, and spellings of Megatron-LM."""
     Path("gated_plugin.py").write_text(GATED)
     saved_without = to_dict(run().config)
-    flags = "--plugin gated_plugin --multi-latent-attention --number-of-gates 4"
+    flags = "--plugin gated_plugin --use-mup --number-of-gates 4"
     parsed = run(flags)
     assert parsed.config.model.plugin(registered("model_options")["gated"]).gated_heads == 4
     assert "gates are on" in parsed.notes
@@ -493,8 +493,10 @@ def test_options_of_a_plugins_model_are_checked_and_saved_with_the_model() -> No
     assert codes(f"{flags} --set model.gated_width=400") == codes(f"{flags} --gated-width 400") == ["E213"]
     config = run(f"{flags} --hidden-dropout 0 --attention-dropout 0").config
     assert choose_cuda_graph(config, 1) == ("none", "gates are not captured")
-    assert "of --multi-latent-attention is not implemented" in problems(f"{flags} --q-lora-rank 8")[0].sentence
-    assert "ignored: --q-lora-rank 8 because it has no effect" in notes("--plugin gated_plugin --q-lora-rank 8")
+    assert "of --use-mup is not implemented" in problems(f"{flags} --mup-base-head-dim 8")[0].sentence
+    assert "ignored: --mup-base-head-dim 8 because it has no effect" in notes(
+        "--plugin gated_plugin --mup-base-head-dim 8"
+    )
     saved = to_dict(parsed.config)
     assert saved["model"]["gated_heads"] == 4
     assert from_dict(saved) == parsed.config

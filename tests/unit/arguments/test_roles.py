@@ -37,6 +37,14 @@ BASES = {
         activation="swiglu",
     ),
     "adapters": tiny(hidden_size=64, ffn_hidden_size=128, lora_rank=2),
+    "latent": tiny(
+        ffn_hidden_size=64,
+        multi_latent_attention=True,
+        q_lora_rank=12,
+        qk_layernorm=True,
+        position_embedding_type="none",
+        normalization="RMSNorm",
+    ),
 }
 OTHER_VALUES: dict[str, Any] = {
     "hidden_size": 128,
@@ -59,7 +67,9 @@ def other_values(name: str, value: Any) -> list[Any]:
         return [choice for choice in choices if choice != value]
     if setting.scalar is bool:
         return [not value]
-    return [OTHER_VALUES.get(name, (value or 0.5) / 2 if setting.scalar is float else 2 * (value or 8))]
+    if name in OTHER_VALUES:
+        return [OTHER_VALUES[name]]
+    return [(value or 0.5) / 2 if setting.scalar is float else 2 * (value or 8)]
 
 
 @cache
@@ -75,6 +85,8 @@ def test_a_change_of_shape_is_refused_for_any_use_of_the_weights(base: str, name
     before = replace(BASES[base], yarn_original_max_position_embeddings=16)
     saved = to_dict(resolve(RunConfig(model=before), 1))
     for value in other_values(name, getattr(before, name)):
+        if before.multi_latent_attention and value == ("latent-attention",):
+            continue  # another name for the same
         after = replace(before, **{name: value})
         try:
             expected = shapes(before) != shapes(after)
@@ -87,8 +99,18 @@ def test_a_change_of_shape_is_refused_for_any_use_of_the_weights(base: str, name
 ROPE = "--position-embedding-type rope --rotary-base 10"  # waves of 6 to 35 tokens, in samples of 8
 SCALED = f"{ROPE} --use-rope-scaling --rope-original-max-position 16"
 YARN = "--position-embedding-type yarn --rotary-base 10 --yarn-original-max-position-embeddings 16 --yarn-beta-fast 2"
+LATENT = (
+    "--multi-latent-attention --rotary-base 10 --yarn-original-max-position-embeddings 16 --rotary-scaling-factor 4"
+)
 CONTEXT = {
     "rotary_scaling": YARN,
+    "rope_type": LATENT,
+    "mscale": LATENT,
+    "q_lora": LATENT,
+    "kv_lora": LATENT,
+    "qk_head": LATENT,
+    "qk_pos": LATENT,
+    "v_head": LATENT,
     "rotary_base_local": f"{ROPE} --window-size 3",
     "window_attn": "--window-size 3",
     "no_rope": ROPE,
@@ -127,6 +149,7 @@ CONTEXT = {
 """Flags that give effect to the options whose names start so."""
 
 CHANGED = {
+    "rope_type": "rope",
     "rotary_base_local": "5",
     "rotary_seq_len_interpolation_factor": "2",
     "use_rope_scaling": "--rope-original-max-position 16",
@@ -155,7 +178,7 @@ CHANGED = {
     "ddp_bucket_size": "1000",
     "on_nonfinite": "skip",
     "recompute_granularity": "full",
-    "moe_router_num_groups": "4 --moe-router-group-topk 2",
+    "moe_router_num_groups": "2 --moe-router-group-topk 1",
     "moe_router_group_topk": "2",
     "recompute_method": "block",
     "recompute_num_layers": "2",

@@ -79,6 +79,19 @@ def test_experts_have_a_grid_and_active_parameters() -> None:
     expert = 4 * 3 * 96 * 128  # of all layers
     assert total - active == 6 * expert
     assert total - held == 4 * expert - 2 * (384 - 257) * 128  # half of the experts are elsewhere, two tables padded
+    where = "4 of 8 on a rank (those of a layer are on 2 neighbouring ranks)"
+    assert printed["experts"] == f"{where}; at balance each gets 128 tokens of a micro-batch"  # 256 x 2 / 8 x 2
+
+
+def test_kinds_of_experts() -> None:
+    experts = "--num-experts 8 --moe-ffn-hidden-size 96 --moe-latent-size 32 --moe-layer-freq [0,1]"
+    shared = "--moe-shared-expert-intermediate-size 64 --moe-shared-expert-gate"
+    tp = "--tensor-model-parallel-size 2 --sequence-parallel --micro-batch-size 4"
+    printed = rows(f"--preset tiny-llama {experts} {shared} {tp}", ranks=2)
+    mlp = "2 of 8 swiglu experts of 96 in a space of 32 and a gated shared one of 64, in 2 layers a swiglu MLP of 384"
+    assert mlp in printed["model"]
+    where = "8 of 8 on a rank, 1/2 of each (those of a layer are on 2 neighbouring ranks)"
+    assert printed["experts"] == f"{where}; at balance each gets 256 tokens of a micro-batch"
 
 
 def test_pipelines() -> None:

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from megatron.config.attention_pattern import AttentionPattern
-from megatron.config.model import ModelConfig
+from megatron.config.model import ModelConfig, RotaryTable
 from megatron.distributed.grad_accumulator import GradAccumulator
 from megatron.distributed.micro_batch import MicroBatch
 from megatron.kernels.attention_mask import AttentionMask, AttentionScores
@@ -303,8 +303,12 @@ HEAD_DIM, ROTARY_LENGTH = 16, 40
 ROPE = {"position_embedding_type": "rope", "kv_channels": HEAD_DIM, "rotary_base": 100.0}
 
 
+def table(config: ModelConfig, kind: str = "global") -> RotaryTable:
+    return RotaryTable(kind, config.rotary_dim, config.position_embedding_type, config.rotary_interleaved)
+
+
 def rotary(config: ModelConfig, dtype: torch.dtype = torch.float64) -> RotaryEmbedding:
-    return RotaryEmbedding(config, "global", config.rotary_dim, dtype, torch.device("cpu"))
+    return RotaryEmbedding(config, table(config), dtype, torch.device("cpu"))
 
 
 def as_complex(x: Tensor, interleaved: bool) -> Tensor:
@@ -343,7 +347,7 @@ def test_is_multiplication_by_a_complex_phase(interleaved: bool, percent: float)
 def test_layers_without_rotary_embedding(text: str, without: list[int]) -> None:
     config = tiny(**ROPE, num_layers=6, no_rope_freq=text)
     assert [layer for layer in range(6) if config.rotary_kind(layer) is None] == without
-    assert rotary_tables(config, range(6)) == [("global", config.rotary_dim)] * (len(without) < 6)
+    assert rotary_tables(config, range(6)) == [table(config)] * (len(without) < 6)
 
 
 @pytest.mark.parametrize(
@@ -377,7 +381,7 @@ def test_layers_with_a_window_may_have_a_base_of_their_own_without_scaling() -> 
     assert {replace(config, rotary_base_local=None).rotary_kind(layer) for layer in range(4)} == {"global"}
     exponents = torch.arange(0, HEAD_DIM, 2, dtype=torch.float64) / HEAD_DIM
     for kind, expected in (("local", 30.0**-exponents), ("global", 100.0**-exponents / 4)):
-        found = RotaryEmbedding(config, kind, config.rotary_dim, torch.float64, torch.device("cpu"))
+        found = RotaryEmbedding(config, table(config, kind), torch.float64, torch.device("cpu"))
         torch.testing.assert_close(found.frequencies, expected, rtol=1e-14, atol=0.0)
         assert found.scale == 1.0
 

@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from megatron.arguments.cli import parse
 from megatron.config.model import ModelConfig
 from megatron.config.parallel import ParallelConfig
+from megatron.layers.parameters import num_parameters
 from megatron.pipeline import plan
 from megatron.pipeline.actions import COMPUTE_KINDS, EVALUATION_KINDS, ScheduleError
 from megatron.pipeline.partition import (
@@ -325,6 +326,27 @@ def test_layouts_mean_their_letters(layout: str) -> None:
     assert counts(found) == [stage.count("t") for stage in letters.split("|")]
 
 
+def test_heads_are_in_the_stage_of_the_output_layer() -> None:
+    assert parse_layout("Ett|t(m)*2L", 3, 2) == parse_layout("Ett|tL", 3, 2) == parse_layout("Ett|tL", 3)
+    assert counts(parse_layout("Ett|tt|mL", 4, 1)) == [2, 2, 0]
+    for layout, why in {
+        "E|t|m|L": "last stage",
+        "Etm|L": "last stage",
+        "Et|mmL": "2 x m",
+        "Et|Lm": "last stage",
+    }.items():
+        with pytest.raises(ScheduleError, match=why):
+            parse_layout(layout, 1, 1)
+
+
+def test_the_stage_with_the_heads_gets_fewer_layers() -> None:
+    without, one, two = (model(9, position_embedding_type="rope", mtp_num_layers=n) for n in (None, 1, 2))
+    head = num_parameters(one) - num_parameters(without)
+    assert plan.layer_costs(two).output == 2 * head + 3 * two.vocab * two.hidden_size
+    auto = pipeline(2, pipeline_model_parallel_layout="auto")
+    assert [counts(plan.stage_layers(m, auto)) for m in (without, one, two)] == [[5, 4], [5, 4], [6, 3]]
+
+
 @settings(max_examples=50, derandomize=True, deadline=None)
 @given(st.lists(st.integers(1, 5), max_size=8), st.integers(0, 4), st.integers(0, 4))
 def test_a_split_reads_back_from_its_layout(middle: list[int], first: int, last: int) -> None:
@@ -333,7 +355,7 @@ def test_a_split_reads_back_from_its_layout(middle: list[int], first: int, last:
 
 
 REFUSED = {
-    "E|t|m|L": "'m' at character 5 is multi-token prediction",
+    "E|t|tmL": "'m' is multi-token prediction, which needs --mtp-num-layers 1",
     "[['embedding'], ['decoder', 'loss']]": "'[' at character 1 is not part of a layout: lists of names",
     "Et||tL": "stage 1 is empty",
     "EttL|": "stage 1 is empty",
@@ -385,10 +407,10 @@ def test_no_spelling_is_offered_where_it_is_not_plain(layout: str) -> None:
 
 
 @settings(max_examples=50, derandomize=True, deadline=None)
-@given(st.text("Et|L()*12 ", max_size=12))
+@given(st.text("Etm|L()*12 ", max_size=12))
 def test_whatever_is_written_is_spelled_out_or_refused(layout: str) -> None:
     with suppress(ScheduleError):
-        assert set(expand_layout(layout)) <= set("Et|L")
+        assert set(expand_layout(layout)) <= set("Etm|L")
 
 
 def test_a_file_without_some_stage_is_named(tmp_path: Path) -> None:

@@ -191,12 +191,19 @@ def test_memory_with_adapters_is_within_the_forecast(more: str) -> None:
 
 TP = "--tensor-model-parallel-size 2"
 PP = "--pipeline-model-parallel-size 2 --global-batch-size 8"
+ALL_EXPERTS = f"{EXPERTS} --moe-router-topk 4 --global-batch-size 4 --expert-model-parallel-size 2"
+"""The numbers of rows do not depend on the router."""
 TWO_RANKS = (
     TP,
     f"{TP} --sequence-parallel {LLAMA}",
     f"{TP} --sequence-parallel {EXPERTS}",
     f"{TP} --sequence-parallel {EXPERTS} --moe-latent-size 16 --moe-shared-expert-intermediate-size 40"
     " --moe-shared-expert-gate",
+    *(
+        f"{ALL_EXPERTS} --moe-exchange {exchange}"
+        for exchange in ("exact", "bounded", "bounded --moe-exchange-bound 1")
+    ),
+    f"{EXPERTS} --global-batch-size 4 --expert-model-parallel-size 2 --moe-exchange bounded",
     PP,
     f"{PP} --num-layers 4 {LLAMA} --num-virtual-stages-per-pipeline-rank 2",
     f"{PP} {LLAMA} --pipeline-schedule zb-h1",

@@ -21,6 +21,7 @@ from hypothesis import strategies as st
 from megatron.config.model import ModelConfig
 from megatron.config.parallel import ParallelConfig
 from megatron.config.precision import PrecisionConfig
+from megatron.config.router import LOSS_NAMES
 from megatron.config.run import RunConfig
 from megatron.config.training import TrainingConfig
 from megatron.distributed import comm
@@ -302,7 +303,8 @@ def everything() -> dict[str, Any]:
         for rank in range(2)
     ]
     window = MetricsWindow(CPU, 8, world=Group((0, 1), 0, None, "tp"), timers=Timers(2, CPU))
-    router = {name: torch.zeros(()) for name in ("load_balancing_loss", "seq_load_balancing_loss", "z_loss")}
+    losses = (*LOSS_NAMES.values(), "z_loss", "mtp loss 1", "mtp loss 2")
+    router = {name: torch.zeros(()) for name in losses}
     window.add(replace(step(1.0, skipped=True), nonfinite=torch.tensor(False), extra=router), samples=1)
     config = RunConfig(model=ModelConfig(vocab_size=64), training=TrainingConfig(seq_length=8, train_iters=1))
     with patch.object(metrics, "gather_rank_stats", lambda *arguments: ranks):
@@ -318,6 +320,7 @@ def general(logged: Iterable[str]) -> set[str]:
     """Names with AXES and TIMER in the place of what they stand for, without metrics of the console."""
     timers = "|".join(sorted(PHASES, key=len, reverse=True))
     named = (re.sub(r"^(communication|sent-bytes)-tp$", r"\1-AXES", name) for name in logged)
+    named = (re.sub(r"^mtp loss \d$", "mtp loss N", name) for name in named)
     return {re.sub(f"^({timers})-time", "TIMER-time", name) for name in named if not name.startswith(CONSOLE_PREFIX)}
 
 

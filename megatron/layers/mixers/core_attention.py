@@ -1,0 +1,159 @@
+"""What mixers with core attention (:class:`megatron.layers.attention.CoreAttention`) state of it, without torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from math import lcm
+from typing import NamedTuple
+
+from megatron.config.attention_pattern import CAUSAL
+from megatron.config.compute import kernel_choices
+from megatron.config.model import ModelConfig
+from megatron.layers.mixers.activations import INDEX_BYTES, MASK_BYTES, ActivationShape, KeptTensor
+from megatron.layers.mixers.base import Exchanged, Matmul
+from megatron.layers.recompute_plan import RecomputePlan
+
+UNFUSED_TILE, FUSED_TILE = 1024, 256
+"""Sides of the tiles of attention (:mod:`megatron.kernels.block_attention`)."""
+
+UNFUSED_TENSORS, CAPPED_TENSORS = 6, 4
+"""Tensors like the scores of a tile that are not fused, at a time: with dropout, whose hashes are three in int64, and
+where scores are capped without dropout."""
+
+CORE = "core_attn"
+"""Name of core attention in ``--recompute-modules``."""
+
+
+class HeadSizes(NamedTuple):
+    """The heads of a layer."""
+
+    # Query heads, and key/value heads.
+    queries: int
+    groups: int
+    # Channels of a query and of a key, and of a value.
+    channels: int
+    value_channels: int
+
+    def exchanged(self, tp: int) -> Exchanged:
+        """Return what context parallelism exchanges of a rank."""
+        queries, groups = self.queries // tp, max(1, self.groups // tp)
+        keys = groups * (self.channels + self.value_channels)
+        return Exchanged(queries * self.channels, keys, queries * self.value_channels, self.groups)
+
+    def matmuls(self, config: ModelConfig, plan: RecomputePlan, keys: float) -> dict[str, Matmul]:
+        """Return queries times keys and scores times values; a token attends to ``keys`` tokens.
+
+        Attention with dropout, which is not fused, keeps no scores and computes them again.
+        """
+        again = int(CORE in plan.modules)
+        scores = 2.0 * self.queries * self.channels * keys
+        values = 2.0 * self.queries * self.value_channels * keys
+        return {
+            "scores": Matmul(scores, False, again + (config.attention_dropout > 0)),
+            "values": Matmul(values, False, again),
+        }
+
+
+@dataclass(frozen=True)
+class CoreShape:
+    """Elements of this rank's queries, keys and values, and how attention is computed."""
+
+    # Query heads and key/value heads of this rank.
+    heads: int
+    groups: int
+    # Elements of the queries, of keys and values, and of the output.
+    queries: int
+    keys: int
+    output: int
+    # Of keys and values as the attention of an a2a rank takes them, copied to enough heads.
+    exchanged_keys: int
+    # Context-parallel ranks that hold different chunks of the sequence, and those that exchange rows for heads.
+    ring: int
+    ranks: int
+    # An attention is computed tile by tile, and tiles have masks.
+    tiled: bool
+    masked: bool
+    # Elements that kernels of equal widths add to queries, to keys and values, and to the output.
+    padding: tuple[int, int, int]
+
+    @classmethod
+    def of(cls, shape: ActivationShape, heads: HeadSizes) -> CoreShape:
+        """Return that of a rank."""
+        model, parallel, documents = shape.model, shape.config.parallel, shape.config.data.reset_attention_mask
+        own = heads.exchanged(shape.tp)
+        narrow = max(0, heads.value_channels - heads.channels), max(0, heads.channels - heads.value_channels)
+        ranks, groups, eager = parallel.cp_head_ranks, max(1, heads.groups // shape.tp), "attention" in shape.eager
+        ring = parallel.context_parallel_size // ranks
+        patterns = {model.pattern(layer) for layer in range(model.num_layers)}
+        covered = all(p.only_window and (not eager or (p == CAUSAL and not documents)) for p in patterns)
+        covered &= shape.on_gpu or heads.channels == heads.value_channels
+        if model.attn_logit_softcapping is not None:
+            kernel = kernel_choices(shape.config.compute.kernels)["attention"].name
+            covered &= shape.on_gpu and shape.width == 2 and kernel in ("auto", "flash_attn", "flex")
+        return cls(
+            heads=heads.queries // shape.tp,
+            groups=groups,
+            queries=shape.tokens * own.queries,
+            keys=shape.tokens * own.keys,
+            output=shape.tokens * own.output,
+            exchanged_keys=shape.tokens * own.keys * lcm(groups, ranks) // groups,
+            ring=ring,
+            ranks=ranks,
+            tiled=ring > 1 or model.attention_dropout > 0 or model.softmax_type != "vanilla" or not covered,
+            masked=documents or patterns != {CAUSAL},
+            padding=(
+                shape.tokens * heads.queries // shape.tp * narrow[0],
+                shape.tokens * groups * (narrow[0] + narrow[1]) * lcm(groups, ranks) // groups,
+                shape.tokens * heads.queries // shape.tp * narrow[1],
+            ),
+        )
+
+    def kept(self, shape: ActivationShape) -> Iterator[KeptTensor]:
+        """Yield what attention keeps besides q, k and v: its output, and the logarithms of its sums."""
+        yield KeptTensor("logsumexp of attention", shape.tokens * self.heads, shape.wide, (CORE,))
+        if self.ranks > 1:
+            yield KeptTensor("output for some heads", self.output, shape.width, (CORE,))
+        yield KeptTensor("output of attention", self.output, shape.width, (), True)
+
+    def temporary(self, shape: ActivationShape) -> tuple[int, int]:
+        """Return the most memory beside what is kept, in the forward and in the backward of a mixer.
+
+        With the residual stream in forward, and the gradients of it and of the output in backward.
+        """
+        queries, keys, output, width, wide = self.queries, self.exchanged_keys, self.output, shape.width, shape.wide
+        forward, backward = shape.residual, shape.residual + output * width
+        if self.ranks > 1:  # q, k and v of this rank's tokens, and the same as they are sent
+            copies = keys if self.exchanged_keys > self.keys else 0
+            forward += (queries + output + self.keys + keys + copies) * width
+        if not self.tiled:
+            return forward, backward + (queries + keys) * width
+        rounded = width if width < wide else 0  # results are summed in fp32, and rounded at the end
+        forward += output * wide * (rounded > 0)
+        backward += queries * (wide + rounded)
+        if self.ring == 1:
+            backward += keys * (wide + rounded)
+        elif shape.config.parallel.cp_comm_type == "all_gather":
+            forward += self.ring * keys * width
+            backward += self.ring * keys * (width + wide + rounded)
+        else:
+            # Keys that are used and that arrive, each with what is sent meanwhile. In backward also the gradients of
+            # this rank's keys and of those that are used, and the exchange of those of the step before.
+            passed = 2 * min(2, self.ring - 1) * keys * width
+            forward += passed
+            backward += passed + keys * (2 * wide + rounded) + 2 * min(1, self.ring - 2) * keys * width
+        # The runs of consecutive queries; the largest tile that is not fused, or the mask of a tile; and what a tile
+        # gives.
+        length, runs = shape.tokens * self.ranks // shape.samples, 2 if self.ring > 1 else 1
+        count = shape.samples * self.heads // self.ranks
+        capped, dropout = shape.model.attn_logit_softcapping is not None, shape.model.attention_dropout > 0
+        unfused = capped or dropout or (shape.on_gpu and width == wide)
+        side = min(UNFUSED_TILE if unfused else FUSED_TILE, length // runs)
+        score = max(UNFUSED_TENSORS * wide, 3 * INDEX_BYTES) if unfused else UNFUSED_TENSORS * wide * shape.on_gpu
+        score = CAPPED_TENSORS * wide if capped and not dropout else score
+        tile = side**2 * max(count * score, (INDEX_BYTES + 5 * MASK_BYTES) * self.masked)
+        part = (1 / runs if not unfused and (self.ring > 1 or not self.masked) else side / length) * width
+        of_queries, of_keys, of_output = (0, 0, 0) if unfused else self.padding
+        forward += (of_queries + of_keys) * width + part * of_output
+        backward += (of_queries + of_keys + 2 * of_output) * width + part * (of_queries + of_keys)
+        return int(forward + tile + part * output), int(backward + tile + part * (queries + keys))
