@@ -68,7 +68,8 @@ class ExpertLoadBalance(Component):
         if self._sums:
             best = [loads.chosen if loads.best is None else loads.best for loads in self._loads.values()]
             mesh, totals = self._trainer.mesh, torch.stack([chosen_LE, torch.stack(best)])
-            chosen_LE, best_LE = comm.all_reduce(comm.all_reduce(totals, mesh.dp_cp), mesh.tp)
+            comm.all_reduce(totals, mesh.dp_cp)
+            chosen_LE, best_LE = comm.all_reduce(totals, mesh.tp)
             self._move_biases(chosen_LE, skipped)
             for loads, best_E in zip(self._loads.values(), best_LE):
                 loads.before.copy_(torch.where(skipped == 0, best_E, loads.before))
@@ -78,7 +79,7 @@ class ExpertLoadBalance(Component):
         """Move this rank's shards of the biases by the loads of the global batch."""
         optimizer, shards = self._trainer.optimizer, self._trainer.buckets.shards
         directions_LE = (loads_LE.sum(-1, keepdim=True) - loads_LE.shape[-1] * loads_LE).sign()
-        moves_LE = directions_LE.double() * (self._rate * (skipped == 0))
+        moves_LE = directions_LE.double() * self._rate * (skipped == 0)
         for router, move_E in zip(self._loads, moves_LE):
             if (name := self._biases.get(router)) is not None:
                 bias, shard = optimizer.main_params[name], shards[name]
