@@ -76,6 +76,7 @@ _MIXTRAL: Preset = {
     "ffn_hidden_size": 14336,
     "rotary_base": 1e6,
     "num_experts": 8,
+    "moe_router_load_balancing_type": ("seq_aux_loss",),
     "moe_aux_loss_coeff": (0.02,),
 }
 _QWEN3_30B_A3B: Preset = {
@@ -110,6 +111,7 @@ _GPT_OSS_20B: Preset = {
     "ffn_hidden_size": 2880,
     "num_experts": 32,
     "moe_router_topk": 4,
+    "moe_router_load_balancing_type": ("seq_aux_loss",),
     "moe_aux_loss_coeff": (0.01,),  # not published
 }
 # DeepSeek-AI 2024, arXiv 2412.19437, section 4.2: warm-up of 2,000 of 235,000 steps; the rate is constant for 10T of
@@ -142,6 +144,7 @@ _DEEPSEEK_V3: Preset = {
     "moe_router_num_groups": 8,
     "moe_router_group_topk": 4,
     "moe_router_topk_scaling_factor": 2.5,
+    "moe_router_load_balancing_type": ("seq_aux_loss",),
     "moe_aux_loss_coeff": (0.0001,),
     "mtp_num_layers": 1,
     "mtp_loss_scaling_factor": 0.1,
@@ -192,7 +195,7 @@ PRESETS = MappingProxyType(
         "tiny-moe": _LLAMA
         | _shape(4, 128, 8, 256, 1e-3, 1e-4)
         | {"lr_warmup_fraction": 0.05, "num_query_groups": 4, "ffn_hidden_size": 192}
-        | {"num_experts": 8, "moe_aux_loss_coeff": (0.01,)},
+        | {"num_experts": 8, "moe_router_load_balancing_type": ("seq_aux_loss",), "moe_aux_loss_coeff": (0.01,)},
         "tiny-deepseek": _LLAMA | _shape(4, 128, 4, 256, 1e-3, 1e-4) | _TINY_DEEPSEEK,
     }
 )
