@@ -134,7 +134,7 @@ class ExpertOptions:
             return
         differences = []
         if precision.fp8_recipe == "tensorwise":
-            differences.append("a scale for each row, as with rowwise")
+            differences.append("a scale for each row (as rowwise)")
         if precision.fp8_wgrad:
             differences.append(f"weight gradients in {precision.params_dtype}")
         if differences:

@@ -106,7 +106,11 @@ class LatentAttentionOptions:
             yield Problem("E106", sentence, fixes)
 
     def note_latent_positions(self: Model, config: Run, world_size: int) -> Iterator[str]:
-        """Yield a note if learned positions are added to rotary ones."""
+        """Yield notes if learned positions are added to rotary ones, and about recomputation without effect."""
+        training = config.training
+        selective = training.recompute_granularity == "selective" and "mla_up_proj" in training.recompute_modules
+        if selective and not self.has_latent_attention:
+            yield "--recompute-modules mla_up_proj has no effect without --multi-latent-attention"
         if self.has_latent_attention and not self.has_attention and self.position_embedding_type == "learned_absolute":
             yield (
                 "--multi-latent-attention rotates queries and keys by their positions, and --position-embedding-type "

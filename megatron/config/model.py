@@ -291,8 +291,8 @@ class TransformerOptions(WithPluginOptions):
     E107 yarn needs the context length of the model before its extension
       fix: --yarn-original-max-position-embeddings {seq_length}
 
-    position_embedding_type=yarn and yarn_beta_slow>=yarn_beta_fast
-    E107 --yarn-beta-slow {yarn_beta_slow} is not below --yarn-beta-fast {yarn_beta_fast}
+    position_embedding_type=yarn and yarn_beta_slow>yarn_beta_fast
+    E107 --yarn-beta-slow {yarn_beta_slow} is above --yarn-beta-fast {yarn_beta_fast}
       fix: --yarn-beta-slow 1 --yarn-beta-fast 32
 
     window_size and attention_pattern

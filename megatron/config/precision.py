@@ -73,10 +73,6 @@ class PrecisionConfig:
     fp8_format and fp8_recipe=delayed
     E920 --fp8-recipe delayed is not supported: scales always come from the current tensor
       fix: --fp8-recipe tensorwise
-
-    fp8_format=hybrid and fp8_recipe=blockwise|mxfp8
-    E920 --fp8-recipe {fp8_recipe} has e4m3 gradients only; their blocks need no wider range
-      fix: --fp8-format e4m3 | --fp8-recipe tensorwise
     """
 
     def layer_in_fp8(self, layer: int, num_layers: int) -> bool:
@@ -111,6 +107,11 @@ class PrecisionConfig:
             f"--first-last-layers-bf16 keeps {start} first and {end} last of {layers} layers out of FP8: none is left"
         )
         yield Problem("E924", sentence, ("drop --fp8-format", "--no-first-last-layers-bf16"))
+
+    def note_gradients(self, config: Run, world_size: int) -> Iterator[str]:
+        """Yield a note about gradients of another type than the format has."""
+        if self.fp8_format == "hybrid" and self.fp8_recipe in ("blockwise", "mxfp8"):
+            yield f"--fp8-recipe {self.fp8_recipe}: gradients are e4m3 too, as their blocks need no wider range"
 
     def note_overlap(self, config: Run, world_size: int) -> Iterator[str]:
         """Yield a note about layers whose communication does not overlap with products."""

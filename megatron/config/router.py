@@ -103,10 +103,6 @@ class RouterOptions:
     E214 --moe-router-topk {moe_router_topk} exceeds the {num_experts} experts
       fix: --moe-router-topk {num_experts}
 
-    num_experts and moe_router_enable_expert_bias and moe_router_score_function=softmax
-    E214 an expert bias needs scores that do not depend on the other experts, not softmax
-      fix: --moe-router-score-function sigmoid | --no-moe-router-enable-expert-bias
-
     num_experts and moe_router_enable_expert_bias and moe_router_load_balancing_type=sinkhorn
     E214 sinkhorn does not use the scores to which an expert bias is added
       fix: --moe-router-load-balancing-type none | --no-moe-router-enable-expert-bias

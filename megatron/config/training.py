@@ -110,16 +110,15 @@ class StepOptions(WithPluginOptions):
     recompute_modules: tuple[str, ...] = option(
         ("layernorm", "activation"),
         role="free",
-        choices=("layernorm", "activation", "core_attn", "mlp"),
+        choices=("layernorm", "activation", "core_attn", "mlp", "mla_up_proj"),
         needs=Need("recompute_granularity=selective"),
         megatron=MegatronOption(
             "core_attn",
             "recomputing attention saves nothing with SDPA",
             values={"moe_act": "activation", "moe": "mlp", "shared_experts": "mlp"},
-            missing={"mla_up_proj": "multi-head latent attention is not implemented"},
         ),
     )
-    """selective: modules to recompute."""
+    """selective: modules to recompute; mla_up_proj are the projections of latent attention from the latents."""
 
     other_meanings: ClassVar = """
     --rampup-batch-size

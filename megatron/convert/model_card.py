@@ -58,9 +58,21 @@ def model_card(manifest: Manifest, model: ModelConfig, architecture: str, dtype:
 
 
 def _shape(model: ModelConfig) -> str:
-    experts = f", {model.moe_router_topk} of {model.num_experts} experts" if model.num_experts else ""
     heads = f"{model.num_attention_heads} heads on {model.kv_groups} key/value heads"
-    return f"{model.num_layers} layers, hidden {model.hidden_size}, {heads}, MLP {model.ffn}{experts}"
+    if model.has_latent_attention:
+        heads = f"{model.num_attention_heads} heads of latent attention"
+    parts = [f"{model.num_layers} layers", f"hidden {model.hidden_size}", heads]
+    if model.dense_layers:
+        parts.append(f"MLP {model.ffn}")
+    if model.num_experts:
+        parts.append(f"{model.moe_router_topk} of {model.num_experts} experts of width {model.expert_ffn}")
+        if model.dense_layers:
+            parts[-1] += f" in {model.num_layers - model.dense_layers} layers"
+    if model.num_experts and model.moe_shared_expert_intermediate_size:
+        parts.append(f"a shared expert of width {model.moe_shared_expert_intermediate_size}")
+    if model.prediction_depths:
+        parts.append(f"{counted(model.prediction_depths, 'layer')} for further tokens")
+    return ", ".join(parts)
 
 
 def _start(load: str) -> str:

@@ -43,6 +43,9 @@ BLOCKS: dict[str, tuple[Block, Block]] = {
 }
 """Blocks ``[rows, contraction]`` of activations and of weights by recipe."""
 
+IN_BLOCKS = ("blockwise", "mxfp8")
+"""Recipes with a scale for each block."""
+
 
 @dataclass(frozen=True)
 class Float8Recipe:
@@ -60,8 +63,8 @@ class Float8Recipe:
 
     @property
     def gradient_dtype(self) -> torch.dtype:
-        """Of output gradients: ``hybrid`` has a wider range and fewer digits."""
-        return torch.float8_e5m2 if self.format == "hybrid" else torch.float8_e4m3fn
+        """Of output gradients: ``hybrid`` has a wider range and fewer digits, which blocks with scales do not need."""
+        return torch.float8_e5m2 if self.format == "hybrid" and self.name not in IN_BLOCKS else torch.float8_e4m3fn
 
     def block(self, along: int, weight: bool = False) -> Block:
         """Return the block of a matrix that enters a product which sums over dimension ``along``."""

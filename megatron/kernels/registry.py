@@ -21,6 +21,7 @@ from megatron.kernels.dropout import DROPOUT, DropoutKernel, dropout
 from megatron.kernels.fp8 import Float8Kernel, Float8Recipe, fp8_operation
 from megatron.kernels.grouped_fp8 import GroupedFloat8Product, grouped_fp8_operation
 from megatron.kernels.grouped_linear import GROUPED_LINEAR, TORCH_GROUPED_LINEAR, GroupedLinearKernel
+from megatron.kernels.latent_qkv import LATENT_QKV, LatentQKVKernel, latent_qkv
 from megatron.kernels.linear import LINEAR, TORCH_LINEAR, LinearKernel
 from megatron.kernels.norm import ADD_NORM, NORM, AddNormKernel, NormKernel, add_norm, norm
 from megatron.kernels.operation import Candidate, Covers, Operation, check_kernel, combine, error_summary
@@ -35,6 +36,7 @@ class Kernels:
     norm: NormKernel = norm
     add_norm: AddNormKernel = add_norm
     split_qkv: SplitQKVKernel = split_qkv
+    latent_qkv: LatentQKVKernel = latent_qkv
     activation: ActivationKernel = activation
     dropout: DropoutKernel = dropout
     cross_entropy: CrossEntropyKernel = EAGER_CROSS_ENTROPY
@@ -53,6 +55,7 @@ OPERATIONS: dict[str, Operation] = {
     "norm": NORM,
     "add_norm": ADD_NORM,
     "split_qkv": SPLIT_QKV,
+    "latent_qkv": LATENT_QKV,
     "activation": ACTIVATION,
     "dropout": DROPOUT,
     "cross_entropy": CROSS_ENTROPY,

@@ -138,7 +138,7 @@ class Experts(nn.Module):
         activate = partial(self._activate, offsets=offsets, row_weights=row_weights)
         down = partial(self.linear_fc2, offsets=offsets, row_weights=row_weights, last=last)
         up = self.linear_fc1(x_RH, offsets, last=last)
-        return recompute_producer(activate, up, down) if self.drop_activation else down(activate(up))
+        return recompute_producer(activate, down, up) if self.drop_activation else down(activate(up))
 
     def _activate(self, x: Tensor, offsets: Tensor, row_weights: Tensor | None) -> Tensor:
         if row_weights is None:

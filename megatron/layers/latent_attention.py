@@ -4,12 +4,13 @@ Keys and values of all heads are projected from one latent per token, which gene
 has channels with rotary positions, which are projected from the hidden state and shared by all heads.
 
 Shapes: S sequence, T cached tokens plus the sequence, B batch, H hidden, N this rank's heads, R width of a latent,
-D channels of a query or key, V channels of a value, P rotated channels.
+D channels of a query or key, P of them rotated, V channels of a value.
 """
 
 from __future__ import annotations
 
-import torch
+from functools import partial
+
 from torch import Tensor, nn
 
 from megatron.config.model import ModelConfig, RotaryTable
@@ -17,10 +18,12 @@ from megatron.distributed import mappings
 from megatron.kernels.qkv import RotaryCosSin, rotate
 from megatron.layers.attention import CoreAttention
 from megatron.layers.context import BuildContext, ForwardContext, MixerOutput
+from megatron.layers.kv_cache import KVCache
 from megatron.layers.linear import ColumnParallelLinear, ReplicatedLinear, RowParallelLinear
 from megatron.layers.mixers.core_attention import CORE
+from megatron.layers.mixers.latent_attention import UP_PROJECTIONS
 from megatron.layers.norm import Norm
-from megatron.layers.recompute import recompute
+from megatron.layers.recompute import recompute, recompute_producer
 from megatron.layers.recompute_plan import RecomputePlan
 
 
@@ -40,12 +43,11 @@ class LatentAttention(nn.Module):
         rotary: RotaryTable | None,
     ) -> None:
         super().__init__()
-        self.tp, self.rotary, self.name = context.tp, rotary, context.name("core_attention")
+        self.kernels, self.tp, self.rotary = context.kernels, context.tp, rotary
+        self.name = context.name("core_attention")
         self.share_rows = mappings.gather_rows if context.sequence_parallel else mappings.copy_to_region
-        self.recompute_core = CORE in plan.modules
-        self.key_widths = config.qk_head_dim, config.qk_pos_emb_head_dim
-        self.value_widths = config.qk_head_dim, config.v_head_dim
-        self.latent_widths = config.kv_lora_rank, config.qk_pos_emb_head_dim
+        self.recompute_core, self.recompute_heads = CORE in plan.modules, UP_PROJECTIONS in plan.modules
+        self.channels, self.latent_widths = config.qk_head_dim, (config.kv_lora_rank, config.qk_pos_emb_head_dim)
         self.linear_q_down_proj: ReplicatedLinear | None = None
         if config.q_lora_rank is None:
             self.linear_q_proj = ColumnParallelLinear(context.submodule("linear_q_proj"))
@@ -66,38 +68,42 @@ class LatentAttention(nn.Module):
 
     def forward(self, x_SBH: Tensor, ctx: ForwardContext) -> MixerOutput:
         """Attend within each sample."""
-        rotary = None if self.rotary is None else ctx.rotary[self.rotary]
-        q_SBND = self._queries(x_SBH, rotary)
+        q_SBR = x_SBH if self.linear_q_down_proj is None else self.linear_q_down_proj(x_SBH)
         kv_SBR, k_SBP = self.linear_kv_down_proj(x_SBH).split(self.latent_widths, dim=2)
-        if self.kv_layernorm is not None:
-            kv_SBR = self.kv_layernorm.normalize(kv_SBR)
-        k_SB1P = self._rotate(self.share_rows(k_SBP, self.tp).unsqueeze(2), rotary)
-        if ctx.cache is not None:
-            kv_TB1R, k_SB1P = ctx.cache.extend(self.name, kv_SBR.unsqueeze(2), k_SB1P)
-            kv_SBR = kv_TB1R.squeeze(2)
-        k_TBND, v_TBNV = self._keys_and_values(kv_SBR, k_SB1P)
-        if self.recompute_core:
-            y_SBO = recompute(self.core_attention, q_SBND, k_TBND, v_TBNV, ctx)
+        heads = partial(self._heads, ctx=ctx)
+        if self.recompute_heads:
+            y_SBO = recompute_producer(heads, partial(self._attend, ctx=ctx), q_SBR, kv_SBR, k_SBP)
         else:
-            y_SBO = self.core_attention(q_SBND, k_TBND, v_TBNV, ctx)
+            y_SBO = self._attend(*heads(q_SBR, kv_SBR, k_SBP), ctx)
         return MixerOutput(self.linear_proj(y_SBO), self.linear_proj.bias)
 
-    def _queries(self, x_SBH: Tensor, rotary: RotaryCosSin | None) -> Tensor:
+    def _heads(self, q_SBR: Tensor, kv_SBR: Tensor, k_SBP: Tensor, ctx: ForwardContext) -> tuple[Tensor, ...]:
+        """Return queries, keys and values of this rank's heads."""
+        rotary = None if self.rotary is None else ctx.rotary[self.rotary]
         if self.linear_q_down_proj is None:
-            q_SBO = self.linear_q_proj(x_SBH)
+            q_SBO = self.linear_q_proj(q_SBR)
         else:
-            q_SBR = self.linear_q_down_proj(x_SBH)
             q_SBO = self.linear_q_up_proj(q_SBR if self.q_layernorm is None else self.q_layernorm.normalize(q_SBR))
-        q_SBND = q_SBO.unflatten(2, (-1, sum(self.key_widths)))
-        if rotary is None:
-            return q_SBND
-        plain, rotated = q_SBND.split(self.key_widths, dim=3)
-        return torch.cat((plain, self._rotate(rotated, rotary)), dim=3)
+        kv_TBR = kv_SBR if self.kv_layernorm is None else self.kv_layernorm.normalize(kv_SBR)
+        k_TBP, k_rotary = self.share_rows(k_SBP, self.tp), rotary
+        if ctx.cache is not None:
+            kv_TBR, k_TBP = self._extend(ctx.cache, kv_TBR, k_TBP, rotary)
+            k_rotary = None
+        kv_TBO = self.linear_kv_up_proj(kv_TBR)
+        return self.kernels.latent_qkv(q_SBO, kv_TBO, k_TBP, self.channels, rotary, k_rotary)
 
-    def _keys_and_values(self, kv_TBR: Tensor, k_TB1P: Tensor) -> tuple[Tensor, Tensor]:
-        kv_TBNO = self.linear_kv_up_proj(kv_TBR).unflatten(2, (-1, sum(self.value_widths)))
-        plain, v_TBNV = kv_TBNO.split(self.value_widths, dim=3)
-        return torch.cat((plain, k_TB1P.expand(*plain.shape[:3], -1)), dim=3), v_TBNV
+    def _extend(
+        self, cache: KVCache, kv_SBR: Tensor, k_SBP: Tensor, rotary: RotaryCosSin | None
+    ) -> tuple[Tensor, Tensor]:
+        """Add latents and rotated channels of keys to the cache; return those of all tokens."""
+        kv_SB1R, k_SB1P = kv_SBR.unsqueeze(2), k_SBP.unsqueeze(2)
+        if rotary is not None:
+            k_SB1P = rotate(k_SB1P, rotary.cos, rotary.sin, rotary.interleaved)
+        kv_TB1R, k_TB1P = cache.extend(self.name, kv_SB1R, k_SB1P)
+        return kv_TB1R.squeeze(2), k_TB1P.squeeze(2)
 
-    def _rotate(self, x_SBNP: Tensor, rotary: RotaryCosSin | None) -> Tensor:
-        return x_SBNP if rotary is None else rotate(x_SBNP, rotary.cos, rotary.sin, rotary.interleaved)
+    def _attend(self, q_SBND: Tensor, k_TBND: Tensor, v_TBNV: Tensor, ctx: ForwardContext) -> Tensor:
+        if self.recompute_core:
+            return recompute(self.core_attention, q_SBND, k_TBND, v_TBNV, ctx)
+        y_SBO: Tensor = self.core_attention(q_SBND, k_TBND, v_TBNV, ctx)
+        return y_SBO

@@ -47,7 +47,7 @@ class MLP(nn.Module):
 
     def _finish(self, up: Tensor) -> Tensor:
         if self.drop_activation:
-            return recompute_producer(self._activate, up, self.linear_fc2)
+            return recompute_producer(self._activate, self.linear_fc2, up)
         return self.linear_fc2(self._activate(up))
 
     def _activate(self, x: Tensor) -> Tensor:

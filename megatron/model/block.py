@@ -67,7 +67,7 @@ class ResidualLayer:
             return x_SBH, recompute(self._mix_normalized, x_SBH, ctx)
         if self.recomputes_norm:
             x_SBH = residual.sum()
-            return x_SBH, recompute_producer(self.norm.normalize, x_SBH, partial(self.mixer, ctx=ctx))
+            return x_SBH, recompute_producer(self.norm.normalize, partial(self.mixer, ctx=ctx), x_SBH)
         x_SBH, n_SBH = self.norm(residual)
         return x_SBH, self.mixer(n_SBH, ctx)
 

@@ -29,6 +29,7 @@ LATENT = {
     "mscale_all_dim": 1.2,
     "yarn_original_max_position_embeddings": 8,
 }
+FP8 = {"q_lora_rank": 32, "kv_lora_rank": 32, "qk_pos_emb_head_dim": 8, "v_head_dim": 8}
 SP = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
 
 
@@ -57,13 +58,45 @@ def selective(*modules: str, **rest: Any) -> dict[str, Any]:
 
 CASES = {
     "tp": case({"tensor_model_parallel_size": 4}),
-    "sp, plain queries": case(SP, {"q_lora_rank": None}),
-    "sp, wide values": case(SP, {"v_head_dim": 18}),
+    "sp, plain queries, up-projections recomputed": case(SP, {"q_lora_rank": None}, selective("mla_up_proj")),
+    "sp, wide values, sinks": case(SP, {"v_head_dim": 18, "softmax_type": "learnable"}),
+    "sp, all recomputed": case(SP, {}, selective("mla_up_proj", "core_attn", "layernorm", "mlp")),
+    "sp, full recomputation, overlap": case(
+        {**SP, "tp_comm_overlap": True}, {}, {"recompute_granularity": "full", "recompute_num_layers": 2}
+    ),
+    "sp, beside attention": case(
+        SP,
+        {
+            "multi_latent_attention": False,
+            "token_mixers": ("latent-attention", "attention"),
+            "num_query_groups": 2,
+            "num_layers": 4,
+            "rope_type": "rope",
+            "no_rope_freq": "[0,0,1,0]",
+            "rotary_base_local": 100.0,
+            "attention_pattern": "local:5*2,global",
+        },
+    ),
     "p2p": case(cp("p2p")),
-    "p2p, sp, documents": case(cp("p2p", **SP), documents=PackedConversations()),
-    "all_gather": case(cp("all_gather")),
-    "a2a, dropout": case(cp("a2a"), {"attention_dropout": 0.2}),
+    "p2p, sp, documents, window": case(cp("p2p", **SP), {"window_size": 7}, documents=PackedConversations()),
+    "all_gather, wide values": case(cp("all_gather"), {"v_head_dim": 18}),
+    "all_gather, softcap": case(cp("all_gather"), {"attn_logit_softcapping": 2.0}),
+    "a2a, dropout": case(cp("a2a"), {"attention_dropout": 0.2, "hidden_dropout": 0.1}, selective("mla_up_proj")),
+    "a2a, sinks, documents": case(cp("a2a"), {"softmax_type": "learnable"}, documents=PackedConversations()),
     "a2a+p2p": case(cp("a2a+p2p", 2, 2, ranks=4)),
+    "zb-h1, sp": case(
+        {"pipeline_model_parallel_size": 2, "pipeline_schedule": "zb-h1", **SP}, {}, selective("mla_up_proj")
+    ),
+    "zero 3, offload": case(
+        {"data_parallel_sharding_strategy": "optim_grads_params"},
+        {},
+        selective("mla_up_proj", cpu_offloading_num_layers=1, min_offloaded_tensor_size=1),
+        dp=2,
+    ),
+    "tp, lora": case({"tensor_model_parallel_size": 2}, {"lora_rank": 2}, selective("mla_up_proj")),
+    "sp, dora": case(SP, {"lora_rank": 2, "lora_dora": True}),
+    "sp, fp8": case(SP, FP8, fp8_recipe="tensorwise"),
+    "sp, fp8 rowwise, up-projections recomputed": case(SP, FP8, selective("mla_up_proj"), fp8_recipe="rowwise"),
 }
 
 

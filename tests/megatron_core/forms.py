@@ -54,6 +54,10 @@ SIGMOID = (
     "--moe-aux-loss-coeff 0.01 --moe-router-dtype fp32"
 )
 """A router as in DeepSeek-V3."""
+LATENT = (
+    "--multi-latent-attention --kv-lora-rank 12 --qk-head-dim 8 --qk-pos-emb-head-dim 4 --v-head-dim 6 "
+    "--rotary-percent 1.0"
+)
 FORMS = {
     "gpt": "",
     "gpt untied": "--untie-embeddings-and-output-weights --no-bias-gelu-fusion",
@@ -71,11 +75,17 @@ FORMS = {
     "expert bias": f"{LLAMA} {SIGMOID} --moe-shared-expert-intermediate-size 40",
     "latent experts": f"{LLAMA} {MIXTURE} --moe-shared-expert-intermediate-size 40 --moe-shared-expert-gate "
     "--moe-latent-size 16",
-    "multi-token": f"{LLAMA} {SIGMOID} --moe-layer-freq [0,1] --mtp-num-layers 2 --mtp-loss-scaling-factor 0.3",
+    "multi-token": f"{LLAMA} --mtp-num-layers 2 --mtp-loss-scaling-factor 0.3",
+    "latent attention": f"{LLAMA} {LATENT} --rotary-base 500000 --rotary-scaling-factor 4 --mscale 0.7",
+    "latent queries": f"{LLAMA} {SIGMOID} {LATENT} --q-lora-rank 20 --qk-layernorm --rotary-scaling-factor 40 "
+    "--mscale 1 --mscale-all-dim 1 --moe-layer-freq [0,1] --moe-shared-expert-intermediate-size 40 --mtp-num-layers 1 "
+    "--untie-embeddings-and-output-weights --moe-router-load-balancing-type none --moe-router-bias-update-rate 0",
+    "yarn": f"{LLAMA.replace('rope', 'yarn')} --rotary-scaling-factor 8 --yarn-original-max-position-embeddings 16",
 }
-"""Flags of models that both programs have; all but the first two differ from a default in several ways."""
+"""Flags of models that both programs have; all but the first two differ from a default in several ways. Further tokens
+after the end of a sample are token 0 in Megatron-LM: experts beside them would not have the same loads."""
 
-TRANSFORMER_ENGINE_ALONE = ("latent experts",)
+TRANSFORMER_ENGINE_ALONE = ("latent experts", "latent attention", "latent queries")
 """Forms that its own layers do not have."""
 
 

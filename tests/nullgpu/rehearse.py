@@ -17,7 +17,6 @@ import torch.distributed as dist
 from megatron.distributed import comm
 from megatron.distributed.comm import Group
 from megatron.inference import generate
-from megatron.layers.dispatch import DispatchPlan
 from megatron.training.cuda_graphs import StepRunner
 from megatron.training.trainer import Trainer
 from tests.nullgpu import faults
@@ -76,7 +75,6 @@ def null_values() -> Iterator[None]:
     """Replace what depends on numbers: the null GPU computes none."""
     with ExitStack() as stack:
         stack.enter_context(patch("megatron.kernels.registry.check_kernel", lambda *arguments, **options: None))
-        stack.enter_context(patch.object(DispatchPlan, "plan", classmethod(even_plan(DispatchPlan.plan))))
         stack.enter_context(patch.object(generate, "sample_tokens", as_if_finite(generate.sample_tokens)))
         twins: dict[tuple[int, ...], Any] = {}
         for name in ("all_gather_objects", "gather_objects", "broadcast_object"):
@@ -101,19 +99,6 @@ def as_if_finite(sample: Callable[..., torch.Tensor]) -> Callable[..., torch.Ten
     def call(*arguments: Any) -> torch.Tensor:
         with patch.object(torch.Tensor, "__bool__", lambda tensor: True):
             return sample(*arguments)
-
-    return call
-
-
-def even_plan(plan: Callable[..., DispatchPlan]) -> Callable[..., DispatchPlan]:
-    """Return a function that plans as if the router had chosen every expert equally often."""
-
-    def call(cls: type, experts_TK: torch.Tensor, experts: int, tp_size: int, group: Group) -> DispatchPlan:
-        rows = experts_TK.numel() * tp_size
-        even = [rows // group.size] * (2 * group.size)
-        read = torch.Tensor.tolist
-        with patch.object(torch.Tensor, "tolist", lambda counts: (read(counts), even)[1]):
-            return plan(experts_TK, experts, tp_size, group)
 
     return call
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 
 import pytest
 import torch
@@ -17,8 +18,27 @@ from megatron.config.model import ModelConfig
 Tensors = Mapping[str, Tensor]
 
 
+EXPERT_BIAS = "e_score_correction_bias"
+"""In DeepSeek a buffer, in Ernie a parameter without gradient."""
+
+
+def tensors_of(model: nn.Module) -> dict[str, Tensor]:
+    """Parameters and stored buffers of a model of transformers, by name."""
+    held = [*model.named_parameters(), *model.named_buffers()]
+    return {name: value.detach() for name, value in held if name in model.state_dict()}
+
+
+def randomise(model: nn.Module) -> None:
+    """Their initial biases are 0, their norms 1 and their attention nearly uniform: all would hide mistakes."""
+    with torch.no_grad():
+        for name, value in tensors_of(model).items():
+            value.normal_(mean=float(value.dim() == 1 and not name.endswith(EXPERT_BIAS)), std=0.2)
+
+
 def translate(family: str, tensors: Tensors, config: ModelConfig) -> dict[str, Tensor]:
     """Of a ``family`` of transformers, by its name before ``ForCausalLM``."""
+    if family == "Ernie4_5_Moe":
+        config = replace(config, rotary_interleaved=False)  # theirs turns the same channels together
     if config.num_experts:
         return (from_gpt_oss if family == "GptOss" else from_experts)(tensors, config)
     return {"GPT2": from_gpt2, "GPTNeoX": from_neox}.get(family, from_llama)(tensors, config)
@@ -93,7 +113,9 @@ def from_llama(t: Tensors, config: ModelConfig) -> dict[str, Tensor]:
                     f"{ours}.pre_mlp_layernorm": f"{theirs}.pre_feedforward_layernorm",
                     f"{ours}.post_mlp_layernorm": f"{theirs}.post_feedforward_layernorm",
                 }
-            if f"{theirs}.self_attn.q_proj.{kind}" in t:
+            if f"{theirs}.self_attn.kv_a_proj_with_mqa.weight" in t:
+                plain |= {f"{ours}.self_attention.{a}": f"{theirs}.self_attn.{b}" for a, b in LATENT.items()}
+            elif f"{theirs}.self_attn.q_proj.{kind}" in t:
                 q, k, v = (t[f"{theirs}.self_attn.{x}_proj.{kind}"] for x in "qkv")
                 out[f"{ours}.self_attention.linear_qkv.{kind}"] = _join_qkv(q, k, v, config)
             if f"{theirs}.self_attn.qkv_proj.{kind}" in t:
@@ -108,6 +130,18 @@ def from_llama(t: Tensors, config: ModelConfig) -> dict[str, Tensor]:
     return out
 
 
+LATENT = {
+    "linear_q_proj": "q_proj",
+    "linear_q_down_proj": "q_a_proj",
+    "q_layernorm": "q_a_layernorm",
+    "linear_q_up_proj": "q_b_proj",
+    "linear_kv_down_proj": "kv_a_proj_with_mqa",
+    "kv_layernorm": "kv_a_layernorm",
+    "linear_kv_up_proj": "kv_b_proj",
+}
+"""Modules of latent attention here -> of DeepSeek."""
+
+
 def from_experts(t: Tensors, config: ModelConfig) -> dict[str, Tensor]:
     """Of Mixtral and other mixtures of experts, from their modules or from their files."""
     out = from_llama(t, config)
@@ -118,6 +152,9 @@ def from_experts(t: Tensors, config: ModelConfig) -> dict[str, Tensor]:
         names = [(place, f"{place}.{gate}.weight") for place in places for gate in ("gate", "router", "router.layer")]
         theirs, gate = next((place, name) for place, name in names if name in t)
         out[f"layers.{i}.mlp.router.weight"] = t[gate]
+        for bias in ("gate.", "gate.moe_statics.", "moe_statics."):
+            if f"{theirs}.{bias}{EXPERT_BIAS}" in t:
+                out[f"layers.{i}.mlp.router.expert_bias"] = t[f"{theirs}.{bias}{EXPERT_BIAS}"].flatten()
         shared = f"{theirs}.shared_expert{'' if f'{theirs}.shared_expert_gate.weight' in t else 's'}"
         if f"{shared}.down_proj.weight" in t:
             gate_up = [t[f"{shared}.{x}_proj.weight"] for x in ("gate", "up")]

@@ -18,7 +18,7 @@ from megatron.convert.huggingface.families import MODEL_FAMILIES
 from megatron.convert.huggingface.keys import ConfigKey
 from megatron.distributed.micro_batch import MicroBatch
 from tests.kit.solo import Solo, random_batch
-from tests.parity.families import copy_into, everything_in_double, translate
+from tests.parity.families import copy_into, everything_in_double, randomise, tensors_of, translate
 
 transformers = pytest.importorskip("transformers")
 
@@ -28,7 +28,7 @@ CLIP = 0.5
 IGNORED = -100  # the label `transformers` leaves out
 
 
-EXPERT_COUNTS = {"num_local_experts", "num_experts"}
+EXPERT_COUNTS = {"num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts"}
 
 
 @dataclass(frozen=True)
@@ -103,6 +103,16 @@ SMALL_EXPERTS = {"num_experts_per_tok": 2, "num_local_experts": 4, "moe_intermed
 SHARED = GROUPED | {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 12}
 SHARED |= {"shared_expert_intermediate_size": 20}
 WINDOWED = DEEPER | {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 2}
+ROUTED = GROUPED | {"n_routed_experts": 6, "num_experts_per_tok": 4, "n_group": 3, "topk_group": 2}
+ROUTED |= {"norm_topk_prob": True, "routed_scaling_factor": 1.7, "moe_intermediate_size": 12, "n_shared_experts": 2}
+ROUTED |= {"first_k_dense_replace": 1}
+UNGROUPED = {"n_group": 1, "topk_group": 1, "num_experts_per_tok": 3}
+NO_HEADS = {"num_mtp_layers": 0}
+LATENT = {"num_key_value_heads": 4, "rms_norm_eps": 1e-6, "q_lora_rank": 20, "kv_lora_rank": 12}
+LATENT |= {"qk_nope_head_dim": 6, "qk_rope_head_dim": 4, "v_head_dim": 10}
+MSCALES = {"rope_parameters": YARN | {"mscale": 0.8, "mscale_all_dim": 0.6}, "max_position_embeddings": 256}
+GREEDY = {"num_experts_per_tok": 3, "n_group": 1, "topk_group": 1, "norm_topk_prob": False}
+ERNIE = GROUPED | {"moe_num_experts": 5, "moe_k": 3, "moe_intermediate_size": 12, "moe_num_shared_experts": 2}
 
 CASES = [
     Case("gpt2", "GPT2"),
@@ -130,6 +140,16 @@ CASES = [
     Case("qwen2-moe", "Qwen2Moe", SHARED | {"qkv_bias": False}),
     Case("qwen2-moe-layers", "Qwen2Moe", SHARED | WINDOWED | {"mlp_only_layers": [0], "norm_topk_prob": True}),
     Case("olmoe", "Olmoe", GROUPED | {"num_local_experts": 6, "num_experts_per_tok": 3, "norm_topk_prob": False}),
+    Case("glm4-moe", "Glm4Moe", ROUTED | NO_HEADS | {"use_qk_norm": True, "attention_bias": True}),
+    Case(
+        "glm4-moe-one-group", "Glm4Moe", ROUTED | NO_HEADS | UNGROUPED | {"head_dim": 12, "routed_scaling_factor": 1.0}
+    ),
+    Case("dots1", "Dots1", ROUTED | UNGROUPED | LAYERS),
+    Case("ernie-moe", "Ernie4_5_Moe", ERNIE | {"moe_layer_interval": 2} | DEEPER),
+    Case("ernie-moe-no-shared-expert", "Ernie4_5_Moe", ERNIE | {"moe_num_shared_experts": 0, "moe_k": 2}),
+    Case("deepseek-v3", "DeepseekV3", ROUTED | NO_HEADS | LATENT | MSCALES),
+    Case("deepseek-v3-whole-queries", "DeepseekV3", ROUTED | NO_HEADS | LATENT | UNGROUPED | {"q_lora_rank": None}),
+    Case("deepseek-v2", "DeepseekV2", ROUTED | LATENT | MSCALES | GREEDY),
     Case("granite-moe", "GraniteMoe", GROUPED | FACTORS | {"num_local_experts": 5, "num_experts_per_tok": 2}),
     Case(
         "gpt-oss",
@@ -183,18 +203,16 @@ class Pair:
         ours = Solo.build(config, dtype, training, optimizer)
         with precision(dtype):
             theirs = case.reference().to(dtype)
-        for param in theirs.parameters():
-            # Their initial biases are 0, their norms 1 and their attention nearly uniform: all would hide mistakes.
-            nn.init.normal_(param, mean=float(param.dim() == 1), std=0.2)
+        randomise(theirs)
         pair = cls(case, config, ours, theirs, dtype)
         copy_into(ours.params, pair.their_weights())
         return pair
 
     def their_weights(self) -> dict[str, Tensor]:
-        return translate(self.case.family, {n: p.detach() for n, p in self.theirs.named_parameters()}, self.config)
+        return translate(self.case.family, tensors_of(self.theirs), self.config)
 
     def their_grads(self) -> dict[str, Tensor]:
-        grads = {n: p.grad for n, p in self.theirs.named_parameters()}
+        grads = {n: p.grad for n, p in self.theirs.named_parameters() if p.requires_grad}
         missing = [n for n, g in grads.items() if g is None]
         assert not missing, f"the reference has no gradient for {missing}"
         return translate(self.case.family, grads, self.config)  # type: ignore[arg-type]

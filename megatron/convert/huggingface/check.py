@@ -27,7 +27,8 @@ from megatron.config.files import parse_json
 from megatron.config.model import ModelConfig
 from megatron.config.text import listed
 from megatron.config.training import TrainingConfig
-from megatron.convert.huggingface.config import CONFIG_FILE
+from megatron.convert.huggingface.config import CONFIG_FILE, read_options
+from megatron.convert.huggingface.families import model_families
 from megatron.convert.huggingface.weights import build_on_meta, open_weights
 from megatron.convert.weight_source import WeightSource, fill_in_blocks
 from megatron.data.tokenizers.huggingface import (
@@ -234,9 +235,9 @@ def run_transformers(
     folder: Path, config: Path, tokens_BS: Tensor, positions_BS: Tensor, rounded: torch.dtype = torch.float32
 ) -> ModelOutputs:
     """Run transformers' model on the files of ``folder``, with weights rounded to a data type, in fp32."""
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM
 
-    settings = AutoConfig.from_pretrained(config, trust_remote_code=False)
+    settings = _transformers_config(config)
     settings._experts_implementation = "eager"  # the others require widths that are multiples of 16 bytes
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(
@@ -254,13 +255,31 @@ def run_transformers(
             angles["local" if name.startswith("sliding") else "global"] = getattr(module, name), magnitude
     tied = dict(model._tied_weights_keys) if settings.tie_word_embeddings else {}
     weights = _TransformersWeights(folder, f"{model.base_model_prefix}.", rounded)
+    for name, buffer in [*model.named_buffers()]:
+        if buffer.is_meta:  # stored, such as biases of experts
+            module, _, last = name.rpartition(".")
+            setattr(model.get_submodule(module), last, weights.load(name))
     LazyWeightLoader(model, weights.load, tied)
     layers = next(module for module in model.modules() if isinstance(module, nn.ModuleList))
     blocks = _OutputRecorder(list(layers), lambda out: out[0] if isinstance(out, tuple) else out)
     mask_BS = torch.ones_like(tokens_BS)  # without a mask, transformers infers documents from the positions
     out = model(tokens_BS, position_ids=positions_BS, attention_mask=mask_BS, use_cache=False)
-    weights.refuse_unused({*tied, *IGNORED_BUFFERS, *(model._keys_to_ignore_on_load_unexpected or ())})
+    count = settings.num_hidden_layers
+    heads = (rf"layers\.{count + n}\." for n in range(getattr(settings, "num_mtp_layers", 0)))
+    ignored = *IGNORED_BUFFERS, *(model._keys_to_ignore_on_load_unexpected or ()), *heads
+    weights.refuse_unused({*tied, *ignored})
     return ModelOutputs(blocks.stacked, out.logits, _angles(angles))
+
+
+def _transformers_config(path: Path) -> Any:
+    """Return transformers' configuration in a config.json; remote code is not run."""
+    from transformers import AutoConfig
+
+    given = read_options(path, "a Hugging Face model")
+    known_as = model_families()[str(given["model_type"])].known_as
+    if known_as is None:
+        return AutoConfig.from_pretrained(path, trust_remote_code=False)
+    return AutoConfig.for_model(**given | {"model_type": known_as})
 
 
 IGNORED_BUFFERS = (r"rotary_emb\.inv_freq", r"attn\.masked_bias")
@@ -270,11 +289,12 @@ IGNORED_BUFFERS = (r"rotary_emb\.inv_freq", r"attn\.masked_bias")
 RENAMED = {
     ".mlp.": ".block_sparse_moe.",
     "lm_head.": "embed_out.",
+    ".gate.moe_statics.": ".moe_statics.",
     ".router.weight": ".router.layer.weight",
     ".experts.gate_up_proj": ".input_linear.weight",
     ".experts.down_proj": ".output_linear.weight",
 }
-"""Parts of names in transformers 5 -> in the files: of Mixtral, GPT-NeoX and Granite's experts."""
+"""Parts of names in transformers 5 -> in the files: of Mixtral, GPT-NeoX, Ernie and Granite's experts."""
 EXPERT_MATRICES = {"gate_up_proj": (("gate_proj", "up_proj"), ("w1", "w3")), "down_proj": (("down_proj",), ("w2",))}
 """Stacked expert parameters of transformers 5 -> names of each expert's matrices in the files: Qwen's and Mixtral's."""
 

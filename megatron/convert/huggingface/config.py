@@ -14,10 +14,12 @@ from pathlib import Path
 from shlex import quote
 from typing import Any
 
+from safetensors import SafetensorError, safe_open
+
 from megatron.arguments.checks.checkpoint import link_problems
 from megatron.arguments.validate import find_problems
 from megatron.config.errors import Problem, UserError
-from megatron.config.files import parse_json, read_small
+from megatron.config.files import TABLE_FILE_BYTES, parse_json, read_small
 from megatron.config.model import ModelConfig
 from megatron.config.run import RunConfig
 from megatron.config.schemes import HUGGING_FACE_PREFIX
@@ -34,6 +36,7 @@ from megatron.convert.huggingface.keys import (
 from megatron.data.errors import DataError
 
 CONFIG_FILE = "config.json"
+WEIGHTS_INDEX_FILE = "model.safetensors.index.json"
 TIE_KEY = "tie_word_embeddings"
 SPECIAL_TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 """Keys of config.json and generation_config.json with the ids of special tokens."""
@@ -73,12 +76,15 @@ _NOT_HERE: Mapping[str, tuple[Any, ...]] = {
 }
 """Keys of all model types with the only supported values."""
 
+_QUANTIZED = {"mxfp4": "Mxfp4Config", "fp8": "FineGrainedFP8Config"}
+"""Quantisation methods of published models -> transformers' class that can undo them."""
+
 _DEQUANTIZE = (
-    "from transformers import AutoModelForCausalLM as M, Mxfp4Config as C; "
+    "from transformers import AutoModelForCausalLM as M, {} as C; "
     "M.from_pretrained({!r}, quantization_config=C(dequantize=True), dtype='bfloat16', "
     "trust_remote_code=False).save_pretrained({!r})"
 )
-"""Python that stores in bf16 what a folder holds in MXFP4, such as the published GPT-OSS."""
+"""Python that stores in bf16 what a folder holds in one of them, such as the published GPT-OSS and DeepSeek-V3."""
 
 
 MODEL_FILES = ("*.json", "model*.safetensors", "tokenizer*", "*.txt", "*.jinja")
@@ -139,10 +145,31 @@ def read_options(path: Path, kind: str) -> JsonObject:
 def read_model_values(folder: Path) -> FieldValues:
     """Return the fields of `ModelConfig`, by name, that a folder's ``config.json`` determines.
 
+    Layers for further tokens (MTP) may be missing in the files: transformers does not use them, and saves none.
+
     Raises:
         UserError: when it cannot be read, or the model is not supported.
     """
-    return model_config_values(read_config(folder), str(folder / CONFIG_FILE))
+    values = model_config_values(read_config(folder), str(folder / CONFIG_FILE))
+    if values.get("mtp_num_layers") is not None and not _stores_layer(folder, values["num_layers"]):
+        values["mtp_num_layers"] = None
+    return values
+
+
+def _stores_layer(folder: Path, layer: int) -> bool:
+    """Return False if the weights of a folder can be read and have no such layer."""
+    files, index = sorted(folder.glob("model*.safetensors")), folder / WEIGHTS_INDEX_FILE
+    try:
+        if index.exists():
+            names = [*parse_json(read_small(index, TABLE_FILE_BYTES))["weight_map"]]
+        elif files:
+            with safe_open(files[0], "numpy") as header:
+                names = [*header.offset_keys()]
+        else:
+            return True
+    except (OSError, ValueError, KeyError, TypeError, SafetensorError):  # who opens the weights reports it
+        return True
+    return any(f"layers.{layer}." in str(name) for name in names)
 
 
 def read_model_config(folder: Path) -> ModelConfig:
@@ -227,8 +254,10 @@ def _unsupported(config: JsonObject, family: ModelFamily, where: str) -> Iterato
     for name, value in config.items():
         if name == "quantization_config" and isinstance(value, dict):
             method, folder = value.get("quant_method"), str(Path(where).parent)
-            command = f"python -c {quote(_DEQUANTIZE.format(folder, f'{folder}-bf16'))}"
-            yield f"weights quantised with {method} are not supported", (command,) if method == "mxfp4" else ()
+            fixes: tuple[str, ...] = ()
+            if method in tuple(_QUANTIZED) and family.known_as is None:  # known without remote code
+                fixes = (f"python -c {quote(_DEQUANTIZE.format(_QUANTIZED[method], folder, f'{folder}-bf16'))}",)
+            yield f"weights quantised with {method} are not supported", fixes
         elif name in fixed and value not in fixed[name]:
             yield f"{name} {json.dumps(value)} is not supported, only {' or '.join(map(json.dumps, fixed[name]))}", ()
         elif name not in known:

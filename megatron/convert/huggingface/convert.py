@@ -72,14 +72,15 @@ from megatron.convert.huggingface.check import OutputDifference, check_model, ch
 from megatron.convert.huggingface.config import (
     CONFIG_FILE,
     SPECIAL_TOKEN_IDS,
+    WEIGHTS_INDEX_FILE,
     build_config_json,
     read_config,
 )
 from megatron.convert.huggingface.weights import (
     WEIGHTS_FILE,
-    WEIGHTS_INDEX_FILE,
     HuggingFaceWeights,
     TensorMapping,
+    map_copies,
     map_tensors,
 )
 from megatron.convert.model_card import CARD_FILE, OTHER_CARD_FILE, model_card
@@ -311,10 +312,11 @@ def convert_to_huggingface(
     card = model_card(manifest, saved.model, config["architectures"][0], config["dtype"])
     files[OTHER_CARD_FILE if CARD_FILE in files else CARD_FILE] = card
     mappings = map_tensors(config["model_type"], saved.specs)
+    copies = map_copies(config["model_type"], saved.specs, mappings)
     if checked:
         files = check_tokenizer(files, config)
 
-    shards = _plan_shards(saved, mappings, source.dtype, shard_bytes)
+    shards = _plan_shards(saved, mappings, copies, source, shard_bytes)
     identity = {
         "program": package_version(),
         "manifest": checksum(encode_manifest(manifest.tensors, manifest.files, manifest.state, manifest.config)),
@@ -342,10 +344,18 @@ class RoundedWeights:
     def __init__(self, saved: SavedModel, dtype: torch.dtype) -> None:
         self.specs, self.dtype, self._saved = saved.specs, dtype, saved
 
+    def dtype_of(self, name: str) -> torch.dtype:
+        """Return the data type with which one of our tensors is written."""
+        return torch.float32 if self.specs[name].wide else self.dtype
+
+    def size_of(self, mapping: TensorMapping) -> int:
+        """Return the bytes of a tensor of Hugging Face."""
+        return prod(mapping.stored) * self.dtype_of(mapping.ours).itemsize
+
     def read(self, name: str, view: tuple[int, ...], box: Box) -> Tensor:
         """Return the elements of ``box`` of a tensor."""
         exact = self._saved.read(name, view, box)
-        rounded = exact.to(self.dtype)
+        rounded = exact.to(self.dtype_of(name))
         raise_if_overflow(name, rounded, exact)
         return rounded
 
@@ -354,7 +364,7 @@ class RoundedWeights:
         view = self.specs[mapping.ours].view
         part = mapping.arrange(theirs)
         self._saved.fill(mapping.ours, view, mapping.box, part)
-        if self.dtype == torch.float16 and not torch.isfinite(part).all():
+        if part.dtype == torch.float16 and not torch.isfinite(part).all():
             for block in split_box(mapping.box, BLOCK_ELEMENTS):
                 self.read(mapping.ours, view, block)  # raises if only the rounded values are infinite
 
@@ -364,12 +374,16 @@ Shards = dict[str, list[list[TensorMapping]]]
 
 
 def _plan_shards(
-    saved: SavedModel, mappings: Mapping[str, Sequence[TensorMapping]], dtype: torch.dtype, shard_bytes: int
+    saved: SavedModel,
+    mappings: Mapping[str, Sequence[TensorMapping]],
+    copies: Mapping[str, Sequence[TensorMapping]],
+    source: RoundedWeights,
+    shard_bytes: int,
 ) -> Shards:
     """Return the weights files of an export."""
-    every = (mapping for name in saved.specs for mapping in mappings[name])
+    every = (mapping for name in saved.specs for mapping in (*mappings[name], *copies.get(name, ())))
     tensors = [[*parts] for _, parts in groupby(every, lambda part: part.name)]
-    groups = split_into_shards([prod(parts[0].stored) * dtype.itemsize for parts in tensors], shard_bytes)
+    groups = split_into_shards([source.size_of(parts[0]) for parts in tensors], shard_bytes)
     if len(groups) == 1:
         return {WEIGHTS_FILE: tensors}
     count = len(groups)
@@ -380,8 +394,7 @@ def _write_weights(
     staging: StagingFolder, source: RoundedWeights, shards: Shards, workers: int, report: ProgressCallback
 ) -> None:
     """Write the weights files that are not complete, and their index if there are several."""
-    size = source.dtype.itemsize
-    sizes = {name: sum(prod(parts[0].stored) * size for parts in tensors) for name, tensors in shards.items()}
+    sizes = {name: sum(source.size_of(parts[0]) for parts in tensors) for name, tensors in shards.items()}
     files = {
         name: StagedFile(sizes[name], partial(_write_shard, staging.folder / name, tensors, source))
         for name, tensors in shards.items()
@@ -397,21 +410,23 @@ def _write_shard(
     path: Path, tensors: Sequence[Sequence[TensorMapping]], source: RoundedWeights, progress: ConversionProgress
 ) -> RankFile:
     """Write a weights file, one tensor while the next is read; return its size and checksums."""
-    entries: list[TensorEntry] = [(parts[0].name, source.dtype, parts[0].stored) for parts in tensors]
+    entries: list[TensorEntry] = [(parts[0].name, source.dtype_of(parts[0].ours), parts[0].stored) for parts in tensors]
     records: dict[str, TensorRecord] = {}
     # two for all tensors: new memory costs a page fault every 4 KB
-    buffers = torch.empty(2, max(prod(parts[0].stored) for parts in tensors), dtype=source.dtype)
+    largest = max(source.size_of(parts[0]) for parts in tensors)
+    buffers = torch.empty(2, -(-largest // 8) * 8, dtype=torch.uint8)  # aligned for every type
 
     def write(name: str, theirs: Tensor) -> None:
         written, shape = file.write(name, theirs), tuple(theirs.shape)
         chunk = TensorChunk(whole_box(shape), path.name, *written)
-        records[name] = TensorRecord(DTYPE_NAMES[source.dtype], shape, shape, (chunk,))
+        records[name] = TensorRecord(DTYPE_NAMES[theirs.dtype], shape, shape, (chunk,))
         progress.add(name, written[1])
 
     with TensorFileWriter(path, entries, {"format": "pt"}) as file, ThreadPoolExecutor(1) as writer:
         writing: Future[None] | None = None
         for parts, buffer in zip(tensors, cycle(buffers)):
-            theirs = buffer[: prod(parts[0].stored)].view(parts[0].stored)
+            dtype = source.dtype_of(parts[0].ours)
+            theirs = buffer[: source.size_of(parts[0])].view(dtype).view(parts[0].stored)
             for part in parts:
                 source.fill(part, theirs)
             if writing is not None:

@@ -33,9 +33,9 @@ from megatron.convert.huggingface.keys import (
     write_layer_types,
 )
 
-_HAS_EXPERTS: Capabilities = {"num_experts": lambda m: m.num_experts is not None}
-_IN_ALL_LAYERS: Capabilities = {**_HAS_EXPERTS, "moe_layer_freq": lambda m: m.dense_layers == 0}
-_BALANCING_LOSS = KeyGroup(("output_router_logits", "router_aux_loss_coef"))
+HAS_EXPERTS: Capabilities = {"num_experts": lambda m: m.num_experts is not None}
+_IN_ALL_LAYERS: Capabilities = {**HAS_EXPERTS, "moe_layer_freq": lambda m: m.dense_layers == 0}
+BALANCING_LOSS = KeyGroup(("output_router_logits", "router_aux_loss_coef"))
 """Keys of transformers' load-balancing loss, which do not change what the model computes. They are ignored: the loss
 differs from ours (one loss over all layers) and is off by default."""
 
@@ -53,7 +53,7 @@ def expert_weights(module: str, gate: str, up: str, down: str) -> WeightRows:
     }
 
 
-_STACKED: WeightRows = {
+STACKED: WeightRows = {
     "layers.{i}.mlp.router": ("e h", {"model.layers.{i}.mlp.gate": "e, h"}),
     "layers.{i}.mlp.experts.linear_fc1.weight": ("e p f h", {"model.layers.{i}.mlp.experts.gate_up_proj": "e, p f, h"}),
     "layers.{i}.mlp.experts.linear_fc2.weight": ("e h f", {"model.layers.{i}.mlp.experts.down_proj": "e, h, f"}),
@@ -76,12 +76,12 @@ MIXTRAL = replace(
         ConfigKey("window_size", "sliding_window", None),
         ConfigKey("num_experts", "num_local_experts", 8, can=_IN_ALL_LAYERS),
         _EXPERT_WIDTH,
-        _BALANCING_LOSS,
+        BALANCING_LOSS,
     ),
     fixed={**LLAMA.fixed, "router_jitter_noise": (0.0,)},
     always={**SWIGLU, **NO_BIAS},
     weights={**LLAMA.weights, **expert_weights("model.layers.{i}.block_sparse_moe", "w1", "w3", "w2")},
-    stacked=_STACKED,
+    stacked=STACKED,
 )
 
 
@@ -122,7 +122,7 @@ def _write_sparse_layers(chosen: Sequence[bool]) -> FieldValues:
     return {"decoder_sparse_step": 1, "mlp_only_layers": [layer for layer, experts in enumerate(chosen) if not experts]}
 
 
-_EXPERT_ROWS = expert_weights("model.layers.{i}.mlp", "gate_proj", "up_proj", "down_proj")
+EXPERT_ROWS = expert_weights("model.layers.{i}.mlp", "gate_proj", "up_proj", "down_proj")
 
 _SPARSE = layers_with_experts(24, ("decoder_sparse_step", "mlp_only_layers"), _read_sparse_layers, _write_sparse_layers)
 
@@ -140,19 +140,19 @@ QWEN3_MOE = replace(
             lambda m: {"use_sliding_window": m.window_size is not None, "sliding_window": m.window_size},
             options=("window_size",),
         ),
-        _count(128, _HAS_EXPERTS, "num_experts", "num_local_experts"),
+        _count(128, HAS_EXPERTS, "num_experts", "num_local_experts"),
         _SPARSE,
         _NORMED,
-        _BALANCING_LOSS,
+        BALANCING_LOSS,
     ),
     fixed={**LLAMA.fixed, "attention_bias": (False,)},
     always={**SWIGLU, **NO_BIAS, "qk_layernorm": True},
-    weights={**LLAMA.weights, **_EXPERT_ROWS},
-    stacked=_STACKED,
+    weights={**LLAMA.weights, **EXPERT_ROWS},
+    stacked=STACKED,
 )
 
 
-def _shared_expert(module: str) -> WeightRows:
+def shared_expert(module: str) -> WeightRows:
     """Return the rows of the shared expert in ``module`` of a layer."""
     return {
         "layers.{i}.mlp.shared_experts.linear_fc1": (
@@ -203,17 +203,17 @@ QWEN2_MOE = replace(
             lambda m: {"qkv_bias": m.qkv_bias},
             options=("add_qkv_bias",),
         ),
-        ConfigKey("num_experts", "num_experts", 60, can=_HAS_EXPERTS),
+        ConfigKey("num_experts", "num_experts", 60, can=HAS_EXPERTS),
         _SPARSE,
         _NORMED,
-        _BALANCING_LOSS,
+        BALANCING_LOSS,
     ),
     fixed=LLAMA.fixed,
     always={**SWIGLU, **NO_BIAS, "moe_shared_expert_gate": True},
     weights={
         **LLAMA.weights,
-        **_EXPERT_ROWS,
-        **_shared_expert("model.layers.{i}.mlp.shared_expert"),
+        **EXPERT_ROWS,
+        **shared_expert("model.layers.{i}.mlp.shared_expert"),
         "layers.{i}.mlp.shared_experts.gate_weight": (
             "u h",
             {"model.layers.{i}.mlp.shared_expert_gate.weight": "u, h"},
@@ -231,18 +231,18 @@ OLMOE = replace(
         rope(),
         _count(64, _IN_ALL_LAYERS, "num_experts", "num_local_experts"),
         _NORMED,
-        _BALANCING_LOSS,
+        BALANCING_LOSS,
         KeyGroup(can=DIVIDES_HIDDEN),
     ),
     fixed={**LLAMA.fixed, "attention_bias": (False,), "clip_qkv": (None,)},
     always={**SWIGLU, **NO_BIAS, "qk_layernorm": True, "qk_layernorm_scope": "all"},
     weights={
         **LLAMA.weights,
-        **_EXPERT_ROWS,
+        **EXPERT_ROWS,
         "layers.{i}.self_attention.q_layernorm": ("o", {"model.layers.{i}.self_attn.q_norm": "o"}),
         "layers.{i}.self_attention.k_layernorm": ("o", {"model.layers.{i}.self_attn.k_norm": "o"}),
     },
-    stacked=_STACKED,
+    stacked=STACKED,
 )
 
 GRANITE_MOE = replace(
@@ -254,7 +254,7 @@ GRANITE_MOE = replace(
         ConfigKey("moe_router_topk", "num_experts_per_tok", 2),
         ConfigKey("num_experts", "num_local_experts", 8, can=_IN_ALL_LAYERS),
         *GRANITE_KEYS,
-        _BALANCING_LOSS,
+        BALANCING_LOSS,
     ),
     fixed={**LLAMA.fixed, "attention_bias": (False,)},
     always={**SWIGLU, **NO_BIAS},
@@ -285,7 +285,7 @@ GPT_OSS = replace(
         _EXPERT_WIDTH,
         rope(theta=150000.0, scaling=_GPT_OSS_ROPE),
         replace(layer_types(2), read=lambda c: layer_types(2).read({"sliding_window": 128} | c)),
-        _BALANCING_LOSS,
+        BALANCING_LOSS,
         KeyGroup(("experts_per_token", "initial_context_length")),  # published, but not used by transformers
     ),
     fixed={**LLAMA.fixed, "attention_bias": (True,), "swiglu_limit": (7.0,)},

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from megatron.config.plugins import registered
+from megatron.convert.huggingface import deepseek_families as deepseek
 from megatron.convert.huggingface import dense_families as dense
 from megatron.convert.huggingface import expert_families as experts
 from megatron.convert.huggingface.keys import ModelFamily
@@ -34,14 +35,18 @@ MODEL_FAMILIES: dict[str, ModelFamily] = {
     "qwen2_moe": experts.QWEN2_MOE,
     "olmoe": experts.OLMOE,
     "granitemoe": experts.GRANITE_MOE,
+    "glm4_moe": deepseek.GLM4_MOE,
+    "dots1": deepseek.DOTS1,
+    "ernie4_5_moe": deepseek.ERNIE4_5_MOE,
+    "deepseek_v2": deepseek.DEEPSEEK_V2,
+    "deepseek_v3": deepseek.DEEPSEEK_V3,
+    "kimi_k2": deepseek.KIMI_K2,
 }
 """Built-in families by transformers' ``model_type``."""
 
 _ONE_NORM = "one norm that attention and MLP share"
 _STATES = "layers with a recurrent state in place of attention"
 MISSING: Mapping[str, str] = {
-    "deepseek_v2": "multi-head latent attention",
-    "deepseek_v3": "multi-head latent attention",
     "bloom": "position biases of attention (ALiBi)",
     "mpt": "position biases of attention (ALiBi)",
     "falcon": _ONE_NORM,

@@ -14,7 +14,7 @@ inputs. Rows contain only views, permutations, slices and joins, so they are inv
 set of slices of theirs.
 
 Axes: v vocabulary, t positions, h hidden, g key/value heads, x queries, key and value of a group, d channels of a head,
-o outputs of all heads, p gate and up, f width of the MLP, e experts, u one gate.
+o outputs of all heads, p gate and up, f width of the MLP, e experts, u one gate, r latent.
 """
 
 from __future__ import annotations
@@ -35,8 +35,9 @@ JsonObject = dict[str, Any]
 FieldValues = dict[str, Any]
 
 WeightRows = Mapping[str, tuple[str, Mapping[str, str]]]
-"""Our module -> axes of its weight, Hugging Face module -> axes. ``{i}`` is the layer, ``{e}`` the expert. Names of
-tensors that are no module's ``weight`` or ``bias`` are given in full."""
+"""Our module -> axes of its weight, Hugging Face module -> axes. ``{i}`` is the layer, ``{e}`` the expert. Layers for
+further tokens, ``mtp.layers.{i}``, have the rows of a block, too; Hugging Face counts them after the last of the model.
+Names of tensors that are no module's ``weight`` or ``bias`` are given in full."""
 
 Capabilities = Mapping[str, Callable[[ModelConfig], bool]]
 """Option -> whether a family can express a model's value of it."""
@@ -47,6 +48,8 @@ _RESOLVED = {
     "ffn_hidden_size": "ffn",
     "moe_ffn_hidden_size": "expert_ffn",
     "add_qkv_bias": "qkv_bias",
+    "rope_type": "latent_rope_type",
+    "yarn_original_max_position_embeddings": "yarn_original_length",
 }
 """Fields of `ModelConfig` whose value may be implied by others -> the property with the value that applies."""
 
@@ -151,8 +154,12 @@ class ModelFamily:
     prefix: str
     # rows of experts that newer versions of transformers may store as one tensor for all, in place of those in weights
     stacked: WeightRows = field(default_factory=dict)
+    # further places of our tensors -> ours; an export fills them, and an import may lack them
+    copies: Mapping[str, str] = field(default_factory=dict)
     # patterns of names, without the prefix, that are not weights
     buffers: tuple[str, ...] = ()
+    # the model type of transformers with the same code, if it has none of this name
+    known_as: str | None = None
     # transformers' default of tie_word_embeddings
     tied_by_default: bool = False
 
@@ -217,7 +224,8 @@ _YARN = (
 _LINEAR = (ConfigKey("rotary_seq_len_interpolation_factor", "factor", 1.0),)
 _SCALINGS: dict[str, tuple[ConfigKey, ...]] = {"default": (), "linear": _LINEAR, "llama3": _LLAMA3, "yarn": _YARN}
 _YARN_BETAS = {"beta_fast": 32.0, "beta_slow": 1.0}  # transformers uses these in place of 0 and null
-_YARN_FIXED = {"attention_factor", "mscale", "mscale_all_dim"}  # supported with one value only
+_MSCALES = {"mscale": 1.0, "mscale_all_dim": 0.0}  # our defaults, with which the factor is that of the paper
+_YARN_OPTIONAL = {"attention_factor", "truncate", *_MSCALES}
 _TRUNCATE = "truncate"
 _THETA = ConfigKey("rotary_base", "rope_theta", 10000.0)
 ROPE_KEYS = (
@@ -251,7 +259,7 @@ def read_rope(config: JsonObject, partial: bool = False) -> FieldValues:
     if missing:
         raise UnsupportedConfigError(f"rope_type {kind!r} lacks {', '.join(missing)}")
     known = {*ROPE_KEYS, "rope_type", "type", *(key.theirs for key in _SCALINGS[kind])}
-    unknown = sorted(rope.keys() - known - ({*_YARN_FIXED, _TRUNCATE} if kind == "yarn" else set()))
+    unknown = sorted(rope.keys() - known - (_YARN_OPTIONAL if kind == "yarn" else set()))
     if unknown:
         raise UnsupportedConfigError(f"rope_type {kind!r} with {', '.join(unknown)} is not supported")
     return {
@@ -260,7 +268,7 @@ def read_rope(config: JsonObject, partial: bool = False) -> FieldValues:
         "use_rope_scaling": kind == "llama3",
         **({"rotary_percent": float(fraction)} if partial else {}),
         **{key.ours: read_number(key, rope) for key in _SCALINGS[kind]},
-        **({"yarn_correction_range_round_to_int": read_bool(rope, _TRUNCATE, True)} if kind == "yarn" else {}),
+        **(_read_yarn(rope) if kind == "yarn" else {}),
     }
 
 
@@ -288,8 +296,17 @@ def _check_yarn(rope: JsonObject) -> None:
         raise UnsupportedConfigError(
             f"yarn's attention_factor {attention!r} is not 0.1 ln(factor) + 1, the only one supported"
         )
-    if rope.get("mscale") and rope.get("mscale_all_dim"):
-        raise UnsupportedConfigError("yarn's mscale and mscale_all_dim are not supported")
+    if attention is not None and rope.get("mscale") and rope.get("mscale_all_dim"):
+        raise UnsupportedConfigError("yarn's attention_factor beside mscale and mscale_all_dim is not supported")
+
+
+def _read_yarn(rope: JsonObject) -> FieldValues:
+    """Read the options of YaRN that have a default; transformers uses mscale only beside mscale_all_dim."""
+    mscales = {name: read_number(ConfigKey(name, name, 0.0, optional=True), rope) or 0.0 for name in _MSCALES}
+    return {
+        "yarn_correction_range_round_to_int": read_bool(rope, _TRUNCATE, True),
+        **(mscales if all(mscales.values()) else _MSCALES),
+    }
 
 
 def write_rope(model: ModelConfig) -> FieldValues:
@@ -300,10 +317,14 @@ def write_rope(model: ModelConfig) -> FieldValues:
 def _scaling(model: ModelConfig) -> JsonObject | None:
     kind = "linear" if model.rotary_seq_len_interpolation_factor != 1.0 else "default"
     kind = "llama3" if model.use_rope_scaling else kind
-    kind = "yarn" if model.position_embedding_type == "yarn" else kind
-    scaling = {key.theirs: getattr(model, key.ours) for key in _SCALINGS[kind]}
+    if "yarn" in (model.latent_rope_type if model.has_latent_attention else model.position_embedding_type):
+        kind = "yarn"
+    scaling = {key.theirs: resolved(model, key.ours) for key in _SCALINGS[kind]}
     if kind == "yarn" and not model.yarn_correction_range_round_to_int:
         scaling[_TRUNCATE] = False
+    mscales = {name: getattr(model, name) for name in _MSCALES}
+    if kind == "yarn" and mscales != _MSCALES:
+        scaling |= mscales
     return {"rope_type": kind, **scaling} if scaling else None
 
 
@@ -312,7 +333,15 @@ ROPE_OPTIONS = (
     *(key.ours for keys in _SCALINGS.values() for key in keys),
 )
 """Options that `read_rope` reads and `write_rope` writes."""
-ROTATES: Capabilities = {"position_embedding_type": lambda m: m.position_embedding_type in ("rope", "yarn")}
+
+
+def _has_known_mscale(model: ModelConfig) -> bool:
+    mscales = {name: getattr(model, name) for name in _MSCALES}
+    return mscales == _MSCALES or all(mscales.values())
+
+
+_MSCALE: Capabilities = dict.fromkeys(_MSCALES, _has_known_mscale)
+ROTATES: Capabilities = {"position_embedding_type": lambda m: m.position_embedding_type in ("rope", "yarn"), **_MSCALE}
 
 
 def rope(
@@ -354,7 +383,22 @@ def rope(
     options = ROPE_OPTIONS if scaled else ("position_embedding_type", "rotary_base")
     options += () if fraction is None else ("rotary_percent",)
     can: Capabilities = {"position_embedding_type": lambda m: m.position_embedding_type in kinds}
+    can = {**can, **(_MSCALE if scaled else {})}
     return KeyGroup((*names, "rope_parameters", "rope_scaling", _LENGTH), read, write, can, options)
+
+
+def latent_rope() -> KeyGroup:
+    """Return the keys of rotary embeddings of latent attention."""
+
+    def read(config: JsonObject) -> FieldValues:
+        values, scaling = read_rope(config), _rope_parameters(config)
+        kind, scores = values["position_embedding_type"], scaling.get("mscale_all_dim")
+        if kind == "yarn" and scores and not scaling.get("mscale"):
+            raise UnsupportedConfigError(f"yarn's mscale_all_dim {scores} without mscale is not supported")
+        return values | {"position_embedding_type": "rope", "rope_type": kind}
+
+    can: Capabilities = {"position_embedding_type": lambda m: m.position_embedding_type != "learned_absolute"}
+    return KeyGroup(ROPE_KEYS, read, write_rope, {**can, **_MSCALE}, (*ROPE_OPTIONS, "rope_type"))
 
 
 def rope_of_kinds(theta: float, local_theta: float, local_key: str | None = None) -> KeyGroup:
@@ -512,7 +556,8 @@ def layers_with_experts(
 
     def read_layers(config: JsonObject) -> FieldValues:
         layers = read_number(ConfigKey("num_layers", "num_hidden_layers", default), config)
-        return {"moe_layer_freq": format_selected_layers(read(config, max(0, min(layers, MAX_LAYERS)))) or "1"}
+        chosen = read(config, max(0, min(layers, MAX_LAYERS)))
+        return {"moe_layer_freq": None if all(chosen) else format_selected_layers(chosen)}
 
     def chosen(model: ModelConfig) -> list[bool]:
         return [model.has_experts(layer) for layer in range(model.num_layers)]

@@ -28,6 +28,7 @@ from megatron.config.text import listed
 from megatron.config.training import TrainingConfig
 from megatron.convert.huggingface.config import (
     CONFIG_FILE,
+    WEIGHTS_INDEX_FILE,
     read_config,
     read_model_type,
 )
@@ -39,11 +40,11 @@ from megatron.distributed.layout import Layout
 from megatron.distributed.mesh import Mesh
 from megatron.distributed.sharding import Box, ShardSpec
 from megatron.layers.context import DTYPES, BuildContext
+from megatron.layers.multi_token_parameters import BLOCK
 from megatron.layers.parameters import gpt
 from megatron.model.gpt import GPTChunk, build_gpt
 
 WEIGHTS_FILE = "model.safetensors"
-WEIGHTS_INDEX_FILE = "model.safetensors.index.json"
 SUPPORTED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -81,13 +82,12 @@ def map_tensors(
     Raises:
         UserError: naming our tensors that the family lacks.
     """
-    family = model_families()[kind]
+    family, layers = model_families()[kind], _number_of_layers(specs)
     rows = {**family.weights, **(family.stacked if stacked else {})}
     found: dict[str, tuple[TensorMapping, ...]] = {}
     missing = []
     for name, spec in specs.items():
-        layer = re.match(r"layers\.(\d+)\.", name)
-        pattern = name.replace(layer[0], "layers.{i}.", 1) if layer else name
+        pattern, index = _split_layer(name, layers)
         module, _, parameter = pattern.rpartition(".")
         suffix = "" if pattern in rows else f".{parameter}"
         row = rows.get(pattern) or rows.get(module)
@@ -101,7 +101,7 @@ def map_tensors(
         lacking = names[-1] if parameter == "bias" and len(names) == len(sizes) + 1 else None
         mappings: list[TensorMapping] = []
         for pattern, their_axes in theirs.items():
-            their = (pattern.replace("{i}", layer[1]) if layer else pattern) + suffix
+            their = pattern.replace("{i}", index) + suffix
             for expert in range(sizes["e"]) if "{e}" in their else (0,):
                 e = str(expert)
                 stored = their_axes.replace("{e}", e)
@@ -111,6 +111,33 @@ def map_tensors(
         sentence = f"Hugging Face's {kind} has nothing for {listed(missing, MAX_NAMES)}"
         raise UserError([Problem("E852", sentence)])
     return found
+
+
+def map_copies(
+    kind: str, specs: Mapping[str, ShardSpec], found: Mapping[str, Sequence[TensorMapping]]
+) -> dict[str, tuple[TensorMapping, ...]]:
+    """Return where a family stores tensors again, by our names; ``found`` is their first place."""
+    layers, heads = _number_of_layers(specs), sorted({name.split(".")[2] for name in specs if name.startswith("mtp.")})
+    copies: dict[str, tuple[TensorMapping, ...]] = {}
+    for pattern, ours in model_families()[kind].copies.items():
+        ours = ours if ours in specs else "embedding.word_embeddings.weight"  # a tied output layer
+        names = [pattern.replace("{i}", str(layers + int(head))) for head in heads]
+        copies[ours] = (*copies.get(ours, ()), *(replace(found[ours][0], name=name) for name in names))
+    return copies
+
+
+def _split_layer(name: str, layers: int) -> tuple[str, str]:
+    """Return the pattern of a name in the rows of a family, and the layer of Hugging Face."""
+    found = re.match(rf"(mtp\.)?layers\.(\d+)\.({BLOCK}\.)?", name)
+    if found is None:
+        return name, ""
+    head, layer, block = found.groups()
+    prefix = "mtp.layers.{i}." if head and not block else "layers.{i}."
+    return prefix + name[found.end() :], str(int(layer) + (layers if head else 0))
+
+
+def _number_of_layers(specs: Mapping[str, ShardSpec]) -> int:
+    return 1 + max((int(name.split(".")[1]) for name in specs if name.startswith("layers.")), default=-1)
 
 
 def _map_tensor(
@@ -189,13 +216,18 @@ class HuggingFaceWeights:
         family = model_families()[kind]
         # a model saved without its head has no prefix
         prefix = "" if any(key.startswith(family.prefix) for key in self._files) else family.prefix
-        self.mappings = {  # stored tensors, by our names
-            ours: tuple(replace(mapping, name=mapping.name.removeprefix(prefix)) for mapping in found)
-            for ours, found in mappings.items()
-        }
+        copies = map_copies(kind, self.specs, mappings)
+        self.mappings, self._copies = (  # stored tensors, by our names
+            {
+                ours: tuple(replace(mapping, name=mapping.name.removeprefix(prefix)) for mapping in found)
+                for ours, found in each.items()
+            }
+            for each in (mappings, copies)
+        )
         self._check(family)
-        # the narrowest dtype that holds all tensors as they are stored
-        dtype = reduce(torch.promote_types, map(self.dtype_of, self.specs))
+        # the narrowest dtype that holds all tensors as they are stored, but for those that are always in fp32
+        narrow = [name for name, spec in self.specs.items() if not spec.wide]
+        dtype = reduce(torch.promote_types, map(self.dtype_of, narrow))
         self.precision = next(name for name, known in DTYPES.items() if known == dtype)
 
     def small_files(self) -> SmallFiles:
@@ -241,25 +273,26 @@ class HuggingFaceWeights:
             for key in self._files.keys() - expected.keys()
             if not any(re.fullmatch(pattern, key.removeprefix(family.prefix)) for pattern in family.buffers)
         }
-        # A tied output layer may be stored too, if it equals the embedding.
-        untied = [family.head] if family.head in unused and not self._head_equals_embedding(family.head) else []
-        unused.discard(family.head)
+        # A tied output layer may be stored too, if it equals the embedding; copies likewise.
+        embedding = self.mappings["embedding.word_embeddings.weight"][0].name
+        untied = [family.head] if family.head in unused and not self._are_equal(family.head, embedding) else []
+        copies = {copy.name: self.mappings[ours][0].name for ours, found in self._copies.items() for copy in found}
+        unequal = {name for name, first in copies.items() if name in unused and not self._are_equal(name, first)}
+        unused -= {family.head, *copies}
         findings = {
             **tensor_findings(self._files, expected),
             "ties the output layer to the embedding in config.json, but stores another": untied,
+            "holds other tensors for further tokens than for the next one, which must be equal": unequal,
             "holds tensors that the model does not have": unused,
         }
         raise_if_any(self.folder, findings)
 
-    def _head_equals_embedding(self, head_name: str) -> bool:
-        """Return True if the stored output layer is bitwise equal to the embedding."""
-        embedding = self.mappings["embedding.word_embeddings.weight"][0].name
-        if embedding not in self._files:
+    def _are_equal(self, name: str, other: str) -> bool:
+        """Return True if two stored tensors are bitwise equal."""
+        if other not in self._files:
             return False
-        head, words = (self._files[key].tensor(key) for key in (head_name, embedding))
-        if head.dtype != words.dtype or head.shape != words.shape:
-            return False
-        return torch.equal(head.view(torch.uint8), words.view(torch.uint8))
+        a, b = (self._files[key].tensor(key) for key in (name, other))
+        return a.dtype == b.dtype and a.shape == b.shape and torch.equal(a.view(torch.uint8), b.view(torch.uint8))
 
 
 def tensor_findings(

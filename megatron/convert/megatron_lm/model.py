@@ -12,12 +12,13 @@ from megatron.arguments.megatron_flags import apply_foreign_values
 from megatron.arguments.sources import LENGTH_OPTIONS, Values, build_config, to_dict
 from megatron.config.attention_pattern import CAUSAL
 from megatron.config.errors import Problem, UserError
+from megatron.config.latent_attention import LATENT_ATTENTION, LATENT_ORIGINAL_LENGTH
 from megatron.config.model import ModelConfig
 from megatron.config.option import Role
 from megatron.config.run import RunConfig
 from megatron.config.settings import SETTINGS
 from megatron.convert.huggingface.config import check_model_config, words
-from megatron.convert.huggingface.keys import effective_options
+from megatron.convert.huggingface.keys import effective_options, resolved
 from megatron.convert.megatron_lm.pickles import Record
 
 MOMENT_DTYPES = ("exp_avg_dtype", "exp_avg_sq_dtype")
@@ -26,7 +27,7 @@ WRITTEN_GROUPS = ("model", "precision", "training", "optimizer", "data")
 Arguments = Mapping[str, Any]
 """Attributes of the run's ``args``."""
 
-OFF = """multi_latent_attention qk_l2_norm attention_output_gate use_mup apply_residual_connection_post_layernorm
+OFF = """qk_l2_norm attention_output_gate use_mup apply_residual_connection_post_layernorm
 layernorm_zero_centered_gamma moe_apply_probs_on_input is_hybrid_model enable_hyper_connections use_legacy_models
 head_wise_attn_gate geglu reglu mtp_use_repeated_layer mtp_hsm"""
 UNSET = """experimental_attention_variant moe_input_jitter_eps moe_router_force_biased linear_attention_freq
@@ -36,16 +37,22 @@ moe_shared_expert_glu_interleave_size mrope_section"""
 NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     **dict.fromkeys(OFF.split(), (False, None)),
     **dict.fromkeys(UNSET.split(), (None, 0)),
-    "position_embedding_type": ("learned_absolute", "rope", "none"),  # not yarn, whose factor is no argument
-    "mscale": (1.0, None),
-    "mscale_all_dim": (0.0, None),
+    "position_embedding_type": ("learned_absolute", "rope", "yarn", "none"),
 }
 """Arguments that change what a model computes, and the values that change nothing."""
 
 ACTIVATIONS = {"swiglu": "swiglu", "quick_geglu": "quick_geglu", "squared_relu": "relu2"}
 """Arguments that select an activation -> the activation here."""
 
-WRITTEN = words(
+YARN = {
+    "yarn_original_max_position_embeddings": LATENT_ORIGINAL_LENGTH,
+    "yarn_beta_fast": 32.0,
+    "yarn_beta_slow": 1.0,
+    "yarn_correction_range_round_to_int": True,
+}
+"""Arguments of YaRN, with the values that None means, and that latent attention has always."""
+
+WRITTEN = {*YARN} | words(
     """num_layers hidden_size ffn_hidden_size num_attention_heads num_query_groups kv_channels vocab_size
     make_vocab_size_divisible_by untie_embeddings_and_output_weights position_embedding_type max_position_embeddings
     rotary_base rotary_percent rotary_interleaved rotary_seq_len_interpolation_factor no_rope_freq use_rope_scaling
@@ -56,7 +63,9 @@ WRITTEN = words(
     moe_router_enable_expert_bias moe_router_bias_update_rate moe_router_num_groups moe_router_group_topk
     moe_router_topk_scaling_factor moe_router_load_balancing_type moe_aux_loss_coeff moe_z_loss_coeff moe_router_dtype
     moe_router_force_load_balancing moe_expert_capacity_factor moe_token_drop_policy
-    mtp_num_layers mtp_loss_scaling_factor window_attn_skip_freq"""
+    mtp_num_layers mtp_loss_scaling_factor window_attn_skip_freq
+    multi_latent_attention q_lora_rank kv_lora_rank qk_head_dim qk_pos_emb_head_dim v_head_dim rope_type
+    rotary_scaling_factor mscale mscale_all_dim"""
 )
 """Options of a model that Megatron-LM has: the others must have no effect."""
 
@@ -82,15 +91,14 @@ def model_arguments(args: Arguments) -> dict[str, Any]:
     if args.get("num_experts") is None:
         args = {name: value for name, value in args.items() if not name.startswith("moe_")}
     refused = [f"{name} {_text(args[name])}" for name, usual in NEUTRAL.items() if args.get(name) not in (*usual, None)]
+    if args.get("position_embedding_type") == "yarn" and not {*YARN} <= args.keys():  # it had other settings
+        refused.append("position_embedding_type 'yarn' of an earlier release")
     if refused:
         raise ValueError(f"{', '.join(refused)}: the model here has no such option")
     found = {name: args[name] for name in SETTINGS if SETTINGS[name].group == "model" and args.get(name) is not None}
     found["norm_epsilon"] = args.get("layernorm_epsilon", args.get("norm_epsilon"))
     found["activation"] = _activation(args)
-    if args.get("use_rotary_position_embeddings"):
-        found["position_embedding_type"] = "rope"
-    elif args.get("add_position_embedding") is False and found.get("position_embedding_type") == "learned_absolute":
-        found["position_embedding_type"] = "none"
+    found |= _positions(args)
     if not args.get("group_query_attention"):
         found["num_query_groups"] = None
     if args.get("add_bias_linear"):
@@ -98,13 +106,24 @@ def model_arguments(args: Arguments) -> dict[str, Any]:
     window = args.get("window_size")
     if window is not None:
         found["window_size"] = ",".join(map(str, window))
-    for name in BY_LAYER:
-        if args.get(name) is not None:
-            found[name] = str([int(x) for x in args[name]]) if isinstance(args[name], list) else str(int(args[name]))
-    for name, usual in UNUSED.items():
-        if found.get(name) == usual:
-            del found[name]
+    found |= {name: _layers(args[name]) for name in BY_LAYER if args.get(name) is not None}
+    found |= {name: None for name, usual in UNUSED.items() if found.get(name) == usual}
     return {name: value for name, value in found.items() if value is not None and name not in NOT_COMPARED}
+
+
+def _positions(args: Arguments) -> dict[str, Any]:
+    """Return the kind of position embedding, and the settings of YaRN."""
+    kind = args.get("position_embedding_type")
+    if args.get("use_rotary_position_embeddings"):
+        kind = "rope"
+    elif args.get("add_position_embedding") is False and kind == "learned_absolute":
+        kind = "none"
+    yarn = dict.fromkeys(YARN) if kind != "yarn" else {n: x if (x := args[n]) is not None else YARN[n] for n in YARN}
+    return {"position_embedding_type": kind} | (YARN if args.get("multi_latent_attention") else yarn)
+
+
+def _layers(selected: Any) -> str:
+    return str([int(each) for each in selected]) if isinstance(selected, list) else str(int(selected))
 
 
 def _activation(args: Arguments) -> str:
@@ -272,7 +291,9 @@ def unwritable_options(model: ModelConfig) -> list[str]:
     written = {*WRITTEN, "attention_pattern"} if len(patterns) < 2 and all(p.only_window for p in patterns) else WRITTEN
     found = [name for name in effective_options(model) if name not in written]
     found += [f"activation {model.activation}"] if model.activation in ("geglu", "geglu_tanh") else []
-    found += ["position_embedding_type yarn"] if model.position_embedding_type == "yarn" else []
+    if model.has_latent_attention:
+        fixed = {name: value for name, value in YARN.items() if resolved(model, name) not in (value, None)}
+        found += [f"{name} other than {value}" for name, value in fixed.items()]
     return found + (["rotary_seq_len_interpolation_factor"] if model.rotary_seq_len_interpolation_factor % 1 else [])
 
 
@@ -283,8 +304,8 @@ BLOCKS = (
     ("mtp.layers.{d}.mtp_model_layer.", "mtp.layers.{d}.transformer_layer."),
     ("mtp.layers.{d}.mtp_model_layer.", "mtp.layers.{d}.mtp_model_layer."),
 )
-"""Beginnings of our names of a block's tensors and of theirs: in torch_dist, and for multi-token prediction in the format
-torch. ``{i}`` is the layer, which torch_dist leaves out where all layers have the same parameters."""
+"""Beginnings of our names of the tensors of a block and of theirs. ``{i}`` is the layer, which torch_dist leaves out if
+all layers have the same parameters; blocks of multi-token prediction have one name in torch_dist, another in torch."""
 INSIDE = (
     ("input_layernorm.", "self_attention.linear_qkv.layer_norm_"),
     ("pre_mlp_layernorm.", "mlp.linear_fc1.layer_norm_"),
@@ -293,8 +314,8 @@ INSIDE = (
     ("mlp.experts.", "mlp.experts.experts."),
     ("mlp.experts.", "mlp.experts.local_experts.{e}."),
 )
-"""Names inside a block that differ: norms that belong to the linear after them, and experts, of which ``{e}`` is that of
-the rank. Grouped experts are numbered at the end of their name, as in ``weight3``. The first row applies."""
+"""Names inside a block that differ: norms that belong to the linear after them, and experts, of which ``{e}`` is that
+of the rank. Grouped experts are numbered at the end of their name, as in ``weight3``. The first row applies."""
 OUTSIDE = (("final_layernorm.", "decoder.final_layernorm."),)
 """Other names that differ."""
 
@@ -361,7 +382,10 @@ def their_names(ours: str, model: ModelConfig) -> list[str]:
     else:
         before, mixers = f"mtp.layers.{depth}.transformer_layer.", model.mixers(model.head_layers[int(depth)])
     name = ours[where.end() :]
-    fitting = [new + name.removeprefix(old) for old, new in INSIDE if name.startswith(old) and "{e}" not in new]
+    inside = [row for row in INSIDE if "{e}" not in row[1] and row[0] != "input_layernorm."]
+    if LATENT_ATTENTION not in mixers:  # whose norm is no part of a linear, unlike those of its latents
+        inside = [row for row in INSIDE if "{e}" not in row[1] and "_up_proj" not in row[1]]
+    fitting = [new + name.removeprefix(old) for old, new in inside if name.startswith(old)]
     if "experts" in mixers and name.startswith("pre_mlp_layernorm."):
         fitting.append(name)
     return [before + each for each in fitting or [name]]

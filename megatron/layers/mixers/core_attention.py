@@ -74,12 +74,15 @@ class CoreShape:
     # An attention is computed tile by tile, and tiles have masks.
     tiled: bool
     masked: bool
+    # Elements that kernels of equal widths add to queries, to keys and values, and to the output.
+    padding: tuple[int, int, int]
 
     @classmethod
     def of(cls, shape: ActivationShape, heads: HeadSizes) -> CoreShape:
         """Return that of a rank."""
         model, parallel, documents = shape.model, shape.config.parallel, shape.config.data.reset_attention_mask
         own = heads.exchanged(shape.tp)
+        narrow = max(0, heads.value_channels - heads.channels), max(0, heads.channels - heads.value_channels)
         ranks, groups, eager = parallel.cp_head_ranks, max(1, heads.groups // shape.tp), "attention" in shape.eager
         ring = parallel.context_parallel_size // ranks
         patterns = {model.pattern(layer) for layer in range(model.num_layers)}
@@ -99,6 +102,11 @@ class CoreShape:
             ranks=ranks,
             tiled=ring > 1 or model.attention_dropout > 0 or model.softmax_type != "vanilla" or not covered,
             masked=documents or patterns != {CAUSAL},
+            padding=(
+                shape.tokens * heads.queries // shape.tp * narrow[0],
+                shape.tokens * groups * (narrow[0] + narrow[1]) * lcm(groups, ranks) // groups,
+                shape.tokens * heads.queries // shape.tp * narrow[1],
+            ),
         )
 
     def kept(self, shape: ActivationShape) -> Iterator[KeptTensor]:
@@ -144,5 +152,8 @@ class CoreShape:
         score = max(UNFUSED_TENSORS * wide, 3 * INDEX_BYTES) if unfused else UNFUSED_TENSORS * wide * shape.on_gpu
         score = CAPPED_TENSORS * wide if capped and not dropout else score
         tile = side**2 * max(count * score, (INDEX_BYTES + 5 * MASK_BYTES) * self.masked)
-        part = (1 / runs if self.ring > 1 and not unfused else side / length) * width
+        part = (1 / runs if not unfused and (self.ring > 1 or not self.masked) else side / length) * width
+        of_queries, of_keys, of_output = (0, 0, 0) if unfused else self.padding
+        forward += (of_queries + of_keys) * width + part * of_output
+        backward += (of_queries + of_keys + 2 * of_output) * width + part * (of_queries + of_keys)
         return int(forward + tile + part * output), int(backward + tile + part * (queries + keys))

@@ -18,13 +18,17 @@ from megatron.layers.mixers.base import (
     replicated_projection,
     under,
 )
-from megatron.layers.mixers.core_attention import CoreShape, HeadSizes
+from megatron.layers.mixers.core_attention import CORE, CoreShape, HeadSizes
 from megatron.layers.recompute_plan import RecomputePlan
 
 if TYPE_CHECKING:
     from torch import nn
 
     from megatron.layers.context import BuildContext
+
+
+UP_PROJECTIONS = "mla_up_proj"
+"""Name in ``--recompute-modules`` of the norms of the latents, the projections up, and the rotation."""
 
 
 class LatentAttentionMixer(Mixer):
@@ -79,16 +83,40 @@ class LatentAttentionMixer(Mixer):
 
     def matmuls(self, config: ModelConfig, plan: RecomputePlan, keys: float) -> dict[str, Matmul]:
         """Return the products of the projections, and queries times keys and scores times values."""
-        return super().matmuls(config, plan, keys) | _heads(config).matmuls(config, plan, keys)
+        products = super().matmuls(config, plan, keys)
+        for name in ("linear_q_proj", "linear_q_up_proj", "linear_kv_up_proj"):
+            if name in products and UP_PROJECTIONS in plan.modules:
+                products[name] = products[name]._replace(again=products[name].again + 1)
+        return products | _heads(config).matmuls(config, plan, keys)
 
     def kept(self, shape: ActivationShape) -> Iterator[KeptTensor]:
-        """Yield the input, what each projection takes, q, k and v, and the output of core attention."""
-        yield from super().kept(shape)
-        yield from CoreShape.of(shape, _heads(shape.model)).kept(shape)
+        """Yield the input, the latents, q, k and v, and the output of core attention."""
+        model, core, width = shape.model, CoreShape.of(shape, _heads(shape.model)), shape.width
+        yield shape.input("layernorm")
+        if model.q_lora_rank is not None:
+            yield from _latent(shape, model.q_lora_rank)
+        yield from _latent(shape, model.kv_lora_rank, model.qk_pos_emb_head_dim)
+        if core.ranks > 1:
+            yield KeptTensor("q, k, v for some heads", core.queries + core.exchanged_keys, width, (CORE,))
+        if core.ranks == 1 or CORE in shape.recomputed:
+            yield KeptTensor("q, k, v", core.queries + core.keys, width, (UP_PROJECTIONS,))
+        yield from shape.magnitudes(self.module, self.parameters(model, shape.sharding))
+        yield from core.kept(shape)
 
     def temporary(self, shape: ActivationShape) -> tuple[int, int]:
         """Return the most memory of core attention beside what is kept, in its forward and in its backward."""
         return CoreShape.of(shape, _heads(shape.model)).temporary(shape)
+
+
+def _latent(shape: ActivationShape, rank: int, beside: int = 0) -> Iterator[KeptTensor]:
+    """Yield a latent, which lies beside channels of the keys, and what its norm keeps."""
+    latent, projected = shape.rows * rank, shape.rows * (rank + beside)
+    normed = shape.model.qk_layernorm
+    if not (normed and shape.widens("norm")) or UP_PROJECTIONS in shape.recomputed:
+        yield KeptTensor("latent", projected, shape.width, (), not normed)
+    if normed:
+        yield from shape.statistics("norm", shape.rows, latent, UP_PROJECTIONS)
+        yield KeptTensor("normalised latent", latent, shape.width, (UP_PROJECTIONS,), True)
 
 
 def _heads(config: ModelConfig) -> HeadSizes:

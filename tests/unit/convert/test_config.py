@@ -23,6 +23,7 @@ from megatron.convert.huggingface import families
 from megatron.convert.huggingface.config import (
     CONFIG_FILE,
     build_config_json,
+    check_model_config,
     model_config_values,
     model_folder,
     model_type_for,
@@ -211,17 +212,76 @@ def test_experts_of_qwen_are_read_in_both_spellings() -> None:
         model(QWEN3_MOE | {"num_local_experts": 64})
 
 
+DEQUANTISED = {
+    name: {key: value for key, value in PUBLISHED[name].items() if key != "quantization_config"}
+    for name in ("glm4_moe", "deepseek_v2", "deepseek_v3", "kimi_k2")
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "billions", "further"),
+    [("glm4_moe", 106.85, 2.4), ("deepseek_v2", 15.71, 0), ("deepseek_v3", 671.03, 11.6), ("kimi_k2", 1026.41, 0)],
+)
+def test_published_relatives_of_deepseek_have_the_published_sizes(name: str, billions: float, further: float) -> None:
+    config = DEQUANTISED[name]
+    ours = model(config)
+    check_model_config(name, ours)
+    main = num_parameters(replace(ours, mtp_num_layers=None)) / 1e9
+    assert (round(main, 2), round(num_parameters(ours) / 1e9 - main, 1)) == (billions, further)
+    written = build_config_json(ours, kind=name)
+    assert (written["model_type"], written["architectures"]) == (name, config["architectures"])
+    assert model(written) == ours
+    known = {"model_type": MODEL_FAMILIES[name].known_as or name}
+    assert model(AutoConfig.for_model(**written | known).to_dict() | {"model_type": name}) == ours
+    if "quantization_config" in PUBLISHED[name]:
+        with pytest.raises(UserError, match="weights quantised with fp8 are not supported") as caught:
+            model(PUBLISHED[name])
+        assert ("FineGrainedFP8Config" in str(caught.value)) == (name == "deepseek_v3")
+
+
+def test_latent_attention_of_deepseek() -> None:
+    ours = model(DEQUANTISED["deepseek_v3"])
+    assert (ours.multi_latent_attention, ours.rope_type, ours.qk_layernorm) == (True, "yarn", True)
+    assert (ours.rotary_scaling_factor, ours.mscale, ours.mscale_all_dim) == (40.0, 1.0, 1.0)
+    assert (ours.moe_layer_freq, ours.mtp_num_layers) == ("[0]*3+[1]*58", 1)
+    assert (ours.moe_router_num_groups, ours.moe_router_group_topk, ours.moe_router_topk_scaling_factor) == (8, 4, 2.5)
+    plain = model(DEQUANTISED["deepseek_v3"] | {"rope_scaling": None})
+    assert (plain.rope_type, build_config_json(plain)["rope_scaling"]) == ("rope", None)
+
+
+ERNIE = {"model_type": "ernie4_5_moe", "num_hidden_layers": 9}
+
+
 @pytest.mark.parametrize(
     ("keys", "layers"),
     [
-        ({}, "1"),
+        ({}, "[0]*1+[1]*8"),
+        ({"moe_layer_start_index": 3, "moe_layer_end_index": 5}, "[0]*3+[1]*3+[0]*3"),
+        ({"moe_layer_interval": 3, "moe_layer_end_index": 6}, "[0]*2+[1]*1+[0]*2+[1]*1+[0]*3"),
+        ({"moe_layer_start_index": 8}, "[0]*8+[1]*1"),
+        ({"moe_layer_start_index": 0}, None),
+    ],
+)
+def test_layers_with_experts_of_ernie(keys: dict[str, int], layers: str | None) -> None:
+    ours = model(ERNIE | keys)
+    assert ours.moe_layer_freq == layers
+    assert model(build_config_json(ours)) == ours
+    assert model(AutoConfig.for_model(**ERNIE | keys).to_dict()) == ours
+    with pytest.raises(UserError, match=r"E852 .* has no moe_layer_freq"):
+        build_config_json(replace(ours, moe_layer_freq="[1]*2+[0]*1+[1]*6"), kind="ernie4_5_moe")
+
+
+@pytest.mark.parametrize(
+    ("keys", "layers"),
+    [
+        ({}, None),
         ({"mlp_only_layers": [0, 1, 2]}, "[0]*3+[1]*5"),
         ({"decoder_sparse_step": 2}, "[0]*1+[1]*1+[0]*1+[1]*1+[0]*1+[1]*1+[0]*1+[1]*1"),
         ({"decoder_sparse_step": 4, "mlp_only_layers": [3]}, "[0]*7+[1]*1"),
         ({"mlp_only_layers": [1, 3, 5, 7]}, "2"),
     ],
 )
-def test_layers_with_experts_of_qwen(keys: dict[str, Any], layers: str) -> None:
+def test_layers_with_experts_of_qwen(keys: dict[str, Any], layers: str | None) -> None:
     config = QWEN3_MOE | {"num_hidden_layers": 8} | keys
     ours = model(config)
     assert ours.moe_layer_freq == layers
@@ -304,7 +364,9 @@ def test_other_patterns_are_refused(pattern: str) -> None:
     assert f"has no attention_pattern {pattern}" in str(caught.value)
 
 
+V3 = DEQUANTISED["deepseek_v3"]
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 2048}
+MSCALES = {"mscale": 0.7, "mscale_all_dim": 1.0}
 
 
 @pytest.mark.parametrize(
@@ -317,7 +379,7 @@ YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 
         (LLAMA3 | {"attention_bias": True}, "attention_bias True with mlp_bias False"),
         (LLAMA3 | {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "rope_type 'dynamic'"),
         (LLAMA3 | {"rope_scaling": YARN | {"attention_factor": 1.5}}, "attention_factor 1.5"),
-        (LLAMA3 | {"rope_scaling": YARN | {"mscale": 0.7, "mscale_all_dim": 1.0}}, "mscale"),
+        (LLAMA3 | {"rope_scaling": YARN | MSCALES | {"attention_factor": 0.1 * math.log(4.0) + 1.0}}, "beside mscale"),
         (LLAMA3 | {"rope_scaling": YARN | {"factor": None}}, "factor is None, not a number of at least 1"),
         (LLAMA3 | {"rope_parameters": {"rope_type": "default"}, "rope_scaling": YARN}, "contradict"),
         (LLAMA3 | {"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "lacks low_freq_factor, high_freq_factor"),
@@ -330,7 +392,7 @@ YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 
         (MISTRAL | {"sliding_window": "wide"}, "sliding_window is 'wide', not a whole number"),
         (LLAMA3 | {"residual_multiplier": 0.22}, "residual_multiplier 0.22 is an unknown key"),
         (LLAMA3 | {"model_type": "gemma"}, "model_type 'gemma' is not supported, only gpt2, llama, mistral"),
-        (LLAMA3 | {"model_type": "deepseek_v3"}, "is not supported: it needs multi-head latent attention"),
+        (LLAMA3 | {"model_type": "dbrx"}, "is not supported: it needs clipped queries, keys and values"),
         (PYTHIA | {"rotary_pct": 1.5}, "partial_rotary_factor is 1.5, not a number above 0 and at most 1"),
         (GEMMA3 | {"rope_parameters": {"chunked_attention": {}}}, "rope_parameters with chunked_attention"),
         (GEMMA3 | {"rope_parameters": {"sliding_attention": {"rope_type": "yarn"}}}, "sliding_attention"),
@@ -348,6 +410,23 @@ YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 
         (QWEN3_MOE | {"decoder_sparse_step": 0}, "decoder_sparse_step is 0, not a whole number above 0"),
         (QWEN3_MOE | {"mlp_only_layers": 3}, "mlp_only_layers are 3, not a list of layers"),
         (PUBLISHED["olmoe"] | {"clip_qkv": 8.0}, "clip_qkv 8.0 is not supported, only null"),
+        (V3 | {"rms_norm_eps": 1e-5}, "rms_norm_eps 1e-05 is not supported: in the norms of latents it is 1e-06"),
+        (V3 | {"topk_method": "greedy"}, 'topk_method "greedy" is not supported, only "noaux_tc"'),
+        (V3 | {"scoring_func": "softmax"}, 'scoring_func "softmax" is not supported'),
+        (V3 | {"norm_topk_prob": False}, "norm_topk_prob False with num_experts_per_tok 8 is not supported"),
+        (
+            V3 | {"topk_group": 2},
+            "topk_group 2 with num_experts_per_tok 8 is not supported: transformers chooses groups",
+        ),
+        (V3 | {"n_shared_experts": 0}, "n_shared_experts is 0, not at least 1"),
+        (V3 | {"rope_interleave": False}, "rope_interleave false is not supported"),
+        (V3 | {"num_mtp_layers": 2}, "num_nextn_predict_layers and num_mtp_layers contradict each other"),
+        (V3 | {"rope_scaling": YARN | {"mscale_all_dim": 1.0}}, "mscale_all_dim 1.0 without mscale is not supported"),
+        (V3 | {"n_routed_experts": None}, "n_routed_experts is None, not a whole number"),
+        (PUBLISHED["deepseek_v2"] | {"topk_method": "group_limited_greedy"}, "topk_method"),
+        (ERNIE | {"use_bias": True}, "use_bias true is not supported"),
+        (ERNIE | {"moe_layer_interval": 0}, "moe_layer_interval is 0, not above 0"),
+        ({"model_type": "dots1"}, "n_routed_experts is not given"),
         (QWEN3 | {"layer_types": [{}, 1]}, "layer_types [{}, 1] are not 24 times full_attention or sliding_attention"),
         (QWEN3 | {"layer_types": "full_attention"}, "layer_types full_attention are not"),
         (QWEN3 | {"layer_types": ["full_attention"] * 27}, "are not 24 times"),
@@ -369,6 +448,11 @@ def test_all_errors_are_reported_at_once() -> None:
     assert len(caught.value.problems) == 3
 
 
+SIGMOID = {"num_experts": 8, "moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True}
+SIGMOID |= {"moe_shared_expert_intermediate_size": 64, "moe_ffn_hidden_size": 32, "moe_router_topk": 6}
+SIGMOID |= {"moe_router_num_groups": 2, "moe_router_group_topk": 1}
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -382,12 +466,24 @@ def test_all_errors_are_reported_at_once() -> None:
         ({"vocab_size": None}, "vocab_size is not set"),
         ({"num_experts": 4, "moe_router_pre_softmax": True}, "mixtral has no moe_router_pre_softmax True"),
         ({"num_experts": 4, "qk_layernorm": True, "moe_shared_expert_intermediate_size": 64}, "moe_shared_expert"),
+        (SIGMOID, "moe_router_num_groups 2"),
+        (SIGMOID | {"moe_router_num_groups": None, "moe_shared_expert_intermediate_size": 65}, "intermediate_size 65"),
+        (SIGMOID | {"moe_router_num_groups": None, "mtp_num_layers": 1, "window_size": 8}, "window_size 8"),
+        (SIGMOID | {"moe_router_num_groups": None, "moe_latent_size": 8}, "moe_latent_size 8"),
+        ({"multi_latent_attention": True}, "llama has no multi_latent_attention True"),
     ],
 )
 def test_model_that_no_family_has_is_refused_by_option(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match="E852") as caught:
         build_config_json(replace(preset("tiny-llama"), **changes))
     assert message in str(caught.value)
+
+
+MINIMAL = {
+    "dots1": {"n_routed_experts": 8, "n_shared_experts": 1, "num_experts_per_tok": 2, "norm_topk_prob": True},
+    "deepseek_v2": {"num_experts_per_tok": 6},
+}
+"""Keys without which a model type cannot be built."""
 
 
 @dataclass(frozen=True)
@@ -400,7 +496,7 @@ class NewModel(ModelConfig):
 @pytest.mark.parametrize("kind", MODEL_FAMILIES)
 def test_options_that_a_family_does_not_name_are_refused(kind: str) -> None:
     """If they have an effect; and what changes the model, it reads only if it names it."""
-    read = model_config_values({"model_type": kind}, "config.json")
+    read = model_config_values(MINIMAL.get(kind, {}) | {"model_type": kind}, "config.json")
     changed = {name for name, value in read.items() if value != getattr(ModelConfig, name)}
     assert changed - {"hidden_dropout", "attention_dropout", "init_method_std"} <= MODEL_FAMILIES[kind].options
     unused = NewModel(**read | {"position_embedding_type": "none"}, sparse_attention=True)
@@ -431,13 +527,15 @@ def test_family_is_the_first_that_can() -> None:
 @pytest.mark.parametrize(
     "config",
     [GPT2, LLAMA2, LLAMA31, MISTRAL, QWEN2, QWEN3, MIXTRAL, QWEN3_MOE, MINISTRAL]
-    + [{"model_type": kind} for kind in MODEL_FAMILIES],
+    + [MINIMAL.get(kind, {}) | {"model_type": kind} for kind in MODEL_FAMILIES],
     ids=lambda c: c["model_type"],
 )
 def test_defaults_match_transformers(config: dict[str, Any]) -> None:
-    kept = {"model_type": config["model_type"]}
-    assert model(AutoConfig.for_model(**kept).to_dict()) == model(kept)
-    assert model(AutoConfig.for_model(**config).to_dict()) == model(config)
+    kind = config["model_type"]
+    known = {"model_type": MODEL_FAMILIES[kind].known_as or kind}
+    for kept in (MINIMAL.get(kind, {}) | {"model_type": kind}, config):
+        theirs = AutoConfig.for_model(**kept | known).to_dict()
+        assert model(theirs | {"model_type": kind}) == model(kept)
 
 
 def test_yarn_factor_of_the_paper_is_accepted() -> None:

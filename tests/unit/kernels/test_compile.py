@@ -114,7 +114,7 @@ def test_recomputed_activations_are_freed() -> None:
         return y.matmul(weight)
 
     x, weight = torch.randn(48, 64, requires_grad=True), torch.randn(32, 8, requires_grad=True)
-    out = recompute_producer(lambda t: compiled_kernels().activation(t, None, "swiglu"), x, consume)
+    out = recompute_producer(lambda t: compiled_kernels().activation(t, None, "swiglu"), consume, x)
     assert made[0].expired()
     out.sum().backward()
     expected = Kernels().activation(x, None, "swiglu").t() @ torch.ones(48, 8)

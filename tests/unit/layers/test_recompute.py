@@ -34,6 +34,17 @@ LLAMA = tiny(
 MODELS = {
     "llama": LLAMA,
     "gpt": replace(LLAMA, normalization="LayerNorm", activation="gelu", num_query_groups=None),
+    "latent": replace(
+        LLAMA,
+        multi_latent_attention=True,
+        qk_layernorm=True,
+        num_query_groups=None,
+        q_lora_rank=12,
+        kv_lora_rank=10,
+        qk_head_dim=4,
+        qk_pos_emb_head_dim=4,
+        v_head_dim=6,
+    ),
     "switches": replace(
         LLAMA,
         layernorm_placement="sandwich",
@@ -58,6 +69,8 @@ def dropped(model: str, plan: str) -> int:
             return activated * FFN * ROW
         case "core_attn":  # logarithms of sums of exponentials, which are all that attention in tiles keeps
             return HEADS * ROW - 256
+        case "mla_up_proj":  # q, k, v, and what the norms of latents keep and give
+            return HEADS * (8 + 8 + 6) * ROW + 2 * (12 + 10) * ROW if model == "latent" else 0
         case "mlp":  # all inside: the norm's output, what the activation takes and makes
             return (HIDDEN + 2 * activated * FFN) * ROW
     return 1
@@ -97,6 +110,7 @@ def without_recomputation(model: str) -> tuple[Tensor, dict[str, Tensor], int]:
 @pytest.mark.parametrize(
     ("model", "plan"),
     [*(("gpt", plan) for plan in PLANS), ("llama", "all modules"), ("llama", "block 1")]
+    + [("latent", plan) for plan in ("mla_up_proj", "core_attn", "all modules")]
     + [("switches", plan) for plan in PLANS],
 )
 def test_changes_no_bit_and_keeps_less(model: str, plan: str) -> None:
@@ -149,11 +163,11 @@ def test_a_recomputed_producer_keeps_no_bytes_for_its_consumer() -> None:
     x = torch.randn(50, 8, dtype=torch.float64, requires_grad=True)
     weight = torch.randn(8, 8, dtype=torch.float64, requires_grad=True)
     with Allocations() as made:
-        y = recompute_producer(producer, x, lambda between: (between @ weight).sum())
+        y = recompute_producer(producer, lambda between: (between @ weight).sum(), x)
         alive = made.alive
     y.backward()
     expected = x.sin().square()
     torch.testing.assert_close(weight.grad, expected.t().sum(1, keepdim=True).expand(8, 8).detach())
     torch.testing.assert_close(x.grad, (2.0 * x.sin() * x.cos() * weight.sum(1)).detach())
     assert alive < x.nbytes, "scalars only; without recomputation the product keeps its input"
-    assert producer.calls > 1
+    assert producer.calls == 2
