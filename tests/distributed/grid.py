@@ -132,7 +132,18 @@ OPTIMIZERS: dict[str, dict[str, Any]] = {
 EXPERTS: dict[str, dict[str, Any]] = {
     "none": {},
     "two of four": {"num_experts": 4, "moe_ffn_hidden_size": 24},
-    "balanced": {"num_experts": 4, "moe_ffn_hidden_size": 24, "moe_aux_loss_coeff": (0.1,), "moe_z_loss_coeff": 0.01},
+    "balanced": {
+        "num_experts": 4,
+        "moe_ffn_hidden_size": 24,
+        "moe_router_score_function": "sigmoid",
+        "moe_router_enable_expert_bias": True,
+        "moe_router_bias_update_rate": 0.05,
+        "moe_router_num_groups": 2,
+        "moe_router_group_topk": 1,
+        "moe_router_load_balancing_type": ("seq_aux_loss", "global_aux_loss"),
+        "moe_aux_loss_coeff": (0.1, 0.1),
+        "moe_z_loss_coeff": 0.01,
+    },
     "shared": {
         "num_experts": 4,
         "moe_ffn_hidden_size": 24,
