@@ -37,7 +37,7 @@ class MultiTokenOptions:
 
     mtp_num_layers>=seq_length
     E119 --mtp-num-layers {mtp_num_layers}: a sample of {seq_length} tokens has no label so far ahead
-      fix: --mtp-num-layers 1 | --seq-length {mtp_num_layers*2}
+      fix: --seq-length {mtp_num_layers*2} | drop --mtp-num-layers
 
     mtp_num_layers and objective=dpo|distillation
     E119 --mtp-num-layers predicts tokens, which --objective {objective} does not train
