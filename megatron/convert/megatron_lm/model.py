@@ -366,7 +366,8 @@ def find_place(theirs: str) -> Place:
 def their_names(ours: str, model: ModelConfig) -> list[str]:
     """Return the names in torch_dist under which Megatron-LM looks for a tensor of ours.
 
-    Its own layers and those of Transformer Engine use the same names, except for the norm before experts.
+    Its own layers, which do not have all parts, and those of Transformer Engine use the same names, except for the norm
+    before experts.
 
     Args:
         ours: our name; the layer is ``{i}`` if all layers have the same parameters.
@@ -387,7 +388,8 @@ def their_names(ours: str, model: ModelConfig) -> list[str]:
         inside = [row for row in INSIDE if "{e}" not in row[1] and "_up_proj" not in row[1]]
     fitting = [new + name.removeprefix(old) for old, new in inside if name.startswith(old)]
     if "experts" in mixers and name.startswith("pre_mlp_layernorm."):
-        fitting.append(name)
+        own_layers = not (model.has_latent_attention or model.moe_latent_size or model.mtp_num_layers)
+        fitting = [*fitting * own_layers, name]
     return [before + each for each in fitting or [name]]
 
 
