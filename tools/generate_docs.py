@@ -16,7 +16,14 @@ from megatron.arguments.sources import build_config
 from megatron.config.option import Need
 from megatron.config.settings import GROUPS, SETTINGS
 from megatron.layers.parameters import num_parameters
-from megatron.training.loggers.console import CONSOLE_PREFIX, DILOCO_METRICS, EVALUATION_METRICS, METRICS, Metric
+from megatron.training.loggers.console import (
+    CONSOLE_PREFIX,
+    DILOCO_METRICS,
+    EVALUATION_METRICS,
+    EXPERT_METRICS,
+    METRICS,
+    Metric,
+)
 
 ROOT = Path(__file__).resolve().parents[1]
 FLAGS = ROOT / "docs" / "flags.md"
@@ -146,6 +153,8 @@ def operations_page(text: str) -> str:
     lines += _metrics(METRICS)
     lines += ["\nAt every evaluation, to the same three places; for test data, `test` replaces `validation`:\n"]
     lines += _metrics(EVALUATION_METRICS)
+    lines += ['\nWith experts, in the same lines as the first ones; "layer" is a block, dense ones have none:\n']
+    lines += _metrics(EXPERT_METRICS)
     lines += ["\nAfter every round of [DiLoCo](slow_networks.md#diloco):\n"]
     lines += _metrics(DILOCO_METRICS)
     lines += ["\nThe timers:\n", "| timer | level | what happens in it |", "|---|---|---|"]

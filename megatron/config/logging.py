@@ -52,6 +52,13 @@ class LoggingConfig:
     """Values logged of each timer over all ranks."""
     log_health_interval: int | None = option(None, role="start", at_least=1)
     """Steps between reports on gradients, updates and activations of every layer. Default: never."""
+    moe_per_layer_logging: bool = option(False, role="start", needs="num_experts")
+    """Log the metrics of experts, and the losses of routers, of every layer by names of their own."""
+    save_tokens_per_expert_interval: int | None = option(
+        None, role="start", at_least=1, needs=("num_experts", "run_dir")
+    )
+    """Steps between records of the loads of all experts in metrics.jsonl, from which their picture is drawn. Default: a
+    hundredth of the run."""
     check_weight_hash_across_dp_replicas_interval: int | None = option(None, role="start", at_least=1)
     """Steps between checks that data-parallel replicas have bitwise equal weights. Default: never."""
 

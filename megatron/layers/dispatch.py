@@ -284,8 +284,9 @@ class _RankExchange(Exchange):
         experts_NK = experts_NK.masked_fill(elsewhere, dispatcher.local)
         overflowed = None
         if self.overflowed is not None:
-            overflowed = self.overflowed | ((experts_NK < dispatcher.local).sum() > self.expert_rows)
-            weights_NK = weights_NK.masked_fill(overflowed, torch.nan)
+            no_room = (experts_NK < dispatcher.local).sum() > self.expert_rows
+            weights_NK = weights_NK.masked_fill(no_room, torch.nan)
+            overflowed = self.overflowed | no_room
         return Tokens(self.x(), experts_NK, weights_NK, self.expert_rows, False, overflowed)
 
     def combine(self, y_NH: Tensor) -> Callable[[], Tensor]:

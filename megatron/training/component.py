@@ -171,7 +171,7 @@ class Component(UpdateHook):
         """
 
     def metrics(self) -> Metrics:
-        """Return values to add to a log line, by names such as ``mine/average``; not collective, and not paused."""
+        """Return values to add to a log line, by names such as ``mine/average``; the clock of steps runs."""
         return {}
 
     def on_log(self, metrics: Metrics) -> None:

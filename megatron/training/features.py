@@ -17,6 +17,7 @@ from megatron.training.components.average import AverageWeights
 from megatron.training.components.exchange_overflow import ExchangeOverflow
 from megatron.training.components.expert_loads import KIND as EXPERT_LOADS
 from megatron.training.components.expert_loads import ExpertLoadBalance
+from megatron.training.components.expert_report import ExpertReport
 from megatron.training.components.grad_compression import ERROR_KIND, CompressionState
 from megatron.training.components.head_weights import HeadWeights
 from megatron.training.components.kept_casts import KeptCasts
@@ -52,6 +53,7 @@ FEATURES: Sequence[Feature] = (
     FrozenModelInputs,
     HeadWeights,
     Diloco,
+    ExpertReport,
 )
 """Features with state, or which act around a step, in the order in which they act."""
 

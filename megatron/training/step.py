@@ -27,7 +27,7 @@ def train_step(
 
     The loss is the sum over the *global* batch divided by the sum of its weights (for next-token prediction the number
     of unmasked tokens), so it does not depend on how samples are split into micro-batches and over ranks. The host
-    never waits for the device, except that MoE dispatch reads token counts.
+    never waits for the device, except in a mixer that reads numbers of rows (``--moe-exchange exact``).
 
     Args:
         trainer: changed in place, except for its counters.
@@ -119,7 +119,7 @@ def mean_loss(trainer: Trainer, sums: Mapping[str, Tensor], tokens: Tensor, name
 
 
 def auxiliary_losses(trainer: Trainer, sums: Mapping[str, Tensor], tokens: Tensor) -> dict[str, Tensor]:
-    """Return the auxiliary losses that the mixers declare, each a mean over tokens and layers, by name; collective.
+    """Return the auxiliary losses that the mixers declare, each a mean over tokens and layers with it; collective.
 
     As in Megatron-LM they are divided by their coefficients again. Each rank holds a part of every loss, also for a
     sequence that several ranks share.
@@ -128,5 +128,5 @@ def auxiliary_losses(trainer: Trainer, sums: Mapping[str, Tensor], tokens: Tenso
     if not coefficients:
         return {}
     local = torch.stack([sums.get(name, torch.zeros_like(tokens)) for name in coefficients])
-    means = comm.all_reduce(local, trainer.mesh.world) / (tokens.clamp(min=1.0) * trainer.config.model.num_blocks)
+    means = comm.all_reduce(local, trainer.mesh.world) / tokens.clamp(min=1.0)
     return {name: mean / coefficient for (name, coefficient), mean in zip(coefficients.items(), means)}

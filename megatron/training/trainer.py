@@ -172,7 +172,7 @@ class Trainer:
 
     @property
     def auxiliary_losses(self) -> Mapping[str, float]:
-        """Coefficients of the auxiliary losses of the model by name, the same on every rank."""
+        """Coefficients of the auxiliary losses of the model by name, summed over layers; the same on every rank."""
         return next(iter(self.chunks.values())).auxiliary_losses
 
 

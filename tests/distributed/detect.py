@@ -51,7 +51,7 @@ from megatron.training.startup import PHASES, StartupTimer
 from megatron.training.step import train_step
 from megatron.training.stop import StopRequest
 from tests.distributed.faults import infinite_gradient
-from tests.distributed.vitals import difference, report, router_losses
+from tests.distributed.vitals import Balance, difference, expert_balance, joined_balance, report, router_losses
 from tests.kit.cases import MODEL, RATES, Case, batches_of, compare_with_twin, run_case, run_in_small_tiles
 from tests.kit.solo import Gradients, mesh_of
 from tools.lib.verify_parallel import RankTrace, join_traces
@@ -333,6 +333,11 @@ def routes_like_one_process(case: Case, ranks: Sequence[list[dict[str, float]]])
     return all(abs(ours - theirs) <= TOLERANCE * theirs for ours, theirs in pairs)
 
 
+def balances_like_one_process(case: Case, ranks: Sequence[list[Balance]]) -> bool:
+    """Return True if choices, loads and biases of experts are those of one process."""
+    return joined_balance(ranks) == expert_balance(0, 1, case.twin())
+
+
 @cache
 def healthy(twin: Case) -> list[dict[str, float]]:
     """Return the report of one process, this one, on every layer."""
@@ -441,6 +446,16 @@ FP8_TP2_SP = replace(
 FP8_CP2 = replace(FP8_TP2_SP, parallel=ParallelConfig(context_parallel_size=2))
 MOE_EP2 = replace(DP2, model=_EXPERTS, parallel=ParallelConfig(ddp_bucket_size=4000, expert_model_parallel_size=2))
 MOE_TP2 = replace(TP2_SP, model=_EXPERTS)
+_BALANCED = replace(
+    _EXPERTS,
+    moe_router_score_function="sigmoid",
+    moe_router_enable_expert_bias=True,
+    moe_router_bias_update_rate=0.05,
+    moe_router_load_balancing_type=("seq_aux_loss", "global_aux_loss"),
+    moe_aux_loss_coeff=(0.1, 0.1),
+)
+BALANCE_DP2 = replace(DP2, model=_BALANCED)
+BALANCE_TP2 = replace(TP2_SP, model=_BALANCED, training=replace(TP2.training, recompute_granularity="full"))
 MUON_TP2 = replace(TP2, optimizer=OptimizerConfig("muon", adam_eps=1e-5))
 
 CP3 = replace(
@@ -472,6 +487,7 @@ DORA_TP2_SP = replace(TP2_SP, model=replace(_SHARED_KV, activation="swiglu", lor
 DORA_TP2 = replace(DORA_TP2_SP, parallel=TP2.parallel)
 PP2_LAST_ADAPTED = replace(PP2, model=replace(_SHARED_KV, lora_rank=2, lora_target=("layers.1.*",)))
 MOE_CP2 = replace(DP2, model=_EXPERTS, parallel=ParallelConfig(context_parallel_size=2), dp=1)
+SINKHORN_CP2 = replace(MOE_CP2, model=replace(_EXPERTS, moe_router_load_balancing_type=("sinkhorn",)))
 
 FACTORS_OF_STAGES = ("layers.0.*=0.5", "layers.1.*=0.5")
 PP2_FACTORS = replace(PP2, optimizer=replace(PP2.optimizer, lr_factors=FACTORS_OF_STAGES))
@@ -536,6 +552,9 @@ DETECTORS: dict[str, Detector] = {
     "digest": Detector(2, digest_of_a_step, (DP2,), lambda ranks: list(ranks) == [True, True]),
     "digest-cp2": Detector(2, digest_of_a_step, (CP2_HEADS,), lambda ranks: list(ranks) == [True, True]),
     "nonfinite": Detector(2, explain, (DP2,), lambda ranks: all(text.startswith(NONFINITE) for text in ranks)),
+    "balance-dp2": Detector(2, expert_balance, (BALANCE_DP2,), partial(balances_like_one_process, BALANCE_DP2)),
+    "balance-tp2": Detector(2, expert_balance, (BALANCE_TP2,), partial(balances_like_one_process, BALANCE_TP2)),
+    "sinkhorn-cp2": training(SINKHORN_CP2),
     "routers": Detector(2, router_losses, (MOE_TP2,), partial(routes_like_one_process, MOE_TP2)),
     "health": Detector(2, report, (TP2_SP,), partial(reports_like_one_process, TP2_SP)),
     "health-cp2": Detector(2, report, (CP2_HEADS,), partial(reports_like_one_process, CP2_HEADS)),

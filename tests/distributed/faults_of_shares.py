@@ -10,16 +10,19 @@ from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
+import torch
 from torch import Tensor, nn
 
 from megatron.distributed.comm import Group
 from megatron.distributed.param_layout import BucketKey, ParamShard
 from megatron.layers import router
 from megatron.layers.loss import OutputLayer
+from megatron.layers.router import ExpertLoads
 from megatron.optimizer import distributed_optimizer
 from megatron.optimizer.grad_buffer import Bucket, BufferPool, GradBuffer, ReduceHandle, Reduction, ShardedBucket
 from megatron.optimizer.parameter_store import ParameterStore
 from megatron.optimizer.sharded_parameter_store import ShardedParameterStore, ShardedWeightBuffer
+from megatron.training.components import expert_loads
 
 
 def shard_off_by_one() -> AbstractContextManager[Any]:
@@ -68,6 +71,28 @@ def choices_counted_locally() -> AbstractContextManager[Any]:
     """Ranks that share a sequence balance the experts by their own part of it."""
     local = vars(router.comm) | {"all_reduce": lambda x, group: x}
     return patch.object(router, "comm", SimpleNamespace(**local))
+
+
+def loads_of_experts_local() -> AbstractContextManager[Any]:
+    """Biases of experts move by the choices of this rank's tokens."""
+    local = vars(router.comm) | {"all_reduce": lambda x, group: x}
+    return patch.object(expert_loads, "comm", SimpleNamespace(**local))
+
+
+def loads_of_the_last_microbatch() -> AbstractContextManager[Any]:
+    """Biases of experts move by the choices of one micro-batch."""
+    original = ExpertLoads.add
+
+    def add(self: ExpertLoads, *counts: Any) -> None:
+        torch._foreach_zero_(self.counted())
+        original(self, *counts)
+
+    return patch.object(ExpertLoads, "add", add)
+
+
+def loads_counted_in_recomputation() -> AbstractContextManager[Any]:
+    """The choices of a recomputed layer count twice."""
+    return patch.object(router, "is_recomputing", lambda: False)
 
 
 def dirty_padding() -> AbstractContextManager[Any]:

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 from torch import Tensor
 
+from megatron.config import plugins
 from megatron.config.parallel import ParallelConfig
 from megatron.config.training import TrainingConfig
 from megatron.distributed.comm import Group
@@ -21,8 +25,9 @@ from megatron.training.build import build_trainer
 from megatron.training.callbacks.health import explain_nonfinite
 from megatron.training.step import train_step
 from tests.distributed.grid import RECOMPUTE
-from tests.kit.cases import MODEL, RATES, Case, batches_of, compare_with_twin, run_on
+from tests.kit.cases import MODEL, RATES, Case, batches_of, compare_with_twin, run_case, run_on
 from tests.kit.pool import Pool
+from tools.lib.verify_parallel import RankTrace, join_traces
 
 HIDDEN = 3
 
@@ -54,6 +59,10 @@ class Travel:
             chosen[:1] = self.experts
         elif self.choices == "few":  # expert 3 and the last rank have no tokens
             chosen = torch.tensor([0, 2, 1, 4, 5])[: self.topk].expand(tokens, -1)
+        elif self.choices == "pair":  # both experts of the first of four ranks
+            chosen = torch.tensor([0, 1]).expand(tokens, -1)
+        elif self.choices == "own":  # an expert of the rank that has the token
+            chosen = torch.tensor([2 * rank]).expand(tokens, -1)
         x, weights = (torch.randn(tokens, n, generator=generator, dtype=torch.float64) for n in (HIDDEN, self.topk))
         return x.requires_grad_(), chosen, weights.requires_grad_()
 
@@ -125,8 +134,8 @@ CASES = {
     "bounded, expert-TP 2 alone": Travel(sizes=(1, 2), bound=1.0),
 }
 NO_ROOM = {
-    "no room in a block": Travel("one", topk=1, bound=2.0),
-    "no room for rows": Travel("few", topk=2, experts=8, bound=1.5),
+    "in a block": Travel("own", topk=1, bound=2.0),
+    "for rows": Travel("pair", topk=2, bound=3.0),
 }
 
 
@@ -239,6 +248,25 @@ def test_exchanges_train_the_same_in_every_layout(pool: Pool, name: str) -> None
     assert [step.drifted for step in steps] == [[], []]
     for deviation in compare_with_twin(steps, case):
         assert deviation.error <= 1e-10, deviation
+
+
+def gathered(rank: int, world_size: int, case: Case, module: str) -> list[RankTrace]:
+    """Train with a dispatcher that a plugin registers."""
+    with patch.dict(plugins._registered, {"dispatcher": {}}):
+        exec(module, {"__name__": "gather"})
+        return run_case(rank, world_size, case)
+
+
+@pytest.mark.parametrize("fault", ["", "[rank]"])
+def test_a_dispatcher_from_outside_trains_the_same(pool: Pool, fault: str) -> None:
+    """The one of docs/extending.md; a fault in it is noticed."""
+    page = (Path(__file__).parents[2] / "docs" / "extending.md").read_text()
+    (module,) = (block for block in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if "GatherDispatcher" in block)
+    case = Case(EXPERTS, layout(**EP4, moe_exchange="gather"), dp=4, steps=1)
+    module = module.replace("// dispatcher.tp_size * local", "* 0") if fault else module
+    steps = [join_traces(step) for step in zip(*pool.run(4, gathered, case, module))]
+    worst = max(deviation.error for deviation in compare_with_twin(steps, case))
+    assert worst > 1e-3 if fault else worst <= 1e-10
 
 
 def all_to_one_rank(rank: int, world_size: int, case: Case) -> tuple[float, bool, bool, str]:

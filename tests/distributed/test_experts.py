@@ -162,9 +162,9 @@ def by_hand(model: ModelConfig, logits_SBE: Sequence[Tensor], mask_BS: Tensor) -
     return balance / count, z / count, loads
 
 
-@pytest.mark.parametrize("topk", [1, 2, 3])
-def test_router_losses_equal_a_loop_over_tokens(topk: int) -> None:
-    model = replace(EXPERTS, moe_router_topk=topk, moe_router_pre_softmax=topk == 1)
+@pytest.mark.parametrize(("topk", "layers"), [(1, None), (2, None), (3, "[0,1,1]")])
+def test_router_losses_equal_a_loop_over_tokens(topk: int, layers: str | None) -> None:
+    model = replace(EXPERTS, moe_router_topk=topk, moe_router_pre_softmax=topk == 1, moe_layer_freq=layers)
     case, logits = Case(model, training=TrainingConfig(micro_batch_size=4), steps=1), []
     trainer = build_trainer(case.config(), 0, 1)
 

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -32,6 +33,8 @@ EQUIVALENT: dict[tuple[str, str, str, str], str] = {
     ("megatron/training/callbacks/health.py", "counted_samples", "sum", "doubled"): "it is only compared with 0",
     ("megatron/training/callbacks/health.py", "counted_samples", "sum", "mis-scaled"): "it is only compared with 0",
     ("megatron/layers/fp8.py", "quantize", "max", "doubled"): "the maximum of equal numbers is theirs",
+    ("megatron/layers/router.py", "sinkhorn", "sum", "doubled"): "a factor of all experts changes no choice",
+    ("megatron/layers/router.py", "sinkhorn", "sum", "mis-scaled"): "a factor of all experts changes no choice",
     ("megatron/layers/loss.py", "_chunk_loss", "max", "doubled"): "the maximum of equal numbers is theirs",
     ("megatron/layers/loss.py", "forward", "max", "doubled"): "the maximum of equal numbers is theirs",
     ("megatron/layers/loss.py", "_token_scores", "max", "doubled"): "the maximum of equal numbers is theirs",
@@ -173,6 +176,14 @@ FAULTS: dict[str, tuple[str, Callable[[], AbstractContextManager[Any]]]] = {
     "share counted by both instances": ("hsdp", faults_of_shares.shares_counted_by_all_copies),
     "gather of one bucket forgotten": ("zero1", faults_of_shares.gather_of_one_bucket_forgotten),
     "experts summed over all replicas": ("moe-ep2", faults_of_shares.experts_summed_over_all_replicas),
+    "loads of experts not summed over replicas": ("balance-dp2", faults_of_shares.loads_of_experts_local),
+    "loads of experts not summed over TP": ("balance-tp2", faults_of_shares.loads_of_experts_local),
+    "loads of the last micro-batch": ("balance-tp2", faults_of_shares.loads_of_the_last_microbatch),
+    "loads counted in recomputation": ("balance-tp2", faults_of_shares.loads_counted_in_recomputation),
+    "gradient of a router not summed over TP": (
+        "moe-tp2",
+        partial(faults.partial_flipped, "layers.0.mlp.router.weight"),
+    ),
     "choices of experts counted locally": ("moe-tp2", faults_of_shares.choices_counted_locally),
     "padding in the norm": ("dp2", faults_of_shares.padding_in_the_norm),
     "padding in the norm, state cut": ("zero1", faults_of_shares.padding_in_the_norm),

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from megatron.distributed import comm
 from megatron.distributed.comm import Group
 from megatron.inference import generate
-from megatron.layers.dispatch import DispatchPlan
+from megatron.training import loop
 from megatron.training.cuda_graphs import StepRunner
 from megatron.training.trainer import Trainer
 from tests.nullgpu import faults
@@ -76,7 +76,6 @@ def null_values() -> Iterator[None]:
     """Replace what depends on numbers: the null GPU computes none."""
     with ExitStack() as stack:
         stack.enter_context(patch("megatron.kernels.registry.check_kernel", lambda *arguments, **options: None))
-        stack.enter_context(patch.object(DispatchPlan, "plan", classmethod(even_plan(DispatchPlan.plan))))
         stack.enter_context(patch.object(generate, "sample_tokens", as_if_finite(generate.sample_tokens)))
         twins: dict[tuple[int, ...], Any] = {}
         for name in ("all_gather_objects", "gather_objects", "broadcast_object"):
@@ -105,31 +104,21 @@ def as_if_finite(sample: Callable[..., torch.Tensor]) -> Callable[..., torch.Ten
     return call
 
 
-def even_plan(plan: Callable[..., DispatchPlan]) -> Callable[..., DispatchPlan]:
-    """Return a function that plans as if the router had chosen every expert equally often."""
-
-    def call(cls: type, experts_TK: torch.Tensor, experts: int, tp_size: int, group: Group) -> DispatchPlan:
-        rows = experts_TK.numel() * tp_size
-        even = [rows // group.size] * (2 * group.size)
-        read = torch.Tensor.tolist
-        with patch.object(torch.Tensor, "tolist", lambda counts: (read(counts), even)[1]):
-            return plan(experts_TK, experts, tp_size, group)
-
-    return call
-
-
 @contextmanager
 def marks() -> Iterator[None]:
     """Mark where steps and the reading of batches begin and end."""
-    run_step, next_batches = StepRunner.__call__, Trainer.next_batches
+    next_batches = Trainer.next_batches
 
-    def step(runner: StepRunner, *arguments: Any) -> Any:
-        mark("pause end")
-        mark("step begin")
-        metrics = run_step(runner, *arguments)
-        mark("step end")
-        mark("pause begin")
-        return metrics
+    def marked(run: Callable[..., Any]) -> Callable[..., Any]:
+        def step(*arguments: Any) -> Any:
+            mark("pause end")
+            mark("step begin")
+            metrics = run(*arguments)
+            mark("step end")
+            mark("pause begin")
+            return metrics
+
+        return step
 
     def read(trainer: Trainer) -> Any:
         mark("batch begin")
@@ -137,5 +126,8 @@ def marks() -> Iterator[None]:
         mark("batch end")
         return batches
 
-    with patch.object(StepRunner, "__call__", step), patch.object(Trainer, "next_batches", read):
+    with ExitStack() as stack:
+        stack.enter_context(patch.object(StepRunner, "__call__", marked(StepRunner.__call__)))
+        stack.enter_context(patch.object(loop, "train_step", marked(loop.train_step)))
+        stack.enter_context(patch.object(Trainer, "next_batches", read))
         yield

@@ -57,6 +57,7 @@ class Case:
 
 
 MOE = f"{LLAMA} --num-experts 4 --moe-router-topk 2"
+EP = "--expert-model-parallel-size 4"
 FP8 = "--fp8-format hybrid --ffn-hidden-size 256"
 TP = "--tensor-model-parallel-size 2 --sequence-parallel"
 ZERO1 = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"
@@ -116,8 +117,15 @@ CASES = {
     "FP8 rowwise, tensor-parallel": Case(2, f"{LLAMA} {FP8} --fp8-recipe rowwise {TP}"),
     "FP8 blockwise": Case(1, f"{LLAMA} --fp8-format e4m3 --fp8-recipe blockwise --ffn-hidden-size 256"),
     "recomputation": Case(1, f"{LLAMA} --recompute-granularity full"),
-    "experts": Case(1, MOE, waits=64),
-    "experts in parallel": Case(4, f"{MOE} --expert-model-parallel-size 2 {ZERO1}", waits=64),
+    "experts": Case(1, MOE, between=True),
+    "experts, graph": Case(1, f"{MOE} --cuda-graph step"),
+    "experts in parallel": Case(4, f"{MOE} {EP} {ZERO1}", between=True),
+    "experts in parallel, graph": Case(4, f"{MOE} {EP} --use-distributed-optimizer --cuda-graph step"),
+    "experts in parallel, exact": Case(4, f"{MOE} {EP} {ZERO1} --moe-exchange exact", waits=64),
+    "experts in parallel, halves": Case(4, f"{MOE} {EP} --overlap-moe-expert-parallel-comm", hidden=1.0),
+    "experts in parallel, shared": Case(
+        4, f"{MOE} {EP} --moe-shared-expert-intermediate-size 64 --moe-shared-expert-overlap", hidden=1.0
+    ),
     "data-parallel": Case(2, f"{LLAMA} --overlap-grad-reduce", hidden=0.5, between=True),
     "ZeRO-1": Case(2, f"{LLAMA} {ZERO1}", hidden=0.5),
     "ZeRO-2": Case(2, f"{LLAMA} {ZERO1} --data-parallel-sharding-strategy optim_grads", hidden=0.5),
@@ -132,7 +140,7 @@ CASES = {
     "ZeRO-3, FP8": Case(2, f"{LLAMA} {ZERO3} {FP8}"),
     "ZeRO-3, graph of the optimizer": Case(2, f"{LLAMA} {ZERO3} --cuda-graph optimizer"),
     "ZeRO-3, tensor-parallel": Case(4, f"{LLAMA} {ZERO3} {TP}"),
-    "ZeRO-3, experts": Case(4, f"{MOE} --expert-model-parallel-size 2 {ZERO3}", waits=64),
+    "ZeRO-3, experts": Case(4, f"{MOE} {EP} {ZERO3}"),
     "ZeRO-3, pipeline": Case(4, f"{LLAMA} {ZERO3} --pipeline-model-parallel-size 2 --reshard-after-forward"),
     "graph over data-parallel": Case(2, f"{LLAMA} --cuda-graph step"),
     "tensor-parallel": Case(2, f"{LLAMA} {TP}"),

@@ -47,6 +47,7 @@ NAMES = (
     "late_tokens",
     "strided",
     "plain_attention",
+    "gather",
     "signum",
     "stablelm",
     "loss_table",

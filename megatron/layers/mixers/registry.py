@@ -29,9 +29,13 @@ def find_mixer(name: str) -> Mixer:
 
 
 def auxiliary_losses(config: ModelConfig) -> dict[str, float]:
-    """Return the coefficients of the auxiliary losses of a model, by name."""
-    mixers = dict.fromkeys(name for mixers in config.kinds_of_layers for name in mixers)
-    return {name: each for mixer in mixers for name, each in find_mixer(mixer).losses(config).items()}
+    """Return the coefficients of the auxiliary losses of a model by name, summed over the mixers that have them."""
+    total: dict[str, float] = {}
+    for layer in (*range(config.num_layers), *config.head_layers):
+        for mixer in block_mixers(config, layer):
+            for name, coefficient in mixer.losses(config).items():
+                total[name] = total.get(name, 0.0) + coefficient
+    return total
 
 
 def rotary_tables(config: ModelConfig, layers: Iterable[int]) -> list[RotaryTable]:

@@ -28,7 +28,7 @@ from megatron.distributed.param_layout import ParamShard, shard_boxes
 from megatron.distributed.sharding import ShardPiece
 from megatron.layers.attention import CoreAttention, largest_logit
 from megatron.layers.context import ExplainsNonFinite
-from megatron.layers.router import Router, Routing
+from megatron.layers.router import Router
 from megatron.pipeline.communication import add_communication
 from megatron.pipeline.schedules import sequential_schedule
 from megatron.training.callbacks.base import Callback
@@ -62,7 +62,6 @@ class HealthReport(Callback):
         self.rows = {layer: row for row, layer in enumerate(layers)}  # of the tensors below, which are of this rank
         self.sums = torch.zeros(len(layers), COLUMNS, dtype=torch.float64, device=trainer.device)
         self.logits = self.sums.new_full((len(layers),), -torch.inf)  # largest attention logit
-        self.chosen = self.sums.new_zeros(len(layers), model.num_experts or 0)  # tokens routed to each expert
         self._counted = trainer.buckets.counted_shards()
         self._cp = trainer.mesh.group("cp")
         self._seen: dict[tuple[nn.Module, int], MicroBatch] = {}
@@ -74,8 +73,6 @@ class HealthReport(Callback):
             for name, module in chunk.named_modules():
                 if isinstance(module, CoreAttention):
                     hook = partial(self._see_attention, layer_name(name))
-                elif isinstance(module, Router):
-                    hook = partial(self._see_router, layer_name(name))
                 elif name in self.rows:
                     hook = partial(self._see_output, name)
                 else:
@@ -98,13 +95,6 @@ class HealthReport(Callback):
                 k_SBGD, mask = module.cp.gather_keys(k_SBGD, mask)
             logit = largest_logit(q_SBND, k_SBGD, mask, module.scores)
             self.logits[row] = torch.maximum(self.logits[row], logit)
-
-    def _see_router(self, layer: str, module: Router, inputs: tuple[Any, ...], output: Routing) -> None:
-        x_SBH, batch = inputs[0], inputs[1].batch
-        if self._is_first_forward(module, batch):
-            counts_T = counted_samples(batch, self._cp).repeat(x_SBH.shape[0]) > 0
-            chosen = output.experts[counts_T].flatten()
-            self.chosen[self.rows[layer]] += torch.bincount(chosen, minlength=self.chosen.shape[1])
 
     def _see_output(self, layer: str, module: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
         x_SBH, batch = (output, self._chunk_batch) if layer == EMBEDDING else (output[0].sum(), inputs[1].batch)
@@ -134,7 +124,12 @@ class HealthReport(Callback):
                 row[GRADIENT] += square_sum(gradient)
                 row[ZEROS] += gradient.numel() - torch.count_nonzero(gradient)
                 row[ELEMENTS] += gradient.numel()
-        sums, chosen = comm.all_reduce(torch.cat([self.sums, self.chosen], 1), world).tensor_split([COLUMNS], 1)
+        chosen = self.sums.new_zeros(len(self.rows), trainer.config.model.num_experts or 0)  # tokens of each expert
+        for chunk in trainer.chunks.values():
+            for module in chunk.modules():
+                if isinstance(module, Router):
+                    chosen[self.rows[layer_name(module.context.prefix)]] = module.loads.chosen.double()
+        sums, chosen = comm.all_reduce(torch.cat([self.sums, chosen], 1), world).tensor_split([COLUMNS], 1)
         finite_or_inf = self.logits.where(~self.logits.isnan(), torch.inf)  # a maximum over ranks may drop a NaN
         logits = comm.all_reduce(finite_or_inf, world, op="max")
         return summarize_health(list(self.rows), sums, logits, chosen, metrics)
@@ -217,7 +212,9 @@ def summarize_health(
         ("attention-logit", blocks, logits[1:-1]),
     ]
     if chosen.numel():
-        quantities.append(("expert-load", blocks, (chosen.amax(1) / chosen.mean(1))[1:-1]))
+        routed = [row for row, layer in enumerate(rows) if layer in blocks and chosen[row].any()]
+        loads = (chosen.amax(1) / chosen.mean(1))[routed]
+        quantities.append(("expert-load", [rows[row] for row in routed], loads))
     values = {
         f"health/{quantity}/{layer}": value
         for quantity, layers, tensor in quantities

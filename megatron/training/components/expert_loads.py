@@ -53,7 +53,8 @@ class ExpertLoadBalance(Component):
     @contextmanager
     def while_computing(self) -> Iterator[None]:
         """Count from 0; see :class:`Component`."""
-        torch._foreach_zero_([count for loads in self._loads.values() for count in loads.counted()])
+        if counts := [count for loads in self._loads.values() for count in loads.counted()]:  # none in some stages
+            torch._foreach_zero_(counts)
         yield
 
     @torch.no_grad()
@@ -67,7 +68,8 @@ class ExpertLoadBalance(Component):
         if self._sums:
             best = [loads.chosen if loads.best is None else loads.best for loads in self._loads.values()]
             mesh, totals = self._trainer.mesh, torch.stack([chosen_LE, torch.stack(best)])
-            chosen_LE, best_LE = comm.all_reduce(comm.all_reduce(totals, mesh.dp_cp), mesh.tp)
+            comm.all_reduce(totals, mesh.dp_cp)
+            chosen_LE, best_LE = comm.all_reduce(totals, mesh.tp)
             self._move_biases(chosen_LE, skipped)
             for loads, best_E in zip(self._loads.values(), best_LE):
                 loads.before.copy_(torch.where(skipped == 0, best_E, loads.before))
@@ -77,7 +79,7 @@ class ExpertLoadBalance(Component):
         """Move this rank's shards of the biases by the loads of the global batch."""
         optimizer, shards = self._trainer.optimizer, self._trainer.buckets.shards
         directions_LE = (loads_LE.sum(-1, keepdim=True) - loads_LE.shape[-1] * loads_LE).sign()
-        moves_LE = directions_LE.double() * (self._rate * (skipped == 0))
+        moves_LE = directions_LE.double() * self._rate * (skipped == 0)
         for router, move_E in zip(self._loads, moves_LE):
             if (name := self._biases.get(router)) is not None:
                 bias, shard = optimizer.main_params[name], shards[name]

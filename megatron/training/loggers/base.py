@@ -8,6 +8,9 @@ from typing import Any, Protocol
 Metrics = Mapping[str, Any]
 """Values by metric name, or event fields by name: numbers, texts, lists of numbers, or None if unknown."""
 
+BY_LAYER = "-by-layer"
+"""End of the names of metrics that are lists of a value per layer."""
+
 
 class MetricLogger(Protocol):
     """Receives the metrics of a run on rank 0. Any method may raise: training continues without the logger.

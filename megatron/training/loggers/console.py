@@ -148,6 +148,13 @@ def _slow_rank(excess: float, metrics: Metrics) -> str:
     return f"slow r{metrics['slowest-rank']} +{excess:.0%}" if excess >= SLOW_RANK_EXCESS else ""
 
 
+def _experts(load: float, metrics: Metrics) -> str:
+    """Format as ``load 1.8 L7``, with dead experts and dropped choices if there are any."""
+    dead, dropped = metrics["experts-dead"], metrics.get("dropped-choices", 0.0)
+    more = f" dead {dead}" * (dead > 0) + f" dropped {dropped:.1%}" * (dropped > 0)
+    return f"load {format_three_digits(load)} L{metrics['expert-load-max-layer']}{more}"
+
+
 def _goodput(goodput: float, metrics: Metrics) -> str:
     """Format the goodput of a run that was started again, or of an older one that loses time."""
     lossy = metrics["run-seconds"] >= GOODPUT_MIN_SECONDS and goodput < 1 - MIN_SHOWN_SHARE
@@ -164,7 +171,11 @@ COLUMNS = (
     Column("learning-rate", 1, 6, lambda x, _: f"lr {format_exponent(x)}", "lr: learning rate"),
     Column("seq_load_balancing_loss", 1, 7, lambda x, _: f"balance {format_loss(x)}", "balance: of experts, 1 is best"),
     Column("load_balancing_loss", 1, 7, lambda x, _: f"balance {format_loss(x)}", "balance: of experts, 1 is best"),
+    Column(
+        "global_load_balancing_loss", 1, 7, lambda x, _: f"balance {format_loss(x)}", "balance: of experts, 1 is best"
+    ),
     Column("z_loss", 1, 7, lambda x, _: f"router z {format_loss(x)}", "router z: z-loss"),
+    Column("expert-load-max", 1, 7, _experts, "load: of the busiest expert over the mean, and its layer"),
     Column(
         "loss-scale", 6, 7, lambda x, _: "" if x == 1 else f"scale {format_compact(x)}", "scale: of the loss in fp16"
     ),
@@ -205,6 +216,7 @@ METRICS = {
         "from 1 (balanced) to the number of experts",
     ),
     "load_balancing_loss": Metric("", "window: the same per micro-batch"),
+    "global_load_balancing_loss": Metric("", "window: the same of the global batch"),
     "z_loss": Metric("", "window: squared log-partition of the routers, without coefficient, mean over layers"),
     "decoupled-learning-rate": Metric("", "step: of embedding and output layer, with `--decoupled-lr`"),
     "weight-decay": Metric("", "step"),
@@ -258,6 +270,30 @@ METRICS = {
 "Step" is the last step, "window" all steps since the previous line. ``AXES`` and ``TIMER`` stand for mesh axes and for
 the phases of ``distributed.timing.PHASES``. Metrics that do not apply, such as communication on one rank, are left out.
 """
+
+EXPERT_METRICS = {
+    "expert-load-max": Metric(
+        "", "window: tokens of the busiest expert over the mean, in the layer where it is largest"
+    ),
+    "expert-load-max-layer": Metric("layer", "that layer, from 0; heads of further tokens follow the last one"),
+    "expert-load-min": Metric(
+        "", "window: tokens of the idlest expert over the mean, in the layer where it is smallest"
+    ),
+    "expert-load-entropy": Metric(
+        "0 to 1", "window: entropy of the choices over that of equal ones, in the layer where it is smallest"
+    ),
+    "experts-dead": Metric("experts", "window: without a token, of all layers together"),
+    "dropped-choices": Metric("0 to 1", "window: share of the choices beyond `--moe-expert-capacity-factor`"),
+    "expert-bias-range": Metric("", "largest less smallest bias of a layer's experts, where the difference is largest"),
+    "METRIC-by-layer": Metric("list", "each of these by layer, null without experts; `metrics.jsonl` only"),
+    "moe/METRIC_layer_N": Metric("", "each of these, and the losses above, with `--moe-per-layer-logging`"),
+    "expert-loads": Metric(
+        "list of lists",
+        "tokens of every expert in percent of the mean of its layer, since the last such record, every "
+        "`--save-tokens-per-expert-interval` steps; `metrics.jsonl` only",
+    ),
+}
+"""Metrics of experts in log lines of models that have some."""
 
 DILOCO_METRICS = {
     "diloco-round": Metric("", "rounds so far"),

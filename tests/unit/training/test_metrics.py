@@ -21,6 +21,7 @@ from hypothesis import strategies as st
 from megatron.config.model import ModelConfig
 from megatron.config.parallel import ParallelConfig
 from megatron.config.precision import PrecisionConfig
+from megatron.config.router import LOSS_NAMES
 from megatron.config.run import RunConfig
 from megatron.config.training import TrainingConfig
 from megatron.distributed import comm
@@ -302,7 +303,7 @@ def everything() -> dict[str, Any]:
         for rank in range(2)
     ]
     window = MetricsWindow(CPU, 8, world=Group((0, 1), 0, None, "tp"), timers=Timers(2, CPU))
-    losses = ("load_balancing_loss", "seq_load_balancing_loss", "z_loss", "mtp loss 1", "mtp loss 2")
+    losses = (*LOSS_NAMES.values(), "z_loss", "mtp loss 1", "mtp loss 2")
     router = {name: torch.zeros(()) for name in losses}
     window.add(replace(step(1.0, skipped=True), nonfinite=torch.tensor(False), extra=router), samples=1)
     config = RunConfig(model=ModelConfig(vocab_size=64), training=TrainingConfig(seq_length=8, train_iters=1))
