@@ -86,6 +86,24 @@ EXPERTS = ModelConfig(
         "untie_embeddings_and_output_weights": True,
     }
 )
+DEEP = ModelConfig(
+    **vars(EXPERTS)
+    | {
+        "num_layers": 4,
+        "num_query_groups": None,
+        "moe_layer_freq": "[0,0,1,1]",
+        "moe_router_score_function": "sigmoid",
+        "moe_router_enable_expert_bias": True,
+        "multi_latent_attention": True,
+        "q_lora_rank": 10,
+        "kv_lora_rank": 6,
+        "qk_head_dim": 4,
+        "qk_pos_emb_head_dim": 2,
+        "v_head_dim": 3,
+        "mtp_num_layers": 1,
+    }
+)
+"""As DeepSeek-V3, made small."""
 
 
 @pytest.fixture(scope="module")
@@ -153,6 +171,7 @@ def check_tensors(
         (DENSE, {"pp": 4, "grouped": True}),
         (EXPERTS, {"tp": 2, "ep": 2, "optimizer": True}),
         (EXPERTS, {"ep": 4, "pp": 2, "grouped": True, "optimizer": True}),
+        (DEEP, {"tp": 2, "ep": 2, "pp": 2, "grouped": True, "optimizer": True}),
     ],
 )
 def test_interleaved_stages_and_experts_are_put_together(tmp_path: Path, model: ModelConfig, layout: Any) -> None:
