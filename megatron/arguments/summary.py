@@ -137,6 +137,7 @@ def _model(model: ModelConfig) -> str:
         mlp += f" in a space of {model.moe_latent_size}" if model.moe_latent_size else ""
         shared, gated = model.moe_shared_expert_intermediate_size, "gated " * model.moe_shared_expert_gate
         mlp += f" and a {gated}shared one of {shared}" if shared else ""
+        mlp += ", chosen at random" if model.moe_router_force_load_balancing else ""
         if model.dense_layers:
             mlp += f", in {model.dense_layers} layers a {model.activation} MLP of {model.ffn}"
     return ", ".join([*parts, mlp, model.normalization, f"positions {model.position_embedding_type}"])

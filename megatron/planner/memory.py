@@ -35,7 +35,7 @@ from megatron.distributed.param_layout import (
 from megatron.distributed.sharding import EXPERT_REDUCE_AXES, Sharding, Specs
 from megatron.layers.adapter_parameters import adapted_parts, is_adaptable, is_linear, linear_parts
 from megatron.layers.mixers.activations import DTYPE_BYTES, INDEX_BYTES
-from megatron.layers.mixers.registry import rotary_tables
+from megatron.layers.mixers.registry import block_mixers, rotary_tables
 from megatron.layers.parameters import block_of_any_kind, gpt, heads_of, in_checkpoints
 from megatron.layers.recompute_plan import RecomputePlan
 from megatron.optimizer.param_groups import offloaded_params, rule_of
@@ -275,6 +275,9 @@ class _StageState:
         )
         common = Counter(buffers=sum(table.channels // 2 * wide for table in tables))
         common["buffers"] += _adapter_rows(config.model, specs)
+        blocks = (layer for stage in stages for layer in stage.kinds(config.model.head_layers))
+        mixers = (mixer for layer in blocks for mixer in block_mixers(config.model, layer))
+        common["buffers"] += sum(mixer.buffer_bytes(config.model) for mixer in mixers)
         common["buffers"] += sum(getattr(group, "buffer_bytes", 0) for group in vars(config).values())
         copies = _feature_copies(config)
         counts = {expert: _shards(parallel, layout, expert)[0] for expert in (False, True)}

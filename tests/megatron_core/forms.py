@@ -70,6 +70,7 @@ FORMS = {
     "experts with gelu": f"--disable-bias-linear --no-bias-gelu-fusion {MIXTURE} --qk-layernorm",
     "shared experts": f"{LLAMA} {MIXTURE} --moe-shared-expert-intermediate-size 40 --moe-z-loss-coeff 1e-3 "
     "--untie-embeddings-and-output-weights",
+    "output gate": f"{LLAMA} --attention-output-gate --group-query-attention --num-query-groups 2 --qk-layernorm",
     "windows": f"{LLAMA} --window-size 7,0 --window-attn-skip-freq 2",
     "dense and experts": f"{LLAMA} {MIXTURE} --moe-layer-freq [0,1] --ffn-hidden-size 80",
     "expert bias": f"{LLAMA} {SIGMOID} --moe-shared-expert-intermediate-size 40",
@@ -85,7 +86,7 @@ FORMS = {
 """Flags of models that both programs have; all but the first two differ from a default in several ways. Further tokens
 after the end of a sample are token 0 in Megatron-LM: experts beside them would not have the same loads."""
 
-TRANSFORMER_ENGINE_ALONE = ("latent experts", "latent attention", "latent queries")
+TRANSFORMER_ENGINE_ALONE = ("latent experts", "multi-token", "latent attention", "latent queries")
 """Forms that its own layers do not have."""
 
 

@@ -57,7 +57,7 @@ class Case:
 
 
 MOE = f"{LLAMA} --num-experts 4 --moe-router-topk 2"
-EP = "--expert-model-parallel-size 2"
+EP = "--expert-model-parallel-size 4"
 FP8 = "--fp8-format hybrid --ffn-hidden-size 256"
 TP = "--tensor-model-parallel-size 2 --sequence-parallel"
 ZERO1 = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"
@@ -119,12 +119,13 @@ CASES = {
     "recomputation": Case(1, f"{LLAMA} --recompute-granularity full"),
     "experts": Case(1, MOE, between=True),
     "experts, graph": Case(1, f"{MOE} --cuda-graph step"),
+    "experts in FP8": Case(1, f"{MOE} {FP8} --cuda-graph step"),
     "experts in parallel": Case(4, f"{MOE} {EP} {ZERO1}", between=True),
     "experts in parallel, graph": Case(4, f"{MOE} {EP} --use-distributed-optimizer --cuda-graph step"),
     "experts in parallel, exact": Case(4, f"{MOE} {EP} {ZERO1} --moe-exchange exact", waits=64),
-    "experts in parallel, halves": Case(4, f"{MOE} {EP} --overlap-moe-expert-parallel-comm", hidden=0.5),
+    "experts in parallel, halves": Case(4, f"{MOE} {EP} --overlap-moe-expert-parallel-comm", hidden=1.0),
     "experts in parallel, shared": Case(
-        4, f"{MOE} {EP} --moe-shared-expert-intermediate-size 64 --moe-shared-expert-overlap", hidden=0.5
+        4, f"{MOE} {EP} --moe-shared-expert-intermediate-size 64 --moe-shared-expert-overlap", hidden=1.0
     ),
     "data-parallel": Case(2, f"{LLAMA} --overlap-grad-reduce", hidden=0.5, between=True),
     "ZeRO-1": Case(2, f"{LLAMA} {ZERO1}", hidden=0.5),

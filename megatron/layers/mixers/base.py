@@ -135,6 +135,10 @@ class Mixer:
         specs = self.parameters(shape.model, shape.sharding).items()
         return [shape.linear(spec) for name, spec in specs if is_linear(name)]
 
+    def buffer_bytes(self, config: ModelConfig) -> int:
+        """Return the bytes that are kept for it from step to step, beside its parameters."""
+        return 0
+
     def kept(self, shape: ActivationShape) -> Iterator[KeptTensor]:
         """Yield the tensors that are kept from forward to backward if nothing is recomputed, the input first.
 

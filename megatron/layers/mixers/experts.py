@@ -10,7 +10,7 @@ from megatron.config.dispatch import ExchangeBuffers, ranks_of_token
 from megatron.config.model import ModelConfig
 from megatron.distributed.sharding import UNSHARDED, Init, Sharding, ShardSpec, Specs
 from megatron.layers.adapter_parameters import is_linear
-from megatron.layers.mixers.activations import INDEX_BYTES, ActivationShape, KeptTensor, LinearShape
+from megatron.layers.mixers.activations import DTYPE_BYTES, INDEX_BYTES, ActivationShape, KeptTensor, LinearShape
 from megatron.layers.mixers.base import Mixer, linear, output_std, replicated_projection, under
 from megatron.layers.mixers.feed_forward import mlp_kept, mlp_linears, mlp_parameters
 from megatron.layers.recompute_plan import RecomputePlan
@@ -72,12 +72,18 @@ class ExpertsMixer(Mixer):
         experts = [shape.linear(spec, rows) for name, spec in specs if is_linear(name) and spec.expert]
         return experts + mlp_linears(shape, _shared(shape.model, shape.sharding))
 
+    def buffer_bytes(self, config: ModelConfig) -> int:
+        """Return the bytes of the loads: of a step, of the step before, and of the steps since the last log line."""
+        kinds = 3 + config.has_global_loss  # the last one with the choices that were dropped
+        return (kinds * (config.num_experts or 0) + 1) * INDEX_BYTES
+
     def kept(self, shape: ActivationShape) -> Iterator[KeptTensor]:
         """Yield what the router, the dispatch, the experts and the shared expert keep.
 
         A router keeps a wide input, and the experts copies of rows.
         """
-        model, h, wide, travel = shape.model, shape.model.expert_hidden, shape.wide, _Travel.of(shape)
+        model, h, travel = shape.model, shape.model.expert_hidden, _Travel.of(shape)
+        wide = max(shape.wide, DTYPE_BYTES[model.moe_router_dtype])
         experts, choices, again = model.num_experts or 0, shape.rows * model.moe_router_topk, ("mlp",)
         linears = self.linears(shape)
         multiplied = len(linears) > 2 or model.moe_latent_size is not None
@@ -88,7 +94,7 @@ class ExpertsMixer(Mixer):
                 yield shape.input("layernorm", *again)
             yield KeptTensor("router: input", shape.hidden, wide, again)
             yield KeptTensor("router: weight", experts * model.hidden_size, wide, again)
-        yield KeptTensor("router: probabilities", shape.rows * experts, wide, again)
+        yield KeptTensor("router: logits and scores", shape.rows * experts * _kept_scores(model), wide, again)
         yield KeptTensor("router: choices", choices, INDEX_BYTES, again)
         yield KeptTensor("router: weights of the choices", 2 * choices, wide, again)
         yield KeptTensor("dispatch: numbers of rows", travel.numbers, INDEX_BYTES, again)
@@ -103,6 +109,17 @@ class ExpertsMixer(Mixer):
             yield from mlp_kept(shape, "mlp.shared_experts", _shared(model, shape.sharding), linears[2:])
             if model.moe_shared_expert_gate:
                 yield KeptTensor("shared expert: output, and its gate", shape.hidden + shape.rows, shape.width, again)
+
+
+def _kept_scores(model: ModelConfig) -> int:
+    """Return how many of logits and scores the router keeps: what weights and losses are computed of."""
+    sinkhorn, losses = "sinkhorn" in model.moe_router_load_balancing_type, model.router_losses
+    kept = {"scores"}
+    if model.moe_router_score_function == "sqrtsoftplus":
+        kept = {"logits", "scores"}
+    elif model.moe_router_score_function == "softmax" and not (model.moe_router_pre_softmax or sinkhorn):
+        kept = {"logits", "scores"} if losses.keys() - {"z_loss"} else {"logits"}
+    return len(kept | {"logits"} if "z_loss" in losses else kept)
 
 
 def _shared(config: ModelConfig, sharding: Sharding) -> Specs:

@@ -34,6 +34,7 @@ TINY = (
 )
 LLAMA = "--position-embedding-type rope --normalization RMSNorm --swiglu --disable-bias-linear --num-query-groups 2"
 EXPERTS = f"{LLAMA} --num-experts 4 --moe-ffn-hidden-size 24 --moe-router-topk 2"
+MANY_EXPERTS = f"{LLAMA} --hidden-size 32 --num-experts 64 --moe-ffn-hidden-size 8 --moe-router-topk 4"
 
 
 def config_of(flags: str, ranks: int = 1) -> RunConfig:
@@ -156,6 +157,9 @@ ONE_RANK = [
     ),
     f"{EXPERTS.replace('--swiglu --disable-bias-linear', '--quick-geglu')} --activation-func-clamp-value 2",
     f"{LONG} --seq-length 2048 --attention-dropout 0.1 --micro-batch-size 2 --global-batch-size 2 --mlp-chunk-size 200",
+    f"{MANY_EXPERTS} --moe-aux-loss-coeff 0.1 --moe-router-load-balancing-type global_aux_loss",
+    f"{MANY_EXPERTS} --moe-z-loss-coeff 0.1 --moe-router-score-function sqrtsoftplus --moe-router-enable-expert-bias",
+    f"{MANY_EXPERTS} --moe-router-dtype fp64 --moe-router-load-balancing-type sinkhorn",
     f"{EXPERTS} --moe-latent-size 16 --moe-shared-expert-intermediate-size 40 --moe-shared-expert-gate",
     f"{EXPERTS} --moe-latent-size 48 --moe-layer-freq [0,1]",
 ]
