@@ -80,9 +80,8 @@ class LatentAttentionMixer(Mixer):
     def describe(self, config: ModelConfig) -> str:
         """Return the heads and the latents."""
         heads, rank = _heads(config), config.q_lora_rank
-        widths = f"{heads.channels} ({config.qk_pos_emb_head_dim} rotated) and values of {heads.value_channels}"
-        latents = f"latents of {config.kv_lora_rank}" + (f" and {rank} (queries)" if rank else "")
-        return f"{heads.queries} heads of {widths} from {latents}"
+        latents = f"latents {config.kv_lora_rank}" + (f" and {rank}" if rank else "")
+        return f"{heads.queries} heads of {heads.channels}, values {heads.value_channels}, {latents}"
 
     def exchanged(self, config: ModelConfig, tp: int) -> Exchanged:
         """Return the elements of queries, keys and values, and the output."""
