@@ -1,8 +1,9 @@
-"""Average models, drop layers, resize the vocabulary, turn MLPs into experts, or cast weights.
+"""Average models, drop layers, resize the vocabulary, turn MLPs into experts, add heads, or cast weights.
 
     python tools/edit_checkpoint.py --load runs/a/checkpoints --average runs/b/checkpoints --save mean
     python tools/edit_checkpoint.py --load runs/a/checkpoints --drop-layers 20-27 --resize-vocab 50432 --save small
     python tools/edit_checkpoint.py --load runs/a/checkpoints --num-experts 8 --moe-router-topk 2 --save sparse
+    python tools/edit_checkpoint.py --load runs/a/checkpoints --mtp-num-layers 1 --save with_heads
     python tools/edit_checkpoint.py --load runs/a/checkpoints --cast bf16 --save half
     python tools/edit_checkpoint.py --load runs/adapters/checkpoints --merge --save merged
 
@@ -66,7 +67,9 @@ def build_parser() -> argparse.ArgumentParser:
     experts = "turn every MLP into N experts that are copies of it, with a random router"
     changes.add_argument("--num-experts", type=parse_count, metavar="N", help=experts)
     changes.add_argument("--moe-router-topk", type=parse_count, metavar="K", help="experts of a token (2)")
-    changes.add_argument("--seed", type=int, metavar="N", help="of the routers (1234)")
+    heads = "number of heads of multi-token prediction; new ones are random, 0 removes all"
+    changes.add_argument("--mtp-num-layers", type=int, choices=range(100), metavar="N", help=heads)
+    changes.add_argument("--seed", type=int, metavar="N", help="of the routers and heads (1234)")
     cast = "dtype of the stored weights, and in which a run from them computes (fp32, and as before)"
     changes.add_argument("--cast", choices=("fp32", "bf16", "fp16"), help=cast)
     return parser
@@ -76,11 +79,14 @@ def main(argv: Sequence[str]) -> int:
     """Write the changed model; return the exit status: 1 if that fails, 2 for invalid flags."""
     parser = build_parser()
     args = parser.parse_args(argv)
-    if not (args.merge or args.average or args.drop_layers or args.resize_vocab or args.num_experts or args.cast):
-        parser.error("no change given: --merge, --average, --drop-layers, --resize-vocab, --num-experts or --cast")
-    unused = [flag for flag in ("moe_router_topk", "seed") if getattr(args, flag) is not None]
-    if unused and args.num_experts is None:
-        parser.error(f"--{unused[0].replace('_', '-')}: only with --num-experts")
+    given = (args.merge, args.average, args.drop_layers, args.resize_vocab, args.num_experts, args.cast)
+    if not any(given) and args.mtp_num_layers is None:
+        flags = "--merge, --average, --drop-layers, --resize-vocab, --num-experts, --mtp-num-layers or --cast"
+        parser.error(f"no change given: {flags}")
+    if args.moe_router_topk is not None and args.num_experts is None:
+        parser.error("--moe-router-topk: only with --num-experts")
+    if args.seed is not None and args.num_experts is None and args.mtp_num_layers is None:
+        parser.error("--seed: only with --num-experts or --mtp-num-layers")
 
     from megatron.checkpoint.errors import CheckpointError
     from megatron.config.errors import UserError
@@ -96,7 +102,9 @@ def main(argv: Sequence[str]) -> int:
         if args.merge and first.merged is None:
             raise CheckpointError(f"{first.manifest.path} holds no adapters", "drop --merge")
         routers = {name: value for name in ("moe_router_topk", "seed") if (value := getattr(args, name)) is not None}
-        changes = Changes(others, args.drop_layers, args.resize_vocab, args.num_experts, **routers)
+        changes = Changes(
+            others, args.drop_layers, args.resize_vocab, args.num_experts, heads=args.mtp_num_layers, **routers
+        )
         path, model = change_checkpoint(first, changes, args.save, ProgressPrinter(), args.cast)
     except (CheckpointError, UserError, OSError) as error:
         echo(f"edit_checkpoint: {error}", file=sys.stderr)

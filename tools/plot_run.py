@@ -1,6 +1,7 @@
 """Draw the loss curve of a run, or of several side by side: ``python tools/plot_run.py RUN_DIR [RUN_DIR ...]``.
 
-For a single run, finished or not, it writes the pictures that the run itself draws at its end, including its health.
+For a single run, finished or not, it writes the pictures that the run itself draws at its end, including its health and
+the load of its experts.
 """
 
 from __future__ import annotations
@@ -13,8 +14,14 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # if this checkout is not installed
 
 from megatron.config.text import echo
-from megatron.training.loggers.plots import draw_health, draw_runs
-from megatron.training.loggers.run_folder import HEALTH_FILE, LOSS_CURVE_FILE, METRICS_FILE, read_history
+from megatron.training.loggers.plots import draw_experts, draw_health, draw_runs
+from megatron.training.loggers.run_folder import (
+    EXPERTS_FILE,
+    HEALTH_FILE,
+    LOSS_CURVE_FILE,
+    METRICS_FILE,
+    read_history,
+)
 
 COMPARISON = "runs.png"
 
@@ -28,7 +35,7 @@ def build_parser() -> argparse.ArgumentParser:
         type=Path,
         metavar="FILE",
         help=f"picture to write; .png, .pdf or .svg (default: RUN_DIR/{LOSS_CURVE_FILE}, "
-        f"and {HEALTH_FILE} if per-layer metrics were logged; of several runs ./{COMPARISON})",
+        f"{HEALTH_FILE} if per-layer metrics were logged, {EXPERTS_FILE} with experts; of several runs ./{COMPARISON})",
     )
     return parser
 
@@ -44,9 +51,10 @@ def main(argv: Sequence[str]) -> int:
         names = short_names(folders)
         histories = [read_history(folder / METRICS_FILE) for folder in folders]
         draw_runs(dict(zip(names, histories)), out)
-        health = folders[0] / HEALTH_FILE
-        if single and not arguments.out and draw_health(histories[0], names[0], health):
-            drawn.append(health)
+        if single and not arguments.out:
+            for draw, name in ((draw_health, HEALTH_FILE), (draw_experts, EXPERTS_FILE)):
+                if draw(histories[0], names[0], folders[0] / name):
+                    drawn.append(folders[0] / name)
     except (ValueError, OSError) as error:
         echo(f"plot_run: {error}", file=sys.stderr)
         return 1

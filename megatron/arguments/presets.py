@@ -64,6 +64,113 @@ def _llama3(layers: int, hidden: int, heads: int, ffn: int, lr: float) -> Preset
     return _LLAMA | _shape(layers, hidden, heads, 8192, lr, lr / 100) | model | warmup
 
 
+def _mixture(layers: int, hidden: int, heads: int, length: int, positions: int, model: Preset) -> Preset:
+    # Their rates are not published; these are Llama 2's for 7B and 13B.
+    return _LLAMA | _shape(layers, hidden, heads, length, 3e-4, 3e-5) | {"max_position_embeddings": positions} | model
+
+
+# Models with experts have the values of their config.json, positions beyond the first context length included.
+_MIXTRAL: Preset = {
+    "vocab_size": 32000,
+    "num_query_groups": 8,
+    "ffn_hidden_size": 14336,
+    "rotary_base": 1e6,
+    "num_experts": 8,
+    "moe_router_load_balancing_type": ("seq_aux_loss",),
+    "moe_aux_loss_coeff": (0.02,),
+}
+_QWEN3_30B_A3B: Preset = {
+    "vocab_size": 151936,
+    "num_query_groups": 4,
+    "kv_channels": 128,
+    "qk_layernorm": True,
+    "norm_epsilon": 1e-6,
+    "rotary_base": 1e6,
+    "ffn_hidden_size": 6144,
+    "num_experts": 128,
+    "moe_ffn_hidden_size": 768,
+    "moe_router_topk": 8,
+    "moe_router_load_balancing_type": ("global_aux_loss",),
+    "moe_aux_loss_coeff": (0.001,),
+}
+_GPT_OSS_20B: Preset = {
+    "vocab_size": 201088,
+    "num_query_groups": 8,
+    "kv_channels": 64,
+    "add_bias_linear": True,
+    "position_embedding_type": "yarn",
+    "rotary_base": 150000.0,
+    "rotary_scaling_factor": 32.0,
+    "yarn_original_max_position_embeddings": 4096,
+    "yarn_correction_range_round_to_int": False,
+    "attention_pattern": "local:128,global",
+    "softmax_type": "learnable",
+    "activation": "quick_geglu",
+    "activation_func_clamp_value": 7.0,
+    "glu_linear_offset": 1.0,
+    "ffn_hidden_size": 2880,
+    "num_experts": 32,
+    "moe_router_topk": 4,
+    "moe_router_load_balancing_type": ("seq_aux_loss",),
+    "moe_aux_loss_coeff": (0.01,),  # not published
+}
+# DeepSeek-AI 2024, arXiv 2412.19437, section 4.2: warm-up of 2,000 of 235,000 steps; the rate is constant for 10T of
+# its 14.8T tokens before the cosine. The weight of the further token is that of the last 4.8T.
+_DEEPSEEK_V3: Preset = {
+    "lr_warmup_fraction": 2000 / 235_000,
+    "adam_eps": 1e-8,
+    "init_method_std": 0.006,
+    "vocab_size": 129280,
+    "max_position_embeddings": 163840,
+    "norm_epsilon": 1e-6,
+    "multi_latent_attention": True,
+    "qk_layernorm": True,
+    "q_lora_rank": 1536,
+    "kv_lora_rank": 512,
+    "qk_head_dim": 128,
+    "qk_pos_emb_head_dim": 64,
+    "v_head_dim": 128,
+    "rotary_scaling_factor": 40.0,
+    "mscale_all_dim": 1.0,
+    "ffn_hidden_size": 18432,
+    "num_experts": 256,
+    "moe_layer_freq": "[0]*3+[1]*58",
+    "moe_ffn_hidden_size": 2048,
+    "moe_shared_expert_intermediate_size": 2048,
+    "moe_router_topk": 8,
+    "moe_router_score_function": "sigmoid",
+    "moe_router_enable_expert_bias": True,
+    "moe_router_bias_update_rate": 0.001,
+    "moe_router_num_groups": 8,
+    "moe_router_group_topk": 4,
+    "moe_router_topk_scaling_factor": 2.5,
+    "moe_router_load_balancing_type": ("seq_aux_loss",),
+    "moe_aux_loss_coeff": (0.0001,),
+    "mtp_num_layers": 1,
+    "mtp_loss_scaling_factor": 0.1,
+}
+_TINY_DEEPSEEK: Preset = _DEEPSEEK_V3 | {
+    "lr_warmup_fraction": 0.05,
+    "init_method_std": 0.02,
+    "max_position_embeddings": 256,
+    "q_lora_rank": 64,
+    "kv_lora_rank": 32,
+    "qk_head_dim": 16,
+    "qk_pos_emb_head_dim": 8,
+    "v_head_dim": 16,
+    "rope_type": "rope",
+    "ffn_hidden_size": 384,
+    "num_experts": 16,
+    "moe_layer_freq": "[0]+[1]*3",
+    "moe_ffn_hidden_size": 64,
+    "moe_shared_expert_intermediate_size": 64,
+    "moe_router_topk": 4,
+    "moe_router_num_groups": 4,
+    "moe_router_group_topk": 2,
+}
+del _TINY_DEEPSEEK["vocab_size"], _TINY_DEEPSEEK["rotary_scaling_factor"], _TINY_DEEPSEEK["mscale_all_dim"]
+
+
 # Learning rates of the GPT family: Brown et al. 2020, table 2.1, at the nearest size. The tiny models are small enough
 # for a laptop's CPU; their vocabulary is the tokenizer's.
 PRESETS = MappingProxyType(
@@ -77,19 +184,30 @@ PRESETS = MappingProxyType(
         "llama3-8b": _llama3(32, 4096, 32, 14336, 3e-4),
         "llama3-70b": _llama3(80, 8192, 64, 28672, 1.5e-4),
         "llama3-405b": _llama3(126, 16384, 128, 53248, 8e-5),
+        "mixtral-8x7b": _mixture(32, 4096, 32, 32768, 32768, _MIXTRAL),
+        "qwen3-30b-a3b": _mixture(48, 2048, 32, 4096, 40960, _QWEN3_30B_A3B),
+        "gpt-oss-20b": _mixture(24, 2880, 64, 4096, 131072, _GPT_OSS_20B),
+        "deepseek-v3": _LLAMA | _shape(61, 7168, 128, 4096, 2.2e-4, 2.2e-5) | _DEEPSEEK_V3,
         "tiny-gpt2": _GPT | _shape(2, 64, 4, 256, 1e-3, 1e-4) | {"lr_warmup_fraction": 0.05},
         "tiny-llama": _LLAMA
         | _shape(4, 128, 8, 256, 1e-3, 1e-4)
         | {"lr_warmup_fraction": 0.05, "num_query_groups": 4, "ffn_hidden_size": 384},
+        "tiny-moe": _LLAMA
+        | _shape(4, 128, 8, 256, 1e-3, 1e-4)
+        | {"lr_warmup_fraction": 0.05, "num_query_groups": 4, "ffn_hidden_size": 192}
+        | {"num_experts": 8, "moe_router_load_balancing_type": ("seq_aux_loss",), "moe_aux_loss_coeff": (0.01,)},
+        "tiny-deepseek": _LLAMA | _shape(4, 128, 4, 256, 1e-3, 1e-4) | _TINY_DEEPSEEK,
     }
 )
 
 # GPT: Brown et al. 2020, table 2.1. Llama 2: Touvron et al. 2023, section 2.2. Llama 3: Grattafiori et al. 2024,
 # section 3.4.1, for 405B the last stage of its ramp, for the others, whose batches are not published, the first.
+# DeepSeek-V3: section 4.2, the last stage of its ramp. Mixtures with the rates of Llama 2: its batch.
 PAPER_TOKENS_PER_STEP = MappingProxyType(
     dict.fromkeys(("gpt2-124m", "gpt2-355m", "gpt2-774m"), 500_000)
     | {"gpt2-1.5b": 1_000_000, "gpt3-175b": 3_200_000, "llama2-7b": 4_000_000}
-    | {"llama3-8b": 4_000_000, "llama3-70b": 4_000_000, "llama3-405b": 16_000_000}
+    | {"llama3-8b": 4_000_000, "llama3-70b": 4_000_000, "llama3-405b": 16_000_000, "deepseek-v3": 15360 * 4096}
+    | dict.fromkeys(("mixtral-8x7b", "qwen3-30b-a3b", "gpt-oss-20b"), 4_000_000)
 )
 """Tokens per step for which the learning rate of a preset was chosen."""
 

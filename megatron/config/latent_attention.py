@@ -11,7 +11,7 @@ from megatron.config.errors import Problem
 from megatron.config.option import MAX_SIZE, Need, Run, option
 
 LATENT = Need("has_latent_attention", "--multi-latent-attention")
-YARN = Need("has_yarn", "--position-embedding-type yarn, or --rope-type yarn")
+YARN = Need("has_yarn", "--position-embedding-type yarn or --rope-type yarn")
 
 Model: TypeAlias = Any
 """The model, a :class:`megatron.config.model.ModelConfig`, which inherits the class of options."""

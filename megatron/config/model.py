@@ -37,7 +37,7 @@ ROTARY_ATTENTION = Need("position_embedding_type=rope|yarn")
 ROPE = Need("position_embedding_type=rope or rope_type=rope", "--position-embedding-type rope")
 ROPE_SCALING = Need("use_rope_scaling")
 QK_NORM = Need("qk_layernorm")
-ATTENTION = Need("has_attention", "attention without a latent")
+ATTENTION = Need("has_attention", "--no-multi-latent-attention")
 GATED = Need(f"activation={'|'.join(GATED_ACTIVATIONS)}", "a gated activation")
 CROSS_ENTROPY = Need("objective!=dpo|distillation", "--objective next_token")
 
@@ -183,6 +183,9 @@ class TransformerOptions(WithPluginOptions):
     or the name of a plugin's mixer. Example: mine mine mine attention."""
     softmax_scale: float | None = option(None, role="function", above=0, example=0.0625)
     """Factor on the products of queries and keys. Default: 1/sqrt(channels of a key)."""
+    attention_output_gate: bool = option(False, role="shape", needs=ATTENTION)
+    """Multiply the output of attention by the sigmoid of a gate for each of its channels, which the QKV projection
+    gives too."""
     attn_logit_softcapping: float | None = option(None, role="function", above=0, example=50)
     """Cap the scores of attention smoothly, before the mask: cap x tanh(score / cap), as Gemma 2."""
     softmax_type: str = option(

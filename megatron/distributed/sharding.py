@@ -89,7 +89,8 @@ class ShardSpec:
     matrices: int = 0
     # A weight whose inputs are sharded, not its outputs.
     row_parallel: bool = False
-    # Of a fused QKV projection: query, key and value heads per group, interleaved along dimension 1 of the view.
+    # Of a fused QKV projection: heads per group, interleaved along dimension 1 of the view: queries, perhaps as many
+    # gates, one key and one value.
     fused: tuple[int, ...] = ()
     # The parameter is not trained: it has neither a gradient nor optimizer state, and checkpoints do not hold it.
     frozen: bool = False
@@ -226,8 +227,10 @@ class DenseSharding:
         shape = (groups * channels,)
         return q, ShardSpec(shape, shape, (channels,), (k,), self.rank, init)
 
-    def qkv(self, groups: int, q_per_group: int, tail: tuple[int, ...], init: Init) -> ShardSpec:
+    def qkv(self, groups: int, q_per_group: int, tail: tuple[int, ...], init: Init, gated: bool = False) -> ShardSpec:
         """Shard the fused QKV projection ``[groups, q_per_group + 2, *tail]``: per group its queries, then k, then v.
+
+        If ``gated``, a gate for each query head follows the queries of a group.
 
         ``tail`` is ``(head_dim, hidden)`` for the weight and ``(head_dim,)`` for the bias. With more ranks than
         groups, ``TP/groups`` ranks share a group: each holds some of its query heads, and all hold its k and v.
@@ -235,11 +238,12 @@ class DenseSharding:
         Raises:
             ValueError: when heads or groups are not divisible by TP.
         """
-        rows = groups * (q_per_group + 2) * tail[0]
+        wide = 1 + gated
+        rows = groups * (wide * q_per_group + 2) * tail[0]
         shape = (rows, *tail[1:])
-        view = (groups, q_per_group + 2, *tail)
+        view, fused = (groups, wide * q_per_group + 2, *tail), (*(q_per_group,) * wide, 1, 1)
         if groups % self.size == 0:
-            return replace(self.split(shape, 0, init, view), fused=(q_per_group, 1, 1))
+            return replace(self.split(shape, 0, init, view), fused=fused)
         copies, left = divmod(self.size, groups)
         if left or q_per_group % copies:
             raise ValueError(f"{groups} groups of {q_per_group} query heads do not divide over TP {self.size}")
@@ -251,10 +255,15 @@ class DenseSharding:
             return Box((group, start, *zeros), (1, size, *tail))
 
         group_ranks = tuple(range(group * copies, (group + 1) * copies))
-        q = ShardPiece(box(0, 0, queries), box(group, part * queries, queries), (self.rank,))
-        kv = ShardPiece(box(0, queries, 2), box(group, q_per_group, 2), group_ranks, partial=True)
-        local = (1, queries + 2, *tail)
-        return ShardSpec(shape, view, local, (q, kv), self.rank, init, fused=(q_per_group, 1, 1))
+        own = (
+            ShardPiece(
+                box(0, i * queries, queries), box(group, i * q_per_group + part * queries, queries), (self.rank,)
+            )
+            for i in range(wide)
+        )
+        kv = ShardPiece(box(0, wide * queries, 2), box(group, wide * q_per_group, 2), group_ranks, partial=True)
+        local = (1, wide * queries + 2, *tail)
+        return ShardSpec(shape, view, local, (*own, kv), self.rank, init, fused=fused)
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import cast
 
 import torch
 import torch.nn.functional as F
@@ -91,10 +92,30 @@ def _checks() -> Sequence[KernelCheck]:
     ]
 
 
+def _compiled() -> ActivationKernel:
+    """Return the compiled function; of weighted rows there may be any number."""
+    dense, experts = compiled(activation)(), compiled(activation, any_rows=True)()
+
+    def run(
+        x: Tensor,
+        bias: Tensor | None,
+        name: str,
+        limit: float | None = None,
+        offset: float = 0.0,
+        row_weights: Tensor | None = None,
+        end: Tensor | None = None,
+    ) -> Tensor:
+        if row_weights is None:
+            return cast("Tensor", dense(x, bias, name, limit, offset))
+        return cast("Tensor", experts(x, bias, name, limit, offset, row_weights))
+
+    return run
+
+
 ACTIVATION = Operation(
     {
         "triton": Candidate(triton_region("activation"), triton_missing, covers=_triton_covers),
-        "compiled": Candidate(compiled(activation), compiler_missing),
+        "compiled": Candidate(_compiled, compiler_missing),
         "torch": Candidate(lambda: activation),
     },
     _checks,

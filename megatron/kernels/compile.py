@@ -19,7 +19,7 @@ from megatron.config.privacy import PRIVATE_FOLDER, check_access
 from megatron.kernels.operation import missing_modules
 
 MAX_COMPILED_SHAPES = 64
-"""Maximum number of shapes per compiled function, beyond which torch falls back to eager execution. A run has few:
+"""Maximum number of shapes per compiled function, beyond which torch raises an error. A run has few:
 blocks, query and key norms, training and evaluation, the last chunk of the loss."""
 
 
@@ -51,8 +51,12 @@ def triton_region(name: str, module: str = "triton_regions") -> Callable[[], Cal
     return make
 
 
-def compiled(function: Callable[..., Any]) -> Callable[[], Callable[..., Any]]:
-    """Return a factory of ``function`` compiled with static shapes, as one graph per shape."""
+def compiled(function: Callable[..., Any], any_rows: bool = False) -> Callable[[], Callable[..., Any]]:
+    """Return a factory of ``function`` compiled with static shapes, as one graph per shape.
+
+    With ``any_rows`` one graph serves all sizes of the first dimension. The rows of experts have another number in
+    every step.
+    """
 
     def make() -> Callable[..., Any]:
         import torch._dynamo.config as limits  # takes seconds, and most runs do not need it
@@ -68,6 +72,9 @@ def compiled(function: Callable[..., Any]) -> Callable[[], Callable[..., Any]]:
             if inductor.cpp_cache_precompile_headers:  # they lie in PyTorch's default folder, whatever is set
                 inductor.cpp_cache_precompile_headers = False
             # Otherwise the tiling of reductions would depend on autotuning. A change makes dynamo recompile.
+            for t in arguments if any_rows else ():
+                if isinstance(t, torch.Tensor):
+                    torch._dynamo.maybe_mark_dynamic(t, 0)
             deterministic = torch.are_deterministic_algorithms_enabled()
             if inductor.deterministic != deterministic:
                 inductor.deterministic = deterministic

@@ -11,19 +11,26 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from megatron.kernels.compile import triton_missing, triton_region
-from megatron.kernels.fp8 import Float8Kernel, Float8Recipe, Float8Tensor, emulated_product
+from megatron.kernels.fp8 import Float8Kernel, Float8Recipe, Float8Tensor, emulated_product, quantize
 from megatron.kernels.grouped_linear import joined, split_by_expert
 from megatron.kernels.operation import Candidate, KernelCheck, Operation
 
-GroupedFloat8Product = Callable[[Float8Tensor, Float8Tensor, Tensor, torch.dtype], Tensor]
-"""``(a [R, K], b [E, N, K], offsets [E], dtype) -> [R, N]``: rows ``A_e B_e^T``, see ``kernels/grouped_linear.py``."""
+
+class GroupedFloat8Kernel(NamedTuple):
+    """An implementation of grouped linears in FP8; on ``offsets`` see ``kernels/grouped_linear.py``."""
+
+    # (a [R, K], b [E, N, K], offsets_E, dtype) -> [R, N]: rows ``A_e B_e^T``
+    product: Callable[[Float8Tensor, Float8Tensor, Tensor, torch.dtype], Tensor]
+    # (x_RK, block, dtype, offsets_E, scale=None) -> Float8Tensor: rows with a scale for each ``block`` columns, or for
+    # all if it is None. Scales ``[R, k]`` are passed if they are known.
+    quantize_rows: Callable[..., Float8Tensor]
 
 
 def experts_recipe(recipe: Float8Recipe) -> Float8Recipe:
@@ -43,12 +50,22 @@ def emulated_grouped_product(a: Float8Tensor, b: Float8Tensor, offsets: Tensor, 
     return joined(rows, len(a.data))
 
 
-def _triton() -> GroupedFloat8Product:
-    """Load the Triton kernel."""
-    return cast("GroupedFloat8Product", triton_region("grouped_fp8_product", "triton_grouped")())
+def emulated_quantize_rows(
+    x: Tensor, block: int | None, dtype: torch.dtype, offsets: Tensor, scale: Tensor | None = None
+) -> Float8Tensor:
+    """Quantise all rows, those of padding too."""
+    return Float8Tensor(*quantize(x, (1, block), dtype, False, False, scale))
 
 
-def _scaled_grouped_mm() -> GroupedFloat8Product:
+TORCH_GROUPED_FP8 = GroupedFloat8Kernel(emulated_grouped_product, emulated_quantize_rows)
+
+
+def _triton() -> GroupedFloat8Kernel:
+    """Load the Triton kernels."""
+    return cast("GroupedFloat8Kernel", triton_region("grouped_fp8", "triton_grouped")())
+
+
+def _scaled_grouped_mm() -> GroupedFloat8Kernel:
     """Return PyTorch's product, which takes e4m3 with a scale per row; others are left to Triton."""
     rest, rowwise = _triton(), F.ScalingType.RowWise
     multiply: Callable[..., Tensor] = cast("Any", F).scaled_grouped_mm
@@ -56,7 +73,7 @@ def _scaled_grouped_mm() -> GroupedFloat8Product:
     def product(a: Float8Tensor, b: Float8Tensor, offsets: Tensor, dtype: torch.dtype) -> Tensor:
         suits = a.data.dtype == b.data.dtype and len(a.data) and all(size % 16 == 0 for size in b.data.shape[1:])
         if not suits:
-            return rest(a, b, offsets, dtype)
+            return rest.product(a, b, offsets, dtype)
         return multiply(
             a.data.contiguous(),
             b.data.transpose(1, 2),
@@ -68,7 +85,7 @@ def _scaled_grouped_mm() -> GroupedFloat8Product:
             output_dtype=dtype,
         )
 
-    return product
+    return rest._replace(product=product)
 
 
 def _triton_missing(recipe: Float8Recipe, device: torch.device, dtype: torch.dtype) -> str | None:
@@ -97,15 +114,16 @@ def _checks(recipe: Float8Recipe) -> Sequence[KernelCheck]:
     x = torch.randn(rows, 384, generator=generator, dtype=torch.float64)
     weight = torch.randn(4 * 128, 384, generator=generator, dtype=torch.float64)
 
-    def run(product: GroupedFloat8Product, t: Sequence[Tensor]) -> Sequence[Tensor]:
+    def run(f: GroupedFloat8Kernel, t: Sequence[Tensor]) -> Sequence[Tensor]:
         x, weight, offsets = t
         b = kernel.quantize(weight, recipe.block(1, weight=True), recipe.forward_dtype)
         stacked, end = Float8Tensor(*(each.unflatten(0, (4, -1)) for each in b)), int(offsets[-1])
         outputs = []
+        x[end:] = torch.nan
         for dtype in (recipe.forward_dtype, recipe.gradient_dtype):
-            a = kernel.quantize(x, block, dtype)
-            a.scale[end:] = torch.nan
-            outputs.append(product(a, stacked, offsets, x.dtype)[:end])
+            a = f.quantize_rows(x, block[1], dtype, offsets)
+            again = f.quantize_rows(x, block[1], dtype, offsets, 2.0 * a.scale)
+            outputs += [f.product(rows, stacked, offsets, x.dtype)[:end] for rows in (a, again)]
         return outputs
 
     counts = ([0, 150, 1, 140], [0, 0, rows, 0])
@@ -119,6 +137,6 @@ def grouped_fp8_operation(of: Float8Recipe) -> Operation:
     candidates: dict[str, Candidate] = {
         "scaled_grouped_mm": Candidate(_scaled_grouped_mm, partial(_scaled_grouped_mm_missing, recipe)),
         "triton": Candidate(_triton, partial(_triton_missing, recipe)),
-        "torch": Candidate(lambda: emulated_grouped_product),
+        "torch": Candidate(lambda: TORCH_GROUPED_FP8),
     }
     return Operation(candidates, partial(_checks, recipe))

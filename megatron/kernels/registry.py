@@ -19,7 +19,7 @@ from megatron.kernels.attention_mask import AttentionKernel
 from megatron.kernels.cross_entropy import CROSS_ENTROPY, EAGER_CROSS_ENTROPY, CrossEntropyKernel
 from megatron.kernels.dropout import DROPOUT, DropoutKernel, dropout
 from megatron.kernels.fp8 import Float8Kernel, Float8Recipe, fp8_operation
-from megatron.kernels.grouped_fp8 import GroupedFloat8Product, grouped_fp8_operation
+from megatron.kernels.grouped_fp8 import GroupedFloat8Kernel, grouped_fp8_operation
 from megatron.kernels.grouped_linear import GROUPED_LINEAR, TORCH_GROUPED_LINEAR, GroupedLinearKernel
 from megatron.kernels.latent_qkv import LATENT_QKV, LatentQKVKernel, latent_qkv
 from megatron.kernels.linear import LINEAR, TORCH_LINEAR, LinearKernel
@@ -48,7 +48,7 @@ class Kernels:
     # Of the linears in blocks; None without FP8.
     fp8: Float8Kernel | None = None
     # Of the experts in these blocks.
-    grouped_fp8: GroupedFloat8Product | None = None
+    grouped_fp8: GroupedFloat8Kernel | None = None
 
 
 OPERATIONS: dict[str, Operation] = {

@@ -16,6 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from megatron.kernels.fp8 import Float8Tensor
+from megatron.kernels.grouped_fp8 import GroupedFloat8Kernel
 from megatron.kernels.grouped_linear import GroupedLinearKernel
 
 WIDE_TILE_ROWS = 96
@@ -155,6 +156,33 @@ def _sum_rows_of_experts(
     tl.store(out_EO + expert * outputs + o, tl.sum(total, 0), o < outputs)
 
 
+@triton.jit
+def _quantize_rows(
+    x_RK, data_RK, scale_RG, offsets, experts, K, largest,
+    GIVEN: tl.constexpr, GROUPS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Divide a row by its scales, one for each BLOCK columns, as :func:`megatron.kernels.fp8.quantize`."""
+    row = tl.program_id(0).to(tl.int64)
+    if row >= tl.load(offsets + experts - 1):
+        return
+    groups = tl.arange(0, GROUPS)
+    columns = groups[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
+    value = tl.load(x_RK + row * K + columns, columns < K, 0.0).to(tl.float32)
+    count = tl.cdiv(K, BLOCK)
+    at_scale = scale_RG + row * count + groups
+    if GIVEN:
+        scale = tl.load(at_scale, groups < count, 1.0)
+    else:
+        size = tl.abs(value)
+        infinite = tl.max((size < float("inf")).to(tl.int32) ^ 1, 1)  # nan, too, which maxima leave out
+        scale = tl.maximum(tl.div_rn(tl.max(size, 1), tl.full((GROUPS,), largest, tl.float32)), 1.1754943508222875e-38)
+        scale = tl.where(infinite > 0, float("nan"), scale)
+        tl.store(at_scale, scale, groups < count)
+    value = tl.div_rn(value, tl.broadcast_to(scale[:, None], (GROUPS, BLOCK)))
+    value = tl.where(value > largest, largest, tl.where(value < -largest, -largest, value))  # keeps nan
+    tl.store(data_RK + row * K + columns, value.to(data_RK.dtype.element_ty), columns < K)
+
+
 def _times(
     x: Tensor, weight_ENK: Tensor, offsets: Tensor, dtype: torch.dtype, scales: tuple[Tensor, Tensor] | None = None
 ) -> Tensor:
@@ -213,9 +241,28 @@ def bias_gradient(dy_RO: Tensor, offsets: Tensor, factor_R: Tensor | None = None
     return out
 
 
+def quantize_rows(
+    x_RK: Tensor, block: int | None, dtype: torch.dtype, offsets: Tensor, scale: Tensor | None = None
+) -> Float8Tensor:
+    """Quantise rows, with their scales if they are known; one launch, which reads them once."""
+    x, (rows, columns) = x_RK.contiguous(), x_RK.shape
+    width = block or triton.next_power_of_2(columns)
+    groups, given = triton.cdiv(columns, width), scale is not None
+    data = torch.empty_like(x, dtype=dtype)
+    scale = x.new_empty(rows, groups, dtype=torch.float32) if scale is None else scale.contiguous()
+    if rows:
+        size = triton.next_power_of_2(groups)
+        _quantize_rows[rows,](
+            x, data, scale, offsets, len(offsets), columns, torch.finfo(dtype).max, given, size, width,
+            num_warps=4 if size * width <= 4096 else 8,
+        )  # fmt: skip
+    return Float8Tensor(data, scale)
+
+
 def grouped_fp8_product(a: Float8Tensor, b: Float8Tensor, offsets: Tensor, dtype: torch.dtype) -> Tensor:
     """Return ``A_e B_e^T``; scales cover whole rows, or blocks of 128."""
     return _times(a.data, b.data, offsets, dtype, (a.scale, b.scale))
 
 
 grouped_linear = GroupedLinearKernel(forward, input_gradient, weight_gradient, bias_gradient)
+grouped_fp8 = GroupedFloat8Kernel(grouped_fp8_product, quantize_rows)

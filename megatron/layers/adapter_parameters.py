@@ -46,7 +46,7 @@ def is_linear(parameter: str) -> bool:
 def linear_parts(weight: ShardSpec) -> tuple[str, ...]:
     """Return the names of the linears that a weight ``[out, in]`` fuses; one name, empty, if it is a single linear."""
     if weight.fused:
-        return ("q", "k", "v")
+        return ("q", "k", "v") if len(weight.fused) == 3 else ("q", "gate", "k", "v")
     return ("gate", "up") if weight.matrices else ("",)
 
 
@@ -57,7 +57,10 @@ def part_of_rows(weight: ShardSpec) -> tuple[int, ...]:
         return (0,) * prod(view[:-1])
     if not weight.fused:
         return tuple(part for part in range(count) for _ in range(view[1]))
-    per_group = tuple(max(0, head - view[1] + count) for head in range(view[1]) for _ in range(view[2]))
+    wide = count - 2  # queries, and gates
+    queries = (view[1] - 2) // wide
+    of_heads = [*(head // queries for head in range(wide * queries)), wide, wide + 1]
+    per_group = tuple(part for part in of_heads for _ in range(view[2]))
     return per_group * view[0]
 
 

@@ -10,9 +10,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 from math import isqrt
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
 from megatron.config.attention_pattern import AttentionPattern
 from megatron.config.model import ModelConfig, RotaryTable
@@ -103,15 +105,20 @@ class SelfAttention(nn.Module):
         if config.qk_layernorm:
             self.q_layernorm = Norm(config, context.submodule("q_layernorm"))
             self.k_layernorm = Norm(config, context.submodule("k_layernorm"))
+        self.gated = config.attention_output_gate
         groups, rows = context.spec("linear_qkv.weight").local_view[:2]
+        queries = (rows - 2) // (1 + self.gated)
         self.heads, self.norm_all = (groups, config.head_dim), config.qk_layernorm_scope == "all"
         pattern, scale = config.pattern(layer), config.softmax_scale
-        self.core_attention = CoreAttention(config, context, pattern, groups, rows - 2, scale)
+        self.core_attention = CoreAttention(config, context, pattern, groups, queries, scale)
 
     def forward(self, x_SBH: Tensor, ctx: ForwardContext) -> MixerOutput:
         """Attend within each sample."""
-        norms, q, k = None, self.q_layernorm, self.k_layernorm
+        norms, q, k, gate_SBO = None, self.q_layernorm, self.k_layernorm, None
         qkv_SBO, bias = self.linear_qkv(x_SBH), self.linear_qkv.bias
+        if self.gated:
+            qkv_SBO, gate_SBO = self._split_gate(with_bias_gradient(qkv_SBO, bias))
+            bias = None
         if q is not None and k is not None and self.norm_all:
             qkv_SBO, bias = self._normalize_all_heads(with_bias_gradient(qkv_SBO, bias), q, k), None
         elif q is not None and k is not None:
@@ -121,10 +128,19 @@ class SelfAttention(nn.Module):
         if ctx.cache is not None:
             k_SBGD, v_SBGD = ctx.cache.extend(self.name, k_SBGD, v_SBGD)
         if self.recompute_core:
-            y_SBH = recompute(self.core_attention, q_SBND, k_SBGD, v_SBGD, ctx)
+            y_SBO = recompute(self.core_attention, q_SBND, k_SBGD, v_SBGD, ctx)
         else:
-            y_SBH = self.core_attention(q_SBND, k_SBGD, v_SBGD, ctx)
-        return MixerOutput(self.linear_proj(y_SBH), self.linear_proj.bias)
+            y_SBO = self.core_attention(q_SBND, k_SBGD, v_SBGD, ctx)
+        if gate_SBO is not None:
+            y_SBO = _Gated.apply(y_SBO, gate_SBO)
+        return MixerOutput(self.linear_proj(y_SBO), self.linear_proj.bias)
+
+    def _split_gate(self, qkv_SBO: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the projection without the gates, and the gates; copies, so that each can be freed."""
+        qkv_SBGXD = qkv_SBO.unflatten(2, (self.heads[0], -1, self.heads[1]))
+        queries = (qkv_SBGXD.shape[3] - 2) // 2
+        q, gate, kv = qkv_SBGXD.split((queries, queries, 2), dim=3)
+        return torch.cat((q, kv), dim=3).flatten(2), gate.flatten(2).contiguous()
 
     def _normalize_all_heads(self, qkv_SBO: Tensor, q_norm: Norm, k_norm: Norm) -> Tensor:
         """Divide the queries of a token by their RMS over all heads of all TP ranks, and its keys likewise.
@@ -144,6 +160,27 @@ class SelfAttention(nn.Module):
             scale, _ = norm.affine(wide=True)
             normed.append(x * (mean_SB + norm.eps).rsqrt()[..., None, None, None] * scale.view(groups, -1, d))
         return torch.cat((*normed, v), dim=3).to(qkv_SBO.dtype).flatten(2)
+
+
+class _Gated(torch.autograd.Function):
+    """``y sigmoid(gate)`` in at least fp32 (Qwen3-Next; arXiv 2505.06708); keeps its inputs only."""
+
+    @staticmethod
+    def forward(ctx: Any, y: Tensor, gate: Tensor) -> Tensor:
+        ctx.save_for_backward(y, gate)
+        return (y * _sigmoid(gate)).to(y.dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dz: Tensor) -> tuple[Tensor, Tensor]:
+        y, gate = ctx.saved_tensors
+        factor = _sigmoid(gate)
+        dfactor = dz.to(factor.dtype) * y
+        return (dz * factor).to(y.dtype), (dfactor * factor * (1.0 - factor)).to(gate.dtype)
+
+
+def _sigmoid(gate: Tensor) -> Tensor:
+    return gate.to(torch.promote_types(gate.dtype, torch.float32)).sigmoid()
 
 
 LOGITS_PER_TILE = 1 << 25

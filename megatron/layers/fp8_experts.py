@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from megatron.distributed import comm
-from megatron.kernels.fp8 import Float8Kernel, Float8Tensor
-from megatron.kernels.grouped_fp8 import GroupedFloat8Product, experts_recipe
+from megatron.kernels.fp8 import Float8Kernel, Float8Tensor, block_scale
+from megatron.kernels.grouped_fp8 import GroupedFloat8Kernel, experts_recipe
 from megatron.kernels.grouped_linear import GroupedLinearKernel
 from megatron.layers.context import BuildContext
 
@@ -21,32 +21,42 @@ from megatron.layers.context import BuildContext
 class Float8Experts:
     """The products of a grouped linear in FP8."""
 
-    def __init__(self, context: BuildContext, kernel: Float8Kernel, product: GroupedFloat8Product) -> None:
-        self.kernel, self.product, self.recipe = kernel, product, experts_recipe(kernel.recipe)
+    def __init__(self, context: BuildContext, kernel: Float8Kernel, grouped: GroupedFloat8Kernel) -> None:
+        self.kernel, self.grouped, self.recipe = kernel, grouped, experts_recipe(kernel.recipe)
         self.casts, self.name, self.mesh = context.fp8.casts, context.name("weight"), context.mesh
         self.inputs_cut = context.spec("weight").row_parallel
 
     @classmethod
     def of(cls, context: BuildContext) -> GroupedLinearKernel | None:
         """Return the products of the grouped linear under construction, or None if it is not in FP8."""
-        kernel, product = context.kernels.fp8, context.kernels.grouped_fp8
-        if kernel is None or product is None or context.layer not in context.fp8.layers:
+        kernel, grouped = context.kernels.fp8, context.kernels.grouped_fp8
+        if kernel is None or grouped is None or context.layer not in context.fp8.layers:
             return None
-        made = cls(context, kernel, product)
+        made = cls(context, kernel, grouped)
         return context.kernels.grouped_linear._replace(forward=made.forward, input_gradient=made.input_gradient)
 
-    def quantize(self, x: Tensor, dtype: torch.dtype, cut: bool, weight: bool = False) -> Float8Tensor:
-        """Quantise the rows of a matrix; ``cut`` if expert-TP ranks hold other columns of it."""
-        block, scale, etp = self.recipe.block(1, weight), None, self.mesh.group("etp")
+    def quantize(self, x: Tensor, dtype: torch.dtype, cut: bool, offsets: Tensor | None = None) -> Float8Tensor:
+        """Quantise rows with their offsets, or weights.
+
+        Args:
+            x: the matrix, quantised along its columns.
+            dtype: to quantise to.
+            cut: expert-TP ranks hold other columns of it.
+            offsets: of rows; None for weights.
+
+        """
+        block, scale, etp = self.recipe.block(1, weight=offsets is None), None, self.mesh.group("etp")
         if cut and block[1] is None and etp.size > 1:
-            scale = comm.all_reduce(self.kernel.scale(x, block, dtype), etp, op="max")
-        return self.kernel.quantize(x, block, dtype, scale=scale)
+            scale = comm.all_reduce(block_scale(x, block, dtype, power_of_two=False), etp, op="max")
+        if offsets is None:
+            return self.kernel.quantize(x, block, dtype, scale=scale)
+        return self.grouped.quantize_rows(x, block[1], dtype, offsets, scale)
 
     def weights(self, weight_ENK: Tensor, along: int, cut: bool) -> Float8Tensor:
         """Return the quantised weights for a product that sums over K, dimension ``along`` of ``[O, I]``."""
 
         def quantize() -> Float8Tensor:
-            return self.quantize(weight_ENK.flatten(0, 1), self.recipe.forward_dtype, cut, weight=True)
+            return self.quantize(weight_ENK.flatten(0, 1), self.recipe.forward_dtype, cut)
 
         data, scale = self.casts.get((self.name, along), quantize)
         experts = len(weight_ENK)
@@ -57,8 +67,8 @@ class Float8Experts:
         cut = self.inputs_cut == (along == 1)
         if not len(x_RK):
             return x_RK.new_empty(0, weight_ENK.shape[1])
-        rows, weights = self.quantize(x_RK, dtype, cut), self.weights(weight_ENK, along, cut)
-        return self.product(rows, weights, offsets, x_RK.dtype)
+        rows, weights = self.quantize(x_RK, dtype, cut, offsets), self.weights(weight_ENK, along, cut)
+        return self.grouped.product(rows, weights, offsets, x_RK.dtype)
 
     def forward(self, x_RI: Tensor, weight_EOI: Tensor, offsets: Tensor) -> Tensor:
         """Return ``x_e W_e^T``."""

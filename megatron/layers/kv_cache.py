@@ -52,6 +52,11 @@ class KVCache:
         k_TBGD, v_TBGD = (stored[:, :, :stop].permute(2, 0, 1, 3) for stored in self._layers[layer])
         return k_TBGD, v_TBGD
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all layers."""
+        return sum(stored.nbytes for layer in self._layers.values() for stored in layer)
+
     def advance(self, tokens: int) -> None:
         """Count ``tokens`` more tokens as read, in every layer."""
         self.length += tokens

@@ -74,7 +74,8 @@ class LatentAttention(nn.Module):
         if self.recompute_heads:
             y_SBO = recompute_producer(heads, partial(self._attend, ctx=ctx), q_SBR, kv_SBR, k_SBP)
         else:
-            y_SBO = self._attend(*heads(q_SBR, kv_SBR, k_SBP), ctx)
+            q_SBND, k_TBND, v_TBNV = heads(q_SBR, kv_SBR, k_SBP)
+            y_SBO = self._attend(q_SBND, k_TBND, v_TBNV, ctx)
         return MixerOutput(self.linear_proj(y_SBO), self.linear_proj.bias)
 
     def _heads(self, q_SBR: Tensor, kv_SBR: Tensor, k_SBP: Tensor, ctx: ForwardContext) -> tuple[Tensor, ...]:

@@ -69,7 +69,7 @@ def recompute_producer(producer: Callable[..., Tensors], consumer: Callable[...,
     if recomputed.node is None:
         return consumer(*between)
     # By address of the memory: the hooks live as long as what is saved, and must not keep the tensors.
-    places = {t.untyped_storage().data_ptr(): (index, t.storage_offset()) for index, t in enumerate(between)}
+    places = {t.untyped_storage().data_ptr(): (index, int(t.storage_offset())) for index, t in enumerate(between)}
 
     # The innermost hooks, which these replace; torch reads them so, too (torch/_functorch).
     keep, take = torch._C._autograd._top_saved_tensors_default_hooks(False) or (
@@ -82,7 +82,7 @@ def recompute_producer(producer: Callable[..., Tensors], consumer: Callable[...,
         if address not in places:
             return keep(t)
         index, start = places[address]
-        return _View(recomputed, index, t.shape, t.stride(), t.storage_offset() - start)
+        return _View(recomputed, index, t.shape, t.stride(), int(t.storage_offset()) - start)
 
     def unpack(saved: Any) -> Tensor:
         tensor: Tensor = saved.compute() if isinstance(saved, _View) else take(saved)
@@ -97,7 +97,8 @@ class _Outputs:
 
     def __init__(self) -> None:
         self.node: Any = None
-        self._calls, self._found = 0, []
+        self._calls = 0
+        self._found: list[Tensor] = []
 
     def of(self, producer: Callable[..., Tensors], *inputs: Any) -> tuple[Tensor, ...]:
         """Return the outputs."""
@@ -140,14 +141,14 @@ class _View(NamedTuple):
     """Place of a saved tensor in an output of a producer."""
 
     outputs: _Outputs
-    index: int
+    output: int
     size: torch.Size
     stride: tuple[int, ...]
     # From the first element of the output.
     offset: int
 
     def compute(self) -> Tensor:
-        output = self.outputs.get(self.index)
+        output = self.outputs.get(self.output)
         return output.as_strided(self.size, self.stride, output.storage_offset() + self.offset)
 
 

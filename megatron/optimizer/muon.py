@@ -67,15 +67,17 @@ def matrix_shards(spec: ShardSpec, split: bool) -> list[MatrixShard]:
     sharded_dim = 1 if local[-1] != whole[-1] else 0 if rows_sharded else None
     if not spec.fused:
         return [MatrixShard((), (prod(whole[lead:-1]), whole[-1]), count, sharded_dim)]
-    groups, head_dim, kv = whole[0], prod(whole[2:-1]), len(spec.fused) - 1
-    queries = local[1] - kv
+    groups, head_dim, kv = whole[0], prod(whole[2:-1]), 2
+    wide = len(spec.fused) - kv  # queries, and gates
+    queries = (local[1] - kv) // wide
     rows = local[0] * head_dim  # of one key or value head per group
     holders = len(spec.pieces[-1].tp_ranks)
     if not split:
         return [MatrixShard((), (prod(whole[:-1]), whole[-1]), 1, sharded_dim, kv * rows, holders)]
     q_shape, kv_shape = (groups * spec.fused[0] * head_dim, whole[-1]), (groups * head_dim, whole[-1])
-    matrices = [MatrixShard((slice(None), slice(0, queries)), q_shape, 1, sharded_dim)]
-    for i in range(queries, local[1]):
+    parts = (slice(i * queries, (i + 1) * queries) for i in range(wide))
+    matrices = [MatrixShard((slice(None), part), q_shape, 1, sharded_dim) for part in parts]
+    for i in range(wide * queries, local[1]):
         matrices.append(MatrixShard((slice(None), slice(i, i + 1)), kv_shape, 1, sharded_dim, rows, holders))
     return matrices
 

@@ -27,7 +27,7 @@ def train_step(
 
     The loss is the sum over the *global* batch divided by the sum of its weights (for next-token prediction the number
     of unmasked tokens), so it does not depend on how samples are split into micro-batches and over ranks. The host
-    never waits for the device, except that MoE dispatch reads token counts.
+    never waits for the device, except in a mixer that reads numbers of rows (``--moe-exchange exact``).
 
     Args:
         trainer: changed in place, except for its counters.

@@ -1,4 +1,4 @@
-"""Latent attention in every layout, beside the options of attention, and from its cache."""
+"""Latent attention, and attention with a gate on its output, in every layout, and from the cache."""
 
 from __future__ import annotations
 
@@ -6,12 +6,25 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 
+from megatron.config.model import ModelConfig
+from megatron.config.optimizer import OptimizerConfig
 from megatron.config.parallel import ParallelConfig
 from megatron.config.precision import PrecisionConfig
 from megatron.config.training import TrainingConfig
+from megatron.distributed.grad_accumulator import GradAccumulator
+from megatron.inference.generate import SamplingParams, generate
+from megatron.layers.context import BuildContext
+from megatron.layers.kv_cache import KVCache
+from megatron.model.gpt import build_gpt
+from megatron.planner.activations import activation_memory, peak_activations
 from tests.kit.cases import MODEL, Case, PackedConversations, compare_with_twin, run_in_small_tiles
 from tests.kit.pool import Pool
+from tests.kit.solo import Solo, mesh_of, tiny
+from tests.unit.inference.test_generate import reread
+from tests.unit.planner.test_activations import LLAMA, LONG, config_of, measured
+from tests.unit.planner.test_flops import counted, expected
 from tools.lib.verify_parallel import join_traces
 
 LATENT = {
@@ -100,6 +113,28 @@ CASES = {
 }
 
 
+def gated(parallel: dict[str, Any], training: dict[str, Any] | None = None, **model: Any) -> Case:
+    changed = replace(MODEL, attention_output_gate=True, num_query_groups=2, position_embedding_type="rope", **model)
+    return Case(changed, ParallelConfig(**parallel), training=TrainingConfig(**training or {}))
+
+
+CASES |= {
+    "gate, heads shared by ranks": gated({"tensor_model_parallel_size": 4}),
+    "gate, sp, core attention recomputed": gated(SP, selective("core_attn", "layernorm"), qk_layernorm=True),
+    "gate, all heads normalised": gated(
+        {"tensor_model_parallel_size": 4, "sequence_parallel": True},
+        normalization="RMSNorm",
+        qk_layernorm=True,
+        qk_layernorm_scope="all",
+    ),
+    "gate, a2a": gated(cp("a2a"), add_bias_linear=False),
+    "gate, lora": gated({"tensor_model_parallel_size": 4}, lora_rank=2, lora_target=("linear_qkv.gate", "*proj")),
+    "gate, muon": replace(
+        gated({"tensor_model_parallel_size": 4}), optimizer=OptimizerConfig(optimizer="muon", adam_eps=1e-5)
+    ),
+}
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_every_layout_computes_the_same(pool: Pool, name: str) -> None:
     one = CASES[name]
@@ -108,3 +143,88 @@ def test_every_layout_computes_the_same(pool: Pool, name: str) -> None:
     assert len(deviations) > 20
     for deviation in deviations:
         assert deviation.error <= 1e-10, deviation
+
+
+def latent(**changes: Any) -> ModelConfig:
+    return tiny(**LATENT | {"kv_lora_rank": 20} | changes)
+
+
+MIXED = {"multi_latent_attention": False, "token_mixers": ("latent-attention", "attention")}
+GENERATED = {
+    "latent": latent(),
+    "plain queries, rope": latent(q_lora_rank=None, rope_type="rope", v_head_dim=18, window_size=6),
+    "no positions": latent(position_embedding_type="none", no_rope_freq="1", qk_layernorm=False),
+    "beside attention": latent(**MIXED),
+    "gate": tiny(attention_output_gate=True, num_query_groups=2, position_embedding_type="rope"),
+}
+
+
+@pytest.mark.parametrize("name", GENERATED)
+def test_text_from_the_cache_is_that_of_reading_again(name: str) -> None:
+    """Of prompts of different lengths, which begin with padding."""
+    chunk = Solo.build(GENERATED[name]).chunk
+    prompts, greedy = [[5, 6, 7, 8, 9], [1], [3, 2, 1]], SamplingParams(0.0)
+    expected = [reread(chunk, prompt, number, greedy) for number, prompt in enumerate(prompts)]
+    assert generate(chunk, prompts, 9, greedy) == expected
+    cache = KVCache(10)
+    first, second = torch.tensor([[5, 6, 7, 8, 9], [4, 3, 2, 1, 0]]), torch.tensor([[3, 1], [2, 7]])
+    parts = [chunk.logits(tokens, cache) for tokens in (first, second)]
+    torch.testing.assert_close(torch.cat(parts), chunk.logits(torch.cat((first, second), 1)), rtol=1e-12, atol=1e-12)
+
+
+def test_the_cache_holds_latents() -> None:
+    """Of a token kv_lora_rank + qk_pos_emb_head_dim elements in a layer, whatever the number of heads."""
+    capacity, samples, sizes = 10, 2, {}
+    for heads in (2, 4):
+        config, cache = latent(num_attention_heads=heads), KVCache(capacity)
+        Solo.build(config).chunk.eval().logits(torch.zeros(samples, 3, dtype=torch.long), cache)
+        sizes[heads] = cache.nbytes
+    expected = config.num_layers * capacity * samples * (config.kv_lora_rank + config.qk_pos_emb_head_dim) * 8
+    assert sizes == {2: expected, 4: expected}
+
+
+def generated(rank: int, ranks: int, config: ModelConfig) -> list[list[int]]:
+    """Text of a model whose heads are on several ranks."""
+    mesh = mesh_of(rank, ranks, tensor_model_parallel_size=ranks)
+    context = BuildContext(mesh, GradAccumulator(), torch.float64)
+    return generate(build_gpt(config, TrainingConfig(), context), [[5, 6, 7], [1]], 8, SamplingParams(0.0))
+
+
+def test_ranks_with_some_heads_give_the_same_text(pool: Pool) -> None:
+    alone = generate(Solo.build(latent()).chunk, [[5, 6, 7], [1]], 8, SamplingParams(0.0))
+    assert pool.run(2, generated, latent()) == [alone, alone]
+
+
+MLA = (
+    "--position-embedding-type rope --normalization RMSNorm --swiglu --disable-bias-linear --multi-latent-attention"
+    " --q-lora-rank 24 --kv-lora-rank 16 --qk-head-dim 12 --qk-pos-emb-head-dim 4 --v-head-dim 8 --qk-layernorm"
+)
+PLAIN = MLA.replace("--q-lora-rank 24", "").replace("--qk-layernorm", "")
+GATE = f"{LLAMA} --attention-output-gate"
+AGAIN = "--recompute-granularity selective --recompute-modules"
+FORECAST = [
+    f"{MLA} {AGAIN} mla_up_proj core_attn layernorm",
+    f"{PLAIN} --v-head-dim 24 {AGAIN} mla_up_proj",
+    f"{LONG} {MLA} --qk-head-dim 60 --v-head-dim 16 --mlp-chunk-size 100",
+    f"{LONG} {PLAIN} --qk-head-dim 60 --v-head-dim 90 --attention-dropout 0.1 --mlp-chunk-size 100",
+    f"{GATE} {AGAIN} core_attn",
+    f"{LONG} {GATE} --qk-layernorm --qk-layernorm-scope all --mlp-chunk-size 100",
+]
+
+
+@pytest.mark.parametrize("flags", FORECAST)
+def test_the_forecast_matches_the_tensors_of_a_step(flags: str) -> None:
+    (((kept, _), peak),) = measured(0, 1, (flags,))
+    (((forward, _)),) = activation_memory(config_of(flags), 1)
+    assert kept == pytest.approx(forward.after, rel=0.005)
+    (predicted,) = peak_activations(config_of(flags), 1)
+    assert peak == pytest.approx(sum(predicted.values()), rel=0.1)
+
+
+@pytest.mark.parametrize("modules", [("mla_up_proj",), ("core_attn", "layernorm")])
+def test_products_match_the_count_of_torch(modules: tuple[str, ...]) -> None:
+    """Fused kernels of equal widths multiply the padding of values too; with dropout there is none."""
+    training = TrainingConfig(**selective(*modules))
+    equal_widths = latent(**MIXED, num_layers=2, v_head_dim=12)
+    for config in (equal_widths, latent(attention_dropout=0.1), GENERATED["gate"]):
+        assert expected(config, training) == counted(config, training, fused=True)

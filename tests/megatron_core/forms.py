@@ -85,7 +85,7 @@ FORMS = {
 """Flags of models that both programs have; all but the first two differ from a default in several ways. Further tokens
 after the end of a sample are token 0 in Megatron-LM: experts beside them would not have the same loads."""
 
-TRANSFORMER_ENGINE_ALONE = ("latent experts", "latent attention", "latent queries")
+TRANSFORMER_ENGINE_ALONE = ("latent experts", "multi-token", "latent attention", "latent queries")
 """Forms that its own layers do not have."""
 
 

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from megatron.distributed import comm
 from megatron.distributed.comm import Group
 from megatron.inference import generate
+from megatron.training import loop
 from megatron.training.cuda_graphs import StepRunner
 from megatron.training.trainer import Trainer
 from tests.nullgpu import faults
@@ -106,15 +107,18 @@ def as_if_finite(sample: Callable[..., torch.Tensor]) -> Callable[..., torch.Ten
 @contextmanager
 def marks() -> Iterator[None]:
     """Mark where steps and the reading of batches begin and end."""
-    run_step, next_batches = StepRunner.__call__, Trainer.next_batches
+    next_batches = Trainer.next_batches
 
-    def step(runner: StepRunner, *arguments: Any) -> Any:
-        mark("pause end")
-        mark("step begin")
-        metrics = run_step(runner, *arguments)
-        mark("step end")
-        mark("pause begin")
-        return metrics
+    def marked(run: Callable[..., Any]) -> Callable[..., Any]:
+        def step(*arguments: Any) -> Any:
+            mark("pause end")
+            mark("step begin")
+            metrics = run(*arguments)
+            mark("step end")
+            mark("pause begin")
+            return metrics
+
+        return step
 
     def read(trainer: Trainer) -> Any:
         mark("batch begin")
@@ -122,5 +126,8 @@ def marks() -> Iterator[None]:
         mark("batch end")
         return batches
 
-    with patch.object(StepRunner, "__call__", step), patch.object(Trainer, "next_batches", read):
+    with ExitStack() as stack:
+        stack.enter_context(patch.object(StepRunner, "__call__", marked(StepRunner.__call__)))
+        stack.enter_context(patch.object(loop, "train_step", marked(loop.train_step)))
+        stack.enter_context(patch.object(Trainer, "next_batches", read))
         yield

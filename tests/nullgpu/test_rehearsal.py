@@ -57,7 +57,7 @@ class Case:
 
 
 MOE = f"{LLAMA} --num-experts 4 --moe-router-topk 2"
-EP = "--expert-model-parallel-size 2"
+EP = "--expert-model-parallel-size 4"
 FP8 = "--fp8-format hybrid --ffn-hidden-size 256"
 TP = "--tensor-model-parallel-size 2 --sequence-parallel"
 ZERO1 = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"
@@ -122,9 +122,9 @@ CASES = {
     "experts in parallel": Case(4, f"{MOE} {EP} {ZERO1}", between=True),
     "experts in parallel, graph": Case(4, f"{MOE} {EP} --use-distributed-optimizer --cuda-graph step"),
     "experts in parallel, exact": Case(4, f"{MOE} {EP} {ZERO1} --moe-exchange exact", waits=64),
-    "experts in parallel, halves": Case(4, f"{MOE} {EP} --overlap-moe-expert-parallel-comm", hidden=0.5),
+    "experts in parallel, halves": Case(4, f"{MOE} {EP} --overlap-moe-expert-parallel-comm", hidden=1.0),
     "experts in parallel, shared": Case(
-        4, f"{MOE} {EP} --moe-shared-expert-intermediate-size 64 --moe-shared-expert-overlap", hidden=0.5
+        4, f"{MOE} {EP} --moe-shared-expert-intermediate-size 64 --moe-shared-expert-overlap", hidden=1.0
     ),
     "data-parallel": Case(2, f"{LLAMA} --overlap-grad-reduce", hidden=0.5, between=True),
     "ZeRO-1": Case(2, f"{LLAMA} {ZERO1}", hidden=0.5),

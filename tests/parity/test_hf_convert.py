@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from dataclasses import replace
 from pathlib import Path
@@ -9,10 +10,12 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from megatron.checkpoint.errors import CheckpointError
 from megatron.checkpoint.format import Manifest
+from megatron.config.model import ModelConfig
 from megatron.config.training import TrainingConfig
 from megatron.convert.huggingface.convert import convert_from_huggingface, convert_to_huggingface
 from megatron.convert.saved_model import SavedModel
@@ -26,6 +29,7 @@ from tests.parity.test_hf import BY_NAME, EXPERT_COUNTS, Case
 from tests.unit.convert.folders import ignore, opened
 
 transformers = pytest.importorskip("transformers")
+MtpModel = pytest.importorskip("transformers.modeling_layers").MtpModel
 
 IGNORED = -100  # the label `transformers` leaves out
 SAME = {"attn_implementation": "eager"}  # which caps scores
@@ -123,7 +127,7 @@ UNUSED = {
 def solo(saved: SavedModel) -> Solo:
     """Our model with the weights of a checkpoint, in fp64."""
     made = Solo.build(saved.model, torch.float64, TrainingConfig(cross_entropy_chunk_size=7))
-    fill_weights(made.chunk.specs, made.params, saved)
+    fill_weights(made.chunk.specs, made.chunk.params, saved)
     return made
 
 
@@ -131,9 +135,7 @@ def assert_same_numbers(case: Case, ours: Solo, theirs: nn.Module) -> None:
     """In fp64, logits and loss within 1e-11, and gradients of all parameters within 1e-10 of their norms."""
     batch = random_batch(ours.chunk.config, samples=3, length=16, seed=3)
     with everything_in_double():
-        config = transformers.AutoConfig.for_model(**theirs.config.to_dict())
-        twin = transformers.AutoModelForCausalLM.from_config(config, **EAGER, **SAME).double().eval()
-        twin.load_state_dict(theirs.state_dict())
+        twin = twin_of(theirs)
         expected_BSV = twin(batch.tokens, use_cache=False).logits
         expected = their_backward(twin, batch)
     ours.chunk.eval()
@@ -148,6 +150,14 @@ def assert_same_numbers(case: Case, ours: Solo, theirs: nn.Module) -> None:
     for name, grad in reference.items():  # a key bias has no gradient but rounding: hence the floor
         error = (ours.buckets.grads[name][: len(grad)] - grad).norm()
         assert error <= 1e-10 * max(grad.norm(), 1e-3 * scale), name
+
+
+def twin_of(theirs: nn.Module) -> nn.Module:
+    """The same model, wholly in double inside `everything_in_double`."""
+    config = transformers.AutoConfig.for_model(**theirs.config.to_dict())
+    twin: nn.Module = transformers.AutoModelForCausalLM.from_config(config, **EAGER, **SAME).double().eval()
+    twin.load_state_dict(theirs.state_dict())
+    return twin
 
 
 def their_backward(theirs: nn.Module, batch: MicroBatch) -> Tensor:
@@ -233,3 +243,119 @@ def test_export_of_a_trained_model(name: str, tmp_path: Path) -> None:
     before = dict(load(tmp_path / "hf").named_parameters())
     same = [name for name, value in exported.named_parameters() if torch.equal(value, before[name])]
     assert all(name.endswith(EXPERT_BIAS) for name in same), "training moved every tensor but these"
+
+
+HEADS = {"num_mtp_layers": 2, "num_hidden_layers": 2}
+
+
+@pytest.mark.parametrize("name", ["deepseek-v3", "glm4-moe"])
+def test_layers_for_further_tokens(name: str, tmp_path: Path) -> None:
+    case = replace(BY_NAME[name], theirs=BY_NAME[name].theirs | HEADS)
+    ours = Solo.build(case.config(), torch.float64, TrainingConfig(cross_entropy_chunk_size=7))
+    randomise_ours(ours)
+    manifest = Manifest.open(save_model(ours.chunk, tmp_path / "run", files={}))
+    convert_to_huggingface(SavedModel(manifest), tmp_path / "hf", ignore, shard_bytes=30_000)
+    batch = random_batch(ours.chunk.config, seed=3)
+    total = ours.backward([batch])
+    single = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf", dtype=torch.float32, **EAGER, **SAME)
+    single._keys_to_ignore_on_load_unexpected = [rf"model\.layers\.{layer}.*" for layer in (2, 3)]  # theirs names one
+    with everything_in_double():
+        main = twin_of(single)
+        heads = MtpModel(main, 2).double()
+    heads.load_state_dict(MtpModel.from_pretrained(single).state_dict())
+    with everything_in_double():
+        expected = loss_with_heads(main, heads, batch, ours.chunk.config.mtp_loss_scaling_factor)
+        expected.backward()
+    assert total.item() == pytest.approx(expected.item(), rel=1e-11)
+    grads = {n: p.grad for n, p in main.named_parameters() if p.grad is not None}
+    for key, parameter in heads.layers.named_parameters():
+        layer, _, rest = key.partition(".")
+        place = f"model.layers.{2 + int(layer)}"
+        grads[f"{place}.{rest.removeprefix('mtp_block.').replace('post_norm', 'shared_head.norm')}"] = parameter.grad
+    reference = translate_with_heads(case.family, grads, ours.chunk.config)
+    assert reference.keys() == ours.buckets.grads.keys()
+    scale = max(grad.norm() for grad in reference.values())
+    for key, grad in reference.items():
+        error = (ours.buckets.grads[key][: len(grad)] - grad).norm()
+        assert error <= 1e-10 * max(grad.norm(), 1e-3 * scale), key
+
+    convert_from_huggingface(opened(tmp_path / "hf"), tmp_path / "back", ignore)
+    back = SavedModel(open_checkpoint(tmp_path / "back")[0])
+    assert back.model.mtp_num_layers == 2
+    again = solo(back)
+    for key, value in ours.chunk.params.items():
+        assert torch.equal(again.chunk.params[key].float(), value.float()), key
+    weights = weights_of(tmp_path / "hf")
+    changed = "model.layers.3.embed_tokens.weight"
+    assert torch.equal(weights[changed], weights["model.embed_tokens.weight"])
+    rewrite(tmp_path / "hf", weights | {changed: weights[changed] + 1})
+    with pytest.raises(CheckpointError, match=f"must be equal.*{changed}"):
+        opened(tmp_path / "hf")
+    heads_of = ("model.layers.2.", "model.layers.3.")
+    rewrite(tmp_path / "hf", {key: value for key, value in weights.items() if not key.startswith(heads_of)})
+    assert opened(tmp_path / "hf").model.mtp_num_layers is None, "as transformers saves it"
+
+
+def test_kimi_k2_is_deepseek_v3_by_another_name(tmp_path: Path) -> None:
+    ours = Solo.build(BY_NAME["deepseek-v3"].config(), torch.float64)
+    randomise_ours(ours)
+    saved = SavedModel(Manifest.open(save_model(ours.chunk, tmp_path / "run", files={})))
+    for kind in ("deepseek_v3", "kimi_k2"):
+        done = convert_to_huggingface(saved, tmp_path / kind, ignore, shard_bytes=10**9, model_type=kind)
+        assert done.differences
+    deepseek, kimi = (weights_of(tmp_path / kind) for kind in ("deepseek_v3", "kimi_k2"))
+    assert deepseek.keys() == kimi.keys()
+    assert all(torch.equal(value, kimi[name]) for name, value in deepseek.items())
+    assert json.loads((tmp_path / "kimi_k2" / "config.json").read_text())["model_type"] == "kimi_k2"
+    convert_from_huggingface(opened(tmp_path / "kimi_k2"), tmp_path / "back", ignore)
+
+
+@torch.no_grad()
+def randomise_ours(ours: Solo) -> None:
+    """Weights that hide no mistake, exact in fp32."""
+    generator = torch.Generator().manual_seed(5)
+    for name, value in ours.params.items():
+        mean = float(value.dim() == 1 and not name.endswith("expert_bias"))
+        value.copy_(torch.randn(value.shape, generator=generator) * 0.2 + mean)
+    for name in ("embedding.word_embeddings.weight", "output_layer.weight"):
+        ours.params[name][ours.chunk.config.vocab :] = 0
+
+
+def loss_with_heads(main: nn.Module, heads: nn.Module, batch: MicroBatch, factor: float) -> Tensor:
+    """The mean of the main loss, and of each depth over the positions that have its label, by transformers' modules."""
+    S = batch.tokens.shape[1]
+    positions = torch.arange(S)[None]
+    mask = torch.full((1, 1, S, S), -torch.inf).triu(1)
+    h_BSH = main.model(batch.tokens, use_cache=False).last_hidden_state
+    labels = batch.labels.where(batch.loss_mask > 0, IGNORED)
+    losses = [nn.functional.cross_entropy(main.lm_head(h_BSH).flatten(0, 1), labels.flatten())]
+    tokens = torch.cat((batch.tokens, batch.labels[:, -1:]), 1)
+    for depth, layer in enumerate(heads.layers, 1):
+        shifted = torch.cat((tokens[:, depth : depth + S], torch.zeros_like(tokens[:, : max(0, depth - 1)])), 1)
+        e_BSH = heads.embed_tokens(shifted)
+        angles = heads.rotary_emb(e_BSH, position_ids=positions)
+        h_BSH = layer(e_BSH, h_BSH, angles, mask, positions, None)
+        logits = heads.shared_head(h_BSH[:, : S - depth])
+        losses.append(nn.functional.cross_entropy(logits.flatten(0, 1), labels[:, depth:].flatten()))
+    return losses[0] + factor * torch.stack(losses[1:]).mean()
+
+
+def translate_with_heads(family: str, tensors: dict[str, Any], config: ModelConfig) -> dict[str, Tensor]:
+    """The layers for further tokens as blocks after the last."""
+    layers, depths = config.num_layers, config.prediction_depths
+    freq = str([int(config.has_experts(min(layer, layers - 1))) for layer in range(layers + depths)])
+    out = translate(family, tensors, replace(config, num_layers=layers + depths, moe_layer_freq=freq))
+    for depth in range(depths):
+        theirs, name = f"model.layers.{layers + depth}", f"mtp.layers.{depth}"
+        block = {key: out.pop(key) for key in [*out] if key.startswith(f"layers.{layers + depth}.")}
+        out |= {f"{name}.mtp_model_layer.{key.split('.', 2)[2]}": value for key, value in block.items()}
+        places = {"enorm": "enorm", "hnorm": "hnorm", "eh_proj": "eh_proj", "final_layernorm": "shared_head.norm"}
+        out |= {f"{name}.{ours}.weight": tensors[f"{theirs}.{place}.weight"] for ours, place in places.items()}
+    return out
+
+
+def rewrite(folder: Path, weights: dict[str, Tensor]) -> None:
+    """Replace the weights of a folder."""
+    for file in folder.glob("model*"):
+        file.unlink()
+    save_file(weights, folder / "model.safetensors")

@@ -28,7 +28,8 @@ from megatron.planner.memory import max_peak_bytes
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"
 RANKS = {"tiny-gpt2": 1, "tiny-llama": 1, "gpt3-175b": 1024, "llama2-7b": 64, "llama3-8b": 64}
-RANKS |= {"llama3-70b": 512, "llama3-405b": 2016}
+RANKS |= {"llama3-70b": 512, "llama3-405b": 2016, "mixtral-8x7b": 256, "qwen3-30b-a3b": 128, "gpt-oss-20b": 64}
+RANKS |= {"deepseek-v3": 2048, "tiny-moe": 1, "tiny-deepseek": 1}
 
 
 def config_of(words: list[str], ranks: int) -> RunConfig:

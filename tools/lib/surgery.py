@@ -206,6 +206,28 @@ def _without_experts(name: str) -> str:
     return name.replace(".mlp.experts.", ".mlp.")
 
 
+class WithHeads:
+    """A model with more or fewer heads of multi-token prediction; new ones have initial values."""
+
+    def __init__(self, source: Model, heads: int, seed: int) -> None:
+        """Give the model ``heads`` heads; 0 removes all."""
+        self._source, self._seed = source, seed
+        self.model = replace(source.model, mtp_num_layers=heads or None)
+        self.specs = gpt(self.model)
+        self._new = cache(self._draw)
+
+    def read(self, name: str, view: tuple[int, ...], box: Box) -> Tensor:
+        """Read a tensor, or draw that of a new head."""
+        if name in self._source.specs:
+            return self._source.read(name, view, box)
+        return self._new(name).view(view)[box.slices]
+
+    def _draw(self, name: str) -> Tensor:
+        values = torch.zeros(self.specs[name].shape)
+        initialize(values, self.specs[name], name, self._seed)
+        return values
+
+
 @dataclass(frozen=True)
 class Changes:
     """Changes of a model, in the order in which they are made."""
@@ -215,7 +237,8 @@ class Changes:
     vocab_size: int | None = None
     num_experts: int | None = None
     moe_router_topk: int = 2
-    seed: int = 1234  # of the routers
+    heads: int | None = None
+    seed: int = 1234  # of the routers and heads
 
     def apply(self, model: SavedModel) -> Model:
         """Return the changed model.
@@ -231,6 +254,8 @@ class Changes:
             changed = WithVocabulary(changed, self.vocab_size)
         if self.num_experts is not None:
             changed = WithExperts(changed, self.num_experts, self.moe_router_topk, self.seed)
+        if self.heads is not None:
+            changed = WithHeads(changed, self.heads, self.seed)
         check_model_config(model.manifest.path, changed.model)
         return changed
 

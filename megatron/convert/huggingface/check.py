@@ -200,10 +200,10 @@ def uncovered_by_check(model: ModelConfig) -> str | None:
 
 @torch.no_grad()
 def run_own_model(model: ModelConfig, source: WeightSource, tokens_BS: Tensor, positions_BS: Tensor) -> ModelOutputs:
-    """Run our model on the weights of ``source``, in fp32."""
+    """Run our model on the weights of ``source``, in fp32, without layers for further tokens."""
     # the loss is not used: chunks of 1 token keep its memory small
     training = TrainingConfig(cross_entropy_chunk_size=1)
-    chunk = build_on_meta(replace(model, make_vocab_size_divisible_by=1), training)
+    chunk = build_on_meta(replace(model, make_vocab_size_divisible_by=1, mtp_num_layers=None), training)
     chunk.rotary = {t: RotaryEmbedding(model, t, torch.float32, torch.device("cpu")) for t in chunk.rotary}
     chunk.eval()
     head, norm = chunk.output_layer, chunk.final_layernorm

@@ -30,8 +30,9 @@ class AttentionMixer(Mixer):
     def parameters(self, config: ModelConfig, sharding: Sharding) -> Specs:
         """Declare the QKV and the output projection, the norms of queries and keys, and the sinks of the heads."""
         heads, d = (config.kv_groups, config.heads_per_group), config.head_dim
-        weight = sharding.dense.qkv(*heads, (d, config.hidden_size), Init(config.init_method_std))
-        bias = sharding.dense.qkv(*heads, (d,), Init()) if config.qkv_bias else None
+        gated = config.attention_output_gate
+        weight = sharding.dense.qkv(*heads, (d, config.hidden_size), Init(config.init_method_std), gated)
+        bias = sharding.dense.qkv(*heads, (d,), Init(), gated) if config.qkv_bias else None
         output = output_projection(config, sharding, config.num_attention_heads * d)
         specs = under(linear_qkv=linear(weight, bias), linear_proj=output)
         if config.qk_layernorm and config.qk_layernorm_scope == "all":
@@ -72,7 +73,7 @@ class AttentionMixer(Mixer):
         yield shape.input("layernorm")
         yield from _split_qkv(shape, core)
         yield from shape.magnitudes(self.module, self.parameters(shape.model, shape.sharding))
-        yield from core.kept(shape)
+        yield from core.kept(shape, shape.model.attention_output_gate)
 
     def temporary(self, shape: ActivationShape) -> tuple[int, int]:
         """Return the most memory of core attention beside what is kept, in its forward and in its backward."""

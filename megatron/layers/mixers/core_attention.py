@@ -109,12 +109,15 @@ class CoreShape:
             ),
         )
 
-    def kept(self, shape: ActivationShape) -> Iterator[KeptTensor]:
-        """Yield what attention keeps besides q, k and v: its output, and the logarithms of its sums."""
+    def kept(self, shape: ActivationShape, gated: bool = False) -> Iterator[KeptTensor]:
+        """Yield what attention keeps besides q, k and v: its output, perhaps gated, and the logarithms of its sums."""
         yield KeptTensor("logsumexp of attention", shape.tokens * self.heads, shape.wide, (CORE,))
         if self.ranks > 1:
             yield KeptTensor("output for some heads", self.output, shape.width, (CORE,))
-        yield KeptTensor("output of attention", self.output, shape.width, (), True)
+        yield KeptTensor("output of attention", self.output, shape.width, (), not gated)
+        if gated:
+            yield KeptTensor("gate", self.output, shape.width)
+            yield KeptTensor("gated output", self.output, shape.width, (), True)
 
     def temporary(self, shape: ActivationShape) -> tuple[int, int]:
         """Return the most memory beside what is kept, in the forward and in the backward of a mixer.
@@ -154,6 +157,7 @@ class CoreShape:
         tile = side**2 * max(count * score, (INDEX_BYTES + 5 * MASK_BYTES) * self.masked)
         part = (1 / runs if not unfused and (self.ring > 1 or not self.masked) else side / length) * width
         of_queries, of_keys, of_output = (0, 0, 0) if unfused else self.padding
-        forward += (of_queries + of_keys) * width + part * of_output
-        backward += (of_queries + of_keys + 2 * of_output) * width + part * (of_queries + of_keys)
-        return int(forward + tile + part * output), int(backward + tile + part * (queries + keys))
+        forward += (of_queries + of_keys) * width
+        backward += (of_queries + of_keys + 2 * of_output) * width
+        padded = queries + keys + of_queries + of_keys
+        return int(forward + tile + part * (output + of_output)), int(backward + tile + part * padded)

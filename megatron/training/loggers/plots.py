@@ -16,7 +16,7 @@ import numpy as np
 
 from megatron.checkpoint.durable_files import publish_file
 from megatron.config.text import printable
-from megatron.training.loggers.base import metrics_under
+from megatron.training.loggers.base import BY_LAYER, metrics_under
 from megatron.training.loggers.console import format_compact, format_exponent, format_plain
 from megatron.training.loggers.run_folder import HistoryPoint, RunHistory
 
@@ -249,6 +249,77 @@ def draw_health(history: RunHistory, title: str, out: Path) -> bool:
         for axes in grid[len(panels) :]:
             axes.set_axis_off()
     return True
+
+
+EXPERT_PANELS = {"expert-load-max": "busiest expert of every layer", "expert-load-min": "idlest expert of every layer"}
+"""Metric and title of each heat map over steps."""
+
+MAX_COLUMNS = 400  # of a heat map; more log lines are drawn as the extremes of several
+SNAPSHOTS = 4  # heat maps of all experts, the first and the last record among them
+
+
+def draw_experts(history: RunHistory, title: str, out: Path) -> bool:
+    """Draw the load of experts over layers and steps, and that of all of them at some steps.
+
+    Returns:
+        False if the run has no experts.
+
+    Raises:
+        ValueError: as :func:`open_figure`.
+        OSError: likewise.
+    """
+    lines = [p for p in history.train if f"expert-load-max{BY_LAYER}" in p.line]
+    if not lines:
+        return False
+    # [layers, steps]: NaN for layers without experts
+    extremes = {kind: np.array([p.line[f"{kind}{BY_LAYER}"] for p in lines], dtype=float).T for kind in EXPERT_PANELS}
+    layers = [n for n, values in enumerate(extremes["expert-load-max"]) if not np.isnan(values).all()]
+    records = [(p.iteration, np.array(rows)) for p in history.train if len(rows := p.loads_of_experts) == len(layers)]
+    shown = sorted({round(at) for at in np.linspace(0, len(records) - 1, SNAPSHOTS)}) if records else []
+    limit = max(2.0, np.nanmax(extremes["expert-load-max"]), *(records[n][1].max() / 100 for n in shown))
+    height = max(2.0, 1.2 + 0.09 * len(layers))
+    with open_figure(out, 11, height * (1 + bool(shown)) + 0.6, grid=False) as figure:
+        figure.suptitle(f"{title}: load of the experts", x=0.01, ha="left", fontweight="bold")
+        grid = figure.add_gridspec(1 + bool(shown), 12)
+        for half, (kind, label) in enumerate(EXPERT_PANELS.items()):
+            axes = figure.add_subplot(grid[0, 6 * half : 6 * half + 6])
+            steps, values = _columns(extremes[kind][layers], [p.iteration for p in lines], kind.endswith("max"))
+            mesh = _draw_loads(axes, values, layers, [f"{step:,}" for step in steps], limit)
+            axes.set_title(label, loc="left", fontsize=10)
+            axes.set_xlabel("step", fontsize=9)
+        width = 12 // max(1, len(shown))
+        for place, (step, percent) in enumerate(records[n] for n in shown):
+            axes = figure.add_subplot(grid[1, width * place : width * (place + 1)])
+            _draw_loads(axes, percent / 100, layers, [*map(str, range(percent.shape[1]))], limit)
+            axes.set_title(f"all experts, until step {step:,}", loc="left", fontsize=10)
+            axes.set_xlabel("expert", fontsize=9)
+        bar = figure.colorbar(mesh, ax=figure.axes, location="right", shrink=0.8, pad=0.01)
+        ticks = [2.0**n for n in range(-math.floor(math.log2(limit)), math.floor(math.log2(limit)) + 1)]
+        bar.set_ticks(ticks, labels=[f"{tick:g}" if tick >= 1 else f"1/{1 / tick:g}" for tick in ticks])
+        bar.ax.minorticks_off()
+        bar.set_label("tokens / mean of the layer; black: none", fontsize=9)
+    return True
+
+
+def _columns(values: np.ndarray, steps: list[int], largest: bool) -> tuple[list[int], np.ndarray]:
+    """Return at most ``MAX_COLUMNS`` columns of ``[layers, steps]``, each the extreme of several, and their steps."""
+    parts = np.array_split(np.arange(len(steps)), min(len(steps), MAX_COLUMNS))
+    extreme = np.max if largest else np.min
+    return [steps[part[-1]] for part in parts], np.stack([extreme(values[:, part], axis=1) for part in parts], axis=1)
+
+
+def _draw_loads(axes: Axes, loads: np.ndarray, layers: list[int], columns: list[str], limit: float) -> Any:
+    """Draw loads ``[layers, columns]``, of which 1 is white, with the first layer at the bottom; return the mesh."""
+    from matplotlib.colors import LogNorm
+
+    axes.set_facecolor(INK_COLOR)  # of experts without a token
+    edges = np.arange(loads.shape[1] + 1), np.arange(len(layers) + 1)
+    mesh = axes.pcolormesh(*edges, np.ma.masked_less_equal(loads, 0), norm=LogNorm(1 / limit, limit), cmap="RdBu_r")
+    axes.set_ylabel("layer", fontsize=9)
+    for axis, names, most in ((axes.yaxis, [*map(str, layers)], 12), (axes.xaxis, columns, 6)):
+        ticks = range(0, len(names), math.ceil(len(names) / most))
+        axis.set_ticks([i + 0.5 for i in ticks], [names[i] for i in ticks], fontsize=8)
+    return mesh
 
 
 def _draw_heat_map(figure: Figure, axes: Axes, values: np.ndarray, layers: list[str], steps: list[int]) -> None:

@@ -28,7 +28,7 @@ from megatron.config.files import open_regular, parse_json
 from megatron.config.privacy import check_access, redact
 from megatron.config.text import printable
 from megatron.data.loader import DataSource
-from megatron.training.loggers.base import Metrics
+from megatron.training.loggers.base import BY_LAYER, Metrics
 from megatron.training.startup import start_phrase
 
 CONFIG_FILE = "config.yaml"
@@ -39,6 +39,7 @@ DATA_FILE = "data.json"
 METRICS_FILE = "metrics.jsonl"
 LOSS_CURVE_FILE = "loss.png"
 HEALTH_FILE = "health.png"
+EXPERTS_FILE = "experts.png"
 PACKAGES = (
     *("megatron-pretrain", "torch", "numpy", "transformers", "tokenizers", "gigatoken", "wandb", "tensorboard"),
     *("triton", "apex", "flash-attn", "transformer-engine", "liger-kernel"),  # optional
@@ -279,13 +280,21 @@ class HistoryPoint(NamedTuple):
     def check(self) -> None:
         """Raise ValueError, or LookupError for a missing one, unless what is drawn and compared are numbers."""
         counts = [self.iteration, *self.line.get("skipped-iterations", [])]
+        for row in self.loads_of_experts:
+            counts += row
         counts += [self.line[name] for name in (() if self.name == "health" else COUNTS[self.name == "training"])]
         metrics = [x for name, x in self.line.items() if name.startswith(NUMBERS_OR_NULL) and x is not None]
+        metrics += [x for name, xs in self.line.items() if name.endswith(BY_LAYER) for x in xs if x is not None]
         finite = [x for x in metrics if not isinstance(x, float) or math.isfinite(x)]
         if not all(isinstance(x, int | float) and abs(x) < 1e100 for x in counts + finite):
             raise ValueError("a metric is not a number")
         if self.name == "training" and not self.line["consumed-samples"]:
             raise ValueError("no samples are consumed")
+
+    @property
+    def loads_of_experts(self) -> list[list[int]]:
+        """Percent of the mean load, of all experts of each layer that has some; empty without such a record."""
+        return [row for row in self.line.get("expert-loads", ()) if row is not None]
 
     @property
     def tokens(self) -> int:

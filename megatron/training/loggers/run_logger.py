@@ -31,8 +31,9 @@ from megatron.config.run import RunConfig
 from megatron.training.failure_report import describe_error
 from megatron.training.loggers.base import MetricLogger, Metrics, error_summary
 from megatron.training.loggers.console import CONSOLE_PREFIX, ConsoleLogger, print_line, print_warning
-from megatron.training.loggers.plots import draw_health, draw_runs
+from megatron.training.loggers.plots import draw_experts, draw_health, draw_runs
 from megatron.training.loggers.run_folder import (
+    EXPERTS_FILE,
     HEALTH_FILE,
     INCIDENTS_FILE,
     LOSS_CURVE_FILE,
@@ -297,6 +298,8 @@ def draw_plots(folder: Path) -> None:
         print_line(f"loss curve: {folder / LOSS_CURVE_FILE}")
         if draw_health(history, title, folder / HEALTH_FILE):
             print_line(f"health of every layer: {folder / HEALTH_FILE}")
+        if draw_experts(history, title, folder / EXPERTS_FILE):
+            print_line(f"load of the experts: {folder / EXPERTS_FILE}")
     except Exception as error:  # a failed plot must not change the run's exit status
         print_warning(f"no plot was drawn: {error}")
 

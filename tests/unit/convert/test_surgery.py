@@ -120,6 +120,23 @@ def test_a_model_computes_the_same_after_upcycling(tmp_path: Path, changes: dict
     assert not torch.equal(routers, of_another_seed)
 
 
+def test_heads_are_added_and_removed(tmp_path: Path) -> None:
+    """New ones are those that a fresh model has."""
+    one, path = make(tmp_path / "a")
+    _, model, weights = edit(tmp_path, "--load", path, "--mtp-num-layers", 2, "--seed", 7)
+    assert model.mtp_num_layers == 2
+    fresh, base = of_chunk(build(model, seed=7)), of_chunk(one)
+    assert weights.keys() == fresh.keys()
+    assert sum(name.startswith("mtp.layers.1.") for name in weights) == sum("layers.1." in name for name in base) + 4
+    for name, values in weights.items():
+        assert torch.equal(values, base[name] if name in base else fresh[name]), name
+    with_heads = tmp_path / "new" / "iter_0000000"
+    _, without, left = edit(tmp_path / "less", "--load", with_heads, "--mtp-num-layers", 0)
+    assert without.mtp_num_layers is None
+    assert left.keys() == base.keys()
+    assert torch.equal(logits(without, left), logits(model, weights))
+
+
 def test_cast_and_all_changes_together(tmp_path: Path) -> None:
     (one, path), (two, other) = (make(tmp_path / f"{seed}", seed=seed, num_layers=3) for seed in (1, 2))
     flags = ["--average", other, "--drop-layers", 0, "--resize-vocab", 64, "--num-experts", 4, "--cast", "bf16"]
@@ -135,7 +152,7 @@ def test_cast_and_all_changes_together(tmp_path: Path) -> None:
 
 def test_boxes_match_the_whole_tensor(tmp_path: Path) -> None:
     _, path = make(tmp_path / "a", num_layers=3)
-    changed = Changes(drop_layers=[1], vocab_size=120, num_experts=3).apply(SavedModel(Manifest.open(path)))
+    changed = Changes(drop_layers=[1], vocab_size=120, num_experts=3, heads=1).apply(SavedModel(Manifest.open(path)))
     generator = torch.Generator().manual_seed(0)
     for name, spec in changed.specs.items():
         whole = changed.read(name, spec.view, whole_box(spec.view))

@@ -21,7 +21,12 @@ from megatron.kernels.fp8 import (
     fp8_operation,
     swizzled,
 )
-from megatron.kernels.grouped_fp8 import emulated_grouped_product, experts_recipe, grouped_fp8_operation
+from megatron.kernels.grouped_fp8 import (
+    TORCH_GROUPED_FP8,
+    emulated_grouped_product,
+    experts_recipe,
+    grouped_fp8_operation,
+)
 from megatron.kernels.operation import check_kernel
 from megatron.kernels.registry import Kernels
 from megatron.layers.context import BuildContext
@@ -245,7 +250,7 @@ def experts_outcome(recipe: Float8Recipe, operands: tuple[Tensor, Tensor, Tensor
         one_rank_mesh(),
         accumulator,
         torch.float64,
-        kernels=Kernels(fp8=Float8Kernel(recipe), grouped_fp8=emulated_grouped_product),
+        kernels=Kernels(fp8=Float8Kernel(recipe), grouped_fp8=TORCH_GROUPED_FP8),
         fp8=Float8Layers(frozenset({0})),
         grouped_providers=GROUPED_PROVIDERS,
     ).block(0)
@@ -301,9 +306,12 @@ def test_errors_of_experts_match_the_formats(recipe: Float8Recipe) -> None:
 @pytest.mark.parametrize("recipe", EXPERT_RECIPES, ids=lambda r: f"{r.name}-{r.format}")
 def test_the_product_of_experts_passes_its_own_check(recipe: Float8Recipe) -> None:
     operation = grouped_fp8_operation(recipe)
-    assert check_kernel(operation, emulated_grouped_product, torch.device("cpu"), torch.float32) is None
+    assert check_kernel(operation, TORCH_GROUPED_FP8, torch.device("cpu"), torch.float32) is None
 
     def unscaled(a: Float8Tensor, b: Float8Tensor, offsets: Tensor, dtype: torch.dtype) -> Tensor:
         return emulated_grouped_product(a, b._replace(scale=b.scale.flip(0)), offsets, dtype)
 
-    assert check_kernel(operation, unscaled, torch.device("cpu"), torch.float32) is not None
+    assert (
+        check_kernel(operation, TORCH_GROUPED_FP8._replace(product=unscaled), torch.device("cpu"), torch.float32)
+        is not None
+    )

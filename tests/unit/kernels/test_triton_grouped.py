@@ -30,7 +30,7 @@ OURS = triton_grouped.grouped_linear
 
 
 @pytest.fixture(autouse=True)
-def integers(monkeypatch: pytest.MonkeyPatch) -> None:
+def as_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     patch = interpreter._patch_lang_tensor
 
     def patched(tensor: Any, scope: Any) -> None:
@@ -38,6 +38,15 @@ def integers(monkeypatch: pytest.MonkeyPatch) -> None:
         tensor.__index__ = lambda self: self.handle.data.item()  # NumPy 2.5 rejects int() of an array of one element
 
     monkeypatch.setattr(interpreter, "_patch_lang_tensor", patched)
+    convert, formats = interpreter._convert_float, {"fp8e4nv": torch.float8_e4m3fn, "fp8e5": torch.float8_e5m2}
+
+    def rounded(values: Any, source: Any, target: Any, mode: Any) -> Any:
+        """Round to nearest, as compiled kernels do; the interpreter truncates."""
+        if str(target) not in formats:
+            return convert(values, source, target, mode)
+        return torch.from_numpy(values).to(formats[str(target)]).view(torch.uint8).numpy()
+
+    monkeypatch.setattr(interpreter, "_convert_float", rounded)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
@@ -54,7 +63,15 @@ def test_the_kernels_pass_their_check(
 @pytest.mark.parametrize("recipe", [("hybrid", "rowwise"), ("e4m3", "rowwise"), ("e4m3", "blockwise")])
 def test_products_in_fp8_pass_their_check(recipe: tuple[str, str]) -> None:
     operation = grouped_fp8_operation(Float8Recipe(*recipe))
-    assert check_kernel(operation, triton_grouped.grouped_fp8_product, CPU, torch.float32) is None
+    assert check_kernel(operation, triton_grouped.grouped_fp8, CPU, torch.float32) is None
+
+
+@pytest.mark.parametrize("value", [torch.inf, -torch.inf, torch.nan])
+def test_a_row_that_is_not_finite_stays_so_when_quantised(value: float) -> None:
+    x, offsets = torch.ones(3, 40), torch.tensor([3], dtype=torch.int32)
+    x[1, 7] = value
+    rows = triton_grouped.quantize_rows(x, None, torch.float8_e4m3fn, offsets).dequantize()
+    assert rows.isfinite().all(1).tolist() == [True, False, True]
 
 
 def test_results_are_equal_to_the_bit_when_repeated() -> None:

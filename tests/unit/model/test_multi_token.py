@@ -16,6 +16,7 @@ from megatron.data.loader import MaskBuilder
 from megatron.training.build import build_trainer
 from megatron.training.step import train_step
 from tests.kit.cases import MODEL, RATES, Case, batches_of, global_batch
+from tests.kit.solo import Solo, random_batch, tiny
 
 EOD = 7
 DOCUMENTS = MaskBuilder(eod=EOD, reset_positions=True, reset_attention=True)
@@ -115,3 +116,15 @@ def test_losses_and_gradients_are_those_of_the_formulas(name: str) -> None:
         assert weight.grad is not None
         error = (trainer.optimizer.grads[key].view_as(weight) - weight.grad).norm() / weight.grad.norm()
         assert error < 1e-11, key
+
+
+def test_evaluation_and_generation_run_without_the_heads() -> None:
+    """So they need no later tokens."""
+    config = tiny(position_embedding_type="rope", mtp_num_layers=2)
+    without = replace(config, mtp_num_layers=None)
+    with_heads, plain = (Solo.build(each).chunk.eval() for each in (config, without))
+    batch = random_batch(without)
+    with torch.no_grad():
+        assert torch.equal(with_heads(None, batch)[0], plain(None, batch)[0])
+    assert with_heads.sums.pop().keys() == {"lm loss"}
+    assert torch.equal(with_heads.logits(batch.tokens), plain.logits(batch.tokens))

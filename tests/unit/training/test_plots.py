@@ -18,7 +18,7 @@ from matplotlib.figure import Figure
 
 from megatron.config.text import printable
 from megatron.training.loggers import plots
-from megatron.training.loggers.plots import draw_health, draw_runs, running_mean
+from megatron.training.loggers.plots import draw_experts, draw_health, draw_runs, running_mean
 from megatron.training.loggers.run_folder import RunHistory
 from tools.plot_run import main, short_names
 
@@ -264,3 +264,52 @@ def test_a_name_is_drawn_as_it_is(name: str, tmp_path: Path, drawn: list[Figure]
     text = (tmp_path / "run.svg").read_text()
     ElementTree.fromstring(text)
     assert "<script" not in text
+
+
+# ---- Experts
+
+
+def lines_with_experts(steps: int) -> Iterator[dict[str, Any]]:
+    """Of a model of a dense layer and two with four experts, of which the last one starves in the second."""
+    for line in lines(steps):
+        if "lm loss" in line and "lm loss validation" not in line:
+            most, least = [None, 1.5, 4.0], [None, 0.5, 0.0]
+            line |= {"expert-load-max-by-layer": most, "expert-load-min-by-layer": least}
+            if line["iteration"] % 10 == 0:
+                line["expert-loads"] = [None, [100, 150, 100, 50], [400, 0, 0, 0]]
+        yield line
+
+
+def test_the_loads_of_experts_are_drawn(tmp_path: Path, drawn: list[Figure]) -> None:
+    made = history(0, None, *lines_with_experts(60))
+    assert draw_experts(made, "a run", tmp_path / "a.png")
+    (figure,) = drawn
+    most, least, *snapshots, bar = figure.axes
+    meshes = [axes.collections[0] for axes in (most, least, *snapshots)]
+    assert meshes[0].get_array().shape == (2, 60)
+    assert {*meshes[0].get_array()[1]} == {4.0}
+    assert meshes[1].get_array().mask[1].all(), "no token"
+    assert [axes.get_title(loc="left") for axes in snapshots] == [
+        f"all experts, until step {n}" for n in (10, 30, 40, 60)
+    ]
+    assert meshes[2].get_array().filled(0).tolist() == [[1.0, 1.5, 1.0, 0.5], [4.0, 0, 0, 0]]
+    assert [label.get_text() for label in most.get_yticklabels()] == ["1", "2"], "layer 0 has no experts"
+    assert [label.get_text() for label in bar.get_yticklabels()] == ["1/4", "1/2", "1", "2", "4"]
+    assert len({mesh.norm.vmax for mesh in meshes}) == 1, "one scale"
+    assert not draw_experts(history(3), "dense", tmp_path / "b.png")
+
+
+def test_many_log_lines_are_drawn_by_their_extremes(tmp_path: Path, drawn: list[Figure]) -> None:
+    made = history(0, None, *lines_with_experts(1000))
+    made.train[500].line["expert-load-max-by-layer"] = [None, 3.0, 4.0]
+    assert draw_experts(made, "a run", tmp_path / "a.png")
+    values = drawn[0].axes[0].collections[0].get_array()
+    assert values.shape[1] <= 400
+    assert (values[0] == 3.0).sum() == 1
+
+
+@pytest.mark.parametrize("damage", [{"expert-loads": [[1, "x"]]}, {"expert-load-max-by-layer": ["high"]}])
+def test_a_damaged_record_of_experts_is_no_line_of_the_history(damage: dict[str, Any]) -> None:
+    first = next(lines(1))
+    with pytest.raises((ValueError, TypeError)):
+        history(0, None, first | damage)
