@@ -26,7 +26,8 @@ others=( # reset options of the run that do not apply to an evaluation
     checkpoint.save=null checkpoint.save_interval=null checkpoint.keep_last=null checkpoint.keep_every=null
     checkpoint.async_save=false checkpoint.local_save=null checkpoint.local_save_interval=null
     training.stop_file=null parallel.pipeline_schedule=null parallel.expert_tensor_parallel_size=null
-    parallel.num_virtual_stages_per_pipeline_rank=null logging.tensorboard_dir=null logging.wandb_project=null
+    parallel.num_virtual_stages_per_pipeline_rank=null parallel.pipeline_model_parallel_layout=null
+    parallel.expert_model_parallel_size=1 logging.tensorboard_dir=null logging.wandb_project=null
 )
 once pretrain_gpt.py --config "$RUN/config.yaml" "${evaluation[@]}" "${layout[@]}" "${data[@]}" "$@" --set "${others[@]}"
 

@@ -240,6 +240,7 @@ FACTORS: dict[str, tuple[Any, ...]] = {
     "fp8": tuple(FP8),
     "groups": tuple(GROUPS),
     "clip": (1.0, 0.0),
+    "heads": (None, 2),
 }
 
 
@@ -278,6 +279,12 @@ def valid(choice: Choice) -> bool:
         choice = choice | {"experts": "none"}
     rules = (layouts, LAYOUT), (sharings, SHARING), (contexts, CONTEXT)
     if not frozenset.intersection(*(_grids(fitting, _known(choice, names)) for fitting, names in rules)):
+        return False
+    if choice.get("heads") and (
+        choice.get("positions", "rope") == "learned_absolute"
+        or "prefix" in choice.get("pattern", "")
+        or "adapters" in choice
+    ):
         return False
     if choice.get("optimizer") == "lion" and _has_key_bias(choice):
         return False
@@ -383,6 +390,7 @@ def case_of(choice: Choice) -> Case:
         untie_embeddings_and_output_weights=c["untied"],
         normalization=c["norm"],
         z_loss_coeff=c["z_loss"],
+        mtp_num_layers=c.get("heads"),
         **PATTERNS[c["pattern"]],
         **(CAPPED if c["z_loss"] else {}),
         **POSITIONS[c["positions"]],

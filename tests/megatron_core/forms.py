@@ -70,6 +70,7 @@ FORMS = {
     "experts with gelu": f"--disable-bias-linear --no-bias-gelu-fusion {MIXTURE} --qk-layernorm",
     "shared experts": f"{LLAMA} {MIXTURE} --moe-shared-expert-intermediate-size 40 --moe-z-loss-coeff 1e-3 "
     "--untie-embeddings-and-output-weights",
+    "output gate": f"{LLAMA} --attention-output-gate --group-query-attention --num-query-groups 2 --qk-layernorm",
     "windows": f"{LLAMA} --window-size 7,0 --window-attn-skip-freq 2",
     "dense and experts": f"{LLAMA} {MIXTURE} --moe-layer-freq [0,1] --ffn-hidden-size 80",
     "expert bias": f"{LLAMA} {SIGMOID} --moe-shared-expert-intermediate-size 40",

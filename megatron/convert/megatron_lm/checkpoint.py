@@ -315,7 +315,10 @@ def _add_rank(content: _Content, file: _RankFile, starts: Mapping[tuple[int, int
     etp = int(args.get("expert_tensor_parallel_size") or tp)
     padded = replace(model, make_vocab_size_divisible_by=args["padded_vocab_size"] // tp)
     experts = ExpertSharding(file.ep, ep, file.tp % etp, etp)
-    specs = gpt(padded, Sharding(DenseSharding(file.tp, tp), experts))
+    dense = DenseSharding(file.tp, tp)
+    specs = gpt(padded, Sharding(dense, experts))
+    # which is cut there, and whole on every rank here
+    specs |= {name: dense.split(spec.shape, 0, spec.init) for name, spec in specs.items() if ".eh_proj." in name}
     parameters: list[_Parameter] = []  # in the order of the optimizer
     for number, tensors in file.chunks():
         for theirs, tensor in tensors.items():

@@ -27,7 +27,7 @@ WRITTEN_GROUPS = ("model", "precision", "training", "optimizer", "data")
 Arguments = Mapping[str, Any]
 """Attributes of the run's ``args``."""
 
-OFF = """qk_l2_norm attention_output_gate use_mup apply_residual_connection_post_layernorm
+OFF = """qk_l2_norm use_mup apply_residual_connection_post_layernorm
 layernorm_zero_centered_gamma moe_apply_probs_on_input is_hybrid_model enable_hyper_connections use_legacy_models
 head_wise_attn_gate geglu reglu mtp_use_repeated_layer mtp_hsm"""
 UNSET = """experimental_attention_variant moe_input_jitter_eps moe_router_force_biased linear_attention_freq
@@ -63,7 +63,7 @@ WRITTEN = {*YARN} | words(
     moe_router_enable_expert_bias moe_router_bias_update_rate moe_router_num_groups moe_router_group_topk
     moe_router_topk_scaling_factor moe_router_load_balancing_type moe_aux_loss_coeff moe_z_loss_coeff moe_router_dtype
     moe_router_force_load_balancing moe_expert_capacity_factor moe_token_drop_policy
-    mtp_num_layers mtp_loss_scaling_factor window_attn_skip_freq
+    mtp_num_layers mtp_loss_scaling_factor window_attn_skip_freq attention_output_gate
     multi_latent_attention q_lora_rank kv_lora_rank qk_head_dim qk_pos_emb_head_dim v_head_dim rope_type
     rotary_scaling_factor mscale mscale_all_dim"""
 )
@@ -366,7 +366,8 @@ def find_place(theirs: str) -> Place:
 def their_names(ours: str, model: ModelConfig) -> list[str]:
     """Return the names in torch_dist under which Megatron-LM looks for a tensor of ours.
 
-    Its own layers and those of Transformer Engine use the same names, except for the norm before experts.
+    Its own layers, which do not have all parts, and those of Transformer Engine use the same names, except for the norm
+    before experts.
 
     Args:
         ours: our name; the layer is ``{i}`` if all layers have the same parameters.
@@ -387,7 +388,8 @@ def their_names(ours: str, model: ModelConfig) -> list[str]:
         inside = [row for row in INSIDE if "{e}" not in row[1] and "_up_proj" not in row[1]]
     fitting = [new + name.removeprefix(old) for old, new in inside if name.startswith(old)]
     if "experts" in mixers and name.startswith("pre_mlp_layernorm."):
-        fitting.append(name)
+        own_layers = not (model.has_latent_attention or model.moe_latent_size or model.mtp_num_layers)
+        fitting = [*fitting * own_layers, name]
     return [before + each for each in fitting or [name]]
 
 

@@ -10,7 +10,7 @@ import argparse
 import math
 import shutil
 import tarfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -58,7 +58,18 @@ def run_arguments(model: ModelConfig, padded: int, **more: Any) -> argparse.Name
     """The ``args`` of a run of a gated model, as Megatron-LM names them."""
     sizes = ("num_layers", "hidden_size", "num_attention_heads", "kv_channels", "untie_embeddings_and_output_weights")
     experts = ("num_experts", "moe_router_topk", "moe_ffn_hidden_size", "moe_shared_expert_intermediate_size")
-    args = {name: getattr(model, name) for name in (*sizes, *experts, "vocab_size", "normalization", "qk_layernorm")}
+    latent = (
+        "multi_latent_attention",
+        "q_lora_rank",
+        "kv_lora_rank",
+        "qk_head_dim",
+        "qk_pos_emb_head_dim",
+        "v_head_dim",
+    )
+    router = ("moe_router_score_function", "moe_router_enable_expert_bias", "mtp_num_layers")
+    every = (*sizes, *experts, *latent, *router, "vocab_size", "normalization", "qk_layernorm")
+    args = {name: getattr(model, name) for name in every}
+    args["moe_layer_freq"] = [int(model.has_experts(layer)) for layer in range(model.num_layers)]
     args |= {
         "group_query_attention": model.num_query_groups is not None,
         "num_query_groups": model.num_query_groups or 1,
@@ -89,6 +100,41 @@ def gate_and_up(tensor: Tensor, rank: int, size: int) -> Tensor:
     return torch.cat([half.chunk(size)[rank] for half in tensor.chunk(2)])
 
 
+def attention_tensors(model: ModelConfig, own: Callable[..., Tensor], grouped: bool) -> dict[str, Any]:
+    """The tensors of attention in a block; ``own`` returns those of the rank by our name, cut along a dimension."""
+    attention, fused = "self_attention.", "self_attention.linear_qkv."
+    found: dict[str, Any] = {attention + "linear_proj.weight": own(attention + "linear_proj", 1)}
+    if not model.multi_latent_attention:
+        found[f"{fused}layer_norm_weight" if grouped else "input_layernorm.weight"] = own("input_layernorm")
+        found |= {fused + "weight": own(attention + "linear_qkv", 0), fused + "_extra_state": None}
+        norms = ("q_layernorm", "k_layernorm") if model.qk_layernorm else ()
+        return found | {f"{attention}{norm}.weight": own(attention + norm) for norm in norms}
+    found["input_layernorm.weight"] = own("input_layernorm")
+    for latent in ("q", "kv"):
+        down, up = f"{attention}linear_{latent}_down_proj", f"{attention}linear_{latent}_up_proj"
+        found |= {f"{down}.weight": own(down), f"{up}.weight": own(up, 0)}
+        found[f"{up}.layer_norm_weight"] = own(f"{attention}{latent}_layernorm")
+    return found
+
+
+def expert_tensors(
+    model: ModelConfig, own: Callable[..., Tensor], bias: Tensor | None, at: Mapping[str, int], grouped: bool
+) -> dict[str, Tensor]:
+    """The tensors of the router, of the experts of the rank, and of the shared expert."""
+    assert model.num_experts is not None
+    t, tp, local = at["tp"], at["TP"], model.num_experts // at["EP"]
+    found = {"mlp.router.weight": own("mlp.router")} | ({} if bias is None else {"mlp.router.expert_bias": bias})
+    for e in range(local):
+        for fc in ("linear_fc1", "linear_fc2"):
+            every = own(f"mlp.experts.{fc}").chunk(model.num_experts)[at["ep"] * local + e]
+            part = gate_and_up(every, t, tp) if fc == "linear_fc1" else every.chunk(tp, 1)[t]
+            found[f"mlp.experts.{f'{fc}.weight{e}' if grouped else f'local_experts.{e}.{fc}.weight'}"] = part
+    shared = "mlp.shared_experts."
+    found[shared + "linear_fc1.weight"] = gate_and_up(own(shared + "linear_fc1"), t, tp)
+    found[shared + "linear_fc2.weight"] = own(shared + "linear_fc2", 1)
+    return found
+
+
 def rank_tensors(
     model: ModelConfig, ours: Mapping[str, Tensor], layers: range, at: Mapping[str, int], padded: int, grouped: bool
 ) -> dict[str, Any]:
@@ -107,38 +153,30 @@ def rank_tensors(
     words, head = "embedding.word_embeddings.weight", "output_layer.weight"
     if layers.start == 0:
         found[words] = padded_rows(ours[words], padded).chunk(tp)[t]
-    for number, layer in enumerate(layers):
-        theirs = f"decoder.layers.{number}."
-        qkv, fc1 = theirs + "self_attention.linear_qkv.", theirs + "mlp.linear_fc1."
+    blocks = [(f"decoder.layers.{n}.", f"layers.{layer}.", model.has_experts(layer)) for n, layer in enumerate(layers)]
+    if layers.stop == model.num_layers and model.mtp_num_layers:
+        depth, block = "mtp.layers.0.", "mtp.layers.0.mtp_model_layer."
+        blocks.append((block, block, model.has_experts(model.num_layers - 1)))
+        found |= {f"{depth}{n}.weight": ours[f"{depth}{n}.weight"] for n in ("enorm", "hnorm", "final_layernorm")}
+        found[f"{depth}eh_proj.weight"] = ours[f"{depth}eh_proj.weight"].chunk(tp)[t]
+        found[words] = padded_rows(ours[words], padded).chunk(tp)[t]
+    for theirs, here, experts in blocks:
+        fc1 = theirs + "mlp.linear_fc1."
 
-        def own(name: str, dim: int | None = None, layer: int = layer) -> Tensor:
-            whole = ours[f"layers.{layer}.{name}.weight"]
+        def own(name: str, dim: int | None = None, here: str = here) -> Tensor:
+            whole = ours[f"{here}{name}.weight"]
             return whole if dim is None else whole.chunk(tp, dim)[t]
 
-        found[f"{qkv}layer_norm_weight" if grouped else theirs + "input_layernorm.weight"] = own("input_layernorm")
-        found[qkv + "weight"] = own("self_attention.linear_qkv", 0)
-        found[qkv + "_extra_state"] = None
-        found[theirs + "self_attention.linear_proj.weight"] = own("self_attention.linear_proj", 1)
-        for norm in ("q_layernorm", "k_layernorm") if model.qk_layernorm else ():
-            found[f"{theirs}self_attention.{norm}.weight"] = own(f"self_attention.{norm}")
-        fused = grouped and model.num_experts is None
+        found |= {theirs + name: tensor for name, tensor in attention_tensors(model, own, grouped).items()}
+        fused = grouped and not experts
         norm = f"{fc1}layer_norm_weight" if fused else theirs + "pre_mlp_layernorm.weight"
         found[norm] = own("pre_mlp_layernorm")
-        if model.num_experts is None:
+        if not experts:
             found[fc1 + "weight"] = gate_and_up(own("mlp.linear_fc1"), t, tp)
             found[theirs + "mlp.linear_fc2.weight"] = own("mlp.linear_fc2", 1)
             continue
-        found[theirs + "mlp.router.weight"] = own("mlp.router")
-        local = model.num_experts // at["EP"]
-        for e in range(local):
-            for fc in ("linear_fc1", "linear_fc2"):
-                every = own(f"mlp.experts.{fc}").chunk(model.num_experts)[at["ep"] * local + e]
-                part = gate_and_up(every, t, tp) if fc == "linear_fc1" else every.chunk(tp, 1)[t]
-                key = f"{fc}.weight{e}" if grouped else f"local_experts.{e}.{fc}.weight"
-                found[f"{theirs}mlp.experts.{key}"] = part
-        shared = "mlp.shared_experts."
-        found[theirs + shared + "linear_fc1.weight"] = gate_and_up(own(shared + "linear_fc1"), t, tp)
-        found[theirs + shared + "linear_fc2.weight"] = own(shared + "linear_fc2", 1)
+        bias = ours.get(here + "mlp.router.expert_bias")
+        found |= {theirs + name: tensor for name, tensor in expert_tensors(model, own, bias, at, grouped).items()}
     if layers.stop == model.num_layers:
         found["decoder.final_layernorm.weight"] = ours["final_layernorm.weight"]
         untied = model.untie_embeddings_and_output_weights
@@ -159,7 +197,8 @@ def rank_optimizer(tensors: Mapping[str, Tensor]) -> list[dict[str, Any]]:
         state: dict[int, Any] = {}
         groups = []
         for decays in (True, False):
-            keys = [k for k, x in tensors.items() if (x.dim() > 1) == decays and ("mlp.experts." in k) == expert]
+            trained = {key: x for key, x in tensors.items() if "expert_bias" not in key}
+            keys = [k for k, x in trained.items() if (x.dim() > 1) == decays and ("mlp.experts." in k) == expert]
             first = len(state)
             state |= {first + n: moments_of(tensors[key]) for n, key in enumerate(keys)}
             group = {"wd_mult": float(decays), "is_expert_parallel": expert, "step": 7}

@@ -16,7 +16,7 @@ from megatron.config.model import ModelConfig
 from megatron.config.run import RunConfig
 from megatron.pipeline import plan
 from megatron.planner.flops import FlopsPerToken
-from megatron.planner.memory import checkpoint_bytes, max_state_bytes
+from megatron.planner.memory import checkpoint_bytes, max_peak_bytes, max_state_bytes
 
 ROOT = Path(__file__).parents[3]
 TRAINING = sorted(path.stem for path in (ROOT / "slurm").glob("train_*.sh"))
@@ -101,9 +101,17 @@ def arithmetic(config: RunConfig, world_size: int, mfu: float) -> list[str]:
     batch, micro = training.global_batch_size or 0, training.micro_batch_size
     count = batch // (dp * micro)
     layers = f"{model.num_layers} layers = {pp} x VPP{vpp} x {model.num_layers // (pp * vpp)}; " if pp > 1 else ""
+    if model.num_layers % (pp * vpp):
+        counts = [stage.count for stage in plan.stage_layers(model, parallel)]
+        layers = f"{model.num_layers} layers in stages of {min(counts)} to {max(counts)}; "
+    if model.num_experts is not None:
+        ep = parallel.expert_model_parallel_size
+        layers = f"experts EP{ep} x DP{world_size // (pp * ep * parallel.expert_tp)}; {layers}"
     bubble = f"bubble {pp - 1}/({vpp}*{count}+{pp - 1}) = {(pp - 1) / (vpp * count + pp - 1):.1%}; " if pp > 1 else ""
     share = f"{batch}/{dp}" if micro == 1 else f"{batch}/{dp}/{micro}"
     state, kept = sum(max_state_bytes(config, world_size).values()) / GB, activation_bytes(config, count) / GB
+    if model.num_experts is not None:  # the forecast, if each is chosen equally often
+        kept = max_peak_bytes(config, world_size)["activations"] / GB
     steps, samples = final_iteration(training, dp), final_consumed_samples(training, dp)
     seconds = step_seconds(config, world_size, mfu)
     each = batch * training.seq_length / world_size / seconds

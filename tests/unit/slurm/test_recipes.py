@@ -23,6 +23,7 @@ from tests.unit.slurm import recipes
 from tests.unit.slurm.recipes import ROOT, TRAINING, Started
 
 SMALL_NODES = {"train_175b": 3, "train_gpt2_124m": 1, "train_llama3_70b": 2, "train_llama3_8b": 2}
+SMALL_NODES |= {"train_qwen3_30b_a3b": 2, "train_deepseek_v3": 2}
 """Nodes of each recipe with SMALL=1."""
 
 
@@ -78,7 +79,7 @@ def test_a_small_run_is_not_in_the_folder_of_the_large_one() -> None:
 def test_the_header_is_true(recipe: str) -> None:
     started, mfu = Started.by(recipe), recipes.planned_mfu(recipe)
     expected = recipes.arithmetic(started.config(), started.world_size, mfu)
-    if recipe == "train_175b":
+    if recipe in ("train_175b", "train_deepseek_v3"):
         expected += recipes.saving(started.config(), started.world_size, mfu)
     assert recipes.header(recipe) == expected
 

@@ -8,7 +8,7 @@ import shlex
 import subprocess
 import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,7 @@ from megatron.training import fake_world as fake
 from megatron.training.fake_world import FakeWorld, fake_world
 from tests.kit.pool import Pool
 from tests.unit.planner.test_memory import CUT, EXPERTS, config_of, every_rank
+from tests.unit.slurm.recipes import Started
 
 ROOT = Path(__file__).parents[3]
 MOST_SECONDS = 30
@@ -92,6 +93,31 @@ def test_every_rank_of_a_pipeline_is_accounted_for(gpt3: FakeWorld) -> None:
     assert "together 96 layers and 174,604,259,328 parameters, each counted once: the model's\n" in report
     held = gpt3.chosen.state
     assert f"weights {held['weights']:,}, gradients {held['gradients']:,}, main params" in report
+
+
+@pytest.mark.parametrize(
+    ("recipe", "ranks"),
+    [
+        ("train_qwen3_30b_a3b", [1019]),
+        ("train_deepseek_v3", [77]),
+        pytest.param("train_qwen3_30b_a3b", range(0, 1024, 9), marks=pytest.mark.slow),  # of every place in EP
+        pytest.param("train_deepseek_v3", range(0, 128, 3), marks=pytest.mark.slow),
+    ],
+    ids=["qwen3", "deepseek", "qwen3 many", "deepseek many"],
+)
+def test_ranks_of_recipes_with_experts(recipe: str, ranks: Iterable[int]) -> None:
+    """Each holds the bytes that are predicted, and with those of its pipeline the whole model."""
+    started = Started.by(recipe)
+    config = started.config()
+    parallel = config.parallel
+    experts = parallel.expert_model_parallel_size * parallel.pipeline_model_parallel_size
+    for rank in ranks:
+        world = fake_world(config, started.world_size, rank)
+        assert world.parameters == num_parameters(config.model)
+        assert len(world.pipeline) == parallel.pipeline_model_parallel_size
+        kinds = {group.name: (group.count, group.size) for group in world.chosen.groups}
+        assert kinds["ep"] == (started.world_size // parallel.expert_model_parallel_size, 64 if "deep" in recipe else 8)
+        assert kinds["edp"] == (experts, started.world_size // experts)
 
 
 def test_groups_are_counted_as_they_are_made(monkeypatch: pytest.MonkeyPatch, gpt3: FakeWorld) -> None:
