@@ -49,7 +49,9 @@ CASES = {
         steps=3,
         late_labels=True,
     ),
-    "pp2, everything recomputed": Case(BALANCED, parallel(pp=2), training=RECOMPUTED, steps=3),
+    "pp2, everything recomputed, no experts on a stage": Case(
+        replace(BALANCED, num_layers=4, moe_layer_freq="[0]*3+[1]"), parallel(pp=2), training=RECOMPUTED, steps=3
+    ),
     "zero3, ep2": Case(BALANCED, ZERO3, dp=2, training=ONE_SAMPLE, steps=3),
 }
 
