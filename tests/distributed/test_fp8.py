@@ -300,10 +300,10 @@ def test_a_curve_of_300_steps_is_within_the_noise_of_bf16() -> None:
     assert all(abs(loss - sum(plain) / 4) < max(plain) - min(plain) for loss in found.values())
 
 
-@pytest.mark.parametrize("heads", [None, 1])
-def test_the_planner_counts_the_casts(monkeypatch: pytest.MonkeyPatch, heads: int | None) -> None:
+@pytest.mark.parametrize(("name", "heads"), [("first-last", None), ("first-last", 1), ("rowwise-experts-ep2", None)])
+def test_the_planner_counts_the_casts(monkeypatch: pytest.MonkeyPatch, name: str, heads: int | None) -> None:
     """Two bytes per weight of a linear in FP8, all kept at the end of a step."""
-    wanted = CASES["first-last"]
+    wanted = CASES[name]
     model = replace(wanted.model, mtp_num_layers=heads, position_embedding_type="rope")
     wanted = replace(wanted, model=model, parallel=ParallelConfig(), dp=1)
     if heads:  # the last layer is not in FP8 there, nor are heads of its kind
