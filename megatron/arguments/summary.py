@@ -19,6 +19,7 @@ from megatron.config.model import ModelConfig
 from megatron.config.run import RunConfig
 from megatron.config.text import counted, format_bytes
 from megatron.distributed.sharding import padded_vocab_size
+from megatron.layers.mixers.registry import find_mixer
 from megatron.layers.parameters import num_parameters, num_trainable
 from megatron.pipeline.partition import format_layout
 from megatron.pipeline.plan import (
@@ -126,11 +127,9 @@ def _pipeline(config: RunConfig, world_size: int) -> str:
 
 
 def _model(model: ModelConfig) -> str:
-    heads = f"{model.num_attention_heads} heads of {model.head_dim}"
-    if model.kv_groups != model.num_attention_heads:
-        heads += f" on {model.kv_groups} key/value heads"
+    parts = [f"{model.num_layers} layers", f"hidden {model.hidden_size}", *describe_mixers(model)]
     if model.token_mixers != type(model).token_mixers:
-        heads += f", mixers {' '.join(model.token_mixers)} (repeated)"
+        parts.append(f"mixers {' '.join(model.token_mixers)} (repeated)")
     if model.num_experts is None:
         mlp = f"{model.activation} MLP of {model.ffn}"
     else:
@@ -138,10 +137,16 @@ def _model(model: ModelConfig) -> str:
         mlp += f" in a space of {model.moe_latent_size}" if model.moe_latent_size else ""
         shared, gated = model.moe_shared_expert_intermediate_size, "gated " * model.moe_shared_expert_gate
         mlp += f" and a {gated}shared one of {shared}" if shared else ""
+        mlp += ", chosen at random" if model.moe_router_force_load_balancing else ""
         if model.dense_layers:
             mlp += f", in {model.dense_layers} layers a {model.activation} MLP of {model.ffn}"
-    shape = f"{model.num_layers} layers, hidden {model.hidden_size}, {heads}, {mlp}"
-    return f"{shape}, {model.normalization}, positions {model.position_embedding_type}"
+    return ", ".join([*parts, mlp, model.normalization, f"positions {model.position_embedding_type}"])
+
+
+def describe_mixers(model: ModelConfig) -> list[str]:
+    """Return the sizes of the mixers of the tokens, of those that state them."""
+    described = (find_mixer(name).describe(model) for name in dict.fromkeys(m[0] for m in model.kinds_of_layers))
+    return [each for each in described if each]
 
 
 def _attention(model: ModelConfig) -> str:

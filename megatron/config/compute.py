@@ -119,7 +119,7 @@ KERNEL_CANDIDATES: dict[str, tuple[str, ...]] = {
     "attention": ("cudnn", "flash_attn", "varlen", "flex", "torch"),
     "linear": ("apex", "addmm", "torch"),
     "grouped_linear": ("grouped_mm", "triton", "torch"),
-    "sum_rows": ("triton", "torch"),
+    "rows": ("triton", "torch"),
     "adam": ("triton", "apex", "torch"),
     "fp8": ("compiled", "scaled_mm", "torch"),
     "grouped_fp8": ("scaled_grouped_mm", "triton", "torch"),

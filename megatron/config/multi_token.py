@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from megatron.config.option import MAX_LAYERS, ZERO_IS_NONE, Need, option
+from megatron.config.option import MAX_LAYERS, ZERO_IS_NONE, Need, Run, option
+from megatron.config.text import counted
 
 DEPTHS = Need("mtp_num_layers")
 
@@ -36,7 +37,7 @@ class MultiTokenOptions:
 
     mtp_num_layers>=seq_length
     E119 --mtp-num-layers {mtp_num_layers}: a sample of {seq_length} tokens has no label so far ahead
-      fix: --mtp-num-layers 1 | --seq-length {mtp_num_layers*2}
+      fix: --seq-length {mtp_num_layers*2} | drop --mtp-num-layers
 
     mtp_num_layers and objective=dpo|distillation
     E119 --mtp-num-layers predicts tokens, which --objective {objective} does not train
@@ -59,3 +60,7 @@ class MultiTokenOptions:
     def prediction_depths(self) -> int:
         """Number of tokens after the next one that training predicts at each position."""
         return self.mtp_num_layers or 0
+
+    def row_model(self, config: Run, world_size: int) -> str:
+        """Return the number of further tokens."""
+        return f"predicts {counted(self.prediction_depths, 'further token')}" if self.mtp_num_layers else ""

@@ -12,7 +12,7 @@ from typing import Any
 
 from megatron.arguments.compatibility import readable_config
 from megatron.arguments.sources import resolve
-from megatron.arguments.summary import training_rows
+from megatron.arguments.summary import describe_mixers, training_rows
 from megatron.arguments.validate import is_met
 from megatron.checkpoint.format import Manifest
 from megatron.config.data_paths import data_sources, unique_names
@@ -58,10 +58,7 @@ def model_card(manifest: Manifest, model: ModelConfig, architecture: str, dtype:
 
 
 def _shape(model: ModelConfig) -> str:
-    heads = f"{model.num_attention_heads} heads on {model.kv_groups} key/value heads"
-    if model.has_latent_attention:
-        heads = f"{model.num_attention_heads} heads of latent attention"
-    parts = [f"{model.num_layers} layers", f"hidden {model.hidden_size}", heads]
+    parts = [f"{model.num_layers} layers", f"hidden {model.hidden_size}", *describe_mixers(model)]
     if model.dense_layers:
         parts.append(f"MLP {model.ffn}")
     if model.num_experts:

@@ -26,7 +26,7 @@ from megatron.kernels.linear import LINEAR, TORCH_LINEAR, LinearKernel
 from megatron.kernels.norm import ADD_NORM, NORM, AddNormKernel, NormKernel, add_norm, norm
 from megatron.kernels.operation import Candidate, Covers, Operation, check_kernel, combine, error_summary
 from megatron.kernels.qkv import SPLIT_QKV, SplitQKVKernel, split_qkv
-from megatron.kernels.rows import SUM_ROWS, SumRowsKernel, sum_rows
+from megatron.kernels.rows import ROWS, TORCH_ROWS, RowKernels
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class Kernels:
     attention: AttentionKernel = sdpa
     linear: LinearKernel = TORCH_LINEAR
     grouped_linear: GroupedLinearKernel = TORCH_GROUPED_LINEAR
-    sum_rows: SumRowsKernel = sum_rows
+    rows: RowKernels = TORCH_ROWS
     adam: AdamKernel = adam
     # Of the linears in blocks; None without FP8.
     fp8: Float8Kernel | None = None
@@ -62,7 +62,7 @@ OPERATIONS: dict[str, Operation] = {
     "attention": ATTENTION,
     "linear": LINEAR,
     "grouped_linear": GROUPED_LINEAR,
-    "sum_rows": SUM_ROWS,
+    "rows": ROWS,
     "adam": ADAM,
 }
 """Operations by the field names of :class:`Kernels`, with the candidates that ``KERNEL_CANDIDATES`` lists."""

@@ -1,11 +1,12 @@
-"""Gather of rows, and sums of gathered rows: what a mixture of experts does with its tokens.
+"""Sorting of keys, gathers of rows, and sums of gathered rows: what a mixture of experts does with its tokens.
 
-Shapes: R rows, T tokens, C rows of a token at most, H hidden.
+Shapes: R rows, T tokens, C rows of a token at most, H hidden, N keys, G groups.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -14,8 +15,24 @@ from torch import Tensor
 from megatron.kernels.compile import triton_missing, triton_region
 from megatron.kernels.operation import Candidate, KernelCheck, Operation
 
-SumRowsKernel = Callable[[Tensor, Tensor, bool], Tensor]
-"""``sum_rows(x_RH, places_TC, complete) -> y_TH``; not differentiable."""
+
+class SortedKeys(NamedTuple):
+    """A stable order of keys."""
+
+    # Index of the n-th smallest key, and the place of every key, int64 [N].
+    order: Tensor
+    places: Tensor
+    # Number of keys up to 0, 1, ..., int32 [G].
+    ends: Tensor
+
+
+class RowKernels(NamedTuple):
+    """An implementation of both; neither is differentiable."""
+
+    # (x_RH, places_TC, complete) -> y_TH
+    sum_rows: Callable[[Tensor, Tensor, bool], Tensor]
+    # (keys, groups, most) -> SortedKeys
+    sort_keys: Callable[[Tensor, int, int], SortedKeys]
 
 
 def sum_rows(x_RH: Tensor, places_TC: Tensor, complete: bool) -> Tensor:
@@ -37,21 +54,43 @@ def sum_rows(x_RH: Tensor, places_TC: Tensor, complete: bool) -> Tensor:
     return x_RH[places_TC].sum(1)  # on CPUs a bag adds in half precision
 
 
+def sort_keys(keys: Tensor, groups: int, most: int) -> SortedKeys:
+    """Sort integers from 0 to ``most`` stably; ``ends`` has those below ``groups``."""
+    # A radix sort takes a pass per byte.
+    dtype = torch.uint8 if most < 256 else torch.int16 if most < 32768 else torch.int32
+    found, order = torch.sort(keys.flatten().to(dtype), stable=True)
+    numbers, below = torch.arange(len(order), device=keys.device), torch.arange(groups, device=keys.device)
+    places = torch.empty_like(order).scatter_(0, order, numbers)
+    return SortedKeys(order, places, torch.searchsorted(found, below.to(dtype), right=True, out_int32=True))
+
+
+TORCH_ROWS = RowKernels(sum_rows, sort_keys)
+
+
 def _checks() -> Sequence[KernelCheck]:
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(40, 96, generator=generator, dtype=torch.float64)
     every, some = (torch.randint(end, (30, 4), generator=generator) for end in (40, 60))
 
-    def run(f: SumRowsKernel, t: Sequence[Tensor]) -> Sequence[Tensor]:
-        return f(t[0], t[1], True), f(t[0], t[2], False), f(t[0], t[2][:, :1].contiguous(), False)
+    def add(f: RowKernels, t: Sequence[Tensor]) -> Sequence[Tensor]:
+        one = f.sum_rows(t[0], t[2][:, :1].contiguous(), False)
+        return f.sum_rows(t[0], t[1], True), f.sum_rows(t[0], t[2], False), one
 
-    return [KernelCheck(run, (x, every, some), differentiated=False)]
+    def sort(f: RowKernels, t: Sequence[Tensor]) -> Sequence[Tensor]:
+        keys = t[0]
+        some_groups = f.sort_keys(keys, 37, 41), f.sort_keys(keys[:3], 41, 41), f.sort_keys(7 * keys, 290, 290)
+        return [each.double() for found in some_groups for each in found]
+
+    keys = torch.randint(42, (3000,), generator=generator)
+    return [
+        KernelCheck(run, inputs, differentiated=False) for run, inputs in ((add, (x, every, some)), (sort, (keys,)))
+    ]
 
 
-SUM_ROWS = Operation(
+ROWS = Operation(
     {
-        "triton": Candidate(triton_region("sum_rows", "triton_rows"), triton_missing),
-        "torch": Candidate(lambda: sum_rows),
+        "triton": Candidate(triton_region("TRITON_ROWS", "triton_rows"), triton_missing),
+        "torch": Candidate(lambda: TORCH_ROWS),
     },
     _checks,
 )

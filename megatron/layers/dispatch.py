@@ -36,7 +36,7 @@ from megatron.config.model import ModelConfig
 from megatron.config.plugins import registered
 from megatron.distributed import comm, mappings
 from megatron.distributed.comm import Group
-from megatron.kernels.rows import SumRowsKernel, sum_rows
+from megatron.kernels.rows import TORCH_ROWS, RowKernels, SortedKeys
 from megatron.layers.context import BuildContext
 
 # ---- Copies of rows, and their sums
@@ -53,7 +53,7 @@ class RowCopies:
     # Every row has an item, and every place is a row.
     all_copied: bool
     all_placed: bool
-    kernel: SumRowsKernel = sum_rows
+    kernels: RowKernels = TORCH_ROWS
 
     def copy(self, x: Tensor) -> Tensor:
         """Return a copy of its item for every row: ``[N, H] -> [R, H]``. Adjoint of :meth:`add`."""
@@ -67,11 +67,11 @@ class RowCopies:
 
     def gather(self, x: Tensor) -> Tensor:
         """Return :meth:`copy`, without a gradient."""
-        return self.kernel(x, self.source.unsqueeze(1), self.all_copied)
+        return self.kernels.sum_rows(x, self.source.unsqueeze(1), self.all_copied)
 
     def sum(self, y: Tensor) -> Tensor:
         """Return :meth:`add`, without a gradient."""
-        return self.kernel(y, self.places, self.all_placed)
+        return self.kernels.sum_rows(y, self.places, self.all_placed)
 
 
 class _CopyRows(torch.autograd.Function):
@@ -98,29 +98,6 @@ class _AddRows(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
         rows: RowCopies = ctx.rows
         return rows.gather(dy), None
-
-
-class Sorted(NamedTuple):
-    """A stable order of keys."""
-
-    # Index of the n-th smallest key, and the place of every key.
-    order: Tensor
-    places: Tensor
-    # Number of keys up to 0, 1, ..., int32.
-    ends: Tensor
-
-    @classmethod
-    def by_key(cls, keys: Tensor, groups: int, most: int) -> Sorted:
-        """Sort keys from 0 to ``most``; ``ends`` has those below ``groups``."""
-        # A radix sort takes a pass per byte.
-        dtype = torch.uint8 if most < 256 else torch.int16 if most < 32768 else torch.int32
-        found, order = torch.sort(keys.flatten().to(dtype), stable=True)
-        numbers = torch.arange(len(order), device=keys.device)
-        places = torch.empty_like(order).scatter_(0, order, numbers)
-        ends = torch.searchsorted(
-            found, torch.arange(groups, dtype=dtype, device=keys.device), right=True, out_int32=True
-        )
-        return cls(order, places, ends)
 
 
 class Tokens(NamedTuple):
@@ -151,16 +128,16 @@ class ExpertRows:
     choices: RowCopies
 
     @classmethod
-    def of(cls, tokens: Tokens, experts: int, kernel: SumRowsKernel = sum_rows) -> ExpertRows:
+    def of(cls, tokens: Tokens, experts: int, kernels: RowKernels = TORCH_ROWS) -> ExpertRows:
         """Expand tokens to a row for each of their choices."""
         topk, count = tokens.experts.shape[1], tokens.rows
-        ordered = Sorted.by_key(tokens.experts, experts, experts)
+        ordered = kernels.sort_keys(tokens.experts, experts, experts)
         order, places, offsets = ordered.order[:count], ordered.places, ordered.ends
         if not tokens.complete:
             places = places.where(places < offsets[-1:], count)
             offsets = offsets.clamp(max=count)
-        rows = RowCopies(order // topk, places.view(-1, topk), True, tokens.complete, kernel)
-        return cls(rows, offsets, RowCopies(order, places.view(-1, 1), True, tokens.complete, kernel))
+        rows = RowCopies(order // topk, places.view(-1, topk), True, tokens.complete, kernels)
+        return cls(rows, offsets, RowCopies(order, places.view(-1, 1), True, tokens.complete, kernels))
 
     def weights(self, weights_NK: Tensor) -> Tensor:
         """Return the weight of every row ``[R]``."""
@@ -200,7 +177,7 @@ class Dispatcher(ABC):
     # Of all ranks.
     experts: int
     topk: int
-    kernel: SumRowsKernel = sum_rows
+    kernels: RowKernels = TORCH_ROWS
     # ``--moe-exchange-bound``
     bound: float = 1.0
 
@@ -301,7 +278,7 @@ class _Targets:
     # Rank of every choice, P for a choice without a row [T, K x expert-TP].
     keys: Tensor
     # Sorts them by rank.
-    ordered: Sorted
+    ordered: SortedKeys
     # EP rank of every choice, EP size for dropped ones [T, K].
     ranks: Tensor
 
@@ -315,7 +292,7 @@ class _Targets:
         if tp_size > 1:
             numbers = torch.arange(tp_size, device=keys.device)
             keys = (keys.unsqueeze(-1) * tp_size + numbers).flatten(1).clamp(max=size)
-        return cls(keys, Sorted.by_key(keys, size, size), ranks_TK)
+        return cls(keys, dispatcher.kernels.sort_keys(keys, size, size), ranks_TK)
 
 
 @dataclass(frozen=True)
@@ -336,7 +313,7 @@ class ExactDispatcher(Dispatcher):
         total, copies = sum(sent), targets.keys.shape[1]
         source = targets.ordered.order[:total] // copies
         places = targets.ordered.places.clamp(max=total).view(-1, copies)
-        rows = RowCopies(source, places, True, total == len(targets.ordered.order), self.kernel)
+        rows = RowCopies(source, places, True, total == len(targets.ordered.order), self.kernels)
         return _RankExchange.start(self, rows, (sent, received), (x_TH, experts_TK, weights_TK), expert_rows)
 
 
@@ -365,7 +342,7 @@ class BoundedDispatcher(Dispatcher):
         if buffers.expert_rows < size * tokens * min(self.topk, self.local):
             overflowed = (starts.diff() > block).any()
             weights_TK = weights_TK.masked_fill(overflowed, torch.nan)
-        rows = RowCopies(source[:-1], places.view(-1, copies), False, False, self.kernel)
+        rows = RowCopies(source[:-1], places.view(-1, copies), False, False, self.kernels)
         sent = (x_TH, experts_TK, weights_TK)
         return _RankExchange.start(self, rows, (None, None), sent, buffers.expert_rows, overflowed)
 
@@ -379,9 +356,9 @@ def build_dispatchers(model: ModelConfig, context: BuildContext) -> tuple[Dispat
 
     Without EP, all ranks of expert-TP get all tokens: then the blocks of the bounded exchange are always full.
     """
-    parallel, kernel = context.parallel, context.kernels.sum_rows
+    parallel, kernels = context.parallel, context.kernels.rows
     group, tp_size = context.mesh.group("ep", "etp"), context.mesh.layout.sizes["etp"]
-    arguments = group, tp_size, model.num_experts or 0, model.moe_router_topk, kernel
+    arguments = group, tp_size, model.num_experts or 0, model.moe_router_topk, kernels
     if group.size == 1:
         return LocalDispatcher(*arguments), LocalDispatcher(*arguments)
     name = parallel.exchange(context.device.type == "cuda", context.dtype == torch.float16)

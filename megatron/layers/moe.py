@@ -88,6 +88,6 @@ class MixtureOfExperts(nn.Module):
         tokens = exchange.wait()
         if tokens.overflowed is not None:
             self.overflowed.logical_or_(tokens.overflowed)
-        rows = ExpertRows.of(tokens, experts, self.kernels.sum_rows)
+        rows = ExpertRows.of(tokens, experts, self.kernels.rows)
         y_RH = self.experts(rows.rows.copy(tokens.x), rows.offsets, rows.weights(tokens.weights), first)
         return exchange.combine(rows.rows.add(y_RH))

@@ -70,9 +70,9 @@ class ExpertLoads:
 
     def add(self, real_B: Tensor, chosen_BE: Tensor, best_BE: Tensor, kept_TK: Tensor | None) -> None:
         """Add the choices of the samples for which ``real_B`` is True."""
-        self.chosen.add_(torch.where(real_B.unsqueeze(1), chosen_BE, 0).sum(0))
+        self.chosen.add_((chosen_BE * real_B.unsqueeze(1)).sum(0))
         if self.best is not None:
-            self.best.add_(torch.where(real_B.unsqueeze(1), best_BE, 0).sum(0))
+            self.best.add_((best_BE * real_B.unsqueeze(1)).sum(0))
         if kept_TK is not None:
             dropped_B = (~kept_TK).view(-1, len(real_B), kept_TK.shape[1]).sum((0, 2))
             self.dropped.add_(torch.where(real_B, dropped_B, 0).sum())
@@ -281,9 +281,8 @@ def choose(keys_TE: Tensor, topk: int, groups: int | None = None, group_topk: in
 def count_choices(experts_TK: Tensor, scores_SBE: Tensor) -> Tensor:
     """Return how often each expert is chosen in each sample, int64 ``[B, E]``."""
     rows, samples, experts = scores_SBE.shape
-    first_B = torch.arange(samples, device=experts_TK.device).view(1, -1, 1) * experts
-    flat = (experts_TK.view(rows, samples, -1) + first_B).flatten()
-    return flat.new_zeros(samples * experts).index_add_(0, flat, torch.ones_like(flat)).view(samples, experts)
+    chosen_SBKE = experts_TK.view(rows, samples, -1, 1) == torch.arange(experts, device=experts_TK.device)
+    return chosen_SBKE.sum((0, 2))
 
 
 @torch.no_grad()

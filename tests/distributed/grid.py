@@ -132,7 +132,18 @@ OPTIMIZERS: dict[str, dict[str, Any]] = {
 EXPERTS: dict[str, dict[str, Any]] = {
     "none": {},
     "two of four": {"num_experts": 4, "moe_ffn_hidden_size": 24},
-    "balanced": {"num_experts": 4, "moe_ffn_hidden_size": 24, "moe_aux_loss_coeff": (0.1,), "moe_z_loss_coeff": 0.01},
+    "balanced": {
+        "num_experts": 4,
+        "moe_ffn_hidden_size": 24,
+        "moe_router_score_function": "sigmoid",
+        "moe_router_enable_expert_bias": True,
+        "moe_router_bias_update_rate": 0.05,
+        "moe_router_num_groups": 2,
+        "moe_router_group_topk": 1,
+        "moe_router_load_balancing_type": ("seq_aux_loss", "global_aux_loss"),
+        "moe_aux_loss_coeff": (0.1, 0.1),
+        "moe_z_loss_coeff": 0.01,
+    },
     "shared": {
         "num_experts": 4,
         "moe_ffn_hidden_size": 24,
@@ -229,6 +240,7 @@ FACTORS: dict[str, tuple[Any, ...]] = {
     "fp8": tuple(FP8),
     "groups": tuple(GROUPS),
     "clip": (1.0, 0.0),
+    "heads": (None, 2),
 }
 
 
@@ -267,6 +279,12 @@ def valid(choice: Choice) -> bool:
         choice = choice | {"experts": "none"}
     rules = (layouts, LAYOUT), (sharings, SHARING), (contexts, CONTEXT)
     if not frozenset.intersection(*(_grids(fitting, _known(choice, names)) for fitting, names in rules)):
+        return False
+    if choice.get("heads") and (
+        choice.get("positions", "rope") == "learned_absolute"
+        or "prefix" in choice.get("pattern", "")
+        or "adapters" in choice
+    ):
         return False
     if choice.get("optimizer") == "lion" and _has_key_bias(choice):
         return False
@@ -372,6 +390,7 @@ def case_of(choice: Choice) -> Case:
         untie_embeddings_and_output_weights=c["untied"],
         normalization=c["norm"],
         z_loss_coeff=c["z_loss"],
+        mtp_num_layers=c.get("heads"),
         **PATTERNS[c["pattern"]],
         **(CAPPED if c["z_loss"] else {}),
         **POSITIONS[c["positions"]],

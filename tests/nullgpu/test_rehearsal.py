@@ -119,6 +119,7 @@ CASES = {
     "recomputation": Case(1, f"{LLAMA} --recompute-granularity full"),
     "experts": Case(1, MOE, between=True),
     "experts, graph": Case(1, f"{MOE} --cuda-graph step"),
+    "experts in FP8": Case(1, f"{MOE} {FP8} --cuda-graph step"),
     "experts in parallel": Case(4, f"{MOE} {EP} {ZERO1}", between=True),
     "experts in parallel, graph": Case(4, f"{MOE} {EP} --use-distributed-optimizer --cuda-graph step"),
     "experts in parallel, exact": Case(4, f"{MOE} {EP} {ZERO1} --moe-exchange exact", waits=64),

@@ -54,6 +54,10 @@ HEAD_DIM = words(
 """Families whose heads need not split the hidden size."""
 
 
+PAIRS = ("Glm4Moe", "Ernie4_5_Moe")
+"""Families with at least two pairs of channels in a head: half of them turn, or which ones are a pair matters."""
+
+
 def resized(case: Case, seed: int) -> Case:
     """The architecture with random sizes."""
     rng = random.Random(f"{case.name} {seed}")
@@ -77,7 +81,7 @@ def resized(case: Case, seed: int) -> Case:
         "max_position_embeddings": max(case.theirs.get("max_position_embeddings", 0), rng.randint(64, 90)),
     }
     if case.family in HEAD_DIM:
-        sizes |= {"head_dim": (4 if case.family == "Glm4Moe" else 2) * rng.randint(1, 7)}  # of which GLM turns half
+        sizes |= {"head_dim": (4 if case.family in PAIRS else 2) * rng.randint(1, 7)}
         if not case.theirs.get("attention_bias"):
             exact = case.family.startswith("Gemma")  # whose embedding is multiplied by the root of the hidden size
             sizes["hidden_size"] = 4 * heads**2 if exact else heads * rng.randint(3, 9)
@@ -91,10 +95,11 @@ def resized(case: Case, seed: int) -> Case:
         topk = "moe_k" if count == "moe_num_experts" else "num_experts_per_tok"
         sizes |= {count: experts, topk: rng.randint(1, experts)}
     if "n_routed_experts" in case.theirs:
-        groups = rng.choice([1, 3])
+        groups, dense = (3, 1) if seed == 1 else (1, 0)
         chosen, experts = min(groups, rng.randint(1, 2)), groups * rng.randint(2, 4)
         sizes |= {"n_routed_experts": experts, "n_group": groups, "topk_group": chosen}
-        sizes |= {"num_experts_per_tok": 2 * chosen, "first_k_dense_replace": rng.randint(0, 1)}
+        sizes |= {"num_experts_per_tok": 2 * chosen, "first_k_dense_replace": dense}
+        sizes["num_hidden_layers"] = len(case.theirs.get("layer_types", "")) or rng.randint(2, 4)
         sizes |= {"moe_intermediate_size": rng.randint(3, 20), "n_shared_experts": rng.randint(1, 3)}
     if "kv_lora_rank" in case.theirs:
         sizes |= {"num_key_value_heads": heads, "kv_lora_rank": rng.randint(3, 20), "v_head_dim": rng.randint(3, 9)}

@@ -59,6 +59,12 @@ class AttentionMixer(Mixer):
             return None
         return RotaryTable(kind, config.rotary_dim, config.position_embedding_type, config.rotary_interleaved)
 
+    def describe(self, config: ModelConfig) -> str:
+        """Return the heads."""
+        heads = f"{config.num_attention_heads} heads of {config.head_dim}"
+        heads += f" on {config.kv_groups} key/value heads" if config.kv_groups != config.num_attention_heads else ""
+        return heads + (", gated" if config.attention_output_gate else "")
+
     def exchanged(self, config: ModelConfig, tp: int) -> Exchanged:
         """Return the elements of queries, keys and values, and the output."""
         return _heads(config).exchanged(tp)

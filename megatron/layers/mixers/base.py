@@ -101,6 +101,10 @@ class Mixer:
         """
         return None
 
+    def describe(self, config: ModelConfig) -> str:
+        """Return its sizes in a few words, for people; empty to name the mixer alone."""
+        return ""
+
     def losses(self, config: ModelConfig) -> dict[str, float]:
         """Return the coefficients of its auxiliary losses, by the names under which their means are logged."""
         return {}

@@ -77,6 +77,13 @@ class LatentAttentionMixer(Mixer):
         kind = config.rotary_kind(layer)
         return None if kind is None else RotaryTable(kind, config.qk_pos_emb_head_dim, config.latent_rope_type, True)
 
+    def describe(self, config: ModelConfig) -> str:
+        """Return the heads and the latents."""
+        heads, rank = _heads(config), config.q_lora_rank
+        widths = f"{heads.channels} ({config.qk_pos_emb_head_dim} rotated) and values of {heads.value_channels}"
+        latents = f"latents of {config.kv_lora_rank}" + (f" and {rank} (queries)" if rank else "")
+        return f"{heads.queries} heads of {widths} from {latents}"
+
     def exchanged(self, config: ModelConfig, tp: int) -> Exchanged:
         """Return the elements of queries, keys and values, and the output."""
         return _heads(config).exchanged(tp)

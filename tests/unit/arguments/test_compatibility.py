@@ -231,3 +231,14 @@ def test_a_field_is_found_in_the_group_that_it_was_in() -> None:
     assert compare_configs(saved, run(), "exact").changed == {"evaluate_tasks", "evaluate_tasks_interval"}
     assert readable_config(saved).evaluation.evaluate_tasks == ("hellaswag",)
     assert from_dict({"training": tasks}).evaluation.evaluate_tasks_interval == 5
+
+
+def test_a_single_value_of_an_option_that_became_a_list_is_the_same() -> None:
+    experts = "--num-experts 4 --disable-bias-linear --moe-router-load-balancing-type aux_loss --moe-aux-loss-coeff 0.5"
+    saved: dict[str, Any] = to_dict(run(experts))
+    saved["model"] |= {"moe_router_load_balancing_type": "aux_loss", "moe_aux_loss_coeff": 0.5}
+    assert compare_configs(saved, run(experts), "exact").lines == ()
+    assert compare_configs(saved, run(experts.replace("0.5", "0.25")), "exact").changed == {"moe_aux_loss_coeff"}
+    model = readable_config(saved).model
+    assert (model.moe_router_load_balancing_type, model.moe_aux_loss_coeff) == (("aux_loss",), (0.5,))
+    assert from_dict({"model": {"moe_aux_loss_coeff": 0.5}}).model.moe_aux_loss_coeff == (0.5,)

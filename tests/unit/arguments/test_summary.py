@@ -92,6 +92,8 @@ def test_kinds_of_experts() -> None:
     assert mlp in printed["model"]
     where = "8 of 8 on a rank, 1/2 of each (those of a layer are on 2 neighbouring ranks)"
     assert printed["experts"] == f"{where}; at balance each gets 256 tokens of a micro-batch"
+    forced = rows(f"--preset tiny-llama {experts} --moe-router-force-load-balancing")["model"]
+    assert "in a space of 32, chosen at random, in 2 layers" in forced
 
 
 def test_pipelines() -> None:

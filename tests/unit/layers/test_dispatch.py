@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from megatron.distributed.comm import Group
-from megatron.kernels.rows import sum_rows
-from megatron.layers.dispatch import ExpertRows, LocalDispatcher, RowCopies, Sorted, Tokens
+from megatron.kernels.rows import sort_keys, sum_rows
+from megatron.layers.dispatch import ExpertRows, LocalDispatcher, RowCopies, Tokens
 
 QUICK = settings(max_examples=60, derandomize=True, deadline=None)
 
@@ -81,7 +81,7 @@ def test_results_of_a_token_are_added(chosen: tuple[Tensor, int]) -> None:
 @given(st.lists(st.integers(0, 5), max_size=12), st.integers(1, 300))
 def test_keys_are_sorted_stably(keys: list[int], scale: int) -> None:
     """With keys of one byte and of more."""
-    found = Sorted.by_key(torch.tensor(keys, dtype=torch.int64) * scale, 5 * scale, 5 * scale)
+    found = sort_keys(torch.tensor(keys, dtype=torch.int64) * scale, 5 * scale, 5 * scale)
     order = sorted(range(len(keys)), key=lambda i: keys[i])
     assert found.order.tolist() == order
     assert found.places.tolist() == [order.index(i) for i in range(len(keys))]
