@@ -110,15 +110,16 @@ def arithmetic(config: RunConfig, world_size: int, mfu: float) -> list[str]:
     bubble = f"bubble {pp - 1}/({vpp}*{count}+{pp - 1}) = {(pp - 1) / (vpp * count + pp - 1):.1%}; " if pp > 1 else ""
     share = f"{batch}/{dp}" if micro == 1 else f"{batch}/{dp}/{micro}"
     state, kept = sum(max_state_bytes(config, world_size).values()) / GB, activation_bytes(config, count) / GB
+    shown = f"{kept:.1f}"
     if model.num_experts is not None:  # the forecast, if each is chosen equally often
-        kept = max_peak_bytes(config, world_size)["activations"] / GB
+        shown = f"{max_peak_bytes(config, world_size)['activations'] / GB:.0f}"
     steps, samples = final_iteration(training, dp), final_consumed_samples(training, dp)
     seconds = step_seconds(config, world_size, mfu)
     each = batch * training.seq_length / world_size / seconds
     hours = samples / batch * seconds / 3600
     return [
         f"{world_size} = TP{tp} x PP{pp} x DP{dp}; {layers}{share} = {count} micro-batches",
-        f"{bubble}of 80 GB: state {state:.1f} + activations {kept:.1f}; a checkpoint has "
+        f"{bubble}of 80 GB: state {state:.1f} + activations {shown}; a checkpoint has "
         f"{checkpoint_bytes(config) / GB:,.0f} GB",
         f"{tokens(samples * training.seq_length)} tokens = {steps:,} steps; at MFU {mfu:.0%} "
         f"{shown_seconds(seconds)} a step, {each:,.0f} tokens/s a GPU, {shown_hours(hours)}",
