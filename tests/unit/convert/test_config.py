@@ -18,7 +18,8 @@ from megatron.arguments.presets import PRESETS
 from megatron.config import plugins
 from megatron.config.errors import UserError
 from megatron.config.model import ModelConfig
-from megatron.config.option import option
+from megatron.config.option import Role, option
+from megatron.config.settings import SETTINGS
 from megatron.convert.huggingface import families
 from megatron.convert.huggingface.config import (
     CONFIG_FILE,
@@ -32,7 +33,7 @@ from megatron.convert.huggingface.config import (
 )
 from megatron.convert.huggingface.convert import convert_from_huggingface, convert_to_huggingface
 from megatron.convert.huggingface.families import MODEL_FAMILIES, model_families
-from megatron.convert.huggingface.keys import ConfigKey, ModelFamily
+from megatron.convert.huggingface.keys import ConfigKey, ModelFamily, resolved
 from megatron.convert.megatron_lm.model import unwritable_options
 from megatron.convert.saved_model import SavedModel
 from megatron.convert.sources import open_checkpoint
@@ -162,7 +163,11 @@ def test_scores_are_scaled_for_the_default_head_size() -> None:
 
 @pytest.mark.parametrize("name", PRESETS)
 def test_preset_there_and_back(name: str) -> None:
-    assert model(build_config_json(preset(name))) == preset(name)
+    """In all but how weights are drawn and routers are balanced, which a config.json does not have."""
+    there, back = preset(name), model(build_config_json(preset(name)))
+    for field, setting in SETTINGS.items():
+        if setting.group == "model" and setting.option.role in (Role.SHAPE, Role.FUNCTION):
+            assert resolved(back, field) == resolved(there, field), field
 
 
 def test_published_config_of_other_families() -> None:
