@@ -22,6 +22,8 @@ from megatron.training.components.exchange_overflow import ExchangeOverflow
 from megatron.training.components.expert_report import ExpertReport
 from megatron.training.step import train_step
 from tests.distributed.detect import BALANCE_DP2, MOE_EP2, MOE_TP2, TOLERANCE, Detector, training
+from tests.distributed.grid import ATTENTION
+from tests.distributed.grid import EXPERTS as MIXTURES
 from tests.kit.cases import MODEL, RATES, Case, batches_of
 from tests.kit.runs import part_of
 from tests.kit.solo import mesh_of
@@ -104,10 +106,24 @@ SKIPPING_EP2 = replace(MOE_EP2, training=replace(MOE_EP2.training, on_nonfinite=
 _HEADS = replace(MODEL, vocab_size=13, position_embedding_type="rope", mtp_num_layers=2)
 _DOCUMENTS = MaskBuilder(5, reset_positions=True, reset_attention=True)
 HEADS_CP2 = Case(_HEADS, ParallelConfig(context_parallel_size=2), documents=_DOCUMENTS)
+HYBRID_TP2_SP = replace(
+    MOE_TP2,
+    model=replace(
+        MODEL,
+        **ATTENTION["latent"] | {"qk_layernorm": True},
+        **MIXTURES["shared"] | {"moe_shared_expert_gate": True, "moe_latent_size": 16},
+        position_embedding_type="rope",
+        normalization="RMSNorm",
+        add_bias_linear=False,
+        mtp_num_layers=1,
+    ),
+    steps=1,
+)
 
 EXPERTS: dict[str, Detector] = {
     "route": Detector(2, plan_a_route, (), lambda ranks: list(ranks) == PLANNED),
     "fp8-etp2": training(FP8_ETP2),
+    "hybrid-tp2-sp": training(HYBRID_TP2_SP),
     "overflowed": Detector(2, flags_of_the_last_rank, (SKIPPING_EP2,), lambda ranks: list(ranks) == [1, 0]),
     "expert-report": Detector(
         2, report_on_experts, (BALANCE_DP2,), partial(reports_on_experts_like_one_process, BALANCE_DP2)

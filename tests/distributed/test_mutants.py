@@ -195,6 +195,14 @@ FAULTS: dict[str, tuple[str, Callable[[], AbstractContextManager[Any]]]] = {
         "moe-tp2",
         partial(faults.partial_flipped, "layers.0.mlp.router.weight"),
     ),
+    "gradient of a latent projection not summed over TP": (
+        "hybrid-tp2-sp",
+        partial(faults.partial_flipped, "layers.1.self_attention.linear_kv_down_proj.weight"),
+    ),
+    "gradient of a further prediction not summed over TP": (
+        "hybrid-tp2-sp",
+        partial(faults.partial_flipped, "mtp.layers.0.eh_proj.weight"),
+    ),
     "choices of experts counted locally": ("moe-tp2", faults_of_shares.choices_counted_locally),
     "padding in the norm": ("dp2", faults_of_shares.padding_in_the_norm),
     "padding in the norm, state cut": ("zero1", faults_of_shares.padding_in_the_norm),
@@ -282,7 +290,13 @@ def run_flipped(rank: int, world_size: int, case: Case, parameter: str) -> list[
 
 
 @pytest.mark.parametrize(
-    ("name", "count"), [pytest.param("tp2", 14, marks=pytest.mark.slow), ("tp2-sp", 14), ("dora-tp2-sp", 6)]
+    ("name", "count"),
+    [
+        pytest.param("tp2", 14, marks=pytest.mark.slow),
+        ("tp2-sp", 14),
+        ("dora-tp2-sp", 6),
+        pytest.param("hybrid-tp2-sp", 20, marks=pytest.mark.slow),
+    ],
 )
 def test_a_wrong_word_about_copies_is_noticed(pool: Pool, name: str, count: int) -> None:
     case = DETECTORS[name].args[0]
