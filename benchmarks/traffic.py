@@ -24,12 +24,15 @@ INDEXED = {"embedding", "index_select", "index", "gather", "nll_loss_forward"}
 INDEXED_WRITES = {"index_add_", "index_add", "index_put_", "_index_put_impl_", "scatter_", "scatter_add_"}
 """Operations that touch only the chosen rows of their first tensor."""
 
-UPDATED = {"_adam": ("param", "grad", "exp_avg", "exp_avg_sq")}
-"""Arguments that Triton kernels read and overwrite; gradients, because clipping scales them."""
+UPDATED = {"_adam": ("param", "grad", "exp_avg", "exp_avg_sq"), "_accumulate_products": ("target_EOI",)}
+"""Arguments that Triton kernels read and overwrite, unless they have an argument BETA that is 0."""
 
 MATMULS = {"mm": 0, "bmm": 0, "addmm": 1, "addmm_": 1, "baddbmm": 1, "baddbmm_": 1, "_addmm_activation": 1}
 MATMULS |= {"_scaled_mm": 0, "_grouped_mm": 0, "_scaled_grouped_mm": 0}
 """Matrix products, and the position of their first factor."""
+
+GROUPED = {"_multiply_rows": ("x_RK", "y_RN"), "_accumulate_products": ("x_RI", "dy_RO")}
+"""Triton kernels of grouped products, and two arguments with the same rows, all of whose columns are multiplied."""
 
 
 def num_bytes(t: Tensor) -> int:
@@ -137,9 +140,18 @@ class Traffic(TorchDispatchMode):
 
     def triton_kernel(self, kernel: Any, args: Sequence[Any]) -> None:
         """Count a launch of another Triton kernel: each of its distinct tensors once, those in ``UPDATED`` twice."""
-        moved = {key(t): num_bytes(t) for t in self.tensors(args)}
-        updated = [t for name, t in zip(kernel.arg_names, args) if name in UPDATED.get(kernel.__name__, ())]
-        self.by_op[f"triton {kernel.__name__}"] += sum(moved.values()) + sum(map(num_bytes, updated))
+        name, named = kernel.__name__, dict(zip(kernel.arg_names, args))
+        updated = UPDATED.get(name, ()) if named.get("BETA", True) else ()
+        tensors = [
+            *{key(t): t for t in self.tensors(args)}.values(),
+            *(named[each] for each in updated if each in named),
+        ]
+        moved = sum(map(num_bytes, tensors))
+        if name in GROUPED:
+            x, y = (named[each] for each in GROUPED[name])
+            self.matmuls[2 * x.numel() * y.shape[1], moved, str(x.dtype).removeprefix("torch.")] += 1
+        else:
+            self.by_op[f"triton {name}"] += moved
 
     @contextmanager
     def counting(self) -> Iterator[None]:

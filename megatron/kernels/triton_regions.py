@@ -18,7 +18,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megatron.kernels.qkv import HeadNorms, RotaryCosSin, compiled_split_qkv
+from megatron.kernels.qkv import HeadNorms, RotaryCosSin
 
 PROGRAMS = 512
 """Programs over rows: about 4 per multiprocessor; their column sums are a few percent of the traffic."""
@@ -438,18 +438,184 @@ class _SplitQKV(torch.autograd.Function):
         dqkv = dq.new_empty(s, b, width)
         programs = min(PROGRAMS, s * b) if ctx.has_bias else s * b
         partial = dq.new_empty(1, programs, width, dtype=torch.float32) if ctx.has_bias else None
-        cos, sin, *batches = (None, None, b, 1) if rotary is None else _angles(rotary, b)
-        turned, interleaved = (0, False) if rotary is None else (rotary.cos.shape[-1], rotary.interleaved)
+        cos, sin, *batches = _angles(rotary, b)
         strides = (stride for dy in (dq, dk, dv) for stride in dy.stride()[:3])
         _qkv_backward[programs, triton.cdiv(width, QKV_TILE)](
             dq, dk, dv, dqkv, cos, sin, partial, *strides, s * b, *batches, width,
-            n // groups, d, turned, interleaved, ctx.has_bias, QKV_TILE, num_warps=1,
+            n // groups, d, *_turned(rotary), ctx.has_bias, QKV_TILE, num_warps=1,
         )  # fmt: skip
         return dqkv, None if partial is None else _summed(partial)[0], None, None
 
 
-def _angles(rotary: RotaryCosSin, batch: int) -> tuple[Tensor, Tensor, int, int]:
+@triton.jit
+def _normed(value, mask, eps, D: tl.constexpr, CENTRED: tl.constexpr):
+    """Return the mean of every row of a tile, 0 unless centred, and its inverse deviation."""
+    mean = tl.zeros((value.shape[0], 1), tl.float32)
+    if CENTRED:
+        mean += (tl.sum(value, 1) / D)[:, None]
+        value = tl.where(mask, value - mean, 0.0)
+    return mean, tl.rsqrt(tl.sum(value * value, 1) / D + eps)[:, None]
+
+
+@triton.jit
+def _of_head(q_D, k_D, is_key, channel, D: tl.constexpr):
+    """Return a parameter of query or key heads."""
+    of_query = tl.load(q_D + channel, channel < D, 0.0).to(tl.float32)
+    return tl.where(is_key, tl.load(k_D + channel, channel < D, 0.0).to(tl.float32), of_query)
+
+
+@triton.jit
+def _normed_qkv_forward(
+    qkv, q, k, q_weight, q_bias, k_weight, k_bias, cos, sin, batch, angles_batch, eps, groups,
+    X: tl.constexpr, D: tl.constexpr, ROTARY: tl.constexpr, INTERLEAVED: tl.constexpr, CENTRED: tl.constexpr,
+    HEADS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Normalise and rotate tiles of heads, without those of values."""
+    row, channel = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)[None, :]
+    number = tl.program_id(1) * HEADS + tl.arange(0, HEADS)[:, None]
+    group, head = number // (X + 1), number % (X + 1)
+    mask, is_key = (group < groups) & (channel < D), head == X
+    at = qkv + ((row * groups + group) * (X + 2) + head) * D
+    value = tl.load(at + channel, mask, 0.0).to(tl.float32)
+    mean, inverse = _normed(value, mask, eps, D, CENTRED)
+    value = (value - mean) * inverse * _of_head(q_weight, k_weight, is_key, channel, D)
+    if CENTRED:
+        value += _of_head(q_bias, k_bias, is_key, channel, D)
+    if ROTARY:
+        partner, sign = _partner(channel, ROTARY, INTERLEAVED)
+        turned = channel < ROTARY
+        partner = tl.where(turned, partner, channel)
+        other = (tl.load(at + partner, mask, 0.0).to(tl.float32) - mean) * inverse
+        other *= _of_head(q_weight, k_weight, is_key, partner, D)
+        if CENTRED:
+            other += _of_head(q_bias, k_bias, is_key, partner, D)
+        angle = (row // batch * angles_batch + row % batch % angles_batch) * ROTARY + channel
+        value *= tl.load(cos + angle, turned, 1.0).to(tl.float32)
+        value += sign * other * tl.load(sin + angle, turned, 0.0).to(tl.float32)
+    tl.store(q + ((row * groups + group) * X + head) * D + channel, value, mask & (head < X))
+    tl.store(k + (row * groups + group) * D + channel, value, mask & is_key)
+
+
+@triton.jit
+def _normed_qkv_backward(
+    qkv, dq, dk, dv, dqkv, q_weight, k_weight, cos, sin, batch, angles_batch, norms_KPD, partial_PO, eps,
+    q_s, q_b, q_n, k_s, k_b, k_g, v_s, v_b, v_g, rows, groups,
+    X: tl.constexpr, D: tl.constexpr, ROTARY: tl.constexpr, INTERLEAVED: tl.constexpr, CENTRED: tl.constexpr,
+    BIAS: tl.constexpr, HEADS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    program, programs = tl.program_id(0).to(tl.int64), tl.num_programs(0)
+    channel = tl.arange(0, BLOCK)[None, :]
+    number = tl.program_id(1) * HEADS + tl.arange(0, HEADS)[:, None]
+    group, head = number // (X + 2), number % (X + 2)
+    mask, width = (group < groups) & (channel < D), groups * (X + 2) * D
+    scale = _of_head(q_weight, k_weight, head == X, channel, D)
+    dscale = tl.zeros((HEADS, BLOCK), tl.float32)
+    dshift = tl.zeros((HEADS, BLOCK), tl.float32)
+    dbias = tl.zeros((HEADS, BLOCK), tl.float32)
+    for i in range(tl.cdiv(rows - program, programs)):
+        row = program + i * programs
+        s, b = row // batch, row % batch
+        at_q = dq + s * q_s + b * q_b + (group * X + head) * q_n
+        at_k = dk + s * k_s + b * k_b + group * k_g
+        at_v = dv + s * v_s + b * v_b + group * v_g
+        at = tl.where(head < X, at_q, tl.where(head == X, at_k, at_v))
+        here = row * width + number * D + channel
+        value = tl.load(qkv + here, mask, 0.0).to(tl.float32)
+        given = tl.load(at + channel, mask, 0.0).to(tl.float32)
+        d = given
+        if ROTARY:
+            partner, sign = _partner(channel, ROTARY, INTERLEAVED)
+            turned, angle = channel < ROTARY, (s * angles_batch + b % angles_batch) * ROTARY
+            other = tl.load(at + partner, mask & turned, 0.0).to(tl.float32)
+            d *= tl.load(cos + angle + channel, turned, 1.0).to(tl.float32)
+            d -= sign * other * tl.load(sin + angle + partner, turned, 0.0).to(tl.float32)
+        mean, inverse = _normed(value, mask, eps, D, CENTRED)
+        value = tl.where(mask, (value - mean) * inverse, 0.0)
+        g = d * scale
+        dx = g - value * (tl.sum(g * value, 1) / D)[:, None]
+        if CENTRED:
+            dx -= (tl.sum(g, 1) / D)[:, None]
+            dshift += d
+        dscale += d * value
+        dx = tl.where(head <= X, dx * inverse, given)
+        tl.store(dqkv + here, dx, mask)
+        if BIAS:
+            dbias += dx
+    column = tl.arange(0, BLOCK)
+    tiles = tl.num_programs(1)
+    out = norms_KPD + (program * tiles + tl.program_id(1)) * D + column
+    size = programs.to(tl.int64) * tiles * D
+    tl.store(out, tl.sum(tl.where(head < X, dscale, 0.0), 0), column < D)
+    tl.store(out + size, tl.sum(tl.where(head == X, dscale, 0.0), 0), column < D)
+    if CENTRED:
+        tl.store(out + 2 * size, tl.sum(tl.where(head < X, dshift, 0.0), 0), column < D)
+        tl.store(out + 3 * size, tl.sum(tl.where(head == X, dshift, 0.0), 0), column < D)
+    if BIAS:
+        tl.store(partial_PO + program * width + number * D + channel, dbias, mask)
+
+
+class _SplitNormedQKV(torch.autograd.Function):
+    """Values are a view of the projection, which backward needs anyway."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        qkv_SBO: Tensor,
+        bias: Tensor | None,
+        heads: tuple[int, int],
+        rotary: RotaryCosSin | None,
+        q_weight: Tensor,
+        q_bias: Tensor | None,
+        k_weight: Tensor,
+        k_bias: Tensor | None,
+        eps: float,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        qkv_SBO = qkv_SBO.contiguous()
+        (groups, d), (s, b, width) = heads, qkv_SBO.shape
+        queries, block, centred = width // (groups * d) - 2, triton.next_power_of_2(d), q_bias is not None
+        q, k = (qkv_SBO.new_empty(s, b, n, d) for n in (groups * queries, groups))
+        tile = max(1, TILE // block)
+        _normed_qkv_forward[s * b, triton.cdiv(groups * (queries + 1), tile)](
+            qkv_SBO, q, k, q_weight, q_bias, k_weight, k_bias, *_angles(rotary, b), eps, groups,
+            queries, d, *_turned(rotary), centred, tile, block,
+        )  # fmt: skip
+        ctx.save_for_backward(qkv_SBO, q_weight, k_weight)
+        ctx.heads, ctx.rotary, ctx.has_bias, ctx.centred, ctx.eps = heads, rotary, bias is not None, centred, eps
+        return q, k, qkv_SBO.unflatten(2, (groups, queries + 2, d))[:, :, :, -1]
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        qkv, q_weight, k_weight = ctx.saved_tensors
+        dq, dk, dv = (dy if dy.stride(3) == 1 else dy.contiguous() for dy in grads)
+        (groups, d), (s, b, width) = ctx.heads, qkv.shape
+        queries, block = width // (groups * d) - 2, triton.next_power_of_2(d)
+        tile = max(1, QKV_TILE // block)
+        programs, tiles = min(PROGRAMS, s * b), triton.cdiv(groups * (queries + 2), tile)
+        dqkv = torch.empty_like(qkv)
+        norms = qkv.new_empty(4 if ctx.centred else 2, programs * tiles, d, dtype=torch.float32)
+        biases = qkv.new_empty(1, programs, width, dtype=torch.float32) if ctx.has_bias else None
+        strides = (stride for dy in (dq, dk, dv) for stride in dy.stride()[:3])
+        _normed_qkv_backward[programs, tiles](
+            qkv, dq, dk, dv, dqkv, q_weight, k_weight, *_angles(ctx.rotary, b), norms, biases, ctx.eps,
+            *strides, s * b, groups,
+            queries, d, *_turned(ctx.rotary), ctx.centred, ctx.has_bias, tile, block, num_warps=1,
+        )  # fmt: skip
+        dbias = None if biases is None else _summed(biases)[0]
+        dq_weight, dk_weight, dq_bias, dk_bias = (*_summed(norms), None, None)[:4]
+        return dqkv, dbias, None, None, dq_weight, dq_bias, dk_weight, dk_bias, None
+
+
+def _angles(rotary: RotaryCosSin | None, batch: int) -> tuple[Tensor | None, Tensor | None, int, int]:
+    """Return cosines and sines, the batch, and that of the angles."""
+    if rotary is None:
+        return None, None, batch, 1
     return rotary.cos.contiguous(), rotary.sin.contiguous(), batch, rotary.cos.shape[1]
+
+
+def _turned(rotary: RotaryCosSin | None) -> tuple[int, bool]:
+    """Return the number of channels that are rotated, and whether in pairs of neighbours."""
+    return (0, False) if rotary is None else (rotary.cos.shape[-1], rotary.interleaved)
 
 
 def split_qkv(
@@ -459,7 +625,7 @@ def split_qkv(
     norms: HeadNorms | None,
     rotary: RotaryCosSin | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """As :func:`megatron.kernels.qkv.split_qkv`; with norms of the heads, torch.compile's."""
+    """As :func:`megatron.kernels.qkv.split_qkv`."""
     if norms is not None:
-        return compiled_split_qkv()(qkv_SBO, bias_O, heads, norms, rotary)
+        return _SplitNormedQKV.apply(qkv_SBO, bias_O, heads, rotary, *norms)
     return _SplitQKV.apply(qkv_SBO, bias_O, heads, rotary)

@@ -80,6 +80,19 @@ def test_arguments_of_triton_kernels() -> None:
     assert traffic.by_op["triton _adam"] == 3 * KB  # the parameter is read and overwritten
 
 
+def test_grouped_products_of_triton_are_matrix_products() -> None:
+    x, dy, target = torch.ones(10, 6), torch.ones(10, 4), torch.ones(3, 4, 6)
+    kernel = SimpleNamespace(__name__="_accumulate_products", arg_names=["x_RI", "dy_RO", "target_EOI", "BETA"])
+    traffic = Traffic(set(), "cpu")
+    for beta in (False, True):
+        traffic.triton_kernel(kernel, [x, dy, target, beta])
+    assert traffic.matmuls == {
+        (2 * 10 * 6 * 4, 4 * (60 + 40 + 72), "float32"): 1,  # overwrites the target
+        (2 * 10 * 6 * 4, 4 * (60 + 40 + 2 * 72), "float32"): 1,  # adds to it
+    }
+    assert not traffic.bytes
+
+
 def test_a_step_takes_the_time_of_its_parts() -> None:
     flops, moved = 10**12, 10**9
     assert gemm_seconds(flops, moved, "bfloat16", H200) == pytest.approx(1 / 720)

@@ -22,7 +22,7 @@ from triton.runtime import interpreter
 from megatron.kernels import triton_regions as regions
 from megatron.kernels.activation import TRITON_ACTIVATIONS, activation
 from megatron.kernels.norm import add_norm, norm
-from megatron.kernels.qkv import RotaryCosSin, split_qkv
+from megatron.kernels.qkv import HeadNorms, RotaryCosSin, split_qkv
 
 ROWS, BATCH = 5, 3
 
@@ -81,24 +81,43 @@ def test_an_activation_of_no_rows() -> None:
     assert x.grad is not None
 
 
+ANGLES = [None, (12, 1, False), (8, BATCH, False), (8, 1, True), (12, BATCH, True)]
+"""Any cosines and sines, for all or some channels, per sample or for all samples."""
+
+
+def rotary_of(angles: tuple[int, int, bool] | None, x: Tensor) -> RotaryCosSin | None:
+    if angles is None:
+        return None
+    width, batch, interleaved = angles
+    cos, sin = (draw(ROWS, batch, 1, width + i)[..., :width].to(x.dtype) for i in range(2))
+    return RotaryCosSin(cos, sin, interleaved)
+
+
 @pytest.mark.parametrize("with_bias", [False, True])
-@pytest.mark.parametrize("angles", [None, (12, 1, False), (8, BATCH, False), (8, 1, True), (12, BATCH, True)])
+@pytest.mark.parametrize("angles", ANGLES)
 def test_split(angles: tuple[int, int, bool] | None, with_bias: bool) -> None:
-    """Any cosines and sines, for all or some channels, per sample or for all samples."""
     qkv, bias = draw(ROWS, BATCH, 2 * 5 * 12), draw(2 * 5 * 12) if with_bias else None
 
     def split(function: Any) -> Callable[..., Any]:
-        def run(x: Tensor, bias: Tensor | None) -> Any:
-            rotary = None
-            if angles is not None:
-                width, batch, interleaved = angles
-                cos, sin = (draw(ROWS, batch, 1, width + i)[..., :width].to(x.dtype) for i in range(2))
-                rotary = RotaryCosSin(cos, sin, interleaved)
-            return function(x, bias, (2, 12), None, rotary)
+        return lambda x, bias: function(x, bias, (2, 12), None, rotary_of(angles, x))
+
+    agree(split(regions.split_qkv), split(split_qkv), (qkv, bias))
+
+
+@pytest.mark.parametrize("centred", [False, True])
+@pytest.mark.parametrize("angles", ANGLES)
+def test_split_with_norms(angles: tuple[int, int, bool] | None, centred: bool) -> None:
+    """RMSNorm, and LayerNorm behind a projection with a bias."""
+    qkv, bias = draw(ROWS, BATCH, 2 * 5 * 12), draw(2 * 5 * 12) if centred else None
+    (q, q_bias), (k, k_bias) = ((draw(12 + i)[:12], draw(14 + i)[:12] if centred else None) for i in range(2))
+
+    def split(function: Any) -> Callable[..., Any]:
+        def run(x: Tensor, bias: Tensor | None, *norms: Any) -> Any:
+            return function(x, bias, (2, 12), HeadNorms(*norms, 1e-5), rotary_of(angles, x))
 
         return run
 
-    agree(split(regions.split_qkv), split(split_qkv), (qkv, bias))
+    agree(split(regions.split_qkv), split(split_qkv), (qkv, bias, q, q_bias, k, k_bias))
 
 
 @pytest.mark.parametrize("name", TRITON_ACTIVATIONS)
