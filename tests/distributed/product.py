@@ -3,7 +3,7 @@
 Takes four hours on two cores, ``--every 7`` half an hour. Five products: of layouts, every schedule on all grids of up
 to eight ranks; of what replicas cut among themselves and of how experts are dealt out; of models, on few of these; of
 context parallelism with masks; and of experts with latent attention and multi-token prediction. Writes what it found,
-row by row, to ``tests/golden/layout_product.txt``; with ``--table`` it only prints.
+row by row, to ``tests/golden/layout_product.txt``; one product alone, to a file of its own.
 """
 
 from __future__ import annotations
@@ -240,23 +240,23 @@ def main() -> None:
     """Run all and write the file."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--every", type=int, default=1, help="Only every N-th case, where time is short.")
-    parser.add_argument("--table", choices=tuple(TABLES), help="Run only this product, and write no file.")
+    parser.add_argument("--table", choices=tuple(TABLES), help="Only this product.")
     options, began, lines = parser.parse_args(), time.monotonic(), []
-    every = options.every
+    every, only = options.every, options.table
     with Pool() as pool:
-        for name in TABLES if options.table is None else (options.table,):
+        for name in (only,) if only else TABLES:
             for line in table(pool, name, every):
                 lines.append(line)
                 print(line, flush=True)
-    if options.table is not None:
-        return
+    flags = f" --every {every}" * (every > 1) + (f" --table {only}" if only else "")
+    command = f"python -m tests.distributed.product{flags}"
     head = [
         "Largest relative error against one process, fp64, 3 steps, by layout (sp: sequence parallel).",
-        f"python -m tests.distributed.product{f' --every {every}' if every > 1 else ''}: {provenance()}, "
-        f"{time.monotonic() - began:.0f} s",
+        f"{command}: {provenance()}, {time.monotonic() - began:.0f} s",
     ]
-    FILE.write_text("\n".join([*head, *lines]) + "\n")
-    print("", "For docs/performance.md:", *markdown_rows(FILE.read_text()), sep="\n")
+    file = FILE.with_stem(f"{FILE.stem}_{only}") if only else FILE
+    file.write_text("\n".join([*head, *lines]) + "\n")
+    print("", "For docs/performance.md:", *markdown_rows(file.read_text()), sep="\n")
 
 
 if __name__ == "__main__":
