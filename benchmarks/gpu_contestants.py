@@ -30,7 +30,7 @@ class Case:
 
     # Options of the model and the sequence length.
     flags: str
-    # Per step.
+    # Per step and rank.
     samples: int
     # Sizes to try, best guess first; each divides ``samples``.
     micro_batches: tuple[int, ...]
@@ -78,6 +78,8 @@ class Ours:
 
     micro_batch: int
     flags: str = "--kernels torch --cuda-graph none"
+    # Of which this process is the first.
+    ranks: int = 1
 
     @property
     def name(self) -> str:
@@ -92,7 +94,7 @@ class Ours:
     def make(self, case: Case, device: torch.device) -> Step:
         """Build the step; weights are drawn on the device, which is faster."""
         config = self.config(case, device)
-        trainer = build_trainer(config, 0, 1, fresh=False)
+        trainer = build_trainer(config, 0, self.ranks, fresh=False)
         with torch.no_grad():
             for name, master in trainer.optimizer.main_params.items():
                 init = trainer.specs[name].init
@@ -106,8 +108,10 @@ class Ours:
 
     def config(self, case: Case, device: torch.device) -> RunConfig:
         """Return the configuration that the command line would give."""
-        batch = f"--micro-batch-size {self.micro_batch} --global-batch-size {case.samples}"
-        return parse(f"{case.flags} {COMMON} {batch} {self.flags} --device {device.type}".split(), {}).config
+        batch = f"--micro-batch-size {self.micro_batch} --global-batch-size {case.samples * self.ranks}"
+        launch = {"RANK": "0", "WORLD_SIZE": str(self.ranks), "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+        argv = f"{case.flags} {COMMON} {batch} {self.flags} --device {device.type}".split()
+        return parse(argv, launch if self.ranks > 1 else {}).config
 
 
 @dataclass(frozen=True)

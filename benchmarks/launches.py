@@ -37,6 +37,7 @@ from benchmarks.record import RESULTS, keep, options, table, versions
 from benchmarks.roofline import GAP, GEMM_RATES, GRAPH_GAP, H100, H200, PEAK_FLOPS, Gpu, gpu_seconds, step_seconds
 from benchmarks.traffic import Traffic
 from megatron.config.run import RunConfig
+from megatron.distributed import comm
 from megatron.kernels import registry
 from megatron.planner.flops import FlopsPerToken
 
@@ -56,6 +57,12 @@ QWEN = (
     f"{LLAMA} --vocab-size 151936 --hidden-size 2048 --kv-channels 128 --num-query-groups 4 --qk-layernorm "
     "--num-experts 64 --moe-router-topk 8 --moe-ffn-hidden-size 768"
 )
+EP = "--use-distributed-optimizer --moe-exchange-bound 1 --expert-model-parallel-size"
+DEEPSEEK = "--preset deepseek-v3 --moe-layer-freq 1 --max-position-embeddings 4096 --mtp-num-layers 0"
+SMALL_DEEPSEEK = (
+    f"{DEEPSEEK} --hidden-size 2048 --num-attention-heads 16 --q-lora-rank 768 --moe-ffn-hidden-size 512 "
+    "--moe-shared-expert-intermediate-size 512"
+)
 
 
 @dataclass(frozen=True)
@@ -68,6 +75,8 @@ class Case:
     micro_batches: int = 1
     # Further flags of ours.
     more: str = ""
+    # Of which the first is counted.
+    ranks: int = 1
 
     def model(self, layers: int, micro_batches: int) -> gpu_contestants.Case:
         """Return the case for `benchmarks.gpu_contestants`."""
@@ -76,7 +85,8 @@ class Case:
 
     def config(self, layers: int, micro_batches: int) -> RunConfig:
         """Return the configuration of ours."""
-        return Ours(self.micro_batch).config(self.model(layers, micro_batches), torch.device("cuda"))
+        ours = Ours(self.micro_batch, self.more, self.ranks)
+        return ours.config(self.model(layers, micro_batches), torch.device("cuda"))
 
 
 CASES = {
@@ -86,6 +96,9 @@ CASES = {
     "llama3-8b-s8192": Case(f"{LLAMA} --seq-length 8192", 1, 8, 4),
     "mixtral-s4096": Case(f"{MIXTRAL} --seq-length 4096", 1, 4, 4),
     "qwen3-moe-s4096": Case(f"{QWEN} --seq-length 4096", 1, 4, 4),
+    "qwen3-moe-ep4-s4096": Case(f"{QWEN} --seq-length 4096", 1, 4, 4, f"{EP} 4", 4),
+    "deepseek-256-experts-s4096": Case(f"{SMALL_DEEPSEEK} --seq-length 4096", 1, 4, 4),
+    "deepseek-v3-ep64-s4096": Case(f"{DEEPSEEK} --seq-length 4096", 1, 4, 4, f"{EP} 64", 64),
 }
 """Eight layers of Llama-3-8B and four of Mixtral-8x7B, as more do not fit on one GPU with their optimizer state."""
 
@@ -107,13 +120,16 @@ MILLISECONDS = {
 }
 """Measured for a step of ours and of compiled `transformers`."""
 
-NO_GRAPH, RIVAL = "ours, --cuda-graph none", "transformers, compiled"
+NO_GRAPH, RIVAL, FORCED = "ours, --cuda-graph none", "transformers, compiled", "ours, forced balance"
 IMPLEMENTATIONS = {
     "ours": "",
     NO_GRAPH: "--cuda-graph none",
     "ours, --kernels torch": "--cuda-graph none --kernels torch",
     "transformers, eager": None,
     RIVAL: None,
+    FORCED: "--cuda-graph none --moe-router-force-load-balancing",
+    "ours, busiest rank 1.5": "--cuda-graph none --moe-exchange-bound 1.5",
+    "ours, busiest rank 2": "--cuda-graph none --moe-exchange-bound 2",
     "torchtitan, eager": None,
     "torchtitan, compiled": None,
 }
@@ -128,7 +144,7 @@ def step_of(implementation: str, case: Case, layers: int, micro_batches: int) ->
         return torchtitan(case, layers, micro_batches, how == "compiled")
     if who == "transformers":
         return Theirs(case.micro_batch, compiled=how == "compiled").make(model, device)
-    return Ours(case.micro_batch, f"{IMPLEMENTATIONS[implementation]} {case.more}").make(model, device)
+    return Ours(case.micro_batch, f"{case.more} {IMPLEMENTATIONS[implementation]}", case.ranks).make(model, device)
 
 
 def torchtitan(case: Case, layers: int, micro_batches: int, compiled: bool) -> Callable[[], object]:
@@ -205,8 +221,22 @@ def measure(implementation: str, case: Case, layers: int, micro_batches: int) ->
 
 
 def applies(name: str, implementation: str) -> bool:
-    """Return False for models that an implementation does not have."""
+    """Return False for models that an implementation does not have, and for options that they do not need."""
+    if "busiest" in implementation:
+        return CASES[name].ranks > 1
+    if implementation == FORCED:
+        return name.startswith("qwen3")
+    if implementation.startswith("transformers"):
+        return name in MEASURED or CASES[name].ranks == 1
     return name.startswith("llama") or not implementation.startswith("torchtitan")
+
+
+def pretend_peers(ranks: int) -> None:
+    """Make this process the first of several ranks; the null GPU's NCCL needs no others, objects are this rank's."""
+    torch.distributed.init_process_group("nccl", store=torch.distributed.HashStore(), rank=0, world_size=ranks)
+    comm.all_gather_objects = lambda value, group: [value] * group.size
+    comm.gather_objects = comm.all_gather_objects
+    comm.broadcast_object = lambda value, group: value
 
 
 def row_of(name: str, implementation: str) -> dict[str, Any]:
@@ -214,6 +244,8 @@ def row_of(name: str, implementation: str) -> dict[str, Any]:
     torch.backends.cuda.enable_cudnn_sdp(False)  # cuDNN's attention cannot run on the null GPU
     registry.check_kernel = lambda *_, **__: None  # zeros fail every check
     case = (CASES | MEASURED)[name]
+    if case.ranks > 1:
+        pretend_peers(case.ranks)
     row = {"whole": measure(implementation, case, case.layers, case.micro_batches)}
     for layers in DEPTHS if name in CASES else ():
         counts = measure(implementation, case, layers, 1)
@@ -275,7 +307,7 @@ def table_of(name: str, rows: Mapping[str, Any]) -> list[str]:
             continue
         whole, predicted = row["whole"], prediction(case, row["whole"], H200)
         cells = [
-            title,
+            title + (f", at {row['at']}" if "at" in row else ""),
             f"{per_layer(row, 'launches'):.1f} ({per_layer(row, 'gemms'):.0f})",
             f"{per_layer(row, 'bytes') / 1e6:,.0f}",
             f"{per_layer(row, 'host_ms'):.2f}",
@@ -349,7 +381,14 @@ read or written by index, only the chosen rows count. A separate step counts the
 All take the same number of tokens, in bf16, with fused AdamW and clipping. Attention is PyTorch's flash kernel, as
 cuDNN's cannot run on the null GPU. `transformers` and torchtitan have bf16 weights, gradients and moments; ours has
 fp32 main parameters, gradients and moments. torchtitan is its Llama and its loss, compiled per block, as it does.
-Mixtral's tokens are spread evenly over its experts.
+Tokens are spread evenly over experts, and no rank's transfers take time on a wire. Grouped products of Triton, the
+weight gradients of experts, count as matrix products. Cases:
+
+* qwen3-moe: the layer of Qwen3-30B-A3B with 64 experts; `ep4`: the first of 4 ranks, with 16 of them.
+* deepseek-256-experts: latent attention, 256 experts, sigmoid scores, bias, groups and shared expert of DeepSeek-V3 at
+  a hidden size of 2,048, experts of 512; `deepseek-v3-ep64`: its own sizes on the first of 64 ranks, with 4 experts.
+* `forced balance`: with `--moe-router-force-load-balancing`. `busiest rank 1.5`: a rank that gets 1.5 times the mean of
+  all ranks from every rank, for which the others wait.
 
 **Predictions, not measurements** (`benchmarks/roofline.py`), for an H200: matrix products run at
 {GEMM_RATES[0] / 1e12:.0f} to {GEMM_RATES[1] / 1e12:.0f} TFLOP/s by size, attention at cuDNN's published rates
@@ -357,6 +396,9 @@ Mixtral's tokens are spread evenly over its experts.
 graph. MFU is 6N + 12Lhs (causal: half the scores) over {PEAK_FLOPS / 1e12} TFLOP/s; the host counts where it is slower.
 """
 
+
+OLDER = "95446ae"
+"""Commit of rows that do not name theirs."""
 
 UNDECIDED = """For an H100 the roofline was 2 to 4% more optimistic about ours than about `transformers` (above).
 So ratios from 1.00 to 1.04 are undecided. With cuDNN's attention a Llama layer has two launches fewer: the sums of the
@@ -374,10 +416,12 @@ def page(result: Mapping[str, Any]) -> str:
             }
             lines += table_of(name, before | result["rows"][name])
     lines += checks(result["checks"])
-    if all({"ours", NO_GRAPH, RIVAL} <= set(result["rows"].get(name, {})) for name in CASES):
-        lines += ["", "## Goals", "", *goals(result["rows"]), "", UNDECIDED]
+    compared = {name: rows for name, rows in result["rows"].items() if {"ours", NO_GRAPH, RIVAL} <= set(rows)}
+    if {"gpt2-124m-mb32", "llama3-8b-s8192"} <= set(compared):
+        lines += ["", "## Goals", "", *goals(compared), "", UNDECIDED]
     versions_of = ", ".join(f"{name} {version}" for name, version in result["versions"].items())
-    return "\n".join([*lines, "", f"{versions_of}; commit {result['rows at']}."])
+    at = {row.get("at", OLDER): None for rows in result["rows"].values() for row in rows.values()}
+    return "\n".join([*lines, "", f"{versions_of}; commits {', '.join(at)}."])
 
 
 def main(argv: Sequence[str]) -> int:
@@ -406,7 +450,7 @@ def main(argv: Sequence[str]) -> int:
     pairs = [(where, name, i) for name in args.cases for i in args.implementations if applies(name, i)]
     pairs += [("checks", name, i) for name in MEASURED for i in ("ours", RIVAL) if args.before]
     for part, name, implementation in pairs:
-        row = in_own_process(name, implementation)
+        row = in_own_process(name, implementation) | {"at": commit()}
         print(f"{name} {implementation}: {row.get('error', 'counted')}", flush=True)
         result[part].setdefault(name, {})[implementation] = row
         if args.write:
