@@ -57,7 +57,7 @@ QWEN = (
     f"{LLAMA} --vocab-size 151936 --hidden-size 2048 --kv-channels 128 --num-query-groups 4 --qk-layernorm "
     "--num-experts 64 --moe-router-topk 8 --moe-ffn-hidden-size 768"
 )
-EP = "--use-distributed-optimizer --moe-exchange-bound 1 --expert-model-parallel-size"
+EP = "--use-distributed-optimizer --moe-exchange bounded --moe-exchange-bound 1 --expert-model-parallel-size"
 DEEPSEEK = "--preset deepseek-v3 --moe-layer-freq 1 --max-position-embeddings 4096 --mtp-num-layers 0"
 SMALL_DEEPSEEK = (
     f"{DEEPSEEK} --hidden-size 2048 --num-attention-heads 16 --q-lora-rank 768 --moe-ffn-hidden-size 512 "

@@ -16,14 +16,15 @@ class DispatchOptions:
     """Options of the exchange of tokens."""
 
     moe_exchange: str = option(
-        "auto", role="free", choices=("auto", "exact", "bounded"), kind="dispatcher", needs=EXPERT_RANKS
+        "exact", role="free", choices=("exact", "bounded"), kind="dispatcher", needs=EXPERT_RANKS
     )
     """Exchange of tokens between the ranks of experts: exact sends as many rows as there are, and the host waits for
-    their numbers once per layer and micro-batch; bounded has buffers of fixed size, and the host never waits. Default:
-    bounded on GPUs, exact on CPUs and with fp16. Evaluation and generation are exact."""
+    their numbers once per layer and micro-batch; bounded has buffers of fixed size, and the host never waits.
+    Evaluation and generation are exact."""
     moe_exchange_bound: float = option(2.0, role="free", at_least=1, needs=EXPERT_RANKS)
-    """bounded: the buffers hold what arrives if the experts of a rank are chosen so many times as often as the mean of
-    all ranks. A step that does not fit has no finite loss and changes no weight; see --on-nonfinite."""
+    """bounded: the buffers hold what arrives if the tokens of any rank's micro-batch choose the experts of a rank so
+    many times as often as the mean. A step that does not fit has no finite loss and changes no weight; see
+    --on-nonfinite."""
     moe_shared_expert_overlap: bool = option(
         False, role="free", needs=("moe_shared_expert_intermediate_size", EXPERT_RANKS)
     )
@@ -42,12 +43,6 @@ class DispatchOptions:
       fix: --moe-exchange exact | --bf16
     """
 
-    def exchange(self, on_gpu: bool, fp16: bool) -> str:
-        """Return the dispatcher of a training step that ``auto`` stands for."""
-        if self.moe_exchange != "auto":
-            return self.moe_exchange
-        return "bounded" if on_gpu and not fp16 else "exact"
-
 
 class ExchangeBuffers(NamedTuple):
     """Rows in the buffers of the bounded exchange, of a rank and micro-batch."""
@@ -61,8 +56,8 @@ class ExchangeBuffers(NamedTuple):
     def of(cls, bound: float, tokens: int, topk: int, local: int, ep: int, etp: int) -> ExchangeBuffers:
         """Return the sizes.
 
-        If the experts of a rank are chosen ``bound`` times as often as the mean, ``bound`` T K rows are for them. From
-        a token, none of K choices falls on the rank with a probability of ``(1 - bound / EP)^K``.
+        If the experts of a rank are chosen ``bound`` times as often as the mean, ``bound`` T K rows are for them, of
+        which a rank sends ``bound`` T K / EP at most, and none of its T tokens twice.
 
         Args:
             bound: ``--moe-exchange-bound``.
@@ -73,8 +68,7 @@ class ExchangeBuffers(NamedTuple):
             etp: expert-TP: ranks that get the same rows.
 
         """
-        share = min(1.0, bound / ep)
-        block = min(tokens, math.ceil(tokens * (1.0 - (1.0 - share) ** topk)))
+        block = min(tokens, math.ceil(bound * tokens * topk / ep))
         most = ep * etp * block * min(topk, local)
         return cls(block, min(most, math.ceil(bound * tokens * topk * etp)))
 

@@ -10,7 +10,7 @@ from typing import ClassVar
 from megatron.config.errors import Problem
 from megatron.config.option import MAX_LAYERS, MAX_SIZE, ZERO_IS_NONE, Run, option
 from megatron.config.router import EXPERTS
-from megatron.config.text import divisors, flag_fixes, multiples_as_fixes, nearest, selected_layers
+from megatron.config.text import counted, divisors, flag_fixes, multiples_as_fixes, nearest, selected_layers
 
 
 @cache
@@ -120,7 +120,7 @@ class ExpertOptions:
         model, text = config.model, self.moe_layer_freq
         if model.num_experts is None or text is None:
             return
-        freq, drop, layers = f"--moe-layer-freq {text}", "drop --moe-layer-freq", model.num_layers
+        freq, drop, layers = f"--moe-layer-freq {text}", "--moe-layer-freq 1", model.num_layers
         if (entries := len(expert_layers(text))) > layers and not text.isdecimal():
             sentence = f"{freq} is for {entries} layers, and the model has {layers}"
             yield Problem("E214", sentence, (drop, f"--num-layers {entries}"))
@@ -140,6 +140,14 @@ class ExpertOptions:
         if differences:
             yield f"--fp8-recipe {precision.fp8_recipe}: experts have {' and '.join(differences)}"
 
+    def note_repeated_layers(self, config: Run, world_size: int) -> Iterator[str]:
+        """Yield a note if a list of layers with experts is shorter than the model, so that dense layers come again."""
+        text, layers = self.moe_layer_freq, config.model.num_layers
+        if self.num_experts is None or text is None or text.isdecimal():
+            return
+        if (entries := len(expert_layers(text))) < layers:
+            yield f"--moe-layer-freq {text} has {entries} entries, which repeat over {layers} layers"
+
     def note_few_tokens(self, config: Run, world_size: int) -> Iterator[str]:
         """Yield a note if the experts get so few tokens of a micro-batch that their products are slow on a GPU."""
         if config.training.device == "cpu" or (tokens := tokens_per_expert(config)) is None or tokens >= FEW_TOKENS:
@@ -156,7 +164,7 @@ class ExpertOptions:
         shape += f" in a space of {model.moe_latent_size}" if model.moe_latent_size else ""
         shared, gated = model.moe_shared_expert_intermediate_size, "gated " * model.moe_shared_expert_gate
         shape += f" and a {gated}shared one of {shared}" if shared else ""
-        shape += f" (in {model.dense_layers} layers an MLP of {model.ffn})" if model.dense_layers else ""
+        shape += f" (in {counted(model.dense_layers, 'layer')} an MLP of {model.ffn})" if model.dense_layers else ""
         shape += ", chosen at random" * model.moe_router_force_load_balancing
         part = f"1/{parallel.expert_tp} of " if parallel.expert_tp > 1 else ""
         held = f"{part}{model.num_experts // parallel.expert_model_parallel_size} on a rank"

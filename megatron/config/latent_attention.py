@@ -12,6 +12,7 @@ from megatron.config.option import MAX_SIZE, Need, Run, option
 
 LATENT = Need("has_latent_attention", "--multi-latent-attention")
 YARN = Need("has_yarn", "--position-embedding-type yarn or --rope-type yarn")
+SCALED = Need("has_yarn or has_latent_attention", "--position-embedding-type yarn or --multi-latent-attention")
 
 Model: TypeAlias = Any
 """The model, a :class:`megatron.config.model.ModelConfig`, which inherits the class of options."""
@@ -50,13 +51,14 @@ class LatentAttentionOptions:
     mscale: float = option(1.0, role="function", at_least=0, needs=YARN)
     """YaRN: strength of the factor on cosines and sines, 0.1 x mscale x log(rotary_scaling_factor) + 1, divided
     by the same of mscale_all_dim."""
-    mscale_all_dim: float = option(0.0, role="function", at_least=0, needs=YARN)
-    """YaRN: strength of the factor on all channels; the scores of latent attention are multiplied by its square."""
+    mscale_all_dim: float = option(0.0, role="function", at_least=0, needs=SCALED)
+    """YaRN: strength of the factor on all channels; the scores of latent attention are multiplied by its square,
+    with --rope-type rope, too."""
 
     refused: ClassVar = """
     has_latent_attention and not has_attention and num_attention_heads>kv_groups
     E102 latent attention has no {kv_groups} groups of heads: its keys and values are those of all heads
-      fix: drop --num-query-groups
+      fix: --set model.num_query_groups=null
     """
 
     @property
@@ -92,9 +94,8 @@ class LatentAttentionOptions:
         """Factor on the products of queries and keys of latent attention."""
         if self.softmax_scale is not None:
             return self.softmax_scale
-        scale: float = (self.qk_head_dim + self.qk_pos_emb_head_dim) ** -0.5
-        if self.latent_rope_type == "yarn":
-            scale *= yarn_mscale(self.rotary_scaling_factor, self.mscale_all_dim) ** 2
+        width = self.qk_head_dim + self.qk_pos_emb_head_dim
+        scale: float = yarn_mscale(self.rotary_scaling_factor, self.mscale_all_dim) ** 2 / math.sqrt(width)
         return scale
 
     def check_latent_positions(self: Model, config: Run, world_size: int) -> Iterator[Problem]:

@@ -14,7 +14,7 @@ from megatron.config.adapters import AdapterOptions
 from megatron.config.attention_pattern import AttentionPattern, format_layers, parse_layers, split_layers
 from megatron.config.errors import Problem
 from megatron.config.experts import ExpertOptions
-from megatron.config.latent_attention import LATENT_ATTENTION, YARN, LatentAttentionOptions
+from megatron.config.latent_attention import LATENT_ATTENTION, SCALED, YARN, LatentAttentionOptions
 from megatron.config.multi_token import MultiTokenOptions
 from megatron.config.option import (
     MAX_LAYERS,
@@ -153,7 +153,7 @@ class TransformerOptions(WithPluginOptions):
     """Llama-3 scaling: wavelengths above original/low are divided by the factor."""
     rope_high_freq_factor: float = option(4.0, role="function", above=0, needs=ROPE_SCALING)
     """Llama-3 scaling: wavelengths below original/high are unchanged."""
-    rotary_scaling_factor: float = option(1.0, role="function", at_least=1, needs=YARN)
+    rotary_scaling_factor: float = option(1.0, role="function", at_least=1, needs=SCALED)
     """YaRN: context extension factor."""
     yarn_original_max_position_embeddings: int | None = option(
         None, role="function", at_least=1, at_most=MAX_SIZE, needs=YARN

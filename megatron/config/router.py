@@ -115,6 +115,10 @@ class RouterOptions:
     E214 sinkhorn has weights of its own, not those of {moe_router_score_function}
       fix: --moe-router-score-function softmax | --moe-router-load-balancing-type none
 
+    num_experts and moe_router_enable_expert_bias and diloco_sync_interval
+    E214 an expert bias moves by the loads of all replicas, which --diloco-sync-interval does not count together
+      fix: --no-moe-router-enable-expert-bias | drop --diloco-sync-interval
+
     num_experts and moe_router_num_groups and not moe_router_group_topk
     E214 --moe-router-num-groups {moe_router_num_groups} needs the number of groups of a token
       fix: --moe-router-group-topk 1
@@ -157,7 +161,10 @@ class RouterOptions:
             yield Problem("E214", f"{flag} is empty", (f"{flag} seq_aux_loss", f"{flag} none"))
         elif len(kinds) > 1 and len(losses) < len(kinds):
             sentence = f"{flag} {' '.join(kinds)}: only different losses can be combined"
-            yield Problem("E214", sentence, (f"{flag} {' '.join(losses or ['none'])}",))
+            kept = [kinds.index(loss) for loss in losses] or [0]
+            values = " ".join(f"{coefficients[i]:g}" for i in kept if i < len(coefficients)) or "0.01"
+            fix = f"{flag} {' '.join(losses or ['none'])} --moe-aux-loss-coeff {values}"
+            yield Problem("E214", sentence, (fix,))
         elif len(kinds) != len(coefficients):
             sentence = f"{flag} has {len(kinds)} values and --moe-aux-loss-coeff {len(coefficients)}: one for each"
             given = [f"{coefficient:g}" for coefficient in coefficients] or ["0.01"]
@@ -177,15 +184,6 @@ class RouterOptions:
             more = -(-self.moe_router_topk * groups // experts)
             fixes = (f"--moe-router-topk {held}", *((f"--moe-router-group-topk {more}",) if more <= groups else ()))
             yield Problem("E214", sentence, fixes)
-
-    def check_capacity(self, config: Run, world_size: int) -> Iterator[Problem]:
-        """Check that a capacity can drop something."""
-        experts, factor = config.model.num_experts, self.moe_expert_capacity_factor
-        if experts is None or factor is None or self.moe_router_topk > experts:
-            return
-        if factor * self.moe_router_topk >= experts:
-            sentence = f"--moe-expert-capacity-factor {factor:g} drops nothing: an expert has room for all tokens"
-            yield Problem("E214", sentence, ("--set model.moe_expert_capacity_factor=null",))
 
     def note_router(self, config: Run, world_size: int) -> Iterator[str]:
         """Yield notes about what depends on the layout, unbalanced experts, and routers without a gradient."""
@@ -208,6 +206,9 @@ class RouterOptions:
         elif self.balancing_losses.get("aux_loss"):
             what = "the loss depends on the micro-batches, and so on the layout"
             yield f"--moe-router-load-balancing-type aux_loss: {what}"
-        if self.moe_expert_capacity_factor is not None:
+        factor = self.moe_expert_capacity_factor
+        if factor is not None and factor * self.moe_router_topk >= model.num_experts:
+            yield f"--moe-expert-capacity-factor {factor:g} drops nothing: an expert has room for all tokens"
+        elif factor is not None:
             what = "which choices are dropped depends on the micro-batches, and so on the layout"
-            yield f"--moe-expert-capacity-factor {self.moe_expert_capacity_factor:g}: {what}"
+            yield f"--moe-expert-capacity-factor {factor:g}: {what}"

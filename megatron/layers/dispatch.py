@@ -361,7 +361,7 @@ def build_dispatchers(model: ModelConfig, context: BuildContext) -> tuple[Dispat
     arguments = group, tp_size, model.num_experts or 0, model.moe_router_topk, kernels
     if group.size == 1:
         return LocalDispatcher(*arguments), LocalDispatcher(*arguments)
-    name = parallel.exchange(context.device.type == "cuda", context.dtype == torch.float16)
+    name = parallel.moe_exchange
     if name in registered("dispatcher"):
         made: Dispatcher = registered("dispatcher")[name](*arguments, parallel.moe_exchange_bound)
         return made, made

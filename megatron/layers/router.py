@@ -163,8 +163,8 @@ class Router(nn.Module):
         """Return the weights of the chosen experts."""
         config, several = self.config, self.config.moe_router_topk > 1
         if self._uses_sinkhorn:
-            weights_TK = (scores_TE if several else logits_TE.sigmoid()).gather(-1, experts_TK)
-        elif config.moe_router_score_function != "softmax":
+            return (scores_TE if several else logits_TE.sigmoid()).gather(-1, experts_TK)
+        if config.moe_router_score_function != "softmax":
             weights_TK = scores_TE.gather(-1, experts_TK)
             weights_TK = normalized(weights_TK) if several else weights_TK
         elif config.moe_router_pre_softmax:

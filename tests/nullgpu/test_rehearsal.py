@@ -57,7 +57,7 @@ class Case:
 
 
 MOE = f"{LLAMA} --num-experts 4 --moe-router-topk 2"
-EP = "--expert-model-parallel-size 4"
+EP = "--moe-exchange bounded --expert-model-parallel-size 4"
 FP8 = "--fp8-format hybrid --ffn-hidden-size 256"
 TP = "--tensor-model-parallel-size 2 --sequence-parallel"
 ZERO1 = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"

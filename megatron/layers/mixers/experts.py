@@ -164,8 +164,7 @@ class _Travel(NamedTuple):
         choices, experts = tokens * topk, model.num_experts or 0
         if ep * etp == 1:
             return cls(0, tokens, choices, 3 * choices)
-        fp16 = shape.config.precision.params_dtype == "fp16"
-        if ep == 1 or parallel.exchange(shape.on_gpu, fp16) != "exact":
+        if ep == 1 or parallel.moe_exchange != "exact":
             bound = parallel.moe_exchange_bound if ep > 1 else 1.0
             block, expert_rows = ExchangeBuffers.of(bound, tokens, topk, experts // ep, ep, etp)
             sent = ep * etp * block

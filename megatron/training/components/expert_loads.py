@@ -64,7 +64,7 @@ class ExpertLoadBalance(Component):
             return ()
         chosen_LE = torch.stack([loads.chosen for loads in self._loads.values()])
         dropped_L1 = torch.stack([loads.dropped for loads in self._loads.values()]).unsqueeze(1)
-        self.window.add_(torch.cat([chosen_LE, dropped_L1], 1))
+        self.window.add_(torch.cat([chosen_LE, dropped_L1], 1).where(skipped == 0, 0))
         if self._sums:
             best = [loads.chosen if loads.best is None else loads.best for loads in self._loads.values()]
             mesh, totals = self._trainer.mesh, torch.stack([chosen_LE, torch.stack(best)])

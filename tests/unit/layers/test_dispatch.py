@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from megatron.config.dispatch import ExchangeBuffers
 from megatron.distributed.comm import Group
 from megatron.kernels.rows import sort_keys, sum_rows
 from megatron.layers.dispatch import ExpertRows, LocalDispatcher, RowCopies, Tokens
@@ -112,3 +113,13 @@ def test_a_sum_that_takes_rows_of_others_is_noticed(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(RowCopies, "sum", lambda self, y: sum_rows(y, self.places.flip(0), self.all_placed))
     with pytest.raises(AssertionError):
         test_results_of_a_token_are_added()
+
+
+@given(st.integers(1, 8), st.integers(1, 8), st.integers(1, 4), st.integers(1, 40))
+def test_buffers_hold_what_the_bound_says(topk: int, local: int, ep: int, tokens: int) -> None:
+    """At balance each rank gets its share of the choices, which is all tokens if each chooses all ranks."""
+    topk = min(topk, local * ep)
+    for bound in (1.0, 2.0):
+        buffers = ExchangeBuffers.of(bound, tokens, topk, local, ep, 1)
+        assert buffers.block >= min(tokens, bound * tokens * topk / ep)
+        assert buffers.expert_rows >= min(tokens * topk * bound, ep * buffers.block * min(topk, local))

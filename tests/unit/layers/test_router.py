@@ -226,7 +226,8 @@ def sinkhorn_by_hand(logits_TE: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("topk", [1, 2])
 def test_sinkhorn_balances_each_sequence(topk: int) -> None:
-    made, gradient = router(moe_router_load_balancing_type=("sinkhorn",), moe_router_topk=topk)
+    kind = {"moe_router_load_balancing_type": ("sinkhorn",), "moe_router_topk_scaling_factor": 2.5}  # has no effect
+    made, gradient = router(**kind, moe_router_topk=topk)
     made.weight.data[0] += 0.3  # so that some experts are far from balance
     routing = run(made, x_SBH := hidden().requires_grad_(), batch_of(made.config))
     weight, x = made.weight.detach().clone().requires_grad_(), hidden().requires_grad_()
