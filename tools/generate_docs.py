@@ -16,14 +16,9 @@ from megatron.arguments.sources import build_config
 from megatron.config.option import Need
 from megatron.config.settings import GROUPS, SETTINGS
 from megatron.layers.parameters import num_parameters
-from megatron.training.loggers.console import (
-    CONSOLE_PREFIX,
-    DILOCO_METRICS,
-    EVALUATION_METRICS,
-    EXPERT_METRICS,
-    METRICS,
-    Metric,
-)
+from megatron.training.loggers.base import Metric
+from megatron.training.loggers.console import CONSOLE_PREFIX, EVALUATION_METRICS, METRICS
+from megatron.training.loggers.feature_metrics import DILOCO_METRICS, EXPERT_METRICS
 
 ROOT = Path(__file__).resolve().parents[1]
 FLAGS = ROOT / "docs" / "flags.md"

@@ -14,7 +14,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # if this checkout is not installed
 
 from megatron.config.text import echo
-from megatron.training.loggers.plots import draw_experts, draw_health, draw_runs
+from megatron.training.loggers.plots import LAYER_PLOTS, draw_runs
 from megatron.training.loggers.run_folder import (
     EXPERTS_FILE,
     HEALTH_FILE,
@@ -52,7 +52,7 @@ def main(argv: Sequence[str]) -> int:
         histories = [read_history(folder / METRICS_FILE) for folder in folders]
         draw_runs(dict(zip(names, histories)), out)
         if single and not arguments.out:
-            for draw, name in ((draw_health, HEALTH_FILE), (draw_experts, EXPERTS_FILE)):
+            for name, (_, draw) in LAYER_PLOTS.items():
                 if draw(histories[0], names[0], folders[0] / name):
                     drawn.append(folders[0] / name)
     except (ValueError, OSError) as error:

@@ -161,7 +161,7 @@ _TINY_DEEPSEEK: Preset = _DEEPSEEK_V3 | {
     "rope_type": "rope",
     "ffn_hidden_size": 384,
     "num_experts": 16,
-    "moe_layer_freq": "[0]+[1]*3",
+    "moe_layer_freq": "[0]*1+[1]*3",
     "moe_ffn_hidden_size": 64,
     "moe_shared_expert_intermediate_size": 64,
     "moe_router_topk": 4,

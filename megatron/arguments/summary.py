@@ -130,17 +130,9 @@ def _model(model: ModelConfig) -> str:
     parts = [f"{model.num_layers} layers", f"hidden {model.hidden_size}", *describe_mixers(model)]
     if model.token_mixers != type(model).token_mixers:
         parts.append(f"mixers {' '.join(model.token_mixers)} (repeated)")
-    if model.num_experts is None:
-        mlp = f"{model.activation} MLP of {model.ffn}"
-    else:
-        mlp = f"{model.moe_router_topk} of {model.num_experts} {model.activation} experts of {model.expert_ffn}"
-        mlp += f" in a space of {model.moe_latent_size}" if model.moe_latent_size else ""
-        shared, gated = model.moe_shared_expert_intermediate_size, "gated " * model.moe_shared_expert_gate
-        mlp += f" and a {gated}shared one of {shared}" if shared else ""
-        mlp += ", chosen at random" if model.moe_router_force_load_balancing else ""
-        if model.dense_layers:
-            mlp += f", in {model.dense_layers} layers a {model.activation} MLP of {model.ffn}"
-    return ", ".join([*parts, mlp, model.normalization, f"positions {model.position_embedding_type}"])
+    if model.dense_layers == model.num_layers:
+        parts.append(f"{model.activation} MLP of {model.ffn}")
+    return ", ".join([*parts, model.normalization, f"positions {model.position_embedding_type}"])
 
 
 def describe_mixers(model: ModelConfig) -> list[str]:

@@ -148,15 +148,19 @@ class ExpertOptions:
         yield f"at balance an expert gets {tokens:.4g} tokens of a micro-batch, {what}: larger micro-batches are faster"
 
     def row_experts(self, config: Run, world_size: int) -> str:
-        """Return the experts of a rank, and their tokens."""
-        parallel, tokens = config.parallel, tokens_per_expert(config)
-        if self.num_experts is None or tokens is None:
+        """Return the shape of the experts, those of a rank, and their tokens."""
+        model, parallel, tokens = config.model, config.parallel, tokens_per_expert(config)
+        if model.num_experts is None or tokens is None:
             return ""
-        ep, tp = parallel.expert_model_parallel_size, parallel.expert_tp
-        ranks = f" (those of a layer are on {ep * tp} neighbouring ranks)" if ep * tp > 1 else ""
-        part = f", 1/{tp} of each" if tp > 1 else ""
-        held = f"{self.num_experts // ep} of {self.num_experts} on a rank{part}{ranks}"
-        return f"{held}; at balance each gets {tokens:,.4g} tokens of a micro-batch"
+        shape = f"{model.moe_router_topk} of {model.num_experts} {model.activation} experts of {model.expert_ffn}"
+        shape += f" in a space of {model.moe_latent_size}" if model.moe_latent_size else ""
+        shared, gated = model.moe_shared_expert_intermediate_size, "gated " * model.moe_shared_expert_gate
+        shape += f" and a {gated}shared one of {shared}" if shared else ""
+        shape += f" (in {model.dense_layers} layers an MLP of {model.ffn})" if model.dense_layers else ""
+        shape += ", chosen at random" * model.moe_router_force_load_balancing
+        part = f"1/{parallel.expert_tp} of " if parallel.expert_tp > 1 else ""
+        held = f"{part}{model.num_experts // parallel.expert_model_parallel_size} on a rank"
+        return f"{shape}; {held}, {tokens:,.4g} tokens each at balance"
 
     def row_ranks(self, config: Run, world_size: int) -> str:
         """Return the grid of the ranks for experts."""

@@ -94,7 +94,7 @@ def _checks() -> Sequence[KernelCheck]:
 
 def _compiled() -> ActivationKernel:
     """Return the compiled function; of weighted rows there may be any number."""
-    dense, experts = compiled(activation)(), compiled(activation, any_rows=True)()
+    plain, weighted = compiled(activation)(), compiled(activation, any_rows=True)()
 
     def run(
         x: Tensor,
@@ -106,8 +106,8 @@ def _compiled() -> ActivationKernel:
         end: Tensor | None = None,
     ) -> Tensor:
         if row_weights is None:
-            return cast("Tensor", dense(x, bias, name, limit, offset))
-        return cast("Tensor", experts(x, bias, name, limit, offset, row_weights))
+            return cast("Tensor", plain(x, bias, name, limit, offset))
+        return cast("Tensor", weighted(x, bias, name, limit, offset, row_weights))
 
     return run
 

@@ -20,8 +20,6 @@ from megatron.layers.attention import CoreAttention
 from megatron.layers.context import BuildContext, ForwardContext, MixerOutput
 from megatron.layers.kv_cache import KVCache
 from megatron.layers.linear import ColumnParallelLinear, ReplicatedLinear, RowParallelLinear
-from megatron.layers.mixers.core_attention import CORE
-from megatron.layers.mixers.latent_attention import UP_PROJECTIONS
 from megatron.layers.norm import Norm
 from megatron.layers.recompute import recompute, recompute_producer
 from megatron.layers.recompute_plan import RecomputePlan
@@ -46,7 +44,7 @@ class LatentAttention(nn.Module):
         self.kernels, self.tp, self.rotary = context.kernels, context.tp, rotary
         self.name = context.name("core_attention")
         self.share_rows = mappings.gather_rows if context.sequence_parallel else mappings.copy_to_region
-        self.recompute_core, self.recompute_heads = CORE in plan.modules, UP_PROJECTIONS in plan.modules
+        self.recompute_core, self.recompute_heads = "core_attn" in plan.modules, "mla_up_proj" in plan.modules
         self.channels, self.latent_widths = config.qk_head_dim, (config.kv_lora_rank, config.qk_pos_emb_head_dim)
         self.linear_q_down_proj: ReplicatedLinear | None = None
         if config.q_lora_rank is None:

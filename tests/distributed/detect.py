@@ -31,7 +31,6 @@ from megatron.distributed.param_layout import MatrixBlock
 from megatron.inference.generate import PipelinedModel
 from megatron.inference.harness import SharedModel
 from megatron.inference.scoring import record, score_tokens
-from megatron.layers.dispatch import ExactDispatcher, ExpertRows
 from megatron.layers.loss import VocabularyShard, linear_cross_entropy, token_losses
 from megatron.optimizer.grad_compression import Int8Reduction, PowerSGD, TopK
 from megatron.pipeline.actions import COMPUTE_KINDS
@@ -356,23 +355,6 @@ def flipped_bit(rank: int, world_size: int, case: Case) -> str:
     return ""
 
 
-def plan_a_route(rank: int, world_size: int) -> tuple[list[int], list[int]]:
-    """Each rank has tokens of its own for four experts; the last rows of its experts, and the ranks of the tokens."""
-    mesh = mesh_of(rank, world_size, expert_model_parallel_size=world_size)
-    x_TH = torch.full((3, 1), float(rank))
-    chosen = torch.tensor(CHOSEN[rank])
-    dispatcher = ExactDispatcher(mesh.group("ep", "etp"), 1, 4, 2)
-    tokens = dispatcher.dispatch(x_TH, chosen, torch.ones(chosen.shape), False).wait()
-    return ExpertRows.of(tokens, 2).offsets.tolist(), tokens.x.flatten().int().tolist()
-
-
-CHOSEN = [[[0, 1], [0, 1], [0, 3]], [[3, 2], [3, 2], [3, 2]]]
-"""Experts of each rank's tokens: rank 0 has the first two."""
-
-PLANNED = [([3, 5], [0, 0, 0]), ([3, 7], [0, 1, 1, 1])]
-"""The results, counted by hand."""
-
-
 def nearly_like_one_process(case: Case, ranks: Sequence[list[RankTrace]]) -> bool:
     """Up to the rounding of every gradient to bf16 on its way."""
     steps = [join_traces(step) for step in zip(*ranks)]
@@ -515,7 +497,6 @@ DETECTORS: dict[str, Detector] = {
     "hsdp": training(HSDP),
     "compression": Detector(2, compressed_sums, (), _are_sums),
     "bf16-wire": Detector(2, run_case, (BF16_WIRE,), partial(nearly_like_one_process, BF16_WIRE)),
-    "route": Detector(2, plan_a_route, (), lambda ranks: list(ranks) == PLANNED),
     "fp8-tp2": training(FP8_TP2),
     "fp8-tp2-sp": training(FP8_TP2_SP),
     "fp8-cp2": training(FP8_CP2),

@@ -9,9 +9,15 @@ from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
+from megatron.config.multi_token import LATER_MASK, LATER_TOKENS
+from megatron.data import loader
+from megatron.data.later_tokens import later_tokens
+from megatron.data.loader import BatchArrays
 from megatron.distributed import context_parallel
 from megatron.distributed.context_parallel import ContextParallel, PassedKeyValues, chunks_of
 from megatron.distributed.micro_batch import MicroBatch
@@ -125,8 +131,8 @@ def rows_in_another_order() -> AbstractContextManager[Any]:
     """Ranks that share chunks have each other's rows of them."""
     original = ContextParallel._gather_rows
 
-    def gather(self: ContextParallel, tensors: Sequence[Tensor]) -> Tensor:
-        return original(self, tensors).unflatten(0, (self.heads.size, -1)).flip(0).flatten(0, 1)
+    def gather(self: ContextParallel, tensors: Sequence[Tensor]) -> list[Tensor]:
+        return [t.unflatten(0, (self.heads.size, -1)).flip(0).flatten(0, 1) for t in original(self, tensors)]
 
     return patch.object(ContextParallel, "_gather_rows", gather)
 
@@ -187,3 +193,24 @@ def samples_counted_by_every_rank() -> AbstractContextManager[Any]:
         return batches
 
     return patch.object(BatchReader, "_read", read)
+
+
+def later_tokens_of_the_next_document() -> AbstractContextManager[Any]:
+    """Multi-token prediction reads on, and counts, across the ends of documents."""
+
+    def found(labels: NDArray[Any], mask: NDArray[Any], documents: Any, depths: int, foreign: Any) -> dict[str, Any]:
+        return later_tokens(labels, mask, None, depths)
+
+    return patch.object(loader, "later_tokens", found)
+
+
+def later_tokens_of_own_rows() -> AbstractContextManager[Any]:
+    """After the last token of a chunk, multi-token prediction reads what follows on this rank."""
+    original = BatchArrays.cut
+
+    def cut(self: BatchArrays, positions: NDArray[np.int64]) -> BatchArrays:
+        mine = original(self, positions)
+        own = later_tokens(mine.labels, mine.loss_mask, None, mine.extra[LATER_MASK].shape[-1])
+        return mine._replace(extra={**mine.extra, LATER_TOKENS: own[LATER_TOKENS]})
+
+    return patch.object(BatchArrays, "cut", cut)

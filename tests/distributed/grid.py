@@ -154,6 +154,22 @@ EXPERTS: dict[str, dict[str, Any]] = {
     },
 }
 
+_LATENT: dict[str, Any] = {
+    "multi_latent_attention": True,
+    "q_lora_rank": 12,
+    "kv_lora_rank": 10,
+    "qk_head_dim": 8,
+    "qk_pos_emb_head_dim": 4,
+    "v_head_dim": 6,
+}
+ATTENTION: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "latent": _LATENT,
+    "latent, whole queries": _LATENT | {"q_lora_rank": None, "qk_layernorm": True},
+    "gated": {"attention_output_gate": True},
+}
+"""Of the product; the matrix has the first one."""
+
 ADAPTERS: dict[str, dict[str, Any]] = {
     "none": {},
     "lora": {"lora_rank": 4},
@@ -401,6 +417,7 @@ def case_of(choice: Choice) -> Case:
         **BIASES[c["biases"]],
         **DROPOUT[c["dropout"]],
         **EXPERTS[c["experts"]],
+        **ATTENTION[c.get("attention", "plain")],
         **ADAPTERS[c.get("adapters", "none")],
     )
     parallel = ParallelConfig(

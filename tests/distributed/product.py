@@ -1,8 +1,9 @@
 """The full product of the factors of model sharding: ``python -m tests.distributed.product``.
 
-Takes four hours on two cores, ``--every 7`` half an hour. Four products: of layouts, every schedule on all grids of up
-to eight ranks; of what replicas cut among themselves and of how experts are dealt out; of models, on few of these; and
-of context parallelism with masks. Writes what it found, row by row, to ``tests/golden/layout_product.txt``.
+Takes four hours on two cores, ``--every 7`` half an hour. Five products: of layouts, every schedule on all grids of up
+to eight ranks; of what replicas cut among themselves and of how experts are dealt out; of models, on few of these; of
+context parallelism with masks; and of experts with latent attention and multi-token prediction. Writes what it found,
+row by row, to ``tests/golden/layout_product.txt``; one product alone, to a file of its own.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from tests.distributed.grid import FACTORS, ZERO, case_of, label, valid
+from tests.distributed.grid import ATTENTION, FACTORS, ZERO, case_of, label, valid
 from tests.distributed.pairwise import Choice
 from tests.golden.provenance import provenance
 from tests.kit.cases import compare_with_twin, run_on
@@ -87,6 +88,28 @@ CONTEXTS: dict[str, Sequence[Any]] = {
 }
 """On one replica of two micro-batches."""
 
+MIXTURES: dict[str, Sequence[Any]] = {
+    "schedule": ("1f1b", "zb-h1"),
+    "pp": (1, 2),
+    "tp": ("1", "2sp"),
+    "dp": (1, 2),
+    "cp": (1, 2),
+    "zero": ("0", "2", "3 freed"),
+    "experts": ("balanced", "shared"),
+    "ep": (1, 2),
+    "etp": (None, 1),
+    "attention": tuple(ATTENTION)[1:],
+    "heads": (None, 2),
+    "recompute": ("nothing", "all modules", "uniform 2"),
+    "cp_type": ("p2p",),
+    "micro_batch": (1,),
+    "biases": ("no",),
+    "positions": ("rope",),
+    "norm": ("RMSNorm",),
+    "bucket": (4000,),
+}
+"""Models of experts, whose attention is latent or gated, with and without multi-token prediction."""
+
 
 @dataclass
 class Findings:
@@ -138,6 +161,13 @@ def contexts() -> Iterator[Choice]:
             yield c
 
 
+def mixtures() -> Iterator[Choice]:
+    """The product of ``MIXTURES``: 1F1B on one rank, ZB-H1 on two."""
+    for c in combinations(MIXTURES):
+        if (c["schedule"] == "1f1b") == (c["pp"] == 1):
+            yield c
+
+
 def combinations(factors: Mapping[str, Sequence[Any]]) -> Iterator[Choice]:
     """All that there can be; factors that are not named have their first value."""
     first = {name: values[0] for name, values in FACTORS.items()}
@@ -168,6 +198,7 @@ TABLES = {
     "sharings": (sharings, SHARINGS, ("schedule", "pp", "tp", "dp", "zero")),
     "models": (models, MODELS, ("schedule", "pp", "tp")),
     "contexts": (contexts, CONTEXTS, ("cp_type", "cp", "pp", "tp")),
+    "mixtures": (mixtures, MIXTURES, ("schedule", "pp", "tp", "cp", "zero")),
 }
 """By name: the choices, their factors, and those that distinguish rows."""
 
@@ -209,19 +240,23 @@ def main() -> None:
     """Run all and write the file."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--every", type=int, default=1, help="Only every N-th case, where time is short.")
-    every, began, lines = parser.parse_args().every, time.monotonic(), []
+    parser.add_argument("--table", choices=tuple(TABLES), help="Only this product.")
+    options, began, lines = parser.parse_args(), time.monotonic(), []
+    every, only = options.every, options.table
     with Pool() as pool:
-        for name in TABLES:
+        for name in (only,) if only else TABLES:
             for line in table(pool, name, every):
                 lines.append(line)
                 print(line, flush=True)
+    flags = f" --every {every}" * (every > 1) + (f" --table {only}" if only else "")
+    command = f"python -m tests.distributed.product{flags}"
     head = [
         "Largest relative error against one process, fp64, 3 steps, by layout (sp: sequence parallel).",
-        f"python -m tests.distributed.product{f' --every {every}' if every > 1 else ''}: {provenance()}, "
-        f"{time.monotonic() - began:.0f} s",
+        f"{command}: {provenance()}, {time.monotonic() - began:.0f} s",
     ]
-    FILE.write_text("\n".join([*head, *lines]) + "\n")
-    print("", "For docs/performance.md:", *markdown_rows(FILE.read_text()), sep="\n")
+    file = FILE.with_stem(f"{FILE.stem}_{only}") if only else FILE
+    file.write_text("\n".join([*head, *lines]) + "\n")
+    print("", "For docs/performance.md:", *markdown_rows(file.read_text()), sep="\n")
 
 
 if __name__ == "__main__":

@@ -259,8 +259,8 @@ def gathered(rank: int, world_size: int, case: Case, module: str) -> list[RankTr
 
 @pytest.mark.parametrize("fault", ["", "[rank]"])
 def test_a_dispatcher_from_outside_trains_the_same(pool: Pool, fault: str) -> None:
-    """The one of docs/extending.md; a fault in it is noticed."""
-    page = (Path(__file__).parents[2] / "docs" / "extending.md").read_text()
+    """The one of docs/moe.md; a fault in it is noticed."""
+    page = (Path(__file__).parents[2] / "docs" / "moe.md").read_text()
     (module,) = (block for block in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if "GatherDispatcher" in block)
     case = Case(EXPERTS, layout(**EP4, moe_exchange="gather"), dp=4, steps=1)
     module = module.replace("// dispatcher.tp_size * local", "* 0") if fault else module

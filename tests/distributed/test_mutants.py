@@ -19,6 +19,7 @@ from megatron.layers.parameters import trainable
 from megatron.training.build import build_trainer
 from tests.distributed import detect, faults, faults_of_contexts, faults_of_shares
 from tests.distributed.detect import Detector
+from tests.distributed.detect_experts import EXPERTS
 from tests.distributed.detect_saves import SAVES
 from tests.distributed.grid import RECOMPUTE
 from tests.distributed.sites import Call, Site, broken, calls, mutations, strays, watching
@@ -26,13 +27,14 @@ from tests.kit.cases import Case, run_case
 from tests.kit.pool import PATIENCE, Pool, RankError
 from tools.lib.verify_parallel import RankTrace, join_traces
 
-DETECTORS = detect.DETECTORS | SAVES
+DETECTORS = detect.DETECTORS | EXPERTS | SAVES
 
 EQUIVALENT: dict[tuple[str, str, str, str], str] = {
     ("megatron/training/callbacks/health.py", "report", "max", "doubled"): "the maximum of equal numbers is theirs",
     ("megatron/training/callbacks/health.py", "counted_samples", "sum", "doubled"): "it is only compared with 0",
     ("megatron/training/callbacks/health.py", "counted_samples", "sum", "mis-scaled"): "it is only compared with 0",
     ("megatron/layers/fp8.py", "quantize", "max", "doubled"): "the maximum of equal numbers is theirs",
+    ("megatron/layers/fp8_experts.py", "quantize", "max", "doubled"): "the maximum of equal numbers is theirs",
     ("megatron/layers/router.py", "sinkhorn", "sum", "doubled"): "a factor of all experts changes no choice",
     ("megatron/layers/router.py", "sinkhorn", "sum", "mis-scaled"): "a factor of all experts changes no choice",
     ("megatron/layers/loss.py", "_chunk_loss", "max", "doubled"): "the maximum of equal numbers is theirs",
@@ -40,6 +42,15 @@ EQUIVALENT: dict[tuple[str, str, str, str], str] = {
     ("megatron/layers/loss.py", "_token_scores", "max", "doubled"): "the maximum of equal numbers is theirs",
     ("megatron/training/stop.py", "poll", "max", "doubled"): "the maximum of equal numbers is theirs",
     ("megatron/training/components/times.py", "on_step_end", "max", "doubled"): "equal numbers",
+    ("megatron/training/components/exchange_overflow.py", "on_log", "max", "doubled"): "it is only compared with 0",
+    ("megatron/training/components/exchange_overflow.py", "on_log", "max", "mis-scaled"): "it is only compared with 0",
+    (
+        "megatron/training/components/head_weights.py",
+        "on_batches",
+        "sum",
+        "doubled",
+    ): "a factor of both parts",
+    ("megatron/training/components/head_weights.py", "on_batches", "sum", "mis-scaled"): "a factor of both parts",
     ("megatron/training/metrics.py", "_barrier", "sum", "doubled"): "ranks that meet twice have met",
     ("megatron/training/metrics.py", "_barrier", "sum", "mis-scaled"): "the number is not used",
 }
@@ -184,6 +195,14 @@ FAULTS: dict[str, tuple[str, Callable[[], AbstractContextManager[Any]]]] = {
         "moe-tp2",
         partial(faults.partial_flipped, "layers.0.mlp.router.weight"),
     ),
+    "gradient of a latent projection not summed over TP": (
+        "hybrid-tp2-sp",
+        partial(faults.partial_flipped, "layers.1.self_attention.linear_kv_down_proj.weight"),
+    ),
+    "gradient of a further prediction not summed over TP": (
+        "hybrid-tp2-sp",
+        partial(faults.partial_flipped, "mtp.layers.0.eh_proj.weight"),
+    ),
     "choices of experts counted locally": ("moe-tp2", faults_of_shares.choices_counted_locally),
     "padding in the norm": ("dp2", faults_of_shares.padding_in_the_norm),
     "padding in the norm, state cut": ("zero1", faults_of_shares.padding_in_the_norm),
@@ -218,6 +237,8 @@ FAULTS: dict[str, tuple[str, Callable[[], AbstractContextManager[Any]]]] = {
     "positions of local rows": ("cp2-gathered", faults_of_contexts.positions_of_local_rows),
     "choices of experts counted locally, chunks": ("moe-cp2", faults_of_shares.choices_counted_locally),
     "local token count, chunks": ("cp2-gathered", faults.tokens_counted_locally),
+    "later tokens of the next document": ("heads-cp2", faults_of_contexts.later_tokens_of_the_next_document),
+    "later tokens of a rank's own rows": ("heads-cp2", faults_of_contexts.later_tokens_of_own_rows),
     "samples counted by every rank": ("digest-cp2", faults_of_contexts.samples_counted_by_every_rank),
 }
 """The detector that must notice it, and the fault."""
@@ -269,7 +290,13 @@ def run_flipped(rank: int, world_size: int, case: Case, parameter: str) -> list[
 
 
 @pytest.mark.parametrize(
-    ("name", "count"), [pytest.param("tp2", 14, marks=pytest.mark.slow), ("tp2-sp", 14), ("dora-tp2-sp", 6)]
+    ("name", "count"),
+    [
+        pytest.param("tp2", 14, marks=pytest.mark.slow),
+        ("tp2-sp", 14),
+        ("dora-tp2-sp", 6),
+        pytest.param("hybrid-tp2-sp", 20, marks=pytest.mark.slow),
+    ],
 )
 def test_a_wrong_word_about_copies_is_noticed(pool: Pool, name: str, count: int) -> None:
     case = DETECTORS[name].args[0]

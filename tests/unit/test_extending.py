@@ -47,7 +47,6 @@ NAMES = (
     "late_tokens",
     "strided",
     "plain_attention",
-    "gather",
     "signum",
     "stablelm",
     "loss_table",

@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from megatron.config.text import counted
+from megatron.config.text import counted, format_compact
 from megatron.data.inspect import DatasetSummary
-from megatron.training.loggers.console import format_compact
 from megatron.training.loggers.plots import MUTED_COLOR, open_figure
 
 if TYPE_CHECKING:

@@ -88,7 +88,7 @@ class ExpertsMixer(Mixer):
         linears = self.linears(shape)
         multiplied = len(linears) > 2 or model.moe_latent_size is not None
         if shape.width == wide:
-            yield shape.input(*again, wgrad_input=multiplied)
+            yield shape.input("layernorm", *again, wgrad_input=multiplied)
         else:
             if multiplied:
                 yield shape.input("layernorm", *again)

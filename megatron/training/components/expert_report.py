@@ -35,12 +35,10 @@ class ExpertReport(Component):
         self._trainer, self._model, logging = trainer, trainer.config.model, trainer.config.logging
         self._per_layer, self._interval = logging.moe_per_layer_logging, logging.save_tokens_per_expert_interval
         self._losses = self._model.router_losses if self._per_layer else {}
-        blocks, experts = self._model.num_layers + len(self._model.head_layers), self._model.num_experts or 0
+        self._blocks = self._model.num_layers + len(self._model.head_layers)
         # Of this rank, since the last log line: losses of its tokens, and their number, as the losses count them.
-        self._losses_LN = torch.zeros(blocks, len(self._losses), dtype=torch.float64, device=trainer.device)
+        self._losses_LN = torch.zeros(self._blocks, len(self._losses), dtype=torch.float64, device=trainer.device)
         self._tokens = torch.zeros((), dtype=torch.float64, device=trainer.device)
-        # Choices of all ranks since the last record.
-        self._counts_LE = torch.zeros(blocks, experts, dtype=torch.float64)
 
     @classmethod
     def create(cls, trainer: Trainer) -> Self | None:
@@ -57,6 +55,8 @@ class ExpertReport(Component):
         counted = trainer.buckets.counted_shards().items()
         self._biases = {n: (biases[n], share) for n, share in counted if n in biases and trainer.specs[n].owned}
         self._recorded = trainer.iteration
+        # Choices of all ranks since the last record.
+        self._counts_LE = torch.zeros(self._blocks, self._model.num_experts or 0, dtype=torch.float64)
         for chunk in trainer.chunks.values() if self._losses else ():
             for module in chunk.modules():
                 if isinstance(module, Router):

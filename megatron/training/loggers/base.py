@@ -1,9 +1,12 @@
-"""Interface of the loggers that receive the metrics of a run: JSONL, TensorBoard, W&B, and those of users' plugins."""
+"""Interface of the loggers that receive the metrics of a run: JSONL, TensorBoard, W&B, and those of users' plugins.
+
+Also the types of metrics and of the console's columns.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, Protocol
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple, Protocol
 
 Metrics = Mapping[str, Any]
 """Values by metric name, or event fields by name: numbers, texts, lists of numbers, or None if unknown."""
@@ -51,3 +54,23 @@ def error_summary(error: BaseException) -> str:
         wanted = f"'megatron-pretrain[{package}]'" if package in ("tensorboard", "wandb") else package
         return f"{error.name} is not installed: pip install {wanted}"
     return " ".join(str(error).split()).rstrip(".") or f"it raised {type(error).__name__}"
+
+
+# ---- On the console
+
+
+class Column(NamedTuple):
+    """Column of the console's log line, for log lines that have the metric."""
+
+    metric: str
+    group: int  # groups are separated by ``|``
+    drop_order: int  # on a narrow terminal, the column with the highest number is dropped first
+    text: Callable[[Any, Metrics], str]  # of its value and all of the log line; empty to leave the column out
+    meaning: str  # for the legend
+
+
+class Metric(NamedTuple):
+    """Unit and meaning of a metric."""
+
+    unit: str
+    help: str

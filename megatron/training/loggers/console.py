@@ -1,4 +1,4 @@
-"""Metrics of a run by name, and their lines on the console: compact numbers, and fewer columns on narrow terminals.
+"""Metrics of a run by name, and their lines on the console, with fewer columns on narrow terminals.
 
 `METRICS` names every metric of a log line, for which `tools/generate_docs.py` writes the tables of docs/operations.md.
 `COLUMNS` are those that the console shows.
@@ -12,74 +12,22 @@ import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
-from typing import Any, NamedTuple
 
 from megatron.config.privacy import redact
-from megatron.config.text import echo, format_bytes
-from megatron.training.loggers.base import Metrics, metrics_under
+from megatron.config.text import (
+    echo,
+    format_bytes,
+    format_compact,
+    format_duration,
+    format_exponent,
+    format_loss,
+    format_memory,
+    format_plain,
+    format_step_time,
+)
+from megatron.training.loggers.base import Column, Metric, Metrics, metrics_under
+from megatron.training.loggers.feature_metrics import FEATURE_COLUMNS, LOSS_METRICS
 from megatron.training.startup import startup_line
-
-
-def format_loss(nats: float) -> str:
-    """Format with four decimals; ``-`` if not finite."""
-    return f"{nats:.4f}" if math.isfinite(nats) else "-"
-
-
-def format_compact(number: float, *, trim: bool = False) -> str:
-    """Format with three digits and a unit: ``3.90B``, ``12.3K``, ``404``; ``trim`` drops trailing zeros: ``3.9B``."""
-    if abs(number) < 999.5 and number == int(number):
-        return f"{number:.0f}"
-    for unit in ("", "K", "M", "B", "T"):
-        if abs(number) < 999.5 or unit == "T":
-            break
-        number /= 1000
-    digits = format_three_digits(number)
-    return (digits.rstrip("0").rstrip(".") if trim and "." in digits else digits) + unit
-
-
-def format_three_digits(number: float) -> str:
-    """Format with up to two decimals: ``1.23``, ``12.3``, ``123``."""
-    decimals = 2 if abs(number) < 9.995 else 1 if abs(number) < 99.95 else 0
-    return f"{number:.{decimals}f}"
-
-
-def format_plain(number: float) -> str:
-    """Format with three digits and no leading zero, or in scientific notation: ``.41``, ``12.3``, ``4.1e5``."""
-    if not math.isfinite(number) or number == 0:
-        return f"{number:.0f}"
-    if not 0.01 <= abs(number) < 99_999.5:
-        return format_exponent(number)
-    return format_three_digits(number).removeprefix("0")
-
-
-def format_exponent(number: float) -> str:
-    """Format in scientific notation with two digits: ``6.0e-5``; ``0``."""
-    if number == 0 or not math.isfinite(number):
-        return f"{number:.0f}"
-    digits, power = f"{number:.1e}".split("e")
-    return f"{digits}e{int(power)}"
-
-
-def format_step_time(seconds: float) -> str:
-    """Format as ``7.60s``, or as ``76.0ms`` below a tenth of a second."""
-    return f"{format_three_digits(seconds)}s" if seconds >= 0.0995 else f"{format_three_digits(seconds * 1000)}ms"
-
-
-def format_duration(seconds: float) -> str:
-    """Format in the two largest units: ``8d7h``, ``3h05m``, ``4m09s``, ``12s``."""
-    for name, size, lower_name, lower in (("d", 86400, "h", 3600), ("h", 3600, "m", 60), ("m", 60, "s", 1)):
-        rounded = round(seconds / lower) * lower
-        if rounded >= size:
-            rest = rounded % size // lower
-            return f"{rounded // size}{name}{rest if name == 'd' else f'{rest:02d}'}{lower_name}"
-    return f"{round(seconds)}s"
-
-
-def format_memory(used_bytes: int, total_bytes: int) -> str:
-    """Format used and total memory in GiB: ``27/80G``, ``0.6/16G``."""
-    used, total = used_bytes / 2**30, total_bytes / 2**30
-    return f"{used:.{1 if used < 9.95 else 0}f}/{total:.0f}G"
-
 
 CONSOLE_PREFIX = "console/"
 """Prefix of metrics for the console only."""
@@ -99,23 +47,6 @@ GOODPUT_MIN_SECONDS = 600.0
 """Goodput is shown from this age of a run on; before, it mostly measures the start-up time."""
 
 
-class Column(NamedTuple):
-    """Column of the console's log line, for log lines that have the metric."""
-
-    metric: str
-    group: int  # groups are separated by ``|``
-    drop_order: int  # on a narrow terminal, the column with the highest number is dropped first
-    text: Callable[[Any, Metrics], str]  # of its value and all of the log line; empty to leave the column out
-    meaning: str  # for the legend
-
-
-class Metric(NamedTuple):
-    """Unit and meaning of a metric."""
-
-    unit: str
-    help: str
-
-
 def _speed(tokens: float, metrics: Metrics, of_gpu: bool) -> str:
     """Format tokens per second: of one rank on GPUs, of all on CPUs."""
     return f"{format_compact(tokens)} tok/s{'/gpu' * of_gpu}" if metrics[ON_GPU] is of_gpu else ""
@@ -127,11 +58,6 @@ def _waits(total: float, metrics: Metrics) -> str:
     scale = total / (sum(waits.values()) or 1.0)
     shown = [f"{axes}{x * scale * 100:.0f}" for axes, x in waits.items() if x * scale >= MIN_SHOWN_SHARE]
     return f"({' '.join(shown)})" if shown else ""
-
-
-def _heads(metrics: Metrics) -> str:
-    """Format the losses of further tokens, of depth 1, 2, ..."""
-    return " ".join(["mtp", *(format_loss(x) for x in metrics_under("mtp loss ", metrics).values())])
 
 
 def _data(wait: float, metrics: Metrics, long: bool) -> str:
@@ -148,13 +74,6 @@ def _slow_rank(excess: float, metrics: Metrics) -> str:
     return f"slow r{metrics['slowest-rank']} +{excess:.0%}" if excess >= SLOW_RANK_EXCESS else ""
 
 
-def _experts(load: float, metrics: Metrics) -> str:
-    """Format as ``load 1.8 L7``, with dead experts and dropped choices if there are any."""
-    dead, dropped = metrics["experts-dead"], metrics.get("dropped-choices", 0.0)
-    more = f" dead {dead}" * (dead > 0) + f" dropped {dropped:.1%}" * (dropped > 0)
-    return f"load {format_three_digits(load)} L{metrics['expert-load-max-layer']}{more}"
-
-
 def _goodput(goodput: float, metrics: Metrics) -> str:
     """Format the goodput of a run that was started again, or of an older one that loses time."""
     lossy = metrics["run-seconds"] >= GOODPUT_MIN_SECONDS and goodput < 1 - MIN_SHOWN_SHARE
@@ -166,16 +85,9 @@ COLUMNS = (
     Column("iteration", 0, 0, lambda x, m: f"{x:>{len(str(m[TOTAL_ITERATIONS]))}}/{m[TOTAL_ITERATIONS]}", "step/steps"),
     Column("consumed-tokens", 0, 5, lambda x, _: f"{format_compact(x)} tok", "tokens so far"),
     Column("lm loss", 1, 0, lambda x, _: f"loss {format_loss(x)}", "loss: mean since the last line"),
-    Column("mtp loss 1", 1, 6, lambda _, m: _heads(m), "mtp: losses of the tokens after the next one"),
     Column("grad-norm", 1, 3, lambda x, _: f"gnorm {format_plain(x)}", "gnorm: norm of the gradient"),
     Column("learning-rate", 1, 6, lambda x, _: f"lr {format_exponent(x)}", "lr: learning rate"),
-    Column("seq_load_balancing_loss", 1, 7, lambda x, _: f"balance {format_loss(x)}", "balance: of experts, 1 is best"),
-    Column("load_balancing_loss", 1, 7, lambda x, _: f"balance {format_loss(x)}", "balance: of experts, 1 is best"),
-    Column(
-        "global_load_balancing_loss", 1, 7, lambda x, _: f"balance {format_loss(x)}", "balance: of experts, 1 is best"
-    ),
-    Column("z_loss", 1, 7, lambda x, _: f"router z {format_loss(x)}", "router z: z-loss"),
-    Column("expert-load-max", 1, 7, _experts, "load: of the busiest expert over the mean, and its layer"),
+    *FEATURE_COLUMNS,
     Column(
         "loss-scale", 6, 7, lambda x, _: "" if x == 1 else f"scale {format_compact(x)}", "scale: of the loss in fp16"
     ),
@@ -204,20 +116,9 @@ METRICS = {
     "consumed-samples": Metric("samples", "of all steps so far"),
     "consumed-tokens": Metric("tokens", "of all steps so far"),
     "lm loss": Metric("nats per token", "window: mean over its steps with a finite loss, skipped updates included"),
-    "mtp loss N": Metric(
-        "nats per token",
-        "window: of the token N after the next one, with `--mtp-num-layers`; mean over its predictions",
-    ),
     "grad-norm": Metric("", "step: global gradient norm before clipping"),
     "learning-rate": Metric("", "step"),
-    "seq_load_balancing_loss": Metric(
-        "",
-        "window: balance of experts per sequence, without coefficient, mean over layers; "
-        "from 1 (balanced) to the number of experts",
-    ),
-    "load_balancing_loss": Metric("", "window: the same per micro-batch"),
-    "global_load_balancing_loss": Metric("", "window: the same of the global batch"),
-    "z_loss": Metric("", "window: squared log-partition of the routers, without coefficient, mean over layers"),
+    **LOSS_METRICS,
     "decoupled-learning-rate": Metric("", "step: of embedding and output layer, with `--decoupled-lr`"),
     "weight-decay": Metric("", "step"),
     "batch-size": Metric("samples", "step"),
@@ -270,41 +171,6 @@ METRICS = {
 "Step" is the last step, "window" all steps since the previous line. ``AXES`` and ``TIMER`` stand for mesh axes and for
 the phases of ``distributed.timing.PHASES``. Metrics that do not apply, such as communication on one rank, are left out.
 """
-
-EXPERT_METRICS = {
-    "expert-load-max": Metric(
-        "", "window: tokens of the busiest expert over the mean, in the layer where it is largest"
-    ),
-    "expert-load-max-layer": Metric("layer", "that layer, from 0; heads of further tokens follow the last one"),
-    "expert-load-min": Metric(
-        "", "window: tokens of the idlest expert over the mean, in the layer where it is smallest"
-    ),
-    "expert-load-entropy": Metric(
-        "0 to 1", "window: entropy of the choices over that of equal ones, in the layer where it is smallest"
-    ),
-    "experts-dead": Metric("experts", "window: without a token, of all layers together"),
-    "dropped-choices": Metric("0 to 1", "window: share of the choices beyond `--moe-expert-capacity-factor`"),
-    "expert-bias-range": Metric("", "largest less smallest bias of a layer's experts, where the difference is largest"),
-    "METRIC-by-layer": Metric("list", "each of these by layer, null without experts; `metrics.jsonl` only"),
-    "moe/METRIC_layer_N": Metric("", "each of these, and the losses above, with `--moe-per-layer-logging`"),
-    "expert-loads": Metric(
-        "list of lists",
-        "tokens of every expert in percent of the mean of its layer, since the last such record, every "
-        "`--save-tokens-per-expert-interval` steps; `metrics.jsonl` only",
-    ),
-}
-"""Metrics of experts in log lines of models that have some."""
-
-DILOCO_METRICS = {
-    "diloco-round": Metric("", "rounds so far"),
-    "diloco-members": Metric("replicas", "that took part"),
-    "diloco-attempts": Metric("", "exchanges until one was committed; above 1 after the loss of a member"),
-    "diloco-seconds": Metric("seconds", "from the arrival of this replica to the end of the exchange"),
-    "diloco-blocked-seconds": Metric("seconds", "of these in which no step was taken"),
-    "diloco-sent-bytes": Metric("bytes", "sent by rank 0"),
-    "diloco-outer-grad-norm": Metric("", "norm of the averaged progress"),
-}
-"""Metrics of a round of DiLoCo."""
 
 EVALUATION_METRICS = {
     "lm loss validation": Metric("nats per token", "mean over `--eval-iters` batches"),

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from io import BytesIO
 from pathlib import Path
@@ -15,10 +15,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from megatron.checkpoint.durable_files import publish_file
-from megatron.config.text import printable
+from megatron.config.text import format_compact, format_exponent, format_plain, printable
 from megatron.training.loggers.base import BY_LAYER, metrics_under
-from megatron.training.loggers.console import format_compact, format_exponent, format_plain
-from megatron.training.loggers.run_folder import HistoryPoint, RunHistory
+from megatron.training.loggers.run_folder import EXPERTS_FILE, HEALTH_FILE, HistoryPoint, RunHistory
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -340,3 +339,10 @@ def _draw_heat_map(figure: Figure, axes: Axes, values: np.ndarray, layers: list[
         shown = range(0, len(names), math.ceil(len(names) / most))
         axis.set_ticks([i + 0.5 for i in shown], [names[i] for i in shown], fontsize=8)
     axes.set_xlabel("step", fontsize=9)
+
+
+LAYER_PLOTS: Mapping[str, tuple[str, Callable[[RunHistory, str, Path], bool]]] = {
+    HEALTH_FILE: ("health of every layer", draw_health),
+    EXPERTS_FILE: ("load of the experts", draw_experts),
+}
+"""Plots of the layers of a run, by their files in its folder: what each shows, and its function."""

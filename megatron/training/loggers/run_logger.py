@@ -31,10 +31,8 @@ from megatron.config.run import RunConfig
 from megatron.training.failure_report import describe_error
 from megatron.training.loggers.base import MetricLogger, Metrics, error_summary
 from megatron.training.loggers.console import CONSOLE_PREFIX, ConsoleLogger, print_line, print_warning
-from megatron.training.loggers.plots import draw_experts, draw_health, draw_runs
+from megatron.training.loggers.plots import LAYER_PLOTS, draw_runs
 from megatron.training.loggers.run_folder import (
-    EXPERTS_FILE,
-    HEALTH_FILE,
     INCIDENTS_FILE,
     LOSS_CURVE_FILE,
     METRICS_FILE,
@@ -296,10 +294,9 @@ def draw_plots(folder: Path) -> None:
         history = read_history(folder / METRICS_FILE)
         draw_runs({title: history}, folder / LOSS_CURVE_FILE)
         print_line(f"loss curve: {folder / LOSS_CURVE_FILE}")
-        if draw_health(history, title, folder / HEALTH_FILE):
-            print_line(f"health of every layer: {folder / HEALTH_FILE}")
-        if draw_experts(history, title, folder / EXPERTS_FILE):
-            print_line(f"load of the experts: {folder / EXPERTS_FILE}")
+        for name, (what, draw) in LAYER_PLOTS.items():
+            if draw(history, title, folder / name):
+                print_line(f"{what}: {folder / name}")
     except Exception as error:  # a failed plot must not change the run's exit status
         print_warning(f"no plot was drawn: {error}")
 

@@ -278,7 +278,7 @@ def test_a_name_too_long_for_any_file_is_no_file(flag: str) -> None:
         ("--data-parallel-sharding-strategy optim_grads_params", 2, "none", "ZeRO-3"),
         ("--hidden-dropout 0.1", 1, "none", "dropout"),
         ("--pipeline-model-parallel-size 2", 2, "none", "pipeline"),
-        ("--num-experts 4 --disable-bias-linear", 1, "none", "experts"),
+        ("--num-experts 4 --disable-bias-linear", 1, "step", ""),
         ("--reset-attention-mask --eod-id 0", 1, "none", "documents"),
         ("--reset-attention-mask --eod-id 0 --kernels torch", 1, "none", "documents"),
         ("--context-parallel-size 2", 2, "none", "context parallelism"),

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
+from megatron.config import text as formatting
 from megatron.planner.flops import FlopsPerToken
-from megatron.training.loggers import console as formatting
 from megatron.training.loggers.base import Metrics
 from megatron.training.loggers.console import MEMORY_CAPACITY, evaluation_line, progress_line, timing_line
 from megatron.training.loggers.terminal import open_console

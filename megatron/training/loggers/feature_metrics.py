@@ -1,0 +1,82 @@
+"""Metrics of features in log lines, and their columns on the console."""
+
+from __future__ import annotations
+
+from megatron.config.text import format_loss, format_three_digits
+from megatron.training.loggers.base import Column, Metric, Metrics, metrics_under
+
+
+def _heads(metrics: Metrics) -> str:
+    """Format the losses of further tokens, of depth 1, 2, ..."""
+    return " ".join(["mtp", *(format_loss(x) for x in metrics_under("mtp loss ", metrics).values())])
+
+
+def _experts(load: float, metrics: Metrics) -> str:
+    """Format as ``load 1.8 L7``, with dead experts and dropped choices if there are any."""
+    dead, dropped = metrics["experts-dead"], metrics.get("dropped-choices", 0.0)
+    more = f" dead {dead}" * (dead > 0) + f" dropped {dropped:.1%}" * (dropped > 0)
+    return f"load {format_three_digits(load)} L{metrics['expert-load-max-layer']}{more}"
+
+
+FEATURE_COLUMNS = (
+    Column("mtp loss 1", 1, 6, lambda _, m: _heads(m), "mtp: losses of the tokens after the next one"),
+    Column("seq_load_balancing_loss", 1, 7, lambda x, _: f"balance {format_loss(x)}", "balance: of experts, 1 is best"),
+    Column("load_balancing_loss", 1, 7, lambda x, _: f"balance {format_loss(x)}", "balance: of experts, 1 is best"),
+    Column(
+        "global_load_balancing_loss", 1, 7, lambda x, _: f"balance {format_loss(x)}", "balance: of experts, 1 is best"
+    ),
+    Column("z_loss", 1, 7, lambda x, _: f"router z {format_loss(x)}", "router z: z-loss"),
+    Column("expert-load-max", 1, 7, _experts, "load: of the busiest expert over the mean, and its layer"),
+)
+"""Columns of log lines that have the metrics."""
+
+LOSS_METRICS = {
+    "mtp loss N": Metric(
+        "nats per token",
+        "window: of the token N after the next one, with `--mtp-num-layers`; mean over its predictions",
+    ),
+    "seq_load_balancing_loss": Metric(
+        "",
+        "window: balance of experts per sequence, without coefficient, mean over layers; "
+        "from 1 (balanced) to the number of experts",
+    ),
+    "load_balancing_loss": Metric("", "window: the same per micro-batch"),
+    "global_load_balancing_loss": Metric("", "window: the same of the global batch"),
+    "z_loss": Metric("", "window: squared log-partition of the routers, without coefficient, mean over layers"),
+}
+"""Losses beside that of the next token."""
+
+EXPERT_METRICS = {
+    "expert-load-max": Metric(
+        "", "window: tokens of the busiest expert over the mean, in the layer where it is largest"
+    ),
+    "expert-load-max-layer": Metric("layer", "that layer, from 0; heads of further tokens follow the last one"),
+    "expert-load-min": Metric(
+        "", "window: tokens of the idlest expert over the mean, in the layer where it is smallest"
+    ),
+    "expert-load-entropy": Metric(
+        "0 to 1", "window: entropy of the choices over that of equal ones, in the layer where it is smallest"
+    ),
+    "experts-dead": Metric("experts", "window: without a token, of all layers together"),
+    "dropped-choices": Metric("0 to 1", "window: share of the choices beyond `--moe-expert-capacity-factor`"),
+    "expert-bias-range": Metric("", "largest less smallest bias of a layer's experts, where the difference is largest"),
+    "METRIC-by-layer": Metric("list", "each of these by layer, null without experts; `metrics.jsonl` only"),
+    "moe/METRIC_layer_N": Metric("", "each of these, and the losses above, with `--moe-per-layer-logging`"),
+    "expert-loads": Metric(
+        "list of lists",
+        "tokens of every expert in percent of the mean of its layer, since the last such record, every "
+        "`--save-tokens-per-expert-interval` steps; `metrics.jsonl` only",
+    ),
+}
+"""Metrics of experts in log lines of models that have some."""
+
+DILOCO_METRICS = {
+    "diloco-round": Metric("", "rounds so far"),
+    "diloco-members": Metric("replicas", "that took part"),
+    "diloco-attempts": Metric("", "exchanges until one was committed; above 1 after the loss of a member"),
+    "diloco-seconds": Metric("seconds", "from the arrival of this replica to the end of the exchange"),
+    "diloco-blocked-seconds": Metric("seconds", "of these in which no step was taken"),
+    "diloco-sent-bytes": Metric("bytes", "sent by rank 0"),
+    "diloco-outer-grad-norm": Metric("", "norm of the averaged progress"),
+}
+"""Metrics of a round of DiLoCo."""
