@@ -1,4 +1,4 @@
-"""Average models, drop layers, resize the vocabulary, turn MLPs into experts, add heads, or cast weights.
+"""Average models, drop layers, resize the vocabulary, make MLPs experts, add heads, or cast weights.
 
     python tools/edit_checkpoint.py --load runs/a/checkpoints --average runs/b/checkpoints --save mean
     python tools/edit_checkpoint.py --load runs/a/checkpoints --drop-layers 20-27 --resize-vocab 50432 --save small
