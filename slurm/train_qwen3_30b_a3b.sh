@@ -3,7 +3,7 @@
 # DRY_RUN=1 bash slurm/train_qwen3_30b_a3b.sh shows what it would start; SMALL=1 sbatch --nodes=2 ... tries it on CPUs.
 #
 # 1024 = TP1 x PP1 x DP1024; experts EP8 x DP128; 1024/1024 = 1 micro-batches
-# of 80 GB: state 29.2 + activations 35; a checkpoint has 341 GB
+# of 80 GB: state 29.2 + activations 22; a checkpoint has 341 GB
 # 660B tokens = 157,357 steps; at MFU 30% 0.39 s a step, 10,634 tokens/s a GPU, 16.8 hours
 #SBATCH --job-name=train_qwen3_30b_a3b
 ##SBATCH --account=ACCOUNT

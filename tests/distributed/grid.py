@@ -290,6 +290,8 @@ def valid(choice: Choice) -> bool:
     """Return True if a choice can be completed without breaking a rule."""
     if choice.get("fp8", "no") != "no":
         shared = int(choice.get("tp", "1")[0]) > choice.get("kv_heads", 4)  # heads whose gradients are in parts
+        if choice.get("optimizer") == "lion" and choice.get("qk_norm") == "all":  # follows signs of rounding
+            return False
         if shared or choice.get("mlp_chunk") or "adapters" in choice or choice.get("experts", "none") != "none":
             return False
         choice = choice | {"experts": "none"}

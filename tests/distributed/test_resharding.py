@@ -90,7 +90,7 @@ def test_the_pairs_are_of_all_kinds() -> None:
     configs = [config for pair in PAIRS for config in (pair.before, pair.after)]
     assert {c["tp"][0] for c in sides} == {"1", "2", "4"}
     assert {c["pp"] for c in sides} == set(FACTORS["pp"])
-    assert {c["zero"] for c in sides} == set(ZERO) - {"1 twice", "3"}
+    assert {c["zero"] for c in sides} >= set(ZERO) - {"1 twice", "3"}
     assert {c["ep"] for c in sides} >= {1, 2}
     for switch in ("kv_heads", "untied", "vocab", "biases", "moments", "qk_norm"):
         assert {c[switch] for c in sides} == set(FACTORS[switch]), switch
