@@ -2,8 +2,8 @@
 
 Rows are sorted by expert. ``offsets`` are the cumulative numbers of rows, int32 ``[E]`` on the device: expert e has the
 rows from ``offsets[e - 1]`` to ``offsets[e]``, of which there may be none. Rows from ``offsets[E - 1]`` on are padding,
-which fills buffers of a fixed size. Padding enters no product, whatever it holds, and its outputs are undefined: nobody
-may read them.
+which fills buffers of a fixed size. No product reads padding, and the outputs of padding are undefined: do not read
+them.
 
 Shapes: R rows, E experts, I in, O out.
 """

@@ -206,10 +206,10 @@ Losses = Mapping[str, Tensor]
 
 @runtime_checkable
 class ExplainsNonFinite(Protocol):
-    """A module that makes its output NaN on purpose, such as after an overflow that nobody waits for."""
+    """A module that reports an error on the device, such as a full buffer, by an output of NaN."""
 
     def nonfinite_reason(self) -> str | None:
-        """Return why it has, or None if it has not."""
+        """Return the error, or None if there is none."""
 
 
 class MixerOutput(NamedTuple):

@@ -57,12 +57,12 @@ class RowCopies:
 
     def copy(self, x: Tensor) -> Tensor:
         """Return a copy of its item for every row: ``[N, H] -> [R, H]``. Adjoint of :meth:`add`."""
-        rows: Tensor = _CopyRows.apply(x, self)
+        rows: Tensor = _LinearMap.apply(x, self.gather, self.sum)
         return rows
 
     def add(self, y: Tensor) -> Tensor:
         """Return the sum of its rows for every item: ``[R, H] -> [N, H]``. Adjoint of :meth:`copy`."""
-        items: Tensor = _AddRows.apply(y, self)
+        items: Tensor = _LinearMap.apply(y, self.sum, self.gather)
         return items
 
     def gather(self, x: Tensor) -> Tensor:
@@ -74,30 +74,18 @@ class RowCopies:
         return self.kernels.sum_rows(y, self.places, self.all_placed)
 
 
-class _CopyRows(torch.autograd.Function):
+class _LinearMap(torch.autograd.Function):
+    """A linear map; its adjoint is the backward."""
+
     @staticmethod
-    def forward(ctx: Any, x: Tensor, rows: RowCopies) -> Tensor:
-        ctx.rows = rows
-        return rows.gather(x)
+    def forward(ctx: Any, x: Tensor, apply: Callable[[Tensor], Tensor], adjoint: Callable[[Tensor], Tensor]) -> Tensor:
+        ctx.adjoint = adjoint
+        return apply(x)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
-        rows: RowCopies = ctx.rows
-        return rows.sum(dy), None
-
-
-class _AddRows(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, y: Tensor, rows: RowCopies) -> Tensor:
-        ctx.rows = rows
-        return rows.sum(y)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
-        rows: RowCopies = ctx.rows
-        return rows.gather(dy), None
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None]:
+        return ctx.adjoint(dy), None, None
 
 
 class Tokens(NamedTuple):

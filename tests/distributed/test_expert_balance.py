@@ -93,17 +93,19 @@ class SkipOdd(Component):
         return torch.tensor(float(self.steps % 2 == 0))
 
 
-def test_a_skipped_step_moves_no_bias() -> None:
+def test_a_skipped_step_moves_no_bias_and_is_not_reported() -> None:
     case = Case(BALANCED, steps=4)
     trainer = build_trainer(case.config(), 0, 1)
     trainer.components.append(SkipOdd())
     name = "layers.0.mlp.router.expert_bias"
     before = trainer.optimizer.main_params[name].clone()
+    window, reported = part_of(trainer, ExpertLoadBalance).window, 0
     for step in range(case.steps):
         train_step(trainer, batches_of(trainer, case, step), RATES)
         now = trainer.optimizer.main_params[name].clone()
         assert torch.equal(now, before) == (step % 2 == 1)
-        before = now
+        assert (window.sum().item() == reported) == (step % 2 == 1)
+        before, reported = now, int(window.sum())
 
 
 def test_no_optimizer_knows_a_bias() -> None:

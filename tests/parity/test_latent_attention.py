@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -126,3 +127,11 @@ def test_logits_and_gradients_are_those_of_deepseek_v3(name: str) -> None:
         assert error < 1e-10, (parameter, error)
     solo.chunk.eval()
     torch.testing.assert_close(solo.chunk.logits(batch.tokens).transpose(0, 1), logits, rtol=1e-11, atol=1e-11)
+
+
+def test_scores_have_their_factor_with_either_kind_of_positions() -> None:
+    """Megatron-LM multiplies by the square of the factor of mscale_all_dim, whatever the type of the positions."""
+    factor = (0.1 * 1.3 * math.log(8.0) + 1.0) ** 2 / math.sqrt(12 + 6)
+    for kind in ("rope", "yarn"):
+        scale = ours({"rope_type": kind, "mscale_all_dim": 1.3}).latent_softmax_scale
+        assert scale == pytest.approx(factor, rel=1e-14)

@@ -105,7 +105,7 @@ _NORMED = KeyGroup(
     lambda m: {"norm_topk_prob": not m.moe_router_pre_softmax},
     options=("moe_router_pre_softmax",),
 )
-"""Whether the weights of the chosen experts are divided by their sum."""
+"""The key of the division of the chosen experts' weights by their sum."""
 
 
 def _read_sparse_layers(config: JsonObject, layers: int) -> list[bool]:

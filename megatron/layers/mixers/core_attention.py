@@ -1,4 +1,4 @@
-"""What mixers with core attention (:class:`megatron.layers.attention.CoreAttention`) state of it, without torch."""
+"""FLOPs and memory of core attention (:class:`megatron.layers.attention.CoreAttention`), without torch."""
 
 from __future__ import annotations
 
