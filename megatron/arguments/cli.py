@@ -222,7 +222,10 @@ def parse(
     findings.add(
         suggest_nodes(each, config, world_size, launch) for each in find_problems(config, world_size, doubtful)
     )
-    findings.problems = [separate_choices(each, config, values, doubtful) for each in findings.problems]
+    typed = {flag.setting.name for flag in line.given}
+    findings.problems = [
+        separate_choices(without_flags_to_drop(each, typed), config, values, doubtful) for each in findings.problems
+    ]
     findings.add(start.differences(config, world_size, findings.problems))
     if findings.problems:
         no_folder = any(problem.code in ("E801", "E802") for problem in findings.problems)  # why it is unreadable
@@ -324,6 +327,20 @@ SOURCES = {name for names in SOURCE_OPTIONS for name in names}
 
 NEEDED = {*REQUIRED, "vocab_size", "yarn_original_max_position_embeddings"}
 """Fields without which there is no model: a fix that gives one of them changes nothing."""
+
+
+def without_flags_to_drop(problem: Problem, typed: Collection[str]) -> Problem:
+    """Return a problem whose fixes drop only flags of the command line; values from elsewhere become the default.
+
+    Args:
+        problem: of a run.
+        typed: fields that flags have set.
+    """
+    fixes = []
+    for fix in problem.fixes:
+        setting = SPELLINGS.get(fix.removeprefix("drop ")) if fix.startswith("drop ") else None
+        fixes.append(fix if setting is None or setting.name in typed else setting.spell(setting.default))
+    return replace(problem, fixes=tuple(fixes))
 
 
 def separate_choices(problem: Problem, config: RunConfig, given: Collection[str], doubtful: Set[str]) -> Problem:

@@ -120,7 +120,7 @@ class ExpertOptions:
         model, text = config.model, self.moe_layer_freq
         if model.num_experts is None or text is None:
             return
-        freq, drop, layers = f"--moe-layer-freq {text}", "--moe-layer-freq 1", model.num_layers
+        freq, drop, layers = f"--moe-layer-freq {text}", "drop --moe-layer-freq", model.num_layers
         if (entries := len(expert_layers(text))) > layers and not text.isdecimal():
             sentence = f"{freq} is for {entries} layers, and the model has {layers}"
             yield Problem("E214", sentence, (drop, f"--num-layers {entries}"))

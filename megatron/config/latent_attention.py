@@ -58,7 +58,7 @@ class LatentAttentionOptions:
     refused: ClassVar = """
     has_latent_attention and not has_attention and num_attention_heads>kv_groups
     E102 latent attention has no {kv_groups} groups of heads: its keys and values are those of all heads
-      fix: --set model.num_query_groups=null
+      fix: drop --num-query-groups
     """
 
     @property

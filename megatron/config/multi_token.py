@@ -33,23 +33,23 @@ class MultiTokenOptions:
     refused: ClassVar = """
     mtp_num_layers and position_embedding_type=learned_absolute
     E119 --mtp-num-layers needs rotary positions or none: its embeddings are those of later tokens, at other positions
-      fix: --position-embedding-type rope | --position-embedding-type none | --mtp-num-layers 0
+      fix: --position-embedding-type rope | --position-embedding-type none | drop --mtp-num-layers
 
     mtp_num_layers>=seq_length
     E119 --mtp-num-layers {mtp_num_layers}: a sample of {seq_length} tokens has no label so far ahead
-      fix: --seq-length {mtp_num_layers*2} | --mtp-num-layers 0
+      fix: --seq-length {mtp_num_layers*2} | drop --mtp-num-layers
 
     mtp_num_layers and objective=dpo|distillation
     E119 --mtp-num-layers predicts tokens, which --objective {objective} does not train
-      fix: --objective next_token | --mtp-num-layers 0
+      fix: --objective next_token | drop --mtp-num-layers
 
     mtp_num_layers and attention_prefix>1
     E119 --mtp-num-layers needs causal attention: tokens of a prefix see the labels of further predictions
-      fix: --attention-pattern global | --mtp-num-layers 0
+      fix: --attention-pattern global | drop --mtp-num-layers
 
     mtp_num_layers and lora_rank
     E119 --mtp-num-layers has no adapters, and --lora-rank trains nothing else
-      fix: --mtp-num-layers 0 | drop --lora-rank
+      fix: drop --mtp-num-layers | drop --lora-rank
 
     cuda_graph=step and mtp_num_layers
     E119 --cuda-graph step is untested with --mtp-num-layers

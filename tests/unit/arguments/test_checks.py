@@ -298,6 +298,16 @@ def test_graphs_by_default_are_of_short_steps_that_can_be_captured(flags: str, r
     assert choose_cuda_graph(config, ranks, cuda=False)[0] == "none"
 
 
+def test_only_a_flag_that_is_given_is_dropped() -> None:
+    learned = "--position-embedding-type learned_absolute"
+    of_preset = problems(f"--preset tiny-deepseek {learned}")
+    typed = problems(f"--preset tiny-deepseek {learned} --mtp-num-layers 1")
+    assert [each.choices[-1] for each in (*of_preset, *typed)] == [
+        "--set model.mtp_num_layers=null",
+        "drop --mtp-num-layers",
+    ]
+
+
 def test_a_stop_file_needs_a_folder_and_a_name(tmp_path: Path) -> None:
     (tmp_path / "there").touch()
     for good in (f"{tmp_path}/stop", f"{tmp_path}/there", "stop"):
