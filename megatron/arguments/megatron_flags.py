@@ -203,6 +203,10 @@ def _problem(spelling: str, arguments: list[str], doubtful: set[str], others: It
         doubtful |= _options_of(fixes)
         return Problem("E001", f"{spelling}: no such flag; {flag.reason}", fixes)
     meant = flags.renamed.get(normalized)
+    known = [*SPELLINGS, *others, *(name for name, flag in flags.handled.items() if flag.kind == "ignored")]
+    if meant is None and spelling not in flags.handled:
+        guess = did_you_mean(normalized, known)
+        meant = guess if guess and _takes(guess, arguments) else None
     refused = None if meant else flags.find(spelling)
     if refused:
         reason = f"{refused.reason}; other values are not supported" if refused.kind == "ignored" else refused.reason
@@ -210,9 +214,6 @@ def _problem(spelling: str, arguments: list[str], doubtful: set[str], others: It
             reason = "it needs a value"
         doubtful |= _options_of(refused.instead)
         return Problem("E004", unsupported(spelling, arguments, reason), refused.instead)
-    known = [*SPELLINGS, *others, *(name for name, flag in flags.handled.items() if flag.kind == "ignored")]
-    if meant is None and (guess := did_you_mean(normalized, known)) and _takes(guess, arguments):
-        meant = guess
     if meant is None:
         nearest = get_close_matches(normalized, [*SPELLINGS, *others], n=3)
         return Problem("E001", f"{spelling}: no such flag" + (f"; near are {', '.join(nearest)}" if nearest else ""))
