@@ -163,12 +163,12 @@ class _Travel(NamedTuple):
         topk, ep, etp = model.moe_router_topk, parallel.expert_model_parallel_size, parallel.expert_tp
         choices, experts = tokens * topk, model.num_experts or 0
         if ep * etp == 1:
-            return cls(0, tokens, choices, 3 * choices)
+            return cls(0, tokens, choices, 2 * choices)
         if ep == 1 or parallel.moe_exchange != "exact":
             bound = parallel.moe_exchange_bound if ep > 1 else 1.0
             block, expert_rows = ExchangeBuffers.of(bound, tokens, topk, experts // ep, ep, etp)
-            sent = ep * etp * block
+            sent = room = ep * etp * block
         else:
-            sent = round(tokens * etp * ranks_of_token(experts, topk, ep))
+            sent, room = round(tokens * etp * ranks_of_token(experts, topk, ep)), tokens * etp * min(topk, ep)
             expert_rows = choices * etp
-        return cls(sent, sent, expert_rows, sent + choices * etp + 2 * sent * topk + expert_rows)
+        return cls(sent, sent, expert_rows, room + choices * etp + sent * topk + expert_rows)
