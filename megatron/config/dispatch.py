@@ -66,7 +66,6 @@ class ExchangeBuffers(NamedTuple):
             local: experts of a rank.
             ep: EP.
             etp: expert-TP: ranks that get the same rows.
-
         """
         block = min(tokens, math.ceil(bound * tokens * topk / ep))
         most = ep * etp * block * min(topk, local)

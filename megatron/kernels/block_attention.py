@@ -141,7 +141,6 @@ def block_attention(
         dropout: of attention weights.
         key_values: brings further keys and values.
         scores: how products of queries and keys become scores, and the sink.
-
     """
     inputs = q_SBND, k_SBGD, v_SBGD, scores.sink
     y: Tensor = _BlockAttention.apply(*inputs, mask, dropout, key_values, replace(scores, sink=None))

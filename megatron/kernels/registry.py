@@ -99,7 +99,6 @@ def select_kernels(
 
     Raises:
         UserError: when an implementation that was requested for one operation by name cannot be used.
-
     """
     selected: dict[str, Any] = {}
     names: dict[str, str] = {}
