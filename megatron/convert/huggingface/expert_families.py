@@ -11,6 +11,7 @@ from megatron.convert.huggingface.dense_families import (
     GRANITE_KEYS,
     LLAMA,
     NO_BIAS,
+    NORMS_OF_ALL_HEADS,
     SWIGLU,
     llama_keys,
 )
@@ -24,6 +25,7 @@ from megatron.convert.huggingface.keys import (
     KeyGroup,
     UnsupportedConfigError,
     WeightRows,
+    either_key,
     layer_types,
     layers_with_experts,
     read_bool,
@@ -85,20 +87,6 @@ MIXTRAL = replace(
 )
 
 
-def _count(default: int, can: Capabilities, *names: str) -> KeyGroup:
-    """Return the key of the number of experts, by the name that an export uses, and its other names."""
-
-    def read(config: JsonObject) -> FieldValues:
-        keys = (ConfigKey("num_experts", name, default) for name in names if name in config)
-        counts = {key.theirs: read_number(key, config) for key in keys}
-        if len({*counts.values()}) > 1:
-            sentence = " and ".join(f"{name} {count}" for name, count in counts.items())
-            raise UnsupportedConfigError(f"{sentence} contradict each other")
-        return {"num_experts": next(iter(counts.values()), default)}
-
-    return KeyGroup(names, read, lambda m: {names[0]: m.num_experts}, can)
-
-
 _NORMED = KeyGroup(
     ("norm_topk_prob",),
     lambda c: {"moe_router_pre_softmax": not read_bool(c, "norm_topk_prob", False)},
@@ -140,7 +128,7 @@ QWEN3_MOE = replace(
             lambda m: {"use_sliding_window": m.window_size is not None, "sliding_window": m.window_size},
             options=("window_size",),
         ),
-        _count(128, HAS_EXPERTS, "num_experts", "num_local_experts"),
+        either_key("num_experts", 128, "num_experts", "num_local_experts", can=HAS_EXPERTS),
         _SPARSE,
         _NORMED,
         BALANCING_LOSS,
@@ -197,12 +185,7 @@ QWEN2_MOE = replace(
             HAS_LAYER_TYPES,
             ("window_size",),
         ),
-        KeyGroup(
-            ("qkv_bias",),
-            lambda c: {"add_qkv_bias": read_bool(c, "qkv_bias", True)},
-            lambda m: {"qkv_bias": m.qkv_bias},
-            options=("add_qkv_bias",),
-        ),
+        ConfigKey("add_qkv_bias", "qkv_bias", True),
         ConfigKey("num_experts", "num_experts", 60, can=HAS_EXPERTS),
         _SPARSE,
         _NORMED,
@@ -229,19 +212,14 @@ OLMOE = replace(
         _EXPERT_WIDTH,
         ConfigKey("moe_router_topk", "num_experts_per_tok", 8),
         rope(),
-        _count(64, _IN_ALL_LAYERS, "num_experts", "num_local_experts"),
+        either_key("num_experts", 64, "num_experts", "num_local_experts", can=_IN_ALL_LAYERS),
         _NORMED,
         BALANCING_LOSS,
         KeyGroup(can=DIVIDES_HIDDEN),
     ),
     fixed={**LLAMA.fixed, "attention_bias": (False,), "clip_qkv": (None,)},
     always={**SWIGLU, **NO_BIAS, "qk_layernorm": True, "qk_layernorm_scope": "all"},
-    weights={
-        **LLAMA.weights,
-        **EXPERT_ROWS,
-        "layers.{i}.self_attention.q_layernorm": ("o", {"model.layers.{i}.self_attn.q_norm": "o"}),
-        "layers.{i}.self_attention.k_layernorm": ("o", {"model.layers.{i}.self_attn.k_norm": "o"}),
-    },
+    weights={**LLAMA.weights, **EXPERT_ROWS, **NORMS_OF_ALL_HEADS},
     stacked=STACKED,
 )
 
