@@ -77,7 +77,7 @@ def select_kernels(
     fp8: Float8Recipe | None = None,
     patterns: Collection[AttentionPattern] = (),
     softcap: bool = False,
-    experts: bool = False,
+    unused: Collection[str] = (),
 ) -> tuple[Kernels, list[str]]:
     """Select the implementations that ``--kernels`` requests, among those that work here.
 
@@ -91,7 +91,7 @@ def select_kernels(
         patterns: of the attention of whole sequences. ``auto`` takes FlexAttention, which has to be compiled, only for
             patterns that other kernels do not cover, or if scores are capped.
         softcap: scores of the attention of whole sequences are capped.
-        experts: the model has experts; otherwise their kernel is not checked, because it takes time to compile.
+        unused: operations that the model does not call, which are left out: to compile and check them takes time.
 
     Returns:
         The kernels, and lines to print: what was selected, and which requested implementations are not used. Calls that
@@ -104,10 +104,12 @@ def select_kernels(
     names: dict[str, str] = {}
     notes: list[str] = []
     problems: list[Problem] = []
-    operations = _operations(fp8, experts)
+    operations = dict(OPERATIONS)
+    if fp8 is not None:
+        operations |= {"fp8": fp8_operation(fp8), "grouped_fp8": grouped_fp8_operation(fp8)}
     choices = kernel_choices(words)
     needs_flex = softcap or not all(pattern.only_window for pattern in patterns)
-    for operation in operations:
+    for operation in (name for name in operations if name not in unused):
         choice = choices[operation]
         if operation == "attention" and attention_dropout:
             choice = KernelChoice("torch")  # other choices by name are refused with the configuration (E903)
@@ -132,16 +134,6 @@ def select_kernels(
     if problems:
         raise UserError(problems)
     return Kernels(**selected), [_summary(names), *notes]
-
-
-def _operations(fp8: Float8Recipe | None, experts: bool) -> dict[str, Operation]:
-    """Return the operations of a model."""
-    operations = {name: operation for name, operation in OPERATIONS.items() if experts or name != "grouped_linear"}
-    if fp8 is not None:
-        operations["fp8"] = fp8_operation(fp8)
-        if experts:
-            operations["grouped_fp8"] = grouped_fp8_operation(fp8)
-    return operations
 
 
 @dataclass(frozen=True)

@@ -44,6 +44,12 @@ def rotary_tables(config: ModelConfig, layers: Iterable[int]) -> list[RotaryTabl
     return [*dict.fromkeys(table for table in tables if table is not None)]
 
 
+def unused_operations(config: ModelConfig) -> set[str]:
+    """Return the operations that only built-in mixers call which a model does not have."""
+    used = {name for kinds in config.kinds_of_layers for mixer in map(find_mixer, kinds) for name in mixer.operations}
+    return {name for mixer in MIXERS.values() for name in mixer.operations} - used
+
+
 def block_mixers(config: ModelConfig, layer: int) -> list[Mixer]:
     """Return the mixers of a block, in order, by its global index."""
     return [find_mixer(name) for name in config.mixers(layer)]
