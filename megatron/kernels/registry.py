@@ -104,12 +104,10 @@ def select_kernels(
     names: dict[str, str] = {}
     notes: list[str] = []
     problems: list[Problem] = []
-    operations = dict(OPERATIONS)
-    if fp8 is not None:
-        operations |= {"fp8": fp8_operation(fp8), "grouped_fp8": grouped_fp8_operation(fp8)}
+    operations = _operations(fp8, unused)
     choices = kernel_choices(words)
     needs_flex = softcap or not all(pattern.only_window for pattern in patterns)
-    for operation in (name for name in operations if name not in unused):
+    for operation in operations:
         choice = choices[operation]
         if operation == "attention" and attention_dropout:
             choice = KernelChoice("torch")  # other choices by name are refused with the configuration (E903)
@@ -134,6 +132,12 @@ def select_kernels(
     if problems:
         raise UserError(problems)
     return Kernels(**selected), [_summary(names), *notes]
+
+
+def _operations(fp8: Float8Recipe | None, unused: Collection[str]) -> dict[str, Operation]:
+    """Return the operations of a model."""
+    in_fp8 = {} if fp8 is None else {"fp8": fp8_operation(fp8), "grouped_fp8": grouped_fp8_operation(fp8)}
+    return {name: operation for name, operation in (OPERATIONS | in_fp8).items() if name not in unused}
 
 
 @dataclass(frozen=True)
