@@ -16,15 +16,7 @@ from megatron.config.errors import Problem
 from megatron.config.experts import ExpertOptions
 from megatron.config.latent_attention import LATENT_ATTENTION, SCALED, YARN, LatentAttentionOptions
 from megatron.config.multi_token import MultiTokenOptions
-from megatron.config.option import (
-    MAX_LAYERS,
-    MAX_SIZE,
-    MegatronOption,
-    Need,
-    Run,
-    WithPluginOptions,
-    option,
-)
+from megatron.config.option import MAX_LAYERS, MAX_SIZE, MegatronOption, Need, Run, WithPluginOptions, option
 from megatron.config.router import RouterOptions
 from megatron.config.text import divisors, flag_fixes, multiples_as_fixes, nearest, selected_layers
 

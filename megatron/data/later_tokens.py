@@ -12,7 +12,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron.config.multi_token import LATER_MASK, LATER_TOKENS
-from megatron.data.loader import BatchArrays
 
 
 def later_tokens(
@@ -48,10 +47,3 @@ def later_tokens(
         if ahead > 0:
             mask[:, here, ahead - 1] = loss_mask[:, there] * seen
     return {LATER_TOKENS: tokens, LATER_MASK: mask}
-
-
-def with_later_tokens(depths: int, arrays: BatchArrays, eod: int | None) -> BatchArrays:
-    """Add :func:`later_tokens` to a micro-batch; see :data:`megatron.data.loader.ExtendBatch`."""
-    foreign = None if arrays.documents is None or eod is None else arrays.tokens == eod
-    columns = later_tokens(arrays.labels, arrays.loss_mask, arrays.documents, depths, foreign)
-    return arrays._replace(extra={**arrays.extra, **columns})

@@ -221,11 +221,7 @@ def _padding(dropout: AttentionDropout | None, scores: AttentionScores) -> Calla
 
 
 def _tiles(
-    q_SBND: Tensor,
-    v_SBGD: Tensor,
-    mask: AttentionMask,
-    dropout: AttentionDropout | None,
-    scores: AttentionScores,
+    q_SBND: Tensor, v_SBGD: Tensor, mask: AttentionMask, dropout: AttentionDropout | None, scores: AttentionScores
 ) -> list[Tile]:
     flash = _flash_covers_tiles(q_SBND, v_SBGD)
     if dropout is not None or scores.softcap is not None or not (flash or q_SBND.device.type == "cpu"):

@@ -133,11 +133,7 @@ SplitQKVKernel = Callable[
 
 
 def split_qkv(
-    qkv_SBO: Tensor,
-    bias_O: Tensor | None,
-    heads: tuple[int, int],
-    norms: HeadNorms | None,
-    rotary: RotaryCosSin | None,
+    qkv_SBO: Tensor, bias_O: Tensor | None, heads: tuple[int, int], norms: HeadNorms | None, rotary: RotaryCosSin | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Split, normalise and rotate.
 

@@ -595,11 +595,7 @@ def _turned(rotary: RotaryCosSin | None) -> tuple[int, bool]:
 
 
 def split_qkv(
-    qkv_SBO: Tensor,
-    bias_O: Tensor | None,
-    heads: tuple[int, int],
-    norms: HeadNorms | None,
-    rotary: RotaryCosSin | None,
+    qkv_SBO: Tensor, bias_O: Tensor | None, heads: tuple[int, int], norms: HeadNorms | None, rotary: RotaryCosSin | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """As :func:`megatron.kernels.qkv.split_qkv`."""
     if norms is not None:

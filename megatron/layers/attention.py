@@ -95,12 +95,7 @@ class SelfAttention(nn.Module):
     """QKV projection, core attention and output projection: ``[S(/tp), B, H] -> [S(/tp), B, H]``."""
 
     def __init__(
-        self,
-        config: ModelConfig,
-        context: BuildContext,
-        layer: int,
-        plan: RecomputePlan,
-        rotary: RotaryTable | None,
+        self, config: ModelConfig, context: BuildContext, layer: int, plan: RecomputePlan, rotary: RotaryTable | None
     ) -> None:
         super().__init__()
         self.kernels, self.tp, self.rotary = context.kernels, context.tp, rotary

@@ -33,12 +33,7 @@ class LatentAttention(nn.Module):
     """
 
     def __init__(
-        self,
-        config: ModelConfig,
-        context: BuildContext,
-        layer: int,
-        plan: RecomputePlan,
-        rotary: RotaryTable | None,
+        self, config: ModelConfig, context: BuildContext, layer: int, plan: RecomputePlan, rotary: RotaryTable | None
     ) -> None:
         super().__init__()
         self.kernels, self.tp, self.rotary = context.kernels, context.tp, rotary

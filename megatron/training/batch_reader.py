@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from socket import gethostname
 from typing import Any, NamedTuple
 
@@ -16,7 +15,6 @@ from megatron.config.run import RunConfig
 from megatron.config.text import listed, listed_ranks
 from megatron.data.dataset import split_label
 from megatron.data.errors import DataError
-from megatron.data.later_tokens import with_later_tokens
 from megatron.data.loader import DataSource, build_data
 from megatron.distributed import comm
 from megatron.distributed.comm import Group
@@ -99,7 +97,6 @@ class BatchReader(Component):
             DataError: if the data cannot be opened, or are not the same on all ranks.
         """
         config, begin = self._config, (self._progress.iteration, self._progress.consumed_samples)
-        depths = config.model.prediction_depths
         self._prefetched = None
         self.source = build_data(
             config.data,
@@ -110,7 +107,7 @@ class BatchReader(Component):
             begin=begin,
             prefix=config.model.attention_prefix,
             stream=(self._stream, config.diloco.streams),
-            extend=partial(with_later_tokens, depths) if depths else None,
+            later=config.model.prediction_depths,
         )
         check_same_data(self.source, self._mesh.world)
         self.start_digest = self.source.digest("train", 0, begin[1])

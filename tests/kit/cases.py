@@ -23,7 +23,6 @@ from megatron.config.precision import PrecisionConfig
 from megatron.config.run import RunConfig
 from megatron.config.training import TrainingConfig
 from megatron.data.dataset import Sample
-from megatron.data.later_tokens import with_later_tokens
 from megatron.data.loader import BatchArrays, MaskBuilder, rank_micro_batches
 from megatron.distributed.micro_batch import MicroBatch
 from megatron.kernels import block_attention
@@ -263,7 +262,7 @@ def batch_of(case: Case, ids: Tensor, mask: Tensor, step: int = 0) -> MicroBatch
     batch = MicroBatch(tokens, labels, mask * counts, samples, step, positions, documents, pattern_restarts=restarts)
     if case.model.mtp_num_layers:
         arrays = columns._replace(loss_mask=batch.loss_mask.numpy())
-        later = with_later_tokens(case.model.mtp_num_layers, arrays, case.documents.eod)
+        later = arrays.with_later_tokens(case.model.mtp_num_layers, case.documents.eod)
         batch = replace(batch, extra={name: torch.from_numpy(later.extra[name]) for name in (LATER_TOKENS, LATER_MASK)})
     return batch
 

@@ -8,14 +8,7 @@ from typing import TYPE_CHECKING
 from megatron.config.model import ModelConfig, RotaryTable
 from megatron.distributed.sharding import Sharding, Specs
 from megatron.layers.mixers.activations import ActivationShape, KeptTensor
-from megatron.layers.mixers.base import (
-    Matmul,
-    input_projection,
-    norm,
-    output_projection,
-    replicated_projection,
-    under,
-)
+from megatron.layers.mixers.base import Matmul, input_projection, norm, output_projection, replicated_projection, under
 from megatron.layers.mixers.core_attention import CORE, CoreAttentionMixer, CoreShape, HeadSizes
 from megatron.layers.recompute_plan import RecomputePlan
 

@@ -46,8 +46,9 @@ def rotary_tables(config: ModelConfig, layers: Iterable[int]) -> list[RotaryTabl
 
 def unused_operations(config: ModelConfig) -> set[str]:
     """Return the operations that only built-in mixers call which a model does not have."""
-    used = {name for kinds in config.kinds_of_layers for mixer in map(find_mixer, kinds) for name in mixer.operations}
-    return {name for mixer in MIXERS.values() for name in mixer.operations} - used
+    kinds = {name for names in config.kinds_of_layers for name in names}
+    used = {operation for name in kinds for operation in find_mixer(name).operations}
+    return {operation for mixer in MIXERS.values() for operation in mixer.operations} - used
 
 
 def block_mixers(config: ModelConfig, layer: int) -> list[Mixer]:
