@@ -16,8 +16,6 @@ from megatron.convert.huggingface.expert_families import (
     shared_expert,
 )
 from megatron.convert.huggingface.keys import (
-    HAS_LAYER_TYPES,
-    WINDOW,
     ConfigKey,
     FieldValues,
     JsonObject,
@@ -28,9 +26,9 @@ from megatron.convert.huggingface.keys import (
     latent_rope,
     layers_with_experts,
     read_bool,
-    read_layer_types,
     read_number,
     rope,
+    windows_by_limit,
     write_layer_types,
 )
 
@@ -226,12 +224,8 @@ GLM4_MOE = replace(
 )
 
 
-def _read_last_window(config: JsonObject) -> FieldValues:
-    """Read the window of dots.llm1, which its last layers have."""
-    first = read_number(ConfigKey("", "max_window_layers", 62), config)
-    return read_layer_types(
-        {"num_hidden_layers": 62} | config, read_number(WINDOW, config), lambda layer: layer >= first
-    )
+def _write_last_windows(model: ModelConfig) -> FieldValues:
+    return {"max_window_layers": model.num_layers, **write_layer_types(model, always=True)}
 
 
 DOTS1 = replace(
@@ -242,13 +236,7 @@ DOTS1 = replace(
         rope(),
         *_experts(_DOTS1),
         *_sigmoid_router(_DOTS1),
-        KeyGroup(
-            ("sliding_window", "max_window_layers", "layer_types"),
-            _read_last_window,
-            lambda m: {"max_window_layers": m.num_layers, **write_layer_types(m, always=True)},
-            HAS_LAYER_TYPES,
-            ("window_size",),
-        ),
+        windows_by_limit(62, 62, lambda layer, limit: layer >= limit, _write_last_windows, switched=False),
     ),
     fixed={
         **LLAMA.fixed,

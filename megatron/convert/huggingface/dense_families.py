@@ -24,13 +24,13 @@ from megatron.convert.huggingface.keys import (
     equal_dropout,
     layer_types,
     read_bool,
-    read_layer_types,
     read_no_rope_layers,
     read_number,
     rope,
     rope_of_kinds,
     softcaps,
     softmax_scale,
+    windows_by_limit,
     write_layer_types,
     write_no_rope_layers,
 )
@@ -203,13 +203,6 @@ MISTRAL = replace(
 MINISTRAL = replace(MISTRAL, architecture="MinistralForCausalLM", keys=(*MISTRAL.keys[:-1], layer_types()))
 
 
-def _read_qwen_window(config: JsonObject) -> FieldValues:
-    """Read Qwen's window, which its first layers may not have."""
-    full = read_number(ConfigKey("", "max_window_layers", 28), config)
-    window = read_number(WINDOW, config) if read_bool(config, "use_sliding_window", False) else None
-    return read_layer_types(config, window, lambda layer: layer >= full)
-
-
 def _write_qwen_window(model: ModelConfig) -> FieldValues:
     """Return the keys of the window, with the number of first layers that do not have it."""
     windows = [model.pattern(layer).window for layer in range(model.num_layers)]
@@ -218,13 +211,7 @@ def _write_qwen_window(model: ModelConfig) -> FieldValues:
     return used | write_layer_types(model)
 
 
-QWEN_WINDOW = KeyGroup(
-    ("use_sliding_window", "max_window_layers", "sliding_window", "layer_types"),
-    _read_qwen_window,
-    _write_qwen_window,
-    HAS_LAYER_TYPES,
-    ("window_size",),
-)
+QWEN_WINDOW = windows_by_limit(32, 28, lambda layer, limit: layer >= limit, _write_qwen_window)
 
 QWEN2 = replace(
     LLAMA,

@@ -524,6 +524,33 @@ def layer_types(period: int | None = None) -> KeyGroup:
     )
 
 
+def windows_by_limit(
+    layers: int,
+    limit: int,
+    is_windowed: Callable[[int, int], bool],
+    write: Callable[[ModelConfig], FieldValues],
+    switched: bool = True,
+) -> KeyGroup:
+    """Return the keys of a window in layers that ``max_window_layers`` decides on, unless ``layer_types`` does.
+
+    Args:
+        layers: transformers' number of layers.
+        limit: its ``max_window_layers``.
+        is_windowed: returns True for a layer and a limit if the layer has the window.
+        write: returns the keys for a model.
+        switched: only ``use_sliding_window`` turns the window on.
+    """
+
+    def read(config: JsonObject) -> FieldValues:
+        given = read_number(ConfigKey("", "max_window_layers", limit), config)
+        used = not switched or read_bool(config, "use_sliding_window", False)
+        window = read_number(WINDOW, config) if used else None
+        return read_layer_types({"num_hidden_layers": layers} | config, window, lambda i: is_windowed(i, given))
+
+    names = (*("use_sliding_window",) * switched, "max_window_layers", "sliding_window", "layer_types")
+    return KeyGroup(names, read, write, HAS_LAYER_TYPES, ("window_size",))
+
+
 def read_no_rope_layers(config: JsonObject) -> FieldValues:
     """Read which layers have rotary embeddings, and which have a window: by default those without."""
     layers = min(read_number(ConfigKey("", "num_hidden_layers", 36), config), MAX_LAYERS)
