@@ -34,7 +34,7 @@ class GroupedFloat8Kernel(NamedTuple):
 
 
 def experts_recipe(recipe: Float8Recipe) -> Float8Recipe:
-    """Return the recipe of experts."""
+    """Return the recipe that experts use where linears use ``recipe``: rows have scales of their own."""
     return replace(recipe, name="rowwise") if recipe.name == "tensorwise" else recipe
 
 

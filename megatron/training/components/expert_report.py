@@ -28,7 +28,7 @@ RECORDS = 100
 
 
 class ExpertReport(Component):
-    """Adds metrics of the experts to log lines. Rows of its tensors are the L blocks of the model, heads included."""
+    """Adds metrics of the experts to log lines; the L rows of its tensors are all blocks, those of heads last."""
 
     def __init__(self, trainer: Trainer) -> None:
         """Report on the experts of all layers."""
