@@ -79,7 +79,7 @@ class LinearShape(NamedTuple):
 
     @property
     def beside_operands(self) -> int:
-        """Elements of gradients meanwhile: that of a kept output has taken its place; those of rows are multiplied later."""
+        """Elements of gradients meanwhile, beside that of a kept output; experts compute that of the input later."""
         if not self.row_parallel:
             return 0
         return self.outputs if self.experts > 1 else self.inputs + self.gathered

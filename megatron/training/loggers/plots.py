@@ -300,13 +300,13 @@ def draw_experts(history: RunHistory, title: str, out: Path) -> bool:
         if dropped.any():
             axes = figure.add_subplot(grid[0, 12 - width :])
             steps, values = _columns(dropped, [p.iteration for p in lines], True)
-            _draw_dropped(figure, axes, values, shown_names, [f"{step:,}" for step in steps])
+            _draw_dropped(axes, values, shown_names, [f"{step:,}" for step in steps])
         width = 12 // max(1, len(shown))
         for place, (step, percent) in enumerate(records[n] for n in shown):
             axes = figure.add_subplot(grid[1, width * place : width * (place + 1)])
             _draw_loads(axes, percent / 100, shown_names, [*map(str, range(percent.shape[1]))], limit)
             dead = f": {(percent == 0).sum():,} dead" if (percent == 0).any() else ""
-            axes.set_title(f"all experts, until step {step:,}{dead}", loc="left", fontsize=10)
+            axes.set_title(f"until step {step:,}{dead}", loc="left", fontsize=10)
             axes.set_xlabel("expert", fontsize=9)
         bar = figure.colorbar(mesh, ax=figure.axes, location="right", shrink=0.8, pad=0.01)
         ticks = [2.0**n for n in range(-math.floor(math.log2(limit)), math.floor(math.log2(limit)) + 1)]
@@ -333,14 +333,13 @@ def _draw_loads(axes: Axes, loads: np.ndarray, layers: list[str], columns: list[
     return _draw_cells(axes, np.ma.masked_less_equal(loads, 0), layers, columns, LogNorm(1 / limit, limit), colors)
 
 
-def _draw_dropped(figure: Figure, axes: Axes, shares: np.ndarray, layers: list[str], columns: list[str]) -> None:
-    """Draw the shares of dropped choices ``[layers, columns]``, white for none, on a scale of their own."""
-    from matplotlib.colors import Normalize
+def _draw_dropped(axes: Axes, shares: np.ndarray, layers: list[str], columns: list[str]) -> None:
+    """Draw the shares of dropped choices ``[layers, columns]``, from white for none to blue for the most."""
+    from matplotlib.colors import LinearSegmentedColormap, Normalize
 
-    mesh = _draw_cells(axes, shares, layers, columns, Normalize(0, shares.max()), "Blues")
-    bar = figure.colorbar(mesh, ax=axes, pad=0.02, format=lambda share, _: f"{100 * share:.3g}%")
-    bar.ax.tick_params(labelsize=8)
-    axes.set_title("dropped choices", loc="left", fontsize=10)
+    colors = LinearSegmentedColormap.from_list("dropped", ["#ffffff", RUN_COLORS[0]])
+    _draw_cells(axes, shares, layers, columns, Normalize(0, shares.max()), colors)
+    axes.set_title(f"dropped choices, up to {shares.max():.2%}", loc="left", fontsize=10)
     axes.set_xlabel("step", fontsize=9)
 
 

@@ -289,9 +289,7 @@ def test_the_loads_of_experts_are_drawn(tmp_path: Path, drawn: list[Figure]) -> 
     assert meshes[0].get_array().shape == (2, 60)
     assert {*meshes[0].get_array()[1]} == {4.0}
     assert meshes[1].get_array().mask[1].all(), "no token"
-    assert [axes.get_title(loc="left") for axes in snapshots] == [
-        f"all experts, until step {n}: 3 dead" for n in (10, 30, 40, 60)
-    ]
+    assert [axes.get_title(loc="left") for axes in snapshots] == [f"until step {n}: 3 dead" for n in (10, 30, 40, 60)]
     assert meshes[2].get_array().filled(0).tolist() == [[1.0, 1.5, 1.0, 0.5], [4.0, 0, 0, 0]]
     assert [label.get_text() for label in most.get_yticklabels()] == ["1", "2"], "layer 0 has no experts"
     assert [label.get_text() for label in bar.get_yticklabels()] == ["1/4", "1/2", "1", "2", "4"]
@@ -312,10 +310,10 @@ def test_a_dead_expert_differs_from_all_others_in_greyscale(tmp_path: Path, draw
 def test_dropped_choices_and_heads_are_drawn(tmp_path: Path, drawn: list[Figure]) -> None:
     made = history(0, None, *lines_with_experts(10))
     for point in made.train:
-        point.line |= {"expert-mtp-layers": 1, "dropped-choices-by-layer": [None, 0.0, 0.25]}
+        point.line.update({"expert-mtp-layers": 1, "dropped-choices-by-layer": [None, 0.0, 0.25]})
     assert draw_experts(made, "a run", tmp_path / "a.png")
     _, least, dropped, *_ = drawn[0].axes
-    assert dropped.get_title("left") == "dropped choices"
+    assert dropped.get_title("left") == "dropped choices, up to 25.00%"
     assert dropped.collections[0].get_array()[:, -1].tolist() == [0.0, 0.25]
     for axes in (least, dropped):
         assert [label.get_text() for label in axes.get_yticklabels()] == ["1", "MTP1"]
