@@ -102,8 +102,6 @@ def _triton_missing(recipe: Float8Recipe, device: torch.device, dtype: torch.dty
 def _scaled_grouped_mm_missing(recipe: Float8Recipe, device: torch.device, dtype: torch.dtype) -> str | None:
     if missing := _triton_missing(recipe, device, dtype):
         return missing
-    if not hasattr(F, "scaled_grouped_mm"):
-        return f"it needs torch 2.10, and this is {torch.__version__}"
     suitable = recipe.name == "rowwise" and torch.cuda.get_device_capability(device) in ((9, 0), (10, 0))
     return None if suitable else "it needs a scale per row and a GPU of compute capability 9.0 or 10.0"
 

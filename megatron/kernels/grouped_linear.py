@@ -149,8 +149,6 @@ def _grouped_mm_missing(device: torch.device, dtype: torch.dtype) -> str | None:
     """Return why PyTorch's products cannot be used, or None. On other GPUs they loop over experts on the host."""
     if device.type != "cuda" or dtype != torch.bfloat16:
         return "it needs bf16 on a GPU"
-    if not hasattr(F, "grouped_mm"):
-        return f"it needs torch 2.10, and this is {torch.__version__}"
     if torch.cuda.get_device_capability(device) not in ((9, 0), (10, 0)):
         return "it needs a GPU of compute capability 9.0 or 10.0"
     return triton_missing(device, dtype)

@@ -137,43 +137,30 @@ class StageMemory:
         kept += 2 * rows * channels * shape.width  # cosines and sines
         loss, loss_forward = _loss(shape) if stage.last else (0, 0)
         weight = max((block.weight for block in blocks), default=0)
-        if stage.last:
-            backward = max(backward, _last_norm(shape))
         wgrad = sum(block.wgrad for block in blocks)
         if stage.last:
-            heads = [memory[config.model.mixers(layer)] for layer in shape.model.head_layers]
-            of_heads = HeadMemory.of(config, shape, heads)
-            forward, backward = (
-                max(forward - of_heads.kept, of_heads.forward),
-                max(backward - of_heads.kept, of_heads.backward),
-            )
-            kept, loss, wgrad = kept + of_heads.kept, loss + of_heads.kept_loss, wgrad + of_heads.wgrad
+            backward = max(backward, _last_norm(shape))
+            heads = _heads(config, shape, [memory[config.model.mixers(layer)] for layer in shape.model.head_layers])
+            forward = max(forward - heads.kept, heads.forward)
+            backward = max(backward - heads.kept, heads.backward)
+            kept, loss, wgrad = kept + heads.kept, loss + heads.kept_loss, wgrad + heads.wgrad
+            weight = max(weight, heads.weight)
         return cls(kept, loss, wgrad, max(loss_forward, forward - loss), backward, weight, host)
 
 
-@dataclass(frozen=True)
-class HeadMemory:
-    """Bytes of the heads of the last stage for one micro-batch, as in :class:`StageMemory`."""
-
-    kept: int
-    kept_loss: int
-    wgrad: int
-    forward: int
-    backward: int
-
-    @classmethod
-    def of(cls, config: RunConfig, shape: ActivationShape, blocks: Sequence[BlockMemory]) -> HeadMemory:
-        """Return that of heads with these blocks."""
-        own, (norm, entropy) = [*head_kept(shape)], _kept_by_loss(shape)
-        kept = kept_loss = wgrad = forward = backward = 0
-        for block in reversed(blocks):
-            inside, in_forward, in_backward, _ = _blocks(config, shape, [block], 0)
-            # Later heads keep nothing yet in forward, and nothing more in backward, but the gradients of their states.
-            forward, backward = max(forward, in_forward - kept), max(backward, in_backward - kept)
-            kept += sum(t.size for t in own) + inside + norm
-            kept_loss += entropy
-            wgrad += sum(t.size for t in own if t.wgrad_input) + block.wgrad + shape.residual
-        return cls(kept, kept_loss, wgrad, forward, backward + len(blocks) * shape.residual)
+def _heads(config: RunConfig, shape: ActivationShape, blocks: Sequence[BlockMemory]) -> StageMemory:
+    """Return the memory of the heads of the last stage, which have these blocks."""
+    own, (norm, entropy) = [*head_kept(shape)], _kept_by_loss(shape)
+    kept = kept_loss = wgrad = forward = backward = 0
+    for block in reversed(blocks):
+        inside, in_forward, in_backward, _ = _blocks(config, shape, [block], 0)
+        # Later heads keep nothing yet in forward, and nothing more in backward, but the gradients of their states.
+        forward, backward = max(forward, in_forward - kept), max(backward, in_backward - kept)
+        kept += sum(t.size for t in own) + inside + norm
+        kept_loss += entropy
+        wgrad += sum(t.size for t in own if t.wgrad_input) + block.wgrad + shape.residual
+    weight = max((block.weight for block in blocks), default=0)
+    return StageMemory(kept, kept_loss, wgrad, forward, backward + len(blocks) * shape.residual, weight, host=0)
 
 
 def _largest(blocks: Sequence[BlockMemory]) -> tuple[int, int]:

@@ -26,12 +26,7 @@ from megatron.config.model import ModelConfig
 from megatron.config.parallel import ParallelConfig
 from megatron.config.text import listed
 from megatron.config.training import TrainingConfig
-from megatron.convert.huggingface.config import (
-    CONFIG_FILE,
-    WEIGHTS_INDEX_FILE,
-    read_config,
-    read_model_type,
-)
+from megatron.convert.huggingface.config import CONFIG_FILE, WEIGHTS_INDEX_FILE, read_config, read_model_type
 from megatron.convert.huggingface.families import model_families
 from megatron.convert.huggingface.keys import ModelFamily
 from megatron.convert.tokenizer_files import SmallFiles, find_tokenizer_files

@@ -10,8 +10,9 @@ from typing import NamedTuple
 from megatron.config.attention_pattern import CAUSAL
 from megatron.config.compute import kernel_choices
 from megatron.config.model import ModelConfig
+from megatron.distributed.sharding import Init, Sharding, Specs
 from megatron.layers.mixers.activations import INDEX_BYTES, MASK_BYTES, ActivationShape, KeptTensor
-from megatron.layers.mixers.base import Exchanged, Matmul
+from megatron.layers.mixers.base import Exchanged, Matmul, Mixer
 from megatron.layers.recompute_plan import RecomputePlan
 
 UNFUSED_TILE, FUSED_TILE = 1024, 256
@@ -162,3 +163,36 @@ class CoreShape:
         backward += (of_queries + of_keys + 2 * of_output) * width
         padded = queries + keys + of_queries + of_keys
         return int(forward + tile + part * (output + of_output)), int(backward + tile + part * padded)
+
+
+class CoreAttentionMixer(Mixer):
+    """Core attention between projections to the heads of a layer and one of its output."""
+
+    module = "self_attention"
+    norm = "input_layernorm"
+    post_norm = "post_self_attn_layernorm"
+    dropout = "attention_dropout"
+    supports = ("context parallelism", "documents", "generation")
+
+    def heads(self, config: ModelConfig) -> HeadSizes:
+        """Return the heads of a layer."""
+        raise NotImplementedError
+
+    def sinks(self, config: ModelConfig, sharding: Sharding) -> Specs:
+        """Declare the learnable sinks of the heads, if they have any."""
+        if config.softmax_type != "learnable":
+            return {}
+        offset = sharding.dense.split((config.num_attention_heads,), 0, Init(config.init_method_std))
+        return {"core_attention.softmax_offset": offset}
+
+    def exchanged(self, config: ModelConfig, tp: int) -> Exchanged:
+        """Return the elements of queries, keys and values, and the output."""
+        return self.heads(config).exchanged(tp)
+
+    def matmuls(self, config: ModelConfig, plan: RecomputePlan, keys: float) -> dict[str, Matmul]:
+        """Return the products of the projections, and queries times keys and scores times values."""
+        return super().matmuls(config, plan, keys) | self.heads(config).matmuls(config, plan, keys)
+
+    def temporary(self, shape: ActivationShape) -> tuple[int, int]:
+        """Return the most memory of core attention beside what is kept, in its forward and in its backward."""
+        return CoreShape.of(shape, self.heads(shape.model)).temporary(shape)

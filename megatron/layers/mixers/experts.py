@@ -30,6 +30,7 @@ class ExpertsMixer(Mixer):
     module = "mlp"
     recomputed_as = ("mlp",)
     supports = ("context parallelism", "documents", "generation")
+    operations = ("grouped_linear", "grouped_fp8")
 
     def parameters(self, config: ModelConfig, sharding: Sharding) -> Specs:
         """Declare the router, the projections around the experts, these, and the shared expert."""

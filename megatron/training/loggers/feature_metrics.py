@@ -28,10 +28,11 @@ def layer_names(metrics: Metrics, prefix: str = "") -> list[str]:
 
 FEATURE_COLUMNS = (
     Column("mtp loss 1", 1, 6, lambda _, m: _heads(m), "mtp: losses of the tokens after the next one"),
-    Column("seq_load_balancing_loss", 1, 7, lambda x, _: f"balance {format_loss(x)}", "balance: of experts, 1 is best"),
-    Column("load_balancing_loss", 1, 7, lambda x, _: f"balance {format_loss(x)}", "balance: of experts, 1 is best"),
-    Column(
-        "global_load_balancing_loss", 1, 7, lambda x, _: f"balance {format_loss(x)}", "balance: of experts, 1 is best"
+    *(
+        Column(
+            f"{of}load_balancing_loss", 1, 7, lambda x, _: f"balance {format_loss(x)}", "balance: of experts, 1 is best"
+        )
+        for of in ("seq_", "", "global_")
     ),
     Column("z_loss", 1, 7, lambda x, _: f"router z {format_loss(x)}", "router z: z-loss"),
     Column("expert-load-max", 1, 7, _experts, "load: of the busiest expert over the mean, and its layer"),

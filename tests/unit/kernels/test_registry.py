@@ -76,8 +76,6 @@ DOUBLES: dict[str, tuple[Callable[[], Any], str]] = {
 """Implementations of norm that must not be used, and the reason that is reported."""
 
 
-DENSE = [name for name in OPERATIONS if name != "grouped_linear"]
-
 OTHERS = [f"{operation}=torch" for operation in KERNEL_CANDIDATES if operation != "norm"]
 """Words that leave norm alone free; compiling takes seconds."""
 
@@ -122,7 +120,7 @@ def test_a_kernel_with_another_order_of_sums_is_used(monkeypatch: pytest.MonkeyP
     for dtype in (torch.float32, torch.bfloat16):
         kernels, notes = select_kernels(("norm=apex",), CPU, dtype)
         assert kernels == replace(Kernels(), norm=other_order)
-        assert notes == [f"kernels: apex (norm); torch ({', '.join(o for o in DENSE if o != 'norm')})"]
+        assert notes == [f"kernels: apex (norm); torch ({', '.join(o for o in OPERATIONS if o != 'norm')})"]
 
 
 def test_a_reference_that_fails_on_the_device_ends_no_run(monkeypatch: pytest.MonkeyPatch) -> None:
