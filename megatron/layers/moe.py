@@ -96,7 +96,6 @@ class MixtureOfExperts(nn.Module):
             exchange: of the tokens.
             experts: number of experts of this rank.
             first: they are the first part of the tokens, and so the last in backward.
-
         """
         tokens = exchange.wait()
         rows = ExpertRows.of(tokens, experts, self.kernels.rows)

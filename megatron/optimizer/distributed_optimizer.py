@@ -193,7 +193,6 @@ class DistributedOptimizer:
 
         Raises:
             ValueError: when the decoupled rate is missing.
-
         """
         with clock("optimizer-clip-main-grad"):
             outcome = self._compute_outcome(loss_scale, loss, hooks)
@@ -271,7 +270,6 @@ class DistributedOptimizer:
 
         Raises:
             RuntimeError: when it differs between parameters.
-
         """
         counts = {int(count.item()) for count in self._step_counts()}
         if len(counts) > 1:

@@ -49,7 +49,6 @@ class HostMemory(ReductionListener):
             specs: by name.
             buckets: of the gradients; they report each bucket that is reduced.
             store: of the weights. Those that it has in host memory are updated in place and not copied.
-
         """
         self.on_host, self._device = frozenset(names), buckets.device
         self._copies = CopyStream(self._device)

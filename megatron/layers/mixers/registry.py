@@ -44,6 +44,13 @@ def rotary_tables(config: ModelConfig, layers: Iterable[int]) -> list[RotaryTabl
     return [*dict.fromkeys(table for table in tables if table is not None)]
 
 
+def unused_operations(config: ModelConfig) -> set[str]:
+    """Return the operations that only built-in mixers call which a model does not have."""
+    kinds = {name for names in config.kinds_of_layers for name in names}
+    used = {operation for name in kinds for operation in find_mixer(name).operations}
+    return {operation for mixer in MIXERS.values() for operation in mixer.operations} - used
+
+
 def block_mixers(config: ModelConfig, layer: int) -> list[Mixer]:
     """Return the mixers of a block, in order, by its global index."""
     return [find_mixer(name) for name in config.mixers(layer)]
