@@ -23,7 +23,9 @@ class MultiTokenOptions:
     depth, and predicts the token after them.
     """
 
-    mtp_num_layers: int | None = option(None, role="shape", at_least=1, at_most=MAX_LAYERS, megatron=ZERO_IS_NONE)
+    mtp_num_layers: int | None = option(
+        None, role="shape", at_least=1, at_most=MAX_LAYERS, droppable=True, megatron=ZERO_IS_NONE
+    )
     """Number of further tokens that training predicts at each position, with a block for each. Evaluation and
     generation do without these blocks. Default: none."""
     mtp_loss_scaling_factor: float = option(0.1, role="schedule", above=0, needs=DEPTHS)

@@ -25,6 +25,7 @@ from tests.distributed.resharding import loading, saving
 from tests.distributed.resume import gathered, load_and_go_on, save_and_go_on
 from tests.kit.cases import MODEL, RATES, Case, PackedConversations, batch_of, batches_of, compare_with_twin, evaluation
 from tests.kit.pool import Pool
+from tests.kit.runs import column, start, tiny_run
 from tools.lib.verify_parallel import RankTrace, join_traces, trace_step
 
 EOD = 7
@@ -217,3 +218,14 @@ def test_evaluation_does_without_the_heads(pool: Pool) -> None:
     (one, _), *_ = pool.run(2, evaluation, with_heads)
     (other, _), *_ = pool.run(2, evaluation, without)
     assert one == pytest.approx(other, rel=1e-13)
+
+
+@pytest.mark.parametrize("more", ["", "--lora-rank 2"])
+def test_a_model_is_tuned_without_its_heads(tmp_path: Path, more: str) -> None:
+    """At a learning rate near 0, the validation loss is that of the model."""
+    flags = "--position-embedding-type rope --eval-interval 6 --eval-iters 2 --split 80,20,0"
+    model, tuned = tmp_path / "model", tmp_path / "tuned"
+    start(tiny_run(model, f"{flags} --mtp-num-layers 2 --save {model}/saved --save-interval 6"))
+    start(tiny_run(tuned, f"{flags} --lr 1e-30 --pretrained-checkpoint {model}/saved {more}"))
+    losses = [column(folder, "lm loss validation", "lm loss validation")[-1] for folder in (model, tuned)]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-6)
