@@ -88,6 +88,7 @@ def test_metrics_of_a_layout_equal_one_process(pool: Pool, name: str) -> None:
         assert got == expected
     assert [("expert-loads" in line) for line in ranks[0]] == [False, True]
     assert ranks[0][0]["expert-bias-range"] == 0.02
+    assert ranks[0][0].get("expert-mtp-layers") == case.model.mtp_num_layers
 
 
 def test_metrics_match_counts_by_hand() -> None:
@@ -142,7 +143,14 @@ def test_the_console_shows_the_busiest_expert() -> None:
         -0.75 * math.log(0.75, 4) - 0.25 * math.log(0.25, 4), rel=1e-3
     )
     assert loads_in_percent(counts) == [None, [100, 100, 0, 200], [0, 300, 0, 100]]
-    line = {TOTAL_ITERATIONS: 9, "lm loss": 2.0, **metrics}
+    lists = {f"{name}-by-layer": values for name, values in by_layer.items()}
+    line = {TOTAL_ITERATIONS: 9, "lm loss": 2.0, **metrics, **lists}
     assert progress_line(3, line) == "3/9 | loss 2.0000 load 3.00 L2 dead 3 dropped 1.2%"
     fine = dict(line, **{"experts-dead": 0, "dropped-choices": 0.0})
     assert progress_line(3, fine).endswith(" load 3.00 L2")
+    assert progress_line(3, fine | {"expert-mtp-layers": 1}).endswith(" load 3.00 MTP1")
+    assert progress_line(3, fine | {"expert-mtp-layers": 2}).endswith(" load 3.00 MTP2")
+
+
+def test_no_expert_with_a_token_counts_as_dead() -> None:
+    assert loads_in_percent(torch.tensor([[0.0, 1, 999, 1000]])) == [[0, 1, 200, 200]]

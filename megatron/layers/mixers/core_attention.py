@@ -155,6 +155,7 @@ class CoreShape:
         side = min(UNFUSED_TILE if unfused else FUSED_TILE, length // runs)
         score = max(UNFUSED_TENSORS * wide, 3 * INDEX_BYTES) if unfused else UNFUSED_TENSORS * wide * shape.on_gpu
         score = CAPPED_TENSORS * wide if capped and not dropout else score
+        score += width * (unfused and shape.copied > 0)  # of the operands of products in 16 bits, which are copied
         tile = side**2 * max(count * score, (INDEX_BYTES + 5 * MASK_BYTES) * self.masked)
         part = (1 / runs if not unfused and (self.ring > 1 or not self.masked) else side / length) * width
         of_queries, of_keys, of_output = (0, 0, 0) if unfused else self.padding

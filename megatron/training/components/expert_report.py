@@ -87,6 +87,8 @@ class ExpertReport(Component):
         by_layer = expert_metrics(counts_LE, dropped_L if drops else None, biases_LE if has_bias else None)
         metrics = summary_of_layers(by_layer, counts_LE.sum(1))
         metrics |= {f"{name}{BY_LAYER}": values for name, values in by_layer.items()}
+        if model.head_layers:
+            metrics["expert-mtp-layers"] = len(model.head_layers)
         if self._per_layer:
             for (name, coefficient), losses_L in zip(self._losses.items(), losses_LN.unbind(1)):
                 by_layer[name] = known(losses_L / tokens.clamp(min=1.0) / coefficient, counts_LE)
@@ -183,7 +185,11 @@ def summary_of_layers(by_layer: ByLayer, total_L: Tensor) -> dict[str, Any]:
 
 
 def loads_in_percent(counts_LE: Tensor) -> list[list[int] | None]:
-    """Return the choices of each expert in percent of the mean of its layer; None for layers without experts."""
+    """Return the choices of each expert in percent of the mean of its layer; None for layers without experts.
+
+    Only an expert without any has 0.
+    """
     percent_LE = (counts_LE * (100 * counts_LE.shape[1] / counts_LE.sum(1, keepdim=True))).round()
+    percent_LE = percent_LE.maximum((counts_LE > 0).double())
     chosen = zip(percent_LE, counts_LE.sum(1).tolist())
     return [row.long().tolist() if total else None for row, total in chosen]
