@@ -212,11 +212,13 @@ class HuggingFaceWeights:
         # a model saved without its head has no prefix
         prefix = "" if any(key.startswith(family.prefix) for key in self._files) else family.prefix
 
-        def stored(tensors: Mapping[str, Sequence[TensorMapping]]) -> dict[str, tuple[TensorMapping, ...]]:
-            """Return the tensors with their names in the files."""
-            return {n: tuple(replace(m, name=m.name.removeprefix(prefix)) for m in of) for n, of in tensors.items()}
+        def in_files(found: Sequence[TensorMapping]) -> tuple[TensorMapping, ...]:
+            """Return mappings with the names of the files."""
+            return tuple(replace(mapping, name=mapping.name.removeprefix(prefix)) for mapping in found)
 
-        self.mappings, self._copies = stored(mappings), stored(map_copies(kind, self.specs, mappings))
+        copies = map_copies(kind, self.specs, mappings)
+        self.mappings = {name: in_files(found) for name, found in mappings.items()}
+        self._copies = {name: in_files(found) for name, found in copies.items()}
         self._check(family)
         # the narrowest dtype that holds all tensors as they are stored, but for those that are always in fp32
         narrow = [name for name, spec in self.specs.items() if not spec.wide]

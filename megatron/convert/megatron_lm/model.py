@@ -118,8 +118,12 @@ def _positions(args: Arguments) -> dict[str, Any]:
         kind = "rope"
     elif args.get("add_position_embedding") is False and kind == "learned_absolute":
         kind = "none"
-    yarn = dict.fromkeys(YARN) if kind != "yarn" else {n: x if (x := args[n]) is not None else YARN[n] for n in YARN}
-    return {"position_embedding_type": kind} | (YARN if args.get("multi_latent_attention") else yarn)
+    yarn: Mapping[str, Any] = dict.fromkeys(YARN)
+    if args.get("multi_latent_attention"):
+        yarn = YARN
+    elif kind == "yarn":
+        yarn = {name: usual if args[name] is None else args[name] for name, usual in YARN.items()}
+    return {"position_embedding_type": kind, **yarn}
 
 
 def _layers(selected: Any) -> str:

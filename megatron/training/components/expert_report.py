@@ -91,7 +91,7 @@ class ExpertReport(Component):
             metrics["expert-mtp-layers"] = len(model.head_layers)
         if self._per_layer:
             for (name, coefficient), losses_L in zip(self._losses.items(), losses_LN.unbind(1)):
-                by_layer[name] = known(losses_L / tokens.clamp(min=1.0) / coefficient, counts_LE)
+                by_layer[name] = rounded_by_layer(losses_L / tokens.clamp(min=1.0) / coefficient, counts_LE)
             for name, values in by_layer.items():
                 metrics |= {f"moe/{name}_layer_{i}": x for i, x in enumerate(values) if x is not None}
         self._counts_LE += counts_LE
@@ -119,9 +119,8 @@ class ExpertReport(Component):
             total = comm.all_reduce(torch.cat([part.flatten() for part in parts]), trainer.mesh.world).cpu()
         for sums in (self._loads.window, self._losses_LN, self._tokens):
             sums.zero_()
-        counts, biases_LE, losses_LN, tokens = (
-            values.view(part.shape) for values, part in zip(total.split([part.numel() for part in parts]), parts)
-        )
+        split = total.split([part.numel() for part in parts])
+        counts, biases_LE, losses_LN, tokens = (values.view(part.shape) for values, part in zip(split, parts))
         return counts[:, :-1], counts[:, -1], biases_LE, losses_LN, tokens
 
 
@@ -149,10 +148,10 @@ def expert_metrics(counts_LE: Tensor, dropped_L: Tensor | None, biases_LE: Tenso
         values["dropped-choices"] = dropped_L / total_L
     if biases_LE is not None:
         values["expert-bias-range"] = biases_LE.amax(1) - biases_LE.amin(1)
-    return {name: known(values_L, counts_LE) for name, values_L in values.items()}
+    return {name: rounded_by_layer(values_L, counts_LE) for name, values_L in values.items()}
 
 
-def known(values_L: Tensor, counts_LE: Tensor) -> list[float | None]:
+def rounded_by_layer(values_L: Tensor, counts_LE: Tensor) -> list[float | None]:
     """Return values to four digits, None for layers without experts."""
     chosen = zip(values_L.tolist(), counts_LE.sum(1).tolist())
     return [float(f"{value:.4g}") if total else None for value, total in chosen]

@@ -92,3 +92,20 @@ DILOCO_METRICS = {
     "diloco-outer-grad-norm": Metric("", "norm of the averaged progress"),
 }
 """Metrics of a round of DiLoCo."""
+
+HEALTH_MAXIMA = {
+    "activation-rms": "activations",
+    "attention-logit": "attention logit",
+    "expert-load": "busiest expert",
+}
+"""Quantities of a health report whose largest values the console shows, and their names there."""
+
+UPDATE_METRICS = {
+    "spikes-skipped": Metric("steps", "window: those of them with a finite gradient that was an outlier"),
+}
+"""Metrics of updates that are left out."""
+
+VALIDATION_METRICS = {
+    "lm loss validation ema": Metric("nats per token", "loss with the average of the weights, with `--ema-decay`"),
+}
+"""Further losses of an evaluation."""
