@@ -21,7 +21,7 @@ class DispatchOptions:
     """Exchange of tokens between the ranks of experts: exact sends as many rows as there are, and the host waits for
     their numbers once per layer and micro-batch; bounded has buffers of fixed size, and the host never waits.
     Evaluation and generation are exact."""
-    moe_exchange_bound: float = option(2.0, role="free", at_least=1, needs=EXPERT_RANKS)
+    moe_exchange_bound: float = option(2.0, role="free", at_least=1, needs=(EXPERT_RANKS, "moe_exchange=bounded"))
     """bounded: the buffers hold what arrives if the tokens of any rank's micro-batch choose the experts of a rank so
     many times as often as the mean. A step that does not fit has no finite loss and changes no weight; see
     --on-nonfinite."""
@@ -66,7 +66,6 @@ class ExchangeBuffers(NamedTuple):
             local: experts of a rank.
             ep: EP.
             etp: expert-TP: ranks that get the same rows.
-
         """
         block = min(tokens, math.ceil(bound * tokens * topk / ep))
         most = ep * etp * block * min(topk, local)

@@ -115,6 +115,10 @@ class RouterOptions:
     E214 sinkhorn has weights of its own, not those of {moe_router_score_function}
       fix: --moe-router-score-function softmax | --moe-router-load-balancing-type none
 
+    num_experts and moe_router_load_balancing_type=sinkhorn and seq_length=1
+    E214 sinkhorn balances the tokens of a sequence, which is one: all experts are equal, and rounding chooses
+      fix: --moe-router-load-balancing-type none
+
     num_experts and moe_router_enable_expert_bias and diloco_sync_interval
     E214 an expert bias moves by the loads of all replicas, which --diloco-sync-interval does not count together
       fix: --no-moe-router-enable-expert-bias | drop --diloco-sync-interval

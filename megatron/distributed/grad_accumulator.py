@@ -110,7 +110,6 @@ class GradAccumulator:
             multiply: the kernel that multiplies the operands of a linear's weight gradient into a buffer.
             queue_vectors: let gradients of norms and biases wait until their bucket is complete. A few kernels then add
                 all of them, instead of a launch for each on a GPU.
-
         """
         self.multiply, self._queue_vectors = multiply, queue_vectors
         self._buffers: GradTarget = _Unbound()
@@ -129,7 +128,6 @@ class GradAccumulator:
 
         Args:
             params: by name; those of layers that are still to be built may be added.
-
         """
         accumulator = cls()
         accumulator.bind(ParameterGrads(params))
@@ -167,7 +165,6 @@ class GradAccumulator:
             dy: gradient of its output ``[..., out]``.
             multiply: called as ``multiply(target, x, dy, beta=)`` instead of :attr:`multiply`.
             last: False for a part of a contribution, of which another follows.
-
         """
         multiply = multiply or self.multiply
         if self._deferred_to is not None:

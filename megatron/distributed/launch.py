@@ -44,7 +44,6 @@ def init_distributed(backend: str | None, timeout: timedelta, device: torch.devi
         UserError: when the backend does not support the device, the address of rank 0 is unknown or its port is in use,
             or two processes have the same rank.
         MissingRanksError: when not all ranks join within ``timeout``.
-
     """
     launch = Launch.read(os.environ)
     if launch.world_size == 1 or dist.is_initialized():

@@ -42,7 +42,6 @@ def sum_rows(x_RH: Tensor, places_TC: Tensor, complete: bool) -> Tensor:
         x_RH: the rows.
         places_TC: their numbers, int64; R and above add nothing.
         complete: no number is above R - 1.
-
     """
     rows = len(x_RH)
     if not complete:

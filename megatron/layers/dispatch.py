@@ -183,7 +183,6 @@ class Dispatcher(ABC):
             experts_TK: their choices, each an expert, all different, or ``experts`` for a choice that is dropped.
             weights_TK: weights of the choices, in at least fp32.
             drops: choices may be dropped.
-
         """
 
 

@@ -83,7 +83,6 @@ class MixtureOfExperts(nn.Module):
             exchange: of the tokens.
             experts: number of experts of this rank.
             first: they are the first part of the tokens, and so the last in backward.
-
         """
         tokens = exchange.wait()
         if tokens.overflowed is not None:

@@ -64,7 +64,6 @@ class GPTChunk(nn.Module):
             training: recomputation, the objective and the chunk size of the loss.
             context: mesh, gradient accumulator, dtype.
             stage: the chunk's blocks, and whether it has the embedding or the loss.
-
         """
         super().__init__()
         self.config, self.context, self.sums = config, context, LossSums()

@@ -50,7 +50,6 @@ def build_grad_buffer(
         config: bucket size, ZeRO stage, communication dtype and overlap.
         uncut: parameters that are not divided between ranks, except in ZeRO-3.
         seed: of the run; keys the random numbers of reductions.
-
     """
     buckets, without_gradients, pool = list[Bucket](), list[BucketLayout](), BufferPool()
     keys = {

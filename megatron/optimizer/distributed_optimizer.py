@@ -196,7 +196,6 @@ class DistributedOptimizer:
 
         Raises:
             ValueError: when the decoupled rate is missing.
-
         """
         with clock("optimizer-clip-main-grad"):
             outcome, clips = self._compute_outcome(loss_scale, loss, hooks)
@@ -278,7 +277,6 @@ class DistributedOptimizer:
 
         Raises:
             RuntimeError: when it differs between parameters.
-
         """
         counts = {int(count.item()) for count in self._step_counts()}
         if len(counts) > 1:

@@ -55,7 +55,6 @@ class HostMemory(ReductionListener):
             buckets: of the gradients; they report each bucket that is reduced.
             store: of the weights. Those that it has in host memory are updated in place and not copied.
             norm_groups: number of groups of parameters that are clipped apart.
-
         """
         self.on_host, self._device = frozenset(names), buckets.device
         self._copies = CopyStream(self._device)

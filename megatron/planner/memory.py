@@ -276,7 +276,7 @@ class _StageState:
         )
         common = Counter(buffers=sum(table.channels // 2 * wide for table in tables))
         common["buffers"] += _adapter_rows(config.model, specs)
-        blocks = (layer for stage in stages for layer in stage.kinds(config.model.head_layers))
+        blocks = (layer for stage in stages for layer in stage.kinds(config.model.head_blocks))
         mixers = (mixer for layer in blocks for mixer in block_mixers(config.model, layer))
         common["buffers"] += sum(mixer.buffer_bytes(config.model) for mixer in mixers)
         common["buffers"] += sum(getattr(group, "buffer_bytes", 0) for group in vars(config).values())
