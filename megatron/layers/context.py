@@ -155,7 +155,7 @@ class BuildContext:
             values = torch.empty((), dtype=dtype, device=self.device).expand(spec.local_shape)
         parameter = nn.Parameter(values, requires_grad=spec.has_gradient)
         if autograd and spec.has_gradient:
-            self.grad_accumulator.attach(global_name, parameter)
+            self.grad_accumulator.attach(global_name, parameter, spec.contributions)
         self.params[global_name] = parameter
         return parameter
 

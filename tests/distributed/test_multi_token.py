@@ -64,6 +64,8 @@ LATENT = {
     "qk_pos_emb_head_dim": 4,
     "v_head_dim": 8,
 }
+REPEATED = {"mtp_use_repeated_layer": True, "mtp_num_layers": 3}
+DETACHED = {"mtp_detach_heads": True}
 MODULES = {"recompute_granularity": "selective", "recompute_modules": ("layernorm", "mlp", "core_attn")}
 SCALED = {
     "final_logit_softcapping": 3.0,
@@ -103,6 +105,25 @@ CASES = {
     "experts, recomputed": case(EXPERTS, 2, {"recompute_granularity": "full"}, expert_model_parallel_size=2),
     "latent attention, cp, experts, pp": case(LATENT | EXPERTS, context_parallel_size=2, **PP),
     "experts, etp, pp": case(EXPERTS, 2, expert_model_parallel_size=2, **PP, **TP),
+    "one layer, tp, sp, dropout": case(REPEATED | {"hidden_dropout": 0.1}, 1, {"mlp_chunk_size": 4}, **TP),
+    "one layer, untied, zb, a stage of its own": case(
+        REPEATED | UNTIED, **PP, pipeline_schedule="zb-h1", pipeline_model_parallel_layout="Ett|mmmL"
+    ),
+    "one layer, zero 3": case(REPEATED | UNTIED, 2, **SHARDED),
+    "one layer, zero 3, recomputed": case(REPEATED, 2, {"recompute_granularity": "full"}, **SHARDED),
+    "one layer, detached, experts, zero 2, recomputed": case(
+        REPEATED | DETACHED | EXPERTS,
+        2,
+        MODULES,
+        expert_model_parallel_size=2,
+        data_parallel_sharding_strategy="optim_grads",
+    ),
+    "detached, untied, zero 3, pp": case(DETACHED | UNTIED, 2, **SHARDED, **PP),
+    "detached, untied, zero 2, pp": case(DETACHED | UNTIED, 2, **PP, data_parallel_sharding_strategy="optim_grads"),
+    "detached, tied, cp, recomputed": case(
+        DETACHED, 1, {"recompute_granularity": "full"}, context_parallel_size=2, cp_comm_type="a2a"
+    ),
+    "detached, both ends on a rank": case(DETACHED | {"num_layers": 4}, **PP, pipeline_schedule="zb-v"),
 }
 
 

@@ -119,6 +119,8 @@ class HealthReport(Callback):
         trainer = self.trainer
         world = trainer.mesh.world
         for name, shard in trainer.optimizer.grads.items():
+            if trainer.specs[name].norm_group:  # clipped by another factor than the rest
+                continue
             row = self.sums[self.rows[layer_name(name)]]
             for gradient in self._boxes(name, 0, shard):
                 row[GRADIENT] += square_sum(gradient)

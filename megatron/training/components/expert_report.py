@@ -35,7 +35,10 @@ class ExpertReport(Component):
         self._trainer, self._model, logging = trainer, trainer.config.model, trainer.config.logging
         self._per_layer, self._interval = logging.moe_per_layer_logging, logging.save_tokens_per_expert_interval
         self._losses = self._model.router_losses if self._per_layer else {}
-        self._blocks = self._model.num_layers + len(self._model.head_layers)
+        depths, heads = len(self._model.head_layers), self._model.head_blocks
+        # Times that a step uses each block.
+        self._uses = [1] * self._model.num_layers + [depths // len(heads) for _ in heads]
+        self._blocks = len(self._uses)
         # Of this rank, since the last log line: losses of its tokens, and their number, as the losses count them.
         self._losses_LN = torch.zeros(self._blocks, len(self._losses), dtype=torch.float64, device=trainer.device)
         self._tokens = torch.zeros((), dtype=torch.float64, device=trainer.device)
@@ -71,7 +74,8 @@ class ExpertReport(Component):
     @torch.no_grad()
     def _see_losses(self, row: int, module: nn.Module, inputs: tuple[Any, ...], output: Routing) -> None:
         if output.losses and not is_recomputing():
-            self._losses_LN[row] += torch.stack([output.losses[name].double() for name in self._losses])
+            losses = torch.stack([output.losses[name].double() for name in self._losses])
+            self._losses_LN[row] += losses / self._uses[row]
 
     def on_step_taken(self, batches: Sequence[MicroBatch]) -> None:
         """Count the tokens, on one of the ranks that have them."""
@@ -87,8 +91,8 @@ class ExpertReport(Component):
         by_layer = expert_metrics(counts_LE, dropped_L if drops else None, biases_LE if has_bias else None)
         metrics = summary_of_layers(by_layer, counts_LE.sum(1))
         metrics |= {f"{name}{BY_LAYER}": values for name, values in by_layer.items()}
-        if model.head_layers:
-            metrics["expert-mtp-layers"] = len(model.head_layers)
+        if model.head_blocks:
+            metrics["expert-mtp-layers"] = len(model.head_blocks)
         if self._per_layer:
             for (name, coefficient), losses_L in zip(self._losses.items(), losses_LN.unbind(1)):
                 by_layer[name] = rounded_by_layer(losses_L / tokens.clamp(min=1.0) / coefficient, counts_LE)
