@@ -57,14 +57,7 @@ from pathlib import Path
 from shlex import quote
 from typing import Any, Self, get_type_hints
 
-from megatron.checkpoint.durable_files import (
-    LockState,
-    durable_rename,
-    lock_holder,
-    make_folder,
-    try_lock,
-    write_file,
-)
+from megatron.checkpoint.durable_files import LockState, durable_rename, lock_holder, make_folder, try_lock, write_file
 from megatron.checkpoint.errors import CheckpointError, StorageError, SupersededError
 from megatron.checkpoint.location import Location, local_path
 from megatron.checkpoint.publish import (

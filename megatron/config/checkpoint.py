@@ -58,11 +58,7 @@ class CheckpointConfig:
     exit_on_missing_checkpoint: bool = option(False, role="start", needs=START_POINT)
     """Stop if neither save nor load holds a checkpoint, instead of starting from scratch."""
     resume_mode: str = option(
-        "exact",
-        role="start",
-        choices=RESUME_MODES,
-        aliases={"--finetune": "weights-only"},
-        needs=START_POINT,
+        "exact", role="start", choices=RESUME_MODES, aliases={"--finetune": "weights-only"}, needs=START_POINT
     )
     """Restore from load, or without it from save: exact (everything), new-schedule (everything, but batch size, run
     length, optimizer settings and schedules from the flags), or weights-only."""

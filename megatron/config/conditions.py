@@ -97,7 +97,8 @@ def _filled(text: str, config: RunConfig) -> list[str]:
     for place, name, sign, operand in re.findall(r"(\{(\w+)(?:([-+*%])(\w+))?\})", text):
         value = value_of(name, config)
         if sign == "%":
-            shown = [*map(str, nearest_multiples(value, value_of(operand, config)))]
+            other = int(operand) if operand.isdecimal() else value_of(operand, config)
+            shown = [*map(str, nearest_multiples(value, other))]
         elif sign:
             shown = [str(value * int(operand) if sign == "*" else value + int(sign + operand))]
         else:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cache
+from functools import partial
 from typing import ClassVar
 
 from megatron.config.errors import Problem
@@ -12,16 +12,8 @@ from megatron.config.option import MAX_LAYERS, MAX_SIZE, ZERO_IS_NONE, Run, opti
 from megatron.config.router import EXPERTS
 from megatron.config.text import counted, divisors, flag_fixes, multiples_as_fixes, nearest, selected_layers
 
-
-@cache
-def expert_layers(text: str) -> tuple[int, ...]:
-    """Parse ``--moe-layer-freq``; return 1 for layers with experts, to be repeated over the layers.
-
-    Raises:
-        ValueError: for anything else.
-    """
-    return selected_layers(text, MAX_LAYERS, first=True)
-
+expert_layers = partial(selected_layers, longest=MAX_LAYERS, first=True)
+"""Parse ``--moe-layer-freq``: 1 for layers with experts, to be repeated."""
 
 FEW_TOKENS = 64
 """Rows of a tile of a matrix product on a GPU: experts with fewer tokens use a part of it."""
@@ -73,7 +65,7 @@ class ExpertOptions:
 
     num_experts and expert_ffn%expert_tp
     E213 experts of width {expert_ffn} do not divide over TP {expert_tp}
-      fix: --moe-ffn-hidden-size {expert_ffn%expert_tp}
+      fix: --moe-ffn-hidden-size {expert_ffn%expert_tp} | --expert-tensor-parallel-size 1
 
     num_experts and add_bias_linear and not moe_latent_size and hidden_size%expert_tp
     E213 biases of experts of hidden size {hidden_size} do not divide over TP {expert_tp}

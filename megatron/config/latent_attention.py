@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar, TypeAlias
 
-from megatron.config.errors import Problem
 from megatron.config.option import MAX_SIZE, Need, Run, option
 
 LATENT = Need("has_latent_attention", "--multi-latent-attention")
@@ -59,6 +58,10 @@ class LatentAttentionOptions:
     has_latent_attention and not has_attention and num_attention_heads>kv_groups
     E102 latent attention has no {kv_groups} groups of heads: its keys and values are those of all heads
       fix: drop --num-query-groups
+
+    has_latent_attention and qk_pos_emb_head_dim%2
+    E106 {qk_pos_emb_head_dim} channels of a head would be rotated in pairs; the number must be even
+      fix: --qk-pos-emb-head-dim {qk_pos_emb_head_dim%2}
     """
 
     @property
@@ -97,14 +100,6 @@ class LatentAttentionOptions:
         width = self.qk_head_dim + self.qk_pos_emb_head_dim
         scale: float = yarn_mscale(self.rotary_scaling_factor, self.mscale_all_dim) ** 2 / math.sqrt(width)
         return scale
-
-    def check_latent_positions(self: Model, config: Run, world_size: int) -> Iterator[Problem]:
-        """Check that an even number of channels is rotated."""
-        if self.has_latent_attention and self.qk_pos_emb_head_dim % 2:
-            width = self.qk_pos_emb_head_dim
-            sentence = f"{width} channels of a head would be rotated in pairs; the number must be even"
-            fixes = tuple(f"--qk-pos-emb-head-dim {even}" for even in (width - 1, width + 1) if even)
-            yield Problem("E106", sentence, fixes)
 
     def note_latent_positions(self: Model, config: Run, world_size: int) -> Iterator[str]:
         """Yield notes if learned positions are added to rotary ones, and about recomputation without effect."""

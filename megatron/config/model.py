@@ -7,7 +7,7 @@ import re
 import shlex
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cache
+from functools import partial
 from typing import ClassVar, NamedTuple
 
 from megatron.config.adapters import AdapterOptions
@@ -16,15 +16,7 @@ from megatron.config.errors import Problem
 from megatron.config.experts import ExpertOptions
 from megatron.config.latent_attention import LATENT_ATTENTION, SCALED, YARN, LatentAttentionOptions
 from megatron.config.multi_token import MultiTokenOptions
-from megatron.config.option import (
-    MAX_LAYERS,
-    MAX_SIZE,
-    MegatronOption,
-    Need,
-    Run,
-    WithPluginOptions,
-    option,
-)
+from megatron.config.option import MAX_LAYERS, MAX_SIZE, MegatronOption, Need, Run, WithPluginOptions, option
 from megatron.config.router import RouterOptions
 from megatron.config.text import divisors, flag_fixes, multiples_as_fixes, nearest, selected_layers
 
@@ -55,23 +47,12 @@ def _window(text: str) -> int | None:
     return None if left == -1 else left + 1
 
 
-@cache
-def no_rope_layers(text: str) -> tuple[int, ...]:
-    """Parse ``N``, for every N-th layer, or ``([0]*3+[1]*1)*9``; return 1 for layers without RoPE, to be repeated.
-
-    Raises:
-        ValueError: for anything else.
-    """
-    return selected_layers(text, MAX_LAYERS, first=False)
+no_rope_layers = partial(selected_layers, longest=MAX_LAYERS, first=False)
+"""Parse ``--no-rope-freq``: 1 for layers without RoPE, to be repeated."""
 
 
-@cache
 def window_layers(text: str) -> tuple[int, ...]:
-    """Parse ``N``, for all but every N-th layer, or ``[1,1,0]``; return 1 for layers with the window, to be repeated.
-
-    Raises:
-        ValueError: for anything else.
-    """
+    """Parse ``--window-attn-skip-freq``: 1 for layers with the window, to be repeated. A number ``N`` skips layers."""
     layers = selected_layers(text, MAX_LAYERS, first=False)
     return tuple(1 - layer for layer in layers) if text.isdecimal() else layers
 
@@ -358,6 +339,11 @@ class ModelConfig(
     def head_layers(self) -> tuple[int, ...]:
         """Layers whose kind of block the heads have, which predict further tokens beside the output layer."""
         return (self.num_layers - 1,) * self.prediction_depths
+
+    @property
+    def head_blocks(self) -> tuple[int, ...]:
+        """The same of each block that exists: heads may share one."""
+        return self.head_layers[: self.prediction_layers]
 
     @property
     def kinds_of_layers(self) -> list[tuple[str, ...]]:

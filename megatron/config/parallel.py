@@ -71,10 +71,7 @@ class GradCompression:
 CONTEXT_PARALLEL = Need("context_parallel_size>1", "CP above 1")
 ZERO_3 = Need("data_parallel_sharding_strategy=optim_grads_params")
 SEVERAL_STAGES = Need("several_stages", "several stages")
-INTERLEAVED = Need(
-    "interleaved_stages",
-    "the interleaved schedule and several stages per rank",
-)
+INTERLEAVED = Need("interleaved_stages", "the interleaved schedule and several stages per rank")
 
 
 @dataclass(frozen=True)

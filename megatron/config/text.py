@@ -247,6 +247,7 @@ def _layer_list(node: ast.expr, longest: int) -> list[int]:
     raise ValueError
 
 
+@cache
 def selected_layers(text: str, longest: int, first: bool) -> tuple[int, ...]:
     """Parse ``N``, which selects a layer of every N, or a list such as ``([0]*3+[1]*1)*9``; return 1 for the selected.
 

@@ -9,14 +9,7 @@ from typing import ClassVar
 
 from megatron.config.objective import ObjectiveOptions
 from megatron.config.offload import ActivationOffloadOptions
-from megatron.config.option import (
-    MAX_SIZE,
-    ZERO_IS_NONE,
-    MegatronOption,
-    Need,
-    WithPluginOptions,
-    option,
-)
+from megatron.config.option import MAX_SIZE, ZERO_IS_NONE, MegatronOption, Need, WithPluginOptions, option
 
 MAX_BATCH = 10**6
 """Samples in a batch; a ramp has at most as many steps."""

@@ -29,13 +29,7 @@ from megatron.data.chat_template import OTHER_TEMPLATE, Rendered, TemplateRender
 from megatron.data.dataset_info import tokenizer_files_to_save, tokenizer_from_flags
 from megatron.data.errors import DataError
 from megatron.data.index_cache import IndexCache, Tables
-from megatron.data.preprocess.corpus import (
-    BadDocumentError,
-    parse_record,
-    split_lines,
-    split_lines_file,
-    text_of,
-)
+from megatron.data.preprocess.corpus import BadDocumentError, parse_record, split_lines, split_lines_file, text_of
 from megatron.data.tokenizers.base import convert_library_errors
 from megatron.data.tokenizers.huggingface import load_with_transformers
 

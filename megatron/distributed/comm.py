@@ -279,7 +279,6 @@ def start_exchange(
         received: parts of ``result``, and the rank to receive each from.
         result: returned by :meth:`Pending.wait`.
         group: of the ranks.
-
     """
     messages = [(dist.isend, x, peer) for x, peer in sent] + [(dist.irecv, x, peer) for x, peer in received]
     operations = [dist.P2POp(operation, x, group.ranks[peer], group.handle) for operation, x, peer in messages]
@@ -326,7 +325,6 @@ def all_gather_matmul(x: Tensor, matrix: Tensor, group: Group) -> tuple[Tensor, 
         x: ``[n, ..., in]`` of this rank, on a GPU.
         matrix: ``[in, out]``.
         group: ranks for which :func:`symmetric_memory_missing` has returned None.
-
     """
     handle = _handle(group)
     group.sends(ALL_GATHER, x.nbytes * group.size)
@@ -341,7 +339,6 @@ def matmul_reduce_scatter(x: Tensor, matrix: Tensor, group: Group) -> Tensor:
         x: ``[size * n, ..., in]``.
         matrix: ``[in, out]`` of this rank.
         group: the ranks.
-
     """
     handle = _handle(group)
     y: Tensor = torch.ops.symm_mem.fused_matmul_reduce_scatter(x.contiguous(), matrix, "sum", 0, handle.group_name)

@@ -85,7 +85,6 @@ class ContextParallel:
             dropout: of attention weights.
             kernel: attention of a whole sequence without dropout.
             scores: how products of queries and keys become scores.
-
         """
         heads, groups = q_SBND.shape[2], k_SBGD.shape[2]
         length = mask.queries[0].stop
@@ -117,7 +116,6 @@ class ContextParallel:
         Args:
             k_SBGD: keys of :meth:`rows`.
             mask: of the whole sequence.
-
         """
         length, size = mask.queries[0].stop, self.ring.size
         k_TBGD = comm.all_gather(comm.all_gather(k_SBGD.detach(), self.heads), self.ring)

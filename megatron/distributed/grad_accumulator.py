@@ -110,7 +110,6 @@ class GradAccumulator:
             multiply: the kernel that multiplies the operands of a linear's weight gradient into a buffer.
             queue_vectors: let gradients of norms and biases wait until their bucket is complete. A few kernels then add
                 all of them, instead of a launch for each on a GPU.
-
         """
         self.multiply, self._queue_vectors = multiply, queue_vectors
         self._buffers: GradTarget = _Unbound()
@@ -129,19 +128,23 @@ class GradAccumulator:
 
         Args:
             params: by name; those of layers that are still to be built may be added.
-
         """
         accumulator = cls()
         accumulator.bind(ParameterGrads(params))
         return accumulator
 
-    def attach(self, name: str, parameter: nn.Parameter) -> None:
-        """Accumulate the gradients that plain autograd computes for ``parameter``, such as those of norms."""
+    def attach(self, name: str, parameter: nn.Parameter, uses: int = 1) -> None:
+        """Accumulate the gradients that plain autograd computes for ``parameter``, such as those of norms.
+
+        Autograd sums those of all uses in a chunk, so its gradient counts as ``uses`` contributions.
+        """
 
         def collect(p: Tensor) -> None:
             grad, p.grad = p.grad, None
             if grad is not None:
                 self.accumulate(name, grad)
+                for _ in range(uses - 1):
+                    self._contributed(name)
 
         parameter.grad_dtype = torch.promote_types(parameter.dtype, torch.float32)  # gradients are not rounded
         parameter.register_post_accumulate_grad_hook(collect)
@@ -162,7 +165,6 @@ class GradAccumulator:
             dy: gradient of its output ``[..., out]``.
             multiply: called as ``multiply(target, x, dy, beta=)`` instead of :attr:`multiply`.
             last: False for a part of a contribution, of which another follows.
-
         """
         multiply = multiply or self.multiply
         if self._deferred_to is not None:

@@ -44,7 +44,6 @@ def init_distributed(backend: str | None, timeout: timedelta, device: torch.devi
         UserError: when the backend does not support the device, the address of rank 0 is unknown or its port is in use,
             or two processes have the same rank.
         MissingRanksError: when not all ranks join within ``timeout``.
-
     """
     launch = Launch.read(os.environ)
     if launch.world_size == 1 or dist.is_initialized():
@@ -174,12 +173,14 @@ def enable_flight_recorder(run_dir: str | None) -> None:
         os.environ.setdefault("TORCH_FR_DUMP_TEMP_FILE", str(Path(run_dir).absolute() / "nccl_trace_rank_"))
 
 
-def write_error_file(error: BaseException) -> None:
-    """Write torchelastic's error file, if this rank has one, for torchrun's report. Call in an ``except`` block."""
+def write_error_file(error: BaseException, text: str) -> None:
+    """Write torchelastic's error file, if this rank has one, for torchrun's report, which shows ``text``."""
     with suppress(OSError, KeyError, ValueError):
         path = Path(os.environ["TORCHELASTIC_ERROR_FILE"])
         get_error_handler().record_exception(error)
-        path.write_text(json.dumps(redact_json(json.loads(path.read_text()))))
+        found = json.loads(path.read_text())
+        found["message"]["extraInfo"]["py_callstack"] = text
+        path.write_text(json.dumps(redact_json(found)))
 
 
 def is_distributed_initialized() -> bool:

@@ -68,7 +68,6 @@ class Mesh:
             optimizer_instances: replicas of the optimizer state per reduction group; None for one per rank (no ZeRO).
             separate_gather_groups: gather weights through separate communicators, to overlap with other collectives.
             cp_head_ranks: neighbouring context-parallel ranks that exchange the sequence for heads.
-
         """
         self.layout, self.rank = layout, rank
         self.coordinate = layout.coordinate(rank)

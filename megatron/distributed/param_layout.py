@@ -97,7 +97,6 @@ def pack(sizes: Mapping[str, int], shards: int, copies: int, uncut: bool = False
         shards: number of parts of the bucket.
         copies: ranks with the same part, among which it can be divided further.
         uncut: keep every parameter in one part: largest first, each into the emptiest part.
-
     """
     if uncut:
         return _pack_uncut(sizes, shards, copies)
@@ -213,7 +212,6 @@ def matrix_blocks(
         part: index of the part.
         parts: number of parts.
         rank: leave out matrices whose factors of this rank are not smaller; 0 for none.
-
     """
     blocks = []
     for name, spec in specs.items():

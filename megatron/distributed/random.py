@@ -23,7 +23,6 @@ def initialize(local: Tensor, spec: ShardSpec, name: str, seed: int) -> None:
         spec: the boxes of the global tensor that it holds.
         name: global name of the parameter.
         seed: of the run.
-
     """
     with torch.no_grad():
         if spec.init.std is None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import cast
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -16,8 +16,8 @@ from megatron.kernels.linear import with_bias_gradient
 from megatron.kernels.operation import Candidate, KernelCheck, Operation
 
 ActivationKernel = Callable[..., Tensor]
-"""``activation(x, bias, name, limit=None, offset=0.0, row_weights=None, end=None) -> y``, ``name`` one of
-:data:`ACTIVATIONS`; on ``bias`` see ``kernels/linear.py``."""
+"""``activation(x, bias, name, limit=None, offset=0.0, rows=None) -> y``, ``name`` one of :data:`ACTIVATIONS`; on
+``bias`` see ``kernels/linear.py``."""
 
 _gelu_tanh = partial(F.gelu, approximate="tanh")
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -35,14 +35,22 @@ TRITON_ACTIVATIONS = ("gelu", "gelu_tanh", "swiglu", "relu2")
 """Those that the Triton kernel computes."""
 
 
+class WeightedRows(NamedTuple):
+    """Factors of the rows of a result ``[R, ffn]``."""
+
+    # In at least fp32 [R].
+    weights: Tensor
+    # Number of rows, int [1]: kernels may leave out those after it, whose results are undefined. None for all.
+    end: Tensor | None = None
+
+
 def activation(
     x: Tensor,
     bias: Tensor | None,
     name: str,
     limit: float | None = None,
     offset: float = 0.0,
-    row_weights: Tensor | None = None,
-    end: Tensor | None = None,
+    rows: WeightedRows | None = None,
 ) -> Tensor:
     """Apply an activation by name to ``x``, which contains ``bias``.
 
@@ -52,9 +60,7 @@ def activation(
         name: of the activation.
         limit: that of ``--activation-func-clamp-value``.
         offset: ``--glu-linear-offset``.
-        row_weights: factors of the results ``[R, ffn]``, in at least fp32 ``[R]``; not together with ``bias``.
-        end: int ``[1]``, the number of rows; kernels may leave out those after it, whose results are undefined.
-
+        rows: factors of the results; not together with ``bias``.
     """
     function, x = ACTIVATIONS[name], with_bias_gradient(x, bias)
     if name in GATED_ACTIVATIONS:
@@ -64,11 +70,11 @@ def activation(
         y = function(gate) * (up + offset if offset else up)
     else:
         y = function(x)
-    return y if row_weights is None else (y * row_weights.unsqueeze(-1)).to(y.dtype)
+    return y if rows is None else (y * rows.weights.unsqueeze(-1)).to(y.dtype)
 
 
 def _triton_covers(
-    x: Tensor, bias: Tensor | None, name: str, limit: float | None = None, offset: float = 0.0, *_: Tensor | None
+    x: Tensor, bias: Tensor | None, name: str, limit: float | None = None, offset: float = 0.0, *_: WeightedRows | None
 ) -> bool:
     return name in TRITON_ACTIVATIONS and limit is None and offset == 0.0
 
@@ -81,7 +87,7 @@ def _checks() -> Sequence[KernelCheck]:
     def weighted(f: ActivationKernel, t: Sequence[Tensor]) -> Sequence[Tensor]:
         x, weights = (torch.cat([each, torch.full_like(each[:5], torch.nan)]) for each in t[:2])
         weights = weights.to(torch.promote_types(weights.dtype, torch.float32))
-        return (f(x, None, "swiglu", None, 0.0, weights, t[2])[:300],)
+        return (f(x, None, "swiglu", None, 0.0, WeightedRows(weights, t[2]))[:300],)
 
     # One of each kind, because each takes time to compile.
     return [
@@ -96,18 +102,9 @@ def _compiled() -> ActivationKernel:
     """Return the compiled function; of weighted rows there may be any number."""
     plain, weighted = compiled(activation)(), compiled(activation, any_rows=True)()
 
-    def run(
-        x: Tensor,
-        bias: Tensor | None,
-        name: str,
-        limit: float | None = None,
-        offset: float = 0.0,
-        row_weights: Tensor | None = None,
-        end: Tensor | None = None,
-    ) -> Tensor:
-        if row_weights is None:
-            return cast("Tensor", plain(x, bias, name, limit, offset))
-        return cast("Tensor", weighted(x, bias, name, limit, offset, row_weights))
+    def run(*inputs: Any) -> Tensor:
+        y: Tensor = (weighted if isinstance(inputs[-1], WeightedRows) else plain)(*inputs)
+        return y
 
     return run
 

@@ -24,11 +24,7 @@ from megatron.kernels.operation import HALF_DTYPES, Candidate, KernelCheck, Oper
 
 
 def sdpa(
-    q_SBND: Tensor,
-    k_TBGD: Tensor,
-    v_TBGD: Tensor,
-    mask: AttentionMask,
-    scores: AttentionScores = PLAIN_SCORES,
+    q_SBND: Tensor, k_TBGD: Tensor, v_TBGD: Tensor, mask: AttentionMask, scores: AttentionScores = PLAIN_SCORES
 ) -> Tensor:
     """Compute plain causal attention with SDPA (without cuDNN, see :func:`cudnn`), any other tile by tile.
 
@@ -54,11 +50,7 @@ def sdpa(
 
 
 def cudnn(
-    q_SBND: Tensor,
-    k_TBGD: Tensor,
-    v_TBGD: Tensor,
-    mask: AttentionMask,
-    scores: AttentionScores = PLAIN_SCORES,
+    q_SBND: Tensor, k_TBGD: Tensor, v_TBGD: Tensor, mask: AttentionMask, scores: AttentionScores = PLAIN_SCORES
 ) -> Tensor:
     """Compute plain causal attention with cuDNN, by the operator that SDPA calls when it picks cuDNN."""
     q_BNSD, k_BGSD, v_BGSD = (t.permute(1, 2, 0, 3) for t in (q_SBND, k_TBGD, v_TBGD))
@@ -69,11 +61,7 @@ def cudnn(
 
 
 def _cudnn_covers(
-    q_SBND: Tensor,
-    k_TBGD: Tensor,
-    v_TBGD: Tensor,
-    mask: AttentionMask,
-    scores: AttentionScores = PLAIN_SCORES,
+    q_SBND: Tensor, k_TBGD: Tensor, v_TBGD: Tensor, mask: AttentionMask, scores: AttentionScores = PLAIN_SCORES
 ) -> bool:
     """Return True for plain causal attention in training.
 
@@ -96,11 +84,7 @@ def _flash_attention(flash: FlashKernel) -> AttentionKernel:
     """Return the attention of a FlashAttention kernel; documents become separate sequences."""
 
     def attention(
-        q_SBND: Tensor,
-        k_TBGD: Tensor,
-        v_TBGD: Tensor,
-        mask: AttentionMask,
-        scores: AttentionScores = PLAIN_SCORES,
+        q_SBND: Tensor, k_TBGD: Tensor, v_TBGD: Tensor, mask: AttentionMask, scores: AttentionScores = PLAIN_SCORES
     ) -> Tensor:
         q, k, v = (t.transpose(0, 1) for t in (q_SBND, k_TBGD, v_TBGD))
         longest, window = (q.shape[1], k.shape[1]), -1 if mask.pattern.window is None else mask.pattern.window - 1
@@ -114,11 +98,7 @@ def _flash_attention(flash: FlashKernel) -> AttentionKernel:
 
 
 def _flash_covers(
-    q_SBND: Tensor,
-    k_TBGD: Tensor,
-    v_TBGD: Tensor,
-    mask: AttentionMask,
-    scores: AttentionScores = PLAIN_SCORES,
+    q_SBND: Tensor, k_TBGD: Tensor, v_TBGD: Tensor, mask: AttentionMask, scores: AttentionScores = PLAIN_SCORES
 ) -> bool:
     shape_fits = (
         q_SBND.shape[3] == v_TBGD.shape[3] <= 256
@@ -178,11 +158,7 @@ def _varlen(
 
 
 def _varlen_covers(
-    q_SBND: Tensor,
-    k_TBGD: Tensor,
-    v_TBGD: Tensor,
-    mask: AttentionMask,
-    scores: AttentionScores = PLAIN_SCORES,
+    q_SBND: Tensor, k_TBGD: Tensor, v_TBGD: Tensor, mask: AttentionMask, scores: AttentionScores = PLAIN_SCORES
 ) -> bool:
     shape_fits = q_SBND.shape[3] % 8 == 0 and _flash_covers(q_SBND, k_TBGD, v_TBGD, mask, scores)
     return shape_fits and scores.plain and _can_use(can_use_flash_attention, q_SBND, v_TBGD.shape[3])
@@ -199,11 +175,7 @@ FLEX_LONGEST = 1 << 18
 
 
 def _flex_covers(
-    q_SBND: Tensor,
-    k_TBGD: Tensor,
-    v_TBGD: Tensor,
-    mask: AttentionMask,
-    scores: AttentionScores = PLAIN_SCORES,
+    q_SBND: Tensor, k_TBGD: Tensor, v_TBGD: Tensor, mask: AttentionMask, scores: AttentionScores = PLAIN_SCORES
 ) -> bool:
     """Return True for patterns that FlashAttention has no option for, and for capped scores.
 

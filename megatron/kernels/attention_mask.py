@@ -194,7 +194,6 @@ class AttentionMask:
         Args:
             queries: positions of each block of queries.
             keys: likewise.
-
         """
         runs_BL = self._runs
         if runs_BL is None:
@@ -247,7 +246,6 @@ class AttentionMask:
         Args:
             block: side of partial tiles.
             whole: let full and triangular tiles be as large as possible; otherwise they are blocks too.
-
         """
         found: list[Tile] = []
         everything = slice(None)

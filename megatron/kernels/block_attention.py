@@ -141,7 +141,6 @@ def block_attention(
         dropout: of attention weights.
         key_values: brings further keys and values.
         scores: how products of queries and keys become scores, and the sink.
-
     """
     inputs = q_SBND, k_SBGD, v_SBGD, scores.sink
     y: Tensor = _BlockAttention.apply(*inputs, mask, dropout, key_values, replace(scores, sink=None))
@@ -236,11 +235,7 @@ def _padding(dropout: AttentionDropout | None, scores: AttentionScores) -> Calla
 
 
 def _tiles(
-    q_SBND: Tensor,
-    v_SBGD: Tensor,
-    mask: AttentionMask,
-    dropout: AttentionDropout | None,
-    scores: AttentionScores,
+    q_SBND: Tensor, v_SBGD: Tensor, mask: AttentionMask, dropout: AttentionDropout | None, scores: AttentionScores
 ) -> list[Tile]:
     flash = _flash_covers_tiles(q_SBND, v_SBGD)
     if dropout is not None or scores.softcap is not None or not (flash or q_SBND.device.type == "cpu"):

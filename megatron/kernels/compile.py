@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_leaves
 
 from megatron.config.errors import Problem, UserError
 from megatron.config.privacy import PRIVATE_FOLDER, check_access
@@ -72,7 +73,7 @@ def compiled(function: Callable[..., Any], any_rows: bool = False) -> Callable[[
             if inductor.cpp_cache_precompile_headers:  # they lie in PyTorch's default folder, whatever is set
                 inductor.cpp_cache_precompile_headers = False
             # Otherwise the tiling of reductions would depend on autotuning. A change makes dynamo recompile.
-            for t in arguments if any_rows else ():
+            for t in tree_leaves(arguments) if any_rows else ():
                 if isinstance(t, torch.Tensor):
                     torch._dynamo.maybe_mark_dynamic(t, 0)
             deterministic = torch.are_deterministic_algorithms_enabled()
@@ -164,7 +165,6 @@ def make_deterministic(wanted: bool, device: torch.device, environ: MutableMappi
 
     Raises:
         UserError: when a variable is already set to a value that is not deterministic.
-
     """
     if not wanted:
         return []

@@ -35,7 +35,6 @@ def random_bits(key: int, step: Tensor, rows: Tensor, columns: Tensor) -> Tensor
 
     Returns:
         int32 ``[R, C]``.
-
     """
     low = mix(step ^ (key & MASK))
     high = mix(low ^ (key >> 32))
@@ -63,7 +62,6 @@ def dropout(x_SBH: Tensor, probability: float, key: Tensor, samples_B: Tensor, p
         key: 0-d int64, a hash of the step and the place in the model. A tensor, so that a new step does not recompile.
         samples_B: int64 sample ids.
         positions_S: int64 positions of the rows in the sequence.
-
     """
     positions, channels = positions_S.view(-1, 1, 1), torch.arange(x_SBH.shape[2], device=x_SBH.device)
     keep = keep_mask(probability, key, samples_B.view(1, -1, 1), positions, channels)
@@ -81,7 +79,6 @@ def keep_mask(probability: float, key: int | Tensor, samples: Tensor, positions:
         samples: int64 sample ids, broadcastable with the other two.
         positions: int64 positions in the sequence.
         channels: int64 channels.
-
     """
     return _hash(key, samples, positions, channels) >= int(probability * (MASK + 1))
 

@@ -42,12 +42,6 @@ def split_by_expert(x: Tensor, offsets: Tensor) -> list[Tensor]:
     return [x[start:end] for start, end in zip([0, *ends], ends)]
 
 
-def joined(rows: Sequence[Tensor], total: int) -> Tensor:
-    """Concatenate the rows of all experts; rows of padding are 0."""
-    padding = total - sum(map(len, rows))
-    return torch.cat([*rows, rows[0].new_zeros(padding, rows[0].shape[1])] if padding else list(rows))
-
-
 def products(x: Tensor, matrices: Tensor, offsets: Tensor) -> Tensor:
     """Return the rows of each expert times its matrix; rows of padding are 0."""
     y, ends = x.new_empty(len(x), matrices.shape[2]), offsets.tolist()
@@ -149,8 +143,6 @@ def _grouped_mm_missing(device: torch.device, dtype: torch.dtype) -> str | None:
     """Return why PyTorch's products cannot be used, or None. On other GPUs they loop over experts on the host."""
     if device.type != "cuda" or dtype != torch.bfloat16:
         return "it needs bf16 on a GPU"
-    if not hasattr(F, "grouped_mm"):
-        return f"it needs torch 2.10, and this is {torch.__version__}"
     if torch.cuda.get_device_capability(device) not in ((9, 0), (10, 0)):
         return "it needs a GPU of compute capability 9.0 or 10.0"
     return triton_missing(device, dtype)

@@ -105,7 +105,6 @@ def rotate(x_SBND: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tenso
         cos: of the angles, ``[S, B or 1, 1, channels to rotate]``.
         sin: likewise.
         interleaved: rotate channel pairs (0,1),(2,3).. instead of (i, i + width/2).
-
     """
     width = cos.shape[-1]
     x = x_SBND[..., :width]
@@ -134,11 +133,7 @@ SplitQKVKernel = Callable[
 
 
 def split_qkv(
-    qkv_SBO: Tensor,
-    bias_O: Tensor | None,
-    heads: tuple[int, int],
-    norms: HeadNorms | None,
-    rotary: RotaryCosSin | None,
+    qkv_SBO: Tensor, bias_O: Tensor | None, heads: tuple[int, int], norms: HeadNorms | None, rotary: RotaryCosSin | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Split, normalise and rotate.
 

@@ -77,7 +77,7 @@ def select_kernels(
     fp8: Float8Recipe | None = None,
     patterns: Collection[AttentionPattern] = (),
     softcap: bool = False,
-    experts: bool = False,
+    unused: Collection[str] = (),
 ) -> tuple[Kernels, list[str]]:
     """Select the implementations that ``--kernels`` requests, among those that work here.
 
@@ -91,7 +91,7 @@ def select_kernels(
         patterns: of the attention of whole sequences. ``auto`` takes FlexAttention, which has to be compiled, only for
             patterns that other kernels do not cover, or if scores are capped.
         softcap: scores of the attention of whole sequences are capped.
-        experts: the model has experts; otherwise their kernel is not checked, because it takes time to compile.
+        unused: operations that the model does not call, which are left out: to compile and check them takes time.
 
     Returns:
         The kernels, and lines to print: what was selected, and which requested implementations are not used. Calls that
@@ -99,13 +99,12 @@ def select_kernels(
 
     Raises:
         UserError: when an implementation that was requested for one operation by name cannot be used.
-
     """
     selected: dict[str, Any] = {}
     names: dict[str, str] = {}
     notes: list[str] = []
     problems: list[Problem] = []
-    operations = _operations(fp8, experts)
+    operations = _operations(fp8, unused)
     choices = kernel_choices(words)
     needs_flex = softcap or not all(pattern.only_window for pattern in patterns)
     for operation in operations:
@@ -135,14 +134,10 @@ def select_kernels(
     return Kernels(**selected), [_summary(names), *notes]
 
 
-def _operations(fp8: Float8Recipe | None, experts: bool) -> dict[str, Operation]:
+def _operations(fp8: Float8Recipe | None, unused: Collection[str]) -> dict[str, Operation]:
     """Return the operations of a model."""
-    operations = {name: operation for name, operation in OPERATIONS.items() if experts or name != "grouped_linear"}
-    if fp8 is not None:
-        operations["fp8"] = fp8_operation(fp8)
-        if experts:
-            operations["grouped_fp8"] = grouped_fp8_operation(fp8)
-    return operations
+    in_fp8 = {} if fp8 is None else {"fp8": fp8_operation(fp8), "grouped_fp8": grouped_fp8_operation(fp8)}
+    return {name: operation for name, operation in (OPERATIONS | in_fp8).items() if name not in unused}
 
 
 @dataclass(frozen=True)

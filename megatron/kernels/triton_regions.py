@@ -18,6 +18,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from megatron.kernels.activation import WeightedRows
 from megatron.kernels.qkv import HeadNorms, RotaryCosSin
 
 PROGRAMS = 512
@@ -196,9 +197,11 @@ def _value_and_slope(x, NAME: tl.constexpr):
 
 
 @triton.jit
-def _activation_forward(x, y, width, NAME: tl.constexpr, BLOCK: tl.constexpr):
+def _activation_forward(x, weights, end, y, width, NAME: tl.constexpr, WEIGHTED: tl.constexpr, BLOCK: tl.constexpr):
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask, row = columns < width, tl.program_id(0).to(tl.int64)
+    if WEIGHTED:
+        mask &= row < tl.load(end)
     at = row * width + columns
     if NAME == "swiglu":
         at_x = row * 2 * width + columns
@@ -206,6 +209,8 @@ def _activation_forward(x, y, width, NAME: tl.constexpr, BLOCK: tl.constexpr):
         value *= tl.load(x + at_x + width, mask, 0.0).to(tl.float32)
     else:
         value, _ = _value_and_slope(tl.load(x + at, mask, 0.0).to(tl.float32), NAME)
+    if WEIGHTED:
+        value *= tl.load(weights + row)
     tl.store(y + at, value, mask)
 
 
@@ -243,48 +248,6 @@ def _activation_backward(
         tl.store(out, dbias, mask)
 
 
-class _Activation(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, bias: Tensor | None, name: str) -> Tensor:
-        x = x.contiguous()
-        width = x.shape[-1] // 2 if name == "swiglu" else x.shape[-1]
-        y = x.new_empty(*x.shape[:-1], width)
-        if y.numel():  # an expert may have no tokens
-            _activation_forward[y.numel() // width, triton.cdiv(width, TILE)](x, y, width, name, TILE)
-        ctx.save_for_backward(x)
-        ctx.name, ctx.has_bias, ctx.width = name, bias is not None, width
-        return y
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        (x,) = ctx.saved_tensors
-        rows, dx = dy.numel() // ctx.width, torch.empty_like(x)
-        programs = min(PROGRAMS, rows) if ctx.has_bias else rows
-        partial = x.new_empty(1, programs, x.shape[-1], dtype=torch.float32) if ctx.has_bias else None
-        if rows:
-            _activation_backward[programs, triton.cdiv(ctx.width, TILE)](
-                x, dy.contiguous(), dx, partial, rows, ctx.width, ctx.name, ctx.has_bias, TILE
-            )
-        return dx, None if partial is None else _summed(partial)[0], None
-
-
-@triton.jit
-def _weighted_forward(x, weights, end, y, width, NAME: tl.constexpr, BLOCK: tl.constexpr):
-    row = tl.program_id(0).to(tl.int64)
-    if row >= tl.load(end):
-        return
-    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    mask = columns < width
-    if NAME == "swiglu":
-        at = row * 2 * width + columns
-        value, _ = _value_and_slope(tl.load(x + at, mask, 0.0).to(tl.float32), NAME)
-        value *= tl.load(x + at + width, mask, 0.0).to(tl.float32)
-    else:
-        value, _ = _value_and_slope(tl.load(x + row * width + columns, mask, 0.0).to(tl.float32), NAME)
-    tl.store(y + row * width + columns, value * tl.load(weights + row), mask)
-
-
 @triton.jit
 def _weighted_backward(x, weights, end, dy, dx, dweights, width, NAME: tl.constexpr, BLOCK: tl.constexpr):
     """``dx = p f'(x) dy`` and ``dp = f(x) dy``, with the weight p of a row."""
@@ -314,26 +277,40 @@ def _weighted_backward(x, weights, end, dy, dx, dweights, width, NAME: tl.conste
     tl.store(dweights + row, tl.sum(dweight, 0))
 
 
-class _WeightedActivation(torch.autograd.Function):
+class _Activation(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weights: Tensor, end: Tensor, name: str) -> Tensor:
-        x, weights = x.contiguous(), weights.contiguous()
-        y = x.new_empty(len(x), x.shape[1] // 2 if name == "swiglu" else x.shape[1])
-        if y.numel():
-            _weighted_forward[len(y), triton.cdiv(y.shape[1], TILE)](x, weights, end, y, y.shape[1], name, TILE)
+    def forward(
+        ctx: Any, x: Tensor, bias: Tensor | None, name: str, weights: Tensor | None, end: Tensor | None
+    ) -> Tensor:
+        x, weights = x.contiguous(), None if weights is None else weights.contiguous()
+        width = x.shape[-1] // 2 if name == "swiglu" else x.shape[-1]
+        y = x.new_empty(*x.shape[:-1], width)
+        if y.numel():  # an expert may have no tokens
+            grid = y.numel() // width, triton.cdiv(width, TILE)
+            _activation_forward[grid](x, weights, end, y, width, name, weights is not None, TILE)
         ctx.save_for_backward(x, weights)
-        ctx.name, ctx.end = name, end
+        ctx.name, ctx.has_bias, ctx.width, ctx.end = name, bias is not None, width, end
         return y
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, weights = ctx.saved_tensors
-        dx, dweights, width = torch.empty_like(x), torch.empty_like(weights), dy.shape[1]
-        if dy.numel():
-            block = min(TILE, triton.next_power_of_2(width))
-            _weighted_backward[len(dy),](x, weights, ctx.end, dy.contiguous(), dx, dweights, width, ctx.name, block)
-        return dx, dweights, None, None
+        width, dx, partial = ctx.width, torch.empty_like(x), None
+        rows = dy.numel() // width
+        if weights is not None:
+            dweights, block = torch.empty_like(weights), min(TILE, triton.next_power_of_2(width))
+            if rows:
+                _weighted_backward[rows,](x, weights, ctx.end, dy.contiguous(), dx, dweights, width, ctx.name, block)
+            return dx, None, None, dweights, None
+        programs = min(PROGRAMS, rows) if ctx.has_bias else rows
+        if ctx.has_bias:
+            partial = x.new_empty(1, programs, x.shape[-1], dtype=torch.float32)
+        if rows:
+            _activation_backward[programs, triton.cdiv(width, TILE)](
+                x, dy.contiguous(), dx, partial, rows, width, ctx.name, ctx.has_bias, TILE
+            )
+        return dx, None if partial is None else _summed(partial)[0], None, None, None
 
 
 def activation(
@@ -342,14 +319,13 @@ def activation(
     name: str,
     limit: float | None = None,
     offset: float = 0.0,
-    row_weights: Tensor | None = None,
-    end: Tensor | None = None,
+    rows: WeightedRows | None = None,
 ) -> Tensor:
     """As :func:`megatron.kernels.activation.activation`, without limit and offset."""
-    if row_weights is None:
-        return _Activation.apply(x, bias, name)
-    end = torch.full((1,), len(x), dtype=torch.int32, device=x.device) if end is None else end
-    return _WeightedActivation.apply(x, row_weights, end, name)
+    if rows is None:
+        return _Activation.apply(x, bias, name, None, None)
+    end = torch.full((1,), len(x), dtype=torch.int32, device=x.device) if rows.end is None else rows.end
+    return _Activation.apply(x, None, name, rows.weights, end)
 
 
 @triton.jit
@@ -625,11 +601,7 @@ def _turned(rotary: RotaryCosSin | None) -> tuple[int, bool]:
 
 
 def split_qkv(
-    qkv_SBO: Tensor,
-    bias_O: Tensor | None,
-    heads: tuple[int, int],
-    norms: HeadNorms | None,
-    rotary: RotaryCosSin | None,
+    qkv_SBO: Tensor, bias_O: Tensor | None, heads: tuple[int, int], norms: HeadNorms | None, rotary: RotaryCosSin | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """As :func:`megatron.kernels.qkv.split_qkv`."""
     if norms is not None:

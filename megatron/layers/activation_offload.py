@@ -135,7 +135,6 @@ class ActivationOffload:
             device: of the activations.
             num_blocks: blocks of every chunk to offload.
             min_elements: fewer elements are left on the device.
-
         """
         self.device, self.num_blocks, self.min_elements = device, num_blocks, min_elements
         self.copies, self.pool = CopyStream(device), HostPool(device)

@@ -16,7 +16,6 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from megatron.config.attention_pattern import AttentionPattern
 from megatron.config.model import ModelConfig, RotaryTable
 from megatron.distributed import mappings
 from megatron.distributed.random import stable_hash
@@ -40,8 +39,9 @@ class CoreAttention(nn.Module):
 
     Args:
         config: of the model.
-        context: of the enclosing :class:`SelfAttention`.
-        pattern: which tokens attend to which.
+        context: of the enclosing module.
+        layer: global index of the block, whose pattern decides which tokens attend to which.
+        plan: what is recomputed.
         groups: key/value heads of this rank.
         queries: query heads per key/value head.
         softmax_scale: factor on the products of queries and keys; None for 1 / sqrt(D).
@@ -51,13 +51,15 @@ class CoreAttention(nn.Module):
         self,
         config: ModelConfig,
         context: BuildContext,
-        pattern: AttentionPattern,
+        layer: int,
+        plan: RecomputePlan,
         groups: int,
         queries: int,
         softmax_scale: float | None,
     ) -> None:
         super().__init__()
-        self.kernels, self.cp, self.pattern = context.kernels, context.cp, pattern
+        self.kernels, self.cp, self.pattern = context.kernels, context.cp, config.pattern(layer)
+        self.recomputed = "core_attn" in plan.modules
         self.site, self.dropout = context.name("attention_dropout"), config.attention_dropout
         self.first_head = context.tp.rank * groups * queries
         self.scores = AttentionScores(softmax_scale, config.attn_logit_softcapping)
@@ -67,6 +69,11 @@ class CoreAttention(nn.Module):
 
     def forward(self, q_SBND: Tensor, k_SBGD: Tensor, v_SBGD: Tensor, ctx: ForwardContext) -> Tensor:
         """Attend within each sample, where the mask permits."""
+        if self.recomputed:
+            return recompute(self._attend, q_SBND, k_SBGD, v_SBGD, ctx)
+        return self._attend(q_SBND, k_SBGD, v_SBGD, ctx)
+
+    def _attend(self, q_SBND: Tensor, k_SBGD: Tensor, v_SBGD: Tensor, ctx: ForwardContext) -> Tensor:
         mask, kernel, dropout, scores = ctx.masks[self.pattern], self.kernels.attention, None, self.scores
         if self.softmax_type != "vanilla":
             offset = self.softmax_offset
@@ -88,16 +95,11 @@ class SelfAttention(nn.Module):
     """QKV projection, core attention and output projection: ``[S(/tp), B, H] -> [S(/tp), B, H]``."""
 
     def __init__(
-        self,
-        config: ModelConfig,
-        context: BuildContext,
-        layer: int,
-        plan: RecomputePlan,
-        rotary: RotaryTable | None,
+        self, config: ModelConfig, context: BuildContext, layer: int, plan: RecomputePlan, rotary: RotaryTable | None
     ) -> None:
         super().__init__()
         self.kernels, self.tp, self.rotary = context.kernels, context.tp, rotary
-        self.name, self.recompute_core = context.name("core_attention"), "core_attn" in plan.modules
+        self.name = context.name("core_attention")
         self.linear_qkv = ColumnParallelLinear(context.submodule("linear_qkv"))
         self.linear_proj = RowParallelLinear(context.submodule("linear_proj"))
         self.q_layernorm: Norm | None = None
@@ -109,8 +111,7 @@ class SelfAttention(nn.Module):
         groups, rows = context.spec("linear_qkv.weight").local_view[:2]
         queries = (rows - 2) // (1 + self.gated)
         self.heads, self.norm_all = (groups, config.head_dim), config.qk_layernorm_scope == "all"
-        pattern, scale = config.pattern(layer), config.softmax_scale
-        self.core_attention = CoreAttention(config, context, pattern, groups, queries, scale)
+        self.core_attention = CoreAttention(config, context, layer, plan, groups, queries, config.softmax_scale)
 
     def forward(self, x_SBH: Tensor, ctx: ForwardContext) -> MixerOutput:
         """Attend within each sample."""
@@ -127,10 +128,7 @@ class SelfAttention(nn.Module):
         q_SBND, k_SBGD, v_SBGD = self.kernels.split_qkv(qkv_SBO, bias, self.heads, norms, rotary)
         if ctx.cache is not None:
             k_SBGD, v_SBGD = ctx.cache.extend(self.name, k_SBGD, v_SBGD)
-        if self.recompute_core:
-            y_SBO = recompute(self.core_attention, q_SBND, k_SBGD, v_SBGD, ctx)
-        else:
-            y_SBO = self.core_attention(q_SBND, k_SBGD, v_SBGD, ctx)
+        y_SBO = self.core_attention(q_SBND, k_SBGD, v_SBGD, ctx)
         if gate_SBO is not None:
             y_SBO = _Gated.apply(y_SBO, gate_SBO)
         return MixerOutput(self.linear_proj(y_SBO), self.linear_proj.bias)

@@ -17,6 +17,7 @@ from torch.autograd.function import once_differentiable
 
 from megatron.config.model import ModelConfig
 from megatron.distributed.grad_accumulator import WgradOperand
+from megatron.kernels.activation import WeightedRows
 from megatron.layers.context import BuildContext
 from megatron.layers.recompute import recompute_producer
 
@@ -95,7 +96,6 @@ class GroupedLinear(nn.Module):
             offsets: cumulative numbers of rows of the experts, int32 ``[E]``.
             row_weights: factors of the bias ``[R]``, for rows that are multiplied by them already.
             last: False if backward adds to the gradient of the weight once more in this micro-batch.
-
         """
         factor = None if self.bias is None else row_weights
         y: Tensor = _GroupedLinearFunction.apply(x_RI, self.weight, self.bias, factor, offsets, self, last)
@@ -133,7 +133,6 @@ class Experts(nn.Module):
             offsets: cumulative numbers of rows of the experts, int32 ``[E]``.
             row_weights: factors of the results ``[R]``, in at least fp32. They have a gradient.
             last: False for a part of the rows whose backward comes before that of another.
-
         """
         activate = partial(self._activate, offsets=offsets, row_weights=row_weights)
         down = partial(self.linear_fc2, offsets=offsets, row_weights=row_weights, last=last)
@@ -141,6 +140,5 @@ class Experts(nn.Module):
         return recompute_producer(activate, down, up) if self.drop_activation else down(activate(up))
 
     def _activate(self, x: Tensor, offsets: Tensor, row_weights: Tensor | None) -> Tensor:
-        if row_weights is None:
-            return self.kernels.activation(x, None, *self.activation)
-        return self.kernels.activation(x, None, *self.activation, row_weights, offsets[-1:])
+        rows = None if row_weights is None else WeightedRows(row_weights, offsets[-1:])
+        return self.kernels.activation(x, None, *self.activation, rows)

@@ -127,7 +127,6 @@ class Float8Product(LinearProduct):
             dtype: to quantise to.
             cuts: axes that cut the dimensions.
             scale: of its blocks.
-
         """
         block = self.kernel.recipe.block(along)
         group = self.gathers(cuts)

@@ -43,7 +43,6 @@ class Float8Experts:
             dtype: to quantise to.
             cut: expert-TP ranks hold other columns of it.
             offsets: of rows; None for weights.
-
         """
         block, scale, etp = self.recipe.block(1, weight=offsets is None), None, self.mesh.group("etp")
         if cut and block[1] is None and etp.size > 1:

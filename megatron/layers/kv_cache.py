@@ -22,7 +22,6 @@ class KVCache:
         Args:
             capacity: tokens per prompt, padding included.
             padding_B: int64, tokens of padding at the start of each prompt; None when there is none.
-
         """
         self.capacity, self.padding_B = capacity, padding_B
         # Tokens read.

@@ -21,30 +21,26 @@ from megatron.layers.context import BuildContext, ForwardContext, MixerOutput
 from megatron.layers.kv_cache import KVCache
 from megatron.layers.linear import ColumnParallelLinear, ReplicatedLinear, RowParallelLinear
 from megatron.layers.norm import Norm
-from megatron.layers.recompute import recompute, recompute_producer
+from megatron.layers.recompute import recompute_producer
 from megatron.layers.recompute_plan import RecomputePlan
 
 
 class LatentAttention(nn.Module):
-    """Projections down to latents and up to heads, core attention, output: ``[S(/tp), B, H] -> [S(/tp), B, H]``.
+    """Latent attention: ``[S(/tp), B, H] -> [S(/tp), B, H]``.
 
-    A tensor-parallel rank has some heads. The projections down are replicated: under sequence parallelism each rank
-    computes the latents of its rows, and those up gather them.
+    Hidden states are projected down to latents, and these up to queries, keys and values, for core attention. A
+    tensor-parallel rank has some of the heads. The projections down are replicated: under sequence parallelism each
+    rank computes the latents of its rows, and the projections up gather these.
     """
 
     def __init__(
-        self,
-        config: ModelConfig,
-        context: BuildContext,
-        layer: int,
-        plan: RecomputePlan,
-        rotary: RotaryTable | None,
+        self, config: ModelConfig, context: BuildContext, layer: int, plan: RecomputePlan, rotary: RotaryTable | None
     ) -> None:
         super().__init__()
         self.kernels, self.tp, self.rotary = context.kernels, context.tp, rotary
         self.name = context.name("core_attention")
         self.share_rows = mappings.gather_rows if context.sequence_parallel else mappings.copy_to_region
-        self.recompute_core, self.recompute_heads = "core_attn" in plan.modules, "mla_up_proj" in plan.modules
+        self.recompute_heads = "mla_up_proj" in plan.modules
         self.channels, self.latent_widths = config.qk_head_dim, (config.kv_lora_rank, config.qk_pos_emb_head_dim)
         self.linear_q_down_proj: ReplicatedLinear | None = None
         if config.q_lora_rank is None:
@@ -61,8 +57,8 @@ class LatentAttention(nn.Module):
             if config.q_lora_rank is not None:
                 self.q_layernorm = Norm(config, context.submodule("q_layernorm"))
             self.kv_layernorm = Norm(config, context.submodule("kv_layernorm"))
-        heads, pattern = config.num_attention_heads // self.tp.size, config.pattern(layer)
-        self.core_attention = CoreAttention(config, context, pattern, heads, 1, config.latent_softmax_scale)
+        heads, scale = config.num_attention_heads // self.tp.size, config.latent_softmax_scale
+        self.core_attention = CoreAttention(config, context, layer, plan, heads, 1, scale)
 
     def forward(self, x_SBH: Tensor, ctx: ForwardContext) -> MixerOutput:
         """Attend within each sample."""
@@ -70,10 +66,9 @@ class LatentAttention(nn.Module):
         kv_SBR, k_SBP = self.linear_kv_down_proj(x_SBH).split(self.latent_widths, dim=2)
         heads = partial(self._heads, ctx=ctx)
         if self.recompute_heads:
-            y_SBO = recompute_producer(heads, partial(self._attend, ctx=ctx), q_SBR, kv_SBR, k_SBP)
+            y_SBO = recompute_producer(heads, lambda *qkv: self.core_attention(*qkv, ctx), q_SBR, kv_SBR, k_SBP)
         else:
-            q_SBND, k_TBND, v_TBNV = heads(q_SBR, kv_SBR, k_SBP)
-            y_SBO = self._attend(q_SBND, k_TBND, v_TBNV, ctx)
+            y_SBO = self.core_attention(*heads(q_SBR, kv_SBR, k_SBP), ctx)
         return MixerOutput(self.linear_proj(y_SBO), self.linear_proj.bias)
 
     def _heads(self, q_SBR: Tensor, kv_SBR: Tensor, k_SBP: Tensor, ctx: ForwardContext) -> tuple[Tensor, ...]:
@@ -100,9 +95,3 @@ class LatentAttention(nn.Module):
             k_SB1P = rotate(k_SB1P, rotary.cos, rotary.sin, rotary.interleaved)
         kv_TB1R, k_TB1P = cache.extend(self.name, kv_SB1R, k_SB1P)
         return kv_TB1R.squeeze(2), k_TB1P.squeeze(2)
-
-    def _attend(self, q_SBND: Tensor, k_TBND: Tensor, v_TBNV: Tensor, ctx: ForwardContext) -> Tensor:
-        if self.recompute_core:
-            return recompute(self.core_attention, q_SBND, k_TBND, v_TBNV, ctx)
-        y_SBO: Tensor = self.core_attention(q_SBND, k_TBND, v_TBNV, ctx)
-        return y_SBO

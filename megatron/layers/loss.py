@@ -112,6 +112,7 @@ class OutputLayer(nn.Module):
         z_coeff: float = 0.0,
         loss_grad: Tensor | None = None,
         of_tokens: Callable[[Tensor, Tensor, Tensor], tuple[Tensor, ...]] | None = None,
+        trains_weight: bool = True,
     ) -> tuple[Tensor, ...]:
         """Return the summed cross-entropy of labels, with and without z-loss: see :func:`linear_cross_entropy`.
 
@@ -125,7 +126,7 @@ class OutputLayer(nn.Module):
                 backward, unless the rank also has the stage with the embedding, and the weight is tied.
             of_tokens: computes values of tokens ``[T, ...]`` instead, from hidden states ``[T, H]``, labels and mask
                 of the tokens. It runs here because a parameter store completes the weights around calls of the module.
-
+            trains_weight: False for a loss that is none of the weight's.
         """
         gather = mappings.gather_rows if self.sequence_parallel else mappings.copy_to_region
         x_TH = gather(self._scaled(x_SBH), self.vocabulary.group).flatten(0, 1)
@@ -135,7 +136,8 @@ class OutputLayer(nn.Module):
             return tuple(x.unflatten(0, (-1, labels_BS.shape[0])).transpose(0, 1) for x in found)
         if self.shares_gradient:
             loss_grad = None
-        return linear_cross_entropy(x_TH, self.weight, labels, mask, self.vocabulary, z_coeff, loss_grad)
+        weight_VH = self.weight if trains_weight else self.weight.detach()
+        return linear_cross_entropy(x_TH, weight_VH, labels, mask, self.vocabulary, z_coeff, loss_grad)
 
     def token_losses(self, x_SBH: Tensor, targets_BSK: Tensor, weights_BSK: Tensor | None = None) -> Tensor:
         """Return the cross-entropy of each token ``[B, S]`` with its targets: ``sum_k w_k (log Z - logit[target_k])``.
@@ -146,7 +148,6 @@ class OutputLayer(nn.Module):
             x_SBH: hidden states ``[S(/tp), B, H]``.
             targets_BSK: int64 target ids, K different ones per token.
             weights_BSK: weight of each target, without gradient; None for 1.
-
         """
         weights_BSK = torch.ones_like(targets_BSK, dtype=torch.float32) if weights_BSK is None else weights_BSK
 
@@ -163,7 +164,6 @@ class OutputLayer(nn.Module):
         Args:
             x_SBH: hidden states ``[S(/tp), B, H]``.
             labels_BS: int64 ids.
-
         """
         mask_BS = torch.ones_like(labels_BS, dtype=torch.float32)
         log_probs_BS, greedy_BS = self(x_SBH, labels_BS, mask_BS, of_tokens=self._token_scores)
@@ -257,7 +257,6 @@ def linear_cross_entropy(
     Returns:
         ``(objective, cross_entropy)``, scalars in at least fp32, equal on all ranks of the group. The second omits the
         z term; it is for reporting and not differentiable.
-
     """
     objective, cross_entropy = _LinearCrossEntropy.apply(
         x_TH, weight_VH, labels_T, mask_T, vocabulary, z_coeff, loss_grad, torch.is_grad_enabled()

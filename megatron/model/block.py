@@ -142,7 +142,6 @@ def hidden_dropout(x_SBH: Tensor, probability: float, ctx: ForwardContext, site:
         probability: of dropping an element; the others are scaled by ``1 / (1 - probability)``.
         ctx: sample ids, step and seed, which key the mask.
         site: global name of the place in the model, which keys the mask too.
-
     """
     if probability == 0.0 or not ctx.training:
         return x_SBH

@@ -38,7 +38,6 @@ class Objective(ABC):
             config: of the model.
             training: options of objectives.
             context: the groups of ranks; ``context.cp`` is set if each holds a part of every sample.
-
         """
         self.config, self.training, self.context = config, training, context
 
@@ -64,7 +63,6 @@ class Objective(ABC):
         Returns:
             The loss, equal on all tensor-parallel ranks, and detached sums by name: those of ``metric_names``, and
             ``lm loss`` if the logged loss is not the loss itself.
-
         """
 
 
@@ -157,7 +155,6 @@ def preference_losses(ratios_N2: Tensor, lengths_N2: Tensor, training: TrainingC
         ratios_N2: log-probability of the preferred and of the other answer, less that under the reference model.
         lengths_N2: number of labels of the answers.
         training: type of the loss, beta and label smoothing.
-
     """
     beta, kind = training.dpo_beta, training.dpo_loss_type
     if kind == "kto_pair":

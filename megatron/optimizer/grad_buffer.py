@@ -116,7 +116,6 @@ class GradBuffer(GradTarget):
 
         Raises:
             RuntimeError: when a parameter got fewer or more contributions than its spec declares.
-
         """
         for name, missing in self._missing.items():
             if missing:
@@ -197,7 +196,6 @@ class GradBuffer(GradTarget):
         Yields:
             Name, this rank's elements of the flattened tensor, and the tensor, ``spec.local_shape``, of those of which
             this rank has a shard.
-
         """
         for bucket in self.buckets:
             if not any(name in names for name in bucket.specs):
@@ -374,6 +372,8 @@ class ShardedBucket(Bucket):
     def finish_scatter(self) -> None:
         """Finish the reduce-scatters over ``shards``, and start the all-reduce over ``copies``."""
         self._pool.wait(0)
+        if not self._reduced:  # no parameter has contributions on these ranks
+            self.shard.zero_()
         self._sum = self.reduction.start_all_reduce(self.shard)
 
 

@@ -82,7 +82,6 @@ def quantize(x: Tensor, key: Tensor, source: int) -> Tensor:
 
     Returns:
         uint8 ``[rows, n + 4 n / INT8_BLOCK]``: the integers of a row, then its fp32 scales.
-
     """
     blocks = x.reshape(-1, INT8_BLOCK).float()
     scale = blocks.abs().amax(1, keepdim=True) / 127.0
@@ -142,7 +141,6 @@ def int8_all_reduce(x: Tensor, group: Group, key: Tensor) -> Tensor:
 
     Returns:
         fp32, as long as ``x``.
-
     """
     if group.size == 1:
         return x
@@ -200,7 +198,6 @@ class ErrorFeedback(Reduction):
             copies: the ranks that hold the same part.
             blocks: compressed ranges of the part, ascending.
             part: flat, as long and of the dtype as what will be summed.
-
         """
         super().__init__(shards, copies)
         self.blocks = list(blocks)

@@ -44,7 +44,6 @@ class MainParams(Mapping[str, Tensor]):
         Args:
             weights: this rank's shards.
             as_remainders: store the main parameters of bf16 weights as remainders.
-
         """
         self.weights = weights
         # The bits that bf16 weights lack. These main parameters are computed on access, so writing to what

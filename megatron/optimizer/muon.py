@@ -94,7 +94,6 @@ def orthogonalize(x: Tensor, part: MatrixShard, group: Group, steps: int, dtype:
         group: the ranks that hold the other shards.
         steps: number of iterations.
         dtype: of the iterations; that of ``x`` by default. They tolerate bf16, as Muon's authors show.
-
     """
     a, b, c = NEWTON_SCHULZ_COEFFICIENTS
     from_right = part.sharded_dim == 0 or (part.sharded_dim is None and x.shape[1] > x.shape[2])
@@ -139,7 +138,6 @@ class Muon(UpdateRule):
             mesh: the groups.
             config: momentum, iterations and scale.
             gather: :meth:`GradBuffer.gather_shards` of the parameters of all ranks.
-
         """
         self.params, self.config, self._gather = list(params), config, gather
         self.state = {"exp_avg": [torch.zeros_like(p) for p in self.params]}

@@ -79,7 +79,6 @@ class ParameterStore:
             config: overlap of gathering; for a sharded store also when weights are freed, and how many blocks are
                 prefetched.
             initialize: writes the initial values; None to take those of ``params``.
-
         """
         self._config = config
         layouts = [*(bucket.layout for bucket in buckets.buckets), *buckets.without_gradients]

@@ -117,9 +117,7 @@ def add_communication(schedule: PipelineSchedule) -> PipelineSchedule:
     return PipelineSchedule(schedule.name, tuple(program))
 
 
-def _sends_and_receives(
-    schedule: PipelineSchedule,
-) -> tuple[list[dict[int, Action]], list[dict[int, list[Action]]]]:
+def _sends_and_receives(schedule: PipelineSchedule) -> tuple[list[dict[int, Action]], list[dict[int, list[Action]]]]:
     """Return by rank the SEND after each action, and the RECVs before each action in reverse, by its index."""
     placement = schedule.placement
     consumers: dict[tuple[int, str, int], int] = {}  # by RECV, index on its rank of the action that needs the tensor

@@ -37,6 +37,7 @@ from megatron.kernels.linear import TORCH_LINEAR
 from megatron.kernels.registry import Kernels, select_kernels
 from megatron.layers.activation_offload import ActivationOffload
 from megatron.layers.context import DTYPES, BuildContext
+from megatron.layers.mixers.registry import unused_operations
 from megatron.model.gpt import GPTChunk, build_chunks
 from megatron.pipeline.actions import PipelineSchedule
 from megatron.pipeline.communication import channels
@@ -101,16 +102,9 @@ def choose_kernels(config: RunConfig, mesh: Mesh, device: torch.device) -> tuple
     whole &= config.model.softmax_type == "vanilla"  # so do sinks
     patterns = {config.model.pattern(i) for i in range(config.model.num_layers)} if whole else set()
     softcap = whole and config.model.attn_logit_softcapping is not None
+    unused = unused_operations(config.model)
     kernels, notes = select_kernels(
-        compute.kernels,
-        device,
-        dtype,
-        compute.deterministic,
-        unfused,
-        fp8,
-        patterns,
-        softcap,
-        experts=config.model.num_experts is not None,
+        compute.kernels, device, dtype, compute.deterministic, unfused, fp8, patterns, softcap, unused
     )
     check_same_kernels(notes[0], mesh.world)
     return kernels, notes

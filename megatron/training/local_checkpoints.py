@@ -26,12 +26,7 @@ from torch import Tensor
 
 from megatron.arguments.sources import to_dict
 from megatron.checkpoint.durable_files import NewFile, make_folder, sync_folder
-from megatron.checkpoint.errors import (
-    CheckpointError,
-    DamagedCheckpointError,
-    StorageError,
-    strip_folder,
-)
+from megatron.checkpoint.errors import CheckpointError, DamagedCheckpointError, StorageError, strip_folder
 from megatron.checkpoint.folder import NODE_PLACEHOLDER, CheckpointFolder, node_folder
 from megatron.checkpoint.format import (
     JSON,
@@ -46,13 +41,7 @@ from megatron.checkpoint.format import (
 from megatron.checkpoint.lease import Lease, raise_if_superseded
 from megatron.checkpoint.location import Location, local_path, parse_location
 from megatron.checkpoint.publish import Attempt, delete_checkpoint
-from megatron.checkpoint.save import (
-    CheckpointExtras,
-    CheckpointSave,
-    disk_space_message,
-    rank_file_name,
-    share_lease,
-)
+from megatron.checkpoint.save import CheckpointExtras, CheckpointSave, disk_space_message, rank_file_name, share_lease
 from megatron.checkpoint.tensor_file import GlobalTensor
 from megatron.checkpoint.verify import chunks_by_file, list_file_damage
 from megatron.config.checkpoint import CheckpointConfig

@@ -91,12 +91,7 @@ def join_and_train(config: RunConfig, notes: Sequence[str], startup: StartupTime
     world = world_group(rank, world_size)
     startup.enter("checkpoint")
     stop = StopRequest(
-        world,
-        device,
-        training.exit_duration_in_mins,
-        startup.began,
-        training.stop_file,
-        config.logging.run_dir,
+        world, device, training.exit_duration_in_mins, startup.began, training.stop_file, config.logging.run_dir
     )
     signals.callback(stop.restore)
     others: AbstractContextManager[NodeCheckpoints | None] = nullcontext()

@@ -28,13 +28,7 @@ from megatron.data.errors import DataError
 from megatron.data.preview import data_fingerprints, preview_data
 from megatron.data.tokenizers.huggingface import TOKENIZER_JSON
 from megatron.training.machine import MACHINE_CODES, fit_to_machine
-from megatron.training.resume_source import (
-    StartPreview,
-    compare_data,
-    find_resume_source,
-    preview_start,
-    stored_config,
-)
+from megatron.training.resume_source import StartPreview, compare_data, find_resume_source, preview_start, stored_config
 
 SILENCE_SECONDS = 3.0
 """Delay before a rank that prints no error exits."""

@@ -54,7 +54,7 @@ def test_launches_of_forward_and_backward(name: str) -> None:
     device = torch.device("cuda")
     with patch("megatron.kernels.registry.check_kernel", lambda *arguments: None):
         words = ("auto", "attention=torch", word)
-        kernels, _ = select_kernels(words, device, torch.bfloat16, fp8=recipe, experts=True)
+        kernels, _ = select_kernels(words, device, torch.bfloat16, fp8=recipe)
     context = BuildContext(
         one_rank_mesh(),
         GradAccumulator(),

@@ -5,15 +5,17 @@ The maps only transpose, reorder and join, so they carry weights and gradients a
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 from megatron.config.model import ModelConfig
+from tests.kit.solo import Solo, random_batch
 
 Tensors = Mapping[str, Tensor]
 
@@ -224,3 +226,34 @@ def everything_in_double() -> Iterator[None]:
         patch.setattr(torch, "float", torch.float64)
         patch.setattr(Tensor, "float", Tensor.double)
         yield
+
+
+def assert_equal_to_twin(config: ModelConfig, make: Callable[[], Any], translate: Callable[[Tensors], Tensors]) -> None:
+    """Compare logits and every gradient in fp64.
+
+    Args:
+        config: of our model.
+        make: creates the model of transformers.
+        translate: its weights, or gradients, under our names.
+    """
+    torch.manual_seed(0)
+    solo, batch = Solo.build(config), random_batch(config)
+    with everything_in_double():
+        twin = make().double()
+        for parameter in twin.parameters():
+            nn.init.normal_(parameter, std=0.2)
+        copy_into(solo.params, translate(dict(twin.named_parameters())))
+        logits = twin(input_ids=batch.tokens).logits
+        losses = nn.functional.cross_entropy(logits.flatten(0, 1), batch.labels.flatten(), reduction="none")
+        mean = (losses * batch.loss_mask.flatten()).sum() / batch.loss_mask.sum()
+        mean.backward()
+    assert solo.backward([batch]).item() == pytest.approx(mean.item(), rel=1e-12)
+    expected = translate({name: parameter.grad for name, parameter in twin.named_parameters()})
+    gradients = solo.snapshot()
+    assert gradients.keys() == expected.keys()
+    for name, gradient in gradients.items():
+        wanted = expected[name]
+        error = (gradient[: len(wanted)] - wanted).norm() / wanted.norm()
+        assert error < 1e-10, (name, error)
+    solo.chunk.eval()
+    torch.testing.assert_close(solo.chunk.logits(batch.tokens).transpose(0, 1), logits, rtol=1e-11, atol=1e-11)

@@ -7,12 +7,10 @@ from collections.abc import Mapping
 from typing import Any
 
 import pytest
-import torch
-from torch import Tensor
 
 from megatron.config.model import ModelConfig
-from tests.kit.solo import Solo, random_batch, tiny
-from tests.parity.families import copy_into, everything_in_double
+from tests.kit.solo import tiny
+from tests.parity.families import assert_equal_to_twin, translate
 
 transformers = pytest.importorskip("transformers")
 
@@ -66,67 +64,14 @@ def theirs(config: ModelConfig, rope: Mapping[str, Any]) -> Any:
         attn_implementation="eager",
         use_cache=False,
     )
-    model = transformers.DeepseekV3ForCausalLM(made).double()
-    for parameter in model.parameters():
-        torch.nn.init.normal_(parameter, std=0.2)
-    return model
-
-
-NAMES = {
-    "q_proj": "linear_q_proj",
-    "q_a_proj": "linear_q_down_proj",
-    "q_a_layernorm": "q_layernorm",
-    "q_b_proj": "linear_q_up_proj",
-    "kv_a_proj_with_mqa": "linear_kv_down_proj",
-    "kv_a_layernorm": "kv_layernorm",
-    "kv_b_proj": "linear_kv_up_proj",
-    "o_proj": "linear_proj",
-}
-
-
-def translate(t: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Weights or gradients of ``DeepseekV3ForCausalLM`` under our names."""
-    out = {
-        "embedding.word_embeddings.weight": t["model.embed_tokens.weight"],
-        "final_layernorm.weight": t["model.norm.weight"],
-        "output_layer.weight": t["lm_head.weight"],
-    }
-    for i in range(LAYERS):
-        a, b = f"layers.{i}", f"model.layers.{i}"
-        out[f"{a}.input_layernorm.weight"] = t[f"{b}.input_layernorm.weight"]
-        out[f"{a}.pre_mlp_layernorm.weight"] = t[f"{b}.post_attention_layernorm.weight"]
-        out[f"{a}.mlp.linear_fc1.weight"] = torch.cat([t[f"{b}.mlp.{x}_proj.weight"] for x in ("gate", "up")])
-        out[f"{a}.mlp.linear_fc2.weight"] = t[f"{b}.mlp.down_proj.weight"]
-        for of_theirs, of_ours in NAMES.items():
-            if (name := f"{b}.self_attn.{of_theirs}.weight") in t:
-                out[f"{a}.self_attention.{of_ours}.weight"] = t[name]
-    return out
+    return transformers.DeepseekV3ForCausalLM(made)
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_logits_and_gradients_are_those_of_deepseek_v3(name: str) -> None:
     changes, rope = CASES[name]
     config = ours(changes)
-    torch.manual_seed(0)
-    solo, batch = Solo.build(config), random_batch(config)
-    with everything_in_double():
-        twin = theirs(config, rope)
-        copy_into(solo.params, translate(dict(twin.named_parameters())))
-        logits = twin(input_ids=batch.tokens).logits
-        losses = torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch.labels.flatten(), reduction="none")
-        mean = (losses * batch.loss_mask.flatten()).sum() / batch.loss_mask.sum()
-        mean.backward()
-    loss = solo.backward([batch])
-    expected = translate({n: p.grad for n, p in twin.named_parameters()})
-    gradients = solo.snapshot()
-    assert gradients.keys() == expected.keys()
-    assert loss.item() == pytest.approx(mean.item(), rel=1e-12)
-    for parameter, gradient in gradients.items():
-        wanted = expected[parameter]
-        error = (gradient[: len(wanted)] - wanted).norm() / wanted.norm()
-        assert error < 1e-10, (parameter, error)
-    solo.chunk.eval()
-    torch.testing.assert_close(solo.chunk.logits(batch.tokens).transpose(0, 1), logits, rtol=1e-11, atol=1e-11)
+    assert_equal_to_twin(config, lambda: theirs(config, rope), lambda t: translate("DeepseekV3", t, config))
 
 
 def test_scores_have_their_factor_with_either_kind_of_positions() -> None:

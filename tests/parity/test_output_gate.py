@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 import pytest
-import torch
 from torch import Tensor
 
-from megatron.config.model import ModelConfig
-from tests.kit.solo import Solo, random_batch, tiny
-from tests.parity.families import copy_into, everything_in_double
+from tests.kit.solo import tiny
+from tests.parity.families import Tensors, assert_equal_to_twin, translate
 
 transformers = pytest.importorskip("transformers")
 
@@ -32,33 +28,17 @@ CONFIG = tiny(
 )
 
 
-def translate(t: Mapping[str, Tensor], config: ModelConfig) -> dict[str, Tensor]:
-    """Weights or gradients of ``Qwen3NextForCausalLM`` with full attention and MLPs, under our names."""
-    out = {
-        "embedding.word_embeddings.weight": t["model.embed_tokens.weight"],
-        "final_layernorm.weight": t["model.norm.weight"],
-        "output_layer.weight": t["lm_head.weight"],
-    }
-    groups, per_group, d = config.kv_groups, config.heads_per_group, config.head_dim
-    for i in range(LAYERS):
-        a, b = f"layers.{i}", f"model.layers.{i}"
-        out[f"{a}.input_layernorm.weight"] = t[f"{b}.input_layernorm.weight"]
-        out[f"{a}.pre_mlp_layernorm.weight"] = t[f"{b}.post_attention_layernorm.weight"]
-        out[f"{a}.mlp.linear_fc1.weight"] = torch.cat([t[f"{b}.mlp.{x}_proj.weight"] for x in ("gate", "up")])
-        out[f"{a}.mlp.linear_fc2.weight"] = t[f"{b}.mlp.down_proj.weight"]
-        of_heads = t[f"{b}.self_attn.q_proj.weight"].unflatten(0, (groups, per_group, 2, d))
-        queries, gates = of_heads.unbind(2)
-        k, v = (t[f"{b}.self_attn.{x}_proj.weight"].unflatten(0, (groups, 1, d)) for x in "kv")
-        out[f"{a}.self_attention.linear_qkv.weight"] = torch.cat((queries, gates, k, v), 1).flatten(0, 2)
-        out[f"{a}.self_attention.linear_proj.weight"] = t[f"{b}.self_attn.o_proj.weight"]
-        for x in "qk":
-            out[f"{a}.self_attention.{x}_layernorm.weight"] = t[f"{b}.self_attn.{x}_norm.weight"]
-    return out
+def gates_after_queries(t: Tensors) -> Tensors:
+    """Return tensors in which the queries of a key/value head are followed by their gates, as here."""
+    groups, per_group, d = CONFIG.kv_groups, CONFIG.heads_per_group, CONFIG.head_dim
+
+    def arranged(q: Tensor) -> Tensor:
+        return q.unflatten(0, (groups, per_group, 2, d)).transpose(1, 2).flatten(0, 3)
+
+    return {name: arranged(value) if "q_proj" in name else value for name, value in t.items()}
 
 
 def test_logits_and_gradients_are_those_of_qwen3_next() -> None:
-    torch.manual_seed(0)
-    solo, batch = Solo.build(CONFIG), random_batch(CONFIG)
     made = transformers.Qwen3NextConfig(
         hidden_size=CONFIG.hidden_size,
         num_hidden_layers=LAYERS,
@@ -75,21 +55,8 @@ def test_logits_and_gradients_are_those_of_qwen3_next() -> None:
         attn_implementation="eager",
         use_cache=False,
     )
-    with everything_in_double():
-        twin = transformers.Qwen3NextForCausalLM(made).double()
-        for parameter in twin.parameters():
-            torch.nn.init.normal_(parameter, std=0.2)
-        copy_into(solo.params, translate(dict(twin.named_parameters()), CONFIG))
-        logits = twin(input_ids=batch.tokens).logits
-        losses = torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch.labels.flatten(), reduction="none")
-        ((losses * batch.loss_mask.flatten()).sum() / batch.loss_mask.sum()).backward()
-    solo.backward([batch])
-    expected = translate({n: p.grad for n, p in twin.named_parameters()}, CONFIG)
-    gradients = solo.snapshot()
-    assert gradients.keys() == expected.keys()
-    for parameter, gradient in gradients.items():
-        wanted = expected[parameter]
-        error = (gradient[: len(wanted)] - wanted).norm() / wanted.norm()
-        assert error < 1e-10, (parameter, error)
-    solo.chunk.eval()
-    torch.testing.assert_close(solo.chunk.logits(batch.tokens).transpose(0, 1), logits, rtol=1e-11, atol=1e-11)
+    assert_equal_to_twin(
+        CONFIG,
+        lambda: transformers.Qwen3NextForCausalLM(made),
+        lambda t: translate("Qwen3Next", gates_after_queries(t), CONFIG),
+    )

@@ -16,20 +16,19 @@ from megatron.convert.huggingface.expert_families import (
     shared_expert,
 )
 from megatron.convert.huggingface.keys import (
-    HAS_LAYER_TYPES,
-    WINDOW,
     ConfigKey,
     FieldValues,
     JsonObject,
     KeyGroup,
     UnsupportedConfigError,
     WeightRows,
+    either_key,
     latent_rope,
     layers_with_experts,
     read_bool,
-    read_layer_types,
     read_number,
     rope,
+    windows_by_limit,
     write_layer_types,
 )
 
@@ -182,26 +181,21 @@ _ROWS: WeightRows = {**EXPERT_ROWS, **_EXPERT_BIAS, **shared_expert("model.layer
 # ---- Multi-token prediction ----
 
 
-def _heads(default: int) -> KeyGroup:
-    """Return the key of the number of layers for further tokens, which the layers of the model precede."""
-    names = "num_nextn_predict_layers", "num_mtp_layers"
+_DEPTHS = either_key("mtp_num_layers", 1, "num_nextn_predict_layers", "num_mtp_layers")
+"""The number of layers for further tokens, which follow those of the model."""
 
-    def read(config: JsonObject) -> FieldValues:
-        given = [read_number(ConfigKey("", name, default), config) for name in names if name in config]
-        if len({*given}) > 1:
-            raise UnsupportedConfigError(f"{' and '.join(names)} contradict each other")
-        return {"mtp_num_layers": next(iter(given), default) or None}
 
-    return KeyGroup(names, read, lambda m: {names[0]: m.prediction_depths}, options=("mtp_num_layers",))
+def _read_depths(config: JsonObject) -> FieldValues:
+    return {"mtp_num_layers": _DEPTHS.read(config)["mtp_num_layers"] or None}
 
+
+_HEADS = replace(_DEPTHS, read=_read_depths)
 
 _LAYER = "model.layers.{i}"
 _COPIES = {
     f"{_LAYER}.embed_tokens.weight": "embedding.word_embeddings.weight",
     f"{_LAYER}.shared_head.head.weight": "output_layer.weight",
 }
-
-
 _HEAD_ROWS: WeightRows = {
     "mtp.layers.{i}.enorm": ("h", {f"{_LAYER}.enorm": "h"}),
     "mtp.layers.{i}.hnorm": ("h", {f"{_LAYER}.hnorm": "h"}),
@@ -219,19 +213,9 @@ GLM4_MOE = replace(
         rope(fraction=0.5),
         *_experts(_GLM4_MOE),
         *_sigmoid_router(_GLM4_MOE),
-        _heads(1),
-        KeyGroup(
-            ("attention_bias",),
-            lambda c: {"add_qkv_bias": read_bool(c, "attention_bias", False)},
-            lambda m: {"attention_bias": m.qkv_bias},
-            options=("add_qkv_bias",),
-        ),
-        KeyGroup(
-            ("use_qk_norm",),
-            lambda c: {"qk_layernorm": read_bool(c, "use_qk_norm", False)},
-            lambda m: {"use_qk_norm": m.qk_layernorm},
-            options=("qk_layernorm",),
-        ),
+        _HEADS,
+        ConfigKey("add_qkv_bias", "attention_bias", False),
+        ConfigKey("qk_layernorm", "use_qk_norm", False),
     ),
     always={**SWIGLU, **NO_BIAS, **_SIGMOID},
     weights={**LLAMA.weights, **_ROWS, **_HEAD_ROWS},
@@ -240,12 +224,8 @@ GLM4_MOE = replace(
 )
 
 
-def _read_last_window(config: JsonObject) -> FieldValues:
-    """Read the window of dots.llm1, which its last layers have."""
-    first = read_number(ConfigKey("", "max_window_layers", 62), config)
-    return read_layer_types(
-        {"num_hidden_layers": 62} | config, read_number(WINDOW, config), lambda layer: layer >= first
-    )
+def _write_last_windows(model: ModelConfig) -> FieldValues:
+    return {"max_window_layers": model.num_layers, **write_layer_types(model, always=True)}
 
 
 DOTS1 = replace(
@@ -256,13 +236,7 @@ DOTS1 = replace(
         rope(),
         *_experts(_DOTS1),
         *_sigmoid_router(_DOTS1),
-        KeyGroup(
-            ("sliding_window", "max_window_layers", "layer_types"),
-            _read_last_window,
-            lambda m: {"max_window_layers": m.num_layers, **write_layer_types(m, always=True)},
-            HAS_LAYER_TYPES,
-            ("window_size",),
-        ),
+        windows_by_limit(62, 62, lambda layer, limit: layer >= limit, _write_last_windows, switched=False),
     ),
     fixed={
         **LLAMA.fixed,
@@ -337,32 +311,29 @@ ERNIE4_5_MOE = replace(
 )
 
 
-def _latent_attention() -> tuple[ConfigKey | KeyGroup, ...]:
-    """Return the keys of multi-head latent attention, whose norms have an epsilon of 1e-6 in transformers."""
-    return (
-        ConfigKey("q_lora_rank", "q_lora_rank", 1536, optional=True),
-        ConfigKey("kv_lora_rank", "kv_lora_rank", 512),
-        ConfigKey("qk_head_dim", "qk_nope_head_dim", 128),
-        ConfigKey("qk_pos_emb_head_dim", "qk_rope_head_dim", 64),
-        ConfigKey("v_head_dim", "v_head_dim", 128),
-        KeyGroup(
-            ("num_key_value_heads", "head_dim", "qk_head_dim"),  # implied by the others
-            write=lambda m: {"num_key_value_heads": m.num_attention_heads},
-            can={"norm_epsilon": lambda m: m.norm_epsilon == 1e-6},
-            options=("num_query_groups", "kv_channels"),
-        ),
-        KeyGroup(read=_check_epsilon),
-        latent_rope(),
-    )
-
-
 def _check_epsilon(config: JsonObject) -> FieldValues:
+    """Refuse another epsilon than 1e-6, which the norms of latents have in transformers."""
     epsilon = read_number(ConfigKey("", "rms_norm_eps", 1e-6), config)
     if epsilon != 1e-6:
         raise UnsupportedConfigError(f"rms_norm_eps {epsilon:g} is not supported: in the norms of latents it is 1e-06")
     return {}
 
 
+_LATENT_KEYS = (
+    ConfigKey("q_lora_rank", "q_lora_rank", 1536, optional=True),
+    ConfigKey("kv_lora_rank", "kv_lora_rank", 512),
+    ConfigKey("qk_head_dim", "qk_nope_head_dim", 128),
+    ConfigKey("qk_pos_emb_head_dim", "qk_rope_head_dim", 64),
+    ConfigKey("v_head_dim", "v_head_dim", 128),
+    KeyGroup(
+        ("num_key_value_heads", "head_dim", "qk_head_dim"),  # implied by the others
+        _check_epsilon,
+        lambda m: {"num_key_value_heads": m.num_attention_heads},
+        {"norm_epsilon": lambda m: m.norm_epsilon == 1e-6},
+        ("num_query_groups", "kv_channels"),
+    ),
+    latent_rope(),
+)
 _LATENT: FieldValues = {"multi_latent_attention": True, "qk_layernorm": True}
 _ATTENTION = "model.layers.{i}.self_attn"
 _LATENT_ROWS: WeightRows = {
@@ -382,10 +353,10 @@ DEEPSEEK_V3 = replace(
     architecture="DeepseekV3ForCausalLM",
     keys=(
         *llama_keys("deepseek_v3"),
-        *_latent_attention(),
+        *_LATENT_KEYS,
         *_experts(_DEEPSEEK_V3),
         *_sigmoid_router(_DEEPSEEK_V3),
-        _heads(1),
+        _HEADS,
     ),
     fixed={
         **_DEEPSEEK_FIXED,
@@ -405,7 +376,7 @@ DEEPSEEK_V2 = replace(
     architecture="DeepseekV2ForCausalLM",
     keys=(
         *llama_keys("deepseek_v2"),
-        *_latent_attention(),
+        *_LATENT_KEYS,
         *_experts(_DEEPSEEK_V2),
         KeyGroup(
             (_COUNTED,),

@@ -24,13 +24,13 @@ from megatron.convert.huggingface.keys import (
     equal_dropout,
     layer_types,
     read_bool,
-    read_layer_types,
     read_no_rope_layers,
     read_number,
     rope,
     rope_of_kinds,
     softcaps,
     softmax_scale,
+    windows_by_limit,
     write_layer_types,
     write_no_rope_layers,
 )
@@ -195,23 +195,12 @@ LLAMA = ModelFamily(
 MISTRAL = replace(
     LLAMA,
     architecture="MistralForCausalLM",
-    keys=(
-        *llama_keys("mistral"),
-        rope(),
-        WINDOW,
-    ),
+    keys=(*llama_keys("mistral"), rope(), WINDOW),
     always={**SWIGLU, **NO_BIAS},
 )
 
 
 MINISTRAL = replace(MISTRAL, architecture="MinistralForCausalLM", keys=(*MISTRAL.keys[:-1], layer_types()))
-
-
-def _read_qwen_window(config: JsonObject) -> FieldValues:
-    """Read Qwen's window, which its first layers may not have."""
-    full = read_number(ConfigKey("", "max_window_layers", 28), config)
-    window = read_number(WINDOW, config) if read_bool(config, "use_sliding_window", False) else None
-    return read_layer_types(config, window, lambda layer: layer >= full)
 
 
 def _write_qwen_window(model: ModelConfig) -> FieldValues:
@@ -222,13 +211,7 @@ def _write_qwen_window(model: ModelConfig) -> FieldValues:
     return used | write_layer_types(model)
 
 
-QWEN_WINDOW = KeyGroup(
-    ("use_sliding_window", "max_window_layers", "sliding_window", "layer_types"),
-    _read_qwen_window,
-    _write_qwen_window,
-    HAS_LAYER_TYPES,
-    ("window_size",),
-)
+QWEN_WINDOW = windows_by_limit(32, 28, lambda layer, limit: layer >= limit, _write_qwen_window)
 
 QWEN2 = replace(
     LLAMA,
@@ -256,12 +239,7 @@ NEOX = ModelFamily(
         ConfigKey("attention_dropout", "attention_dropout", 0.0),
         activation("hidden_act", "gelu", GELUS),
         rope(fraction=0.25, names=("rotary_emb_base", "rotary_pct")),
-        KeyGroup(
-            ("use_parallel_residual",),
-            lambda c: {"parallel_attention": read_bool(c, "use_parallel_residual", True)},
-            lambda m: {"use_parallel_residual": m.parallel_attention},
-            options=("parallel_attention",),
-        ),
+        ConfigKey("parallel_attention", "use_parallel_residual", True),
         KeyGroup(("classifier_dropout",)),  # of another head
         KeyGroup(can=DIVIDES_HIDDEN),
     ),
@@ -291,22 +269,21 @@ _POST_NORMS: WeightRows = {
     "layers.{i}.post_self_attn_layernorm": ("h", {"model.layers.{i}.post_attention_layernorm": "h"}),
     "layers.{i}.post_mlp_layernorm": ("h", {"model.layers.{i}.post_feedforward_layernorm": "h"}),
 }
+NORMS_OF_ALL_HEADS: WeightRows = {
+    "layers.{i}.self_attention.q_layernorm": ("o", {"model.layers.{i}.self_attn.q_norm": "o"}),
+    "layers.{i}.self_attention.k_layernorm": ("o", {"model.layers.{i}.self_attn.k_norm": "o"}),
+}
 
 OLMO2 = replace(
     LLAMA,
     architecture="Olmo2ForCausalLM",
-    keys=(
-        *llama_keys("olmo2"),
-        rope(),
-        KeyGroup(can=DIVIDES_HIDDEN),
-    ),
+    keys=(*llama_keys("olmo2"), rope(), KeyGroup(can=DIVIDES_HIDDEN)),
     fixed={**LLAMA.fixed, "attention_bias": (False,)},
     always={**SWIGLU, **NO_BIAS, "layernorm_placement": "post", "qk_layernorm": True, "qk_layernorm_scope": "all"},
     weights={
         **{ours: row for ours, row in LLAMA.weights.items() if "put_layernorm" not in ours and "pre_mlp" not in ours},
         **_POST_NORMS,
-        "layers.{i}.self_attention.q_layernorm": ("o", {"model.layers.{i}.self_attn.q_norm": "o"}),
-        "layers.{i}.self_attention.k_layernorm": ("o", {"model.layers.{i}.self_attn.k_norm": "o"}),
+        **NORMS_OF_ALL_HEADS,
     },
 )
 OLMO3 = replace(

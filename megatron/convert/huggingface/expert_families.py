@@ -11,11 +11,11 @@ from megatron.convert.huggingface.dense_families import (
     GRANITE_KEYS,
     LLAMA,
     NO_BIAS,
+    NORMS_OF_ALL_HEADS,
     SWIGLU,
     llama_keys,
 )
 from megatron.convert.huggingface.keys import (
-    HAS_LAYER_TYPES,
     WINDOW,
     Capabilities,
     ConfigKey,
@@ -24,12 +24,13 @@ from megatron.convert.huggingface.keys import (
     KeyGroup,
     UnsupportedConfigError,
     WeightRows,
+    either_key,
     layer_types,
     layers_with_experts,
     read_bool,
-    read_layer_types,
     read_number,
     rope,
+    windows_by_limit,
     write_layer_types,
 )
 
@@ -85,20 +86,6 @@ MIXTRAL = replace(
 )
 
 
-def _count(default: int, can: Capabilities, *names: str) -> KeyGroup:
-    """Return the key of the number of experts, by the name that an export uses, and its other names."""
-
-    def read(config: JsonObject) -> FieldValues:
-        keys = (ConfigKey("num_experts", name, default) for name in names if name in config)
-        counts = {key.theirs: read_number(key, config) for key in keys}
-        if len({*counts.values()}) > 1:
-            sentence = " and ".join(f"{name} {count}" for name, count in counts.items())
-            raise UnsupportedConfigError(f"{sentence} contradict each other")
-        return {"num_experts": next(iter(counts.values()), default)}
-
-    return KeyGroup(names, read, lambda m: {names[0]: m.num_experts}, can)
-
-
 _NORMED = KeyGroup(
     ("norm_topk_prob",),
     lambda c: {"moe_router_pre_softmax": not read_bool(c, "norm_topk_prob", False)},
@@ -124,10 +111,17 @@ def _write_sparse_layers(chosen: Sequence[bool]) -> FieldValues:
 
 EXPERT_ROWS = expert_weights("model.layers.{i}.mlp", "gate_proj", "up_proj", "down_proj")
 
+_MIXTURE = replace(
+    LLAMA,
+    fixed={**LLAMA.fixed, "attention_bias": (False,)},
+    always={**SWIGLU, **NO_BIAS},
+    weights={**LLAMA.weights, **EXPERT_ROWS},
+    stacked=STACKED,
+)
 _SPARSE = layers_with_experts(24, ("decoder_sparse_step", "mlp_only_layers"), _read_sparse_layers, _write_sparse_layers)
 
 QWEN3_MOE = replace(
-    LLAMA,
+    _MIXTURE,
     architecture="Qwen3MoeForCausalLM",
     keys=(
         *llama_keys("qwen3_moe"),
@@ -140,15 +134,12 @@ QWEN3_MOE = replace(
             lambda m: {"use_sliding_window": m.window_size is not None, "sliding_window": m.window_size},
             options=("window_size",),
         ),
-        _count(128, HAS_EXPERTS, "num_experts", "num_local_experts"),
+        either_key("num_experts", 128, "num_experts", "num_local_experts", can=HAS_EXPERTS),
         _SPARSE,
         _NORMED,
         BALANCING_LOSS,
     ),
-    fixed={**LLAMA.fixed, "attention_bias": (False,)},
-    always={**SWIGLU, **NO_BIAS, "qk_layernorm": True},
-    weights={**LLAMA.weights, **EXPERT_ROWS},
-    stacked=STACKED,
+    always={**_MIXTURE.always, "qk_layernorm": True},
 )
 
 
@@ -163,21 +154,13 @@ def shared_expert(module: str) -> WeightRows:
     }
 
 
-def _read_alternating_window(config: JsonObject) -> FieldValues:
-    """Read the window of Qwen2-MoE, which every second of its first layers has."""
-    first = read_number(ConfigKey("", "max_window_layers", 28), config)
-    window = read_number(WINDOW, config) if read_bool(config, "use_sliding_window", False) else None
-    layers = {"num_hidden_layers": 24} | config
-    return read_layer_types(layers, window, lambda layer: layer % 2 == 0 and layer < first)
-
-
 def _write_alternating_window(model: ModelConfig) -> FieldValues:
     keys = write_layer_types(model, always=True)
     return {"use_sliding_window": keys["sliding_window"] is not None} | keys
 
 
 QWEN2_MOE = replace(
-    QWEN3_MOE,
+    _MIXTURE,
     architecture="Qwen2MoeForCausalLM",
     keys=(
         *llama_keys("qwen2_moe"),
@@ -190,29 +173,17 @@ QWEN2_MOE = replace(
         ),
         ConfigKey("moe_router_topk", "num_experts_per_tok", 4),
         rope(),
-        KeyGroup(
-            ("use_sliding_window", "sliding_window", "max_window_layers", "layer_types"),
-            _read_alternating_window,
-            _write_alternating_window,
-            HAS_LAYER_TYPES,
-            ("window_size",),
-        ),
-        KeyGroup(
-            ("qkv_bias",),
-            lambda c: {"add_qkv_bias": read_bool(c, "qkv_bias", True)},
-            lambda m: {"qkv_bias": m.qkv_bias},
-            options=("add_qkv_bias",),
-        ),
+        windows_by_limit(24, 28, lambda layer, limit: layer % 2 == 0 and layer < limit, _write_alternating_window),
+        ConfigKey("add_qkv_bias", "qkv_bias", True),
         ConfigKey("num_experts", "num_experts", 60, can=HAS_EXPERTS),
         _SPARSE,
         _NORMED,
         BALANCING_LOSS,
     ),
     fixed=LLAMA.fixed,
-    always={**SWIGLU, **NO_BIAS, "moe_shared_expert_gate": True},
+    always={**_MIXTURE.always, "moe_shared_expert_gate": True},
     weights={
-        **LLAMA.weights,
-        **EXPERT_ROWS,
+        **_MIXTURE.weights,
         **shared_expert("model.layers.{i}.mlp.shared_expert"),
         "layers.{i}.mlp.shared_experts.gate_weight": (
             "u h",
@@ -222,27 +193,21 @@ QWEN2_MOE = replace(
 )
 
 OLMOE = replace(
-    LLAMA,
+    _MIXTURE,
     architecture="OlmoeForCausalLM",
     keys=(
         *llama_keys("olmoe"),
         _EXPERT_WIDTH,
         ConfigKey("moe_router_topk", "num_experts_per_tok", 8),
         rope(),
-        _count(64, _IN_ALL_LAYERS, "num_experts", "num_local_experts"),
+        either_key("num_experts", 64, "num_experts", "num_local_experts", can=_IN_ALL_LAYERS),
         _NORMED,
         BALANCING_LOSS,
         KeyGroup(can=DIVIDES_HIDDEN),
     ),
-    fixed={**LLAMA.fixed, "attention_bias": (False,), "clip_qkv": (None,)},
-    always={**SWIGLU, **NO_BIAS, "qk_layernorm": True, "qk_layernorm_scope": "all"},
-    weights={
-        **LLAMA.weights,
-        **EXPERT_ROWS,
-        "layers.{i}.self_attention.q_layernorm": ("o", {"model.layers.{i}.self_attn.q_norm": "o"}),
-        "layers.{i}.self_attention.k_layernorm": ("o", {"model.layers.{i}.self_attn.k_norm": "o"}),
-    },
-    stacked=STACKED,
+    fixed={**_MIXTURE.fixed, "clip_qkv": (None,)},
+    always={**_MIXTURE.always, "qk_layernorm": True, "qk_layernorm_scope": "all"},
+    weights={**_MIXTURE.weights, **NORMS_OF_ALL_HEADS},
 )
 
 GRANITE_MOE = replace(

@@ -50,6 +50,7 @@ _RESOLVED = {
     "add_qkv_bias": "qkv_bias",
     "rope_type": "latent_rope_type",
     "yarn_original_max_position_embeddings": "yarn_original_length",
+    "mtp_num_layers": "prediction_depths",
 }
 """Fields of `ModelConfig` whose value may be implied by others -> the property with the value that applies."""
 
@@ -93,7 +94,7 @@ class UnsupportedConfigError(ValueError):
 
 @dataclass(frozen=True)
 class ConfigKey:
-    """A numeric key of config.json with the same meaning as a field of `ModelConfig`."""
+    """A key of config.json, a number or a boolean, with the same meaning as a field of `ModelConfig`."""
 
     ours: str  # field of ModelConfig
     theirs: str  # key in config.json
@@ -113,7 +114,8 @@ class ConfigKey:
 
     def read(self, config: JsonObject) -> FieldValues:
         """Return our field from a config.json."""
-        return {self.ours: read_number(self, config)}
+        boolean = isinstance(self.default, bool)
+        return {self.ours: read_bool(config, self.theirs, self.default) if boolean else read_number(self, config)}
 
     def write(self, model: ModelConfig) -> FieldValues:
         """Return the key for a model."""
@@ -204,6 +206,19 @@ def read_bool(config: JsonObject, name: str, default: bool) -> bool:
     if not isinstance(value, bool):
         raise UnsupportedConfigError(f"{name} is {value!r}, not true or false")
     return value
+
+
+def either_key(ours: str, default: int, *names: str, can: Capabilities | None = None) -> KeyGroup:
+    """Return the key of a whole number that has several names, of which an export uses the first."""
+
+    def read(config: JsonObject) -> FieldValues:
+        given = {name: read_number(ConfigKey("", name, default), config) for name in names if name in config}
+        if len({*given.values()}) > 1:
+            sentence = " and ".join(f"{name} {value}" for name, value in given.items())
+            raise UnsupportedConfigError(f"{sentence} contradict each other")
+        return {ours: next(iter(given.values()), default)}
+
+    return KeyGroup(names, read, lambda m: {names[0]: resolved(m, ours)}, can or {}, (ours,))
 
 
 # ---- Rotary embeddings ----
@@ -507,6 +522,33 @@ def layer_types(period: int | None = None) -> KeyGroup:
         HAS_LAYER_TYPES,
         ("window_size",),
     )
+
+
+def windows_by_limit(
+    layers: int,
+    limit: int,
+    is_windowed: Callable[[int, int], bool],
+    write: Callable[[ModelConfig], FieldValues],
+    switched: bool = True,
+) -> KeyGroup:
+    """Return the keys of a window in layers that ``max_window_layers`` decides on, unless ``layer_types`` does.
+
+    Args:
+        layers: transformers' number of layers.
+        limit: its ``max_window_layers``.
+        is_windowed: returns True for a layer and a limit if the layer has the window.
+        write: returns the keys for a model.
+        switched: only ``use_sliding_window`` turns the window on.
+    """
+
+    def read(config: JsonObject) -> FieldValues:
+        given = read_number(ConfigKey("", "max_window_layers", limit), config)
+        used = not switched or read_bool(config, "use_sliding_window", False)
+        window = read_number(WINDOW, config) if used else None
+        return read_layer_types({"num_hidden_layers": layers} | config, window, lambda i: is_windowed(i, given))
+
+    names = (*("use_sliding_window",) * switched, "max_window_layers", "sliding_window", "layer_types")
+    return KeyGroup(names, read, write, HAS_LAYER_TYPES, ("window_size",))
 
 
 def read_no_rope_layers(config: JsonObject) -> FieldValues:

@@ -37,18 +37,8 @@ from megatron.config.precision import PrecisionConfig
 from megatron.config.run import RunConfig
 from megatron.config.schemes import HUGGING_FACE_PREFIX, split_scheme
 from megatron.convert.base_model import BaseModel
-from megatron.convert.huggingface.config import (
-    model_type_for,
-    read_config,
-    read_model_type,
-    read_options,
-    words,
-)
-from megatron.convert.huggingface.convert import (
-    check_target,
-    new_checkpoint,
-    raise_if_overflow,
-)
+from megatron.convert.huggingface.config import model_type_for, read_config, read_model_type, read_options, words
+from megatron.convert.huggingface.convert import check_target, new_checkpoint, raise_if_overflow
 from megatron.convert.huggingface.keys import JsonObject
 from megatron.convert.huggingface.weights import map_tensors, tensor_findings
 from megatron.convert.saved_model import MergedWeights, SavedModel, describe_adapters

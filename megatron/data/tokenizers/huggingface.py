@@ -83,10 +83,7 @@ class HuggingFaceTokenizer(LibraryTokenizer):
     library = "tokenizers"
 
     def __init__(
-        self,
-        tokenizer_model: str | Path,
-        parse_special_tokens: bool = False,
-        files: Mapping[str, bytes] | None = None,
+        self, tokenizer_model: str | Path, parse_special_tokens: bool = False, files: Mapping[str, bytes] | None = None
     ) -> None:
         """Read a ``tokenizer.json`` and the configuration files beside it.
 

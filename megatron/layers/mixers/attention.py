@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 from megatron.config.model import ModelConfig, RotaryTable
 from megatron.distributed.sharding import Init, Sharding, Specs
 from megatron.layers.mixers.activations import ActivationShape, KeptTensor
-from megatron.layers.mixers.base import Exchanged, Matmul, Mixer, linear, norm, norm_init, output_projection, under
-from megatron.layers.mixers.core_attention import CORE, CoreShape, HeadSizes
+from megatron.layers.mixers.base import linear, norm, norm_init, output_projection, under
+from megatron.layers.mixers.core_attention import CORE, CoreAttentionMixer, CoreShape, HeadSizes
 from megatron.layers.recompute_plan import RecomputePlan
 
 if TYPE_CHECKING:
@@ -18,14 +18,8 @@ if TYPE_CHECKING:
     from megatron.layers.context import BuildContext
 
 
-class AttentionMixer(Mixer):
+class AttentionMixer(CoreAttentionMixer):
     """Self-attention."""
-
-    module = "self_attention"
-    norm = "input_layernorm"
-    post_norm = "post_self_attn_layernorm"
-    dropout = "attention_dropout"
-    supports = ("context parallelism", "documents", "generation")
 
     def parameters(self, config: ModelConfig, sharding: Sharding) -> Specs:
         """Declare the QKV and the output projection, the norms of queries and keys, and the sinks of the heads."""
@@ -41,10 +35,7 @@ class AttentionMixer(Mixer):
         elif config.qk_layernorm:  # each rank computes its own heads only, so these gradients are always partial
             of_head = norm(config, sharding, d, partial=True)
             specs |= under(q_layernorm=of_head, k_layernorm=of_head)
-        if config.softmax_type == "learnable":
-            offset = sharding.dense.split((config.num_attention_heads,), 0, Init(config.init_method_std))
-            specs["core_attention.softmax_offset"] = offset
-        return specs
+        return specs | self.sinks(config, sharding)
 
     def build(self, config: ModelConfig, context: BuildContext, layer: int, plan: RecomputePlan) -> nn.Module:
         """Build the module."""
@@ -59,35 +50,23 @@ class AttentionMixer(Mixer):
             return None
         return RotaryTable(kind, config.rotary_dim, config.position_embedding_type, config.rotary_interleaved)
 
+    def heads(self, config: ModelConfig) -> HeadSizes:
+        """Return query heads and key/value heads, of equal widths."""
+        return HeadSizes(config.num_attention_heads, config.kv_groups, config.head_dim, config.head_dim)
+
     def describe(self, config: ModelConfig) -> str:
         """Return the heads."""
         heads = f"{config.num_attention_heads} heads of {config.head_dim}"
         heads += f" on {config.kv_groups} key/value heads" if config.kv_groups != config.num_attention_heads else ""
         return heads + (", gated" if config.attention_output_gate else "")
 
-    def exchanged(self, config: ModelConfig, tp: int) -> Exchanged:
-        """Return the elements of queries, keys and values, and the output."""
-        return _heads(config).exchanged(tp)
-
-    def matmuls(self, config: ModelConfig, plan: RecomputePlan, keys: float) -> dict[str, Matmul]:
-        """Return the products of the projections, and queries times keys and scores times values."""
-        return super().matmuls(config, plan, keys) | _heads(config).matmuls(config, plan, keys)
-
     def kept(self, shape: ActivationShape) -> Iterator[KeptTensor]:
         """Yield the input, q, k and v, and the output of core attention."""
-        core = CoreShape.of(shape, _heads(shape.model))
+        core = CoreShape.of(shape, self.heads(shape.model))
         yield shape.input("layernorm")
         yield from _split_qkv(shape, core)
         yield from shape.magnitudes(self.module, self.parameters(shape.model, shape.sharding))
         yield from core.kept(shape, shape.model.attention_output_gate)
-
-    def temporary(self, shape: ActivationShape) -> tuple[int, int]:
-        """Return the most memory of core attention beside what is kept, in its forward and in its backward."""
-        return CoreShape.of(shape, _heads(shape.model)).temporary(shape)
-
-
-def _heads(config: ModelConfig) -> HeadSizes:
-    return HeadSizes(config.num_attention_heads, config.kv_groups, config.head_dim, config.head_dim)
 
 
 def _split_qkv(shape: ActivationShape, heads: CoreShape) -> Iterator[KeptTensor]:

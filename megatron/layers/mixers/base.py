@@ -35,6 +35,8 @@ class Matmul(NamedTuple):
     of_weight: bool = True
     # Times that selective recomputation computes it again in backward.
     again: int = 0
+    # Gradients of its operands that backward computes.
+    gradients: int = 2
 
 
 class Exchanged(NamedTuple):
@@ -66,6 +68,8 @@ class Mixer:
     # What it is right with, beside training on whole sequences of one document: "context parallelism" (a rank has
     # rows of the sequence only), "documents" (nothing passes from one to the next) and "generation" (token by token).
     supports: tuple[str, ...] = ()
+    # Operations of :class:`megatron.kernels.registry.Kernels` that no other kind of mixer calls.
+    operations: tuple[str, ...] = ()
 
     def __init_subclass__(cls) -> None:
         """Derive the names in the block from that of the module."""

@@ -10,8 +10,9 @@ from typing import NamedTuple
 from megatron.config.attention_pattern import CAUSAL
 from megatron.config.compute import kernel_choices
 from megatron.config.model import ModelConfig
+from megatron.distributed.sharding import Init, Sharding, Specs
 from megatron.layers.mixers.activations import INDEX_BYTES, MASK_BYTES, ActivationShape, KeptTensor
-from megatron.layers.mixers.base import Exchanged, Matmul
+from megatron.layers.mixers.base import Exchanged, Matmul, Mixer
 from megatron.layers.recompute_plan import RecomputePlan
 
 UNFUSED_TILE, FUSED_TILE = 1024, 256
@@ -36,7 +37,7 @@ class HeadSizes(NamedTuple):
     value_channels: int
 
     def exchanged(self, tp: int) -> Exchanged:
-        """Return what context parallelism exchanges of a rank."""
+        """Return what a context-parallel rank exchanges."""
         queries, groups = self.queries // tp, max(1, self.groups // tp)
         keys = groups * (self.channels + self.value_channels)
         return Exchanged(queries * self.channels, keys, queries * self.value_channels, self.groups)
@@ -79,7 +80,7 @@ class CoreShape:
 
     @classmethod
     def of(cls, shape: ActivationShape, heads: HeadSizes) -> CoreShape:
-        """Return that of a rank."""
+        """Compute the sizes of a rank's part of a micro-batch."""
         model, parallel, documents = shape.model, shape.config.parallel, shape.config.data.reset_attention_mask
         own = heads.exchanged(shape.tp)
         narrow = max(0, heads.value_channels - heads.channels), max(0, heads.channels - heads.value_channels)
@@ -154,6 +155,7 @@ class CoreShape:
         side = min(UNFUSED_TILE if unfused else FUSED_TILE, length // runs)
         score = max(UNFUSED_TENSORS * wide, 3 * INDEX_BYTES) if unfused else UNFUSED_TENSORS * wide * shape.on_gpu
         score = CAPPED_TENSORS * wide if capped and not dropout else score
+        score += width * (unfused and shape.copied > 0)  # of the operands of products in 16 bits, which are copied
         tile = side**2 * max(count * score, (INDEX_BYTES + 5 * MASK_BYTES) * self.masked)
         part = (1 / runs if not unfused and (self.ring > 1 or not self.masked) else side / length) * width
         of_queries, of_keys, of_output = (0, 0, 0) if unfused else self.padding
@@ -161,3 +163,36 @@ class CoreShape:
         backward += (of_queries + of_keys + 2 * of_output) * width
         padded = queries + keys + of_queries + of_keys
         return int(forward + tile + part * (output + of_output)), int(backward + tile + part * padded)
+
+
+class CoreAttentionMixer(Mixer):
+    """Core attention between projections to the heads of a layer and one of its output."""
+
+    module = "self_attention"
+    norm = "input_layernorm"
+    post_norm = "post_self_attn_layernorm"
+    dropout = "attention_dropout"
+    supports = ("context parallelism", "documents", "generation")
+
+    def heads(self, config: ModelConfig) -> HeadSizes:
+        """Return the heads of a layer."""
+        raise NotImplementedError
+
+    def sinks(self, config: ModelConfig, sharding: Sharding) -> Specs:
+        """Declare the learnable sinks of the heads, if they have any."""
+        if config.softmax_type != "learnable":
+            return {}
+        offset = sharding.dense.split((config.num_attention_heads,), 0, Init(config.init_method_std))
+        return {"core_attention.softmax_offset": offset}
+
+    def exchanged(self, config: ModelConfig, tp: int) -> Exchanged:
+        """Return the elements of queries, keys and values, and the output."""
+        return self.heads(config).exchanged(tp)
+
+    def matmuls(self, config: ModelConfig, plan: RecomputePlan, keys: float) -> dict[str, Matmul]:
+        """Return the products of the projections, and queries times keys and scores times values."""
+        return super().matmuls(config, plan, keys) | self.heads(config).matmuls(config, plan, keys)
+
+    def temporary(self, shape: ActivationShape) -> tuple[int, int]:
+        """Return the most memory of core attention beside what is kept, in its forward and in its backward."""
+        return CoreShape.of(shape, self.heads(shape.model)).temporary(shape)

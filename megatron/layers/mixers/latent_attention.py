@@ -6,19 +6,10 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from megatron.config.model import ModelConfig, RotaryTable
-from megatron.distributed.sharding import Init, Sharding, Specs
+from megatron.distributed.sharding import Sharding, Specs
 from megatron.layers.mixers.activations import ActivationShape, KeptTensor
-from megatron.layers.mixers.base import (
-    Exchanged,
-    Matmul,
-    Mixer,
-    input_projection,
-    norm,
-    output_projection,
-    replicated_projection,
-    under,
-)
-from megatron.layers.mixers.core_attention import CORE, CoreShape, HeadSizes
+from megatron.layers.mixers.base import Matmul, input_projection, norm, output_projection, replicated_projection, under
+from megatron.layers.mixers.core_attention import CORE, CoreAttentionMixer, CoreShape, HeadSizes
 from megatron.layers.recompute_plan import RecomputePlan
 
 if TYPE_CHECKING:
@@ -31,18 +22,12 @@ UP_PROJECTIONS = "mla_up_proj"
 """Name in ``--recompute-modules`` of the norms of the latents, the projections up, and the rotation."""
 
 
-class LatentAttentionMixer(Mixer):
+class LatentAttentionMixer(CoreAttentionMixer):
     """Multi-head latent attention."""
-
-    module = "self_attention"
-    norm = "input_layernorm"
-    post_norm = "post_self_attn_layernorm"
-    dropout = "attention_dropout"
-    supports = ("context parallelism", "documents", "generation")
 
     def parameters(self, config: ModelConfig, sharding: Sharding) -> Specs:
         """Declare the projections of queries, keys and values, that of the output, the norms of latents, and sinks."""
-        heads, rank, latent = _heads(config), config.q_lora_rank, config.kv_lora_rank
+        heads, rank, latent = self.heads(config), config.q_lora_rank, config.kv_lora_rank
         queries, partial = (heads.queries * heads.channels,), sharding.sequence_parallel
         if rank is None:
             specs = under(linear_q_proj=input_projection(config, sharding, queries, bias=False))
@@ -61,10 +46,7 @@ class LatentAttentionMixer(Mixer):
         if config.qk_layernorm:
             specs |= under(q_layernorm={} if rank is None else norm(config, sharding, rank, partial))
             specs |= under(kv_layernorm=norm(config, sharding, latent, partial))
-        if config.softmax_type == "learnable":
-            offset = sharding.dense.split((heads.queries,), 0, Init(config.init_method_std))
-            specs["core_attention.softmax_offset"] = offset
-        return specs
+        return specs | self.sinks(config, sharding)
 
     def build(self, config: ModelConfig, context: BuildContext, layer: int, plan: RecomputePlan) -> nn.Module:
         """Build the module."""
@@ -77,27 +59,28 @@ class LatentAttentionMixer(Mixer):
         kind = config.rotary_kind(layer)
         return None if kind is None else RotaryTable(kind, config.qk_pos_emb_head_dim, config.latent_rope_type, True)
 
+    def heads(self, config: ModelConfig) -> HeadSizes:
+        """Return the heads, which all have a key and a value of their own."""
+        channels = config.qk_head_dim + config.qk_pos_emb_head_dim
+        return HeadSizes(config.num_attention_heads, config.num_attention_heads, channels, config.v_head_dim)
+
     def describe(self, config: ModelConfig) -> str:
         """Return the heads and the latents."""
-        heads, rank = _heads(config), config.q_lora_rank
+        heads, rank = self.heads(config), config.q_lora_rank
         latents = f"latents {config.kv_lora_rank}" + (f" and {rank}" if rank else "")
         return f"{heads.queries} heads of {heads.channels}, values {heads.value_channels}, {latents}"
 
-    def exchanged(self, config: ModelConfig, tp: int) -> Exchanged:
-        """Return the elements of queries, keys and values, and the output."""
-        return _heads(config).exchanged(tp)
-
     def matmuls(self, config: ModelConfig, plan: RecomputePlan, keys: float) -> dict[str, Matmul]:
-        """Return the products of the projections, and queries times keys and scores times values."""
+        """Return the products of the projections and of core attention."""
         products = super().matmuls(config, plan, keys)
         for name in ("linear_q_proj", "linear_q_up_proj", "linear_kv_up_proj"):
             if name in products and UP_PROJECTIONS in plan.modules:
                 products[name] = products[name]._replace(again=products[name].again + 1)
-        return products | _heads(config).matmuls(config, plan, keys)
+        return products
 
     def kept(self, shape: ActivationShape) -> Iterator[KeptTensor]:
         """Yield the input, the latents, q, k and v, and the output of core attention."""
-        model, core, width = shape.model, CoreShape.of(shape, _heads(shape.model)), shape.width
+        model, core, width = shape.model, CoreShape.of(shape, self.heads(shape.model)), shape.width
         yield shape.input("layernorm")
         if model.q_lora_rank is not None:
             yield from _latent(shape, model.q_lora_rank)
@@ -109,10 +92,6 @@ class LatentAttentionMixer(Mixer):
         yield from shape.magnitudes(self.module, self.parameters(model, shape.sharding))
         yield from core.kept(shape)
 
-    def temporary(self, shape: ActivationShape) -> tuple[int, int]:
-        """Return the most memory of core attention beside what is kept, in its forward and in its backward."""
-        return CoreShape.of(shape, _heads(shape.model)).temporary(shape)
-
 
 def _latent(shape: ActivationShape, rank: int, beside: int = 0) -> Iterator[KeptTensor]:
     """Yield a latent, which lies beside channels of the keys, and what its norm keeps."""
@@ -123,8 +102,3 @@ def _latent(shape: ActivationShape, rank: int, beside: int = 0) -> Iterator[Kept
     if normed:
         yield from shape.statistics("norm", shape.rows, latent, UP_PROJECTIONS)
         yield KeptTensor("normalised latent", latent, shape.width, (UP_PROJECTIONS,), True)
-
-
-def _heads(config: ModelConfig) -> HeadSizes:
-    channels = config.qk_head_dim + config.qk_pos_emb_head_dim
-    return HeadSizes(config.num_attention_heads, config.num_attention_heads, channels, config.v_head_dim)

@@ -31,7 +31,7 @@ def find_mixer(name: str) -> Mixer:
 def auxiliary_losses(config: ModelConfig) -> dict[str, float]:
     """Return the coefficients of the auxiliary losses of a model by name, summed over the mixers that have them."""
     total: dict[str, float] = {}
-    for layer in (*range(config.num_layers), *config.head_layers):
+    for layer in (*range(config.num_layers), *config.head_blocks):
         for mixer in block_mixers(config, layer):
             for name, coefficient in mixer.losses(config).items():
                 total[name] = total.get(name, 0.0) + coefficient
@@ -42,6 +42,13 @@ def rotary_tables(config: ModelConfig, layers: Iterable[int]) -> list[RotaryTabl
     """Return the different tables of rotary positions that the mixers of some layers read."""
     tables = (mixer.rotary(config, layer) for layer in layers for mixer in block_mixers(config, layer))
     return [*dict.fromkeys(table for table in tables if table is not None)]
+
+
+def unused_operations(config: ModelConfig) -> set[str]:
+    """Return the operations that only built-in mixers call which a model does not have."""
+    kinds = {name for names in config.kinds_of_layers for name in names}
+    used = {operation for name in kinds for operation in find_mixer(name).operations}
+    return {operation for mixer in MIXERS.values() for operation in mixer.operations} - used
 
 
 def block_mixers(config: ModelConfig, layer: int) -> list[Mixer]:

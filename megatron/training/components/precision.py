@@ -54,13 +54,7 @@ class DynamicLossScaler(LossScaler):
     minimum: float
 
     def __init__(
-        self,
-        scale: float,
-        device: torch.device | str,
-        *,
-        minimum: float = 1.0,
-        window: int = 1000,
-        hysteresis: int = 2,
+        self, scale: float, device: torch.device | str, *, minimum: float = 1.0, window: int = 1000, hysteresis: int = 2
     ) -> None:
         super().__init__(scale, device)
         self.minimum, self.window, self.hysteresis = minimum, window, hysteresis

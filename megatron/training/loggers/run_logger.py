@@ -305,10 +305,7 @@ class BackgroundLogger:
     """Runs a logger in its own thread, so that a network or disk that hangs does not delay training."""
 
     def __init__(
-        self,
-        make: Callable[[], MetricLogger],
-        timeout: float = LOGGER_TIMEOUT_SECONDS,
-        capacity: int = QUEUE_CAPACITY,
+        self, make: Callable[[], MetricLogger], timeout: float = LOGGER_TIMEOUT_SECONDS, capacity: int = QUEUE_CAPACITY
     ) -> None:
         """Start the thread, which opens the logger with ``make``; closing waits ``timeout`` seconds for it."""
         self._timeout = timeout

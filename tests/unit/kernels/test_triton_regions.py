@@ -21,7 +21,7 @@ from triton.runtime import interpreter
 
 from megatron.kernels import triton_latent_qkv
 from megatron.kernels import triton_regions as regions
-from megatron.kernels.activation import TRITON_ACTIVATIONS, activation
+from megatron.kernels.activation import TRITON_ACTIVATIONS, WeightedRows, activation
 from megatron.kernels.latent_qkv import latent_qkv
 from megatron.kernels.norm import add_norm, norm
 from megatron.kernels.qkv import HeadNorms, RotaryCosSin, split_qkv
@@ -149,6 +149,7 @@ def test_weighted_activations(name: str) -> None:
 
     def padded(function: Callable[..., Tensor], x: Tensor, weights: Tensor) -> Tensor:
         x, weights = (torch.cat([t, torch.full_like(t[:2], torch.nan)]) for t in (x, weights))
-        return function(x, None, name, None, 0.0, weights, torch.tensor([7], dtype=torch.int32))[:7].unsqueeze(1)
+        rows = WeightedRows(weights, torch.tensor([7], dtype=torch.int32))
+        return function(x, None, name, None, 0.0, rows)[:7].unsqueeze(1)
 
     agree(lambda *t: padded(regions.activation, *t), lambda *t: padded(activation, *t), (draw(7, 80), draw(7)))
