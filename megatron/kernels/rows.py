@@ -117,10 +117,10 @@ def send_rows(
         slots = ep * tp * block
         firsts = torch.arange(0, slots, block, device=experts_TK.device).view(ep, tp)
         none_TK |= within_TK >= block
-    if overflowed is not None:
-        full = (rows_E > block).any()
-        overflowed.logical_or_(full)
-        weights_TK = weights_TK.masked_fill(full, torch.nan)
+        if overflowed is not None:
+            full = (rows_E > block).any()
+            overflowed.logical_or_(full)
+            weights_TK = weights_TK.masked_fill(full, torch.nan)
     places = F.pad(firsts, (0, 0, 0, 1))[ranks_TK] + within_TK.unsqueeze(2)
     places = places.masked_fill(none_TK.unsqueeze(2), slots).view(tokens, topk * tp)
     source = torch.full((slots + 1,), tokens, device=experts_TK.device)

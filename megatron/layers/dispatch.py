@@ -26,7 +26,6 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -135,7 +134,8 @@ class _PlaceChoices(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         count = min(tokens.rows, tokens.experts.numel())
         made = kernels.place_choices(tokens.experts, weights_NK, tokens.first, experts, count, tokens.overflowed)
-        ctx.adjoint = partial(kernels.gather_choices, places_NK=made.places, width=weights_NK.shape[1])
+        places, width = made.places, weights_NK.shape[1]
+        ctx.adjoint = lambda dy: kernels.gather_choices(dy, places, width)
         ctx.mark_non_differentiable(made.source, made.places, made.ends)
         ctx.set_materialize_grads(False)  # zeros for all of them
         return made.weights, made.source, made.places, made.ends
