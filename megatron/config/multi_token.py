@@ -31,7 +31,7 @@ class MultiTokenOptions:
     mtp_loss_scaling_factor: float = option(0.1, role="schedule", above=0, needs=DEPTHS)
     """Weight of multi-token prediction: the mean of the losses of its depths is multiplied by this and added to the
     loss. The logged loss is that of the next token."""
-    mtp_use_repeated_layer: bool = option(False, role="shape", needs=DEPTHS)
+    mtp_use_repeated_layer: bool = option(False, role="shape", droppable=True, needs=DEPTHS)
     """Use one layer for all depths of multi-token prediction, one after the other. Its gradient is the sum over the
     depths, and the losses of its router are their mean."""
     mtp_detach_heads: bool = option(False, role="schedule", needs=DEPTHS)
