@@ -95,7 +95,8 @@ def resized(case: Case, seed: int) -> Case:
         topk = "moe_k" if count == "moe_num_experts" else "num_experts_per_tok"
         sizes |= {count: experts, topk: rng.randint(1, experts)}
     if "n_routed_experts" in case.theirs:
-        groups, dense = (3, 1) if seed == 1 else (1, 0)
+        # a greedy router does not use groups
+        groups, dense = (1 if case.name == "deepseek-v2" else 3, 1) if seed == 1 else (1, 0)
         chosen, experts = min(groups, rng.randint(1, 2)), groups * rng.randint(2, 4)
         sizes |= {"n_routed_experts": experts, "n_group": groups, "topk_group": chosen}
         sizes |= {"num_experts_per_tok": rng.randint(2, chosen * experts // groups), "first_k_dense_replace": dense}
@@ -105,8 +106,6 @@ def resized(case: Case, seed: int) -> Case:
         sizes |= {"num_key_value_heads": heads, "kv_lora_rank": rng.randint(3, 20), "v_head_dim": rng.randint(3, 9)}
         sizes |= {"qk_nope_head_dim": rng.randint(1, 9), "qk_rope_head_dim": 2 * rng.randint(1, 4)}
         sizes |= {"q_lora_rank": rng.choice([None, rng.randint(3, 20)])}
-        if case.name == "deepseek-v2":
-            sizes |= {"n_group": 1, "topk_group": 1}  # which a greedy router does not use
         if case.family == "DeepseekV2":  # views channels as complex numbers
             sizes |= {name: 2 * sizes[name] for name in ("kv_lora_rank", "qk_nope_head_dim")}
     return replace(case, theirs=case.theirs | shared | sizes)
