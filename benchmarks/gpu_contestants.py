@@ -119,7 +119,8 @@ class Theirs:
     """The training step of a `transformers` model with fused AdamW, SDPA and the fused activation."""
 
     micro_batch: int
-    # bf16: the optimizer updates bf16 weights. fp32: fp32 weights under autocast.
+    # bf16: the optimizer updates bf16 weights. fp32: fp32 weights under autocast. main: fp32 main parameters and
+    # gradients beside bf16 weights, as ours has them.
     weights: str = "bf16"
     # Compile the whole model.
     compiled: bool = False
@@ -144,7 +145,7 @@ class Theirs:
         values = build_config_json(config.model) | {"vocab_size": vocabulary, "use_cache": False}
         if values["model_type"] == "gpt2":
             values["activation_function"] = "gelu_pytorch_tanh"
-        dtype = torch.bfloat16 if self.weights == "bf16" else torch.float32
+        dtype = torch.float32 if self.weights == "fp32" else torch.bfloat16
         with torch.device(device):
             described = AutoConfig.for_model(**{k: v for k, v in values.items() if k != "torch_dtype"})
             model = AutoModelForCausalLM.from_config(
@@ -154,7 +155,9 @@ class Theirs:
 
     def _step(self, model: nn.Module, batches: Sequence[tuple[Tensor, Tensor]], device: torch.device) -> Step:
         options = {"lr": float(RATES.lr), "betas": BETAS, "eps": EPS, "weight_decay": RATES.weight_decay}
-        optimizer = torch.optim.AdamW(model.parameters(), fused=True, **options)
+        weights = [*model.parameters()]
+        updated = [weight.detach().float() for weight in weights] if self.weights == "main" else weights
+        optimizer = torch.optim.AdamW(updated, fused=True, **options)
         call = torch.compile(model, dynamic=False) if self.compiled else model
 
         def step() -> Tensor:
@@ -164,12 +167,25 @@ class Theirs:
                     loss = call(input_ids=tokens, labels=labels, shift_labels=labels).loss / len(batches)
                 loss.backward()
                 total += loss.detach()
-            nn.utils.clip_grad_norm_(model.parameters(), CLIP)
+                if updated is not weights:
+                    take_gradients(weights, updated)
+            nn.utils.clip_grad_norm_(updated, CLIP)
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
+            if updated is not weights:
+                with torch.no_grad():
+                    torch._foreach_copy_(weights, updated)
             return total
 
         return step
+
+
+def take_gradients(weights: Sequence[Tensor], main_params: Sequence[Tensor]) -> None:
+    """Add the gradients of weights to those of their main parameters, and drop them."""
+    for weight, main in zip(weights, main_params):
+        if weight.grad is not None:
+            main.grad = weight.grad.float() if main.grad is None else main.grad.add_(weight.grad)
+            weight.grad = None
 
 
 Setting = Ours | Theirs

@@ -8,14 +8,12 @@
 The null GPU runs the CUDA build of PyTorch and records every call, but computes nothing. Counts and host times are
 real; GPU times are predicted from the counts by a roofline.
 
-Rows of torchtitan need version 0.2.2, datasets, tensorboard, torchdata and tyro in a folder in PYTHONPATH, installed by
-`pip install --no-deps --target`, so that PyTorch stays as it is. Rows that cannot be measured show why.
+Rows of torchtitan need it as `benchmarks.titan` says. Rows that cannot be measured show why.
 """
 
 from __future__ import annotations
 
 import gc
-import importlib
 import importlib.util
 import json
 import os
@@ -24,7 +22,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -32,9 +30,10 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks import gpu_contestants
-from benchmarks.gpu_contestants import BETAS, CLIP, EPS, Ours, Theirs
+from benchmarks.gpu_contestants import Ours, Theirs
 from benchmarks.record import RESULTS, keep, options, table, versions
 from benchmarks.roofline import GAP, GEMM_RATES, GRAPH_GAP, H100, H200, PEAK_FLOPS, Gpu, gpu_seconds, step_seconds
+from benchmarks.titan import titan_step
 from benchmarks.traffic import Traffic
 from megatron.config.run import RunConfig
 from megatron.distributed import comm
@@ -102,6 +101,11 @@ CASES = {
 }
 """Eight layers of Llama-3-8B and four of Mixtral-8x7B, as more do not fit on one GPU with their optimizer state."""
 
+MIXTURES = [
+    name for name, case in CASES.items() if case.ranks == 1 and ("experts" in case.flags or "deepseek" in case.flags)
+]
+"""Cases on one rank whose layers have experts."""
+
 MEASURED = {
     "h100-124m-s1024": Case(
         "--preset gpt2-124m --seq-length 1024", 64, 12, 1, "--cuda-graph step --cross-entropy-chunk-size 4096"
@@ -121,6 +125,13 @@ MILLISECONDS = {
 """Measured for a step of ours and of compiled `transformers`."""
 
 NO_GRAPH, RIVAL, FORCED = "ours, --cuda-graph none", "transformers, compiled", "ours, forced balance"
+SMALL_STATE = "ours, 12 bytes of state"
+SAME_STATE = f"{RIVAL}, 18 bytes of state"
+WIDE_STATES = {
+    SAME_STATE: "main",
+    "torchtitan, compiled, 16 bytes of state": "fp32",
+}
+"""Others with fp32 state, and how they keep it."""
 IMPLEMENTATIONS = {
     "ours": "",
     NO_GRAPH: "--cuda-graph none",
@@ -132,51 +143,21 @@ IMPLEMENTATIONS = {
     "ours, busiest rank 2": "--cuda-graph none --moe-exchange-bound 2",
     "torchtitan, eager": None,
     "torchtitan, compiled": None,
+    **dict.fromkeys(WIDE_STATES),
+    SMALL_STATE: "--cuda-graph none --store-param-remainders --exp-avg-dtype bf16 --exp-avg-sq-dtype bf16",
 }
 """Names of rows, and flags of ours."""
 
 
 def step_of(implementation: str, case: Case, layers: int, micro_batches: int) -> Callable[[], object]:
     """Build the training step of an implementation."""
-    who, _, how = implementation.partition(", ")
-    model, device = case.model(layers, micro_batches), torch.device("cuda", 0)
+    who, model, device = implementation.partition(",")[0], case.model(layers, micro_batches), torch.device("cuda", 0)
+    compiled, weights = "compiled" in implementation, WIDE_STATES.get(implementation, "bf16")
     if who == "torchtitan":
-        return torchtitan(case, layers, micro_batches, how == "compiled")
+        return titan_step(case.config(layers, micro_batches), micro_batches, compiled, weights == "fp32")
     if who == "transformers":
-        return Theirs(case.micro_batch, compiled=how == "compiled").make(model, device)
+        return Theirs(case.micro_batch, weights, compiled).make(model, device)
     return Ours(case.micro_batch, f"{case.more} {IMPLEMENTATIONS[implementation]}", case.ranks).make(model, device)
-
-
-def torchtitan(case: Case, layers: int, micro_batches: int, compiled: bool) -> Callable[[], object]:
-    """Build a step of torchtitan's Llama with bf16 weights: its model, its loss, and its way of compiling."""
-    llama3, attention, losses = (
-        importlib.import_module(f"torchtitan.{name}")
-        for name in ("models.llama3", "models.attention", "components.loss")
-    )
-    attention.ScaledDotProductAttentionWrapper.sdpa_backends = [torch.nn.attention.SDPBackend.FLASH_ATTENTION]
-    config = case.config(layers, micro_batches)
-    length = config.training.seq_length
-    with torch.device("cuda"):
-        torch.set_default_dtype(torch.bfloat16)
-        model = llama3.Transformer(replace(llama3.llama3_args["8B"], n_layers=layers, max_seq_len=length))
-        torch.set_default_dtype(torch.float32)
-        ids = torch.randint(0, config.model.vocab, (micro_batches, case.micro_batch, length + 1))
-    loss = losses.cross_entropy_loss
-    if compiled:
-        loss = torch.compile(loss)
-        for block in model.layers.values():
-            block.compile(fullgraph=True)
-    optimizer = torch.optim.AdamW(model.parameters(), 1e-4, BETAS, EPS, weight_decay=0.1, fused=True)
-    inputs, labels = ids[..., :-1].contiguous(), ids[..., 1:].contiguous()
-
-    def step() -> None:
-        for x, y in zip(inputs, labels):
-            (loss(model(x), y) / labels.numel()).backward()
-        nn.utils.clip_grad_norm_(model.parameters(), CLIP)
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-
-    return step
 
 
 def embedding_shapes() -> set[torch.Size]:
@@ -222,13 +203,18 @@ def measure(implementation: str, case: Case, layers: int, micro_batches: int) ->
 
 def applies(name: str, implementation: str) -> bool:
     """Return False for models that an implementation does not have, and for options that they do not need."""
+    case, mixture = (CASES | MEASURED)[name], name in MIXTURES
     if "busiest" in implementation:
-        return CASES[name].ranks > 1
+        return case.ranks > 1
     if implementation == FORCED:
         return name.startswith("qwen3")
-    if implementation.startswith("transformers"):
-        return name in MEASURED or CASES[name].ranks == 1
-    return name.startswith("llama") or not implementation.startswith("torchtitan")
+    if implementation == SMALL_STATE:  # of larger models a step takes minutes
+        return name == "qwen3-moe-s4096"
+    if implementation in WIDE_STATES:
+        return mixture
+    return implementation.startswith("ours") or (
+        case.ranks == 1 and (mixture or implementation.startswith("transformers") or name.startswith("llama"))
+    )
 
 
 def pretend_peers(ranks: int) -> None:
@@ -352,6 +338,20 @@ def goals(rows: Mapping[str, Mapping[str, Any]]) -> list[str]:
     return lines
 
 
+def equal_states(rows: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """Return ours beside compiled `transformers` with the same state, for layers with experts."""
+    lines = ["", "## Layers with experts, ours beside `transformers` with the same state", ""]
+    for name, case in rows.items():
+        if {NO_GRAPH, SAME_STATE} <= set(case):
+            ours, theirs = case[NO_GRAPH], case[SAME_STATE]
+            counts = (f"{per_layer(row, 'launches'):.1f} launches" for row in (ours, theirs))
+            moved = (f"{per_layer(row, 'bytes') / 1e6:,.0f} MB" for row in (ours, theirs))
+            ratio = step_seconds(theirs["whole"], H200) / step_seconds(ours["whole"], H200)
+            beside = " / ".join(counts) + " a layer, " + " / ".join(moved)
+            lines.append(f"* {name}: {beside}, predicted to be {ratio:.2f} times as fast")
+    return lines
+
+
 def checks(found: Mapping[str, Mapping[str, Any]]) -> list[str]:
     """Return what the roofline predicts for an H100 beside what was measured on one."""
     lines = ["", "## The roofline on an H100, beside measurements", ""]
@@ -379,8 +379,15 @@ views, and the tensor arguments of Triton kernels. What is updated in place coun
 read or written by index, only the chosen rows count. A separate step counts them, and the same calls are made in it.
 
 All take the same number of tokens, in bf16, with fused AdamW and clipping. Attention is PyTorch's flash kernel, as
-cuDNN's cannot run on the null GPU. `transformers` and torchtitan have bf16 weights, gradients and moments; ours has
-fp32 main parameters, gradients and moments. torchtitan is its Llama and its loss, compiled per block, as it does.
+cuDNN's cannot run on the null GPU. State is the bytes of weights, gradients and moments per parameter: 18 of ours,
+which has fp32 main parameters beside bf16 weights, and 8 of `transformers` and torchtitan, where all is bf16.
+`12 bytes`: ours with `--store-param-remainders` and bf16 moments. `18 bytes`: `transformers` with fp32 main parameters,
+gradients and moments beside bf16 weights, as ours: under autocast its experts are a loop that waits for each product.
+`16 bytes`: torchtitan under autocast with fp32 of all, as it trains on one GPU.
+
+torchtitan is its models, its loss and its way of compiling: dense blocks whole, others in parts. It has no Mixtral:
+that is its Qwen3-MoE with these sizes. The update of expert biases is in ours only.
+
 Tokens are spread evenly over experts, and no rank's transfers take time on a wire. Grouped products of Triton, the
 weight gradients of experts, count as matrix products. Cases:
 
@@ -415,6 +422,7 @@ def page(result: Mapping[str, Any]) -> str:
                 f"{title}, at {result['before at']}": row for title, row in result["before"].get(name, {}).items()
             }
             lines += table_of(name, before | result["rows"][name])
+    lines += equal_states(result["rows"])
     lines += checks(result["checks"])
     compared = {name: rows for name, rows in result["rows"].items() if {"ours", NO_GRAPH, RIVAL} <= set(rows)}
     if {"gpt2-124m-mb32", "llama3-8b-s8192"} <= set(compared):

@@ -112,7 +112,7 @@ KERNEL_CANDIDATES: dict[str, tuple[str, ...]] = {
     "norm": ("triton", "apex", "compiled", "torch"),
     "add_norm": ("triton", "compiled", "torch"),
     "split_qkv": ("triton", "compiled", "torch"),
-    "latent_qkv": ("compiled", "torch"),
+    "latent_qkv": ("triton", "compiled", "torch"),
     "activation": ("triton", "compiled", "torch"),
     "dropout": ("compiled", "torch"),
     "cross_entropy": ("compiled", "torch"),

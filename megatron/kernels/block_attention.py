@@ -163,6 +163,15 @@ class _BlockAttention(torch.autograd.Function):
         s, b, n, _ = q_SBND.shape
         dtype = torch.promote_types(q_SBND.dtype, torch.float32)
         pad, width = _padding(dropout, scores), v_SBGD.shape[3]
+        ctx.mask, ctx.dropout, ctx.key_values, ctx.scores = mask, dropout, key_values, scores
+        plain = sink_N is None and dropout is None and key_values is LOCAL
+        ctx.single = _single_tile(q_SBND, k_SBGD, v_SBGD, mask, scores) if plain else None
+        if ctx.single is not None:
+            q, k, v, padded = pad(q_SBND, k_SBGD, v_SBGD, scores)
+            y_BNSD, lse_BNS = _forward(_TileInputs.of(q, k, v, mask, ctx.single, None, padded))
+            y_SBND = y_BNSD[..., :width].permute(2, 0, 1, 3).contiguous()
+            ctx.save_for_backward(q_SBND, k_SBGD, v_SBGD, None, y_SBND, lse_BNS)
+            return y_SBND
         y_SBND = q_SBND.new_zeros((s, b, n, width), dtype=dtype)  # so that merging the heads later copies nothing
         y_BNSD = y_SBND.permute(1, 2, 0, 3)
         lse_BNS = q_SBND.new_full((b, n, s), -torch.inf, dtype=dtype)
@@ -181,7 +190,6 @@ class _BlockAttention(torch.autograd.Function):
             lse_BNS = whole_BNS
         y_SBND = y_SBND.to(q_SBND.dtype)
         ctx.save_for_backward(q_SBND, k_SBGD, v_SBGD, sink_N, y_SBND, lse_BNS)
-        ctx.mask, ctx.dropout, ctx.key_values, ctx.scores = mask, dropout, key_values, scores
         return y_SBND
 
     @staticmethod
@@ -194,6 +202,12 @@ class _BlockAttention(torch.autograd.Function):
             dsink_N = -(sink_N.unsqueeze(-1) - lse_BNS).exp_().mul_(mean_BNS).sum((0, 2))
         pad, width, value_width = _padding(ctx.dropout, ctx.scores), q_SBND.shape[3], v_SBGD.shape[3]
         dy_SBND, y_SBND = (pad(q_SBND, q_SBND, t, ctx.scores)[2] for t in (dy_SBND, y_SBND))
+        if ctx.single is not None:
+            q, k, v, scores = pad(q_SBND, k_SBGD, v_SBGD, ctx.scores)
+            inputs = _TileInputs.of(q, k, v, ctx.mask, ctx.single, None, scores)
+            grads = _backward(inputs, dy_SBND.permute(1, 2, 0, 3), y_SBND.permute(1, 2, 0, 3), lse_BNS)
+            dq_SBND, dk_SBGD, dv_SBGD = (grad.permute(2, 0, 1, 3) for grad in grads)
+            return dq_SBND[..., :width], dk_SBGD[..., :width], dv_SBGD[..., :value_width], *(None,) * 5
         dq_SBND = lse_BNS.new_zeros(q_SBND.shape)
         dq_BNSD = dq_SBND.permute(1, 2, 0, 3)
 
@@ -227,6 +241,19 @@ def _tiles(
     if dropout is not None or scores.softcap is not None or not (flash or q_SBND.device.type == "cpu"):
         return mask.tiles(UNFUSED_BLOCK, whole=False)
     return mask.bands() if flash and mask.pattern.rule is None else mask.tiles(BLOCK)
+
+
+def _single_tile(
+    q_SBND: Tensor, k_SBGD: Tensor, v_SBGD: Tensor, mask: AttentionMask, scores: AttentionScores
+) -> Tile | None:
+    """Return the tile of the queries and keys that one call on a GPU computes, so that there is nothing to merge."""
+    if scores.softcap is not None or mask.pattern.rule is not None or not _flash_covers_tiles(q_SBND, v_SBGD):
+        return None
+    tiles = mask.bands()
+    if len(tiles) != 1:
+        return None
+    parts = q_SBND[tiles[0].queries, tiles[0].samples], k_SBGD[tiles[0].keys, tiles[0].samples]
+    return tiles[0] if [t.shape for t in parts] == [q_SBND.shape, k_SBGD.shape] else None
 
 
 def _rows(t_SBND: Tensor, samples: slice, rows: slice) -> Tensor:

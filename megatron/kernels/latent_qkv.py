@@ -12,7 +12,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from megatron.kernels.compile import compiled, compiler_missing
+from megatron.kernels.compile import compiled, compiler_missing, triton_missing, triton_region
 from megatron.kernels.operation import Candidate, KernelCheck, Operation
 from megatron.kernels.qkv import RotaryCosSin, rotate
 
@@ -61,14 +61,30 @@ def _checks() -> Sequence[KernelCheck]:
     def rotary(like: Tensor) -> RotaryCosSin:
         return RotaryCosSin(angles.cos().to(like), angles.sin().to(like), True)
 
+    def turned(f: LatentQKVKernel, t: Sequence[Tensor]) -> Sequence[Tensor]:
+        angles = rotary(t[0])
+        return f(t[0], t[1], t[2], 12, angles, angles)
+
     return [
-        KernelCheck(lambda f, t: f(t[0], t[1], t[2], 12, rotary(t[0]), rotary(t[0])), (q, kv, k)),
+        KernelCheck(turned, (q, kv, k)),
         KernelCheck(lambda f, t: f(t[0], t[1], t[2], 12, None, None), (q, kv, k)),
     ]
 
 
+def _same_positions(
+    q_SBO: Tensor,
+    kv_TBO: Tensor,
+    k_TBP: Tensor,
+    channels: int,
+    q_rotary: RotaryCosSin | None,
+    k_rotary: RotaryCosSin | None,
+) -> bool:
+    return len(q_SBO) == len(kv_TBO) and q_rotary is k_rotary
+
+
 LATENT_QKV = Operation(
     {
+        "triton": Candidate(triton_region("latent_qkv", "triton_latent_qkv"), triton_missing, covers=_same_positions),
         "compiled": Candidate(cache(compiled(latent_qkv)), compiler_missing),
         "torch": Candidate(lambda: latent_qkv),
     },

@@ -57,12 +57,12 @@ def _summed(partial_KPW: Tensor) -> list[Tensor]:
 
 @triton.jit
 def _norm_forward(
-    x, y, weight, bias, total, normed, eps, width, SUM: tl.constexpr, CENTRED: tl.constexpr, BLOCK: tl.constexpr
-):
-    columns = tl.arange(0, BLOCK)
-    mask = columns < width
-    at = tl.program_id(0).to(tl.int64) * width + columns
-    value = tl.load(x + at, mask, 0.0).to(tl.float32)
+    x, y, weight, bias, total, normed, eps, x_stride, width,
+    SUM: tl.constexpr, CENTRED: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    columns, row = tl.arange(0, BLOCK), tl.program_id(0).to(tl.int64)
+    mask, at = columns < width, row * width + columns
+    value = tl.load(x + row * x_stride + columns, mask, 0.0).to(tl.float32)
     if SUM:
         rounded = (value + tl.load(y + at, mask, 0.0).to(tl.float32)).to(total.dtype.element_ty)
         tl.store(total + at, rounded, mask)
@@ -77,7 +77,7 @@ def _norm_forward(
 
 @triton.jit
 def _norm_backward(
-    x, dnormed, dtotal, weight, dx, partial_KPW, eps, rows, width,
+    x, dnormed, dtotal, weight, dx, partial_KPW, eps, x_stride, rows, width,
     SUM: tl.constexpr, CENTRED: tl.constexpr, Y_BIAS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """``dx = (g - mean(g) - n mean(g n)) / std``, n = (x - mean) / std, g = weight dy (arXiv 1607.06450).
@@ -94,7 +94,7 @@ def _norm_backward(
     for i in tl.range(tl.cdiv(rows - program, programs), num_stages=STAGES):
         row = program + i * programs
         at = row * width + columns
-        value = tl.load(x + at, mask, 0.0).to(tl.float32)
+        value = tl.load(x + row * x_stride + columns, mask, 0.0).to(tl.float32)
         dy = tl.load(dnormed + at, mask, 0.0).to(tl.float32)
         if SUM:  # here, because loads wait for reductions before them
             dx_sum = tl.load(dtotal + at, mask, 0.0).to(tl.float32)
@@ -128,11 +128,10 @@ class _Norm(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, y: Tensor | None, y_bias: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float
     ) -> tuple[Tensor, Tensor] | Tensor:
-        x = x.contiguous()
-        total = x if y is None else torch.empty_like(x)
-        normed, width = torch.empty_like(x), x.shape[-1]
-        block, warps = _row(width)
-        arguments = x, y if y is None else y.contiguous(), weight, bias, total, normed, eps, width
+        rows = _rows(x)
+        total, normed = rows if y is None else x.new_empty(x.shape), x.new_empty(x.shape)
+        block, warps = _row(width := x.shape[-1])
+        arguments = rows, y if y is None else y.contiguous(), weight, bias, total, normed, eps, rows.stride(0), width
         _norm_forward[(x.numel() // width,)](*arguments, y is not None, bias is not None, block, num_warps=warps)
         ctx.save_for_backward(total, weight)
         ctx.flags, ctx.eps = (y is not None, bias is not None, y_bias is not None), eps
@@ -143,16 +142,23 @@ class _Norm(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         total, weight = ctx.saved_tensors
         has_sum, has_bias, has_y_bias = ctx.flags
-        width, dx = total.shape[-1], torch.empty_like(total)
+        width, dx = total.shape[-1], total.new_empty(grads[-1].shape)
         rows, (block, warps) = total.numel() // width, _row(width)
         partial = weight.new_empty(1 + has_bias + has_y_bias, min(PROGRAMS, rows), width, dtype=torch.float32)
         dtotal, dnormed = (grads[0] if has_sum else None), grads[-1].contiguous()
         arguments = total, dnormed, dtotal if dtotal is None else dtotal.contiguous(), weight, dx, partial
         stages = STAGES if block * total.element_size() <= 8192 else 1  # 48 KiB, which all GPUs have
-        _norm_backward[partial.shape[1],](*arguments, ctx.eps, rows, width, *ctx.flags, block, stages, num_warps=warps)
+        sizes = _rows(total).stride(0), rows, width
+        _norm_backward[partial.shape[1],](*arguments, ctx.eps, *sizes, *ctx.flags, block, stages, num_warps=warps)
         dweight, *more = _summed(partial)
         dbias = more.pop(0) if has_bias else None
         return dx, dx if has_sum else None, more.pop() if has_y_bias else None, dweight, dbias, None
+
+
+def _rows(x: Tensor) -> Tensor:
+    """Return ``[rows, width]``; a copy unless rows are evenly spaced, as those of a part of the columns are."""
+    rows = x.reshape(-1, x.shape[-1])
+    return rows if rows.stride(1) == 1 else rows.contiguous()
 
 
 def _row(width: int) -> tuple[int, int]:

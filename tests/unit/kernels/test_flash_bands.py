@@ -198,15 +198,16 @@ def test_bands_are_few() -> None:
 
 @pytest.mark.parametrize("seed", range(0, 200, 25))
 def test_attention_in_bands_matches_the_dense_mask(flash: FlashDouble, seed: int) -> None:
-    """Forward and gradients, in fp64; keys and queries of any positions."""
+    """Forward and gradients, in fp64; keys and queries of any positions, values also narrower and wider than keys."""
     for each in range(seed, seed + 25):
         mask = random_mask(1000 + each, 24, samples=2)
         if not mask.dense().any(-1).all():
             continue
         torch.manual_seed(each)
         queries, keys = (sum(map(len, ranges)) for ranges in (mask.queries, mask.keys))
-        q, dy = torch.randn(2, queries, 2, 4, 8, dtype=torch.float64)
-        k, v = torch.randn(2, keys, 2, 2, 8, dtype=torch.float64)
+        width = (8, 5, 11)[each % 3]
+        q, dy = (torch.randn(queries, 2, 4, each, dtype=torch.float64) for each in (8, width))
+        k, v = (torch.randn(keys, 2, 2, each, dtype=torch.float64) for each in (8, width))
         leaves = [t.requires_grad_() for t in (q, k, v)]
         wide_k, wide_v = (t.repeat_interleave(2, 2) for t in (k, v))
         scores = torch.einsum("sbnd,tbnd->bnst", q, wide_k) * 8**-0.5

@@ -19,8 +19,10 @@ pytest.importorskip("triton")
 
 from triton.runtime import interpreter
 
+from megatron.kernels import triton_latent_qkv
 from megatron.kernels import triton_regions as regions
 from megatron.kernels.activation import TRITON_ACTIVATIONS, WeightedRows, activation
+from megatron.kernels.latent_qkv import latent_qkv
 from megatron.kernels.norm import add_norm, norm
 from megatron.kernels.qkv import HeadNorms, RotaryCosSin, split_qkv
 
@@ -33,6 +35,7 @@ def small_programs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(regions, "PROGRAMS", 4)
     monkeypatch.setattr(regions, "TILE", 32)
     monkeypatch.setattr(regions, "QKV_TILE", 32)
+    monkeypatch.setattr(triton_latent_qkv, "TILE", 64)
     patch = interpreter._patch_lang_tensor
 
     def patched(tensor: Any, scope: Any) -> None:
@@ -65,6 +68,11 @@ def test_norms(width: int, with_bias: bool) -> None:
     x, y = draw(ROWS, BATCH, width), draw(ROWS, BATCH, width).flip(0)
     bias = draw(width).flip(0) if with_bias else None
     agree(regions.norm, norm, (x, draw(width), bias), 1e-5)
+    part = draw(ROWS, BATCH, width + 8)
+    ours, eager = (lambda x, *rest, f=f: f(x[..., 3 : width + 3], *rest) for f in (regions.norm, norm))
+    agree(ours, eager, (part, draw(width), bias), 1e-5)  # rows with a gap between them
+    agree(ours, eager, (part[:1].transpose(0, 1), draw(width), bias), 1e-5)
+    agree(regions.norm, norm, (x[:1].transpose(0, 1), draw(width), bias), 1e-5)
     agree(regions.add_norm, add_norm, (x, y, None, draw(width), bias), 1e-5)
     agree(regions.add_norm, add_norm, (x, y, draw(width), draw(width), bias), 1e-5)
 
@@ -102,6 +110,21 @@ def test_split(angles: tuple[int, int, bool] | None, with_bias: bool) -> None:
         return lambda x, bias: function(x, bias, (2, 12), None, rotary_of(angles, x))
 
     agree(split(regions.split_qkv), split(split_qkv), (qkv, bias))
+
+
+@pytest.mark.parametrize("angles", [None, (8, 1, False), (8, BATCH, True)])
+def test_latent_heads(angles: tuple[int, int, bool] | None) -> None:
+    """Three heads of 12 plain and 8 shared channels, and values wider than both; the shared ones lie in other rows."""
+    q, kv, latents = draw(ROWS, BATCH, 3 * 20), draw(ROWS, BATCH, 3 * 36), draw(ROWS, BATCH, 8 + 5)
+
+    def split(function: Any) -> Callable[..., Any]:
+        def run(q: Tensor, kv: Tensor, latents: Tensor) -> Any:
+            rotary = rotary_of(angles, q)
+            return function(q, kv, latents[..., 5:], 12, rotary, rotary)
+
+        return run
+
+    agree(split(triton_latent_qkv.latent_qkv), split(latent_qkv), (q, kv, latents))
 
 
 @pytest.mark.parametrize("centred", [False, True])
