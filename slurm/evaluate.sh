@@ -18,7 +18,10 @@ if [ -z "$DRY_RUN" ]; then
 fi
 
 layout=(--tensor-model-parallel-size 8 --sequence-parallel --pipeline-model-parallel-size 8)
-[ -z "$SMALL" ] || layout=(--tensor-model-parallel-size 2 --sequence-parallel --pipeline-model-parallel-size 1)
+if [ -n "$SMALL" ]; then
+    small_nodes=1
+    layout=(--tensor-model-parallel-size 2 --sequence-parallel --pipeline-model-parallel-size 1)
+fi
 evaluation=(--skip-train --load "$RUN/checkpoints" --eval-iters "${ITERS:-10}" --run-dir "$RUN/evaluation")
 data=() # the run's own flag, which names copies on the disks of its nodes, would not do
 [ ! -f "$RUN/slurm/data_path" ] || mapfile -t data <"$RUN/slurm/data_path"

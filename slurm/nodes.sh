@@ -4,12 +4,13 @@
 # Print the value of an option in the recipe's #SBATCH lines.
 asked() { sed -n "s/^#SBATCH.* --$1=\([^ ]*\).*/\1/p" "$0" | head -n 1; }
 
-# Print the nodes, one per line. With --no-kill a job may lose some of them, so Slurm is queried each time.
+# Print the nodes, one per line. With --no-kill a job may lose some of them, so Slurm is queried each time. Without a job,
+# as many as the recipe asks for; its small_nodes with SMALL=1.
 nodes_of_job() {
     if [ "$JOB" != 0 ]; then
         scontrol show hostnames "$(squeue --noheader --jobs="$SELF" --format=%N || echo "$SLURM_JOB_NODELIST")"
     else
-        seq -f node%g "${SLURM_JOB_NUM_NODES:-$(asked nodes)}"
+        seq -f node%g "${SLURM_JOB_NUM_NODES:-${small_nodes:-$(asked nodes)}}"
     fi
 }
 

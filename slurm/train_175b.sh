@@ -28,7 +28,8 @@ optimizer=(--lr 6e-5 --min-lr 6e-6 --lr-decay-style cosine --weight-decay 0.1 --
 data=(--data-path "$DATA" --split "99,1,0" --eval-interval 1000 --eval-iters 10)
 run=(--save-interval 500 --async-save --keep-last 3 --keep-every 5000)
 
-if [ -n "$SMALL" ]; then # 3 nodes x 4 ranks = TP2 x PP2 x DP3
+if [ -n "$SMALL" ]; then
+    small_nodes=3 # x 4 ranks = TP2 x PP2 x DP3
     layout+=(--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2)
     batch+=(--global-batch-size 12)
     data=(--mock-data)

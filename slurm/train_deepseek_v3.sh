@@ -28,7 +28,8 @@ batch=(--micro-batch-size 1 --global-batch-size 15360 --rampup-batch-size 3072 7
 data=(--data-path "$DATA" --split "99,1,0" --eval-interval 1000 --eval-iters 10)
 run=(--save-interval 200 --async-save --keep-last 3)
 
-if [ -n "$SMALL" ]; then # 2 nodes x 4 ranks = PP2 x DP4, experts EP4 x DP1
+if [ -n "$SMALL" ]; then
+    small_nodes=2 # x 4 ranks = PP2 x DP4, experts EP4 x DP1
     model+=(
         --num-experts 16 --moe-ffn-hidden-size 32 --moe-shared-expert-intermediate-size 32 --moe-layer-freq "[0]+[1]*3"
         --q-lora-rank 32 --kv-lora-rank 16 --qk-head-dim 16 --qk-pos-emb-head-dim 8 --v-head-dim 16

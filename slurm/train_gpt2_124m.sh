@@ -21,7 +21,8 @@ batch=(--micro-batch-size 16 --global-batch-size 512 --rampup-batch-size 128 128
 data=(--data-path "$DATA" --split "99,1,0" --eval-interval 1000 --eval-iters 10)
 run=(--save-interval 1000 --keep-last 3)
 
-if [ -n "$SMALL" ]; then # 4 ranks = DP4
+if [ -n "$SMALL" ]; then
+    small_nodes=1 # x 4 ranks = DP4
     batch=(--micro-batch-size 1 --global-batch-size 16 --rampup-batch-size 8 4 64)
     data=(--mock-data)
     run+=("${tiny[@]}")

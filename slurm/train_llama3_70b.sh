@@ -25,7 +25,8 @@ batch=(--micro-batch-size 1 --global-batch-size 1024 --rampup-batch-size 512 512
 data=(--data-path "$DATA" --split "99,1,0" --eval-interval 1000 --eval-iters 10)
 run=(--save-interval 500 --async-save --keep-last 3)
 
-if [ -n "$SMALL" ]; then # 2 nodes x 4 ranks = TP2 x PP2 x DP2
+if [ -n "$SMALL" ]; then
+    small_nodes=2 # x 4 ranks = TP2 x PP2 x DP2
     model+=(--num-query-groups 2)
     layout+=(--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2)
     batch=(--micro-batch-size 1 --global-batch-size 16 --rampup-batch-size 8 4 64)

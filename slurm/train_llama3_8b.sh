@@ -24,7 +24,8 @@ batch=(--micro-batch-size 1 --global-batch-size 512 --train-iters 38147)
 data=(--data-path "$DATA" --split "99,1,0" --eval-interval 1000 --eval-iters 10)
 run=(--save-interval 500 --async-save --keep-last 3)
 
-if [ -n "$SMALL" ]; then # 2 nodes x 4 ranks = TP2 x DP4
+if [ -n "$SMALL" ]; then
+    small_nodes=2 # x 4 ranks = TP2 x DP4
     model+=(--num-query-groups 2)
     batch+=(--global-batch-size 8)
     data=(--mock-data)

@@ -24,7 +24,8 @@ batch=(--micro-batch-size 1 --global-batch-size 1024 --train-iters 157357)
 data=(--data-path "$DATA" --split "99,1,0" --eval-interval 1000 --eval-iters 10)
 run=(--save-interval 500 --async-save --keep-last 3)
 
-if [ -n "$SMALL" ]; then # 2 nodes x 4 ranks = DP8, experts EP4 x DP2
+if [ -n "$SMALL" ]; then
+    small_nodes=2 # x 4 ranks = DP8, experts EP4 x DP2
     model+=(--num-query-groups 2 --kv-channels 16 --num-experts 16 --moe-ffn-hidden-size 32 --moe-router-topk 4)
     layout+=(--expert-model-parallel-size 4)
     batch+=(--global-batch-size 16)

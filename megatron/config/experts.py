@@ -65,7 +65,7 @@ class ExpertOptions:
 
     num_experts and expert_ffn%expert_tp
     E213 experts of width {expert_ffn} do not divide over TP {expert_tp}
-      fix: --moe-ffn-hidden-size {expert_ffn%expert_tp}
+      fix: --moe-ffn-hidden-size {expert_ffn%expert_tp} | --expert-tensor-parallel-size 1
 
     num_experts and add_bias_linear and not moe_latent_size and hidden_size%expert_tp
     E213 biases of experts of hidden size {hidden_size} do not divide over TP {expert_tp}

@@ -70,7 +70,8 @@ class RouterOptions:
     has no loss: in training, experts are chosen after Sinkhorn's normalisation over each sequence (in Megatron-LM over
     a rank's micro-batch). none balances nothing."""
     moe_aux_loss_coeff: tuple[float, ...] = option((0.0,), role="schedule", at_least=0, needs=(EXPERTS, BALANCING_LOSS))
-    """Weight of each balancing loss, in the same order."""
+    """Weight of each balancing loss, in the same order. With this flag and without the types, the type is aux_loss, as
+    in Megatron-LM."""
     moe_z_loss_coeff: float | None = option(None, role="schedule", at_least=0, needs=EXPERTS)
     """Weight of ST-MoE's z-loss, the squared log-partition of the router's logits. Default: 0."""
     moe_router_dtype: str = option(
@@ -203,9 +204,8 @@ class RouterOptions:
             other = "every weight is 1, so the router gets no gradient (use --moe-router-pre-softmax)"
             yield f"--moe-router-topk 1: {other}"
         if not (any(self.balancing_losses.values()) or sinkhorn or self.moe_router_enable_expert_bias):
-            missing = "--moe-aux-loss-coeff 0.01"
-            if not self.balancing_losses:
-                missing += " --moe-router-load-balancing-type seq_aux_loss"
+            kind = next(iter(self.balancing_losses), "seq_aux_loss")
+            missing = f"--moe-router-load-balancing-type {kind} --moe-aux-loss-coeff 0.01"
             yield f"no balancing loss ({missing}): a few experts may get all tokens"
         elif self.balancing_losses.get("aux_loss"):
             what = "the loss depends on the micro-batches, and so on the layout"

@@ -67,17 +67,18 @@ class BlockMemory:
     moved: int
     # Operands of weight gradients, kept from I to W.
     wgrad: int
-    # Most memory beside what is kept, in the forward and in the backward of the block.
+    # Most memory beside what is kept, in the forward and in the backward of the block, and in its weight gradients.
     forward: int
     backward: int
+    weight: int
     # The most in a forward that keeps nothing.
     unkept_forward: int
 
     @classmethod
     def of(cls, config: RunConfig, mixers: Iterable[str]) -> BlockMemory:
-        """Return that of a block, whose mixers are given by name."""
+        """Compute the memory of a block, whose mixers are given by name."""
         shape, least = ActivationShape.of(config), config.training.min_offloaded_tensor_size
-        moved = wgrad = left = 0
+        moved = wgrad = left = weight = 0
         forward, backward, unkept = [], [], []
         found = [*map(find_mixer, mixers)]
         takers = [found, *([] for _ in found[1:])] if config.model.parallel_attention else [[each] for each in found]
@@ -87,14 +88,22 @@ class BlockMemory:
             kept = [t for t in tensors if shape.recomputed.isdisjoint(t.recomputed_by)]
             of_all, of_kept = (sum(t.size for t in some) for some in (tensors, kept))
             in_forward, in_backward = mixer.temporary(shape)
+            linears = mixer.linears(shape)
+            if shape.copied:
+                copies = [linear.operands * shape.copied for linear in linears]
+                beside = [
+                    (2 - linear.deferred) * shape.residual + linear.beside_operands * shape.width for linear in linears
+                ]
+                in_backward = max(in_backward, *map(sum, zip(copies, beside)))
+                weight = max(weight, *copies)
             forward.append(of_all - of_kept + in_forward - left)
             backward.append(of_all - of_kept + in_backward - left)
             unkept.append(of_all + in_forward - shape.residual)
             left += of_kept
             moved += sum(t.size for t in kept if t.elements >= least)
-            gradients = sum(linear.scattered for linear in mixer.linears(shape) if linear.deferred)
+            gradients = sum(linear.scattered for linear in linears if linear.deferred)
             wgrad += sum(t.size for t in tensors if t.wgrad_input) + gradients * shape.width
-        return cls(left, moved, wgrad, max(forward), max(backward), max(unkept))
+        return cls(left, moved, wgrad, max(forward), max(backward), weight, max(unkept))
 
 
 @dataclass(frozen=True)
@@ -106,15 +115,16 @@ class StageMemory:
     kept_loss: int
     # Operands of weight gradients, kept from I to W.
     wgrad: int
-    # Most memory beside these in F, and in B or I.
+    # Most memory beside these in F, in B or I, and in W.
     forward: int
     backward: int
+    weight: int
     # Kept on the host from F to B or I, instead of the device.
     host: int
 
     @classmethod
     def of(cls, config: RunConfig, stage: StageLayers) -> StageMemory:
-        """Return that of a stage."""
+        """Compute the memory of a stage."""
         shape, kinds = ActivationShape.of(config), config.model.kinds_of_layers
         memory = {mixers: BlockMemory.of(config, mixers) for mixers in kinds}
         blocks = [memory[config.model.mixers(layer)] for layer in stage.layers]
@@ -126,13 +136,16 @@ class StageMemory:
         channels = sum(table.channels for table in rotary_tables(shape.model, stage.kinds(shape.model.head_layers)))
         kept += 2 * rows * channels * shape.width  # cosines and sines
         loss, loss_forward = _loss(shape) if stage.last else (0, 0)
+        weight = max((block.weight for block in blocks), default=0)
         wgrad = sum(block.wgrad for block in blocks)
         if stage.last:
+            backward = max(backward, _last_norm(shape))
             heads = _heads(config, shape, [memory[config.model.mixers(layer)] for layer in shape.model.head_layers])
             forward = max(forward - heads.kept, heads.forward)
             backward = max(backward - heads.kept, heads.backward)
             kept, loss, wgrad = kept + heads.kept, loss + heads.kept_loss, wgrad + heads.wgrad
-        return cls(kept, loss, wgrad, max(loss_forward, forward - loss), backward, host)
+            weight = max(weight, heads.weight)
+        return cls(kept, loss, wgrad, max(loss_forward, forward - loss), backward, weight, host)
 
 
 def _heads(config: RunConfig, shape: ActivationShape, blocks: Sequence[BlockMemory]) -> StageMemory:
@@ -146,7 +159,8 @@ def _heads(config: RunConfig, shape: ActivationShape, blocks: Sequence[BlockMemo
         kept += sum(t.size for t in own) + inside + norm
         kept_loss += entropy
         wgrad += sum(t.size for t in own if t.wgrad_input) + block.wgrad + shape.residual
-    return StageMemory(kept, kept_loss, wgrad, forward, backward + len(blocks) * shape.residual, host=0)
+    weight = max((block.weight for block in blocks), default=0)
+    return StageMemory(kept, kept_loss, wgrad, forward, backward + len(blocks) * shape.residual, weight, host=0)
 
 
 def _largest(blocks: Sequence[BlockMemory]) -> tuple[int, int]:
@@ -202,6 +216,15 @@ def _kept_by_loss(shape: ActivationShape) -> tuple[int, int]:
     return norm, shape.tokens * shape.model.hidden_size * shape.width
 
 
+def _last_norm(shape: ActivationShape) -> int:
+    """Return what the backward of the norm before the loss needs in fp32, with what it keeps; 0 if it is fused."""
+    if shape.widens("add_norm"):
+        return 6 * shape.hidden * shape.wide
+    if shape.copied and "add_norm" in shape.eager:
+        return 4 * shape.hidden * shape.wide + 2 * shape.residual
+    return 0
+
+
 def _loss(shape: ActivationShape) -> tuple[int, int]:
     """Return what the final norm and the loss keep until backward, and what they need besides in forward."""
     (norm, entropy), model, hidden = _kept_by_loss(shape), shape.model, shape.model.hidden_size * shape.width
@@ -210,7 +233,8 @@ def _loss(shape: ActivationShape) -> tuple[int, int]:
     default = loss_chunk_tokens(shape.tokens, rows * (copied or shape.width), shape.on_gpu)
     chunk = min(shape.tokens, shape.config.training.cross_entropy_chunk_size or default)
     uncapped = shape.width if model.final_logit_softcapping is not None else 0
-    logits = chunk * (rows * (shape.width + copied + uncapped) + hidden)
+    product = max(hidden, shape.copied * (rows + model.hidden_size))  # the gradient of the input, then of the weight
+    logits = chunk * (rows * (shape.width + copied + uncapped) + product)
     # A plugin's loss may be scaled before backward, so the weight gradient of the output layer waits for it.
     waits = shape.config.training.objective != "next_token"
     wgrad = rows * model.hidden_size * shape.wide if waits else 0
@@ -257,7 +281,7 @@ def activation_memory(config: RunConfig, dp: int) -> list[list[ActionMemory]]:
                 continue
             if action.kind == WEIGHT:
                 after = wgrad - stage.wgrad
-                memory.append(ActionMemory(action, kept, wgrad, 0, kept + after, host))
+                memory.append(ActionMemory(action, kept, wgrad, stage.weight, kept + after, host))
                 wgrad = after
                 continue
             kept -= stage.kept_loss

@@ -47,7 +47,7 @@ CASES = {
         steps=2,
     ),
     "pp2, cp2, ep2": Case(
-        replace(MODEL, mtp_num_layers=1, position_embedding_type="rope"),
+        replace(MODEL, mtp_num_layers=2, mtp_use_repeated_layer=True, position_embedding_type="rope"),
         replace(parallel(pp=2, ep=2), context_parallel_size=2, data_parallel_sharding_strategy="optim_grads"),
         training=EVERYTHING,
         steps=2,
@@ -86,8 +86,11 @@ def test_metrics_of_a_layout_equal_one_process(pool: Pool, name: str) -> None:
         losses, losses_of_one = got.pop("losses"), expected.pop("losses")
         assert losses == pytest.approx(losses_of_one, rel=1e-10)
         assert got == expected
+        of_layers = [x for name, x in expected.items() if name.startswith("moe/seq_load_balancing_loss_layer_")]
+        assert sum(of_layers) / len(of_layers) == pytest.approx(losses["seq_load_balancing_loss"], rel=1e-3)
     assert [("expert-loads" in line) for line in ranks[0]] == [False, True]
     assert ranks[0][0]["expert-bias-range"] == 0.02
+    assert ranks[0][0].get("expert-mtp-layers", 0) == case.model.prediction_layers
 
 
 def test_metrics_match_counts_by_hand() -> None:
@@ -142,7 +145,14 @@ def test_the_console_shows_the_busiest_expert() -> None:
         -0.75 * math.log(0.75, 4) - 0.25 * math.log(0.25, 4), rel=1e-3
     )
     assert loads_in_percent(counts) == [None, [100, 100, 0, 200], [0, 300, 0, 100]]
-    line = {TOTAL_ITERATIONS: 9, "lm loss": 2.0, **metrics}
+    lists = {f"{name}-by-layer": values for name, values in by_layer.items()}
+    line = {TOTAL_ITERATIONS: 9, "lm loss": 2.0, **metrics, **lists}
     assert progress_line(3, line) == "3/9 | loss 2.0000 load 3.00 L2 dead 3 dropped 1.2%"
     fine = dict(line, **{"experts-dead": 0, "dropped-choices": 0.0})
     assert progress_line(3, fine).endswith(" load 3.00 L2")
+    assert progress_line(3, fine | {"expert-mtp-layers": 1}).endswith(" load 3.00 MTP1")
+    assert progress_line(3, fine | {"expert-mtp-layers": 2}).endswith(" load 3.00 MTP2")
+
+
+def test_no_expert_with_a_token_counts_as_dead() -> None:
+    assert loads_in_percent(torch.tensor([[0.0, 1, 999, 1000]])) == [[0, 1, 200, 200]]

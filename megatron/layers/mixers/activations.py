@@ -58,6 +58,8 @@ class LinearShape(NamedTuple):
     row_parallel: bool
     # A schedule may delay the weight gradient.
     deferred: bool
+    # Experts, whose weight gradients are multiplied one after the other.
+    experts: int = 1
 
     def kept(self, width: int, *recomputed_by: str) -> KeptTensor:
         """Return the tensor that is kept beside an activation: what a row-parallel linear takes, or another gives."""
@@ -69,6 +71,18 @@ class LinearShape(NamedTuple):
     def widest(self) -> int:
         """Elements of the gradients that its backward has at a time."""
         return self.inputs + self.gathered if self.row_parallel else self.outputs
+
+    @property
+    def operands(self) -> int:
+        """Elements of the operands of a weight gradient that are multiplied at a time."""
+        return (self.inputs + self.outputs) // self.experts
+
+    @property
+    def beside_operands(self) -> int:
+        """Elements of gradients meanwhile, beside that of a kept output; experts compute that of the input later."""
+        if not self.row_parallel:
+            return 0
+        return self.outputs if self.experts > 1 else self.inputs + self.gathered
 
 
 @dataclass(frozen=True)
@@ -128,6 +142,11 @@ class ActivationShape:
         """Bytes of this rank's rows of the residual stream."""
         return self.hidden * self.width
 
+    @property
+    def copied(self) -> int:
+        """Bytes of an element of the operands of weight gradients that are copied: on CPUs, those of 16 bits."""
+        return 0 if self.on_gpu or self.width == self.wide else self.wide
+
     def gathered(self, rows: int) -> int:
         """Return the elements of rows of the residual stream that are gathered; 0 without communication."""
         return rows * self.model.hidden_size if self.row_ranks > 1 else 0
@@ -140,7 +159,8 @@ class ActivationShape:
         rows = rows // self.row_ranks if replicated else rows
         outputs, inputs = rows * prod(weight.local_view[weight.expert : -1]), rows * weight.local_view[-1]
         if weight.expert or replicated:
-            return LinearShape(inputs, outputs, outputs, 0, weight.row_parallel, deferred)
+            experts = weight.local_view[0] if weight.expert else 1
+            return LinearShape(inputs, outputs, outputs, 0, weight.row_parallel, deferred, experts)
         scattered = self.hidden if weight.row_parallel else outputs
         return LinearShape(inputs, outputs, scattered, self.gathered(rows), weight.row_parallel, deferred)
 

@@ -3,23 +3,32 @@
 from __future__ import annotations
 
 from megatron.config.text import format_loss, format_three_digits
-from megatron.training.loggers.base import Column, Metric, Metrics, metrics_under
+from megatron.training.loggers.base import BY_LAYER, Column, Metric, Metrics, metrics_under
 
 
 def _heads(metrics: Metrics) -> str:
-    """Format the losses of further tokens, of depth 1, 2, ..."""
-    return " ".join(["mtp", *(format_loss(x) for x in metrics_under("mtp loss ", metrics).values())])
+    """Format the losses of further tokens as ``mtp 1: 4.12 2: 4.25``."""
+    losses = metrics_under("mtp loss ", metrics).items()
+    return " ".join(["mtp", *(f"{depth}: {format_loss(x)}" for depth, x in losses)])
 
 
 def _experts(load: float, metrics: Metrics) -> str:
     """Format as ``load 1.8 L7``, with dead experts and dropped choices if there are any."""
     dead, dropped = metrics["experts-dead"], metrics.get("dropped-choices", 0.0)
     more = f" dead {dead}" * (dead > 0) + f" dropped {dropped:.1%}" * (dropped > 0)
-    return f"load {format_three_digits(load)} L{metrics['expert-load-max-layer']}{more}"
+    layer = layer_names(metrics, "L")[metrics["expert-load-max-layer"]]
+    return f"load {format_three_digits(load)} {layer}{more}"
+
+
+def layer_names(metrics: Metrics, prefix: str = "") -> list[str]:
+    """Return the names of the layers of a model with experts: their numbers, and ``MTP1`` and so on for the heads."""
+    heads = metrics.get("expert-mtp-layers", 0)
+    layers = len(metrics[f"expert-load-max{BY_LAYER}"]) - heads
+    return [f"{prefix}{n}" for n in range(layers)] + [f"MTP{n}" for n in range(1, heads + 1)]
 
 
 FEATURE_COLUMNS = (
-    Column("mtp loss 1", 1, 6, lambda _, m: _heads(m), "mtp: losses of the tokens after the next one"),
+    Column("mtp loss 1", 1, 6, lambda _, m: _heads(m), "mtp k: loss of the token k after the next one"),
     *(
         Column(
             f"{of}load_balancing_loss", 1, 7, lambda x, _: f"balance {format_loss(x)}", "balance: of experts, 1 is best"
@@ -30,6 +39,9 @@ FEATURE_COLUMNS = (
     Column("expert-load-max", 1, 7, _experts, "load: of the busiest expert over the mean, and its layer"),
 )
 """Columns of log lines that have the metrics."""
+
+FURTHER_LOSSES = {"mtp loss ": "mtp "}
+"""Beginnings of the names of further losses per token, and of their names in pictures of the loss."""
 
 LOSS_METRICS = {
     "mtp loss N": Metric(
@@ -62,6 +74,9 @@ EXPERT_METRICS = {
     "dropped-choices": Metric("0 to 1", "window: share of the choices beyond `--moe-expert-capacity-factor`"),
     "expert-bias-range": Metric("", "largest less smallest bias of a layer's experts, where the difference is largest"),
     "METRIC-by-layer": Metric("list", "each of these by layer, null without experts; `metrics.jsonl` only"),
+    "expert-mtp-layers": Metric(
+        "layers", "the last ones of these lists that are heads of multi-token prediction, if any"
+    ),
     "moe/METRIC_layer_N": Metric("", "each of these, and the losses above, with `--moe-per-layer-logging`"),
     "expert-loads": Metric(
         "list of lists",
@@ -81,3 +96,20 @@ DILOCO_METRICS = {
     "diloco-outer-grad-norm": Metric("", "norm of the averaged progress"),
 }
 """Metrics of a round of DiLoCo."""
+
+HEALTH_MAXIMA = {
+    "activation-rms": "activations",
+    "attention-logit": "attention logit",
+    "expert-load": "busiest expert",
+}
+"""Quantities of a health report whose largest values the console shows, and their names there."""
+
+UPDATE_METRICS = {
+    "spikes-skipped": Metric("steps", "window: those of them with a finite gradient that was an outlier"),
+}
+"""Metrics of updates that are left out."""
+
+VALIDATION_METRICS = {
+    "lm loss validation ema": Metric("nats per token", "loss with the average of the weights, with `--ema-decay`"),
+}
+"""Further losses of an evaluation."""

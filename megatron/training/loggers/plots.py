@@ -17,6 +17,7 @@ import numpy as np
 from megatron.checkpoint.durable_files import publish_file
 from megatron.config.text import format_compact, format_exponent, format_plain, printable
 from megatron.training.loggers.base import BY_LAYER, metrics_under
+from megatron.training.loggers.feature_metrics import FURTHER_LOSSES, layer_names
 from megatron.training.loggers.run_folder import EXPERTS_FILE, HEALTH_FILE, HistoryPoint, RunHistory
 
 if TYPE_CHECKING:
@@ -106,11 +107,16 @@ def draw_runs(runs: Mapping[str, RunHistory], out: Path) -> None:
             color, dashes = RUN_COLORS[number % len(RUN_COLORS)], DASHES[number // len(RUN_COLORS) % len(DASHES)]
             width = 2.2 if single else max(4.0 - number, 1.2)  # equal runs stay visible behind each other
             _draw_training(loss, "training" if single else name, run.train, color, dashes, width)
+            further = further_losses(run) if single else {}
+            for place, (label, points) in enumerate(further.items(), 2):
+                _draw_training(loss, label, points, RUN_COLORS[place % len(RUN_COLORS)], "-", 1.2)
             _draw_evaluations(loss, run, None if single else color)
             tokens = [point.tokens for point in run.train]
             rates = [point.learning_rate for point in run.train]
             rate.plot(tokens, rates, dashes, color=RATE_COLOR if single else color, linewidth=1.6)
-        _scale_loss_axis(loss, [p.loss for run in runs.values() for p in (*run.train, *run.evaluations)])
+        shown = [p.loss for run in runs.values() for p in (*run.train, *run.evaluations)]
+        shown += [p.loss for run in runs.values() if single for points in further_losses(run).values() for p in points]
+        _scale_loss_axis(loss, shown)
         loss.set_ylabel("loss per token (nats)")
         loss.set_title(next(iter(runs)) if single else f"{len(runs)} runs", loc="left", fontweight="bold")
         remark = "bold: training loss, smoothed; points: evaluations"
@@ -130,6 +136,16 @@ def draw_runs(runs: Mapping[str, RunHistory], out: Path) -> None:
         loss.set_title(remark, loc="right", color=MUTED_COLOR, fontsize=10)
         if handles := loss.get_legend_handles_labels()[0]:
             figure.legend(handles=handles, loc="outside lower left", ncols=columns, fontsize=9)
+
+
+def further_losses(run: RunHistory) -> dict[str, list[HistoryPoint]]:
+    """Return by name each further loss of a run, as log lines that have it in place of the loss."""
+    found: dict[str, list[HistoryPoint]] = {}
+    for point in run.train:
+        for prefix, label in FURTHER_LOSSES.items():
+            for name, value in metrics_under(prefix, point.line).items():
+                found.setdefault(f"{label}{name}", []).append(point._replace(line={**point.line, "lm loss": value}))
+    return found
 
 
 def running_mean(values: np.ndarray) -> np.ndarray:
@@ -255,10 +271,11 @@ EXPERT_PANELS = {"expert-load-max": "busiest expert of every layer", "expert-loa
 
 MAX_COLUMNS = 400  # of a heat map; more log lines are drawn as the extremes of several
 SNAPSHOTS = 4  # heat maps of all experts, the first and the last record among them
+DEAD_COLOR = "#000000"  # darker than all loads, also in greyscale
 
 
 def draw_experts(history: RunHistory, title: str, out: Path) -> bool:
-    """Draw the load of experts over layers and steps, and that of all of them at some steps.
+    """Draw the load of experts over layers and steps, dropped choices, and the load of all experts at some steps.
 
     Returns:
         False if the run has no experts.
@@ -270,27 +287,41 @@ def draw_experts(history: RunHistory, title: str, out: Path) -> bool:
     lines = [p for p in history.train if f"expert-load-max{BY_LAYER}" in p.line]
     if not lines:
         return False
-    # [layers, steps]: NaN for layers without experts
-    extremes = {kind: np.array([p.line[f"{kind}{BY_LAYER}"] for p in lines], dtype=float).T for kind in EXPERT_PANELS}
+
+    def by_layer(kind: str) -> np.ndarray:
+        """Return a metric ``[layers, steps]``, NaN for layers without experts."""
+        empty = [None] * len(names)
+        return np.array([p.line.get(f"{kind}{BY_LAYER}", empty) for p in lines], dtype=float).T
+
+    names = layer_names(lines[-1].line)
+    extremes = {kind: by_layer(kind) for kind in EXPERT_PANELS}
     layers = [n for n, values in enumerate(extremes["expert-load-max"]) if not np.isnan(values).all()]
+    shown_names = [names[n] for n in layers]
+    dropped = np.nan_to_num(by_layer("dropped-choices")[layers])
     records = [(p.iteration, np.array(rows)) for p in history.train if len(rows := p.loads_of_experts) == len(layers)]
     shown = sorted({round(at) for at in np.linspace(0, len(records) - 1, SNAPSHOTS)}) if records else []
     limit = max(2.0, np.nanmax(extremes["expert-load-max"]), *(records[n][1].max() / 100 for n in shown))
     height = max(2.0, 1.2 + 0.09 * len(layers))
     with open_figure(out, 11, height * (1 + bool(shown)) + 0.6, grid=False) as figure:
         figure.suptitle(f"{title}: load of the experts", x=0.01, ha="left", fontweight="bold")
-        grid = figure.add_gridspec(1 + bool(shown), 12)
-        for half, (kind, label) in enumerate(EXPERT_PANELS.items()):
-            axes = figure.add_subplot(grid[0, 6 * half : 6 * half + 6])
+        grid, panels = figure.add_gridspec(1 + bool(shown), 12), [*EXPERT_PANELS.items()]
+        width = 12 // (len(panels) + bool(dropped.any()))
+        for place, (kind, label) in enumerate(panels):
+            axes = figure.add_subplot(grid[0, width * place : width * (place + 1)])
             steps, values = _columns(extremes[kind][layers], [p.iteration for p in lines], kind.endswith("max"))
-            mesh = _draw_loads(axes, values, layers, [f"{step:,}" for step in steps], limit)
+            mesh = _draw_loads(axes, values, shown_names, [f"{step:,}" for step in steps], limit)
             axes.set_title(label, loc="left", fontsize=10)
             axes.set_xlabel("step", fontsize=9)
+        if dropped.any():
+            axes = figure.add_subplot(grid[0, 12 - width :])
+            steps, values = _columns(dropped, [p.iteration for p in lines], True)
+            _draw_dropped(axes, values, shown_names, [f"{step:,}" for step in steps])
         width = 12 // max(1, len(shown))
         for place, (step, percent) in enumerate(records[n] for n in shown):
             axes = figure.add_subplot(grid[1, width * place : width * (place + 1)])
-            _draw_loads(axes, percent / 100, layers, [*map(str, range(percent.shape[1]))], limit)
-            axes.set_title(f"all experts, until step {step:,}", loc="left", fontsize=10)
+            _draw_loads(axes, percent / 100, shown_names, [*map(str, range(percent.shape[1]))], limit)
+            dead = f": {(percent == 0).sum():,} dead" if (percent == 0).any() else ""
+            axes.set_title(f"until step {step:,}{dead}", loc="left", fontsize=10)
             axes.set_xlabel("expert", fontsize=9)
         bar = figure.colorbar(mesh, ax=figure.axes, location="right", shrink=0.8, pad=0.01)
         ticks = [2.0**n for n in range(-math.floor(math.log2(limit)), math.floor(math.log2(limit)) + 1)]
@@ -307,15 +338,32 @@ def _columns(values: np.ndarray, steps: list[int], largest: bool) -> tuple[list[
     return [steps[part[-1]] for part in parts], np.stack([extreme(values[:, part], axis=1) for part in parts], axis=1)
 
 
-def _draw_loads(axes: Axes, loads: np.ndarray, layers: list[int], columns: list[str], limit: float) -> Any:
-    """Draw loads ``[layers, columns]``, of which 1 is white, with the first layer at the bottom; return the mesh."""
-    from matplotlib.colors import LogNorm
+def _draw_loads(axes: Axes, loads: np.ndarray, layers: list[str], columns: list[str], limit: float) -> Any:
+    """Draw loads ``[layers, columns]``, darker the larger, with the first layer at the bottom; return the mesh."""
+    from matplotlib import colormaps
+    from matplotlib.colors import ListedColormap, LogNorm
 
-    axes.set_facecolor(INK_COLOR)  # of experts without a token
-    edges = np.arange(loads.shape[1] + 1), np.arange(len(layers) + 1)
-    mesh = axes.pcolormesh(*edges, np.ma.masked_less_equal(loads, 0), norm=LogNorm(1 / limit, limit), cmap="RdBu_r")
+    axes.set_facecolor(DEAD_COLOR)
+    colors = ListedColormap(colormaps["YlOrRd"](np.linspace(0, 0.8, 256)))  # without the darkest ones
+    return _draw_cells(axes, np.ma.masked_less_equal(loads, 0), layers, columns, LogNorm(1 / limit, limit), colors)
+
+
+def _draw_dropped(axes: Axes, shares: np.ndarray, layers: list[str], columns: list[str]) -> None:
+    """Draw the shares of dropped choices ``[layers, columns]``, from white for none to blue for the most."""
+    from matplotlib.colors import LinearSegmentedColormap, Normalize
+
+    colors = LinearSegmentedColormap.from_list("dropped", ["#ffffff", RUN_COLORS[0]])
+    _draw_cells(axes, shares, layers, columns, Normalize(0, shares.max()), colors)
+    axes.set_title(f"dropped choices, up to {shares.max():.2%}", loc="left", fontsize=10)
+    axes.set_xlabel("step", fontsize=9)
+
+
+def _draw_cells(axes: Axes, values: np.ndarray, layers: list[str], columns: list[str], norm: Any, colors: Any) -> Any:
+    """Draw ``values`` ``[layers, columns]`` as coloured cells with their names; return the mesh."""
+    edges = np.arange(values.shape[1] + 1), np.arange(len(layers) + 1)
+    mesh = axes.pcolormesh(*edges, values, norm=norm, cmap=colors)
     axes.set_ylabel("layer", fontsize=9)
-    for axis, names, most in ((axes.yaxis, [*map(str, layers)], 12), (axes.xaxis, columns, 6)):
+    for axis, names, most in ((axes.yaxis, layers, 12), (axes.xaxis, columns, 6)):
         ticks = range(0, len(names), math.ceil(len(names) / most))
         axis.set_ticks([i + 0.5 for i in ticks], [names[i] for i in ticks], fontsize=8)
     return mesh

@@ -56,7 +56,7 @@ def test_a_stage_of_the_ramp_that_no_schedule_runs_is_found() -> None:
 @pytest.mark.parametrize("recipe", TRAINING)
 def test_small_is_the_same_with_a_tiny_model(recipe: str, launcher: str) -> None:
     large = Started.by(recipe).config()
-    tiny = Started.by(recipe, SMALL="1", LAUNCHER=launcher, SLURM_JOB_NUM_NODES=str(SMALL_NODES[recipe]))
+    tiny = Started.by(recipe, SMALL="1", LAUNCHER=launcher)
     assert tiny.world_size == 4 * SMALL_NODES[recipe]
     config = tiny.config()
     assert num_parameters(config.model) < 1e6
@@ -67,6 +67,15 @@ def test_small_is_the_same_with_a_tiny_model(recipe: str, launcher: str) -> None
         assert (getattr(config.parallel, name) > 1) == (getattr(large.parallel, name) > 1)
     assert (config.training.rampup_batch_size is None) == (large.training.rampup_batch_size is None)
     assert config.checkpoint.async_save == large.checkpoint.async_save
+
+
+@pytest.mark.parametrize("recipe", [*TRAINING, "evaluate"])
+def test_small_starts_as_many_nodes_as_its_documentation_gives(recipe: str) -> None:
+    text = (ROOT / "slurm" / f"{recipe}.sh").read_text() + (ROOT / "docs" / "slurm.md").read_text()
+    given = re.findall(rf"SMALL=1 (?:RUN=\S+ )?sbatch --nodes=(\d+) (?:slurm/{recipe}\.sh|\.\.\.)", text) or ["1"]
+    expected = f"--nodes={given[0]}"
+    assert expected in Started.by(recipe, SMALL="1").words
+    assert "--nodes=5" in Started.by(recipe, SMALL="1", SLURM_JOB_NUM_NODES="5").words
 
 
 def test_a_small_run_is_not_in_the_folder_of_the_large_one() -> None:

@@ -95,6 +95,19 @@ def test_a_run_is_drawn_with_all_that_happened_to_it(tmp_path: Path, drawn: list
     assert [path.name for path in tmp_path.iterdir()] == ["a.svg"]
 
 
+def test_losses_of_further_tokens_have_curves_of_their_own(tmp_path: Path, drawn: list[Figure]) -> None:
+    made, of_first = RunHistory(), [5.0, None, 4.0]
+    for line, loss in zip(lines(3), of_first):
+        made.add({**line, "mtp loss 1": loss, "mtp loss 2": 6.0})
+    draw_runs({"a": made}, tmp_path / "a.png")
+    labels = [str(each.get_label()) for each in drawn[0].axes[0].lines]
+    assert [label for label in labels if label.startswith("mtp")] == [
+        "mtp 1, smoothed: 4.500 (last raw value 4.000)",
+        "mtp 1: 1 log line without a finite loss",
+        "mtp 2, smoothed: 6.000 (last raw value 6.000)",
+    ]
+
+
 def test_the_batch_size_changes_where_its_first_step_begins(tmp_path: Path, drawn: list[Figure]) -> None:
     def line(step: int, samples: int, size: int) -> dict[str, Any]:
         progress = {"iteration": step, "consumed-samples": samples, "consumed-tokens": 10 * samples}
@@ -289,14 +302,34 @@ def test_the_loads_of_experts_are_drawn(tmp_path: Path, drawn: list[Figure]) -> 
     assert meshes[0].get_array().shape == (2, 60)
     assert {*meshes[0].get_array()[1]} == {4.0}
     assert meshes[1].get_array().mask[1].all(), "no token"
-    assert [axes.get_title(loc="left") for axes in snapshots] == [
-        f"all experts, until step {n}" for n in (10, 30, 40, 60)
-    ]
+    assert [axes.get_title(loc="left") for axes in snapshots] == [f"until step {n}: 3 dead" for n in (10, 30, 40, 60)]
     assert meshes[2].get_array().filled(0).tolist() == [[1.0, 1.5, 1.0, 0.5], [4.0, 0, 0, 0]]
     assert [label.get_text() for label in most.get_yticklabels()] == ["1", "2"], "layer 0 has no experts"
     assert [label.get_text() for label in bar.get_yticklabels()] == ["1/4", "1/2", "1", "2", "4"]
     assert len({mesh.norm.vmax for mesh in meshes}) == 1, "one scale"
     assert not draw_experts(history(3), "dense", tmp_path / "b.png")
+
+
+def test_a_dead_expert_differs_from_all_others_in_greyscale(tmp_path: Path, drawn: list[Figure]) -> None:
+    assert draw_experts(history(0, None, *lines_with_experts(10)), "a run", tmp_path / "a.png")
+    axes = drawn[0].axes[2]
+    weights = np.array([0.299, 0.587, 0.114])  # of red, green and blue in luminance (ITU-R BT.601)
+    of_loads = axes.collections[0].cmap(np.linspace(0, 1, 256))[:, :3] @ weights
+    dead = np.array(axes.get_facecolor()[:3]) @ weights
+    assert (np.diff(of_loads) <= 0).all(), "darker the larger"
+    assert of_loads.min() - dead > 0.25
+
+
+def test_dropped_choices_and_heads_are_drawn(tmp_path: Path, drawn: list[Figure]) -> None:
+    made = history(0, None, *lines_with_experts(10))
+    for point in made.train:
+        point.line.update({"expert-mtp-layers": 1, "dropped-choices-by-layer": [None, 0.0, 0.25]})
+    assert draw_experts(made, "a run", tmp_path / "a.png")
+    _, least, dropped, *_ = drawn[0].axes
+    assert dropped.get_title("left") == "dropped choices, up to 25.00%"
+    assert dropped.collections[0].get_array()[:, -1].tolist() == [0.0, 0.25]
+    for axes in (least, dropped):
+        assert [label.get_text() for label in axes.get_yticklabels()] == ["1", "MTP1"]
 
 
 def test_many_log_lines_are_drawn_by_their_extremes(tmp_path: Path, drawn: list[Figure]) -> None:
