@@ -163,6 +163,8 @@ def role_of(name: str, before: Values, after: Values, configs: tuple[RunConfig, 
         return Role.START
     if not any(all(is_met(need, config) for need in option.needs) for config in configs):
         return Role.FREE  # it had no effect, and has none
+    if option.droppable and not after[name]:
+        return Role.FUNCTION
     if any(before[name] in alike and after[name] in alike for alike in option.same_shapes):
         return Role.FUNCTION
     return option.role

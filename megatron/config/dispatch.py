@@ -23,8 +23,8 @@ class DispatchOptions:
     Evaluation and generation are exact."""
     moe_exchange_bound: float = option(2.0, role="free", at_least=1, needs=(EXPERT_RANKS, "moe_exchange=bounded"))
     """bounded: the buffers hold what arrives if the tokens of any rank's micro-batch choose the experts of a rank so
-    many times as often as the mean. A step that does not fit has no finite loss and changes no weight; see
-    --on-nonfinite."""
+    many times as often as the mean. A step that does not fit has no finite loss and changes no weight; the
+    run ends and names the bound that holds it, or goes on with --on-nonfinite skip."""
     moe_shared_expert_overlap: bool = option(
         False, role="free", needs=("moe_shared_expert_intermediate_size", EXPERT_RANKS)
     )
@@ -70,6 +70,19 @@ class ExchangeBuffers(NamedTuple):
         block = min(tokens, math.ceil(bound * tokens * topk / ep))
         most = ep * etp * block * min(topk, local)
         return cls(block, min(most, math.ceil(bound * tokens * topk * etp)))
+
+    def smallest_bound(self, tokens: int, topk: int, local: int, ep: int, etp: int) -> float:
+        """Return the smallest bound, in hundredths, whose buffers are not below these; for arguments see :meth:`of`."""
+
+        def holds(hundredths: int) -> bool:
+            buffers = ExchangeBuffers.of(hundredths / 100, tokens, topk, local, ep, etp)
+            return buffers.block >= self.block and buffers.expert_rows >= self.expert_rows
+
+        enough = max(self.block * ep, self.expert_rows / etp) / (tokens * topk)
+        hundredths = max(100, math.ceil(100 * enough))
+        while hundredths > 100 and holds(hundredths - 1):  # the sizes are rounded up
+            hundredths -= 1
+        return hundredths / 100
 
 
 def ranks_of_token(experts: int, topk: int, ep: int) -> float:

@@ -341,6 +341,11 @@ class ModelConfig(
         return (self.num_layers - 1,) * self.prediction_depths
 
     @property
+    def head_blocks(self) -> tuple[int, ...]:
+        """The same of each block that exists: heads may share one."""
+        return self.head_layers[: self.prediction_layers]
+
+    @property
     def kinds_of_layers(self) -> list[tuple[str, ...]]:
         """The different :meth:`mixers` of the layers, in the order of the first of each."""
         return [*dict.fromkeys(map(self.mixers, range(self.num_layers)))]

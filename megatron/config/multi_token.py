@@ -23,12 +23,20 @@ class MultiTokenOptions:
     depth, and predicts the token after them.
     """
 
-    mtp_num_layers: int | None = option(None, role="shape", at_least=1, at_most=MAX_LAYERS, megatron=ZERO_IS_NONE)
+    mtp_num_layers: int | None = option(
+        None, role="shape", at_least=1, at_most=MAX_LAYERS, droppable=True, megatron=ZERO_IS_NONE
+    )
     """Number of further tokens that training predicts at each position, with a block for each. Evaluation and
     generation do without these blocks. Default: none."""
     mtp_loss_scaling_factor: float = option(0.1, role="schedule", above=0, needs=DEPTHS)
     """Weight of multi-token prediction: the mean of the losses of its depths is multiplied by this and added to the
     loss. The logged loss is that of the next token."""
+    mtp_use_repeated_layer: bool = option(False, role="shape", droppable=True, needs=DEPTHS)
+    """Use one layer for all depths of multi-token prediction, one after the other. Its gradient is the sum over the
+    depths, and the losses of its router are their mean."""
+    mtp_detach_heads: bool = option(False, role="schedule", needs=DEPTHS)
+    """Train only the layers of multi-token prediction by its losses: no gradient passes to the hidden states, the
+    embedding and the output layer of the model. These layers are clipped by a gradient norm of their own."""
 
     refused: ClassVar = """
     mtp_num_layers and position_embedding_type=learned_absolute
@@ -50,10 +58,6 @@ class MultiTokenOptions:
     mtp_num_layers and lora_rank
     E119 --mtp-num-layers has no adapters, and --lora-rank trains nothing else
       fix: drop --mtp-num-layers | drop --lora-rank
-
-    cuda_graph=step and mtp_num_layers
-    E119 --cuda-graph step is untested with --mtp-num-layers
-      fix: --cuda-graph optimizer | --cuda-graph none
     """
 
     @property
@@ -61,6 +65,26 @@ class MultiTokenOptions:
         """Number of tokens after the next one that training predicts at each position."""
         return self.mtp_num_layers or 0
 
+    @property
+    def prediction_layers(self) -> int:
+        """Number of different layers that predict these tokens."""
+        return min(self.prediction_depths, 1) if self.mtp_use_repeated_layer else self.prediction_depths
+
+    @property
+    def head_losses(self) -> tuple[str, ...]:
+        """Names under which the losses of the depths are logged."""
+        return tuple(f"mtp loss {depth + 1}" for depth in range(self.prediction_depths))
+
+    @property
+    def norm_groups(self) -> int:
+        """Number of groups of parameters that are clipped apart."""
+        return 1 + (self.prediction_depths > 0 and self.mtp_detach_heads)
+
     def row_model(self, config: Run, world_size: int) -> str:
         """Return the number of further tokens."""
-        return f"predicts {counted(self.prediction_depths, 'further token')}" if self.mtp_num_layers else ""
+        if not self.mtp_num_layers:
+            return ""
+        shared = " by one layer" * (self.prediction_layers < self.prediction_depths)
+        return (
+            f"predicts {counted(self.prediction_depths, 'further token')}{shared}{', detached' * self.mtp_detach_heads}"
+        )

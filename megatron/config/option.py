@@ -87,6 +87,7 @@ class Option:
     choices: tuple[str, ...] = ()
     kind: str | None = None  # of plugins whose names are allowed too
     same_shapes: tuple[tuple[str, ...], ...] = ()  # words between which a change keeps the shapes: one of FUNCTION
+    droppable: bool = False  # a model without it has tensors that one with it has, too: a change of FUNCTION
     append: bool = False  # a repeated flag adds to the tuple instead of replacing it
     # Extra flags and the constants they store, for the negative and shorthand spellings of Megatron-LM:
     # ``--disable-bias-linear`` stores False in ``add_bias_linear``.

@@ -6,12 +6,21 @@ may be on another rank.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from megatron.config.multi_token import LATER_MASK, LATER_TOKENS
+
+if TYPE_CHECKING:
+    from megatron.data.loader import BatchArrays
+
+
+def columns_of_samples(depths: int, arrays: BatchArrays, eod: int | None) -> dict[str, NDArray[Any]]:
+    """Return the columns that predicting ``depths`` further tokens reads; see :data:`SampleColumns`."""
+    foreign = None if arrays.documents is None or eod is None else arrays.tokens == eod
+    return later_tokens(arrays.labels, arrays.loss_mask, arrays.documents, depths, foreign)
 
 
 def later_tokens(

@@ -10,7 +10,7 @@ tokens as stored, padding ids are replaced last.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType
@@ -44,7 +44,6 @@ from megatron.data.dataset_info import (
 from megatron.data.errors import DataError
 from megatron.data.index_cache import IndexCache
 from megatron.data.indexed_dataset import raise_open_file_limit
-from megatron.data.later_tokens import later_tokens
 from megatron.data.teacher_logits import with_teacher_logits
 from megatron.data.tokenizers.tokenizer import TokenizerRecord
 
@@ -111,11 +110,14 @@ class BatchArrays(NamedTuple):
         extra = {name: column[:, positions] for name, column in self.extra.items()}
         return BatchArrays(tokens, labels, loss_mask, places, self.documents, self.boundaries, extra)
 
-    def with_later_tokens(self, depths: int, eod: int | None) -> BatchArrays:
-        """Add :func:`later_tokens` of whole samples; ``eod`` ends a document if the masks are derived from it."""
-        foreign = None if self.documents is None or eod is None else self.tokens == eod
-        columns = later_tokens(self.labels, self.loss_mask, self.documents, depths, foreign)
-        return self._replace(extra={**self.extra, **columns})
+    def with_columns(self, add: SampleColumns, eod: int | None) -> BatchArrays:
+        """Add columns of whole samples; ``eod`` ends a document if the masks are derived from it."""
+        return self._replace(extra={**self.extra, **add(self, eod)})
+
+
+SampleColumns = Callable[[BatchArrays, int | None], Mapping[str, NDArray[Any]]]
+"""Computes further columns ``[b, s, ...]`` by name (:mod:`megatron.data.sample_columns`) from whole samples, before
+context parallelism cuts these, and the id that ends a document, if the masks are derived from it."""
 
 
 def stacked_extra(samples: Sequence[Sample]) -> dict[str, NDArray[Any]]:
@@ -207,7 +209,7 @@ class DataSource:
     padded: bool = False  # whether a global batch may leave micro-batches partly filled
     # index and number of the streams that training samples are dealt to in turn: one for each replica of DiLoCo
     stream: tuple[int, int] = (0, 1)
-    later: int = 0  # further tokens that are predicted at each position (:mod:`megatron.data.later_tokens`)
+    columns: tuple[SampleColumns, ...] = ()  # what the model reads beside tokens and labels
     notes: tuple[str, ...] = ()  # warnings for the user, a sentence each
 
     def summary(self) -> list[str]:
@@ -315,8 +317,8 @@ class DataSource:
         else:
             arrays = BatchArrays.of_samples(samples)
         arrays.loss_mask[len(places) :] = 0.0
-        if self.later:
-            arrays = arrays.with_later_tokens(self.later, self.masks.eod)
+        for add in self.columns:
+            arrays = arrays.with_columns(add, self.masks.eod)
         if rows is not None:
             arrays = arrays.cut(np.concatenate([np.arange(r.start, r.stop) for r in rows]))
         columns: dict[str, Any] = {name: column for name, column in arrays._asdict().items() if column is not None}
@@ -416,7 +418,7 @@ def build_data(
     begin: tuple[int, int] = (0, 0),
     prefix: int = 0,
     stream: tuple[int, int] = (0, 1),
-    later: int = 0,
+    columns: tuple[SampleColumns, ...] = (),
 ) -> DataSource:
     """Build the splits of a run that need samples (none for evaluation when ``eval_iters`` is 0).
 
@@ -430,7 +432,7 @@ def build_data(
         begin: steps taken and samples consumed before.
         prefix: see `MaskBuilder`.
         stream: see `DataSource`.
-        later: see `DataSource`.
+        columns: see `DataSource`.
 
     Raises:
         DataError: when files are damaged, a needed split has no data, or the tokenizer does not fit the options.
@@ -487,7 +489,7 @@ def build_data(
         masks=masks,
         padded=training.pad_global_batch,
         stream=stream,
-        later=later,
+        columns=columns,
         notes=tuple(note for note in notes if note),
     )
     if training.teacher_logits is None:

@@ -133,13 +133,18 @@ class GradAccumulator:
         accumulator.bind(ParameterGrads(params))
         return accumulator
 
-    def attach(self, name: str, parameter: nn.Parameter) -> None:
-        """Accumulate the gradients that plain autograd computes for ``parameter``, such as those of norms."""
+    def attach(self, name: str, parameter: nn.Parameter, uses: int = 1) -> None:
+        """Accumulate the gradients that plain autograd computes for ``parameter``, such as those of norms.
+
+        Autograd sums those of all uses in a chunk, so its gradient counts as ``uses`` contributions.
+        """
 
         def collect(p: Tensor) -> None:
             grad, p.grad = p.grad, None
             if grad is not None:
                 self.accumulate(name, grad)
+                for _ in range(uses - 1):
+                    self._contributed(name)
 
         parameter.grad_dtype = torch.promote_types(parameter.dtype, torch.float32)  # gradients are not rounded
         parameter.register_post_accumulate_grad_hook(collect)

@@ -173,12 +173,14 @@ def enable_flight_recorder(run_dir: str | None) -> None:
         os.environ.setdefault("TORCH_FR_DUMP_TEMP_FILE", str(Path(run_dir).absolute() / "nccl_trace_rank_"))
 
 
-def write_error_file(error: BaseException) -> None:
-    """Write torchelastic's error file, if this rank has one, for torchrun's report. Call in an ``except`` block."""
+def write_error_file(error: BaseException, text: str) -> None:
+    """Write torchelastic's error file, if this rank has one, for torchrun's report, which shows ``text``."""
     with suppress(OSError, KeyError, ValueError):
         path = Path(os.environ["TORCHELASTIC_ERROR_FILE"])
         get_error_handler().record_exception(error)
-        path.write_text(json.dumps(redact_json(json.loads(path.read_text()))))
+        found = json.loads(path.read_text())
+        found["message"]["extraInfo"]["py_callstack"] = text
+        path.write_text(json.dumps(redact_json(found)))
 
 
 def is_distributed_initialized() -> bool:

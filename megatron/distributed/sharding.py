@@ -81,6 +81,8 @@ class ShardSpec:
     reduce_axes: tuple[str, ...] = DENSE_REDUCE_AXES
     # Contributions to the gradient per micro-batch and chunk of this rank.
     contributions: int = 1
+    # Parameters of one group have a gradient norm in common, and are clipped by it. That of group 0 is the model's.
+    norm_group: int = 0
     # The parameter is both word embedding and output projection, which may be in different chunks.
     tied: bool = False
     # A tied parameter's copy on the last pipeline stage; norms and checkpoints count the first stage's.

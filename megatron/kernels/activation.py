@@ -74,12 +74,7 @@ def activation(
 
 
 def _triton_covers(
-    x: Tensor,
-    bias: Tensor | None,
-    name: str,
-    limit: float | None = None,
-    offset: float = 0.0,
-    rows: WeightedRows | None = None,
+    x: Tensor, bias: Tensor | None, name: str, limit: float | None = None, offset: float = 0.0, *_: WeightedRows | None
 ) -> bool:
     return name in TRITON_ACTIVATIONS and limit is None and offset == 0.0
 

@@ -19,7 +19,6 @@ from torch import Tensor
 
 from megatron.kernels.compile import triton_missing, triton_region
 from megatron.kernels.fp8 import Float8Kernel, Float8Recipe, Float8Tensor, emulated_product, quantize
-from megatron.kernels.grouped_linear import joined, split_by_expert
 from megatron.kernels.operation import Candidate, KernelCheck, Operation
 
 
@@ -34,20 +33,18 @@ class GroupedFloat8Kernel(NamedTuple):
 
 
 def experts_recipe(recipe: Float8Recipe) -> Float8Recipe:
-    """Return the recipe of experts."""
+    """Return the recipe that experts use where linears use ``recipe``: rows have scales of their own."""
     return replace(recipe, name="rowwise") if recipe.name == "tensorwise" else recipe
 
 
 def emulated_grouped_product(a: Float8Tensor, b: Float8Tensor, offsets: Tensor, dtype: torch.dtype) -> Tensor:
     """Multiply the dequantised operands, one expert after the other; reads the offsets on the host."""
-    parts = zip(split_by_expert(a.data, offsets), split_by_expert(a.scale, offsets), b.data, b.scale, strict=True)
-    rows = [
-        emulated_product(Float8Tensor(data, scale), Float8Tensor(weight, weight_scale), dtype)
-        if len(data)
-        else data.new_empty(0, len(weight), dtype=dtype)
-        for data, scale, weight, weight_scale in parts
-    ]
-    return joined(rows, len(a.data))
+    y, ends = a.data.new_zeros(len(a.data), b.data.shape[1], dtype=dtype), offsets.tolist()
+    for start, end, weight, weight_scale in zip([0, *ends], ends, b.data, b.scale):
+        if start < end:
+            rows = Float8Tensor(a.data[start:end], a.scale[start:end])
+            y[start:end] = emulated_product(rows, Float8Tensor(weight, weight_scale), dtype)
+    return y
 
 
 def emulated_quantize_rows(

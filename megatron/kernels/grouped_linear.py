@@ -42,12 +42,6 @@ def split_by_expert(x: Tensor, offsets: Tensor) -> list[Tensor]:
     return [x[start:end] for start, end in zip([0, *ends], ends)]
 
 
-def joined(rows: Sequence[Tensor], total: int) -> Tensor:
-    """Concatenate the rows of all experts; rows of padding are 0."""
-    padding = total - sum(map(len, rows))
-    return torch.cat([*rows, rows[0].new_zeros(padding, rows[0].shape[1])] if padding else list(rows))
-
-
 def products(x: Tensor, matrices: Tensor, offsets: Tensor) -> Tensor:
     """Return the rows of each expert times its matrix; rows of padding are 0."""
     y, ends = x.new_empty(len(x), matrices.shape[2]), offsets.tolist()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from types import MappingProxyType
@@ -154,7 +155,7 @@ class BuildContext:
             values = torch.empty((), dtype=dtype, device=self.device).expand(spec.local_shape)
         parameter = nn.Parameter(values, requires_grad=spec.has_gradient)
         if autograd and spec.has_gradient:
-            self.grad_accumulator.attach(global_name, parameter)
+            self.grad_accumulator.attach(global_name, parameter, spec.contributions)
         self.params[global_name] = parameter
         return parameter
 
@@ -206,10 +207,13 @@ Losses = Mapping[str, Tensor]
 
 @runtime_checkable
 class ExplainsNonFinite(Protocol):
-    """A module that reports an error on the device, such as a full buffer, by an output of NaN."""
+    """A module with a limit, such as the size of a buffer. Beyond it, which the host does not see, outputs are NaN."""
 
-    def nonfinite_reason(self) -> str | None:
-        """Return the error, or None if there is none."""
+    def repeated(self) -> AbstractContextManager[None]:
+        """Return a context for a step that is run again: the limit does not apply, but is measured."""
+
+    def nonfinite_reason(self) -> tuple[float, str] | None:
+        """Return by how much the step that was run again exceeds the limit, and a clause with a fix, or None."""
 
 
 class MixerOutput(NamedTuple):

@@ -12,6 +12,7 @@ exact       As many rows as there are. Ranks exchange their numbers first, which
             device once per layer.
 bounded     A block of fixed size for each rank, and a fixed number of rows for the experts, so the host never
             waits. If tokens do not fit, the weights of the choices become NaN, and so does the loss.
+            :class:`MeasuringDispatcher` finds the bound that would have been enough.
 ==========  ===================================================================================================
 
 Nothing waits for the device but the exact exchange, and all sums are gathers: results are bitwise reproducible.
@@ -24,7 +25,8 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -36,7 +38,7 @@ from megatron.config.model import ModelConfig
 from megatron.config.plugins import registered
 from megatron.distributed import comm, mappings
 from megatron.distributed.comm import Group
-from megatron.kernels.rows import TORCH_ROWS, RowKernels, SortedKeys
+from megatron.kernels.rows import TORCH_ROWS, Ranks, RowKernels
 from megatron.layers.context import BuildContext
 
 # ---- Copies of rows, and their sums
@@ -93,15 +95,17 @@ class Tokens(NamedTuple):
 
     # ``[N, H]``
     x: Tensor
-    # Choices ``[N, K]``, as numbers of this rank's experts; E for experts of other ranks and for none.
+    # Choices ``[N, K]``, of any dtype; those outside of ``first`` ... ``first + E`` are experts of other ranks or none.
     experts: Tensor
-    # Weights of the choices ``[N, K]``, in at least fp32.
+    # Weights of the choices ``[N, K]``, in at least fp32; further columns are not read.
     weights: Tensor
     # Number of the rows of experts that they need, or of a buffer for them.
     rows: int
     # Every choice has a row.
     complete: bool
-    # 0-d, True if tokens or their rows did not fit; None where that cannot happen.
+    # Number of this rank's first expert in ``experts``.
+    first: int = 0
+    # 0-d, becomes True if the rows do not fit; None where that cannot happen.
     overflowed: Tensor | None = None
 
 
@@ -112,24 +116,33 @@ class ExpertRows:
     rows: RowCopies
     # Cumulative numbers of the rows of the experts, int32 [E].
     offsets: Tensor
-    # Rows as copies of choices, for their weights.
-    choices: RowCopies
+    # Weight of every row [R].
+    weights: Tensor
 
     @classmethod
     def of(cls, tokens: Tokens, experts: int, kernels: RowKernels = TORCH_ROWS) -> ExpertRows:
         """Expand tokens to a row for each of their choices."""
-        topk, count = tokens.experts.shape[1], tokens.rows
-        ordered = kernels.sort_keys(tokens.experts, experts, experts)
-        order, places, offsets = ordered.order[:count], ordered.places, ordered.ends
-        if not tokens.complete:
-            places = places.where(places < offsets[-1:], count)
-            offsets = offsets.clamp(max=count)
-        rows = RowCopies(order // topk, places.view(-1, topk), True, tokens.complete, kernels)
-        return cls(rows, offsets, RowCopies(order, places.view(-1, 1), True, tokens.complete, kernels))
+        weights, source, places, offsets = _PlaceChoices.apply(tokens.weights, tokens, experts, kernels)
+        return cls(RowCopies(source, places, True, tokens.complete, kernels), offsets, weights)
 
-    def weights(self, weights_NK: Tensor) -> Tensor:
-        """Return the weight of every row ``[R]``."""
-        return self.choices.copy(weights_NK.reshape(-1, 1)).squeeze(1)
+
+class _PlaceChoices(torch.autograd.Function):
+    """Weights of choices -> weights of rows."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, weights_NK: Tensor, tokens: Tokens, experts: int, kernels: RowKernels
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        count = min(tokens.rows, tokens.experts.numel())
+        made = kernels.place_choices(tokens.experts, weights_NK, tokens.first, experts, count, tokens.overflowed)
+        ctx.adjoint = partial(kernels.gather_choices, places_NK=made.places, width=weights_NK.shape[1])
+        ctx.mark_non_differentiable(made.source, made.places, made.ends)
+        return made.weights, made.source, made.places, made.ends
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dweights_R: Tensor, *_: Any) -> tuple[Tensor, None, None, None]:
+        return ctx.adjoint(dweights_R), None, None, None
 
 
 # ---- Exchanges
@@ -220,7 +233,6 @@ class _RankExchange(Exchange):
     choices: Callable[[], Tensor]
     # See :class:`Tokens`.
     expert_rows: int
-    # 0-d, True if rows did not fit in a block; None where all do.
     overflowed: Tensor | None = None
 
     @classmethod
@@ -229,113 +241,111 @@ class _RankExchange(Exchange):
         dispatcher: Dispatcher,
         rows: RowCopies,
         splits: tuple[list[int] | None, list[int] | None],
-        tokens: tuple[Tensor, Tensor, Tensor],
+        x_TH: Tensor,
+        choices_S2K: Tensor,
         expert_rows: int,
         overflowed: Tensor | None = None,
     ) -> _RankExchange:
-        """Send rows with their choices: numbers of experts plus 1, so that rows of zeros have none."""
-        x_TH, experts_TK, weights_TK = tokens
-        choices = torch.cat([weights_TK, (experts_TK + 1).to(weights_TK.dtype)], 1)
-        waits = [mappings.start_all_to_all(rows.copy(t), *splits, dispatcher.group) for t in (choices, x_TH)]
+        """Send rows and their choices: weights, and numbers of experts plus 1, so that rows of zeros have none."""
+        waits = [mappings.start_all_to_all(t, *splits, dispatcher.group) for t in (choices_S2K, rows.copy(x_TH))]
         return cls(dispatcher, rows, *splits, waits[1], waits[0], expert_rows, overflowed)
 
     def wait(self) -> Tokens:
-        dispatcher = self.dispatcher
-        weights_NK, numbers_NK = self.choices().chunk(2, 1)
-        first = dispatcher.group.rank // dispatcher.tp_size * dispatcher.local
-        experts_NK = numbers_NK.detach().to(torch.int32) - (1 + first)
-        elsewhere = (experts_NK < 0) | (experts_NK > dispatcher.local)
-        experts_NK = experts_NK.masked_fill(elsewhere, dispatcher.local)
-        overflowed = None
-        if self.overflowed is not None:
-            no_room = (experts_NK < dispatcher.local).sum() > self.expert_rows
-            weights_NK = weights_NK.masked_fill(no_room, torch.nan)
-            overflowed = self.overflowed | no_room
-        return Tokens(self.x(), experts_NK, weights_NK, self.expert_rows, False, overflowed)
+        dispatcher, choices_N2K = self.dispatcher, self.choices()
+        numbers_NK = choices_N2K.detach()[:, dispatcher.topk :]
+        first = 1 + dispatcher.group.rank // dispatcher.tp_size * dispatcher.local
+        return Tokens(self.x(), numbers_NK, choices_N2K, self.expert_rows, False, first, self.overflowed)
 
     def combine(self, y_NH: Tensor) -> Callable[[], Tensor]:
         back = mappings.start_all_to_all(y_NH, self.received, self.sent, self.dispatcher.group)
         return lambda: self.rows.add(back())
 
 
-@dataclass(frozen=True)
-class _Targets:
-    """The rows that a rank has to send: one for each token and rank that holds some of its experts."""
+class _SendRows(torch.autograd.Function):
+    """Weights of choices -> choices of rows for ranks, as :class:`megatron.kernels.rows.SentRows`."""
 
-    # Rank of every choice, P for a choice without a row [T, K x expert-TP].
-    keys: Tensor
-    # Sorts them by rank.
-    ordered: SortedKeys
-    # EP rank of every choice, EP size for dropped ones [T, K].
-    ranks: Tensor
+    @staticmethod
+    def forward(
+        ctx: Any,
+        weights_TK: Tensor,
+        experts_TK: Tensor,
+        dispatcher: Dispatcher,
+        block: int | None,
+        overflowed: Tensor | None,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        kernels, tp_size = dispatcher.kernels, dispatcher.tp_size
+        ranks = Ranks(dispatcher.local, dispatcher.group.size // tp_size, tp_size)
+        made = kernels.send_rows(experts_TK, weights_TK, ranks, block, overflowed)
+        ctx.sum, ctx.places, ctx.topk = kernels.sum_rows, made.places, experts_TK.shape[1]
+        ctx.mark_non_differentiable(made.source, made.places, made.counts)
+        return made.choices, made.source, made.places, made.counts
 
-    @classmethod
-    def of(cls, experts_TK: Tensor, dispatcher: Dispatcher) -> _Targets:
-        """Find the ranks of all choices; only the first of a token's choices on a rank has a row there."""
-        size, tp_size = dispatcher.group.size, dispatcher.tp_size
-        ranks_TK = experts_TK // dispatcher.local
-        repeated_TK = (ranks_TK.unsqueeze(2) == ranks_TK.unsqueeze(1)).tril(-1).any(2)
-        keys = ranks_TK.masked_fill(repeated_TK, size // tp_size)
-        if tp_size > 1:
-            numbers = torch.arange(tp_size, device=keys.device)
-            keys = (keys.unsqueeze(-1) * tp_size + numbers).flatten(1).clamp(max=size)
-        return cls(keys, dispatcher.kernels.sort_keys(keys, size, size), ranks_TK)
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dchoices_S2K: Tensor, *_: Any) -> tuple[Tensor, None, None, None, None]:
+        return ctx.sum(dchoices_S2K[:, : ctx.topk], ctx.places, False), None, None, None, None
 
 
 @dataclass(frozen=True)
 class ExactDispatcher(Dispatcher):
     """Sends as many rows as there are; the host reads their numbers."""
 
-    def dispatch(self, x_TH: Tensor, experts_TK: Tensor, weights_TK: Tensor, drops: bool) -> Exchange:
+    def dispatch(self, x_TH: Tensor, experts_TK: Tensor, weights_TK: Tensor, drops: bool) -> _RankExchange:
         """See :class:`Dispatcher`; synchronises host and device."""
-        size, targets = self.group.size, _Targets.of(experts_TK, self)
-        ends = targets.ordered.ends.long()
-        numbers = torch.arange(size, device=ends.device) // self.tp_size
-        choices_P = (targets.ranks.flatten() == numbers.unsqueeze(1)).sum(1)
-        counts_P2 = torch.stack([ends.diff(prepend=ends.new_zeros(1)), choices_P], 1)
+        choices_S2K, source, places, counts_2E = _SendRows.apply(weights_TK, experts_TK, self, None, None)
+        counts_P2 = counts_2E.t().repeat_interleave(self.tp_size, 0)
         received_P2 = comm.start_all_to_all(counts_P2, self.group).wait()
         # One transfer, so that the host waits once.
-        on_host = torch.cat([counts_P2[:, 0], received_P2[:, 0], received_P2[:, 1].sum(0, keepdim=True)]).tolist()
-        sent, received, expert_rows = on_host[:size], on_host[size:-1], on_host[-1]
-        total, copies = sum(sent), targets.keys.shape[1]
-        source = targets.ordered.order[:total] // copies
-        places = targets.ordered.places.clamp(max=total).view(-1, copies)
-        rows = RowCopies(source, places, True, total == len(targets.ordered.order), self.kernels)
-        return _RankExchange.start(self, rows, (sent, received), (x_TH, experts_TK, weights_TK), expert_rows)
+        (sent, _), (received, choices) = torch.stack([counts_P2, received_P2]).transpose(1, 2).tolist()
+        total = sum(sent)
+        rows = RowCopies(source[:total], places, True, total == places.numel(), self.kernels)
+        return _RankExchange.start(self, rows, (sent, received), x_TH, choices_S2K[:total], sum(choices))
 
 
 @dataclass(frozen=True)
 class BoundedDispatcher(Dispatcher):
     """Sends a block of fixed size to every rank; :class:`ExchangeBuffers` has the sizes."""
 
+    # 0-d, becomes True once tokens do not fit.
+    overflowed: Tensor = field(default_factory=lambda: torch.zeros((), dtype=torch.bool))
+
     def buffers(self, tokens: int) -> ExchangeBuffers:
         """Return the rows of the buffers."""
         ep, bound = self.group.size // self.tp_size, self.bound
         return ExchangeBuffers.of(bound, tokens, self.topk, self.local, ep, self.tp_size)
 
+    def measuring(self) -> MeasuringDispatcher:
+        """Return a dispatcher that measures what this one would have needed."""
+        return MeasuringDispatcher(self.group, self.tp_size, self.experts, self.topk, self.kernels, self.bound)
+
     def dispatch(self, x_TH: Tensor, experts_TK: Tensor, weights_TK: Tensor, drops: bool) -> Exchange:
         """See :class:`Dispatcher`; all ranks need the same number of tokens."""
-        tokens, size, targets = len(x_TH), self.group.size, _Targets.of(experts_TK, self)
-        buffers, copies = self.buffers(tokens), targets.keys.shape[1]
-        block = buffers.block
-        (order, places, ends), keys = targets.ordered, targets.keys.flatten()
-        starts = torch.cat([ends.new_zeros(1), ends])
-        within = places - starts.index_select(0, keys)
-        fits = (keys < size) & (within < block)
-        places = (keys * block + within).where(fits, size * block)
-        source = torch.full((size * block + 1,), tokens, device=order.device)
-        source.scatter_(0, places, torch.arange(len(places), device=order.device) // copies)
-        overflowed = None
-        if buffers.expert_rows < size * tokens * min(self.topk, self.local):
-            overflowed = (starts.diff() > block).any()
-            weights_TK = weights_TK.masked_fill(overflowed, torch.nan)
-        rows = RowCopies(source[:-1], places.view(-1, copies), False, False, self.kernels)
-        sent = (x_TH, experts_TK, weights_TK)
-        return _RankExchange.start(self, rows, (None, None), sent, buffers.expert_rows, overflowed)
+        tokens, buffers = len(x_TH), self.buffers(len(x_TH))
+        may_overflow = buffers.expert_rows < self.group.size * tokens * min(self.topk, self.local)
+        overflowed = self.overflowed if may_overflow else None
+        choices_S2K, source, places, _ = _SendRows.apply(weights_TK, experts_TK, self, buffers.block, overflowed)
+        rows = RowCopies(source, places, False, False, self.kernels)
+        return _RankExchange.start(self, rows, (None, None), x_TH, choices_S2K, buffers.expert_rows, overflowed)
 
 
-DISPATCHERS: dict[str, type[Dispatcher]] = {"exact": ExactDispatcher, "bounded": BoundedDispatcher}
-"""Dispatchers by the names of ``--moe-exchange``; plugins register further ones as ``dispatcher``."""
+@dataclass(frozen=True)
+class MeasuringDispatcher(ExactDispatcher):
+    """Sends as many rows as there are, and keeps what the bounded exchange would have needed for them."""
+
+    # The smallest bounds, and the rows for which the buffers of ``bound`` are too small.
+    needs: list[tuple[float, str]] = field(default_factory=list)
+
+    def dispatch(self, x_TH: Tensor, experts_TK: Tensor, weights_TK: Tensor, drops: bool) -> _RankExchange:
+        """See :class:`Dispatcher`."""
+        exchange = super().dispatch(x_TH, experts_TK, weights_TK, drops)
+        sizes = len(x_TH), self.topk, self.local, self.group.size // self.tp_size, self.tp_size
+        buffers = ExchangeBuffers.of(self.bound, *sizes)
+        block, expert_rows = (ExchangeBuffers(max(exchange.sent or [0]), 0), ExchangeBuffers(0, exchange.expert_rows))
+        for needed, name in ((block, "to send to a rank"), (expert_rows, "for its experts")):
+            if (rows := max(needed)) > (limit := buffers[needed.index(rows)]):
+                text = f"there are {rows} rows {name}, where --moe-exchange-bound {self.bound:g} holds {limit}"
+                self.needs.append((needed.smallest_bound(*sizes), text))
+        return exchange
 
 
 def build_dispatchers(model: ModelConfig, context: BuildContext) -> tuple[Dispatcher, Dispatcher]:
@@ -355,4 +365,7 @@ def build_dispatchers(model: ModelConfig, context: BuildContext) -> tuple[Dispat
     exact = ExactDispatcher(*arguments)
     if group.size == tp_size:
         return BoundedDispatcher(*arguments), exact
-    return DISPATCHERS[name](*arguments, parallel.moe_exchange_bound), exact
+    if name == "exact":
+        return exact, exact
+    overflowed = torch.zeros((), dtype=torch.bool, device=context.device)
+    return BoundedDispatcher(*arguments, parallel.moe_exchange_bound, overflowed), exact

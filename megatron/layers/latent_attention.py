@@ -26,10 +26,11 @@ from megatron.layers.recompute_plan import RecomputePlan
 
 
 class LatentAttention(nn.Module):
-    """Projections down to latents and up to heads, core attention, output: ``[S(/tp), B, H] -> [S(/tp), B, H]``.
+    """Latent attention: ``[S(/tp), B, H] -> [S(/tp), B, H]``.
 
-    A tensor-parallel rank has some heads. The projections down are replicated: under sequence parallelism each rank
-    computes the latents of its rows, and those up gather them.
+    Hidden states are projected down to latents, and these up to queries, keys and values, for core attention. A
+    tensor-parallel rank has some of the heads. The projections down are replicated: under sequence parallelism each
+    rank computes the latents of its rows, and the projections up gather these.
     """
 
     def __init__(

@@ -11,7 +11,7 @@ from megatron.layers.linear import ReplicatedLinear
 
 
 class LatentProjection(ReplicatedLinear):
-    """To the space of the experts, or back from it: each rank multiplies the rows that it has."""
+    """A replicated linear to the space of the experts, or back from it, whose bias has a gradient."""
 
     def forward(self, x: Tensor) -> Tensor:
         """Apply the layer."""

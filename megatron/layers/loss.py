@@ -112,6 +112,7 @@ class OutputLayer(nn.Module):
         z_coeff: float = 0.0,
         loss_grad: Tensor | None = None,
         of_tokens: Callable[[Tensor, Tensor, Tensor], tuple[Tensor, ...]] | None = None,
+        trains_weight: bool = True,
     ) -> tuple[Tensor, ...]:
         """Return the summed cross-entropy of labels, with and without z-loss: see :func:`linear_cross_entropy`.
 
@@ -125,6 +126,7 @@ class OutputLayer(nn.Module):
                 backward, unless the rank also has the stage with the embedding, and the weight is tied.
             of_tokens: computes values of tokens ``[T, ...]`` instead, from hidden states ``[T, H]``, labels and mask
                 of the tokens. It runs here because a parameter store completes the weights around calls of the module.
+            trains_weight: False for a loss that is none of the weight's.
         """
         gather = mappings.gather_rows if self.sequence_parallel else mappings.copy_to_region
         x_TH = gather(self._scaled(x_SBH), self.vocabulary.group).flatten(0, 1)
@@ -134,7 +136,8 @@ class OutputLayer(nn.Module):
             return tuple(x.unflatten(0, (-1, labels_BS.shape[0])).transpose(0, 1) for x in found)
         if self.shares_gradient:
             loss_grad = None
-        return linear_cross_entropy(x_TH, self.weight, labels, mask, self.vocabulary, z_coeff, loss_grad)
+        weight_VH = self.weight if trains_weight else self.weight.detach()
+        return linear_cross_entropy(x_TH, weight_VH, labels, mask, self.vocabulary, z_coeff, loss_grad)
 
     def token_losses(self, x_SBH: Tensor, targets_BSK: Tensor, weights_BSK: Tensor | None = None) -> Tensor:
         """Return the cross-entropy of each token ``[B, S]`` with its targets: ``sum_k w_k (log Z - logit[target_k])``.

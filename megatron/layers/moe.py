@@ -7,24 +7,20 @@ shared expert's. The weights are applied inside the experts, so results are only
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
 
 from megatron.config.model import ModelConfig
 from megatron.layers.context import BuildContext, ForwardContext, MixerOutput
-from megatron.layers.dispatch import Exchange, ExpertRows, build_dispatchers
+from megatron.layers.dispatch import BoundedDispatcher, Exchange, ExpertRows, MeasuringDispatcher, build_dispatchers
 from megatron.layers.experts import Experts
 from megatron.layers.latent_projection import latent_projection
 from megatron.layers.recompute_plan import RecomputePlan
 from megatron.layers.router import Router
 from megatron.layers.shared_expert import SharedExpert
-
-OVERFLOW = (
-    "tokens did not fit in the buffers of --moe-exchange bounded; resume with a larger --moe-exchange-bound, or with "
-    "--moe-exchange exact"
-)
 
 
 class MixtureOfExperts(nn.Module):
@@ -44,8 +40,9 @@ class MixtureOfExperts(nn.Module):
         # Parts of the tokens, of which one travels while the experts compute another.
         self.parts = 2 if context.parallel.overlap_moe_expert_parallel_comm else 1
         self.overlaps_shared = context.parallel.moe_shared_expert_overlap
-        # True once tokens did not fit in a buffer of the exchange.
-        self.overflowed = torch.zeros((), dtype=torch.bool, device=context.device)
+        # Of a step that is run again to explain it.
+        self.measured: MeasuringDispatcher | None = None
+        self.name = context.name("experts").removesuffix(".experts")
 
     def forward(self, x_SBH: Tensor, ctx: ForwardContext) -> MixerOutput:
         """Route every token, and apply its experts.
@@ -58,8 +55,9 @@ class MixtureOfExperts(nn.Module):
         experts_TK, drops = routing.experts, routing.kept is not None
         if routing.kept is not None:
             experts_TK = experts_TK.masked_fill(~routing.kept, dispatcher.experts)
-        parts = zip(*(t.tensor_split(self.parts) for t in (x_TH, experts_TK, routing.weights)))
-        exchanges = [dispatcher.dispatch(x, experts, weights, drops) for x, experts, weights in parts]
+        tokens = x_TH, experts_TK, routing.weights
+        parts = [tokens] if self.parts == 1 else zip(*(t.tensor_split(self.parts) for t in tokens))
+        exchanges = [dispatcher.dispatch(*part, drops) for part in parts]
         shared, finish_shared = self.shared_experts, None
         if shared is not None and self.overlaps_shared:
             finish_shared = shared.start(x_SBH, ctx)
@@ -72,9 +70,24 @@ class MixtureOfExperts(nn.Module):
             y = y + (shared(x_SBH, ctx) if shared_output is None else shared_output).y
         return MixerOutput(y, losses=routing.losses)
 
-    def nonfinite_reason(self) -> str | None:
-        """Return why a step has no finite loss, if this layer knows; reads the device."""
-        return OVERFLOW if bool(self.overflowed) else None
+    @contextmanager
+    def repeated(self) -> Iterator[None]:
+        """Exchange exactly inside, and measure the buffers that are needed; see :class:`ExplainsNonFinite`."""
+        before = self.training_dispatcher
+        if isinstance(before, BoundedDispatcher):
+            self.training_dispatcher = self.measured = before.measuring()
+        try:
+            yield
+        finally:
+            self.training_dispatcher = before
+
+    def nonfinite_reason(self) -> tuple[float, str] | None:
+        """Return the largest overflow of a buffer of the exchange; see :class:`ExplainsNonFinite`."""
+        if self.measured is None or not self.measured.needs:
+            return None
+        bound, rows = max(self.measured.needs)
+        fixes = f"--moe-exchange-bound {bound:g}, the smallest that holds this step, or with --moe-exchange exact"
+        return bound, f"in {self.name} {rows}; resume with {fixes}"
 
     def _compute(self, exchange: Exchange, experts: int, first: bool) -> Callable[[], Tensor]:
         """Apply the experts to tokens that arrive; return a function that waits for the results of this rank's.
@@ -85,8 +98,6 @@ class MixtureOfExperts(nn.Module):
             first: they are the first part of the tokens, and so the last in backward.
         """
         tokens = exchange.wait()
-        if tokens.overflowed is not None:
-            self.overflowed.logical_or_(tokens.overflowed)
         rows = ExpertRows.of(tokens, experts, self.kernels.rows)
-        y_RH = self.experts(rows.rows.copy(tokens.x), rows.offsets, rows.weights(tokens.weights), first)
+        y_RH = self.experts(rows.rows.copy(tokens.x), rows.offsets, rows.weights, first)
         return exchange.combine(rows.rows.add(y_RH))

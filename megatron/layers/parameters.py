@@ -15,7 +15,7 @@ from megatron.distributed.sharding import UNSHARDED, Init, Sharding, ShardSpec, 
 from megatron.layers.adapter_parameters import with_adapters
 from megatron.layers.mixers.base import active_numel, hidden_norm, under
 from megatron.layers.mixers.registry import find_mixer
-from megatron.layers.multi_token_parameters import head_name, head_parameters
+from megatron.layers.multi_token_parameters import head_names, head_parameters
 
 WORD_EMBEDDINGS = "embedding.word_embeddings.weight"
 """Global name of the word embeddings; with tied embeddings also the weight of the output layer."""
@@ -42,12 +42,13 @@ def gpt(
     """
     specs: Specs = {}
     tied, heads = not config.untie_embeddings_and_output_weights, len(config.head_layers)
+    trained_by = 0 if config.mtp_detach_heads else heads
     if first or last:
         init, multiple = Init(config.init_method_std), config.make_vocab_size_divisible_by
         output = sharding.dense.vocabulary(config.vocab, config.hidden_size, multiple, init)
-        output = replace(output, contributions=1 + heads)  # each head uses it, too
+        output = replace(output, contributions=1 + trained_by)  # each head uses it, too
         # The last stage looks up the tokens of all heads at once.
-        uses = first + last * (output.contributions * tied + (heads > 0))
+        uses = first + last * (output.contributions * tied + (trained_by > 0))
         words = replace(output, contributions=uses)
         if tied or heads:
             words = replace(words, tied=True, counted_elsewhere=not first)
@@ -75,8 +76,11 @@ def gpt(
 
 def heads_of(config: ModelConfig, sharding: Sharding = UNSHARDED) -> dict[str, Specs]:
     """Declare the heads of the last stage, which predict further tokens, each by its global name."""
-    blocks = (block(config, config.mixers(layer), sharding) for layer in config.head_layers)
-    return {head_name(depth): head_parameters(config, sharding, each) for depth, each in enumerate(blocks)}
+    heads = dict(zip(head_names(config), config.head_layers))
+    return {
+        name: head_parameters(config, sharding, block(config, config.mixers(layer), sharding))
+        for name, layer in heads.items()
+    }
 
 
 def trainable(specs: Mapping[str, ShardSpec]) -> Specs:
@@ -116,7 +120,7 @@ def layer_sizes(config: ModelConfig, active: bool = False) -> list[int]:
 
 
 def head_sizes(config: ModelConfig, active: bool = False) -> list[int]:
-    """Return the number of parameters of each head; ``active`` as in :func:`num_parameters`."""
+    """Return the number of parameters of each different head; ``active`` as in :func:`num_parameters`."""
     heads = (each.values() for each in heads_of(config).values())
     return [sum(active_numel(config, s) if active else s.numel for s in specs) for specs in heads]
 

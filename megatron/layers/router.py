@@ -24,7 +24,6 @@ from megatron.distributed import comm
 from megatron.distributed.comm import Group
 from megatron.distributed.micro_batch import MicroBatch
 from megatron.distributed.random import stable_hash
-from megatron.kernels.dropout import uniform_noise
 from megatron.layers.context import DTYPES, BuildContext, ForwardContext, Losses
 from megatron.layers.recompute import is_recomputing
 
@@ -125,9 +124,10 @@ class Router(nn.Module):
         if not self.config.moe_router_force_load_balancing:
             return logits_SBE
         key = stable_hash(ctx.seed, ctx.batch.step, self.context.name("weight"))
-        places = ctx.batch.sample_ids.view(1, -1, 1), ctx.row_positions.view(-1, 1, 1)
-        experts = torch.arange(logits_SBE.shape[-1], device=x_SBH.device)
-        random_SBE: Tensor = _StraightThrough.apply(logits_SBE, uniform_noise(key, *places, experts))
+        drawn_SBE = self.context.kernels.rows.random_logits(
+            key, ctx.batch.sample_ids, ctx.row_positions, logits_SBE.shape[-1]
+        )
+        random_SBE: Tensor = _StraightThrough.apply(logits_SBE, drawn_SBE)
         return random_SBE
 
     # ---- Choice

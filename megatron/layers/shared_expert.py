@@ -14,7 +14,7 @@ from megatron.layers.recompute_plan import RecomputePlan
 
 
 class SharedExpert(MLP):
-    """``mlp(x)``, or with a gate ``sigmoid(w . x) mlp(x)`` (Qwen2-MoE, arXiv 2407.10671), on ``[S(/tp), B, H]``."""
+    """``mlp(x)``, or with a gate ``sigmoid(w . x) mlp(x)`` (Qwen2-MoE, arXiv 2407.10671), of ``[S(/tp), B, H]``."""
 
     def __init__(self, config: ModelConfig, context: BuildContext, layer: int, plan: RecomputePlan) -> None:
         super().__init__(config, context, layer, plan)

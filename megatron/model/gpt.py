@@ -24,7 +24,7 @@ from megatron.layers.norm import Norm, Residual
 from megatron.layers.providers import GROUPED_PROVIDERS, PROVIDERS
 from megatron.layers.recompute_plan import RecomputePlan
 from megatron.model.block import build_block, embedding_noise, hidden_dropout
-from megatron.model.multi_token import build_heads, head_losses
+from megatron.model.head_kinds import build_heads
 from megatron.model.objective import make_objective
 from megatron.model.segments import compose_blocks
 from megatron.pipeline.partition import StageLayers, stages_from_counts
@@ -90,7 +90,7 @@ class GPTChunk(nn.Module):
         # Only the last chunk computes the loss, but all need the weights of micro-batches in it.
         self.objective = make_objective(config, training, context)
         # Of the whole model too: what a step logs beside the loss, and coefficients by name.
-        self.loss_names = (*self.objective.metric_names, *head_losses(config))
+        self.loss_names = (*self.objective.metric_names, *config.head_losses)
         self.auxiliary_losses = auxiliary_losses(config)
         self.rotary = {
             table: RotaryEmbedding(config, table, context.dtype, context.device)

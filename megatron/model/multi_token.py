@@ -7,7 +7,10 @@ Depth k takes the hidden state of depth k - 1 and the embedding of the token k f
 
 The output layer predicts ``t_{i+k+1}`` from it. As in Megatron-LM, ``h^0`` is the output of the final norm, and the
 norm of a depth is applied before the next depth, too. The block is of the kind of the last layer, and attends to the
-positions to which that attends, with the same rotary positions.
+positions to which that attends, with the same rotary positions. All depths may use one layer.
+
+Detached heads train themselves alone: they get ``h^0`` and the embeddings without a gradient, and the output layer
+computes none for its weight.
 
 A micro-batch brings the later tokens, cut like its own (:mod:`megatron.data.later_tokens`), so a context-parallel rank
 needs none of another one.
@@ -25,11 +28,12 @@ from megatron.config.model import ModelConfig
 from megatron.config.multi_token import LATER_MASK, LATER_TOKENS, LATER_WEIGHTS
 from megatron.config.training import TrainingConfig
 from megatron.distributed.micro_batch import MicroBatch
+from megatron.distributed.random import stable_hash
 from megatron.layers.context import BuildContext, ForwardContext, Losses
 from megatron.layers.embedding import Embedding
 from megatron.layers.linear import ReplicatedLinear
 from megatron.layers.loss import OutputLayer
-from megatron.layers.multi_token_parameters import BLOCK, head_name
+from megatron.layers.multi_token_parameters import BLOCK, head_names
 from megatron.layers.norm import Norm, Residual
 from megatron.layers.recompute_plan import RecomputePlan
 from megatron.model.block import add_losses, build_block, hidden_dropout
@@ -68,18 +72,36 @@ class Depth(nn.Module):
         return h_SBH, losses
 
 
+class SharedDepth(nn.Module):
+    """One use of a layer that several depths share.
+
+    It is a module of its own because a parameter store completes the weights around calls of modules.
+    """
+
+    def __init__(self, shared: Depth, depth: int, depths: int) -> None:
+        super().__init__()
+        self.shared, self.depth, self.depths = shared, depth, depths
+
+    def forward(self, e_SBH: Tensor, h_SBH: Tensor, ctx: ForwardContext) -> tuple[Tensor, Losses]:
+        """See :class:`Depth`. Each depth drops other elements, and the auxiliary losses are a mean over the depths."""
+        h_SBH, losses = self.shared(e_SBH, h_SBH, replace(ctx, seed=stable_hash(ctx.seed, self.depth)))
+        return h_SBH, {name: loss / self.depths for name, loss in losses.items()}
+
+
 class MultiTokenPrediction(Heads):
     """The depths, one after the other, and their losses."""
 
     def __init__(self, config: ModelConfig, training: TrainingConfig, context: BuildContext) -> None:
         """Build the depths, after the output layer. The last stage has the word embeddings, too."""
         super().__init__()
-        self.embedding = Embedding(config, context.submodule("embedding"))
-        depths = enumerate(config.head_layers)
-        self.depths = nn.ModuleList(
-            Depth(config, training, context.submodule(head_name(depth)), layer) for depth, layer in depths
-        )
-        self.names, self.coefficient = head_losses(config), config.mtp_loss_scaling_factor / len(self.depths)
+        self.embedding, names = Embedding(config, context.submodule("embedding")), head_names(config)
+        kinds = dict(zip(names, config.head_layers))
+        layers = {name: Depth(config, training, context.submodule(name), layer) for name, layer in kinds.items()}
+        depths: list[nn.Module] = [layers[name] for name in names]
+        if len(layers) < len(depths):
+            depths = [SharedDepth(layers[name], depth, len(depths)) for depth, name in enumerate(names)]
+        self.depths, self.detached = nn.ModuleList(depths), config.mtp_detach_heads
+        self.names, self.coefficient = config.head_losses, config.mtp_loss_scaling_factor / len(depths)
 
     @property
     def parts(self) -> list[nn.Module]:
@@ -90,7 +112,9 @@ class MultiTokenPrediction(Heads):
         """Return the hidden state of each depth, and the auxiliary losses so far; see :class:`Heads`."""
         tokens_BSD = ctx.batch.extra[LATER_TOKENS][..., :-1]
         tokens_DBS = tokens_BSD.permute(2, 0, 1)
-        states, e_DSBH = [], self.embedding(tokens_DBS.flatten(0, 1), None).chunk(len(tokens_DBS), 1)
+        with torch.set_grad_enabled(torch.is_grad_enabled() and not self.detached):
+            e_DSBH = self.embedding(tokens_DBS.flatten(0, 1), None).chunk(len(tokens_DBS), 1)
+        states, h_SBH = [], h_SBH.detach() if self.detached else h_SBH
         for depth, e_SBH in zip(self.depths, e_DSBH):
             h_SBH, added = depth(e_SBH, h_SBH, ctx)
             states.append(h_SBH)
@@ -109,16 +133,8 @@ class MultiTokenPrediction(Heads):
         for depth, (name, h_SBH) in enumerate(zip(self.names, states_SBH)):
             weight = batch.extra[LATER_WEIGHTS][depth] * self.coefficient
             mask_BS = batch.extra[LATER_MASK][..., depth].to(weight.dtype) * weight
-            loss, cross_entropy = output_layer(h_SBH, labels_BSD[..., depth], mask_BS, loss_grad=batch.loss_grad)
+            loss, cross_entropy = output_layer(
+                h_SBH, labels_BSD[..., depth], mask_BS, loss_grad=batch.loss_grad, trains_weight=not self.detached
+            )
             total, sums[name] = total + loss, cross_entropy / self.coefficient
         return total, sums
-
-
-def build_heads(config: ModelConfig, training: TrainingConfig, context: BuildContext) -> Heads | None:
-    """Build the heads of a model, after its output layer; None if it has none."""
-    return MultiTokenPrediction(config, training, context) if config.prediction_depths else None
-
-
-def head_losses(config: ModelConfig) -> tuple[str, ...]:
-    """Return the names under which the losses of the heads are logged."""
-    return tuple(f"mtp loss {depth + 1}" for depth in range(config.prediction_depths))

@@ -117,6 +117,7 @@ def build_optimizer(
     config: OptimizerConfig,
     seed: int = 0,
     kernel: AdamKernel = adam,
+    norm_groups: int = 1,
 ) -> DistributedOptimizer:
     """Allocate main parameters and state.
 
@@ -128,15 +129,16 @@ def build_optimizer(
         config: rules and their options, clipping, offload.
         seed: of the run; keys the stochastic rounding of bf16 moments.
         kernel: the implementation of Adam; it may need a GPU.
+        norm_groups: number of groups of parameters that are clipped apart, also of those that other ranks have.
     """
     in_order = [name for bucket in buckets.buckets for name in bucket.specs if name in buckets.shards]
     on_host = offloaded_params({name: buckets.shards[name].numel for name in in_order}, specs, config)
-    memory = HostMemory(on_host, specs, buckets, weights) if on_host else None
+    memory = HostMemory(on_host, specs, buckets, weights, norm_groups) if on_host else None
     main_params = MainParams(memory.weights if memory else weights.shards, config.store_param_remainders)
     groups = _build_rules(main_params, on_host, specs, buckets, mesh, config, seed, kernel)
     if memory:
-        return OffloadedOptimizer(memory, weights, specs, buckets, mesh, config, main_params, groups)
-    return DistributedOptimizer(weights, specs, buckets, mesh, config, main_params, groups)
+        return OffloadedOptimizer(memory, weights, specs, buckets, mesh, config, main_params, groups, norm_groups)
+    return DistributedOptimizer(weights, specs, buckets, mesh, config, main_params, groups, norm_groups)
 
 
 def _build_rules(

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import reduce
 
 import torch
 from torch import Tensor
@@ -36,16 +37,16 @@ NORM_BLOCK = 1 << 14
 
 
 class GradNorm:
-    """2-norm over all parameters, with one sum over all ranks.
+    """2-norm over all parameters of a norm group, with one sum over all ranks.
 
     Every element is counted by one rank, whichever rank updates it. The result is bitwise equal on all ranks.
     """
 
-    def __init__(self, specs: Mapping[str, ShardSpec], buckets: GradBuffer, mesh: Mesh) -> None:
+    def __init__(self, specs: Mapping[str, ShardSpec], buckets: GradBuffer, mesh: Mesh, group: int = 0) -> None:
         """Collect the gradient views that this rank counts."""
         boxes: list[Tensor] = []
         counted = buckets.counted_shards()
-        for name in (name for name in buckets.grads if name in counted):
+        for name in (name for name in buckets.grads if name in counted and specs[name].norm_group == group):
             spec, share, start = specs[name], counted[name], buckets.shards[name].start
             gradient = buckets.grads[name].view(-1)[share.start - start : share.stop - start]
             for slot in shard_boxes(spec, share, spec.owned):
@@ -99,13 +100,13 @@ class PartialGradReducer:
 class UpdateResult:
     """Result of an update, as device scalars."""
 
-    # fp64; without the loss scale, before clipping.
+    # fp64; of norm group 0, without the loss scale, before clipping.
     grad_norm: Tensor
     # fp32; 1 if nothing was updated: a gradient was not finite, or the step was a spike.
     skipped: Tensor
     # fp32; 1 if a gradient was not finite. The gradients are then left as they are.
     nonfinite: Tensor
-    # fp64; factor that clipping applied to the gradients, 1 if none.
+    # fp64; factor that clipping applied to the gradients of norm group 0, 1 if none.
     clip: Tensor
     # By which the gradients were multiplied.
     loss_scale: Tensor
@@ -151,11 +152,13 @@ class DistributedOptimizer:
         config: OptimizerConfig,
         main_params: MainParams,
         groups: Sequence[tuple[ParamGroup, UpdateRule]],
+        norm_groups: int = 1,
     ) -> None:
         """Create the optimizer from its parts; see :func:`megatron.optimizer.build.build_optimizer`."""
         self.buckets, self.config, self.weights = buckets, config, weights
         self.partial_grads = PartialGradReducer(specs, buckets, mesh)
-        self.norm = GradNorm(specs, buckets, mesh)
+        # Of each norm group.
+        self.norms = [GradNorm(specs, buckets, mesh, group) for group in range(norm_groups)]
         # Gradients of this rank's shards by name, where these are updated.
         self.grads = buckets.grads
         # This rank's shards by name: of the local stored shape if a shard is the whole parameter, else flat. For fp32
@@ -195,12 +198,12 @@ class DistributedOptimizer:
             ValueError: when the decoupled rate is missing.
         """
         with clock("optimizer-clip-main-grad"):
-            outcome = self._compute_outcome(loss_scale, loss, hooks)
+            outcome, clips = self._compute_outcome(loss_scale, loss, hooks)
             # Gradients of a skipped step stay as they are, so that a report can still locate what is not finite.
-            factor = (outcome.clip / loss_scale.double()).where(outcome.skipped == 0, 1.0)
+            factors = [(clip / loss_scale.double()).where(outcome.skipped == 0, 1.0) for clip in clips]
         with clock("optimizer-inner-step"):
             self.weights.wait()
-            self._update(rates, outcome.skipped, factor, hooks)
+            self._update(rates, outcome.skipped, factors, hooks)
             for names in [names for hook in hooks if (names := hook.update_buffers(outcome.skipped))]:
                 for hook in hooks:
                     hook.after_update(names, outcome.skipped)
@@ -208,21 +211,25 @@ class DistributedOptimizer:
             self._publish_weights()
         return outcome
 
-    def _compute_outcome(self, loss_scale: Tensor, loss: Tensor | None, hooks: Sequence[UpdateHook]) -> UpdateResult:
-        norm = self.norm.compute() / loss_scale
-        nonfinite = skipped = (~norm.isfinite()).float()
+    def _compute_outcome(
+        self, loss_scale: Tensor, loss: Tensor | None, hooks: Sequence[UpdateHook]
+    ) -> tuple[UpdateResult, list[Tensor]]:
+        """Return the outcome, and the factor by which clipping multiplies the gradients of each norm group."""
+        norms = [norm.compute() / loss_scale for norm in self.norms]
+        nonfinite = skipped = reduce(torch.maximum, [(~norm.isfinite()).float() for norm in norms])
         for hook in hooks:
-            if (skips := hook.before_update(loss, norm)) is not None:
+            if (skips := hook.before_update(loss, norms[0])) is not None:
                 skipped = torch.maximum(skipped, skips.float())
-        clip = torch.ones_like(norm)
+        clips = [torch.ones_like(norm) for norm in norms]
         if self.config.clip_grad > 0.0:
-            clip = (self.config.clip_grad / (norm + 1e-6)).clamp(max=1.0)
-        return UpdateResult(norm, skipped, nonfinite, clip.where(nonfinite == 0, 1.0), loss_scale)
+            clips = [(self.config.clip_grad / (norm + 1e-6)).clamp(max=1.0) for norm in norms]
+        clips = [clip.where(nonfinite == 0, 1.0) for clip in clips]
+        return UpdateResult(norms[0], skipped, nonfinite, clips[0], loss_scale), clips
 
-    def _update(self, rates: Rates, skip: Tensor, factor: Tensor, hooks: Sequence[UpdateHook]) -> None:
-        """Multiply the gradients by ``factor``, and update main parameters and weights; see :class:`UpdateArgs`."""
+    def _update(self, rates: Rates, skip: Tensor, factors: Sequence[Tensor], hooks: Sequence[UpdateHook]) -> None:
+        """Multiply the gradients by the factor of their norm group, and update; see :class:`UpdateArgs`."""
         for group, rule in self.groups:
-            self._update_group(group, rule, self._update_args(group, rates, skip, factor), hooks)
+            self._update_group(group, rule, self._update_args(group, rates, skip, factors[group.norm_group]), hooks)
 
     def _update_group(self, group: ParamGroup, rule: UpdateRule, args: UpdateArgs, hooks: Sequence[UpdateHook]) -> None:
         rule.update(args)

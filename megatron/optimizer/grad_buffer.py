@@ -372,6 +372,8 @@ class ShardedBucket(Bucket):
     def finish_scatter(self) -> None:
         """Finish the reduce-scatters over ``shards``, and start the all-reduce over ``copies``."""
         self._pool.wait(0)
+        if not self._reduced:  # no parameter has contributions on these ranks
+            self.shard.zero_()
         self._sum = self.reduction.start_all_reduce(self.shard)
 
 

@@ -4,7 +4,7 @@ The device keeps weights and gradients. Of the parameters that :class:`HostMemor
 
 1. Their reduced gradients are copied to the host while backward continues, as buckets complete.
 2. The norm and the clip factor are computed on the device from all gradients, as without offload.
-3. The device updates its own parameters. Meanwhile the host waits for the gradients and two scalars (the only
+3. The device updates its own parameters. Meanwhile the host waits for the gradients and a few scalars (the only
    synchronisation of a step), updates its parameters and rounds them to the weights' dtype.
 4. Every group's weights are copied back while the host updates the next group.
 
@@ -40,7 +40,12 @@ class HostMemory(ReductionListener):
     """Host copies of the gradients and weights that the CPU updates, and the copies between host and device."""
 
     def __init__(
-        self, names: Collection[str], specs: Mapping[str, ShardSpec], buckets: GradBuffer, store: ParameterStore
+        self,
+        names: Collection[str],
+        specs: Mapping[str, ShardSpec],
+        buckets: GradBuffer,
+        store: ParameterStore,
+        norm_groups: int = 1,
     ) -> None:
         """Allocate the host memory and copy the weights there.
 
@@ -49,6 +54,7 @@ class HostMemory(ReductionListener):
             specs: by name.
             buckets: of the gradients; they report each bucket that is reduced.
             store: of the weights. Those that it has in host memory are updated in place and not copied.
+            norm_groups: number of groups of parameters that are clipped apart.
         """
         self.on_host, self._device = frozenset(names), buckets.device
         self._copies = CopyStream(self._device)
@@ -71,9 +77,9 @@ class HostMemory(ReductionListener):
         # Of this rank's shards by name, where they are updated. A gradient on the host is that of the last update.
         self.weights, self.grads = weights, grads
         buckets.report_to(self)
-        self._scalars = host_buffer(2, torch.float64, self._device)
+        self._scalars = host_buffer(1 + norm_groups, torch.float64, self._device)
         # The scalars of the step, once they are on the host.
-        self._host_scalars: tuple[Tensor, Tensor] | None = None
+        self._host_scalars: tuple[Tensor, list[Tensor]] | None = None
 
     def on_reduced(self, bucket: Bucket) -> None:
         """Start copying the gradients of a bucket to the host."""
@@ -85,26 +91,27 @@ class HostMemory(ReductionListener):
                 for grad, host in copies:
                     host.copy_(grad, non_blocking=True)
 
-    def start(self, skip: Tensor, factor: Tensor) -> None:
+    def start(self, skip: Tensor, factors: Sequence[Tensor]) -> None:
         """Start copying what the host still needs."""
         self._fetch(self._grads[0])
         self._host_scalars = None
-        scalars = torch.stack([skip.double(), factor.double()])
+        scalars = torch.stack([skip.double(), *(factor.double() for factor in factors)])
         with self._copies.ordered():
             self._scalars.copy_(scalars, non_blocking=True)
             if scalars.is_cuda:
                 scalars.record_stream(torch.cuda.current_stream(self._device))
 
-    def local(self, args: UpdateArgs, names: Sequence[str]) -> UpdateArgs:
-        """Wait for the gradients and scalars, if the host updates ``names``; return the arguments there."""
-        if self.on_host.isdisjoint(names):
+    def local(self, args: UpdateArgs, group: ParamGroup) -> UpdateArgs:
+        """Wait for the gradients and scalars, if the host updates the group; return the arguments there."""
+        if self.on_host.isdisjoint(group.names):
             return args
         if self._host_scalars is None:
             self._copies.synchronize()
-            skip, factor = self._scalars.clone()
-            self._host_scalars = skip.to(args.skip.dtype), factor
-        skip, factor = self._host_scalars
-        return replace(args, grads=[self.grads[name] for name in names], skip=skip, factor=factor)
+            skip, *factors = self._scalars.clone()
+            self._host_scalars = skip.to(args.skip.dtype), factors
+        skip, factors = self._host_scalars
+        grads = [self.grads[name] for name in group.names]
+        return replace(args, grads=grads, skip=skip, factor=factors[group.norm_group])
 
     def upload(self, names: Collection[str] | None = None) -> None:
         """Start copying weights to the device, all by default."""
@@ -133,12 +140,12 @@ class OffloadedOptimizer(DistributedOptimizer):
         super().__init__(*arguments)
         self.memory, self.grads = memory, memory.grads
 
-    def _update(self, rates: Rates, skip: Tensor, factor: Tensor, hooks: Sequence[UpdateHook]) -> None:
-        self.memory.start(skip, factor)
-        super()._update(rates, skip, factor, hooks)
+    def _update(self, rates: Rates, skip: Tensor, factors: Sequence[Tensor], hooks: Sequence[UpdateHook]) -> None:
+        self.memory.start(skip, factors)
+        super()._update(rates, skip, factors, hooks)
 
     def _update_group(self, group: ParamGroup, rule: UpdateRule, args: UpdateArgs, hooks: Sequence[UpdateHook]) -> None:
-        super()._update_group(group, rule, self.memory.local(args, group.names), hooks)
+        super()._update_group(group, rule, self.memory.local(args, group), hooks)
         self.memory.upload(group.names)
 
     def wait(self) -> None:

@@ -28,6 +28,8 @@ class ParamGroup:
     weight_decay_factor: float
     # Updated by the host, in its memory.
     offloaded: bool = False
+    # Clipped together, perhaps with other groups: :attr:`ShardSpec.norm_group`.
+    norm_group: int = 0
 
 
 def param_groups(
@@ -36,12 +38,12 @@ def param_groups(
     """Group all parameters by rule, learning rate and weight decay; those ``offloaded`` are in the last groups."""
     lr_factors = [parse_factor(text) for text in config.lr_factors]
     weight_decay_factors = [parse_factor(text) for text in config.weight_decay_factors]
-    groups: dict[tuple[str, bool, float, float, bool], list[str]] = {}
+    groups: dict[tuple[str, bool, float, float, bool, int], list[str]] = {}
     for name, spec in specs.items():
         decoupled = config.decoupled_lr is not None and name in DECOUPLED_LR_PARAMS
         decay = matching_factor(name, weight_decay_factors, 1.0 if spec.decays else 0.0)
         lr_factor = matching_factor(name, lr_factors, 1.0)
-        key = rule_of(name, spec, config), decoupled, lr_factor, decay, name in offloaded
+        key = rule_of(name, spec, config), decoupled, lr_factor, decay, name in offloaded, spec.norm_group
         groups.setdefault(key, []).append(name)
     found = [ParamGroup(tuple(names), *key) for key, names in groups.items()]
     return sorted(found, key=lambda group: group.offloaded)

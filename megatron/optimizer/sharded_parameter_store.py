@@ -192,9 +192,9 @@ class ShardedParameterStore(ParameterStore):
     def _before_backward(self, blocks: Sequence[nn.Module], index: int, gradient: Tensor) -> None:
         if self._backward is blocks[index]:
             return
-        if self._reshards and self._backward is not None:  # its backward is done; free it before more is gathered
-            self._free_block(self._backward)
-        self._backward = blocks[index]
+        previous, self._backward = self._backward, blocks[index]
+        if self._reshards and previous is not None:  # its backward is done; free it before more is gathered
+            self._free_block(previous)
         self._start(blocks[index])
         for following in self._prefetched(reversed(blocks[:index])):
             if reads_weights_in_backward(following):
@@ -221,8 +221,11 @@ class ShardedParameterStore(ParameterStore):
             yield block
 
     def _free_block(self, block: nn.Module) -> None:
-        for buffer in self._buffers(block):
-            buffer.free()
+        """Free the buffers of a block, except those that it shares with the one whose backward runs."""
+        used = [] if self._backward in (None, block) else self._indices(self._backward)
+        for index in self._indices(block):
+            if index not in used:
+                self.buffers[index].free()
 
 
 def reads_weights_in_backward(block: nn.Module) -> bool:

@@ -229,8 +229,9 @@ def layer_costs(model: ModelConfig) -> LayerCosts:
     sequence length. While the vocabulary size is unknown the output layer costs nothing.
     """
     sizes = layer_sizes(model, active=True)
-    layer, heads = sum(sizes) / len(sizes), head_sizes(model, active=True)
-    output = (1 + len(heads)) * (model.vocab_size or 0) * model.hidden_size  # each head uses the output layer, too
+    depths, heads = len(model.head_layers), head_sizes(model, active=True)
+    layer, heads = sum(sizes) / len(sizes), heads * (depths // max(1, len(heads)))
+    output = (1 + depths) * (model.vocab_size or 0) * model.hidden_size  # each head uses the output layer, too
     return LayerCosts(layer, 0.0, sum(heads) + output)
 
 

@@ -76,7 +76,7 @@ class BlockMemory:
 
     @classmethod
     def of(cls, config: RunConfig, mixers: Iterable[str]) -> BlockMemory:
-        """Return that of a block, whose mixers are given by name."""
+        """Compute the memory of a block, whose mixers are given by name."""
         shape, least = ActivationShape.of(config), config.training.min_offloaded_tensor_size
         moved = wgrad = left = weight = 0
         forward, backward, unkept = [], [], []
@@ -124,7 +124,7 @@ class StageMemory:
 
     @classmethod
     def of(cls, config: RunConfig, stage: StageLayers) -> StageMemory:
-        """Return that of a stage."""
+        """Compute the memory of a stage."""
         shape, kinds = ActivationShape.of(config), config.model.kinds_of_layers
         memory = {mixers: BlockMemory.of(config, mixers) for mixers in kinds}
         blocks = [memory[config.model.mixers(layer)] for layer in stage.layers]

@@ -41,7 +41,7 @@ class FlopTable:
 
     def cost(self, product: Matmul) -> float:
         """Return the FLOPs of forward and backward, which takes as many for the gradient of each operand."""
-        return product.flops * (2 if self.frozen and product.of_weight else 3)
+        return product.flops * (1 + product.gradients - (self.frozen and product.of_weight))
 
     @property
     def works(self) -> list[Matmul]:

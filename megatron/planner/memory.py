@@ -36,7 +36,8 @@ from megatron.distributed.sharding import EXPERT_REDUCE_AXES, Sharding, Specs
 from megatron.layers.adapter_parameters import adapted_parts, is_adaptable, is_linear, linear_parts
 from megatron.layers.mixers.activations import DTYPE_BYTES, INDEX_BYTES
 from megatron.layers.mixers.registry import block_mixers, rotary_tables
-from megatron.layers.parameters import block_of_any_kind, gpt, heads_of, in_checkpoints
+from megatron.layers.multi_token_parameters import head_names
+from megatron.layers.parameters import block_of_any_kind, gpt, in_checkpoints
 from megatron.layers.recompute_plan import RecomputePlan
 from megatron.optimizer.param_groups import offloaded_params, rule_of
 from megatron.pipeline.actions import BACKWARD, FORWARD, INPUT, WEIGHT
@@ -275,7 +276,7 @@ class _StageState:
         )
         common = Counter(buffers=sum(table.channels // 2 * wide for table in tables))
         common["buffers"] += _adapter_rows(config.model, specs)
-        blocks = (layer for stage in stages for layer in stage.kinds(config.model.head_layers))
+        blocks = (layer for stage in stages for layer in stage.kinds(config.model.head_blocks))
         mixers = (mixer for layer in blocks for mixer in block_mixers(config.model, layer))
         common["buffers"] += sum(mixer.buffer_bytes(config.model) for mixer in mixers)
         common["buffers"] += sum(getattr(group, "buffer_bytes", 0) for group in vars(config).values())
@@ -408,7 +409,7 @@ def _buckets_by_block(config: RunConfig, layout: Layout, pp_rank: int) -> dict[s
 
 def stage_blocks(stage: StageLayers, model: ModelConfig) -> list[str]:
     """Return the names of the blocks of a stage, in the order of forward; heads use the embedding, too."""
-    layers, heads = [f"layers.{layer}" for layer in stage.layers], [*heads_of(model)]
+    layers, heads = [f"layers.{layer}" for layer in stage.layers], head_names(model)
     last = ["final_layernorm", *["embedding", *heads] * bool(heads), "output_layer"]
     return ["embedding"] * stage.first + layers + last * stage.last
 

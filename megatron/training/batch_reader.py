@@ -16,6 +16,7 @@ from megatron.config.text import listed, listed_ranks
 from megatron.data.dataset import split_label
 from megatron.data.errors import DataError
 from megatron.data.loader import DataSource, build_data
+from megatron.data.sample_columns import sample_columns
 from megatron.distributed import comm
 from megatron.distributed.comm import Group
 from megatron.distributed.context_parallel import ContextParallel
@@ -107,7 +108,7 @@ class BatchReader(Component):
             begin=begin,
             prefix=config.model.attention_prefix,
             stream=(self._stream, config.diloco.streams),
-            later=config.model.prediction_depths,
+            columns=sample_columns(config.model),
         )
         check_same_data(self.source, self._mesh.world)
         self.start_digest = self.source.digest("train", 0, begin[1])

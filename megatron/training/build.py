@@ -66,7 +66,14 @@ def build_trainer(
 
         weights = store(params, buckets, parallel, initialize)
         optimizer = build_optimizer(
-            weights, specs, buckets, mesh, config.optimizer, config.training.seed, context.kernels.adam
+            weights,
+            specs,
+            buckets,
+            mesh,
+            config.optimizer,
+            config.training.seed,
+            context.kernels.adam,
+            config.model.norm_groups,
         )
     if context.offload is not None:
         context.offload.leave_out(buffer.whole for buffer in weights.buffers)

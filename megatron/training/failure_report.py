@@ -99,10 +99,11 @@ def report_failure(error: Exception, run_dir: str | None = None) -> bool:
     try:
         publish_text(FIRST_FAILURE_KEY, f"{rank}: {describe_error(error)}")
         prefix = f"error on {rank}" if launch.world_size > 1 else "error"
-        echo(f"{prefix}: {explain_error(error)}", file=sys.stderr, flush=True)
+        text = explain_error(error)
+        echo(f"{prefix}: {text}", file=sys.stderr, flush=True)
         if positions := rank_positions(launch.rank, launch.world_size):
             echo(positions, file=sys.stderr, flush=True)
-        write_error_file(error)
+        write_error_file(error, text)
         record_failure(run_dir, error, os.environ)
     finally:
         signal.signal(signal.SIGTERM, previous)

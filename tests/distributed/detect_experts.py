@@ -36,7 +36,7 @@ def plan_a_route(rank: int, world_size: int) -> tuple[Any, int]:
     dispatcher = ExactDispatcher(mesh.group("ep", "etp"), 1, 4, 2)
     with patch.object(_RankExchange, "start", lambda *planned: planned):
         planned: Any = dispatcher.dispatch(torch.zeros(3, 1), chosen, torch.ones(chosen.shape), False)
-    _, _, splits, _, expert_rows = planned
+    _, _, splits, *_, expert_rows = planned
     return splits, expert_rows
 
 

@@ -15,7 +15,6 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from megatron.config.multi_token import LATER_MASK, LATER_TOKENS
-from megatron.data import loader
 from megatron.data.later_tokens import later_tokens
 from megatron.data.loader import BatchArrays
 from megatron.distributed import context_parallel
@@ -201,7 +200,7 @@ def later_tokens_of_the_next_document() -> AbstractContextManager[Any]:
     def found(labels: NDArray[Any], mask: NDArray[Any], documents: Any, depths: int, foreign: Any) -> dict[str, Any]:
         return later_tokens(labels, mask, None, depths)
 
-    return patch.object(loader, "later_tokens", found)
+    return patch(f"{later_tokens.__module__}.later_tokens", found)
 
 
 def later_tokens_of_own_rows() -> AbstractContextManager[Any]:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 import re
+import subprocess
+import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -20,7 +22,6 @@ from megatron.distributed.comm import Group
 from megatron.distributed.layout import Layout
 from megatron.distributed.mesh import Mesh
 from megatron.layers.dispatch import BoundedDispatcher, Dispatcher, ExactDispatcher, ExpertRows
-from megatron.layers.moe import OVERFLOW
 from megatron.training.build import build_trainer
 from megatron.training.callbacks.health import explain_nonfinite
 from megatron.training.step import train_step
@@ -29,6 +30,7 @@ from tests.kit.cases import MODEL, RATES, Case, batches_of, compare_with_twin, r
 from tests.kit.pool import Pool
 from tools.lib.verify_parallel import RankTrace, join_traces
 
+ROOT = Path(__file__).parents[2]
 HIDDEN = 3
 
 
@@ -94,7 +96,7 @@ def travel(rank: int, world_size: int, case: Travel) -> tuple[Tensor, Tensor, Te
     ends = [0, *rows.offsets.tolist()]
     parts = [x_RH[s:e] @ product(first + i, here, etp) for i, (s, e) in enumerate(zip(ends, ends[1:]))]
     padding = torch.full_like(x_RH[ends[-1] :], torch.nan)
-    y_RH = torch.cat([*parts, padding]) * rows.weights(tokens.weights).unsqueeze(1)
+    y_RH = torch.cat([*parts, padding]) * rows.weights.unsqueeze(1)
     y_TH = sent.combine(rows.rows.add(y_RH))()
     y_TH.backward(torch.full_like(y_TH, 1.0 + rank))
     assert x_TH.grad is not None
@@ -258,7 +260,7 @@ def gathered(rank: int, world_size: int, case: Case, module: str) -> list[RankTr
 @pytest.mark.parametrize("fault", ["", "[rank]"])
 def test_a_dispatcher_from_outside_trains_the_same(pool: Pool, fault: str) -> None:
     """The one of docs/moe.md; a fault in it is noticed."""
-    page = (Path(__file__).parents[2] / "docs" / "moe.md").read_text()
+    page = (ROOT / "docs" / "moe.md").read_text()
     (module,) = (block for block in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if "GatherDispatcher" in block)
     case = Case(EXPERTS, layout(**EP4, moe_exchange="gather"), dp=4, steps=1)
     module = module.replace("// dispatcher.tp_size * local", "* 0") if fault else module
@@ -281,15 +283,68 @@ def all_to_one_rank(rank: int, world_size: int, case: Case) -> tuple[float, bool
     return metrics.loss.item(), bool(metrics.skipped), same, explained
 
 
-@pytest.mark.parametrize("bound", [1.2, 4.0])
-def test_an_overflow_changes_no_weight_and_is_explained(pool: Pool, bound: float) -> None:
-    case = Case(EXPERTS, layout(**EP4, **BOUNDED | {"moe_exchange_bound": bound}), dp=4, steps=1)
-    for loss, skipped, same, explained in pool.run(4, all_to_one_rank, case):
-        if bound == 4.0:
-            assert not skipped
-            assert math.isfinite(loss)
-        else:
-            assert skipped
-            assert same
-            assert math.isnan(loss)
-            assert explained == f"the loss or gradient of step 1 is not finite: {OVERFLOW}"
+NEEDED = (
+    r"step 1 changed no weight: on rank [0-3] in layers\.[13]\.mlp there are (\d+) rows .*, where "
+    r"--moe-exchange-bound 1\.2 holds (\d+); resume with --moe-exchange-bound ([\d.]+), the smallest that holds this "
+    "step, or with --moe-exchange exact"
+)
+
+
+def test_an_overflow_changes_no_weight_and_names_the_bound_that_is_enough(pool: Pool) -> None:
+    def take(bound: float) -> list[tuple[float, bool, bool, str]]:
+        exchange = BOUNDED | {"moe_exchange_bound": bound}
+        return pool.run(4, all_to_one_rank, Case(EXPERTS, layout(**EP4, **exchange), dp=4, steps=1))
+
+    (text,) = {explained for *_, explained in take(1.2)}
+    found = re.fullmatch(NEEDED, text)
+    assert found, text
+    needed, held, enough = int(found[1]), int(found[2]), float(found[3])
+    assert needed > held
+    for loss, skipped, same, _ in take(round(enough - 0.01, 2)):
+        assert skipped
+        assert same
+        assert math.isnan(loss)
+    for loss, skipped, *_ in take(enough):
+        assert not skipped
+        assert math.isfinite(loss)
+
+
+PROGRAM_LAYOUTS = {
+    "ep2": (2, "--expert-model-parallel-size 2"),
+    "ep2, tp2": (2, "--expert-model-parallel-size 2 --tensor-model-parallel-size 2 --sequence-parallel "
+                    "--expert-tensor-parallel-size 1"),
+    "ep2, pp2, interleaved": (4, "--expert-model-parallel-size 2 --pipeline-model-parallel-size 2 --num-layers 4 "
+                                 "--num-layers-per-virtual-pipeline-stage 1"),
+    "ep2, pp2, zb-h1, halves": (4, "--expert-model-parallel-size 2 --pipeline-model-parallel-size 2 "
+                                   "--pipeline-schedule zb-h1 --overlap-moe-expert-parallel-comm"),
+}  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", PROGRAM_LAYOUTS)
+def test_a_run_that_overflows_ends_with_one_sentence_and_continues_with_the_bound_in_it(
+    tmp_path: Path, name: str
+) -> None:
+    ranks, flags = PROGRAM_LAYOUTS[name]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    command += f"pretrain_gpt.py --preset tiny-moe --mock-data --vocab-size 512 --global-batch-size 8 {flags}".split()
+    saved = tmp_path / "saved"
+    command += f"--seq-length 64 --micro-batch-size 2 --save-interval 1 --save {saved} --load {saved}".split()
+
+    def run(more: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [*command, *more.split()], cwd=ROOT, capture_output=True, text=True, timeout=300, check=False
+        )
+
+    first = run("--train-iters 1 --moe-exchange exact")
+    assert first.returncode == 0, first.stderr
+    before = {path: path.read_bytes() for path in saved.rglob("*.bin")}
+    overflow = run("--train-iters 3 --moe-exchange bounded --moe-exchange-bound 1")
+    assert overflow.returncode == 1
+    (sentence,) = re.findall(r"^error on rank \d: (.*)$", overflow.stderr, re.MULTILINE)
+    found = re.fullmatch(NEEDED.replace("step 1", "step 2").replace(r"1\.2", "1").replace("[13]", r"\d+"), sentence)
+    assert found, sentence
+    assert "NonFiniteError" not in overflow.stderr
+    assert {path: path.read_bytes() for path in before} == before
+    last = run(f"--train-iters 2 --moe-exchange bounded --moe-exchange-bound {found[3]}")
+    assert last.returncode == 0, last.stderr

@@ -47,7 +47,7 @@ CASES = {
         steps=2,
     ),
     "pp2, cp2, ep2": Case(
-        replace(MODEL, mtp_num_layers=1, position_embedding_type="rope"),
+        replace(MODEL, mtp_num_layers=2, mtp_use_repeated_layer=True, position_embedding_type="rope"),
         replace(parallel(pp=2, ep=2), context_parallel_size=2, data_parallel_sharding_strategy="optim_grads"),
         training=EVERYTHING,
         steps=2,
@@ -86,9 +86,11 @@ def test_metrics_of_a_layout_equal_one_process(pool: Pool, name: str) -> None:
         losses, losses_of_one = got.pop("losses"), expected.pop("losses")
         assert losses == pytest.approx(losses_of_one, rel=1e-10)
         assert got == expected
+        of_layers = [x for name, x in expected.items() if name.startswith("moe/seq_load_balancing_loss_layer_")]
+        assert sum(of_layers) / len(of_layers) == pytest.approx(losses["seq_load_balancing_loss"], rel=1e-3)
     assert [("expert-loads" in line) for line in ranks[0]] == [False, True]
     assert ranks[0][0]["expert-bias-range"] == 0.02
-    assert ranks[0][0].get("expert-mtp-layers") == case.model.mtp_num_layers
+    assert ranks[0][0].get("expert-mtp-layers", 0) == case.model.prediction_layers
 
 
 def test_metrics_match_counts_by_hand() -> None:

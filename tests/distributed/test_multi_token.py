@@ -25,6 +25,7 @@ from tests.distributed.resharding import loading, saving
 from tests.distributed.resume import gathered, load_and_go_on, save_and_go_on
 from tests.kit.cases import MODEL, RATES, Case, PackedConversations, batch_of, batches_of, compare_with_twin, evaluation
 from tests.kit.pool import Pool
+from tests.kit.runs import column, start, tiny_run
 from tools.lib.verify_parallel import RankTrace, join_traces, trace_step
 
 EOD = 7
@@ -63,6 +64,8 @@ LATENT = {
     "qk_pos_emb_head_dim": 4,
     "v_head_dim": 8,
 }
+REPEATED = {"mtp_use_repeated_layer": True, "mtp_num_layers": 3}
+DETACHED = {"mtp_detach_heads": True}
 MODULES = {"recompute_granularity": "selective", "recompute_modules": ("layernorm", "mlp", "core_attn")}
 SCALED = {
     "final_logit_softcapping": 3.0,
@@ -102,6 +105,25 @@ CASES = {
     "experts, recomputed": case(EXPERTS, 2, {"recompute_granularity": "full"}, expert_model_parallel_size=2),
     "latent attention, cp, experts, pp": case(LATENT | EXPERTS, context_parallel_size=2, **PP),
     "experts, etp, pp": case(EXPERTS, 2, expert_model_parallel_size=2, **PP, **TP),
+    "one layer, tp, sp, dropout": case(REPEATED | {"hidden_dropout": 0.1}, 1, {"mlp_chunk_size": 4}, **TP),
+    "one layer, untied, zb, a stage of its own": case(
+        REPEATED | UNTIED, **PP, pipeline_schedule="zb-h1", pipeline_model_parallel_layout="Ett|mmmL"
+    ),
+    "one layer, zero 3": case(REPEATED | UNTIED, 2, **SHARDED),
+    "one layer, zero 3, recomputed": case(REPEATED, 2, {"recompute_granularity": "full"}, **SHARDED),
+    "one layer, detached, experts, zero 2, recomputed": case(
+        REPEATED | DETACHED | EXPERTS,
+        2,
+        MODULES,
+        expert_model_parallel_size=2,
+        data_parallel_sharding_strategy="optim_grads",
+    ),
+    "detached, untied, zero 3, pp": case(DETACHED | UNTIED, 2, **SHARDED, **PP),
+    "detached, untied, zero 2, pp": case(DETACHED | UNTIED, 2, **PP, data_parallel_sharding_strategy="optim_grads"),
+    "detached, tied, cp, recomputed": case(
+        DETACHED, 1, {"recompute_granularity": "full"}, context_parallel_size=2, cp_comm_type="a2a"
+    ),
+    "detached, both ends on a rank": case(DETACHED | {"num_layers": 4}, **PP, pipeline_schedule="zb-v"),
 }
 
 
@@ -217,3 +239,14 @@ def test_evaluation_does_without_the_heads(pool: Pool) -> None:
     (one, _), *_ = pool.run(2, evaluation, with_heads)
     (other, _), *_ = pool.run(2, evaluation, without)
     assert one == pytest.approx(other, rel=1e-13)
+
+
+@pytest.mark.parametrize("more", ["", "--lora-rank 2"])
+def test_a_model_is_tuned_without_its_heads(tmp_path: Path, more: str) -> None:
+    """At a learning rate near 0, the validation loss is that of the model."""
+    flags = "--position-embedding-type rope --eval-interval 6 --eval-iters 2 --split 80,20,0"
+    model, tuned = tmp_path / "model", tmp_path / "tuned"
+    start(tiny_run(model, f"{flags} --mtp-num-layers 2 --save {model}/saved --save-interval 6"))
+    start(tiny_run(tuned, f"{flags} --lr 1e-30 --pretrained-checkpoint {model}/saved {more}"))
+    losses = [column(folder, "lm loss validation", "lm loss validation")[-1] for folder in (model, tuned)]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-6)

@@ -16,13 +16,14 @@ from torch import Tensor
 from megatron.config.compute import ComputeConfig
 from megatron.config.data import DataConfig
 from megatron.config.model import ModelConfig
-from megatron.config.multi_token import LATER_MASK, LATER_TOKENS
+from megatron.config.multi_token import LATER_MASK
 from megatron.config.optimizer import OptimizerConfig
 from megatron.config.parallel import ParallelConfig
 from megatron.config.precision import PrecisionConfig
 from megatron.config.run import RunConfig
 from megatron.config.training import TrainingConfig
 from megatron.data.dataset import Sample
+from megatron.data.later_tokens import columns_of_samples
 from megatron.data.loader import BatchArrays, MaskBuilder, rank_micro_batches
 from megatron.distributed.micro_batch import MicroBatch
 from megatron.kernels import block_attention
@@ -262,8 +263,8 @@ def batch_of(case: Case, ids: Tensor, mask: Tensor, step: int = 0) -> MicroBatch
     batch = MicroBatch(tokens, labels, mask * counts, samples, step, positions, documents, pattern_restarts=restarts)
     if case.model.mtp_num_layers:
         arrays = columns._replace(loss_mask=batch.loss_mask.numpy())
-        later = arrays.with_later_tokens(case.model.mtp_num_layers, case.documents.eod)
-        batch = replace(batch, extra={name: torch.from_numpy(later.extra[name]) for name in (LATER_TOKENS, LATER_MASK)})
+        later = columns_of_samples(case.model.mtp_num_layers, arrays, case.documents.eod)
+        batch = replace(batch, extra={name: torch.from_numpy(column) for name, column in later.items()})
     return batch
 
 

@@ -60,6 +60,7 @@ MOE = f"{LLAMA} --num-experts 4 --moe-router-topk 2"
 EP = "--moe-exchange bounded --expert-model-parallel-size 4"
 FP8 = "--fp8-format hybrid --ffn-hidden-size 256"
 TP = "--tensor-model-parallel-size 2 --sequence-parallel"
+FURTHER = "--mtp-num-layers 2"
 ZERO1 = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"
 ZERO3 = "--data-parallel-sharding-strategy optim_grads_params --overlap-grad-reduce"
 
@@ -126,6 +127,11 @@ CASES = {
     "experts in parallel, halves": Case(4, f"{MOE} {EP} --overlap-moe-expert-parallel-comm", hidden=1.0),
     "experts in parallel, shared": Case(
         4, f"{MOE} {EP} --moe-shared-expert-intermediate-size 64 --moe-shared-expert-overlap", hidden=1.0
+    ),
+    "further tokens": Case(1, f"{LLAMA} {FURTHER}", between=True),
+    "further tokens, graph": Case(1, f"{LLAMA} {FURTHER} --cuda-graph step"),
+    "further tokens, experts, graph": Case(
+        2, f"{MOE} {FURTHER} --mtp-use-repeated-layer --mtp-detach-heads --use-distributed-optimizer --cuda-graph step"
     ),
     "data-parallel": Case(2, f"{LLAMA} --overlap-grad-reduce", hidden=0.5, between=True),
     "ZeRO-1": Case(2, f"{LLAMA} {ZERO1}", hidden=0.5),

@@ -212,7 +212,8 @@ class WithHeads:
     def __init__(self, source: Model, heads: int, seed: int) -> None:
         """Give the model ``heads`` heads; 0 removes all."""
         self._source, self._seed = source, seed
-        self.model = replace(source.model, mtp_num_layers=heads or None)
+        shared = heads > 0 and source.model.mtp_use_repeated_layer
+        self.model = replace(source.model, mtp_num_layers=heads or None, mtp_use_repeated_layer=shared)
         self.specs = gpt(self.model)
         self._new = cache(self._draw)
 

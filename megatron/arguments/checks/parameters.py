@@ -92,9 +92,10 @@ def check_lora_target(config: RunConfig, world_size: int) -> Iterator[Problem]:
             experts = "; experts have no adapters" if model.num_experts is not None else ""
             sentence = (
                 f"--lora-target {shlex.quote(pattern)} matches no linear of layers.0 to layers.{model.num_layers - 1}: "
-                f"{listed(names)}, or a part: {listed(parts)}{experts}"
+                f"{listed(names)}{f', or a part: {listed(parts)}' if parts else ''}{experts}"
             )
-            yield Problem("E112", sentence, (SETTINGS["lora_target"].spell(("linear_qkv", "linear_proj")),))
+            fix = SETTINGS["lora_target"].spell(tuple(name.rpartition(".")[2] for name in names[:2]))
+            yield Problem("E112", sentence, (fix,))
 
 
 def check_frozen_weights(config: RunConfig, world_size: int) -> Iterator[Problem]:

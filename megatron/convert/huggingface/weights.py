@@ -211,14 +211,14 @@ class HuggingFaceWeights:
         family = model_families()[kind]
         # a model saved without its head has no prefix
         prefix = "" if any(key.startswith(family.prefix) for key in self._files) else family.prefix
+
+        def in_files(found: Sequence[TensorMapping]) -> tuple[TensorMapping, ...]:
+            """Return mappings with the names of the files."""
+            return tuple(replace(mapping, name=mapping.name.removeprefix(prefix)) for mapping in found)
+
         copies = map_copies(kind, self.specs, mappings)
-        self.mappings, self._copies = (  # stored tensors, by our names
-            {
-                ours: tuple(replace(mapping, name=mapping.name.removeprefix(prefix)) for mapping in found)
-                for ours, found in each.items()
-            }
-            for each in (mappings, copies)
-        )
+        self.mappings = {name: in_files(found) for name, found in mappings.items()}
+        self._copies = {name: in_files(found) for name, found in copies.items()}
         self._check(family)
         # the narrowest dtype that holds all tensors as they are stored, but for those that are always in fp32
         narrow = [name for name, spec in self.specs.items() if not spec.wide]

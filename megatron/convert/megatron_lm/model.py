@@ -29,7 +29,7 @@ Arguments = Mapping[str, Any]
 
 OFF = """qk_l2_norm use_mup apply_residual_connection_post_layernorm
 layernorm_zero_centered_gamma moe_apply_probs_on_input is_hybrid_model enable_hyper_connections use_legacy_models
-head_wise_attn_gate geglu reglu mtp_use_repeated_layer mtp_hsm"""
+head_wise_attn_gate geglu reglu mtp_hsm"""
 UNSET = """experimental_attention_variant moe_input_jitter_eps moe_router_force_biased linear_attention_freq
 rotary_base_per_layer heterogeneous_layers_config_path heterogeneous_layers_config_encoded_json spec
 hybrid_layer_pattern hybrid_override_pattern moe_expert_rank_capacity_factor moe_mlp_glu_interleave_size
@@ -63,7 +63,8 @@ WRITTEN = {*YARN} | words(
     moe_router_enable_expert_bias moe_router_bias_update_rate moe_router_num_groups moe_router_group_topk
     moe_router_topk_scaling_factor moe_router_load_balancing_type moe_aux_loss_coeff moe_z_loss_coeff moe_router_dtype
     moe_router_force_load_balancing moe_expert_capacity_factor moe_token_drop_policy
-    mtp_num_layers mtp_loss_scaling_factor window_attn_skip_freq attention_output_gate
+    mtp_num_layers mtp_loss_scaling_factor mtp_use_repeated_layer mtp_detach_heads
+    window_attn_skip_freq attention_output_gate
     multi_latent_attention q_lora_rank kv_lora_rank qk_head_dim qk_pos_emb_head_dim v_head_dim rope_type
     rotary_scaling_factor mscale mscale_all_dim"""
 )
@@ -118,8 +119,12 @@ def _positions(args: Arguments) -> dict[str, Any]:
         kind = "rope"
     elif args.get("add_position_embedding") is False and kind == "learned_absolute":
         kind = "none"
-    yarn = dict.fromkeys(YARN) if kind != "yarn" else {n: x if (x := args[n]) is not None else YARN[n] for n in YARN}
-    return {"position_embedding_type": kind} | (YARN if args.get("multi_latent_attention") else yarn)
+    yarn: Mapping[str, Any] = dict.fromkeys(YARN)
+    if args.get("multi_latent_attention"):
+        yarn = YARN
+    elif kind == "yarn":
+        yarn = {name: usual if args[name] is None else args[name] for name, usual in YARN.items()}
+    return {"position_embedding_type": kind, **yarn}
 
 
 def _layers(selected: Any) -> str:

@@ -35,6 +35,8 @@ class Matmul(NamedTuple):
     of_weight: bool = True
     # Times that selective recomputation computes it again in backward.
     again: int = 0
+    # Gradients of its operands that backward computes.
+    gradients: int = 2
 
 
 class Exchanged(NamedTuple):

@@ -37,7 +37,7 @@ class HeadSizes(NamedTuple):
     value_channels: int
 
     def exchanged(self, tp: int) -> Exchanged:
-        """Return what context parallelism exchanges of a rank."""
+        """Return what a context-parallel rank exchanges."""
         queries, groups = self.queries // tp, max(1, self.groups // tp)
         keys = groups * (self.channels + self.value_channels)
         return Exchanged(queries * self.channels, keys, queries * self.value_channels, self.groups)
@@ -80,7 +80,7 @@ class CoreShape:
 
     @classmethod
     def of(cls, shape: ActivationShape, heads: HeadSizes) -> CoreShape:
-        """Return that of a rank."""
+        """Compute the sizes of a rank's part of a micro-batch."""
         model, parallel, documents = shape.model, shape.config.parallel, shape.config.data.reset_attention_mask
         own = heads.exchanged(shape.tp)
         narrow = max(0, heads.value_channels - heads.channels), max(0, heads.channels - heads.value_channels)

@@ -69,7 +69,7 @@ class ExpertsMixer(Mixer):
 
     def linears(self, shape: ActivationShape) -> list[LinearShape]:
         """Return the linears of the experts, if each is chosen equally often, and of the shared expert."""
-        specs, rows = self.parameters(shape.model, shape.sharding).items(), _Travel.of(shape).expert_rows
+        specs, rows = self.parameters(shape.model, shape.sharding).items(), _Dispatched.of(shape).expert_rows
         experts = [shape.linear(spec, rows) for name, spec in specs if is_linear(name) and spec.expert]
         return experts + mlp_linears(shape, _shared(shape.model, shape.sharding))
 
@@ -83,7 +83,7 @@ class ExpertsMixer(Mixer):
 
         A router keeps a wide input, and the experts copies of rows.
         """
-        model, h, travel = shape.model, shape.model.expert_hidden, _Travel.of(shape)
+        model, h, dispatched = shape.model, shape.model.expert_hidden, _Dispatched.of(shape)
         wide = max(shape.wide, DTYPE_BYTES[model.moe_router_dtype])
         experts, choices, again = model.num_experts or 0, shape.rows * model.moe_router_topk, ("mlp",)
         linears = self.linears(shape)
@@ -98,8 +98,8 @@ class ExpertsMixer(Mixer):
         yield KeptTensor("router: logits and scores", shape.rows * experts * _kept_scores(model), wide, again)
         yield KeptTensor("router: choices", choices, INDEX_BYTES, again)
         yield KeptTensor("router: weights of the choices", 2 * choices, wide, again)
-        yield KeptTensor("dispatch: numbers of rows", travel.numbers, INDEX_BYTES, again)
-        yield KeptTensor("experts: input", travel.expert_rows * h, shape.width, again, True)
+        yield KeptTensor("dispatch: numbers of rows", dispatched.numbers, INDEX_BYTES, again)
+        yield KeptTensor("experts: input", dispatched.expert_rows * h, shape.width, again, True)
         yield from mlp_kept(shape, "mlp.experts", {}, linears[:2])
         if "activation" in shape.eager:
             unweighted = linears[1].inputs
@@ -146,30 +146,26 @@ def _latent_projections(config: ModelConfig, sharding: Sharding) -> dict[str, Sp
     return {"fc1_latent_proj": down, "fc2_latent_proj": linear(weight, bias)}
 
 
-class _Travel(NamedTuple):
-    """Rows of a rank on their way, if every expert is chosen equally often."""
+class _Dispatched(NamedTuple):
+    """Sizes of the dispatch of a rank, if every expert is chosen equally often."""
 
-    # Sent to ranks of experts; none without an exchange.
-    sent: int
-    # Tokens that arrive.
-    tokens: int
-    # Of the experts.
+    # Rows of the experts of the rank.
     expert_rows: int
     # Indices that are kept: the rows of every token and the tokens of every row, at both ends.
     numbers: int
 
     @classmethod
-    def of(cls, shape: ActivationShape) -> _Travel:
+    def of(cls, shape: ActivationShape) -> _Dispatched:
         parallel, model, tokens = shape.config.parallel, shape.model, shape.rows
         topk, ep, etp = model.moe_router_topk, parallel.expert_model_parallel_size, parallel.expert_tp
         choices, experts = tokens * topk, model.num_experts or 0
         if ep * etp == 1:
-            return cls(0, tokens, choices, 3 * choices)
+            return cls(choices, 2 * choices)
         if ep == 1 or parallel.moe_exchange != "exact":
             bound = parallel.moe_exchange_bound if ep > 1 else 1.0
             block, expert_rows = ExchangeBuffers.of(bound, tokens, topk, experts // ep, ep, etp)
-            sent = ep * etp * block
+            sent = room = ep * etp * block
         else:
-            sent = round(tokens * etp * ranks_of_token(experts, topk, ep))
+            sent, room = round(tokens * etp * ranks_of_token(experts, topk, ep)), tokens * etp * min(topk, ep)
             expert_rows = choices * etp
-        return cls(sent, sent, expert_rows, sent + choices * etp + 2 * sent * topk + expert_rows)
+        return cls(expert_rows, room + choices * etp + sent * topk + expert_rows)

@@ -31,7 +31,7 @@ def find_mixer(name: str) -> Mixer:
 def auxiliary_losses(config: ModelConfig) -> dict[str, float]:
     """Return the coefficients of the auxiliary losses of a model by name, summed over the mixers that have them."""
     total: dict[str, float] = {}
-    for layer in (*range(config.num_layers), *config.head_layers):
+    for layer in (*range(config.num_layers), *config.head_blocks):
         for mixer in block_mixers(config, layer):
             for name, coefficient in mixer.losses(config).items():
                 total[name] = total.get(name, 0.0) + coefficient

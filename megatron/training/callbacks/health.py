@@ -119,6 +119,8 @@ class HealthReport(Callback):
         trainer = self.trainer
         world = trainer.mesh.world
         for name, shard in trainer.optimizer.grads.items():
+            if trainer.specs[name].norm_group:  # clipped by another factor than the rest
+                continue
             row = self.sums[self.rows[layer_name(name)]]
             for gradient in self._boxes(name, 0, shard):
                 row[GRADIENT] += square_sum(gradient)
@@ -243,16 +245,22 @@ def explain_nonfinite(trainer: Trainer, batches: Sequence[MicroBatch]) -> str:
     Micro-batches run one by one, so that pipeline order is time order, and without the data-parallel reduction, which
     would spread a bad gradient to all ranks. The weights are unchanged, the gradients are overwritten.
     """
-    mine = first_nonfinite(trainer, batches)
     modules = [module for chunk in trainer.chunks.values() for module in chunk.modules()]
-    reasons = [module.nonfinite_reason() for module in modules if isinstance(module, ExplainsNonFinite)]
-    own = next(filter(None, reasons), None), [] if mine is None else [*astuple(mine)]
+    limited = [module for module in modules if isinstance(module, ExplainsNonFinite)]
+    with ExitStack() as repeated:
+        for module in limited:
+            repeated.enter_context(module.repeated())
+        mine = first_nonfinite(trainer, batches)
+    reasons = [reason for module in limited if (reason := module.nonfinite_reason()) is not None]
+    own = [*max(reasons, default=())], [] if mine is None else [*astuple(mine)]
     gathered = comm.all_gather_objects([*own], trainer.mesh.world)
     by_rank = [NonFiniteFinding(*values) if values else None for _, values in gathered]
     found = [finding for finding in by_rank if finding is not None]
     step = f"the loss or gradient of step {batches[0].step + 1} is not finite"
-    if known := next((reason for reason, _ in gathered if reason), None):
-        return f"{step}: {known}"
+    beyond = [(*reason, rank) for rank, (reason, _) in enumerate(gathered) if reason]
+    if beyond and not found:
+        _, text, rank = max(beyond)
+        return f"step {batches[0].step + 1} changed no weight: on rank {rank} {text}"
     if not found:
         return (
             f"{step}, but all values before the sum over ranks were finite when the step was run again: "

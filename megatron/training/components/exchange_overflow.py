@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from megatron.distributed import comm
-from megatron.layers.moe import OVERFLOW, MixtureOfExperts
+from megatron.layers.dispatch import BoundedDispatcher
+from megatron.layers.moe import MixtureOfExperts
 from megatron.training.component import Component
 from megatron.training.loggers.base import Metrics
 from megatron.training.loggers.console import print_warning
@@ -32,12 +33,16 @@ class ExchangeOverflow(Component):
         if config.parallel.expert_model_parallel_size == 1:
             return None
         modules = [module for chunk in trainer.chunks.values() for module in chunk.modules()]
-        return cls(trainer, [module.overflowed for module in modules if isinstance(module, MixtureOfExperts)])
+        dispatchers = [module.training_dispatcher for module in modules if isinstance(module, MixtureOfExperts)]
+        return cls(trainer, [each.overflowed for each in dispatchers if isinstance(each, BoundedDispatcher)])
 
     def on_log(self, metrics: Metrics) -> None:
         """See :class:`Component`; collective."""
         own = torch.stack([torch.zeros((), device=self._trainer.device), *(flag.float() for flag in self._flags)])
         if comm.all_reduce(own.max(), self._trainer.mesh.world, op="max") and self._trainer.mesh.world.rank == 0:
-            print_warning(f"steps were skipped since the last log line: {OVERFLOW}")
+            print_warning(
+                "steps were skipped since the last log line: tokens did not fit in the buffers of --moe-exchange "
+                "bounded; resume with a larger --moe-exchange-bound, or with --moe-exchange exact"
+            )
         for flag in self._flags:
             flag.zero_()

@@ -28,14 +28,17 @@ RECORDS = 100
 
 
 class ExpertReport(Component):
-    """Adds metrics of the experts to log lines. Rows of its tensors are the L blocks of the model, heads included."""
+    """Adds metrics of the experts to log lines; the L rows of its tensors are all blocks, those of heads last."""
 
     def __init__(self, trainer: Trainer) -> None:
         """Report on the experts of all layers."""
         self._trainer, self._model, logging = trainer, trainer.config.model, trainer.config.logging
         self._per_layer, self._interval = logging.moe_per_layer_logging, logging.save_tokens_per_expert_interval
         self._losses = self._model.router_losses if self._per_layer else {}
-        self._blocks = self._model.num_layers + len(self._model.head_layers)
+        depths, heads = len(self._model.head_layers), self._model.head_blocks
+        # Times that a step uses each block.
+        self._uses = [1] * self._model.num_layers + [depths // len(heads) for _ in heads]
+        self._blocks = len(self._uses)
         # Of this rank, since the last log line: losses of its tokens, and their number, as the losses count them.
         self._losses_LN = torch.zeros(self._blocks, len(self._losses), dtype=torch.float64, device=trainer.device)
         self._tokens = torch.zeros((), dtype=torch.float64, device=trainer.device)
@@ -71,7 +74,8 @@ class ExpertReport(Component):
     @torch.no_grad()
     def _see_losses(self, row: int, module: nn.Module, inputs: tuple[Any, ...], output: Routing) -> None:
         if output.losses and not is_recomputing():
-            self._losses_LN[row] += torch.stack([output.losses[name].double() for name in self._losses])
+            losses = torch.stack([output.losses[name].double() for name in self._losses])
+            self._losses_LN[row] += losses / self._uses[row]
 
     def on_step_taken(self, batches: Sequence[MicroBatch]) -> None:
         """Count the tokens, on one of the ranks that have them."""
@@ -87,11 +91,11 @@ class ExpertReport(Component):
         by_layer = expert_metrics(counts_LE, dropped_L if drops else None, biases_LE if has_bias else None)
         metrics = summary_of_layers(by_layer, counts_LE.sum(1))
         metrics |= {f"{name}{BY_LAYER}": values for name, values in by_layer.items()}
-        if model.head_layers:
-            metrics["expert-mtp-layers"] = len(model.head_layers)
+        if model.head_blocks:
+            metrics["expert-mtp-layers"] = len(model.head_blocks)
         if self._per_layer:
             for (name, coefficient), losses_L in zip(self._losses.items(), losses_LN.unbind(1)):
-                by_layer[name] = known(losses_L / tokens.clamp(min=1.0) / coefficient, counts_LE)
+                by_layer[name] = rounded_by_layer(losses_L / tokens.clamp(min=1.0) / coefficient, counts_LE)
             for name, values in by_layer.items():
                 metrics |= {f"moe/{name}_layer_{i}": x for i, x in enumerate(values) if x is not None}
         self._counts_LE += counts_LE
@@ -119,9 +123,8 @@ class ExpertReport(Component):
             total = comm.all_reduce(torch.cat([part.flatten() for part in parts]), trainer.mesh.world).cpu()
         for sums in (self._loads.window, self._losses_LN, self._tokens):
             sums.zero_()
-        counts, biases_LE, losses_LN, tokens = (
-            values.view(part.shape) for values, part in zip(total.split([part.numel() for part in parts]), parts)
-        )
+        split = total.split([part.numel() for part in parts])
+        counts, biases_LE, losses_LN, tokens = (values.view(part.shape) for values, part in zip(split, parts))
         return counts[:, :-1], counts[:, -1], biases_LE, losses_LN, tokens
 
 
@@ -149,10 +152,10 @@ def expert_metrics(counts_LE: Tensor, dropped_L: Tensor | None, biases_LE: Tenso
         values["dropped-choices"] = dropped_L / total_L
     if biases_LE is not None:
         values["expert-bias-range"] = biases_LE.amax(1) - biases_LE.amin(1)
-    return {name: known(values_L, counts_LE) for name, values_L in values.items()}
+    return {name: rounded_by_layer(values_L, counts_LE) for name, values_L in values.items()}
 
 
-def known(values_L: Tensor, counts_LE: Tensor) -> list[float | None]:
+def rounded_by_layer(values_L: Tensor, counts_LE: Tensor) -> list[float | None]:
     """Return values to four digits, None for layers without experts."""
     chosen = zip(values_L.tolist(), counts_LE.sum(1).tolist())
     return [float(f"{value:.4g}") if total else None for value, total in chosen]

@@ -15,12 +15,12 @@ from megatron.training.trainer import Trainer
 
 
 class HeadWeights(Component):
-    """Adds to the micro-batches of a step the weight of each depth's loss.
+    """Adds the weights of the losses of all depths to the micro-batches of a step.
 
-    The step divides every sum by N, the objective's weight of the global batch. A depth counts N_k predictions in it:
-    none whose label lies beyond the sample or in another document. Its loss is the mean over these, so its sum is
-    multiplied by N / N_k. Both are sums over all micro-batches and ranks, so the loss does not depend on the layout. A
-    mean over each micro-batch would, because micro-batches count different numbers of predictions.
+    The step divides every sum by N, the objective's weight of the global batch. Depth k counts N_k predictions in it:
+    those whose labels are in the sample and in the document. Its loss is their mean, so its sum is multiplied by
+    N / N_k. N and N_k are sums over all micro-batches and ranks, so the loss does not depend on the layout. A mean over
+    each micro-batch would, because micro-batches count different numbers of predictions.
     """
 
     def __init__(self, trainer: Trainer) -> None:

@@ -26,7 +26,13 @@ from megatron.config.text import (
     format_step_time,
 )
 from megatron.training.loggers.base import Column, Metric, Metrics, metrics_under
-from megatron.training.loggers.feature_metrics import FEATURE_COLUMNS, LOSS_METRICS
+from megatron.training.loggers.feature_metrics import (
+    FEATURE_COLUMNS,
+    HEALTH_MAXIMA,
+    LOSS_METRICS,
+    UPDATE_METRICS,
+    VALIDATION_METRICS,
+)
 from megatron.training.startup import startup_line
 
 CONSOLE_PREFIX = "console/"
@@ -138,7 +144,7 @@ METRICS = {
     "hfu": Metric("0 to 1", "window: utilisation including recomputation"),
     "skipped-iterations": Metric("list of steps", "window: with a skipped update; `metrics.jsonl` only"),
     "skipped-iterations-count": Metric("steps", "window: their number"),
-    "spikes-skipped": Metric("steps", "window: those of them with a finite gradient that was an outlier"),
+    **UPDATE_METRICS,
     "communication-share": Metric("0 to 1", "window: sum of all `communication-AXES` as a share of the step"),
     "communication-AXES": Metric(
         "seconds per step", "window: waiting for other ranks, by `tp`, `dp`, ..., `world`; mean of the ranks"
@@ -175,7 +181,7 @@ the phases of ``distributed.timing.PHASES``. Metrics that do not apply, such as 
 EVALUATION_METRICS = {
     "lm loss validation": Metric("nats per token", "mean over `--eval-iters` batches"),
     "lm loss validation ppl": Metric("", "exp of the loss, if it is a cross-entropy"),
-    "lm loss validation ema": Metric("nats per token", "loss with the average of the weights, with `--ema-decay`"),
+    **VALIDATION_METRICS,
     "validation-set": Metric("name", "which one, if there are several"),
 }
 """Every metric of an evaluation; evaluations of test data have ``test`` in place of ``validation``."""
@@ -324,9 +330,7 @@ def health_line(step: int, metrics: Metrics) -> str:
     norms = layers("grad-norm")
     low = min(norms, key=lambda layer: norms[layer])
     update = format_exponent(metrics["health/update-ratio/total"])
-    return (
-        f"health at {step}: gradient {format_plain(norms[low])} {low} to {maximum('grad-norm')}"
-        f" | update {update}, most {maximum('update-ratio', format_exponent)}"
-        f" | activations {maximum('activation-rms')} | attention logit {maximum('attention-logit')}"
-        + (f" | busiest expert {maximum('expert-load')}" if layers("expert-load") else "")
-    )
+    gradient = f"gradient {format_plain(norms[low])} {low} to {maximum('grad-norm')}"
+    largest = (f"{label} {maximum(quantity)}" for quantity, label in HEALTH_MAXIMA.items() if layers(quantity))
+    most = maximum("update-ratio", format_exponent)
+    return " | ".join((f"health at {step}: {gradient}", f"update {update}, most {most}", *largest))

@@ -7,8 +7,9 @@ from megatron.training.loggers.base import BY_LAYER, Column, Metric, Metrics, me
 
 
 def _heads(metrics: Metrics) -> str:
-    """Format the losses of further tokens, of depth 1, 2, ..."""
-    return " ".join(["mtp", *(format_loss(x) for x in metrics_under("mtp loss ", metrics).values())])
+    """Format the losses of further tokens as ``mtp 1: 4.12 2: 4.25``."""
+    losses = metrics_under("mtp loss ", metrics).items()
+    return " ".join(["mtp", *(f"{depth}: {format_loss(x)}" for depth, x in losses)])
 
 
 def _experts(load: float, metrics: Metrics) -> str:
@@ -27,7 +28,7 @@ def layer_names(metrics: Metrics, prefix: str = "") -> list[str]:
 
 
 FEATURE_COLUMNS = (
-    Column("mtp loss 1", 1, 6, lambda _, m: _heads(m), "mtp: losses of the tokens after the next one"),
+    Column("mtp loss 1", 1, 6, lambda _, m: _heads(m), "mtp k: loss of the token k after the next one"),
     *(
         Column(
             f"{of}load_balancing_loss", 1, 7, lambda x, _: f"balance {format_loss(x)}", "balance: of experts, 1 is best"
@@ -38,6 +39,9 @@ FEATURE_COLUMNS = (
     Column("expert-load-max", 1, 7, _experts, "load: of the busiest expert over the mean, and its layer"),
 )
 """Columns of log lines that have the metrics."""
+
+FURTHER_LOSSES = {"mtp loss ": "mtp "}
+"""Beginnings of the names of further losses per token, and of their names in pictures of the loss."""
 
 LOSS_METRICS = {
     "mtp loss N": Metric(
@@ -92,3 +96,20 @@ DILOCO_METRICS = {
     "diloco-outer-grad-norm": Metric("", "norm of the averaged progress"),
 }
 """Metrics of a round of DiLoCo."""
+
+HEALTH_MAXIMA = {
+    "activation-rms": "activations",
+    "attention-logit": "attention logit",
+    "expert-load": "busiest expert",
+}
+"""Quantities of a health report whose largest values the console shows, and their names there."""
+
+UPDATE_METRICS = {
+    "spikes-skipped": Metric("steps", "window: those of them with a finite gradient that was an outlier"),
+}
+"""Metrics of updates that are left out."""
+
+VALIDATION_METRICS = {
+    "lm loss validation ema": Metric("nats per token", "loss with the average of the weights, with `--ema-decay`"),
+}
+"""Further losses of an evaluation."""

@@ -17,7 +17,7 @@ import numpy as np
 from megatron.checkpoint.durable_files import publish_file
 from megatron.config.text import format_compact, format_exponent, format_plain, printable
 from megatron.training.loggers.base import BY_LAYER, metrics_under
-from megatron.training.loggers.feature_metrics import layer_names
+from megatron.training.loggers.feature_metrics import FURTHER_LOSSES, layer_names
 from megatron.training.loggers.run_folder import EXPERTS_FILE, HEALTH_FILE, HistoryPoint, RunHistory
 
 if TYPE_CHECKING:
@@ -107,11 +107,16 @@ def draw_runs(runs: Mapping[str, RunHistory], out: Path) -> None:
             color, dashes = RUN_COLORS[number % len(RUN_COLORS)], DASHES[number // len(RUN_COLORS) % len(DASHES)]
             width = 2.2 if single else max(4.0 - number, 1.2)  # equal runs stay visible behind each other
             _draw_training(loss, "training" if single else name, run.train, color, dashes, width)
+            further = further_losses(run) if single else {}
+            for place, (label, points) in enumerate(further.items(), 2):
+                _draw_training(loss, label, points, RUN_COLORS[place % len(RUN_COLORS)], "-", 1.2)
             _draw_evaluations(loss, run, None if single else color)
             tokens = [point.tokens for point in run.train]
             rates = [point.learning_rate for point in run.train]
             rate.plot(tokens, rates, dashes, color=RATE_COLOR if single else color, linewidth=1.6)
-        _scale_loss_axis(loss, [p.loss for run in runs.values() for p in (*run.train, *run.evaluations)])
+        shown = [p.loss for run in runs.values() for p in (*run.train, *run.evaluations)]
+        shown += [p.loss for run in runs.values() if single for points in further_losses(run).values() for p in points]
+        _scale_loss_axis(loss, shown)
         loss.set_ylabel("loss per token (nats)")
         loss.set_title(next(iter(runs)) if single else f"{len(runs)} runs", loc="left", fontweight="bold")
         remark = "bold: training loss, smoothed; points: evaluations"
@@ -131,6 +136,16 @@ def draw_runs(runs: Mapping[str, RunHistory], out: Path) -> None:
         loss.set_title(remark, loc="right", color=MUTED_COLOR, fontsize=10)
         if handles := loss.get_legend_handles_labels()[0]:
             figure.legend(handles=handles, loc="outside lower left", ncols=columns, fontsize=9)
+
+
+def further_losses(run: RunHistory) -> dict[str, list[HistoryPoint]]:
+    """Return by name each further loss of a run, as log lines that have it in place of the loss."""
+    found: dict[str, list[HistoryPoint]] = {}
+    for point in run.train:
+        for prefix, label in FURTHER_LOSSES.items():
+            for name, value in metrics_under(prefix, point.line).items():
+                found.setdefault(f"{label}{name}", []).append(point._replace(line={**point.line, "lm loss": value}))
+    return found
 
 
 def running_mean(values: np.ndarray) -> np.ndarray:

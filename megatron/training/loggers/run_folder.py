@@ -29,6 +29,7 @@ from megatron.config.privacy import check_access, redact
 from megatron.config.text import printable
 from megatron.data.loader import DataSource
 from megatron.training.loggers.base import BY_LAYER, Metrics
+from megatron.training.loggers.feature_metrics import FURTHER_LOSSES
 from megatron.training.startup import start_phrase
 
 CONFIG_FILE = "config.yaml"
@@ -266,7 +267,7 @@ class IncidentLogger:
 COUNTS = (("consumed-tokens",), ("consumed-tokens", "consumed-samples", "batch-size"))
 """Numbers that a line of an evaluation, and of training, must have."""
 
-NUMBERS_OR_NULL = ("lm loss", "health/", "learning-rate", "weight-decay", "loss-scale", "grad-norm")
+NUMBERS_OR_NULL = ("lm loss", "health/", "learning-rate", "weight-decay", "loss-scale", "grad-norm", *FURTHER_LOSSES)
 """Beginnings of the names of other numbers, which may be missing, and infinite or NaN in a diverged run."""
 
 

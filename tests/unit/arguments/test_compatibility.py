@@ -184,6 +184,14 @@ def test_a_longer_context_is_a_new_run_of_the_same_weights() -> None:
     assert codes(compared("", rope, "weights-only")) == ["E821"]
 
 
+def test_the_weights_of_a_model_do_without_its_further_predictions() -> None:
+    rope = "--position-embedding-type rope"
+    heads = f"{rope} --mtp-num-layers 2"
+    assert codes(compared(heads, rope, "weights-only")) == []
+    assert codes(compared(heads, rope)) == ["E822"]
+    assert codes(compared(rope, heads, "weights-only")) == ["E821"]
+
+
 def test_a_changed_batch_size_keeps_the_length_of_the_run() -> None:
     """50 steps of 4 samples, then 50 of 8: 600 samples, not the 800 that 100 steps of 8 would have."""
     saved, begin = to_dict(run()), (50, 200)

@@ -66,7 +66,7 @@ def run_arguments(model: ModelConfig, padded: int, **more: Any) -> argparse.Name
         "qk_pos_emb_head_dim",
         "v_head_dim",
     )
-    router = ("moe_router_score_function", "moe_router_enable_expert_bias", "mtp_num_layers")
+    router = ("moe_router_score_function", "moe_router_enable_expert_bias", "mtp_num_layers", "mtp_use_repeated_layer")
     every = (*sizes, *experts, *latent, *router, "vocab_size", "normalization", "qk_layernorm")
     args = {name: getattr(model, name) for name in every}
     args["moe_layer_freq"] = [int(model.has_experts(layer)) for layer in range(model.num_layers)]

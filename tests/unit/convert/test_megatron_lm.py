@@ -100,10 +100,11 @@ DEEP = ModelConfig(
         "qk_head_dim": 4,
         "qk_pos_emb_head_dim": 2,
         "v_head_dim": 3,
-        "mtp_num_layers": 1,
+        "mtp_num_layers": 2,
+        "mtp_use_repeated_layer": True,
     }
 )
-"""As DeepSeek-V3, made small."""
+"""As DeepSeek-V3, made small, with one layer for two further tokens."""
 
 
 @pytest.fixture(scope="module")
@@ -394,7 +395,7 @@ def places(metadata: Any, length: int) -> None:
     [
         ({"experimental_attention_variant": "gdn"}, "experimental_attention_variant 'gdn': the model here has no such"),
         ({"moe_layer_freq": [0, 2], "num_experts": 4}, "moe_layer_freq: '[0, 2]' is neither a number of layers nor"),
-        ({"mtp_num_layers": 1, "mtp_use_repeated_layer": True}, "mtp_use_repeated_layer True: the model here has no"),
+        ({"mtp_num_layers": 2, "mtp_hsm": True}, "mtp_hsm True: the model here has no"),
         ({"position_embedding_type": "yarn"}, "position_embedding_type 'yarn' of an earlier release"),
         ({"position_embedding_type": "relative"}, "position_embedding_type"),
         ({"normalization": "L1"}, "normalization"),

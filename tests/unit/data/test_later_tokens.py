@@ -8,10 +8,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatron.config.model import ModelConfig
 from megatron.config.multi_token import LATER_MASK, LATER_TOKENS
 from megatron.data.dataset import MockDataset
 from megatron.data.later_tokens import later_tokens
 from megatron.data.loader import DataSource, MaskBuilder
+from megatron.data.sample_columns import sample_columns
 from megatron.distributed.layout import chunks_of
 
 EOD, DEPTHS = 3, 3
@@ -60,7 +62,10 @@ def test_a_context_parallel_rank_reads_those_of_its_positions(several: bool) -> 
     """Those after its last token are on another rank; a sample that pads a micro-batch predicts nothing."""
     masks = MaskBuilder(EOD, mask_eod_loss=True, reset_attention=True) if several else MaskBuilder()
     dataset = MockDataset(7, 16, 4, 0)
-    source = DataSource({"train": dataset}, {}, {"train": 4}, 16, 3, 7, masks, padded=True, later=DEPTHS)
+    model = ModelConfig(mtp_num_layers=DEPTHS)
+    source = DataSource(
+        {"train": dataset}, {}, {"train": 4}, 16, 3, 7, masks, padded=True, columns=sample_columns(model)
+    )
     found = {LATER_TOKENS: torch.full((3, 16, DEPTHS + 1), -1), LATER_MASK: torch.full((3, 16, DEPTHS), -1.0)}
     for rank in range(2):
         rows = tuple(chunks_of(16, 2, rank))

@@ -20,6 +20,7 @@ from megatron.kernels.compile import make_deterministic
 from megatron.kernels.linear import LinearKernel, accumulate_wgrad
 from megatron.kernels.operation import Candidate, check_kernel
 from megatron.kernels.registry import OPERATIONS, Kernels, select_kernels
+from megatron.layers.mixers.registry import unused_operations
 from tests.kit.solo import Solo, random_batch, tiny
 
 CPU = torch.device("cpu")
@@ -121,6 +122,15 @@ def test_a_kernel_with_another_order_of_sums_is_used(monkeypatch: pytest.MonkeyP
         kernels, notes = select_kernels(("norm=apex",), CPU, dtype)
         assert kernels == replace(Kernels(), norm=other_order)
         assert notes == [f"kernels: apex (norm); torch ({', '.join(o for o in OPERATIONS if o != 'norm')})"]
+
+
+def test_operations_of_mixers_that_a_model_lacks_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert unused_operations(tiny()) == {"grouped_linear", "grouped_fp8"}
+    assert unused_operations(tiny(num_experts=2, moe_layer_freq="[0,1]")) == set()
+    offer(monkeypatch, Candidate(lambda: Kernels().norm))
+    for unused in (set(), unused_operations(tiny())):
+        (line,) = select_kernels(("norm=apex",), CPU, torch.float32, unused=unused)[1]
+        assert ("grouped_linear" in line) == (not unused)
 
 
 def test_a_reference_that_fails_on_the_device_ends_no_run(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from megatron.config.dispatch import ExchangeBuffers
 from megatron.distributed.comm import Group
-from megatron.kernels.rows import sort_keys, sum_rows
+from megatron.kernels.rows import place_choices, sum_rows
 from megatron.layers.dispatch import ExpertRows, LocalDispatcher, RowCopies, Tokens
 
 QUICK = settings(max_examples=60, derandomize=True, deadline=None)
@@ -51,7 +51,7 @@ def test_every_token_is_at_each_of_its_experts_once(chosen: tuple[Tensor, int]) 
     places = [(e, t, k) for e in range(experts) for t, row in enumerate(experts_TK.tolist()) for k in range(len(row))]
     expected = [(e, t, k) for e, t, k in places if experts_TK[t, k] == e]
     assert made.offsets.tolist() == [sum(e <= last for e, _, _ in expected) for last in range(experts)]
-    found, weights = made.rows.copy(tokens.x), made.weights(tokens.weights)
+    found, weights = made.rows.copy(tokens.x), made.weights
     assert len(found) == experts_TK.numel(), "of fixed size"
     assert torch.equal(found[: len(expected)], x_TH[[t for _, t, _ in expected]])
     assert weights[: len(expected)].tolist() == [weights_TK[t, k].item() for _, t, k in expected]
@@ -68,7 +68,7 @@ def test_results_of_a_token_are_added(chosen: tuple[Tensor, int]) -> None:
     end = int(made.offsets[-1])
     of_rows = factors[:-1].repeat_interleave(made.offsets.diff(prepend=made.offsets.new_zeros(1)))
     y_RH = made.rows.copy(tokens.x)
-    y_RH = torch.cat([y_RH[:end] * (of_rows * made.weights(tokens.weights)[:end]).unsqueeze(1), y_RH[end:] * torch.nan])
+    y_RH = torch.cat([y_RH[:end] * (of_rows * made.weights[:end]).unsqueeze(1), y_RH[end:] * torch.nan])
     y_TH = made.rows.add(y_RH)
     expected = x_TH * (factors[experts_TK] * weights_TK).sum(1, keepdim=True)
     torch.testing.assert_close(y_TH, expected, rtol=1e-13, atol=1e-13)
@@ -79,14 +79,17 @@ def test_results_of_a_token_are_added(chosen: tuple[Tensor, int]) -> None:
 
 
 @QUICK
-@given(st.lists(st.integers(0, 5), max_size=12), st.integers(1, 300))
-def test_keys_are_sorted_stably(keys: list[int], scale: int) -> None:
-    """With keys of one byte and of more."""
-    found = sort_keys(torch.tensor(keys, dtype=torch.int64) * scale, 5 * scale, 5 * scale)
-    order = sorted(range(len(keys)), key=lambda i: keys[i])
-    assert found.order.tolist() == order
-    assert found.places.tolist() == [order.index(i) for i in range(len(keys))]
-    assert found.ends[::scale].tolist() == [sum(key <= group for key in keys) for group in range(5)]
+@given(st.lists(st.integers(0, 9), min_size=1, max_size=12), st.integers(1, 8000), st.integers(0, 3))
+def test_choices_are_sorted_stably(chosen: list[int], scale: int, first: int) -> None:
+    """With experts of one byte and of more, of which five are this rank's, from ``first`` on."""
+    experts = torch.tensor(chosen, dtype=torch.int64).unsqueeze(1) * scale
+    weights = torch.arange(1.0, 1 + len(chosen)).unsqueeze(1)
+    found = place_choices(experts, weights, first * scale, 5 * scale, len(chosen), None)
+    here = sorted((i for i, e in enumerate(chosen) if first <= e < first + 5), key=lambda i: chosen[i])
+    assert found.source[: len(here)].tolist() == here
+    assert found.weights[: len(here)].tolist() == [i + 1 for i in here]
+    assert found.places[:, 0].tolist() == [here.index(i) if i in here else len(chosen) for i in range(len(chosen))]
+    assert found.ends[::scale].tolist() == [sum(chosen[i] <= first + n for i in here) for n in range(5)]
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])

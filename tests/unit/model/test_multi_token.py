@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -36,6 +37,11 @@ CASES = {
     "untied, masked": Case(replace(ONE, untie_embeddings_and_output_weights=True)),
     "documents": Case(ONE, documents=DOCUMENTS),
     "three depths": Case(replace(ONE, mtp_num_layers=3), documents=DOCUMENTS),
+    "one layer": Case(replace(ONE, mtp_num_layers=3, mtp_use_repeated_layer=True), documents=DOCUMENTS),
+    "detached, tied": Case(replace(ONE, mtp_detach_heads=True)),
+    "one detached layer, untied": Case(
+        replace(ONE, mtp_use_repeated_layer=True, mtp_detach_heads=True, untie_embeddings_and_output_weights=True)
+    ),
 }
 
 
@@ -81,8 +87,11 @@ class Plain:
             h_SH = run(h_SH, f"layers.{layer}")
         h_SH = self.norm(h_SH, "final_layernorm")
         found = [[self.entropy(h_SH[i], output, ids[i + 1]) for i in range(s) if counts[i]]]
+        if self.model.mtp_detach_heads:
+            h_SH, embed, output, *embedded = (x.detach() for x in (h_SH, embed, output, *embedded))
         for k in range(1, self.model.prediction_depths + 1):
-            name, zero = f"mtp.layers.{k - 1}", embed[0] * self.model.embedding_multiplier
+            name = f"mtp.layers.{0 if self.model.mtp_use_repeated_layer else k - 1}"
+            zero = embed[0] * self.model.embedding_multiplier
             inside = [i + k <= s and document[i + k] == document[i] for i in range(s)]
             e_SH = torch.stack([embedded[i + k] if inside[i] else zero for i in range(s)])
             both = torch.cat((self.norm(e_SH, f"{name}.enorm"), self.norm(h_SH, f"{name}.hnorm")), -1)
@@ -116,6 +125,61 @@ def test_losses_and_gradients_are_those_of_the_formulas(name: str) -> None:
         assert weight.grad is not None
         error = (trainer.optimizer.grads[key].view_as(weight) - weight.grad).norm() / weight.grad.norm()
         assert error < 1e-11, key
+
+
+@pytest.mark.parametrize("untied", [False, True])
+def test_a_model_trains_beside_detached_heads_as_without(untied: bool) -> None:
+    """To the bit: its norm leaves out that of the heads, which are clipped apart."""
+    clip, model = 0.01, replace(ONE, mtp_detach_heads=True, untie_embeddings_and_output_weights=untied)
+    models = model, replace(model, mtp_num_layers=None)
+    cases = [Case(each, optimizer=OptimizerConfig(clip_grad=clip)) for each in models]
+    detached, alone = (build_trainer(case.config(), 0, 1) for case in cases)
+    for step in range(3):
+        norms = [
+            train_step(trainer, trainer.complete(batches_of(trainer, case, step)), RATES).grad_norm.item()
+            for trainer, case in zip((detached, alone), cases)
+        ]
+        assert norms[0] == norms[1] > clip
+    assert all(torch.equal(detached.params[name], weight) for name, weight in alone.params.items())
+    of_heads = [grad.flatten() for name, grad in detached.optimizer.grads.items() if name.startswith("mtp.")]
+    assert torch.linalg.vector_norm(torch.cat(of_heads)).item() == pytest.approx(clip, rel=1e-3)
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.5])
+def test_depths_of_a_shared_layer_drop_different_elements(dropout: float) -> None:
+    config = tiny(position_embedding_type="rope", mtp_num_layers=2, mtp_use_repeated_layer=True, hidden_dropout=dropout)
+    chunk, inputs = Solo.build(config).chunk, list[Any]()
+    assert chunk.heads is not None
+    first, second = chunk.heads.parts[1:]
+    first.register_forward_pre_hook(lambda _, given: inputs.append(given))
+    chunk(None, random_batch(config))
+    outputs = [depth(*inputs[0])[0] for depth in (first, first, second)]
+    assert torch.equal(outputs[0], outputs[1])
+    assert torch.equal(outputs[0], outputs[2]) == (dropout == 0.0)
+
+
+def test_the_losses_of_a_shared_router_are_a_mean_over_the_depths() -> None:
+    """Its gradient is the sum of those of two layers with the same weights and half of the coefficients."""
+    apart = tiny(
+        num_layers=1,
+        num_experts=4,
+        position_embedding_type="rope",
+        add_bias_linear=False,
+        mtp_num_layers=2,
+        moe_router_load_balancing_type=("seq_aux_loss",),
+        moe_aux_loss_coeff=(0.1,),
+        moe_z_loss_coeff=0.2,
+    )
+    shared = replace(apart, mtp_use_repeated_layer=True, moe_aux_loss_coeff=(0.2,), moe_z_loss_coeff=0.4)
+    one, two = Solo.build(shared), Solo.build(apart)
+    for name, weight in two.chunk.params.items():
+        weight.data.copy_(one.chunk.params[name.replace("mtp.layers.1.", "mtp.layers.0.")])
+    for solo in (one, two):
+        solo.backward([random_batch(shared)])
+    found, parts = one.buckets.grads, two.buckets.grads
+    for name in (name for name in found if name.startswith("mtp.")):
+        expected = parts[name] + parts[name.replace("mtp.layers.0.", "mtp.layers.1.")]
+        assert (found[name] - expected).norm() < 1e-12 * expected.norm(), name
 
 
 def test_evaluation_and_generation_run_without_the_heads() -> None:

@@ -343,6 +343,7 @@ def test_the_stage_with_the_heads_gets_fewer_layers() -> None:
     without, one, two = (model(9, position_embedding_type="rope", mtp_num_layers=n) for n in (None, 1, 2))
     head = num_parameters(one) - num_parameters(without)
     assert plan.layer_costs(two).output == 2 * head + 3 * two.vocab * two.hidden_size
+    assert plan.layer_costs(replace(two, mtp_use_repeated_layer=True)) == plan.layer_costs(two)
     auto = pipeline(2, pipeline_model_parallel_layout="auto")
     assert [counts(plan.stage_layers(m, auto)) for m in (without, one, two)] == [[5, 4], [5, 4], [6, 3]]
 

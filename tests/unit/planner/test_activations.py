@@ -129,6 +129,7 @@ ONE_RANK = [
     ),
     f"{EXPERTS} --recompute-granularity selective --recompute-modules layernorm activation",
     *(f"{LLAMA} --mtp-num-layers {more}" for more in ("1", "2 --hidden-dropout 0.1", "2 --recompute-granularity full")),
+    f"{LLAMA} --mtp-num-layers 3 --mtp-use-repeated-layer --mtp-detach-heads --hidden-dropout 0.1",
     f"{LLAMA} --recompute-granularity full",
     f"--num-layers 4 {LLAMA} --recompute-granularity full --recompute-num-layers 3",
     f"--num-layers 4 {LLAMA} --recompute-granularity full --recompute-method block --recompute-num-layers 2",
@@ -229,7 +230,7 @@ TWO_RANKS = (
     f"{PP} {LLAMA} --pipeline-schedule zb-h1 --mlp-chunk-size 16",
     f"{TP} --num-query-groups 1 --mlp-chunk-size 10 --sequence-parallel",
     f"{TP} --sequence-parallel {LLAMA} --mtp-num-layers 2",
-    f"{PP} {LLAMA} --mtp-num-layers 1 --pipeline-schedule zb-h1",
+    f"{PP} {LLAMA} --mtp-num-layers 2 --mtp-use-repeated-layer --pipeline-schedule zb-h1",
 )
 CP = f"{LONG} --mlp-chunk-size 100 --context-parallel-size 2"
 GROUPED = "--num-query-groups 2 --position-embedding-type rope"

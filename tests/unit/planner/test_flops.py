@@ -48,6 +48,8 @@ MODELS: dict[str, dict[str, Any]] = {
     "dropout": {"hidden_dropout": 0.1, "attention_dropout": 0.1},
     "padding": {"vocab_size": 97},
     "multi-token": {"mtp_num_layers": 2, "position_embedding_type": "rope"},
+    "one detached layer for further tokens": {"mtp_num_layers": 3, "position_embedding_type": "rope"}
+    | {"mtp_use_repeated_layer": True, "mtp_detach_heads": True},
     "llama": {"num_query_groups": 2, "activation": "swiglu", "position_embedding_type": "rope", "kv_channels": 16},
 }
 NO_BIAS = {"add_bias_linear": False}

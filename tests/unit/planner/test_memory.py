@@ -318,6 +318,8 @@ GATHERS = (
     "--num-distributed-optimizer-instances 2 --untie-embeddings-and-output-weights",
     *(f"{MTP} {more}" for more in ("", "--untie-embeddings-and-output-weights --param-gather-prefetch 0")),
     f"{MTP} --pipeline-model-parallel-size 2 --reshard-after-forward --untie-embeddings-and-output-weights",
+    f"{MTP} --mtp-use-repeated-layer --untie-embeddings-and-output-weights",
+    f"{MTP} --mtp-use-repeated-layer --param-gather-prefetch 0",
 )
 
 

@@ -70,7 +70,7 @@ def formula(m: ModelConfig, experts: int | None) -> int:
         mlp = m.num_experts * h + matrices * h * (experts * m.expert_ffn + (m.moe_shared_expert_intermediate_size or 0))
     positions = (m.max_position_embeddings or 0) * (m.position_embedding_type == "learned_absolute")
     tables = m.vocab * (1 + m.untie_embeddings_and_output_weights) + positions
-    heads = m.prediction_depths
+    heads = 1 if m.mtp_use_repeated_layer else m.prediction_depths
     blocks = (m.num_layers + heads) * (attention + mlp + 2 * h * vectors) + heads * (2 * h * h + 3 * h * vectors)
     return blocks + h * (tables + vectors)
 
@@ -79,6 +79,7 @@ MULTI_TOKEN = [
     replace(BASE, position_embedding_type="rope", mtp_num_layers=2, add_bias_linear=False, num_experts=experts)
     for experts in (None, 4)
 ]
+MULTI_TOKEN.append(replace(MULTI_TOKEN[0], mtp_use_repeated_layer=True))
 
 
 @pytest.mark.parametrize("m", [*dense(), *mixtures(), *MULTI_TOKEN])

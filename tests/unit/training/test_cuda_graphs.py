@@ -129,7 +129,14 @@ def take_steps(trainer: Trainer, run: StepRunner, micro_batches: list[int]) -> l
 
 
 @pytest.mark.parametrize("mode", ["optimizer", "step"])
-@pytest.mark.parametrize("flags", ["", "--fp16 --initial-loss-scale 16 --loss-scale-window 2"])
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "",
+        "--fp16 --initial-loss-scale 16 --loss-scale-window 2",
+        "--mtp-num-layers 2 --mtp-detach-heads --position-embedding-type rope",
+    ],
+)
 def test_recorded_steps_equal_eager_ones(mode: str, flags: str, tmp_path: Path) -> None:
     counts = [2] * 7 + [1] * 5  # the batch changes
     flags += " --hidden-dropout 0 --attention-dropout 0"

@@ -105,7 +105,7 @@ def test_an_error_is_reported_once_and_the_rest_is_left_to_the_end_of_the_proces
     assert left == []
     message = json.loads((tmp_path / "error.json").read_text())["message"]  # what torchrun reports
     assert message["message"] == f"{type(error).__name__}: {error}"
-    assert "in train" in message["extraInfo"]["py_callstack"]
+    assert ("in train" in message["extraInfo"]["py_callstack"]) == isinstance(error, OSError)
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", os.devnull)
     assert main.run(tiny_run(tmp_path)) == 1
     assert text in capsys.readouterr().err

@@ -95,6 +95,19 @@ def test_a_run_is_drawn_with_all_that_happened_to_it(tmp_path: Path, drawn: list
     assert [path.name for path in tmp_path.iterdir()] == ["a.svg"]
 
 
+def test_losses_of_further_tokens_have_curves_of_their_own(tmp_path: Path, drawn: list[Figure]) -> None:
+    made, of_first = RunHistory(), [5.0, None, 4.0]
+    for line, loss in zip(lines(3), of_first):
+        made.add({**line, "mtp loss 1": loss, "mtp loss 2": 6.0})
+    draw_runs({"a": made}, tmp_path / "a.png")
+    labels = [str(each.get_label()) for each in drawn[0].axes[0].lines]
+    assert [label for label in labels if label.startswith("mtp")] == [
+        "mtp 1, smoothed: 4.500 (last raw value 4.000)",
+        "mtp 1: 1 log line without a finite loss",
+        "mtp 2, smoothed: 6.000 (last raw value 6.000)",
+    ]
+
+
 def test_the_batch_size_changes_where_its_first_step_begins(tmp_path: Path, drawn: list[Figure]) -> None:
     def line(step: int, samples: int, size: int) -> dict[str, Any]:
         progress = {"iteration": step, "consumed-samples": samples, "consumed-tokens": 10 * samples}
