@@ -73,7 +73,7 @@ OPTIONS = {
 }
 """Flags by name; the MLP multiplies as often as the four experts of a token."""
 
-STEPS, SEQUENCES, LENGTH = 200, 8, 512
+STEPS, SEQUENCES, LENGTH = 120, 8, 512
 TRAINED = (
     f"{LLAMA} --hidden-size 64 --micro-batch-size {SEQUENCES} --vocab-size 4096 --split 100,0,0"
     " --num-experts 64 --moe-router-topk 8 --moe-ffn-hidden-size 32 --hidden-dropout 0"

@@ -1,12 +1,12 @@
 """Speed of a training step beside `transformers`, and of two tensor-parallel processes beside one.
 
     python -m benchmarks.train_step                     # against GPT2LMHeadModel with torch's AdamW, on a CPU
-    python -m benchmarks.train_step --model mixtral     # against MixtralForCausalLM; or qwen3-moe
+    python -m benchmarks.train_step --model mixtral     # against MixtralForCausalLM; or llama, qwen3-moe
     python -m benchmarks.train_step --tp 2              # two processes against one
 
-Models are GPT-2 with 124M parameters, and Mixtral and Qwen3-MoE with fewer and narrower layers, in fp32, without
-dropout, on sequences of 512. Both sides start from the same weights, their first losses must agree, and they take
-turns; a ratio is the median over rounds of two neighbouring steps. `transformers` computes GPT-2's activation in
+Models are GPT-2 with 124M parameters, and Llama, Mixtral and Qwen3-MoE with fewer and narrower layers, in fp32,
+without dropout, on sequences of 512. Both sides start from the same weights, their first losses must agree, and they
+take turns; a ratio is the median over rounds of two neighbouring steps. `transformers` computes GPT-2's activation in
 pieces, so it also runs with the fused kernel that we use; experts run in both of its implementations.
 """
 
@@ -60,20 +60,22 @@ Step = Callable[[], float]
 LLAMA = (
     "--hidden-size 512 --num-attention-heads 8 --group-query-attention --num-query-groups 2 --swiglu"
     " --normalization RMSNorm --position-embedding-type rope --disable-bias-linear --vocab-size 8192"
-    " --untie-embeddings-and-output-weights --moe-aux-loss-coeff 0"
+    " --untie-embeddings-and-output-weights"
 )
 MODELS = {
     "gpt2": ("GPT-2 124M", 12, "--preset gpt2-124m"),
+    "llama": ("Llama of hidden size 512, MLP of 1792", 4, f"{LLAMA} --ffn-hidden-size 1792"),
     "mixtral": (
         "Mixtral of hidden size 512, 8 experts of 1792, top 2",
         4,
-        f"{LLAMA} --rotary-base 1000000 --norm-epsilon 1e-5 --num-experts 8 --moe-ffn-hidden-size 1792",
+        f"{LLAMA} --rotary-base 1000000 --norm-epsilon 1e-5 --num-experts 8 --moe-ffn-hidden-size 1792"
+        " --moe-aux-loss-coeff 0",
     ),
     "qwen3-moe": (
         "Qwen3-MoE of hidden size 512, 64 experts of 192, top 8",
         4,
         f"{LLAMA} --rotary-base 1000000 --norm-epsilon 1e-6 --qk-layernorm --num-experts 64 --moe-router-topk 8"
-        " --moe-ffn-hidden-size 192",
+        " --moe-ffn-hidden-size 192 --moe-aux-loss-coeff 0",
     ),
 }
 """By name: a title, the layers, and the flags."""
@@ -113,13 +115,16 @@ def their_models(args: argparse.Namespace, model: ModelConfig) -> dict[str, nn.M
         "num_key_value_heads": model.kv_groups,
         "head_dim": model.head_dim,
         "vocab_size": model.vocab,
-        "num_experts_per_tok": model.moe_router_topk,
         "rms_norm_eps": model.norm_epsilon,
         "rope_theta": model.rotary_base,
         "max_position_embeddings": 512,
         "use_cache": False,
         "attn_implementation": "sdpa",
     }
+    if args.model == "llama":
+        llama = transformers.LlamaConfig(**shape, intermediate_size=model.ffn)
+        return {"transformers": transformers.LlamaForCausalLM(llama)}
+    shape["num_experts_per_tok"] = model.moe_router_topk
     if args.model == "mixtral":
         kind: Any = transformers.MixtralForCausalLM
         shape |= {"num_local_experts": model.num_experts, "intermediate_size": model.expert_ffn}

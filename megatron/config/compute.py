@@ -117,16 +117,16 @@ KERNEL_CANDIDATES: dict[str, tuple[str, ...]] = {
     "dropout": ("compiled", "torch"),
     "cross_entropy": ("compiled", "torch"),
     "attention": ("cudnn", "flash_attn", "varlen", "flex", "torch"),
-    "linear": ("apex", "addmm", "torch"),
-    "grouped_linear": ("grouped_mm", "triton", "torch"),
+    "linear": ("apex", "addmm", "onednn", "torch"),
+    "grouped_linear": ("grouped_mm", "triton", "onednn", "torch"),
     "rows": ("triton", "torch"),
     "adam": ("triton", "apex", "torch"),
     "fp8": ("compiled", "scaled_mm", "torch"),
     "grouped_fp8": ("scaled_grouped_mm", "triton", "torch"),
 }
-"""Implementations of every operation, in the order that ``auto`` tries on a GPU; ``torch`` is always available."""
+"""Implementations of every operation, in the order that ``auto`` tries; ``torch`` is always available."""
 
-CPU_KERNELS = ("torch", "compiled")
+CPU_KERNELS = ("torch", "compiled", "onednn")
 """Implementations that run on CPUs; of ``fp8`` only the first does."""
 
 KERNEL_ALIASES = {"weight_gradient": "linear", "rotary": "split_qkv"}

@@ -49,8 +49,12 @@ class RouterOptions:
     moe_router_group_topk: int | None = option(
         None, role="function", at_least=1, at_most=MAX_SIZE, needs=(EXPERTS, GROUPS)
     )
-    """Number of groups per token. The score of a group is the sum of its best moe_router_topk / moe_router_group_topk
-    scores."""
+    """Number of groups per token."""
+    moe_router_group_score_topk: int | None = option(
+        None, role="function", at_least=1, at_most=MAX_SIZE, needs=(EXPERTS, GROUPS)
+    )
+    """Number of experts of a group whose best scores, added up, are the score of the group: 1 in DeepSeek-V2, 2 in
+    DeepSeek-V3. Default: moe_router_topk / moe_router_group_topk, as in Megatron-LM."""
     moe_router_topk_scaling_factor: float | None = option(None, role="function", above=0, needs=EXPERTS)
     """Factor of the weights of the chosen experts. Default: 1."""
     moe_router_load_balancing_type: tuple[str, ...] = option(
@@ -138,6 +142,13 @@ class RouterOptions:
     """
 
     @property
+    def group_score_topk(self) -> int | None:
+        """Number of best scores that are the score of a group; None without groups."""
+        if self.moe_router_num_groups is None or self.moe_router_group_topk is None:
+            return None
+        return self.moe_router_group_score_topk or max(1, self.moe_router_topk // self.moe_router_group_topk)
+
+    @property
     def balancing_losses(self) -> dict[str, float]:
         """Kinds of balancing losses, and their coefficients."""
         given = zip(self.moe_router_load_balancing_type, self.moe_aux_loss_coeff)
@@ -189,6 +200,9 @@ class RouterOptions:
             more = -(-self.moe_router_topk * groups // experts)
             fixes = (f"--moe-router-topk {held}", *((f"--moe-router-group-topk {more}",) if more <= groups else ()))
             yield Problem("E214", sentence, fixes)
+        elif (best := self.moe_router_group_score_topk) is not None and best > experts // groups:
+            sentence = f"--moe-router-group-score-topk {best} exceeds the {experts // groups} experts of a group"
+            yield Problem("E214", sentence, (f"--moe-router-group-score-topk {experts // groups}",))
 
     def note_router(self, config: Run, world_size: int) -> Iterator[str]:
         """Yield notes about what depends on the layout, unbalanced experts, and routers without a gradient."""

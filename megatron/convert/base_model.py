@@ -17,7 +17,7 @@ from megatron.config.errors import Problem, UserError
 from megatron.config.schemes import HUGGING_FACE_PREFIX, PEFT_PREFIX, split_scheme
 from megatron.config.text import shell_word
 from megatron.convert.huggingface.config import model_folder, read_model_config
-from megatron.convert.huggingface.weights import open_weights
+from megatron.convert.huggingface.weights import open_files
 
 SAMPLE_BYTES = 4096
 """Bytes at the start, in the middle and at the end of each tensor of Hugging Face that its digest covers."""
@@ -134,7 +134,7 @@ def _folder_digest(folder: Path) -> str:
     model, digest = read_model_config(folder), xxhash.xxh3_64()
     changed = [(f.name, value) for f in fields(model) if (value := getattr(model, f.name)) != f.default]
     digest.update(repr(changed).encode())
-    for name, file in sorted(open_weights(folder).items()):
+    for name, file in sorted(open_files(folder).items()):
         content = tensor_bytes(file.tensor(name))
         digest.update(repr((name, file.dtype(name), file.shape(name))).encode())
         for start in (0, len(content) // 2, max(0, len(content) - SAMPLE_BYTES)):

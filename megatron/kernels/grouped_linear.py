@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megatron.kernels import onednn
 from megatron.kernels.compile import triton_missing, triton_region
 from megatron.kernels.linear import TORCH_LINEAR, column_sum
 from megatron.kernels.operation import Candidate, KernelCheck, Operation
@@ -139,6 +140,15 @@ def _grouped_mm() -> GroupedLinearKernel:
     return rest._replace(forward=forward, input_gradient=input_gradient)
 
 
+def _onednn() -> GroupedLinearKernel:
+    """Return the loop over experts with other products."""
+    return TORCH_GROUPED_LINEAR._replace(
+        forward=onednn.grouped,
+        input_gradient=onednn.grouped_input_gradient,
+        weight_gradient=onednn.grouped_weight_gradient,
+    )
+
+
 def _grouped_mm_missing(device: torch.device, dtype: torch.dtype) -> str | None:
     """Return why PyTorch's products cannot be used, or None. On other GPUs they loop over experts on the host."""
     if device.type != "cuda" or dtype != torch.bfloat16:
@@ -152,6 +162,7 @@ GROUPED_LINEAR = Operation(
     {
         "grouped_mm": Candidate(_grouped_mm, _grouped_mm_missing),
         "triton": Candidate(_triton, triton_missing),
+        "onednn": Candidate(_onednn, onednn.missing, fast=onednn.fast),
         "torch": Candidate(lambda: TORCH_GROUPED_LINEAR),
     },
     _checks,

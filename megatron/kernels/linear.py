@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from megatron.kernels import onednn
 from megatron.kernels.operation import Candidate, KernelCheck, Operation, half_on_gpu, missing_modules
 
 
@@ -125,6 +126,11 @@ LINEAR = Operation(
     {
         "apex": Candidate(_apex, _apex_missing),
         "addmm": Candidate(lambda: TORCH_LINEAR._replace(weight_gradient=_fused_wgrad), _addmm_missing),
+        "onednn": Candidate(
+            lambda: LinearKernel(onednn.linear, onednn.input_gradient, onednn.weight_gradient),
+            onednn.missing,
+            fast=onednn.fast,
+        ),
         "torch": Candidate(lambda: TORCH_LINEAR),
     },
     _checks,

@@ -43,8 +43,8 @@ class Candidate:
     missing: Callable[[torch.device, torch.dtype], str | None] = always_available
     # Forward and backward are bitwise reproducible, at least under ``torch.use_deterministic_algorithms``.
     deterministic: bool = True
-    # Whether ``auto`` uses it on a GPU where it works.
-    fast: Callable[[torch.device], bool] = lambda device: True
+    # Whether ``auto`` uses it on a device where it works.
+    fast: Callable[[torch.device], bool] = lambda device: device.type == "cuda"
     # Other calls go to the next candidate; None takes all. For operations that are one function.
     covers: Covers | None = None
 

@@ -153,13 +153,13 @@ class _Refusal:
 def _candidates(
     operation: Operation, of: str, choice: KernelChoice, device: torch.device, needs_flex: bool
 ) -> Sequence[str]:
-    """Return the candidates to try, best first and torch last; on CPUs ``auto`` is torch."""
+    """Return the candidates to try, best first and torch last."""
     if device.type == "meta":
         return ("torch",)
     if choice.name == "auto":
-        names = KERNEL_CANDIDATES[of] if device.type == "cuda" else ("torch",)
-        idle = set() if needs_flex else {"flex"}
-        return [name for name in names if name not in idle and operation.candidates[name].fast(device)]
+        names, idle = KERNEL_CANDIDATES[of][:-1], set() if needs_flex else {"flex"}
+        fast = [name for name in names if name not in idle and operation.candidates[name].fast(device)]
+        return (*fast, "torch")
     return ("torch",) if choice.name == "torch" else (choice.name, "torch")
 
 

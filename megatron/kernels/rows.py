@@ -100,7 +100,6 @@ def send_rows(
         block: rows for each rank, padded with rows of zeros; None to put as many rows as there are one after another,
             followed by others of any content.
         overflowed: 0-d, set to True if a block is too small. Then all weights become NaN. None if that cannot be.
-
     """
     (tokens, topk), (local, ep, tp) = experts_TK.shape, ranks
     ranks_TK = (experts_TK // local).clamp(max=ep)
@@ -118,10 +117,10 @@ def send_rows(
         slots = ep * tp * block
         firsts = torch.arange(0, slots, block, device=experts_TK.device).view(ep, tp)
         none_TK |= within_TK >= block
-    if overflowed is not None:
-        full = (rows_E > block).any()
-        overflowed.logical_or_(full)
-        weights_TK = weights_TK.masked_fill(full, torch.nan)
+        if overflowed is not None:
+            full = (rows_E > block).any()
+            overflowed.logical_or_(full)
+            weights_TK = weights_TK.masked_fill(full, torch.nan)
     places = F.pad(firsts, (0, 0, 0, 1))[ranks_TK] + within_TK.unsqueeze(2)
     places = places.masked_fill(none_TK.unsqueeze(2), slots).view(tokens, topk * tp)
     source = torch.full((slots + 1,), tokens, device=experts_TK.device)
@@ -145,7 +144,6 @@ def place_choices(
         local: experts of this rank.
         rows: number of rows, at most N K. Choices beyond have none.
         overflowed: 0-d, set to True if there are choices beyond. Then all weights become NaN. None if that cannot be.
-
     """
     topk = experts_NK.shape[1]
     keys = experts_NK.flatten().to(torch.int64) - first

@@ -26,7 +26,6 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -135,14 +134,16 @@ class _PlaceChoices(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         count = min(tokens.rows, tokens.experts.numel())
         made = kernels.place_choices(tokens.experts, weights_NK, tokens.first, experts, count, tokens.overflowed)
-        ctx.adjoint = partial(kernels.gather_choices, places_NK=made.places, width=weights_NK.shape[1])
+        places, width = made.places, weights_NK.shape[1]
+        ctx.adjoint = lambda dy: kernels.gather_choices(dy, places, width)
         ctx.mark_non_differentiable(made.source, made.places, made.ends)
+        ctx.set_materialize_grads(False)  # zeros for all of them
         return made.weights, made.source, made.places, made.ends
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dweights_R: Tensor, *_: Any) -> tuple[Tensor, None, None, None]:
-        return ctx.adjoint(dweights_R), None, None, None
+    def backward(ctx: Any, dweights_R: Tensor | None, *_: None) -> tuple[Tensor | None, None, None, None]:
+        return None if dweights_R is None else ctx.adjoint(dweights_R), None, None, None
 
 
 # ---- Exchanges
@@ -278,12 +279,14 @@ class _SendRows(torch.autograd.Function):
         made = kernels.send_rows(experts_TK, weights_TK, ranks, block, overflowed)
         ctx.sum, ctx.places, ctx.topk = kernels.sum_rows, made.places, experts_TK.shape[1]
         ctx.mark_non_differentiable(made.source, made.places, made.counts)
+        ctx.set_materialize_grads(False)
         return made.choices, made.source, made.places, made.counts
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dchoices_S2K: Tensor, *_: Any) -> tuple[Tensor, None, None, None, None]:
-        return ctx.sum(dchoices_S2K[:, : ctx.topk], ctx.places, False), None, None, None, None
+    def backward(ctx: Any, dchoices_S2K: Tensor | None, *_: None) -> tuple[Tensor | None, None, None, None, None]:
+        dweights = None if dchoices_S2K is None else ctx.sum(dchoices_S2K[:, : ctx.topk], ctx.places, False)
+        return dweights, None, None, None, None
 
 
 @dataclass(frozen=True)

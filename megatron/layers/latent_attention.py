@@ -1,16 +1,19 @@
 """Multi-head latent attention (MLA, DeepSeek-V2, arXiv 2405.04434).
 
 Keys and values of all heads are projected from one latent per token, which generation caches in their place. A key also
-has channels with rotary positions, which are projected from the hidden state and shared by all heads.
+has channels with rotary positions, which are projected from the hidden state and shared by all heads. A single token
+attends to the latents themselves (2.1 there): the projection of the keys is applied to its queries, that of the values
+to what it attends to, so that cached latents are not projected again.
 
 Shapes: S sequence, T cached tokens plus the sequence, B batch, H hidden, N this rank's heads, R width of a latent,
-D channels of a query or key, P of them rotated, V channels of a value.
+D channels of a query or key, P of them rotated, C its others, V channels of a value.
 """
 
 from __future__ import annotations
 
 from functools import partial
 
+import torch
 from torch import Tensor, nn
 
 from megatron.config.model import ModelConfig, RotaryTable
@@ -19,7 +22,7 @@ from megatron.kernels.qkv import RotaryCosSin, rotate
 from megatron.layers.attention import CoreAttention
 from megatron.layers.context import BuildContext, ForwardContext, MixerOutput
 from megatron.layers.kv_cache import KVCache
-from megatron.layers.linear import ColumnParallelLinear, ReplicatedLinear, RowParallelLinear
+from megatron.layers.linear import ColumnParallelLinear, PlainProduct, ReplicatedLinear, RowParallelLinear
 from megatron.layers.norm import Norm
 from megatron.layers.recompute import recompute_producer
 from megatron.layers.recompute_plan import RecomputePlan
@@ -50,6 +53,8 @@ class LatentAttention(nn.Module):
             self.linear_q_up_proj = ColumnParallelLinear(context.submodule("linear_q_up_proj"))
         self.linear_kv_down_proj = ReplicatedLinear(context.submodule("linear_kv_down_proj"))
         self.linear_kv_up_proj = ColumnParallelLinear(context.submodule("linear_kv_up_proj"))
+        plain = type(self.linear_kv_up_proj.product) is PlainProduct and self.linear_kv_up_proj.bias is None
+        self.can_absorb = plain and not context.sequence_parallel
         self.linear_proj = RowParallelLinear(context.submodule("linear_proj"))
         self.q_layernorm: Norm | None = None
         self.kv_layernorm: Norm | None = None
@@ -65,7 +70,9 @@ class LatentAttention(nn.Module):
         q_SBR = x_SBH if self.linear_q_down_proj is None else self.linear_q_down_proj(x_SBH)
         kv_SBR, k_SBP = self.linear_kv_down_proj(x_SBH).split(self.latent_widths, dim=2)
         heads = partial(self._heads, ctx=ctx)
-        if self.recompute_heads:
+        if ctx.cache is not None and len(x_SBH) == 1 and self.can_absorb:
+            y_SBO = self._attend_to_latents(q_SBR, kv_SBR, k_SBP, ctx.cache, ctx)
+        elif self.recompute_heads:
             y_SBO = recompute_producer(heads, lambda *qkv: self.core_attention(*qkv, ctx), q_SBR, kv_SBR, k_SBP)
         else:
             y_SBO = self.core_attention(*heads(q_SBR, kv_SBR, k_SBP), ctx)
@@ -74,10 +81,7 @@ class LatentAttention(nn.Module):
     def _heads(self, q_SBR: Tensor, kv_SBR: Tensor, k_SBP: Tensor, ctx: ForwardContext) -> tuple[Tensor, ...]:
         """Return queries, keys and values of this rank's heads."""
         rotary = None if self.rotary is None else ctx.rotary[self.rotary]
-        if self.linear_q_down_proj is None:
-            q_SBO = self.linear_q_proj(q_SBR)
-        else:
-            q_SBO = self.linear_q_up_proj(q_SBR if self.q_layernorm is None else self.q_layernorm.normalize(q_SBR))
+        q_SBO = self._queries(q_SBR)
         kv_TBR = kv_SBR if self.kv_layernorm is None else self.kv_layernorm.normalize(kv_SBR)
         k_TBP, k_rotary = self.share_rows(k_SBP, self.tp), rotary
         if ctx.cache is not None:
@@ -85,6 +89,33 @@ class LatentAttention(nn.Module):
             k_rotary = None
         kv_TBO = self.linear_kv_up_proj(kv_TBR)
         return self.kernels.latent_qkv(q_SBO, kv_TBO, k_TBP, self.channels, rotary, k_rotary)
+
+    def _queries(self, q_SBR: Tensor) -> Tensor:
+        """Return the queries of this rank's heads ``[S, B, N D]``, before the rotation."""
+        if self.linear_q_down_proj is None:
+            q_SBO: Tensor = self.linear_q_proj(q_SBR)
+        else:
+            q_SBO = self.linear_q_up_proj(q_SBR if self.q_layernorm is None else self.q_layernorm.normalize(q_SBR))
+        return q_SBO
+
+    def _attend_to_latents(
+        self, q_SBR: Tensor, kv_SBR: Tensor, k_SBP: Tensor, cache: KVCache, ctx: ForwardContext
+    ) -> Tensor:
+        """Return the output of core attention, with the latents as keys and values that all heads share."""
+        rotary = None if self.rotary is None else ctx.rotary[self.rotary]
+        (latent, rotated), channels = self.latent_widths, self.channels
+        kv_SBR = kv_SBR if self.kv_layernorm is None else self.kv_layernorm.normalize(kv_SBR)
+        kv_TBR, k_TBP = self._extend(cache, kv_SBR, k_SBP, rotary)
+        q_SBND = self._queries(q_SBR).unflatten(2, (-1, channels + rotated))
+        q_SBNC, q_SBNP = q_SBND.split((channels, rotated), dim=3)
+        if rotary is not None:
+            q_SBNP = rotate(q_SBNP, rotary.cos, rotary.sin, rotary.interleaved)
+        weight = self.linear_kv_up_proj.weight.view(q_SBND.shape[2], -1, latent)
+        key_NCR, value_NVR = weight[:, :channels], weight[:, channels:]
+        q_SBNR = torch.einsum("sbnc,ncr->sbnr", q_SBNC, key_NCR)
+        k_TB1D = torch.cat((kv_TBR, k_TBP), dim=2).unsqueeze(2)
+        y_SBO = self.core_attention(torch.cat((q_SBNR, q_SBNP), dim=3), k_TB1D, kv_TBR.unsqueeze(2), ctx)
+        return torch.einsum("sbnr,nvr->sbnv", y_SBO.unflatten(2, (-1, latent)), value_NVR).flatten(2)
 
     def _extend(
         self, cache: KVCache, kv_SBR: Tensor, k_SBP: Tensor, rotary: RotaryCosSin | None

@@ -102,7 +102,9 @@ class Router(nn.Module):
         logits_SBE = self._logits(x_SBH, ctx)
         scores_SBE = expert_scores(logits_SBE, config.moe_router_score_function)
         keys_TE = self._keys(logits_SBE, scores_SBE).flatten(0, 1)
-        experts_TK = choose(keys_TE, topk, config.moe_router_num_groups, config.moe_router_group_topk)
+        experts_TK = choose(
+            keys_TE, topk, config.moe_router_num_groups, config.moe_router_group_topk, config.group_score_topk
+        )
         weights_TK = self._weights(logits_SBE.flatten(0, 1), scores_SBE.flatten(0, 1), experts_TK)
         weights_TK = weights_TK.to(torch.promote_types(x_SBH.dtype, torch.float32))
         kept_TK = None
@@ -260,18 +262,21 @@ def normalized(scores: Tensor) -> Tensor:
     return scores / (scores.sum(-1, keepdim=True) + 1e-20)
 
 
-def choose(keys_TE: Tensor, topk: int, groups: int | None = None, group_topk: int | None = None) -> Tensor:
+def choose(
+    keys_TE: Tensor, topk: int, groups: int | None = None, group_topk: int | None = None, score_topk: int | None = None
+) -> Tensor:
     """Return the ``topk`` experts ``[T, K]`` with the largest keys, best first.
 
     Args:
         keys_TE: scores or logits.
         topk: K.
         groups: number of equal groups of consecutive experts; None for no groups.
-        group_topk: groups to choose first, by the sum of their best K / group_topk keys (DeepSeek-V3).
+        group_topk: groups to choose first.
+        score_topk: number of best keys that are added up to the score of a group (1 in DeepSeek-V2, 2 in V3).
     """
     if groups is not None and group_topk is not None and group_topk < groups:
         keys_TGE = keys_TE.unflatten(-1, (groups, -1))
-        of_groups_TG = keys_TGE.topk(min(topk // group_topk, keys_TGE.shape[-1])).values.sum(-1)
+        of_groups_TG = keys_TGE.topk(min(score_topk or 1, keys_TGE.shape[-1])).values.sum(-1)
         chosen_TG = torch.zeros_like(of_groups_TG, dtype=torch.bool)
         chosen_TG = chosen_TG.scatter(-1, of_groups_TG.topk(group_topk).indices, True)
         keys_TE = keys_TGE.masked_fill(~chosen_TG.unsqueeze(-1), -torch.inf).flatten(-2)

@@ -183,6 +183,25 @@ def test_the_cache_holds_latents() -> None:
     assert sizes == {2: expected, 4: expected}
 
 
+@pytest.mark.parametrize("name", ["latent", "plain queries, rope", "no positions"])
+def test_a_token_attends_to_latents_as_to_the_keys_and_values_of_heads(name: str) -> None:
+    """A single one does not project the cached latents; several do."""
+    chunk, caches = Solo.build(GENERATED[name]).chunk.eval(), (KVCache(10), KVCache(10))
+    read = torch.tensor([[5, 6, 7, 8, 9], [4, 3, 2, 1, 0]])
+    for cache in caches:
+        chunk.logits(read, cache)
+    projected: list[str] = []
+    for module_name, module in chunk.named_modules():
+        if module_name.endswith("linear_kv_up_proj"):
+            module.register_forward_hook(lambda module, inputs, output: projected.append("up"))
+    single = [chunk.logits(torch.tensor([[token], [9 - token]]), caches[0]) for token in (3, 8)]
+    assert not projected
+    both = chunk.logits(torch.tensor([[3, 8], [6, 1]]), caches[1])
+    assert len(projected) == GENERATED[name].num_layers
+    torch.testing.assert_close(torch.cat(single), both, rtol=1e-12, atol=1e-12)
+    assert caches[0].nbytes == caches[1].nbytes
+
+
 def generated(rank: int, ranks: int, config: ModelConfig) -> list[list[int]]:
     """Text of a model whose heads are on several ranks."""
     mesh = mesh_of(rank, ranks, tensor_model_parallel_size=ranks)

@@ -77,7 +77,6 @@ FORMS = {
     "latent experts": f"{LLAMA} {MIXTURE} --moe-shared-expert-intermediate-size 40 --moe-shared-expert-gate "
     "--moe-latent-size 16",
     "multi-token": f"{LLAMA} --mtp-num-layers 2 --mtp-loss-scaling-factor 0.3",
-    "multi-token, one layer": f"{LLAMA} --mtp-num-layers 2 --mtp-use-repeated-layer --mtp-detach-heads",
     "latent attention": f"{LLAMA} {LATENT} --rotary-base 500000 --rotary-scaling-factor 4 --mscale 0.7",
     "latent queries": f"{LLAMA} {SIGMOID} {LATENT} --q-lora-rank 20 --qk-layernorm --rotary-scaling-factor 40 "
     "--mscale 1 --mscale-all-dim 1 --moe-layer-freq [0,1] --moe-shared-expert-intermediate-size 40 --mtp-num-layers 1 "
@@ -87,13 +86,7 @@ FORMS = {
 """Flags of models that both programs have; all but the first two differ from a default in several ways. Further tokens
 after the end of a sample are token 0 in Megatron-LM: experts beside them would not have the same loads."""
 
-TRANSFORMER_ENGINE_ALONE = (
-    "latent experts",
-    "multi-token",
-    "multi-token, one layer",
-    "latent attention",
-    "latent queries",
-)
+TRANSFORMER_ENGINE_ALONE = ("latent experts", "multi-token", "latent attention", "latent queries")
 """Forms that its own layers do not have."""
 
 

@@ -111,6 +111,7 @@ NO_HEADS = {"num_mtp_layers": 0}
 LATENT = {"num_key_value_heads": 4, "rms_norm_eps": 1e-6, "q_lora_rank": 20, "kv_lora_rank": 12}
 LATENT |= {"qk_nope_head_dim": 6, "qk_rope_head_dim": 4, "v_head_dim": 10}
 MSCALES = {"rope_parameters": YARN | {"mscale": 0.8, "mscale_all_dim": 0.6}, "max_position_embeddings": 256}
+LIMITED = {"topk_method": "group_limited_greedy", "norm_topk_prob": False}
 GREEDY = {"num_experts_per_tok": 3, "n_group": 1, "topk_group": 1, "norm_topk_prob": False}
 ERNIE = GROUPED | {"moe_num_experts": 5, "moe_k": 3, "moe_intermediate_size": 12, "moe_num_shared_experts": 2}
 
@@ -150,6 +151,8 @@ CASES = [
     Case("deepseek-v3", "DeepseekV3", ROUTED | NO_HEADS | LATENT | MSCALES),
     Case("deepseek-v3-whole-queries", "DeepseekV3", ROUTED | NO_HEADS | LATENT | UNGROUPED | {"q_lora_rank": None}),
     Case("deepseek-v2", "DeepseekV2", ROUTED | LATENT | MSCALES | GREEDY),
+    Case("deepseek-v2-groups", "DeepseekV2", ROUTED | LATENT | LIMITED),
+    Case("deepseek-v3-narrow-groups", "DeepseekV3", ROUTED | NO_HEADS | LATENT | {"num_experts_per_tok": 3}),
     Case("granite-moe", "GraniteMoe", GROUPED | FACTORS | {"num_local_experts": 5, "num_experts_per_tok": 2}),
     Case(
         "gpt-oss",

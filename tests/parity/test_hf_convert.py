@@ -95,10 +95,11 @@ def resized(case: Case, seed: int) -> Case:
         topk = "moe_k" if count == "moe_num_experts" else "num_experts_per_tok"
         sizes |= {count: experts, topk: rng.randint(1, experts)}
     if "n_routed_experts" in case.theirs:
-        groups, dense = (3, 1) if seed == 1 else (1, 0)
+        # a greedy router does not use groups
+        groups, dense = (1 if case.name == "deepseek-v2" else 3, 1) if seed == 1 else (1, 0)
         chosen, experts = min(groups, rng.randint(1, 2)), groups * rng.randint(2, 4)
         sizes |= {"n_routed_experts": experts, "n_group": groups, "topk_group": chosen}
-        sizes |= {"num_experts_per_tok": 2 * chosen, "first_k_dense_replace": dense}
+        sizes |= {"num_experts_per_tok": rng.randint(2, chosen * experts // groups), "first_k_dense_replace": dense}
         sizes["num_hidden_layers"] = len(case.theirs.get("layer_types", "")) or rng.randint(2, 4)
         sizes |= {"moe_intermediate_size": rng.randint(3, 20), "n_shared_experts": rng.randint(1, 3)}
     if "kv_lora_rank" in case.theirs:
@@ -118,7 +119,7 @@ CASES = {
 }
 PUBLISHED = words("moe_layer_freq scoring_func topk_method")
 UNUSED = {
-    "DeepseekV2": PUBLISHED | {"n_group", "topk_group"},
+    "DeepseekV2": words("moe_layer_freq scoring_func"),
     "DeepseekV3": PUBLISHED,
     "Dots1": PUBLISHED | {"max_window_layers"},
     "Ernie4_5_Moe": words("moe_layer_start_index moe_layer_end_index moe_layer_interval"),
@@ -183,7 +184,8 @@ def load(folder: Path) -> nn.Module:
 
 TRAINED = words(
     """gpt2 llama-gqa qwen3-qk-norm mixtral qwen3-moe gpt-oss gpt-neox olmo2 olmo3 gemma2 gemma3 phi3 smollm3 starcoder2
-    granite qwen3-moe-dense-layers olmoe granite-moe qwen2-moe glm4-moe dots1 ernie-moe deepseek-v2 deepseek-v3"""
+    granite qwen3-moe-dense-layers olmoe granite-moe qwen2-moe glm4-moe dots1 ernie-moe deepseek-v2 deepseek-v2-groups
+    deepseek-v3"""
 )
 SLOW = [name for name in CASES if BY_NAME[name[:-2]].has_experts and (name.endswith("2") or name[:-2] not in TRAINED)]
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,7 +11,6 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from megatron.checkpoint.errors import CheckpointError
-from megatron.config.errors import UserError
 from megatron.convert.huggingface.check import MismatchError, check_model
 from megatron.convert.huggingface.config import CONFIG_FILE, read_model_config
 from megatron.convert.huggingface.weights import HuggingFaceWeights
@@ -72,15 +70,6 @@ def test_the_check_of_a_conversion_reads_experts_as_transformers_does(
     names = load_file(tmp_path / "model.safetensors")
     assert any(name.endswith("experts.gate_up_proj") for name in names) == (stacked or shape is GPT_OSS)
     assert checked(tmp_path) < 2e-6
-
-
-def test_weights_in_mxfp4_are_refused(tmp_path: Path) -> None:
-    build(GPT_OSS, seed=3).save_pretrained(tmp_path)
-    config = json.loads((tmp_path / CONFIG_FILE).read_text())
-    quantised = config | {"quantization_config": {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}}
-    (tmp_path / CONFIG_FILE).write_text(json.dumps(quantised))
-    with pytest.raises(UserError, match=r"weights quantised with mxfp4 are not supported\n.*dequantize=True.*-bf16"):
-        read_model_config(tmp_path)
 
 
 class Swapped(HuggingFaceWeights):

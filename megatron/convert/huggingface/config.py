@@ -11,7 +11,6 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
-from shlex import quote
 from typing import Any
 
 from safetensors import SafetensorError, safe_open
@@ -72,19 +71,29 @@ _NOT_HERE: Mapping[str, tuple[Any, ...]] = {
     "tie_encoder_decoder": (False,),
     "cross_attention_hidden_size": (None,),
     "pruned_heads": ({}, None),
-    "quantization_config": (None,),
 }
 """Keys of all model types with the only supported values."""
 
-_QUANTIZED = {"mxfp4": "Mxfp4Config", "fp8": "FineGrainedFP8Config"}
-"""Quantisation methods of published models -> transformers' class that can undo them."""
+FP8_BLOCK = (128, 128)
+"""Rows and columns of a block in DeepSeek's FP8."""
 
-_DEQUANTIZE = (
-    "from transformers import AutoModelForCausalLM as M, {} as C; "
-    "M.from_pretrained({!r}, quantization_config=C(dequantize=True), dtype='bfloat16', "
-    "trust_remote_code=False).save_pretrained({!r})"
-)
-"""Python that stores in bf16 what a folder holds in one of them, such as the published GPT-OSS and DeepSeek-V3."""
+
+def fp8_block(config: JsonObject) -> tuple[int, int]:
+    """Return rows and columns of the blocks of weights in FP8."""
+    height, width = (config.get("quantization_config") or {}).get("weight_block_size", FP8_BLOCK)
+    return height, width
+
+
+def _unsupported_quantization(quantization: Any) -> str | None:
+    """Return what is not supported of a ``quantization_config``; None if the weights can be dequantised."""
+    if quantization is None:
+        return None
+    options = quantization if isinstance(quantization, dict) else {}
+    method, block = options.get("quant_method"), options.get("weight_block_size", FP8_BLOCK)
+    in_blocks = isinstance(block, list | tuple) and [type(each) for each in block] == [int, int] and min(block) > 0
+    if method == "mxfp4" or (method == "fp8" and options.get("fmt", "e4m3") == "e4m3" and in_blocks):
+        return None
+    return f"weights quantised with {method} are not supported, only fp8 (e4m3) in blocks, and mxfp4"
 
 
 MODEL_FILES = ("*.json", "model*.safetensors", "tokenizer*", "*.txt", "*.jinja")
@@ -222,9 +231,7 @@ def model_config_values(config: JsonObject, where: str) -> FieldValues:
     """
     family = model_families()[read_model_type(config, where)]
     values: FieldValues = {"num_query_groups": None, "kv_channels": None} | family.always
-    problems = [
-        Problem("E851", f"{where}: {sentence}", fixes) for sentence, fixes in _unsupported(config, family, where)
-    ]
+    problems = [Problem("E851", f"{where}: {sentence}", fixes) for sentence, fixes in _unsupported(config, family)]
 
     def read_tie(config: JsonObject) -> FieldValues:
         return {"untie_embeddings_and_output_weights": not read_bool(config, TIE_KEY, family.tied_by_default)}
@@ -247,17 +254,14 @@ def model_config_values(config: JsonObject, where: str) -> FieldValues:
     return values
 
 
-def _unsupported(config: JsonObject, family: ModelFamily, where: str) -> Iterator[tuple[str, tuple[str, ...]]]:
+def _unsupported(config: JsonObject, family: ModelFamily) -> Iterator[tuple[str, tuple[str, ...]]]:
     """Yield a sentence and fixes for every key with an unsupported value, and for every unknown key."""
     fixed = {**_NOT_HERE, **family.fixed}
     known = {name for row in family.keys for name in row.names} | {*fixed, TIE_KEY} | _NOTES | _GENERATION
     for name, value in config.items():
-        if name == "quantization_config" and isinstance(value, dict):
-            method, folder = value.get("quant_method"), str(Path(where).parent)
-            fixes: tuple[str, ...] = ()
-            if method in tuple(_QUANTIZED) and family.known_as is None:  # known without remote code
-                fixes = (f"python -c {quote(_DEQUANTIZE.format(_QUANTIZED[method], folder, f'{folder}-bf16'))}",)
-            yield f"weights quantised with {method} are not supported", fixes
+        if name == "quantization_config":
+            if sentence := _unsupported_quantization(value):
+                yield sentence, ()
         elif name in fixed and value not in fixed[name]:
             yield f"{name} {json.dumps(value)} is not supported, only {' or '.join(map(json.dumps, fixed[name]))}", ()
         elif name not in known:

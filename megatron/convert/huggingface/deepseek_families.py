@@ -16,6 +16,7 @@ from megatron.convert.huggingface.expert_families import (
     shared_expert,
 )
 from megatron.convert.huggingface.keys import (
+    Capabilities,
     ConfigKey,
     FieldValues,
     JsonObject,
@@ -130,46 +131,79 @@ def _scale(default: Defaults) -> KeyGroup:
     return KeyGroup((key.theirs,), read, lambda m: {key.theirs: getattr(m, field) or 1.0}, options=(field,))
 
 
+_GROUPED = ("n_group", "topk_group")
+_GROUP_OPTIONS = ("moe_router_group_topk", "moe_router_group_score_topk")
+
+
+def _read_groups(config: JsonObject, default: Defaults, best: int) -> FieldValues:
+    """Read the groups of experts, whose score is the sum of their ``best`` scores."""
+    topk, keys = _read_topk(config, default), zip(_GROUPED, (default.groups, default.topk_group))
+    groups, chosen = (read_number(ConfigKey("", name, value, optional=True), config) or 1 for name, value in keys)
+    if chosen >= groups:  # a token chooses among all experts
+        return dict.fromkeys(("moe_router_num_groups", *_GROUP_OPTIONS))
+    implied = max(1, topk // chosen) == best
+    values = (chosen, None if implied else best)
+    return {"moe_router_num_groups": groups, **dict(zip(_GROUP_OPTIONS, values))}
+
+
+def _is_grouped(model: ModelConfig) -> bool:
+    return (model.moe_router_group_topk or 1) < (model.moe_router_num_groups or 1)
+
+
+def _write_groups(model: ModelConfig) -> FieldValues:
+    groups = (model.moe_router_num_groups, model.moe_router_group_topk) if _is_grouped(model) else (1, 1)
+    return dict(zip(_GROUPED, groups))
+
+
+def _can_group(best: int) -> Capabilities:
+    """Return which groups a family can express whose score is the sum of their ``best`` scores."""
+
+    def can(model: ModelConfig) -> bool:
+        held = (model.num_experts or 0) // (model.moe_router_num_groups or 1)
+        return not _is_grouped(model) or (model.group_score_topk == best and held >= best)
+
+    return {"moe_router_num_groups": can}
+
+
 def _sigmoid_router(default: Defaults) -> tuple[KeyGroup, ...]:
     """Return the keys of a router with sigmoid scores, whose groups are chosen by their two best experts.
 
-    Here the weights of several experts are divided by their sum, and the score of a group is the sum of its best
-    K / groups per token.
+    Here the weights of several experts are divided by their sum.
     """
-    keys = [
-        ConfigKey("", name, value, optional=True)
-        for name, value in (("n_group", default.groups), ("topk_group", default.topk_group))
-    ]
 
     def read(config: JsonObject) -> FieldValues:
-        topk, (groups, chosen) = _read_topk(config, default), (read_number(key, config) or 1 for key in keys)
+        topk = _read_topk(config, default)
         if read_bool(config, "norm_topk_prob", default.normed) != (topk > 1):
             raise UnsupportedConfigError(
                 f"norm_topk_prob {topk == 1} with {_COUNTED} {topk} is not supported: weights of several experts are "
                 "divided by their sum, and that of one is its score"
             )
-        if chosen >= groups:  # a token chooses among all experts
-            return {"moe_router_topk": topk, "moe_router_num_groups": None, "moe_router_group_topk": None}
-        if topk // chosen != 2:
-            raise UnsupportedConfigError(
-                f"topk_group {chosen} with {_COUNTED} {topk} is not supported: transformers chooses groups by their "
-                f"two best experts, this model by {topk // chosen}"
-            )
-        return {"moe_router_topk": topk, "moe_router_num_groups": groups, "moe_router_group_topk": chosen}
-
-    def can_group(model: ModelConfig) -> bool:
-        groups, chosen = model.moe_router_num_groups or 1, model.moe_router_group_topk or 1
-        pairs = model.moe_router_topk // chosen == 2 and (model.num_experts or 0) >= 2 * groups
-        return chosen >= groups or pairs
+        return {"moe_router_topk": topk, **_read_groups(config, default, best=2)}
 
     def write(model: ModelConfig) -> FieldValues:
-        groups, chosen = model.moe_router_num_groups or 1, model.moe_router_group_topk or 1
         topk = model.moe_router_topk
-        return {_COUNTED: topk, "norm_topk_prob": topk > 1, "n_group": groups, "topk_group": chosen}
+        return {_COUNTED: topk, "norm_topk_prob": topk > 1, **_write_groups(model)}
 
-    names = (_COUNTED, "norm_topk_prob", *(key.theirs for key in keys))
-    options = ("moe_router_topk", "moe_router_group_topk")
-    return KeyGroup(names, read, write, {"moe_router_num_groups": can_group}, options), _scale(default)
+    names, options = (_COUNTED, "norm_topk_prob", *_GROUPED), ("moe_router_topk", *_GROUP_OPTIONS)
+    return KeyGroup(names, read, write, _can_group(best=2), options), _scale(default)
+
+
+def _softmax_router(default: Defaults) -> tuple[KeyGroup, ...]:
+    """Return the keys of DeepSeek-V2's router, whose groups, if it has some, are chosen by their best expert."""
+    key, methods = "topk_method", ("greedy", "group_limited_greedy")
+
+    def read(config: JsonObject) -> FieldValues:
+        method = config.get(key, methods[0])
+        if method not in methods:
+            raise UnsupportedConfigError(f"{key} {method!r} is not supported, only {' or '.join(methods)}")
+        grouped = config if method == methods[1] else {**config, **dict.fromkeys(_GROUPED)}
+        return {"moe_router_topk": _read_topk(config, default), **_read_groups(grouped, default, best=1)}
+
+    def write(model: ModelConfig) -> FieldValues:
+        return {_COUNTED: model.moe_router_topk, key: methods[_is_grouped(model)], **_write_groups(model)}
+
+    names, options = (_COUNTED, key, *_GROUPED), ("moe_router_topk", *_GROUP_OPTIONS)
+    return KeyGroup(names, read, write, _can_group(best=1), options), _scale(default)
 
 
 _SIGMOID: FieldValues = {"moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True}
@@ -378,14 +412,7 @@ DEEPSEEK_V2 = replace(
         *llama_keys("deepseek_v2"),
         *_LATENT_KEYS,
         *_experts(_DEEPSEEK_V2),
-        KeyGroup(
-            (_COUNTED,),
-            lambda c: {"moe_router_topk": _read_topk(c, _DEEPSEEK_V2)},
-            lambda m: {_COUNTED: m.moe_router_topk},
-            options=("moe_router_topk",),
-        ),
-        _scale(_DEEPSEEK_V2),
-        KeyGroup(("n_group", "topk_group")),  # not used by a greedy router
+        *_softmax_router(_DEEPSEEK_V2),
         KeyGroup(can={"hidden_size": lambda m: m.hidden_size % m.num_attention_heads == 0}),
     ),
     fixed={
@@ -393,7 +420,6 @@ DEEPSEEK_V2 = replace(
         "mlp_bias": (False,),
         "norm_topk_prob": (False, None),
         "scoring_func": ("softmax",),
-        "topk_method": ("greedy",),
     },
     always={**SWIGLU, **NO_BIAS, **_LATENT, "moe_router_pre_softmax": True},
     weights={**_LATENT_ROWS, **EXPERT_ROWS, **shared_expert("model.layers.{i}.mlp.shared_experts")},

@@ -36,9 +36,22 @@ from megatron.convert.huggingface.keys import (
 
 HAS_EXPERTS: Capabilities = {"num_experts": lambda m: m.num_experts is not None}
 _IN_ALL_LAYERS: Capabilities = {**HAS_EXPERTS, "moe_layer_freq": lambda m: m.dense_layers == 0}
-BALANCING_LOSS = KeyGroup(("output_router_logits", "router_aux_loss_coef"))
-"""Keys of transformers' load-balancing loss, which do not change what the model computes. They are ignored: the loss
-differs from ours (one loss over all layers) and is off by default."""
+_LOGITS, _COEFFICIENT = "output_router_logits", "router_aux_loss_coef"
+
+
+def _read_balancing_loss(config: JsonObject) -> FieldValues:
+    """Read the coefficient of the balancing loss if transformers uses it; published models have one without use."""
+    coefficient = read_number(ConfigKey("", _COEFFICIENT, 0.001, optional=True), config)
+    return {"moe_aux_loss_coeff": (coefficient or 0.0,)} if config.get(_LOGITS) is True else {}
+
+
+def _write_balancing_loss(model: ModelConfig) -> FieldValues:
+    coefficient = sum(model.balancing_losses.values())
+    return {_COEFFICIENT: coefficient} if coefficient else {}
+
+
+BALANCING_LOSS = KeyGroup((_LOGITS, _COEFFICIENT), _read_balancing_loss, _write_balancing_loss)
+"""Keys of transformers' balancing loss, of all layers together: with several it differs from ours, which is a sum."""
 
 
 def expert_weights(module: str, gate: str, up: str, down: str) -> WeightRows:

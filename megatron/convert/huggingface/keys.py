@@ -47,6 +47,7 @@ _RESOLVED = {
     "kv_channels": "head_dim",
     "ffn_hidden_size": "ffn",
     "moe_ffn_hidden_size": "expert_ffn",
+    "moe_router_group_score_topk": "group_score_topk",
     "add_qkv_bias": "qkv_bias",
     "rope_type": "latent_rope_type",
     "yarn_original_max_position_embeddings": "yarn_original_length",

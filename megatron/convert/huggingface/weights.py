@@ -26,9 +26,16 @@ from megatron.config.model import ModelConfig
 from megatron.config.parallel import ParallelConfig
 from megatron.config.text import listed
 from megatron.config.training import TrainingConfig
-from megatron.convert.huggingface.config import CONFIG_FILE, WEIGHTS_INDEX_FILE, read_config, read_model_type
+from megatron.convert.huggingface.config import (
+    CONFIG_FILE,
+    WEIGHTS_INDEX_FILE,
+    fp8_block,
+    read_config,
+    read_model_type,
+)
 from megatron.convert.huggingface.families import model_families
 from megatron.convert.huggingface.keys import ModelFamily
+from megatron.convert.huggingface.quantized import FP8_FACTORS, QuantizedTensor, StoredTensor, dequantized
 from megatron.convert.tokenizer_files import SmallFiles, find_tokenizer_files
 from megatron.distributed.grad_accumulator import GradAccumulator
 from megatron.distributed.layout import Layout
@@ -62,6 +69,13 @@ class TensorMapping:
         part = theirs.narrow(self.joined, self.start, self.shape[self.joined])
         unfolded = part.view([self.box.size[axis] for axis in self.order])
         return unfolded.permute([self.order.index(axis) for axis in range(len(self.order))])
+
+    def rows(self, slices: tuple[slice, ...]) -> range:
+        """Return the rows of a stored tensor between which a part of our box lies."""
+        index = torch.arange(self.stored[0]).view(-1, *(1 for _ in self.stored[1:])).expand(self.stored)
+        part = self.arrange(index)[slices]
+        first, last = (int(part[(corner,) * part.dim()]) for corner in (0, -1))
+        return range(first, last + 1)
 
 
 def map_tensors(
@@ -181,7 +195,8 @@ def build_on_meta(model: ModelConfig, training: TrainingConfig | None = None) ->
 class HuggingFaceWeights:
     """The weights in a Hugging Face folder, by our parameter names and in our arrangement.
 
-    Files are memory-mapped, and only the elements of a box are read. Names, shapes and dtypes are checked on opening.
+    Files are memory-mapped, and only the elements of a box are read; quantised ones are dequantised then. Names, shapes
+    and dtypes are checked on opening.
     """
 
     notes: Sequence[str] = ()
@@ -258,8 +273,10 @@ class HuggingFaceWeights:
         return reduce(torch.promote_types, (self._files[part.name].dtype(part.name) for part in self.mappings[name]))
 
     def _read_part(self, mapping: TensorMapping, box: Box) -> Tensor:
-        theirs = self._files[mapping.name].tensor(mapping.name)
-        return mapping.arrange(theirs)[relative_box(box, mapping.box).slices]
+        held, slices = self._files[mapping.name], relative_box(box, mapping.box).slices
+        if isinstance(held, QuantizedTensor):
+            return mapping.arrange(held.tensor(mapping.name, mapping.rows(slices)))[slices]
+        return mapping.arrange(held.tensor(mapping.name))[slices]
 
     def _check(self, family: ModelFamily) -> None:
         expected = {mapping.name: mapping.stored for found in self.mappings.values() for mapping in found}
@@ -291,7 +308,7 @@ class HuggingFaceWeights:
 
 
 def tensor_findings(
-    files: Mapping[str, TensorFile], expected: Mapping[str, tuple[int, ...]], *more: torch.dtype
+    files: Mapping[str, StoredTensor], expected: Mapping[str, tuple[int, ...]], *more: torch.dtype
 ) -> dict[str, Collection[str]]:
     """Return the tensors that are missing, or not as ``expected``, by what is wrong with them.
 
@@ -316,8 +333,15 @@ def tensor_findings(
     }
 
 
-def open_weights(folder: Path) -> dict[str, TensorFile]:
-    """Return the file of every tensor, by key.
+def open_weights(folder: Path) -> dict[str, StoredTensor]:
+    """Return what holds each tensor: its file, or what dequantises it. Raises as `open_files`."""
+    files = open_files(folder)
+    in_fp8 = any(key.endswith(FP8_FACTORS) for key in files)
+    return dequantized(files, fp8_block(read_config(folder)) if in_fp8 else (1, 1))
+
+
+def open_files(folder: Path) -> dict[str, TensorFile]:
+    """Return the file of every tensor as it is stored, by key.
 
     Raises:
         CheckpointError: when there are no safetensors files. Pickled weights are refused, because they can run code.

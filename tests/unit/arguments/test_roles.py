@@ -183,6 +183,7 @@ CHANGED = {
     "recompute_granularity": "full",
     "moe_router_num_groups": "2 --moe-router-group-topk 1",
     "moe_router_group_topk": "2",
+    "moe_router_group_score_topk": "1",
     "recompute_method": "block",
     "recompute_num_layers": "2",
     "cpu_offloading_num_layers": "1",

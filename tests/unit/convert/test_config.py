@@ -238,10 +238,26 @@ def test_published_relatives_of_deepseek_have_the_published_sizes(name: str, bil
     assert model(written) == ours
     known = {"model_type": MODEL_FAMILIES[name].known_as or name}
     assert model(AutoConfig.for_model(**written | known).to_dict() | {"model_type": name}) == ours
-    if "quantization_config" in PUBLISHED[name]:
-        with pytest.raises(UserError, match="weights quantised with fp8 are not supported") as caught:
-            model(PUBLISHED[name])
-        assert ("FineGrainedFP8Config" in str(caught.value)) == (name == "deepseek_v3")
+    assert model(PUBLISHED[name]) == ours, "also quantised"
+
+
+def test_groups_of_deepseek_are_scored_by_their_best_experts() -> None:
+    """By one of V2, by two of V3, and in Megatron-LM by K / groups per token."""
+    limited = DEQUANTISED["deepseek_v2"] | {"topk_method": "group_limited_greedy", "n_group": 8, "topk_group": 3}
+    for config, given, best, kind in (
+        (limited, 1, 1, "deepseek_v2"),
+        (limited | {"num_experts_per_tok": 3}, None, 1, "deepseek_v2"),
+        (V3, None, 2, "deepseek_v3"),
+        (V3 | {"topk_group": 2}, 2, 2, "deepseek_v3"),
+    ):
+        ours = model(config)
+        assert (ours.moe_router_group_score_topk, ours.group_score_topk) == (given, best)
+        written = build_config_json(ours)
+        assert [written[key] for key in ("model_type", "n_group", "topk_group")] == [kind, 8, config["topk_group"]]
+        assert model(written) == ours
+        assert ("moe_router_group_score_topk" in unwritable_options(ours)) == (given is not None)
+        with pytest.raises(UserError, match="has no moe_router_num_groups 8"):
+            build_config_json(replace(ours, moe_router_group_score_topk=3), kind=kind)
 
 
 def test_latent_attention_of_deepseek() -> None:
@@ -369,7 +385,7 @@ def test_other_patterns_are_refused(pattern: str) -> None:
     assert f"has no attention_pattern {pattern}" in str(caught.value)
 
 
-V3 = DEQUANTISED["deepseek_v3"]
+V3, FP8 = DEQUANTISED["deepseek_v3"], PUBLISHED["deepseek_v3"]["quantization_config"]
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 2048}
 MSCALES = {"mscale": 0.7, "mscale_all_dim": 1.0}
 
@@ -420,15 +436,23 @@ MSCALES = {"mscale": 0.7, "mscale_all_dim": 1.0}
         (V3 | {"scoring_func": "softmax"}, 'scoring_func "softmax" is not supported'),
         (V3 | {"norm_topk_prob": False}, "norm_topk_prob False with num_experts_per_tok 8 is not supported"),
         (
-            V3 | {"topk_group": 2},
-            "topk_group 2 with num_experts_per_tok 8 is not supported: transformers chooses groups",
+            V3 | {"quantization_config": {"quant_method": "awq"}},
+            "weights quantised with awq are not supported, only fp8",
         ),
+        (
+            V3 | {"quantization_config": FP8 | {"weight_block_size": None}},
+            "weights quantised with fp8 are not supported",
+        ),
+        (V3 | {"quantization_config": FP8 | {"fmt": "e5m2"}}, "weights quantised with fp8 are not"),
         (V3 | {"n_shared_experts": 0}, "n_shared_experts is 0, not at least 1"),
         (V3 | {"rope_interleave": False}, "rope_interleave false is not supported"),
         (V3 | {"num_mtp_layers": 2}, "num_nextn_predict_layers and num_mtp_layers contradict each other"),
         (V3 | {"rope_scaling": YARN | {"mscale_all_dim": 1.0}}, "mscale_all_dim 1.0 without mscale is not supported"),
         (V3 | {"n_routed_experts": None}, "n_routed_experts is None, not a whole number"),
-        (PUBLISHED["deepseek_v2"] | {"topk_method": "group_limited_greedy"}, "topk_method"),
+        (
+            PUBLISHED["deepseek_v2"] | {"topk_method": "noaux_tc"},
+            "topk_method 'noaux_tc' is not supported, only greedy",
+        ),
         (ERNIE | {"use_bias": True}, "use_bias true is not supported"),
         (ERNIE | {"moe_layer_interval": 0}, "moe_layer_interval is 0, not above 0"),
         ({"model_type": "dots1"}, "n_routed_experts is not given"),
@@ -486,7 +510,7 @@ def test_model_that_no_family_has_is_refused_by_option(changes: dict[str, Any], 
 
 MINIMAL = {
     "dots1": {"n_routed_experts": 8, "n_shared_experts": 1, "num_experts_per_tok": 2, "norm_topk_prob": True},
-    "deepseek_v2": {"num_experts_per_tok": 6},
+    "deepseek_v2": {"num_experts_per_tok": 6, "topk_method": "group_limited_greedy"},
 }
 """Keys without which a model type cannot be built."""
 
@@ -541,6 +565,71 @@ def test_defaults_match_transformers(config: dict[str, Any]) -> None:
     for kept in (MINIMAL.get(kind, {}) | {"model_type": kind}, config):
         theirs = AutoConfig.for_model(**kept | known).to_dict()
         assert model(theirs | {"model_type": kind}) == model(kept)
+
+
+NOT_CARRIED = {
+    "of the export, not of the model": "_name_or_path architectures dtype transformers_version",
+    "of a program, its outputs or its start": """return_dict output_hidden_states output_attentions use_cache is_decoder
+        chunk_size_feed_forward pretraining_tp output_router_logits problem_type""",
+    "ids, which come from the tokenizer": "bos_token_id eos_token_id pad_token_id",
+    "means nothing beside layer_types, or while no layer has a window": """max_window_layers use_sliding_window
+        sliding_window""",
+    "means nothing beside rope_parameters": "partial_rotary_factor",
+    "follows from other keys": "num_key_value_heads head_dim qk_head_dim moe_layer_end_index",
+    "has another spelling: mlp_only_layers": "decoder_sparse_step",
+    "is used with output_router_logits alone": "router_aux_loss_coef",
+}
+"""Keys of families with experts that are read, and may have another value in an export."""
+_GROUPS = {"n_group": 4, "topk_group": 2, "num_experts_per_tok": 4}
+OTHERS = dict.fromkeys(("n_group", "topk_group"), _GROUPS)
+"""Changes of keys that have an effect beside others only."""
+
+
+def change(value: Any) -> Any:
+    """Another value of a key; None if there is no other."""
+    if isinstance(value, bool):
+        return not value
+    if isinstance(value, int):
+        return 4 * value if value > 2 else value + 1
+    return value + 0.25 if isinstance(value, float) else 1 if value is None else None
+
+
+@pytest.mark.parametrize("kind", [kind for kind, family in MODEL_FAMILIES.items() if "num_experts" in family.options])
+def test_every_key_of_a_family_with_experts_is_carried_or_refused(kind: str) -> None:
+    """Of all keys that transformers knows, each with another value than its default."""
+    known = {"model_type": MODEL_FAMILIES[kind].known_as or kind}
+    base = AutoConfig.for_model(**MINIMAL.get(kind, {}) | known).to_dict() | {"model_type": kind}
+    ignored = {name for names in NOT_CARRIED.values() for name in names.split()}
+    carried = 0
+    for name, value in base.items():
+        changes = OTHERS.get(name) or {name: change(value)}
+        if changes[name] is None or name in ignored:
+            continue
+        try:
+            ours = model(base | changes)
+        except UserError:
+            continue
+        written = build_config_json(ours, kind=kind)
+        if written.get(name) != changes[name]:  # under another name
+            written = AutoConfig.for_model(**written | known).to_dict()
+        assert written[name] == changes[name], name
+        carried += 1
+    assert carried >= 10
+
+
+@pytest.mark.parametrize("config", [MIXTRAL, GPT_OSS, *(PUBLISHED[name] for name in ("olmoe", "qwen2_moe"))])
+def test_the_coefficient_of_the_balancing_loss(config: dict[str, Any]) -> None:
+    """Is read where transformers uses it, and written without use, as in published models."""
+    coefficient = "router_aux_loss_coef"
+    assert model(config).moe_aux_loss_coeff == (0.0,), "not in use"
+    ours = model(config | {"output_router_logits": True, coefficient: 0.02})
+    assert ours == replace(model(config), moe_aux_loss_coeff=(0.02,))
+    written = build_config_json(ours)
+    assert (written[coefficient], written.get("output_router_logits", False)) == (0.02, False)
+    losses = {"moe_router_load_balancing_type": ("aux_loss", "global_aux_loss"), "moe_aux_loss_coeff": (0.25, 0.5)}
+    assert build_config_json(replace(ours, **losses))[coefficient] == 0.75
+    unbalanced = replace(ours, moe_router_load_balancing_type=("none",))
+    assert coefficient not in build_config_json(unbalanced)
 
 
 def test_yarn_factor_of_the_paper_is_accepted() -> None:

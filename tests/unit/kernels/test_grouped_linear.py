@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron.kernels.grouped_linear import TORCH_GROUPED_LINEAR
+from megatron.kernels.grouped_linear import GROUPED_LINEAR
 
 IN, OUT, EXPERTS = 5, 6, 4
 
@@ -15,6 +15,7 @@ COUNTS = {
     "some have none": [0, 4, 0, 3],
     "one has all": [0, 0, 7, 0],
     "no rows": [0, 0, 0, 0],
+    "more than a tile": [40, 0, 17, 3],
 }
 
 
@@ -33,11 +34,14 @@ def experts_of(counts: list[int]) -> list[int]:
 
 
 @pytest.mark.parametrize("padding", [0, 3])
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [("torch", torch.float64), ("torch", torch.bfloat16), ("onednn", torch.float32), ("onednn", torch.bfloat16)],
+)
 @pytest.mark.parametrize("counts", COUNTS.values(), ids=COUNTS)
-def test_products_match_sums_over_rows(counts: list[int], dtype: torch.dtype, padding: int) -> None:
+def test_products_match_sums_over_rows(counts: list[int], name: str, dtype: torch.dtype, padding: int) -> None:
     x, dy, weight, factor, offsets = operands(counts, padding, dtype)
-    kernel, end = TORCH_GROUPED_LINEAR, sum(counts)
+    kernel, end = GROUPED_LINEAR.candidates[name].make(), sum(counts)
     wide = torch.promote_types(dtype, torch.float32)
     first, added = torch.full((EXPERTS, OUT, IN), torch.nan, dtype=wide), torch.ones(EXPERTS, OUT, IN, dtype=wide)
     kernel.weight_gradient(first, x, dy, offsets, beta=0.0)
@@ -47,7 +51,8 @@ def test_products_match_sums_over_rows(counts: list[int], dtype: torch.dtype, pa
     assert (y.shape, dx.shape) == ((end + padding, OUT), (end + padding, IN))
 
     expected_dw, expected_db, expected_dp = (torch.zeros(EXPERTS, OUT, n, dtype=torch.float64) for n in (IN, 1, 1))
-    close = {"rtol": 1e-12, "atol": 1e-13} if dtype == torch.float64 else {"rtol": 8e-3, "atol": 1e-2}
+    tolerances = {torch.float64: (1e-12, 1e-13), torch.float32: (1e-6, 1e-5), torch.bfloat16: (8e-3, 1e-2)}
+    close = dict(zip(("rtol", "atol"), tolerances[dtype]))
     for row, e in enumerate(experts_of(counts)):
         x_r, dy_r, w, p = x[row].double(), dy[row].double(), weight[e].double(), factor[row].double()
         torch.testing.assert_close(y[row].double(), w @ x_r, **close)

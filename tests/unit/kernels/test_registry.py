@@ -26,10 +26,26 @@ from tests.kit.solo import Solo, random_batch, tiny
 CPU = torch.device("cpu")
 
 
-def test_auto_on_a_cpu_is_stock_torch_for_everything() -> None:
-    kernels, notes = select_kernels(("auto",), CPU, torch.bfloat16)
-    assert kernels == Kernels()
-    assert notes == ["kernels: torch"]
+PRODUCTS = ("linear", "grouped_linear")
+
+
+@pytest.mark.parametrize("fast", [False, True])
+def test_auto_on_a_cpu_is_stock_torch_except_for_faster_products(monkeypatch: pytest.MonkeyPatch, fast: bool) -> None:
+    for operation in PRODUCTS:
+        candidates = dict(OPERATIONS[operation].candidates)
+        candidates["onednn"] = replace(candidates["onednn"], fast=lambda device: fast)
+        monkeypatch.setitem(OPERATIONS, operation, replace(OPERATIONS[operation], candidates=candidates))
+    assert select_kernels(("auto",), CPU, torch.float64) == (Kernels(), ["kernels: torch"])
+    (line,) = select_kernels(("auto",), CPU, torch.float32)[1]
+    assert line.endswith("; onednn (linear, grouped_linear)") if fast else line == "kernels: torch"
+    assert select_kernels(("torch",), CPU, torch.float32)[0] == Kernels()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("operation", PRODUCTS)
+def test_products_by_onednn_pass_the_check(operation: str, dtype: torch.dtype) -> None:
+    checked = OPERATIONS[operation]
+    assert check_kernel(checked, checked.candidates["onednn"].make(), CPU, dtype) is None
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)
@@ -95,7 +111,7 @@ def test_one_that_computes_wrongly_is_not_used(
     make, reason = DOUBLES[double]
     offer(monkeypatch, Candidate(make))
     with pytest.raises(UserError) as caught:
-        select_kernels(("norm=apex",), CPU, dtype)
+        select_kernels(("torch", "norm=apex"), CPU, dtype)
     (problem,) = caught.value.problems
     assert problem.code == "E903"
     assert reason in problem.sentence
@@ -119,7 +135,7 @@ def test_a_kernel_with_another_order_of_sums_is_used(monkeypatch: pytest.MonkeyP
 
     offer(monkeypatch, Candidate(lambda: other_order))
     for dtype in (torch.float32, torch.bfloat16):
-        kernels, notes = select_kernels(("norm=apex",), CPU, dtype)
+        kernels, notes = select_kernels(("torch", "norm=apex"), CPU, dtype)
         assert kernels == replace(Kernels(), norm=other_order)
         assert notes == [f"kernels: apex (norm); torch ({', '.join(o for o in OPERATIONS if o != 'norm')})"]
 
@@ -156,10 +172,10 @@ def test_unavailable_kernels_are_refused_by_name_and_skipped_in_groups(monkeypat
 
 def test_deterministic_refuses_nondeterministic_features(monkeypatch: pytest.MonkeyPatch) -> None:
     offer(monkeypatch, Candidate(lambda: Kernels().norm, deterministic=False))
-    assert select_kernels(("norm=apex",), CPU, torch.float32)[0] == Kernels()
+    assert select_kernels(("torch", "norm=apex"), CPU, torch.float32)[0] == Kernels()
     with pytest.raises(UserError, match="E902 --deterministic does not go with --kernels norm=apex"):
         select_kernels(("norm=apex",), CPU, torch.float32, deterministic=True)
-    assert select_kernels(("auto",), CPU, torch.float32, deterministic=True)[0] == Kernels()
+    assert select_kernels(("auto",), CPU, torch.float64, deterministic=True)[0] == Kernels()
     assert not OPERATIONS["attention"].candidates["cudnn"].deterministic
 
 
@@ -190,13 +206,13 @@ def test_a_plugins_linear_is_checked_and_trains(fault: str, no_plugins: None) ->
     for word in ("linear=mine", "weight_gradient=mine"):
         assert list(kernel_problems((word,))) == []
         if fault == "none":
-            kernels, notes = select_kernels((word,), CPU, torch.float32)
+            kernels, notes = select_kernels(("torch", word), CPU, torch.float32)
             assert kernels == replace(Kernels(), linear=made)
             assert notes[0].startswith("kernels: ")
             assert "mine (linear)" in notes[0]
         else:
             with pytest.raises(UserError, match="E903"):
-                select_kernels((word,), CPU, torch.float32)
+                select_kernels(("torch", word), CPU, torch.float32)
     batch = random_batch(tiny())
     plain, other = Solo.build(tiny()), Solo.build(tiny(), kernels=Kernels(linear=made))
     for solo in (plain, other):
@@ -212,7 +228,7 @@ def test_attention_dropout_is_computed_by_torch_whatever_is_free(monkeypatch: py
     fast = Candidate(lambda: lambda *arguments: Kernels().attention(*arguments))
     monkeypatch.setitem(OPERATIONS, "attention", replace(known, candidates={**known.candidates, "cudnn": fast}))
     assert "cudnn (attention)" in select_kernels(("attention=cudnn",), CPU, torch.float32)[1][0]
-    assert select_kernels(("attention=cudnn",), CPU, torch.float32, attention_dropout=True)[1] == ["kernels: torch"]
+    assert select_kernels(("attention=cudnn",), CPU, torch.float64, attention_dropout=True)[1] == ["kernels: torch"]
     run = ["--preset", "tiny-gpt2", "--mock-data", "--vocab-size", "257", "--train-iters", "1", "--kernels", "auto"]
     for name, codes in (("cudnn", ["E903"]), ("auto", []), ("torch", [])):
         try:

@@ -288,7 +288,13 @@ def test_recomputation_changes_no_bit_and_counts_no_loss_twice(plan: str) -> Non
 @pytest.mark.parametrize("fault", ["unweighted", "experts swapped", "gradients of others' rows"])
 def test_a_fault_is_noticed(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if fault == "unweighted":
-        monkeypatch.setattr(ExpertRows, "weights", lambda self, weights: torch.ones_like(weights).flatten())
+        made = ExpertRows.of
+
+        def unweighted(*arguments: Any) -> ExpertRows:
+            rows = made(*arguments)
+            return replace(rows, weights=torch.ones_like(rows.weights))
+
+        monkeypatch.setattr(ExpertRows, "of", unweighted)
     if fault == "experts swapped":
         by_expert = GroupedLinear.by_expert
         monkeypatch.setattr(GroupedLinear, "by_expert", lambda self, weight: by_expert(self, weight).flip(0))

@@ -81,7 +81,8 @@ def choice_by_hand(config: ModelConfig, logits: Sequence[Tensor], bias: Sequence
         keys = [logit.item() for logit in logits]
     groups, chosen = config.moe_router_num_groups or 1, config.moe_router_group_topk or 1
     size = EXPERTS // groups
-    sums = [sum(sorted(keys[g * size : (g + 1) * size])[-(topk // chosen) :]) for g in range(groups)]
+    several = config.moe_router_group_score_topk or topk // chosen
+    sums = [sum(sorted(keys[g * size : (g + 1) * size])[-several:]) for g in range(groups)]
     allowed = [e for g in best(sums, chosen) for e in range(g * size, (g + 1) * size)]
     return [e for e in best(keys, EXPERTS) if e in allowed][:topk]
 
@@ -109,12 +110,16 @@ SCORES: dict[str, dict[str, Any]] = {
     "biased sqrtsoftplus": BIASED | {"moe_router_score_function": "sqrtsoftplus"},
 }
 ONE_GROUP = {"moe_router_num_groups": 2, "moe_router_group_topk": 1}
+GROUPS = {
+    "no groups": {},
+    "2 of 4 groups": IN_GROUPS,
+    "1 of 2 groups": ONE_GROUP,
+    "2 of 4 groups by their best": IN_GROUPS | {"moe_router_group_score_topk": 1},
+}
 CHOICES = {
     f"{scores}, {topk} of {EXPERTS}, {groups}": changes | of_groups | {"moe_router_topk": topk}
-    for (scores, changes), topk, (groups, of_groups) in product(
-        SCORES.items(), (1, 2, 4), (("no groups", {}), ("2 of 4 groups", IN_GROUPS), ("1 of 2 groups", ONE_GROUP))
-    )
-    if topk > 1 or of_groups != IN_GROUPS
+    for (scores, changes), topk, (groups, of_groups) in product(SCORES.items(), (1, 2, 4), GROUPS.items())
+    if topk >= of_groups.get("moe_router_group_topk", 1)
 }
 
 

@@ -102,7 +102,7 @@ def test_losses_of_further_tokens_have_curves_of_their_own(tmp_path: Path, drawn
     draw_runs({"a": made}, tmp_path / "a.png")
     labels = [str(each.get_label()) for each in drawn[0].axes[0].lines]
     assert [label for label in labels if label.startswith("mtp")] == [
-        "mtp 1, smoothed: 4.500 (last raw value 4.000)",
+        "mtp 1, smoothed: 4.000 (last raw value 4.000)",
         "mtp 1: 1 log line without a finite loss",
         "mtp 2, smoothed: 6.000 (last raw value 6.000)",
     ]
