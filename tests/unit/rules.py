@@ -39,7 +39,7 @@ TORCH_FREE = (
 OPTIONAL = ("apex", "flash_attn", "transformer_engine", "liger_kernel", "triton")
 """Packages that only make things faster: they are not installed with this one, and nothing may need them at import."""
 
-TRITON = tuple(f"megatron.kernels.triton_{name}" for name in ("adam", "grouped", "regions", "rows"))
+TRITON = tuple(f"megatron.kernels.triton_{name}" for name in ("adam", "grouped", "latent_qkv", "regions", "rows"))
 """Modules that need triton; other modules import them inside functions."""
 
 LAZY = (
