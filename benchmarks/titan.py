@@ -1,7 +1,10 @@
 """The training step of torchtitan's models: its layers, its loss and its way of compiling.
 
-They need version 0.2.2, datasets, tensorboard, torchdata and tyro in a folder in PYTHONPATH, installed by
-``pip install --no-deps --target``, so that PyTorch stays as it is.
+They need a folder in PYTHONPATH, so that PyTorch and `transformers` stay as they are::
+
+    pip install --target FOLDER datasets tensorboard tyro
+    pip install --target FOLDER --no-deps torchtitan==0.2.2 torchdata
+    rm -r FOLDER/{numpy,huggingface_hub,packaging}*  # newer than those of the environment
 """
 
 from __future__ import annotations
