@@ -117,7 +117,7 @@ def send_rows(
         slots = ep * tp * block
         firsts = torch.arange(0, slots, block, device=experts_TK.device).view(ep, tp)
         none_TK |= within_TK >= block
-    if overflowed is not None:
+    if overflowed is not None and block is not None:
         full = (rows_E > block).any()
         overflowed.logical_or_(full)
         weights_TK = weights_TK.masked_fill(full, torch.nan)

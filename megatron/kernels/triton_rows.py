@@ -266,7 +266,7 @@ def gather_choices(dweights_R: Tensor, places_NK: Tensor, width: int) -> Tensor:
     if out.numel():
         grid, size = (triton.cdiv(out.numel(), block),), len(dweights_R)
         arguments = dweights_R.contiguous(), places_NK, out, size, out.numel(), width, topk
-        _gather_choices[grid](*arguments, block, num_warps=4)  # type: ignore[arg-type]
+        _gather_choices[grid](*arguments, block, num_warps=4)
     return out
 
 
@@ -298,7 +298,7 @@ def random_logits(key: int, samples_B: Tensor, positions_S: Tensor, experts: int
     out = torch.empty(sizes, dtype=torch.float32, device=samples_B.device)
     grid = (triton.cdiv(out.numel(), block),)
     arguments = samples_B.contiguous(), positions_S.contiguous(), out, key, out.numel(), *sizes[1:]
-    _random_logits[grid](*arguments, block, num_warps=4)  # type: ignore[arg-type]
+    _random_logits[grid](*arguments, block, num_warps=4)
     return out
 
 

@@ -57,7 +57,7 @@ class MixtureOfExperts(nn.Module):
             experts_TK = experts_TK.masked_fill(~routing.kept, dispatcher.experts)
         tokens = x_TH, experts_TK, routing.weights
         parts = [tokens] if self.parts == 1 else zip(*(t.tensor_split(self.parts) for t in tokens))
-        exchanges = [dispatcher.dispatch(*part, drops) for part in parts]
+        exchanges = [dispatcher.dispatch(x, experts, weights, drops) for x, experts, weights in parts]
         shared, finish_shared = self.shared_experts, None
         if shared is not None and self.overlaps_shared:
             finish_shared = shared.start(x_SBH, ctx)

@@ -288,7 +288,10 @@ def test_recomputation_changes_no_bit_and_counts_no_loss_twice(plan: str) -> Non
 @pytest.mark.parametrize("fault", ["unweighted", "experts swapped", "gradients of others' rows"])
 def test_a_fault_is_noticed(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if fault == "unweighted":
-        monkeypatch.setattr(ExpertRows, "weights", lambda self, weights: torch.ones_like(weights).flatten())
+        of = ExpertRows.of
+        monkeypatch.setattr(
+            ExpertRows, "of", lambda *given: replace(made := of(*given), weights=torch.ones_like(made.weights))
+        )
     if fault == "experts swapped":
         by_expert = GroupedLinear.by_expert
         monkeypatch.setattr(GroupedLinear, "by_expert", lambda self, weight: by_expert(self, weight).flip(0))
