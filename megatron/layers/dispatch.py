@@ -134,8 +134,7 @@ class _PlaceChoices(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         count = min(tokens.rows, tokens.experts.numel())
         made = kernels.place_choices(tokens.experts, weights_NK, tokens.first, experts, count, tokens.overflowed)
-        places, width = made.places, weights_NK.shape[1]
-        ctx.adjoint = lambda dy: kernels.gather_choices(dy, places, width)
+        ctx.adjoint, ctx.places, ctx.width = kernels.gather_choices, made.places, weights_NK.shape[1]
         ctx.mark_non_differentiable(made.source, made.places, made.ends)
         ctx.set_materialize_grads(False)  # zeros for all of them
         return made.weights, made.source, made.places, made.ends
@@ -143,7 +142,8 @@ class _PlaceChoices(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dweights_R: Tensor | None, *_: None) -> tuple[Tensor | None, None, None, None]:
-        return None if dweights_R is None else ctx.adjoint(dweights_R), None, None, None
+        dweights = None if dweights_R is None else ctx.adjoint(dweights_R, ctx.places, ctx.width)
+        return dweights, None, None, None
 
 
 # ---- Exchanges
