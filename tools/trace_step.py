@@ -23,6 +23,7 @@ ROOT = Path(__file__).resolve().parents[1]
 RUN = (
     "--preset tiny-llama --mock-data --vocab-size 256 --seq-length 32 --micro-batch-size 1 --global-batch-size 2"
     " --train-iters 3 --log-interval 1 --lr 1e-3 --lr-decay-style constant --device cpu"
+    " --kernels linear=torch"  # as on every processor
 )
 PHASES = ("flags", "set-up", "step", "save")
 SETUP, STEP, SAVE = "join_and_train", "CallbackList.start_step", "Checkpointer.save"

@@ -15,6 +15,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+SMALL = 1 << 15
+"""Elements of a matrix of weights below which PyTorch's products are as fast."""
+
 BLOCK_ELEMENTS = 1 << 18
 """Elements of a weight gradient that are computed at a time, before they are added: what a cache keeps."""
 
@@ -36,7 +39,7 @@ def fast(device: torch.device) -> bool:
 
 def linear(x_TI: Tensor, weight_OI: Tensor, bias: Tensor | None = None) -> Tensor:
     """Return ``x W^T + b``; not differentiable."""
-    if x_TI.dtype != torch.float32 or not x_TI.numel():
+    if x_TI.dtype != torch.float32 or not x_TI.numel() or weight_OI.numel() < SMALL:
         return F.linear(x_TI, weight_OI, bias)
     y_TO: Tensor = torch.ops.mkldnn._linear_pointwise(x_TI, weight_OI, bias, "none", [], "")
     return y_TO
@@ -48,8 +51,11 @@ def input_gradient(dy_TO: Tensor, weight_OI: Tensor) -> Tensor:
 
 
 def weight_gradient(target: Tensor, x: Tensor, dy: Tensor, beta: float = 1.0) -> None:
-    """Accumulate ``dy^T x``."""
+    """Accumulate ``dy^T x``; see :class:`megatron.kernels.linear.LinearKernel`."""
     x_IT, dy_OT = x.flatten(0, -2).to(target.dtype).t(), dy.flatten(0, -2).to(target.dtype).t()
+    if target.numel() < SMALL:
+        torch.addmm(target, dy_OT, x_IT.t(), beta=beta, out=target)
+        return
     rows = max(1, BLOCK_ELEMENTS // len(x_IT))
     for block, dy_BT in zip(target.split(rows), dy_OT.split(rows)):
         product = linear(dy_BT, x_IT)
