@@ -115,7 +115,7 @@ def send_rows(
         firsts = tp * (rows_E.cumsum(0) - rows_E).unsqueeze(1) + copies * rows_E.unsqueeze(1)
     else:
         slots = ep * tp * block
-        firsts = torch.arange(0, slots, block, device=experts_TK.device).view(ep, tp)
+        firsts = block * torch.arange(ep * tp, device=experts_TK.device).view(ep, tp)
         none_TK |= within_TK >= block
         if overflowed is not None:
             full = (rows_E > block).any()

@@ -14,8 +14,10 @@ from torch import Tensor
 
 from megatron.checkpoint.errors import CheckpointError
 from megatron.checkpoint.format import whole_box
+from megatron.checkpoint.tensor_file import TensorFile
 from megatron.convert.huggingface.config import CONFIG_FILE
 from megatron.convert.huggingface.convert import convert_from_huggingface
+from megatron.convert.huggingface.quantized import dequantized
 from megatron.convert.saved_model import SavedModel
 from megatron.convert.sources import open_checkpoint
 from megatron.convert.weight_source import ModelSource
@@ -121,3 +123,24 @@ def test_factors_that_do_not_fit_are_named(tmp_path: Path) -> None:
     save_file(tensors | {name: tensors[name][:-1].contiguous()}, quantised / "model.safetensors")
     with pytest.raises(CheckpointError, match=rf"{name} is torch.float32 .* does not fit the quantised weight"):
         opened(quantised)
+
+
+FP8_VECTOR, BYTES = torch.zeros(8, dtype=torch.float8_e4m3fn), torch.zeros(2, 3, 4, 16, dtype=torch.uint8)
+
+
+@pytest.mark.parametrize(
+    ("tensors", "sentence"),
+    [
+        ({"x": FP8_VECTOR, "x_scale_inv": torch.ones(1)}, r"x_scale_inv .* which is torch.float8_e4m3fn \[8\]"),
+        ({"x": FP8_VECTOR[0], "x_scale_inv": torch.ones(())}, r"x_scale_inv .* which is torch.float8_e4m3fn \[\]"),
+        ({"x_blocks": BYTES[0], "x_scales": BYTES[0, ..., 0]}, r"x_scales .* which is torch.uint8 \[3, 4, 16\]"),
+        ({"x_blocks": BYTES[..., 1:], "x_scales": BYTES[..., 0]}, r"x_scales .* which is torch.uint8 \[2, 3, 4, 15\]"),
+        ({"x_blocks": BYTES, "x_scales": BYTES[..., :2, 0]}, r"x_scales is torch.uint8 \[2, 3, 2\], and does not fit"),
+        ({"x": FP8_VECTOR, "x_blocks": BYTES, "x_scales": BYTES[..., 0]}, "x is stored twice"),
+    ],
+)
+def test_weights_of_another_form_are_named(tensors: dict[str, Tensor], sentence: str, tmp_path: Path) -> None:
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, tmp_path / "model.safetensors")
+    file = TensorFile(tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointError, match=sentence):
+        dequantized(dict.fromkeys(file.keys, file), (HEIGHT, WIDTH))

@@ -20,6 +20,9 @@ from megatron.checkpoint.tensor_file import TensorFile
 FP8_FACTORS, FP4_PAIRS, FP4_EXPONENTS = "_scale_inv", "_blocks", "_scales"
 """Suffixes of names."""
 
+FP4_PAIRS_OF_BLOCK = 16
+"""Bytes of a block in MXFP4."""
+
 CHUNK_ELEMENTS = 4 << 20
 """Elements that are dequantised at a time, unless a row has more."""
 
@@ -66,13 +69,15 @@ def dequantized(files: Mapping[str, TensorFile], block: tuple[int, int]) -> dict
         block: rows and columns of a block in FP8.
 
     Raises:
-        CheckpointError: if a tensor and its factors do not fit together.
+        CheckpointError: if a tensor and its factors do not fit together, or a tensor is there in both forms.
     """
     found: dict[str, StoredTensor] = dict(files)
     for key in files:
         for suffix, other, read in ((FP8_FACTORS, "", _open_fp8), (FP4_EXPONENTS, FP4_PAIRS, _open_mxfp4)):
             name = key.removesuffix(suffix)
             if name != key and name + other in files:
+                if other and name in files:
+                    raise CheckpointError(f"{name} is stored twice: as it is, and as {name}{other} with {key}")
                 values, factors = (files[each].tensor(each) for each in (name + other, key))
                 del found[key], found[name + other]
                 found[name] = read(key, values, factors, block)
@@ -81,8 +86,9 @@ def dequantized(files: Mapping[str, TensorFile], block: tuple[int, int]) -> dict
 
 def _open_fp8(key: str, weight: Tensor, factors: Tensor, block: tuple[int, int]) -> QuantizedTensor:
     height, width = block
-    expected = (*weight.shape[:-2], -(-weight.shape[-2] // height), -(-weight.shape[-1] // width))
-    _check(key, factors, expected, weight.dtype == torch.float8_e4m3fn and factors.is_floating_point())
+    expected = (*weight.shape[:-2], *(-(-size // of_block) for size, of_block in zip(weight.shape[-2:], block)))
+    is_matrix = weight.dim() >= 2 and weight.dtype == torch.float8_e4m3fn
+    _check(key, weight, factors, is_matrix and factors.is_floating_point() and factors.shape == expected)
 
     def dequantize(rows: slice) -> Tensor:
         values = weight[rows].float()
@@ -98,7 +104,9 @@ def _open_fp8(key: str, weight: Tensor, factors: Tensor, block: tuple[int, int])
 
 
 def _open_mxfp4(key: str, pairs: Tensor, exponents: Tensor, block: tuple[int, int]) -> QuantizedTensor:
-    _check(key, exponents, tuple(pairs.shape[:-1]), pairs.dtype == exponents.dtype == torch.uint8)
+    in_blocks = pairs.dim() == 4 and pairs.shape[-1] == FP4_PAIRS_OF_BLOCK
+    in_bytes = pairs.dtype == exponents.dtype == torch.uint8
+    _check(key, pairs, exponents, in_blocks and in_bytes and exponents.shape == pairs.shape[:-1])
     experts, outputs, groups, size = pairs.shape
 
     def dequantize(rows: slice) -> Tensor:
@@ -108,7 +116,7 @@ def _open_mxfp4(key: str, pairs: Tensor, exponents: Tensor, block: tuple[int, in
     return QuantizedTensor((experts, groups * 2 * size, outputs), dequantize)
 
 
-def _check(key: str, factors: Tensor, expected: tuple[int, ...], types_fit: bool) -> None:
-    if tuple(factors.shape) != expected or not types_fit:
-        seen = f"{key} is {factors.dtype} {list(factors.shape)}"
-        raise CheckpointError(f"{seen}, and does not fit the quantised weight: its factors are {list(expected)}")
+def _check(key: str, values: Tensor, factors: Tensor, fits: bool) -> None:
+    if not fits:
+        seen, weight = (f"{each.dtype} {list(each.shape)}" for each in (factors, values))
+        raise CheckpointError(f"{key} is {seen}, and does not fit the quantised weight, which is {weight}")

@@ -30,7 +30,7 @@ class ExpertsMixer(Mixer):
     module = "mlp"
     recomputed_as = ("mlp",)
     supports = ("context parallelism", "documents", "generation")
-    operations = ("grouped_linear", "grouped_fp8")
+    operations = ("grouped_linear", "grouped_fp8", "rows")
 
     def parameters(self, config: ModelConfig, sharding: Sharding) -> Specs:
         """Declare the router, the projections around the experts, these, and the shared expert."""

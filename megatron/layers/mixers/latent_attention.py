@@ -25,6 +25,8 @@ UP_PROJECTIONS = "mla_up_proj"
 class LatentAttentionMixer(CoreAttentionMixer):
     """Multi-head latent attention."""
 
+    operations = ("latent_qkv",)
+
     def parameters(self, config: ModelConfig, sharding: Sharding) -> Specs:
         """Declare the projections of queries, keys and values, that of the output, the norms of latents, and sinks."""
         heads, rank, latent = self.heads(config), config.q_lora_rank, config.kv_lora_rank

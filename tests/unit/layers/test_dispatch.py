@@ -10,7 +10,7 @@ from torch import Tensor
 
 from megatron.config.dispatch import ExchangeBuffers
 from megatron.distributed.comm import Group
-from megatron.kernels.rows import place_choices, sum_rows
+from megatron.kernels.rows import Ranks, place_choices, send_rows, sum_rows
 from megatron.layers.dispatch import ExpertRows, LocalDispatcher, RowCopies, Tokens
 
 QUICK = settings(max_examples=60, derandomize=True, deadline=None)
@@ -126,3 +126,13 @@ def test_buffers_hold_what_the_bound_says(topk: int, local: int, ep: int, tokens
         buffers = ExchangeBuffers.of(bound, tokens, topk, local, ep, 1)
         assert buffers.block >= min(tokens, bound * tokens * topk / ep)
         assert buffers.expert_rows >= min(tokens * topk * bound, ep * buffers.block * min(topk, local))
+
+
+@pytest.mark.parametrize("block", [None, 0])
+def test_no_tokens_are_no_rows(block: int | None) -> None:
+    """As in the second half of one token."""
+    overflowed = None if block is None else torch.zeros((), dtype=torch.bool)
+    sent = send_rows(torch.zeros(0, 2, dtype=torch.int64), torch.zeros(0, 2), Ranks(3, 4, 2), block, overflowed)
+    assert [tuple(each.shape) for each in sent] == [(0,), (0, 4), (0, 4), (2, 4)]
+    assert not sent.counts.any()
+    assert not overflowed
