@@ -336,9 +336,10 @@ def test_a_run_that_overflows_ends_with_one_sentence_and_continues_with_the_boun
             [*command, *more.split()], cwd=ROOT, capture_output=True, text=True, timeout=300, check=False
         )
 
-    first = run("--train-iters 1 --moe-exchange exact")
+    first = run("--train-iters 3 --exit-interval 1 --moe-exchange exact")
     assert first.returncode == 0, first.stderr
-    before = {path: path.read_bytes() for path in saved.rglob("*.bin")}
+    before = {path: path.read_bytes() for path in saved.rglob("*.safetensors")}
+    assert before
     overflow = run("--train-iters 3 --moe-exchange bounded --moe-exchange-bound 1")
     assert overflow.returncode == 1
     (sentence,) = re.findall(r"^error on rank \d: (.*)$", overflow.stderr, re.MULTILINE)
@@ -346,5 +347,5 @@ def test_a_run_that_overflows_ends_with_one_sentence_and_continues_with_the_boun
     assert found, sentence
     assert "NonFiniteError" not in overflow.stderr
     assert {path: path.read_bytes() for path in before} == before
-    last = run(f"--train-iters 2 --moe-exchange bounded --moe-exchange-bound {found[3]}")
+    last = run(f"--train-iters 3 --exit-interval 1 --moe-exchange bounded --moe-exchange-bound {found[3]}")
     assert last.returncode == 0, last.stderr
