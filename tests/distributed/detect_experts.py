@@ -102,7 +102,11 @@ FP8_ETP2 = replace(
     training=TrainingConfig(micro_batch_size=MOE_TP2.samples),
     precision=PrecisionConfig(params_dtype="fp64", fp8_format="hybrid", fp8_recipe="rowwise"),
 )
-SKIPPING_EP2 = replace(MOE_EP2, training=replace(MOE_EP2.training, on_nonfinite="skip"))
+SKIPPING_EP2 = replace(
+    MOE_EP2,
+    parallel=replace(MOE_EP2.parallel, moe_exchange="bounded"),
+    training=replace(MOE_EP2.training, on_nonfinite="skip"),
+)
 _HEADS = replace(MODEL, vocab_size=13, position_embedding_type="rope", mtp_num_layers=2)
 _DOCUMENTS = MaskBuilder(5, reset_positions=True, reset_attention=True)
 HEADS_CP2 = Case(_HEADS, ParallelConfig(context_parallel_size=2), documents=_DOCUMENTS)

@@ -111,9 +111,9 @@ def replicas_counted_in_the_norm() -> AbstractContextManager[Any]:
     """Every rank adds all its pieces to the gradient norm, not only those it answers for."""
     original = distributed_optimizer.GradNorm.__init__
 
-    def init(self: Any, specs: Any, grads: Any, mesh: Any) -> None:
+    def init(self: Any, *arguments: Any) -> None:
         with patch.object(ShardSpec, "owned", property(lambda spec: spec.pieces)):
-            original(self, specs, grads, mesh)
+            original(self, *arguments)
 
     return patch.object(distributed_optimizer.GradNorm, "__init__", init)
 
@@ -338,8 +338,8 @@ def tied_weight_counted_twice_in_the_norm() -> AbstractContextManager[Any]:
     """The last stage answers for its copy of the embedding too."""
     original = distributed_optimizer.GradNorm.__init__
 
-    def init(self: Any, specs: Any, grads: Any, mesh: Any) -> None:
-        original(self, {name: replace(spec, counted_elsewhere=False) for name, spec in specs.items()}, grads, mesh)
+    def init(self: Any, specs: Any, *rest: Any) -> None:
+        original(self, {name: replace(spec, counted_elsewhere=False) for name, spec in specs.items()}, *rest)
 
     return patch.object(distributed_optimizer.GradNorm, "__init__", init)
 

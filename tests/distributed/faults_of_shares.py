@@ -113,8 +113,8 @@ def padding_in_the_norm() -> Iterator[None]:
     """Compute the norm of whole parts of buckets."""
     original = distributed_optimizer.GradNorm.__init__
 
-    def init(self: Any, specs: Any, grads: GradBuffer, mesh: Any) -> None:
-        original(self, specs, grads, mesh)
+    def init(self: Any, specs: Any, grads: GradBuffer, *rest: Any) -> None:
+        original(self, specs, grads, *rest)
         self._counted = [bucket.shard for bucket in grads.buckets]
 
     with dirty_padding(), patch.object(distributed_optimizer.GradNorm, "__init__", init):

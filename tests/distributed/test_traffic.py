@@ -155,7 +155,7 @@ def test_tokens_travel_to_their_experts_and_back(pool: Pool) -> None:
     found = pool.run(4, step, every)
     ways = 4 * LENGTH * HIDDEN * 4  # a token goes once to the other rank and back, and the gradients of both
     choices = 2 * LENGTH * 2 * experts * 4  # experts and their weights, and the gradients of these
-    counts = 2 * 8
+    counts = 2 * 4
     for number, case in enumerate(every):
         for rank in found:
             sent = ways + choices + (0 if "bounded" in case else counts)

@@ -446,7 +446,7 @@ MSCALES = {"mscale": 0.7, "mscale_all_dim": 1.0}
         (V3 | {"quantization_config": FP8 | {"fmt": "e5m2"}}, "weights quantised with fp8 are not"),
         (V3 | {"n_shared_experts": 0}, "n_shared_experts is 0, not at least 1"),
         (V3 | {"rope_interleave": False}, "rope_interleave false is not supported"),
-        (V3 | {"num_mtp_layers": 2}, "num_nextn_predict_layers and num_mtp_layers contradict each other"),
+        (V3 | {"num_mtp_layers": 2}, "num_nextn_predict_layers 1 and num_mtp_layers 2 contradict each other"),
         (V3 | {"rope_scaling": YARN | {"mscale_all_dim": 1.0}}, "mscale_all_dim 1.0 without mscale is not supported"),
         (V3 | {"n_routed_experts": None}, "n_routed_experts is None, not a whole number"),
         (

@@ -234,9 +234,9 @@ def test_the_contestants_compute_the_same_and_ours_without_full_logits() -> None
 
 
 @pytest.mark.parametrize("table", [LINEAR, ADAM])
-def test_nothing_but_torch_serves_a_cpu(table: Operation) -> None:
+def test_nothing_but_torch_and_its_libraries_serve_a_cpu(table: Operation) -> None:
     reasons = {name: candidate.missing(CPU, torch.bfloat16) for name, candidate in table.candidates.items()}
-    assert [name for name, reason in reasons.items() if reason is None] == ["torch"]
+    assert {name for name, reason in reasons.items() if reason is None} - {"onednn"} == {"torch"}
 
 
 @pytest.mark.parametrize("table", [LINEAR, ADAM])

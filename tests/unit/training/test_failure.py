@@ -71,7 +71,8 @@ def test_run_returns_the_status_of_the_loop(
     assert main.run(tiny_run(tmp_path), ["a note"]) == status
     assert left == ["left"]
     note, kernels, summary = column(tmp_path, "text", "text")
-    assert (note, kernels) == ("a note", "kernels: torch")
+    assert note == "a note"
+    assert kernels.startswith("kernels: torch")
     assert summary.startswith("ranks      1 = ")
 
 
