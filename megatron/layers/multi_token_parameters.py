@@ -40,15 +40,20 @@ def head_matmuls(config: ModelConfig, vocabulary: int) -> dict[str, Matmul]:
     return {"eh_proj": Matmul(4.0 * h * h), "output_layer": output}
 
 
-def head_kept(shape: ActivationShape) -> Iterator[KeptTensor]:
+def head_kept(shape: ActivationShape, first: bool) -> Iterator[KeptTensor]:
     """Yield what a head keeps beside its block and its loss: what two norms take, and what the projection takes.
 
-    Several heads look up their tokens at once. Of embeddings without a gradient neither tokens nor dropout are kept.
+    Several heads look up their tokens at once. Without a gradient, embeddings keep neither tokens nor dropout, and
+    RMSNorm of PyTorch not its input. ``first`` for the head that takes the hidden state of the model.
     """
     ids, detached = shape.tp > 1 or shape.model.prediction_depths > 1, shape.model.mtp_detach_heads
     if not detached:
         yield KeptTensor("tokens", shape.tokens, INDEX_BYTES * ids + MASK_BYTES * (shape.tp > 1))
-    for name in ("embedding", "hidden state"):
+    in_operations = "norm" in shape.eager and shape.model.normalization == "RMSNorm"
+    for name, constant in (("embedding", detached), ("hidden state", detached and first)):
+        if constant and in_operations:
+            yield KeptTensor(f"{name} / rms", shape.hidden, shape.wide)
+            continue
         if not shape.widens("norm"):
             yield KeptTensor(name, shape.hidden, shape.width)
         yield from shape.statistics("norm", shape.rows, shape.hidden)

@@ -150,9 +150,10 @@ class StageMemory:
 
 def _heads(config: RunConfig, shape: ActivationShape, blocks: Sequence[BlockMemory]) -> StageMemory:
     """Return the memory of the heads of the last stage, which have these blocks."""
-    own, (norm, entropy) = [*head_kept(shape)], _kept_by_loss(shape)
+    norm, entropy = _kept_by_loss(shape)
     kept = kept_loss = wgrad = forward = backward = 0
-    for block in reversed(blocks):
+    for number, block in reversed([*enumerate(blocks)]):
+        own = [*head_kept(shape, first=number == 0)]
         inside, in_forward, in_backward, _ = _blocks(config, shape, [block], 0)
         # Later heads keep nothing yet in forward, and nothing more in backward, but the gradients of their states.
         forward, backward = max(forward, in_forward - kept), max(backward, in_backward - kept)

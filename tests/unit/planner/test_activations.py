@@ -38,7 +38,9 @@ MANY_EXPERTS = f"{LLAMA} --hidden-size 32 --num-experts 64 --moe-ffn-hidden-size
 
 
 def config_of(flags: str, ranks: int = 1) -> RunConfig:
-    return parse([*TINY.split(), *flags.split()], {"RANK": "0", "WORLD_SIZE": str(ranks)}).config
+    """Products are PyTorch's on every processor: oneDNN computes weight gradients in blocks."""
+    kernels = ["--kernels", "linear=torch", "grouped_linear=torch"]
+    return parse([*TINY.split(), *kernels, *flags.split()], {"RANK": "0", "WORLD_SIZE": str(ranks)}).config
 
 
 class LiveMemory(TorchDispatchMode):
