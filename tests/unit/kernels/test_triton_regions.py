@@ -17,7 +17,6 @@ if os.environ.get("TRITON_INTERPRET") != "1":  # read when kernels are defined, 
     pytest.skip("runs in Triton's interpreter only", allow_module_level=True)
 pytest.importorskip("triton")
 
-from triton.runtime import interpreter
 
 from megatron.kernels import triton_latent_qkv
 from megatron.kernels import triton_regions as regions
@@ -36,13 +35,6 @@ def small_programs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(regions, "TILE", 32)
     monkeypatch.setattr(regions, "QKV_TILE", 32)
     monkeypatch.setattr(triton_latent_qkv, "TILE", 64)
-    patch = interpreter._patch_lang_tensor
-
-    def patched(tensor: Any, scope: Any) -> None:
-        patch(tensor, scope)
-        tensor.__index__ = lambda self: self.handle.data.item()  # NumPy 2.5 rejects int() of an array of one element
-
-    monkeypatch.setattr(interpreter, "_patch_lang_tensor", patched)
 
 
 def draw(*shape: int) -> Tensor:
