@@ -58,35 +58,44 @@ class RowCopies:
 
     def copy(self, x: Tensor) -> Tensor:
         """Return a copy of its item for every row: ``[N, H] -> [R, H]``. Adjoint of :meth:`add`."""
-        rows: Tensor = _LinearMap.apply(x, self.gather, self.sum)
+        rows: Tensor = _SumRows.apply(x, *self._copied, *self._placed, self.kernels.sum_rows)
         return rows
 
     def add(self, y: Tensor) -> Tensor:
         """Return the sum of its rows for every item: ``[R, H] -> [N, H]``. Adjoint of :meth:`copy`."""
-        items: Tensor = _LinearMap.apply(y, self.sum, self.gather)
+        items: Tensor = _SumRows.apply(y, *self._placed, *self._copied, self.kernels.sum_rows)
         return items
 
-    def gather(self, x: Tensor) -> Tensor:
-        """Return :meth:`copy`, without a gradient."""
-        return self.kernels.sum_rows(x, self.source.unsqueeze(1), self.all_copied)
+    @property
+    def _copied(self) -> tuple[Tensor, bool]:
+        return self.source.unsqueeze(1), self.all_copied
 
-    def sum(self, y: Tensor) -> Tensor:
-        """Return :meth:`add`, without a gradient."""
-        return self.kernels.sum_rows(y, self.places, self.all_placed)
+    @property
+    def _placed(self) -> tuple[Tensor, bool]:
+        return self.places, self.all_placed
 
 
-class _LinearMap(torch.autograd.Function):
-    """A linear map; its adjoint is the backward."""
+class _SumRows(torch.autograd.Function):
+    """Sums of rows, whose adjoint is sums of other rows."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, apply: Callable[[Tensor], Tensor], adjoint: Callable[[Tensor], Tensor]) -> Tensor:
-        ctx.adjoint = adjoint
-        return apply(x)
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        places: Tensor,
+        complete: bool,
+        adjoint_places: Tensor,
+        adjoint_complete: bool,
+        sum_rows: Callable[[Tensor, Tensor, bool], Tensor],
+    ) -> Tensor:
+        ctx.save_for_backward(adjoint_places)
+        ctx.sum, ctx.complete = sum_rows, adjoint_complete
+        return sum_rows(x, places, complete)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None]:
-        return ctx.adjoint(dy), None, None
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None, None, None, None]:
+        return ctx.sum(dy, *ctx.saved_tensors, ctx.complete), None, None, None, None, None
 
 
 class Tokens(NamedTuple):
@@ -134,7 +143,8 @@ class _PlaceChoices(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         count = min(tokens.rows, tokens.experts.numel())
         made = kernels.place_choices(tokens.experts, weights_NK, tokens.first, experts, count, tokens.overflowed)
-        ctx.adjoint, ctx.places, ctx.width = kernels.gather_choices, made.places, weights_NK.shape[1]
+        ctx.save_for_backward(made.places)
+        ctx.adjoint, ctx.width = kernels.gather_choices, weights_NK.shape[1]
         ctx.mark_non_differentiable(made.source, made.places, made.ends)
         ctx.set_materialize_grads(False)  # zeros for all of them
         return made.weights, made.source, made.places, made.ends
@@ -142,7 +152,7 @@ class _PlaceChoices(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dweights_R: Tensor | None, *_: None) -> tuple[Tensor | None, None, None, None]:
-        dweights = None if dweights_R is None else ctx.adjoint(dweights_R, ctx.places, ctx.width)
+        dweights = None if dweights_R is None else ctx.adjoint(dweights_R, *ctx.saved_tensors, ctx.width)
         return dweights, None, None, None
 
 
@@ -277,7 +287,8 @@ class _SendRows(torch.autograd.Function):
         kernels, tp_size = dispatcher.kernels, dispatcher.tp_size
         ranks = Ranks(dispatcher.local, dispatcher.group.size // tp_size, tp_size)
         made = kernels.send_rows(experts_TK, weights_TK, ranks, block, overflowed)
-        ctx.sum, ctx.places, ctx.topk = kernels.sum_rows, made.places, experts_TK.shape[1]
+        ctx.save_for_backward(made.places)
+        ctx.sum, ctx.topk = kernels.sum_rows, experts_TK.shape[1]
         ctx.mark_non_differentiable(made.source, made.places, made.counts)
         ctx.set_materialize_grads(False)
         return made.choices, made.source, made.places, made.counts
@@ -285,7 +296,7 @@ class _SendRows(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dchoices_S2K: Tensor | None, *_: None) -> tuple[Tensor | None, None, None, None, None]:
-        dweights = None if dchoices_S2K is None else ctx.sum(dchoices_S2K[:, : ctx.topk], ctx.places, False)
+        dweights = None if dchoices_S2K is None else ctx.sum(dchoices_S2K[:, : ctx.topk], *ctx.saved_tensors, False)
         return dweights, None, None, None, None
 
 

@@ -163,6 +163,7 @@ ONE_RANK = [
     f"{MANY_EXPERTS} --moe-aux-loss-coeff 0.1 --moe-router-load-balancing-type global_aux_loss",
     f"{MANY_EXPERTS} --moe-z-loss-coeff 0.1 --moe-router-score-function sqrtsoftplus --moe-router-enable-expert-bias",
     f"{MANY_EXPERTS} --moe-router-dtype fp64 --moe-router-load-balancing-type sinkhorn",
+    f"{MANY_EXPERTS} --recompute-granularity full --bf16",
     f"{EXPERTS} --moe-latent-size 16 --moe-shared-expert-intermediate-size 40 --moe-shared-expert-gate",
     f"{EXPERTS} --moe-latent-size 48 --moe-layer-freq [0,1]",
 ]
