@@ -186,7 +186,7 @@ def test_ranks_that_wait_for_one_that_has_ended_fail(pool: Pool, how: str, messa
     with pytest.raises(RankError, match=message) as caught:
         pool.run(2, end_on, how)
     assert "DistBackendError: rank 1 has ended" in str(caught.value)
-    assert time.monotonic() - began < 10 * SLEEP_SECONDS
+    assert time.monotonic() - began < 50 * SLEEP_SECONDS  # far from the limit of a run, also on a slow machine
 
 
 def big(rank: int, size: int) -> bool:
