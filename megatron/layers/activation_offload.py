@@ -190,12 +190,12 @@ class ActivationOffload:
         def pack(saved: Tensor) -> Tensor | _Saved:
             storage, start = saved.untyped_storage()._cdata, int(saved.storage_offset())
             if storage in stays or storage in self._left_out or saved.device.type != self.device.type:
-                return saved
+                return saved.detach()  # an output would refer to its node, a cycle
             stop = start + 1 + sum((size - 1) * stride for size, stride in zip(saved.shape, saved.stride()))
             if stop - start > saved.numel():  # with gaps, which other saved tensors fill
                 start, stop = 0, saved.untyped_storage().nbytes() // saved.itemsize
             if stop - start < self.min_elements:
-                return saved
+                return saved.detach()
             ranges = found.setdefault(storage, [])
             for memory in ranges:
                 if memory.start <= start and stop <= memory.stop and memory.dtype == saved.dtype:
@@ -234,7 +234,7 @@ def _prefetching(block: SavedBlock) -> Iterator[None]:
             block.previous.fetch()
         return saved
 
-    with torch.autograd.graph.saved_tensors_hooks(lambda saved: saved, unpack):
+    with torch.autograd.graph.saved_tensors_hooks(Tensor.detach, unpack):
         yield
 
 

@@ -71,11 +71,9 @@ def recompute_producer(producer: Callable[..., Tensors], consumer: Callable[...,
     # By address of the memory: the hooks live as long as what is saved, and must not keep the tensors.
     places = {t.untyped_storage().data_ptr(): (index, int(t.storage_offset())) for index, t in enumerate(between)}
 
-    # The innermost hooks, which these replace; torch reads them so, too (torch/_functorch).
-    keep, take = torch._C._autograd._top_saved_tensors_default_hooks(False) or (
-        lambda saved: saved,
-        lambda saved: saved,
-    )
+    # The innermost hooks, which these replace; torch reads them so, too (torch/_functorch). Without any, a saved output
+    # is detached: with its node it would be a cycle, which lives on if backward does not reach the node.
+    keep, take = torch._C._autograd._top_saved_tensors_default_hooks(False) or (Tensor.detach, lambda saved: saved)
 
     def pack(t: Tensor) -> Any:
         address = t.untyped_storage().data_ptr()

@@ -124,3 +124,21 @@ def test_device_memory_is_free_once_the_block_after_next_begins() -> None:
     assert x.grad is not None
     assert expected.grad is not None
     assert torch.equal(x.grad, expected.grad)
+
+
+def test_what_backward_does_not_reach_is_freed() -> None:
+    offload = ActivationOffload(CPU, 1, 1000)
+    x = torch.randn(50, 8, requires_grad=True)
+    with Allocations() as made:
+        blocks = offload.blocks(())
+        y = x * 1.0
+        for number in range(2):  # the block after the last offloaded one has hooks, too
+            with blocks(number):
+                y.softmax(-1)  # smaller than what is moved
+                y = y * 2.0
+        alive = made.alive
+    assert alive == x.nbytes, "the result alone"
+    total = y.sum()
+    del y
+    total.backward()
+    assert made.alive == 0

@@ -190,3 +190,21 @@ def test_recomputed_outputs_may_share_memory_and_be_saved_as_views() -> None:
     found = torch.autograd.grad(recompute_producer(producer, consumer, x), (x, first, second))
     assert all(map(torch.equal, found, expected))
     assert len(calls) == 2
+
+
+def test_what_backward_does_not_reach_is_freed() -> None:
+    """A saved output that refers to its own node would never be: a router's scores that no loss uses, at each step."""
+    x, weight = (torch.randn(n, 8, dtype=torch.float64, requires_grad=True) for n in (50, 8))
+
+    def consumer(between: Tensor) -> Tensor:
+        logits = between @ weight
+        logits.softmax(-1)
+        return logits.sum()
+
+    with Allocations() as made:
+        y = recompute_producer(Between(), consumer, x)
+        alive = made.alive
+    assert alive < x.nbytes
+    y.backward()
+    del y
+    assert made.alive == 0
