@@ -40,10 +40,13 @@ def residual_layer_tensors(mixer: Mixer, shape: ActivationShape, takers: Sequenc
         takers: mixers whose norms take the residual sum that is counted here; none if it is counted elsewhere.
     """
     placement, again = shape.model.layernorm_placement, ("layernorm", *mixer.recomputed_as)
-    norms = {"layernorm", *(name for each in takers for name in each.recomputed_as)}
-    widened = placement != "post" and shape.widens("add_norm") and shape.recomputed.isdisjoint(norms)
-    if takers and not widened:  # without a norm before it, this is the mixer's input
-        yield KeptTensor("residual sum", shape.hidden, shape.width, (), placement == "post")
+    modules = {name for each in takers for name in each.recomputed_as}
+    if placement == "post":  # without a norm before it, the sum is the mixer's input, of which a router may keep a copy
+        inputs = [kept for each in takers for kept in each.kept(shape) if kept.name == INPUT]
+        if inputs or (takers and not shape.recomputed.isdisjoint(modules)):
+            yield KeptTensor("residual sum", shape.hidden, shape.width, (), any(kept.wgrad_input for kept in inputs))
+    elif takers and not (shape.widens("add_norm") and shape.recomputed.isdisjoint({"layernorm", *modules})):
+        yield KeptTensor("residual sum", shape.hidden, shape.width)
     if placement != "pre":
         if not shape.widens("norm"):
             yield KeptTensor("output before its norm", shape.hidden, shape.width)

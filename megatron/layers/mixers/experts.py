@@ -10,7 +10,14 @@ from megatron.config.dispatch import ExchangeBuffers, ranks_of_token
 from megatron.config.model import ModelConfig
 from megatron.distributed.sharding import UNSHARDED, Init, Sharding, ShardSpec, Specs
 from megatron.layers.adapter_parameters import is_linear
-from megatron.layers.mixers.activations import DTYPE_BYTES, INDEX_BYTES, ActivationShape, KeptTensor, LinearShape
+from megatron.layers.mixers.activations import (
+    DTYPE_BYTES,
+    INDEX_BYTES,
+    MASK_BYTES,
+    ActivationShape,
+    KeptTensor,
+    LinearShape,
+)
 from megatron.layers.mixers.base import Mixer, linear, output_std, replicated_projection, under
 from megatron.layers.mixers.feed_forward import mlp_kept, mlp_linears, mlp_parameters
 from megatron.layers.recompute_plan import RecomputePlan
@@ -97,7 +104,10 @@ class ExpertsMixer(Mixer):
             yield KeptTensor("router: weight", experts * model.hidden_size, wide, again)
         yield KeptTensor("router: logits and scores", shape.rows * experts * _kept_scores(model), wide, again)
         yield KeptTensor("router: choices", choices, INDEX_BYTES, again)
-        yield KeptTensor("router: weights of the choices", 2 * choices, wide, again)
+        yield KeptTensor("router: weights and sums", shape.rows * _kept_weights(model), wide, again)
+        if model.moe_expert_capacity_factor is not None:
+            yield KeptTensor("router: choices within the capacity", choices, MASK_BYTES, again)
+        yield KeptTensor("experts: weights of the rows", dispatched.expert_rows, shape.wide, again)
         yield KeptTensor("dispatch: numbers of rows", dispatched.numbers, INDEX_BYTES, again)
         yield KeptTensor("experts: input", dispatched.expert_rows * h, shape.width, again, True)
         yield from mlp_kept(shape, "mlp.experts", {}, linears[:2])
@@ -121,6 +131,18 @@ def _kept_scores(model: ModelConfig) -> int:
     elif model.moe_router_score_function == "softmax" and not (model.moe_router_pre_softmax or sinkhorn):
         kept = {"logits", "scores"} if losses.keys() - {"z_loss"} else {"logits"}
     return len(kept | {"logits"} if "z_loss" in losses else kept)
+
+
+def _kept_weights(model: ModelConfig) -> int:
+    """Return the elements that the router keeps of a token, of those that weights are divided by and losses made of."""
+    topk, softmax = model.moe_router_topk, model.moe_router_score_function == "softmax"
+    kept = int("z_loss" in model.router_losses)  # the log-partition
+    if softmax and not model.moe_router_pre_softmax:
+        weights = topk
+    else:
+        weights = topk + 1 if topk > 1 and not softmax else 0
+    balanced = len(model.router_losses) - kept
+    return kept + balanced * (not softmax) + weights * ("sinkhorn" not in model.moe_router_load_balancing_type)
 
 
 def _shared(config: ModelConfig, sharding: Sharding) -> Specs:

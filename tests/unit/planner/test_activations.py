@@ -164,6 +164,10 @@ ONE_RANK = [
     f"{MANY_EXPERTS} --moe-z-loss-coeff 0.1 --moe-router-score-function sqrtsoftplus --moe-router-enable-expert-bias",
     f"{MANY_EXPERTS} --moe-router-dtype fp64 --moe-router-load-balancing-type sinkhorn",
     f"{MANY_EXPERTS} --recompute-granularity full --bf16",
+    f"{MANY_EXPERTS} --recompute-granularity selective --recompute-modules layernorm --bf16",
+    f"{MANY_EXPERTS} --cpu-offloading-num-layers 1 --min-offloaded-tensor-size 1000000",
+    f"{EXPERTS} --layernorm-placement post --moe-router-dtype fp64 --moe-router-force-load-balancing",
+    f"{EXPERTS} --moe-expert-capacity-factor 1 --recompute-granularity selective --recompute-modules moe",
     f"{EXPERTS} --moe-latent-size 16 --moe-shared-expert-intermediate-size 40 --moe-shared-expert-gate",
     f"{EXPERTS} --moe-latent-size 48 --moe-layer-freq [0,1]",
 ]
