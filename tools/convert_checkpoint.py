@@ -28,7 +28,7 @@ if __name__ == "__main__":  # until main has a handler of its own; the imports b
 
 from megatron.config.files import add_links_flag
 from megatron.config.schemes import split_scheme
-from megatron.config.text import echo
+from megatron.config.text import echo, shell_word
 from megatron.data.progress import ByteProgress
 from megatron.layers.parameters import num_parameters
 from tools.lib.locations import LOCATIONS, add_pretrained_flag, location_argument, source_argument, source_options
@@ -77,6 +77,10 @@ def parse_count(text: str) -> int:
 
 def parse_output_folder(text: str) -> Path:
     """Parse a path on a disk; object stores are rejected, because the result is renamed once it is complete."""
+    scheme, folder = split_scheme(text)
+    if scheme:
+        written = f"--save-{scheme.removesuffix(':')} {shell_word(folder)}"
+        raise argparse.ArgumentTypeError(f"{text}: {scheme} is for --load; {written} writes that format")
     path = location_argument(text)
     if not isinstance(path, Path):
         raise argparse.ArgumentTypeError(f"{text} is in an object store; write to a local folder and copy it")

@@ -312,16 +312,16 @@ def expand_layout(layout: str) -> str:
     return "".join(opened[0])
 
 
-def format_layout(stages: Sequence[StageLayers]) -> str:
-    """Return the layout that :func:`parse_layout` parses to these stages."""
-    counts = [stage.count for stage in stages]
+def format_layout(stages: Sequence[StageLayers], heads: int = 0) -> str:
+    """Return the layout that :func:`parse_layout` parses to these stages, with heads of multi-token prediction."""
+    counts, end = [stage.count for stage in stages], f"{'m' * heads}L"
     if len(counts) == 1:
-        return f"E{_layers(counts[0])}L"
+        return f"E{_layers(counts[0])}{end}"
     middle = ""
     for count, same in groupby(counts[1:-1]):
         times = len(list(same))
         middle += f"({_layers(count)}|)*{times}" if times > 1 else f"{_layers(count)}|"
-    return f"E{_layers(counts[0])}|{middle}{_layers(counts[-1])}L"
+    return f"E{_layers(counts[0])}|{middle}{_layers(counts[-1])}{end}"
 
 
 def _layers(count: int) -> str:

@@ -278,7 +278,7 @@ def draw_experts(history: RunHistory, title: str, out: Path) -> bool:
     """Draw the load of experts over layers and steps, dropped choices, and the load of all experts at some steps.
 
     Returns:
-        False if the run has no experts.
+        False if the run has no experts, or no step whose loads were counted.
 
     Raises:
         ValueError: as :func:`open_figure`.
@@ -296,6 +296,8 @@ def draw_experts(history: RunHistory, title: str, out: Path) -> bool:
     names = layer_names(lines[-1].line)
     extremes = {kind: by_layer(kind) for kind in EXPERT_PANELS}
     layers = [n for n, values in enumerate(extremes["expert-load-max"]) if not np.isnan(values).all()]
+    if not layers:  # every step was skipped
+        return False
     shown_names = [names[n] for n in layers]
     dropped = np.nan_to_num(by_layer("dropped-choices")[layers])
     records = [(p.iteration, np.array(rows)) for p in history.train if len(rows := p.loads_of_experts) == len(layers)]

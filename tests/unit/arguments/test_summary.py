@@ -108,6 +108,12 @@ def test_pipelines() -> None:
     assert "pipeline" not in rows("--preset tiny-llama")
     uneven = rows(f"{pipeline} --num-layers 5 --pipeline-schedule zb-h1", ranks=2)
     assert uneven["pipeline"].startswith("zb-h1, 2 stages Et*3|ttL, bubble ")
+    own = rows(
+        "--preset tiny-llama --pipeline-model-parallel-size 2 --pipeline-model-parallel-layout Et*4|mL "
+        "--mtp-num-layers 1",
+        ranks=2,
+    )
+    assert own["pipeline"].startswith("1f1b, 2 stages Et*4|mL, bubble ")
     base = "--mock-data --train-iters 10 --tokenizer-type ByteTokenizer --num-layers 5"
     unknown = run(pipeline, 2, base).summary()
     assert "2 stages of equal cost; the cost of the output layer depends on the tokenizer, bubble 11.1%" in unknown

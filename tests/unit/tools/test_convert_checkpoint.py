@@ -58,6 +58,9 @@ def test_from_an_object_store(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     with pytest.raises(SystemExit):
         main(["--load-hf", f"{tmp_path}/hf", "--save", "s3://bucket/run"])
     assert "s3://bucket/run is in an object store" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main(["--load", "memory://convert/run", "--save", f"hf:{tmp_path}/b"])
+    assert f"; --save-hf {tmp_path}/b writes that format" in capsys.readouterr().err
 
 
 def test_skipped_checkpoints_and_comparisons_are_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -308,6 +308,9 @@ def test_the_loads_of_experts_are_drawn(tmp_path: Path, drawn: list[Figure]) -> 
     assert [label.get_text() for label in bar.get_yticklabels()] == ["1/4", "1/2", "1", "2", "4"]
     assert len({mesh.norm.vmax for mesh in meshes}) == 1, "one scale"
     assert not draw_experts(history(3), "dense", tmp_path / "b.png")
+    for point in made.train:
+        point.line.update({f"expert-load-{end}-by-layer": [None] * 3 for end in ("max", "min")})
+    assert not draw_experts(made, "every step was skipped", tmp_path / "c.png")
 
 
 def test_a_dead_expert_differs_from_all_others_in_greyscale(tmp_path: Path, drawn: list[Figure]) -> None:
