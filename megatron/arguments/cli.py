@@ -503,7 +503,8 @@ def _from_preset(name: str | None) -> ConfigSource:
     if name is None or name in PRESETS:
         return ConfigSource(values=dict(PRESETS[name]) if name else {})
     guess = did_you_mean(name, PRESETS)
-    fixes = tuple(f"--preset {known}" for known in ([guess] if guess else PRESETS))
+    alike = [guess] if guess else [known for known in PRESETS if name in known]
+    fixes = tuple(f"--preset {known}" for known in alike or PRESETS)
     # Without its preset the model is unknown: the fields that presets set are not checked.
     preset_fields = {field for preset in PRESETS.values() for field in preset}
     return ConfigSource(problems=[Problem("E007", f"there is no preset {name}", fixes)], doubtful=preset_fields)

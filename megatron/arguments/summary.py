@@ -113,7 +113,7 @@ def _pipeline(config: RunConfig, world_size: int) -> str:
     elif model.vocab_size is None and is_split_by_cost(model, config.parallel):
         layers = f"{len(stages)} stages of equal cost; the cost of the output layer depends on the tokenizer"
     else:
-        layers = f"{len(stages)} stages {format_layout(stages, model.mtp_num_layers or 0)}"
+        layers = f"{len(stages)} stages {format_layout(stages, model.prediction_depths)}"
     count = get_num_microbatches(config.training, parallel.data_parallel_size(world_size))
     same = f"{simulated_bubble(parallel, count):.1%}"
     bubble = f"bubble {same}"

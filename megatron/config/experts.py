@@ -105,7 +105,7 @@ class ExpertOptions:
         if world_size % parallel.model_ranks == 0 and ranks % (ep * tp):
             sentence = f"EP {ep} x expert TP {tp} does not divide the {ranks} ranks of a pipeline stage"
             narrower = nearest(tp, [n for n in divisors(tp) if ranks % (ep * n) == 0])
-            yield Problem("E213", sentence, (*smaller, *flag_fixes("--expert-tensor-parallel-size", narrower)))
+            yield Problem("E213", sentence, (*flag_fixes("--expert-tensor-parallel-size", narrower), *smaller))
 
     def check_expert_layers(self, config: Run, world_size: int) -> Iterator[Problem]:
         """Check that a list of layers with experts has no more entries than the model has layers, and selects some."""

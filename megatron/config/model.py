@@ -25,11 +25,11 @@ GATED_ACTIVATIONS = ("swiglu", "geglu", "geglu_tanh", "quick_geglu")
 
 
 ROTARY = Need("position_embedding_type=rope|yarn or has_latent_attention", "rotary positions")
-ROTARY_ATTENTION = Need("position_embedding_type=rope|yarn")
 ROPE = Need("position_embedding_type=rope or rope_type=rope", "--position-embedding-type rope")
 ROPE_SCALING = Need("use_rope_scaling")
 QK_NORM = Need("qk_layernorm")
 ATTENTION = Need("has_attention", "--no-multi-latent-attention")
+ROTARY_HEADS = (Need("position_embedding_type=rope|yarn"), ATTENTION)
 GATED = Need(f"activation={'|'.join(GATED_ACTIVATIONS)}", "a gated activation")
 CROSS_ENTROPY = Need("objective!=dpo|distillation", "--objective next_token")
 
@@ -112,9 +112,9 @@ class TransformerOptions(WithPluginOptions):
     """Longest supported sequence. Default: seq_length."""
     rotary_base: float = option(10000.0, role="function", above=1, needs=ROTARY)
     """Base of the rotary frequencies (theta)."""
-    rotary_percent: float = option(1.0, role="function", above=0, at_most=1, needs=ROTARY_ATTENTION)
-    """Fraction of a head's channels that are rotated."""
-    rotary_interleaved: bool = option(False, role="function", needs=ROTARY_ATTENTION)
+    rotary_percent: float = option(1.0, role="function", above=0, at_most=1, needs=ROTARY_HEADS)
+    """Fraction of a head's channels that are rotated. Latent attention rotates those of --qk-pos-emb-head-dim."""
+    rotary_interleaved: bool = option(False, role="function", needs=ROTARY_HEADS)
     """Rotate channel pairs (0,1), (2,3), ... instead of (i, i+d/2). Latent attention always does."""
     rotary_base_local: float | None = option(None, role="function", above=1, needs=ROTARY)
     """Base of the rotary frequencies of layers with a sliding window, which then have no scaling. Default: as the

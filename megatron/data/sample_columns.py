@@ -1,4 +1,4 @@
-"""What parts of a model read of whole samples beside tokens and labels."""
+"""Columns of samples that parts of a model read, beside tokens and labels."""
 
 from __future__ import annotations
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -71,14 +72,8 @@ def _checks() -> Sequence[KernelCheck]:
     ]
 
 
-def _same_positions(
-    q_SBO: Tensor,
-    kv_TBO: Tensor,
-    k_TBP: Tensor,
-    channels: int,
-    q_rotary: RotaryCosSin | None,
-    k_rotary: RotaryCosSin | None,
-) -> bool:
+def _same_positions(q_SBO: Tensor, kv_TBO: Tensor, *rest: Any) -> bool:
+    *_, q_rotary, k_rotary = rest
     return len(q_SBO) == len(kv_TBO) and q_rotary is k_rotary
 
 

@@ -288,20 +288,20 @@ class _Activation(torch.autograd.Function):
         if y.numel():  # an expert may have no tokens
             grid = y.numel() // width, triton.cdiv(width, TILE)
             _activation_forward[grid](x, weights, end, y, width, name, weights is not None, TILE)
-        ctx.save_for_backward(x, weights)
-        ctx.name, ctx.has_bias, ctx.width, ctx.end = name, bias is not None, width, end
+        ctx.save_for_backward(x, weights, end)
+        ctx.name, ctx.has_bias, ctx.width = name, bias is not None, width
         return y
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        x, weights = ctx.saved_tensors
+        x, weights, end = ctx.saved_tensors
         width, dx, partial = ctx.width, torch.empty_like(x), None
         rows = dy.numel() // width
         if weights is not None:
             dweights, block = torch.empty_like(weights), min(TILE, triton.next_power_of_2(width))
             if rows:
-                _weighted_backward[rows,](x, weights, ctx.end, dy.contiguous(), dx, dweights, width, ctx.name, block)
+                _weighted_backward[rows,](x, weights, end, dy.contiguous(), dx, dweights, width, ctx.name, block)
             return dx, None, None, dweights, None
         programs = min(PROGRAMS, rows) if ctx.has_bias else rows
         if ctx.has_bias:

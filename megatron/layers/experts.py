@@ -39,8 +39,8 @@ class _GroupedLinearFunction(torch.autograd.Function):
         layer: GroupedLinear,
         last: bool,
     ) -> Tensor:
-        ctx.save_for_backward(x, weight, bias, factor)
-        ctx.offsets, ctx.layer, ctx.last = offsets, layer, last
+        ctx.save_for_backward(x, weight, bias, factor, offsets)
+        ctx.layer, ctx.last = layer, last
         y = layer.kernel.forward(x, layer.by_expert(weight), offsets)
         if bias is not None:
             added = layer.bias_of_rows(bias, offsets, len(x))
@@ -50,9 +50,9 @@ class _GroupedLinearFunction(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight, bias, factor = ctx.saved_tensors
+        x, weight, bias, factor, offsets = ctx.saved_tensors
         layer: GroupedLinear = ctx.layer
-        grads, offsets = layer.grad_accumulator, ctx.offsets
+        grads = layer.grad_accumulator
         dw = db = dfactor = None
         if ctx.needs_input_grad[1]:
 

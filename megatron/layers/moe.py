@@ -14,13 +14,22 @@ import torch
 from torch import Tensor, nn
 
 from megatron.config.model import ModelConfig
+from megatron.kernels.linear import with_bias_gradient
 from megatron.layers.context import BuildContext, ForwardContext, MixerOutput
 from megatron.layers.dispatch import BoundedDispatcher, Exchange, ExpertRows, MeasuringDispatcher, build_dispatchers
 from megatron.layers.experts import Experts
-from megatron.layers.latent_projection import latent_projection
+from megatron.layers.linear import ReplicatedLinear
 from megatron.layers.recompute_plan import RecomputePlan
 from megatron.layers.router import Router
 from megatron.layers.shared_expert import SharedExpert
+
+
+class LatentProjection(ReplicatedLinear):
+    """A replicated linear to the space of the experts, or back from it, whose bias has a gradient."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Apply the layer."""
+        return with_bias_gradient(super().forward(x), self.bias)
 
 
 class MixtureOfExperts(nn.Module):
@@ -30,8 +39,9 @@ class MixtureOfExperts(nn.Module):
         super().__init__()
         self.config, self.kernels = config, context.kernels
         self.router = Router(config, context.submodule("router"))
-        self.fc1_latent_proj = latent_projection(config, context.submodule("fc1_latent_proj"))
-        self.fc2_latent_proj = latent_projection(config, context.submodule("fc2_latent_proj"))
+        projection = LatentProjection if config.moe_latent_size else nn.Identity
+        self.fc1_latent_proj = projection(context.submodule("fc1_latent_proj"))
+        self.fc2_latent_proj = projection(context.submodule("fc2_latent_proj"))
         self.experts = Experts(config, context.submodule("experts"), plan.drops_activation)
         self.shared_experts: SharedExpert | None = None
         if config.moe_shared_expert_intermediate_size:

@@ -36,7 +36,13 @@ FEATURE_COLUMNS = (
         for of in ("seq_", "", "global_")
     ),
     Column("z_loss", 1, 7, lambda x, _: f"router z {format_loss(x)}", "router z: z-loss"),
-    Column("expert-load-max", 1, 7, _experts, "load: of the busiest expert over the mean, and its layer"),
+    Column(
+        "expert-load-max",
+        1,
+        7,
+        _experts,
+        "load: of the busiest expert over the mean, and its layer; dead: experts without tokens; dropped: choices",
+    ),
 )
 """Columns of log lines that have the metrics."""
 
