@@ -122,7 +122,7 @@ class _GatedDeltaRule(torch.autograd.Function):
             start = end - part.k.shape[1]
             leaves: list[Any] = [None if t is None else t.detach().requires_grad_() for t in (*part[:5], before)]
             with torch.enable_grad():
-                y, after = _segment(_Inputs(*leaves[:5], part.runs, part.before), leaves[5], ctx.chunk)
+                y, after = _segment(_Inputs._make((*leaves[:5], part.runs, part.before)), leaves[5], ctx.chunk)
             seeds = {y: None if dy is None else dy[:, start:end], after: dstate}
             given = {out: seed for out, seed in seeds.items() if seed is not None}
             wanted = [t for t in leaves if t is not None]
@@ -153,7 +153,7 @@ class _Inputs(NamedTuple):
         for start in range(0, self.k.shape[1], size):
             part: list[Any] = [None if t is None else t[:, start : start + size] for t in self[:6]]
             part.append(self.runs[:, start - 1 : start] if self.runs is not None and start else None)
-            cut.append(_Inputs(*part))
+            cut.append(_Inputs._make(part))
         return cut
 
 
