@@ -28,6 +28,7 @@ from megatron.kernels.norm import ADD_NORM, NORM, AddNormKernel, NormKernel, add
 from megatron.kernels.operation import Candidate, Covers, Operation, check_kernel, combine, error_summary
 from megatron.kernels.qkv import SPLIT_QKV, SplitQKVKernel, split_qkv
 from megatron.kernels.rows import ROWS, TORCH_ROWS, RowKernels
+from megatron.kernels.state_space import STATE_SPACE, StateSpaceKernel, state_space
 
 
 @dataclass(frozen=True)
@@ -39,6 +40,7 @@ class Kernels:
     split_qkv: SplitQKVKernel = split_qkv
     latent_qkv: LatentQKVKernel = latent_qkv
     causal_conv: CausalConvKernel = causal_conv
+    state_space: StateSpaceKernel = state_space
     activation: ActivationKernel = activation
     dropout: DropoutKernel = dropout
     cross_entropy: CrossEntropyKernel = EAGER_CROSS_ENTROPY
@@ -59,6 +61,7 @@ OPERATIONS: dict[str, Operation] = {
     "split_qkv": SPLIT_QKV,
     "latent_qkv": LATENT_QKV,
     "causal_conv": CAUSAL_CONV,
+    "state_space": STATE_SPACE,
     "activation": ACTIVATION,
     "dropout": DROPOUT,
     "cross_entropy": CROSS_ENTROPY,
