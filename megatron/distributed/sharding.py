@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from math import prod
 from typing import TYPE_CHECKING
 
@@ -202,6 +203,22 @@ class DenseSharding:
         piece = ShardPiece(Box((0,) * len(view), local), Box(start, local), (self.rank,))
         row_parallel = len(shape) > 1 and dim == len(view) - 1
         return ShardSpec(shape, view, local, (piece,), self.rank, init, row_parallel=row_parallel)
+
+    def parts(self, sizes: Sequence[int], tail: tuple[int, ...], init: Init) -> ShardSpec:
+        """Shard each of consecutive parts of the rows ``[sum of sizes, *tail]`` over TP, as a fused projection needs.
+
+        Raises:
+            ValueError: when a part is not divisible by TP.
+        """
+        if left := [size for size in sizes if size % self.size]:
+            raise ValueError(f"{left[0]} of the {sum(sizes)} rows do not divide by TP {self.size}")
+        whole, zeros, pieces = (sum(sizes), *tail), (0,) * len(tail), []
+        for start, size in zip(accumulate(sizes, initial=0), sizes):
+            n = size // self.size
+            own = Box((start + self.rank * n, *zeros), (n, *tail))
+            pieces.append(ShardPiece(Box((start // self.size, *zeros), own.size), own, (self.rank,)))
+        local = (sum(sizes) // self.size, *tail)
+        return ShardSpec(whole, whole, local, tuple(pieces), self.rank, init)
 
     def replicate(self, shape: tuple[int, ...], init: Init, partial: bool) -> ShardSpec:
         """Replicate the tensor on every TP rank; ``partial`` if each rank computes a partial gradient."""

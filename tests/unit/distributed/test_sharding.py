@@ -28,6 +28,8 @@ CONSTRUCTORS: dict[str, MakeSpec] = {
     "norm": lambda s: s.replicate((5,), INIT, partial=False),
     "norm, sequence parallel": lambda s: s.replicate((5,), INIT, partial=True),
     "positions": lambda s: s.replicate((6, 5), INIT, partial=True),
+    "parts": lambda s: s.parts((840, 1680, 2520), (3,), INIT),
+    "parts of a bias": lambda s: s.parts((840, 1680, 2520), (), INIT),
     **{
         f"vocabulary {entries}/{divisible}": lambda s, e=entries, d=divisible: s.vocabulary(e, 3, d, INIT)
         for entries in (1, 7, 64, 101)
