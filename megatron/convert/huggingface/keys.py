@@ -95,7 +95,7 @@ class UnsupportedConfigError(ValueError):
 
 @dataclass(frozen=True)
 class ConfigKey:
-    """A key of config.json, a number or a boolean, with the same meaning as a field of `ModelConfig`."""
+    """A key of config.json, a number, boolean or text, with the same meaning as a field of `ModelConfig`."""
 
     ours: str  # field of ModelConfig
     theirs: str  # key in config.json
@@ -115,8 +115,9 @@ class ConfigKey:
 
     def read(self, config: JsonObject) -> FieldValues:
         """Return our field from a config.json."""
-        boolean = isinstance(self.default, bool)
-        return {self.ours: read_bool(config, self.theirs, self.default) if boolean else read_number(self, config)}
+        if isinstance(self.default, bool):
+            return {self.ours: read_bool(config, self.theirs, self.default)}
+        return {self.ours: (read_text if isinstance(self.default, str) else read_number)(self, config)}
 
     def write(self, model: ModelConfig) -> FieldValues:
         """Return the key for a model."""
@@ -199,6 +200,14 @@ def read_number(key: ConfigKey, config: JsonObject) -> Any:
         return number if fractional else value
     except OverflowError:
         raise UnsupportedConfigError(f"{key.theirs} is {value}, larger than any number of 64 bits") from None
+
+
+def read_text(key: ConfigKey, config: JsonObject) -> Any:
+    """Return the text of a key, or None where null is allowed."""
+    value = config.get(key.theirs, key.default)
+    if not isinstance(value, str) and not (value is None and key.optional):
+        raise UnsupportedConfigError(f"{key.theirs} is {value!r}, not a text")
+    return value
 
 
 def read_bool(config: JsonObject, name: str, default: bool) -> bool:
