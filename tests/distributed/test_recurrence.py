@@ -168,7 +168,7 @@ def test_decays_are_products_within_documents(length: int, part: int) -> None:
     )
     between, since = rows.decays(rows.fold(log))
     first = 0
-    for chunk, (of_chunk, since_chunk) in enumerate(zip(between.split(BATCH), since.split(BATCH))):
+    for of_chunk, since_chunk in zip(between.split(BATCH), since.split(BATCH)):
         for sample, (products, before) in enumerate(zip(of_chunk, since_chunk)):
             ids = documents_BS[sample]
             for t in range(first, min(first + products.shape[1], length)):
@@ -179,7 +179,7 @@ def test_decays_are_products_within_documents(length: int, part: int) -> None:
                 seen = first > 0 and ids[first - 1] == ids[t]
                 torch.testing.assert_close(before[:, t - first], log[first : t + 1, sample].sum(0).exp() * seen)
         first += products.shape[1]
-    assert chunk == rows.parts - 1
+    assert first >= length
 
 
 @pytest.mark.parametrize("part", [None, 4])
