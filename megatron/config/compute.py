@@ -113,6 +113,8 @@ KERNEL_CANDIDATES: dict[str, tuple[str, ...]] = {
     "add_norm": ("triton", "compiled", "torch"),
     "split_qkv": ("triton", "compiled", "torch"),
     "latent_qkv": ("triton", "compiled", "torch"),
+    "causal_conv": ("causal_conv1d", "torch"),
+    "state_space": ("mamba_ssm", "torch"),
     "activation": ("triton", "compiled", "torch"),
     "dropout": ("compiled", "torch"),
     "cross_entropy": ("compiled", "torch"),

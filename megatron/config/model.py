@@ -350,6 +350,10 @@ class ModelConfig(
         """The different :meth:`mixers` of the layers, in the order of the first of each."""
         return [*dict.fromkeys(map(self.mixers, range(self.num_layers)))]
 
+    def residual_layer(self, layer: int) -> int:
+        """Return the index of the first residual layer of a block, counted over all blocks."""
+        return sum(len(self.mixers(each)) for each in range(layer))
+
     @property
     def dense_layers(self) -> int:
         """Number of layers with an MLP."""

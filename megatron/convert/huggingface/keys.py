@@ -13,6 +13,10 @@ stands for one tensor per expert, which ``e[{e}]`` selects. A bias has the same 
 inputs. Rows contain only views, permutations, slices and joins, so they are invertible, and a box of our tensor is a
 set of slices of theirs.
 
+Capital letters are numbers of the model, `ModelFamily.numbers`. A factor before parentheses interleaves what they
+join: ``"G*(r[:K] + r[K:]), h"`` is the first of ``G`` equal pieces of each part, then the second of each; a factor that
+is an axis of ours takes one of its elements after the other.
+
 Axes: v vocabulary, t positions, h hidden, g key/value heads, x queries, key and value of a group, d channels of a head,
 o outputs of all heads, p gate and up, f width of the MLP, e experts, u one gate, r latent.
 """
@@ -35,9 +39,10 @@ JsonObject = dict[str, Any]
 FieldValues = dict[str, Any]
 
 WeightRows = Mapping[str, tuple[str, Mapping[str, str]]]
-"""Our module -> axes of its weight, Hugging Face module -> axes. ``{i}`` is the layer, ``{e}`` the expert. Layers for
-further tokens, ``mtp.layers.{i}``, have the rows of a block, too; Hugging Face counts them after the last of the model.
-Names of tensors that are no module's ``weight`` or ``bias`` are given in full."""
+"""Our module -> axes of its weight, Hugging Face module -> axes. ``{i}`` is the layer, ``{e}`` the expert, and
+``{symbol}`` the residual layer, counted over all blocks. Layers for further tokens, ``mtp.layers.{i}``, have the rows
+of a block, too; Hugging Face counts them after the last of the model. Names of tensors that are no module's ``weight``
+or ``bias`` are given in full."""
 
 Capabilities = Mapping[str, Callable[[ModelConfig], bool]]
 """Option -> whether a family can express a model's value of it."""
@@ -158,6 +163,8 @@ class ModelFamily:
     prefix: str
     # rows of experts that newer versions of transformers may store as one tensor for all, in place of those in weights
     stacked: WeightRows = field(default_factory=dict)
+    # numbers of a model that the rows name, by their letters
+    numbers: Callable[[ModelConfig], Mapping[str, int]] = lambda model: {}
     # further places of our tensors -> ours; an export fills them, and an import may lack them
     copies: Mapping[str, str] = field(default_factory=dict)
     # patterns of names, without the prefix, that are not weights
