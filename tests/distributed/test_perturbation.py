@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from itertools import product
 from typing import Any
@@ -26,6 +27,8 @@ from tests.kit.pool import Pool
 from tests.unit.kernels.test_attention_mask import visible
 
 PATTERNS = ("global", "local:5", "chunked:7", "dilated:3:2", "local:3+first:2", "prefix:4")
+MODELS = {pattern: {"num_query_groups": 2, "attention_pattern": pattern} for pattern in PATTERNS}
+"""Models with one block by the pattern that says what a token sees."""
 CHANGED = (0, 2, 9, 17, 23)
 """Positions of the tokens."""
 DIVIDED = {name: Case(documents=DOCUMENTS[name]) for name in ("one", "attention", "patterns")}
@@ -88,11 +91,17 @@ def hidden(trainer: Trainer, batch: MicroBatch) -> Tensor:
     return seen[0]
 
 
-def perturbed(rank: int, world_size: int, parallel: ParallelConfig, training: TrainingConfig) -> Changes:
-    """Change tokens one by one, with each pattern, in samples of one and of several documents."""
+def perturbed(
+    rank: int,
+    world_size: int,
+    parallel: ParallelConfig,
+    training: TrainingConfig,
+    models: Mapping[str, Mapping[str, Any]] = MODELS,
+) -> Changes:
+    """Change tokens one by one, with each model, in samples of one and of several documents."""
     found: Changes = {}
-    for pattern, documents in product(PATTERNS, DIVIDED):
-        model = replace(MODEL, num_layers=1, num_query_groups=2, attention_pattern=pattern)
+    for pattern, documents in product(models, DIVIDED):
+        model = replace(MODEL, num_layers=1, **models[pattern])
         case = replace(DIVIDED[documents], model=model, parallel=parallel, training=training)
         trainer = build_trainer(case.config(), rank, world_size)
         trainer.chunks[0].train()
