@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-from megatron.config.optimizer import OptimizerConfig
 from megatron.config.parallel import ParallelConfig
 from megatron.config.training import TrainingConfig
 from tests.kit.cases import MODEL, Case, PackedConversations, compare_with_twin, run_in_small_tiles
@@ -31,7 +30,10 @@ def case(
     parallel: dict[str, Any], model: dict[str, Any] | None = None, training: dict[str, Any] | None = None, **rest: Any
 ) -> Case:
     return Case(
-        replace(MODEL, **MAMBA | (model or {})), ParallelConfig(**parallel), training=TrainingConfig(**training or {}), **rest
+        replace(MODEL, **MAMBA | (model or {})),
+        ParallelConfig(**parallel),
+        training=TrainingConfig(**training or {}),
+        **rest,
     )
 
 
