@@ -15,6 +15,7 @@ from megatron.config.attention_pattern import AttentionPattern, format_layers, p
 from megatron.config.errors import Problem
 from megatron.config.experts import ExpertOptions
 from megatron.config.latent_attention import LATENT_ATTENTION, SCALED, YARN, LatentAttentionOptions
+from megatron.config.mamba import MAMBA_MIXER, MambaOptions
 from megatron.config.multi_token import MultiTokenOptions
 from megatron.config.option import MAX_LAYERS, MAX_SIZE, MegatronOption, Need, Run, WithPluginOptions, option
 from megatron.config.router import RouterOptions
@@ -158,10 +159,10 @@ class TransformerOptions(WithPluginOptions):
     Example: 'local:4096*5,global'."""
 
     token_mixers: tuple[str, ...] = option(
-        ("attention",), role="shape", choices=("attention", LATENT_ATTENTION), kind="mixer"
+        ("attention",), role="shape", choices=("attention", LATENT_ATTENTION, MAMBA_MIXER), kind="mixer"
     )
     """Mixers of the tokens, the residual layers before the MLPs, repeated over the layers: attention, latent-attention,
-    or the name of a plugin's mixer. Example: mine mine mine attention."""
+    mamba2, or the name of a plugin's mixer. Example: mine mine mine attention."""
     softmax_scale: float | None = option(None, role="function", above=0, example=0.0625)
     """Factor on the products of queries and keys. Default: 1/sqrt(channels of a key)."""
     attention_output_gate: bool = option(False, role="shape", needs=ATTENTION)
@@ -316,7 +317,13 @@ class RotaryTable(NamedTuple):
 
 @dataclass(frozen=True)
 class ModelConfig(
-    AdapterOptions, LatentAttentionOptions, RouterOptions, ExpertOptions, MultiTokenOptions, TransformerOptions
+    AdapterOptions,
+    LatentAttentionOptions,
+    MambaOptions,
+    RouterOptions,
+    ExpertOptions,
+    MultiTokenOptions,
+    TransformerOptions,
 ):
     """Decoder-only transformer.
 
