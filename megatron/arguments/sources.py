@@ -7,6 +7,7 @@ values that could be read and the problems of the others.
 from __future__ import annotations
 
 import shlex
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -246,10 +247,13 @@ def from_dict(tree: Mapping[str, Any]) -> RunConfig:
     """Build a configuration from ``to_dict`` or any nested or flat mapping.
 
     Raises:
-        UserError: with all unknown names and unreadable values.
+        UserError: with all unknown names and unreadable values, which plugins of the configuration may have named.
     """
     result = from_mapping(tree, "config")
     if result.problems:
+        if missing := [name for name in result.values.get("plugin") or () if name not in sys.modules]:
+            fixes = (f"--plugin {' '.join(missing)}",)
+            raise UserError([replace(p, fixes=fixes) if p.code == "E002" else p for p in result.problems])
         raise UserError(result.problems)
     return build_config(result.values)
 
