@@ -140,7 +140,7 @@ def _model(model: ModelConfig) -> str:
 
 
 def describe_mixers(model: ModelConfig) -> list[str]:
-    """Return the sizes of the mixers of the tokens, of those that state them; after their names, if they are several."""
+    """Return the sizes of the mixers of the tokens, of those that state them; after the names of several."""
     names = dict.fromkeys(mixers[0] for mixers in model.kinds_of_layers)
     sizes = {name: text for name in names if (text := find_mixer(name).describe(model))}
     return [*sizes.values()] if len(sizes) == 1 else [f"{name}: {text}" for name, text in sizes.items()]
