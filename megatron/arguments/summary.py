@@ -128,9 +128,13 @@ def _pipeline(config: RunConfig, world_size: int) -> str:
 
 def _model(model: ModelConfig) -> str:
     parts = [f"{model.num_layers} layers", f"hidden {model.hidden_size}", *describe_mixers(model)]
-    if model.token_mixers != type(model).token_mixers:
+    if model.hybrid_layer_pattern is not None:
+        parts[0] = (
+            f"{model.residual_layers} layers {model.hybrid_layer_pattern} in {counted(model.num_layers, 'block')}"
+        )
+    elif model.token_mixers != type(model).token_mixers:
         parts.append(f"mixers {' '.join(model.token_mixers)} (repeated)")
-    if model.dense_layers == model.num_layers:
+    if model.dense_layers and model.num_experts is None:
         parts.append(f"{model.activation} MLP of {model.ffn}")
     return ", ".join([*parts, model.normalization, f"positions {model.position_embedding_type}"])
 
