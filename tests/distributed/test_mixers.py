@@ -37,6 +37,7 @@ from tests.unit.inference.test_generate import reread
 from tests.unit.planner.test_activations import LLAMA, LONG, config_of, measured
 from tests.unit.planner.test_flops import counted, expected
 from tools.convert_checkpoint import main as convert
+from tools.edit_checkpoint import main as edit
 from tools.lib.verify_parallel import join_traces
 
 PAGE = Path(__file__).parents[2] / "docs" / "mixers.md"
@@ -68,6 +69,16 @@ def plugin(folder: Path, chunk: int = 64) -> Iterator[None]:
 def folder(tmp_path: Path) -> Iterator[Path]:
     with plugin(tmp_path):
         yield tmp_path
+
+
+@contextmanager
+def without(name: str) -> Iterator[None]:
+    """As before the import of a plugin."""
+    kinds, module = plugins._registered, sys.modules.pop(name)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(plugins, "_registered", {kind: {} for kind in kinds})
+        yield
+    sys.modules[name] = module
 
 
 def with_plugin(rank: int, ranks: int, folder: Path, function: Callable[..., Any], argument: Any) -> Any:
@@ -214,7 +225,8 @@ def test_the_forecast_matches_the_tensors_of_a_step(more: str) -> None:
 
 
 @pytest.mark.parametrize("plan", [{}, {"recompute_granularity": "full"}])
-def test_products_match_the_count_of_torch(plan: dict[str, Any]) -> None:
+def test_products_match_the_count_of_torch(monkeypatch: pytest.MonkeyPatch, plan: dict[str, Any]) -> None:
+    monkeypatch.setattr(sys.modules[NAME], "CHUNK", 8)
     training = TrainingConfig(**plan)
     assert expected(model(), training) == counted(model(), training, fused=True)
 
@@ -238,10 +250,17 @@ def test_features_a_mixer_does_not_support_are_refused(monkeypatch: pytest.Monke
         check_prompts(model(), [[1]], 1)
 
 
-def test_an_export_names_the_option_that_no_family_has(
+def test_programs_read_a_checkpoint_with_the_plugin(
     pool: Pool, folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """Without it, they name it; an export says which option no family has."""
     config = saving(resolve(case(MIXED).config(), 1), folder)
+    config = replace(config, compute=replace(config.compute, plugin=(NAME,)))
     pool.run(1, with_plugin, folder, save_and_go_on, config)
+    edited = ["--load", str(folder), "--save", str(folder / "edited"), "--cast", "fp32"]
+    with without(NAME):
+        assert edit(edited) == 1
+    assert f"fix: --plugin {NAME}\n" in capsys.readouterr().err
+    assert edit([*edited, "--plugin", NAME]) == 0
     assert convert(["--plugin", NAME, "--load", str(folder), "--save-hf", str(folder / "hf"), "--dtype", "fp32"]) == 1
     assert re.search("has no .*token_mixers.*gated-linear", capsys.readouterr().err)

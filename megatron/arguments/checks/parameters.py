@@ -43,7 +43,7 @@ def check_mixers(config: RunConfig, world_size: int) -> Iterator[Problem]:
 def check_mixers_divide(config: RunConfig, world_size: int) -> Iterator[Problem]:
     """Check that TP divides what the mixers of plugins shard; other checks know the sizes of the built-in ones."""
     parallel = config.parallel
-    for name in dict.fromkeys(config.model.token_mixers):
+    for name in config.model.token_mixer_names:
         if name in MIXERS:
             continue
         if (error := _division_error(name, config.model, parallel)) is not None:

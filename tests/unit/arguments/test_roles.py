@@ -55,6 +55,8 @@ OTHER_VALUES: dict[str, Any] = {
     "no_rope_freq": "2",
     "window_attn_skip_freq": "2",
     "moe_layer_freq": "2",
+    "hybrid_layer_pattern": "*-*-*",
+    "mtp_hybrid_override_pattern": "*",
     "lora_target": ("linear_qkv",),
     "moe_aux_loss_coeff": (0.25,),
 }
