@@ -128,8 +128,8 @@ def _pipeline(config: RunConfig, world_size: int) -> str:
 
 def _model(model: ModelConfig) -> str:
     parts = [f"{model.num_layers} layers", f"hidden {model.hidden_size}", *describe_mixers(model)]
-    if model.token_mixers != type(model).token_mixers:
-        parts.append(f"mixers {' '.join(model.token_mixers)} (repeated)")
+    if model.repeated_token_mixers != type(model).token_mixers:
+        parts.append(f"mixers {' '.join(model.repeated_token_mixers)} (repeated)")
     if model.dense_layers == model.num_layers:
         parts.append(f"{model.activation} MLP of {model.ffn}")
     return ", ".join([*parts, model.normalization, f"positions {model.position_embedding_type}"])

@@ -14,6 +14,7 @@ from megatron.config.adapters import AdapterOptions
 from megatron.config.attention_pattern import AttentionPattern, format_layers, parse_layers, split_layers
 from megatron.config.errors import Problem
 from megatron.config.experts import ExpertOptions
+from megatron.config.gated_delta_net import GATED_DELTA_NET, GatedDeltaNetOptions
 from megatron.config.latent_attention import LATENT_ATTENTION, SCALED, YARN, LatentAttentionOptions
 from megatron.config.multi_token import MultiTokenOptions
 from megatron.config.option import MAX_LAYERS, MAX_SIZE, MegatronOption, Need, Run, WithPluginOptions, option
@@ -158,10 +159,10 @@ class TransformerOptions(WithPluginOptions):
     Example: 'local:4096*5,global'."""
 
     token_mixers: tuple[str, ...] = option(
-        ("attention",), role="shape", choices=("attention", LATENT_ATTENTION), kind="mixer"
+        ("attention",), role="shape", choices=("attention", LATENT_ATTENTION, GATED_DELTA_NET), kind="mixer"
     )
     """Mixers of the tokens, the residual layers before the MLPs, repeated over the layers: attention, latent-attention,
-    or the name of a plugin's mixer. Example: mine mine mine attention."""
+    gated-delta-net, or the name of a plugin's mixer. Example: mine mine mine attention."""
     softmax_scale: float | None = option(None, role="function", above=0, example=0.0625)
     """Factor on the products of queries and keys. Default: 1/sqrt(channels of a key)."""
     attention_output_gate: bool = option(False, role="shape", needs=ATTENTION)
@@ -316,7 +317,13 @@ class RotaryTable(NamedTuple):
 
 @dataclass(frozen=True)
 class ModelConfig(
-    AdapterOptions, LatentAttentionOptions, RouterOptions, ExpertOptions, MultiTokenOptions, TransformerOptions
+    AdapterOptions,
+    LatentAttentionOptions,
+    GatedDeltaNetOptions,
+    RouterOptions,
+    ExpertOptions,
+    MultiTokenOptions,
+    TransformerOptions,
 ):
     """Decoder-only transformer.
 
@@ -330,7 +337,8 @@ class ModelConfig(
 
     def mixers(self, layer: int) -> tuple[str, ...]:
         """Return the names of the mixers of a layer, in order: each is a residual layer ``x + mixer(norm(x))``."""
-        token_mixer = self.token_mixers[layer % len(self.token_mixers)]
+        words = self.repeated_token_mixers
+        token_mixer = words[layer % len(words)]
         if token_mixer == "attention" and self.multi_latent_attention:
             token_mixer = LATENT_ATTENTION
         return token_mixer, "experts" if self.has_experts(layer) else "mlp"
@@ -482,6 +490,8 @@ class ModelConfig(
         """Check that TP divides the query heads, and that key/value heads and TP divide one another."""
         heads, groups = self.num_attention_heads, self.kv_groups
         tp = config.parallel.tensor_model_parallel_size
+        if not (self.has_attention or self.has_latent_attention):
+            return
         if heads % tp:
             fit = [n for n in divisors(heads) if world_size % n == 0]
             sizes = flag_fixes("--tensor-model-parallel-size", nearest(tp, fit))

@@ -102,6 +102,8 @@ class ShardSpec:
     buffer: bool = False
     # The parameter is kept in at least fp32.
     wide: bool = False
+    # A 2-D weight that is no matrix: no product has it as an operand, as that of a convolution of every channel.
+    elementwise: bool = False
     # Of a quantised weight, whose elements are bytes: the spec of its values, and the format of the bytes.
     dense: ShardSpec | None = None
     precision: str | None = None

@@ -144,6 +144,27 @@ class RecurrentRows:
             current = _apply(t.unflatten(1, transition.shape[1:]), current) + s.unflatten(1, state.shape[1:])
         return torch.cat([states[chunk] for chunk in self.cp.chunks])
 
+    def carry(
+        self,
+        scan: Callable[[Tensor | None], tuple[Tensor, Tensor]],
+        of_chunks: Callable[[], tuple[Tensor, Tensor]],
+    ) -> Tensor:
+        """Return the outputs of a scan that begins in each chunk with the state before it; in generation keep the last.
+
+        Args:
+            scan: maps the states before the chunks, None for zeros, to outputs and the states after the chunks.
+            of_chunks: returns the arguments of :meth:`state_before`; called if context-parallel ranks pass states.
+        """
+        if not self.passes_states:
+            return scan(None)[0]
+        before = self.state_before(*of_chunks()) if self.cache is None else self.cache.states.get(self.name)
+        if before is not None and self.seen is not None:  # zero where a document begins with the chunk
+            before = before * self.seen[:, 0].view(-1, *(1,) * (before.ndim - 1))
+        y, after = scan(before)
+        if self.cache is not None:
+            self.cache.states[self.name] = after
+        return y
+
     def gather_rows(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Exchange heads for rows where ranks share the chunks of a ring: ``[S, B, heads, D]`` of each tensor.
 

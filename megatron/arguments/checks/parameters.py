@@ -135,7 +135,8 @@ def check_fp8_sizes(config: RunConfig, world_size: int) -> Iterator[Problem]:
         return  # a dimension does not divide, which other checks report
     for name, spec in specs.items():
         rows, columns = prod(spec.local_view[spec.expert : -1]), spec.local_view[-1]
-        multiplied = len(spec.local_shape) == 2 and name.endswith(".weight") and ".router." not in name
+        matrix = len(spec.local_shape) == 2 and not spec.elementwise
+        multiplied = matrix and name.endswith(".weight") and ".router." not in name
         if multiplied and (rows % of or columns % of):
             sentence = f"--fp8-recipe {recipe} needs multiples of {of}, and a rank's {name} is {rows} x {columns}"
             yield Problem("E923", sentence, (*other, "drop --fp8-format"))

@@ -127,8 +127,8 @@ class Mixer:
     def matrices(self, config: ModelConfig) -> dict[str, int]:
         """Return the elements of the weight matrices that a token is multiplied with, by the names of their modules."""
         specs = self.parameters(config, UNSHARDED).items()
-        matrices = ((n.removesuffix(".weight"), spec) for n, spec in specs if n.endswith(".weight") and spec.decays)
-        return {name: active_numel(config, spec) for name, spec in matrices}
+        weights = ((n.removesuffix(".weight"), spec) for n, spec in specs if n.endswith(".weight") and spec.decays)
+        return {name: active_numel(config, spec) for name, spec in weights if not spec.elementwise}
 
     def recomputed(self, plan: RecomputePlan) -> bool:
         """Return True if the whole mixer and the norm before it are computed again in backward."""
@@ -209,12 +209,13 @@ def replicated_projection(
     return linear(sharding.dense.replicate(shape, Init(config.init_method_std), partial), of_rows)
 
 
-def output_projection(config: ModelConfig, sharding: Sharding, inputs: int) -> Specs:
-    """Declare a row-parallel linear that adds to the residual stream."""
+def output_projection(config: ModelConfig, sharding: Sharding, inputs: int, bias: bool | None = None) -> Specs:
+    """Declare a row-parallel linear that adds to the residual stream, by default with a bias if linears have biases."""
     h = config.hidden_size
     weight = sharding.dense.split((h, inputs), 1, Init(output_std(config)))
-    bias = sharding.dense.replicate((h,), Init(), partial=sharding.sequence_parallel)
-    return linear(weight, bias if config.add_bias_linear else None)
+    of_rows = sharding.dense.replicate((h,), Init(), partial=sharding.sequence_parallel)
+    has_bias = config.add_bias_linear if bias is None else bias
+    return linear(weight, of_rows if has_bias else None)
 
 
 def output_std(config: ModelConfig) -> float:

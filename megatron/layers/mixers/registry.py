@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
+from megatron.config.gated_delta_net import GATED_DELTA_NET
 from megatron.config.latent_attention import LATENT_ATTENTION
 from megatron.config.model import ModelConfig, RotaryTable
 from megatron.config.plugins import registered
@@ -11,11 +12,13 @@ from megatron.layers.mixers.attention import AttentionMixer
 from megatron.layers.mixers.base import Mixer
 from megatron.layers.mixers.experts import ExpertsMixer
 from megatron.layers.mixers.feed_forward import FeedForwardMixer
+from megatron.layers.mixers.gated_delta_net import GatedDeltaNetMixer
 from megatron.layers.mixers.latent_attention import LatentAttentionMixer
 
 MIXERS: Mapping[str, Mixer] = {
     "attention": AttentionMixer(),
     LATENT_ATTENTION: LatentAttentionMixer(),
+    GATED_DELTA_NET: GatedDeltaNetMixer(),
     "mlp": FeedForwardMixer(),
     "experts": ExpertsMixer(),
 }
