@@ -267,6 +267,9 @@ def implied_default_problems(spellings: Collection[str], config: RunConfig) -> I
     if "--no-position-embedding" in spellings and config.model.position_embedding_type == "learned_absolute":
         sentence = "--no-position-embedding contradicts --position-embedding-type learned_absolute"
         yield Problem("E004", sentence, ("--position-embedding-type none", "--position-embedding-type rope"))
+    if {"--hybrid-layer-pattern", "--hybrid-override-pattern"} <= {*spellings}:
+        sentence = "--hybrid-override-pattern is an older name of --hybrid-layer-pattern"
+        yield Problem("E003", sentence, ("drop --hybrid-override-pattern",))
     load, save = config.checkpoint.load, config.checkpoint.save
     if "--no-load-optim" in spellings and load != save and holds_checkpoints(load) and not holds_checkpoints(save):
         sentence = f"--no-load-optim: a run starts from {load} with its optimizer state"

@@ -64,6 +64,10 @@ class GatedDeltaNetOptions:
     E117 --experimental-attention-variant {experimental_attention_variant} needs the layers that have it
       fix: --linear-attention-freq 4 | drop --experimental-attention-variant
 
+    hybrid_layer_pattern and linear_attention_freq and experimental_attention_variant
+    E117 --linear-attention-freq and --hybrid-layer-pattern, with its G, both choose the layers with linear attention
+      fix: drop --linear-attention-freq | drop --hybrid-layer-pattern
+
     has_two_lists_of_mixers
     E117 --token-mixers and --linear-attention-freq both name the mixers of the layers
       fix: drop --linear-attention-freq | drop --token-mixers

@@ -57,10 +57,14 @@ class ShardPiece:
 
 @dataclass(frozen=True)
 class Init:
-    """Initial values of a parameter: normal with standard deviation ``std``, or the constant ``value``."""
+    """Initial values of a parameter: normal with standard deviation ``std``, uniform, or the constant ``value``."""
 
     std: float | None = None
     value: float = 0.0
+    # Bounds of uniform values.
+    uniform: tuple[float, float] | None = None
+    # Name of a function of drawn values, in :data:`megatron.distributed.random.TRANSFORMS`.
+    transform: str | None = None
 
 
 @dataclass(frozen=True)
@@ -88,7 +92,8 @@ class ShardSpec:
     tied: bool = False
     # A tied parameter's copy on the last pipeline stage; norms and checkpoints count the first stage's.
     counted_elsewhere: bool = False
-    # Number of leading view dimensions that enumerate separate matrices, such as experts or gate and up projection.
+    # Number of leading view dimensions that enumerate separate matrices, such as experts or gate and up projection; or
+    # separate vectors, such as the filters of a convolution.
     matrices: int = 0
     # A weight whose inputs are sharded, not its outputs.
     row_parallel: bool = False
@@ -102,8 +107,6 @@ class ShardSpec:
     buffer: bool = False
     # The parameter is kept in at least fp32.
     wide: bool = False
-    # A 2-D weight that is no matrix: no product has it as an operand, as that of a convolution of every channel.
-    elementwise: bool = False
     # Of a quantised weight, whose elements are bytes: the spec of its values, and the format of the bytes.
     dense: ShardSpec | None = None
     precision: str | None = None
@@ -129,6 +132,11 @@ class ShardSpec:
         if len(self.shape) == 1:
             return (prod(self.local_view),)
         return (prod(self.local_view[:-1]), self.local_view[-1])
+
+    @property
+    def is_matrix(self) -> bool:
+        """True for one matrix or several, which inputs are multiplied with."""
+        return len(self.shape) == 2 and len(self.view) - self.matrices >= 2
 
     @property
     def decays(self) -> bool:

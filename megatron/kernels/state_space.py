@@ -55,13 +55,20 @@ def state_space(
     return y, state_BGRPD.flatten(1, 2)
 
 
-def read_state(
-    state_BNPD: Tensor, dt_BLN: Tensor, a_N: Tensor, c_BLGD: Tensor, seen_BL: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    """Return what a state before the first token adds to the outputs of a scan, and by what it has decayed at its end.
+def decay_of_all(dt_BLN: Tensor, a_N: Tensor, seen_BL: Tensor | None) -> Tensor:
+    """Return the factor ``[B, N]`` by which a scan multiplies the state before it; 0 if its document ends.
 
-    Both are linear in the state: the sum of the results of :func:`state_space` and of this function is the scan that
-    begins with it.
+    Arguments as for :func:`read_state`.
+    """
+    decay_BN = (dt_BLN * a_N).sum(1).exp()
+    return decay_BN if seen_BL is None else decay_BN.masked_fill(~seen_BL[:, -1:], 0.0)
+
+
+def read_state(state_BNPD: Tensor, dt_BLN: Tensor, a_N: Tensor, c_BLGD: Tensor, seen_BL: Tensor | None) -> Tensor:
+    """Return what a state before the first token adds to the outputs of a scan ``[B, L, N, P]``, in its type.
+
+    A scan is linear in that state: its outputs are those of :func:`state_space` and these, its last state is that of
+    :func:`state_space` and :func:`decay_of_all` times the one before. Only the inputs are kept for backward.
 
     Args:
         state_BNPD: the state.
@@ -69,17 +76,35 @@ def read_state(
         a_N: likewise.
         c_BLGD: likewise.
         seen_BL: True for the first tokens, of the document of the state; None if they all are.
-
-    Returns:
-        Outputs ``[B, L, N, P]`` and decays ``[B, N]``, in the type of the state.
     """
-    decay_BLN = (dt_BLN * a_N).cumsum(1).exp()
+    y: Tensor = _ReadState.apply(state_BNPD, dt_BLN, a_N, c_BLGD, seen_BL)
+    return y
+
+
+class _ReadState(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, *inputs: Any) -> Tensor:
+        ctx.save_for_backward(*inputs)
+        return _read(*inputs)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        *inputs, seen = ctx.saved_tensors
+        state, dt, a, c = leaves = [t.detach().requires_grad_() for t in inputs]
+        with torch.enable_grad():
+            y = _read(state, dt, a, c, seen)
+        return *torch.autograd.grad(y, leaves, dy), None
+
+
+def _read(state_BNPD: Tensor, dt_BLN: Tensor, a_N: Tensor, c_BLGD: Tensor, seen_BL: Tensor | None) -> Tensor:
+    log_BLN = (dt_BLN * a_N).cumsum(1)
     if seen_BL is not None:
-        decay_BLN = decay_BLN.masked_fill(~seen_BL.unsqueeze(2), 0.0)
+        log_BLN = log_BLN.masked_fill(~seen_BL.unsqueeze(2), -torch.inf)
     groups = c_BLGD.shape[2]
-    state_BGRPD, decay_BLGR = state_BNPD.unflatten(1, (groups, -1)), decay_BLN.unflatten(2, (groups, -1))
+    state_BGRPD, decay_BLGR = state_BNPD.unflatten(1, (groups, -1)), log_BLN.exp().unflatten(2, (groups, -1))
     y_BLGRP = torch.einsum("blgd,bgrpd->blgrp", c_BLGD.to(state_BNPD), state_BGRPD) * decay_BLGR.unsqueeze(4)
-    return y_BLGRP.flatten(2, 3), decay_BLN[:, -1]
+    return y_BLGRP.flatten(2, 3)
 
 
 class _Part(NamedTuple):

@@ -12,39 +12,38 @@ tokens.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import partial
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
 from megatron.config.model import ModelConfig
 from megatron.kernels.delta_rule import transition
 from megatron.layers.context import BuildContext, ForwardContext, MixerOutput
 from megatron.layers.linear import ColumnParallelLinear, RowParallelLinear
-from megatron.layers.recompute import recompute_producer
-from megatron.layers.recurrence import Recurrence, RecurrentRows
+from megatron.layers.norm import widened
+from megatron.layers.recompute import recompute, recompute_producer
+from megatron.layers.recompute_plan import RecomputePlan
+from megatron.layers.recurrence import ChannelConvolution, Recurrence, RecurrentRows
 
 
 class GatedDeltaNet(nn.Module):
     """Gated DeltaNet: ``[S(/tp), B, H] -> [S(/tp), B, H]``; a tensor-parallel rank has some of the heads."""
 
-    def __init__(self, config: ModelConfig, context: BuildContext) -> None:
+    def __init__(self, config: ModelConfig, context: BuildContext, plan: RecomputePlan) -> None:
         super().__init__()
-        self.kernels, self.eps, tp = context.kernels, config.norm_epsilon, context.tp.size
+        self.kernels, self.recompute_norm, tp = context.kernels, "layernorm" in plan.modules, context.tp.size
         self.recurrence = Recurrence(context, config.linear_conv_kernel_dim)
         keys, values = config.linear_num_key_heads // tp, config.linear_num_value_heads // tp
         self.channels, self.value_channels = config.linear_key_head_dim, config.linear_value_head_dim
         self.of_keys, self.of_values = keys * self.channels, values * self.value_channels
         self.heads = values
         self.linear_in = ColumnParallelLinear(context.submodule("linear_in"))
-        self.conv = nn.ParameterDict({"weight": context.submodule("conv").parameter("weight", autograd=True)})
+        self.conv = ChannelConvolution(context.submodule("conv"))
         self.dt_bias = context.parameter("dt_bias", autograd=True)
         self.A_log = context.parameter("A_log", autograd=True)
-        self.norm = nn.ParameterDict({"weight": context.submodule("norm").parameter("weight", autograd=True)})
+        self.norm = GatedHeadNorm(config, context.submodule("norm"))
         self.linear_out = RowParallelLinear(context.submodule("linear_out"))
 
     def forward(self, x_SBH: Tensor, ctx: ForwardContext) -> MixerOutput:
@@ -56,10 +55,12 @@ class GatedDeltaNet(nn.Module):
         if rows.head_ranks > 1:
             qkv_SBC, beta_SBN, alpha_SBN = self._exchange_heads(rows, qkv_SBC, beta_SBN, alpha_SBN)
         convolve, attend = partial(self._convolve, rows), partial(self._attend, rows)
-        y_SBNV = recompute_producer(convolve, attend, qkv_SBC, beta_SBN, alpha_SBN)
-        gate_SBNV = gate_SBO.unflatten(2, (-1, self.value_channels))
-        y_SBO = _GatedNorm.apply(rows.scatter_rows(y_SBNV), gate_SBNV, self.norm["weight"], self.eps).flatten(2)
-        return MixerOutput(self.linear_out(y_SBO), self.linear_out.bias)
+        y_SBNV = rows.scatter_rows(recompute_producer(convolve, attend, qkv_SBC, beta_SBN, alpha_SBN))
+        if self.recompute_norm:
+            y_SBH = recompute_producer(self.norm, self.linear_out, y_SBNV, gate_SBO)
+        else:
+            y_SBH = self.linear_out(recompute(self.norm, y_SBNV, gate_SBO))
+        return MixerOutput(y_SBH, self.linear_out.bias)
 
     def _exchange_heads(self, rows: RecurrentRows, qkv_SBC: Tensor, *of_heads: Tensor) -> list[Tensor]:
         """Return some of the heads, for the tokens of the ranks that exchange heads for rows."""
@@ -75,9 +76,11 @@ class GatedDeltaNet(nn.Module):
         parts = qkv_BLC.split((keys, keys, values), dim=2)
         return [part.unflatten(2, (-1, width)) for part, width in zip(parts, widths)]
 
-    def _convolve(self, rows: RecurrentRows, qkv_TBC: Tensor, beta_TBN: Tensor, alpha_TBN: Tensor) -> Sequence[Tensor]:
+    def _convolve(
+        self, rows: RecurrentRows, qkv_TBC: Tensor, beta_TBN: Tensor, alpha_TBN: Tensor
+    ) -> tuple[Tensor, ...]:
         """Return convolved queries, keys and values, logarithms of decays, and writing strengths, by chunks."""
-        weight_CW = self.conv["weight"]
+        weight_CW: Tensor = self.conv.weight
         if rows.head_ranks > 1:
             parts = weight_CW.split((self.of_keys, self.of_keys, self.of_values))
             widths = (self.channels, self.channels, self.value_channels)
@@ -101,25 +104,15 @@ class GatedDeltaNet(nn.Module):
         return rows.unfold(y_MLNV)
 
 
-class _GatedNorm(torch.autograd.Function):
-    """``RMSNorm(y) silu(gate)`` over the channels of a head, in at least fp32; keeps its inputs only."""
+class GatedHeadNorm(nn.Module):
+    """``norm(y) silu(gate)``: RMSNorm over the channels of a head, in at least fp32; all heads have one weight."""
 
-    @staticmethod
-    def forward(ctx: Any, y: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
-        ctx.save_for_backward(y, gate, weight)
-        ctx.eps = eps
-        return _gated_norm(y, gate, weight, eps)
+    def __init__(self, config: ModelConfig, context: BuildContext) -> None:
+        super().__init__()
+        self.weight, self.eps = context.parameter("weight", autograd=True), config.norm_epsilon
 
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dz: Tensor) -> tuple[Tensor | None, ...]:
-        leaves = [t.detach().requires_grad_() for t in ctx.saved_tensors]
-        with torch.enable_grad():
-            z = _gated_norm(*leaves, ctx.eps)
-        return *torch.autograd.grad(z, leaves, dz), None
-
-
-def _gated_norm(y: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
-    wide = torch.promote_types(y.dtype, torch.float32)
-    normed = F.rms_norm(y.to(wide), weight.shape, weight.to(wide), eps)
-    return (normed * F.silu(gate.to(wide))).to(y.dtype)
+    def forward(self, y_SBNV: Tensor, gate_SBO: Tensor) -> Tensor:
+        """Return the product of all heads, ``[S, B, N V]``."""
+        wide = torch.promote_types(y_SBNV.dtype, torch.float32)
+        normed_SBNV = F.rms_norm(y_SBNV.to(wide), y_SBNV.shape[3:], widened(self.weight), self.eps)
+        return (normed_SBNV.flatten(2) * F.silu(gate_SBO.to(wide))).to(y_SBNV.dtype)

@@ -53,7 +53,8 @@ EXPERTS = (
     "|--moe-aux-loss-coeff 0.1 --moe-router-load-balancing-type global_aux_loss"
     "|--moe-router-load-balancing-type sinkhorn",
     "|--moe-router-enable-expert-bias --moe-router-bias-update-rate 0.05",
-    "||--moe-router-num-groups 2 --moe-router-group-topk 1|--moe-router-num-groups 4 --moe-router-group-topk 2",
+    "||--moe-router-num-groups 2 --moe-router-group-topk 1|--moe-router-num-groups 4 --moe-router-group-topk 2"
+    "|--moe-router-num-groups 2 --moe-router-group-topk 1 --moe-router-group-score-topk 2",
     "|--moe-router-topk-scaling-factor 2.5",
     "||--moe-z-loss-coeff 0.02",
     "||--moe-shared-expert-intermediate-size 16"
@@ -79,7 +80,8 @@ OTHERS = (
     "--attention-dropout 0|--attention-dropout 0|--attention-dropout 0.1",
     "||--attention-output-gate",
     "|||--attention-pattern local:5,global|--attention-pattern local:3+first:2,prefix:4",
-    "|--mtp-num-layers 1|--mtp-num-layers 2",
+    "|--mtp-num-layers 1|--mtp-num-layers 2|--mtp-num-layers 2 --mtp-use-repeated-layer"
+    "|--mtp-num-layers 2 --mtp-detach-heads|--mtp-num-layers 2 --mtp-use-repeated-layer --mtp-detach-heads",
     "|||--recompute-granularity full|--recompute-granularity full --recompute-method block --recompute-num-layers 1"
     + "".join(f"|--recompute-granularity selective --recompute-modules {m}" for m in choices("recompute_modules"))
     + "|--cpu-offloading-num-layers 1 --min-offloaded-tensor-size 1",

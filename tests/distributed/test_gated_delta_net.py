@@ -6,11 +6,8 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-import torch
 
-from megatron.config.optimizer import OptimizerConfig
 from megatron.config.parallel import ParallelConfig
-from megatron.config.precision import PrecisionConfig
 from megatron.config.training import TrainingConfig
 from tests.kit.cases import MODEL, Case, PackedConversations, compare_with_twin, run_in_small_tiles
 from tests.kit.pool import Pool

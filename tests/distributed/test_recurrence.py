@@ -85,18 +85,24 @@ def convolution(x_NTC: Tensor, weight_CW: Tensor, bias_C: Tensor | None, runs_NT
     return total
 
 
-def recur(recurrence: Recurrence, ctx: ForwardContext, x: Tensor, steps: Tensor, weight_NDW: Tensor) -> Tensor:
-    """The same by the recurrence of a mixer, within chunks token by token."""
+def recur(
+    recurrence: Recurrence, ctx: ForwardContext, x: Tensor, steps: Tensor, weight_NDW: Tensor, part: int | None = None
+) -> Tensor:
+    """The same by the recurrence of a mixer, within chunks, or parts of them, token by token."""
     rows: RecurrentRows = recurrence.rows(ctx)
     x_SBND, flat_SBNE = rows.gather_rows([x, steps.flatten(3) if steps.ndim > 3 else steps.unsqueeze(3)])
     steps = flat_SBNE.unflatten(3, steps.shape[3:]) if steps.ndim > 3 else flat_SBNE.squeeze(3)
     heads = x_SBND.shape[2]
     x_NLC = rows.fold(x_SBND).flatten(2)
     c_NLHD = rows.convolve(x_NLC, rows.own_heads(weight_NDW).flatten(0, 1), None, convolution).unflatten(2, (heads, -1))
-    steps = rows.fold(steps)
+    eye = torch.eye(CHANNELS, dtype=x.dtype) if steps.ndim > 3 else torch.ones((), dtype=x.dtype)
+    if part is not None:
+        c_SBHD, rows = rows.unfold(c_NLHD), rows.split(part)
+        c_NLHD = rows.fold(c_SBHD)
+        assert c_NLHD.shape[1] <= part
+    steps = rows.fold(steps - eye) + eye
     state = c_NLHD.new_zeros(len(c_NLHD), heads, CHANNELS, 1)
-    eye = torch.eye(CHANNELS, dtype=x.dtype)
-    total = torch.ones_like(steps[:, 0]) if steps.ndim == 3 else torch.zeros_like(steps[:, 0]) + eye
+    total = torch.zeros_like(steps[:, 0]) + eye
     runs, seen = rows.own_runs, rows.seen
     states, totals = [], []
     for t in range(c_NLHD.shape[1]):
@@ -117,7 +123,7 @@ def recur(recurrence: Recurrence, ctx: ForwardContext, x: Tensor, steps: Tensor,
     return rows.scatter_rows(rows.unfold(out.squeeze(-1)))
 
 
-def distributed(rank: int, size: int, example: Example, head_ranks: int) -> list[Tensor]:
+def distributed(rank: int, size: int, example: Example, head_ranks: int, part: int | None) -> list[Tensor]:
     """Return a rank's rows of the output, and gradients of the sum of squares."""
     mesh = Mesh(Layout.from_config(ParallelConfig(context_parallel_size=size), size), rank, cp_head_ranks=head_ranks)
     cp, length = ContextParallel(mesh.cp_ring, mesh.cp_heads), len(example.x)
@@ -126,7 +132,7 @@ def distributed(rank: int, size: int, example: Example, head_ranks: int) -> list
     batch = MicroBatch(tokens, tokens, tokens, tokens[:, 0], documents=example.documents, seq_length=length)
     recurrence = Recurrence(BuildContext(mesh, GradAccumulator(), cp=cp, prefix="toy"), WIDTH)
     leaves = example.leaves(own)
-    out = recur(recurrence, ForwardContext(batch, {}), *leaves)
+    out = recur(recurrence, ForwardContext(batch, {}), *leaves, part)
     found = torch.autograd.grad(out.square().sum(), leaves)
     return [torch.tensor(own), out.detach(), *found]
 
@@ -135,12 +141,12 @@ def distributed(rank: int, size: int, example: Example, head_ranks: int) -> list
 @pytest.mark.parametrize("matrices", [False, True])
 @pytest.mark.parametrize(("size", "head_ranks"), [(2, 1), (4, 1), (2, 2), (4, 2)])
 def test_ranks_continue_each_other(pool: Pool, size: int, head_ranks: int, matrices: bool, documents: bool) -> None:
-    for length in (16, 48):  # chunks shorter than the convolution, and longer ones
+    for length, part in ((16, None), (48, None), (48, 5)):  # chunks shorter than the convolution, longer ones, split
         example = Example.draw(length, matrices, documents)
         leaves = example.leaves(list(range(length)))
         out = brute_force(example, *leaves)
         expected = [out.detach(), *torch.autograd.grad(out.square().sum(), leaves)]
-        parts = pool.run(size, distributed, example, head_ranks)
+        parts = pool.run(size, distributed, example, head_ranks, part)
         for index, whole in enumerate(expected[:3]):
             for rows, *values in parts:
                 torch.testing.assert_close(values[index], whole[rows], rtol=1e-12, atol=1e-12)
@@ -148,8 +154,37 @@ def test_ranks_continue_each_other(pool: Pool, size: int, head_ranks: int, matri
         torch.testing.assert_close(weight, expected[3], rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.parametrize("length", [1, 7, 12])
+@pytest.mark.parametrize("part", [3, 5, 12, 20])
+def test_decays_are_products_within_documents(length: int, part: int) -> None:
+    generator = torch.Generator().manual_seed(3)
+    documents_BS = (torch.rand(BATCH, length, generator=generator) < 0.3).cumsum(1)
+    log = -torch.rand(length, BATCH, HEADS, generator=generator, dtype=torch.float64)
+    tokens = torch.zeros(BATCH, length, dtype=torch.int64)
+    batch = MicroBatch(tokens, tokens, tokens, tokens[:, 0], documents=documents_BS)
+    mesh = Mesh(Layout.from_config(ParallelConfig(), 1), 0)
+    rows = (
+        Recurrence(BuildContext(mesh, GradAccumulator(), prefix="toy"), 1).rows(ForwardContext(batch, {})).split(part)
+    )
+    between, since = rows.decays(rows.fold(log))
+    first = 0
+    for of_chunk, since_chunk in zip(between.split(BATCH), since.split(BATCH)):
+        for sample, (products, before) in enumerate(zip(of_chunk, since_chunk)):
+            ids = documents_BS[sample]
+            for t in range(first, min(first + products.shape[1], length)):
+                for s in range(first, min(first + products.shape[1], length)):
+                    seen = s <= t and ids[s] == ids[t]
+                    expected = log[s + 1 : t + 1, sample].sum(0).exp() * seen
+                    torch.testing.assert_close(products[:, t - first, s - first], expected)
+                seen = first > 0 and ids[first - 1] == ids[t]
+                torch.testing.assert_close(before[:, t - first], log[first : t + 1, sample].sum(0).exp() * seen)
+        first += products.shape[1]
+    assert first >= length
+
+
+@pytest.mark.parametrize("part", [None, 4])
 @pytest.mark.parametrize("padded", [False, True])
-def test_generation_continues(padded: bool) -> None:
+def test_generation_continues(padded: bool, part: int | None) -> None:
     example = Example.draw(12, matrices=True, documents=False)
     padding = torch.tensor([0, 5]) if padded else None
     documents = None if padding is None else (torch.arange(12) >= padding.unsqueeze(1)).long()
@@ -163,7 +198,7 @@ def test_generation_continues(padded: bool) -> None:
         for start, stop in ((0, 6), (6, 7), (7, 8), (8, 12)):
             batch = MicroBatch.of_tokens(torch.zeros(BATCH, stop - start, dtype=torch.int64))
             rows = list(range(start, stop))
-            found.append(recur(recurrence, ForwardContext(batch, {}, cache=cache), *example.leaves(rows)))
+            found.append(recur(recurrence, ForwardContext(batch, {}, cache=cache), *example.leaves(rows), part))
             cache.advance(stop - start)
     torch.testing.assert_close(torch.cat(found), expected.detach(), rtol=1e-12, atol=1e-12)
     sizes = {name: tuple(state.shape) for name, state in cache.states.items()}

@@ -37,7 +37,7 @@ OURS, THEIRS = "pre_gated_delta_net_layernorm.weight", "input_layernorm.weight"
 
 
 def of_delta_net(t: Tensors) -> dict[str, Tensor]:
-    """A layer's tensors by our names. There a key head is followed by what shares it: q, k, v and gates; beta, alpha."""
+    """A layer's tensors by our names. There a key head is followed by what shares it: q, k, v, gates; beta, alpha."""
     keys, values = CONFIG.linear_num_key_heads, CONFIG.linear_num_value_heads // CONFIG.linear_num_key_heads
     d, v = CONFIG.linear_key_head_dim, CONFIG.linear_value_head_dim * values
     wide = t["in_proj_qkvz.weight"].unflatten(0, (keys, -1)).split((d, d, v, v), dim=1)

@@ -43,7 +43,7 @@ def check_mixers(config: RunConfig, world_size: int) -> Iterator[Problem]:
 def check_mixers_divide(config: RunConfig, world_size: int) -> Iterator[Problem]:
     """Check that TP divides what the mixers of plugins shard; other checks know the sizes of the built-in ones."""
     parallel = config.parallel
-    for name in dict.fromkeys(config.model.token_mixers):
+    for name in config.model.token_mixer_names:
         if name in MIXERS:
             continue
         if (error := _division_error(name, config.model, parallel)) is not None:
@@ -135,8 +135,7 @@ def check_fp8_sizes(config: RunConfig, world_size: int) -> Iterator[Problem]:
         return  # a dimension does not divide, which other checks report
     for name, spec in specs.items():
         rows, columns = prod(spec.local_view[spec.expert : -1]), spec.local_view[-1]
-        matrix = len(spec.local_shape) == 2 and not spec.elementwise
-        multiplied = matrix and name.endswith(".weight") and ".router." not in name
+        multiplied = spec.is_matrix and name.endswith(".weight") and ".router." not in name
         if multiplied and (rows % of or columns % of):
             sentence = f"--fp8-recipe {recipe} needs multiples of {of}, and a rank's {name} is {rows} x {columns}"
             yield Problem("E923", sentence, (*other, "drop --fp8-format"))

@@ -311,8 +311,8 @@ def convert_to_huggingface(
     files |= _tokenizer_config(files, saved.model)
     card = model_card(manifest, saved.model, config["architectures"][0], config["dtype"])
     files[OTHER_CARD_FILE if CARD_FILE in files else CARD_FILE] = card
-    mappings = map_tensors(config["model_type"], saved.specs)
-    copies = map_copies(config["model_type"], saved.specs, mappings)
+    mappings = map_tensors(config["model_type"], saved.model, saved.specs)
+    copies = map_copies(config["model_type"], saved.model, saved.specs, mappings)
     if checked:
         files = check_tokenizer(files, config)
 

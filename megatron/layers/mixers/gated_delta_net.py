@@ -7,13 +7,17 @@ from typing import TYPE_CHECKING
 
 from megatron.config.model import ModelConfig
 from megatron.distributed.sharding import Init, Sharding, Specs
-from megatron.layers.mixers.base import Mixer, linear, output_projection, under
+from megatron.layers.mixers.base import Mixer, channel_convolution, linear, output_projection, under
 from megatron.layers.recompute_plan import RecomputePlan
 
 if TYPE_CHECKING:
     from torch import nn
 
     from megatron.layers.context import BuildContext
+
+
+DECAYS = (1.0, 16.0)
+"""Range of the rates of decay of a new model."""
 
 
 class GatedDeltaNetMixer(Mixer):
@@ -24,25 +28,31 @@ class GatedDeltaNetMixer(Mixer):
     operations = ("causal_conv", "gated_delta_rule")
 
     def parameters(self, config: ModelConfig, sharding: Sharding) -> Specs:
-        """Declare the projections, the convolution, the decays of the heads, and the norm of their outputs."""
+        """Declare the projections, the convolution, the decays of the heads, and the norm of their outputs.
+
+        Each part of the fused projection, and of the channels of the convolution, is sharded over TP. Initial values
+        are those of Megatron-LM.
+        """
         keys = config.linear_num_key_heads * config.linear_key_head_dim
         heads, channels = config.linear_num_value_heads, config.linear_value_head_dim
         values, width = heads * channels, config.linear_conv_kernel_dim
         parts = (keys, keys, values, values, heads, heads)  # q, k, v, gate, beta, alpha
         weight = sharding.dense.parts(parts, (config.hidden_size,), Init(config.init_method_std))
-        conv = sharding.dense.parts(parts[:3], (width,), Init(width**-0.5))
-        specs = under(linear_in=linear(weight, None), conv={"weight": replace(conv, elementwise=True)})
-        of_heads = sharding.dense.split((heads,), 0, Init(value=1.0))
-        specs |= {"dt_bias": replace(of_heads, wide=True), "A_log": replace(of_heads, wide=True)}
+        convolution = channel_convolution(sharding, parts[:3], width, has_bias=False)
+        of_heads = {"dt_bias": Init(value=1.0), "A_log": Init(uniform=DECAYS, transform="log")}
         # Each rank normalises its own heads only, so the gradient is always partial.
         norm = {"weight": sharding.dense.replicate((channels,), Init(value=1.0), partial=True)}
-        return specs | under(norm=norm, linear_out=output_projection(config, sharding, values, bias=False))
+        return (
+            under(linear_in=linear(weight, None), conv=convolution)
+            | {name: replace(sharding.dense.split((heads,), 0, init), wide=True) for name, init in of_heads.items()}
+            | under(norm=norm, linear_out=output_projection(config, sharding, values, has_bias=False))
+        )
 
     def build(self, config: ModelConfig, context: BuildContext, layer: int, plan: RecomputePlan) -> nn.Module:
         """Build the module."""
         from megatron.layers.gated_delta_net import GatedDeltaNet
 
-        return GatedDeltaNet(config, context)
+        return GatedDeltaNet(config, context, plan)
 
     def describe(self, config: ModelConfig) -> str:
         """Return the heads and the convolution."""

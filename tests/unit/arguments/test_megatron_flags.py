@@ -80,6 +80,7 @@ def test_an_applied_flag_sets_its_options() -> None:
         "--activations-checkpoint-granularity": "full",
         "--activations-checkpoint-method": "block",
         "--warmup": "0.01",
+        "--hybrid-override-pattern": "'*-*-'",
     }
     for spelling, flag in FLAGS.handled.items():
         if flag.kind == "applied":

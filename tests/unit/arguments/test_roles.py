@@ -57,6 +57,8 @@ OTHER_VALUES: dict[str, Any] = {
     "window_attn_skip_freq": "2",
     "moe_layer_freq": "2",
     "linear_attention_freq": "2",
+    "hybrid_layer_pattern": "*-*-*",
+    "mtp_hybrid_override_pattern": "*",
     "lora_target": ("linear_qkv",),
     "moe_aux_loss_coeff": (0.25,),
 }

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from megatron.kernels.operation import check_kernel
-from megatron.kernels.state_space import SEGMENT_CHUNKS, STATE_SPACE, read_state, state_space
+from megatron.kernels.state_space import SEGMENT_CHUNKS, STATE_SPACE, decay_of_all, read_state, state_space
 from tests.unit.kernels.doubles import install
 
 Inputs = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
@@ -87,8 +87,8 @@ def test_a_scan_continues_from_a_state(documents: bool) -> None:
         x[seconds], dt[seconds], a, b[seconds], c[seconds], runs if runs is None else runs[seconds], 8
     )
     seen = None if runs is None else runs[:, 13:] == runs[:, 12:13]
-    read, decay = read_state(state, dt[seconds], a, c[seconds], seen)
-    ours = torch.cat((y1, y2 + read), 1), after + decay[..., None, None] * state
+    read = read_state(state, dt[seconds], a, c[seconds], seen)
+    ours = torch.cat((y1, y2 + read), 1), after + decay_of_all(dt[seconds], a, seen)[..., None, None] * state
     agree(ours, by_token(*inputs, runs), leaves)
 
 
