@@ -132,8 +132,8 @@ def _model(model: ModelConfig) -> str:
         parts[0] = (
             f"{model.residual_layers} layers {model.hybrid_layer_pattern} in {counted(model.num_layers, 'block')}"
         )
-    elif model.token_mixers != type(model).token_mixers:
-        parts.append(f"mixers {' '.join(model.token_mixers)} (repeated)")
+    elif model.repeated_token_mixers != type(model).token_mixers:
+        parts.append(f"mixers {' '.join(model.repeated_token_mixers)} (repeated)")
     if model.dense_layers and model.num_experts is None:
         parts.append(f"{model.activation} MLP of {model.ffn}")
     return ", ".join([*parts, model.normalization, f"positions {model.position_embedding_type}"])
