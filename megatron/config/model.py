@@ -570,6 +570,8 @@ class ModelConfig(
         """Check that TP divides the query heads, and that key/value heads and TP divide one another."""
         heads, groups = self.num_attention_heads, self.kv_groups
         tp = config.parallel.tensor_model_parallel_size
+        if not (self.has_attention or self.has_latent_attention):
+            return
         if heads % tp:
             fit = [n for n in divisors(heads) if world_size % n == 0]
             sizes = flag_fixes("--tensor-model-parallel-size", nearest(tp, fit))

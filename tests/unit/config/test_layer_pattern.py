@@ -7,7 +7,8 @@ from dataclasses import replace
 
 import pytest
 
-from megatron.arguments.sources import build_config, resolve
+from megatron.arguments.compatibility import compare_configs
+from megatron.arguments.sources import build_config, resolve, to_dict
 from megatron.config import plugins
 from megatron.config.layer_pattern import LETTERS, PatternError, parse_pattern, without_pattern
 from megatron.config.model import ModelConfig
@@ -146,3 +147,29 @@ def test_a_mixer_of_a_plugin_has_a_letter(letter: type[Mixer], monkeypatch: pyte
         (problem,) = problems(f"{SHAPE} --num-layers 1")
         assert problem.code == "E914"
         assert repr(taken) in problem.sentence
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "codes"),
+    [
+        ("--token-mixers mamba2 attention --num-layers 3", "--hybrid-layer-pattern 'M-*-M-'", []),
+        ("--token-mixers mamba2 attention --num-layers 3", "--hybrid-layer-pattern 'M-*-*-'", ["E821"]),
+        ("--num-layers 4 --num-experts 4 --moe-layer-freq 2", "--hybrid-layer-pattern '*E*-*E*-' --num-experts 4", []),
+        ("--num-layers 2 --num-experts 4 --moe-layer-freq 2", "--hybrid-layer-pattern '*-*E' --num-experts 4", ["E821"]),
+        ("--num-layers 3 --window-size 4 --window-attn-skip-freq 2", "--hybrid-layer-pattern '*-*-*-' --window-size 4 "
+         "--window-attn-skip-freq '[1,1,0,0]'", []),
+        ("--num-layers 3 --window-size 4", "--hybrid-layer-pattern '*-*-*-' --attention-pattern local:4", []),
+        ("--num-layers 3 --window-size 4", "--hybrid-layer-pattern '*-*-*-' --attention-pattern local:4,local:5", ["E822"]),
+        ("--hybrid-layer-pattern '*-*/*/*'", "--hybrid-layer-pattern '*-*' --mtp-hybrid-override-pattern '*' "
+         "--mtp-num-layers 2", []),
+        ("--hybrid-layer-pattern '*-*/*'", "--hybrid-layer-pattern '*-*/-'", ["E821"]),
+        ("--hybrid-layer-pattern '*-*/*'", "--hybrid-layer-pattern '*-*'", ["E822"]),
+        ("--hybrid-layer-pattern '*-*|*-*'", "--hybrid-layer-pattern '*-|**-*'", []),
+    ],
+)  # fmt: skip
+def test_a_resumed_run_is_compared_by_what_its_layers_are(one: str, other: str, codes: list[str]) -> None:
+    shape = f"{SHAPE} --position-embedding-type none --mamba-num-groups 1"
+    saved, now = (run(f"{shape} {flags}").config for flags in (one, other))
+    found = compare_configs(to_dict(saved), now, "exact")
+    assert [problem.code for problem in found.problems] == codes
+    assert found.changed <= {"pipeline_model_parallel_layout"} or codes
