@@ -5,6 +5,7 @@ megatron_flags.yaml holds the flags, with what happens to each and why.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -255,6 +256,27 @@ def implied_values(given: Mapping[str, Any]) -> dict[str, Any]:
     if any(given.get("moe_aux_loss_coeff") or ()):
         implied["moe_router_load_balancing_type"] = ("aux_loss",)
     return {name: value for name, value in implied.items() if not given.get(name)}
+
+
+def pattern_of_ratios(layers: int, attention: float, mlp: float) -> str:
+    """Return the layer pattern that older flags of Megatron-LM mean: Mamba-2, with attention and MLPs spread evenly.
+
+    Args:
+        layers: number of residual layers.
+        attention: share of the layers that are attention.
+        mlp: share of the layers that are MLPs; they take the places of Mamba-2.
+    """
+    symbols = ["M"] * layers
+    for symbol, share, more in (("*", attention, 1), ("-", mlp, 0)):
+        free = [place for place, each in enumerate(symbols) if each == "M"]
+        count = round(layers * share)
+        left = between = (len(free) - count) / (count + more) if count else math.inf
+        for place in free:
+            if left < 0.5:
+                symbols[place], left = symbol, left + between
+            else:
+                left -= 1
+    return "".join(symbols)
 
 
 def implied_default_problems(spellings: Collection[str], config: RunConfig) -> Iterator[Problem]:

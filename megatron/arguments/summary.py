@@ -132,17 +132,18 @@ def _model(model: ModelConfig) -> str:
         parts[0] = (
             f"{model.residual_layers} layers {model.hybrid_layer_pattern} in {counted(model.num_layers, 'block')}"
         )
-    elif model.token_mixers != type(model).token_mixers:
-        parts.append(f"mixers {' '.join(model.token_mixers)} (repeated)")
+    elif model.repeated_token_mixers != type(model).token_mixers:
+        parts.append(f"mixers {' '.join(model.repeated_token_mixers)} (repeated)")
     if model.dense_layers and model.num_experts is None:
         parts.append(f"{model.activation} MLP of {model.ffn}")
     return ", ".join([*parts, model.normalization, f"positions {model.position_embedding_type}"])
 
 
 def describe_mixers(model: ModelConfig) -> list[str]:
-    """Return the sizes of the mixers of the tokens, of those that state them."""
-    described = (find_mixer(name).describe(model) for name in dict.fromkeys(m[0] for m in model.kinds_of_layers))
-    return [each for each in described if each]
+    """Return the sizes of the mixers of the tokens, of those that state them; after the names of several."""
+    names = dict.fromkeys(mixers[0] for mixers in model.kinds_of_layers)
+    sizes = {name: text for name in names if (text := find_mixer(name).describe(model))}
+    return [*sizes.values()] if len(sizes) == 1 else [f"{name}: {text}" for name, text in sizes.items()]
 
 
 def _attention(model: ModelConfig) -> str:

@@ -13,6 +13,7 @@ from typing import Any, ClassVar, TypeAlias
 
 from megatron.config.attention_pattern import format_layers, split_layers
 from megatron.config.errors import Problem
+from megatron.config.gated_delta_net import GATED_DELTA_NET
 from megatron.config.latent_attention import LATENT_ATTENTION
 from megatron.config.mamba import MAMBA_MIXER
 from megatron.config.option import MAX_LAYERS, Run, option
@@ -22,7 +23,7 @@ from megatron.config.text import counted, flag, format_selected_layers
 Model: TypeAlias = Any
 """The model, a :class:`megatron.config.model.ModelConfig`, which inherits the class of options."""
 
-TOKEN_MIXERS = ("attention", LATENT_ATTENTION, MAMBA_MIXER)
+TOKEN_MIXERS = ("attention", LATENT_ATTENTION, MAMBA_MIXER, GATED_DELTA_NET)
 """Words of ``--token-mixers`` that are built in."""
 
 FEED_FORWARD = ("mlp", "experts")
@@ -32,7 +33,7 @@ LETTERS: Mapping[str, str] = {
     "*": "attention",
     "+": LATENT_ATTENTION,
     "M": MAMBA_MIXER,
-    "G": "gated-delta-net",
+    "G": GATED_DELTA_NET,
     "-": "mlp",
     "E": "experts",
 }
@@ -325,7 +326,7 @@ class LayerPatternOptions:
         """The different mixers of tokens, those of ``token_mixers`` that no layer has included."""
         if self.layer_pattern is not None:
             return tuple(name for kind in self.kinds_of_layers for name in kind if name not in FEED_FORWARD)
-        words = dict.fromkeys(self.token_mixers or ("attention",))
+        words = dict.fromkeys(self.repeated_token_mixers or ("attention",))
         return tuple(LATENT_ATTENTION if w == "attention" and self.multi_latent_attention else w for w in words)
 
     def check_letters(self: Model, config: Run, world_size: int) -> Iterator[Problem]:

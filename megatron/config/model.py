@@ -15,6 +15,7 @@ from megatron.config.adapters import AdapterOptions
 from megatron.config.attention_pattern import AttentionPattern, format_layers, parse_layers, split_layers
 from megatron.config.errors import Problem
 from megatron.config.experts import ExpertOptions, expert_layers
+from megatron.config.gated_delta_net import GatedDeltaNetOptions
 from megatron.config.latent_attention import LATENT_ATTENTION, SCALED, YARN, LatentAttentionOptions
 from megatron.config.layer_pattern import (
     DEPTH,
@@ -169,7 +170,7 @@ class TransformerOptions(WithPluginOptions):
 
     token_mixers: tuple[str, ...] = option(("attention",), role="shape", choices=TOKEN_MIXERS, kind="mixer")
     """Mixers of the tokens, the residual layers before the MLPs, repeated over the layers: attention, latent-attention,
-    mamba2, or the name of a plugin's mixer. Example: mine mine mine attention."""
+    mamba2, gated-delta-net, or the name of a plugin's mixer. Example: mine mine mine attention."""
     softmax_scale: float | None = option(None, role="function", above=0, example=0.0625)
     """Factor on the products of queries and keys. Default: 1/sqrt(channels of a key)."""
     attention_output_gate: bool = option(False, role="shape", needs=ATTENTION)
@@ -327,6 +328,7 @@ class ModelConfig(
     AdapterOptions,
     LatentAttentionOptions,
     MambaOptions,
+    GatedDeltaNetOptions,
     RouterOptions,
     ExpertOptions,
     MultiTokenOptions,
@@ -366,7 +368,7 @@ class ModelConfig(
         The block after the last one is that of the heads.
         """
         if self.layer_pattern is None:
-            words = self.token_mixers or ("attention",)
+            words = self.repeated_token_mixers or ("attention",)
             token_mixer = words[self.place(layer) % len(words)]
             if token_mixer == "attention" and self.multi_latent_attention:
                 token_mixer = LATENT_ATTENTION

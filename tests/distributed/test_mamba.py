@@ -29,12 +29,8 @@ PACKED = PackedConversations()
 def case(
     parallel: dict[str, Any], model: dict[str, Any] | None = None, training: dict[str, Any] | None = None, **rest: Any
 ) -> Case:
-    return Case(
-        replace(MODEL, **MAMBA | (model or {})),
-        ParallelConfig(**parallel),
-        training=TrainingConfig(**training or {}),
-        **rest,
-    )
+    mamba = replace(MODEL, **MAMBA | (model or {}))
+    return Case(mamba, ParallelConfig(**parallel), training=TrainingConfig(**training or {}), **rest)
 
 
 def cp(method: str, *sizes: int, ranks: int = 2, **rest: Any) -> dict[str, Any]:

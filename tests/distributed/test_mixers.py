@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import sys
 from collections.abc import Callable, Iterator
@@ -12,14 +13,18 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor, nn
+from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from megatron.arguments.cli import parse
 from megatron.arguments.sources import resolve
+from megatron.checkpoint.format import Manifest, whole_box
 from megatron.config import plugins
 from megatron.config.errors import UserError
 from megatron.config.model import ModelConfig
 from megatron.config.parallel import ParallelConfig
 from megatron.config.training import TrainingConfig
+from megatron.convert.saved_model import SavedModel, read_run_config
 from megatron.data.loader import MaskBuilder
 from megatron.inference.generate import SamplingParams, check_prompts, generate
 from megatron.inference.text import InferenceError
@@ -33,6 +38,7 @@ from tests.distributed.test_perturbation import expected as seen_by
 from tests.kit.cases import GLOBAL_BATCH, MODEL, Case, PackedConversations, compare_with_twin, run_in_small_tiles
 from tests.kit.pool import Pool
 from tests.kit.solo import Solo, random_batch, tiny
+from tests.unit.convert.folders import write_checkpoint
 from tests.unit.inference.test_generate import reread
 from tests.unit.planner.test_activations import LLAMA, LONG, config_of, measured
 from tests.unit.planner.test_flops import counted, expected
@@ -42,7 +48,7 @@ from tools.lib.verify_parallel import join_traces
 
 PAGE = Path(__file__).parents[2] / "docs" / "mixers.md"
 NAME = "gated_linear_attention"
-MIXED = ("gated-linear", "attention")
+PLAIN, MIXED = "L-L-L-L-", "L-*-L-*-"
 
 
 def module_of_the_page() -> str:
@@ -93,16 +99,14 @@ def test_the_module_is_short() -> None:
 
 
 def case(
-    mixers: tuple[str, ...] = ("gated-linear",),
+    pattern: str = PLAIN,
     dp: int = 1,
     training: dict[str, Any] | None = None,
     model: dict[str, Any] | None = None,
     documents: MaskBuilder | None = None,
     **parallel: Any,
 ) -> Case:
-    config = replace(
-        MODEL, token_mixers=mixers, num_layers=4, normalization="RMSNorm", hidden_dropout=0.1, **(model or {})
-    )
+    config = replace(MODEL, hybrid_layer_pattern=pattern, normalization="RMSNorm", hidden_dropout=0.1, **(model or {}))
     return Case(
         config, ParallelConfig(**parallel), training=TrainingConfig(**training or {}), dp=dp,
         documents=documents or MaskBuilder(),
@@ -121,9 +125,8 @@ CASES = {
     ),
     "cp 4": case(context_parallel_size=4),
     "cp 4, documents, mixed": case(MIXED, documents=PackedConversations(), context_parallel_size=4),
-    "cp 2, sp, pp, documents": case(
-        documents=PackedConversations(), context_parallel_size=2, pipeline_model_parallel_size=2, **TP
-    ),
+    "cp 2, sp, documents": case(documents=PackedConversations(), context_parallel_size=2, **TP),
+    "cp 2, pp": case("L-|*-L-", context_parallel_size=2, pipeline_model_parallel_size=2),
     "a2a, documents, mixed": case(MIXED, documents=PackedConversations(), context_parallel_size=2, cp_comm_type="a2a"),
     "a2a+p2p": case(
         context_parallel_size=4, cp_comm_type="a2a+p2p", hierarchical_context_parallel_sizes=(2, 2), training=FULL
@@ -168,7 +171,7 @@ def test_a_checkpoint_goes_on_in_another_layout(pool: Pool, folder: Path) -> Non
 
 
 def model(**changes: Any) -> ModelConfig:
-    return tiny(token_mixers=MIXED, **changes)
+    return tiny(hybrid_layer_pattern="L-*-", **changes)
 
 
 def changes_in(rank: int, ranks: int, parallel: ParallelConfig) -> Changes:
@@ -263,4 +266,76 @@ def test_programs_read_a_checkpoint_with_the_plugin(
     assert f"fix: --plugin {NAME}\n" in capsys.readouterr().err
     assert edit([*edited, "--plugin", NAME]) == 0
     assert convert(["--plugin", NAME, "--load", str(folder), "--save-hf", str(folder / "hf"), "--dtype", "fp32"]) == 1
-    assert re.search("has no .*token_mixers.*gated-linear", capsys.readouterr().err)
+    assert re.search("gated_linear has no .*activation gelu_tanh", capsys.readouterr().err)
+
+
+class StepByStep(nn.Module):
+    """Gated linear attention in place of transformers' attention, token by token."""
+
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__()
+        self.heads, self.channels, h = config.num_attention_heads, config.head_dim, config.hidden_size
+        self.in_proj = nn.Linear(h, self.heads * (3 * self.channels + 1), bias=False)
+        self.out_proj = nn.Linear(self.heads * self.channels, h, bias=False)
+
+    def forward(self, hidden_states: Tensor, **others: Any) -> tuple[Tensor, None]:
+        *qkv, gate = self.in_proj(hidden_states).split((*3 * (self.heads * self.channels,), self.heads), 2)
+        q, k, v = (t.unflatten(2, (self.heads, self.channels)) for t in qkv)
+        state, outputs = torch.zeros(len(q), self.heads, self.channels, self.channels), []
+        for t in range(q.shape[1]):
+            state = gate[:, t].sigmoid()[..., None, None] ** (1 / 16) * state + k[:, t, :, :, None] * v[:, t, :, None]
+            outputs.append((q[:, t, :, None] @ state).flatten(1) / self.channels**0.5)
+        return self.out_proj(torch.stack(outputs, 1)), None
+
+
+class GatedLinearConfig(LlamaConfig):
+    model_type = "gated_linear"
+
+
+class GatedLinearForCausalLM(LlamaForCausalLM):
+    config_class = GatedLinearConfig
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        for layer, block in zip(self.model.layers, config.layer_pattern.split("-")):
+            if block == "L":
+                layer.self_attn = StepByStep(config)
+
+
+LLAMA_LIKE = {
+    "hybrid_layer_pattern": "L-L-*-",
+    "add_bias_linear": False,
+    "activation": "swiglu",
+    "normalization": "RMSNorm",
+    "position_embedding_type": "rope",
+    "num_query_groups": 2,
+    "untie_embeddings_and_output_weights": True,
+}
+
+
+def test_an_export_comes_back_to_the_bit(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """And computes what transformers does, once it has classes for the type."""
+    saved = write_checkpoint(folder / "run" / "iter_0000007", tiny(**LLAMA_LIKE))
+    export = ["--plugin", NAME, "--load", str(folder / "run"), "--save-hf"]
+    assert convert([*export, str(folder / "hf")]) == 0
+    assert "not compared with transformers, which has no model of this type" in capsys.readouterr().out
+    written = json.loads((folder / "hf" / "config.json").read_text())
+    assert (written["model_type"], written["layer_pattern"], written["num_hidden_layers"]) == (
+        "gated_linear", "L-L-*-", 3,
+    )  # fmt: skip
+    assert "4 linear heads of 8" in (folder / "hf" / "README.md").read_text()
+    assert convert(["--plugin", NAME, "--load", f"hf:{folder / 'hf'}", "--save", str(folder / "back")]) == 0
+    back = Manifest.open(folder / "back" / "iter_0000000")
+    assert read_run_config(back).model.layer_pattern == read_run_config(saved).model.layer_pattern
+    before, after = SavedModel(saved), SavedModel(back)
+    assert before.specs.keys() == after.specs.keys()
+    for name, spec in before.specs.items():
+        a, b = (each.read(name, spec.view, whole_box(spec.view)) for each in (before, after))
+        assert torch.equal(a, b), name
+    AutoConfig.register("gated_linear", GatedLinearConfig)
+    AutoModelForCausalLM.register(GatedLinearConfig, GatedLinearForCausalLM)
+    try:
+        assert convert([*export, str(folder / "compared")]) == 0
+    finally:
+        CONFIG_MAPPING._extra_content.pop("gated_linear")
+    assert "transformers computes the same" in capsys.readouterr().out

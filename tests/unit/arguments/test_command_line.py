@@ -114,7 +114,7 @@ def _some_value(setting: Setting, dice: random.Random) -> Any:
             return dice.choice(setting.option.choices)
         if setting.name == "attention_pattern":
             return dice.choice(["global", "local:64*2, global", "dilated:4:2+first:3"])
-        if setting.name in ("no_rope_freq", "window_attn_skip_freq", "moe_layer_freq"):
+        if setting.name in ("no_rope_freq", "window_attn_skip_freq", "moe_layer_freq", "linear_attention_freq"):
             return dice.choice(["4", "([0]*3+[1]*1)*9", "[1, 0]"])
         if setting.name in ("hybrid_layer_pattern", "mtp_hybrid_override_pattern"):
             return dice.choice(["*", "-", "-*", "+E"])

@@ -116,6 +116,7 @@ def test_flags_that_are_ours_take_the_same_kind_of_value() -> None:
             "tuple_type": int,
             "no_rope_freq_type": str,
             "moe_freq_type": str,
+            "la_freq_type": str,
         }.get(flag.kind.split(" ")[0])
         assert takes_none or flag.spelling in WIDER or setting.scalar is scalar, flag
 
