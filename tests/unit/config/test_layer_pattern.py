@@ -149,24 +149,33 @@ def test_a_mixer_of_a_plugin_has_a_letter(letter: type[Mixer], monkeypatch: pyte
         assert repr(taken) in problem.sentence
 
 
+ALTERNATE, WINDOW = "--num-experts 4 --moe-layer-freq 2", "--window-size 4"
+
+
 @pytest.mark.parametrize(
     ("one", "other", "codes"),
     [
         ("--token-mixers mamba2 attention --num-layers 3", "--hybrid-layer-pattern 'M-*-M-'", []),
         ("--token-mixers mamba2 attention --num-layers 3", "--hybrid-layer-pattern 'M-*-*-'", ["E821"]),
-        ("--num-layers 4 --num-experts 4 --moe-layer-freq 2", "--hybrid-layer-pattern '*E*-*E*-' --num-experts 4", []),
-        ("--num-layers 2 --num-experts 4 --moe-layer-freq 2", "--hybrid-layer-pattern '*-*E' --num-experts 4", ["E821"]),
-        ("--num-layers 3 --window-size 4 --window-attn-skip-freq 2", "--hybrid-layer-pattern '*-*-*-' --window-size 4 "
-         "--window-attn-skip-freq '[1,1,0,0]'", []),
-        ("--num-layers 3 --window-size 4", "--hybrid-layer-pattern '*-*-*-' --attention-pattern local:4", []),
-        ("--num-layers 3 --window-size 4", "--hybrid-layer-pattern '*-*-*-' --attention-pattern local:4,local:5", ["E822"]),
-        ("--hybrid-layer-pattern '*-*/*/*'", "--hybrid-layer-pattern '*-*' --mtp-hybrid-override-pattern '*' "
-         "--mtp-num-layers 2", []),
+        (f"--num-layers 4 {ALTERNATE}", "--hybrid-layer-pattern '*E*-*E*-' --num-experts 4", []),
+        (f"--num-layers 2 {ALTERNATE}", "--hybrid-layer-pattern '*-*E' --num-experts 4", ["E821"]),
+        (
+            f"{WINDOW} --num-layers 3 --window-attn-skip-freq 2",
+            f"{WINDOW} --hybrid-layer-pattern '*-*-*-' --window-attn-skip-freq '[1,1,0,0]'",
+            [],
+        ),
+        (f"{WINDOW} --num-layers 2", "--hybrid-layer-pattern '*-*-' --attention-pattern local:4", []),
+        (f"{WINDOW} --num-layers 2", "--hybrid-layer-pattern '*-*-' --attention-pattern local:4*2,global", ["E822"]),
+        (
+            "--hybrid-layer-pattern '*-*/*/*'",
+            "--hybrid-layer-pattern '*-*' --mtp-hybrid-override-pattern '*' --mtp-num-layers 2",
+            [],
+        ),
         ("--hybrid-layer-pattern '*-*/*'", "--hybrid-layer-pattern '*-*/-'", ["E821"]),
         ("--hybrid-layer-pattern '*-*/*'", "--hybrid-layer-pattern '*-*'", ["E822"]),
         ("--hybrid-layer-pattern '*-*|*-*'", "--hybrid-layer-pattern '*-|**-*'", []),
     ],
-)  # fmt: skip
+)
 def test_a_resumed_run_is_compared_by_what_its_layers_are(one: str, other: str, codes: list[str]) -> None:
     shape = f"{SHAPE} --position-embedding-type none --mamba-num-groups 1"
     saved, now = (run(f"{shape} {flags}").config for flags in (one, other))
