@@ -102,7 +102,9 @@ def write_model(folder: Path, model: ModelConfig) -> None:
     """Write a bf16 Hugging Face folder with random weights, a block of them again and again."""
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(build_config_json(model, "bfloat16")))
-    found = [slot for made in map_tensors(model_type_for(model), build_on_meta(model).specs).values() for slot in made]
+    found = [
+        slot for made in map_tensors(model_type_for(model), model, build_on_meta(model).specs).values() for slot in made
+    ]
     entries = [(slot.name, torch.bfloat16, slot.shape) for slot in found]
     block = torch.randn(1_000_003).mul_(0.02).to(torch.bfloat16)  # a prime, so that no two rows are equal
     with TensorFileWriter(folder / "model.safetensors", entries, {"format": "pt"}) as file:

@@ -91,7 +91,7 @@ class ContextParallel:
         if self.heads.size > 1:
             copies = lcm(groups, self.heads.size) // groups
             k_SBGD, v_SBGD = (t.repeat_interleave(copies, 2) if copies > 1 else t for t in (k_SBGD, v_SBGD))
-            q_SBND, k_SBGD, v_SBGD = self._gather_rows((q_SBND, k_SBGD, v_SBGD))
+            q_SBND, k_SBGD, v_SBGD = self.gather_rows((q_SBND, k_SBGD, v_SBGD))
             own = heads // self.heads.size
             if dropout is not None:
                 dropout = replace(dropout, first_head=dropout.first_head + self.heads.rank * own)
@@ -107,7 +107,22 @@ class ContextParallel:
             y = block_attention(q_SBND, k_SBGD, v_SBGD, mask, dropout, scores=scores)
         else:
             y = kernel(q_SBND, k_SBGD, v_SBGD, mask, scores)
-        return y if self.heads.size == 1 else self._scatter_rows(y)
+        return y if self.heads.size == 1 else self.scatter_rows(y)
+
+    def gather_chunks(self, x_KN: Tensor) -> Tensor:
+        """Gather a value of each chunk of the ring: ``[K, ...] -> [chunks, ...]``, in the order of the sequence.
+
+        A rank has K chunks, two of a ring. The backward adds the gradients of all ranks.
+        """
+        if self.ring.size == 1:
+            return x_KN
+        gathered = mappings.gather_rows(x_KN, self.ring)
+        return torch.cat((gathered[::2], gathered[1::2].flip(0)))
+
+    @property
+    def chunks(self) -> tuple[int, ...]:
+        """Places of this rank's chunks among those of :meth:`gather_chunks`."""
+        return (self.ring.rank, 2 * self.ring.size - 1 - self.ring.rank) if self.ring.size > 1 else (0,)
 
     @torch.no_grad()
     def gather_keys(self, k_SBGD: Tensor, mask: AttentionMask) -> tuple[Tensor, AttentionMask]:
@@ -121,8 +136,8 @@ class ContextParallel:
         k_TBGD = comm.all_gather(comm.all_gather(k_SBGD.detach(), self.heads), self.ring)
         return k_TBGD, replace(mask, queries=self.rows(length), keys=chunks_of_all(length, size))
 
-    def _gather_rows(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Exchange heads for rows: ``[S, B, N, D] -> [T, B, N/A, D]`` of each tensor, in one message."""
+    def gather_rows(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Exchange heads for rows of a ring rank: ``[S, B, N, D] -> [T, B, N/A, D]`` of each tensor, in a message."""
         size = self.heads.size
         parts = [t.unflatten(2, (size, -1)).movedim(2, 0).flatten(3) for t in tensors]
         rows_ASBE = torch.cat(parts, 3)
@@ -131,7 +146,7 @@ class ContextParallel:
         split = received.split([part.shape[3] for part in parts], 2)
         return [part.unflatten(2, (-1, t.shape[3])) for part, t in zip(split, tensors)]
 
-    def _scatter_rows(self, y_TBND: Tensor) -> Tensor:
+    def scatter_rows(self, y_TBND: Tensor) -> Tensor:
         """Exchange rows for heads: ``[T, B, N/A, D] -> [S, B, N, D]``."""
         size = self.heads.size
         rows = [len(y_TBND) // size] * size

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from math import prod
 from typing import TYPE_CHECKING
 
@@ -56,10 +57,14 @@ class ShardPiece:
 
 @dataclass(frozen=True)
 class Init:
-    """Initial values of a parameter: normal with standard deviation ``std``, or the constant ``value``."""
+    """Initial values of a parameter: normal with standard deviation ``std``, uniform, or the constant ``value``."""
 
     std: float | None = None
     value: float = 0.0
+    # Bounds of uniform values.
+    uniform: tuple[float, float] | None = None
+    # Name of a function of drawn values, in :data:`megatron.distributed.random.TRANSFORMS`.
+    transform: str | None = None
 
 
 @dataclass(frozen=True)
@@ -87,7 +92,8 @@ class ShardSpec:
     tied: bool = False
     # A tied parameter's copy on the last pipeline stage; norms and checkpoints count the first stage's.
     counted_elsewhere: bool = False
-    # Number of leading view dimensions that enumerate separate matrices, such as experts or gate and up projection.
+    # Number of leading view dimensions that enumerate separate matrices, such as experts or gate and up projection; or
+    # separate vectors, such as the filters of a convolution.
     matrices: int = 0
     # A weight whose inputs are sharded, not its outputs.
     row_parallel: bool = False
@@ -126,6 +132,11 @@ class ShardSpec:
         if len(self.shape) == 1:
             return (prod(self.local_view),)
         return (prod(self.local_view[:-1]), self.local_view[-1])
+
+    @property
+    def is_matrix(self) -> bool:
+        """True for one matrix or several, which inputs are multiplied with."""
+        return len(self.shape) == 2 and len(self.view) - self.matrices >= 2
 
     @property
     def decays(self) -> bool:
@@ -202,6 +213,22 @@ class DenseSharding:
         piece = ShardPiece(Box((0,) * len(view), local), Box(start, local), (self.rank,))
         row_parallel = len(shape) > 1 and dim == len(view) - 1
         return ShardSpec(shape, view, local, (piece,), self.rank, init, row_parallel=row_parallel)
+
+    def parts(self, sizes: Sequence[int], tail: tuple[int, ...], init: Init) -> ShardSpec:
+        """Shard each of consecutive parts of the rows ``[sum of sizes, *tail]`` over TP, as a fused projection needs.
+
+        Raises:
+            ValueError: when a part is not divisible by TP.
+        """
+        if left := [size for size in sizes if size % self.size]:
+            raise ValueError(f"{left[0]} of the {sum(sizes)} rows do not divide by TP {self.size}")
+        whole, zeros, pieces = (sum(sizes), *tail), (0,) * len(tail), []
+        for start, size in zip(accumulate(sizes, initial=0), sizes):
+            n = size // self.size
+            own = Box((start + self.rank * n, *zeros), (n, *tail))
+            pieces.append(ShardPiece(Box((start // self.size, *zeros), own.size), own, (self.rank,)))
+        local = (sum(sizes) // self.size, *tail)
+        return ShardSpec(whole, whole, local, tuple(pieces), self.rank, init)
 
     def replicate(self, shape: tuple[int, ...], init: Init, partial: bool) -> ShardSpec:
         """Replicate the tensor on every TP rank; ``partial`` if each rank computes a partial gradient."""

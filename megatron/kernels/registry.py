@@ -16,7 +16,9 @@ from megatron.kernels.activation import ACTIVATION, ActivationKernel, activation
 from megatron.kernels.adam import ADAM, AdamKernel, adam
 from megatron.kernels.attention import ATTENTION, sdpa
 from megatron.kernels.attention_mask import AttentionKernel
+from megatron.kernels.causal_conv import CAUSAL_CONV, CausalConvKernel, causal_conv
 from megatron.kernels.cross_entropy import CROSS_ENTROPY, EAGER_CROSS_ENTROPY, CrossEntropyKernel
+from megatron.kernels.delta_rule import GATED_DELTA_RULE, GatedDeltaRuleKernel, gated_delta_rule
 from megatron.kernels.dropout import DROPOUT, DropoutKernel, dropout
 from megatron.kernels.fp8 import Float8Kernel, Float8Recipe, fp8_operation
 from megatron.kernels.grouped_fp8 import GroupedFloat8Kernel, grouped_fp8_operation
@@ -27,6 +29,7 @@ from megatron.kernels.norm import ADD_NORM, NORM, AddNormKernel, NormKernel, add
 from megatron.kernels.operation import Candidate, Covers, Operation, check_kernel, combine, error_summary
 from megatron.kernels.qkv import SPLIT_QKV, SplitQKVKernel, split_qkv
 from megatron.kernels.rows import ROWS, TORCH_ROWS, RowKernels
+from megatron.kernels.state_space import STATE_SPACE, StateSpaceKernel, state_space
 
 
 @dataclass(frozen=True)
@@ -37,6 +40,9 @@ class Kernels:
     add_norm: AddNormKernel = add_norm
     split_qkv: SplitQKVKernel = split_qkv
     latent_qkv: LatentQKVKernel = latent_qkv
+    causal_conv: CausalConvKernel = causal_conv
+    state_space: StateSpaceKernel = state_space
+    gated_delta_rule: GatedDeltaRuleKernel = gated_delta_rule
     activation: ActivationKernel = activation
     dropout: DropoutKernel = dropout
     cross_entropy: CrossEntropyKernel = EAGER_CROSS_ENTROPY
@@ -56,6 +62,9 @@ OPERATIONS: dict[str, Operation] = {
     "add_norm": ADD_NORM,
     "split_qkv": SPLIT_QKV,
     "latent_qkv": LATENT_QKV,
+    "causal_conv": CAUSAL_CONV,
+    "state_space": STATE_SPACE,
+    "gated_delta_rule": GATED_DELTA_RULE,
     "activation": ACTIVATION,
     "dropout": DROPOUT,
     "cross_entropy": CROSS_ENTROPY,

@@ -47,7 +47,8 @@ def linear_parts(weight: ShardSpec) -> tuple[str, ...]:
     """Return the names of the linears that a weight ``[out, in]`` fuses; one name, empty, if it is a single linear."""
     if weight.fused:
         return ("q", "k", "v") if len(weight.fused) == 3 else ("q", "gate", "k", "v")
-    return ("gate", "up") if weight.matrices else ("",)
+    count = prod(weight.view[: weight.matrices])
+    return ("gate", "up") if count == 2 else tuple(map(str, range(count))) if count > 2 else ("",)
 
 
 def part_of_rows(weight: ShardSpec) -> tuple[int, ...]:
@@ -56,7 +57,7 @@ def part_of_rows(weight: ShardSpec) -> tuple[int, ...]:
     if count == 1:
         return (0,) * prod(view[:-1])
     if not weight.fused:
-        return tuple(part for part in range(count) for _ in range(view[1]))
+        return tuple(part for part in range(count) for _ in range(prod(view[weight.matrices : -1])))
     wide = count - 2  # queries, and gates
     queries = (view[1] - 2) // wide
     of_heads = [*(head // queries for head in range(wide * queries)), wide, wide + 1]

@@ -54,7 +54,8 @@ class KVCache:
     @property
     def nbytes(self) -> int:
         """Bytes of all layers."""
-        return sum(stored.nbytes for layer in self._layers.values() for stored in layer)
+        stored = [each for layer in self._layers.values() for each in layer]
+        return sum(each.nbytes for each in (*stored, *self.states.values()))
 
     def advance(self, tokens: int) -> None:
         """Count ``tokens`` more tokens as read, in every layer."""

@@ -118,22 +118,22 @@ def gradient_of_a_chunk_doubled() -> AbstractContextManager[Any]:
 
 def heads_in_another_order() -> AbstractContextManager[Any]:
     """Concatenate the heads of the ranks in reverse order."""
-    original = ContextParallel._scatter_rows
+    original = ContextParallel.scatter_rows
 
     def scatter(self: ContextParallel, y: Tensor) -> Tensor:
         return original(self, y).unflatten(2, (self.heads.size, -1)).flip(2).flatten(2, 3)
 
-    return patch.object(ContextParallel, "_scatter_rows", scatter)
+    return patch.object(ContextParallel, "scatter_rows", scatter)
 
 
 def rows_in_another_order() -> AbstractContextManager[Any]:
     """Ranks that share chunks have each other's rows of them."""
-    original = ContextParallel._gather_rows
+    original = ContextParallel.gather_rows
 
     def gather(self: ContextParallel, tensors: Sequence[Tensor]) -> list[Tensor]:
         return [t.unflatten(0, (self.heads.size, -1)).flip(0).flatten(0, 1) for t in original(self, tensors)]
 
-    return patch.object(ContextParallel, "_gather_rows", gather)
+    return patch.object(ContextParallel, "gather_rows", gather)
 
 
 def documents_of_local_rows() -> AbstractContextManager[Any]:

@@ -158,7 +158,7 @@ def apply_exchange_of_heads(rank: int, size: int, back: bool) -> Products:
     else:
         inputs, expected = rows, heads
     inputs = [t.clone().requires_grad_() for t in inputs]
-    out = cp._scatter_rows(inputs[0]) if back else torch.cat(cp._gather_rows(inputs), 2)
+    out = cp.scatter_rows(inputs[0]) if back else torch.cat(cp.gather_rows(inputs), 2)
     y = draw(100 + rank, *out.shape)
     found = torch.autograd.grad(out, inputs, y)
     error = (out.detach() - expected).abs().max().item()

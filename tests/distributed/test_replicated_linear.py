@@ -15,11 +15,11 @@ from megatron.config.model import ModelConfig
 from megatron.config.parallel import ParallelConfig
 from megatron.config.precision import PrecisionConfig
 from megatron.config.training import TrainingConfig
-from megatron.distributed.sharding import Init, Sharding, Specs
+from megatron.distributed.sharding import Sharding, Specs
 from megatron.kernels.linear import with_bias_gradient
 from megatron.layers.context import BuildContext, ForwardContext, MixerOutput
 from megatron.layers.linear import ColumnParallelLinear, ReplicatedLinear, RowParallelLinear
-from megatron.layers.mixers.base import Mixer, linear, output_projection, replicated_projection, under
+from megatron.layers.mixers.base import Mixer, input_projection, output_projection, replicated_projection, under
 from megatron.layers.recompute_plan import RecomputePlan
 from tests.kit.cases import MODEL, Case, compare_with_twin, run_case
 from tests.kit.pool import Pool
@@ -29,7 +29,7 @@ LATENT = 16
 
 
 class Narrow(nn.Module):
-    """``out(sin(up(down(x))))``."""
+    """``out(sin(a) b + c)`` of the three parts of ``up(down(x))``."""
 
     def __init__(self, context: BuildContext) -> None:
         super().__init__()
@@ -39,7 +39,8 @@ class Narrow(nn.Module):
 
     def forward(self, n_SBH: Tensor, ctx: ForwardContext) -> MixerOutput:
         down = with_bias_gradient(self.linear_down(n_SBH), self.linear_down.bias)
-        y_SBH = self.linear_out(self.linear_up(down).sin())
+        a, b, c = self.linear_up(down).chunk(3, -1)
+        y_SBH = self.linear_out(a.sin() * b + c)
         return MixerOutput(y_SBH, self.linear_out.bias)
 
 
@@ -48,10 +49,9 @@ class NarrowMixer(Mixer):
 
     def parameters(self, config: ModelConfig, sharding: Sharding) -> Specs:
         width = 2 * config.hidden_size
-        up = sharding.dense.split((width, LATENT), 0, Init(config.init_method_std))
         return under(
             linear_down=replicated_projection(config, sharding, LATENT),
-            linear_up=linear(up, None),
+            linear_up=input_projection(config, sharding, (3, width), LATENT, bias=False),
             linear_out=output_projection(config, sharding, width),
         )
 
@@ -97,6 +97,7 @@ CASES = {
     "sp, 4 ranks": case({"tensor_model_parallel_size": 4, "sequence_parallel": True}),
     "tp, lora": case(TP2, lora_rank=2),
     "sp, dora": case(SP2, lora_rank=2, lora_dora=True),
+    "sp, lora of parts": case(SP2, lora_rank=2, lora_target=("linear_up.[02]", "mlp.*", "linear_down")),
     "sp, fp8 tensorwise": case(SP2, "tensorwise"),
     "sp, fp8 rowwise": case(SP2, "rowwise"),
 }

@@ -20,7 +20,7 @@ PACKAGES = (
 
 LAYERS = (
     *(f"megatron.{package}" for package in PACKAGES),
-    *("pretrain_gpt", "tools", "tasks", "megatron.__main__"),
+    *("pretrain_gpt", "pretrain_hybrid", "tools", "tasks", "megatron.__main__"),
 )
 """Everything that may be imported, bottom to top."""
 
@@ -36,7 +36,7 @@ TORCH_FREE = (
 )
 """The half that computes no tensors: importing these must not import torch."""
 
-OPTIONAL = ("apex", "flash_attn", "transformer_engine", "liger_kernel", "triton")
+OPTIONAL = ("apex", "fla", "flash_attn", "transformer_engine", "liger_kernel", "triton")
 """Packages that only make things faster: they are not installed with this one, and nothing may need them at import."""
 
 TRITON = tuple(f"megatron.kernels.triton_{name}" for name in ("adam", "grouped", "latent_qkv", "regions", "rows"))

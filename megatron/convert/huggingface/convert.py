@@ -311,8 +311,8 @@ def convert_to_huggingface(
     files |= _tokenizer_config(files, saved.model)
     card = model_card(manifest, saved.model, config["architectures"][0], config["dtype"])
     files[OTHER_CARD_FILE if CARD_FILE in files else CARD_FILE] = card
-    mappings = map_tensors(config["model_type"], saved.specs)
-    copies = map_copies(config["model_type"], saved.specs, mappings)
+    mappings = map_tensors(config["model_type"], saved.model, saved.specs)
+    copies = map_copies(config["model_type"], saved.model, saved.specs, mappings)
     if checked:
         files = check_tokenizer(files, config)
 
@@ -534,7 +534,7 @@ def _generation_config(files: Mapping[str, bytes], special: Mapping[str, int | l
 
 def _tokenizer_config(files: Mapping[str, bytes], model: ModelConfig) -> dict[str, bytes]:
     """Return a tokenizer_config.json with the number of positions as ``model_max_length`` if it has no length."""
-    if not any(name in files for name in (TOKENIZER_JSON, TOKENIZER_CONFIG)):
+    if model.max_position_embeddings is None or not any(name in files for name in (TOKENIZER_JSON, TOKENIZER_CONFIG)):
         return {}
     settings = _tokenizer_json(files, TOKENIZER_CONFIG)
     length = settings.get("model_max_length")

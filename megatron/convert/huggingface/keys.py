@@ -13,6 +13,10 @@ stands for one tensor per expert, which ``e[{e}]`` selects. A bias has the same 
 inputs. Rows contain only views, permutations, slices and joins, so they are invertible, and a box of our tensor is a
 set of slices of theirs.
 
+Capital letters are numbers of the model, `ModelFamily.numbers`. A factor before parentheses interleaves what they
+join: ``"G*(r[:K] + r[K:]), h"`` is the first of ``G`` equal pieces of each part, then the second of each; a factor that
+is an axis of ours takes one of its elements after the other.
+
 Axes: v vocabulary, t positions, h hidden, g key/value heads, x queries, key and value of a group, d channels of a head,
 o outputs of all heads, p gate and up, f width of the MLP, e experts, u one gate, r latent.
 """
@@ -22,10 +26,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
+from functools import lru_cache
 from typing import Any
 
 from megatron.arguments.validate import is_met
 from megatron.config.attention_pattern import CAUSAL, MAX_LAYERS, MAX_TOKENS, format_layers
+from megatron.config.layer_pattern import without_pattern
 from megatron.config.model import ModelConfig
 from megatron.config.option import Option, Role
 from megatron.config.run import RunConfig
@@ -35,9 +41,10 @@ JsonObject = dict[str, Any]
 FieldValues = dict[str, Any]
 
 WeightRows = Mapping[str, tuple[str, Mapping[str, str]]]
-"""Our module -> axes of its weight, Hugging Face module -> axes. ``{i}`` is the layer, ``{e}`` the expert. Layers for
-further tokens, ``mtp.layers.{i}``, have the rows of a block, too; Hugging Face counts them after the last of the model.
-Names of tensors that are no module's ``weight`` or ``bias`` are given in full."""
+"""Our module -> axes of its weight, Hugging Face module -> axes. ``{i}`` is the layer, ``{e}`` the expert, and
+``{symbol}`` the residual layer, counted over all blocks. Layers for further tokens, ``mtp.layers.{i}``, have the rows
+of a block, too; Hugging Face counts them after the last of the model. Names of tensors that are no module's ``weight``
+or ``bias`` are given in full."""
 
 Capabilities = Mapping[str, Callable[[ModelConfig], bool]]
 """Option -> whether a family can express a model's value of it."""
@@ -52,6 +59,8 @@ _RESOLVED = {
     "rope_type": "latent_rope_type",
     "yarn_original_max_position_embeddings": "yarn_original_length",
     "mtp_num_layers": "prediction_depths",
+    "mamba_num_heads": "mamba_heads",
+    "mamba_norm_groups": "mamba_norm_group_count",
 }
 """Fields of `ModelConfig` whose value may be implied by others -> the property with the value that applies."""
 
@@ -61,6 +70,7 @@ def resolved(model: ModelConfig, name: str) -> Any:
     return getattr(model, _RESOLVED.get(name, name))
 
 
+@lru_cache(maxsize=4)
 def effective_options(model: ModelConfig) -> dict[str, Option]:
     """Return the options of a model that have an effect: another value than their default, or than it implies."""
     run = RunConfig(model=model)
@@ -75,8 +85,12 @@ def effective_options(model: ModelConfig) -> dict[str, Option]:
 
 
 def exported(model: ModelConfig) -> ModelConfig:
-    """Return the model without adapters, with a window of all layers as ``window_size``, and others as a pattern."""
-    model = model.base
+    """Return the model in the form that the families express.
+
+    It has no adapters, no layer pattern if it is a GPT, a window of all layers as ``window_size``, and others as a
+    pattern of attention.
+    """
+    model = without_pattern(model.base)
     patterns = [model.pattern(layer) for layer in range(model.num_layers)]
     plain = model.attention_pattern is None and model.window_attn_skip_freq is None
     if plain or not all(pattern.only_window for pattern in patterns):
@@ -95,7 +109,7 @@ class UnsupportedConfigError(ValueError):
 
 @dataclass(frozen=True)
 class ConfigKey:
-    """A key of config.json, a number or a boolean, with the same meaning as a field of `ModelConfig`."""
+    """A key of config.json, a number, boolean or text, with the same meaning as a field of `ModelConfig`."""
 
     ours: str  # field of ModelConfig
     theirs: str  # key in config.json
@@ -115,8 +129,9 @@ class ConfigKey:
 
     def read(self, config: JsonObject) -> FieldValues:
         """Return our field from a config.json."""
-        boolean = isinstance(self.default, bool)
-        return {self.ours: read_bool(config, self.theirs, self.default) if boolean else read_number(self, config)}
+        if isinstance(self.default, bool):
+            return {self.ours: read_bool(config, self.theirs, self.default)}
+        return {self.ours: (read_text if isinstance(self.default, str) else read_number)(self, config)}
 
     def write(self, model: ModelConfig) -> FieldValues:
         """Return the key for a model."""
@@ -157,6 +172,8 @@ class ModelFamily:
     prefix: str
     # rows of experts that newer versions of transformers may store as one tensor for all, in place of those in weights
     stacked: WeightRows = field(default_factory=dict)
+    # numbers of a model that the rows name, by their letters
+    numbers: Callable[[ModelConfig], Mapping[str, int]] = lambda model: {}
     # further places of our tensors -> ours; an export fills them, and an import may lack them
     copies: Mapping[str, str] = field(default_factory=dict)
     # patterns of names, without the prefix, that are not weights
@@ -199,6 +216,14 @@ def read_number(key: ConfigKey, config: JsonObject) -> Any:
         return number if fractional else value
     except OverflowError:
         raise UnsupportedConfigError(f"{key.theirs} is {value}, larger than any number of 64 bits") from None
+
+
+def read_text(key: ConfigKey, config: JsonObject) -> Any:
+    """Return the text of a key, or None where null is allowed."""
+    value = config.get(key.theirs, key.default)
+    if not isinstance(value, str) and not (value is None and key.optional):
+        raise UnsupportedConfigError(f"{key.theirs} is {value!r}, not a text")
+    return value
 
 
 def read_bool(config: JsonObject, name: str, default: bool) -> bool:

@@ -92,7 +92,7 @@ def peft_linears(kind: str, model: ModelConfig) -> dict[str, PeftLinear]:
     """
     weights = {name: spec for name, spec in gpt(model).items() if is_adaptable(name, spec)}
     biases = {name.replace(".weight", ".bias"): replace(spec, view=spec.view[:-1]) for name, spec in weights.items()}
-    places = map_tensors(kind, weights | biases)
+    places = map_tensors(kind, model, weights | biases)
     found = {}
     for name, weight in weights.items():
         ours = name.removesuffix(".weight")

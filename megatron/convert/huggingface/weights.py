@@ -11,6 +11,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import reduce
 from itertools import product
+from math import prod
 from pathlib import Path
 from shlex import quote
 
@@ -42,6 +43,7 @@ from megatron.distributed.layout import Layout
 from megatron.distributed.mesh import Mesh
 from megatron.distributed.sharding import Box, ShardSpec
 from megatron.layers.context import DTYPES, BuildContext
+from megatron.layers.mixers.registry import block_mixers
 from megatron.layers.multi_token_parameters import BLOCK
 from megatron.layers.parameters import gpt
 from megatron.model.gpt import GPTChunk, build_gpt
@@ -79,24 +81,25 @@ class TensorMapping:
 
 
 def map_tensors(
-    kind: str, specs: Mapping[str, ShardSpec], stacked: bool = False
+    kind: str, model: ModelConfig, specs: Mapping[str, ShardSpec], stacked: bool = False
 ) -> dict[str, tuple[TensorMapping, ...]]:
     """Return the Hugging Face tensors of which each of our tensors consists.
 
     Args:
         kind: key of `model_families`.
-        specs: specs of our tensors; only their shapes matter.
+        model: architecture.
+        specs: specs of our tensors, all or some; only their shapes matter.
         stacked: the experts of a layer are stored as one tensor, if the family may do so.
 
     Raises:
         UserError: naming our tensors that the family lacks.
     """
-    family, layers = model_families()[kind], _number_of_layers(specs)
+    family = model_families()[kind]
     rows = {**family.weights, **(family.stacked if stacked else {})}
     found: dict[str, tuple[TensorMapping, ...]] = {}
     missing = []
     for name, spec in specs.items():
-        pattern, index = _split_layer(name, layers)
+        pattern, numbers = _split_layer(name, model)
         module, _, parameter = pattern.rpartition(".")
         suffix = "" if pattern in rows else f".{parameter}"
         row = rows.get(pattern) or rows.get(module)
@@ -110,11 +113,12 @@ def map_tensors(
         lacking = names[-1] if parameter == "bias" and len(names) == len(sizes) + 1 else None
         mappings: list[TensorMapping] = []
         for pattern, their_axes in theirs.items():
-            their = pattern.replace("{i}", index) + suffix
-            for expert in range(sizes["e"]) if "{e}" in their else (0,):
-                e = str(expert)
-                stored = their_axes.replace("{e}", e)
-                mappings += _map_tensor(name, their.replace("{e}", e), stored, sizes, lacking)
+            for expert in range(sizes["e"]) if "{e}" in pattern else (0,):
+                numbers["e"] = expert
+                stored = their_axes.format_map(numbers)
+                mappings += _map_tensor(
+                    name, pattern.format_map(numbers) + suffix, stored, sizes, family.numbers(model), lacking
+                )
         found[name] = tuple(mappings)
     if missing:
         sentence = f"Hugging Face's {kind} has nothing for {listed(missing, MAX_NAMES)}"
@@ -123,40 +127,53 @@ def map_tensors(
 
 
 def map_copies(
-    kind: str, specs: Mapping[str, ShardSpec], found: Mapping[str, Sequence[TensorMapping]]
+    kind: str,
+    model: ModelConfig,
+    specs: Mapping[str, ShardSpec],
+    found: Mapping[str, Sequence[TensorMapping]],
 ) -> dict[str, tuple[TensorMapping, ...]]:
     """Return where a family stores tensors again, by our names; ``found`` is their first place."""
-    layers, heads = _number_of_layers(specs), sorted({name.split(".")[2] for name in specs if name.startswith("mtp.")})
+    heads = sorted({name.split(".")[2] for name in specs if name.startswith("mtp.")})
     copies: dict[str, tuple[TensorMapping, ...]] = {}
     for pattern, ours in model_families()[kind].copies.items():
         ours = ours if ours in specs else "embedding.word_embeddings.weight"  # a tied output layer
-        names = [pattern.replace("{i}", str(layers + int(head))) for head in heads]
+        names = [pattern.replace("{i}", str(model.num_layers + int(head))) for head in heads]
         copies[ours] = (*copies.get(ours, ()), *(replace(found[ours][0], name=name) for name in names))
     return copies
 
 
-def _split_layer(name: str, layers: int) -> tuple[str, str]:
-    """Return the pattern of a name in the rows of a family, and the layer of Hugging Face."""
+def _split_layer(name: str, model: ModelConfig) -> tuple[str, dict[str, int]]:
+    """Return the pattern of a name in the rows of a family, and the numbers that stand for its braces."""
     found = re.match(rf"(mtp\.)?layers\.(\d+)\.({BLOCK}\.)?", name)
     if found is None:
-        return name, ""
+        return name, {}
     head, layer, block = found.groups()
-    prefix = "mtp.layers.{i}." if head and not block else "layers.{i}."
-    return prefix + name[found.end() :], str(int(layer) + (layers if head else 0))
+    local = name[found.end() :]
+    if head:
+        numbers = {"i": int(layer) + model.num_layers}
+    else:
+        numbers = {"i": int(layer), "symbol": model.residual_layer(int(layer)) + _position(model, int(layer), local)}
+    return ("mtp.layers.{i}." if head and not block else "layers.{i}.") + local, numbers
 
 
-def _number_of_layers(specs: Mapping[str, ShardSpec]) -> int:
-    return 1 + max((int(name.split(".")[1]) for name in specs if name.startswith("layers.")), default=-1)
+def _position(model: ModelConfig, layer: int, local: str) -> int:
+    """Return which of the residual layers of a block has a parameter, by its local name."""
+    module = local.partition(".")[0]
+    names = [(mixer.norm, mixer.module, mixer.post_norm) for mixer in block_mixers(model, layer)]
+    return next(position for position, each in enumerate(names) if module in each)
 
 
 def _map_tensor(
-    ours: str, name: str, their_axes: str, sizes: Mapping[str, int], lacking: str | None
+    ours: str, name: str, their_axes: str, sizes: Mapping[str, int], numbers: Mapping[str, int], lacking: str | None
 ) -> Iterator[TensorMapping]:
-    """Parse axes such as ``g x[:-2] d, h`` or ``e[3] h, f``, without the axis that a bias is ``lacking``.
+    """Parse axes such as ``g x[:-2] d, h`` or ``G*(r[:K] + r[K:]), h``, without the axis that a bias is ``lacking``.
 
-    Yield one mapping, or one for each part that a dimension joins. ``sizes`` are those of our axes, in their order.
+    Yield one mapping, or one for each part that a dimension joins. ``sizes`` are those of our axes, in their order,
+    and ``numbers`` the family's.
     """
-    dimensions = [dimension.split("+") for dimension in their_axes.split(",") if dimension.strip() != lacking]
+    dimensions = [
+        [*_parts(dimension, sizes, numbers)] for dimension in their_axes.split(",") if dimension.strip() != lacking
+    ]
     parts = [_map_part(ours, name, part, sizes) for part in product(*dimensions)]
     joined = next((i for i, each in enumerate(dimensions) if len(each) > 1), 0)
     stored, start = list(parts[0].shape), 0
@@ -166,21 +183,53 @@ def _map_tensor(
         start += part.shape[joined]
 
 
-def _map_part(ours: str, name: str, dimensions: Iterable[str], sizes: Mapping[str, int]) -> TensorMapping:
+Part = list[tuple[str, int, int]]
+"""A part of a dimension: our axes, each with the first of its elements and their number."""
+
+
+def _parts(dimension: str, sizes: Mapping[str, int], numbers: Mapping[str, int]) -> Iterator[Part]:
+    """Yield the parts that a dimension joins."""
+    *factors, terms = dimension.split("*")
+    letters = [factor.strip(" (") for factor in factors]
+    counts = {letter: {**numbers, **sizes}[letter] for letter in letters}
+    pieces = prod(count for letter, count in counts.items() if letter not in sizes)
+    for indices in product(*map(range, counts.values())):
+        fixed = [(axis, index, 1) for axis, index in zip(counts, indices) if axis in sizes]
+        piece = 0
+        for letter, index in zip(counts, indices):
+            piece = piece if letter in sizes else piece * counts[letter] + index
+        for term in terms.strip(" ()").split("+"):
+            part: Part = []
+            for axis, first, colon, stop in re.findall(r"(\w)(?:\[(-?\w*)(:?)(-?\w*)\])?", term):
+                start, length = _selected(sizes[axis], first, colon, stop, numbers)
+                if first or stop:
+                    length //= pieces
+                    start += piece * length
+                part.append((axis, start, length))
+            yield fixed + part
+
+
+def _selected(size: int, first: str, colon: str, stop: str, numbers: Mapping[str, int]) -> tuple[int, int]:
+    """Return start and length of what brackets select of an axis."""
+
+    def number(text: str) -> int | None:
+        return numbers[text] if text.isalpha() else int(text) if text else None
+
+    begin, end = number(first), number(stop)
+    if begin is not None and not colon:
+        end = begin + 1 or None
+    start, stop_, _ = slice(begin, end).indices(size)
+    return start, stop_ - start
+
+
+def _map_part(ours: str, name: str, dimensions: Iterable[Part], sizes: Mapping[str, int]) -> TensorMapping:
     box = {axis: (0, size) for axis, size in sizes.items()}  # start and size
     order, shape = [], []
     for dimension in dimensions:
-        length = 1
-        for axis, first, colon, stop in re.findall(r"(\w)(?:\[(-?\d*)(:?)(-?\d*)\])?", dimension):
-            if first and not colon:
-                part = slice(int(first), int(first) + 1)
-            else:
-                part = slice(int(first) if first else None, int(stop) if stop else None)
-            start, end, _ = part.indices(sizes[axis])
-            box[axis] = (start, end - start)
+        shape.append(prod(length for _, _, length in dimension))
+        for axis, start, length in dimension:
+            box[axis] = (start, length)
             order.append(list(sizes).index(axis))
-            length *= end - start
-        shape.append(length)
     starts, extents = zip(*box.values())
     return TensorMapping(ours, name, tuple(shape), tuple(order), Box(starts, extents))
 
@@ -215,14 +264,13 @@ class HuggingFaceWeights:
         self._files = open_weights(folder)
         stacked = any(re.search(r"\.experts\.\D", key) for key in self._files)
         experts = 1 if stacked else model.num_experts or 1
-        dense = model.dense_layers if experts > 1 else model.num_layers
-        if len(self._files) < dense + (model.num_layers - dense) * experts:
+        if len(self._files) < model.num_layers + model.expert_blocks * (experts - 1):
             described = f"{model.num_layers:,} layers" + (f" of {experts:,} experts" if experts > 1 else "")
             raise CheckpointError(
                 f"{folder / CONFIG_FILE} has {described}, but {folder} has {len(self._files):,} tensors"
             )
         self.specs: Mapping[str, ShardSpec] = gpt(model)  # of all tensors, by our names
-        mappings = map_tensors(kind, self.specs, stacked)
+        mappings = map_tensors(kind, model, self.specs, stacked)
         family = model_families()[kind]
         # a model saved without its head has no prefix
         prefix = "" if any(key.startswith(family.prefix) for key in self._files) else family.prefix
@@ -231,7 +279,7 @@ class HuggingFaceWeights:
             """Return mappings with the names of the files."""
             return tuple(replace(mapping, name=mapping.name.removeprefix(prefix)) for mapping in found)
 
-        copies = map_copies(kind, self.specs, mappings)
+        copies = map_copies(kind, model, self.specs, mappings)
         self.mappings = {name: in_files(found) for name, found in mappings.items()}
         self._copies = {name: in_files(found) for name, found in copies.items()}
         self._check(family)

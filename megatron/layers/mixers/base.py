@@ -9,7 +9,7 @@ declaration. A block is a list of residual layers, whose mixers the configuratio
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from math import prod
 from typing import TYPE_CHECKING, NamedTuple
@@ -68,6 +68,8 @@ class Mixer:
     # What it is right with, beside training on whole sequences of one document: "context parallelism" (a rank has
     # rows of the sequence only), "documents" (nothing passes from one to the next) and "generation" (token by token).
     supports: tuple[str, ...] = ()
+    # Symbol in --hybrid-layer-pattern of a plugin's mixer; those of the built-in ones are in config/layer_pattern.py.
+    letter: str | None = None
     # Operations of :class:`megatron.kernels.registry.Kernels` that no other kind of mixer calls.
     operations: tuple[str, ...] = ()
 
@@ -127,7 +129,7 @@ class Mixer:
     def matrices(self, config: ModelConfig) -> dict[str, int]:
         """Return the elements of the weight matrices that a token is multiplied with, by the names of their modules."""
         specs = self.parameters(config, UNSHARDED).items()
-        matrices = ((n.removesuffix(".weight"), spec) for n, spec in specs if n.endswith(".weight") and spec.decays)
+        matrices = ((n.removesuffix(".weight"), spec) for n, spec in specs if n.endswith(".weight") and spec.is_matrix)
         return {name: active_numel(config, spec) for name, spec in matrices}
 
     def recomputed(self, plan: RecomputePlan) -> bool:
@@ -209,17 +211,29 @@ def replicated_projection(
     return linear(sharding.dense.replicate(shape, Init(config.init_method_std), partial), of_rows)
 
 
-def output_projection(config: ModelConfig, sharding: Sharding, inputs: int) -> Specs:
-    """Declare a row-parallel linear that adds to the residual stream."""
+def output_projection(config: ModelConfig, sharding: Sharding, inputs: int, has_bias: bool | None = None) -> Specs:
+    """Declare a row-parallel linear that adds to the residual stream; default as above."""
     h = config.hidden_size
     weight = sharding.dense.split((h, inputs), 1, Init(output_std(config)))
     bias = sharding.dense.replicate((h,), Init(), partial=sharding.sequence_parallel)
-    return linear(weight, bias if config.add_bias_linear else None)
+    has_bias = config.add_bias_linear if has_bias is None else has_bias
+    return linear(weight, bias if has_bias else None)
+
+
+def channel_convolution(sharding: Sharding, parts: Sequence[int], width: int, has_bias: bool) -> Specs:
+    """Declare a causal convolution of every channel: ``weight`` ``[channels, width]`` and, perhaps, ``bias``.
+
+    Each of the consecutive parts of the channels is split over TP. Initial values are those of PyTorch's convolution.
+    """
+    bound = 1 / math.sqrt(width)
+    init = Init(uniform=(-bound, bound))
+    weight = replace(sharding.dense.parts(parts, (width,), init), matrices=1)
+    return linear(weight, sharding.dense.parts(parts, (), init) if has_bias else None)
 
 
 def output_std(config: ModelConfig) -> float:
     """Return the standard deviation of the initial weights of an output projection."""
-    return config.init_method_std / math.sqrt(2 * config.num_layers)
+    return config.init_method_std / math.sqrt(config.residual_layers)
 
 
 def norm_init(config: ModelConfig) -> Init:

@@ -47,7 +47,7 @@ def llama(**changes: Any) -> ModelConfig:
 def random_weights(model: ModelConfig, dtype: torch.dtype = torch.float32, seed: int = 0) -> dict[str, Tensor]:
     """Under transformers' names."""
     generator = torch.Generator().manual_seed(seed)
-    made = map_tensors(model_type_for(model), build_on_meta(model).specs).values()
+    made = map_tensors(model_type_for(model), model, build_on_meta(model).specs).values()
     return {s.name: (0.2 * torch.randn(s.stored, generator=generator)).to(dtype) for found in made for s in found}
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import chain, combinations
 from math import prod
 
@@ -28,6 +30,10 @@ CONSTRUCTORS: dict[str, MakeSpec] = {
     "norm": lambda s: s.replicate((5,), INIT, partial=False),
     "norm, sequence parallel": lambda s: s.replicate((5,), INIT, partial=True),
     "positions": lambda s: s.replicate((6, 5), INIT, partial=True),
+    "parts": lambda s: s.parts((840, 1680, 2520), (3,), INIT),
+    "uniform parts": lambda s: s.parts((840, 1680), (3,), Init(uniform=(-0.5, 0.5))),
+    "uniform, transformed": lambda s: s.split((840,), 0, Init(uniform=(1.0, 16.0), transform="log")),
+    "parts of a bias": lambda s: s.parts((840, 1680, 2520), (), INIT),
     **{
         f"vocabulary {entries}/{divisible}": lambda s, e=entries, d=divisible: s.vocabulary(e, 3, d, INIT)
         for entries in (1, 7, 64, 101)
@@ -151,6 +157,29 @@ def test_distribution() -> None:
     assert (values / 0.3).pow(4).mean().item() == pytest.approx(3, abs=5 * (96 / n) ** 0.5)  # a normal's fourth moment
     blocks = values[:960].view(15, 64, 200).flatten(1)
     assert (blocks.corrcoef() - torch.eye(15)).abs().max() < 5 / blocks.shape[1] ** 0.5, "blocks of rows are related"
+
+
+def test_uniform_values_and_their_transforms() -> None:
+    """As Mamba-2 begins: decays between 1 and 16, steps between 0.001 and 0.1 whose logarithms are uniform."""
+    dense, (low, high) = DenseSharding(0, 1), (math.log(1e-3), math.log(1e-1))
+    decays = filled(dense.split((4096,), 0, Init(uniform=(1.0, 16.0), transform="log")), torch.float64).exp()
+    steps = filled(dense.split((4096,), 0, Init(uniform=(low, high), transform="inverse_softplus_of_exp")))
+    logs = torch.nn.functional.softplus(steps.double()).log()
+    for values, least, most in ((decays, 1.0, 16.0), (logs, low, high)):
+        assert least - 1e-4 <= values.min()
+        assert values.max() <= most + 1e-4
+        deciles = (values - least) / (most - least) * 10
+        assert deciles.clamp(0, 9.99).int().bincount(minlength=10).float().sub(409.6).abs().max() < 100
+    tiny = filled(dense.split((64,), 0, Init(uniform=(-30.0, -20.0), transform="inverse_softplus_of_exp")))
+    torch.testing.assert_close(torch.nn.functional.softplus(tiny), torch.full((64,), 1e-4), rtol=1e-3, atol=0)
+
+
+def test_filters_are_no_matrices() -> None:
+    dense = DenseSharding(0, 2)
+    assert not replace(dense.parts((8, 4), (4,), INIT), matrices=1).is_matrix
+    assert not dense.split((8,), 0, INIT, (4, 2)).is_matrix
+    assert dense.parts((8, 4), (4,), INIT).is_matrix
+    assert dense.qkv(2, 4, (2, 3), INIT).is_matrix
 
 
 def test_names_and_seeds_differ() -> None:
