@@ -112,7 +112,10 @@ _SHARED = "moe_shared_expert_intermediate_size"
 _EXPERT_KEYS = (
     ConfigKey("moe_ffn_hidden_size", "moe_intermediate_size", 512),
     ConfigKey(
-        _SHARED, "shared_expert_intermediate_size", 512, can={_SHARED: lambda m: bool(m.moe_shared_expert_intermediate_size)}
+        _SHARED,
+        "shared_expert_intermediate_size",
+        512,
+        can={_SHARED: lambda m: bool(m.moe_shared_expert_intermediate_size)},
     ),
     BALANCING_LOSS,
 )
