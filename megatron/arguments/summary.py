@@ -155,7 +155,7 @@ def _attention(model: ModelConfig) -> str:
         )
         return "" if model.window_size is None else f"local:{model.window_size}{some or ''}"
     parts = [" x ".join(part.strip().split("*")) for part in text.split(",")]
-    repeated = 1 < len(parse_layers(text)) < model.num_layers
+    repeated = 1 < len(parse_layers(text)) < model.listed_layers
     return ", ".join(parts) + (" (repeated)" if repeated else "")
 
 

@@ -292,6 +292,12 @@ class LayerPatternOptions:
     """Layers of the block of each further predicted token, whose number is --mtp-num-layers: an older spelling of
     /LAYERS at the end of --hybrid-layer-pattern."""
 
+    other_meanings: ClassVar = """
+    --hybrid-layer-pattern and position_embedding_type=none and not --position-embedding-type
+      position_embedding_type is none; Megatron-LM learns positions unless a flag asks for none or others:
+      --position-embedding-type learned_absolute
+    """
+
     refused: ClassVar = """
     has_two_heads
     E120 --mtp-hybrid-override-pattern and the / of --hybrid-layer-pattern both set the layers of further tokens

@@ -1,8 +1,8 @@
 """Random command lines, each against one process: ``python -m tests.distributed.random_runs [--first N] [--runs 100]``.
 
 A command line is refused with sentences, or its run has the numbers of one process: loss, norm, every gradient and
-weight, in fp64. Models are of experts, latent attention and further predictions as often as not; layouts, schedules,
-recomputation, offloading, optimizers and documents are drawn beside them. Command line N is always the same.
+weight, in fp64. Models are of experts, latent attention, further predictions and other mixers as often as not; layouts,
+schedules, recomputation, offloading, optimizers and documents are drawn beside them. Command line N is always the same.
 """
 
 from __future__ import annotations
@@ -20,8 +20,9 @@ from megatron.arguments.cli import parse
 from megatron.config.errors import UserError
 from megatron.config.parallel import PIPELINE_SCHEDULES
 from megatron.config.run import RunConfig
+from megatron.config.settings import SETTINGS
 from megatron.data.loader import MaskBuilder
-from tests.distributed.grid import choices
+from tests.distributed.grid import STATES, choices
 from tests.kit.cases import LR, SEQ_LENGTH, Case, PackedConversations, reference, run_on
 from tests.kit.pool import Pool
 from tools.lib.verify_parallel import compare_traces
@@ -94,6 +95,14 @@ OTHERS = (
     "|--ddp-bucket-size 4000",
     "|||--pad-global-batch",
 )
+MAMBA = " ".join(f"{SETTINGS[name].spell(value)}" for name, value in STATES["mamba2"].items())
+MIXERS = (
+    f"|||--token-mixers mamba2 {MAMBA}|--token-mixers mamba2 attention {MAMBA}"
+    f"|--hybrid-layer-pattern M-*M- {MAMBA}|--hybrid-layer-pattern ME+E {MAMBA}"
+    "|--plugin tests.distributed.gated_linear --hybrid-layer-pattern LL-*-L-"
+    "|--plugin tests.distributed.gated_linear --token-mixers gated-linear attention"
+)
+"""Mixers of tokens in place of attention; a layer pattern replaces the number of layers."""
 DOCUMENTS = (
     *[MaskBuilder()] * 4,
     MaskBuilder(eod=7, reset_positions=True, reset_attention=True),
@@ -141,6 +150,7 @@ def command_line(draw: random.Random) -> tuple[str, int]:
     if sizes["pipeline"] > 1:
         flags.append(f"--pipeline-model-parallel-size {sizes['pipeline']}")
         flags.append(f"--pipeline-schedule {draw.choice([s for s in PIPELINE_SCHEDULES if s != 'searched'])}")
+    flags.append(draw.choice(MIXERS.split("|")))
     micro_batch = draw.choice((1, 1, 2, 3))
     batch = micro_batch * sizes["data"] * draw.choice((1, 2, 2, 3, 4)) + ("--pad-global-batch" in flags)
     flags.append(f"--micro-batch-size {micro_batch} --global-batch-size {batch}")

@@ -21,7 +21,12 @@ NEMOTRON_EXPERTS |= {"moe_shared_expert_intermediate_size": 20, "routed_scaling_
 FACTORS = {"attention_multiplier": 0.3, "embedding_multiplier": 3.0, "residual_multiplier": 0.25, "logits_scaling": 1.5}
 DELTA = {"linear_key_head_dim": 6, "linear_value_head_dim": 5, "linear_num_key_heads": 2, "linear_num_value_heads": 6}
 MIXED = ["linear_attention", "full_attention", "linear_attention"]
-SHARED = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 12, "shared_expert_intermediate_size": 20}
+SHARED = {
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 12,
+    "shared_expert_intermediate_size": 20,
+}
 NEMOTRON = SIZES | HEADS | NEMOTRON_MAMBA | {"head_dim": 12, "intermediate_size": 40, "layer_norm_epsilon": EPSILON}
 LIKE_LLAMA = SIZES | HEADS | {"intermediate_size": 40, "num_hidden_layers": 3, "rms_norm_eps": EPSILON}
 QWEN = LIKE_LLAMA | DELTA | {"head_dim": 16, "layer_types": MIXED}
@@ -63,9 +68,6 @@ HYBRIDS: dict[str, tuple[str, dict[str, Any]]] = {
         | {"layer_types": MIXED, "num_local_experts": 4, "intermediate_size": 12, "shared_intermediate_size": 20}
         | {"position_embedding_type": "rope", "rope_parameters": {"rope_type": "default", "rope_theta": 300.0}},
     ),
-    "qwen3-next": ("Qwen3Next", QWEN | SHARED | {"mlp_only_layers": [0]}),
-    "qwen3-5": ("Qwen3_5Text", QWEN | {"linear_num_key_heads": 3}),
-    "qwen3-5-moe": ("Qwen3_5MoeText", {k: v for k, v in (QWEN | SHARED).items() if k != "intermediate_size"}),
 }
 """Names of cases -> transformers' class of configurations without ``Config``, and its options."""
 

@@ -24,7 +24,7 @@ transformers = pytest.importorskip("transformers")
 
 IGNORED = -100  # the label `transformers` leaves out
 WIDE = ("e_score_correction_bias", "A_log", "dt_bias", ".D")
-SLOW = ("mamba2-tied", "nemotron-3-latent", "granite-4", "qwen3-5-moe")
+SLOW = ("mamba2-tied", "nemotron-3-latent", "granite-4")
 
 
 def weights_of(folder: Path) -> dict[str, Tensor]:

@@ -146,7 +146,7 @@ def mamba_keys(names: MambaNames, expands: bool = True) -> tuple[ConfigKey | Key
 
 
 def _read_limits(config: JsonObject) -> FieldValues:
-    """Read the limits of the time step; transformers 5 writes an infinite one as an object, other versions as itself."""
+    """Read the limits of the time step; transformers 5 writes an infinite one as an object."""
     limits = config.get("time_step_limit", (0.0, math.inf))
     try:
         least, most = (float(each["__float__"] if isinstance(each, dict) else each) for each in limits)
@@ -312,7 +312,7 @@ _NO_LIMIT = 1e-37
 
 
 def _read_least_step(config: JsonObject) -> FieldValues:
-    """Read the lower limit of the time step, which is ``time_step_min`` in transformers, whatever ``time_step_limit``."""
+    """Read the lower limit of the time step: in transformers ``time_step_min``, whatever ``time_step_limit`` is."""
     least = read_number(ConfigKey("", "time_step_min", 0.001), config)
     return {"mamba_dt_min": least if least > _NO_LIMIT else 0.0}
 
@@ -376,7 +376,6 @@ NEMOTRON_H = ModelFamily(
                 "use_mamba_kernels",
                 "mamba_ssm_cache_dtype",
                 "moe_shared_expert_overlap",
-                "mamba_proj_bias",
                 # layers for further tokens, which transformers ignores
                 "num_nextn_predict_layers",
                 "mtp_layers_block_type",
@@ -394,8 +393,10 @@ NEMOTRON_H = ModelFamily(
         "mamba_hidden_act": ("silu",),
         "attention_bias": (False,),
         "mlp_bias": (False,),
+        "mamba_proj_bias": (False,),  # not used by transformers: the biases are those of use_bias
         "n_shared_experts": (1,),
         "sliding_window": (None,),
+        "tie_word_embeddings": (False,),  # transformers does not tie them, whatever the key
     },
     always={**_RMS, "untie_embeddings_and_output_weights": True},
     weights={
@@ -530,11 +531,13 @@ def _write_granite_layers(text: str) -> FieldValues | None:
 _WIDTH = ConfigKey("", "shared_intermediate_size", 1024)
 _GRANITE_ROPE, *_GRANITE_FACTORS, _ = GRANITE_KEYS
 _POSITIONS = "position_embedding_type"
-"""``rope``, or anything else for none."""
 
 
 def _read_positions(config: JsonObject) -> FieldValues:
-    return _GRANITE_ROPE.read(config) if config.get(_POSITIONS) == "rope" else {_POSITIONS: "none"}
+    kind = config.get(_POSITIONS)
+    if kind not in ("rope", "nope", None):
+        raise UnsupportedConfigError(f"{_POSITIONS} {kind!r} is not supported, only rope and nope")
+    return _GRANITE_ROPE.read(config) if kind == "rope" else {_POSITIONS: "none"}
 
 
 def _write_positions(model: ModelConfig) -> FieldValues:

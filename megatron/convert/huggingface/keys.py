@@ -26,6 +26,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
+from functools import lru_cache
 from typing import Any
 
 from megatron.arguments.validate import is_met
@@ -69,6 +70,7 @@ def resolved(model: ModelConfig, name: str) -> Any:
     return getattr(model, _RESOLVED.get(name, name))
 
 
+@lru_cache(maxsize=4)
 def effective_options(model: ModelConfig) -> dict[str, Option]:
     """Return the options of a model that have an effect: another value than their default, or than it implies."""
     run = RunConfig(model=model)

@@ -7,7 +7,8 @@ from dataclasses import replace
 
 import pytest
 
-from megatron.arguments.sources import build_config, resolve
+from megatron.arguments.compatibility import compare_configs
+from megatron.arguments.sources import build_config, resolve, to_dict
 from megatron.config import plugins
 from megatron.config.layer_pattern import LETTERS, PatternError, parse_pattern, without_pattern
 from megatron.config.model import ModelConfig
@@ -146,3 +147,38 @@ def test_a_mixer_of_a_plugin_has_a_letter(letter: type[Mixer], monkeypatch: pyte
         (problem,) = problems(f"{SHAPE} --num-layers 1")
         assert problem.code == "E914"
         assert repr(taken) in problem.sentence
+
+
+ALTERNATE, WINDOW = "--num-experts 4 --moe-layer-freq 2", "--window-size 4"
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "codes"),
+    [
+        ("--token-mixers mamba2 attention --num-layers 3", "--hybrid-layer-pattern 'M-*-M-'", []),
+        ("--token-mixers mamba2 attention --num-layers 3", "--hybrid-layer-pattern 'M-*-*-'", ["E821"]),
+        (f"--num-layers 4 {ALTERNATE}", "--hybrid-layer-pattern '*E*-*E*-' --num-experts 4", []),
+        (f"--num-layers 2 {ALTERNATE}", "--hybrid-layer-pattern '*-*E' --num-experts 4", ["E821"]),
+        (
+            f"{WINDOW} --num-layers 3 --window-attn-skip-freq 2",
+            f"{WINDOW} --hybrid-layer-pattern '*-*-*-' --window-attn-skip-freq '[1,1,0,0]'",
+            [],
+        ),
+        (f"{WINDOW} --num-layers 2", "--hybrid-layer-pattern '*-*-' --attention-pattern local:4", []),
+        (f"{WINDOW} --num-layers 2", "--hybrid-layer-pattern '*-*-' --attention-pattern local:4*2,global", ["E822"]),
+        (
+            "--hybrid-layer-pattern '*-*/*/*'",
+            "--hybrid-layer-pattern '*-*' --mtp-hybrid-override-pattern '*' --mtp-num-layers 2",
+            [],
+        ),
+        ("--hybrid-layer-pattern '*-*/*'", "--hybrid-layer-pattern '*-*/-'", ["E821"]),
+        ("--hybrid-layer-pattern '*-*/*'", "--hybrid-layer-pattern '*-*'", ["E822"]),
+        ("--hybrid-layer-pattern '*-*|*-*'", "--hybrid-layer-pattern '*-|**-*'", []),
+    ],
+)
+def test_a_resumed_run_is_compared_by_what_its_layers_are(one: str, other: str, codes: list[str]) -> None:
+    shape = f"{SHAPE} --position-embedding-type none --mamba-num-groups 1"
+    saved, now = (run(f"{shape} {flags}").config for flags in (one, other))
+    found = compare_configs(to_dict(saved), now, "exact")
+    assert [problem.code for problem in found.problems] == codes
+    assert found.changed <= {"pipeline_model_parallel_layout"} or codes
