@@ -172,6 +172,12 @@ ATTENTION: dict[str, dict[str, Any]] = {
 
 STATES: dict[str, dict[str, Any]] = {
     "mamba2": {"mamba_state_dim": 6, "mamba_head_dim": 8, "mamba_num_groups": 4, "mamba_chunk_size": 5},
+    "gated-delta-net": {
+        "linear_key_head_dim": 6,
+        "linear_value_head_dim": 5,
+        "linear_num_key_heads": 4,
+        "linear_num_value_heads": 8,
+    },
 }
 """Sizes of recurrent mixers that TP of 4 divides."""
 
