@@ -96,9 +96,11 @@ OTHERS = (
     "|||--pad-global-batch",
 )
 MAMBA = " ".join(f"{SETTINGS[name].spell(value)}" for name, value in STATES["mamba2"].items())
+DELTA = "--linear-num-key-heads 4 --linear-num-value-heads 8 --linear-key-head-dim 6 --linear-value-head-dim 4"
 MIXERS = (
     f"|||--token-mixers mamba2 {MAMBA}|--token-mixers mamba2 attention {MAMBA}"
     f"|--hybrid-layer-pattern M-*M- {MAMBA}|--hybrid-layer-pattern ME+E {MAMBA}"
+    f"|--token-mixers gated-delta-net attention {DELTA}|--hybrid-layer-pattern GG-*E {DELTA}"
     "|--plugin tests.distributed.gated_linear --hybrid-layer-pattern LL-*-L-"
     "|--plugin tests.distributed.gated_linear --token-mixers gated-linear attention"
 )
