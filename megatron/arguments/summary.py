@@ -109,7 +109,8 @@ def _pipeline(config: RunConfig, world_size: int) -> str:
         return ""
     sizes = {stage.count for stage in stages}
     if len(sizes) == 1:
-        layers = f"{len(stages)} stages of {counted(sizes.pop(), 'layer')}"
+        noun = "layer" if model.hybrid_layer_pattern is None else "block"
+        layers = f"{len(stages)} stages of {counted(sizes.pop(), noun)}"
     elif model.vocab_size is None and is_split_by_cost(model, config.parallel):
         layers = f"{len(stages)} stages of equal cost; the cost of the output layer depends on the tokenizer"
     else:
@@ -155,7 +156,7 @@ def _attention(model: ModelConfig) -> str:
         )
         return "" if model.window_size is None else f"local:{model.window_size}{some or ''}"
     parts = [" x ".join(part.strip().split("*")) for part in text.split(",")]
-    repeated = 1 < len(parse_layers(text)) < model.num_layers
+    repeated = 1 < len(parse_layers(text)) < model.listed_layers
     return ", ".join(parts) + (" (repeated)" if repeated else "")
 
 

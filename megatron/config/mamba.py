@@ -50,6 +50,11 @@ class MambaOptions:
     mamba_chunk_size: int = option(128, role="free", at_least=1, at_most=MAX_SIZE, needs=MAMBA)
     """Tokens of a chunk of the scan, which changes its result by rounding only."""
 
+    other_meanings: ClassVar = """
+    --norm-epsilon and has_mamba and not norm_epsilon=1e-05
+      norm_epsilon is that of the norm inside of Mamba-2, too, which is 1e-5 in Megatron-LM
+    """
+
     refused: ClassVar = """
     has_mamba and not mamba_num_heads and mamba_expanded_size%mamba_head_dim
     E117 2 x hidden size, {mamba_expanded_size}, does not divide into heads of {mamba_head_dim} channels for Mamba-2

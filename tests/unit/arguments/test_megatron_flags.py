@@ -163,6 +163,7 @@ def test_a_script_of_megatron_runs() -> None:
 
 def test_ignored_flags_change_nothing() -> None:
     beside = {"--group-query-attention": "--num-query-groups 4", "--no-position-embedding": "--swiglu"}
+    beside["--is-hybrid-model"] = "--hybrid-layer-pattern *-*"
     for spelling in [name for name in MEGATRON if (flag := FLAGS.find(name)) and flag.kind in ("ignored", "setting")]:
         if FLAGS.find(spelling).values is not None:
             continue
