@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -9,8 +10,11 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
+from megatron.config.model import ModelConfig
 from megatron.config.training import TrainingConfig
+from megatron.convert.huggingface.config import model_config_values
 from megatron.convert.huggingface.convert import convert_from_huggingface, convert_to_huggingface
+from megatron.convert.huggingface.peft import peft_linears
 from megatron.convert.saved_model import SavedModel
 from megatron.convert.sources import open_checkpoint
 from megatron.convert.weight_source import WeightSource, fill_weights
@@ -111,6 +115,17 @@ def test_a_rank_reads_its_part_of_a_folder(name: str, tmp_path: Path) -> None:
                     assert torch.equal(part, value[piece.global_box.slices]), key
             assert counted.elements == sum(piece.global_box.numel for spec in specs.values() for piece in spec.pieces)
             assert counted.elements < 0.5 * sum(value.numel() for value in whole.values())
+
+
+@pytest.mark.parametrize("name", ["nemotron-3", "qwen3-next"])
+def test_linears_with_adapters_are_those_of_transformers(name: str) -> None:
+    theirs = build(name)
+    model = replace(ModelConfig(**model_config_values(theirs.config.to_dict(), name)), lora_rank=2)
+    modules = dict(theirs.named_modules())
+    linears = peft_linears(theirs.config.model_type, model)
+    assert len(linears) > 10
+    for key, linear in linears.items():
+        assert modules[key].weight.shape == (len(linear.rows), linear.inputs), key
 
 
 def assert_same_numbers(saved: SavedModel, theirs: nn.Module) -> None:

@@ -430,6 +430,7 @@ NEMOTRON_H = ModelFamily(
         "layers.{i}.mlp.experts.linear_fc2.weight": ("e h f", {f"{_MIXER}.experts.down_proj": "e, h, f"}),
     },
     prefix="backbone.",
+    loaded_prefix="model.",
     buffers=(r"mtp\..*",),
 )
 

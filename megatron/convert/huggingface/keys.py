@@ -168,6 +168,8 @@ class ModelFamily:
     weights: WeightRows
     # of all names in the files except the head's; missing in files of a model without head
     prefix: str
+    # that of the names in transformers' model, if it is another one
+    loaded_prefix: str | None = None
     # rows of experts that newer versions of transformers may store as one tensor for all, in place of those in weights
     stacked: WeightRows = field(default_factory=dict)
     # numbers of a model that the rows name, by their letters

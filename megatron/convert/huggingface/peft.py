@@ -39,6 +39,7 @@ from megatron.config.schemes import HUGGING_FACE_PREFIX, split_scheme
 from megatron.convert.base_model import BaseModel
 from megatron.convert.huggingface.config import model_type_for, read_config, read_model_type, read_options, words
 from megatron.convert.huggingface.convert import check_target, new_checkpoint, raise_if_overflow
+from megatron.convert.huggingface.families import model_families
 from megatron.convert.huggingface.keys import JsonObject
 from megatron.convert.huggingface.weights import map_tensors, tensor_findings
 from megatron.convert.saved_model import MergedWeights, SavedModel, describe_adapters
@@ -92,7 +93,7 @@ def peft_linears(kind: str, model: ModelConfig) -> dict[str, PeftLinear]:
     """
     weights = {name: spec for name, spec in gpt(model).items() if is_adaptable(name, spec)}
     biases = {name.replace(".weight", ".bias"): replace(spec, view=spec.view[:-1]) for name, spec in weights.items()}
-    places = map_tensors(kind, model, weights | biases)
+    places, family = map_tensors(kind, model, weights | biases), model_families()[kind]
     found = {}
     for name, weight in weights.items():
         ours = name.removesuffix(".weight")
@@ -103,6 +104,7 @@ def peft_linears(kind: str, model: ModelConfig) -> dict[str, PeftLinear]:
             mapping.arrange(rows).copy_(numbers.view(weight.view[:-1])[mapping.box.slices])
         transposed = places[name][0].order[0] == len(weight.view) - 1
         for each, rows in theirs.items():
+            each = each.replace(family.prefix, family.loaded_prefix or family.prefix, 1)
             found[each] = PeftLinear(ours, rows, part_of[rows], weight.shape[1], transposed)
     return found
 
