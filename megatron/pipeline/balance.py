@@ -100,7 +100,7 @@ class _Reached(NamedTuple):
     before: State
 
 
-class _Part(NamedTuple):
+class _Taken(NamedTuple):
     """Blocks of the first rounds on a rank."""
 
     cost: int
@@ -221,7 +221,7 @@ class _Search:
         last: Sequence[int],
         bounds: tuple[int, int, int],
         ends: bool,
-    ) -> list[_Part]:
+    ) -> list[_Taken]:
         """Return what a rank may have after ``state``.
 
         Args:
@@ -233,9 +233,9 @@ class _Search:
             bounds: least cost of the rank, most of the rank and of a stage.
             ends: it is the last rank, which has all other blocks.
         """
-        (needed, most_rank, most_stage), parts = bounds, [_Part(0, 0, 0, ())]
+        (needed, most_rank, most_stage), parts = bounds, [_Taken(0, 0, 0, ())]
         for k, (of_round, at, stage) in enumerate(zip(costs, state, own)):
-            base, longer = of_round[at] - self._extra[stage], list[_Part]()
+            base, longer = of_round[at] - self._extra[stage], list[_Taken]()
             for part in parts:
                 low = last[k] if ends else at + self._least[stage]
                 if k == len(own) - 1:
@@ -249,7 +249,7 @@ class _Search:
                     more = of_round[to] - base
                     place = cuts[k + 1] - at if self._reverse[k] else cuts[k] + to
                     reached = (*part.state, to)
-                    longer.append(_Part(part.cost + more, part.squares + more**2, part.places + place, reached))
+                    longer.append(_Taken(part.cost + more, part.squares + more**2, part.places + place, reached))
             parts = longer
         return parts
 

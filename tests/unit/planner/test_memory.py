@@ -136,7 +136,7 @@ def test_bytes_of_each_part_match_the_allocations_of_a_run(dtype: str, optimizer
         trainer.specs[parameter_name(name)].numel * tensor.itemsize for name, tensor in local_tensors(trainer).items()
     )
     assert sum(whole) == checkpoint_bytes(config)
-    assert sum(p.numel() for p in trainer.params.values()) == max_rank_parameters(config.model, config.parallel)
+    assert sum(p.numel() for p in trainer.params.values()) == max_rank_parameters(config)
 
 
 ADAPTED = "--lora-rank 3 --lora-dora --pretrained-checkpoint NOT_READ"
