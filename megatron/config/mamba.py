@@ -95,15 +95,10 @@ class MambaOptions:
 
     def check_mamba_layout(self, config: Run, world_size: int) -> Iterator[Problem]:
         """Check that heads and groups divide over TP, and heads over the ranks that exchange them for rows."""
-        parallel, heads, groups, norms = (
-            config.parallel,
-            self.mamba_heads,
-            self.mamba_num_groups,
-            self.mamba_norm_groups,
-        )
-        tp, exchange = parallel.tensor_model_parallel_size, parallel.cp_head_ranks
         if not self.has_mamba:
             return
+        heads, groups, norms = self.mamba_heads, self.mamba_num_groups, self.mamba_norm_groups
+        tp, exchange = config.parallel.tensor_model_parallel_size, config.parallel.cp_head_ranks
         if heads % tp or groups % tp or (norms not in (None, 1) and norms % tp):
             common = gcd(heads, groups, groups if norms in (None, 1) else norms)
             fit = [n for n in divisors(common) if world_size % n == 0]
