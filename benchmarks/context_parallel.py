@@ -2,6 +2,7 @@
 
     python -m benchmarks.context_parallel            # --write keeps the results
     python -m benchmarks.context_parallel --long     # also one sample of 131,072 tokens, 10 minutes
+    python -m benchmarks.context_parallel --mixers   # instead, how time and memory of mixers grow up to 131,072 tokens
 
 * Processor seconds of a training step, summed over the ranks, over those of one process with the same tokens.
 * Bytes that a rank sends in a step, counted, over the formula of `megatron/planner/communication.py`.
@@ -16,6 +17,7 @@ import statistics
 import sys
 import time
 from collections.abc import Sequence
+from itertools import product
 from typing import Any
 
 import torch
@@ -56,6 +58,21 @@ LONG = (
     "--global-batch-size 1 --micro-batch-size 1 --device cpu --attention-pattern local:8192,global"
 )
 LONG_LENGTH = 131_072
+
+GROWTH = (
+    "--num-layers 1 --hidden-size 32 --ffn-hidden-size 32 --num-attention-heads 2 --position-embedding-type rope "
+    "--disable-bias-linear --hidden-dropout 0 --attention-dropout 0 --vocab-size 64 --mock-data --train-iters 100 "
+    "--global-batch-size 1 --micro-batch-size 1 --device cpu"
+)
+MIXERS = {
+    "attention": "",
+    "mamba2": "--mamba-state-dim 16 --mamba-head-dim 16 --mamba-num-groups 1 --mamba-chunk-size 64",
+    "gated-delta-net": "--linear-num-key-heads 2 --linear-num-value-heads 2 --linear-key-head-dim 16 "
+    "--linear-value-head-dim 16",
+}
+"""Options of the mixers that are compared; heads have 16 channels."""
+LENGTHS = (16_384, 32_768, 65_536, LONG_LENGTH)
+CONTEXTS = (1, 4)
 
 
 def config_of(flags: str, length: int, size: int, method: str) -> RunConfig:
@@ -174,8 +191,54 @@ def long_rows() -> list[dict[str, Any]]:
     return rows
 
 
+def measure_growth(rank: int, world_size: int, mixer: str, length: int) -> dict[str, Any]:
+    """Measure a step on a sample, after one on a short sample, which loads libraries."""
+    flags = f"{GROWTH} --token-mixers {mixer} {MIXERS[mixer]}"
+    measure_steps(rank, world_size, config_of(flags, 1024, world_size, "p2p"), 1)
+    return measure_steps(rank, world_size, config_of(flags, length, world_size, "p2p"), 1)
+
+
+def growth_rows(mixers: Sequence[str]) -> list[dict[str, Any]]:
+    """Train a step on one sample of each length, with each mixer, with and without context parallelism."""
+    rows = []
+    for length, mixer, size in product(LENGTHS, mixers, CONTEXTS):
+        ranks = run_ranks(size, measure_growth, mixer, length)
+        rows.append({
+            "tokens": length, "mixer": mixer, "CP": size, "loss": ranks[0]["loss"],
+            "seconds": sum(rank["seconds"] for rank in ranks), "MiB": max(rank["KiB"] for rank in ranks) / 1024,
+        })  # fmt: skip
+        print(rows[-1], file=sys.stderr, flush=True)
+    return rows
+
+
+def growth_page(result: dict[str, Any]) -> str:
+    """Return how time and memory grow as Markdown."""
+    found = {(r["mixer"], r["CP"], r["tokens"]): r for r in result["growth"]}
+    unit, kinds = found["attention", 1, LENGTHS[0]], list(dict.fromkeys(key[:2] for key in found))
+
+    def lines(what: str) -> list[str]:
+        cells = [[f"{found[*kind, n][what] / unit[what]:.2f}" for n in LENGTHS] for kind in kinds]
+        heads = ("mixer", "CP", *(f"{n:,}" for n in LENGTHS))
+        return table(heads, [[*kind, *row] for kind, row in zip(kinds, cells)])
+
+    return "\n".join([
+        "# Time and memory of mixers over the length of a sample, CPU, one thread a rank",
+        "",
+        "A step on one sample, one block of width 32, heads of 16 channels, fp32. Processor seconds of all ranks",
+        f"over those of attention on {LENGTHS[0]:,} tokens in one process:",
+        *lines("seconds"),
+        "",
+        "Growth of the peak memory of a rank in the step, over the same:",
+        *lines("MiB"),
+        "",
+        conditions(result),
+    ])  # fmt: skip
+
+
 def page(result: dict[str, Any]) -> str:
     """Return the results as Markdown."""
+    if "growth" in result:
+        return growth_page(result)
     heads = ("CP", "method", "seconds / one process", "lowest", "highest", "MB sent", "/ formula", "loss differs by")
     rows = [
         [r["CP"], r["method"], *(f"{r[name]:.2f}" for name in ("ratio", "low", "high"))]
@@ -214,6 +277,8 @@ def page(result: dict[str, Any]) -> str:
 def measure(args: argparse.Namespace) -> dict[str, Any]:
     """Return all figures."""
     torch.set_num_threads(1)
+    if args.mixers is not None:
+        return {"growth": growth_rows(args.mixers or [*MIXERS])}
     return {"sparse": sparse_rows(), "steps": step_rows(), "long": long_rows() if args.long else []}
 
 
@@ -221,7 +286,10 @@ def main(argv: Sequence[str]) -> int:
     """Run the benchmark."""
     parser = options(__doc__, rounds=None)
     parser.add_argument("--long", action="store_true", help="train on one sample of 131,072 tokens too")
-    return run("context_parallel", parser, argv, measure, page)
+    text = "measure how time and memory of these mixers, by default of all, grow with a sample, and nothing else"
+    parser.add_argument("--mixers", nargs="*", choices=[*MIXERS], help=text)
+    name = "context_parallel" if parser.parse_args(argv).mixers is None else "mixers"
+    return run(name, parser, argv, measure, page)
 
 
 if __name__ == "__main__":

@@ -31,7 +31,14 @@ from megatron.config.schemes import split_scheme
 from megatron.config.text import echo, shell_word
 from megatron.data.progress import ByteProgress
 from megatron.layers.parameters import num_parameters
-from tools.lib.locations import LOCATIONS, add_pretrained_flag, location_argument, source_argument, source_options
+from tools.lib.locations import (
+    LOCATIONS,
+    add_plugin_flag,
+    add_pretrained_flag,
+    location_argument,
+    source_argument,
+    source_options,
+)
 
 if TYPE_CHECKING:
     from megatron.convert.huggingface.convert import ConversionResult
@@ -126,7 +133,7 @@ def build_parser() -> argparse.ArgumentParser:
     skipped = "skip the comparison with transformers"
     parser.add_argument("--no-check", action="store_true", default=None, help=skipped)
     add_links_flag(parser)
-    parser.add_argument("--plugin", nargs="+", metavar="MODULE", help="modules with further model families")
+    add_plugin_flag(parser)
     return parser
 
 

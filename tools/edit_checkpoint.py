@@ -27,7 +27,7 @@ from megatron.config.files import add_links_flag
 from megatron.config.text import counted, echo
 from megatron.layers.parameters import num_parameters
 from tools.convert_checkpoint import ProgressPrinter, parse_count, parse_output_folder
-from tools.lib.locations import add_pretrained_flag, location_argument, source_options
+from tools.lib.locations import add_plugin_flag, add_pretrained_flag, location_argument, source_options
 
 
 def parse_layers(text: str) -> frozenset[int]:
@@ -55,6 +55,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--save", type=parse_output_folder, required=True, metavar="DIR", help="a new folder")
     add_pretrained_flag(parser)
     add_links_flag(parser)
+    add_plugin_flag(parser)
     changes = parser.add_argument_group("changes, made in this order")
     merged = "add adapters to the weights of their model, which the other changes do too"
     changes.add_argument("--merge", action="store_true", help=merged)
@@ -90,11 +91,13 @@ def main(argv: Sequence[str]) -> int:
 
     from megatron.checkpoint.errors import CheckpointError
     from megatron.config.errors import UserError
+    from megatron.config.plugins import load_plugins
     from megatron.convert.sources import SourceOptions, open_checkpoints
     from tools.lib.surgery import Changes, change_checkpoint
 
     signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
+        load_plugins(args.plugin or ())
         first = open_checkpoints(str(args.load), source_options(args))
         others = [open_checkpoints(str(each), SourceOptions(follow_links=args.follow_links)) for each in args.average]
         for note in (note for model in (first, *others) for note in model.notes):

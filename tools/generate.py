@@ -181,7 +181,7 @@ def main(argv: Sequence[str]) -> int:
     launch = Launch()
     try:
         launch = Launch.read(os.environ)
-        load_plugins(args.plugin)
+        load_plugins(args.plugin or ())
         generate_texts(args, read_prompts(args, launch), launch)
     except (InferenceError, UserError) as error:  # the same on every rank
         if launch.local_rank == 0:

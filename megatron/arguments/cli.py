@@ -49,6 +49,7 @@ from megatron.config.checkpoint import CheckpointConfig
 from megatron.config.data_paths import SOURCE_OPTIONS
 from megatron.config.errors import Problem, UserError, credential_problem
 from megatron.config.launch import Launch, launch_notes
+from megatron.config.layer_pattern import pattern_notes
 from megatron.config.option import Role
 from megatron.config.plugins import load_plugins
 from megatron.config.privacy import redact
@@ -234,7 +235,9 @@ def parse(
     findings.add(start.inherited(resolve(flags_only, world_size), resolved))
     findings.add(find_notes(config, world_size))
     findings.add(launch_notes(environ))
-    findings.add(unused_option_notes(config, merge_values(source.values for source in given)))
+    given_values = merge_values(source.values for source in given)
+    findings.add(unused_option_notes(config, given_values))
+    findings.add(pattern_notes(given_values, config.model))
     findings.add(preset_batch_notes(line.known.preset, resolved, world_size))  # last, and so nearest to the summary
     fake_rank = line.known.fake_rank or 0 if line.known.fake_world else None
     here = not line.check_only or (line.known.world_size is None and world_size == launch.world_size)
@@ -314,6 +317,8 @@ class StartModel:
 def _missing_problems(values: Values, start: StartModel, about: str) -> Iterator[Problem]:
     """Yield a problem if a run from scratch lacks a size of its model."""
     missing = [SETTINGS[name] for name in REQUIRED if name not in values]
+    if values.get("hybrid_layer_pattern"):
+        missing = [setting for setting in missing if setting.name != "num_layers"]
     if missing and start.saved is None and not start.source.values:
         sentence = f"the model is not complete: {', '.join(setting.flag for setting in missing)} must be given"
         fixes = (" ".join(setting.spell(setting.default) for setting in missing), "--preset gpt2-124m")

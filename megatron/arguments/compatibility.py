@@ -7,7 +7,7 @@ which roles may change; ``compare_configs`` reports changes, and refuses those t
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from math import isclose
 from typing import Any
@@ -23,10 +23,12 @@ from megatron.arguments.sources import (
 )
 from megatron.arguments.validate import is_met
 from megatron.checkpoint.errors import describe_findings
+from megatron.config.attention_pattern import AttentionPattern
 from megatron.config.batch import schedule_lengths
 from megatron.config.checkpoint import CheckpointConfig
 from megatron.config.data_paths import DEFAULT_SPLIT, split_shares
 from megatron.config.errors import Problem
+from megatron.config.model import ModelConfig
 from megatron.config.option import Role
 from megatron.config.run import RunConfig
 from megatron.config.settings import SETTINGS
@@ -55,6 +57,30 @@ CHANGE_ERRORS = {
     Role.SCHEDULE: ("E825", "the batch, the length or the schedule is not the {}'s"),
 }
 """Error codes and messages of changes that are not allowed."""
+
+
+def _mixers(model: ModelConfig) -> list[tuple[str, ...]]:
+    return [model.mixers(layer) for layer in (*range(model.num_layers), *model.head_blocks)]
+
+
+def _attention_patterns(model: ModelConfig) -> list[AttentionPattern]:
+    return [model.pattern(layer) for layer in range(model.num_layers)]
+
+
+def _rotary_kinds(model: ModelConfig) -> list[str | None]:
+    return [model.rotary_kind(layer) for layer in range(model.num_layers)]
+
+
+MEANINGS: Sequence[tuple[Set[str], Callable[[ModelConfig], object]]] = (
+    (
+        {"hybrid_layer_pattern", "mtp_hybrid_override_pattern", "num_layers", "token_mixers", "moe_layer_freq"}
+        | {"multi_latent_attention"},
+        _mixers,
+    ),
+    ({"attention_pattern", "window_size", "window_attn_skip_freq"}, _attention_patterns),
+    ({"no_rope_freq"}, _rotary_kinds),
+)
+"""Fields that give every layer something, and what: if all layers have the same, they are equal, however written."""
 
 
 @dataclass(frozen=True)
@@ -95,6 +121,9 @@ def compare_configs(
     before = _values(then) | unreadable
     after = _values(now)
     changed = [field for field in SETTINGS if field in unreadable or not _same(field, before[field], after[field])]
+    for fields, meaning in MEANINGS:
+        if not fields & unreadable.keys() and fields & {*changed} and meaning(then.model) == meaning(now.model):
+            changed = [field for field in changed if field not in fields]
     roles = {field: role_of(field, before, after, (then, now)) for field in changed}
     if _schedule(then, begin) == _schedule(now, begin):  # the same lengths, in other units or without effect
         same_lengths = {field for names in LENGTH_OPTIONS for field in names} - unreadable.keys()

@@ -5,6 +5,7 @@ megatron_flags.yaml holds the flags, with what happens to each and why.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -25,6 +26,12 @@ from megatron.config.text import did_you_mean
 
 KEEP_SCHEDULE_FLAGS = ("--use-checkpoint-opt_param-scheduler", "--use-checkpoint-opt-param-scheduler")
 MAX_REASONS = 3  # in notes on ignored flags
+HYBRID_FLAGS = ("--is-hybrid-model", "--hybrid-attention-ratio", "--hybrid-mlp-ratio")
+"""Older flags of hybrid models, which do not name the layers; the last two give shares of them."""
+
+HYBRID = re.compile("hybrid|mamba", re.IGNORECASE)
+"""Parts of other values that mean a hybrid model."""
+
 PER_LAYER = ("--cp-comm-type",)
 """Flags that may have a word for each layer in Megatron-LM, and have one here."""
 
@@ -154,7 +161,11 @@ def check_unknown_flags(
     result = ConfigSource()
     ignored: dict[str, list[str]] = {}
     given = {_split(words)[0] for words in foreign}
+    unnamed = _without_layers(foreign, config)
+    result.problems += [] if unnamed is None else [unnamed]
     for words in foreign:
+        if unnamed is not None and _asks_for_hybrid(words):
+            continue
         if not words[0].startswith("--"):
             sentence = f"{' '.join(words)}: belongs to no flag; booleans take --x and --no-x"
             result.problems.append(Problem("E001", sentence))
@@ -257,6 +268,50 @@ def implied_values(given: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in implied.items() if not given.get(name)}
 
 
+def pattern_of_ratios(layers: int, attention: float, mlp: float) -> str:
+    """Return the layer pattern that older flags of Megatron-LM mean: Mamba-2, with attention and MLPs spread evenly.
+
+    Args:
+        layers: number of residual layers.
+        attention: share of the layers that are attention.
+        mlp: share of the layers that are MLPs; they take the places of Mamba-2.
+    """
+    symbols = ["M"] * layers
+    for symbol, share, more in (("*", attention, 1), ("-", mlp, 0)):
+        free = [place for place, each in enumerate(symbols) if each == "M"]
+        count = round(layers * share)
+        left = between = (len(free) - count) / (count + more) if count else math.inf
+        for place in free:
+            if left < 0.5:
+                symbols[place], left = symbol, left + between
+            else:
+                left -= 1
+    return "".join(symbols)
+
+
+def _asks_for_hybrid(words: Sequence[str]) -> bool:
+    """Return True for a flag that means a hybrid model."""
+    spelling, arguments = _split(words)
+    other = spelling in ("--spec", "--export-model-type") and HYBRID.search(" ".join(arguments)) is not None
+    return spelling in HYBRID_FLAGS or other
+
+
+def _without_layers(foreign: Iterable[Sequence[str]], config: RunConfig) -> Problem | None:
+    """Return the problem of flags of a hybrid model without its layers, with the pattern that older ones mean."""
+    asked = [words for words in foreign if _asks_for_hybrid(words)]
+    if not asked or config.model.hybrid_layer_pattern is not None:
+        return None
+    given = {spelling: arguments for spelling, arguments in map(_split, asked) if arguments}
+    try:
+        attention, mlp = (float(given.get(flag, ["0"])[0]) for flag in HYBRID_FLAGS[1:])
+    except ValueError:
+        attention = mlp = 0.0
+    pattern = pattern_of_ratios(config.model.num_layers, attention, mlp)
+    reason = "--hybrid-layer-pattern has to name the layers"
+    sentence = f"{' '.join(chain(*asked))} of Megatron-LM is not supported: {reason}"
+    return Problem("E004", sentence, (f"--hybrid-layer-pattern '{pattern}'",))
+
+
 def implied_default_problems(spellings: Collection[str], config: RunConfig) -> Iterator[Problem]:
     """Yield the problems of flags that are ignored only where Megatron-LM's implied default is the same as ours."""
     if "--group-query-attention" in spellings and config.model.num_query_groups is None:
@@ -267,6 +322,9 @@ def implied_default_problems(spellings: Collection[str], config: RunConfig) -> I
     if "--no-position-embedding" in spellings and config.model.position_embedding_type == "learned_absolute":
         sentence = "--no-position-embedding contradicts --position-embedding-type learned_absolute"
         yield Problem("E004", sentence, ("--position-embedding-type none", "--position-embedding-type rope"))
+    if {"--hybrid-layer-pattern", "--hybrid-override-pattern"} <= {*spellings}:
+        sentence = "--hybrid-override-pattern is an older name of --hybrid-layer-pattern"
+        yield Problem("E003", sentence, ("drop --hybrid-override-pattern",))
     load, save = config.checkpoint.load, config.checkpoint.save
     if "--no-load-optim" in spellings and load != save and holds_checkpoints(load) and not holds_checkpoints(save):
         sentence = f"--no-load-optim: a run starts from {load} with its optimizer state"

@@ -7,6 +7,7 @@ values that could be read and the problems of the others.
 from __future__ import annotations
 
 import shlex
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -17,6 +18,7 @@ from megatron.config.batch import full_global_batch_size
 from megatron.config.data_paths import SOURCE_OPTIONS
 from megatron.config.errors import MOST_PROBLEMS, Problem, UserError
 from megatron.config.files import parse_yaml, read_small
+from megatron.config.layer_pattern import REPLACED, pattern_values, without_pattern
 from megatron.config.plugins import option_groups
 from megatron.config.run import RunConfig
 from megatron.config.schemes import HUGGING_FACE_PREFIX
@@ -57,14 +59,18 @@ class ConfigSource:
         try:
             self.values[setting.name] = setting.convert(value)
         except ValueError as error:
-            self.refuse(setting, spelling, str(error), value if isinstance(value, list) else ())
+            fixes = getattr(error, "fixes", ())
+            self.refuse(setting, spelling, str(error), value if isinstance(value, list) else (), fixes)
             return False
         return True
 
-    def refuse(self, setting: Setting, spelling: str, reason: str, words: Sequence[Any] = ()) -> None:
+    def refuse(
+        self, setting: Setting, spelling: str, reason: str, words: Sequence[Any] = (), fixes: tuple[str, ...] = ()
+    ) -> None:
         """Record that a value cannot be read; ``spelling`` is the flag or key, ``words`` are those after it."""
-        fixes: tuple[str, ...] = ()
-        if setting.choices:
+        if fixes:
+            pass
+        elif setting.choices:
             one = len(setting.choices) == 1 and setting.option.kind is not None  # of a plugin that was forgotten
             fixes = ("--plugin MODULE",) if one else (f"{setting.flag} {'|'.join(setting.choices)}",)
         elif setting.length:
@@ -187,6 +193,8 @@ def merge_values(sources: Iterable[Values]) -> Values:
             used = [group for group in groups if any(values.get(name) for name in group)]
             for name in (name for group in groups if used and group not in used for name in group):
                 merged.pop(name, None)
+        for name in REPLACED if values.get("hybrid_layer_pattern") else ():
+            merged.pop(name, None)
         merged |= values
     return merged
 
@@ -194,7 +202,7 @@ def merge_values(sources: Iterable[Values]) -> Values:
 def build_config(values: Values) -> RunConfig:
     """Return the configuration with ``values`` in place of the defaults."""
     groups: dict[str, dict[str, Any]] = {group: {} for group in GROUPS}
-    for name, value in values.items():
+    for name, value in pattern_values(values).items():
         groups[SETTINGS[name].group][name] = value
     built = {group: cls(**groups[group]) for group, cls in GROUPS.items()}
     plugins = tuple(built.pop(group) for group in option_groups())
@@ -227,7 +235,7 @@ def resolve(config: RunConfig, world_size: int) -> RunConfig:
         method = training.recompute_method or "uniform"
         layers = training.recompute_num_layers or (1 if method == "uniform" else model.num_layers)
         training = replace(training, recompute_method=method, recompute_num_layers=layers)
-    return replace(config, model=model, parallel=parallel, training=training)
+    return replace(config, model=without_pattern(model), parallel=parallel, training=training)
 
 
 def flat_values(config: RunConfig) -> Values:
@@ -239,10 +247,13 @@ def from_dict(tree: Mapping[str, Any]) -> RunConfig:
     """Build a configuration from ``to_dict`` or any nested or flat mapping.
 
     Raises:
-        UserError: with all unknown names and unreadable values.
+        UserError: with all unknown names and unreadable values, which plugins of the configuration may have named.
     """
     result = from_mapping(tree, "config")
     if result.problems:
+        if missing := [name for name in result.values.get("plugin") or () if name not in sys.modules]:
+            fixes = (f"--plugin {' '.join(missing)}",)
+            raise UserError([replace(p, fixes=fixes) if p.code == "E002" else p for p in result.problems])
         raise UserError(result.problems)
     return build_config(result.values)
 

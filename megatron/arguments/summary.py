@@ -128,17 +128,22 @@ def _pipeline(config: RunConfig, world_size: int) -> str:
 
 def _model(model: ModelConfig) -> str:
     parts = [f"{model.num_layers} layers", f"hidden {model.hidden_size}", *describe_mixers(model)]
-    if model.token_mixers != type(model).token_mixers:
-        parts.append(f"mixers {' '.join(model.token_mixers)} (repeated)")
-    if model.dense_layers == model.num_layers:
+    if model.hybrid_layer_pattern is not None:
+        parts[0] = (
+            f"{model.residual_layers} layers {model.hybrid_layer_pattern} in {counted(model.num_layers, 'block')}"
+        )
+    elif model.repeated_token_mixers != type(model).token_mixers:
+        parts.append(f"mixers {' '.join(model.repeated_token_mixers)} (repeated)")
+    if model.dense_layers and model.num_experts is None:
         parts.append(f"{model.activation} MLP of {model.ffn}")
     return ", ".join([*parts, model.normalization, f"positions {model.position_embedding_type}"])
 
 
 def describe_mixers(model: ModelConfig) -> list[str]:
-    """Return the sizes of the mixers of the tokens, of those that state them."""
-    described = (find_mixer(name).describe(model) for name in dict.fromkeys(m[0] for m in model.kinds_of_layers))
-    return [each for each in described if each]
+    """Return the sizes of the mixers of the tokens, of those that state them; after the names of several."""
+    names = dict.fromkeys(mixers[0] for mixers in model.kinds_of_layers)
+    sizes = {name: text for name in names if (text := find_mixer(name).describe(model))}
+    return [*sizes.values()] if len(sizes) == 1 else [f"{name}: {text}" for name, text in sizes.items()]
 
 
 def _attention(model: ModelConfig) -> str:
@@ -150,7 +155,7 @@ def _attention(model: ModelConfig) -> str:
         )
         return "" if model.window_size is None else f"local:{model.window_size}{some or ''}"
     parts = [" x ".join(part.strip().split("*")) for part in text.split(",")]
-    repeated = 1 < len(parse_layers(text)) < model.num_layers
+    repeated = 1 < len(parse_layers(text)) < model.listed_layers
     return ", ".join(parts) + (" (repeated)" if repeated else "")
 
 

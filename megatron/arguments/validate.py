@@ -52,7 +52,7 @@ def choose_cuda_graph(config: RunConfig, world_size: int, cuda: bool = True) -> 
     broken += [problem for check in group_methods(step, "check_graph") for problem in check(step, world_size)]
     if broken:
         return "none", broken[0].sentence
-    mixers = [("mixer", name) for name in config.model.token_mixers]
+    mixers = [("mixer", name) for name in config.model.token_mixer_names]
     others = [("objective", training.objective), ("optimizer", config.optimizer.optimizer)]
     for kind, name in (*others, ("dispatcher", parallel.moe_exchange), *mixers):
         if name in registered(kind):

@@ -115,6 +115,7 @@ KERNEL_CANDIDATES: dict[str, tuple[str, ...]] = {
     "latent_qkv": ("triton", "compiled", "torch"),
     "causal_conv": ("causal_conv1d", "torch"),
     "state_space": ("mamba_ssm", "torch"),
+    "gated_delta_rule": ("fla", "torch"),
     "activation": ("triton", "compiled", "torch"),
     "dropout": ("compiled", "torch"),
     "cross_entropy": ("compiled", "torch"),

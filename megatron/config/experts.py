@@ -84,11 +84,6 @@ class ExpertOptions:
       fix: --fp8-recipe rowwise | --fp8-recipe blockwise
     """
 
-    def has_experts(self, layer: int) -> bool:
-        """Return True if a layer has experts."""
-        layers = expert_layers(self.moe_layer_freq or "1")
-        return self.num_experts is not None and bool(layers[layer % len(layers)])
-
     def check_expert_layout(self, config: Run, world_size: int) -> Iterator[Problem]:
         """Check that experts divide over EP, and that EP x expert TP divides a pipeline stage."""
         parallel, model = config.parallel, config.model

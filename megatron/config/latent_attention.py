@@ -67,13 +67,12 @@ class LatentAttentionOptions:
     @property
     def has_latent_attention(self: Model) -> bool:
         """True if latent attention is among the mixers."""
-        words = self.token_mixers
-        return LATENT_ATTENTION in words or (self.multi_latent_attention and "attention" in words)
+        return LATENT_ATTENTION in self.token_mixer_names
 
     @property
     def has_attention(self: Model) -> bool:
         """True if attention without a latent is among the mixers."""
-        return "attention" in self.token_mixers and not self.multi_latent_attention
+        return "attention" in self.token_mixer_names
 
     @property
     def latent_rope_type(self) -> str:

@@ -50,21 +50,26 @@ class MambaOptions:
     mamba_chunk_size: int = option(128, role="free", at_least=1, at_most=MAX_SIZE, needs=MAMBA)
     """Tokens of a chunk of the scan, which changes its result by rounding only."""
 
+    other_meanings: ClassVar = """
+    --norm-epsilon and has_mamba and not norm_epsilon=1e-05
+      norm_epsilon is that of the norm inside of Mamba-2, too, which is 1e-5 in Megatron-LM
+    """
+
     refused: ClassVar = """
     has_mamba and not mamba_num_heads and mamba_expanded_size%mamba_head_dim
-    E117 2 x hidden size, {mamba_expanded_size}, does not divide into heads of {mamba_head_dim} channels for Mamba-2
+    E118 2 x hidden size, {mamba_expanded_size}, does not divide into heads of {mamba_head_dim} channels for Mamba-2
       fix: --mamba-num-heads {mamba_num_groups} | --hidden-size {hidden_size%mamba_head_dim}
 
     has_mamba and mamba_heads%mamba_num_groups
-    E117 {mamba_heads} heads of Mamba-2 do not divide into {mamba_num_groups} groups
+    E118 {mamba_heads} heads of Mamba-2 do not divide into {mamba_num_groups} groups
       fix: --mamba-num-groups 1 | --mamba-num-heads {mamba_heads%mamba_num_groups}
 
     has_mamba and mamba_inner_size%mamba_norm_group_count
-    E117 {mamba_inner_size} channels of Mamba-2 do not divide into {mamba_norm_group_count} groups for the norm
+    E118 {mamba_inner_size} channels of Mamba-2 do not divide into {mamba_norm_group_count} groups for the norm
       fix: drop --mamba-norm-groups | --mamba-norm-groups 1
 
     has_mamba and mamba_dt_min>mamba_dt_max
-    E117 --mamba-dt-min {mamba_dt_min} exceeds --mamba-dt-max {mamba_dt_max}
+    E118 --mamba-dt-min {mamba_dt_min} exceeds --mamba-dt-max {mamba_dt_max}
       fix: drop --mamba-dt-min | drop --mamba-dt-max
     """
 

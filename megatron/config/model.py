@@ -6,6 +6,7 @@ import math
 import re
 import shlex
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import ClassVar, NamedTuple
@@ -13,9 +14,18 @@ from typing import ClassVar, NamedTuple
 from megatron.config.adapters import AdapterOptions
 from megatron.config.attention_pattern import AttentionPattern, format_layers, parse_layers, split_layers
 from megatron.config.errors import Problem
-from megatron.config.experts import ExpertOptions
+from megatron.config.experts import ExpertOptions, expert_layers
+from megatron.config.gated_delta_net import GatedDeltaNetOptions
 from megatron.config.latent_attention import LATENT_ATTENTION, SCALED, YARN, LatentAttentionOptions
-from megatron.config.mamba import MAMBA_MIXER, MambaOptions
+from megatron.config.layer_pattern import (
+    DEPTH,
+    TOKEN_MIXERS,
+    LayerPatternOptions,
+    PatternError,
+    parse_head,
+    parse_pattern,
+)
+from megatron.config.mamba import MambaOptions
 from megatron.config.multi_token import MultiTokenOptions
 from megatron.config.option import MAX_LAYERS, MAX_SIZE, MegatronOption, Need, Run, WithPluginOptions, option
 from megatron.config.router import RouterOptions
@@ -158,11 +168,9 @@ class TransformerOptions(WithPluginOptions):
     prefix:TOKENS, or the name of a plugin's pattern. A part +first:TOKENS keeps the first tokens visible, *N repeats.
     Example: 'local:4096*5,global'."""
 
-    token_mixers: tuple[str, ...] = option(
-        ("attention",), role="shape", choices=("attention", LATENT_ATTENTION, MAMBA_MIXER), kind="mixer"
-    )
+    token_mixers: tuple[str, ...] = option(("attention",), role="shape", choices=TOKEN_MIXERS, kind="mixer")
     """Mixers of the tokens, the residual layers before the MLPs, repeated over the layers: attention, latent-attention,
-    mamba2, or the name of a plugin's mixer. Example: mine mine mine attention."""
+    mamba2, gated-delta-net, or the name of a plugin's mixer. Example: mine mine mine attention."""
     softmax_scale: float | None = option(None, role="function", above=0, example=0.0625)
     """Factor on the products of queries and keys. Default: 1/sqrt(channels of a key)."""
     attention_output_gate: bool = option(False, role="shape", needs=ATTENTION)
@@ -224,7 +232,7 @@ class TransformerOptions(WithPluginOptions):
     attention_dropout: float = option(0.1, role="schedule", at_least=0, below=1)
     """Dropout rate of attention weights. Above 0, attention is not fused."""
     init_method_std: float = option(0.02, role="free", at_least=0)
-    """Standard deviation of the initial weights; output projections use std/sqrt(2 x num_layers)."""
+    """Standard deviation of the initial weights; output projections use std/sqrt(number of residual layers)."""
     z_loss_coeff: float = option(0.0, role="schedule", at_least=0, needs=CROSS_ENTROPY)
     """Weight of PaLM's z-loss, the squared log-partition of the logits."""
 
@@ -320,9 +328,11 @@ class ModelConfig(
     AdapterOptions,
     LatentAttentionOptions,
     MambaOptions,
+    GatedDeltaNetOptions,
     RouterOptions,
     ExpertOptions,
     MultiTokenOptions,
+    LayerPatternOptions,
     TransformerOptions,
 ):
     """Decoder-only transformer.
@@ -335,17 +345,76 @@ class ModelConfig(
         k k k k          k     k               k
     """
 
+    def __post_init__(self) -> None:
+        """Set the numbers that the layer pattern determines; leave a text that is none to the checks."""
+        if not isinstance(self.hybrid_layer_pattern, str):
+            return
+        with suppress(PatternError):
+            pattern = parse_pattern(self.hybrid_layer_pattern)
+            changes: dict[str, object] = {"num_layers": len(pattern.blocks)}
+            if DEPTH in self.hybrid_layer_pattern and not self.has_two_heads:
+                main, _, _ = self.hybrid_layer_pattern.partition(DEPTH)
+                depths, head = len(pattern.heads), next(iter(pattern.heads), None)
+                changes |= {"mtp_num_layers": depths or None, "mtp_hybrid_override_pattern": head}
+                changes["hybrid_layer_pattern"] = main
+            if any(LATENT_ATTENTION in block for block in pattern.blocks):
+                changes["multi_latent_attention"] = True
+            for name, value in changes.items():
+                object.__setattr__(self, name, value)
+
     def mixers(self, layer: int) -> tuple[str, ...]:
-        """Return the names of the mixers of a layer, in order: each is a residual layer ``x + mixer(norm(x))``."""
-        token_mixer = self.token_mixers[layer % len(self.token_mixers)]
-        if token_mixer == "attention" and self.multi_latent_attention:
-            token_mixer = LATENT_ATTENTION
-        return token_mixer, "experts" if self.has_experts(layer) else "mlp"
+        """Return the names of the mixers of a block, in order: each is a residual layer ``x + mixer(norm(x))``.
+
+        The block after the last one is that of the heads.
+        """
+        if self.layer_pattern is None:
+            words = self.repeated_token_mixers or ("attention",)
+            token_mixer = words[self.place(layer) % len(words)]
+            if token_mixer == "attention" and self.multi_latent_attention:
+                token_mixer = LATENT_ATTENTION
+            return token_mixer, "experts" if self._has_experts(layer) else "mlp"
+        if layer >= self.num_layers and self.mtp_hybrid_override_pattern is not None:
+            return self._existing(parse_head(self.mtp_hybrid_override_pattern))
+        return self._existing(self.layer_pattern.blocks[min(layer, self.num_layers - 1)])
+
+    def _existing(self, mixers: tuple[str, ...]) -> tuple[str, ...]:
+        """Return the names of mixers; an MLP in place of experts whose number is missing."""
+        return mixers if self.num_experts else tuple("mlp" if name == "experts" else name for name in mixers)
+
+    def has_experts(self, layer: int) -> bool:
+        """Return True if a block has experts."""
+        return "experts" in self.mixers(layer)
+
+    def _has_experts(self, layer: int) -> bool:
+        layers = expert_layers(self.moe_layer_freq or "1")
+        return self.num_experts is not None and bool(layers[self.place(layer) % len(layers)])
+
+    def place(self, layer: int) -> int:
+        """Return the place of a block in lists of the layers, whose entries are symbols beside a pattern.
+
+        The block of the heads has the place of the last layer.
+        """
+        layer = min(layer, self.num_layers - 1)
+        return layer if self.layer_pattern is None else self.layer_pattern.starts[layer]
+
+    @property
+    def listed_layers(self) -> int:
+        """Number of layers as lists of them count: the symbols of a pattern, else the blocks."""
+        return self.num_layers if self.layer_pattern is None else len(self.layer_pattern.layers)
+
+    @property
+    def residual_layers(self) -> int:
+        """Number of residual layers: the symbols of a pattern, else two in each block."""
+        return 2 * self.num_layers if self.layer_pattern is None else len(self.layer_pattern.layers)
+
+    def residual_layer(self, layer: int) -> int:
+        """Return the index of the first residual layer of a block among those of the model."""
+        return 2 * layer if self.layer_pattern is None else self.layer_pattern.starts[layer]
 
     @property
     def head_layers(self) -> tuple[int, ...]:
-        """Layers whose kind of block the heads have, which predict further tokens beside the output layer."""
-        return (self.num_layers - 1,) * self.prediction_depths
+        """Index of the block of each head, which predicts a further token beside the output layer: after the last."""
+        return (self.num_layers,) * self.prediction_depths
 
     @property
     def head_blocks(self) -> tuple[int, ...]:
@@ -354,17 +423,18 @@ class ModelConfig(
 
     @property
     def kinds_of_layers(self) -> list[tuple[str, ...]]:
-        """The different :meth:`mixers` of the layers, in the order of the first of each."""
-        return [*dict.fromkeys(map(self.mixers, range(self.num_layers)))]
-
-    def residual_layer(self, layer: int) -> int:
-        """Return the index of the first residual layer of a block, counted over all blocks."""
-        return sum(len(self.mixers(each)) for each in range(layer))
+        """The different :meth:`mixers` of the blocks, in the order of the first of each; those of the heads last."""
+        return [*dict.fromkeys(map(self.mixers, (*range(self.num_layers), *self.head_blocks)))]
 
     @property
     def dense_layers(self) -> int:
-        """Number of layers with an MLP."""
-        return sum(not self.has_experts(layer) for layer in range(self.num_layers))
+        """Number of blocks with an MLP."""
+        return sum("mlp" in self.mixers(layer) for layer in range(self.num_layers))
+
+    @property
+    def expert_blocks(self) -> int:
+        """Number of blocks with experts."""
+        return sum(map(self.has_experts, range(self.num_layers)))
 
     @property
     def head_dim(self) -> int:
@@ -384,10 +454,20 @@ class ModelConfig(
     def pattern(self, layer: int) -> AttentionPattern:
         """Return the attention pattern of a layer."""
         if self.attention_pattern is None:
-            layers = window_layers(self.window_attn_skip_freq or "[1]")
-            return AttentionPattern(self.window_size if layers[layer % len(layers)] else None)
+            layers = self.window_layers or (1,)
+            return AttentionPattern(self.window_size if layers[self.place(layer) % len(layers)] else None)
         patterns = parse_layers(self.attention_pattern)
-        return patterns[layer % len(patterns)]
+        return patterns[self.place(layer) % len(patterns)]
+
+    @property
+    def window_layers(self) -> tuple[int, ...] | None:
+        """1 for each layer with the sliding window, to be repeated; None for all."""
+        return None if self.window_attn_skip_freq is None else window_layers(self.window_attn_skip_freq)
+
+    @property
+    def layers_without_rope(self) -> tuple[int, ...] | None:
+        """1 for each layer without rotary embedding, to be repeated; None for none."""
+        return None if self.no_rope_freq is None else no_rope_layers(self.no_rope_freq)
 
     @property
     def attention_prefix(self) -> int:
@@ -438,10 +518,8 @@ class ModelConfig(
         """Return the rotary embedding of a layer: ``global``, ``local`` (``rotary_base_local``), or None."""
         if self.position_embedding_type not in ("rope", "yarn") and LATENT_ATTENTION not in self.mixers(layer):
             return None
-        if self.no_rope_freq is not None:
-            layers = no_rope_layers(self.no_rope_freq)
-            if layers[layer % len(layers)]:
-                return None
+        if (layers := self.layers_without_rope) is not None and layers[self.place(layer) % len(layers)]:
+            return None
         local = self.rotary_base_local is not None and self.pattern(layer).window is not None
         return "local" if local else "global"
 
@@ -484,15 +562,18 @@ class ModelConfig(
 
     def check_no_rope_freq(self, config: Run, world_size: int) -> Iterator[Problem]:
         """Check that a list of layers without RoPE has at most as many entries as the model has layers."""
-        if self.no_rope_freq is None or (entries := len(no_rope_layers(self.no_rope_freq))) <= self.num_layers:
+        layers = self.listed_layers
+        if self.no_rope_freq is None or (entries := len(no_rope_layers(self.no_rope_freq))) <= layers:
             return
-        sentence = f"--no-rope-freq {self.no_rope_freq} is for {entries} layers, and the model has {self.num_layers}"
+        sentence = f"--no-rope-freq {self.no_rope_freq} is for {entries} layers, and the model has {layers}"
         yield Problem("E111", sentence, ("drop --no-rope-freq", f"--num-layers {entries}"))
 
     def check_heads_divide(self, config: Run, world_size: int) -> Iterator[Problem]:
         """Check that TP divides the query heads, and that key/value heads and TP divide one another."""
         heads, groups = self.num_attention_heads, self.kv_groups
         tp = config.parallel.tensor_model_parallel_size
+        if not (self.has_attention or self.has_latent_attention):
+            return
         if heads % tp:
             fit = [n for n in divisors(heads) if world_size % n == 0]
             sizes = flag_fixes("--tensor-model-parallel-size", nearest(tp, fit))
@@ -515,16 +596,16 @@ class ModelConfig(
 
     def check_attention_pattern(self, config: Run, world_size: int) -> Iterator[Problem]:
         """Check that layers have all patterns of attention, and that labels are left to predict."""
-        length, freq = config.training.seq_length, self.window_attn_skip_freq
-        if freq is not None and not freq.isdecimal() and (entries := len(window_layers(freq))) > self.num_layers:
-            sentence = f"--window-attn-skip-freq {freq} is for {entries} layers, and the model has {self.num_layers}"
+        length, freq, layers = config.training.seq_length, self.window_attn_skip_freq, self.listed_layers
+        if freq is not None and not freq.isdecimal() and (entries := len(window_layers(freq))) > layers:
+            sentence = f"--window-attn-skip-freq {freq} is for {entries} layers, and the model has {layers}"
             yield Problem("E109", sentence, ("drop --window-attn-skip-freq", f"--num-layers {entries}"))
         if self.attention_pattern is None:
             return
         count, prefix = len(parse_layers(self.attention_pattern)), self.attention_prefix
-        if count > self.num_layers:
-            sentence = f"--attention-pattern has patterns for {count} layers, and the model has {self.num_layers}"
-            shorter = format_layers(split_layers(self.attention_pattern)[: self.num_layers])
+        if count > layers:
+            sentence = f"--attention-pattern has patterns for {count} layers, and the model has {layers}"
+            shorter = format_layers(split_layers(self.attention_pattern)[:layers])
             yield Problem("E109", sentence, (f"--attention-pattern {shlex.quote(shorter)}", f"--num-layers {count}"))
         if prefix >= length:
             shorter = re.sub(
@@ -551,6 +632,6 @@ class ModelConfig(
             if limits and min(limits) >= length and pattern.dilation == 1:
                 yield f"--attention-pattern {text} hides nothing: samples have {length} tokens"
         count = len(parse_layers(self.attention_pattern))
-        if self.num_layers % count:
-            layers = f"{self.num_layers} layers; the last repeat is cut"
+        if self.listed_layers % count:
+            layers = f"{self.listed_layers} layers; the last repeat is cut"
             yield f"--attention-pattern: {count} patterns do not divide {layers}"

@@ -409,6 +409,8 @@ class ParallelConfig(DispatchOptions):
             yield Problem("E201", sentence, multiples_as_fixes("--seq-length", length, self.sequence_multiple))
         tp = self.tensor_model_parallel_size
         heads = config.model.num_attention_heads // tp
+        if not (config.model.has_attention or config.model.has_latent_attention):
+            return
         if heads % among and config.model.num_attention_heads % tp == 0:  # E203 reports the latter
             per_rank = " per TP rank" if tp > 1 else ""
             sentence = f"{method}: {heads} heads{per_rank} do not divide over {among} ranks"

@@ -76,9 +76,10 @@ class PrecisionConfig:
     """
 
     def layer_in_fp8(self, layer: int, num_layers: int) -> bool:
-        """Return True if the linears of a block, by its global index, are in FP8."""
+        """Return True if the linears of a block, by its global index, are in FP8; that of the heads as the last one."""
         start, end = self.num_layers_at_start_in_bf16, num_layers - self.num_layers_at_end_in_bf16
-        return self.fp8_format is not None and (not self.first_last_layers_bf16 or start <= layer < end)
+        first_or_last = self.first_last_layers_bf16 and not start <= min(layer, num_layers - 1) < end
+        return self.fp8_format is not None and not first_or_last
 
     def check_fp8_chunks(self, config: Run, world_size: int) -> Iterator[Problem]:
         """Check that chunks of the MLP do not divide the rows that share a scale."""

@@ -87,6 +87,8 @@ class Setting:
             return f"--set {self.key}=null"
         if isinstance(value, bool):
             return self.flag if value else self.negative
+        if isinstance(value, str) and value.startswith("-"):  # else it would be a flag
+            return f"{self.flag}={shlex.quote(value)}"
         items = value if isinstance(value, tuple) else (value,)
         return " ".join([self.flag, *(shlex.quote(self.show(item)) for item in items)])
 
@@ -115,7 +117,7 @@ class Setting:
         """Return a value as text after a flag; on or off for a boolean, and nothing for None and ()."""
         if isinstance(value, bool):
             return "on" if value else "off"
-        return "" if value is None or value == () else self.spell(value).partition(" ")[2]
+        return "" if value is None or value == () else self.spell(value).removeprefix(self.flag)[1:]
 
     @property
     def metavar(self) -> str:

@@ -59,12 +59,14 @@ def model_card(manifest: Manifest, model: ModelConfig, architecture: str, dtype:
 
 def _shape(model: ModelConfig) -> str:
     parts = [f"{model.num_layers} layers", f"hidden {model.hidden_size}", *describe_mixers(model)]
+    if model.hybrid_layer_pattern is not None:
+        parts[0] = f"{model.residual_layers} layers `{model.hybrid_layer_pattern}`"
     if model.dense_layers:
         parts.append(f"MLP {model.ffn}")
     if model.num_experts:
         parts.append(f"{model.moe_router_topk} of {model.num_experts} experts of width {model.expert_ffn}")
         if model.dense_layers:
-            parts[-1] += f" in {model.num_layers - model.dense_layers} layers"
+            parts[-1] += f" in {model.expert_blocks} layers"
     if model.num_experts and model.moe_shared_expert_intermediate_size:
         parts.append(f"a shared expert of width {model.moe_shared_expert_intermediate_size}")
     if model.prediction_depths:

@@ -230,4 +230,6 @@ def read_run_config(manifest: Manifest) -> RunConfig:
     findings = {"has a model with options that this version does not know": unknown}
     raise_if_any(manifest.path, findings, "update this program")
     precision = {k: v for k, v in manifest.config["precision"].items() if k == "params_dtype"}
-    return from_dict({"model": manifest.config["model"], "precision": precision})
+    compute = manifest.config.get("compute")
+    plugins = compute.get("plugin", ()) if isinstance(compute, Mapping) else ()
+    return from_dict({"model": manifest.config["model"], "precision": precision, "compute": {"plugin": plugins}})

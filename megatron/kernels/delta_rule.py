@@ -68,7 +68,8 @@ def gated_delta_rule(
         beta_BLN: writing strengths.
         runs_BL: the number of each token's document, not decreasing: the state is zero before the first token of a
             document. None if all are of one.
-        state_BNDV: the state before the tokens, which belongs to the document of the first one; None if it is zero.
+        state_BNDV: the state before the tokens, which belongs to the document of the first one; None if it is zero. It
+            may have further columns, for which the values are zero.
         chunk: tokens of a chunk.
         segment: chunks of a segment.
 
@@ -169,7 +170,9 @@ def _segment(inputs: _Inputs, state_BNDV: Tensor | None, chunk: int) -> tuple[Te
         x = x.unflatten(1, (-1, chunk)).unflatten(3, (keys, heads // keys))
         return x.permute(0, 3, 4, 1, 2, *range(5, x.ndim))
 
-    k, v, beta = chunks(l2_normalized(inputs.k.to(wide)), keys), chunks(inputs.v, values), chunks(inputs.beta, values)
+    columns = inputs.v.shape[3] if state_BNDV is None else state_BNDV.shape[3]
+    v = chunks(F.pad(inputs.v, (0, columns - inputs.v.shape[3])), values)
+    k, beta = chunks(l2_normalized(inputs.k.to(wide)), keys), chunks(inputs.beta, values)
     total = chunks(inputs.log_decay, values).cumsum(-1)  # logarithm of all decays since the start of the chunk
     hidden = torch.ones(chunk, chunk, dtype=torch.bool, device=k.device).triu(1)
     since = total.exp()  # factor of the state before the chunk, at each token
@@ -238,8 +241,7 @@ def transition(
     before_BNDE = before.expand(len(v_BLNV), heads, -1, -1)
     if continued_B is not None:
         before_BNDE = before_BNDE * continued_B[:, None, None, None]
-    inputs = k_BLKD, F.pad(v_BLNV, (0, channels)), log_decay_BLN, beta_BLN, runs_BL
-    _, after_BNDE = rule(None, *inputs, before_BNDE)
+    _, after_BNDE = rule(None, k_BLKD, v_BLNV, log_decay_BLN, beta_BLN, runs_BL, before_BNDE)
     state, matrix = after_BNDE.split((width, channels), -1)
     return matrix, state
 
@@ -253,10 +255,11 @@ def _fla() -> GatedDeltaRuleKernel:
     ) -> tuple[Tensor, Tensor]:
         copies = v.shape[2] // k.shape[2]
 
-        def call(q: Tensor, k: Tensor, *others: Tensor) -> tuple[Tensor, Tensor]:
+        def call(q: Tensor, k: Tensor, v: Tensor, *others: Tensor) -> tuple[Tensor, Tensor]:
             q, k = (t.repeat_interleave(copies, 2) if copies > 1 else t for t in (q, k))
+            v = v if state is None else F.pad(v, (0, state.shape[3] - v.shape[3]))
             options = {"initial_state": state, "output_final_state": True, "use_qk_l2norm_in_kernel": True}
-            found: tuple[Tensor, Tensor] = fused(q, k, *others, **options)
+            found: tuple[Tensor, Tensor] = fused(q, k, v, *others, **options)
             return found
 
         inputs = k if q is None else q, k, v, log_decay, beta
@@ -274,8 +277,9 @@ def _fla_missing(device: torch.device, dtype: torch.dtype) -> str | None:
 
 def _fla_covers(q: Tensor | None, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor, *others: Any) -> bool:
     """Return True for sequences of one document, of more than a token."""
-    runs = others[0] if others else None
-    return runs is None and k.shape[1] > 1 and k.shape[3] <= 256 and v.shape[3] <= 256
+    runs, state = others
+    columns = v.shape[3] if state is None else state.shape[3]
+    return runs is None and k.shape[1] > 1 and k.shape[3] <= 256 and columns <= 256
 
 
 def _checks() -> Sequence[KernelCheck]:

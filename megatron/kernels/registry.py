@@ -18,6 +18,7 @@ from megatron.kernels.attention import ATTENTION, sdpa
 from megatron.kernels.attention_mask import AttentionKernel
 from megatron.kernels.causal_conv import CAUSAL_CONV, CausalConvKernel, causal_conv
 from megatron.kernels.cross_entropy import CROSS_ENTROPY, EAGER_CROSS_ENTROPY, CrossEntropyKernel
+from megatron.kernels.delta_rule import GATED_DELTA_RULE, GatedDeltaRuleKernel, gated_delta_rule
 from megatron.kernels.dropout import DROPOUT, DropoutKernel, dropout
 from megatron.kernels.fp8 import Float8Kernel, Float8Recipe, fp8_operation
 from megatron.kernels.grouped_fp8 import GroupedFloat8Kernel, grouped_fp8_operation
@@ -41,6 +42,7 @@ class Kernels:
     latent_qkv: LatentQKVKernel = latent_qkv
     causal_conv: CausalConvKernel = causal_conv
     state_space: StateSpaceKernel = state_space
+    gated_delta_rule: GatedDeltaRuleKernel = gated_delta_rule
     activation: ActivationKernel = activation
     dropout: DropoutKernel = dropout
     cross_entropy: CrossEntropyKernel = EAGER_CROSS_ENTROPY
@@ -62,6 +64,7 @@ OPERATIONS: dict[str, Operation] = {
     "latent_qkv": LATENT_QKV,
     "causal_conv": CAUSAL_CONV,
     "state_space": STATE_SPACE,
+    "gated_delta_rule": GATED_DELTA_RULE,
     "activation": ACTIVATION,
     "dropout": DROPOUT,
     "cross_entropy": CROSS_ENTROPY,

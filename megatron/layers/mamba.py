@@ -27,7 +27,7 @@ from megatron.layers.linear import ColumnParallelLinear, RowParallelLinear
 from megatron.layers.norm import widened
 from megatron.layers.recompute import recompute, recompute_producer
 from megatron.layers.recompute_plan import RecomputePlan
-from megatron.layers.recurrence import Recurrence, RecurrentRows
+from megatron.layers.recurrence import ChannelConvolution, Recurrence, RecurrentRows
 
 
 class Mamba(nn.Module):
@@ -103,14 +103,6 @@ class Mamba(nn.Module):
         """Return x, B and C with their heads in a dimension of their own."""
         parts = mixed_C.split([heads * channels for heads, channels in self.shapes], dim)
         return [part.unflatten(dim, shape) for part, shape in zip(parts, self.shapes)]
-
-
-class ChannelConvolution(nn.Module):
-    """The parameters of a causal convolution of every channel."""
-
-    def __init__(self, context: BuildContext) -> None:
-        super().__init__()
-        self.weight, self.bias = context.parameter("weight", autograd=True), context.bias(autograd=True)
 
 
 NORM_ROWS = 2048

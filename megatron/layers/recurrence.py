@@ -24,7 +24,7 @@ from dataclasses import dataclass, replace
 from math import lcm
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from megatron.distributed.context_parallel import ContextParallel
 from megatron.layers.context import BuildContext, ForwardContext
@@ -32,6 +32,14 @@ from megatron.layers.kv_cache import KVCache
 
 CausalConv = Callable[[Tensor, Tensor, Tensor | None, Tensor | None], Tensor]
 """``(x_NTC, weight_CW, bias_C, runs_NT) -> y_NLC``: a convolution of L rows, given the W - 1 rows before them, too."""
+
+
+class ChannelConvolution(nn.Module):
+    """The parameters of a causal convolution of every channel."""
+
+    def __init__(self, context: BuildContext) -> None:
+        super().__init__()
+        self.weight, self.bias = context.parameter("weight", autograd=True), context.bias(autograd=True)
 
 
 class Recurrence:
@@ -207,6 +215,27 @@ class RecurrentRows:
             t, s = of_chunk.split(sizes, 1)
             current = _apply(t.unflatten(1, transition.shape[2:]), current) + s.unflatten(1, state.shape[2:])
         return torch.stack([before[chunk] for chunk in self.cp.chunks])
+
+    def carry(
+        self,
+        scan: Callable[[Tensor | None], tuple[Tensor, Tensor]],
+        of_chunks: Callable[[], tuple[Tensor, Tensor]],
+    ) -> Tensor:
+        """Return the outputs of a scan that begins in each chunk with the state before it; in generation keep the last.
+
+        Args:
+            scan: maps the states before the chunks, None for zeros, to outputs and the states after the chunks.
+            of_chunks: returns the arguments of :meth:`state_before`; called if context-parallel ranks pass states.
+        """
+        if not self.passes_states:
+            return scan(None)[0]
+        before = self.state_before(*of_chunks()) if self.cache is None else self.cache.states.get(self.name)
+        if before is not None and self.seen is not None:  # zero where a document begins with the chunk
+            before = before * self.seen[:, 0].view(-1, *(1,) * (before.ndim - 1))
+        y, after = scan(before)
+        if self.cache is not None:
+            self.cache.states[self.name] = after
+        return y
 
     def gather_rows(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Exchange heads for rows where ranks share the chunks of a ring: ``[S, B, heads, D]`` of each tensor.

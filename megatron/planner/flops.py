@@ -83,7 +83,7 @@ def flop_table(
         return {
             f"{mixer.module}.{name}": product._replace(again=product.again + (place < plan.blocks))
             for mixer in block_mixers(model, layer)
-            for name, product in mixer.matmuls(model, plan, keys[layer]).items()
+            for name, product in mixer.matmuls(model, plan, keys[min(layer, model.num_layers - 1)]).items()
         }
 
     layers = []

@@ -170,7 +170,9 @@ def build_context(
         allocate=allocate,
         kernels=kernels,
         offload=ActivationOffload.from_config(config.training, device),
-        fp8=Float8Layers(frozenset(n for n in range(model.num_layers) if precision.layer_in_fp8(n, model.num_layers))),
+        fp8=Float8Layers(
+            frozenset(n for n in range(model.num_layers + 1) if precision.layer_in_fp8(n, model.num_layers))
+        ),
         model=model,
         parallel=parallel,
     )

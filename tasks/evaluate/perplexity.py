@@ -265,7 +265,7 @@ def main(argv: Sequence[str]) -> int:
     launch = Launch()
     try:
         launch = Launch.read(os.environ)
-        load_plugins(args.plugin)
+        load_plugins(args.plugin or ())
         results = evaluate(args, launch)
         if launch.rank == 0:
             for name, value in results.items():

@@ -50,6 +50,7 @@ from megatron.training.startup import PHASES, StartupTimer
 from megatron.training.step import train_step
 from megatron.training.stop import StopRequest
 from tests.distributed.faults import infinite_gradient
+from tests.distributed.grid import STATES
 from tests.distributed.vitals import Balance, difference, expert_balance, joined_balance, report, router_losses
 from tests.kit.cases import MODEL, RATES, Case, batches_of, compare_with_twin, run_case, run_in_small_tiles
 from tests.kit.solo import Gradients, mesh_of
@@ -471,6 +472,22 @@ PP2_LAST_ADAPTED = replace(PP2, model=replace(_SHARED_KV, lora_rank=2, lora_targ
 MOE_CP2 = replace(DP2, model=_EXPERTS, parallel=ParallelConfig(context_parallel_size=2), dp=1)
 SINKHORN_CP2 = replace(MOE_CP2, model=replace(_EXPERTS, moe_router_load_balancing_type=("sinkhorn",)))
 
+
+def recurrence_of(name: str, parallel: ParallelConfig, **more: Any) -> Case:
+    """Two layers of a recurrence, in samples of several documents."""
+    model = replace(MODEL, token_mixers=(name,), **STATES[name] | more)
+    return replace(CP2_GATHERED, model=model, parallel=parallel)
+
+
+OF_RECURRENCES: dict[str, Detector] = {}
+for _name in STATES:
+    OF_RECURRENCES |= {
+        f"{_name}-cp2": training(recurrence_of(_name, CP2_LATE.parallel)),
+        f"{_name}-cp2-heads": training(recurrence_of(_name, CP2_HEADS.parallel)),
+        f"{_name}-cp4": training(recurrence_of(_name, CP4.parallel)),
+    }
+OF_RECURRENCES["mamba2-tp2"] = training(recurrence_of("mamba2", TP2_SP.parallel, mamba_norm_groups=1))
+
 FACTORS_OF_STAGES = ("layers.0.*=0.5", "layers.1.*=0.5")
 PP2_FACTORS = replace(PP2, optimizer=replace(PP2.optimizer, lr_factors=FACTORS_OF_STAGES))
 
@@ -541,5 +558,6 @@ DETECTORS: dict[str, Detector] = {
     "health-cp2": Detector(2, report, (CP2_HEADS,), partial(reports_like_one_process, CP2_HEADS)),
     "health-cp2-late": Detector(2, report, (CP2_LATE,), partial(reports_like_one_process, CP2_LATE)),
     "drift": Detector(2, flipped_bit, (DP2,), lambda ranks: list(ranks) == [DRIFTED, DRIFTED]),
+    **OF_RECURRENCES,
     "overflow": Detector(2, skip_together, (TP2,), lambda ranks: list(ranks) == [True, True]),
 }

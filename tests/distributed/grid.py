@@ -170,6 +170,11 @@ ATTENTION: dict[str, dict[str, Any]] = {
 }
 """Of the product; the matrix has the first one."""
 
+STATES: dict[str, dict[str, Any]] = {
+    "mamba2": {"mamba_state_dim": 6, "mamba_head_dim": 8, "mamba_num_groups": 4, "mamba_chunk_size": 5},
+}
+"""Sizes of recurrent mixers that TP of 4 divides."""
+
 ADAPTERS: dict[str, dict[str, Any]] = {
     "none": {},
     "lora": {"lora_rank": 4},

@@ -1,8 +1,8 @@
 """Random command lines, each against one process: ``python -m tests.distributed.random_runs [--first N] [--runs 100]``.
 
 A command line is refused with sentences, or its run has the numbers of one process: loss, norm, every gradient and
-weight, in fp64. Models are of experts, latent attention and further predictions as often as not; layouts, schedules,
-recomputation, offloading, optimizers and documents are drawn beside them. Command line N is always the same.
+weight, in fp64. Models are of experts, latent attention, further predictions and other mixers as often as not; layouts,
+schedules, recomputation, offloading, optimizers and documents are drawn beside them. Command line N is always the same.
 """
 
 from __future__ import annotations
@@ -20,8 +20,9 @@ from megatron.arguments.cli import parse
 from megatron.config.errors import UserError
 from megatron.config.parallel import PIPELINE_SCHEDULES
 from megatron.config.run import RunConfig
+from megatron.config.settings import SETTINGS
 from megatron.data.loader import MaskBuilder
-from tests.distributed.grid import choices
+from tests.distributed.grid import STATES, choices
 from tests.kit.cases import LR, SEQ_LENGTH, Case, PackedConversations, reference, run_on
 from tests.kit.pool import Pool
 from tools.lib.verify_parallel import compare_traces
@@ -53,7 +54,8 @@ EXPERTS = (
     "|--moe-aux-loss-coeff 0.1 --moe-router-load-balancing-type global_aux_loss"
     "|--moe-router-load-balancing-type sinkhorn",
     "|--moe-router-enable-expert-bias --moe-router-bias-update-rate 0.05",
-    "||--moe-router-num-groups 2 --moe-router-group-topk 1|--moe-router-num-groups 4 --moe-router-group-topk 2",
+    "||--moe-router-num-groups 2 --moe-router-group-topk 1|--moe-router-num-groups 4 --moe-router-group-topk 2"
+    "|--moe-router-num-groups 2 --moe-router-group-topk 1 --moe-router-group-score-topk 2",
     "|--moe-router-topk-scaling-factor 2.5",
     "||--moe-z-loss-coeff 0.02",
     "||--moe-shared-expert-intermediate-size 16"
@@ -79,7 +81,8 @@ OTHERS = (
     "--attention-dropout 0|--attention-dropout 0|--attention-dropout 0.1",
     "||--attention-output-gate",
     "|||--attention-pattern local:5,global|--attention-pattern local:3+first:2,prefix:4",
-    "|--mtp-num-layers 1|--mtp-num-layers 2",
+    "|--mtp-num-layers 1|--mtp-num-layers 2|--mtp-num-layers 2 --mtp-use-repeated-layer"
+    "|--mtp-num-layers 2 --mtp-detach-heads|--mtp-num-layers 2 --mtp-use-repeated-layer --mtp-detach-heads",
     "|||--recompute-granularity full|--recompute-granularity full --recompute-method block --recompute-num-layers 1"
     + "".join(f"|--recompute-granularity selective --recompute-modules {m}" for m in choices("recompute_modules"))
     + "|--cpu-offloading-num-layers 1 --min-offloaded-tensor-size 1",
@@ -92,6 +95,14 @@ OTHERS = (
     "|--ddp-bucket-size 4000",
     "|||--pad-global-batch",
 )
+MAMBA = " ".join(f"{SETTINGS[name].spell(value)}" for name, value in STATES["mamba2"].items())
+MIXERS = (
+    f"|||--token-mixers mamba2 {MAMBA}|--token-mixers mamba2 attention {MAMBA}"
+    f"|--hybrid-layer-pattern M-*M- {MAMBA}|--hybrid-layer-pattern ME+E {MAMBA}"
+    "|--plugin tests.distributed.gated_linear --hybrid-layer-pattern LL-*-L-"
+    "|--plugin tests.distributed.gated_linear --token-mixers gated-linear attention"
+)
+"""Mixers of tokens in place of attention; a layer pattern replaces the number of layers."""
 DOCUMENTS = (
     *[MaskBuilder()] * 4,
     MaskBuilder(eod=7, reset_positions=True, reset_attention=True),
@@ -139,6 +150,7 @@ def command_line(draw: random.Random) -> tuple[str, int]:
     if sizes["pipeline"] > 1:
         flags.append(f"--pipeline-model-parallel-size {sizes['pipeline']}")
         flags.append(f"--pipeline-schedule {draw.choice([s for s in PIPELINE_SCHEDULES if s != 'searched'])}")
+    flags.append(draw.choice(MIXERS.split("|")))
     micro_batch = draw.choice((1, 1, 2, 3))
     batch = micro_batch * sizes["data"] * draw.choice((1, 2, 2, 3, 4)) + ("--pad-global-batch" in flags)
     flags.append(f"--micro-batch-size {micro_batch} --global-batch-size {batch}")

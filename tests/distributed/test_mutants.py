@@ -17,11 +17,11 @@ import pytest
 
 from megatron.layers.parameters import trainable
 from megatron.training.build import build_trainer
-from tests.distributed import detect, faults, faults_of_contexts, faults_of_shares
+from tests.distributed import detect, faults, faults_of_contexts, faults_of_recurrences, faults_of_shares
 from tests.distributed.detect import Detector
 from tests.distributed.detect_experts import EXPERTS
 from tests.distributed.detect_saves import SAVES
-from tests.distributed.grid import RECOMPUTE
+from tests.distributed.grid import RECOMPUTE, STATES
 from tests.distributed.sites import Call, Site, broken, calls, mutations, strays, watching
 from tests.kit.cases import Case, run_case
 from tests.kit.pool import PATIENCE, Pool, RankError
@@ -242,6 +242,34 @@ FAULTS: dict[str, tuple[str, Callable[[], AbstractContextManager[Any]]]] = {
     "samples counted by every rank": ("digest-cp2", faults_of_contexts.samples_counted_by_every_rank),
 }
 """The detector that must notice it, and the fault."""
+
+OF_PASSED_STATES = (
+    faults_of_recurrences.state_not_reset_in_a_chunk,
+    faults_of_recurrences.state_not_reset_between_chunks,
+    faults_of_recurrences.convolution_of_other_documents,
+    faults_of_recurrences.rows_before_a_chunk_lost,
+    faults_of_recurrences.gradient_of_the_rows_before_lost,
+    faults_of_recurrences.chunks_in_the_order_of_ranks,
+    faults_of_recurrences.chunks_of_the_next_rank,
+    faults_of_recurrences.halves_swapped,
+    faults_of_recurrences.gradient_of_passed_states_lost,
+    faults_of_recurrences.decay_applied_twice,
+    faults_of_recurrences.decay_without_gradient,
+)
+FAULTS |= {f"{name}: {fault.__name__}": (f"{name}-cp2", fault) for name in STATES for fault in OF_PASSED_STATES}
+FAULTS |= {
+    f"{name}: {fault.__name__}, {layout}": (f"{name}-{layout}", fault)
+    for name in STATES
+    for layout in ("cp2-heads", "cp4")
+    for fault in (faults_of_recurrences.parameters_of_other_heads, faults_of_contexts.heads_in_another_order)
+}
+FAULTS |= {
+    f"Mamba-2: {fault.__name__}": ("mamba2-tp2", fault)
+    for fault in (
+        faults_of_recurrences.sum_of_squares_kept_local,
+        faults_of_recurrences.gradient_of_the_sum_of_squares_kept_local,
+    )
+}
 
 
 def run_faulty(rank: int, world_size: int, name: str) -> Any:

@@ -1,7 +1,11 @@
-"""A changed token changes the positions that may see it, and not a bit of any other, on every rank."""
+"""A changed token changes the positions that may see it, and not a bit of any other, on every rank.
+
+A label trains the tokens that its position sees, and the gradients of all others are zero to the bit.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from itertools import product
 from typing import Any
@@ -12,20 +16,28 @@ import torch
 from torch import Tensor, nn
 
 from megatron.config.attention_pattern import AttentionPattern
+from megatron.config.optimizer import OptimizerConfig
 from megatron.config.parallel import ParallelConfig
 from megatron.config.training import TrainingConfig
 from megatron.distributed.context_parallel import rows_between
 from megatron.distributed.micro_batch import MicroBatch
 from megatron.kernels import block_attention
 from megatron.kernels.attention_mask import Ranges
+from megatron.optimizer.lr_scheduler import Rates
 from megatron.training.build import build_trainer
+from megatron.training.step import train_step
 from megatron.training.trainer import Trainer
-from tests.distributed.grid import DOCUMENTS, RECOMPUTE
+from tests.distributed.grid import DOCUMENTS, RECOMPUTE, STATES
 from tests.kit.cases import GLOBAL_BATCH, MODEL, SEQ_LENGTH, Case, batches_of, global_batch
 from tests.kit.pool import Pool
 from tests.unit.kernels.test_attention_mask import visible
+from tools.lib.verify_parallel import RankTrace, join_traces, trace_step
 
 PATTERNS = ("global", "local:5", "chunked:7", "dilated:3:2", "local:3+first:2", "prefix:4")
+RECURRENCES: dict[str, dict[str, Any]] = {name: {"token_mixers": (name,), **STATES[name]} for name in STATES}
+"""Models of a recurrence, whose tokens see what those of attention see by the pattern ``global``."""
+MODELS = {pattern: {"num_query_groups": 2, "attention_pattern": pattern} for pattern in PATTERNS} | RECURRENCES
+"""Models with one block by the pattern that says what a token sees, or by the name of the recurrence."""
 CHANGED = (0, 2, 9, 17, 23)
 """Positions of the tokens."""
 DIVIDED = {name: Case(documents=DOCUMENTS[name]) for name in ("one", "attention", "patterns")}
@@ -58,6 +70,7 @@ LAYOUTS: dict[str, tuple[ParallelConfig, TrainingConfig]] = {
     "a2a on 2": (context(2, "a2a"), WHOLE),
     "a2a+p2p on 4": (context(4, "a2a+p2p"), WHOLE),
 }
+LAYOUTS_OF_GRADIENTS = ("one rank", "p2p on 4", "p2p on 2, tp2, sequence", "a2a on 2", "a2a+p2p on 4")
 
 
 def held(trainer: Trainer) -> Ranges:
@@ -88,11 +101,17 @@ def hidden(trainer: Trainer, batch: MicroBatch) -> Tensor:
     return seen[0]
 
 
-def perturbed(rank: int, world_size: int, parallel: ParallelConfig, training: TrainingConfig) -> Changes:
-    """Change tokens one by one, with each pattern, in samples of one and of several documents."""
+def perturbed(
+    rank: int,
+    world_size: int,
+    parallel: ParallelConfig,
+    training: TrainingConfig,
+    models: Mapping[str, Mapping[str, Any]] = MODELS,
+) -> Changes:
+    """Change tokens one by one, with each model, in samples of one and of several documents."""
     found: Changes = {}
-    for pattern, documents in product(PATTERNS, DIVIDED):
-        model = replace(MODEL, num_layers=1, num_query_groups=2, attention_pattern=pattern)
+    for pattern, documents in product(models, DIVIDED):
+        model = replace(MODEL, num_layers=1, **models[pattern])
         case = replace(DIVIDED[documents], model=model, parallel=parallel, training=training)
         trainer = build_trainer(case.config(), rank, world_size)
         trainer.chunks[0].train()
@@ -109,7 +128,8 @@ def perturbed(rank: int, world_size: int, parallel: ParallelConfig, training: Tr
 
 
 def expected(pattern: str, documents: str, position: int) -> set[tuple[int, int]]:
-    rule, whole = AttentionPattern.parse(pattern), global_batch(DIVIDED[documents], 0)
+    rule = AttentionPattern.parse("global" if pattern in RECURRENCES else pattern)
+    whole = global_batch(DIVIDED[documents], 0)
     ids = (torch.zeros_like(whole.tokens) if whole.documents is None else whole.documents).tolist()
     seen = set()
     for sample, query in product(range(len(ids)), range(SEQ_LENGTH)):
@@ -126,3 +146,52 @@ def test_a_token_changes_only_positions_that_see_it(pool: Pool, name: str) -> No
     ranks = pool.run(parallel.model_ranks, perturbed, parallel, training)
     for what in ranks[0]:
         assert set().union(*(rank[what] for rank in ranks)) == expected(*what), what
+
+
+ENDS = ((7, 16), (12,), (3, 4, 20), ())
+"""Of the documents of each sample, before the end of it."""
+COUNTED = (0, 5, 7, 12, 16, 23)
+"""Positions whose labels count, one after the other."""
+
+
+def of_unique_tokens(counted: int, changed: bool) -> MicroBatch:
+    """Samples in which no token occurs twice and one label counts in each.
+
+    If ``changed``, the documents of the other labels have other tokens.
+    """
+    ids = torch.randperm(MODEL.vocab, generator=torch.Generator().manual_seed(0))
+    tokens = ids[: GLOBAL_BATCH * SEQ_LENGTH].view(GLOBAL_BATCH, SEQ_LENGTH)
+    labels, positions = tokens.roll(1, 1), torch.arange(SEQ_LENGTH)
+    documents = torch.stack([torch.bucketize(positions, torch.tensor(ends), right=True) for ends in ENDS])
+    if changed:
+        others = documents != documents[:, counted, None]
+        tokens = tokens.masked_scatter(others, tokens[others].roll(1))
+    mask = (positions == counted).float().repeat(GLOBAL_BATCH, 1)
+    return MicroBatch(tokens, labels, mask, torch.arange(GLOBAL_BATCH), documents=documents)
+
+
+def gradients(
+    rank: int, world_size: int, mixer: str, parallel: ParallelConfig, training: TrainingConfig
+) -> list[RankTrace]:
+    """Steps that change no weight, for each counted label, with the tokens as they are and with others."""
+    model = replace(MODEL, num_layers=1, untie_embeddings_and_output_weights=True, **MODELS[mixer])
+    case = Case(model, parallel, training=training, optimizer=OptimizerConfig("sgd", clip_grad=0.0))
+    trainer, traces = build_trainer(case.config(), rank, world_size), []
+    for counted, changed in product(COUNTED, (False, True)):
+        batches = batches_of(trainer, case, 0, of_unique_tokens(counted, changed))
+        traces.append(trace_step(trainer, train_step(trainer, batches, Rates(0.0, 0.0))))
+    return traces
+
+
+@pytest.mark.parametrize("name", LAYOUTS_OF_GRADIENTS)
+@pytest.mark.parametrize("mixer", ["global", *RECURRENCES])
+def test_a_label_trains_the_tokens_that_it_sees(pool: Pool, mixer: str, name: str) -> None:
+    parallel, training = LAYOUTS[name]
+    ranks = pool.run(parallel.model_ranks, gradients, mixer, parallel, training)
+    steps = iter([join_traces(step).grads["embedding.word_embeddings.weight"] for step in zip(*ranks)])
+    for counted in COUNTED:
+        found, again, batch = next(steps), next(steps), of_unique_tokens(counted, changed=False)
+        assert batch.documents is not None
+        seen = (batch.documents == batch.documents[:, counted, None]) & (torch.arange(SEQ_LENGTH) <= counted)
+        assert (found != 0).any(1).nonzero().flatten().tolist() == sorted(batch.tokens[seen].tolist()), counted
+        assert found.equal(again), counted

@@ -994,7 +994,7 @@ def expect_weights(path: Path, stored: Callable[[str], Any]) -> object:
     import torch
 
     from megatron.checkpoint.load import CheckpointReader
-    from megatron.convert.megatron_lm.model import their_names
+    from megatron.convert.megatron_lm.names import their_keys
     from megatron.convert.saved_model import SavedModel
     from megatron.convert.sources import open_checkpoint
 
@@ -1003,7 +1003,7 @@ def expect_weights(path: Path, stored: Callable[[str], Any]) -> object:
     for name in reader.names:
         if name.startswith("layers.") or not name.startswith("optim."):
             layer = name.split(".")[1] if name.startswith("layers.") else None
-            expected = stored(their_names(name.replace(f"layers.{layer}.", "layers.{i}."), model)[0])
+            expected = stored(their_keys(name.replace(f"layers.{layer}.", "layers.{i}."), model)[0].name)
             tensor = reader.read(name)
             if expected is not None:
                 same = expected[int(layer)] if layer is not None else expected[: len(tensor)]

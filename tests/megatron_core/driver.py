@@ -154,16 +154,17 @@ def record_steps(path: Path) -> None:
 
 
 def main() -> None:
-    """Run its pretrain_gpt.py."""
+    """Run its pretrain_gpt.py, or pretrain_hybrid.py for a pattern of layers."""
     folder, steps, *flags = sys.argv[1:]
     if not hasattr(typing, "override"):
         typing.override = lambda function: function
     os.environ.setdefault("MASTER_PORT", "29551")
-    stand_in = importlib.import_module("stand_in")  # beside this file
+    stand_in, recurrences = map(importlib.import_module, ("stand_in", "recurrences"))  # beside this file
     sys.path[0] = folder
     replace_cuda()
     if "transformer_engine" in flags:
         stand_in.install()
+        recurrences.install()
     from megatron.core.tensor_parallel import random
 
     random._set_cuda_rng_state = lambda *args, **kwargs: None
@@ -172,8 +173,9 @@ def main() -> None:
     optimizer.Adam = optimizer.distrib_optimizer.Adam = FusedAdam
     optimizer.USING_PYTORCH_OPTIMIZER, optimizer.distrib_optimizer.HAVE_APEX_OR_TE = False, True
     record_steps(Path(steps))
-    sys.argv = ["pretrain_gpt.py", *flags, *CPU_FLAGS.split()]
-    program = Path(folder) / "pretrain_gpt.py"
+    entry = "pretrain_hybrid.py" if "--hybrid-layer-pattern" in flags else "pretrain_gpt.py"
+    sys.argv = [entry, *flags, *CPU_FLAGS.split()]
+    program = Path(folder) / entry
     exec(compile(program.read_text(), program, "exec"), {"__name__": "__main__", "__file__": str(program)})
 
 

@@ -119,11 +119,11 @@ def from_llama(t: Tensors, config: ModelConfig) -> dict[str, Tensor]:
                 plain |= {f"{ours}.self_attention.{a}": f"{theirs}.self_attn.{b}" for a, b in LATENT.items()}
             elif f"{theirs}.self_attn.q_proj.{kind}" in t:
                 q, k, v = (t[f"{theirs}.self_attn.{x}_proj.{kind}"] for x in "qkv")
-                out[f"{ours}.self_attention.linear_qkv.{kind}"] = _join_qkv(q, k, v, config)
+                out[f"{ours}.self_attention.linear_qkv.{kind}"] = join_qkv(q, k, v, config)
             if f"{theirs}.self_attn.qkv_proj.{kind}" in t:
                 heads = (config.num_attention_heads, config.kv_groups, config.kv_groups)
                 parts = t[f"{theirs}.self_attn.qkv_proj.{kind}"].split([n * config.head_dim for n in heads])
-                out[f"{ours}.self_attention.linear_qkv.{kind}"] = _join_qkv(*parts, config)
+                out[f"{ours}.self_attention.linear_qkv.{kind}"] = join_qkv(*parts, config)
                 plain[f"{ours}.mlp.linear_fc1"] = f"{theirs}.mlp.gate_up_proj"
             if f"{theirs}.mlp.up_proj.{kind}" in t:
                 gate_up = [t[f"{theirs}.mlp.{x}_proj.{kind}"] for x in ("gate", "up")]
@@ -199,7 +199,7 @@ def _of_experts(t: Tensors, place: str, experts: int) -> tuple[Tensor, Tensor]:
     return torch.stack(rows), torch.stack([t[f"{expert}.{down}.weight"] for expert in each])
 
 
-def _join_qkv(q: Tensor, k: Tensor, v: Tensor, config: ModelConfig) -> Tensor:
+def join_qkv(q: Tensor, k: Tensor, v: Tensor, config: ModelConfig) -> Tensor:
     """Per key/value head: its queries, its key, its value."""
     q, k, v = (x.unflatten(0, (config.kv_groups, -1, config.head_dim)) for x in (q, k, v))
     if config.rotary_interleaved:  # channels i and i + d/2 turn together there, 2i and 2i + 1 here

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from torch import Tensor
 
+from megatron.config.model import ModelConfig
 from tests.kit.solo import tiny
 from tests.parity.families import Tensors, assert_equal_to_twin, translate
 
@@ -28,9 +29,9 @@ CONFIG = tiny(
 )
 
 
-def gates_after_queries(t: Tensors) -> Tensors:
+def gates_after_queries(t: Tensors, config: ModelConfig = CONFIG) -> Tensors:
     """Return tensors in which the queries of a key/value head are followed by their gates, as here."""
-    groups, per_group, d = CONFIG.kv_groups, CONFIG.heads_per_group, CONFIG.head_dim
+    groups, per_group, d = config.kv_groups, config.heads_per_group, config.head_dim
 
     def arranged(q: Tensor) -> Tensor:
         return q.unflatten(0, (groups, per_group, 2, d)).transpose(1, 2).flatten(0, 3)

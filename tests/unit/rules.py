@@ -20,7 +20,7 @@ PACKAGES = (
 
 LAYERS = (
     *(f"megatron.{package}" for package in PACKAGES),
-    *("pretrain_gpt", "tools", "tasks", "megatron.__main__"),
+    *("pretrain_gpt", "pretrain_hybrid", "tools", "tasks", "megatron.__main__"),
 )
 """Everything that may be imported, bottom to top."""
 

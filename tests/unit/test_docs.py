@@ -22,7 +22,7 @@ PAGES = [
     *sorted((ROOT / "docs").glob("*.md")),
 ]
 FENCE = re.compile(r"^```[^\n]*\n(.*?)^```", re.MULTILINE | re.DOTALL)
-COMMAND = re.compile(r"(?:^|[ `])(?:torchrun (?P<launch>.*?) |python3? )pretrain_gpt\.py (?P<flags>.*)")
+COMMAND = re.compile(r"(?:^|[ `])(?:torchrun (?P<launch>.*?) |python3? )pretrain_(?:gpt|hybrid)\.py (?P<flags>.*)")
 FOREIGN = {
     "AGENTS": "--check",
     "CONTRIBUTING": "--check --every",
@@ -125,7 +125,7 @@ def test_commands_are_found() -> None:
 def known_flags() -> set[str]:
     """Flags of all programs, of the scripts and of the benchmarks."""
     with redirect_stdout(StringIO()) as helps:
-        for path in (ROOT / "pretrain_gpt.py", *ROOT.glob("tools/[!_]*.py"), *ROOT.glob("tasks/*/[!_]*.py")):
+        for path in (*ROOT.glob("pretrain_*.py"), *ROOT.glob("tools/[!_]*.py"), *ROOT.glob("tasks/*/[!_]*.py")):
             with suppress(SystemExit):
                 importlib.import_module(".".join(path.relative_to(ROOT).with_suffix("").parts)).main(["--help"])
     sources = (*ROOT.glob("examples/*.sh"), *ROOT.glob("slurm/*.sh"), *ROOT.glob("benchmarks/*.py"))

@@ -29,7 +29,7 @@ def sources() -> list[Module]:
 
 
 def programs() -> list[Path]:
-    return [ROOT / "pretrain_gpt.py", *ROOT.glob("tools/[!_]*.py"), *ROOT.glob("tasks/*/[!_]*.py")]
+    return [*ROOT.glob("pretrain_*.py"), *ROOT.glob("tools/[!_]*.py"), *ROOT.glob("tasks/*/[!_]*.py")]
 
 
 def text_files() -> list[Path]:

@@ -24,6 +24,12 @@ def add_pretrained_flag(parser: argparse.ArgumentParser | argparse._ArgumentGrou
     parser.add_argument("--pretrained-checkpoint", metavar="PATH", help=moved)
 
 
+def add_plugin_flag(parser: argparse.ArgumentParser | argparse._ArgumentGroup) -> None:
+    """Add the flag of a tool that reads models, which may have mixers or a family of a plugin."""
+    parts = "modules that register mixers, model families or other parts of the model"
+    parser.add_argument("--plugin", nargs="+", metavar="MODULE", help=parts)
+
+
 def location_argument(text: str) -> Location:
     """Parse the location of checkpoints; argparse would print a refused one, which holds a credential."""
     try:
@@ -60,7 +66,7 @@ def add_model_flags(model: argparse._ArgumentGroup) -> None:
     model.add_argument("--params-dtype", choices=dtypes, help="dtype of weights and activations (as trained or stored)")
     model.add_argument("--device", choices=devices, default="auto", help="device (auto)")
     add_links_flag(model)
-    model.add_argument("--plugin", nargs="+", default=(), metavar="MODULE", help="modules with further model families")
+    add_plugin_flag(model)
 
 
 def source_options(args: argparse.Namespace) -> SourceOptions:

@@ -37,13 +37,13 @@ def check_mixers(config: RunConfig, world_size: int) -> Iterator[Problem]:
     for name in dict.fromkeys(name for mixers in config.model.kinds_of_layers for name in mixers):
         for feature, (fix, is_asked) in asked.items():
             if is_asked and feature not in find_mixer(name).supports:
-                yield Problem("E115", f"--token-mixers {name} does not support {feature}", (fix,))
+                yield Problem("E115", f"the mixer {name} does not support {feature}", (fix,))
 
 
 def check_mixers_divide(config: RunConfig, world_size: int) -> Iterator[Problem]:
     """Check that TP divides what the mixers of plugins shard; other checks know the sizes of the built-in ones."""
     parallel = config.parallel
-    for name in dict.fromkeys(config.model.token_mixers):
+    for name in config.model.token_mixer_names:
         if name in MIXERS:
             continue
         if (error := _division_error(name, config.model, parallel)) is not None:
@@ -51,7 +51,7 @@ def check_mixers_divide(config: RunConfig, world_size: int) -> Iterator[Problem]
             smaller = (replace(parallel, tensor_model_parallel_size=n) for n in reversed(divisors(tp)))
             fit = [each for each in smaller if _division_error(name, config.model, each) is None]
             fixes = flag_fixes("--tensor-model-parallel-size", [each.tensor_model_parallel_size for each in fit[:1]])
-            yield Problem("E116", f"--token-mixers {name} does not divide over TP {tp}: {error}", fixes)
+            yield Problem("E116", f"the mixer {name} does not divide over TP {tp}: {error}", fixes)
 
 
 def _division_error(mixer: str, model: ModelConfig, parallel: ParallelConfig) -> ValueError | None:

@@ -152,7 +152,10 @@ def check_model(
     found = []
     if ours.angles.numel() and theirs.angles.numel():
         found.append(OutputDifference.between("rotary frequencies", ours.angles, theirs.angles))
-    for i, (a, b) in enumerate(zip(ours.blocks, theirs.blocks, strict=True)):
+    # theirs may have a layer for each residual layer of ours
+    ends = [model.residual_layer(block) - 1 for block in range(1, model.num_layers)] + [-1]
+    after_blocks = theirs.blocks if len(theirs.blocks) == model.num_layers else theirs.blocks[ends]
+    for i, (a, b) in enumerate(zip(ours.blocks, after_blocks, strict=True)):
         found.append(OutputDifference.between(f"block {i}", a, b))
     found.append(OutputDifference.between("logits", ours.logits, theirs.logits))
     wrong = next((difference for difference in found if difference.relative > TOLERANCE), None)
@@ -221,7 +224,8 @@ def run_own_model(model: ModelConfig, source: WeightSource, tokens_BS: Tensor, p
 
     weights = LazyWeightLoader(chunk, load, {"output_layer.weight": head.name})
     for name, module in chunk.named_modules():
-        if name.endswith(("q_layernorm", "k_layernorm")):  # small, and applied by the kernel that splits q, k and v
+        parts = name.endswith(("q_layernorm", "k_layernorm", ".conv")) or isinstance(module, nn.ParameterDict)
+        if parts:  # small, and applied by kernels that their parents call
             weights.load(module)
     blocks = _OutputRecorder(list(chunk.layers.values()), lambda out: out[0].sum().transpose(0, 1))
     normed = _OutputRecorder([norm], lambda out: out[1])
@@ -262,7 +266,10 @@ def run_transformers(
         if buffer.is_meta:  # stored, such as biases of experts
             module, _, last = name.rpartition(".")
             setattr(model.get_submodule(module), last, weights.load(name))
-    LazyWeightLoader(model, weights.load, tied)
+    lazy = LazyWeightLoader(model, weights.load, tied)
+    for name, module in model.named_modules():
+        if name.endswith("conv1d"):  # small, and applied by functions of their parents
+            lazy.load(module)
     layers = next(module for module in model.modules() if isinstance(module, nn.ModuleList))
     blocks = _OutputRecorder(list(layers), lambda out: out[0] if isinstance(out, tuple) else out)
     mask_BS = torch.ones_like(tokens_BS)  # without a mask, transformers infers documents from the positions
@@ -298,6 +305,7 @@ IGNORED_BUFFERS = (r"rotary_emb\.inv_freq", r"attn\.masked_bias")
 
 
 RENAMED = {
+    "model.": "backbone.",
     ".mlp.": ".block_sparse_moe.",
     "lm_head.": "embed_out.",
     ".gate.moe_statics.": ".moe_statics.",
@@ -305,9 +313,15 @@ RENAMED = {
     ".experts.gate_up_proj": ".input_linear.weight",
     ".experts.down_proj": ".output_linear.weight",
 }
-"""Parts of names in transformers 5 -> in the files: of Mixtral, GPT-NeoX, Ernie and Granite's experts."""
-EXPERT_MATRICES = {"gate_up_proj": (("gate_proj", "up_proj"), ("w1", "w3")), "down_proj": (("down_proj",), ("w2",))}
-"""Stacked expert parameters of transformers 5 -> names of each expert's matrices in the files: Qwen's and Mixtral's."""
+"""Parts of names in transformers 5 -> in the files: of Nemotron-H, Mixtral, GPT-NeoX, Ernie and Granite's
+experts."""
+EXPERT_MATRICES = {
+    "gate_up_proj": (("gate_proj", "up_proj"), ("w1", "w3")),
+    "up_proj": (("up_proj",),),
+    "down_proj": (("down_proj",), ("w2",)),
+}
+"""Stacked expert parameters of transformers 5 -> names of each expert's matrices in the files: Qwen's, Mixtral's and
+Nemotron's."""
 
 
 class _TransformersWeights:

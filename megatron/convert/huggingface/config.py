@@ -25,6 +25,7 @@ from megatron.config.schemes import HUGGING_FACE_PREFIX
 from megatron.config.training import TrainingConfig
 from megatron.convert.huggingface.families import MISSING, model_families
 from megatron.convert.huggingface.keys import (
+    ConfigKey,
     FieldValues,
     JsonObject,
     ModelFamily,
@@ -243,7 +244,7 @@ def model_config_values(config: JsonObject, where: str) -> FieldValues:
             problems.append(Problem("E851", f"{where}: {refusal}"))
     if problems:
         raise UserError(list(dict.fromkeys(problems)))
-    heads = values["num_attention_heads"]
+    heads = values.get("num_attention_heads", 1)  # a model without attention has none
     if values["num_query_groups"] == heads:
         values["num_query_groups"] = None
     if values["kv_channels"] is not None and values["kv_channels"] * heads == values["hidden_size"]:
@@ -311,8 +312,9 @@ def build_config_json(
     model = exported(model)
     kind = model_type_for(model, kind)
     family = model_families()[kind]
+    keys = {row.ours for row in family.keys if isinstance(row, ConfigKey)}
     for name in ("vocab_size", "max_position_embeddings"):
-        if getattr(model, name) is None:
+        if getattr(model, name) is None and name in keys:
             flag = f"--{name.replace('_', '-')} N"
             raise UserError([Problem("E852", f"{name} is not set, and config.json requires it", (flag,))])
     written: FieldValues = {}

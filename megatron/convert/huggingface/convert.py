@@ -534,7 +534,7 @@ def _generation_config(files: Mapping[str, bytes], special: Mapping[str, int | l
 
 def _tokenizer_config(files: Mapping[str, bytes], model: ModelConfig) -> dict[str, bytes]:
     """Return a tokenizer_config.json with the number of positions as ``model_max_length`` if it has no length."""
-    if not any(name in files for name in (TOKENIZER_JSON, TOKENIZER_CONFIG)):
+    if model.max_position_embeddings is None or not any(name in files for name in (TOKENIZER_JSON, TOKENIZER_CONFIG)):
         return {}
     settings = _tokenizer_json(files, TOKENIZER_CONFIG)
     length = settings.get("model_max_length")

@@ -165,7 +165,7 @@ def _can_group(best: int) -> Capabilities:
     return {"moe_router_num_groups": can}
 
 
-def _sigmoid_router(default: Defaults) -> tuple[KeyGroup, ...]:
+def sigmoid_router(default: Defaults) -> tuple[KeyGroup, ...]:
     """Return the keys of a router with sigmoid scores, whose groups are chosen by their two best experts.
 
     Here the weights of several experts are divided by their sum.
@@ -246,7 +246,7 @@ GLM4_MOE = replace(
         *llama_keys("glm4_moe"),
         rope(fraction=0.5),
         *_experts(_GLM4_MOE),
-        *_sigmoid_router(_GLM4_MOE),
+        *sigmoid_router(_GLM4_MOE),
         _HEADS,
         ConfigKey("add_qkv_bias", "attention_bias", False),
         ConfigKey("qk_layernorm", "use_qk_norm", False),
@@ -269,7 +269,7 @@ DOTS1 = replace(
         *llama_keys("dots1"),
         rope(),
         *_experts(_DOTS1),
-        *_sigmoid_router(_DOTS1),
+        *sigmoid_router(_DOTS1),
         windows_by_limit(62, 62, lambda layer, limit: layer >= limit, _write_last_windows, switched=False),
     ),
     fixed={
@@ -389,7 +389,7 @@ DEEPSEEK_V3 = replace(
         *llama_keys("deepseek_v3"),
         *_LATENT_KEYS,
         *_experts(_DEEPSEEK_V3),
-        *_sigmoid_router(_DEEPSEEK_V3),
+        *sigmoid_router(_DEEPSEEK_V3),
         _HEADS,
     ),
     fixed={

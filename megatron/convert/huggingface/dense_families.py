@@ -134,6 +134,12 @@ granite          32   4096  11008    32   32000      2048     0.02      null    
 granitemoe       32   4096  11008    32   32000      2048     0.02      null        - 1e-6
 olmoe            16   2048   2048    16   50304      4096     0.02      null        - 1e-5
 starcoder2       30   3072  12288    24   49152      4096 0.018042         2        -    -
+nemotron_h        -   4096  21504    32  131072      4096     0.02         8        -    -
+bamba            32   4096  14336    32  128000    262144     0.02         8        - 1e-5
+granitemoehybrid 32   4096      -    32   32000      2048     0.02      null        - 1e-6
+qwen3_next       48   2048   5632    16  151936     32768     0.02         2      256 1e-6
+qwen3_5_text     32   4096  12288    16  248320     32768     0.02         4      256 1e-6
+qwen3_5_moe_text 40   2048      -    16  248320     32768     0.02         2      256 1e-6
 """
 """transformers' defaults of the keys in ``_COLUMNS`` by model type; "-" for keys that it does not have."""
 

@@ -99,16 +99,17 @@ MIXTRAL = replace(
 )
 
 
-_NORMED = KeyGroup(
-    ("norm_topk_prob",),
-    lambda c: {"moe_router_pre_softmax": not read_bool(c, "norm_topk_prob", False)},
-    lambda m: {"norm_topk_prob": not m.moe_router_pre_softmax},
-    options=("moe_router_pre_softmax",),
-)
-"""The key of the division of the chosen experts' weights by their sum."""
+def normed_weights(default: bool) -> KeyGroup:
+    """Return the key of the division of the chosen experts' weights by their sum."""
+    return KeyGroup(
+        ("norm_topk_prob",),
+        lambda c: {"moe_router_pre_softmax": not read_bool(c, "norm_topk_prob", default)},
+        lambda m: {"norm_topk_prob": not m.moe_router_pre_softmax},
+        options=("moe_router_pre_softmax",),
+    )
 
 
-def _read_sparse_layers(config: JsonObject, layers: int) -> list[bool]:
+def read_sparse_layers(config: JsonObject, layers: int) -> list[bool]:
     """Read which layers have experts: every ``decoder_sparse_step``-th, except ``mlp_only_layers``."""
     step, dense = config.get("decoder_sparse_step", 1), config.get("mlp_only_layers") or []
     if isinstance(step, bool) or not isinstance(step, int) or step < 1:
@@ -131,7 +132,7 @@ _MIXTURE = replace(
     weights={**LLAMA.weights, **EXPERT_ROWS},
     stacked=STACKED,
 )
-_SPARSE = layers_with_experts(24, ("decoder_sparse_step", "mlp_only_layers"), _read_sparse_layers, _write_sparse_layers)
+_SPARSE = layers_with_experts(24, ("decoder_sparse_step", "mlp_only_layers"), read_sparse_layers, _write_sparse_layers)
 
 QWEN3_MOE = replace(
     _MIXTURE,
@@ -149,7 +150,7 @@ QWEN3_MOE = replace(
         ),
         either_key("num_experts", 128, "num_experts", "num_local_experts", can=HAS_EXPERTS),
         _SPARSE,
-        _NORMED,
+        normed_weights(False),
         BALANCING_LOSS,
     ),
     always={**_MIXTURE.always, "qk_layernorm": True},
@@ -165,6 +166,11 @@ def shared_expert(module: str) -> WeightRows:
         ),
         "layers.{i}.mlp.shared_experts.linear_fc2": ("h f", {f"{module}.down_proj": "h, f"}),
     }
+
+
+SHARED_EXPERT_GATE: WeightRows = {
+    "layers.{i}.mlp.shared_experts.gate_weight": ("u h", {"model.layers.{i}.mlp.shared_expert_gate.weight": "u, h"}),
+}
 
 
 def _write_alternating_window(model: ModelConfig) -> FieldValues:
@@ -190,7 +196,7 @@ QWEN2_MOE = replace(
         ConfigKey("add_qkv_bias", "qkv_bias", True),
         ConfigKey("num_experts", "num_experts", 60, can=HAS_EXPERTS),
         _SPARSE,
-        _NORMED,
+        normed_weights(False),
         BALANCING_LOSS,
     ),
     fixed=LLAMA.fixed,
@@ -198,10 +204,7 @@ QWEN2_MOE = replace(
     weights={
         **_MIXTURE.weights,
         **shared_expert("model.layers.{i}.mlp.shared_expert"),
-        "layers.{i}.mlp.shared_experts.gate_weight": (
-            "u h",
-            {"model.layers.{i}.mlp.shared_expert_gate.weight": "u, h"},
-        ),
+        **SHARED_EXPERT_GATE,
     },
 )
 
@@ -214,7 +217,7 @@ OLMOE = replace(
         ConfigKey("moe_router_topk", "num_experts_per_tok", 8),
         rope(),
         either_key("num_experts", 64, "num_experts", "num_local_experts", can=_IN_ALL_LAYERS),
-        _NORMED,
+        normed_weights(False),
         BALANCING_LOSS,
         KeyGroup(can=DIVIDES_HIDDEN),
     ),

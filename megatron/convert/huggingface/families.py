@@ -11,6 +11,7 @@ from megatron.config.plugins import registered
 from megatron.convert.huggingface import deepseek_families as deepseek
 from megatron.convert.huggingface import dense_families as dense
 from megatron.convert.huggingface import expert_families as experts
+from megatron.convert.huggingface import hybrid_families as hybrid
 from megatron.convert.huggingface.keys import ModelFamily
 
 MODEL_FAMILIES: dict[str, ModelFamily] = {
@@ -41,11 +42,15 @@ MODEL_FAMILIES: dict[str, ModelFamily] = {
     "deepseek_v2": deepseek.DEEPSEEK_V2,
     "deepseek_v3": deepseek.DEEPSEEK_V3,
     "kimi_k2": deepseek.KIMI_K2,
+    "mamba2": hybrid.MAMBA2,
+    "nemotron_h": hybrid.NEMOTRON_H,
+    "bamba": hybrid.BAMBA,
+    "granitemoehybrid": hybrid.GRANITE_HYBRID,
 }
 """Built-in families by transformers' ``model_type``."""
 
 _ONE_NORM = "one norm that attention and MLP share"
-_STATES = "layers with a recurrent state in place of attention"
+_STATES = "recurrent layers other than Mamba-2"
 MISSING: Mapping[str, str] = {
     "bloom": "position biases of attention (ALiBi)",
     "mpt": "position biases of attention (ALiBi)",
@@ -63,7 +68,7 @@ MISSING: Mapping[str, str] = {
     "gemma3n_text": "embeddings in every layer",
     "qwen3_next": _STATES,
     "mamba": _STATES,
-    "mamba2": _STATES,
+    "falcon_h1": "attention and Mamba-2 of the same input, with a factor of each",
     "jamba": _STATES,
     "rwkv": _STATES,
     "recurrent_gemma": _STATES,

@@ -26,10 +26,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
+from functools import lru_cache
 from typing import Any
 
 from megatron.arguments.validate import is_met
 from megatron.config.attention_pattern import CAUSAL, MAX_LAYERS, MAX_TOKENS, format_layers
+from megatron.config.layer_pattern import without_pattern
 from megatron.config.model import ModelConfig
 from megatron.config.option import Option, Role
 from megatron.config.run import RunConfig
@@ -57,6 +59,8 @@ _RESOLVED = {
     "rope_type": "latent_rope_type",
     "yarn_original_max_position_embeddings": "yarn_original_length",
     "mtp_num_layers": "prediction_depths",
+    "mamba_num_heads": "mamba_heads",
+    "mamba_norm_groups": "mamba_norm_group_count",
 }
 """Fields of `ModelConfig` whose value may be implied by others -> the property with the value that applies."""
 
@@ -66,6 +70,7 @@ def resolved(model: ModelConfig, name: str) -> Any:
     return getattr(model, _RESOLVED.get(name, name))
 
 
+@lru_cache(maxsize=4)
 def effective_options(model: ModelConfig) -> dict[str, Option]:
     """Return the options of a model that have an effect: another value than their default, or than it implies."""
     run = RunConfig(model=model)
@@ -80,8 +85,12 @@ def effective_options(model: ModelConfig) -> dict[str, Option]:
 
 
 def exported(model: ModelConfig) -> ModelConfig:
-    """Return the model without adapters, with a window of all layers as ``window_size``, and others as a pattern."""
-    model = model.base
+    """Return the model in the form that the families express.
+
+    It has no adapters, no layer pattern if it is a GPT, a window of all layers as ``window_size``, and others as a
+    pattern of attention.
+    """
+    model = without_pattern(model.base)
     patterns = [model.pattern(layer) for layer in range(model.num_layers)]
     plain = model.attention_pattern is None and model.window_attn_skip_freq is None
     if plain or not all(pattern.only_window for pattern in patterns):

@@ -264,8 +264,7 @@ class HuggingFaceWeights:
         self._files = open_weights(folder)
         stacked = any(re.search(r"\.experts\.\D", key) for key in self._files)
         experts = 1 if stacked else model.num_experts or 1
-        dense = model.dense_layers if experts > 1 else model.num_layers
-        if len(self._files) < dense + (model.num_layers - dense) * experts:
+        if len(self._files) < model.num_layers + model.expert_blocks * (experts - 1):
             described = f"{model.num_layers:,} layers" + (f" of {experts:,} experts" if experts > 1 else "")
             raise CheckpointError(
                 f"{folder / CONFIG_FILE} has {described}, but {folder} has {len(self._files):,} tensors"

@@ -5,7 +5,8 @@ checkpoints reads these. Neither Megatron-LM nor a GPU is needed, and no tensor 
 
 * ``torch``: ``mp_rank_TT_PPP_EEE/model_optim_rng.pt`` of every rank of TP, PP and EP, each with its own shards. They
   are those of our specs. Layers and experts count from 0 on every rank.
-* ``torch_dist``: ``.metadata`` lists boxes of global tensors in ``.distcp`` files, with the layers stacked.
+* ``torch_dist``: ``.metadata`` lists boxes of global tensors in ``.distcp`` files, with the layers stacked or numbered.
+  Of a fused projection whose parts TP cuts one by one, each part is a tensor.
 """
 
 from __future__ import annotations
@@ -48,7 +49,8 @@ from megatron.config.errors import UserError
 from megatron.config.files import open_regular
 from megatron.config.model import ModelConfig
 from megatron.config.text import clipped, format_bytes, listed
-from megatron.convert.megatron_lm.model import Arguments, find_place, read_arguments
+from megatron.convert.megatron_lm.model import Arguments, read_arguments
+from megatron.convert.megatron_lm.names import find_place, is_hybrid, our_name
 from megatron.convert.megatron_lm.pickles import Record, StoredTensor, read_pickle_file, read_torch_file
 from megatron.distributed.param_layout import ParamShard, contiguous_boxes
 from megatron.distributed.sharding import Box, DenseSharding, ExpertSharding, Sharding, ShardSpec
@@ -87,6 +89,7 @@ class _Table:
     """The tensors of a checkpoint, by our names, as they are found in the files."""
 
     path: Path
+    model: ModelConfig
     specs: Mapping[str, ShardSpec]  # of the whole model
     found: dict[str, _Found] = field(default_factory=dict)
     unknown: set[str] = field(default_factory=set)  # their names
@@ -152,7 +155,8 @@ class _Content:
             raise DamagedCheckpointError(f"{self.path} has no args of the run")
         self.model, self.config = read_arguments(self.args, self.path)
         specs = gpt(self.model)
-        self.weights, self.optimizer = _Table(self.path, specs), _Table(self.path, trainable(specs))
+        self.weights = _Table(self.path, self.model, specs)
+        self.optimizer = _Table(self.path, self.model, trainable(specs))
 
     def tensors(self) -> dict[str, TensorRecord]:
         """Return all tensors; without those of the optimizer if they are incomplete, which `unread` explains."""
@@ -299,7 +303,8 @@ def _first_layers(files: Sequence[_RankFile]) -> dict[tuple[int, int], int]:
     counts: dict[tuple[int, int], int] = {}
     for file in files:
         for number, tensors in file.chunks():
-            layers = {place.layer for place in map(find_place, tensors) if place.layer is not None}
+            places = (place for place in map(find_place, tensors) if place.depth is None)
+            layers = {place.layer for place in places if place.layer is not None}
             counts[number, file.pp] = max(counts.get((number, file.pp), 0), 1 + max(layers, default=-1))
     starts, layer = {}, 0
     for at in sorted(counts):
@@ -325,14 +330,16 @@ def _add_rank(content: _Content, file: _RankFile, starts: Mapping[tuple[int, int
             if not isinstance(tensor, StoredTensor) or theirs.endswith("._extra_state"):
                 continue
             place = find_place(theirs)
-            layer = None if place.layer is None else place.layer + starts[number, file.pp]
-            name = place.name.replace("{i}", str(layer))
+            layer = place.layer
+            if layer is not None and place.depth is None:
+                layer += starts[number, file.pp]
+            name = None if place.part else our_name(place, layer, model)
             if name == OUTPUT_LAYER and not model.untie_embeddings_and_output_weights and (file.pp or number):
                 name = WORD_EMBEDDINGS
-            if name in specs:
-                parameters.append(_Parameter(theirs, name, specs[name], place.expert, tensor))
-            else:
+            if name is None or name not in specs:
                 content.weights.unknown.add(theirs)
+            else:
+                parameters.append(_Parameter(theirs, name, specs[name], place.expert, tensor))
     for parameter in parameters:
         _add_shard(content.weights, parameter, parameter.name, parameter.tensor)
     try:
@@ -375,7 +382,7 @@ class _Parameter(NamedTuple):
 def _add_shard(table: _Table, parameter: _Parameter, name: str, tensor: StoredTensor) -> None:
     """Add a rank's shard of a parameter, or of state of the same shape."""
     shape, parts = _local_parts(parameter.spec, parameter.expert)
-    if tensor.shape == shape:
+    if without_channel(tensor.shape, shape) == shape:
         table.add(name, parameter.theirs, tensor, parts)
     else:
         table.shapes.add(f"{parameter.theirs} {list(tensor.shape)} instead of {list(shape)} in {tensor.path}")
@@ -527,43 +534,67 @@ def _add_tensor(table: _Table, key: str, parameter: str, prefix: str, entry: Rec
     layers = size[0] if stacked else 1
 
     def ours(layer: int) -> str:
-        return place.name.replace("{i}", str(layer if stacked else place.layer))
+        return our_name(place, layer if stacked else place.layer, table.model) or ""
 
-    if not {ours(0), ours(layers - 1)} <= table.specs.keys():
+    known = {ours(0), ours(layers - 1)} <= table.specs.keys() and place.part != ""
+    if not known or (stacked and is_hybrid(table.model)):
         table.unknown.add(f"{key} of {layers} layers" if ours(0) in table.specs else key)
         return
-    spec, shape = table.specs[ours(0)], size[1:] if stacked else size
-    whole = spec.view[:1] + shape[1:] if parameter in (WORD_EMBEDDINGS, OUTPUT_LAYER) and shape else shape
-    if whole[0] > shape[0] or match_view_dims(whole, spec.view) is None:
-        table.shapes.add(f"{key} {list(size)} instead of {list(spec.view)}{' for each layer' if stacked else ''}")
+    spec = table.specs[ours(0)]
+    part = whole_box(spec.view) if place.part is None else spec.pieces[place.part_index].global_box
+    full = size[1:] if stacked else size
+    shape = without_channel(full, part.size)
+    whole = part.size[:1] + shape[1:] if parameter in (WORD_EMBEDDINGS, OUTPUT_LAYER) and shape else shape
+    if whole[0] > shape[0] or match_view_dims(whole, part.size) is None:
+        table.shapes.add(f"{key} {list(size)} instead of {list(part.size)}{' for each layer' if stacked else ''}")
         return
+
+    def parts(start: tuple[int, ...], extent: tuple[int, ...], before: int) -> Iterator[tuple[Box, int]]:
+        if shape != full:
+            start, extent = start[:1] + start[2:], extent[:1] + extent[2:]
+        for box, first in view_parts(Box(start, extent), whole, part.size, part.start[0]):
+            yield box, before + first
+
+    for start, extent, tensor in _stored_boxes(table.path, key, size, entry, stored):
+        if stacked:
+            for at in range(extent[0]):
+                own = parts(start[1:], extent[1:], at * prod(extent[1:]))
+                table.add(prefix + ours(start[0] + at), key, tensor, own)
+        else:
+            table.add(prefix + ours(0), key, tensor, parts(start, extent, 0))
+
+
+def _stored_boxes(
+    path: Path, key: str, size: tuple[int, ...], entry: Record, stored: _Places
+) -> Iterator[tuple[tuple[int, ...], tuple[int, ...], StoredTensor]]:
+    """Yield the boxes of a global tensor: the first element, the extent, and the tensor in its file."""
     for chunk in entry.state["chunks"]:
         start, extent = to_dims(chunk.state["offsets"]), to_dims(chunk.state["sizes"])
         if not prod(extent) or not is_inside(Box(start, extent), size):
-            seen = f"{table.path / METADATA}: {clipped(key)} {format_box(Box(start, extent))}"
+            seen = f"{path / METADATA}: {clipped(key)} {format_box(Box(start, extent))}"
             raise DamagedCheckpointError(f"{seen} is empty, or not inside {list(size)}")
         file, first, length = stored.pop((key, str(start)))  # each is read once
-        tensor = read_torch_file(_file(table.path, file), first, length)
+        tensor = read_torch_file(_file(path, file), first, length)
         if not isinstance(tensor, StoredTensor) or tensor.shape != extent:
             raise DamagedCheckpointError(
-                f"{table.path / file}: {clipped(key)} {format_box(Box(start, extent))} has another shape"
+                f"{path / file}: {clipped(key)} {format_box(Box(start, extent))} has another shape"
             )
         if entry.state["properties"].state[0] != tensor.dtype:
-            seen = f"{table.path / file}: {clipped(key)} is {tensor.dtype}"
+            seen = f"{path / file}: {clipped(key)} is {tensor.dtype}"
             raise DamagedCheckpointError(f"{seen}, unlike in {METADATA}")
-        if stacked:
-            inner, numel = Box(start[1:], extent[1:]), prod(extent[1:])
-            for at in range(extent[0]):
-                parts = [(box, at * numel + begin) for box, begin in view_parts(inner, whole, spec.view)]
-                table.add(prefix + ours(start[0] + at), key, tensor, parts)
-        else:
-            table.add(prefix + ours(0), key, tensor, view_parts(Box(start, extent), whole, spec.view))
+        yield start, extent, tensor
 
 
-def view_parts(box: Box, shape: tuple[int, ...], view: tuple[int, ...]) -> Iterator[tuple[Box, int]]:
+def without_channel(shape: tuple[int, ...], view: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the shape of a convolution of each channel, ``[channels, 1, width]``, as ours; others as they are."""
+    return shape[:1] + shape[2:] if len(shape) == 3 and shape[1] == 1 and len(view) == 2 else shape
+
+
+def view_parts(box: Box, shape: tuple[int, ...], view: tuple[int, ...], begin: int = 0) -> Iterator[tuple[Box, int]]:
     """Yield the boxes of the view that make up a box of ``shape``, each with the index of its first element in ``box``.
 
-    Each is contiguous in the box. Rows beyond ``shape``, the padding of a vocabulary, are left out.
+    Each is contiguous in the box. Rows beyond ``shape``, the padding of a vocabulary, are left out. If ``shape`` and
+    ``view`` are those of some rows alone, ``begin`` is the first of them.
     """
     inside = intersect(box, whole_box(shape))
     groups = match_view_dims(shape, view)
@@ -578,4 +609,4 @@ def view_parts(box: Box, shape: tuple[int, ...], view: tuple[int, ...]) -> Itera
             for dim in range(rows + 1, len(shape)):
                 start, size = (*start, inside.start[dim]), (*size, inside.size[dim])
             place = zip((*at, first), box.start, strides)
-            yield Box(start, size), sum((i - a) * stride for i, a, stride in place)
+            yield Box((begin + start[0], *start[1:]), size), sum((i - a) * stride for i, a, stride in place)

@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
-import re
 import reprlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import suppress
-from typing import Any, NamedTuple
+from dataclasses import replace
+from typing import Any
 
-from megatron.arguments.megatron_flags import apply_foreign_values
+from megatron.arguments.megatron_flags import apply_foreign_values, pattern_of_ratios
 from megatron.arguments.sources import LENGTH_OPTIONS, Values, build_config, to_dict
 from megatron.config.attention_pattern import CAUSAL
 from megatron.config.errors import Problem, UserError
-from megatron.config.latent_attention import LATENT_ATTENTION, LATENT_ORIGINAL_LENGTH
+from megatron.config.latent_attention import LATENT_ORIGINAL_LENGTH
+from megatron.config.layer_pattern import CUT, DEPTH, LETTERS, without_pattern
 from megatron.config.model import ModelConfig
 from megatron.config.option import Role
 from megatron.config.run import RunConfig
 from megatron.config.settings import SETTINGS
 from megatron.convert.huggingface.config import check_model_config, words
 from megatron.convert.huggingface.keys import effective_options, resolved
+from megatron.convert.megatron_lm.names import GATED_DELTA_NET, HYBRID_MIXERS, has_mixer, is_hybrid
 from megatron.convert.megatron_lm.pickles import Record
 
 MOMENT_DTYPES = ("exp_avg_dtype", "exp_avg_sq_dtype")
@@ -27,17 +29,27 @@ WRITTEN_GROUPS = ("model", "precision", "training", "optimizer", "data")
 Arguments = Mapping[str, Any]
 """Attributes of the run's ``args``."""
 
+MAMBA_NORM_EPSILON = 1e-5
+"""Of the norm inside of Mamba-2 there, whatever the others have."""
+
+HYBRID_SPECS = (
+    ("megatron.core.models.hybrid.hybrid_layer_specs", "hybrid_stack_spec"),
+    ("megatron.core.models.mamba.mamba_layer_specs", "mamba_stack_spec"),
+)
+"""Specs of HybridModel's layers in Python, the present one and its older name: they say what a pattern says anyway."""
+
 OFF = """qk_l2_norm use_mup apply_residual_connection_post_layernorm
-layernorm_zero_centered_gamma moe_apply_probs_on_input is_hybrid_model enable_hyper_connections use_legacy_models
+layernorm_zero_centered_gamma moe_apply_probs_on_input enable_hyper_connections use_legacy_models
 head_wise_attn_gate geglu reglu mtp_hsm"""
-UNSET = """experimental_attention_variant moe_input_jitter_eps moe_router_force_biased linear_attention_freq
-rotary_base_per_layer heterogeneous_layers_config_path heterogeneous_layers_config_encoded_json spec
-hybrid_layer_pattern hybrid_override_pattern moe_expert_rank_capacity_factor moe_mlp_glu_interleave_size
+UNSET = """experimental_attention_variant linear_attention_freq moe_input_jitter_eps moe_router_force_biased
+rotary_base_per_layer heterogeneous_layers_config_path heterogeneous_layers_config_encoded_json
+moe_expert_rank_capacity_factor moe_mlp_glu_interleave_size
 moe_shared_expert_glu_interleave_size mrope_section"""
 NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     **dict.fromkeys(OFF.split(), (False, None)),
     **dict.fromkeys(UNSET.split(), (None, 0)),
     "position_embedding_type": ("learned_absolute", "rope", "yarn", "none"),
+    "spec": (None, [], *map(list, HYBRID_SPECS)),
 }
 """Arguments that change what a model computes, and the values that change nothing."""
 
@@ -66,11 +78,19 @@ WRITTEN = {*YARN} | words(
     mtp_num_layers mtp_loss_scaling_factor mtp_use_repeated_layer mtp_detach_heads
     window_attn_skip_freq attention_output_gate
     multi_latent_attention q_lora_rank kv_lora_rank qk_head_dim qk_pos_emb_head_dim v_head_dim rope_type
-    rotary_scaling_factor mscale mscale_all_dim"""
+    rotary_scaling_factor mscale mscale_all_dim
+    hybrid_layer_pattern mtp_hybrid_override_pattern token_mixers
+    mamba_state_dim mamba_head_dim mamba_num_groups mamba_num_heads"""
 )
 """Options of a model that Megatron-LM has: the others must have no effect."""
 
-BY_LAYER = ("no_rope_freq", "window_attn_skip_freq", "moe_layer_freq")
+REPLACED = words(
+    """num_layers moe_layer_freq mtp_num_layers mtp_hybrid_override_pattern linear_attention_freq
+    experimental_attention_variant token_mixers"""
+)
+"""Arguments that have no effect beside a pattern of layers, or are part of ours."""
+
+BY_LAYER = ("no_rope_freq", "window_attn_skip_freq", "moe_layer_freq", "linear_attention_freq")
 """Options that select layers: a number or a list of 0 and 1 in arguments, and a text here."""
 
 LISTS = ("moe_router_load_balancing_type", "moe_aux_loss_coeff")
@@ -96,6 +116,13 @@ def model_arguments(args: Arguments) -> dict[str, Any]:
         refused.append("position_embedding_type 'yarn' of an earlier release")
     if refused:
         raise ValueError(f"{', '.join(refused)}: the model here has no such option")
+    pattern = layer_pattern(args)
+    if pattern is not None:
+        args = {name: value for name, value in args.items() if name not in REPLACED}
+        args["hybrid_layer_pattern"] = pattern
+        epsilon = args.get("layernorm_epsilon", MAMBA_NORM_EPSILON)
+        if "M" in pattern and epsilon != MAMBA_NORM_EPSILON:
+            raise ValueError(f"layernorm_epsilon {epsilon:g}: the norm inside of Mamba-2 has it here, and 1e-05 there")
     found = {name: args[name] for name in SETTINGS if SETTINGS[name].group == "model" and args.get(name) is not None}
     found["norm_epsilon"] = args.get("layernorm_epsilon", args.get("norm_epsilon"))
     found["activation"] = _activation(args)
@@ -110,6 +137,20 @@ def model_arguments(args: Arguments) -> dict[str, Any]:
     found |= {name: _layers(args[name]) for name in BY_LAYER if args.get(name) is not None}
     found |= {name: None for name, usual in UNUSED.items() if found.get(name) == usual}
     return {name: value for name, value in found.items() if value is not None and name not in NOT_COMPARED}
+
+
+def layer_pattern(args: Arguments) -> str | None:
+    """Return the layers of a hybrid model, and those of its further tokens; None for a model of equal blocks."""
+    pattern = args.get("hybrid_layer_pattern") or args.get("hybrid_override_pattern")
+    if not pattern and args.get("is_hybrid_model"):
+        ratios = (args.get(f"hybrid_{kind}_ratio") or 0.0 for kind in ("attention", "mlp"))
+        pattern = pattern_of_ratios(args["num_layers"], *ratios)
+    if not pattern:
+        return None
+    further, depths = args.get("mtp_hybrid_override_pattern"), args.get("mtp_num_layers")
+    if further and depths and DEPTH not in pattern:
+        pattern = DEPTH.join([pattern, *[further] * depths])
+    return str(pattern).replace(CUT, "")
 
 
 def _positions(args: Arguments) -> dict[str, Any]:
@@ -175,7 +216,7 @@ def read_arguments(args: Arguments, where: object) -> tuple[ModelConfig, dict[st
         found = [str(problem.sentence) for problem in getattr(error, "problems", ())] or [str(error)]
         sentence = "; ".join(text.removeprefix(f"{where}: ") for text in found)
         raise UserError([Problem("E854", f"{where}: {sentence}")]) from error
-    tree = to_dict(config)
+    tree = to_dict(replace(config, model=without_pattern(config.model)))
     return config.model, {
         group: {name: value for name, value in values.items() if group == "model" or name in known}
         for group, values in tree.items()
@@ -240,18 +281,30 @@ def write_arguments(config: RunConfig, state: Mapping[str, Any], padded_vocab_si
             args[name] = list(value) if isinstance(value, tuple) else value
     activation = model.activation
     fused = activation == "gelu_tanh" and model.add_bias_linear
-    layers, interpolation = range(model.num_layers), model.rotary_seq_len_interpolation_factor
+    interpolation = model.rotary_seq_len_interpolation_factor
+    hybrid, layers = is_hybrid(model), [*range(model.num_layers)]
+    if hybrid:  # whose lists have an entry for each residual layer
+        layers = [layer for layer in layers for _ in model.mixers(layer)]
     windows = [model.pattern(layer).window for layer in layers]
     window = next((each for each in windows if each is not None), None)
+    both = model.num_experts is not None and model.dense_layers > 0
+    linear = [int(GATED_DELTA_NET in model.mixers(layer)) for layer in layers]
     by_layer = {
         "no_rope_freq": [int(model.rotary_kind(i) is None) for i in layers] if model.no_rope_freq else None,
         "window_attn_skip_freq": [int(each is not None) for each in windows] if len({*windows}) > 1 else None,
-        "moe_layer_freq": [int(model.has_experts(i)) for i in layers] if layers_differ(model) else 1,
+        "moe_layer_freq": [int(model.has_experts(i)) for i in layers] if both and not hybrid else 1,
+        "linear_attention_freq": linear if any(linear) and not hybrid else None,
     }
     alone = {name: args[name][0] for name in LISTS if len(args[name]) == 1}
     return args | {
         **by_layer,
         **alone,
+        "num_layers": len(layers),
+        "hybrid_layer_pattern": written_pattern(model) if hybrid else None,
+        "mtp_hybrid_override_pattern": None,
+        "is_hybrid_model": hybrid,
+        "spec": [*HYBRID_SPECS[0]] if hybrid else None,
+        "experimental_attention_variant": "gdn" if by_layer["linear_attention_freq"] else None,
         "num_query_groups": model.kv_groups,
         "group_query_attention": model.kv_groups != model.num_attention_heads,
         "kv_channels": model.head_dim,
@@ -290,114 +343,26 @@ def write_arguments(config: RunConfig, state: Mapping[str, Any], padded_vocab_si
     }
 
 
+def written_pattern(model: ModelConfig) -> str:
+    """Return the layers of a model as a pattern, without cuts."""
+    symbols = {name: symbol for symbol, name in LETTERS.items()}
+    main, *further = (
+        "".join(symbols[mixer] for layer in layers for mixer in model.mixers(layer))
+        for layers in (range(model.num_layers), *((layer,) for layer in model.head_layers))
+    )
+    return DEPTH.join([main, *further])
+
+
 def unwritable_options(model: ModelConfig) -> list[str]:
     """Return options of a model that Megatron-LM does not have."""
     patterns = {model.pattern(layer) for layer in range(model.num_layers)} - {CAUSAL}
     written = {*WRITTEN, "attention_pattern"} if len(patterns) < 2 and all(p.only_window for p in patterns) else WRITTEN
     found = [name for name in effective_options(model) if name not in written]
     found += [f"activation {model.activation}"] if model.activation in ("geglu", "geglu_tanh") else []
+    found += [f"mixer {name}" for name in model.token_mixer_names if name not in LETTERS.values()]
+    if has_mixer(model, *HYBRID_MIXERS) and model.norm_epsilon != MAMBA_NORM_EPSILON:
+        found += [f"norm_epsilon other than {MAMBA_NORM_EPSILON:g} beside Mamba-2"]
     if model.has_latent_attention:
         fixed = {name: value for name, value in YARN.items() if resolved(model, name) not in (value, None)}
         found += [f"{name} other than {value}" for name, value in fixed.items()]
     return found + (["rotary_seq_len_interpolation_factor"] if model.rotary_seq_len_interpolation_factor % 1 else [])
-
-
-# ---- Names of tensors ----
-
-BLOCKS = (
-    ("layers.{i}.", "decoder.layers.{i}."),
-    ("mtp.layers.{d}.mtp_model_layer.", "mtp.layers.{d}.transformer_layer."),
-    ("mtp.layers.{d}.mtp_model_layer.", "mtp.layers.{d}.mtp_model_layer."),
-)
-"""Beginnings of our names of the tensors of a block and of theirs. ``{i}`` is the layer, which torch_dist leaves out if
-all layers have the same parameters; blocks of multi-token prediction have one name in torch_dist, another in torch."""
-INSIDE = (
-    ("input_layernorm.", "self_attention.linear_qkv.layer_norm_"),
-    ("pre_mlp_layernorm.", "mlp.linear_fc1.layer_norm_"),
-    ("self_attention.q_layernorm.", "self_attention.linear_q_up_proj.layer_norm_"),
-    ("self_attention.kv_layernorm.", "self_attention.linear_kv_up_proj.layer_norm_"),
-    ("mlp.experts.", "mlp.experts.experts."),
-    ("mlp.experts.", "mlp.experts.local_experts.{e}."),
-)
-"""Names inside a block that differ: norms that belong to the linear after them, and experts, of which ``{e}`` is that
-of the rank. Grouped experts are numbered at the end of their name, as in ``weight3``. The first row applies."""
-OUTSIDE = (("final_layernorm.", "decoder.final_layernorm."),)
-"""Other names that differ."""
-
-
-class Place(NamedTuple):
-    """Our name of one of their tensors, and the layer and the expert in theirs."""
-
-    name: str  # ours; the layer is a placeholder {i} if their name has none
-    layer: int | None  # in their name: of the pipeline stage, or None
-    expert: int | None  # of the rank; None for tensors that are no single expert's
-
-
-def _patterns(rows: Sequence[tuple[str, str]]) -> list[tuple[str, re.Pattern[str]]]:
-    numbers = {r"\.\{i\}": r"(?:\.(?P<i>\d+))?", r"\{d\}": r"(?P<d>\d+)", r"\{e\}": r"(?P<e>\d+)"}
-
-    def pattern(theirs: str) -> str:
-        text = re.escape(theirs)
-        for placeholder, number in numbers.items():
-            text = text.replace(placeholder, number)
-        return text
-
-    return [(ours, re.compile(pattern(theirs))) for ours, theirs in rows]
-
-
-_BLOCKS, _INSIDE, _OUTSIDE = map(_patterns, (BLOCKS, INSIDE, OUTSIDE))
-
-
-def _first(rows: Sequence[tuple[str, re.Pattern[str]]], name: str) -> tuple[str, dict[str, str], str]:
-    """Return what replaces the beginning of a name, the numbers in it, and the rest; the name itself if no row fits."""
-    found = ((ours, match) for ours, pattern in rows if (match := pattern.match(name)))
-    ours, match = next(found, ("", None))
-    return (ours, match.groupdict(), name[match.end() :]) if match else ("", {}, name)
-
-
-def find_place(theirs: str) -> Place:
-    """Return our name of the tensor ``theirs``, whether or not a model here has one of that name."""
-    block, numbers, rest = _first(_BLOCKS, theirs)
-    begin, more, rest = _first(_INSIDE if block else _OUTSIDE, rest)
-    expert, layer = more.get("e"), numbers.get("i")
-    name = begin + rest
-    numbered = re.fullmatch(r"(mlp\.experts\.linear_fc[12]\.[A-Za-z_]+)(\d+)", name)
-    if block and numbered and expert is None:
-        name, expert = numbered[1], numbered[2]
-    ours = block.replace("{d}", numbers.get("d", "")) + name
-    return Place(ours, None if layer is None else int(layer), None if expert is None else int(expert))
-
-
-def their_names(ours: str, model: ModelConfig) -> list[str]:
-    """Return the names in torch_dist under which Megatron-LM looks for a tensor of ours.
-
-    Its own layers, which do not have all parts, and those of Transformer Engine use the same names, except for the norm
-    before experts.
-
-    Args:
-        ours: our name; the layer is ``{i}`` if all layers have the same parameters.
-        model: that has it.
-    """
-    where = re.match(r"(?:layers\.(?P<i>\d+|\{i\})|mtp\.layers\.(?P<d>\d+)\.mtp_model_layer)\.", ours)
-    if where is None:
-        return [next((new + ours.removeprefix(old) for old, new in OUTSIDE if ours.startswith(old)), ours)]
-    layer, depth = where["i"], where["d"]
-    if layer is not None:
-        before = "decoder.layers." if layer == "{i}" else f"decoder.layers.{layer}."
-        mixers = model.mixers(0 if layer == "{i}" else int(layer))
-    else:
-        before, mixers = f"mtp.layers.{depth}.transformer_layer.", model.mixers(model.head_layers[int(depth)])
-    name = ours[where.end() :]
-    inside = [row for row in INSIDE if "{e}" not in row[1] and row[0] != "input_layernorm."]
-    if LATENT_ATTENTION not in mixers:  # whose norm is no part of a linear, unlike those of its latents
-        inside = [row for row in INSIDE if "{e}" not in row[1] and "_up_proj" not in row[1]]
-    fitting = [new + name.removeprefix(old) for old, new in inside if name.startswith(old)]
-    if "experts" in mixers and name.startswith("pre_mlp_layernorm."):
-        own_layers = not (model.has_latent_attention or model.moe_latent_size or model.mtp_num_layers)
-        fitting = [*fitting * own_layers, name]
-    return [before + each for each in fitting or [name]]
-
-
-def layers_differ(model: ModelConfig) -> bool:
-    """Return True if Megatron-LM numbers the layers in torch_dist, because their parameters differ."""
-    return model.dense_layers > 0 and model.num_experts is not None

@@ -38,7 +38,8 @@ from megatron.config.batch import lr_scale, schedule_lengths
 from megatron.config.run import RunConfig
 from megatron.convert.huggingface.convert import check_target, new_checkpoint
 from megatron.convert.megatron_lm.checkpoint import BLOCK_ELEMENTS, MOMENTS, view_parts
-from megatron.convert.megatron_lm.model import layers_differ, their_names, unwritable_options, write_arguments
+from megatron.convert.megatron_lm.model import unwritable_options, write_arguments
+from megatron.convert.megatron_lm.names import Key, is_hybrid, layers_numbered, their_keys
 from megatron.convert.saved_model import SavedModel
 from megatron.convert.staging import ProgressCallback, disk_errors, removed_on_error
 from megatron.distributed.comm import Group
@@ -50,7 +51,8 @@ from megatron.optimizer.lr_scheduler import LearningRateSchedule
 VOCABULARY = (WORD_EMBEDDINGS, "output_layer.weight")
 METADATA_JSON = {"sharded_backend": "torch_dist", "sharded_backend_version": 1}
 WITH_EXTRA_STATE = re.compile(
-    r"((?:decoder|mtp)\.(?:\w+\.)*(?:linear_\w+|\w+_layernorm|fc[12]_latent_proj|eh_proj|enorm|hnorm)\.)weight"
+    r"((?:decoder|mtp)\.(?:\w+\.)*"
+    r"(?:linear_\w+|\w+_layernorm|fc[12]_latent_proj|eh_proj|enorm|hnorm|in_proj|out_proj|out_norm|final_norm)\.)weight"
 )
 """Weights of modules that keep an object of their own, which is empty without FP8: of each layer, and of each expert.
 Norms have one in Transformer Engine alone."""
@@ -148,24 +150,27 @@ class _Plan(DefaultSavePlanner):
         params_dtype = DTYPES[config.precision.params_dtype]
         args |= {"params_dtype": params_dtype, "exp_avg_dtype": torch.float32, "exp_avg_sq_dtype": torch.float32}
         self._add_object("common_state/shard_0_1", [_common_state(config, state, args, bool(self.kinds))])
+        numbered = layers_numbered(model)
         layers: dict[str, list[str]] = {}  # our names, by their stack or by itself
         for name in saved.specs:
-            stack = name if layers_differ(model) else re.sub(r"^layers\.\d+\.", "layers.{i}.", name)
+            stack = name if numbered else re.sub(r"^layers\.\d+\.", "layers.{i}.", name)
             layers.setdefault(stack, []).append(name)
         for pattern, names in layers.items():
             spec, rows = saved.specs[names[0]], vocabulary if pattern in VOCABULARY else None
             dtype = torch.float32 if spec.wide else params_dtype
-            for key in their_names(pattern, model):
-                self._add_tensor(key, "", names, spec, dtype, rows)
+            for key in their_keys(pattern, model):
+                self._add_tensor(key, "", "", names, spec, dtype, rows)
                 for kind in self.kinds if spec.has_gradient else ():
                     prefix = "" if kind == "param" else f"optim.{kind}."
-                    self._add_tensor(f"optimizer.state.{kind}.{key}", prefix, names, spec, torch.float32, rows)
-                if module := WITH_EXTRA_STATE.fullmatch(key):
+                    self._add_tensor(key, f"optimizer.state.{kind}.", prefix, names, spec, torch.float32, rows)
+                if not key.part and (module := WITH_EXTRA_STATE.fullmatch(key.whole)):
                     stacked = "{i}" in pattern
                     counts = (*(len(names),) * stacked, *spec.view[: int(spec.expert)]) or (1,)
                     size = ".".join(map(str, counts))
                     for at in product(*map(range, counts)):
                         self._add_object(f"{module[1]}_extra_state/shard_{'.'.join(map(str, at))}_{size}", [None])
+        if is_hybrid(model):
+            self._add_object("output_layer._extra_state/shard_0_1", [None])
         parts = (item.tensor_data for item in self._items if item.tensor_data is not None)
         self._total = sum(prod(part.chunk.sizes) * part.properties.dtype.itemsize for part in parts)
 
@@ -183,31 +188,61 @@ class _Plan(DefaultSavePlanner):
         self._read[key, None] = partial(_pickled, content)
 
     def _add_tensor(
-        self, key: str, prefix: str, names: list[str], spec: ShardSpec, dtype: torch.dtype, rows: int | None
+        self,
+        key: Key,
+        before: str,
+        prefix: str,
+        names: list[str],
+        spec: ShardSpec,
+        dtype: torch.dtype,
+        rows: int | None,
     ) -> None:
-        """Add a tensor: a stack of ours if they are of all layers, with ``rows`` rows if it is padded."""
-        view = spec.view
-        shape = (view[0], prod(view[1:-1]), view[-1]) if spec.expert else spec.shape
-        stacked = names[0].startswith("layers.") and not layers_differ(self._saved.model)
+        """Add a tensor: a stack of ours if they are of all layers, with ``rows`` rows if it is padded.
+
+        Args:
+            key: of the tensor, without what is ``before`` it.
+            before: beginning of the key.
+            prefix: beginning of our names.
+            names: of ours, without ``prefix``.
+            spec: of ours.
+            dtype: to write.
+            rows: with padding; None without.
+        """
+        view = spec.view if key.part is None else spec.pieces[key.part].global_box.size
+        begin = 0 if key.part is None else spec.pieces[key.part].global_box.start[0]
+        shape = (view[0], prod(view[1:-1]), view[-1]) if spec.expert else (view if key.part is not None else spec.shape)
+        stacked = names[0].startswith("layers.") and not layers_numbered(self._saved.model)
         padded = shape if rows is None else (rows, *shape[1:])
-        size = torch.Size((len(names), *padded) if stacked else padded)
+
+        def theirs(dims: tuple[int, ...], first: int, channel: int) -> torch.Size:
+            if key.of_convolution:
+                dims = (*dims[:1], channel, *dims[1:])
+            return torch.Size((first, *dims) if stacked else dims)
+
+        size = theirs(padded, len(names), 1)
         matrices = [range(n) for n in padded[:-2]] if len(padded) > 2 else []  # experts are written one by one
         for layer, name in enumerate(names):
             for at in product(*matrices):
                 inner = Box((*at, *(0 for _ in padded[len(at) :])), (*(1 for _ in at), *padded[len(at) :]))
                 for box in split_box(inner, BLOCK_ELEMENTS):
-                    start, extent = ((layer, *box.start), (1, *box.size)) if stacked else (box.start, box.size)
-                    offset, sizes = torch.Size(start), torch.Size(extent)
+                    offset, sizes = theirs(box.start, layer, 0), theirs(box.size, 1, 1)
                     data = TensorWriteData(ChunkStorageMetadata(offset, sizes), TensorProperties(dtype), size)
-                    self._items.append(WriteItem(MetadataIndex(key, offset), WriteItemType.SHARD, tensor_data=data))
-                    self._read[key, offset] = partial(self._part, prefix + name, box, shape, view, sizes, dtype)
+                    index = MetadataIndex(before + key.name, offset)
+                    self._items.append(WriteItem(index, WriteItemType.SHARD, tensor_data=data))
+                    parts = partial(view_parts, box, shape, view, begin)
+                    self._read[index.fqn, offset] = partial(self._part, prefix + name, spec.view, parts, sizes, dtype)
 
     def _part(
-        self, name: str, box: Box, shape: tuple[int, ...], view: tuple[int, ...], sizes: torch.Size, dtype: torch.dtype
+        self,
+        name: str,
+        view: tuple[int, ...],
+        parts: Callable[[], Iterator[tuple[Box, int]]],
+        sizes: torch.Size,
+        dtype: torch.dtype,
     ) -> Tensor:
-        """Return a part of a tensor; padding is 0."""
-        flat = torch.zeros(box.numel, dtype=dtype)
-        for part, first in view_parts(box, shape, view):
+        """Return a part of a tensor, of boxes of ours that each begin at an element of it; padding is 0."""
+        flat = torch.zeros(sizes.numel(), dtype=dtype)
+        for part, first in parts():
             weight = name in self._saved.specs
             values = self._saved.read(name, view, part) if weight else self._reader.read(name, part)
             flat[first : first + part.numel] = values.reshape(-1).to(dtype)

@@ -68,6 +68,8 @@ class Mixer:
     # What it is right with, beside training on whole sequences of one document: "context parallelism" (a rank has
     # rows of the sequence only), "documents" (nothing passes from one to the next) and "generation" (token by token).
     supports: tuple[str, ...] = ()
+    # Symbol in --hybrid-layer-pattern of a plugin's mixer; those of the built-in ones are in config/layer_pattern.py.
+    letter: str | None = None
     # Operations of :class:`megatron.kernels.registry.Kernels` that no other kind of mixer calls.
     operations: tuple[str, ...] = ()
 
@@ -231,7 +233,7 @@ def channel_convolution(sharding: Sharding, parts: Sequence[int], width: int, ha
 
 def output_std(config: ModelConfig) -> float:
     """Return the standard deviation of the initial weights of an output projection."""
-    return config.init_method_std / math.sqrt(2 * config.num_layers)
+    return config.init_method_std / math.sqrt(config.residual_layers)
 
 
 def norm_init(config: ModelConfig) -> Init:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
+from megatron.config.gated_delta_net import GATED_DELTA_NET
 from megatron.config.latent_attention import LATENT_ATTENTION
 from megatron.config.mamba import MAMBA_MIXER
 from megatron.config.model import ModelConfig, RotaryTable
@@ -12,12 +13,14 @@ from megatron.layers.mixers.attention import AttentionMixer
 from megatron.layers.mixers.base import Mixer
 from megatron.layers.mixers.experts import ExpertsMixer
 from megatron.layers.mixers.feed_forward import FeedForwardMixer
+from megatron.layers.mixers.gated_delta_net import GatedDeltaNetMixer
 from megatron.layers.mixers.latent_attention import LatentAttentionMixer
 from megatron.layers.mixers.mamba import MambaMixer
 
 MIXERS: Mapping[str, Mixer] = {
     "attention": AttentionMixer(),
     LATENT_ATTENTION: LatentAttentionMixer(),
+    GATED_DELTA_NET: GatedDeltaNetMixer(),
     MAMBA_MIXER: MambaMixer(),
     "mlp": FeedForwardMixer(),
     "experts": ExpertsMixer(),

@@ -89,7 +89,8 @@ def of_model_and_data(line: str) -> dict[str, Any]:
     names += [
         n for n, s in SETTINGS.items() if s.group == "model" or s.option.role.value in ("shape", "function", "data")
     ]
-    return {name: SETTINGS[name].value_in(config) for name in names}
+    values = {name: SETTINGS[name].value_in(config) for name in names}
+    return values | {"hybrid_layer_pattern": (values["hybrid_layer_pattern"] or "").replace("|", "")}  # cuts: a layout
 
 
 def test_no_fix_changes_the_model_or_the_data() -> None:

@@ -100,7 +100,10 @@ def test_every_value_is_read_back_from_its_flag() -> None:
     for setting in SETTINGS.values():
         for value in {setting.default, _some_value(setting, dice), _some_value(setting, dice)}:
             flag = setting.spell(value)
-            words = yaml.safe_load(flag.partition("=")[2]) if flag.startswith("--set") else shlex.split(flag)[1:]
+            if flag.startswith("--set"):
+                words = yaml.safe_load(flag.partition("=")[2])
+            else:
+                words = shlex.split(flag.replace(f"{setting.flag}=", f"{setting.flag} "))[1:]
             constant = setting.constants.get(flag)
             assert setting.convert(words if constant is None else constant) == value, flag
 
@@ -111,8 +114,10 @@ def _some_value(setting: Setting, dice: random.Random) -> Any:
             return dice.choice(setting.option.choices)
         if setting.name == "attention_pattern":
             return dice.choice(["global", "local:64*2, global", "dilated:4:2+first:3"])
-        if setting.name in ("no_rope_freq", "window_attn_skip_freq", "moe_layer_freq"):
+        if setting.name in ("no_rope_freq", "window_attn_skip_freq", "moe_layer_freq", "linear_attention_freq"):
             return dice.choice(["4", "([0]*3+[1]*1)*9", "[1, 0]"])
+        if setting.name in ("hybrid_layer_pattern", "mtp_hybrid_override_pattern"):
+            return dice.choice(["*", "-", "-*", "+E"])
         if setting.name == "grad_compression":
             return dice.choice(["none", "powersgd:4", "topk:1e-3", "int8"])
         makers = {

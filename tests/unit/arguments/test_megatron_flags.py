@@ -80,6 +80,7 @@ def test_an_applied_flag_sets_its_options() -> None:
         "--activations-checkpoint-granularity": "full",
         "--activations-checkpoint-method": "block",
         "--warmup": "0.01",
+        "--hybrid-override-pattern": "'*-*-'",
     }
     for spelling, flag in FLAGS.handled.items():
         if flag.kind == "applied":
@@ -115,6 +116,7 @@ def test_flags_that_are_ours_take_the_same_kind_of_value() -> None:
             "tuple_type": int,
             "no_rope_freq_type": str,
             "moe_freq_type": str,
+            "la_freq_type": str,
         }.get(flag.kind.split(" ")[0])
         assert takes_none or flag.spelling in WIDER or setting.scalar is scalar, flag
 
@@ -161,6 +163,7 @@ def test_a_script_of_megatron_runs() -> None:
 
 def test_ignored_flags_change_nothing() -> None:
     beside = {"--group-query-attention": "--num-query-groups 4", "--no-position-embedding": "--swiglu"}
+    beside["--is-hybrid-model"] = "--hybrid-layer-pattern *-*"
     for spelling in [name for name in MEGATRON if (flag := FLAGS.find(name)) and flag.kind in ("ignored", "setting")]:
         if FLAGS.find(spelling).values is not None:
             continue

@@ -490,7 +490,7 @@ SIGMOID |= {"moe_router_num_groups": 2, "moe_router_group_topk": 1}
         ({"activation": "relu2"}, "activation relu2"),
         ({"normalization": "LayerNorm"}, "normalization LayerNorm"),
         ({"qk_layernorm": True, "add_bias_linear": True}, "llama has no qk_layernorm True"),
-        ({"position_embedding_type": "none"}, "position_embedding_type none"),
+        ({"position_embedding_type": "none", "qk_layernorm": True}, "position_embedding_type none"),
         ({"window_size": 64, "add_qkv_bias": True, "add_bias_linear": True, "kv_channels": 20}, "window_size 64"),
         ({"vocab_size": None}, "vocab_size is not set"),
         ({"num_experts": 4, "moe_router_pre_softmax": True}, "mixtral has no moe_router_pre_softmax True"),
@@ -578,10 +578,21 @@ NOT_CARRIED = {
     "follows from other keys": "num_key_value_heads head_dim qk_head_dim moe_layer_end_index",
     "has another spelling: mlp_only_layers": "decoder_sparse_step",
     "is used with output_router_logits alone": "router_aux_loss_coef",
+    "of kernels and of text": """num_logits_to_keep use_mamba_kernels mamba_ssm_cache_dtype moe_shared_expert_overlap
+        residual_in_fp32""",
+    "of initial values and of the loss": "time_step_max time_step_floor rescale_prenorm_residual z_loss_coefficient",
+    "is not used": "time_step_rank hidden_dropout",
+    "is of layers that transformers does not have": "num_nextn_predict_layers",
 }
-"""Keys of families with experts that are read, and may have another value in an export."""
+"""Keys of families with experts or recurrent layers that are read, and may have another value in an export."""
+_NOT_OF = {"mamba2": {"time_step_min"}, "nemotron_h": {"expand"}}
+"""The same of some families: the initial time steps, and what no width follows from."""
 _GROUPS = {"n_group": 4, "topk_group": 2, "num_experts_per_tok": 4}
 OTHERS = dict.fromkeys(("n_group", "topk_group"), _GROUPS)
+_WIDE_HEADS = {"num_heads": 64, "head_dim": 128}
+_WIDE_MAMBA = {"mamba_n_heads": 64, "mamba_d_head": 128}
+OTHERS |= {name: heads for heads in (_WIDE_HEADS, _WIDE_MAMBA) for name in heads}
+OTHERS |= {"mamba_expand": {"mamba_expand": 4, "mamba_n_heads": 256}, "expand": {"expand": 4, "num_heads": 256}}
 """Changes of keys that have an effect beside others only."""
 
 
@@ -594,15 +605,19 @@ def change(value: Any) -> Any:
     return value + 0.25 if isinstance(value, float) else 1 if value is None else None
 
 
-@pytest.mark.parametrize("kind", [kind for kind, family in MODEL_FAMILIES.items() if "num_experts" in family.options])
-def test_every_key_of_a_family_with_experts_is_carried_or_refused(kind: str) -> None:
+@pytest.mark.parametrize(
+    "kind",
+    [k for k, family in MODEL_FAMILIES.items() if {"num_experts", "hybrid_layer_pattern"} & family.options],
+)
+def test_every_key_of_a_family_is_carried_or_refused(kind: str) -> None:
     """Of all keys that transformers knows, each with another value than its default."""
     known = {"model_type": MODEL_FAMILIES[kind].known_as or kind}
     base = AutoConfig.for_model(**MINIMAL.get(kind, {}) | known).to_dict() | {"model_type": kind}
-    ignored = {name for names in NOT_CARRIED.values() for name in names.split()}
+    ignored = {name for names in NOT_CARRIED.values() for name in names.split()} | _NOT_OF.get(kind, set())
     carried = 0
     for name, value in base.items():
-        changes = OTHERS.get(name) or {name: change(value)}
+        others = OTHERS.get(name, {})
+        changes = others if others.keys() <= base.keys() and others else {name: change(value)}
         if changes[name] is None or name in ignored:
             continue
         try:

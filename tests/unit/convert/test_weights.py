@@ -114,9 +114,11 @@ def test_table_is_the_mapping_written_by_hand_and_invertible(name: str) -> None:
 
 
 def test_rows_of_every_family_are_unambiguous() -> None:
+    """Except those of norms of different mixers, and of MLPs with and without experts, of which a layer has one."""
     for family in MODEL_FAMILIES.values():
         theirs = [name for _, made in family.weights.values() for name in made]
-        assert len(set(theirs)) == len(theirs)
+        twice = {name for name in theirs if theirs.count(name) > 1}
+        assert all(name.endswith(("norm", "_linear")) for name in twice)
 
 
 def mlp_mappings(monkeypatch: pytest.MonkeyPatch, parameter: str, stored: str) -> tuple[TensorMapping, ...]:

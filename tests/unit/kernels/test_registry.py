@@ -141,10 +141,11 @@ def test_a_kernel_with_another_order_of_sums_is_used(monkeypatch: pytest.MonkeyP
 
 
 def test_operations_of_mixers_that_a_model_lacks_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    of_experts = {"grouped_linear", "grouped_fp8", "rows"}
-    assert unused_operations(tiny()) == {*of_experts, "latent_qkv"}
-    assert unused_operations(tiny(num_experts=2, moe_layer_freq="[0,1]")) == {"latent_qkv"}
-    assert unused_operations(tiny(multi_latent_attention=True)) == of_experts
+    of_experts, of_scans = {"grouped_linear", "grouped_fp8", "rows"}, {"causal_conv", "state_space", "gated_delta_rule"}
+    assert unused_operations(tiny()) == {*of_experts, *of_scans, "latent_qkv"}
+    assert unused_operations(tiny(num_experts=2, moe_layer_freq="[0,1]")) == {*of_scans, "latent_qkv"}
+    assert unused_operations(tiny(multi_latent_attention=True)) == {*of_experts, *of_scans}
+    assert unused_operations(tiny(token_mixers=("gated-delta-net",))) == {*of_experts, "state_space", "latent_qkv"}
     offer(monkeypatch, Candidate(lambda: Kernels().norm))
     for unused in (set(), unused_operations(tiny())):
         (line,) = select_kernels(("norm=apex",), CPU, torch.float32, unused=unused)[1]
