@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from megatron.config.model import ModelConfig
 from megatron.distributed.sharding import Init, Sharding, Specs
 from megatron.layers.mixers.activations import INDEX_BYTES, ActivationShape, KeptTensor
-from megatron.layers.mixers.base import Matmul, Mixer, channel_convolution, linear, output_projection, under
+from megatron.layers.mixers.base import Matmul, Mixer, Passed, channel_convolution, linear, output_projection, under
 from megatron.layers.recompute_plan import RecomputePlan
 
 if TYPE_CHECKING:
@@ -68,6 +68,12 @@ class MambaMixer(Mixer):
 
         return Mamba(config, context, plan)
 
+    def passed(self, config: ModelConfig, tp: int) -> Passed:
+        """Return the inputs and outputs of the heads, their states, and the rows before a chunk."""
+        inner, vector, _, heads = (n // tp for n in mamba_parts(config))
+        rows, state = config.mamba_conv_kernel_dim - 1, inner * config.mamba_state_dim + heads
+        return Passed(inner + heads, 2 * vector, inner, config.mamba_num_groups, inner, rows, state)
+
     def describe(self, config: ModelConfig) -> str:
         """Return the heads and their states."""
         heads = f"{config.mamba_heads} heads of {config.mamba_head_dim} in {config.mamba_num_groups} groups"
@@ -80,6 +86,10 @@ class MambaMixer(Mixer):
         """
         product = Matmul(2.0 * config.mamba_inner_size * config.mamba_state_dim, of_weight=False)
         return super().matmuls(config, plan, keys) | {"write": product, "read": product}
+
+    def megatron_flops(self, config: ModelConfig) -> float:
+        """Return those of 7 FLOPs for an element of the state, instead of two products."""
+        return 3.0 * config.mamba_inner_size * config.mamba_state_dim
 
     def kept(self, shape: ActivationShape) -> Iterator[KeptTensor]:
         """Yield the input, the fused projection, and what the norm takes and gives."""
