@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from itertools import accumulate, permutations
 
 
@@ -23,51 +24,63 @@ def balanced_counts(blocks: Sequence[int], placement: Sequence[int], first: int,
         first: further cost of the rank of the first stage, which may have no blocks.
         last: of the rank of the last stage, likewise.
     """
-    stages, per_rank = len(placement), placement.count(placement[0])
+    per_rank = placement.count(placement[0])
     further = [first * (rank == placement[0]) + last * (rank == placement[-1]) for rank in placement]
-    costs = [per_rank * total for total in accumulate(blocks, initial=0)]
-    least = [int(0 < stage < stages - 1) for stage in range(stages)]
-    behind = [sum(least[stage + 1 :]) for stage in range(stages)]  # blocks that later stages need
+    stages = _Stages([per_rank * total for total in accumulate(blocks, initial=0)], further)
+    low = high = -(-(stages.costs[-1] + sum(further)) // len(placement))  # a tight bound leaves few divisions
+    while stages.divide(high, max) is None:
+        low, high = high + 1, high + max(1, (high - low + max(blocks)) // 8)
+    while low < high:
+        middle = (low + high) // 2
+        low, high = (low, middle) if stages.divide(middle, max) else (middle + 1, high)
+    ends = stages.divide(high, lambda squares, cost: squares + cost**2) or []
+    counts = [stop - start for start, stop in zip((0, *ends), ends)]
+    return counts if per_rank == 1 else _even_ranks(blocks, placement, (first, last), counts)
 
-    def latest(bound: int) -> list[int]:
-        """Return the ends of stages that take all blocks they may, within a bound on their costs."""
-        ends, at = [], 0
-        for stage in range(stages):
-            end = bisect_right(costs, costs[at] + bound - further[stage]) - 1
-            ends.append(at := min(max(end, at + least[stage]), len(blocks) - behind[stage]))
+
+@dataclass(frozen=True)
+class _Stages:
+    """Consecutive stages; all but the first and the last have a block."""
+
+    # Of the first blocks, by their number.
+    costs: list[int]
+    # Of each stage, beside its blocks.
+    further: list[int]
+
+    def _least(self, stage: int) -> int:
+        return int(0 < stage < len(self.further) - 1)
+
+    def _possible_ends(self, bound: int) -> list[range]:
+        """Return where each stage may end if no stage costs more than a bound."""
+        blocks, latest, at = len(self.costs) - 1, [], 0
+        behind = sum(map(self._least, range(len(self.further))))  # blocks that later stages need
+        for stage, further in enumerate(self.further):
+            behind -= self._least(stage)
+            end = bisect_right(self.costs, self.costs[at] + bound - further) - 1
+            at = min(max(end, at + self._least(stage)), blocks - behind)
+            latest.append(at)
+        ends, at = list[range](), blocks
+        for stage in reversed(range(len(self.further))):
+            ends.insert(0, range(at, latest[stage] + 1))
+            start = bisect_left(self.costs, self.costs[at] + self.further[stage] - bound)
+            at = min(start, at - self._least(stage))
         return ends
 
-    def divide(bound: int, join: Callable[[int, int], int]) -> tuple[int, list[int]] | None:
-        """Return the smallest value that costs within a bound are joined to, and the ends of their stages."""
-        ends_at_latest, at = latest(bound), len(blocks)
-        ranges: list[range] = []
-        for stage in reversed(range(stages)):
-            ranges.insert(0, range(at, ends_at_latest[stage] + 1))
-            at = min(bisect_left(costs, costs[at] + further[stage] - bound), at - least[stage])
+    def divide(self, bound: int, join: Callable[[int, int], int]) -> list[int] | None:
+        """Return the ends of stages that cost no more than a bound and are joined to the smallest value."""
         best: dict[int, tuple[int, int, list[int]]] = {0: (0, 0, [])}
-        for stage, stops in enumerate(ranges):
+        for stage, possible in enumerate(self._possible_ends(bound)):
             after: dict[int, tuple[int, int, list[int]]] = {}
             for start, (value, places, ends) in best.items():
-                for stop in range(max(stops.start, start + least[stage]), stops.stop):
-                    cost = costs[stop] - costs[start] + further[stage]
+                for stop in range(max(possible.start, start + self._least(stage)), possible.stop):
+                    cost = self.costs[stop] - self.costs[start] + self.further[stage]
                     if cost > bound:
                         break
                     way = join(value, cost), places + stop
                     if stop not in after or way < after[stop][:2]:
                         after[stop] = *way, [*ends, stop]
             best = after
-        return (best[len(blocks)][0], best[len(blocks)][2]) if len(blocks) in best else None
-
-    low = high = -(-(costs[-1] + sum(further)) // stages)  # a bound that is tight leaves few divisions
-    while divide(high, max) is None:
-        low, high = high + 1, high + max(1, (high - low + max(blocks)) // 8)
-    while low < high:
-        middle = (low + high) // 2
-        low, high = (low, middle) if divide(middle, max) else (middle + 1, high)
-    found = divide(high, lambda squares, cost: squares + cost**2)
-    ends = [] if found is None else found[1]
-    counts = [stop - start for start, stop in zip((0, *ends), ends)]
-    return counts if per_rank == 1 else _even_ranks(blocks, placement, (first, last), counts)
+        return best[len(self.costs) - 1][2] if len(self.costs) - 1 in best else None
 
 
 def _even_ranks(
