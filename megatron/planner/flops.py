@@ -151,9 +151,11 @@ class FlopsPerToken:
         megatron = flop_table(model, training, [s / 2] * model.num_layers, padded)
         products = (product for layer in (*megatron.layers, *megatron.heads) for product in layer.items())
         routers = sum(megatron.cost(each) for name, each in products if name.endswith(".router"))
+        blocks = (*range(model.num_layers), *model.head_layers)
+        more = sum(mixer.megatron_flops(model) for layer in blocks for mixer in block_mixers(model, layer))
         return cls(
             full=full.model,
             causal=flop_table(model, training, causal_attention_keys(model, s), model.vocab).model,
             hardware=full.model + full.recomputed,
-            megatron=megatron.model - routers,
+            megatron=megatron.model - routers + 3 * more,
         )

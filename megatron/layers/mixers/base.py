@@ -126,6 +126,10 @@ class Mixer:
         again = not plan.modules.isdisjoint(self.recomputed_as)
         return {name: Matmul(2.0 * size, again=again) for name, size in self.matrices(config).items()}
 
+    def megatron_flops(self, config: ModelConfig) -> float:
+        """Return the FLOPs per token in forward that Megatron-LM's count has more than :meth:`matmuls`."""
+        return 0.0
+
     def matrices(self, config: ModelConfig) -> dict[str, int]:
         """Return the elements of the weight matrices that a token is multiplied with, by the names of their modules."""
         specs = self.parameters(config, UNSHARDED).items()
