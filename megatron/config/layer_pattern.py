@@ -354,7 +354,10 @@ class LayerPatternOptions:
         pattern = self.layer_pattern
         if pattern is None:
             return
-        names, text = {name for block in pattern.blocks for name in block}, self.hybrid_layer_pattern
+        heads, text = [self.mtp_hybrid_override_pattern or ""] * self.prediction_depths, self.hybrid_layer_pattern
+        if any(heads) and DEPTH not in text:
+            text = DEPTH.join((text, *heads))
+        names = {name for symbol, name in letters().items() if symbol in text}
         if "experts" in names and self.num_experts is None:
             sentence = f"{text} has layers of experts, and their number is not given"
             yield Problem("E120", sentence, ("--num-experts 8", spell(text.replace("E", "-"))))
