@@ -24,6 +24,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # if this checkout
 
 from megatron.arguments.cli import parse
 from megatron.config.errors import Problem, UserError
+from megatron.config.model import ModelConfig
 from megatron.config.parallel import ParallelConfig
 from megatron.config.plugins import load_plugins
 from megatron.config.run import RunConfig
@@ -177,13 +178,27 @@ def shrink_assignments(config: RunConfig, world_size: int) -> list[str]:
     if not str(parallel.pipeline_schedule).endswith(SCHEDULE_SUFFIX):  # which is for one number of micro-batches
         batch = 2 * parallel.pipeline_model_parallel_size * training.micro_batch_size * dp
         small["global_batch_size"] = (training.global_batch_size or 0, batch)
+    assignments = []
     if all(getattr(parallel, option) in (None, False, AUTO) for option in LAYER_COUNT_OPTIONS):
-        small = {"num_layers": (config.model.num_layers, max(2, len(stage_layers(config.model, parallel))))} | small
-    assignments = [f"{name}={limit}" for name, (value, limit) in small.items() if value > limit]
+        fewest = max(2, len(stage_layers(config.model, parallel, config.training.seq_length)))
+        if config.model.layer_pattern is None:
+            small = {"num_layers": (config.model.num_layers, fewest)} | small
+        else:
+            assignments.append(f"hybrid_layer_pattern={_shortened(config.model, fewest)}")
+    assignments += [f"{name}={limit}" for name, (value, limit) in small.items() if value > limit]
     if (training.recompute_num_layers or 0) > 2:
         assignments.append("recompute_num_layers=2")
     schedules = ("rampup_batch_size", "step_batch_size_schedule")
     return assignments + [f"{name}=null" for name in schedules if getattr(training, name)]
+
+
+def _shortened(model: ModelConfig, fewest: int) -> str:
+    """Return the pattern of the first blocks of a model, among which are all kinds, with those of its heads."""
+    kinds = [model.mixers(layer) for layer in range(model.num_layers)]
+    count = max(fewest, 1 + max(map(kinds.index, kinds)))
+    symbols = str(model.hybrid_layer_pattern)[: model.residual_layer(count) if count < len(kinds) else None]
+    heads = [model.mtp_hybrid_override_pattern or symbols[-1]] * model.prediction_depths
+    return "/".join((symbols, *heads))
 
 
 def compare_runs(check: LayoutComparison, launch: Launcher) -> int:

@@ -173,16 +173,19 @@ def _segment(inputs: _Inputs, state_BNDV: Tensor | None, chunk: int) -> tuple[Te
     columns = inputs.v.shape[3] if state_BNDV is None else state_BNDV.shape[3]
     v = chunks(F.pad(inputs.v, (0, columns - inputs.v.shape[3])), values)
     k, beta = chunks(l2_normalized(inputs.k.to(wide)), keys), chunks(inputs.beta, values)
-    total = chunks(inputs.log_decay, values).cumsum(-1)  # logarithm of all decays since the start of the chunk
-    hidden = torch.ones(chunk, chunk, dtype=torch.bool, device=k.device).triu(1)
-    since = total.exp()  # factor of the state before the chunk, at each token
-    if inputs.runs is not None:
+    log_decay = chunks(inputs.log_decay, values)
+    seen = torch.ones(chunk, chunk, dtype=torch.bool, device=k.device).tril()
+    if inputs.runs is None:
+        total = log_decay.cumsum(-1)  # logarithm of all decays since the start of the chunk
+        since = total.exp()  # factor of the state before the chunk, at each token
+    else:
         runs_BMC = F.pad(inputs.runs, (0, padding), mode="replicate").unflatten(1, (-1, chunk))
         first_B1 = runs_BMC[:, 0, :1] if inputs.before is None else inputs.before
         before_BM1 = torch.cat((first_B1, runs_BMC[:, :-1, -1]), 1).unsqueeze(2)
-        hidden = hidden | (runs_BMC.unsqueeze(3) != runs_BMC.unsqueeze(2))[:, None, None]
-        since = since.masked_fill((runs_BMC != before_BM1)[:, None, None], 0)
-    decays = (total.unsqueeze(-1) - total.unsqueeze(-2)).masked_fill(hidden, -torch.inf).exp()
+        seen = seen & (runs_BMC.unsqueeze(3) == runs_BMC.unsqueeze(2))[:, None, None]
+        total = (seen.to(wide) @ log_decay.unsqueeze(-1)).squeeze(-1)  # of the same document, without a bit of others
+        since = total.exp().masked_fill((runs_BMC != before_BM1)[:, None, None], 0)
+    decays = (total.unsqueeze(-1) - total.unsqueeze(-2)).masked_fill(~seen, -torch.inf).exp()
 
     # (I + lower triangle) u = beta (v - since k S): u is ``new - read S``, for any state S before the chunk.
     coupled = (k @ k.mT) * decays * beta.unsqueeze(-1)

@@ -87,7 +87,7 @@ def flop_table(
         }
 
     layers = []
-    for stage in stage_layers(model, parallel):
+    for stage in stage_layers(model, parallel, training.seq_length):
         plan = RecomputePlan.from_config(training, stage.count)
         layers += [products_of(layer, plan, place) for place, layer in enumerate(stage.layers)]
     alone, more = RecomputePlan.from_config(training, 1), head_matmuls(model, vocabulary)
@@ -133,7 +133,7 @@ class FlopsPerToken:
     causal: float
     # full plus recomputation, except that inside fused attention kernels
     hardware: float
-    # As Megatron-LM counts: causal, ignoring windows and routers, with vocabulary padding.
+    # As Megatron-LM counts: causal, ignoring windows and routers, with vocabulary padding, and more for recurrences.
     megatron: float
 
     @classmethod
@@ -151,9 +151,11 @@ class FlopsPerToken:
         megatron = flop_table(model, training, [s / 2] * model.num_layers, padded)
         products = (product for layer in (*megatron.layers, *megatron.heads) for product in layer.items())
         routers = sum(megatron.cost(each) for name, each in products if name.endswith(".router"))
+        blocks = (*range(model.num_layers), *model.head_layers)
+        more = sum(mixer.megatron_flops(model) for layer in blocks for mixer in block_mixers(model, layer))
         return cls(
             full=full.model,
             causal=flop_table(model, training, causal_attention_keys(model, s), model.vocab).model,
             hardware=full.model + full.recomputed,
-            megatron=megatron.model - routers,
+            megatron=megatron.model - routers + 3 * more,
         )

@@ -19,6 +19,7 @@ from megatron.config.model import ModelConfig
 from megatron.config.multi_token import LATER_MASK
 from megatron.config.optimizer import OptimizerConfig
 from megatron.config.parallel import ParallelConfig
+from megatron.config.plugins import load_plugins
 from megatron.config.precision import PrecisionConfig
 from megatron.config.run import RunConfig
 from megatron.config.training import TrainingConfig
@@ -171,6 +172,7 @@ def pipeline(
 
 def run_case(rank: int, world_size: int, case: Case) -> list[RankTrace]:
     """Train ``case.steps`` steps on this rank and note each."""
+    load_plugins(case.compute.plugin)
     trainer = build_trainer(case.config(), rank, world_size)
     if case.model.lora_dora:
         initialize_magnitudes(trainer)

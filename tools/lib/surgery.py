@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -26,7 +26,7 @@ from megatron.config.option import Role
 from megatron.config.precision import PrecisionConfig
 from megatron.config.run import RunConfig
 from megatron.config.settings import SETTINGS
-from megatron.config.text import listed
+from megatron.config.text import format_selected_layers, listed
 from megatron.convert.huggingface.config import check_model_config
 from megatron.convert.huggingface.convert import new_checkpoint, raise_if_overflow
 from megatron.convert.saved_model import SavedModel
@@ -36,6 +36,8 @@ from megatron.distributed.random import initialize
 from megatron.distributed.sharding import Box, ShardSpec
 from megatron.layers.context import DTYPES
 from megatron.layers.parameters import gpt
+
+T = TypeVar("T")
 
 VOCABULARY = ("embedding.word_embeddings.weight", "output_layer.weight")
 """Tensors with a row per token."""
@@ -107,14 +109,37 @@ class WithoutLayers:
         self._source, self._kept = source, [layer for layer in range(layers) if layer not in dropped]
         if not self._kept:
             raise CheckpointError(f"all {layers} layers would be dropped")
-        pattern, no_rope = source.model.attention_pattern, source.model.no_rope_freq
-        if pattern is not None:
-            texts = split_layers(pattern)
-            pattern = format_layers([texts[layer % len(texts)] for layer in self._kept])
-        if no_rope is not None:
-            no_rope = str([int(source.model.rotary_kind(layer) is None) for layer in self._kept])
-        self.model = replace(source.model, num_layers=len(self._kept), attention_pattern=pattern, no_rope_freq=no_rope)
+        self.model = self._without(source.model)
+        if [*map(self.model.mixers, range(len(self._kept)))] != [*map(source.model.mixers, self._kept)]:
+            raise CheckpointError(
+                f"without these layers, {self.model.hybrid_layer_pattern} has other blocks than before"
+            )
         self.specs = gpt(self.model)
+
+    def _without(self, model: ModelConfig) -> ModelConfig:
+        """Return the model of the blocks that are kept."""
+        of_pattern, places = model.layer_pattern, self._kept
+        if of_pattern is not None:
+            ends = (*of_pattern.starts[1:], len(of_pattern.layers))
+            places = [at for layer in self._kept for at in range(of_pattern.starts[layer], ends[layer])]
+
+        def kept(items: Sequence[T] | None) -> list[T] | None:
+            return None if items is None else [items[at % len(items)] for at in places]
+
+        experts = [*map(model.has_experts, self._kept)]
+        patterns = kept(None if model.attention_pattern is None else split_layers(model.attention_pattern))
+        symbols = kept(None if of_pattern is None else of_pattern.layers)
+        return replace(
+            model,
+            num_layers=len(self._kept),
+            attention_pattern=None if patterns is None else format_layers(patterns),
+            no_rope_freq=_text(kept(model.layers_without_rope)),
+            window_attn_skip_freq=_text(kept(model.window_layers)),
+            token_mixers=tuple(kept(model.token_mixers) or ()) if len(model.token_mixers) > 1 else model.token_mixers,
+            moe_layer_freq=None if model.moe_layer_freq is None else format_selected_layers(experts),
+            linear_attention_freq=_text(kept(model.selected_linear_layers)),
+            hybrid_layer_pattern=None if symbols is None else "".join(symbols),
+        )
 
     def read(self, name: str, view: tuple[int, ...], box: Box) -> Tensor:
         """Read a tensor of a block under its former number."""
@@ -122,6 +147,10 @@ class WithoutLayers:
             _, number, rest = name.split(".", 2)
             name = f"layers.{self._kept[int(number)]}.{rest}"
         return self._source.read(name, view, box)
+
+
+def _text(layers: Sequence[int] | None) -> str | None:
+    return None if layers is None else str([*layers])
 
 
 class WithVocabulary:
@@ -174,8 +203,14 @@ class WithExperts:
         if not 2 <= topk <= experts:  # the weight of a single expert is always 1, so its router would not learn
             raise CheckpointError(f"{topk} of {experts} experts per token", "--num-experts 8 --moe-router-topk 2")
         self._source, self._seed = source, seed
+        patterns = {
+            name: text.replace("-", "E")
+            for name in ("hybrid_layer_pattern", "mtp_hybrid_override_pattern")
+            if (text := getattr(source.model, name)) is not None
+        }
         self.model = replace(
             source.model,
+            **patterns,
             num_experts=experts,
             moe_router_topk=topk,
             moe_ffn_hidden_size=source.model.ffn,

@@ -51,6 +51,23 @@ class Exchanged(NamedTuple):
     groups: int
 
 
+class Passed(NamedTuple):
+    """Elements of a recurrence on a rank that context parallelism passes on (:mod:`megatron.layers.recurrence`)."""
+
+    # Of a token, where ranks exchange heads for rows: inputs of the heads, those that heads of a group share, and the
+    # output.
+    inputs: int
+    shared: int
+    output: int
+    # Groups of heads of the layer, on all ranks.
+    groups: int
+    # Of the inputs of the heads, those that a convolution takes, like all that are shared; and the rows before a chunk.
+    convolved: int
+    rows: int
+    # Of a chunk and sample, in at least fp32: the state after it, and what it does to the state before.
+    state: int
+
+
 class Mixer:
     """The inside of a residual layer; subclasses are its kinds.
 
@@ -107,6 +124,10 @@ class Mixer:
         """
         return None
 
+    def passed(self, config: ModelConfig, tp: int) -> Passed | None:
+        """Return what context parallelism passes on of a recurrence; None for a mixer that is none."""
+        return None
+
     def describe(self, config: ModelConfig) -> str:
         """Return its sizes in a few words, for people; empty to name the mixer alone."""
         return ""
@@ -125,6 +146,10 @@ class Mixer:
         """
         again = not plan.modules.isdisjoint(self.recomputed_as)
         return {name: Matmul(2.0 * size, again=again) for name, size in self.matrices(config).items()}
+
+    def megatron_flops(self, config: ModelConfig) -> float:
+        """Return the FLOPs per token in forward that Megatron-LM's count has more than :meth:`matmuls`."""
+        return 0.0
 
     def matrices(self, config: ModelConfig) -> dict[str, int]:
         """Return the elements of the weight matrices that a token is multiplied with, by the names of their modules."""

@@ -211,8 +211,9 @@ def summarize_health(
         ("params-norm", rows, sums[:, WEIGHT].sqrt()),
         ("update-ratio", [*rows, "total"], changes),
         ("activation-rms", rows[:-1], (sums[:, OUTPUT] / sums[:, OUTPUT_ELEMENTS]).sqrt()[:-1]),
-        ("attention-logit", blocks, logits[1:-1]),
     ]
+    if attending := [row for row, layer in enumerate(rows) if layer in blocks and logits[row] != -torch.inf]:
+        quantities.append(("attention-logit", [rows[row] for row in attending], logits[attending]))
     if chosen.numel():
         routed = [row for row, layer in enumerate(rows) if layer in blocks and chosen[row].any()]
         loads = (chosen.amax(1) / chosen.mean(1))[routed]
@@ -224,7 +225,8 @@ def summarize_health(
     }
     values["params-norm"] = whole[WEIGHT].sqrt().item()
     values["num-zeros"] = whole[ZEROS].item()
-    values["max_attention_logit"] = logits.max().item()
+    if attending:
+        values["max_attention_logit"] = logits.max().item()
     return values
 
 

@@ -83,6 +83,31 @@ def test_layers_are_dropped_with_their_patterns(tmp_path: Path) -> None:
     assert manifest.state["iteration"] == 0
 
 
+def test_blocks_of_a_layer_pattern_are_dropped(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pattern = {"hybrid_layer_pattern": "*-**--*E", "num_experts": 4, "window_size": 4, "window_attn_skip_freq": "4"}
+    chunk, path = make(tmp_path / "a", **pattern)  # *-, *, *-, -, *E
+    _, model, weights = edit(tmp_path, "--load", path, "--drop-layers", "0,3")
+    assert (model.num_layers, model.hybrid_layer_pattern) == (3, "**-*E")
+    kept = [1, 2, 4]
+    assert [model.pattern(n) for n in range(3)] == [chunk.config.pattern(n) for n in kept]
+    old = of_chunk(chunk)
+    names = [name for name in weights if name.startswith("layers.")]
+    assert len(names) == 16
+    for name in names:
+        _, number, rest = name.split(".", 2)
+        assert torch.equal(weights[name], old[f"layers.{kept[int(number)]}.{rest}"])
+    assert main(["--load", str(path), "--drop-layers", "2", "--save", f"{tmp_path}/joined"]) == 1
+    assert "has other blocks than before" in capsys.readouterr().err  # * and - would be one
+
+
+def test_the_mlps_of_a_layer_pattern_become_experts(tmp_path: Path) -> None:
+    chunk, path = make(tmp_path / "a", hybrid_layer_pattern="*-*-**", add_bias_linear=False)
+    _, model, weights = edit(tmp_path, "--load", path, "--num-experts", 4)
+    assert model.hybrid_layer_pattern == "*E*E**"
+    mlp = of_chunk(chunk)["layers.1.mlp.linear_fc1.weight"]
+    assert torch.equal(weights["layers.1.mlp.experts.linear_fc1.weight"], mlp.repeat(4, 1))
+
+
 @pytest.mark.parametrize("entries", [60, 150])
 @pytest.mark.parametrize("tied", [False, True])
 def test_the_vocabulary_shrinks_and_grows_by_mean_rows(tmp_path: Path, entries: int, tied: bool) -> None:
