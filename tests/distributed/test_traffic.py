@@ -175,6 +175,7 @@ def test_a_token_goes_once_to_each_rank_of_its_experts(experts: int, topk: int, 
 
 
 CP = "--seq-length 48 --global-batch-size 2 --context-parallel-size 4 --cp-comm-type"
+MAMBA = "--token-mixers mamba2 --mamba-head-dim 4 --mamba-num-groups 4 --mamba-state-dim 6"
 BOTH = "a2a+p2p --hierarchical-context-parallel-sizes 2 2"
 RECOMPUTED = "--recompute-granularity selective --recompute-modules core_attn"
 CONTEXTS = (
@@ -188,6 +189,9 @@ CONTEXTS = (
     f"{CP} all_gather --recompute-granularity full",
     f"{CP} {BOTH} --recompute-granularity full --recompute-method block --recompute-num-layers 1",
     f"{CP} {BOTH} {RECOMPUTED}",
+    f"{CP} p2p --bf16 {MAMBA}",
+    f"{CP} a2a {MAMBA} --mamba-num-groups 2",
+    f"{CP} {BOTH} {MAMBA} --recompute-granularity full",
     "--seq-length 48 --global-batch-size 2 --context-parallel-size 2 --tensor-model-parallel-size 2 "
     "--sequence-parallel --cp-comm-type a2a --num-query-groups 2",
 )

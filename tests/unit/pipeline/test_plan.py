@@ -50,7 +50,7 @@ def pipeline(ranks: int, chunks: int | None = None, schedule: str | None = None,
 
 
 def sizes(parallel: ParallelConfig, layers: int) -> list[int]:
-    return [len(stage.layers) for stage in plan.stage_layers(model(layers), parallel)]
+    return [len(stage.layers) for stage in plan.stage_layers(model(layers), parallel, 64)]
 
 
 COUNTS = st.one_of(st.none(), st.integers(1, 6))
@@ -79,7 +79,7 @@ def test_all_layers_are_built_once_or_the_options_are_refused(
 ) -> None:
     parallel = replace(pipeline(ranks, chunks), **given)
     try:
-        stages = plan.stage_layers(model(layers), parallel)
+        stages = plan.stage_layers(model(layers), parallel, 64)
     except ScheduleError:
         return
     assert [layer for stage in stages for layer in stage.layers] == list(range(layers))
@@ -110,15 +110,15 @@ def test_layers_that_do_not_divide_are_dealt_out_by_cost() -> None:
     assert sizes(pipeline(4), 13) == [3, 3, 4, 3]  # the output layer is the rest of the last stage
     assert sizes(pipeline(4, pipeline_model_parallel_layout="auto"), 13) == sizes(pipeline(4), 13)
     large = replace(model(13), vocab_size=60_000)
-    assert format_layout(plan.stage_layers(large, pipeline(4))) == "Et*4|t*4|t*5|L"
-    assert plan.is_split_by_cost(large, pipeline(4))
-    assert not plan.is_split_by_cost(large, pipeline(13))
-    assert not plan.is_split_by_cost(large, pipeline(2, account_for_loss_in_pipeline_split=True))
+    assert format_layout(plan.stage_layers(large, pipeline(4), 64)) == "Et*4|t*4|t*5|L"
+    assert plan.is_split_by_cost(large, pipeline(4), 64)
+    assert not plan.is_split_by_cost(large, pipeline(13), 64)
+    assert not plan.is_split_by_cost(large, pipeline(2, account_for_loss_in_pipeline_split=True), 64)
 
 
 def test_costs_are_the_weights_that_multiply() -> None:
     shape = model(2, hidden_size=64, add_bias_linear=False)
-    costs = plan.layer_costs(shape)
+    costs = plan.layer_costs(shape, 64)
     norms = 2 * 2 * 64
     assert costs.layers == (12 * 64 * 64 + norms,) * 2
     assert (costs.embedding, costs.output) == (0, 257 * 64)
@@ -342,10 +342,10 @@ def test_heads_are_in_the_stage_of_the_output_layer() -> None:
 def test_the_stage_with_the_heads_gets_fewer_layers() -> None:
     without, one, two = (model(9, position_embedding_type="rope", mtp_num_layers=n) for n in (None, 1, 2))
     head = num_parameters(one) - num_parameters(without)
-    assert plan.layer_costs(two).output == 2 * head + 3 * two.vocab * two.hidden_size
-    assert plan.layer_costs(replace(two, mtp_use_repeated_layer=True)) == plan.layer_costs(two)
+    assert plan.layer_costs(two, 64).output == 2 * head + 3 * two.vocab * two.hidden_size
+    assert plan.layer_costs(replace(two, mtp_use_repeated_layer=True), 64) == plan.layer_costs(two, 64)
     auto = pipeline(2, pipeline_model_parallel_layout="auto")
-    assert [counts(plan.stage_layers(m, auto)) for m in (without, one, two)] == [[5, 4], [5, 4], [6, 3]]
+    assert [counts(plan.stage_layers(m, auto, 64)) for m in (without, one, two)] == [[5, 4], [5, 4], [6, 3]]
 
 
 @settings(max_examples=50, derandomize=True, deadline=None)
