@@ -74,7 +74,7 @@ def _rotary_kinds(model: ModelConfig) -> list[str | None]:
 MEANINGS: Sequence[tuple[Set[str], Callable[[ModelConfig], object]]] = (
     (
         {"hybrid_layer_pattern", "mtp_hybrid_override_pattern", "num_layers", "token_mixers", "moe_layer_freq"}
-        | {"multi_latent_attention"},
+        | {"linear_attention_freq", "experimental_attention_variant", "multi_latent_attention"},
         _mixers,
     ),
     ({"attention_pattern", "window_size", "window_attn_skip_freq"}, _attention_patterns),

@@ -109,7 +109,8 @@ def _pipeline(config: RunConfig, world_size: int) -> str:
         return ""
     sizes = {stage.count for stage in stages}
     if len(sizes) == 1:
-        layers = f"{len(stages)} stages of {counted(sizes.pop(), 'layer')}"
+        noun = "layer" if model.hybrid_layer_pattern is None else "block"
+        layers = f"{len(stages)} stages of {counted(sizes.pop(), noun)}"
     elif model.vocab_size is None and is_split_by_cost(model, config.parallel):
         layers = f"{len(stages)} stages of equal cost; the cost of the output layer depends on the tokenizer"
     else:

@@ -104,9 +104,8 @@ class LayerPattern:
 
 
 def letters() -> dict[str, str]:
-    """Return the names of the mixers that exist by their symbols, those of plugins last."""
-    built_in = {symbol: name for symbol, name in LETTERS.items() if name in (*TOKEN_MIXERS, *FEED_FORWARD)}
-    return built_in | {letter: name for name, letter in _plugin_letters() if letter not in LETTERS}
+    """Return the names of the mixers by their symbols, those of plugins last."""
+    return {**LETTERS, **{letter: name for name, letter in _plugin_letters() if letter not in LETTERS}}
 
 
 def _plugin_letters() -> list[tuple[str, str]]:
@@ -232,7 +231,10 @@ def _cuts(text: str, main: str, starts: Sequence[int], count: int) -> tuple[int,
     return tuple(bounds.index(place) for place in places)
 
 
-REPLACED = ("token_mixers", "moe_layer_freq", "multi_latent_attention", "mtp_num_layers", "mtp_hybrid_override_pattern")
+REPLACED = (
+    *("token_mixers", "linear_attention_freq", "moe_layer_freq", "multi_latent_attention"),
+    *("mtp_num_layers", "mtp_hybrid_override_pattern"),
+)
 """Options that a layer pattern replaces, if they come from an earlier source."""
 
 
@@ -282,10 +284,10 @@ class LayerPatternOptions:
     hybrid_layer_pattern: str | None = option(
         None, role="shape", check=parse_pattern, spellings=("--hybrid-override-pattern",)
     )
-    """Residual layers of the model, a symbol for each: * attention, + latent attention, M Mamba-2, - MLP, E experts, or
-    the letter of a plugin's mixer. | cuts the pipeline into stages, and /LAYERS at the end is a further predicted token
-    (--mtp-num-layers) with a block of these layers. It replaces --num-layers; positions are none unless
-    --position-embedding-type is given. Example: 'M-M-|M-*E/*E'."""
+    """Residual layers of the model, a symbol for each: * attention, - MLP, E experts, + latent attention, M Mamba-2, G
+    gated DeltaNet, or the letter of a plugin's mixer. | cuts the pipeline into stages, and /LAYERS at the end is a
+    further predicted token (--mtp-num-layers) with a block of these layers. It replaces --num-layers; positions are
+    none unless --position-embedding-type is given. Example: 'M-M*-|M-ME/*E'."""
     mtp_hybrid_override_pattern: str | None = option(
         None, role="shape", check=parse_head, droppable=True, needs=("hybrid_layer_pattern", "mtp_num_layers")
     )
@@ -352,7 +354,10 @@ class LayerPatternOptions:
         pattern = self.layer_pattern
         if pattern is None:
             return
-        names, text = {name for block in pattern.blocks for name in block}, self.hybrid_layer_pattern
+        heads, text = [self.mtp_hybrid_override_pattern or ""] * self.prediction_depths, self.hybrid_layer_pattern
+        if any(heads) and DEPTH not in text:
+            text = DEPTH.join((text, *heads))
+        names = {name for symbol, name in letters().items() if symbol in text}
         if "experts" in names and self.num_experts is None:
             sentence = f"{text} has layers of experts, and their number is not given"
             yield Problem("E120", sentence, ("--num-experts 8", spell(text.replace("E", "-"))))

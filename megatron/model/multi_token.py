@@ -6,8 +6,9 @@ Depth k takes the hidden state of depth k - 1 and the embedding of the token k f
     h^k_i = norm(block(eh_proj [enorm(embedding(t_{i+k})), hnorm(h^{k-1}_i)]))
 
 The output layer predicts ``t_{i+k+1}`` from it. As in Megatron-LM, ``h^0`` is the output of the final norm, and the
-norm of a depth is applied before the next depth, too. The block is of the kind of the last layer, and attends to the
-positions to which that attends, with the same rotary positions. All depths may use one layer.
+norm of a depth is applied before the next depth, too. The block is of the kind of the last layer, or has the layers
+that a layer pattern gives it; it attends to the positions to which the last layer attends. All depths may use one
+layer.
 
 Detached heads train themselves alone: they get ``h^0`` and the embeddings without a gradient, and the output layer
 computes none for its weight.
@@ -51,7 +52,7 @@ class Depth(nn.Module):
             config: of the model.
             training: recomputation.
             context: of the depth.
-            layer: whose kind of block it has.
+            layer: index of its block, after those of the model.
         """
         super().__init__()
         self.enorm = Norm(config, context.submodule("enorm"))

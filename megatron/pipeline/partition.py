@@ -11,11 +11,13 @@ import re
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import accumulate, groupby
 
 from megatron.config.option import MAX_LAYERS
 from megatron.config.text import flag_fixes, nearest
 from megatron.pipeline.actions import ScheduleError
+from megatron.pipeline.balance import balanced_counts
 
 AUTO = "--pipeline-model-parallel-layout auto"
 
@@ -46,15 +48,28 @@ class StageLayers:
 
 @dataclass(frozen=True)
 class LayerCosts:
-    """Costs of the parts of a model, in any common unit."""
+    """Costs of the parts of a model, in whole numbers of any common unit."""
 
-    layer: float  # a transformer block
-    embedding: float = 0.0  # work of the first stage before its blocks
-    output: float = 0.0  # work of the last stage after its blocks
+    layers: tuple[int, ...]  # of each block
+    embedding: int = 0  # work of the first stage before its blocks
+    output: int = 0  # work of the last stage after its blocks
 
-    def of(self, stage: StageLayers) -> float:
+    @property
+    def alike(self) -> bool:
+        """True if all blocks cost the same."""
+        return len({*self.layers}) <= 1
+
+    def of(self, stage: StageLayers) -> int:
         """Return the cost of a stage."""
-        return stage.count * self.layer + self.embedding * stage.first + self.output * stage.last
+        own = sum(self.layers[stage.layers.start : stage.layers.stop])
+        return own + self.embedding * stage.first + self.output * stage.last
+
+    def of_ranks(self, stages: Sequence[StageLayers], placement: Sequence[int]) -> list[int]:
+        """Return the cost of each rank, which has the stages that are placed on it."""
+        costs = [0] * (1 + max(placement))
+        for stage, rank in zip(stages, placement, strict=True):
+            costs[rank] += self.of(stage)
+        return costs
 
 
 def format_layers(layers: int) -> str:
@@ -95,39 +110,48 @@ def split_equally(
     return None if left or min(counts) < 0 else stages_from_counts(counts)
 
 
-def split_by_cost(layers: int, placement: Sequence[int], costs: LayerCosts) -> tuple[StageLayers, ...]:
-    """Split layers to minimise the maximum cost of a rank; among such splits, choose the most even stages.
+@lru_cache(maxsize=64)
+def split_by_cost(placement: tuple[int, ...], costs: LayerCosts) -> tuple[StageLayers, ...]:
+    """Split layers to minimise the maximum cost of a rank, then of a stage; choose the most even of such splits.
+
+    Among equally even splits, later stages have more layers: they keep fewer activations, and the first one has the
+    embedding's weight.
+
+    Args:
+        placement: rank of every stage.
+        costs: of the model's parts; at least as many layers as the number of stages minus 2.
+    """
+    divide = _equal_layers if costs.alike else balanced_counts
+    return stages_from_counts(divide(costs.layers, placement, costs.embedding, costs.output))
+
+
+def _equal_layers(layers: Sequence[int], placement: Sequence[int], embedding: int, output: int) -> list[int]:
+    """Return the number of layers of each stage, if all cost the same.
 
     Each layer goes to the rank that is cheapest with it, and there to the stage that is. As all layers cost the same
     and a stage belongs to one rank, this minimises the sum of squares (or of any increasing convex function) over
-    ranks, then over stages (greedy allocation over nested sets: Ibaraki and Katoh, 1988). Among equally cheap stages a
-    later one takes the layer: it keeps fewer activations, and the first one has the embedding's weight.
-
-    Args:
-        layers: of the model, at least the number of stages minus 2.
-        placement: rank of every stage.
-        costs: of the model's parts.
+    ranks, then over stages (greedy allocation over nested sets: Ibaraki and Katoh, 1988).
     """
-    stages, ranks = len(placement), range(1 + max(placement))
+    stages, ranks, layer = len(placement), range(1 + max(placement)), layers[0]
     counts = [int(0 < stage < stages - 1) for stage in range(stages)]
-    spent = [count * costs.layer for count in counts]
-    spent[0] += costs.embedding
-    spent[-1] += costs.output
+    spent = [count * layer for count in counts]
+    spent[0] += embedding
+    spent[-1] += output
     own = [[stage for stage in range(stages) if placement[stage] == rank] for rank in ranks]
 
-    def next_on(rank: int) -> tuple[float, float, int]:
+    def next_on(rank: int) -> tuple[int, int, int]:
         """Return the costs of the rank and of its cheapest stage with one more layer, and minus that stage."""
-        cost, minus = min((spent[stage] + costs.layer, -stage) for stage in own[rank])
-        return sum(spent[stage] for stage in own[rank]) + costs.layer, cost, minus
+        cost, minus = min((spent[stage] + layer, -stage) for stage in own[rank])
+        return sum(spent[stage] for stage in own[rank]) + layer, cost, minus
 
     queue = [next_on(rank) for rank in ranks]
     heapq.heapify(queue)
-    for _ in range(layers - sum(counts)):
+    for _ in range(len(layers) - sum(counts)):
         stage = -queue[0][2]
         counts[stage] += 1
-        spent[stage] += costs.layer
+        spent[stage] += layer
         heapq.heapreplace(queue, next_on(placement[stage]))
-    return stages_from_counts(counts)
+    return counts
 
 
 def split_by_rank(

@@ -182,7 +182,7 @@ def stage_layers(model: ModelConfig, parallel: ParallelConfig) -> tuple[StageLay
     even = split_equally(layers, stages, embedding, output) if layout is None else None
     if even is None and (embedding or output):
         raise _unfilled(model, parallel, chunks)
-    return even or split_by_cost(layers, stage_placement(parallel, chunks), layer_costs(model))
+    return even or split_by_cost(stage_placement(parallel, chunks), layer_costs(model))
 
 
 def is_split_by_cost(model: ModelConfig, parallel: ParallelConfig) -> bool:
@@ -228,14 +228,13 @@ def layer_costs(model: ModelConfig) -> LayerCosts:
     Embeddings are looked up and cost nothing. Attention scores are ignored, so the split does not depend on the
     sequence length. While the vocabulary size is unknown the output layer costs nothing.
     """
-    sizes = layer_sizes(model, active=True)
     depths, heads = len(model.head_layers), head_sizes(model, active=True)
-    layer, heads = sum(sizes) / len(sizes), heads * (depths // max(1, len(heads)))
+    heads *= depths // max(1, len(heads))
     output = (1 + depths) * (model.vocab_size or 0) * model.hidden_size  # each head uses the output layer, too
-    return LayerCosts(layer, 0.0, sum(heads) + output)
+    return LayerCosts(tuple(layer_sizes(model, active=True)), 0, sum(heads) + output)
 
 
-def stage_costs(model: ModelConfig, stages: Sequence[StageLayers]) -> tuple[float, ...]:
+def stage_costs(model: ModelConfig, stages: Sequence[StageLayers]) -> tuple[int, ...]:
     """Return the cost of each stage, in the unit of :func:`layer_costs`."""
     return tuple(map(layer_costs(model).of, stages))
 

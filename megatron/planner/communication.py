@@ -14,6 +14,10 @@ a2a+p2p         both, p2p with c k instead of k.
 
 Recomputation repeats what forward sends, that of core attention without its output. Packed documents are ignored: with
 them p2p sends less.
+
+A recurrence gathers the maps of its chunks in every method with a ring, whatever the length of the sequence: m (R - 1)
+in forward, and as much for gradients, with m the bytes of those of a rank's two chunks. The rows before a chunk, which
+its convolution needs, are gathered in forward and again in backward. a2a exchanges heads as for attention.
 """
 
 from __future__ import annotations
@@ -72,7 +76,21 @@ def attention_traffic(config: RunConfig) -> AttentionTraffic:
         for mixer in block_mixers(model, layer)
         if (exchanged := mixer.exchanged(model, tp)) is not None
     ]
-    if not attending:
+    recurrent = [
+        (again, passed)
+        for layer, again in places
+        for mixer in block_mixers(model, layer)
+        if (passed := mixer.passed(model, parallel)) is not None
+    ]
+    for again, passed in recurrent:
+        wide = max(DTYPE_BYTES[config.precision.params_dtype], DTYPE_BYTES["fp32"])
+        narrow = DTYPE_BYTES[config.precision.params_dtype]
+        chunks = 2 * training.micro_batch_size / heads_ranks
+        rows = min(passed.rows, training.seq_length // (2 * ring)) * passed.row
+        sent_rows = (3 + again) * rows * narrow
+        all_gather += ((2 + again) * passed.states * wide + sent_rows) * chunks * (ring - 1)
+        a2a += (2 + again) * of_element * passed.exchanged * (heads_ranks - 1) / heads_ranks
+    if not attending and not recurrent:
         return AttentionTraffic(p2p=0.0, all_gather=0.0, a2a=0.0, balance=1.0, in_flight=0.0)
     for layer, again, exchanged in attending:
         queries, output = of_element * exchanged.queries, of_element * exchanged.output
@@ -87,12 +105,12 @@ def attention_traffic(config: RunConfig) -> AttentionTraffic:
         repeated = queries + keys + output if again else queries + keys if core else 0
         a2a += (2 * (queries + keys + output) + repeated) * (heads_ranks - 1) / heads_ranks
         work = [total + more for total, more in zip(work, ring_work(pattern, training.seq_length, ring))]
-    layers = len(attending)
+    layers = len(attending) + len(recurrent)
     return AttentionTraffic(
         p2p=p2p / layers,
         all_gather=all_gather / layers,
         a2a=a2a / layers,
-        balance=max(work) * ring / sum(work),
+        balance=max(work) * ring / sum(work) if attending else 1.0,
         in_flight=in_flight,
     )
 

@@ -173,13 +173,24 @@ ATTENTION: dict[str, dict[str, Any]] = {
 STATES: dict[str, dict[str, Any]] = {
     "mamba2": {"mamba_state_dim": 6, "mamba_head_dim": 8, "mamba_num_groups": 4, "mamba_chunk_size": 5},
     "gated-delta-net": {
-        "linear_key_head_dim": 6,
-        "linear_value_head_dim": 5,
+        "linear_key_head_dim": 4,
+        "linear_value_head_dim": 6,
         "linear_num_key_heads": 4,
         "linear_num_value_heads": 8,
+        "linear_conv_kernel_dim": 5,
     },
 }
-"""Sizes of recurrent mixers that TP of 4 divides."""
+"""Sizes of recurrent mixers that TP of 4 divides; the latter convolution reaches back further than a chunk of CP 4."""
+
+MIXERS: dict[str, tuple[str, ...]] = {
+    "attention": (),
+    "pure": ("*F",),
+    "mamba": ("MF", "*F"),
+    "mamba alone": ("MF", "M", "M", "*F"),
+    "delta": ("GF", "G", "*F"),
+    "both": ("MF", "F", "G", "*"),
+}
+"""Blocks that a layer pattern repeats, in which F is an MLP or experts; without one, all blocks are of attention."""
 
 ADAPTERS: dict[str, dict[str, Any]] = {
     "none": {},
@@ -243,6 +254,7 @@ FACTORS: dict[str, tuple[Any, ...]] = {
     "mlp_chunk": (None, 2),  # of 3 to 24 rows
     "positions": tuple(POSITIONS),
     "rotary": tuple(ROTARY),
+    "mixers": tuple(MIXERS),
     "layers": (2, 3, 5, 8),  # on 1, 2, 4 or 8 stages
     "untied": (False, True),
     "kv_heads": (4, 2, 1),  # MHA, GQA and MQA; fewer than TP 4 in both of the latter
@@ -308,6 +320,8 @@ def valid(choice: Choice) -> bool:
         choice = choice | {"experts": "none"}
     rules = (layouts, LAYOUT), (sharings, SHARING), (contexts, CONTEXT)
     if not frozenset.intersection(*(_grids(fitting, _known(choice, names)) for fitting, names in rules)):
+        return False
+    if choice.get("mixers", "attention") != "attention" and choice.get("block") == "parallel":
         return False
     if choice.get("heads") and (
         choice.get("positions", "rope") == "learned_absolute"
@@ -431,6 +445,7 @@ def case_of(choice: Choice) -> Case:
         **DROPOUT[c["dropout"]],
         **EXPERTS[c["experts"]],
         **ATTENTION[c.get("attention", "plain")],
+        **hybrid(c),
         **ADAPTERS[c.get("adapters", "none")],
     )
     parallel = ParallelConfig(
@@ -475,6 +490,17 @@ def case_of(choice: Choice) -> Case:
         masked=c["masked"],
         documents=documents,
     )
+
+
+def hybrid(choice: Choice) -> dict[str, Any]:
+    """Return the options of a model with a layer pattern; none if all blocks are of attention."""
+    blocks = MIXERS[choice.get("mixers", "attention")]
+    if not blocks:
+        return {}
+    pattern = "".join(blocks[i % len(blocks)] for i in range(choice["layers"]))
+    sizes = {name: value for each in STATES.values() for name, value in each.items()}
+    pattern += f"/{blocks[(choice['layers'] - 1) % len(blocks)]}" * (choice.get("heads") or 0)
+    return {"hybrid_layer_pattern": pattern.replace("F", "-" if choice["experts"] == "none" else "E"), **sizes}
 
 
 def stages_on_a_rank(schedule: str) -> int | None:

@@ -1,9 +1,9 @@
 """The full product of the factors of model sharding: ``python -m tests.distributed.product``.
 
-Takes four hours on two cores, ``--every 7`` half an hour. Five products: of layouts, every schedule on all grids of up
+Takes four hours on two cores, ``--every 7`` half an hour. Six products: of layouts, every schedule on all grids of up
 to eight ranks; of what replicas cut among themselves and of how experts are dealt out; of models, on few of these; of
-context parallelism with masks; and of experts with latent attention and multi-token prediction. Writes what it found,
-row by row, to ``tests/golden/layout_product.txt``; one product alone, to a file of its own.
+context parallelism with masks; of experts with latent attention and multi-token prediction; and of hybrid models.
+Writes what it found, row by row, to ``tests/golden/layout_product.txt``; one product alone, to a file of its own.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from tests.distributed.grid import ATTENTION, FACTORS, ZERO, case_of, label, valid
+from tests.distributed.grid import ATTENTION, FACTORS, MIXERS, ZERO, case_of, label, valid
 from tests.distributed.pairwise import Choice
 from tests.golden.provenance import provenance
 from tests.kit.cases import compare_with_twin, run_on
@@ -110,6 +110,29 @@ MIXTURES: dict[str, Sequence[Any]] = {
 }
 """Models of experts, whose attention is latent or gated, with and without multi-token prediction."""
 
+HYBRIDS: dict[str, Sequence[Any]] = {
+    "mixers": tuple(MIXERS)[2:],
+    "schedule": ("1f1b", "interleaved", "zb-h1"),
+    "pp": (1, 2),
+    "vpp": (1, 2),
+    "tp": FACTORS["tp"],
+    "dp": (1, 2),
+    "cp": (1, 2, 3, 4),
+    "cp_type": FACTORS["cp_type"],
+    "zero": ("0", "2", "3 freed"),
+    "experts": ("none", "shared"),
+    "documents": ("one", "attention", "conversations"),
+    "recompute": ("nothing", "all modules", "uniform 2"),
+    "samples": (4,),
+    "micro_batch": (1, 2, 4),
+    "layers": (5, 3),
+    "biases": ("no",),
+    "positions": ("none",),
+    "norm": ("RMSNorm",),
+    "bucket": (4000,),
+}
+"""Models with layer patterns, on every kind of context parallelism."""
+
 
 @dataclass
 class Findings:
@@ -168,6 +191,19 @@ def mixtures() -> Iterator[Choice]:
             yield c
 
 
+def hybrids() -> Iterator[Choice]:
+    """The product of ``HYBRIDS``: 1F1B on one rank, ZeRO on two replicas, experts where gradients are cut.
+
+    Few ranks have the larger model; without a pipeline they take whole batches, too.
+    """
+    for c in combinations(HYBRIDS):
+        small = int(c["tp"][0]) * c["cp"] <= 4
+        cut = (c["schedule"] == "1f1b") == (c["pp"] == 1) and (c["dp"] == 2) == (c["zero"] != "0")
+        sized = (c["layers"] == 5) == small and (c["pp"] * c["vpp"] * c["dp"] == 1 or c["micro_batch"] == 1)
+        if cut and sized and (c["experts"] == "none") == (c["zero"] == "0"):
+            yield c
+
+
 def combinations(factors: Mapping[str, Sequence[Any]]) -> Iterator[Choice]:
     """All that there can be; factors that are not named have their first value."""
     first = {name: values[0] for name, values in FACTORS.items()}
@@ -198,6 +234,7 @@ TABLES = {
     "sharings": (sharings, SHARINGS, ("schedule", "pp", "tp", "dp", "zero")),
     "models": (models, MODELS, ("schedule", "pp", "tp")),
     "contexts": (contexts, CONTEXTS, ("cp_type", "cp", "pp", "tp")),
+    "hybrids": (hybrids, HYBRIDS, ("mixers", "cp_type", "cp", "tp")),
     "mixtures": (mixtures, MIXTURES, ("schedule", "pp", "tp", "cp", "zero")),
 }
 """By name: the choices, their factors, and those that distinguish rows."""

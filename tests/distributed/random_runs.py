@@ -1,8 +1,9 @@
 """Random command lines, each against one process: ``python -m tests.distributed.random_runs [--first N] [--runs 100]``.
 
 A command line is refused with sentences, or its run has the numbers of one process: loss, norm, every gradient and
-weight, in fp64. Models are of experts, latent attention, further predictions and other mixers as often as not; layouts,
-schedules, recomputation, offloading, optimizers and documents are drawn beside them. Command line N is always the same.
+weight, in fp64. Models are of experts, latent attention, further predictions and layer patterns as often as not;
+layouts, schedules, recomputation, offloading, optimizers and documents are drawn beside them. Command line N is always
+the same.
 """
 
 from __future__ import annotations
@@ -18,11 +19,11 @@ from typing import Any
 
 from megatron.arguments.cli import parse
 from megatron.config.errors import UserError
+from megatron.config.layer_pattern import parse_pattern
 from megatron.config.parallel import PIPELINE_SCHEDULES
 from megatron.config.run import RunConfig
-from megatron.config.settings import SETTINGS
 from megatron.data.loader import MaskBuilder
-from tests.distributed.grid import STATES, choices
+from tests.distributed.grid import choices
 from tests.kit.cases import LR, SEQ_LENGTH, Case, PackedConversations, reference, run_on
 from tests.kit.pool import Pool
 from tools.lib.verify_parallel import compare_traces
@@ -68,8 +69,32 @@ EXPERTS = (
     "|--moe-exchange bounded --moe-exchange-bound 8",
     "|--overlap-moe-expert-parallel-comm",
 )
+OF_SYMBOLS = {
+    "M": (
+        "--mamba-state-dim 6 --mamba-head-dim 8 --mamba-num-groups 4 --mamba-chunk-size 5"
+        "|--mamba-state-dim 4 --mamba-head-dim 4 --mamba-num-heads 8 --mamba-num-groups 2 --mamba-chunk-size 7"
+        "|--mamba-state-dim 5 --mamba-head-dim 6 --mamba-num-heads 12 --mamba-num-groups 1",
+        "|--mamba-conv-kernel-dim 1|--mamba-conv-kernel-dim 2|--mamba-conv-kernel-dim 7",
+        "||--no-mamba-conv-bias",
+        "||--mamba-proj-bias",
+        "||--mamba-dt-min 0.02 --mamba-dt-max 0.2",
+        "||--mamba-norm-groups 1|--mamba-norm-groups 2",
+        "||--mamba-norm-before-gate",
+    ),
+    "G": (
+        "--linear-num-key-heads 4 --linear-num-value-heads 8|--linear-num-key-heads 4 --linear-num-value-heads 4"
+        "|--linear-num-key-heads 2 --linear-num-value-heads 12|--linear-num-key-heads 1 --linear-num-value-heads 4",
+        "--linear-key-head-dim 4 --linear-value-head-dim 6|--linear-key-head-dim 8 --linear-value-head-dim 8",
+        "|--linear-conv-kernel-dim 1|--linear-conv-kernel-dim 2|--linear-conv-kernel-dim 7",
+    ),
+}
+"""Options of the recurrent mixers of a layer pattern."""
+DEEP = "--num-layers 1|--num-layers 2|--num-layers 3|--num-layers 4"
+FURTHER = (
+    "|--mtp-num-layers 1|--mtp-num-layers 2|--mtp-num-layers 2 --mtp-use-repeated-layer"
+    "|--mtp-num-layers 2 --mtp-detach-heads|--mtp-num-layers 2 --mtp-use-repeated-layer --mtp-detach-heads"
+)
 OTHERS = (
-    "--num-layers 1|--num-layers 2|--num-layers 3|--num-layers 4",
     "--vocab-size 128|--vocab-size 101|--vocab-size 13",
     "|--untie-embeddings-and-output-weights",
     "--position-embedding-type rope|--position-embedding-type rope|--position-embedding-type none",
@@ -81,8 +106,6 @@ OTHERS = (
     "--attention-dropout 0|--attention-dropout 0|--attention-dropout 0.1",
     "||--attention-output-gate",
     "|||--attention-pattern local:5,global|--attention-pattern local:3+first:2,prefix:4",
-    "|--mtp-num-layers 1|--mtp-num-layers 2|--mtp-num-layers 2 --mtp-use-repeated-layer"
-    "|--mtp-num-layers 2 --mtp-detach-heads|--mtp-num-layers 2 --mtp-use-repeated-layer --mtp-detach-heads",
     "|||--recompute-granularity full|--recompute-granularity full --recompute-method block --recompute-num-layers 1"
     + "".join(f"|--recompute-granularity selective --recompute-modules {m}" for m in choices("recompute_modules"))
     + "|--cpu-offloading-num-layers 1 --min-offloaded-tensor-size 1",
@@ -95,14 +118,6 @@ OTHERS = (
     "|--ddp-bucket-size 4000",
     "|||--pad-global-batch",
 )
-MAMBA = " ".join(f"{SETTINGS[name].spell(value)}" for name, value in STATES["mamba2"].items())
-MIXERS = (
-    f"|||--token-mixers mamba2 {MAMBA}|--token-mixers mamba2 attention {MAMBA}"
-    f"|--hybrid-layer-pattern M-*M- {MAMBA}|--hybrid-layer-pattern ME+E {MAMBA}"
-    "|--plugin tests.distributed.gated_linear --hybrid-layer-pattern LL-*-L-"
-    "|--plugin tests.distributed.gated_linear --token-mixers gated-linear attention"
-)
-"""Mixers of tokens in place of attention; a layer pattern replaces the number of layers."""
 DOCUMENTS = (
     *[MaskBuilder()] * 4,
     MaskBuilder(eod=7, reset_positions=True, reset_attention=True),
@@ -137,8 +152,13 @@ def command_line(draw: random.Random) -> tuple[str, int]:
         sizes[name] = draw.choice([n for n in (1, 2, 2, 3, 4) if n * _ranks(sizes) <= 8])
     flags = [FIXED, *(draw.choice(options.split("|")) for options in OTHERS)]
     mixture = draw.random() < 0.85
-    for options in (*(draw.choice((LATENT, PLAIN))), *(EXPERTS if mixture else ())):
+    attention = draw.choice((LATENT, PLAIN))
+    for options in (*attention, *(EXPERTS if mixture else ())):
         flags.append(draw.choice(options.split("|")))
+    if draw.random() < 0.5:
+        flags += layer_pattern(draw, "+" if attention is LATENT else "*", mixture, sizes["pipeline"])
+    else:
+        flags += [draw.choice(options.split("|")) for options in (DEEP, FURTHER)]
     if sizes["tensor"] > 1:
         flags.append(f"--tensor-model-parallel-size {sizes['tensor']}")
         flags.append("--sequence-parallel" if mixture else draw.choice(("", "--sequence-parallel")))
@@ -150,11 +170,29 @@ def command_line(draw: random.Random) -> tuple[str, int]:
     if sizes["pipeline"] > 1:
         flags.append(f"--pipeline-model-parallel-size {sizes['pipeline']}")
         flags.append(f"--pipeline-schedule {draw.choice([s for s in PIPELINE_SCHEDULES if s != 'searched'])}")
-    flags.append(draw.choice(MIXERS.split("|")))
     micro_batch = draw.choice((1, 1, 2, 3))
     batch = micro_batch * sizes["data"] * draw.choice((1, 2, 2, 3, 4)) + ("--pad-global-batch" in flags)
     flags.append(f"--micro-batch-size {micro_batch} --global-batch-size {batch}")
     return " ".join(flag for flag in flags if flag), _ranks(sizes)
+
+
+def layer_pattern(draw: random.Random, attention: str, mixture: bool, stages: int) -> list[str]:
+    """Draw a layer pattern, perhaps with cuts and further predictions, and the options of its mixers."""
+    plugin = draw.random() < 0.2
+    symbols = f"MMGG{attention}-" + "EE" * mixture + "LL" * plugin
+    layers = "".join(draw.choice(symbols) for _ in range(draw.randint(1, 7))) + "E" * mixture
+    heads = draw.choice(("", "", f"/{attention}E" if mixture else f"/{attention}-", "/M-", "/G")) * draw.randint(1, 2)
+    if stages > 1 and draw.random() < 0.5:
+        bounds = [0, *itertools.accumulate(map(len, parse_pattern(layers.replace("L", "M")).blocks))]
+        cuts = sorted(draw.choices(bounds, k=stages - 1))
+        layers = "|".join(layers[start:stop] for start, stop in itertools.pairwise((0, *cuts, len(layers))))
+    found = [
+        "--plugin tests.distributed.gated_linear" * plugin,
+        f"--hybrid-layer-pattern={layers}{heads}",
+        draw.choice(("", "", "--mtp-detach-heads")) * bool(heads),
+    ]
+    drawn = (options for symbol, more in OF_SYMBOLS.items() if symbol in layers + heads for options in more)
+    return found + [draw.choice(options.split("|")) for options in drawn]
 
 
 def _ranks(sizes: Mapping[str, int]) -> int:

@@ -30,7 +30,7 @@ from tests.distributed.pairwise import Choice
 from tests.distributed.resume import AFTER, BEFORE
 from tests.kit.cases import SEQ_LENGTH
 
-MODEL = tuple(n for n in FACTORS if n not in (*LAYOUT, *SHARING)) + ("layers", "samples", "experts", "biases")
+MODEL = tuple(n for n in FACTORS if n not in (*LAYOUT, *SHARING, "mixers")) + ("layers", "samples", "experts", "biases")
 """Options that stay as they are on the other layout; the rest of what is drawn may change."""
 
 OTHERWISE = ("recompute", "loss_chunk", "overlap", "bucket")
@@ -88,9 +88,11 @@ def draw(
         ema: decay of an average of the weights.
     """
     chance = random.Random(seed)
+    mixers = random.Random(f"mixers {seed}").choice(FACTORS["mixers"])
     offloaded = random.Random(f"offload {seed}").choices((0.0, 0.6, 1.0), k=2)
     while True:
-        run = {n: chance.choice(FACTORS[n]) for n in MODEL} | {"documents": "one", "masked": False, **model}
+        run = {n: chance.choice(FACTORS[n]) for n in MODEL} | {"documents": "one", "masked": False}
+        run |= {"mixers": "attention" if run["block"] == "parallel" else mixers, **model}
         sizes = ranks or [chance.randint(1, MAX_RANKS) for _ in range(2)]
         sides = [_draw_side(chance, run, n, fixed) for n, fixed in zip(sizes, (before, after))]
         first, second = sides

@@ -86,7 +86,9 @@ def all_layouts() -> dict[str, Case]:
     tensors = {"": {}, "tp": {"tensor_model_parallel_size": 2}, "sp": SP}
     kinds = {"": {}, "documents": {"documents": PACKED}}
     found = {
-        f"{context}, {tensor}, {kind}": case(contexts[context] | tensors[tensor], MIXED | {"num_attention_heads": 8}, **kinds[kind])
+        f"{context}, {tensor}, {kind}": case(
+            contexts[context] | tensors[tensor], MIXED | {"num_attention_heads": 8}, **kinds[kind]
+        )
         for context, tensor, kind in product(contexts, tensors, kinds)
     }
     beside = {

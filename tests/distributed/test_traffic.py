@@ -193,9 +193,24 @@ CONTEXTS = (
 )
 
 
-def test_context_parallel_ranks_send_the_bytes_of_the_formulas(pool: Pool) -> None:
-    found = pool.run(4, step, CONTEXTS)
-    for number, flags in enumerate(CONTEXTS):
+DELTA_HEADS = "--linear-num-key-heads 2 --linear-num-value-heads 4 --linear-key-head-dim 6 --linear-value-head-dim 5"
+DELTA = f"--token-mixers gated-delta-net {DELTA_HEADS}"
+MAMBA = "--token-mixers mamba2 --mamba-head-dim 8 --mamba-state-dim 6 --mamba-num-groups 2"
+RECURRENCES = (
+    f"{CP} p2p {DELTA} --bf16 --micro-batch-size 2 --global-batch-size 4",
+    f"{CP} p2p {DELTA} {FULL} --linear-conv-kernel-dim 30",
+    f"{CP} a2a {DELTA}",
+    f"{CP} {BOTH} {DELTA} {FULL}",
+    f"{CP} p2p {MAMBA}",
+    f"{CP} {BOTH} {MAMBA} --mamba-conv-kernel-dim 2",
+    f"{CP} a2a {DELTA} --token-mixers gated-delta-net attention",
+)
+
+
+@pytest.mark.parametrize("contexts", [CONTEXTS, RECURRENCES], ids=["attention", "recurrences"])
+def test_context_parallel_ranks_send_the_bytes_of_the_formulas(pool: Pool, contexts: tuple[str, ...]) -> None:
+    found = pool.run(4, step, contexts)
+    for number, flags in enumerate(contexts):
         sent: dict[str, float] = defaultdict(float)
         for rank in found:
             for operation, count in of_axes(rank[number], "cp").items():

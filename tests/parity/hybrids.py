@@ -68,6 +68,9 @@ HYBRIDS: dict[str, tuple[str, dict[str, Any]]] = {
         | {"layer_types": MIXED, "num_local_experts": 4, "intermediate_size": 12, "shared_intermediate_size": 20}
         | {"position_embedding_type": "rope", "rope_parameters": {"rope_type": "default", "rope_theta": 300.0}},
     ),
+    "qwen3-next": ("Qwen3Next", QWEN | SHARED | {"mlp_only_layers": [0]}),
+    "qwen3-5": ("Qwen3_5Text", QWEN | {"linear_num_key_heads": 3}),
+    "qwen3-5-moe": ("Qwen3_5MoeText", {k: v for k, v in (QWEN | SHARED).items() if k != "intermediate_size"}),
 }
 """Names of cases -> transformers' class of configurations without ``Config``, and its options."""
 
@@ -83,8 +86,9 @@ def build(name: str, seed: int = 1) -> nn.Module:
     model: nn.Module = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
     with torch.no_grad():
         for name, value in model.state_dict().items():
-            bias = name.endswith((EXPERT_BIAS, "A_log", "dt_bias"))
-            value.normal_(mean=float(value.dim() == 1 and not bias), std=0.2)
+            around_zero = name.endswith((EXPERT_BIAS, "A_log", "dt_bias"))
+            around_zero |= family.startswith("Qwen") and not name.endswith("linear_attn.norm.weight")
+            value.normal_(mean=float(value.dim() == 1 and not around_zero), std=0.2)
     return model.eval()
 
 

@@ -13,8 +13,10 @@ from megatron.config.training import TrainingConfig
 from megatron.convert.huggingface.convert import convert_from_huggingface, convert_to_huggingface
 from megatron.convert.saved_model import SavedModel
 from megatron.convert.sources import open_checkpoint
-from megatron.convert.weight_source import fill_weights
+from megatron.convert.weight_source import WeightSource, fill_weights
+from megatron.distributed.sharding import Box, DenseSharding, ExpertSharding, Sharding
 from megatron.inference.generate import SamplingParams, generate
+from megatron.layers.parameters import gpt
 from tests.kit.solo import Solo, random_batch
 from tests.parity.families import everything_in_double, tensors_of
 from tests.parity.hybrids import HYBRIDS, build, from_hybrid
@@ -24,7 +26,12 @@ transformers = pytest.importorskip("transformers")
 
 IGNORED = -100  # the label `transformers` leaves out
 WIDE = ("e_score_correction_bias", "A_log", "dt_bias", ".D")
-SLOW = ("mamba2-tied", "nemotron-3-latent", "granite-4")
+PARTS = ("mamba2", "nemotron-3", "granite-4-experts", "qwen3-next", "qwen3-5")
+UNUSED = {"nemotron_h": ("time_step_limit",)} | dict.fromkeys(
+    ("qwen3_5_text", "qwen3_5_moe_text"), ("attn_output_gate",)
+)
+"""Keys of published folders that transformers does not use: the least time step is ``time_step_min``."""
+SLOW = ("mamba2-tied", "nemotron-3-latent", "granite-4", "qwen3-5-moe")
 
 
 def weights_of(folder: Path) -> dict[str, Tensor]:
@@ -65,11 +72,45 @@ def test_there_and_back(name: str, tmp_path: Path) -> None:
         assert torch.equal(value, after[key].to(value.dtype)), key
     configs = [transformers.AutoConfig.from_pretrained(tmp_path / folder).to_dict() for folder in ("hf", "back")]
     for config in configs:
-        unused = {"time_step_limit"} if kind == "nemotron_h" else set()  # its lower limit is time_step_min
-        for key in {"_name_or_path", "use_cache", "dtype"} | unused:
+        for key in ("_name_or_path", "use_cache", "dtype", *UNUSED.get(kind, ())):
             config.pop(key, None)
     assert configs[0] == configs[1]
     assert_same_numbers(saved, load(tmp_path / "back"))
+
+
+class Counted:
+    """A source of weights, and how many elements were read."""
+
+    def __init__(self, source: WeightSource) -> None:
+        self.source, self.elements = source, 0
+
+    def read(self, name: str, view: tuple[int, ...], box: Box) -> Tensor:
+        self.elements += box.numel
+        return self.source.read(name, view, box)
+
+
+@pytest.mark.parametrize("name", PARTS)
+def test_a_rank_reads_its_part_of_a_folder(name: str, tmp_path: Path) -> None:
+    """Of a stage of two, and of two ranks of tensor and of expert tensor parallelism: no element of the others."""
+    theirs = build(name)
+    theirs.save_pretrained(tmp_path / "hf")
+    source = opened(tmp_path / "hf")
+    whole, layers = from_hybrid(tensors_of(theirs), source.model), source.model.num_layers
+    stages = {(True, False): range(layers // 2), (False, True): range(layers // 2, layers)}
+    for (first, last), own in stages.items():
+        for rank in range(2):
+            sharding = Sharding(DenseSharding(rank, 2), ExpertSharding(0, 1, rank, 2), True)
+            specs = gpt(source.model, sharding, own, first, last)
+            held = {key: torch.full(spec.local_shape, torch.nan) for key, spec in specs.items()}
+            counted = Counted(source)
+            fill_weights(specs, held, counted)
+            for key, spec in specs.items():
+                value = whole[key].reshape(source.specs[key].view)
+                for piece in spec.pieces:
+                    part = held[key].view(spec.local_view)[piece.local_box.slices]
+                    assert torch.equal(part, value[piece.global_box.slices]), key
+            assert counted.elements == sum(piece.global_box.numel for spec in specs.values() for piece in spec.pieces)
+            assert counted.elements < 0.5 * sum(value.numel() for value in whole.values())
 
 
 def assert_same_numbers(saved: SavedModel, theirs: nn.Module) -> None:

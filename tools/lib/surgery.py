@@ -137,6 +137,7 @@ class WithoutLayers:
             window_attn_skip_freq=_text(kept(model.window_layers)),
             token_mixers=tuple(kept(model.token_mixers) or ()) if len(model.token_mixers) > 1 else model.token_mixers,
             moe_layer_freq=None if model.moe_layer_freq is None else format_selected_layers(experts),
+            linear_attention_freq=_text(kept(model.selected_linear_layers)),
             hybrid_layer_pattern=None if symbols is None else "".join(symbols),
         )
 

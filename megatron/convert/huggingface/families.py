@@ -9,6 +9,7 @@ from collections.abc import Mapping
 
 from megatron.config.plugins import registered
 from megatron.convert.huggingface import deepseek_families as deepseek
+from megatron.convert.huggingface import delta_net_families as delta_net
 from megatron.convert.huggingface import dense_families as dense
 from megatron.convert.huggingface import expert_families as experts
 from megatron.convert.huggingface import hybrid_families as hybrid
@@ -46,11 +47,14 @@ MODEL_FAMILIES: dict[str, ModelFamily] = {
     "nemotron_h": hybrid.NEMOTRON_H,
     "bamba": hybrid.BAMBA,
     "granitemoehybrid": hybrid.GRANITE_HYBRID,
+    "qwen3_next": delta_net.QWEN3_NEXT,
+    "qwen3_5_text": delta_net.QWEN3_5,
+    "qwen3_5_moe_text": delta_net.QWEN3_5_MOE,
 }
 """Built-in families by transformers' ``model_type``."""
 
 _ONE_NORM = "one norm that attention and MLP share"
-_STATES = "recurrent layers other than Mamba-2"
+_STATES = "recurrent layers other than Mamba-2 and gated DeltaNet"
 MISSING: Mapping[str, str] = {
     "bloom": "position biases of attention (ALiBi)",
     "mpt": "position biases of attention (ALiBi)",
@@ -66,7 +70,6 @@ MISSING: Mapping[str, str] = {
     "dbrx": "clipped queries, keys and values",
     "llama4_text": "norms of queries and keys without weights",
     "gemma3n_text": "embeddings in every layer",
-    "qwen3_next": _STATES,
     "mamba": _STATES,
     "falcon_h1": "attention and Mamba-2 of the same input, with a factor of each",
     "jamba": _STATES,
@@ -75,6 +78,8 @@ MISSING: Mapping[str, str] = {
     "t5": "an encoder beside the decoder",
     "bert": "attention in both directions",
     "gemma3": "images; its text model alone is a gemma3_text",
+    "qwen3_5": "images; its text model alone is a qwen3_5_text",
+    "qwen3_5_moe": "images; its text model alone is a qwen3_5_moe_text",
 }
 """Model types that are refused -> what they need that is not supported."""
 

@@ -15,6 +15,7 @@ from math import prod
 from typing import TYPE_CHECKING, NamedTuple
 
 from megatron.config.model import ModelConfig, RotaryTable
+from megatron.config.parallel import ParallelConfig
 from megatron.distributed.sharding import UNSHARDED, Init, Sharding, ShardSpec, Specs
 from megatron.layers.adapter_parameters import is_linear
 from megatron.layers.mixers.activations import ActivationShape, KeptTensor, LinearShape
@@ -49,6 +50,18 @@ class Exchanged(NamedTuple):
     output: int
     # Key/value heads of the layer, on all ranks.
     groups: int
+
+
+class Passed(NamedTuple):
+    """Elements of a recurrence that a rank sends to others under context parallelism, with all heads of its TP rank."""
+
+    # The map of a chunk of a sample, in at least fp32, and the rows that the convolution of the next chunk needs.
+    states: int
+    row: int
+    rows: int
+    # Of a token, that ranks exchange for heads: what the convolution takes, its heads repeated for them all, and the
+    # output.
+    exchanged: int
 
 
 class Mixer:
@@ -104,6 +117,13 @@ class Mixer:
 
         As :class:`megatron.distributed.context_parallel.ContextParallel` computes attention. None for
         a mixer that is no attention.
+        """
+        return None
+
+    def passed(self, config: ModelConfig, parallel: ParallelConfig) -> Passed | None:
+        """Return what context-parallel ranks pass to each other (:mod:`megatron.layers.recurrence`).
+
+        None for a mixer that is no recurrence.
         """
         return None
 

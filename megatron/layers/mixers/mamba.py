@@ -8,9 +8,10 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from megatron.config.model import ModelConfig
+from megatron.config.parallel import ParallelConfig
 from megatron.distributed.sharding import Init, Sharding, Specs
 from megatron.layers.mixers.activations import INDEX_BYTES, ActivationShape, KeptTensor
-from megatron.layers.mixers.base import Matmul, Mixer, channel_convolution, linear, output_projection, under
+from megatron.layers.mixers.base import Matmul, Mixer, Passed, channel_convolution, linear, output_projection, under
 from megatron.layers.recompute_plan import RecomputePlan
 
 if TYPE_CHECKING:
@@ -69,6 +70,14 @@ class MambaMixer(Mixer):
         """Return the heads and their states."""
         heads = f"{config.mamba_heads} heads of {config.mamba_head_dim} in {config.mamba_num_groups} groups"
         return f"{heads}, states of {config.mamba_state_dim}"
+
+    def passed(self, config: ModelConfig, parallel: ParallelConfig) -> Passed:
+        """Return a decay and a state of each head, and rows of x, B and C."""
+        tp, groups = parallel.tensor_model_parallel_size, config.mamba_num_groups
+        inner, vectors, _, heads = (size // tp for size in mamba_parts(config))
+        states, rows = heads + inner * config.mamba_state_dim, config.mamba_conv_kernel_dim - 1
+        taken = inner + 2 * vectors * parallel.kv_copies(groups) + heads
+        return Passed(states, inner + 2 * vectors, rows, taken + inner)
 
     def matmuls(self, config: ModelConfig, plan: RecomputePlan, keys: float) -> dict[str, Matmul]:
         """Return the products of the projections, and the two of the recurrence: to write to a state, and to read it.

@@ -304,7 +304,7 @@ def test_help_is_short_and_sections_and_everything_are_there(capsys: pytest.Capt
     shown = {setting.flag for setting in SETTINGS.values() if f"\n  {setting.flag} " in section}
     assert shown == {setting.flag for setting in SETTINGS.values() if setting.group == "optimizer"}
     assert helped(capsys, "--help-all") == make_parser().format_help()
-    assert helped(capsys, "--help --lr 1") == short
+    assert helped(capsys, "--help --lr 1") == short == helped(capsys, "--help", "pretrain_hybrid")
     assert helped(capsys, "--version --lr") == f"megatron-pretrain {metadata.version('megatron-pretrain')}\n"
 
 

@@ -120,7 +120,7 @@ def test_costs_are_the_weights_that_multiply() -> None:
     shape = model(2, hidden_size=64, add_bias_linear=False)
     costs = plan.layer_costs(shape)
     norms = 2 * 2 * 64
-    assert costs.layer == 12 * 64 * 64 + norms
+    assert costs.layers == (12 * 64 * 64 + norms,) * 2
     assert (costs.embedding, costs.output) == (0, 257 * 64)
 
 
@@ -241,9 +241,9 @@ PLACEMENTS = [(0,), (0, 1), (0, 1, 2, 3), (0, 0, 0), (0, 1, 0, 1), (0, 1, 1, 0),
 def test_no_split_is_better_balanced(
     layers: int, placement: tuple[int, ...], layer: int, embedding: int, output: int
 ) -> None:
-    costs, stages = LayerCosts(layer, embedding, output), len(placement)
+    costs, stages = LayerCosts((layer,) * layers, embedding, output), len(placement)
     assume(stages <= layers + 2)
-    found = split_by_cost(layers, placement, costs)
+    found = split_by_cost(placement, costs)
     check(found, layers)
 
     def unevenness(split: Sequence[StageLayers]) -> tuple[float, ...]:
@@ -255,8 +255,8 @@ def test_no_split_is_better_balanced(
 
 
 def test_a_large_output_layer_gets_its_own_stage() -> None:
-    assert counts(split_by_cost(6, range(4), LayerCosts(1, 0, 5))) == [2, 2, 2, 0]
-    assert counts(split_by_cost(2, range(4), LayerCosts(1))) == [0, 1, 1, 0]
+    assert counts(split_by_cost((0, 1, 2, 3), LayerCosts((1,) * 6, 0, 5))) == [2, 2, 2, 0]
+    assert counts(split_by_cost((0, 1, 2, 3), LayerCosts((1,) * 2))) == [0, 1, 1, 0]
 
 
 @pytest.mark.parametrize(("embedding", "output"), [*product((False, True), repeat=2)])
