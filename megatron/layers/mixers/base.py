@@ -15,7 +15,6 @@ from math import prod
 from typing import TYPE_CHECKING, NamedTuple
 
 from megatron.config.model import ModelConfig, RotaryTable
-from megatron.config.parallel import ParallelConfig
 from megatron.distributed.sharding import UNSHARDED, Init, Sharding, ShardSpec, Specs
 from megatron.layers.adapter_parameters import is_linear
 from megatron.layers.mixers.activations import ActivationShape, KeptTensor, LinearShape
@@ -53,15 +52,20 @@ class Exchanged(NamedTuple):
 
 
 class Passed(NamedTuple):
-    """Elements of a recurrence that a rank sends to others under context parallelism, with all heads of its TP rank."""
+    """Elements of a recurrence on a rank that context parallelism passes on (:mod:`megatron.layers.recurrence`)."""
 
-    # The map of a chunk of a sample, in at least fp32, and the rows that the convolution of the next chunk needs.
-    states: int
-    row: int
-    rows: int
-    # Of a token, that ranks exchange for heads: what the convolution takes, its heads repeated for them all, and the
+    # Of a token, where ranks exchange heads for rows: inputs of the heads, those that heads of a group share, and the
     # output.
-    exchanged: int
+    inputs: int
+    shared: int
+    output: int
+    # Groups of heads of the layer, on all ranks.
+    groups: int
+    # Of the inputs of the heads, those that a convolution takes, like all that are shared; and the rows before a chunk.
+    convolved: int
+    rows: int
+    # Of a chunk and sample, in at least fp32: the state after it, and what it does to the state before.
+    state: int
 
 
 class Mixer:
@@ -120,11 +124,8 @@ class Mixer:
         """
         return None
 
-    def passed(self, config: ModelConfig, parallel: ParallelConfig) -> Passed | None:
-        """Return what context-parallel ranks pass to each other (:mod:`megatron.layers.recurrence`).
-
-        None for a mixer that is no recurrence.
-        """
+    def passed(self, config: ModelConfig, tp: int) -> Passed | None:
+        """Return what context parallelism passes on of a recurrence; None for a mixer that is none."""
         return None
 
     def describe(self, config: ModelConfig) -> str:

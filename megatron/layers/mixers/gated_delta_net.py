@@ -7,7 +7,6 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
 from megatron.config.model import ModelConfig
-from megatron.config.parallel import ParallelConfig
 from megatron.distributed.sharding import Init, Sharding, Specs
 from megatron.layers.mixers.activations import INDEX_BYTES, MASK_BYTES, ActivationShape, KeptTensor
 from megatron.layers.mixers.base import Matmul, Mixer, Passed, channel_convolution, linear, output_projection, under
@@ -66,13 +65,12 @@ class GatedDeltaNetMixer(Mixer):
         values = f"{config.linear_num_value_heads} value heads of {config.linear_value_head_dim}"
         return f"gated DeltaNet with {keys}, {values}, convolution {config.linear_conv_kernel_dim}"
 
-    def passed(self, config: ModelConfig, parallel: ParallelConfig) -> Passed:
-        """Return a matrix that multiplies the state and one that is added to it, and rows of q, k and v."""
-        tp, d, v = parallel.tensor_model_parallel_size, config.linear_key_head_dim, config.linear_value_head_dim
-        keys, values = config.linear_num_key_heads // tp, config.linear_num_value_heads // tp
-        copied = 2 * keys * d * parallel.kv_copies(config.linear_num_key_heads)
-        channels, taken = 2 * keys * d + values * v, copied + values * (v + 2)
-        return Passed(values * d * (d + v), channels, config.linear_conv_kernel_dim - 1, taken + values * v)
+    def passed(self, config: ModelConfig, tp: int) -> Passed:
+        """Return the inputs and outputs of the heads, their states with the matrices between, and the rows before."""
+        keys, heads = config.linear_num_key_heads // tp, config.linear_num_value_heads // tp
+        d, v = config.linear_key_head_dim, config.linear_value_head_dim
+        rows, state = config.linear_conv_kernel_dim - 1, heads * d * (v + d)
+        return Passed(heads * (v + 2), 2 * keys * d, heads * v, config.linear_num_key_heads, heads * v, rows, state)
 
     def matmuls(self, config: ModelConfig, plan: RecomputePlan, keys: float) -> dict[str, Matmul]:
         """Return the products of the projections, and the three of the recurrence with a state.
