@@ -133,7 +133,7 @@ class FlopsPerToken:
     causal: float
     # full plus recomputation, except that inside fused attention kernels
     hardware: float
-    # As Megatron-LM counts: causal, ignoring windows and routers, with vocabulary padding.
+    # As Megatron-LM counts: causal, ignoring windows and routers, with vocabulary padding, and more for recurrences.
     megatron: float
 
     @classmethod
