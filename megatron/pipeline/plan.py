@@ -270,7 +270,7 @@ def _without_weight(model: ModelConfig, layer: int, seq_length: int) -> int:
     """Return the products of activations with each other in a block, in the unit of :func:`layer_costs`."""
     plan, keys = RecomputePlan(), model.pattern(layer).mean_keys(seq_length)
     products = (each for mixer in block_mixers(model, layer) for each in mixer.matmuls(model, plan, keys).values())
-    return round(sum(each.flops for each in products if not each.of_weight))
+    return round(sum(each.flops for each in products if not each.of_weight) / 2)
 
 
 def stage_costs(model: ModelConfig, stages: Sequence[StageLayers], seq_length: int) -> tuple[int, ...]:
