@@ -60,7 +60,7 @@ OPTIONS = {
     "dtype": ("save_hf", "save_peft", "load hf:"),
     "workers": ("save_hf", "load hf:"),
     "no_check": ("save_hf", "load hf:"),
-    "plugin": ("save_hf", "load hf:", "save_peft", "load peft:"),
+    "plugin": ("save_hf", "save_megatron", "load hf:", "save_peft", "load peft:"),
     "ckpt_step": ("load", "load megatron:"),
     "pretrained_checkpoint": ("load", "load peft:"),
 }

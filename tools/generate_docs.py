@@ -54,11 +54,13 @@ def _presets() -> Iterator[str]:
         config = build_config(dict(values))
         m = config.model
         count = f"{num_parameters(m):,}" if m.vocab_size else "by the tokenizer"
-        cells = (m.num_layers, m.hidden_size, m.num_attention_heads, m.kv_groups, m.ffn, m.vocab_size or "tokenizer's")
+        layers = m.num_layers if m.layer_pattern is None else m.residual_layers
+        cells = (layers, m.hidden_size, m.num_attention_heads, m.kv_groups, m.ffn, m.vocab_size or "tokenizer's")
         batch = f"{PAPER_TOKENS_PER_STEP[name]:,}" if name in PAPER_TOKENS_PER_STEP else ""
         yield _row(f"`{name}`", *cells, config.training.seq_length, count, batch)
     yield "\nA preset also sets the optimizer settings of its paper and turns dropout off. It does not set layout,"
-    yield "precision, batch size or run length. Tokens per step are those of the paper: a run far from them is noted.\n"
+    yield "precision, batch size or run length. Tokens per step are those of the paper: a run far from them is noted."
+    yield "Layers of hybrid models are those of their pattern, each with one mixer.\n"
 
 
 def _groups() -> Iterator[str]:

@@ -149,6 +149,78 @@ _DEEPSEEK_V3: Preset = {
     "mtp_num_layers": 1,
     "mtp_loss_scaling_factor": 0.1,
 }
+_NEMOTRON: Preset = {"position_embedding_type": "none", "activation": "relu2"}
+_NEMOTRON_H_8B: Preset = _NEMOTRON | {
+    "hybrid_layer_pattern": "M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M-",
+    "vocab_size": 131072,
+    "num_query_groups": 8,
+    "ffn_hidden_size": 21504,
+}
+_NEMOTRON_3_NANO: Preset = _NEMOTRON | {
+    "hybrid_layer_pattern": "MEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME",
+    "vocab_size": 131072,
+    "num_query_groups": 2,
+    "kv_channels": 128,
+    "mamba_num_heads": 64,
+    "ffn_hidden_size": 1856,
+    "num_experts": 128,
+    "moe_ffn_hidden_size": 1856,
+    "moe_shared_expert_intermediate_size": 3712,
+    "moe_router_topk": 6,
+    "moe_router_score_function": "sigmoid",
+    "moe_router_enable_expert_bias": True,
+    "moe_router_topk_scaling_factor": 2.5,
+    "moe_router_load_balancing_type": ("seq_aux_loss",),
+    "moe_aux_loss_coeff": (0.0001,),
+}
+_QWEN3_NEXT: Preset = {
+    "hybrid_layer_pattern": "GEGEGE*E" * 12,
+    "vocab_size": 151936,
+    "num_query_groups": 2,
+    "kv_channels": 256,
+    "qk_layernorm": True,
+    "apply_layernorm_1p": True,
+    "attention_output_gate": True,
+    "norm_epsilon": 1e-6,
+    "rotary_base": 1e7,
+    "rotary_percent": 0.25,
+    "ffn_hidden_size": 5120,
+    "num_experts": 512,
+    "moe_ffn_hidden_size": 512,
+    "moe_shared_expert_intermediate_size": 512,
+    "moe_shared_expert_gate": True,
+    "moe_router_topk": 10,
+    "moe_router_load_balancing_type": ("global_aux_loss",),
+    "moe_aux_loss_coeff": (0.001,),
+}
+_GRANITE_4_H_TINY: Preset = {
+    "hybrid_layer_pattern": f"{'ME' * 5}*E{'ME' * 9}*E{'ME' * 9}*E{'ME' * 9}*E{'ME' * 4}",
+    "position_embedding_type": "none",
+    "vocab_size": 100352,
+    "num_query_groups": 4,
+    "untie_embeddings_and_output_weights": False,
+    "embedding_multiplier": 12.0,
+    "residual_multiplier": 0.22,
+    "logits_scaling": 6.0,
+    "softmax_scale": 1 / 128,
+    "mamba_num_groups": 1,
+    "ffn_hidden_size": 512,
+    "num_experts": 64,
+    "moe_ffn_hidden_size": 512,
+    "moe_shared_expert_intermediate_size": 1024,
+    "moe_router_topk": 6,
+    "moe_router_load_balancing_type": ("seq_aux_loss",),
+    "moe_aux_loss_coeff": (0.01,),  # not published
+}
+
+
+def _hybrid(hidden: int, heads: int, length: int, positions: int, model: Preset) -> Preset:
+    # Shapes are those of config.json, rates Llama 2's for 7B and 13B.
+    preset = _LLAMA | _shape(0, hidden, heads, length, 3e-4, 3e-5) | {"max_position_embeddings": positions} | model
+    del preset["num_layers"]  # it follows from the pattern
+    return preset
+
+
 _TINY_DEEPSEEK: Preset = _DEEPSEEK_V3 | {
     "lr_warmup_fraction": 0.05,
     "init_method_std": 0.02,
@@ -188,6 +260,10 @@ PRESETS = MappingProxyType(
         "qwen3-30b-a3b": _mixture(48, 2048, 32, 4096, 40960, _QWEN3_30B_A3B),
         "gpt-oss-20b": _mixture(24, 2880, 64, 4096, 131072, _GPT_OSS_20B),
         "deepseek-v3": _LLAMA | _shape(61, 7168, 128, 4096, 2.2e-4, 2.2e-5) | _DEEPSEEK_V3,
+        "nemotron-h-8b": _hybrid(4096, 32, 8192, 8192, _NEMOTRON_H_8B),
+        "nemotron-3-nano-30b-a3b": _hybrid(2688, 32, 8192, 262144, _NEMOTRON_3_NANO),
+        "granite-4.0-h-tiny": _hybrid(1536, 12, 4096, 131072, _GRANITE_4_H_TINY),
+        "qwen3-next-80b-a3b": _hybrid(2048, 16, 4096, 262144, _QWEN3_NEXT),
         "tiny-gpt2": _GPT | _shape(2, 64, 4, 256, 1e-3, 1e-4) | {"lr_warmup_fraction": 0.05},
         "tiny-llama": _LLAMA
         | _shape(4, 128, 8, 256, 1e-3, 1e-4)
@@ -202,12 +278,14 @@ PRESETS = MappingProxyType(
 
 # GPT: Brown et al. 2020, table 2.1. Llama 2: Touvron et al. 2023, section 2.2. Llama 3: Grattafiori et al. 2024,
 # section 3.4.1, for 405B the last stage of its ramp, for the others, whose batches are not published, the first.
-# DeepSeek-V3: section 4.2, the last stage of its ramp. Mixtures with the rates of Llama 2: its batch.
+# DeepSeek-V3: section 4.2, the last stage of its ramp. Models with the rates of Llama 2: its batch.
 PAPER_TOKENS_PER_STEP = MappingProxyType(
     dict.fromkeys(("gpt2-124m", "gpt2-355m", "gpt2-774m"), 500_000)
     | {"gpt2-1.5b": 1_000_000, "gpt3-175b": 3_200_000, "llama2-7b": 4_000_000}
     | {"llama3-8b": 4_000_000, "llama3-70b": 4_000_000, "llama3-405b": 16_000_000, "deepseek-v3": 15360 * 4096}
     | dict.fromkeys(("mixtral-8x7b", "qwen3-30b-a3b", "gpt-oss-20b"), 4_000_000)
+    | dict.fromkeys(("nemotron-h-8b", "nemotron-3-nano-30b-a3b"), 4_000_000)
+    | dict.fromkeys(("granite-4.0-h-tiny", "qwen3-next-80b-a3b"), 4_000_000)
 )
 """Tokens per step for which the learning rate of a preset was chosen."""
 

@@ -184,7 +184,8 @@ def _check_symbols(text: str, known: Collection[str], flag: str) -> None:
             raise PatternError(sentence, spell(text.replace(SPARSE, "+"), flag))
         alike = [each for each in (symbol.swapcase(), _MISTYPED.get(symbol, "")) if each in known]
         meant = text[: place - 1] + "".join(alike[:1]) + text[place:]
-        raise PatternError(f"{where} is no layer; the symbols are {' '.join(known)}", spell(meant, flag))
+        others = f"the symbols are {' '.join(known)}, and the letters of mixers that a --plugin registers"
+        raise PatternError(f"{where} is no layer; {others}", spell(meant, flag))
 
 
 def _each_kind_once(text: str) -> str:
@@ -354,7 +355,10 @@ class LayerPatternOptions:
         pattern = self.layer_pattern
         if pattern is None:
             return
-        names, text = {name for block in pattern.blocks for name in block}, self.hybrid_layer_pattern
+        heads, text = [self.mtp_hybrid_override_pattern or ""] * self.prediction_depths, self.hybrid_layer_pattern
+        if any(heads) and DEPTH not in text:
+            text = DEPTH.join((text, *heads))
+        names = {name for symbol, name in letters().items() if symbol in text}
         if "experts" in names and self.num_experts is None:
             sentence = f"{text} has layers of experts, and their number is not given"
             yield Problem("E120", sentence, ("--num-experts 8", spell(text.replace("E", "-"))))

@@ -84,7 +84,8 @@ class MultiTokenOptions:
         """Return the number of further tokens."""
         if not self.mtp_num_layers:
             return ""
-        shared = " by one layer" * (self.prediction_layers < self.prediction_depths)
+        one, layers = self.prediction_layers < self.prediction_depths, config.model.mtp_hybrid_override_pattern
+        shared = f" by {'one block of ' * one}layers {layers}" if layers else " by one layer" * one
         return (
             f"predicts {counted(self.prediction_depths, 'further token')}{shared}{', detached' * self.mtp_detach_heads}"
         )

@@ -66,7 +66,8 @@ def attention_traffic(config: RunConfig) -> AttentionTraffic:
     of_element = tokens * DTYPE_BYTES[config.precision.params_dtype]
     p2p = all_gather = a2a = in_flight = 0.0
     work = [0.0] * ring
-    plans = [(stage, RecomputePlan.from_config(training, stage.count)) for stage in stage_layers(model, parallel)]
+    stages = stage_layers(model, parallel, training.seq_length)
+    plans = [(stage, RecomputePlan.from_config(training, stage.count)) for stage in stages]
     places = [(layer, layer - stage.layers.start < plan.blocks) for stage, plan in plans for layer in stage.layers]
     places += [(layer, RecomputePlan.from_config(training, 1).blocks > 0) for layer in model.head_layers]
     core = CORE in plans[0][1].modules

@@ -87,7 +87,7 @@ def flop_table(
         }
 
     layers = []
-    for stage in stage_layers(model, parallel):
+    for stage in stage_layers(model, parallel, training.seq_length):
         plan = RecomputePlan.from_config(training, stage.count)
         layers += [products_of(layer, plan, place) for place, layer in enumerate(stage.layers)]
     alone, more = RecomputePlan.from_config(training, 1), head_matmuls(model, vocabulary)

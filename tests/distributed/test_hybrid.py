@@ -11,13 +11,15 @@ from typing import Any
 import pytest
 import torch
 
-from megatron.arguments.sources import build_config
+from megatron.arguments.sources import build_config, resolve
 from megatron.config.model import ModelConfig
 from megatron.config.parallel import ParallelConfig
 from megatron.config.text import flag
 from megatron.config.training import TrainingConfig
 from megatron.inference.generate import SamplingParams, generate
 from megatron.planner.activations import activation_memory, peak_activations
+from tests.distributed.resharding import loading, saving
+from tests.distributed.resume import gathered, load_and_go_on, save_and_go_on
 from tests.kit.cases import FP64, MODEL, Case, PackedConversations, compare_with_twin, run_in_small_tiles
 from tests.kit.pool import Pool
 from tests.kit.runs import before_step, differences, kill, start, steps, tiny_run
@@ -112,6 +114,22 @@ def test_every_layout_computes_the_same(pool: Pool, name: str) -> None:
         assert deviation.error <= 1e-10, deviation
 
 
+@pytest.mark.slow
+def test_a_checkpoint_goes_on_in_another_layout(pool: Pool, tmp_path: Path) -> None:
+    pattern = "*-**--*"
+    cases = case(pattern, SP), case("*-**-|-|*|", {"pipeline_model_parallel_size": 2}, dp=2)
+    before, after = (
+        resolve(replace(each.config(), training=replace(each.config().training, train_iters=4)), each.world_size)
+        for each in cases
+    )
+    whole = pool.run(2, save_and_go_on, saving(before, tmp_path))
+    other = pool.run(4, load_and_go_on, loading(after, tmp_path))
+    saved, loaded = gathered(whole).weights, gathered(other).weights
+    assert saved.keys() == loaded.keys()
+    assert all(torch.equal(saved[name], loaded[name]) for name in saved)
+    assert other[0].losses == pytest.approx(whole[0].losses, rel=1e-10)
+
+
 MAMBA = "--mamba-state-dim 4 --mamba-head-dim 8 --mamba-num-groups 2"
 SPELLINGS = {
     "dense": ("*-*-", "--num-layers 2"),
@@ -169,7 +187,7 @@ PATTERNS = {
 }
 
 
-@pytest.mark.parametrize("name", some(PATTERNS, "experts", "further tokens", "selective"))
+@pytest.mark.parametrize("name", some(PATTERNS, "experts", "further tokens of an MLP", "selective"))
 def test_the_forecast_matches_the_tensors_of_a_step(name: str) -> None:
     flags = PATTERNS[name]
     (((kept, _), peak),) = measured(0, 1, (flags,))

@@ -30,6 +30,7 @@ from megatron.convert.huggingface.keys import (
     JsonObject,
     ModelFamily,
     UnsupportedConfigError,
+    effective_options,
     exported,
     read_bool,
 )
@@ -283,7 +284,8 @@ def model_type_for(model: ModelConfig, wanted: str | None = None) -> str:
     model, families = exported(model), model_families()
     if wanted is not None and wanted not in families:
         raise UserError([Problem("E852", f"there is no model type {wanted}, only {', '.join(families)}")])
-    lacking = {kind: family.lacks(model) for kind, family in families.items() if wanted in (None, kind)}
+    effective = effective_options(model)
+    lacking = {kind: family.lacks(model, effective) for kind, family in families.items() if wanted in (None, kind)}
     best = min(lacking, key=lambda kind: len(lacking[kind]))
     if not lacking[best]:
         return best

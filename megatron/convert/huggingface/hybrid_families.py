@@ -528,7 +528,7 @@ def _write_granite_layers(text: str) -> FieldValues | None:
     return {"layer_types": kinds, "num_local_experts": 0}  # those with experts write their number
 
 
-_WIDTH = ConfigKey("", "shared_intermediate_size", 1024)
+_WIDTH, _EXPERT_WIDTH = ConfigKey("", "shared_intermediate_size", 1024), ConfigKey("", "intermediate_size", 11008)
 _GRANITE_ROPE, *_GRANITE_FACTORS, _ = GRANITE_KEYS
 _POSITIONS = "position_embedding_type"
 
@@ -560,9 +560,9 @@ GRANITE_HYBRID = replace(
         _HEAD_DIM,
         layers_of_symbols(("layer_types", "num_local_experts"), _read_granite_layers, _write_granite_layers),
         KeyGroup(
-            (_WIDTH.theirs, "intermediate_size"),
-            lambda c: {} if _has_granite_experts(c) else {"ffn_hidden_size": read_number(_WIDTH, c)},
-            lambda m: {_WIDTH.theirs: m.ffn, "intermediate_size": m.ffn},
+            (_WIDTH.theirs, _EXPERT_WIDTH.theirs),
+            lambda c: {"ffn_hidden_size": read_number(_EXPERT_WIDTH if _has_granite_experts(c) else _WIDTH, c)},
+            lambda m: {_WIDTH.theirs: m.ffn, _EXPERT_WIDTH.theirs: m.ffn},
             options=("ffn_hidden_size",),
         ),
         if_experts(
@@ -570,7 +570,7 @@ GRANITE_HYBRID = replace(
             (
                 _EXPERTS,
                 ConfigKey("moe_router_topk", "num_experts_per_tok", 2),
-                ConfigKey("moe_ffn_hidden_size", "intermediate_size", 11008),
+                replace(_EXPERT_WIDTH, ours="moe_ffn_hidden_size"),
                 ConfigKey(
                     _SHARED, _WIDTH.theirs, 1024, can={_SHARED: lambda m: bool(m.moe_shared_expert_intermediate_size)}
                 ),

@@ -26,7 +26,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from functools import lru_cache
 from typing import Any
 
 from megatron.arguments.validate import is_met
@@ -70,7 +69,6 @@ def resolved(model: ModelConfig, name: str) -> Any:
     return getattr(model, _RESOLVED.get(name, name))
 
 
-@lru_cache(maxsize=4)
 def effective_options(model: ModelConfig) -> dict[str, Option]:
     """Return the options of a model that have an effect: another value than their default, or than it implies."""
     run = RunConfig(model=model)
@@ -194,12 +192,12 @@ class ModelFamily:
         named = (name for row in self.keys for name in (*row.options, *row.can))
         return {*self.always, *named, "untie_embeddings_and_output_weights"}
 
-    def lacks(self, model: ModelConfig) -> list[str]:
-        """Return the options of a model that the family cannot express."""
+    def lacks(self, model: ModelConfig, effective: Mapping[str, Option] | None = None) -> list[str]:
+        """Return the options of a model that the family cannot express; ``effective`` are its `effective_options`."""
         lacking = [name for name, value in self.always.items() if resolved(model, name) != value]
         lacking += [name for row in self.keys for name, can in row.can.items() if not can(model)]
         named, roles = self.options, (Role.SHAPE, Role.FUNCTION)
-        changed = effective_options(model).items()
+        changed = (effective_options(model) if effective is None else effective).items()
         return lacking + [name for name, option in changed if option.role in roles and name not in named]
 
 

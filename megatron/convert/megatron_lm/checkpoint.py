@@ -538,7 +538,7 @@ def _add_tensor(table: _Table, key: str, parameter: str, prefix: str, entry: Rec
 
     known = {ours(0), ours(layers - 1)} <= table.specs.keys() and place.part != ""
     if not known or (stacked and is_hybrid(table.model)):
-        table.unknown.add(f"{key} of {layers} layers" if ours(0) in table.specs else key)
+        table.unknown.add(f"{key} of {layers} layers" if stacked and ours(0) in table.specs else key)
         return
     spec = table.specs[ours(0)]
     part = whole_box(spec.view) if place.part is None else spec.pieces[place.part_index].global_box

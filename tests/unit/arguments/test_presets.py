@@ -33,8 +33,10 @@ PUBLISHED = {
     "mixtral-8x7b": 46_702_792_704,
     "qwen3-30b-a3b": 30_532_122_624,
     "gpt-oss-20b": 20_914_757_184,
+    "nemotron-h-8b": 8_100_852_736,
 }
 ACTIVE = {"mixtral-8x7b": 12.9, "qwen3-30b-a3b": 3.3, "gpt-oss-20b": 3.6, "deepseek-v3": 37.0}
+ACTIVE |= {"nemotron-3-nano-30b-a3b": 3.6}
 """Published billions of parameters that a token uses; without the embeddings for GPT-OSS, as its model card counts."""
 
 
@@ -48,6 +50,11 @@ def test_parameters_are_the_published_number() -> None:
     assert round(num_parameters(model("gpt3-175b")) / 1e9) == 175
     deepseek = model("deepseek-v3")
     assert round(num_parameters(replace(deepseek, mtp_num_layers=None)) / 1e9) == 671
+    assert round(num_parameters(model("nemotron-3-nano-30b-a3b")) / 1e9, 1) == 31.6
+    assert [round(num_parameters(model(name)) / 1e9) for name in ("granite-4.0-h-tiny", "qwen3-next-80b-a3b")] == [
+        7,
+        80,
+    ]
 
 
 def test_active_parameters_are_the_published_number() -> None:
@@ -136,6 +143,7 @@ def test_presets_are_accepted_set_the_same_options_and_have_no_dropout(preset: s
     config = run(f"--preset {preset}", base=base).config
     assert config.model.hidden_dropout == config.model.attention_dropout == 0
     longer = {"qwen3-30b-a3b", "gpt-oss-20b", "deepseek-v3"}  # extended after most of the training
+    longer |= {"nemotron-3-nano-30b-a3b", "granite-4.0-h-tiny", "qwen3-next-80b-a3b"}
     assert (config.training.seq_length < (config.model.max_position_embeddings or 0)) == (preset in longer)
     assert config.training.seq_length <= (config.model.max_position_embeddings or 0)
     optimizer = {name for name in PRESETS[preset] if SETTINGS[name].group == "optimizer"}

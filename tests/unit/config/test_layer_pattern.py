@@ -8,10 +8,11 @@ from dataclasses import replace
 import pytest
 
 from megatron.arguments.compatibility import compare_configs
-from megatron.arguments.sources import build_config, resolve, to_dict
+from megatron.arguments.sources import build_config, merge_values, resolve, to_dict
 from megatron.config import plugins
 from megatron.config.layer_pattern import LETTERS, PatternError, parse_pattern, without_pattern
 from megatron.config.model import ModelConfig
+from megatron.config.precision import PrecisionConfig
 from megatron.layers.mixers.base import Mixer, output_std
 from megatron.layers.parameters import gpt
 from megatron.pipeline.partition import parse_layout
@@ -182,3 +183,20 @@ def test_a_resumed_run_is_compared_by_what_its_layers_are(one: str, other: str, 
     found = compare_configs(to_dict(saved), now, "exact")
     assert [problem.code for problem in found.problems] == codes
     assert found.changed <= {"pipeline_model_parallel_layout"} or codes
+
+
+def test_a_pattern_of_a_later_source_replaces_the_layers_of_an_earlier_one() -> None:
+    checkpoint = {"num_layers": 2, "moe_layer_freq": "2", "multi_latent_attention": True, "mtp_num_layers": 1}
+    config = build_config(merge_values([checkpoint, {"hybrid_layer_pattern": "*-*"}]))
+    assert config.model == ModelConfig(hybrid_layer_pattern="*-*", position_embedding_type="none")
+    stored = {"hybrid_layer_pattern": "*-*", "mtp_hybrid_override_pattern": "*", "mtp_num_layers": 2}
+    assert build_config(stored).model.head_layers == (2, 2)
+    assert build_config(merge_values([stored, {"hybrid_layer_pattern": "*-*"}])).model.head_layers == ()
+    assert build_config(merge_values([stored, {"position_embedding_type": "rope"}])).model.mtp_num_layers == 2
+    assert build_config({"hybrid_layer_pattern": "*-*/*", "mtp_num_layers": None}).model.head_layers == ()
+
+
+def test_blocks_of_heads_are_in_fp8_if_the_last_layer_is() -> None:
+    for ends, in_fp8 in ((0, True), (1, False)):
+        config = PrecisionConfig(fp8_format="hybrid", first_last_layers_bf16=True, num_layers_at_end_in_bf16=ends)
+        assert [config.layer_in_fp8(layer, 4) for layer in range(5)] == [False, True, True, in_fp8, in_fp8]

@@ -241,6 +241,85 @@ def test_published_relatives_of_deepseek_have_the_published_sizes(name: str, bil
     assert model(PUBLISHED[name]) == ours, "also quantised"
 
 
+_WIDE = {"num_attention_heads": 12, "num_key_value_heads": 4, "vocab_size": 100352, "tie_word_embeddings": True}
+HYBRIDS: dict[str, tuple[dict[str, Any], float]] = {
+    "Nemotron-Nano-9B-v2": (
+        {"model_type": "nemotron_h", "hidden_size": 4480, "intermediate_size": 15680, "num_attention_heads": 40}
+        | {"hybrid_override_pattern": "M-M-M-MM-M-M-M*-M-M-M*-M-M-M-M*-M-M-M-M*-M-MM-M-M-M-M-M-"}
+        | {"mamba_head_dim": 80, "time_step_limit": [0.0, math.inf]},
+        8.89,
+    ),
+    "Granite-4.0-H-350M": (
+        {"model_type": "granitemoehybrid", "hidden_size": 768, "num_hidden_layers": 32, **_WIDE}
+        | {"mamba_n_heads": 48, "mamba_d_head": 32, "mamba_d_state": 128, "shared_intermediate_size": 2048}
+        | {"num_local_experts": 0, "intermediate_size": 2048, "position_embedding_type": "nope"}
+        | {"layer_types": ["attention" if i in (10, 13, 17, 27) else "mamba" for i in range(32)]},
+        0.34,
+    ),
+    "Bamba-9B": (
+        {"model_type": "bamba", "attn_layer_indices": [9, 18, 27], "mamba_d_state": 128, "vocab_size": 128256},
+        9.78,
+    ),
+    "Mamba-2-2.7B": (
+        {"model_type": "mamba2", "hidden_size": 2560, "vocab_size": 50288, "num_heads": 80, "n_groups": 1}
+        | {"tie_word_embeddings": True},
+        2.70,
+    ),
+    "Qwen3-Next-80B-A3B": ({"model_type": "qwen3_next", "full_attention_interval": 4, "rope_theta": 1e7}, 79.67),
+}
+"""Sizes in the config.json of models of the hub, and billions of their parameters."""
+
+
+@pytest.mark.parametrize("name", HYBRIDS)
+def test_published_hybrid_models_have_the_published_sizes(name: str) -> None:
+    config, billions = HYBRIDS[name]
+    ours = model(config)
+    check_model_config(name, ours)
+    assert num_parameters(ours) / 1e9 == pytest.approx(billions, abs=0.006)
+    written = build_config_json(ours, kind=config["model_type"])
+    assert model(written) == ours
+    assert model(AutoConfig.for_model(**written).to_dict()) == ours, "as transformers would write it"
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"model_type": "nemotron_h", "hybrid_override_pattern": "M-X"}, "has other symbols than M * - E"),
+        ({"model_type": "nemotron_h", "layers_block_type": ["mamba", "conv"]}, "layers_block_type with 'conv'"),
+        (
+            {"model_type": "nemotron_h", "layers_block_type": ["mamba"], "hybrid_override_pattern": "M-"},
+            "contradict each other",
+        ),
+        ({"model_type": "nemotron_h", "tie_word_embeddings": True}, "tie_word_embeddings true is not supported"),
+        ({"model_type": "mamba2", "time_step_limit": [0.1]}, "time_step_limit [0.1] is not two numbers"),
+        ({"model_type": "mamba2", "num_heads": 99}, "num_heads 99 times head_dim 64 is not expand 2 times the hidden"),
+        ({"model_type": "bamba", "attn_layer_indices": 3}, "attn_layer_indices are 3, not a list of layers"),
+        ({"model_type": "granitemoehybrid", "layer_types": ["mamba"]}, "are not 32 kinds of layers"),
+        ({"model_type": "granitemoehybrid", "position_embedding_type": "alibi"}, "only rope and nope"),
+        ({"model_type": "qwen3_next", "full_attention_interval": 0}, "full_attention_interval is 0, not above 0"),
+        ({"model_type": "qwen3_5_text", "attn_output_gate": False}, "attn_output_gate false is not supported"),
+        ({"model_type": "qwen3_5"}, "its text model alone is a qwen3_5_text"),
+    ],
+)
+def test_hybrid_models_that_are_not_supported_are_refused_by_name(config: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError) as caught:
+        model(config)
+    assert message in str(caught.value)
+
+
+def test_symbols_of_a_hybrid_model_are_those_of_its_spelling() -> None:
+    """A pattern, or mixers that repeat; a pattern of a GPT is a GPT."""
+    ours = model(HYBRIDS["Qwen3-Next-80B-A3B"][0])
+    mixers = {"hybrid_layer_pattern": None, "token_mixers": ("gated-delta-net",) * 3 + ("attention",)}
+    assert build_config_json(replace(ours, **mixers)) == build_config_json(ours)
+    plain = preset("tiny-llama")
+    assert build_config_json(replace(plain, hybrid_layer_pattern="*-" * 4)) == build_config_json(plain)
+    with pytest.raises(UserError, match=r"E852 .*bamba has no hybrid_layer_pattern M-M"):
+        build_config_json(replace(model(HYBRIDS["Bamba-9B"][0]), hybrid_layer_pattern="M-M"), kind="bamba")
+    with pytest.raises(UserError, match=r"E852 .* has no .*mamba_norm_before_gate True"):
+        build_config_json(replace(model(HYBRIDS["Bamba-9B"][0]), mamba_norm_before_gate=True), kind="bamba")
+
+
 def test_groups_of_deepseek_are_scored_by_their_best_experts() -> None:
     """By one of V2, by two of V3, and in Megatron-LM by K / groups per token."""
     limited = DEQUANTISED["deepseek_v2"] | {"topk_method": "group_limited_greedy", "n_group": 8, "topk_group": 3}

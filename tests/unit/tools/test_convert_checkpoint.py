@@ -285,7 +285,7 @@ def test_a_broken_checkpoint_is_refused_by_name_and_leaves_nothing(
             "--dtype: only with --save-hf or --save-peft or --load hf:",
         ),
         (["--load-megatron", "a", "--save", "b", "--no-check"], "--no-check: only with --save-hf or --load hf:"),
-        (["--load", "a", "--save-megatron", "b", "--plugin", "os"], "--plugin: only with --save-hf"),
+        (["--load-megatron", "a", "--save", "b", "--plugin", "os"], "--plugin: only with --save-hf"),
         (["--load-hf", "a", "--save", "b", "--ckpt-step", "3"], "--ckpt-step: only with --load or --load megatron:"),
         (["--load-hf", "a", "--save", "b", "--ema"], "--ema: only with --save-hf or --save-peft"),
         (["--load", "a", "--save-hf", "b", "--max-shard-size", "5XB"], "'5XB' is not a size such as 5GB"),
