@@ -270,10 +270,12 @@ def in_parts(symbol: str, layer: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return found
 
 
-def write_hybrid_torch_dist(folder: Path, found: Mapping[str, Tensor], halves: bool = False, **more: Any) -> Path:
-    """Write a checkpoint in the format torch_dist, with the state of Adam."""
+def write_hybrid_torch_dist(
+    folder: Path, found: Mapping[str, Tensor], halves: bool = False, adam: bool = True, **more: Any
+) -> Path:
+    """Write a checkpoint in the format torch_dist, with the state of Adam or without."""
     every: dict[str, Any] = {**found}
-    for key, tensor in found.items():
+    for key, tensor in found.items() if adam else ():
         every |= {f"optimizer.state.{k}.{key}": x for k, x in {"param": tensor, **moments_of(tensor)}.items()}
     args = hybrid_arguments(MODEL.vocab + 20, **more)
     part = {"optimizer": {"param_groups": [{"step": 7}]}}
@@ -422,7 +424,7 @@ def test_a_pattern_of_blocks_is_a_gpt(tmp_path: Path, flags: str) -> None:
 def test_a_tensor_of_another_layer_is_unknown(tmp_path: Path, theirs: str, moved: str) -> None:
     found = hybrid_entries(random_tensors(MODEL))
     found[moved] = found.pop(theirs)
-    folder = write_hybrid_torch_dist(tmp_path, found)
+    folder = write_hybrid_torch_dist(tmp_path, found, adam=False)
     with pytest.raises(DamagedCheckpointError, match=f"model of its args does not have: {moved}$"):
         Manifest.open(folder / "iter_0000007")
 
@@ -431,6 +433,6 @@ def test_a_part_of_another_size_is_refused(tmp_path: Path) -> None:
     found = hybrid_entries(random_tensors(MODEL))
     name = "decoder.layers.6.self_attention.conv1d.weight.key"
     found[name] = found[name][:4].clone()
-    folder = write_hybrid_torch_dist(tmp_path, found)
+    folder = write_hybrid_torch_dist(tmp_path, found, adam=False)
     with pytest.raises(DamagedCheckpointError, match=r"conv1d.weight.key \[4, 1, 4\] instead of \[6, 4\]"):
         Manifest.open(folder / "iter_0000007")
