@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from megatron.config.model import ModelConfig
 from megatron.distributed.sharding import Init, Sharding, Specs
-from megatron.layers.mixers.activations import INDEX_BYTES, ActivationShape, KeptTensor
+from megatron.layers.mixers.activations import INDEX_BYTES, MASK_BYTES, ActivationShape, KeptTensor
 from megatron.layers.mixers.base import Matmul, Mixer, Passed, channel_convolution, linear, output_projection, under
 from megatron.layers.recompute_plan import RecomputePlan
 
@@ -109,7 +109,10 @@ class MambaMixer(Mixer):
         yield KeptTensor("weight of the norm", inner, shape.wide)
         yield KeptTensor("output of the gated norm", tokens * inner, width, ("layernorm",), True)
         if shape.config.data.reset_attention_mask:
-            yield KeptTensor("documents", tokens, INDEX_BYTES)
+            before = shape.samples * (1 + (ring > 1)) * (config.mamba_conv_kernel_dim - 1)
+            yield KeptTensor("documents", tokens + before, INDEX_BYTES)
+            if ring > 1:
+                yield KeptTensor("tokens of the first document", tokens, MASK_BYTES)
 
     def temporary(self, shape: ActivationShape) -> tuple[int, int]:
         """Return the most memory of the scan: its inputs, which the convolution gives, and a segment of it.
