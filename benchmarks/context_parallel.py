@@ -2,7 +2,7 @@
 
     python -m benchmarks.context_parallel            # --write keeps the results
     python -m benchmarks.context_parallel --long     # also one sample of 131,072 tokens, 10 minutes
-    python -m benchmarks.context_parallel --mixers   # instead, how time and memory of mixers grow up to 131,072 tokens
+    python -m benchmarks.context_parallel --mixers   # instead, how time and memory of mixers grow, 15 minutes
 
 * Processor seconds of a training step, summed over the ranks, over those of one process with the same tokens.
 * Bytes that a rank sends in a step, counted, over the formula of `megatron/planner/communication.py`.
@@ -288,8 +288,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--long", action="store_true", help="train on one sample of 131,072 tokens too")
     text = "measure how time and memory of these mixers, by default of all, grow with a sample, and nothing else"
     parser.add_argument("--mixers", nargs="*", choices=[*MIXERS], help=text)
-    name = "context_parallel" if parser.parse_args(argv).mixers is None else "mixers"
-    return run(name, parser, argv, measure, page)
+    return run("context_parallel", parser, argv, measure, page, fixed=("mixers",))
 
 
 if __name__ == "__main__":

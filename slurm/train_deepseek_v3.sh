@@ -2,7 +2,7 @@
 # DeepSeek-V3 on 2,048 H100s, on the tokens of its paper. From the root of the repository:   sbatch slurm/train_deepseek_v3.sh
 # DRY_RUN=1 bash slurm/train_deepseek_v3.sh shows what it would start; SMALL=1 sbatch --nodes=2 ... tries it on CPUs.
 #
-# 2048 = TP1 x PP16 x DP128; experts EP64 x DP2; 61 layers in stages of 0 to 5; 15360/128 = 120 micro-batches
+# 2048 = TP1 x PP16 x DP128; experts EP64 x DP2; 61 layers in stages of 1 to 4; 15360/128 = 120 micro-batches
 # bubble 15/(1*120+15) = 11.1%; of 80 GB: state 18.5 + activations 20; a checkpoint has 7,629 GB
 # 14.8T tokens = 243,760 steps; at MFU 30% 30.2 s a step, 1,017 tokens/s a GPU, 82.2 days
 # a failure every 25 h (419 in 54 days on 16,384 H100s: Llama 3); to save takes 153 s at 50 GB/s, so

@@ -180,7 +180,7 @@ def shrink_assignments(config: RunConfig, world_size: int) -> list[str]:
         small["global_batch_size"] = (training.global_batch_size or 0, batch)
     assignments = []
     if all(getattr(parallel, option) in (None, False, AUTO) for option in LAYER_COUNT_OPTIONS):
-        fewest = max(2, len(stage_layers(config.model, parallel)))
+        fewest = max(2, len(stage_layers(config.model, parallel, config.training.seq_length)))
         if config.model.layer_pattern is None:
             small = {"num_layers": (config.model.num_layers, fewest)} | small
         else:

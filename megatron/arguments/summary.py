@@ -104,24 +104,25 @@ def _pipeline(config: RunConfig, world_size: int) -> str:
     """Return schedule, stages, bubble of the full batch (communication excluded), and activations kept."""
     model = config.model
     parallel = resolve_pipeline(model, config.parallel)
-    stages = stage_layers(model, parallel)
+    length = config.training.seq_length
+    stages, by_cost = stage_layers(model, parallel, length), is_split_by_cost(model, parallel, length)
     if len(stages) == 1:
         return ""
     sizes = {stage.count for stage in stages}
     if len(sizes) == 1:
         noun = "layer" if model.hybrid_layer_pattern is None else "block"
         layers = f"{len(stages)} stages of {counted(sizes.pop(), noun)}"
-    elif model.vocab_size is None and is_split_by_cost(model, config.parallel):
+    elif model.vocab_size is None and by_cost:
         layers = f"{len(stages)} stages of equal cost; the cost of the output layer depends on the tokenizer"
     else:
-        layers = f"{len(stages)} stages {format_layout(stages, model.prediction_depths)}"
+        layers = f"{len(stages)} stages {format_layout(stages, model.prediction_depths)}{' by cost' * by_cost}"
     count = get_num_microbatches(config.training, parallel.data_parallel_size(world_size))
     same = f"{simulated_bubble(parallel, count):.1%}"
     bubble = f"bubble {same}"
     if model.vocab_size is None:
         bubble += " where stages cost the same"
     else:
-        real = f"{simulated_bubble(parallel, count, stage_costs(model, stages)):.1%}"
+        real = f"{simulated_bubble(parallel, count, stage_costs(model, stages, length)):.1%}"
         bubble += f" ({real} as these stages cost)" if real != same else ""
     kept = f"at most {max(peak_counts(parallel, count).both)} micro-batches of a stage kept"
     return f"{parallel.pipeline_schedule}, {layers}, {bubble}, {kept}"
@@ -166,7 +167,7 @@ def _parameters(config: RunConfig) -> str:
     if model.vocab_size is None:
         blocks = num_parameters(replace(model, vocab_size=0, max_position_embeddings=0))
         return f"{blocks:,} and the embeddings, whose size depends on the tokenizer"
-    held = max_rank_parameters(model, config.parallel)
+    held = max_rank_parameters(config)
     padded = padded_vocab_size(model.vocab, model.make_vocab_size_divisible_by, tp)
     padding = f"; vocabulary {model.vocab:,}" + (f" padded to {padded:,}" if padded != model.vocab else "")
     active = "" if model.num_experts is None else f"{num_parameters(model, active=True):,} active per token, "

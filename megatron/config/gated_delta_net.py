@@ -59,6 +59,17 @@ class GatedDeltaNetOptions:
     linear_num_value_heads: int = option(32, role="shape", at_least=1, at_most=MAX_SIZE, needs=DELTA)
     """Number of heads of values, each with a state. Consecutive ones share a key head."""
 
+    other_meanings: ClassVar = """
+    --hybrid-layer-pattern and has_gated_delta_net and normalization=LayerNorm
+      normalization is LayerNorm, and RMSNorm inside of gated DeltaNet; it is LayerNorm there, too, in Megatron-LM
+
+    --experimental-attention-variant and has_gated_delta_net and normalization=LayerNorm
+      normalization is LayerNorm, and RMSNorm inside of gated DeltaNet; it is LayerNorm there, too, in Megatron-LM
+
+    --apply-layernorm-1p and has_gated_delta_net
+      apply_layernorm_1p is not for the norm inside of gated DeltaNet; in Megatron-LM it is
+    """
+
     refused: ClassVar = """
     experimental_attention_variant and not has_gated_delta_net and not linear_attention_freq
     E117 --experimental-attention-variant {experimental_attention_variant} needs the layers that have it

@@ -184,7 +184,8 @@ def _check_symbols(text: str, known: Collection[str], flag: str) -> None:
             raise PatternError(sentence, spell(text.replace(SPARSE, "+"), flag))
         alike = [each for each in (symbol.swapcase(), _MISTYPED.get(symbol, "")) if each in known]
         meant = text[: place - 1] + "".join(alike[:1]) + text[place:]
-        raise PatternError(f"{where} is no layer; the symbols are {' '.join(known)}", spell(meant, flag))
+        others = f"the symbols are {' '.join(known)}, and the letters of mixers that a --plugin registers"
+        raise PatternError(f"{where} is no layer; {others}", spell(meant, flag))
 
 
 def _each_kind_once(text: str) -> str:

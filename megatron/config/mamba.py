@@ -57,19 +57,19 @@ class MambaOptions:
 
     refused: ClassVar = """
     has_mamba and not mamba_num_heads and mamba_expanded_size%mamba_head_dim
-    E117 2 x hidden size, {mamba_expanded_size}, does not divide into heads of {mamba_head_dim} channels for Mamba-2
+    E118 2 x hidden size, {mamba_expanded_size}, does not divide into heads of {mamba_head_dim} channels for Mamba-2
       fix: --mamba-num-heads {mamba_num_groups} | --hidden-size {hidden_size%mamba_head_dim}
 
     has_mamba and mamba_heads%mamba_num_groups
-    E117 {mamba_heads} heads of Mamba-2 do not divide into {mamba_num_groups} groups
+    E118 {mamba_heads} heads of Mamba-2 do not divide into {mamba_num_groups} groups
       fix: --mamba-num-groups 1 | --mamba-num-heads {mamba_heads%mamba_num_groups}
 
     has_mamba and mamba_inner_size%mamba_norm_group_count
-    E117 {mamba_inner_size} channels of Mamba-2 do not divide into {mamba_norm_group_count} groups for the norm
+    E118 {mamba_inner_size} channels of Mamba-2 do not divide into {mamba_norm_group_count} groups for the norm
       fix: drop --mamba-norm-groups | --mamba-norm-groups 1
 
     has_mamba and mamba_dt_min>mamba_dt_max
-    E117 --mamba-dt-min {mamba_dt_min} exceeds --mamba-dt-max {mamba_dt_max}
+    E118 --mamba-dt-min {mamba_dt_min} exceeds --mamba-dt-max {mamba_dt_max}
       fix: drop --mamba-dt-min | drop --mamba-dt-max
     """
 
@@ -100,15 +100,10 @@ class MambaOptions:
 
     def check_mamba_layout(self, config: Run, world_size: int) -> Iterator[Problem]:
         """Check that heads and groups divide over TP, and heads over the ranks that exchange them for rows."""
-        parallel, heads, groups, norms = (
-            config.parallel,
-            self.mamba_heads,
-            self.mamba_num_groups,
-            self.mamba_norm_groups,
-        )
-        tp, exchange = parallel.tensor_model_parallel_size, parallel.cp_head_ranks
         if not self.has_mamba:
             return
+        heads, groups, norms = self.mamba_heads, self.mamba_num_groups, self.mamba_norm_groups
+        tp, exchange = config.parallel.tensor_model_parallel_size, config.parallel.cp_head_ranks
         if heads % tp or groups % tp or (norms not in (None, 1) and norms % tp):
             common = gcd(heads, groups, groups if norms in (None, 1) else norms)
             fit = [n for n in divisors(common) if world_size % n == 0]

@@ -102,7 +102,8 @@ class ParallelConfig(DispatchOptions):
     """interleaved: micro-batches a stage processes before the rank switches to its next stage. Default: PP."""
     pipeline_model_parallel_layout: str | None = option(None, role="free")
     """Layers of every stage: auto (stages of equal cost, counting the output layer and further predictions), or written
-    out as in Megatron-LM, such as 'Et*3|(tt|)*6mL'. Default: equally many layers, or auto where they do not divide."""
+    out as in Megatron-LM, such as 'Et*3|(tt|)*6mL'. Default: equally many layers; auto where they do not divide, or
+    differ in cost, as those of hybrid models, so that equal numbers would leave ranks idle for over 3% of the time."""
     decoder_first_pipeline_num_layers: int | None = option(None, role="free", at_least=1)
     """Layers of the first pipeline rank; the others split the rest equally."""
     decoder_last_pipeline_num_layers: int | None = option(None, role="free", at_least=1)

@@ -6,7 +6,7 @@ Shapes: B sequences, L rows, T = L + W - 1 rows with those before them, C channe
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -15,6 +15,9 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megatron.kernels.operation import Candidate, KernelCheck, Operation, half_on_gpu, missing_modules
+
+SEGMENT_ROWS = 2048
+"""Rows of a sequence that are computed at a time."""
 
 CausalConvKernel = Callable[[Tensor, Tensor, Tensor | None, Tensor | None], Tensor]
 """``causal_conv(x_BTC, weight_CW, bias_C, runs_BT) -> y_BLC``."""
@@ -36,23 +39,44 @@ def causal_conv(x_BTC: Tensor, weight_CW: Tensor, bias_C: Tensor | None, runs_BT
 
 
 class _CausalConv(torch.autograd.Function):
+    """The convolution of some rows at a time, which bounds the memory of their copies in at least fp32."""
+
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, runs: Tensor | None) -> Tensor:
         ctx.save_for_backward(x, weight, bias, runs)
-        return F.silu(_convolve(x, weight, bias, runs)).to(x.dtype)
+        y = x.new_empty(x.shape[0], x.shape[1] - weight.shape[1] + 1, x.shape[2])
+        for rows, taps in _segments(y, weight):
+            y[:, rows] = F.silu(_convolve(x[:, taps], weight, bias, None if runs is None else runs[:, taps]))
+        return y
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, bias, runs = ctx.saved_tensors
-        z = _convolve(x, weight, bias, runs)
-        dz = torch.ops.aten.silu_backward(dy.to(z), z)
-        dx, dweight = torch.zeros_like(x, dtype=dz.dtype), torch.empty_like(weight)
-        for w, of_row in enumerate(weight.to(dz).unbind(1)):
-            dx[:, w : w + dz.shape[1]] += _of_document(dz * of_row, w, weight, runs)
-            dweight[:, w] = (dz * _tap(x, w, weight, runs)).sum((0, 1))
-        dbias = None if bias is None else dz.sum((0, 1)).to(bias.dtype)
-        return dx.to(x.dtype), dweight, dbias, None
+        before, wide = weight.shape[1] - 1, torch.promote_types(x.dtype, torch.float32)
+        dx, dweight = torch.empty_like(x), torch.zeros_like(weight, dtype=wide)
+        dbias = None if bias is None else torch.zeros_like(bias, dtype=wide)
+        carried = x.new_zeros(x.shape[0], before, x.shape[2], dtype=wide)  # of the rows before those that come
+        for rows, taps in _segments(dy, weight):
+            of_taps, documents = x[:, taps], None if runs is None else runs[:, taps]
+            z = _convolve(of_taps, weight, bias, documents)
+            dz = torch.ops.aten.silu_backward(dy[:, rows].to(z), z)
+            found = F.pad(carried, (0, 0, 0, dz.shape[1]))
+            for w, of_row in enumerate(weight.to(wide).unbind(1)):
+                found[:, w : w + dz.shape[1]] += _of_document(dz * of_row, w, weight, documents)
+                dweight[:, w] += (dz * _tap(of_taps, w, weight, documents)).sum((0, 1))
+            if dbias is not None:
+                dbias += dz.sum((0, 1))
+            dx[:, rows], carried = found[:, : dz.shape[1]], found[:, dz.shape[1] :]
+        dx[:, dy.shape[1] :] = carried
+        return dx, dweight.to(weight.dtype), None if bias is None or dbias is None else dbias.to(bias.dtype), None
+
+
+def _segments(y: Tensor, weight: Tensor) -> Iterator[tuple[slice, slice]]:
+    """Yield the rows that are computed at a time, and those that they are computed from."""
+    for start in range(0, y.shape[1], SEGMENT_ROWS):
+        stop = min(start + SEGMENT_ROWS, y.shape[1])
+        yield slice(start, stop), slice(start, stop + weight.shape[1] - 1)
 
 
 def _convolve(x: Tensor, weight: Tensor, bias: Tensor | None, runs: Tensor | None) -> Tensor:

@@ -62,13 +62,13 @@ class Mamba(nn.Module):
         z_SBI, mixed_SBC, dt_SBN = projected_SBO.tensor_split(ends, dim=2)
         if rows.head_ranks > 1:
             *parts, dt_SBN1 = rows.gather_rows([*self._heads(mixed_SBC), dt_SBN.unsqueeze(3)])
-            mixed_SBC, dt_SBN = torch.cat([part.flatten(2) for part in parts], 2), dt_SBN1.flatten(2)
+            mixed_SBC, dt_SBN = torch.cat([part.flatten(2) for part in parts], 2), dt_SBN1.flatten(2).clone()
         inputs, scan = partial(self._scan_inputs, rows=rows), partial(self._scan, rows=rows)
         y_SBI = rows.scatter_rows(recompute_producer(inputs, scan, mixed_SBC, dt_SBN)).flatten(2)
         if self.recompute_norm:
             y_SBH = recompute_producer(self.norm, self.linear_out, y_SBI, z_SBI)
         else:
-            y_SBH = self.linear_out(recompute(self.norm, y_SBI, z_SBI))
+            y_SBH = self.linear_out(self.norm(y_SBI, z_SBI))
         return MixerOutput(y_SBH, self.linear_out.bias)
 
     def _scan_inputs(self, mixed_SBC: Tensor, dt_SBN: Tensor, rows: RecurrentRows) -> tuple[Tensor, ...]:
@@ -105,10 +105,15 @@ class Mamba(nn.Module):
         return [part.unflatten(dim, shape) for part, shape in zip(parts, self.shapes)]
 
 
+NORM_ROWS = 2048
+"""Rows that a gated norm computes at a time."""
+
+
 class GatedNorm(nn.Module):
     """``norm(y silu(z))``, or ``norm(y) silu(z)``: RMSNorm of groups of channels, in at least fp32.
 
-    A rank has whole groups, or a part of the only one, whose sum of squares is that of all ranks.
+    A rank has whole groups, or a part of the only one, whose sum of squares is that of all ranks. Only the inputs are
+    kept for backward, which computes some rows at a time.
     """
 
     def __init__(self, config: ModelConfig, context: BuildContext) -> None:
@@ -120,6 +125,11 @@ class GatedNorm(nn.Module):
 
     def forward(self, y_SBI: Tensor, z_SBI: Tensor) -> Tensor:
         """Apply the gate and the norm."""
+        scale, rows = widened(self.weight), max(1, NORM_ROWS // y_SBI.shape[1])
+        parts = zip(y_SBI.split(rows), z_SBI.split(rows))
+        return torch.cat([recompute(self._normalize, y, z, scale) for y, z in parts])
+
+    def _normalize(self, y_SBI: Tensor, z_SBI: Tensor, scale: Tensor) -> Tensor:
         wide = torch.promote_types(y_SBI.dtype, torch.float32)
         gate_SBI = F.silu(z_SBI.to(wide))
         x_SBGC = (y_SBI.to(wide) if self.before_gate else y_SBI * gate_SBI).unflatten(2, (self.groups, -1))
@@ -127,5 +137,5 @@ class GatedNorm(nn.Module):
         if x_SBGC.shape[3] < self.width:  # each rank uses the sum for its own channels, so its gradient is partial, too
             sums_SBG1 = mappings.copy_to_region(mappings.reduce_from_region(sums_SBG1, self.tp), self.tp)
         normed_SBGC = x_SBGC * (sums_SBG1 / self.width + self.eps).rsqrt()
-        out_SBI = normed_SBGC.flatten(2) * widened(self.weight)
+        out_SBI = normed_SBGC.flatten(2) * scale
         return (out_SBI * gate_SBI if self.before_gate else out_SBI).to(y_SBI.dtype)

@@ -14,7 +14,9 @@ from pathlib import Path
 from megatron.config.model import ModelConfig
 from megatron.config.parallel import ParallelConfig
 from megatron.config.text import did_you_mean, divisors, flag, flag_fixes, nearest, nearest_multiples
+from megatron.layers.mixers.registry import block_mixers
 from megatron.layers.parameters import head_sizes, layer_sizes
+from megatron.layers.recompute_plan import RecomputePlan
 from megatron.pipeline.actions import PipelineSchedule, ScheduleError
 from megatron.pipeline.communication import add_communication
 from megatron.pipeline.partition import (
@@ -44,6 +46,9 @@ MAX_PLANNED_ACTIONS = 1_000_000
 
 AUTO = "auto"
 """The layout that assigns layers by cost."""
+
+MAX_IDLE = 0.03
+"""Fraction of the ranks' time that unequal layers in equal numbers may cost over those by cost, by default."""
 
 LAYER_SPLIT_OPTIONS = (
     ("pipeline_model_parallel_layout",),
@@ -164,9 +169,26 @@ def stage_placement(parallel: ParallelConfig, stages_per_rank: int) -> tuple[int
     return make_schedule(name, ranks, stages_per_rank, microbatches=1).placement
 
 
-def stage_layers(model: ModelConfig, parallel: ParallelConfig) -> tuple[StageLayers, ...]:
-    """Return the layers of each stage in pipeline order: as the options say, else equally, or if uneven, by cost."""
-    _split_flags(parallel)
+def stage_layers(model: ModelConfig, parallel: ParallelConfig, seq_length: int) -> tuple[StageLayers, ...]:
+    """Return the layers of each stage in pipeline order.
+
+    As the options say. Else equal numbers; by cost if these do not divide, or if layers differ and in equal numbers
+    leave ranks idle for more than ``MAX_IDLE`` of the time over those by cost.
+    """
+    return _stage_layers(model, parallel, seq_length)[0]
+
+
+def is_split_by_cost(model: ModelConfig, parallel: ParallelConfig, seq_length: int) -> bool:
+    """Return True if the layers are split by cost, not equally or by an option."""
+    return _stage_layers(model, parallel, seq_length)[1]
+
+
+@lru_cache(maxsize=64)
+def _stage_layers(
+    model: ModelConfig, parallel: ParallelConfig, seq_length: int
+) -> tuple[tuple[StageLayers, ...], bool]:
+    """Return the layers of each stage, and whether they are split by cost."""
+    flags = _split_flags(parallel)
     chunks, layers = virtual_stages(model, parallel), model.num_layers
     stages, layout = chunks * parallel.pipeline_model_parallel_size, parallel.pipeline_model_parallel_layout
     if stages > layers + 2:
@@ -175,20 +197,24 @@ def stage_layers(model: ModelConfig, parallel: ParallelConfig) -> tuple[StageLay
         raise ScheduleError(f"{layers:,} layers are more than can be split", f"--num-layers {MAX_PLANNED_ACTIONS}")
     first, last = parallel.decoder_first_pipeline_num_layers, parallel.decoder_last_pipeline_num_layers
     if first is not None or last is not None:
-        return split_by_rank(layers, stage_placement(parallel, chunks), first, last)
+        return split_by_rank(layers, stage_placement(parallel, chunks), first, last), False
     if layout not in (None, AUTO):
-        return parse_layout(str(layout), layers, len(model.head_layers))
+        return parse_layout(str(layout), layers, len(model.head_layers)), False
     embedding, output = parallel.account_for_embedding_in_pipeline_split, parallel.account_for_loss_in_pipeline_split
     even = split_equally(layers, stages, embedding, output) if layout is None else None
     if even is None and (embedding or output):
         raise _unfilled(model, parallel, chunks)
-    return even or split_by_cost(stage_placement(parallel, chunks), layer_costs(model))
-
-
-def is_split_by_cost(model: ModelConfig, parallel: ParallelConfig) -> bool:
-    """Return True if the layers are split by cost, not equally or by an option."""
-    divides = model.num_layers % len(stage_layers(model, parallel)) == 0
-    return parallel.pipeline_model_parallel_layout == AUTO or not (_split_flags(parallel) or divides)
+    costs = layer_costs(model, seq_length)
+    if even is not None and (flags or stages == 1 or costs.alike):
+        return even, False
+    placement = stage_placement(parallel, chunks)
+    by_cost = split_by_cost(placement, costs)
+    if even is None:
+        return by_cost, True
+    # The share of its time in which a rank computes, in the long run.
+    mean = sum(map(costs.of, by_cost)) / parallel.pipeline_model_parallel_size
+    busy, most = (mean / max(costs.of_ranks(split, placement)) for split in (even, by_cost))
+    return (by_cost, True) if most - busy > MAX_IDLE else (even, False)
 
 
 def _split_flags(parallel: ParallelConfig) -> list[str]:
@@ -222,21 +248,34 @@ def _unfilled(model: ModelConfig, parallel: ParallelConfig, chunks: int) -> Sche
     return ScheduleError(sentence, *fixes, f"--num-layers {stages - 2}")
 
 
-def layer_costs(model: ModelConfig) -> LayerCosts:
+def layer_costs(model: ModelConfig, seq_length: int) -> LayerCosts:
     """Return the costs of the parts of a model, in weights that are multiplied (6 FLOPs per token each).
 
-    Embeddings are looked up and cost nothing. Attention scores are ignored, so the split does not depend on the
-    sequence length. While the vocabulary size is unknown the output layer costs nothing.
+    Embeddings are looked up and cost nothing. While the vocabulary size is unknown the output layer costs nothing. If
+    the blocks have different mixers, products without a weight count too, such as scores of attention over samples of
+    ``seq_length`` tokens. Otherwise the costs do not depend on it.
     """
     depths, heads = len(model.head_layers), head_sizes(model, active=True)
     heads *= depths // max(1, len(heads))
     output = (1 + depths) * (model.vocab_size or 0) * model.hidden_size  # each head uses the output layer, too
-    return LayerCosts(tuple(layer_sizes(model, active=True)), 0, sum(heads) + output)
+    layers = layer_sizes(model, active=True)
+    kinds = [model.mixers(layer) for layer in range(model.num_layers)]
+    if len({*kinds}) > 1:
+        layers = [size + _without_weight(model, layer, seq_length) for layer, size in enumerate(layers)]
+        output += sum(_without_weight(model, layer, seq_length) for layer in model.head_layers)
+    return LayerCosts(tuple(layers), 0, sum(heads) + output)
 
 
-def stage_costs(model: ModelConfig, stages: Sequence[StageLayers]) -> tuple[int, ...]:
+def _without_weight(model: ModelConfig, layer: int, seq_length: int) -> int:
+    """Return the products of activations with each other in a block, in the unit of :func:`layer_costs`."""
+    plan, keys = RecomputePlan(), model.pattern(layer).mean_keys(seq_length)
+    products = (each for mixer in block_mixers(model, layer) for each in mixer.matmuls(model, plan, keys).values())
+    return round(sum(each.flops for each in products if not each.of_weight) / 2)
+
+
+def stage_costs(model: ModelConfig, stages: Sequence[StageLayers], seq_length: int) -> tuple[int, ...]:
     """Return the cost of each stage, in the unit of :func:`layer_costs`."""
-    return tuple(map(layer_costs(model).of, stages))
+    return tuple(map(layer_costs(model, seq_length).of, stages))
 
 
 _search = cache(search_schedule)

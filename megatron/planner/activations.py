@@ -269,7 +269,8 @@ def activation_memory(config: RunConfig, dp: int) -> list[list[ActionMemory]]:
         dp: data-parallel size.
     """
     parallel = resolve_pipeline(config.model, config.parallel)
-    stages = [StageMemory.of(config, stage) for stage in stage_layers(config.model, parallel)]
+    layers = stage_layers(config.model, parallel, config.training.seq_length)
+    stages = [StageMemory.of(config, stage) for stage in layers]
     program = build_program(parallel, get_num_microbatches(config.training, dp))
     # A stage's output that is being sent, and a gradient that is being received.
     messages = 2 * ActivationShape.of(config).residual if len(program.ranks) > 1 else 0

@@ -1,4 +1,4 @@
-"""Context-parallel attention in numbers: bytes on the wire, balance, and keys and values in flight.
+"""Context parallelism in numbers: bytes on the wire, balance of attention, and keys and values in flight.
 
 Per layer, micro-batch and rank, forward and backward, with R ranks of a ring and A ranks that exchange heads (see
 :mod:`megatron.distributed.context_parallel`), and k, q: the bytes of this rank's keys and values, and of its queries:
@@ -11,6 +11,10 @@ a2a             2 (A - 1) / A x (2 q + c k): queries, keys, values and output in
                 does not divide the key/value heads, each is sent c = lcm(heads, A) / heads times.
 a2a+p2p         both, p2p with c k instead of k.
 ==============  ==================================================================================================
+
+Recurrences pass on states, of a size that does not depend on the sequence: with s the bytes of the states after this
+rank's chunks and of their transitions, and t those of the rows that the convolution reads before a chunk, all-gathers
+and their adjoints send (R - 1) x (2 s + 3 t). Heads are exchanged as in a2a.
 
 Recomputation repeats what forward sends, that of core attention without its output. Packed documents are ignored: with
 them p2p sends less.
@@ -62,18 +66,32 @@ def attention_traffic(config: RunConfig) -> AttentionTraffic:
     of_element = tokens * DTYPE_BYTES[config.precision.params_dtype]
     p2p = all_gather = a2a = in_flight = 0.0
     work = [0.0] * ring
-    plans = [(stage, RecomputePlan.from_config(training, stage.count)) for stage in stage_layers(model, parallel)]
+    stages = stage_layers(model, parallel, training.seq_length)
+    plans = [(stage, RecomputePlan.from_config(training, stage.count)) for stage in stages]
     places = [(layer, layer - stage.layers.start < plan.blocks) for stage, plan in plans for layer in stage.layers]
     places += [(layer, RecomputePlan.from_config(training, 1).blocks > 0) for layer in model.head_layers]
     core = CORE in plans[0][1].modules
+    wide = max(DTYPE_BYTES["fp32"], DTYPE_BYTES[config.precision.params_dtype])
+    recurrent = [
+        (again, passed)
+        for layer, again in places
+        for mixer in block_mixers(model, layer)
+        if (passed := mixer.passed(model, tp)) is not None
+    ]
+    for again, passed in recurrent:
+        shared, chunks = passed.shared * parallel.kv_copies(passed.groups), 2 * training.micro_batch_size
+        rows = min(passed.rows, training.seq_length // (2 * ring)) * (passed.convolved + shared) // heads_ranks
+        of_rows = chunks * rows * DTYPE_BYTES[config.precision.params_dtype]
+        of_states = chunks * passed.state // heads_ranks * wide
+        all_gather += (ring - 1) * ((3 + again) * of_rows + (2 + again) * of_states)
+        sent = of_element * (passed.inputs + shared + passed.output)
+        a2a += (2 + again) * sent * (heads_ranks - 1) / heads_ranks
     attending = [
         (layer, again, exchanged)
         for layer, again in places
         for mixer in block_mixers(model, layer)
         if (exchanged := mixer.exchanged(model, tp)) is not None
     ]
-    if not attending:
-        return AttentionTraffic(p2p=0.0, all_gather=0.0, a2a=0.0, balance=1.0, in_flight=0.0)
     for layer, again, exchanged in attending:
         queries, output = of_element * exchanged.queries, of_element * exchanged.output
         keys = of_element * exchanged.keys * parallel.kv_copies(exchanged.groups)
@@ -87,12 +105,12 @@ def attention_traffic(config: RunConfig) -> AttentionTraffic:
         repeated = queries + keys + output if again else queries + keys if core else 0
         a2a += (2 * (queries + keys + output) + repeated) * (heads_ranks - 1) / heads_ranks
         work = [total + more for total, more in zip(work, ring_work(pattern, training.seq_length, ring))]
-    layers = len(attending)
+    layers = len(attending) + len(recurrent) or 1
     return AttentionTraffic(
         p2p=p2p / layers,
         all_gather=all_gather / layers,
         a2a=a2a / layers,
-        balance=max(work) * ring / sum(work),
+        balance=max(work) * ring / sum(work) if attending else 1.0,
         in_flight=in_flight,
     )
 

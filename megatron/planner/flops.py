@@ -87,7 +87,7 @@ def flop_table(
         }
 
     layers = []
-    for stage in stage_layers(model, parallel):
+    for stage in stage_layers(model, parallel, training.seq_length):
         plan = RecomputePlan.from_config(training, stage.count)
         layers += [products_of(layer, plan, place) for place, layer in enumerate(stage.layers)]
     alone, more = RecomputePlan.from_config(training, 1), head_matmuls(model, vocabulary)
@@ -133,7 +133,7 @@ class FlopsPerToken:
     causal: float
     # full plus recomputation, except that inside fused attention kernels
     hardware: float
-    # As Megatron-LM counts: causal, ignoring windows and routers, with vocabulary padding.
+    # As Megatron-LM counts: causal, ignoring windows and routers, with vocabulary padding, and more for recurrences.
     megatron: float
 
     @classmethod

@@ -47,21 +47,22 @@ from megatron.pipeline.plan import build_program, stage_layers, stage_placement,
 from megatron.planner.activations import peak_activations, peak_host_activations
 
 
-def stages_by_rank(model: ModelConfig, parallel: ParallelConfig) -> list[list[StageLayers]]:
+def stages_by_rank(config: RunConfig) -> list[list[StageLayers]]:
     """Return the stages of each pipeline rank."""
+    model, parallel = config.model, config.parallel
     stages: list[list[StageLayers]] = [[] for _ in range(parallel.pipeline_model_parallel_size)]
     ranks = stage_placement(parallel, virtual_stages(model, parallel))
-    for rank, stage in zip(ranks, stage_layers(model, parallel), strict=True):
+    for rank, stage in zip(ranks, stage_layers(model, parallel, config.training.seq_length), strict=True):
         stages[rank].append(stage)
     return stages
 
 
-def rank_parameters(model: ModelConfig, parallel: ParallelConfig, pp_rank: int) -> Specs:
+def rank_parameters(config: RunConfig, pp_rank: int) -> Specs:
     """Return the parameters of a pipeline rank; their local shapes are the same on all ranks along the other axes."""
-    stages = stages_by_rank(model, parallel)[pp_rank]
+    stages = stages_by_rank(config)[pp_rank]
     layers = [layer for stage in stages for layer in stage.layers]
     first, last = any(stage.first for stage in stages), any(stage.last for stage in stages)
-    return gpt(model, Sharding.of_first_rank(parallel), layers, first, last)
+    return gpt(config.model, Sharding.of_first_rank(config.parallel), layers, first, last)
 
 
 QUANTIZED = "uint8"
@@ -189,7 +190,7 @@ def checkpoint_bytes(config: RunConfig, world_size: int = 1) -> int:
         stages = min(2, layout.sizes["pp"]) if spec.tied else 1
         size += spec.numel * wide * (copies * stages if copies > 1 else 0)
     for pp in range(layout.sizes["pp"]):
-        specs = rank_parameters(config.model, parallel, pp)
+        specs = rank_parameters(config, pp)
         for bucket in bucket_shapes(config, layout, pp):
             expert = bucket.key.axes == EXPERT_REDUCE_AXES
             ranks = layout.sizes["ep"] * layout.sizes["etp"] if expert else layout.sizes["tp"]
@@ -204,12 +205,12 @@ def main_param_bytes(config: RunConfig) -> int:
     return max(DTYPE_BYTES[config.precision.params_dtype], DTYPE_BYTES["fp32"])
 
 
-def max_rank_parameters(model: ModelConfig, parallel: ParallelConfig) -> int:
+def max_rank_parameters(config: RunConfig) -> int:
     """Return the parameter elements on the rank with the most, with vocabulary padding.
 
     A tied weight counts on the ranks of the first and of the last stage.
     """
-    ranks = (rank_parameters(model, parallel, pp) for pp in range(parallel.pipeline_model_parallel_size))
+    ranks = (rank_parameters(config, pp) for pp in range(config.parallel.pipeline_model_parallel_size))
     return max(sum(prod((spec.dense or spec).local_shape) for spec in specs.values()) for specs in ranks)
 
 
@@ -238,7 +239,7 @@ def _shards(parallel: ParallelConfig, layout: Layout, expert: bool) -> tuple[int
 def bucket_shapes(config: RunConfig, layout: Layout, pp_rank: int) -> Iterator[BucketShape]:
     """Yield the buckets of a pipeline rank as a run lays them out."""
     parallel, dtype = config.parallel, config.precision.params_dtype
-    specs = rank_parameters(config.model, parallel, pp_rank)
+    specs = rank_parameters(config, pp_rank)
     keys = {
         name: BucketKey.of(
             name,
@@ -269,8 +270,8 @@ class _StageState:
     @classmethod
     def of(cls, config: RunConfig, layout: Layout, pp: int) -> _StageState:
         optimizer, parallel, wide = config.optimizer, config.parallel, main_param_bytes(config)
-        specs = rank_parameters(config.model, parallel, pp)
-        stages = stages_by_rank(config.model, parallel)[pp]
+        specs = rank_parameters(config, pp)
+        stages = stages_by_rank(config)[pp]
         tables = (
             table for stage in stages for table in rotary_tables(config.model, stage.kinds(config.model.head_layers))
         )
@@ -384,7 +385,7 @@ def gathered_weight_bytes(config: RunConfig, layout: Layout, pp_rank: int) -> in
     count, peaks, in_flight = parallel.param_gather_prefetch, [set[str]()], set[str]()
     # Blocks that are recomputed, and so kept, together.
     group = RecomputePlan.from_config(config.training, 1).group or 1
-    for stage in stages_by_rank(config.model, parallel)[pp_rank]:
+    for stage in stages_by_rank(config)[pp_rank]:
         blocks = stage_blocks(stage, config.model)
         kept = kept_for_backward(blocks, count)
         in_flight |= kept
@@ -446,7 +447,7 @@ def fp8_weight_bytes(config: RunConfig) -> int:
     model, precision = config.model, config.precision
     by_stage = []
     for pp in range(config.parallel.pipeline_model_parallel_size):
-        specs = rank_parameters(model, config.parallel, pp).items()
+        specs = rank_parameters(config, pp).items()
         blocks = [(layer_of(name, model), name, spec) for name, spec in specs]
         sizes = [
             prod(spec.local_shape)
@@ -473,7 +474,7 @@ def converted_weight_bytes(config: RunConfig) -> int:
         each = CONVERTING_BYTES
     elif wide > DTYPE_BYTES[config.precision.params_dtype]:
         each = wide
-    stages = (rank_parameters(model, config.parallel, pp) for pp in range(config.parallel.pipeline_model_parallel_size))
+    stages = (rank_parameters(config, pp) for pp in range(config.parallel.pipeline_model_parallel_size))
     rows = max(sum(prod(spec.local_shape) for spec in specs.values() if spec.wide) for specs in stages)
     specs = block_of_any_kind(model.base, Sharding.of_first_rank(config.parallel))
     return each * max(prod(spec.local_shape) for n, spec in specs.items() if is_adaptable(n, spec)) + rows * wide
@@ -610,7 +611,7 @@ def communicator_bytes(config: RunConfig, world_size: int) -> int:
 
 def _finishes_in_layer_order(config: RunConfig, layout: Layout, pp: int) -> bool:
     """Return True if gradients arrive layer by layer: one stage per rank, and no delayed weight gradients."""
-    if len(stages_by_rank(config.model, config.parallel)[pp]) > 1:
+    if len(stages_by_rank(config)[pp]) > 1:
         return False
     program = build_program(config.parallel, get_num_microbatches(config.training, layout.sizes["dp"]))
     return all(action.kind != WEIGHT for action in program.ranks[pp])
@@ -624,7 +625,7 @@ def _weight_gathers(config: RunConfig, layout: Layout, pp_rank: int) -> Counter[
     """
     model, parallel, found, held = config.model, config.parallel, Counter[int](), set[int]()
     of_block = _buckets_by_block(config, layout, pp_rank)
-    stages = [stage_blocks(stage, model) for stage in stage_layers(model, parallel)]
+    stages = [stage_blocks(stage, model) for stage in stage_layers(model, parallel, config.training.seq_length)]
     program = build_program(parallel, get_num_microbatches(config.training, layout.sizes["dp"]))
     for action in program.only((FORWARD, BACKWARD, INPUT)).ranks[pp_rank]:
         blocks, forward = stages[action.stage], action.kind == FORWARD
@@ -667,7 +668,7 @@ def data_parallel_traffic(config: RunConfig, world_size: int, rank: int = 0) -> 
     sent: dict[str, float] = defaultdict(float)
     parallel, wide, compression = config.parallel, main_param_bytes(config), config.parallel.compression
     pp_rank, *places = _place(parallel, layout, rank)
-    specs = rank_parameters(config.model, parallel, pp_rank)
+    specs = rank_parameters(config, pp_rank)
     rounded = INT8_BYTES if parallel.grad_compression == "int8" else None
     if parallel.grad_reduce_in_bf16:
         rounded = DTYPE_BYTES["bf16"]

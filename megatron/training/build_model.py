@@ -181,7 +181,7 @@ def build_context(
 
 def build_stages(config: RunConfig, context: BuildContext) -> dict[int, GPTChunk]:
     """Build the stages of this rank, by number."""
-    layers, mesh = stage_layers(config.model, config.parallel), context.mesh
+    layers, mesh = stage_layers(config.model, config.parallel, config.training.seq_length), context.mesh
     own = {stage: layers[stage] for stage, pp in enumerate(mesh.placement) if pp == mesh.coordinate["pp"]}
     return build_chunks(config.model, config.training, context, own)
 

@@ -133,7 +133,7 @@ def fake_world(config: RunConfig, world_size: int, rank: int, started: float | N
 def _build(config: RunConfig, world_size: int, rank: int, clock: Clock = no_clock) -> BuiltRank:
     with fake_process_group(rank, world_size):
         trainer = build_trainer(config, rank, world_size, fresh=False, device=torch.device("meta"), clock=clock)
-        stages = dict(enumerate(stage_layers(config.model, config.parallel)))
+        stages = dict(enumerate(stage_layers(config.model, config.parallel, config.training.seq_length)))
         built = BuiltRank(
             rank,
             {number: stages[number] for number in trainer.chunks},

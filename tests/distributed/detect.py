@@ -479,13 +479,12 @@ def recurrence_of(name: str, parallel: ParallelConfig, **more: Any) -> Case:
     return replace(CP2_GATHERED, model=model, parallel=parallel)
 
 
-OF_RECURRENCES: dict[str, Detector] = {}
-for _name in STATES:
-    OF_RECURRENCES |= {
-        f"{_name}-cp2": training(recurrence_of(_name, CP2_LATE.parallel)),
-        f"{_name}-cp2-heads": training(recurrence_of(_name, CP2_HEADS.parallel)),
-        f"{_name}-cp4": training(recurrence_of(_name, CP4.parallel)),
-    }
+OF_RECURRENCES: dict[str, Detector] = {
+    f"{name}-{layout}": training(recurrence_of(name, case.parallel))
+    for name in STATES
+    for layout, case in (("cp2", CP2_LATE), ("cp2-heads", CP2_HEADS), ("cp4", CP4))
+}
+"""They communicate as others do, and notice the faults of recurrences."""
 OF_RECURRENCES["mamba2-tp2"] = training(recurrence_of("mamba2", TP2_SP.parallel, mamba_norm_groups=1))
 
 FACTORS_OF_STAGES = ("layers.0.*=0.5", "layers.1.*=0.5")
@@ -558,6 +557,5 @@ DETECTORS: dict[str, Detector] = {
     "health-cp2": Detector(2, report, (CP2_HEADS,), partial(reports_like_one_process, CP2_HEADS)),
     "health-cp2-late": Detector(2, report, (CP2_LATE,), partial(reports_like_one_process, CP2_LATE)),
     "drift": Detector(2, flipped_bit, (DP2,), lambda ranks: list(ranks) == [DRIFTED, DRIFTED]),
-    **OF_RECURRENCES,
     "overflow": Detector(2, skip_together, (TP2,), lambda ranks: list(ranks) == [True, True]),
 }

@@ -439,13 +439,12 @@ def case_of(choice: Choice) -> Case:
         **POSITIONS[c["positions"]],
         **ROTARY[c["rotary"]],
         **QK_NORM[c["qk_norm"]],
-        **BLOCKS[c["block"]],
+        **BLOCKS[c["block"]] | hybrid(c),
         **ACTIVATIONS[c["activation"]],
         **BIASES[c["biases"]],
         **DROPOUT[c["dropout"]],
         **EXPERTS[c["experts"]],
         **ATTENTION[c.get("attention", "plain")],
-        **hybrid(c),
         **ADAPTERS[c.get("adapters", "none")],
     )
     parallel = ParallelConfig(
@@ -498,9 +497,11 @@ def hybrid(choice: Choice) -> dict[str, Any]:
     if not blocks:
         return {}
     pattern = "".join(blocks[i % len(blocks)] for i in range(choice["layers"]))
-    sizes = {name: value for each in STATES.values() for name, value in each.items()}
+    more = {name: value for each in STATES.values() for name, value in each.items()}
+    if "G" in pattern:  # whose norm of each head may be one of nearly nothing
+        more["norm_epsilon"] = 0.1
     pattern += f"/{blocks[(choice['layers'] - 1) % len(blocks)]}" * (choice.get("heads") or 0)
-    return {"hybrid_layer_pattern": pattern.replace("F", "-" if choice["experts"] == "none" else "E"), **sizes}
+    return {"hybrid_layer_pattern": pattern.replace("F", "-" if choice["experts"] == "none" else "E"), **more}
 
 
 def stages_on_a_rank(schedule: str) -> int | None:

@@ -38,12 +38,24 @@ PP = {"pipeline_model_parallel_size": 2, "pipeline_schedule": "zb-h1"}
 
 LAYOUTS_OF_GPT: list[Choice] = [
     {"tp": "2sp", "cp": 2, "documents": "attention", "pattern": "local:5,global", "layers": 3, "positions": "rope"},
-    {"pp": 2, "vpp": 2, "schedule": "interleaved", "experts": "balanced", "dp": 2, "zero": "3 freed", "heads": 2},
+    {
+        "pp": 2,
+        "vpp": 2,
+        "schedule": "interleaved",
+        "experts": "balanced",
+        "dp": 2,
+        "zero": "3 freed",
+        "heads": 2,
+        "layers": 2,
+    },
     {"pp": 2, "schedule": "zb-h1", "layers": 5, "recompute": "uniform 2", "dropout": "hidden", "biases": "qkv"},
 ]
 
 
-@pytest.mark.parametrize("layout", LAYOUTS_OF_GPT, ids=label)
+@pytest.mark.parametrize(
+    "layout",
+    [pytest.param(c, marks=pytest.mark.slow if c["layers"] == 5 else (), id=label(c)) for c in LAYOUTS_OF_GPT],
+)
 def test_a_pattern_of_a_gpt_trains_like_one_to_the_bit(pool: Pool, layout: Choice) -> None:
     gpt = case_of(PLAIN | {"positions": "rope"} | layout)
     pattern = case_of(PLAIN | {"positions": "rope"} | layout | {"mixers": "pure"})
@@ -69,7 +81,7 @@ def run_of(flags: str, ranks: int) -> RunConfig:
     return parse(f"{RUN} {flags}".split(), {"RANK": "0", "WORLD_SIZE": str(ranks)}).config
 
 
-@pytest.mark.parametrize("saved", SPELLINGS)
+@pytest.mark.parametrize("saved", ["gpt", pytest.param("pattern", marks=pytest.mark.slow)])
 def test_either_spelling_goes_on_with_a_checkpoint_of_the_other(pool: Pool, tmp_path: Path, saved: str) -> None:
     (loaded,) = SPELLINGS.keys() - {saved}
     cut = "--tensor-model-parallel-size 2 --sequence-parallel"
@@ -83,7 +95,8 @@ def test_either_spelling_goes_on_with_a_checkpoint_of_the_other(pool: Pool, tmp_
         assert all(weight.equal(loaded_weights[name]) for name, weight in gathered(whole).weights.items())
 
 
-SIZES = {name: value for sizes in STATES.values() for name, value in sizes.items()}
+# A large epsilon, because a norm of nearly nothing multiplies rounding.
+SIZES = {"norm_epsilon": 0.1} | {name: value for sizes in STATES.values() for name, value in sizes.items()}
 HYBRID = replace(
     MODEL, hybrid_layer_pattern="M-G-M*-", position_embedding_type="none", normalization="RMSNorm", **SIZES
 )
@@ -175,7 +188,7 @@ def test_compressed_gradients_keep_copies_equal(pool: Pool, method: str) -> None
 @pytest.mark.parametrize("mixers", [name for name, blocks in MIXERS.items() if blocks])
 @pytest.mark.parametrize("seed", [1, 2])
 def test_a_run_goes_on_whatever_was_cut(pool: Pool, tmp_path: Path, mixers: str, seed: int) -> None:
-    check_resharding(pool, tmp_path, draw(seed, model={"mixers": mixers, "block": "pre"}))
+    check_resharding(pool, tmp_path, draw(seed, model={"mixers": mixers, "block": "pre", "clip": 1.0}))
 
 
 FLAGS = " ".join(f"--{name.replace('_', '-')} {value}" for name, value in SIZES.items())

@@ -62,6 +62,7 @@ IN_ORDER = {
     "zero": ("3 freed", "3 kept", "0", "3 twice", "1", "2"),
     "experts": tuple(EXPERTS)[::-1],
     "schedule": FACTORS["schedule"][::-1],
+    "mixers": ("mamba alone", "delta", "pure", "mamba", "attention", "both"),
 }
 MATRIX = covering(FACTORS | IN_ORDER, valid)
 
@@ -187,7 +188,7 @@ def test_a_large_parameter_in_fp32(pool: Pool) -> None:
 
 
 def test_the_matrix_is_small_and_covers_every_pair_that_can_occur() -> None:
-    assert len(MATRIX) <= 73
+    assert len(MATRIX) <= 75
     assert all(valid(choice) and set(choice) == set(FACTORS) for choice in MATRIX)
     covered = set().union(*map(pairs_of, MATRIX))
     together = pairs_that_fit()
@@ -242,7 +243,7 @@ def test_every_value_of_a_factor_of_the_model_changes_the_numbers(factor: str) -
     plain = {name: values[0] for name, values in FACTORS.items()}
     plain |= {"positions": "rope"} if factor == "heads" else {}
     seen = [numbers(case_of(plain | {factor: value})) for value in FACTORS[factor]]
-    assert len(set(seen)) == len(seen)
+    assert len(set(seen)) == len(seen) - (factor == "mixers")  # the pattern of a GPT is one
 
 
 def test_partial_interleaved_rotation_changes_the_numbers() -> None:

@@ -109,11 +109,11 @@ def test_a_new_schedule_keeps_the_state(written: Path) -> None:
 def test_an_option_that_is_missing_here_is_named(
     written: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    folder = change_arguments(written / "llama_legacy_tp1", tmp_path / "run", qk_l2_norm=True, linear_attention_freq=4)
+    folder = change_arguments(written / "llama_legacy_tp1", tmp_path / "run", qk_l2_norm=True, use_mup=True)
     assert main([*RUN.split(), "--load", f"megatron:{folder}", "--resume-mode", "weights-only", "--check-config"]) == 2
     output = capsys.readouterr().err
     assert output.startswith("E854 ")
-    assert "qk_l2_norm True, linear_attention_freq 4: the model here has no such option" in output
+    assert "qk_l2_norm True, use_mup True: the model here has no such option" in output
 
 
 def test_the_newest_checkpoint_is_the_one_that_megatron_lm_recorded(written: Path, tmp_path: Path) -> None:

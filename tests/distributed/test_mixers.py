@@ -144,7 +144,11 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("name", CASES)
+SLOW = ("tp", "cp 4", "cp 2, pp", "a2a+p2p", "zero 2, recomputed")
+"""Cases whose parts are in others."""
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW)) for name in CASES])
 def test_every_layout_computes_the_same(pool: Pool, folder: Path, name: str) -> None:
     one = CASES[name]
     ranks = pool.run(one.world_size, with_plugin, folder, run_in_small_tiles, one)
@@ -174,12 +178,19 @@ def model(**changes: Any) -> ModelConfig:
     return tiny(hybrid_layer_pattern="L-*-", **changes)
 
 
+HEADS = (2, "a2a"), (4, "a2a+p2p")
+"""Contexts that exchange heads for rows."""
+
+
 def changes_in(rank: int, ranks: int, parallel: ParallelConfig) -> Changes:
     training = TrainingConfig(micro_batch_size=GLOBAL_BATCH)
     return perturbed(rank, ranks, parallel, training, {"global": {"token_mixers": ("gated-linear",)}})
 
 
-@pytest.mark.parametrize(("size", "kind"), [(1, "p2p"), (2, "p2p"), (4, "p2p"), (2, "a2a"), (4, "a2a+p2p")])
+CONTEXTS = [(1, "p2p"), (2, "p2p"), (4, "p2p"), *(pytest.param(*each, marks=pytest.mark.slow) for each in HEADS)]
+
+
+@pytest.mark.parametrize(("size", "kind"), CONTEXTS)
 def test_a_token_changes_later_ones_of_its_document_alone(pool: Pool, folder: Path, size: int, kind: str) -> None:
     found = pool.run(size, with_plugin, folder, changes_in, context(size, kind))
     for what in found[0]:

@@ -243,7 +243,7 @@ FAULTS: dict[str, tuple[str, Callable[[], AbstractContextManager[Any]]]] = {
 }
 """The detector that must notice it, and the fault."""
 
-OF_PASSED_STATES = (
+OF_STATES = (
     faults_of_recurrences.state_not_reset_in_a_chunk,
     faults_of_recurrences.state_not_reset_between_chunks,
     faults_of_recurrences.convolution_of_other_documents,
@@ -256,31 +256,46 @@ OF_PASSED_STATES = (
     faults_of_recurrences.decay_applied_twice,
     faults_of_recurrences.decay_without_gradient,
 )
-FAULTS |= {f"{name}: {fault.__name__}": (f"{name}-cp2", fault) for name in STATES for fault in OF_PASSED_STATES}
-FAULTS |= {
-    f"{name}: {fault.__name__}, {layout}": (f"{name}-{layout}", fault)
-    for name in STATES
-    for layout in ("cp2-heads", "cp4")
-    for fault in (faults_of_recurrences.parameters_of_other_heads, faults_of_contexts.heads_in_another_order)
-}
-FAULTS |= {
-    f"Mamba-2: {fault.__name__}": ("mamba2-tp2", fault)
-    for fault in (
-        faults_of_recurrences.sum_of_squares_kept_local,
-        faults_of_recurrences.gradient_of_the_sum_of_squares_kept_local,
-    )
-}
+OF_EXCHANGED_HEADS = (faults_of_recurrences.parameters_of_other_heads, faults_of_contexts.heads_in_another_order)
+OF_NORMS = (
+    faults_of_recurrences.sum_of_squares_kept_local,
+    faults_of_recurrences.gradient_of_the_sum_of_squares_kept_local,
+)
+RECURRENT = [
+    *(("mamba2-cp2", fault) for fault in OF_STATES),
+    *(("gated-delta-net-cp2-heads", fault) for fault in OF_EXCHANGED_HEADS),
+    *(("mamba2-tp2", fault) for fault in OF_NORMS),
+]
+SLOWLY = [
+    *(("gated-delta-net-cp2", fault) for fault in OF_STATES),
+    *((f"{name}-cp4", fault) for name in STATES for fault in (*OF_STATES, *OF_EXCHANGED_HEADS)),
+    *(("mamba2-cp2-heads", fault) for fault in OF_EXCHANGED_HEADS),
+]
+RECURRENT_FAULTS = {f"{fault.__name__}, {detector}": (detector, fault) for detector, fault in RECURRENT}
+SLOW_FAULTS = {f"{fault.__name__}, {detector}": (detector, fault) for detector, fault in SLOWLY}
+FAULTS |= RECURRENT_FAULTS | SLOW_FAULTS
+NOTICING = DETECTORS | detect.OF_RECURRENCES
 
 
 def run_faulty(rank: int, world_size: int, name: str) -> Any:
     detector, fault = FAULTS[name]
     with fault():
-        return DETECTORS[detector].function(rank, world_size, *DETECTORS[detector].args)
+        return NOTICING[detector].function(rank, world_size, *NOTICING[detector].args)
 
 
-@pytest.mark.parametrize("name", FAULTS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow if name in SLOW_FAULTS else ()) for name in FAULTS]
+)
 def test_a_known_fault_is_noticed(pool: Pool, name: str) -> None:
-    assert verdict(pool, DETECTORS[FAULTS[name][0]], run_faulty, name) == "wrong"
+    assert verdict(pool, NOTICING[FAULTS[name][0]], run_faulty, name) == "wrong"
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=() if "cp2" in n else pytest.mark.slow) for n in detect.OF_RECURRENCES]
+)
+def test_recurrences_without_faults_are_right(pool: Pool, name: str) -> None:
+    detector = NOTICING[name]
+    assert verdict(pool, detector, detector.function, *detector.args) == "right"
 
 
 def run_with_dirty_padding(rank: int, world_size: int, case: Case) -> list[RankTrace]:

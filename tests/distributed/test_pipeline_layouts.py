@@ -14,6 +14,7 @@ from megatron.config.parallel import PIPELINE_SCHEDULES
 from megatron.config.precision import PrecisionConfig
 from megatron.config.training import TrainingConfig
 from megatron.pipeline.actions import PipelineSchedule
+from megatron.pipeline.plan import stage_layers
 from megatron.pipeline.schedules import make_schedule
 from megatron.training.build import build_trainer
 from megatron.training.step import train_step
@@ -86,6 +87,24 @@ CASES = {
 @pytest.mark.parametrize("name", [pytest.param(n, marks=LONG if n == "all at once" else ()) for n in CASES])
 def test_layers_and_groups_as_asked_for(pool: Pool, name: str) -> None:
     check(pool, CASES[name])
+
+
+UNEVEN: dict[str, Any] = {
+    "hybrid_layer_pattern": "*-MMMEMM", "ffn_hidden_size": 768, "num_experts": 4, "moe_ffn_hidden_size": 16,
+    "mamba_head_dim": 16, "mamba_state_dim": 8, "mamba_num_groups": 2, "add_bias_linear": False,
+}
+"""A block of attention and a wide MLP, then five that cost less together."""
+
+
+@pytest.mark.parametrize(
+    ("ranks", "schedule", "numbers"),
+    [(2, "1f1b", [1, 5]), pytest.param(2, "zb-v", [1, 2, 3, 0], marks=LONG)],
+)
+def test_blocks_that_differ_are_split_by_cost(pool: Pool, ranks: int, schedule: str, numbers: list[int]) -> None:
+    case = pipeline(ranks, schedule, samples=5, layers=6, **UNEVEN)
+    stages = stage_layers(case.model, case.parallel, case.length)
+    assert [stage.count for stage in stages] == numbers
+    check(pool, case)
 
 
 def test_a_schedule_from_a_file(pool: Pool, tmp_path: Path) -> None:

@@ -175,8 +175,13 @@ def test_a_token_goes_once_to_each_rank_of_its_experts(experts: int, topk: int, 
 
 
 CP = "--seq-length 48 --global-batch-size 2 --context-parallel-size 4 --cp-comm-type"
+MAMBA = "--token-mixers mamba2 --mamba-head-dim 4 --mamba-num-groups 4 --mamba-state-dim 6"
 BOTH = "a2a+p2p --hierarchical-context-parallel-sizes 2 2"
 RECOMPUTED = "--recompute-granularity selective --recompute-modules core_attn"
+DELTA = (
+    "--linear-num-key-heads 2 --linear-num-value-heads 4 --linear-key-head-dim 6 --linear-value-head-dim 5 "
+    "--token-mixers gated-delta-net"
+)
 CONTEXTS = (
     f"{CP} p2p --bf16",
     f"{CP} all_gather --window-size 5 --micro-batch-size 2",
@@ -188,8 +193,14 @@ CONTEXTS = (
     f"{CP} all_gather --recompute-granularity full",
     f"{CP} {BOTH} --recompute-granularity full --recompute-method block --recompute-num-layers 1",
     f"{CP} {BOTH} {RECOMPUTED}",
+    f"{CP} p2p --bf16 {MAMBA}",
+    f"{CP} a2a {MAMBA} --mamba-num-groups 2",
+    f"{CP} {BOTH} {MAMBA} --recompute-granularity full",
     "--seq-length 48 --global-batch-size 2 --context-parallel-size 2 --tensor-model-parallel-size 2 "
     "--sequence-parallel --cp-comm-type a2a --num-query-groups 2",
+    f"{CP} p2p {DELTA} --bf16 --micro-batch-size 2 --global-batch-size 4",
+    f"{CP} {BOTH} {DELTA} --linear-num-key-heads 1 --recompute-granularity full",
+    f"{CP} a2a {DELTA} attention",
 )
 
 

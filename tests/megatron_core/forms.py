@@ -58,6 +58,12 @@ LATENT = (
     "--multi-latent-attention --kv-lora-rank 12 --qk-head-dim 8 --qk-pos-emb-head-dim 4 --v-head-dim 6 "
     "--rotary-percent 1.0"
 )
+HYBRID = (
+    "--position-embedding-type none --normalization RMSNorm --disable-bias-linear --spec "
+    "megatron.core.models.hybrid.hybrid_layer_specs hybrid_stack_spec --mamba-head-dim 8 --mamba-num-groups 2 "
+    "--mamba-state-dim 16"
+)
+DELTA = "--linear-key-head-dim 4 --linear-value-head-dim 6 --linear-num-key-heads 2 --linear-num-value-heads 4"
 FORMS = {
     "gpt": "",
     "gpt untied": "--untie-embeddings-and-output-weights --no-bias-gelu-fusion",
@@ -82,11 +88,24 @@ FORMS = {
     "--mscale 1 --mscale-all-dim 1 --moe-layer-freq [0,1] --moe-shared-expert-intermediate-size 40 --mtp-num-layers 1 "
     "--untie-embeddings-and-output-weights --moe-router-load-balancing-type none --moe-router-bias-update-rate 0",
     "yarn": f"{LLAMA.replace('rope', 'yarn')} --rotary-scaling-factor 8 --yarn-original-max-position-embeddings 16",
+    "hybrid": f"{HYBRID} --squared-relu --hybrid-layer-pattern M-M*-- --mamba-num-heads 6",
+    "hybrid experts": f"{HYBRID} --swiglu {DELTA} {MIXTURE} --moe-shared-expert-intermediate-size 40 "
+    "--hybrid-layer-pattern ME*EG- --untie-embeddings-and-output-weights --ffn-hidden-size 80",
+    "hybrid further tokens": f"{HYBRID} --swiglu {DELTA} {SIGMOID} --moe-router-load-balancing-type none "
+    "--moe-router-bias-update-rate 0 --hybrid-layer-pattern MEG-*E/*E/*E",
+    "hybrid latent attention": f"{HYBRID} --swiglu {LATENT} --q-lora-rank 20 --qk-layernorm --hybrid-layer-pattern M+-",
+    "linear attention": f"{LLAMA} {DELTA} --experimental-attention-variant gated_delta_net --linear-attention-freq 2",
 }
 """Flags of models that both programs have; all but the first two differ from a default in several ways. Further tokens
 after the end of a sample are token 0 in Megatron-LM: experts beside them would not have the same loads."""
 
-TRANSFORMER_ENGINE_ALONE = ("latent experts", "multi-token", "latent attention", "latent queries")
+PATTERNS = {"pattern of blocks": f"{HYBRID.replace('none', 'rope')} --swiglu --hybrid-layer-pattern *-*-"}
+"""Flags of hybrid models that are a GPT here, and are exported as one, which Megatron-LM's hybrid runs read, too."""
+
+TRANSFORMER_ENGINE_ALONE = (
+    *("latent experts", "multi-token", "latent attention", "latent queries", "linear attention"),
+    *(form for form in FORMS if "--hybrid-layer-pattern" in FORMS[form]),
+)
 """Forms that its own layers do not have."""
 
 

@@ -1,6 +1,7 @@
 """Record the checkpoints of Megatron-LM in every form, and the arguments that it reads from a run.
 
-``python -m tests.megatron_core.record`` writes ``tests/golden/megatron_exports.json``; see `tests.megatron_core.forms`.
+``python -m tests.megatron_core.record [FORM...]`` writes ``tests/golden/megatron_exports.json``, or only some forms of
+it; see `tests.megatron_core.forms`.
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ lr"""
 
 def write_and_record(form: str, layers: str, names: set[str]) -> dict[str, Any]:
     """Let Megatron-LM take one step with some layers and save; return what it has saved."""
-    grouped = GROUPED if layers != "local" and "shared" in form else ""
+    grouped = GROUPED if layers != "local" and ("shared" in form or "--hybrid-layer-pattern" in FORMS[form]) else ""
     flags = f"{FLAGS} {FORMS[form]} {THEIRS} {grouped} --save out --exit-interval 1"
     with tempfile.TemporaryDirectory() as folder:
         write_data(Path(folder))
@@ -72,8 +73,9 @@ def main() -> None:
         sys.exit(why)
     loader = Path(os.environ["MEGATRON_LM"]) / "megatron" / "training" / "checkpointing.py"
     names = set(READ.findall(loader.read_text()))
-    found = {}
-    for form in FORMS:
+    chosen = sys.argv[1:] or [*FORMS]
+    found = {} if chosen == [*FORMS] else json.loads(FILE.read_text())
+    for form in chosen:
         alone = form in TRANSFORMER_ENGINE_ALONE
         theirs = write_and_record(form, "transformer_engine", names)
         found[form] = theirs if alone else write_and_record(form, "local", names)

@@ -63,7 +63,8 @@ def stock(name: str, trainer: Trainer, batches: Sequence[MicroBatch]) -> tuple[A
     """PyTorch's schedule over plain stages with the trainer's weights."""
     from torch.distributed import pipelining
 
-    mesh, layers = trainer.mesh, stage_layers(trainer.config.model, trainer.config.parallel)
+    config = trainer.config
+    mesh, layers = trainer.mesh, stage_layers(config.model, config.parallel, config.training.seq_length)
     here = [stage for stage, rank in enumerate(mesh.placement) if rank == mesh.coordinate["pp"]]
     modules = [PlainStage(UNTIED, layers[stage], UNTIED.vocab).double() for stage in here]
     for module in modules:

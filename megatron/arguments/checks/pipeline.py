@@ -41,7 +41,7 @@ def check_stages(config: RunConfig, world_size: int) -> Iterator[Problem]:
     known = plan.resolve_pipeline(model, parallel)
     if known.pipeline_schedule != plan.DEFAULT_VIRTUAL_SCHEDULE:  # reported as an unused option
         known = replace(known, microbatch_group_size_per_virtual_pipeline_stage=None)
-    problem = _schedule_problem("E210", plan.stage_layers, model, known)
+    problem = _schedule_problem("E210", plan.stage_layers, model, known, config.training.seq_length)
     if problem is None:
         problem = _schedule_problem("E208", plan.peak_counts, known, plan.nearest_num_microbatches(known, 1))
         if problem and str(known.pipeline_schedule).endswith(plan.SCHEDULE_SUFFIX):
@@ -54,7 +54,7 @@ def check_batches(config: RunConfig, world_size: int) -> Iterator[Problem]:
     """Check that the schedule can run every batch of the run, including those of a ramp."""
     try:
         parallel = plan.resolve_pipeline(config.model, config.parallel)
-        plan.stage_layers(config.model, parallel)
+        plan.stage_layers(config.model, parallel, config.training.seq_length)
         plan.peak_counts(parallel, plan.nearest_num_microbatches(parallel, 1))
     except ScheduleError:  # reported by check_stages
         return
@@ -95,9 +95,11 @@ def pipeline_notes(config: RunConfig, world_size: int) -> Iterator[str]:
     chunks = parallel.num_virtual_stages_per_pipeline_rank or 1
     name = parallel.pipeline_schedule
     ranks = parallel.pipeline_model_parallel_size
-    if plan.is_split_by_cost(model, parallel) and parallel.pipeline_model_parallel_layout is None:
-        sentence = f"{model.num_layers} layers do not divide over {ranks * chunks} stages"
-        yield f"{sentence}: they are distributed by cost, as with {AUTO}"
+    by_cost = plan.is_split_by_cost(model, parallel, config.training.seq_length)
+    if by_cost and parallel.pipeline_model_parallel_layout is None:
+        divide = model.num_layers % (ranks * chunks) == 0
+        why = "differ in cost" if divide else f"do not divide over {ranks * chunks} stages"
+        yield f"{model.num_layers} layers {why}: they are distributed by cost, as with {AUTO}"
     if ranks > 1 and name == plan.DEFAULT_VIRTUAL_SCHEDULE and chunks == 1:
         yield "--pipeline-schedule interleaved with VPP 1 has the same bubble as 1f1b and keeps more activations"
     if ranks == 1 and (chunks > 1 or name != plan.DEFAULT_SCHEDULE):
@@ -110,15 +112,15 @@ def pipeline_notes(config: RunConfig, world_size: int) -> Iterator[str]:
 
 def _unbalanced_note(config: RunConfig, parallel: ParallelConfig, world_size: int) -> Iterator[str]:
     """Yield a note if the layout by cost has a much smaller bubble than equal numbers of layers."""
-    model = config.model
-    if plan.is_split_by_cost(model, parallel) or any(
+    model, length = config.model, config.training.seq_length
+    if plan.is_split_by_cost(model, parallel, length) or any(
         getattr(parallel, name) for group in plan.LAYER_SPLIT_OPTIONS for name in group
     ):
         return
-    by_cost = plan.stage_layers(model, replace(parallel, pipeline_model_parallel_layout=plan.AUTO))
-    equal = plan.stage_costs(model, plan.stage_layers(model, parallel))
+    by_cost = plan.stage_layers(model, replace(parallel, pipeline_model_parallel_layout=plan.AUTO), length)
+    equal = plan.stage_costs(model, plan.stage_layers(model, parallel, length), length)
     count = get_num_microbatches(config.training, parallel.data_parallel_size(world_size))
     before = plan.simulated_bubble(parallel, count, equal)
-    after = plan.simulated_bubble(parallel, count, plan.stage_costs(model, by_cost))
+    after = plan.simulated_bubble(parallel, count, plan.stage_costs(model, by_cost, length))
     if before - after > MIN_BUBBLE_GAIN:
         yield f"{AUTO} reduces the bubble from {before:.1%} to {after:.1%}"

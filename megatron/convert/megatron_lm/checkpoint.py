@@ -303,8 +303,7 @@ def _first_layers(files: Sequence[_RankFile]) -> dict[tuple[int, int], int]:
     counts: dict[tuple[int, int], int] = {}
     for file in files:
         for number, tensors in file.chunks():
-            places = (place for place in map(find_place, tensors) if place.depth is None)
-            layers = {place.layer for place in places if place.layer is not None}
+            layers = {place.layer for place in map(find_place, tensors) if place.layer is not None}
             counts[number, file.pp] = max(counts.get((number, file.pp), 0), 1 + max(layers, default=-1))
     starts, layer = {}, 0
     for at in sorted(counts):
@@ -538,7 +537,7 @@ def _add_tensor(table: _Table, key: str, parameter: str, prefix: str, entry: Rec
 
     known = {ours(0), ours(layers - 1)} <= table.specs.keys() and place.part != ""
     if not known or (stacked and is_hybrid(table.model)):
-        table.unknown.add(f"{key} of {layers} layers" if ours(0) in table.specs else key)
+        table.unknown.add(f"{key} of {layers} layers" if stacked and ours(0) in table.specs else key)
         return
     spec = table.specs[ours(0)]
     part = whole_box(spec.view) if place.part is None else spec.pieces[place.part_index].global_box

@@ -41,7 +41,7 @@ HYBRID_SPECS = (
 OFF = """qk_l2_norm use_mup apply_residual_connection_post_layernorm
 layernorm_zero_centered_gamma moe_apply_probs_on_input enable_hyper_connections use_legacy_models
 head_wise_attn_gate geglu reglu mtp_hsm"""
-UNSET = """experimental_attention_variant linear_attention_freq moe_input_jitter_eps moe_router_force_biased
+UNSET = """moe_input_jitter_eps moe_router_force_biased
 rotary_base_per_layer heterogeneous_layers_config_path heterogeneous_layers_config_encoded_json
 moe_expert_rank_capacity_factor moe_mlp_glu_interleave_size
 moe_shared_expert_glu_interleave_size mrope_section"""
@@ -80,13 +80,14 @@ WRITTEN = {*YARN} | words(
     multi_latent_attention q_lora_rank kv_lora_rank qk_head_dim qk_pos_emb_head_dim v_head_dim rope_type
     rotary_scaling_factor mscale mscale_all_dim
     hybrid_layer_pattern mtp_hybrid_override_pattern token_mixers
-    mamba_state_dim mamba_head_dim mamba_num_groups mamba_num_heads"""
+    mamba_state_dim mamba_head_dim mamba_num_groups mamba_num_heads
+    experimental_attention_variant linear_attention_freq linear_conv_kernel_dim linear_key_head_dim
+    linear_value_head_dim linear_num_key_heads linear_num_value_heads"""
 )
 """Options of a model that Megatron-LM has: the others must have no effect."""
 
 REPLACED = words(
-    """num_layers moe_layer_freq mtp_num_layers mtp_hybrid_override_pattern linear_attention_freq
-    experimental_attention_variant token_mixers"""
+    "num_layers moe_layer_freq mtp_num_layers mtp_hybrid_override_pattern linear_attention_freq token_mixers"
 )
 """Arguments that have no effect beside a pattern of layers, or are part of ours."""
 
@@ -120,9 +121,8 @@ def model_arguments(args: Arguments) -> dict[str, Any]:
     if pattern is not None:
         args = {name: value for name, value in args.items() if name not in REPLACED}
         args["hybrid_layer_pattern"] = pattern
-        epsilon = args.get("layernorm_epsilon", MAMBA_NORM_EPSILON)
-        if "M" in pattern and epsilon != MAMBA_NORM_EPSILON:
-            raise ValueError(f"layernorm_epsilon {epsilon:g}: the norm inside of Mamba-2 has it here, and 1e-05 there")
+        if args.get("experimental_attention_variant") in ("gdn", "gated_delta_net"):  # G is that anyway
+            del args["experimental_attention_variant"]
     found = {name: args[name] for name in SETTINGS if SETTINGS[name].group == "model" and args.get(name) is not None}
     found["norm_epsilon"] = args.get("layernorm_epsilon", args.get("norm_epsilon"))
     found["activation"] = _activation(args)
@@ -212,6 +212,8 @@ def read_arguments(args: Arguments, where: object) -> tuple[ModelConfig, dict[st
         known = {**_run_values(args), **model}
         config = build_config(known)
         check_model_config(where, config.model)
+        if differing := _other_inside(config.model):
+            raise ValueError(f"{', '.join(differing)}: norms inside of mixers follow other options there")
     except ValueError as error:  # UserError is one
         found = [str(problem.sentence) for problem in getattr(error, "problems", ())] or [str(error)]
         sentence = "; ".join(text.removeprefix(f"{where}: ") for text in found)
@@ -353,6 +355,18 @@ def written_pattern(model: ModelConfig) -> str:
     return DEPTH.join([main, *further])
 
 
+def _other_inside(model: ModelConfig) -> list[str]:
+    """Return the options of norms that those inside of mixers do not follow, here or there."""
+    found = []
+    if has_mixer(model, *HYBRID_MIXERS) and model.norm_epsilon != MAMBA_NORM_EPSILON:
+        found.append(f"norm_epsilon {model.norm_epsilon:g} (inside of Mamba-2 there {MAMBA_NORM_EPSILON:g})")
+    if has_mixer(model, GATED_DELTA_NET) and model.normalization != "RMSNorm":
+        found.append(f"normalization {model.normalization} (inside of gated DeltaNet here RMSNorm)")
+    if has_mixer(model, GATED_DELTA_NET) and model.apply_layernorm_1p:
+        found.append("apply_layernorm_1p (not inside of gated DeltaNet here)")
+    return found
+
+
 def unwritable_options(model: ModelConfig) -> list[str]:
     """Return options of a model that Megatron-LM does not have."""
     patterns = {model.pattern(layer) for layer in range(model.num_layers)} - {CAUSAL}
@@ -360,8 +374,7 @@ def unwritable_options(model: ModelConfig) -> list[str]:
     found = [name for name in effective_options(model) if name not in written]
     found += [f"activation {model.activation}"] if model.activation in ("geglu", "geglu_tanh") else []
     found += [f"mixer {name}" for name in model.token_mixer_names if name not in LETTERS.values()]
-    if has_mixer(model, *HYBRID_MIXERS) and model.norm_epsilon != MAMBA_NORM_EPSILON:
-        found += [f"norm_epsilon other than {MAMBA_NORM_EPSILON:g} beside Mamba-2"]
+    found += _other_inside(model)
     if model.has_latent_attention:
         fixed = {name: value for name, value in YARN.items() if resolved(model, name) not in (value, None)}
         found += [f"{name} other than {value}" for name, value in fixed.items()]

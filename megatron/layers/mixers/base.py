@@ -51,6 +51,23 @@ class Exchanged(NamedTuple):
     groups: int
 
 
+class Passed(NamedTuple):
+    """Elements of a recurrence on a rank that context parallelism passes on (:mod:`megatron.layers.recurrence`)."""
+
+    # Of a token, where ranks exchange heads for rows: inputs of the heads, those that heads of a group share, and the
+    # output.
+    inputs: int
+    shared: int
+    output: int
+    # Groups of heads of the layer, on all ranks.
+    groups: int
+    # Of the inputs of the heads, those that a convolution takes, like all that are shared; and the rows before a chunk.
+    convolved: int
+    rows: int
+    # Of a chunk and sample, in at least fp32: the state after it, and what it does to the state before.
+    state: int
+
+
 class Mixer:
     """The inside of a residual layer; subclasses are its kinds.
 
@@ -105,6 +122,10 @@ class Mixer:
         As :class:`megatron.distributed.context_parallel.ContextParallel` computes attention. None for
         a mixer that is no attention.
         """
+        return None
+
+    def passed(self, config: ModelConfig, tp: int) -> Passed | None:
+        """Return what context parallelism passes on of a recurrence; None for a mixer that is none."""
         return None
 
     def describe(self, config: ModelConfig) -> str:

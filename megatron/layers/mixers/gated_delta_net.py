@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from megatron.config.model import ModelConfig
 from megatron.distributed.sharding import Init, Sharding, Specs
 from megatron.layers.mixers.activations import INDEX_BYTES, MASK_BYTES, ActivationShape, KeptTensor
-from megatron.layers.mixers.base import Matmul, Mixer, channel_convolution, linear, output_projection, under
+from megatron.layers.mixers.base import Matmul, Mixer, Passed, channel_convolution, linear, output_projection, under
 from megatron.layers.recompute_plan import RecomputePlan
 
 if TYPE_CHECKING:
@@ -64,6 +64,13 @@ class GatedDeltaNetMixer(Mixer):
         keys = f"{config.linear_num_key_heads} key heads of {config.linear_key_head_dim}"
         values = f"{config.linear_num_value_heads} value heads of {config.linear_value_head_dim}"
         return f"gated DeltaNet with {keys}, {values}, convolution {config.linear_conv_kernel_dim}"
+
+    def passed(self, config: ModelConfig, tp: int) -> Passed:
+        """Return the inputs and outputs of the heads, their states with the matrices between, and the rows before."""
+        keys, heads = config.linear_num_key_heads // tp, config.linear_num_value_heads // tp
+        d, v = config.linear_key_head_dim, config.linear_value_head_dim
+        rows, state = config.linear_conv_kernel_dim - 1, heads * d * (v + d)
+        return Passed(heads * (v + 2), 2 * keys * d, heads * v, config.linear_num_key_heads, heads * v, rows, state)
 
     def matmuls(self, config: ModelConfig, plan: RecomputePlan, keys: float) -> dict[str, Matmul]:
         """Return the products of the projections, and the three of the recurrence with a state.

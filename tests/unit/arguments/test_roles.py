@@ -45,6 +45,7 @@ BASES = {
         position_embedding_type="none",
         normalization="RMSNorm",
     ),
+    "mamba": tiny(ffn_hidden_size=64, token_mixers=("mamba2", "attention"), mamba_head_dim=8, mamba_num_groups=4),
 }
 BASES["delta"] = tiny(ffn_hidden_size=64, token_mixers=("gated-delta-net", "attention"))
 OTHER_VALUES: dict[str, Any] = {
@@ -110,7 +111,9 @@ YARN = "--position-embedding-type yarn --rotary-base 10 --yarn-original-max-posi
 LATENT = (
     "--multi-latent-attention --rotary-base 10 --yarn-original-max-position-embeddings 16 --rotary-scaling-factor 4"
 )
+MAMBA = "--token-mixers mamba2 --mamba-head-dim 8 --mamba-num-groups 2 --mamba-state-dim 4"
 CONTEXT = {
+    "mamba": MAMBA,
     "rotary_scaling": YARN,
     "rope_type": LATENT,
     "mscale": LATENT,
@@ -158,6 +161,8 @@ CONTEXT = {
 """Flags that give effect to the options whose names start so."""
 
 CHANGED = {
+    "mamba_dt_max": "0.01",
+    "mamba_norm_groups": "1",
     "rope_type": "rope",
     "rotary_base_local": "5",
     "rotary_seq_len_interpolation_factor": "2",

@@ -107,7 +107,7 @@ def test_pipelines() -> None:
     assert "on the fullest rank" in printed["memory"]
     assert "pipeline" not in rows("--preset tiny-llama")
     uneven = rows(f"{pipeline} --num-layers 5 --pipeline-schedule zb-h1", ranks=2)
-    assert uneven["pipeline"].startswith("zb-h1, 2 stages Et*3|ttL, bubble ")
+    assert uneven["pipeline"].startswith("zb-h1, 2 stages Et*3|ttL by cost, bubble ")
     own = rows(
         "--preset tiny-llama --pipeline-model-parallel-size 2 --pipeline-model-parallel-layout Et*4|mL "
         "--mtp-num-layers 1",

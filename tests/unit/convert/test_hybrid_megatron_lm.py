@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,13 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 
+from megatron.arguments.cli import parse
+from megatron.checkpoint.errors import DamagedCheckpointError
+from megatron.checkpoint.format import Manifest
+from megatron.config.errors import UserError
 from megatron.config.model import ModelConfig
-from megatron.convert.megatron_lm.model import HYBRID_SPECS
+from megatron.convert.megatron_lm.model import HYBRID_SPECS, read_arguments
+from megatron.training.resume_source import preview_start, stored_config
 from tests.kit.runs import checkpoint
 from tests.unit.convert.megatron_lm import (
     common_state,
@@ -30,7 +36,7 @@ from tests.unit.convert.megatron_lm import (
 from tools.convert_checkpoint import main as convert
 
 MODEL = ModelConfig(
-    hybrid_layer_pattern="M-M*E-M/*E/*E",
+    hybrid_layer_pattern="M-M*E-G/*E/*E",
     hidden_size=16,
     ffn_hidden_size=24,
     num_attention_heads=4,
@@ -52,11 +58,16 @@ MODEL = ModelConfig(
     mamba_num_heads=4,
     mamba_num_groups=2,
     mamba_state_dim=5,
+    linear_key_head_dim=3,
+    linear_value_head_dim=5,
+    linear_num_key_heads=2,
+    linear_num_value_heads=4,
 )
-LAYERS = [(0, "M"), (0, "-"), (1, "M"), (2, "*"), (2, "E"), (3, "-"), (4, "M")]
+LAYERS = [(0, "M"), (0, "-"), (1, "M"), (2, "*"), (2, "E"), (3, "-"), (4, "G")]
 """The block here, and the symbol, of each layer there."""
 IN_PROJ = {"M": {"z": 24, "x": 24, "B": 10, "C": 10, "dt": 4}}
-CONV = {"M": {"x": 24, "B": 10, "C": 10}}
+IN_PROJ["G"] = {"query": 6, "key": 6, "value": 20, "z": 20, "beta": 4, "alpha": 4}
+CONV = {"M": {"x": 24, "B": 10, "C": 10}, "G": {"query": 6, "key": 6, "value": 20}}
 """Rows of the parts of fused tensors."""
 
 
@@ -86,6 +97,16 @@ def layer_tensors(
             f"{conv}bias": parts("mamba.conv.bias", CONV["M"]),
             "mixer.norm.weight": rows("mamba.norm.weight"),
             "mixer.out_proj.weight": columns("mamba.linear_out.weight"),
+        }
+    if symbol == "G":
+        return {
+            "self_attention.dt_bias": rows("gated_delta_net.dt_bias"),
+            "self_attention.A_log": rows("gated_delta_net.A_log"),
+            "self_attention.in_proj.layer_norm_weight": block["pre_gated_delta_net_layernorm.weight"],
+            "self_attention.in_proj.weight": parts("gated_delta_net.linear_in.weight", IN_PROJ["G"]),
+            "self_attention.conv1d.weight": parts("gated_delta_net.conv.weight", CONV["G"]).unsqueeze(1),
+            "self_attention.out_norm.weight": block["gated_delta_net.norm.weight"],
+            "self_attention.out_proj.weight": columns("gated_delta_net.linear_out.weight"),
         }
     if symbol == "*":
         return {
@@ -133,8 +154,10 @@ def hybrid_arguments(padded: int, **more: Any) -> argparse.Namespace:
     args = run_arguments(MODEL, padded, **more)
     names = ("state_dim", "head_dim", "num_groups", "num_heads")
     vars(args).update({f"mamba_{name}": getattr(MODEL, f"mamba_{name}") for name in names})
+    names = ("conv_kernel_dim", "key_head_dim", "value_head_dim", "num_key_heads", "num_value_heads")
+    vars(args).update({f"linear_{name}": getattr(MODEL, f"linear_{name}") for name in names})
     vars(args).update(num_layers=7, moe_layer_freq=1, spec=[*HYBRID_SPECS[0]], position_embedding_type="none")
-    vars(args).update({"hybrid_layer_pattern": "M-M*E-M/*E/*E", "is_hybrid_model": False} | more)
+    vars(args).update({"hybrid_layer_pattern": "M-M*E-G/*E/*E", "is_hybrid_model": False} | more)
     return args
 
 
@@ -234,9 +257,8 @@ def in_parts(symbol: str, layer: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The tensors of a layer with the parts of fused ones, and the experts as one."""
     found: dict[str, Tensor] = {}
     for name, tensor in layer.items():
-        sizes = (
-            IN_PROJ.get(symbol) if name.endswith("in_proj.weight") else CONV.get(symbol) if "conv1d" in name else None
-        )
+        fused = IN_PROJ if name.endswith("in_proj.weight") else CONV if "conv1d" in name else {}
+        sizes = fused.get(symbol)
         if sizes:
             found |= {f"{name}.{part}": each for part, each in zip(sizes, tensor.split([*sizes.values()]), strict=True)}
         elif "mlp.experts." in name:
@@ -248,10 +270,12 @@ def in_parts(symbol: str, layer: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return found
 
 
-def write_hybrid_torch_dist(folder: Path, found: Mapping[str, Tensor], halves: bool = False, **more: Any) -> Path:
-    """Write a checkpoint in the format torch_dist, with the state of Adam."""
+def write_hybrid_torch_dist(
+    folder: Path, found: Mapping[str, Tensor], halves: bool = False, adam: bool = True, **more: Any
+) -> Path:
+    """Write a checkpoint in the format torch_dist, with the state of Adam or without."""
     every: dict[str, Any] = {**found}
-    for key, tensor in found.items():
+    for key, tensor in found.items() if adam else ():
         every |= {f"optimizer.state.{k}.{key}": x for k, x in {"param": tensor, **moments_of(tensor)}.items()}
     args = hybrid_arguments(MODEL.vocab + 20, **more)
     part = {"optimizer": {"param_groups": [{"step": 7}]}}
@@ -278,10 +302,10 @@ def check_tensors(folder: Path, ours: Mapping[str, Tensor]) -> None:
 @pytest.mark.parametrize(
     ("segments", "layout"),
     [
-        (["M-M*E-M"], {"newer": True}),
-        (["M-M*E-M"], {"tp": 2}),
-        (["M-M", "*", "E-", "M"], {"tp": 2, "pp": 2}),  # a cut inside of a block
-        (["M-M*", "", "E-M", ""], {"pp": 4, "newer": True}),
+        (["M-M*E-G"], {"newer": True}),
+        (["M-M*E-G"], {"tp": 2}),
+        (["M-M", "*", "E-", "G"], {"tp": 2, "pp": 2}),  # a cut inside of a block
+        (["M-M*", "", "E-G", ""], {"pp": 4, "newer": True}),
     ],
 )
 def test_ranks_of_every_layout_are_put_together(tmp_path: Path, segments: list[str], layout: Any) -> None:
@@ -308,5 +332,107 @@ def test_a_hybrid_checkpoint_survives_a_round_trip(tmp_path: Path, monkeypatch: 
     rows = {MODEL.vocab + 20: 128}  # of the vocabulary, with padding
     assert back == {key: (tuple(rows.get(n, n) for n in size), dtype) for key, (size, dtype) in source.items()}
     args, found = (common_state(folder / "iter_0000007")["args"] for folder in (theirs, tmp_path / "back"))
-    names = ("hybrid_layer_pattern", "num_layers", "spec", "mtp_num_layers", "mamba_num_heads")
+    names = ("hybrid_layer_pattern", "num_layers", "spec", "mtp_num_layers", "mamba_num_heads", "linear_key_head_dim")
     assert {name: found[name] for name in names} == {name: args[name] for name in names}
+
+
+# ---- The layers in the arguments ----
+
+
+def pattern_of(**changes: Any) -> tuple[str | None, int]:
+    """The pattern and the number of further tokens that a run's arguments describe."""
+    args = vars(hybrid_arguments(MODEL.vocab)) | changes
+    model, _ = read_arguments(args, "args")
+    return model.hybrid_layer_pattern, model.prediction_depths
+
+
+def test_older_arguments_name_the_layers() -> None:
+    assert pattern_of(hybrid_layer_pattern="M-|M*E-|G/*E") == ("M-M*E-G", 1)
+    assert pattern_of(hybrid_layer_pattern="M-M*E-G/") == ("M-M*E-G", 0)
+    older = {"hybrid_layer_pattern": None, "hybrid_override_pattern": "M-M*E-G", "mtp_num_layers": 2}
+    assert pattern_of(**older, mtp_hybrid_override_pattern="*E") == ("M-M*E-G", 2)
+    assert pattern_of(**older | {"mtp_num_layers": 3}) == ("M-M*E-G", 0)
+    shares = {
+        "hybrid_layer_pattern": None,
+        "is_hybrid_model": True,
+        "hybrid_attention_ratio": 0.25,
+        "num_experts": None,
+    }
+    assert pattern_of(**shares, hybrid_mlp_ratio=0.25, num_layers=8) == ("MM*-M*M-", 0)
+    assert pattern_of(spec=["megatron.core.models.mamba.mamba_layer_specs", "mamba_stack_spec"]) == ("M-M*E-G", 2)
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        ({"spec": ["megatron.core.models.hybrid.hybrid_layer_specs", "gdp_stack_spec"]}, "spec .*gdp_stack_spec"),
+        ({"hybrid_layer_pattern": "MDM-"}, "DeepSeek sparse attention, which is not implemented"),
+        ({"layernorm_epsilon": 1e-6}, r"norm_epsilon 1e-06 \(inside of Mamba-2 there 1e-05\): norms inside"),
+        ({"normalization": "LayerNorm"}, "normalization LayerNorm .inside of gated DeltaNet here RMSNorm"),
+        ({"apply_layernorm_1p": True}, "apply_layernorm_1p .not inside of gated DeltaNet here"),
+        ({"experimental_attention_variant": "gdn2"}, "experimental_attention_variant: 'gdn2' is not one of gdn"),
+    ],
+)
+def test_layers_that_there_are_none_of_here_are_refused_by_name(change: Any, sentence: str) -> None:
+    with pytest.raises(UserError, match=sentence):
+        pattern_of(**change)
+
+
+@pytest.mark.parametrize("flags", ["--num-layers 2", "--hybrid-layer-pattern *-*-"])
+def test_a_pattern_of_blocks_is_a_gpt(tmp_path: Path, flags: str) -> None:
+    """HybridModel's checkpoint of one loads in a run of either form, and is exported as GPTModel."""
+    blocks = replace(MODEL, hybrid_layer_pattern=None, num_layers=2, num_experts=None, mtp_num_layers=None)
+    ours = random_tensors(blocks)
+    found = {"decoder.final_norm.weight": ours["final_layernorm.weight"]}
+    for number, symbol in enumerate("*-*-"):
+        layer = layer_tensors(symbol, of_block(ours, f"layers.{number // 2}."))
+        found |= {f"decoder.layers.{number}.{name}": tensor for name, tensor in layer.items()}
+    for name in ("embedding.word_embeddings.weight", "output_layer.weight"):
+        found[name] = padded_rows(ours[name], MODEL.vocab + 20)
+    absent = {"num_experts": None, "mtp_num_layers": None}
+    more = {
+        "mock_data": True,
+        "seq_length": 32,
+        "global_batch_size": 4,
+        "train_iters": 9,
+        "hybrid_layer_pattern": "*-|*-",
+    }
+    theirs = write_hybrid_torch_dist(tmp_path / "theirs", found, **absent, **more)
+    check_tensors(theirs, ours)
+    run = f"--load megatron:{theirs} --mock-data --vocab-size 37 --seq-length 32 --train-iters 9 --global-batch-size 4"
+    config = parse([*f"{run} {flags}".split()], {}, recall=stored_config).config
+    assert config.model.hybrid_layer_pattern is None
+    assert preview_start(config, 1).iteration == 7
+    assert convert(["--load", str(theirs), "--save-megatron", str(tmp_path / "back")]) == 0
+    assert "decoder.layers.self_attention.linear_qkv.weight" in entries(tmp_path / "back" / "iter_0000007")
+    check_tensors(tmp_path / "back", ours)
+
+
+# ---- Tensors that are not where the pattern has them ----
+
+
+@pytest.mark.parametrize(
+    ("theirs", "moved"),
+    [
+        ("decoder.layers.0.mixer.D", "decoder.layers.1.mixer.D"),  # an MLP
+        ("decoder.layers.3.self_attention.linear_proj.weight", "decoder.layers.4.self_attention.linear_proj.weight"),
+        ("decoder.layers.0.mixer.in_proj.weight.z", "decoder.layers.0.mixer.in_proj.weight"),
+        ("mtp.layers.0.mtp_model_layer.layers.1.mlp.router.weight", "mtp.layers.0.mtp_model_layer.mlp.router.weight"),
+        ("decoder.layers.5.mlp.linear_fc2.weight", "decoder.layers.7.mlp.linear_fc2.weight"),
+    ],
+)
+def test_a_tensor_of_another_layer_is_unknown(tmp_path: Path, theirs: str, moved: str) -> None:
+    found = hybrid_entries(random_tensors(MODEL))
+    found[moved] = found.pop(theirs)
+    folder = write_hybrid_torch_dist(tmp_path, found, adam=False)
+    with pytest.raises(DamagedCheckpointError, match=f"model of its args does not have: {moved}$"):
+        Manifest.open(folder / "iter_0000007")
+
+
+def test_a_part_of_another_size_is_refused(tmp_path: Path) -> None:
+    found = hybrid_entries(random_tensors(MODEL))
+    name = "decoder.layers.6.self_attention.conv1d.weight.key"
+    found[name] = found[name][:4].clone()
+    folder = write_hybrid_torch_dist(tmp_path, found, adam=False)
+    with pytest.raises(DamagedCheckpointError, match=r"conv1d.weight.key \[4, 1, 4\] instead of \[6, 4\]"):
+        Manifest.open(folder / "iter_0000007")

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron.kernels.causal_conv import CAUSAL_CONV, causal_conv
+from megatron.kernels.causal_conv import CAUSAL_CONV, SEGMENT_ROWS, causal_conv
 from megatron.kernels.operation import check_kernel
 from tests.unit.kernels.doubles import install
 
@@ -39,6 +39,22 @@ def test_values_and_gradients(width: int, documents: bool, with_bias: bool) -> N
     seed = torch.randn_like(ours)
     grads, expected = torch.autograd.grad(ours, leaves, seed), torch.autograd.grad(theirs, leaves, seed)
     torch.testing.assert_close(grads, expected, rtol=1e-12, atol=1e-12)
+
+
+def test_rows_are_computed_in_segments() -> None:
+    """Each row depends on rows of the segment before, and gives these a gradient."""
+    torch.manual_seed(0)
+    x, weight, bias = (
+        torch.randn(1, 2 * SEGMENT_ROWS + 9, 2).double(),
+        torch.randn(2, 4).double(),
+        torch.randn(2).double(),
+    )
+    runs = (torch.arange(x.shape[1]) > SEGMENT_ROWS).long().unsqueeze(0)
+    leaves = [t.requires_grad_() for t in (x, weight, bias)]
+    ours, theirs = causal_conv(x, weight, bias, runs), by_document(x, weight, bias, runs)
+    seed = torch.randn_like(ours)
+    grads, expected = torch.autograd.grad(ours, leaves, seed), torch.autograd.grad(theirs, leaves, seed)
+    torch.testing.assert_close((ours, *grads), (theirs, *expected), rtol=1e-12, atol=1e-12)
 
 
 def test_other_documents_change_no_bit() -> None:

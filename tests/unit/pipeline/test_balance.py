@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron.pipeline.balance import SLACK, balanced_counts
+from megatron.pipeline.balance import balanced_counts
 from megatron.pipeline.schedules import make_schedule
 
 PLACEMENTS = [
@@ -61,18 +61,22 @@ def test_no_division_is_better(data: st.DataObject, placement: tuple[int, ...], 
 
     def order(counts: Sequence[int]) -> tuple[int, ...]:
         ranks, stages = costs_of(blocks, placement, first, last, counts)
-        squares = sum(cost**2 for cost in stages), sum(cost**2 for cost in ranks)
-        return max(ranks), max(stages), *squares, sum(accumulate(counts))
+        if len(ranks) == len(stages):
+            return max(stages), sum(cost**2 for cost in stages), sum(accumulate(counts))
+        return (max(ranks) + max(stages),)
 
     assert len(found) == len(placement)
-    possible = [*map(order, every_division(len(blocks), len(placement)))]
-    rank = min(possible)[0]
-    if len(placement) > len({*placement}):
-        rank = rank * (100 + SLACK) // 100
-    possible = [costs for costs in possible if costs[0] <= rank]
-    stage = min(costs[1] for costs in possible)
-    assert order(found)[2:] == min(costs[2:] for costs in possible if costs[1] == stage)
-    assert order(found)[:2] <= (rank, stage)
+    best = min(map(order, every_division(len(blocks), len(placement))))
+    if len({*placement}) == len(placement):
+        assert order(found) == best
+    else:  # improved step by step
+        assert order(found)[0] <= 1.5 * best[0]
+        assert order(found) <= order(_even_stages(blocks, len(placement), first, last))
+
+
+def _even_stages(blocks: Sequence[int], stages: int, first: int, last: int) -> list[int]:
+    """Divide as if each stage were a rank."""
+    return balanced_counts(blocks, range(stages), first, last)
 
 
 HYBRID = (286, 110, 286, 260, 286, 84)
@@ -91,7 +95,7 @@ HYBRID = (286, 110, 286, 260, 286, 84)
     ],
 )
 def test_large_models_are_divided_in_a_moment(blocks: int, name: str, ranks: int, chunks: int) -> None:
-    """Almost as if all ranks cost the same: but for a block, and what they may cost more for even stages."""
+    """Almost as if all ranks and all stages cost the same: but for a block."""
     costs = [HYBRID[i % 5] * 1000 + random.Random(i).randrange(50) for i in range(blocks)]
     placement = make_schedule(name, ranks, chunks, 1).placement
     begin = time.process_time()
@@ -99,5 +103,5 @@ def test_large_models_are_divided_in_a_moment(blocks: int, name: str, ranks: int
     assert time.process_time() - begin < 1
     on_ranks, on_stages = costs_of(costs, placement, 0, 300_000, counts)
     assert sum(counts) == blocks
-    assert max(on_ranks) <= (1 + SLACK / 100) * sum(on_ranks) / ranks + 300_000
+    assert max(on_ranks) <= sum(on_ranks) / ranks + 300_000
     assert max(on_stages) <= sum(on_ranks) / len(placement) + 300_000

@@ -18,7 +18,8 @@ from hypothesis import strategies as st
 from megatron.arguments.cli import parse
 from megatron.config.model import ModelConfig
 from megatron.config.parallel import ParallelConfig
-from megatron.layers.parameters import num_parameters
+from megatron.config.training import TrainingConfig
+from megatron.layers.parameters import block, num_parameters
 from megatron.pipeline import plan
 from megatron.pipeline.actions import COMPUTE_KINDS, EVALUATION_KINDS, ScheduleError
 from megatron.pipeline.partition import (
@@ -34,6 +35,7 @@ from megatron.pipeline.partition import (
 )
 from megatron.pipeline.schedules import make_schedule
 from megatron.pipeline.validate import validate_program
+from megatron.planner.flops import causal_attention_keys, flop_table
 
 
 def model(layers: int, **changes: Any) -> ModelConfig:
@@ -50,7 +52,7 @@ def pipeline(ranks: int, chunks: int | None = None, schedule: str | None = None,
 
 
 def sizes(parallel: ParallelConfig, layers: int) -> list[int]:
-    return [len(stage.layers) for stage in plan.stage_layers(model(layers), parallel)]
+    return [len(stage.layers) for stage in plan.stage_layers(model(layers), parallel, 64)]
 
 
 COUNTS = st.one_of(st.none(), st.integers(1, 6))
@@ -79,7 +81,7 @@ def test_all_layers_are_built_once_or_the_options_are_refused(
 ) -> None:
     parallel = replace(pipeline(ranks, chunks), **given)
     try:
-        stages = plan.stage_layers(model(layers), parallel)
+        stages = plan.stage_layers(model(layers), parallel, 64)
     except ScheduleError:
         return
     assert [layer for stage in stages for layer in stage.layers] == list(range(layers))
@@ -110,18 +112,72 @@ def test_layers_that_do_not_divide_are_dealt_out_by_cost() -> None:
     assert sizes(pipeline(4), 13) == [3, 3, 4, 3]  # the output layer is the rest of the last stage
     assert sizes(pipeline(4, pipeline_model_parallel_layout="auto"), 13) == sizes(pipeline(4), 13)
     large = replace(model(13), vocab_size=60_000)
-    assert format_layout(plan.stage_layers(large, pipeline(4))) == "Et*4|t*4|t*5|L"
-    assert plan.is_split_by_cost(large, pipeline(4))
-    assert not plan.is_split_by_cost(large, pipeline(13))
-    assert not plan.is_split_by_cost(large, pipeline(2, account_for_loss_in_pipeline_split=True))
+    assert format_layout(plan.stage_layers(large, pipeline(4), 64)) == "Et*4|t*4|t*5|L"
+    assert plan.is_split_by_cost(large, pipeline(4), 64)
+    assert not plan.is_split_by_cost(large, pipeline(13), 64)
+    assert not plan.is_split_by_cost(large, pipeline(2, account_for_loss_in_pipeline_split=True), 64)
 
 
 def test_costs_are_the_weights_that_multiply() -> None:
     shape = model(2, hidden_size=64, add_bias_linear=False)
-    costs = plan.layer_costs(shape)
+    costs = plan.layer_costs(shape, 64)
     norms = 2 * 2 * 64
     assert costs.layers == (12 * 64 * 64 + norms,) * 2
     assert (costs.embedding, costs.output) == (0, 257 * 64)
+
+
+DIFFERING: dict[str, dict[str, Any]] = {
+    "a few dense layers first": {"num_experts": 8, "moe_ffn_hidden_size": 32, "moe_layer_freq": "[0]*3+[1]*9"},
+    "a shared expert, heads": {
+        "num_experts": 8,
+        "moe_layer_freq": "2",
+        "moe_shared_expert_intermediate_size": 64,
+        "activation": "swiglu",
+        "position_embedding_type": "rope",
+        "mtp_num_layers": 2,
+    },
+    "two kinds of attention": {"token_mixers": ("attention", "latent-attention", "attention"), "window_size": 30},
+    "layers alone": {"hybrid_layer_pattern": "M-MM-*-E*M", "num_experts": 4},
+}
+
+
+@pytest.mark.parametrize("changes", DIFFERING.values(), ids=DIFFERING)
+def test_layers_that_differ_cost_their_flops(changes: dict[str, Any]) -> None:
+    """As the planner counts them, forward and backward, and the weights of norms and other vectors."""
+    shape = model(12, **{"add_bias_linear": False, **changes})
+    if shape.layer_pattern is not None:
+        shape = replace(shape, num_layers=len(shape.layer_pattern.blocks))
+    table = flop_table(shape, TrainingConfig(), causal_attention_keys(shape, 500), shape.vocab)
+    costs, each = plan.layer_costs(shape, 500), [sum(map(table.cost, layer.values())) / 6 for layer in table.layers]
+    beside = [
+        sum(s.numel for name, s in block(shape, shape.mixers(layer)).items() if len(s.shape) == 1 or "conv" in name)
+        for layer in range(shape.num_layers)
+    ]
+    assert costs.layers == pytest.approx([cost + few for cost, few in zip(each, beside)], abs=1)
+    assert not costs.alike
+    assert plan.layer_costs(shape, 1000).layers > costs.layers
+    stages = stages_from_counts([3, shape.num_layers - 3])
+    assert sum(plan.stage_costs(shape, stages, 500)) == sum(costs.layers) + costs.output
+    assert (
+        costs.output >= shape.vocab * shape.hidden_size + sum(sum(map(table.cost, h.values())) for h in table.heads) / 6
+    )
+
+
+def hybrid(pattern: str, layers: int, **changes: Any) -> ModelConfig:
+    return replace(model(layers, mamba_num_groups=1, mamba_state_dim=16), hybrid_layer_pattern=pattern, **changes)
+
+
+def test_layers_that_differ_are_split_by_cost_unless_equal_numbers_cost_the_same() -> None:
+    uneven = hybrid("*-*-*-*-MMMM", 8, vocab_size=8)
+    assert counts(plan.stage_layers(uneven, pipeline(2), 64)) == [3, 5]
+    assert counts(plan.stage_layers(uneven, pipeline(2), 8192)) == [2, 6]  # attention over more tokens costs more
+    assert plan.is_split_by_cost(uneven, pipeline(2), 64)
+    assert not plan.is_split_by_cost(uneven, pipeline(2, decoder_first_pipeline_num_layers=4), 64)
+    even = hybrid("MM*-MMM*-MMM", 10, vocab_size=8)
+    assert counts(plan.stage_layers(even, pipeline(2), 64)) == [5, 5]
+    assert not plan.is_split_by_cost(even, pipeline(2), 64)
+    alike = replace(model(8), vocab_size=10_000)  # an output layer that costs much changes nothing by itself
+    assert counts(plan.stage_layers(alike, pipeline(2), 64)) == [4, 4]
 
 
 @pytest.mark.parametrize("name", plan.SCHEDULES)
@@ -342,10 +398,10 @@ def test_heads_are_in_the_stage_of_the_output_layer() -> None:
 def test_the_stage_with_the_heads_gets_fewer_layers() -> None:
     without, one, two = (model(9, position_embedding_type="rope", mtp_num_layers=n) for n in (None, 1, 2))
     head = num_parameters(one) - num_parameters(without)
-    assert plan.layer_costs(two).output == 2 * head + 3 * two.vocab * two.hidden_size
-    assert plan.layer_costs(replace(two, mtp_use_repeated_layer=True)) == plan.layer_costs(two)
+    assert plan.layer_costs(two, 64).output == 2 * head + 3 * two.vocab * two.hidden_size
+    assert plan.layer_costs(replace(two, mtp_use_repeated_layer=True), 64) == plan.layer_costs(two, 64)
     auto = pipeline(2, pipeline_model_parallel_layout="auto")
-    assert [counts(plan.stage_layers(m, auto)) for m in (without, one, two)] == [[5, 4], [5, 4], [6, 3]]
+    assert [counts(plan.stage_layers(m, auto, 64)) for m in (without, one, two)] == [[5, 4], [5, 4], [6, 3]]
 
 
 @settings(max_examples=50, derandomize=True, deadline=None)

@@ -238,6 +238,8 @@ TWO_RANKS = (
     f"{TP} --num-query-groups 1 --mlp-chunk-size 10 --sequence-parallel",
     f"{TP} --sequence-parallel {LLAMA} --mtp-num-layers 2",
     f"{PP} {LLAMA} --mtp-num-layers 2 --mtp-use-repeated-layer --pipeline-schedule zb-h1",
+    f"{PP} {LLAMA} --hybrid-layer-pattern **-|--*/- --pipeline-schedule zb-h1",
+    f"{TP} --sequence-parallel {EXPERTS} --hybrid-layer-pattern **E-E",
 )
 CP = f"{LONG} --mlp-chunk-size 100 --context-parallel-size 2"
 GROUPED = "--num-query-groups 2 --position-embedding-type rope"

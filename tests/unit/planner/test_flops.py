@@ -157,7 +157,7 @@ def test_each_stage_of_a_pipeline_recomputes_its_first_blocks(options: dict[str,
     model, parallel = tiny(num_layers=6), ParallelConfig(**options)
     training = TrainingConfig(**FULL, recompute_method="block", recompute_num_layers=blocks)
     context = BuildContext(one_rank_mesh(), GradAccumulator())
-    chunks = build_chunks(model, training, context, dict(enumerate(stage_layers(model, parallel))))
+    chunks = build_chunks(model, training, context, dict(enumerate(stage_layers(model, parallel, SEQ))))
     sizes = {name: torch.zeros(spec.local_shape) for name, spec in context.specs.items()}
     context.grad_accumulator.bind(Gradients(sizes))
     batch = random_batch(model, SAMPLES, SEQ)

@@ -136,7 +136,7 @@ def test_bytes_of_each_part_match_the_allocations_of_a_run(dtype: str, optimizer
         trainer.specs[parameter_name(name)].numel * tensor.itemsize for name, tensor in local_tensors(trainer).items()
     )
     assert sum(whole) == checkpoint_bytes(config)
-    assert sum(p.numel() for p in trainer.params.values()) == max_rank_parameters(config.model, config.parallel)
+    assert sum(p.numel() for p in trainer.params.values()) == max_rank_parameters(config)
 
 
 ADAPTED = "--lora-rank 3 --lora-dora --pretrained-checkpoint NOT_READ"
@@ -201,6 +201,7 @@ CUT = (
     f"{SMALL} {STAGES[3]} --grad-compression powersgd:3 {EXPERTS} --expert-model-parallel-size 2",
     f"{SMALL} {STAGES[4]} --grad-compression topk:0.1 --optimizer muon",
     f"{SMALL} no_shard --grad-compression powersgd:2 --tensor-model-parallel-size 2",
+    f"{SMALL} optim_grads_params --pipeline-model-parallel-size 2 --bf16 --hybrid-layer-pattern **-|-*/-",
     *(f"{SMALL} {stage} {ADAPTED} --bf16 --swiglu --tensor-model-parallel-size 2" for stage in STAGES[:6:5]),
     f"{SMALL} optim_grads {ADAPTED} --lora-target layers.1.* --pipeline-model-parallel-size 2 --ema-decay 0.9",
 )
@@ -320,6 +321,8 @@ GATHERS = (
     f"{MTP} --pipeline-model-parallel-size 2 --reshard-after-forward --untie-embeddings-and-output-weights",
     f"{MTP} --mtp-use-repeated-layer --untie-embeddings-and-output-weights",
     f"{MTP} --mtp-use-repeated-layer --param-gather-prefetch 0",
+    "--hybrid-layer-pattern *-**--- --param-gather-prefetch 2",
+    "--hybrid-layer-pattern **--|-M*/- --pipeline-model-parallel-size 2 --reshard-after-forward --mamba-num-groups 1",
 )
 
 

@@ -12,6 +12,7 @@ import torch
 
 from megatron.config.model import ModelConfig
 from megatron.config.parallel import ParallelConfig
+from megatron.config.run import RunConfig
 from megatron.config.training import TrainingConfig
 from megatron.distributed.comm import Group
 from megatron.distributed.grad_accumulator import GradAccumulator
@@ -110,7 +111,7 @@ class OneRank:
 
 def built(model: ModelConfig, parallel: ParallelConfig, layout: Layout, rank: int) -> Specs:
     """Build the layers of a rank without memory, and return their parameters."""
-    mesh, layers = OneRank(layout, rank), stage_layers(model, parallel)
+    mesh, layers = OneRank(layout, rank), stage_layers(model, parallel, TrainingConfig().seq_length)
     of_stage = stage_placement(parallel, len(layers) // parallel.pipeline_model_parallel_size)
     context = BuildContext(cast("Mesh", mesh), GradAccumulator(), device=torch.device("meta"))
     here = {s: layers[s] for s, r in enumerate(of_stage) if r == mesh.coordinate["pp"]}
@@ -131,7 +132,7 @@ def check(model: ModelConfig, parallel: ParallelConfig, ranks: int) -> None:
             {name: (spec.local_shape, spec.reduce_axes, spec.tied) for name, spec in found.items()}
             for found in (
                 built(model, parallel, layout, rank),
-                rank_parameters(model, parallel, layout.coordinate(rank)["pp"]),
+                rank_parameters(RunConfig(model=model, parallel=parallel), layout.coordinate(rank)["pp"]),
             )
         )
         assert [*specs.items()] == [*listed.items()], (parallel, rank)
@@ -171,7 +172,7 @@ def test_an_unknown_vocabulary_is_an_error() -> None:
 
 def test_every_stage_is_on_one_rank() -> None:
     model = replace(BASE, num_layers=4)
-    first, second = stages_by_rank(model, resolve_pipeline(model, PIPELINES[3]))
+    first, second = stages_by_rank(RunConfig(model=model, parallel=resolve_pipeline(model, PIPELINES[3])))
     assert [stage.first for stage in first + second].index(True) == 0
     assert first[-1].last
     assert len(second) == 2

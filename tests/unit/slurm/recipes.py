@@ -102,7 +102,7 @@ def arithmetic(config: RunConfig, world_size: int, mfu: float) -> list[str]:
     count = batch // (dp * micro)
     layers = f"{model.num_layers} layers = {pp} x VPP{vpp} x {model.num_layers // (pp * vpp)}; " if pp > 1 else ""
     if model.num_layers % (pp * vpp):
-        counts = [stage.count for stage in plan.stage_layers(model, parallel)]
+        counts = [stage.count for stage in plan.stage_layers(model, parallel, training.seq_length)]
         layers = f"{model.num_layers} layers in stages of {min(counts)} to {max(counts)}; "
     if model.num_experts is not None:
         ep = parallel.expert_model_parallel_size
@@ -162,7 +162,7 @@ def activation_bytes(config: RunConfig, microbatches: int) -> float:
     tokens = training.seq_length * training.micro_batch_size
     layers = model.num_layers
     if parallel.pipeline_model_parallel_size > 1:
-        stages = plan.stage_layers(model, parallel)
+        stages = plan.stage_layers(model, parallel, training.seq_length)
         layers = max(plan.peak_counts(parallel, microbatches).activations) * max(stage.count for stage in stages)
     return tokens * layers * layer_bytes(model) / parallel.tensor_model_parallel_size
 
