@@ -212,6 +212,17 @@ _GRANITE_4_H_TINY: Preset = {
     "moe_router_load_balancing_type": ("seq_aux_loss",),
     "moe_aux_loss_coeff": (0.01,),  # not published
 }
+_TINY_HYBRID: Preset = _NEMOTRON | {
+    "hybrid_layer_pattern": "M-M*-M-",
+    "lr": 1e-3,
+    "min_lr": 1e-4,
+    "lr_warmup_fraction": 0.05,
+    "num_query_groups": 4,
+    "ffn_hidden_size": 512,
+    "mamba_state_dim": 32,
+    "mamba_head_dim": 32,
+    "mamba_num_groups": 2,
+}
 
 
 def _hybrid(hidden: int, heads: int, length: int, positions: int, model: Preset) -> Preset:
@@ -273,6 +284,7 @@ PRESETS = MappingProxyType(
         | {"lr_warmup_fraction": 0.05, "num_query_groups": 4, "ffn_hidden_size": 192}
         | {"num_experts": 8, "moe_router_load_balancing_type": ("seq_aux_loss",), "moe_aux_loss_coeff": (0.01,)},
         "tiny-deepseek": _LLAMA | _shape(4, 128, 4, 256, 1e-3, 1e-4) | _TINY_DEEPSEEK,
+        "tiny-hybrid": _hybrid(128, 8, 256, 256, _TINY_HYBRID),
     }
 )
 

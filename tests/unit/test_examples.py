@@ -30,7 +30,7 @@ EXAMPLES = ROOT / "examples"
 RANKS = {"tiny-gpt2": 1, "tiny-llama": 1, "gpt3-175b": 1024, "llama2-7b": 64, "llama3-8b": 64}
 RANKS |= {"llama3-70b": 512, "llama3-405b": 2016, "mixtral-8x7b": 256, "qwen3-30b-a3b": 128, "gpt-oss-20b": 64}
 RANKS |= {"nemotron-h-8b": 64, "nemotron-3-nano-30b-a3b": 128, "granite-4.0-h-tiny": 64, "qwen3-next-80b-a3b": 256}
-RANKS |= {"deepseek-v3": 2048, "tiny-moe": 1, "tiny-deepseek": 1}
+RANKS |= {"deepseek-v3": 2048, "tiny-moe": 1, "tiny-deepseek": 1, "tiny-hybrid": 1}
 
 
 def config_of(words: list[str], ranks: int) -> RunConfig:

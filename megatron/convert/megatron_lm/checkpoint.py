@@ -303,8 +303,7 @@ def _first_layers(files: Sequence[_RankFile]) -> dict[tuple[int, int], int]:
     counts: dict[tuple[int, int], int] = {}
     for file in files:
         for number, tensors in file.chunks():
-            places = (place for place in map(find_place, tensors) if place.depth is None)
-            layers = {place.layer for place in places if place.layer is not None}
+            layers = {place.layer for place in map(find_place, tensors) if place.layer is not None}
             counts[number, file.pp] = max(counts.get((number, file.pp), 0), 1 + max(layers, default=-1))
     starts, layer = {}, 0
     for at in sorted(counts):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +15,13 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 
+from megatron.arguments.cli import parse
 from megatron.checkpoint.errors import DamagedCheckpointError
 from megatron.checkpoint.format import Manifest
 from megatron.config.errors import UserError
 from megatron.config.model import ModelConfig
 from megatron.convert.megatron_lm.model import HYBRID_SPECS, read_arguments
+from megatron.training.resume_source import preview_start, stored_config
 from tests.kit.runs import checkpoint
 from tests.unit.convert.megatron_lm import (
     common_state,
@@ -267,10 +270,12 @@ def in_parts(symbol: str, layer: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return found
 
 
-def write_hybrid_torch_dist(folder: Path, found: Mapping[str, Tensor], halves: bool = False, **more: Any) -> Path:
-    """Write a checkpoint in the format torch_dist, with the state of Adam."""
+def write_hybrid_torch_dist(
+    folder: Path, found: Mapping[str, Tensor], halves: bool = False, adam: bool = True, **more: Any
+) -> Path:
+    """Write a checkpoint in the format torch_dist, with the state of Adam or without."""
     every: dict[str, Any] = {**found}
-    for key, tensor in found.items():
+    for key, tensor in found.items() if adam else ():
         every |= {f"optimizer.state.{k}.{key}": x for k, x in {"param": tensor, **moments_of(tensor)}.items()}
     args = hybrid_arguments(MODEL.vocab + 20, **more)
     part = {"optimizer": {"param_groups": [{"step": 7}]}}
@@ -373,6 +378,36 @@ def test_layers_that_there_are_none_of_here_are_refused_by_name(change: Any, sen
         pattern_of(**change)
 
 
+@pytest.mark.parametrize("flags", ["--num-layers 2", "--hybrid-layer-pattern *-*-"])
+def test_a_pattern_of_blocks_is_a_gpt(tmp_path: Path, flags: str) -> None:
+    """HybridModel's checkpoint of one loads in a run of either form, and is exported as GPTModel."""
+    blocks = replace(MODEL, hybrid_layer_pattern=None, num_layers=2, num_experts=None, mtp_num_layers=None)
+    ours = random_tensors(blocks)
+    found = {"decoder.final_norm.weight": ours["final_layernorm.weight"]}
+    for number, symbol in enumerate("*-*-"):
+        layer = layer_tensors(symbol, of_block(ours, f"layers.{number // 2}."))
+        found |= {f"decoder.layers.{number}.{name}": tensor for name, tensor in layer.items()}
+    for name in ("embedding.word_embeddings.weight", "output_layer.weight"):
+        found[name] = padded_rows(ours[name], MODEL.vocab + 20)
+    absent = {"num_experts": None, "mtp_num_layers": None}
+    more = {
+        "mock_data": True,
+        "seq_length": 32,
+        "global_batch_size": 4,
+        "train_iters": 9,
+        "hybrid_layer_pattern": "*-|*-",
+    }
+    theirs = write_hybrid_torch_dist(tmp_path / "theirs", found, **absent, **more)
+    check_tensors(theirs, ours)
+    run = f"--load megatron:{theirs} --mock-data --vocab-size 37 --seq-length 32 --train-iters 9 --global-batch-size 4"
+    config = parse([*f"{run} {flags}".split()], {}, recall=stored_config).config
+    assert config.model.hybrid_layer_pattern is None
+    assert preview_start(config, 1).iteration == 7
+    assert convert(["--load", str(theirs), "--save-megatron", str(tmp_path / "back")]) == 0
+    assert "decoder.layers.self_attention.linear_qkv.weight" in entries(tmp_path / "back" / "iter_0000007")
+    check_tensors(tmp_path / "back", ours)
+
+
 # ---- Tensors that are not where the pattern has them ----
 
 
@@ -389,7 +424,7 @@ def test_layers_that_there_are_none_of_here_are_refused_by_name(change: Any, sen
 def test_a_tensor_of_another_layer_is_unknown(tmp_path: Path, theirs: str, moved: str) -> None:
     found = hybrid_entries(random_tensors(MODEL))
     found[moved] = found.pop(theirs)
-    folder = write_hybrid_torch_dist(tmp_path, found)
+    folder = write_hybrid_torch_dist(tmp_path, found, adam=False)
     with pytest.raises(DamagedCheckpointError, match=f"model of its args does not have: {moved}$"):
         Manifest.open(folder / "iter_0000007")
 
@@ -398,6 +433,6 @@ def test_a_part_of_another_size_is_refused(tmp_path: Path) -> None:
     found = hybrid_entries(random_tensors(MODEL))
     name = "decoder.layers.6.self_attention.conv1d.weight.key"
     found[name] = found[name][:4].clone()
-    folder = write_hybrid_torch_dist(tmp_path, found)
+    folder = write_hybrid_torch_dist(tmp_path, found, adam=False)
     with pytest.raises(DamagedCheckpointError, match=r"conv1d.weight.key \[4, 1, 4\] instead of \[6, 4\]"):
         Manifest.open(folder / "iter_0000007")
