@@ -112,10 +112,10 @@ def split_equally(
 
 @lru_cache(maxsize=64)
 def split_by_cost(placement: tuple[int, ...], costs: LayerCosts) -> tuple[StageLayers, ...]:
-    """Split layers to minimise the maximum cost of a rank, then of a stage; choose the most even of such splits.
+    """Split layers to minimise the maximum cost of a rank, and with several stages per rank that of a stage, too.
 
     Among equally even splits, later stages have more layers: they keep fewer activations, and the first one has the
-    embedding's weight.
+    embedding's weight. Layers that differ: :mod:`megatron.pipeline.balance`.
 
     Args:
         placement: rank of every stage.

@@ -90,15 +90,21 @@ def test_layers_and_groups_as_asked_for(pool: Pool, name: str) -> None:
 
 
 UNEVEN: dict[str, Any] = {
-    "hybrid_layer_pattern": "*-MMMEMM", "ffn_hidden_size": 768, "num_experts": 4, "moe_ffn_hidden_size": 16,
-    "mamba_head_dim": 16, "mamba_state_dim": 8, "mamba_num_groups": 2, "add_bias_linear": False,
+    "hybrid_layer_pattern": "*-MMMEMM",
+    "ffn_hidden_size": 768,
+    "num_experts": 4,
+    "moe_ffn_hidden_size": 16,
+    "mamba_head_dim": 16,
+    "mamba_state_dim": 8,
+    "mamba_num_groups": 2,
+    "add_bias_linear": False,
 }
 """A block of attention and a wide MLP, then five that cost less together."""
 
 
 @pytest.mark.parametrize(
     ("ranks", "schedule", "numbers"),
-    [(2, "1f1b", [1, 5]), pytest.param(2, "zb-v", [1, 2, 3, 0], marks=LONG)],
+    [(2, "1f1b", [1, 5]), pytest.param(2, "zb-v", [0, 1, 1, 4], marks=LONG)],
 )
 def test_blocks_that_differ_are_split_by_cost(pool: Pool, ranks: int, schedule: str, numbers: list[int]) -> None:
     case = pipeline(ranks, schedule, samples=5, layers=6, **UNEVEN)
