@@ -30,6 +30,7 @@ from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
 from megatron.kernels.operation import HALF_DTYPES, Candidate, KernelCheck, Operation, missing_modules
+from megatron.kernels.state_space import segment_sums
 
 CHUNK = 64
 """Tokens of a chunk."""
@@ -173,23 +174,15 @@ def _segment(inputs: _Inputs, state_BNDV: Tensor | None, chunk: int) -> tuple[Te
     columns = inputs.v.shape[3] if state_BNDV is None else state_BNDV.shape[3]
     v = chunks(F.pad(inputs.v, (0, columns - inputs.v.shape[3])), values)
     k, beta = chunks(l2_normalized(inputs.k.to(wide)), keys), chunks(inputs.beta, values)
-    hidden = torch.ones(chunk, chunk, dtype=torch.bool, device=k.device).triu(1)
-    log_decay_BMCN = F.pad(inputs.log_decay.to(wide), (0, 0, 0, padding)).unflatten(1, (-1, chunk))
-    if inputs.runs is None:  # logarithm of all decays since the start of the chunk, or of the document in it
-        total, unseen = log_decay_BMCN.cumsum(2), None
-    else:
+    log = chunks(inputs.log_decay, values)
+    hidden, since = torch.ones(chunk, chunk, dtype=torch.bool, device=k.device).triu(1), log.cumsum(-1).exp()
+    if inputs.runs is not None:
         runs_BMC = F.pad(inputs.runs, (0, padding), mode="replicate").unflatten(1, (-1, chunk))
         first_B1 = runs_BMC[:, 0, :1] if inputs.before is None else inputs.before
         before_BM1 = torch.cat((first_B1, runs_BMC[:, :-1, -1]), 1).unsqueeze(2)
-        unseen = (runs_BMC != before_BM1)[:, None, None]
-        hidden = hidden | (runs_BMC.unsqueeze(3) != runs_BMC.unsqueeze(2))
-        # A cumulative sum over documents would leave the rounding of one in the next.
-        total = (log_decay_BMCN.unsqueeze(2) * ~hidden.unsqueeze(4)).sum(3)
-        hidden = hidden[:, None, None]
-    total = total.unflatten(3, (keys, -1)).permute(0, 3, 4, 1, 2)
-    since = total.exp()  # factor of the state before the chunk, at each token
-    since = since if unseen is None else since.masked_fill(unseen, 0)
-    decays = (total.unsqueeze(-1) - total.unsqueeze(-2)).masked_fill(hidden, -torch.inf).exp()
+        since = since.masked_fill((runs_BMC != before_BM1)[:, None, None], 0)  # factor of the state before the chunk
+        hidden = (hidden | (runs_BMC.unsqueeze(3) != runs_BMC.unsqueeze(2)))[:, None, None]
+    decays = segment_sums(log).masked_fill(hidden, -torch.inf).exp()
 
     # (I + lower triangle) u = beta (v - since k S): u is ``new - read S``, for any state S before the chunk.
     coupled = (k @ k.mT) * decays * beta.unsqueeze(-1)

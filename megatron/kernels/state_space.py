@@ -190,11 +190,11 @@ def _scan(part: _Part, state: Tensor, before_B: Tensor | None, chunk: int) -> tu
     """Return the outputs, and the state after the last token, given that before the first and its document."""
     length, part = part.x.shape[1], part.padded(chunk)
     states_BJGRPD = _states(part, state, before_B, chunk)
-    u_BKQGRP, b_BKQGD, c_BKQGD, total_BKGRQ, runs_BKQ = _chunks(part, chunk)
+    u_BKQGRP, b_BKQGD, c_BKQGD, log_BKGRQ, runs_BKQ = _chunks(part, chunk)
     scores_BKGQS = torch.einsum("bkqgd,bksgd->bkgqs", c_BKQGD, b_BKQGD)
-    weights_BKGRQS = scores_BKGQS.unsqueeze(3) * _decays(total_BKGRQ, runs_BKQ)
+    weights_BKGRQS = scores_BKGQS.unsqueeze(3) * _decays(log_BKGRQ, runs_BKQ)
     y_BKQGRP = torch.einsum("bkgrqs,bksgrp->bkqgrp", weights_BKGRQS, u_BKQGRP)
-    since_BKGRQ = total_BKGRQ
+    since_BKGRQ = log_BKGRQ.cumsum(-1)
     if runs_BKQ is not None and before_B is not None:
         ends_BK = torch.cat((before_B.unsqueeze(1), runs_BKQ[:, :-1, -1]), 1)
         since_BKGRQ = since_BKGRQ.masked_fill((runs_BKQ != ends_BK.unsqueeze(2))[:, :, None, None], -torch.inf)
@@ -204,48 +204,44 @@ def _scan(part: _Part, state: Tensor, before_B: Tensor | None, chunk: int) -> tu
 
 def _states(part: _Part, state: Tensor, before_B: Tensor | None, chunk: int) -> Tensor:
     """Return the states before each chunk, and after the last one ``[B, J, G, R, P, D]``."""
-    u_BKQGRP, b_BKQGD, _, total_BKGRQ, runs_BKQ = _chunks(part.padded(chunk), chunk)
-    left_BKGRQ, ends_BJ = total_BKGRQ[..., -1:] - total_BKGRQ, None
+    u_BKQGRP, b_BKQGD, _, log_BKGRQ, runs_BKQ = _chunks(part.padded(chunk), chunk)
+    left_BKGRQ, ends_BJ = F.pad(log_BKGRQ[..., 1:], (0, 1)).flip(-1).cumsum(-1).flip(-1), None
     if runs_BKQ is not None and before_B is not None:
         ends_BJ = torch.cat((before_B.unsqueeze(1), runs_BKQ[:, :, -1]), 1)
         left_BKGRQ = left_BKGRQ.masked_fill((runs_BKQ != ends_BJ[:, 1:, None])[:, :, None, None], -torch.inf)
     of_chunks = torch.einsum("bkqgrp,bkgrq,bkqgd->bkgrpd", u_BKQGRP, left_BKGRQ.exp(), b_BKQGD)
-    log_BKN = total_BKGRQ[..., -1].flatten(2)
-    total_BJN = _totals(F.pad(log_BKN, (0, 0, 1, 0)), ends_BJ)
-    decays_BGRJJ = _decays(total_BJN.mT.unflatten(1, total_BKGRQ.shape[2:4]), ends_BJ)
+    decays_BGRJJ = _decays(F.pad(log_BKGRQ.sum(-1).movedim(1, -1), (1, 0)), ends_BJ)
     return torch.einsum("bgrjk,bkgrpd->bjgrpd", decays_BGRJJ, torch.cat((state.unsqueeze(1), of_chunks), 1))
 
 
 def _chunks(part: _Part, chunk: int) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
-    """Return inputs by chunks: ``dt x``, ``b``, ``c``, logarithms of the decays up to each token, and documents."""
+    """Return inputs by chunks: ``dt x``, ``b``, ``c``, logarithms of the decays, and documents."""
     groups, wide = part.b.shape[2], part.dt.dtype
     heads = part.dt.shape[2] // groups
     u_BLNP = part.x.to(wide) * part.dt.unsqueeze(3)
     u_BKQGRP = u_BLNP.unflatten(2, (groups, heads)).unflatten(1, (-1, chunk))
     b_BKQGD, c_BKQGD = (t.to(wide).unflatten(1, (-1, chunk)) for t in (part.b, part.c))
-    log_BKQN = (part.dt * part.a).unflatten(1, (-1, chunk))
+    log_BKGRQ = (part.dt * part.a).unflatten(1, (-1, chunk)).mT.unflatten(2, (groups, heads))
     runs_BKQ = None if part.runs is None else part.runs.unflatten(1, (-1, chunk))
-    total_BKGRQ = _totals(log_BKQN, runs_BKQ).mT.unflatten(2, (groups, heads))
-    return u_BKQGRP, b_BKQGD, c_BKQGD, total_BKGRQ, runs_BKQ
+    return u_BKQGRP, b_BKQGD, c_BKQGD, log_BKGRQ, runs_BKQ
 
 
-def _totals(log_TN: Tensor, runs_T: Tensor | None) -> Tensor:
-    """Sum logarithms of decays over the tokens of a document up to each one, without a bit of other documents."""
-    return log_TN.cumsum(-2) if runs_T is None else _seen(log_TN.mT, runs_T).to(log_TN) @ log_TN
-
-
-def _decays(total_GRT: Tensor, runs_T: Tensor | None) -> Tensor:
+def _decays(log_GRT: Tensor, runs_T: Tensor | None) -> Tensor:
     """Return the decay from token s to token t ``[.., t, s]``; 0 from later ones and other documents."""
-    seen_TT = _seen(total_GRT, runs_T)
-    hidden = ~seen_TT if runs_T is None else ~seen_TT[..., None, None, :, :]
-    return (total_GRT.unsqueeze(-1) - total_GRT.unsqueeze(-2)).masked_fill(hidden, -torch.inf).exp()
+    seen_TT = torch.ones(2 * log_GRT.shape[-1:], dtype=torch.bool, device=log_GRT.device).tril()
+    if runs_T is not None:
+        seen_TT = (seen_TT & (runs_T.unsqueeze(-1) == runs_T.unsqueeze(-2)))[..., None, None, :, :]
+    return segment_sums(log_GRT).masked_fill(~seen_TT, -torch.inf).exp()
 
 
-def _seen(like_GRT: Tensor, runs_T: Tensor | None) -> Tensor:
-    """Return True where token t sees token s: ``[t, s]``, with documents ``[.., t, s]``."""
-    order = torch.arange(like_GRT.shape[-1], device=like_GRT.device)
-    causal = order.unsqueeze(1) >= order
-    return causal if runs_T is None else causal & (runs_T.unsqueeze(-1) == runs_T.unsqueeze(-2))
+def segment_sums(log_T: Tensor) -> Tensor:
+    """Return the sums over the tokens after s up to t ``[.., t, s]``; 0 for later s (segment sums, as in the paper).
+
+    Differences of cumulative sums would keep the rounding of tokens before s, whose decays may be much smaller, and
+    which may belong to other documents.
+    """
+    after_TT = torch.ones(2 * log_T.shape[-1:], dtype=torch.bool, device=log_T.device).tril(-1)
+    return log_T.unsqueeze(-1).where(after_TT, 0.0).cumsum(-2)
 
 
 def _library_missing(device: torch.device, dtype: torch.dtype) -> str | None:

@@ -27,6 +27,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron.distributed.context_parallel import ContextParallel
+from megatron.kernels.state_space import segment_sums
 from megatron.layers.context import BuildContext, ForwardContext
 from megatron.layers.kv_cache import KVCache
 
@@ -141,9 +142,6 @@ class RecurrentRows:
     def decays(self, log_NLH: Tensor) -> tuple[Tensor, Tensor]:
         """Return the products of decays between the tokens of a chunk, and those since the chunk before.
 
-        Sums of logarithms leave out the tokens that a decay does not pass, instead of subtracting them, so that no bit
-        depends on other documents (segment sums; Dao and Gu 2024, arXiv 2405.21060).
-
         Args:
             log_NLH: logarithm of each token's decay, for each head.
 
@@ -153,8 +151,7 @@ class RecurrentRows:
         """
         log_NHL, length = log_NLH.transpose(1, 2), log_NLH.shape[1]
         ones = torch.ones(length, length, dtype=torch.bool, device=log_NLH.device)
-        between = log_NHL.unsqueeze(3).where(ones.tril(-1), 0.0).cumsum(2).exp()
-        visible = ones.tril()
+        between, visible = segment_sums(log_NHL).exp(), ones.tril()
         if self.own_runs is not None:
             visible = visible & (self.own_runs.unsqueeze(2) == self.own_runs.unsqueeze(1)).unsqueeze(1)
         since = log_NHL.cumsum(2).exp()

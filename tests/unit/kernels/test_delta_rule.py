@@ -66,6 +66,15 @@ def compare(length: int, chunk: int, segment: int, with_documents: bool, with_st
         assert (found - right).norm() <= 1e-12 * right.norm() + 1e-14
 
 
+def test_steep_decays_leave_no_rounding() -> None:
+    """In fp32, the outputs of later tokens of gentle decays in the chunk are as exact as others."""
+    q, k, v, log_decay, beta, _ = (t.detach() for t in inputs_of(60))
+    log_decay = torch.where(torch.arange(60).view(1, -1, 1) < 30, -100.0, -log_decay.exp() / 100)
+    inputs = q, k, v, log_decay, beta.sigmoid()
+    (ours, _), (exact, _) = gated_delta_rule(*(t.float() for t in inputs)), recurrence(*inputs, None, None)
+    assert (ours.double() - exact)[:, 30:].norm() < 1e-6 * exact[:, 30:].norm()
+
+
 @pytest.mark.parametrize("with_state", [False, True])
 @pytest.mark.parametrize("with_documents", [False, True])
 @pytest.mark.parametrize(("length", "chunk", "segment"), [(1, 64, 16), (7, 7, 1), (65, 64, 16), (90, 8, 3)])
