@@ -48,8 +48,11 @@ from megatron.arguments.validate import find_notes, find_problems, is_met, unuse
 from megatron.config.checkpoint import CheckpointConfig
 from megatron.config.data_paths import SOURCE_OPTIONS
 from megatron.config.errors import Problem, UserError, credential_problem
+from megatron.config.gated_delta_net import GATED_DELTA_NET
 from megatron.config.launch import Launch, launch_notes
 from megatron.config.layer_pattern import pattern_notes
+from megatron.config.mamba import MAMBA_MIXER
+from megatron.config.model import ModelConfig
 from megatron.config.option import Role
 from megatron.config.plugins import load_plugins
 from megatron.config.privacy import redact
@@ -216,7 +219,7 @@ def parse(
     findings.add(implied_default_problems(flags.spellings, config))
     findings.add(note for _, note in meaning_notes(flags.spellings, config))
     if not (findings.problems or start.unreadable):  # after a mistake elsewhere, nothing may be missing
-        findings.add(_missing_problems(values, start, about))
+        findings.add(_missing_problems(values, config.model, start, about))
     world_size = _world_size(line.known, config, launch)
     findings.add(_launch_findings(line.known, config, launch))
     doubtful = {name for source in sources for name in source.doubtful}
@@ -314,11 +317,14 @@ class StartModel:
             yield f"taken from the checkpoint's model, because no flag sets it: {' '.join(flags)}"
 
 
-def _missing_problems(values: Values, start: StartModel, about: str) -> Iterator[Problem]:
+def _missing_problems(values: Values, model: ModelConfig, start: StartModel, about: str) -> Iterator[Problem]:
     """Yield a problem if a run from scratch lacks a size of its model."""
-    missing = [SETTINGS[name] for name in REQUIRED if name not in values]
-    if values.get("hybrid_layer_pattern"):
-        missing = [setting for setting in missing if setting.name != "num_layers"]
+    known = {*values}
+    if model.hybrid_layer_pattern is not None:
+        known.add("num_layers")
+    if {*model.token_mixer_names} <= {MAMBA_MIXER, GATED_DELTA_NET}:  # no attention, and no plugin's mixer
+        known.add("num_attention_heads")
+    missing = [SETTINGS[name] for name in REQUIRED if name not in known]
     if missing and start.saved is None and not start.source.values:
         sentence = f"the model is not complete: {', '.join(setting.flag for setting in missing)} must be given"
         fixes = (" ".join(setting.spell(setting.default) for setting in missing), "--preset gpt2-124m")

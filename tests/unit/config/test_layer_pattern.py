@@ -18,7 +18,8 @@ from megatron.layers.parameters import gpt
 from megatron.pipeline.partition import parse_layout
 from tests.unit.arguments.command import problems, run
 
-SHAPE = "--hidden-size 32 --num-attention-heads 4 --seq-length 16 --mock-data --vocab-size 64 --train-iters 1"
+HEADS = "--num-attention-heads 4"
+SHAPE = f"--hidden-size 32 {HEADS} --seq-length 16 --mock-data --vocab-size 64 --train-iters 1"
 NAMES = {"*": "attention", "+": "latent-attention", "-": "mlp", "E": "experts"}
 
 
@@ -51,6 +52,22 @@ def test_symbols_are_grouped_into_blocks() -> None:
 def test_a_model_of_equal_blocks_has_two_residual_layers_in_each() -> None:
     model = ModelConfig(num_layers=3)
     assert (model.residual_layers, [model.residual_layer(n) for n in range(3)]) == (6, [0, 2, 4])
+
+
+@pytest.mark.parametrize(
+    ("layers", "codes"),
+    [
+        ("--hybrid-layer-pattern M-ME", []),
+        ("--token-mixers gated-delta-net --num-layers 2", []),
+        ("--hybrid-layer-pattern M-*-", ["E011"]),
+        ("--hybrid-layer-pattern M-/*-", ["E011"]),
+        ("--token-mixers mamba2", ["E011"]),
+    ],
+)
+def test_only_attention_needs_a_number_of_heads(layers: str, codes: list[str]) -> None:
+    sizes = "--mamba-num-groups 1 --moe-router-topk 2" + " --num-experts 4" * ("E" in layers)
+    found = problems(f"{layers} {sizes}", base=SHAPE.replace(HEADS, ""), read_model=None)
+    assert [each.code for each in found] == codes
 
 
 def test_lists_of_layers_count_symbols() -> None:
