@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 
 from megatron.config.attention_pattern import parse_layers
@@ -33,9 +34,12 @@ from megatron.pipeline.plan import (
 )
 from megatron.planner.memory import STATE_KINDS, checkpoint_bytes, max_host_bytes, max_peak_bytes, max_rank_parameters
 
+MAX_SYMBOLS = 40
+"""Symbols of a layer pattern that are shown."""
+
 
 def summary(config: RunConfig, world_size: int, iteration: int = 0, consumed_samples: int = 0) -> str:
-    """Return at most fourteen lines, from ranks and pipeline to precision and checkpoints.
+    """Return at most sixteen lines, from ranks and pipeline to precision and checkpoints.
 
     Args:
         config: resolved or not.
@@ -48,6 +52,8 @@ def summary(config: RunConfig, world_size: int, iteration: int = 0, consumed_sam
         "ranks": _ranks(config, world_size),
         "pipeline": _pipeline(config, world_size),
         "model": _model(config.model),
+        "layers": _layers(config.model),
+        "mixers": "" if len(mixers := describe_mixers(config.model)) == 1 else "; ".join(mixers),
         "attention": _attention(config.model),
         "parameters": _parameters(config),
         "memory": memory,
@@ -129,16 +135,25 @@ def _pipeline(config: RunConfig, world_size: int) -> str:
 
 
 def _model(model: ModelConfig) -> str:
-    parts = [f"{model.num_layers} layers", f"hidden {model.hidden_size}", *describe_mixers(model)]
-    if model.hybrid_layer_pattern is not None:
-        parts[0] = (
-            f"{model.residual_layers} layers {model.hybrid_layer_pattern} in {counted(model.num_layers, 'block')}"
-        )
-    elif model.repeated_token_mixers != type(model).token_mixers:
+    mixers = describe_mixers(model)
+    parts = [f"{model.residual_layers if model.hybrid_layer_pattern else model.num_layers} layers"]
+    parts += [f"hidden {model.hidden_size}", *(mixers if len(mixers) == 1 else ())]
+    if model.hybrid_layer_pattern is None and model.repeated_token_mixers != type(model).token_mixers:
         parts.append(f"mixers {' '.join(model.repeated_token_mixers)} (repeated)")
     if model.dense_layers and model.num_experts is None:
         parts.append(f"{model.activation} MLP of {model.ffn}")
     return ", ".join([*parts, model.normalization, f"positions {model.position_embedding_type}"])
+
+
+def _layers(model: ModelConfig) -> str:
+    """Return the pattern of a hybrid model, shortened if it is long, and how often it has each mixer."""
+    pattern = model.hybrid_layer_pattern
+    if pattern is None:
+        return ""
+    counts = Counter(name for layer in range(model.num_layers) for name in model.mixers(layer))
+    shown = pattern if len(pattern) <= MAX_SYMBOLS else f"{pattern[:MAX_SYMBOLS]}..."
+    each = ", ".join(f"{count} {name}" for name, count in counts.items())
+    return f"{shown}: {each}, in {counted(model.num_layers, 'block')}"
 
 
 def describe_mixers(model: ModelConfig) -> list[str]:

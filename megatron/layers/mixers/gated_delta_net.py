@@ -60,10 +60,10 @@ class GatedDeltaNetMixer(Mixer):
         return GatedDeltaNet(config, context, plan)
 
     def describe(self, config: ModelConfig) -> str:
-        """Return the heads and the convolution."""
+        """Return the heads."""
         keys = f"{config.linear_num_key_heads} key heads of {config.linear_key_head_dim}"
         values = f"{config.linear_num_value_heads} value heads of {config.linear_value_head_dim}"
-        return f"gated DeltaNet with {keys}, {values}, convolution {config.linear_conv_kernel_dim}"
+        return f"{keys}, {values}"
 
     def passed(self, config: ModelConfig, tp: int) -> Passed:
         """Return the inputs and outputs of the heads, their states with the matrices between, and the rows before."""

@@ -16,7 +16,7 @@ SHAPE = {field.name for field in fields(ModelConfig)}
 
 def rows(flags: str = "", ranks: int = 1) -> dict[str, str]:
     lines = summary(run(f"--train-iters 1000 {flags}", ranks).config, ranks).splitlines()
-    assert len(lines) <= 12
+    assert len(lines) <= 14
     return {line[:11].strip(): line[11:].strip() for line in lines}
 
 
