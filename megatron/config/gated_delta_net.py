@@ -17,7 +17,7 @@ Model: TypeAlias = Any
 GATED_DELTA_NET = "gated-delta-net"
 """Name of the mixer."""
 
-DELTA = Need("has_gated_delta_net", f"--token-mixers {GATED_DELTA_NET}")
+DELTA = Need("has_gated_delta_net", "layers of gated DeltaNet")
 
 
 def linear_layers(text: str) -> tuple[int, ...]:

@@ -11,7 +11,7 @@ from megatron.config.errors import Problem
 from megatron.config.option import MAX_SIZE, Need, Run, option
 from megatron.config.text import divisors, flag_fixes, multiples_as_fixes, nearest
 
-MAMBA = Need("has_mamba", "--token-mixers mamba2")
+MAMBA = Need("has_mamba", "layers of Mamba-2")
 
 Model: TypeAlias = Any
 """The model, a :class:`megatron.config.model.ModelConfig`, which inherits the class of options."""

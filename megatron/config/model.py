@@ -39,7 +39,7 @@ ROTARY = Need("position_embedding_type=rope|yarn or has_latent_attention", "rota
 ROPE = Need("position_embedding_type=rope or rope_type=rope", "--position-embedding-type rope")
 ROPE_SCALING = Need("use_rope_scaling")
 QK_NORM = Need("qk_layernorm")
-ATTENTION = Need("has_attention", "--no-multi-latent-attention")
+ATTENTION = Need("has_attention", "attention without a latent")
 ROTARY_HEADS = (Need("position_embedding_type=rope|yarn"), ATTENTION)
 GATED = Need(f"activation={'|'.join(GATED_ACTIVATIONS)}", "a gated activation")
 CROSS_ENTROPY = Need("objective!=dpo|distillation", "--objective next_token")
