@@ -7,6 +7,7 @@ which roles may change; ``compare_configs`` reports changes, and refuses those t
 from __future__ import annotations
 
 import shlex
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from math import isclose
@@ -132,6 +133,7 @@ def compare_configs(
     for field in changed:
         was, is_ = (SETTINGS[field].describe_value(values[field]) or "not set" for values in (before, after))
         changes[field] = f"{SETTINGS[field].flag}: {name} {was} -> now {is_}"
+    forgotten = [plugin for plugin in entries.get("plugin") or () if plugin not in sys.modules]
     problems = []
     unknown_model = [option for option in unknown if option.startswith("model.")]
     if unknown_model:  # they may change anything that the model computes
@@ -141,6 +143,8 @@ def compare_configs(
         refused = [field for field in changed if roles[field] is role and role not in ALLOWED_ROLES[mode]]
         if refused:
             back = _flags_to_restore([field for field in refused if field not in unreadable], before, after)
+            if forgotten and unreadable.keys() & {*refused}:
+                back = f"{back} --plugin {' '.join(dict.fromkeys((*(after['plugin'] or ()), *forgotten)))}".lstrip()
             fixes = (*filter(None, [back]), *resume_mode_fixes(role, now.checkpoint, own))
             details = "; ".join(changes[field] for field in refused)
             problems.append(Problem(code, f"{sentence.format(name)}: {details}", fixes))

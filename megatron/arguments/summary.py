@@ -16,6 +16,7 @@ from megatron.config.batch import (
     padding_samples,
 )
 from megatron.config.conditions import group_methods
+from megatron.config.latent_attention import LATENT_ATTENTION
 from megatron.config.model import ModelConfig
 from megatron.config.run import RunConfig
 from megatron.config.text import counted, format_bytes
@@ -157,10 +158,12 @@ def _layers(model: ModelConfig) -> str:
 
 
 def describe_mixers(model: ModelConfig) -> list[str]:
-    """Return the sizes of the mixers of the tokens, of those that state them; after the names of several."""
+    """Return the sizes of the mixers of the tokens that state them, after their names unless all are attention."""
     names = dict.fromkeys(mixers[0] for mixers in model.kinds_of_layers)
     sizes = {name: text for name in names if (text := find_mixer(name).describe(model))}
-    return [*sizes.values()] if len(sizes) == 1 else [f"{name}: {text}" for name, text in sizes.items()]
+    if {*sizes} <= {"attention", LATENT_ATTENTION}:
+        return [*sizes.values()]
+    return [f"{name}: {text}" for name, text in sizes.items()]
 
 
 def _attention(model: ModelConfig) -> str:

@@ -169,7 +169,7 @@ def _blocks(symbols: str) -> list[str]:
 
 _REPEATS = "{}: the block of a further predicted token has each kind of layer once"
 
-_MISTYPED = {"\u2013": "-", "\u2014": "-", "A": "*", "\\": DEPTH, ",": CUT}
+_MISTYPED = {"\u2010": "-", "\u2013": "-", "\u2014": "-", "\u2212": "-", "A": "*", "\\": DEPTH, ",": CUT}
 """Symbols that are written or pasted in place of others."""
 
 
@@ -181,11 +181,17 @@ def _check_symbols(text: str, known: Collection[str], flag: str) -> None:
         where = f"{symbol!r} at character {place} of {text!r}"
         if symbol == SPARSE:
             sentence = f"{where} is DeepSeek sparse attention, which is not implemented"
-            raise PatternError(sentence, spell(text.replace(SPARSE, "+"), flag))
-        alike = [each for each in (symbol.swapcase(), _MISTYPED.get(symbol, "")) if each in known]
-        meant = text[: place - 1] + "".join(alike[:1]) + text[place:]
+            raise PatternError(sentence, spell(text.replace(SPARSE, "*" if "*" in text else "+"), flag))
+        meant = [each if each in (*known, SPARSE) else _alike(each, known) for each in text]
         others = f"the symbols are {' '.join(known)}, and the letters of mixers that a --plugin registers"
-        raise PatternError(f"{where} is no layer; {others}", spell(meant, flag))
+        fixes = [spell("".join(map(str, meant)), flag)] if any(meant) and None not in meant else []
+        raise PatternError(f"{where} is no layer; {others}", *fixes)
+
+
+def _alike(symbol: str, known: Collection[str]) -> str | None:
+    """Return the known symbol in whose place another one is written, nothing for a space, None for any other."""
+    alike = (each for each in (symbol.swapcase(), _MISTYPED.get(symbol)) if each in known)
+    return next(alike, "" if symbol.isspace() else None)
 
 
 def _each_kind_once(text: str) -> str:
@@ -223,8 +229,10 @@ def _cuts(text: str, main: str, starts: Sequence[int], count: int) -> tuple[int,
     for number, place in enumerate(places):
         if place not in bounds:
             sentence = f"{text}: the cut after layer {place} is inside of the block {layers[place - 1 : place + 1]}"
-            near = ({*places[:number], at, *places[number + 1 :]} for at in (place - 1, place + 1))
-            raise PatternError(sentence, *(with_cuts(sorted(each)) for each in near))
+            ends = (0, count)  # a cut there leaves a stage without layers
+            near = sorted((place - 1, place + 1), key=lambda at: at in ends)
+            moved = ({*places[:number], at, *places[number + 1 :]} for at in near)
+            raise PatternError(sentence, *(with_cuts(sorted(each)) for each in moved))
     for number, (place, after) in enumerate(pairwise(places), start=1):
         if place == after:
             sentence = f"{text}: stage {number} has no layers; only the first and the last may have none"

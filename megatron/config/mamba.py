@@ -64,7 +64,7 @@ class MambaOptions:
     E118 {mamba_heads} heads of Mamba-2 do not divide into {mamba_num_groups} groups
       fix: --mamba-num-groups 1 | --mamba-num-heads {mamba_heads%mamba_num_groups}
 
-    has_mamba and mamba_inner_size%mamba_norm_group_count
+    has_mamba and mamba_norm_groups and mamba_inner_size%mamba_norm_group_count
     E118 {mamba_inner_size} channels of Mamba-2 do not divide into {mamba_norm_group_count} groups for the norm
       fix: drop --mamba-norm-groups | --mamba-norm-groups 1
 

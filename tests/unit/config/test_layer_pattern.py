@@ -217,3 +217,12 @@ def test_blocks_of_heads_are_in_fp8_if_the_last_layer_is() -> None:
     for ends, in_fp8 in ((0, True), (1, False)):
         config = PrecisionConfig(fp8_format="hybrid", first_last_layers_bf16=True, num_layers_at_end_in_bf16=ends)
         assert [config.layer_in_fp8(layer, 4) for layer in range(5)] == [False, True, True, in_fp8, in_fp8]
+
+
+def test_a_checkpoint_with_the_mixer_of_a_plugin_that_is_not_loaded_names_the_plugin() -> None:
+    now = resolve(build_config({"hybrid_layer_pattern": "*-", "vocab_size": 64}), 1)
+    saved = to_dict(now)
+    saved["model"]["hybrid_layer_pattern"] = "?-"
+    assert compare_configs(saved, now, "exact").problems[0].fixes == ()
+    saved["compute"]["plugin"] = ["absent_plugin"]
+    assert compare_configs(saved, now, "exact").problems[0].fixes == ("--plugin absent_plugin",)
