@@ -55,17 +55,16 @@ class ComputeConfig:
             if choice.alone and choice.name in KERNEL_CANDIDATES[operation] and choice.name not in on_cpu:
                 sentence = f"--kernels {operation}={choice.name} needs a GPU, and this run uses a CPU"
                 yield Problem("E903", sentence, (f"--kernels {operation}=auto",))
-        parallel, choice = config.parallel, choices["attention"]
-        if not choice.alone or choice.name == "torch":
+        parallel, choice, model = config.parallel, choices["attention"], config.model
+        if not choice.alone or choice.name == "torch" or not (model.has_attention or model.has_latent_attention):
             return
-        if config.model.attention_dropout > 0.0:
+        if model.attention_dropout > 0.0:
             sentence = (
                 f"--kernels attention={choice.name} cannot be used with --attention-dropout "
-                f"{config.model.attention_dropout:g}: only PyTorch's unfused attention drops weights"
+                f"{model.attention_dropout:g}: only PyTorch's unfused attention drops weights"
             )
             yield Problem("E903", sentence, ("--attention-dropout 0", "--kernels attention=auto"))
             return
-        model = config.model
         scores = f"--softmax-type {model.softmax_type}" if model.softmax_type != "vanilla" else ""
         if not scores and model.attn_logit_softcapping is not None and choice.name in ("cudnn", "varlen"):
             scores = "--attn-logit-softcapping"

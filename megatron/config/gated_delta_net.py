@@ -114,16 +114,17 @@ class GatedDeltaNetOptions:
         tp, among = parallel.tensor_model_parallel_size, parallel.cp_head_ranks
         if not self.has_gated_delta_net:
             return
+        attention = self.num_attention_heads if self.has_attention or self.has_latent_attention else values
         if values % keys:
             fixes = flag_fixes("--linear-num-key-heads", nearest(keys, divisors(values)))
             yield Problem("E102", f"{values} value heads of gated DeltaNet cannot share {keys} key heads evenly", fixes)
         elif keys % tp:
-            fit = [n for n in divisors(gcd(keys, self.num_attention_heads)) if world_size % n == 0]
+            fit = [n for n in divisors(gcd(keys, attention)) if world_size % n == 0]
             fixes = flag_fixes("--tensor-model-parallel-size", nearest(tp, fit))
             fixes += flag_fixes("--linear-num-key-heads", nearest(keys, [n for n in divisors(values) if n % tp == 0]))
             yield Problem("E203", f"{keys} key heads of gated DeltaNet do not divide over TP {tp}", fixes)
         elif (held := values // tp) % among:
-            heads = gcd(held, self.num_attention_heads // tp) * tp
+            heads = gcd(held, attention // tp) * tp
             methods = parallel.context_parallel_methods(heads, parallel.context_parallel_size)
             per_rank = " per TP rank" if tp > 1 else ""
             sentence = f"{parallel.cp_comm_type}: {held} value heads of gated DeltaNet{per_rank} do not divide over"

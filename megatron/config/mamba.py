@@ -47,7 +47,7 @@ class MambaOptions:
     width. Default: mamba_num_groups."""
     mamba_norm_before_gate: bool = option(False, role="function", needs=MAMBA)
     """Multiply by the gate after this norm, instead of before it."""
-    mamba_chunk_size: int = option(128, role="free", at_least=1, at_most=MAX_SIZE, needs=MAMBA)
+    mamba_chunk_size: int = option(128, role="free", at_least=1, at_most=1024, needs=MAMBA)
     """Tokens of a chunk of the scan, which changes its result by rounding only."""
 
     other_meanings: ClassVar = """
