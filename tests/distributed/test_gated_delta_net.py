@@ -64,9 +64,7 @@ def cp(method: str, *sizes: int, ranks: int = 2, **rest: Any) -> dict[str, Any]:
 CASES = {
     "tp": case({"tensor_model_parallel_size": 4}),
     "sp, documents": case(SP, MIXED, documents=PACKED),
-    "p2p": case(cp("p2p")),
     "p2p 4, documents": case(cp("p2p", ranks=4), documents=PACKED),
-    "a2a, documents, sp": case(cp("a2a", **SP), MIXED, documents=PACKED),
     "a2a+p2p, documents": case(cp("a2a+p2p", 2, 2, ranks=4), documents=PACKED),
 }
 

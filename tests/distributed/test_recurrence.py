@@ -137,7 +137,7 @@ def distributed(rank: int, size: int, example: Example, head_ranks: int, part: i
     return [torch.tensor(own), out.detach(), *found]
 
 
-@pytest.mark.parametrize("documents", [False, True])
+@pytest.mark.parametrize("documents", [pytest.param(False, marks=pytest.mark.slow), True])
 @pytest.mark.parametrize("matrices", [False, True])
 @pytest.mark.parametrize(("size", "head_ranks"), [(2, 1), (4, 1), (2, 2), (4, 2)])
 def test_ranks_continue_each_other(pool: Pool, size: int, head_ranks: int, matrices: bool, documents: bool) -> None:
