@@ -13,6 +13,7 @@ tokens.
 from __future__ import annotations
 
 from functools import partial
+from math import prod
 
 import torch
 import torch.nn.functional as F
@@ -35,12 +36,11 @@ class GatedDeltaNet(nn.Module):
         super().__init__()
         self.kernels, self.recompute_norm, tp = context.kernels, "layernorm" in plan.modules, context.tp.size
         self.recurrence = Recurrence(context, config.linear_conv_kernel_dim)
-        keys, values = config.linear_num_key_heads // tp, config.linear_num_value_heads // tp
-        self.channels, self.value_channels = config.linear_key_head_dim, config.linear_value_head_dim
-        self.of_keys, self.of_values = keys * self.channels, values * self.value_channels
-        self.heads = values
+        keys, self.heads = config.linear_num_key_heads // tp, config.linear_num_value_heads // tp
+        of_keys, of_values = (keys, config.linear_key_head_dim), (self.heads, config.linear_value_head_dim)
+        self.convolved, self.gates = 2 * prod(of_keys) + prod(of_values), prod(of_values)
         self.linear_in = ColumnParallelLinear(context.submodule("linear_in"))
-        self.conv = ChannelConvolution(context.submodule("conv"))
+        self.conv = ChannelConvolution(context.submodule("conv"), (of_keys, of_keys, of_values))
         self.dt_bias = context.parameter("dt_bias", autograd=True)
         self.A_log = context.parameter("A_log", autograd=True)
         self.norm = GatedHeadNorm(config, context.submodule("norm"))
@@ -50,10 +50,9 @@ class GatedDeltaNet(nn.Module):
         """Mix the tokens of each document."""
         rows = self.recurrence.rows(ctx)
         projected_SBO = self.linear_in(x_SBH)
-        sizes = (2 * self.of_keys + self.of_values, self.of_values, self.heads, self.heads)
+        sizes = (self.convolved, self.gates, self.heads, self.heads)
         qkv_SBC, gate_SBO, beta_SBN, alpha_SBN = projected_SBO.split(sizes, dim=2)
-        if rows.head_ranks > 1:
-            qkv_SBC, beta_SBN, alpha_SBN = self._exchange_heads(rows, qkv_SBC, beta_SBN, alpha_SBN)
+        qkv_SBC, beta_SBN, alpha_SBN = self.conv.exchange_heads(rows, qkv_SBC, beta_SBN, alpha_SBN)
         convolve, attend = partial(self._convolve, rows), partial(self._attend, rows)
         y_SBNV = rows.scatter_rows(recompute_producer(convolve, attend, qkv_SBC, beta_SBN, alpha_SBN))
         if self.recompute_norm:
@@ -62,45 +61,32 @@ class GatedDeltaNet(nn.Module):
             y_SBH = self.linear_out(recompute(self.norm, y_SBNV, gate_SBO))
         return MixerOutput(y_SBH, self.linear_out.bias)
 
-    def _exchange_heads(self, rows: RecurrentRows, qkv_SBC: Tensor, *of_heads: Tensor) -> list[Tensor]:
-        """Return some of the heads, for the tokens of the ranks that exchange heads for rows."""
-        q, k, v = self._split(qkv_SBC)
-        q, k, v, *others = rows.gather_rows([q, k, v, *(t.unsqueeze(3) for t in of_heads)])
-        return [torch.cat([t.flatten(2) for t in (q, k, v)], 2), *(t.squeeze(3) for t in others)]
-
-    def _split(self, qkv_BLC: Tensor, head_ranks: int = 1) -> list[Tensor]:
-        """Return queries, keys and values by heads, of this rank or of its part of them."""
-        values = self.of_values // head_ranks
-        keys = (qkv_BLC.shape[2] - values) // 2
-        widths = (self.channels, self.channels, self.value_channels)
-        parts = qkv_BLC.split((keys, keys, values), dim=2)
-        return [part.unflatten(2, (-1, width)) for part, width in zip(parts, widths)]
-
     def _convolve(
         self, rows: RecurrentRows, qkv_TBC: Tensor, beta_TBN: Tensor, alpha_TBN: Tensor
     ) -> tuple[Tensor, ...]:
         """Return convolved queries, keys and values, logarithms of decays, and writing strengths, by chunks."""
-        weight_CW: Tensor = self.conv.weight
-        if rows.head_ranks > 1:
-            parts = weight_CW.split((self.of_keys, self.of_keys, self.of_values))
-            widths = (self.channels, self.channels, self.value_channels)
-            own = [rows.own_heads(part.unflatten(0, (-1, width))) for part, width in zip(parts, widths)]
-            weight_CW = torch.cat([part.flatten(0, 1) for part in own])
-        qkv_MLC = rows.convolve(rows.fold(qkv_TBC), weight_CW, None, self.kernels.causal_conv)
+        q, k, v = self.conv(rows, qkv_TBC)
         wide, rate_N, shift_N = self.A_log.dtype, rows.own_heads(self.A_log).exp(), rows.own_heads(self.dt_bias)
         log_decay_MLN = -rate_N * F.softplus(rows.fold(alpha_TBN).to(wide) + shift_N)
-        return qkv_MLC, log_decay_MLN, rows.fold(beta_TBN).to(wide).sigmoid()
+        return q, k, v, log_decay_MLN, rows.fold(beta_TBN).to(wide).sigmoid()
 
-    def _attend(self, rows: RecurrentRows, qkv_MLC: Tensor, log_decay_MLN: Tensor, beta_MLN: Tensor) -> Tensor:
+    def _attend(
+        self,
+        rows: RecurrentRows,
+        q_MLKD: Tensor,
+        k_MLKD: Tensor,
+        v_MLNV: Tensor,
+        log_decay_MLN: Tensor,
+        beta_MLN: Tensor,
+    ) -> Tensor:
         """Apply the gated delta rule."""
         rule, runs = self.kernels.gated_delta_rule, rows.own_runs
-        q, k, v = self._split(qkv_MLC, rows.head_ranks)
         continued = None if rows.seen is None else rows.seen[:, 0]
 
         def scan(state: Tensor | None) -> tuple[Tensor, Tensor]:
-            return rule(q, k, v, log_decay_MLN, beta_MLN, runs, state)
+            return rule(q_MLKD, k_MLKD, v_MLNV, log_decay_MLN, beta_MLN, runs, state)
 
-        y_MLNV = rows.carry(scan, partial(transition, rule, k, v, log_decay_MLN, beta_MLN, runs, continued))
+        y_MLNV = rows.carry(scan, partial(transition, rule, k_MLKD, v_MLNV, log_decay_MLN, beta_MLN, runs, continued))
         return rows.unfold(y_MLNV)
 
 

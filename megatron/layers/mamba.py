@@ -42,27 +42,24 @@ class Mamba(nn.Module):
         super().__init__()
         self.kernels, self.tp = context.kernels, context.tp
         self.linear_in = ColumnParallelLinear(context.submodule("linear_in"))
-        self.conv = ChannelConvolution(context.submodule("conv"))
+        size, channels, state = context.tp.size, config.mamba_head_dim, config.mamba_state_dim
+        self.heads, groups = config.mamba_heads // size, config.mamba_num_groups // size
+        shapes = (self.heads, channels), (groups, state), (groups, state)  # of x, B and C
+        self.inner, self.conv = self.heads * channels, ChannelConvolution(context.submodule("conv"), shapes)
         self.dt_bias, self.A_log, self.D = (context.parameter(n, autograd=True) for n in ("dt_bias", "A_log", "D"))
         self.norm = GatedNorm(config, context.submodule("norm"))
         self.linear_out = RowParallelLinear(context.submodule("linear_out"))
         self.recurrence = Recurrence(context, config.mamba_conv_kernel_dim)
         self.limits, self.chunk = (config.mamba_dt_min, config.mamba_dt_max), config.mamba_chunk_size
         self.recompute_norm = "layernorm" in plan.modules
-        size, channels, state = context.tp.size, config.mamba_head_dim, config.mamba_state_dim
-        heads, groups = config.mamba_heads // size, config.mamba_num_groups // size
-        # Heads of x, B and C with their channels.
-        self.shapes = ((heads, channels), (groups, state), (groups, state))
 
     def forward(self, x_SBH: Tensor, ctx: ForwardContext) -> MixerOutput:
         """Scan the documents of each sample."""
         projected_SBO = with_bias_gradient(self.linear_in(x_SBH), self.linear_in.bias)
-        (heads, channels), rows = self.shapes[0], self.recurrence.rows(ctx)
-        ends = (heads * channels, projected_SBO.shape[2] - heads)
+        rows = self.recurrence.rows(ctx)
+        ends = (self.inner, projected_SBO.shape[2] - self.heads)
         z_SBI, mixed_SBC, dt_SBN = projected_SBO.tensor_split(ends, dim=2)
-        if rows.head_ranks > 1:
-            *parts, dt_SBN1 = rows.gather_rows([*self._heads(mixed_SBC), dt_SBN.unsqueeze(3)])
-            mixed_SBC, dt_SBN = torch.cat([part.flatten(2) for part in parts], 2), dt_SBN1.flatten(2).clone()
+        mixed_SBC, dt_SBN = self.conv.exchange_heads(rows, mixed_SBC, dt_SBN)
         inputs, scan = partial(self._scan_inputs, rows=rows), partial(self._scan, rows=rows)
         y_SBI = rows.scatter_rows(recompute_producer(inputs, scan, mixed_SBC, dt_SBN)).flatten(2)
         if self.recompute_norm:
@@ -73,16 +70,8 @@ class Mamba(nn.Module):
 
     def _scan_inputs(self, mixed_SBC: Tensor, dt_SBN: Tensor, rows: RecurrentRows) -> tuple[Tensor, ...]:
         """Return x ``[F, L, N, P]``, B and C ``[F, L, G, D]``, and the step sizes ``[F, L, N]`` in at least fp32."""
-        weight_CW = self._own_channels(self.conv.weight, rows)
-        bias_C = None if self.conv.bias is None else self._own_channels(self.conv.bias, rows)
-        mixed_FLC = rows.convolve(rows.fold(mixed_SBC), weight_CW, bias_C, self.kernels.causal_conv)
-        dt_FLN = F.softplus(rows.fold(dt_SBN) + rows.own_heads(self.dt_bias)).clamp(*self.limits)
-        (_, channels), (_, state), _ = self.shapes
-        heads = dt_FLN.shape[2]
-        groups = (mixed_FLC.shape[2] - heads * channels) // (2 * state)
-        parts = mixed_FLC.split((heads * channels, groups * state, groups * state), dim=2)
-        x, b, c = (part.unflatten(2, (n, -1)) for part, n in zip(parts, (heads, groups, groups)))
-        return x, b, c, dt_FLN
+        x, b, c = self.conv(rows, mixed_SBC)
+        return x, b, c, F.softplus(rows.fold(dt_SBN) + rows.own_heads(self.dt_bias)).clamp(*self.limits)
 
     def _scan(self, x_FLNP: Tensor, b_FLGD: Tensor, c_FLGD: Tensor, dt_FLN: Tensor, rows: RecurrentRows) -> Tensor:
         """Return the outputs of the heads ``[S, B, N, P]``."""
@@ -92,17 +81,6 @@ class Mamba(nn.Module):
             before_FNPD = rows.state_before(decay_of_all(dt_FLN, a_N, rows.seen), state_FNPD)
             y_FLNP = y_FLNP + read_state(before_FNPD, dt_FLN, a_N, c_FLGD, rows.seen)
         return rows.unfold((y_FLNP + skip_N1 * x_FLNP).to(x_FLNP.dtype))
-
-    def _own_channels(self, parameter_C: Tensor, rows: RecurrentRows) -> Tensor:
-        """Return what belongs to this rank after the exchange of heads, of a parameter of the convolution."""
-        if rows.head_ranks == 1:
-            return parameter_C
-        return torch.cat([rows.own_heads(part).flatten(0, 1) for part in self._heads(parameter_C, 0)])
-
-    def _heads(self, mixed_C: Tensor, dim: int = 2) -> list[Tensor]:
-        """Return x, B and C with their heads in a dimension of their own."""
-        parts = mixed_C.split([heads * channels for heads, channels in self.shapes], dim)
-        return [part.unflatten(dim, shape) for part, shape in zip(parts, self.shapes)]
 
 
 NORM_ROWS = 2048

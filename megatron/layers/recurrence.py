@@ -35,14 +35,6 @@ CausalConv = Callable[[Tensor, Tensor, Tensor | None, Tensor | None], Tensor]
 """``(x_NTC, weight_CW, bias_C, runs_NT) -> y_NLC``: a convolution of L rows, given the W - 1 rows before them, too."""
 
 
-class ChannelConvolution(nn.Module):
-    """The parameters of a causal convolution of every channel."""
-
-    def __init__(self, context: BuildContext) -> None:
-        super().__init__()
-        self.weight, self.bias = context.parameter("weight", autograd=True), context.bias(autograd=True)
-
-
 class Recurrence:
     """The place of a mixer's recurrences in the layout and in the cache of generation."""
 
@@ -259,6 +251,49 @@ class RecurrentRows:
     def head_ranks(self) -> int:
         """Number of ranks that share the chunks of a ring rank, and exchange rows for heads."""
         return 1 if self.cp is None else self.cp.heads.size
+
+
+class ChannelConvolution(nn.Module):
+    """Causal convolution of every channel of some parts of a fused projection, each of which has heads.
+
+    Args:
+        context: of the module.
+        shapes: heads of each part on this tensor-parallel rank, and their channels.
+    """
+
+    def __init__(self, context: BuildContext, shapes: Sequence[tuple[int, int]]) -> None:
+        super().__init__()
+        self.weight, self.bias = context.parameter("weight", autograd=True), context.bias(autograd=True)
+        self.kernel: CausalConv = context.kernels.causal_conv
+        self.shapes = shapes
+
+    def exchange_heads(self, rows: RecurrentRows, x_SBC: Tensor, *of_heads_SBN: Tensor) -> list[Tensor]:
+        """Exchange heads for rows (:meth:`RecurrentRows.gather_rows`), also of values that each head has one of."""
+        if rows.head_ranks == 1:
+            return [x_SBC, *of_heads_SBN]
+        found = rows.gather_rows([*self._parts(x_SBC, 2), *(t.unsqueeze(3) for t in of_heads_SBN)])
+        parts, others = found[: len(self.shapes)], found[len(self.shapes) :]
+        # Copies, which do not keep what was received with them.
+        return [torch.cat([part.flatten(2) for part in parts], 2), *(t.flatten(2).clone() for t in others)]
+
+    def forward(self, rows: RecurrentRows, x_SBC: Tensor) -> list[Tensor]:
+        """Return the parts ``[N, L, heads, channels]`` of the heads that this rank has after the exchange."""
+        weight_CW, bias_C = self._own(self.weight, rows), None if self.bias is None else self._own(self.bias, rows)
+        y_NLC = rows.convolve(rows.fold(x_SBC), weight_CW, bias_C, self.kernel)
+        size = rows.head_ranks
+        shapes = [(lcm(heads, size) // size, channels) for heads, channels in self.shapes]
+        parts = y_NLC.split([heads * channels for heads, channels in shapes], 2)
+        return [part.unflatten(2, shape) for part, shape in zip(parts, shapes)]
+
+    def _own(self, parameter_C: Tensor, rows: RecurrentRows) -> Tensor:
+        """Return what belongs to this rank after the exchange of heads."""
+        if rows.head_ranks == 1:
+            return parameter_C
+        return torch.cat([rows.own_heads(part).flatten(0, 1) for part in self._parts(parameter_C, 0)])
+
+    def _parts(self, x_C: Tensor, dim: int) -> list[Tensor]:
+        parts = x_C.split([heads * channels for heads, channels in self.shapes], dim)
+        return [part.unflatten(dim, shape) for part, shape in zip(parts, self.shapes)]
 
 
 def _apply(transition: Tensor, state: Tensor) -> Tensor:

@@ -224,7 +224,7 @@ def run_own_model(model: ModelConfig, source: WeightSource, tokens_BS: Tensor, p
 
     weights = LazyWeightLoader(chunk, load, {"output_layer.weight": head.name})
     for name, module in chunk.named_modules():
-        parts = name.endswith(("q_layernorm", "k_layernorm", ".conv")) or isinstance(module, nn.ParameterDict)
+        parts = name.endswith(("q_layernorm", "k_layernorm")) or isinstance(module, nn.ParameterDict)
         if parts:  # small, and applied by kernels that their parents call
             weights.load(module)
     blocks = _OutputRecorder(list(chunk.layers.values()), lambda out: out[0].sum().transpose(0, 1))
