@@ -17,6 +17,9 @@ Model: TypeAlias = Any
 GATED_DELTA_NET = "gated-delta-net"
 """Name of the mixer."""
 
+CHUNK, SEGMENT = 64, 16
+"""Tokens of a chunk of the rule in PyTorch, and chunks whose intermediate tensors exist at a time."""
+
 DELTA = Need("has_gated_delta_net", "layers of gated DeltaNet")
 
 

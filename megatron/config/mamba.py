@@ -19,6 +19,9 @@ Model: TypeAlias = Any
 MAMBA_MIXER = "mamba2"
 """Name of the mixer."""
 
+SEGMENT_CHUNKS = 16
+"""Chunks of the scan in PyTorch that are computed at a time, which bounds the memory of their scores."""
+
 
 @dataclass(frozen=True, init=False, eq=False, repr=False)
 class MambaOptions:

@@ -29,14 +29,9 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
+from megatron.config.gated_delta_net import CHUNK, SEGMENT
 from megatron.kernels.operation import HALF_DTYPES, Candidate, KernelCheck, Operation, missing_modules
 from megatron.kernels.state_space import segment_sums
-
-CHUNK = 64
-"""Tokens of a chunk."""
-
-SEGMENT = 16
-"""Chunks whose intermediate tensors exist at a time."""
 
 NORM_EPS = 1e-6
 """Added to the sum of squares of a query or key."""
@@ -138,7 +133,7 @@ class _GatedDeltaRule(torch.autograd.Function):
 
 
 class _Inputs(NamedTuple):
-    """What the tokens of a segment give."""
+    """Inputs of the tokens of a segment."""
 
     q: Tensor | None
     k: Tensor

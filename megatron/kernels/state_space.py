@@ -23,10 +23,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from megatron.config.mamba import SEGMENT_CHUNKS
 from megatron.kernels.operation import Candidate, KernelCheck, Operation, half_on_gpu, missing_modules
-
-SEGMENT_CHUNKS = 16
-"""Chunks that are computed at a time, which bounds the memory of their scores."""
 
 StateSpaceKernel = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None, int], tuple[Tensor, Tensor]]
 """``state_space(x_BLNP, dt_BLN, a_N, b_BLGD, c_BLGD, runs_BL, chunk) -> (y_BLNP, state_BNPD)``."""

@@ -101,7 +101,7 @@ def decay_applied_twice() -> AbstractContextManager[Any]:
 
 
 def decay_without_gradient() -> AbstractContextManager[Any]:
-    """What a chunk does to the state before it is taken for a constant."""
+    """The transition of a chunk has no gradient."""
     return _with_transitions(lambda t, state: (t.detach(), state))
 
 

@@ -18,7 +18,7 @@ from megatron.config.training import TrainingConfig
 from megatron.data.loader import MaskBuilder
 from megatron.pipeline.schedules import SCHEDULES
 from tests.distributed.pairwise import Choice
-from tests.kit.cases import FP64, LR, MODEL, Case, PackedConversations
+from tests.kit.cases import FP64, LR, MODEL, Case, PackedConversations, selective
 
 
 def choices(name: str) -> tuple[str, ...]:
@@ -57,14 +57,10 @@ BLOCKS: dict[str, dict[str, Any]] = {
 }
 
 
-def _selective(*modules: str) -> dict[str, Any]:
-    return {"recompute_granularity": "selective", "recompute_modules": modules}
-
-
 RECOMPUTE: dict[str, dict[str, Any]] = {
     "nothing": {},
-    **{module: _selective(module) for module in choices("recompute_modules")},
-    "all modules": _selective(*choices("recompute_modules")),
+    **{module: selective(module) for module in choices("recompute_modules")},
+    "all modules": selective(*choices("recompute_modules")),
     "uniform 2": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 2},
     "block 1": {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 1},
 }

@@ -22,7 +22,8 @@ from megatron.kernels.registry import Kernels
 from megatron.layers.kv_cache import KVCache
 from megatron.planner.activations import activation_memory, peak_activations
 from megatron.planner.flops import FlopsPerToken
-from tests.kit.cases import MODEL, Case, PackedConversations, compare_with_twin, run_in_small_tiles
+from tests.kit.cases import MODEL, Case, PackedConversations, compare_with_twin, run_in_small_tiles, selective
+from tests.kit.cases import context_parallel as cp
 from tests.kit.pool import Pool
 from tests.kit.solo import Solo, random_batch, tiny
 from tests.unit.inference.test_generate import reread
@@ -52,25 +53,12 @@ def case(
     return Case(delta, ParallelConfig(**parallel), training=TrainingConfig(**training or {}), **rest)
 
 
-def cp(method: str, *sizes: int, ranks: int = 2, **rest: Any) -> dict[str, Any]:
-    return {
-        "context_parallel_size": ranks,
-        "cp_comm_type": method,
-        "hierarchical_context_parallel_sizes": sizes,
-        **rest,
-    }
-
-
 CASES = {
     "tp": case({"tensor_model_parallel_size": 4}),
     "sp, documents": case(SP, MIXED, documents=PACKED),
     "p2p 4, documents": case(cp("p2p", ranks=4), documents=PACKED),
     "a2a+p2p, documents": case(cp("a2a+p2p", 2, 2, ranks=4), documents=PACKED),
 }
-
-
-def selective(*modules: str, **rest: Any) -> dict[str, Any]:
-    return {"recompute_granularity": "selective", "recompute_modules": modules, **rest}
 
 
 def all_layouts() -> dict[str, Case]:

@@ -20,7 +20,7 @@ from megatron.inference.generate import SamplingParams, generate
 from megatron.planner.activations import activation_memory, peak_activations
 from tests.distributed.resharding import loading, saving
 from tests.distributed.resume import gathered, load_and_go_on, save_and_go_on
-from tests.kit.cases import FP64, MODEL, Case, PackedConversations, compare_with_twin, run_in_small_tiles
+from tests.kit.cases import FP64, MODEL, Case, PackedConversations, compare_with_twin, run_in_small_tiles, selective
 from tests.kit.pool import Pool
 from tests.kit.runs import before_step, differences, kill, start, steps, tiny_run
 from tests.kit.solo import Solo, random_batch, tiny
@@ -53,10 +53,6 @@ def some(cases: Iterable[str], *in_ci: str) -> list[Any]:
 
 def full(count: int) -> dict[str, Any]:
     return {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": count}
-
-
-def selective(*modules: str) -> dict[str, Any]:
-    return {"recompute_granularity": "selective", "recompute_modules": modules}
 
 
 CASES = {

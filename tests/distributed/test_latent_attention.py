@@ -13,15 +13,13 @@ from megatron.config.optimizer import OptimizerConfig
 from megatron.config.parallel import ParallelConfig
 from megatron.config.precision import PrecisionConfig
 from megatron.config.training import TrainingConfig
-from megatron.distributed.grad_accumulator import GradAccumulator
 from megatron.inference.generate import SamplingParams, generate
-from megatron.layers.context import BuildContext
 from megatron.layers.kv_cache import KVCache
-from megatron.model.gpt import build_gpt
 from megatron.planner.activations import activation_memory, peak_activations
-from tests.kit.cases import MODEL, Case, PackedConversations, compare_with_twin, run_in_small_tiles
+from tests.kit.cases import MODEL, Case, PackedConversations, compare_with_twin, run_in_small_tiles, selective
+from tests.kit.cases import context_parallel as cp
 from tests.kit.pool import Pool
-from tests.kit.solo import Solo, mesh_of, tiny
+from tests.kit.solo import Solo, text_on_ranks, tiny
 from tests.unit.inference.test_generate import reread
 from tests.unit.planner.test_activations import LLAMA, LONG, config_of, measured
 from tests.unit.planner.test_flops import counted, expected
@@ -54,19 +52,6 @@ def case(
         precision = replace(precision, fp8_format="hybrid", fp8_recipe=rest.pop("fp8_recipe"))
     latent = replace(MODEL, **LATENT | (model or {}))
     return Case(latent, ParallelConfig(**parallel), precision, TrainingConfig(**training or {}), **rest)
-
-
-def cp(method: str, *sizes: int, ranks: int = 2, **rest: Any) -> dict[str, Any]:
-    return {
-        "context_parallel_size": ranks,
-        "cp_comm_type": method,
-        "hierarchical_context_parallel_sizes": sizes,
-        **rest,
-    }
-
-
-def selective(*modules: str, **rest: Any) -> dict[str, Any]:
-    return {"recompute_granularity": "selective", "recompute_modules": modules, **rest}
 
 
 CASES = {
@@ -202,16 +187,9 @@ def test_a_token_attends_to_latents_as_to_the_keys_and_values_of_heads(name: str
     assert caches[0].nbytes == caches[1].nbytes
 
 
-def generated(rank: int, ranks: int, config: ModelConfig) -> list[list[int]]:
-    """Text of a model whose heads are on several ranks."""
-    mesh = mesh_of(rank, ranks, tensor_model_parallel_size=ranks)
-    context = BuildContext(mesh, GradAccumulator(), torch.float64)
-    return generate(build_gpt(config, TrainingConfig(), context), [[5, 6, 7], [1]], 8, SamplingParams(0.0))
-
-
 def test_ranks_with_some_heads_give_the_same_text(pool: Pool) -> None:
     alone = generate(Solo.build(latent()).chunk, [[5, 6, 7], [1]], 8, SamplingParams(0.0))
-    assert pool.run(2, generated, latent()) == [alone, alone]
+    assert pool.run(2, text_on_ranks, latent()) == [alone, alone]
 
 
 MLA = (

@@ -267,7 +267,7 @@ def test_features_a_mixer_does_not_support_are_refused(monkeypatch: pytest.Monke
 def test_programs_read_a_checkpoint_with_the_plugin(
     pool: Pool, folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Without it, they name it; an export says which option no family has."""
+    """Tools name the plugin that is missing; an export names the option that no family has."""
     config = saving(resolve(case(MIXED).config(), 1), folder)
     config = replace(config, compute=replace(config.compute, plugin=(NAME,)))
     pool.run(1, with_plugin, folder, save_and_go_on, config)

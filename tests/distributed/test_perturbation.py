@@ -37,7 +37,7 @@ PATTERNS = ("global", "local:5", "chunked:7", "dilated:3:2", "local:3+first:2", 
 RECURRENCES: dict[str, dict[str, Any]] = {name: {"token_mixers": (name,), **STATES[name]} for name in STATES}
 """Models of a recurrence, whose tokens see what those of attention see by the pattern ``global``."""
 MODELS = {pattern: {"num_query_groups": 2, "attention_pattern": pattern} for pattern in PATTERNS} | RECURRENCES
-"""Models with one block by the pattern that says what a token sees, or by the name of the recurrence."""
+"""Models of one block, by attention pattern or by the name of a recurrent mixer."""
 CHANGED = (0, 2, 9, 17, 23)
 """Positions of the tokens."""
 DIVIDED = {name: Case(documents=DOCUMENTS[name]) for name in ("one", "attention", "patterns")}

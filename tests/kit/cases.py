@@ -47,6 +47,22 @@ GLOBAL_BATCH = 4
 LR = 1e-2
 RATES = Rates(LR, 0.1, decoupled_lr=LR / 4)
 
+
+def context_parallel(method: str, *sizes: int, ranks: int = 2, **rest: Any) -> dict[str, Any]:
+    """Return options of context parallelism, and others; ``sizes`` are those of a2a+p2p."""
+    return {
+        "context_parallel_size": ranks,
+        "cp_comm_type": method,
+        "hierarchical_context_parallel_sizes": sizes,
+        **rest,
+    }
+
+
+def selective(*modules: str, **rest: Any) -> dict[str, Any]:
+    """Return the options that recompute some modules, and others."""
+    return {"recompute_granularity": "selective", "recompute_modules": modules, **rest}
+
+
 MODEL = ModelConfig(
     num_layers=2,
     hidden_size=32,

@@ -25,6 +25,7 @@ from megatron.distributed.layout import Layout
 from megatron.distributed.mesh import Mesh
 from megatron.distributed.micro_batch import MicroBatch
 from megatron.distributed.sharding import ShardSpec
+from megatron.inference.generate import SamplingParams, generate
 from megatron.kernels.registry import Kernels
 from megatron.layers.activation_offload import ActivationOffload
 from megatron.layers.context import BuildContext
@@ -63,6 +64,13 @@ def mesh_of(rank: int, world_size: int, **sizes: Any) -> Mesh:
 def one_rank_mesh() -> Mesh:
     """The mesh of a process that is alone."""
     return mesh_of(0, 1)
+
+
+def text_on_ranks(rank: int, ranks: int, config: ModelConfig) -> list[list[int]]:
+    """Text of a model whose heads are on several ranks."""
+    mesh = mesh_of(rank, ranks, tensor_model_parallel_size=ranks)
+    context = BuildContext(mesh, GradAccumulator(), torch.float64)
+    return generate(build_gpt(config, TrainingConfig(), context), [[5, 6, 7], [1]], 8, SamplingParams(0.0))
 
 
 def random_batch(config: ModelConfig, samples: int = 2, length: int = 16, seed: int = 0, **changes: Any) -> MicroBatch:

@@ -274,7 +274,7 @@ def if_experts(
     """Return keys that count if a model has experts.
 
     Args:
-        present: says whether the model of a config.json has experts.
+        present: returns True for a config.json of a model with experts.
         rows: the keys.
         always: options with the only supported value of a model with experts.
     """
@@ -308,7 +308,7 @@ def if_experts(
 _NEMOTRON = Defaults(4, 8, 2, 7688, 1, 0, 1.0, 1, 1, True)
 _SHARED = "moe_shared_expert_intermediate_size"
 _NO_LIMIT = 1e-37
-"""What stands for no lower limit of the time step: transformers takes the logarithm of it for initial values."""
+"""Written for a time step without a lower limit, as transformers takes its logarithm for initial values."""
 
 
 def _read_least_step(config: JsonObject) -> FieldValues:

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
+from megatron.config.gated_delta_net import CHUNK, SEGMENT
 from megatron.config.model import ModelConfig
 from megatron.distributed.sharding import Init, Sharding, Specs
 from megatron.layers.mixers.activations import INDEX_BYTES, MASK_BYTES, ActivationShape, KeptTensor
@@ -17,9 +18,6 @@ if TYPE_CHECKING:
 
     from megatron.layers.context import BuildContext
 
-
-CHUNK, SEGMENT_TOKENS = 64, 1024
-"""Tokens of a chunk, and those whose intermediate tensors exist at a time (:mod:`megatron.kernels.delta_rule`)."""
 
 DECAYS = (1.0, 16.0)
 """Range of the rates of decay of a new model."""
@@ -106,7 +104,7 @@ class GatedDeltaNetMixer(Mixer):
         sizes, model, width = DeltaShape.of(shape), shape.model, shape.width
         keys, values = model.linear_num_key_heads // shape.tp, model.linear_num_value_heads // shape.tp
         d, v, chunk = model.linear_key_head_dim, model.linear_value_head_dim, min(CHUNK, sizes.length)
-        tokens = sizes.chunks * min(sizes.length, SEGMENT_TOKENS)
+        tokens = sizes.chunks * min(sizes.length, CHUNK * SEGMENT)
         scores, states = values * chunk, values * d * v / chunk
         forward = 3 * scores + values * (7 * v + 3 * d) + keys * d + 1.5 * states
         backward = 7.5 * scores + values * (7.5 * v + 2 * d) + 8 * keys * d + 2.7 * states

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from megatron.config.mamba import SEGMENT_CHUNKS
 from megatron.config.model import ModelConfig
 from megatron.distributed.sharding import Init, Sharding, Specs
 from megatron.layers.mixers.activations import INDEX_BYTES, MASK_BYTES, ActivationShape, KeptTensor
@@ -17,9 +18,6 @@ if TYPE_CHECKING:
     from torch import nn
 
     from megatron.layers.context import BuildContext
-
-SEGMENT_CHUNKS = 16
-"""Chunks of the scan that are computed at a time (:mod:`megatron.kernels.state_space`)."""
 
 STEPS = (1e-3, 1e-1)
 """Range of the step sizes of a new model."""
