@@ -20,14 +20,21 @@ from megatron.inference.generate import SamplingParams, generate
 from megatron.planner.activations import activation_memory, peak_activations
 from tests.distributed.resharding import loading, saving
 from tests.distributed.resume import gathered, load_and_go_on, save_and_go_on
-from tests.kit.cases import FP64, MODEL, Case, PackedConversations, compare_with_twin, run_in_small_tiles, selective
+from tests.kit.cases import (
+    FP64,
+    MODEL,
+    Case,
+    PackedConversations,
+    assert_like_one_process,
+    run_in_small_tiles,
+    selective,
+)
 from tests.kit.pool import Pool
 from tests.kit.runs import before_step, differences, kill, start, steps, tiny_run
 from tests.kit.solo import Solo, random_batch, tiny
 from tests.unit.inference.test_generate import reread
 from tests.unit.planner.test_activations import LLAMA, LONG, config_of, measured
 from tests.unit.planner.test_flops import counted, expected
-from tools.lib.verify_parallel import join_traces
 
 LATENT = {"kv_lora_rank": 10, "qk_head_dim": 8, "qk_pos_emb_head_dim": 4, "v_head_dim": 6, "rope_type": "rope"}
 SP = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
@@ -103,11 +110,7 @@ IN_CI = (
 @pytest.mark.parametrize("name", some(CASES, *IN_CI))
 def test_every_layout_computes_the_same(pool: Pool, name: str) -> None:
     one = CASES[name]
-    ranks = pool.run(one.world_size, run_in_small_tiles, one)
-    deviations = compare_with_twin([join_traces(step) for step in zip(*ranks)], one)
-    assert len(deviations) > 20
-    for deviation in deviations:
-        assert deviation.error <= 1e-10, deviation
+    assert_like_one_process(pool.run(one.world_size, run_in_small_tiles, one), one)
 
 
 @pytest.mark.slow

@@ -16,14 +16,13 @@ from megatron.config.training import TrainingConfig
 from megatron.inference.generate import SamplingParams, generate
 from megatron.layers.kv_cache import KVCache
 from megatron.planner.activations import activation_memory, peak_activations
-from tests.kit.cases import MODEL, Case, PackedConversations, compare_with_twin, run_in_small_tiles, selective
+from tests.kit.cases import MODEL, Case, PackedConversations, assert_like_one_process, run_in_small_tiles, selective
 from tests.kit.cases import context_parallel as cp
 from tests.kit.pool import Pool
 from tests.kit.solo import Solo, text_on_ranks, tiny
 from tests.unit.inference.test_generate import reread
 from tests.unit.planner.test_activations import LLAMA, LONG, config_of, measured
 from tests.unit.planner.test_flops import counted, expected
-from tools.lib.verify_parallel import join_traces
 
 LATENT = {
     "multi_latent_attention": True,
@@ -123,11 +122,7 @@ CASES |= {
 @pytest.mark.parametrize("name", CASES)
 def test_every_layout_computes_the_same(pool: Pool, name: str) -> None:
     one = CASES[name]
-    ranks = pool.run(one.world_size, run_in_small_tiles, one)
-    deviations = compare_with_twin([join_traces(step) for step in zip(*ranks)], one)
-    assert len(deviations) > 20
-    for deviation in deviations:
-        assert deviation.error <= 1e-10, deviation
+    assert_like_one_process(pool.run(one.world_size, run_in_small_tiles, one), one)
 
 
 def latent(**changes: Any) -> ModelConfig:

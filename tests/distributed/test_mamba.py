@@ -17,7 +17,7 @@ from megatron.inference.generate import SamplingParams, generate
 from megatron.layers.kv_cache import KVCache
 from megatron.planner.activations import activation_memory, peak_activations
 from megatron.planner.flops import FlopsPerToken
-from tests.kit.cases import MODEL, Case, PackedConversations, compare_with_twin, run_in_small_tiles, selective
+from tests.kit.cases import MODEL, Case, PackedConversations, assert_like_one_process, run_in_small_tiles, selective
 from tests.kit.cases import context_parallel as cp
 from tests.kit.pool import Pool
 from tests.kit.solo import Solo, text_on_ranks, tiny
@@ -25,7 +25,6 @@ from tests.unit.inference.test_generate import reread
 from tests.unit.planner.test_activations import LONG, config_of, measured
 from tests.unit.planner.test_flops import SEQ, counted
 from tests.unit.planner.test_flops import expected as expected_flops
-from tools.lib.verify_parallel import join_traces
 
 MAMBA = {
     "token_mixers": ("mamba2",),
@@ -88,11 +87,7 @@ SLOW = {
 @pytest.mark.parametrize("name", [*CASES, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)])
 def test_every_layout_computes_the_same(pool: Pool, name: str) -> None:
     one = (CASES | SLOW)[name]
-    ranks = pool.run(one.world_size, run_in_small_tiles, one)
-    deviations = compare_with_twin([join_traces(step) for step in zip(*ranks)], one)
-    assert len(deviations) > 40
-    for deviation in deviations:
-        assert deviation.error <= 1e-10, deviation
+    assert_like_one_process(pool.run(one.world_size, run_in_small_tiles, one), one)
 
 
 def mamba(**changes: Any) -> ModelConfig:

@@ -28,6 +28,7 @@ from megatron.data.later_tokens import columns_of_samples
 from megatron.data.loader import BatchArrays, MaskBuilder, rank_micro_batches
 from megatron.distributed.micro_batch import MicroBatch
 from megatron.kernels import block_attention
+from megatron.layers.parameters import gpt, trainable
 from megatron.optimizer.lr_scheduler import Rates
 from megatron.pipeline.plan import resolve_pipeline
 from megatron.training.build import build_trainer
@@ -235,6 +236,14 @@ def compare_with_twin(steps: Sequence[StepTrace], case: Case, gradient_floor: fl
     """All quantities of all steps against the case's twin."""
     pairs = zip(steps, reference(case.twin()), strict=True)
     return [d for i, (got, ref) in enumerate(pairs) for d in compare_traces(i, got, ref, gradient_floor, LR)]
+
+
+def assert_like_one_process(ranks: Sequence[Sequence[RankTrace]], case: Case) -> None:
+    """Assert that ranks have the numbers of one process in fp64: loss, norm, every gradient and weight."""
+    deviations = compare_with_twin([join_traces(step) for step in zip(*ranks)], case)
+    assert len(deviations) > 2 * len(trainable(gpt(case.model)))
+    for deviation in deviations:
+        assert deviation.error <= 1e-10, deviation
 
 
 def batches_of(trainer: Trainer, case: Case, step: int, whole: MicroBatch | None = None) -> list[MicroBatch]:
