@@ -48,10 +48,8 @@ from megatron.arguments.validate import find_notes, find_problems, is_met, unuse
 from megatron.config.checkpoint import CheckpointConfig
 from megatron.config.data_paths import SOURCE_OPTIONS
 from megatron.config.errors import Problem, UserError, credential_problem
-from megatron.config.gated_delta_net import GATED_DELTA_NET
 from megatron.config.launch import Launch, launch_notes
 from megatron.config.layer_pattern import pattern_notes
-from megatron.config.mamba import MAMBA_MIXER
 from megatron.config.model import ModelConfig
 from megatron.config.option import Role
 from megatron.config.plugins import load_plugins
@@ -59,6 +57,7 @@ from megatron.config.privacy import redact
 from megatron.config.run import RunConfig
 from megatron.config.settings import SETTINGS, SPELLINGS, Setting
 from megatron.config.text import did_you_mean, echo, nearest_multiples
+from megatron.layers.mixers.registry import find_mixer
 
 
 @dataclass(frozen=True)
@@ -322,7 +321,7 @@ def _missing_problems(values: Values, model: ModelConfig, start: StartModel, abo
     known = {*values}
     if model.hybrid_layer_pattern is not None:
         known.add("num_layers")
-    if {*model.token_mixer_names} <= {MAMBA_MIXER, GATED_DELTA_NET}:  # no attention, and no plugin's mixer
+    if not any(find_mixer(name).uses_attention_heads for name in model.token_mixer_names):
         known.add("num_attention_heads")
     missing = [SETTINGS[name] for name in REQUIRED if name not in known]
     if missing and start.saved is None and not start.source.values:

@@ -68,20 +68,25 @@ class ConfigSource:
         self, setting: Setting, spelling: str, reason: str, words: Sequence[Any] = (), fixes: tuple[str, ...] = ()
     ) -> None:
         """Record that a value cannot be read; ``spelling`` is the flag or key, ``words`` are those after it."""
-        if fixes:
-            pass
-        elif setting.choices:
-            one = len(setting.choices) == 1 and setting.option.kind is not None  # of a plugin that was forgotten
-            fixes = ("--plugin MODULE",) if one else (f"{setting.flag} {'|'.join(setting.choices)}",)
-        elif setting.length:
-            fixes = (f"{setting.flag} {setting.metavar}",)
-        elif setting.scalar is bool:
-            fixes = (setting.flag, setting.negative)
-        elif len(words) > 1 and setting.scalar is str and not setting.many:
-            text = ("," if setting.name == "split" else " ").join(map(str, words))
-            fixes = (f"{setting.flag} {shlex.quote(text)}",)
+        if not fixes:
+            fixes = self._fixes(setting, words)
         self.doubtful.add(setting.name)
         self.problems.append(Problem("E002", f"{spelling}: {reason}", fixes))
+
+    @staticmethod
+    def _fixes(setting: Setting, words: Sequence[Any]) -> tuple[str, ...]:
+        """Return what may have been meant by a value that cannot be read."""
+        if setting.choices:
+            one = len(setting.choices) == 1 and setting.option.kind is not None  # of a plugin that was forgotten
+            return ("--plugin MODULE",) if one else (f"{setting.flag} {'|'.join(setting.choices)}",)
+        if setting.length:
+            return (f"{setting.flag} {setting.metavar}",)
+        if setting.scalar is bool:
+            return setting.flag, setting.negative
+        if len(words) > 1 and setting.scalar is str and not setting.many:
+            text = ("," if setting.name == "split" else " ").join(map(str, words))
+            return (f"{setting.flag} {shlex.quote(text)}",)
+        return ()
 
 
 def from_mapping(tree: Mapping[str, Any], source: str) -> ConfigSource:

@@ -87,6 +87,8 @@ class Mixer:
     supports: tuple[str, ...] = ()
     # Symbol in --hybrid-layer-pattern of a plugin's mixer; those of the built-in ones are in config/layer_pattern.py.
     letter: str | None = None
+    # Its heads are those of --num-attention-heads, which must be given for a new model.
+    uses_attention_heads: bool = True
     # Operations of :class:`megatron.kernels.registry.Kernels` that no other kind of mixer calls.
     operations: tuple[str, ...] = ()
 

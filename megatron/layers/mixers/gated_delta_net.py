@@ -28,6 +28,7 @@ class GatedDeltaNetMixer(Mixer):
 
     module = "gated_delta_net"
     supports = ("context parallelism", "documents", "generation")
+    uses_attention_heads = False
     operations = ("causal_conv", "gated_delta_rule")
 
     def parameters(self, config: ModelConfig, sharding: Sharding) -> Specs:

@@ -31,6 +31,7 @@ class MambaMixer(Mixer):
 
     module = "mamba"
     supports = ("context parallelism", "documents", "generation")
+    uses_attention_heads = False
     operations = ("causal_conv", "state_space")
 
     def parameters(self, config: ModelConfig, sharding: Sharding) -> Specs:
