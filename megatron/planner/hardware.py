@@ -68,7 +68,7 @@ class Efficiency:
     launch: float = 2.5e-6
 
 
-class Group(NamedTuple):
+class PlacedGroup(NamedTuple):
     """Ranks that communicate with each other."""
 
     # Number of ranks, and of them those on one node.
@@ -99,10 +99,10 @@ class Cluster:
         to_others = accelerator.network if network is None else accelerator.network._replace(bandwidth=network)
         return cls(accelerator, node_size or accelerator.node_size, accelerator.link, to_others)
 
-    def group(self, size: int, stride: int) -> Group:
+    def group(self, size: int, stride: int) -> PlacedGroup:
         """Return a group of every ``stride``-th rank; ranks are numbered node by node."""
         per_node = max(1, math.gcd(size, max(1, self.node_size // stride)))
-        return Group(size, size if size * stride <= self.node_size else per_node)
+        return PlacedGroup(size, size if size * stride <= self.node_size else per_node)
 
 
 @cache

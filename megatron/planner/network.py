@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import math
 
-from megatron.planner.hardware import Cluster, Group
+from megatron.planner.hardware import Cluster, PlacedGroup
 
 STEPS = {"all-reduce": 2, "all-gather": 1, "reduce-scatter": 1, "all-to-all": 1, "broadcast": 1}
 
 
-def bus_bandwidth(cluster: Cluster, group: Group) -> float:
+def bus_bandwidth(cluster: Cluster, group: PlacedGroup) -> float:
     """Return the bytes per second at which a rank of the group sends in a ring."""
     inside = cluster.link.bandwidth * cluster.efficiency.link
     if group.per_node == group.size:
@@ -21,7 +21,7 @@ def bus_bandwidth(cluster: Cluster, group: Group) -> float:
     return min(inside, group.per_node * cluster.network.bandwidth * cluster.efficiency.network)
 
 
-def seconds(cluster: Cluster, operation: str, size: float, group: Group) -> float:
+def seconds(cluster: Cluster, operation: str, size: float, group: PlacedGroup) -> float:
     """Return the time of a collective.
 
     Args:
