@@ -185,16 +185,19 @@ def read_accelerator(name: str, row: Mapping[str, Any]) -> Accelerator:
         TypeError: when there is one that no accelerator has.
     """
     row = dict(row)
-    links = {key: _link(row.pop(key)) for key in ("link", "network", "host")}
     return Accelerator(
         name=name,
         flops={format: tera * 1e12 for format, tera in row.pop("flops").items()},
         memory=row.pop("memory") * 2**30,
         bandwidth=row.pop("bandwidth") * 1e9,
+        link=_link(row.pop("link")),
+        network=_link(row.pop("network")),
+        host=_link(row.pop("host")),
+        node_size=row.pop("node_size"),
+        watts=row.pop("watts"),
+        source=row.pop("source"),
         names=tuple(row.pop("names", ())),
         efficiency=replace(Efficiency(), **row.pop("efficiency", {})),
-        **links,
-        **{key: row.pop(key) for key in ("node_size", "watts", "source")},
         **row,
     )
 
