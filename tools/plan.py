@@ -36,9 +36,13 @@ from megatron.planner.costs import HOURS_BETWEEN_FAILURES, STORAGE_BANDWIDTH, Te
 from megatron.planner.hardware import Accelerator, Cluster, accelerators
 from megatron.planner.report import PlanReport, as_dict, text
 from megatron.planner.search import LayoutSearch
+from tools.lib.plan_figures import draw_plan
 
 TOKENS_PER_PARAMETER = 20
 """Tokens of a run by default, per parameter that a token uses (Hoffmann et al. 2022, arXiv 2203.15556, table 3)."""
+
+PLANS_OF_PICTURES = 200
+"""Plans that are drawn, at most."""
 
 REQUIRED_FLAGS: Mapping[str, tuple[str, ...]] = {
     "--bf16": ("params_dtype",),
@@ -91,7 +95,11 @@ def build_parser() -> argparse.ArgumentParser:
     output = parser.add_argument_group("output")
     output.add_argument("--count", type=positive(int), default=10, metavar="N", help="plans to show (default: 10)")
     output.add_argument("--explain", action="store_true", help="print every formula with its numbers")
+    again = "search again for other networks, batches and numbers of accelerators, which takes 15 times as long"
+    output.add_argument("--sweep", action="store_true", help=again)
     output.add_argument("--json", type=Path, metavar="FILE", help="write all numbers")
+    output.add_argument("--png", type=Path, metavar="FILE", help="draw the plan; .png, .pdf or .svg")
+    output.add_argument("--html", type=Path, metavar="FILE", help="write a page with everything")
     return parser
 
 
@@ -148,10 +156,12 @@ def make_report(options: argparse.Namespace, argv: Sequence[str]) -> PlanReport:
     watts = options.watts or cluster.accelerator.watts
     terms = Terms(run.tokens, options.price, watts, options.mtbf, options.storage)
     search = LayoutSearch(run.config, options.gpus, cluster, find_problems, run.given)
-    plans = search.best(options.count)
+    pictures = bool(options.html or options.png)
+    plans = search.best(max(options.count, PLANS_OF_PICTURES) if pictures else options.count)
     if not plans:
         raise UserError([Problem("E002", f"no layout fits on {options.gpus:,} {options.gpu}")])
-    return PlanReport.of(search, terms, plans, shlex.join(run.flags), shlex.join(run.assumed))
+    flags, assumed = shlex.join(run.flags), shlex.join(run.assumed)
+    return PlanReport.of(search, terms, plans, options.count, flags, assumed, options.sweep)
 
 
 class PlannedRun(NamedTuple):
@@ -227,7 +237,7 @@ def parse_layout_free(flags: Sequence[str], ranks: int) -> ParsedArguments:
 
 def batch_of_paper(preset: str | None, config: RunConfig) -> int:
     """Return the samples of a step in the paper of the preset, as a number that many layouts divide."""
-    if preset not in PAPER_TOKENS_PER_STEP:
+    if preset is None or preset not in PAPER_TOKENS_PER_STEP:
         raise UserError([Problem("E002", "the global batch size is not specified", ("--global-batch-size 512",))])
     samples = PAPER_TOKENS_PER_STEP[preset] / config.training.seq_length
     unit = 2 ** max(0, int(math.log2(samples / 4)))  # papers quote rounded tokens
@@ -239,6 +249,9 @@ def write_files(report: PlanReport, options: argparse.Namespace) -> None:
     if options.json:
         publish_file(options.json, (json.dumps(as_dict(report), indent=2) + "\n").encode())
         echo(options.json)
+    if options.png:
+        draw_plan(report, options.png)
+        echo(options.png)
 
 
 if __name__ == "__main__":

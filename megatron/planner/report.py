@@ -17,7 +17,8 @@ from megatron.pipeline.plan import virtual_stages
 from megatron.planner.costs import RunCosts, Terms
 from megatron.planner.memory import peaks_by_rank
 from megatron.planner.search import LayoutSearch, Neighbour, Plan
-from megatron.planner.step_time import AXES, PARTS
+from megatron.planner.sensitivity import NETWORK, SweepPoint, sweep
+from megatron.planner.step_time import AXES, PARTS, StepTime
 
 MEMORY_PARTS: Mapping[str, tuple[str, ...]] = {
     "weights": ("weights", "FP8 weights", "converted weights"),
@@ -44,16 +45,40 @@ class PlanReport:
     memory: Sequence[Mapping[str, int]]
     # Of the best plan.
     neighbours: Sequence[Neighbour]
+    sensitivity: Sequence[SweepPoint]
+    # Plans of other grids of ranks, slower than those that are listed.
+    others: Sequence[Plan]
     # Flags of the run, without those of a plan; and those of them that were assumed.
     flags: str
     assumed: str = ""
 
     @classmethod
-    def of(cls, search: LayoutSearch, terms: Terms, plans: Sequence[Plan], flags: str, assumed: str = "") -> PlanReport:
-        """Complete the report of at least one plan."""
+    def of(
+        cls,
+        search: LayoutSearch,
+        terms: Terms,
+        found: Sequence[Plan],
+        count: int,
+        flags: str,
+        assumed: str = "",
+        again: bool = False,
+    ) -> PlanReport:
+        """Complete a report.
+
+        Args:
+            search: that found the plans.
+            terms: of the run.
+            found: at least one plan, the best first.
+            count: of plans to list.
+            flags: of the run, without those of a plan.
+            assumed: those of the flags that nobody gave.
+            again: whether to search again for the sensitivity (:func:`megatron.planner.sensitivity.sweep`).
+        """
+        plans, others = found[:count], found[count:]
         costs = [RunCosts.of(plan, search.world_size, search.cluster, terms) for plan in plans]
         memory = [shown_memory(parts) for parts in peaks_by_rank(plans[0].config, search.world_size)]
-        return cls(search, terms, plans, costs, memory, search.neighbours(plans[0]), flags, assumed)
+        neighbours, swept = search.neighbours(plans[0]), [*sweep(search, plans[0], again)]
+        return cls(search, terms, plans, costs, memory, neighbours, swept, others, flags, assumed)
 
     def command(self, plan: Plan) -> str:
         """Return the command line that checks a plan; a run drops its last two flags."""
@@ -233,6 +258,32 @@ def cost_rows(report: PlanReport) -> Iterator[tuple[str, str]]:
     yield "", f"{format_days(cost.days_with_failures)} with saves and lost work"
 
 
+def sweep_rows(report: PlanReport) -> Iterator[list[str]]:
+    """Yield head and rows of the sensitivity: with the layout of the best plan, and with the best of each point."""
+    again = any(point.plan for point in report.sensitivity)
+    yield ["", "", "s/step", "MFU", "days", *(("best there", "s/step", "MFU", "days") if again else ())]
+    for point in report.sensitivity:
+        row = [point.axis, format_swept(point), *_time_cells(report, point, point.kept)]
+        if again:
+            time = None if point.plan is None else point.plan.time
+            layout = "none fits" if point.plan is None else describe_layout(point.plan, point.world_size)
+            row += [layout, *_time_cells(report, point, time)]
+        yield row
+
+
+def format_swept(point: SweepPoint) -> str:
+    """Format the value of a point of a sweep."""
+    return f"{point.value * 8 / 1e9:,.0f} Gb/s" if point.axis == NETWORK else f"{point.value:,.0f}"
+
+
+def _time_cells(report: PlanReport, point: SweepPoint, time: StepTime | None) -> list[str]:
+    if time is None:
+        return ["refused", "", ""]
+    rate = time.tokens / time.seconds
+    mfu = report.costs[0].flops * rate / point.world_size / report.search.cluster.accelerator.peak("bf16")
+    return [f"{time.seconds:.3f}", f"{mfu:.1%}", f"{report.terms.tokens / rate / 86400:.1f}"]
+
+
 def format_days(days: float) -> str:
     """Format days: ``12.3 days``, ``5.2 hours``."""
     return f"{days:,.1f} days" if days >= 2 else f"{24 * days:,.1f} hours"
@@ -280,6 +331,9 @@ def text(report: PlanReport, explain: bool = False) -> Iterator[str]:
         yield "other choices"
         width = max(len(each.change) for each in report.neighbours)
         yield from (f"  {each.change:<{width}}  {why_not(each)}" for each in report.neighbours)
+    yield ""
+    yield "other networks, batches and numbers of accelerators"
+    yield from _indented(aligned(sweep_rows(report)))
     if explain:
         yield ""
         yield from explanation(report)
@@ -322,6 +376,12 @@ def as_dict(report: PlanReport) -> dict[str, Any]:
             {"change": each.change, "flags": list(each.flags), "reason": why_not(each)}
             | ({} if each.plan is None else {"plan": plan_dict(each.plan, search.world_size)})
             for each in report.neighbours
+        ],
+        "sensitivity": [
+            {"axis": point.axis, "value": point.value, "world_size": point.world_size}
+            | {"kept_seconds": None if point.kept is None else point.kept.seconds}
+            | {"best": None if point.plan is None else plan_dict(point.plan, point.world_size)}
+            for point in report.sensitivity
         ],
         "explanation": [*explanation(report)],
     }
