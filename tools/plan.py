@@ -37,6 +37,7 @@ from megatron.planner.hardware import Accelerator, Cluster, accelerators
 from megatron.planner.report import PlanReport, as_dict, text
 from megatron.planner.search import LayoutSearch
 from tools.lib.plan_figures import draw_plan
+from tools.lib.plan_page import plan_page
 
 TOKENS_PER_PARAMETER = 20
 """Tokens of a run by default, per parameter that a token uses (Hoffmann et al. 2022, arXiv 2203.15556, table 3)."""
@@ -252,6 +253,9 @@ def write_files(report: PlanReport, options: argparse.Namespace) -> None:
     if options.png:
         draw_plan(report, options.png)
         echo(options.png)
+    if options.html:
+        publish_file(options.html, plan_page(report).encode())
+        echo(options.html)
 
 
 if __name__ == "__main__":

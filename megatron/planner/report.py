@@ -11,6 +11,7 @@ from itertools import groupby
 from typing import Any
 
 from megatron.config.run import RunConfig
+from megatron.config.settings import SETTINGS
 from megatron.config.text import format_bytes, format_compact
 from megatron.layers.parameters import num_parameters
 from megatron.pipeline.plan import virtual_stages
@@ -82,7 +83,12 @@ class PlanReport:
 
     def command(self, plan: Plan) -> str:
         """Return the command line that checks a plan; a run drops its last two flags."""
-        words = ["python pretrain_gpt.py", self.flags, *plan.flags, f"--world-size {self.search.world_size}"]
+        chosen = [
+            SETTINGS[name].spell(value)
+            for name, value in plan.chosen.items()
+            if name not in self.search.given and value != SETTINGS[name].default
+        ]
+        words = ["python pretrain_gpt.py", self.flags, *chosen, f"--world-size {self.search.world_size}"]
         return " ".join([*words, "--check-config"])
 
 
@@ -185,9 +191,7 @@ def aligned(rows: Iterable[Sequence[str]]) -> Iterator[str]:
 def title(report: PlanReport) -> str:
     """Return what is planned, in a line."""
     cluster, model = report.search.cluster, report.search.config.model
-    nodes, rest = divmod(report.search.world_size, cluster.node_size)
-    machines = f"{nodes:,} nodes of {cluster.node_size}" if nodes and not rest else "one node" if not nodes else ""
-    gpus = f"{report.search.world_size:,} x {cluster.accelerator.name}" + (f" ({machines})" if machines else "")
+    gpus = f"{report.search.world_size:,} x {cluster.accelerator.name} in nodes of {cluster.node_size}"
     active = f", {format_compact(num_parameters(model, active=True))} active" if model.num_experts else ""
     size = f"{format_compact(num_parameters(model))} parameters{active}"
     batch = report.plans[0].time.tokens
@@ -243,8 +247,8 @@ def cost_rows(report: PlanReport) -> Iterator[tuple[str, str]]:
         "throughput",
         f"{format_compact(cost.tokens_per_second)} tokens/s, {cost.throughput / 1e12:.0f} TFLOP/s per GPU",
     )
-    yield "MFU", f"{cost.mfu:.1%} of {peak / 1e12:,.0f} TFLOP/s in bf16: 6N + 12Lhs FLOPs per token (PaLM);"
-    yield "", f"{cost.mfu_causal:.1%} if masked scores do not count"
+    yield "MFU", f"{cost.mfu:.1%} of {peak / 1e12:,.0f} TFLOP/s in bf16: 6N + 12Lhs FLOPs per token (PaLM)"
+    yield "MFU, causal", f"{cost.mfu_causal:.1%}: masked scores do not count"
     yield "HFU", f"{cost.hfu:.1%}, with recomputation"
     yield "run", f"{format_compact(terms.tokens)} tokens in {cost.steps:,} steps: {format_days(cost.days)}"
     yield "GPU-hours", f"{cost.gpu_hours:,.0f}"
@@ -253,9 +257,9 @@ def cost_rows(report: PlanReport) -> Iterator[tuple[str, str]]:
     yield "energy", f"{cost.energy / 1000:,.1f} MWh at {terms.watts:,.0f} W per GPU"
     yield "checkpoint", f"{format_bytes(cost.checkpoint)}; a save takes {format_seconds(cost.save)}"
     steps = max(1, round(cost.interval / report.plans[0].time.seconds))
-    failures = f"a failure every {format_seconds(cost.mtbf)}"
-    yield "saves", f"every {format_seconds(cost.interval)} (--save-interval {steps}) for {failures} (Daly 2006);"
-    yield "", f"{format_days(cost.days_with_failures)} with saves and lost work"
+    failures = f"for a failure every {format_seconds(cost.mtbf)} (Daly 2006)"
+    yield "saves", f"every {format_seconds(cost.interval)} (--save-interval {steps}) {failures}"
+    yield "in all", f"{format_days(cost.days_with_failures)} with saves and the work that failures undo"
 
 
 def sweep_rows(report: PlanReport) -> Iterator[list[str]]:
@@ -325,7 +329,7 @@ def text(report: PlanReport, explain: bool = False) -> Iterator[str]:
         yield "communication in a step"
         yield from _indented(aligned(communication))
     yield ""
-    yield from (f"{name:<12}{value}" for name, value in cost_rows(report))
+    yield from (f"{name:<13}{value}" for name, value in cost_rows(report))
     if report.neighbours:
         yield ""
         yield "other choices"

@@ -40,17 +40,18 @@ def draw_plan(report: PlanReport, out: Path) -> None:
     """Draw all panels. Raises as :func:`open_figure`."""
     best = report.plans[0]
     timeline, drawn, count = step_of(best, report.search.world_size)
-    rows = min(24, len(timeline.intervals)) * ROW_HEIGHT + 0.5
-    heights = (3.6, 0.5, rows, 2.6)
-    with open_figure(out, WIDTH, sum(heights) + 2.6) as figure:
+    rows = min(24, len(timeline.intervals)) * ROW_HEIGHT + 1.1
+    heights = (4.0, 1.2, rows, 3.0)
+    with open_figure(out, WIDTH, sum(heights) + 0.4) as figure:
         figure.suptitle(title(report), x=0.01, ha="left", fontweight="bold")
-        grid = figure.add_gridspec(4, 6, height_ratios=heights)
-        draw_memory(figure.add_subplot(grid[0, :3]), report)
-        draw_frontier(figure.add_subplot(grid[0, 3:]), report)
-        draw_step(figure.add_subplot(grid[1, :]), best)
-        draw_pipeline(figure.add_subplot(grid[2, :]), timeline, drawn, count)
-        for place, axis in enumerate(SWEPT):
-            draw_sweep(figure.add_subplot(grid[3, 2 * place : 2 * place + 2]), report, axis)
+        above, step, pipeline, below = figure.subfigures(4, 1, height_ratios=heights)
+        memory, frontier = above.subplots(1, 2)
+        draw_memory(memory, report)
+        draw_frontier(frontier, report)
+        draw_step(step.subplots(), best)
+        draw_pipeline(pipeline.subplots(), timeline, drawn, count)
+        for axes, axis in zip(below.subplots(1, 3), SWEPT, strict=True):
+            draw_sweep(axes, report, axis)
 
 
 def draw_memory(axes: Axes, report: PlanReport) -> None:
@@ -116,15 +117,17 @@ def draw_step(axes: Axes, plan: Plan) -> None:
         seconds = plan.time.parts[part]
         share = seconds / plan.time.seconds
         if share >= 0.001:
-            label = f"{part}{' communication' * (part in AXES)}: {seconds:.3g} s"
+            label = f"{part}: {seconds:.3g} s"
             axes.barh([0], [seconds], left=start, color=STEP_COLORS[part], edgecolor="white", label=label)
         start += seconds
     axes.set_xlim(0, plan.time.seconds)
     axes.set_yticks([])
     axes.grid(visible=False)
     axes.spines[:].set_visible(False)
-    axes.set_title(f"a step: {plan.time.seconds:.3f} s", loc="left", fontsize=10)
-    axes.legend(fontsize=8, ncols=6, loc="upper left", bbox_to_anchor=(0, -0.6))
+    axes.set_xlabel("seconds")
+    hidden = "; of communication, what nothing hides" * any(plan.time.parts[axis] for axis in AXES)
+    axes.set_title(f"a step: {plan.time.seconds:.3f} s{hidden}", loc="left", fontsize=10)
+    axes.legend(fontsize=8, ncols=len(PARTS), loc="lower right", bbox_to_anchor=(1, 1))
 
 
 def step_of(plan: Plan, world_size: int) -> tuple[Timeline, int, int]:
@@ -167,4 +170,4 @@ def draw_sweep(axes: Axes, report: PlanReport, axis: str) -> None:
     axes.set_ylim(0, 1.15 * max((speed for _, speed in (*kept, *best)), default=1))
     axes.yaxis.set_major_formatter(lambda value, _: format_compact(value, trim=True))
     names = {"network": "bandwidth of the network", "batch": "samples of a step", "GPUs": "accelerators"}
-    axes.set_title(f"tokens/s of an accelerator by {names[axis]}", loc="left", fontsize=10)
+    axes.set_title(f"tokens/s of a GPU by {names[axis]}", loc="left", fontsize=10)
