@@ -160,6 +160,7 @@ class ParsedArguments:
     notes: tuple[str, ...] = ()  # one line each, to be printed
     fake_rank: int | None = None  # rank of --fake-world; None without
     here: bool = True  # the run is to start on this machine; False for --check-config of other machines
+    given: frozenset[str] = frozenset()  # fields that flags and files set, without those of a preset or a checkpoint
 
     def summary(self, iteration: int = 0, consumed_samples: int = 0, data: Sequence[str] = ()) -> str:
         """Return the text that ``--check-config`` prints.
@@ -243,7 +244,8 @@ def parse(
     findings.add(preset_batch_notes(line.known.preset, resolved, world_size))  # last, and so nearest to the summary
     fake_rank = line.known.fake_rank or 0 if line.known.fake_world else None
     here = not line.check_only or (line.known.world_size is None and world_size == launch.world_size)
-    return ParsedArguments(resolved, world_size, line.check_only, tuple(findings.notes), fake_rank, here)
+    notes, fields = tuple(findings.notes), frozenset(given_values)
+    return ParsedArguments(resolved, world_size, line.check_only, notes, fake_rank, here, fields)
 
 
 def suggest_nodes(problem: Problem, config: RunConfig, world_size: int, launch: Launch) -> Problem:
