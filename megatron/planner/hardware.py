@@ -13,7 +13,7 @@ from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
-import yaml
+from megatron.config.files import parse_yaml, read_small
 
 TABLE = Path(__file__).with_name("hardware.yaml")
 
@@ -108,7 +108,7 @@ class Cluster:
 @cache
 def accelerators() -> dict[str, Accelerator]:
     """Return the table of known accelerators by name."""
-    return {name: read_accelerator(name, row) for name, row in yaml.safe_load(TABLE.read_text("utf-8")).items()}
+    return {name: read_accelerator(name, row) for name, row in parse_yaml(read_small(TABLE)).items()}
 
 
 def read_accelerator(name: str, row: Mapping[str, object]) -> Accelerator:
