@@ -118,8 +118,9 @@ class StageMemory:
     kept_loss: int
     # Operands of weight gradients, kept from I to W.
     wgrad: int
-    # Most memory beside these in F, in B or I, and in W.
+    # Most memory beside these in F, in that of the loss, in B or I, and in W.
     forward: int
+    loss: int
     backward: int
     weight: int
     # Kept on the host from F to B or I, instead of the device.
@@ -148,7 +149,7 @@ class StageMemory:
             backward = max(backward - heads.kept, heads.backward)
             kept, loss, wgrad = kept + heads.kept, loss + heads.kept_loss, wgrad + heads.wgrad
             weight = max(weight, heads.weight)
-        return cls(kept, loss, wgrad, max(loss_forward, forward - loss), backward, weight, host)
+        return cls(kept, loss, wgrad, max(loss_forward, forward - loss), loss_forward, backward, weight, host)
 
 
 def _heads(config: RunConfig, shape: ActivationShape, blocks: Sequence[BlockMemory]) -> StageMemory:
@@ -164,7 +165,7 @@ def _heads(config: RunConfig, shape: ActivationShape, blocks: Sequence[BlockMemo
         kept_loss += entropy
         wgrad += sum(t.size for t in own if t.wgrad_input) + block.wgrad + shape.residual
     weight = max((block.weight for block in blocks), default=0)
-    return StageMemory(kept, kept_loss, wgrad, forward, backward + len(blocks) * shape.residual, weight, host=0)
+    return StageMemory(kept, kept_loss, wgrad, forward, 0, backward + len(blocks) * shape.residual, weight, host=0)
 
 
 def _largest(blocks: Sequence[BlockMemory]) -> tuple[int, int]:
@@ -253,8 +254,11 @@ class ActionMemory(NamedTuple):
     # Kept for B or I of all micro-batches in flight, and operands of delayed weight gradients.
     kept: int
     wgrad: int
-    # The most that exists besides, within the action.
+    # The most that exists besides, within the action; True if the loss needs it.
     temporary: int
+    of_loss: bool
+    # What a stage sends and receives, which exists besides, too.
+    messages: int
     # Kept after the action.
     after: int
     # Kept on the host for B or I of all micro-batches in flight.
@@ -273,7 +277,7 @@ def activation_memory(config: RunConfig, dp: int) -> list[list[ActionMemory]]:
     stages = [StageMemory.of(config, stage) for stage in layers]
     program = build_program(parallel, get_num_microbatches(config.training, dp))
     # A stage's output that is being sent, and a gradient that is being received.
-    messages = 2 * ActivationShape.of(config).residual if len(program.ranks) > 1 else 0
+    sent = 2 * ActivationShape.of(config).residual if len(program.ranks) > 1 else 0
     ranks = []
     for actions in program.ranks:
         kept, wgrad, host, memory = 0, 0, 0, []
@@ -282,26 +286,37 @@ def activation_memory(config: RunConfig, dp: int) -> list[list[ActionMemory]]:
             if action.kind == FORWARD:
                 kept += stage.kept + stage.kept_loss
                 host += stage.host
-                memory.append(ActionMemory(action, kept, wgrad, stage.forward + messages, kept + wgrad, host))
+                of_loss = 0 < stage.forward == stage.loss
+                memory.append(ActionMemory(action, kept, wgrad, stage.forward, of_loss, sent, kept + wgrad, host))
                 continue
             if action.kind == WEIGHT:
                 after = wgrad - stage.wgrad
-                memory.append(ActionMemory(action, kept, wgrad, stage.weight, kept + after, host))
+                memory.append(ActionMemory(action, kept, wgrad, stage.weight, False, 0, kept + after, host))
                 wgrad = after
                 continue
             kept -= stage.kept_loss
             after = wgrad + (stage.wgrad if action.kind == INPUT_GRADIENT else 0)
-            temporary = max(stage.backward, after - wgrad - stage.kept) + messages
-            memory.append(ActionMemory(action, kept, wgrad, temporary, kept - stage.kept + after, host))
+            temporary = max(stage.backward, after - wgrad - stage.kept)
+            memory.append(ActionMemory(action, kept, wgrad, temporary, False, sent, kept - stage.kept + after, host))
             kept, wgrad, host = kept - stage.kept, after, host - stage.host
         ranks.append(memory)
     return ranks
 
 
 def peak_activations(config: RunConfig, dp: int) -> list[dict[str, int]]:
-    """Return the bytes at the peak of every pipeline rank; arguments as for :func:`activation_memory`."""
-    peaks = (max(memory, key=lambda at: at.kept + at.wgrad + at.temporary) for memory in activation_memory(config, dp))
-    return [{"activations": at.kept, "delayed gradients": at.wgrad, "temporary": at.temporary} for at in peaks]
+    """Return the bytes at the peak of every pipeline rank, by part; arguments as for :func:`activation_memory`.
+
+    ``activations`` are those that micro-batches in flight keep, ``delayed gradients`` the operands of weight gradients
+    that a schedule delays, ``logits`` what the loss needs if the peak is there, ``temporary`` what a block needs if it
+    is in one, and ``pipeline buffers`` what a stage sends and receives.
+    """
+    peaks = []
+    for memory in activation_memory(config, dp):
+        at = max(memory, key=lambda at: at.kept + at.wgrad + at.temporary + at.messages)
+        temporary = {"logits": at.temporary * at.of_loss, "temporary": at.temporary * (not at.of_loss)}
+        kept = {"activations": at.kept, "delayed gradients": at.wgrad}
+        peaks.append(kept | temporary | {"pipeline buffers": at.messages})
+    return peaks
 
 
 def peak_host_activations(config: RunConfig, dp: int) -> list[int]:

@@ -2,7 +2,7 @@
 
 The parameters are those that the layers declare (:mod:`megatron.layers.parameters`), in the buckets that a run lays
 them out in (:func:`megatron.distributed.param_layout.plan_buckets`), so alignment and uneven shards are counted
-exactly. Left out are scalars (a few bytes each). :func:`max_peak_bytes` adds what exists only within a step:
+exactly. Left out are scalars (a few bytes each). :func:`peaks_by_rank` adds what exists only within a step:
 activations (:mod:`megatron.planner.activations`), gradients that are being reduced, and buffers of NCCL.
 
 All functions raise ``ValueError`` when the vocabulary size is not set, ``ScheduleError`` when the pipeline cannot
@@ -111,25 +111,29 @@ def _state_by_stage(config: RunConfig, world_size: int, host: bool = False) -> l
 
 
 def max_peak_bytes(config: RunConfig, world_size: int) -> dict[str, int]:
-    """Return the bytes at the peak of a step on the rank with the most.
+    """Return the bytes at the peak of a step on the rank with the most, by part (:func:`peaks_by_rank`)."""
+    return max(peaks_by_rank(config, world_size), key=lambda peak: sum(peak.values()))
+
+
+def peaks_by_rank(config: RunConfig, world_size: int) -> list[dict[str, int]]:
+    """Return the bytes at the peak of a step on the fullest rank of every pipeline rank.
 
     By :data:`STATE_KINDS`, ``gathered weights`` (:func:`gathered_weight_bytes`), ``reduction``
-    (:func:`reduction_buffer_bytes`), ``activations`` that micro-batches in flight
-    keep, ``delayed gradients`` (operands of weight gradients that a schedule delays), ``temporary`` tensors (logits or
-    those of a block's backward), ``FP8 weights`` (:func:`fp8_weight_bytes`), ``converted weights``
-    (:func:`converted_weight_bytes`), and an estimate for NCCL.
+    (:func:`reduction_buffer_bytes`), the parts of :func:`megatron.planner.activations.peak_activations`,
+    ``FP8 weights`` (:func:`fp8_weight_bytes`), ``converted weights`` (of DoRA and quantised weights), and an estimate
+    for NCCL (:func:`communicator_bytes`).
     """
     layout = Layout.from_config(config.parallel, world_size)
     activations = peak_activations(config, layout.sizes["dp"])
-    fp8 = fp8_weight_bytes(config) if config.precision.fp8_format is not None else 0
-    others = {"FP8 weights": fp8, "converted weights": converted_weight_bytes(config)}
-    others |= {"NCCL estimate": communicator_bytes(config, world_size)}
     peaks = []
     for pp, state in enumerate(_state_by_stage(config, world_size)):
         gathered = {"gathered weights": gathered_weight_bytes(config, layout, pp)}
         reduction = {"reduction": _reduction_buffers(config, layout, pp)}
+        specs = rank_parameters(config, pp)
+        others = {"FP8 weights": _fp8_weights(config, specs), "converted weights": _converted_weights(config, specs)}
+        others |= {"NCCL estimate": _communicator_bytes(config, world_size, pp)}
         peaks.append(state | gathered | reduction | activations[pp] | others)
-    return max(peaks, key=lambda peak: sum(peak.values()))
+    return peaks
 
 
 def rank_state_bytes(config: RunConfig, world_size: int, rank: int) -> dict[str, int]:
@@ -448,25 +452,28 @@ def fp8_weight_bytes(config: RunConfig) -> int:
 
     ZeRO-3 with resharding quantises a weight at every use, and keeps none.
     """
+    ranks = range(config.parallel.pipeline_model_parallel_size)
+    return max(_fp8_weights(config, rank_parameters(config, pp)) for pp in ranks)
+
+
+def _fp8_weights(config: RunConfig, specs: Specs) -> int:
     model, precision = config.model, config.precision
-    by_stage = []
-    for pp in range(config.parallel.pipeline_model_parallel_size):
-        specs = rank_parameters(config, pp).items()
-        blocks = [(layer_of(name, model), name, spec) for name, spec in specs]
-        sizes = [
-            prod(spec.local_shape)
-            for layer, name, spec in blocks
-            if layer is not None and is_linear(name) and precision.layer_in_fp8(layer, model.num_layers)
-        ]
-        by_stage.append(max(sizes, default=0) if config.parallel.reshards_after_forward else 2 * sum(sizes))
-    return max(by_stage)
+    if precision.fp8_format is None:
+        return 0
+    blocks = [(layer_of(name, model), name, spec) for name, spec in specs.items()]
+    sizes = [
+        prod(spec.local_shape)
+        for layer, name, spec in blocks
+        if layer is not None and is_linear(name) and precision.layer_in_fp8(layer, model.num_layers)
+    ]
+    return max(sizes, default=0) if config.parallel.reshards_after_forward else 2 * sum(sizes)
 
 
 CONVERTING_BYTES = 10
 """Bytes per element of a quantised weight that is converted for a product."""
 
 
-def converted_weight_bytes(config: RunConfig) -> int:
+def _converted_weights(config: RunConfig, specs: Specs) -> int:
     """Return the bytes of the largest weight that is converted, for a product or DoRA's norms, and of W's row norms.
 
     DoRA's norms need W in at least fp32.
@@ -478,10 +485,9 @@ def converted_weight_bytes(config: RunConfig) -> int:
         each = CONVERTING_BYTES
     elif wide > DTYPE_BYTES[config.precision.params_dtype]:
         each = wide
-    stages = (rank_parameters(config, pp) for pp in range(config.parallel.pipeline_model_parallel_size))
-    rows = max(sum(prod(spec.local_shape) for spec in specs.values() if spec.wide) for specs in stages)
-    specs = block_of_any_kind(model.base, Sharding.of_first_rank(config.parallel))
-    return each * max(prod(spec.local_shape) for n, spec in specs.items() if is_adaptable(n, spec)) + rows * wide
+    rows = sum(prod(spec.local_shape) for spec in specs.values() if spec.wide)
+    of_block = block_of_any_kind(model.base, Sharding.of_first_rank(config.parallel))
+    return each * max(prod(spec.local_shape) for n, spec in of_block.items() if is_adaptable(n, spec)) + rows * wide
 
 
 def reduction_buffer_bytes(config: RunConfig, world_size: int) -> int:
@@ -604,13 +610,15 @@ def communicator_bytes(config: RunConfig, world_size: int) -> int:
     A group is counted as a ring: a rank receives from one neighbour and sends to another. Left out are NVLS, and the
     further connections of an all-to-all.
     """
+    ranks = range(config.parallel.pipeline_model_parallel_size)
+    return max(_communicator_bytes(config, world_size, pp) for pp in ranks)
+
+
+def _communicator_bytes(config: RunConfig, world_size: int, pp_rank: int) -> int:
     if world_size == 1 or config.training.device == "cpu" or config.parallel.distributed_backend == "gloo":
         return 0
-    by_rank = (communicators(config, world_size, pp) for pp in range(config.parallel.pipeline_model_parallel_size))
-    return max(
-        NCCL_CHANNELS * ((groups + received) * RECEIVE_BYTES + (groups + sent) * SEND_BYTES)
-        for groups, received, sent in by_rank
-    )
+    groups, received, sent = communicators(config, world_size, pp_rank)
+    return NCCL_CHANNELS * ((groups + received) * RECEIVE_BYTES + (groups + sent) * SEND_BYTES)
 
 
 def _finishes_in_layer_order(config: RunConfig, layout: Layout, pp: int) -> bool:

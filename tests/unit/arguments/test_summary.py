@@ -29,7 +29,7 @@ def test_every_row() -> None:
     parts = "weights 898.50 KiB, gradients 1.75 MiB, main params 1.75 MiB, moments 3.51 MiB"
     assert printed["memory"] == f"7.90 MiB on each rank: {parts}"
     assert printed["peak"] == (
-        "780.70 MiB in a step: activations 4.24 MiB, temporary 576.00 KiB, NCCL estimate 768.00 MiB are added"
+        "780.70 MiB in a step: activations 4.24 MiB, logits 576.00 KiB, NCCL estimate 768.00 MiB are added"
     )
     assert printed["batch"] == "16 samples x 256 = 4,096 tokens a step: 2 micro-batches of 2 on each DP rank"
     assert (

@@ -26,8 +26,10 @@ from megatron.planner.memory import (
     communicator_bytes,
     communicators,
     gathered_weight_bytes,
+    max_peak_bytes,
     max_rank_parameters,
     max_state_bytes,
+    peaks_by_rank,
     rank_host_bytes,
     rank_state_bytes,
     reduction_buffer_bytes,
@@ -214,6 +216,23 @@ def test_so_they_are_on_every_rank_whatever_is_cut(pool: Pool) -> None:
         predicted = [rank_state_bytes(config, 4, rank) for rank in range(4)]
         assert [rank[number] for rank in found] == predicted, flags
         assert max(predicted, key=lambda parts: sum(parts.values())) == max_state_bytes(config, 4), flags
+
+
+def test_peaks_of_pipeline_ranks_fall_with_the_micro_batches_in_flight() -> None:
+    """Rank r of p holds p - r micro-batches of 1F1B; the last one computes the loss (arXiv 2104.04473)."""
+    flags = "--num-layers 8 --pipeline-model-parallel-size 4 --global-batch-size 8 --bf16 --device cuda"
+    config = config_of(f"{flags} --tensor-model-parallel-size 2 --vocab-size 50000", 16)
+    peaks = peaks_by_rank(config, 16)
+    sbh = 16 * 32
+    block = (8 + 8 // 2 + 16 // 2) * sbh  # the 32 sbh of a block, all but those of its norms divided by TP
+    held = [peak["activations"] for peak in peaks]
+    for pp, kept in enumerate(held[:-1]):
+        assert kept == pytest.approx((4 - pp) * 2 * block, rel=0.1)
+    assert [peak["logits"] > 0 for peak in peaks] == [False] * 3 + [True]
+    assert {peak["pipeline buffers"] for peak in peaks} == {2 * 2 * sbh}
+    ranks = [rank_state_bytes(config, 16, 4 * pp) for pp in range(4)]
+    assert [{part: peak[part] for part in state} for peak, state in zip(peaks, ranks)] == ranks
+    assert max_peak_bytes(config, 16) == max(peaks, key=lambda peak: sum(peak.values()))
 
 
 def allocated_in_two(trainer: Trainer) -> tuple[dict[str, int], dict[str, int]]:
