@@ -8,6 +8,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from megatron.config.batch import get_num_microbatches
 from megatron.config.text import format_compact
 from megatron.pipeline.plan import resolve_pipeline
@@ -44,7 +46,7 @@ def draw_plan(report: PlanReport, out: Path) -> None:
     heights = (4.0, 1.2, rows, 3.0)
     with open_figure(out, WIDTH, sum(heights) + 0.4) as figure:
         figure.suptitle(title(report), x=0.01, ha="left", fontweight="bold")
-        above, step, pipeline, below = figure.subfigures(4, 1, height_ratios=heights)
+        above, step, pipeline, below = np.ravel(figure.subfigures(4, 1, height_ratios=heights))
         memory, frontier = above.subplots(1, 2)
         draw_memory(memory, report)
         draw_frontier(frontier, report)
