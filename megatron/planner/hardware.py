@@ -15,7 +15,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from megatron.config.files import parse_yaml, read_small
+import yaml
+
 
 from megatron.config.errors import Problem, UserError
 from megatron.config.text import did_you_mean
@@ -138,7 +139,7 @@ class Cluster:
 @cache
 def accelerators() -> dict[str, Accelerator]:
     """Return the table of known accelerators by name."""
-    return {name: read_accelerator(name, row) for name, row in parse_yaml(read_small(TABLE)).items()}
+    return {name: read_accelerator(name, row) for name, row in yaml.safe_load(TABLE.read_text("utf-8")).items()}
 
 
 def find_accelerator(text: str) -> Accelerator:
