@@ -30,11 +30,11 @@ from megatron.config.data_paths import SOURCE_OPTIONS
 from megatron.config.errors import Problem, UserError
 from megatron.config.run import RunConfig
 from megatron.config.settings import SETTINGS
-from megatron.config.text import did_you_mean, echo
+from megatron.config.text import echo
 from megatron.convert.huggingface.config import read_model_values
 from megatron.layers.parameters import num_parameters
 from megatron.planner.costs import HOURS_BETWEEN_FAILURES, STORAGE_BANDWIDTH, RunCosts, Terms
-from megatron.planner.hardware import Accelerator, Cluster, accelerators
+from megatron.planner.hardware import Cluster, accelerators, find_accelerator
 from megatron.planner.report import PlanReport, as_dict, text
 from megatron.planner.search import LayoutSearch, Plan
 from tools.lib.plan_figures import draw_plan
@@ -81,7 +81,12 @@ def build_parser() -> argparse.ArgumentParser:
     cluster = parser.add_argument_group("cluster")
     names = ", ".join(accelerators())
     cluster.add_argument("--gpus", type=positive(int), required=True, metavar="N", help="accelerators")
-    cluster.add_argument("--gpu", default="h100-80g", metavar="NAME", help=f"one of {names} (default: %(default)s)")
+    cluster.add_argument(
+        "--gpu",
+        default="h100-80g",
+        metavar="NAME",
+        help=f"{names}, or a FILE.yaml of one such row (default: %(default)s)",
+    )
     cluster.add_argument("--nodes-of", type=positive(int), metavar="N", help="accelerators of a node")
     cluster.add_argument("--network", type=parse_rate, metavar="RATE", help="of an accelerator: 400Gb/s, 50GB/s")
     run = parser.add_argument_group("run")
@@ -139,23 +144,13 @@ def parse_rate(text: str) -> float:
     return float(found[1]) * UNITS[found[2]] / (8 if found[3] == "b" else 1)
 
 
-def find_accelerator(name: str) -> Accelerator:
-    """Return the accelerator of a name in the table."""
-    known = accelerators()
-    if name not in known:
-        guess = did_you_mean(name, known)
-        fixes = tuple(f"--gpu {each}" for each in ([guess] if guess else known))
-        raise UserError([Problem("E002", f"--gpu {name}: there is no such accelerator in the table", fixes)])
-    return known[name]
-
-
 def make_report(options: argparse.Namespace, argv: Sequence[str]) -> PlanReport:
     """Search, and describe what was found.
 
     Raises:
         UserError: if the flags are invalid, or nothing fits.
     """
-    cluster = Cluster.of(find_accelerator(options.gpu), options.nodes_of, options.network)
+    cluster = Cluster.of(find_accelerator(options.gpu), options.nodes_of, options.network, options.gpus)
     run = PlannedRun.read(argv, options.gpus, options.tokens)
     watts = options.watts or cluster.accelerator.watts
     terms = Terms(run.tokens, options.price, watts, options.mtbf, options.storage)

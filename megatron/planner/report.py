@@ -289,14 +289,11 @@ def _time_cells(report: PlanReport, point: SweepPoint, time: StepTime | None) ->
 
 
 def short(number: float) -> str:
-    """Format with three decimals, fewer of large numbers and three digits of small ones."""
-    return (
-        f"{number:,.0f}"
-        if number >= 1000
-        else f"{number:.1f}"
-        if number >= 100
-        else (f"{number:.2f}" if number >= 10 else f"{number:.3f}" if number >= 0.1 else f"{number:.3g}")
-    )
+    """Format with up to three decimals, and with three digits below 0.1."""
+    if number < 0.1:
+        return f"{number:.3g}"
+    decimals = 3 if number < 10 else 2 if number < 100 else 1 if number < 1000 else 0
+    return f"{number:,.{decimals}f}"
 
 
 def format_days(days: float) -> str:
