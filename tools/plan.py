@@ -79,14 +79,9 @@ def build_parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     cluster = parser.add_argument_group("cluster")
-    names = ", ".join(accelerators())
+    names = f"{', '.join(accelerators())}, or a FILE.yaml of one such row (default: %(default)s)"
     cluster.add_argument("--gpus", type=positive(int), required=True, metavar="N", help="accelerators")
-    cluster.add_argument(
-        "--gpu",
-        default="h100-80g",
-        metavar="NAME",
-        help=f"{names}, or a FILE.yaml of one such row (default: %(default)s)",
-    )
+    cluster.add_argument("--gpu", default="h100-80g", metavar="NAME", help=names)
     cluster.add_argument("--nodes-of", type=positive(int), metavar="N", help="accelerators of a node")
     cluster.add_argument("--network", type=parse_rate, metavar="RATE", help="of an accelerator: 400Gb/s, 50GB/s")
     run = parser.add_argument_group("run")
