@@ -190,7 +190,7 @@ def checkpoint_bytes(config: RunConfig, world_size: int = 1) -> int:
         return size
     layout, wide = Layout.from_config(parallel, world_size), main_param_bytes(config)
     for spec in dict(whole).values():
-        copies = _shards(parallel, layout, spec.expert)[1]
+        copies = optimizer_shards(parallel, layout, spec.expert)[1]
         stages = min(2, layout.sizes["pp"]) if spec.tied else 1
         size += spec.numel * wide * (copies * stages if copies > 1 else 0)
     for pp in range(layout.sizes["pp"]):
@@ -230,10 +230,14 @@ def _place(parallel: ParallelConfig, layout: Layout, rank: int) -> tuple[int, in
     """Return what determines a rank's state: its pipeline rank, its shard of dense and of expert buckets."""
     at = layout.coordinate(rank)
     replica = at["dp"] * layout.sizes["cp"] + at["cp"]
-    return at["pp"], replica % _shards(parallel, layout, False)[0], at["edp"] % _shards(parallel, layout, True)[0]
+    return (
+        at["pp"],
+        replica % optimizer_shards(parallel, layout, False)[0],
+        at["edp"] % optimizer_shards(parallel, layout, True)[0],
+    )
 
 
-def _shards(parallel: ParallelConfig, layout: Layout, expert: bool) -> tuple[int, int]:
+def optimizer_shards(parallel: ParallelConfig, layout: Layout, expert: bool) -> tuple[int, int]:
     """Return the number of shards of a bucket, and of ranks that hold the same shard."""
     replicas = layout.sizes["edp"] if expert else layout.sizes["dp"] * layout.sizes["cp"]
     copies = parallel.optimizer_instances or replicas
@@ -255,7 +259,7 @@ def bucket_shapes(config: RunConfig, layout: Layout, pp_rank: int) -> Iterator[B
         for name, spec in specs.items()
     }
     limit = parallel.bucket_size(layout.sizes["dp"] * layout.sizes["cp"])
-    return plan_buckets(specs, keys, limit, lambda axes: _shards(parallel, layout, axes == EXPERT_REDUCE_AXES))
+    return plan_buckets(specs, keys, limit, lambda axes: optimizer_shards(parallel, layout, axes == EXPERT_REDUCE_AXES))
 
 
 @dataclass(frozen=True)
@@ -286,7 +290,7 @@ class _StageState:
         common["buffers"] += sum(mixer.buffer_bytes(config.model) for mixer in mixers)
         common["buffers"] += sum(getattr(group, "buffer_bytes", 0) for group in vars(config).values())
         copies = _feature_copies(config)
-        counts = {expert: _shards(parallel, layout, expert)[0] for expert in (False, True)}
+        counts = {expert: optimizer_shards(parallel, layout, expert)[0] for expert in (False, True)}
         sharded = {expert: [Counter[str]() for _ in range(count)] for expert, count in counts.items()}
         shares: dict[bool, list[list[tuple[int, str, int, Counter[str]]]]]
         shares = {expert: [[] for _ in range(count)] for expert, count in counts.items()}
@@ -625,7 +629,7 @@ def _finishes_in_layer_order(config: RunConfig, layout: Layout, pp: int) -> bool
     return all(action.kind != WEIGHT for action in program.ranks[pp])
 
 
-def _weight_gathers(config: RunConfig, layout: Layout, pp_rank: int) -> Counter[int]:
+def weight_gathers(config: RunConfig, layout: Layout, pp_rank: int) -> Counter[int]:
     """Return how many times a step of ZeRO-3 with resharding gathers each bucket, by its number.
 
     A block is gathered for forward and for backward, the embedding for forward only. What a stage ends with is kept
@@ -663,7 +667,7 @@ def data_parallel_traffic(config: RunConfig, world_size: int, rank: int = 0) -> 
     ZeRO-3  m B (n - 1) / n             2 (B / n) (c - 1) / c    g W (n - 1) / n
     ======  ==========================  =======================  ===================
 
-    W is the size of the bucket's weights in bytes, g their number of gathers (:func:`_weight_gathers`). With gradient
+    W is the size of the bucket's weights in bytes, g their number of gathers (:func:`weight_gathers`). With gradient
     reduction in bf16, B counts two bytes per element, a reduce-scatter is an all-to-all, and an all-reduce is an
     all-to-all plus an all-gather. ZeRO-2 and 3 send less when the schedule delays weight gradients over several
     micro-batches.
@@ -681,7 +685,7 @@ def data_parallel_traffic(config: RunConfig, world_size: int, rank: int = 0) -> 
     if parallel.grad_reduce_in_bf16:
         rounded = DTYPE_BYTES["bf16"]
     reductions = get_num_microbatches(config.training, layout.sizes["dp"]) if parallel.zero_stage >= 2 else 1
-    gathers = _weight_gathers(config, layout, pp_rank) if parallel.reshards_after_forward else None
+    gathers = weight_gathers(config, layout, pp_rank) if parallel.reshards_after_forward else None
     for number, bucket in enumerate(bucket_shapes(config, layout, pp_rank)):
         size, shard = bucket.packing.size, bucket.packing.size // bucket.shards
         over_shards, over_copies = ((n - 1) / n for n in (bucket.shards, bucket.copies))

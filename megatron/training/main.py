@@ -8,6 +8,7 @@ import string
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -36,6 +37,7 @@ from megatron.training.loggers.run_logger import RunLogger
 from megatron.training.loop import train
 from megatron.training.machine import set_variables
 from megatron.training.metrics import Goodput
+from megatron.training.out_of_memory import explain_out_of_memory
 from megatron.training.resume_source import read_only_options
 from megatron.training.startup import JOB_FACTS, StartFacts, StartupTimer, start_facts, start_phrase
 from megatron.training.stop import StopRequest
@@ -65,7 +67,7 @@ def run(config: RunConfig, notes: Sequence[str] = (), startup: StartupTimer | No
         try:
             status = join_and_train(config, notes, startup or StartupTimer(), signals)
         except Exception as error:
-            reported = report_failure(error, config.logging.run_dir)
+            reported = report_failure(error, config.logging.run_dir, partial(explain_out_of_memory, config=config))
             if not isinstance(error, StartRefusedError):
                 return 1
             return end_refused_start(REFUSAL_SECONDS, explain_error(error) if reported else None)
