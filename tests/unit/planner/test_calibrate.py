@@ -52,7 +52,7 @@ def test_times_of_other_efficiencies_are_met(matmul: float) -> None:
     assert max(errors(fitted, runs[:2])) < 0.02
     assert max(errors(fitted, runs)) < 0.06  # of a layout that was not measured, too
     assert fitted.cluster.efficiency.matmul == pytest.approx(matmul, rel=0.2)
-    assert not any(abs(step_time(r.config, r.world_size, CLUSTER).seconds / r.seconds - 1) < 0.1 for r in runs)
+    assert max(abs(step_time(r.config, r.world_size, CLUSTER).seconds / r.seconds - 1) for r in runs) > 0.06
 
 
 def test_what_is_as_assumed_stays_and_so_does_what_no_run_depends_on() -> None:
