@@ -1,8 +1,7 @@
 """Accelerators and clusters as the planner sees them: peaks, memory, links, and the shares of these that a run reaches.
 
 ``hardware.yaml`` is the table of known accelerators, each with its sources; a file of the same form describes another
-one. A cluster's links are those of its accelerators, or as measured (``Cluster.read``). Does
-not import torch.
+one. A cluster's links are those of its accelerators, or as measured (``Cluster.read``). Does not import torch.
 """
 
 from __future__ import annotations
@@ -14,8 +13,6 @@ from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
-
-import yaml
 
 from megatron.config.errors import Problem, UserError
 from megatron.config.files import parse_yaml, read_small
@@ -139,6 +136,8 @@ class Cluster:
 @cache
 def accelerators() -> dict[str, Accelerator]:
     """Return the table of known accelerators by name."""
+    import yaml  # slow to import, and seldom needed
+
     return {name: read_accelerator(name, row) for name, row in yaml.safe_load(TABLE.read_text("utf-8")).items()}
 
 

@@ -22,7 +22,6 @@ from megatron.training.loggers.plots import MUTED_COLOR, RUN_COLORS, open_figure
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-    from matplotlib.figure import SubFigure
 
 PART_COLORS: Mapping[str, str] = dict(zip((*MEMORY_PARTS, "other"), ("#1e3a8a", "#3b82f6", "#93c5fd", *RUN_COLORS[1:])))
 """Of the parts of memory; the state of the model is blue."""
