@@ -10,7 +10,6 @@ import os
 import time
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
 
 from megatron.arguments.compatibility import StoredLayout, StoredLayoutReader, readable_config
 from megatron.arguments.hardware import CPU, find_cluster
@@ -25,21 +24,11 @@ from megatron.config.text import format_bytes
 from megatron.data.dataset_info import resolve_vocab_size
 from megatron.planner.flops import FlopsPerToken
 from megatron.planner.hardware import Cluster, accelerators
+from megatron.planner.layouts import CHOSEN, apply
 from megatron.planner.search import LayoutSearch, Plan
 from megatron.planner.step_time import step_time
 
-PLANNED = frozenset(
-    (
-        *("tensor_model_parallel_size", "sequence_parallel", "tp_comm_overlap"),
-        *("pipeline_model_parallel_size", "num_virtual_stages_per_pipeline_rank", "pipeline_schedule"),
-        *("context_parallel_size", "cp_comm_type", "hierarchical_context_parallel_sizes"),
-        *("expert_model_parallel_size", "expert_tensor_parallel_size"),
-        *("use_distributed_optimizer", "data_parallel_sharding_strategy", "num_distributed_optimizer_instances"),
-        *("overlap_param_gather", "reshard_after_forward", "param_cpu_offload"),
-        *("micro_batch_size", "recompute_granularity", "recompute_method", "recompute_num_layers", "recompute_modules"),
-        *("cpu_offloading_num_layers", "optimizer_cpu_offload", "optimizer_offload_fraction"),
-    )
-)
+PLANNED = frozenset(CHOSEN)
 """Options that the planner may choose."""
 
 
@@ -96,7 +85,7 @@ def plan_layout(
     plans = search.best(2)
     if not plans:
         return PlannedLayout(config, (*notes, _nothing_fits(cluster, world_size)), free)
-    chosen = _with_values(config, plans[0].chosen)
+    chosen = apply(config, plans[0].chosen)
     return PlannedLayout(chosen, (*notes, describe(plans[0], plans[1:], cluster, world_size)))
 
 
@@ -121,17 +110,10 @@ def _kept(config: RunConfig, world_size: int, before: StoredLayout, free: Collec
         return f"plan: {before.checkpoint} has a layout that was given by flags: it is planned now"
     if before.world_size != world_size:
         return f"plan: {before.checkpoint} was written by {before.world_size} ranks: planned again for {world_size}"
-    kept = _with_values(config, {name: SETTINGS[name].value_in(saved) for name in sorted(free)})
+    kept = apply(config, {name: SETTINGS[name].value_in(saved) for name in sorted(free)})
     if problems := find_problems(kept, world_size):
         return f"plan: the layout of {before.checkpoint} is planned again: {problems[0].sentence}"
     return kept
-
-
-def _with_values(config: RunConfig, values: Mapping[str, Any]) -> RunConfig:
-    for name, value in values.items():
-        group = SETTINGS[name].group
-        config = config.with_group(group, replace(config.group(group), **{name: value}))
-    return config
 
 
 def layout_flags(config: RunConfig, names: Collection[str] = PLANNED) -> str:
@@ -145,7 +127,7 @@ def _nothing_fits(cluster: Cluster, world_size: int) -> Problem:
     size = format_bytes(cluster.accelerator.memory)
     ranks = "1 rank" if world_size == 1 else f"any layout of {world_size:,} ranks"
     sentence = f"--plan auto: the run does not fit into {ranks} with {size} of memory each ({cluster.accelerator.name})"
-    return Problem("E962", sentence, (f"torchrun --nproc-per-node {2 * world_size}", "--optimizer-cpu-offload"))
+    return Problem("E962", sentence, (f"torchrun --nproc-per-node {2 * world_size}",))
 
 
 def _unknown_gpu(name: str) -> Problem:
