@@ -17,9 +17,10 @@ from numpy.typing import NDArray
 
 from megatron.config.run import RunConfig
 from megatron.config.text import format_bytes
+from megatron.planner.communication import AXES
 from megatron.planner.hardware import Cluster, Efficiency
 from megatron.planner.memory import max_peak_bytes
-from megatron.planner.step_time import AXES, StepTime, step_time
+from megatron.planner.step_time import StepTime, step_time
 
 COMPUTING = ("compute", "recompute", "optimizer")
 """Parts of a step in which a rank waits for no other."""
