@@ -26,9 +26,10 @@ from megatron.pipeline.simulate import StageCosts, Timeline, simulate
 from megatron.planner.communication import AXES as AXES
 from megatron.planner.communication import DATA, GRADIENTS, PIPELINE, SEND, Collective, RankGroup
 from megatron.planner.hardware import Cluster
-from megatron.planner.memory import INT8_BYTES, main_param_bytes, optimizer_shards
+from megatron.planner.memory import INT8_BYTES
 from megatron.planner.network import seconds
 from megatron.planner.pipeline_time import pipeline_end
+from megatron.planner.rank_state import main_param_bytes, shards_of
 from megatron.planner.stage_time import COMPUTE, RECOMPUTE, StageTime, merged, stage_times
 
 BUBBLE, OFFLOAD, OPTIMIZER = "bubble", "offload", "optimizer"
@@ -213,7 +214,7 @@ def _buckets(step: _Step, parameters: Mapping[bool, float]) -> Iterator[tuple[Ra
     parallel, sizes = step.config.parallel, step.layout.sizes
     limit = parallel.bucket_size(sizes["dp"] * sizes["cp"])
     for expert, elements in parameters.items():
-        shards, copies = optimizer_shards(parallel, step.layout, expert)
+        shards, copies = shards_of(parallel, step.layout, expert)
         stride = sizes["ep"] * sizes["etp"] if expert else sizes["tp"]
         yield RankGroup(shards, stride), RankGroup(copies, stride * shards), elements, ceil(elements / limit)
 
@@ -282,7 +283,7 @@ def _updating(step: _Step, stage: StageTime) -> float:
     config, cluster = step.config, step.cluster
     optimizer, accelerator = config.optimizer, cluster.accelerator
     elements = sum(
-        each / optimizer_shards(config.parallel, step.layout, expert)[0] for expert, each in stage.parameters.items()
+        each / shards_of(config.parallel, step.layout, expert)[0] for expert, each in stage.parameters.items()
     )
     dtypes = {"exp_avg": optimizer.exp_avg_dtype, "exp_avg_sq": optimizer.exp_avg_sq_dtype}
     moments = sum(DTYPE_BYTES[dtypes.get(kind, "fp32")] for kind in state_kinds(optimizer.optimizer))
