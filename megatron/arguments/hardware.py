@@ -5,15 +5,12 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import replace
-from functools import cache
 
 from megatron.config.errors import Problem, UserError
-from megatron.config.files import parse_yaml, read_small
 from megatron.config.launch import Launch, ranks_per_node
 from megatron.config.machine import gpu_memory_bytes, gpu_name, has_no_gpu, memory_bytes
 from megatron.config.run import RunConfig
-from megatron.config.text import did_you_mean
-from megatron.planner.hardware import Accelerator, Cluster, accelerators, read_accelerator
+from megatron.planner.hardware import Cluster, accelerators, driver_accelerator, find_accelerator
 
 CPU = "cpu"
 """Name of the accelerator without a GPU. Its speed is not known, so that only layouts are compared by it."""
@@ -31,13 +28,13 @@ def find_cluster(config: RunConfig, world_size: int, environ: Mapping[str, str] 
     launch, named = Launch.read(environ), config.planning.plan_gpu
     each = ranks_per_node(environ) if launch.launcher else None
     if named is not None:
-        accelerator = _named(named)
+        accelerator = find_accelerator(named, "--plan-gpu")
     elif config.training.device == "cpu" or has_no_gpu(environ):
         each = each or world_size
         memory = memory_bytes() or accelerators()[CPU].memory
         return Cluster.of(replace(accelerators()[CPU], memory=memory / each), each)
     else:
-        found = _of_device(gpu_name())
+        found = driver_accelerator(gpu_name() or "")
         if found is None:
             return None
         accelerator = replace(found, memory=gpu_memory_bytes() or found.memory)
@@ -57,32 +54,7 @@ def hardware_problems(config: RunConfig) -> tuple[Problem, ...]:
     """Return a problem if ``--plan-gpu`` names no hardware."""
     try:
         if config.planning.plan_gpu is not None:
-            _named(config.planning.plan_gpu)
+            find_accelerator(config.planning.plan_gpu, "--plan-gpu")
     except UserError as error:
         return error.problems
     return ()
-
-
-@cache
-def _named(name: str) -> Accelerator:
-    """Return the accelerator of the table, or that of a file."""
-    known = accelerators()
-    if name in known:
-        return known[name]
-    if not name.endswith((".yaml", ".yml")):
-        guess = did_you_mean(name, known)
-        sentence = f"--plan-gpu {name}: neither an accelerator that the planner knows nor a .yaml file"
-        raise UserError([Problem("E961", sentence, (f"--plan-gpu {guess or '|'.join(known)}", "--plan-gpu FILE.yaml"))])
-    try:
-        rows = parse_yaml(read_small(name))
-        ((own_name, row),) = rows.items()
-        return read_accelerator(own_name, row)
-    except OSError as error:
-        raise UserError([Problem("E961", f"--plan-gpu {name} cannot be read: {error.strerror}")]) from error
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        sentence = f"--plan-gpu {name} describes no accelerator: {error}"
-        raise UserError([Problem("E961", sentence, ("see megatron/planner/hardware.yaml for the form",))]) from error
-
-
-def _of_device(name: str | None) -> Accelerator | None:
-    return None

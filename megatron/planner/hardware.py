@@ -15,9 +15,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from megatron.config.files import parse_yaml, read_small
-
 from megatron.config.errors import Problem, UserError
+from megatron.config.files import parse_yaml, read_small
 from megatron.config.text import did_you_mean
 
 TABLE = Path(__file__).with_name("hardware.yaml")
@@ -138,11 +137,26 @@ class Cluster:
 @cache
 def accelerators() -> dict[str, Accelerator]:
     """Return the table of known accelerators by name."""
-    return {name: read_accelerator(name, row) for name, row in parse_yaml(read_small(TABLE)).items()}
+    return {name: read_accelerator(name, row) for name, row in _rows().items()}
 
 
-def find_accelerator(text: str) -> Accelerator:
-    """Return the accelerator of ``--gpu``: a name in the table, or the path of a file of the same form with one row.
+@cache
+def _rows() -> dict[str, dict[str, Any]]:
+    """Return the rows of the table, complete."""
+    rows: dict[str, dict[str, Any]] = {}
+    for name, row in parse_yaml(read_small(TABLE)).items():
+        rows[name] = _complete(row, rows)
+    return rows
+
+
+def _complete(row: Mapping[str, Any], rows: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    """Return a row with the values of the one that it is like, and its own."""
+    like = rows[row["like"]] if "like" in row else {}
+    return {**like, **{key: value for key, value in row.items() if key != "like"}}
+
+
+def find_accelerator(text: str, flag: str = "--gpu") -> Accelerator:
+    """Return the accelerator of a flag: a name in the table, or the path of a file of the same form with one row.
 
     Raises:
         UserError: if there is none.
@@ -152,18 +166,18 @@ def find_accelerator(text: str) -> Accelerator:
         return known[text]
     if not text.endswith(FILE_SUFFIXES):
         guess = did_you_mean(text.lower(), known)
-        fixes = tuple(f"--gpu {name}" for name in ([guess] if guess else known))
-        raise UserError([Problem("E002", f"--gpu {text}: the table has no such accelerator", fixes)])
+        sentence = f"{flag} {text}: neither an accelerator that the planner knows nor a .yaml file"
+        raise UserError([Problem("E961", sentence, (f"{flag} {guess or '|'.join(known)}", f"{flag} FILE.yaml"))])
     try:
-        ((name, row),) = yaml.safe_load(Path(text).read_text("utf-8")).items()
-        return read_accelerator(name, row)
+        ((name, row),) = parse_yaml(read_small(text)).items()
+        return read_accelerator(name, _complete(row, _rows()))
     except OSError as error:
-        sentence = f"--gpu {text}: {error.strerror}"
-    except (yaml.YAMLError, AttributeError, TypeError, ValueError) as error:
-        sentence = f"--gpu {text} is not one row like those of {TABLE.name}: {' '.join(str(error).split())}"
+        sentence = f"{flag} {text} cannot be read: {error.strerror}"
+    except (ValueError, AttributeError, TypeError) as error:
+        sentence = f"{flag} {text} describes no accelerator: {' '.join(str(error).split())}"
     except KeyError as error:
-        sentence = f"--gpu {text} has no {error.args[0]}, which the rows of {TABLE.name} have"
-    raise UserError([Problem("E002", sentence, ("--gpu h100-80g",))])
+        sentence = f"{flag} {text} describes no accelerator: it has no {error.args[0]}"
+    raise UserError([Problem("E961", sentence, (f"see {TABLE.name} in megatron/planner for the form",))])
 
 
 def driver_accelerator(device_name: str) -> Accelerator | None:
