@@ -12,6 +12,8 @@ from megatron.config.machine import gpu_memory_bytes, gpu_name, has_no_gpu, memo
 from megatron.config.run import RunConfig
 from megatron.planner.hardware import Cluster, accelerators, driver_accelerator, find_accelerator
 
+PLAN_GPU = "--plan-gpu"
+
 CPU = "cpu"
 """Name of the accelerator without a GPU. Its speed is not known, so that only layouts are compared by it."""
 
@@ -28,7 +30,7 @@ def find_cluster(config: RunConfig, world_size: int, environ: Mapping[str, str] 
     launch, named = Launch.read(environ), config.planning.plan_gpu
     each = ranks_per_node(environ) if launch.launcher else None
     if named is not None:
-        accelerator = find_accelerator(named, "--plan-gpu")
+        accelerator = find_accelerator(named, PLAN_GPU)
     elif config.training.device == "cpu" or has_no_gpu(environ):
         each = each or world_size
         memory = memory_bytes() or accelerators()[CPU].memory
@@ -37,7 +39,7 @@ def find_cluster(config: RunConfig, world_size: int, environ: Mapping[str, str] 
         found = driver_accelerator(gpu_name() or "")
         if found is None:
             return None
-        accelerator = replace(found, memory=gpu_memory_bytes() or found.memory)
+        accelerator = replace(found, memory=min(found.memory, gpu_memory_bytes() or found.memory))
     whole_node = each if accelerator.node_size <= MOST_IN_A_NODE else None
     return Cluster.of(accelerator, whole_node)
 
@@ -54,7 +56,7 @@ def hardware_problems(config: RunConfig) -> tuple[Problem, ...]:
     """Return a problem if ``--plan-gpu`` names no hardware."""
     try:
         if config.planning.plan_gpu is not None:
-            find_accelerator(config.planning.plan_gpu, "--plan-gpu")
+            find_accelerator(config.planning.plan_gpu, PLAN_GPU)
     except UserError as error:
         return error.problems
     return ()

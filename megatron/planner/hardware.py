@@ -1,8 +1,7 @@
 """Accelerators and clusters as the planner sees them: peaks, memory, links, and the shares of these that a run reaches.
 
 ``hardware.yaml`` is the table of known accelerators, each with its sources; a file of the same form describes another
-one. A cluster's links are those of its accelerators, or as measured (``Cluster.read``). Does
-not import torch.
+one. A cluster's links are those of its accelerators, or as measured (``Cluster.read``). Does not import torch.
 """
 
 from __future__ import annotations
@@ -156,7 +155,7 @@ def _complete(row: Mapping[str, Any], rows: Mapping[str, Mapping[str, Any]]) -> 
 
 
 def find_accelerator(text: str, flag: str = "--gpu") -> Accelerator:
-    """Return the accelerator of a flag: a name in the table, or the path of a file of the same form with one row.
+    """Return the accelerator that the value of a flag names: one of the table, or that of a file with such a row.
 
     Raises:
         UserError: if there is none.
@@ -166,18 +165,18 @@ def find_accelerator(text: str, flag: str = "--gpu") -> Accelerator:
         return known[text]
     if not text.endswith(FILE_SUFFIXES):
         guess = did_you_mean(text.lower(), known)
-        sentence = f"{flag} {text}: neither an accelerator that the planner knows nor a .yaml file"
-        raise UserError([Problem("E961", sentence, (f"{flag} {guess or '|'.join(known)}", f"{flag} FILE.yaml"))])
+        fixes = (*(f"{flag} {name}" for name in ([guess] if guess else known)), f"{flag} FILE.yaml")
+        raise UserError([Problem("E961", f"{flag} {text}: the planner's table has no such accelerator", fixes)])
     try:
-        ((name, row),) = parse_yaml(read_small(text)).items()
+        ((name, row),) = parse_yaml(read_small(Path(text))).items()
         return read_accelerator(name, _complete(row, _rows()))
     except OSError as error:
-        sentence = f"{flag} {text} cannot be read: {error.strerror}"
-    except (ValueError, AttributeError, TypeError) as error:
-        sentence = f"{flag} {text} describes no accelerator: {' '.join(str(error).split())}"
+        sentence = f"{flag} {text}: {error.strerror}"
     except KeyError as error:
-        sentence = f"{flag} {text} describes no accelerator: it has no {error.args[0]}"
-    raise UserError([Problem("E961", sentence, (f"see {TABLE.name} in megatron/planner for the form",))])
+        sentence = f"{flag} {text} has no {error.args[0]}, which the rows of {TABLE.name} have"
+    except (AttributeError, TypeError, ValueError) as error:
+        sentence = f"{flag} {text} is not one row like those of {TABLE.name}: {' '.join(str(error).split())}"
+    raise UserError([Problem("E961", sentence, (f"{flag} h100-80g",))])
 
 
 def driver_accelerator(device_name: str) -> Accelerator | None:
