@@ -1,35 +1,56 @@
 """Plan a run before a cluster is booked: ``python tools/plan.py --preset llama2-7b --gpus 64 --gpu h100-80g``.
 
-Takes the flags of a training run besides its own. Prints the fastest layouts that fit, with what they take: memory,
-seconds per step, days and costs. Options that are given stay as they are.
+Takes the flags of a training run besides its own. Prints the fastest layouts that fit, and of the best what it takes:
+memory of every pipeline rank, seconds of a step, communication, days, energy, checkpoints; why other layouts lose; and
+the command line. Options of the layout that are given stay as they are. Does not import torch.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import math
+import re
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # if this checkout is not installed
 
-from megatron.arguments.cli import ParsedArguments, parse
+from megatron.arguments.cli import ParsedArguments, parse, parse_flags
 from megatron.arguments.presets import PAPER_TOKENS_PER_STEP
+from megatron.arguments.sources import from_assignments, from_mapping, read_yaml
 from megatron.arguments.validate import find_problems
+from megatron.checkpoint.durable_files import publish_file
+from megatron.config.batch import final_consumed_samples, full_global_batch_size
+from megatron.config.data_paths import SOURCE_OPTIONS
 from megatron.config.errors import Problem, UserError
-from megatron.config.text import did_you_mean, echo, format_compact
+from megatron.config.run import RunConfig
+from megatron.config.settings import SETTINGS
+from megatron.config.text import echo
 from megatron.convert.huggingface.config import read_model_values
 from megatron.layers.parameters import num_parameters
-from megatron.planner.costs import RunCosts, Terms
-from megatron.planner.hardware import Accelerator, Cluster, accelerators
-from megatron.planner.report import plans_table, step_parts
-from megatron.planner.search import LayoutSearch
+from megatron.planner.costs import HOURS_BETWEEN_FAILURES, STORAGE_BANDWIDTH, RunCosts, Terms
+from megatron.planner.hardware import Cluster, accelerators, find_accelerator
+from megatron.planner.report import PlanReport, as_dict, text
+from megatron.planner.search import LayoutSearch, Plan
+from tools.lib.plan_figures import draw_plan
+from tools.lib.plan_page import plan_page
 
 TOKENS_PER_PARAMETER = 20
-"""Tokens of a run by default (Hoffmann et al. 2022, arXiv 2203.15556, table 3)."""
+"""Tokens of a run by default, per parameter that a token uses (Hoffmann et al. 2022, arXiv 2203.15556, table 3)."""
+
+PLANS_OF_PICTURES = 200
+"""Plans that are drawn, at most."""
+
+REQUIRED_FLAGS: Mapping[str, tuple[str, ...]] = {
+    "--bf16": ("params_dtype",),
+    "--mock-data": tuple(name for names in SOURCE_OPTIONS for name in names),
+}
+"""Flags that every run needs, and the fields of which any takes their place."""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -37,105 +58,218 @@ def main(argv: Sequence[str]) -> int:
     parser = build_parser()
     options, flags = parser.parse_known_args(argv)
     try:
-        print_plans(options, flags)
+        report = make_report(options, flags)
+        echo("\n".join(text(report, options.explain)))
+        write_files(report, options)
     except UserError as error:
         echo(error, file=sys.stderr)
         return 2
+    except (OSError, ValueError) as error:
+        echo(f"plan: {error}", file=sys.stderr)
+        return 1
     return 0
 
 
 def build_parser() -> argparse.ArgumentParser:
     """Return the parser of the flags that are no options of a run."""
-    parser = argparse.ArgumentParser("plan.py", description=__doc__, allow_abbrev=False)
-    parser.add_argument("--gpus", type=int, required=True, metavar="N", help="accelerators")
-    parser.add_argument("--gpu", default="h100-80g", metavar="NAME", help=", ".join(accelerators()))
-    parser.add_argument("--nodes-of", type=int, metavar="N", help="accelerators of a node")
-    parser.add_argument("--network", type=parse_rate, metavar="RATE", help="of an accelerator, such as 400Gb/s")
-    parser.add_argument("--tokens", type=parse_amount, metavar="N", help="of the run, such as 300B")
-    parser.add_argument("--price", type=float, metavar="X", help="of an accelerator-hour")
-    parser.add_argument("--watts", type=float, metavar="X", help="of an accelerator (default: its limit)")
-    parser.add_argument("--count", type=int, default=10, metavar="N", help="plans to show (default: 10)")
+    parser = argparse.ArgumentParser(
+        "plan.py",
+        usage="%(prog)s --gpus N [--gpu NAME] [these flags] [flags of a run]",
+        description=__doc__,
+        allow_abbrev=False,
+    )
+    cluster = parser.add_argument_group("cluster")
+    names = f"{', '.join(accelerators())}, or a FILE.yaml of one such row (default: %(default)s)"
+    cluster.add_argument("--gpus", type=positive(int), required=True, metavar="N", help="accelerators")
+    cluster.add_argument("--gpu", default="h100-80g", metavar="NAME", help=names)
+    cluster.add_argument("--nodes-of", type=positive(int), metavar="N", help="accelerators of a node")
+    cluster.add_argument("--network", type=parse_rate, metavar="RATE", help="of an accelerator: 400Gb/s, 50GB/s")
+    run = parser.add_argument_group("run")
+    tokens = f"of the run, such as 300B (default: {TOKENS_PER_PARAMETER} per parameter that a token uses)"
+    run.add_argument("--tokens", type=parse_amount, metavar="N", help=tokens)
+    days = "most days of the run, with saves and failures; else a number of accelerators that is enough"
+    run.add_argument("--max-days", type=positive(float), metavar="X", help=days)
+    run.add_argument("--price", type=positive(float), metavar="X", help="of an accelerator-hour")
+    watts = "drawn by an accelerator, with its share of hosts and cooling (default: the limit of the accelerator)"
+    run.add_argument("--watts", type=positive(float), metavar="X", help=watts)
+    mtbf = f"hours of an accelerator between failures (default: {HOURS_BETWEEN_FAILURES:,.0f}, as Llama 3 had)"
+    run.add_argument("--mtbf", type=positive(float), default=HOURS_BETWEEN_FAILURES, metavar="X", help=mtbf)
+    storage = f"of a node to the storage of checkpoints (default: {STORAGE_BANDWIDTH / 1e9:.2f}GB/s, as Llama 3 had)"
+    run.add_argument("--storage", type=parse_rate, default=STORAGE_BANDWIDTH, metavar="RATE", help=storage)
+    output = parser.add_argument_group("output")
+    output.add_argument("--count", type=positive(int), default=10, metavar="N", help="plans to show (default: 10)")
+    output.add_argument("--explain", action="store_true", help="print every formula with its numbers")
+    again = "search again for other networks, batches and numbers of accelerators, which takes 15 times as long"
+    output.add_argument("--sweep", action="store_true", help=again)
+    output.add_argument("--json", type=Path, metavar="FILE", help="write all numbers")
+    output.add_argument("--png", type=Path, metavar="FILE", help="draw the plan; .png, .pdf or .svg")
+    output.add_argument("--html", type=Path, metavar="FILE", help="write a page with everything")
     return parser
+
+
+def positive(kind: type[int] | type[float]) -> Callable[[str], float]:
+    """Return a parser of numbers above 0."""
+
+    def parse_positive(text: str) -> float:
+        value = kind(text)
+        if not 0 < value < math.inf:
+            raise argparse.ArgumentTypeError(f"{text} is not above 0")
+        return value
+
+    parse_positive.__name__ = kind.__name__  # in the message for what is no number
+    return parse_positive
 
 
 UNITS = {"": 1.0, "K": 1e3, "M": 1e6, "G": 1e9, "B": 1e9, "T": 1e12}
 
 
 def parse_amount(text: str) -> float:
-    """Parse a number with a unit: ``300B``."""
-    digits = text.rstrip("KMBT")
-    return float(digits) * UNITS[text[len(digits) :]]
+    """Parse a number with a unit: ``300B``, ``1.4T``."""
+    found = re.fullmatch(r"([\d.]+(?:e\d+)?)([KMBT]?)", text)
+    if not found or not float(found[1]):
+        raise argparse.ArgumentTypeError(f"{text} is not a number such as 300B")
+    return float(found[1]) * UNITS[found[2]]
 
 
 def parse_rate(text: str) -> float:
     """Parse bits or bytes per second: ``400Gb/s``, ``50GB/s``. Returns bytes per second."""
-    for ending, size in (("b/s", 1 / 8), ("B/s", 1.0)):
-        if text.endswith(ending):
-            digits = text.removesuffix(ending).rstrip("KMGT")
-            return float(digits) * UNITS[text.removesuffix(ending)[len(digits) :]] * size
-    raise argparse.ArgumentTypeError(f"{text} has no unit: write 400Gb/s or 50GB/s")
+    found = re.fullmatch(r"([\d.]+)([KMGT]?)([bB])(?:/s|ps)", text)
+    if not found or not float(found[1]):
+        raise argparse.ArgumentTypeError(f"{text} is not a rate such as 400Gb/s or 50GB/s")
+    return float(found[1]) * UNITS[found[2]] / (8 if found[3] == "b" else 1)
 
 
-def find_accelerator(name: str) -> Accelerator:
-    """Return the accelerator of the table."""
-    known = accelerators()
-    if name not in known:
-        guess = did_you_mean(name, known)
-        fixes = tuple(f"--gpu {each}" for each in ([guess] if guess else known))
-        raise UserError([Problem("E002", f"--gpu {name}: there is no such accelerator in the table", fixes)])
-    return known[name]
+def make_report(options: argparse.Namespace, argv: Sequence[str]) -> PlanReport:
+    """Search, and describe what was found.
 
-
-def complete_flags(argv: Sequence[str], options: argparse.Namespace) -> tuple[list[str], list[str]]:
-    """Return the flags of a run, completed by what a run needs, and what was added."""
-    given = {word.partition("=")[0] for word in argv}
-    added: list[str] = []
-    if not {"--bf16", "--fp16", "--params-dtype", "--config"} & given:
-        added.append("--bf16")
-    if not {"--mock-data", "--data-path", "--data-args-path", "--train-data-path", "--config"} & given:
-        added.append("--mock-data")
-    if not {"--train-iters", "--train-samples", "--num-epochs", "--config"} & given:
-        added += ["--train-iters", "1"]
-    return [*argv, *added], added
-
-
-def print_plans(options: argparse.Namespace, argv: Sequence[str]) -> None:
-    """Search, and print what was found."""
-    flags, _ = complete_flags(argv, options)
-    parsed = parse(["--check-config", *flags], {}, read_model=read_model_values)
-    config = parsed.config
-    if config.model.vocab_size is None:
-        raise UserError([Problem("E104", "the vocabulary size is not specified", ("--vocab-size 50257",))])
-    if "global_batch_size" not in parsed.given:
-        batch = default_batch(argv, parsed)
-        config = replace(config, training=replace(config.training, global_batch_size=batch))
-        flags += ["--global-batch-size", str(batch)]
-    cluster = Cluster.of(find_accelerator(options.gpu), options.nodes_of, options.network)
-    parameters = num_parameters(config.model, active=config.model.num_experts is not None)
-    tokens = options.tokens or TOKENS_PER_PARAMETER * parameters
-    terms = Terms(tokens, options.price, options.watts or cluster.accelerator.watts)
-    plans = LayoutSearch(config, options.gpus, cluster, find_problems, parsed.given).best(options.count)
+    Raises:
+        UserError: if the flags are invalid, or nothing fits.
+    """
+    cluster = Cluster.of(find_accelerator(options.gpu), options.nodes_of, options.network, options.gpus)
+    run = PlannedRun.read(argv, options.gpus, options.tokens)
+    watts = options.watts or cluster.accelerator.watts
+    terms = Terms(run.tokens, options.price, watts, options.mtbf, options.storage)
+    search = LayoutSearch(run.config, options.gpus, cluster, find_problems, run.given)
+    pictures = bool(options.html or options.png)
+    plans = search.best(max(options.count, PLANS_OF_PICTURES) if pictures else options.count)
     if not plans:
-        raise UserError([Problem("E002", "no layout fits")])
-    costs = [RunCosts.of(plan, options.gpus, cluster, terms) for plan in plans]
-    echo(f"{format_compact(tokens)} tokens on {options.gpus} x {cluster.accelerator.name}")
-    echo("\n".join(plans_table(plans, costs, options.gpus)))
-    echo()
-    echo("\n".join(step_parts(plans[0])))
-    echo()
-    command = shlex.join(["python", "pretrain_gpt.py", *flags])
-    echo(f"{command} {' '.join(plans[0].flags)} --check-config --world-size {options.gpus}")
+        sentence = f"no layout fits on {options.gpus:,} {cluster.accelerator.name} with the options that are given"
+        raise UserError([Problem("E962", sentence, (f"--gpus {2 * options.gpus}",))])
+    if options.max_days is not None and days_of(plans[0], search, terms) > options.max_days:
+        raise UserError([too_slow(plans[0], search, terms, options.max_days)])
+    flags, assumed = shlex.join(run.flags), shlex.join(run.assumed)
+    return PlanReport.of(search, terms, plans, options.count, flags, assumed, options.sweep)
 
 
-def default_batch(argv: Sequence[str], parsed: ParsedArguments) -> int:
-    """Return the samples of a step in the paper of the preset."""
-    words = [*argv, ""]
-    preset = words[words.index("--preset") + 1] if "--preset" in words else ""
-    if preset not in PAPER_TOKENS_PER_STEP:
-        raise UserError([Problem("E002", "the global batch size is not specified", ("--global-batch-size 512",))])
-    samples = PAPER_TOKENS_PER_STEP[preset] / parsed.config.training.seq_length
-    unit = 2 ** max(0, int(math.log2(samples / 4)))  # papers quote rounded tokens of batches that layouts can divide
+def days_of(plan: Plan, search: LayoutSearch, terms: Terms) -> float:
+    """Return the days of a run with a plan, with saves and failures."""
+    return RunCosts.of(plan, search.world_size, search.cluster, terms).days_with_failures
+
+
+def too_slow(best: Plan, search: LayoutSearch, terms: Terms, most: float) -> Problem:
+    """Return the problem that even the best plan takes more than ``most`` days, and how many accelerators do not."""
+    days = days_of(best, search, terms)
+    fixes = []
+    for times in sorted({math.ceil(days / most) + more for more in (0, 1, 2)} | {2 * math.ceil(days / most)}):
+        larger = replace(search, world_size=times * search.world_size)
+        if any(days_of(plan, larger, terms) <= most for plan in larger.best(1)):
+            fixes.append(f"--gpus {larger.world_size}")
+            break
+    sentence = f"the fastest plan takes {days:.1f} days on {search.world_size:,} accelerators: --max-days {most:g}"
+    return Problem("E964", sentence, (*fixes, f"--max-days {math.ceil(days)}"))
+
+
+class PlannedRun(NamedTuple):
+    """A run whose layout is open."""
+
+    # With batch and length; its layout is that of the flags.
+    config: RunConfig
+    tokens: float
+    # Flags of the run, and those of them that nobody gave.
+    flags: list[str]
+    assumed: list[str]
+    # Fields that were given.
+    given: frozenset[str]
+
+    @classmethod
+    def read(cls, argv: Sequence[str], ranks: int, tokens: float | None) -> PlannedRun:
+        """Complete the flags of a run by what a run needs and a plan does not depend on, or can assume.
+
+        Args:
+            argv: flags of the run.
+            ranks: of the run.
+            tokens: of the run; None if only the flags of the run may state them.
+
+        Raises:
+            UserError: if the flags are invalid, or the batch is unknown.
+        """
+        given = given_fields(argv)
+        if tokens is not None and not given.isdisjoint(LENGTHS):
+            flag = SETTINGS[next(name for name in LENGTHS if name in given)].flag
+            raise UserError([Problem("E003", f"--tokens and {flag} contradict each other", (f"drop {flag}",))])
+        assumed = [flag for flag, names in REQUIRED_FLAGS.items() if given.isdisjoint(names)]
+        length = ["--train-iters", str(10**6)] if given.isdisjoint(LENGTHS) else []  # as a first guess
+        parsed = parse_layout_free([*argv, *assumed, *length], ranks)
+        config = parsed.config
+        if config.model.vocab_size is None:
+            raise UserError([Problem("E104", "the vocabulary size is not specified", ("--vocab-size 50257",))])
+        if given.isdisjoint(("global_batch_size", "step_batch_size_schedule")):
+            assumed += ["--global-batch-size", str(batch_of_paper(parse_flags(argv).known.preset, config))]
+            parsed = parse_layout_free([*argv, *assumed, *length], ranks)
+            config = parsed.config
+        of_step = full_global_batch_size(config.training, 1) * config.training.seq_length
+        if length:
+            if tokens is None:
+                count = num_parameters(config.model, active=config.model.num_experts is not None)
+                tokens = float(TOKENS_PER_PARAMETER * count)
+            assumed += ["--train-iters", str(math.ceil(tokens / of_step))]
+            config = parse_layout_free([*argv, *assumed], ranks).config
+        elif tokens is None:
+            tokens = float(final_consumed_samples(config.training, 1) * config.training.seq_length)
+        return cls(config, tokens, [*argv, *assumed], assumed, frozenset(given))
+
+
+LENGTHS = ("train_iters", "train_samples", "num_epochs")
+"""Fields of which one states the length of a run."""
+
+
+def given_fields(argv: Sequence[str]) -> set[str]:
+    """Return the names of the fields that flags and files set."""
+    line = parse_flags(argv)
+    trees = ((path, read_yaml(path)) for path in line.known.config)
+    sources = [from_mapping(tree, path) for path, tree in trees if not isinstance(tree, Problem)]
+    sources.append(from_assignments(line.known.set))
+    return {flag.setting.name for flag in line.given}.union(*(source.values for source in sources))
+
+
+def parse_layout_free(flags: Sequence[str], ranks: int) -> ParsedArguments:
+    """Parse the flags of a run on all ranks, or on the fewest that hold a model if the batch does not fit these."""
+    try:
+        return parse(["--check-config", *flags, "--world-size", str(ranks)], {}, read_model=read_model_values)
+    except UserError:
+        return parse(["--check-config", *flags], {}, read_model=read_model_values)
+
+
+def batch_of_paper(preset: str | None, config: RunConfig) -> int:
+    """Return the samples of a step in the paper of the preset, as a number that many layouts divide."""
+    if preset is None or preset not in PAPER_TOKENS_PER_STEP:
+        raise UserError([Problem("E960", "the global batch size is not specified", ("--global-batch-size 512",))])
+    samples = PAPER_TOKENS_PER_STEP[preset] / config.training.seq_length
+    unit = 2 ** max(0, int(math.log2(samples / 4)))  # papers quote rounded tokens
     return unit * round(samples / unit)
+
+
+def write_files(report: PlanReport, options: argparse.Namespace) -> None:
+    """Write the files that the flags name."""
+    if options.json:
+        publish_file(options.json, (json.dumps(as_dict(report), indent=2) + "\n").encode())
+        echo(options.json)
+    if options.png:
+        draw_plan(report, options.png)
+        echo(options.png)
+    if options.html:
+        publish_file(options.html, plan_page(report).encode())
+        echo(options.html)
 
 
 if __name__ == "__main__":

@@ -6,12 +6,14 @@ Does not import torch.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from megatron.planner.flops import FlopsPerToken
 from megatron.planner.hardware import Cluster
 from megatron.planner.memory import checkpoint_bytes
 from megatron.planner.search import Plan
+from megatron.planner.step_time import StepTime
 
 HOURS_BETWEEN_FAILURES = 54 * 24 * 16384 / 419
 """Hours of one accelerator between failures: 419 unexpected interruptions of 16,384 H100 in 54 days (Llama 3, arXiv
@@ -57,6 +59,9 @@ class RunCosts:
     price: float | None
     # kWh.
     energy: float
+    # FLOPs per token, as ``mfu`` counts them.
+    flops: float
+    # Bytes.
     checkpoint: int
     # Seconds of training that a save takes, between saves, and between failures of any accelerator.
     save: float
@@ -85,6 +90,7 @@ class RunCosts:
             gpu_hours=hours,
             price=None if terms.price is None else terms.price * hours,
             energy=terms.watts * hours / 1000,
+            flops=flops.full,
             checkpoint=size,
             save=save,
             interval=best_save_interval(save, mtbf),
@@ -96,6 +102,34 @@ class RunCosts:
         """Days with saves, and with the work that is lost at failures: half an interval and a save each."""
         lost = self.save / self.interval + (self.interval / 2 + self.save) / self.mtbf
         return self.days * (1 + lost)
+
+    def explain(self, time: StepTime, world_size: int, cluster: Cluster, terms: Terms) -> Iterator[str]:
+        """Yield the formulas of the costs with their numbers."""
+        nodes = math.ceil(world_size / cluster.node_size)
+        peak, rate, lost = cluster.accelerator.peak("bf16"), self.tokens_per_second, self.days_with_failures / self.days
+        yield f"tokens/s = tokens of a step / seconds = {time.tokens:,} / {time.seconds:.4f} = {rate:,.0f}"
+        yield (
+            f"MFU = (6N + 12Lhs) x tokens/s / (GPUs x peak) = {self.flops:.4g} x {rate:,.0f} / "
+            f"({world_size:,} x {peak:.4g}) = {self.mfu:.3f}"
+        )
+        yield f"steps = tokens / tokens of a step = {terms.tokens:,.0f} / {time.tokens:,} = {self.steps:,}"
+        yield f"days = steps x seconds / 86,400 = {self.steps:,} x {time.seconds:.4f} / 86,400 = {self.days:.2f}"
+        yield f"GPU-hours = 24 x days x GPUs = 24 x {self.days:.2f} x {world_size:,} = {self.gpu_hours:,.0f}"
+        yield f"energy = watts x GPU-hours = {terms.watts:,.0f} x {self.gpu_hours:,.0f} = {self.energy:,.0f} kWh"
+        yield (
+            f"MTBF = {terms.mtbf:,.0f} hours of a GPU x 3,600 / GPUs = {terms.mtbf * 3600:,.0f} / {world_size:,} = "
+            f"{self.mtbf:,.0f} s"
+        )
+        yield (
+            f"save = bytes / (nodes x storage) = {self.checkpoint:,} / ({nodes:,} x {terms.storage:.4g}) ="
+            f"  {self.save:.1f} s"
+        )
+        yield (
+            f"interval = sqrt(2 x save x MTBF) (1 + sqrt(save / 2 MTBF) / 3 + save / 18 MTBF) - save = "
+            f"{self.interval:,.0f} s, of which sqrt(2 x {self.save:.1f} x {self.mtbf:,.0f}) = "
+            f"{math.sqrt(2 * self.save * self.mtbf):,.0f} s is Young's"
+        )
+        yield (f"time with failures / time = 1 + save / interval + (interval / 2 + save) / MTBF = {lost:.4f}")
 
 
 def best_save_interval(save: float, mtbf: float) -> float:

@@ -1,8 +1,7 @@
 """Accelerators and clusters as the planner sees them: peaks, memory, links, and the shares of these that a run reaches.
 
 ``hardware.yaml`` is the table of known accelerators, each with its sources; a file of the same form describes another
-one. A cluster's links are those of its accelerators, or as measured (``Cluster.read``). Does
-not import torch.
+one. A cluster's links are those of its accelerators, or as measured (``Cluster.read``). Does not import torch.
 """
 
 from __future__ import annotations
@@ -15,9 +14,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import yaml
-
 from megatron.config.errors import Problem, UserError
+from megatron.config.files import parse_yaml, read_small
 from megatron.config.text import did_you_mean
 
 TABLE = Path(__file__).with_name("hardware.yaml")
@@ -138,11 +136,13 @@ class Cluster:
 @cache
 def accelerators() -> dict[str, Accelerator]:
     """Return the table of known accelerators by name."""
+    import yaml  # slow to import, and seldom needed
+
     return {name: read_accelerator(name, row) for name, row in yaml.safe_load(TABLE.read_text("utf-8")).items()}
 
 
-def find_accelerator(text: str) -> Accelerator:
-    """Return the accelerator of ``--gpu``: a name in the table, or the path of a file of the same form with one row.
+def find_accelerator(text: str, flag: str = "--gpu") -> Accelerator:
+    """Return the accelerator that the value of a flag names: one of the table, or that of a file with such a row.
 
     Raises:
         UserError: if there is none.
@@ -152,18 +152,18 @@ def find_accelerator(text: str) -> Accelerator:
         return known[text]
     if not text.endswith(FILE_SUFFIXES):
         guess = did_you_mean(text.lower(), known)
-        fixes = tuple(f"--gpu {name}" for name in ([guess] if guess else known))
-        raise UserError([Problem("E002", f"--gpu {text}: the table has no such accelerator", fixes)])
+        fixes = (*(f"{flag} {name}" for name in ([guess] if guess else known)), f"{flag} FILE.yaml")
+        raise UserError([Problem("E961", f"{flag} {text}: the planner's table has no such accelerator", fixes)])
     try:
-        ((name, row),) = yaml.safe_load(Path(text).read_text("utf-8")).items()
+        ((name, row),) = parse_yaml(read_small(Path(text))).items()
         return read_accelerator(name, row)
     except OSError as error:
-        sentence = f"--gpu {text}: {error.strerror}"
-    except (yaml.YAMLError, AttributeError, TypeError, ValueError) as error:
-        sentence = f"--gpu {text} is not one row like those of {TABLE.name}: {' '.join(str(error).split())}"
+        sentence = f"{flag} {text}: {error.strerror}"
     except KeyError as error:
-        sentence = f"--gpu {text} has no {error.args[0]}, which the rows of {TABLE.name} have"
-    raise UserError([Problem("E002", sentence, ("--gpu h100-80g",))])
+        sentence = f"{flag} {text} has no {error.args[0]}, which the rows of {TABLE.name} have"
+    except (AttributeError, TypeError, ValueError) as error:
+        sentence = f"{flag} {text} is not one row like those of {TABLE.name}: {' '.join(str(error).split())}"
+    raise UserError([Problem("E961", sentence, (f"{flag} h100-80g",))])
 
 
 def driver_accelerator(device_name: str) -> Accelerator | None:
@@ -185,16 +185,19 @@ def read_accelerator(name: str, row: Mapping[str, Any]) -> Accelerator:
         TypeError: when there is one that no accelerator has.
     """
     row = dict(row)
-    links = {key: _link(row.pop(key)) for key in ("link", "network", "host")}
     return Accelerator(
         name=name,
         flops={format: tera * 1e12 for format, tera in row.pop("flops").items()},
         memory=row.pop("memory") * 2**30,
         bandwidth=row.pop("bandwidth") * 1e9,
+        link=_link(row.pop("link")),
+        network=_link(row.pop("network")),
+        host=_link(row.pop("host")),
+        node_size=row.pop("node_size"),
+        watts=row.pop("watts"),
+        source=row.pop("source"),
         names=tuple(row.pop("names", ())),
         efficiency=replace(Efficiency(), **row.pop("efficiency", {})),
-        **links,
-        **{key: row.pop(key) for key in ("node_size", "watts", "source")},
         **row,
     )
 
