@@ -79,6 +79,8 @@ class StageTime:
     # Elements of the parameters of a rank that have gradients, of experts (True) and others, and those without.
     parameters: Sums = field(default_factory=_none)
     frozen: Sums = field(default_factory=_none)
+    # Elements of all of them that are in blocks.
+    in_blocks: Sums = field(default_factory=_none)
     # Seconds by phase in which computing hides communication.
     hiding: Sums = field(default_factory=_none)
     # Bytes of activations that offload moves to the host, and back.
@@ -198,6 +200,7 @@ class StageTimes:
                 time.add_communication(self.cluster, mixer_collectives(config, mixer, layer, recomputed), computing)
             shape = ActivationShape.of(config)
             _count(time, block(config.model, config.model.mixers(layer), shape.sharding))
+            time.in_blocks.update(merged(time.parameters, time.frozen))
             self._blocks[layer, recomputed] = time
         return self._blocks[layer, recomputed]
 
