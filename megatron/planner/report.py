@@ -363,7 +363,6 @@ def explanation(report: PlanReport) -> Iterator[str]:
     """Yield the formulas of the best plan with their numbers."""
     best, search = report.plans[0], report.search
     yield "formulas"
-    yield from _indented(best.time.explanation)
     yield from _indented(report.costs[0].explain(best.time, search.world_size, search.cluster, report.terms))
 
 
