@@ -508,10 +508,10 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
 ABOUT = (
     "",
     "Made by `python -m benchmarks.published --write`. Each published row becomes the flags of a run of this project,",
-    "which are parsed and checked, and the planner predicts it. Errors are the median of their sizes, the 90th percentile,",
-    "and in parentheses the median with its sign: of FLOPs per token, as the source counts them; of the idle fraction of",
-    "a pipeline, in points; of the bytes at the peak; and of the time of a token. Verdicts are rows that ran out of memory",
-    "and are predicted to fit, and rows that ran and are predicted not to fit.",
+    "which are parsed and checked, and the planner predicts it. Errors are the median of their sizes, the 90th",
+    "percentile, and in parentheses the median with its sign: of FLOPs per token, as the source counts them; of the",
+    "idle fraction of a pipeline, in points; of the bytes at the peak; and of the time of a token. Verdicts are rows",
+    "that ran out of memory and are predicted to fit, and rows that ran and are predicted not to fit.",
 )
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Mapping
 from dataclasses import replace
 
@@ -12,6 +11,8 @@ from megatron.config.launch import Launch, ranks_per_node
 from megatron.config.machine import gpu_memory_bytes, gpu_name, has_no_gpu, memory_bytes
 from megatron.config.run import RunConfig
 from megatron.planner.hardware import Cluster, accelerators, driver_accelerator, find_accelerator
+
+PLAN_GPU = "--plan-gpu"
 
 CPU = "cpu"
 """Name of the accelerator without a GPU. Its speed is not known, so that only layouts are compared by it."""
@@ -29,7 +30,7 @@ def find_cluster(config: RunConfig, world_size: int, environ: Mapping[str, str] 
     launch, named = Launch.read(environ), config.planning.plan_gpu
     each = ranks_per_node(environ) if launch.launcher else None
     if named is not None:
-        accelerator = find_accelerator(named)
+        accelerator = find_accelerator(named, PLAN_GPU)
     elif config.training.device == "cpu" or has_no_gpu(environ):
         each = each or world_size
         memory = memory_bytes() or accelerators()[CPU].memory
@@ -55,12 +56,7 @@ def hardware_problems(config: RunConfig) -> tuple[Problem, ...]:
     """Return a problem if ``--plan-gpu`` names no hardware."""
     try:
         if config.planning.plan_gpu is not None:
-            find_accelerator(config.planning.plan_gpu)
+            find_accelerator(config.planning.plan_gpu, PLAN_GPU)
     except UserError as error:
-        return tuple(Problem("E961", _of_run(p.sentence), tuple(map(_of_run, p.fixes))) for p in error.problems)
+        return error.problems
     return ()
-
-
-def _of_run(text: str) -> str:
-    """Return a text on the flag of the planner's program as one on that of a run."""
-    return re.sub(r"^--gpu ", "--plan-gpu ", text)

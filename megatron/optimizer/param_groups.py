@@ -77,5 +77,6 @@ def rule_of(name: str, spec: ShardSpec, config: OptimizerConfig) -> str:
 
     Muon updates the matrices of blocks. Adam updates the rest, also the embeddings and the output layer.
     """
-    is_matrix = "layers." in block_of(name) and spec.is_matrix
-    return config.optimizer if config.optimizer != "muon" or is_matrix else "adam"
+    if config.optimizer != "muon" or (spec.is_matrix and "layers." in block_of(name)):
+        return config.optimizer
+    return "adam"

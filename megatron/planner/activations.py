@@ -10,11 +10,14 @@ and its backward; the schedule determines their number.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import NamedTuple
 
 from megatron.config.batch import get_num_microbatches, loss_chunk_tokens
+from megatron.config.parallel import ParallelConfig
 from megatron.config.run import RunConfig
 from megatron.distributed.sharding import padded_vocab_size
 from megatron.layers.mixers.activations import INDEX_BYTES, INPUT, MASK_BYTES, ActivationShape, KeptTensor
@@ -22,10 +25,12 @@ from megatron.layers.mixers.base import Mixer
 from megatron.layers.mixers.registry import find_mixer, rotary_tables
 from megatron.layers.multi_token_parameters import head_kept
 from megatron.layers.recompute_plan import RecomputePlan
-from megatron.pipeline.actions import COMPUTE_KINDS, FORWARD, WEIGHT, Action
+from megatron.pipeline.actions import BACKWARD, FORWARD, WEIGHT, Action
 from megatron.pipeline.actions import INPUT as INPUT_GRADIENT
 from megatron.pipeline.partition import StageLayers
-from megatron.pipeline.plan import build_program, resolve_pipeline, stage_layers
+from megatron.pipeline.plan import build_schedule, resolve_pipeline, schedule_name, stage_layers
+from megatron.pipeline.schedules import SCHEDULES
+from megatron.planner.rank_state import kind_of_stage
 
 BLOCKS_IN_TRANSIT = 2
 """Most offloaded blocks whose activations are on the device at a time."""
@@ -127,10 +132,9 @@ class StageMemory:
     host: int
 
     @classmethod
-    def of(cls, config: RunConfig, stage: StageLayers) -> StageMemory:
-        """Compute the memory of a stage."""
-        shape, kinds = ActivationShape.of(config), config.model.kinds_of_layers
-        memory = {mixers: BlockMemory.of(config, mixers) for mixers in kinds}
+    def of(cls, config: RunConfig, stage: StageLayers, memory: Mapping[tuple[str, ...], BlockMemory]) -> StageMemory:
+        """Compute the memory of a stage; ``memory`` is that of every kind of block by its mixers."""
+        shape = ActivationShape.of(config)
         blocks = [memory[config.model.mixers(layer)] for layer in stage.layers]
         offloaded = config.training.cpu_offloading_num_layers
         kept, forward, backward, host = _blocks(config, shape, blocks, offloaded) if blocks else (0, 0, 0, 0)
@@ -247,6 +251,77 @@ def _loss(shape: ActivationShape) -> tuple[int, int]:
     return norm + entropy + wgrad, shape.residual + shape.gathered(shape.tokens) * shape.width + logits
 
 
+class Held(NamedTuple):
+    """What a rank holds in an action: micro-batches, by stage of the rank."""
+
+    action: Action
+    # Between F and B or I, that of the action included.
+    kept: Mapping[int, int]
+    # Between I and W.
+    delayed: Mapping[int, int]
+
+    def exceeds(self, other: Held) -> bool:
+        """Return True if no more is held in another action of the same kind and stage."""
+        pairs = ((self.kept, other.kept), (self.delayed, other.delayed))
+        return all(mine[stage] >= count for mine, theirs in pairs for stage, count in theirs.items())
+
+
+def held_in(actions: Iterable[Action]) -> Iterator[Held]:
+    """Yield what a rank holds in each of its computing actions."""
+    kept, delayed = Counter[int](), Counter[int]()
+    for action in actions:
+        kept[action.stage] += action.kind == FORWARD
+        yield Held(action, Counter(kept), Counter(delayed))
+        kept[action.stage] -= action.kind in (BACKWARD, INPUT_GRADIENT)
+        delayed[action.stage] += (action.kind == INPUT_GRADIENT) - (action.kind == WEIGHT)
+
+
+PERIODS = 6
+"""Groups of as many micro-batches as ranks after which the hand-written schedules hold no more: a test compares them
+with longer steps."""
+
+
+def decisive_microbatches(parallel: ParallelConfig, microbatches: int) -> int:
+    """Return a smaller number of micro-batches of which a rank holds as many at a time as of ``microbatches``."""
+    name, ranks = schedule_name(parallel, 1), parallel.pipeline_model_parallel_size
+    if name not in SCHEDULES or name == "gpipe":
+        return microbatches
+    group = parallel.microbatch_group_size_per_virtual_pipeline_stage or ranks
+    full, rest = divmod(microbatches, group)
+    # A remainder that is no group of its own makes the first groups longer.
+    enough = PERIODS + (rest if rest < ranks else 0)
+    return microbatches if full <= enough else enough * group + rest
+
+
+def decisive_actions(config: RunConfig, dp: int) -> tuple[tuple[Held, ...], ...]:
+    """Return by rank the actions of a step in which one holds most: no other holds at least as much of all stages.
+
+    Every kind of action of every stage is among them. Arguments as for :func:`activation_memory`.
+    """
+    parallel = resolve_pipeline(config.model, config.parallel)
+    of_schedule = ParallelConfig(
+        pipeline_model_parallel_size=parallel.pipeline_model_parallel_size,
+        num_virtual_stages_per_pipeline_rank=parallel.num_virtual_stages_per_pipeline_rank,
+        pipeline_schedule=parallel.pipeline_schedule,
+        microbatch_group_size_per_virtual_pipeline_stage=parallel.microbatch_group_size_per_virtual_pipeline_stage,
+    )
+    count = decisive_microbatches(of_schedule, get_num_microbatches(config.training, dp))
+    return _decisive_actions(of_schedule, count)
+
+
+@lru_cache(maxsize=1024)
+def _decisive_actions(parallel: ParallelConfig, microbatches: int) -> tuple[tuple[Held, ...], ...]:
+    found = []
+    for actions in build_schedule(parallel, microbatches).ranks:
+        most: dict[tuple[str, int], list[Held]] = {}
+        for held in held_in(actions):
+            of_kind = most.setdefault((held.action.kind, held.action.stage), [])
+            if not any(each.exceeds(held) for each in of_kind):
+                of_kind[:] = [*(each for each in of_kind if not held.exceeds(each)), held]
+        found.append(tuple(held for of_kind in most.values() for held in of_kind))
+    return tuple(found)
+
+
 class ActionMemory(NamedTuple):
     """Bytes of a rank's activations in and after an action."""
 
@@ -264,6 +339,23 @@ class ActionMemory(NamedTuple):
     # Kept on the host for B or I of all micro-batches in flight.
     host: int
 
+    @classmethod
+    def of(cls, held: Held, stages: Sequence[StageMemory], messages: int) -> ActionMemory:
+        """Compute the memory of an action; ``messages`` are the bytes that a stage sends and receives."""
+        kind, stage = held.action.kind, stages[held.action.stage]
+        kept = sum(count * (stages[each].kept + stages[each].kept_loss) for each, count in held.kept.items())
+        wgrad = sum(count * stages[each].wgrad for each, count in held.delayed.items())
+        host = sum(count * stages[each].host for each, count in held.kept.items())
+        if kind == FORWARD:
+            of_loss = 0 < stage.forward == stage.loss
+            return cls(held.action, kept, wgrad, stage.forward, of_loss, messages, kept + wgrad, host)
+        if kind == WEIGHT:
+            return cls(held.action, kept, wgrad, stage.weight, False, 0, kept + wgrad - stage.wgrad, host)
+        kept -= stage.kept_loss
+        delayed = stage.wgrad if kind == INPUT_GRADIENT else 0
+        temporary = max(stage.backward, delayed - stage.kept)
+        return cls(held.action, kept, wgrad, temporary, False, messages, kept - stage.kept + wgrad + delayed, host)
+
 
 def activation_memory(config: RunConfig, dp: int) -> list[list[ActionMemory]]:
     """Return the memory of all computing actions of a step, by pipeline rank.
@@ -272,35 +364,22 @@ def activation_memory(config: RunConfig, dp: int) -> list[list[ActionMemory]]:
         config: of the run.
         dp: data-parallel size.
     """
-    parallel = resolve_pipeline(config.model, config.parallel)
-    layers = stage_layers(config.model, parallel, config.training.seq_length)
-    stages = [StageMemory.of(config, stage) for stage in layers]
-    program = build_program(parallel, get_num_microbatches(config.training, dp))
+    count = get_num_microbatches(config.training, dp)
+    schedule = build_schedule(resolve_pipeline(config.model, config.parallel), count)
+    return _memory_in(config, map(held_in, schedule.ranks))
+
+
+def _memory_in(config: RunConfig, ranks: Iterable[Iterable[Held]]) -> list[list[ActionMemory]]:
+    """Return the memory of some actions of each pipeline rank."""
+    model, shape = config.model, ActivationShape.of(config)
+    blocks = {mixers: BlockMemory.of(config, mixers) for mixers in model.kinds_of_layers}
+    stages = stage_layers(model, config.parallel, config.training.seq_length)
+    kinds = {kind_of_stage(model, stage): stage for stage in stages}
+    of_kind = {kind: StageMemory.of(config, stage, blocks) for kind, stage in kinds.items()}
+    memory = [of_kind[kind_of_stage(model, stage)] for stage in stages]
     # A stage's output that is being sent, and a gradient that is being received.
-    sent = 2 * ActivationShape.of(config).residual if len(program.ranks) > 1 else 0
-    ranks = []
-    for actions in program.ranks:
-        kept, wgrad, host, memory = 0, 0, 0, []
-        for action in (action for action in actions if action.kind in COMPUTE_KINDS):
-            stage = stages[action.stage]
-            if action.kind == FORWARD:
-                kept += stage.kept + stage.kept_loss
-                host += stage.host
-                of_loss = 0 < stage.forward == stage.loss
-                memory.append(ActionMemory(action, kept, wgrad, stage.forward, of_loss, sent, kept + wgrad, host))
-                continue
-            if action.kind == WEIGHT:
-                after = wgrad - stage.wgrad
-                memory.append(ActionMemory(action, kept, wgrad, stage.weight, False, 0, kept + after, host))
-                wgrad = after
-                continue
-            kept -= stage.kept_loss
-            after = wgrad + (stage.wgrad if action.kind == INPUT_GRADIENT else 0)
-            temporary = max(stage.backward, after - wgrad - stage.kept)
-            memory.append(ActionMemory(action, kept, wgrad, temporary, False, sent, kept - stage.kept + after, host))
-            kept, wgrad, host = kept - stage.kept, after, host - stage.host
-        ranks.append(memory)
-    return ranks
+    messages = 2 * shape.residual if config.parallel.pipeline_model_parallel_size > 1 else 0
+    return [[ActionMemory.of(held, memory, messages) for held in actions] for actions in ranks]
 
 
 def peak_activations(config: RunConfig, dp: int) -> list[dict[str, int]]:
@@ -311,7 +390,7 @@ def peak_activations(config: RunConfig, dp: int) -> list[dict[str, int]]:
     is in one, and ``pipeline buffers`` what a stage sends and receives.
     """
     peaks = []
-    for memory in activation_memory(config, dp):
+    for memory in _memory_in(config, decisive_actions(config, dp)):
         at = max(memory, key=lambda at: at.kept + at.wgrad + at.temporary + at.messages)
         temporary = {"logits": at.temporary * at.of_loss, "temporary": at.temporary * (not at.of_loss)}
         kept = {"activations": at.kept, "delayed gradients": at.wgrad}
@@ -323,4 +402,4 @@ def peak_host_activations(config: RunConfig, dp: int) -> list[int]:
     """Return the most bytes of activations on the host by pipeline rank; arguments: :func:`activation_memory`."""
     if not config.training.cpu_offloading_num_layers:
         return [0] * config.parallel.pipeline_model_parallel_size
-    return [max(at.host for at in memory) for memory in activation_memory(config, dp)]
+    return [max(at.host for at in memory) for memory in _memory_in(config, decisive_actions(config, dp))]

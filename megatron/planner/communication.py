@@ -63,15 +63,8 @@ from megatron.layers.recompute_plan import RecomputePlan
 from megatron.pipeline.actions import BACKWARD, FORWARD, INPUT, WEIGHT
 from megatron.pipeline.plan import schedule_name, stage_layers, stage_placement, virtual_stages
 from megatron.pipeline.schedules import SCHEDULES, make_schedule
-from megatron.planner.memory import (
-    INT8_BYTES,
-    WEIGHT_BYTES,
-    bucket_shapes,
-    main_param_bytes,
-    optimizer_shards,
-    rank_parameters,
-    weight_gathers,
-)
+from megatron.planner.memory import INT8_BYTES, weight_gathers
+from megatron.planner.rank_state import WEIGHT_BYTES, bucket_shapes, main_param_bytes, rank_parameters, shards_of
 
 TENSOR, CONTEXT, EXPERT, PIPELINE, DATA = AXES = ("tensor", "context", "expert", "pipeline", "data")
 """Axes of communication."""
@@ -361,7 +354,7 @@ def _partial_gradients(config: RunConfig, layout: Layout, pp_rank: int) -> Itera
     sizes: dict[RankGroup, float] = defaultdict(float)
     pipeline = RankGroup(2, layout.world_size // layout.sizes["pp"] * abs(placement[-1] - placement[0]))
     for spec in rank_parameters(config, pp_rank).values():
-        wide_part = wide / optimizer_shards(parallel, layout, spec.expert)[0] * spec.has_gradient
+        wide_part = wide / shards_of(parallel, layout, spec.expert)[0] * spec.has_gradient
         for piece in spec.pieces:
             if piece.partial and len(piece.tp_ranks) > 1:
                 sizes[RankGroup(len(piece.tp_ranks), 1)] += piece.local_box.numel * wide_part

@@ -1,7 +1,8 @@
 """Accelerators and clusters as the planner sees them: peaks, memory, links, and the shares of these that a run reaches.
 
 ``hardware.yaml`` is the table of known accelerators, each with its sources; a file of the same form describes another
-one. A cluster's links are those of its accelerators, or as measured (``Cluster.read``). Does not import torch.
+one. A cluster's links are those of its accelerators, or as measured (``Cluster.read``). Does
+not import torch.
 """
 
 from __future__ import annotations
@@ -141,8 +142,8 @@ def accelerators() -> dict[str, Accelerator]:
     return {name: read_accelerator(name, row) for name, row in yaml.safe_load(TABLE.read_text("utf-8")).items()}
 
 
-def find_accelerator(text: str) -> Accelerator:
-    """Return the accelerator of ``--gpu``: a name in the table, or the path of a file of the same form with one row.
+def find_accelerator(text: str, flag: str = "--gpu") -> Accelerator:
+    """Return the accelerator that the value of a flag names: one of the table, or that of a file with such a row.
 
     Raises:
         UserError: if there is none.
@@ -152,18 +153,18 @@ def find_accelerator(text: str) -> Accelerator:
         return known[text]
     if not text.endswith(FILE_SUFFIXES):
         guess = did_you_mean(text.lower(), known)
-        fixes = tuple(f"--gpu {name}" for name in ([guess] if guess else known))
-        raise UserError([Problem("E002", f"--gpu {text}: the table has no such accelerator", fixes)])
+        fixes = (*(f"{flag} {name}" for name in ([guess] if guess else known)), f"{flag} FILE.yaml")
+        raise UserError([Problem("E961", f"{flag} {text}: the planner's table has no such accelerator", fixes)])
     try:
-        ((name, row),) = parse_yaml(read_small(text)).items()
+        ((name, row),) = parse_yaml(read_small(Path(text))).items()
         return read_accelerator(name, row)
     except OSError as error:
-        sentence = f"--gpu {text}: {error.strerror}"
-    except (AttributeError, TypeError, ValueError) as error:
-        sentence = f"--gpu {text} is not one row like those of {TABLE.name}: {' '.join(str(error).split())}"
+        sentence = f"{flag} {text}: {error.strerror}"
     except KeyError as error:
-        sentence = f"--gpu {text} has no {error.args[0]}, which the rows of {TABLE.name} have"
-    raise UserError([Problem("E002", sentence, ("--gpu h100-80g",))])
+        sentence = f"{flag} {text} has no {error.args[0]}, which the rows of {TABLE.name} have"
+    except (AttributeError, TypeError, ValueError) as error:
+        sentence = f"{flag} {text} is not one row like those of {TABLE.name}: {' '.join(str(error).split())}"
+    raise UserError([Problem("E961", sentence, (f"{flag} h100-80g",))])
 
 
 def driver_accelerator(device_name: str) -> Accelerator | None:

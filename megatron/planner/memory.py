@@ -13,78 +13,45 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
+from functools import lru_cache
 from math import ceil, prod
 
 from megatron.config.batch import get_num_microbatches
 from megatron.config.model import ModelConfig
-from megatron.config.optimizer import state_kinds
 from megatron.config.parallel import GradCompression, ParallelConfig
 from megatron.config.run import RunConfig
-from megatron.distributed.layout import AXES_IN_USE, REDUCTION_GROUPS, Layout
-from megatron.distributed.param_layout import (
-    ALIGNMENT,
-    MAX_REDUCTIONS_IN_FLIGHT,
-    BucketKey,
-    BucketShape,
-    MatrixBlock,
-    block_of,
-    matrix_blocks,
-    plan_buckets,
-)
-from megatron.distributed.sharding import EXPERT_REDUCE_AXES, Sharding, Specs
-from megatron.layers.adapter_parameters import adapted_parts, is_adaptable, is_linear, linear_parts
-from megatron.layers.mixers.activations import DTYPE_BYTES, INDEX_BYTES
-from megatron.layers.mixers.registry import block_mixers, rotary_tables
+from megatron.config.training import TrainingConfig
+from megatron.distributed.layout import AXES_IN_USE, REDUCTION_GROUPS, Layout, grid_of
+from megatron.distributed.param_layout import ALIGNMENT, MAX_REDUCTIONS_IN_FLIGHT, BucketShape, block_of
+from megatron.distributed.sharding import EXPERT_REDUCE_AXES, Sharding
+from megatron.layers.adapter_parameters import is_adaptable, is_linear
+from megatron.layers.mixers.activations import DTYPE_BYTES
 from megatron.layers.multi_token_parameters import head_names
 from megatron.layers.parameters import block_of_any_kind, gpt, in_checkpoints
 from megatron.layers.recompute_plan import RecomputePlan
-from megatron.optimizer.param_groups import offloaded_params, rule_of
+from megatron.optimizer.param_groups import rule_of
 from megatron.pipeline.actions import BACKWARD, FORWARD, INPUT, WEIGHT
 from megatron.pipeline.communication import channels
 from megatron.pipeline.partition import StageLayers
-from megatron.pipeline.plan import build_program, stage_layers, stage_placement, virtual_stages
-from megatron.planner.activations import peak_activations, peak_host_activations
+from megatron.pipeline.plan import build_schedule, resolve_pipeline, stage_layers, stage_placement, virtual_stages
+from megatron.planner.activations import decisive_actions, peak_activations, peak_host_activations
+from megatron.planner.rank_state import (
+    WEIGHT_BYTES,
+    RankState,
+    alike_ranks,
+    bucket_shapes,
+    compressed_blocks,
+    feature_copies,
+    main_param_bytes,
+    moments_of,
+    place_of,
+    rank_parameters,
+    shards_of,
+    stages_by_rank,
+)
 
-
-def stages_by_rank(config: RunConfig) -> list[list[StageLayers]]:
-    """Return the stages of each pipeline rank."""
-    model, parallel = config.model, config.parallel
-    stages: list[list[StageLayers]] = [[] for _ in range(parallel.pipeline_model_parallel_size)]
-    ranks = stage_placement(parallel, virtual_stages(model, parallel))
-    for rank, stage in zip(ranks, stage_layers(model, parallel, config.training.seq_length), strict=True):
-        stages[rank].append(stage)
-    return stages
-
-
-def rank_parameters(config: RunConfig, pp_rank: int) -> Specs:
-    """Return the parameters of a pipeline rank; their local shapes are the same on all ranks along the other axes."""
-    stages = stages_by_rank(config)[pp_rank]
-    layers = [layer for stage in stages for layer in stage.layers]
-    first, last = any(stage.first for stage in stages), any(stage.last for stage in stages)
-    return gpt(config.model, Sharding.of_first_rank(config.parallel), layers, first, last)
-
-
-QUANTIZED = "uint8"
-"""Dtype of quantised weights, whose sizes are in bytes."""
-
-WEIGHT_BYTES = DTYPE_BYTES | {QUANTIZED: 1}
-"""Bytes per element of weights by the dtype of their bucket."""
-
-REMAINDER_BYTES = 2
-"""Bytes of a main param stored as the remainder of its bf16 weight."""
-
-
-def _feature_copies(config: RunConfig) -> dict[str, int]:
-    """Return the copies of its main parameters that the features of a run keep, by part (see `config.option`)."""
-    return {
-        part: copies * (getattr(group, option) is not None)
-        for group in (*vars(config).values(), *config.plugin_options)
-        for part, (option, copies) in getattr(group, "state_copies", {}).items()
-    }
-
-
-OF_FEATURES = tuple(_feature_copies(RunConfig()))
+OF_FEATURES = tuple(feature_copies(RunConfig()))
 STATE_KINDS = ("weights", "gradients", "main params", "moments", *OF_FEATURES, "compression", "buffers")
 """Kinds of persistent state. Masters are the main params, average is the EMA, outer DiLoCo's outer weights and
 momentum, compression the errors of compressed gradients and PowerSGD's factors. Buffers are rotary frequencies, those
@@ -99,15 +66,24 @@ def max_state_bytes(config: RunConfig, world_size: int) -> dict[str, int]:
     return max(_state_by_stage(config, world_size), key=lambda state: sum(state.values()))
 
 
+def _by_kind(config: RunConfig, found: Counter[str]) -> dict[str, int]:
+    """Return the bytes of all kinds of state; features and plugins have kinds of their own."""
+    return {kind: found[kind] for kind in dict.fromkeys((*STATE_KINDS, *feature_copies(config)))}
+
+
 def _state_by_stage(config: RunConfig, world_size: int, host: bool = False) -> list[dict[str, int]]:
     """Return the bytes on the fullest rank of every pipeline rank, on its device or on the ``host``."""
-    layout = Layout.from_config(config.parallel, world_size)
-    places = dict.fromkeys(_place(config.parallel, layout, rank) for rank in range(world_size))
-    stages = [_StageState.of(config, layout, pp) for pp in range(layout.sizes["pp"])]
-    states: list[list[dict[str, int]]] = [[] for _ in stages]
-    for pp, dense, expert in places:
-        states[pp].append(stages[pp].at(dense, expert)[host])
-    return [max(of_stage, key=lambda state: sum(state.values())) for of_stage in states]
+    training = TrainingConfig(seq_length=config.training.seq_length)
+    states = _fullest_states(replace(config, training=training), world_size, host)
+    return [_by_kind(config, state) for state in states]
+
+
+@lru_cache(maxsize=256)
+def _fullest_states(config: RunConfig, world_size: int, host: bool) -> list[Counter[str]]:
+    """Return the bytes on the fullest rank of every pipeline rank, which do not depend on the batch."""
+    layout, alike = Layout.from_config(config.parallel, world_size), alike_ranks(config)
+    states = {pp: RankState.of(config, layout, pp).fullest(host) for pp in {*alike}}
+    return [states[pp] for pp in alike]
 
 
 def max_peak_bytes(config: RunConfig, world_size: int) -> dict[str, int]:
@@ -123,24 +99,27 @@ def peaks_by_rank(config: RunConfig, world_size: int) -> list[dict[str, int]]:
     ``FP8 weights`` (:func:`fp8_weight_bytes`), ``converted weights`` (of DoRA and quantised weights), and an estimate
     for NCCL (:func:`communicator_bytes`).
     """
-    layout = Layout.from_config(config.parallel, world_size)
+    layout, alike = Layout.from_config(config.parallel, world_size), alike_ranks(config)
     activations = peak_activations(config, layout.sizes["dp"])
-    peaks = []
-    for pp, state in enumerate(_state_by_stage(config, world_size)):
-        gathered = {"gathered weights": gathered_weight_bytes(config, layout, pp)}
-        reduction = {"reduction": _reduction_buffers(config, layout, pp)}
-        specs = rank_parameters(config, pp)
-        others = {"FP8 weights": _fp8_weights(config, specs), "converted weights": _converted_weights(config, specs)}
-        others |= {"NCCL estimate": _communicator_bytes(config, world_size, pp)}
-        peaks.append(state | gathered | reduction | activations[pp] | others)
-    return peaks
+    during = {
+        pp: {
+            "gathered weights": gathered_weight_bytes(config, layout, pp),
+            "reduction": _reduction_buffers(config, layout, pp),
+            "FP8 weights": _fp8_weights(config, pp),
+            "converted weights": _converted_weights(config, pp),
+        }
+        for pp in {*alike}
+    }
+    nccl = ({"NCCL estimate": _communicator_bytes(config, world_size, pp)} for pp in range(layout.sizes["pp"]))
+    parts = zip(_state_by_stage(config, world_size), map(during.__getitem__, alike), activations, nccl)
+    return [state | of_step | kept | buffers for state, of_step, kept, buffers in parts]
 
 
 def rank_state_bytes(config: RunConfig, world_size: int, rank: int) -> dict[str, int]:
     """Return the bytes on one rank, by :data:`STATE_KINDS`."""
     layout = Layout.from_config(config.parallel, world_size)
-    pp, dense, expert = _place(config.parallel, layout, rank)
-    return _StageState.of(config, layout, pp).at(dense, expert)[0]
+    pp, dense, expert = place_of(config.parallel, layout, rank)
+    return _by_kind(config, RankState.of(config, layout, pp).at(dense, expert)[0])
 
 
 def machine_state_bytes(
@@ -148,9 +127,11 @@ def machine_state_bytes(
 ) -> list[tuple[dict[str, int], dict[str, int]]]:
     """Return the bytes of some ranks, each on its device and on the host, by :data:`STATE_KINDS`."""
     layout = Layout.from_config(config.parallel, world_size)
-    places = Counter(_place(config.parallel, layout, rank) for rank in ranks)
-    stages = {pp: _StageState.of(config, layout, pp) for pp in {pp for pp, _, _ in places}}
-    return [state for place, count in places.items() for state in [stages[place[0]].at(*place[1:])] * count]
+    places = Counter(place_of(config.parallel, layout, rank) for rank in ranks)
+    stages = {pp: RankState.of(config, layout, pp) for pp in {pp for pp, _, _ in places}}
+    found = {place: stages[place[0]].at(*place[1:]) for place in places}
+    states = {place: (_by_kind(config, device), _by_kind(config, host)) for place, (device, host) in found.items()}
+    return [states[place] for place, count in places.items() for _ in range(count)]
 
 
 def rank_host_bytes(config: RunConfig, world_size: int, rank: int) -> dict[str, int]:
@@ -159,9 +140,10 @@ def rank_host_bytes(config: RunConfig, world_size: int, rank: int) -> dict[str, 
     By :data:`STATE_KINDS`, of which ``weights`` and ``gradients`` are buffers for copies, and ``activations``.
     """
     layout = Layout.from_config(config.parallel, world_size)
-    pp, dense, expert = _place(config.parallel, layout, rank)
+    pp, dense, expert = place_of(config.parallel, layout, rank)
     activations = peak_host_activations(config, layout.sizes["dp"])[pp]
-    return _StageState.of(config, layout, pp).at(dense, expert)[1] | {"activations": activations}
+    state = RankState.of(config, layout, pp).at(dense, expert)[1]
+    return _by_kind(config, state) | {"activations": activations}
 
 
 def max_host_bytes(config: RunConfig, world_size: int) -> dict[str, int]:
@@ -179,18 +161,18 @@ def checkpoint_bytes(config: RunConfig, world_size: int = 1) -> int:
 
     PowerSGD's factors of rows that only pad the vocabulary are counted, though they are not saved.
     """
-    weights = main_param_bytes(config) * (1 + sum(_feature_copies(config).values()))
+    weights = main_param_bytes(config) * (1 + sum(feature_copies(config).values()))
     whole = in_checkpoints(gpt(config.model)).items()
     size = 0
     for name, spec in whole:
-        moments = _moments(rule_of(name, spec, config.optimizer), config)[0] if spec.has_gradient else 0
+        moments = moments_of(rule_of(name, spec, config.optimizer), config)[0] if spec.has_gradient else 0
         size += spec.numel * (weights + moments)
     compression, parallel = config.parallel.compression, config.parallel
     if compression is None or not compression.has_errors:
         return size
     layout, wide = Layout.from_config(parallel, world_size), main_param_bytes(config)
     for spec in dict(whole).values():
-        copies = optimizer_shards(parallel, layout, spec.expert)[1]
+        copies = shards_of(parallel, layout, spec.expert)[1]
         stages = min(2, layout.sizes["pp"]) if spec.tied else 1
         size += spec.numel * wide * (copies * stages if copies > 1 else 0)
     for pp in range(layout.sizes["pp"]):
@@ -199,14 +181,9 @@ def checkpoint_bytes(config: RunConfig, world_size: int = 1) -> int:
             expert = bucket.key.axes == EXPERT_REDUCE_AXES
             ranks = layout.sizes["ep"] * layout.sizes["etp"] if expert else layout.sizes["tp"]
             for shard in range(bucket.shards if bucket.copies > 1 else 0):
-                columns = sum(b.count * b.columns for b in _blocks(bucket, specs, compression, shard))
+                columns = sum(b.count * b.columns for b in compressed_blocks(bucket, specs, compression, shard))
                 size += columns * compression.rank * wide * ranks
     return size
-
-
-def main_param_bytes(config: RunConfig) -> int:
-    """Return the bytes per element of main params and accumulated gradients."""
-    return max(DTYPE_BYTES[config.precision.params_dtype], DTYPE_BYTES["fp32"])
 
 
 def max_rank_parameters(config: RunConfig) -> int:
@@ -216,158 +193,6 @@ def max_rank_parameters(config: RunConfig) -> int:
     """
     ranks = (rank_parameters(config, pp) for pp in range(config.parallel.pipeline_model_parallel_size))
     return max(sum(prod((spec.dense or spec).local_shape) for spec in specs.values()) for specs in ranks)
-
-
-def _moments(rule: str, config: RunConfig) -> tuple[int, bool]:
-    """Return the bytes of an element's moments, and whether the update rule rounds any of them stochastically."""
-    optimizer = config.optimizer
-    dtypes = {"exp_avg": optimizer.exp_avg_dtype, "exp_avg_sq": optimizer.exp_avg_sq_dtype} if rule != "muon" else {}
-    in_bf16 = [dtypes.get(kind) == "bf16" for kind in state_kinds(rule)]
-    return sum(DTYPE_BYTES["bf16"] if low else main_param_bytes(config) for low in in_bf16), any(in_bf16)
-
-
-def _place(parallel: ParallelConfig, layout: Layout, rank: int) -> tuple[int, int, int]:
-    """Return what determines a rank's state: its pipeline rank, its shard of dense and of expert buckets."""
-    at = layout.coordinate(rank)
-    replica = at["dp"] * layout.sizes["cp"] + at["cp"]
-    return (
-        at["pp"],
-        replica % optimizer_shards(parallel, layout, False)[0],
-        at["edp"] % optimizer_shards(parallel, layout, True)[0],
-    )
-
-
-def optimizer_shards(parallel: ParallelConfig, layout: Layout, expert: bool) -> tuple[int, int]:
-    """Return the number of shards of a bucket, and of ranks that hold the same shard."""
-    replicas = layout.sizes["edp"] if expert else layout.sizes["dp"] * layout.sizes["cp"]
-    copies = parallel.optimizer_instances or replicas
-    return replicas // copies, copies
-
-
-def bucket_shapes(config: RunConfig, layout: Layout, pp_rank: int) -> Iterator[BucketShape]:
-    """Yield the buckets of a pipeline rank as a run lays them out."""
-    parallel, dtype = config.parallel, config.precision.params_dtype
-    specs = rank_parameters(config, pp_rank)
-    keys = {
-        name: BucketKey.of(
-            name,
-            spec,
-            QUANTIZED if spec.dense is not None else "fp32" if spec.wide and dtype != "fp64" else dtype,
-            rule_of(name, spec, config.optimizer) == "muon",
-            parallel.zero_stage,
-        )
-        for name, spec in specs.items()
-    }
-    limit = parallel.bucket_size(layout.sizes["dp"] * layout.sizes["cp"])
-    return plan_buckets(specs, keys, limit, lambda axes: optimizer_shards(parallel, layout, axes == EXPERT_REDUCE_AXES))
-
-
-@dataclass(frozen=True)
-class _StageState:
-    """State of the ranks of one pipeline rank, in bytes by :data:`STATE_KINDS`."""
-
-    config: RunConfig
-    specs: Specs
-    # The same on all ranks.
-    common: Counter[str]
-    # By shard of dense (False) and of expert (True) buckets: what belongs to no single parameter.
-    sharded: dict[bool, list[Counter[str]]]
-    # By the same: number of the bucket, parameter, elements of its shard, and the bytes of its state.
-    shares: dict[bool, list[list[tuple[int, str, int, Counter[str]]]]]
-
-    @classmethod
-    def of(cls, config: RunConfig, layout: Layout, pp: int) -> _StageState:
-        optimizer, parallel, wide = config.optimizer, config.parallel, main_param_bytes(config)
-        specs = rank_parameters(config, pp)
-        stages = stages_by_rank(config)[pp]
-        tables = (
-            table for stage in stages for table in rotary_tables(config.model, stage.kinds(config.model.head_layers))
-        )
-        common = Counter(buffers=sum(table.channels // 2 * wide for table in tables))
-        common["buffers"] += _adapter_rows(config.model, specs)
-        blocks = (layer for stage in stages for layer in stage.kinds(config.model.head_blocks))
-        mixers = (mixer for layer in blocks for mixer in block_mixers(config.model, layer))
-        common["buffers"] += sum(mixer.buffer_bytes(config.model) for mixer in mixers)
-        common["buffers"] += sum(getattr(group, "buffer_bytes", 0) for group in vars(config).values())
-        copies = _feature_copies(config)
-        counts = {expert: optimizer_shards(parallel, layout, expert)[0] for expert in (False, True)}
-        sharded = {expert: [Counter[str]() for _ in range(count)] for expert, count in counts.items()}
-        shares: dict[bool, list[list[tuple[int, str, int, Counter[str]]]]]
-        shares = {expert: [[] for _ in range(count)] for expert, count in counts.items()}
-        for number, bucket in enumerate(bucket_shapes(config, layout, pp)):
-            size, part = bucket.packing.size, bucket.packing.size // bucket.shards
-            weight_bytes = WEIGHT_BYTES[bucket.key.dtype]
-            common["weights"] += (part if parallel.zero_stage == 3 else size) * weight_bytes
-            if bucket.key.frozen:
-                continue
-            if bucket.key.buffer:
-                for name, shard, elements in _shares(bucket):
-                    state = Counter({part: number * elements * wide for part, number in copies.items()})
-                    shares[specs[name].expert][shard].append((number, name, elements, state))
-                continue
-            common["gradients"] += (part if parallel.zero_stage >= 2 else size) * wide
-            remainders = optimizer.store_param_remainders and bucket.key.dtype == "bf16"
-            main_bytes = 0 if weight_bytes == wide else REMAINDER_BYTES if remainders else wide
-            compression = parallel.compression
-            if compression is not None and compression.has_errors and bucket.copies > 1:
-                common["compression"] += part * wide
-                for shard, parts in enumerate(sharded[bucket.key.axes == EXPERT_REDUCE_AXES]):
-                    columns = sum(b.count * b.columns for b in _blocks(bucket, specs, compression, shard))
-                    parts["compression"] += columns * compression.rank * wide
-            for name, shard, elements in _shares(bucket):
-                spec = specs[name]
-                moment_bytes, rounded = _moments(rule_of(name, spec, optimizer), config)
-                state = Counter[str]()
-                state["main params"] = elements * main_bytes
-                state["moments"] = elements * moment_bytes
-                state.update({part: number * elements * wide for part, number in copies.items()})
-                state["buffers"] = spec.local_shape[0] * INDEX_BYTES * (remainders or rounded)
-                shares[spec.expert][shard].append((number, name, elements, state))
-        return cls(config, specs, common, sharded, shares)
-
-    def at(self, dense: int, expert: int) -> tuple[dict[str, int], dict[str, int]]:
-        """Return the bytes of a rank with these shards, on its device and on the host."""
-        shares = sorted([*self.shares[False][dense], *self.shares[True][expert]], key=lambda share: share[0])
-        trained = {name: n for _, name, n, _ in shares if self.specs[name].has_gradient}
-        moved = offloaded_params(trained, self.specs, self.config.optimizer)
-        device, host = self.common + self.sharded[False][dense] + self.sharded[True][expert], Counter[str]()
-        in_host = self.config.parallel.offloads_weights
-        if in_host:  # not copies, and with the padding of buckets
-            host["weights"] = device.pop("weights")
-        for _, name, elements, state in shares:
-            (host if name in moved else device).update(state)
-            if name in moved:
-                wide = main_param_bytes(self.config)
-                weight_bytes = wide if self.specs[name].wide else DTYPE_BYTES[self.config.precision.params_dtype]
-                host["weights"] += elements * weight_bytes * (not in_host)
-                host["gradients"] += elements * wide
-        kinds = dict.fromkeys((*STATE_KINDS, *_feature_copies(self.config)))  # plugins have parts of their own
-        return {kind: device[kind] for kind in kinds}, {kind: host[kind] for kind in kinds}
-
-
-def _adapter_rows(model: ModelConfig, specs: Specs) -> int:
-    """Return the bytes that record which rows of fused weights belong to which adapted part."""
-    return sum(
-        spec.local_shape[0] * len(adapted_parts(model, name.removesuffix(".weight"), spec))
-        for name, spec in specs.items()
-        if name.endswith(".weight") and len(linear_parts(spec)) > 1
-    )
-
-
-def _shares(bucket: BucketShape) -> Iterator[tuple[str, int, int]]:
-    """Yield (parameter, shard, number of the parameter's elements in the shard)."""
-    length = bucket.packing.size // bucket.shards
-    for name, numel in bucket.sizes.items():
-        start = bucket.packing.offsets[name]
-        stop = start + numel
-        for shard in range(start // length, (stop - 1) // length + 1):
-            yield name, shard, min((shard + 1) * length, stop) - max(shard * length, start)
-
-
-def _blocks(bucket: BucketShape, specs: Specs, compression: GradCompression, shard: int) -> list[MatrixBlock]:
-    """Return the matrices that are compressed in a shard of a bucket."""
-    own = {name: specs[name] for name in bucket.sizes}
-    return matrix_blocks(bucket.packing, own, shard, bucket.shards, compression.rank)
 
 
 def gathered_weight_bytes(config: RunConfig, layout: Layout, pp_rank: int) -> int:
@@ -452,15 +277,14 @@ def fp8_weight_bytes(config: RunConfig) -> int:
 
     ZeRO-3 with resharding quantises a weight at every use, and keeps none.
     """
-    ranks = range(config.parallel.pipeline_model_parallel_size)
-    return max(_fp8_weights(config, rank_parameters(config, pp)) for pp in ranks)
+    return max(_fp8_weights(config, pp) for pp in range(config.parallel.pipeline_model_parallel_size))
 
 
-def _fp8_weights(config: RunConfig, specs: Specs) -> int:
+def _fp8_weights(config: RunConfig, pp: int) -> int:
     model, precision = config.model, config.precision
     if precision.fp8_format is None:
         return 0
-    blocks = [(layer_of(name, model), name, spec) for name, spec in specs.items()]
+    blocks = [(layer_of(name, model), name, spec) for name, spec in rank_parameters(config, pp).items()]
     sizes = [
         prod(spec.local_shape)
         for layer, name, spec in blocks
@@ -473,7 +297,7 @@ CONVERTING_BYTES = 10
 """Bytes per element of a quantised weight that is converted for a product."""
 
 
-def _converted_weights(config: RunConfig, specs: Specs) -> int:
+def _converted_weights(config: RunConfig, pp: int) -> int:
     """Return the bytes of the largest weight that is converted, for a product or DoRA's norms, and of W's row norms.
 
     DoRA's norms need W in at least fp32.
@@ -485,7 +309,7 @@ def _converted_weights(config: RunConfig, specs: Specs) -> int:
         each = CONVERTING_BYTES
     elif wide > DTYPE_BYTES[config.precision.params_dtype]:
         each = wide
-    rows = sum(prod(spec.local_shape) for spec in specs.values() if spec.wide)
+    rows = sum(prod(spec.local_shape) for spec in rank_parameters(config, pp).values() if spec.wide)
     of_block = block_of_any_kind(model.base, Sharding.of_first_rank(config.parallel))
     return each * max(prod(spec.local_shape) for n, spec in of_block.items() if is_adaptable(n, spec)) + rows * wide
 
@@ -582,26 +406,65 @@ def communicators(config: RunConfig, world_size: int, pp_rank: int) -> tuple[int
     Returns:
         Those of groups with torch.distributed's own, of channels that receive, and of channels that send.
     """
-    parallel, layout = config.parallel, Layout.from_config(config.parallel, world_size)
-    rank = layout.group_of(0, ("pp",))[pp_rank]
+    parallel = config.parallel
     placement = stage_placement(parallel, virtual_stages(config.model, parallel))
-    found = {layout.group_of(rank, axes) for axes in AXES_IN_USE}
-    found.add(layout.group_of(rank, ("tp",))[: max(1, layout.sizes["tp"] // config.model.kv_groups)])
-    ends = sorted({placement[0], placement[-1]})
-    if pp_rank in ends:
-        found.add(tuple(layout.group_of(rank, ("pp",))[end] for end in ends))
-    sequence, among = layout.group_of(rank, ("cp",)), parallel.cp_head_ranks
-    found.add(sequence[:among])
-    rings, gathers = {sequence[::among]}, set()
-    for axes in REDUCTION_GROUPS:
-        replicas = layout.group_of(rank, axes)
-        size = len(replicas) // (parallel.optimizer_instances or len(replicas))
-        found |= {replicas[:size], replicas[::size]}
-        if parallel.gathers_during_compute:
-            gathers.add(replicas[:size])
-    edges = channels(placement)
+    edges, ends = channels(placement), sorted({placement[0], placement[-1]})
+    groups = _groups(parallel, world_size, config.model.kv_groups, ends[-1] - ends[0] if pp_rank in ends else 0)
     received, sent = (sum(edge[end] == pp_rank for edge in edges) for end in (1, 0))
-    return 1 + sum(len(ranks) > 1 for of_use in (found, rings, gathers) for ranks in of_use), received, sent
+    return 1 + groups, received, sent
+
+
+Ranks = tuple[tuple[int, int], ...]
+"""Ranks of a group that start with this one: (size, stride) of each dimension, the strides ascending."""
+
+
+def _ranks(*dims: tuple[int, int]) -> Ranks:
+    """Return equal ranks for equal groups: without dimensions of one rank, and those of one stride merged."""
+    found: list[tuple[int, int]] = []
+    for size, stride in dims:
+        if found and prod(found[-1]) == stride:
+            found[-1] = found[-1][0] * size, found[-1][1]
+        elif size > 1:
+            found.append((size, stride))
+    return tuple(found)
+
+
+@lru_cache(maxsize=256)
+def _groups(parallel: ParallelConfig, world_size: int, kv_groups: int, from_first_to_last: int) -> int:
+    """Return the number of communicators of groups.
+
+    Args:
+        parallel: of the run.
+        world_size: ranks.
+        kv_groups: of the model.
+        from_first_to_last: number of pipeline ranks from that of the first stage to that of the last one; 0 for ranks
+            of other stages, and if it is the same.
+    """
+    layout = Layout.from_config(parallel, world_size)
+
+    def dims(*axes: str) -> Iterator[tuple[int, int]]:
+        """Yield the dimensions of a group along some axes."""
+        stride = 1
+        for axis in reversed(grid_of(axes)):
+            if axis in axes:
+                yield layout.sizes[axis], stride
+            stride *= layout.sizes[axis]
+
+    found = {_ranks(*dims(*axes)) for axes in AXES_IN_USE}
+    found.add(_ranks((max(1, layout.sizes["tp"] // kv_groups), 1)))
+    if from_first_to_last:
+        found.add(_ranks((2, from_first_to_last * world_size // layout.sizes["pp"])))
+    ((size, stride),), among = dims("cp"), parallel.cp_head_ranks
+    found.add(_ranks((among, stride)))
+    rings, gathers = {_ranks((size // among, stride * among))}, set[Ranks]()
+    for axes in REDUCTION_GROUPS:
+        (_, stride), *_ = dims(*axes)
+        size = prod(layout.sizes[axis] for axis in axes)
+        of_state = size // (parallel.optimizer_instances or size)
+        found |= {_ranks((of_state, stride)), _ranks((size // of_state, stride * of_state))}
+        if parallel.gathers_during_compute:
+            gathers.add(_ranks((of_state, stride)))
+    return sum(len(ranks) > 0 for of_use in (found, rings, gathers) for ranks in of_use)
 
 
 def communicator_bytes(config: RunConfig, world_size: int) -> int:
@@ -625,8 +488,7 @@ def _finishes_in_layer_order(config: RunConfig, layout: Layout, pp: int) -> bool
     """Return True if gradients arrive layer by layer: one stage per rank, and no delayed weight gradients."""
     if len(stages_by_rank(config)[pp]) > 1:
         return False
-    program = build_program(config.parallel, get_num_microbatches(config.training, layout.sizes["dp"]))
-    return all(action.kind != WEIGHT for action in program.ranks[pp])
+    return all(held.action.kind != WEIGHT for held in decisive_actions(config, layout.sizes["dp"])[pp])
 
 
 def weight_gathers(config: RunConfig, layout: Layout, pp_rank: int) -> Counter[int]:
@@ -638,8 +500,9 @@ def weight_gathers(config: RunConfig, layout: Layout, pp_rank: int) -> Counter[i
     model, parallel, found, held = config.model, config.parallel, Counter[int](), set[int]()
     of_block = _buckets_by_block(config, layout, pp_rank)
     stages = [stage_blocks(stage, model) for stage in stage_layers(model, parallel, config.training.seq_length)]
-    program = build_program(parallel, get_num_microbatches(config.training, layout.sizes["dp"]))
-    for action in program.only((FORWARD, BACKWARD, INPUT)).ranks[pp_rank]:
+    count = get_num_microbatches(config.training, layout.sizes["dp"])
+    schedule = build_schedule(resolve_pipeline(model, parallel), count)
+    for action in schedule.only((FORWARD, BACKWARD, INPUT)).ranks[pp_rank]:
         blocks, forward = stages[action.stage], action.kind == FORWARD
         kept = kept_for_backward(blocks, parallel.param_gather_prefetch) if forward else set[str]()
         for block in blocks if forward else reversed(blocks):
@@ -679,7 +542,7 @@ def data_parallel_traffic(config: RunConfig, world_size: int, rank: int = 0) -> 
     layout = Layout.from_config(config.parallel, world_size)
     sent: dict[str, float] = defaultdict(float)
     parallel, wide, compression = config.parallel, main_param_bytes(config), config.parallel.compression
-    pp_rank, *places = _place(parallel, layout, rank)
+    pp_rank, *places = place_of(parallel, layout, rank)
     specs = rank_parameters(config, pp_rank)
     rounded = INT8_BYTES if parallel.grad_compression == "int8" else None
     if parallel.grad_reduce_in_bf16:
@@ -701,7 +564,7 @@ def data_parallel_traffic(config: RunConfig, world_size: int, rank: int = 0) -> 
         summed = shard
         if compression is not None and bucket.copies > 1:
             place = places[bucket.key.axes == EXPERT_REDUCE_AXES]
-            blocks = _blocks(bucket, specs, compression, place)
+            blocks = compressed_blocks(bucket, specs, compression, place)
             elements = sum(block.numel for block in blocks)
             factors = sum(block.count * (block.rows + block.columns) for block in blocks) * compression.rank
             summed = shard - elements + factors

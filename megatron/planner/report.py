@@ -15,11 +15,12 @@ from megatron.config.settings import SETTINGS
 from megatron.config.text import format_bytes, format_compact
 from megatron.layers.parameters import num_parameters
 from megatron.pipeline.plan import virtual_stages
+from megatron.planner.communication import AXES
 from megatron.planner.costs import RunCosts, Terms
 from megatron.planner.memory import peaks_by_rank
 from megatron.planner.search import LayoutSearch, Neighbour, Plan
 from megatron.planner.sensitivity import NETWORK, SweepPoint, sweep
-from megatron.planner.step_time import AXES, PARTS, StepTime
+from megatron.planner.step_time import PARTS, StepTime
 
 MEMORY_PARTS: Mapping[str, tuple[str, ...]] = {
     "weights": ("weights", "FP8 weights", "converted weights"),

@@ -12,10 +12,11 @@ from megatron.config.batch import get_num_microbatches
 from megatron.config.text import format_compact
 from megatron.pipeline.plan import resolve_pipeline
 from megatron.pipeline.simulate import Timeline
+from megatron.planner.communication import AXES
 from megatron.planner.report import MEMORY_PARTS, PlanReport, format_swept, title
 from megatron.planner.search import Plan
 from megatron.planner.sensitivity import SWEPT, SweepPoint
-from megatron.planner.step_time import AXES, PARTS, step_timeline
+from megatron.planner.step_time import PARTS, step_timeline
 from megatron.planner.timeline import IDLE_COLOR, LIMIT_COLOR, POINTS_PER_INCH, ROW_HEIGHT, draw_work, work_legend
 from megatron.training.loggers.plots import MUTED_COLOR, RUN_COLORS, open_figure
 
@@ -44,7 +45,7 @@ def draw_plan(report: PlanReport, out: Path) -> None:
     heights = (4.0, 1.2, rows, 3.0)
     with open_figure(out, WIDTH, sum(heights) + 0.4) as figure:
         figure.suptitle(title(report), x=0.01, ha="left", fontweight="bold")
-        above, step, pipeline, below = figure.subfigures(4, 1, height_ratios=heights)
+        above, step, pipeline, below = figure.subfigures(4, 1, squeeze=False, height_ratios=heights)[:, 0]
         memory, frontier = above.subplots(1, 2)
         draw_memory(memory, report)
         draw_frontier(frontier, report)

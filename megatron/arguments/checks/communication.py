@@ -11,7 +11,8 @@ from megatron.config.run import RunConfig
 from megatron.config.text import divisors, flag_fixes, format_bytes
 from megatron.distributed.layout import Layout
 from megatron.planner.communication import AttentionTraffic, attention_traffic
-from megatron.planner.memory import bucket_shapes, data_parallel_traffic
+from megatron.planner.memory import data_parallel_traffic
+from megatron.planner.rank_state import bucket_shapes
 
 NODE_GPUS = 8
 """GPUs of a node that notes assume."""

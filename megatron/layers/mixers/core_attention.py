@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 from math import lcm
 from typing import NamedTuple
 
-from megatron.config.attention_pattern import CAUSAL
+from megatron.config.attention_pattern import CAUSAL, AttentionPattern
 from megatron.config.compute import kernel_choices
 from megatron.config.model import ModelConfig
 from megatron.distributed.sharding import Init, Sharding, Specs
@@ -56,6 +57,12 @@ class HeadSizes(NamedTuple):
         }
 
 
+@lru_cache(maxsize=64)
+def _patterns(model: ModelConfig) -> frozenset[AttentionPattern]:
+    """Return the attention patterns of the layers."""
+    return frozenset(model.pattern(layer) for layer in range(model.num_layers))
+
+
 @dataclass(frozen=True)
 class CoreShape:
     """Elements of this rank's queries, keys and values, and how attention is computed."""
@@ -86,7 +93,7 @@ class CoreShape:
         narrow = max(0, heads.value_channels - heads.channels), max(0, heads.channels - heads.value_channels)
         ranks, groups, eager = parallel.cp_head_ranks, max(1, heads.groups // shape.tp), "attention" in shape.eager
         ring = parallel.context_parallel_size // ranks
-        patterns = {model.pattern(layer) for layer in range(model.num_layers)}
+        patterns = _patterns(model)
         covered = all(p.only_window and (not eager or (p == CAUSAL and not documents)) for p in patterns)
         covered &= shape.on_gpu or heads.channels == heads.value_channels
         if model.attn_logit_softcapping is not None:
