@@ -35,13 +35,13 @@ def read_measured_run(folder: Path) -> MeasuredRun:
         lines = [line for line in read_json_lines(folder / METRICS_FILE) if line is not None]
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
         sentence = f"{folder} is not a run folder that can be read: {error}"
-        raise UserError([Problem("E964", sentence, ("give the folder of --run-dir",))]) from error
+        raise UserError([Problem("E965", sentence, ("give the folder of --run-dir",))]) from error
     begun = max((number for number, line in enumerate(lines) if line.get("event") == "start"), default=-1)
     steps = [line for line in lines[begun + 1 :] if "lm loss" in line and line.get("batch-size") == batch]
     steps = sorted(steps[1:] or steps, key=lambda line: float(line["iteration-time"]))
     if not steps:
         sentence = f"{folder} has no log line of a step with the batch of {batch:,} samples"
-        raise UserError([Problem("E964", sentence, ("train for more steps than two times --log-interval",))])
+        raise UserError([Problem("E965", sentence, ("train for more steps than two times --log-interval",))])
     line = steps[len(steps) // 2]
     memory = None if device == "cpu" else int(line["mem-max-allocated-bytes"])
     return MeasuredRun(config, size, float(line["iteration-time"]), waits_of(line), memory, str(folder))

@@ -101,7 +101,7 @@ def test_a_run_folder_is_read_from_its_last_start(tmp_path: Path) -> None:
     assert read.waits == {"tensor": 0.5, "data": 0.25, "bubble": 0.125 + 0.25 * 3.0}
     assert read_measured_run(folder_of(tmp_path / "b", config, lines, "cpu")).memory is None
     for name, wrong in (("c", [start, small]), ("d", [])):
-        with pytest.raises(UserError, match="E964"):
+        with pytest.raises(UserError, match="E965"):
             read_measured_run(folder_of(tmp_path / name, config, wrong))
-    with pytest.raises(UserError, match="E964"):
+    with pytest.raises(UserError, match="E965"):
         read_measured_run(tmp_path / "absent")
