@@ -64,7 +64,7 @@ times of steps of 124M to 8B parameters on an H100 and an H200 (``benchmarks/res
 
 
 @dataclass(frozen=True)
-class Rates:
+class KernelRates:
     """What the accelerators of a cluster reach."""
 
     cluster: Cluster
@@ -73,7 +73,7 @@ class Rates:
     width: int
 
     @classmethod
-    def of(cls, config: RunConfig, cluster: Cluster) -> Rates:
+    def of(cls, config: RunConfig, cluster: Cluster) -> KernelRates:
         """Return the rates of a run."""
         dtype = config.precision.params_dtype
         return cls(cluster, dtype if dtype in ("bf16", "fp16") else "fp32", DTYPE_BYTES[dtype])
@@ -159,7 +159,7 @@ FP8_BYTES = 5
 
 
 def weight_product(
-    rates: Rates, shape: ActivationShape, product: ProductShape, fp8: bool
+    rates: KernelRates, shape: ActivationShape, product: ProductShape, fp8: bool
 ) -> tuple[float, float, float]:
     """Return the seconds of a product with a weight: forward, gradient of the input, gradient of the weight.
 
@@ -182,7 +182,7 @@ def weight_product(
     return forward, back, gradient
 
 
-def attention_seconds(rates: Rates, shape: ActivationShape, mixer: Mixer, flops: float, keys: float) -> float:
+def attention_seconds(rates: KernelRates, shape: ActivationShape, mixer: Mixer, flops: float, keys: float) -> float:
     """Return the seconds of fused attention for so many FLOPs of forward; ``keys`` of a query on average."""
     width = FULL_RATE_WIDTH
     if isinstance(mixer, CoreAttentionMixer):
@@ -194,7 +194,7 @@ def attention_seconds(rates: Rates, shape: ActivationShape, mixer: Mixer, flops:
     return rates.arithmetic(flops, share)
 
 
-def unfused_attention(rates: Rates, shape: ActivationShape, mixer: CoreAttentionMixer) -> tuple[float, float]:
+def unfused_attention(rates: KernelRates, shape: ActivationShape, mixer: CoreAttentionMixer) -> tuple[float, float]:
     """Return the seconds of attention that writes its scores, masked ones included: forward and backward."""
     heads, length = mixer.heads(shape.model), shape.config.training.seq_length
     queries = shape.tokens * heads.queries / shape.tp
@@ -214,7 +214,7 @@ Notes = list[str]
 
 
 def mixer_time(
-    rates: Rates, config: RunConfig, layer: int, mixer: Mixer, takers: list[Mixer], notes: Notes | None = None
+    rates: KernelRates, config: RunConfig, layer: int, mixer: Mixer, takers: list[Mixer], notes: Notes | None = None
 ) -> PartTime:
     """Return the time of a residual layer of a block.
 
@@ -278,7 +278,7 @@ def _ms(seconds: float) -> str:
     return f"{seconds * 1e3:.3f} ms"
 
 
-def _of_product(rates: Rates, name: str, product: ProductShape, fp8: bool, seconds: tuple[float, ...]) -> str:
+def _of_product(rates: KernelRates, name: str, product: ProductShape, fp8: bool, seconds: tuple[float, ...]) -> str:
     """Return the formula of a matrix product."""
     accelerator, m, k, n = rates.cluster.accelerator, product.rows, product.inputs, product.outputs
     peak = accelerator.peak("fp8" if fp8 else rates.format) / 1e12
@@ -306,7 +306,7 @@ def _product_time(name: str, product: Matmul, seconds: tuple[float, ...], frozen
 
 
 def _between_activations(
-    rates: Rates,
+    rates: KernelRates,
     shape: ActivationShape,
     mixer: Mixer,
     products: dict[str, Matmul],
@@ -341,7 +341,7 @@ def _between_activations(
 
 
 def mixer_times(
-    rates: Rates, config: RunConfig, layer: int, notes: Notes | None = None
+    rates: KernelRates, config: RunConfig, layer: int, notes: Notes | None = None
 ) -> Iterator[tuple[Mixer, PartTime]]:
     """Yield the mixers of a block with the times of their residual layers; formulas are added to ``notes``."""
     mixers = block_mixers(config.model, layer)

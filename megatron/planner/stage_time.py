@@ -22,7 +22,7 @@ from megatron.layers.recompute_plan import RecomputePlan
 from megatron.pipeline.actions import FORWARD, INPUT, WEIGHT
 from megatron.pipeline.partition import StageLayers
 from megatron.planner.activations import BlockMemory
-from megatron.planner.block_time import PartTime, ProductShape, Rates, mixer_times, weight_product
+from megatron.planner.block_time import KernelRates, PartTime, ProductShape, mixer_times, weight_product
 from megatron.planner.communication import (
     AGAIN,
     ATTENTION,
@@ -157,7 +157,7 @@ class StageTimes:
     def __init__(self, config: RunConfig, cluster: Cluster) -> None:
         """Start without any."""
         self.config, self.cluster = config, cluster
-        self.rates = Rates.of(config, cluster)
+        self.rates = KernelRates.of(config, cluster)
         self._blocks: dict[tuple[int, bool], StageTime] = {}
         self._ends: dict[tuple[bool, bool], StageTime] = {}
         self._stages: dict[object, StageTime] = {}
@@ -261,7 +261,7 @@ class StageTimes:
         return self._ends[first, last]
 
 
-def _output_layer(rates: Rates, shape: ActivationShape) -> PartTime:
+def _output_layer(rates: KernelRates, shape: ActivationShape) -> PartTime:
     """Return the time of the output layer, the loss and their gradients, all of which belong to forward."""
     model = shape.model
     rows = padded_vocab_size(model.vocab, model.make_vocab_size_divisible_by, shape.tp) // shape.tp
