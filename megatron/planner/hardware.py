@@ -1,7 +1,8 @@
 """Accelerators and clusters as the planner sees them: peaks, memory, links, and the shares of these that a run reaches.
 
 ``hardware.yaml`` is the table of known accelerators, each with its sources; a file of the same form describes another
-one. A cluster's links are those of its accelerators, or as measured (``Cluster.read``). Does not import torch.
+one. A cluster's links are those of its accelerators, or as measured (``Cluster.read``). Does
+not import torch.
 """
 
 from __future__ import annotations
