@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import cProfile
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import is_dataclass
 from itertools import product
@@ -233,6 +234,33 @@ def test_peaks_of_pipeline_ranks_fall_with_the_micro_batches_in_flight() -> None
     ranks = [rank_state_bytes(config, 16, 4 * pp) for pp in range(4)]
     assert [{part: peak[part] for part in state} for peak, state in zip(peaks, ranks)] == ranks
     assert max_peak_bytes(config, 16) == max(peaks, key=lambda peak: sum(peak.values()))
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        f"{EXPERTS} --expert-model-parallel-size 4 --optimizer adam --exp-avg-dtype bf16 --bf16",
+        f"{EXPERTS} --expert-model-parallel-size 2 --num-distributed-optimizer-instances 3 --ddp-bucket-size 9000",
+        "--optimizer-cpu-offload --optimizer-offload-fraction 0.3 --bf16 --num-layers 3",
+    ],
+)
+def test_the_fullest_rank_is_that_of_all_ranks(flags: str) -> None:
+    """Ranks are not compared one by one: shards inside of one parameter are alike."""
+    config = config_of(f"{flags} --use-distributed-optimizer --global-batch-size 96 --ddp-bucket-size 20000", 96)
+    every = [rank_state_bytes(config, 96, rank) for rank in range(96)]
+    assert len({sum(each.values()) for each in every}) > 1
+    assert max_state_bytes(config, 96) == max(every, key=lambda each: sum(each.values()))
+
+
+def test_the_forecast_of_more_ranks_takes_no_longer() -> None:
+    """Counted in calls of functions, most of which come from what is planned once."""
+    calls = []
+    for ranks in (64, 16384):
+        config = config_of(f"--num-layers 16 --use-distributed-optimizer --global-batch-size {8 * ranks}", ranks)
+        profile = cProfile.Profile()
+        profile.runcall(peaks_by_rank, config, ranks)
+        calls.append(sum(each.callcount for each in profile.getstats()))
+    assert calls[1] < 1.5 * calls[0]
 
 
 def allocated_in_two(trainer: Trainer) -> tuple[dict[str, int], dict[str, int]]:
