@@ -16,7 +16,8 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from megatron.arguments.compatibility import compare_configs
+from megatron.arguments.compatibility import StoredLayoutReader, compare_configs
+from megatron.arguments.hardware import hardware_problems, known_cluster
 from megatron.arguments.help import OWN_FLAGS, asks_for_help, help_text, make_parser
 from megatron.arguments.megatron_flags import (
     apply_foreign_flags,
@@ -160,6 +161,7 @@ class ParsedArguments:
     notes: tuple[str, ...] = ()  # one line each, to be printed
     fake_rank: int | None = None  # rank of --fake-world; None without
     here: bool = True  # the run is to start on this machine; False for --check-config of other machines
+    given: frozenset[str] = frozenset()  # fields that flags and files set, without those of a preset or a checkpoint
 
     def summary(self, iteration: int = 0, consumed_samples: int = 0, data: Sequence[str] = ()) -> str:
         """Return the text that ``--check-config`` prints.
@@ -170,7 +172,9 @@ class ParsedArguments:
             data: lines about the training data.
         """
         notes = [f"note: {note}" for note in self.notes]
-        rows = summary(self.config, self.world_size, iteration, consumed_samples)
+        known = self.here or self.config.planning.plan_gpu is not None
+        cluster = known_cluster(self.config, self.world_size) if known else None
+        rows = summary(self.config, self.world_size, iteration, consumed_samples, cluster)
         return "\n".join([*notes, rows, *data, "config ok"])
 
 
@@ -180,6 +184,7 @@ def parse(
     recall: SavedConfigReader = lambda options: None,
     read_model: ModelReader | None = None,
     about: str = "",
+    stored_layout: StoredLayoutReader = lambda options: None,
 ) -> ParsedArguments:
     """Parse and check a command line.
 
@@ -189,9 +194,11 @@ def parse(
         recall: returns the configuration of the checkpoint that the run starts from.
         read_model: returns the model's fields of the Hugging Face folder that the run starts from. None refuses one.
         about: docstring of the program, for its help; empty for pretrain_gpt.py.
+        stored_layout: returns the layout of the checkpoint that the run resumes from, for ``--plan auto``.
 
     Raises:
         UserError: with every problem of flags, files and values.
+        DataError: if ``--plan auto`` needs the vocabulary size, and it is unknown.
         SystemExit: after printing the help or the version that ``argv`` asks for.
     """
     trees = _load_plugins(argv)
@@ -222,6 +229,14 @@ def parse(
     world_size = _world_size(line.known, config, launch)
     findings.add(_launch_findings(line.known, config, launch))
     doubtful = {name for source in sources for name in source.doubtful}
+    given_values = merge_values(source.values for source in given)
+    findings.add(hardware_problems(config))
+    if config.planning.plan is not None:
+        from megatron.arguments.planning import plan_layout  # the planner is loaded only where it is used
+
+        planned = plan_layout(config, world_size, given_values, findings.problems, stored_layout, environ)
+        findings.add(planned.findings)
+        config, doubtful = planned.config, doubtful | planned.undecided
     findings.add(
         suggest_nodes(each, config, world_size, launch) for each in find_problems(config, world_size, doubtful)
     )
@@ -237,13 +252,13 @@ def parse(
     findings.add(start.inherited(resolve(flags_only, world_size), resolved))
     findings.add(find_notes(config, world_size))
     findings.add(launch_notes(environ))
-    given_values = merge_values(source.values for source in given)
     findings.add(unused_option_notes(config, given_values))
     findings.add(pattern_notes(given_values, config.model))
     findings.add(preset_batch_notes(line.known.preset, resolved, world_size))  # last, and so nearest to the summary
     fake_rank = line.known.fake_rank or 0 if line.known.fake_world else None
     here = not line.check_only or (line.known.world_size is None and world_size == launch.world_size)
-    return ParsedArguments(resolved, world_size, line.check_only, tuple(findings.notes), fake_rank, here)
+    notes, fields = tuple(findings.notes), frozenset(given_values)
+    return ParsedArguments(resolved, world_size, line.check_only, notes, fake_rank, here, fields)
 
 
 def suggest_nodes(problem: Problem, config: RunConfig, world_size: int, launch: Launch) -> Problem:

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from math import isclose
-from typing import Any
+from typing import Any, NamedTuple
 
 from megatron.arguments.sources import (
     EXCLUSIVE_OPTIONS,
@@ -82,6 +82,20 @@ MEANINGS: Sequence[tuple[Set[str], Callable[[ModelConfig], object]]] = (
     ({"no_rope_freq"}, _rotary_kinds),
 )
 """Fields that give every layer something, and what: if all layers have the same, they are equal, however written."""
+
+
+class StoredLayout(NamedTuple):
+    """The layout that a checkpoint was written in."""
+
+    # The whole configuration, as :func:`megatron.arguments.sources.to_dict` returns it.
+    config: Mapping[str, Any]
+    world_size: int
+    # Its checkpoint, for notes.
+    checkpoint: str
+
+
+StoredLayoutReader = Callable[[CheckpointConfig], StoredLayout | None]
+"""Returns the layout of the run that options resume; None for a run that starts."""
 
 
 @dataclass(frozen=True)

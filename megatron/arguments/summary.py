@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from megatron.config.attention_pattern import parse_layers
 from megatron.config.batch import (
@@ -35,18 +36,28 @@ from megatron.pipeline.plan import (
 )
 from megatron.planner.memory import STATE_KINDS, checkpoint_bytes, max_host_bytes, max_peak_bytes, max_rank_parameters
 
+if TYPE_CHECKING:
+    from megatron.planner.hardware import Cluster
+
 MAX_SYMBOLS = 40
 """Symbols of a layer pattern that are shown."""
 
 
-def summary(config: RunConfig, world_size: int, iteration: int = 0, consumed_samples: int = 0) -> str:
-    """Return at most sixteen lines, from ranks and pipeline to precision and checkpoints.
+def summary(
+    config: RunConfig,
+    world_size: int,
+    iteration: int = 0,
+    consumed_samples: int = 0,
+    cluster: Cluster | None = None,
+) -> str:
+    """Return at most seventeen lines, from ranks and pipeline to precision and checkpoints.
 
     Args:
         config: resolved or not.
         world_size: number of ranks.
         iteration: steps taken before, possibly with other batch sizes.
         consumed_samples: samples used before.
+        cluster: that it runs on, for a forecast of its time; None if it is not known.
     """
     memory, peak, host = _memory(config, world_size)
     rows = {
@@ -61,6 +72,7 @@ def summary(config: RunConfig, world_size: int, iteration: int = 0, consumed_sam
         "peak": peak,
         "host": host,
         **_training_rows(config, world_size, iteration, consumed_samples),
+        "forecast": _forecast(config, world_size, cluster, iteration, consumed_samples),
         "saves": _saves(config, world_size),
     }
     shown = _with_rows_of_options(rows, config, world_size)
@@ -290,6 +302,14 @@ def _precision(config: RunConfig) -> str:
     if precision.params_dtype == "fp16":
         row += f", loss scale {'dynamic' if precision.loss_scale is None else precision.loss_scale}"
     return row
+
+
+def _forecast(config: RunConfig, world_size: int, cluster: Cluster | None, *begin: int) -> str:
+    if cluster is None or config.model.vocab_size is None:
+        return ""
+    from megatron.arguments.planning import forecast  # the planner is loaded only where it is used
+
+    return forecast(config, world_size, cluster, *begin)
 
 
 def _saves(config: RunConfig, world_size: int) -> str:

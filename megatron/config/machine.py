@@ -14,6 +14,9 @@ ROOT = Path("/")
 DEVICE_FILES = ("dev/nvidiactl", "dev/nvidia[0-9]*", "proc/driver/nvidia", "dev/kfd", "dev/dxg")
 """Files of the drivers of NVIDIA, AMD and Windows' Linux, as patterns."""
 
+PRODUCT_NAMES = "sys/class/drm/card*/device/product_name"
+"""Files in which AMD's driver has the product names of its GPUs, as a pattern."""
+
 CUDA_DRIVER, NVML = "libcuda.so.1", "libnvidia-ml.so.1"
 
 
@@ -54,6 +57,23 @@ def gpu_memory_bytes() -> int | None:
                 return None
             sizes.append(int(memory.total))
     return max(sizes, default=None)
+
+
+def gpu_name(root: Path = ROOT) -> str | None:
+    """Return the product name of this machine's first GPU as its driver reports it; None if no driver does."""
+    nvml, device, text = _load(NVML), ctypes.c_void_p(), ctypes.create_string_buffer(96)
+    with suppress(AttributeError):  # the library has no such function
+        if nvml is not None and not (
+            nvml.nvmlInit_v2()
+            or nvml.nvmlDeviceGetHandleByIndex_v2(ctypes.c_uint(0), ctypes.byref(device))
+            or nvml.nvmlDeviceGetName(device, text, ctypes.c_uint(len(text)))
+        ):
+            return text.value.decode(errors="replace")
+    for path in sorted(root.glob(PRODUCT_NAMES)):
+        with suppress(OSError, UnicodeDecodeError):
+            if name := path.read_text().strip():
+                return name
+    return None
 
 
 def memory_bytes(root: Path = ROOT) -> int | None:

@@ -19,6 +19,7 @@ from megatron.config.model import ModelConfig
 from megatron.config.optimizer import OptimizerConfig
 from megatron.config.option import WithPluginOptions
 from megatron.config.parallel import ParallelConfig
+from megatron.config.planning import PlanningConfig
 from megatron.config.plugins import option_groups
 from megatron.config.precision import PrecisionConfig
 from megatron.config.profiling import ProfilingConfig
@@ -41,6 +42,7 @@ class RunConfig(WithPluginOptions):
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     logging: LoggingConfig = field(default_factory=LoggingConfig)
     profiling: ProfilingConfig = field(default_factory=ProfilingConfig)
+    planning: PlanningConfig = field(default_factory=PlanningConfig)
 
     def group(self, name: str) -> Any:
         """Return the options of a group, built in or of a plugin."""

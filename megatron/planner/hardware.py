@@ -1,56 +1,37 @@
 """Accelerators and clusters as the planner sees them: peaks, memory, links, and the shares of these that a run reaches.
 
 ``hardware.yaml`` is the table of known accelerators, each with its sources; a file of the same form describes another
-one. Does not import torch.
+one. A cluster's links are those of its accelerators, or as measured (``Cluster.read``). Does
+not import torch.
 """
 
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-import yaml
+from megatron.config.errors import Problem, UserError
+from megatron.config.files import parse_yaml, read_small
+from megatron.config.text import did_you_mean
 
 TABLE = Path(__file__).with_name("hardware.yaml")
+
+FILE_SUFFIXES = (".yaml", ".yml")
+"""Of files that describe an accelerator."""
 
 
 class Link(NamedTuple):
     """A connection of an accelerator, as data sheets state it."""
 
-    # Seconds of a message, independent of its size.
+    # Seconds of a hop, independent of the size of the message.
     latency: float
     # Bytes per second, in one direction.
     bandwidth: float
-
-
-@dataclass(frozen=True)
-class Accelerator:
-    """One device that a rank runs on."""
-
-    name: str
-    # Dense peak in FLOP/s by format of the operands: bf16 (and fp16), fp32, and where the hardware has them fp8, fp4.
-    flops: Mapping[str, float]
-    # Bytes of device memory, and bytes per second.
-    memory: float
-    bandwidth: float
-    # Accelerators that ``link`` connects: those of a node, or of a rack.
-    node_size: int
-    link: Link
-    # To other nodes, per accelerator.
-    network: Link
-    # To the memory of the host, per accelerator.
-    host: Link
-    # Of the accelerator alone, at its limit.
-    watts: float
-    source: str
-
-    def peak(self, format: str) -> float:
-        """Return the dense peak of a format in FLOP/s; that of bf16 for one that the hardware lacks."""
-        return self.flops.get(format, self.flops["bf16"])
 
 
 @dataclass(frozen=True)
@@ -68,12 +49,46 @@ class Efficiency:
     launch: float = 2.5e-6
 
 
-class Group(NamedTuple):
+@dataclass(frozen=True)
+class Accelerator:
+    """One device that a rank runs on."""
+
+    name: str
+    # Dense peak in FLOP/s by format of the operands: bf16 (and fp16), fp32, and where the hardware has them fp8, fp4.
+    flops: Mapping[str, float]
+    # Bytes of device memory that programs get, and bytes per second.
+    memory: float
+    bandwidth: float
+    # Accelerators that ``link`` connects: those of a node, or of a rack.
+    node_size: int
+    link: Link
+    # To other nodes, per accelerator.
+    network: Link
+    # To the memory of the host, per accelerator.
+    host: Link
+    # Of the accelerator alone, at its limit.
+    watts: float
+    source: str
+    # Regular expressions of the names that drivers give it.
+    names: tuple[str, ...] = ()
+    # Shares that runs reach.
+    efficiency: Efficiency = Efficiency()
+
+    def peak(self, format: str) -> float:
+        """Return the dense peak of a format in FLOP/s; that of bf16 for one that the hardware lacks."""
+        return self.flops.get(format, self.flops["bf16"])
+
+
+class PlacedGroup(NamedTuple):
     """Ranks that communicate with each other."""
 
     # Number of ranks, and of them those on one node.
     size: int
     per_node: int
+
+
+Curve = tuple[tuple[float, float], ...]
+"""Measured seconds of an operation by bytes, ascending."""
 
 
 @dataclass(frozen=True)
@@ -86,41 +101,120 @@ class Cluster:
     link: Link
     network: Link
     efficiency: Efficiency = field(default_factory=Efficiency)
+    # What was measured, by operation and group.
+    measured: Mapping[tuple[str, PlacedGroup], Curve] = field(default_factory=dict, hash=False)
 
     @classmethod
-    def of(cls, accelerator: Accelerator, node_size: int | None = None, network: float | None = None) -> Cluster:
+    def of(
+        cls,
+        accelerator: Accelerator,
+        node_size: int | None = None,
+        network: float | None = None,
+        world_size: int | None = None,
+    ) -> Cluster:
         """Return a cluster of such accelerators.
 
         Args:
             accelerator: of every rank.
             node_size: ranks of a node. Default: as is usual for it.
             network: bytes per second of an accelerator to other nodes. Default: as is usual for it.
+            world_size: ranks of the cluster, if these may be fewer than those of a node.
         """
         to_others = accelerator.network if network is None else accelerator.network._replace(bandwidth=network)
-        return cls(accelerator, node_size or accelerator.node_size, accelerator.link, to_others)
+        size = min(node_size or accelerator.node_size, world_size or math.inf)
+        return cls(accelerator, int(size), accelerator.link, to_others, accelerator.efficiency)
 
-    def group(self, size: int, stride: int) -> Group:
-        """Return a group of every ``stride``-th rank; ranks are numbered node by node."""
-        per_node = max(1, math.gcd(size, max(1, self.node_size // stride)))
-        return Group(size, size if size * stride <= self.node_size else per_node)
+    def group(self, size: int, stride: int) -> PlacedGroup:
+        """Return a group of every ``stride``-th rank; ranks are numbered node by node.
+
+        All such groups count as the one with the fewest ranks on a node: it waits for its cards.
+        """
+        if self.node_size % (size * stride) == 0:
+            return PlacedGroup(size, size)
+        return PlacedGroup(size, math.gcd(size, max(1, self.node_size // stride)))
 
 
 @cache
 def accelerators() -> dict[str, Accelerator]:
     """Return the table of known accelerators by name."""
-    return {name: read_accelerator(name, row) for name, row in yaml.safe_load(TABLE.read_text("utf-8")).items()}
+    return {name: read_accelerator(name, row) for name, row in _rows().items()}
 
 
-def read_accelerator(name: str, row: Mapping[str, object]) -> Accelerator:
-    """Return the accelerator of a row of the table: ``bandwidth`` and ``memory`` in GB, ``flops`` in TFLOP/s."""
-    links = {key: Link(row[key]["latency_us"] * 1e-6, row[key]["GB/s"] * 1e9) for key in ("link", "network", "host")}  # type: ignore[index]
+@cache
+def _rows() -> dict[str, dict[str, Any]]:
+    """Return the rows of the table, complete."""
+    rows: dict[str, dict[str, Any]] = {}
+    for name, row in parse_yaml(read_small(TABLE)).items():
+        rows[name] = _complete(row, rows)
+    return rows
+
+
+def _complete(row: Mapping[str, Any], rows: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    """Return a row with the values of the one that it is like, and its own."""
+    like = rows[row["like"]] if "like" in row else {}
+    return {**like, **{key: value for key, value in row.items() if key != "like"}}
+
+
+def find_accelerator(text: str, flag: str = "--gpu") -> Accelerator:
+    """Return the accelerator that the value of a flag names: one of the table, or that of a file with such a row.
+
+    Raises:
+        UserError: if there is none.
+    """
+    known = accelerators()
+    if text in known:
+        return known[text]
+    if not text.endswith(FILE_SUFFIXES):
+        guess = did_you_mean(text.lower(), known)
+        fixes = (*(f"{flag} {name}" for name in ([guess] if guess else known)), f"{flag} FILE.yaml")
+        raise UserError([Problem("E961", f"{flag} {text}: the planner's table has no such accelerator", fixes)])
+    try:
+        ((name, row),) = parse_yaml(read_small(Path(text))).items()
+        return read_accelerator(name, _complete(row, _rows()))
+    except OSError as error:
+        sentence = f"{flag} {text}: {error.strerror}"
+    except KeyError as error:
+        sentence = f"{flag} {text} has no {error.args[0]}, which the rows of {TABLE.name} have"
+    except (AttributeError, TypeError, ValueError) as error:
+        sentence = f"{flag} {text} is not one row like those of {TABLE.name}: {' '.join(str(error).split())}"
+    raise UserError([Problem("E961", sentence, (f"{flag} h100-80g",))])
+
+
+def driver_accelerator(device_name: str) -> Accelerator | None:
+    """Return the accelerator that a driver calls ``device_name``; None if it is unknown or a slice of one.
+
+    A name with a slash is ambiguous: AMD's driver reports ``MI250X / MI250`` for both products.
+    """
+    if re.search(r"\bMIG\b|/", device_name):
+        return None
+    rows = accelerators().values()
+    return next((row for row in rows if any(re.search(rf"\b(?:{n})\b", device_name) for n in row.names)), None)
+
+
+def read_accelerator(name: str, row: Mapping[str, Any]) -> Accelerator:
+    """Return the accelerator of a row, in the units that the table states.
+
+    Raises:
+        KeyError: when a value is missing.
+        TypeError: when there is one that no accelerator has.
+    """
+    row = dict(row)
     return Accelerator(
         name=name,
-        flops={format: tera * 1e12 for format, tera in row["flops"].items()},  # type: ignore[attr-defined]
-        memory=row["memory"] * 1e9,  # type: ignore[operator]
-        bandwidth=row["bandwidth"] * 1e9,  # type: ignore[operator]
-        node_size=row["node_size"],  # type: ignore[arg-type]
-        watts=row["watts"],  # type: ignore[arg-type]
-        source=row["source"],  # type: ignore[arg-type]
-        **links,
+        flops={format: tera * 1e12 for format, tera in row.pop("flops").items()},
+        memory=row.pop("memory") * 2**30,
+        bandwidth=row.pop("bandwidth") * 1e9,
+        link=_link(row.pop("link")),
+        network=_link(row.pop("network")),
+        host=_link(row.pop("host")),
+        node_size=row.pop("node_size"),
+        watts=row.pop("watts"),
+        source=row.pop("source"),
+        names=tuple(row.pop("names", ())),
+        efficiency=replace(Efficiency(), **row.pop("efficiency", {})),
+        **row,
     )
+
+
+def _link(row: Mapping[str, float]) -> Link:
+    return Link(row["latency_us"] * 1e-6, row["GB/s"] * 1e9)

@@ -492,7 +492,7 @@ def _finishes_in_layer_order(config: RunConfig, layout: Layout, pp: int) -> bool
     return all(held.action.kind != WEIGHT for held in decisive_actions(config, layout.sizes["dp"])[pp])
 
 
-def _weight_gathers(config: RunConfig, layout: Layout, pp_rank: int) -> Counter[int]:
+def weight_gathers(config: RunConfig, layout: Layout, pp_rank: int) -> Counter[int]:
     """Return how many times a step of ZeRO-3 with resharding gathers each bucket, by its number.
 
     A block is gathered for forward and for backward, the embedding for forward only. What a stage ends with is kept
@@ -531,7 +531,7 @@ def data_parallel_traffic(config: RunConfig, world_size: int, rank: int = 0) -> 
     ZeRO-3  m B (n - 1) / n             2 (B / n) (c - 1) / c    g W (n - 1) / n
     ======  ==========================  =======================  ===================
 
-    W is the size of the bucket's weights in bytes, g their number of gathers (:func:`_weight_gathers`). With gradient
+    W is the size of the bucket's weights in bytes, g their number of gathers (:func:`weight_gathers`). With gradient
     reduction in bf16, B counts two bytes per element, a reduce-scatter is an all-to-all, and an all-reduce is an
     all-to-all plus an all-gather. ZeRO-2 and 3 send less when the schedule delays weight gradients over several
     micro-batches.
@@ -549,7 +549,7 @@ def data_parallel_traffic(config: RunConfig, world_size: int, rank: int = 0) -> 
     if parallel.grad_reduce_in_bf16:
         rounded = DTYPE_BYTES["bf16"]
     reductions = get_num_microbatches(config.training, layout.sizes["dp"]) if parallel.zero_stage >= 2 else 1
-    gathers = _weight_gathers(config, layout, pp_rank) if parallel.reshards_after_forward else None
+    gathers = weight_gathers(config, layout, pp_rank) if parallel.reshards_after_forward else None
     for number, bucket in enumerate(bucket_shapes(config, layout, pp_rank)):
         size, shard = bucket.packing.size, bucket.packing.size // bucket.shards
         over_shards, over_copies = ((n - 1) / n for n in (bucket.shards, bucket.copies))

@@ -1,46 +1,90 @@
-"""Time of collectives by the alpha-beta model: a message of n bytes takes ``latency + n / bandwidth`` seconds.
+"""Time of collectives and messages over the links of a cluster.
 
-A ring over k ranks of a node and several nodes uses the network cards of these k ranks at once, so it runs at the
-slower of the link within the node and k times the card.
+By the alpha-beta model (Hockney 1994; Thakur et al. 2005): a hop of n bytes takes ``latency + n / bandwidth`` seconds.
+A ring over nodes with k ranks each uses their k network cards at once, so it runs at the slower of the link within a
+node and k cards. With n ranks on m nodes and a tensor of B bytes, h(r) the hops of a message through r ranks of the
+ring and b the bandwidth of a rank:
+
+=======================  =========================================================================================
+all-gather               h(n) + B (n - 1) / n / b, as a ring (Patarasuk and Yuan 2009); reduce-scatter alike. With
+                         one rank on a node ceil(log2 n) hops, as recursive doubling
+all-reduce               the faster of two such rings, and of two binary trees of nodes, up and down (Sanders et al.
+                         2009): 2 (ceil(log2 m) hops between nodes + k - 1 within + B / b)
+broadcast, reduce        h(n) + B / b, as a pipelined ring
+all-to-all               a hop + the slower of B (n - k) / n / card and B (k - 1) / n / link, at once
+send                     a hop + B / link or card
+=======================  =========================================================================================
+
+Each is started once, by a kernel on a GPU. What was measured of the same operation in such a group is taken instead.
 """
 
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 
-from megatron.planner.hardware import Cluster, Group
+from megatron.planner.hardware import Cluster, Curve, Link, PlacedGroup
 
-STEPS = {"all-reduce": 2, "all-gather": 1, "reduce-scatter": 1, "all-to-all": 1, "broadcast": 1}
-
-
-def bus_bandwidth(cluster: Cluster, group: Group) -> float:
-    """Return the bytes per second at which a rank of the group sends in a ring."""
-    inside = cluster.link.bandwidth * cluster.efficiency.link
-    if group.per_node == group.size:
-        return inside
-    return min(inside, group.per_node * cluster.network.bandwidth * cluster.efficiency.network)
+START = 8.4e-6
+"""Seconds until a collective begins on all ranks: NCCL's own estimate for rings (src/graph/tuning.cc, baseLat)."""
 
 
-def seconds(cluster: Cluster, operation: str, size: float, group: Group) -> float:
-    """Return the time of a collective.
+def seconds(cluster: Cluster, operation: str, size: float, group: PlacedGroup) -> float:
+    """Return the time of a collective or message.
 
     Args:
         cluster: its links.
-        operation: all-reduce, all-gather, reduce-scatter, all-to-all or send.
+        operation: all-reduce, all-gather, reduce-scatter, broadcast, reduce, all-to-all or send.
         size: bytes of the whole tensor (all-gather: of the result; reduce-scatter and all-to-all: of the input).
-        group: the ranks.
+        group: the ranks; of a send, sender and receiver.
     """
-    ranks, within = group.size, group.per_node == group.size
-    if operation == "send":
-        link, share = (
-            (cluster.link, cluster.efficiency.link) if within else (cluster.network, cluster.efficiency.network)
-        )
-        return link.latency + size / (link.bandwidth * share)
-    if ranks == 1:
+    ranks, within = group.size, group.per_node
+    if ranks == 1 or size == 0:
         return 0.0
-    latency = (cluster.link if within else cluster.network).latency * math.ceil(math.log2(ranks))
-    if operation == "all-to-all" and not within:
-        outside = size * (ranks - group.per_node) / ranks / (cluster.network.bandwidth * cluster.efficiency.network)
-        inside = size * (group.per_node - 1) / ranks / (cluster.link.bandwidth * cluster.efficiency.link)
-        return latency + max(outside, inside)
-    return STEPS[operation] * (latency + size * (ranks - 1) / ranks / bus_bandwidth(cluster, group))
+    if curve := cluster.measured.get((operation, group)):
+        return interpolate(curve, size)
+    link, card = reached(cluster)
+    slow, nodes = (link, 1) if within == ranks else (card, math.ceil(ranks / within))
+    if operation == "send":
+        return START + slow.latency + size / slow.bandwidth
+    if operation == "all-to-all":
+        outside, inside = ((ranks - within) / card.bandwidth, (within - 1) / link.bandwidth)
+        return START + slow.latency + size / ranks * max(outside, inside)
+    bandwidth = bus_bandwidth(cluster, group)
+    between = min(nodes if nodes > 1 else 0, ranks - 1)
+    ring = between * card.latency + (ranks - 1 - between) * link.latency
+    if operation in ("broadcast", "reduce"):
+        return START + ring + size / bandwidth
+    doubling = math.ceil(math.log2(ranks)) * slow.latency if within == 1 else ring
+    half = min(ring, doubling) + size * (ranks - 1) / ranks / bandwidth
+    if operation != "all-reduce":
+        return START + half
+    tree = math.ceil(math.log2(nodes)) * card.latency + (within - 1) * link.latency + size / bandwidth
+    return START + 2 * min(half, tree)
+
+
+def reached(cluster: Cluster) -> tuple[Link, Link]:
+    """Return the link within a node and the card, with the bandwidths that are reached."""
+    link, card, efficiency = cluster.link, cluster.network, cluster.efficiency
+    inside = link._replace(bandwidth=link.bandwidth * efficiency.link)
+    return inside, card._replace(bandwidth=card.bandwidth * efficiency.network)
+
+
+def bus_bandwidth(cluster: Cluster, group: PlacedGroup) -> float:
+    """Return the bytes per second at which a rank of the group sends in a ring."""
+    link, card = reached(cluster)
+    inside = link.bandwidth if group.per_node > 1 else math.inf
+    return link.bandwidth if group.per_node == group.size else min(inside, group.per_node * card.bandwidth)
+
+
+def interpolate(curve: Curve, size: float) -> float:
+    """Return the seconds of a measured curve at ``size`` bytes: linear between points, and beyond the last one.
+
+    Below the first point it is that of the first: latency.
+    """
+    sizes = [point[0] for point in curve]
+    above = min(max(1, bisect_left(sizes, size)), len(curve) - 1)
+    if size <= sizes[0] or len(curve) == 1:
+        return curve[0][1] * (max(1.0, size / sizes[0]) if len(curve) == 1 else 1.0)
+    (x0, y0), (x1, y1) = curve[above - 1], curve[above]
+    return max(y0, y0 + (y1 - y0) * (size - x0) / (x1 - x0))

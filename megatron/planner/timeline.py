@@ -247,7 +247,7 @@ def draw_figure(figure: Figure, panels: Mapping[str, Timeline], unit: str = "", 
     clock = _clock(panels)
     points = (figure.get_figwidth() - MARGIN) * POINTS_PER_INCH / clock
     for (title, timeline), work, memory in zip(panels.items(), axes[::2], axes[1::2]):
-        _draw_work(work, timeline, points)
+        draw_work(work, timeline, points)
         _draw_memory(memory, timeline, limit)
         work.set_title(title, loc="left", fontweight="bold", fontsize=10)
         work.set_title(headline(timeline), loc="right", color=MUTED_COLOR, fontsize=9)
@@ -276,8 +276,8 @@ def _rows(timeline: Timeline) -> float:
     return max(0.45, ranks * min(ROW_HEIGHT, 24 * ROW_HEIGHT / ranks))
 
 
-def _draw_work(axes: Axes, timeline: Timeline, points: float) -> None:
-    """Draw bars and numbers of every rank; a unit of time is ``points`` wide."""
+def draw_work(axes: Axes, timeline: Timeline, points: float) -> None:
+    """Draw bars and numbers of every rank; a unit of time is ``points`` wide in the picture."""
     ranks = len(timeline.intervals)
     chunks = chunk_indices(timeline)
     many = max(chunks.values(), default=0) + 1
@@ -339,9 +339,8 @@ def _shades(ranks: int) -> list[tuple[float, float, float]]:
     return list(zip(red, green, blue))
 
 
-def _legend(timelines: Sequence[Timeline], limit: float | None) -> list[Artist]:
-    """Return the legend entries for what occurs in the timelines."""
-    from matplotlib.lines import Line2D
+def work_legend(timelines: Sequence[Timeline]) -> list[Artist]:
+    """Return the legend entries for the bars that occur in the timelines."""
     from matplotlib.patches import Patch
 
     kinds = {action.kind for timeline in timelines for rank in timeline.intervals for action, _, _ in rank}
@@ -356,6 +355,14 @@ def _legend(timelines: Sequence[Timeline], limit: float | None) -> list[Artist]:
                 facecolor=IDLE_COLOR, edgecolor=HATCH_COLOR, hatch="//////", linewidth=0, label="waits for a transfer"
             )
         )
+    return made
+
+
+def _legend(timelines: Sequence[Timeline], limit: float | None) -> list[Artist]:
+    """Return the legend entries for what occurs in the timelines and in the plots of their memory."""
+    from matplotlib.lines import Line2D
+
+    made = work_legend(timelines)
     last = max(len(timeline.intervals) for timeline in timelines) - 1
     shades = _shades(last + 1)
     made += [Line2D([], [], color=shades[rank], label=f"held by rank {rank}") for rank in sorted({0, last})]

@@ -16,6 +16,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from megatron.arguments.planning import layout_flags
 from megatron.arguments.validate import choose_cuda_graph
 from megatron.config.batch import get_num_microbatches
 from megatron.config.errors import Problem, UserError
@@ -61,6 +62,16 @@ def check_same_schedule(schedule: PipelineSchedule, world: Group) -> None:
     if differing:
         sentence = f"{schedule.name} is not the same on all ranks: {versions}"
         raise UserError([Problem("E212", sentence, ("copy the same file to every machine",))])
+
+
+def check_same_plan(config: RunConfig, world: Group) -> None:
+    """Raise a UserError on every rank if ``--plan auto`` chose different layouts: machines may differ. Collective."""
+    if config.planning.plan is None:
+        return
+    differing, versions = differences({"plan": layout_flags(config)}, world)
+    if differing:
+        sentence = f"--plan auto chose different layouts, because machines differ: {versions}"
+        raise UserError([Problem("E963", sentence, ("--plan-gpu h100-80g", "the flags of one of them"))])
 
 
 def choose_device(name: str) -> torch.device:

@@ -24,7 +24,7 @@ import threading
 import time
 import traceback
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
@@ -86,10 +86,13 @@ FIRST_FAILURE_KEY = "first failure"
 """Key under which the first rank to fail publishes its error."""
 
 
-def report_failure(error: Exception, run_dir: str | None = None) -> bool:
+def report_failure(
+    error: Exception, run_dir: str | None = None, details: Callable[[Exception], str] | None = None
+) -> bool:
     """Print an error, and append it to ``failures.jsonl`` in ``run_dir``; return False if another rank failed first.
 
-    Ignores SIGTERM meanwhile, which launchers send to all ranks as soon as one has exited. Use in the main thread.
+    ``details`` returns a text to print last, when the error itself is recorded. Ignores SIGTERM meanwhile, which
+    launchers send to all ranks as soon as one has exited. Use in the main thread.
     """
     if not register_failure():
         return False
@@ -105,6 +108,8 @@ def report_failure(error: Exception, run_dir: str | None = None) -> bool:
             echo(positions, file=sys.stderr, flush=True)
         write_error_file(error, text)
         record_failure(run_dir, error, os.environ)
+        if details is not None and (more := details(error)):
+            echo(redact(more), file=sys.stderr, flush=True)
     finally:
         signal.signal(signal.SIGTERM, previous)
     return True
@@ -231,8 +236,12 @@ def record_failure(run_dir: str | None, error: BaseException, environ: Mapping[s
             file.close()
 
     writer = threading.Thread(target=write, daemon=True)
-    writer.start()
-    writer.join(RECORD_TIMEOUT_SECONDS)
+    try:
+        writer.start()
+    except RuntimeError:  # no memory for a thread
+        write()
+    else:
+        writer.join(RECORD_TIMEOUT_SECONDS)
 
 
 POLL_SECONDS = 1.0

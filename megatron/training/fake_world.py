@@ -8,7 +8,7 @@ so that the whole model is accounted for.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 
@@ -148,25 +148,35 @@ def _build(config: RunConfig, world_size: int, rank: int, clock: Clock = no_cloc
     return built
 
 
+def state_tensors(trainer: Trainer) -> dict[str, dict[str, Tensor]]:
+    """Return the tensors of the state of a run, by those of ``planner.memory.STATE_KINDS`` that have any, and by name.
+
+    fp32 weights, which are their own main parameters, are in both parts.
+    """
+    optimizer, buckets = trainer.optimizer, trainer.buckets.buckets
+    main_params, remainders = optimizer.main_params, optimizer.main_params.remainders
+    tensors: dict[str, dict[str, Tensor]] = {
+        "weights": {f"bucket {number}": buffer.part for number, buffer in enumerate(optimizer.weights.buffers)},
+        "gradients": {f"bucket {number}": bucket.shard for number, bucket in enumerate(buckets)},
+        "main params": {name: remainders[name] if name in remainders else main_params[name] for name in main_params},
+    }
+    for component in trainer.components:
+        if component.memory_part:
+            kinds = component.tensors().items()
+            of_part = {f"{kind} of {name}": tensor for kind, named in kinds for name, tensor in named.items()}
+            tensors[component.memory_part] = of_part
+    return tensors
+
+
 def built_state_bytes(trainer: Trainer) -> dict[str, int]:
     """Return the bytes of tensor storage of weights, gradients, main parameters and components.
 
     Storage shared by two parts counts for the first: fp32 weights, which are their own main parameters, are weights.
     """
-    optimizer = trainer.optimizer
-    main_params, remainders = optimizer.main_params, optimizer.main_params.remainders
-    tensors: dict[str, Iterable[Tensor]] = {
-        "weights": [buffer.part for buffer in optimizer.weights.buffers],
-        "gradients": [bucket.shard for bucket in trainer.buckets.buckets],
-        "main params": [remainders[name] if name in remainders else main_params[name] for name in main_params],
-    }
-    for component in trainer.components:
-        if component.memory_part:
-            tensors[component.memory_part] = [x for of_kind in component.tensors().values() for x in of_kind.values()]
     counted: set[int] = set()
     sizes = {}
-    for part, of_part in tensors.items():
-        storages = {storage._cdata: storage for storage in (tensor.untyped_storage() for tensor in of_part)}
+    for part, of_part in state_tensors(trainer).items():
+        storages = {storage._cdata: storage for storage in (tensor.untyped_storage() for tensor in of_part.values())}
         sizes[part] = sum(storage.nbytes() for key, storage in storages.items() if key not in counted)
         counted |= set(storages)
     return sizes

@@ -8,11 +8,13 @@ import string
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from megatron.arguments.hardware import known_cluster
 from megatron.arguments.summary import summary
 from megatron.checkpoint.lease import Lease
 from megatron.config.errors import UserError
@@ -23,7 +25,7 @@ from megatron.data.errors import DataError
 from megatron.distributed.launch import destroy_distributed, enable_flight_recorder, run_on_rank0, world_group
 from megatron.kernels.compile import make_deterministic
 from megatron.training.build import build_trainer
-from megatron.training.build_model import choose_device, join_distributed
+from megatron.training.build_model import check_same_plan, choose_device, join_distributed
 from megatron.training.checkpointer import Checkpointer, choose_resume_source, hold_save_folder
 from megatron.training.component import stopped_after_errors
 from megatron.training.components.times import GoodputState, StartupReport
@@ -35,6 +37,7 @@ from megatron.training.loggers.run_logger import RunLogger
 from megatron.training.loop import train
 from megatron.training.machine import set_variables
 from megatron.training.metrics import Goodput
+from megatron.training.out_of_memory import explain_out_of_memory
 from megatron.training.resume_source import read_only_options
 from megatron.training.startup import JOB_FACTS, StartFacts, StartupTimer, start_facts, start_phrase
 from megatron.training.stop import StopRequest
@@ -64,7 +67,7 @@ def run(config: RunConfig, notes: Sequence[str] = (), startup: StartupTimer | No
         try:
             status = join_and_train(config, notes, startup or StartupTimer(), signals)
         except Exception as error:
-            reported = report_failure(error, config.logging.run_dir)
+            reported = report_failure(error, config.logging.run_dir, partial(explain_out_of_memory, config=config))
             if not isinstance(error, StartRefusedError):
                 return 1
             return end_refused_start(REFUSAL_SECONDS, explain_error(error) if reported else None)
@@ -89,6 +92,8 @@ def join_and_train(config: RunConfig, notes: Sequence[str], startup: StartupTime
         enable_flight_recorder(config.logging.run_dir)
         rank, world_size = join_distributed(config)
     world = world_group(rank, world_size)
+    with refuse_start_on_error():
+        check_same_plan(config, world)
     startup.enter("checkpoint")
     stop = StopRequest(
         world, device, training.exit_duration_in_mins, startup.began, training.stop_file, config.logging.run_dir
@@ -154,7 +159,8 @@ def build_and_train(
         )
     with log, PeerWatchdog(world, trainer.pipeline if config.parallel.pipeline_model_parallel_size > 1 else None):
         with refuse_start_on_error(), stopped_after_errors(trainer.components):
-            for text in (*notes, "\n".join([summary(config, world.size, **position), *trainer.data.summary()])):
+            shown = summary(config, world.size, **position, cluster=known_cluster(config, world.size))
+            for text in (*notes, "\n".join([shown, *trainer.data.summary()])):
                 log.note(text)
             before = len(trainer.components) - len(plugins)  # those of plugins are called last
             trainer.components[before:before] = [

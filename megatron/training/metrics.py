@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import math
 import os
-import re
 import resource
 import statistics
 import sys
@@ -32,6 +31,7 @@ from megatron.distributed.comm import BUBBLE, Group
 from megatron.distributed.timing import CUDA_GRAPH_PHASES, Timers
 from megatron.optimizer.lr_scheduler import Rates
 from megatron.planner.flops import FlopsPerToken
+from megatron.planner.hardware import driver_accelerator
 from megatron.training.loggers.base import Metrics
 from megatron.training.loggers.console import MEMORY_CAPACITY, ON_GPU, SECONDS_LEFT, TOTAL_ITERATIONS
 
@@ -357,40 +357,13 @@ def device_name(device: torch.device) -> str:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
 
 
-# Dense peak of bf16 and fp16 with fp32 accumulation in FLOP/s, from the vendors' data sheets (figures "with sparsity"
-# halved), by words in the device name that the driver reports. The first matching row is used. Products that share a
-# name are left out, because no MFU is better than a wrong one. A rank on an MI250X has half of the product.
-PEAK_FLOPS: tuple[tuple[str, float], ...] = (
-    ("GB200", 2500e12),
-    ("B200", 2250e12),
-    ("H200 NVL", 835.5e12),
-    ("H200", 989.4e12),
-    ("GH200", 989.4e12),
-    ("H100 80GB HBM3", 989.4e12),
-    ("H100 NVL", 835.5e12),
-    ("H100 PCIe", 756e12),
-    ("H800 PCIe", 756e12),
-    ("H800", 989.4e12),
-    ("A100", 312e12),
-    ("A800", 312e12),
-    ("A40", 149.7e12),
-    ("A30", 165e12),
-    ("A10", 125e12),
-    ("L40S", 362e12),
-    ("L4", 121e12),
-    ("MI300X", 1307.4e12),
-    ("MI250X", 191.5e12),
-)
-
-
 def peak_flops(device_name: str, params_dtype: str) -> float | None:
-    """Return the dense peak of one device in FLOP/s, or None for unknown devices, device slices and other dtypes.
+    """Return the dense peak of one device in FLOP/s, or None for unknown devices and dtypes of more than 16 bits.
 
-    A name with a slash is ambiguous: AMD's driver reports ``MI250X / MI250`` for both products.
+    Products that share a name are unknown, because no MFU is better than a wrong one.
     """
-    if params_dtype not in ("bf16", "fp16") or re.search(r"\bMIG\b|/", device_name):
-        return None
-    return next((peak for words, peak in PEAK_FLOPS if re.search(rf"\b{words}\b", device_name)), None)
+    accelerator = driver_accelerator(device_name) if params_dtype in ("bf16", "fp16") else None
+    return None if accelerator is None else accelerator.peak(params_dtype)
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from typing import Any, Self
 
 from megatron.arguments.checks.checkpoint import holds_checkpoints
 from megatron.arguments.checks.training import schedule_problems
-from megatron.arguments.compatibility import compare_configs, resume_mode_fixes, stored_tensors_problem
+from megatron.arguments.compatibility import StoredLayout, compare_configs, resume_mode_fixes, stored_tensors_problem
 from megatron.checkpoint.errors import DamagedCheckpointError, NewerVersionError, UnreachableError, strip_folder
 from megatron.checkpoint.folder import CheckpointFolder, is_local_checkpoint
 from megatron.checkpoint.format import Manifest, is_megatron_lm
@@ -308,10 +308,9 @@ def compare_with_checkpoint(
         which = "; ".join([f"the checkpoint is {manifest.path}", *notes])
         raise UserError([replace(problems[0], sentence=f"{problems[0].sentence} ({which})"), *problems[1:]])
     lines = [*changes.lines]
-    layout = manifest.state.get("written_by", {}).get("layout", {})
-    saved_ranks = prod(layout.get(axis, 1) for axis in ("pp", "dp", "cp", "tp"))
-    if layout and saved_ranks != world_size:
-        lines.insert(0, f"ranks: checkpoint {saved_ranks} -> now {world_size}")
+    before = saved_ranks(manifest)
+    if before not in (0, world_size):
+        lines.insert(0, f"ranks: checkpoint {before} -> now {world_size}")
     return lines, batches_since
 
 
@@ -370,6 +369,25 @@ def stored_config(options: CheckpointConfig) -> Mapping[str, Any] | None:
     """
     source = find_resume_source(options)
     return Manifest.open(source.paths[0]).config if source.paths else None
+
+
+def stored_layout(options: CheckpointConfig) -> StoredLayout | None:
+    """Return the layout of the run whose state a start resumes; None for a new run, or one from weights alone.
+
+    Raises:
+        UserError: if a checkpoint is required and none can be read.
+    """
+    source = find_resume_source(options)
+    if not source.paths or source.mode == "weights-only":
+        return None
+    manifest = Manifest.open(source.paths[0])
+    return StoredLayout(manifest.config, saved_ranks(manifest), str(manifest.path))
+
+
+def saved_ranks(manifest: Manifest) -> int:
+    """Return the number of ranks that wrote a checkpoint; 0 if it is not recorded."""
+    layout = manifest.state.get("written_by", {}).get("layout", {})
+    return prod(layout.get(axis, 1) for axis in ("pp", "dp", "cp", "tp")) if layout else 0
 
 
 def preview_start(config: RunConfig, world_size: int) -> StartPreview:

@@ -28,7 +28,14 @@ from megatron.data.errors import DataError
 from megatron.data.preview import data_fingerprints, preview_data
 from megatron.data.tokenizers.huggingface import TOKENIZER_JSON
 from megatron.training.machine import MACHINE_CODES, fit_to_machine
-from megatron.training.resume_source import StartPreview, compare_data, find_resume_source, preview_start, stored_config
+from megatron.training.resume_source import (
+    StartPreview,
+    compare_data,
+    find_resume_source,
+    preview_start,
+    stored_config,
+    stored_layout,
+)
 
 SILENCE_SECONDS = 3.0
 """Delay before a rank that prints no error exits."""
@@ -66,7 +73,7 @@ def read_start(argv: Sequence[str], about: str = "") -> Start:
         DataError: if the data cannot be used, and there is no other problem.
     """
     Launch.read(os.environ)  # a broken environment is refused before any flag
-    parsed = parse(argv, recall=stored_config, read_model=read_model_values, about=about)
+    parsed = parse(argv, recall=stored_config, read_model=read_model_values, about=about, stored_layout=stored_layout)
     return check_start(replace(parsed, config=with_data(parsed.config, parsed.world_size)))
 
 

@@ -114,7 +114,10 @@ def test_every_layout_trains_like_one_process(pool: Pool, choice: Choice) -> Non
     check(steps, compare_with_twin(steps, case), TOLERANCE_FP64)
 
 
-@pytest.mark.parametrize("choice", ADAPTED, ids=label)
+@pytest.mark.parametrize(
+    "choice",
+    [pytest.param(c, marks=pytest.mark.slow if i % 2 else (), id=label(c)) for i, c in enumerate(ADAPTED)],
+)
 def test_every_layout_trains_adapters_like_one_process(pool: Pool, choice: Choice) -> None:
     case = case_of({name: values[0] for name, values in FACTORS.items()} | choice)
     steps = run_on(pool, case)

@@ -111,10 +111,11 @@ def verdict(pool: Pool, detector: Detector, *job: Any, timeout: float = PATIENCE
 
 
 MUTANTS = [
-    pytest.param(call, how, marks=pytest.mark.slow if how in ("doubled", "scaled") else (), id=f"{call}-{how}")
+    pytest.param(call, how, marks=pytest.mark.slow if number else (), id=f"{call}-{how}")
     for call in CALLS
-    for how in mutations(call.site.op)
+    for number, how in enumerate(mutations(call.site.op))
 ]
+"""Every way to break every call; the first of each is in the default set."""
 
 
 @pytest.mark.parametrize(("call", "how"), MUTANTS)

@@ -68,6 +68,18 @@ class Passed(NamedTuple):
     state: int
 
 
+class Routed(NamedTuple):
+    """What a rank sends to the ranks of experts in a micro-batch, those of this rank included."""
+
+    # Rows, on average, and elements of a row.
+    rows: float
+    width: int
+    # Values of the choices of a row, in at least fp32.
+    choices: int
+    # Bytes of the numbers of rows, which are exchanged before them.
+    numbers: int
+
+
 class Mixer:
     """The inside of a residual layer; subclasses are its kinds.
 
@@ -128,6 +140,17 @@ class Mixer:
 
     def passed(self, config: ModelConfig, tp: int) -> Passed | None:
         """Return what context parallelism passes on of a recurrence; None for a mixer that is none."""
+        return None
+
+    def shared_by_heads(self, config: ModelConfig, plan: RecomputePlan) -> tuple[int, int]:
+        """Return the elements of a token, beside inputs of linears, that each TP rank needs of all rows.
+
+        And how many times selective recomputation gathers them again.
+        """
+        return 0, 0
+
+    def routed(self, shape: ActivationShape) -> Routed | None:
+        """Return what travels to the ranks of experts; None for a mixer without experts."""
         return None
 
     def describe(self, config: ModelConfig) -> str:

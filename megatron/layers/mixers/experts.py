@@ -18,7 +18,7 @@ from megatron.layers.mixers.activations import (
     KeptTensor,
     LinearShape,
 )
-from megatron.layers.mixers.base import Mixer, linear, output_std, replicated_projection, under
+from megatron.layers.mixers.base import Mixer, Routed, linear, output_std, replicated_projection, under
 from megatron.layers.mixers.feed_forward import mlp_kept, mlp_linears, mlp_parameters
 from megatron.layers.recompute_plan import RecomputePlan
 
@@ -79,6 +79,16 @@ class ExpertsMixer(Mixer):
         specs, rows = self.parameters(shape.model, shape.sharding).items(), _Dispatched.of(shape).expert_rows
         experts = [shape.linear(spec, rows) for name, spec in specs if is_linear(name) and spec.expert]
         return experts + mlp_linears(shape, _shared(shape.model, shape.sharding))
+
+    def routed(self, shape: ActivationShape) -> Routed:
+        """Return the rows that are sent, each with its choices and their weights."""
+        model, parallel = shape.model, shape.config.parallel
+        sent, exact = (
+            _Dispatched.of(shape).sent,
+            parallel.expert_model_parallel_size > 1 and parallel.moe_exchange == "exact",
+        )
+        ranks = parallel.expert_model_parallel_size * parallel.expert_tp
+        return Routed(sent, model.expert_hidden, 2 * model.moe_router_topk, 2 * 4 * ranks * exact)
 
     def buffer_bytes(self, config: ModelConfig) -> int:
         """Return the bytes of the loads: of a step, of the step before, and of the steps since the last log line."""
@@ -175,6 +185,8 @@ class _Dispatched(NamedTuple):
     expert_rows: int
     # Indices that are kept: the rows of every token and the tokens of every row, at both ends.
     numbers: int
+    # Rows that are sent to all ranks, this one included, on average.
+    sent: float
 
     @classmethod
     def of(cls, shape: ActivationShape) -> _Dispatched:
@@ -182,12 +194,13 @@ class _Dispatched(NamedTuple):
         topk, ep, etp = model.moe_router_topk, parallel.expert_model_parallel_size, parallel.expert_tp
         choices, experts = tokens * topk, model.num_experts or 0
         if ep * etp == 1:
-            return cls(choices, 2 * choices)
+            return cls(choices, 2 * choices, choices)
         if ep == 1 or parallel.moe_exchange != "exact":
             bound = parallel.moe_exchange_bound if ep > 1 else 1.0
             block, expert_rows = ExchangeBuffers.of(bound, tokens, topk, experts // ep, ep, etp)
-            sent = room = ep * etp * block
+            room = ep * etp * block
+            rows = float(room)
         else:
-            sent, room = round(tokens * etp * ranks_of_token(experts, topk, ep)), tokens * etp * min(topk, ep)
+            rows, room = tokens * etp * ranks_of_token(experts, topk, ep), tokens * etp * min(topk, ep)
             expert_rows = choices * etp
-        return cls(expert_rows, room + choices * etp + sent * topk + expert_rows)
+        return cls(expert_rows, room + choices * etp + round(rows) * topk + expert_rows, rows)

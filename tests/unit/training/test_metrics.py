@@ -44,7 +44,6 @@ from megatron.training.loggers.console import (
 )
 from megatron.training.metrics import (
     BUBBLE_TIME,
-    PEAK_FLOPS,
     Goodput,
     MetricsWindow,
     RankStats,
@@ -412,6 +411,7 @@ def test_the_slowest_waits_least(milliseconds: list[int]) -> None:
         ("NVIDIA A100-SXM4-80GB MIG 3g.40gb", "bf16", None),
         ("NVIDIA A100-SXM4-80GB", "fp32", None),
         ("NVIDIA A10G", "bf16", None),
+        ("Tesla V100-SXM2-32GB", "fp16", 125e12),
         ("NVIDIA L40", "bf16", None),
         ("AMD Instinct MI250X", "bf16", 191.5e12),
         ("AMD Instinct MI250X / MI250", "bf16", None),  # 191.5 or 181.05
@@ -421,10 +421,6 @@ def test_the_slowest_waits_least(milliseconds: list[int]) -> None:
 )
 def test_only_known_hardware_has_a_peak(name: str, dtype: str, expected: float | None) -> None:
     assert peak_flops(name, dtype) == expected
-
-
-def test_every_row_of_the_table_can_be_reached() -> None:
-    assert [peak_flops(f"Maker {name}", "bf16") for name, _ in PEAK_FLOPS] == [peak for _, peak in PEAK_FLOPS]
 
 
 def record(consumed_samples: int = 40) -> Metrics:

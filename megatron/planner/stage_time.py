@@ -1,0 +1,316 @@
+"""Time of a pipeline stage for one micro-batch: its blocks, its ends, and the communication that nothing hides.
+
+What hides a collective is part of its declaration (:class:`megatron.planner.communication.Collective`). Hidden behind
+computing of c seconds, t seconds of communication cost ``max(0, t - c)``, and what is hidden slows computing down by
+:data:`CONTENTION`. Computing hides one collective at a time.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property, lru_cache
+from math import prod
+from typing import Any
+
+from megatron.config.run import RunConfig
+from megatron.distributed.sharding import Specs, padded_vocab_size
+from megatron.layers.mixers.activations import ActivationShape
+from megatron.layers.parameters import block, gpt
+from megatron.layers.recompute_plan import RecomputePlan
+from megatron.pipeline.actions import FORWARD, INPUT, WEIGHT
+from megatron.pipeline.partition import StageLayers
+from megatron.planner.activations import BlockMemory
+from megatron.planner.block_time import KernelRates, PartTime, ProductShape, mixer_times, weight_product
+from megatron.planner.communication import (
+    AGAIN,
+    ATTENTION,
+    EXPERTS,
+    INPUT_GRADIENT,
+    PRODUCT,
+    SHARED_EXPERT,
+    WEIGHT_GRADIENT,
+    Collective,
+    end_collectives,
+    mixer_collectives,
+)
+from megatron.planner.hardware import Cluster
+from megatron.planner.network import seconds
+
+COMPUTE, RECOMPUTE = "compute", "recompute"
+"""Parts of the time of a stage, beside the axes of communication."""
+
+CONTENTION = 0.12
+"""Seconds that a second of hidden communication costs: NCCL's kernels take 16 of the 132 multiprocessors of an H100."""
+
+LOSS_BYTES, EAGER_LOSS_BYTES = 4.5, 29
+"""Times that each logit is read or written by cross-entropy and its gradient, with fused kernels and with PyTorch's:
+differences between lengths and batches in ``benchmarks/results/launches.md``, column "rest"."""
+
+
+def exposed(communicating: float, computing: float) -> float:
+    """Return what communication of some seconds costs that runs beside ``computing`` seconds."""
+    return max(0.0, communicating - computing) + CONTENTION * min(communicating, computing)
+
+
+Sums = defaultdict[Any, float]
+"""Sums by key."""
+
+
+def _none() -> Sums:
+    return defaultdict(float)
+
+
+def merged(one: Mapping[bool, float], other: Mapping[bool, float]) -> Mapping[bool, float]:
+    """Return the sums of two mappings by key."""
+    return {key: one.get(key, 0.0) + other.get(key, 0.0) for key in one.keys() | other.keys()}
+
+
+@dataclass
+class StageTime:
+    """Costs of a part of a stage for one micro-batch."""
+
+    # Seconds by phase (F, I, W) and by part: computing, recomputing, communication by axis as far as it is exposed.
+    spent: Sums = field(default_factory=_none)
+    # Seconds by axis, hidden or not, and bytes that a rank sends.
+    communicating: Sums = field(default_factory=_none)
+    sent: Sums = field(default_factory=_none)
+    # Elements of the parameters of a rank that have gradients, of experts (True) and others, and those without.
+    parameters: Sums = field(default_factory=_none)
+    frozen: Sums = field(default_factory=_none)
+    # Elements of all of them that are in blocks.
+    in_blocks: Sums = field(default_factory=_none)
+    # Seconds by phase in which computing hides communication.
+    hiding: Sums = field(default_factory=_none)
+    # Bytes of activations that offload moves to the host, and back.
+    offloaded: float = 0.0
+
+    def add(self, other: StageTime, count: float = 1) -> None:
+        """Add a part that occurs so many times."""
+        for mine, theirs in zip(vars(self).values(), vars(other).values()):
+            if isinstance(mine, defaultdict):
+                for key, value in theirs.items():
+                    mine[key] += count * value
+        self.offloaded += count * other.offloaded
+
+    def add_computing(self, time: PartTime, recomputed: bool = False) -> None:
+        """Add what computing takes; its forward a second time if it is recomputed as a whole."""
+        self.spent[FORWARD, COMPUTE] += time.forward
+        self.spent[INPUT, COMPUTE] += time.input
+        self.spent[WEIGHT, COMPUTE] += time.weight
+        self.spent[INPUT, RECOMPUTE] += time.forward if recomputed else time.again
+
+    def add_communication(self, cluster: Cluster, collectives: Iterable[Collective], time: PartTime) -> None:
+        """Add collectives around a part that computes for this time."""
+        left = time.products | {(AGAIN, name): t for (phase, name), t in time.products.items() if phase == FORWARD}
+        for each in collectives:
+            takes = each.times * seconds(cluster, each.operation, each.size, cluster.group(*each.ranks))
+            self.communicating[each.axis] += takes
+            self.sent[each.axis] += each.sent
+            phase = INPUT if each.when == AGAIN else each.when
+            bare, room = 0.0, 0.0
+            if each.behind:
+                place = (HIDING_PHASE.get(each.behind, each.when), HIDING_PART.get(each.behind, each.name))
+                room = left.get(place, 0.0)
+                if each.behind == PRODUCT:  # part by part, of which one is not hidden
+                    bare = takes / each.ranks.size
+                elif each.behind == ATTENTION:  # step by step of the ring, of which one needs no message
+                    room *= 1 - 1 / each.ranks.size
+                elif each.behind == EXPERTS:  # half by half
+                    room /= 2
+                used = min(takes - bare, room)
+                left[place] = left.get(place, 0.0) - used
+                self.hiding[INPUT if place[0] == AGAIN else place[0]] += used
+            self.spent[phase, each.axis] += bare + exposed(takes - bare, room)
+
+    def hide(self, phase: str, communicating: float) -> float:
+        """Return what communication costs that F, or I with W, hides, as far as it hides nothing else."""
+        phases = (FORWARD,) if phase == FORWARD else (INPUT, WEIGHT)
+        left = max(
+            0.0,
+            sum(self.spent[each, part] for each in phases for part in (COMPUTE, RECOMPUTE))
+            - sum(self.hiding[each] for each in phases),
+        )
+        self.hiding[phase] += min(communicating, left)
+        return exposed(communicating, left)
+
+    @cached_property
+    def phases(self) -> tuple[float, float, float]:
+        """Seconds of F, I and W."""
+        found = _none()
+        for (phase, _), once in self.spent.items():
+            found[phase] += once
+        return found[FORWARD], found[INPUT], found[WEIGHT]
+
+
+HIDING_PHASE = {INPUT_GRADIENT: INPUT, WEIGHT_GRADIENT: WEIGHT}
+"""Phase of the product that hides a collective, by what hides it; of the others the phase of the collective."""
+
+HIDING_PART = {ATTENTION: ATTENTION, EXPERTS: EXPERTS, SHARED_EXPERT: SHARED_EXPERT}
+"""Name of what hides a collective among the products of a part; of the others the name of the collective."""
+
+
+class StageTimes:
+    """Costs of the stages of all runs that differ in pipeline, data parallelism and recomputed blocks only."""
+
+    def __init__(self, config: RunConfig, cluster: Cluster) -> None:
+        """Start without any."""
+        self.config, self.cluster = config, cluster
+        self.rates = KernelRates.of(config, cluster)
+        self._blocks: dict[tuple[int, bool], StageTime] = {}
+        self._ends: dict[tuple[bool, bool], StageTime] = {}
+        self._stages: dict[object, StageTime] = {}
+        model, first = config.model, dict[object, int]()
+        layers = (*range(model.num_layers), *model.head_layers)
+        self._alike = {layer: first.setdefault(self._kind(layer), layer) for layer in layers}
+
+    def _kind(self, layer: int) -> object:
+        """Return what determines the costs of a block."""
+        model = self.config.model
+        place, fp8 = min(layer, model.num_layers - 1), self.config.precision.layer_in_fp8(layer, model.num_layers)
+        return model.mixers(layer), model.pattern(place), fp8, layer >= model.num_layers
+
+    def of(self, stage: StageLayers) -> StageTime:
+        """Return the costs of a stage."""
+        offloaded, plan = (
+            self.config.training.cpu_offloading_num_layers,
+            RecomputePlan.from_config(self.config.training, stage.count),
+        )
+        kinds = Counter(
+            (self._alike[layer], place < plan.blocks, place < offloaded) for place, layer in enumerate(stage.layers)
+        )
+        key = (frozenset(kinds.items()), stage.first, stage.last)
+        if key not in self._stages:
+            time = StageTime()
+            for (layer, recomputed, moved), count in kinds.items():
+                time.add(self.block(layer, recomputed), count)
+                time.offloaded += count * moved * self._offloaded(layer, recomputed)
+            if stage.first or stage.last:
+                time.add(self.ends(stage.first, stage.last))
+            self._stages[key] = time
+        return self._stages[key]
+
+    def block(self, layer: int, recomputed: bool) -> StageTime:
+        """Return the costs of a block; ``recomputed`` as a whole."""
+        if (layer, recomputed) not in self._blocks:
+            config, time = self.config, StageTime()
+            for mixer, computing in mixer_times(self.rates, config, layer):
+                time.add_computing(computing, recomputed)
+                time.add_communication(self.cluster, mixer_collectives(config, mixer, layer, recomputed), computing)
+            shape = ActivationShape.of(config)
+            _count(time, block(config.model, config.model.mixers(layer), shape.sharding))
+            time.in_blocks.update(merged(time.parameters, time.frozen))
+            self._blocks[layer, recomputed] = time
+        return self._blocks[layer, recomputed]
+
+    def _offloaded(self, layer: int, recomputed: bool) -> float:
+        """Return the bytes of a block that offload moves."""
+        if recomputed:
+            return float(ActivationShape.of(self.config).residual)
+        return float(BlockMemory.of(self.config, self.config.model.mixers(layer)).moved)
+
+    def ends(self, first: bool, last: bool) -> StageTime:
+        """Return the costs of the embedding and of the output layer, its heads included."""
+        if (first, last) not in self._ends:
+            config, shape, time = self.config, ActivationShape.of(self.config), StageTime()
+            model, rates = config.model, self.rates
+            if first:
+                rows = shape.tokens * model.hidden_size
+                backward = rates.moving(rows * (rates.width + 2 * shape.wide))  # read, and added to a wide gradient
+                time.add_computing(PartTime(rates.moving(2 * rows * rates.width), backward))
+            if last:
+                time.add_computing(_output_layer(rates, shape))
+                for layer in model.head_layers:
+                    alone = RecomputePlan.from_config(config.training, 1)
+                    time.add(self.block(self._alike[layer], alone.blocks > 0))
+                    time.add_computing(_output_layer(rates, shape))
+                    product = ProductShape(1, shape.rows, 2 * model.hidden_size, model.hidden_size)
+                    time.add_computing(PartTime(*weight_product(rates, shape, product, fp8=False)))
+            time.add_communication(self.cluster, end_collectives(config, first, last), PartTime())
+            _count(time, gpt(model, shape.sharding, (), first, last))
+            for layer in model.head_layers if last else ():
+                for expert, elements in self.block(self._alike[layer], False).parameters.items():
+                    time.parameters[expert] -= elements  # which gpt declares, too
+            self._ends[first, last] = time
+        return self._ends[first, last]
+
+
+def _output_layer(rates: KernelRates, shape: ActivationShape) -> PartTime:
+    """Return the time of the output layer, the loss and their gradients, all of which belong to forward."""
+    model = shape.model
+    rows = padded_vocab_size(model.vocab, model.make_vocab_size_divisible_by, shape.tp) // shape.tp
+    product = ProductShape(1, shape.tokens, model.hidden_size, rows)
+    passes = EAGER_LOSS_BYTES if "cross_entropy" in shape.eager else LOSS_BYTES
+    loss = rates.moving(product.given * passes * rates.width, 8)
+    norm = rates.moving(8 * shape.residual, 4)
+    return PartTime(sum(weight_product(rates, shape, product, fp8=False)) + loss + norm)
+
+
+def _count(time: StageTime, specs: Specs) -> None:
+    """Count the elements of parameters."""
+    for spec in specs.values():
+        of = time.parameters if spec.has_gradient else time.frozen
+        of[spec.expert] += prod((spec.dense or spec).local_shape)
+
+
+@dataclass(frozen=True)
+class _Run:
+    """A run, equal to others whose stages have the same costs."""
+
+    key: tuple[object, ...]
+    config: RunConfig = field(compare=False)
+    cluster: Cluster = field(compare=False)
+
+
+@lru_cache(maxsize=512)
+def _stage_times(run: _Run) -> StageTimes:
+    return StageTimes(run.config, run.cluster)
+
+
+def stage_times(config: RunConfig, cluster: Cluster) -> StageTimes:
+    """Return the costs of the stages of a run from a cache."""
+    parallel, training = config.parallel, config.training
+    key = (
+        id(cluster),
+        config.model,
+        config.precision,
+        config.compute.kernels,
+        config.data.reset_attention_mask,
+        config.data.reset_position_ids,
+        *(getattr(parallel, name) for name in SEEN_OF_PARALLEL),
+        *(getattr(training, name) for name in SEEN_OF_TRAINING),
+        parallel.pipeline_schedule if parallel.pipeline_model_parallel_size > 1 else None,
+    )
+    return _stage_times(_Run(key, config, cluster))
+
+
+SEEN_OF_PARALLEL = (
+    "tensor_model_parallel_size",
+    "sequence_parallel",
+    "tp_comm_overlap",
+    "context_parallel_size",
+    "cp_comm_type",
+    "hierarchical_context_parallel_sizes",
+    "expert_model_parallel_size",
+    "expert_tensor_parallel_size",
+    "moe_exchange",
+    "moe_exchange_bound",
+    "moe_shared_expert_overlap",
+    "overlap_moe_expert_parallel_comm",
+)
+SEEN_OF_TRAINING = (
+    "micro_batch_size",
+    "seq_length",
+    "recompute_granularity",
+    "recompute_method",
+    "recompute_num_layers",
+    "recompute_modules",
+    "mlp_chunk_size",
+    "cross_entropy_chunk_size",
+    "cpu_offloading_num_layers",
+    "min_offloaded_tensor_size",
+    "device",
+    "objective",
+)
+"""Options that the costs of a stage depend on."""
