@@ -20,9 +20,10 @@ from megatron.config.text import format_bytes
 from megatron.planner.communication import AXES
 from megatron.planner.hardware import Cluster, Efficiency
 from megatron.planner.memory import max_peak_bytes
-from megatron.planner.step_time import StepTime, step_time
+from megatron.planner.stage_time import COMPUTE, RECOMPUTE
+from megatron.planner.step_time import OFFLOAD, OPTIMIZER, StepTime, step_time
 
-COMPUTING = ("compute", "recompute", "optimizer")
+COMPUTING = (COMPUTE, RECOMPUTE, OFFLOAD, OPTIMIZER)
 """Parts of a step in which a rank waits for no other."""
 
 STEP_ERROR, PART_ERROR, WAIT_ERROR = 0.01, 0.05, 0.3
