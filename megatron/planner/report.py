@@ -256,7 +256,8 @@ def cost_rows(report: PlanReport) -> Iterator[tuple[str, str]]:
     if cost.price is not None:
         yield "cost", f"{cost.price:,.0f} at {terms.price:g} per GPU-hour"
     yield "energy", f"{cost.energy / 1000:,.1f} MWh at {terms.watts:,.0f} W per GPU"
-    yield "checkpoint", f"{format_bytes(cost.checkpoint)}; a save takes {format_seconds(cost.save)}"
+    stall = f"; training waits {format_seconds(cost.save)}" if cost.save < cost.write else ""
+    yield "checkpoint", f"{format_bytes(cost.checkpoint)}, written in {format_seconds(cost.write)}{stall}"
     steps = max(1, round(cost.interval / report.plans[0].time.seconds))
     failures = f"for a failure every {format_seconds(cost.mtbf)} (Daly 2006)"
     yield "saves", f"every {format_seconds(cost.interval)} (--save-interval {steps}) {failures}"
