@@ -17,6 +17,7 @@ from megatron.layers.parameters import num_parameters
 from megatron.pipeline.plan import virtual_stages
 from megatron.planner.communication import AXES
 from megatron.planner.costs import RunCosts, Terms
+from megatron.planner.explanation import explain_step
 from megatron.planner.memory import peaks_by_rank
 from megatron.planner.search import LayoutSearch, Neighbour, Plan
 from megatron.planner.sensitivity import NETWORK, SweepPoint, sweep
@@ -364,6 +365,7 @@ def explanation(report: PlanReport) -> Iterator[str]:
     """Yield the formulas of the best plan with their numbers."""
     best, search = report.plans[0], report.search
     yield "formulas"
+    yield from _indented(explain_step(best.config, search.world_size, search.cluster, best.time))
     yield from _indented(report.costs[0].explain(best.time, search.world_size, search.cluster, report.terms))
 
 

@@ -236,8 +236,12 @@ def record_failure(run_dir: str | None, error: BaseException, environ: Mapping[s
             file.close()
 
     writer = threading.Thread(target=write, daemon=True)
-    writer.start()
-    writer.join(RECORD_TIMEOUT_SECONDS)
+    try:
+        writer.start()
+    except RuntimeError:  # no memory for a thread
+        write()
+    else:
+        writer.join(RECORD_TIMEOUT_SECONDS)
 
 
 POLL_SECONDS = 1.0

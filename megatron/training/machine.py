@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping, MutableMapping
 from dataclasses import replace
 from pathlib import Path
 
+from megatron.arguments.fitting import Change, fitting_changes
 from megatron.arguments.validate import choose_cuda_graph, find_problems
 from megatron.config.errors import Problem, UserError
 from megatron.config.launch import Launch, ranks_per_node
@@ -18,6 +19,7 @@ from megatron.config.machine import gpu_memory_bytes, has_no_gpu, memory_bytes
 from megatron.config.run import RunConfig
 from megatron.config.text import counted, format_bytes
 from megatron.planner.memory import machine_state_bytes, max_peak_bytes
+from megatron.planner.search import HEADROOM
 
 MACHINE_CODES = frozenset(("E207", "E217", "E701"))
 """Codes of problems that one machine of several may have."""
@@ -62,9 +64,10 @@ def fit_to_machine(
     here = range(first, min(first + ranks, world_size))
     found = [*_memory_problems(config, world_size, here, device == "cpu" or alone)]
     problems += [each for each in found if isinstance(each, Problem)]
+    notes += [each for each in found if isinstance(each, str)]
     if problems:
         raise UserError(problems, notes)
-    return config, [*notes, *(each for each in found if isinstance(each, str))]
+    return config, notes
 
 
 def _folder_problems(config: RunConfig) -> Iterator[Problem]:
@@ -79,7 +82,10 @@ def _folder_problems(config: RunConfig) -> Iterator[Problem]:
 
 
 def _memory_problems(config: RunConfig, world_size: int, ranks: range, on_cpu: bool) -> Iterator[Problem | str]:
-    """Yield a problem if the state of this machine's ranks exceeds its memory, or a note if a step may exceed it."""
+    """Yield a problem if the state of this machine's ranks exceeds its memory, or a note if a step may exceed it.
+
+    Notes on the cheapest changes with which it would fit follow.
+    """
     if config.model.vocab_size is None:
         return
     states = machine_state_bytes(config, world_size, ranks)
@@ -93,12 +99,16 @@ def _memory_problems(config: RunConfig, world_size: int, ranks: range, on_cpu: b
     for owner, holder, state, most, limit in demands:
         if limit is None or max(state.total(), most) <= limit:
             continue
-        has = f"{owner} {format_bytes(limit)} of memory"
+        has, changes = f"{owner} {format_bytes(limit)} of memory", list[Change]()
+        if most:  # a forecast of the peak, which a change of the layout may lower
+            changes = fitting_changes(config, world_size, HEADROOM * limit / (len(ranks) if on_cpu else 1))
         if state.total() <= limit:
             yield f"memory may not suffice: {has}, and a step of {holder} needs some {format_bytes(most)}"
-            continue
-        parts = ", ".join(f"{name} {format_bytes(size)}" for name, size in state.items() if size > state.total() / 1000)
-        yield Problem("E217", f"{has}, and {holder} would need at least {format_bytes(state.total())}: {parts}")
+        else:
+            parts = (f"{name} {format_bytes(size)}" for name, size in state.items() if size > state.total() / 1000)
+            sentence = f"{has}, and {holder} would need at least {format_bytes(state.total())}: {', '.join(parts)}"
+            yield Problem("E217", sentence, tuple(change.flags for change in changes))
+        yield from (f"would fit: {change}" for change in changes)
 
 
 CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"

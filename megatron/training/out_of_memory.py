@@ -7,19 +7,24 @@ rank, and does not communicate.
 
 from __future__ import annotations
 
+import math
 import os
 import re
+import resource
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
 
-from megatron.config.launch import Launch
+from megatron.arguments.fitting import fitting_changes
+from megatron.config.launch import Launch, ranks_per_node
 from megatron.config.machine import memory_bytes
 from megatron.config.run import RunConfig
 from megatron.config.text import counted, format_bytes
-from megatron.planner.memory import STATE_KINDS, max_peak_bytes, rank_state_bytes
+from megatron.distributed.layout import Layout
+from megatron.planner.memory import STATE_KINDS, peaks_by_rank, rank_state_bytes
 from megatron.training.failure_report import MEMORY, failure_kind
 from megatron.training.fake_world import state_tensors
 from megatron.training.live_tensors import KEPT, OTHER, LiveTensor, ModuleNames, frames_of, live_tensors, trainer_of
@@ -28,7 +33,11 @@ from megatron.training.trainer import Trainer
 LARGEST = 8
 """Groups of equal tensors that are listed."""
 
-GATHERED, FREE, OUTSIDE = "gathered weights", "free in the allocator", "outside of PyTorch"
+GATHERED, NCCL = "gathered weights", "NCCL estimate"
+"""Parts of the forecast."""
+
+FREE, OUTSIDE = "free in the allocator", "outside of PyTorch"
+"""Memory that is in no tensor."""
 
 OF_BACKWARD = ("activations", "delayed gradients")
 """Parts of the forecast that are kept for backward; its others, beside the state, exist within an operation."""
@@ -45,20 +54,32 @@ UNITS = {"bytes": 1, "B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2*
 class DeviceMemory(NamedTuple):
     """Memory of a rank's device after the error, in bytes."""
 
-    total: int
-    # In tensors; held by PyTorch's allocator but free; the CUDA context, NCCL and other processes.
+    # That this rank may use, with what it uses outside of PyTorch.
+    total: float
+    # In tensors; held by PyTorch's allocator but free; the CUDA context, NCCL, libraries and other processes.
     allocated: int
     free: int
     outside: int
 
     @classmethod
-    def of(cls, device: torch.device) -> DeviceMemory | None:
-        """Read the counters of a GPU; None for a CPU, whose memory PyTorch does not count."""
-        if device.type != "cuda":
-            return None
-        free, total = torch.cuda.mem_get_info(device)
-        allocated, reserved = torch.cuda.memory_allocated(device), torch.cuda.memory_reserved(device)
-        return cls(total, allocated, reserved - allocated, total - free - reserved)
+    def of(cls, device: torch.device, in_tensors: int, ranks: int) -> DeviceMemory:
+        """Read the counters of a GPU, or those of this process, which holds ``in_tensors`` bytes of them.
+
+        Args:
+            device: of the rank.
+            in_tensors: bytes of live tensors.
+            ranks: that share the memory of a host.
+        """
+        if device.type == "cuda":
+            free, whole = torch.cuda.mem_get_info(device)
+            allocated, reserved = torch.cuda.memory_allocated(device), torch.cuda.memory_reserved(device)
+            return cls(whole, allocated, reserved - allocated, whole - free - reserved)
+        pages, resident, *_ = map(int, Path("/proc/self/statm").read_text().split())
+        limit, _ = resource.getrlimit(resource.RLIMIT_AS)
+        limited = limit != resource.RLIM_INFINITY
+        total = float(limit) if limited else (memory_bytes() or math.inf) / ranks
+        used = (pages if limited else resident) * resource.getpagesize()
+        return cls(total, in_tensors, 0, max(0, used - in_tensors))
 
 
 def explain_out_of_memory(error: BaseException, config: RunConfig) -> str:
@@ -88,22 +109,34 @@ def _report(error: BaseException, config: RunConfig, launch: Launch) -> Iterator
     """Yield the lines of the report."""
     frames = frames_of(error)
     trainer = trainer_of(frames)
-    device = _device(config, trainer)
-    names = ModuleNames(trainer)
-    state = {} if trainer is None else _state(trainer)
-    tensors = live_tensors(device, frames, names, state)
-    memory = DeviceMemory.of(device)
-    capacity = memory_bytes() if memory is None else memory.total
+    device, names = _device(config, trainer), ModuleNames(trainer)
+    tensors = live_tensors(device, frames, names, {} if trainer is None else _state(trainer))
+    ranks = ranks_per_node(os.environ)
+    memory = DeviceMemory.of(device, sum(tensor.size for tensor in tensors), ranks)
     asked, module = requested_bytes(error), names.of_frames(frames)
     yield (
-        f"memory of rank {launch.rank} on {device}"
-        + (f", which has {format_bytes(capacity)}" if capacity else "")
+        f"memory of rank {launch.rank} on {device}, which has {format_bytes(memory.total)}"
         + (f": {format_bytes(asked)} could not be allocated" if asked else "")
         + (f" in {module}" if module else "")
     )
-    predicted = rank_peak_bytes(config, launch.world_size, launch.rank)
-    yield from table(predicted, actual_bytes(tensors, memory))
+    predicted, actual = rank_peak_bytes(config, launch.world_size, launch.rank), actual_bytes(tensors, memory)
+    yield from table(predicted, actual)
     yield from largest(tensors)
+    outside = max(0, memory.outside - predicted.get(NCCL, 0))
+    beyond = max(0, memory.allocated + (asked or 0) - sum(predicted.values()) + predicted.get(NCCL, 0))
+    yield from changes(config, launch.world_size, memory.total - outside, beyond)
+
+
+def changes(config: RunConfig, world_size: int, capacity: float, beyond: int) -> Iterator[str]:
+    """Yield lines on single changes with which the run would fit; arguments: :func:`fitting_changes`."""
+    if beyond:
+        yield f"the run takes {format_bytes(beyond)} beyond the forecast, which a change has to save, too"
+    found = fitting_changes(config, world_size, capacity, beyond)
+    if found:
+        yield f"cheapest changes that would fit into {format_bytes(capacity)}, by the forecast:"
+        yield from (f"  {change}" for change in found)
+    else:
+        yield f"no single change would fit into {format_bytes(capacity)}: --plan auto tries several at once"
 
 
 def _device(config: RunConfig, trainer: Trainer | None) -> torch.device:
@@ -121,19 +154,18 @@ def _state(trainer: Trainer) -> Mapping[str, Mapping[str, torch.Tensor]]:
 
 def rank_peak_bytes(config: RunConfig, world_size: int, rank: int) -> dict[str, int]:
     """Return the forecast of a rank's peak by part: of the state exactly, else as of its pipeline rank."""
-    return max_peak_bytes(config, world_size) | rank_state_bytes(config, world_size, rank)
+    pp = Layout.from_config(config.parallel, world_size).coordinate(rank)["pp"]
+    return peaks_by_rank(config, world_size)[pp] | rank_state_bytes(config, world_size, rank)
 
 
-def actual_bytes(tensors: Sequence[LiveTensor], memory: DeviceMemory | None) -> dict[str, int]:
+def actual_bytes(tensors: Sequence[LiveTensor], memory: DeviceMemory) -> dict[str, int]:
     """Return the bytes of live tensors by part, and of the device's memory that is in no tensor."""
     found = Counter[str]()
     for tensor in tensors:
         found[tensor.part] += tensor.size
-    if memory is not None:
-        # Buffers that only C++ holds, such as workspaces of cuBLAS; the allocator rounds sizes up, too.
-        found[OTHER] += max(0, memory.allocated - found.total())
-        found |= {FREE: memory.free, OUTSIDE: memory.outside}
-    return dict(found)
+    # Buffers that only C++ holds, such as workspaces of cuBLAS; the allocator rounds sizes up, too.
+    found[OTHER] += max(0, memory.allocated - found.total())
+    return {**found, FREE: memory.free, OUTSIDE: memory.outside}
 
 
 def table(predicted: Mapping[str, int], actual: Mapping[str, int]) -> Iterator[str]:
@@ -141,7 +173,7 @@ def table(predicted: Mapping[str, int], actual: Mapping[str, int]) -> Iterator[s
     parts = [part for part in predicted if part in (*STATE_KINDS, GATHERED)]
     parts += [part for part in actual if part not in (*parts, KEPT, OTHER, FREE, OUTSIDE)]
     rows = {part: (predicted.get(part, 0), actual.get(part, 0)) for part in parts}
-    outside = predicted.get("NCCL estimate", 0)
+    outside = predicted.get(NCCL, 0)
     kept = sum(predicted.get(part, 0) for part in OF_BACKWARD)
     rows[KEPT] = kept, actual.get(KEPT, 0)
     others = sum(predicted.values()) - sum(row[0] for row in rows.values()) - outside

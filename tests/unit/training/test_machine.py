@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -25,7 +26,7 @@ from megatron.config.launch import end_refused_start, ranks_per_node
 from megatron.kernels.fp8 import Float8Recipe, fp8_operation
 from megatron.kernels.grouped_fp8 import grouped_fp8_operation
 from megatron.kernels.registry import OPERATIONS
-from megatron.planner.memory import max_state_bytes
+from megatron.planner.memory import max_peak_bytes, max_state_bytes
 from megatron.training.machine import ALLOCATOR, CONNECTIONS, default_variables, fit_to_machine, set_variables
 from tests.unit.arguments.command import run
 
@@ -97,6 +98,25 @@ def test_a_gpu_has_to_hold_one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("megatron.training.machine.memory_bytes", lambda: 1 << 30)
     with pytest.raises(UserError, match="and its 1 rank would need"):  # what is offloaded
         fit_to_machine(config, 1, {})
+
+
+def test_a_run_that_does_not_fit_passes_with_each_fix(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On 8 GPUs that the planner knows; the notes have the bytes and the seconds that each change costs."""
+    monkeypatch.setattr("megatron.training.machine.memory_bytes", lambda: 1 << 42)
+    monkeypatch.setattr("megatron.arguments.fitting.memory_bytes", lambda: 1 << 42)
+    with_gpu(monkeypatch, 120 << 30)
+    flags = f"{LARGE} --bf16 --global-batch-size 64 --plan-gpu h100-80g"
+    with pytest.raises(UserError) as refused:
+        fit_to_machine(parse(flags.split(), LAUNCHED).config, 8, LAUNCHED)
+    (problem,) = refused.value.problems
+    assert (problem.code, len(problem.fixes)) == ("E217", 3)
+    for fix, note in zip(problem.fixes, refused.value.notes, strict=True):
+        found = re.fullmatch(rf"would fit: {fix}  \(saves ([\d.]+) GiB, [+-][\d.]+ s a step \([+-][\d.]+%\)\)", note)
+        assert found is not None, note
+        config = parse([*flags.split(), *fix.split()], LAUNCHED).config
+        peaks = [sum(max_peak_bytes(each, 8).values()) for each in (parse(flags.split(), LAUNCHED).config, config)]
+        assert float(found[1]) == pytest.approx((peaks[0] - peaks[1]) / 2**30, abs=0.01)
+        assert fit_to_machine(config, 8, LAUNCHED) == (config, [])
 
 
 def test_megatron_lm_s_backend_is_left_to_a_machine_without_gpus(
@@ -187,6 +207,8 @@ int nvmlInit_v2(void) {{ return 0; }}
 int nvmlDeviceGetCount_v2(unsigned *n) {{ *n = 2; return 0; }}
 int nvmlDeviceGetHandleByIndex_v2(unsigned i, void **d) {{ *d = (void *)(long)(i + 1); return 0; }}
 int nvmlDeviceGetMemoryInfo(void *d, memory *m) {{ m->total = (long)d * {size}ull; return {status}; }}
+int nvmlDeviceGetName(void *d, char *name, unsigned size) {{
+  __builtin_strncpy(name, (long)d == 1 ? "NVIDIA H100 80GB HBM3" : "another", size); return {status}; }}
 """
 
 
@@ -198,6 +220,16 @@ def test_the_largest_gpu_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     subprocess.run(["gcc", "-shared", "-fPIC", "-o", library, tmp_path / "nvml.c"], check=True)
     monkeypatch.setattr(machine, "NVML", str(library))
     assert machine.gpu_memory_bytes() == found
+    assert machine.gpu_name(tmp_path) == (None if found is None else "NVIDIA H100 80GB HBM3")
+
+
+def test_the_driver_of_amd_names_gpus_in_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "NVML", str(tmp_path / "absent.so"))
+    assert machine.gpu_name(tmp_path) is None
+    for card, name in (("card0", ""), ("card1", "AMD Instinct MI300X OAM\n")):
+        (tmp_path / f"sys/class/drm/{card}/device").mkdir(parents=True)
+        (tmp_path / f"sys/class/drm/{card}/device/product_name").write_text(name)
+    assert machine.gpu_name(tmp_path) == "AMD Instinct MI300X OAM"
 
 
 SIBLING = "import sys; from megatron.config.launch import end_refused_start as end; sys.exit(end(10.0, None))"

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import json
 import re
+import resource
 from pathlib import Path
 from unittest.mock import patch
 
@@ -13,11 +15,12 @@ import torch
 from torch import Tensor, nn
 
 from megatron.planner.activations import peak_activations
-from megatron.planner.memory import STATE_KINDS, rank_state_bytes
+from megatron.planner.memory import STATE_KINDS, max_peak_bytes, rank_state_bytes
 from megatron.training import out_of_memory
 from megatron.training.live_tensors import KEPT, LiveTensor, ModuleNames, live_tensors
-from megatron.training.out_of_memory import actual_bytes, explain_out_of_memory, largest, requested_bytes
+from megatron.training.out_of_memory import explain_out_of_memory, largest, requested_bytes
 from megatron.training.trainer import Trainer
+from tests.kit.processes import ForkedProgram
 from tests.kit.runs import Outcome, before_step, start, tiny_run
 
 LONG = "--seq-length 512 --max-position-embeddings 512 --micro-batch-size 2"
@@ -77,7 +80,9 @@ def test_what_backward_keeps_is_what_is_forecast(tmp_path: Path, flags: str) -> 
     """When the backward of the last layer begins, what the last norm and the loss had kept is gone."""
     config = tiny_run(tmp_path, f"{LONG} {flags}")
     gc.collect()
-    others = actual_bytes(live_tensors(torch.device("cpu"), [], ModuleNames(None), {}), None).get(KEPT, 0)
+    others = sum(
+        live.size for live in live_tensors(torch.device("cpu"), [], ModuleNames(None), {}) if live.part == KEPT
+    )
     report = run_out(tmp_path, flags, module="mlp.linear_fc2", backward=True).err
     of_loss = 2 * 512 * 2 * 16 * 4
     assert column(report, 1)[KEPT] - others + of_loss == pytest.approx(
@@ -135,3 +140,32 @@ def test_memory_that_is_missing_while_the_run_is_built_is_reported_without_modul
     assert column(report, 0)["moments"] == pytest.approx(rank_state_bytes(config, 1, 0)["moments"], rel=0.01)
     assert "moments" not in column(report, 1) or not column(report, 1)["moments"]
     assert "largest tensors:" in report
+
+
+BATCH = "--seq-length 512 --max-position-embeddings 512 --micro-batch-size 64 --global-batch-size 64 --train-iters 2"
+WIDE = f"{BATCH} --hidden-size 64 --ffn-hidden-size 256"
+
+
+def run_limited(folder: str, flags: str, size: int) -> int:
+    """Start a run in a process that may allocate ``size`` bytes more."""
+    ctypes.CDLL(None).mallopt(M_ARENA_MAX, 1)  # further ones take address space for nothing
+    limit = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize() + size
+    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+    outcome = start(tiny_run(Path(folder), f"{WIDE} {flags}"))
+    print(outcome.err)
+    return 3 if outcome.status is None else outcome.status
+
+
+M_ARENA_MAX = -8
+
+
+@pytest.mark.slow
+def test_a_run_that_failed_under_a_limit_passes_with_what_the_report_proposes(tmp_path: Path) -> None:
+    size = int(0.75 * sum(max_peak_bytes(tiny_run(tmp_path, WIDE), 1).values()))
+    with ForkedProgram(run_limited, str(tmp_path / "a"), "", size, output=tmp_path / "out") as program:
+        assert program.wait(60) == 1
+        report = program.output.split("cheapest changes that would fit into ")[1]
+    changes = re.findall(r"^  (--\S.*?)  \(saves ([\d.]+) MiB\)$", report, flags=re.MULTILINE)
+    flags, _ = max(changes, key=lambda change: float(change[1]))  # the others may need all that the limit leaves
+    with ForkedProgram(run_limited, str(tmp_path / "b"), flags, size, output=tmp_path / "out") as program:
+        assert program.wait(60) == 0, (flags, program.output)
