@@ -14,7 +14,7 @@ from megatron.config.run import RunConfig
 from megatron.config.settings import SETTINGS
 from megatron.config.text import format_bytes, format_compact
 from megatron.layers.parameters import num_parameters
-from megatron.pipeline.plan import virtual_stages
+from megatron.pipeline.plan import schedule_name, virtual_stages
 from megatron.planner.communication import AXES
 from megatron.planner.costs import RunCosts, Terms
 from megatron.planner.explanation import explain_step
@@ -106,10 +106,11 @@ def _context(run: RunConfig) -> str:
 
 
 def _schedule(run: RunConfig) -> str:
-    chunks = virtual_stages(run.model, run.parallel)
     if run.parallel.pipeline_model_parallel_size == 1:
         return ""
-    return f"{run.parallel.pipeline_schedule} x{chunks}" if chunks > 1 else str(run.parallel.pipeline_schedule)
+    chunks = virtual_stages(run.model, run.parallel)
+    name = schedule_name(run.parallel, chunks)
+    return f"{name} x{chunks}" if chunks > 1 else name
 
 
 def _zero(run: RunConfig) -> str:
@@ -139,7 +140,7 @@ LAYOUT: Mapping[str, tuple[str, Callable[[RunConfig], object]]] = {
     "schedule": ("", _schedule),
     "EP": ("1", lambda run: run.parallel.expert_model_parallel_size),
     "ETP": ("1", lambda run: run.parallel.expert_tp if run.model.num_experts else 1),
-    "ZeRO": ("0", _zero),
+    "ZeRO": ("", _zero),
     "micro": ("", lambda run: run.training.micro_batch_size),
     "recompute": ("none", _recompute),
     "offload": ("none", _offload),
@@ -155,9 +156,12 @@ def layout_cells(plan: Plan, world_size: int) -> dict[str, str]:
 
 
 def describe_layout(plan: Plan, world_size: int) -> str:
-    """Return a layout in a line: ``TP 8 PP 4 1f1b DP 32 ZeRO 1``."""
+    """Return a layout in a line: ``TP 8 with SP, PP 4 (1f1b), ZeRO 1, micro-batch 1, DP 32``."""
     cells = layout_cells(plan, world_size)
-    return " ".join(f"{name} {cell}" for name, cell in cells.items() if cell != LAYOUT.get(name, ("",))[0])
+    words = {"micro": "micro-batch", "recompute": "recomputed:", "offload": "offloaded:"}
+    details = {"TP": " with SP" * (cells["SP"] == "yes"), "PP": f" ({cells['schedule']})"}
+    shown = (name for name in cells if name not in ("SP", "schedule") and cells[name] != LAYOUT.get(name, ("",))[0])
+    return ", ".join(f"{words.get(name, name)} {cells[name]}{details.get(name, '')}" for name in shown)
 
 
 def table(report: PlanReport) -> tuple[list[str], list[list[str]]]:
