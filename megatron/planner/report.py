@@ -12,7 +12,7 @@ from typing import Any
 
 from megatron.config.run import RunConfig
 from megatron.config.settings import SETTINGS
-from megatron.config.text import format_bytes, format_compact
+from megatron.config.text import format_bytes, format_compact, format_three_digits
 from megatron.layers.parameters import num_parameters
 from megatron.pipeline.plan import schedule_name, virtual_stages
 from megatron.planner.communication import AXES
@@ -179,7 +179,7 @@ def table(report: PlanReport) -> tuple[list[str], list[list[str]]]:
         "s/step": [short(plan.time.seconds) for plan in plans],
         "MFU": [f"{cost.mfu:.1%}" for cost in costs],
         "tokens/s": [format_compact(cost.tokens_per_second) for cost in costs],
-        "days": [short(cost.days) for cost in costs],
+        "days": [format_three_digits(cost.days) for cost in costs],
     }
     if report.terms.price is not None:
         columns["cost"] = [format_compact(cost.price or 0) for cost in costs]
@@ -249,10 +249,8 @@ def cost_rows(report: PlanReport) -> Iterator[tuple[str, str]]:
     """Yield names and values of what a run with the best plan takes."""
     cost, terms = report.costs[0], report.terms
     peak = report.search.cluster.accelerator.peak("bf16")
-    yield (
-        "throughput",
-        f"{format_compact(cost.tokens_per_second)} tokens/s, {cost.throughput / 1e12:.0f} TFLOP/s per GPU",
-    )
+    rate = format_compact(cost.tokens_per_second)
+    yield "throughput", f"{rate} tokens/s, {cost.throughput / 1e12:.0f} TFLOP/s per GPU as Megatron-LM counts"
     yield "MFU", f"{cost.mfu:.1%} of {peak / 1e12:,.0f} TFLOP/s in bf16: 6N + 12Lhs FLOPs per token (PaLM)"
     yield "MFU, causal", f"{cost.mfu_causal:.1%}: masked scores do not count"
     yield "HFU", f"{cost.hfu:.1%}, with recomputation"
@@ -260,7 +258,8 @@ def cost_rows(report: PlanReport) -> Iterator[tuple[str, str]]:
     yield "GPU-hours", f"{cost.gpu_hours:,.0f}"
     if cost.price is not None:
         yield "cost", f"{cost.price:,.0f} at {terms.price:g} per GPU-hour"
-    yield "energy", f"{cost.energy / 1000:,.1f} MWh at {terms.watts:,.0f} W per GPU"
+    energy = f"{cost.energy / 1000:,.1f} MWh" if cost.energy >= 1000 else f"{cost.energy:,.0f} kWh"
+    yield "energy", f"{energy} at {terms.watts:,.0f} W per GPU"
     stall = f"; training waits {format_seconds(cost.save)}" if cost.save < cost.write else ""
     yield "checkpoint", f"{format_bytes(cost.checkpoint)}, written in {format_seconds(cost.write)}{stall}"
     steps = max(1, round(cost.interval / report.plans[0].time.seconds))
@@ -292,7 +291,7 @@ def _time_cells(report: PlanReport, point: SweepPoint, time: StepTime | None) ->
         return ["refused", "", ""]
     rate = time.tokens / time.seconds
     mfu = report.costs[0].flops * rate / point.world_size / report.search.cluster.accelerator.peak("bf16")
-    return [short(time.seconds), f"{mfu:.1%}", short(report.terms.tokens / rate / 86400)]
+    return [short(time.seconds), f"{mfu:.1%}", format_three_digits(report.terms.tokens / rate / 86400)]
 
 
 def short(number: float) -> str:
