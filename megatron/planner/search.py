@@ -2,35 +2,57 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+import heapq
+import itertools
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 from megatron.config.errors import Problem, UserError
 from megatron.config.run import RunConfig
 from megatron.config.settings import SETTINGS
 from megatron.config.text import format_bytes
 from megatron.pipeline.actions import ScheduleError
+from megatron.pipeline.partition import StageLayers
+from megatron.pipeline.plan import resolve_pipeline, stage_layers, stage_placement
 from megatron.planner.hardware import Cluster
-from megatron.planner.layouts import NO_RECOMPUTATION, Choice, LayoutSpace, apply, choices_of
-from megatron.planner.memory import max_peak_bytes
+from megatron.planner.layouts import (
+    CP,
+    DELAYING_SCHEDULES,
+    EP,
+    ETP,
+    GRID,
+    INSTANCES,
+    MICRO,
+    OFFLOAD,
+    OPTIMIZER,
+    PP,
+    SCHEDULE,
+    STAGES,
+    STRATEGY,
+    TP,
+    UNSHARDED,
+    Choice,
+    LayoutSpace,
+    apply,
+    choices_of,
+)
+from megatron.planner.memory import max_peak_bytes, max_state_bytes
+from megatron.planner.stage_time import StageTimes, stage_times
 from megatron.planner.step_time import StepTime, step_time
 
 HEADROOM = 0.94
 """Share of the device memory that a plan may fill: the CUDA context and fragmentation take the rest."""
 
-GRID = (
-    "tensor_model_parallel_size",
-    "context_parallel_size",
-    "pipeline_model_parallel_size",
-    "expert_model_parallel_size",
-    "expert_tensor_parallel_size",
-)
-"""Options of the sizes of the rank grid."""
-
 Check = Callable[[RunConfig, int], Iterable[Problem]]
 """Returns the problems of a configuration on so many ranks, none if a run accepts it."""
+
+
+def _flags(chosen: Choice) -> list[str]:
+    return [SETTINGS[name].spell(value) for name, value in chosen.items() if value != SETTINGS[name].default]
 
 
 @dataclass(frozen=True)
@@ -47,7 +69,7 @@ class Plan:
     @property
     def flags(self) -> list[str]:
         """The flags of what was chosen, as far as it differs from the defaults."""
-        return [SETTINGS[name].spell(value) for name, value in self.chosen.items() if value != SETTINGS[name].default]
+        return _flags(self.chosen)
 
     @property
     def bytes(self) -> int:
@@ -90,12 +112,30 @@ class LayoutSearch:
 
     def best(self, count: int = 10) -> list[Plan]:
         """Return the fastest plan of each grid of ranks, the best first; empty if none fits."""
-        plans: dict[tuple[Any, ...], Plan] = {}
-        for plan in self._some():
-            grid = tuple(plan.chosen[name] for name in GRID)
-            if grid not in plans or plan.time.seconds < plans[grid].time.seconds:
-                plans[grid] = plan
-        return sorted(plans.values(), key=lambda plan: plan.time.seconds)[:count]
+        return list(itertools.islice(self.ranked(), count))
+
+    def ranked(self) -> Iterator[Plan]:
+        """Yield the fastest plan of each grid of ranks that has one that fits, in the order of their times."""
+        queue, done = _Queue(), set[tuple[Any, ...]]()
+        queue.push(self._cores())
+        while (node := queue.pop()) is not None:
+            if node.level == CORE:
+                queue.push(self._pipelines(node))
+            elif tuple(node.chosen[name] for name in GRID) in done:
+                continue
+            elif node.level == PIPELINE:
+                queue.push(self._staged(node))
+            elif node.level == STAGED:
+                queue.push(self._unsharded(node))
+            elif node.level == SIMULATED:
+                queue.push(self._layouts(node))
+            elif node.time is None:
+                queue.push(self._timed(node))
+            elif (plan := self._accepted(node)) is not None:
+                done.add(tuple(node.chosen[name] for name in GRID))
+                yield plan
+            else:
+                queue.push(self._savers(node))
 
     def plan(self, chosen: Choice) -> Plan | None:
         """Return the plan of some choices, whether it fits or not; None for a layout that is refused."""
@@ -163,17 +203,224 @@ class LayoutSearch:
         time = step_time(config, self.world_size, self.cluster)
         return Plan(chosen, config, time, max_peak_bytes(config, self.world_size))
 
-    def _some(self) -> Iterator[Plan]:
-        """Yield plans that fit, of a part of the space."""
+    def _cores(self) -> Iterator[_Node]:
+        """Yield what determines the work of a micro-batch, with the time of this work divided equally."""
         for core in self.space.cores():
-            if core["context_parallel_size"] > 1 or core["micro_batch_size"] > 4 or core["tp_comm_overlap"]:
+            config = apply(self.space.start, {**core, PP: 1, STAGES: None, SCHEDULE: None})
+            try:
+                (stage,) = stage_layers(config.model, config.parallel, config.training.seq_length)
+                times = stage_times(config, self.cluster)
+                work = sum(times.of(stage).phases)
+            except (ValueError, ZeroDivisionError):  # which the checks report in the words of the options
                 continue
-            for pipeline in self.space.pipelines(core):
-                for recomputation in (NO_RECOMPUTATION, {"recompute_granularity": "full"}):
-                    sharding = next(iter(self.space.sharding(core, pipeline)))
-                    plan = self.plan({**core, **pipeline, **sharding, **recomputation})
-                    if plan is not None and self.fits(plan):
-                        yield plan
+            micro_batches = self.space.batch / core[MICRO[0]] / (self.world_size / (core[TP] * core[CP]))
+            yield _Node(work * micro_batches, CORE, core, times)
+
+    def _pipelines(self, node: _Node) -> Iterator[_Node]:
+        """Yield the stages and schedules of a core."""
+        for pipeline in self.space.pipelines(node.chosen):
+            yield replace(node, level=PIPELINE, chosen={**node.chosen, **pipeline})
+
+    def _staged(self, node: _Node) -> Iterator[_Node]:
+        """Yield a pipeline with a lower bound of the time that its stages take; none if it cannot split the layers."""
+        chosen = node.chosen
+        key = chosen[PP], chosen[STAGES], chosen[SCHEDULE]
+        if key not in self._splits:
+            self._splits[key] = _Split.of(apply(self.space.start, dict(zip((PP, STAGES, SCHEDULE), key))), node.times)
+        if (split := self._splits[key]) is not None:
+            micro_batches = -(-self.space.batch // (chosen[MICRO[0]] * self.space.data_parallel(chosen)))
+            kinds = [node.times.of(stage).phases for stage in split.kinds]
+            costs = [kinds[kind] for kind in split.stages]
+            least = least_makespan(costs, split.ranks, micro_batches, chosen[SCHEDULE] not in DELAYING_SCHEDULES)
+            yield replace(node, seconds=max(node.seconds, least), level=STAGED)
+
+    def _unsharded(self, node: _Node) -> Iterator[_Node]:
+        """Yield a pipeline with the time that it takes without the communication and the updates of its replicas."""
+        chosen = {**node.chosen, **UNSHARDED}
+        chosen |= {**self.space.recomputations(chosen)[0], **self.space.offloads(chosen)[0]}
+        if (time := self._time(chosen)) is not None:
+            least = max(node.seconds, time.seconds - sum(time.parts[part] for part in OF_REPLICAS))
+            yield replace(node, seconds=least, level=SIMULATED, chosen=chosen, least=least)
+
+    def _layouts(self, node: _Node) -> Iterator[_Node]:
+        """Yield the layouts of a pipeline with the least recomputation, and the least offload with which state fits."""
+        for sharding in self.space.shardings(node.chosen):
+            chosen = {**node.chosen, **sharding}
+            offloads = self.space.offloads(chosen)
+            if self._holds(self._state({**chosen, **offloads[0]})):
+                offloads = offloads[:1]
+            yield from self._with(node, ({**chosen, **offload} for offload in offloads))
+
+    def _savers(self, node: _Node) -> Iterator[_Node]:
+        """Yield layouts that take no less time than one that does not fit, and save memory.
+
+        Each is reached by one path: offload, then recomputation.
+        """
+        chosen = node.chosen
+        recomputations, offloads = self.space.recomputations(chosen), self.space.offloads(chosen)
+        if _has(chosen, recomputations[0]):
+            others = [*recomputations[1:], *(offloads[1:] if _has(chosen, offloads[0]) else ())]
+            yield from self._with(node, ({**chosen, **other} for other in others))
+
+    def _with(self, node: _Node, layouts: Iterable[Choice]) -> Iterator[_Node]:
+        """Yield layouts of the set of a node whose state fits."""
+        for chosen in layouts:
+            state = self._state(chosen)
+            if self._holds(state):
+                least = max(node.seconds, node.least + state.updating)
+                yield replace(node, seconds=least, level=LAYOUT, chosen=chosen, time=None)
+
+    def _timed(self, node: _Node) -> Iterator[_Node]:
+        """Yield a layout with its time; none if it is refused."""
+        if (time := self._time(node.chosen)) is not None:
+            yield replace(node, seconds=max(node.seconds, time.seconds), time=time)
+
+    def _time(self, chosen: Choice) -> StepTime | None:
+        """Return the time of a layout; None if it is refused, for a reason that the checks report."""
+        with suppress(ValueError, ZeroDivisionError):
+            return step_time(apply(self.space.start, chosen), self.world_size, self.cluster)
+        return None
+
+    def _holds(self, state: _State) -> bool:
+        """Return False if a state does not fit for certain."""
+        return state.bytes <= self.capacity * (1 + STATE_TOLERANCE)
+
+    def _state(self, chosen: Choice) -> _State:
+        """Return the state of a layout: as CP and DP shard alike, of its TP, PP, EP, ZeRO and offload."""
+        names = (TP, PP, EP, ETP, OPTIMIZER, STRATEGY, INSTANCES, *OFFLOAD[:2])
+        stages = chosen[STAGES]
+        if stages is not None and self.config.model.num_layers % (chosen[PP] * stages) == 0:
+            stages = None  # as many layers on a rank
+        key = (*(chosen[name] for name in names), stages, chosen[SCHEDULE] in V_SCHEDULES)
+        if key not in self._states:
+            self._states[key] = _State(math.inf, 0.0)
+            chosen = {**chosen, STAGES: stages}
+            if (time := self._time(chosen)) is not None:
+                used = max_state_bytes(apply(self.space.start, chosen), self.world_size)
+                self._states[key] = _State(sum(used.values()), time.parts["optimizer"])
+        return self._states[key]
+
+    @cached_property
+    def _states(self) -> dict[tuple[Any, ...], _State]:
+        """Known states by the choices that determine them."""
+        return {}
+
+    @cached_property
+    def _splits(self) -> dict[tuple[Any, ...], _Split | None]:
+        """Known stages of a pipeline by its choices; None if it cannot split the layers."""
+        return {}
+
+    def _accepted(self, node: _Node) -> Plan | None:
+        """Return the plan of a layout; None if it is refused or does not fit."""
+        config = apply(self.space.start, node.chosen)
+        if node.time is None or list(self.check(config, self.world_size)):
+            return None
+        plan = Plan(node.chosen, config, node.time, max_peak_bytes(config, self.world_size))
+        return plan if self.fits(plan) else None
+
+
+V_SCHEDULES = "zb-v", "dualpipe-v"
+"""Schedules whose ranks have a stage of the first half and its mirror image of the second."""
+
+CORE, PIPELINE, STAGED, SIMULATED, LAYOUT = range(5)
+"""Levels of the tree: what determines the work of a micro-batch; stages and schedule too, bound by this work, by the
+costs of the stages, and by a simulation; all."""
+
+STATE_TOLERANCE = 0.01
+"""Share by which the state of a rank may differ between numbers of stages: buckets of at least 40 million elements are
+padded to multiples of 64 per shard."""
+
+OF_REPLICAS = "data", "optimizer", "offload"
+"""Parts of a step that depend on what data-parallel ranks shard and offload."""
+
+
+class _Split(NamedTuple):
+    """Stages of a pipeline."""
+
+    # One stage of each cost.
+    kinds: tuple[StageLayers, ...]
+    # Number of its kind, and the rank, of every stage.
+    stages: tuple[int, ...]
+    ranks: tuple[int, ...]
+
+    @classmethod
+    def of(cls, config: RunConfig, times: StageTimes) -> _Split | None:
+        """Return the stages of a configuration; None if it cannot split the layers."""
+        with suppress(ScheduleError):
+            parallel = resolve_pipeline(config.model, config.parallel)
+            stages = stage_layers(config.model, parallel, config.training.seq_length)
+            ranks = stage_placement(parallel, parallel.num_virtual_stages_per_pipeline_rank or 1)
+            numbers: dict[int, int] = {}  # stages of one cost share it, in every layout
+            kinds = tuple(numbers.setdefault(id(times.of(stage)), len(numbers)) for stage in stages)
+            return cls(tuple(stages[kinds.index(number)] for number in numbers.values()), kinds, ranks)
+        return None
+
+
+class _State(NamedTuple):
+    """What parameters, gradients and optimizer state take."""
+
+    # On the fullest rank; infinite for a layout that is refused.
+    bytes: float
+    # Seconds of an update.
+    updating: float
+
+
+@dataclass(frozen=True)
+class _Node:
+    """A set of layouts with these choices in common, or one layout."""
+
+    # Lower bound of the seconds of a step; those of a layout that is timed.
+    seconds: float
+    level: int
+    chosen: Choice
+    # Costs of its stages for a micro-batch.
+    times: StageTimes
+    # Lower bound without replicas and updates, of a pipeline that is simulated.
+    least: float = 0.0
+    time: StepTime | None = None
+
+
+def _has(chosen: Choice, choice: Choice) -> bool:
+    return all(chosen[name] == value for name, value in choice.items())
+
+
+class _Queue:
+    """Nodes in the order of their seconds; what may still become slower first, then by fewer flags."""
+
+    def __init__(self) -> None:
+        self._heap: list[tuple[float, bool, int, int, _Node]] = []
+        self._numbers = itertools.count()
+
+    def push(self, nodes: Iterable[_Node]) -> None:
+        for node in nodes:
+            flags = len(_flags(node.chosen)) if node.time is not None else 0
+            heapq.heappush(self._heap, (node.seconds, node.time is not None, flags, next(self._numbers), node))
+
+    def pop(self) -> _Node | None:
+        return heapq.heappop(self._heap)[-1] if self._heap else None
+
+
+def least_makespan(
+    costs: Sequence[tuple[float, float, float]], placement: Sequence[int], micro_batches: int, joined: bool
+) -> float:
+    """Return a lower bound of the time of any schedule of these stages.
+
+    A rank computes all micro-batches on its stages. It cannot begin before the stages ahead of its first one have
+    computed a forward. Where a backward computes its weight gradients at once, the last gradient that the rank passes
+    on has still to go through these stages.
+
+    Args:
+        costs: seconds of F, I and W of every stage.
+        placement: rank of every stage.
+        micro_batches: of a step.
+        joined: no schedule delays weight gradients.
+    """
+    ahead, busy, waits = 0.0, dict[int, float](), dict[int, float]()
+    for rank, (forward, back, weight) in zip(placement, costs):
+        waits.setdefault(rank, ahead)
+        busy[rank] = busy.get(rank, 0.0) + forward + back + weight
+        ahead += forward + (back + weight) * joined
+    return max(waits[rank] + micro_batches * once for rank, once in busy.items())
 
 
 def cheapest_fits(
