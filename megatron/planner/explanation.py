@@ -12,7 +12,7 @@ from megatron.layers.mixers.registry import block_mixers
 from megatron.layers.recompute_plan import RecomputePlan
 from megatron.pipeline.actions import FORWARD, INPUT, WEIGHT
 from megatron.pipeline.plan import resolve_pipeline
-from megatron.planner.block_time import ProductShape, Rates
+from megatron.planner.block_time import KernelRates, ProductShape
 from megatron.planner.communication import Collective, block_collectives
 from megatron.planner.hardware import Cluster
 from megatron.planner.network import bus_bandwidth, seconds
@@ -48,7 +48,7 @@ def explain_step(config: RunConfig, world_size: int, cluster: Cluster, time: Ste
 
 def _block(config: RunConfig, cluster: Cluster) -> Iterator[str]:
     """Yield the products and the communication of the first block that differs from no other in the middle."""
-    model, shape, rates = config.model, ActivationShape.of(config), Rates.of(config, cluster)
+    model, shape, rates = config.model, ActivationShape.of(config), KernelRates.of(config, cluster)
     layer, plan = model.num_layers // 2, RecomputePlan.from_config(config.training, 1)
     keys = model.pattern(layer).mean_keys(config.training.seq_length)
     yield f"block {layer}, {shape.tokens:,} tokens of a micro-batch on a rank:"
