@@ -24,7 +24,7 @@ from megatron.config.text import format_bytes
 from megatron.data.dataset_info import resolve_vocab_size
 from megatron.planner.flops import FlopsPerToken
 from megatron.planner.hardware import Cluster, accelerators
-from megatron.planner.layouts import CHOSEN, apply
+from megatron.planner.layouts import CHOSEN, NO_OFFLOAD, apply
 from megatron.planner.search import LayoutSearch, Plan
 from megatron.planner.step_time import step_time
 
@@ -57,7 +57,8 @@ def plan_layout(
     Args:
         config: of the run.
         world_size: number of ranks.
-        given: fields that were set, which keep their values.
+        given: fields that were set, which keep their values; nothing is planned if they are all, as in the file of a
+            run that was planned.
         found: problems so far; with any, and with others that no layout would mend, nothing is planned.
         stored: reads the layout of the run that is resumed.
         environ: of this rank.
@@ -66,22 +67,24 @@ def plan_layout(
         DataError: if the vocabulary size is unknown.
     """
     free = PLANNED - {*given}
-    if found or find_problems(config, world_size, free):  # the caller reports them
+    if not free or found or find_problems(config, world_size, free):  # the caller reports them
         return PlannedLayout(config, (), free)
     notes = []
     if (before := stored(config.resume_options)) is not None:
-        kept = _kept(config, world_size, before, free)
-        if isinstance(kept, RunConfig):
-            return PlannedLayout(kept, (f"plan: kept from {before.checkpoint}: {layout_flags(kept, free)}",))
-        notes.append(kept)
+        again = _kept(config, world_size, before, free)
+        if isinstance(again, RunConfig):
+            return PlannedLayout(again, (f"plan: kept from {before.checkpoint}: {layout_flags(again, free)}",))
+        notes.append(again)
     if (cluster := find_cluster(config, world_size, environ)) is None:
         return PlannedLayout(config, (_unknown_gpu(gpu_name() or "none"),), free)
     vocabulary = resolve_vocab_size(config.data, config.model.vocab_size)
     whole = replace(config, model=replace(config.model, vocab_size=vocabulary))
     known = replace(whole, model=resolve(whole, world_size).model)
+    kept = {*given}
     if cluster.accelerator.name == CPU:
         known = replace(known, training=replace(known.training, device="cpu"))
-    search = LayoutSearch(known, world_size, cluster, find_problems, frozenset({*given}))
+        kept |= {*NO_OFFLOAD}  # the memory of a CPU is that of its host
+    search = LayoutSearch(known, world_size, cluster, find_problems, frozenset(kept))
     plans = search.best(2)
     if not plans:
         return PlannedLayout(config, (*notes, _nothing_fits(cluster, world_size)), free)
