@@ -25,12 +25,12 @@ from megatron.config.batch import get_num_microbatches
 from megatron.config.errors import UserError
 from megatron.config.run import RunConfig
 from megatron.pipeline.actions import ScheduleError
-from megatron.pipeline.plan import resolve_pipeline, stage_layers
+from megatron.pipeline.plan import resolve_pipeline
 from megatron.planner.flops import FlopsPerToken
 from megatron.planner.hardware import Accelerator, Cluster, accelerators
-from megatron.planner.memory import max_peak_bytes
+from megatron.planner.memory import peaks_by_rank
 from megatron.planner.search import HEADROOM
-from megatron.planner.step_time import StepTime, stage_costs, step_time, step_timeline
+from megatron.planner.step_time import StepTime, step_time, step_timeline
 
 ROWS = Path(__file__).with_name("published.json")
 """A compact copy of the published rows that can be predicted; :func:`compact` writes it."""
@@ -45,39 +45,88 @@ class UnusableRowError(ValueError):
 class Source(NamedTuple):
     """What all runs of a source have in common and their rows do not state."""
 
-    # Beginning of the source's name in the rows.
+    # Beginnings of the source's name and of the row's id.
     name: str
     # Flags that describe the framework of these runs.
     flags: str
-    # How the source counts FLOPs: a field of FlopsPerToken; "embeddings" adds products of the input embedding.
+    # How the source counts FLOPs: a field of FlopsPerToken.
     flops: str = "full"
+    id: str = ""
     # Bytes per second of an accelerator to other nodes; None: as is usual for it.
     network: float | None = None
     # Sequence parallelism wherever TP is used.
     sequence_parallel: bool = True
-    # DeepSpeed's and Zero Bubble's split: embedding and output layer count as a block each.
+    # The embedding and the output layer count as a block each when blocks are divided over stages.
     counts_embeddings: bool = False
+    # Sends between stages that computing waits for: of each TP rank, the share of a message.
+    sends: float = 0.0
+    # Share of the peak that the attention kernel of that time reaches, by beginning of the GPU's name.
+    attention: Mapping[str, float] = {}
+    # Bytes per parameter of a rank that the framework keeps more than this project, replicated and sharded.
+    more_replicated: float = 0.0
+    more_sharded: float = 0.0
+    # Share of the activations of this project that the framework keeps in FP8.
+    fp8_activations: float = 1.0
+    # Bytes per logit that exist at once; this project computes the loss in chunks.
+    logits: float = 0.0
+    # Bytes per attention score that are kept, of layers that are not recomputed.
+    scores: float = 0.0
 
 
 UNFUSED = "--kernels attention=torch"
 """Attention that writes its scores to memory, as before FlashAttention."""
 
+EAGER = "--kernels torch --kernels attention=flash_attn"
+"""PyTorch without fused kernels but that of attention."""
+
+MEGATRON = "--use-distributed-optimizer --overlap-param-gather --grad-reduce-in-bf16"
+"""Megatron-Core of 2025, which keeps gradients in bf16 (2 bytes less), and with TransformerEngine's FP8 the inputs of
+linears in 8 bits: 6.25 of 36 bytes per token and hidden channel of a Llama layer less."""
+
+FLASH_1 = {"A100": 0.36, "H100": 0.19}
+"""FlashAttention of 2022, causal, head dimension 128: 110 TFLOP/s on an A100 (arXiv:2307.08691, figure 5), and hardly
+more on an H100, whose new instructions it does not use."""
+
+FLASH_2 = {"A100": 0.6, "H100": 0.38}
+"""FlashAttention-2, the same (arXiv:2307.08691, figure 5; arXiv:2407.08608, figure 5), which is PyTorch's."""
+
 SOURCES = (
-    Source("Narayanan et al. SC21", UNFUSED, "hardware", 25e9, sequence_parallel=False),
-    Source("BigScience BLOOM", UNFUSED, "hardware", 12.5e9 * 4 / 8, False, counts_embeddings=True),
-    Source("Zero Bubble", UNFUSED, "full", None, False, counts_embeddings=True),
-    Source("llm-foundry", "", "full"),
-    Source("torchtitan", "", "full", 50e9),
-    Source("torchao", "", "full", 50e9),
-    Source("Megatron-Bridge", "--use-distributed-optimizer --overlap-param-gather", "megatron"),
-    Source("Megatron-LM", "--use-distributed-optimizer --overlap-param-gather", "full"),
-    Source("DeepSpeed on Azure", UNFUSED, "hardware", 25e9, False),
-    Source("GPT-NeoX", UNFUSED, "hardware", 25e9, False),
-    Source("nanoGPT", "", "full"),
+    # DeepSpeed's ZeRO-3 of 2020 gathers every tensor by broadcasts, for which a node uses one card at a time.
+    Source("Narayanan et al. SC21 Table 2", UNFUSED, "hardware", "sc21-t2-ZeRO-3", 25e9 / 8, False, more_sharded=-2),
+    # fp16 gradients without a copy in fp32.
+    Source("Narayanan et al. SC21 Fig 18", UNFUSED, "hardware", "", 25e9, False, False, 1),
+    Source("Narayanan et al. SC21", UNFUSED, "hardware", "", 25e9, False, False, 1 / 8, more_replicated=-2),
+    # DeepSpeed keeps fp16 gradients; with bf16 it keeps those, sums in fp32, and flat copies of both.
+    Source("BigScience BLOOM", UNFUSED, "hardware", "", 6.25e9, False, True, 1, more_replicated=-2),
+    Source("Zero Bubble", UNFUSED, "full", "", None, False, True, scores=4, logits=12),
+    # FSDP shards fp32 weights and gradients, without bf16 weights beside them.
+    Source("llm-foundry", EAGER, attention=FLASH_1, more_sharded=-2, logits=8),
+    Source("torchtitan", "", "full", "", 50e9, attention=FLASH_2, more_sharded=-2, logits=12),
+    Source("torchao", "", "full", "", 50e9, attention=FLASH_2, more_sharded=-2, logits=8),
+    Source("Megatron-Bridge", MEGATRON, "megatron", more_replicated=-2, fp8_activations=0.83),
+    Source("Megatron-LM examples", MEGATRON, more_replicated=-2, fp8_activations=0.83),
+    Source("DeepSpeed on Azure", UNFUSED, "hardware", "", 25e9, False),
+    Source("GPT-NeoX", UNFUSED, "hardware", "", 25e9, False),
+    Source("nanoGPT", "", attention=FLASH_1),
 )
 
-GPUS = {"A100": "a100-{mem}g", "H100": "h100-80g", "H200": "h200", "B200": "b200", "GB200": "gb200", "GB300": "gb300"}
-"""Names of accelerators in the hardware table; others are described by :func:`accelerator`."""
+EFFICIENCY: dict[str, float] = {}
+"""Share of the peak that large matrix products reach, by GPU, fitted with ``--fit`` to :data:`FITTED`."""
+
+FITTED = {"A100": "llm-foundry", "H100": "llm-foundry", "H100-HBM2e-500W": "torchtitan"}
+"""Source of the rows that the efficiency of a GPU is fitted to; those of the other sources test it."""
+
+GPUS = {
+    "A100": "a100-{mem}g",
+    "H100": "h100-80g",
+    "H100-HBM2e-500W": "h100-96g",
+    "H200": "h200-141g",
+    "B200": "b200-180g",
+    "B300": "b300-288g",
+    "GB200": "gb200-186g",
+    "GB300": "gb300-288g",
+}
+"""Names of accelerators in the hardware table."""
 
 PRESETS = {
     "DeepSeekV3": "--preset deepseek-v3",
@@ -107,18 +156,28 @@ wq, wk, wv, wo, w1, w3, w2 (wk, wo, w3), by FLOPs of Llama-3-8B."""
 def accelerator(row: Row) -> Accelerator:
     """Return the accelerator of a row."""
     gpu, known = row["hw"]["gpu"], accelerators()
-    if gpu == "H100-HBM2e-500W":
-        # A variant with 96 GB of HBM2e at 2.4 TB/s, limited to 500 W: its own efficiency is fitted.
-        return replace(known["h100-80g"], name="h100-96g-500w", memory=102.0e9, bandwidth=2.4e12, watts=500)
+    if gpu == "B200" and row["source"].startswith("torchao"):
+        raise UnusableRowError("power limited, by how much is not stated")
+    if gpu == "H100" and row["source"].startswith("torchao"):
+        gpu = "H100-HBM2e-500W"  # the machines of the same authors
     name = GPUS.get(gpu, "").format(mem=row["hw"].get("mem_gb", 80))
     if name not in known:
         raise UnusableRowError(f"{gpu} is not in the hardware table")
     return known[name]
 
 
+def cluster_of(row: Row, source: Source, matmul: float | None = None) -> Cluster:
+    """Return the cluster of a row; ``matmul`` replaces the fitted efficiency."""
+    cluster, gpu = Cluster.of(accelerator(row), network=source.network), row["hw"]["gpu"]
+    efficiency = cluster.efficiency
+    attention = next((s for name, s in source.attention.items() if gpu.startswith(name)), efficiency.attention)
+    matmul = matmul or EFFICIENCY.get(gpu) or efficiency.matmul
+    return replace(cluster, efficiency=replace(efficiency, matmul=matmul, attention=attention))
+
+
 def source_of(row: Row) -> Source:
     """Return the description of a row's source."""
-    found = [source for source in SOURCES if row["source"].startswith(source.name)]
+    found = [each for each in SOURCES if row["source"].startswith(each.name) and row["id"].startswith(each.id)]
     if not found:
         raise UnusableRowError("source without a description")
     return found[0]
@@ -196,14 +255,16 @@ def layout_flags(row: Row, source: Source, sizes: Mapping[str, int]) -> list[str
     return flags + (["--pipeline-schedule", schedule] if schedule else [])
 
 
-def recompute_flags(row: Row, layers: int) -> list[str]:
-    """Return the flags of a row's recomputation; ``layers`` are those of a stage."""
-    kind = str(row["recompute"])
-    share = OP_RECOMPUTE if re.search(r"\bop\b", kind) else 0.5 if "layer" in kind and "full" not in kind else 0
+def recompute_flags(row: Row, layers: int) -> list[list[str]]:
+    """Return the flags of a row's recomputation, or of those that it may have had; ``layers`` are those of a stage."""
+    kind, full = row["recompute"], ["--recompute-granularity", "full"]
+    if kind is None:
+        offload = ["--cpu-offloading-num-layers", str(layers)]
+        return [[], ["--recompute-granularity", "selective"], offload, full]
+    share = OP_RECOMPUTE if re.search(r"\bop\b", kind, re.I) else 0.5 if "layer" in kind and "full" not in kind else 0
     if share:
-        blocks = max(1, round(share * layers))
-        return f"--recompute-granularity full --recompute-method block --recompute-num-layers {blocks}".split()
-    return ["--recompute-granularity", "full"] if kind.startswith("full") else []
+        return [[*full, "--recompute-method", "block", "--recompute-num-layers", str(max(1, round(share * layers)))]]
+    return [full if kind.startswith("full") else []]
 
 
 def precision_flags(row: Row) -> list[str]:
@@ -240,7 +301,8 @@ def flag_sets(row: Row) -> Iterator[list[str]]:
         raise UnusableRowError("batch size not given")
     common = [*model_flags(row), *layout_flags(row, source, sizes), *source.flags.split(), *precision_flags(row)]
     layers = math.ceil((row["model"].get("layers") or 1) / sizes["pp"])
-    common += recompute_flags(row, layers)
+    if source.name == "torchtitan" and not row["par"].get("compile"):
+        common += EAGER.split()
     common += ["--check-config", "--mock-data", "--train-iters", "1", "--world-size", str(sizes["world"])]
     for micro in [batch["micro"]] if batch.get("micro") else [1, 2, 4, 8, 16]:
         if str(row["par"].get("schedule")) in ("1F1B", "Interleaved1F1B") and source.name == "torchtitan":
@@ -248,11 +310,13 @@ def flag_sets(row: Row) -> Iterator[list[str]]:
         whole = micro * dp
         samples = max(whole, (batch.get("global_") or whole) // whole * whole)
         for count in virtual_stages(row, sizes["pp"]):
-            yield [
-                *common,
-                *("--micro-batch-size", str(micro), "--global-batch-size", str(samples)),
-                *(["--num-virtual-stages-per-pipeline-rank", str(count)] if count > 1 else []),
-            ]
+            for recompute in recompute_flags(row, layers):
+                yield [
+                    *common,
+                    *recompute,
+                    *("--micro-batch-size", str(micro), "--global-batch-size", str(samples)),
+                    *(["--num-virtual-stages-per-pipeline-rank", str(count)] if count > 1 else []),
+                ]
 
 
 @dataclass(frozen=True)
@@ -274,7 +338,7 @@ class Prediction:
             UnusableRowError: if the row lacks what a prediction needs.
         """
         source = source_of(row)
-        cluster = cluster or Cluster.of(accelerator(row), network=source.network)
+        cluster = cluster or cluster_of(row, source)
         found, refused = [], ""
         for flags in flag_sets(row):
             try:
@@ -286,7 +350,13 @@ class Prediction:
             raise UnusableRowError(f"refused: {refused.splitlines()[0] if refused else ''}")
         if len(found) == 1:
             return found[0]
-        return min(found, key=lambda each: (each.peak > HEADROOM * each.memory, each.time.seconds))
+        found.sort(key=lambda each: each.seconds)
+        return next((each for each in found if each.fits), None) or min(found, key=lambda each: each.peak)
+
+    @property
+    def fits(self) -> bool:
+        """True if the fullest rank has the memory."""
+        return self.peak <= HEADROOM * self.memory
 
     @cached_property
     def time(self) -> StepTime:
@@ -294,9 +364,20 @@ class Prediction:
         return step_time(self.config, self.world_size, self.cluster)
 
     @cached_property
-    def peak(self) -> int:
-        """Predicted bytes of the fullest rank."""
-        return sum(max_peak_bytes(self.config, self.world_size).values())
+    def peak(self) -> float:
+        """Predicted bytes of the fullest rank, with what the row's framework keeps beyond this project."""
+        model, training, parallel, source = self.config.model, self.config.training, self.config.parallel, self.source
+        parts_by_rank = peaks_by_rank(self.config, self.world_size)
+        peaks = [float(sum(parts.values())) for parts in parts_by_rank]
+        shards = self.world_size // parallel.model_ranks * parallel.context_parallel_size
+        for rank, parts in enumerate(parts_by_rank):
+            if self.config.precision.fp8_format is not None:
+                peaks[rank] -= parts["activations"] * (1 - source.fp8_activations)
+            parameters = parts["weights"] / 2 * (shards if parallel.zero_stage == 3 else 1)
+            peaks[rank] += parameters * (source.more_replicated + source.more_sharded / shards)
+        tokens = training.micro_batch_size * training.seq_length / parallel.context_parallel_size
+        peaks[-1] += source.logits * tokens * model.vocab / parallel.tensor_model_parallel_size
+        return max(peaks)
 
     @property
     def memory(self) -> float:
@@ -317,18 +398,23 @@ class Prediction:
         """Return the relative error of the FLOPs per token; None if the row does not state them independently."""
         result = self.row["result"]
         rate = published_rate(self.row)
+        wrong = OLD_COUNT in str(self.row.get("flop_count")) or self.row["model"].get("name") == TWO_OF_THREE
         derived = "formula" in (self.row.get("norm") or {}).get("how", "")
-        if rate is None or "tflops_gpu" not in result or derived or OLD_COUNT in str(self.row.get("flop_count")):
+        if rate is None or "tflops_gpu" not in result or derived or wrong:
             return None
         counted = getattr(self.flops, self.source.flops)
         return float(counted / (result["tflops_gpu"] * 1e12 / rate) - 1)
 
+    @property
+    def seconds(self) -> float:
+        """Seconds of a step, with the sends that the row's framework does not hide."""
+        stages = self.config.parallel.num_virtual_stages_per_pipeline_rank or 1
+        return self.time.seconds + 2 * stages * self.time.microbatches * self.source.sends * self.time.stages.transfer
+
     def time_error(self) -> float | None:
         """Return the relative error of the time of a token; None if the row has no speed."""
         rate = published_rate(self.row)
-        if rate is None:
-            return None
-        return rate / (self.time.tokens / self.time.seconds / self.world_size) - 1
+        return None if rate is None else rate / (self.time.tokens / self.seconds / self.world_size) - 1
 
     def bubble_errors(self) -> dict[str, float]:
         """Return the errors of idle fractions by schedule, each relative to the longest span."""
@@ -345,9 +431,8 @@ class Prediction:
         """Return ``(span - m (F + I + W)) / span``, as in arXiv:2401.10241, section 5.3."""
         parallel = replace(self.config.parallel, pipeline_schedule=schedule or self.config.parallel.pipeline_schedule)
         config = replace(self.config, parallel=resolve_pipeline(self.config.model, parallel))
-        stages = stage_layers(config.model, config.parallel, config.training.seq_length)
         count = get_num_microbatches(config.training, self.world_size // config.parallel.model_ranks)
-        timeline = step_timeline(config, count, stage_costs(config, self.cluster, stages))
+        timeline = step_timeline(config, count, step_time(config, self.world_size, self.cluster).stages)
         return 1 - max(timeline.busy) / timeline.span
 
     def memory_error(self) -> float | None:
@@ -357,10 +442,9 @@ class Prediction:
 
     def verdict(self) -> str | None:
         """Return the mistake of the memory model: "fits" for a row that was out of memory, "impossible" for a run."""
-        fits = self.peak <= HEADROOM * self.memory
         if self.row["result"].get("oom"):
-            return "called fitting" if fits else None
-        return None if fits else "called impossible"
+            return "called fitting" if self.fits else None
+        return None if self.fits else "called impossible"
 
 
 def published_rate(row: Row) -> float | None:
@@ -374,6 +458,9 @@ def published_rate(row: Row) -> float | None:
 
 OLD_COUNT = "old Megatron-DeepSpeed estimator"
 """Beginning of ``flop_count`` of rows whose FLOPs are about 3 % low, as their source states."""
+
+TWO_OF_THREE = "GPT OSS 120B"
+"""Model whose experts Megatron-Bridge counts with two matrices: its gated activation is not "swiglu"."""
 
 CONTEXT = 1.45e9
 """Bytes of a CUDA context, which nvidia-smi counts: 1.3 to 1.6 GB on an A100."""
@@ -395,7 +482,7 @@ KEPT = {
     "model": ("name", "layers", "hidden", "heads", "kv_heads", "ffn", "vocab", "seq", "act", "tied", "pos", "norm")
     + ("dropout", "experts", "topk"),
     "hw": ("gpu", "mem_gb", "n"),
-    "par": ("tp", "pp", "cp", "ep", "dp", "vpp", "zero", "fsdp", "schedule", "async_tp"),
+    "par": ("tp", "pp", "cp", "ep", "dp", "vpp", "zero", "fsdp", "schedule", "async_tp", "compile"),
     "batch": ("micro", "global_"),
     "result": ("tok_s_gpu", "tflops_gpu", "oom", "mem_gb_nvidia_smi", "mem_gib", "mem_gb", "bubble")
     + ("bubble_zbh1", "bubble_zbh2"),
@@ -428,6 +515,17 @@ def compact(rows: Iterable[Row]) -> dict[str, Any]:
         kept |= {"flop_count": OLD_COUNT} if OLD_COUNT in str(row["flop_count"]) else {}
         by_source.setdefault(row["source"], []).append(kept)
     return {"models": {name: json.loads(model) for model, name in models.items()}, "sources": by_source}
+
+
+def write_rows(source: Path, target: Path = ROWS) -> None:
+    """Write the compact copy of a file of published rows, a row on a line."""
+    kept = compact(read_rows(source))
+    parts = [f"{json.dumps(name)}: {json.dumps(model)}" for name, model in kept["models"].items()]
+    lists = [
+        f"{json.dumps(name)}: [\n" + ",\n".join(map(json.dumps, rows)) + "]" for name, rows in kept["sources"].items()
+    ]
+    text = '{"models": {\n' + ",\n".join(parts) + '},\n"sources": {\n' + ",\n".join(lists) + "}}\n"
+    target.write_text(text, "utf-8")
 
 
 def read_rows(path: Path = ROWS) -> list[Row]:

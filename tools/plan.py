@@ -14,6 +14,7 @@ import re
 import shlex
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -29,13 +30,13 @@ from megatron.config.data_paths import SOURCE_OPTIONS
 from megatron.config.errors import Problem, UserError
 from megatron.config.run import RunConfig
 from megatron.config.settings import SETTINGS
-from megatron.config.text import did_you_mean, echo
+from megatron.config.text import echo
 from megatron.convert.huggingface.config import read_model_values
 from megatron.layers.parameters import num_parameters
-from megatron.planner.costs import HOURS_BETWEEN_FAILURES, STORAGE_BANDWIDTH, Terms
-from megatron.planner.hardware import Accelerator, Cluster, accelerators
+from megatron.planner.costs import HOURS_BETWEEN_FAILURES, STORAGE_BANDWIDTH, RunCosts, Terms
+from megatron.planner.hardware import Cluster, accelerators, find_accelerator
 from megatron.planner.report import PlanReport, as_dict, text
-from megatron.planner.search import LayoutSearch
+from megatron.planner.search import LayoutSearch, Plan
 from tools.lib.plan_figures import draw_plan
 from tools.lib.plan_page import plan_page
 
@@ -78,14 +79,16 @@ def build_parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     cluster = parser.add_argument_group("cluster")
-    names = ", ".join(accelerators())
+    names = f"{', '.join(accelerators())}, or a FILE.yaml of one such row (default: %(default)s)"
     cluster.add_argument("--gpus", type=positive(int), required=True, metavar="N", help="accelerators")
-    cluster.add_argument("--gpu", default="h100-80g", metavar="NAME", help=f"one of {names} (default: %(default)s)")
+    cluster.add_argument("--gpu", default="h100-80g", metavar="NAME", help=names)
     cluster.add_argument("--nodes-of", type=positive(int), metavar="N", help="accelerators of a node")
     cluster.add_argument("--network", type=parse_rate, metavar="RATE", help="of an accelerator: 400Gb/s, 50GB/s")
     run = parser.add_argument_group("run")
     tokens = f"of the run, such as 300B (default: {TOKENS_PER_PARAMETER} per parameter that a token uses)"
     run.add_argument("--tokens", type=parse_amount, metavar="N", help=tokens)
+    days = "most days of the run, with saves and failures; else a number of accelerators that is enough"
+    run.add_argument("--max-days", type=positive(float), metavar="X", help=days)
     run.add_argument("--price", type=positive(float), metavar="X", help="of an accelerator-hour")
     watts = "drawn by an accelerator, with its share of hosts and cooling (default: the limit of the accelerator)"
     run.add_argument("--watts", type=positive(float), metavar="X", help=watts)
@@ -136,23 +139,13 @@ def parse_rate(text: str) -> float:
     return float(found[1]) * UNITS[found[2]] / (8 if found[3] == "b" else 1)
 
 
-def find_accelerator(name: str) -> Accelerator:
-    """Return the accelerator of a name in the table."""
-    known = accelerators()
-    if name not in known:
-        guess = did_you_mean(name, known)
-        fixes = tuple(f"--gpu {each}" for each in ([guess] if guess else known))
-        raise UserError([Problem("E002", f"--gpu {name}: there is no such accelerator in the table", fixes)])
-    return known[name]
-
-
 def make_report(options: argparse.Namespace, argv: Sequence[str]) -> PlanReport:
     """Search, and describe what was found.
 
     Raises:
         UserError: if the flags are invalid, or nothing fits.
     """
-    cluster = Cluster.of(find_accelerator(options.gpu), options.nodes_of, options.network)
+    cluster = Cluster.of(find_accelerator(options.gpu), options.nodes_of, options.network, options.gpus)
     run = PlannedRun.read(argv, options.gpus, options.tokens)
     watts = options.watts or cluster.accelerator.watts
     terms = Terms(run.tokens, options.price, watts, options.mtbf, options.storage)
@@ -160,9 +153,30 @@ def make_report(options: argparse.Namespace, argv: Sequence[str]) -> PlanReport:
     pictures = bool(options.html or options.png)
     plans = search.best(max(options.count, PLANS_OF_PICTURES) if pictures else options.count)
     if not plans:
-        raise UserError([Problem("E002", f"no layout fits on {options.gpus:,} {options.gpu}")])
+        sentence = f"no layout fits on {options.gpus:,} {cluster.accelerator.name} with the options that are given"
+        raise UserError([Problem("E962", sentence, (f"--gpus {2 * options.gpus}",))])
+    if options.max_days is not None and days_of(plans[0], search, terms) > options.max_days:
+        raise UserError([too_slow(plans[0], search, terms, options.max_days)])
     flags, assumed = shlex.join(run.flags), shlex.join(run.assumed)
     return PlanReport.of(search, terms, plans, options.count, flags, assumed, options.sweep)
+
+
+def days_of(plan: Plan, search: LayoutSearch, terms: Terms) -> float:
+    """Return the days of a run with a plan, with saves and failures."""
+    return RunCosts.of(plan, search.world_size, search.cluster, terms).days_with_failures
+
+
+def too_slow(best: Plan, search: LayoutSearch, terms: Terms, most: float) -> Problem:
+    """Return the problem that even the best plan takes more than ``most`` days, and how many accelerators do not."""
+    days = days_of(best, search, terms)
+    fixes = []
+    for times in sorted({math.ceil(days / most) + more for more in (0, 1, 2)} | {2 * math.ceil(days / most)}):
+        larger = replace(search, world_size=times * search.world_size)
+        if any(days_of(plan, larger, terms) <= most for plan in larger.best(1)):
+            fixes.append(f"--gpus {larger.world_size}")
+            break
+    sentence = f"the fastest plan takes {days:.1f} days on {search.world_size:,} accelerators: --max-days {most:g}"
+    return Problem("E964", sentence, (*fixes, f"--max-days {math.ceil(days)}"))
 
 
 class PlannedRun(NamedTuple):
@@ -239,7 +253,7 @@ def parse_layout_free(flags: Sequence[str], ranks: int) -> ParsedArguments:
 def batch_of_paper(preset: str | None, config: RunConfig) -> int:
     """Return the samples of a step in the paper of the preset, as a number that many layouts divide."""
     if preset is None or preset not in PAPER_TOKENS_PER_STEP:
-        raise UserError([Problem("E002", "the global batch size is not specified", ("--global-batch-size 512",))])
+        raise UserError([Problem("E960", "the global batch size is not specified", ("--global-batch-size 512",))])
     samples = PAPER_TOKENS_PER_STEP[preset] / config.training.seq_length
     unit = 2 ** max(0, int(math.log2(samples / 4)))  # papers quote rounded tokens
     return unit * round(samples / unit)

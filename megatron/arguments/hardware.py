@@ -39,7 +39,7 @@ def find_cluster(config: RunConfig, world_size: int, environ: Mapping[str, str] 
         found = driver_accelerator(gpu_name() or "")
         if found is None:
             return None
-        accelerator = replace(found, memory=gpu_memory_bytes() or found.memory)
+        accelerator = replace(found, memory=min(found.memory, gpu_memory_bytes() or found.memory))
     whole_node = each if accelerator.node_size <= MOST_IN_A_NODE else None
     return Cluster.of(accelerator, whole_node)
 

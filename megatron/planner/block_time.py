@@ -64,7 +64,7 @@ times of steps of 124M to 8B parameters on an H100 and an H200 (``benchmarks/res
 
 
 @dataclass(frozen=True)
-class Rates:
+class KernelRates:
     """What the accelerators of a cluster reach."""
 
     cluster: Cluster
@@ -73,7 +73,7 @@ class Rates:
     width: int
 
     @classmethod
-    def of(cls, config: RunConfig, cluster: Cluster) -> Rates:
+    def of(cls, config: RunConfig, cluster: Cluster) -> KernelRates:
         """Return the rates of a run."""
         width = ActivationShape.of(config).width
         return cls(cluster, "bf16" if width == 2 else "fp32", width)
@@ -155,7 +155,7 @@ FP8_BYTES = 5
 
 
 def weight_product(
-    rates: Rates, shape: ActivationShape, product: ProductShape, fp8: bool
+    rates: KernelRates, shape: ActivationShape, product: ProductShape, fp8: bool
 ) -> tuple[float, float, float]:
     """Return the seconds of a product with a weight: forward, gradient of the input, gradient of the weight.
 
@@ -178,7 +178,7 @@ def weight_product(
     return forward, back, gradient
 
 
-def attention_seconds(rates: Rates, shape: ActivationShape, mixer: Mixer, flops: float, keys: float) -> float:
+def attention_seconds(rates: KernelRates, shape: ActivationShape, mixer: Mixer, flops: float, keys: float) -> float:
     """Return the seconds of fused attention for so many FLOPs of forward; ``keys`` of a query on average."""
     width = FULL_RATE_WIDTH
     if isinstance(mixer, CoreAttentionMixer):
@@ -190,7 +190,7 @@ def attention_seconds(rates: Rates, shape: ActivationShape, mixer: Mixer, flops:
     return rates.arithmetic(flops, share)
 
 
-def unfused_attention(rates: Rates, shape: ActivationShape, mixer: CoreAttentionMixer) -> tuple[float, float]:
+def unfused_attention(rates: KernelRates, shape: ActivationShape, mixer: CoreAttentionMixer) -> tuple[float, float]:
     """Return the seconds of attention that writes its scores, masked ones included: forward and backward."""
     heads, length = mixer.heads(shape.model), shape.config.training.seq_length
     queries = shape.tokens * heads.queries / shape.tp
@@ -205,7 +205,7 @@ def unfused_attention(rates: Rates, shape: ActivationShape, mixer: CoreAttention
     return forward + rates.moving(moved[0], 1 + dropout), 2 * forward + rates.moving(moved[1], 1 + dropout)
 
 
-def mixer_time(rates: Rates, config: RunConfig, layer: int, mixer: Mixer, takers: list[Mixer]) -> PartTime:
+def mixer_time(rates: KernelRates, config: RunConfig, layer: int, mixer: Mixer, takers: list[Mixer]) -> PartTime:
     """Return the time of a residual layer of a block.
 
     Args:
@@ -269,7 +269,7 @@ def _product_time(name: str, product: Matmul, seconds: tuple[float, ...], frozen
 
 
 def _between_activations(
-    rates: Rates, shape: ActivationShape, mixer: Mixer, products: dict[str, Matmul], keys: float
+    rates: KernelRates, shape: ActivationShape, mixer: Mixer, products: dict[str, Matmul], keys: float
 ) -> PartTime:
     """Return the time of the products of activations with each other: of attention, or of a recurrence."""
     if not products:
@@ -291,7 +291,7 @@ def _between_activations(
     return PartTime(forward, backward, 0.0, forward * max(0, again), of_name)
 
 
-def mixer_times(rates: Rates, config: RunConfig, layer: int) -> Iterator[tuple[Mixer, PartTime]]:
+def mixer_times(rates: KernelRates, config: RunConfig, layer: int) -> Iterator[tuple[Mixer, PartTime]]:
     """Yield the mixers of a block with the times of their residual layers."""
     mixers = block_mixers(config.model, layer)
     takers = [mixers, *([] for _ in mixers[1:])] if config.model.parallel_attention else [[each] for each in mixers]

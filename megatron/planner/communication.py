@@ -171,16 +171,21 @@ def _linears(config: RunConfig, mixer: Mixer, layer: int, plan: RecomputePlan) -
         gather = _of_rows(shape, GATHER, elements * width, name, gathers_behind)
         leave = _of_rows(shape, SCATTER, elements * shape.width, name, overlap)
         if row:
-            forward, backward, weight = leave, gather, gather._replace(behind="", times=trained and delayed)
+            # Unless one scale is for both products, FP8 gathers rows of dy for each of them.
+            twice = delayed or (in_fp8 and config.precision.fp8_recipe != "tensorwise")
+            behind = "" if delayed else INPUT_GRADIENT
+            forward, backward, weight = leave, gather, gather._replace(behind=behind, times=trained and twice)
         else:
             behind = WEIGHT_GRADIENT if trained and not delayed else overlap
             forward, backward = gather, leave._replace(behind=behind)
             weight = gather._replace(behind="" if delayed else INPUT_GRADIENT, times=trained)
         yield from _present(shape, forward, forward._replace(when=AGAIN, times=again))
         yield from _present(shape, backward._replace(when=INPUT), weight._replace(when=WEIGHT))
-    if shared := shape.tokens * mixer.shared_by_heads(model) * shape.width:
-        yield from _present(shape, _of_rows(shape, GATHER, shared, "heads"))
-        yield from _present(shape, _of_rows(shape, SCATTER, shared, "heads")._replace(when=INPUT))
+    elements, again = mixer.shared_by_heads(model, plan)
+    if size := shape.tokens * elements * shape.width:
+        gather = _of_rows(shape, GATHER, size, "heads")
+        yield from _present(shape, gather, gather._replace(when=AGAIN, times=again))
+        yield from _present(shape, _of_rows(shape, SCATTER, size, "heads")._replace(when=INPUT))
 
 
 def _of_rows(shape: ActivationShape, operation: str, size: float, name: str, behind: str = "") -> Collective:

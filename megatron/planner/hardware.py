@@ -15,8 +15,6 @@ from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import yaml
-
 from megatron.config.errors import Problem, UserError
 from megatron.config.files import parse_yaml, read_small
 from megatron.config.text import did_you_mean
@@ -139,7 +137,22 @@ class Cluster:
 @cache
 def accelerators() -> dict[str, Accelerator]:
     """Return the table of known accelerators by name."""
-    return {name: read_accelerator(name, row) for name, row in yaml.safe_load(TABLE.read_text("utf-8")).items()}
+    return {name: read_accelerator(name, row) for name, row in _rows().items()}
+
+
+@cache
+def _rows() -> dict[str, dict[str, Any]]:
+    """Return the rows of the table, complete."""
+    rows: dict[str, dict[str, Any]] = {}
+    for name, row in parse_yaml(read_small(TABLE)).items():
+        rows[name] = _complete(row, rows)
+    return rows
+
+
+def _complete(row: Mapping[str, Any], rows: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    """Return a row with the values of the one that it is like, and its own."""
+    like = rows[row["like"]] if "like" in row else {}
+    return {**like, **{key: value for key, value in row.items() if key != "like"}}
 
 
 def find_accelerator(text: str, flag: str = "--gpu") -> Accelerator:
@@ -157,7 +170,7 @@ def find_accelerator(text: str, flag: str = "--gpu") -> Accelerator:
         raise UserError([Problem("E961", f"{flag} {text}: the planner's table has no such accelerator", fixes)])
     try:
         ((name, row),) = parse_yaml(read_small(Path(text))).items()
-        return read_accelerator(name, row)
+        return read_accelerator(name, _complete(row, _rows()))
     except OSError as error:
         sentence = f"{flag} {text}: {error.strerror}"
     except KeyError as error:

@@ -17,6 +17,7 @@ from megatron.layers.parameters import num_parameters
 from megatron.pipeline.plan import virtual_stages
 from megatron.planner.communication import AXES
 from megatron.planner.costs import RunCosts, Terms
+from megatron.planner.explanation import explain_step
 from megatron.planner.memory import peaks_by_rank
 from megatron.planner.search import LayoutSearch, Neighbour, Plan
 from megatron.planner.sensitivity import NETWORK, SweepPoint, sweep
@@ -171,10 +172,10 @@ def table(report: PlanReport) -> tuple[list[str], list[list[str]]]:
     columns |= {
         "GiB": [f"{plan.bytes / 2**30:.1f}" for plan in plans],
         "bubble": [f"{plan.time.bubble:.1%}" for plan in plans],
-        "s/step": [f"{plan.time.seconds:.3f}" for plan in plans],
+        "s/step": [short(plan.time.seconds) for plan in plans],
         "MFU": [f"{cost.mfu:.1%}" for cost in costs],
         "tokens/s": [format_compact(cost.tokens_per_second) for cost in costs],
-        "days": [f"{cost.days:.1f}" for cost in costs],
+        "days": [short(cost.days) for cost in costs],
     }
     if report.terms.price is not None:
         columns["cost"] = [format_compact(cost.price or 0) for cost in costs]
@@ -222,8 +223,8 @@ def step_rows(plan: Plan) -> Iterator[list[str]]:
     """Yield rows of the parts of a step that take time: name, seconds, share."""
     for part in PARTS:
         if seconds := plan.time.parts[part]:
-            yield [part, f"{seconds:.4f} s", f"{seconds / plan.time.seconds:.1%}"]
-    yield ["sum", f"{plan.time.seconds:.4f} s", ""]
+            yield [part, f"{short(seconds)} s", f"{seconds / plan.time.seconds:.1%}"]
+    yield ["sum", f"{short(plan.time.seconds)} s", ""]
 
 
 def communication_rows(plan: Plan) -> Iterator[list[str]]:
@@ -235,8 +236,8 @@ def communication_rows(plan: Plan) -> Iterator[list[str]]:
             yield [
                 axis,
                 format_bytes(time.sent[axis]),
-                f"{time.communicating[axis]:.4f} s",
-                f"{time.parts[axis]:.4f} s",
+                f"{short(time.communicating[axis])} s",
+                f"{short(time.parts[axis])} s",
             ]
 
 
@@ -286,7 +287,15 @@ def _time_cells(report: PlanReport, point: SweepPoint, time: StepTime | None) ->
         return ["refused", "", ""]
     rate = time.tokens / time.seconds
     mfu = report.costs[0].flops * rate / point.world_size / report.search.cluster.accelerator.peak("bf16")
-    return [f"{time.seconds:.3f}", f"{mfu:.1%}", f"{report.terms.tokens / rate / 86400:.1f}"]
+    return [short(time.seconds), f"{mfu:.1%}", short(report.terms.tokens / rate / 86400)]
+
+
+def short(number: float) -> str:
+    """Format with up to three decimals, and with three digits below 0.1."""
+    if number < 0.1:
+        return f"{number:.3g}"
+    decimals = 3 if number < 10 else 2 if number < 100 else 1 if number < 1000 else 0
+    return f"{number:,.{decimals}f}"
 
 
 def format_days(days: float) -> str:
@@ -355,7 +364,7 @@ def explanation(report: PlanReport) -> Iterator[str]:
     """Yield the formulas of the best plan with their numbers."""
     best, search = report.plans[0], report.search
     yield "formulas"
-    yield from _indented(best.time.explanation)
+    yield from _indented(explain_step(best.config, search.world_size, search.cluster, best.time))
     yield from _indented(report.costs[0].explain(best.time, search.world_size, search.cluster, report.terms))
 
 

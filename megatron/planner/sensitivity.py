@@ -44,8 +44,8 @@ def sweep(search: LayoutSearch, plan: Plan, again: bool) -> Iterator[SweepPoint]
         again: whether to search the best layout of every point, too.
     """
     for axis in SWEPT:
-        for factor in FACTORS:
-            changed, value = _changed(search, axis, factor)
+        changes = {value: changed for changed, value in (_changed(search, axis, factor) for factor in FACTORS)}
+        for value, changed in changes.items():
             best = changed.best(1) if again else []
             yield SweepPoint(axis, value, changed.world_size, _kept(changed, plan), best[0] if best else None)
 

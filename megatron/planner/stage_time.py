@@ -22,7 +22,7 @@ from megatron.layers.recompute_plan import RecomputePlan
 from megatron.pipeline.actions import FORWARD, INPUT, WEIGHT
 from megatron.pipeline.partition import StageLayers
 from megatron.planner.activations import BlockMemory
-from megatron.planner.block_time import PartTime, ProductShape, Rates, mixer_times, weight_product
+from megatron.planner.block_time import KernelRates, PartTime, ProductShape, mixer_times, weight_product
 from megatron.planner.communication import (
     AGAIN,
     ATTENTION,
@@ -79,6 +79,8 @@ class StageTime:
     # Elements of the parameters of a rank that have gradients, of experts (True) and others, and those without.
     parameters: Sums = field(default_factory=_none)
     frozen: Sums = field(default_factory=_none)
+    # Elements of all of them that are in blocks.
+    in_blocks: Sums = field(default_factory=_none)
     # Seconds by phase in which computing hides communication.
     hiding: Sums = field(default_factory=_none)
     # Bytes of activations that offload moves to the host, and back.
@@ -155,7 +157,7 @@ class StageTimes:
     def __init__(self, config: RunConfig, cluster: Cluster) -> None:
         """Start without any."""
         self.config, self.cluster = config, cluster
-        self.rates = Rates.of(config, cluster)
+        self.rates = KernelRates.of(config, cluster)
         self._blocks: dict[tuple[int, bool], StageTime] = {}
         self._ends: dict[tuple[bool, bool], StageTime] = {}
         self._stages: dict[object, StageTime] = {}
@@ -198,6 +200,7 @@ class StageTimes:
                 time.add_communication(self.cluster, mixer_collectives(config, mixer, layer, recomputed), computing)
             shape = ActivationShape.of(config)
             _count(time, block(config.model, config.model.mixers(layer), shape.sharding))
+            time.in_blocks.update(merged(time.parameters, time.frozen))
             self._blocks[layer, recomputed] = time
         return self._blocks[layer, recomputed]
 
@@ -233,7 +236,7 @@ class StageTimes:
         return self._ends[first, last]
 
 
-def _output_layer(rates: Rates, shape: ActivationShape) -> PartTime:
+def _output_layer(rates: KernelRates, shape: ActivationShape) -> PartTime:
     """Return the time of the output layer, the loss and their gradients, all of which belong to forward."""
     model = shape.model
     rows = padded_vocab_size(model.vocab, model.make_vocab_size_divisible_by, shape.tp) // shape.tp

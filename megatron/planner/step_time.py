@@ -23,7 +23,8 @@ from megatron.pipeline.actions import FORWARD, INPUT
 from megatron.pipeline.partition import StageLayers
 from megatron.pipeline.plan import build_program, resolve_pipeline, stage_layers, stage_placement
 from megatron.pipeline.simulate import StageCosts, Timeline, simulate
-from megatron.planner.communication import AXES, DATA, GRADIENTS, PIPELINE, SEND, Collective, RankGroup
+from megatron.planner.communication import AXES as AXES
+from megatron.planner.communication import DATA, GRADIENTS, PIPELINE, SEND, Collective, RankGroup
 from megatron.planner.hardware import Cluster
 from megatron.planner.memory import INT8_BYTES
 from megatron.planner.network import seconds
@@ -201,10 +202,10 @@ def _compressed(step: _Step) -> float:
     return 2.0 * compression.rank / step.config.model.hidden_size
 
 
-def _gathers(step: _Step, stage: StageTime) -> list[Collective]:
-    """Return the gathers of the weights of a stage."""
+def _gathers(step: _Step, parameters: Mapping[bool, float]) -> list[Collective]:
+    """Return the gathers of weights."""
     width = DTYPE_BYTES[step.config.precision.params_dtype]
-    groups = _buckets(step, merged(stage.parameters, stage.frozen))
+    groups = _buckets(step, parameters)
     return [_over(shards, "all-gather", elements * width, buckets) for shards, _, elements, buckets in groups]
 
 
@@ -222,10 +223,13 @@ def _with_replicas(step: _Step, stage: StageTime) -> StageTime:
     """Return the costs of a stage with those that ZeRO-2, ZeRO-3 and offload add to every micro-batch."""
     parallel, cluster, time = step.config.parallel, step.cluster, StageTime()
     time.add(stage)
-    gathers = _gathers(step, stage) if parallel.reshards_after_forward else []
+    weights, again = (
+        _gathers(step, parameters) if parallel.reshards_after_forward else []
+        for parameters in (merged(stage.parameters, stage.frozen), stage.in_blocks)
+    )
     reductions = _reductions(step, stage)[0] if parallel.zero_stage >= 2 else []
     host = stage.offloaded / (cluster.accelerator.host.bandwidth * cluster.efficiency.link)
-    for phase, messages in ((FORWARD, gathers), (INPUT, gathers + reductions)):
+    for phase, messages in ((FORWARD, weights), (INPUT, again + reductions)):
         time.communicating[DATA] += sum(_takes(cluster, each) for each in messages)
         time.sent[DATA] += sum(each.sent for each in messages)
         time.spent[phase, DATA] += _hidden(cluster, messages, time, phase)
@@ -253,7 +257,8 @@ class _StepEnd:
             stage.add(each)
         over_shards, over_copies = _reductions(step, stage)
         reductions = over_copies if parallel.zero_stage >= 2 else over_shards + over_copies
-        gathers = [] if parallel.reshards_after_forward else _gathers(step, stage)
+        weights = {} if parallel.reshards_after_forward else merged(stage.parameters, stage.frozen)
+        gathers = _gathers(step, weights)
         every = reductions + gathers
         return cls(
             reducing=_hidden(cluster, reductions, stage, INPUT if parallel.overlap_grad_reduce else ""),

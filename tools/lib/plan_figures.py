@@ -27,7 +27,7 @@ PART_COLORS: Mapping[str, str] = dict(zip((*MEMORY_PARTS, "other"), ("#1e3a8a", 
 """Of the parts of memory; the state of the model is blue."""
 
 STEP_COLORS: Mapping[str, str] = dict(
-    zip(PARTS, ("#17407f", "#7aa2d8", IDLE_COLOR, "#ea580c", "#f59e0b", "#be185d", "#7c3aed", "#dc2626", "#15803d"))
+    zip(PARTS, ("#17407f", "#7aa2d8", IDLE_COLOR, *RUN_COLORS[1:5], "#dc2626", "#a16207", "#4ade80"), strict=True)
 )
 WIDTH, MARGIN = 13.0, 1.3
 """Inches of the picture, and of what is left and right of a panel of its width."""

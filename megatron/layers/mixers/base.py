@@ -142,9 +142,12 @@ class Mixer:
         """Return what context parallelism passes on of a recurrence; None for a mixer that is none."""
         return None
 
-    def shared_by_heads(self, config: ModelConfig) -> int:
-        """Return the elements of a token, beside inputs of linears, that each TP rank needs of all rows."""
-        return 0
+    def shared_by_heads(self, config: ModelConfig, plan: RecomputePlan) -> tuple[int, int]:
+        """Return the elements of a token, beside inputs of linears, that each TP rank needs of all rows.
+
+        And how many times selective recomputation gathers them again.
+        """
+        return 0, 0
 
     def routed(self, shape: ActivationShape) -> Routed | None:
         """Return what travels to the ranks of experts; None for a mixer without experts."""

@@ -66,9 +66,9 @@ class LatentAttentionMixer(CoreAttentionMixer):
         channels = config.qk_head_dim + config.qk_pos_emb_head_dim
         return HeadSizes(config.num_attention_heads, config.num_attention_heads, channels, config.v_head_dim)
 
-    def shared_by_heads(self, config: ModelConfig) -> int:
+    def shared_by_heads(self, config: ModelConfig, plan: RecomputePlan) -> tuple[int, int]:
         """Return the channels of a key with rotary positions."""
-        return config.qk_pos_emb_head_dim
+        return config.qk_pos_emb_head_dim, int(UP_PROJECTIONS in plan.modules)
 
     def describe(self, config: ModelConfig) -> str:
         """Return the heads and the latents."""

@@ -99,12 +99,16 @@ def test_rows_agree_with_physics() -> None:
 def test_a_file_of_the_same_form_describes_another_accelerator(tmp_path: Path) -> None:
     file = tmp_path / "gpu.yaml"
     row = yaml.safe_load(TABLE.read_text())["h100-80g"]
-    file.write_text(yaml.safe_dump({"my-gpu": row | {"memory": 40, "efficiency": {"matmul": 0.5}}}))
+    file.write_text("my-gpu: {like: h100-80g, memory: 40, efficiency: {matmul: 0.5}}")
     mine = find_accelerator(str(file))
     assert (mine.name, mine.memory, mine.efficiency.matmul) == ("my-gpu", 40 * 2**30, 0.5)
     assert mine.flops == find_accelerator("h100-80g").flops
     two, none = {"a": row, "b": row}, {"a": {key: row[key] for key in row if key != "memory"}}
-    for rows, sentence in ((two, "one row"), (none, "has no memory"), ({"a": row | {"speed": 1}}, "speed")):
+    for rows, sentence in (
+        (two, "not one row"),
+        (none, "has no memory"),
+        ({"a": row | {"speed": 1}}, "speed"),
+    ):
         file.write_text(yaml.safe_dump(rows))
         with pytest.raises(UserError, match=sentence):
             find_accelerator(str(file))

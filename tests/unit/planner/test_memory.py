@@ -19,7 +19,7 @@ from megatron.distributed.layout import Layout
 from megatron.distributed.mesh import CHANNEL_USES
 from megatron.layers.parameters import num_parameters
 from megatron.optimizer import grad_buffer
-from megatron.optimizer.lr_scheduler import Rates
+from megatron.optimizer.lr_scheduler import KernelRates
 from megatron.optimizer.sharded_parameter_store import ShardedWeightBuffer
 from megatron.planner.memory import (
     checkpoint_bytes,
@@ -305,7 +305,7 @@ def lent(rank: int, world_size: int, flags: str) -> tuple[int, int]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(grad_buffer.BucketLayout, "zeros", noted)
-        train_step(trainer, trainer.next_batches(), Rates(1e-3, 0.0))
+        train_step(trainer, trainer.next_batches(), KernelRates(1e-3, 0.0))
     return sum(made), sum(p.numel() * 4 for p in trainer.params.values())
 
 
@@ -362,7 +362,7 @@ def test_whole_weights_of_zero_3_match_the_forecast(more: str, monkeypatch: pyte
             trainer = build_trainer(config, rank, 4, device=torch.device("cpu"))
             buffers[:] = [buffer for buffer in trainer.optimizer.weights.buffers if buffer.group.size > 1]
             trainer.start_at(0, 0)
-            train_step(trainer, trainer.next_batches(), Rates(1e-3, 0.0))
+            train_step(trainer, trainer.next_batches(), KernelRates(1e-3, 0.0))
         assert not storages(each.whole for each in buffers), "all are free after a step"
         predicted = gathered_weight_bytes(config, layout, pp)
         assert max(held) == predicted or (pp > 0 and max(held) < predicted), (

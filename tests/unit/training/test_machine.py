@@ -207,6 +207,8 @@ int nvmlInit_v2(void) {{ return 0; }}
 int nvmlDeviceGetCount_v2(unsigned *n) {{ *n = 2; return 0; }}
 int nvmlDeviceGetHandleByIndex_v2(unsigned i, void **d) {{ *d = (void *)(long)(i + 1); return 0; }}
 int nvmlDeviceGetMemoryInfo(void *d, memory *m) {{ m->total = (long)d * {size}ull; return {status}; }}
+int nvmlDeviceGetName(void *d, char *name, unsigned size) {{
+  __builtin_strncpy(name, (long)d == 1 ? "NVIDIA H100 80GB HBM3" : "another", size); return {status}; }}
 """
 
 
@@ -218,6 +220,16 @@ def test_the_largest_gpu_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     subprocess.run(["gcc", "-shared", "-fPIC", "-o", library, tmp_path / "nvml.c"], check=True)
     monkeypatch.setattr(machine, "NVML", str(library))
     assert machine.gpu_memory_bytes() == found
+    assert machine.gpu_name(tmp_path) == (None if found is None else "NVIDIA H100 80GB HBM3")
+
+
+def test_the_driver_of_amd_names_gpus_in_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "NVML", str(tmp_path / "absent.so"))
+    assert machine.gpu_name(tmp_path) is None
+    for card, name in (("card0", ""), ("card1", "AMD Instinct MI300X OAM\n")):
+        (tmp_path / f"sys/class/drm/{card}/device").mkdir(parents=True)
+        (tmp_path / f"sys/class/drm/{card}/device/product_name").write_text(name)
+    assert machine.gpu_name(tmp_path) == "AMD Instinct MI300X OAM"
 
 
 SIBLING = "import sys; from megatron.config.launch import end_refused_start as end; sys.exit(end(10.0, None))"

@@ -1,0 +1,162 @@
+"""Fit the efficiency of a cluster to the times that runs have measured.
+
+A run gives a few numbers, and an :class:`~megatron.planner.hardware.Efficiency` has as many: they are fitted together
+with what is known before, as the maximum a posteriori (Bishop, Pattern Recognition and Machine Learning, section 3.3).
+Measured times have errors of some percent, and efficiencies are near their defaults unless the times say otherwise; so
+those on which a run does not depend keep their defaults. Does not import torch.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatron.config.run import RunConfig
+from megatron.config.text import format_bytes
+from megatron.planner.communication import AXES
+from megatron.planner.hardware import Cluster, Efficiency
+from megatron.planner.memory import max_peak_bytes
+from megatron.planner.stage_time import COMPUTE, RECOMPUTE
+from megatron.planner.step_time import OFFLOAD, OPTIMIZER, StepTime, step_time
+
+COMPUTING = (COMPUTE, RECOMPUTE, OFFLOAD, OPTIMIZER)
+"""Parts of a step in which a rank waits for no other."""
+
+STEP_ERROR, PART_ERROR, WAIT_ERROR = 0.01, 0.05, 0.3
+"""Standard deviations of the logarithm of measured times: of a step, as its median over many; of the part in which a
+rank computes; and of waits along an axis, to which late ranks add."""
+
+LEAST_WAIT = 0.02
+"""Share of a step below which waits along an axis are not fitted."""
+
+PRIOR = 1.0
+"""Standard deviation of an efficiency around its default: of the logarithm of e / (1 - e), or of e for a time."""
+
+STEP, MOST_STEPS, CONVERGED = 1e-3, 50, 1e-6
+"""Difference for derivatives, most iterations, and the change of the parameters that ends them."""
+
+Vector = NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class MeasuredRun:
+    """What a run has measured."""
+
+    config: RunConfig
+    world_size: int
+    # Seconds of a step.
+    seconds: float
+    # Seconds of a step in which a rank waits for others, by ``bubble`` and :data:`AXES`; empty if not measured.
+    waits: Mapping[str, float] = field(default_factory=dict)
+    # Bytes allocated on the fullest rank at the peak; None if not measured.
+    memory: int | None = None
+    name: str = ""
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """The efficiency that runs have shown."""
+
+    # As it was assumed, and with what was fitted.
+    before: Cluster
+    cluster: Cluster
+    runs: tuple[MeasuredRun, ...]
+    # By name of the efficiency: standard deviation of the fit over that of the assumption; 1 if no run depends on it.
+    uncertainty: Mapping[str, float]
+
+    def report(self) -> list[str]:
+        """Return lines on what changed, and on measured against predicted numbers before and after."""
+        old, new = asdict(self.before.efficiency), asdict(self.cluster.efficiency)
+        lines = []
+        for name, value in new.items():
+            fitted = self.uncertainty[name] < 0.9
+            how = "fitted" if fitted else "kept: these runs hardly depend on it"
+            lines.append(f"{name}: {old[name]:.3g} -> {value:.3g} ({how})")
+        for run in self.runs:
+            times = [step_time(run.config, run.world_size, each).seconds for each in (self.before, self.cluster)]
+            errors = ", ".join(f"{time / run.seconds - 1:+.1%}" for time in times)
+            line = f"{run.name}: {run.seconds:.4g} s a step, predicted {times[0]:.4g} -> {times[1]:.4g} ({errors})"
+            if run.memory is not None:
+                size = sum(max_peak_bytes(run.config, run.world_size).values())
+                line += f"; {format_bytes(run.memory)} at the peak, predicted {format_bytes(size)}"
+                line += f" ({size / run.memory - 1:+.1%})"
+            lines.append(line)
+        return lines
+
+
+def calibrate(cluster: Cluster, runs: Sequence[MeasuredRun]) -> Calibration:
+    """Fit the efficiency of a cluster to the steps of runs on it.
+
+    Where runs have allocated more than is predicted, the memory of an accelerator is reduced by the same factor.
+    """
+    names = tuple(asdict(cluster.efficiency))
+    start = np.array([_free(getattr(cluster.efficiency, name)) for name in names])
+
+    def cluster_of(values: Vector) -> Cluster:
+        bounded = (_bounded(value, getattr(cluster.efficiency, name)) for name, value in zip(names, values))
+        return replace(cluster, efficiency=Efficiency(**dict(zip(names, bounded))))
+
+    def residuals(values: Vector) -> Vector:
+        fitted = cluster_of(values)
+        errors = [error for run in runs for error in _errors(run, step_time(run.config, run.world_size, fitted))]
+        return np.array([*errors, *((values - start) / PRIOR)])
+
+    values, error = start, residuals(start)
+    jacobian = _derivatives(residuals, values, error)
+    for _ in range(MOST_STEPS):
+        change, scale = np.linalg.lstsq(jacobian, -error, rcond=None)[0], 1.0
+        while scale > CONVERGED:  # a step that is too long makes the errors larger
+            tried = residuals(values + scale * change)
+            if tried @ tried <= error @ error:
+                break
+            scale /= 2
+        else:
+            break
+        values, error = values + scale * change, tried
+        jacobian = _derivatives(residuals, values, error)
+        if np.abs(scale * change).max() < CONVERGED:
+            break
+    spread = np.sqrt(np.diag(np.linalg.inv(jacobian.T @ jacobian))) / PRIOR
+    fitted = cluster_of(values)
+    beyond = [run.memory / sum(max_peak_bytes(run.config, run.world_size).values()) for run in runs if run.memory]
+    memory = cluster.accelerator.memory / max([1.0, *beyond])
+    fitted = replace(fitted, accelerator=replace(cluster.accelerator, memory=memory))
+    return Calibration(cluster, fitted, tuple(runs), dict(zip(names, map(float, spread))))
+
+
+def _errors(run: MeasuredRun, predicted: StepTime) -> list[float]:
+    """Return the logarithms of predicted over measured times, in standard deviations."""
+    errors = [math.log(predicted.seconds / run.seconds) / STEP_ERROR]
+    if not run.waits:
+        return errors
+    own = run.seconds - sum(run.waits.values())
+    computing = sum(predicted.parts[part] for part in COMPUTING)
+    errors.append(math.log(computing / own) / PART_ERROR)
+    for axis in AXES:
+        measured, exposed = run.waits.get(axis, 0.0), predicted.parts[axis]
+        if measured > LEAST_WAIT * run.seconds and exposed > 0:
+            errors.append(math.log(exposed / measured) / WAIT_ERROR)
+    return errors
+
+
+def _derivatives(function: Callable[[Vector], Vector], values: Vector, at: Vector) -> Vector:
+    """Return the derivatives of a function by each of its parameters, whose value is ``at``; ``[outputs, inputs]``."""
+    columns = []
+    for place in range(len(values)):
+        moved = values.copy()
+        moved[place] += STEP
+        columns.append((function(moved) - at) / STEP)
+    return np.stack(columns, axis=1)
+
+
+def _free(value: float) -> float:
+    """Return a share on a scale without limits; a time, which is far below any share, on that of its logarithm."""
+    return math.log(value) if value < 1e-3 else math.log(value / (1 - value))
+
+
+def _bounded(value: float, before: float) -> float:
+    return math.exp(value) if before < 1e-3 else 1 / (1 + math.exp(-value))
