@@ -24,13 +24,16 @@ from megatron.planner.layouts import (
     DELAYING_SCHEDULES,
     EP,
     ETP,
+    GATHER,
     GRID,
     INSTANCES,
     MICRO,
     OFFLOAD,
     OPTIMIZER,
+    OVERLAP,
     PP,
     SCHEDULE,
+    SEQUENCE,
     STAGES,
     STRATEGY,
     TP,
@@ -206,6 +209,8 @@ class LayoutSearch:
     def _cores(self) -> Iterator[_Node]:
         """Yield what determines the work of a micro-batch, with the time of this work divided equally."""
         for core in self.space.cores():
+            if core[SEQUENCE] and not core[OVERLAP] and OVERLAP not in self.given:
+                continue  # which takes no less time than the same with overlap
             config = apply(self.space.start, {**core, PP: 1, STAGES: None, SCHEDULE: None})
             try:
                 (stage,) = stage_layers(config.model, config.parallel, config.training.seq_length)
@@ -244,7 +249,10 @@ class LayoutSearch:
 
     def _layouts(self, node: _Node) -> Iterator[_Node]:
         """Yield the layouts of a pipeline with the least recomputation, and the least offload with which state fits."""
-        for sharding in self.space.shardings(node.chosen):
+        shardings = self.space.shardings(node.chosen)
+        for sharding in shardings:
+            if not sharding[GATHER] and {**sharding, GATHER: True} in shardings:
+                continue  # which takes no less time than the same with overlap
             chosen = {**node.chosen, **sharding}
             offloads = self.space.offloads(chosen)
             if self._holds(self._state({**chosen, **offloads[0]})):
@@ -252,15 +260,22 @@ class LayoutSearch:
             yield from self._with(node, ({**chosen, **offload} for offload in offloads))
 
     def _savers(self, node: _Node) -> Iterator[_Node]:
-        """Yield layouts that take no less time than one that does not fit, and save memory.
+        """Yield layouts that take no less time than one that does not fit, or is refused, and may save memory.
 
-        Each is reached by one path: offload, then recomputation.
+        Each is reached by one path, which changes one kind of choice after the other.
         """
         chosen = node.chosen
-        recomputations, offloads = self.space.recomputations(chosen), self.space.offloads(chosen)
-        if _has(chosen, recomputations[0]):
-            others = [*recomputations[1:], *(offloads[1:] if _has(chosen, offloads[0]) else ())]
-            yield from self._with(node, ({**chosen, **other} for other in others))
+        offloads = self.space.offloads(chosen)
+        changes: tuple[Sequence[Choice], ...] = (
+            [{OVERLAP: False}] if chosen[OVERLAP] and OVERLAP not in self.given else [],
+            [{GATHER: False}] if chosen[GATHER] and GATHER not in self.given else [],
+            offloads[1:] if _has(chosen, offloads[0]) else [],
+            self.space.recomputations(chosen)[1:],
+        )
+        for number, others in enumerate(changes):
+            if number >= node.saved:
+                layouts = ({**chosen, **other} for other in others)
+                yield from (replace(each, saved=number + 1) for each in self._with(node, layouts))
 
     def _with(self, node: _Node, layouts: Iterable[Choice]) -> Iterator[_Node]:
         """Yield layouts of the set of a node whose state fits."""
@@ -377,6 +392,8 @@ class _Node:
     times: StageTimes
     # Lower bound without replicas and updates, of a pipeline that is simulated.
     least: float = 0.0
+    # Kinds of choices that have been changed to save memory, of those that :meth:`LayoutSearch._savers` lists.
+    saved: int = 0
     time: StepTime | None = None
 
 
