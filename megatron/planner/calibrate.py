@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -47,6 +48,9 @@ TIMES = ("launch",)
 
 STEP, MOST_STEPS, CONVERGED = 1e-3, 50, 1e-6
 """Difference for derivatives, most iterations, and the change of the parameters that ends them."""
+
+CALIBRATED = "-calibrated"
+"""End of the name of an accelerator whose efficiency was fitted."""
 
 Vector = NDArray[np.float64]
 
@@ -95,6 +99,31 @@ class Calibration:
                 line += f" ({size / run.memory - 1:+.1%})"
             lines.append(line)
         return lines
+
+    def to_yaml(self) -> str:
+        """Return the fitted cluster as a file for ``--gpu`` and ``--plan-gpu``."""
+        import yaml  # slow to import, and seldom needed
+
+        name = f"{self.cluster.accelerator.name.removesuffix(CALIBRATED)}{CALIBRATED}"
+        source = f"{self.cluster.accelerator.source}; calibrated by {', '.join(run.name for run in self.runs)}"
+        row = accelerator_row(self.cluster) | {"source": source}
+        return str(yaml.safe_dump({name: row}, sort_keys=False))
+
+
+def accelerator_row(cluster: Cluster) -> dict[str, Any]:
+    """Return the accelerators of a cluster as a row of the table: what ``read_accelerator`` reads."""
+    accelerator = cluster.accelerator
+    links = {"link": cluster.link, "network": cluster.network, "host": accelerator.host}
+    return {
+        "flops": {format: peak / 1e12 for format, peak in accelerator.flops.items()},
+        "memory": accelerator.memory / 2**30,
+        "bandwidth": accelerator.bandwidth / 1e9,
+        "node_size": cluster.node_size,
+        **{name: {"GB/s": to.bandwidth / 1e9, "latency_us": to.latency * 1e6} for name, to in links.items()},
+        "watts": accelerator.watts,
+        "efficiency": asdict(cluster.efficiency),
+        "source": accelerator.source,
+    }
 
 
 def calibrate(cluster: Cluster, runs: Sequence[MeasuredRun]) -> Calibration:
