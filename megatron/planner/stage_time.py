@@ -188,7 +188,7 @@ class StageTimes:
             time = StageTime()
             for (layer, recomputed, moved), count in kinds.items():
                 time.add(self.block(layer, recomputed), count)
-                time.offloaded += count * moved * self._offloaded(layer, recomputed)
+                time.offloaded += count * self._offloaded(layer, recomputed) if moved else 0.0
             if stage.first or stage.last:
                 time.add(self.ends(stage.first, stage.last))
             self._stages[key] = time
