@@ -103,7 +103,9 @@ class StageTime:
 
     def add_communication(self, cluster: Cluster, collectives: Iterable[Collective], time: PartTime) -> None:
         """Add collectives around a part that computes for this time."""
-        left = time.products | {(AGAIN, name): t for (phase, name), t in time.products.items() if phase == FORWARD}
+        again = {(AGAIN, name): once for (phase, name), once in time.products.items() if phase == FORWARD}
+        beside = time.products | again
+        left = dict(beside)
         for each in collectives:
             takes = each.times * seconds(cluster, each.operation, each.size, cluster.group(*each.ranks))
             self.communicating[each.axis] += takes
@@ -112,13 +114,14 @@ class StageTime:
             bare, room = 0.0, 0.0
             if each.behind:
                 place = (HIDING_PHASE.get(each.behind, each.when), HIDING_PART.get(each.behind, each.name))
-                room = left.get(place, 0.0)
+                whole = left.get(place, 0.0)
                 if each.behind == PRODUCT:  # part by part, of which one is not hidden
                     bare = takes / each.ranks.size
                 elif each.behind == ATTENTION:  # step by step of the ring, of which one needs no message
-                    room *= 1 - 1 / each.ranks.size
+                    whole = beside.get(place, 0.0) * (1 - 1 / each.ranks.size)
                 elif each.behind == EXPERTS:  # half by half
-                    room /= 2
+                    whole = beside.get(place, 0.0) / 2
+                room = min(whole, left.get(place, 0.0))
                 used = min(takes - bare, room)
                 left[place] = left.get(place, 0.0) - used
                 self.hiding[INPUT if place[0] == AGAIN else place[0]] += used
