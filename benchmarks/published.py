@@ -162,8 +162,8 @@ wq, wk, wv, wo, w1, w3, w2 (wk, wo, w3), by FLOPs of Llama-3-8B."""
 
 
 OP_KEPT = 0.69
-"""What it keeps over what the same share of whole blocks would: per token of a Llama-3-8B layer the outputs of the other
-products and of attention, and the input, 31,744 elements, instead of 64% of 69,632 and 36% of 4,096."""
+"""What it keeps over what the same share of whole blocks would: per token of a Llama-3-8B layer the outputs of the
+other products and of attention, and the input, 31,744 elements, instead of 64% of 69,632 and 36% of 4,096."""
 
 
 def accelerator(row: Row) -> Accelerator:
@@ -680,22 +680,32 @@ def fit(predictions: Sequence[Prediction]) -> Iterator[tuple[str, str, float]]:
             yield rows[0].cluster.accelerator.name, name, round((low + high) / 2, 2)
 
 
-def ranking(predictions: Iterable[Prediction]) -> Iterator[tuple[str, int, float]]:
-    """Yield studies of one model on equal ranks, with their layouts and what the one predicted fastest loses.
+STUDY = (("model", "layers"), ("model", "hidden"), ("model", "heads"), ("model", "seq"), ("hw", "gpu"), ("hw", "n"))
+"""Fields that the rows of a study of layouts have in common, beside source, global batch and precision."""
 
-    The loss is relative to the fastest one that was measured.
+LAYOUT = (("batch", "micro"), *(("par", name) for name in ("tp", "pp", "dp", "cp", "vpp", "zero", "schedule")))
+"""Fields in which they differ."""
+
+
+def ranking(predictions: Iterable[Prediction]) -> Iterator[tuple[str, int, float]]:
+    """Yield studies of at least three layouts, and what the one predicted to be the fastest loses.
+
+    The loss is relative to the one that was measured to be.
     """
-    studies: dict[str, list[tuple[float, float]]] = {}
+    studies: dict[str, dict[str, tuple[float, float]]] = {}
     for each in predictions:
         error, rate, row = each.time_error(), published_rate(each.row), each.row
-        if error is not None and rate is not None:
-            gpus = f"{row['hw']['n']} {row['hw']['gpu']}"
-            same = (row["precision"], row["recompute"], row["model"]["heads"]) if row["model"].get("heads") else ()
-            name = f"{row['source'].split('(')[0].strip()}, {row['model']['name']}, {gpus}, {same}"
-            studies.setdefault(name, []).append((rate / (1 + error), rate))
+        if error is None or rate is None:
+            continue
+        layers, hidden, heads, length, gpu, count = (row[group].get(name) for group, name in STUDY)
+        name = f"{row['source'].partition(' (')[0]}: {row['model']['name']}, {layers} x {hidden}, {heads} heads, "
+        name += f"{length} tokens, batch {row['batch'].get('global_')}, {row['precision']}, {count} {gpu}"
+        layout = json.dumps([row[group].get(field) for group, field in LAYOUT])
+        # Of a layout that was measured twice, the last one.
+        studies.setdefault(name, {})[layout] = rate / (1 + error), rate
     for name, layouts in studies.items():
-        if len(layouts) >= 4:
-            yield name, len(layouts), max(rate for _, rate in layouts) / max(layouts)[1] - 1
+        if len(layouts) >= 3:
+            yield name, len(layouts), max(rate for _, rate in layouts.values()) / max(layouts.values())[1] - 1
 
 
 def page(result: Mapping[str, Any]) -> str:
@@ -709,7 +719,10 @@ def page(result: Mapping[str, Any]) -> str:
     lines += ["", *BY_GPU, *_error_table(("accelerator", *heads), result["accelerators"].items())]
     lines += [f"* fitted: {name}, {field} {share:g}" for name, field, share in result["fits"]]
     rows = [[name, count, f"{loss:.1%}"] for name, (count, loss) in result["layouts"].items()]
-    lines += ["", *RANKED, *table(("study", "rows", "loss"), rows, "lrr")]
+    losses = [loss for _, loss in result["layouts"].values()]
+    if losses:
+        rows.append(["median", "", f"{statistics.median(losses):.1%}"])
+    lines += ["", *RANKED, *table(("study", "layouts", "loss"), rows, "lrr")]
     lines += ["", *MECHANISMS, "", "Rows left out:", ""]
     lines += [f"* {reason}: {count}" for reason, count in sorted(result["left out"].items())]
     return "\n".join(lines) + "\n"
@@ -750,8 +763,8 @@ BY_GPU = (
 RANKED = (
     "## Layouts",
     "",
-    "Of each study with at least four rows of one model on equally many ranks: what the row that is predicted to be",
-    "the fastest loses to the one that was measured to be.",
+    "Of each study with at least three layouts of one model and batch on equally many ranks: what the one that is",
+    "predicted to be the fastest loses to the one that was measured to be.",
 )
 
 MECHANISMS = (
