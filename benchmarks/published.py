@@ -454,8 +454,13 @@ class Prediction:
     @property
     def seconds(self) -> float:
         """Seconds of a step, with the sends that the row's framework does not hide."""
-        stages = self.config.parallel.num_virtual_stages_per_pipeline_rank or 1
-        return self.time.seconds + 2 * stages * self.time.microbatches * self.source.sends * self.time.stages.transfer
+        time, stages = self.time, self.config.parallel.num_virtual_stages_per_pipeline_rank or 1
+        seconds = time.seconds + 2 * stages * time.microbatches * self.source.sends * time.stages.transfer
+        if str(self.row["par"].get("schedule")).startswith("ZB-"):
+            # Ranks begin the next step alone: the update is validated afterwards (arXiv:2401.10241, section 4).
+            timeline = step_timeline(self.config, time.microbatches, time.stages)
+            seconds -= timeline.makespan - timeline.span
+        return seconds
 
     def time_error(self) -> float | None:
         """Return the relative error of the time of a token; None if the row has no speed."""
@@ -776,6 +781,7 @@ MECHANISMS = (
     "  run without tensor cores (BLOOM, 13824 / 128 = 108).",
     "* SC21 and BLOOM: computing waits for the sends between stages; SC21 sends an 8th of a message from each TP",
     "  rank (scatter/gather), figure 18 without it and BLOOM the whole one, over half a 100 Gb/s card per GPU.",
+    "* Zero Bubble's own schedules: a rank begins the next step alone, so a step takes the longest span of a rank.",
     "* ZeRO-3 in SC21's Table 2: tensors are broadcast one by one, for which a node uses one card at a time.",
     "* MPT: eager PyTorch with FlashAttention of 2022; FSDP without bf16 weights beside fp32 shards; logits and their",
     "  gradient at once, in bf16.",
