@@ -325,6 +325,7 @@ SEEN_OF_PARALLEL = (
     "hierarchical_context_parallel_sizes",
     "expert_model_parallel_size",
     "expert_tensor_parallel_size",
+    "reshards_after_forward",
     "moe_exchange",
     "moe_exchange_bound",
     "moe_shared_expert_overlap",
