@@ -14,6 +14,8 @@ from functools import cached_property, lru_cache
 from math import prod
 from typing import Any
 
+from megatron.config.model import ModelConfig
+from megatron.config.precision import PrecisionConfig
 from megatron.config.run import RunConfig
 from megatron.distributed.sharding import Specs, padded_vocab_size
 from megatron.layers.mixers.activations import ActivationShape
@@ -154,6 +156,17 @@ HIDING_PART = {ATTENTION: ATTENTION, EXPERTS: EXPERTS, SHARED_EXPERT: SHARED_EXP
 """Name of what hides a collective among the products of a part; of the others the name of the collective."""
 
 
+@lru_cache(maxsize=16)
+def _alike(model: ModelConfig, precision: PrecisionConfig) -> Mapping[int, int]:
+    """Return the first layer whose block costs as much, by layer; those of heads are kinds of their own."""
+    first, alike = dict[object, int](), dict[int, int]()
+    for layer in (*range(model.num_layers), *model.head_layers):
+        pattern = model.pattern(min(layer, model.num_layers - 1))
+        fp8 = precision.layer_in_fp8(layer, model.num_layers)
+        alike[layer] = first.setdefault((model.mixers(layer), pattern, fp8, layer >= model.num_layers), layer)
+    return alike
+
+
 class StageTimes:
     """Costs of the stages of all runs that differ in pipeline, data parallelism and recomputed blocks only."""
 
@@ -164,28 +177,18 @@ class StageTimes:
         self._blocks: dict[tuple[int, bool], StageTime] = {}
         self._ends: dict[tuple[bool, bool], StageTime] = {}
         self._stages: dict[object, StageTime] = {}
-        model, first = config.model, dict[object, int]()
-        layers = (*range(model.num_layers), *model.head_layers)
-        self._alike = {layer: first.setdefault(self._kind(layer), layer) for layer in layers}
-
-    def _kind(self, layer: int) -> object:
-        """Return what determines the costs of a block."""
-        model = self.config.model
-        place, fp8 = min(layer, model.num_layers - 1), self.config.precision.layer_in_fp8(layer, model.num_layers)
-        return model.mixers(layer), model.pattern(place), fp8, layer >= model.num_layers
+        self._alike = _alike(config.model, config.precision)
+        self._uniform = len({self._alike[layer] for layer in range(config.model.num_layers)}) == 1
 
     def of(self, stage: StageLayers) -> StageTime:
         """Return the costs of a stage."""
-        offloaded, plan = (
-            self.config.training.cpu_offloading_num_layers,
-            RecomputePlan.from_config(self.config.training, stage.count),
-        )
-        kinds = Counter(
-            (self._alike[layer], place < plan.blocks, place < offloaded) for place, layer in enumerate(stage.layers)
-        )
-        key = (frozenset(kinds.items()), stage.first, stage.last)
+        key = (stage.count if self._uniform else stage.layers, stage.first, stage.last)
         if key not in self._stages:
-            time = StageTime()
+            training, time = self.config.training, StageTime()
+            offloaded, plan = training.cpu_offloading_num_layers, RecomputePlan.from_config(training, stage.count)
+            kinds = Counter(
+                (self._alike[layer], place < plan.blocks, place < offloaded) for place, layer in enumerate(stage.layers)
+            )
             for (layer, recomputed, moved), count in kinds.items():
                 time.add(self.block(layer, recomputed), count)
                 time.offloaded += count * self._offloaded(layer, recomputed) if moved else 0.0
