@@ -44,9 +44,6 @@ from tools.lib.plan_page import plan_page
 TOKENS_PER_PARAMETER = 20
 """Tokens of a run by default, per parameter that a token uses (Hoffmann et al. 2022, arXiv 2203.15556, table 3)."""
 
-PLANS_OF_PICTURES = 200
-"""Plans that are drawn, at most."""
-
 REQUIRED_FLAGS: Mapping[str, tuple[str, ...]] = {
     "--bf16": ("params_dtype",),
     "--mock-data": tuple(name for names in SOURCE_OPTIONS for name in names),
@@ -101,7 +98,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     storage = f"of a node to the storage of checkpoints (default: {STORAGE_BANDWIDTH / 1e9:.2f}GB/s, as Llama 3 had)"
     run.add_argument("--storage", type=parse_rate, default=STORAGE_BANDWIDTH, metavar="RATE", help=storage)
     output = parser.add_argument_group("output")
-    output.add_argument("--count", type=positive(int), default=10, metavar="N", help="plans to show (default: 10)")
+    output.add_argument("--count", type=positive(int), default=5, metavar="N", help="plans to show (default: 5)")
     output.add_argument("--explain", action="store_true", help="print every formula with its numbers")
     again = "search again for other networks, batches and numbers of accelerators, which takes 15 times as long"
     output.add_argument("--sweep", action="store_true", help=again)
@@ -153,15 +150,14 @@ def make_report(options: argparse.Namespace, argv: Sequence[str]) -> PlanReport:
     watts = options.watts or cluster.accelerator.watts
     terms = Terms(run.tokens, options.price, watts, options.mtbf, options.storage)
     search = LayoutSearch(run.config, options.gpus, cluster, find_problems, run.given)
-    pictures = bool(options.html or options.png)
-    plans = search.best(max(options.count, PLANS_OF_PICTURES) if pictures else options.count)
+    plans = search.best(options.count)
     if not plans:
         sentence = f"no layout fits on {options.gpus:,} {cluster.accelerator.name} with the options that are given"
         raise UserError([Problem("E962", sentence, (f"--gpus {2 * options.gpus}",))])
     if options.max_days is not None and days_of(plans[0], search, terms) > options.max_days:
         raise UserError([too_slow(plans[0], search, terms, options.max_days)])
     flags, assumed = shlex.join(run.flags), shlex.join(run.assumed)
-    return PlanReport.of(search, terms, plans, options.count, flags, assumed, options.sweep)
+    return PlanReport.of(search, terms, plans, flags, assumed, options.sweep)
 
 
 def days_of(plan: Plan, search: LayoutSearch, terms: Terms) -> float:

@@ -49,8 +49,6 @@ class PlanReport:
     # Of the best plan.
     neighbours: Sequence[Neighbour]
     sensitivity: Sequence[SweepPoint]
-    # Plans of other grids of ranks, slower than those that are listed.
-    others: Sequence[Plan]
     # Flags of the run, without those of a plan; and those of them that were assumed.
     flags: str
     assumed: str = ""
@@ -60,8 +58,7 @@ class PlanReport:
         cls,
         search: LayoutSearch,
         terms: Terms,
-        found: Sequence[Plan],
-        count: int,
+        plans: Sequence[Plan],
         flags: str,
         assumed: str = "",
         again: bool = False,
@@ -71,17 +68,15 @@ class PlanReport:
         Args:
             search: that found the plans.
             terms: of the run.
-            found: at least one plan, the best first.
-            count: of plans to list.
+            plans: at least one, the best first.
             flags: of the run, without those of a plan.
             assumed: those of the flags that nobody gave.
             again: whether to search again for the sensitivity (:func:`megatron.planner.sensitivity.sweep`).
         """
-        plans, others = found[:count], found[count:]
         costs = [RunCosts.of(plan, search.world_size, search.cluster, terms) for plan in plans]
         memory = [shown_memory(parts) for parts in peaks_by_rank(plans[0].config, search.world_size)]
         neighbours, swept = search.neighbours(plans[0]), [*sweep(search, plans[0], again)]
-        return cls(search, terms, plans, costs, memory, neighbours, swept, others, flags, assumed)
+        return cls(search, terms, plans, costs, memory, neighbours, swept, flags, assumed)
 
     def command(self, plan: Plan) -> str:
         """Return the command line that checks a plan; a run drops its last two flags."""

@@ -78,7 +78,7 @@ def draw_memory(axes: Axes, report: PlanReport) -> None:
 
 def draw_frontier(axes: Axes, report: PlanReport) -> None:
     """Draw seconds of a step over memory: the plans of other grids, single changes of the best, and the frontier."""
-    plans = [*report.plans, *report.others]
+    plans = report.plans
     changed = [each.plan for each in report.neighbours if each.plan is not None]
     for label, some, color in (
         ("one choice changed", changed, MUTED_COLOR),
