@@ -152,8 +152,11 @@ def make_report(options: argparse.Namespace, argv: Sequence[str]) -> PlanReport:
     search = LayoutSearch(run.config, options.gpus, cluster, find_problems, run.given)
     plans = search.best(options.count)
     if not plans:
-        sentence = f"no layout fits on {options.gpus:,} {cluster.accelerator.name} with the options that are given"
-        raise UserError([Problem("E962", sentence, (f"--gpus {2 * options.gpus}",))])
+        sentence, short = f"no layout fits on {options.gpus:,} {cluster.accelerator.name}", search.shortfall()
+        if short is None:
+            raise UserError([Problem("E962", sentence + " with the options that are given")])
+        fixes = [*([f"--gpus {short.ranks}"] if short.ranks else []), *(f"drop {flag}" for flag in short.dropped)]
+        raise UserError([Problem("E962", f"{sentence}: {short}", tuple(fixes))])
     if options.max_days is not None and days_of(plans[0], search, terms) > options.max_days:
         raise UserError([too_slow(plans[0], search, terms, options.max_days)])
     flags, assumed = shlex.join(run.flags), shlex.join(run.assumed)

@@ -260,16 +260,20 @@ def mixer_time(
         for some in (kept, [t for t in kept if not shape.recomputed.isdisjoint(t.recomputed_by)])
     )
     count = len(kept)
+    exchanges, exchange_kernels = _exchanges(shape, mixer)
     rest = PartTime(
-        forward=rates.moving(FORWARD_PASSES * moved, FORWARD_KERNELS * count),
-        input=rates.moving(BACKWARD_PASSES * moved, BACKWARD_KERNELS * count),
+        forward=rates.moving(FORWARD_PASSES * moved + exchanges, FORWARD_KERNELS * count + exchange_kernels),
+        input=rates.moving(BACKWARD_PASSES * moved + exchanges, BACKWARD_KERNELS * count + exchange_kernels),
         again=rates.moving(FORWARD_PASSES * again, FORWARD_KERNELS * count * (again > 0)),
     )
+    if mixer.recomputed(plan):
+        rest.again += rates.moving(exchanges, exchange_kernels)
     if notes is not None:
         notes.append(
-            f"{mixer.module}, other operations: kept {moved / 1e6:,.1f} MB x ({FORWARD_PASSES} + {BACKWARD_PASSES}) / "
-            f"{rates.bandwidth / 1e9:,.0f} GB/s, {count} x ({FORWARD_KERNELS} + {BACKWARD_KERNELS}) gaps: "
-            f"{_ms(rest.forward)} + {_ms(rest.input)}"
+            f"{mixer.module}, other operations: kept {moved / 1e6:,.1f} MB x ({FORWARD_PASSES} + {BACKWARD_PASSES})"
+            + (f" + 2 x {exchanges / 1e6:,.1f} MB of permuted rows" if exchanges else "")
+            + f" / {rates.bandwidth / 1e9:,.0f} GB/s, {count} x ({FORWARD_KERNELS} + {BACKWARD_KERNELS})"
+            f"{f' + 2 x {exchange_kernels}' if exchanges else ''} gaps: {_ms(rest.forward)} + {_ms(rest.input)}"
         )
     return time + rest
 
@@ -292,6 +296,23 @@ def _of_product(rates: KernelRates, name: str, product: ProductShape, fp8: bool,
 
 FORWARD_KERNELS, BACKWARD_KERNELS = 1.0, 1.5
 """Kernels of a kept tensor. A Llama layer, which keeps 9, has 38 launches, 14 of them products and attention."""
+
+
+ROW_PASSES = 1, 3
+"""Times that a row on its way to an expert or back is read or written, on one rank and between ranks. With the kernels
+below fitted to the layers of Mixtral, Qwen3 and DeepSeek-V3 in ``benchmarks/results/launches.md``."""
+
+ROUTING_KERNELS = 12, 20
+"""Kernels of routing and permuting, in forward and as many in backward, on one rank and between ranks."""
+
+
+def _exchanges(shape: ActivationShape, mixer: Mixer) -> tuple[float, int]:
+    """Return the bytes that permuting rows for experts and back moves in forward, or in backward, and its kernels."""
+    routed, parallel = mixer.routed(shape), shape.config.parallel
+    if routed is None:
+        return 0.0, 0
+    between = parallel.expert_model_parallel_size * parallel.expert_tp > 1
+    return 2 * ROW_PASSES[between] * routed.rows * routed.width * shape.width, ROUTING_KERNELS[between]
 
 
 def _product_time(name: str, product: Matmul, seconds: tuple[float, ...], frozen: bool) -> PartTime:
@@ -336,8 +357,23 @@ def _between_activations(
             f"{mixer.module}, {kind}: {keys:,.0f} keys of {shape.tokens:,} queries, {flops / 1e12:.3f} TFLOP, "
             f"{flops / forward / 1e12:,.0f} TFLOP/s reached: {_ms(forward)}, backward {_ms(backward)}"
         )
+    forward, backward = forward + _ring_steps(rates, shape, mixer, 1), backward + _ring_steps(rates, shape, mixer, 2)
     of_name = {(FORWARD, ATTENTION): forward, (INPUT, ATTENTION): backward}
     return PartTime(forward, backward, 0.0, forward * max(0, again), of_name)
+
+
+STEP_BYTES = 10
+"""Bytes per element of adding a result of 16 bits to one of 32 in memory."""
+
+
+def _ring_steps(rates: KernelRates, shape: ActivationShape, mixer: Mixer, results: int) -> float:
+    """Return the seconds of adding up what every step of a ring gives: outputs, or gradients of queries and keys."""
+    parallel, exchanged = shape.config.parallel, mixer.exchanged(shape.model, shape.tp)
+    ring = parallel.context_parallel_size // parallel.cp_head_ranks
+    if exchanged is None or ring == 1 or parallel.cp_comm_type == "all_gather":
+        return 0.0
+    elements = exchanged.output if results == 1 else exchanged.queries + exchanged.keys
+    return rates.moving(ring * shape.tokens * elements * STEP_BYTES, ring * results)
 
 
 def mixer_times(

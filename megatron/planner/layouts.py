@@ -210,7 +210,9 @@ class LayoutSpace:
         for word, name, choices in sizes:
             by_size: dict[int, Choice] = {}
             for choice in choices:
-                by_size.setdefault(choice[name], choice)
+                alike = all(now[other] == value for other, value in choice.items() if other in (OVERLAP, METHOD))
+                if alike or choice[name] not in by_size:
+                    by_size[choice[name]] = choice
             for size in nearest(now[name], by_size):
                 yield f"{word} {size}", by_size[size]
         others: tuple[Iterable[Choice], ...] = (

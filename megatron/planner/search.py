@@ -20,17 +20,21 @@ from megatron.pipeline.partition import StageLayers
 from megatron.pipeline.plan import resolve_pipeline, stage_layers, stage_placement
 from megatron.planner.hardware import Cluster
 from megatron.planner.layouts import (
+    CHOSEN,
     CP,
     DELAYING_SCHEDULES,
     EP,
     ETP,
+    GATHER,
     GRID,
     INSTANCES,
     MICRO,
     OFFLOAD,
     OPTIMIZER,
+    OVERLAP,
     PP,
     SCHEDULE,
+    SEQUENCE,
     STAGES,
     STRATEGY,
     TP,
@@ -40,12 +44,29 @@ from megatron.planner.layouts import (
     apply,
     choices_of,
 )
-from megatron.planner.memory import max_peak_bytes, max_state_bytes
+from megatron.planner.memory import max_peak_bytes, max_state_bytes, peaks_by_rank
 from megatron.planner.stage_time import StageTimes, stage_times
 from megatron.planner.step_time import StepTime, step_time
 
 HEADROOM = 0.94
 """Share of the device memory that a plan may fill: the CUDA context and fragmentation take the rest."""
+
+SAME = 1e-6
+"""Share of a time below which a difference is none."""
+
+WORDS = {
+    "compute": "computing",
+    "recompute": "recomputation",
+    "bubble": "bubble",
+    "tensor": "TP communication",
+    "context": "CP communication",
+    "expert": "EP communication",
+    "pipeline": "messages between stages",
+    "data": "DP communication",
+    "offload": "offload",
+    "optimizer": "updates",
+}
+"""Parts of a step in words."""
 
 Check = Callable[[RunConfig, int], Iterable[Problem]]
 """Returns the problems of a configuration on so many ranks, none if a run accepts it."""
@@ -95,6 +116,26 @@ class Neighbour:
     axis: tuple[str, ...] = ()
     # Why it is not better, such as "+31 %: tensor-parallel communication takes 2.1 s more"; empty if it is.
     reason: str = ""
+
+
+@dataclass(frozen=True)
+class Shortfall:
+    """What a run is short of that fits in no layout."""
+
+    # The plan that takes the least memory, and how many bytes it takes too many on the fullest rank.
+    plan: Plan
+    missing: int
+    # A number of ranks with which it fits; None if there is none up to 64 times as many.
+    ranks: int | None
+    # Flags that were given, without any of which it fits.
+    dropped: tuple[str, ...]
+
+    def __str__(self) -> str:
+        """Return the plan, what is missing, and what would fit."""
+        short = f"{format_bytes(self.missing)} too much on the fullest rank with {' '.join(self.plan.flags)}"
+        ways = [*([f"{self.ranks:,} ranks"] if self.ranks else []), *(f"no {flag}" for flag in self.dropped)]
+        ways.append(f"{format_bytes(self.plan.bytes / HEADROOM)} per rank")
+        return f"{short}; it fits with {', or '.join(ways)}"
 
 
 @dataclass(frozen=True)
@@ -189,15 +230,69 @@ class LayoutSearch:
 
     def _why(self, plan: Plan, other: Plan) -> str:
         """Return why another plan is not better; empty if it is."""
-        reasons = []
-        if other.bytes > self.capacity:
-            reasons.append(f"{format_bytes(other.bytes - self.capacity)} too much")
-        if other.time.seconds > plan.time.seconds:
+        slower, reasons = other.time.seconds - plan.time.seconds, []
+        if (missing := other.bytes - self.capacity) > 0:
+            peaks = [sum(peak.values()) for peak in peaks_by_rank(other.config, self.world_size)]
+            where = f" on pipeline rank {peaks.index(max(peaks))}" if len(peaks) > 1 else ""
+            reasons.append(f"{format_bytes(missing)} too much{where}")
+        if slower > SAME * plan.time.seconds:
             grown = {part: seconds - plan.time.parts[part] for part, seconds in other.time.parts.items()}
             part = max(grown, key=lambda each: grown[each])
-            share = other.time.seconds / plan.time.seconds - 1
-            reasons.append(f"{share:+.1%}, {part} {grown[part]:+.3g} s")
+            reason = f"{slower / plan.time.seconds:+.1%}: {grown[part]:.3g} s more of {WORDS[part]}"
+            tp = other.config.parallel.tensor_model_parallel_size
+            crosses = part == "tensor" and self.cluster.group(tp, 1).per_node < tp
+            reasons.append(reason + f", as TP {tp} crosses nodes" * crosses)
+        elif not reasons and slower > -SAME * plan.time.seconds:
+            saved = plan.bytes - other.bytes
+            less = f" with {format_bytes(abs(saved))} {'less' if saved > 0 else 'more'}" if saved else ""
+            reasons.append(f"as fast{less}")
         return "; ".join(reasons)
+
+    def shortfall(self) -> Shortfall | None:
+        """Return what is missing where nothing fits; None if something fits, or no layout is accepted."""
+        least = self._smallest()
+        if least is None or self.fits(least):
+            return None
+        larger = (replace(self, world_size=times * self.world_size) for times in (2, 4, 8, 16, 32, 64))
+        ranks = next((each.world_size for each in larger if each._holds_any()), None)
+        freed = (name for name in CHOSEN if name in self.given)
+        dropped = (name for name in freed if replace(self, given=self.given - {name})._holds_any())
+        missing = math.ceil(least.bytes - self.capacity)
+        return Shortfall(least, missing, ranks, tuple(SETTINGS[name].flag for name in dropped))
+
+    def _holds_any(self) -> bool:
+        smallest = self._smallest(enough=self.capacity)
+        return smallest is not None and self.fits(smallest)
+
+    def _smallest(self, enough: float = 0.0) -> Plan | None:
+        """Return the plan that takes the least memory, or the first with ``enough``.
+
+        Only layouts are compared that save the most: the smallest micro-batches, 1F1B, all blocks recomputed, and all
+        that can be offloaded.
+        """
+        best: Plan | None = None
+        for chosen in self._most_saving():
+            if best is None or self._state(chosen).bytes < best.bytes:
+                plan = self.plan(chosen)
+                best = plan if plan is not None and (best is None or plan.bytes < best.bytes) else best
+                if best is not None and best.bytes <= enough:
+                    break
+        return best
+
+    def _most_saving(self) -> Iterator[Choice]:
+        """Yield the layouts of each grid and ZeRO stage that save the most."""
+        seen = set[tuple[Any, ...]]()
+        for core in self.space.cores():
+            if core[OVERLAP] and OVERLAP not in self.given:
+                continue
+            for pipeline in self.space.pipelines(core):
+                layout = {**core, **pipeline}
+                grid = tuple(layout[name] for name in GRID)
+                for sharding in self.space.shardings(layout) if grid not in seen else ():
+                    chosen = {**layout, **sharding}
+                    if not chosen[GATHER] or GATHER in self.given:
+                        yield {**chosen, **self.space.recomputations(chosen)[-1], **self.space.offloads(chosen)[-1]}
+                seen.add(grid)
 
     def _predict(self, config: RunConfig, chosen: Choice) -> Plan:
         time = step_time(config, self.world_size, self.cluster)
@@ -206,6 +301,8 @@ class LayoutSearch:
     def _cores(self) -> Iterator[_Node]:
         """Yield what determines the work of a micro-batch, with the time of this work divided equally."""
         for core in self.space.cores():
+            if core[SEQUENCE] and not core[OVERLAP] and OVERLAP not in self.given:
+                continue  # which takes no less time than the same with overlap
             config = apply(self.space.start, {**core, PP: 1, STAGES: None, SCHEDULE: None})
             try:
                 (stage,) = stage_layers(config.model, config.parallel, config.training.seq_length)
@@ -244,7 +341,10 @@ class LayoutSearch:
 
     def _layouts(self, node: _Node) -> Iterator[_Node]:
         """Yield the layouts of a pipeline with the least recomputation, and the least offload with which state fits."""
-        for sharding in self.space.shardings(node.chosen):
+        shardings = self.space.shardings(node.chosen)
+        for sharding in shardings:
+            if not sharding[GATHER] and {**sharding, GATHER: True} in shardings:
+                continue  # which takes no less time than the same with overlap
             chosen = {**node.chosen, **sharding}
             offloads = self.space.offloads(chosen)
             if self._holds(self._state({**chosen, **offloads[0]})):
@@ -252,15 +352,22 @@ class LayoutSearch:
             yield from self._with(node, ({**chosen, **offload} for offload in offloads))
 
     def _savers(self, node: _Node) -> Iterator[_Node]:
-        """Yield layouts that take no less time than one that does not fit, and save memory.
+        """Yield layouts that take no less time than one that does not fit, or is refused, and may save memory.
 
-        Each is reached by one path: offload, then recomputation.
+        Each is reached by one path, which changes one kind of choice after the other.
         """
         chosen = node.chosen
-        recomputations, offloads = self.space.recomputations(chosen), self.space.offloads(chosen)
-        if _has(chosen, recomputations[0]):
-            others = [*recomputations[1:], *(offloads[1:] if _has(chosen, offloads[0]) else ())]
-            yield from self._with(node, ({**chosen, **other} for other in others))
+        offloads = self.space.offloads(chosen)
+        changes: tuple[Sequence[Choice], ...] = (
+            [{OVERLAP: False}] if chosen[OVERLAP] and OVERLAP not in self.given else [],
+            [{GATHER: False}] if chosen[GATHER] and GATHER not in self.given else [],
+            offloads[1:] if _has(chosen, offloads[0]) else [],
+            self.space.recomputations(chosen)[1:],
+        )
+        for number, others in enumerate(changes):
+            if number >= node.saved:
+                layouts = ({**chosen, **other} for other in others)
+                yield from (replace(each, saved=number + 1) for each in self._with(node, layouts))
 
     def _with(self, node: _Node, layouts: Iterable[Choice]) -> Iterator[_Node]:
         """Yield layouts of the set of a node whose state fits."""
@@ -377,6 +484,8 @@ class _Node:
     times: StageTimes
     # Lower bound without replicas and updates, of a pipeline that is simulated.
     least: float = 0.0
+    # Kinds of choices that have been changed to save memory, of those that :meth:`LayoutSearch._savers` lists.
+    saved: int = 0
     time: StepTime | None = None
 
 

@@ -67,10 +67,10 @@ def with_memory(gigabytes: float, node_size: int = 8) -> Cluster:
 
 
 FIXED = {
-    "sharding": (SHARDING[2], *CONTEXT, *PIPELINE[1:], *RECOMPUTATION, *OFFLOAD),
+    "sharding": (*CONTEXT, *PIPELINE[1:], *RECOMPUTATION, *OFFLOAD),
     "pipelines": (*TENSOR, *CONTEXT, *SHARDING, *OFFLOAD),
     "memory": (*TENSOR, *CONTEXT, *PIPELINE, SHARDING[2]),
-    "all of a micro-batch": (SHARDING[2], *RECOMPUTATION, *OFFLOAD),
+    "all of a micro-batch": (*RECOMPUTATION, *OFFLOAD),
 }
 """Options that keep their values in a search; the others are searched."""
 
