@@ -153,3 +153,13 @@ def test_too_few_days_name_enough_accelerators(capsys: pytest.CaptureFixture[str
     more = re.findall(r"fix: --gpus (\d+)", printed(capsys, f"--gpus 2 {run} {fewer}", 2))
     assert more == ["4"]
     assert "plan 1" in printed(capsys, f"--gpus {more[0]} {run} {fewer}")
+
+
+def test_a_run_that_fits_nowhere_names_enough_accelerators(capsys: pytest.CaptureFixture[str]) -> None:
+    run = "--gpu rtx4090-24g --preset gpt2-1.5b --global-batch-size 64 --micro-batch-size 1 --count 1"
+    run += " --pipeline-model-parallel-size 1 --cpu-offloading-num-layers 0 --no-optimizer-cpu-offload"
+    text = printed(capsys, f"--gpus 1 {run}", 2)
+    missing, fits = map(float, re.findall(r"needs ([\d.]+) GiB more than the ([\d.]+) GiB", text)[0])
+    assert missing + fits > 18 * 1.557e9 / 2**30  # bytes of weights, gradients, main parameters and moments
+    count = re.findall(r"fix: --gpus (\d+)", text)[0]
+    assert "plan 1" in printed(capsys, f"--gpus {count} {run}")
