@@ -59,6 +59,7 @@ def main(argv: Sequence[str]) -> int:
     add_flags(parser)
     options, flags = parser.parse_known_args(argv)
     try:
+        check_files(options)
         report = make_report(options, flags)
         echo("\n".join(text(report, options.explain)))
         write_files(report, options)
@@ -277,6 +278,15 @@ def batch_of_paper(preset: str | None, config: RunConfig) -> int:
     samples = PAPER_TOKENS_PER_STEP[preset] / config.training.seq_length
     unit = 2 ** max(0, int(math.log2(samples / 4)))  # papers quote rounded tokens
     return unit * round(samples / unit)
+
+
+def check_files(options: argparse.Namespace) -> None:
+    """Raise ``ValueError`` for a file that cannot be written, before the search."""
+    for path in filter(None, (options.json, options.png, options.html)):
+        if path.is_dir() or not path.absolute().parent.is_dir():
+            raise ValueError(f"{path} cannot be written: {'it is a folder' if path.is_dir() else 'no such folder'}")
+    if options.png and not options.png.suffix:
+        raise ValueError(f"{options.png}: the file name needs an extension: .png, .pdf or .svg")
 
 
 def write_files(report: PlanReport, options: argparse.Namespace) -> None:

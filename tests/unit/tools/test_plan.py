@@ -139,6 +139,15 @@ def test_mistakes_are_refused_with_a_sentence(capsys: pytest.CaptureFixture[str]
     assert message in printed(capsys, f"--gpus 8 --preset gpt2-124m {flags}", 2)
 
 
+def test_files_are_checked_before_the_search(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    for files, message in (
+        (f"--json {tmp_path}", "it is a folder"),
+        (f"--html {tmp_path}/none/plan.html", "no such folder"),
+        (f"--png {tmp_path}/plan", "needs an extension"),
+    ):
+        assert message in printed(capsys, f"--gpus 8 --preset gpt3-175b {files}", 1)
+
+
 def test_a_batch_is_that_of_the_paper_or_required(capsys: pytest.CaptureFixture[str]) -> None:
     sizes = "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 64 --vocab-size 128"
     assert "--global-batch-size 512" in printed(capsys, f"--gpus 8 {sizes}", 2)
