@@ -26,14 +26,15 @@ from megatron.data.dataset_info import resolve_vocab_size
 from megatron.planner.flops import FlopsPerToken
 from megatron.planner.hardware import Cluster, accelerators
 from megatron.planner.layouts import CHOSEN, NO_OFFLOAD, apply
+from megatron.planner.memory import max_state_bytes
 from megatron.planner.search import LayoutSearch, Plan
 from megatron.planner.step_time import step_time
 
 PLANNED = frozenset(CHOSEN)
 """Options that the planner may choose."""
 
-MOST_DOUBLED = 3
-"""How often the number of ranks is doubled to find one that is enough."""
+MOST_DOUBLED = 4
+"""How often the number of ranks is doubled at most to find one that is enough."""
 
 
 @dataclass(frozen=True)
@@ -138,7 +139,10 @@ def _nothing_fits(search: LayoutSearch) -> Problem:
     if not replace(search, cluster=unlimited).best(1):
         (problem, *_) = find_problems(search.space.start, ranks)
         return Problem("E962", f"--plan auto: {counted} can have no layout: {problem.sentence}", problem.fixes)
-    tried = (ranks * 2**doubled for doubled in range(1, MOST_DOUBLED + 1))
+    start = search.space.start
+    state = sum(max_state_bytes(start, ranks).values()) * start.parallel.model_ranks
+    doubled = max(1, math.ceil(math.log2(state / search.capacity / ranks)))  # all state sharded leaves some room
+    tried = (ranks * 2**power for power in (doubled, doubled + 1) if power <= MOST_DOUBLED)
     enough = next((more for more in tried if replace(search, world_size=more).best(1)), None)
     fix = f"torchrun --nproc-per-node {enough}" if (enough or 0) <= 8 else f"start {enough} ranks"
     memory = f"{format_bytes(cluster.accelerator.memory)} of memory ({cluster.accelerator.name})"
