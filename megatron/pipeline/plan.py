@@ -158,6 +158,7 @@ def schedule_name(parallel: ParallelConfig, stages_per_rank: int) -> str:
     return parallel.pipeline_schedule or (DEFAULT_SCHEDULE if stages_per_rank == 1 else DEFAULT_VIRTUAL_SCHEDULE)
 
 
+@lru_cache(maxsize=64)
 def stage_placement(parallel: ParallelConfig, stages_per_rank: int) -> tuple[int, ...]:
     """Return the rank of every stage, independent of the number of micro-batches."""
     name, ranks = schedule_name(parallel, stages_per_rank), parallel.pipeline_model_parallel_size

@@ -156,8 +156,8 @@ def state_tensors(trainer: Trainer) -> dict[str, dict[str, Tensor]]:
     optimizer, buckets = trainer.optimizer, trainer.buckets.buckets
     main_params, remainders = optimizer.main_params, optimizer.main_params.remainders
     tensors: dict[str, dict[str, Tensor]] = {
-        "weights": {f"bucket {number}": buffer.part for number, buffer in enumerate(optimizer.weights.buffers)},
-        "gradients": {f"bucket {number}": bucket.shard for number, bucket in enumerate(buckets)},
+        "weights": dict(zip(bucket_names(trainer), (buffer.part for buffer in optimizer.weights.buffers))),
+        "gradients": dict(zip(bucket_names(trainer), (bucket.shard for bucket in buckets))),
         "main params": {name: remainders[name] if name in remainders else main_params[name] for name in main_params},
     }
     for component in trainer.components:
@@ -166,6 +166,14 @@ def state_tensors(trainer: Trainer) -> dict[str, dict[str, Tensor]]:
             of_part = {f"{kind} of {name}": tensor for kind, named in kinds for name, tensor in named.items()}
             tensors[component.memory_part] = of_part
     return tensors
+
+
+def bucket_names(trainer: Trainer) -> list[str]:
+    """Return a name for each buffer of weights, those with gradients first: its only parameter, or first and last."""
+    buckets = trainer.buckets
+    layouts = [*(bucket.layout for bucket in buckets.buckets), *buckets.without_gradients]
+    names = ([*layout.specs] for layout in layouts)
+    return [first if not others else f"{first} to {others[-1]}" for first, *others in names]
 
 
 def built_state_bytes(trainer: Trainer) -> dict[str, int]:

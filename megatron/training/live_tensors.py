@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._C._autograd import SavedTensor
+from torch.autograd.function import FunctionCtx
 from torch.autograd.graph import GradientEdge
 
 from megatron.training.trainer import Trainer
@@ -77,8 +78,9 @@ class ModuleNames:
             for value in (frame.f_locals.get("self"), frame.f_locals.get("ctx")):
                 if isinstance(value, nn.Module):
                     found = self._modules.get(id(value), found)
-                elif hasattr(value, "next_functions"):
-                    found = self.of_node(value) or found
+                elif isinstance(value, FunctionCtx):
+                    with suppress(RuntimeError):  # in forward it has no edges yet
+                        found = self.of_node(value) or found
         return found
 
 

@@ -26,7 +26,7 @@ from megatron.config.text import counted, format_bytes
 from megatron.distributed.layout import Layout
 from megatron.planner.memory import STATE_KINDS, peaks_by_rank, rank_state_bytes
 from megatron.training.failure_report import MEMORY, failure_kind
-from megatron.training.fake_world import state_tensors
+from megatron.training.fake_world import bucket_names, state_tensors
 from megatron.training.live_tensors import KEPT, OTHER, LiveTensor, ModuleNames, frames_of, live_tensors, trainer_of
 from megatron.training.trainer import Trainer
 
@@ -73,7 +73,9 @@ class DeviceMemory(NamedTuple):
         if device.type == "cuda":
             free, whole = torch.cuda.mem_get_info(device)
             allocated, reserved = torch.cuda.memory_allocated(device), torch.cuda.memory_reserved(device)
-            return cls(whole, allocated, reserved - allocated, whole - free - reserved)
+            share = torch.cuda.get_per_process_memory_fraction(device)
+            outside = whole - free - reserved if share == 1 else 0  # PyTorch stops at its share, whatever is free
+            return cls(share * whole, allocated, reserved - allocated, outside)
         pages, resident, *_ = map(int, Path("/proc/self/statm").read_text().split())
         limit, _ = resource.getrlimit(resource.RLIMIT_AS)
         limited = limit != resource.RLIM_INFINITY
@@ -148,8 +150,8 @@ def _device(config: RunConfig, trainer: Trainer | None) -> torch.device:
 
 def _state(trainer: Trainer) -> Mapping[str, Mapping[str, torch.Tensor]]:
     """Return the tensors of the state by part, and the whole weights that ZeRO-3 has gathered."""
-    weights = trainer.optimizer.weights.buffers
-    return state_tensors(trainer) | {GATHERED: {f"bucket {number}": each.whole for number, each in enumerate(weights)}}
+    whole = (buffer.whole for buffer in trainer.optimizer.weights.buffers)
+    return state_tensors(trainer) | {GATHERED: dict(zip(bucket_names(trainer), whole))}
 
 
 def rank_peak_bytes(config: RunConfig, world_size: int, rank: int) -> dict[str, int]:
@@ -191,7 +193,7 @@ def largest(tensors: Sequence[LiveTensor]) -> Iterator[str]:
     groups = Counter[tuple[str, str, tuple[int, ...], torch.dtype]]()
     count = Counter[tuple[str, str, tuple[int, ...], torch.dtype]]()
     for tensor in tensors:
-        owner = re.sub(r"\blayers\.\d+\b|\bbucket \d+", lambda found: found[0].rstrip("0123456789") + "*", tensor.owner)
+        owner = re.sub(r"\blayers\.\d+\b", "layers.*", tensor.owner)
         group = (tensor.part, owner, tensor.shape, tensor.dtype)
         groups[group] += tensor.size
         count[group] += 1

@@ -7,7 +7,11 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
+import torch
+
 from megatron.config.run import RunConfig
+from megatron.config.text import format_bytes
+from megatron.planner.memory import rank_state_bytes
 from megatron.training.trainer import Trainer
 from tests.kit.pool import Pool
 from tests.kit.runs import Outcome, before_step, column, start, tiny_run
@@ -21,7 +25,11 @@ def overheat() -> None:
     raise ValueError("too hot")
 
 
-FAULTS: dict[str, Callable[[], None]] = {"raises": overheat, "sleeps": partial(time.sleep, NAP)}
+FAULTS: dict[str, Callable[[], object]] = {
+    "raises": overheat,
+    "sleeps": partial(time.sleep, NAP),
+    "allocates": partial(torch.empty, 1 << 52),
+}
 """Faults of rank 1 in 3F2 of step 3."""
 
 
@@ -71,3 +79,15 @@ def test_a_rank_that_does_not_answer_is_reported_with_its_action(pool: Pool, tmp
     assert "error: lost contact with another rank" in incident
     assert "Timed out waiting 3000ms" in incident
     assert incident.endswith(", in the pipeline at 2B2")
+
+
+def test_a_rank_without_memory_ends_all_and_explains_its_own(pool: Pool, tmp_path: Path) -> None:
+    printed, incident = run_broken(pool, tmp_path, "allocates")
+    error, report = printed.split("the ranks were at: 2B2 (rank 0), 3F2 (rank 1)\nmemory of rank 1 on cpu")
+    assert "can't allocate memory" in error
+    assert ": 16,777,216.00 GiB could not be allocated" in report
+    state = rank_state_bytes(tiny_run(tmp_path, INTERLEAVED, 2), 2, 1)
+    for part in ("weights", "gradients"):
+        assert report.count(format_bytes(state[part])) >= 2, part
+    assert "in the pipeline at 3F2" in incident
+    assert "memory of rank" not in incident

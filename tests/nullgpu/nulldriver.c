@@ -195,7 +195,11 @@ int nvmlDeviceGetHandleByPciBusId_v2(const char *id, void **device) { return NVM
 int nvmlDeviceGetGpuFabricInfoV(void *device, void *info) { return NVML_SUCCESS; }
 int nvmlDeviceGetNvLinkRemoteDeviceType(void *device, unsigned link, int *type) { return NVML_NOT_SUPPORTED; }
 int nvmlDeviceGetNvLinkRemotePciInfo_v2(void *device, unsigned link, void *info) { return NVML_NOT_SUPPORTED; }
-int nvmlDeviceGetComputeRunningProcesses(void *device, unsigned *count, void *infos) { return NVML_NOT_SUPPORTED; }
+// What torch lists when memory is missing.
+int nvmlDeviceGetComputeRunningProcesses(void *device, unsigned *count, void *infos) {
+    *count = 0;
+    return NVML_SUCCESS;
+}
 
 int nvmlSystemGetCudaDriverVersion_v2(int *version) {
     *version = 13000;

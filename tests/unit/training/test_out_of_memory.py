@@ -100,11 +100,11 @@ def test_large_tensors_have_the_names_of_their_modules(tmp_path: Path) -> None:
 
 def test_equal_tensors_of_several_layers_are_one_row() -> None:
     tensors = [LiveTensor(2**20, (4, 5), torch.bfloat16, KEPT, f"layers.{n}.mlp") for n in range(12)]
-    tensors += [LiveTensor(2**23, (7,), torch.float32, "weights", "bucket 3")]
+    tensors += [LiveTensor(2**23, (7,), torch.float32, "weights", "layers.3.mlp to layers.0.mlp")]
     assert [*largest(tensors)] == [
         "largest tensors:",
         "     12.00 MiB  12 tensors   bfloat16 [4 x 5]  kept for backward: layers.*.mlp",
-        "      8.00 MiB  1 tensor     float32 [7]  weights: bucket *",
+        "      8.00 MiB  1 tensor     float32 [7]  weights: layers.*.mlp to layers.*.mlp",
     ]
 
 
