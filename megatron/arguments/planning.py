@@ -137,7 +137,7 @@ def _nothing_fits(search: LayoutSearch) -> Problem:
         return Problem("E962", f"--plan auto: {counted} can have no layout: {why}", fixes)
     start = f"torchrun --nproc-per-node {short.ranks}" if (short.ranks or 0) <= 8 else f"start {short.ranks} ranks"
     fixes = (*([start] if short.ranks else []), *(f"drop {flag}" for flag in short.dropped))
-    memory = f"{format_bytes(accelerator.memory)} of memory ({accelerator.name})"
+    memory = f"{format_bytes(accelerator.memory)} of memory{'' if ranks == 1 else ' each'} ({accelerator.name})"
     return Problem("E962", f"--plan auto: no layout fits into {counted} with {memory}: {short}", fixes)
 
 
