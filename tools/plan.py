@@ -35,10 +35,12 @@ from megatron.config.settings import SETTINGS
 from megatron.config.text import echo, format_bytes
 from megatron.convert.huggingface.config import read_model_values
 from megatron.layers.parameters import num_parameters
+from megatron.planner.calibrate import calibrate
 from megatron.planner.costs import HOURS_BETWEEN_FAILURES, STORAGE_BANDWIDTH, RunCosts, Terms
 from megatron.planner.hardware import Cluster, accelerators, find_accelerator
 from megatron.planner.report import PlanReport, as_dict, describe_layout, text
 from megatron.planner.search import LayoutSearch, Plan
+from megatron.training.measured_run import read_measured_run
 from tools.lib.plan_figures import draw_plan
 from tools.lib.plan_page import plan_page
 
@@ -87,6 +89,10 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     cluster.add_argument("--gpu", default="h100-80g", metavar="NAME", help=names)
     cluster.add_argument("--nodes-of", type=positive(int), metavar="N", help="accelerators of a node")
     cluster.add_argument("--network", type=parse_rate, metavar="RATE", help="of an accelerator: 400Gb/s, 50GB/s")
+    fitted = "fit the efficiency of the accelerators to the steps that run folders have measured"
+    cluster.add_argument("--calibrate", type=Path, nargs="+", default=[], metavar="RUN", help=fitted)
+    written = "write the fitted accelerator, for --gpu and --plan-gpu"
+    cluster.add_argument("--calibrated", type=Path, metavar="FILE.yaml", help=written)
     run = parser.add_argument_group("run")
     tokens = f"of the run, such as 300B (default: {TOKENS_PER_PARAMETER} per parameter that a token uses)"
     run.add_argument("--tokens", type=parse_amount, metavar="N", help=tokens)
@@ -148,6 +154,8 @@ def make_report(options: argparse.Namespace, argv: Sequence[str]) -> PlanReport:
         UserError: if the flags are invalid, or nothing fits.
     """
     cluster = Cluster.of(find_accelerator(options.gpu), options.nodes_of, options.network, options.gpus)
+    if options.calibrate:
+        cluster = calibrated(cluster, options.calibrate, options.calibrated)
     run = PlannedRun.read(argv, options.gpus, options.tokens)
     watts = options.watts or cluster.accelerator.watts
     terms = Terms(run.tokens, options.price, watts, options.mtbf, options.storage)
@@ -180,6 +188,16 @@ def nothing_fits(search: LayoutSearch) -> Problem:
 
 LARGER, MORE_RANKS = (1.25, 1.6, 2, 3, 4, 8), (2, 4, 8, 16)
 """Multiples of the memory, and of the ranks, that are tried where nothing fits."""
+
+
+def calibrated(cluster: Cluster, runs: Sequence[Path], file: Path | None) -> Cluster:
+    """Return a cluster as its runs have shown it; print what changed, and write it to a file."""
+    calibration = calibrate(cluster, [read_measured_run(folder) for folder in runs])
+    echo("\n".join([*calibration.report(), ""]))
+    if file is not None:
+        publish_file(file, calibration.to_yaml().encode())
+        echo(file)
+    return calibration.cluster
 
 
 def days_of(plan: Plan, search: LayoutSearch, terms: Terms) -> float:
