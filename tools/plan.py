@@ -1,4 +1,4 @@
-"""Plan a run before a cluster is booked: ``python tools/plan.py --preset llama2-7b --gpus 64 --gpu h100-80g``.
+"""Plan a run before a cluster is booked: ``python tools/plan.py --preset llama2-7b --gpus 64``.
 
 Takes the flags of a training run besides its own. Prints the fastest layouts that fit, and of the best what it takes:
 memory of every pipeline rank, seconds of a step, communication, days, energy, checkpoints; why other layouts lose; and
@@ -21,6 +21,7 @@ from typing import NamedTuple
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # if this checkout is not installed
 
 from megatron.arguments.cli import ParsedArguments, parse, parse_flags
+from megatron.arguments.help import make_parser
 from megatron.arguments.presets import PAPER_TOKENS_PER_STEP
 from megatron.arguments.sources import from_assignments, from_mapping, read_yaml
 from megatron.arguments.validate import find_problems
@@ -55,7 +56,9 @@ REQUIRED_FLAGS: Mapping[str, tuple[str, ...]] = {
 
 def main(argv: Sequence[str]) -> int:
     """Print the plans and return the exit status."""
-    parser = build_parser()
+    usage = "%(prog)s --gpus N [--gpu NAME] [these flags] [flags of a run]"
+    parser = argparse.ArgumentParser("plan.py", usage=usage, description=__doc__, allow_abbrev=False)
+    add_flags(parser)
     options, flags = parser.parse_known_args(argv)
     try:
         report = make_report(options, flags)
@@ -71,13 +74,14 @@ def main(argv: Sequence[str]) -> int:
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """Return the parser of the flags that are no options of a run."""
-    parser = argparse.ArgumentParser(
-        "plan.py",
-        usage="%(prog)s --gpus N [--gpu NAME] [these flags] [flags of a run]",
-        description=__doc__,
-        allow_abbrev=False,
-    )
+    """Return the parser of all flags, those of a run included, for completion."""
+    parser = make_parser()
+    add_flags(parser)
+    return parser
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """Add the flags that are no options of a run."""
     cluster = parser.add_argument_group("cluster")
     names = f"{', '.join(accelerators())}, or a FILE.yaml of one such row (default: %(default)s)"
     cluster.add_argument("--gpus", type=positive(int), required=True, metavar="N", help="accelerators")
@@ -104,7 +108,6 @@ def build_parser() -> argparse.ArgumentParser:
     output.add_argument("--json", type=Path, metavar="FILE", help="write all numbers")
     output.add_argument("--png", type=Path, metavar="FILE", help="draw the plan; .png, .pdf or .svg")
     output.add_argument("--html", type=Path, metavar="FILE", help="write a page with everything")
-    return parser
 
 
 def positive(kind: type[int] | type[float]) -> Callable[[str], float]:
@@ -153,8 +156,11 @@ def make_report(options: argparse.Namespace, argv: Sequence[str]) -> PlanReport:
     pictures = bool(options.html or options.png)
     plans = search.best(max(options.count, PLANS_OF_PICTURES) if pictures else options.count)
     if not plans:
-        sentence = f"no layout fits on {options.gpus:,} {cluster.accelerator.name} with the options that are given"
-        raise UserError([Problem("E962", sentence, (f"--gpus {2 * options.gpus}",))])
+        sentence, short = f"no layout fits on {options.gpus:,} {cluster.accelerator.name}", search.shortfall()
+        if short is None:
+            raise UserError([Problem("E962", sentence + " with the options that are given")])
+        fixes = [*([f"--gpus {short.ranks}"] if short.ranks else []), *(f"drop {flag}" for flag in short.dropped)]
+        raise UserError([Problem("E962", f"{sentence}: {short}", tuple(fixes))])
     if options.max_days is not None and days_of(plans[0], search, terms) > options.max_days:
         raise UserError([too_slow(plans[0], search, terms, options.max_days)])
     flags, assumed = shlex.join(run.flags), shlex.join(run.assumed)

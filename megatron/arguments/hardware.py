@@ -41,7 +41,7 @@ def find_cluster(config: RunConfig, world_size: int, environ: Mapping[str, str] 
             return None
         accelerator = replace(found, memory=min(found.memory, gpu_memory_bytes() or found.memory))
     whole_node = each if accelerator.node_size <= MOST_IN_A_NODE else None
-    return Cluster.of(accelerator, whole_node)
+    return Cluster.of(accelerator, whole_node, world_size=world_size)
 
 
 def known_cluster(config: RunConfig, world_size: int, environ: Mapping[str, str] = os.environ) -> Cluster | None:

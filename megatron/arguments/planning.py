@@ -6,6 +6,7 @@ the planner chooses the others. Every rank does this alone, from the same flags 
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from collections.abc import Collection, Iterable, Mapping
@@ -24,12 +25,15 @@ from megatron.config.text import format_bytes
 from megatron.data.dataset_info import resolve_vocab_size
 from megatron.planner.flops import FlopsPerToken
 from megatron.planner.hardware import Cluster, accelerators
-from megatron.planner.layouts import CHOSEN, apply
+from megatron.planner.layouts import CHOSEN, NO_OFFLOAD, apply
 from megatron.planner.search import LayoutSearch, Plan
 from megatron.planner.step_time import step_time
 
 PLANNED = frozenset(CHOSEN)
 """Options that the planner may choose."""
+
+MOST_DOUBLED = 3
+"""How often the number of ranks is doubled to find one that is enough."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +61,8 @@ def plan_layout(
     Args:
         config: of the run.
         world_size: number of ranks.
-        given: fields that were set, which keep their values.
+        given: fields that were set, which keep their values; nothing is planned if they are all, as in the file of a
+            run that was planned.
         found: problems so far; with any, and with others that no layout would mend, nothing is planned.
         stored: reads the layout of the run that is resumed.
         environ: of this rank.
@@ -66,25 +71,27 @@ def plan_layout(
         DataError: if the vocabulary size is unknown.
     """
     free = PLANNED - {*given}
-    if found or find_problems(config, world_size, free):  # the caller reports them
+    if not free or found or find_problems(config, world_size, free):  # the caller reports them
         return PlannedLayout(config, (), free)
     notes = []
     if (before := stored(config.resume_options)) is not None:
-        kept = _kept(config, world_size, before, free)
-        if isinstance(kept, RunConfig):
-            return PlannedLayout(kept, (f"plan: kept from {before.checkpoint}: {layout_flags(kept, free)}",))
-        notes.append(kept)
+        again = _kept(config, world_size, before, free)
+        if isinstance(again, RunConfig):
+            return PlannedLayout(again, (f"plan: kept from {before.checkpoint}: {layout_flags(again, free)}",))
+        notes.append(again)
     if (cluster := find_cluster(config, world_size, environ)) is None:
         return PlannedLayout(config, (_unknown_gpu(gpu_name() or "none"),), free)
     vocabulary = resolve_vocab_size(config.data, config.model.vocab_size)
     whole = replace(config, model=replace(config.model, vocab_size=vocabulary))
     known = replace(whole, model=resolve(whole, world_size).model)
+    kept = {*given}
     if cluster.accelerator.name == CPU:
         known = replace(known, training=replace(known.training, device="cpu"))
-    search = LayoutSearch(known, world_size, cluster, find_problems, frozenset({*given}))
+        kept |= {*NO_OFFLOAD}  # the memory of a CPU is that of its host
+    search = LayoutSearch(known, world_size, cluster, find_problems, frozenset(kept))
     plans = search.best(2)
     if not plans:
-        return PlannedLayout(config, (*notes, _nothing_fits(cluster, world_size)), free)
+        return PlannedLayout(config, (*notes, _nothing_fits(search)), free)
     chosen = apply(config, plans[0].chosen)
     return PlannedLayout(chosen, (*notes, describe(plans[0], plans[1:], cluster, world_size)))
 
@@ -123,11 +130,20 @@ def layout_flags(config: RunConfig, names: Collection[str] = PLANNED) -> str:
     return " ".join(flags) or "the defaults"
 
 
-def _nothing_fits(cluster: Cluster, world_size: int) -> Problem:
-    size = format_bytes(cluster.accelerator.memory)
-    ranks = "1 rank" if world_size == 1 else f"any layout of {world_size:,} ranks"
-    sentence = f"--plan auto: the run does not fit into {ranks} with {size} of memory each ({cluster.accelerator.name})"
-    return Problem("E962", sentence, (f"torchrun --nproc-per-node {2 * world_size}",))
+def _nothing_fits(search: LayoutSearch) -> Problem:
+    """Return a problem that names the number of ranks that would be enough, or why all layouts are refused."""
+    cluster, ranks = search.cluster, search.world_size
+    counted = "1 rank" if ranks == 1 else f"{ranks:,} ranks"
+    unlimited = replace(cluster, accelerator=replace(cluster.accelerator, memory=math.inf))
+    if not replace(search, cluster=unlimited).best(1):
+        (problem, *_) = find_problems(search.space.start, ranks)
+        return Problem("E962", f"--plan auto: {counted} can have no layout: {problem.sentence}", problem.fixes)
+    tried = (ranks * 2**doubled for doubled in range(1, MOST_DOUBLED + 1))
+    enough = next((more for more in tried if replace(search, world_size=more).best(1)), None)
+    fix = f"torchrun --nproc-per-node {enough}" if (enough or 0) <= 8 else f"start {enough} ranks"
+    memory = f"{format_bytes(cluster.accelerator.memory)} of memory ({cluster.accelerator.name})"
+    sentence = f"--plan auto: no layout fits into {counted} with {'' if ranks == 1 else 'each '}{memory}"
+    return Problem("E962", sentence, (fix,) if enough else ())
 
 
 def _unknown_gpu(name: str) -> Problem:

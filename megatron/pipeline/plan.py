@@ -158,6 +158,7 @@ def schedule_name(parallel: ParallelConfig, stages_per_rank: int) -> str:
     return parallel.pipeline_schedule or (DEFAULT_SCHEDULE if stages_per_rank == 1 else DEFAULT_VIRTUAL_SCHEDULE)
 
 
+@lru_cache(maxsize=64)
 def stage_placement(parallel: ParallelConfig, stages_per_rank: int) -> tuple[int, ...]:
     """Return the rank of every stage, independent of the number of micro-batches."""
     name, ranks = schedule_name(parallel, stages_per_rank), parallel.pipeline_model_parallel_size
@@ -166,6 +167,11 @@ def stage_placement(parallel: ParallelConfig, stages_per_rank: int) -> tuple[int
     if name == SEARCHED:
         there = tuple(range(ranks))
         return there + there[::-1] if stages_per_rank == 2 else there * stages_per_rank
+    return _placement(name, ranks, stages_per_rank)
+
+
+@lru_cache(maxsize=1024)
+def _placement(name: str, ranks: int, stages_per_rank: int) -> tuple[int, ...]:
     return make_schedule(name, ranks, stages_per_rank, microbatches=1).placement
 
 
@@ -248,6 +254,7 @@ def _unfilled(model: ModelConfig, parallel: ParallelConfig, chunks: int) -> Sche
     return ScheduleError(sentence, *fixes, f"--num-layers {stages - 2}")
 
 
+@lru_cache(maxsize=8)
 def layer_costs(model: ModelConfig, seq_length: int) -> LayerCosts:
     """Return the costs of the parts of a model, in weights that are multiplied (6 FLOPs per token each).
 

@@ -22,7 +22,7 @@ from megatron.config.run import RunConfig
 from megatron.distributed.sharding import padded_vocab_size
 from megatron.layers.mixers.activations import INDEX_BYTES, INPUT, MASK_BYTES, ActivationShape, KeptTensor
 from megatron.layers.mixers.base import Mixer
-from megatron.layers.mixers.registry import find_mixer, rotary_tables
+from megatron.layers.mixers.registry import find_mixer
 from megatron.layers.multi_token_parameters import head_kept
 from megatron.layers.recompute_plan import RecomputePlan
 from megatron.pipeline.actions import BACKWARD, FORWARD, WEIGHT, Action
@@ -30,7 +30,7 @@ from megatron.pipeline.actions import INPUT as INPUT_GRADIENT
 from megatron.pipeline.partition import StageLayers
 from megatron.pipeline.plan import build_schedule, resolve_pipeline, schedule_name, stage_layers
 from megatron.pipeline.schedules import SCHEDULES
-from megatron.planner.rank_state import kind_of_stage
+from megatron.planner.rank_state import alike_layers, kind_of_stage, rotary_tables_of
 
 BLOCKS_IN_TRANSIT = 2
 """Most offloaded blocks whose activations are on the device at a time."""
@@ -141,7 +141,7 @@ class StageMemory:
         kept += _embedding(shape) if stage.first else 0
         own_positions = config.parallel.context_parallel_size > 1 or config.data.reset_position_ids
         rows = shape.tokens if own_positions else shape.tokens // shape.samples
-        channels = sum(table.channels for table in rotary_tables(shape.model, stage.kinds(shape.model.head_layers)))
+        channels = sum(table.channels for table in rotary_tables_of(shape.model, stage))
         kept += 2 * rows * channels * shape.width  # cosines and sines
         loss, loss_forward = _loss(shape) if stage.last else (0, 0)
         weight = max((block.weight for block in blocks), default=0)
@@ -372,7 +372,8 @@ def activation_memory(config: RunConfig, dp: int) -> list[list[ActionMemory]]:
 def _memory_in(config: RunConfig, ranks: Iterable[Iterable[Held]]) -> list[list[ActionMemory]]:
     """Return the memory of some actions of each pipeline rank."""
     model, shape = config.model, ActivationShape.of(config)
-    blocks = {mixers: BlockMemory.of(config, mixers) for mixers in model.kinds_of_layers}
+    names = map(model.mixers, {*alike_layers(model), *model.head_blocks})
+    blocks = {mixers: BlockMemory.of(config, mixers) for mixers in {*names}}
     stages = stage_layers(model, config.parallel, config.training.seq_length)
     kinds = {kind_of_stage(model, stage): stage for stage in stages}
     of_kind = {kind: StageMemory.of(config, stage, blocks) for kind, stage in kinds.items()}

@@ -20,7 +20,7 @@ from math import prod
 from megatron.config.run import RunConfig
 from megatron.distributed.sharding import ShardSpec
 from megatron.layers.adapter_parameters import is_linear
-from megatron.layers.mixers.activations import MASK_BYTES, ActivationShape
+from megatron.layers.mixers.activations import DTYPE_BYTES, MASK_BYTES, ActivationShape
 from megatron.layers.mixers.base import Matmul, Mixer
 from megatron.layers.mixers.core_attention import CoreAttentionMixer
 from megatron.layers.mixers.registry import block_mixers
@@ -75,17 +75,21 @@ class KernelRates:
     @classmethod
     def of(cls, config: RunConfig, cluster: Cluster) -> KernelRates:
         """Return the rates of a run."""
-        width = ActivationShape.of(config).width
-        return cls(cluster, "bf16" if width == 2 else "fp32", width)
+        dtype = config.precision.params_dtype
+        return cls(cluster, dtype if dtype in ("bf16", "fp16") else "fp32", DTYPE_BYTES[dtype])
 
     def arithmetic(self, flops: float, share: float, format: str = "") -> float:
         """Return the seconds of some FLOPs at a share of the peak."""
         return flops / (self.cluster.accelerator.peak(format or self.format) * share)
 
+    @property
+    def bandwidth(self) -> float:
+        """Bytes of device memory that kernels read and write per second."""
+        return self.cluster.accelerator.bandwidth * self.cluster.efficiency.memory
+
     def moving(self, num_bytes: float, kernels: float = 1) -> float:
         """Return the seconds of kernels that read and write so many bytes."""
-        accelerator, efficiency = self.cluster.accelerator, self.cluster.efficiency
-        return num_bytes / (accelerator.bandwidth * efficiency.memory) + kernels * efficiency.launch
+        return num_bytes / self.bandwidth + kernels * self.cluster.efficiency.launch
 
     def product(self, flops: float, num_bytes: float, format: str = "") -> float:
         """Return the seconds of a matrix product."""
@@ -205,7 +209,13 @@ def unfused_attention(rates: KernelRates, shape: ActivationShape, mixer: CoreAtt
     return forward + rates.moving(moved[0], 1 + dropout), 2 * forward + rates.moving(moved[1], 1 + dropout)
 
 
-def mixer_time(rates: KernelRates, config: RunConfig, layer: int, mixer: Mixer, takers: list[Mixer]) -> PartTime:
+Notes = list[str]
+"""Formulas with their numbers, as they are computed."""
+
+
+def mixer_time(
+    rates: KernelRates, config: RunConfig, layer: int, mixer: Mixer, takers: list[Mixer], notes: Notes | None = None
+) -> PartTime:
     """Return the time of a residual layer of a block.
 
     Args:
@@ -214,6 +224,7 @@ def mixer_time(rates: KernelRates, config: RunConfig, layer: int, mixer: Mixer, 
         layer: global index of the block.
         mixer: of the residual layer.
         takers: mixers whose norms take the residual sum that is counted here.
+        notes: to which the formulas are added.
     """
     shape, plan, time = ActivationShape.of(config), RecomputePlan.from_config(config.training, 1), PartTime()
     keys = shape.model.pattern(min(layer, shape.model.num_layers - 1)).mean_keys(config.training.seq_length)
@@ -230,7 +241,10 @@ def mixer_time(rates: KernelRates, config: RunConfig, layer: int, mixer: Mixer, 
             seconds = once, once, once
         else:
             of_linear = fp8 and is_linear(f"{name}.weight")
-            seconds = weight_product(rates, shape, ProductShape.of(spec, flops), of_linear)
+            shape_of_product = ProductShape.of(spec, flops)
+            seconds = weight_product(rates, shape, shape_of_product, of_linear)
+            if notes is not None:
+                notes.append(_of_product(rates, f"{mixer.module}.{name}", shape_of_product, of_linear, seconds))
         computing = _product_time(name, product, seconds, spec is not None and spec.frozen)
         if spec is not None and (spec.expert or is_linear(f"{name}.weight")):
             part = EXPERTS if spec.expert else SHARED_EXPERT
@@ -239,22 +253,66 @@ def mixer_time(rates: KernelRates, config: RunConfig, layer: int, mixer: Mixer, 
         time = time + computing
     time.products.update(together)
     others = {name: product for name, product in products.items() if not product.of_weight}
-    time = time + _between_activations(rates, shape, mixer, others, keys)
+    time = time + _between_activations(rates, shape, mixer, others, keys, notes)
     kept = [*residual_layer_tensors(mixer, shape, takers)]
     moved, again = (
         sum(t.size for t in some)
         for some in (kept, [t for t in kept if not shape.recomputed.isdisjoint(t.recomputed_by)])
     )
     count = len(kept)
-    return time + PartTime(
-        forward=rates.moving(FORWARD_PASSES * moved, FORWARD_KERNELS * count),
-        input=rates.moving(BACKWARD_PASSES * moved, BACKWARD_KERNELS * count),
+    exchanges, exchange_kernels = _exchanges(shape, mixer)
+    rest = PartTime(
+        forward=rates.moving(FORWARD_PASSES * moved + exchanges, FORWARD_KERNELS * count + exchange_kernels),
+        input=rates.moving(BACKWARD_PASSES * moved + exchanges, BACKWARD_KERNELS * count + exchange_kernels),
         again=rates.moving(FORWARD_PASSES * again, FORWARD_KERNELS * count * (again > 0)),
+    )
+    if mixer.recomputed(plan):
+        rest.again += rates.moving(exchanges, exchange_kernels)
+    if notes is not None:
+        notes.append(
+            f"{mixer.module}, other operations: kept {moved / 1e6:,.1f} MB x ({FORWARD_PASSES} + {BACKWARD_PASSES})"
+            + (f" + 2 x {exchanges / 1e6:,.1f} MB of permuted rows" if exchanges else "")
+            + f" / {rates.bandwidth / 1e9:,.0f} GB/s, {count} x ({FORWARD_KERNELS} + {BACKWARD_KERNELS})"
+            f"{f' + 2 x {exchange_kernels}' if exchanges else ''} gaps: {_ms(rest.forward)} + {_ms(rest.input)}"
+        )
+    return time + rest
+
+
+def _ms(seconds: float) -> str:
+    return f"{seconds * 1e3:.3f} ms"
+
+
+def _of_product(rates: KernelRates, name: str, product: ProductShape, fp8: bool, seconds: tuple[float, ...]) -> str:
+    """Return the formula of a matrix product."""
+    accelerator, m, k, n = rates.cluster.accelerator, product.rows, product.inputs, product.outputs
+    peak = accelerator.peak("fp8" if fp8 else rates.format) / 1e12
+    many = f"{product.experts} x " if product.experts > 1 else ""
+    return (
+        f"{name}: {many}[{m:,.0f}, {k:,}] x [{k:,}, {n:,}], 2mnk = {2 * product.taken * n / 1e12:.3f} TFLOP / "
+        f"({peak:,.0f} TFLOP/s x {rates.cluster.efficiency.matmul}), bytes / {rates.bandwidth / 1e9:,.0f} GB/s: "
+        f"{_ms(seconds[0])}, gradients of the input {_ms(seconds[1])}, of the weight {_ms(seconds[2])}"
     )
 
 
 FORWARD_KERNELS, BACKWARD_KERNELS = 1.0, 1.5
 """Kernels of a kept tensor. A Llama layer, which keeps 9, has 38 launches, 14 of them products and attention."""
+
+
+ROW_PASSES = 1, 3
+"""Times that a row on its way to an expert or back is read or written, on one rank and between ranks. With the kernels
+below fitted to the layers of Mixtral, Qwen3 and DeepSeek-V3 in ``benchmarks/results/launches.md``."""
+
+ROUTING_KERNELS = 12, 20
+"""Kernels of routing and permuting, in forward and as many in backward, on one rank and between ranks."""
+
+
+def _exchanges(shape: ActivationShape, mixer: Mixer) -> tuple[float, int]:
+    """Return the bytes that permuting rows for experts and back moves in forward, or in backward, and its kernels."""
+    routed, parallel = mixer.routed(shape), shape.config.parallel
+    if routed is None:
+        return 0.0, 0
+    between = parallel.expert_model_parallel_size * parallel.expert_tp > 1
+    return 2 * ROW_PASSES[between] * routed.rows * routed.width * shape.width, ROUTING_KERNELS[between]
 
 
 def _product_time(name: str, product: Matmul, seconds: tuple[float, ...], frozen: bool) -> PartTime:
@@ -269,7 +327,12 @@ def _product_time(name: str, product: Matmul, seconds: tuple[float, ...], frozen
 
 
 def _between_activations(
-    rates: KernelRates, shape: ActivationShape, mixer: Mixer, products: dict[str, Matmul], keys: float
+    rates: KernelRates,
+    shape: ActivationShape,
+    mixer: Mixer,
+    products: dict[str, Matmul],
+    keys: float,
+    notes: Notes | None,
 ) -> PartTime:
     """Return the time of the products of activations with each other: of attention, or of a recurrence."""
     if not products:
@@ -278,7 +341,8 @@ def _between_activations(
     again = max(product.again for product in products.values())
     attends = isinstance(mixer, CoreAttentionMixer)
     dropout = attends and shape.model.attention_dropout > 0
-    if isinstance(mixer, CoreAttentionMixer) and (dropout or "attention" in shape.eager):
+    unfused = attends and (dropout or "attention" in shape.eager)
+    if isinstance(mixer, CoreAttentionMixer) and unfused:
         forward, backward = unfused_attention(rates, shape, mixer)
         again -= dropout  # kept by the time of backward, which reads the scores
     elif attends:
@@ -287,13 +351,36 @@ def _between_activations(
     else:
         forward = rates.product(flops, 0.0)
         backward = forward * max(product.gradients for product in products.values())
+    if notes is not None:
+        kind = "recurrence" if not attends else "unfused attention" if unfused else "attention"
+        notes.append(
+            f"{mixer.module}, {kind}: {keys:,.0f} keys of {shape.tokens:,} queries, {flops / 1e12:.3f} TFLOP, "
+            f"{flops / forward / 1e12:,.0f} TFLOP/s reached: {_ms(forward)}, backward {_ms(backward)}"
+        )
+    forward, backward = forward + _ring_steps(rates, shape, mixer, 1), backward + _ring_steps(rates, shape, mixer, 2)
     of_name = {(FORWARD, ATTENTION): forward, (INPUT, ATTENTION): backward}
     return PartTime(forward, backward, 0.0, forward * max(0, again), of_name)
 
 
-def mixer_times(rates: KernelRates, config: RunConfig, layer: int) -> Iterator[tuple[Mixer, PartTime]]:
-    """Yield the mixers of a block with the times of their residual layers."""
+STEP_BYTES = 10
+"""Bytes per element of adding a result of 16 bits to one of 32 in memory."""
+
+
+def _ring_steps(rates: KernelRates, shape: ActivationShape, mixer: Mixer, results: int) -> float:
+    """Return the seconds of adding up what every step of a ring gives: outputs, or gradients of queries and keys."""
+    parallel, exchanged = shape.config.parallel, mixer.exchanged(shape.model, shape.tp)
+    ring = parallel.context_parallel_size // parallel.cp_head_ranks
+    if exchanged is None or ring == 1 or parallel.cp_comm_type == "all_gather":
+        return 0.0
+    elements = exchanged.output if results == 1 else exchanged.queries + exchanged.keys
+    return rates.moving(ring * shape.tokens * elements * STEP_BYTES, ring * results)
+
+
+def mixer_times(
+    rates: KernelRates, config: RunConfig, layer: int, notes: Notes | None = None
+) -> Iterator[tuple[Mixer, PartTime]]:
+    """Yield the mixers of a block with the times of their residual layers; formulas are added to ``notes``."""
     mixers = block_mixers(config.model, layer)
     takers = [mixers, *([] for _ in mixers[1:])] if config.model.parallel_attention else [[each] for each in mixers]
     for mixer, sharing in zip(mixers, takers):
-        yield mixer, mixer_time(rates, config, layer, mixer, [*sharing])
+        yield mixer, mixer_time(rates, config, layer, mixer, [*sharing], notes)

@@ -2,8 +2,10 @@
 
 A run gives a few numbers, and an :class:`~megatron.planner.hardware.Efficiency` has as many: they are fitted together
 with what is known before, as the maximum a posteriori (Bishop, Pattern Recognition and Machine Learning, section 3.3).
-Measured times have errors of some percent, and efficiencies are near their defaults unless the times say otherwise; so
-those on which a run does not depend keep their defaults. Does not import torch.
+Measured times have errors of some percent. An efficiency is its default times two factors, which are near 1 unless the
+times say otherwise: one of its own, and one that all that a device computes have in common. So a single run says how
+fast the device is as a whole, further ones what makes it so, and efficiencies on which no run depends keep their
+defaults. Does not import torch.
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,7 +21,7 @@ from numpy.typing import NDArray
 from megatron.config.run import RunConfig
 from megatron.config.text import format_bytes
 from megatron.planner.communication import AXES
-from megatron.planner.hardware import Cluster, Efficiency
+from megatron.planner.hardware import Cluster
 from megatron.planner.memory import max_peak_bytes
 from megatron.planner.stage_time import COMPUTE, RECOMPUTE
 from megatron.planner.step_time import OFFLOAD, OPTIMIZER, StepTime, step_time
@@ -33,11 +36,21 @@ rank computes; and of waits along an axis, to which late ranks add."""
 LEAST_WAIT = 0.02
 """Share of a step below which waits along an axis are not fitted."""
 
-PRIOR = 1.0
-"""Standard deviation of an efficiency around its default: of the logarithm of e / (1 - e), or of e for a time."""
+OWN, COMMON = 0.3, 2.0
+"""Standard deviations of the logarithms of the factors: of one efficiency, and of all of :data:`OF_DEVICE`. Published
+runs on one kind of GPU differ by a third; other hardware, such as a laptop's, by any factor."""
+
+OF_DEVICE, OF_LINKS = ("matmul", "attention", "memory", "launch"), ("link", "network")
+"""Efficiencies of what a device computes, and of links, which have no factor in common."""
+
+TIMES = ("launch",)
+"""Efficiencies that are seconds, and not shares of at most 1: a slower device has more of them."""
 
 STEP, MOST_STEPS, CONVERGED = 1e-3, 50, 1e-6
 """Difference for derivatives, most iterations, and the change of the parameters that ends them."""
+
+CALIBRATED = "-calibrated"
+"""End of the name of an accelerator whose efficiency was fitted."""
 
 Vector = NDArray[np.float64]
 
@@ -65,7 +78,7 @@ class Calibration:
     before: Cluster
     cluster: Cluster
     runs: tuple[MeasuredRun, ...]
-    # By name of the efficiency: standard deviation of the fit over that of the assumption; 1 if no run depends on it.
+    # By name of the efficiency: standard deviation of its logarithm over that before; 1 if no run depends on it.
     uncertainty: Mapping[str, float]
 
     def report(self) -> list[str]:
@@ -87,25 +100,56 @@ class Calibration:
             lines.append(line)
         return lines
 
+    def to_yaml(self) -> str:
+        """Return the fitted cluster as a file for ``--gpu`` and ``--plan-gpu``."""
+        import yaml  # slow to import, and seldom needed
+
+        name = f"{self.cluster.accelerator.name.removesuffix(CALIBRATED)}{CALIBRATED}"
+        source = f"{self.cluster.accelerator.source}; calibrated by {', '.join(run.name for run in self.runs)}"
+        row = accelerator_row(self.cluster) | {"source": source}
+        return str(yaml.safe_dump({name: row}, sort_keys=False))
+
+
+def accelerator_row(cluster: Cluster) -> dict[str, Any]:
+    """Return the accelerators of a cluster as a row of the table: what ``read_accelerator`` reads."""
+    accelerator = cluster.accelerator
+    links = {"link": cluster.link, "network": cluster.network, "host": accelerator.host}
+    return {
+        "flops": {format: peak / 1e12 for format, peak in accelerator.flops.items()},
+        "memory": accelerator.memory / 2**30,
+        "bandwidth": accelerator.bandwidth / 1e9,
+        "node_size": cluster.node_size,
+        **{name: {"GB/s": to.bandwidth / 1e9, "latency_us": to.latency * 1e6} for name, to in links.items()},
+        "watts": accelerator.watts,
+        "efficiency": asdict(cluster.efficiency),
+        "source": accelerator.source,
+    }
+
 
 def calibrate(cluster: Cluster, runs: Sequence[MeasuredRun]) -> Calibration:
     """Fit the efficiency of a cluster to the steps of runs on it.
 
     Where runs have allocated more than is predicted, the memory of an accelerator is reduced by the same factor.
     """
-    names = tuple(asdict(cluster.efficiency))
-    start = np.array([_free(getattr(cluster.efficiency, name)) for name in names])
+    names = (*OF_DEVICE, *OF_LINKS)
+    errors_before = np.array([COMMON, *(OWN if name in OF_DEVICE else COMMON for name in names)])
 
     def cluster_of(values: Vector) -> Cluster:
-        bounded = (_bounded(value, getattr(cluster.efficiency, name)) for name, value in zip(names, values))
-        return replace(cluster, efficiency=Efficiency(**dict(zip(names, bounded))))
+        common, *own = values.tolist()
+        fitted = {}
+        for name, factor in zip(names, own):
+            value = getattr(cluster.efficiency, name)
+            faster = math.exp(factor + common * (name in OF_DEVICE))
+            fitted[name] = value / faster if name in TIMES else min(1.0, value * faster)
+        return replace(cluster, efficiency=replace(cluster.efficiency, **fitted))
 
     def residuals(values: Vector) -> Vector:
         fitted = cluster_of(values)
         errors = [error for run in runs for error in _errors(run, step_time(run.config, run.world_size, fitted))]
-        return np.array([*errors, *((values - start) / PRIOR)])
+        return np.array([*errors, *(values / errors_before)])
 
-    values, error = start, residuals(start)
+    values = np.zeros(len(errors_before))
+    error = residuals(values)
     jacobian = _derivatives(residuals, values, error)
     for _ in range(MOST_STEPS):
         change, scale = np.linalg.lstsq(jacobian, -error, rcond=None)[0], 1.0
@@ -120,12 +164,17 @@ def calibrate(cluster: Cluster, runs: Sequence[MeasuredRun]) -> Calibration:
         jacobian = _derivatives(residuals, values, error)
         if np.abs(scale * change).max() < CONVERGED:
             break
-    spread = np.sqrt(np.diag(np.linalg.inv(jacobian.T @ jacobian))) / PRIOR
+    covariance = np.linalg.inv(jacobian.T @ jacobian)
+    uncertainty = {}
+    for place, name in enumerate(names, 1):
+        members = [0, place] if name in OF_DEVICE else [place]  # of the sum of its factors
+        before = math.sqrt(float((errors_before[members] ** 2).sum()))
+        uncertainty[name] = math.sqrt(float(covariance[np.ix_(members, members)].sum())) / before
     fitted = cluster_of(values)
     beyond = [run.memory / sum(max_peak_bytes(run.config, run.world_size).values()) for run in runs if run.memory]
     memory = cluster.accelerator.memory / max([1.0, *beyond])
     fitted = replace(fitted, accelerator=replace(cluster.accelerator, memory=memory))
-    return Calibration(cluster, fitted, tuple(runs), dict(zip(names, map(float, spread))))
+    return Calibration(cluster, fitted, tuple(runs), uncertainty)
 
 
 def _errors(run: MeasuredRun, predicted: StepTime) -> list[float]:
@@ -151,12 +200,3 @@ def _derivatives(function: Callable[[Vector], Vector], values: Vector, at: Vecto
         moved[place] += STEP
         columns.append((function(moved) - at) / STEP)
     return np.stack(columns, axis=1)
-
-
-def _free(value: float) -> float:
-    """Return a share on a scale without limits; a time, which is far below any share, on that of its logarithm."""
-    return math.log(value) if value < 1e-3 else math.log(value / (1 - value))
-
-
-def _bounded(value: float, before: float) -> float:
-    return math.exp(value) if before < 1e-3 else 1 / (1 + math.exp(-value))

@@ -63,7 +63,8 @@ class RunCosts:
     flops: float
     # Bytes.
     checkpoint: int
-    # Seconds of training that a save takes, between saves, and between failures of any accelerator.
+    # Seconds until a save is written, that training waits for it, between saves, and between failures.
+    write: float
     save: float
     interval: float
     mtbf: float
@@ -77,7 +78,10 @@ class RunCosts:
         seconds = steps * time.seconds
         hours = seconds / 3600 * world_size
         size, nodes = checkpoint_bytes(plan.config, world_size), math.ceil(world_size / cluster.node_size)
-        save, mtbf = size / (nodes * terms.storage), terms.mtbf * 3600 / world_size
+        write, mtbf = size / (nodes * terms.storage), terms.mtbf * 3600 / world_size
+        save = write
+        if plan.config.checkpoint.async_save:  # training waits for the copy to the host
+            save = size / world_size / cluster.accelerator.host.bandwidth
         share = rate / world_size / cluster.accelerator.peak("bf16")
         return cls(
             steps=steps,
@@ -92,15 +96,16 @@ class RunCosts:
             energy=terms.watts * hours / 1000,
             flops=flops.full,
             checkpoint=size,
+            write=write,
             save=save,
-            interval=best_save_interval(save, mtbf),
+            interval=max(write, best_save_interval(save, mtbf)),
             mtbf=mtbf,
         )
 
     @property
     def days_with_failures(self) -> float:
-        """Days with saves, and with the work that is lost at failures: half an interval and a save each."""
-        lost = self.save / self.interval + (self.interval / 2 + self.save) / self.mtbf
+        """Days with saves, and with what a failure costs: half an interval, and to write or read a checkpoint."""
+        lost = self.save / self.interval + (self.interval / 2 + self.write) / self.mtbf
         return self.days * (1 + lost)
 
     def explain(self, time: StepTime, world_size: int, cluster: Cluster, terms: Terms) -> Iterator[str]:
@@ -121,15 +126,15 @@ class RunCosts:
             f"{self.mtbf:,.0f} s"
         )
         yield (
-            f"save = bytes / (nodes x storage) = {self.checkpoint:,} / ({nodes:,} x {terms.storage:.4g}) ="
-            f"  {self.save:.1f} s"
+            f"write = bytes / (nodes x storage) = {self.checkpoint:,} / ({nodes:,} x {terms.storage:.4g}) = "
+            f"{self.write:.1f} s; a save takes {self.save:.1f} s of training"
         )
         yield (
             f"interval = sqrt(2 x save x MTBF) (1 + sqrt(save / 2 MTBF) / 3 + save / 18 MTBF) - save = "
             f"{self.interval:,.0f} s, of which sqrt(2 x {self.save:.1f} x {self.mtbf:,.0f}) = "
             f"{math.sqrt(2 * self.save * self.mtbf):,.0f} s is Young's"
         )
-        yield (f"time with failures / time = 1 + save / interval + (interval / 2 + save) / MTBF = {lost:.4f}")
+        yield f"time with failures / time = 1 + save / interval + (interval / 2 + write) / MTBF = {lost:.4f}"
 
 
 def best_save_interval(save: float, mtbf: float) -> float:

@@ -7,7 +7,8 @@ what the axes before it have chosen. Whether a run accepts a layout is for its c
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -17,40 +18,50 @@ from megatron.config.parallel import ParallelConfig
 from megatron.config.run import RunConfig
 from megatron.config.settings import SETTINGS
 from megatron.config.text import divisors, nearest
+from megatron.pipeline.actions import ScheduleError
 from megatron.pipeline.plan import required_virtual_stages, schedule_name, virtual_stages
 
 Choice = Mapping[str, Any]
 """Values of options by name."""
 
-CHOSEN = (
-    "tensor_model_parallel_size",
-    "sequence_parallel",
-    "tp_comm_overlap",
-    "context_parallel_size",
-    "cp_comm_type",
-    "hierarchical_context_parallel_sizes",
-    "expert_model_parallel_size",
-    "expert_tensor_parallel_size",
+TENSOR = TP, SEQUENCE, OVERLAP = "tensor_model_parallel_size", "sequence_parallel", "tp_comm_overlap"
+CONTEXT = CP, METHOD, HIERARCHY = "context_parallel_size", "cp_comm_type", "hierarchical_context_parallel_sizes"
+EXPERT = EP, ETP = "expert_model_parallel_size", "expert_tensor_parallel_size"
+MICRO = ("micro_batch_size",)
+PIPELINE = PP, STAGES, SCHEDULE = (
     "pipeline_model_parallel_size",
     "num_virtual_stages_per_pipeline_rank",
     "pipeline_schedule",
-    "micro_batch_size",
+)
+SHARDING = OPTIMIZER, STRATEGY, GATHER, INSTANCES = (
     "use_distributed_optimizer",
     "data_parallel_sharding_strategy",
-    "num_distributed_optimizer_instances",
     "overlap_param_gather",
+    "num_distributed_optimizer_instances",
+)
+RECOMPUTATION = GRANULARITY, _, BLOCKS, MODULES = (
     "recompute_granularity",
     "recompute_method",
     "recompute_num_layers",
     "recompute_modules",
-    "optimizer_cpu_offload",
-    "param_cpu_offload",
-    "cpu_offloading_num_layers",
 )
-"""Options that the planner chooses unless they are given."""
+OFFLOAD = "optimizer_cpu_offload", "param_cpu_offload", "cpu_offloading_num_layers"
 
-MOST_RECOMPUTE_COUNTS = 8
-"""Numbers of recomputed blocks per stage that are tried: as many, evenly spaced."""
+UNSHARDED: Choice = dict(zip(SHARDING, (False, None, False, 1)))
+
+NO_OFFLOAD: Choice = {name: SETTINGS[name].default for name in OFFLOAD}
+
+AXES = (TENSOR, CONTEXT, EXPERT, MICRO, PIPELINE, SHARDING, RECOMPUTATION, OFFLOAD)
+"""Options that the planner chooses unless they are given, by axis."""
+
+CHOSEN = tuple(name for axis in AXES for name in axis)
+"""All of these options."""
+
+GRID = (TP, CP, PP, EP, ETP)
+"""Options that size the grid of ranks."""
+
+MOST_MICRO_BATCH, ALL_MICRO_BATCHES = 128, 8
+"""Largest micro-batch that is tried; up to the second number all that divide the batch are, beyond it powers of two."""
 
 LEAST_SEQUENCE_PART = 256
 """Tokens of a sample on a context-parallel rank below which CP is not tried."""
@@ -58,41 +69,11 @@ LEAST_SEQUENCE_PART = 256
 MOST_VIRTUAL_STAGES = 16
 """Most stages of a pipeline rank that are tried."""
 
+DELAYING_SCHEDULES = "zb-h1", "zb-h2", "zb-v", "dualpipe-v"
+"""Schedules besides 1F1B and the interleaved one: those that delay weight gradients."""
 
-NO_RECOMPUTATION: Choice = {
-    name: SETTINGS[name].default
-    for name in ("recompute_granularity", "recompute_method", "recompute_num_layers", "recompute_modules")
-}
-NO_OFFLOAD: Choice = {
-    name: SETTINGS[name].default for name in ("optimizer_cpu_offload", "param_cpu_offload", "cpu_offloading_num_layers")
-}
-
-
-def describe(choice: Choice) -> str:
-    """Return a choice of one axis in words."""
-    match choice:
-        case {"tp_comm_overlap": overlap}:
-            return "TP communication overlapped" if overlap else "TP communication not overlapped"
-        case {"cp_comm_type": method, "hierarchical_context_parallel_sizes": sizes}:
-            return " ".join(["CP by", method, *map(str, sizes)])
-        case {"expert_tensor_parallel_size": size}:
-            return f"expert TP {size}"
-        case {"pipeline_schedule": name, "num_virtual_stages_per_pipeline_rank": stages}:
-            return f"VPP {stages}" if stages else f"schedule {name or '1f1b'}"
-        case {"num_distributed_optimizer_instances": instances}:
-            stage = ParallelConfig(**{name: choice[name] for name in choice}).zero_stage
-            overlap = " without overlap" if stage and stage < 3 and not choice["overlap_param_gather"] else ""
-            return f"ZeRO-{stage}{overlap}" + (f", {instances} instances" if instances > 1 else "")
-        case {"recompute_granularity": None}:
-            return "no recomputation"
-        case {"recompute_granularity": "selective", "recompute_modules": modules}:
-            return f"recompute {' '.join(modules)}"
-        case {"recompute_granularity": _, "recompute_num_layers": count}:
-            return f"recompute {count} blocks of a stage" if count else "recompute all blocks"
-        case {"optimizer_cpu_offload": optimizer, "param_cpu_offload": weights, "cpu_offloading_num_layers": layers}:
-            parts = [*["optimizer"] * optimizer, *["weights"] * weights, *["activations"] * bool(layers)]
-            return f"offload {' and '.join(parts) or 'nothing'}"
-    raise ValueError(f"no axis has the options {', '.join(choice)}")
+RECOMPUTED_PARTS = 8
+"""Recomputation of some blocks of a stage is tried in eighths."""
 
 
 def apply(config: RunConfig, choice: Choice) -> RunConfig:
@@ -110,13 +91,39 @@ def choices_of(config: RunConfig) -> dict[str, Any]:
     parallel = config.parallel
     stages, schedule = virtual_stages(config.model, parallel), parallel.pipeline_schedule
     usual = schedule in (None, schedule_name(replace(parallel, pipeline_schedule=None), stages))
-    needed = required_virtual_stages(parallel) if parallel.pipeline_schedule else None
-    found = {name: SETTINGS[name].value_in(config) for name in CHOSEN}
-    return found | {
-        "pipeline_schedule": None if usual else schedule,
-        "num_virtual_stages_per_pipeline_rank": None if stages == (1 if usual else needed) else stages,
-        "expert_tensor_parallel_size": parallel.expert_tp if config.model.num_experts else None,
+    needed = 1 if usual else required_virtual_stages(parallel)
+    return {name: SETTINGS[name].value_in(config) for name in CHOSEN} | {
+        SCHEDULE: None if usual else schedule,
+        STAGES: None if stages == needed else stages,
+        ETP: parallel.expert_tp if config.model.num_experts else None,
     }
+
+
+def describe(choice: Choice) -> str:
+    """Return a choice of one axis in words."""
+    match choice:
+        case {"tp_comm_overlap": overlap}:
+            return "TP communication overlapped" if overlap else "TP communication not overlapped"
+        case {"cp_comm_type": method, "hierarchical_context_parallel_sizes": sizes}:
+            return " ".join(["CP by", method, *map(str, sizes)])
+        case {"expert_tensor_parallel_size": size}:
+            return f"expert TP {size}"
+        case {"pipeline_schedule": name, "num_virtual_stages_per_pipeline_rank": stages}:
+            return f"VPP {stages}" if stages else f"schedule {name or '1f1b'}"
+        case {"num_distributed_optimizer_instances": instances, "overlap_param_gather": overlaps}:
+            stage = ParallelConfig(**choice).zero_stage
+            how = " without overlap" * (stage in (1, 2) and not overlaps)
+            return f"ZeRO-{stage}{how}" + f", {instances} instances" * (instances > 1)
+        case {"recompute_granularity": None}:
+            return "no recomputation"
+        case {"recompute_granularity": "selective", "recompute_modules": modules}:
+            return f"recompute {', '.join(modules)}"
+        case {"recompute_granularity": _, "recompute_num_layers": count}:
+            return f"recompute {count} blocks of a stage" if count else "recompute all blocks"
+        case {"optimizer_cpu_offload": optimizer, "param_cpu_offload": weights, "cpu_offloading_num_layers": layers}:
+            parts = [*["optimizer"] * optimizer, *["weights"] * weights, *["activations"] * bool(layers)]
+            return f"offload {' and '.join(parts)}" if parts else "no offload"
+    raise ValueError(f"no axis has the options {', '.join(choice)}")
 
 
 @dataclass(frozen=True)
@@ -133,150 +140,58 @@ class LayoutSpace:
     @cached_property
     def start(self) -> RunConfig:
         """The configuration in which all options that are not given have their defaults."""
-        return apply(self.config, {name: SETTINGS[name].default for name in CHOSEN if name not in self.given})
+        names = (name for name in CHOSEN if name not in self.given)
+        return apply(self.config, {name: SETTINGS[name].default for name in names})
 
     @cached_property
     def batch(self) -> int:
         """Samples of a step."""
         return full_global_batch_size(self.config.training, self.world_size)
 
-    def allows(self, choice: Choice) -> bool:
-        """Return True if a choice keeps all given options."""
-        return all(
-            value == SETTINGS[name].value_in(self.config) for name, value in choice.items() if name in self.given
-        )
+    def data_parallel(self, chosen: Choice) -> int:
+        """Return the data-parallel size that the other axes leave."""
+        return self.world_size // (chosen[TP] * chosen[CP] * chosen[PP])
 
     def cores(self) -> Iterator[Choice]:
         """Yield the choices of all that determines the work of a micro-batch: TP, CP, EP, and its size."""
-        for tensor in self._allowed(self.tensor()):
-            for context in self._allowed(self.context(tensor["tensor_model_parallel_size"])):
-                for expert in self._allowed(self.expert(tensor["tensor_model_parallel_size"])):
-                    for micro in self._allowed(self.micro()):
+        for tensor in self._kept(self._tensor()):
+            for context in self._kept(self._context(tensor[TP])):
+                for expert in self._kept(self._expert(tensor[TP])):
+                    for micro in self._kept(self._micro()):
                         yield {**tensor, **context, **expert, **micro}
 
-    def tensor(self) -> Iterator[Choice]:
-        """Yield the choices of tensor and sequence parallelism, overlapped or not; up to the ranks of two nodes."""
-        for size in divisors(self.world_size):
-            if size > max(8, 2 * self.node_size):
-                return
-            sharded = SETTINGS["sequence_parallel"].value_in(self.config) if self._is("sequence_parallel") else size > 1
-            for overlap in (False, True)[: 1 + sharded]:
-                yield {
-                    "tensor_model_parallel_size": size,
-                    "sequence_parallel": sharded,
-                    "tp_comm_overlap": overlap,
-                }
-
-    def context(self, tp: int) -> Iterator[Choice]:
-        """Yield the choices of context parallelism with each of its methods."""
-        model, length = self.config.model, self.config.training.seq_length
-        for size in divisors(self.world_size // tp):
-            if size > 1 and length // size < LEAST_SEQUENCE_PART:
-                return
-            parallel = replace(self.config.parallel, tensor_model_parallel_size=tp, context_parallel_size=size)
-            of_node = max(1, self.node_size // tp)
-            methods = [
-                (each.cp_comm_type, each.hierarchical_context_parallel_sizes)
-                for each in parallel.context_parallel_methods(model.num_attention_heads, max(size, of_node))
-            ]
-            for method, sizes in [("p2p", ())] if size == 1 else [*methods, ("all_gather", ())]:
-                yield {
-                    "context_parallel_size": size,
-                    "cp_comm_type": method,
-                    "hierarchical_context_parallel_sizes": sizes,
-                }
-
-    def expert(self, tp: int) -> Iterator[Choice]:
-        """Yield the choices of expert parallelism; of the TP of experts 1 and that of the dense layers."""
-        experts = self.config.model.num_experts
-        for size in divisors(experts or 1):
-            for of_experts in sorted({1, tp}) if experts else [None]:
-                if self.world_size % (size * (of_experts or 1)) == 0:
-                    yield {"expert_model_parallel_size": size, "expert_tensor_parallel_size": of_experts}
-
-    def micro(self) -> Iterator[Choice]:
-        """Yield sizes of a micro-batch: up to 8 all that divide the batch, beyond powers of two up to 128."""
-        for size in divisors(self.batch):
-            if size <= 8 or (size <= 128 and size & (size - 1) == 0):
-                yield {"micro_batch_size": size}
-
     def pipelines(self, core: Choice) -> Iterator[Choice]:
-        """Yield the choices of stages and schedule for a core: those with whole micro-batches and enough layers."""
-        layers, ranks = self.config.model.num_layers, core["tensor_model_parallel_size"] * core["context_parallel_size"]
-        for size in divisors(self.world_size // ranks):
-            samples = core["micro_batch_size"] * (self.world_size // ranks // size)
-            if size > layers + 2 or (self.batch % samples and not self.config.training.pad_global_batch):
+        """Yield the choices of stages and schedule for a core: those with whole micro-batches and whole EP groups."""
+        ranks = self.world_size // (core[TP] * core[CP])
+        for size in self._kept(self._pipeline_ranks()):
+            samples = core["micro_batch_size"] * (ranks // size[PP])
+            if ranks % size[PP] or (self.batch % samples and not self.config.training.pad_global_batch):
                 continue
-            of_experts = core["expert_model_parallel_size"] * (core["expert_tensor_parallel_size"] or 1)
-            if self.world_size // size % of_experts:
-                continue
-            for choice in self._schedules(size, layers):
-                if self.allows(choice):
-                    yield choice
+            if self.world_size // size[PP] % (core[EP] * (core[ETP] or 1)) == 0:
+                for schedule in self._kept(self._schedules(size[PP])):
+                    yield {**size, **schedule}
 
-    def _schedules(self, ranks: int, layers: int) -> Iterator[Choice]:
-        name, stages = "pipeline_schedule", "num_virtual_stages_per_pipeline_rank"
-        pipeline = {"pipeline_model_parallel_size": ranks}
-        if {name, stages} <= self.given:
-            yield pipeline | {key: SETTINGS[key].value_in(self.config) for key in (name, stages)}
-            return
-        if self._is(name) and SETTINGS[name].value_in(self.config) not in (None, "interleaved"):
-            yield pipeline | {name: SETTINGS[name].value_in(self.config), stages: None}
-            return
-        yield pipeline | {name: None, stages: None}
-        if ranks == 1:
-            return
-        for count in range(2, min(MOST_VIRTUAL_STAGES, layers // ranks) + 1):
-            if layers % (ranks * count) == 0:
-                yield pipeline | {name: SETTINGS[name].value_in(self.config) if self._is(name) else None, stages: count}
-        for other in ("zb-h1", "zb-h2", "zb-v", "dualpipe-v"):
-            yield pipeline | {name: other, stages: None}
+    def shardings(self, chosen: Choice) -> list[Choice]:
+        """Return the choices of what data-parallel ranks shard."""
+        return self._kept(self._shardings(chosen))
 
-    def sharding(self, core: Choice, pipeline: Choice) -> Iterator[Choice]:
-        """Yield the ZeRO stages, each with one optimizer instance, and with one per node."""
-        tp, cp = core["tensor_model_parallel_size"], core["context_parallel_size"]
-        replicas = self.world_size // tp // pipeline["pipeline_model_parallel_size"]
-        within = max(n for n in divisors(replicas) if n == 1 or n * tp <= self.node_size)
-        names = "use_distributed_optimizer", "data_parallel_sharding_strategy", "overlap_param_gather"
-        instances = "num_distributed_optimizer_instances"
-        for values in (
-            (False, None, False),
-            (True, None, True),
-            (True, None, False),
-            (False, "optim_grads", True),
-            (False, "optim_grads_params", False),
-        ):
-            choice = dict(zip(names, values)) | {instances: 1}
-            if values[1] is not None and self._is(names[0]):
-                choice[names[0]] = SETTINGS[names[0]].value_in(self.config)
-            if self.allows(choice):
-                yield choice
-            choice |= {instances: replicas // within}
-            if replicas > within > 1 and cp <= within and any(values) and self.allows(choice):
-                yield choice
+    def recomputations(self, chosen: Choice) -> list[Choice]:
+        """Return the choices of what backward computes again, the first one the least."""
+        return self._kept(self._recomputations(chosen))
 
-    def recomputations(self, stages: int) -> Iterator[Choice]:
-        """Yield what to compute again in backward, besides nothing, for so many stages of a pipeline."""
-        names = "recompute_granularity", "recompute_method", "recompute_num_layers", "recompute_modules"
-        default = SETTINGS["recompute_modules"].default
-        latents = ("mla_up_proj",) * self.config.model.has_latent_attention
-        for modules in (default, (*default, "core_attn"), ("layernorm", "mlp")):
-            yield dict(zip(names, ("selective", None, None, (*modules, *latents))))
-        blocks = -(-self.config.model.num_layers // stages)
-        counts = {round(blocks * part / MOST_RECOMPUTE_COUNTS) for part in range(1, MOST_RECOMPUTE_COUNTS)}
-        for count in sorted(counts - {0, blocks}):
-            yield dict(zip(names, ("full", "block", count, default)))
-        yield dict(zip(names, ("full", None, None, default)))
+    def offloads(self, chosen: Choice) -> list[Choice]:
+        """Return the choices of what is kept in the memory of the host, the first one the least."""
+        return self._kept(self._offloads(chosen))
 
-    def offloads(self, sharding: Choice, stages: int) -> Iterator[Choice]:
-        """Yield what to keep in the memory of the host, besides nothing."""
-        blocks = -(-self.config.model.num_layers // stages)
-        names = "optimizer_cpu_offload", "param_cpu_offload", "cpu_offloading_num_layers"
-        of_weights = sharding["data_parallel_sharding_strategy"] == "optim_grads_params"
-        for optimizer, weights in ((False, False), (True, False), (True, True))[: 2 + of_weights]:
-            for layers in (0, blocks):
-                if optimizer or layers:
-                    yield dict(zip(names, (optimizer, weights, layers)))
+    def layouts(self) -> Iterator[Choice]:
+        """Yield all layouts, valid or not."""
+        for core in self.cores():
+            for pipeline in self.pipelines(core):
+                chosen = {**core, **pipeline}
+                for sharding in self.shardings(chosen):
+                    for recomputation in self.recomputations(chosen):
+                        for offload in self.offloads({**chosen, **sharding}):
+                            yield {**chosen, **sharding, **recomputation, **offload}
 
     def moves(self, config: RunConfig) -> Iterator[tuple[str, Choice]]:
         """Yield the changes of one choice of a layout, each with its name; to the next sizes of an axis.
@@ -285,51 +200,137 @@ class LayoutSpace:
             config: with the layout, which may be outside of the space.
         """
         now = choices_of(config)
-        tp, pp = now["tensor_model_parallel_size"], now["pipeline_model_parallel_size"]
-        stages = pp * virtual_stages(config.model, config.parallel)
-        sizes: tuple[tuple[str, str, Iterator[Choice]], ...] = (
-            ("TP", "tensor_model_parallel_size", self.tensor()),
-            ("CP", "context_parallel_size", self.context(tp)),
-            ("PP", "pipeline_model_parallel_size", self._ranks_of_pipeline()),
-            ("EP", "expert_model_parallel_size", self.expert(tp)),
-            ("micro-batch", "micro_batch_size", self.micro()),
+        sizes = (
+            ("TP", TP, self._tensor()),
+            ("CP", CP, self._context(now[TP])),
+            ("PP", PP, self._pipeline_ranks()),
+            ("EP", EP, ({EP: choice[EP]} for choice in self._expert(now[TP]))),
+            ("micro-batch", *MICRO, self._micro()),
         )
         for word, name, choices in sizes:
             by_size: dict[int, Choice] = {}
             for choice in choices:
-                by_size.setdefault(choice[name], choice)
+                alike = all(now[other] == value for other, value in choice.items() if other in (OVERLAP, METHOD))
+                if alike or choice[name] not in by_size:
+                    by_size[choice[name]] = choice
             for size in nearest(now[name], by_size):
-                choice = dict(by_size[size])
-                if "expert_tensor_parallel_size" in choice:
-                    choice["expert_tensor_parallel_size"] = now["expert_tensor_parallel_size"]
-                yield f"{word} {size}", choice
-        others: tuple[Iterator[Choice], ...] = (
-            iter([{"tp_comm_overlap": not now["tp_comm_overlap"]}] if now["sequence_parallel"] else []),
-            (choice for choice in self.context(tp) if choice["context_parallel_size"] == now["context_parallel_size"]),
-            (
-                choice
-                for choice in self.expert(tp)
-                if choice["expert_model_parallel_size"] == now["expert_model_parallel_size"]
-            ),
-            self._schedules(pp, config.model.num_layers),
-            self.sharding(now, now),
-            iter([NO_RECOMPUTATION]),
-            self.recomputations(stages),
-            iter([NO_OFFLOAD]),
-            self.offloads(now, stages),
+                yield f"{word} {size}", by_size[size]
+        others: tuple[Iterable[Choice], ...] = (
+            [{OVERLAP: not now[OVERLAP]}] if now[SEQUENCE] else [],
+            (choice for choice in self._context(now[TP]) if choice[CP] == now[CP]),
+            ({ETP: choice[ETP]} for choice in self._expert(now[TP]) if choice[EP] == now[EP]),
+            self._schedules(now[PP]),
+            self._shardings(now),
+            self._recomputations(now),
+            self._offloads(now),
         )
-        for choices in others:
-            for choice in choices:
+        for alternatives in others:
+            for choice in alternatives:
                 if any(now[name] != value for name, value in choice.items()):
                     yield describe(choice), choice
 
-    def _ranks_of_pipeline(self) -> Iterator[Choice]:
+    def _tensor(self) -> Iterator[Choice]:
+        """Yield tensor and sequence parallelism, overlapped or not, up to the ranks of two nodes."""
+        for size in divisors(self.world_size):
+            if size > max(8, 2 * self.node_size):
+                return
+            sharded = self.start.parallel.sequence_parallel if SEQUENCE in self.given else size > 1
+            for overlap in (True, False) if sharded else (False,):
+                yield dict(zip(TENSOR, (size, sharded, overlap)))
+
+    def _context(self, tp: int) -> Iterator[Choice]:
+        """Yield context parallelism with each of its methods."""
+        start = self.start.parallel
+        yield dict(zip(CONTEXT, (1, start.cp_comm_type, start.hierarchical_context_parallel_sizes)))
+        for size in divisors(self.world_size // tp)[1:]:
+            if self.config.training.seq_length // size < LEAST_SEQUENCE_PART:
+                return
+            grid = replace(start, tensor_model_parallel_size=tp, context_parallel_size=size)
+            heads, in_node = self.config.model.num_attention_heads, max(1, self.node_size // tp)
+            ways = [way for most in (in_node, size) for way in grid.context_parallel_methods(heads, most)]
+            methods = ((each.cp_comm_type, each.hierarchical_context_parallel_sizes) for each in ways)
+            for method in dict.fromkeys((*methods, ("all_gather", ()))):
+                yield dict(zip(CONTEXT, (size, *method)))
+
+    def _expert(self, tp: int) -> Iterator[Choice]:
+        """Yield expert parallelism; TP of the experts 1, and as of the dense layers."""
+        experts = self.config.model.num_experts
+        for size in divisors(experts or 1):
+            for of_experts in sorted({1, tp}) if experts else (None,):
+                if self.world_size % (size * (of_experts or 1)) == 0:
+                    yield dict(zip(EXPERT, (size, of_experts)))
+
+    def _micro(self) -> Iterator[Choice]:
+        """Yield sizes of a micro-batch."""
+        for size in divisors(self.batch):
+            if size <= ALL_MICRO_BATCHES or (size <= MOST_MICRO_BATCH and size & (size - 1) == 0):
+                yield dict(zip(MICRO, (size,)))
+
+    def _pipeline_ranks(self) -> Iterator[Choice]:
         for size in divisors(self.world_size):
             if size <= self.config.model.num_layers + 2:
-                yield {"pipeline_model_parallel_size": size}
+                yield {PP: size}
 
-    def _allowed(self, choices: Iterator[Choice]) -> list[Choice]:
-        return [choice for choice in choices if self.allows(choice)]
+    def _schedules(self, ranks: int) -> Iterator[Choice]:
+        """Yield schedules and numbers of stages."""
+        yield {STAGES: None, SCHEDULE: None}
+        if ranks > 1:
+            layers = self.config.model.num_layers
+            for count in range(2, min(MOST_VIRTUAL_STAGES, layers // ranks) + 1):
+                if layers % (ranks * count) == 0:
+                    yield {STAGES: count, SCHEDULE: None}
+            for name in DELAYING_SCHEDULES:
+                yield {STAGES: None, SCHEDULE: name}
 
-    def _is(self, name: str) -> bool:
-        return name in self.given
+    def _shardings(self, chosen: Choice) -> Iterator[Choice]:
+        """Yield the ZeRO stages, each with one optimizer instance, and with one per node."""
+        ranks = self.data_parallel(chosen) * chosen[CP]
+        in_node = max(n for n in divisors(ranks) if n == 1 or n * chosen[TP] <= self.node_size)
+        kept = self.start.parallel.use_distributed_optimizer
+        for values in (
+            (False, None, False),
+            (True, None, True),
+            (True, None, False),
+            (kept, "optim_grads", True),
+            (kept, "optim_grads", False),
+            (kept, "optim_grads_params", False),
+        ):
+            for instances in (1, ranks // in_node) if any(values) and 1 < in_node < ranks else (1,):
+                yield dict(zip(SHARDING, (*values, instances)))
+
+    def _recomputations(self, chosen: Choice) -> Iterator[Choice]:
+        """Yield recomputation of nothing, of modules, of some blocks of every stage, and of all."""
+        default = SETTINGS[MODULES].default
+        latents = ("mla_up_proj",) * self.config.model.has_latent_attention
+        yield dict(zip(RECOMPUTATION, (None, None, None, default)))
+        for modules in (default, (*default, "core_attn"), ("layernorm", "mlp")):
+            yield dict(zip(RECOMPUTATION, ("selective", None, None, (*modules, *latents))))
+        blocks = self._blocks(chosen)
+        counts = {round(blocks * part / RECOMPUTED_PARTS) for part in range(1, RECOMPUTED_PARTS)}
+        for count in sorted(counts - {0, blocks}):
+            yield dict(zip(RECOMPUTATION, ("full", "block", count, default)))
+        yield dict(zip(RECOMPUTATION, ("full", None, None, default)))
+
+    def _offloads(self, chosen: Choice) -> Iterator[Choice]:
+        """Yield offload of nothing, of the optimizer, with ZeRO-3 of the weights too, and of all activations."""
+        with_weights = chosen[STRATEGY] == "optim_grads_params"
+        for optimizer, weights in ((False, False), (True, False), (True, True))[: 2 + with_weights]:
+            for layers in (0, self._blocks(chosen)):
+                yield dict(zip(OFFLOAD, (optimizer, weights, layers)))
+
+    def _blocks(self, chosen: Choice) -> int:
+        """Return the blocks of a stage."""
+        parallel, each = apply(self.start, {name: chosen[name] for name in PIPELINE}).parallel, 1
+        with suppress(ScheduleError):  # which the checks report
+            each = virtual_stages(self.config.model, parallel)
+        return -(-self.config.model.num_layers // (chosen[PP] * each))
+
+    def _kept(self, choices: Iterable[Choice]) -> list[Choice]:
+        """Return the choices of an axis that keep what is given; if none does, those that are left of them with it."""
+        every = [*choices]
+        given = {name: SETTINGS[name].value_in(self.config) for name in self.given}
+        kept = [choice for choice in every if all(given.get(name, value) == value for name, value in choice.items())]
+        if kept or not every:
+            return kept
+        changed = ({name: given.get(name, value) for name, value in choice.items()} for choice in every)
+        return [*{tuple(choice.values()): choice for choice in changed}.values()]

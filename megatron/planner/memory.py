@@ -345,7 +345,7 @@ def _reduction_buffers(config: RunConfig, layout: Layout, pp: int) -> int:
     trained = (bucket for bucket in bucket_shapes(config, layout, pp) if bucket.key.has_gradients)
     reduced = [bucket for bucket in trained if bucket.shards * bucket.copies > 1]
     streamed = [bucket for bucket in reduced if config.parallel.zero_stage >= 2 and bucket.shards > 1]
-    others = [bucket for bucket in reduced if bucket not in streamed]
+    others = [bucket for bucket in reduced if config.parallel.zero_stage < 2 or bucket.shards == 1]
     total = 0
     for buckets in (streamed, others):
         sizes = sorted(bucket.packing.size for bucket in buckets)
@@ -385,8 +385,9 @@ def _buffers_by_block(buckets: Sequence[BucketShape]) -> int:
     for index, own in enumerate(sizes):
         in_flight = Counter[int]()
         for earlier in (*sizes[:index][::-1], *sizes[index:][::-1]):
-            if in_flight.total() < MAX_REDUCTIONS_IN_FLIGHT:
-                in_flight += earlier
+            if in_flight.total() >= MAX_REDUCTIONS_IN_FLIGHT:
+                break
+            in_flight += earlier
         at_most = Counter({size: min(count, MAX_REDUCTIONS_IN_FLIGHT) for size, count in in_flight.items()})
         most |= at_most + own
     return tied + sum(size * count for size, count in most.items())

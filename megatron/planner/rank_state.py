@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import NamedTuple
 
-from megatron.config.model import ModelConfig
+from megatron.config.model import ModelConfig, RotaryTable
 from megatron.config.optimizer import OptimizerConfig, state_kinds
 from megatron.config.parallel import GradCompression, ParallelConfig
 from megatron.config.run import RunConfig
@@ -22,7 +22,7 @@ from megatron.distributed.param_layout import BucketKey, BucketShape, MatrixBloc
 from megatron.distributed.sharding import EXPERT_REDUCE_AXES, Sharding, ShardSpec, Specs
 from megatron.layers.adapter_parameters import adapted_parts, linear_parts
 from megatron.layers.mixers.activations import DTYPE_BYTES, INDEX_BYTES
-from megatron.layers.mixers.registry import find_mixer, rotary_tables
+from megatron.layers.mixers.registry import block_mixers, rotary_tables
 from megatron.layers.parameters import gpt
 from megatron.optimizer.param_groups import offloaded_params, rule_of
 from megatron.pipeline.partition import StageLayers
@@ -55,20 +55,26 @@ def _stages_by_rank(
 
 
 @lru_cache(maxsize=64)
-def kinds_of_layers(model: ModelConfig) -> tuple[int, ...]:
-    """Return the number of each block's kind: blocks of one kind have the same sizes, and the same rotary tables."""
-    kinds: dict[object, int] = {}
+def alike_layers(model: ModelConfig) -> tuple[int, ...]:
+    """Return for every block the first one of its kind: they have the same sizes, and read the same rotary tables."""
+    first: dict[object, int] = {}
     keys = (
         # Patterns name the layers that have adapters.
         layer if model.lora_rank is not None else (model.mixers(layer), *rotary_tables(model, [layer]))
         for layer in range(model.num_layers)
     )
-    return tuple(kinds.setdefault(key, len(kinds)) for key in keys)
+    return tuple(first.setdefault(key, layer) for layer, key in enumerate(keys))
 
 
 def kind_of_stage(model: ModelConfig, stage: StageLayers) -> tuple[object, ...]:
     """Return what determines the sizes of a stage."""
-    return kinds_of_layers(model)[stage.layers.start : stage.layers.stop], stage.first, stage.last
+    return alike_layers(model)[stage.layers.start : stage.layers.stop], stage.first, stage.last
+
+
+def rotary_tables_of(model: ModelConfig, stage: StageLayers) -> list[RotaryTable]:
+    """Return the different tables of rotary positions of a stage."""
+    layers = dict.fromkeys(alike_layers(model)[stage.layers.start : stage.layers.stop])
+    return rotary_tables(model, (*layers, *(model.head_layers if stage.last else ())))
 
 
 def alike_ranks(config: RunConfig) -> list[int]:
@@ -251,10 +257,11 @@ class RankState:
         specs, buckets = rank_parameters(config, pp), bucket_shapes(config, layout, pp)
         common = Counter(buffers=_adapter_rows(model, specs))
         for stage in stages_by_rank(config)[pp]:
-            tables = rotary_tables(model, stage.kinds(model.head_layers))
-            common["buffers"] += sum(table.channels // 2 * wide for table in tables)
-            for mixers, count in Counter(map(model.mixers, stage.kinds(model.head_blocks))).items():
-                common["buffers"] += count * sum(find_mixer(name).buffer_bytes(model) for name in mixers)
+            common["buffers"] += sum(table.channels // 2 * wide for table in rotary_tables_of(model, stage))
+            layers = Counter(alike_layers(model)[layer] for layer in stage.layers)
+            layers.update(model.head_blocks if stage.last else ())
+            for layer, count in layers.items():
+                common["buffers"] += count * sum(mixer.buffer_bytes(model) for mixer in block_mixers(model, layer))
         common["buffers"] += sum(getattr(group, "buffer_bytes", 0) for group in vars(config).values())
         state = cls(config, layout, specs, buckets, common, {False: Steps(), True: Steps()})
         for bucket in buckets:

@@ -12,9 +12,9 @@ from typing import Any
 
 from megatron.config.run import RunConfig
 from megatron.config.settings import SETTINGS
-from megatron.config.text import format_bytes, format_compact
+from megatron.config.text import format_bytes, format_compact, format_three_digits
 from megatron.layers.parameters import num_parameters
-from megatron.pipeline.plan import virtual_stages
+from megatron.pipeline.plan import schedule_name, virtual_stages
 from megatron.planner.communication import AXES
 from megatron.planner.costs import RunCosts, Terms
 from megatron.planner.explanation import explain_step
@@ -106,10 +106,11 @@ def _context(run: RunConfig) -> str:
 
 
 def _schedule(run: RunConfig) -> str:
-    chunks = virtual_stages(run.model, run.parallel)
     if run.parallel.pipeline_model_parallel_size == 1:
         return ""
-    return f"{run.parallel.pipeline_schedule} x{chunks}" if chunks > 1 else str(run.parallel.pipeline_schedule)
+    chunks = virtual_stages(run.model, run.parallel)
+    name = schedule_name(run.parallel, chunks)
+    return f"{name} x{chunks}" if chunks > 1 else name
 
 
 def _zero(run: RunConfig) -> str:
@@ -139,7 +140,7 @@ LAYOUT: Mapping[str, tuple[str, Callable[[RunConfig], object]]] = {
     "schedule": ("", _schedule),
     "EP": ("1", lambda run: run.parallel.expert_model_parallel_size),
     "ETP": ("1", lambda run: run.parallel.expert_tp if run.model.num_experts else 1),
-    "ZeRO": ("0", _zero),
+    "ZeRO": ("", _zero),
     "micro": ("", lambda run: run.training.micro_batch_size),
     "recompute": ("none", _recompute),
     "offload": ("none", _offload),
@@ -155,9 +156,12 @@ def layout_cells(plan: Plan, world_size: int) -> dict[str, str]:
 
 
 def describe_layout(plan: Plan, world_size: int) -> str:
-    """Return a layout in a line: ``TP 8 PP 4 1f1b DP 32 ZeRO 1``."""
+    """Return a layout in a line: ``TP 8 with SP, PP 4 (1f1b), ZeRO 1, micro-batch 1, DP 32``."""
     cells = layout_cells(plan, world_size)
-    return " ".join(f"{name} {cell}" for name, cell in cells.items() if cell != LAYOUT.get(name, ("",))[0])
+    words = {"micro": "micro-batch", "recompute": "recomputed:", "offload": "offloaded:"}
+    details = {"TP": " with SP" * (cells["SP"] == "yes"), "PP": f" ({cells['schedule']})"}
+    shown = (name for name in cells if name not in ("SP", "schedule") and cells[name] != LAYOUT.get(name, ("",))[0])
+    return ", ".join(f"{words.get(name, name)} {cells[name]}{details.get(name, '')}" for name in shown)
 
 
 def table(report: PlanReport) -> tuple[list[str], list[list[str]]]:
@@ -175,7 +179,7 @@ def table(report: PlanReport) -> tuple[list[str], list[list[str]]]:
         "s/step": [short(plan.time.seconds) for plan in plans],
         "MFU": [f"{cost.mfu:.1%}" for cost in costs],
         "tokens/s": [format_compact(cost.tokens_per_second) for cost in costs],
-        "days": [short(cost.days) for cost in costs],
+        "days": [format_three_digits(cost.days) for cost in costs],
     }
     if report.terms.price is not None:
         columns["cost"] = [format_compact(cost.price or 0) for cost in costs]
@@ -245,10 +249,8 @@ def cost_rows(report: PlanReport) -> Iterator[tuple[str, str]]:
     """Yield names and values of what a run with the best plan takes."""
     cost, terms = report.costs[0], report.terms
     peak = report.search.cluster.accelerator.peak("bf16")
-    yield (
-        "throughput",
-        f"{format_compact(cost.tokens_per_second)} tokens/s, {cost.throughput / 1e12:.0f} TFLOP/s per GPU",
-    )
+    rate = format_compact(cost.tokens_per_second)
+    yield "throughput", f"{rate} tokens/s, {cost.throughput / 1e12:.0f} TFLOP/s per GPU as Megatron-LM counts"
     yield "MFU", f"{cost.mfu:.1%} of {peak / 1e12:,.0f} TFLOP/s in bf16: 6N + 12Lhs FLOPs per token (PaLM)"
     yield "MFU, causal", f"{cost.mfu_causal:.1%}: masked scores do not count"
     yield "HFU", f"{cost.hfu:.1%}, with recomputation"
@@ -256,8 +258,10 @@ def cost_rows(report: PlanReport) -> Iterator[tuple[str, str]]:
     yield "GPU-hours", f"{cost.gpu_hours:,.0f}"
     if cost.price is not None:
         yield "cost", f"{cost.price:,.0f} at {terms.price:g} per GPU-hour"
-    yield "energy", f"{cost.energy / 1000:,.1f} MWh at {terms.watts:,.0f} W per GPU"
-    yield "checkpoint", f"{format_bytes(cost.checkpoint)}; a save takes {format_seconds(cost.save)}"
+    energy = f"{cost.energy / 1000:,.1f} MWh" if cost.energy >= 1000 else f"{cost.energy:,.0f} kWh"
+    yield "energy", f"{energy} at {terms.watts:,.0f} W per GPU"
+    stall = f"; training waits {format_seconds(cost.save)}" if cost.save < cost.write else ""
+    yield "checkpoint", f"{format_bytes(cost.checkpoint)}, written in {format_seconds(cost.write)}{stall}"
     steps = max(1, round(cost.interval / report.plans[0].time.seconds))
     failures = f"for a failure every {format_seconds(cost.mtbf)} (Daly 2006)"
     yield "saves", f"every {format_seconds(cost.interval)} (--save-interval {steps}) {failures}"
@@ -287,7 +291,7 @@ def _time_cells(report: PlanReport, point: SweepPoint, time: StepTime | None) ->
         return ["refused", "", ""]
     rate = time.tokens / time.seconds
     mfu = report.costs[0].flops * rate / point.world_size / report.search.cluster.accelerator.peak("bf16")
-    return [short(time.seconds), f"{mfu:.1%}", short(report.terms.tokens / rate / 86400)]
+    return [short(time.seconds), f"{mfu:.1%}", format_three_digits(report.terms.tokens / rate / 86400)]
 
 
 def short(number: float) -> str:

@@ -2,35 +2,78 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+import heapq
+import itertools
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 from megatron.config.errors import Problem, UserError
 from megatron.config.run import RunConfig
 from megatron.config.settings import SETTINGS
 from megatron.config.text import format_bytes
 from megatron.pipeline.actions import ScheduleError
+from megatron.pipeline.partition import StageLayers
+from megatron.pipeline.plan import resolve_pipeline, stage_layers, stage_placement
 from megatron.planner.hardware import Cluster
-from megatron.planner.layouts import NO_RECOMPUTATION, Choice, LayoutSpace, apply, choices_of
-from megatron.planner.memory import max_peak_bytes
+from megatron.planner.layouts import (
+    CHOSEN,
+    CP,
+    DELAYING_SCHEDULES,
+    EP,
+    ETP,
+    GATHER,
+    GRID,
+    INSTANCES,
+    MICRO,
+    OFFLOAD,
+    OPTIMIZER,
+    OVERLAP,
+    PP,
+    SCHEDULE,
+    SEQUENCE,
+    STAGES,
+    STRATEGY,
+    TP,
+    UNSHARDED,
+    Choice,
+    LayoutSpace,
+    apply,
+    choices_of,
+)
+from megatron.planner.memory import max_peak_bytes, max_state_bytes, peaks_by_rank
+from megatron.planner.stage_time import StageTimes, stage_times
 from megatron.planner.step_time import StepTime, step_time
 
 HEADROOM = 0.94
 """Share of the device memory that a plan may fill: the CUDA context and fragmentation take the rest."""
 
-GRID = (
-    "tensor_model_parallel_size",
-    "context_parallel_size",
-    "pipeline_model_parallel_size",
-    "expert_model_parallel_size",
-    "expert_tensor_parallel_size",
-)
-"""Options of the sizes of the rank grid."""
+SAME = 1e-6
+"""Share of a time below which a difference is none."""
+
+WORDS = {
+    "compute": "computing",
+    "recompute": "recomputation",
+    "bubble": "bubble",
+    "tensor": "TP communication",
+    "context": "CP communication",
+    "expert": "EP communication",
+    "pipeline": "messages between stages",
+    "data": "DP communication",
+    "offload": "offload",
+    "optimizer": "updates",
+}
+"""Parts of a step in words."""
 
 Check = Callable[[RunConfig, int], Iterable[Problem]]
 """Returns the problems of a configuration on so many ranks, none if a run accepts it."""
+
+
+def _flags(chosen: Choice) -> list[str]:
+    return [SETTINGS[name].spell(value) for name, value in chosen.items() if value != SETTINGS[name].default]
 
 
 @dataclass(frozen=True)
@@ -47,7 +90,7 @@ class Plan:
     @property
     def flags(self) -> list[str]:
         """The flags of what was chosen, as far as it differs from the defaults."""
-        return [SETTINGS[name].spell(value) for name, value in self.chosen.items() if value != SETTINGS[name].default]
+        return _flags(self.chosen)
 
     @property
     def bytes(self) -> int:
@@ -76,6 +119,26 @@ class Neighbour:
 
 
 @dataclass(frozen=True)
+class Shortfall:
+    """What a run is short of that fits in no layout."""
+
+    # The plan that takes the least memory, and how many bytes it takes too many on the fullest rank.
+    plan: Plan
+    missing: int
+    # A number of ranks with which it fits; None if there is none up to 64 times as many.
+    ranks: int | None
+    # Flags that were given, without any of which it fits.
+    dropped: tuple[str, ...]
+
+    def __str__(self) -> str:
+        """Return the plan, what is missing, and what would fit."""
+        short = f"{format_bytes(self.missing)} too much on the fullest rank with {' '.join(self.plan.flags)}"
+        ways = [*([f"{self.ranks:,} ranks"] if self.ranks else []), *(f"no {flag}" for flag in self.dropped)]
+        ways.append(f"{format_bytes(self.plan.bytes / HEADROOM)} per rank")
+        return f"{short}; it fits with {', or '.join(ways)}"
+
+
+@dataclass(frozen=True)
 class LayoutSearch:
     """The layouts of a run on a cluster."""
 
@@ -90,12 +153,30 @@ class LayoutSearch:
 
     def best(self, count: int = 10) -> list[Plan]:
         """Return the fastest plan of each grid of ranks, the best first; empty if none fits."""
-        plans: dict[tuple[Any, ...], Plan] = {}
-        for plan in self._some():
-            grid = tuple(plan.chosen[name] for name in GRID)
-            if grid not in plans or plan.time.seconds < plans[grid].time.seconds:
-                plans[grid] = plan
-        return sorted(plans.values(), key=lambda plan: plan.time.seconds)[:count]
+        return list(itertools.islice(self.ranked(), count))
+
+    def ranked(self) -> Iterator[Plan]:
+        """Yield the fastest plan of each grid of ranks that has one that fits, in the order of their times."""
+        queue, done = _Queue(), set[tuple[Any, ...]]()
+        queue.push(self._cores())
+        while (node := queue.pop()) is not None:
+            if node.level == CORE:
+                queue.push(self._pipelines(node))
+            elif tuple(node.chosen[name] for name in GRID) in done:
+                continue
+            elif node.level == PIPELINE:
+                queue.push(self._staged(node))
+            elif node.level == STAGED:
+                queue.push(self._unsharded(node))
+            elif node.level == SIMULATED:
+                queue.push(self._layouts(node))
+            elif node.time is None:
+                queue.push(self._timed(node))
+            elif (plan := self._accepted(node)) is not None:
+                done.add(tuple(node.chosen[name] for name in GRID))
+                yield plan
+            else:
+                queue.push(self._savers(node))
 
     def plan(self, chosen: Choice) -> Plan | None:
         """Return the plan of some choices, whether it fits or not; None for a layout that is refused."""
@@ -149,31 +230,306 @@ class LayoutSearch:
 
     def _why(self, plan: Plan, other: Plan) -> str:
         """Return why another plan is not better; empty if it is."""
-        reasons = []
-        if other.bytes > self.capacity:
-            reasons.append(f"{format_bytes(other.bytes - self.capacity)} too much")
-        if other.time.seconds > plan.time.seconds:
+        slower, reasons = other.time.seconds - plan.time.seconds, []
+        if (missing := other.bytes - self.capacity) > 0:
+            peaks = [sum(peak.values()) for peak in peaks_by_rank(other.config, self.world_size)]
+            where = f" on pipeline rank {peaks.index(max(peaks))}" if len(peaks) > 1 else ""
+            reasons.append(f"{format_bytes(missing)} too much{where}")
+        if slower > SAME * plan.time.seconds:
             grown = {part: seconds - plan.time.parts[part] for part, seconds in other.time.parts.items()}
             part = max(grown, key=lambda each: grown[each])
-            share = other.time.seconds / plan.time.seconds - 1
-            reasons.append(f"{share:+.1%}, {part} {grown[part]:+.3g} s")
+            reason = f"{slower / plan.time.seconds:+.1%}: {grown[part]:.3g} s more of {WORDS[part]}"
+            tp = other.config.parallel.tensor_model_parallel_size
+            crosses = part == "tensor" and self.cluster.group(tp, 1).per_node < tp
+            reasons.append(reason + f", as TP {tp} crosses nodes" * crosses)
+        elif not reasons and slower > -SAME * plan.time.seconds:
+            saved = plan.bytes - other.bytes
+            less = f" with {format_bytes(abs(saved))} {'less' if saved > 0 else 'more'}" if saved else ""
+            reasons.append(f"as fast{less}")
         return "; ".join(reasons)
+
+    def shortfall(self) -> Shortfall | None:
+        """Return what is missing where nothing fits; None if something fits, or no layout is accepted."""
+        least = self._smallest()
+        if least is None or self.fits(least):
+            return None
+        larger = (replace(self, world_size=times * self.world_size) for times in (2, 4, 8, 16, 32, 64))
+        ranks = next((each.world_size for each in larger if each._holds_any()), None)
+        freed = (name for name in CHOSEN if name in self.given)
+        dropped = (name for name in freed if replace(self, given=self.given - {name})._holds_any())
+        missing = math.ceil(least.bytes - self.capacity)
+        return Shortfall(least, missing, ranks, tuple(SETTINGS[name].flag for name in dropped))
+
+    def _holds_any(self) -> bool:
+        smallest = self._smallest(enough=self.capacity)
+        return smallest is not None and self.fits(smallest)
+
+    def _smallest(self, enough: float = 0.0) -> Plan | None:
+        """Return the plan that takes the least memory, or the first with ``enough``.
+
+        Only layouts are compared that save the most: the smallest micro-batches, 1F1B, all blocks recomputed, and all
+        that can be offloaded.
+        """
+        best: Plan | None = None
+        for chosen in self._most_saving():
+            if best is None or self._state(chosen).bytes < best.bytes:
+                plan = self.plan(chosen)
+                best = plan if plan is not None and (best is None or plan.bytes < best.bytes) else best
+                if best is not None and best.bytes <= enough:
+                    break
+        return best
+
+    def _most_saving(self) -> Iterator[Choice]:
+        """Yield the layouts of each grid and ZeRO stage that save the most."""
+        seen = set[tuple[Any, ...]]()
+        for core in self.space.cores():
+            if core[OVERLAP] and OVERLAP not in self.given:
+                continue
+            for pipeline in self.space.pipelines(core):
+                layout = {**core, **pipeline}
+                grid = tuple(layout[name] for name in GRID)
+                for sharding in self.space.shardings(layout) if grid not in seen else ():
+                    chosen = {**layout, **sharding}
+                    if not chosen[GATHER] or GATHER in self.given:
+                        yield {**chosen, **self.space.recomputations(chosen)[-1], **self.space.offloads(chosen)[-1]}
+                seen.add(grid)
 
     def _predict(self, config: RunConfig, chosen: Choice) -> Plan:
         time = step_time(config, self.world_size, self.cluster)
         return Plan(chosen, config, time, max_peak_bytes(config, self.world_size))
 
-    def _some(self) -> Iterator[Plan]:
-        """Yield plans that fit, of a part of the space."""
+    def _cores(self) -> Iterator[_Node]:
+        """Yield what determines the work of a micro-batch, with the time of this work divided equally."""
         for core in self.space.cores():
-            if core["context_parallel_size"] > 1 or core["micro_batch_size"] > 4 or core["tp_comm_overlap"]:
+            if core[SEQUENCE] and not core[OVERLAP] and OVERLAP not in self.given:
+                continue  # which takes no less time than the same with overlap
+            config = apply(self.space.start, {**core, PP: 1, STAGES: None, SCHEDULE: None})
+            try:
+                (stage,) = stage_layers(config.model, config.parallel, config.training.seq_length)
+                times = stage_times(config, self.cluster)
+                work = sum(times.of(stage).phases)
+            except (ValueError, ZeroDivisionError):  # which the checks report in the words of the options
                 continue
-            for pipeline in self.space.pipelines(core):
-                for recomputation in (NO_RECOMPUTATION, {"recompute_granularity": "full"}):
-                    sharding = next(iter(self.space.sharding(core, pipeline)))
-                    plan = self.plan({**core, **pipeline, **sharding, **recomputation})
-                    if plan is not None and self.fits(plan):
-                        yield plan
+            micro_batches = self.space.batch / core[MICRO[0]] / (self.world_size / (core[TP] * core[CP]))
+            yield _Node(work * micro_batches, CORE, core, times)
+
+    def _pipelines(self, node: _Node) -> Iterator[_Node]:
+        """Yield the stages and schedules of a core."""
+        for pipeline in self.space.pipelines(node.chosen):
+            yield replace(node, level=PIPELINE, chosen={**node.chosen, **pipeline})
+
+    def _staged(self, node: _Node) -> Iterator[_Node]:
+        """Yield a pipeline with a lower bound of the time that its stages take; none if it cannot split the layers."""
+        chosen = node.chosen
+        key = chosen[PP], chosen[STAGES], chosen[SCHEDULE]
+        if key not in self._splits:
+            self._splits[key] = _Split.of(apply(self.space.start, dict(zip((PP, STAGES, SCHEDULE), key))), node.times)
+        if (split := self._splits[key]) is not None:
+            micro_batches = -(-self.space.batch // (chosen[MICRO[0]] * self.space.data_parallel(chosen)))
+            kinds = [node.times.of(stage).phases for stage in split.kinds]
+            costs = [kinds[kind] for kind in split.stages]
+            least = least_makespan(costs, split.ranks, micro_batches, chosen[SCHEDULE] not in DELAYING_SCHEDULES)
+            yield replace(node, seconds=max(node.seconds, least), level=STAGED)
+
+    def _unsharded(self, node: _Node) -> Iterator[_Node]:
+        """Yield a pipeline with the time that it takes without the communication and the updates of its replicas."""
+        chosen = {**node.chosen, **UNSHARDED}
+        chosen |= {**self.space.recomputations(chosen)[0], **self.space.offloads(chosen)[0]}
+        if (time := self._time(chosen)) is not None:
+            least = max(node.seconds, time.seconds - sum(time.parts[part] for part in OF_REPLICAS))
+            yield replace(node, seconds=least, level=SIMULATED, chosen=chosen, least=least)
+
+    def _layouts(self, node: _Node) -> Iterator[_Node]:
+        """Yield the layouts of a pipeline with the least recomputation, and the least offload with which state fits."""
+        shardings = self.space.shardings(node.chosen)
+        for sharding in shardings:
+            if not sharding[GATHER] and {**sharding, GATHER: True} in shardings:
+                continue  # which takes no less time than the same with overlap
+            chosen = {**node.chosen, **sharding}
+            offloads = self.space.offloads(chosen)
+            if self._holds(self._state({**chosen, **offloads[0]})):
+                offloads = offloads[:1]
+            yield from self._with(node, ({**chosen, **offload} for offload in offloads))
+
+    def _savers(self, node: _Node) -> Iterator[_Node]:
+        """Yield layouts that take no less time than one that does not fit, or is refused, and may save memory.
+
+        Each is reached by one path, which changes one kind of choice after the other.
+        """
+        chosen = node.chosen
+        offloads = self.space.offloads(chosen)
+        changes: tuple[Sequence[Choice], ...] = (
+            [{OVERLAP: False}] if chosen[OVERLAP] and OVERLAP not in self.given else [],
+            [{GATHER: False}] if chosen[GATHER] and GATHER not in self.given else [],
+            offloads[1:] if _has(chosen, offloads[0]) else [],
+            self.space.recomputations(chosen)[1:],
+        )
+        for number, others in enumerate(changes):
+            if number >= node.saved:
+                layouts = ({**chosen, **other} for other in others)
+                yield from (replace(each, saved=number + 1) for each in self._with(node, layouts))
+
+    def _with(self, node: _Node, layouts: Iterable[Choice]) -> Iterator[_Node]:
+        """Yield layouts of the set of a node whose state fits."""
+        for chosen in layouts:
+            state = self._state(chosen)
+            if self._holds(state):
+                least = max(node.seconds, node.least + state.updating)
+                yield replace(node, seconds=least, level=LAYOUT, chosen=chosen, time=None)
+
+    def _timed(self, node: _Node) -> Iterator[_Node]:
+        """Yield a layout with its time; none if it is refused."""
+        if (time := self._time(node.chosen)) is not None:
+            yield replace(node, seconds=max(node.seconds, time.seconds), time=time)
+
+    def _time(self, chosen: Choice) -> StepTime | None:
+        """Return the time of a layout; None if it is refused, for a reason that the checks report."""
+        with suppress(ValueError, ZeroDivisionError):
+            return step_time(apply(self.space.start, chosen), self.world_size, self.cluster)
+        return None
+
+    def _holds(self, state: _State) -> bool:
+        """Return False if a state does not fit for certain."""
+        return state.bytes <= self.capacity * (1 + STATE_TOLERANCE)
+
+    def _state(self, chosen: Choice) -> _State:
+        """Return the state of a layout: as CP and DP shard alike, of its TP, PP, EP, ZeRO and offload."""
+        names = (TP, PP, EP, ETP, OPTIMIZER, STRATEGY, INSTANCES, *OFFLOAD[:2])
+        stages = chosen[STAGES]
+        if stages is not None and self.config.model.num_layers % (chosen[PP] * stages) == 0:
+            stages = None  # as many layers on a rank
+        key = (*(chosen[name] for name in names), stages, chosen[SCHEDULE] in V_SCHEDULES)
+        if key not in self._states:
+            self._states[key] = _State(math.inf, 0.0)
+            chosen = {**chosen, STAGES: stages}
+            if (time := self._time(chosen)) is not None:
+                used = max_state_bytes(apply(self.space.start, chosen), self.world_size)
+                self._states[key] = _State(sum(used.values()), time.parts["optimizer"])
+        return self._states[key]
+
+    @cached_property
+    def _states(self) -> dict[tuple[Any, ...], _State]:
+        """Known states by the choices that determine them."""
+        return {}
+
+    @cached_property
+    def _splits(self) -> dict[tuple[Any, ...], _Split | None]:
+        """Known stages of a pipeline by its choices; None if it cannot split the layers."""
+        return {}
+
+    def _accepted(self, node: _Node) -> Plan | None:
+        """Return the plan of a layout; None if it is refused or does not fit."""
+        config = apply(self.space.start, node.chosen)
+        if node.time is None or list(self.check(config, self.world_size)):
+            return None
+        plan = Plan(node.chosen, config, node.time, max_peak_bytes(config, self.world_size))
+        return plan if self.fits(plan) else None
+
+
+V_SCHEDULES = "zb-v", "dualpipe-v"
+"""Schedules whose ranks have a stage of the first half and its mirror image of the second."""
+
+CORE, PIPELINE, STAGED, SIMULATED, LAYOUT = range(5)
+"""Levels of the tree: what determines the work of a micro-batch; stages and schedule too, bound by this work, by the
+costs of the stages, and by a simulation; all."""
+
+STATE_TOLERANCE = 0.01
+"""Share by which the state of a rank may differ between numbers of stages: buckets of at least 40 million elements are
+padded to multiples of 64 per shard."""
+
+OF_REPLICAS = "data", "optimizer", "offload"
+"""Parts of a step that depend on what data-parallel ranks shard and offload."""
+
+
+class _Split(NamedTuple):
+    """Stages of a pipeline."""
+
+    # One stage of each cost.
+    kinds: tuple[StageLayers, ...]
+    # Number of its kind, and the rank, of every stage.
+    stages: tuple[int, ...]
+    ranks: tuple[int, ...]
+
+    @classmethod
+    def of(cls, config: RunConfig, times: StageTimes) -> _Split | None:
+        """Return the stages of a configuration; None if it cannot split the layers."""
+        with suppress(ScheduleError):
+            parallel = resolve_pipeline(config.model, config.parallel)
+            stages = stage_layers(config.model, parallel, config.training.seq_length)
+            ranks = stage_placement(parallel, parallel.num_virtual_stages_per_pipeline_rank or 1)
+            numbers: dict[int, int] = {}  # stages of one cost share it, in every layout
+            kinds = tuple(numbers.setdefault(id(times.of(stage)), len(numbers)) for stage in stages)
+            return cls(tuple(stages[kinds.index(number)] for number in numbers.values()), kinds, ranks)
+        return None
+
+
+class _State(NamedTuple):
+    """What parameters, gradients and optimizer state take."""
+
+    # On the fullest rank; infinite for a layout that is refused.
+    bytes: float
+    # Seconds of an update.
+    updating: float
+
+
+@dataclass(frozen=True)
+class _Node:
+    """A set of layouts with these choices in common, or one layout."""
+
+    # Lower bound of the seconds of a step; those of a layout that is timed.
+    seconds: float
+    level: int
+    chosen: Choice
+    # Costs of its stages for a micro-batch.
+    times: StageTimes
+    # Lower bound without replicas and updates, of a pipeline that is simulated.
+    least: float = 0.0
+    # Kinds of choices that have been changed to save memory, of those that :meth:`LayoutSearch._savers` lists.
+    saved: int = 0
+    time: StepTime | None = None
+
+
+def _has(chosen: Choice, choice: Choice) -> bool:
+    return all(chosen[name] == value for name, value in choice.items())
+
+
+class _Queue:
+    """Nodes in the order of their seconds; what may still become slower first, then by fewer flags."""
+
+    def __init__(self) -> None:
+        self._heap: list[tuple[float, bool, int, int, _Node]] = []
+        self._numbers = itertools.count()
+
+    def push(self, nodes: Iterable[_Node]) -> None:
+        for node in nodes:
+            flags = len(_flags(node.chosen)) if node.time is not None else 0
+            heapq.heappush(self._heap, (node.seconds, node.time is not None, flags, next(self._numbers), node))
+
+    def pop(self) -> _Node | None:
+        return heapq.heappop(self._heap)[-1] if self._heap else None
+
+
+def least_makespan(
+    costs: Sequence[tuple[float, float, float]], placement: Sequence[int], micro_batches: int, joined: bool
+) -> float:
+    """Return a lower bound of the time of any schedule of these stages.
+
+    A rank computes all micro-batches on its stages. It cannot begin before the stages ahead of its first one have
+    computed a forward. Where a backward computes its weight gradients at once, the last gradient that the rank passes
+    on has still to go through these stages.
+
+    Args:
+        costs: seconds of F, I and W of every stage.
+        placement: rank of every stage.
+        micro_batches: of a step.
+        joined: no schedule delays weight gradients.
+    """
+    ahead, busy, waits = 0.0, dict[int, float](), dict[int, float]()
+    for rank, (forward, back, weight) in zip(placement, costs):
+        waits.setdefault(rank, ahead)
+        busy[rank] = busy.get(rank, 0.0) + forward + back + weight
+        ahead += forward + (back + weight) * joined
+    return max(waits[rank] + micro_batches * once for rank, once in busy.items())
 
 
 def cheapest_fits(

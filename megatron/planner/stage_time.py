@@ -8,7 +8,7 @@ computing of c seconds, t seconds of communication cost ``max(0, t - c)``, and w
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from math import prod
@@ -185,7 +185,7 @@ class StageTimes:
             time = StageTime()
             for (layer, recomputed, moved), count in kinds.items():
                 time.add(self.block(layer, recomputed), count)
-                time.offloaded += count * moved * self._offloaded(layer, recomputed)
+                time.offloaded += count * self._offloaded(layer, recomputed) if moved else 0.0
             if stage.first or stage.last:
                 time.add(self.ends(stage.first, stage.last))
             self._stages[key] = time
@@ -203,6 +203,31 @@ class StageTimes:
             time.in_blocks.update(merged(time.parameters, time.frozen))
             self._blocks[layer, recomputed] = time
         return self._blocks[layer, recomputed]
+
+    def explain(self, layer: int) -> Iterator[str]:
+        """Yield the formulas of a block with their numbers."""
+        config, notes, time = self.config, list[str](), StageTime()
+        for mixer, computing in mixer_times(self.rates, config, layer, notes):
+            collectives = mixer_collectives(config, mixer, layer, again=False)
+            time.add_computing(computing)
+            time.add_communication(self.cluster, collectives, computing)
+            yield from notes
+            notes.clear()
+            for each in collectives:
+                group = self.cluster.group(*each.ranks)
+                takes = seconds(self.cluster, each.operation, each.size, group)
+                yield (
+                    f"{mixer.module}, {each.axis} {each.operation} ({each.when}, {each.name}): "
+                    f"{each.size / 1e6:,.1f} MB, {group.size} ranks, {group.per_node} on a node, "
+                    f"{each.times:g} x {takes * 1e3:.3f} ms, "
+                    + (f"behind the {each.behind}" if each.behind else "not hidden")
+                )
+        forward, back, weight = (each * 1e3 for each in time.phases)
+        yield f"a block: F {forward:.3f} ms, I {back:.3f} ms, W {weight:.3f} ms"
+
+    def kinds(self) -> Counter[int]:
+        """Return the number of blocks by the first one of their kind."""
+        return Counter(self._alike.values())
 
     def _offloaded(self, layer: int, recomputed: bool) -> float:
         """Return the bytes of a block that offload moves."""

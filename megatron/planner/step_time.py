@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from math import ceil
 
@@ -60,6 +60,8 @@ class StepTime:
     # Micro-batches of a rank, and tokens of a step over all ranks.
     microbatches: int
     tokens: int
+    # Of which the formulas are shown.
+    step: _Step = field(compare=False, repr=False)
 
     @property
     def seconds(self) -> float:
@@ -70,6 +72,11 @@ class StepTime:
     def bubble(self) -> float:
         """Fraction of a step in which ranks wait for other stages."""
         return self.parts[BUBBLE] / self.seconds
+
+    @property
+    def explanation(self) -> tuple[str, ...]:
+        """Formulas with their numbers."""
+        return (*self.step.explain(self.stages), f"a step: {_sum_of(self.parts)} = {self.seconds:.4f} s")
 
 
 @dataclass(frozen=True)
@@ -123,6 +130,52 @@ class _Step:
                 found[key] = _StepEnd.of(self, stages)
         return [found[key] for key in keys]
 
+    def explain(self, costs: StageCosts) -> Iterator[str]:
+        """Yield the formulas of a step with their numbers."""
+        training, parallel, cluster, sizes = self.config.training, self.config.parallel, self.cluster, self.layout.sizes
+        tokens = training.micro_batch_size * training.seq_length // parallel.context_parallel_size
+        yield (
+            f"a micro-batch: {training.micro_batch_size} x {training.seq_length:,} tokens / CP "
+            f"{parallel.context_parallel_size} = {tokens:,}; {self.microbatches} of them a step"
+        )
+        times = stage_times(self.config, cluster)
+        for layer, count in times.kinds().items():
+            yield f"block {layer}, {count} like it:"
+            yield from (f"  {line}" for line in times.explain(layer))
+        shown = dict[int, list[int]]()
+        for number, stage in enumerate(self.stages):
+            shown.setdefault(id(stage), []).append(number)
+        for numbers in shown.values():
+            stage, spent = self.stages[numbers[0]], dict.fromkeys(PARTS, 0.0)
+            for (_, part), once in stage.spent.items():
+                spent[part] += once
+            phases = ", ".join(f"{name} {once * 1e3:.3f} ms" for name, once in zip("FIW", stage.phases))
+            named = f"stage {numbers[0]}" if len(numbers) == 1 else f"stages {numbers[0]} to {numbers[-1]}"
+            yield f"{named}: {phases}, of which {_sum_of(spent)}"
+        end, ranks = pipeline_end(parallel, self.microbatches, costs), self.ranks
+        if ranks > 1:
+            slots = ranks - 1, self.microbatches * (parallel.num_virtual_stages_per_pipeline_rank or 1)
+            yield (
+                f"{parallel.pipeline_schedule}: {ranks} ranks, {len(self.stages)} stages, {self.microbatches} "
+                f"micro-batches end after {end.makespan:.4f} s, of which ranks compute {sum(end.busy) / ranks:.4f} s; "
+                f"1F1B with equal stages idles (p - 1) / (m v + p - 1) = {slots[0] / sum(slots):.1%}; a message of "
+                f"{self.message / 1e6:,.1f} MB takes {costs.transfer * 1e3:.3f} ms"
+            )
+        for rank, own in sorted({id(own): (rank, own) for rank, own in enumerate(self.ends())}.values()):
+            stages = [stage for stage, at in zip(self.stages, self.placement) if at == rank]
+            elements = sum(sum(stage.parameters.values()) for stage in stages)
+            yield (
+                f"rank {rank} of the pipeline: {elements / 1e6:,.1f} M parameters over {sizes['dp'] * sizes['cp']} "
+                f"replicas, {own.sent / 1e6:,.1f} MB sent at the end of a step in {own.communicating * 1e3:.3f} ms, "
+                f"not hidden: gradients {own.reducing * 1e3:.3f} ms, weights {own.gathering * 1e3:.3f} ms; "
+                f"update {own.updating * 1e3:.3f} ms"
+            )
+
+
+def _sum_of(parts: Mapping[str, float]) -> str:
+    """Return the parts that are not zero as a sum in milliseconds."""
+    return " + ".join(f"{name} {part * 1e3:.3f} ms" for name, part in parts.items() if part)
+
 
 def step_time(config: RunConfig, world_size: int, cluster: Cluster) -> StepTime:
     """Predict the time of a step.
@@ -156,7 +209,7 @@ def step_time(config: RunConfig, world_size: int, cluster: Cluster) -> StepTime:
     parts[DATA] += done - end.makespan + max(own.gathering for own in ends)
     parts[OPTIMIZER] += max(own.updating for own in ends)
     samples = count * step.layout.sizes["dp"] * step.config.training.micro_batch_size
-    return StepTime(parts, sent, communicating, costs, count, samples * step.config.training.seq_length)
+    return StepTime(parts, sent, communicating, costs, count, samples * step.config.training.seq_length, step)
 
 
 def stage_costs(config: RunConfig, cluster: Cluster, stages: Sequence[StageLayers]) -> StageCosts:

@@ -12,9 +12,11 @@ from megatron.config.batch import get_num_microbatches
 from megatron.config.dispatch import ranks_of_token
 from megatron.config.run import RunConfig
 from megatron.distributed.comm import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, BROADCAST, REDUCE, REDUCE_SCATTER, SEND
+from megatron.distributed.layout import Layout
 from megatron.layers.parameters import num_parameters
 from megatron.optimizer.lr_scheduler import Rates
-from megatron.planner.communication import attention_traffic
+from megatron.pipeline.plan import stage_placement, virtual_stages
+from megatron.planner.communication import attention_traffic, micro_batch_collectives, step_collectives
 from megatron.planner.memory import data_parallel_traffic
 from megatron.training.build import build_trainer
 from megatron.training.step import train_step
@@ -218,3 +220,79 @@ def test_context_parallel_ranks_send_the_bytes_of_the_formulas(pool: Pool) -> No
         found_here = (sent[SEND], gathered, sent[ALL_TO_ALL])
         expected = tuple(passes * count for count in (formula.p2p, formula.all_gather, formula.a2a))
         assert found_here == pytest.approx(expected, rel=1e-12), flags
+
+
+LATENT = (
+    "--multi-latent-attention --q-lora-rank 8 --kv-lora-rank 12 --qk-head-dim 8 --qk-pos-emb-head-dim 4 --v-head-dim 8"
+)
+TENSOR, SEQUENCE = "--tensor-model-parallel-size 2", "--tensor-model-parallel-size 2 --sequence-parallel"
+PIPELINE, MIXTURE = "--pipeline-model-parallel-size 2", "--num-experts 4 --moe-router-topk 4 --global-batch-size 4"
+SELECTIVE = "--recompute-granularity selective --recompute-modules"
+OF_TWO = (
+    f"{TENSOR} --global-batch-size 2 --untie-embeddings-and-output-weights",
+    f"{SEQUENCE} --global-batch-size 2 --tp-comm-overlap --num-query-groups 1 --qk-layernorm",
+    f"{SEQUENCE} --global-batch-size 2 --recompute-granularity full --recompute-method block --recompute-num-layers 1",
+    f"{SEQUENCE} --global-batch-size 2 {SELECTIVE} mlp --cross-entropy-chunk-size 8",
+    f"{SEQUENCE} --global-batch-size 2 --mlp-chunk-size 4",
+    f"{SEQUENCE} --global-batch-size 2 {LATENT} {SELECTIVE} mla_up_proj",
+    f"{TENSOR} --global-batch-size 2 {LATENT}",
+    f"{SEQUENCE} --global-batch-size 2 --mtp-num-layers 2 --position-embedding-type rope",
+    f"{SEQUENCE} --global-batch-size 2 {MAMBA}",
+    f"{PIPELINE} --num-layers 4 --num-virtual-stages-per-pipeline-rank 2 --global-batch-size 4",
+)
+OF_FOUR = (
+    f"{SEQUENCE} {PIPELINE} --pipeline-schedule zb-h1 --global-batch-size 4",
+    f"{SEQUENCE} {PIPELINE} --pipeline-schedule zb-v --num-layers 4 --global-batch-size 6",
+    f"{SEQUENCE} --global-batch-size 4 {ZERO} optim",
+    f"{SEQUENCE} --global-batch-size 8 {ZERO} optim_grads_params",
+    f"{SEQUENCE} --context-parallel-size 2 --cp-comm-type a2a --global-batch-size 2 {SELECTIVE} core_attn",
+    f"{SEQUENCE} --context-parallel-size 2 --global-batch-size 2 {MIXTURE}",
+    f"{SEQUENCE} {MIXTURE} --expert-model-parallel-size 2 {SELECTIVE} mlp",
+    f"{SEQUENCE} {MIXTURE} --expert-model-parallel-size 2 --expert-tensor-parallel-size 1 "
+    "--moe-shared-expert-intermediate-size 16 --moe-shared-expert-overlap",
+    f"{MIXTURE} --bf16 --expert-model-parallel-size 4 --overlap-moe-expert-parallel-comm --recompute-granularity full",
+    f"{MIXTURE} --expert-model-parallel-size 2 --moe-exchange bounded --moe-latent-size 16",
+)
+PARTS = {BROADCAST: ALL_GATHER, REDUCE: REDUCE_SCATTER}
+"""Collectives that overlap is made of, and what they are parts of."""
+SCALARS_OF_A_STEP = 64
+"""Most bytes on an axis of numbers of tokens, losses and norms, which the planner leaves out."""
+
+
+def axis_of(axes: str, operation: str) -> str:
+    """Return the planner's axis of the meter's; tokens go to experts over TP, and gradients are summed over CP, too."""
+    if axes in ("dp", "dp-cp", "edp") or (axes, operation) == ("cp", ALL_REDUCE):
+        return "data"
+    dense = {"tp": "tensor", "cp": "context", "pp": "pipeline"}
+    return "expert" if (axes, operation) == ("tp", ALL_TO_ALL) else dense.get(axes, "expert")
+
+
+def predicted(config: RunConfig, ranks: int) -> dict[tuple[str, str], float]:
+    """Return the bytes that all ranks together send in a step, by axis and operation."""
+    total: dict[tuple[str, str], float] = defaultdict(float)
+    layout = Layout.from_config(config.parallel, ranks)
+    placement = stage_placement(config.parallel, virtual_stages(config.model, config.parallel))
+    stages = list(zip(placement, micro_batch_collectives(config, ranks), strict=True))
+    microbatches = get_num_microbatches(config.training, layout.sizes["dp"])
+    for rank in range(ranks):
+        at = layout.coordinate(rank)["pp"]
+        of_stages = [(each, microbatches) for stage, found in stages if stage == at for each in found]
+        for each, times in [*of_stages, *((each, 1) for each in step_collectives(config, ranks, at))]:
+            total[each.axis, each.operation] += times * each.sent
+    return total
+
+
+@pytest.mark.parametrize(("ranks", "every"), [(2, OF_TWO), (4, OF_FOUR)])
+def test_collectives_of_all_axes_are_what_runs_send(pool: Pool, ranks: int, every: tuple[str, ...]) -> None:
+    """Sums over the ranks, which hold different shards and see different chunks of a ring."""
+    found = pool.run(ranks, step, every)
+    for number, flags in enumerate(every):
+        counted: dict[tuple[str, str], float] = defaultdict(float)
+        for sent in found:
+            for (axes, operation), count in sent[number].items():
+                if axes != "world":
+                    counted[axis_of(axes, operation), PARTS.get(operation, operation)] += count
+        expected = predicted(config_of(flags, ranks), ranks)
+        for key in counted.keys() | expected.keys():
+            few = SCALARS_OF_A_STEP * ranks if key[1] == ALL_REDUCE else 0
+            assert 0 <= counted[key] - expected[key] + 1e-6 <= few + 2e-6, (flags, key, counted[key], expected[key])

@@ -52,8 +52,9 @@ def run(command: str) -> list[str]:
     return out.getvalue().splitlines()
 
 
-def label(line: str) -> str:
-    return NUMBER.split(line)[0].strip()
+def label(line: str) -> tuple[str, bool]:
+    """What a row is about, and whether it is of the table of bytes."""
+    return NUMBER.split(line)[0].strip(), "GiB" in line
 
 
 def values(line: str) -> list[float]:
@@ -142,8 +143,14 @@ def test_gradients_that_are_zero_without_a_scaler(tmp_path: Path, flags: str, ze
 def rewrite(found: re.Match[str]) -> str:
     """Return a block with the lines that its command prints now."""
     command, forecast, shown = found.groups()
-    printed = {label(line): line.rstrip() for line in reversed(run(command))}
-    lines = [printed[label(line)][: len(line) + 2 * (forecast is None)] for line in shown.splitlines()]
+    printed = {label(line): line.rstrip() for line in reversed(run(command)) if values(line)}
+    ends = {row: [found.end() for found in NUMBER.finditer(line)] for row, line in printed.items()}
+    lines = []
+    for line in shown.splitlines():
+        now = printed.get(label(line), line)
+        if forecast:  # of the first columns
+            now = now[: ends[label(line)][len(values(line)) - 1]] + NUMBER.split(line)[-1]
+        lines.append(now)
     return f"```bash\n{command}\n```\n\n```text{forecast or ''}\n" + "\n".join(lines) + "\n```"
 
 

@@ -85,21 +85,20 @@ def draw_frontier(axes: Axes, report: PlanReport) -> None:
         ("fastest of each grid of ranks", plans, RUN_COLORS[0]),
     ):
         axes.plot([p.bytes / 2**30 for p in some], [p.time.seconds for p in some], "o", color=color, ms=4, label=label)
-    frontier = pareto([*plans, *changed])
-    axes.step(
-        [p.bytes / 2**30 for p in frontier], [p.time.seconds for p in frontier], color=RUN_COLORS[1], where="post"
-    )
+    frontier = pareto([plan for plan in (*plans, *changed) if report.search.fits(plan)])
+    edge = [p.bytes / 2**30 for p in frontier], [p.time.seconds for p in frontier]
+    axes.step(*edge, color=RUN_COLORS[1], where="post")
     best = report.plans[0]
     axes.plot([best.bytes / 2**30], [best.time.seconds], "*", color=RUN_COLORS[1], ms=14, label="plan 1")
     axes.axvline(report.search.capacity / 2**30, color=LIMIT_COLOR, linewidth=1.2)
-    slowest = max(p.time.seconds for p in (*plans, *frontier))
-    axes.set_ylim(0.95 * best.time.seconds, min(1.05 * slowest, 2.5 * best.time.seconds))
+    times = [p.time.seconds for p in (*plans, *changed)]
+    axes.set_ylim(0.97 * min(times), min(1.03 * max(times), 2.5 * best.time.seconds))
     axes.set_xscale("log", base=2)
     axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
     axes.set_xlabel("GiB on the fullest rank")
     axes.set_ylabel("seconds of a step")
     axes.set_title("memory against time", loc="left", fontsize=10)
-    axes.legend(fontsize=8, loc="upper right")
+    axes.legend(fontsize=8, loc="best", frameon=True)
 
 
 def pareto(plans: Sequence[Plan]) -> list[Plan]:

@@ -14,7 +14,7 @@ from megatron.arguments import hardware, planning
 from megatron.arguments.cli import ParsedArguments
 from megatron.arguments.compatibility import StoredLayout
 from megatron.arguments.planning import PLANNED
-from megatron.arguments.sources import to_dict
+from megatron.arguments.sources import to_dict, to_yaml
 from megatron.config.settings import SETTINGS
 from megatron.planner.flops import FlopsPerToken
 from megatron.planner.memory import max_peak_bytes
@@ -58,6 +58,14 @@ def test_given_options_stay() -> None:
     assert planned.config.parallel.tensor_model_parallel_size == 1
     assert planned.config.parallel.pipeline_model_parallel_size == 2
     assert run(f"{AUTO} --micro-batch-size 4", 4).config.training.micro_batch_size == 4
+
+
+def test_the_file_of_a_planned_run_has_its_layout(tmp_path: Path) -> None:
+    planned = run(f"{AUTO} --tensor-model-parallel-size 2", 4)
+    (tmp_path / "config.yaml").write_text(to_yaml(planned.config))
+    again = run(f"--config {tmp_path}/config.yaml", 4)
+    assert layout(again) == layout(planned)
+    assert not any(note.startswith("plan") for note in again.notes)
 
 
 def test_refusals(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ from megatron.config.run import RunConfig
 from megatron.distributed.micro_batch import MicroBatch
 from megatron.layers.mixers.activations import ActivationShape
 from megatron.pipeline.actions import Action
+from megatron.pipeline.schedules import SCHEDULES
 from megatron.planner.activations import (
     activation_memory,
     peak_activations,
@@ -286,6 +287,25 @@ def test_context_parallel_ranks_keep_their_part(pool: Pool, ranks: int) -> None:
         for kept, _ in (of_rank[number] for of_rank in found):
             assert kept[0] == pytest.approx(forward.after, rel=0.02), each
         assert max(of_rank[number][1] for of_rank in found) == pytest.approx(sum(predicted.values()), rel=0.1), each
+
+
+@pytest.mark.parametrize(
+    ("schedule", "ranks", "group"),
+    [*((name, 4, None) for name in SCHEDULES), ("interleaved", 4, 6), ("interleaved", 8, 8)],
+)
+def test_peaks_are_those_of_the_whole_step(schedule: str, ranks: int, group: int | None) -> None:
+    """The forecast looks at a few micro-batches only, whatever is left over after whole groups."""
+    chunks = SCHEDULES[schedule].chunks or 2
+    flags = f"--pipeline-model-parallel-size {ranks} --pipeline-schedule {schedule} --num-layers {ranks * chunks}"
+    for count in (1, 5, 40, 41, 43, 87):
+        config = config_of(
+            f"{flags} --num-virtual-stages-per-pipeline-rank {chunks} --global-batch-size {2 * count}", ranks
+        )
+        if group is not None:
+            parallel = replace(config.parallel, microbatch_group_size_per_virtual_pipeline_stage=group)
+            config = replace(config, parallel=parallel)
+        most = [max(at.kept + at.wgrad + at.temporary + at.messages for at in m) for m in activation_memory(config, 1)]
+        assert [sum(peak.values()) for peak in peak_activations(config, 1)] == most
 
 
 OFFLOADED = (

@@ -44,6 +44,15 @@ def test_costs_are_those_of_the_formulas() -> None:
     assert (cost.save, cost.mtbf) == (pytest.approx(cost.checkpoint / 128e9), pytest.approx(50_000 * 3600 / 1024))
 
 
+def test_asynchronous_saves_wait_for_the_copy_alone() -> None:
+    terms = Terms(tokens=300e9, price=None, watts=700, mtbf=50_000, storage=1e9)
+    plain, copied = (RunCosts.of(plan_of(flags), 1024, CLUSTER, terms) for flags in ("", "--save runs/a --async-save"))
+    assert copied.save == pytest.approx(plain.checkpoint / 1024 / CLUSTER.accelerator.host.bandwidth)
+    assert copied.write == plain.write == plain.save > copied.save
+    assert plain.interval > copied.interval >= copied.write
+    assert plain.days < copied.days_with_failures < plain.days_with_failures
+
+
 def test_recomputation_counts_in_hfu_alone() -> None:
     terms = Terms(tokens=300e9, price=None, watts=700)
     cost = RunCosts.of(plan_of("--recompute-granularity full"), 1024, CLUSTER, terms)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import cProfile
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import is_dataclass
 from itertools import product
@@ -19,7 +20,7 @@ from megatron.distributed.layout import Layout
 from megatron.distributed.mesh import CHANNEL_USES
 from megatron.layers.parameters import num_parameters
 from megatron.optimizer import grad_buffer
-from megatron.optimizer.lr_scheduler import KernelRates
+from megatron.optimizer.lr_scheduler import Rates
 from megatron.optimizer.sharded_parameter_store import ShardedWeightBuffer
 from megatron.planner.memory import (
     checkpoint_bytes,
@@ -235,6 +236,33 @@ def test_peaks_of_pipeline_ranks_fall_with_the_micro_batches_in_flight() -> None
     assert max_peak_bytes(config, 16) == max(peaks, key=lambda peak: sum(peak.values()))
 
 
+@pytest.mark.parametrize(
+    "flags",
+    [
+        f"{EXPERTS} --expert-model-parallel-size 4 --optimizer adam --exp-avg-dtype bf16 --bf16",
+        f"{EXPERTS} --expert-model-parallel-size 2 --num-distributed-optimizer-instances 3 --ddp-bucket-size 9000",
+        "--optimizer-cpu-offload --optimizer-offload-fraction 0.3 --bf16 --num-layers 3",
+    ],
+)
+def test_the_fullest_rank_is_that_of_all_ranks(flags: str) -> None:
+    """Ranks are not compared one by one: shards inside of one parameter are alike."""
+    config = config_of(f"{flags} --use-distributed-optimizer --global-batch-size 96 --ddp-bucket-size 20000", 96)
+    every = [rank_state_bytes(config, 96, rank) for rank in range(96)]
+    assert len({sum(each.values()) for each in every}) > 1
+    assert max_state_bytes(config, 96) == max(every, key=lambda each: sum(each.values()))
+
+
+def test_the_forecast_of_more_ranks_takes_no_longer() -> None:
+    """Counted in calls of functions, most of which come from what is planned once."""
+    calls = []
+    for ranks in (64, 16384):
+        config = config_of(f"--num-layers 16 --use-distributed-optimizer --global-batch-size {8 * ranks}", ranks)
+        profile = cProfile.Profile()
+        profile.runcall(peaks_by_rank, config, ranks)
+        calls.append(sum(each.callcount for each in profile.getstats()))
+    assert calls[1] < 1.5 * calls[0]
+
+
 def allocated_in_two(trainer: Trainer) -> tuple[dict[str, int], dict[str, int]]:
     """Bytes of a trainer's memory by part, on the device and on the host."""
     optimizer, memory = trainer.optimizer, trainer.optimizer.memory
@@ -305,7 +333,7 @@ def lent(rank: int, world_size: int, flags: str) -> tuple[int, int]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(grad_buffer.BucketLayout, "zeros", noted)
-        train_step(trainer, trainer.next_batches(), KernelRates(1e-3, 0.0))
+        train_step(trainer, trainer.next_batches(), Rates(1e-3, 0.0))
     return sum(made), sum(p.numel() * 4 for p in trainer.params.values())
 
 
@@ -362,7 +390,7 @@ def test_whole_weights_of_zero_3_match_the_forecast(more: str, monkeypatch: pyte
             trainer = build_trainer(config, rank, 4, device=torch.device("cpu"))
             buffers[:] = [buffer for buffer in trainer.optimizer.weights.buffers if buffer.group.size > 1]
             trainer.start_at(0, 0)
-            train_step(trainer, trainer.next_batches(), KernelRates(1e-3, 0.0))
+            train_step(trainer, trainer.next_batches(), Rates(1e-3, 0.0))
         assert not storages(each.whole for each in buffers), "all are free after a step"
         predicted = gathered_weight_bytes(config, layout, pp)
         assert max(held) == predicted or (pp > 0 and max(held) < predicted), (

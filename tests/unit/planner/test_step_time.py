@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
@@ -156,8 +157,8 @@ def test_bytes_between_replicas_are_those_of_the_buckets(model: str, layout: str
     counted = sum(
         each.sent for rank in range(ranks) for each in step_collectives(config, 16, rank) if each.axis == DATA
     )
-    # ZeRO-3 gathers the embedding once, and keeps the last block from forward to backward, which is not predicted.
-    within = 0.05 if config.parallel.zero_stage == 3 else 0.01
+    # ZeRO-3 keeps the last block, and gathers a tied embedding twice, which is not predicted.
+    within = 0.1 if config.parallel.zero_stage == 3 else 0.01
     assert step_time(config, 16, cluster).sent[DATA] == pytest.approx(counted / ranks, rel=within)
 
 
@@ -187,3 +188,14 @@ def test_the_timeline_of_a_step_has_its_bubble() -> None:
     time = step_time(config, 16, Cluster.of(H100, node_size=4, network=1e15))
     timeline = step_timeline(config, time.microbatches, time.stages)
     assert time.parts["bubble"] + time.parts["pipeline"] == pytest.approx(timeline.bubble * timeline.makespan)
+
+
+def test_formulas_have_the_numbers_of_the_parts() -> None:
+    config = config_in("dense", "TP2 SP")
+    time = step_time(config, 16, Cluster.of(H100))
+    lines = time.explanation
+    assert lines[0] == "a micro-batch: 1 x 4,096 tokens / CP 1 = 4,096; 8 of them a step"
+    assert "block 0, 8 like it:" in lines
+    assert any("linear_fc1: [4,096, 4,096] x [4,096, 14,336], 2mnk = 0.481 TFLOP" in line for line in lines)
+    stated = sum(float(word) for word in re.findall(r"([0-9.]+) ms", lines[-1]))
+    assert stated / 1e3 == pytest.approx(time.seconds, abs=1e-5)
