@@ -137,8 +137,8 @@ GPUS = {
 
 PRESETS = {
     "DeepSeekV3": "--preset deepseek-v3",
-    "DeepSeekV3 (w/ MTP)": "--preset deepseek-v3 --mtp-num-layers 1",
-    "DeepSeekV3 (w/o MTP)": "--preset deepseek-v3",
+    "DeepSeekV3 (w/ MTP)": "--preset deepseek-v3",
+    "DeepSeekV3 (w/o MTP)": "--preset deepseek-v3 --set model.mtp_num_layers=null",
     "Qwen3_30B_a3B": "--preset qwen3-30b-a3b",
     "Qwen3_235B_a22B": "--preset qwen3-30b-a3b --num-layers 94 --hidden-size 4096 --num-attention-heads 64"
     " --ffn-hidden-size 12288 --moe-ffn-hidden-size 1536",
@@ -798,6 +798,7 @@ MECHANISMS = (
     "* An H100 of 2023 (MPT) is 14% slower than predicted, with the libraries of that time.",
     "* Experts that are sent to other nodes travel without copies and behind computing in Megatron-Bridge (Qwen3 on",
     "  H100); fine-grained experts on one node are slower than predicted.",
+    "* Of Nemotron 3 Nano, Megatron-Bridge counts 7% more FLOPs.",
     "* FLOPs of GPT-OSS are not compared: Megatron-Bridge counts two of the three matrices of its experts.",
     "* Memory of other frameworks: unfused attention keeps its scores in Zero Bubble's runs, FSDP2 frees more than",
     "  whole recomputed blocks do, and what allocators hold beyond tensors is unknown. DeepSpeed with bf16 keeps 6",
