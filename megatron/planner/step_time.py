@@ -204,8 +204,9 @@ def step_time(config: RunConfig, world_size: int, cluster: Cluster) -> StepTime:
     communicating[PIPELINE] += messages * costs.transfer
     sent[DATA] += sum(own.sent for own in ends) / ranks
     communicating[DATA] += sum(own.communicating for own in ends) / ranks
-    parts[BUBBLE] += apart.makespan - sum(apart.busy) / ranks
-    parts[PIPELINE] += end.makespan - apart.makespan
+    without = min(apart.makespan, end.makespan)
+    parts[BUBBLE] += without - sum(apart.busy) / ranks
+    parts[PIPELINE] += end.makespan - without
     parts[DATA] += done - end.makespan + max(own.gathering for own in ends)
     parts[OPTIMIZER] += max(own.updating for own in ends)
     samples = count * step.layout.sizes["dp"] * step.config.training.micro_batch_size
