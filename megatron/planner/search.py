@@ -157,6 +157,8 @@ class LayoutSearch:
 
     def ranked(self) -> Iterator[Plan]:
         """Yield the fastest plan of each grid of ranks that has one that fits, in the order of their times."""
+        if not self._holds_any():
+            return
         queue, done = _Queue(), set[tuple[Any, ...]]()
         queue.push(self._cores())
         while (node := queue.pop()) is not None:
@@ -267,32 +269,37 @@ class LayoutSearch:
     def _smallest(self, enough: float = 0.0) -> Plan | None:
         """Return the plan that takes the least memory, or the first with ``enough``.
 
-        Only layouts are compared that save the most: the smallest micro-batches, 1F1B, all blocks recomputed, and all
-        that can be offloaded.
+        Only layouts are compared that save the most: with the smallest micro-batches, all blocks recomputed, and all
+        offloaded that can be.
         """
         best: Plan | None = None
         for chosen in self._most_saving():
-            if best is None or self._state(chosen).bytes < best.bytes:
-                plan = self.plan(chosen)
-                best = plan if plan is not None and (best is None or plan.bytes < best.bytes) else best
-                if best is not None and best.bytes <= enough:
-                    break
+            most = math.inf if best is None else best.bytes
+            if self._state(chosen).bytes >= most:
+                continue
+            with suppress(ValueError, ZeroDivisionError):
+                used = sum(max_peak_bytes(apply(self.space.start, chosen), self.world_size).values())
+                if used < most and (plan := self.plan(chosen)) is not None:
+                    best = plan
+                    if used <= enough:
+                        break
         return best
 
     def _most_saving(self) -> Iterator[Choice]:
-        """Yield the layouts of each grid and ZeRO stage that save the most."""
+        """Yield the layouts of each grid, schedule and ZeRO stage that save the most."""
         seen = set[tuple[Any, ...]]()
         for core in self.space.cores():
             if core[OVERLAP] and OVERLAP not in self.given:
                 continue
             for pipeline in self.space.pipelines(core):
                 layout = {**core, **pipeline}
-                grid = tuple(layout[name] for name in GRID)
-                for sharding in self.space.shardings(layout) if grid not in seen else ():
+                key = tuple(layout[name] for name in (*GRID, STAGES, SCHEDULE))
+                for sharding in self.space.shardings(layout) if key not in seen else ():
                     chosen = {**layout, **sharding}
-                    if not chosen[GATHER] or GATHER in self.given:
+                    overlaps = chosen[GATHER] and GATHER not in self.given
+                    if not overlaps and (chosen[INSTANCES] == 1 or INSTANCES in self.given):
                         yield {**chosen, **self.space.recomputations(chosen)[-1], **self.space.offloads(chosen)[-1]}
-                seen.add(grid)
+                seen.add(key)
 
     def _predict(self, config: RunConfig, chosen: Choice) -> Plan:
         time = step_time(config, self.world_size, self.cluster)

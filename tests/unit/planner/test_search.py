@@ -3,24 +3,53 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import replace
+from random import Random
 from typing import Any
 
 import pytest
 
 from megatron.arguments.cli import parse
 from megatron.arguments.validate import find_problems
+from megatron.config.errors import UserError
+from megatron.config.parallel import ParallelConfig
 from megatron.config.run import RunConfig
+from megatron.config.settings import SETTINGS
+from megatron.pipeline.plan import build_program
+from megatron.pipeline.schedules import SCHEDULES
+from megatron.pipeline.simulate import StageCosts, simulate
 from megatron.planner.hardware import Cluster, accelerators
-from megatron.planner.layouts import CONTEXT, GRID, OFFLOAD, PIPELINE, RECOMPUTATION, SHARDING, TENSOR
+from megatron.planner.layouts import (
+    CONTEXT,
+    DELAYING_SCHEDULES,
+    GATHER,
+    GRID,
+    INSTANCES,
+    MICRO,
+    OFFLOAD,
+    OPTIMIZER,
+    OVERLAP,
+    PIPELINE,
+    PP,
+    RECOMPUTATION,
+    SEQUENCE,
+    SHARDING,
+    TENSOR,
+    TP,
+)
 from megatron.planner.memory import max_peak_bytes
-from megatron.planner.search import HEADROOM, LayoutSearch, Plan, cheapest_fits
+from megatron.planner.search import HEADROOM, LayoutSearch, Plan, cheapest_fits, least_makespan
 from megatron.planner.step_time import step_time
 
 CLUSTER = Cluster.of(accelerators()["h100-80g"])
 SMALL = (
     "--mock-data --vocab-size 5120 --train-iters 1 --seq-length 1024 --num-layers 8 --hidden-size 2048"
     " --num-attention-heads 16 --bf16 --global-batch-size 16"
+)
+EXPERTS = (
+    "--num-experts 4 --moe-ffn-hidden-size 1024 --disable-bias-linear --normalization RMSNorm --swiglu --bf16"
+    " --global-batch-size 8"
 )
 
 
@@ -67,23 +96,138 @@ def with_memory(gigabytes: float, node_size: int = 8) -> Cluster:
 
 
 FIXED = {
-    "sharding": (*CONTEXT, *PIPELINE[1:], *RECOMPUTATION, *OFFLOAD),
-    "pipelines": (*TENSOR, *CONTEXT, *SHARDING, *OFFLOAD),
-    "memory": (*TENSOR, *CONTEXT, *PIPELINE, SHARDING[2]),
-    "all of a micro-batch": (*RECOMPUTATION, *OFFLOAD),
+    "sharding": (*CONTEXT, *PIPELINE, *MICRO, *RECOMPUTATION, *OFFLOAD),
+    "pipelines": (*TENSOR, *CONTEXT, *SHARDING, *MICRO, *OFFLOAD),
+    "memory": (*TENSOR, *CONTEXT, *PIPELINE, *MICRO, INSTANCES),
 }
 """Options that keep their values in a search; the others are searched."""
 
+MORE_FIXED = FIXED | {
+    "micro-batch": (*SHARDING, *RECOMPUTATION, *OFFLOAD),
+    "all but offload": (*CONTEXT, *OFFLOAD, *RECOMPUTATION[1:]),
+    "all but context": (*CONTEXT, *MICRO, *PIPELINE[1:]),
+}
 
-@pytest.mark.parametrize("fixed", [*FIXED][:3] + [pytest.param([*FIXED][3], marks=pytest.mark.slow)])
-def test_search_finds_the_best_of_all_layouts(fixed: str) -> None:
-    config, given = config_of("--use-distributed-optimizer"), frozenset(FIXED[fixed])
+
+def compare_with_all_layouts(fixed: Sequence[str], flags: str = "") -> None:
+    """Compare a search with every layout, where all fit, where one fits, and in between."""
+    config, given = config_of(f"--use-distributed-optimizer {flags}"), frozenset(fixed)
     every = AllLayouts(LayoutSearch(config, 4, with_memory(1000, node_size=2), find_problems, given))
     used = sorted(used for _, _, used in every.found)
-    for share in (0.0, 0.1, 0.3, 0.6, 1.0):  # of the layouts that fit
+    for share in (0.0, 0.2, 0.6, 1.0):  # of the layouts that fit
         capacity = used[round(share * (len(used) - 1))]
         search = LayoutSearch(config, 4, with_memory(capacity / 1e9, node_size=2), find_problems, given)
         found = {grid_of(plan): plan.time.seconds for plan in search.ranked()}
         assert found
         assert found == pytest.approx(every.fastest(search.capacity), rel=1e-9)
         assert [*found.values()] == sorted(found.values())
+
+
+@pytest.mark.parametrize("fixed", FIXED)
+def test_search_finds_the_best_of_all_layouts(fixed: str) -> None:
+    compare_with_all_layouts(FIXED[fixed])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fixed", MORE_FIXED)
+@pytest.mark.parametrize("flags", ["--seq-length 4096", EXPERTS, "--kernels attention=torch --optimizer sgd"])
+def test_search_finds_the_best_of_all_layouts_of_other_runs(fixed: str, flags: str) -> None:
+    compare_with_all_layouts(MORE_FIXED[fixed], flags)
+
+
+@pytest.mark.parametrize("name", ["1f1b", "interleaved", *DELAYING_SCHEDULES])
+def test_no_schedule_is_faster_than_the_bound_of_its_stages(name: str) -> None:
+    random = Random(name)
+    for _ in range(20):
+        ranks, micro_batches = random.choice((2, 3, 4)), random.choice((1, 2, 4, 6, 12))
+        stages = SCHEDULES[name].chunks or random.choice((2, 3))
+        parallel = ParallelConfig(
+            pipeline_model_parallel_size=ranks, num_virtual_stages_per_pipeline_rank=stages, pipeline_schedule=name
+        )
+        if name == "interleaved":
+            micro_batches *= ranks
+        costs = [tuple(random.uniform(0.1, 3) for _ in range(3)) for _ in range(ranks * stages)]
+        program = build_program(parallel, micro_batches)
+        takes = simulate(program, StageCosts(*zip(*costs))).makespan
+        bound = least_makespan(costs, program.placement, micro_batches, name not in DELAYING_SCHEDULES)
+        assert 0.3 * takes < bound <= takes * (1 + 1e-12)
+
+
+@pytest.mark.parametrize("flags", ["", EXPERTS])
+def test_what_saves_memory_takes_time(flags: str) -> None:
+    """Layouts with it are skipped where those without it fit."""
+    search, random = LayoutSearch(config_of(flags), 4, CLUSTER, find_problems), Random(7)
+    space, compared = search.space, 0
+    cores = [core for core in space.cores() if core[OVERLAP] == core[SEQUENCE]]
+    while compared < 40:
+        usual = dict(random.choice(cores))
+        for axis in (space.pipelines, space.shardings, space.recomputations, space.offloads):
+            choices = [*axis(usual)] or [{}]
+            usual |= random.choice(choices) if axis in (space.pipelines, space.shardings) else choices[0]
+        if PP not in usual or (usual[GATHER] is False and usual[OPTIMIZER]):
+            continue
+        saving = usual | random.choice(space.recomputations(usual)) | random.choice(space.offloads(usual))
+        saving |= {OVERLAP: usual[OVERLAP] and random.random() < 0.5, GATHER: usual[GATHER] and random.random() < 0.5}
+        slow, fast = search.plan(saving), search.plan(usual)
+        if slow is not None and fast is not None:
+            compared += 1
+            assert slow.time.seconds >= fast.time.seconds * (1 - 1e-12)
+
+
+def test_a_search_keeps_what_is_given_and_is_deterministic() -> None:
+    config = config_of("--tensor-model-parallel-size 2 --micro-batch-size 2 --recompute-granularity full")
+    given = frozenset((TP, *MICRO, RECOMPUTATION[0]))
+    search = LayoutSearch(config, 4, CLUSTER, find_problems, given)
+    plans = search.best(3)
+    assert plans == LayoutSearch(config, 4, CLUSTER, find_problems, given).best(3)
+    for plan in plans:
+        again = config_of(" ".join(plan.flags))
+        assert all(SETTINGS[name].value_in(again) == SETTINGS[name].value_in(config) for name in given)
+        assert step_time(again, 4, CLUSTER).seconds == plan.time.seconds
+        assert max_peak_bytes(again, 4) == plan.memory
+
+
+def test_neighbours_have_reasons() -> None:
+    flags = "--tensor-model-parallel-size 8 --sequence-parallel --pipeline-model-parallel-size 2"
+    config = config_of(flags, 16)
+    used = sum(max_peak_bytes(config, 16).values())
+    search = LayoutSearch(config, 16, with_memory(used / 1e9), find_problems)
+    plan = search.plan_of(config)
+    found = {each.change: each for each in search.neighbours(plan)}
+    assert "too much on pipeline rank 0" in found["micro-batch 2"].reason
+    assert found["PP 4"].refused == "16 ranks are not a multiple of TP x PP = 32"
+    assert found["offload optimizer"].reason.endswith("more of updates")
+    for each in found.values():
+        if each.plan is None:
+            with pytest.raises(UserError) as error:
+                config_of(f"{flags} {' '.join(each.flags)}", 16)
+            assert each.refused in [problem.sentence for problem in error.value.problems]
+        else:
+            other = config_of(f"{flags} {' '.join(each.flags)}", 16)
+            assert each.slower == step_time(other, 16, search.cluster).seconds - plan.time.seconds
+            assert bool(each.reason) == (each.slower > -1e-9 or not search.fits(each.plan))
+
+
+def test_tensor_parallelism_across_nodes_is_a_reason() -> None:
+    flags = "--tensor-model-parallel-size 8 --sequence-parallel"
+    search = LayoutSearch(config_of(flags, 16), 16, CLUSTER, find_problems)
+    found = {each.change: each for each in search.neighbours(search.plan_of(search.config))}
+    assert found["TP 16"].reason.endswith("TP communication, as TP 16 crosses nodes")
+
+
+def test_a_shortfall_says_what_would_fit() -> None:
+    given = frozenset((*CONTEXT, *PIPELINE[1:], *MICRO, *RECOMPUTATION, *OFFLOAD))
+    search = LayoutSearch(config_of(), 4, with_memory(1.4), find_problems, given)
+    assert search.best(1) == []
+    short = search.shortfall()
+    assert short is not None
+    assert short.missing == math.ceil(short.plan.bytes - search.capacity) > 0
+    assert short.ranks is not None
+    larger = replace(search, world_size=short.ranks)
+    assert larger.best(1)
+    assert not replace(larger, world_size=short.ranks // 2).best(1)
+    assert not replace(search, cluster=with_memory((short.plan.bytes - 1000) / 1e9)).best(1)
+    assert replace(search, cluster=with_memory(short.plan.bytes / 1e9)).best(1)
+    assert "--optimizer-cpu-offload" in short.dropped
+    for flag in short.dropped:
+        assert replace(search, given=given - {flag[2:].replace("-", "_")}).best(1)
