@@ -158,18 +158,18 @@ def groups_of(launch: Launch, world: Group) -> dict[str, Group]:
     return found
 
 
-def measure(where: str, group: Group, world: Group, operation: str, size: int, device: torch.device) -> Figure:
+def measure(where: str, group: Group, world: Group, operation: str, size: float, device: torch.device) -> Figure:
     """Repeat one operation on a buffer of ``size`` MB.
 
     Raises:
         ArithmeticError: when its result is wrong on this rank.
     """
-    rows = size * MB // 4 // group.size * group.size
+    rows = max(1, int(size * MB) // 4 // group.size) * group.size
     x = filled(torch.empty(rows, device=device), group.size, group.rank)
     act = OPERATIONS[operation](group, Ring.of(group))
     right = expected(operation, x, group.size, group.rank)
     if not torch.allclose(act(x.clone()), right, rtol=1e-5, atol=0.0):
-        raise ArithmeticError(f"{operation} of {size} MB over {where} gives a wrong result on rank {world.rank}")
+        raise ArithmeticError(f"{operation} of {size:g} MB over {where} gives a wrong result on rank {world.rank}")
     x.zero_()  # sums stay finite however often they are made
     once = timed(act, x, 1, world)
     times = max(TIMES, min(MOST, int(SECONDS / max(once, 1e-6))))

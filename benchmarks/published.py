@@ -13,6 +13,7 @@ import math
 import re
 import statistics
 import sys
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -21,11 +22,11 @@ from typing import Any, NamedTuple
 
 from benchmarks.record import options, run, table
 from megatron.arguments.cli import parse
-from megatron.config.batch import get_num_microbatches
 from megatron.config.errors import UserError
 from megatron.config.run import RunConfig
 from megatron.pipeline.actions import ScheduleError
 from megatron.pipeline.plan import resolve_pipeline
+from megatron.pipeline.simulate import StageCosts
 from megatron.planner.flops import FlopsPerToken
 from megatron.planner.hardware import Accelerator, Cluster, accelerators
 from megatron.planner.memory import peaks_by_rank
@@ -49,7 +50,7 @@ class Source(NamedTuple):
     name: str
     # Flags that describe the framework of these runs.
     flags: str
-    # How the source counts FLOPs: a field of FlopsPerToken.
+    # How the source counts FLOPs: a field of FlopsPerToken; "positions" is full, with learned positions as weights.
     flops: str = "full"
     id: str = ""
     # Bytes per second of an accelerator to other nodes; None: as is usual for it.
@@ -62,6 +63,8 @@ class Source(NamedTuple):
     sends: float = 0.0
     # Share of the peak that the attention kernel of that time reaches, by beginning of the GPU's name.
     attention: Mapping[str, float] = {}
+    # Beginning of the rows' precision.
+    precision: str = ""
     # Bytes per parameter of a rank that the framework keeps more than this project, replicated and sharded.
     more_replicated: float = 0.0
     more_sharded: float = 0.0
@@ -69,8 +72,6 @@ class Source(NamedTuple):
     fp8_activations: float = 1.0
     # Bytes per logit that exist at once; this project computes the loss in chunks.
     logits: float = 0.0
-    # Bytes per attention score that are kept, of layers that are not recomputed.
-    scores: float = 0.0
 
 
 UNFUSED = "--kernels attention=torch"
@@ -96,11 +97,12 @@ SOURCES = (
     # fp16 gradients without a copy in fp32.
     Source("Narayanan et al. SC21 Fig 18", UNFUSED, "hardware", "", 25e9, False, False, 1),
     Source("Narayanan et al. SC21", UNFUSED, "hardware", "", 25e9, False, False, 1 / 8, more_replicated=-2),
-    # DeepSpeed keeps fp16 gradients; with bf16 it keeps those, sums in fp32, and flat copies of both.
+    # DeepSpeed keeps fp16 gradients. With bf16, which rows of 02-28 have, 6 bytes more than here are seen.
+    Source("BigScience BLOOM", UNFUSED, "hardware", "", 6.25e9, False, True, 1, precision="bf16", more_replicated=6),
     Source("BigScience BLOOM", UNFUSED, "hardware", "", 6.25e9, False, True, 1, more_replicated=-2),
-    Source("Zero Bubble", UNFUSED, "full", "", None, False, True, scores=4, logits=12),
+    Source("Zero Bubble", UNFUSED, "full", "", None, False, True, logits=12),
     # FSDP shards fp32 weights and gradients, without bf16 weights beside them.
-    Source("llm-foundry", EAGER, attention=FLASH_1, more_sharded=-2, logits=8),
+    Source("llm-foundry", EAGER, "positions", attention=FLASH_1, more_sharded=-2, logits=4),
     Source("torchtitan", "", "full", "", 50e9, attention=FLASH_2, more_sharded=-2, logits=12),
     Source("torchao", "", "full", "", 50e9, attention=FLASH_2, more_sharded=-2, logits=8),
     Source("Megatron-Bridge", MEGATRON, "megatron", more_replicated=-2, fp8_activations=0.83),
@@ -110,11 +112,16 @@ SOURCES = (
     Source("nanoGPT", "", attention=FLASH_1),
 )
 
-EFFICIENCY: dict[str, float] = {}
-"""Share of the peak that large matrix products reach, by GPU, fitted with ``--fit`` to :data:`FITTED`."""
-
-FITTED = {"A100": "llm-foundry", "H100": "llm-foundry", "H100-HBM2e-500W": "torchtitan"}
-"""Source of the rows that the efficiency of a GPU is fitted to; those of the other sources test it."""
+FITS = (
+    ("A100", "matmul", "llm-foundry"),
+    ("A100", "link", r"Narayanan et al. SC21 \(Megatron-LM\)"),
+    ("H100-HBM2e-500W", "matmul", "titan-asynctp-.*bf16"),
+    ("B200", "matmul", "Megatron-Bridge performance summary 25.11"),
+    ("GB200", "matmul", "Megatron-Bridge performance summary 25.11"),
+    ("GB300", "matmul", "Megatron-Bridge performance summary 25.11"),
+)
+"""Efficiencies of the hardware table that ``--fit`` finds: of a GPU, and the rows, by an expression for their source or
+id, that they are fitted to. All other rows of the GPU test them. An H100 has the default."""
 
 GPUS = {
     "A100": "a100-{mem}g",
@@ -135,7 +142,8 @@ PRESETS = {
     "Qwen3_30B_a3B": "--preset qwen3-30b-a3b",
     "Qwen3_235B_a22B": "--preset qwen3-30b-a3b --num-layers 94 --hidden-size 4096 --num-attention-heads 64"
     " --ffn-hidden-size 12288 --moe-ffn-hidden-size 1536",
-    "GPT OSS 120B": "--preset gpt-oss-20b --num-layers 36 --num-experts 128",
+    # Attention with sinks, for which Megatron-Bridge's fused kernels are not used.
+    "GPT OSS 120B": "--preset gpt-oss-20b --num-layers 36 --num-experts 128 --kernels attention=torch",
     "Nemotron_3_Nano": "--preset nemotron-3-nano-30b-a3b",
 }
 """Models that rows name without their sizes; the files of these models on Hugging Face have the sizes."""
@@ -153,6 +161,11 @@ OP_RECOMPUTE = 0.36
 wq, wk, wv, wo, w1, w3, w2 (wk, wo, w3), by FLOPs of Llama-3-8B."""
 
 
+OP_KEPT = 0.69
+"""What it keeps over what the same share of whole blocks would: per token of a Llama-3-8B layer the outputs of the
+other products and of attention, and the input, 31,744 elements, instead of 64% of 69,632 and 36% of 4,096."""
+
+
 def accelerator(row: Row) -> Accelerator:
     """Return the accelerator of a row."""
     gpu, known = row["hw"]["gpu"], accelerators()
@@ -166,18 +179,34 @@ def accelerator(row: Row) -> Accelerator:
     return known[name]
 
 
-def cluster_of(row: Row, source: Source, matmul: float | None = None) -> Cluster:
-    """Return the cluster of a row; ``matmul`` replaces the fitted efficiency."""
+def cluster_of(row: Row, source: Source) -> Cluster:
+    """Return the cluster of a row."""
     cluster, gpu = Cluster.of(accelerator(row), network=source.network), row["hw"]["gpu"]
-    efficiency = cluster.efficiency
-    attention = next((s for name, s in source.attention.items() if gpu.startswith(name)), efficiency.attention)
-    matmul = matmul or EFFICIENCY.get(gpu) or efficiency.matmul
-    return replace(cluster, efficiency=replace(efficiency, matmul=matmul, attention=attention))
+    attention = next((share for name, share in source.attention.items() if gpu.startswith(name)), None)
+    if attention is None:
+        return cluster
+    return replace(cluster, efficiency=replace(cluster.efficiency, attention=attention))
+
+
+def is_fitted(row: Row) -> bool:
+    """Return True for a row that an efficiency of its GPU is fitted to."""
+    return any(gpu == row["hw"]["gpu"] and _matches(row, rows) for gpu, _, rows in FITS)
+
+
+def _matches(row: Row, expression: str) -> bool:
+    return any(re.match(expression, row[name]) is not None for name in ("source", "id"))
 
 
 def source_of(row: Row) -> Source:
     """Return the description of a row's source."""
-    found = [each for each in SOURCES if row["source"].startswith(each.name) and row["id"].startswith(each.id)]
+    precision = str(row["precision"])
+    found = [
+        each
+        for each in SOURCES
+        if row["source"].startswith(each.name)
+        and row["id"].startswith(each.id)
+        and precision.startswith(each.precision)
+    ]
     if not found:
         raise UnusableRowError("source without a description")
     return found[0]
@@ -255,13 +284,17 @@ def layout_flags(row: Row, source: Source, sizes: Mapping[str, int]) -> list[str
     return flags + (["--pipeline-schedule", schedule] if schedule else [])
 
 
+def _recomputes_operations(row: Row) -> bool:
+    return re.search(r"\bop\b|SAC", str(row["recompute"])) is not None
+
+
 def recompute_flags(row: Row, layers: int) -> list[list[str]]:
     """Return the flags of a row's recomputation, or of those that it may have had; ``layers`` are those of a stage."""
     kind, full = row["recompute"], ["--recompute-granularity", "full"]
     if kind is None:
         offload = ["--cpu-offloading-num-layers", str(layers)]
         return [[], ["--recompute-granularity", "selective"], offload, full]
-    share = OP_RECOMPUTE if re.search(r"\bop\b", kind, re.I) else 0.5 if "layer" in kind and "full" not in kind else 0
+    share = OP_RECOMPUTE if _recomputes_operations(row) else 0.5 if "layer" in kind and "full" not in kind else 0
     if share:
         return [[*full, "--recompute-method", "block", "--recompute-num-layers", str(max(1, round(share * layers)))]]
     return [full if kind.startswith("full") else []]
@@ -272,6 +305,8 @@ def precision_flags(row: Row) -> list[str]:
     kind = str(row["precision"]).lower()
     if "fp4" in kind:
         raise UnusableRowError("NVFP4 is not implemented here")
+    if row["model"].get("name") in PRESETS or row["model"].get("experts"):
+        kind = kind.replace("mx", "")  # experts have no product in mxfp8 here; one with a scale per tensor stands in
     first = ["--fp16"] if kind.startswith("fp16") else ["--bf16"]
     return first + next((flags.split() for word, flags in FORMATS.items() if word in kind), [])
 
@@ -331,14 +366,14 @@ class Prediction:
     world_size: int = 1
 
     @classmethod
-    def of(cls, row: Row, cluster: Cluster | None = None) -> Prediction:
+    def of(cls, row: Row) -> Prediction:
         """Return the prediction of a row: of the choices that it leaves open, the fastest one that fits.
 
         Raises:
             UnusableRowError: if the row lacks what a prediction needs.
         """
         source = source_of(row)
-        cluster = cluster or cluster_of(row, source)
+        cluster = cluster_of(row, source)
         found, refused = [], ""
         for flags in flag_sets(row):
             try:
@@ -373,6 +408,8 @@ class Prediction:
         for rank, parts in enumerate(parts_by_rank):
             if self.config.precision.fp8_format is not None:
                 peaks[rank] -= parts["activations"] * (1 - source.fp8_activations)
+            if _recomputes_operations(self.row):
+                peaks[rank] -= parts["activations"] * (1 - OP_KEPT)
             parameters = parts["weights"] / 2 * (shards if parallel.zero_stage == 3 else 1)
             peaks[rank] += parameters * (source.more_replicated + source.more_sharded / shards)
         tokens = training.micro_batch_size * training.seq_length / parallel.context_parallel_size
@@ -394,6 +431,11 @@ class Prediction:
         """True for a mixture of experts."""
         return self.config.model.num_experts is not None
 
+    def with_efficiency(self, name: str, share: float) -> Prediction:
+        """Return the prediction with another efficiency."""
+        changed = replace(self.cluster, efficiency=replace(self.cluster.efficiency, **{name: share}))
+        return replace(self, cluster=changed)
+
     def flops_error(self) -> float | None:
         """Return the relative error of the FLOPs per token; None if the row does not state them independently."""
         result = self.row["result"]
@@ -402,14 +444,23 @@ class Prediction:
         derived = "formula" in (self.row.get("norm") or {}).get("how", "")
         if rate is None or "tflops_gpu" not in result or derived or wrong:
             return None
-        counted = getattr(self.flops, self.source.flops)
+        model, training = self.config.model, self.config.training
+        if self.source.flops == "positions":
+            counted = self.flops.full + 6 * model.hidden_size * training.seq_length
+        else:
+            counted = getattr(self.flops, self.source.flops)
         return float(counted / (result["tflops_gpu"] * 1e12 / rate) - 1)
 
     @property
     def seconds(self) -> float:
         """Seconds of a step, with the sends that the row's framework does not hide."""
-        stages = self.config.parallel.num_virtual_stages_per_pipeline_rank or 1
-        return self.time.seconds + 2 * stages * self.time.microbatches * self.source.sends * self.time.stages.transfer
+        time, stages = self.time, self.config.parallel.num_virtual_stages_per_pipeline_rank or 1
+        seconds = time.seconds + 2 * stages * time.microbatches * self.source.sends * time.stages.transfer
+        if str(self.row["par"].get("schedule")).startswith("ZB-"):
+            # Ranks begin the next step alone: the update is validated afterwards (arXiv:2401.10241, section 4).
+            timeline = step_timeline(self.config, time.microbatches, time.stages)
+            seconds -= timeline.makespan - timeline.span
+        return seconds
 
     def time_error(self) -> float | None:
         """Return the relative error of the time of a token; None if the row has no speed."""
@@ -428,12 +479,17 @@ class Prediction:
         return errors
 
     def _bubble(self, schedule: str) -> float:
-        """Return ``(span - m (F + I + W)) / span``, as in arXiv:2401.10241, section 5.3."""
+        """Return the idle fraction of a step whose stages all take as long as the middle one.
+
+        As in arXiv:2401.10241, section 5.3, which computes it from one time each of F, B, W and of a transfer.
+        """
         parallel = replace(self.config.parallel, pipeline_schedule=schedule or self.config.parallel.pipeline_schedule)
         config = replace(self.config, parallel=resolve_pipeline(self.config.model, parallel))
-        count = get_num_microbatches(config.training, self.world_size // config.parallel.model_ranks)
-        timeline = step_timeline(config, count, step_time(config, self.world_size, self.cluster).stages)
-        return 1 - max(timeline.busy) / timeline.span
+        stages = step_time(config, self.world_size, self.cluster).stages
+        count, middle = len(stages.forward), len(stages.forward) // 2
+        times = (stages.forward[middle], stages.input[middle], stages.weight[middle])
+        alike = StageCosts.uniform(count, *times, stages.latency, stages.transfer)
+        return step_timeline(config, self.time.microbatches, alike).span_bubble
 
     def memory_error(self) -> float | None:
         """Return the relative error of the peak; None if the row has no bytes."""
@@ -548,6 +604,7 @@ class Errors:
     bubble: list[float] = field(default_factory=list)
     memory: list[float] = field(default_factory=list)
     verdicts: list[str] = field(default_factory=list)
+    fitted: list[float] = field(default_factory=list)
     dense: list[float] = field(default_factory=list)
     experts: list[float] = field(default_factory=list)
     rows: int = 0
@@ -561,7 +618,8 @@ class Errors:
         self.memory += [] if memory is None else [memory]
         self.bubble += bubbles.values()
         self.verdicts += [] if verdict is None else [verdict]
-        (self.experts if prediction.has_experts else self.dense).extend([] if time is None else [time])
+        times = self.experts if prediction.has_experts else self.fitted if is_fitted(prediction.row) else self.dense
+        times += [] if time is None else [time]
         parts = {name: round(value, 4) for name, value in prediction.time.parts.items() if value}
         found = {"flops": flops, "memory": memory, "time": time, "verdict": verdict, "parts": parts}
         return found | {"bubble": bubbles, "GB": round(prediction.peak / 1e9, 2)}
@@ -581,6 +639,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = options(__doc__, rounds=None)
     parser.add_argument("--rows", type=Path, default=ROWS, help="file of published rows")
     parser.add_argument("--source", default="", help="only rows whose source contains this")
+    parser.add_argument("--fit", action="store_true", help="fit the efficiencies of accelerators")
     parser.add_argument("--list", action="store_true", help="print a line for every row")
     return run("published", parser, sys.argv[1:] if argv is None else argv, measure, page, packages=())
 
@@ -588,29 +647,70 @@ def main(argv: Sequence[str] | None = None) -> int:
 def measure(args: argparse.Namespace) -> dict[str, Any]:
     """Predict all rows."""
     by_source: dict[str, Errors] = {}
-    left_out: dict[str, int] = {}
+    by_gpu: dict[str, Errors] = {}
+    left_out: Counter[str] = Counter()
+    predictions = []
     for row in read_rows(args.rows):
         if args.source not in row["source"]:
             continue
         try:
             prediction = Prediction.of(row)
-            found = by_source.setdefault(row["source"], Errors()).add(prediction)
         except UnusableRowError as error:
-            left_out[str(error)] = left_out.get(str(error), 0) + 1
+            left_out[str(error)] += 1
             continue
+        predictions.append(prediction)
+        found = by_source.setdefault(row["source"], Errors()).add(prediction)
+        by_gpu.setdefault(prediction.cluster.accelerator.name, Errors()).add(prediction)
         if args.list:
             print(json.dumps({"id": row["id"], **found}))
-    return {"sources": {name: vars(errors) for name, errors in by_source.items()}, "left out": left_out}
+    errors: dict[str, Any] = {
+        kind: {name: vars(each) for name, each in some.items()}
+        for kind, some in (("sources", by_source), ("accelerators", by_gpu))
+    }
+    errors["layouts"] = {name: [count, loss] for name, count, loss in ranking(predictions)}
+    return errors | {"fits": list(fit(predictions)) if args.fit else [], "left out": dict(left_out)}
 
 
-ABOUT = (
-    "",
-    "Made by `python -m benchmarks.published --write`. Each published row becomes the flags of a run of this project,",
-    "which are parsed and checked, and the planner predicts it. Errors are the median of their sizes, the 90th",
-    "percentile, and in parentheses the median with its sign: of FLOPs per token, as the source counts them; of the",
-    "idle fraction of a pipeline, in points; of the bytes at the peak; and of the time of a token. Verdicts are rows",
-    "that ran out of memory and are predicted to fit, and rows that ran and are predicted not to fit.",
-)
+def fit(predictions: Sequence[Prediction]) -> Iterator[tuple[str, str, float]]:
+    """Yield accelerators, with the efficiency at which the median error of the rows of :data:`FITS` is 0."""
+    for gpu, name, expression in FITS:
+        of_gpu = [each for each in predictions if each.row["hw"]["gpu"] == gpu and not each.has_experts]
+        rows = [each for each in of_gpu if _matches(each.row, expression) and each.time_error() is not None]
+        low, high = 0.2, 1.0
+        for _ in range(8 if rows else 0):
+            middle = (low + high) / 2
+            errors = [each.with_efficiency(name, middle).time_error() or 0.0 for each in rows]
+            low, high = (middle, high) if statistics.median(errors) > 0 else (low, middle)
+        if rows:
+            yield rows[0].cluster.accelerator.name, name, round((low + high) / 2, 2)
+
+
+STUDY = (("model", "layers"), ("model", "hidden"), ("model", "heads"), ("model", "seq"), ("hw", "gpu"), ("hw", "n"))
+"""Fields that the rows of a study of layouts have in common, beside source, global batch and precision."""
+
+LAYOUT = (("batch", "micro"), *(("par", name) for name in ("tp", "pp", "dp", "cp", "vpp", "zero", "schedule")))
+"""Fields in which they differ."""
+
+
+def ranking(predictions: Iterable[Prediction]) -> Iterator[tuple[str, int, float]]:
+    """Yield studies of at least three layouts, and what the one predicted to be the fastest loses.
+
+    The loss is relative to the one that was measured to be.
+    """
+    studies: dict[str, dict[str, tuple[float, float]]] = {}
+    for each in predictions:
+        error, rate, row = each.time_error(), published_rate(each.row), each.row
+        if error is None or rate is None:
+            continue
+        layers, hidden, heads, length, gpu, count = (row[group].get(name) for group, name in STUDY)
+        name = f"{row['source'].partition(' (')[0]}: {row['model']['name']}, {layers} x {hidden}, {heads} heads, "
+        name += f"{length} tokens, batch {row['batch'].get('global_')}, {row['precision']}, {count} {gpu}"
+        layout = json.dumps([row[group].get(field) for group, field in LAYOUT])
+        # Of a layout that was measured twice, the last one.
+        studies.setdefault(name, {})[layout] = rate / (1 + error), rate
+    for name, layouts in studies.items():
+        if len(layouts) >= 3:
+            yield name, len(layouts), max(rate for _, rate in layouts.values()) / max(layouts.values())[1] - 1
 
 
 def page(result: Mapping[str, Any]) -> str:
@@ -618,32 +718,91 @@ def page(result: Mapping[str, Any]) -> str:
     sources: Mapping[str, Any] = result["sources"]
     total = {key: [x for errors in sources.values() for x in errors[key]] for key in vars(Errors()) if key != "rows"}
     total |= {"rows": sum(errors["rows"] for errors in sources.values())}
-    heads = ("source", "rows", "FLOPs", "bubble", "memory", "verdicts", "time, dense", "time, experts")
+    heads = ("rows", "FLOPs", "bubble", "memory", "verdicts", "time, fitted", "time, tested", "time, experts")
+    lines = ["# The planner beside published runs", *ABOUT]
+    lines += _error_table(("source", *heads), [*sources.items(), ("all", total)])
+    lines += ["", *BY_GPU, *_error_table(("accelerator", *heads), result["accelerators"].items())]
+    lines += [f"* fitted: {name}, {field} {share:g}" for name, field, share in result["fits"]]
+    rows = [[name, count, f"{loss:.1%}"] for name, (count, loss) in result["layouts"].items()]
+    losses = [loss for _, loss in result["layouts"].values()]
+    if losses:
+        rows.append(["median", "", f"{statistics.median(losses):.1%}"])
+    lines += ["", *RANKED, *table(("study", "layouts", "loss"), rows, "lrr")]
+    lines += ["", *MECHANISMS, "", "Rows left out:", ""]
+    lines += [f"* {reason}: {count}" for reason, count in sorted(result["left out"].items())]
+    return "\n".join(lines) + "\n"
+
+
+def _error_table(heads: Sequence[str], errors: Iterable[tuple[str, Mapping[str, Any]]]) -> list[str]:
     rows = [
         [
             name,
-            errors["rows"],
-            *(spread(errors[key]) for key in ("flops", "bubble", "memory")),
-            ", ".join(f"{errors['verdicts'].count(each)} {each}" for each in sorted(set(errors["verdicts"]))),
-            *(spread(errors[key]) for key in ("dense", "experts")),
+            each["rows"],
+            *(spread(each[key]) for key in ("flops", "bubble", "memory")),
+            ", ".join(f"{each['verdicts'].count(text)} {text}" for text in sorted(set(each["verdicts"]))),
+            *(spread(each[key]) for key in ("fitted", "dense", "experts")),
         ]
-        for name, errors in [*sources.items(), ("all", total)]
+        for name, each in errors
     ]
-    left_out = [f"* {reason}: {count}" for reason, count in sorted(result["left out"].items())]
-    return (
-        "\n".join(
-            [
-                "# The planner beside published runs",
-                *ABOUT,
-                *table(heads, rows, "lrrrrlrr"),
-                "",
-                "Rows left out:",
-                "",
-                *left_out,
-            ]
-        )
-        + "\n"
-    )
+    return table(heads, rows, "lrrrrlrrr")
+
+
+ABOUT = (
+    "",
+    "Made by `python -m benchmarks.published --fit --write`. Each published row becomes the flags of a run of this",
+    "project, which are parsed and checked, and the planner predicts it. Errors are the median of their sizes, the",
+    "90th percentile, and in parentheses the median with its sign: of FLOPs per token, as the source counts them; of",
+    "the idle fraction of a pipeline, in points; of the bytes at the peak; and of the time of a token, for rows that",
+    "an efficiency is fitted to, other dense ones, and those of experts. Verdicts are rows that ran out of memory and",
+    "are predicted to fit, and rows that ran and are predicted not to fit.",
+)
+
+BY_GPU = (
+    "Efficiencies (`megatron/planner/hardware.yaml`) are one record per accelerator, fitted with `--fit` to rows of",
+    "one source and tested on those of the others: an A100's to MPT (`matmul`) and to Table 1 of SC21 (`link`), that",
+    "of the H100 with 500 W to the bf16 rows of torchtitan's report on asynchronous TP, those of B200, GB200 and GB300",
+    "to release 25.11 of Megatron-Bridge. An H100 has the default, which agrees with this project's own measurements",
+    "(gpu.md); all its rows are tests.",
+)
+
+RANKED = (
+    "## Layouts",
+    "",
+    "Of each study with at least three layouts of one model and batch on equally many ranks: what the one that is",
+    "predicted to be the fastest loses to the one that was measured to be.",
+)
+
+MECHANISMS = (
+    "## What other frameworks do differently",
+    "",
+    "`SOURCES` in `benchmarks/published.py` states these once per source:",
+    "",
+    "* SC21, BLOOM, Zero Bubble: unfused attention, no sequence parallelism. Heads whose channels are no multiple of 8",
+    "  run without tensor cores (BLOOM, 13824 / 128 = 108).",
+    "* SC21 and BLOOM: computing waits for the sends between stages; SC21 sends an 8th of a message from each TP",
+    "  rank (scatter/gather), figure 18 without it and BLOOM the whole one, over half a 100 Gb/s card per GPU.",
+    "* Zero Bubble's own schedules: a rank begins the next step alone, so a step takes the longest span of a rank.",
+    "* ZeRO-3 in SC21's Table 2: tensors are broadcast one by one, for which a node uses one card at a time.",
+    "* MPT: eager PyTorch with FlashAttention of 2022; FSDP without bf16 weights beside fp32 shards; logits and their",
+    "  gradient at once, in bf16.",
+    "* torchtitan: FlashAttention-2; logits of all tokens at once, 12 bytes each; recomputation of every second",
+    "  product as 36% of the blocks.",
+    "* GPT-OSS in Megatron-Bridge: attention with sinks is not fused, which is half of the step.",
+    "* Megatron-Bridge: gradients in bf16, inputs of linears kept in FP8; recomputation is not stated, so it is the",
+    "  fastest of none, selective, offload and full that fits.",
+    "",
+    "What is known and not modelled:",
+    "",
+    "* BLOOM with TP 8 and small micro-batches is 10 to 20% slower than predicted, also on one node.",
+    "* FP8 by rows in torchtitan is 30 to 40% slower than predicted, and its ring attention beyond 2 ranks 40%.",
+    "* An H100 of 2023 (MPT) is 14% slower than predicted, with the libraries of that time.",
+    "* Experts that are sent to other nodes travel without copies and behind computing in Megatron-Bridge (Qwen3 on",
+    "  H100); fine-grained experts on one node are slower than predicted.",
+    "* FLOPs of GPT-OSS are not compared: Megatron-Bridge counts two of the three matrices of its experts.",
+    "* Memory of other frameworks: unfused attention keeps its scores in Zero Bubble's runs, FSDP2 frees more than",
+    "  whole recomputed blocks do, and what allocators hold beyond tensors is unknown. DeepSpeed with bf16 keeps 6",
+    "  bytes per parameter more (added above). Logits at once explain torchtitan's long sequences to 1%.",
+)
 
 
 if __name__ == "__main__":

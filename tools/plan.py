@@ -15,6 +15,7 @@ import shlex
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from itertools import islice
 from pathlib import Path
 from typing import NamedTuple
 
@@ -31,21 +32,20 @@ from megatron.config.data_paths import SOURCE_OPTIONS
 from megatron.config.errors import Problem, UserError
 from megatron.config.run import RunConfig
 from megatron.config.settings import SETTINGS
-from megatron.config.text import echo
+from megatron.config.text import echo, format_bytes
 from megatron.convert.huggingface.config import read_model_values
 from megatron.layers.parameters import num_parameters
+from megatron.planner.calibrate import calibrate
 from megatron.planner.costs import HOURS_BETWEEN_FAILURES, STORAGE_BANDWIDTH, RunCosts, Terms
 from megatron.planner.hardware import Cluster, accelerators, find_accelerator
-from megatron.planner.report import PlanReport, as_dict, text
+from megatron.planner.report import PlanReport, as_dict, describe_layout, text
 from megatron.planner.search import LayoutSearch, Plan
+from megatron.training.measured_run import read_measured_run
 from tools.lib.plan_figures import draw_plan
 from tools.lib.plan_page import plan_page
 
 TOKENS_PER_PARAMETER = 20
 """Tokens of a run by default, per parameter that a token uses (Hoffmann et al. 2022, arXiv 2203.15556, table 3)."""
-
-PLANS_OF_PICTURES = 200
-"""Plans that are drawn, at most."""
 
 REQUIRED_FLAGS: Mapping[str, tuple[str, ...]] = {
     "--bf16": ("params_dtype",),
@@ -61,6 +61,7 @@ def main(argv: Sequence[str]) -> int:
     add_flags(parser)
     options, flags = parser.parse_known_args(argv)
     try:
+        check_files(options)
         report = make_report(options, flags)
         echo("\n".join(text(report, options.explain)))
         write_files(report, options)
@@ -88,6 +89,10 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     cluster.add_argument("--gpu", default="h100-80g", metavar="NAME", help=names)
     cluster.add_argument("--nodes-of", type=positive(int), metavar="N", help="accelerators of a node")
     cluster.add_argument("--network", type=parse_rate, metavar="RATE", help="of an accelerator: 400Gb/s, 50GB/s")
+    fitted = "fit the efficiency of the accelerators to the steps that run folders have measured"
+    cluster.add_argument("--calibrate", type=Path, nargs="+", default=[], metavar="RUN", help=fitted)
+    written = "write the fitted accelerator, for --gpu and --plan-gpu"
+    cluster.add_argument("--calibrated", type=Path, metavar="FILE.yaml", help=written)
     run = parser.add_argument_group("run")
     tokens = f"of the run, such as 300B (default: {TOKENS_PER_PARAMETER} per parameter that a token uses)"
     run.add_argument("--tokens", type=parse_amount, metavar="N", help=tokens)
@@ -101,7 +106,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     storage = f"of a node to the storage of checkpoints (default: {STORAGE_BANDWIDTH / 1e9:.2f}GB/s, as Llama 3 had)"
     run.add_argument("--storage", type=parse_rate, default=STORAGE_BANDWIDTH, metavar="RATE", help=storage)
     output = parser.add_argument_group("output")
-    output.add_argument("--count", type=positive(int), default=10, metavar="N", help="plans to show (default: 10)")
+    output.add_argument("--count", type=positive(int), default=5, metavar="N", help="plans to show (default: 5)")
     output.add_argument("--explain", action="store_true", help="print every formula with its numbers")
     again = "search again for other networks, batches and numbers of accelerators, which takes 15 times as long"
     output.add_argument("--sweep", action="store_true", help=again)
@@ -149,22 +154,50 @@ def make_report(options: argparse.Namespace, argv: Sequence[str]) -> PlanReport:
         UserError: if the flags are invalid, or nothing fits.
     """
     cluster = Cluster.of(find_accelerator(options.gpu), options.nodes_of, options.network, options.gpus)
+    if options.calibrate:
+        cluster = calibrated(cluster, options.calibrate, options.calibrated)
     run = PlannedRun.read(argv, options.gpus, options.tokens)
     watts = options.watts or cluster.accelerator.watts
     terms = Terms(run.tokens, options.price, watts, options.mtbf, options.storage)
     search = LayoutSearch(run.config, options.gpus, cluster, find_problems, run.given)
-    pictures = bool(options.html or options.png)
-    plans = search.best(max(options.count, PLANS_OF_PICTURES) if pictures else options.count)
+    plans = search.best(options.count)
     if not plans:
-        sentence, short = f"no layout fits on {options.gpus:,} {cluster.accelerator.name}", search.shortfall()
-        if short is None:
-            raise UserError([Problem("E962", sentence + " with the options that are given")])
-        fixes = [*([f"--gpus {short.ranks}"] if short.ranks else []), *(f"drop {flag}" for flag in short.dropped)]
-        raise UserError([Problem("E962", f"{sentence}: {short}", tuple(fixes))])
+        raise UserError([nothing_fits(search)])
     if options.max_days is not None and days_of(plans[0], search, terms) > options.max_days:
         raise UserError([too_slow(plans[0], search, terms, options.max_days)])
     flags, assumed = shlex.join(run.flags), shlex.join(run.assumed)
-    return PlanReport.of(search, terms, plans, options.count, flags, assumed, options.sweep)
+    return PlanReport.of(search, terms, plans, flags, assumed, options.sweep)
+
+
+def nothing_fits(search: LayoutSearch) -> Problem:
+    """Return the problem that no layout fits, with what the fastest one in little more memory misses, and what fits."""
+    cluster, ranks = search.cluster, search.world_size
+    sentence = f"no layout fits on {ranks:,} {cluster.accelerator.name} with the options that are given"
+    for factor in LARGER:
+        larger = replace(cluster.accelerator, memory=factor * cluster.accelerator.memory)
+        for plan in replace(search, cluster=replace(cluster, accelerator=larger)).best(1):
+            missing = f"{format_bytes(plan.bytes - search.capacity)} more than the {format_bytes(search.capacity)}"
+            sentence += f"; {describe_layout(plan, ranks)} needs {missing} that plans may fill"
+            break
+        else:
+            continue
+        break
+    enough = (times * ranks for times in MORE_RANKS if replace(search, world_size=times * ranks).best(1))
+    return Problem("E962", sentence, tuple(f"--gpus {count}" for count in islice(enough, 1)))
+
+
+LARGER, MORE_RANKS = (1.25, 1.6, 2, 3, 4, 8), (2, 4, 8, 16)
+"""Multiples of the memory, and of the ranks, that are tried where nothing fits."""
+
+
+def calibrated(cluster: Cluster, runs: Sequence[Path], file: Path | None) -> Cluster:
+    """Return a cluster as its runs have shown it; print what changed, and write it to a file."""
+    calibration = calibrate(cluster, [read_measured_run(folder) for folder in runs])
+    echo("\n".join([*calibration.report(), ""]))
+    if file is not None:
+        publish_file(file, calibration.to_yaml().encode())
+        echo(file)
+    return calibration.cluster
 
 
 def days_of(plan: Plan, search: LayoutSearch, terms: Terms) -> float:
@@ -263,6 +296,15 @@ def batch_of_paper(preset: str | None, config: RunConfig) -> int:
     samples = PAPER_TOKENS_PER_STEP[preset] / config.training.seq_length
     unit = 2 ** max(0, int(math.log2(samples / 4)))  # papers quote rounded tokens
     return unit * round(samples / unit)
+
+
+def check_files(options: argparse.Namespace) -> None:
+    """Raise ``ValueError`` for a file that cannot be written, before the search."""
+    for path in filter(None, (options.json, options.png, options.html)):
+        if path.is_dir() or not path.absolute().parent.is_dir():
+            raise ValueError(f"{path} cannot be written: {'it is a folder' if path.is_dir() else 'no such folder'}")
+    if options.png and not options.png.suffix:
+        raise ValueError(f"{options.png}: the file name needs an extension: .png, .pdf or .svg")
 
 
 def write_files(report: PlanReport, options: argparse.Namespace) -> None:

@@ -6,7 +6,6 @@ the planner chooses the others. Every rank does this alone, from the same flags 
 
 from __future__ import annotations
 
-import math
 import os
 import time
 from collections.abc import Collection, Iterable, Mapping
@@ -31,9 +30,6 @@ from megatron.planner.step_time import step_time
 
 PLANNED = frozenset(CHOSEN)
 """Options that the planner may choose."""
-
-MOST_DOUBLED = 3
-"""How often the number of ranks is doubled to find one that is enough."""
 
 
 @dataclass(frozen=True)
@@ -131,19 +127,18 @@ def layout_flags(config: RunConfig, names: Collection[str] = PLANNED) -> str:
 
 
 def _nothing_fits(search: LayoutSearch) -> Problem:
-    """Return a problem that names the number of ranks that would be enough, or why all layouts are refused."""
-    cluster, ranks = search.cluster, search.world_size
-    counted = "1 rank" if ranks == 1 else f"{ranks:,} ranks"
-    unlimited = replace(cluster, accelerator=replace(cluster.accelerator, memory=math.inf))
-    if not replace(search, cluster=unlimited).best(1):
-        (problem, *_) = find_problems(search.space.start, ranks)
-        return Problem("E962", f"--plan auto: {counted} can have no layout: {problem.sentence}", problem.fixes)
-    tried = (ranks * 2**doubled for doubled in range(1, MOST_DOUBLED + 1))
-    enough = next((more for more in tried if replace(search, world_size=more).best(1)), None)
-    fix = f"torchrun --nproc-per-node {enough}" if (enough or 0) <= 8 else f"start {enough} ranks"
-    memory = f"{format_bytes(cluster.accelerator.memory)} of memory ({cluster.accelerator.name})"
-    sentence = f"--plan auto: no layout fits into {counted} with {'' if ranks == 1 else 'each '}{memory}"
-    return Problem("E962", sentence, (fix,) if enough else ())
+    """Return a problem with what is missing and what would fit, or with why all layouts are refused."""
+    accelerator, ranks = search.cluster.accelerator, search.world_size
+    counted, short = "1 rank" if ranks == 1 else f"{ranks:,} ranks", search.shortfall()
+    if short is None:
+        refused = [*find_problems(search.space.start, ranks)]
+        why = refused[0].sentence if refused else "no choice of the planner goes with the given flags"
+        fixes = refused[0].fixes if refused else ()
+        return Problem("E962", f"--plan auto: {counted} can have no layout: {why}", fixes)
+    start = f"torchrun --nproc-per-node {short.ranks}" if (short.ranks or 0) <= 8 else f"start {short.ranks} ranks"
+    fixes = (*([start] if short.ranks else []), *(f"drop {flag}" for flag in short.dropped))
+    memory = f"{format_bytes(accelerator.memory)} of memory{'' if ranks == 1 else ' each'} ({accelerator.name})"
+    return Problem("E962", f"--plan auto: no layout fits into {counted} with {memory}: {short}", fixes)
 
 
 def _unknown_gpu(name: str) -> Problem:

@@ -137,7 +137,7 @@ class StageMemory:
         shape = ActivationShape.of(config)
         blocks = [memory[config.model.mixers(layer)] for layer in stage.layers]
         offloaded = config.training.cpu_offloading_num_layers
-        kept, forward, backward, host = _blocks(config, shape, blocks, offloaded) if blocks else (0, 0, 0, 0)
+        kept, forward, backward, host, transit = _blocks(config, shape, blocks, offloaded)
         kept += _embedding(shape) if stage.first else 0
         own_positions = config.parallel.context_parallel_size > 1 or config.data.reset_position_ids
         rows = shape.tokens if own_positions else shape.tokens // shape.samples
@@ -149,8 +149,10 @@ class StageMemory:
         if stage.last:
             backward = max(backward, _last_norm(shape))
             heads = _heads(config, shape, [memory[config.model.mixers(layer)] for layer in shape.model.head_layers])
-            forward = max(forward - heads.kept, heads.forward)
-            backward = max(backward - heads.kept, heads.backward)
+            # Offloaded blocks leave the device when the next ones begin, which the last ones do not have.
+            loss_forward += transit
+            forward = max(forward - heads.kept, heads.forward + transit)
+            backward = max(backward - heads.kept, heads.backward + transit)
             kept, loss, wgrad = kept + heads.kept, loss + heads.kept_loss, wgrad + heads.wgrad
             weight = max(weight, heads.weight)
         return cls(kept, loss, wgrad, max(loss_forward, forward - loss), loss_forward, backward, weight, host)
@@ -162,7 +164,7 @@ def _heads(config: RunConfig, shape: ActivationShape, blocks: Sequence[BlockMemo
     kept = kept_loss = wgrad = forward = backward = 0
     for number, block in reversed([*enumerate(blocks)]):
         own = [*head_kept(shape, first=number == 0)]
-        inside, in_forward, in_backward, _ = _blocks(config, shape, [block], 0)
+        inside, in_forward, in_backward, _, _ = _blocks(config, shape, [block], 0)
         # Later heads keep nothing yet in forward, and nothing more in backward, but the gradients of their states.
         forward, backward = max(forward, in_forward - kept), max(backward, in_backward - kept)
         kept += sum(t.size for t in own) + inside + norm
@@ -184,11 +186,14 @@ def _largest(blocks: Sequence[BlockMemory]) -> tuple[int, int]:
 
 def _blocks(
     config: RunConfig, shape: ActivationShape, blocks: Sequence[BlockMemory], offloaded: int
-) -> tuple[int, int, int, int]:
+) -> tuple[int, int, int, int, int]:
     """Return what blocks keep, and the most beside it in the forward and in the backward of one.
 
-    The last number is what they keep on the host: the activations of the first ``offloaded`` blocks.
+    The last numbers are what they keep on the host, the activations of the first ``offloaded`` blocks; and how much of
+    that is on the device, too, at a time.
     """
+    if not blocks:
+        return 0, 0, 0, 0, 0
     training, count, residual = config.training, len(blocks), shape.residual
     plan, offloaded = RecomputePlan.from_config(training, count), min(offloaded, count)
     groups = [[*map(blocks.__getitem__, numbers)] for numbers, recomputed in plan.segments(count) if recomputed]
@@ -201,7 +206,7 @@ def _blocks(
     transit = sum(sorted(moved)[-1 if offloaded < count and not groups else -BLOCKS_IN_TRANSIT :])
     forward, backward = _largest(rest)
     if not groups:
-        return held, forward + transit, backward + transit, sum(moved)
+        return held, forward + transit, backward + transit, sum(moved), transit
     # When a group is recomputed, those after it are freed; its input is the first residual sum of its blocks.
     peaks = [
         inputs[:number].count(False) * residual + sum(block.kept for block in group) + max(_largest(group))
@@ -209,7 +214,8 @@ def _blocks(
     ]
     if not rest:  # attention of the last block is gone when its MLP is computed
         forward = max(block.unkept_forward for block in blocks)
-    return held, forward + transit, max([(backward + held) * (len(rest) > 0), *peaks]) - held + transit, sum(moved)
+    backward = max([(backward + held) * (len(rest) > 0), *peaks]) - held
+    return held, forward + transit, backward + transit, sum(moved), transit
 
 
 def _embedding(shape: ActivationShape) -> int:

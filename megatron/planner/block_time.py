@@ -172,10 +172,12 @@ def weight_product(
         gradient = (taken + given) * rates.width + 2 * weight * wide
         return rates.product(flops, moved), rates.product(flops, moved), rates.product(flops, gradient)
     wgrad = "fp8" if shape.config.precision.fp8_wgrad else ""
-    quantise = rates.moving((taken + weight) * FP8_BYTES, 4)
+    # ZeRO-3 that gathers weights again quantises them at every use; otherwise once per step, which is not counted.
+    quantised = weight * shape.config.parallel.reshards_after_forward
+    quantise = rates.moving((taken + quantised) * FP8_BYTES, 4)
     forward = rates.product(flops, taken + weight + given * rates.width, "fp8") + quantise
     back = rates.product(flops, given + weight + taken * rates.width, "fp8")
-    back += rates.moving((given + weight) * FP8_BYTES, 4)
+    back += rates.moving((given + quantised) * FP8_BYTES, 4)
     # The other layout of both operands, and a product that is added to the main gradient by a kernel of its own.
     gradient = rates.product(flops, taken + given + weight * wide, wgrad)
     gradient += rates.moving((taken + given) * FP8_BYTES + 3 * weight * wide, 5)
@@ -201,7 +203,9 @@ def unfused_attention(rates: KernelRates, shape: ActivationShape, mixer: CoreAtt
     scores, dropout = queries * length, shape.model.attention_dropout > 0
 
     def product(channels: int) -> float:
-        return rates.product(2.0 * scores * channels, (scores + 2 * queries * channels) * rates.width)
+        # Tensor cores take operands whose rows are aligned to 16 bytes.
+        format = "fp32" if channels * rates.width % 16 else ""
+        return rates.product(2.0 * scores * channels, (scores + 2 * queries * channels) * rates.width, format)
 
     forward = product(heads.channels) + product(heads.value_channels)
     passes = [each + dropout * DROPOUT_PASSES for each in SOFTMAX_PASSES]

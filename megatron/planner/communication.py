@@ -312,7 +312,8 @@ def _delays(name: str) -> bool:
 def step_collectives(config: RunConfig, world_size: int, pp_rank: int) -> tuple[Collective, ...]:
     """Return what a rank does once a step, or for every micro-batch in ZeRO-2 and 3, to sum gradients over replicas.
 
-    For every bucket of B bytes, as :func:`megatron.planner.memory.data_parallel_traffic` has the formulas.
+    For every bucket of B bytes, as :func:`megatron.planner.memory.data_parallel_traffic` has the formulas. What
+    PowerSGD and top-k send less is not counted.
     """
     parallel, layout = config.parallel, Layout.from_config(config.parallel, world_size)
     wide = main_param_bytes(config)

@@ -12,6 +12,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -49,6 +50,21 @@ class Efficiency:
     launch: float = 2.5e-6
 
 
+class PlacedGroup(NamedTuple):
+    """Ranks that communicate with each other."""
+
+    # Number of ranks, and of them those on one node.
+    size: int
+    per_node: int
+
+
+Curve = tuple[tuple[float, float], ...]
+"""Measured seconds of an operation by bytes, ascending."""
+
+Measured = Mapping[tuple[str, PlacedGroup], Curve]
+"""Curves by operation and group."""
+
+
 @dataclass(frozen=True)
 class Accelerator:
     """One device that a rank runs on."""
@@ -73,22 +89,12 @@ class Accelerator:
     names: tuple[str, ...] = ()
     # Shares that runs reach.
     efficiency: Efficiency = Efficiency()
+    # What ``tools/cluster_check`` has measured on nodes of ``node_size``.
+    measured: Measured = field(default_factory=dict, hash=False)
 
     def peak(self, format: str) -> float:
         """Return the dense peak of a format in FLOP/s; that of bf16 for one that the hardware lacks."""
         return self.flops.get(format, self.flops["bf16"])
-
-
-class PlacedGroup(NamedTuple):
-    """Ranks that communicate with each other."""
-
-    # Number of ranks, and of them those on one node.
-    size: int
-    per_node: int
-
-
-Curve = tuple[tuple[float, float], ...]
-"""Measured seconds of an operation by bytes, ascending."""
 
 
 @dataclass(frozen=True)
@@ -102,7 +108,7 @@ class Cluster:
     network: Link
     efficiency: Efficiency = field(default_factory=Efficiency)
     # What was measured, by operation and group.
-    measured: Mapping[tuple[str, PlacedGroup], Curve] = field(default_factory=dict, hash=False)
+    measured: Measured = field(default_factory=dict, hash=False)
 
     @classmethod
     def of(
@@ -119,10 +125,17 @@ class Cluster:
             node_size: ranks of a node. Default: as is usual for it.
             network: bytes per second of an accelerator to other nodes. Default: as is usual for it.
             world_size: ranks of the cluster, if these may be fewer than those of a node.
+
+        What was measured counts for nodes as they were measured, and between nodes unless ``network`` is given.
         """
         to_others = accelerator.network if network is None else accelerator.network._replace(bandwidth=network)
-        size = min(node_size or accelerator.node_size, world_size or math.inf)
-        return cls(accelerator, int(size), accelerator.link, to_others, accelerator.efficiency)
+        size = int(min(node_size or accelerator.node_size, world_size or math.inf))
+        measured = {
+            (operation, group): curve
+            for (operation, group), curve in accelerator.measured.items()
+            if size == accelerator.node_size and (network is None or group.size == group.per_node)
+        }
+        return cls(accelerator, size, accelerator.link, to_others, accelerator.efficiency, measured)
 
     def group(self, size: int, stride: int) -> PlacedGroup:
         """Return a group of every ``stride``-th rank; ranks are numbered node by node.
@@ -212,9 +225,18 @@ def read_accelerator(name: str, row: Mapping[str, Any]) -> Accelerator:
         source=row.pop("source"),
         names=tuple(row.pop("names", ())),
         efficiency=replace(Efficiency(), **row.pop("efficiency", {})),
+        measured=dict(map(_curve, row.pop("measured", ()))),
         **row,
     )
 
 
 def _link(row: Mapping[str, float]) -> Link:
     return Link(row["latency_us"] * 1e-6, row["GB/s"] * 1e9)
+
+
+def _curve(row: Mapping[str, Any]) -> tuple[tuple[str, PlacedGroup], Curve]:
+    """Return a measured curve; what a larger message has taken bounds the times of smaller ones, which may be noise."""
+    points = sorted(dict(zip(row["bytes"], row["us"], strict=True)).items(), reverse=True)
+    least = accumulate((us for _, us in points), min)
+    curve = tuple((float(size), us * 1e-6) for (size, _), us in zip(points, least))[::-1]
+    return (row["operation"], PlacedGroup(row["ranks"], row["per_node"])), curve

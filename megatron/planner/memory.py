@@ -362,34 +362,34 @@ def _reduction_buffers(config: RunConfig, layout: Layout, pp: int) -> int:
     # In layer order, only one bucket per key collects gradients at a time.
     in_layer_order = _finishes_in_layer_order(config, layout, pp)
     if in_layer_order and config.parallel.zero_stage == 3:
-        return total + _buffers_by_block(streamed) * wide
+        order = {name: place for place, name in enumerate(rank_parameters(config, pp))}
+        # A bucket is complete with the gradient of its first parameter in forward.
+        completed = sorted(streamed, key=lambda bucket: -min(map(order.__getitem__, bucket.sizes)))
+        several = get_num_microbatches(config.training, layout.sizes["dp"]) > 1
+        return total + _buffers_by_block(completed, several) * wide
     for size in {bucket.packing.size for bucket in streamed}:
         keys = [bucket.key for bucket in streamed if bucket.packing.size == size]
         total += size * (len(set(keys) if in_layer_order else keys) + MAX_REDUCTIONS_IN_FLIGHT) * wide
     return total
 
 
-def _buffers_by_block(buckets: Sequence[BucketShape]) -> int:
+def _buffers_by_block(buckets: Sequence[BucketShape], several: bool) -> int:
     """Return the elements of the buffers in a pool that the buckets of one block after the other use.
 
-    When a block collects gradients, the buckets in flight are among the last ones of the blocks before it, those of the
-    previous micro-batch included. Buffers are used again for buckets of the same size only.
+    When a block collects gradients, the last buckets before it are in flight, with ``several`` micro-batches those of
+    the previous one included. Buffers are used again for buckets of the same size only.
     """
-    blocks: dict[str, Counter[int]] = defaultdict(Counter)  # number of buckets by size
     # A tied weight collects from the loss on, while its gradient of the previous micro-batch is in flight.
-    tied = 2 * sum(bucket.packing.size for bucket in buckets if bucket.key.tied)
+    tied = (1 + several) * sum(bucket.packing.size for bucket in buckets if bucket.key.tied)
+    blocks: dict[str, list[int]] = defaultdict(list)  # sizes of buckets
     for bucket in buckets:
         if not bucket.key.tied:
-            blocks[bucket.key.block][bucket.packing.size] += 1
-    sizes, most = list(blocks.values()), Counter[int]()
-    for index, own in enumerate(sizes):
-        in_flight = Counter[int]()
-        for earlier in (*sizes[:index][::-1], *sizes[index:][::-1]):
-            if in_flight.total() >= MAX_REDUCTIONS_IN_FLIGHT:
-                break
-            in_flight += earlier
-        at_most = Counter({size: min(count, MAX_REDUCTIONS_IN_FLIGHT) for size, count in in_flight.items()})
-        most |= at_most + own
+            blocks[bucket.key.block].append(bucket.packing.size)
+    before = [size for sizes in blocks.values() for size in sizes] * several
+    most = Counter[int]()
+    for sizes in blocks.values():
+        most |= Counter(before[-MAX_REDUCTIONS_IN_FLIGHT:]) + Counter(sizes)
+        before += sizes
     return tied + sum(size * count for size, count in most.items())
 
 

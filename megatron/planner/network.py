@@ -78,13 +78,12 @@ def bus_bandwidth(cluster: Cluster, group: PlacedGroup) -> float:
 
 
 def interpolate(curve: Curve, size: float) -> float:
-    """Return the seconds of a measured curve at ``size`` bytes: linear between points, and beyond the last one.
+    """Return the seconds of a measured curve at ``size`` bytes: linear between points and beyond the last one.
 
-    Below the first point it is that of the first: latency.
+    Less than the first point takes as long as it does.
     """
-    sizes = [point[0] for point in curve]
-    above = min(max(1, bisect_left(sizes, size)), len(curve) - 1)
-    if size <= sizes[0] or len(curve) == 1:
-        return curve[0][1] * (max(1.0, size / sizes[0]) if len(curve) == 1 else 1.0)
+    if size <= curve[0][0] or len(curve) == 1:
+        return curve[0][1]
+    above = min(bisect_left(curve, (size, 0.0)), len(curve) - 1)
     (x0, y0), (x1, y1) = curve[above - 1], curve[above]
-    return max(y0, y0 + (y1 - y0) * (size - x0) / (x1 - x0))
+    return y0 + (y1 - y0) * (size - x0) / (x1 - x0)

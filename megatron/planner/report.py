@@ -44,13 +44,11 @@ class PlanReport:
     # The best first.
     plans: Sequence[Plan]
     costs: Sequence[RunCosts]
-    # Bytes by part of the fullest rank of every pipeline rank, of the best plan.
-    memory: Sequence[Mapping[str, int]]
+    # By plan, of every pipeline rank: bytes by part of its fullest rank.
+    memories: Sequence[Sequence[Mapping[str, int]]]
     # Of the best plan.
     neighbours: Sequence[Neighbour]
     sensitivity: Sequence[SweepPoint]
-    # Plans of other grids of ranks, slower than those that are listed.
-    others: Sequence[Plan]
     # Flags of the run, without those of a plan; and those of them that were assumed.
     flags: str
     assumed: str = ""
@@ -60,8 +58,7 @@ class PlanReport:
         cls,
         search: LayoutSearch,
         terms: Terms,
-        found: Sequence[Plan],
-        count: int,
+        plans: Sequence[Plan],
         flags: str,
         assumed: str = "",
         again: bool = False,
@@ -71,17 +68,21 @@ class PlanReport:
         Args:
             search: that found the plans.
             terms: of the run.
-            found: at least one plan, the best first.
-            count: of plans to list.
+            plans: at least one, the best first.
             flags: of the run, without those of a plan.
             assumed: those of the flags that nobody gave.
             again: whether to search again for the sensitivity (:func:`megatron.planner.sensitivity.sweep`).
         """
-        plans, others = found[:count], found[count:]
         costs = [RunCosts.of(plan, search.world_size, search.cluster, terms) for plan in plans]
-        memory = [shown_memory(parts) for parts in peaks_by_rank(plans[0].config, search.world_size)]
+        peaks = (peaks_by_rank(plan.config, search.world_size) for plan in plans)
+        memories = [[shown_memory(parts) for parts in ranks] for ranks in peaks]
         neighbours, swept = search.neighbours(plans[0]), [*sweep(search, plans[0], again)]
-        return cls(search, terms, plans, costs, memory, neighbours, swept, others, flags, assumed)
+        return cls(search, terms, plans, costs, memories, neighbours, swept, flags, assumed)
+
+    @property
+    def memory(self) -> Sequence[Mapping[str, int]]:
+        """Bytes by pipeline rank and part of the best plan."""
+        return self.memories[0]
 
     def command(self, plan: Plan) -> str:
         """Return the command line that checks a plan; a run drops its last two flags."""
@@ -176,6 +177,7 @@ def table(report: PlanReport) -> tuple[list[str], list[list[str]]]:
     columns |= {
         "GiB": [f"{plan.bytes / 2**30:.1f}" for plan in plans],
         "bubble": [f"{plan.time.bubble:.1%}" for plan in plans],
+        "waits": [f"{sum(plan.time.parts[axis] for axis in AXES) / plan.time.seconds:.1%}" for plan in plans],
         "s/step": [short(plan.time.seconds) for plan in plans],
         "MFU": [f"{cost.mfu:.1%}" for cost in costs],
         "tokens/s": [format_compact(cost.tokens_per_second) for cost in costs],
@@ -386,10 +388,11 @@ def as_dict(report: PlanReport) -> dict[str, Any]:
         "terms": asdict(report.terms),
         "capacity": report.search.capacity,
         "plans": [
-            plan_dict(plan, search.world_size) | {"costs": asdict(cost), "command": report.command(plan)}
-            for plan, cost in zip(report.plans, report.costs)
+            plan_dict(plan, search.world_size)
+            | {"memory_by_pipeline_rank": [dict(parts) for parts in ranks]}
+            | {"costs": asdict(cost), "command": report.command(plan)}
+            for plan, ranks, cost in zip(report.plans, report.memories, report.costs)
         ],
-        "memory_by_pipeline_rank": [dict(parts) for parts in report.memory],
         "neighbours": [
             {"change": each.change, "flags": list(each.flags), "reason": why_not(each)}
             | ({} if each.plan is None else {"plan": plan_dict(each.plan, search.world_size)})

@@ -14,6 +14,8 @@ from functools import cached_property, lru_cache
 from math import prod
 from typing import Any
 
+from megatron.config.model import ModelConfig
+from megatron.config.precision import PrecisionConfig
 from megatron.config.run import RunConfig
 from megatron.distributed.sharding import Specs, padded_vocab_size
 from megatron.layers.mixers.activations import ActivationShape
@@ -103,7 +105,9 @@ class StageTime:
 
     def add_communication(self, cluster: Cluster, collectives: Iterable[Collective], time: PartTime) -> None:
         """Add collectives around a part that computes for this time."""
-        left = time.products | {(AGAIN, name): t for (phase, name), t in time.products.items() if phase == FORWARD}
+        again = {(AGAIN, name): once for (phase, name), once in time.products.items() if phase == FORWARD}
+        beside = time.products | again
+        left = dict(beside)
         for each in collectives:
             takes = each.times * seconds(cluster, each.operation, each.size, cluster.group(*each.ranks))
             self.communicating[each.axis] += takes
@@ -112,13 +116,14 @@ class StageTime:
             bare, room = 0.0, 0.0
             if each.behind:
                 place = (HIDING_PHASE.get(each.behind, each.when), HIDING_PART.get(each.behind, each.name))
-                room = left.get(place, 0.0)
+                whole = left.get(place, 0.0)
                 if each.behind == PRODUCT:  # part by part, of which one is not hidden
                     bare = takes / each.ranks.size
                 elif each.behind == ATTENTION:  # step by step of the ring, of which one needs no message
-                    room *= 1 - 1 / each.ranks.size
+                    whole = beside.get(place, 0.0) * (1 - 1 / each.ranks.size)
                 elif each.behind == EXPERTS:  # half by half
-                    room /= 2
+                    whole = beside.get(place, 0.0) / 2
+                room = min(whole, left.get(place, 0.0))
                 used = min(takes - bare, room)
                 left[place] = left.get(place, 0.0) - used
                 self.hiding[INPUT if place[0] == AGAIN else place[0]] += used
@@ -151,6 +156,17 @@ HIDING_PART = {ATTENTION: ATTENTION, EXPERTS: EXPERTS, SHARED_EXPERT: SHARED_EXP
 """Name of what hides a collective among the products of a part; of the others the name of the collective."""
 
 
+@lru_cache(maxsize=16)
+def _alike(model: ModelConfig, precision: PrecisionConfig) -> Mapping[int, int]:
+    """Return the first layer whose block costs as much, by layer; those of heads are kinds of their own."""
+    first, alike = dict[object, int](), dict[int, int]()
+    for layer in (*range(model.num_layers), *model.head_layers):
+        pattern = model.pattern(min(layer, model.num_layers - 1))
+        fp8 = precision.layer_in_fp8(layer, model.num_layers)
+        alike[layer] = first.setdefault((model.mixers(layer), pattern, fp8, layer >= model.num_layers), layer)
+    return alike
+
+
 class StageTimes:
     """Costs of the stages of all runs that differ in pipeline, data parallelism and recomputed blocks only."""
 
@@ -161,28 +177,18 @@ class StageTimes:
         self._blocks: dict[tuple[int, bool], StageTime] = {}
         self._ends: dict[tuple[bool, bool], StageTime] = {}
         self._stages: dict[object, StageTime] = {}
-        model, first = config.model, dict[object, int]()
-        layers = (*range(model.num_layers), *model.head_layers)
-        self._alike = {layer: first.setdefault(self._kind(layer), layer) for layer in layers}
-
-    def _kind(self, layer: int) -> object:
-        """Return what determines the costs of a block."""
-        model = self.config.model
-        place, fp8 = min(layer, model.num_layers - 1), self.config.precision.layer_in_fp8(layer, model.num_layers)
-        return model.mixers(layer), model.pattern(place), fp8, layer >= model.num_layers
+        self._alike = _alike(config.model, config.precision)
+        self._uniform = len({self._alike[layer] for layer in range(config.model.num_layers)}) == 1
 
     def of(self, stage: StageLayers) -> StageTime:
         """Return the costs of a stage."""
-        offloaded, plan = (
-            self.config.training.cpu_offloading_num_layers,
-            RecomputePlan.from_config(self.config.training, stage.count),
-        )
-        kinds = Counter(
-            (self._alike[layer], place < plan.blocks, place < offloaded) for place, layer in enumerate(stage.layers)
-        )
-        key = (frozenset(kinds.items()), stage.first, stage.last)
+        key = (stage.count if self._uniform else stage.layers, stage.first, stage.last)
         if key not in self._stages:
-            time = StageTime()
+            training, time = self.config.training, StageTime()
+            offloaded, plan = training.cpu_offloading_num_layers, RecomputePlan.from_config(training, stage.count)
+            kinds = Counter(
+                (self._alike[layer], place < plan.blocks, place < offloaded) for place, layer in enumerate(stage.layers)
+            )
             for (layer, recomputed, moved), count in kinds.items():
                 time.add(self.block(layer, recomputed), count)
                 time.offloaded += count * self._offloaded(layer, recomputed) if moved else 0.0
@@ -319,6 +325,7 @@ SEEN_OF_PARALLEL = (
     "hierarchical_context_parallel_sizes",
     "expert_model_parallel_size",
     "expert_tensor_parallel_size",
+    "reshards_after_forward",
     "moe_exchange",
     "moe_exchange_bound",
     "moe_shared_expert_overlap",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shlex
 from pathlib import Path
 from typing import NamedTuple
@@ -12,9 +13,13 @@ import pytest
 
 from megatron.arguments.planning import layout_flags
 from megatron.config.run import RunConfig
+from megatron.planner.hardware import Cluster, accelerators
+from megatron.planner.step_time import step_time
+from megatron.training.measured_run import read_measured_run
 from megatron.training.start import read_start
 from tests.kit.pool import Pool
 from tests.kit.runs import FLAGS, Outcome, saved_steps, start, steps, tiny_run
+from tools.plan import main as plan
 
 AUTO = "--plan auto --plan-gpu h100-80g"
 
@@ -63,6 +68,23 @@ def test_a_planned_run_keeps_its_layout_and_plans_again_for_other_ranks(pool: Po
     for step, numbers in alone.items():
         assert planned[step]["lm loss"] == pytest.approx(numbers["lm loss"], rel=1e-5)
         assert planned[step]["grad-norm"] == pytest.approx(numbers["grad-norm"], rel=1e-4)
+
+
+def test_the_hardware_fitted_to_a_run_forecasts_its_step(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """On a CPU, whose speed the planner's table does not know."""
+    assert (
+        start(tiny_run(tmp_path / "run", "--hidden-size 64 --seq-length 32 --max-position-embeddings 32")).status == 0
+    )
+    run = read_measured_run(tmp_path / "run")
+    assert step_time(run.config, 1, Cluster.of(accelerators()["cpu"], 1)).seconds != pytest.approx(run.seconds, rel=0.1)
+    file, shape = tmp_path / "own.yaml", "--preset tiny-llama --vocab-size 512 --global-batch-size 4"
+    assert plan(f"--gpus 1 --gpu cpu --calibrate {tmp_path}/run --calibrated {file} {shape}".split()) == 0
+    assert f"{tmp_path}/run: {run.seconds:.4g} s a step, predicted " in capsys.readouterr().out
+    config = tmp_path / "run" / "config.yaml"
+    parsed = read_start(["--config", str(config), "--check-config", "--plan-gpu", str(file)]).parsed
+    row = re.search(r"^forecast +(\S+) s a step on cpu-calibrated, ", parsed.summary(), re.M)
+    assert row is not None
+    assert float(row[1]) == pytest.approx(run.seconds, rel=0.05)
 
 
 def begin_from_own(rank: int, world_size: int, configs: tuple[RunConfig, ...]) -> Outcome:

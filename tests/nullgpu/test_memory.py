@@ -21,6 +21,7 @@ pytestmark = [
 
 GPT2 = "--preset gpt2-124m --seq-length 1024"
 LLAMA = "--preset llama3-8b --seq-length 8192 --num-layers 4 --micro-batch-size 1 --global-batch-size 2"
+VOCABULARY = "--num-layers 2 --vocab-size 128256"
 LONG = f"{LLAMA} --seq-length 32768 --max-position-embeddings 32768 --global-batch-size 1"
 CP2 = f"{LONG} --context-parallel-size 2 --mlp-chunk-size 2048"
 CP4 = f"{CP2} --seq-length 65536 --max-position-embeddings 65536 --num-layers 2 --context-parallel-size 4"
@@ -39,6 +40,8 @@ CASES = {
     "Llama-3 8B, 4 layers": (1, LLAMA),
     "selective recomputation": (1, f"{LLAMA} --recompute-granularity selective"),
     "full recomputation": (1, f"{LLAMA} --recompute-granularity full"),
+    "activation offload": (1, f"{LLAMA} --vocab-size 128256 --cpu-offloading-num-layers 4"),
+    "activation offload of 2 layers": (1, f"{LLAMA} --vocab-size 128256 --cpu-offloading-num-layers 2"),
     "eager": (1, f"{LLAMA} --kernels torch"),
     "long": (1, LONG),
     "long, MLP in chunks": (1, f"{LONG} --mlp-chunk-size 4096"),
@@ -53,6 +56,8 @@ CASES = {
     "ZeRO-3, kept": (2, f"{SMALL} {ZERO3} --no-reshard-after-forward"),
     "ZeRO-3, prefetch 2": (2, f"{SMALL} {ZERO3} --param-gather-prefetch 2"),
     "ZeRO-3, full recomputation": (2, f"{SMALL} {ZERO3} --recompute-granularity full --recompute-num-layers 2"),
+    "ZeRO-3, 1 micro-batch, large vocabulary": (2, f"{LLAMA} {VOCABULARY} {ZERO3}"),
+    "ZeRO-3, 2 micro-batches, large vocabulary": (2, f"{LLAMA} {VOCABULARY} {ZERO3} --global-batch-size 4"),
     "ZeRO-3, FP8": (2, f"{SMALL} {ZERO3} --fp8-format hybrid"),
     "PP 2": (2, PP),
     "PP 2, interleaved": (2, f"{PP} --num-virtual-stages-per-pipeline-rank 2"),

@@ -125,7 +125,8 @@ def test_commands_are_found() -> None:
 def known_flags() -> set[str]:
     """Flags of all programs, of the scripts and of the benchmarks."""
     with redirect_stdout(StringIO()) as helps:
-        for path in (*ROOT.glob("pretrain_*.py"), *ROOT.glob("tools/[!_]*.py"), *ROOT.glob("tasks/*/[!_]*.py")):
+        programs = ("pretrain_*.py", "tools/[!_]*.py", "tools/*/__main__.py", "tasks/*/[!_]*.py")
+        for path in (path for pattern in programs for path in ROOT.glob(pattern)):
             with suppress(SystemExit):
                 importlib.import_module(".".join(path.relative_to(ROOT).with_suffix("").parts)).main(["--help"])
     sources = (*ROOT.glob("examples/*.sh"), *ROOT.glob("slurm/*.sh"), *ROOT.glob("benchmarks/*.py"))

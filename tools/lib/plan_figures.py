@@ -78,7 +78,7 @@ def draw_memory(axes: Axes, report: PlanReport) -> None:
 
 def draw_frontier(axes: Axes, report: PlanReport) -> None:
     """Draw seconds of a step over memory: the plans of other grids, single changes of the best, and the frontier."""
-    plans = [*report.plans, *report.others]
+    plans = report.plans
     changed = [each.plan for each in report.neighbours if each.plan is not None]
     for label, some, color in (
         ("one choice changed", changed, MUTED_COLOR),
@@ -87,7 +87,7 @@ def draw_frontier(axes: Axes, report: PlanReport) -> None:
         axes.plot([p.bytes / 2**30 for p in some], [p.time.seconds for p in some], "o", color=color, ms=4, label=label)
     frontier = pareto([plan for plan in (*plans, *changed) if report.search.fits(plan)])
     edge = [p.bytes / 2**30 for p in frontier], [p.time.seconds for p in frontier]
-    axes.step(*edge, color=RUN_COLORS[1], where="post")
+    axes.step(*edge, color=RUN_COLORS[1], where="post", label="no other is smaller and faster")
     best = report.plans[0]
     axes.plot([best.bytes / 2**30], [best.time.seconds], "*", color=RUN_COLORS[1], ms=14, label="plan 1")
     axes.axvline(report.search.capacity / 2**30, color=LIMIT_COLOR, linewidth=1.2)

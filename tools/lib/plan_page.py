@@ -34,7 +34,7 @@ h1 { font-size: 1.35rem; } h2 { font-size: 1.05rem; margin: 2rem 0 .5rem; }
 p { color: var(--muted); } .scroll { overflow-x: auto; }
 table { border-collapse: collapse; font-variant-numeric: tabular-nums; font-size: .9rem; }
 th, td { padding: .25rem .7rem; border-bottom: 1px solid var(--line); text-align: right; white-space: nowrap; }
-.words { text-align: left; white-space: normal; } th { color: var(--muted); font-weight: 600; }
+.words { text-align: left; white-space: normal; min-width: 21rem; } th { color: var(--muted); font-weight: 600; }
 tr.best td { background: var(--best); }
 pre { white-space: pre-wrap; overflow-wrap: anywhere; padding: .7rem; border: 1px solid var(--line);
   font-size: .85rem; }

@@ -354,3 +354,13 @@ def test_offloaded_blocks_are_on_the_device_two_at_a_time(model: str, layers: in
     (((_, peak),)) = measured(0, 1, (flags,))
     (predicted,), (host,) = (of(config_of(flags), 1) for of in (peak_activations, peak_host_activations))
     assert peak - host == pytest.approx(sum(predicted.values()), rel=0.05)
+
+
+@pytest.mark.parametrize("layers", [1, 3])
+def test_offloaded_blocks_are_on_the_device_beside_the_logits(layers: int) -> None:
+    flags = f"{LONG} {LLAMA} --vocab-size 8000 --cross-entropy-chunk-size 1024 --num-layers 3"
+    flags += f" --cpu-offloading-num-layers {layers} --min-offloaded-tensor-size 1000"
+    (((_, peak),)) = measured(0, 1, (flags,))
+    (predicted,), (host,) = (of(config_of(flags), 1) for of in (peak_activations, peak_host_activations))
+    assert predicted["logits"] > 0
+    assert peak - host == pytest.approx(sum(predicted.values()), rel=0.02)

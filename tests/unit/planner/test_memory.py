@@ -349,6 +349,22 @@ def test_whole_buckets_of_gradients_are_within_the_forecast(pool: Pool, more: st
             assert bound < gradients, "sharding has to need less than the gradients"
 
 
+LARGE_VOCABULARY = (
+    "--vocab-size 3000 --num-layers 3 --position-embedding-type rope --normalization RMSNorm --swiglu"
+    " --disable-bias-linear --untie-embeddings-and-output-weights --data-parallel-sharding-strategy optim_grads_params"
+)
+
+
+@pytest.mark.parametrize("microbatches", [1, 2])
+def test_whole_buckets_of_a_large_vocabulary_match_the_forecast(pool: Pool, microbatches: int) -> None:
+    """Embedding and output layer use one buffer, unless the embedding of another micro-batch is in flight."""
+    flags = f"{LARGE_VOCABULARY} --global-batch-size {2 * microbatches}"
+    for made, _ in pool.run(2, lent, flags):
+        assert made == reduction_buffer_bytes(config_of(flags, 2), 2)
+    large = 4 * 3000 * 32
+    assert microbatches * large < made < microbatches * large + 200_000
+
+
 MTP = "--mtp-num-layers 2 --position-embedding-type rope"
 GATHERS = (
     "",

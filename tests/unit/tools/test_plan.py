@@ -61,10 +61,11 @@ def test_numbers_add_up(folder: Path) -> None:
     best = found["plans"][0]
     assert sum(best["parts"].values()) == pytest.approx(best["seconds"])
     assert [plan["seconds"] for plan in found["plans"]] == sorted(plan["seconds"] for plan in found["plans"])
-    config = parse(shlex.split(best["command"])[2:], {}).config
-    by_rank = [sum(parts.values()) for parts in peaks_by_rank(config, 8)]
-    assert [sum(parts.values()) for parts in found["memory_by_pipeline_rank"]] == by_rank
-    assert max(by_rank) == sum(best["memory"].values()) < found["capacity"]
+    for plan in found["plans"]:
+        config = parse(shlex.split(plan["command"])[2:], {}).config
+        by_rank = [sum(parts.values()) for parts in peaks_by_rank(config, 8)]
+        assert [sum(parts.values()) for parts in plan["memory_by_pipeline_rank"]] == by_rank
+        assert max(by_rank) == sum(plan["memory"].values()) < found["capacity"]
     costs = best["costs"]
     assert costs["days"] * 86400 == pytest.approx(best["seconds"] * 1e9 / (64 * 512), rel=1e-4)
     assert costs["price"] == pytest.approx(2 * 8 * 24 * costs["days"])
@@ -139,6 +140,15 @@ def test_mistakes_are_refused_with_a_sentence(capsys: pytest.CaptureFixture[str]
     assert message in printed(capsys, f"--gpus 8 --preset gpt2-124m {flags}", 2)
 
 
+def test_files_are_checked_before_the_search(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    for files, message in (
+        (f"--json {tmp_path}", "it is a folder"),
+        (f"--html {tmp_path}/none/plan.html", "no such folder"),
+        (f"--png {tmp_path}/plan", "needs an extension"),
+    ):
+        assert message in printed(capsys, f"--gpus 8 --preset gpt3-175b {files}", 1)
+
+
 def test_a_batch_is_that_of_the_paper_or_required(capsys: pytest.CaptureFixture[str]) -> None:
     sizes = "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 64 --vocab-size 128"
     assert "--global-batch-size 512" in printed(capsys, f"--gpus 8 {sizes}", 2)
@@ -153,3 +163,13 @@ def test_too_few_days_name_enough_accelerators(capsys: pytest.CaptureFixture[str
     more = re.findall(r"fix: --gpus (\d+)", printed(capsys, f"--gpus 2 {run} {fewer}", 2))
     assert more == ["4"]
     assert "plan 1" in printed(capsys, f"--gpus {more[0]} {run} {fewer}")
+
+
+def test_a_run_that_fits_nowhere_names_enough_accelerators(capsys: pytest.CaptureFixture[str]) -> None:
+    run = "--gpu rtx4090-24g --preset gpt2-1.5b --global-batch-size 64 --micro-batch-size 1 --count 1"
+    run += " --pipeline-model-parallel-size 1 --cpu-offloading-num-layers 0 --no-optimizer-cpu-offload"
+    text = printed(capsys, f"--gpus 1 {run}", 2)
+    missing, fits = map(float, re.findall(r"needs ([\d.]+) GiB more than the ([\d.]+) GiB", text)[0])
+    assert missing + fits > 18 * 1.557e9 / 2**30  # bytes of weights, gradients, main parameters and moments
+    count = re.findall(r"fix: --gpus (\d+)", text)[0]
+    assert "plan 1" in printed(capsys, f"--gpus {count} {run}")
