@@ -184,6 +184,12 @@ def _largest(blocks: Sequence[BlockMemory]) -> tuple[int, int]:
     return max(forward), max(backward)
 
 
+def _recomputed(blocks: Sequence[BlockMemory], residual: int) -> int:
+    """Return the most memory beside what recomputed blocks keep; the gradient of their output is there in forward."""
+    forward, backward = _largest(blocks)
+    return max(forward + residual, backward)
+
+
 def _blocks(
     config: RunConfig, shape: ActivationShape, blocks: Sequence[BlockMemory], offloaded: int
 ) -> tuple[int, int, int, int, int]:
@@ -209,7 +215,7 @@ def _blocks(
         return held, forward + transit, backward + transit, sum(moved), transit
     # When a group is recomputed, those after it are freed; its input is the first residual sum of its blocks.
     peaks = [
-        inputs[:number].count(False) * residual + sum(block.kept for block in group) + max(_largest(group))
+        inputs[:number].count(False) * residual + sum(block.kept for block in group) + _recomputed(group, residual)
         for number, group in enumerate(groups)
     ]
     if not rest:  # attention of the last block is gone when its MLP is computed

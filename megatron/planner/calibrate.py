@@ -122,6 +122,11 @@ def accelerator_row(cluster: Cluster) -> dict[str, Any]:
         **{name: {"GB/s": to.bandwidth / 1e9, "latency_us": to.latency * 1e6} for name, to in links.items()},
         "watts": accelerator.watts,
         "efficiency": asdict(cluster.efficiency),
+        "measured": [
+            {"operation": operation, "ranks": group.size, "per_node": group.per_node}
+            | {"bytes": [size for size, _ in curve], "us": [seconds * 1e6 for _, seconds in curve]}
+            for (operation, group), curve in cluster.measured.items()
+        ],
         "source": accelerator.source,
     }
 

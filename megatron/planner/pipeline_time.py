@@ -155,7 +155,8 @@ def _pipeline_end(options: tuple[Any, ...], microbatches: int, costs: StageCosts
     if schedule not in SCHEDULES or times < 2:
         return _precedence(options, microbatches).end(costs)
     one, two = (_precedence(options, count).end(costs) for count in (few, few + period))
-    return PipelineEnd(_extended(one.ends, two.ends, times), _extended(one.busy, two.busy, times))
+    ends, computing = _extended(one.ends, two.ends, times), _extended(one.busy, two.busy, times)
+    return PipelineEnd(tuple(map(max, ends, computing)), computing)  # no rank is done before it has computed
 
 
 def _extended(one: Sequence[float], two: Sequence[float], times: int) -> tuple[float, ...]:

@@ -353,10 +353,18 @@ class LayoutSearch:
             if not sharding[GATHER] and {**sharding, GATHER: True} in shardings:
                 continue  # which takes no less time than the same with overlap
             chosen = {**node.chosen, **sharding}
-            offloads = self.space.offloads(chosen)
+            offloads = self._of_state(chosen)
             if self._holds(self._state({**chosen, **offloads[0]})):
                 offloads = offloads[:1]
-            yield from self._with(node, ({**chosen, **offload} for offload in offloads))
+            # Recomputed blocks offload less, so with offload of activations that is given it may take less time.
+            recomputations = self.space.recomputations(chosen)[: None if offloads[0][ACTIVATIONS] else 1]
+            choices = ({**chosen, **one, **other} for one in offloads for other in recomputations)
+            yield from self._with(node, choices)
+
+    def _of_state(self, chosen: Choice) -> list[Choice]:
+        """Return the choices of offload with the least offload of activations."""
+        choices = self.space.offloads(chosen)
+        return [choice for choice in choices if choice[ACTIVATIONS] == choices[0][ACTIVATIONS]]
 
     def _savers(self, node: _Node) -> Iterator[_Node]:
         """Yield layouts that take no less time than one that does not fit, or is refused, and may save memory.
@@ -364,12 +372,14 @@ class LayoutSearch:
         Each is reached by one path, which changes one kind of choice after the other.
         """
         chosen = node.chosen
-        offloads = self.space.offloads(chosen)
+        offloads, recomputations = self._of_state(chosen), self.space.recomputations(chosen)
+        of_activations = (each[ACTIVATIONS] for each in self.space.offloads(chosen))
         changes: tuple[Sequence[Choice], ...] = (
             [{OVERLAP: False}] if chosen[OVERLAP] and OVERLAP not in self.given else [],
             [{GATHER: False}] if chosen[GATHER] and GATHER not in self.given else [],
             offloads[1:] if _has(chosen, offloads[0]) else [],
-            self.space.recomputations(chosen)[1:],
+            [] if chosen[ACTIVATIONS] else recomputations[1:],
+            [{ACTIVATIONS: count} for count in dict.fromkeys(of_activations) if count > chosen[ACTIVATIONS]],
         )
         for number, others in enumerate(changes):
             if number >= node.saved:
@@ -443,6 +453,8 @@ costs of the stages, and by a simulation; all."""
 STATE_TOLERANCE = 0.01
 """Share by which the state of a rank may differ between numbers of stages: buckets of at least 40 million elements are
 padded to multiples of 64 per shard."""
+
+ACTIVATIONS = OFFLOAD[2]
 
 OF_REPLICAS = "data", "optimizer", "offload"
 """Parts of a step that depend on what data-parallel ranks shard and offload."""

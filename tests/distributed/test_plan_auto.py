@@ -53,15 +53,15 @@ def one_start(pool: Pool, ranks: int, flags: str) -> Planned:
 def test_a_planned_run_keeps_its_layout_and_plans_again_for_other_ranks(pool: Pool, tmp_path: Path) -> None:
     assert start(tiny_run(tmp_path / "alone")).status == 0
     flags = f"{AUTO} --save {tmp_path}/saved --save-interval 2 --run-dir {tmp_path}/run"
-    first = one_start(pool, 4, f"{flags} --tensor-model-parallel-size 2 --exit-interval 2")
+    first = one_start(pool, 2, f"{flags} --tensor-model-parallel-size 2 --exit-interval 2")
     (note,) = first.notes
-    assert note.startswith("plan for 4 ranks on h100-80g: --tensor-model-parallel-size 2 ")
-    again = one_start(pool, 4, f"{flags} --exit-interval 4")  # not given now, but kept
+    assert note.startswith("plan for 2 ranks on h100-80g: --tensor-model-parallel-size 2 ")
+    again = one_start(pool, 2, f"{flags} --exit-interval 4")  # not given now, but kept
     assert again.layout == first.layout
     assert again.notes[0].startswith(f"plan: kept from {tmp_path}/saved/iter_0000002: --tensor-model-parallel-size 2 ")
-    fewer = one_start(pool, 2, flags)
-    assert fewer.notes[0] == f"plan: {tmp_path}/saved/iter_0000004 was written by 4 ranks: planned again for 2"
-    assert fewer.notes[1].startswith("plan for 2 ranks on h100-80g: ")
+    fewer = one_start(pool, 1, flags)
+    assert fewer.notes[0] == f"plan: {tmp_path}/saved/iter_0000004 was written by 2 ranks: planned again for 1"
+    assert fewer.notes[1].startswith("plan for 1 rank on h100-80g: ")
     assert saved_steps(tmp_path / "saved") == [2, 4, 6]
     alone, planned = steps(tmp_path / "alone"), steps(tmp_path / "run")
     assert planned.keys() == alone.keys() == {*range(1, 7)}

@@ -164,6 +164,7 @@ ONE_RANK = [
     f"{MANY_EXPERTS} --moe-aux-loss-coeff 0.1 --moe-router-load-balancing-type global_aux_loss",
     f"{MANY_EXPERTS} --moe-z-loss-coeff 0.1 --moe-router-score-function sqrtsoftplus --moe-router-enable-expert-bias",
     f"{MANY_EXPERTS} --moe-router-dtype fp64 --moe-router-load-balancing-type sinkhorn",
+    f"{MANY_EXPERTS} --num-layers 3 --recompute-granularity full --recompute-num-layers 2",
     f"{MANY_EXPERTS} --recompute-granularity full --bf16",
     f"{MANY_EXPERTS} --recompute-granularity selective --recompute-modules layernorm --bf16",
     f"{MANY_EXPERTS} --cpu-offloading-num-layers 1 --min-offloaded-tensor-size 1000000",

@@ -13,7 +13,7 @@ from megatron.arguments.sources import to_yaml
 from megatron.config.errors import UserError
 from megatron.config.run import RunConfig
 from megatron.planner.calibrate import Calibration, MeasuredRun, calibrate
-from megatron.planner.hardware import Cluster, Efficiency, accelerators, find_accelerator
+from megatron.planner.hardware import Cluster, Efficiency, PlacedGroup, accelerators, find_accelerator
 from megatron.planner.memory import max_peak_bytes
 from megatron.planner.step_time import AXES, step_time
 from megatron.training.measured_run import read_measured_run
@@ -80,7 +80,8 @@ def test_memory_beyond_the_prediction_leaves_less_for_plans() -> None:
 
 def test_the_file_of_a_calibration_describes_the_fitted_hardware(tmp_path: Path) -> None:
     runs = [replace(each, memory=10**12) for each in measured(Efficiency(matmul=0.4, link=0.3))]
-    calibration = calibrate(CLUSTER, runs)
+    curve = ((1e3, 1e-5), (1e9, 0.5))
+    calibration = calibrate(replace(CLUSTER, measured={("all-reduce", PlacedGroup(8, 8)): curve}), runs)
     (tmp_path / "own.yaml").write_text(calibration.to_yaml())
     read = Cluster.of(find_accelerator(str(tmp_path / "own.yaml")))
     fitted = calibration.cluster
@@ -88,6 +89,9 @@ def test_the_file_of_a_calibration_describes_the_fitted_hardware(tmp_path: Path)
     assert read.accelerator.memory == pytest.approx(fitted.accelerator.memory)
     assert vars(read.efficiency) == pytest.approx(vars(fitted.efficiency))
     assert (*read.link, *read.network) == pytest.approx((*fitted.link, *fitted.network))
+    ((key, points),) = read.measured.items()
+    assert key == ("all-reduce", (8, 8))
+    assert [*points[0], *points[1]] == pytest.approx([*curve[0], *curve[1]])
     for each in runs:
         times = [step_time(each.config, each.world_size, cluster).seconds for cluster in (read, fitted)]
         assert times[0] == pytest.approx(times[1])

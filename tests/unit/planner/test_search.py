@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 from random import Random
+from time import process_time
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from megatron.config.errors import UserError
 from megatron.config.parallel import ParallelConfig
 from megatron.config.run import RunConfig
 from megatron.config.settings import SETTINGS
+from megatron.convert.huggingface.config import read_model_values
 from megatron.pipeline.plan import build_program
 from megatron.pipeline.schedules import SCHEDULES
 from megatron.pipeline.simulate import StageCosts, simulate
@@ -231,3 +233,15 @@ def test_a_shortfall_says_what_would_fit() -> None:
     assert "--optimizer-cpu-offload" in short.dropped
     for flag in short.dropped:
         assert replace(search, given=given - {flag[2:].replace("-", "_")}).best(1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("ranks", "preset", "batch", "most"), [(1024, "gpt3-175b", 1536, 10), (16384, "llama3-405b", 2048, 60)]
+)
+def test_large_clusters_are_planned_in_seconds(ranks: int, preset: str, batch: int, most: float) -> None:
+    flags = f"--check-config --mock-data --train-iters 1 --preset {preset} --bf16 --vocab-size 51200 --world-size 1"
+    config = parse([*flags.split(), "--global-batch-size", str(batch)], {}, read_model=read_model_values).config
+    start = process_time()
+    assert LayoutSearch(config, ranks, CLUSTER, find_problems).best(1)
+    assert process_time() - start < most

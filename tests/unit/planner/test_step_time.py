@@ -88,6 +88,7 @@ LAYOUTS = {
     "PP4": "--pipeline-model-parallel-size 4",
     "PP2 VPP2": "--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2",
     "zb": "--pipeline-model-parallel-size 4 --pipeline-schedule zb-h1",
+    "dualpipe-v": "--pipeline-model-parallel-size 4 --pipeline-schedule dualpipe-v",
     "CP2": "--context-parallel-size 2",
     "CP2 a2a": "--context-parallel-size 2 --cp-comm-type a2a",
     "ZeRO-1": "--use-distributed-optimizer --overlap-param-gather",
