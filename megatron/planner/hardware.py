@@ -1,8 +1,8 @@
 """Accelerators and clusters as the planner sees them: peaks, memory, links, and the shares of these that a run reaches.
 
 ``hardware.yaml`` is the table of known accelerators, each with its sources; a file of the same form describes another
-one. A cluster's links are those of its accelerators, or as measured (``Cluster.read``). Does
-not import torch.
+one. A cluster's links are those of its accelerators, or as ``tools/cluster_check`` has measured them. Does not import
+torch.
 """
 
 from __future__ import annotations
@@ -210,33 +210,55 @@ def read_accelerator(name: str, row: Mapping[str, Any]) -> Accelerator:
     Raises:
         KeyError: when a value is missing.
         TypeError: when there is one that no accelerator has.
+        ValueError: when one is no number above 0.
     """
     row = dict(row)
+    flops = {format: _positive(f"flops of {format}", tera) * 1e12 for format, tera in row.pop("flops").items()}
+    if "bf16" not in flops:  # which counts for formats that the hardware lacks, too
+        raise KeyError("flops of bf16")
+    efficiency = {share: _positive(share, value) for share, value in row.pop("efficiency", {}).items()}
     return Accelerator(
         name=name,
-        flops={format: tera * 1e12 for format, tera in row.pop("flops").items()},
-        memory=row.pop("memory") * 2**30,
-        bandwidth=row.pop("bandwidth") * 1e9,
+        flops=flops,
+        memory=_positive("memory", row.pop("memory")) * 2**30,
+        bandwidth=_positive("bandwidth", row.pop("bandwidth")) * 1e9,
         link=_link(row.pop("link")),
         network=_link(row.pop("network")),
         host=_link(row.pop("host")),
-        node_size=row.pop("node_size"),
-        watts=row.pop("watts"),
+        node_size=_whole("node_size", row.pop("node_size")),
+        watts=_positive("watts", row.pop("watts")),
         source=row.pop("source"),
         names=tuple(row.pop("names", ())),
-        efficiency=replace(Efficiency(), **row.pop("efficiency", {})),
+        efficiency=replace(Efficiency(), **efficiency),
         measured=dict(map(_curve, row.pop("measured", ()))),
         **row,
     )
 
 
-def _link(row: Mapping[str, float]) -> Link:
-    return Link(row["latency_us"] * 1e-6, row["GB/s"] * 1e9)
+def _positive(name: str, value: Any) -> float:
+    """Return a number above 0; raise ValueError for any other value."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+        raise ValueError(f"{name} is {value!r}, which is no number above 0")
+    return value
+
+
+def _whole(name: str, value: Any) -> int:
+    """Return a whole number above 0; raise ValueError for any other value."""
+    if (number := _positive(name, value)) % 1:
+        raise ValueError(f"{name} is {value!r}, which is no whole number")
+    return int(number)
+
+
+def _link(row: Mapping[str, Any]) -> Link:
+    return Link(_positive("latency_us", row["latency_us"]) * 1e-6, _positive("GB/s", row["GB/s"]) * 1e9)
 
 
 def _curve(row: Mapping[str, Any]) -> tuple[tuple[str, PlacedGroup], Curve]:
     """Return a measured curve; what a larger message has taken bounds the times of smaller ones, which may be noise."""
-    points = sorted(dict(zip(row["bytes"], row["us"], strict=True)).items(), reverse=True)
+    sizes, times = ([_positive(name, value) for value in row[name]] for name in ("bytes", "us"))
+    points = sorted(dict(zip(sizes, times, strict=True)).items(), reverse=True)
+    if not points:
+        raise ValueError(f"{row['operation']} was measured with no number of bytes")
     least = accumulate((us for _, us in points), min)
     curve = tuple((float(size), us * 1e-6) for (size, _), us in zip(points, least))[::-1]
-    return (row["operation"], PlacedGroup(row["ranks"], row["per_node"])), curve
+    return (row["operation"], PlacedGroup(_whole("ranks", row["ranks"]), _whole("per_node", row["per_node"]))), curve

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from itertools import product
 from pathlib import Path
@@ -96,6 +97,9 @@ def test_rows_agree_with_physics() -> None:
         assert row.flops.get("fp4", 1e18) >= row.flops.get("fp8", 0), name
 
 
+MEASURED = {"operation": "all-gather", "ranks": 8, "per_node": 8, "bytes": [1024], "us": [12]}
+
+
 def test_a_file_of_the_same_form_describes_another_accelerator(tmp_path: Path) -> None:
     file = tmp_path / "gpu.yaml"
     row = yaml.safe_load(TABLE.read_text())["h100-80g"]
@@ -108,6 +112,14 @@ def test_a_file_of_the_same_form_describes_another_accelerator(tmp_path: Path) -
         (two, "not one row"),
         (none, "has no memory"),
         ({"a": row | {"speed": 1}}, "speed"),
+        ({"a": row | {"flops": {"fp8": 1}}}, "has no flops of bf16"),
+        ({"a": row | {"node_size": 0}}, "node_size is 0, which is no number above 0"),
+        ({"a": row | {"node_size": 1.5}}, "node_size is 1.5, which is no whole number"),
+        ({"a": row | {"bandwidth": -3350}}, "bandwidth is -3350, which is no number above 0"),
+        ({"a": row | {"memory": math.nan}}, "memory is nan"),
+        ({"a": row | {"efficiency": {"matmul": "high"}}}, "matmul is 'high'"),
+        ({"a": row | {"measured": [MEASURED | {"bytes": [], "us": []}]}}, "no number of bytes"),
+        ({"a": row | {"measured": [MEASURED | {"us": [0]}]}}, "us is 0"),
     ):
         file.write_text(yaml.safe_dump(rows))
         with pytest.raises(UserError, match=sentence):
