@@ -275,7 +275,7 @@ class LayoutSearch:
         best: Plan | None = None
         for chosen in self._most_saving():
             most = math.inf if best is None else best.bytes
-            if self._state(chosen).bytes >= most:
+            if self._state(chosen).bytes >= min(most, enough * (1 + STATE_TOLERANCE) or math.inf):
                 continue
             with suppress(ValueError, ZeroDivisionError):
                 used = sum(max_peak_bytes(apply(self.space.start, chosen), self.world_size).values())
