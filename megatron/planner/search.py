@@ -269,8 +269,8 @@ class LayoutSearch:
     def _smallest(self, enough: float = 0.0) -> Plan | None:
         """Return the plan that takes the least memory, or the first with ``enough``.
 
-        Only layouts are compared that save the most: with the smallest micro-batches, all blocks recomputed, and all
-        offloaded that can be.
+        Only layouts are compared that save the most: with the smallest micro-batches, and all or no blocks recomputed
+        and offloaded.
         """
         best: Plan | None = None
         for chosen in self._most_saving():
@@ -298,8 +298,15 @@ class LayoutSearch:
                     chosen = {**layout, **sharding}
                     overlaps = chosen[GATHER] and GATHER not in self.given
                     if not overlaps and (chosen[INSTANCES] == 1 or INSTANCES in self.given):
-                        yield {**chosen, **self.space.recomputations(chosen)[-1], **self.space.offloads(chosen)[-1]}
+                        # A given option may refuse recomputation or offload, so layouts without are looked at, too.
+                        for offload in self._ends_of(self.space.offloads(chosen)):
+                            for recomputation in self._ends_of(self.space.recomputations(chosen)):
+                                yield {**chosen, **recomputation, **offload}
                 seen.add(key)
+
+    def _ends_of(self, choices: Sequence[Choice]) -> Sequence[Choice]:
+        """Return the last and the first choice; one if they are the same."""
+        return choices[:: 1 - len(choices)] if len(choices) > 1 else choices
 
     def _predict(self, config: RunConfig, chosen: Choice) -> Plan:
         time = step_time(config, self.world_size, self.cluster)

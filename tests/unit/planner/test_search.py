@@ -217,6 +217,12 @@ def test_tensor_parallelism_across_nodes_is_a_reason() -> None:
     assert found["TP 16"].reason.endswith("TP communication, as TP 16 crosses nodes")
 
 
+def test_a_run_that_refuses_offload_is_planned() -> None:
+    config = config_of("--cuda-graph step --hidden-dropout 0 --attention-dropout 0", 1)
+    search = LayoutSearch(config, 1, CLUSTER, find_problems)
+    assert [plan.config.optimizer.optimizer_cpu_offload for plan in search.best(1)] == [False]
+
+
 def test_a_shortfall_says_what_would_fit() -> None:
     given = frozenset((*CONTEXT, *PIPELINE[1:], *MICRO, *RECOMPUTATION, *OFFLOAD))
     search = LayoutSearch(config_of(), 4, with_memory(1.4), find_problems, given)
