@@ -15,7 +15,6 @@ import shlex
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from itertools import islice
 from pathlib import Path
 from typing import NamedTuple
 
@@ -23,6 +22,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # if this checkout
 
 from megatron.arguments.cli import ParsedArguments, parse, parse_flags
 from megatron.arguments.help import make_parser
+from megatron.arguments.planning import nothing_fits
 from megatron.arguments.presets import PAPER_TOKENS_PER_STEP
 from megatron.arguments.sources import from_assignments, from_mapping, read_yaml
 from megatron.arguments.validate import find_problems
@@ -32,13 +32,13 @@ from megatron.config.data_paths import SOURCE_OPTIONS
 from megatron.config.errors import Problem, UserError
 from megatron.config.run import RunConfig
 from megatron.config.settings import SETTINGS
-from megatron.config.text import echo, format_bytes
+from megatron.config.text import echo
 from megatron.convert.huggingface.config import read_model_values
 from megatron.layers.parameters import num_parameters
 from megatron.planner.calibrate import calibrate
 from megatron.planner.costs import HOURS_BETWEEN_FAILURES, STORAGE_BANDWIDTH, RunCosts, Terms
 from megatron.planner.hardware import Cluster, accelerators, find_accelerator
-from megatron.planner.report import PlanReport, as_dict, describe_layout, text
+from megatron.planner.report import PlanReport, as_dict, text
 from megatron.planner.search import LayoutSearch, Plan
 from megatron.training.measured_run import read_measured_run
 from tools.lib.plan_figures import draw_plan
@@ -162,32 +162,11 @@ def make_report(options: argparse.Namespace, argv: Sequence[str]) -> PlanReport:
     search = LayoutSearch(run.config, options.gpus, cluster, find_problems, run.given)
     plans = search.best(options.count)
     if not plans:
-        raise UserError([nothing_fits(search)])
+        raise UserError([nothing_fits(search, "--gpus {}".format)])
     if options.max_days is not None and days_of(plans[0], search, terms) > options.max_days:
         raise UserError([too_slow(plans[0], search, terms, options.max_days)])
     flags, assumed = shlex.join(run.flags), shlex.join(run.assumed)
     return PlanReport.of(search, terms, plans, flags, assumed, options.sweep)
-
-
-def nothing_fits(search: LayoutSearch) -> Problem:
-    """Return the problem that no layout fits, with what the fastest one in little more memory misses, and what fits."""
-    cluster, ranks = search.cluster, search.world_size
-    sentence = f"no layout fits on {ranks:,} {cluster.accelerator.name} with the options that are given"
-    for factor in LARGER:
-        larger = replace(cluster.accelerator, memory=factor * cluster.accelerator.memory)
-        for plan in replace(search, cluster=replace(cluster, accelerator=larger)).best(1):
-            missing = f"{format_bytes(plan.bytes - search.capacity)} more than the {format_bytes(search.capacity)}"
-            sentence += f"; {describe_layout(plan, ranks)} needs {missing} that plans may fill"
-            break
-        else:
-            continue
-        break
-    enough = (times * ranks for times in MORE_RANKS if replace(search, world_size=times * ranks).best(1))
-    return Problem("E962", sentence, tuple(f"--gpus {count}" for count in islice(enough, 1)))
-
-
-LARGER, MORE_RANKS = (1.25, 1.6, 2, 3, 4, 8), (2, 4, 8, 16)
-"""Multiples of the memory, and of the ranks, that are tried where nothing fits."""
 
 
 def calibrated(cluster: Cluster, runs: Sequence[Path], file: Path | None) -> Cluster:

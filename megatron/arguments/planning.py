@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 
 from megatron.arguments.compatibility import StoredLayout, StoredLayoutReader, readable_config
@@ -87,7 +87,7 @@ def plan_layout(
     search = LayoutSearch(known, world_size, cluster, find_problems, frozenset(kept))
     plans = search.best(2)
     if not plans:
-        return PlannedLayout(config, (*notes, _nothing_fits(search)), free)
+        return PlannedLayout(config, (*notes, nothing_fits(search, _start, "--plan auto")), free)
     chosen = apply(config, plans[0].chosen)
     return PlannedLayout(chosen, (*notes, describe(plans[0], plans[1:], cluster, world_size)))
 
@@ -126,19 +126,27 @@ def layout_flags(config: RunConfig, names: Collection[str] = PLANNED) -> str:
     return " ".join(flags) or "the defaults"
 
 
-def _nothing_fits(search: LayoutSearch) -> Problem:
-    """Return a problem with what is missing and what would fit, or with why all layouts are refused."""
+def nothing_fits(search: LayoutSearch, larger: Callable[[int], str], of: str = "") -> Problem:
+    """Return a problem with what is missing and what would fit, or with why all layouts are refused.
+
+    Args:
+        search: that found no plan.
+        larger: returns what starts the run on so many ranks.
+        of: flag that asked for a plan, to begin the sentence.
+    """
     accelerator, ranks = search.cluster.accelerator, search.world_size
-    counted, short = "1 rank" if ranks == 1 else f"{ranks:,} ranks", search.shortfall()
+    counted, short, of = "1 rank" if ranks == 1 else f"{ranks:,} ranks", search.shortfall(), f"{of}: " if of else ""
     if short is None:
         refused = [*find_problems(search.space.start, ranks)]
         why = refused[0].sentence if refused else "no choice of the planner goes with the given flags"
-        fixes = refused[0].fixes if refused else ()
-        return Problem("E962", f"--plan auto: {counted} can have no layout: {why}", fixes)
-    start = f"torchrun --nproc-per-node {short.ranks}" if (short.ranks or 0) <= 8 else f"start {short.ranks} ranks"
-    fixes = (*([start] if short.ranks else []), *(f"drop {flag}" for flag in short.dropped))
+        return Problem("E962", f"{of}{counted} can have no layout: {why}", refused[0].fixes if refused else ())
+    fixes = (*([larger(short.ranks)] if short.ranks else []), *(f"drop {flag}" for flag in short.dropped))
     memory = f"{format_bytes(accelerator.memory)} of memory{'' if ranks == 1 else ' each'} ({accelerator.name})"
-    return Problem("E962", f"--plan auto: no layout fits into {counted} with {memory}: {short}", fixes)
+    return Problem("E962", f"{of}no layout fits into {counted} with {memory}: {short}", fixes)
+
+
+def _start(ranks: int) -> str:
+    return f"torchrun --nproc-per-node {ranks}" if ranks <= 8 else f"start {ranks} ranks"
 
 
 def _unknown_gpu(name: str) -> Problem:
