@@ -185,9 +185,9 @@ def calibrate(cluster: Cluster, runs: Sequence[MeasuredRun]) -> Calibration:
 def _errors(run: MeasuredRun, predicted: StepTime) -> list[float]:
     """Return the logarithms of predicted over measured times, in standard deviations."""
     errors = [math.log(predicted.seconds / run.seconds) / STEP_ERROR]
-    if not run.waits:
-        return errors
     own = run.seconds - sum(run.waits.values())
+    if not run.waits or own <= 0:  # waits that overlap say nothing of what a rank computes
+        return errors
     computing = sum(predicted.parts[part] for part in COMPUTING)
     errors.append(math.log(computing / own) / PART_ERROR)
     for axis in AXES:

@@ -127,7 +127,7 @@ def _recompute(run: RunConfig) -> str:
 
 
 def _offload(run: RunConfig) -> str:
-    found = ("optimizer",) * run.optimizer.optimizer_cpu_offload
+    found = ("optimizer",) * run.optimizer.optimizer_cpu_offload + ("weights",) * run.parallel.param_cpu_offload
     if run.training.cpu_offloading_num_layers:
         found += (f"{run.training.cpu_offloading_num_layers} layers",)
     return ", ".join(found) or "none"

@@ -69,6 +69,12 @@ def test_what_is_as_assumed_stays_and_so_does_what_no_run_depends_on() -> None:
     assert any("(-50.0% -> " in line or "(-50.0%, -" in line or "(-50.0%, +" in line for line in slow.report())
 
 
+def test_waits_longer_than_a_step_are_left_out() -> None:
+    run = measured(CLUSTER.efficiency)[0]
+    overlapping = replace(run, waits={"data": run.seconds, "tensor": run.seconds})
+    assert errors(calibrate(CLUSTER, [overlapping]), [run])[0] < 0.01
+
+
 def test_memory_beyond_the_prediction_leaves_less_for_plans() -> None:
     (first, *_) = measured(CLUSTER.efficiency)
     predicted = sum(max_peak_bytes(first.config, first.world_size).values())
