@@ -13,7 +13,6 @@ other operations are the tensors that layers keep for backward, each read and wr
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from math import prod
 
@@ -380,11 +379,13 @@ def _ring_steps(rates: KernelRates, shape: ActivationShape, mixer: Mixer, result
     return rates.moving(ring * shape.tokens * elements * STEP_BYTES, ring * results)
 
 
-def mixer_times(
-    rates: KernelRates, config: RunConfig, layer: int, notes: Notes | None = None
-) -> Iterator[tuple[Mixer, PartTime]]:
-    """Yield the mixers of a block with the times of their residual layers; formulas are added to ``notes``."""
+def residual_layer_time(
+    rates: KernelRates, config: RunConfig, layer: int, place: int, notes: Notes | None = None
+) -> PartTime:
+    """Return the time of the residual layer at a place of a block; formulas are added to ``notes``."""
     mixers = block_mixers(config.model, layer)
-    takers = [mixers, *([] for _ in mixers[1:])] if config.model.parallel_attention else [[each] for each in mixers]
-    for mixer, sharing in zip(mixers, takers):
-        yield mixer, mixer_time(rates, config, layer, mixer, [*sharing], notes)
+    if config.model.parallel_attention:
+        takers = [*mixers] if place == 0 else []
+    else:
+        takers = [mixers[place]]
+    return mixer_time(rates, config, layer, mixers[place], takers, notes)

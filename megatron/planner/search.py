@@ -5,6 +5,7 @@ from __future__ import annotations
 import heapq
 import itertools
 import math
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -21,10 +22,12 @@ from megatron.pipeline.plan import resolve_pipeline, stage_layers, stage_placeme
 from megatron.planner.hardware import Cluster
 from megatron.planner.layouts import (
     CHOSEN,
+    CONTEXT,
     CP,
     DELAYING_SCHEDULES,
     EP,
     ETP,
+    EXPERT,
     GATHER,
     GRID,
     INSTANCES,
@@ -37,6 +40,7 @@ from megatron.planner.layouts import (
     SEQUENCE,
     STAGES,
     STRATEGY,
+    TENSOR,
     TP,
     UNSHARDED,
     Choice,
@@ -156,29 +160,83 @@ class LayoutSearch:
         return list(itertools.islice(self.ranked(), count))
 
     def ranked(self) -> Iterator[Plan]:
-        """Yield the fastest plan of each grid of ranks that has one that fits, in the order of their times."""
+        """Yield the fastest plan of each grid of ranks that has one that fits, in the order of their times.
+
+        After :data:`EFFORT` layouts, those that follow are the fastest of a sample (:meth:`_hurried`), and
+        :meth:`may_be_beaten_by` is their distance from the lower bound of what has not been looked at.
+        """
         if not self._holds_any():
             return
         queue, done = _Queue(), set[tuple[Any, ...]]()
         queue.push(self._cores())
+        expand = {CORE: self._pipelines, PIPELINE: self._staged, STAGED: self._unsharded, SIMULATED: self._layouts}
         while (node := queue.pop()) is not None:
-            if node.level == CORE:
-                queue.push(self._pipelines(node))
-            elif tuple(node.chosen[name] for name in GRID) in done:
+            if self._progress.timed > EFFORT:
+                self._progress.bound = node.seconds
+                yield from self._hurried(queue, done)
+                return
+            if node.level > CORE and self._grid(node.chosen) in done:
                 continue
-            elif node.level == PIPELINE:
-                queue.push(self._staged(node))
-            elif node.level == STAGED:
-                queue.push(self._unsharded(node))
-            elif node.level == SIMULATED:
-                queue.push(self._layouts(node))
+            if node.level in expand:
+                queue.push(expand[node.level](node))
             elif node.time is None:
                 queue.push(self._timed(node))
             elif (plan := self._accepted(node)) is not None:
-                done.add(tuple(node.chosen[name] for name in GRID))
+                done.add(self._grid(node.chosen))
                 yield plan
             else:
                 queue.push(self._savers(node))
+
+    def _grid(self, chosen: Choice) -> tuple[Any, ...]:
+        """Return the sizes of the grid of ranks; PP is not yet known of a core."""
+        return tuple(chosen.get(name) for name in GRID)
+
+    def may_be_beaten_by(self, plan: Plan) -> float:
+        """Return the most by which another layout may be faster, as a share of the time of a plan; 0 if none is."""
+        bound = self._progress.bound
+        return 0.0 if bound is None else max(0.0, 1 - bound / plan.time.seconds)
+
+    def _hurried(self, queue: _Queue, done: set[tuple[Any, ...]]) -> Iterator[Plan]:
+        """Yield plans of the most promising pipelines that are left, each with the least recomputation that fits."""
+        found, tried, of_grid = list[Plan](), set[tuple[Any, ...]](), Counter[tuple[Any, ...]]()
+        while (node := queue.pop()) is not None and len(tried) < SAMPLE:
+            grid = self._grid(node.chosen)
+            if node.level == CORE:
+                queue.push(self._pipelines(node))
+            elif grid in done or of_grid[grid] == SAMPLE_OF_GRID:
+                continue
+            elif node.level == PIPELINE:
+                queue.push(self._staged(node))
+            else:
+                key = tuple(node.chosen[name] for name in (*TENSOR, *CONTEXT, *EXPERT, *MICRO, PP, STAGES, SCHEDULE))
+                if key not in tried:
+                    tried.add(key)
+                    of_grid[grid] += 1
+                    found += self._completed(node.chosen)
+        for plan in sorted(found, key=lambda plan: plan.time.seconds):
+            grid = self._grid(plan.chosen)
+            if grid not in done and not list(self.check(plan.config, self.world_size)):
+                done.add(grid)
+                yield plan
+
+    def _completed(self, chosen: Choice) -> Iterator[Plan]:
+        """Yield a plan for each way to shard, with the first choice of recomputation with which it fits."""
+        chosen = {**chosen, **UNSHARDED}
+        for sharding in self.space.shardings(chosen):
+            if sharding[INSTANCES] > 1 and INSTANCES not in self.given:
+                continue
+            layout = {**chosen, **sharding}
+            layout |= self.space.offloads(layout)[0]
+            if not self._holds(self._state({**layout, **self.space.recomputations(layout)[0]})):
+                continue
+            for recomputation in self.space.recomputations(layout):
+                config = apply(self.space.start, {**layout, **recomputation})
+                with suppress(ValueError, ZeroDivisionError):  # which the checks report
+                    memory = max_peak_bytes(config, self.world_size)
+                    if sum(memory.values()) <= self.capacity:
+                        time = step_time(config, self.world_size, self.cluster)
+                        yield Plan({**layout, **recomputation}, config, time, memory)
+                        break
 
     def plan(self, chosen: Choice) -> Plan | None:
         """Return the plan of some choices, whether it fits or not; None for a layout that is refused."""
@@ -408,6 +466,7 @@ class LayoutSearch:
 
     def _time(self, chosen: Choice) -> StepTime | None:
         """Return the time of a layout; None if it is refused, for a reason that the checks report."""
+        self._progress.timed += 1
         with suppress(ValueError, ZeroDivisionError):
             return step_time(apply(self.space.start, chosen), self.world_size, self.cluster)
         return None
@@ -432,6 +491,11 @@ class LayoutSearch:
         return self._states[key]
 
     @cached_property
+    def _progress(self) -> _Progress:
+        """How far the search is."""
+        return _Progress()
+
+    @cached_property
     def _states(self) -> dict[tuple[Any, ...], _State]:
         """Known states by the choices that determine them."""
         return {}
@@ -444,10 +508,13 @@ class LayoutSearch:
     def _accepted(self, node: _Node) -> Plan | None:
         """Return the plan of a layout; None if it is refused or does not fit."""
         config = apply(self.space.start, node.chosen)
-        if node.time is None or list(self.check(config, self.world_size)):
+        if node.time is None:
             return None
-        plan = Plan(node.chosen, config, node.time, max_peak_bytes(config, self.world_size))
-        return plan if self.fits(plan) else None
+        with suppress(ValueError, ZeroDivisionError):  # which the checks report
+            plan = Plan(node.chosen, config, node.time, max_peak_bytes(config, self.world_size))
+            if self.fits(plan) and not list(self.check(config, self.world_size)):  # the slower one last
+                return plan
+        return None
 
 
 V_SCHEDULES = "zb-v", "dualpipe-v"
@@ -456,6 +523,11 @@ V_SCHEDULES = "zb-v", "dualpipe-v"
 CORE, PIPELINE, STAGED, SIMULATED, LAYOUT = range(5)
 """Levels of the tree: what determines the work of a micro-batch; stages and schedule too, bound by this work, by the
 costs of the stages, and by a simulation; all."""
+
+EFFORT, SAMPLE, SAMPLE_OF_GRID = 5000, 120, 3
+"""Layouts whose time is computed before a search is cut short, in about 7 seconds, and pipelines that are sampled then,
+and of them those of a grid of ranks. Dense models mostly reach the best plan before; those with experts have too many
+layouts that are fast and do not fit."""
 
 STATE_TOLERANCE = 0.01
 """Share by which the state of a rank may differ between numbers of stages: buckets of at least 40 million elements are
@@ -513,6 +585,16 @@ class _Node:
     # Kinds of choices that have been changed to save memory, of those that :meth:`LayoutSearch._savers` lists.
     saved: int = 0
     time: StepTime | None = None
+
+
+@dataclass
+class _Progress:
+    """How far a search is."""
+
+    # Layouts whose time was computed.
+    timed: int = 0
+    # Lower bound of the seconds of those that are left, where the search was cut short.
+    bound: float | None = None
 
 
 def _has(chosen: Choice, choice: Choice) -> bool:

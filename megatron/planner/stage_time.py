@@ -17,14 +17,16 @@ from typing import Any
 from megatron.config.model import ModelConfig
 from megatron.config.precision import PrecisionConfig
 from megatron.config.run import RunConfig
-from megatron.distributed.sharding import Specs, padded_vocab_size
+from megatron.distributed.sharding import UNSHARDED, Specs, padded_vocab_size
 from megatron.layers.mixers.activations import ActivationShape
+from megatron.layers.mixers.base import Mixer
+from megatron.layers.mixers.registry import block_mixers
 from megatron.layers.parameters import block, gpt
 from megatron.layers.recompute_plan import RecomputePlan
 from megatron.pipeline.actions import FORWARD, INPUT, WEIGHT
 from megatron.pipeline.partition import StageLayers
 from megatron.planner.activations import BlockMemory
-from megatron.planner.block_time import KernelRates, PartTime, ProductShape, mixer_times, weight_product
+from megatron.planner.block_time import KernelRates, PartTime, ProductShape, residual_layer_time, weight_product
 from megatron.planner.communication import (
     AGAIN,
     ATTENTION,
@@ -34,6 +36,7 @@ from megatron.planner.communication import (
     SHARED_EXPERT,
     WEIGHT_GRADIENT,
     Collective,
+    delays_weight_gradients,
     end_collectives,
     mixer_collectives,
 )
@@ -201,19 +204,30 @@ class StageTimes:
         """Return the costs of a block; ``recomputed`` as a whole."""
         if (layer, recomputed) not in self._blocks:
             config, time = self.config, StageTime()
-            for mixer, computing in mixer_times(self.rates, config, layer):
-                time.add_computing(computing, recomputed)
-                time.add_communication(self.cluster, mixer_collectives(config, mixer, layer, recomputed), computing)
+            for place, mixer in enumerate(block_mixers(config.model, layer)):
+                run = _Run(self._options_of(mixer), config, self.cluster)
+                time.add(_residual_layer(run, layer, place, recomputed))
             shape = ActivationShape.of(config)
             _count(time, block(config.model, config.model.mixers(layer), shape.sharding))
             time.in_blocks.update(merged(time.parameters, time.frozen))
             self._blocks[layer, recomputed] = time
         return self._blocks[layer, recomputed]
 
+    def _options_of(self, mixer: Mixer) -> tuple[object, ...]:
+        """Return the options that the costs of a mixer depend on."""
+        plan, parallel = RecomputePlan.from_config(self.config.training, 1), self.config.parallel
+        return (
+            *_common_options(self.config, self.cluster),
+            *(getattr(parallel, name) for name in SEEN_OF_EXPERTS * _has_experts(self.config.model, mixer)),
+            *(getattr(self.config.training, name) for name in ("micro_batch_size", "seq_length", "device")),
+            (plan.modules, plan.mlp_chunk_size, delays_weight_gradients(parallel)),
+        )
+
     def explain(self, layer: int) -> Iterator[str]:
         """Yield the formulas of a block with their numbers."""
         config, notes, time = self.config, list[str](), StageTime()
-        for mixer, computing in mixer_times(self.rates, config, layer, notes):
+        for place, mixer in enumerate(block_mixers(config.model, layer)):
+            computing = residual_layer_time(self.rates, config, layer, place, notes)
             collectives = mixer_collectives(config, mixer, layer, again=False)
             time.add_computing(computing)
             time.add_communication(self.cluster, collectives, computing)
@@ -303,17 +317,41 @@ def stage_times(config: RunConfig, cluster: Cluster) -> StageTimes:
     """Return the costs of the stages of a run from a cache."""
     parallel, training = config.parallel, config.training
     key = (
+        *_common_options(config, cluster),
+        *(getattr(parallel, name) for name in SEEN_OF_EXPERTS),
+        *(getattr(training, name) for name in SEEN_OF_TRAINING),
+        parallel.pipeline_schedule if parallel.pipeline_model_parallel_size > 1 else None,
+    )
+    return _stage_times(_Run(key, config, cluster))
+
+
+def _common_options(config: RunConfig, cluster: Cluster) -> tuple[object, ...]:
+    """Return the options that the costs of every residual layer depend on."""
+    return (
         id(cluster),
         config.model,
         config.precision,
         config.compute.kernels,
         config.data.reset_attention_mask,
         config.data.reset_position_ids,
-        *(getattr(parallel, name) for name in SEEN_OF_PARALLEL),
-        *(getattr(training, name) for name in SEEN_OF_TRAINING),
-        parallel.pipeline_schedule if parallel.pipeline_model_parallel_size > 1 else None,
+        *(getattr(config.parallel, name) for name in SEEN_OF_PARALLEL),
     )
-    return _stage_times(_Run(key, config, cluster))
+
+
+@lru_cache(maxsize=4096)
+def _residual_layer(run: _Run, layer: int, place: int, recomputed: bool) -> StageTime:
+    """Return the costs of the residual layer at a place of a block."""
+    config, cluster, time = run.config, run.cluster, StageTime()
+    computing = residual_layer_time(KernelRates.of(config, cluster), config, layer, place)
+    time.add_computing(computing, recomputed)
+    mixer = block_mixers(config.model, layer)[place]
+    time.add_communication(cluster, mixer_collectives(config, mixer, layer, recomputed), computing)
+    return time
+
+
+@lru_cache(maxsize=64)
+def _has_experts(model: ModelConfig, mixer: Mixer) -> bool:
+    return any(spec.expert for spec in mixer.parameters(model, UNSHARDED).values())
 
 
 SEEN_OF_PARALLEL = (
@@ -323,9 +361,11 @@ SEEN_OF_PARALLEL = (
     "context_parallel_size",
     "cp_comm_type",
     "hierarchical_context_parallel_sizes",
+    "reshards_after_forward",
+)
+SEEN_OF_EXPERTS = (
     "expert_model_parallel_size",
     "expert_tensor_parallel_size",
-    "reshards_after_forward",
     "moe_exchange",
     "moe_exchange_bound",
     "moe_shared_expert_overlap",

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+import megatron.planner.search as search_module
 from megatron.arguments.cli import parse
 from megatron.arguments.validate import find_problems
 from megatron.config.errors import UserError
@@ -128,6 +129,22 @@ def compare_with_all_layouts(fixed: Sequence[str], flags: str = "") -> None:
 @pytest.mark.parametrize("fixed", FIXED)
 def test_search_finds_the_best_of_all_layouts(fixed: str) -> None:
     compare_with_all_layouts(FIXED[fixed])
+
+
+def test_a_search_that_is_cut_short_states_how_much_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    config, given = config_of("--use-distributed-optimizer"), frozenset(FIXED["pipelines"])
+    cluster = with_memory(5.0, node_size=2)
+    whole = [*LayoutSearch(config, 4, cluster, find_problems, given).ranked()]
+    monkeypatch.setattr(search_module, "EFFORT", 0)
+    short = LayoutSearch(config, 4, cluster, find_problems, given)
+    plans = short.best()
+    assert plans
+    assert all(short.fits(plan) for plan in plans)
+    assert len({grid_of(plan) for plan in plans}) == len(plans)
+    for plan in plans:
+        assert whole[0].time.seconds <= plan.time.seconds * (1 + 1e-9)
+        assert plan.time.seconds * (1 - short.may_be_beaten_by(plan)) <= whole[0].time.seconds * (1 + 1e-9)
+    assert LayoutSearch(config, 4, cluster, find_problems, given).may_be_beaten_by(whole[0]) == 0
 
 
 @pytest.mark.slow
