@@ -134,6 +134,8 @@ def test_picture_is_drawn(folder: Path) -> None:
         ("--gpu h100", "--gpu h100-80g"),
         ("--tokens 1B --train-iters 10", "--tokens and --train-iters contradict"),
         ("--vocab-size 0", "--vocab-size"),
+        ("--max-day 5", "did you mean --max-days?\n  fix: --max-days 5"),
+        ("--seq-lenght 512", "did you mean --seq-length?"),
         ("--hidden-size 100 --num-attention-heads 3", "does not divide into 3 heads"),
     ],
 )
