@@ -273,7 +273,9 @@ def parse_layout_free(flags: Sequence[str], ranks: int) -> ParsedArguments:
 def batch_of_paper(preset: str | None, config: RunConfig) -> int:
     """Return the samples of a step in the paper of the preset, as a number that many layouts divide."""
     if preset is None or preset not in PAPER_TOKENS_PER_STEP:
-        raise UserError([Problem("E960", "the global batch size is not specified", ("--global-batch-size 512",))])
+        why = f", and the preset {preset} has none of a paper" if preset else ""
+        sentence = f"the global batch size is not specified{why}"
+        raise UserError([Problem("E960", sentence, ("--global-batch-size 512",))])
     samples = PAPER_TOKENS_PER_STEP[preset] / config.training.seq_length
     unit = 2 ** max(0, int(math.log2(samples / 4)))  # papers quote rounded tokens
     return unit * round(samples / unit)

@@ -155,6 +155,9 @@ def test_files_are_checked_before_the_search(capsys: pytest.CaptureFixture[str],
 def test_a_batch_is_that_of_the_paper_or_required(capsys: pytest.CaptureFixture[str]) -> None:
     sizes = "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 64 --vocab-size 128"
     assert "--global-batch-size 512" in printed(capsys, f"--gpus 8 {sizes}", 2)
+    assert "the preset tiny-llama has none of a paper" in printed(
+        capsys, "--gpus 1 --preset tiny-llama --vocab-size 512", 2
+    )
 
 
 def test_too_few_days_name_enough_accelerators(capsys: pytest.CaptureFixture[str]) -> None:
