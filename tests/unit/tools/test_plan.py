@@ -82,6 +82,15 @@ def test_text_has_what_json_has(folder: Path) -> None:
     for point in found["sensitivity"]:
         if point["kept_seconds"] is not None:
             assert short(point["kept_seconds"]) in text
+        assert bool(point["refused"]) == (point["kept_seconds"] is None)
+        assert point["refused"] in text
+    assert any(point["refused"] for point in found["sensitivity"])
+    best = found["plans"][0]
+    listed = dict(re.findall(r"^ +([a-z]+) +[\d.e-]+ s +([\d.]+)%$", text, re.MULTILINE))
+    assert listed.keys() == {part for part, each in best["parts"].items() if each >= 0.0005 * best["seconds"]}
+    assert "0.0" not in listed.values()
+    assert ("as nothing is recomputed" in text) == (best["layout"]["recompute"] == "none")
+    assert " 1 blocks" not in text
     assert any("%" in neighbour["reason"] for neighbour in found["neighbours"])
 
 
