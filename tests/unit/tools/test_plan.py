@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import shlex
 from html.parser import HTMLParser
 from pathlib import Path
+from statistics import median
 
 import pytest
 
 from megatron.arguments.cli import parse
 from megatron.planner.memory import max_peak_bytes, peaks_by_rank
-from megatron.planner.report import short
+from megatron.planner.report import ACCURACY, short
 from megatron.planner.search import HEADROOM
 from tools.plan import main
+
+ROOT = Path(__file__).parents[3]
 
 SMALL = (
     "--gpus 8 --gpu h100-80g --preset gpt2-124m --global-batch-size 64 --seq-length 512 --pipeline-schedule 1f1b"
@@ -92,6 +96,15 @@ def test_text_has_what_json_has(folder: Path) -> None:
     assert ("as nothing is recomputed" in text) == (best["layout"]["recompute"] == "none")
     assert " 1 blocks" not in text
     assert any("%" in neighbour["reason"] for neighbour in found["neighbours"])
+
+
+def test_accuracy_is_that_of_the_published_runs() -> None:
+    sources = json.loads((ROOT / "benchmarks/results/published.json").read_text())["sources"].values()
+    for kind, experts in (("dense", False), ("experts", True)):
+        sizes = sorted(abs(error) for source in sources for error in source[kind])
+        high = sizes[math.ceil(0.9 * len(sizes)) - 1]
+        numbers = re.findall(r"[\d.]+", ACCURACY[experts])
+        assert numbers == [str(len(sizes)), f"{100 * median(sizes):.1f}", "90", f"{100 * high:.1f}"]
 
 
 class Page(HTMLParser):
