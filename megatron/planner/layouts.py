@@ -63,8 +63,9 @@ GRID = (TP, CP, PP, EP, ETP)
 MOST_MICRO_BATCH, ALL_MICRO_BATCHES = 128, 8
 """Largest micro-batch that is tried; up to the second number all that divide the batch are, beyond it powers of two."""
 
-LEAST_SEQUENCE_PART = 256
-"""Tokens of a sample on a context-parallel rank below which CP is not tried."""
+LEAST_SEQUENCE_PART = 1024
+"""Tokens of a sample on a context-parallel rank below which CP is not tried, unless it is given: its matrix products
+and messages are too small to be fast, and ZeRO and recomputation save the same memory."""
 
 MOST_VIRTUAL_STAGES = 16
 """Most stages of a pipeline rank that are tried."""
