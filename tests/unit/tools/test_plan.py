@@ -9,13 +9,15 @@ import shlex
 from html.parser import HTMLParser
 from pathlib import Path
 from statistics import median
+from types import SimpleNamespace
 
 import pytest
 
 from megatron.arguments.cli import parse
 from megatron.planner.memory import max_peak_bytes, peaks_by_rank
-from megatron.planner.report import ACCURACY, short
+from megatron.planner.report import ACCURACY, short, step_rows
 from megatron.planner.search import HEADROOM
+from megatron.planner.step_time import PARTS
 from tools.plan import main
 
 ROOT = Path(__file__).parents[3]
@@ -96,6 +98,12 @@ def test_text_has_what_json_has(folder: Path) -> None:
     assert ("as nothing is recomputed" in text) == (best["layout"]["recompute"] == "none")
     assert " 1 blocks" not in text
     assert any("%" in neighbour["reason"] for neighbour in found["neighbours"])
+
+
+def test_parts_that_would_be_shown_as_zero_are_not() -> None:
+    parts = dict.fromkeys(PARTS, 0.0) | {"compute": 0.999, "data": 0.0006, "optimizer": 0.0004}
+    plan = SimpleNamespace(time=SimpleNamespace(parts=parts, seconds=1.0))
+    assert [row[0] for row in step_rows(plan)] == ["compute", "data", "sum"]  # type: ignore[arg-type]
 
 
 def test_accuracy_is_that_of_the_published_runs() -> None:
