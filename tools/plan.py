@@ -20,8 +20,9 @@ from typing import NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # if this checkout is not installed
 
-from megatron.arguments.cli import ParsedArguments, parse, parse_flags
+from megatron.arguments.cli import ParsedArguments, flags_config, parse, parse_flags
 from megatron.arguments.help import make_parser
+from megatron.arguments.megatron_flags import check_unknown_flags
 from megatron.arguments.planning import nothing_fits
 from megatron.arguments.presets import PAPER_TOKENS_PER_STEP
 from megatron.arguments.sources import from_assignments, from_mapping, read_yaml
@@ -32,7 +33,7 @@ from megatron.config.data_paths import SOURCE_OPTIONS
 from megatron.config.errors import Problem, UserError
 from megatron.config.run import RunConfig
 from megatron.config.settings import SETTINGS
-from megatron.config.text import echo
+from megatron.config.text import echo, flag
 from megatron.convert.huggingface.config import read_model_values
 from megatron.layers.parameters import num_parameters
 from megatron.planner.calibrate import calibrate
@@ -62,6 +63,7 @@ def main(argv: Sequence[str]) -> int:
     options, flags = parser.parse_known_args(argv)
     try:
         check_files(options)
+        check_spelling(flags, [flag(name) for name in vars(options)])
         report = make_report(options, flags)
         echo("\n".join(text(report, options.explain)))
         write_files(report, options)
@@ -271,10 +273,21 @@ def parse_layout_free(flags: Sequence[str], ranks: int) -> ParsedArguments:
 def batch_of_paper(preset: str | None, config: RunConfig) -> int:
     """Return the samples of a step in the paper of the preset, as a number that many layouts divide."""
     if preset is None or preset not in PAPER_TOKENS_PER_STEP:
-        raise UserError([Problem("E960", "the global batch size is not specified", ("--global-batch-size 512",))])
+        why = f", and the preset {preset} has none of a paper" if preset else ""
+        sentence = f"the global batch size is not specified{why}"
+        raise UserError([Problem("E960", sentence, ("--global-batch-size 512",))])
     samples = PAPER_TOKENS_PER_STEP[preset] / config.training.seq_length
     unit = 2 ** max(0, int(math.log2(samples / 4)))  # papers quote rounded tokens
     return unit * round(samples / unit)
+
+
+def check_spelling(argv: Sequence[str], own: Sequence[str]) -> None:
+    """Raise a UserError for unknown flags that are misspelt ones of the planner's ``own``."""
+    line = parse_flags(argv)
+    problems = check_unknown_flags(line.foreign, flags_config(line), own)[0].problems
+    meant = [each for each in problems if each.fixes and each.fixes[0].split()[0] in own]
+    if meant:
+        raise UserError(meant)
 
 
 def check_files(options: argparse.Namespace) -> None:

@@ -10,7 +10,8 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
+from difflib import get_close_matches
 from functools import cache
 from itertools import accumulate
 from pathlib import Path
@@ -18,9 +19,15 @@ from typing import Any, NamedTuple
 
 from megatron.config.errors import Problem, UserError
 from megatron.config.files import parse_yaml, read_small
-from megatron.config.text import did_you_mean
 
 TABLE = Path(__file__).with_name("hardware.yaml")
+
+LINK = "{GB/s: ..., latency_us: ...}"
+EXPECTED = (
+    "expected is one row NAME: {like: h100-80g, ...} with what differs, or NAME: {flops: {bf16: ...}, memory: ..., "
+    f"bandwidth: ..., node_size: ..., link: {LINK}, network: {LINK}, host: {LINK}, watts: ..., source: ...}}"
+)
+"""The form of a file that describes an accelerator."""
 
 FILE_SUFFIXES = (".yaml", ".yml")
 """Of files that describe an accelerator."""
@@ -178,19 +185,36 @@ def find_accelerator(text: str, flag: str = "--gpu") -> Accelerator:
     if text in known:
         return known[text]
     if not text.endswith(FILE_SUFFIXES):
-        guess = did_you_mean(text.lower(), known)
-        fixes = (*(f"{flag} {name}" for name in ([guess] if guess else known)), f"{flag} FILE.yaml")
+        typed = text.lower()
+        meant = [name for name in known if typed and name.startswith(typed)]
+        meant = meant or get_close_matches(typed, known, n=1, cutoff=0.0)
+        fixes = (*(f"{flag} {name}" for name in meant), f"{flag} FILE.yaml")
         raise UserError([Problem("E961", f"{flag} {text}: the planner's table has no such accelerator", fixes)])
     try:
-        ((name, row),) = parse_yaml(read_small(Path(text))).items()
-        return read_accelerator(name, _complete(row, _rows()))
+        return _read_row(parse_yaml(read_small(Path(text))))
     except OSError as error:
         sentence = f"{flag} {text}: {error.strerror}"
     except KeyError as error:
-        sentence = f"{flag} {text} has no {error.args[0]}, which the rows of {TABLE.name} have"
-    except (AttributeError, TypeError, ValueError) as error:
-        sentence = f"{flag} {text} is not one row like those of {TABLE.name}: {' '.join(str(error).split())}"
+        sentence = f"{flag} {text} has no {error.args[0]}; {EXPECTED}"
+    except (AttributeError, TypeError):
+        sentence = f"{flag} {text}: a value has another form than in {TABLE.name}; {EXPECTED}"
+    except ValueError as error:
+        mark = getattr(error.__context__, "problem_mark", None)  # of the YAML parser, whose own words are long
+        reason = f"it is no YAML at line {mark.line + 1}" if mark else " ".join(str(error).split())
+        sentence = f"{flag} {text}: {reason}; {EXPECTED}"
     raise UserError([Problem("E961", sentence, (f"{flag} h100-80g",))])
+
+
+def _read_row(rows: Any) -> Accelerator:
+    """Return the accelerator of the one row of a file; the errors are those of :func:`read_accelerator`."""
+    if not isinstance(rows, Mapping) or len(rows) != 1:
+        raise ValueError(f"it has {len(rows)} rows" if isinstance(rows, Mapping) else "it has no row")
+    ((name, row),) = rows.items()
+    if not isinstance(row, Mapping):
+        raise ValueError(f"{name} has no values with names")
+    if row.get("like") not in (None, *_rows()):
+        raise ValueError(f"{TABLE.name} has no {row['like']}")
+    return read_accelerator(str(name), _complete(row, _rows()))
 
 
 def driver_accelerator(device_name: str) -> Accelerator | None:
@@ -209,14 +233,19 @@ def read_accelerator(name: str, row: Mapping[str, Any]) -> Accelerator:
 
     Raises:
         KeyError: when a value is missing.
-        TypeError: when there is one that no accelerator has.
-        ValueError: when one is no number above 0.
+        ValueError: when one is no number above 0, or there is one that no accelerator has.
+        AttributeError, TypeError: when one has another form.
     """
     row = dict(row)
     flops = {format: _positive(f"flops of {format}", tera) * 1e12 for format, tera in row.pop("flops").items()}
     if "bf16" not in flops:  # which counts for formats that the hardware lacks, too
         raise KeyError("flops of bf16")
     efficiency = {share: _positive(share, value) for share, value in row.pop("efficiency", {}).items()}
+    unknown = row.keys() - {each.name for each in fields(Accelerator)} | efficiency.keys() - {
+        each.name for each in fields(Efficiency)
+    }
+    if unknown:
+        raise ValueError(f"there is no {', '.join(sorted(map(str, unknown)))}")
     return Accelerator(
         name=name,
         flops=flops,
@@ -231,7 +260,6 @@ def read_accelerator(name: str, row: Mapping[str, Any]) -> Accelerator:
         names=tuple(row.pop("names", ())),
         efficiency=replace(Efficiency(), **efficiency),
         measured=dict(map(_curve, row.pop("measured", ()))),
-        **row,
     )
 
 

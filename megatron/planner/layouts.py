@@ -17,7 +17,7 @@ from megatron.config.batch import full_global_batch_size
 from megatron.config.parallel import ParallelConfig
 from megatron.config.run import RunConfig
 from megatron.config.settings import SETTINGS
-from megatron.config.text import divisors, nearest
+from megatron.config.text import counted, divisors, nearest
 from megatron.pipeline.actions import ScheduleError
 from megatron.pipeline.plan import required_virtual_stages, schedule_name, virtual_stages
 
@@ -120,7 +120,7 @@ def describe(choice: Choice) -> str:
         case {"recompute_granularity": "selective", "recompute_modules": modules}:
             return f"recompute {', '.join(modules)}"
         case {"recompute_granularity": _, "recompute_num_layers": count}:
-            return f"recompute {count} blocks of a stage" if count else "recompute all blocks"
+            return f"recompute {counted(count, 'block')} of a stage" if count else "recompute all blocks"
         case {"optimizer_cpu_offload": optimizer, "param_cpu_offload": weights, "cpu_offloading_num_layers": layers}:
             parts = [*["optimizer"] * optimizer, *["weights"] * weights, *["activations"] * bool(layers)]
             return f"offload {' and '.join(parts)}" if parts else "no offload"

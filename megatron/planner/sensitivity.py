@@ -33,6 +33,8 @@ class SweepPoint:
     kept: StepTime | None
     # The best layout there; None if it was not searched, or none fits.
     plan: Plan | None
+    # Why a run refuses the layout of the plan; empty if it does not.
+    refused: str = ""
 
 
 def sweep(search: LayoutSearch, plan: Plan, again: bool) -> Iterator[SweepPoint]:
@@ -47,7 +49,8 @@ def sweep(search: LayoutSearch, plan: Plan, again: bool) -> Iterator[SweepPoint]
         changes = {value: changed for changed, value in (_changed(search, axis, factor) for factor in FACTORS)}
         for value, changed in changes.items():
             best = changed.best(1) if again else []
-            yield SweepPoint(axis, value, changed.world_size, _kept(changed, plan), best[0] if best else None)
+            kept, refused = _kept(changed, plan)
+            yield SweepPoint(axis, value, changed.world_size, kept, best[0] if best else None, refused)
 
 
 def _changed(search: LayoutSearch, axis: str, factor: float) -> tuple[LayoutSearch, float]:
@@ -65,13 +68,15 @@ def _changed(search: LayoutSearch, axis: str, factor: float) -> tuple[LayoutSear
     return replace(search, config=config), batch
 
 
-def _kept(search: LayoutSearch, plan: Plan) -> StepTime | None:
-    """Return the time of a step with the layout of a plan."""
+def _kept(search: LayoutSearch, plan: Plan) -> tuple[StepTime | None, str]:
+    """Return the time of a step with the layout of a plan; for one that is refused None, and why."""
     training = replace(plan.config.training, global_batch_size=search.config.training.global_batch_size)
     config = replace(plan.config, training=training)
     try:
-        if list(search.check(config, search.world_size)):
-            return None
-        return step_time(config, search.world_size, search.cluster)
-    except (UserError, ScheduleError):
-        return None
+        if problems := list(search.check(config, search.world_size)):
+            return None, problems[0].sentence
+        return step_time(config, search.world_size, search.cluster), ""
+    except UserError as error:
+        return None, error.problems[0].sentence
+    except ScheduleError as error:
+        return None, str(error)

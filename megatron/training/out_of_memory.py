@@ -138,7 +138,8 @@ def changes(config: RunConfig, world_size: int, capacity: float, beyond: int) ->
         yield f"cheapest changes that would fit into {format_bytes(capacity)}, by the forecast:"
         yield from (f"  {change}" for change in found)
     else:
-        yield f"no single change would fit into {format_bytes(capacity)}: --plan auto tries several at once"
+        more = "more ranks may" if config.planning.plan else "--plan auto tries several at once"
+        yield f"no single change would fit into {format_bytes(capacity)}: {more}"
 
 
 def _device(config: RunConfig, trainer: Trainer | None) -> torch.device:

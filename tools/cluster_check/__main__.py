@@ -2,7 +2,7 @@
 
     srun --ntasks-per-node=8 python tools/cluster_check --out cluster.yaml                      # on the nodes of a job
     srun --ntasks-per-node=8 python tools/cluster_check --preset llama3-70b --tensor-model-parallel-size 8 ...
-    torchrun --nproc-per-node 2 tools/cluster_check --gpu cpu --device cpu                      # on one machine
+    torchrun --nproc-per-node 2 tools/cluster_check                                             # on one machine
     python tools/cluster_check --run runs/mine --gpu cluster.yaml                               # after a run
 
 Every rank takes part. Latency and bandwidth of pairs of ranks are printed, and the times of collectives within a node,
@@ -79,7 +79,8 @@ def _measure(options: argparse.Namespace, flags: Sequence[str], launch: Launch) 
         fixes = ("torchrun --nproc-per-node 2 tools/cluster_check",)
         raise UserError([Problem("E202", "a network needs at least two ranks", fixes)])
     config, device = _config(flags, launch.world_size), choose_device(options.device)
-    accelerator = _accelerator(options.gpu, device_name(device))
+    named = options.gpu or ("cpu" if device.type == "cpu" else None)
+    accelerator = _accelerator(named, device_name(device))
     init_distributed(None, timedelta(minutes=5), device)
     world = world_group(launch.rank, launch.world_size)
     hosts = comm.all_gather_objects(host_name(os.environ), world)

@@ -159,7 +159,7 @@ def test_the_program_measures_writes_and_compares(tmp_path: Path) -> None:
     start = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     run = partial(subprocess.run, capture_output=True, text=True, cwd=tmp_path, timeout=240)
     program, train = (str(ROOT / name) for name in ("tools/cluster_check", "pretrain_gpt.py"))
-    done = run([*start, program, "--gpu", "cpu", *FLAGS.split()])
+    done = run([*start, program, *FLAGS.split()])
     assert done.returncode == 0, done.stderr
     assert "1 pairs within a node" in done.stdout
     assert "data sheet              measured" in done.stdout

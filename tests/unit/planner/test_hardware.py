@@ -107,11 +107,16 @@ def test_a_file_of_the_same_form_describes_another_accelerator(tmp_path: Path) -
     mine = find_accelerator(str(file))
     assert (mine.name, mine.memory, mine.efficiency.matmul) == ("my-gpu", 40 * 2**30, 0.5)
     assert mine.flops == find_accelerator("h100-80g").flops
-    two, none = {"a": row, "b": row}, {"a": {key: row[key] for key in row if key != "memory"}}
+    two, none = {"a": {}, "b": {}}, {"a": {key: row[key] for key in row if key != "memory"}}
     for rows, sentence in (
-        (two, "not one row"),
+        (two, "it has 2 rows; expected is one row NAME: .*flops: .*memory: "),
+        ([row], "it has no row; expected"),
+        ({"a": [1]}, "a has no values with names; expected"),
+        ({"a": row | {"flops": 3}}, "a value has another form than in hardware.yaml; expected"),
+        ({"a": {"like": "h100"}}, "hardware.yaml has no h100; expected"),
+        ({"a": row | {"efficiency": {"speed": 1}}}, "there is no speed; expected"),
         (none, "has no memory"),
-        ({"a": row | {"speed": 1}}, "speed"),
+        ({"a": row | {"speed": 1}}, "there is no speed; expected"),
         ({"a": row | {"flops": {"fp8": 1}}}, "has no flops of bf16"),
         ({"a": row | {"node_size": 0}}, "node_size is 0, which is no number above 0"),
         ({"a": row | {"node_size": 1.5}}, "node_size is 1.5, which is no whole number"),
@@ -124,9 +129,27 @@ def test_a_file_of_the_same_form_describes_another_accelerator(tmp_path: Path) -
         file.write_text(yaml.safe_dump(rows))
         with pytest.raises(UserError, match=sentence):
             find_accelerator(str(file))
-    for text, sentence in (("h100", "no such accelerator"), (str(tmp_path / "none.yaml"), "No such file")):
-        with pytest.raises(UserError, match=sentence):
-            find_accelerator(text)
+    file.write_text("a: {flops: [")
+    with pytest.raises(UserError, match=r"it is no YAML at line 1; expected is one row"):
+        find_accelerator(str(file))
+    with pytest.raises(UserError, match="No such file"):
+        find_accelerator(str(tmp_path / "none.yaml"))
+
+
+@pytest.mark.parametrize(
+    ("text", "names"),
+    [
+        ("H100", ["h100-80g", "h100-96g", "h100-nvl", "h100-pcie"]),
+        ("b200", ["b200-180g"]),
+        ("h100-80", ["h100-80g"]),
+        ("4090", ["rtx4090-24g"]),
+        ("trainum", ["trainium2"]),
+    ],
+)
+def test_a_name_that_is_cut_short_or_misspelt_has_the_names_that_may_be_meant(text: str, names: list[str]) -> None:
+    with pytest.raises(UserError, match="no such accelerator") as caught:
+        find_accelerator(text)
+    assert list(caught.value.problems[0].fixes) == [f"--gpu {name}" for name in (*names, "FILE.yaml")]
 
 
 def fewest_on_a_node(world: int, node: int, size: int, stride: int) -> int:

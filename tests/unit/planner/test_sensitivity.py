@@ -37,4 +37,7 @@ def test_points_are_runs_with_other_flags() -> None:
     for ranks in (4, 8, 16, 32):
         assert times.pop((GPUS, ranks)) == pytest.approx(seconds(cluster, ranks))
     assert times == {(BATCH, 4): None, (GPUS, 64): None}  # fewer samples than data-parallel ranks
+    reasons = {key: point.refused for key, point in found.items() if point.refused}
+    assert reasons.keys() == {(BATCH, 4), (GPUS, 64)}
+    assert all("global batch" in reason for reason in reasons.values()), reasons
     assert found[NETWORK, 12.5e9].kept.seconds > found[NETWORK, 200e9].kept.seconds  # type: ignore[union-attr]

@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import shlex
 from html.parser import HTMLParser
 from pathlib import Path
+from statistics import median
+from types import SimpleNamespace
 
 import pytest
 
 from megatron.arguments.cli import parse
 from megatron.planner.memory import max_peak_bytes, peaks_by_rank
-from megatron.planner.report import short
+from megatron.planner.report import ACCURACY, short, step_rows
 from megatron.planner.search import HEADROOM
+from megatron.planner.step_time import PARTS
 from tools.plan import main
+
+ROOT = Path(__file__).parents[3]
 
 SMALL = (
     "--gpus 8 --gpu h100-80g --preset gpt2-124m --global-batch-size 64 --seq-length 512 --pipeline-schedule 1f1b"
@@ -82,7 +88,31 @@ def test_text_has_what_json_has(folder: Path) -> None:
     for point in found["sensitivity"]:
         if point["kept_seconds"] is not None:
             assert short(point["kept_seconds"]) in text
+        assert bool(point["refused"]) == (point["kept_seconds"] is None)
+        assert point["refused"] in text
+    assert any(point["refused"] for point in found["sensitivity"])
+    best = found["plans"][0]
+    listed = dict(re.findall(r"^ +([a-z]+) +[\d.e-]+ s +([\d.]+)%$", text, re.MULTILINE))
+    assert listed.keys() == {part for part, each in best["parts"].items() if each >= 0.0005 * best["seconds"]}
+    assert "0.0" not in listed.values()
+    assert ("as nothing is recomputed" in text) == (best["layout"]["recompute"] == "none")
+    assert " 1 blocks" not in text
     assert any("%" in neighbour["reason"] for neighbour in found["neighbours"])
+
+
+def test_parts_that_would_be_shown_as_zero_are_not() -> None:
+    parts = dict.fromkeys(PARTS, 0.0) | {"compute": 0.999, "data": 0.0006, "optimizer": 0.0004}
+    plan = SimpleNamespace(time=SimpleNamespace(parts=parts, seconds=1.0))
+    assert [row[0] for row in step_rows(plan)] == ["compute", "data", "sum"]  # type: ignore[arg-type]
+
+
+def test_accuracy_is_that_of_the_published_runs() -> None:
+    sources = json.loads((ROOT / "benchmarks/results/published.json").read_text())["sources"].values()
+    for kind, experts in (("dense", False), ("experts", True)):
+        sizes = sorted(abs(error) for source in sources for error in source[kind])
+        high = sizes[math.ceil(0.9 * len(sizes)) - 1]
+        numbers = re.findall(r"[\d.]+", ACCURACY[experts])
+        assert numbers == [str(len(sizes)), f"{100 * median(sizes):.1f}", "90", f"{100 * high:.1f}"]
 
 
 class Page(HTMLParser):
@@ -134,6 +164,8 @@ def test_picture_is_drawn(folder: Path) -> None:
         ("--gpu h100", "--gpu h100-80g"),
         ("--tokens 1B --train-iters 10", "--tokens and --train-iters contradict"),
         ("--vocab-size 0", "--vocab-size"),
+        ("--max-day 5", "did you mean --max-days?\n  fix: --max-days 5"),
+        ("--seq-lenght 512", "did you mean --seq-length?"),
         ("--hidden-size 100 --num-attention-heads 3", "does not divide into 3 heads"),
     ],
 )
@@ -153,6 +185,9 @@ def test_files_are_checked_before_the_search(capsys: pytest.CaptureFixture[str],
 def test_a_batch_is_that_of_the_paper_or_required(capsys: pytest.CaptureFixture[str]) -> None:
     sizes = "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 64 --vocab-size 128"
     assert "--global-batch-size 512" in printed(capsys, f"--gpus 8 {sizes}", 2)
+    assert "the preset tiny-llama has none of a paper" in printed(
+        capsys, "--gpus 1 --preset tiny-llama --vocab-size 512", 2
+    )
 
 
 def test_too_few_days_name_enough_accelerators(capsys: pytest.CaptureFixture[str]) -> None:

@@ -7,6 +7,7 @@ import gc
 import json
 import re
 import resource
+from dataclasses import replace
 from pathlib import Path
 from unittest.mock import patch
 
@@ -14,11 +15,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from megatron.arguments.cli import parse
 from megatron.planner.activations import peak_activations
 from megatron.planner.memory import STATE_KINDS, max_peak_bytes, rank_state_bytes
 from megatron.training import out_of_memory
 from megatron.training.live_tensors import KEPT, LiveTensor, ModuleNames, live_tensors
-from megatron.training.out_of_memory import explain_out_of_memory, largest, requested_bytes
+from megatron.training.out_of_memory import changes, explain_out_of_memory, largest, requested_bytes
 from megatron.training.trainer import Trainer
 from tests.kit.processes import ForkedProgram
 from tests.kit.runs import Outcome, before_step, start, tiny_run
@@ -119,6 +121,16 @@ def test_equal_tensors_of_several_layers_are_one_row() -> None:
 )
 def test_the_request_is_read_from_the_error(text: str, size: int | None) -> None:
     assert requested_bytes(RuntimeError(text)) == size
+
+
+def test_what_cannot_fit_is_planned_unless_it_was() -> None:
+    """The planner is proposed to runs that do not use it."""
+    flags = "--check-config --preset gpt2-124m --bf16 --mock-data --train-iters 1 --global-batch-size 8 --world-size 1"
+    by_hand = parse(flags.split(), {}).config
+    planned = replace(by_hand, planning=replace(by_hand.planning, plan="auto"))
+    (first,), (second,) = (list(changes(config, 1, 1.0, 0)) for config in (by_hand, planned))
+    assert first.endswith("--plan auto tries several at once")
+    assert second.endswith("more ranks may")
 
 
 def test_other_errors_have_no_report(tmp_path: Path) -> None:
