@@ -172,9 +172,14 @@ class LayoutSearch:
         expand = {CORE: self._pipelines, PIPELINE: self._staged, STAGED: self._unsharded, SIMULATED: self._layouts}
         while (node := queue.pop()) is not None:
             if self._progress.timed > EFFORT:
-                self._progress.bound = node.seconds
-                yield from self._hurried(queue, done)
-                return
+                queue.push([node])
+                plans = self._hurried(queue, done)
+                if plans or done:
+                    self._progress.bound = node.seconds
+                    yield from plans
+                    return
+                self._progress.timed = -math.inf  # whatever it takes
+                continue
             if node.level > CORE and self._grid(node.chosen) in done:
                 continue
             if node.level in expand:
@@ -196,28 +201,31 @@ class LayoutSearch:
         bound = self._progress.bound
         return 0.0 if bound is None else max(0.0, 1 - bound / plan.time.seconds)
 
-    def _hurried(self, queue: _Queue, done: set[tuple[Any, ...]]) -> Iterator[Plan]:
-        """Yield plans of the most promising pipelines that are left, each with the least recomputation that fits."""
+    def _hurried(self, queue: _Queue, done: set[tuple[Any, ...]]) -> list[Plan]:
+        """Return plans of the most promising pipelines that are left, each with the least recomputation that fits."""
         found, tried, of_grid = list[Plan](), set[tuple[Any, ...]](), Counter[tuple[Any, ...]]()
-        while (node := queue.pop()) is not None and len(tried) < SAMPLE:
+        taken = list[_Node]()
+        while len(tried) < SAMPLE and (node := queue.pop()) is not None:
             grid = self._grid(node.chosen)
             if node.level == CORE:
                 queue.push(self._pipelines(node))
-            elif grid in done or of_grid[grid] == SAMPLE_OF_GRID:
-                continue
             elif node.level == PIPELINE:
                 queue.push(self._staged(node))
             else:
+                taken.append(node)
+                if grid in done or of_grid[grid] == SAMPLE_OF_GRID:
+                    continue
                 key = tuple(node.chosen[name] for name in (*TENSOR, *CONTEXT, *EXPERT, *MICRO, PP, STAGES, SCHEDULE))
                 if key not in tried:
                     tried.add(key)
                     of_grid[grid] += 1
                     found += self._completed(node.chosen)
+        queue.push(taken)
+        plans = dict[tuple[Any, ...], Plan]()
         for plan in sorted(found, key=lambda plan: plan.time.seconds):
-            grid = self._grid(plan.chosen)
-            if grid not in done and not list(self.check(plan.config, self.world_size)):
-                done.add(grid)
-                yield plan
+            if (grid := self._grid(plan.chosen)) not in plans and not list(self.check(plan.config, self.world_size)):
+                plans[grid] = plan
+        return [*plans.values()]
 
     def _completed(self, chosen: Choice) -> Iterator[Plan]:
         """Yield a plan for each way to shard, with the first choice of recomputation with which it fits."""
@@ -592,7 +600,7 @@ class _Progress:
     """How far a search is."""
 
     # Layouts whose time was computed.
-    timed: int = 0
+    timed: float = 0
     # Lower bound of the seconds of those that are left, where the search was cut short.
     bound: float | None = None
 

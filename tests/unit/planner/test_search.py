@@ -132,7 +132,7 @@ def test_search_finds_the_best_of_all_layouts(fixed: str) -> None:
 
 def test_a_search_that_is_cut_short_states_how_much_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
     config, given = config_of("--use-distributed-optimizer"), frozenset(FIXED["pipelines"])
-    cluster = with_memory(5.0, node_size=2)
+    cluster = with_memory(12.0, node_size=2)
     whole = [*LayoutSearch(config, 4, cluster, find_problems, given).ranked()]
     monkeypatch.setattr(search_module, "EFFORT", 0)
     short = LayoutSearch(config, 4, cluster, find_problems, given)
