@@ -309,7 +309,10 @@ def _forecast(config: RunConfig, world_size: int, cluster: Cluster | None, *begi
         return ""
     from megatron.arguments.planning import forecast  # the planner is loaded only where it is used
 
-    return forecast(config, world_size, cluster, *begin)
+    try:
+        return forecast(config, world_size, cluster, *begin)
+    except Exception as error:  # a run does not depend on its forecast
+        return f"none: {error!r}"
 
 
 def _saves(config: RunConfig, world_size: int) -> str:

@@ -324,9 +324,11 @@ class LayoutSearch:
         larger = (replace(self, world_size=times * self.world_size) for times in (2, 4, 8, 16, 32, 64))
         ranks = next((each.world_size for each in larger if each._holds_any()), None)
         freed = (name for name in CHOSEN if name in self.given)
-        dropped = (name for name in freed if replace(self, given=self.given - {name})._holds_any())
+        dropped = [name for name in freed if replace(self, given=self.given - {name})._holds_any()]
         missing = math.ceil(least.bytes - self.capacity)
-        return Shortfall(least, missing, ranks, tuple(SETTINGS[name].flag for name in dropped))
+        off = {name for name in dropped if SETTINGS[name].value_in(self.config) is False}
+        flags = (SETTINGS[name].negative if name in off else SETTINGS[name].flag for name in dropped)
+        return Shortfall(least, missing, ranks, tuple(flags))
 
     def _holds_any(self) -> bool:
         smallest = self._smallest(enough=self.capacity)

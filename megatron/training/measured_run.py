@@ -37,7 +37,8 @@ def read_measured_run(folder: Path) -> MeasuredRun:
         sentence = f"{folder} is not a run folder that can be read: {error}"
         raise UserError([Problem("E965", sentence, ("give the folder of --run-dir",))]) from error
     begun = max((number for number, line in enumerate(lines) if line.get("event") == "start"), default=-1)
-    steps = [line for line in lines[begun + 1 :] if "lm loss" in line and line.get("batch-size") == batch]
+    needed = {"lm loss", "iteration-time", *(("mem-max-allocated-bytes",) if device != "cpu" else ())}
+    steps = [line for line in lines[begun + 1 :] if needed <= line.keys() and line.get("batch-size") == batch]
     steps = sorted(steps[1:] or steps, key=lambda line: float(line["iteration-time"]))
     if not steps:
         sentence = f"{folder} has no log line of a step with the batch of {batch:,} samples"
