@@ -89,7 +89,10 @@ def plan_layout(
     if not plans:
         return PlannedLayout(config, (*notes, nothing_fits(search, _start, "--plan auto")), free)
     chosen = apply(config, plans[0].chosen)
-    return PlannedLayout(chosen, (*notes, describe(plans[0], plans[1:], cluster, world_size)))
+    line = describe(plans[0], plans[1:], cluster, world_size)
+    if (gap := search.may_be_beaten_by(plans[0])) > 0:
+        line += f"; the search was cut short, and another layout may be up to {gap:.0%} faster"
+    return PlannedLayout(chosen, (*notes, line))
 
 
 def describe(plan: Plan, others: Iterable[Plan], cluster: Cluster, world_size: int) -> str:

@@ -168,6 +168,7 @@ class LayoutSearch:
         if not self._holds_any():
             return
         queue, done = _Queue(), set[tuple[Any, ...]]()
+        self._progress.timed, self._progress.bound = 0, None
         queue.push(self._cores())
         expand = {CORE: self._pipelines, PIPELINE: self._staged, STAGED: self._unsharded, SIMULATED: self._layouts}
         while (node := queue.pop()) is not None:

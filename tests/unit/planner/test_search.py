@@ -138,6 +138,7 @@ def test_a_search_that_is_cut_short_states_how_much_is_left(monkeypatch: pytest.
     short = LayoutSearch(config, 4, cluster, find_problems, given)
     plans = short.best()
     assert plans
+    assert short.best() == plans
     assert all(short.fits(plan) for plan in plans)
     assert len({grid_of(plan) for plan in plans}) == len(plans)
     for plan in plans:
