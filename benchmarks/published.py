@@ -44,7 +44,7 @@ class UnusableRowError(ValueError):
 
 
 class Source(NamedTuple):
-    """What all runs of a source have in common and their rows do not state."""
+    """Properties that all runs of a source share and that its rows do not state."""
 
     # Beginnings of the source's name and of the row's id.
     name: str
@@ -162,8 +162,9 @@ wq, wk, wv, wo, w1, w3, w2 (wk, wo, w3), by FLOPs of Llama-3-8B."""
 
 
 OP_KEPT = 0.69
-"""What it keeps over what the same share of whole blocks would: per token of a Llama-3-8B layer the outputs of the
-other products and of attention, and the input, 31,744 elements, instead of 64% of 69,632 and 36% of 4,096."""
+"""Bytes that this keeps over those that the same share of whole blocks would: per token of a Llama-3-8B layer the
+outputs of the other products and of attention, and the input, 31,744 elements, instead of 64% of 69,632 and 36% of
+4,096."""
 
 
 def accelerator(row: Row) -> Accelerator:

@@ -263,8 +263,8 @@ def _loss(shape: ActivationShape) -> tuple[int, int]:
     return norm + entropy + wgrad, shape.residual + shape.gathered(shape.tokens) * shape.width + logits
 
 
-class Held(NamedTuple):
-    """What a rank holds in an action: micro-batches, by stage of the rank."""
+class InFlight(NamedTuple):
+    """Micro-batches whose activations a rank keeps during an action, by stage."""
 
     action: Action
     # Between F and B or I, that of the action included.
@@ -272,18 +272,18 @@ class Held(NamedTuple):
     # Between I and W.
     delayed: Mapping[int, int]
 
-    def exceeds(self, other: Held) -> bool:
+    def exceeds(self, other: InFlight) -> bool:
         """Return True if no more is held in another action of the same kind and stage."""
         pairs = ((self.kept, other.kept), (self.delayed, other.delayed))
         return all(mine[stage] >= count for mine, theirs in pairs for stage, count in theirs.items())
 
 
-def held_in(actions: Iterable[Action]) -> Iterator[Held]:
+def in_flight_during(actions: Iterable[Action]) -> Iterator[InFlight]:
     """Yield what a rank holds in each of its computing actions."""
     kept, delayed = Counter[int](), Counter[int]()
     for action in actions:
         kept[action.stage] += action.kind == FORWARD
-        yield Held(action, Counter(kept), Counter(delayed))
+        yield InFlight(action, Counter(kept), Counter(delayed))
         kept[action.stage] -= action.kind in (BACKWARD, INPUT_GRADIENT)
         delayed[action.stage] += (action.kind == INPUT_GRADIENT) - (action.kind == WEIGHT)
 
@@ -305,7 +305,7 @@ def decisive_microbatches(parallel: ParallelConfig, microbatches: int) -> int:
     return microbatches if full <= enough else enough * group + rest
 
 
-def decisive_actions(config: RunConfig, dp: int) -> tuple[tuple[Held, ...], ...]:
+def decisive_actions(config: RunConfig, dp: int) -> tuple[tuple[InFlight, ...], ...]:
     """Return by rank the actions of a step in which one holds most: no other holds at least as much of all stages.
 
     Every kind of action of every stage is among them. Arguments as for :func:`activation_memory`.
@@ -322,11 +322,11 @@ def decisive_actions(config: RunConfig, dp: int) -> tuple[tuple[Held, ...], ...]
 
 
 @lru_cache(maxsize=1024)
-def _decisive_actions(parallel: ParallelConfig, microbatches: int) -> tuple[tuple[Held, ...], ...]:
+def _decisive_actions(parallel: ParallelConfig, microbatches: int) -> tuple[tuple[InFlight, ...], ...]:
     found = []
     for actions in build_schedule(parallel, microbatches).ranks:
-        most: dict[tuple[str, int], list[Held]] = {}
-        for held in held_in(actions):
+        most: dict[tuple[str, int], list[InFlight]] = {}
+        for held in in_flight_during(actions):
             of_kind = most.setdefault((held.action.kind, held.action.stage), [])
             if not any(each.exceeds(held) for each in of_kind):
                 of_kind[:] = [*(each for each in of_kind if not held.exceeds(each)), held]
@@ -352,7 +352,7 @@ class ActionMemory(NamedTuple):
     host: int
 
     @classmethod
-    def of(cls, held: Held, stages: Sequence[StageMemory], messages: int) -> ActionMemory:
+    def of(cls, held: InFlight, stages: Sequence[StageMemory], messages: int) -> ActionMemory:
         """Compute the memory of an action; ``messages`` are the bytes that a stage sends and receives."""
         kind, stage = held.action.kind, stages[held.action.stage]
         kept = sum(count * (stages[each].kept + stages[each].kept_loss) for each, count in held.kept.items())
@@ -378,10 +378,10 @@ def activation_memory(config: RunConfig, dp: int) -> list[list[ActionMemory]]:
     """
     count = get_num_microbatches(config.training, dp)
     schedule = build_schedule(resolve_pipeline(config.model, config.parallel), count)
-    return _memory_in(config, map(held_in, schedule.ranks))
+    return _memory_in(config, map(in_flight_during, schedule.ranks))
 
 
-def _memory_in(config: RunConfig, ranks: Iterable[Iterable[Held]]) -> list[list[ActionMemory]]:
+def _memory_in(config: RunConfig, ranks: Iterable[Iterable[InFlight]]) -> list[list[ActionMemory]]:
     """Return the memory of some actions of each pipeline rank."""
     model, shape = config.model, ActivationShape.of(config)
     names = map(model.mixers, {*alike_layers(model), *model.head_blocks})

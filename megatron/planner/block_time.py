@@ -64,7 +64,7 @@ times of steps of 124M to 8B parameters on an H100 and an H200 (``benchmarks/res
 
 @dataclass(frozen=True)
 class KernelRates:
-    """What the accelerators of a cluster reach."""
+    """Rates that the kernels of a cluster's accelerators reach."""
 
     cluster: Cluster
     # Format of the operands of matrix products, those in FP8 excepted, and bytes of their elements.

@@ -57,7 +57,7 @@ Vector = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class MeasuredRun:
-    """What a run has measured."""
+    """Measurements of a run."""
 
     config: RunConfig
     world_size: int
@@ -68,6 +68,8 @@ class MeasuredRun:
     # Bytes allocated on the fullest rank at the peak; None if not measured.
     memory: int | None = None
     name: str = ""
+    # As its driver calls it, or cpu.
+    device: str = ""
 
 
 @dataclass(frozen=True)

@@ -78,9 +78,9 @@ REDUCE, GATHER, SCATTER, EXCHANGE, SEND = "all-reduce", "all-gather", "reduce-sc
 
 PRODUCT, INPUT_GRADIENT, WEIGHT_GRADIENT = "product", "input gradient", "weight gradient"
 ATTENTION, EXPERTS, SHARED_EXPERT, STAGE, BLOCKS = "attention", "experts", "shared expert", "stage", "blocks"
-"""What is computed meanwhile: the product of the same name, part by part, so that one of n parts is not hidden; a
-product of the linear's backward; core attention, step by step of the ring; one half of the experts while the other
-half travels; the shared expert; the next micro-batches of the stage; other blocks of the stage."""
+"""Computation that hides a collective: the product of the same name, part by part, so that one of n parts is not
+hidden; a product of the linear's backward; core attention, step by step of the ring; one half of the experts while
+the other half travels; the shared expert; the next micro-batches of the stage; other blocks of the stage."""
 
 
 class RankGroup(NamedTuple):

@@ -1,4 +1,4 @@
-"""What a run costs: days, accelerator-hours, money, energy, and the interval of its checkpoints.
+"""Costs of a run: days, accelerator-hours, money, energy, and the interval of its checkpoints.
 
 Does not import torch.
 """
@@ -26,7 +26,7 @@ STORAGE_BANDWIDTH = 2e12 / (16384 / 8)
 
 @dataclass(frozen=True)
 class Terms:
-    """What is stated of a run and of its cluster, besides hardware and layout."""
+    """Assumptions about a run and its cluster, besides hardware and layout."""
 
     # Of the whole run.
     tokens: float

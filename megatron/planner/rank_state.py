@@ -188,8 +188,8 @@ def _bucket_shapes(
     return tuple(plan_buckets(specs, keys, limit, lambda axes: expert if axes == EXPERT_REDUCE_AXES else dense))
 
 
-class Kept(NamedTuple):
-    """What is kept of an element of a parameter that the optimizer or a component updates, in bytes."""
+class ElementState(NamedTuple):
+    """Bytes per element of the state of a parameter that the optimizer or a component updates."""
 
     main_params: int = 0
     moments: int = 0
@@ -201,17 +201,17 @@ class Kept(NamedTuple):
     row: int = 0
 
 
-Contents = Mapping[Kept, int]
+Contents = Mapping[ElementState, int]
 """Elements and rows of a rank's shards, by what is kept of them."""
 
 
-class Steps:
-    """Contents by shard, which change from one shard to the next at few of them."""
+class ShardContents:
+    """Contents of the shards of all buckets, as runs of shards with equal contents."""
 
     def __init__(self) -> None:
-        self._changes: dict[int, Counter[Kept]] = {0: Counter()}
+        self._changes: dict[int, Counter[ElementState]] = {0: Counter()}
 
-    def add(self, start: int, stop: int, kept: Kept, amount: int) -> None:
+    def add(self, start: int, stop: int, kept: ElementState, amount: int) -> None:
         """Add an amount to each of the shards ``start <= i < stop``."""
         for at, change in ((start, amount), (stop, -amount)):
             if at not in self._changes:
@@ -221,7 +221,7 @@ class Steps:
     @cached_property
     def runs(self) -> dict[int, Contents]:
         """The contents by the first of each run of shards with shares of the same parameters, ascending."""
-        total, found = Counter[Kept](), dict[int, Contents]()
+        total, found = Counter[ElementState](), dict[int, Contents]()
         for at in sorted(self._changes):
             total.update(self._changes[at])
             found[at] = dict(total)
@@ -248,7 +248,7 @@ class RankState:
     # Bytes by part that are the same on all ranks.
     common: Counter[str]
     # Contents of the shards of dense (False) and of expert (True) buckets.
-    shards: Mapping[bool, Steps]
+    shards: Mapping[bool, ShardContents]
 
     @classmethod
     def of(cls, config: RunConfig, layout: Layout, pp: int) -> RankState:
@@ -263,7 +263,7 @@ class RankState:
             for layer, count in layers.items():
                 common["buffers"] += count * sum(mixer.buffer_bytes(model) for mixer in block_mixers(model, layer))
         common["buffers"] += sum(getattr(group, "buffer_bytes", 0) for group in vars(config).values())
-        state = cls(config, layout, specs, buckets, common, {False: Steps(), True: Steps()})
+        state = cls(config, layout, specs, buckets, common, {False: ShardContents(), True: ShardContents()})
         for bucket in buckets:
             size, part = bucket.packing.size, bucket.packing.size // bucket.shards
             common["weights"] += (part if parallel.zero_stage == 3 else size) * WEIGHT_BYTES[bucket.key.dtype]
@@ -291,18 +291,18 @@ class RankState:
         widths = {False: sizes["tp"], True: sizes["ep"] * sizes["etp"]}  # neighbours with the same shard
         counts = {expert: max(1, shards_of(parallel, self.layout, expert)[0]) for expert in widths}
         ranks = widths[False] * counts[False]  # those of one replica of the state
-        starts = {at * widths[expert] for expert, steps in self.shards.items() for at in steps.runs}
+        starts = {at * widths[expert] for expert, contents in self.shards.items() for at in contents.runs}
         if parallel.compression is not None:
             starts = {*range(0, ranks, min(widths.values()))}
         places = [(r // widths[False], r // widths[True] % counts[True]) for r in sorted({0, *starts}) if r < ranks]
         if parallel.compression is not None or self._offloads_some:
             return max((self.at(*place)[host] for place in places), key=Counter.total)
-        kinds = {kept for steps in self.shards.values() for kept in steps.at(ranks)}
+        kinds = {kept for contents in self.shards.values() for kept in contents.at(ranks)}
         sizes_of = {kept: self._bytes_of(kept)[host].total() for kept in kinds}
 
         def total(place: tuple[int, int]) -> int:
-            contents = zip(self.shards.values(), place)
-            return sum(sizes_of[kept] * count for steps, shard in contents for kept, count in steps.at(shard).items())
+            at = (contents.at(shard) for contents, shard in zip(self.shards.values(), place))
+            return sum(sizes_of[kept] * count for each in at for kept, count in each.items())
 
         return self.at(*max(places, key=total))[host]
 
@@ -316,10 +316,10 @@ class RankState:
         compression = self.config.parallel.compression
         return compression is not None and compression.has_errors and bucket.copies > 1
 
-    def _kept(self, bucket: BucketShape, name: str, offloaded: bool) -> tuple[Kept, int]:
+    def _kept(self, bucket: BucketShape, name: str, offloaded: bool) -> tuple[ElementState, int]:
         """Return what is kept of an element of a parameter, and of how many rows indices are kept."""
         if bucket.key.buffer:
-            return Kept(), 0
+            return ElementState(), 0
         optimizer, spec, wide = self.config.optimizer, self.specs[name], main_param_bytes(self.config)
         weight, (moments, rounded) = (
             WEIGHT_BYTES[bucket.key.dtype],
@@ -328,12 +328,12 @@ class RankState:
         remainders = optimizer.store_param_remainders and bucket.key.dtype == "bf16"
         main = 0 if weight == wide else REMAINDER_BYTES if remainders else wide
         in_copy = wide if spec.wide else DTYPE_BYTES[self.config.precision.params_dtype]
-        return Kept(main, moments, in_copy, offloaded), spec.local_shape[0] * (remainders or rounded)
+        return ElementState(main, moments, in_copy, offloaded), spec.local_shape[0] * (remainders or rounded)
 
     def _add_shares(self, bucket: BucketShape) -> None:
         """Add the shares of a bucket's parameters."""
-        length, of_spec = bucket.packing.size // bucket.shards, dict[int, tuple[Kept, int]]()
-        steps, optimizer = self.shards[_is_expert(bucket)], self.config.optimizer
+        length, of_spec = bucket.packing.size // bucket.shards, dict[int, tuple[ElementState, int]]()
+        contents, optimizer = self.shards[_is_expert(bucket)], self.config.optimizer
         for name, numel in bucket.sizes.items():
             spec = self.specs[name]
             if id(spec) not in of_spec:
@@ -343,17 +343,17 @@ class RankState:
             start = bucket.packing.offsets[name]
             first, last = start // length, (start + numel - 1) // length
             if first == last:
-                steps.add(first, first + 1, kept, numel)
+                contents.add(first, first + 1, kept, numel)
             else:
-                steps.add(first, first + 1, kept, (first + 1) * length - start)
-                steps.add(first + 1, last, kept, length)
-                steps.add(last, last + 1, kept, start + numel - last * length)
+                contents.add(first, first + 1, kept, (first + 1) * length - start)
+                contents.add(first + 1, last, kept, length)
+                contents.add(last, last + 1, kept, start + numel - last * length)
             if rows:
-                steps.add(first, last + 1, kept._replace(row=INDEX_BYTES), rows)
+                contents.add(first, last + 1, kept._replace(row=INDEX_BYTES), rows)
 
     def _contents(self, dense: int, expert: int) -> Contents:
         """Return the contents of a rank with these shards of dense and of expert buckets."""
-        found = Counter[Kept]()
+        found = Counter[ElementState]()
         if not self._offloads_some:
             found.update(self.shards[False].at(dense))
             found.update(self.shards[True].at(expert))
@@ -373,7 +373,7 @@ class RankState:
             found[kept._replace(row=INDEX_BYTES)] += rows
         return found
 
-    def _bytes_of(self, kept: Kept) -> tuple[Counter[str], Counter[str]]:
+    def _bytes_of(self, kept: ElementState) -> tuple[Counter[str], Counter[str]]:
         """Return the bytes of an element or a row by part, on the device and on the host."""
         device, host, wide = Counter[str](), Counter[str](), main_param_bytes(self.config)
         found = host if kept.offloaded else device

@@ -37,7 +37,8 @@ ACCURACY = {
     False: "333 published dense runs took times that differ by 6.6% in the median, 90% of them by at most 19.5%",
     True: "104 published runs with experts took times that differ by 16.1% in the median, 90% of them by at most 46.9%",
 }
-"""How far measured runs are from such forecasts, by whether there are experts (benchmarks/results/published.md)."""
+"""Differences between measured runs and such forecasts (benchmarks/results/published.md), by whether there are
+experts."""
 
 
 @dataclass(frozen=True)

@@ -124,7 +124,7 @@ class Neighbour:
 
 @dataclass(frozen=True)
 class Shortfall:
-    """What a run is short of that fits in no layout."""
+    """Missing memory of a run that fits in no layout, and the changes that would make it fit."""
 
     # The plan that takes the least memory, and how many bytes it takes too many on the fullest rank.
     plan: Plan
@@ -503,7 +503,7 @@ class LayoutSearch:
 
     @cached_property
     def _progress(self) -> _Progress:
-        """How far the search is."""
+        """Progress of the search."""
         return _Progress()
 
     @cached_property
@@ -573,7 +573,7 @@ class _Split(NamedTuple):
 
 
 class _State(NamedTuple):
-    """What parameters, gradients and optimizer state take."""
+    """Memory of parameters, gradients and optimizer state, and the time of an update."""
 
     # On the fullest rank; infinite for a layout that is refused.
     bytes: float
@@ -600,7 +600,7 @@ class _Node:
 
 @dataclass
 class _Progress:
-    """How far a search is."""
+    """Progress of a search."""
 
     # Layouts whose time was computed.
     timed: float = 0

@@ -18,7 +18,7 @@ FACTORS = (0.25, 0.5, 1.0, 2.0, 4.0)
 
 NETWORK, BATCH, GPUS = "network", "batch", "GPUs"
 SWEPT = (NETWORK, BATCH, GPUS)
-"""What is varied: bytes per second of an accelerator to other nodes, samples of a step, accelerators."""
+"""Quantities that are varied: bytes per second of an accelerator to other nodes, samples of a step, accelerators."""
 
 
 @dataclass(frozen=True)

@@ -34,7 +34,7 @@ from megatron.planner.stage_time import COMPUTE, RECOMPUTE, StageTime, merged, s
 
 BUBBLE, OFFLOAD, OPTIMIZER = "bubble", "offload", "optimizer"
 PARTS = (COMPUTE, RECOMPUTE, BUBBLE, *AXES, OFFLOAD, OPTIMIZER)
-"""Where the time of a step goes; of communication and offload only what is exposed."""
+"""Parts of the time of a step; of communication and offload only what is exposed."""
 
 UPDATE_BYTES = 22
 """Bytes per element that an update moves beside its moments, which it reads and writes: 4 for the norm of the

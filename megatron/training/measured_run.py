@@ -45,7 +45,7 @@ def read_measured_run(folder: Path) -> MeasuredRun:
         raise UserError([Problem("E965", sentence, ("train for more steps than two times --log-interval",))])
     line = steps[len(steps) // 2]
     memory = None if device == "cpu" else int(line["mem-max-allocated-bytes"])
-    return MeasuredRun(config, size, float(line["iteration-time"]), waits_of(line), memory, str(folder))
+    return MeasuredRun(config, size, float(line["iteration-time"]), waits_of(line), memory, str(folder), device)
 
 
 def waits_of(line: Mapping[str, Any]) -> dict[str, float]:

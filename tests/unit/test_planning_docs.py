@@ -53,7 +53,7 @@ def run(command: str) -> list[str]:
 
 
 def label(line: str) -> tuple[str, bool]:
-    """What a row is about, and whether it is of the table of bytes."""
+    """Question of a row, and whether it belongs to the table of bytes."""
     return NUMBER.split(line)[0].strip(), "GiB" in line
 
 

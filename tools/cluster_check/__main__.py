@@ -35,9 +35,7 @@ from megatron.planner.communication import AXES
 from megatron.planner.hardware import Accelerator, Cluster, driver_accelerator, find_accelerator
 from megatron.planner.step_time import StepTime, step_time
 from megatron.training.measured_run import read_measured_run
-
-TRAINED = {("--mock-data",): ("--data-path", "--data-args-path"), ("--train-iters", "1"): ("--train-samples",)}
-"""Flags that every run requires, without effect here, and alternatives to each."""
+from tools.memory import complete_flags
 
 
 def main(argv: Sequence[str], environ: Mapping[str, str] = os.environ) -> int:
@@ -54,7 +52,7 @@ def main(argv: Sequence[str], environ: Mapping[str, str] = os.environ) -> int:
     try:
         if options.run is not None:
             run = read_measured_run(options.run)
-            cluster = Cluster.of(_accelerator(options.gpu, "cpu"), world_size=run.world_size)
+            cluster = Cluster.of(_accelerator(options.gpu, run.device), world_size=run.world_size)
             measured = {axis: waits / run.seconds for axis, waits in run.waits.items()}
             echo("\n".join(shares({"predicted": step_time(run.config, run.world_size, cluster)}, measured)))
             return 0
@@ -79,8 +77,7 @@ def _measure(options: argparse.Namespace, flags: Sequence[str], launch: Launch) 
         fixes = ("torchrun --nproc-per-node 2 tools/cluster_check",)
         raise UserError([Problem("E202", "a network needs at least two ranks", fixes)])
     config, device = _config(flags, launch.world_size), choose_device(options.device)
-    named = options.gpu or ("cpu" if device.type == "cpu" else None)
-    accelerator = _accelerator(named, device_name(device))
+    accelerator = _accelerator(options.gpu, device_name(device))
     init_distributed(None, timedelta(minutes=5), device)
     world = world_group(launch.rank, launch.world_size)
     hosts = comm.all_gather_objects(host_name(os.environ), world)
@@ -124,9 +121,9 @@ def shares(predicted: Mapping[str, StepTime], measured: Mapping[str, float] | No
 
 
 def _accelerator(named: str | None, driver_name: str) -> Accelerator:
-    """Return the accelerator of ``--gpu``, or of what the driver calls it."""
-    if named is not None:
-        return find_accelerator(named)
+    """Return the accelerator of ``--gpu``, or of what the driver calls it; ``cpu`` without a GPU."""
+    if named is not None or driver_name == "cpu":
+        return find_accelerator(named or driver_name)
     found = driver_accelerator(driver_name)
     if found is None:
         raise UserError(
@@ -139,12 +136,8 @@ def _config(flags: Sequence[str], world_size: int) -> RunConfig | None:
     """Return the configuration of the flags of a run; None without any."""
     if not flags:
         return None
-    given = {word.partition("=")[0] for word in flags}
-    added = [
-        word for needed, others in TRAINED.items() if not {needed[0], "--config", *others} & given for word in needed
-    ]
     environ = {"RANK": "0", "WORLD_SIZE": str(world_size)}
-    config = parse(["--check-config", *flags, *added], environ, read_model=read_model_values).config
+    config = parse(["--check-config", *complete_flags(flags)], environ, read_model=read_model_values).config
     if config.model.vocab_size is None:
         raise UserError([Problem("E104", "the vocabulary size is not specified", ("--vocab-size 50257",))])
     return config

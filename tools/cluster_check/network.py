@@ -38,7 +38,7 @@ COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all")
 
 
 class Pair(NamedTuple):
-    """What two ranks have measured, one way."""
+    """Measurements between two ranks, one way."""
 
     first: int
     second: int

@@ -69,7 +69,7 @@ class Passed(NamedTuple):
 
 
 class Routed(NamedTuple):
-    """What a rank sends to the ranks of experts in a micro-batch, those of this rank included."""
+    """Tokens of a micro-batch on a rank that are sent to experts, its own experts included."""
 
     # Rows, on average, and elements of a row.
     rows: float

@@ -137,3 +137,14 @@ def test_the_forecast_is_that_of_the_steps_that_are_left() -> None:
     ends = time.mktime(time.strptime(end, "%Y-%m-%d %H:%M")) - time.timezone
     assert ends - time.time() == pytest.approx(seconds, abs=120 + 0.1 * seconds)
     assert "forecast" not in run(flags.replace("--plan-gpu h100-80g", "--device cpu")).summary()
+
+
+def test_a_run_does_not_depend_on_its_forecast(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> str:
+        raise ZeroDivisionError
+
+    parsed = run(
+        "--preset gpt3-175b --world-size 1024 --plan-gpu h100-80g --vocab-size 50257 --mock-data --train-iters 9"
+    )
+    monkeypatch.setattr("megatron.arguments.planning.forecast", fail)
+    assert "forecast   none: ZeroDivisionError()" in parsed.summary()
