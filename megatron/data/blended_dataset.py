@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from megatron.config.data_paths import MAX_BLEND_DATASETS
-from megatron.data.dataset import Dataset, Sample, SourceUsage, fingerprint, splitmix64
+from megatron.data.dataset import Dataset, Sample, SourceUsage, Span, fingerprint, splitmix64
 from megatron.data.errors import DataError
 
 COMPILE_ABOVE = 1_000_000  # comparisons above which the index is built by compiled code
@@ -129,10 +129,20 @@ class BlendedDataset(Dataset):
         return len(self.dataset_index)
 
     def __getitem__(self, i: int) -> Sample:
+        dataset, number = self._place(i)
+        return dataset[number]
+
+    def spans(self, i: int) -> tuple[Span, ...]:
+        """See `Dataset.spans`."""
+        dataset, number = self._place(i)
+        return dataset.spans(number)
+
+    def _place(self, i: int) -> tuple[Dataset, int]:
+        """Return the dataset of sample ``i``, and the sample's number in it."""
         if not 0 <= i < len(self):
             raise IndexError(f"sample {i} of a blend of {len(self)}")
         k = int(self.dataset_index[i])
-        return self.datasets[k][int(self._begun[k] + self._dataset_sample_index[i])]
+        return self.datasets[k], int(self._begun[k] + self._dataset_sample_index[i])
 
     def source_usage(self, samples: int) -> tuple[SourceUsage, ...]:
         """Return the tokens that the first ``samples`` samples read from each dataset."""
@@ -178,10 +188,20 @@ class ConcatDataset(Dataset):
         return self._starts[-1]
 
     def __getitem__(self, i: int) -> Sample:
+        segment, number = self._place(i)
+        return segment[number]
+
+    def spans(self, i: int) -> tuple[Span, ...]:
+        """See `Dataset.spans`."""
+        segment, number = self._place(i)
+        return segment.spans(number)
+
+    def _place(self, i: int) -> tuple[Dataset, int]:
+        """Return the segment of sample ``i``, and the sample's number in it."""
         if not 0 <= i < len(self):
             raise IndexError(f"sample {i} of a dataset of {len(self)}")
         k = bisect_right(self._starts, i) - 1
-        return self.segments[k][i - self._starts[k]]
+        return self.segments[k], i - self._starts[k]
 
     def describe(self, tokens: int) -> str:
         """Describe the sources of the first ``tokens`` tokens, one line per source."""

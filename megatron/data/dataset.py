@@ -39,6 +39,15 @@ class Sample(NamedTuple):
         return cls(text[:-1], text[1:])
 
 
+class Span(NamedTuple):
+    """Consecutive tokens of one sequence of token files, which a sample was read from."""
+
+    source: str  # prefix of the files
+    sequence: int  # number of the sequence in them
+    offset: int  # tokens of the sequence before the first one
+    tokens: int  # number of tokens
+
+
 class SourceUsage(NamedTuple):
     """How much of one source a number of samples reads."""
 
@@ -75,6 +84,10 @@ class Dataset(Protocol):
     def __len__(self) -> int: ...
 
     def __getitem__(self, i: int) -> Sample: ...
+
+    def spans(self, i: int) -> tuple[Span, ...]:
+        """Return what sample ``i`` is read from, in order, the last label included; empty for generated data."""
+        return ()
 
     def source_usage(self, samples: int) -> tuple[SourceUsage, ...]:
         """Return the tokens that the first ``samples`` samples read from each source; empty for generated data."""

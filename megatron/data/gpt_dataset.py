@@ -8,7 +8,7 @@ next), and the samples are shuffled. Three tables hold this order (`SampleOrder`
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import cached_property
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 from megatron.config.data_paths import split_shares
-from megatron.data.dataset import Dataset, Sample, SourceUsage, fingerprint, splitmix64
+from megatron.data.dataset import Dataset, Sample, SourceUsage, Span, fingerprint, splitmix64
 from megatron.data.errors import DataError
 from megatron.data.indexed_dataset import IndexedDataset
 
@@ -77,14 +77,24 @@ class GPTDataset(Dataset):
     def __getitem__(self, i: int) -> Sample:
         if not 0 <= i < len(self):
             raise IndexError(f"sample {i} of a dataset of {len(self)}")
+        parts = [self._indexed.get(sequence, offset, length) for sequence, offset, length in self._pieces(i)]
+        return Sample.of(np.concatenate(parts, dtype=np.int64))
+
+    def spans(self, i: int) -> tuple[Span, ...]:
+        """See `Dataset.spans`."""
+        lengths = self._indexed.lengths
+        return tuple(
+            Span(self.source, sequence, offset, int(lengths[sequence]) - offset if length is None else length)
+            for sequence, offset, length in self._pieces(i)
+        )
+
+    def _pieces(self, i: int) -> Iterator[tuple[int, int, int | None]]:
+        """Yield sequence, offset and number of tokens of the parts of sample ``i``; None for the rest of a sequence."""
         j = int(self.order.shuffle_index[i])
         (first, start), (last, end) = self.order.sample_index[j : j + 2].tolist()
-        parts = []
         for place in range(first, last + 1):
             offset = start if place == first else 0
-            length = end + 1 - offset if place == last else None
-            parts.append(self._indexed.get(int(self.order.document_index[place]), offset, length))
-        return Sample.of(np.concatenate(parts, dtype=np.int64))
+            yield int(self.order.document_index[place]), offset, end + 1 - offset if place == last else None
 
 
 def files_fingerprint(indexed: IndexedDataset, part: range, seq_length: int) -> str:
