@@ -18,10 +18,10 @@ import signal
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack, closing, contextmanager, suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from importlib.metadata import version
 from importlib.util import find_spec
 from itertools import islice
@@ -34,10 +34,12 @@ from random import Random
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
+from numpy.typing import NDArray
 
 from megatron.checkpoint.durable_files import checksum, publish_file
 from megatron.config.files import parse_json, read_small
 from megatron.config.text import counted
+from megatron.data.document_origins import make_runs
 from megatron.data.errors import DataError
 from megatron.data.indexed_writer import RESUME, IndexedDatasetWriter, id_dtype, publish_all, remove_unfinished_files
 from megatron.data.preprocess.corpus import (
@@ -67,7 +69,7 @@ from megatron.data.tokenizers.tokenizer import (
     build_tokenizer,
 )
 
-BLOCK_FORMAT = 2  # increased when the same files are cut into other blocks: the position of a run counts them
+BLOCK_FORMAT = 3  # increased when the same files are cut into other blocks, or the saved state changes
 SAVE_SECONDS = 10.0  # between savings of the state of a run
 MAX_DESCRIBED = 20  # bad documents of a block described; the others are only counted
 SPOT_CHECK_BYTES = 300  # bytes of a block that the tokenizer's own library encodes too
@@ -88,6 +90,7 @@ class PreprocessOptions:
     block_bytes: int = BLOCK_BYTES  # bytes of text that a worker encodes at once
     max_line_bytes: int = MAX_LINE_BYTES  # of a line or a plain file; a longer one is an invalid document
     overwrite: bool = False  # start over if an interrupted run had other settings, instead of failing
+    names: Mapping[str, str] = field(default_factory=dict)  # what the origins call the copies of pipes, by their path
 
 
 class EncodedBlock(NamedTuple):
@@ -100,6 +103,7 @@ class EncodedBlock(NamedTuple):
     text_bytes: int  # UTF-8 bytes of all texts
     bad: int  # documents not encoded
     described: tuple[BadDocument, ...]  # the first `MAX_DESCRIBED` of them
+    origins: NDArray[Any]  # runs of the documents, with lines and files counted within the block
     differs: BadDocument | None  # set if engine and tokenizer disagree
 
 
@@ -131,6 +135,7 @@ class BlockEncoder:
             text_bytes=sum(sum(map(len, texts)) for texts in columns),
             bad=len(bad),
             described=tuple(bad[:MAX_DESCRIBED]),
+            origins=_origins(block, places),
             differs=self._spot_check(columns, places),
         )
 
@@ -187,6 +192,15 @@ class BlockEncoder:
             return None
         seen = f": {self._engine.name} and {self._tokenizer.library} give different ids for part of it"
         return BadDocument(*places[index], seen, (f"--engine {OWN_LIBRARY}",))
+
+
+def _origins(block: Block, places: Sequence[tuple[Path, int]]) -> NDArray[Any]:
+    """Return the runs of origins of documents at these places of a block."""
+    lines = np.array([line for _, line in places], np.int64)
+    if isinstance(block, LineBlock):
+        return make_runs(lines)
+    numbers = {file: number for number, file in enumerate(block.files)}
+    return make_runs(lines, np.array([numbers[file] for file, _ in places], np.int32))
 
 
 Argument = TypeVar("Argument")
@@ -370,7 +384,7 @@ class RunState:
     """Position of a run, saved beside its temporary files, from which the same command continues after any end."""
 
     settings: dict[str, str]  # everything the output depends on
-    written: list[tuple[int, int, int]]  # for each key, what `IndexedDatasetWriter` continues from
+    written: list[tuple[int, int, int, int]]  # for each key, what `IndexedDatasetWriter` continues from
     totals: PreprocessTotals
     bad: tuple[int, int, int] = (0, 0, 0)  # counts of `BadDocumentReport`
     files: int = 0  # read completely
@@ -441,7 +455,7 @@ def _resume(plan: PreprocessOptions, settings: dict[str, str], message: Callable
     for key in sorted(keys):
         for left in remove_unfinished_files(output_prefix(plan.prefix, key)):
             message(f"removed {left}, left by a run that was killed")
-    return RunState(settings, [(0, 0, 0)] * len(plan.keys), PreprocessTotals())
+    return RunState(settings, [(0, 0, 0, 0)] * len(plan.keys), PreprocessTotals())
 
 
 def write_dataset(
@@ -477,8 +491,11 @@ def write_dataset(
         state = _resume(plan, _settings(plan, tokenizer, engine, before), progress.message)
         totals = replace(state.totals, before=state.totals)
         report = BadDocumentReport(plan.skip_bad, progress.message, state.bad)
+        names = [plan.names.get(str(file), str(file)) for file in plan.files]
         writers = [
-            stack.enter_context(IndexedDatasetWriter(output_prefix(plan.prefix, key), dtype, extra_files, written))
+            stack.enter_context(
+                IndexedDatasetWriter(output_prefix(plan.prefix, key), dtype, extra_files, written, names)
+            )
             for key, written in zip(plan.keys, state.written)
         ]
 
@@ -498,8 +515,13 @@ def write_dataset(
             check()
             if result.differs is not None:
                 raise result.differs.of(report.lines_before(block))
+            origins = result.origins
+            origins["file"] += state.files
+            if isinstance(block, LineBlock):
+                origins["row"] += report.lines_before(block)
             report.add(block, result.lines, result.documents + result.bad, result.described, result.bad)
             for writer, column in zip(writers, result.columns):
+                writer.add_origins(origins)
                 writer.add_documents(*column)
             totals.stored_bytes += block.stored
             totals.documents += result.documents
