@@ -19,9 +19,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
-from megatron.config.batch import full_global_batch_size
+from megatron.config.batch import WHOLE_RUN, Origin, full_global_batch_size
 from megatron.config.data import DataConfig
 from megatron.config.data_paths import DEFAULT_SPLIT, SPLITS, SplitSource, chat_splits, data_sources
+from megatron.config.mixture import read_mixture
 from megatron.config.plugins import registered
 from megatron.config.run import RunConfig
 from megatron.config.training import TrainingConfig
@@ -50,6 +51,7 @@ from megatron.data.gpt_dataset import (
 )
 from megatron.data.index_cache import IndexCache, Tables
 from megatron.data.indexed_dataset import IndexedDataset
+from megatron.data.mixture import MixtureSegmentBuilder, check_token_sums, document_streams
 from megatron.data.packed_dataset import PackedDataset
 
 OVERSAMPLING = 0.005
@@ -123,18 +125,29 @@ def resolve_epochs(config: RunConfig, world_size: int) -> RunConfig:
 
 
 def file_segment_builders(
-    data: DataConfig, read: Mapping[str, int], training: TrainingConfig, cache: IndexCache | None
-) -> tuple[dict[str, FileSegmentBuilder], list[str]]:
+    data: DataConfig,
+    read: Mapping[str, int],
+    training: TrainingConfig,
+    cache: IndexCache | None,
+    origin: Origin = WHOLE_RUN,
+    batch: int = 1,
+) -> tuple[dict[str, FileSegmentBuilder | MixtureSegmentBuilder], list[str]]:
     """Return the segment builders of the token files for each split in ``read`` (samples by split name), and notes.
 
-    Test data are left out, with a note, where only the default split asks for them and there are none.
+    Test data are left out, with a note, where only the default split asks for them and there are none. A mixture
+    continues at the ``origin`` of the phase, and its stages may miss the end of the run by a ``batch`` of samples.
     """
     open_files = functools.cache(IndexedDataset)  # each is opened once however many splits read it
     seq_length = training.seq_length
     sources = resolve_sources(data, read)
-    builders: dict[str, FileSegmentBuilder] = {}
+    builders: dict[str, FileSegmentBuilder | MixtureSegmentBuilder] = {}
     notes = []
     for split, needed in read.items():
+        if split == "train" and data.data_mixture is not None:
+            mixture = read_mixture(data.data_mixture).select(data.data_mixture_stages)
+            streams = document_streams(mixture, open_files, training.seed, cache)
+            builders[split] = MixtureSegmentBuilder(mixture, streams, seq_length, origin, batch)
+            continue
         source = sources[split]
         parts = split_parts(split, source, open_files)
         short = _short_part(parts, source, seq_length)
@@ -343,7 +356,7 @@ def _check_range(name: str, numbers: NDArray[Any], start: int, stop: int) -> Non
         raise ValueError(f"{name} has numbers that are not from {start} to {stop - 1}")
 
 
-TABLE_CHECKS = {"order": _check_order, "blend": _check_blend}
+TABLE_CHECKS = {"order": _check_order, "blend": _check_blend, "epoch": check_token_sums}
 """Checks of the tables in the cache, by kind."""
 
 
