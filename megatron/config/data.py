@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from megatron.config.option import MegatronOption, Need, WithPluginOptions, option
+from megatron.config.skipping import SkippingOptions
 
 CHAT_DATA = Need("chat_data_path")
 
@@ -57,7 +58,7 @@ def _check_tokenizer_type(text: str) -> None:
 
 
 @dataclass(frozen=True)
-class DataConfig(WithPluginOptions):
+class DataConfig(SkippingOptions, WithPluginOptions):
     """Token files, how documents are packed into samples, and the tokenizer."""
 
     data_path: tuple[str, ...] = option((), role="free")

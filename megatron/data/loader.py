@@ -44,6 +44,7 @@ from megatron.data.dataset_info import (
 from megatron.data.errors import DataError
 from megatron.data.index_cache import IndexCache
 from megatron.data.indexed_dataset import raise_open_file_limit
+from megatron.data.skipped_dataset import SKIPPED, PlaceRanges, SampleSkips
 from megatron.data.teacher_logits import with_teacher_logits
 from megatron.data.tokenizers.tokenizer import TokenizerRecord
 
@@ -198,8 +199,8 @@ class DataSource:
     """The splits of a run and how micro-batches are read from them."""
 
     datasets: Mapping[str, Dataset]  # by split name
-    # By split name: the sample counts of its segments, which fix the order. A resumed run passes them to `build_data`,
-    # so that earlier samples keep their places however long it gets.
+    # By split name: the sample counts of its segments, which fix the order. A resumed run passes `laid_out` to
+    # `build_data`, so that earlier samples keep their places however long it gets.
     segments: Mapping[str, tuple[int, ...]]
     used: Mapping[str, int]  # samples the run reads, by split name
     seq_length: int  # tokens per sample
@@ -210,6 +211,7 @@ class DataSource:
     # index and number of the streams that training samples are dealt to in turn: one for each replica of DiLoCo
     stream: tuple[int, int] = (0, 1)
     columns: tuple[SampleColumns, ...] = ()  # what the model reads beside tokens and labels
+    skipped: PlaceRanges = field(default_factory=PlaceRanges)  # places of training samples that are left out
     notes: tuple[str, ...] = ()  # warnings for the user, a sentence each
 
     def summary(self) -> list[str]:
@@ -236,6 +238,12 @@ class DataSource:
     def fingerprints(self) -> dict[str, str]:
         """`Dataset.fingerprint` by split name."""
         return {name: dataset.fingerprint for name, dataset in self.datasets.items()}
+
+    def laid_out(self, consumed: int) -> dict[str, list[int]]:
+        """Return ``segments``, and under `SKIPPED` what was skipped before the sample that follows ``consumed``."""
+        skipped = self.skipped.clip(0, self.skipped.end(self.stream[1] * consumed))
+        lists = {name: list(counts) for name, counts in self.segments.items()}
+        return lists | ({SKIPPED: skipped.to_list()} if skipped else {})
 
     def digest(self, split: str, first: int, stop: int) -> int:
         """Return a 64-bit digest of samples ``first .. stop - 1`` of the stream and of what they are made from.
@@ -368,6 +376,8 @@ class DataSource:
 
 def find_source(dataset: Dataset, i: int) -> str | None:
     """Return the source that sample ``i`` is read from; None for generated data."""
+    if spans := dataset.spans(i):
+        return spans[0].source
     pairs = zip(dataset.source_usage(i), dataset.source_usage(i + 1))
     return next((after.source for before, after in pairs if after.tokens > before.tokens), None)
 
@@ -428,7 +438,7 @@ def build_data(
         vocab_size: of the model.
         dp_size: data-parallel ranks.
         splits: to build; None for all.
-        segments: `DataSource.segments` of the run being resumed. Entries of splits that are not built are passed on.
+        segments: `DataSource.laid_out` of the run being resumed. Entries of splits that are not built are passed on.
         begin: steps taken and samples consumed before.
         prefix: see `MaskBuilder`.
         stream: see `DataSource`.
@@ -459,11 +469,13 @@ def build_data(
     requested["train"] *= stream[1]
     datasets: dict[str, Dataset] = {}
     all_segments = {name: tuple(counts) for name, counts in (segments or {}).items()}
+    skips = SampleSkips(data, training.seq_length, all_segments.pop(SKIPPED, ()), stream[1] * begin[1])
     extended = []
     for name, count in used.items():
         before = all_segments.get(name, ())
         planned = before or (requested[split_kind(name)],)
-        datasets[name], all_segments[name] = build_split(name, builders[name], planned, count)
+        leave_out = skips if name == "train" and skips else None
+        datasets[name], all_segments[name] = build_split(name, builders[name], planned, count, leave_out)
         added = all_segments[name][len(planned) :]
         if before and added:
             planned_text, added_text = (" + ".join(f"{n:,}" for n in counts) for counts in (before, added))
@@ -477,6 +489,7 @@ def build_data(
         note_missing_records(data),
         *build_notes,
         *extended,
+        *(skips.notes(used["train"]) if "train" in used else ()),
         *(() if cache is None else cache.notes),
     )
     source = DataSource(
@@ -490,6 +503,7 @@ def build_data(
         padded=training.pad_global_batch,
         stream=stream,
         columns=columns,
+        skipped=skips.ranges,
         notes=tuple(note for note in notes if note),
     )
     if training.teacher_logits is None:

@@ -132,6 +132,8 @@ def _some_value(setting: Setting, dice: random.Random) -> Any:
         return None
     if setting.name == "step_batch_size_schedule":
         return ("0:2", "1.5K:4")
+    if setting.name in ("skip_samples", "skip_tokens", "skip_documents"):
+        return {"skip_samples": ("0:2", "@a b"), "skip_tokens": ("1.5K:4K",)}.get(setting.name, ("a b:7", "web:1-3"))
     if setting.many:
         return tuple(scalar() for _ in range(setting.length or dice.randrange(4)))
     return scalar()
