@@ -16,7 +16,7 @@ from megatron.data.dataset import split_heading, split_kind
 from megatron.data.dataset_info import find_tokenizer_info
 from megatron.data.gpt_dataset import split_ranges
 from megatron.data.indexed_dataset import IndexedDataset
-from megatron.data.loader import build_data, build_masks, note_many_epochs, split_sample_counts
+from megatron.data.loader import DataSource, build_data, build_masks, note_many_epochs, split_sample_counts
 from megatron.data.skipped_dataset import SKIPPED, SampleSkips
 
 MAX_DATASETS_SHOWN = 8  # datasets listed
@@ -57,10 +57,7 @@ def preview_data(
     begin = iteration, consumed_samples
     streams = config.diloco.streams
     if config.data.chat_data_path or config.data.generated:
-        source = build_data(
-            config.data, config.training, config.model.vocab, dp, None, segments, begin, 0, (0, streams)
-        )
-        return source.summary()
+        return _generated(config, dp, begin, segments).summary()
     tokens = streams * final_consumed_samples(config.training, dp, *begin) * config.training.seq_length
     read = split_sample_counts(config.data, config.training, dp, begin, streams=streams)
     sources = data_sources(config.data)
@@ -100,10 +97,18 @@ def data_fingerprints(
     data, training, streams = config.data, config.training, config.diloco.streams
     dp, begin = config.parallel.data_parallel_size(world_size), (iteration, consumed_samples)
     if data.generated or data.chat_data_path:
-        return build_data(data, training, config.model.vocab, dp, None, segments, begin, 0, (0, streams)).fingerprints
+        return _generated(config, dp, begin, segments).fingerprints
     read = split_sample_counts(data, training, dp, begin, streams=streams)
     builders, _ = file_segment_builders(data, read, training, None)
     return {split: builder.fingerprint for split, builder in builders.items()}
+
+
+def _generated(
+    config: RunConfig, dp: int, begin: tuple[int, int], segments: Mapping[str, Sequence[int]] | None
+) -> DataSource:
+    """Return the data of a run without token files."""
+    streams, vocab_size = config.diloco.streams, config.model.vocab
+    return build_data(config.data, config.training, vocab_size, dp, segments=segments, begin=begin, stream=(0, streams))
 
 
 def _fewest_sequences(split: str, source: SplitSource, sequences: Mapping[str, int]) -> int:
